@@ -1,0 +1,49 @@
+"""Policy-gradient loss aggregation for Megatron-Core, exact in every parallel layout.
+
+Everything here is pure torch. `megatron_rl_loss.arguments` holds the flags, `megatron_rl_loss.megatron` the adapter.
+"""
+
+from megatron_rl_loss.errors import BadBatchError
+from megatron_rl_loss.layouts import Contiguous, Gathered, Layout, ZigzagBSHD, ZigzagResponse, ZigzagTHD
+from megatron_rl_loss.policy_loss import (
+    PolicyLoss,
+    group_relative_advantages,
+    kl_estimate,
+    ppo_clip_loss,
+    truncated_importance_weights,
+)
+from megatron_rl_loss.reducers import (
+    MODES,
+    Reducer,
+    ReducerInputs,
+    available_modes,
+    make_pg_loss_reducer,
+    register_pg_loss_reducer,
+)
+from megatron_rl_loss.samples import Samples
+from megatron_rl_loss.totals import StepTotals
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "MODES",
+    "BadBatchError",
+    "Contiguous",
+    "Gathered",
+    "Layout",
+    "PolicyLoss",
+    "Reducer",
+    "ReducerInputs",
+    "Samples",
+    "StepTotals",
+    "ZigzagBSHD",
+    "ZigzagResponse",
+    "ZigzagTHD",
+    "available_modes",
+    "group_relative_advantages",
+    "kl_estimate",
+    "make_pg_loss_reducer",
+    "ppo_clip_loss",
+    "register_pg_loss_reducer",
+    "truncated_importance_weights",
+]

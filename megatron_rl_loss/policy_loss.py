@@ -1,0 +1,161 @@
+"""Per-token policy losses and group-relative advantages: what the reducers aggregate.
+
+Everything here is elementwise over tokens, of any shape, in the dtype of its inputs, and unreduced; masks are the
+reducers' business. At masked positions pass finite log-probs (0, say): a NaN there is ignored by a reducer's value,
+but the chain rule may still turn 0 * NaN into a NaN gradient of the model.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from megatron_rl_loss.errors import explain
+from megatron_rl_loss.samples import Ids, as_ids
+
+KlEstimator = Literal["k1", "k2", "k3"]
+
+
+@dataclass(frozen=True)
+class PolicyLoss:
+    """Unreduced policy loss.
+
+    Attributes:
+        per_token_loss: to be aggregated, differentiable.
+        clipped: 1.0 where clipping decided the loss (its gradient is 0 there, dual clip aside), else 0.0; detached.
+            Its sample mean is the clip fraction.
+        ppo_kl: ``old_log_probs - log_probs`` (estimator k1 of KL(old || new)), detached.
+    """
+
+    per_token_loss: Tensor
+    clipped: Tensor
+    ppo_kl: Tensor
+
+
+def ppo_clip_loss(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float | None = None,
+    dual_clip: float | None = None,
+    importance_weights: Tensor | None = None,
+) -> PolicyLoss:
+    """Clipped surrogate, a value a token: ``w * max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))``.
+
+    ``r = exp(log_probs - old_log_probs)``. With `dual_clip` c > 1, where A < 0 the value is at most ``-c A``.
+
+    Args:
+        log_probs: of the policy in training. Differentiable.
+        old_log_probs: of the policy the ratio is taken to, same shape.
+        advantages: same shape, or broadcastable to it.
+        clip_low, clip_high: clip range below and above 1; `clip_high` defaults to `clip_low` (DAPO: 0.28).
+        dual_clip: c, or None for none (3.0 in the paper).
+        importance_weights: factor w, detached here, e.g. `truncated_importance_weights`; None for 1.
+
+    Raises:
+        ValueError: shapes that differ, ``clip_low`` outside (0, 1], ``clip_high`` <= 0, ``dual_clip`` <= 1.
+
+    Source: PPO, arXiv:1707.06347 eq. 7; separate bounds, DAPO, arXiv:2503.14476 eq. 10; dual clip, arXiv:1912.09729
+    eq. 5.
+    """
+    clip_high = clip_low if clip_high is None else clip_high
+    _check_same_shape(log_probs, old_log_probs)
+    if not 0 < clip_low <= 1:
+        raise ValueError(explain(f"clip_low is {clip_low!r}", "it must be in (0, 1]", "0.2 is usual"))
+    if not 0 < clip_high < float("inf"):
+        raise ValueError(
+            explain(f"clip_high is {clip_high!r}", "it must be finite and above 0", "0.2 or 0.28 is usual")
+        )
+    if dual_clip is not None and not 1 < dual_clip < float("inf"):
+        given = f"dual_clip is {dual_clip!r}"
+        raise ValueError(explain(given, "it must be finite and above 1", "3.0 is usual; None turns it off"))
+    log_ratio = log_probs - old_log_probs.detach()
+    ratio = log_ratio.exp()
+    plain = -advantages * ratio
+    bounded = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
+    loss = torch.maximum(plain, bounded)
+    clipped = bounded > plain
+    if dual_clip is not None:
+        ceiling = -dual_clip * advantages
+        binds = (advantages < 0) & (loss > ceiling)
+        loss = torch.where(binds, ceiling, loss)
+        clipped = clipped | binds
+    if importance_weights is not None:
+        loss = loss * importance_weights.detach()
+    return PolicyLoss(loss, clipped.to(loss.dtype), -log_ratio.detach())
+
+
+def truncated_importance_weights(log_probs: Tensor, behavior_log_probs: Tensor, *, cap: float = 2.0) -> Tensor:
+    """``min(exp(log_probs - behavior_log_probs), cap)``, detached: corrects for samples drawn by another policy.
+
+    Typically `log_probs` are the trainer's recomputed old log-probs and `behavior_log_probs` those the inference engine
+    sampled with. Raises ValueError for shapes that differ and for a cap that is not finite and above 0.
+    Source: truncated importance sampling, Ionides 2008; for RL post-training, Yao et al. 2025 ("Your efficient RL
+    framework secretly brings you off-policy RL training").
+    """
+    _check_same_shape(log_probs, behavior_log_probs)
+    if not 0 < cap < float("inf"):
+        raise ValueError(explain(f"cap is {cap!r}", "it must be finite and above 0", "2.0 is usual"))
+    return (log_probs - behavior_log_probs).detach().exp().clamp(max=cap)
+
+
+def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, *, estimator: KlEstimator = "k3") -> Tensor:
+    """Per-token estimate of KL(policy || reference) from the policy's samples; ``d = log_probs - ref_log_probs``.
+
+    ``k1 = d`` (unbiased, may be negative), ``k2 = d^2 / 2`` (biased), ``k3 = exp(-d) - 1 + d`` (unbiased, >= 0).
+    Differentiable in `log_probs`; the reference is detached. Raises ValueError for an unknown estimator or shapes that
+    differ. Source: Schulman, "Approximating KL divergence" (2020); k3 in GRPO, arXiv:2402.03300 eq. 4.
+    """
+    _check_same_shape(log_probs, ref_log_probs)
+    difference = log_probs - ref_log_probs.detach()
+    if estimator == "k1":
+        return difference
+    if estimator == "k2":
+        return difference.square() / 2
+    if estimator == "k3":
+        return torch.expm1(-difference) + difference
+    raise ValueError(explain(f"KL estimator {estimator!r}", "there is no such estimator", "Choose k1, k2 or k3"))
+
+
+def group_relative_advantages(
+    rewards: Tensor, prompt_ids: Ids, *, normalize_by_std: bool = True, epsilon: float = 1e-6
+) -> Tensor:
+    """One advantage a sample: its reward less its prompt group's mean, over the group's std if asked.
+
+    ``A_i = (r_i - mean(r_group)) / (std(r_group) + epsilon)``, std with Bessel's correction (0 for a group of one);
+    with ``normalize_by_std=False`` the numerator alone. Groups may have any sizes and any order. Computed in float64.
+
+    Args:
+        rewards: float [num_samples].
+        prompt_ids: one id (int or str) a sample.
+
+    Returns:
+        float32 [num_samples], on the rewards' device.
+
+    Raises ValueError for rewards that are not 1-D and finite or do not match the ids.
+    Source: GRPO, arXiv:2402.03300 section 4.1.2; without std, Dr. GRPO, arXiv:2503.20783 section 3.
+    """
+    if rewards.dim() != 1 or not bool(torch.isfinite(rewards).all()):
+        given = f"rewards of shape {tuple(rewards.shape)}"
+        raise ValueError(explain(given, "they must be 1-D and finite", "Pass one finite reward a sample"))
+    _, group = as_ids("prompt_ids", prompt_ids, rewards.numel()).to(rewards.device).unique(return_inverse=True)
+    exact = rewards.double()
+    size = group.bincount()
+
+    def group_sum(values: Tensor) -> Tensor:
+        return torch.zeros_like(size, dtype=torch.float64).index_add_(0, group, values)
+
+    centred = exact - (group_sum(exact) / size)[group]
+    if not normalize_by_std:
+        return centred.float()
+    std = (group_sum(centred.square()) / (size - 1).clamp(min=1)).sqrt()
+    return (centred / (std + epsilon)[group]).float()
+
+
+def _check_same_shape(a: Tensor, b: Tensor) -> None:
+    if a.shape != b.shape:
+        given = f"log-probs of shapes {tuple(a.shape)} and {tuple(b.shape)}"
+        raise ValueError(explain(given, "they must be equal", "Cut both for the same rank, in the same order"))

@@ -1,0 +1,290 @@
+"""Reducers: closures that turn a rank's per-token losses into its share of the step loss.
+
+Every mode is one weight a token, w = mask / (D * U): D the tokens of the token's unit, U the units of the step, both
+over the whole step. A rank sums its own w * loss; the plain sum of all shares, over micro-batches, context-parallel
+(CP) and data-parallel (DP) ranks, *is* the step loss. Nothing is divided afterwards.
+
+| mode          | unit         | D                          | U               | step loss                       |
+|---------------|--------------|----------------------------|-----------------|---------------------------------|
+| `sample_mean` | rollout      | mask tokens of the rollout | N rollouts      | (1/N) sum_i sum_t l*m / M_i     |
+| `prompt_mean` | prompt group | mask tokens of the group   | P prompt groups | (1/P) sum_g sum_{t in g} l*m/M_g |
+| `token_mean`  | the step     | mask tokens of the step    | 1               | sum l*m / sum m                 |
+| `constant`    | rollout      | L, the divisor             | N rollouts      | sum l*m / (L * N)               |
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from megatron_rl_loss.errors import explain
+from megatron_rl_loss.layouts import Layout
+from megatron_rl_loss.samples import Ids, Samples
+from megatron_rl_loss.totals import StepTotals, UnitTokens
+
+Reducer = Callable[[Tensor], Tensor]
+Units = Literal["all", "active"]
+
+MODES = ("sample_mean", "prompt_mean", "token_mean", "constant")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReducerInputs:
+    """What a reducer factory is given: one micro-batch, the step it belongs to and this rank's place.
+
+    Attributes:
+        samples: masks, ids and layout of the micro-batch.
+        totals: denominators of the whole step.
+        divisor: ``--loss-aggregation-divisor``, or None.
+        units: whether fully masked units count (``all``) or not (``active``).
+        cp_rank, cp_size: this rank's place in its context-parallel group.
+    """
+
+    samples: Samples
+    totals: StepTotals
+    divisor: float | None = None
+    units: Units = "all"
+    cp_rank: int = 0
+    cp_size: int = 1
+
+    def weighted_sum(self, token_weights: Sequence[Tensor]) -> Reducer:
+        """The reducer ``sum_t w_t * loss_t``, from full-length weights, one 1-D tensor a sample like its mask."""
+        lengths = [weights.numel() for weights in token_weights]
+        if lengths != self.samples.mask_lengths.tolist():
+            given = f"token weights of lengths {lengths[:8]}"
+            rule = f"they must have the lengths of the loss masks, {self.samples.mask_lengths[:8].tolist()}"
+            raise ValueError(explain(given, rule, "Return one weight a mask entry"))
+        flat = torch.cat(list(token_weights)) if token_weights else torch.zeros(0)
+        return WeightedSum.of(self, flat.detach())
+
+
+ReducerFactory = Callable[[ReducerInputs], Reducer]
+
+_REGISTERED: dict[str, ReducerFactory] = {}
+
+
+def register_pg_loss_reducer(name: str) -> Callable[[ReducerFactory], ReducerFactory]:
+    """Decorator: make a reducer factory a choice of ``--loss-aggregation`` and of `make_pg_loss_reducer`.
+
+    The factory takes `ReducerInputs` and returns a `Reducer`, whose values must add up over micro-batches, CP and DP
+    ranks to the step loss. Register before the flags are parsed.
+
+    >>> @register_pg_loss_reducer("token_sum")
+    ... def token_sum(inputs):
+    ...     return inputs.weighted_sum(inputs.samples.loss_masks)
+
+    Raises:
+        ValueError: the name is taken or empty.
+        TypeError: what is registered cannot be called.
+    """
+    if not isinstance(name, str) or not name.isidentifier():
+        raise ValueError(explain(f"reducer name {name!r}", "it must be a Python identifier", "Choose a plain name"))
+    if name in available_modes():
+        raise ValueError(explain(f"reducer name {name!r}", "it is taken", "Choose another name"))
+
+    def register(factory: ReducerFactory) -> ReducerFactory:
+        if not callable(factory):
+            given = f"reducer {name!r} is a {type(factory).__name__}"
+            raise TypeError(explain(given, "it must be a function of ReducerInputs", "Register a function"))
+        _REGISTERED[name] = factory
+        return factory
+
+    return register
+
+
+def available_modes() -> tuple[str, ...]:
+    """The four modes and every registered reducer."""
+    return (*MODES, *_REGISTERED)
+
+
+def make_pg_loss_reducer(
+    mode: str,
+    loss_masks: Sequence[Tensor],
+    *,
+    totals: StepTotals,
+    divisor: float | None = None,
+    units: Units = "all",
+    rollout_ids: Ids | None = None,
+    prompt_ids: Ids | None = None,
+    layout: Layout | None = None,
+    cp_rank: int = 0,
+    cp_size: int = 1,
+) -> Reducer:
+    """A closure ``reducer(per_token_loss) -> share``: this rank's share of the step loss of one micro-batch.
+
+    >>> masks = [torch.tensor([1, 1, 0]), torch.tensor([1])]
+    >>> totals = StepTotals.from_loss_masks(masks)
+    >>> make_pg_loss_reducer("token_mean", masks, totals=totals)(torch.tensor([1.0, 2.0, 9.0, 6.0]))
+    tensor(3.)
+
+    The same factory serves metrics (clip fraction, KL, entropy), which keep ``sample_mean`` whatever the loss does.
+
+    Args:
+        mode: ``sample_mean``, ``prompt_mean``, ``token_mean``, ``constant`` or a registered name.
+        loss_masks, rollout_ids, prompt_ids, layout: the micro-batch, as in `Samples`.
+        totals: the step's denominators.
+        divisor: L of ``constant``, in tokens (the generation budget, say); with no other mode.
+        units: count every unit (``all``) or only those with a token of nonzero weight (``active``).
+        cp_rank, cp_size: this rank's place in its context-parallel group.
+
+    Returns:
+        The closure. It takes the local per-token losses (float, in the layout's order) and returns a 0-dim float32
+        tensor that stays connected to the graph even without active tokens. float16 and bfloat16 are summed in
+        float32. NaN and Inf at masked positions are ignored, at active ones they come through. It raises ValueError
+        for losses whose shape is not this rank's part of the layout.
+
+    Raises:
+        ValueError, TypeError: unknown mode, a divisor that is missing, unusable or without effect, totals without the
+            count the mode needs, anything `Samples` refuses.
+    """
+    samples = Samples(loss_masks, layout=layout, rollout_ids=rollout_ids, prompt_ids=prompt_ids)
+    inputs = ReducerInputs(
+        samples=samples, totals=totals, divisor=divisor, units=units, cp_rank=cp_rank, cp_size=cp_size
+    )
+    return build_reducer(mode, inputs)
+
+
+def build_reducer(mode: str | ReducerFactory, inputs: ReducerInputs) -> Reducer:
+    """`make_pg_loss_reducer` for inputs that are already put together; `mode` may be a factory itself."""
+    if not isinstance(mode, str):
+        return mode(inputs)
+    check_mode(mode, inputs.divisor, inputs.units)
+    if mode in _REGISTERED:
+        return _REGISTERED[mode](inputs)
+    samples = inputs.samples
+    return WeightedSum.of(inputs, samples.flat_mask * samples.spread(_unit_weights(mode, inputs)))
+
+
+def check_mode(mode: str, divisor: float | None, units: str) -> None:
+    """Refuse a mode, divisor or unit counting that is unknown, unusable or contradictory."""
+    if mode not in available_modes():
+        given = f"loss aggregation {mode!r}"
+        raise ValueError(explain(given, "there is no such mode", f"Choose one of {', '.join(available_modes())}"))
+    if units not in get_args(Units):
+        given = f"unit counting {units!r}"
+        raise ValueError(explain(given, "there is no such counting", f"Choose one of {', '.join(get_args(Units))}"))
+    if divisor is None:
+        if mode == "constant":
+            given = "loss aggregation 'constant' without a divisor"
+            remedy = "Give one, e.g. the generation budget in tokens (--loss-aggregation-divisor 40960)"
+            raise ValueError(explain(given, "it divides by a constant number of tokens", remedy))
+        return
+    if mode in MODES and mode != "constant":
+        given = f"divisor {divisor!r} with loss aggregation {mode!r}"
+        raise ValueError(explain(given, "only 'constant' has a divisor", "Drop the divisor or choose 'constant'"))
+    check_divisor(divisor)
+
+
+def check_divisor(divisor: float) -> None:
+    """Refuse a divisor that is not a usable number of tokens."""
+    if isinstance(divisor, bool) or not isinstance(divisor, int | float):
+        given = f"divisor {divisor!r} ({type(divisor).__name__})"
+        raise TypeError(explain(given, "it must be a number", "Pass a number of tokens"))
+    # Beyond 1e30 the float32 weights of real tokens would vanish.
+    if not 0 < divisor < 1e30:
+        given = f"divisor {divisor!r}"
+        raise ValueError(explain(given, "it must be finite and above 0 (and below 1e30)", "Pass a number of tokens"))
+
+
+def _unit_weights(mode: str, inputs: ReducerInputs) -> Tensor:
+    """1 / (D * U) of the unit of each sample, [num_samples] like the masks; 0 for units without an active token."""
+    samples, totals = inputs.samples, inputs.totals
+    if totals.rollout_tokens is not None and samples.rollout_ids is None:
+        given = "totals made with rollout_ids, a micro-batch without"
+        raise ValueError(explain(given, "its units cannot be told", "Pass rollout_ids with every micro-batch"))
+    if mode == "token_mean":
+        num_units, unit_tokens = 1, _constant(_known(totals, "step_tokens", mode), samples)
+    else:
+        units = "prompts" if mode == "prompt_mean" else "rollouts"
+        num_units = _known(totals, f"num_active_{units}" if inputs.units == "active" else f"num_{units}", mode)
+        if mode == "constant":
+            assert inputs.divisor is not None  # check_mode saw to it
+            unit_tokens = _constant(inputs.divisor, samples)
+        else:
+            unit_tokens = _unit_tokens(mode, samples, totals).to(samples.flat_mask.device)
+    denominator = unit_tokens * num_units
+    return torch.where(denominator > 0, 1 / denominator, 0.0).to(samples.flat_mask.dtype)
+
+
+def _constant(value: float, samples: Samples) -> Tensor:
+    return torch.full((len(samples),), float(value), dtype=torch.float64, device=samples.flat_mask.device)
+
+
+def _unit_tokens(mode: str, samples: Samples, totals: StepTotals) -> Tensor:
+    """Mask tokens of the unit of each sample, over the whole step."""
+    if mode == "sample_mean" and samples.rollout_ids is None:
+        return samples.mask_sums()
+    field, name, ids = "rollout_tokens", "rollout_ids", samples.rollout_ids
+    if mode == "prompt_mean":
+        field, name, ids = "prompt_tokens", "prompt_ids", samples.prompt_ids
+        if ids is None:
+            given = "loss aggregation 'prompt_mean' without prompt_ids"
+            raise ValueError(explain(given, "it averages inside each prompt group", "Pass prompt_ids, one a sample"))
+    assert ids is not None
+    tokens: UnitTokens = _known(totals, field, mode)
+    return tokens.of(name, ids)
+
+
+def _known(totals: StepTotals, field: str, mode: str) -> Any:
+    value = getattr(totals, field)
+    if value is None:
+        remedy = "Make the totals with the ids of the samples (StepTotals.from_loss_masks), or give the count yourself"
+        raise ValueError(explain(f"totals without {field}", f"loss aggregation {mode!r} needs it", remedy))
+    return value
+
+
+class WeightedSum:
+    """``sum_t w_t * loss_t`` over the tokens this rank holds, with w_t = 0 meaning "ignore the token".
+
+    Attributes:
+        weights: float32 [num_local_tokens], in the order of the losses.
+    """
+
+    def __init__(self, weights: Tensor, shapes: list[tuple[int, ...]], hint: Callable[[int], str]) -> None:
+        self.weights = weights
+        self._shapes = shapes
+        self._hint = hint
+
+    @classmethod
+    def of(cls, inputs: ReducerInputs, flat_weights: Tensor) -> "WeightedSum":
+        """From the weights of all mask entries end to end; cuts them for this CP rank."""
+        samples, cp_rank, cp_size = inputs.samples, inputs.cp_rank, inputs.cp_size
+        weights = samples.local(flat_weights, cp_rank, cp_size)
+        if samples.layout is not None and samples.layout.replicated_over_cp:
+            weights = weights / cp_size
+
+        def hint(num_losses: int) -> str:
+            return _layout_hint(num_losses, weights.numel(), samples)
+
+        return cls(weights.float(), samples.loss_shapes(weights.numel(), cp_size), hint)
+
+    def __call__(self, per_token_loss: Tensor) -> Tensor:
+        if not isinstance(per_token_loss, Tensor) or not per_token_loss.is_floating_point():
+            kind = per_token_loss.dtype if isinstance(per_token_loss, Tensor) else type(per_token_loss).__name__
+            raise TypeError(explain(f"per_token_loss is {kind}", "it must be a float tensor", "Pass unreduced losses"))
+        if tuple(per_token_loss.shape) not in self._shapes:
+            given = f"per_token_loss of shape {tuple(per_token_loss.shape)}"
+            rule = f"this rank's part of the layout is {' or '.join(map(str, self._shapes))}"
+            raise ValueError(explain(given, rule, self._hint(per_token_loss.numel())))
+        if self.weights.device != per_token_loss.device:
+            self.weights = self.weights.to(per_token_loss.device, non_blocking=True)
+        losses = per_token_loss.reshape(-1).masked_fill(self.weights == 0, 0)
+        return (losses.float() * self.weights).sum()
+
+
+def _layout_hint(num_losses: int, num_local: int, samples: Samples) -> str:
+    """What a wrong number of losses most likely means."""
+    if num_losses == num_local:
+        return "The number of tokens fits: transpose to batch first, or flatten in the layout's order"
+    layout = samples.layout
+    if layout is not None and num_losses == layout.total_tokens:
+        return "These are all tokens of the micro-batch: not cut over CP ranks (then the layout is Gathered)?"
+    if num_losses == int(samples.mask_lengths.sum()):
+        return "These are the unpadded, uncut tokens: cut and pad them as the layout says, or change the layout"
+    if num_losses == int((samples.flat_mask != 0).sum()):
+        return "These are the active tokens only: pass the losses of all positions, or ZigzagResponse for responses"
+    if layout is not None and num_losses and layout.total_tokens % num_losses == 0:
+        return f"This is 1/{layout.total_tokens // num_losses} of the micro-batch: is cp_size right?"
+    return "Pass the losses of this micro-batch, cut as its layout says"
