@@ -41,7 +41,7 @@ try:
     from megatron.core.utils import get_model_config, log_single_rank, unwrap_model
 except ImportError as error:
     raise ImportError(
-        f"megatron_rl_loss.megatron needs Megatron-Core: {error}. Install it (pip install 'megatron-rl-loss[megatron]') "
+        f"megatron_rl_loss.megatron needs Megatron-Core: {error}. pip install 'megatron-rl-loss[megatron]', "
         "or put your own checkout on PYTHONPATH; the rest of megatron_rl_loss works without it."
     ) from error
 
@@ -201,26 +201,36 @@ class LossAggregation:
     def attached(self) -> Iterator[None]:
         """For the duration of a ``with``, Megatron's `pretrain` runs every schedule through `wrap_schedule`.
 
-        Replaces one name, `get_forward_backward_func` in `megatron.training.training`: `pretrain` has no hook that all
-        ranks pass before a pipeline schedule starts. Loops of your own call `wrap_schedule` instead.
+        Replaces two names in `megatron.training.training`: `get_forward_backward_func`, since `pretrain` has no hook
+        that all ranks pass before a pipeline schedule starts; and `training_log`, which leaves values below 0 (policy
+        losses, log-probs) out of its progress line, to print them in a line of their own. Loops that are not
+        `pretrain` call `wrap_schedule` instead.
         """
         from megatron.training import training
 
-        original = training.get_forward_backward_func
-        if getattr(original, "_attached", False):
-            raise RuntimeError(
-                explain("a second attached()", "one LossAggregation at a time", "Leave the first `with`")
-            )
+        get_schedule, training_log = training.get_forward_backward_func, training.training_log
+        if hasattr(get_schedule, "__wrapped__"):
+            given = "attached() inside attached()"
+            raise RuntimeError(explain(given, "a launch has one LossAggregation", "Leave the first `with` before"))
 
-        def get_forward_backward_func(*args: Any, **kwargs: Any) -> Callable[..., Any]:
-            return self.wrap_schedule(original(*args, **kwargs))
+        @functools.wraps(get_schedule)
+        def get_wrapped_schedule(*args: Any, **kwargs: Any) -> Callable[..., Any]:
+            return self.wrap_schedule(get_schedule(*args, **kwargs))
 
-        get_forward_backward_func._attached = True  # type: ignore[attr-defined]
-        training.get_forward_backward_func = get_forward_backward_func
+        @functools.wraps(training_log)
+        def log_all(loss_dict: dict[str, Tensor], *args: Any, **kwargs: Any) -> Any:
+            result = training_log(loss_dict, *args, **kwargs)
+            iteration = args[2] if len(args) > 2 else kwargs["iteration"]
+            if iteration % training.get_args().log_interval == 0:
+                values = " | ".join(f"{name}: {float(value):.6E}" for name, value in loss_dict.items())
+                training.print_rank_last(f"   of iteration {iteration:8d} alone | {values} |")
+            return result
+
+        training.get_forward_backward_func, training.training_log = get_wrapped_schedule, log_all
         try:
             yield
         finally:
-            training.get_forward_backward_func = original
+            training.get_forward_backward_func, training.training_log = get_schedule, training_log
 
     def wrap_schedule(self, forward_backward_func: Callable[..., Any]) -> Callable[..., Any]:
         """A Megatron schedule (`get_forward_backward_func()`) that begins each call with `begin_step`."""

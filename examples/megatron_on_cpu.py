@@ -1,0 +1,164 @@
+"""Run unmodified Megatron-Core and megatron.training without a GPU, on CPU and gloo. For trying out and for tests.
+
+What it is: Megatron asks for "cuda" in many places. `install` answers those requests with the CPU: it rewrites the
+device argument of torch calls, and replaces the runtime entry points of `torch.cuda` that mean nothing on a CPU
+(streams, events, memory statistics, random states). `torch.cuda.is_available()` keeps saying False. No collective, no
+matrix product and no function of Megatron that computes a number is replaced, so losses and gradients are Megatron's.
+
+What it is not: fast, or a test of GPU kernels, NCCL, Transformer Engine, CUDA graphs or streams. Three functions of
+Megatron's start-up are passed by, none of which computes (`prepare_training`).
+
+Call `install()` before anything imports `megatron`, and `prepare_training()` before `pretrain`. Line numbers in the
+comments are those of megatron-core 0.19.2.
+"""
+
+import contextlib
+import functools
+import os
+import sys
+import types
+from typing import Any
+
+import torch
+
+# Imported before torch.cuda is patched: it keys a table by these functions and refuses two equal ones.
+import torch._dynamo
+from torch.overrides import TorchFunctionMode
+
+CPU = torch.device("cpu")
+
+
+def _means_cuda(device: object) -> bool:
+    if isinstance(device, bool):
+        return False
+    if isinstance(device, torch.device):
+        return device.type == "cuda"
+    return isinstance(device, int) or (isinstance(device, str) and device.startswith("cuda"))
+
+
+class _CudaMeansCpu(TorchFunctionMode):
+    """Rewrites "cuda" in the arguments of every torch function that runs under it."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if _means_cuda(kwargs.get("device")):
+            kwargs["device"] = CPU
+        if func is torch.Tensor.to and len(args) > 1 and _means_cuda(args[1]):
+            args = (args[0], CPU, *args[2:])
+        kwargs.pop("pin_memory", None)
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            # The optimizers compare it with "torch.cuda.FloatTensor" and so on (optimizer.py:1009, clip_grads.py:174).
+            return func(*args).replace("torch.", "torch.cuda.")
+        return func(*args, **kwargs)
+
+
+class _NoStream:
+    """A stream or an event where everything is already in order."""
+
+    cuda_stream = 0
+    device_index = 0
+    device = CPU
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def _nothing(self, *args: Any, **kwargs: Any) -> None: ...
+
+    wait_stream = wait_event = record = wait = synchronize = _nothing
+
+    def record_event(self, event: Any = None) -> Any:
+        return event or _NoStream()
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, other: Any) -> float:
+        return 0.0
+
+    @staticmethod
+    def priority_range() -> tuple[int, int]:
+        return (0, -1)
+
+
+class _CpuGenerators:
+    def __getitem__(self, index: int) -> torch.Generator:
+        return torch.default_generator
+
+
+_installed: _CudaMeansCpu | None = None
+
+
+def install() -> None:
+    """Redirect "cuda" to the CPU for the life of this process's main thread. Calling it again does nothing.
+
+    Raises RuntimeError where there is a GPU, or once megatron was imported (it would have captured what is replaced).
+    """
+    global _installed
+    if _installed is not None:
+        return
+    if torch.cuda.is_available():
+        raise RuntimeError("This machine has a GPU: Megatron runs on it as it is. Do not install the CPU redirect.")
+    if "megatron.core" in sys.modules:
+        raise RuntimeError("megatron was imported before megatron_on_cpu.install(). Call install() first.")
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # Megatron's jit_fuser is torch.compile
+    os.environ.setdefault(
+        "CUDA_DEVICE_MAX_CONNECTIONS", "1"
+    )  # asked for below compute capability 10 (arguments.py:1414)
+    _replace_cuda_runtime()
+    _installed = _CudaMeansCpu()
+    _installed.__enter__()  # type: ignore[no-untyped-call]
+
+
+def _replace_cuda_runtime() -> None:
+    stream = _NoStream()
+    cuda: Any = torch.cuda
+
+    def nothing(*args: Any, **kwargs: Any) -> None: ...
+
+    def zero(*args: Any, **kwargs: Any) -> int:
+        return 0
+
+    replaced = {
+        # A device, not an index: function modes are off inside backward, where Megatron allocates on it.
+        "current_device": lambda: CPU,
+        "device_count": lambda: 1,  # 0 makes initialize.py skip the model-parallel groups silently
+        "get_device_capability": lambda *args: (9, 0),
+        "get_device_properties": lambda *args: types.SimpleNamespace(major=9, minor=0, name="cpu", total_memory=0),
+        "Stream": _NoStream,
+        "Event": _NoStream,
+        "current_stream": lambda *args: stream,
+        "default_stream": lambda *args: stream,
+        "stream": lambda *args, **kwargs: contextlib.nullcontext(),
+        "memory_stats": lambda *args: {},
+        # The CPU's generator is "the CUDA generator". torch.manual_seed calls manual_seed_all: it must not recurse.
+        "get_rng_state": lambda *args, **kwargs: torch.get_rng_state(),
+        "set_rng_state": lambda state, *args, **kwargs: torch.set_rng_state(state),
+        "manual_seed": lambda seed: torch.default_generator.manual_seed(seed),
+        "default_generators": _CpuGenerators(),
+        "_lazy_call": lambda call, **kwargs: call(),
+    }
+    no_ops = (
+        "set_device synchronize empty_cache ipc_collect set_stream reset_peak_memory_stats manual_seed_all _lazy_init"
+    )
+    replaced |= dict.fromkeys(no_ops.split(), nothing)
+    zeros = "memory_allocated max_memory_allocated memory_reserved max_memory_reserved"
+    replaced |= dict.fromkeys(zeros.split(), zero)
+    for name, value in replaced.items():
+        setattr(cuda, name, value)
+    cuda.random.get_rng_state = cuda.get_rng_state
+    cuda.nvtx.range_push = cuda.nvtx.range_pop = nothing
+
+
+def prepare_training() -> None:
+    """Let `megatron.training.pretrain` start without a GPU.
+
+    `initialize_megatron` is told that CUDA is not needed (`pretrain` does not pass that on), and its warm-up of fused
+    kernels is left out: it draws random numbers in amounts that depend on the layout, from the generator that
+    ``--use-cpu-initialization`` draws the weights from.
+    """
+    from megatron.training import initialize, training
+
+    if not isinstance(training.initialize_megatron, functools.partial):
+        training.initialize_megatron = functools.partial(training.initialize_megatron, allow_no_cuda=True)
+    initialize._warmup_jit_function = lambda tp_size=None: None

@@ -1,0 +1,99 @@
+"""Attention over packed (THD) sequences under context parallelism in plain torch, where Transformer Engine is missing.
+
+Megatron's own `DotProductAttention` refuses packing and context parallelism, its `WrappedTorchNorm` sequence
+parallelism. `layer_spec` gives a GPT block that has both, at the price of memory and of a loop over sequences: keys and
+values of the whole pack are gathered on every context-parallel rank.
+"""
+
+import itertools
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from torch import Tensor
+
+from megatron_rl_loss import ZigzagTHD
+
+
+class PackedAttention(MegatronModule):  # type: ignore[misc]
+    """Causal attention inside each packed sequence; a drop-in for a layer spec's ``core_attention``."""
+
+    def __init__(
+        self,
+        config: Any,
+        layer_number: int,
+        attn_mask_type: Any,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: Any = None,
+        **unused: Any,
+    ) -> None:
+        super().__init__(config=config)
+        if config.attention_dropout if attention_dropout is None else attention_dropout:
+            raise ValueError("PackedAttention has no dropout: launch with --attention-dropout 0.")
+        self.cp_group = parallel_state.get_context_parallel_group() if pg_collection is None else pg_collection.cp
+        self.softmax_scale = softmax_scale or config.kv_channels**-0.5
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: Any = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> Tensor:
+        """`query` [local tokens, heads, channels] and its keys and values -> [local tokens, heads * channels]."""
+        if packed_seq_params is None:
+            raise ValueError("PackedAttention needs packed sequences: pass packed_seq_params to the model.")
+        bounds = packed_seq_params.cu_seqlens_q_padded.tolist()
+        layout, cp_size = ZigzagTHD(bounds), self.cp_group.size()
+        held = [layout.local_indices(rank, cp_size).to(query.device) for rank in range(cp_size)]
+        if cp_size > 1:
+            in_order = torch.cat(held).argsort()
+            key, value = (
+                gather_from_sequence_parallel_region(x.contiguous(), group=self.cp_group)[in_order]
+                for x in (key, value)
+            )
+        queries_per_key = query.size(1) // key.size(1)
+        if queries_per_key > 1:
+            key, value = (x.repeat_interleave(queries_per_key, dim=1) for x in (key, value))
+        q, k, v = (x.transpose(0, 1) for x in (query, key, value))
+        mine = held[self.cp_group.rank()]
+        outputs = []
+        for start, end in itertools.pairwise(bounds):
+            local = slice(start // cp_size, end // cp_size)
+            visible = mine[local][:, None] >= torch.arange(start, end, device=query.device)
+            keys, values = k[:, start:end], v[:, start:end]
+            outputs.append(
+                F.scaled_dot_product_attention(q[:, local], keys, values, attn_mask=visible, scale=self.softmax_scale)
+            )
+        return torch.cat(outputs, dim=1).transpose(0, 1).reshape(query.size(0), -1)
+
+
+class _RMSNorm(torch.nn.RMSNorm):
+    """Torch's norm, its weight marked so that Megatron reduces its gradient under sequence parallelism."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
+        super().__init__(hidden_size, eps=eps)
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+
+def layer_spec(model_config: Any, vp_stage: int | None = None) -> TransformerBlockSubmodules:
+    """A GPT block of Megatron's local layers with `PackedAttention`: for ``GPTModelConfig.transformer_layer_spec``."""
+    if model_config.transformer.normalization != "RMSNorm":
+        raise ValueError("This layer spec has RMSNorm only: launch with --normalization RMSNorm.")
+    layer = get_gpt_layer_local_spec(normalization="RMSNorm")
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = _RMSNorm
+    layer.submodules.self_attention.submodules.core_attention = PackedAttention
+    num_layers = get_num_layers_to_build(model_config.transformer, vp_stage)
+    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=_RMSNorm)

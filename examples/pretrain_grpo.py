@@ -1,0 +1,151 @@
+"""Train a GPT on rollouts with GRPO: a real `megatron.training.pretrain` launch, its policy loss aggregated by flag.
+
+    torchrun --nproc-per-node 4 examples/pretrain_grpo.py <Megatron's flags> --rollouts rollouts.jsonl \\
+        --tensor-model-parallel-size 2 --context-parallel-size 2 \\
+        --loss-aggregation constant --loss-aggregation-divisor 40960
+
+`launch_grpo.sh` has a whole command line. What is particular to megatron_rl_loss is marked (1) to (5). The rollouts are
+offline (a file); a loop that generates them would replace `data_provider`. Micro-batches are packs of ragged rollouts,
+so --micro-batch-size is 1 and --global-batch-size counts the packs of a step.
+"""
+
+import functools
+from argparse import ArgumentParser
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+if not torch.cuda.is_available():
+    import megatron_on_cpu
+
+    megatron_on_cpu.install()  # before megatron is imported
+
+from megatron.core import mpu
+from megatron.core.datasets import utils as dataset_utils
+from megatron.core.enums import ModelType
+from megatron.training import get_args, pretrain, print_rank_0
+from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+from megatron.training.arguments import parse_and_validate_args
+from rollouts import Pack, Rollout, packs_of_rank, read_rollouts
+
+from megatron_rl_loss import ppo_clip_loss
+from megatron_rl_loss.arguments import add_loss_aggregation_args
+from megatron_rl_loss.megatron import LossAggregation, Microbatch
+
+
+def add_args(parser: ArgumentParser) -> ArgumentParser:
+    group = parser.add_argument_group("GRPO on a file of rollouts")
+    group.add_argument("--rollouts", required=True, help="JSONL file, see rollouts.py.")
+    group.add_argument("--prompts-per-step", type=int, default=8, help="Prompt groups a step, all their rollouts.")
+    group.add_argument("--clip-low", type=float, default=0.2, help="PPO clip range below 1.")
+    group.add_argument("--clip-high", type=float, default=0.28, help="PPO clip range above 1.")
+    group.add_argument("--no-advantage-std", action="store_true", help="Do not divide advantages by the group's std.")
+    return add_loss_aggregation_args(parser)  # (1) the flags, chained
+
+
+def data_provider(
+    rollouts: list[Rollout], num_samples: Any, vp_stage: int | None = None
+) -> tuple[Iterator[Pack], None, None]:
+    """Packs of this data-parallel rank; the same on all its tensor, context and pipeline parallel ranks."""
+    args = get_args()
+    packs = packs_of_rank(
+        rollouts,
+        prompts_per_step=args.prompts_per_step,
+        packs_per_step=args.global_batch_size,
+        seq_length=args.seq_length,
+        slot_multiple=2 * args.context_parallel_size,
+        dp_rank=mpu.get_data_parallel_rank(),
+        dp_size=mpu.get_data_parallel_world_size(),
+        first_step=args.iteration,  # go on where a checkpoint stopped
+    )
+    return packs, None, None
+
+
+def forward_step(data_iterator: Iterator[Microbatch], model: Any) -> tuple[Tensor, Any]:
+    microbatch = next(data_iterator)  # (2) your batch in .data, and what its losses need
+    pack: Pack = microbatch.data
+    held = pack.samples.local_positions(mpu.get_context_parallel_rank(), mpu.get_context_parallel_world_size())
+
+    def local(values: Tensor) -> Tensor:
+        """The part of a pack's tensor that this context-parallel rank holds, [1, seq_length / cp]."""
+        return values[held][None].cuda(non_blocking=True)
+
+    negative_log_probs = model(
+        local(pack.tokens),
+        local(pack.position_ids),
+        attention_mask=None,
+        labels=local(pack.labels),
+        packed_seq_params=on_device(pack),
+    )
+
+    def loss_func(negative_log_probs: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        log_probs, advantages = -negative_log_probs, local(pack.advantages)
+        metrics = {"log_prob": log_probs, "advantage_x_log_prob": advantages * log_probs}
+        if pack.old_log_probs is None:
+            per_token_loss = -advantages * log_probs  # REINFORCE: the gradient of the clipped loss at ratio 1
+        else:
+            old_log_probs = local(pack.old_log_probs)
+            clip = {"clip_low": args.clip_low, "clip_high": args.clip_high}
+            policy = ppo_clip_loss(log_probs, old_log_probs, advantages, **clip)
+            per_token_loss = policy.per_token_loss
+            metrics |= {"clip_fraction": policy.clipped, "ppo_kl": policy.ppo_kl}
+        return microbatch.loss(per_token_loss, metrics)  # (3) per-token losses in, Megatron's return value out
+
+    args = get_args()
+    return negative_log_probs, loss_func
+
+
+def on_device(pack: Pack) -> Any:
+    """The pack's sequence boundaries, where attention wants them."""
+    params = pack.packed_seq_params
+    cu_seqlens = params.cu_seqlens_q.cuda(non_blocking=True)
+    params.cu_seqlens_q = params.cu_seqlens_kv = cu_seqlens
+    params.cu_seqlens_q_padded = params.cu_seqlens_kv_padded = cu_seqlens
+    return params
+
+
+def main() -> None:
+    args = parse_and_validate_args(extra_args_provider=add_args, args_defaults={"tokenizer_type": "NullTokenizer"})
+    check_example_args(args)
+    rollouts = read_rollouts(args.rollouts, vocab_size=args.vocab_size, normalize_by_std=not args.no_advantage_std)
+    provider = functools.partial(data_provider, rollouts)
+    provider.is_distributed = True  # type: ignore[attr-defined]  # every rank reads: the step's totals need its masks
+    # (4) validates the flags, before the model's config is made; knows how to find the masks and ids in a batch
+    aggregation = LossAggregation.from_args(args, samples_of=lambda pack: pack.samples)
+    print_rank_0(aggregation.settings.describe())
+    model_config = gpt_config_from_args(args)
+    if args.transformer_impl == "local":
+        from packed_attention import layer_spec
+
+        model_config.transformer_layer_spec = layer_spec
+    if not torch.cuda.is_available():
+        megatron_on_cpu.prepare_training()
+    skip_building_dataset_helpers()
+    with aggregation.attached():  # (5) every step looks ahead at its data before the pipeline starts
+        pretrain(
+            pretrain_cfg_container_from_args(args, model_config),
+            provider,
+            ModelType.encoder_or_decoder,
+            forward_step,
+        )
+
+
+def check_example_args(args: Any) -> None:
+    """What this example cannot do, said before anything is built."""
+    if args.micro_batch_size != 1:
+        raise ValueError(f"--micro-batch-size {args.micro_batch_size}: a micro-batch is one pack. Give 1.")
+    if args.dataloader_type != "external":
+        raise ValueError(f"--dataloader-type {args.dataloader_type}: the rollouts are an iterator. Give external.")
+    if args.rampup_batch_size is not None:
+        raise ValueError("--rampup-batch-size: a step's packs are fixed here. Drop it.")
+
+
+def skip_building_dataset_helpers() -> None:
+    """Megatron builds its index helpers with make, for which the wheel lacks the Makefile; they are not needed here."""
+    dataset_utils.compile_helpers = lambda: None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""Run a function on several ranks, forked from one warm process that has imported Megatron.
+
+The standard library's fork server is that process: it is started once, imports `warm_megatron`, and forks a fresh rank
+in a few milliseconds. Every rank has pristine globals. The server never runs a kernel, so forking it is safe.
+"""
+
+import contextlib
+import multiprocessing
+import os
+import pickle
+import socket
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+_TESTS = Path(__file__).parent
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["warm_megatron"])
+
+
+class RankError(RuntimeError):
+    """Some ranks failed. `errors` holds the exception text by rank; ranks that were stopped have none."""
+
+    def __init__(self, errors: dict[int, str], output: str) -> None:
+        self.errors = errors
+        listed = "\n".join(f"--- rank {rank}\n{text}" for rank, text in sorted(errors.items()))
+        super().__init__(f"{listed}\n--- last output\n{output[-3000:]}")
+
+
+def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float = 120) -> list[Any]:
+    """``function(*args)`` on every rank, with torchrun's environment set; the results by rank.
+
+    Raises RankError once every rank has ended, or `timeout_s` after the start if some hang.
+    """
+    # The server and its children find the same modules as this process.
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(_TESTS), str(_TESTS.parent / "examples"), str(_TESTS.parent)])
+    environment = {
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(_free_port()),
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    pipes: dict[Connection, int] = {}
+    processes = []
+    with tempfile.NamedTemporaryFile(mode="r", suffix=".log") as log:
+        for rank in range(world_size):
+            receive, send = _context.Pipe(duplex=False)
+            call = (send, log.name, environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, function, args)
+            process = _context.Process(target=_rank_main, args=call, daemon=False)
+            process.start()
+            send.close()
+            pipes[receive] = rank
+            processes.append(process)
+        results: dict[int, Any] = {}
+        errors: dict[int, str] = {}
+        deadline = time.monotonic() + timeout_s
+        while pipes and (left := deadline - time.monotonic()) > 0:
+            for receive in wait(list(pipes), timeout=left):
+                rank = pipes.pop(receive)  # type: ignore[call-overload]
+                try:
+                    succeeded, value = pickle.loads(receive.recv_bytes())  # type: ignore[union-attr]
+                except EOFError:
+                    succeeded, value = False, "ended without a result"
+                (results if succeeded else errors)[rank] = value
+        errors |= dict.fromkeys(pipes.values(), f"still running after {timeout_s} s")
+        for process in processes:
+            process.join(timeout=5 if not errors else 0.5)
+            if process.is_alive():
+                process.kill()
+                process.join()
+        if errors:
+            raise RankError(errors, Path(log.name).read_text(errors="replace"))
+    return [results[rank] for rank in range(world_size)]
+
+
+def _rank_main(
+    send: Connection, log: str, environment: dict[str, str], function: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
+    os.environ.update(environment)
+    with open(log, "ab") as sink:
+        os.dup2(sink.fileno(), 1)
+        os.dup2(sink.fileno(), 2)
+    try:
+        outcome = (True, function(*args))
+    except BaseException:
+        outcome = (False, traceback.format_exc())
+    with contextlib.suppress(BrokenPipeError):
+        send.send_bytes(pickle.dumps(outcome))
+    # Not a plain return: gloo's threads and Megatron's atexit hooks would wait for peers that are gone.
+    os._exit(0)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,13 @@
+"""What the fork server imports before it forks ranks: the real Megatron stack, redirected to the CPU."""
+
+import os
+
+os.environ["OMP_NUM_THREADS"] = "1"
+
+import megatron_on_cpu
+
+megatron_on_cpu.install()
+
+import megatron.training  # noqa: F401
+import packed_attention  # noqa: F401
+import pretrain_grpo  # noqa: F401

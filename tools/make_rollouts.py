@@ -1,0 +1,125 @@
+"""Write rollouts of a verifiable task, multi-digit addition, as JSONL for examples/pretrain_grpo.py.
+
+    python tools/make_rollouts.py --prompts 32 --seed 0 --output examples/arithmetic.jsonl
+
+There is no model behind it: a scripted, fallible solver stands in for the policy. It adds column by column, sometimes
+asks a calculator (whose answer it did not write: loss mask 0), sometimes slips, sometimes checks itself at length until
+the generation budget cuts it off. What is real is the verifier: the reward is 1 if the number after the last "=" is the
+sum and the response ended by itself, else 0. Responses that were cut off are fully masked (overlong filtering, DAPO,
+arXiv:2503.14476 section 3.4).
+
+    347+58=   7+8?15;4+5+1=10;3+1=4;=405<end>     masks: 0 on the calculator's "15", 1 elsewhere
+"""
+
+import argparse
+import json
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+END = 0
+CHARACTERS = "0123456789+=?;"
+TOKEN_OF = {character: i + 1 for i, character in enumerate(CHARACTERS)}
+#: Token ids are below this; a few are spare, so that the vocabulary divides by common tensor-parallel sizes.
+VOCAB_SIZE = 32
+
+
+@dataclass
+class Response:
+    text: str
+    written_by_policy: list[bool]
+    truncated: bool
+
+
+def solve(a: int, b: int, budget: int, rng: random.Random) -> Response:
+    """One attempt at a + b, at most `budget` tokens with the end token."""
+    pieces: list[tuple[str, bool]] = []
+    slips, verbosity = rng.random() * 0.25, rng.random()
+    while True:
+        digits, carry = [], 0
+        for x, y in zip_columns(a, b):
+            column = x + y + carry
+            written = column + rng.choice([-1, 1, 10]) if rng.random() < slips else column
+            written = max(written, 0)
+            terms = f"{x}+{y}+{carry}" if carry else f"{x}+{y}"
+            if rng.random() < 0.3:
+                pieces += [(f"{terms}?", True), (str(column), False), (";", True)]
+                written = column
+            else:
+                pieces.append((f"{terms}={written};", True))
+            digits.append(written % 10)
+            carry = written // 10
+        answer = carry * 10 ** len(digits) + sum(digit * 10**i for i, digit in enumerate(digits))
+        if rng.random() > 0.45 * verbosity:
+            break
+    pieces.append((f"={answer}", True))
+    text = "".join(piece for piece, _ in pieces)
+    written_by_policy = [by_policy for piece, by_policy in pieces for _ in piece]
+    truncated = len(text) + 1 > budget
+    return Response(text[:budget], written_by_policy[:budget], truncated)
+
+
+def zip_columns(a: int, b: int) -> list[tuple[int, int]]:
+    """Digits of both numbers, units first."""
+    width = max(len(str(a)), len(str(b)))
+    return [(int(x), int(y)) for x, y in zip(f"{a:0{width}d}"[::-1], f"{b:0{width}d}"[::-1], strict=True)]
+
+
+def reward(a: int, b: int, response: Response) -> float:
+    """The verifier: is the number after the last "=" the sum?"""
+    if response.truncated:
+        return 0.0
+    final = response.text.rpartition("=")[2]
+    return float(final.isdigit() and int(final) == a + b)
+
+
+def make_rollouts(
+    num_prompts: int, responses_per_prompt: int, budget: int, seed: int
+) -> list[dict[str, list[int] | float | str]]:
+    rng = random.Random(seed)
+    records: list[dict[str, list[int] | float | str]] = []
+    for prompt in range(num_prompts):
+        a, b = (rng.randrange(10 ** rng.randint(1, 3), 10**4) for _ in range(2))
+        for i in range(responses_per_prompt):
+            response = solve(a, b, budget, rng)
+            tokens = [TOKEN_OF[character] for character in response.text]
+            mask = [0 if response.truncated else int(by_policy) for by_policy in response.written_by_policy]
+            if not response.truncated:
+                tokens.append(END)
+                mask.append(1)
+            records.append(
+                {
+                    "prompt_tokens": [TOKEN_OF[character] for character in f"{a}+{b}="],
+                    "response_tokens": tokens,
+                    "loss_mask": mask,
+                    "reward": reward(a, b, response),
+                    "prompt_id": f"{seed}/{prompt}",
+                    "rollout_id": f"{seed}/{prompt}/{i}",
+                }
+            )
+    return records
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--prompts", type=int, default=32)
+    parser.add_argument("--responses-per-prompt", type=int, default=8)
+    parser.add_argument("--generation-budget", type=int, default=64, help="Response tokens at most, the end included.")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output", type=Path, required=True)
+    args = parser.parse_args()
+    if min(args.prompts, args.responses_per_prompt, args.generation_budget) < 1:
+        parser.error("--prompts, --responses-per-prompt and --generation-budget must be at least 1")
+    records = make_rollouts(args.prompts, args.responses_per_prompt, args.generation_budget, args.seed)
+    args.output.write_text("".join(json.dumps(record, separators=(",", ":")) + "\n" for record in records))
+    lengths = [len(record["response_tokens"]) for record in records]  # type: ignore[arg-type]
+    masked = sum(not any(record["loss_mask"]) for record in records)  # type: ignore[arg-type]
+    correct = sum(record["reward"] for record in records)  # type: ignore[misc]
+    print(
+        f"{args.output}: {len(records)} rollouts of {args.prompts} prompts, {correct:.0f} correct, "
+        f"{masked} cut off and masked, response lengths {min(lengths)} to {max(lengths)}"
+    )
+
+
+if __name__ == "__main__":
+    main()
