@@ -21,11 +21,13 @@ setup(
     python_requires=">=3.12",
     install_requires=["torch>=2.6"],
     extras_require={
-        # 0.17 and 0.18 have other heads of pretrain(); only 0.19 is tested.
-        "megatron": ["megatron-core>=0.19,<0.20", "tensorboard", "psutil", "einops"],
+        # 0.17 and 0.18 have other heads of pretrain(); only 0.19 is tested. Megatron saves checkpoints with psutil,
+        # uses einops with several distributed-optimizer instances, and logs to TensorBoard when asked.
+        "megatron": ["megatron-core>=0.19,<0.20", "psutil", "einops", "tensorboard"],
         # Transformer Engine needs CUDA. NVIDIA Apex is optional too and only built from source: the package called
         # "apex" on the package index is an unrelated web toolkit.
         "te": ["transformer-engine[pytorch]"],
-        "test": ["pytest>=8", "pytest-timeout", "hypothesis", "ruff", "mypy"],
+        "demo": ["tabulate"],
+        "test": ["pytest>=8", "pytest-timeout", "hypothesis", "ruff", "mypy", "types-tabulate"],
     },
 )

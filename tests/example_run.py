@@ -18,7 +18,7 @@ TRAINING = "--lr 1e-3 --lr-decay-style constant --clip-grad 1.0 --weight-decay 0
 
 
 def train(flags: list[str]) -> list[dict[str, float]]:
-    """Run the example's `main` on this rank; on the last rank, the numbers of every step that `training_log` was given."""
+    """Run the example's `main` on this rank; on the last rank, every step's numbers as `training_log` got them."""
     import pretrain_grpo
     from megatron.training import training
 
