@@ -79,7 +79,7 @@ def make_rollouts(
     rng = random.Random(seed)
     records: list[dict[str, list[int] | float | str]] = []
     for prompt in range(num_prompts):
-        a, b = (rng.randrange(10 ** rng.randint(1, 3), 10**4) for _ in range(2))
+        a, b = (rng.randrange(10 ** rng.randint(1, 5)) for _ in range(2))
         for i in range(responses_per_prompt):
             response = solve(a, b, budget, rng)
             tokens = [TOKEN_OF[character] for character in response.text]

@@ -29,8 +29,8 @@ set_up_venv() {
   base=$(find_python)
   echo "Setting up .venv with $("$base" --version): PyTorch and Megatron-Core, some GB, a few minutes ..."
   "$base" -m venv --clear .venv
-  .venv/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt pip
-  .venv/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[megatron,demo,test]'
+  .venv/bin/python -m pip install -qq --constraint constraints.txt pip
+  .venv/bin/python -m pip install -qq --constraint constraints.txt --editable '.[megatron,demo,test]'
   echo "$wanted" > .venv/ready
 }
 
