@@ -135,10 +135,10 @@ class Microbatch:
             given = f"a micro-batch that reports {list(report)} after one that reported {step.report_keys}"
             rule = "Megatron takes the names from a step's first micro-batch"
             raise ValueError(explain(given, rule, "Report the same names every time"))
-        # Megatron sums [numerator, denominator] over micro-batches and dp_cp ranks, then divides.
         num_shares = step.num_microbatches * step.dp_cp_size
+        # Megatron sums [numerator, denominator] over micro-batches and dp_cp ranks, then divides: here by 1.
         pairs = {
-            name: torch.stack([value.detach().float() * num_shares, torch.ones_like(value, dtype=torch.float32)])
+            name: torch.stack([value.detach().float(), torch.full_like(value, 1 / num_shares, dtype=torch.float32)])
             for name, value in report.items()
         }
         if not step.per_token:

@@ -14,7 +14,8 @@ MODEL = """--num-layers 2 --hidden-size 32 --ffn-hidden-size 64 --num-attention-
     --no-bias-gelu-fusion --no-bias-dropout-fusion --distributed-backend gloo --use-cpu-initialization"""
 DATA = f"""--rollouts {EXAMPLES / "arithmetic.jsonl"} --prompts-per-step 4 --dataloader-type external --seq-length 256
     --max-position-embeddings 256 --micro-batch-size 1 --global-batch-size 8 --eval-iters 0 --eval-interval 1000"""
-TRAINING = "--lr 1e-3 --lr-decay-style constant --clip-grad 1.0 --weight-decay 0 --log-interval 1 --train-iters 2"
+TRAINING = """--lr 1e-3 --lr-decay-style constant --clip-grad 1.0 --weight-decay 0
+    --log-interval 1 --train-iters 2"""
 
 
 def train(flags: list[str]) -> list[dict[str, float]]:

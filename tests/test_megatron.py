@@ -168,7 +168,9 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return float((actual.double() - expected).abs().max() / expected.abs().max().clamp(min=1e-30))
 
 
-def errors_in_layout(tp: int, cp: int, num_microbatches: int, gathered: bool, ddp_options: dict[str, Any]) -> list[Any]:
+def errors_in_layout(
+    tp: int, cp: int, num_microbatches: int, gathered: bool, uneven: bool, ddp_options: dict[str, Any]
+) -> list[Any]:
     """Worst relative errors of gradient, loss and metric for every mode, unit counting and carrier."""
     state = start(tp=tp, cp=cp)
     dp_rank = state.get_data_parallel_rank()
@@ -176,6 +178,8 @@ def errors_in_layout(tp: int, cp: int, num_microbatches: int, gathered: bool, dd
     samples = step_samples(seed=1)
     table = [float(loss) for sample in samples for loss in sample.losses] + [float("nan")]  # padding is NaN
     chosen = dealt(samples, dp_rank, dp_size, num_microbatches)
+    if uneven and dp_rank == 0:
+        chosen.append([])
     found = []
     for per_token in (False, True):
         model = table_model(table, per_token=per_token, **ddp_options)
@@ -203,6 +207,10 @@ LAYOUTS = {
     "cp 2 x dp 2": (4, {"tp": 1, "cp": 2, "num_microbatches": 3}),
     "cp 4": (4, {"tp": 1, "cp": 4, "num_microbatches": 3}),
     "tp 2 x cp 2": (4, {"tp": 2, "cp": 2, "num_microbatches": 2}),
+    "cp 2 x dp 2, one DP rank with an empty micro-batch more": (
+        4,
+        {"tp": 1, "cp": 2, "num_microbatches": 2, "uneven": True},
+    ),
     "cp 2 x dp 2, gathered": (4, {"tp": 1, "cp": 2, "num_microbatches": 2, "gathered": True}),
     "cp 2 x dp 2, overlap": (
         4,
@@ -213,7 +221,7 @@ LAYOUTS = {
 
 @pytest.mark.parametrize(("world_size", "layout"), LAYOUTS.values(), ids=LAYOUTS.keys())
 def test_gradient_loss_and_metrics_equal_the_oracle(world_size: int, layout: dict[str, Any]) -> None:
-    layout = {"gathered": False, "ddp_options": {}} | layout
+    layout = {"gathered": False, "uneven": False, "ddp_options": {}} | layout
     function = functools.partial(errors_in_layout, **layout)
     for rank, cases in enumerate(run_ranks(world_size, function)):
         assert len(cases) == 2 * len(ALL_SETTINGS)
