@@ -42,14 +42,14 @@ if "$PYTHON" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; th
 else
   # No GPU: the same stack on CPU and gloo (examples/megatron_on_cpu.py). One thread a process.
   training+=(--distributed-backend gloo --use-cpu-initialization)
-  export OMP_NUM_THREADS=1 GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-lo}
+  export OMP_NUM_THREADS=1
+  if [[ ${NNODES:-1} -eq 1 ]]; then export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-lo}; fi
 fi
 
 rendezvous=(--standalone)
 if [[ ${NNODES:-1} -gt 1 ]]; then
   : "${NODE_RANK:?set NODE_RANK (0 to NNODES-1)}" "${MASTER_ADDR:?set MASTER_ADDR (the first node)}"
   rendezvous=(--nnodes "$NNODES" --node-rank "$NODE_RANK" --master-addr "$MASTER_ADDR" --master-port "${MASTER_PORT:-29500}")
-  unset GLOO_SOCKET_IFNAME
 fi
 exec "$PYTHON" -m torch.distributed.run "${rendezvous[@]}" --nproc-per-node "$processes" \
   examples/pretrain_grpo.py "${model[@]}" "${data[@]}" "${training[@]}" "$@"
