@@ -64,6 +64,7 @@ def data_provider(
 
 
 def forward_step(data_iterator: Iterator[Microbatch], model: Any) -> tuple[Tensor, Any]:
+    args = get_args()
     microbatch = next(data_iterator)  # (2) your batch in .data, and what its losses need
     pack: Pack = microbatch.data
     held = pack.samples.local_positions(mpu.get_context_parallel_rank(), mpu.get_context_parallel_world_size())
@@ -93,7 +94,6 @@ def forward_step(data_iterator: Iterator[Microbatch], model: Any) -> tuple[Tenso
             metrics |= {"clip_fraction": policy.clipped, "ppo_kl": policy.ppo_kl}
         return microbatch.loss(per_token_loss, metrics)  # (3) per-token losses in, Megatron's return value out
 
-    args = get_args()
     return negative_log_probs, loss_func
 
 

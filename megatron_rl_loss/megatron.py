@@ -127,7 +127,18 @@ class Microbatch:
         Args:
             share: 0-dim, connected to the graph; shares of all ranks and micro-batches add up to the step loss.
             report: shares by name; Megatron logs each one's sum over all ranks and micro-batches.
+
+        Raises:
+            ValueError: values that are not 0-dim tensors, a share without a graph, names that differ from those of the
+                step's first micro-batch.
         """
+        for name, value in {"the loss": share, **report}.items():
+            if not isinstance(value, Tensor) or value.dim() != 0:
+                given = f"{name} is {f'of shape {tuple(value.shape)}' if isinstance(value, Tensor) else repr(value)}"
+                raise ValueError(explain(given, "it must be a 0-dim tensor", "Reduce it (pg_loss or sample_mean)"))
+        if torch.is_grad_enabled() and not share.requires_grad:
+            rule = "Megatron would skip the backward pass, or hang in it with pipeline stages"
+            raise ValueError(explain("a loss without a graph", rule, "Do not detach the model's output"))
         step = self._step
         if not step.report_keys:
             step.report_keys.extend(report)
@@ -165,8 +176,9 @@ class LossAggregation:
         settings: from `validate_loss_aggregation_args`.
         samples_of: describes a micro-batch of the user's iterator as `Samples`.
         pg_collection: the process groups; default: the model's, else Megatron's parallel state.
-        totals_of: for users who know the step's counts beforehand: a step's micro-batches of this rank -> `StepTotals`.
-            Spares the collectives, and with them the errors' way to other ranks.
+        totals_of: for users who know the step's counts beforehand: a step's micro-batches of this rank (none on a
+            pipeline stage that reads no data) -> `StepTotals`. Spares the collectives, and with them the errors' way to
+            other ranks.
     """
 
     def __init__(
@@ -209,7 +221,7 @@ class LossAggregation:
         from megatron.training import training
 
         get_schedule, training_log = training.get_forward_backward_func, training.training_log
-        if hasattr(get_schedule, "__wrapped__"):
+        if getattr(get_schedule, "wraps_schedules_of", None) is not None:
             given = "attached() inside attached()"
             raise RuntimeError(explain(given, "a launch has one LossAggregation", "Leave the first `with` before"))
 
@@ -226,6 +238,7 @@ class LossAggregation:
                 training.print_rank_last(f"   of iteration {iteration:8d} alone | {values} |")
             return result
 
+        get_wrapped_schedule.wraps_schedules_of = self  # type: ignore[attr-defined]
         training.get_forward_backward_func, training.training_log = get_wrapped_schedule, log_all
         try:
             yield

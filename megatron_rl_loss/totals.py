@@ -26,6 +26,8 @@ class UnitTokens:
 
     @classmethod
     def from_mapping(cls, name: str, tokens: Mapping[int | str, float]) -> "UnitTokens":
+        for unit, count in tokens.items():
+            _check_count(f"the token count of {name} {unit!r}", count)
         return cls(as_ids(name, list(tokens), len(tokens)), torch.tensor(list(tokens.values()), dtype=torch.float64))
 
     def of(self, name: str, ids: Tensor) -> Tensor:
@@ -33,7 +35,7 @@ class UnitTokens:
         at = torch.searchsorted(self._ids, ids)
         found = self._ids[at.clamp(max=max(self._ids.numel() - 1, 0))] == ids if self._ids.numel() else ids != ids
         if not bool(found.all()):
-            given = f"{name} {int(ids[~found][0])} has no token count in the step's totals"
+            given = f"the {name} of sample {int((~found).nonzero()[0])} has no token count in the step's totals"
             remedy = "Make the totals from the whole step, with the same ids"
             raise ValueError(explain(given, "every unit of the micro-batch must be in them", remedy))
         return self._tokens[at]
@@ -68,11 +70,8 @@ class StepTotals:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if value is None or isinstance(value, UnitTokens | Mapping):
-                continue
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
-                remedy = "Pass the count of the whole step"
-                raise ValueError(explain(f"{name} is {value!r}", "it must be a finite number >= 0", remedy))
+            if value is not None and not isinstance(value, UnitTokens | Mapping):
+                _check_count(name, value)
         for name, ids_name in (("rollout_tokens", "rollout_ids"), ("prompt_tokens", "prompt_ids")):
             tokens = getattr(self, name)
             if isinstance(tokens, Mapping):
@@ -108,6 +107,12 @@ class StepTotals:
         )[1]
 
 
+def _check_count(name: str, value: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
+        remedy = "Pass the count of the whole step"
+        raise ValueError(explain(f"{name} is {value!r}", "it must be a finite number >= 0", remedy))
+
+
 # The slots of the vector that is summed over DP ranks.
 _ERRORS, _RANKS_WITH_DATA, _RANKS_WITH_SAMPLES, _RANKS_WITH_ROLLOUT_IDS, _RANKS_WITH_PROMPT_IDS = range(5)
 _SAMPLES, _ACTIVE_SAMPLES, _TOKENS, _ACTIVE_TOKENS, _ID_CHECKSUM, _HEADER_SIZE = range(5, 11)
@@ -132,7 +137,7 @@ def reduce_step_totals(
         count_prompts: False leaves prompt ids and their exchange aside, for modes that do not use them.
 
     Returns:
-        What `prepare` returned ([] for None), and the totals. Without data they lack the totals by id.
+        What `prepare` returned ([] for None), and the totals; on a stage without data, not those of units by id.
     """
     dp_group = _if_several(dp_group)
     replicas = [group for group in replica_groups if _if_several(group) is not None]
@@ -146,18 +151,22 @@ def reduce_step_totals(
         header = local.header()
         header[_RANKS_WITH_DATA] = microbatches is not None
     except Exception as error:
-        if dp_group is None and not replicas:
-            raise
         failure = error
         header[_ERRORS] = 1
     _all_reduce(header, dp_group, dist.ReduceOp.SUM)
-    # One maximum over replicas carries the errors and, as +x and -x, whether the replicas' sums differ.
     has_data = bool(header[_RANKS_WITH_DATA] > 0)
-    if has_data and failure is None and microbatches is None:
-        given = "this rank was given no data iterator, other DP ranks of its pipeline stage were"
-        failure = ValueError(explain(given, "all must read data", "Give every rank one (is_distributed = True)"))
     if has_data and header[_RANKS_WITH_DATA] < (1 if dp_group is None else dp_group.size()):
         header[_ERRORS] = 1
+        if failure is None and microbatches is None:
+            given = "this rank was given no data iterator, other DP ranks of its pipeline stage were"
+            failure = ValueError(explain(given, "all must read data", "Give every rank one (is_distributed = True)"))
+    by_rollout, by_prompt = bool(header[_RANKS_WITH_ROLLOUT_IDS] > 0), bool(header[_RANKS_WITH_PROMPT_IDS] > 0)
+    units: _UnitSums | None = None
+    if (by_rollout or by_prompt) and not header[_ERRORS] > 0:
+        units = local.sum_units(dp_group)
+        header[_ERRORS] = float(units.any_clash)
+        failure = units.clash
+    # One maximum over replicas carries the errors and, as +x and -x, whether the replicas' sums differ.
     highest = torch.cat([header, -header])
     if not has_data:
         highest[_ERRORS + 1 :] = -torch.inf
@@ -166,8 +175,6 @@ def reduce_step_totals(
     _raise_together(highest[_ERRORS] > 0, failure, dp_group, replicas)
     header = highest[:_HEADER_SIZE]
     _check_agreement(header, -highest[_HEADER_SIZE:])
-    by_rollout, by_prompt = bool(header[_RANKS_WITH_ROLLOUT_IDS] > 0), bool(header[_RANKS_WITH_PROMPT_IDS] > 0)
-    units = local.sum_units(dp_group) if has_data and (by_rollout or by_prompt) else None
     samples, active_samples, tokens, active_tokens = header[_SAMPLES : _ACTIVE_TOKENS + 1].tolist()
     return microbatches or [], StepTotals(
         step_tokens=tokens,
@@ -202,6 +209,8 @@ class _UnitSums:
     counts: list[int]  # rollouts, active rollouts, prompts, active prompts
     rollout_tokens: UnitTokens
     prompt_tokens: UnitTokens
+    any_clash: bool  # on any DP rank
+    clash: ValueError | None  # seen by this one
 
 
 class _LocalUnits:
@@ -256,16 +265,18 @@ class _LocalUnits:
         numbers = torch.stack(counts).double()
         _all_reduce(numbers, dp_group, dist.ReduceOp.SUM)
         totals = exchange.answers(owned_sums[torch.searchsorted(owned_keys, owned[:, 0].contiguous())])
-        if numbers[4] > 0:
+        prompts_of_mine = my_keys.remainder(2) == 1
+        rollout_tokens, prompt_tokens = (
+            UnitTokens(my_keys[at].div(2, rounding_mode="floor"), totals[at])
+            for at in (~prompts_of_mine, prompts_of_mine)
+        )
+        clash_error = None
+        if clash or owner_clash:
             given = "one rollout id is used under two prompt ids"
             rule = "rollout ids must be unique in the step, not only within a prompt"
-            raise BadBatchError(explain(given, rule, "Join prompt and rollout index into one id"))
-        mine_is_prompt = my_keys.remainder(2) == 1
-        by_kind = [
-            UnitTokens(my_keys[at].div(2, rounding_mode="floor"), totals[at])
-            for at in (~mine_is_prompt, mine_is_prompt)
-        ]
-        return _UnitSums([int(n) for n in numbers[:4]], *by_kind)
+            clash_error = ValueError(explain(given, rule, "Join prompt and rollout index into one id"))
+        found = [int(n) for n in numbers[:4]]
+        return _UnitSums(found, rollout_tokens, prompt_tokens, any_clash=bool(numbers[4] > 0), clash=clash_error)
 
 
 def _joined(name: str, ids: list[Tensor | None]) -> Tensor | None:
@@ -343,6 +354,9 @@ def _raise_together(failed: Tensor, failure: Exception | None, dp_group: Group |
     """If any rank failed, raise on all of them, with every failing rank's reason (costs collectives only then)."""
     if not bool(failed):
         return
+    if dp_group is None and not replicas:
+        assert failure is not None
+        raise failure
     reasons = {} if failure is None else {dist.get_rank(): f"{type(failure).__name__}: {failure}"}
     for group in [dp_group, *replicas]:
         if group is not None:
