@@ -160,9 +160,8 @@ def reduce_step_totals(
         if failure is None and microbatches is None:
             given = "this rank was given no data iterator, other DP ranks of its pipeline stage were"
             failure = ValueError(explain(given, "all must read data", "Give every rank one (is_distributed = True)"))
-    by_rollout, by_prompt = bool(header[_RANKS_WITH_ROLLOUT_IDS] > 0), bool(header[_RANKS_WITH_PROMPT_IDS] > 0)
     units: _UnitSums | None = None
-    if (by_rollout or by_prompt) and not header[_ERRORS] > 0:
+    if header[[_RANKS_WITH_ROLLOUT_IDS, _RANKS_WITH_PROMPT_IDS]].any() and not header[_ERRORS] > 0:
         units = local.sum_units(dp_group)
         header[_ERRORS] = float(units.any_clash)
         failure = units.clash
@@ -175,6 +174,7 @@ def reduce_step_totals(
     _raise_together(highest[_ERRORS] > 0, failure, dp_group, replicas)
     header = highest[:_HEADER_SIZE]
     _check_agreement(header, -highest[_HEADER_SIZE:])
+    by_rollout, by_prompt = bool(header[_RANKS_WITH_ROLLOUT_IDS] > 0), bool(header[_RANKS_WITH_PROMPT_IDS] > 0)
     samples, active_samples, tokens, active_tokens = header[_SAMPLES : _ACTIVE_TOKENS + 1].tolist()
     return microbatches or [], StepTotals(
         step_tokens=tokens,
