@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from megatron_rl_loss.errors import explain
-from megatron_rl_loss.reducers import MODES, ReducerFactory, Units, check_divisor, check_mode
+from megatron_rl_loss.reducers import MODES, ReducerFactory, Units, check_divisor, check_mode, check_units
 
 EmptyStep = Literal["warn", "error"]
 
@@ -41,8 +41,9 @@ class AggregationSettings:
     notice: str | None = None
 
     def __post_init__(self) -> None:
+        check_units(self.units)
         if isinstance(self.mode, str):
-            check_mode(self.mode, self.divisor, self.units)
+            check_mode(self.mode, self.divisor)
         elif self.divisor is not None:
             check_divisor(self.divisor)
         if self.empty_step not in get_args(EmptyStep):
@@ -56,9 +57,14 @@ class AggregationSettings:
 
     def describe(self) -> str:
         """One line for the log."""
-        name = self.mode if isinstance(self.mode, str) else f"{self.mode.__module__}.{self.mode.__qualname__}"
+        name = self.mode if isinstance(self.mode, str) else _name_of(self.mode)
         divisor = "" if self.divisor is None else f", divisor {self.divisor:g}"
         return f"loss aggregation: {name}{divisor}, units: {self.units}"
+
+
+def _name_of(factory: ReducerFactory) -> str:
+    name = getattr(factory, "__qualname__", None)
+    return repr(factory) if name is None else f"{factory.__module__}.{name}"
 
 
 def add_loss_aggregation_args(parser: ArgumentParser) -> ArgumentParser:

@@ -5,6 +5,7 @@ reducers' business. At masked positions pass finite log-probs (0, say): a NaN th
 but the chain rule may still turn 0 * NaN into a NaN gradient of the model.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -23,7 +24,7 @@ class PolicyLoss:
 
     Attributes:
         per_token_loss: to be aggregated, differentiable.
-        clipped: 1.0 where clipping decided the loss (its gradient is 0 there, dual clip aside), else 0.0; detached.
+        clipped: 1.0 where a clip decided the loss (its gradient is 0 there), else 0.0; detached.
             Its sample mean is the clip fraction.
         ppo_kl: ``old_log_probs - log_probs`` (estimator k1 of KL(old || new)), detached.
     """
@@ -56,7 +57,8 @@ def ppo_clip_loss(
         importance_weights: factor w, detached here, e.g. `truncated_importance_weights`; None for 1.
 
     Raises:
-        ValueError: shapes that differ, ``clip_low`` outside (0, 1], ``clip_high`` <= 0, ``dual_clip`` <= 1.
+        ValueError: log-probs of different shapes, factors that do not broadcast to them, ``clip_low`` outside (0, 1],
+            ``clip_high`` <= 0, ``dual_clip`` <= 1.
 
     Source: PPO, arXiv:1707.06347 eq. 7; separate bounds, DAPO, arXiv:2503.14476 eq. 10; dual clip, arXiv:1912.09729
     eq. 5.
@@ -72,17 +74,19 @@ def ppo_clip_loss(
     if dual_clip is not None and not 1 < dual_clip < float("inf"):
         given = f"dual_clip is {dual_clip!r}"
         raise ValueError(explain(given, "it must be finite and above 1", "3.0 is usual; None turns it off"))
+    for name, factor in (("advantages", advantages), ("importance_weights", importance_weights)):
+        if factor is not None and not _broadcasts(factor.shape, log_probs.shape):
+            given = f"{name} of shape {tuple(factor.shape)} for log-probs of shape {tuple(log_probs.shape)}"
+            raise ValueError(explain(given, "they must have that shape or broadcast to it", "Give one a token"))
+    # max(-A r, -A clip(r)) is -A r with r bounded on one side, by the sign of A. Bounding log r before the exp gives
+    # the same value, and a gradient of 0 beyond the bound, where that of the formula as written may be 0 * inf.
     log_ratio = log_probs - old_log_probs.detach()
-    ratio = log_ratio.exp()
-    plain = -advantages * ratio
-    bounded = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
-    loss = torch.maximum(plain, bounded)
-    clipped = bounded > plain
-    if dual_clip is not None:
-        ceiling = -dual_clip * advantages
-        binds = (advantages < 0) & (loss > ceiling)
-        loss = torch.where(binds, ceiling, loss)
-        clipped = clipped | binds
+    falls = advantages < 0
+    lowest = torch.where(falls, math.log1p(-clip_low) if clip_low < 1 else -math.inf, -math.inf)
+    highest = torch.where(falls, math.inf if dual_clip is None else math.log(dual_clip), math.log1p(clip_high))
+    lowest, highest = lowest.to(log_ratio), highest.to(log_ratio)
+    loss = -advantages * log_ratio.clamp(lowest, highest).exp()
+    clipped = (advantages != 0) & ((log_ratio < lowest) | (log_ratio > highest))
     if importance_weights is not None:
         loss = loss * importance_weights.detach()
     return PolicyLoss(loss, clipped.to(loss.dtype), -log_ratio.detach())
@@ -153,6 +157,10 @@ def group_relative_advantages(
         return centred.float()
     std = (group_sum(centred.square()) / (size - 1).clamp(min=1)).sqrt()
     return (centred / (std + epsilon)[group]).float()
+
+
+def _broadcasts(shape: torch.Size, to: torch.Size) -> bool:
+    return len(shape) <= len(to) and all(a in (1, b) for a, b in zip(reversed(shape), reversed(to), strict=False))
 
 
 def _check_same_shape(a: Tensor, b: Tensor) -> None:

@@ -148,23 +148,21 @@ def make_pg_loss_reducer(
 
 def build_reducer(mode: str | ReducerFactory, inputs: ReducerInputs) -> Reducer:
     """`make_pg_loss_reducer` for inputs that are already put together; `mode` may be a factory itself."""
+    check_units(inputs.units)
     if not isinstance(mode, str):
         return mode(inputs)
-    check_mode(mode, inputs.divisor, inputs.units)
+    check_mode(mode, inputs.divisor)
     if mode in _REGISTERED:
         return _REGISTERED[mode](inputs)
     samples = inputs.samples
     return WeightedSum.of(inputs, samples.flat_mask * samples.spread(_unit_weights(mode, inputs)))
 
 
-def check_mode(mode: str, divisor: float | None, units: str) -> None:
-    """Refuse a mode, divisor or unit counting that is unknown, unusable or contradictory."""
+def check_mode(mode: str, divisor: float | None) -> None:
+    """Refuse a mode that is unknown, and a divisor that is missing, unusable or without effect."""
     if mode not in available_modes():
         given = f"loss aggregation {mode!r}"
         raise ValueError(explain(given, "there is no such mode", f"Choose one of {', '.join(available_modes())}"))
-    if units not in get_args(Units):
-        given = f"unit counting {units!r}"
-        raise ValueError(explain(given, "there is no such counting", f"Choose one of {', '.join(get_args(Units))}"))
     if divisor is None:
         if mode == "constant":
             given = "loss aggregation 'constant' without a divisor"
@@ -175,6 +173,13 @@ def check_mode(mode: str, divisor: float | None, units: str) -> None:
         given = f"divisor {divisor!r} with loss aggregation {mode!r}"
         raise ValueError(explain(given, "only 'constant' has a divisor", "Drop the divisor or choose 'constant'"))
     check_divisor(divisor)
+
+
+def check_units(units: str) -> None:
+    """Refuse a unit counting that does not exist."""
+    if units not in get_args(Units):
+        given = f"unit counting {units!r}"
+        raise ValueError(explain(given, "there is no such counting", f"Choose one of {', '.join(get_args(Units))}"))
 
 
 def check_divisor(divisor: float) -> None:
@@ -194,26 +199,40 @@ def _unit_weights(mode: str, inputs: ReducerInputs) -> Tensor:
     if totals.rollout_tokens is not None and samples.rollout_ids is None:
         given = "totals made with rollout_ids, a micro-batch without"
         raise ValueError(explain(given, "its units cannot be told", "Pass rollout_ids with every micro-batch"))
+    field = "step_tokens"
     if mode == "token_mean":
-        num_units, unit_tokens = 1, _constant(_known(totals, "step_tokens", mode), samples)
+        num_units, unit_tokens = 1, _constant(_known(totals, field, mode), samples)
     else:
-        units = "prompts" if mode == "prompt_mean" else "rollouts"
-        num_units = _known(totals, f"num_active_{units}" if inputs.units == "active" else f"num_{units}", mode)
+        field = (
+            f"num_{'active_' if inputs.units == 'active' else ''}{'prompts' if mode == 'prompt_mean' else 'rollouts'}"
+        )
+        num_units = _known(totals, field, mode)
         if mode == "constant":
             assert inputs.divisor is not None  # check_mode saw to it
             unit_tokens = _constant(inputs.divisor, samples)
         else:
-            unit_tokens = _unit_tokens(mode, samples, totals).to(samples.flat_mask.device)
-    denominator = unit_tokens * num_units
+            unit_tokens = _unit_tokens(mode, samples, totals)
+    denominator = unit_tokens.to(samples.flat_mask.device) * num_units
+    # Looked at on the masks' device only where the counts, known on the host, have a zero.
+    if getattr(totals, field) == 0 or (unit_tokens.device.type == "cpu" and bool((denominator == 0).any())):
+        _refuse_active(samples.mask_sums()[denominator == 0], field, mode)
     return torch.where(denominator > 0, 1 / denominator, 0.0).to(samples.flat_mask.dtype)
 
 
+def _refuse_active(mask_sums: Tensor, field: str, mode: str) -> None:
+    """Active tokens that the totals do not know of would silently weigh nothing."""
+    if bool((mask_sums > 0).any()):
+        tokens = "" if mode in ("token_mean", "constant") else " or its unit's tokens"
+        given = f"active tokens in a micro-batch, and totals whose {field}{tokens} are 0"
+        raise ValueError(explain(given, "the totals must be those of the whole step", "Make them from all its masks"))
+
+
 def _constant(value: float, samples: Samples) -> Tensor:
-    return torch.full((len(samples),), float(value), dtype=torch.float64, device=samples.flat_mask.device)
+    return torch.full((len(samples),), float(value), dtype=torch.float64)
 
 
 def _unit_tokens(mode: str, samples: Samples, totals: StepTotals) -> Tensor:
-    """Mask tokens of the unit of each sample, over the whole step."""
+    """Mask tokens of the unit of each sample, over the whole step, float64 [num_samples]."""
     if mode == "sample_mean" and samples.rollout_ids is None:
         return samples.mask_sums()
     field, name, ids = "rollout_tokens", "rollout_ids", samples.rollout_ids

@@ -69,13 +69,17 @@ class StepTotals:
     prompt_tokens: UnitTokens | Mapping[int | str, float] | None = None
 
     def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if value is not None and not isinstance(value, UnitTokens | Mapping):
+        by_id = {"rollout_tokens": "rollout_ids", "prompt_tokens": "prompt_ids"}
+        for name, value in list(vars(self).items()):
+            if value is None or (name in by_id and isinstance(value, UnitTokens)):
+                continue
+            if name not in by_id:
                 _check_count(name, value)
-        for name, ids_name in (("rollout_tokens", "rollout_ids"), ("prompt_tokens", "prompt_ids")):
-            tokens = getattr(self, name)
-            if isinstance(tokens, Mapping):
-                object.__setattr__(self, name, UnitTokens.from_mapping(ids_name, tokens))
+            elif isinstance(value, Mapping):
+                object.__setattr__(self, name, UnitTokens.from_mapping(by_id[name], value))
+            else:
+                given = f"{name} is {value!r}"
+                raise TypeError(explain(given, f"it must map {by_id[name]} to token counts", "Pass a dict"))
 
     @classmethod
     def from_loss_masks(
