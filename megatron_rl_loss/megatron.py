@@ -355,10 +355,10 @@ class LossAggregation:
     def _check_totals(self, totals: StepTotals, per_token: bool) -> None:
         tokens = totals.step_active_tokens
         if tokens == 0:
-            text = "a step without one active token: its policy gradient is zero"
+            given, remedy = "a step without one active token", "Look at the masks of the data"
             if self.settings.empty_step == "error":
-                raise BadBatchError(explain(text, "it was asked to be an error", "Look at the masks of the data"))
-            log_single_rank(logger, logging.WARNING, f"megatron_rl_loss: {text}. Look at the masks of the data.")
+                raise BadBatchError(explain(given, "--loss-aggregation-empty-step asks to stop there", remedy))
+            log_single_rank(logger, logging.WARNING, explain(given, "its policy gradient is zero", remedy))
         if per_token and tokens is not None and tokens >= 2**31:
             rule = "Megatron sums token counts as int32"
             raise BadBatchError(explain(f"{tokens} active tokens with per-token loss", rule, "Use smaller steps"))
