@@ -39,6 +39,8 @@ try:
     from megatron.core.num_microbatches_calculator import get_num_microbatches
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.utils import get_model_config, log_single_rank, unwrap_model
+
+    from megatron_rl_loss.contract import check_contract
 except ImportError as error:
     raise ImportError(
         f"megatron_rl_loss.megatron needs Megatron-Core: {error}. pip install 'megatron-rl-loss[megatron]', "
@@ -193,6 +195,7 @@ class LossAggregation:
         self._samples_of = samples_of
         self._pg_collection = pg_collection
         self._totals_of = totals_of
+        self._contract_checked = False
 
     @classmethod
     def from_args(
@@ -282,6 +285,11 @@ class LossAggregation:
         self._check_config(config, chunks, per_token)
         groups = self._groups(chunks[0])
         count = get_num_microbatches() if num_microbatches is None else num_microbatches
+        cp_size, dp_cp_size = groups.cp.size(), groups.dp_cp.size()
+        if not self._contract_checked:
+            scaling = {"per_token": per_token, "num_microbatches": count, "cp_size": cp_size, "dp_cp_size": dp_cp_size}
+            check_contract(config, chunks, **scaling)
+            self._contract_checked = True
         iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
         fetched: list[list[Any] | None] = []
 
@@ -316,8 +324,8 @@ class LossAggregation:
             totals=totals,
             num_microbatches=count,
             cp_rank=groups.cp.rank(),
-            cp_size=groups.cp.size(),
-            dp_cp_size=groups.dp_cp.size(),
+            cp_size=cp_size,
+            dp_cp_size=dp_cp_size,
             per_token=per_token,
         )
         ready = [
