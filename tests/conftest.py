@@ -1,7 +1,21 @@
-"""Every test runs on the CPU, one thread a process, whatever the machine has."""
+"""Every test runs on the CPU, one thread a process, whatever the machine has. The summary counts what was shown."""
 
 import os
+from collections import defaultdict
+from typing import Any
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["TORCHDYNAMO_DISABLE"] = "1"
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Add up what tests recorded with `record_property`: numbers of cases, and the worst of errors."""
+    recorded: dict[str, list[float]] = defaultdict(list)
+    for report in terminalreporter.getreports("passed"):
+        if report.when == "call":
+            for name, value in report.user_properties:
+                recorded[name].append(value)
+    for name, values in sorted(recorded.items()):
+        total = f"worst {max(values):.1e}" if "error" in name else f"{sum(values):g}"
+        terminalreporter.write_line(f"{name.replace('_', ' ')}: {total} (in {len(values)} tests)")
