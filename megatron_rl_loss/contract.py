@@ -52,13 +52,13 @@ def _schedule_factor(config: Any, num_microbatches: int, cp_size: int) -> float:
     quiet = copy.copy(config)
     for name in ("timers", "num_moe_experts", "mtp_num_layers", "experimental_attention_variant"):
         setattr(quiet, name, None)
-    count = torch.tensor(_NUM_TOKENS, dtype=torch.int32)
+    count = torch.tensor(_NUM_TOKENS, dtype=torch.int32, device="cpu")
     given = "Megatron's forward_step_calc_loss"
     remedy = "Use megatron-core 0.19, or a megatron_rl_loss made for this version"
     try:
         loss, returned = schedules.forward_step_calc_loss(
             model=None,
-            output_tensor=torch.tensor(_LOSS),
+            output_tensor=torch.tensor(_LOSS, device="cpu"),
             loss_func=lambda loss: (loss, count.clone(), {}),
             config=quiet,
             vp_stage=None,

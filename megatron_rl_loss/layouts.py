@@ -2,7 +2,7 @@
 
 A micro-batch is one flat buffer of ``total_tokens`` positions. A layout says where in it each sample's loss mask
 begins (`mask_starts`) and which positions, in which order, a CP rank's per-token losses stand for (`local_indices`).
-Everything is computed on the host, without a Python loop over samples.
+Everything is computed on the host (whatever torch's default device), without a Python loop over samples.
 
 | layout           | flat buffer                          | rank r of c holds                                       |
 |------------------|--------------------------------------|---------------------------------------------------------|
@@ -31,7 +31,7 @@ def as_int_vector(name: str, values: IntList) -> Tensor:
             if not is_int(value):
                 given = f"{name} holds {value!r} ({type(value).__name__})"
                 raise TypeError(explain(given, "it must hold whole numbers", "Pass ints or an int tensor"))
-        return torch.tensor([int(v) for v in values], dtype=torch.int64)
+        return torch.tensor([int(v) for v in values], dtype=torch.int64, device="cpu")
     if values.dim() != 1 or values.dtype == torch.bool or values.is_floating_point() or values.is_complex():
         given = f"{name} is a {values.dtype} tensor of shape {tuple(values.shape)}"
         raise TypeError(explain(given, "it must be a 1-D tensor of ints", "Convert it first"))
@@ -47,7 +47,7 @@ def concatenated_ranges(starts: Tensor, lengths: Tensor) -> Tensor:
     """``cat([arange(s, s + n) for s, n in zip(starts, lengths)])`` without the loop."""
     ends = lengths.cumsum(0)
     total = int(ends[-1]) if ends.numel() else 0
-    return torch.arange(total) + (starts - (ends - lengths)).repeat_interleave(lengths)
+    return torch.arange(total, device="cpu") + (starts - (ends - lengths)).repeat_interleave(lengths)
 
 
 def check_cp(cp_rank: int, cp_size: int) -> None:
@@ -141,7 +141,7 @@ class _PackedSlots(Layout):
         if num_samples == used.numel():
             return used
         if num_samples == self._sizes.numel() and self.filler_slots == 0:
-            return torch.arange(num_samples)
+            return torch.arange(num_samples, device="cpu")
         raise ValueError(
             explain(
                 f"{num_samples} loss masks for {used.numel()} slots with a sample (filler_slots={self.filler_slots})",
@@ -220,7 +220,7 @@ class ZigzagBSHD(_PackedSlots):
         for name, value in (("batch_size", batch_size), ("seq_length", seq_length)):
             if not is_int(value) or value < 1:
                 raise ValueError(explain(f"{name} is {value!r}", "it must be an int >= 1", "Pass the padded shape"))
-        super().__init__(torch.arange(batch_size + 1) * seq_length, total_lengths)
+        super().__init__(torch.arange(batch_size + 1, device="cpu") * seq_length, total_lengths)
         self.batch_size = batch_size
         self.seq_length = seq_length
 
@@ -252,7 +252,7 @@ class Contiguous(_PackedSlots):
         check_cp(cp_rank, cp_size)
         starts, sizes = self._starts, self._sizes
         if not self.per_slot:
-            starts, sizes = torch.zeros(1, dtype=torch.int64), sizes.sum()[None]
+            starts, sizes = torch.zeros(1, dtype=torch.int64, device="cpu"), sizes.sum()[None]
         i = _first(sizes % cp_size != 0)
         if i is not None:
             given = f"{f'slot {i}' if self.per_slot else 'the packed buffer'} has {int(sizes[i])} tokens"
@@ -273,7 +273,7 @@ class Gathered(_PackedSlots):
 
     def local_indices(self, cp_rank: int, cp_size: int) -> Tensor:
         check_cp(cp_rank, cp_size)
-        return torch.arange(self.total_tokens)
+        return torch.arange(self.total_tokens, device="cpu")
 
 
 class ZigzagResponse(Layout):

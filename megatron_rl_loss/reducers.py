@@ -56,7 +56,7 @@ class ReducerInputs:
             given = f"token weights of lengths {lengths[:8]}"
             rule = f"they must have the lengths of the loss masks, {self.samples.mask_lengths[:8].tolist()}"
             raise ValueError(explain(given, rule, "Return one weight a mask entry"))
-        flat = torch.cat(list(token_weights)) if token_weights else torch.zeros(0)
+        flat = torch.cat(list(token_weights)) if token_weights else torch.zeros(0, device="cpu")
         return WeightedSum.of(self, flat.detach())
 
 
@@ -228,7 +228,7 @@ def _refuse_active(mask_sums: Tensor, field: str, mode: str) -> None:
 
 
 def _constant(value: float, samples: Samples) -> Tensor:
-    return torch.full((len(samples),), float(value), dtype=torch.float64)
+    return torch.full((len(samples),), float(value), dtype=torch.float64, device="cpu")
 
 
 def _unit_tokens(mode: str, samples: Samples, totals: StepTotals) -> Tensor:

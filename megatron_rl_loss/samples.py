@@ -39,7 +39,7 @@ def as_ids(name: str, ids: Ids, num_samples: int) -> Tensor:
             raise TypeError(explain(given, "an id must be an int or a str", "Pass one such id a sample"))
     if any(not -_ID_LIMIT < number < _ID_LIMIT for number in numbers):
         raise ValueError(explain(f"{name} go beyond 61 bits", "such ids cannot be exchanged", "Pass them as strings"))
-    return torch.tensor(numbers, dtype=torch.int64)
+    return torch.tensor(numbers, dtype=torch.int64, device="cpu")
 
 
 class Samples:
@@ -80,7 +80,7 @@ class Samples:
                 raise ValueError(explain(given, "it must be 1-D, one entry a token", "Pass one tensor a sample"))
         #: Masks end to end, float32 (float64 if given so), [sum of lengths].
         self.flat_mask = _flatten(self.loss_masks)
-        self.mask_lengths = torch.tensor([mask.numel() for mask in self.loss_masks], dtype=torch.int64)
+        self.mask_lengths = torch.tensor([mask.numel() for mask in self.loss_masks], dtype=torch.int64, device="cpu")
         self._check_values()
         self.layout = layout
         n = len(self.loss_masks)
@@ -112,7 +112,7 @@ class Samples:
         return self._sum_by_sample(self.flat_mask != 0)
 
     def _sum_by_sample(self, flat: Tensor) -> Tensor:
-        sample_of_token = torch.arange(len(self)).repeat_interleave(self.mask_lengths).to(flat.device)
+        sample_of_token = torch.arange(len(self), device="cpu").repeat_interleave(self.mask_lengths).to(flat.device)
         return torch.zeros(len(self), dtype=torch.float64, device=flat.device).index_add_(
             0, sample_of_token, flat.double()
         )
@@ -166,7 +166,7 @@ def _flatten(loss_masks: list[Tensor]) -> Tensor:
         given = f"loss masks on {sorted(map(str, devices))}"
         raise ValueError(explain(given, "they must share one device", "Move them together"))
     if not loss_masks:
-        return torch.zeros(0)
+        return torch.zeros(0, dtype=torch.float32, device="cpu")
     if len({mask.dtype for mask in loss_masks}) > 1:
         loss_masks = [mask.double() for mask in loss_masks]
     flat = torch.cat(loss_masks).detach()

@@ -28,7 +28,10 @@ class UnitTokens:
     def from_mapping(cls, name: str, tokens: Mapping[int | str, float]) -> "UnitTokens":
         for unit, count in tokens.items():
             _check_count(f"the token count of {name} {unit!r}", count)
-        return cls(as_ids(name, list(tokens), len(tokens)), torch.tensor(list(tokens.values()), dtype=torch.float64))
+        return cls(
+            as_ids(name, list(tokens), len(tokens)),
+            torch.tensor(list(tokens.values()), dtype=torch.float64, device="cpu"),
+        )
 
     def of(self, name: str, ids: Tensor) -> Tensor:
         """Tokens of the unit of each id, float64; ValueError for an id that is not among them."""
@@ -148,7 +151,7 @@ def reduce_step_totals(
     failure: Exception | None = None
     microbatches: list[Samples] | None = None
     local = _LocalUnits([], count_prompts)
-    header = torch.zeros(_HEADER_SIZE, dtype=torch.float64)
+    header = torch.zeros(_HEADER_SIZE, dtype=torch.float64, device="cpu")
     try:
         microbatches = prepare()
         local = _LocalUnits(microbatches or [], count_prompts)
@@ -223,13 +226,13 @@ class _LocalUnits:
     def __init__(self, microbatches: list[Samples], count_prompts: bool) -> None:
         filled = [samples for samples in microbatches if len(samples)]
         sums = [samples.mask_sums().cpu() for samples in filled]
-        self.mask_sums = torch.cat(sums) if sums else torch.zeros(0, dtype=torch.float64)
+        self.mask_sums = torch.cat(sums) if sums else torch.zeros(0, dtype=torch.float64, device="cpu")
         self.active_tokens = sum(float(samples.active_tokens().sum()) for samples in filled)
         self.rollout_ids = _joined("rollout_ids", [samples.rollout_ids for samples in filled])
         self.prompt_ids = _joined("prompt_ids", [samples.prompt_ids for samples in filled]) if count_prompts else None
 
     def header(self) -> Tensor:
-        header = torch.zeros(_HEADER_SIZE, dtype=torch.float64)
+        header = torch.zeros(_HEADER_SIZE, dtype=torch.float64, device="cpu")
         header[_RANKS_WITH_SAMPLES] = self.mask_sums.numel() > 0
         header[_RANKS_WITH_ROLLOUT_IDS] = self.rollout_ids is not None
         header[_RANKS_WITH_PROMPT_IDS] = self.prompt_ids is not None
@@ -247,7 +250,7 @@ class _LocalUnits:
         Rollouts and prompts go together, told apart by the last bit of their key. Every key has an owner rank, which
         adds up what it is sent and answers.
         """
-        no_ids = torch.zeros(0, dtype=torch.int64)
+        no_ids = torch.zeros(0, dtype=torch.int64, device="cpu")
         kinds = [no_ids if ids is None else ids for ids in (self.rollout_ids, self.prompt_ids)]
         keys = torch.cat([ids * 2 + kind for kind, ids in enumerate(kinds)])
         sums = torch.cat([self.mask_sums if ids.numel() else self.mask_sums[:0] for ids in kinds])
@@ -264,7 +267,7 @@ class _LocalUnits:
             (~is_prompt & (owned_sums > 0)).sum(),
             is_prompt.sum(),
             (is_prompt & (owned_sums > 0)).sum(),
-            torch.tensor(int(clash or owner_clash)),
+            torch.tensor(int(clash or owner_clash), device="cpu"),
         ]
         numbers = torch.stack(counts).double()
         _all_reduce(numbers, dp_group, dist.ReduceOp.SUM)
@@ -296,7 +299,7 @@ def _joined(name: str, ids: list[Tensor | None]) -> Tensor | None:
 def _sum_by_key(keys: Tensor, sums: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor, bool]:
     """Sorted unique keys, the sum and one label of each, and whether a key came with two labels."""
     unique, at = keys.unique(return_inverse=True)
-    total = torch.zeros(unique.numel(), dtype=torch.float64).index_add_(0, at, sums)
+    total = torch.zeros(unique.numel(), dtype=torch.float64, device="cpu").index_add_(0, at, sums)
     label = torch.zeros_like(unique)
     label[at] = labels
     return unique, total, label, bool((label[at] != labels).any())

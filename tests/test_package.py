@@ -4,6 +4,19 @@ import subprocess
 import sys
 from importlib import metadata
 
+import torch
+
+from megatron_rl_loss import (
+    MODES,
+    Contiguous,
+    Gathered,
+    StepTotals,
+    ZigzagBSHD,
+    ZigzagResponse,
+    ZigzagTHD,
+    make_pg_loss_reducer,
+)
+
 
 def python(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
@@ -32,3 +45,30 @@ def test_torch_is_the_one_requirement() -> None:
     assert [r for r in requires if "extra ==" not in r] == ["torch>=2.6"]
     assert set(metadata.metadata("megatron-rl-loss").get_all("Provides-Extra")) == {"megatron", "te", "demo", "test"}
     assert not any(r.lower().startswith("apex") for r in requires)
+
+
+def test_host_work_stays_on_the_host_whatever_the_default_device() -> None:
+    """Under ``torch.set_default_device("cuda")``, say. The meta device stands in for it: it holds no numbers."""
+    masks = [torch.tensor([1.0, 1, 0, 1]), torch.tensor([1.0, 0])]
+    losses = torch.tensor([1.0, 2, 3, 4, 5, 6])
+    ids = {"rollout_ids": ["a", "a"], "prompt_ids": [0, 0]}
+    layouts = [
+        ZigzagTHD([0, 4, 8], total_lengths=[4, 2]),
+        ZigzagResponse([5, 4], [4, 2]),
+        Contiguous([0, 4, 8], total_lengths=[4, 2]),
+        Gathered([0, 4, 6]),
+        None,
+    ]
+    with torch.device("meta"):
+        totals = StepTotals.from_loss_masks(masks, **ids)
+        by_hand = StepTotals(num_prompts=1, prompt_tokens={0: 4})
+        bshd = ZigzagBSHD(2, 4, total_lengths=[4, 2])
+        for layout in [*layouts, bshd]:
+            for cp_rank in range(1 if layout is None else 2):
+                rank = {"layout": layout, "cp_rank": cp_rank, "cp_size": 1 if layout is None else 2}
+                for mode in MODES:
+                    divisor = 8 if mode == "constant" else None
+                    reducer = make_pg_loss_reducer(mode, masks, totals=totals, divisor=divisor, **ids, **rank)
+                    assert reducer.weights.device.type == "cpu"
+        share = make_pg_loss_reducer("prompt_mean", masks, totals=by_hand, prompt_ids=[0, 0])(losses)
+    assert float(share) == (1 + 2 + 4 + 5) / 4
