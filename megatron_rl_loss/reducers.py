@@ -196,6 +196,8 @@ def check_divisor(divisor: float) -> None:
 def _unit_weights(mode: str, inputs: ReducerInputs) -> Tensor:
     """1 / (D * U) of the unit of each sample, [num_samples] like the masks; 0 for units without an active token."""
     samples, totals = inputs.samples, inputs.totals
+    if not len(samples):
+        return samples.flat_mask
     if totals.rollout_tokens is not None and samples.rollout_ids is None:
         given = "totals made with rollout_ids, a micro-batch without"
         raise ValueError(explain(given, "its units cannot be told", "Pass rollout_ids with every micro-batch"))

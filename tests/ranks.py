@@ -8,6 +8,7 @@ import contextlib
 import multiprocessing
 import os
 import pickle
+import signal
 import socket
 import tempfile
 import time
@@ -70,9 +71,10 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
         errors |= dict.fromkeys(pipes.values(), f"still running after {timeout_s} s")
         for process in processes:
             process.join(timeout=5 if not errors else 0.5)
-            if process.is_alive():
-                process.kill()
-                process.join()
+            # The whole group: saving a checkpoint starts a helper process that would outlive its rank.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.join()
         if errors:
             raise RankError(errors, Path(log.name).read_text(errors="replace"))
     return [results[rank] for rank in range(world_size)]
@@ -81,6 +83,7 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
 def _rank_main(
     send: Connection, log: str, environment: dict[str, str], function: Callable[..., Any], args: tuple[Any, ...]
 ) -> None:
+    os.setpgid(0, 0)
     os.environ.update(environment)
     with open(log, "ab") as sink:
         os.dup2(sink.fileno(), 1)
