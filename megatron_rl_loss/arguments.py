@@ -1,7 +1,9 @@
 """The ``--loss-aggregation`` flags and their validation: plain argparse and a Namespace, no Megatron needed."""
 
+import difflib
 import importlib
 from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -44,6 +46,9 @@ class AggregationSettings:
         check_units(self.units)
         if isinstance(self.mode, str):
             check_mode(self.mode, self.divisor)
+        elif not callable(self.mode):
+            given = f"loss aggregation {self.mode!r} ({type(self.mode).__name__})"
+            raise TypeError(explain(given, "it must be a mode's name or a reducer factory", "Pass one of them"))
         elif self.divisor is not None:
             check_divisor(self.divisor)
         if self.empty_step not in get_args(EmptyStep):
@@ -188,9 +193,11 @@ def check_parallel_settings(settings: Any, per_token: bool) -> None:
 
 def load_reducer_factory(path: str) -> ReducerFactory:
     """The function at ``pkg.mod.fn`` or ``pkg.mod:fn``. Raises ValueError or TypeError if there is none."""
-    module_name, separator, name = path.partition(":") if ":" in path else path.rpartition(".")
     given = f"--custom-pg-loss-reducer-function-path {path!r}"
-    if not separator or not module_name or not name:
+    if not isinstance(path, str):
+        raise TypeError(explain(given, "it must be a string", "Write pkg.mod.fn or pkg.mod:fn"))
+    module_name, separator, name = path.partition(":") if ":" in path else path.rpartition(".")
+    if module_name.startswith(".") or not separator or not module_name or not name:
         raise ValueError(explain(given, "it must name a module and a function", "Write pkg.mod.fn or pkg.mod:fn"))
     try:
         factory = getattr(importlib.import_module(module_name), name)
@@ -201,6 +208,20 @@ def load_reducer_factory(path: str) -> ReducerFactory:
         rule = f"it is a {type(factory).__name__}, not a function of ReducerInputs"
         raise TypeError(explain(given, rule, "Name a reducer factory"))
     return factory
+
+
+def check_command_line(args: Namespace, argv: Sequence[str]) -> None:
+    """Refuse options on the command line that are one of the flags misspelt.
+
+    Megatron's ``ignore_unknown_args=True`` lets them pass, and the run would go on with another mode.
+    """
+    flags = [f"--{name.replace('_', '-')}" for name in _FLAGS]
+    for option in (word.split("=", 1)[0] for word in argv if word.startswith("--")):
+        known = option in flags or hasattr(args, option.removeprefix("--").replace("-", "_"))
+        meant = [] if known else difflib.get_close_matches(option, flags, n=1, cutoff=0.85)
+        if meant:
+            rule = "there is no such flag, and it was ignored"
+            raise ValueError(explain(f"{option} on the command line", rule, f"Write {meant[0]}"))
 
 
 def _check_present(args: Namespace) -> None:

@@ -26,6 +26,9 @@ IntList = Sequence[int] | Tensor
 
 def as_int_vector(name: str, values: IntList) -> Tensor:
     """`values` as a 1-D int64 tensor on the host; TypeError for anything that is not whole numbers."""
+    if not isinstance(values, Tensor | Sequence):
+        given = f"{name} is {values!r} ({type(values).__name__})"
+        raise TypeError(explain(given, "it must be a list or tensor of ints", "Pass one entry a sample or slot"))
     if not isinstance(values, Tensor):
         for value in values:
             if not is_int(value):

@@ -14,6 +14,7 @@ Carrier C counts real tokens, so auxiliary losses that Megatron divides by them 
 
 import functools
 import logging
+import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ from torch import Tensor
 
 from megatron_rl_loss.arguments import (
     AggregationSettings,
+    check_command_line,
     check_parallel_settings,
     check_per_token,
     validate_loss_aggregation_args,
@@ -115,9 +117,12 @@ class Microbatch:
             metrics: further per-token values of the same shape, reported as their sample mean, not differentiated.
 
         Raises:
-            ValueError: losses or metrics that are not this rank's part of the layout; metrics whose names differ from
-                those of the step's first micro-batch (Megatron would drop or miss them).
+            ValueError: losses or metrics that are not this rank's part of the layout; a metric named ``pg_loss``;
+                metrics whose names differ from those of the step's first micro-batch (Megatron would miss them).
         """
+        if metrics and "pg_loss" in metrics:
+            given = "a metric named 'pg_loss'"
+            raise ValueError(explain(given, "the loss itself is reported by that name", "Choose another name"))
         share = self.pg_loss(per_token_loss)
         with torch.no_grad():
             report = {name: self.sample_mean(values.detach()) for name, values in (metrics or {}).items()}
@@ -144,7 +149,7 @@ class Microbatch:
         step = self._step
         if not step.report_keys:
             step.report_keys.extend(report)
-        elif step.report_keys != list(report):
+        elif set(step.report_keys) != set(report):
             given = f"a micro-batch that reports {list(report)} after one that reported {step.report_keys}"
             rule = "Megatron takes the names from a step's first micro-batch"
             raise ValueError(explain(given, rule, "Report the same names every time"))
@@ -208,7 +213,11 @@ class LossAggregation:
         pg_collection: ProcessGroupCollection | None = None,
         totals_of: TotalsOf | None = None,
     ) -> "LossAggregation":
-        """Validate Megatron's parsed `args` and build; raises as `validate_loss_aggregation_args`."""
+        """Validate Megatron's parsed `args` and build.
+
+        Raises as `validate_loss_aggregation_args`, and ValueError for a misspelt flag on the command line.
+        """
+        check_command_line(args, sys.argv[1:])
         settings = validate_loss_aggregation_args(args)
         if settings.notice:
             log_single_rank(logger, logging.WARNING, settings.notice)

@@ -1,8 +1,8 @@
 """Per-token policy losses and group-relative advantages: what the reducers aggregate.
 
 Everything here is elementwise over tokens, of any shape, in the dtype of its inputs, and unreduced; masks are the
-reducers' business. At masked positions pass finite log-probs (0, say): a NaN there is ignored by a reducer's value,
-but the chain rule may still turn 0 * NaN into a NaN gradient of the model.
+reducers' business. At masked positions pass log-probs that are finite and about equal (0 in both, say): a NaN there is
+ignored by a reducer, but on the way back to the model the chain rule may turn 0 * NaN or 0 * inf into a NaN.
 """
 
 import math
@@ -139,9 +139,16 @@ def group_relative_advantages(
     Returns:
         float32 [num_samples], on the rewards' device.
 
-    Raises ValueError for rewards that are not 1-D and finite or do not match the ids.
+    Raises TypeError for rewards that are no tensor, ValueError for rewards that are not 1-D and finite or do not match
+    the ids, and for an epsilon that is not above 0.
     Source: GRPO, arXiv:2402.03300 section 4.1.2; without std, Dr. GRPO, arXiv:2503.20783 section 3.
     """
+    if not isinstance(rewards, Tensor):
+        given = f"rewards is a {type(rewards).__name__}"
+        raise TypeError(explain(given, "it must be a tensor, one entry a sample", "Wrap it in torch.tensor"))
+    if normalize_by_std and not epsilon > 0:
+        given = f"epsilon is {epsilon!r}"
+        raise ValueError(explain(given, "it must be above 0: groups of equal rewards have std 0", "1e-6 is usual"))
     if rewards.dim() != 1 or not bool(torch.isfinite(rewards).all()):
         given = f"rewards of shape {tuple(rewards.shape)}"
         raise ValueError(explain(given, "they must be 1-D and finite", "Pass one finite reward a sample"))

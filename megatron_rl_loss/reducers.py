@@ -51,12 +51,19 @@ class ReducerInputs:
 
     def weighted_sum(self, token_weights: Sequence[Tensor]) -> Reducer:
         """The reducer ``sum_t w_t * loss_t``, from full-length weights, one 1-D tensor a sample like its mask."""
+        if not all(isinstance(weights, Tensor) and weights.dim() == 1 for weights in token_weights):
+            given = f"token weights {[getattr(weights, 'shape', type(weights)) for weights in token_weights[:8]]}"
+            raise TypeError(explain(given, "they must be 1-D tensors", "Return one tensor a sample"))
         lengths = [weights.numel() for weights in token_weights]
         if lengths != self.samples.mask_lengths.tolist():
             given = f"token weights of lengths {lengths[:8]}"
             rule = f"they must have the lengths of the loss masks, {self.samples.mask_lengths[:8].tolist()}"
             raise ValueError(explain(given, rule, "Return one weight a mask entry"))
         flat = torch.cat(list(token_weights)) if token_weights else torch.zeros(0, device="cpu")
+        if not bool(torch.isfinite(flat).all()):
+            raise ValueError(
+                explain("token weights with NaN or Inf", "they must be finite", "Use 0 to leave tokens out")
+            )
         return WeightedSum.of(self, flat.detach())
 
 
@@ -149,11 +156,17 @@ def make_pg_loss_reducer(
 def build_reducer(mode: str | ReducerFactory, inputs: ReducerInputs) -> Reducer:
     """`make_pg_loss_reducer` for inputs that are already put together; `mode` may be a factory itself."""
     check_units(inputs.units)
-    if not isinstance(mode, str):
-        return mode(inputs)
-    check_mode(mode, inputs.divisor)
-    if mode in _REGISTERED:
-        return _REGISTERED[mode](inputs)
+    if isinstance(mode, str):
+        check_mode(mode, inputs.divisor)
+    factory = _REGISTERED.get(mode) if isinstance(mode, str) else mode
+    if factory is not None:
+        reducer = factory(inputs)
+        if not callable(reducer):
+            given = f"the reducer factory {mode!r} returned {reducer!r}"
+            rule = "it must return a function of the per-token losses"
+            raise TypeError(explain(given, rule, "Return inputs.weighted_sum(...), say"))
+        return reducer
+    assert isinstance(mode, str)
     samples = inputs.samples
     return WeightedSum.of(inputs, samples.flat_mask * samples.spread(_unit_weights(mode, inputs)))
 
@@ -187,10 +200,11 @@ def check_divisor(divisor: float) -> None:
     if isinstance(divisor, bool) or not isinstance(divisor, int | float):
         given = f"divisor {divisor!r} ({type(divisor).__name__})"
         raise TypeError(explain(given, "it must be a number", "Pass a number of tokens"))
-    # Beyond 1e30 the float32 weights of real tokens would vanish.
-    if not 0 < divisor < 1e30:
+    # Beyond 1e30 either way the float32 weights of tokens would vanish or be infinite.
+    if not 1e-30 < divisor < 1e30:
         given = f"divisor {divisor!r}"
-        raise ValueError(explain(given, "it must be finite and above 0 (and below 1e30)", "Pass a number of tokens"))
+        rule = "it must be finite and above 0 (above 1e-30 and below 1e30)"
+        raise ValueError(explain(given, rule, "Pass a number of tokens"))
 
 
 def _unit_weights(mode: str, inputs: ReducerInputs) -> Tensor:
@@ -201,6 +215,10 @@ def _unit_weights(mode: str, inputs: ReducerInputs) -> Tensor:
     if totals.rollout_tokens is not None and samples.rollout_ids is None:
         given = "totals made with rollout_ids, a micro-batch without"
         raise ValueError(explain(given, "its units cannot be told", "Pass rollout_ids with every micro-batch"))
+    if mode == "constant" and totals.rollout_tokens is None and samples.rollout_ids is not None:
+        given = "a micro-batch with rollout_ids, totals made without"
+        remedy = "Make the totals with them; if num_rollouts counts rollouts already, leave them out here"
+        raise ValueError(explain(given, "the totals may count samples for rollouts", remedy))
     field = "step_tokens"
     if mode == "token_mean":
         num_units, unit_tokens = 1, _constant(_known(totals, field, mode), samples)
@@ -297,15 +315,17 @@ class WeightedSum:
 
 def _layout_hint(num_losses: int, num_local: int, samples: Samples) -> str:
     """What a wrong number of losses most likely means."""
+    if num_losses == 1:
+        return "Pass unreduced losses, one a token"
     if num_losses == num_local:
-        return "The number of tokens fits: transpose to batch first, or flatten in the layout's order"
+        return "The number of tokens fits: transpose to batch first if it is [s, b], or flatten in the layout's order"
     layout = samples.layout
     if layout is not None and num_losses == layout.total_tokens:
-        return "These are all tokens of the micro-batch: not cut over CP ranks (then the layout is Gathered)?"
+        return "These are all tokens of the micro-batch: if losses are not cut over CP ranks, the layout is Gathered"
     if num_losses == int(samples.mask_lengths.sum()):
         return "These are the unpadded, uncut tokens: cut and pad them as the layout says, or change the layout"
     if num_losses == int((samples.flat_mask != 0).sum()):
         return "These are the active tokens only: pass the losses of all positions, or ZigzagResponse for responses"
     if layout is not None and num_losses and layout.total_tokens % num_losses == 0:
-        return f"This is 1/{layout.total_tokens // num_losses} of the micro-batch: is cp_size right?"
+        return f"These are 1/{layout.total_tokens // num_losses} of the micro-batch: check that cp_size is right"
     return "Pass the losses of this micro-batch, cut as its layout says"

@@ -55,8 +55,8 @@ class Samples:
 
     Raises:
         TypeError: masks that are not tensors, are complex, or ids of another type.
-        ValueError: masks that are not 1-D, negative, NaN or infinite; numbers or lengths that disagree with the layout
-            or the ids; one rollout id under two prompts.
+        ValueError: masks that are not 1-D, negative, NaN, infinite or too small for float32; numbers or lengths that
+            disagree with the layout or the ids.
     """
 
     def __init__(
@@ -92,13 +92,15 @@ class Samples:
         )
 
     def _check_values(self) -> None:
-        sound = torch.isfinite(self.flat_mask) & (self.flat_mask >= 0)
+        # Beyond 1e30 either way the float32 weight of a token could be infinite or vanish.
+        sound = (self.flat_mask == 0) | ((self.flat_mask >= 1e-30) & (self.flat_mask <= 1e30))
         if bool(sound.all()):
             return
         position = int((~sound).nonzero()[0])
         i = int(torch.searchsorted(self.mask_lengths.cumsum(0), position, right=True))
         given = f"the loss mask of sample {i} holds {float(self.flat_mask[position])}"
-        raise ValueError(explain(given, "token weights must be finite and >= 0", "Pass 0 for tokens that do not count"))
+        rule = "token weights must be finite and >= 0 (0, or from 1e-30 to 1e30)"
+        raise ValueError(explain(given, rule, "Pass 0 for tokens that do not count"))
 
     def __len__(self) -> int:
         return len(self.loss_masks)

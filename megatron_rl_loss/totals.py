@@ -6,6 +6,7 @@ are replicated over context-, tensor- and pipeline-parallel ranks, so counts are
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 
 import torch
 import torch.distributed as dist
@@ -115,14 +116,14 @@ class StepTotals:
 
 
 def _check_count(name: str, value: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
+    if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= value < float("inf"):
         remedy = "Pass the count of the whole step"
         raise ValueError(explain(f"{name} is {value!r}", "it must be a finite number >= 0", remedy))
 
 
 # The slots of the vector that is summed over DP ranks.
 _ERRORS, _RANKS_WITH_DATA, _RANKS_WITH_SAMPLES, _RANKS_WITH_ROLLOUT_IDS, _RANKS_WITH_PROMPT_IDS = range(5)
-_SAMPLES, _ACTIVE_SAMPLES, _TOKENS, _ACTIVE_TOKENS, _ID_CHECKSUM, _HEADER_SIZE = range(5, 11)
+_SAMPLES, _ACTIVE_SAMPLES, _TOKENS, _ACTIVE_TOKENS, _ID_CHECKSUM, _ORDER_CHECKSUM, _HEADER_SIZE = range(5, 12)
 
 
 def reduce_step_totals(
@@ -155,7 +156,7 @@ def reduce_step_totals(
     try:
         microbatches = prepare()
         local = _LocalUnits(microbatches or [], count_prompts)
-        header = local.header()
+        header = local.header(0 if dp_group is None else dp_group.rank())
         header[_RANKS_WITH_DATA] = microbatches is not None
     except Exception as error:
         failure = error
@@ -168,7 +169,10 @@ def reduce_step_totals(
             given = "this rank was given no data iterator, other DP ranks of its pipeline stage were"
             failure = ValueError(explain(given, "all must read data", "Give every rank one (is_distributed = True)"))
     units: _UnitSums | None = None
-    if header[[_RANKS_WITH_ROLLOUT_IDS, _RANKS_WITH_PROMPT_IDS]].any() and not header[_ERRORS] > 0:
+    ranks_with_ids = header[[_RANKS_WITH_ROLLOUT_IDS, _RANKS_WITH_PROMPT_IDS]]
+    # Ids on some ranks only are refused below; exchanged, they would look like clashes.
+    all_or_none = bool(((ranks_with_ids == 0) | (ranks_with_ids == header[_RANKS_WITH_SAMPLES])).all())
+    if ranks_with_ids.any() and all_or_none and not header[_ERRORS] > 0:
         units = local.sum_units(dp_group)
         header[_ERRORS] = float(units.any_clash)
         failure = units.clash
@@ -231,7 +235,7 @@ class _LocalUnits:
         self.rollout_ids = _joined("rollout_ids", [samples.rollout_ids for samples in filled])
         self.prompt_ids = _joined("prompt_ids", [samples.prompt_ids for samples in filled]) if count_prompts else None
 
-    def header(self) -> Tensor:
+    def header(self, dp_rank: int) -> Tensor:
         header = torch.zeros(_HEADER_SIZE, dtype=torch.float64, device="cpu")
         header[_RANKS_WITH_SAMPLES] = self.mask_sums.numel() > 0
         header[_RANKS_WITH_ROLLOUT_IDS] = self.rollout_ids is not None
@@ -240,6 +244,9 @@ class _LocalUnits:
         header[_ACTIVE_SAMPLES] = (self.mask_sums > 0).sum()
         header[_TOKENS] = self.mask_sums.sum()
         header[_ACTIVE_TOKENS] = self.active_tokens
+        # Replicas must hold the same samples on the same DP rank, in the same order.
+        places = torch.arange(1, self.mask_sums.numel() + 1, dtype=torch.float64, device="cpu") + dp_rank * 2**20
+        header[_ORDER_CHECKSUM] = (places * self.mask_sums).sum()
         for ids in (self.rollout_ids, self.prompt_ids):
             header[_ID_CHECKSUM] += 0 if ids is None else _mixed(ids).remainder(2**31).sum()
         return header

@@ -453,7 +453,7 @@ REFUSALS: dict[str, tuple[Call, type[Exception], str, Call]] = {
     "losses cut for more ranks": (
         reduce(ZigzagTHD([0, 16]), [16], torch.ones(4), 0, 2),
         ValueError,
-        "1/4 of the micro-batch: is cp_size right",
+        "1/4 of the micro-batch: check that cp_size is right",
         reduce(ZigzagTHD([0, 16]), [16], torch.ones(4), 0, 4),
     ),
     "losses of one sample more": (
@@ -467,6 +467,12 @@ REFUSALS: dict[str, tuple[Call, type[Exception], str, Call]] = {
         ValueError,
         r"shape \(2, 4\)",
         reduce(None, [4, 4], torch.ones(2, 4)),
+    ),
+    "rows transposed, without a layout": (
+        reduce(None, [4, 4], torch.ones(4, 2)),
+        ValueError,
+        "transpose to batch first",
+        reduce(None, [4, 4], torch.ones(1, 8)),
     ),
     "scalar loss": (reduce(None, [1], torch.ones(())), ValueError, r"shape \(\)", reduce(None, [1], torch.ones(1))),
     "integer losses": (

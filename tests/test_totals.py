@@ -124,9 +124,10 @@ def test_alone(step: list[Sample]) -> None:
         assert said == (tokens_by(name, step) if ids_of(step, name) else None)
 
 
-def test_fractional_masks_are_summed_in_float64() -> None:
-    mask = torch.full((1_000_003,), 0.1)
-    assert StepTotals.from_loss_masks([mask]).step_tokens == pytest.approx(1_000_003 * float(mask[0]), rel=1e-12)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
+def test_fractional_masks_are_summed_in_float64(dtype: torch.dtype) -> None:
+    mask = torch.full((1_000_003,), 0.1, dtype=dtype)
+    assert StepTotals.from_loss_masks([mask]).step_tokens == pytest.approx(1_000_003 * float(mask[0]), rel=1e-10)
 
 
 @pytest.mark.parametrize(
@@ -301,8 +302,17 @@ CASES: dict[str, Case] = {
     "ids on one replica only": Case(
         "dp2 x 2 replicas", [[[one()]]] * 2, [[[one((1, 1), 0)]], [[one((1, 1), 1)]]], fails_with=["different samples"]
     ),
-    "DP shards swapped on a replica": Case(  # the same step, and every sum is right
-        "dp2 x 2 replicas", [[[one()]], [[one((1, 0))]]], [[[one((1, 0))]], [[one()]]]
+    "DP shards swapped on a replica": Case(  # the same step, so every sum over DP is right
+        "dp2 x 2 replicas",
+        [[[one()]], [[one((1, 0))]]],
+        [[[one((1, 0))]], [[one()]]],
+        fails_with=["were given different samples"],
+    ),
+    "another order on a replica": Case(
+        "dp2 x 2 replicas",
+        [[[one(), one((1, 0))]]] * 2,
+        [[[one(), one((1, 0))]], [[one((1, 0)), one()]]],
+        fails_with=["were given different samples"],
     ),
     # --- ids that cannot be
     "rollout ids on some ranks": Case(
@@ -312,6 +322,9 @@ CASES: dict[str, Case] = {
     ),
     "prompt ids on some ranks": Case(
         "dp2", [[[one((1, 1), None, 0)]], [[one()]]], fails_with=["prompt_ids on 1 of the 2 DP ranks that hold samples"]
+    ),
+    "prompt ids on some ranks of a split rollout": Case(
+        "dp2", [[[one((1, 1), 5, 0)]], [[one((1, 1), 5)]]], fails_with=["prompt_ids on 1 of the 2 DP ranks"]
     ),
     "ids on every rank with samples": Case("dp4", [[[one((1, 1), 5, 0)]], [], [[one((0, 0), 6, 0)]], [[]]]),
     "rollout under two prompts, one rank": Case(
@@ -415,9 +428,6 @@ def run_case(case: Case, rank: int, dp_group: Any, replica_groups: list[Any]) ->
 
 
 def share_of(part: list[Sample], totals: StepTotals, mode: str, units: str) -> float:
-    # Micro-batches without samples have no ids to tell; they are worth 0.
-    if not part:
-        return 0.0
     reducer = make_pg_loss_reducer(
         mode,
         [one_.mask for one_ in part],
@@ -427,11 +437,12 @@ def share_of(part: list[Sample], totals: StepTotals, mode: str, units: str) -> f
         rollout_ids=ids_of(part, "rollout_id"),
         prompt_ids=ids_of(part, "prompt_id"),
     )
-    return float(reducer(torch.cat([one_.losses for one_ in part]).float()))
+    return float(reducer(torch.tensor([loss for one_ in part for loss in one_.losses.tolist()])))
 
 
 def rank_main(rank: int, folder: str, pipe: Connection) -> None:
     reports: dict[str, Report | str] = {}
+    name = "start"
     try:
         timeout = timedelta(seconds=DEADLOCK_S)
         dist.init_process_group(
@@ -447,7 +458,8 @@ def rank_main(rank: int, folder: str, pipe: Connection) -> None:
                 reports[name] = run_case(case, rank, dp_group, replicas)
             dist.barrier()
     except BaseException:
-        reports["the launch"] = traceback.format_exc()
+        last = traceback.format_exc().splitlines()[-1]
+        reports["the launch"] = f"case '{name}': {last}"
     pipe.send(reports)
     os._exit(0)  # gloo's threads would wait for peers that are gone
 
@@ -484,16 +496,12 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[int, Rep
     launcher = spawn.Process(target=launch_main, args=(str(folder), send))
     launcher.start()
     send.close()
-    by_case: dict[str, dict[int, Report]] = {name: {} for name in CASES}
-    try:
-        for rank in range(WORLD_SIZE):
-            for name, report in receive.recv().items():
-                if name == "the launch":
-                    pytest.fail(f"rank {rank}: {report}")
-                by_case[name][rank] = report
-    finally:
-        launcher.join()  # it ends by itself: every wait in it has a limit
-    return by_case
+    by_rank = [receive.recv() for _ in range(WORLD_SIZE)]
+    launcher.join()  # it ends by itself: every wait in it has a limit
+    failures = [f"rank {rank}, {mine.pop('the launch')}" for rank, mine in enumerate(by_rank) if "the launch" in mine]
+    if failures:
+        pytest.fail("\n".join(failures), pytrace=False)
+    return {name: {rank: mine[name] for rank, mine in enumerate(by_rank) if name in mine} for name in CASES}
 
 
 GOOD = {name: case for name, case in CASES.items() if not case.fails_with}
