@@ -17,5 +17,6 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
             for name, value in report.user_properties:
                 recorded[name].append(value)
     for name, values in sorted(recorded.items()):
-        total = f"worst {max(values):.1e}" if "error" in name else f"{sum(values):g}"
+        worst = "error" in name or "seconds" in name
+        total = f"at most {max(values):.2g}" if worst else f"{sum(values):g}"
         terminalreporter.write_line(f"{name.replace('_', ' ')}: {total} (in {len(values)} tests)")

@@ -1,0 +1,296 @@
+"""Launches that die: one rank is killed or gets a bad batch in the middle of a run, and the run is resumed elsewhere.
+
+The example, a real `megatron.training.pretrain`, saves a checkpoint after every step. What a
+resumed run does must equal what a run that nobody interrupted does: losses, metrics and grad norms of the steps after
+the checkpoint, which depend on all weights and on the optimizer's state.
+
+Killed is SIGKILL: the rank says nothing. The others must end by the broken connection (gloo here; with NCCL that is its
+watchdog's work, not tested), not by the timeout of a collective.
+"""
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from example_run import DATA, EXAMPLES, MODEL, TRAINING, train
+from ranks import RankError, run_ranks
+
+from megatron_rl_loss import BadBatchError, Samples
+
+pytestmark = pytest.mark.slow
+
+TP, PP, CP = (f"--{axis}-parallel-size" for axis in ("tensor-model", "pipeline-model", "context"))
+LAYOUTS: dict[str, tuple[int, list[str]]] = {
+    "1 process": (1, []),
+    "dp 2": (2, []),
+    "dp 4": (4, []),
+    "tp 2 x cp 2": (4, [TP, "2", CP, "2", "--sequence-parallel"]),
+    "pp 2 x cp 2": (4, [PP, "2", CP, "2"]),
+    "tp 2 x dp 2": (4, [TP, "2", "--sequence-parallel"]),
+    "pp 2 x dp 2": (4, [PP, "2"]),
+    "cp 2 x dp 2": (4, [CP, "2"]),
+    "tp 2 x cp 2 x dp 2": (8, [TP, "2", CP, "2", "--sequence-parallel"]),
+}
+RESUME = ["--no-load-rng", "--override-opt-param-scheduler"]
+LAST_STEP = 8
+SECONDS_TO_END = 20.0  # a fraction of any timeout of a collective; measured: 0.1 to 2
+
+
+@pytest.fixture(scope="module")
+def first_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """After one step by one process: all layouts start from the same weights."""
+    folder = str(tmp_path_factory.mktemp("first"))
+    run_ranks(1, train, ["--save", folder, "--save-interval", "1", "--train-iters", "1"])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(first_checkpoint: str) -> dict[int, dict[str, float]]:
+    """Steps 2 to LAST_STEP of a run that nothing happens to."""
+    steps = run_ranks(1, train, ["--load", first_checkpoint, *RESUME, "--train-iters", str(LAST_STEP)])[-1]
+    found = {int(step["iteration"]): step for step in steps}
+    assert list(found) == list(range(2, LAST_STEP + 1))
+    # Steps differ, or resuming at a wrong one would not be seen.
+    assert len({round(step["grad_norm"], 4) for step in steps}) == len(steps)
+    return found
+
+
+def last_saved(folder: Path) -> int:
+    return int((folder / "latest_checkpointed_iteration.txt").read_text())
+
+
+def assert_resumes(folder: Path, layout: str, uninterrupted: dict[int, dict[str, float]]) -> int:
+    """Two steps from the last complete checkpoint, as if nothing had happened; the number of values compared."""
+    saved = last_saved(folder)
+    world_size, flags = LAYOUTS[layout]
+    resumed = ["--load", str(folder), *RESUME, *flags, "--train-iters", str(saved + 2)]
+    steps = run_ranks(world_size, train, resumed)[-1]
+    assert [step["iteration"] for step in steps] == [saved + 1, saved + 2]
+    for step in steps:
+        assert step == pytest.approx(uninterrupted[int(step["iteration"])], rel=1e-4, abs=1e-9)
+    return sum(len(step) for step in steps)
+
+
+# ---- killed
+
+
+def test_a_killed_torchrun_launch_ends_and_resumes_in_another_layout(
+    first_checkpoint: str, uninterrupted: dict[int, dict[str, float]], tmp_path: Path, record_property: Any
+) -> None:
+    world_size, flags = LAYOUTS["tp 2 x cp 2"]
+    command = [str(EXAMPLES / "launch_grpo.sh"), str(world_size), *MODEL.split(), *DATA.split(), *TRAINING.split()]
+    saved = tmp_path / "saved"
+    command += [*flags, "--load", first_checkpoint, "--save", str(saved), "--save-interval", "1", *RESUME]
+    # Into a file: a helper process of the killed rank's checkpointing (a multiprocessing manager) survives it, and
+    # would keep a pipe open for ever.
+    log = tmp_path / "log"
+    with log.open("wb") as sink:
+        launcher = subprocess.Popen(
+            [*command, "--train-iters", "1000"],
+            env=os.environ | {"PYTHON": sys.executable},
+            stdout=sink,
+            stderr=subprocess.STDOUT,
+        )
+    left_behind: list[psutil.Process] = []
+    try:
+        while launcher.poll() is None and not re.search(rb" iteration +3/", log.read_bytes()):
+            time.sleep(0.05)
+        assert launcher.poll() is None, log.read_text(errors="replace")[-3000:]
+        workers = psutil.Process(launcher.pid).children()  # the launcher became torchrun (exec)
+        ranks = {process.environ()["RANK"]: process for process in workers if _is_rank(process)}
+        assert len(ranks) == world_size
+        left_behind = ranks["1"].children(recursive=True)
+        ranks["1"].kill()
+        killed = time.monotonic()
+        returncode = launcher.wait(timeout=SECONDS_TO_END)
+        seconds = time.monotonic() - killed
+    finally:
+        launcher.terminate()  # torchrun ends its ranks; nothing to do if it has ended
+        for process in left_behind:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+    text = log.read_text(errors="replace")
+    record_property("seconds_to_end", seconds)
+    assert returncode != 0
+    assert "Signal 9 (SIGKILL) received" in text, text[-3000:]
+    assert last_saved(saved) in (2, 3, 4)
+    record_property("cases", assert_resumes(saved, "pp 2 x cp 2", uninterrupted))
+
+
+def _is_rank(process: psutil.Process) -> bool:
+    return "pretrain_grpo.py" in " ".join(process.cmdline())
+
+
+def train_and_die(flags: list[str], where: str, dying_rank: int, moment: Path) -> list[dict[str, float]]:
+    """`train`, but one rank is killed `where` it is in step 4."""
+    import pretrain_grpo
+    from megatron.training import checkpointing, get_args
+
+    def die(step: int) -> None:
+        if step == 4 and int(os.environ["RANK"]) == dying_rank:
+            moment.write_text(str(time.time()))
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    packs_of_rank, forward_step = pretrain_grpo.packs_of_rank, pretrain_grpo.forward_step
+    save = checkpointing.dist_checkpointing.save
+
+    def packs(*args: Any, **kwargs: Any) -> Iterator[Any]:
+        for pack in packs_of_rank(*args, **kwargs):
+            die(get_args().curr_iteration + 1)
+            yield pack
+
+    def forward(*args: Any) -> Any:
+        die(get_args().curr_iteration + 1)
+        return forward_step(*args)
+
+    def saving(state: Any, folder: str, *args: Any, **kwargs: Any) -> Any:
+        die(int(folder[-7:]))
+        return save(state, folder, *args, **kwargs)
+
+    if where == "reading data":
+        pretrain_grpo.packs_of_rank = packs
+    elif where == "in the forward pass":
+        pretrain_grpo.forward_step = forward
+    else:
+        checkpointing.dist_checkpointing.save = saving
+    return train(flags)
+
+
+KILLS = [
+    ("reading data", "dp 2", "tp 2 x cp 2"),
+    ("in the forward pass", "pp 2 x cp 2", "dp 4"),
+    ("saving", "tp 2 x cp 2", "1 process"),
+]
+
+
+@pytest.mark.parametrize(("where", "killed_on", "resumed_on"), KILLS)
+def test_a_rank_killed_at_any_point_loses_at_most_its_step(
+    where: str,
+    killed_on: str,
+    resumed_on: str,
+    first_checkpoint: str,
+    uninterrupted: dict[int, dict[str, float]],
+    tmp_path: Path,
+    record_property: Any,
+) -> None:
+    world_size, flags = LAYOUTS[killed_on]
+    moment, saved = tmp_path / "moment", tmp_path / "saved"
+    all_flags = ["--load", first_checkpoint, *RESUME, "--save", str(saved), "--save-interval", "1", *flags]
+    with pytest.raises(RankError) as caught:
+        run_ranks(world_size, train_and_die, [*all_flags, "--train-iters", "8"], where, 1, moment, timeout_s=100)
+    record_property("seconds_to_end", seconds := time.time() - float(moment.read_text()))
+    assert seconds < SECONDS_TO_END
+    assert set(caught.value.errors) == set(range(world_size))
+    for rank, text in caught.value.errors.items():
+        assert ("ended without a result" if rank == 1 else "onnection") in text, (rank, text)
+    assert last_saved(saved) == 3
+    record_property("cases", assert_resumes(saved, resumed_on, uninterrupted))
+
+
+# ---- a bad batch on one rank
+
+
+@dataclass
+class BadPack:
+    """A pack of the example whose samples do not come out right; nothing else of it is ever looked at."""
+
+    pack: Any
+    what: str
+
+    @property
+    def samples(self) -> Samples:
+        good = self.pack.samples
+        masks = [mask.clone() for mask in good.loss_masks]
+        if self.what == "NaN mask":
+            masks[0][-1] = float("nan")
+        if self.what == "wrong mask length":
+            masks[0] = torch.cat([masks[0], torch.ones(1)])
+        prompt_ids = None if self.what == "no prompt ids" else good.prompt_ids
+        return Samples(masks, layout=good.layout, rollout_ids=good.rollout_ids, prompt_ids=prompt_ids)
+
+
+def train_on_bad_batch(flags: list[str], what: str, bad_rank: int, moment: Path) -> dict[str, Any]:
+    """`train`, but the third pack of step 2 is bad on one rank: the error, and whether the weights are step 1's."""
+    import pretrain_grpo
+    from megatron.training import training
+
+    packs_of_rank, forward_step, training_log = (
+        pretrain_grpo.packs_of_rank,
+        pretrain_grpo.forward_step,
+        training.training_log,
+    )
+
+    def packs(*args: Any, packs_per_step: int, dp_size: int, **kwargs: Any) -> Iterator[Any]:
+        bad = packs_per_step // dp_size + 2
+        for i, pack in enumerate(packs_of_rank(*args, packs_per_step=packs_per_step, dp_size=dp_size, **kwargs)):
+            if i != bad:
+                yield pack
+                continue
+            moment.write_text(str(time.time()))
+            if what == "the loader raises":
+                raise OSError("disk gone")
+            if what == "the iterator ends":
+                return
+            yield BadPack(pack, what)
+
+    models: list[Any] = []
+    weights: list[list[torch.Tensor]] = []
+
+    def forward(iterator: Any, model: Any) -> Any:
+        models[:] = [model]
+        return forward_step(iterator, model)
+
+    def log(*args: Any, **kwargs: Any) -> Any:
+        weights.append([p.detach().clone() for p in models[0].parameters()])
+        return training_log(*args, **kwargs)
+
+    if int(os.environ["RANK"]) == bad_rank:
+        pretrain_grpo.packs_of_rank = packs
+    pretrain_grpo.forward_step, training.training_log = forward, log
+    try:
+        train(flags)
+    except BadBatchError as error:
+        pairs = zip(models[0].parameters(), weights[-1], strict=True)
+        same = all(bool((now == before).all()) for now, before in pairs)
+        return {"error": str(error), "steps": len(weights), "same weights": same}
+    return {"error": "none"}
+
+
+FAULTS = {
+    "NaN mask": ("tp 2 x cp 2 x dp 2", 5, "the loss mask of sample 0 holds nan"),
+    "the loader raises": ("tp 2 x cp 2 x dp 2", 2, "OSError: disk gone"),
+    "wrong mask length": ("pp 2 x dp 2", 1, "entries: it must have its slot's"),
+    "no prompt ids": ("cp 2 x dp 2", 3, "samples without prompt_ids"),
+    "the iterator ends": ("tp 2 x dp 2", 0, "the data iterator ended after 2 of the step's 4 micro-batches"),
+}
+
+
+@pytest.mark.parametrize("what", FAULTS)
+def test_a_bad_batch_on_one_rank_stops_all_before_the_step(what: str, tmp_path: Path, record_property: Any) -> None:
+    layout_name, bad_rank, reason = FAULTS[what]
+    world_size, layout = LAYOUTS[layout_name]
+    moment, saved = tmp_path / "moment", tmp_path / "saved"
+    flags = [*layout, "--loss-aggregation", "prompt_mean", "--train-iters", "4"]
+    save = ["--save", str(saved), "--save-interval", "1"]
+    outcomes = run_ranks(world_size, train_on_bad_batch, [*flags, *save], what, bad_rank, moment, timeout_s=100)
+    record_property("seconds_to_end", seconds := time.time() - float(moment.read_text()))
+    assert seconds < SECONDS_TO_END
+    for outcome in outcomes:
+        assert "no weight was changed" in outcome["error"]
+        assert re.findall(r"rank (\d+): ", outcome["error"]) == [str(bad_rank)]
+        assert reason in outcome["error"]
+        assert outcome["steps"] == 1
+        assert outcome["same weights"]
+    assert last_saved(saved) == 1
+    record_property("cases", len(outcomes))
