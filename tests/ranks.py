@@ -33,13 +33,14 @@ class RankError(RuntimeError):
 
 
 def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float = 120) -> list[Any]:
-    """``function(*args)`` on every rank, with torchrun's environment set; the results by rank.
+    """``function(*args)`` on every rank, in this process's environment and torchrun's; the results by rank.
 
     Raises RankError once every rank has ended, or `timeout_s` after the start if some hang.
     """
     # The server and its children find the same modules as this process.
     os.environ["PYTHONPATH"] = os.pathsep.join([str(_TESTS), str(_TESTS.parent / "examples"), str(_TESTS.parent)])
-    environment = {
+    # The server keeps the environment it was started in; ranks get that of now.
+    environment = dict(os.environ) | {
         "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(world_size),
         "MASTER_ADDR": "127.0.0.1",
