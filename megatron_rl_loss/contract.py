@@ -17,6 +17,7 @@ from megatron_rl_loss.errors import explain
 
 _LOSS = 3.0
 _NUM_TOKENS = 1
+_REMEDY = "Use megatron-core 0.19, or a megatron_rl_loss made for this version"
 
 
 class ContractError(ValueError):
@@ -54,7 +55,6 @@ def _schedule_factor(config: Any, num_microbatches: int, cp_size: int) -> float:
         setattr(quiet, name, None)
     count = torch.tensor(_NUM_TOKENS, dtype=torch.int32, device="cpu")
     given = "Megatron's forward_step_calc_loss"
-    remedy = "Use megatron-core 0.19, or a megatron_rl_loss made for this version"
     try:
         loss, returned = schedules.forward_step_calc_loss(
             model=None,
@@ -70,15 +70,14 @@ def _schedule_factor(config: Any, num_microbatches: int, cp_size: int) -> float:
         )
     except Exception as error:
         rule = f"it could not be probed ({type(error).__name__}: {error})"
-        raise ContractError(explain(given, rule, remedy)) from error
+        raise ContractError(explain(given, rule, _REMEDY)) from error
     if returned.is_floating_point() or int(returned) != _NUM_TOKENS:
         rule = f"it made {returned.item()!r} ({returned.dtype}) of a count of {_NUM_TOKENS} tokens, relied on is an int"
-        raise ContractError(explain(given, rule, remedy))
+        raise ContractError(explain(given, rule, _REMEDY))
     return float(loss) / _LOSS
 
 
 def _compare(where: str, found: float, relied_on: float) -> None:
     if not abs(found - relied_on) <= 1e-6 * relied_on:
         rule = f"it scales by {found:.9g} where {relied_on:.9g} is relied on, and losses would be wrong by that"
-        remedy = "Use megatron-core 0.19, or a megatron_rl_loss made for this version"
-        raise ContractError(explain(f"Megatron's {where}", rule, remedy))
+        raise ContractError(explain(f"Megatron's {where}", rule, _REMEDY))

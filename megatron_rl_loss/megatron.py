@@ -167,9 +167,8 @@ class Microbatch:
     def _local_active_tokens(self) -> Tensor:
         samples, step = self.samples, self._step
         if samples.layout is not None and samples.layout.replicated_over_cp and step.cp_rank > 0:
-            return torch.zeros(
-                (), dtype=torch.int32, device="cpu"
-            )  # counted on the first of the ranks that all hold them
+            # Counted on the first of the ranks that all hold them.
+            return torch.zeros((), dtype=torch.int32, device="cpu")
         local_mask = samples.local(samples.flat_mask, step.cp_rank, step.cp_size)
         return (local_mask != 0).sum().int()
 
