@@ -28,7 +28,7 @@ class AggregationSettings:
 
     Attributes:
         mode: a mode's name, or the reducer factory that ``--custom-pg-loss-reducer-function-path`` names.
-        divisor: L of ``constant`` in tokens, or None.
+        divisor: L of ``constant`` in tokens, d of ``token_sum``, or None.
         units: count all units or only those with an active token.
         empty_step: what a step without one active token is: a ``warn``-ing and zero gradients, or an ``error``.
         with_per_token_loss: the mode may run on a model whose config calculates per-token loss.
@@ -87,7 +87,8 @@ def add_loss_aggregation_args(parser: ArgumentParser) -> ArgumentParser:
         metavar="TOKENS",
         type=float,
         default=None,
-        help="L of --loss-aggregation constant, sum / (L * number of rollouts): e.g. the generation budget.",
+        help="L of --loss-aggregation constant, sum / (L * number of rollouts): e.g. the generation budget. "
+        "Or d of token_sum, sum / d (default 1).",
     )
     group.add_argument(
         "--loss-aggregation-units",
