@@ -22,6 +22,7 @@ from torch import Tensor
 
 from megatron_rl_loss.errors import explain
 from megatron_rl_loss.layouts import Layout
+from megatron_rl_loss.names import aliases_of, resolve_name
 from megatron_rl_loss.samples import Ids, Samples
 from megatron_rl_loss.totals import StepTotals, UnitTokens
 
@@ -114,7 +115,7 @@ def make_pg_loss_reducer(
     *,
     totals: StepTotals,
     divisor: float | None = None,
-    units: Units = "all",
+    units: Units | None = None,
     rollout_ids: Ids | None = None,
     prompt_ids: Ids | None = None,
     layout: Layout | None = None,
@@ -131,11 +132,13 @@ def make_pg_loss_reducer(
     The same factory serves metrics (clip fraction, KL, entropy), which keep ``sample_mean`` whatever the loss does.
 
     Args:
-        mode: ``sample_mean``, ``prompt_mean``, ``token_mean``, ``constant``, ``token_sum`` or a registered name.
+        mode: ``sample_mean``, ``prompt_mean``, ``token_mean``, ``constant``, ``token_sum``, a registered name or
+            another framework's (``verl:token-mean``; `python -m megatron_rl_loss modes` lists them).
         loss_masks, rollout_ids, prompt_ids, layout: the micro-batch, as in `Samples`.
         totals: the step's denominators.
         divisor: L of ``constant``, in tokens (the generation budget, say), or d of ``token_sum``; with no other mode.
-        units: count every unit (``all``) or only those with a token of nonzero weight (``active``).
+        units: count every unit (``all``, unless a framework's name says otherwise) or only those with a token of
+            nonzero weight (``active``).
         cp_rank, cp_size: this rank's place in its context-parallel group.
 
     Returns:
@@ -149,10 +152,11 @@ def make_pg_loss_reducer(
             count the mode needs, anything `Samples` refuses.
     """
     samples = Samples(loss_masks, layout=layout, rollout_ids=rollout_ids, prompt_ids=prompt_ids)
+    named = resolve_name(mode, divisor=divisor, units=units)
     inputs = ReducerInputs(
-        samples=samples, totals=totals, divisor=divisor, units=units, cp_rank=cp_rank, cp_size=cp_size
+        samples=samples, totals=totals, divisor=named.divisor, units=named.units, cp_rank=cp_rank, cp_size=cp_size
     )
-    return build_reducer(mode, inputs)
+    return build_reducer(named.mode, inputs)
 
 
 def build_reducer(mode: str | ReducerFactory, inputs: ReducerInputs) -> Reducer:
@@ -176,8 +180,8 @@ def build_reducer(mode: str | ReducerFactory, inputs: ReducerInputs) -> Reducer:
 def check_mode(mode: str, divisor: float | None) -> None:
     """Refuse a mode that is unknown, and a divisor that is missing, unusable or without effect."""
     if mode not in available_modes():
-        given = f"loss aggregation {mode!r}"
-        raise ValueError(explain(given, "there is no such mode", f"Choose one of {', '.join(available_modes())}"))
+        remedy = f"Choose one of {', '.join((*available_modes(), *aliases_of(mode)))}"
+        raise ValueError(explain(f"loss aggregation {mode!r}", "there is no such mode", remedy))
     if divisor is None:
         if mode == "constant":
             given = "loss aggregation 'constant' without a divisor"
