@@ -17,7 +17,7 @@ from megatron_rl_loss.totals import StepTotals, UnitTokens
 
 #: What fold_into_advantages knows by name: None if positively homogeneous, else why it is not.
 LOSSES: dict[str, str | None] = {
-    **dict.fromkeys(("ppo", "ppo_clip", "dual_clip", "gspo", "cispo", "sapo", "vespo", "dppo")),
+    **dict.fromkeys(("ppo_clip", "ppo", "regular", "vanilla", "dual_clip", "gspo", "cispo", "sapo", "vespo", "dppo")),
     **dict.fromkeys(("reinforce", "gpg", "importance_sampling", "rollout_is")),
     "kl": "a KL term does not scale with the advantage",
     "entropy": "an entropy term does not scale with the advantage",

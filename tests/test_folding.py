@@ -404,7 +404,7 @@ def test_other_losses_are_refused_by_name_and_when_tried_out(name: str) -> None:
 @pytest.mark.parametrize(
     ("loss", "text"),
     [
-        ("ppoclip", "there is no 'ppoclip' among the known ones. Choose one of ppo, ppo_clip.*or pass the loss as a"),
+        ("ppoclip", "there is no 'ppoclip' among the known ones. Choose one of ppo_clip, ppo,.*or pass the loss as a"),
         ("geo_mean", "it averages a sequence's advantages itself"),
         (lambda advantages: advantages.sum(), r"shape \(\) for advantages of shape.*Return unreduced losses"),
     ],

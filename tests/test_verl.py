@@ -223,7 +223,7 @@ def test_refused(mode: str, changes: dict[str, Any], text: str) -> None:
 
 
 def test_integer_losses_are_refused() -> None:
-    with pytest.raises(TypeError, match="loss_mat is torch[.]int64"):
+    with pytest.raises(TypeError, match=r"loss_mat is torch\.int64"):
         call(losses=MASK)
 
 
