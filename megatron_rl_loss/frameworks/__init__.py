@@ -1,1 +1,1 @@
-"""Thin adapters: this package's aggregation behind the signatures of other frameworks. Import the one you run."""
+"""Adapters for frameworks that have their own training loop: each module is named for the framework it serves."""
