@@ -67,8 +67,9 @@ def fold_into_advantages(
 
     Raises:
         ValueError: advantages that were folded before or do not match the masks, or that are NaN or infinite at an
-            active token; a loss that is not positively homogeneous, or unknown; samples with more tokens, rollouts or
-            prompts than the totals say the whole step has; anything `make_pg_loss_reducer` refuses.
+            active token; a loss that is not positively homogeneous, or unknown; a registered reducer with weights below
+            0; samples with more tokens, rollouts or prompts than the totals say the whole step has; anything
+            `make_pg_loss_reducer` refuses.
         TypeError: advantages of another type.
     """
     if isinstance(loss, str):
@@ -92,12 +93,17 @@ def fold_into_advantages(
     with torch.enable_grad():  # the weights are the reducer's slope
         zeros = torch.zeros(flat.numel(), device=flat.device, requires_grad=True)
         (weights,) = torch.autograd.grad(reducer(zeros), zeros)
+    if bool((weights < 0).any()):
+        given = f"weights below 0 from the reducer {mode!r}"
+        rule = "a loss is homogeneous in the advantage for weights from 0 on only"
+        raise ValueError(explain(given, rule, "Aggregate the losses with make_pg_loss_reducer"))
     if not bool(torch.isfinite(flat[weights != 0]).all()):
         given = "advantages with NaN or Inf at active tokens"
         raise ValueError(explain(given, "they must be finite", "Mask those tokens, or look at the rewards"))
     folded = (flat * weights).masked_fill(weights == 0, 0)
     if callable(loss):
         _check_homogeneous(loss, flat.masked_fill(weights == 0, 0), folded, weights)
+    # Each in a storage of its own, so that one sent elsewhere does not take all along.
     parts = [part.clone() for part in folded.split(samples.mask_lengths.tolist())]
     for part in parts:
         setattr(part, _MARK, True)

@@ -18,7 +18,15 @@ import torch
 from oracle import COUNTINGS, MODES
 from torch import Tensor
 
-from megatron_rl_loss import StepTotals, fold_into_advantages, folding, is_folded, ppo_clip_loss
+from megatron_rl_loss import (
+    ReducerInputs,
+    StepTotals,
+    fold_into_advantages,
+    folding,
+    is_folded,
+    ppo_clip_loss,
+    reducers,
+)
 from megatron_rl_loss.folding import LOSSES
 
 DIVISOR = 5.5
@@ -61,6 +69,29 @@ def reinforce(log_probs: Tensor, old: Tensor, advantages: Tensor, mask: Tensor) 
     return -advantages * log_probs
 
 
+def importance_sampling(log_probs: Tensor, old: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
+    return -advantages * ratio(log_probs, old)
+
+
+def rollout_is(log_probs: Tensor, old: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
+    r = ratio(log_probs, old)
+    return -torch.where((r > 0.8) & (r < 1.28), r, 0.0).detach() * advantages * log_probs
+
+
+def dppo(log_probs: Tensor, old: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
+    moved = log_probs.exp() - old.exp()
+    valid = torch.where(advantages > 0, moved <= 0.05, moved >= -0.05)
+    return -advantages * ratio(log_probs, old).clamp(max=20).detach() * log_probs * valid
+
+
+def vespo(log_probs: Tensor, old: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
+    """A Gamma-shaped weight of the sequence's ratio, its parameters by the sign of the advantage."""
+    log_ratio = ((log_probs - old) * (mask != 0)).sum().clamp(-20, 20)
+    power = torch.where(advantages >= 0, 2.0, 3.0)
+    phi = (power + power * log_ratio - power * log_ratio.exp()).exp().detach()
+    return -phi * advantages * log_probs
+
+
 Loss = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 HOMOGENEOUS: dict[str, Loss] = {
     "ppo_clip": ppo_clip,
@@ -69,7 +100,12 @@ HOMOGENEOUS: dict[str, Loss] = {
     "sapo": sapo,
     "gspo": gspo,
     "reinforce": reinforce,
+    "importance_sampling": importance_sampling,
+    "rollout_is": rollout_is,
+    "dppo": dppo,
+    "vespo": vespo,
 }
+OTHER_NAMES = {"ppo": "ppo_clip", "regular": "ppo_clip", "vanilla": "ppo_clip", "gpg": "reinforce"}
 
 
 def with_kl(log_probs: Tensor, old: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
@@ -369,6 +405,10 @@ def test_what_the_refused_second_fold_would_do() -> None:
 # ---- losses
 
 
+def test_every_known_loss_is_written_out_here() -> None:
+    assert {name for name, reason in LOSSES.items() if reason is None} == {*HOMOGENEOUS, *OTHER_NAMES}
+
+
 @pytest.mark.parametrize("name", HOMOGENEOUS)
 def test_homogeneous_losses_are_accepted_by_name_and_tried_out(name: str) -> None:
     assert LOSSES[name] is None
@@ -455,6 +495,20 @@ def test_totals_of_one_rank_are_refused_where_they_show() -> None:
 
 
 MASKS = [torch.tensor([1, 0]), torch.tensor([1])]
+
+
+def test_weights_below_zero_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def signed(inputs: ReducerInputs) -> Any:
+        return inputs.weighted_sum([mask * sign for mask, sign in zip(inputs.samples.loss_masks, signs, strict=True)])
+
+    monkeypatch.setattr(reducers, "_REGISTERED", {"signed": signed})
+    totals = StepTotals.from_loss_masks(MASKS)
+    signs = (2, 1)
+    folded = fold_into_advantages([1.0, 3.0], MASKS, mode="signed", totals=totals)
+    assert [one.tolist() for one in folded] == [[2, 0], [3]]
+    signs = (2, -1)
+    with pytest.raises(ValueError, match="weights below 0 from the reducer 'signed'"):
+        fold_into_advantages([1.0, 3.0], MASKS, mode="signed", totals=totals)
 
 
 @pytest.mark.parametrize(
