@@ -195,7 +195,7 @@ def _check_homogeneous(loss: Callable[[Tensor], Tensor], flat: Tensor, folded: T
     off = (of_folded[active].double() - expected).abs()
     # Rounding of float32 losses; bf16 ones are coarser.
     tolerance = 1e-4 if plain.element_size() >= 4 else 2e-2
-    if bool((off > tolerance * expected.abs().max().clamp(min=1e-30)).any()):
+    if not bool((off <= tolerance * expected.abs().max().clamp(min=1e-30)).all()):  # NaN too
         worst = int(off.argmax())
         given = (
             f"a loss whose value is {float(of_folded[active][worst]):g} where w * loss(A) is {float(expected[worst]):g}"

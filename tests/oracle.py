@@ -4,6 +4,7 @@
 context-parallel (CP) rank holds: a buffer is a list of tokens, and a rank's part is picked from it by hand.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -107,6 +108,11 @@ def step_gradient(
 def step_scale(mode: str, samples: Sequence[Sample], divisor: float | None = None, units: str = "all") -> float:
     """The step loss of the absolute losses: what rounding errors of the step loss are relative to."""
     return float(step_loss(mode, [replace(one, losses=one.losses.abs()) for one in samples], divisor, units))
+
+
+def worst_of(*errors: float) -> float:
+    """The largest of the errors; infinite if one is NaN, which `max` may leave out."""
+    return max(math.inf if math.isnan(error) else error for error in errors)
 
 
 # --- what a CP rank holds

@@ -210,7 +210,7 @@ def error_of(total: Tensor, expected: Tensor, step: Step) -> float:
     slopes = gradients(expected, step)
     gradient = (gradients(total, step) - slopes).abs().max() / slopes.abs().max()
     scale = float((slopes.abs()).sum())
-    return max(abs(float(total.detach()) - float(expected.detach())) / scale, float(gradient))
+    return oracle.worst_of(abs(float(total.detach()) - float(expected.detach())) / scale, float(gradient))
 
 
 def deal(count: int, ranks: int, rng: random.Random) -> list[list[int]]:
@@ -439,6 +439,19 @@ def test_other_losses_are_refused_by_name_and_when_tried_out(name: str) -> None:
     flat = [losses(torch.cat(a)) for a in (step.advantages, folded)]
     weights = torch.cat(step.masks(everything)).double() / oracle.mask_tokens(step.samples)
     assert error_of(flat[1][weights != 0].sum(), (flat[0] * weights).sum(), step) > 1e-3
+
+
+def test_a_loss_is_tried_out_where_tokens_are_active_and_must_be_finite_there() -> None:
+    masks, totals = [torch.tensor([1, 1, 0])], StepTotals(step_tokens=4)
+    advantages = [torch.tensor([1.0, -2.0, float("nan")])]
+
+    def fold(loss: Callable[[Tensor], Tensor]) -> None:
+        fold_into_advantages(advantages, masks, mode="token_mean", totals=totals, loss=loss)
+
+    fold(lambda given: -given * given.isfinite().all())  # it is given no NaN
+    fold(lambda given: -given / torch.tensor([1, 1, 0]))
+    with pytest.raises(ValueError, match="a loss whose value is nan"):
+        fold(lambda given: -given * torch.tensor([1, float("nan"), 1]))
 
 
 @pytest.mark.parametrize(

@@ -203,7 +203,7 @@ def error_of(outcome: Outcome, expected: Outcome, batch: Batch) -> float:
     """The worse of the relative errors of value (to the sum of absolute terms) and gradient (to its largest entry)."""
     scale = float((expected.gradient.abs() * batch.losses.abs()).sum())
     gradient = (outcome.gradient.double() - expected.gradient).abs().max() / expected.gradient.abs().max()
-    return max(abs(outcome.value - expected.value) / scale, float(gradient))
+    return oracle.worst_of(abs(outcome.value - expected.value) / scale, float(gradient))
 
 
 LAYOUTS = list(itertools.product((1, 2, 4), (1, 2, 4)))

@@ -103,7 +103,7 @@ def error_of(outcome: tuple[float, Tensor], mode: str, losses: Tensor, masks: Te
     value, gradient = outcome
     scale = float((slopes.abs() * losses.nan_to_num(0).abs()).sum())
     worst = (gradient.double() - slopes).abs().max() / slopes.abs().max()
-    return max(abs(value - float(expected.detach())) / scale, float(worst))
+    return oracle.worst_of(abs(value - float(expected.detach())) / scale, float(worst))
 
 
 LAYOUTS = list(itertools.product((1, 2, 4), (1, 2, 4)))
