@@ -191,6 +191,8 @@ def _check_homogeneous(loss: Callable[[Tensor], Tensor], flat: Tensor, folded: T
         given = f"a loss that returns shape {tuple(plain.shape)} for advantages of shape {tuple(flat.shape)}"
         raise ValueError(explain(given, "it must return one value a token", "Return unreduced losses"))
     active = weights != 0
+    if not bool(active.any()):
+        return
     expected = (plain * weights)[active].double()
     off = (of_folded[active].double() - expected).abs()
     # Rounding of float32 losses; bf16 ones are coarser.

@@ -332,7 +332,9 @@ def test_numbers_a_sample_are_values_of_all_its_tokens() -> None:
 
 def test_nothing_and_masked_nan() -> None:
     totals = StepTotals.from_loss_masks([torch.ones(2)])
-    assert fold_into_advantages([], [], mode="token_mean", totals=totals) == []
+    assert fold_into_advantages([], [], mode="token_mean", totals=totals, loss=torch.neg) == []
+    masked = fold_into_advantages([1.0], [torch.zeros(2)], mode="token_mean", totals=totals, loss=torch.neg)
+    assert masked[0].tolist() == [0, 0]
     nan = float("nan")
     (folded,) = fold_into_advantages(
         [torch.tensor([1.0, nan])], [torch.tensor([1, 0])], mode="token_sum", totals=totals
