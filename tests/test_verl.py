@@ -274,3 +274,14 @@ def test_rows_cost_no_operations(mode: str) -> None:
             call(mode, losses, torch.ones(rows, 4), batch_num_tokens=2000, global_batch_size=500).backward()
         counts.append(operations.count)
     assert counts[0] == counts[1] < 40
+
+
+@pytest.mark.parametrize("mode", THEIRS)
+def test_the_host_waits_for_no_device(mode: str) -> None:
+    """The meta device stands in for a GPU: it has no values, so whatever asks for one on the host raises."""
+    losses = torch.ones(2, 3, device="meta", requires_grad=True)
+    loss = call(mode, losses, torch.ones(2, 3, dtype=torch.bool, device="meta"))
+    loss.backward()
+    assert loss.device.type == "meta"
+    with pytest.raises(RuntimeError):
+        float(loss.detach())
