@@ -352,9 +352,10 @@ def _if_several(group: Group | None) -> Group | None:
 
 
 def _device_of(group: Group) -> torch.device:
-    return (
-        torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else torch.device("cpu")
-    )
+    """Where the group's backends take tensors: the host if one of them does ("cpu:gloo,cuda:nccl")."""
+    if "cpu:" in dist.get_backend_config(group):
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def _all_reduce(values: Tensor, group: Group | None, op: dist.ReduceOp.RedOpType) -> None:
