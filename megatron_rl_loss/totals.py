@@ -229,7 +229,7 @@ class _LocalUnits:
 
     def __init__(self, microbatches: list[Samples], count_prompts: bool) -> None:
         filled = [samples for samples in microbatches if len(samples)]
-        sums = [samples.mask_sums().cpu() for samples in filled]
+        sums = [samples.mask_sums() for samples in filled]
         self.mask_sums = torch.cat(sums) if sums else torch.zeros(0, dtype=torch.float64, device="cpu")
         self.active_tokens = sum(float(samples.active_tokens().sum()) for samples in filled)
         self.rollout_ids = _joined("rollout_ids", [samples.rollout_ids for samples in filled])

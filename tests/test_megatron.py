@@ -74,9 +74,9 @@ class Batch:
     def local_numbers(self, cp_rank: int, cp_size: int) -> torch.Tensor:
         """By the oracle's zigzag, not by the package's."""
         if self.gathered:
-            return torch.tensor([n for slot in self.numbers for n in slot], dtype=torch.int64).cuda()
+            return torch.tensor([n for slot in self.numbers for n in slot], dtype=torch.int64)
         held = oracle.zigzag(self.numbers, cp_rank, cp_size)  # type: ignore[arg-type]
-        return torch.tensor(held, dtype=torch.int64).cuda()
+        return torch.tensor(held, dtype=torch.int64)
 
 
 def start(tp: int = 1, pp: int = 1, cp: int = 1) -> Any:
@@ -140,7 +140,7 @@ def one_step(
 
     def forward_step(iterator: Iterator[Any], model: Any) -> Any:
         microbatch = next(iterator)
-        losses = model(microbatch.data.local_numbers(cp_rank, cp_size))
+        losses = model(microbatch.data.local_numbers(cp_rank, cp_size).cuda())
 
         def loss_func(losses: torch.Tensor) -> Any:
             return microbatch.loss(losses[None], {"twice": 2 * losses[None]} if metric else None)
@@ -246,8 +246,8 @@ def stock_gradient_error(cp: int) -> float:
 
     def forward_step(iterator: Iterator[Batch], model: Any) -> Any:
         batch = next(iterator)
-        losses = model(batch.local_numbers(cp_rank, cp))
-        mask = batch.samples.local(batch.samples.flat_mask, cp_rank, cp).cuda()
+        losses = model(batch.local_numbers(cp_rank, cp).cuda())
+        mask = batch.samples.local_mask(cp_rank, cp).cuda()
         num_tokens = (mask != 0).sum().int()
         return losses, lambda losses: ((losses * mask).sum(), num_tokens, {})
 
