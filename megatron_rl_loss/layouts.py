@@ -30,11 +30,12 @@ def as_int_vector(name: str, values: IntList) -> Tensor:
         given = f"{name} is {values!r} ({type(values).__name__})"
         raise TypeError(explain(given, "it must be a list or tensor of ints", "Pass one entry a sample or slot"))
     if not isinstance(values, Tensor):
-        for value in values:
-            if not is_int(value):
-                given = f"{name} holds {value!r} ({type(value).__name__})"
-                raise TypeError(explain(given, "it must hold whole numbers", "Pass ints or an int tensor"))
-        return torch.tensor([int(v) for v in values], dtype=torch.int64, device="cpu")
+        if set(map(type, values)) != {int}:  # else sound, found fast
+            for value in values:
+                if not is_int(value):
+                    given = f"{name} holds {value!r} ({type(value).__name__})"
+                    raise TypeError(explain(given, "it must hold whole numbers", "Pass ints or an int tensor"))
+        return torch.tensor(list(map(int, values)), dtype=torch.int64, device="cpu")
     if values.dim() != 1 or values.dtype == torch.bool or values.is_floating_point() or values.is_complex():
         given = f"{name} is a {values.dtype} tensor of shape {tuple(values.shape)}"
         raise TypeError(explain(given, "it must be a 1-D tensor of ints", "Convert it first"))

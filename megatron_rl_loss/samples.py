@@ -31,19 +31,18 @@ def as_ids(name: str, ids: Ids, num_samples: int) -> Tensor:
                 f"{len(values)} {name} for {num_samples} loss masks", "there must be one a sample", "Pass both in order"
             )
         )
-    numbers = []
-    for value in values:
-        if isinstance(value, str):
-            digest = hashlib.blake2b(value.encode(), digest_size=8).digest()
-            numbers.append(int.from_bytes(digest, "little") % _ID_LIMIT)
-        elif is_int(value):
-            numbers.append(int(value))
-        else:
-            given = f"{name} holds {value!r} ({type(value).__name__})"
-            raise TypeError(explain(given, "an id must be an int or a str", "Pass one such id a sample"))
+    odd = [value for value in values if not isinstance(value, str) and not is_int(value)]
+    if odd:
+        given = f"{name} holds {odd[0]!r} ({type(odd[0]).__name__})"
+        raise TypeError(explain(given, "an id must be an int or a str", "Pass one such id a sample"))
+    numbers = [_hashed(value) if isinstance(value, str) else int(value) for value in values]
     if any(not -_ID_LIMIT < number < _ID_LIMIT for number in numbers):
         raise ValueError(explain(f"{name} go beyond 61 bits", "such ids cannot be exchanged", "Pass them as strings"))
     return torch.tensor(numbers, dtype=torch.int64, device="cpu")
+
+
+def _hashed(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") % _ID_LIMIT
 
 
 class Samples:
@@ -76,36 +75,34 @@ class Samples:
         prompt_ids: Ids | None = None,
     ) -> None:
         self.loss_masks = _checked(loss_masks)
-        self.mask_lengths = torch.tensor([mask.numel() for mask in self.loss_masks], dtype=torch.int64, device="cpu")
+        self.mask_lengths = torch.tensor(list(map(Tensor.numel, self.loss_masks)), dtype=torch.int64, device="cpu")
         self.layout = layout
         ends = self.mask_lengths.cumsum(0)
         self._starts = ends - self.mask_lengths if layout is None else layout.mask_starts(self.mask_lengths)
         self._total_tokens = int(self.mask_lengths.sum()) if layout is None else layout.total_tokens
-        buffer = self.in_buffer(self.loss_masks)
-        self._mask_sums, self._active_tokens = self._measured(buffer)
-        self.flat_mask = buffer.float()
+        values = self.in_buffer(self.loss_masks)
+        self._mask_sums, self._active_tokens = self._measured(values)
+        self.flat_mask = values.float()
         n = len(self.loss_masks)
         self.rollout_ids = None if rollout_ids is None else as_ids("rollout_ids", rollout_ids, n)
         self.prompt_ids = None if prompt_ids is None else as_ids("prompt_ids", prompt_ids, n)
         self._local_masks: dict[tuple[int, int], Tensor] = {}
 
-    def _measured(self, buffer: Tensor) -> tuple[Tensor, Tensor]:
+    def _measured(self, values: Tensor) -> tuple[Tensor, Tensor]:
         """Sum and number of nonzero entries of each mask, float64 [num_samples]; refuses unsound values."""
-        if not buffer.numel():
-            none = torch.zeros(len(self), dtype=torch.float64, device="cpu")
-            return none, none
-        low, high = buffer.aminmax()
+        low, high = values.aminmax() if values.numel() else (values.sum(), values.sum())
         if not bool((low >= 0) & (high <= _LARGEST)):  # NaN is neither
-            self._refuse(buffer, ~((buffer >= 0) & (buffer <= _LARGEST)))
-        flat, sums = buffer.numpy(), self._sums(buffer.numpy())
-        if high <= 1 and not any(mask.is_floating_point() for mask in self.loss_masks):
+            self._refuse(values, ~((values >= 0) & (values <= _LARGEST)))
+        flat = values.numpy()
+        sums = self._sums(flat)
+        if high <= 1 and not any(dtype.is_floating_point for dtype in {mask.dtype for mask in self.loss_masks}):
             return sums, sums
         active = self._sums((flat != 0).astype(np.float32))
         if high <= 1 and torch.equal(sums, active):
             return sums, active
         tiny = (flat < _SMALLEST) & (flat != 0)
         if tiny.any():
-            self._refuse(buffer, torch.from_numpy(tiny))
+            self._refuse(values, torch.from_numpy(tiny))
         return self._sums(flat.astype(np.float64)), active
 
     def _sums(self, flat: np.ndarray[Any, Any]) -> Tensor:
@@ -137,31 +134,32 @@ class Samples:
     def in_buffer(self, values: Sequence[Tensor]) -> Tensor:
         """One 1-D tensor a sample, each as long as its mask -> the layout's buffer, [total_tokens], 0 in padding.
 
-        float64 if one of them is, else float32; on the host.
+        On the host; float64 if one of them is, else float32.
         """
         if not values:
             return torch.zeros(self._total_tokens, dtype=torch.float32, device="cpu")
-        if any(value.device.type != "cpu" for value in values):
-            values = torch.cat([value.reshape(-1) for value in values]).cpu().split(self.mask_lengths.tolist())
-        dtype = np.float64 if any(value.dtype == torch.float64 for value in values) else np.float32
-        # NumPy has no bfloat16.
-        arrays = [(v.float() if v.is_floating_point() and v.itemsize < 4 else v).detach().numpy() for v in values]
+        if values[0].device.type != "cpu":  # one copy, not one a sample
+            values = torch.cat(list(values)).cpu().split(self.mask_lengths.tolist())
+        dtypes = {value.dtype for value in values}
+        if torch.bfloat16 in dtypes:  # NumPy has none
+            values = [value.float() for value in values]
+        arrays = [value.numpy(force=True) for value in values]
         ends = self._starts + self.mask_lengths
         after = torch.cat([self._starts[1:], torch.tensor([self._total_tokens], device="cpu")]) - ends
-        if after.any():
-            padding = np.zeros(int(after.max()), dtype)
+        if bool(after.any()):
+            padding = np.zeros(int(after.max()), bool)
             arrays = [part for array, n in zip(arrays, after.tolist(), strict=True) for part in (array, padding[:n])]
-        return torch.from_numpy(np.concatenate(arrays, dtype=dtype, casting="unsafe"))
+        joined = np.float64 if torch.float64 in dtypes else np.float32
+        return torch.from_numpy(np.concatenate(arrays, dtype=joined, casting="unsafe"))
 
     def local(self, buffer: Tensor, cp_rank: int, cp_size: int) -> Tensor:
         """The part of a flat buffer, [total_tokens], that this CP rank holds, in the order of its losses."""
         starts, lengths = self.local_segments(cp_rank, cp_size)
         if int(lengths.sum()) == self._total_tokens:
             return buffer
-        gaps = starts - torch.cat([torch.zeros(1, dtype=torch.int64, device="cpu"), (starts + lengths)[:-1]])
-        cuts = torch.stack([gaps, lengths], 1).flatten().tolist()
-        parts = buffer[: sum(cuts)].split(cuts)[1::2]
-        return torch.cat(parts) if parts else buffer[:0]
+        flat = buffer.numpy()
+        pieces = zip(starts.tolist(), (starts + lengths).tolist(), strict=True)
+        return torch.from_numpy(np.concatenate([flat[:0], *(flat[start:end] for start, end in pieces)]))
 
     def local_mask(self, cp_rank: int, cp_size: int) -> Tensor:
         """What this CP rank holds of `flat_mask`, float32 [num_local_tokens]. Made once; not to be changed."""
@@ -220,16 +218,17 @@ def _checked(loss_masks: Sequence[Tensor]) -> list[Tensor]:
         given = f"loss_masks is one tensor of shape {tuple(loss_masks.shape)}"
         raise TypeError(explain(given, "it must be a list of 1-D tensors, one a sample", "Pass list(loss_masks)"))
     masks = list(loss_masks)
-    for i, mask in enumerate(masks):
-        if not isinstance(mask, Tensor):
-            given = f"the loss mask of sample {i} is a {type(mask).__name__}"
-            raise TypeError(explain(given, "it must be a 1-D tensor", "Wrap it in torch.tensor"))
-        if mask.dim() != 1:
-            given = f"the loss mask of sample {i} has shape {tuple(mask.shape)}"
-            raise ValueError(explain(given, "it must be 1-D, one entry a token", "Pass one tensor a sample"))
-        if mask.is_complex():
-            given = f"the loss mask of sample {i} is {mask.dtype}"
-            raise TypeError(explain(given, "token weights must be real numbers", "Pass 0/1, bool or float weights"))
+    i = next((i for i, mask in enumerate(masks) if not isinstance(mask, Tensor) or mask.dim() != 1), None)
+    if i is not None and not isinstance(masks[i], Tensor):
+        given = f"the loss mask of sample {i} is a {type(masks[i]).__name__}"
+        raise TypeError(explain(given, "it must be a 1-D tensor", "Wrap it in torch.tensor"))
+    if i is not None:
+        given = f"the loss mask of sample {i} has shape {tuple(masks[i].shape)}"
+        raise ValueError(explain(given, "it must be 1-D, one entry a token", "Pass one tensor a sample"))
+    if any(dtype.is_complex for dtype in {mask.dtype for mask in masks}):
+        i = next(i for i, mask in enumerate(masks) if mask.is_complex())
+        given = f"the loss mask of sample {i} is {masks[i].dtype}"
+        raise TypeError(explain(given, "token weights must be real numbers", "Pass 0/1, bool or float weights"))
     devices = {mask.device for mask in masks}
     if len(devices) > 1:
         given = f"loss masks on {sorted(map(str, devices))}"
