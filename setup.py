@@ -29,6 +29,7 @@ setup(
         # "apex" on the package index is an unrelated web toolkit.
         "te": ["transformer-engine[pytorch]"],
         "demo": ["tabulate"],
+        "bench": ["tabulate", "matplotlib"],
         "test": ["pytest>=8", "pytest-timeout", "hypothesis", "ruff", "mypy", "types-tabulate"],
     },
 )

@@ -345,7 +345,8 @@ class _WithGradient(torch.autograd.Function):
     def forward(ctx: Any, losses: Tensor, weights: Tensor, total: list[Tensor]) -> Tensor:
         ctx.save_for_backward(weights)
         ctx.shape, ctx.dtype = losses.shape, losses.dtype
-        return total[0]  # in a list: a tensor argument would have to be copied to be returned
+        # In a list and detached: a tensor argument, or a view, could not be returned and then changed in place.
+        return total[0].detach()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
