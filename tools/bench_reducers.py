@@ -11,8 +11,8 @@ Three ways, timed in one run on the same data:
 - *floor*: one read of the losses and weights and one write of the gradient (a dot product and a product), and with
   metrics one more read of the weights and of each metric.
 
-Masks are one int32 tensor a sample. "all" is build + forward + backward. Times are medians in milliseconds; compare
-ratios, not times, between machines.
+Masks are one int32 tensor a sample. "all" is build + forward + backward. Times are those of the fastest run, in
+milliseconds; compare ratios, not times, between machines.
 """
 
 import argparse
@@ -147,13 +147,10 @@ class PerSampleClosure:
 
 
 def milliseconds(function: Callable[[], Any], min_run_time: float) -> float:
+    """The fastest run: on a shared machine, medians flip between undisturbed runs and those that lost a core."""
     function()
-    return float(
-        Timer("function()", globals={"function": function}, num_threads=torch.get_num_threads())
-        .blocked_autorange(min_run_time=min_run_time)
-        .median
-        * 1e3
-    )
+    timer = Timer("function()", globals={"function": function}, num_threads=torch.get_num_threads())
+    return float(min(timer.blocked_autorange(min_run_time=min_run_time).times) * 1e3)
 
 
 def with_backward(losses: Tensor, function: Callable[[Tensor], Tensor]) -> Callable[[], None]:
@@ -297,17 +294,18 @@ def plot(results: list[dict[str, Any]], about: dict[str, Any], path: Path) -> No
     from matplotlib import pyplot
 
     shown = [found for found in results if "closure" in found and found["ragged"] and found["dtype"] == "float32"]
+    curves: dict[str, tuple[str, Callable[[dict[str, Any]], float]]] = {
+        "per-sample closure": ("tab:red", lambda f: f["closure"]["build"] + f["closure"]["forward_backward"]),
+        "ours": ("tab:blue", lambda f: f["ours"]["build"] + f["ours"]["forward_backward"]),
+        "floor": ("tab:gray", lambda f: f["floor"]["all"]),
+    }
     sizes = sorted({found["cp_size"] for found in shown})
     figure, axes = pyplot.subplots(1, len(sizes), figsize=(4 * len(sizes), 4), sharey=True, squeeze=False)
     for axis, cp_size in zip(axes[0], sizes, strict=True):
         for length, style in zip(sorted({found["mean_length"] for found in shown}), ("-", "--", ":"), strict=False):
             of = [found for found in shown if found["cp_size"] == cp_size and found["mean_length"] == length]
             x = [found["samples"] for found in of]
-            for name, color, value in (
-                ("per-sample closure", "tab:red", lambda f: f["closure"]["build"] + f["closure"]["forward_backward"]),
-                ("ours", "tab:blue", lambda f: f["ours"]["build"] + f["ours"]["forward_backward"]),
-                ("floor", "tab:gray", lambda f: f["floor"]["all"]),
-            ):
+            for name, (color, value) in curves.items():
                 label = f"{name}, {length // 1024}k tokens"
                 axis.plot(x, [value(found) for found in of], style, color=color, marker=".", label=label)
         axis.set(xscale="log", yscale="log", xlabel="samples in the micro-batch", title=f"CP {cp_size}")
