@@ -144,13 +144,14 @@ class Samples:
         if torch.bfloat16 in dtypes:  # NumPy has none
             values = [value.float() for value in values]
         arrays = [value.numpy(force=True) for value in values]
-        ends = self._starts + self.mask_lengths
-        after = torch.cat([self._starts[1:], torch.tensor([self._total_tokens], device="cpu")]) - ends
-        if bool(after.any()):
-            padding = np.zeros(int(after.max()), bool)
-            arrays = [part for array, n in zip(arrays, after.tolist(), strict=True) for part in (array, padding[:n])]
-        joined = np.float64 if torch.float64 in dtypes else np.float32
-        return torch.from_numpy(np.concatenate(arrays, dtype=joined, casting="unsafe"))
+        starts, lengths = self._starts.numpy(), self.mask_lengths.numpy()
+        gaps = np.append(starts, self._total_tokens) - np.append(0, starts + lengths)
+        if gaps.any():
+            padding = np.zeros(gaps.max(), bool)
+            parts = zip(gaps[:-1].tolist(), arrays, strict=True)
+            arrays = [part for gap, array in parts for part in (padding[:gap], array)] + [padding[: gaps[-1]]]
+        dtype = np.float64 if torch.float64 in dtypes else np.float32
+        return torch.from_numpy(np.concatenate(arrays, dtype=dtype, casting="unsafe"))
 
     def local(self, buffer: Tensor, cp_rank: int, cp_size: int) -> Tensor:
         """The part of a flat buffer, [total_tokens], that this CP rank holds, in the order of its losses."""
