@@ -61,8 +61,8 @@ def loss_aggregation(
     """The `LossAggregation` of a `train_rl.py` launch, from Megatron's parsed and validated `args`.
 
     Args:
-        cp_losses: ``gathered`` if `forward_step` returns all S - 1 losses of a row on every context-parallel rank (main),
-            ``sliced`` if it returns a rank's S / cp zigzag positions (for which 0.19's `loss_func` was written).
+        cp_losses: ``gathered`` if every context-parallel rank gets all S - 1 losses of a row (main),
+            ``sliced`` if it gets its S / cp zigzag positions of it (what `loss_func` of 0.19 was written for).
         rollout_ids_of, prompt_ids_of: a batch of `train_rl.py`'s iterator -> an id for each of its rows. By default a
             row is a rollout (one that `train_rl.py` splits into turns is several); ``prompt_mean`` needs prompt ids.
 
