@@ -8,6 +8,8 @@ token by token. Not exercised: slime and miles themselves, NCCL. Megatron's real
 import functools
 import importlib
 import random
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -271,6 +273,15 @@ def test_hooks_load_by_path_as_their_loaders_do() -> None:
     hook = load_function("megatron_rl_loss.frameworks.slime.constant_40960")
     assert (hook.mode, hook.divisor) == ("constant", 40960)
     assert load_function("megatron_rl_loss.frameworks.slime.constant_40960") is hook  # they load it every micro-batch
+
+
+def test_loading_a_hook_imports_no_megatron() -> None:
+    code = (
+        "import sys; from megatron_rl_loss.frameworks import slime\n"
+        "slime.constant_8; print([name for name in sys.modules if name.split('.')[0] == 'megatron'])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "[]", done.stderr
 
 
 @pytest.mark.parametrize(

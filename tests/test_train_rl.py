@@ -6,6 +6,7 @@ independently, in float64, over every DP rank, micro-batch and CP rank. Not exer
 model, NCCL. Megatron's real schedule, DDP and groups are, at the end.
 """
 
+import math
 import random
 import sys
 from argparse import ArgumentParser, Namespace
@@ -200,9 +201,10 @@ def megatron_step(
     monkeypatch: pytest.MonkeyPatch,
     *,
     described_as: str | None = None,
+    check_for_nan: bool = True,
 ) -> tuple[float, list[Tensor], dict[str, float]]:
     """Value, gradient and logged report of a step; without settings, of the stock `loss_func`."""
-    monkeypatch.setattr(train_rl, "get_args", lambda: Namespace(check_for_nan_in_loss_and_grad=True))
+    monkeypatch.setattr(train_rl, "get_args", lambda: Namespace(check_for_nan_in_loss_and_grad=check_for_nan))
     dp = len(dealt)
     samples = [row.sample for row in rows]
     totals = StepTotals.from_loss_masks([one.mask for one in samples], prompt_ids=[row.prompt for row in rows])
@@ -326,9 +328,9 @@ def test_negative_control_masks_that_are_not_shifted(monkeypatch: pytest.MonkeyP
         return sound(torch.nn.functional.pad(masks, (1, 0))[:, :-1], edges, cp_losses)
 
     monkeypatch.setattr(train_rl, "rows_of", unshifted)
-    # A position too late: losses that nobody should look at, NaN here, are looked at.
-    with pytest.raises(RuntimeError, match="NaN"):
-        megatron_step(rows, dealt, 1, AggregationSettings(mode="token_mean"), "gathered", monkeypatch)
+    settings = AggregationSettings(mode="token_mean")
+    result = megatron_step(rows, dealt, 1, settings, "gathered", monkeypatch, check_for_nan=False)
+    assert math.isnan(result[0])  # a position too late, losses are looked at that stand for no token: NaN here
 
 
 # --- refusals
@@ -399,6 +401,23 @@ def test_a_row_that_ends_with_its_bin_and_an_empty_bin(monkeypatch: pytest.Monke
         empty = train_rl.samples_of((torch.tensor(1),), cp_losses=cp_losses)  # type: ignore[arg-type]
         assert len(empty) == 0
         assert empty.local(empty.flat_mask, 0, 1).numel() == size
+
+
+def test_a_nan_share_is_handed_to_megatrons_rerun_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[float, bool]] = []
+
+    def validate_result(*, result: Tensor, rejection_func: Any, fatal: bool, **_: Any) -> None:
+        seen.append((float(result), fatal and bool(rejection_func(result))))
+
+    monkeypatch.setattr(train_rl, "get_rerun_state_machine", lambda: SimpleNamespace(validate_result=validate_result))
+    rows, dealt = step_of(3, 1, 1, packed=True, cp_losses="gathered")
+    megatron_step(rows, dealt, 1, AggregationSettings(mode="token_mean"), "gathered", monkeypatch)
+    assert len(seen) == 3
+    assert not any(rejected for _, rejected in seen)
+    rows[0].losses[rows[0].token_mask[1:] != 0] = float("nan")
+    megatron_step(rows, dealt, 1, AggregationSettings(mode="token_mean"), "gathered", monkeypatch)
+    assert [math.isnan(value) for value, _ in seen[3:]] == [rejected for _, rejected in seen[3:]]
+    assert sum(rejected for _, rejected in seen) == 1
 
 
 def test_what_is_no_train_rl_forward_step_is_refused() -> None:
