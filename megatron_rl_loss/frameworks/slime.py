@@ -36,8 +36,8 @@ _MODES = ("sample_mean", "token_mean", "constant")
 _SPELLINGS = "...slime.sample_mean, ...slime.token_mean or ...slime.constant_40960 (your divisor for 40960)"
 _PROMPT_MEAN = (
     "its weights need the prompt of every sample, which the hook's four arguments do not carry",
-    "Multiply the advantages by the weights of fold_into_advantages(mode='prompt_mean') and by the global batch size, "
-    "and use ...slime.constant_1",
+    "Fold its weights into the advantages (fold_into_advantages), multiply them by the global batch size, and use "
+    "...slime.constant_1",
 )
 
 
