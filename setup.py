@@ -16,7 +16,7 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     license_files=["LICENSE"],
-    packages=["megatron_rl_loss"],
+    packages=["megatron_rl_loss", "megatron_rl_loss.frameworks"],
     package_data={"megatron_rl_loss": ["py.typed"]},
     python_requires=">=3.12",
     # NumPy joins and repeats on the host several times faster than torch.

@@ -109,6 +109,11 @@ class Microbatch:
             return self.pg_loss  # one vector of weights for both
         return build_reducer("sample_mean", replace(self._inputs, divisor=None))
 
+    @functools.cached_property
+    def token_mean(self) -> Reducer:
+        """Per-token values -> this rank's share of their token mean: for metrics, whatever the mode."""
+        return build_reducer("token_mean", replace(self._inputs, divisor=None))
+
     @property
     def _inputs(self) -> ReducerInputs:
         step = self._step
