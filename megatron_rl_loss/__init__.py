@@ -4,6 +4,7 @@ Everything here is pure torch. `megatron_rl_loss.arguments` holds the flags, `me
 """
 
 from megatron_rl_loss.errors import BadBatchError
+from megatron_rl_loss.folding import fold_into_advantages, is_folded
 from megatron_rl_loss.layouts import Contiguous, Gathered, Layout, ZigzagBSHD, ZigzagResponse, ZigzagTHD
 from megatron_rl_loss.policy_loss import (
     PolicyLoss,
@@ -40,7 +41,9 @@ __all__ = [
     "ZigzagResponse",
     "ZigzagTHD",
     "available_modes",
+    "fold_into_advantages",
     "group_relative_advantages",
+    "is_folded",
     "kl_estimate",
     "make_pg_loss_reducer",
     "ppo_clip_loss",

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from megatron_rl_loss.errors import explain
+from megatron_rl_loss.names import resolve_name
 from megatron_rl_loss.reducers import MODES, ReducerFactory, Units, check_divisor, check_mode, check_units
 
 EmptyStep = Literal["warn", "error"]
@@ -24,12 +25,12 @@ _FLAGS = (
 
 @dataclass(frozen=True, kw_only=True)
 class AggregationSettings:
-    """What the flags ask for, validated.
+    """What the flags ask for, validated. Another framework's name becomes its mode, divisor and unit counting.
 
     Attributes:
         mode: a mode's name, or the reducer factory that ``--custom-pg-loss-reducer-function-path`` names.
-        divisor: L of ``constant`` in tokens, or None.
-        units: count all units or only those with an active token.
+        divisor: L of ``constant`` in tokens, d of ``token_sum``, or None.
+        units: count all units or only those with an active token; by default what a framework's name says, else all.
         empty_step: what a step without one active token is: a ``warn``-ing and zero gradients, or an ``error``.
         with_per_token_loss: the mode may run on a model whose config calculates per-token loss.
         notice: something the user should be told, or None.
@@ -37,20 +38,23 @@ class AggregationSettings:
 
     mode: str | ReducerFactory = "sample_mean"
     divisor: float | None = None
-    units: Units = "all"
+    units: Units = None  # type: ignore[assignment]  # never None once made
     empty_step: EmptyStep = "warn"
     with_per_token_loss: bool = False
     notice: str | None = None
 
     def __post_init__(self) -> None:
-        check_units(self.units)
         if isinstance(self.mode, str):
-            check_mode(self.mode, self.divisor)
+            named = resolve_name(self.mode, divisor=self.divisor, units=self.units)
+            check_mode(named.mode, named.divisor)
+            vars(self).update(vars(named) | {"notice": self.notice or named.notice})
         elif not callable(self.mode):
             given = f"loss aggregation {self.mode!r} ({type(self.mode).__name__})"
             raise TypeError(explain(given, "it must be a mode's name or a reducer factory", "Pass one of them"))
         elif self.divisor is not None:
             check_divisor(self.divisor)
+        vars(self).update(units=self.units or "all")
+        check_units(self.units)
         if self.empty_step not in get_args(EmptyStep):
             given = f"empty step handling {self.empty_step!r}"
             raise ValueError(explain(given, "there is no such handling", "Choose warn or error"))
@@ -79,7 +83,8 @@ def add_loss_aggregation_args(parser: ArgumentParser) -> ArgumentParser:
         "--loss-aggregation",
         metavar="MODE",
         default=None,
-        help=f"How per-token losses become the step's loss: {', '.join(MODES)}, or a registered name. "
+        help=f"How per-token losses become the step's loss: {', '.join(MODES)}, a registered name or another "
+        "framework's (verl:token-mean; python -m megatron_rl_loss modes lists them). "
         "Default: sample_mean, or token_mean with --calculate-per-token-loss.",
     )
     group.add_argument(
@@ -87,13 +92,14 @@ def add_loss_aggregation_args(parser: ArgumentParser) -> ArgumentParser:
         metavar="TOKENS",
         type=float,
         default=None,
-        help="L of --loss-aggregation constant, sum / (L * number of rollouts): e.g. the generation budget.",
+        help="L of --loss-aggregation constant, sum / (L * number of rollouts): e.g. the generation budget. "
+        "Or d of token_sum, sum / d (default 1).",
     )
     group.add_argument(
         "--loss-aggregation-units",
         choices=get_args(Units),
-        default="all",
-        help="Count every rollout or prompt group, or only those with a token of nonzero weight.",
+        default=None,
+        help="Count every rollout or prompt group (the default), or only those with a token of nonzero weight.",
     )
     group.add_argument(
         "--loss-aggregation-empty-step",

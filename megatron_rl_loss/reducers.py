@@ -10,6 +10,7 @@ over the whole step. A rank sums its own w * loss; the plain sum of all shares, 
 | `prompt_mean` | prompt group | mask tokens of the group   | P prompt groups | (1/P) sum_g sum_{t in g} l*m/M_g |
 | `token_mean`  | the step     | mask tokens of the step    | 1               | sum l*m / sum m                 |
 | `constant`    | rollout      | L, the divisor             | N rollouts      | sum l*m / (L * N)               |
+| `token_sum`   | the step     | d, the divisor or 1        | 1               | sum l*m / d                     |
 """
 
 import math
@@ -22,13 +23,15 @@ from torch import Tensor
 
 from megatron_rl_loss.errors import explain
 from megatron_rl_loss.layouts import Layout
+from megatron_rl_loss.names import aliases_of, resolve_name
 from megatron_rl_loss.samples import Ids, Samples
 from megatron_rl_loss.totals import StepTotals, UnitTokens
 
 Reducer = Callable[[Tensor], Tensor]
 Units = Literal["all", "active"]
 
-MODES = ("sample_mean", "prompt_mean", "token_mean", "constant")
+MODES = ("sample_mean", "prompt_mean", "token_mean", "constant", "token_sum")
+_WITH_DIVISOR = ("constant", "token_sum")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,9 +89,9 @@ def register_pg_loss_reducer(name: str) -> Callable[[ReducerFactory], ReducerFac
     The factory takes `ReducerInputs` and returns a `Reducer`, whose values must add up over micro-batches, CP and DP
     ranks to the step loss. Register before the flags are parsed.
 
-    >>> @register_pg_loss_reducer("token_sum")
-    ... def token_sum(inputs):
-    ...     return inputs.weighted_sum(inputs.samples.loss_masks)
+    >>> @register_pg_loss_reducer("half_sum")
+    ... def half_sum(inputs):
+    ...     return inputs.weighted_sum([mask / 2 for mask in inputs.samples.loss_masks])
 
     Raises:
         ValueError: the name is taken or empty.
@@ -110,7 +113,7 @@ def register_pg_loss_reducer(name: str) -> Callable[[ReducerFactory], ReducerFac
 
 
 def available_modes() -> tuple[str, ...]:
-    """The four modes and every registered reducer."""
+    """The built-in modes and every registered reducer."""
     return (*MODES, *_REGISTERED)
 
 
@@ -120,7 +123,7 @@ def make_pg_loss_reducer(
     *,
     totals: StepTotals,
     divisor: float | None = None,
-    units: Units = "all",
+    units: Units | None = None,
     rollout_ids: Ids | None = None,
     prompt_ids: Ids | None = None,
     layout: Layout | None = None,
@@ -137,11 +140,13 @@ def make_pg_loss_reducer(
     The same factory serves metrics (clip fraction, KL, entropy), which keep ``sample_mean`` whatever the loss does.
 
     Args:
-        mode: ``sample_mean``, ``prompt_mean``, ``token_mean``, ``constant`` or a registered name.
+        mode: ``sample_mean``, ``prompt_mean``, ``token_mean``, ``constant``, ``token_sum``, a registered name or
+            another framework's (``verl:token-mean``; `python -m megatron_rl_loss modes` lists them).
         loss_masks, rollout_ids, prompt_ids, layout: the micro-batch, as in `Samples`.
         totals: the step's denominators.
-        divisor: L of ``constant``, in tokens (the generation budget, say); with no other mode.
-        units: count every unit (``all``) or only those with a token of nonzero weight (``active``).
+        divisor: L of ``constant``, in tokens (the generation budget, say), or d of ``token_sum``; with no other mode.
+        units: count every unit (``all``, unless a framework's name says otherwise) or only those with a token of
+            nonzero weight (``active``).
         cp_rank, cp_size: this rank's place in its context-parallel group.
 
     Returns:
@@ -155,10 +160,11 @@ def make_pg_loss_reducer(
             count the mode needs, anything `Samples` refuses.
     """
     samples = Samples(loss_masks, layout=layout, rollout_ids=rollout_ids, prompt_ids=prompt_ids)
+    named = resolve_name(mode, divisor=divisor, units=units)
     inputs = ReducerInputs(
-        samples=samples, totals=totals, divisor=divisor, units=units, cp_rank=cp_rank, cp_size=cp_size
+        samples=samples, totals=totals, divisor=named.divisor, units=named.units, cp_rank=cp_rank, cp_size=cp_size
     )
-    return build_reducer(mode, inputs)
+    return build_reducer(named.mode, inputs)
 
 
 def build_reducer(mode: str | ReducerFactory, inputs: ReducerInputs) -> Reducer:
@@ -183,17 +189,18 @@ def build_reducer(mode: str | ReducerFactory, inputs: ReducerInputs) -> Reducer:
 def check_mode(mode: str, divisor: float | None) -> None:
     """Refuse a mode that is unknown, and a divisor that is missing, unusable or without effect."""
     if mode not in available_modes():
-        given = f"loss aggregation {mode!r}"
-        raise ValueError(explain(given, "there is no such mode", f"Choose one of {', '.join(available_modes())}"))
+        remedy = f"Choose one of {', '.join((*available_modes(), *aliases_of(mode)))}"
+        raise ValueError(explain(f"loss aggregation {mode!r}", "there is no such mode", remedy))
     if divisor is None:
         if mode == "constant":
             given = "loss aggregation 'constant' without a divisor"
             remedy = "Give one, e.g. the generation budget in tokens (--loss-aggregation-divisor 40960)"
             raise ValueError(explain(given, "it divides by a constant number of tokens", remedy))
         return
-    if mode in MODES and mode != "constant":
+    if mode in MODES and mode not in _WITH_DIVISOR:
         given = f"divisor {divisor!r} with loss aggregation {mode!r}"
-        raise ValueError(explain(given, "only 'constant' has a divisor", "Drop the divisor or choose 'constant'"))
+        remedy = "Drop the divisor or choose 'constant'"
+        raise ValueError(explain(given, "only 'constant' and 'token_sum' have a divisor", remedy))
     check_divisor(divisor)
 
 
@@ -221,6 +228,8 @@ def _unit_weights(mode: str, inputs: ReducerInputs) -> Tensor:
     samples, totals = inputs.samples, inputs.totals
     if not len(samples):
         return samples.mask_sums()
+    if mode == "token_sum":  # one unit of a size that is given: no count of the step is needed
+        return _constant(1 / (inputs.divisor or 1), samples)
     if totals.rollout_tokens is not None and samples.rollout_ids is None:
         given = "totals made with rollout_ids, a micro-batch without"
         raise ValueError(explain(given, "its units cannot be told", "Pass rollout_ids with every micro-batch"))

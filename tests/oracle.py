@@ -1,6 +1,6 @@
 """What the package must compute, stated a second time: float64, plain loops, nothing imported from the package.
 
-`step_loss` and `step_gradient` are the formulas of the four modes. The rest says, token by token, what each
+`step_loss` and `step_gradient` are the formulas of the modes. The rest says, token by token, what each
 context-parallel (CP) rank holds: a buffer is a list of tokens, and a rank's part is picked from it by hand.
 """
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 Token = tuple[int, int] | None  # (sample, position in its mask), None in padding
 NAN = float("nan")
-MODES = ("sample_mean", "prompt_mean", "token_mean", "constant")
+MODES = ("sample_mean", "prompt_mean", "token_mean", "constant", "token_sum")
 COUNTINGS = [(mode, units) for mode in MODES for units in ("all", "active")]
 
 
@@ -53,6 +53,8 @@ WORKED_VALUES = {
     ("prompt_mean", "active"): 2.833333,
     ("constant", "all"): 0.859375,
     ("constant", "active"): 27.5 / 24,
+    ("token_sum", "all"): 3.4375,
+    ("token_sum", "active"): 3.4375,
 }
 
 
@@ -60,7 +62,7 @@ def units_of(mode: str, samples: Sequence[Sample]) -> list[list[int]]:
     """The samples of each unit of the step."""
     units: dict[object, list[int]] = {}
     for i, one in enumerate(samples):
-        if mode == "token_mean":
+        if mode in ("token_mean", "token_sum"):
             key: object = "the step"
         elif mode == "prompt_mean":
             key = one.prompt_id
@@ -75,7 +77,7 @@ def mask_tokens(samples: Sequence[Sample]) -> float:
 
 
 def step_loss(mode: str, samples: Sequence[Sample], divisor: float | None = None, units: str = "all") -> Tensor:
-    """(1/U) sum over units of (sum l*m) / D, float64."""
+    """(1/U) sum over units of (sum l*m) / D, float64. `divisor`: D of constant, and of token_sum, 1 if None."""
     total = torch.zeros((), dtype=torch.float64)
     counted = 0
     for unit in units_of(mode, samples):
@@ -85,8 +87,9 @@ def step_loss(mode: str, samples: Sequence[Sample], divisor: float | None = None
             counted += 1
         if tokens > 0:
             active = [(one.losses[one.mask != 0] * one.mask[one.mask != 0].double()).sum() for one in members]
-            total = total + sum(active) / (divisor if mode == "constant" else tokens)
-    return total / (1 if mode == "token_mean" else max(counted, 1))
+            size = {"constant": divisor, "token_sum": divisor or 1.0}.get(mode, tokens)
+            total = total + sum(active) / size
+    return total / max(counted, 1)
 
 
 def step_gradient(

@@ -23,14 +23,14 @@ MODULE = "a_users_reducers"
 SOURCE = """
 import functools
 
-def token_sum(inputs):
+def plain_sum(inputs):
     return inputs.weighted_sum(inputs.samples.loss_masks)
 
-scaled = functools.partial(token_sum)
+scaled = functools.partial(plain_sum)
 
 class Sum:
     def __call__(self, inputs):
-        return token_sum(inputs)
+        return plain_sum(inputs)
 
 instance = Sum()
 number = 3
@@ -90,6 +90,8 @@ def test_the_provider_returns_its_parser() -> None:
         ("--loss-aggregation token_mean", {"mode": "token_mean"}),
         ("--loss-aggregation constant --loss-aggregation-divisor 40960", {"mode": "constant", "divisor": 40960.0}),
         ("--loss-aggregation constant --loss-aggregation-divisor 0.5", {"mode": "constant", "divisor": 0.5}),
+        ("--loss-aggregation token_sum", {"mode": "token_sum"}),
+        ("--loss-aggregation token_sum --loss-aggregation-divisor 8", {"mode": "token_sum", "divisor": 8.0}),
         ("--loss-aggregation-units active", {"mode": "sample_mean", "units": "active"}),
         ("--loss-aggregation-empty-step error", {"mode": "sample_mean", "empty_step": "error"}),
         ("--loss-aggregation token_mean --calculate-per-token-loss", {"mode": "token_mean"}),
@@ -140,7 +142,7 @@ def test_describe(settings: AggregationSettings, line: str, uses_prompt_ids: boo
 # --- the user's own reducer
 
 
-@pytest.mark.parametrize("path", [f"{MODULE}.token_sum", f"{MODULE}:token_sum"])
+@pytest.mark.parametrize("path", [f"{MODULE}.plain_sum", f"{MODULE}:plain_sum"])
 @pytest.mark.parametrize("mode", ["", "--loss-aggregation sample_mean"])
 def test_both_spellings_of_a_path_load(path: str, mode: str) -> None:
     settings = validated("--custom-pg-loss-reducer-function-path", path, *mode.split())
@@ -148,7 +150,7 @@ def test_both_spellings_of_a_path_load(path: str, mode: str) -> None:
     reducer = build_reducer(settings.mode, ReducerInputs(samples=Samples(masks), totals=StepTotals()))
     assert float(reducer(torch.tensor([2.0, float("nan"), 4.0]))) == 4
     assert settings.uses_prompt_ids
-    assert settings.describe() == f"loss aggregation: {MODULE}.token_sum, units: all"
+    assert settings.describe() == f"loss aggregation: {MODULE}.plain_sum, units: all"
 
 
 def test_a_path_into_a_package() -> None:
@@ -177,7 +179,7 @@ def test_a_registered_name_is_a_mode() -> None:
 # --- refusals, each beside its nearest legal neighbour
 
 Call = Callable[[], Any]
-PATH = f"--custom-pg-loss-reducer-function-path {MODULE}:token_sum"
+PATH = f"--custom-pg-loss-reducer-function-path {MODULE}:plain_sum"
 
 
 def flags(line: str, **changes: Any) -> Call:
@@ -217,7 +219,7 @@ REFUSALS: dict[str, tuple[Call, type[Exception], str, Call]] = {
     "divisor with per-token loss alone": (
         flags("--calculate-per-token-loss --loss-aggregation-divisor 8"),
         ValueError,
-        "'token_mean': only 'constant' has a divisor",
+        "'token_mean': only 'constant' and 'token_sum' have a divisor",
         flags("--calculate-per-token-loss"),
     ),
     **{
@@ -268,50 +270,50 @@ REFUSALS: dict[str, tuple[Call, type[Exception], str, Call]] = {
     "per-token loss with an own reducer": (
         flags(f"--calculate-per-token-loss {PATH}"),
         ValueError,
-        f"with loss aggregation: {MODULE}.token_sum",
+        f"with loss aggregation: {MODULE}.plain_sum",
         flags(f"--calculate-per-token-loss {PATH} --loss-aggregation-with-per-token-loss"),
     ),
     "own reducer with a mode": (
         flags(f"{PATH} --loss-aggregation token_mean"),
         ValueError,
-        f"{MODULE}:token_sum with --loss-aggregation token_mean: only one",
+        f"{MODULE}:plain_sum with --loss-aggregation token_mean: only one",
         flags(PATH),
     ),
     "path without a module": (
-        custom("token_sum"),
+        custom("plain_sum"),
         ValueError,
-        "'token_sum': it must name a module and a function",
-        custom(f"{MODULE}.token_sum"),
+        "'plain_sum': it must name a module and a function",
+        custom(f"{MODULE}.plain_sum"),
     ),
     "path without a function": (
         custom(f"{MODULE}:"),
         ValueError,
         "Write pkg.mod.fn or pkg.mod:fn",
-        custom(f"{MODULE}:token_sum"),
+        custom(f"{MODULE}:plain_sum"),
     ),
     "path starting with a colon": (
-        custom(":token_sum"),
+        custom(":plain_sum"),
         ValueError,
         "must name a module",
-        custom(f"{MODULE}:token_sum"),
+        custom(f"{MODULE}:plain_sum"),
     ),
     "no such module": (
         custom("no_such_module.f"),
         ValueError,
         "does not load .*No module named 'no_such_module'",
-        custom(f"{MODULE}.token_sum"),
+        custom(f"{MODULE}.plain_sum"),
     ),
     "no such function": (
-        custom(f"{MODULE}:token_sums"),
+        custom(f"{MODULE}:plain_sums"),
         ValueError,
-        "does not load .*no attribute 'token_sums'",
-        custom(f"{MODULE}:token_sum"),
+        "does not load .*no attribute 'plain_sums'",
+        custom(f"{MODULE}:plain_sum"),
     ),
     "not a function": (
         custom(f"{MODULE}:number"),
         TypeError,
         "it is a int, not a function of ReducerInputs",
-        custom(f"{MODULE}:token_sum"),
+        custom(f"{MODULE}:plain_sum"),
     ),
     "hybrid context parallel": (
         flags("--hybrid-context-parallel"),

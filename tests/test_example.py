@@ -183,7 +183,7 @@ def test_the_launch_line_with_its_progress_and_tensorboard(tmp_path: Path) -> No
 
 REFUSED = {
     "no divisor": (["--loss-aggregation", "constant"], "'constant' without a divisor"),
-    "divisor with another mode": (["--loss-aggregation-divisor", "8"], "only 'constant' has a divisor"),
+    "divisor with another mode": (["--loss-aggregation-divisor", "8"], "'constant' and 'token_sum' have a divisor"),
     "unknown mode": (["--loss-aggregation", "dapo"], "there is no such mode"),
     "per-token with another mode": (
         ["--loss-aggregation", "prompt_mean", "--calculate-per-token-loss"],

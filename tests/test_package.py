@@ -1,8 +1,11 @@
 """The package as installed: what it imports, what it asks for."""
 
+import json
+import re
 import subprocess
 import sys
 from importlib import metadata
+from pathlib import Path
 
 import torch
 
@@ -24,7 +27,7 @@ def python(code: str) -> subprocess.CompletedProcess[str]:
 
 def test_the_core_and_the_flags_import_no_megatron() -> None:
     done = python(
-        "import sys, megatron_rl_loss, megatron_rl_loss.arguments\n"
+        "import sys, megatron_rl_loss, megatron_rl_loss.arguments, megatron_rl_loss.frameworks.verl\n"
         "print([name for name in sys.modules if name.split('.')[0] in ('megatron', 'transformer_engine', 'apex')])"
     )
     assert done.stdout.strip() == "[]", done.stderr
@@ -37,6 +40,14 @@ def test_without_megatron_the_core_works_and_the_adapter_says_what_to_install() 
     assert done.returncode != 0
     assert "ImportError: megatron_rl_loss.megatron needs Megatron-Core" in done.stderr
     assert "pip install 'megatron-rl-loss[megatron]'" in done.stderr
+
+
+def test_every_folder_of_code_is_packaged() -> None:
+    root = Path(__file__).parent.parent
+    packages = re.search(r"packages=(\[.*?\])", (root / "setup.py").read_text())
+    assert packages is not None
+    folders = {path.parent.relative_to(root) for path in (root / "megatron_rl_loss").rglob("*.py")}
+    assert {".".join(folder.parts) for folder in folders} == set(json.loads(packages[1]))
 
 
 def test_torch_is_the_one_requirement() -> None:

@@ -24,7 +24,7 @@ def test_code_blocks_run(monkeypatch: pytest.MonkeyPatch) -> None:
     assert float(names["share"]) == pytest.approx(18 / 7)
     assert f"# tensor({18 / 7:.4f}), (1 + 4 + 5 + 8) / 7" in core
     exec(own_mode, {})
-    assert "token_sum" in reducers.available_modes()
+    assert "sum_per_prompt" in reducers.available_modes()
 
 
 def test_the_flags_are_the_parsers() -> None:

@@ -36,7 +36,6 @@ from megatron_rl_loss import (
     reducers,
     register_pg_loss_reducer,
 )
-from megatron_rl_loss.reducers import build_reducer
 
 INF = float("inf")
 CP_SIZES = (1, 2, 4)
@@ -163,7 +162,7 @@ def totals_of(step: Sequence[Sample]) -> StepTotals:
 
 
 def divisor_of(mode: str) -> float | None:
-    return WORKED_DIVISOR if mode == "constant" else None
+    return WORKED_DIVISOR if mode in ("constant", "token_sum") else None
 
 
 @dataclass
@@ -296,13 +295,15 @@ def test_worked_batch(mode: str, units: str, place: Place, cp_size: int) -> None
         torch.testing.assert_close(part.gradient, slopes * member, rtol=0, atol=1e-7)
 
 
-def test_sum_over_a_float_denominator_is_constant_without_n() -> None:
-    """The worked batch's last row: an own reducer of one line, sum l*m / L."""
-    inputs = ReducerInputs(samples=Samples([one.mask for one in WORKED]), totals=StepTotals(), divisor=8.0)
-    reducer = build_reducer(
-        lambda given: given.weighted_sum([mask / given.divisor for mask in given.samples.loss_masks]), inputs
-    )
-    assert float(reducer(torch.cat([one.losses for one in WORKED]))) == pytest.approx(3.4375)
+@every_layout
+def test_token_sum_without_a_divisor_is_the_plain_sum(place: Place, cp_size: int) -> None:
+    """Whatever the totals hold, none included: it counts nothing."""
+    step = [replace(one.poisoned(), rollout_id=None) for one in WORKED]
+    outcome = run_step(step, [[2, 0], [1, 3]], "token_sum", place=place, cp_size=cp_size, totals=StepTotals())
+    assert outcome.value == pytest.approx(27.5 / 8)  # run_step gives it L
+    for divisor in (None, 1):
+        reducer = make_pg_loss_reducer("token_sum", [one.mask for one in step], totals=StepTotals(), divisor=divisor)
+        assert float(reducer(torch.cat([one.losses for one in step]))) == pytest.approx(27.5)
 
 
 # --- random steps
@@ -395,7 +396,8 @@ def test_many_tokens_keep_their_precision() -> None:
 @quick
 @given(step=steps())
 def test_weights_sum_to_one(mode: str, units: str, step: Step) -> None:
-    """Or to the share of units with an active token where all count, and to tokens / (L * N) for constant."""
+    """Or to the share of units with an active token where all count, to tokens / (L * N) for constant, and to
+    tokens / d for token_sum."""
     ones = [replace(one, losses=torch.ones_like(one.losses)).poisoned() for one in step.samples]
     members = oracle.units_of(mode, ones)
     active = sum(oracle.mask_tokens([ones[i] for i in unit]) > 0 for unit in members)
@@ -403,6 +405,8 @@ def test_weights_sum_to_one(mode: str, units: str, step: Step) -> None:
     counted = active if units == "active" else len(members)
     if mode == "constant":
         expected = tokens / (WORKED_DIVISOR * counted) if counted else 0
+    elif mode == "token_sum":
+        expected = tokens / WORKED_DIVISOR
     elif mode == "token_mean":
         expected = 1 if tokens else 0
     else:
@@ -788,6 +792,7 @@ REFUSALS: dict[str, tuple[Call, type[Exception], str, Call]] = {
             lambda mode=mode: by_hand(mode, WITH_ROLLOUTS, prompt_ids=[0, 0], rollout_ids=[0, 0]),
         )
         for mode in MODES
+        if mode != "token_sum"  # it has one unit, whatever the ids
     },
     **{
         f"active tokens in a step of no {mode} unit": (
@@ -853,11 +858,11 @@ REFUSALS: dict[str, tuple[Call, type[Exception], str, Call]] = {
         f"divisor with {mode}": (
             lambda mode=mode: by_hand(mode, WITH_ROLLOUTS, divisor=8, rollout_ids=[0, 0], prompt_ids=[0, 0]),
             ValueError,
-            f"divisor 8 with loss aggregation '{mode}': only 'constant' has a divisor",
+            f"divisor 8 with loss aggregation '{mode}': only 'constant' and 'token_sum' have",
             lambda mode=mode: by_hand(mode, WITH_ROLLOUTS, rollout_ids=[0, 0], prompt_ids=[0, 0]),
         )
         for mode in MODES
-        if mode != "constant"
+        if divisor_of(mode) is None
     },
 }
 
@@ -1020,7 +1025,7 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return names
 
 
-def token_sum(inputs: ReducerInputs) -> reducers.Reducer:
+def plain_sum(inputs: ReducerInputs) -> reducers.Reducer:
     return inputs.weighted_sum(inputs.samples.loss_masks)
 
 
@@ -1034,10 +1039,10 @@ def test_docstring_examples() -> None:
 @pytest.mark.usefixtures("registry")
 @every_layout
 def test_a_registered_reducer_is_a_mode(place: Place, cp_size: int) -> None:
-    assert register_pg_loss_reducer("token_sum")(token_sum) is token_sum
-    assert available_modes() == (*MODES, "token_sum")
+    assert register_pg_loss_reducer("plain_sum")(plain_sum) is plain_sum
+    assert available_modes() == (*MODES, "plain_sum")
     step = [one.poisoned() for one in WORKED]
-    outcome = run_step(step, [[3, 1], [0, 2]], "token_sum", place=place, cp_size=cp_size)
+    outcome = run_step(step, [[3, 1], [0, 2]], "plain_sum", place=place, cp_size=cp_size)
     assert outcome.value == pytest.approx(27.5)
     assert outcome.gradient.tolist() == torch.cat([one.mask for one in WORKED]).tolist()
 
@@ -1049,7 +1054,7 @@ def test_a_registered_reducer_is_given_everything() -> None:
     @register_pg_loss_reducer("spy")
     def spy(inputs: ReducerInputs) -> reducers.Reducer:
         seen.append(inputs)
-        return token_sum(inputs)
+        return plain_sum(inputs)
 
     totals, layout = StepTotals(), Gathered([0, 1])
     make_pg_loss_reducer(
@@ -1098,16 +1103,16 @@ REGISTER_REFUSALS: dict[str, tuple[Call, type[Exception], str, Call]] = {
     ),
     "empty": (lambda: register_pg_loss_reducer(""), ValueError, "''", lambda: register_pg_loss_reducer("x")),
     "no string": (
-        lambda: register_pg_loss_reducer(token_sum),
+        lambda: register_pg_loss_reducer(plain_sum),
         ValueError,
         "identifier",
-        lambda: register_pg_loss_reducer("token_sum"),
+        lambda: register_pg_loss_reducer("plain_sum"),
     ),  # type: ignore[arg-type]
     "not callable": (
         lambda: register_pg_loss_reducer("x")(3),
         TypeError,
         "reducer 'x' is a int: it must be a function",
-        lambda: register_pg_loss_reducer("x")(token_sum),  # type: ignore[arg-type]
+        lambda: register_pg_loss_reducer("x")(plain_sum),  # type: ignore[arg-type]
     ),
     "weights of other lengths": (
         weigh(torch.ones(2), torch.ones(3)),
@@ -1131,7 +1136,7 @@ REGISTER_REFUSALS: dict[str, tuple[Call, type[Exception], str, Call]] = {
 def test_register_refusals(
     refused: Call, error: type[Exception], fragment: str, accepted: Call, registry: dict[str, Any]
 ) -> None:
-    registry["mine"] = token_sum
+    registry["mine"] = plain_sum
     with pytest.raises(error, match=fragment):
         refused()
     assert list(registry) == ["mine"]
@@ -1150,7 +1155,7 @@ def test_weighted_sum_takes_weights_of_another_sign_and_gives_no_gradient_to_the
 
 
 def test_a_divisor_reaches_registered_reducers_only_if_it_is_usable(registry: dict[str, Any]) -> None:
-    registry["mine"] = token_sum
+    registry["mine"] = plain_sum
     with pytest.raises(ValueError, match="divisor 0"):
         make_pg_loss_reducer("mine", [ONE], totals=StepTotals(), divisor=0)
     make_pg_loss_reducer("mine", [ONE], totals=StepTotals(), divisor=1)

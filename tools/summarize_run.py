@@ -29,7 +29,7 @@ def main() -> None:
     args = {tag.removesuffix("/text_summary"): _text(events, tag) for tag in tags["tensors"]}
     mode = args["loss_aggregation"].replace("None", "by default")
     steps = len(events.Scalars("pg_loss"))
-    divisor = f", divisor {args['loss_aggregation_divisor']}" if mode == "constant" else ""
+    divisor = f", divisor {args['loss_aggregation_divisor']}".replace(", divisor None", "")
     layout = [("tensor", "TP"), ("context", "CP"), ("pipeline", "PP")]
     sizes = [
         f"{short} {args[f'{name}_{"model_" if name != "context" else ""}parallel_size']}" for name, short in layout

@@ -1,0 +1,17 @@
+"""``python -m megatron_rl_loss modes``: the modes, and what every framework calls them."""
+
+from argparse import ArgumentParser
+
+from megatron_rl_loss.names import format_modes
+
+
+def main() -> None:
+    parser = ArgumentParser(prog="python -m megatron_rl_loss", description="Policy-gradient loss aggregation.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("modes", help="print the modes, their formulas and flags, and what other frameworks call them")
+    parser.parse_args()
+    print(format_modes())
+
+
+if __name__ == "__main__":
+    main()
