@@ -1,4 +1,4 @@
-"""Packaging. torch is the one requirement; Megatron-Core is an extra, since many bring a checkout or a container."""
+"""Packaging. torch and NumPy are required; Megatron-Core is an extra, since many bring a checkout or a container."""
 
 import re
 from pathlib import Path
@@ -19,7 +19,8 @@ setup(
     packages=["megatron_rl_loss", "megatron_rl_loss.frameworks"],
     package_data={"megatron_rl_loss": ["py.typed"]},
     python_requires=">=3.12",
-    install_requires=["torch>=2.6"],
+    # NumPy joins and repeats on the host several times faster than torch.
+    install_requires=["torch>=2.6", "numpy>=1.26"],
     extras_require={
         # 0.17 and 0.18 have other heads of pretrain(); only 0.19 is tested. Megatron saves checkpoints with psutil,
         # uses einops with several distributed-optimizer instances, and logs to TensorBoard when asked.
@@ -28,6 +29,7 @@ setup(
         # "apex" on the package index is an unrelated web toolkit.
         "te": ["transformer-engine[pytorch]"],
         "demo": ["tabulate"],
+        "bench": ["tabulate", "matplotlib"],
         "test": ["pytest>=8", "pytest-timeout", "hypothesis", "ruff", "mypy", "types-tabulate"],
     },
 )

@@ -6,7 +6,7 @@
 #
 # The first argument is the number of processes on this node (GPUs, or CPU processes where there is no GPU); all others
 # go to Megatron and override the defaults below. Several nodes: set NNODES, NODE_RANK, MASTER_ADDR (and MASTER_PORT).
-# PYTHON names the interpreter; default: .venv's, else python3.
+# PYTHON names the interpreter; default: .venv's, else python3. SCRIPT is launched in the example's place.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -52,4 +52,4 @@ if [[ ${NNODES:-1} -gt 1 ]]; then
   rendezvous=(--nnodes "$NNODES" --node-rank "$NODE_RANK" --master-addr "$MASTER_ADDR" --master-port "${MASTER_PORT:-29500}")
 fi
 exec "$PYTHON" -m torch.distributed.run "${rendezvous[@]}" --nproc-per-node "$processes" \
-  examples/pretrain_grpo.py "${model[@]}" "${data[@]}" "${training[@]}" "$@"
+  "${SCRIPT:-examples/pretrain_grpo.py}" "${model[@]}" "${data[@]}" "${training[@]}" "$@"

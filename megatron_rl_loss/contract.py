@@ -59,7 +59,7 @@ def _schedule_factor(config: Any, num_microbatches: int, cp_size: int) -> float:
         loss, returned = schedules.forward_step_calc_loss(
             model=None,
             output_tensor=torch.tensor(_LOSS, device="cpu"),
-            loss_func=lambda loss: (loss, count.clone(), {}),
+            loss_func=lambda loss: (loss, count, {}),
             config=quiet,
             vp_stage=None,
             collect_non_loss_data=False,
@@ -71,6 +71,8 @@ def _schedule_factor(config: Any, num_microbatches: int, cp_size: int) -> float:
     except Exception as error:
         rule = f"it could not be probed ({type(error).__name__}: {error})"
         raise ContractError(explain(given, rule, _REMEDY)) from error
+    if int(count) != _NUM_TOKENS:
+        raise ContractError(explain(given, "it changes the count it is given, which micro-batches share", _REMEDY))
     if returned.is_floating_point() or int(returned) != _NUM_TOKENS:
         rule = f"it made {returned.item()!r} ({returned.dtype}) of a count of {_NUM_TOKENS} tokens, relied on is an int"
         raise ContractError(explain(given, rule, _REMEDY))

@@ -146,7 +146,11 @@ def _flat_advantages(advantages: Sequence[Tensor] | Sequence[float] | Tensor, sa
             given = f"the advantages of sample {i} are {tuple(one.shape) if isinstance(one, Tensor) else one!r}"
             rule = f"they must be a 1-D tensor of its loss mask's {length} entries"
             raise ValueError(explain(given, rule, "Pass a value a token for every sample, or a number for every one"))
-    flat = torch.cat(tensors) if tensors else samples.spread(torch.as_tensor(advantages))
+    if tensors:
+        flat = torch.cat(tensors)
+    else:
+        numbers = torch.as_tensor(advantages)
+        flat = numbers.repeat_interleave(samples.mask_lengths.to(numbers.device))
     if flat.is_complex() or flat.dtype == torch.bool:
         raise TypeError(explain(f"advantages of {flat.dtype}", "they must be real numbers", "Pass floats"))
     return flat.detach().to(torch.promote_types(flat.dtype, torch.float32))
@@ -154,7 +158,7 @@ def _flat_advantages(advantages: Sequence[Tensor] | Sequence[float] | Tensor, sa
 
 def _check_coverage(samples: Samples, totals: StepTotals) -> None:
     """Totals of a part of the step (a micro-batch, one rank) show where these samples alone are more than all of it."""
-    sums = samples.mask_sums().cpu()
+    sums = samples.mask_sums()
     here: dict[str, float] = {"step_tokens": float(sums.sum())}
     for kind, ids, tokens in (
         ("rollouts", samples.rollout_ids, totals.rollout_tokens),

@@ -1,7 +1,7 @@
 """Layouts: which token positions of a micro-batch this context-parallel (CP) rank holds.
 
 A micro-batch is one flat buffer of ``total_tokens`` positions. A layout says where in it each sample's loss mask
-begins (`mask_starts`) and which positions, in which order, a CP rank's per-token losses stand for (`local_indices`).
+begins (`mask_starts`) and which positions, in which order, a CP rank's per-token losses stand for (`local_segments`).
 Everything is computed on the host (whatever torch's default device), without a Python loop over samples.
 
 | layout           | flat buffer                          | rank r of c holds                                       |
@@ -30,11 +30,12 @@ def as_int_vector(name: str, values: IntList) -> Tensor:
         given = f"{name} is {values!r} ({type(values).__name__})"
         raise TypeError(explain(given, "it must be a list or tensor of ints", "Pass one entry a sample or slot"))
     if not isinstance(values, Tensor):
-        for value in values:
-            if not is_int(value):
-                given = f"{name} holds {value!r} ({type(value).__name__})"
-                raise TypeError(explain(given, "it must hold whole numbers", "Pass ints or an int tensor"))
-        return torch.tensor([int(v) for v in values], dtype=torch.int64, device="cpu")
+        if set(map(type, values)) != {int}:  # else sound, found fast
+            for value in values:
+                if not is_int(value):
+                    given = f"{name} holds {value!r} ({type(value).__name__})"
+                    raise TypeError(explain(given, "it must hold whole numbers", "Pass ints or an int tensor"))
+        return torch.tensor(list(map(int, values)), dtype=torch.int64, device="cpu")
     if values.dim() != 1 or values.dtype == torch.bool or values.is_floating_point() or values.is_complex():
         given = f"{name} is a {values.dtype} tensor of shape {tuple(values.shape)}"
         raise TypeError(explain(given, "it must be a 1-D tensor of ints", "Convert it first"))
@@ -94,11 +95,19 @@ class Layout(ABC):
         """
 
     @abstractmethod
+    def local_segments(self, cp_rank: int, cp_size: int) -> tuple[Tensor, Tensor]:
+        """First positions and lengths of the buffer's pieces that this CP rank holds, both int64 [num_segments].
+
+        In the order of its per-token losses, which is that of the buffer; pieces may be empty.
+        Raises ValueError when a slot cannot be cut for ``cp_size`` ranks.
+        """
+
     def local_indices(self, cp_rank: int, cp_size: int) -> Tensor:
         """Buffer positions this CP rank holds, in the order of its per-token losses, int64 [num_local_tokens].
 
         Raises ValueError when a slot cannot be cut for ``cp_size`` ranks.
         """
+        return concatenated_ranges(*self.local_segments(cp_rank, cp_size))
 
     def loss_shapes(self, num_local_tokens: int, cp_size: int) -> list[tuple[int, ...]]:
         """Shapes a rank's ``per_token_loss`` may have; all are read in row-major order."""
@@ -180,11 +189,11 @@ class _PackedSlots(Layout):
         return self._starts[slots]
 
 
-def _zigzag(starts: Tensor, sizes: Tensor, cp_rank: int, cp_size: int, slot: str) -> Tensor:
+def _zigzag(starts: Tensor, sizes: Tensor, cp_rank: int, cp_size: int, slot: str) -> tuple[Tensor, Tensor]:
     """Chunks cp_rank and 2 * cp_size - 1 - cp_rank of every slot; the slots stay in order."""
     check_cp(cp_rank, cp_size)
     if cp_size == 1:
-        return concatenated_ranges(starts, sizes)
+        return starts, sizes
     i = _first(sizes % (2 * cp_size) != 0)
     if i is not None:
         rule = f"it must be a multiple of 2 * cp_size = {2 * cp_size}, or the zigzag cut repeats and drops tokens"
@@ -192,7 +201,7 @@ def _zigzag(starts: Tensor, sizes: Tensor, cp_rank: int, cp_size: int, slot: str
     chunk = sizes // (2 * cp_size)
     head = starts + cp_rank * chunk
     tail = starts + (2 * cp_size - 1 - cp_rank) * chunk
-    return concatenated_ranges(torch.stack([head, tail], 1).flatten(), chunk.repeat_interleave(2))
+    return torch.stack([head, tail], 1).flatten(), chunk.repeat_interleave(2)
 
 
 class ZigzagTHD(_PackedSlots):
@@ -207,7 +216,7 @@ class ZigzagTHD(_PackedSlots):
     [0, 1, 6, 7, 8, 9, 14, 15]
     """
 
-    def local_indices(self, cp_rank: int, cp_size: int) -> Tensor:
+    def local_segments(self, cp_rank: int, cp_size: int) -> tuple[Tensor, Tensor]:
         return _zigzag(self._starts, self._sizes, cp_rank, cp_size, "slot")
 
 
@@ -227,7 +236,7 @@ class ZigzagBSHD(_PackedSlots):
         self.batch_size = batch_size
         self.seq_length = seq_length
 
-    def local_indices(self, cp_rank: int, cp_size: int) -> Tensor:
+    def local_segments(self, cp_rank: int, cp_size: int) -> tuple[Tensor, Tensor]:
         return _zigzag(self._starts, self._sizes, cp_rank, cp_size, "row")
 
     def loss_shapes(self, num_local_tokens: int, cp_size: int) -> list[tuple[int, ...]]:
@@ -251,7 +260,7 @@ class Contiguous(_PackedSlots):
         super().__init__(cu_seqlens_padded, total_lengths, filler_slots)
         self.per_slot = per_slot
 
-    def local_indices(self, cp_rank: int, cp_size: int) -> Tensor:
+    def local_segments(self, cp_rank: int, cp_size: int) -> tuple[Tensor, Tensor]:
         check_cp(cp_rank, cp_size)
         starts, sizes = self._starts, self._sizes
         if not self.per_slot:
@@ -261,7 +270,7 @@ class Contiguous(_PackedSlots):
             given = f"{f'slot {i}' if self.per_slot else 'the packed buffer'} has {int(sizes[i])} tokens"
             raise ValueError(explain(given, f"it must be a multiple of cp_size = {cp_size}", "Pad it"))
         piece = sizes // cp_size
-        return concatenated_ranges(starts + cp_rank * piece, piece)
+        return starts + cp_rank * piece, piece
 
 
 class Gathered(_PackedSlots):
@@ -274,9 +283,9 @@ class Gathered(_PackedSlots):
 
     replicated_over_cp = True
 
-    def local_indices(self, cp_rank: int, cp_size: int) -> Tensor:
+    def local_segments(self, cp_rank: int, cp_size: int) -> tuple[Tensor, Tensor]:
         check_cp(cp_rank, cp_size)
-        return torch.arange(self.total_tokens, device="cpu")
+        return self._starts, self._sizes
 
 
 class ZigzagResponse(Layout):
@@ -326,7 +335,7 @@ class ZigzagResponse(Layout):
             raise ValueError(explain(given, rule, remedy))
         return _starts_of(self._responses)
 
-    def local_indices(self, cp_rank: int, cp_size: int) -> Tensor:
+    def local_segments(self, cp_rank: int, cp_size: int) -> tuple[Tensor, Tensor]:
         check_cp(cp_rank, cp_size)
         chunk = (self._padded + 2 * cp_size - 1) // (2 * cp_size)
         first_logit, end_logit = self._totals - self._responses - 1, self._totals - 1
@@ -336,4 +345,4 @@ class ZigzagResponse(Layout):
             end = torch.minimum((piece + 1) * chunk, end_logit)
             starts.append(_starts_of(self._responses) + begin - first_logit)
             lengths.append((end - begin).clamp(min=0))
-        return concatenated_ranges(torch.stack(starts, 1).flatten(), torch.stack(lengths, 1).flatten())
+        return torch.stack(starts, 1).flatten(), torch.stack(lengths, 1).flatten()

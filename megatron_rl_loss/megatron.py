@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -32,7 +33,7 @@ from megatron_rl_loss.arguments import (
     validate_loss_aggregation_args,
 )
 from megatron_rl_loss.errors import BadBatchError, explain
-from megatron_rl_loss.reducers import Reducer, ReducerInputs, build_reducer
+from megatron_rl_loss.reducers import Reducer, ReducerInputs, WeightedSum, build_reducer
 from megatron_rl_loss.samples import Samples
 from megatron_rl_loss.totals import StepTotals, reduce_step_totals
 
@@ -68,6 +69,17 @@ class _Step:
     dp_cp_size: int
     per_token: bool
     report_keys: list[str] = field(default_factory=list)
+    _constants: dict[torch.device, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    def constants_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """A token count of 1, and the denominator of a reported share; made once a step."""
+        if device not in self._constants:
+            share = 1 / (self.num_microbatches * self.dp_cp_size)
+            self._constants[device] = (
+                torch.ones((), dtype=torch.int32, device=device),
+                torch.tensor(share, dtype=torch.float32, device=device),
+            )
+        return self._constants[device]
 
 
 class Microbatch:
@@ -93,7 +105,14 @@ class Microbatch:
     @functools.cached_property
     def sample_mean(self) -> Reducer:
         """Per-token values -> this rank's share of their sample mean: for metrics, whatever the mode."""
+        if self._step.settings.mode == "sample_mean":
+            return self.pg_loss  # one vector of weights for both
         return build_reducer("sample_mean", replace(self._inputs, divisor=None))
+
+    @functools.cached_property
+    def token_mean(self) -> Reducer:
+        """Per-token values -> this rank's share of their token mean: for metrics, whatever the mode."""
+        return build_reducer("token_mean", replace(self._inputs, divisor=None))
 
     @property
     def _inputs(self) -> ReducerInputs:
@@ -123,10 +142,15 @@ class Microbatch:
         if metrics and "pg_loss" in metrics:
             given = "a metric named 'pg_loss'"
             raise ValueError(explain(given, "the loss itself is reported by that name", "Choose another name"))
-        share = self.pg_loss(per_token_loss)
-        with torch.no_grad():
-            report = {name: self.sample_mean(values.detach()) for name, values in (metrics or {}).items()}
-        return self.carry(share, {"pg_loss": share, **report})
+        metrics = metrics or {}
+        pg_loss, sample_mean = self.pg_loss, self.sample_mean
+        if isinstance(pg_loss, WeightedSum) and isinstance(sample_mean, WeightedSum):
+            share, sums = pg_loss.with_metrics(per_token_loss, list(metrics.values()), sample_mean)
+        else:  # a user's own reducer
+            share = pg_loss(per_token_loss)
+            with torch.no_grad():
+                sums = [sample_mean(values.detach()) for values in metrics.values()]
+        return self.carry(share, {"pg_loss": share, **dict(zip(metrics, sums, strict=True))})
 
     def carry(self, share: Tensor, report: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Hand Megatron a share of the step loss that was put together by hand (a sum of `pg_loss` and a KL term, say).
@@ -155,22 +179,20 @@ class Microbatch:
             raise ValueError(explain(given, rule, "Report the same names every time"))
         num_shares = step.num_microbatches * step.dp_cp_size
         # Megatron sums [numerator, denominator] over micro-batches and dp_cp ranks, then divides: here by 1.
-        pairs = {
-            name: torch.stack([value.detach().float(), torch.full_like(value, 1 / num_shares, dtype=torch.float32)])
-            for name, value in report.items()
-        }
+        one, denominator = step.constants_on(share.device)
+        halves = [half for value in report.values() for half in (value.detach().to(denominator), denominator)]
+        pairs = dict(zip(report, torch.stack(halves).view(-1, 2), strict=True)) if report else {}
         if not step.per_token:
-            return share * num_shares, torch.ones((), dtype=torch.int32, device=share.device), pairs
+            return share * num_shares, one, pairs
         scale = _known_count(step.totals, "step_active_tokens", "per-token loss")
         return share * scale, self._local_active_tokens().to(share.device), pairs
 
     def _local_active_tokens(self) -> Tensor:
-        samples, step = self.samples, self._step
-        if samples.layout is not None and samples.layout.replicated_over_cp and step.cp_rank > 0:
-            # Counted on the first of the ranks that all hold them.
-            return torch.zeros((), dtype=torch.int32, device="cpu")
-        local_mask = samples.local(samples.flat_mask, step.cp_rank, step.cp_size)
-        return (local_mask != 0).sum().int()
+        step = self._step
+        count = 0
+        if self._inputs.copies == 1 or step.cp_rank == 0:  # else counted on the first of the ranks that all hold them
+            count = int(np.count_nonzero(self.samples.local_mask(step.cp_rank, step.cp_size).numpy()))
+        return torch.tensor(count, dtype=torch.int32, device="cpu")
 
 
 class LossAggregation:
@@ -354,7 +376,7 @@ class LossAggregation:
         if self.settings.mode == "prompt_mean" and samples.prompt_ids is None and len(samples):
             given = "loss aggregation 'prompt_mean' and samples without prompt_ids"
             raise ValueError(explain(given, "it averages inside each prompt group", "Give samples_of prompt_ids"))
-        samples.local_positions(groups.cp.rank(), groups.cp.size())  # raises if the layout cannot be cut so
+        samples.local_segments(groups.cp.rank(), groups.cp.size())  # raises if the layout cannot be cut so
         return samples
 
     def _check_config(self, config: Any, chunks: Sequence[Any], per_token: bool) -> None:

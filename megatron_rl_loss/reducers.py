@@ -13,6 +13,7 @@ over the whole step. A rank sums its own w * loss; the plain sum of all shares, 
 | `token_sum`   | the step     | d, the divisor or 1        | 1               | sum l*m / d                     |
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -62,12 +63,19 @@ class ReducerInputs:
             given = f"token weights of lengths {lengths[:8]}"
             rule = f"they must have the lengths of the loss masks, {self.samples.mask_lengths[:8].tolist()}"
             raise ValueError(explain(given, rule, "Return one weight a mask entry"))
-        flat = torch.cat(list(token_weights)) if token_weights else torch.zeros(0, device="cpu")
-        if not bool(torch.isfinite(flat).all()):
+        buffer = self.samples.in_buffer(token_weights)
+        if not bool(torch.isfinite(buffer).all()):
             raise ValueError(
                 explain("token weights with NaN or Inf", "they must be finite", "Use 0 to leave tokens out")
             )
-        return WeightedSum.of(self, flat.detach())
+        weights = self.samples.local(buffer, self.cp_rank, self.cp_size)
+        return WeightedSum.of(self, weights / self.copies)
+
+    @property
+    def copies(self) -> int:
+        """CP ranks that hold each token, and add their shares of it."""
+        layout = self.samples.layout
+        return self.cp_size if layout is not None and layout.replicated_over_cp else 1
 
 
 ReducerFactory = Callable[[ReducerInputs], Reducer]
@@ -173,8 +181,9 @@ def build_reducer(mode: str | ReducerFactory, inputs: ReducerInputs) -> Reducer:
             raise TypeError(explain(given, rule, "Return inputs.weighted_sum(...), say"))
         return reducer
     assert isinstance(mode, str)
-    samples = inputs.samples
-    return WeightedSum.of(inputs, samples.flat_mask * samples.spread(_unit_weights(mode, inputs)))
+    sample_weights = _unit_weights(mode, inputs) / inputs.copies
+    weights = inputs.samples.weighted_mask(sample_weights, inputs.cp_rank, inputs.cp_size)
+    return WeightedSum.of(inputs, weights, ignores_masked=True)
 
 
 def check_mode(mode: str, divisor: float | None) -> None:
@@ -215,12 +224,12 @@ def check_divisor(divisor: float) -> None:
 
 
 def _unit_weights(mode: str, inputs: ReducerInputs) -> Tensor:
-    """1 / (D * U) of the unit of each sample, [num_samples] like the masks; 0 for units without an active token."""
+    """1 / (D * U) of the unit of each sample, float64 [num_samples]; 0 for units without an active token."""
     samples, totals = inputs.samples, inputs.totals
     if not len(samples):
-        return samples.flat_mask
+        return samples.mask_sums()
     if mode == "token_sum":  # one unit of a size that is given: no count of the step is needed
-        return _constant(1 / (inputs.divisor or 1), samples).to(samples.flat_mask)
+        return _constant(1 / (inputs.divisor or 1), samples)
     if totals.rollout_tokens is not None and samples.rollout_ids is None:
         given = "totals made with rollout_ids, a micro-batch without"
         raise ValueError(explain(given, "its units cannot be told", "Pass rollout_ids with every micro-batch"))
@@ -241,19 +250,12 @@ def _unit_weights(mode: str, inputs: ReducerInputs) -> Tensor:
             unit_tokens = _constant(inputs.divisor, samples)
         else:
             unit_tokens = _unit_tokens(mode, samples, totals)
-    denominator = unit_tokens.to(samples.flat_mask.device) * num_units
-    # Looked at on the masks' device only where the counts, known on the host, have a zero.
-    if getattr(totals, field) == 0 or (unit_tokens.device.type == "cpu" and bool((denominator == 0).any())):
-        _refuse_active(samples.mask_sums()[denominator == 0], field, mode)
-    return torch.where(denominator > 0, 1 / denominator, 0.0).to(samples.flat_mask.dtype)
-
-
-def _refuse_active(mask_sums: Tensor, field: str, mode: str) -> None:
-    """Active tokens that the totals do not know of would silently weigh nothing."""
-    if bool((mask_sums > 0).any()):
+    denominator = unit_tokens * num_units
+    if bool((samples.mask_sums()[denominator == 0] > 0).any()):  # they would silently weigh nothing
         tokens = "" if mode in ("token_mean", "constant") else " or its unit's tokens"
         given = f"active tokens in a micro-batch, and totals whose {field}{tokens} are 0"
         raise ValueError(explain(given, "the totals must be those of the whole step", "Make them from all its masks"))
+    return torch.where(denominator > 0, 1 / denominator, 0.0)
 
 
 def _constant(value: float, samples: Samples) -> Tensor:
@@ -287,39 +289,106 @@ class WeightedSum:
     """``sum_t w_t * loss_t`` over the tokens this rank holds, with w_t = 0 meaning "ignore the token".
 
     Attributes:
-        weights: float32 [num_local_tokens], in the order of the losses.
+        weights: float32 [num_local_tokens], in the order of the losses. They move to the device of the losses.
     """
 
-    def __init__(self, weights: Tensor, shapes: list[tuple[int, ...]], hint: Callable[[int], str]) -> None:
+    def __init__(
+        self, weights: Tensor, shapes: list[tuple[int, ...]], hint: Callable[[int], str], ignores_masked: bool
+    ) -> None:
         self.weights = weights
         self._shapes = shapes
         self._hint = hint
+        self._ignores_masked = ignores_masked  # the tokens of weight 0 are those that the loss mask leaves out
 
     @classmethod
-    def of(cls, inputs: ReducerInputs, flat_weights: Tensor) -> "WeightedSum":
-        """From the weights of all mask entries end to end; cuts them for this CP rank."""
-        samples, cp_rank, cp_size = inputs.samples, inputs.cp_rank, inputs.cp_size
-        weights = samples.local(flat_weights, cp_rank, cp_size)
-        if samples.layout is not None and samples.layout.replicated_over_cp:
-            weights = weights / cp_size
+    def of(cls, inputs: ReducerInputs, weights: Tensor, ignores_masked: bool = False) -> "WeightedSum":
+        """From the weights of this rank's tokens, [num_local_tokens]."""
 
         def hint(num_losses: int) -> str:
-            return _layout_hint(num_losses, weights.numel(), samples)
+            return _layout_hint(num_losses, weights.numel(), inputs.samples)
 
-        return cls(weights.float(), samples.loss_shapes(weights.numel(), cp_size), hint)
+        return cls(weights.float(), inputs.samples.loss_shapes(weights.numel(), inputs.cp_size), hint, ignores_masked)
 
     def __call__(self, per_token_loss: Tensor) -> Tensor:
-        if not isinstance(per_token_loss, Tensor) or not per_token_loss.is_floating_point():
-            kind = per_token_loss.dtype if isinstance(per_token_loss, Tensor) else type(per_token_loss).__name__
+        return self.with_metrics(per_token_loss, [], self)[0]
+
+    def with_metrics(
+        self, per_token_loss: Tensor, metrics: Sequence[Tensor], metric_sum: "WeightedSum"
+    ) -> tuple[Tensor, list[Tensor]]:
+        """This sum of the losses, and `metric_sum` of further values, not differentiated: one pass over all of them."""
+        self._check(per_token_loss)
+        for values in metrics:
+            metric_sum._check(values)
+        weights = self._weights_on(per_token_loss.device)
+        metric_weights = metric_sum._weights_on(metrics[0].device) if metrics else weights
+        rows = [values.detach().reshape(-1) for values in (per_token_loss, *metrics)]
+        if per_token_loss.device.type == "cpu" and not torch.compiler.is_compiling():
+            totals = [_host_dot(rows[0], weights), *(_host_dot(row, metric_weights) for row in rows[1:])]
+        else:
+            same_ignored = self._ignores_masked and metric_sum._ignores_masked
+            totals = _sums_without_looking(rows, weights, metric_weights, same_ignored)
+        share = totals[0]
+        if torch.is_grad_enabled() and per_token_loss.requires_grad:
+            share = _WithGradient.apply(per_token_loss, weights, [share])  # type: ignore[no-untyped-call]
+        return share, totals[1:]
+
+    def _check(self, values: Tensor) -> None:
+        if not isinstance(values, Tensor) or not values.is_floating_point():
+            kind = values.dtype if isinstance(values, Tensor) else type(values).__name__
             raise TypeError(explain(f"per_token_loss is {kind}", "it must be a float tensor", "Pass unreduced losses"))
-        if tuple(per_token_loss.shape) not in self._shapes:
-            given = f"per_token_loss of shape {tuple(per_token_loss.shape)}"
+        if tuple(values.shape) not in self._shapes:
+            given = f"per_token_loss of shape {tuple(values.shape)}"
             rule = f"this rank's part of the layout is {' or '.join(map(str, self._shapes))}"
-            raise ValueError(explain(given, rule, self._hint(per_token_loss.numel())))
-        if self.weights.device != per_token_loss.device:
-            self.weights = self.weights.to(per_token_loss.device, non_blocking=True)
-        losses = per_token_loss.reshape(-1).masked_fill(self.weights == 0, 0)
-        return (losses.float() * self.weights).sum()
+            raise ValueError(explain(given, rule, self._hint(values.numel())))
+
+    def _weights_on(self, device: torch.device) -> Tensor:
+        if self.weights.device != device:
+            self.weights = self.weights.to(device, non_blocking=True)
+        return self.weights
+
+
+class _WithGradient(torch.autograd.Function):
+    """A weighted sum that is already known, with its gradient: one node, which keeps nothing but the weights."""
+
+    @staticmethod
+    def forward(ctx: Any, losses: Tensor, weights: Tensor, total: list[Tensor]) -> Tensor:
+        ctx.save_for_backward(weights)
+        ctx.shape, ctx.dtype = losses.shape, losses.dtype
+        # In a list and detached: a tensor argument, or a view, could not be returned and then changed in place.
+        return total[0].detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        (weights,) = ctx.saved_tensors
+        return (gradient * weights).to(ctx.dtype).view(ctx.shape), None, None
+
+
+def _host_dot(values: Tensor, weights: Tensor) -> Tensor:
+    total = torch.dot(values.float(), weights)
+    if not math.isfinite(total.item()):  # 0 * NaN is NaN: again, without the tokens that do not count
+        total = torch.dot(values.float().masked_fill(weights == 0, 0), weights)
+    return total
+
+
+def _sums_without_looking(
+    rows: list[Tensor], weights: Tensor, metric_weights: Tensor, same_ignored: bool
+) -> list[Tensor]:
+    """The sum of the first row by `weights` and of the others by `metric_weights`, with no branch on a value.
+
+    A GPU need not be waited for, and the number of kernels depends neither on samples nor on metrics.
+    """
+    table = torch.stack(rows).float()
+    if weights is metric_weights:
+        table.mul_(weights).masked_fill_(weights == 0, 0)  # 0 * NaN is NaN
+    else:
+        table[0].mul_(weights)
+        table[1:].mul_(metric_weights)
+        if same_ignored:
+            table.masked_fill_(weights == 0, 0)
+        else:
+            table[0].masked_fill_(weights == 0, 0)
+            table[1:].masked_fill_(metric_weights == 0, 0)
+    return list(table.sum(1))
 
 
 def _layout_hint(num_losses: int, num_local: int, samples: Samples) -> str:

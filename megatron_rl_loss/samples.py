@@ -2,7 +2,9 @@
 
 import hashlib
 from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,6 +15,8 @@ Ids = Sequence[int | str] | Tensor
 
 #: Ids travel between ranks as int64 with one bit for their kind and one for the sign.
 _ID_LIMIT = 2**61
+#: Beyond these the float32 weight of a token could vanish or be infinite.
+_SMALLEST, _LARGEST = 1e-30, 1e30
 
 
 def as_ids(name: str, ids: Ids, num_samples: int) -> Tensor:
@@ -27,31 +31,34 @@ def as_ids(name: str, ids: Ids, num_samples: int) -> Tensor:
                 f"{len(values)} {name} for {num_samples} loss masks", "there must be one a sample", "Pass both in order"
             )
         )
-    numbers = []
-    for value in values:
-        if isinstance(value, str):
-            digest = hashlib.blake2b(value.encode(), digest_size=8).digest()
-            numbers.append(int.from_bytes(digest, "little") % _ID_LIMIT)
-        elif is_int(value):
-            numbers.append(int(value))
-        else:
-            given = f"{name} holds {value!r} ({type(value).__name__})"
-            raise TypeError(explain(given, "an id must be an int or a str", "Pass one such id a sample"))
+    odd = [value for value in values if not isinstance(value, str) and not is_int(value)]
+    if odd:
+        given = f"{name} holds {odd[0]!r} ({type(odd[0]).__name__})"
+        raise TypeError(explain(given, "an id must be an int or a str", "Pass one such id a sample"))
+    numbers = [_hashed(value) if isinstance(value, str) else int(value) for value in values]
     if any(not -_ID_LIMIT < number < _ID_LIMIT for number in numbers):
         raise ValueError(explain(f"{name} go beyond 61 bits", "such ids cannot be exchanged", "Pass them as strings"))
     return torch.tensor(numbers, dtype=torch.int64, device="cpu")
 
 
+def _hashed(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") % _ID_LIMIT
+
+
 class Samples:
-    """The samples of one micro-batch (or of one rank's whole step).
+    """The samples of one micro-batch (or of one rank's whole step). Everything about them is computed on the host.
 
     Args:
         loss_masks: one 1-D tensor a sample: 0/1, bool, or fractional token weights >= 0, over the sample's full length
-            (never cut for a CP rank). Any number, none included.
+            (never cut for a CP rank). Any number, none included. On any device; masks on a GPU are copied once, which
+            waits for it.
         layout: where the losses of those tokens are; None for plain concatenation, which has no CP cut.
         rollout_ids: one id (int or str) a sample, equal for samples that are parts of one rollout; None if each sample
             is a rollout. Unique within the step, not only within a prompt.
         prompt_ids: one id a sample, equal for the responses to one prompt. Needed by ``prompt_mean``.
+
+    Attributes:
+        flat_mask: the masks in the layout's buffer, float32 [total_tokens], 0 in padding.
 
     Raises:
         TypeError: masks that are not tensors, are complex, or ids of another type.
@@ -67,87 +74,136 @@ class Samples:
         rollout_ids: Ids | None = None,
         prompt_ids: Ids | None = None,
     ) -> None:
-        if isinstance(loss_masks, Tensor):
-            given = f"loss_masks is one tensor of shape {tuple(loss_masks.shape)}"
-            raise TypeError(explain(given, "it must be a list of 1-D tensors, one a sample", "Pass list(loss_masks)"))
-        self.loss_masks = list(loss_masks)
-        for i, mask in enumerate(self.loss_masks):
-            if not isinstance(mask, Tensor):
-                given = f"the loss mask of sample {i} is a {type(mask).__name__}"
-                raise TypeError(explain(given, "it must be a 1-D tensor", "Wrap it in torch.tensor"))
-            if mask.dim() != 1:
-                given = f"the loss mask of sample {i} has shape {tuple(mask.shape)}"
-                raise ValueError(explain(given, "it must be 1-D, one entry a token", "Pass one tensor a sample"))
-        #: Masks end to end, float32 (float64 if given so), [sum of lengths].
-        self.flat_mask = _flatten(self.loss_masks)
-        self.mask_lengths = torch.tensor([mask.numel() for mask in self.loss_masks], dtype=torch.int64, device="cpu")
-        self._check_values()
+        self.loss_masks = _checked(loss_masks)
+        self.mask_lengths = torch.tensor(list(map(Tensor.numel, self.loss_masks)), dtype=torch.int64, device="cpu")
         self.layout = layout
+        ends = self.mask_lengths.cumsum(0)
+        self._starts = ends - self.mask_lengths if layout is None else layout.mask_starts(self.mask_lengths)
+        self._total_tokens = int(self.mask_lengths.sum()) if layout is None else layout.total_tokens
+        values = self.in_buffer(self.loss_masks)
+        self._mask_sums, self._active_tokens = self._measured(values)
+        self.flat_mask = values.float()
         n = len(self.loss_masks)
         self.rollout_ids = None if rollout_ids is None else as_ids("rollout_ids", rollout_ids, n)
         self.prompt_ids = None if prompt_ids is None else as_ids("prompt_ids", prompt_ids, n)
-        self._local_positions: dict[tuple[int, int], Tensor] = {}
-        self._mask_starts = (
-            self.mask_lengths.cumsum(0) - self.mask_lengths if layout is None else layout.mask_starts(self.mask_lengths)
-        )
+        self._local_masks: dict[tuple[int, int], Tensor] = {}
 
-    def _check_values(self) -> None:
-        # Beyond 1e30 either way the float32 weight of a token could be infinite or vanish.
-        sound = (self.flat_mask == 0) | ((self.flat_mask >= 1e-30) & (self.flat_mask <= 1e30))
-        if bool(sound.all()):
-            return
-        position = int((~sound).nonzero()[0])
-        i = int(torch.searchsorted(self.mask_lengths.cumsum(0), position, right=True))
-        given = f"the loss mask of sample {i} holds {float(self.flat_mask[position])}"
-        rule = "token weights must be finite and >= 0 (0, or from 1e-30 to 1e30)"
+    def _measured(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Sum and number of nonzero entries of each mask, float64 [num_samples]; refuses unsound values."""
+        low, high = values.aminmax() if values.numel() else (values.sum(), values.sum())
+        if not bool((low >= 0) & (high <= _LARGEST)):  # NaN is neither
+            self._refuse(values, ~((values >= 0) & (values <= _LARGEST)))
+        flat = values.numpy()
+        sums = self._sums(flat)
+        if high <= 1 and not any(dtype.is_floating_point for dtype in {mask.dtype for mask in self.loss_masks}):
+            return sums, sums
+        active = self._sums((flat != 0).astype(np.float32))
+        if high <= 1 and torch.equal(sums, active):
+            return sums, active
+        tiny = (flat < _SMALLEST) & (flat != 0)
+        if tiny.any():
+            self._refuse(values, torch.from_numpy(tiny))
+        return self._sums(flat.astype(np.float64)), active
+
+    def _sums(self, flat: np.ndarray[Any, Any]) -> Tensor:
+        """Of each sample, float64 [num_samples]; exact for fewer than 2**24 float32 zeros and ones a sample."""
+        filled = self.mask_lengths > 0
+        sums = torch.zeros(len(self), dtype=torch.float64, device="cpu")
+        # From each start to the next one; what lies between samples is 0.
+        sums[filled] = torch.from_numpy(np.add.reduceat(flat, self._starts[filled].numpy())).double()
+        return sums
+
+    def _refuse(self, buffer: Tensor, unsound: Tensor) -> None:
+        position = int(unsound.nonzero()[0])
+        i = int(torch.searchsorted(self._starts + self.mask_lengths, position, right=True))
+        given = f"the loss mask of sample {i} holds {float(buffer[position])}"
+        rule = f"token weights must be finite and >= 0 (0, or from {_SMALLEST:g} to {_LARGEST:g})"
         raise ValueError(explain(given, rule, "Pass 0 for tokens that do not count"))
 
     def __len__(self) -> int:
         return len(self.loss_masks)
 
     def mask_sums(self) -> Tensor:
-        """M_i, the sum of each sample's mask, float64 [num_samples], on the masks' device."""
-        return self._sum_by_sample(self.flat_mask)
+        """M_i, the sum of each sample's mask, float64 [num_samples]."""
+        return self._mask_sums
 
     def active_tokens(self) -> Tensor:
-        """Number of tokens of nonzero weight in each sample, float64 [num_samples], on the masks' device."""
-        return self._sum_by_sample(self.flat_mask != 0)
+        """Number of tokens of nonzero weight in each sample, float64 [num_samples]."""
+        return self._active_tokens
 
-    def _sum_by_sample(self, flat: Tensor) -> Tensor:
-        sample_of_token = torch.arange(len(self), device="cpu").repeat_interleave(self.mask_lengths).to(flat.device)
-        return torch.zeros(len(self), dtype=torch.float64, device=flat.device).index_add_(
-            0, sample_of_token, flat.double()
-        )
+    def in_buffer(self, values: Sequence[Tensor]) -> Tensor:
+        """One 1-D tensor a sample, each as long as its mask -> the layout's buffer, [total_tokens], 0 in padding.
 
-    def spread(self, per_sample: Tensor) -> Tensor:
-        """A value a sample, repeated for each of its mask entries, [sum of lengths]."""
-        return per_sample.repeat_interleave(self.mask_lengths.to(per_sample.device))
+        On the host; float64 if one of them is, else float32.
+        """
+        if not values:
+            return torch.zeros(self._total_tokens, dtype=torch.float32, device="cpu")
+        if values[0].device.type != "cpu":  # one copy, not one a sample
+            values = torch.cat(list(values)).cpu().split(self.mask_lengths.tolist())
+        dtypes = {value.dtype for value in values}
+        if torch.bfloat16 in dtypes:  # NumPy has none
+            values = [value.float() for value in values]
+        arrays = [value.numpy(force=True) for value in values]
+        starts, lengths = self._starts.numpy(), self.mask_lengths.numpy()
+        gaps = np.append(starts, self._total_tokens) - np.append(0, starts + lengths)
+        if gaps.any():
+            padding = np.zeros(gaps.max(), bool)
+            parts = zip(gaps[:-1].tolist(), arrays, strict=True)
+            arrays = [part for gap, array in parts for part in (padding[:gap], array)] + [padding[: gaps[-1]]]
+        dtype = np.float64 if torch.float64 in dtypes else np.float32
+        return torch.from_numpy(np.concatenate(arrays, dtype=dtype, casting="unsafe"))
 
-    def local(self, flat: Tensor, cp_rank: int, cp_size: int) -> Tensor:
-        """The part of a flat per-token tensor that this CP rank holds, in the order of its losses; 0 in padding."""
-        positions = self.local_positions(cp_rank, cp_size)
-        if self.layout is None or positions is None:
-            return flat
-        at = concatenated_ranges(self._mask_starts, self.mask_lengths)
-        buffer = torch.zeros(self.layout.total_tokens, dtype=flat.dtype, device=flat.device)
-        buffer[at.to(flat.device)] = flat
-        return buffer[positions.to(flat.device)]
+    def local(self, buffer: Tensor, cp_rank: int, cp_size: int) -> Tensor:
+        """The part of a flat buffer, [total_tokens], that this CP rank holds, in the order of its losses."""
+        starts, lengths = self.local_segments(cp_rank, cp_size)
+        if int(lengths.sum()) == self._total_tokens:
+            return buffer
+        flat = buffer.numpy()
+        pieces = zip(starts.tolist(), (starts + lengths).tolist(), strict=True)
+        return torch.from_numpy(np.concatenate([flat[:0], *(flat[start:end] for start, end in pieces)]))
 
-    def local_positions(self, cp_rank: int, cp_size: int) -> Tensor | None:
-        """Positions of the layout's flat buffer that this CP rank holds; None if it holds the masks as they are.
+    def local_mask(self, cp_rank: int, cp_size: int) -> Tensor:
+        """What this CP rank holds of `flat_mask`, float32 [num_local_tokens]. Made once; not to be changed."""
+        place = cp_rank, cp_size
+        if place not in self._local_masks:
+            self._local_masks[place] = self.local(self.flat_mask, *place)
+        return self._local_masks[place]
+
+    def weighted_mask(self, sample_weights: Tensor, cp_rank: int, cp_size: int) -> Tensor:
+        """`local_mask` with each sample's tokens multiplied by that sample's weight, float32 [num_local_tokens]."""
+        mask = self.local_mask(cp_rank, cp_size)
+        if not len(self) or not mask.numel():
+            return mask
+        weights = sample_weights.float()
+        if bool((weights == weights[0]).all()):
+            return mask * float(weights[0])
+        # The rank holds a sample's tokens together and samples in order: how many does it hold before each one?
+        starts, lengths = self.local_segments(cp_rank, cp_size)
+        at = torch.searchsorted(starts, self._starts, right=True) - 1
+        held = lengths.cumsum(0) - lengths
+        before = torch.where(at < 0, 0, held[at] + torch.minimum(self._starts - starts[at], lengths[at]))
+        before[0] = 0
+        counts = np.diff(before.numpy(), append=mask.numel())
+        return torch.from_numpy(np.repeat(weights.numpy(), counts)).mul_(mask)
+
+    def local_positions(self, cp_rank: int, cp_size: int) -> Tensor:
+        """Positions of the layout's flat buffer that this CP rank holds, in the order of its losses, int64."""
+        return concatenated_ranges(*self.local_segments(cp_rank, cp_size))
+
+    def local_segments(self, cp_rank: int, cp_size: int) -> tuple[Tensor, Tensor]:
+        """First positions and lengths of the buffer's pieces that this CP rank holds, none of them empty.
 
         Raises ValueError where the layout cannot be cut so, or where none says how.
         """
         check_cp(cp_rank, cp_size)
         if self.layout is not None:
-            if (cp_rank, cp_size) not in self._local_positions:
-                self._local_positions[cp_rank, cp_size] = self.layout.local_indices(cp_rank, cp_size)
-            return self._local_positions[cp_rank, cp_size]
+            starts, lengths = self.layout.local_segments(cp_rank, cp_size)
+            return starts[lengths > 0], lengths[lengths > 0]
         if cp_size > 1:
             given = f"cp_size is {cp_size} and no layout was given"
             rule = "how tokens are cut over CP ranks must be said, never guessed"
             raise ValueError(explain(given, rule, "Pass one of megatron_rl_loss.layouts (Gathered if they are not)"))
-        return None
+        return self._starts[self.mask_lengths > 0], self.mask_lengths[self.mask_lengths > 0]
 
     def loss_shapes(self, num_local_tokens: int, cp_size: int) -> list[tuple[int, ...]]:
         """Shapes this rank's ``per_token_loss`` may have."""
@@ -158,18 +214,24 @@ class Samples:
         return shapes + [(len(self), length) for length in lengths if len(lengths) == 1]
 
 
-def _flatten(loss_masks: list[Tensor]) -> Tensor:
-    for i, mask in enumerate(loss_masks):
-        if mask.is_complex():
-            given = f"the loss mask of sample {i} is {mask.dtype}"
-            raise TypeError(explain(given, "token weights must be real numbers", "Pass 0/1, bool or float weights"))
-    devices = {mask.device for mask in loss_masks}
+def _checked(loss_masks: Sequence[Tensor]) -> list[Tensor]:
+    if isinstance(loss_masks, Tensor):
+        given = f"loss_masks is one tensor of shape {tuple(loss_masks.shape)}"
+        raise TypeError(explain(given, "it must be a list of 1-D tensors, one a sample", "Pass list(loss_masks)"))
+    masks = list(loss_masks)
+    i = next((i for i, mask in enumerate(masks) if not isinstance(mask, Tensor) or mask.dim() != 1), None)
+    if i is not None and not isinstance(masks[i], Tensor):
+        given = f"the loss mask of sample {i} is a {type(masks[i]).__name__}"
+        raise TypeError(explain(given, "it must be a 1-D tensor", "Wrap it in torch.tensor"))
+    if i is not None:
+        given = f"the loss mask of sample {i} has shape {tuple(masks[i].shape)}"
+        raise ValueError(explain(given, "it must be 1-D, one entry a token", "Pass one tensor a sample"))
+    if any(dtype.is_complex for dtype in {mask.dtype for mask in masks}):
+        i = next(i for i, mask in enumerate(masks) if mask.is_complex())
+        given = f"the loss mask of sample {i} is {masks[i].dtype}"
+        raise TypeError(explain(given, "token weights must be real numbers", "Pass 0/1, bool or float weights"))
+    devices = {mask.device for mask in masks}
     if len(devices) > 1:
         given = f"loss masks on {sorted(map(str, devices))}"
         raise ValueError(explain(given, "they must share one device", "Move them together"))
-    if not loss_masks:
-        return torch.zeros(0, dtype=torch.float32, device="cpu")
-    if len({mask.dtype for mask in loss_masks}) > 1:
-        loss_masks = [mask.double() for mask in loss_masks]
-    flat = torch.cat(loss_masks).detach()
-    return flat if flat.dtype == torch.float64 else flat.float()
+    return masks

@@ -229,7 +229,7 @@ class _LocalUnits:
 
     def __init__(self, microbatches: list[Samples], count_prompts: bool) -> None:
         filled = [samples for samples in microbatches if len(samples)]
-        sums = [samples.mask_sums().cpu() for samples in filled]
+        sums = [samples.mask_sums() for samples in filled]
         self.mask_sums = torch.cat(sums) if sums else torch.zeros(0, dtype=torch.float64, device="cpu")
         self.active_tokens = sum(float(samples.active_tokens().sum()) for samples in filled)
         self.rollout_ids = _joined("rollout_ids", [samples.rollout_ids for samples in filled])
@@ -352,9 +352,10 @@ def _if_several(group: Group | None) -> Group | None:
 
 
 def _device_of(group: Group) -> torch.device:
-    return (
-        torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else torch.device("cpu")
-    )
+    """Where the group's backends take tensors: the host if one of them does ("cpu:gloo,cuda:nccl")."""
+    if "cpu:" in dist.get_backend_config(group):
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def _all_reduce(values: Tensor, group: Group | None, op: dist.ReduceOp.RedOpType) -> None:

@@ -1,12 +1,25 @@
-"""Every test runs on the CPU, one thread a process, whatever the machine has. The summary counts what was shown."""
+"""Every test runs on the CPU, one thread a process, whatever the machine has. The summary counts what was shown.
+
+With ``TEST_DEVICE=cuda`` the tests marked `gpus` run instead, on the machine's GPUs and over NCCL (see `ranks`).
+"""
 
 import os
 from collections import defaultdict
 from typing import Any
 
-os.environ["CUDA_VISIBLE_DEVICES"] = ""
+import pytest
+
+ON_GPUS = os.environ.get("TEST_DEVICE") == "cuda"
+if not ON_GPUS:
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["TORCHDYNAMO_DISABLE"] = "1"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if ON_GPUS:
+        config.hook.pytest_deselected(items=[item for item in items if "gpus" not in item.keywords])
+        items[:] = [item for item in items if "gpus" in item.keywords]
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

@@ -2,6 +2,9 @@
 
 The standard library's fork server is that process: it is started once, imports `warm_megatron`, and forks a fresh rank
 in a few milliseconds. Every rank has pristine globals. The server never runs a kernel, so forking it is safe.
+
+With ``TEST_DEVICE=cuda`` every rank is a new process with a GPU of its own and NCCL: a process that has looked at its
+GPUs must not be forked. A test for more ranks than the machine has GPUs is skipped.
 """
 
 import contextlib
@@ -18,9 +21,16 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+import pytest
+import torch
+import torch.distributed as dist
+
+ON_GPUS = os.environ.get("TEST_DEVICE") == "cuda"
+
 _TESTS = Path(__file__).parent
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["warm_megatron"])
+_context: Any = multiprocessing.get_context("spawn" if ON_GPUS else "forkserver")
+if not ON_GPUS:
+    _context.set_forkserver_preload(["warm_megatron"])
 
 
 class RankError(RuntimeError):
@@ -37,6 +47,8 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
 
     Raises RankError once every rank has ended, or `timeout_s` after the start if some hang.
     """
+    if ON_GPUS and world_size > torch.cuda.device_count():
+        pytest.skip(f"needs {world_size} GPUs, there are {torch.cuda.device_count()}")
     # The server and its children find the same modules as this process.
     os.environ["PYTHONPATH"] = os.pathsep.join([str(_TESTS), str(_TESTS.parent / "examples"), str(_TESTS.parent)])
     # The server keeps the environment it was started in; ranks get that of now.
@@ -46,6 +58,7 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(_free_port()),
         "GLOO_SOCKET_IFNAME": "lo",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # Megatron asks for it with tensor or context parallelism
     }
     pipes: dict[Connection, int] = {}
     processes = []
@@ -79,6 +92,13 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
         if errors:
             raise RankError(errors, Path(log.name).read_text(errors="replace"))
     return [results[rank] for rank in range(world_size)]
+
+
+def start_process_group() -> None:
+    """On a rank: torch's default group."""
+    if ON_GPUS:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if ON_GPUS else "gloo")
 
 
 def _rank_main(

@@ -20,7 +20,7 @@ import oracle
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import run_ranks, start_process_group
 
 from megatron_rl_loss.arguments import AggregationSettings
 
@@ -72,7 +72,7 @@ def build(model: str, per_token: bool, tp: int = 1, pp: int = 1, cp: int = 1, ep
             sizes.numpy() if as_numpy and isinstance(sizes, torch.Tensor) else sizes
         )
     if not dist.is_initialized():
-        dist.init_process_group("gloo")
+        start_process_group()
         mpu.initialize_model_parallel(tp, pp, context_parallel_size=cp, expert_model_parallel_size=ep)
     settings = MODELS[model]
     config = TransformerConfig(

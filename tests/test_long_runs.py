@@ -18,7 +18,7 @@ import oracle
 import psutil
 import pytest
 import torch
-from ranks import run_ranks
+from ranks import run_ranks, start_process_group
 
 from megatron_rl_loss import (
     Contiguous,
@@ -181,7 +181,6 @@ def test_a_graph_that_grows_and_files_that_stay_open_are_seen() -> None:
 
 
 def adapter_readings(cp: int, pp: int, leak: bool, steps: int) -> list[Reading]:
-    import torch.distributed as dist
     from megatron.core import parallel_state
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.module import MegatronModule
@@ -189,7 +188,7 @@ def adapter_readings(cp: int, pp: int, leak: bool, steps: int) -> list[Reading]:
     from megatron_rl_loss import Samples
     from megatron_rl_loss.megatron import LossAggregation
 
-    dist.init_process_group("gloo")
+    start_process_group()
     parallel_state.initialize_model_parallel(1, pp, context_parallel_size=cp)
     dp_rank, cp_rank = parallel_state.get_data_parallel_rank(), parallel_state.get_context_parallel_rank()
     # One model and aggregation for every mode, unit counting and carrier: they live as long as the launch.

@@ -14,7 +14,7 @@ import oracle
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import RankError, run_ranks
+from ranks import RankError, run_ranks, start_process_group
 
 from megatron_rl_loss import BadBatchError, Gathered, Samples, StepTotals, ZigzagTHD
 from megatron_rl_loss.arguments import AggregationSettings
@@ -75,13 +75,14 @@ class Batch:
         """By the oracle's zigzag, not by the package's."""
         if self.gathered:
             return torch.tensor([n for slot in self.numbers for n in slot], dtype=torch.int64)
-        return torch.tensor(oracle.zigzag(self.numbers, cp_rank, cp_size), dtype=torch.int64)  # type: ignore[arg-type]
+        held = oracle.zigzag(self.numbers, cp_rank, cp_size)  # type: ignore[arg-type]
+        return torch.tensor(held, dtype=torch.int64)
 
 
 def start(tp: int = 1, pp: int = 1, cp: int = 1) -> Any:
     from megatron.core import parallel_state
 
-    dist.init_process_group("gloo")
+    start_process_group()
     parallel_state.initialize_model_parallel(tp, pp, context_parallel_size=cp)
     return parallel_state
 
@@ -114,8 +115,8 @@ def table_model(table: list[float], *, per_token: bool = False, ddp: bool = True
             return self.losses[numbers]
 
     if not ddp:
-        return Table()
-    model = DistributedDataParallel(config, DistributedDataParallelConfig(**ddp_options), Table())
+        return Table().cuda()
+    model = DistributedDataParallel(config, DistributedDataParallelConfig(**ddp_options), Table().cuda())
     if ddp_options.get("overlap_grad_reduce"):
         config.no_sync_func = model.no_sync
     return model
@@ -139,7 +140,7 @@ def one_step(
 
     def forward_step(iterator: Iterator[Any], model: Any) -> Any:
         microbatch = next(iterator)
-        losses = model(microbatch.data.local_numbers(cp_rank, cp_size))
+        losses = model(microbatch.data.local_numbers(cp_rank, cp_size).cuda())
 
         def loss_func(losses: torch.Tensor) -> Any:
             return microbatch.loss(losses[None], {"twice": 2 * losses[None]} if metric else None)
@@ -161,7 +162,7 @@ def one_step(
         total = torch.stack([report[name] for report in stored]).sum(0)
         dist.all_reduce(total, group=group)
         logged[name] = float(total[0] / total[1])
-    return model.module.losses.main_grad.clone(), logged
+    return model.module.losses.main_grad.clone().cpu(), logged
 
 
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
@@ -219,6 +220,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.gpus
 @pytest.mark.parametrize(("world_size", "layout"), LAYOUTS.values(), ids=LAYOUTS.keys())
 def test_gradient_loss_and_metrics_equal_the_oracle(world_size: int, layout: dict[str, Any]) -> None:
     layout = {"gathered": False, "uneven": False, "ddp_options": {}} | layout
@@ -244,8 +246,8 @@ def stock_gradient_error(cp: int) -> float:
 
     def forward_step(iterator: Iterator[Batch], model: Any) -> Any:
         batch = next(iterator)
-        losses = model(batch.local_numbers(cp_rank, cp))
-        mask = batch.samples.local(batch.samples.flat_mask, cp_rank, cp)
+        losses = model(batch.local_numbers(cp_rank, cp).cuda())
+        mask = batch.samples.local_mask(cp_rank, cp).cuda()
         num_tokens = (mask != 0).sum().int()
         return losses, lambda losses: ((losses * mask).sum(), num_tokens, {})
 
@@ -254,9 +256,10 @@ def stock_gradient_error(cp: int) -> float:
         micro_batch_size=1,
     )  # fmt: skip
     expected = torch.cat([*oracle.step_gradient("token_mean", samples), torch.zeros(1)])
-    return relative_error(model.module.losses.main_grad, expected)
+    return relative_error(model.module.losses.main_grad.cpu(), expected)
 
 
+@pytest.mark.gpus
 @pytest.mark.parametrize("cp", [1, 2, 4])
 def test_the_comparison_sees_megatrons_stock_aggregation(cp: int) -> None:
     """Negative control: the same data and comparison, with mean of micro-batch means (museum rows 3 and 9)."""

@@ -251,7 +251,7 @@ def stock(patch: pytest.MonkeyPatch) -> None:
     from megatron_rl_loss.megatron import Microbatch
 
     def loss(self: Any, per_token_loss: Tensor, metrics: Any = None) -> Any:
-        mask = self.samples.local(self.samples.flat_mask, self._step.cp_rank, self._step.cp_size)
+        mask = self.samples.local_mask(self._step.cp_rank, self._step.cp_size)
         total, count = (per_token_loss.flatten() * mask).sum(), (mask != 0).sum().int()
         return total, count, {"pg_loss": torch.stack([total.detach(), mask.sum()])}
 
@@ -308,12 +308,19 @@ def normalised_twice(mode: str, inputs: ReducerInputs) -> Tensor:
 
 
 def multiplied_by_mask(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(WeightedSum, "__call__", lambda self, losses: (losses.reshape(-1).float() * self.weights).sum())
+    def with_metrics(self: Any, losses: Tensor, metrics: Sequence[Tensor], metric_sum: Any) -> Any:
+        first, *others = ((values.reshape(-1).float() * self.weights).sum() for values in (losses, *metrics))
+        return first, others
+
+    patch.setattr(WeightedSum, "with_metrics", with_metrics)
 
 
 def numerator_without_mask(patch: pytest.MonkeyPatch) -> None:
     def build(mode: str, inputs: ReducerInputs) -> Any:
-        return WeightedSum.of(inputs, inputs.samples.spread(sound_weights(mode, inputs)).float())
+        samples = inputs.samples
+        weights = sound_weights(mode, inputs).repeat_interleave(samples.mask_lengths)
+        every_token = samples.in_buffer(list(weights.split(samples.mask_lengths.tolist())))
+        return WeightedSum.of(inputs, samples.local(every_token, inputs.cp_rank, inputs.cp_size))
 
     patch.setattr(reducers, "build_reducer", build)
 
@@ -371,11 +378,11 @@ def rows_cut_as_one_slot(patch: pytest.MonkeyPatch) -> None:
     """Offsets of packed data for rows: the whole buffer as one sequence."""
     from megatron_rl_loss import layouts
 
-    def local_indices(self: ZigzagBSHD, cp_rank: int, cp_size: int) -> Tensor:
+    def local_segments(self: ZigzagBSHD, cp_rank: int, cp_size: int) -> tuple[Tensor, Tensor]:
         size = torch.tensor([self.total_tokens])
         return layouts._zigzag(torch.zeros(1, dtype=torch.int64), size, cp_rank, cp_size, "slot")
 
-    patch.setattr(ZigzagBSHD, "local_indices", local_indices)
+    patch.setattr(ZigzagBSHD, "local_segments", local_segments)
 
 
 def chunks_of_unpadded_length(patch: pytest.MonkeyPatch) -> None:

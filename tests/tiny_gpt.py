@@ -14,6 +14,7 @@ import oracle
 import torch
 import torch.distributed as dist
 from gpt_oracle import GptShape, Rollout
+from ranks import start_process_group
 from torch import Tensor
 
 from megatron_rl_loss import Samples, ZigzagTHD, ppo_clip_loss
@@ -120,6 +121,12 @@ class Batch:
             prompt_ids=[one.prompt_id for one in rollouts],
         )
 
+    def cuda(self) -> "Batch":
+        """On the GPU, but for the samples: masks and ids stay where a data loader makes them."""
+        for name in ("tokens", "labels", "mask", "old_log_probs", "advantages", "positions", "bounds"):
+            setattr(self, name, getattr(self, name).cuda())
+        return self
+
     def packed_seq_params(self) -> Any:
         from megatron.core.packed_seq_params import PackedSeqParams
 
@@ -153,7 +160,7 @@ class Ready:
     optimizer: Any
 
 
-def build(layout: Layout, case: Case) -> Ready:
+def build(layout: Layout, case: Case, attention: str) -> Ready:
     from megatron.core import parallel_state as mpu
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
     from megatron.core.models.gpt import GPTModel
@@ -212,9 +219,15 @@ def build(layout: Layout, case: Case) -> Ready:
     chunks = []
     for stage in range(layout.vp):
         vp_stage = stage if virtual else None
+        block = layer_spec(SimpleNamespace(transformer=config), vp_stage)
+        if attention == "te":
+            from megatron.core.extensions.transformer_engine import TEDotProductAttention
+
+            for layer in block.layer_specs:
+                layer.submodules.self_attention.submodules.core_attention = TEDotProductAttention
         model = GPTModel(
             config=config,
-            transformer_layer_spec=layer_spec(SimpleNamespace(transformer=config), vp_stage),
+            transformer_layer_spec=block,
             vocab_size=gpt_oracle.VOCAB,
             max_sequence_length=64,
             pre_process=mpu.is_pipeline_first_stage(ignore_virtual=not virtual, vp_stage=vp_stage),
@@ -229,6 +242,7 @@ def build(layout: Layout, case: Case) -> Ready:
                 full, dim = weights[full_name(name, model)], cut_dim(parameter)
                 rank = mpu.get_tensor_model_parallel_rank()
                 parameter.copy_(full if dim is None else full.chunk(layout.tp, dim)[rank])
+        model.cuda()
         if case.bf16:
             model = Float16Module(config, model)
         chunks.append(DistributedDataParallel(config, ddp_config, model))
@@ -294,25 +308,19 @@ def collect(chunks: list[Any], of_gradients: bool) -> dict[str, tuple[Any, int |
             # Both copies of a tied embedding must agree with the oracle: neither may hide the other.
             while key in found:
                 key += "'"
-            found[key] = (value.double().numpy().copy(), cut_dim(parameter))
+            found[key] = (value.double().cpu().numpy().copy(), cut_dim(parameter))
     return found
 
 
-def run_case(layout: Layout, case: Case, rollouts: Sequence[Rollout], stock: bool) -> Outcome:
+def run_case(layout: Layout, case: Case, rollouts: Sequence[Rollout], stock: bool, attention: str) -> Outcome:
     from megatron.core import parallel_state as mpu
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     from megatron_rl_loss.megatron import LossAggregation
 
-    ready = build(layout, case)
-    batches = batches_of(
-        rollouts,
-        case,
-        layout.dp,
-        mpu.get_data_parallel_rank(),
-        layout.cp,
-        mpu.get_context_parallel_rank(),
-    )
+    ready = build(layout, case, attention)
+    dp_rank, cp_rank = mpu.get_data_parallel_rank(), mpu.get_context_parallel_rank()
+    batches = [batch.cuda() for batch in batches_of(rollouts, case, layout.dp, dp_rank, layout.cp, cp_rank)]
 
     def policy_of(negative_log_probs: Tensor, batch: Batch) -> Any:
         return ppo_clip_loss(
@@ -382,12 +390,19 @@ def run_case(layout: Layout, case: Case, rollouts: Sequence[Rollout], stock: boo
 
 
 def run_layout(
-    layout: Layout, cases: list[Case], rollouts: dict[GptShape, list[Rollout]], stock: bool = False
+    layout: Layout,
+    cases: list[Case],
+    rollouts: dict[GptShape, list[Rollout]],
+    stock: bool = False,
+    attention: str = "packed",
 ) -> tuple[dict[str, int], list[Outcome]]:
-    """On one rank: its place, and its part of what each case gave."""
+    """On one rank: its place, and its part of what each case gave.
+
+    `attention`: "packed" is `examples/packed_attention.py`, "te" is Transformer Engine's in its stead (GPUs, bf16).
+    """
     from megatron.core import parallel_state as mpu
 
-    dist.init_process_group("gloo")
+    start_process_group()
     mpu.initialize_model_parallel(
         layout.tp,
         layout.pp,
@@ -400,4 +415,4 @@ def run_layout(
         "cp": mpu.get_context_parallel_rank(),
         "dp": mpu.get_data_parallel_rank(),
     }
-    return place, [run_case(layout, case, rollouts[case.shape(layout)], stock) for case in cases]
+    return place, [run_case(layout, case, rollouts[case.shape(layout)], stock, attention) for case in cases]

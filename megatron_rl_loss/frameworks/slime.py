@@ -1,0 +1,336 @@
+"""slime and miles: hooks for ``--custom-pg-loss-reducer-function-path``; the path alone carries mode and divisor.
+
+    --custom-pg-loss-reducer-function-path megatron_rl_loss.frameworks.slime.constant_40960
+
+Both frameworks call the hook with four arguments for every micro-batch and scale what its closure returns themselves.
+After their scaling and Megatron's, the step's policy loss is (sums over every micro-batch, CP and DP rank)
+
+| ``calculate_per_token_loss`` | step loss                     | so the closure returns a share of                |
+|------------------------------|-------------------------------|--------------------------------------------------|
+| False                        | sum of returned values / G    | `sample_mean`: sum of means; `constant`: sum / L |
+| True                         | sum of returned values / T'   | `token_mean`: sum over tokens                    |
+
+with G their global batch size (rollouts of the step) and T' = sum_i max(M_i, 1): a fully masked sample adds a phantom
+token to T'. Four arguments cannot show the step, so `token_mean` refuses what it could not make exact: a fully masked
+sample, unless `StepCounts` say how many the step has (`count_steps` and `begin_step` see to it under slime).
+
+The layout under context parallelism is `ZigzagResponse` (``qkv_format thd``), as in their `cp_utils.py`.
+"""
+
+import re
+from argparse import Namespace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from torch import Tensor
+
+from megatron_rl_loss.errors import explain
+from megatron_rl_loss.layouts import IntList, ZigzagResponse, check_cp
+from megatron_rl_loss.reducers import Reducer, ReducerInputs, build_reducer, check_mode
+from megatron_rl_loss.samples import Samples
+from megatron_rl_loss.totals import StepTotals
+
+_MODES = ("sample_mean", "token_mean", "constant")
+_SPELLINGS = "...slime.sample_mean, ...slime.token_mean or ...slime.constant_40960 (your divisor for 40960)"
+_PROMPT_MEAN = (
+    "its weights need the prompt of every sample, which the hook's four arguments do not carry",
+    "Fold its weights into the advantages (fold_into_advantages), multiply them by the global batch size, and use "
+    "...slime.constant_1",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepCounts:
+    """What a hook must know of the whole step, and four arguments do not tell. Counts are over all DP ranks.
+
+    Attributes:
+        step_tokens: sum of all mask entries.
+        num_samples: samples, fully masked ones included.
+        num_masked_samples: samples without a mask entry above 0: the phantom tokens of their token count.
+        global_batch_size: what their loss function divides by: the step's rollouts.
+    """
+
+    step_tokens: float
+    num_samples: int
+    num_masked_samples: int
+    global_batch_size: int
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
+                raise ValueError(
+                    explain(f"{name} is {value!r}", "it must be a finite number >= 0", "Count the whole step")
+                )
+
+
+class Hook:
+    """``hook(total_lengths, response_lengths, loss_masks, calculate_per_token_loss) -> closure``; see `make_hook`."""
+
+    def __init__(
+        self,
+        mode: str,
+        divisor: float | None,
+        cp: tuple[int, int] | None,
+        step_counts: Callable[[], StepCounts | None],
+    ) -> None:
+        self.mode = mode
+        self.divisor = divisor
+        self._cp = cp
+        self._step_counts = step_counts
+
+    def __repr__(self) -> str:
+        return f"<slime and miles hook: {self.mode}{'' if self.divisor is None else f', divisor {self.divisor:g}'}>"
+
+    def __call__(
+        self,
+        total_lengths: IntList,
+        response_lengths: IntList,
+        loss_masks: Sequence[Tensor],
+        calculate_per_token_loss: bool = False,
+        *,
+        rollout_mask_sums: Sequence[Tensor] | Sequence[float] | Tensor | None = None,
+    ) -> Reducer:
+        """The reducer of one micro-batch, to be scaled by slime or miles.
+
+        Args:
+            total_lengths, response_lengths: tokens of each sample, with and without its prompt.
+            loss_masks: masks over the whole response (never cut for a CP rank), one 1-D tensor a sample.
+            calculate_per_token_loss: as Megatron's flag.
+            rollout_mask_sums: mask sum of each sample's whole rollout, as in their batch of that name; for
+                `sample_mean` of rollouts that are split over samples. Neither framework passes it; your own loss may.
+
+        Raises:
+            ValueError, TypeError: a mode that ``calculate_per_token_loss`` contradicts, a step that four arguments do
+                not suffice for, masks and lengths that disagree.
+        """
+        if not isinstance(calculate_per_token_loss, bool):
+            given = f"calculate_per_token_loss is a {type(calculate_per_token_loss).__name__}"
+            remedy = "Pass the flag; denominators go by name, as rollout_mask_sums"
+            raise TypeError(explain(given, "the fourth argument must be a bool", remedy))
+        counts = self._step_counts()
+        self._check_flag(calculate_per_token_loss, counts)
+        cp_rank, cp_size = _context_parallel_place() if self._cp is None else self._cp
+        if self.mode != "sample_mean":
+            rollout_mask_sums = None  # has no part in the other modes
+        samples = Samples(
+            loss_masks,
+            layout=ZigzagResponse(total_lengths, response_lengths),
+            rollout_ids=None if rollout_mask_sums is None else range(len(loss_masks)),
+        )
+        inputs = ReducerInputs(
+            samples=samples,
+            totals=self._totals(samples, calculate_per_token_loss, counts, rollout_mask_sums),
+            divisor=self.divisor,
+            cp_rank=cp_rank,
+            cp_size=cp_size,
+        )
+        return build_reducer(self.mode, inputs)
+
+    def _check_flag(self, per_token: bool, counts: StepCounts | None) -> None:
+        if self.mode != "token_mean" and per_token:
+            given = f"{self!r} with calculate_per_token_loss on"
+            rule = "the sum would be divided by the step's tokens, not by its rollouts"
+            raise ValueError(explain(given, rule, "Drop --calculate-per-token-loss, or use ...slime.token_mean"))
+        if self.mode == "token_mean" and not per_token and counts is None:
+            given = f"{self!r} with calculate_per_token_loss off"
+            rule = "the sum would be divided by the step's rollouts, and the hook does not know the step's tokens"
+            raise ValueError(explain(given, rule, f"Add --calculate-per-token-loss, or {_COUNT_REMEDY}"))
+
+    def _totals(
+        self,
+        samples: Samples,
+        per_token: bool,
+        counts: StepCounts | None,
+        rollout_mask_sums: Sequence[Tensor] | Sequence[float] | Tensor | None,
+    ) -> StepTotals:
+        """Totals whose denominators leave out what slime and miles divide by themselves."""
+        if self.mode == "token_mean":
+            return StepTotals(step_tokens=_tokens_to_divide_by(samples, per_token, counts))
+        if rollout_mask_sums is not None:
+            return StepTotals(num_rollouts=1, rollout_tokens=_by_sample(samples, rollout_mask_sums))
+        # Sums over a constant need no care: a rollout's is that of its samples.
+        if self.mode == "sample_mean" and counts is not None and counts.num_samples != counts.global_batch_size:
+            given = f"a step of {counts.num_samples} samples and {counts.global_batch_size} rollouts"
+            rule = "four arguments do not tell which samples are parts of one rollout"
+            remedy = "Run without the hook: their own reducer averages whole rollouts by rollout_mask_sums"
+            raise ValueError(explain(given, rule, remedy))
+        return StepTotals(num_rollouts=1)
+
+
+def make_hook(
+    mode: str,
+    *,
+    divisor: float | None = None,
+    cp_rank: int | None = None,
+    cp_size: int | None = None,
+    step_counts: Callable[[], StepCounts | None] | None = None,
+) -> Hook:
+    """A hook for a module of your own; `sample_mean`, `token_mean` and `constant_<L>` of this module are made by it.
+
+    >>> dr_grpo = make_hook("constant", divisor=40960)
+
+    Args:
+        mode: ``sample_mean``, ``token_mean`` or ``constant``.
+        divisor: L of ``constant``, in tokens.
+        cp_rank, cp_size: this rank's place in its context-parallel group; default: Megatron's parallel state, read at
+            every call.
+        step_counts: returns the counts of the step that is being trained, or None; default: those of `begin_step`.
+
+    Raises:
+        ValueError, TypeError: ``prompt_mean`` or an unknown mode, a divisor that is missing, unusable or without
+            effect, half a CP place.
+    """
+    if mode == "prompt_mean":
+        raise ValueError(explain("a slime or miles hook for prompt_mean", *_PROMPT_MEAN))
+    if mode not in _MODES:
+        given = f"a slime or miles hook for {mode!r}"
+        raise ValueError(explain(given, "there is no such mode", f"Choose one of {', '.join(_MODES)}"))
+    check_mode(mode, divisor)
+    if (cp_rank is None) != (cp_size is None):
+        given = f"cp_rank={cp_rank!r}, cp_size={cp_size!r}"
+        raise ValueError(explain(given, "both or neither must be given", "Leave both out to ask Megatron"))
+    cp = None
+    if cp_rank is not None and cp_size is not None:
+        check_cp(cp_rank, cp_size)
+        cp = (cp_rank, cp_size)
+    return Hook(mode, divisor, cp, _counts_of_this_step if step_counts is None else step_counts)
+
+
+def __getattr__(name: str) -> Hook:
+    """`constant_<L>`, for any L; an AttributeError with the way out for every other name."""
+    if found := re.fullmatch(r"constant_([1-9]\d*)", name):
+        return _constant(int(found[1]))
+    given = f"megatron_rl_loss.frameworks.slime.{name}"
+    if name == "prompt_mean":
+        raise AttributeError(explain(given, *_PROMPT_MEAN))
+    if name.startswith("constant"):
+        rule = "the divisor is part of the name, a whole number of tokens above 0"
+        raise AttributeError(explain(given, rule, "Write ...slime.constant_40960 (your divisor for 40960)"))
+    raise AttributeError(explain(given, "there is no such hook", f"Write {_SPELLINGS}"))
+
+
+@cache
+def _constant(divisor: int) -> Hook:
+    return make_hook("constant", divisor=divisor)
+
+
+# --- what four arguments do not tell: the step
+
+_COUNT_REMEDY = (
+    "under slime add --rollout-data-postprocess-path megatron_rl_loss.frameworks.slime.count_steps "
+    "--custom-megatron-before-train-step-hook-path megatron_rl_loss.frameworks.slime.begin_step"
+)
+
+_counted: dict[tuple[int, int], StepCounts] = {}
+_this_step: StepCounts | None = None
+
+
+def _counts_of_this_step() -> StepCounts | None:
+    return _this_step
+
+
+def count_steps(args: Namespace, rollout_id: int, rollout_data: Mapping[str, Any]) -> None:
+    """Count every step of a rollout, for ``--rollout-data-postprocess-path`` of slime: a collective round a step.
+
+    With `begin_step` it makes `token_mean` exact whatever is masked, with or without ``calculate_per_token_loss``, and
+    lets `sample_mean` refuse rollouts that are split over samples. Counts masks as they are before any rejection.
+
+    Raises:
+        BadBatchError: on every rank, if one cannot count its samples.
+    """
+    from megatron.core import parallel_state
+
+    dp_group = parallel_state.get_data_parallel_group(with_context_parallel=False)
+    replica_groups = [
+        parallel_state.get_context_parallel_group(),
+        parallel_state.get_tensor_model_parallel_group(),
+        parallel_state.get_pipeline_model_parallel_group(),
+    ]
+    _counted.clear()
+    begun = 0
+    microbatches, masks = rollout_data["micro_batch_indices"], rollout_data["loss_masks"]
+    for step_id, (num_microbatches, global_batch_size) in enumerate(
+        zip(rollout_data["num_microbatches"], rollout_data["global_batch_sizes"], strict=True)
+    ):
+        chosen = [i for indices in microbatches[begun : begun + num_microbatches] for i in indices]
+        begun += num_microbatches
+        totals = StepTotals.from_loss_masks(
+            [masks[i] for i in chosen], dp_group=dp_group, replica_groups=replica_groups
+        )
+        assert totals.step_tokens is not None
+        assert totals.num_rollouts is not None
+        assert totals.num_active_rollouts is not None
+        _counted[rollout_id, step_id] = StepCounts(
+            step_tokens=totals.step_tokens,
+            num_samples=totals.num_rollouts,
+            num_masked_samples=totals.num_rollouts - totals.num_active_rollouts,
+            global_batch_size=global_batch_size,
+        )
+
+
+def begin_step(
+    args: Namespace, rollout_id: int, step_id: int, model: Any, optimizer: Any, opt_param_scheduler: Any
+) -> None:
+    """Tell the hooks which step begins, for ``--custom-megatron-before-train-step-hook-path``.
+
+    A step that `count_steps` did not count has no counts: never those of an earlier one.
+    """
+    global _this_step
+    _this_step = _counted.get((rollout_id, step_id))
+
+
+def _tokens_to_divide_by(samples: Samples, per_token: bool, counts: StepCounts | None) -> float:
+    """What is left to divide a token sum by, so that the step's is the sum / step_tokens after their scaling."""
+    if per_token:
+        mask_sums = samples.mask_sums()
+        miscounted = mask_sums < 1 if counts is None else (mask_sums > 0) & (mask_sums < 1)
+        if bool(miscounted.any()):
+            i = int(miscounted.nonzero()[0])
+            given = f"sample {i} has {float(mask_sums[i]):g} mask tokens"
+            rule = "they count it as 1 token, in a sum over the step that the hook cannot correct without knowing it"
+            remedy = "Leave such samples out of the batch" + ("" if counts else f", or {_COUNT_REMEDY}")
+            raise ValueError(explain(given, rule, remedy))
+    if counts is None:
+        return 1.0
+    divided_by = counts.step_tokens + counts.num_masked_samples if per_token else counts.global_batch_size
+    return counts.step_tokens / divided_by if divided_by else 0.0
+
+
+def _by_sample(
+    samples: Samples, rollout_mask_sums: Sequence[Tensor] | Sequence[float] | Tensor
+) -> dict[int | str, float]:
+    sums = [float(value) for value in rollout_mask_sums]
+    if len(sums) != len(samples):
+        given = f"{len(sums)} rollout_mask_sums for {len(samples)} loss masks"
+        raise ValueError(explain(given, "there must be one a sample", "Pass those of one micro-batch"))
+    for i, (of_rollout, of_sample) in enumerate(zip(sums, samples.mask_sums().tolist(), strict=True)):
+        if not of_rollout >= of_sample:
+            given = f"sample {i} has {of_sample:g} mask tokens, its rollout {of_rollout:g}"
+            raise ValueError(explain(given, "a rollout has all its samples' tokens", "Sum the masks of the whole step"))
+    return dict(enumerate(sums))
+
+
+def _context_parallel_place() -> tuple[int, int]:
+    """(cp_rank, cp_size) by Megatron's parallel state; refuses a layout that four arguments do not describe."""
+    from megatron.core import parallel_state
+
+    if not parallel_state.model_parallel_is_initialized():
+        rule = "the hook asks it for the context-parallel rank and size"
+        remedy = "Initialise it before, or give both: make_hook(..., cp_rank=..., cp_size=...)"
+        raise ValueError(explain("no parallel state in Megatron", rule, remedy))
+    cp_size = parallel_state.get_context_parallel_world_size()
+    if cp_size > 1:
+        from megatron.training.global_vars import get_args
+
+        qkv_format = getattr(get_args(), "qkv_format", "thd")
+        if qkv_format != "thd":
+            given = f"qkv_format {qkv_format!r} with a context-parallel size of {cp_size}"
+            rule = "rows are cut by their padded length, which the hook's four arguments do not carry"
+            raise ValueError(explain(given, rule, "Use --qkv-format thd"))
+    return parallel_state.get_context_parallel_rank(), cp_size
+
+
+sample_mean = make_hook("sample_mean")
+token_mean = make_hook("token_mean")

@@ -1,0 +1,218 @@
+"""Megatron-LM's own RL, `train_rl.py` (0.19 and main): its `loss_func` with the asked-for aggregation, patch-free.
+
+The stock `loss_func` returns a bin's token sum and its token count, so Megatron trains on the *mean over bins of their
+token means*, whatever share of the tokens a bin holds: the loss changes with the packing. Here the same per-token
+losses, from the unchanged `forward_step`, become the mode that was asked for, under the same report keys.
+
+    aggregation = loss_aggregation(args)
+    with aggregation.attached():
+        pretrain(..., with_loss_aggregation(train_rl.forward_step), ...)
+
+`examples/train_rl_with_loss_aggregation.py` is the whole script. In `train_rl.py` position p of a row of S tokens
+stands for the log-prob of token p + 1, so rows have S - 1 losses and masks are shifted by one.
+"""
+
+import inspect
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial, wraps
+from itertools import pairwise
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from megatron_rl_loss.errors import explain
+from megatron_rl_loss.layouts import Gathered, Layout, ZigzagTHD
+from megatron_rl_loss.megatron import LossAggregation, Microbatch
+from megatron_rl_loss.samples import Ids, Samples
+
+try:
+    from megatron.core.rerun_state_machine import get_rerun_state_machine
+    from megatron.training.global_vars import get_args
+except ImportError as error:
+    raise ImportError(
+        f"megatron_rl_loss.frameworks.train_rl needs megatron.training: {error}. It is in Megatron-LM's repository, "
+        "and in the megatron-core wheel from 0.19."
+    ) from error
+
+#: Where a context-parallel rank's per-token losses are: all on every rank, or its zigzag part of every slot.
+CpLosses = Literal["gathered", "sliced"]
+IdsOf = Callable[[Any], Ids]
+
+_STOCK_PARAMETERS = (
+    "loss_mask",
+    "kl_term",
+    "ratios",
+    "entropy_term",
+    "truncated_from_above",
+    "truncated_from_below",
+    "output_tensor",
+)
+
+
+def loss_aggregation(
+    args: Namespace,
+    *,
+    cp_losses: CpLosses = "gathered",
+    rollout_ids_of: IdsOf | None = None,
+    prompt_ids_of: IdsOf | None = None,
+) -> LossAggregation:
+    """The `LossAggregation` of a `train_rl.py` launch, from Megatron's parsed and validated `args`.
+
+    Args:
+        cp_losses: ``gathered`` if every context-parallel rank gets all S - 1 losses of a row (main),
+            ``sliced`` if it gets its S / cp zigzag positions of it (what `loss_func` of 0.19 was written for).
+        rollout_ids_of, prompt_ids_of: a batch of `train_rl.py`'s iterator -> an id for each of its rows. By default a
+            row is a rollout (one that `train_rl.py` splits into turns is several); ``prompt_mean`` needs prompt ids.
+
+    Raises:
+        ValueError, TypeError: as `LossAggregation.from_args`; an unknown `cp_losses`; unit counting ``all``, since
+            `train_rl.py` fills the batch up with fully masked rows; ``--check-for-spiky-loss``.
+    """
+    if cp_losses not in ("gathered", "sliced"):
+        given = f"cp_losses={cp_losses!r}"
+        raise ValueError(explain(given, "there is no such layout", "Choose 'gathered' or 'sliced'"))
+
+    def describe(batch: Any) -> Samples:
+        return samples_of(
+            batch,
+            cp_losses=cp_losses,
+            rollout_ids=None if rollout_ids_of is None else rollout_ids_of(batch),
+            prompt_ids=None if prompt_ids_of is None else prompt_ids_of(batch),
+        )
+
+    aggregation = LossAggregation.from_args(args, describe)
+    if aggregation.settings.mode != "token_mean" and aggregation.settings.units == "all":
+        given = f"{aggregation.settings.describe()} in train_rl.py"
+        rule = "it fills the batch up with fully masked rows, which would count as rollouts"
+        raise ValueError(explain(given, rule, "Add --loss-aggregation-units active"))
+    if getattr(args, "check_for_spiky_loss", False):
+        rule = "a policy loss is around 0, so no factor tells a spike"
+        raise ValueError(explain("--check-for-spiky-loss in train_rl.py", rule, "Drop it, and watch grad-norm"))
+    return aggregation
+
+
+def with_loss_aggregation(forward_step: Callable[..., Any]) -> Callable[..., Any]:
+    """`train_rl.forward_step`, unchanged but for `loss_func` in the place of its own.
+
+    The iterator must be one of a `LossAggregation` (inside `attached()`), which hands out `Microbatch` objects.
+
+    Raises, at the first micro-batch:
+        TypeError: an iterator of something else.
+        ValueError: a `forward_step` whose loss function is not the one this module knows.
+    """
+
+    @wraps(forward_step)
+    def aggregated(data_iterator: Iterator[Microbatch], *args: Any, **kwargs: Any) -> tuple[Tensor, Callable[..., Any]]:
+        microbatch = next(data_iterator)
+        if not isinstance(microbatch, Microbatch):
+            given = f"a data iterator of {type(microbatch).__name__}"
+            remedy = "Run pretrain inside `with aggregation.attached():`"
+            raise TypeError(explain(given, "the step's totals were not made", remedy))
+        output, stock = forward_step(iter([microbatch.data]), *args, **kwargs)
+        if not isinstance(stock, partial) or tuple(inspect.signature(stock.func).parameters) != _STOCK_PARAMETERS:
+            given = f"a forward_step that returns the loss function {stock!r}"
+            rule = f"it must be a partial of loss_func({', '.join(_STOCK_PARAMETERS)})"
+            raise ValueError(explain(given, rule, "Use a train_rl.py of Megatron-LM 0.19 or of its main branch"))
+        return output, partial(loss_func, microbatch, *stock.args, **stock.keywords)
+
+    return aggregated
+
+
+def loss_func(
+    microbatch: Microbatch,
+    loss_mask: Tensor,
+    kl_term: Tensor,
+    ratios: Tensor,
+    entropy_term: Tensor,
+    truncated_from_above: Tensor,
+    truncated_from_below: Tensor,
+    output_tensor: Tensor,
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """What Megatron is to be handed for a micro-batch of `train_rl.py`; the arguments after the first are its own.
+
+    Reports ``lm loss``, the step loss in the asked-for mode, and the five ``rl/`` metrics as token means over the step.
+
+    Raises:
+        ValueError: losses that are not this rank's part of the micro-batch.
+        RuntimeError: a NaN loss, under Megatron's ``--check-for-nan-in-loss-and-grad``.
+    """
+    per_token = {
+        "rl/kl_term": kl_term,
+        "rl/pi_over_pi_old": ratios,
+        "rl/entropy_term": entropy_term,
+        "rl/truncated_from_above": truncated_from_above,
+        "rl/truncated_from_below": truncated_from_below,
+    }
+    share = microbatch.pg_loss(output_tensor.reshape(-1))
+    if get_args().check_for_nan_in_loss_and_grad:
+        get_rerun_state_machine().validate_result(
+            result=share.detach(),
+            rejection_func=torch.isnan,
+            message="found NaN in this rank's share of the policy loss",
+            tolerance=0.0,
+            fatal=True,
+        )
+    report = {
+        name: microbatch.token_mean(values.detach().float().reshape(-1).to(share.device))
+        for name, values in per_token.items()
+    }
+    return microbatch.carry(share, {"lm loss": share, **report})
+
+
+def samples_of(
+    batch: Any,
+    *,
+    cp_losses: CpLosses = "gathered",
+    rollout_ids: Ids | None = None,
+    prompt_ids: Ids | None = None,
+) -> Samples:
+    """The samples of a batch of `train_rl.py`'s iterator: a packed bin's number, or the seven tensors of unpacked rows.
+
+    The bin is looked up in Megatron's RL runtime state.
+
+    Raises:
+        ValueError: a batch of neither kind; sequences that leave their bin; a mask that is set on a sequence's first
+            token, for which there is no log-prob.
+    """
+    if isinstance(batch, Sequence) and len(batch) == 1 and batch[0].numel() == 1:
+        from megatron.rl.rl_utils import get_rl_runtime_state
+
+        context, bin_index = get_rl_runtime_state().packing_context, int(batch[0])
+        loss_masks = context.packed_loss_mask[bin_index][None]
+        # Where each sequence begins, then where the last one's slot ends; nothing for an empty bin.
+        edges = context.packing_info.seq_starts[bin_index] or [0]
+    elif isinstance(batch, Sequence) and len(batch) == 7 and batch[3].dim() == 2:
+        loss_masks = batch[3]
+        edges = [0, loss_masks.shape[1]]
+    else:
+        given = f"a batch of {len(batch) if isinstance(batch, Sequence) else type(batch).__name__}"
+        rule = "train_rl.py's iterator gives a bin number, or seven tensors with the loss mask fourth"
+        raise ValueError(explain(given, rule, "Use a train_rl.py of Megatron-LM 0.19 or of its main branch"))
+    masks, layout = rows_of(loss_masks, edges, cp_losses)
+    return Samples(masks, layout=layout, rollout_ids=rollout_ids, prompt_ids=prompt_ids)
+
+
+def rows_of(loss_masks: Tensor, edges: Sequence[int], cp_losses: CpLosses) -> tuple[list[Tensor], Layout]:
+    """Masks and layout of rows, from their masks by token, [num_rows, S], that each hold slots between `edges`.
+
+    Gathered rows have S - 1 positions, sliced ones S, of which the last predicts nothing.
+    """
+    num_rows, seq_length = loss_masks.shape
+    if edges[0] != 0 or edges[-1] > seq_length:
+        given = f"sequences from {edges[0]} to {edges[-1]} in a bin of {seq_length} tokens"
+        raise ValueError(explain(given, "they must begin at 0 and stay in it", "Look at the packing"))
+    if bool((loss_masks[:, list(edges[:-1])] != 0).any()):
+        given = "a loss mask that is set on a sequence's first token"
+        raise ValueError(explain(given, "no log-prob predicts it", "Mask prompts, from their first token on"))
+    size = seq_length - 1 if cp_losses == "gathered" else seq_length
+    shifted = torch.nn.functional.pad(loss_masks, (0, 1))[:, 1 : size + 1]
+    slots = [(begin, min(end, size)) for begin, end in pairwise(edges)]
+    masks = [row[begin:end] for row in shifted for begin, end in slots]
+    cu_seqlens = [0, *(row * size + end for row in range(num_rows) for _, end in slots)]
+    padding = cu_seqlens[-1] < num_rows * size  # of a bin, which is one row
+    if padding:
+        cu_seqlens.append(num_rows * size)
+    layout = Gathered if cp_losses == "gathered" else ZigzagTHD
+    return masks, layout(cu_seqlens, filler_slots=int(padding))
