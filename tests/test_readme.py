@@ -39,16 +39,13 @@ def test_the_worked_batch_has_its_numbers() -> None:
     given = re.search(r"they give\n([\d., and]+?) \(", README)
     assert given is not None
     values = [float(value) for value in re.findall(r"\d\.\d+", given[1])]
-    computed = [
-        float(oracle.step_loss(mode, oracle.WORKED, 8.0))
-        for mode in ("sample_mean", "prompt_mean", "token_mean", "constant")
-    ]
+    computed = [float(oracle.step_loss(mode, oracle.WORKED, 8.0)) for mode in oracle.MODES]
     assert values == pytest.approx(computed, abs=1e-6)
 
 
 def test_named_files_exist() -> None:
     root = Path(__file__).parent.parent
-    links = re.findall(r"\]\(([a-z_/.]+)\)", README)
+    links = re.findall(r"\]\(([A-Za-z_/.]+)\)", README)
     paths = re.findall(r"`((?:tools|tests|examples)/[a-z_./]+)`", README)
     assert len(links) >= 3
     for name in links + paths:

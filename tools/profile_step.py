@@ -1,10 +1,10 @@
-"""The share of an optimizer step of the example that looking ahead and reducing take.
+"""The share of an optimizer step of the example that the step's totals and reducing its losses take.
 
     SCRIPT=tools/profile_step.py examples/launch_grpo.sh 1 --seq-length 4096 --max-position-embeddings 4096
 
-Runs `examples/pretrain_grpo.py` and times, on every rank: `begin_step` (fetching, samples, totals), `Microbatch.loss`
-(reducers, metrics, carrier) and the whole of Megatron's `train_step`. The reducers' backward is one product a
-micro-batch and counts to the rest. The first steps, which warm up, are left out.
+Runs `examples/pretrain_grpo.py` and times, on every rank: making `Samples`; `begin_step` without fetching the data
+(totals); `Microbatch.loss` (reducers, metrics, carrier); and the whole of Megatron's `train_step`. The reducers'
+backward is one product a micro-batch and counts to the rest. The first steps, which warm up, are left out.
 """
 
 import functools
@@ -22,7 +22,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 import pretrain_grpo
 from megatron.training import training
 
-from megatron_rl_loss.megatron import LossAggregation, Microbatch
+import megatron_rl_loss.megatron as adapter
+from megatron_rl_loss.samples import Samples
 
 WARM_UP = 3
 
@@ -31,7 +32,7 @@ def main() -> None:
     seconds: dict[str, float] = defaultdict(float)
     steps: list[dict[str, float]] = []
 
-    def timed(owner: Any, name: str) -> None:
+    def timed(owner: Any, name: str, label: str) -> None:
         original: Callable[..., Any] = getattr(owner, name)
 
         @functools.wraps(original)
@@ -40,13 +41,15 @@ def main() -> None:
             try:
                 return original(*args, **kwargs)
             finally:
-                seconds[name] += time.perf_counter() - start
+                seconds[label] += time.perf_counter() - start
 
         setattr(owner, name, call)
 
-    timed(LossAggregation, "begin_step")
-    timed(Microbatch, "loss")
-    timed(training, "train_step")
+    timed(Samples, "__init__", "samples")
+    timed(adapter, "_fetch", "fetching")
+    timed(adapter.LossAggregation, "begin_step", "begin_step")
+    timed(adapter.Microbatch, "loss", "loss")
+    timed(training, "train_step", "train_step")
     train_step = training.train_step
 
     @functools.wraps(train_step)
@@ -58,15 +61,20 @@ def main() -> None:
 
     training.train_step = step
     pretrain_grpo.main()
-    kept = steps[WARM_UP:]
+
+    def median(label: str) -> float:
+        return 1e3 * statistics.median(step[label] for step in steps[WARM_UP:])
+
     parts = {
-        name: statistics.median(step.get(name, 0.0) for step in kept) for name in ("begin_step", "loss", "train_step")
+        "samples": median("samples"),
+        "totals": median("begin_step") - median("fetching"),
+        "loss": median("loss"),
     }
-    shown = ", ".join(f"{name} {1e3 * parts[name]:.3g} ms" for name in parts)
-    share = (parts["begin_step"] + parts["loss"]) / parts["train_step"]
-    print(
-        f"rank {os.environ.get('RANK', 0)}, median of {len(kept)} steps: {shown}; ours {100 * share:.2g} %", flush=True
-    )
+    shown = ", ".join(f"{name} {milliseconds:.3g}" for name, milliseconds in parts.items())
+    whole = median("train_step")
+    share = 100 * sum(parts.values()) / whole
+    rank = os.environ.get("RANK", "0")
+    print(f"rank {rank}, medians in ms: {shown}, train_step {whole:.4g}; ours {share:.2g} %", flush=True)
 
 
 if __name__ == "__main__":
