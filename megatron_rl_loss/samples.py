@@ -17,6 +17,8 @@ Ids = Sequence[int | str] | Tensor
 _ID_LIMIT = 2**61
 #: Beyond these the float32 weight of a token could vanish or be infinite.
 _SMALLEST, _LARGEST = 1e-30, 1e30
+#: Pieces of fewer tokens than this on average are moved by index: a slice each would cost more.
+_SHORT = 256
 
 
 def as_ids(name: str, ids: Ids, num_samples: int) -> Tensor:
@@ -31,10 +33,11 @@ def as_ids(name: str, ids: Ids, num_samples: int) -> Tensor:
                 f"{len(values)} {name} for {num_samples} loss masks", "there must be one a sample", "Pass both in order"
             )
         )
-    odd = [value for value in values if not isinstance(value, str) and not is_int(value)]
-    if odd:
-        given = f"{name} holds {odd[0]!r} ({type(odd[0]).__name__})"
-        raise TypeError(explain(given, "an id must be an int or a str", "Pass one such id a sample"))
+    if not set(map(type, values)) <= {int, str}:  # else sound, found fast
+        odd = [value for value in values if not isinstance(value, str) and not is_int(value)]
+        if odd:
+            given = f"{name} holds {odd[0]!r} ({type(odd[0]).__name__})"
+            raise TypeError(explain(given, "an id must be an int or a str", "Pass one such id a sample"))
     numbers = [_hashed(value) if isinstance(value, str) else int(value) for value in values]
     if any(not -_ID_LIMIT < number < _ID_LIMIT for number in numbers):
         raise ValueError(explain(f"{name} go beyond 61 bits", "such ids cannot be exchanged", "Pass them as strings"))
@@ -138,29 +141,34 @@ class Samples:
         """
         if not values:
             return torch.zeros(self._total_tokens, dtype=torch.float32, device="cpu")
-        if values[0].device.type != "cpu":  # one copy, not one a sample
-            values = torch.cat(list(values)).cpu().split(self.mask_lengths.tolist())
         dtypes = {value.dtype for value in values}
-        if torch.bfloat16 in dtypes:  # NumPy has none
-            values = [value.float() for value in values]
-        arrays = [value.numpy(force=True) for value in values]
+        dtype = torch.float64 if torch.float64 in dtypes else torch.float32
         starts, lengths = self._starts.numpy(), self.mask_lengths.numpy()
         gaps = np.append(starts, self._total_tokens) - np.append(0, starts + lengths)
+        if values[0].device.type != "cpu" or torch.bfloat16 in dtypes or lengths.mean() < _SHORT:
+            joined = torch.cat(list(values)).detach().cpu().to(dtype)
+            if not gaps.any():
+                return joined
+            buffer = joined.new_zeros(self._total_tokens)
+            buffer[concatenated_ranges(self._starts, self.mask_lengths)] = joined
+            return buffer
+        arrays = [value.numpy(force=True) for value in values]
         if gaps.any():
             padding = np.zeros(gaps.max(), bool)
             parts = zip(gaps[:-1].tolist(), arrays, strict=True)
             arrays = [part for gap, array in parts for part in (padding[:gap], array)] + [padding[: gaps[-1]]]
-        dtype = np.float64 if torch.float64 in dtypes else np.float32
-        return torch.from_numpy(np.concatenate(arrays, dtype=dtype, casting="unsafe"))
+        return torch.from_numpy(np.concatenate(arrays, dtype=str(dtype).removeprefix("torch."), casting="unsafe"))
 
     def local(self, buffer: Tensor, cp_rank: int, cp_size: int) -> Tensor:
         """The part of a flat buffer, [total_tokens], that this CP rank holds, in the order of its losses."""
         starts, lengths = self.local_segments(cp_rank, cp_size)
         if int(lengths.sum()) == self._total_tokens:
             return buffer
-        flat = buffer.numpy()
+        if not len(lengths) or lengths.double().mean() < _SHORT:
+            return buffer[concatenated_ranges(starts, lengths)]
         pieces = zip(starts.tolist(), (starts + lengths).tolist(), strict=True)
-        return torch.from_numpy(np.concatenate([flat[:0], *(flat[start:end] for start, end in pieces)]))
+        flat = buffer.numpy()
+        return torch.from_numpy(np.concatenate([flat[start:end] for start, end in pieces]))
 
     def local_mask(self, cp_rank: int, cp_size: int) -> Tensor:
         """What this CP rank holds of `flat_mask`, float32 [num_local_tokens]. Made once; not to be changed."""
@@ -219,13 +227,14 @@ def _checked(loss_masks: Sequence[Tensor]) -> list[Tensor]:
         given = f"loss_masks is one tensor of shape {tuple(loss_masks.shape)}"
         raise TypeError(explain(given, "it must be a list of 1-D tensors, one a sample", "Pass list(loss_masks)"))
     masks = list(loss_masks)
-    i = next((i for i, mask in enumerate(masks) if not isinstance(mask, Tensor) or mask.dim() != 1), None)
-    if i is not None and not isinstance(masks[i], Tensor):
-        given = f"the loss mask of sample {i} is a {type(masks[i]).__name__}"
-        raise TypeError(explain(given, "it must be a 1-D tensor", "Wrap it in torch.tensor"))
-    if i is not None:
-        given = f"the loss mask of sample {i} has shape {tuple(masks[i].shape)}"
-        raise ValueError(explain(given, "it must be 1-D, one entry a token", "Pass one tensor a sample"))
+    if set(map(type, masks)) != {Tensor} or set(map(Tensor.dim, masks)) != {1}:  # else sound, found fast
+        for i, mask in enumerate(masks):
+            if not isinstance(mask, Tensor):
+                given = f"the loss mask of sample {i} is a {type(mask).__name__}"
+                raise TypeError(explain(given, "it must be a 1-D tensor", "Wrap it in torch.tensor"))
+            if mask.dim() != 1:
+                given = f"the loss mask of sample {i} has shape {tuple(mask.shape)}"
+                raise ValueError(explain(given, "it must be 1-D, one entry a token", "Pass one tensor a sample"))
     if any(dtype.is_complex for dtype in {mask.dtype for mask in masks}):
         i = next(i for i, mask in enumerate(masks) if mask.is_complex())
         given = f"the loss mask of sample {i} is {masks[i].dtype}"

@@ -1,6 +1,7 @@
 """What reducing a micro-batch costs, beside a closure that loops over samples and beside the memory it must touch.
 
     .venv/bin/python tools/bench_reducers.py                     # CPU, 2 threads; writes docs/bench/reducers-cpu.*
+    .venv/bin/python tools/bench_reducers.py --builds            # the build alone, up to 100,000 samples
     .venv/bin/python tools/bench_reducers.py --device cuda       # the same on a GPU, bf16 losses too
 
 Three ways, timed in one run on the same data:
@@ -216,6 +217,19 @@ def measure(case: Case, device: str, min_run_time: float) -> dict[str, Any]:
     return found
 
 
+def measure_builds(about: dict[str, Any], out: Path, min_run_time: float) -> None:
+    rows = [
+        {"samples": samples, "mean length": 100, "cp": cp_size,
+         "build, ms": milliseconds(Data(Case(samples, 100, cp_size), "cpu").reducer, min_run_time)}
+        for samples in (1_000, 10_000, 100_000) for cp_size in (1, 8)
+    ]  # fmt: skip
+    head = ", ".join(f"{key} {value}" for key, value in about.items())
+    text = f"{head}\n\n{tabulate(rows, headers='keys', floatfmt='.3g')}\n"
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "builds-cpu.txt").write_text(text)
+    print(text)
+
+
 def ratios(found: dict[str, Any]) -> dict[str, float]:
     """Of our times to the others'; "all" includes the build, the ones to the floor do not."""
     ours, floor = found["ours"], found["floor"]
@@ -321,12 +335,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads of torch.")
+    parser.add_argument("--builds", action="store_true", help="Measure the build alone, for very many samples.")
     parser.add_argument("--max-tokens", type=int, default=40_000_000, help="Leave out cases with more tokens in all.")
     parser.add_argument("--min-run-time", type=float, default=0.3, help="Seconds to measure each figure for.")
     parser.add_argument("--out", type=Path, default=OUT, help="Folder for the table, the JSON and the plot.")
     args = parser.parse_args(arguments)
     torch.set_num_threads(args.threads)
     about = machine(args.device)
+    if args.builds:
+        measure_builds(about, args.out, args.min_run_time)
+        return
     cases = [*GRID, *VARIANTS]
     if args.device == "cuda":
         cases += [Case(512, 8192, cp, dtype="bfloat16") for cp in (1, 4)]
