@@ -13,6 +13,7 @@ from typing import Any
 import oracle
 import pytest
 import torch
+from test_long_runs import graph_nodes
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
@@ -74,17 +75,6 @@ def launches(function: Callable[[], Any]) -> list[str]:
     return operations(function, WRAPPERS)
 
 
-def nodes(of: Tensor) -> int:
-    seen: set[Any] = set()
-    left = [of.grad_fn]
-    while left:
-        node = left.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            left.extend(parent for parent, _ in node.next_functions)
-    return len(seen)
-
-
 @pytest.fixture(params=["looking", "without looking"])
 def looking(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     if request.param != "looking":
@@ -118,8 +108,8 @@ def test_launches_are_counted(looking: bool) -> None:
 @pytest.mark.parametrize("num_samples", [1, 64, 2048])
 def test_nodes_of_the_graph(mode: str, num_samples: int, looking: bool) -> None:
     microbatch, losses, metrics = microbatch_of(num_samples, mode)
-    assert nodes(microbatch.pg_loss(losses)) == 2  # the sum, and the leaf
-    assert nodes(microbatch.loss(losses, metrics)[0]) == 3  # and Megatron's scale
+    assert graph_nodes(microbatch.pg_loss(losses)) == 2  # the sum, and the leaf
+    assert graph_nodes(microbatch.loss(losses, metrics)[0]) == 3  # and Megatron's scale
 
 
 @pytest.mark.parametrize("mode", oracle.MODES)

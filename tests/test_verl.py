@@ -7,13 +7,13 @@ averages over DP and CP. verl gathers log-probs over CP so that each rank's grad
 
 import inspect
 import itertools
-import random
 from collections.abc import Callable
 from typing import Any
 
 import oracle
 import pytest
 import torch
+from test_names import deal, random_batch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -38,27 +38,12 @@ THEIRS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 def random_step(seed: int) -> tuple[Tensor, Tensor]:
     """Losses and masks [rows, tokens]: ragged, two rows masked throughout, NaN where masked."""
-    rng = random.Random(seed)
-    torch.manual_seed(seed)
-    rows, width = rng.randint(6, 11), rng.randint(5, 13)
-    masks = torch.zeros(rows, width)
-    for row in range(2, rows):
-        length = rng.randint(1, width)
-        masks[row, :length] = (torch.rand(length) < 0.7).float()
-        masks[row, rng.randrange(length)] = 1
-    return (torch.randn(rows, width) * 3).masked_fill(masks == 0, float("nan")), masks
+    batch = random_batch(seed)
+    return batch.losses.masked_fill(batch.masks == 0, float("nan")), batch.masks
 
 
 def counts_of(masks: Tensor) -> dict[str, Any]:
     return {"batch_num_tokens": int(masks.sum()), "global_batch_size": len(masks), "loss_scale_factor": FACTOR}
-
-
-def deal(rows: int, dp_size: int, seed: int) -> list[list[list[int]]]:
-    rng = random.Random(seed)
-    ranks: list[list[list[int]]] = [[[] for _ in range(rng.randint(1, 3))] for _ in range(dp_size)]
-    for row in rng.sample(range(rows), rows):
-        rng.choice(rng.choice(ranks)).append(row)
-    return [[rows for rows in microbatches if rows] for microbatches in ranks]
 
 
 def own_tokens(width: int, rows: int, cp_rank: int, cp_size: int) -> Tensor:
@@ -81,7 +66,7 @@ def engine_step(
     leaf = losses.clone().requires_grad_()
     value = 0.0
     for microbatches in deal(len(masks), dp_size, seed):
-        for rows in microbatches:
+        for rows in filter(None, microbatches):
             width = int(masks[rows].any(0).nonzero().max()) + 1 if masks[rows].any() else 2  # of this micro-batch
             mask = masks[rows][:, :width]
             for cp_rank in range(cp_size):
