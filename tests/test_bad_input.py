@@ -120,6 +120,8 @@ def flag(
 UNUSABLE = "a divisor that is ≤ 0, NaN, infinite or a bool, or with another mode"
 UNKNOWN = "unknown mode, units or empty-step handling"
 NO_PATH = "a path that does not load or names no function"
+ELSEWHERE = "another framework's setting that is not exact in every layout"
+CONTRADICTED = "or a divisor or unit counting that contradicts its name"
 ABSENT = "flags that were never registered, that `--yaml-cfg` dropped, or that are misspelt and ignored"
 FLAG_ROWS = [
     flag("no divisor", "`constant` without a divisor", f"{AGGREGATE} constant", "'constant' without a divisor",
@@ -154,6 +156,14 @@ FLAG_ROWS = [
          "--loss-aggregation-empty-step: invalid choice: 'skip'", "", f"{AGGREGATE}-empty-step error", "SystemExit"),
     flag("unknown empty-step handling, from YAML", UNKNOWN, YAML_FLAGS | {"loss_aggregation_empty_step": "skip"},
          "empty step handling 'skip'", "Choose warn or error", YAML_FLAGS | {"loss_aggregation_empty_step": "error"}),
+    flag("another framework's mean of means", f"{ELSEWHERE}, {CONTRADICTED}", f"{AGGREGATE} trl:bnpo",
+         "loss aggregation 'trl:bnpo'", "Choose 'token_mean'", f"{AGGREGATE} trl:dapo"),
+    flag("another divisor than the name's", f"{ELSEWHERE}, {CONTRADICTED}",
+         f"{AGGREGATE} verl:token-sum {AGGREGATE}-divisor 8", "divisor 8.0 with loss aggregation 'verl:token-sum'",
+         "Drop the divisor", f"{AGGREGATE} verl:token-sum"),
+    flag("another counting than the name's", f"{ELSEWHERE}, {CONTRADICTED}",
+         f"{AGGREGATE} trl:grpo {AGGREGATE}-units active", "unit counting 'active' with loss aggregation 'trl:grpo'",
+         "Drop the counting", f"{AGGREGATE} trl:grpo {AGGREGATE}-units all"),
     flag("own reducer and a mode", "a custom path with another mode than the default",
          f"{PATH} os.path:join {AGGREGATE} token_mean", "os.path:join with --loss-aggregation token_mean",
          "Drop one of them", f"{PATH} os.path:join {AGGREGATE} sample_mean"),

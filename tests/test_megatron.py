@@ -195,7 +195,8 @@ def errors_in_layout(
                 {
                     "case": f"{settings} per_token={per_token}",
                     "gradient": relative_error(gradient, expected),
-                    "loss": abs(logged["pg_loss"] - float(oracle.step_loss(*oracle_args))),  # type: ignore[arg-type]
+                    "loss": abs(logged["pg_loss"] - float(oracle.step_loss(*oracle_args)))  # type: ignore[arg-type]
+                    / oracle.step_scale(*oracle_args),  # type: ignore[arg-type]
                     "metric": abs(logged["twice"] - 2 * float(sample_mean)),
                 }
             )

@@ -50,11 +50,12 @@ def test_every_folder_of_code_is_packaged() -> None:
     assert {".".join(folder.parts) for folder in folders} == set(json.loads(packages[1]))
 
 
-def test_torch_is_the_one_requirement() -> None:
+def test_torch_and_numpy_are_the_requirements() -> None:
     requires = metadata.requires("megatron-rl-loss")
     assert requires is not None
-    assert [r for r in requires if "extra ==" not in r] == ["torch>=2.6"]
-    assert set(metadata.metadata("megatron-rl-loss").get_all("Provides-Extra")) == {"megatron", "te", "demo", "test"}
+    assert [r for r in requires if "extra ==" not in r] == ["torch>=2.6", "numpy>=1.26"]
+    extras = {"megatron", "te", "demo", "bench", "test"}
+    assert set(metadata.metadata("megatron-rl-loss").get_all("Provides-Extra")) == extras
     assert not any(r.lower().startswith("apex") for r in requires)
 
 

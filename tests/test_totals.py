@@ -550,7 +550,7 @@ def test_shares_add_up_over_dp_ranks(name: str, reports: dict[str, dict[int, Rep
             scale = oracle.step_scale(mode, case.step, divisor, units)
             assert sum(rank.shares[mode, units] for rank in ranks) == pytest.approx(expected, abs=1e-5 * scale)
             checked += 1
-    num_modes = 4 if ids_of(case.step, "prompt_id") else 3
+    num_modes = len(oracle.MODES) - (not ids_of(case.step, "prompt_id"))
     assert checked == 2 * num_modes * len(GRIDS[case.grid].dp_groups)
 
 
