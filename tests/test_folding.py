@@ -238,6 +238,7 @@ def summed_over_ranks(step: Step, folded: list[Tensor], loss: Loss, cp_size: int
 LAYOUTS = list(itertools.product((1, 2, 4), (1, 2, 4)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dp_size", "cp_size"), LAYOUTS, ids=[f"dp{d}-cp{c}" for d, c in LAYOUTS])
 @pytest.mark.parametrize(("mode", "units"), COUNTINGS, ids=[f"{m}-{u}" for m, u in COUNTINGS])
 def test_the_plain_sum_is_the_step_loss(

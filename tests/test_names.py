@@ -210,6 +210,7 @@ LAYOUTS = list(itertools.product((1, 2, 4), (1, 2, 4)))
 every_layout = pytest.mark.parametrize(("dp_size", "cp_size"), LAYOUTS, ids=[f"dp{d}-cp{c}" for d, c in LAYOUTS])
 
 
+@pytest.mark.slow
 @every_layout
 @pytest.mark.parametrize("alias", THEIRS)
 def test_a_name_gives_its_frameworks_formula(
