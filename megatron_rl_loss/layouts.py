@@ -16,6 +16,7 @@ Everything is computed on the host (whatever torch's default device), without a 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -35,7 +36,7 @@ def as_int_vector(name: str, values: IntList) -> Tensor:
                 if not is_int(value):
                     given = f"{name} holds {value!r} ({type(value).__name__})"
                     raise TypeError(explain(given, "it must hold whole numbers", "Pass ints or an int tensor"))
-        return torch.tensor(list(map(int, values)), dtype=torch.int64, device="cpu")
+        return torch.from_numpy(np.array(values, np.int64))
     if values.dim() != 1 or values.dtype == torch.bool or values.is_floating_point() or values.is_complex():
         given = f"{name} is a {values.dtype} tensor of shape {tuple(values.shape)}"
         raise TypeError(explain(given, "it must be a 1-D tensor of ints", "Convert it first"))
@@ -128,12 +129,13 @@ class _PackedSlots(Layout):
 
     def __init__(self, cu_seqlens_padded: IntList, total_lengths: IntList | None = None, filler_slots: int = 0) -> None:
         cu = as_int_vector("cu_seqlens_padded", cu_seqlens_padded)
-        given = f"cu_seqlens_padded is {_shown(cu)}"
         if cu.numel() == 0 or int(cu[0]) != 0:
-            raise ValueError(explain(given, "it must begin with 0", "Pass cumulative padded lengths, 0 included"))
+            given, remedy = f"cu_seqlens_padded is {_shown(cu)}", "Pass cumulative padded lengths, 0 included"
+            raise ValueError(explain(given, "it must begin with 0", remedy))
         sizes = cu.diff()
         if bool((sizes < 0).any()):
-            raise ValueError(explain(given, "it must not decrease", "Pass cumulative lengths, not lengths"))
+            given, remedy = f"cu_seqlens_padded is {_shown(cu)}", "Pass cumulative lengths, not lengths"
+            raise ValueError(explain(given, "it must not decrease", remedy))
         if not is_int(filler_slots) or filler_slots < 0:
             given = f"filler_slots is {filler_slots!r}"
             raise ValueError(explain(given, "it must be an int >= 0", "Count the last slots that hold no sample"))

@@ -21,7 +21,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -191,7 +190,7 @@ class Microbatch:
         step = self._step
         count = 0
         if self._inputs.copies == 1 or step.cp_rank == 0:  # else counted on the first of the ranks that all hold them
-            count = int(np.count_nonzero(self.samples.local_mask(step.cp_rank, step.cp_size).numpy()))
+            count = self.samples.local_active_tokens(step.cp_rank, step.cp_size)
         return torch.tensor(count, dtype=torch.int32, device="cpu")
 
 

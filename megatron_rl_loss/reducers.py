@@ -21,6 +21,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
+from megatron_rl_loss import host_kernels
 from megatron_rl_loss.errors import explain
 from megatron_rl_loss.layouts import Layout
 from megatron_rl_loss.names import aliases_of, resolve_name
@@ -323,7 +324,7 @@ class WeightedSum:
         metric_weights = metric_sum._weights_on(metrics[0].device) if metrics else weights
         rows = [values.detach().reshape(-1) for values in (per_token_loss, *metrics)]
         if per_token_loss.device.type == "cpu" and not torch.compiler.is_compiling():
-            totals = [_host_dot(rows[0], weights), *(_host_dot(row, metric_weights) for row in rows[1:])]
+            totals = _host_sums(rows, weights, metric_weights)
         else:
             same_ignored = self._ignores_masked and metric_sum._ignores_masked
             totals = _sums_without_looking(rows, weights, metric_weights, same_ignored)
@@ -361,6 +362,16 @@ class _WithGradient(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         (weights,) = ctx.saved_tensors
         return (gradient * weights).to(ctx.dtype).view(ctx.shape), None, None
+
+
+def _host_sums(rows: list[Tensor], weights: Tensor, metric_weights: Tensor) -> list[Tensor]:
+    """The sum of the first row by `weights` and of the others by `metric_weights`."""
+    if weights is not metric_weights:
+        return [_host_dot(rows[0], weights), *_host_sums(rows[1:], metric_weights, metric_weights)]
+    rows = [row.float().contiguous() for row in rows]
+    if len(rows) > 1 and host_kernels.available() and host_kernels.are_readable([*rows, weights]):
+        return list(host_kernels.weighted_sums(rows, weights))
+    return [_host_dot(row, weights) for row in rows]
 
 
 def _host_dot(values: Tensor, weights: Tensor) -> Tensor:

@@ -2,12 +2,14 @@
 
 import hashlib
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_rl_loss import host_kernels
 from megatron_rl_loss.errors import explain
 from megatron_rl_loss.layouts import Layout, check_cp, concatenated_ranges, is_int
 
@@ -26,22 +28,22 @@ def as_ids(name: str, ids: Ids, num_samples: int) -> Tensor:
 
     Raises TypeError for other types, ValueError for a wrong count or an int beyond 61 bits.
     """
-    values = ids.tolist() if isinstance(ids, Tensor) else list(ids)
+    values: list[Any] = ids.tolist() if isinstance(ids, Tensor) else list(ids)
     if len(values) != num_samples:
         raise ValueError(
             explain(
                 f"{len(values)} {name} for {num_samples} loss masks", "there must be one a sample", "Pass both in order"
             )
         )
-    if not set(map(type, values)) <= {int, str}:  # else sound, found fast
+    if set(map(type, values)) != {int}:  # else sound, found fast
         odd = [value for value in values if not isinstance(value, str) and not is_int(value)]
         if odd:
             given = f"{name} holds {odd[0]!r} ({type(odd[0]).__name__})"
             raise TypeError(explain(given, "an id must be an int or a str", "Pass one such id a sample"))
-    numbers = [_hashed(value) if isinstance(value, str) else int(value) for value in values]
-    if any(not -_ID_LIMIT < number < _ID_LIMIT for number in numbers):
+        values = [_hashed(value) if isinstance(value, str) else int(value) for value in values]
+    if values and not -_ID_LIMIT < min(values) <= max(values) < _ID_LIMIT:
         raise ValueError(explain(f"{name} go beyond 61 bits", "such ids cannot be exchanged", "Pass them as strings"))
-    return torch.tensor(numbers, dtype=torch.int64, device="cpu")
+    return torch.from_numpy(np.array(values, np.int64))
 
 
 def _hashed(text: str) -> int:
@@ -60,9 +62,6 @@ class Samples:
             is a rollout. Unique within the step, not only within a prompt.
         prompt_ids: one id a sample, equal for the responses to one prompt. Needed by ``prompt_mean``.
 
-    Attributes:
-        flat_mask: the masks in the layout's buffer, float32 [total_tokens], 0 in padding.
-
     Raises:
         TypeError: masks that are not tensors, are complex, or ids of another type.
         ValueError: masks that are not 1-D, negative, NaN, infinite or too small for float32; numbers or lengths that
@@ -78,18 +77,31 @@ class Samples:
         prompt_ids: Ids | None = None,
     ) -> None:
         self.loss_masks = _checked(loss_masks)
-        self.mask_lengths = torch.tensor(list(map(Tensor.numel, self.loss_masks)), dtype=torch.int64, device="cpu")
+        self.mask_lengths = torch.from_numpy(np.array(list(map(Tensor.numel, self.loss_masks)), np.int64))
         self.layout = layout
         ends = self.mask_lengths.cumsum(0)
         self._starts = ends - self.mask_lengths if layout is None else layout.mask_starts(self.mask_lengths)
         self._total_tokens = int(self.mask_lengths.sum()) if layout is None else layout.total_tokens
-        values = self.in_buffer(self.loss_masks)
-        self._mask_sums, self._active_tokens = self._measured(values)
-        self.flat_mask = values.float()
         n = len(self.loss_masks)
+        flags = None
+        if n and host_kernels.available():
+            place = self._starts.numpy(), self.mask_lengths.numpy(), self._total_tokens
+            flags = host_kernels.join_flags(self.loss_masks, *place)
+        if flags is not None:
+            self._buffer = torch.from_numpy(flags[0])
+            self._mask_sums = self._active_tokens = torch.from_numpy(flags[1]).double()
+        else:
+            values = self.in_buffer(self.loss_masks)
+            self._mask_sums, self._active_tokens = self._measured(values)
+            self._buffer = values.float()
         self.rollout_ids = None if rollout_ids is None else as_ids("rollout_ids", rollout_ids, n)
         self.prompt_ids = None if prompt_ids is None else as_ids("prompt_ids", prompt_ids, n)
-        self._local_masks: dict[tuple[int, int], Tensor] = {}
+        self._local_parts: dict[tuple[int, int], Tensor] = {}
+
+    @property
+    def flat_mask(self) -> Tensor:
+        """The masks in the layout's buffer, float32 [total_tokens], 0 in padding. Not to be changed."""
+        return self._buffer.float()
 
     def _measured(self, values: Tensor) -> tuple[Tensor, Tensor]:
         """Sum and number of nonzero entries of each mask, float64 [num_samples]; refuses unsound values."""
@@ -170,23 +182,34 @@ class Samples:
         flat = buffer.numpy()
         return torch.from_numpy(np.concatenate([flat[start:end] for start, end in pieces]))
 
-    def local_mask(self, cp_rank: int, cp_size: int) -> Tensor:
-        """What this CP rank holds of `flat_mask`, float32 [num_local_tokens]. Made once; not to be changed."""
+    def _local_part(self, cp_rank: int, cp_size: int) -> Tensor:
         place = cp_rank, cp_size
-        if place not in self._local_masks:
-            self._local_masks[place] = self.local(self.flat_mask, *place)
-        return self._local_masks[place]
+        if place not in self._local_parts:
+            self._local_parts[place] = self.local(self._buffer, *place)
+        return self._local_parts[place]
+
+    def local_mask(self, cp_rank: int, cp_size: int) -> Tensor:
+        """What this CP rank holds of `flat_mask`, float32 [num_local_tokens]. Not to be changed."""
+        return self._local_part(cp_rank, cp_size).float()
+
+    def local_active_tokens(self, cp_rank: int, cp_size: int) -> int:
+        """Number of tokens of nonzero weight that this CP rank holds."""
+        return int(np.count_nonzero(self._local_part(cp_rank, cp_size).numpy()))
 
     def weighted_mask(self, sample_weights: Tensor, cp_rank: int, cp_size: int) -> Tensor:
         """`local_mask` with each sample's tokens multiplied by that sample's weight, float32 [num_local_tokens]."""
+        weights = sample_weights.float()
+        starts, lengths = self.local_segments(cp_rank, cp_size)
+        if self._buffer.dtype == torch.uint8:
+            segments = starts.numpy(), lengths.numpy()
+            flags, sample_starts = self._buffer.numpy(), self._starts.numpy()
+            return torch.from_numpy(host_kernels.weigh_flags(flags, sample_starts, weights.numpy(), segments))
         mask = self.local_mask(cp_rank, cp_size)
         if not len(self) or not mask.numel():
             return mask
-        weights = sample_weights.float()
         if bool((weights == weights[0]).all()):
             return mask * float(weights[0])
         # The rank holds a sample's tokens together and samples in order: how many does it hold before each one?
-        starts, lengths = self.local_segments(cp_rank, cp_size)
         at = torch.searchsorted(starts, self._starts, right=True) - 1
         held = lengths.cumsum(0) - lengths
         before = torch.where(at < 0, 0, held[at] + torch.minimum(self._starts - starts[at], lengths[at]))
@@ -235,11 +258,11 @@ def _checked(loss_masks: Sequence[Tensor]) -> list[Tensor]:
             if mask.dim() != 1:
                 given = f"the loss mask of sample {i} has shape {tuple(mask.shape)}"
                 raise ValueError(explain(given, "it must be 1-D, one entry a token", "Pass one tensor a sample"))
-    if any(dtype.is_complex for dtype in {mask.dtype for mask in masks}):
+    if any(dtype.is_complex for dtype in set(map(attrgetter("dtype"), masks))):
         i = next(i for i, mask in enumerate(masks) if mask.is_complex())
         given = f"the loss mask of sample {i} is {masks[i].dtype}"
         raise TypeError(explain(given, "token weights must be real numbers", "Pass 0/1, bool or float weights"))
-    devices = {mask.device for mask in masks}
+    devices = set(map(attrgetter("device"), masks))
     if len(devices) > 1:
         given = f"loss masks on {sorted(map(str, devices))}"
         raise ValueError(explain(given, "they must share one device", "Move them together"))

@@ -1,7 +1,8 @@
 """What a micro-batch costs, as counts: graph nodes, launches, host reads, bytes kept. Times: tools/bench_reducers.py.
 
 A launch is a torch operation that does work, by the profiler: one kernel on a GPU (a reduction may take two there). On
-the host, sums are looked at for NaN; elsewhere nothing may be, which `without_looking` brings about on a CPU too.
+the host, `host_kernels` sum, which the profiler does not see; without them, torch does, and sums are looked at for NaN.
+Elsewhere nothing may be looked at, which "without looking" brings about on a CPU too.
 """
 
 import functools
@@ -17,7 +18,7 @@ from test_long_runs import graph_nodes
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from megatron_rl_loss import Samples, StepTotals, ZigzagTHD, make_pg_loss_reducer
+from megatron_rl_loss import Samples, StepTotals, ZigzagTHD, host_kernels, make_pg_loss_reducer
 from megatron_rl_loss.arguments import AggregationSettings
 
 NUM_METRICS = 5
@@ -25,7 +26,7 @@ NUM_METRICS = 5
 WRAPPERS = {
     "aten::as_strided", "aten::view", "aten::alias", "aten::expand", "aten::detach", "aten::select", "aten::slice",
     "aten::unsqueeze", "aten::unbind", "aten::reshape", "aten::split", "aten::narrow", "aten::to", "aten::item",
-    "aten::_local_scalar_dense", "aten::stack", "aten::empty", "aten::result_type",
+    "aten::_local_scalar_dense", "aten::stack", "aten::empty", "aten::result_type", "aten::lift_fresh",
 }  # fmt: skip
 
 
@@ -75,15 +76,20 @@ def launches(function: Callable[[], Any]) -> list[str]:
     return operations(function, WRAPPERS)
 
 
-@pytest.fixture(params=["looking", "without looking"])
-def looking(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    if request.param != "looking":
+@pytest.fixture(params=["host kernels", "looking", "without looking"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "host kernels":
+        if not host_kernels.available():
+            pytest.skip("no C compiler when the package was installed")
+    else:
+        monkeypatch.setattr(host_kernels, "_library", None)
+    if request.param == "without looking":
         monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    return bool(request.param == "looking")
+    return str(request.param)
 
 
 @pytest.mark.parametrize("mode", oracle.MODES)
-def test_launches_of_a_microbatch_with_all_its_metrics(mode: str, looking: bool) -> None:
+def test_launches_of_a_microbatch_with_all_its_metrics(mode: str, way: str) -> None:
     counted, one = {}, torch.ones(())
     for num_samples in (2, 64, 1024):
         microbatch, losses, metrics = microbatch_of(num_samples, mode)
@@ -94,10 +100,12 @@ def test_launches_of_a_microbatch_with_all_its_metrics(mode: str, looking: bool)
 
         counted[num_samples] = launches(step)
     assert counted[2] == counted[64] == counted[1024]
-    assert len(counted[2]) == (10 if looking or mode != "sample_mean" else 9), counted[2]
+    one_weight = mode == "sample_mean"  # for the loss and the metrics
+    expected = {"host kernels": 4 if one_weight else 5, "looking": 10, "without looking": 9 if one_weight else 10}
+    assert len(counted[2]) == expected[way], counted[2]
 
 
-def test_launches_are_counted(looking: bool) -> None:
+def test_launches_are_counted(way: str) -> None:
     """Negative control: a closure that loops over samples."""
     x = torch.randn(4096)
     looped = launches(lambda: sum((part * 2).sum() for part in x.split(64)))
@@ -106,23 +114,24 @@ def test_launches_are_counted(looking: bool) -> None:
 
 @pytest.mark.parametrize("mode", oracle.MODES)
 @pytest.mark.parametrize("num_samples", [1, 64, 2048])
-def test_nodes_of_the_graph(mode: str, num_samples: int, looking: bool) -> None:
+def test_nodes_of_the_graph(mode: str, num_samples: int, way: str) -> None:
     microbatch, losses, metrics = microbatch_of(num_samples, mode)
     assert graph_nodes(microbatch.pg_loss(losses)) == 2  # the sum, and the leaf
     assert graph_nodes(microbatch.loss(losses, metrics)[0]) == 3  # and Megatron's scale
 
 
 @pytest.mark.parametrize("mode", oracle.MODES)
-def test_nothing_is_read_back_where_nothing_is_looked_at(mode: str, looking: bool) -> None:
+def test_nothing_is_read_back_where_nothing_is_looked_at(mode: str, way: str) -> None:
     microbatch, losses, metrics = microbatch_of(64, mode)
     # Scaling by a Python number is recorded as reading that number, on CPU alone: carry() is left out.
     reduce = functools.partial(microbatch.pg_loss.with_metrics, losses, list(metrics.values()), microbatch.sample_mean)
     read = operations(lambda: reduce()[0].backward(), WRAPPERS - {"aten::item"}).count("aten::item")
-    assert read == (1 + NUM_METRICS if looking else 0)
+    of_losses = 0 if mode == "sample_mean" else 1  # alone, so summed by torch
+    assert read == {"host kernels": of_losses, "looking": 1 + NUM_METRICS, "without looking": 0}[way]
 
 
 @pytest.mark.parametrize("mode", oracle.MODES)
-def test_one_float32_a_local_token_is_kept(mode: str, looking: bool) -> None:
+def test_one_float32_a_local_token_is_kept(mode: str, way: str) -> None:
     microbatch, losses, _ = microbatch_of(64, mode)
     kept: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
@@ -156,7 +165,7 @@ CASES = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("values", CASES.values(), ids=CASES)
-def test_both_ways_sum_the_same(values: list[float], dtype: torch.dtype, looking: bool) -> None:
+def test_both_ways_sum_the_same(values: list[float], dtype: torch.dtype, way: str) -> None:
     losses = torch.tensor(values, dtype=dtype, requires_grad=True)
     reducer, weights = weighted(losses)
     other = losses.detach() * 2
@@ -172,7 +181,7 @@ def test_both_ways_sum_the_same(values: list[float], dtype: torch.dtype, looking
     total /= 2  # as Megatron divides in place: legal on what a reducer returns
 
 
-def test_weights_of_different_tokens_are_ignored_apart(looking: bool) -> None:
+def test_weights_of_different_tokens_are_ignored_apart(way: str) -> None:
     """A reducer of one's own may leave out other tokens than the mask does."""
     from megatron_rl_loss.reducers import ReducerInputs, build_reducer
 

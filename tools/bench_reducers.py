@@ -1,6 +1,7 @@
 """What reducing a micro-batch costs, beside a closure that loops over samples and beside the memory it must touch.
 
     .venv/bin/python tools/bench_reducers.py                     # CPU, 2 threads; writes docs/bench/reducers-cpu.*
+    .venv/bin/python tools/bench_reducers.py --sizes 512x8192    # one size only, every layout and mode
     .venv/bin/python tools/bench_reducers.py --builds            # the build alone, up to 100,000 samples
     .venv/bin/python tools/bench_reducers.py --device cuda       # the same on a GPU, bf16 losses too
 
@@ -10,13 +11,18 @@ Three ways, timed in one run on the same data:
 - *per-sample closure*: our own re-statement of how slime and miles reduce, one sample at a time in Python; build is the
   cut of the masks for the context-parallel (CP) rank and their sums, which some versions repeat at every call;
 - *floor*: one read of the losses and weights and one write of the gradient (a dot product and a product), and with
-  metrics one more read of the weights and of each metric.
+  metrics one more read of the weights and of each metric. The floor of a build is one read of the masks of the whole
+  micro-batch, and one write of this rank's weights. *dot* is ``torch.dot(losses, weights)``, forward and backward.
 
 Masks are one int32 tensor a sample. "all" is build + forward + backward. Times are those of the fastest run, in
-milliseconds; compare ratios, not times, between machines.
+milliseconds; compare ratios, not times, between machines. On a CPU, memory once freed stays with the process, or some
+runs (of any of the three) would spend more time on page faults than on anything else.
+
+With ``MEGATRON_RL_LOSS_HOST_KERNELS=0`` torch and NumPy do all the work on the host (see host_kernels.py).
 """
 
 import argparse
+import ctypes
 import itertools
 import json
 import os
@@ -41,6 +47,7 @@ from megatron_rl_loss import (
     ZigzagBSHD,
     ZigzagResponse,
     ZigzagTHD,
+    host_kernels,
 )
 from megatron_rl_loss.reducers import ReducerInputs, WeightedSum, build_reducer
 from megatron_rl_loss.samples import Samples
@@ -104,15 +111,15 @@ class Data:
                 return Gathered(self.cu_seqlens, total_lengths=self.lengths)
         return ZigzagTHD(self.cu_seqlens, total_lengths=self.lengths)
 
-    def reducer(self) -> tuple[WeightedSum, WeightedSum]:
-        """The reducers of the losses and of metrics, from the masks up."""
+    def reducer(self, metrics: bool = True) -> tuple[WeightedSum, WeightedSum]:
+        """The reducers of the losses and, where they are another one, of metrics, from the masks up."""
         case = self.case
         samples = Samples(self.masks, layout=self.layout(), prompt_ids=self.prompt_ids)
         inputs = ReducerInputs(samples=samples, totals=self.totals, cp_rank=self.cp_rank, cp_size=case.cp_size,
                                divisor=case.mean_length if case.mode == "constant" else None)  # fmt: skip
         found = build_reducer(case.mode, inputs)
         metric = found
-        if case.mode != "sample_mean":
+        if metrics and case.mode != "sample_mean":
             metric = build_reducer("sample_mean", ReducerInputs(**{**vars(inputs), "divisor": None}))
         assert isinstance(found, WeightedSum)
         assert isinstance(metric, WeightedSum)
@@ -181,19 +188,30 @@ def measure(case: Case, device: str, min_run_time: float) -> dict[str, Any]:
         for values in metrics:
             torch.dot(values.float(), metric.weights)
 
+    joined = torch.cat(data.masks).float()  # as many bytes as the int32 masks
+
+    def floor_of_build() -> None:
+        torch.dot(joined, joined)
+        torch.ones_like(reducer.weights)
+
+    def dot(values: Tensor) -> Tensor:
+        return torch.dot(values.float(), reducer.weights)
+
     reducer(losses)  # moves the weights to the device
     found: dict[str, Any] = {
         **asdict(case),
         "local_tokens": losses.numel(),
         "ours": {
-            "build": time(data.reducer),
+            "build": time(lambda: data.reducer(metrics=False)),
+            "build_metrics": time(data.reducer),
             "forward": time(lambda: reducer(losses)),
             "forward_backward": time(with_backward(losses, reducer)),
             "forward_backward_metrics": time(
                 with_backward(losses, lambda x: reducer.with_metrics(x, metrics, metric)[0])
             ),
         },
-        "floor": {"all": time(floor), "all_metrics": time(floor_with_metrics)},
+        "floor": {"build": time(floor_of_build), "all": time(floor), "all_metrics": time(floor_with_metrics)},
+        "dot": {"forward_backward": time(with_backward(losses, dot))},
     }
     if case.layout == "ZigzagTHD" and case.mode == "sample_mean":
         closure = PerSampleClosure(data, device)
@@ -230,6 +248,14 @@ def measure_builds(about: dict[str, Any], out: Path, min_run_time: float) -> Non
     print(text)
 
 
+def keep_freed_memory() -> None:
+    """glibc: take large blocks from the heap (M_MMAP_MAX = -4) and give nothing back (M_TRIM_THRESHOLD = -1)."""
+    if platform.libc_ver()[0] == "glibc":
+        libc = ctypes.CDLL(None)
+        assert libc.mallopt(-4, 0)
+        assert libc.mallopt(-1, 2**31 - 1)
+
+
 def ratios(found: dict[str, Any]) -> dict[str, float]:
     """Of our times to the others'; "all" includes the build, the ones to the floor do not."""
     ours, floor = found["ours"], found["floor"]
@@ -237,11 +263,14 @@ def ratios(found: dict[str, Any]) -> dict[str, float]:
         "to_floor": ours["forward_backward"] / floor["all"],
         "to_floor_metrics": ours["forward_backward_metrics"] / floor["all_metrics"],
         "build_to_floor": ours["build"] / floor["all"],
+        "build_to_its_floor": ours["build"] / floor["build"],
+        "to_dot": ours["forward_backward"] / found["dot"]["forward_backward"],
     }
     if "closure" in found:
         closure = found["closure"]
         for name, part in (("", "forward_backward"), ("_metrics", "forward_backward_metrics")):
-            result[f"closure_to_ours_all{name}"] = (closure["build"] + closure[part]) / (ours["build"] + ours[part])
+            all_of_ours = ours[f"build{name}"] + ours[part]
+            result[f"closure_to_ours_all{name}"] = (closure["build"] + closure[part]) / all_of_ours
             result[f"closure_to_ours_run{name}"] = closure[part] / ours[part]
         result["closure_to_ours_build"] = closure["build"] / ours["build"]
     return result
@@ -262,6 +291,7 @@ def machine(device: str) -> dict[str, Any]:
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
+        "host kernels": host_kernels.available(),
     }
 
 
@@ -277,13 +307,16 @@ def table(results: list[dict[str, Any]]) -> str:
                 "layout": found["layout"],
                 "mode": found["mode"] + ("" if found["dtype"] == "float32" else f" {found['dtype']}"),
                 "build": ours["build"],
+                "with metrics": ours["build_metrics"],
                 "fwd": ours["forward"],
                 "fwd+bwd": ours["forward_backward"],
                 "+5 metrics": ours["forward_backward_metrics"],
                 "floor": found["floor"]["all"],
                 "fwd+bwd / floor": ratio["to_floor"],
+                "/ dot": ratio["to_dot"],
                 "+5 / floor": ratio["to_floor_metrics"],
                 "build / floor": ratio["build_to_floor"],
+                "/ its floor": ratio["build_to_its_floor"],
                 **(
                     {}
                     if closure is None
@@ -335,12 +368,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads of torch.")
+    parser.add_argument("--sizes", action="append", help="Only these, as in 512x8192.")
     parser.add_argument("--builds", action="store_true", help="Measure the build alone, for very many samples.")
     parser.add_argument("--max-tokens", type=int, default=40_000_000, help="Leave out cases with more tokens in all.")
     parser.add_argument("--min-run-time", type=float, default=0.3, help="Seconds to measure each figure for.")
     parser.add_argument("--out", type=Path, default=OUT, help="Folder for the table, the JSON and the plot.")
     args = parser.parse_args(arguments)
     torch.set_num_threads(args.threads)
+    if args.device == "cpu":
+        keep_freed_memory()
     about = machine(args.device)
     if args.builds:
         measure_builds(about, args.out, args.min_run_time)
@@ -348,6 +384,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     cases = [*GRID, *VARIANTS]
     if args.device == "cuda":
         cases += [Case(512, 8192, cp, dtype="bfloat16") for cp in (1, 4)]
+    if args.sizes:
+        cases = [case for case in cases if f"{case.samples}x{case.mean_length}" in args.sizes]
     left_out = [case for case in cases if case.samples * case.mean_length > args.max_tokens]
     results = []
     for case in cases:
@@ -355,7 +393,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             results.append(measure(case, args.device, args.min_run_time))
             print(table(results[-1:]).splitlines()[-1], flush=True)
     args.out.mkdir(parents=True, exist_ok=True)
-    name = args.out / f"reducers-{args.device}"
+    without = "" if host_kernels.available() or args.device == "cuda" else "-numpy"
+    name = args.out / f"reducers-{args.device}{without}"
     lines = [
         ", ".join(f"{key} {value}" for key, value in about.items()),
         f"Left out, over {args.max_tokens} tokens: {len(left_out)} cases" if left_out else "All cases",
