@@ -41,11 +41,11 @@ def _load() -> ctypes.CDLL | None:
         return None
     try:
         library = ctypes.CDLL(found.origin)
+        if ctypes.c_int64.in_dll(library, "mrl_interface").value != _INTERFACE:
+            raise OSError(f"{found.origin} was compiled from another version: install megatron_rl_loss again")
     except OSError as error:
-        warnings.warn(f"megatron_rl_loss's host kernels cannot be loaded, NumPy takes over: {error}", stacklevel=1)
+        warnings.warn(f"megatron_rl_loss goes without its host kernels, NumPy takes over: {error}", stacklevel=1)
         return None
-    if ctypes.c_int64.in_dll(library, "mrl_interface").value != _INTERFACE:
-        return None  # compiled from an older source: installing again mends it
     library.mrl_weigh_flags.restype = library.mrl_weighted_sums.restype = None
     return library
 
@@ -73,7 +73,7 @@ def join_flags(masks: Sequence[Tensor], starts: Array, lengths: Array, total_tok
 
     Args:
         masks: 1-D tensors, at least one.
-        starts, lengths: of each mask in the buffer, int64 [num_samples]; in order, without overlap.
+        starts, lengths: of each mask in the buffer, int64 [num_samples]; in order, without overlap, within the buffer.
 
     Returns:
         uint8 [total_tokens], 0 between the masks, and int64 [num_samples]; None if these masks cannot be read, or hold
@@ -86,7 +86,7 @@ def join_flags(masks: Sequence[Tensor], starts: Array, lengths: Array, total_tok
         first = torch.cat(list(masks)).detach().cpu()
         addresses = first.data_ptr() + (lengths.cumsum() - lengths) * first.element_size()
     kind = _KINDS.get(first.dtype)
-    if kind is None or type(first) not in (Tensor, Parameter):
+    if kind is None or not are_readable([first]):
         return None
     flags, ones = np.empty(total_tokens, np.uint8), np.empty(len(masks), np.int64)
     sizes = kind, len(masks), total_tokens
@@ -100,7 +100,8 @@ def weigh_flags(flags: Array, starts: Array, sample_weights: Array, segments: tu
     Args:
         flags, starts: the buffer of `join_flags` and where each sample begins in it.
         sample_weights: float32 [num_samples].
-        segments: starts and lengths of the pieces of the buffer that are wanted, int64 [num_segments], in order.
+        segments: starts and lengths of the pieces of the buffer that are wanted, int64 [num_segments]; in order,
+            without overlap, within the buffer.
     """
     num_local = int(segments[1].sum())
     weights = np.empty(num_local, np.float32)

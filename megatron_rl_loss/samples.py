@@ -82,9 +82,9 @@ class Samples:
         ends = self.mask_lengths.cumsum(0)
         self._starts = ends - self.mask_lengths if layout is None else layout.mask_starts(self.mask_lengths)
         self._total_tokens = int(self.mask_lengths.sum()) if layout is None else layout.total_tokens
-        n = len(self.loss_masks)
+        self._gaps = self._gaps_between("loss masks", self._starts, self.mask_lengths)
         flags = None
-        if n and host_kernels.available():
+        if len(self) and host_kernels.available():
             place = self._starts.numpy(), self.mask_lengths.numpy(), self._total_tokens
             flags = host_kernels.join_flags(self.loss_masks, *place)
         if flags is not None:
@@ -94,6 +94,7 @@ class Samples:
             values = self.in_buffer(self.loss_masks)
             self._mask_sums, self._active_tokens = self._measured(values)
             self._buffer = values.float()
+        n = len(self)
         self.rollout_ids = None if rollout_ids is None else as_ids("rollout_ids", rollout_ids, n)
         self.prompt_ids = None if prompt_ids is None else as_ids("prompt_ids", prompt_ids, n)
         self._local_parts: dict[tuple[int, int], Tensor] = {}
@@ -102,6 +103,17 @@ class Samples:
     def flat_mask(self) -> Tensor:
         """The masks in the layout's buffer, float32 [total_tokens], 0 in padding. Not to be changed."""
         return self._buffer.float()
+
+    def _gaps_between(self, what: str, starts: Tensor, lengths: Tensor) -> np.ndarray[Any, Any]:
+        """Free positions of the buffer before, between and after pieces of it; refuses a layout that misplaces them."""
+        ends = starts + lengths
+        gaps = np.append(starts.numpy(), self._total_tokens) - np.append(0, ends.numpy())
+        if gaps.min() < 0:
+            places = list(zip(starts.tolist(), ends.tolist(), strict=True))[:8]
+            given = f"{type(self.layout).__name__} puts {what} at {', '.join(f'[{a}, {b})' for a, b in places)}"
+            rule = f"they must be in order, apart, and within the {self._total_tokens} tokens of its buffer"
+            raise ValueError(explain(given, rule, "Mend the layout's mask_starts, local_segments or total_tokens"))
+        return gaps
 
     def _measured(self, values: Tensor) -> tuple[Tensor, Tensor]:
         """Sum and number of nonzero entries of each mask, float64 [num_samples]; refuses unsound values."""
@@ -155,9 +167,8 @@ class Samples:
             return torch.zeros(self._total_tokens, dtype=torch.float32, device="cpu")
         dtypes = {value.dtype for value in values}
         dtype = torch.float64 if torch.float64 in dtypes else torch.float32
-        starts, lengths = self._starts.numpy(), self.mask_lengths.numpy()
-        gaps = np.append(starts, self._total_tokens) - np.append(0, starts + lengths)
-        if values[0].device.type != "cpu" or torch.bfloat16 in dtypes or lengths.mean() < _SHORT:
+        gaps = self._gaps
+        if values[0].device.type != "cpu" or torch.bfloat16 in dtypes or self.mask_lengths.double().mean() < _SHORT:
             joined = torch.cat(list(values)).detach().cpu().to(dtype)
             if not gaps.any():
                 return joined
@@ -229,7 +240,9 @@ class Samples:
         check_cp(cp_rank, cp_size)
         if self.layout is not None:
             starts, lengths = self.layout.local_segments(cp_rank, cp_size)
-            return starts[lengths > 0], lengths[lengths > 0]
+            starts, lengths = starts[lengths > 0], lengths[lengths > 0]
+            self._gaps_between(f"what CP rank {cp_rank} of {cp_size} holds", starts, lengths)
+            return starts, lengths
         if cp_size > 1:
             given = f"cp_size is {cp_size} and no layout was given"
             rule = "how tokens are cut over CP ranks must be said, never guessed"

@@ -80,7 +80,7 @@ def launches(function: Callable[[], Any]) -> list[str]:
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "host kernels":
         if not host_kernels.available():
-            pytest.skip("no C compiler when the package was installed")
+            pytest.skip("the host kernels are not there")
     else:
         monkeypatch.setattr(host_kernels, "_library", None)
     if request.param == "without looking":

@@ -504,3 +504,43 @@ def test_active_tokens_only_are_recognised() -> None:
     with pytest.raises(ValueError, match="the active tokens only"):
         reducer(torch.ones(3))
     assert float(reducer(torch.ones(7))) == pytest.approx(1)
+
+
+class Misplaced(Layout):
+    """A layout of one's own that says where masks and a CP rank's pieces are, right or wrong."""
+
+    def __init__(self, mask_starts: list[int], segments: list[tuple[int, int]]) -> None:
+        self.starts, self.segments = mask_starts, segments
+
+    @property
+    def total_tokens(self) -> int:
+        return 8
+
+    def mask_starts(self, mask_lengths: torch.Tensor) -> torch.Tensor:
+        return torch.tensor(self.starts)
+
+    def local_segments(self, cp_rank: int, cp_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        starts, ends = torch.tensor(self.segments).T
+        return starts, ends - starts
+
+
+@pytest.mark.parametrize("starts", [[4, 0], [0, 2], [-1, 4], [0, 6]], ids=["order", "overlap", "before", "beyond"])
+def test_masks_of_a_layout_stay_in_its_buffer(starts: list[int]) -> None:
+    with pytest.raises(ValueError, match=r"Misplaced puts loss masks at \[.* within the 8 tokens of its buffer"):
+        Samples(masks(3, 3), layout=Misplaced(starts, [(0, 8)]))
+    Samples(masks(3, 3), layout=Misplaced([1, 5], [(0, 8)]))
+
+
+@pytest.mark.parametrize(
+    "segments",
+    [[(4, 8), (0, 2)], [(0, 4), (3, 8)], [(-1, 4)], [(4, 9)]],
+    ids=["order", "overlap", "before", "beyond"],
+)
+def test_pieces_of_a_layout_stay_in_its_buffer(segments: list[tuple[int, int]]) -> None:
+    def weights(segments: list[tuple[int, int]]) -> list[float]:
+        samples = Samples(masks(3, 3), layout=Misplaced([0, 4], segments))
+        return samples.weighted_mask(torch.tensor([1.0, 2.0]), 1, 2).tolist()
+
+    with pytest.raises(ValueError, match=r"Misplaced puts what CP rank 1 of 2 holds at \["):
+        weights(segments)
+    assert weights([(0, 2), (3, 6)]) == [1, 1, 0, 2, 2]

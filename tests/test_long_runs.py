@@ -148,6 +148,7 @@ def core_readings(kept: list[Any] | None, steps: int = 500) -> list[Reading]:
         gc.unfreeze()
 
 
+@pytest.mark.slow
 def test_500_steps_of_random_shapes_leave_nothing_behind(record_property: Any) -> None:
     readings = core_readings(kept=None)
     assert grown(readings) == []
@@ -159,6 +160,7 @@ def test_reducers_that_are_kept_are_seen() -> None:
     assert {line.split()[0] for line in grown(core_readings(kept=[], steps=240))} == {"memory", "tensors"}
 
 
+@pytest.mark.slow
 def test_a_graph_that_grows_and_files_that_stay_open_are_seen() -> None:
     """Negative control: a running sum of losses that is never detached, and a file a step."""
     total, opened = torch.zeros((), requires_grad=True), []

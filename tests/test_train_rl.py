@@ -264,6 +264,7 @@ def disagreement(result: Any, rows: list[Row], mode: str, divisor: float | None,
 # --- parity
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dp", "cp"), LAYOUTS)
 @pytest.mark.parametrize("cp_losses", ["gathered", "sliced"])
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "unpacked"])
