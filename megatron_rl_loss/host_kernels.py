@@ -58,21 +58,27 @@ def available() -> bool:
     return _library is not None
 
 
-def are_readable(tensors: Sequence[Tensor]) -> bool:
-    """Whether the values of these tensors, all of one dtype, lie in the host's memory one after the other."""
+def are_readable(tensors: Sequence[Tensor], on_host: bool | None = None) -> bool:
+    """Whether the values of these tensors, all of one dtype, lie in the host's memory one after the other.
+
+    `on_host`: whether they are all on the host, where the caller knows.
+    """
     return (
-        set(map(type, tensors)) <= {Tensor, Parameter}  # others may have no memory of their own
-        and all(map(attrgetter("is_cpu"), tensors))
+        (all(map(attrgetter("is_cpu"), tensors)) if on_host is None else on_host)
+        and set(map(type, tensors)) <= {Tensor, Parameter}  # others may have no memory of their own
         and all(map(Tensor.is_contiguous, tensors))
         and not (tensors[0].is_floating_point() and any(map(Tensor.is_neg, tensors)))
     )
 
 
-def join_flags(masks: Sequence[Tensor], starts: Array, lengths: Array, total_tokens: int) -> tuple[Array, Array] | None:
+def join_flags(
+    masks: Sequence[Tensor], dtypes: set[torch.dtype], starts: Array, lengths: Array, total_tokens: int
+) -> tuple[Array, Array] | None:
     """Masks of zeros and ones in one buffer, and how many ones there are in each.
 
     Args:
-        masks: 1-D tensors, at least one.
+        masks: 1-D tensors on one device, at least one.
+        dtypes: those of the masks.
         starts, lengths: of each mask in the buffer, int64 [num_samples]; in order, without overlap, within the buffer.
 
     Returns:
@@ -80,7 +86,7 @@ def join_flags(masks: Sequence[Tensor], starts: Array, lengths: Array, total_tok
         anything but 0 and 1.
     """
     first = masks[0]
-    if len(set(map(attrgetter("dtype"), masks))) == 1 and are_readable(masks):
+    if len(dtypes) == 1 and are_readable(masks, on_host=first.is_cpu):
         addresses = np.fromiter(map(Tensor.data_ptr, masks), np.int64, len(masks))
     else:
         first = torch.cat(list(masks)).detach().cpu()

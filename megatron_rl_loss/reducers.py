@@ -252,7 +252,7 @@ def _unit_weights(mode: str, inputs: ReducerInputs) -> Tensor:
         else:
             unit_tokens = _unit_tokens(mode, samples, totals)
     denominator = unit_tokens * num_units
-    if bool((samples.mask_sums()[denominator == 0] > 0).any()):  # they would silently weigh nothing
+    if bool(((denominator == 0) & (samples.mask_sums() > 0)).any()):  # they would silently weigh nothing
         tokens = "" if mode in ("token_mean", "constant") else " or its unit's tokens"
         given = f"active tokens in a micro-batch, and totals whose {field}{tokens} are 0"
         raise ValueError(explain(given, "the totals must be those of the whole step", "Make them from all its masks"))

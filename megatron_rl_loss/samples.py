@@ -76,7 +76,7 @@ class Samples:
         rollout_ids: Ids | None = None,
         prompt_ids: Ids | None = None,
     ) -> None:
-        self.loss_masks = _checked(loss_masks)
+        self.loss_masks, self._dtypes = _checked(loss_masks)
         self.mask_lengths = torch.from_numpy(np.array(list(map(Tensor.numel, self.loss_masks)), np.int64))
         self.layout = layout
         ends = self.mask_lengths.cumsum(0)
@@ -86,7 +86,7 @@ class Samples:
         flags = None
         if len(self) and host_kernels.available():
             place = self._starts.numpy(), self.mask_lengths.numpy(), self._total_tokens
-            flags = host_kernels.join_flags(self.loss_masks, *place)
+            flags = host_kernels.join_flags(self.loss_masks, self._dtypes, *place)
         if flags is not None:
             self._buffer = torch.from_numpy(flags[0])
             self._mask_sums = self._active_tokens = torch.from_numpy(flags[1]).double()
@@ -97,6 +97,7 @@ class Samples:
         n = len(self)
         self.rollout_ids = None if rollout_ids is None else as_ids("rollout_ids", rollout_ids, n)
         self.prompt_ids = None if prompt_ids is None else as_ids("prompt_ids", prompt_ids, n)
+        self._local_segments: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self._local_parts: dict[tuple[int, int], Tensor] = {}
 
     @property
@@ -106,11 +107,13 @@ class Samples:
 
     def _gaps_between(self, what: str, starts: Tensor, lengths: Tensor) -> np.ndarray[Any, Any]:
         """Free positions of the buffer before, between and after pieces of it; refuses a layout that misplaces them."""
-        ends = starts + lengths
-        gaps = np.append(starts.numpy(), self._total_tokens) - np.append(0, ends.numpy())
+        bounds = np.zeros(2 * len(starts) + 2, np.int64)
+        bounds[1:-1:2], bounds[2::2] = starts.numpy(), (starts + lengths).numpy()
+        bounds[-1] = self._total_tokens
+        gaps = bounds[1::2] - bounds[::2]
         if gaps.min() < 0:
-            places = list(zip(starts.tolist(), ends.tolist(), strict=True))[:8]
-            given = f"{type(self.layout).__name__} puts {what} at {', '.join(f'[{a}, {b})' for a, b in places)}"
+            places = ", ".join(f"[{start}, {end})" for start, end in bounds[1:-1].reshape(-1, 2)[:8])
+            given = f"{type(self.layout).__name__} puts {what} at {places}"
             rule = f"they must be in order, apart, and within the {self._total_tokens} tokens of its buffer"
             raise ValueError(explain(given, rule, "Mend the layout's mask_starts, local_segments or total_tokens"))
         return gaps
@@ -122,7 +125,7 @@ class Samples:
             self._refuse(values, ~((values >= 0) & (values <= _LARGEST)))
         flat = values.numpy()
         sums = self._sums(flat)
-        if high <= 1 and not any(dtype.is_floating_point for dtype in {mask.dtype for mask in self.loss_masks}):
+        if high <= 1 and not any(dtype.is_floating_point for dtype in self._dtypes):
             return sums, sums
         active = self._sums((flat != 0).astype(np.float32))
         if high <= 1 and torch.equal(sums, active):
@@ -238,16 +241,22 @@ class Samples:
         Raises ValueError where the layout cannot be cut so, or where none says how.
         """
         check_cp(cp_rank, cp_size)
-        if self.layout is not None:
-            starts, lengths = self.layout.local_segments(cp_rank, cp_size)
-            starts, lengths = starts[lengths > 0], lengths[lengths > 0]
+        place = cp_rank, cp_size
+        if place not in self._local_segments:
+            if self.layout is not None:
+                starts, lengths = self.layout.local_segments(cp_rank, cp_size)
+            elif cp_size == 1:
+                starts, lengths = self._starts, self.mask_lengths
+            else:
+                given = f"cp_size is {cp_size} and no layout was given"
+                rule = "how tokens are cut over CP ranks must be said, never guessed"
+                remedy = "Pass one of megatron_rl_loss.layouts (Gathered if they are not)"
+                raise ValueError(explain(given, rule, remedy))
+            if bool((lengths <= 0).any()):
+                starts, lengths = starts[lengths > 0], lengths[lengths > 0]
             self._gaps_between(f"what CP rank {cp_rank} of {cp_size} holds", starts, lengths)
-            return starts, lengths
-        if cp_size > 1:
-            given = f"cp_size is {cp_size} and no layout was given"
-            rule = "how tokens are cut over CP ranks must be said, never guessed"
-            raise ValueError(explain(given, rule, "Pass one of megatron_rl_loss.layouts (Gathered if they are not)"))
-        return self._starts[self.mask_lengths > 0], self.mask_lengths[self.mask_lengths > 0]
+            self._local_segments[place] = starts, lengths
+        return self._local_segments[place]
 
     def loss_shapes(self, num_local_tokens: int, cp_size: int) -> list[tuple[int, ...]]:
         """Shapes this rank's ``per_token_loss`` may have."""
@@ -258,7 +267,8 @@ class Samples:
         return shapes + [(len(self), length) for length in lengths if len(lengths) == 1]
 
 
-def _checked(loss_masks: Sequence[Tensor]) -> list[Tensor]:
+def _checked(loss_masks: Sequence[Tensor]) -> tuple[list[Tensor], set[torch.dtype]]:
+    """The masks, and their dtypes."""
     if isinstance(loss_masks, Tensor):
         given = f"loss_masks is one tensor of shape {tuple(loss_masks.shape)}"
         raise TypeError(explain(given, "it must be a list of 1-D tensors, one a sample", "Pass list(loss_masks)"))
@@ -271,7 +281,8 @@ def _checked(loss_masks: Sequence[Tensor]) -> list[Tensor]:
             if mask.dim() != 1:
                 given = f"the loss mask of sample {i} has shape {tuple(mask.shape)}"
                 raise ValueError(explain(given, "it must be 1-D, one entry a token", "Pass one tensor a sample"))
-    if any(dtype.is_complex for dtype in set(map(attrgetter("dtype"), masks))):
+    dtypes = set(map(attrgetter("dtype"), masks))
+    if any(dtype.is_complex for dtype in dtypes):
         i = next(i for i, mask in enumerate(masks) if mask.is_complex())
         given = f"the loss mask of sample {i} is {masks[i].dtype}"
         raise TypeError(explain(given, "token weights must be real numbers", "Pass 0/1, bool or float weights"))
@@ -279,4 +290,4 @@ def _checked(loss_masks: Sequence[Tensor]) -> list[Tensor]:
     if len(devices) > 1:
         given = f"loss masks on {sorted(map(str, devices))}"
         raise ValueError(explain(given, "they must share one device", "Move them together"))
-    return masks
+    return masks, dtypes

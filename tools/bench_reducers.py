@@ -14,7 +14,7 @@ Three ways, timed in one run on the same data:
   metrics one more read of the weights and of each metric. The floor of a build is one read of the masks of the whole
   micro-batch, and one write of this rank's weights. *dot* is ``torch.dot(losses, weights)``, forward and backward.
 
-Masks are one int32 tensor a sample. "all" is build + forward + backward. Times are those of the fastest run, in
+Masks are one int32 tensor a sample. "all" is build + forward + backward. Times are those of the fastest runs, in
 milliseconds; compare ratios, not times, between machines. On a CPU, memory once freed stays with the process, or some
 runs (of any of the three) would spend more time on page faults than on anything else.
 
@@ -27,7 +27,8 @@ import itertools
 import json
 import os
 import platform
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import date
 from pathlib import Path
@@ -154,11 +155,19 @@ class PerSampleClosure:
         return torch.as_tensor(sum([(loss * mask).sum() / denominator for loss, mask, denominator in parts]))
 
 
-def milliseconds(function: Callable[[], Any], min_run_time: float) -> float:
-    """The fastest run: on a shared machine, medians flip between undisturbed runs and those that lost a core."""
-    function()
-    timer = Timer("function()", globals={"function": function}, num_threads=torch.get_num_threads())
-    return float(min(timer.blocked_autorange(min_run_time=min_run_time).times) * 1e3)
+def milliseconds(functions: Mapping[str, Callable[[], Any]], min_run_time: float) -> dict[str, float]:
+    """Of the fastest of many short runs of each, in turns: a shared machine may be slower for some seconds."""
+    timers, times = {}, {name: float("inf") for name in functions}
+    for name, function in functions.items():
+        timers[name] = Timer("function()", globals={"function": function}, num_threads=torch.get_num_threads())
+    rounds, started = 0, time.perf_counter()
+    while rounds < 3 or time.perf_counter() - started < min_run_time * len(functions):
+        for name, timer in timers.items():
+            first = timer.timeit(1).mean  # brings its data into the caches
+            if rounds:
+                times[name] = min(times[name], first, timer.timeit(max(1, min(1000, int(0.01 / first)))).mean)
+        rounds += 1
+    return {name: seconds * 1e3 for name, seconds in times.items()}
 
 
 def with_backward(losses: Tensor, function: Callable[[Tensor], Tensor]) -> Callable[[], None]:
@@ -174,9 +183,6 @@ def measure(case: Case, device: str, min_run_time: float) -> dict[str, Any]:
     losses, metrics = data.losses, data.metrics
     reducer, metric = data.reducer()
     gradient = torch.ones((), device=device)
-
-    def time(function: Callable[[], Any]) -> float:
-        return milliseconds(function, min_run_time)
 
     def floor() -> None:
         flat = losses.detach().float()
@@ -198,20 +204,16 @@ def measure(case: Case, device: str, min_run_time: float) -> dict[str, Any]:
         return torch.dot(values.float(), reducer.weights)
 
     reducer(losses)  # moves the weights to the device
-    found: dict[str, Any] = {
-        **asdict(case),
-        "local_tokens": losses.numel(),
-        "ours": {
-            "build": time(lambda: data.reducer(metrics=False)),
-            "build_metrics": time(data.reducer),
-            "forward": time(lambda: reducer(losses)),
-            "forward_backward": time(with_backward(losses, reducer)),
-            "forward_backward_metrics": time(
-                with_backward(losses, lambda x: reducer.with_metrics(x, metrics, metric)[0])
-            ),
-        },
-        "floor": {"build": time(floor_of_build), "all": time(floor), "all_metrics": time(floor_with_metrics)},
-        "dot": {"forward_backward": time(with_backward(losses, dot))},
+    functions: dict[str, Callable[[], Any]] = {
+        "ours build": lambda: data.reducer(metrics=False),
+        "ours build_metrics": data.reducer,
+        "ours forward": lambda: reducer(losses),
+        "ours forward_backward": with_backward(losses, reducer),
+        "ours forward_backward_metrics": with_backward(losses, lambda x: reducer.with_metrics(x, metrics, metric)[0]),
+        "floor build": floor_of_build,
+        "floor all": floor,
+        "floor all_metrics": floor_with_metrics,
+        "dot forward_backward": with_backward(losses, dot),
     }
     if case.layout == "ZigzagTHD" and case.mode == "sample_mean":
         closure = PerSampleClosure(data, device)
@@ -226,25 +228,32 @@ def measure(case: Case, device: str, min_run_time: float) -> dict[str, Any]:
                     closure(values)
             return closure(x)
 
-        found["closure"] = {
-            "build": time(lambda: PerSampleClosure(data, device)),
-            "forward": time(lambda: closure(losses)),
-            "forward_backward": time(with_backward(losses, closure)),
-            "forward_backward_metrics": time(with_backward(losses, all_metrics)),
+        functions |= {
+            "closure build": lambda: PerSampleClosure(data, device),
+            "closure forward": lambda: closure(losses),
+            "closure forward_backward": with_backward(losses, closure),
+            "closure forward_backward_metrics": with_backward(losses, all_metrics),
         }
+    found: dict[str, Any] = {**asdict(case), "local_tokens": losses.numel()}
+    for name, took in milliseconds(functions, min_run_time).items():
+        who, what = name.split()
+        found.setdefault(who, {})[what] = took
     return found
 
 
+def _suffix() -> str:
+    return "" if host_kernels.available() else "-numpy"
+
+
 def measure_builds(about: dict[str, Any], out: Path, min_run_time: float) -> None:
-    rows = [
-        {"samples": samples, "mean length": 100, "cp": cp_size,
-         "build, ms": milliseconds(Data(Case(samples, 100, cp_size), "cpu").reducer, min_run_time)}
-        for samples in (1_000, 10_000, 100_000) for cp_size in (1, 8)
-    ]  # fmt: skip
+    rows = []
+    for samples, cp_size in itertools.product((1_000, 10_000, 100_000), (1, 8)):
+        took = milliseconds({"build, ms": Data(Case(samples, 100, cp_size), "cpu").reducer}, min_run_time)
+        rows.append({"samples": samples, "mean length": 100, "cp": cp_size, **took})
     head = ", ".join(f"{key} {value}" for key, value in about.items())
     text = f"{head}\n\n{tabulate(rows, headers='keys', floatfmt='.3g')}\n"
     out.mkdir(parents=True, exist_ok=True)
-    (out / "builds-cpu.txt").write_text(text)
+    (out / f"builds-cpu{_suffix()}.txt").write_text(text)
     print(text)
 
 
@@ -393,8 +402,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             results.append(measure(case, args.device, args.min_run_time))
             print(table(results[-1:]).splitlines()[-1], flush=True)
     args.out.mkdir(parents=True, exist_ok=True)
-    without = "" if host_kernels.available() or args.device == "cuda" else "-numpy"
-    name = args.out / f"reducers-{args.device}{without}"
+    name = args.out / f"reducers-{args.device}{_suffix()}"
     lines = [
         ", ".join(f"{key} {value}" for key, value in about.items()),
         f"Left out, over {args.max_tokens} tokens: {len(left_out)} cases" if left_out else "All cases",
