@@ -9,7 +9,8 @@
 /* To be counted up with every change of what host_kernels.py passes: it leaves an older library alone. */
 const int64_t mrl_interface = 1;
 
-enum { BLOCK = 2048, LANES = 32 };
+/* Tokens that are read twice, or with several rows, while they stay in cache. */
+enum { BLOCK = 2048, BLOCK_OF_ROWS = 32768, LANES = 32 };
 
 /* Compiled twice; which one runs is chosen when the library is loaded. */
 #if defined(__x86_64__) && defined(__GLIBC__) && defined(__has_attribute)
@@ -27,7 +28,7 @@ static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 #define FLAGS_OF(name, type, is_odd)                                                              \
     VECTORISED static int64_t name(const void *mask, int64_t length, uint8_t *flags, int *odd) {  \
         int64_t ones = 0;                                                                         \
-        for (int64_t from = 0; from < length; from += BLOCK) { /* both loops find it in cache */  \
+        for (int64_t from = 0; from < length; from += BLOCK) {                                    \
             int64_t size = least(BLOCK, length - from);                                           \
             const type *x = (const type *)mask + from;                                            \
             int32_t count = 0, seen = 0;                                                          \
@@ -115,8 +116,8 @@ void mrl_weighted_sums(int64_t num_rows, int64_t num_tokens, const float *const 
 #pragma omp parallel for num_threads(num_threads) schedule(static)
     for (int64_t part = 0; part < num_threads; part++) {
         int64_t from = num_tokens * part / num_threads, to = num_tokens * (part + 1) / num_threads;
-        for (int64_t at = from; at < to; at += BLOCK) /* the weights stay in cache from row to row */
+        for (int64_t at = from; at < to; at += BLOCK_OF_ROWS)
             for (int64_t r = 0; r < num_rows; r++)
-                sums[part * num_rows + r] += weighted_sum(rows[r] + at, weights + at, least(BLOCK, to - at));
+                sums[part * num_rows + r] += weighted_sum(rows[r] + at, weights + at, least(BLOCK_OF_ROWS, to - at));
     }
 }

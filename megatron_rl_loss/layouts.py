@@ -148,14 +148,14 @@ class _PackedSlots(Layout):
     def total_tokens(self) -> int:
         return int(self._sizes.sum())
 
-    def _sample_slots(self, num_samples: int) -> Tensor:
+    def _sample_slots(self, num_samples: int) -> Tensor | slice:
         """The slot each sample is in."""
+        if num_samples == self._sizes.numel() and self.filler_slots == 0:
+            return slice(None)
         filled = self._sizes.nonzero().flatten()
         used = filled[: max(filled.numel() - self.filler_slots, 0)]
         if num_samples == used.numel():
             return used
-        if num_samples == self._sizes.numel() and self.filler_slots == 0:
-            return torch.arange(num_samples, device="cpu")
         raise ValueError(
             explain(
                 f"{num_samples} loss masks for {used.numel()} slots with a sample (filler_slots={self.filler_slots})",
@@ -203,7 +203,7 @@ def _zigzag(starts: Tensor, sizes: Tensor, cp_rank: int, cp_size: int, slot: str
     chunk = sizes // (2 * cp_size)
     head = starts + cp_rank * chunk
     tail = starts + (2 * cp_size - 1 - cp_rank) * chunk
-    return torch.stack([head, tail], 1).flatten(), chunk.repeat_interleave(2)
+    return torch.stack([head, tail], 1).flatten(), torch.stack([chunk, chunk], 1).flatten()
 
 
 class ZigzagTHD(_PackedSlots):

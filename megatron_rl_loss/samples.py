@@ -286,7 +286,7 @@ def _checked(loss_masks: Sequence[Tensor]) -> tuple[list[Tensor], set[torch.dtyp
         i = next(i for i, mask in enumerate(masks) if mask.is_complex())
         given = f"the loss mask of sample {i} is {masks[i].dtype}"
         raise TypeError(explain(given, "token weights must be real numbers", "Pass 0/1, bool or float weights"))
-    devices = set(map(attrgetter("device"), masks))
+    devices = set() if all(map(attrgetter("is_cpu"), masks)) else {mask.device for mask in masks}
     if len(devices) > 1:
         given = f"loss masks on {sorted(map(str, devices))}"
         raise ValueError(explain(given, "they must share one device", "Move them together"))

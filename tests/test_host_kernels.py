@@ -161,7 +161,7 @@ def test_masks_that_change_later_change_nothing() -> None:
 
 # ---- weighted sums
 
-SIZES = (0, 1, 31, 32, 33, 2047, 2048, 2049, 5000)
+SIZES = (0, 1, 31, 32, 33, 5000, 32767, 32768, 32769, 120_000)
 
 
 @compiled
@@ -174,21 +174,22 @@ def test_weighted_sums(num_tokens: int, threads: int) -> None:
     sums = host_kernels.weighted_sums(rows, weights)
     expected = torch.stack([(row.double() * weights.double()).sum() for row in rows]).float()
     assert sums.dtype == torch.float32
-    assert torch.allclose(sums, expected, rtol=1e-6, atol=1e-5)
+    size = sum(float((row.abs() * weights).sum()) for row in rows)  # the sums themselves may be near 0
+    assert torch.allclose(sums, expected, rtol=0, atol=1e-7 * size)
 
 
 @compiled
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("at", [0, 32, 2047, 2048, 4999])
+@pytest.mark.parametrize("at", [0, 32, 32767, 32768, 69_999])
 def test_what_does_not_count_is_ignored_and_what_counts_comes_through(value: float, at: int, threads: int) -> None:
-    weights = torch.ones(5000)
-    row, clean = torch.ones(5000), torch.full((5000,), 2.0)
+    weights = torch.ones(70_000)
+    row, clean = torch.ones(70_000), torch.full((70_000,), 2.0)
     row[at] = value
     assert torch.allclose(
-        host_kernels.weighted_sums([row, clean], weights), torch.tensor([value, 10_000.0]), equal_nan=True
+        host_kernels.weighted_sums([row, clean], weights), torch.tensor([value, 140_000.0]), equal_nan=True
     )
     weights[at] = 0
-    assert host_kernels.weighted_sums([row, clean], weights).tolist() == [4999.0, 9998.0]
+    assert host_kernels.weighted_sums([row, clean], weights).tolist() == [69_999.0, 139_998.0]
 
 
 @compiled
