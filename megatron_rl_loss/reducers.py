@@ -25,7 +25,7 @@ from megatron_rl_loss import host_kernels
 from megatron_rl_loss.errors import explain
 from megatron_rl_loss.layouts import Layout
 from megatron_rl_loss.names import aliases_of, resolve_name
-from megatron_rl_loss.samples import Ids, Samples
+from megatron_rl_loss.samples import Ids, Samples, host_work
 from megatron_rl_loss.totals import StepTotals, UnitTokens
 
 Reducer = Callable[[Tensor], Tensor]
@@ -224,6 +224,7 @@ def check_divisor(divisor: float) -> None:
         raise ValueError(explain(given, rule, "Pass a number of tokens"))
 
 
+@host_work
 def _unit_weights(mode: str, inputs: ReducerInputs) -> Tensor:
     """1 / (D * U) of the unit of each sample, float64 [num_samples]; 0 for units without an active token."""
     samples, totals = inputs.samples, inputs.totals

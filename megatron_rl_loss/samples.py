@@ -1,7 +1,8 @@
 """Samples: what the reducers need to know of the samples of one micro-batch, checked once."""
 
+import functools
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -21,6 +22,17 @@ _ID_LIMIT = 2**61
 _SMALLEST, _LARGEST = 1e-30, 1e30
 #: Pieces of fewer tokens than this on average are moved by index: a slice each would cost more.
 _SHORT = 256
+
+
+def host_work[**P, R](function: Callable[P, R]) -> Callable[P, R]:
+    """Decorator: run outside torch's function modes, which slow every torch call (`torch.set_default_device` is one)."""
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        with torch._C.DisableTorchFunction():
+            return function(*args, **kwargs)
+
+    return call
 
 
 def as_ids(name: str, ids: Ids, num_samples: int) -> Tensor:
@@ -68,6 +80,7 @@ class Samples:
             disagree with the layout or the ids.
     """
 
+    @host_work
     def __init__(
         self,
         loss_masks: Sequence[Tensor],
@@ -210,6 +223,7 @@ class Samples:
         """Number of tokens of nonzero weight that this CP rank holds."""
         return int(np.count_nonzero(self._local_part(cp_rank, cp_size).numpy()))
 
+    @host_work
     def weighted_mask(self, sample_weights: Tensor, cp_rank: int, cp_size: int) -> Tensor:
         """`local_mask` with each sample's tokens multiplied by that sample's weight, float32 [num_local_tokens]."""
         weights = sample_weights.float()

@@ -16,6 +16,7 @@ import pytest
 import torch
 from test_long_runs import graph_nodes
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.profiler import ProfilerActivity, profile
 
 from megatron_rl_loss import Samples, StepTotals, ZigzagTHD, host_kernels, make_pg_loss_reducer
@@ -191,6 +192,27 @@ def test_weights_of_different_tokens_are_ignored_apart(way: str) -> None:
     losses, metric = torch.tensor([float("nan"), 1, 1]), torch.tensor([4.0, 4, float("nan")])
     total, (mean,) = own.with_metrics(losses, [metric], build_reducer("sample_mean", inputs))
     assert (float(total), float(mean)) == (5, 4)
+
+
+class Counting(TorchFunctionMode):
+    """Counts the torch calls that pass through it, as they all would through `torch.set_default_device`."""
+
+    calls = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_function_modes_do_not_slow_a_build_down_by_its_samples(way: str) -> None:
+    calls = []
+    for num_samples in (2, 1024):
+        masks = [torch.ones(8)] * num_samples
+        totals = StepTotals.from_loss_masks(masks)
+        with Counting() as mode:
+            make_pg_loss_reducer("sample_mean", masks, totals=totals)
+        calls.append(mode.calls)
+    assert calls[0] == calls[1] < 40
 
 
 def test_it_compiles_whole(monkeypatch: pytest.MonkeyPatch) -> None:
