@@ -25,7 +25,7 @@ _SHORT = 256
 
 
 def host_work[**P, R](function: Callable[P, R]) -> Callable[P, R]:
-    """Decorator: run outside torch's function modes, which slow every torch call (`torch.set_default_device` is one)."""
+    """Decorator: run outside torch's function modes, which slow every call (`torch.set_default_device` is one)."""
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
