@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_rl_loss import host_kernels
 from megatron_rl_loss.errors import explain
-from megatron_rl_loss.layouts import Layout, check_cp, concatenated_ranges, is_int
+from megatron_rl_loss.layouts import Layout, as_int_vector, check_cp, concatenated_ranges, is_int
 
 Ids = Sequence[int | str] | Tensor
 
@@ -92,9 +92,12 @@ class Samples:
         self.loss_masks, self._dtypes = _checked(loss_masks)
         self.mask_lengths = torch.from_numpy(np.array(list(map(Tensor.numel, self.loss_masks)), np.int64))
         self.layout = layout
-        ends = self.mask_lengths.cumsum(0)
-        self._starts = ends - self.mask_lengths if layout is None else layout.mask_starts(self.mask_lengths)
-        self._total_tokens = int(self.mask_lengths.sum()) if layout is None else layout.total_tokens
+        if layout is None:
+            self._starts = self.mask_lengths.cumsum(0) - self.mask_lengths
+            self._total_tokens = int(self.mask_lengths.sum())
+        else:
+            self._starts = as_int_vector("mask_starts", layout.mask_starts(self.mask_lengths))
+            self._total_tokens = layout.total_tokens
         self._gaps = self._gaps_between("loss masks", self._starts, self.mask_lengths)
         flags = None
         if len(self) and host_kernels.available():
@@ -258,7 +261,8 @@ class Samples:
         place = cp_rank, cp_size
         if place not in self._local_segments:
             if self.layout is not None:
-                starts, lengths = self.layout.local_segments(cp_rank, cp_size)
+                segments = self.layout.local_segments(cp_rank, cp_size)
+                starts, lengths = (as_int_vector("local_segments", part) for part in segments)
             elif cp_size == 1:
                 starts, lengths = self._starts, self.mask_lengths
             else:
