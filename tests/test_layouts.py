@@ -551,5 +551,5 @@ def test_positions_of_a_layout_are_whole_numbers(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(layout, "mask_starts", lambda lengths: torch.tensor([0, 4], dtype=torch.int32))
     assert Samples(masks(3, 3), layout=layout).weighted_mask(torch.tensor([1.0, 2.0]), 1, 2).tolist() == [1, 1, 0, 2, 2]
     monkeypatch.setattr(layout, "mask_starts", lambda lengths: torch.tensor([0.0, 4.5]))
-    with pytest.raises(TypeError, match="mask_starts is a torch.float32 tensor"):
+    with pytest.raises(TypeError, match=r"mask_starts is a torch\.float32 tensor"):
         Samples(masks(3, 3), layout=layout)
