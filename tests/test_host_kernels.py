@@ -78,7 +78,7 @@ def microbatches(draw: st.DrawFn) -> tuple[list[Tensor], str, int]:
 
 
 @compiled
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(microbatches())
 def test_the_same_samples_and_weights(microbatch: tuple[list[Tensor], str, int]) -> None:
     masks, name, cp_size = microbatch

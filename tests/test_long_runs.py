@@ -155,6 +155,7 @@ def test_500_steps_of_random_shapes_leave_nothing_behind(record_property: Any) -
     record_property("cases", 500 * 3)
 
 
+@pytest.mark.slow
 def test_reducers_that_are_kept_are_seen() -> None:
     """Negative control: the same check on a run that keeps every step's reducers."""
     assert {line.split()[0] for line in grown(core_readings(kept=[], steps=240))} == {"memory", "tensors"}
