@@ -325,7 +325,10 @@ class WeightedSum:
         metric_weights = metric_sum._weights_on(metrics[0].device) if metrics else weights
         rows = [values.detach().reshape(-1) for values in (per_token_loss, *metrics)]
         if per_token_loss.device.type == "cpu" and not torch.compiler.is_compiling():
-            totals = _host_sums(rows, weights, metric_weights)
+            if weights is metric_weights:
+                totals = _host_sums(rows, weights)
+            else:
+                totals = _host_sums(rows[:1], weights) + _host_sums(rows[1:], metric_weights)
         else:
             same_ignored = self._ignores_masked and metric_sum._ignores_masked
             totals = _sums_without_looking(rows, weights, metric_weights, same_ignored)
@@ -365,10 +368,7 @@ class _WithGradient(torch.autograd.Function):
         return (gradient * weights).to(ctx.dtype).view(ctx.shape), None, None
 
 
-def _host_sums(rows: list[Tensor], weights: Tensor, metric_weights: Tensor) -> list[Tensor]:
-    """The sum of the first row by `weights` and of the others by `metric_weights`."""
-    if weights is not metric_weights:
-        return [_host_dot(rows[0], weights), *_host_sums(rows[1:], metric_weights, metric_weights)]
+def _host_sums(rows: list[Tensor], weights: Tensor) -> list[Tensor]:
     rows = [row.float().contiguous() for row in rows]
     if len(rows) > 1 and host_kernels.available() and host_kernels.are_readable([*rows, weights]):
         return list(host_kernels.weighted_sums(rows, weights))
@@ -376,9 +376,9 @@ def _host_sums(rows: list[Tensor], weights: Tensor, metric_weights: Tensor) -> l
 
 
 def _host_dot(values: Tensor, weights: Tensor) -> Tensor:
-    total = torch.dot(values.float(), weights)
+    total = torch.dot(values, weights)
     if not math.isfinite(total.item()):  # 0 * NaN is NaN: again, without the tokens that do not count
-        total = torch.dot(values.float().masked_fill(weights == 0, 0), weights)
+        total = torch.dot(values.masked_fill(weights == 0, 0), weights)
     return total
 
 
@@ -414,7 +414,7 @@ def _layout_hint(num_losses: int, num_local: int, samples: Samples) -> str:
         return "These are all tokens of the micro-batch: if losses are not cut over CP ranks, the layout is Gathered"
     if num_losses == int(samples.mask_lengths.sum()):
         return "These are the unpadded, uncut tokens: cut and pad them as the layout says, or change the layout"
-    if num_losses == int((samples.flat_mask != 0).sum()):
+    if num_losses == int(samples.active_tokens().sum()):
         return "These are the active tokens only: pass the losses of all positions, or ZigzagResponse for responses"
     if layout is not None and num_losses and layout.total_tokens % num_losses == 0:
         return f"These are 1/{layout.total_tokens // num_losses} of the micro-batch: check that cp_size is right"

@@ -2,8 +2,6 @@
 
 import importlib.machinery
 import itertools
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,9 +10,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_package import python
 from torch import Tensor
 
-import megatron_rl_loss
 from megatron_rl_loss import (
     Contiguous,
     Gathered,
@@ -28,7 +26,10 @@ from megatron_rl_loss import (
     make_pg_loss_reducer,
 )
 
-compiled = pytest.mark.skipif(not host_kernels.available(), reason="the host kernels are not there")
+compiled = pytest.mark.skipif(
+    not host_kernels.available(),
+    reason="the host kernels were not compiled (no C compiler with OpenMP) or are switched off",
+)
 
 DTYPES = [
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float32, torch.float64,
@@ -232,16 +233,6 @@ def test_what_cannot_be_read() -> None:
 # ---- with and without the library
 
 
-def python(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        env={"PATH": "", "PYTHONPATH": str(Path(megatron_rl_loss.__file__).parent.parent), **variables},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-
-
 WITHOUT = """
 import torch
 from megatron_rl_loss import Samples, host_kernels
@@ -250,13 +241,15 @@ print(host_kernels.available())
 """
 
 
-def test_they_can_be_switched_off() -> None:
-    done = python(WITHOUT, MEGATRON_RL_LOSS_HOST_KERNELS="0")
+def test_they_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGATRON_RL_LOSS_HOST_KERNELS", "0")
+    done = python(WITHOUT)
     assert (done.stdout, done.returncode) == ("False\n", 0), done.stderr
 
 
 @compiled
-def test_they_are_there_by_default() -> None:
+def test_they_are_there_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MEGATRON_RL_LOSS_HOST_KERNELS", raising=False)
     done = python(WITHOUT)
     assert (done.stdout, done.returncode) == ("True\n", 0), done.stderr
 
