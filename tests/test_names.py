@@ -18,6 +18,7 @@ from typing import Any
 import oracle
 import pytest
 import torch
+from megatron_rl_loss.names import NAMES, NUMBER, format_modes, resolve_name
 from torch import Tensor
 
 from megatron_rl_loss import StepTotals, ZigzagTHD, make_pg_loss_reducer
@@ -26,7 +27,6 @@ from megatron_rl_loss.arguments import (
     add_loss_aggregation_args,
     validate_loss_aggregation_args,
 )
-from megatron_rl_loss.names import NAMES, NUMBER, format_modes, resolve_name
 
 DIVISOR = 5.5
 TOLERANCE = 1e-6
