@@ -15,6 +15,7 @@ from megatron_rl_loss.aliases import Aggregation, resolve
 from megatron_rl_loss.errors import refused
 from megatron_rl_loss.ids import Ids
 from megatron_rl_loss.layouts import Layout
+from megatron_rl_loss.masks import HostMasks
 from megatron_rl_loss.modes import ModeFunction
 from megatron_rl_loss.samples import LocalTokens, Samples
 from megatron_rl_loss.totals import StepTotals, UnitCounting
@@ -68,7 +69,8 @@ def make_pg_loss_reducer(
     """
     samples = Samples(loss_masks, layout=layout, rollout_ids=rollout_ids, prompt_ids=prompt_ids)
     aggregation = resolve(mode, divisor=divisor, units=units)
-    samples.check_masks()
+    if not isinstance(samples.masks, HostMasks):
+        samples.check_masks()
     return reducer_of(aggregation, samples.local(cp_rank, cp_size), totals)
 
 
@@ -95,7 +97,7 @@ class WeightedSum:
         if not _may_look(weights):
             (share,) = weighted_sums([per_token_loss.detach().reshape(-1)], weights)
             return _WithGradient.apply(per_token_loss, weights, [share])  # type: ignore[no-untyped-call]
-        weights = weights.view(per_token_loss.shape)
+        weights = weights if per_token_loss.dim() == 1 else weights.view(per_token_loss.shape)
         share = (per_token_loss * weights).sum()
         if not math.isfinite(share.item()):  # 0 * NaN is NaN: again, without the tokens that do not count
             share = (per_token_loss.masked_fill(weights == 0, 0) * weights).sum()
@@ -109,8 +111,11 @@ class WeightedSum:
         for values in metrics:
             metric_sum._check("a metric", values)
         share = self(per_token_loss)
-        rows = [values.detach().reshape(-1) for values in metrics]
-        return share, weighted_sums(rows, metric_sum._weights_on(rows[0].device)) if rows else []
+        if not metrics:
+            return share, []
+        with torch.no_grad():
+            rows = [values.reshape(-1) for values in metrics]
+            return share, weighted_sums(rows, metric_sum._weights_on(rows[0].device))
 
     def _check(self, what: str, values: Tensor) -> None:
         if not isinstance(values, Tensor) or not values.is_floating_point():
@@ -157,7 +162,7 @@ def weighted_sums(rows: Sequence[Tensor], weights: Tensor) -> list[Tensor]:
     if not _may_look(weights):
         return list(_sums(rows, weights, ignore_masked=True).unbind())
     sums = _sums(rows, weights, ignore_masked=False)
-    if not bool(torch.isfinite(sums).all()):  # 0 * NaN is NaN: again, without the tokens that do not count
+    if not all(map(math.isfinite, sums.tolist())):  # 0 * NaN is NaN: again, without the tokens that do not count
         sums = _sums(rows, weights, ignore_masked=True)
     return list(sums.unbind())
 
@@ -173,8 +178,8 @@ def _sums(rows: Sequence[Tensor], weights: Tensor, ignore_masked: bool) -> Tenso
     sums = []
     for begin in range(0, max(num_tokens, 1), block):
         part = weights[begin : begin + block] if block < num_tokens else weights
-        table = rows[0][None] if len(rows) == 1 else torch.stack([row[begin : begin + block] for row in rows])
-        products = table.float() * part
+        parts = [row[begin : begin + block] for row in rows] if block < num_tokens else rows
+        products = torch.stack(list(parts)).float().mul_(part) if len(rows) > 1 else rows[0].float()[None] * part
         if ignore_masked:
             products = products.masked_fill_(part == 0, 0)
         sums.append(products.sum(1))
@@ -192,7 +197,7 @@ def _layout_hint(num_losses: int, num_local: int, samples: Samples) -> str:
         return "These are all tokens of the micro-batch: if losses are not cut over CP ranks, the layout is Gathered"
     if num_losses == int(samples.mask_lengths.sum()):
         return "These are the unpadded, uncut tokens: cut and pad them as the layout says, or change the layout"
-    if samples.flat_mask.is_cpu and num_losses == int(samples.active_tokens.sum()):
+    if isinstance(samples.masks, HostMasks) and num_losses == int(samples.active_tokens.sum()):
         return "These are the active tokens only: pass the losses of all positions, or ZigzagResponse for responses"
     if layout is not None and num_losses and layout.total_tokens % num_losses == 0:
         return f"These are 1/{layout.total_tokens // num_losses} of the micro-batch: check that cp_size is right"

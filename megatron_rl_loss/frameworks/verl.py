@@ -15,6 +15,7 @@ from torch import Tensor
 from megatron_rl_loss.aliases import resolve
 from megatron_rl_loss.checks import check_int
 from megatron_rl_loss.errors import refused
+from megatron_rl_loss.masks import HostMasks
 from megatron_rl_loss.modes import Mode
 from megatron_rl_loss.reduction import reducer_of
 from megatron_rl_loss.samples import Samples
@@ -49,7 +50,7 @@ def agg_loss(
         loss_scale_factor: L of ``seq-mean-token-sum-norm``; with other modes it has no effect, as in verl.
 
     Returns:
-        A 0-dim float32 tensor, connected to the graph. Losses at masked positions are never looked at.
+        A 0-dim tensor, at least float32, connected to the graph. Losses at masked positions are never looked at.
 
     Raises:
         ValueError: a count the mode needs is None (verl then takes the micro-batch's own, or its padded length, and the
@@ -69,18 +70,20 @@ def agg_loss(
         raise refused("loss_scale_factor_missing", mode=loss_agg_mode)
     aggregation = resolve(f"verl:{loss_agg_mode}", divisor=loss_scale_factor if norm else None)
     samples = Samples(list(loss_mask))
-    samples.check_masks()
+    if not isinstance(samples.masks, HostMasks):
+        samples.check_masks()
     # With one rollout, or one token, in the step, the weights leave the division by the step's number to us.
     whole = StepTotals(step_tokens=1, rollouts=UnitCounts(all=1))
     share = reducer_of(aggregation, samples.local(0, 1), whole)(loss_mat)
+    share = share.to(torch.promote_types(loss_mat.dtype, torch.float32)) * dp_size
     assert isinstance(aggregation.mode, Mode)  # verl's names have no other
     if aggregation.mode.unit == "rollout":
         rows = (samples.active_tokens > 0).sum()
-        return share / _count("global_batch_size", global_batch_size, loss_agg_mode, rows) * dp_size
+        return share / _count("global_batch_size", global_batch_size, loss_agg_mode, rows)
     if not aggregation.mode.takes_divisor:
         tokens = samples.mask_sums.sum()
-        return share / _count("batch_num_tokens", batch_num_tokens, loss_agg_mode, tokens) * dp_size
-    return share * dp_size
+        return share / _count("batch_num_tokens", batch_num_tokens, loss_agg_mode, tokens)
+    return share
 
 
 def _count(name: str, value: float | Tensor | None, mode: str, here: Tensor) -> float | Tensor:
