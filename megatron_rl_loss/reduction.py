@@ -69,8 +69,7 @@ def make_pg_loss_reducer(
     """
     samples = Samples(loss_masks, layout=layout, rollout_ids=rollout_ids, prompt_ids=prompt_ids)
     aggregation = resolve(mode, divisor=divisor, units=units)
-    if not isinstance(samples.masks, HostMasks):
-        samples.check_masks()
+    samples.check_masks()
     return reducer_of(aggregation, samples.local(cp_rank, cp_size), totals)
 
 

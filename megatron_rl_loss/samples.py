@@ -110,13 +110,18 @@ class Samples:
             return self.mask_sums
         return self.masks.tensor(self.masks.active(self._starts, self.mask_lengths))
 
-    def check_masks(self, wait: bool = False) -> None:
-        """Refuse masks that are not sound. On a device without waiting, unless asked to: then it can say which."""
+    @cached_property
+    def sound(self) -> "bool | Tensor":
+        """Whether every mask entry is a usable weight: a bool, or on a device a 0-dim tensor that nobody waits for."""
         sound = self.masks.sound()
         if not self.masks.holds_flags:  # ints beside floats are flags all the same
             for mask in self.loss_masks:
                 sound = sound & (mask <= 1).all() if mask.dtype in _INTS else sound
-        require(bool(sound) if wait else sound, "unsound_mask", self._first_unsound)
+        return sound
+
+    def check_masks(self, wait: bool = False) -> None:
+        """Refuse masks that are not sound. On a device without waiting, unless asked to: then it can say which."""
+        require(bool(self.sound) if wait else self.sound, "unsound_mask", self._first_unsound)
 
     def _first_unsound(self) -> dict[str, object]:
         for i, mask in enumerate(self.loss_masks):

@@ -313,7 +313,7 @@ def _read_back(microbatches: Sequence[Samples]) -> tuple[Tensor, Tensor]:
         sums, active = torch.cat([torch.zeros(2, 0, dtype=torch.float64, device="cpu"), *tables], 1)
         return sums, active
     tables = [
-        torch.stack([s.mask_sums, s.active_tokens, torch.as_tensor(s.masks.sound()).double().expand(len(s))])
+        torch.stack([s.mask_sums, s.active_tokens, torch.as_tensor(s.sound).double().expand(len(s))])
         for s in microbatches
     ]
     sums, active, sound = torch.cat(tables, 1).cpu()

@@ -30,7 +30,6 @@ from megatron_rl_loss.aliases import Aggregation, resolve
 from megatron_rl_loss.checks import check_choice, check_count, check_cp, check_one_each
 from megatron_rl_loss.errors import explain, refused
 from megatron_rl_loss.layouts import IntList, ZigzagResponse
-from megatron_rl_loss.masks import HostMasks
 from megatron_rl_loss.reduction import Reducer, reducer_of
 from megatron_rl_loss.samples import Samples
 from megatron_rl_loss.totals import StepTotals, UnitCounts
@@ -115,8 +114,7 @@ class Hook:
             rollout_ids=None if rollout_mask_sums is None else range(len(loss_masks)),
         )
         totals = self._totals(samples, calculate_per_token_loss, counts, rollout_mask_sums)
-        if not isinstance(samples.masks, HostMasks):
-            samples.check_masks()
+        samples.check_masks()
         return reducer_of(self.aggregation, samples.local(cp_rank, cp_size), totals)
 
     def _check_flag(self, per_token: bool, counts: StepCounts | None) -> None:

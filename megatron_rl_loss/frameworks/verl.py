@@ -15,7 +15,6 @@ from torch import Tensor
 from megatron_rl_loss.aliases import resolve
 from megatron_rl_loss.checks import check_int
 from megatron_rl_loss.errors import refused
-from megatron_rl_loss.masks import HostMasks
 from megatron_rl_loss.modes import Mode
 from megatron_rl_loss.reduction import reducer_of
 from megatron_rl_loss.samples import Samples
@@ -70,8 +69,7 @@ def agg_loss(
         raise refused("loss_scale_factor_missing", mode=loss_agg_mode)
     aggregation = resolve(f"verl:{loss_agg_mode}", divisor=loss_scale_factor if norm else None)
     samples = Samples(list(loss_mask))
-    if not isinstance(samples.masks, HostMasks):
-        samples.check_masks()
+    samples.check_masks()
     # With one rollout, or one token, in the step, the weights leave the division by the step's number to us.
     whole = StepTotals(step_tokens=1, rollouts=UnitCounts(all=1))
     share = reducer_of(aggregation, samples.local(0, 1), whole)(loss_mat)
