@@ -6,7 +6,6 @@ sound is a tensor that nobody waits for: the step's totals carry it, or `torch._
 
 from collections.abc import Sequence
 from functools import cached_property
-from operator import attrgetter
 
 import numpy as np
 import torch
@@ -65,8 +64,7 @@ class Samples:
         rollout_ids: Ids | None = None,
         prompt_ids: Ids | None = None,
     ) -> None:
-        self.loss_masks = _checked(loss_masks)
-        self.mask_lengths: Ints = np.array(list(map(Tensor.numel, self.loss_masks)), np.int64)
+        self.loss_masks, self.mask_lengths, self._dtypes = _checked(loss_masks)
         self.layout = layout
         if layout is None:
             self.total_tokens = int(self.mask_lengths.sum())
@@ -75,7 +73,7 @@ class Samples:
             self._starts = as_ints("mask_starts", layout.mask_starts(self.mask_lengths))
             self.total_tokens = layout.total_tokens
         self._check_places("loss masks", self._starts, self.mask_lengths)
-        buffer = self.in_buffer(self.loss_masks)
+        buffer = self._joined_masks()
         self.masks = HostMasks(buffer) if buffer.is_cpu else DeviceMasks(buffer)
         n = len(self.loss_masks)
         self.rollout_ids = None if rollout_ids is None else as_ids("rollout_ids", rollout_ids, n)
@@ -92,6 +90,14 @@ class Samples:
         On the values' device; their dtypes are promoted together.
         """
         return join(values, self._starts, self.mask_lengths, self.total_tokens)
+
+    def _joined_masks(self) -> Tensor:
+        try:
+            return self.in_buffer(self.loss_masks)
+        except RuntimeError:
+            if len(devices := {str(mask.device) for mask in self.loss_masks}) > 1:
+                raise refused("masks_apart", devices=sorted(devices)) from None
+            raise
 
     @cached_property
     def sums(self) -> Values:
@@ -114,7 +120,7 @@ class Samples:
     def sound(self) -> "bool | Tensor":
         """Whether every mask entry is a usable weight: a bool, or on a device a 0-dim tensor that nobody waits for."""
         sound = self.masks.sound()
-        if not self.masks.holds_flags:  # ints beside floats are flags all the same
+        if len(self._dtypes) > 1 and not self.masks.holds_flags:  # ints beside floats are flags all the same
             for mask in self.loss_masks:
                 sound = sound & (mask <= 1).all() if mask.dtype in _INTS else sound
         return sound
@@ -246,19 +252,20 @@ class LocalTokens:
         return counts
 
 
-def _checked(loss_masks: Sequence[Tensor]) -> list[Tensor]:
+def _checked(loss_masks: Sequence[Tensor]) -> tuple[list[Tensor], Ints, set[torch.dtype]]:
+    """The masks, their lengths and dtypes. Two attributes of each are read: torch's function modes see every look."""
     if isinstance(loss_masks, Tensor):
         raise refused("masks_in_one", shape=tuple(loss_masks.shape))
     masks = list(loss_masks)
-    if set(map(type, masks)) != {Tensor} or set(map(Tensor.dim, masks)) != {1}:  # else sound, found fast
-        for i, mask in enumerate(masks):
-            if not isinstance(mask, Tensor):
-                raise refused("mask_no_tensor", sample=i, type=type(mask).__name__)
-            if mask.dim() != 1:
-                raise refused("mask_not_1d", sample=i, shape=tuple(mask.shape))
-    if len(dtypes := set(map(attrgetter("dtype"), masks))) and any(dtype.is_complex for dtype in dtypes):
+    for i, mask in enumerate(masks if set(map(type, masks)) != {Tensor} else []):
+        if not isinstance(mask, Tensor):
+            raise refused("mask_no_tensor", sample=i, type=type(mask).__name__)
+    shapes = [mask.shape for mask in masks]
+    if set(map(len, shapes)) - {1}:
+        i = next(i for i, shape in enumerate(shapes) if len(shape) != 1)
+        raise refused("mask_not_1d", sample=i, shape=tuple(shapes[i]))
+    dtypes = {mask.dtype for mask in masks}
+    if any(dtype.is_complex for dtype in dtypes):
         i = next(i for i, mask in enumerate(masks) if mask.is_complex())
         raise refused("mask_complex", sample=i, dtype=masks[i].dtype)
-    if len(devices := set(map(attrgetter("device"), masks))) > 1:
-        raise refused("masks_apart", devices=sorted(map(str, devices)))
-    return masks
+    return masks, np.array([shape[0] for shape in shapes], np.int64), dtypes
