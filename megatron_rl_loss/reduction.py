@@ -16,7 +16,7 @@ from megatron_rl_loss.errors import refused
 from megatron_rl_loss.ids import Ids
 from megatron_rl_loss.layouts import Layout
 from megatron_rl_loss.masks import HostMasks
-from megatron_rl_loss.modes import ModeFunction
+from megatron_rl_loss.modes import ModeFunction, OwnMode
 from megatron_rl_loss.samples import LocalTokens, Samples
 from megatron_rl_loss.totals import StepTotals, UnitCounting
 from megatron_rl_loss.weights import weigh
@@ -75,7 +75,8 @@ def make_pg_loss_reducer(
 
 def reducer_of(aggregation: Aggregation, local: LocalTokens, totals: StepTotals) -> "WeightedSum":
     """`make_pg_loss_reducer` of parts that are made already."""
-    return WeightedSum(weigh(aggregation, local, totals), local.samples, local.cp_size)
+    own = isinstance(aggregation.mode, OwnMode)
+    return WeightedSum(weigh(aggregation, local, totals), local.samples, local.cp_size, zero_where_masked=not own)
 
 
 class WeightedSum:
@@ -83,10 +84,12 @@ class WeightedSum:
 
     Attributes:
         weights: float32 [num_local_tokens], in the order of the losses. They move to the device of the losses.
+        zero_where_masked: whether the tokens of weight 0 are just those that the loss mask leaves out.
     """
 
-    def __init__(self, weights: Tensor, samples: Samples, cp_size: int) -> None:
+    def __init__(self, weights: Tensor, samples: Samples, cp_size: int, zero_where_masked: bool = False) -> None:
         self.weights = weights
+        self.zero_where_masked = zero_where_masked
         self._samples = samples
         self._shapes = samples.loss_shapes(len(weights), cp_size)
 
@@ -106,7 +109,8 @@ class WeightedSum:
         if not _may_look(weights):
             with torch.no_grad():
                 rows = [values.reshape(-1) for values in (per_token_loss, *metrics)]
-                share, *sums = _sums_without_looking(rows, weights, metric_weights)
+                same_zeros = metric_sum is self or (self.zero_where_masked and metric_sum.zero_where_masked)
+                share, *sums = _sums_without_looking(rows, weights, metric_weights, same_zeros)
             return _WithGradient.apply(per_token_loss, weights, [share]), sums  # type: ignore[no-untyped-call]
         share = _sum_of_losses(per_token_loss, weights)
         if not metrics:
@@ -150,8 +154,8 @@ class _WithGradient(torch.autograd.Function):
         return (gradient * weights).to(ctx.dtype).view(ctx.shape), None, None
 
 
-# Products are added by torch's own sum, which adds pairwise and in few-term blocks whatever the CPU: a BLAS `dot` may run
-# through all tokens in one float32 sum, 1e-3 off at 4 million tokens. Tokens of weight 0 are ignored: 0 * NaN is NaN.
+# Products are added by torch's own sum, pairwise and in few-term blocks whatever the CPU: a BLAS `dot` may run through
+# all tokens in one float32 sum, 1e-3 off at 4 million tokens. Tokens of weight 0 are ignored: 0 * NaN would be NaN.
 
 
 def _sum_of_losses(losses: Tensor, weights: Tensor) -> Tensor:
@@ -176,17 +180,24 @@ def _sums_of_metrics(rows: list[Tensor], weights: Tensor) -> list[Tensor]:
     return list(sums.unbind())
 
 
-def _sums_without_looking(rows: list[Tensor], weights: Tensor, metric_weights: Tensor) -> list[Tensor]:
+def _sums_without_looking(
+    rows: list[Tensor], weights: Tensor, metric_weights: Tensor, same_zeros: bool
+) -> list[Tensor]:
     """The sum of the first row by `weights` and of the others by `metric_weights`, with no branch on a value.
 
     A device need not be waited for, and the number of launches depends neither on samples nor on rows.
     """
     table = torch.stack(rows).float()
-    if weights is metric_weights or len(rows) == 1:
-        table.mul_(weights).masked_fill_(weights == 0, 0)
+    if weights is metric_weights:
+        table.mul_(weights)
     else:
-        table[0].mul_(weights).masked_fill_(weights == 0, 0)
-        table[1:].mul_(metric_weights).masked_fill_(metric_weights == 0, 0)
+        table[0].mul_(weights)
+        table[1:].mul_(metric_weights)
+    if same_zeros:
+        table.masked_fill_(weights == 0, 0)
+    else:
+        table[0].masked_fill_(weights == 0, 0)
+        table[1:].masked_fill_(metric_weights == 0, 0)
     return list(table.sum(1).unbind())
 
 
