@@ -4,7 +4,9 @@ With ``TEST_DEVICE=cuda`` the tests marked `gpus` run instead, on the machine's 
 """
 
 import os
+import sys
 from collections import defaultdict
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +16,8 @@ if not ON_GPUS:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["TORCHDYNAMO_DISABLE"] = "1"
+# pytest puts this folder on the path, where `megatron` would become a part of the namespace package of that name.
+sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != Path(__file__).parent.resolve()]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -6,18 +6,17 @@ step, which is what they are written on. Nothing in it comes from the package.
 
 import argparse
 import itertools
-import random
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import oracle
 import pytest
 import torch
+from interpreter import python
+from peer_steps import Batch, deal, random_batch
+from repository import ROOT
 from torch import Tensor
 
 from megatron_rl_loss import StepTotals, ZigzagTHD, make_pg_loss_reducer
@@ -30,32 +29,6 @@ from megatron_rl_loss.names import NAMES, NUMBER, format_modes, resolve_name
 
 DIVISOR = 5.5
 TOLERANCE = 1e-6
-
-
-@dataclass(frozen=True, eq=False)
-class Batch:
-    """A step as frameworks see it: losses and 0/1 masks [rows, tokens], and the prompt of each row."""
-
-    losses: Tensor
-    masks: Tensor
-    prompts: list[int]
-
-    @property
-    def rows(self) -> int:
-        return len(self.prompts)
-
-
-def random_batch(seed: int) -> Batch:
-    """Ragged rows and prompt groups. Two rows are fully masked, one of them alone in its group; losses everywhere."""
-    rng = random.Random(seed)
-    torch.manual_seed(seed)
-    rows, width = rng.randint(6, 11), rng.randint(5, 13)
-    masks = torch.zeros(rows, width)
-    for row in range(2, rows):
-        length = rng.randint(1, width)
-        masks[row, :length] = (torch.rand(length) < 0.7).float()
-        masks[row, rng.randrange(length)] = 1
-    return Batch(torch.randn(rows, width) * 3, masks, [0, *(1 + rng.randrange(3) for _ in range(rows - 1))])
 
 
 # ---- their formulas
@@ -145,15 +118,6 @@ class Outcome:
 
 def written(alias: str) -> str:
     return alias.replace(NUMBER, str(DIVISOR))
-
-
-def deal(rows: int, dp_size: int, seed: int) -> list[list[list[int]]]:
-    """Rows of each micro-batch of each DP rank: uneven, some empty."""
-    rng = random.Random(seed)
-    ranks: list[list[list[int]]] = [[[] for _ in range(rng.randint(1, 3))] for _ in range(dp_size)]
-    for row in rng.sample(range(rows), rows):
-        rng.choice(rng.choice(ranks)).append(row)
-    return ranks
 
 
 def ours(alias: str, batch: Batch, dp_size: int, cp_size: int, *, seed: int = 0, local: bool = False) -> Outcome:
@@ -387,9 +351,8 @@ def test_by_api_an_explicit_counting_is_told_from_none() -> None:
 
 
 def test_the_printed_table() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "megatron_rl_loss", "modes"], capture_output=True, text=True, check=True, timeout=120
-    )
+    done = python("-m", "megatron_rl_loss", "modes")
+    assert done.returncode == 0, done.stderr
     assert done.stdout == format_modes() + "\n"
     assert done.stdout.isascii()
     assert max(map(len, done.stdout.splitlines())) <= 120
@@ -400,7 +363,7 @@ def test_the_printed_table() -> None:
 
 # ---- the pages
 
-PAGES = Path(__file__).parent.parent / "docs" / "frameworks"
+PAGES = ROOT / "docs" / "frameworks"
 PAGE_OF = {framework: f"{framework}.md" for framework, _ in (alias.split(":") for alias in PEERS)} | {
     "tinker": "skyrl.md"
 }

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_package import python
+from interpreter import run_code
 from torch import Tensor
 
 from megatron_rl_loss import (
@@ -243,14 +243,14 @@ print(host_kernels.available())
 
 def test_they_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEGATRON_RL_LOSS_HOST_KERNELS", "0")
-    done = python(WITHOUT)
+    done = run_code(WITHOUT)
     assert (done.stdout, done.returncode) == ("False\n", 0), done.stderr
 
 
 @compiled
 def test_they_are_there_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MEGATRON_RL_LOSS_HOST_KERNELS", raising=False)
-    done = python(WITHOUT)
+    done = run_code(WITHOUT)
     assert (done.stdout, done.returncode) == ("True\n", 0), done.stderr
 
 

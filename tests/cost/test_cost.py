@@ -14,7 +14,7 @@ from typing import Any
 import oracle
 import pytest
 import torch
-from test_long_runs import graph_nodes
+from graphs import graph_nodes
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.profiler import ProfilerActivity, profile

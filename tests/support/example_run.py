@@ -1,10 +1,9 @@
 """The example `examples/pretrain_grpo.py`, run as a launch would run it, with its logged numbers caught."""
 
 import sys
-from pathlib import Path
 from typing import Any
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
+from repository import EXAMPLES
 
 MODEL = """--num-layers 2 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 4 --group-query-attention
     --num-query-groups 2 --normalization RMSNorm --disable-bias-linear --position-embedding-type rope

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_ranks
-from test_megatron import Batch, aggregation, start, step_samples, table_model
+from table_step import Batch, aggregation, start, step_samples, table_model
 
 pytestmark = pytest.mark.slow
 

@@ -9,6 +9,7 @@ from typing import Any
 import make_rollouts
 import pytest
 import torch
+from repository import EXAMPLES
 from rollouts import Rollout, balance, make_pack, packs_of_rank, read_rollouts
 
 GOOD: dict[str, Any] = {
@@ -183,7 +184,7 @@ def test_the_committed_file_is_what_the_tool_writes(tmp_path: Path, monkeypatch:
     command = ["make_rollouts.py", "--prompts", "32", "--seed", "0", "--output", str(output)]
     monkeypatch.setattr(sys, "argv", command)
     importlib.reload(make_rollouts).main()
-    committed = Path(__file__).parent.parent / "examples" / "arithmetic.jsonl"
+    committed = EXAMPLES / "arithmetic.jsonl"
     assert output.read_text() == committed.read_text()
 
 
@@ -218,7 +219,7 @@ def test_the_verifier_sees_a_wrong_sum_and_a_cut_off_response() -> None:
 
 
 def test_packs_of_the_committed_file_train_one_loss_per_token() -> None:
-    rollouts = read_rollouts(Path(__file__).parent.parent / "examples" / "arithmetic.jsonl", vocab_size=32)
+    rollouts = read_rollouts(EXAMPLES / "arithmetic.jsonl", vocab_size=32)
     pack = make_pack(rollouts[:6], seq_length=512, slot_multiple=8)
     weights = sum(float(mask.sum()) for mask in pack.samples.loss_masks)
     assert weights == sum(sum(r.loss_mask) for r in rollouts[:6])

@@ -18,6 +18,7 @@ import oracle
 import psutil
 import pytest
 import torch
+from graphs import graph_nodes
 from ranks import run_ranks, start_process_group
 
 from megatron_rl_loss import (
@@ -42,17 +43,6 @@ class Reading:
     files: int
     tensors: int
     graph_nodes_per_loss: int
-
-
-def graph_nodes(loss: torch.Tensor) -> int:
-    """Nodes of the autograd graph that `loss` holds on to."""
-    seen, waiting = set(), [loss.grad_fn]
-    while waiting:
-        node = waiting.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            waiting.extend(parent for parent, _ in node.next_functions)
-    return len(seen)
 
 
 def take_readings(step: Callable[[int], int], steps: int, every: int) -> list[Reading]:

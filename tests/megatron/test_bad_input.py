@@ -28,7 +28,8 @@ import pytest
 import torch
 from example_run import DATA, MODEL, TRAINING
 from ranks import run_ranks
-from test_megatron import ALL_SETTINGS, Batch, aggregation, one_step, relative_error, start, step_samples, table_model
+from repository import ROOT
+from table_step import ALL_SETTINGS, Batch, aggregation, one_step, relative_error, start, step_samples, table_model
 from torch import Tensor
 
 from megatron_rl_loss import (
@@ -832,7 +833,7 @@ def test_a_misspelt_mode_flag_is_not_swallowed(folder: None) -> None:
 
 def refused_phrases() -> list[str]:
     """The phrases of README's table of refusals."""
-    readme = (Path(__file__).parent.parent / "README.md").read_text()
+    readme = (ROOT / "README.md").read_text()
     section = readme.split("## What is refused\n")[1].split("\n## ")[0]
     cells = [line.split("|")[2] for line in section.splitlines() if line.startswith("|")][2:]
     return [phrase.strip() for cell in cells for phrase in cell.split(";")]

@@ -443,7 +443,7 @@ def test_what_is_no_train_rl_forward_step_is_refused() -> None:
 
 def errors_on_megatron(cp: int, packed: bool, cp_losses: Any) -> list[float]:
     from megatron.core.pipeline_parallel import get_forward_backward_func
-    from test_megatron import relative_error, start, table_model
+    from table_step import relative_error, start, table_model
 
     state = start(cp=cp)
     sys.argv = ["train_rl.py"]

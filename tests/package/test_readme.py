@@ -2,16 +2,16 @@
 
 import argparse
 import re
-from pathlib import Path
 from typing import Any
 
 import oracle
 import pytest
+from repository import ROOT
 
 from megatron_rl_loss import reducers
 from megatron_rl_loss.arguments import add_loss_aggregation_args
 
-README = (Path(__file__).parent.parent / "README.md").read_text()
+README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
 
 
@@ -44,7 +44,7 @@ def test_the_worked_batch_has_its_numbers() -> None:
 
 
 def test_named_files_exist() -> None:
-    root = Path(__file__).parent.parent
+    root = ROOT
     links = re.findall(r"\]\(([A-Za-z_/.]+)\)", README)
     paths = re.findall(r"`((?:tools|tests|examples)/[a-z_./]+)`", README)
     assert len(links) >= 3

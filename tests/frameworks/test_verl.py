@@ -13,7 +13,7 @@ from typing import Any
 import oracle
 import pytest
 import torch
-from test_names import deal, random_batch
+from peer_steps import deal, random_batch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 

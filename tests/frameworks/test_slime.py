@@ -8,8 +8,6 @@ token by token. Not exercised: slime and miles themselves, NCCL. Megatron's real
 import functools
 import importlib
 import random
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -18,6 +16,7 @@ from typing import Any
 import oracle
 import pytest
 import torch
+from interpreter import run_code
 from ranks import RankError, run_ranks
 
 from megatron_rl_loss import StepTotals
@@ -280,7 +279,7 @@ def test_loading_a_hook_imports_no_megatron() -> None:
         "import sys; from megatron_rl_loss.frameworks import slime\n"
         "slime.constant_8; print([name for name in sys.modules if name.split('.')[0] == 'megatron'])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = run_code(code)
     assert done.stdout.strip() == "[]", done.stderr
 
 
@@ -463,7 +462,7 @@ def rollout_data(steps: list[Rollouts], dp_rank: int) -> dict[str, Any]:
 def steps_on_megatron(cp: int, per_token: bool) -> list[float]:
     """Worst relative gradient errors of two steps, through the real schedule, DDP and finalisation."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
-    from test_megatron import relative_error, start, table_model
+    from table_step import relative_error, start, table_model
 
     state = start(cp=cp)
     dp_rank, dp_size = state.get_data_parallel_rank(), state.get_data_parallel_world_size()
@@ -523,7 +522,7 @@ def test_counted_steps_train_exactly_on_megatron(cp: int, per_token: bool) -> No
 
 
 def count_a_bad_rank() -> None:
-    from test_megatron import start
+    from table_step import start
 
     rank = start().get_data_parallel_rank()
     data = rollout_data([step_of(11, 2)], rank)

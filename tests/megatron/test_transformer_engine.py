@@ -10,7 +10,7 @@ import gpt_oracle
 import oracle
 import pytest
 import torch
-from test_matrix import BF16_BOUNDS, errors_of, outcomes_in
+from gpt_errors import BF16_BOUNDS, errors_of, outcomes_in
 from tiny_gpt import Case, Layout
 
 from megatron_rl_loss import ZigzagTHD

@@ -30,7 +30,7 @@ import oracle
 import pytest
 import torch
 from ranks import run_ranks
-from test_megatron import Batch, aggregation, dealt, one_step, start, step_samples, table_model
+from table_step import Batch, aggregation, dealt, one_step, start, step_samples, table_model
 from torch import Tensor
 
 from megatron_rl_loss import ReducerInputs, Samples, StepTotals, ZigzagBSHD, ZigzagResponse, reducers, totals

@@ -24,10 +24,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from repository import EXAMPLES, ROOT
 
 ON_GPUS = os.environ.get("TEST_DEVICE") == "cuda"
 
-_TESTS = Path(__file__).parent
+#: Where ranks find the modules of the functions they are handed: every folder of tests, support, the example.
+_TESTS = sorted({str(path.parent) for path in (ROOT / "tests").rglob("test_*.py")})
+_PYTHONPATH = os.pathsep.join([*_TESTS, str(ROOT / "tests" / "support"), str(EXAMPLES), str(ROOT)])
 _context: Any = multiprocessing.get_context("spawn" if ON_GPUS else "forkserver")
 if not ON_GPUS:
     _context.set_forkserver_preload(["warm_megatron"])
@@ -50,7 +53,7 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
     if ON_GPUS and world_size > torch.cuda.device_count():
         pytest.skip(f"needs {world_size} GPUs, there are {torch.cuda.device_count()}")
     # The server and its children find the same modules as this process.
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(_TESTS), str(_TESTS.parent / "examples"), str(_TESTS.parent)])
+    os.environ["PYTHONPATH"] = _PYTHONPATH
     # The server keeps the environment it was started in; ranks get that of now.
     environment = dict(os.environ) | {
         "WORLD_SIZE": str(world_size),

@@ -2,12 +2,11 @@
 
 import json
 import re
-import subprocess
-import sys
 from importlib import metadata
-from pathlib import Path
 
 import torch
+from interpreter import run_code
+from repository import ROOT
 
 from megatron_rl_loss import (
     MODES,
@@ -21,12 +20,8 @@ from megatron_rl_loss import (
 )
 
 
-def python(code: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-
-
 def test_the_core_and_the_flags_import_no_megatron() -> None:
-    done = python(
+    done = run_code(
         "import sys, megatron_rl_loss, megatron_rl_loss.arguments, megatron_rl_loss.frameworks.verl\n"
         "print([name for name in sys.modules if name.split('.')[0] in ('megatron', 'transformer_engine', 'apex')])"
     )
@@ -34,7 +29,7 @@ def test_the_core_and_the_flags_import_no_megatron() -> None:
 
 
 def test_without_megatron_the_core_works_and_the_adapter_says_what_to_install() -> None:
-    done = python(
+    done = run_code(
         "import sys; sys.modules['megatron'] = None\nimport megatron_rl_loss\nimport megatron_rl_loss.megatron"
     )
     assert done.returncode != 0
@@ -43,7 +38,7 @@ def test_without_megatron_the_core_works_and_the_adapter_says_what_to_install() 
 
 
 def test_every_folder_of_code_is_packaged() -> None:
-    root = Path(__file__).parent.parent
+    root = ROOT
     packages = re.search(r"packages=(\[.*?\])", (root / "setup.py").read_text())
     assert packages is not None
     folders = {path.parent.relative_to(root) for path in (root / "megatron_rl_loss").rglob("*.py")}
