@@ -6,29 +6,39 @@ Not exercised here: data-parallel groups (test_totals.py) and Megatron's own sca
 """
 
 import doctest
-import functools
 import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import oracle
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from oracle import COUNTINGS, MODES, NAN, WORKED, WORKED_DIVISOR, WORKED_VALUES, Sample, Token
+from oracle import MODES, NAN, WORKED, WORKED_DIVISOR, WORKED_VALUES
+from placements import Place, Placement, every_layout, response, thd
+from steps import (
+    Outcome,
+    Step,
+    assert_equals_oracle,
+    divisor_of,
+    every_counting,
+    oracle_gradient,
+    quick,
+    run_step,
+    steps,
+    totals_of,
+)
 from torch import Tensor
 
 from megatron_rl_loss import (
-    Contiguous,
     Gathered,
     Layout,
     ReducerInputs,
     Samples,
     StepTotals,
-    ZigzagBSHD,
     ZigzagResponse,
     ZigzagTHD,
     available_modes,
@@ -38,209 +48,9 @@ from megatron_rl_loss import (
 )
 
 INF = float("inf")
-CP_SIZES = (1, 2, 4)
-quick = settings(deadline=None, derandomize=True, max_examples=8)
 
 
 # --- a step, laid out
-
-
-@dataclass(frozen=True)
-class Placement:
-    """One micro-batch laid out: what each CP rank holds, the shape of its losses, and the mask lengths where padded."""
-
-    layout: Layout | None
-    held: list[list[Token]]
-    shape: Callable[[int], tuple[int, ...]] = lambda n: (n,)
-    mask_lengths: list[int] | None = None
-
-
-Place = Callable[[list[int], int], Placement]
-
-
-def cumulative(sizes: Sequence[int]) -> list[int]:
-    return [0, *itertools.accumulate(sizes)]
-
-
-def padded(lengths: Sequence[int], multiple: int) -> list[int]:
-    return [-(-length // multiple) * multiple for length in lengths]
-
-
-def plain(lengths: list[int], cp_size: int) -> Placement:
-    return Placement(None, [[token for slot in oracle.padded_slots(lengths, lengths) for token in slot]])
-
-
-def thd(lengths: list[int], cp_size: int) -> Placement:
-    sizes = padded(lengths, 2 * cp_size)
-    slots = oracle.padded_slots(lengths, sizes)
-    held = [oracle.zigzag(slots, rank, cp_size) for rank in range(cp_size)]
-    return Placement(ZigzagTHD(cumulative(sizes)), held, lambda n: (1, n), mask_lengths=sizes)
-
-
-def thd_unpadded_masks_and_filler(lengths: list[int], cp_size: int) -> Placement:
-    # A sample of length 0 gets a slot too: a filler cannot be told from it by its mask alone.
-    sizes = [max(size, 2 * cp_size) for size in padded(lengths, 2 * cp_size)]
-    slots = oracle.padded_slots([*lengths, 0], [*sizes, 4 * cp_size])
-    held = [oracle.zigzag(slots, rank, cp_size) for rank in range(cp_size)]
-    cu = cumulative([*sizes, 4 * cp_size, 0, 0])
-    return Placement(ZigzagTHD(cu, total_lengths=lengths, filler_slots=1), held)
-
-
-def bshd(lengths: list[int], cp_size: int) -> Placement:
-    row = max(padded([*lengths, 1], 2 * cp_size))
-    slots = oracle.padded_slots(lengths, [row] * len(lengths))
-    held = [oracle.zigzag(slots, rank, cp_size) for rank in range(cp_size)]
-    layout = ZigzagBSHD(len(lengths), row, total_lengths=lengths)
-    return Placement(layout, held, lambda n: (len(lengths), n // len(lengths)))
-
-
-def response(lengths: list[int], cp_size: int) -> Placement:
-    totals = [length + 1 + 3 * i % 5 for i, length in enumerate(lengths)]  # prompts of 1, 4, 2, 5, 3, ... tokens
-    held = [oracle.response_only(totals, lengths, totals, rank, cp_size) for rank in range(cp_size)]
-    return Placement(ZigzagResponse(totals, lengths), held)
-
-
-def response_of_padded_rows(lengths: list[int], cp_size: int) -> Placement:
-    totals = [length + 2 + i for i, length in enumerate(lengths)]
-    rows = [max(totals, default=0) + 3] * len(lengths)
-    held = [oracle.response_only(totals, lengths, rows, rank, cp_size) for rank in range(cp_size)]
-    return Placement(ZigzagResponse(totals, lengths, rows), held)
-
-
-def contiguous(lengths: list[int], cp_size: int) -> Placement:
-    sizes = [*lengths]
-    sizes[-1:] = [sizes[-1] + -sum(sizes) % cp_size] if sizes else []  # only the buffer is padded, at its end
-    slots = oracle.padded_slots(lengths, sizes)
-    held = [oracle.contiguous(slots, rank, cp_size) for rank in range(cp_size)]
-    return Placement(Contiguous(cumulative(sizes)), held, mask_lengths=sizes)
-
-
-def contiguous_per_slot(lengths: list[int], cp_size: int) -> Placement:
-    sizes = padded(lengths, cp_size)
-    slots = oracle.padded_slots(lengths, sizes)
-    held = [oracle.contiguous_per_slot(slots, rank, cp_size) for rank in range(cp_size)]
-    return Placement(Contiguous(cumulative(sizes), total_lengths=lengths, per_slot=True), held)
-
-
-def gathered(lengths: list[int], cp_size: int) -> Placement:
-    slots = oracle.padded_slots(lengths, padded(lengths, 3))
-    everything = [token for slot in slots for token in slot]
-    return Placement(Gathered(cumulative(padded(lengths, 3)), total_lengths=lengths), [everything] * cp_size)
-
-
-@functools.cache
-def laid_out(place: Place, lengths: tuple[int, ...], cp_size: int) -> Placement:
-    return place(list(lengths), cp_size)
-
-
-PLACES: list[Place] = [
-    thd,
-    thd_unpadded_masks_and_filler,
-    bshd,
-    response,
-    response_of_padded_rows,
-    contiguous,
-    contiguous_per_slot,
-    gathered,
-]
-LAID_OUT = [(plain, 1), *itertools.product(PLACES, CP_SIZES)]
-every_layout = pytest.mark.parametrize(
-    ("place", "cp_size"), LAID_OUT, ids=[f"{place.__name__}-cp{cp_size}" for place, cp_size in LAID_OUT]
-)
-every_counting = pytest.mark.parametrize(("mode", "units"), COUNTINGS, ids=[f"{m}-{u}" for m, u in COUNTINGS])
-
-
-def ids_of(samples: Sequence[Sample]) -> dict[str, Any]:
-    """Keyword arguments: the rollout and prompt ids, where the step has some."""
-    rollouts, prompts = [one.rollout_id for one in samples], [one.prompt_id for one in samples]
-    return {"rollout_ids": None if None in rollouts else rollouts, "prompt_ids": None if None in prompts else prompts}
-
-
-def totals_of(step: Sequence[Sample]) -> StepTotals:
-    some_ids = ids_of(step) if step else {}
-    return StepTotals.from_loss_masks([one.mask for one in step], **some_ids)
-
-
-def divisor_of(mode: str) -> float | None:
-    return WORKED_DIVISOR if mode in ("constant", "token_sum") else None
-
-
-@dataclass
-class Outcome:
-    """The step loss, and its gradient for every token of the step, sample after sample."""
-
-    value: float
-    gradient: Tensor
-
-
-def run_step(
-    step: Sequence[Sample],
-    microbatches: Sequence[Sequence[int]],
-    mode: str,
-    units: str = "all",
-    *,
-    place: Place = plain,
-    cp_size: int = 1,
-    dtype: torch.dtype = torch.float32,
-    padding: float = NAN,
-    divisor: float | None = None,
-    totals: StepTotals | None = None,
-) -> Outcome:
-    """Reduce the step as its ranks would. `padding` is the loss where there is no token."""
-    totals = totals_of(step) if totals is None else totals
-    losses = [one.losses.tolist() for one in step]
-    shares, parts = [], []
-    for microbatch in microbatches:
-        samples = [step[i] for i in microbatch]
-        placed = laid_out(place, tuple(len(one.losses) for one in samples), cp_size)
-        lengths = placed.mask_lengths or [len(one.mask) for one in samples]
-        masks = [
-            torch.cat([one.mask, one.mask.new_zeros(n - len(one.mask))])
-            for one, n in zip(samples, lengths, strict=True)
-        ]
-        for rank, held in enumerate(placed.held):
-            reducer = make_pg_loss_reducer(
-                mode,
-                masks,
-                totals=totals,
-                divisor=divisor_of(mode) if divisor is None else divisor,
-                units=units,  # type: ignore[arg-type]
-                **ids_of(samples),
-                layout=placed.layout,
-                cp_rank=rank,
-                cp_size=cp_size,
-            )
-            flat = [padding if token is None else losses[microbatch[token[0]]][token[1]] for token in held]
-            local = torch.tensor(flat, dtype=dtype).reshape(placed.shape(len(held))).requires_grad_()
-            share = reducer(local)
-            assert share.dtype == torch.float32
-            assert share.shape == ()
-            shares.append(share)
-            parts.append((microbatch, held, local))
-    total = torch.stack(shares).double().sum()
-    total.backward()
-    gradient = [[0.0] * len(one) for one in losses]
-    for microbatch, held, local in parts:
-        for token, slope in zip(held, local.grad.flatten().tolist(), strict=True):
-            if token is None:
-                assert slope == 0, "padding has a gradient"
-            else:
-                gradient[microbatch[token[0]]][token[1]] += slope
-    return Outcome(float(total.detach()), torch.tensor([x for one in gradient for x in one], dtype=torch.float64))
-
-
-def oracle_gradient(step: Sequence[Sample], mode: str, units: str = "all") -> Tensor:
-    return torch.cat(oracle.step_gradient(mode, step, divisor_of(mode), units))
-
-
-def assert_equals_oracle(
-    outcome: Outcome, step: Sequence[Sample], mode: str, units: str = "all", *, rtol: float = 1e-5, atol: float = 1e-30
-) -> None:
-    """The value to 1e-5 of the sum's absolute terms, the gradient of every token to the tolerances given."""
-    divisor = divisor_of(mode)
-    expected, scale = (float(f(mode, step, divisor, units)) for f in (oracle.step_loss, oracle.step_scale))
-    assert outcome.value == pytest.approx(expected, rel=0, abs=1e-5 * scale)
-    torch.testing.assert_close(outcome.gradient, oracle_gradient(step, mode, units), rtol=rtol, atol=atol)
 
 
 # --- the worked batch
@@ -307,47 +117,6 @@ def test_token_sum_without_a_divisor_is_the_plain_sum(place: Place, cp_size: int
 
 
 # --- random steps
-
-MASK_KINDS = ("ones", "binary", "fractional", "zeros")
-MASK_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int32, torch.uint8, torch.bool)
-
-
-@dataclass(frozen=True)
-class Step:
-    samples: list[Sample]
-    microbatches: list[list[int]]
-
-
-def random_mask(kind: str, length: int, rng: random.Random, dtype: torch.dtype) -> Tensor:
-    weights = {
-        "ones": lambda: 1.0,
-        "binary": lambda: float(rng.random() < 0.6),
-        "fractional": lambda: rng.choice([0.0, rng.uniform(0.001, 0.1), rng.uniform(0.1, 3.0)]),
-        "zeros": lambda: 0.0,
-    }[kind]
-    return torch.tensor([weights() for _ in range(length)]).to(dtype)
-
-
-@st.composite
-def steps(draw: st.DrawFn, dtype: torch.dtype = torch.float32) -> Step:
-    """A ragged step: prompt groups of uneven size, rollouts split over samples, all in any order and cut anyhow."""
-    rng = random.Random(draw(st.integers(0, 2**32 - 1)))
-    split = draw(st.booleans())
-    ids = draw(st.sampled_from([int, str, lambda i: -i - 2**60]))
-    mask_dtype = draw(st.sampled_from([*MASK_DTYPES, None]))
-    samples, rollouts = [], itertools.count()
-    for prompt, group_size in enumerate(draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))):
-        for _ in range(group_size):
-            rollout = next(rollouts)
-            for _ in range(rng.choice([1, 1, 2, 3]) if split else 1):
-                kind, length = rng.choice(MASK_KINDS), rng.choice([0, 1, 2, rng.randrange(3, 14)])
-                mask = random_mask(kind, length, rng, mask_dtype or rng.choice(MASK_DTYPES))
-                losses = torch.tensor([rng.gauss(0.3, 1) for _ in range(length)]).to(dtype).double()
-                samples.append(Sample(losses, mask, ids(rollout) if split else None, ids(prompt)).poisoned())
-    order = list(range(len(samples)))
-    rng.shuffle(order)
-    cuts = sorted({0, len(order), *(rng.randrange(len(order) + 1) for _ in range(rng.randrange(5)))})
-    return Step(samples, [order[a:b] for a, b in itertools.pairwise(cuts)])
 
 
 @every_layout
