@@ -16,6 +16,12 @@ NAN = float("nan")
 MODES = ("sample_mean", "prompt_mean", "token_mean", "constant", "token_sum")
 COUNTINGS = [(mode, units) for mode in MODES for units in ("all", "active")]
 
+#: The largest relative error of rounding a number to float32.
+ROUNDING = 2.0**-24
+#: Of a token's weight and gradient in float32, with room to spare: 1/(D*U) is rounded, so is its product with the mask
+#: and with 1/copies, and what a trainer scales it by and divides it by again: at most 16 roundings.
+EXACT = 16 * ROUNDING
+
 
 @dataclass(frozen=True, eq=False)
 class Sample:
@@ -48,14 +54,14 @@ WORKED_DIVISOR = 8.0
 WORKED_VALUES = {
     ("token_mean", "all"): 27.5 / 9,
     ("token_mean", "active"): 27.5 / 9,
-    ("sample_mean", "all"): 2.541667,
-    ("sample_mean", "active"): 3.388889,
-    ("prompt_mean", "all"): 2.833333,
-    ("prompt_mean", "active"): 2.833333,
-    ("constant", "all"): 0.859375,
+    ("sample_mean", "all"): (10 / 4 + 11 / 2 + 6.5 / 3) / 4,
+    ("sample_mean", "active"): (10 / 4 + 11 / 2 + 6.5 / 3) / 3,
+    ("prompt_mean", "all"): (21 / 6 + 6.5 / 3) / 2,
+    ("prompt_mean", "active"): (21 / 6 + 6.5 / 3) / 2,
+    ("constant", "all"): 27.5 / 32,
     ("constant", "active"): 27.5 / 24,
-    ("token_sum", "all"): 3.4375,
-    ("token_sum", "active"): 3.4375,
+    ("token_sum", "all"): 27.5 / 8,
+    ("token_sum", "active"): 27.5 / 8,
 }
 
 
@@ -108,6 +114,18 @@ def step_gradient(
 def step_scale(mode: str, samples: Sequence[Sample], divisor: float | None = None, units: str = "all") -> float:
     """The step loss of the absolute losses: what rounding errors of the step loss are relative to."""
     return float(step_loss(mode, [replace(one, losses=one.losses.abs()) for one in samples], divisor, units))
+
+
+def sum_error(num_terms: int) -> float:
+    """What a float32 sum of `num_terms` weighted losses may be off by, in any order, relative to their absolute sum.
+
+    Every weight and product is `EXACT`, and every addition rounds once.
+    """
+    return EXACT + num_terms * ROUNDING
+
+
+def num_tokens(samples: Sequence[Sample]) -> int:
+    return sum(len(one.mask) for one in samples)
 
 
 def worst_of(*errors: float) -> float:

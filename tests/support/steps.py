@@ -22,8 +22,6 @@ from torch import Tensor
 from megatron_rl_loss import StepTotals, make_pg_loss_reducer
 
 quick = settings(deadline=None, derandomize=True, max_examples=8)
-
-
 every_counting = pytest.mark.parametrize(("mode", "units"), COUNTINGS, ids=[f"{m}-{u}" for m, u in COUNTINGS])
 
 
@@ -111,18 +109,26 @@ def oracle_gradient(step: Sequence[Sample], mode: str, units: str = "all") -> Te
 
 
 def assert_equals_oracle(
-    outcome: Outcome, step: Sequence[Sample], mode: str, units: str = "all", *, rtol: float = 1e-5, atol: float = 1e-30
+    outcome: Outcome,
+    step: Sequence[Sample],
+    mode: str,
+    units: str = "all",
+    *,
+    rtol: float = oracle.EXACT,
+    atol: float = 0,
 ) -> None:
-    """The value to 1e-5 of the sum's absolute terms, the gradient of every token to the tolerances given."""
-    divisor = divisor_of(mode)
-    expected, scale = (float(f(mode, step, divisor, units)) for f in (oracle.step_loss, oracle.step_scale))
-    assert outcome.value == pytest.approx(expected, rel=0, abs=1e-5 * scale)
+    """The value to what its sum may be off by, the gradient of every token to the tolerances given."""
+    expected = float(oracle.step_loss(mode, step, divisor_of(mode), units))
+    assert outcome.value == pytest.approx(expected, rel=0, abs=value_error(step, mode, units))
     torch.testing.assert_close(outcome.gradient, oracle_gradient(step, mode, units), rtol=rtol, atol=atol)
 
 
+def value_error(step: Sequence[Sample], mode: str, units: str = "all") -> float:
+    """What the step loss may be off by."""
+    return oracle.sum_error(oracle.num_tokens(step)) * oracle.step_scale(mode, step, divisor_of(mode), units)
+
+
 MASK_KINDS = ("ones", "binary", "fractional", "zeros")
-
-
 MASK_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int32, torch.uint8, torch.bool)
 
 
@@ -139,7 +145,8 @@ def random_mask(kind: str, length: int, rng: random.Random, dtype: torch.dtype) 
         "fractional": lambda: rng.choice([0.0, rng.uniform(0.001, 0.1), rng.uniform(0.1, 3.0)]),
         "zeros": lambda: 0.0,
     }[kind]
-    return torch.tensor([weights() for _ in range(length)]).to(dtype)
+    mask = torch.tensor([weights() for _ in range(length)])
+    return mask.to(dtype) if dtype.is_floating_point else mask.clamp(max=1).to(dtype)  # ints are zeros and ones
 
 
 @st.composite
