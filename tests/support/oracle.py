@@ -133,6 +133,11 @@ def worst_of(*errors: float) -> float:
     return max(math.inf if math.isnan(error) else error for error in errors)
 
 
+def worst_error(in_value: float, in_gradient: float, num_terms: int) -> float:
+    """The worse of two relative errors, at most `EXACT`: the value's is in units of what its sum may be."""
+    return worst_of(in_value * EXACT / sum_error(num_terms), in_gradient)
+
+
 # --- what a CP rank holds
 
 

@@ -5,30 +5,28 @@ step, which is what they are written on. Nothing in it comes from the package.
 """
 
 import argparse
+import doctest
 import itertools
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import oracle
 import pytest
 import torch
 from interpreter import python
+from megatron_rl_loss.aliases import NAMES, NUMBER, format_modes, resolve
 from peer_steps import Batch, deal, random_batch
-from repository import ROOT
 from torch import Tensor
 
-from megatron_rl_loss import StepTotals, ZigzagTHD, make_pg_loss_reducer
+from megatron_rl_loss import MODES, StepTotals, ZigzagTHD, aliases, make_pg_loss_reducer
 from megatron_rl_loss.arguments import (
     AggregationSettings,
     add_loss_aggregation_args,
     validate_loss_aggregation_args,
 )
-from megatron_rl_loss.names import NAMES, NUMBER, format_modes, resolve_name
 
 DIVISOR = 5.5
-TOLERANCE = 1e-6
+TOLERANCE = oracle.EXACT
 
 
 # ---- their formulas
@@ -164,10 +162,10 @@ def theirs(formula: Formula, batch: Batch) -> Outcome:
 
 
 def error_of(outcome: Outcome, expected: Outcome, batch: Batch) -> float:
-    """The worse of the relative errors of value (to the sum of absolute terms) and gradient (to its largest entry)."""
+    """The worse of the errors of value (relative to the sum of absolute terms) and gradient (to its largest entry)."""
     scale = float((expected.gradient.abs() * batch.losses.abs()).sum())
     gradient = (outcome.gradient.double() - expected.gradient).abs().max() / expected.gradient.abs().max()
-    return oracle.worst_of(abs(outcome.value - expected.value) / scale, float(gradient))
+    return oracle.worst_error(abs(outcome.value - expected.value) / scale, float(gradient), batch.losses.numel())
 
 
 LAYOUTS = list(itertools.product((1, 2, 4), (1, 2, 4)))
@@ -232,7 +230,7 @@ def test_refused_names_have_no_value_of_their_own(alias: str) -> None:
     assert len({round(value, 4) for value in values.values()}) == 4, values
     assert values[batch.rows] == pytest.approx(float(all_tokens(batch)))  # the nearest exact mode
     with pytest.raises(ValueError, match=f"'{alias}': it is a mean of .* Choose 'token_mean', the nearest"):
-        resolve_name(alias)
+        resolve(alias)
 
 
 def test_differences_kept_on_purpose() -> None:
@@ -251,27 +249,34 @@ def test_differences_kept_on_purpose() -> None:
 
 @pytest.mark.parametrize("mode", oracle.MODES)
 def test_our_own_names_pass_as_they_are(mode: str) -> None:
-    named = resolve_name(mode, divisor=3.0, units="active")
-    assert (named.mode, named.divisor, named.units, named.notice) == (mode, 3.0, "active", None)
-    assert resolve_name(mode).units == "all"
+    divisor = 3.0 if MODES[mode].takes_divisor else None
+    named = resolve(mode, divisor=divisor, units="active")
+    assert (named.mode, named.divisor, named.units, named.notice) == (MODES[mode], divisor, "active", None)
+    assert resolve(mode, divisor=divisor).units == "all"
+
+
+def test_docstring_examples() -> None:
+    result = doctest.testmod(aliases)
+    assert result.attempted > 0
+    assert result.failed == 0
 
 
 REFUSED = {
     "unknown framework": (
         "verk:token-mean",
         {},
-        "there is no framework 'verk'. Did you mean verl[?] Known are verl, skyrl",
+        "there is no framework 'verk'. Did you mean verl[?] Choose one of verl, skyrl",
     ),
     "unknown setting": (
         "verl:seq-mean-token-men",
         {},
-        "verl has no such setting. Did you mean seq-mean-token-mean[?] Known are token-mean, token-sum",
+        "verl has no such setting. Did you mean seq-mean-token-mean[?] Choose one of token-mean, token-sum",
     ),
     "another's spelling": ("skyrl:token-mean", {}, "Did you mean token_mean[?]"),
     "another's case": ("openrlhf:token_level_loss=True", {}, "Did you mean token_level_loss=true[?]"),
-    "nothing close": ("trl:xyz", {}, "trl has no such setting. Known are grpo, sapo, dr_grpo"),
+    "nothing close": ("trl:xyz", {}, "trl has no such setting. Choose one of grpo, sapo, dr_grpo"),
     "no setting": ("verl:", {}, "verl has no such setting"),
-    "no number": ("open_instruct:many", {}, "open_instruct has no such setting. Known are token, <number>"),
+    "no number": ("open_instruct:many", {}, "open_instruct has no such setting. Choose one of token, <number>"),
     "divisor missing": (
         "verl:seq-mean-token-sum-norm",
         {},
@@ -288,7 +293,7 @@ REFUSED = {
 @pytest.mark.parametrize(("name", "options", "text"), REFUSED.values(), ids=REFUSED.keys())
 def test_refused(name: str, options: dict[str, object], text: str) -> None:
     with pytest.raises(ValueError, match=text):
-        resolve_name(name, **options)  # type: ignore[arg-type]
+        resolve(name, **options)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -301,7 +306,7 @@ def test_refused(name: str, options: dict[str, object], text: str) -> None:
     ],
 )
 def test_what_only_repeats_a_name_is_accepted(name: str, options: dict[str, object]) -> None:
-    plain, repeated = resolve_name(name), resolve_name(name, **options)  # type: ignore[arg-type]
+    plain, repeated = resolve(name), resolve(name, **options)  # type: ignore[arg-type]
     assert (plain.mode, plain.divisor) == (repeated.mode, repeated.divisor)
 
 
@@ -313,11 +318,11 @@ def parsed(flags: str) -> AggregationSettings:
 def test_by_flag() -> None:
     settings = parsed("--loss-aggregation verl:seq-mean-token-sum-norm --loss-aggregation-divisor 4096")
     assert settings.describe() == "loss aggregation: constant, divisor 4096, units: all"
-    assert settings == AggregationSettings(mode="verl:seq-mean-token-sum-norm", divisor=4096)
-    assert parsed("--loss-aggregation openrlhf:token_level_loss=false").units == "active"
-    assert parsed("--loss-aggregation open_instruct:1024").divisor == 1024
+    assert settings == AggregationSettings.resolve("verl:seq-mean-token-sum-norm", 4096)
+    assert parsed("--loss-aggregation openrlhf:token_level_loss=false").aggregation.units == "active"
+    assert parsed("--loss-aggregation open_instruct:1024").aggregation.divisor == 1024
     roll = parsed("--loss-aggregation roll:token-mean")
-    assert (roll.mode, roll.notice) == ("token_mean", "roll:token-mean: the numerator is masked here.")
+    assert (roll.mode_name, *roll.notices) == ("token_mean", "roll:token-mean: the numerator is masked here.")
     assert parsed("--loss-aggregation skyrl:prompt_mean").uses_prompt_ids
 
 
@@ -359,45 +364,3 @@ def test_the_printed_table() -> None:
     firsts = [line.split()[0] for line in done.stdout.splitlines() if line]
     for word in (*oracle.MODES, *PEERS):
         assert firsts.count(word) == 1, word
-
-
-# ---- the pages
-
-PAGES = ROOT / "docs" / "frameworks"
-PAGE_OF = {framework: f"{framework}.md" for framework, _ in (alias.split(":") for alias in PEERS)} | {
-    "tinker": "skyrl.md"
-}
-
-
-def test_every_name_is_on_its_frameworks_page_and_no_other() -> None:
-    for framework, page in PAGE_OF.items():
-        named = set(re.findall(rf"\b{framework}:[\w=-]+", (PAGES / page).read_text()))
-        names = {alias.replace(NUMBER, "8192") for alias in PEERS if alias.startswith(f"{framework}:")}
-        assert named == names, page
-        for alias in named:
-            if PEERS.get(alias) is None or PEERS[alias].mode:
-                resolve_name(alias, divisor=None if PEERS.get(alias) is None else needed_divisor(alias))
-
-
-def needed_divisor(alias: str) -> float | None:
-    return DIVISOR if isinstance(PEERS[alias].divisor, str) else None
-
-
-def test_the_index_says_which_version_was_read_and_the_pages_the_same() -> None:
-    rows = re.findall(r"^\| \[.*", (PAGES / "README.md").read_text(), flags=re.MULTILINE)
-    linked = {page: row for row in rows for page in re.findall(r"\((\w+\.md)", row)}
-    assert set(linked) >= set(PAGE_OF.values())
-    for page in PAGE_OF.values():
-        commits = re.findall(r"`([0-9a-f]{8})` \((\d{4}-\d\d-\d\d)\)", (PAGES / page).read_text())
-        assert len(commits) == 1, page
-        assert f"`{commits[0][0]}` ({commits[0][1]})" in linked[page]
-
-
-def test_the_folding_page_runs() -> None:
-    blocks = re.findall(r"```python\n(.*?)```", (PAGES / "skyrl.md").read_text(), flags=re.DOTALL)
-    masks = torch.tensor([[1.0, 1, 1, 0], [1, 0, 0, 0]])
-    names: dict[str, Any] = {"loss_mask": masks, "advantages": torch.ones(2, 4), "uids": ["a", "b"]}
-    for block in blocks:
-        exec(block, names)
-    torch.testing.assert_close(names["advantages"], masks / torch.tensor([[6.0], [2.0]]))
-    assert names["datum_advantages"][1] == pytest.approx([-0.7 / 4, 0, 0, 0])

@@ -10,6 +10,7 @@ import pickle
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
 import oracle
@@ -19,18 +20,18 @@ from oracle import COUNTINGS, MODES
 from torch import Tensor
 
 from megatron_rl_loss import (
-    ReducerInputs,
+    ModeInputs,
     StepTotals,
     fold_into_advantages,
     folding,
     is_folded,
+    modes,
     ppo_clip_loss,
-    reducers,
 )
 from megatron_rl_loss.folding import LOSSES
 
 DIVISOR = 5.5
-TOLERANCE = 1e-6
+TOLERANCE = oracle.EXACT  # losses and their sum are float64 here, weights and folded advantages float32
 
 
 # ---- losses of a token: (log_probs, old_log_probs, advantages, masks) -> losses, lists of 1-D tensors
@@ -314,7 +315,7 @@ def test_skyrls_documented_scaling() -> None:
             divisor=DIVISOR if name.endswith("norm") else None,
         )
         padded = torch.nn.utils.rnn.pad_sequence(folded, batch_first=True)
-        torch.testing.assert_close(padded.double(), scaled * masks, rtol=1e-6, atol=1e-9, msg=name)
+        torch.testing.assert_close(padded.double(), scaled * masks, rtol=oracle.EXACT, atol=0, msg=name)
 
 
 def test_numbers_a_sample_are_values_of_all_its_tokens() -> None:
@@ -474,16 +475,20 @@ def test_refused_losses(loss: Any, text: str) -> None:
 # ---- coverage and bad input
 
 
-@pytest.mark.parametrize(
-    "field", ["step_tokens", "num_rollouts", "num_active_rollouts", "num_prompts", "num_active_prompts"]
-)
+def changed(totals: StepTotals, field: str, value: Any) -> StepTotals:
+    """With another count; its name as in error texts."""
+    kind, _, name = field.partition(".")
+    return replace(totals, **{kind: replace(getattr(totals, kind), **{name: value}) if name else value})
+
+
+@pytest.mark.parametrize("field", ["step_tokens", "rollouts.all", "rollouts.active", "prompts.all", "prompts.active"])
 def test_totals_of_less_than_these_samples_are_refused(field: str) -> None:
     step = Step(10)
     everything = list(range(len(step)))
     whole = step.totals()
     for mode in MODES:
         step.fold(everything, mode=mode, divisor=divisor_of(mode), totals=whole)
-        less = replace(whole, **{field: getattr(whole, field) - 1})
+        less = changed(whole, field, attrgetter(field)(whole) - 1)
         with pytest.raises(ValueError, match=f"samples whose {field} alone are .*Make the totals from all samples"):
             step.fold(everything, mode=mode, divisor=divisor_of(mode), totals=less)
 
@@ -497,10 +502,10 @@ def test_a_unit_with_more_tokens_here_than_in_the_step_is_refused(kind: str) -> 
     for unit, mask in zip(ids, step.masks(everything), strict=True):
         tokens[unit] = tokens.get(unit, 0) + float(mask.sum())
     unit = max(tokens, key=lambda name: tokens[name])
-    step.fold(everything, mode="token_mean", totals=replace(step.totals(), **{f"{kind}_tokens": tokens}))
+    step.fold(everything, mode="token_mean", totals=changed(step.totals(), f"{kind}s.tokens", tokens))
     tokens[unit] -= 0.5
     with pytest.raises(ValueError, match=f"a {kind} with {tokens[unit] + 0.5:g} mask tokens in these samples"):
-        step.fold(everything, mode="token_mean", totals=replace(step.totals(), **{f"{kind}_tokens": tokens}))
+        step.fold(everything, mode="token_mean", totals=changed(step.totals(), f"{kind}s.tokens", tokens))
 
 
 def test_totals_of_one_rank_are_refused_where_they_show() -> None:
@@ -514,16 +519,16 @@ MASKS = [torch.tensor([1, 0]), torch.tensor([1])]
 
 
 def test_weights_below_zero_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    def signed(inputs: ReducerInputs) -> Any:
-        return inputs.weighted_sum([mask * sign for mask, sign in zip(inputs.samples.loss_masks, signs, strict=True)])
+    def signed(inputs: ModeInputs) -> Tensor:
+        return torch.tensor(signs)
 
-    monkeypatch.setattr(reducers, "_REGISTERED", {"signed": signed})
+    monkeypatch.setattr(modes, "_REGISTERED", {"signed": signed})
     totals = StepTotals.from_loss_masks(MASKS)
-    signs = (2, 1)
+    signs = (2.0, 1.0)
     folded = fold_into_advantages([1.0, 3.0], MASKS, mode="signed", totals=totals)
     assert [one.tolist() for one in folded] == [[2, 0], [3]]
-    signs = (2, -1)
-    with pytest.raises(ValueError, match="weights below 0 from the reducer 'signed'"):
+    signs = (2.0, -1.0)
+    with pytest.raises(ValueError, match="weights below 0 from the mode 'signed'"):
         fold_into_advantages([1.0, 3.0], MASKS, mode="signed", totals=totals)
 
 
