@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from setuptools import Extension, setup
+from setuptools import setup
 
 HERE = Path(__file__).parent
 VERSION = re.search(r'__version__ = "(.+)"', (HERE / "megatron_rl_loss/__init__.py").read_text())[1]
@@ -16,20 +16,10 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     license_files=["LICENSE"],
-    packages=["megatron_rl_loss", "megatron_rl_loss.frameworks"],
-    package_data={"megatron_rl_loss": ["py.typed"]},
-    # Called through ctypes. Where there is no C compiler the package goes without it: see host_kernels.py.
-    ext_modules=[
-        Extension(
-            "megatron_rl_loss._host_kernels",
-            ["megatron_rl_loss/host_kernels.c"],
-            extra_compile_args=["-O3", "-std=c11", "-fopenmp"],
-            extra_link_args=["-fopenmp"],
-            optional=True,
-        )
-    ],
-    python_requires=">=3.12",
-    # NumPy joins and repeats on the host several times faster than torch.
+    packages=["megatron_rl_loss", "megatron_rl_loss.frameworks", "megatron_rl_loss.megatron"],
+    package_data={"megatron_rl_loss": ["py.typed", "refusals.ini"]},
+    python_requires=">=3.10",
+    # Lengths and layouts are NumPy arrays: they are the host's, and small operations cost a third of torch's.
     install_requires=["torch>=2.6", "numpy>=1.26"],
     extras_require={
         # 0.17 and 0.18 have other heads of pretrain(); only 0.19 is tested. Megatron saves checkpoints with psutil,

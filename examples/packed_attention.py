@@ -57,7 +57,7 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
             raise ValueError("PackedAttention needs packed sequences: pass packed_seq_params to the model.")
         bounds = packed_seq_params.cu_seqlens_q_padded.tolist()
         layout, cp_size = ZigzagTHD(bounds), self.cp_group.size()
-        held = [layout.local_indices(rank, cp_size).to(query.device) for rank in range(cp_size)]
+        held = [torch.from_numpy(layout.local_indices(rank, cp_size)).to(query.device) for rank in range(cp_size)]
         if cp_size > 1:
             in_order = torch.cat(held).argsort()
             key, value = (

@@ -67,11 +67,10 @@ def forward_step(data_iterator: Iterator[Microbatch], model: Any) -> tuple[Tenso
     args = get_args()
     microbatch = next(data_iterator)  # (2) your batch in .data, and what its losses need
     pack: Pack = microbatch.data
-    held = pack.samples.local_positions(mpu.get_context_parallel_rank(), mpu.get_context_parallel_world_size())
 
     def local(values: Tensor) -> Tensor:
         """The part of a pack's tensor that this context-parallel rank holds, [1, seq_length / cp]."""
-        return values[held][None].cuda(non_blocking=True)
+        return microbatch.local(values)[None].cuda(non_blocking=True)
 
     negative_log_probs = model(
         local(pack.tokens),

@@ -25,7 +25,7 @@ from megatron.training.utils import is_hybrid_model
 from model_provider import model_provider
 
 from megatron_rl_loss.arguments import add_loss_aggregation_args
-from megatron_rl_loss.frameworks.train_rl import loss_aggregation, with_loss_aggregation
+from megatron_rl_loss.frameworks.megatron_rl import loss_aggregation, with_loss_aggregation
 
 
 def add_args(parser: ArgumentParser) -> ArgumentParser:

@@ -6,23 +6,18 @@ Everything here is pure torch. `megatron_rl_loss.arguments` holds the flags, `me
 from megatron_rl_loss.errors import BadBatchError
 from megatron_rl_loss.folding import fold_into_advantages, is_folded
 from megatron_rl_loss.layouts import Contiguous, Gathered, Layout, ZigzagBSHD, ZigzagResponse, ZigzagTHD
-from megatron_rl_loss.policy_loss import (
+from megatron_rl_loss.losses import (
     PolicyLoss,
     group_relative_advantages,
     kl_estimate,
     ppo_clip_loss,
     truncated_importance_weights,
 )
-from megatron_rl_loss.reducers import (
-    MODES,
-    Reducer,
-    ReducerInputs,
-    available_modes,
-    make_pg_loss_reducer,
-    register_pg_loss_reducer,
-)
-from megatron_rl_loss.samples import Samples
-from megatron_rl_loss.totals import StepTotals
+from megatron_rl_loss.modes import MODES, Mode, ModeInputs, available_modes, register_pg_loss_reducer
+from megatron_rl_loss.reduction import Reducer, make_pg_loss_reducer
+from megatron_rl_loss.samples import LocalTokens, Samples
+from megatron_rl_loss.totals import StepTotals, UnitCounts
+from megatron_rl_loss.weights import token_weights
 
 __version__ = "0.1.0"
 
@@ -32,11 +27,14 @@ __all__ = [
     "Contiguous",
     "Gathered",
     "Layout",
+    "LocalTokens",
+    "Mode",
+    "ModeInputs",
     "PolicyLoss",
     "Reducer",
-    "ReducerInputs",
     "Samples",
     "StepTotals",
+    "UnitCounts",
     "ZigzagBSHD",
     "ZigzagResponse",
     "ZigzagTHD",
@@ -48,5 +46,6 @@ __all__ = [
     "make_pg_loss_reducer",
     "ppo_clip_loss",
     "register_pg_loss_reducer",
+    "token_weights",
     "truncated_importance_weights",
 ]

@@ -2,7 +2,7 @@
 
 from argparse import ArgumentParser
 
-from megatron_rl_loss.names import format_modes
+from megatron_rl_loss.aliases import format_modes
 
 
 def main() -> None:

@@ -10,10 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rl_loss.errors import explain
-from megatron_rl_loss.reducers import Units, make_pg_loss_reducer
-from megatron_rl_loss.samples import Ids, Samples
-from megatron_rl_loss.totals import StepTotals, UnitTokens
+from megatron_rl_loss.checks import check_one_each
+from megatron_rl_loss.errors import refused
+from megatron_rl_loss.ids import Ids
+from megatron_rl_loss.samples import Samples
+from megatron_rl_loss.totals import StepTotals, TokensById, UnitCounting, UnitCounts
+from megatron_rl_loss.weights import token_weights
 
 #: What fold_into_advantages knows by name: None if positively homogeneous, else why it is not.
 LOSSES: dict[str, str | None] = {
@@ -38,7 +40,7 @@ def fold_into_advantages(
     mode: str,
     totals: StepTotals,
     divisor: float | None = None,
-    units: Units | None = None,
+    units: UnitCounting | None = None,
     rollout_ids: Ids | None = None,
     prompt_ids: Ids | None = None,
     loss: str | Callable[[Tensor], Tensor] | None = None,
@@ -67,7 +69,7 @@ def fold_into_advantages(
 
     Raises:
         ValueError: advantages that were folded before or do not match the masks, or that are NaN or infinite at an
-            active token; a loss that is not positively homogeneous, or unknown; a registered reducer with weights below
+            active token; a loss that is not positively homogeneous, or unknown; a registered mode with weights below
             0; samples with more tokens, rollouts or prompts than the totals say the whole step has; anything
             `make_pg_loss_reducer` refuses.
         TypeError: advantages of another type.
@@ -75,31 +77,15 @@ def fold_into_advantages(
     if isinstance(loss, str):
         _check_loss_name(loss)
     if is_folded(advantages):
-        given = "advantages that were folded already"
-        rule = "folding them again would divide by the step's counts twice"
-        raise ValueError(explain(given, rule, "Fold once a step, before it is cut into micro-batches"))
+        raise refused("folded_already")
     samples = Samples(loss_masks, rollout_ids=rollout_ids, prompt_ids=prompt_ids)
     flat = _flat_advantages(advantages, samples)
-    reducer = make_pg_loss_reducer(
-        mode,
-        loss_masks,
-        totals=totals,
-        divisor=divisor,
-        units=units,
-        rollout_ids=rollout_ids,
-        prompt_ids=prompt_ids,
-    )
-    _check_coverage(samples, totals)
-    with torch.enable_grad():  # the weights are the reducer's slope
-        zeros = torch.zeros(flat.numel(), device=flat.device, requires_grad=True)
-        (weights,) = torch.autograd.grad(reducer(zeros), zeros)
+    weights = token_weights(mode, samples, totals, divisor=divisor, units=units).to(flat.device)
+    check_coverage(samples, totals)
     if bool((weights < 0).any()):
-        given = f"weights below 0 from the reducer {mode!r}"
-        rule = "a loss is homogeneous in the advantage for weights from 0 on only"
-        raise ValueError(explain(given, rule, "Aggregate the losses with make_pg_loss_reducer"))
+        raise refused("negative_weights", mode=mode)
     if not bool(torch.isfinite(flat[weights != 0]).all()):
-        given = "advantages with NaN or Inf at active tokens"
-        raise ValueError(explain(given, "they must be finite", "Mask those tokens, or look at the rewards"))
+        raise refused("odd_advantages")
     folded = (flat * weights).masked_fill(weights == 0, 0)
     if callable(loss):
         _check_homogeneous(loss, flat.masked_fill(weights == 0, 0), folded, weights)
@@ -123,68 +109,68 @@ def is_folded(advantages: Any) -> bool:
 def _check_loss_name(loss: str) -> None:
     for name in (part.strip() for part in loss.split("+")):
         if name not in LOSSES:
-            known = [known for known, reason in LOSSES.items() if reason is None]
-            remedy = f"Choose one of {', '.join(known)}, or pass the loss as a function of the advantages"
-            raise ValueError(explain(f"loss {loss!r}", f"there is no {name!r} among the known ones", remedy))
-        if reason := LOSSES[name]:
-            remedy = "Aggregate the losses with make_pg_loss_reducer, or leave that term out of what is summed"
-            raise ValueError(explain(f"loss {loss!r} with folded advantages", reason, remedy))
+            known = ", ".join(known for known, reason in LOSSES.items() if reason is None)
+            raise refused("unknown_loss", loss=loss, name=name, choices=known)
+        if LOSSES[name]:
+            raise refused("not_homogeneous_by_name", loss=loss, reason=LOSSES[name])
 
 
 def _flat_advantages(advantages: Sequence[Tensor] | Sequence[float] | Tensor, samples: Samples) -> Tensor:
     """Advantages end to end, a value a mask entry, float32 or float64."""
     if isinstance(advantages, Tensor) and advantages.dim() != 1:
-        given = f"advantages is a tensor of shape {tuple(advantages.shape)}"
-        raise ValueError(explain(given, "it must hold one number a sample", "Pass list(advantages) for rows of tokens"))
-    if len(advantages) != len(samples):
-        given = f"{len(advantages)} advantages for {len(samples)} loss masks"
-        raise ValueError(explain(given, "there must be one a sample", "Pass both in order"))
+        raise refused("advantages_in_one", shape=tuple(advantages.shape))
+    check_one_each("advantages", len(advantages), "loss masks", len(samples))
     tensors = [one for one in advantages if isinstance(one, Tensor) and one.dim()]
     for i, one in enumerate(advantages if tensors else []):
         length = int(samples.mask_lengths[i])
         if not isinstance(one, Tensor) or tuple(one.shape) != (length,):
-            given = f"the advantages of sample {i} are {tuple(one.shape) if isinstance(one, Tensor) else one!r}"
-            rule = f"they must be a 1-D tensor of its loss mask's {length} entries"
-            raise ValueError(explain(given, rule, "Pass a value a token for every sample, or a number for every one"))
+            shown = tuple(one.shape) if isinstance(one, Tensor) else one
+            raise refused("advantages_of_other_shape", sample=i, shown=shown, length=length)
     if tensors:
         flat = torch.cat(tensors)
     else:
         numbers = torch.as_tensor(advantages)
-        flat = numbers.repeat_interleave(samples.mask_lengths.to(numbers.device))
+        flat = numbers.repeat_interleave(torch.from_numpy(samples.mask_lengths).to(numbers.device))
     if flat.is_complex() or flat.dtype == torch.bool:
-        raise TypeError(explain(f"advantages of {flat.dtype}", "they must be real numbers", "Pass floats"))
+        raise refused("advantages_no_reals", dtype=flat.dtype)
     return flat.detach().to(torch.promote_types(flat.dtype, torch.float32))
 
 
-def _check_coverage(samples: Samples, totals: StepTotals) -> None:
+def check_coverage(samples: Samples, totals: StepTotals) -> None:
     """Totals of a part of the step (a micro-batch, one rank) show where these samples alone are more than all of it."""
-    sums = samples.mask_sums()
-    here: dict[str, float] = {"step_tokens": float(sums.sum())}
-    for kind, ids, tokens in (
-        ("rollouts", samples.rollout_ids, totals.rollout_tokens),
-        ("prompts", samples.prompt_ids, totals.prompt_tokens),
-    ):
-        unit_sums = sums
-        if ids is not None:
-            unique, at = ids.unique(return_inverse=True)
-            unit_sums = torch.zeros(unique.numel(), dtype=torch.float64, device="cpu").index_add_(0, at, sums)
-            if isinstance(tokens, UnitTokens):
-                excess = unit_sums - tokens.of(f"{kind[:-1]}_ids", unique) * (1 + 1e-9)
-                if bool((excess > 0).any()):
-                    given = f"a {kind[:-1]} with {float(unit_sums[excess.argmax()]):g} mask tokens in these samples"
-                    raise ValueError(_too_few(given, "the totals say it has fewer in the whole step"))
-        elif kind == "prompts":
-            continue
-        here[f"num_{kind}"] = unit_sums.numel()
-        here[f"num_active_{kind}"] = int((unit_sums > 0).sum())
-    for name, count in here.items():
-        whole = getattr(totals, name)
-        if whole is not None and count > whole * (1 + 1e-9):
-            raise ValueError(_too_few(f"samples whose {name} alone are {count:g}", f"the totals say {whole:g}"))
+    sums = samples.mask_sums.cpu()
+    _check_fits("step_tokens", float(sums.sum()), totals.step_tokens)
+    of_rollouts = _sums_by_unit("rollout", sums, samples.rollout_ids, totals.rollouts)
+    _check_units("rollouts", of_rollouts, totals.rollouts)
+    if samples.prompt_ids is not None:
+        _check_units("prompts", _sums_by_unit("prompt", sums, samples.prompt_ids, totals.prompts), totals.prompts)
 
 
-def _too_few(given: str, rule: str) -> str:
-    return explain(given, rule, "Make the totals from all samples of the step, on all ranks")
+def _sums_by_unit(unit: str, sums: Tensor, ids: Tensor | None, counts: UnitCounts) -> Tensor:
+    """Mask sums of these samples by unit; refuses one that is more than the totals say its whole unit has."""
+    if ids is None:
+        return sums
+    unique, at = ids.unique(return_inverse=True)
+    unit_sums = torch.zeros(unique.numel(), dtype=torch.float64, device="cpu").index_add_(0, at, sums)
+    if isinstance(counts.tokens, TokensById):
+        excess = unit_sums - counts.tokens.of(f"{unit}_ids", unique) * _SLACK
+        if bool((excess > 0).any()):
+            raise refused("unit_too_small", unit=unit, tokens=float(unit_sums[excess.argmax()]))
+    return unit_sums
+
+
+def _check_units(name: str, unit_sums: Tensor, counts: UnitCounts) -> None:
+    _check_fits(f"{name}.all", unit_sums.numel(), counts.all)
+    _check_fits(f"{name}.active", int((unit_sums > 0).sum()), counts.active)
+
+
+def _check_fits(name: str, here: float, whole: float | None) -> None:
+    if whole is not None and here > whole * _SLACK:
+        raise refused("totals_too_small", name=name, here=here, whole=whole)
+
+
+#: Sums of fractional masks may differ in the last bit.
+_SLACK = 1 + 1e-9
 
 
 def _check_homogeneous(loss: Callable[[Tensor], Tensor], flat: Tensor, folded: Tensor, weights: Tensor) -> None:
@@ -192,8 +178,7 @@ def _check_homogeneous(loss: Callable[[Tensor], Tensor], flat: Tensor, folded: T
     with torch.no_grad():
         plain, of_folded = loss(flat), loss(folded)
     if plain.shape != flat.shape or of_folded.shape != flat.shape:
-        given = f"a loss that returns shape {tuple(plain.shape)} for advantages of shape {tuple(flat.shape)}"
-        raise ValueError(explain(given, "it must return one value a token", "Return unreduced losses"))
+        raise refused("reduced_loss", shape=tuple(plain.shape), expected=tuple(flat.shape))
     active = weights != 0
     if not bool(active.any()):
         return
@@ -203,11 +188,5 @@ def _check_homogeneous(loss: Callable[[Tensor], Tensor], flat: Tensor, folded: T
     tolerance = 1e-4 if plain.element_size() >= 4 else 2e-2
     if not bool((off <= tolerance * expected.abs().max().clamp(min=1e-30)).all()):  # NaN too
         worst = int(off.argmax())
-        given = (
-            f"a loss whose value is {float(of_folded[active][worst]):g} where w * loss(A) is {float(expected[worst]):g}"
-        )
-        rule = "it is not positively homogeneous in the advantage, so weights cannot be folded into that"
-        remedy = (
-            "Aggregate the losses with make_pg_loss_reducer, or leave KL, entropy and penalties out of what is summed"
-        )
-        raise ValueError(explain(given, rule, remedy))
+        values = {"value": float(of_folded[active][worst]), "expected": float(expected[worst])}
+        raise refused("not_homogeneous", **values)

@@ -2,7 +2,7 @@
 
 A micro-batch is one flat buffer of ``total_tokens`` positions. A layout says where in it each sample's loss mask
 begins (`mask_starts`) and which positions, in which order, a CP rank's per-token losses stand for (`local_segments`).
-Everything is computed on the host (whatever torch's default device), without a Python loop over samples.
+Everything is computed on the host, in NumPy, from lengths: no loop over samples, and no device is asked.
 
 | layout           | flat buffer                          | rank r of c holds                                       |
 |------------------|--------------------------------------|---------------------------------------------------------|
@@ -15,70 +15,60 @@ Everything is computed on the host (whatever torch's default device), without a 
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
-import torch
+import numpy.typing as npt
 from torch import Tensor
 
-from megatron_rl_loss.errors import explain
+from megatron_rl_loss.checks import check_cp, check_int, check_one_each, is_int
+from megatron_rl_loss.errors import refused
 
-IntList = Sequence[int] | Tensor
+Ints = npt.NDArray[np.int64]
+IntList = Sequence[int] | Tensor | npt.NDArray[Any]
 
 
-def as_int_vector(name: str, values: IntList) -> Tensor:
-    """`values` as a 1-D int64 tensor on the host; TypeError for anything that is not whole numbers."""
-    if not isinstance(values, Tensor | Sequence):
-        given = f"{name} is {values!r} ({type(values).__name__})"
-        raise TypeError(explain(given, "it must be a list or tensor of ints", "Pass one entry a sample or slot"))
-    if not isinstance(values, Tensor):
+def as_ints(name: str, values: IntList) -> Ints:
+    """`values` as a 1-D int64 array; TypeError for anything that is not whole numbers."""
+    if isinstance(values, Tensor):
+        values = (values.double() if values.is_floating_point() else values).numpy(force=True)  # NumPy has no bfloat16
+    elif not isinstance(values, np.ndarray):
+        if not isinstance(values, Sequence):
+            raise refused("no_int_list", name=name, value=values, type=type(values).__name__)
         if set(map(type, values)) != {int}:  # else sound, found fast
-            for value in values:
-                if not is_int(value):
-                    given = f"{name} holds {value!r} ({type(value).__name__})"
-                    raise TypeError(explain(given, "it must hold whole numbers", "Pass ints or an int tensor"))
-        return torch.from_numpy(np.array(values, np.int64))
-    if values.dim() != 1 or values.dtype == torch.bool or values.is_floating_point() or values.is_complex():
-        given = f"{name} is a {values.dtype} tensor of shape {tuple(values.shape)}"
-        raise TypeError(explain(given, "it must be a 1-D tensor of ints", "Convert it first"))
-    return values.detach().to(device="cpu", dtype=torch.int64)
+            odd = [value for value in values if not is_int(value)]
+            if odd:
+                raise refused("odd_int", name=name, value=odd[0], type=type(odd[0]).__name__)
+        return np.array(values, np.int64)
+    if values.ndim != 1 or not np.issubdtype(values.dtype, np.integer):
+        raise refused("no_int_vector", name=name, dtype=values.dtype, shape=values.shape)
+    return values.astype(np.int64, copy=False)
 
 
-def is_int(value: object) -> bool:
-    """True for a whole number (NumPy's too) that is not a bool."""
-    return hasattr(value, "__index__") and not isinstance(value, bool | Tensor)
+def concatenated_ranges(starts: Ints, lengths: Ints) -> Ints:
+    """``concatenate([arange(s, s + n) for s, n in zip(starts, lengths)])`` without the loop."""
+    ends = lengths.cumsum()
+    return np.arange(lengths.sum()) + (starts - (ends - lengths)).repeat(lengths)
 
 
-def concatenated_ranges(starts: Tensor, lengths: Tensor) -> Tensor:
-    """``cat([arange(s, s + n) for s, n in zip(starts, lengths)])`` without the loop."""
-    ends = lengths.cumsum(0)
-    total = int(ends[-1]) if ends.numel() else 0
-    return torch.arange(total, device="cpu") + (starts - (ends - lengths)).repeat_interleave(lengths)
+def _starts_of(lengths: Ints) -> Ints:
+    return lengths.cumsum() - lengths
 
 
-def check_cp(cp_rank: int, cp_size: int) -> None:
-    """Refuse a CP coordinate that cannot be one."""
-    given, remedy = f"cp_rank={cp_rank!r}, cp_size={cp_size!r}", "Pass cp_group.rank() and cp_group.size()"
-    if not is_int(cp_rank) or not is_int(cp_size):
-        raise TypeError(explain(given, "both must be ints", remedy))
-    if not 0 <= cp_rank < cp_size:
-        raise ValueError(explain(given, "needs 0 <= cp_rank < cp_size", remedy))
+def _shown(values: Ints, most: int = 8) -> str:
+    return f"[{', '.join(str(value) for value in values[:most])}{', ...' if values.size > most else ''}]"
 
 
-def _starts_of(lengths: Tensor) -> Tensor:
-    return lengths.cumsum(0) - lengths
-
-
-def _shown(values: Tensor, most: int = 8) -> str:
-    return f"[{', '.join(str(int(v)) for v in values[:most])}{', ...' if values.numel() > most else ''}]"
-
-
-def _first(condition: Tensor) -> int | None:
+def _first(condition: npt.NDArray[np.bool_]) -> int | None:
     """Index of the first True, or None."""
-    return int(condition.nonzero()[0]) if bool(condition.any()) else None
+    return int(condition.argmax()) if condition.any() else None
 
 
 class Layout(ABC):
-    """Common to all layouts. A value object: made once a micro-batch, never changed."""
+    """Common to all layouts. A value object: made once a micro-batch, never changed.
+
+    A layout of your own answers the two abstract methods; lists, arrays and tensors of ints will do.
+    """
 
     #: True when every CP rank holds every token, so that each counts for 1/cp_size of it.
     replicated_over_cp: bool = False
@@ -89,26 +79,27 @@ class Layout(ABC):
         """Positions in the flat buffer, over all CP ranks."""
 
     @abstractmethod
-    def mask_starts(self, mask_lengths: Tensor) -> Tensor:
+    def mask_starts(self, mask_lengths: Ints) -> IntList:
         """First buffer position of each sample's loss mask, int64 [num_samples].
 
         Raises ValueError when the number or the lengths of the masks do not fit the layout.
         """
 
     @abstractmethod
-    def local_segments(self, cp_rank: int, cp_size: int) -> tuple[Tensor, Tensor]:
+    def local_segments(self, cp_rank: int, cp_size: int) -> tuple[IntList, IntList]:
         """First positions and lengths of the buffer's pieces that this CP rank holds, both int64 [num_segments].
 
         In the order of its per-token losses, which is that of the buffer; pieces may be empty.
         Raises ValueError when a slot cannot be cut for ``cp_size`` ranks.
         """
 
-    def local_indices(self, cp_rank: int, cp_size: int) -> Tensor:
+    def local_indices(self, cp_rank: int, cp_size: int) -> Ints:
         """Buffer positions this CP rank holds, in the order of its per-token losses, int64 [num_local_tokens].
 
         Raises ValueError when a slot cannot be cut for ``cp_size`` ranks.
         """
-        return concatenated_ranges(*self.local_segments(cp_rank, cp_size))
+        starts, lengths = (as_ints("local_segments", part) for part in self.local_segments(cp_rank, cp_size))
+        return concatenated_ranges(starts, lengths)
 
     def loss_shapes(self, num_local_tokens: int, cp_size: int) -> list[tuple[int, ...]]:
         """Shapes a rank's ``per_token_loss`` may have; all are read in row-major order."""
@@ -128,82 +119,66 @@ class _PackedSlots(Layout):
     """
 
     def __init__(self, cu_seqlens_padded: IntList, total_lengths: IntList | None = None, filler_slots: int = 0) -> None:
-        cu = as_int_vector("cu_seqlens_padded", cu_seqlens_padded)
-        if cu.numel() == 0 or int(cu[0]) != 0:
-            given, remedy = f"cu_seqlens_padded is {_shown(cu)}", "Pass cumulative padded lengths, 0 included"
-            raise ValueError(explain(given, "it must begin with 0", remedy))
-        sizes = cu.diff()
-        if bool((sizes < 0).any()):
-            given, remedy = f"cu_seqlens_padded is {_shown(cu)}", "Pass cumulative lengths, not lengths"
-            raise ValueError(explain(given, "it must not decrease", remedy))
-        if not is_int(filler_slots) or filler_slots < 0:
-            given = f"filler_slots is {filler_slots!r}"
-            raise ValueError(explain(given, "it must be an int >= 0", "Count the last slots that hold no sample"))
+        cu = as_ints("cu_seqlens_padded", cu_seqlens_padded)
+        if cu.size == 0 or cu[0] != 0:
+            raise refused("cu_seqlens_start", cu_seqlens=_shown(cu))
+        sizes = np.diff(cu)
+        if (sizes < 0).any():
+            raise refused("cu_seqlens_falls", cu_seqlens=_shown(cu))
+        check_int("filler_slots", filler_slots, 0, "Count the last slots that hold no sample")
         self.filler_slots = filler_slots
         self._starts = cu[:-1]
         self._sizes = sizes
-        self._true_lengths = None if total_lengths is None else as_int_vector("total_lengths", total_lengths)
+        self._true_lengths = None if total_lengths is None else as_ints("total_lengths", total_lengths)
 
     @property
     def total_tokens(self) -> int:
         return int(self._sizes.sum())
 
-    def _sample_slots(self, num_samples: int) -> Tensor | slice:
+    def _sample_slots(self, num_samples: int) -> Ints | slice:
         """The slot each sample is in."""
-        if num_samples == self._sizes.numel() and self.filler_slots == 0:
+        if num_samples == self._sizes.size and self.filler_slots == 0:
             return slice(None)
-        filled = self._sizes.nonzero().flatten()
-        used = filled[: max(filled.numel() - self.filler_slots, 0)]
-        if num_samples == used.numel():
+        filled = self._sizes.nonzero()[0]
+        used = filled[: max(filled.size - self.filler_slots, 0)]
+        if num_samples == used.size:
             return used
-        raise ValueError(
-            explain(
-                f"{num_samples} loss masks for {used.numel()} slots with a sample (filler_slots={self.filler_slots})",
-                "there must be one mask a slot, in order",
-                "If the last slots only pad the pack, say so with filler_slots; do not add masks for them",
-            )
-        )
+        raise refused("wrong_mask_count", masks=num_samples, slots=used.size, filler_slots=self.filler_slots)
 
-    def mask_starts(self, mask_lengths: Tensor) -> Tensor:
-        slots = self._sample_slots(mask_lengths.numel())
+    def mask_starts(self, mask_lengths: Ints) -> Ints:
+        slots = self._sample_slots(mask_lengths.size)
         sizes = self._sizes[slots]
         fits = mask_lengths == sizes
-        true_lengths = self._true_lengths
-        if true_lengths is not None:
-            if true_lengths.numel() != mask_lengths.numel():
-                given = f"{true_lengths.numel()} total_lengths for {mask_lengths.numel()} loss masks"
-                raise ValueError(explain(given, "there must be one a sample", "Pass those of this micro-batch"))
-            i = _first((true_lengths > sizes) | (true_lengths < 0))
+        lengths, allowed = self._true_lengths, "its slot's {}"
+        if lengths is not None:
+            check_one_each("total_lengths", lengths.size, "loss masks", mask_lengths.size, _SAME_MICROBATCH)
+            i = _first((lengths > sizes) | (lengths < 0))
             if i is not None:
-                given = f"sample {i} has total_length {int(true_lengths[i])} in a slot of {int(sizes[i])} tokens"
-                remedy = "Pass cu_seqlens_padded and total_lengths of the same micro-batch"
-                raise ValueError(explain(given, "it must fit its padded slot", remedy))
-            fits = fits | (mask_lengths == true_lengths)
+                raise refused("sample_leaves_slot", sample=i, length=lengths[i], size=sizes[i])
+            fits, allowed = fits | (mask_lengths == lengths), "its slot's {} or its total_length's {}"
         i = _first(~fits)
         if i is not None:
-            allowed = f"it must have its slot's {int(sizes[i])}"
-            if true_lengths is not None:
-                allowed += f" or its total_length's {int(true_lengths[i])}"
-            remedy = "A mask of the unpadded sample needs total_lengths; one of the response only needs ZigzagResponse"
-            raise ValueError(
-                explain(f"the loss mask of sample {i} has {int(mask_lengths[i])} entries", allowed, remedy)
-            )
+            allowed = allowed.format(sizes[i], None if lengths is None else lengths[i])
+            raise refused("wrong_mask_length", sample=i, length=mask_lengths[i], allowed=allowed, remedy=_NOT_THE_SLOT)
         return self._starts[slots]
 
 
-def _zigzag(starts: Tensor, sizes: Tensor, cp_rank: int, cp_size: int, slot: str) -> tuple[Tensor, Tensor]:
+_SAME_MICROBATCH = "Pass those of this micro-batch"
+_NOT_THE_SLOT = "A mask of the unpadded sample needs total_lengths; one of the response only needs ZigzagResponse"
+_NOT_THE_RESPONSE = "Cut a mask of the whole sample to the response, or use ZigzagTHD"
+
+
+def _zigzag(starts: Ints, sizes: Ints, cp_rank: int, cp_size: int, slot: str) -> tuple[Ints, Ints]:
     """Chunks cp_rank and 2 * cp_size - 1 - cp_rank of every slot; the slots stay in order."""
     check_cp(cp_rank, cp_size)
     if cp_size == 1:
         return starts, sizes
-    i = _first(sizes % (2 * cp_size) != 0)
+    chunk, rest = np.divmod(sizes, 2 * cp_size)
+    i = _first(rest != 0)
     if i is not None:
-        rule = f"it must be a multiple of 2 * cp_size = {2 * cp_size}, or the zigzag cut repeats and drops tokens"
-        raise ValueError(explain(f"{slot} {i} has {int(sizes[i])} tokens", rule, f"Pad every {slot}"))
-    chunk = sizes // (2 * cp_size)
-    head = starts + cp_rank * chunk
-    tail = starts + (2 * cp_size - 1 - cp_rank) * chunk
-    return torch.stack([head, tail], 1).flatten(), torch.stack([chunk, chunk], 1).flatten()
+        raise refused("uneven_slot", slot=slot, i=i, size=sizes[i], multiple=2 * cp_size)
+    pieces = np.array([cp_rank, 2 * cp_size - 1 - cp_rank])
+    return (starts[:, None] + chunk[:, None] * pieces).ravel(), chunk.repeat(2)
 
 
 class ZigzagTHD(_PackedSlots):
@@ -218,7 +193,7 @@ class ZigzagTHD(_PackedSlots):
     [0, 1, 6, 7, 8, 9, 14, 15]
     """
 
-    def local_segments(self, cp_rank: int, cp_size: int) -> tuple[Tensor, Tensor]:
+    def local_segments(self, cp_rank: int, cp_size: int) -> tuple[Ints, Ints]:
         return _zigzag(self._starts, self._sizes, cp_rank, cp_size, "slot")
 
 
@@ -232,13 +207,12 @@ class ZigzagBSHD(_PackedSlots):
 
     def __init__(self, batch_size: int, seq_length: int, total_lengths: IntList | None = None) -> None:
         for name, value in (("batch_size", batch_size), ("seq_length", seq_length)):
-            if not is_int(value) or value < 1:
-                raise ValueError(explain(f"{name} is {value!r}", "it must be an int >= 1", "Pass the padded shape"))
-        super().__init__(torch.arange(batch_size + 1, device="cpu") * seq_length, total_lengths)
+            check_int(name, value, 1, "Pass the padded shape")
+        super().__init__(np.arange(batch_size + 1) * seq_length, total_lengths)
         self.batch_size = batch_size
         self.seq_length = seq_length
 
-    def local_segments(self, cp_rank: int, cp_size: int) -> tuple[Tensor, Tensor]:
+    def local_segments(self, cp_rank: int, cp_size: int) -> tuple[Ints, Ints]:
         return _zigzag(self._starts, self._sizes, cp_rank, cp_size, "row")
 
     def loss_shapes(self, num_local_tokens: int, cp_size: int) -> list[tuple[int, ...]]:
@@ -262,16 +236,16 @@ class Contiguous(_PackedSlots):
         super().__init__(cu_seqlens_padded, total_lengths, filler_slots)
         self.per_slot = per_slot
 
-    def local_segments(self, cp_rank: int, cp_size: int) -> tuple[Tensor, Tensor]:
+    def local_segments(self, cp_rank: int, cp_size: int) -> tuple[Ints, Ints]:
         check_cp(cp_rank, cp_size)
         starts, sizes = self._starts, self._sizes
         if not self.per_slot:
-            starts, sizes = torch.zeros(1, dtype=torch.int64, device="cpu"), sizes.sum()[None]
-        i = _first(sizes % cp_size != 0)
+            starts, sizes = np.zeros(1, np.int64), sizes.sum(keepdims=True)
+        piece, rest = np.divmod(sizes, cp_size)
+        i = _first(rest != 0)
         if i is not None:
-            given = f"{f'slot {i}' if self.per_slot else 'the packed buffer'} has {int(sizes[i])} tokens"
-            raise ValueError(explain(given, f"it must be a multiple of cp_size = {cp_size}", "Pad it"))
-        piece = sizes // cp_size
+            what = f"slot {i}" if self.per_slot else "the packed buffer"
+            raise refused("uneven_piece", what=what, size=sizes[i], cp_size=cp_size)
         return starts + cp_rank * piece, piece
 
 
@@ -285,7 +259,7 @@ class Gathered(_PackedSlots):
 
     replicated_over_cp = True
 
-    def local_segments(self, cp_rank: int, cp_size: int) -> tuple[Tensor, Tensor]:
+    def local_segments(self, cp_rank: int, cp_size: int) -> tuple[Ints, Ints]:
         check_cp(cp_rank, cp_size)
         return self._starts, self._sizes
 
@@ -302,49 +276,39 @@ class ZigzagResponse(Layout):
     def __init__(
         self, total_lengths: IntList, response_lengths: IntList, padded_lengths: IntList | None = None
     ) -> None:
-        totals = as_int_vector("total_lengths", total_lengths)
-        responses = as_int_vector("response_lengths", response_lengths)
-        padded = totals if padded_lengths is None else as_int_vector("padded_lengths", padded_lengths)
-        if not totals.numel() == responses.numel() == padded.numel():
-            counts = (
-                f"{totals.numel()} total_lengths, {responses.numel()} response_lengths, {padded.numel()} padded_lengths"
-            )
-            raise ValueError(explain(counts, "there must be one of each a sample", "Pass those of one micro-batch"))
-        i = _first((responses >= totals) | (responses < 0))
+        totals = as_ints("total_lengths", total_lengths)
+        responses = as_ints("response_lengths", response_lengths)
+        padded = totals if padded_lengths is None else as_ints("padded_lengths", padded_lengths)
+        if not totals.size == responses.size == padded.size:
+            counts = dict(zip(("total", "response", "padded"), (totals.size, responses.size, padded.size), strict=True))
+            raise refused("unlike_lengths", **counts)
+        first_logit = totals - responses - 1
+        i = _first((first_logit < 0) | (responses < 0))
         if i is not None:
-            given = f"sample {i} has response_length {int(responses[i])} and total_length {int(totals[i])}"
-            rule = "it must leave a prompt token, whose logit predicts the first response token"
-            raise ValueError(explain(given, rule, "Count the prompt in total_lengths"))
-        i = _first(padded < totals)
+            raise refused("no_prompt_token", sample=i, response=responses[i], total=totals[i])
+        i = None if padded is totals else _first(padded < totals)
         if i is not None:
-            given = f"sample {i} has padded length {int(padded[i])} and total_length {int(totals[i])}"
-            raise ValueError(explain(given, "tokens would be dropped", "Pass the padded length of the batch"))
-        self._totals, self._responses, self._padded = totals, responses, padded
+            raise refused("padded_too_short", sample=i, padded=padded[i], total=totals[i])
+        self._first_logit, self._responses, self._padded = first_logit, responses, padded
 
     @property
     def total_tokens(self) -> int:
         return int(self._responses.sum())
 
-    def mask_starts(self, mask_lengths: Tensor) -> Tensor:
-        if mask_lengths.numel() != self._responses.numel():
-            given = f"{mask_lengths.numel()} loss masks for {self._responses.numel()} response_lengths"
-            raise ValueError(explain(given, "there must be one a sample", "Pass those of one micro-batch"))
+    def mask_starts(self, mask_lengths: Ints) -> Ints:
+        check_one_each("loss masks", mask_lengths.size, "response_lengths", self._responses.size, _SAME_MICROBATCH)
         i = _first(mask_lengths != self._responses)
         if i is not None:
-            given = f"the loss mask of sample {i} has {int(mask_lengths[i])} entries"
-            rule = f"it must have its response_length's {int(self._responses[i])}"
-            remedy = "Cut a mask of the whole sample to the response, or use ZigzagTHD"
-            raise ValueError(explain(given, rule, remedy))
+            facts = {"length": mask_lengths[i], "allowed": f"its response_length's {self._responses[i]}"}
+            raise refused("wrong_mask_length", sample=i, remedy=_NOT_THE_RESPONSE, **facts)
         return _starts_of(self._responses)
 
-    def local_segments(self, cp_rank: int, cp_size: int) -> tuple[Tensor, Tensor]:
+    def local_segments(self, cp_rank: int, cp_size: int) -> tuple[Ints, Ints]:
         check_cp(cp_rank, cp_size)
-        chunk = (self._padded + 2 * cp_size - 1) // (2 * cp_size)
-        first_logit, end_logit = self._totals - self._responses - 1, self._totals - 1
-        starts, lengths = [], []
-        for piece in (cp_rank, 2 * cp_size - 1 - cp_rank):
-            begin = torch.maximum(piece * chunk, first_logit)
-            end = torch.minimum((piece + 1) * chunk, end_logit)
-            starts.append(_starts_of(self._responses) + begin - first_logit)
-            lengths.append((end - begin).clamp(min=0))
-        return torch.stack(starts, 1).flatten(), torch.stack(lengths, 1).flatten()
+        if cp_size == 1:
+            return _starts_of(self._responses), self._responses
+        # In response tokens: where the two chunks begin and end, counted from the first logit that predicts one.
+        chunk = -(-self._padded // (2 * cp_size))[:, None]
+        begin = chunk * np.array([cp_rank, 2 * cp_size - 1 - cp_rank]) - self._first_logit[:, None]
+        first, end = (np.minimum(np.maximum(at, 0), self._responses[:, None]) for at in (begin, begin + chunk))
+        return (_starts_of(self._responses)[:, None] + first).ravel(), (end - first).ravel()

@@ -24,15 +24,13 @@ find_python() {
 
 set_up_venv() {
   local base wanted
-  wanted=$(cat constraints.txt setup.py tools/setup.sh megatron_rl_loss/host_kernels.c | cksum)
+  wanted=$(cat constraints.txt setup.py tools/setup.sh | cksum)
   if [[ -x .venv/bin/python && $(cat .venv/ready 2>/dev/null) == "$wanted" ]]; then return; fi
   base=$(find_python)
   echo "Setting up .venv with $("$base" --version): PyTorch and Megatron-Core, some GB, a few minutes ..."
   "$base" -m venv --clear .venv
   .venv/bin/python -m pip install -qq --constraint constraints.txt pip
   .venv/bin/python -m pip install -qq --constraint constraints.txt --editable '.[megatron,demo,test]'
-  .venv/bin/python -c 'import sys; from megatron_rl_loss import host_kernels; sys.exit(not host_kernels.available())' ||
-    echo "No C compiler with OpenMP found: NumPy takes the place of the host kernels, which is slower and computes the same."
   echo "$wanted" > .venv/ready
 }
 

@@ -30,10 +30,8 @@ def main() -> None:
     mode = args["loss_aggregation"].replace("None", "by default")
     steps = len(events.Scalars("pg_loss"))
     divisor = f", divisor {args['loss_aggregation_divisor']}".replace(", divisor None", "")
-    layout = [("tensor", "TP"), ("context", "CP"), ("pipeline", "PP")]
-    sizes = [
-        f"{short} {args[f'{name}_{"model_" if name != "context" else ""}parallel_size']}" for name, short in layout
-    ]
+    layout = {"tensor_model": "TP", "context": "CP", "pipeline_model": "PP"}
+    sizes = [f"{short} {args[f'{name}_parallel_size']}" for name, short in layout.items()]
     print(f"\nmode    {mode}{divisor}")
     print(f"layout  {' x '.join(sizes)} x DP {args['data_parallel_size']}")
     print(f"steps   {steps}\n")

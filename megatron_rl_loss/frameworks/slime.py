@@ -26,19 +26,15 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_rl_loss.errors import explain
-from megatron_rl_loss.layouts import IntList, ZigzagResponse, check_cp
-from megatron_rl_loss.reducers import Reducer, ReducerInputs, build_reducer, check_mode
+from megatron_rl_loss.aliases import Aggregation, resolve
+from megatron_rl_loss.checks import check_choice, check_count, check_cp, check_one_each
+from megatron_rl_loss.errors import explain, refused
+from megatron_rl_loss.layouts import IntList, ZigzagResponse
+from megatron_rl_loss.reduction import Reducer, reducer_of
 from megatron_rl_loss.samples import Samples
-from megatron_rl_loss.totals import StepTotals
+from megatron_rl_loss.totals import StepTotals, UnitCounts
 
 _MODES = ("sample_mean", "token_mean", "constant")
-_SPELLINGS = "...slime.sample_mean, ...slime.token_mean or ...slime.constant_40960 (your divisor for 40960)"
-_PROMPT_MEAN = (
-    "its weights need the prompt of every sample, which the hook's four arguments do not carry",
-    "Fold its weights into the advantages (fold_into_advantages), multiply them by the global batch size, and use "
-    "...slime.constant_1",
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,10 +55,7 @@ class StepCounts:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
-                raise ValueError(
-                    explain(f"{name} is {value!r}", "it must be a finite number >= 0", "Count the whole step")
-                )
+            check_count(name, value)
 
 
 class Hook:
@@ -70,18 +63,21 @@ class Hook:
 
     def __init__(
         self,
-        mode: str,
-        divisor: float | None,
+        aggregation: Aggregation,
         cp: tuple[int, int] | None,
         step_counts: Callable[[], StepCounts | None],
     ) -> None:
-        self.mode = mode
-        self.divisor = divisor
+        self.aggregation = aggregation
+        self.mode = aggregation.mode.name
         self._cp = cp
         self._step_counts = step_counts
 
     def __repr__(self) -> str:
-        return f"<slime and miles hook: {self.mode}{'' if self.divisor is None else f', divisor {self.divisor:g}'}>"
+        return f"<slime and miles hook: {self.mode}{self._divisor}>"
+
+    @property
+    def _divisor(self) -> str:
+        return "" if self.aggregation.divisor is None else f", divisor {self.aggregation.divisor:g}"
 
     def __call__(
         self,
@@ -106,9 +102,7 @@ class Hook:
                 not suffice for, masks and lengths that disagree.
         """
         if not isinstance(calculate_per_token_loss, bool):
-            given = f"calculate_per_token_loss is a {type(calculate_per_token_loss).__name__}"
-            remedy = "Pass the flag; denominators go by name, as rollout_mask_sums"
-            raise TypeError(explain(given, "the fourth argument must be a bool", remedy))
+            raise refused("hook_flag_no_bool", type=type(calculate_per_token_loss).__name__)
         counts = self._step_counts()
         self._check_flag(calculate_per_token_loss, counts)
         cp_rank, cp_size = _context_parallel_place() if self._cp is None else self._cp
@@ -119,24 +113,15 @@ class Hook:
             layout=ZigzagResponse(total_lengths, response_lengths),
             rollout_ids=None if rollout_mask_sums is None else range(len(loss_masks)),
         )
-        inputs = ReducerInputs(
-            samples=samples,
-            totals=self._totals(samples, calculate_per_token_loss, counts, rollout_mask_sums),
-            divisor=self.divisor,
-            cp_rank=cp_rank,
-            cp_size=cp_size,
-        )
-        return build_reducer(self.mode, inputs)
+        totals = self._totals(samples, calculate_per_token_loss, counts, rollout_mask_sums)
+        samples.check_masks()
+        return reducer_of(self.aggregation, samples.local(cp_rank, cp_size), totals)
 
     def _check_flag(self, per_token: bool, counts: StepCounts | None) -> None:
         if self.mode != "token_mean" and per_token:
-            given = f"{self!r} with calculate_per_token_loss on"
-            rule = "the sum would be divided by the step's tokens, not by its rollouts"
-            raise ValueError(explain(given, rule, "Drop --calculate-per-token-loss, or use ...slime.token_mean"))
+            raise refused("hook_divided_by_tokens", hook=self)
         if self.mode == "token_mean" and not per_token and counts is None:
-            given = f"{self!r} with calculate_per_token_loss off"
-            rule = "the sum would be divided by the step's rollouts, and the hook does not know the step's tokens"
-            raise ValueError(explain(given, rule, f"Add --calculate-per-token-loss, or {_COUNT_REMEDY}"))
+            raise refused("hook_divided_by_rollouts", hook=self, count_remedy=_COUNT_REMEDY)
 
     def _totals(
         self,
@@ -149,14 +134,11 @@ class Hook:
         if self.mode == "token_mean":
             return StepTotals(step_tokens=_tokens_to_divide_by(samples, per_token, counts))
         if rollout_mask_sums is not None:
-            return StepTotals(num_rollouts=1, rollout_tokens=_by_sample(samples, rollout_mask_sums))
+            return StepTotals(rollouts=UnitCounts(all=1, tokens=_by_sample(samples, rollout_mask_sums)))
         # Sums over a constant need no care: a rollout's is that of its samples.
         if self.mode == "sample_mean" and counts is not None and counts.num_samples != counts.global_batch_size:
-            given = f"a step of {counts.num_samples} samples and {counts.global_batch_size} rollouts"
-            rule = "four arguments do not tell which samples are parts of one rollout"
-            remedy = "Run without the hook: their own reducer averages whole rollouts by rollout_mask_sums"
-            raise ValueError(explain(given, rule, remedy))
-        return StepTotals(num_rollouts=1)
+            raise refused("hook_split_rollouts", samples=counts.num_samples, rollouts=counts.global_batch_size)
+        return StepTotals(rollouts=UnitCounts(all=1))
 
 
 def make_hook(
@@ -183,19 +165,16 @@ def make_hook(
             effect, half a CP place.
     """
     if mode == "prompt_mean":
-        raise ValueError(explain("a slime or miles hook for prompt_mean", *_PROMPT_MEAN))
-    if mode not in _MODES:
-        given = f"a slime or miles hook for {mode!r}"
-        raise ValueError(explain(given, "there is no such mode", f"Choose one of {', '.join(_MODES)}"))
-    check_mode(mode, divisor)
+        raise refused("hook_prompt_mean", given="a slime or miles hook for prompt_mean")
+    check_choice("slime or miles hook", mode, _MODES)
+    aggregation = resolve(mode, divisor=divisor)
     if (cp_rank is None) != (cp_size is None):
-        given = f"cp_rank={cp_rank!r}, cp_size={cp_size!r}"
-        raise ValueError(explain(given, "both or neither must be given", "Leave both out to ask Megatron"))
+        raise refused("half_a_cp_place", cp_rank=cp_rank, cp_size=cp_size)
     cp = None
     if cp_rank is not None and cp_size is not None:
         check_cp(cp_rank, cp_size)
         cp = (cp_rank, cp_size)
-    return Hook(mode, divisor, cp, _counts_of_this_step if step_counts is None else step_counts)
+    return Hook(aggregation, cp, _counts_of_this_step if step_counts is None else step_counts)
 
 
 def __getattr__(name: str) -> Hook:
@@ -204,11 +183,8 @@ def __getattr__(name: str) -> Hook:
         return _constant(int(found[1]))
     given = f"megatron_rl_loss.frameworks.slime.{name}"
     if name == "prompt_mean":
-        raise AttributeError(explain(given, *_PROMPT_MEAN))
-    if name.startswith("constant"):
-        rule = "the divisor is part of the name, a whole number of tokens above 0"
-        raise AttributeError(explain(given, rule, "Write ...slime.constant_40960 (your divisor for 40960)"))
-    raise AttributeError(explain(given, "there is no such hook", f"Write {_SPELLINGS}"))
+        raise AttributeError(explain("hook_prompt_mean", given=given))
+    raise refused("hook_divisor_in_name" if name.startswith("constant") else "no_such_hook", given=given)
 
 
 @cache
@@ -259,13 +235,12 @@ def count_steps(args: Namespace, rollout_id: int, rollout_data: Mapping[str, Any
         totals = StepTotals.from_loss_masks(
             [masks[i] for i in chosen], dp_group=dp_group, replica_groups=replica_groups
         )
-        assert totals.step_tokens is not None
-        assert totals.num_rollouts is not None
-        assert totals.num_active_rollouts is not None
+        all_samples, active = totals.rollouts.all, totals.rollouts.active
+        assert None not in (totals.step_tokens, all_samples, active)  # from_loss_masks counts them
         _counted[rollout_id, step_id] = StepCounts(
-            step_tokens=totals.step_tokens,
-            num_samples=totals.num_rollouts,
-            num_masked_samples=totals.num_rollouts - totals.num_active_rollouts,
+            step_tokens=totals.step_tokens,  # type: ignore[arg-type]
+            num_samples=all_samples,  # type: ignore[arg-type]
+            num_masked_samples=all_samples - active,  # type: ignore[operator]
             global_batch_size=global_batch_size,
         )
 
@@ -284,14 +259,12 @@ def begin_step(
 def _tokens_to_divide_by(samples: Samples, per_token: bool, counts: StepCounts | None) -> float:
     """What is left to divide a token sum by, so that the step's is the sum / step_tokens after their scaling."""
     if per_token:
-        mask_sums = samples.mask_sums()
+        mask_sums = samples.mask_sums
         miscounted = mask_sums < 1 if counts is None else (mask_sums > 0) & (mask_sums < 1)
         if bool(miscounted.any()):
             i = int(miscounted.nonzero()[0])
-            given = f"sample {i} has {float(mask_sums[i]):g} mask tokens"
-            rule = "they count it as 1 token, in a sum over the step that the hook cannot correct without knowing it"
-            remedy = "Leave such samples out of the batch" + ("" if counts else f", or {_COUNT_REMEDY}")
-            raise ValueError(explain(given, rule, remedy))
+            remedy = "" if counts else f", or {_COUNT_REMEDY}"
+            raise refused("phantom_token", sample=i, tokens=float(mask_sums[i]), remedy=remedy)
     if counts is None:
         return 1.0
     divided_by = counts.step_tokens + counts.num_masked_samples if per_token else counts.global_batch_size
@@ -302,13 +275,10 @@ def _by_sample(
     samples: Samples, rollout_mask_sums: Sequence[Tensor] | Sequence[float] | Tensor
 ) -> dict[int | str, float]:
     sums = [float(value) for value in rollout_mask_sums]
-    if len(sums) != len(samples):
-        given = f"{len(sums)} rollout_mask_sums for {len(samples)} loss masks"
-        raise ValueError(explain(given, "there must be one a sample", "Pass those of one micro-batch"))
-    for i, (of_rollout, of_sample) in enumerate(zip(sums, samples.mask_sums().tolist(), strict=True)):
+    check_one_each("rollout_mask_sums", len(sums), "loss masks", len(samples), "Pass those of one micro-batch")
+    for i, (of_rollout, of_sample) in enumerate(zip(sums, samples.mask_sums.tolist(), strict=True)):
         if not of_rollout >= of_sample:
-            given = f"sample {i} has {of_sample:g} mask tokens, its rollout {of_rollout:g}"
-            raise ValueError(explain(given, "a rollout has all its samples' tokens", "Sum the masks of the whole step"))
+            raise refused("rollout_too_small", sample=i, of_sample=of_sample, of_rollout=of_rollout)
     return dict(enumerate(sums))
 
 
@@ -317,18 +287,14 @@ def _context_parallel_place() -> tuple[int, int]:
     from megatron.core import parallel_state
 
     if not parallel_state.model_parallel_is_initialized():
-        rule = "the hook asks it for the context-parallel rank and size"
-        remedy = "Initialise it before, or give both: make_hook(..., cp_rank=..., cp_size=...)"
-        raise ValueError(explain("no parallel state in Megatron", rule, remedy))
+        raise refused("no_parallel_state")
     cp_size = parallel_state.get_context_parallel_world_size()
     if cp_size > 1:
         from megatron.training.global_vars import get_args
 
         qkv_format = getattr(get_args(), "qkv_format", "thd")
         if qkv_format != "thd":
-            given = f"qkv_format {qkv_format!r} with a context-parallel size of {cp_size}"
-            rule = "rows are cut by their padded length, which the hook's four arguments do not carry"
-            raise ValueError(explain(given, rule, "Use --qkv-format thd"))
+            raise refused("not_thd", qkv_format=qkv_format, cp_size=cp_size)
     return parallel_state.get_context_parallel_rank(), cp_size
 
 

@@ -12,10 +12,13 @@ Only a verl that passes global counts can use it (its engine does: `global_batch
 import torch
 from torch import Tensor
 
-from megatron_rl_loss.errors import explain
-from megatron_rl_loss.layouts import is_int
-from megatron_rl_loss.names import resolve_name
-from megatron_rl_loss.reducers import check_mode
+from megatron_rl_loss.aliases import resolve
+from megatron_rl_loss.checks import check_int
+from megatron_rl_loss.errors import refused
+from megatron_rl_loss.modes import Mode
+from megatron_rl_loss.reduction import reducer_of
+from megatron_rl_loss.samples import Samples
+from megatron_rl_loss.totals import StepTotals, UnitCounts
 
 
 def agg_loss(
@@ -46,7 +49,7 @@ def agg_loss(
         loss_scale_factor: L of ``seq-mean-token-sum-norm``; with other modes it has no effect, as in verl.
 
     Returns:
-        A 0-dim tensor, at least float32, connected to the graph. Losses at masked positions are never looked at.
+        A 0-dim float32 tensor, connected to the graph. Losses at masked positions are never looked at.
 
     Raises:
         ValueError: a count the mode needs is None (verl then takes the micro-batch's own, or its padded length, and the
@@ -57,45 +60,37 @@ def agg_loss(
     Source: verl 0.10.0.dev, verl/trainer/ppo/core_algos.py `agg_loss`.
     """
     if not loss_mat.is_floating_point():
-        raise TypeError(explain(f"loss_mat is {loss_mat.dtype}", "it must be a float tensor", "Pass unreduced losses"))
+        raise refused("no_float_losses", what="loss_mat", kind=loss_mat.dtype)
     if loss_mat.dim() != 2 or loss_mat.shape != loss_mask.shape:
-        given = f"loss_mat of shape {tuple(loss_mat.shape)}, loss_mask of shape {tuple(loss_mask.shape)}"
-        raise ValueError(explain(given, "both must be [rows, response_length]", "Pass unreduced losses and their mask"))
-    if not is_int(dp_size) or dp_size < 1:
-        raise ValueError(explain(f"dp_size is {dp_size!r}", "it must be an int >= 1", "Pass the data-parallel size"))
+        raise refused("no_loss_matrix", losses=tuple(loss_mat.shape), mask=tuple(loss_mask.shape))
+    check_int("dp_size", dp_size, 1, "Pass the data-parallel size")
     norm = loss_agg_mode == "seq-mean-token-sum-norm"
     if norm and loss_scale_factor is None:
-        rule = "verl would divide by the padded length of this micro-batch"
-        remedy = "Set actor.loss_scale_factor, e.g. to the maximal response length"
-        raise ValueError(explain(f"{loss_agg_mode} without loss_scale_factor", rule, remedy))
-    named = resolve_name(f"verl:{loss_agg_mode}", divisor=loss_scale_factor if norm else None)
-    check_mode(named.mode, named.divisor)
-    dtype = torch.promote_types(loss_mat.dtype, torch.float32)
-    mask = loss_mask.to(dtype)
-    sums = (loss_mat.masked_fill(mask == 0, 0).to(dtype) * mask).sum(-1)
-    if named.mode == "sample_mean":
-        tokens = mask.sum(-1)
-        sums = sums / tokens.masked_fill(tokens == 0, 1)
-    denominator: float | Tensor = named.divisor or 1
-    if named.mode == "token_mean":
-        denominator = _count("batch_num_tokens", batch_num_tokens, loss_agg_mode, mask.sum())
-    elif named.mode != "token_sum":
-        rows = (mask != 0).any(-1).sum()
-        denominator = denominator * _count("global_batch_size", global_batch_size, loss_agg_mode, rows)
-    return sums.sum() / denominator * dp_size
+        raise refused("loss_scale_factor_missing", mode=loss_agg_mode)
+    aggregation = resolve(f"verl:{loss_agg_mode}", divisor=loss_scale_factor if norm else None)
+    samples = Samples(list(loss_mask))
+    samples.check_masks()
+    # With one rollout, or one token, in the step, the weights leave the division by the step's number to us.
+    whole = StepTotals(step_tokens=1, rollouts=UnitCounts(all=1))
+    share = reducer_of(aggregation, samples.local(0, 1), whole)(loss_mat)
+    assert isinstance(aggregation.mode, Mode)  # verl's names have no other
+    if aggregation.mode.unit == "rollout":
+        rows = (samples.active_tokens > 0).sum()
+        return share / _count("global_batch_size", global_batch_size, loss_agg_mode, rows) * dp_size
+    if not aggregation.mode.takes_divisor:
+        tokens = samples.mask_sums.sum()
+        return share / _count("batch_num_tokens", batch_num_tokens, loss_agg_mode, tokens) * dp_size
+    return share * dp_size
 
 
 def _count(name: str, value: float | Tensor | None, mode: str, here: Tensor) -> float | Tensor:
     """A count of the whole step, at least this micro-batch's own; 1 for a step without anything to count."""
-    remedy = "Pass the count of the whole step, over all its micro-batches and DP ranks"
     if value is None:
-        rule = "verl would take this micro-batch's own, and the loss would depend on how the step is cut"
-        raise ValueError(explain(f"{mode} without {name}", rule, remedy))
+        raise refused("count_missing_in_verl", mode=mode, name=name)
     if isinstance(value, Tensor) and value.device.type != "cpu":
         return torch.where((value == 0) & (here == 0), 1, value)
     if here.device.type != "cpu" and value > 0:
         return value  # without making the device wait
     if float(value) * (1 + 1e-6) < float(here) or not value >= 0:
-        given = f"{name} is {float(value):g}"
-        raise ValueError(explain(given, f"this micro-batch alone has {float(here):g}", remedy))
+        raise refused("count_too_small_in_verl", name=name, value=float(value), here=float(here))
     return value if value > 0 else 1

@@ -29,12 +29,12 @@ from typing import Any
 import oracle
 import pytest
 import torch
+from megatron_rl_loss.reducers import WeightedSum, build_reducer
 from ranks import run_ranks
 from table_step import Batch, aggregation, dealt, one_step, start, step_samples, table_model
 from torch import Tensor
 
 from megatron_rl_loss import ReducerInputs, Samples, StepTotals, ZigzagBSHD, ZigzagResponse, reducers, totals
-from megatron_rl_loss.reducers import WeightedSum, build_reducer
 
 TOLERANCE = 1e-6  # that of test_megatron.py
 DIVISOR = 40960.0

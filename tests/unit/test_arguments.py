@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron_rl_loss.reducers import build_reducer
 
 from megatron_rl_loss import MODES, ReducerInputs, Samples, StepTotals, reducers, register_pg_loss_reducer
 from megatron_rl_loss.arguments import (
@@ -17,7 +18,6 @@ from megatron_rl_loss.arguments import (
     load_reducer_factory,
     validate_loss_aggregation_args,
 )
-from megatron_rl_loss.reducers import build_reducer
 
 MODULE = "a_users_reducers"
 SOURCE = """

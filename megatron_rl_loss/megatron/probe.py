@@ -1,27 +1,38 @@
-"""The contract probe: what the *installed* Megatron does to a loss, measured before the first step.
+"""Is it safe? What the *installed* Megatron does to a loss, measured before the first step, and how it is configured.
 
-The carriers (see `megatron_rl_loss.megatron`) undo what Megatron's schedule and DDP will do. That is Megatron's to
-change, and a change would be silent: every gradient off by a constant. So a known scalar is sent through the installed
+The carriers (see `microbatch`) undo what Megatron's schedule and DDP will do. That is Megatron's to change, and a
+change would be silent: every gradient off by a constant. So a known scalar is sent through the installed
 `forward_step_calc_loss`, the scaling that DDP has in force is read, and both are compared with what is relied on.
 """
 
 import copy
+from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.pipeline_parallel import schedules
 
-from megatron_rl_loss.errors import explain
+from megatron_rl_loss.arguments import AggregationSettings, check_megatron_settings, check_per_token
+from megatron_rl_loss.errors import refused
 
 _LOSS = 3.0
 _NUM_TOKENS = 1
-_REMEDY = "Use megatron-core 0.19, or a megatron_rl_loss made for this version"
 
 
-class ContractError(ValueError):
-    """The installed Megatron does not scale losses as this version of megatron_rl_loss relies on."""
+def check_model(settings: AggregationSettings, config: Any, chunks: Sequence[Any]) -> None:
+    """Refuse a model configuration under which the loss would not be exact; at each step, since it may change."""
+    per_token = bool(config.calculate_per_token_loss)
+    check_megatron_settings(config, per_token)
+    check_per_token(settings, per_token)
+    for chunk in chunks:
+        if per_token and isinstance(chunk, _BaseDataParallel):
+            if type(chunk).scale_gradients is _BaseDataParallel.scale_gradients:
+                raise refused("never_scales_gradients", wrapper=type(chunk).__name__)
+            average = chunk.ddp_config.average_in_collective
+            check_megatron_settings(Namespace(ddp_average_in_collective=average), per_token)
 
 
 def check_contract(
@@ -39,12 +50,10 @@ def check_contract(
     factor = _schedule_factor(config, num_microbatches, cp_size)
     _compare("schedule (forward_step_calc_loss)", factor, 1 if per_token else 1 / num_microbatches)
     for chunk in chunks:
-        if isinstance(chunk, DistributedDataParallel):
-            for buffer in chunk.buffers:
-                factor = buffer.gradient_scaling_factor
-                if chunk.ddp_config.average_in_collective:
-                    factor /= dp_cp_size
-                _compare("DDP (gradient_scaling_factor)", factor, 1 if per_token else 1 / dp_cp_size)
+        for buffer in chunk.buffers if isinstance(chunk, DistributedDataParallel) else []:
+            averaged = dp_cp_size if chunk.ddp_config.average_in_collective else 1
+            factor = buffer.gradient_scaling_factor / averaged
+            _compare("DDP (gradient_scaling_factor)", factor, 1 if per_token else 1 / dp_cp_size)
 
 
 def _schedule_factor(config: Any, num_microbatches: int, cp_size: int) -> float:
@@ -54,7 +63,6 @@ def _schedule_factor(config: Any, num_microbatches: int, cp_size: int) -> float:
     for name in ("timers", "num_moe_experts", "mtp_num_layers", "experimental_attention_variant"):
         setattr(quiet, name, None)
     count = torch.tensor(_NUM_TOKENS, dtype=torch.int32, device="cpu")
-    given = "Megatron's forward_step_calc_loss"
     try:
         loss, returned = schedules.forward_step_calc_loss(
             model=None,
@@ -69,17 +77,14 @@ def _schedule_factor(config: Any, num_microbatches: int, cp_size: int) -> float:
             is_last_stage=True,
         )
     except Exception as error:
-        rule = f"it could not be probed ({type(error).__name__}: {error})"
-        raise ContractError(explain(given, rule, _REMEDY)) from error
+        raise refused("not_probed", error=f"{type(error).__name__}: {error}") from error
     if int(count) != _NUM_TOKENS:
-        raise ContractError(explain(given, "it changes the count it is given, which micro-batches share", _REMEDY))
+        raise refused("changes_its_count")
     if returned.is_floating_point() or int(returned) != _NUM_TOKENS:
-        rule = f"it made {returned.item()!r} ({returned.dtype}) of a count of {_NUM_TOKENS} tokens, relied on is an int"
-        raise ContractError(explain(given, rule, _REMEDY))
+        raise refused("makes_another_count", value=returned.item(), dtype=returned.dtype, count=_NUM_TOKENS)
     return float(loss) / _LOSS
 
 
 def _compare(where: str, found: float, relied_on: float) -> None:
     if not abs(found - relied_on) <= 1e-6 * relied_on:
-        rule = f"it scales by {found:.9g} where {relied_on:.9g} is relied on, and losses would be wrong by that"
-        raise ContractError(explain(f"Megatron's {where}", rule, _REMEDY))
+        raise refused("scales_otherwise", where=where, found=found, relied_on=relied_on)

@@ -22,17 +22,19 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from megatron_rl_loss.errors import explain
+from megatron_rl_loss.checks import check_choice
+from megatron_rl_loss.errors import refused
+from megatron_rl_loss.ids import Ids
 from megatron_rl_loss.layouts import Gathered, Layout, ZigzagTHD
 from megatron_rl_loss.megatron import LossAggregation, Microbatch
-from megatron_rl_loss.samples import Ids, Samples
+from megatron_rl_loss.samples import Samples
 
 try:
     from megatron.core.rerun_state_machine import get_rerun_state_machine
     from megatron.training.global_vars import get_args
 except ImportError as error:
     raise ImportError(
-        f"megatron_rl_loss.frameworks.train_rl needs megatron.training: {error}. It is in Megatron-LM's repository, "
+        f"megatron_rl_loss.frameworks.megatron_rl needs megatron.training: {error}. It is in Megatron-LM's repository, "
         "and in the megatron-core wheel from 0.19."
     ) from error
 
@@ -70,9 +72,7 @@ def loss_aggregation(
         ValueError, TypeError: as `LossAggregation.from_args`; an unknown `cp_losses`; unit counting ``all``, since
             `train_rl.py` fills the batch up with fully masked rows; ``--check-for-spiky-loss``.
     """
-    if cp_losses not in ("gathered", "sliced"):
-        given = f"cp_losses={cp_losses!r}"
-        raise ValueError(explain(given, "there is no such layout", "Choose 'gathered' or 'sliced'"))
+    check_choice("layout of losses", cp_losses, ("gathered", "sliced"))
 
     def describe(batch: Any) -> Samples:
         return samples_of(
@@ -83,13 +83,11 @@ def loss_aggregation(
         )
 
     aggregation = LossAggregation.from_args(args, describe)
-    if aggregation.settings.mode != "token_mean" and aggregation.settings.units == "all":
-        given = f"{aggregation.settings.describe()} in train_rl.py"
-        rule = "it fills the batch up with fully masked rows, which would count as rollouts"
-        raise ValueError(explain(given, rule, "Add --loss-aggregation-units active"))
+    settings = aggregation.settings
+    if settings.mode_name != "token_mean" and settings.aggregation.units == "all":
+        raise refused("filled_up_rows", mode=settings.describe())
     if getattr(args, "check_for_spiky_loss", False):
-        rule = "a policy loss is around 0, so no factor tells a spike"
-        raise ValueError(explain("--check-for-spiky-loss in train_rl.py", rule, "Drop it, and watch grad-norm"))
+        raise refused("spiky_loss")
     return aggregation
 
 
@@ -107,14 +105,10 @@ def with_loss_aggregation(forward_step: Callable[..., Any]) -> Callable[..., Any
     def aggregated(data_iterator: Iterator[Microbatch], *args: Any, **kwargs: Any) -> tuple[Tensor, Callable[..., Any]]:
         microbatch = next(data_iterator)
         if not isinstance(microbatch, Microbatch):
-            given = f"a data iterator of {type(microbatch).__name__}"
-            remedy = "Run pretrain inside `with aggregation.attached():`"
-            raise TypeError(explain(given, "the step's totals were not made", remedy))
+            raise refused("no_microbatch", type=type(microbatch).__name__)
         output, stock = forward_step(iter([microbatch.data]), *args, **kwargs)
         if not isinstance(stock, partial) or tuple(inspect.signature(stock.func).parameters) != _STOCK_PARAMETERS:
-            given = f"a forward_step that returns the loss function {stock!r}"
-            rule = f"it must be a partial of loss_func({', '.join(_STOCK_PARAMETERS)})"
-            raise ValueError(explain(given, rule, "Use a train_rl.py of Megatron-LM 0.19 or of its main branch"))
+            raise refused("other_loss_func", stock=stock, parameters=", ".join(_STOCK_PARAMETERS))
         return output, partial(loss_func, microbatch, *stock.args, **stock.keywords)
 
     return aggregated
@@ -187,9 +181,7 @@ def samples_of(
         loss_masks = batch[3]
         edges = [0, loss_masks.shape[1]]
     else:
-        given = f"a batch of {len(batch) if isinstance(batch, Sequence) else type(batch).__name__}"
-        rule = "train_rl.py's iterator gives a bin number, or seven tensors with the loss mask fourth"
-        raise ValueError(explain(given, rule, "Use a train_rl.py of Megatron-LM 0.19 or of its main branch"))
+        raise refused("other_batch", batch=len(batch) if isinstance(batch, Sequence) else type(batch).__name__)
     masks, layout = rows_of(loss_masks, edges, cp_losses)
     return Samples(masks, layout=layout, rollout_ids=rollout_ids, prompt_ids=prompt_ids)
 
@@ -201,11 +193,9 @@ def rows_of(loss_masks: Tensor, edges: Sequence[int], cp_losses: CpLosses) -> tu
     """
     num_rows, seq_length = loss_masks.shape
     if edges[0] != 0 or edges[-1] > seq_length:
-        given = f"sequences from {edges[0]} to {edges[-1]} in a bin of {seq_length} tokens"
-        raise ValueError(explain(given, "they must begin at 0 and stay in it", "Look at the packing"))
+        raise refused("sequences_leave_bin", begin=edges[0], end=edges[-1], seq_length=seq_length)
     if bool((loss_masks[:, list(edges[:-1])] != 0).any()):
-        given = "a loss mask that is set on a sequence's first token"
-        raise ValueError(explain(given, "no log-prob predicts it", "Mask prompts, from their first token on"))
+        raise refused("first_token_active")
     size = seq_length - 1 if cp_losses == "gathered" else seq_length
     shifted = torch.nn.functional.pad(loss_masks, (0, 1))[:, 1 : size + 1]
     slots = [(begin, min(end, size)) for begin, end in pairwise(edges)]

@@ -1,30 +1,22 @@
-"""What other frameworks call the modes: ``verl:seq-mean-token-mean``, ``trl:dr_grpo``, ...
+"""From what a user asks for to a mode: our names, other frameworks' (``verl:seq-mean-token-mean``), a function.
 
-`NAMES` is the one table; `resolve_name` turns a name into mode, divisor and unit counting, `format_modes` prints it. An
-alias takes a setting's *documented* formula over the whole optimizer step; docs/frameworks has a page a framework that
-says which version was read, and where its code does something else.
+`NAMES` is the one table of others' names; `resolve` makes an `Aggregation` of any of them, `format_modes` prints them.
+An alias takes a setting's *documented* formula over the whole optimizer step; docs/frameworks has a page a framework
+that says which version was read, and where its code does something else.
 """
 
-import difflib
 import textwrap
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import get_args
 
-from megatron_rl_loss.errors import explain
-
-if TYPE_CHECKING:
-    from megatron_rl_loss.reducers import Units
+from megatron_rl_loss.checks import check_choice, did_you_mean
+from megatron_rl_loss.errors import refused
+from megatron_rl_loss.modes import MODES, Mode, ModeFunction, OwnMode, available_modes, find_mode
+from megatron_rl_loss.samples import LARGEST, SMALLEST
+from megatron_rl_loss.totals import UnitCounting
 
 #: Stands for a name that is itself a number: the divisor.
 NUMBER = "<number>"
-
-FORMULAS = {
-    "sample_mean": "1/N sum_i (sum_t l*m / M_i)",
-    "prompt_mean": "1/P sum_g (sum_{t in g} l*m / M_g)",
-    "token_mean": "sum l*m / sum m",
-    "constant": "sum l*m / (L*N)",
-    "token_sum": "sum l*m / d",
-}
 
 
 @dataclass(frozen=True)
@@ -45,7 +37,7 @@ class PeerName:
     name: str
     mode: str | None
     divisor: float | str | None = None
-    units: "Units | None" = None
+    units: UnitCounting | None = None
     note: str = ""
     nearest: str = ""
 
@@ -102,51 +94,102 @@ NAMES = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class ResolvedName:
-    """What a name means here. `units` is what it fixes or what was given, else ``all``; `notice` is for the user."""
+class Aggregation:
+    """What was asked for, checked.
 
-    mode: str
+    Attributes:
+        mode: a row of the table of modes, or a mode of the user's own.
+        divisor: D of a mode that takes one (for a mode of one's own what was given), else None.
+        units: count all units, or only those with an active token.
+        notice: something the user should be told, or None.
+    """
+
+    mode: Mode | OwnMode
     divisor: float | None
-    units: "Units"
+    units: UnitCounting
     notice: str | None = None
 
+    def describe(self) -> str:
+        """One line for the log."""
+        divisor = "" if self.divisor is None else f", divisor {self.divisor:g}"
+        return f"loss aggregation: {self.mode.name}{divisor}, units: {self.units}"
 
-def resolve_name(name: str, *, divisor: float | None = None, units: "Units | None" = None) -> ResolvedName:
-    """Mode, divisor and unit counting of `name`: ours, which pass as they are, or ``framework:name`` of `NAMES`.
 
-    >>> resolve_name("verl:seq-mean-token-sum-norm", divisor=4096)
-    ResolvedName(mode='constant', divisor=4096, units='all', notice=None)
+def resolve(
+    asked: str | ModeFunction, *, divisor: float | None = None, units: UnitCounting | None = None
+) -> Aggregation:
+    """The aggregation of a mode's name, another framework's ``framework:name``, or a function of `ModeInputs`.
+
+    >>> resolve("verl:seq-mean-token-sum-norm", divisor=4096).mode.name
+    'constant'
 
     Args:
         divisor, units: what the user gave explicitly; None for nothing.
 
     Raises:
-        ValueError: an unknown framework or name, with the known ones; a setting that is not exact in every layout, with
-            the nearest that is; a divisor or unit counting that contradicts the name's, or a divisor it lacks.
+        ValueError: an unknown mode, framework or setting, with the known ones; a setting that is not exact in every
+            layout, with the nearest that is; a divisor that is missing, unusable, without effect, or that contradicts
+            the name's, as a unit counting may.
+        TypeError: what is neither a name nor a function; a divisor that is no number.
     """
-    if ":" not in name:
-        return ResolvedName(mode=name, divisor=divisor, units=units or "all")
-    peer = _find(name)
-    given = f"loss aggregation {name!r}"
+    if callable(asked):
+        mode: Mode | OwnMode | None = OwnMode(_name_of(asked), asked)
+        notice = None
+    elif not isinstance(asked, str):
+        raise refused("no_mode", value=asked, type=type(asked).__name__)
+    else:
+        name, divisor, units, notice = _translate(asked, divisor, units)
+        mode = find_mode(name)
+    if mode is None:
+        raise refused("unknown_mode", mode=asked, choices=", ".join((*available_modes(), *aliases_of(str(asked)))))
+    if units is not None:
+        check_choice("unit counting", units, get_args(UnitCounting))
+    if isinstance(mode, Mode) and mode.takes_divisor and divisor is None:
+        divisor = mode.default_divisor
+        if divisor is None:
+            raise refused("divisor_missing", mode=mode.name)
+    elif isinstance(mode, Mode) and not mode.takes_divisor and divisor is not None:
+        takers = " and ".join(repr(mode.name) for mode in MODES.values() if mode.takes_divisor)
+        raise refused("divisor_without_effect", divisor=divisor, mode=mode.name, takers=takers)
+    if divisor is not None:
+        _check_divisor(divisor)
+    return Aggregation(mode=mode, divisor=divisor, units=units or "all", notice=notice)
+
+
+def _translate(
+    asked: str, divisor: float | None, units: UnitCounting | None
+) -> tuple[str, float | None, UnitCounting | None, str | None]:
+    """Our mode, divisor and unit counting of a name, and a notice; our own names pass as they are."""
+    if ":" not in asked:
+        return asked, divisor, units, None
+    peer = _find(asked)
     if peer.mode is None:
-        remedy = f"Choose {peer.nearest!r}, the nearest that is exact"
-        raise ValueError(explain(given, f"it is {peer.note}", remedy))
-    fixed = float(name.partition(":")[2]) if peer.name == NUMBER else peer.divisor
+        raise refused("inexact_setting", name=asked, note=peer.note, nearest=peer.nearest)
+    fixed = float(asked.partition(":")[2]) if peer.name == NUMBER else peer.divisor
     if isinstance(fixed, str):
         if divisor is None:
-            remedy = "Give that number (--loss-aggregation-divisor)"
-            raise ValueError(explain(f"{given} without a divisor", f"it divides by its {fixed}", remedy))
+            raise refused("alias_needs_divisor", name=asked, word=fixed)
     elif divisor is not None and divisor != fixed:
-        rule = "the name has none" if fixed is None else f"the name stands for {fixed:g}"
-        raise ValueError(explain(f"divisor {divisor!r} with {given}", rule, "Drop the divisor, or name our mode"))
+        stands_for = "the name has none" if fixed is None else f"the name stands for {fixed:g}"
+        raise refused("alias_has_divisor", divisor=divisor, name=asked, stands_for=stands_for)
     else:
         divisor = fixed
-    if peer.units is not None and units is not None and units != peer.units:
-        rule = f"{peer.framework} counts {peer.units} units"
-        remedy = f"Drop the counting, or write {peer.mode!r} with it"
-        raise ValueError(explain(f"unit counting {units!r} with {given}", rule, remedy))
-    notice = f"{name}: {peer.note}." if peer.note else None
-    return ResolvedName(mode=peer.mode, divisor=divisor, units=peer.units or units or "all", notice=notice)
+    if None not in (peer.units, units) and units != peer.units:
+        facts = {"framework": peer.framework, "counts": peer.units, "mode": peer.mode}
+        raise refused("alias_has_units", units=units, name=asked, **facts)
+    return peer.mode, divisor, peer.units or units, f"{asked}: {peer.note}." if peer.note else None
+
+
+def _check_divisor(divisor: float) -> None:
+    if isinstance(divisor, bool) or not isinstance(divisor, int | float):
+        raise refused("divisor_no_number", divisor=divisor, type=type(divisor).__name__)
+    if not SMALLEST < divisor < LARGEST:
+        raise refused("divisor_out_of_range", divisor=divisor)
+
+
+def _name_of(function: ModeFunction) -> str:
+    name = getattr(function, "__qualname__", None)
+    return repr(function) if name is None else f"{function.__module__}.{name}"
 
 
 def aliases_of(name: str) -> list[str]:
@@ -160,18 +203,13 @@ def _find(name: str) -> PeerName:
     if not peers:
         frameworks = list(dict.fromkeys(peer.framework for peer in NAMES))
         rule = f"there is no framework {framework!r}"
-        raise ValueError(explain(f"loss aggregation {name!r}", rule, _choose(framework, frameworks)))
+        raise refused("unknown_alias", name=name, rule=rule, choices=did_you_mean(framework, frameworks))
     if setting in peers:
         return peers[setting]
     if NUMBER in peers and _is_number(setting):
         return peers[NUMBER]
-    raise ValueError(explain(f"loss aggregation {name!r}", f"{framework} has no such setting", _choose(setting, peers)))
-
-
-def _choose(given: str, known: "list[str] | dict[str, PeerName]") -> str:
-    meant = difflib.get_close_matches(given.lower().replace("_", "-"), [k.replace("_", "-") for k in known], n=1)
-    close = [f"Did you mean {k}? " for k in known if [k.replace("_", "-")] == meant]
-    return f"{''.join(close)}Known are {', '.join(known)}"
+    rule = f"{framework} has no such setting"
+    raise refused("unknown_alias", name=name, rule=rule, choices=did_you_mean(setting, list(peers)))
 
 
 def _is_number(text: str) -> bool:
@@ -184,15 +222,11 @@ def _is_number(text: str) -> bool:
 
 def format_modes() -> str:
     """The modes, their formulas and flags, and every framework's names for them: text of at most 120 columns."""
-    flags = {"constant": " --loss-aggregation-divisor L", "token_sum": " [--loss-aggregation-divisor d]"}
     lines = [
         "A token's loss is l, its mask m; M is a sum of masks. Every sum and count is over the whole optimizer step.",
         "",
         f"{'mode':<13}{'step loss':<38}flags",
-        *(
-            f"{mode:<13}{formula:<38}--loss-aggregation {mode}{flags.get(mode, '')}"
-            for mode, formula in FORMULAS.items()
-        ),
+        *(f"{mode.name:<13}{mode.formula:<38}{_flags_of(mode)}" for mode in MODES.values()),
         "",
         "N rollouts and P prompt groups: all, or with --loss-aggregation-units active those with an active token.",
         "",
@@ -207,3 +241,12 @@ def format_modes() -> str:
         lines.append(f"{peer.alias:<36}{peer.mode or '-':<13}{divisor:<23}{peer.units or '':<8}{first}".rstrip())
         lines += [f"{'':<80}{line}" for line in rest]
     return "\n".join(lines)
+
+
+def _flags_of(mode: Mode) -> str:
+    flag = f"--loss-aggregation {mode.name}"
+    if not mode.takes_divisor:
+        return flag
+    letter = "L" if mode.default_divisor is None else "d"
+    divisor = f"--loss-aggregation-divisor {letter}"
+    return f"{flag} {divisor if mode.default_divisor is None else f'[{divisor}]'}"

@@ -22,8 +22,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 import pretrain_grpo
 from megatron.training import training
 
-import megatron_rl_loss.megatron as adapter
-from megatron_rl_loss.samples import Samples
+from megatron_rl_loss import Samples
+from megatron_rl_loss.megatron import LossAggregation, Microbatch, lookahead
 
 WARM_UP = 3
 
@@ -46,9 +46,9 @@ def main() -> None:
         setattr(owner, name, call)
 
     timed(Samples, "__init__", "samples")
-    timed(adapter, "_fetch", "fetching")
-    timed(adapter.LossAggregation, "begin_step", "begin_step")
-    timed(adapter.Microbatch, "loss", "loss")
+    timed(lookahead, "_fetch", "fetching")
+    timed(LossAggregation, "begin_step", "begin_step")
+    timed(Microbatch, "loss", "loss")
     timed(training, "train_step", "train_step")
     train_step = training.train_step
 

@@ -7,13 +7,14 @@ ignored by a reducer, but on the way back to the model the chain rule may turn 0
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-from megatron_rl_loss.errors import explain
-from megatron_rl_loss.samples import Ids, as_ids
+from megatron_rl_loss.checks import check_choice, check_within
+from megatron_rl_loss.errors import refused
+from megatron_rl_loss.ids import Ids, as_ids
 
 KlEstimator = Literal["k1", "k2", "k3"]
 
@@ -65,19 +66,15 @@ def ppo_clip_loss(
     """
     clip_high = clip_low if clip_high is None else clip_high
     _check_same_shape(log_probs, old_log_probs)
-    if not 0 < clip_low <= 1:
-        raise ValueError(explain(f"clip_low is {clip_low!r}", "it must be in (0, 1]", "0.2 is usual"))
-    if not 0 < clip_high < float("inf"):
-        raise ValueError(
-            explain(f"clip_high is {clip_high!r}", "it must be finite and above 0", "0.2 or 0.28 is usual")
-        )
-    if dual_clip is not None and not 1 < dual_clip < float("inf"):
-        given = f"dual_clip is {dual_clip!r}"
-        raise ValueError(explain(given, "it must be finite and above 1", "3.0 is usual; None turns it off"))
+    check_within("clip_low", clip_low, 0 < clip_low <= 1, "in (0, 1]", "0.2 is usual")
+    check_within("clip_high", clip_high, 0 < clip_high < math.inf, "finite and above 0", "0.2 or 0.28 is usual")
+    if dual_clip is not None:
+        sound = 1 < dual_clip < math.inf
+        check_within("dual_clip", dual_clip, sound, "finite and above 1", "3.0 is usual; None turns it off")
     for name, factor in (("advantages", advantages), ("importance_weights", importance_weights)):
         if factor is not None and not _broadcasts(factor.shape, log_probs.shape):
-            given = f"{name} of shape {tuple(factor.shape)} for log-probs of shape {tuple(log_probs.shape)}"
-            raise ValueError(explain(given, "they must have that shape or broadcast to it", "Give one a token"))
+            shapes = {"shape": tuple(factor.shape), "expected": tuple(log_probs.shape)}
+            raise refused("factor_of_other_shape", name=name, **shapes)
     # max(-A r, -A clip(r)) is -A r with r bounded on one side, by the sign of A. Bounding log r before the exp gives
     # the same value, and a gradient of 0 beyond the bound, where that of the formula as written may be 0 * inf.
     log_ratio = log_probs - old_log_probs.detach()
@@ -101,8 +98,7 @@ def truncated_importance_weights(log_probs: Tensor, behavior_log_probs: Tensor, 
     framework secretly brings you off-policy RL training").
     """
     _check_same_shape(log_probs, behavior_log_probs)
-    if not 0 < cap < float("inf"):
-        raise ValueError(explain(f"cap is {cap!r}", "it must be finite and above 0", "2.0 is usual"))
+    check_within("cap", cap, 0 < cap < math.inf, "finite and above 0", "2.0 is usual")
     return (log_probs - behavior_log_probs).detach().exp().clamp(max=cap)
 
 
@@ -114,14 +110,11 @@ def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, *, estimator: KlEstima
     differ. Source: Schulman, "Approximating KL divergence" (2020); k3 in GRPO, arXiv:2402.03300 eq. 4.
     """
     _check_same_shape(log_probs, ref_log_probs)
+    check_choice("KL estimator", estimator, get_args(KlEstimator))
     difference = log_probs - ref_log_probs.detach()
     if estimator == "k1":
         return difference
-    if estimator == "k2":
-        return difference.square() / 2
-    if estimator == "k3":
-        return torch.expm1(-difference) + difference
-    raise ValueError(explain(f"KL estimator {estimator!r}", "there is no such estimator", "Choose k1, k2 or k3"))
+    return difference.square() / 2 if estimator == "k2" else torch.expm1(-difference) + difference
 
 
 def group_relative_advantages(
@@ -144,14 +137,11 @@ def group_relative_advantages(
     Source: GRPO, arXiv:2402.03300 section 4.1.2; without std, Dr. GRPO, arXiv:2503.20783 section 3.
     """
     if not isinstance(rewards, Tensor):
-        given = f"rewards is a {type(rewards).__name__}"
-        raise TypeError(explain(given, "it must be a tensor, one entry a sample", "Wrap it in torch.tensor"))
-    if normalize_by_std and not epsilon > 0:
-        given = f"epsilon is {epsilon!r}"
-        raise ValueError(explain(given, "it must be above 0: groups of equal rewards have std 0", "1e-6 is usual"))
+        raise refused("rewards_no_tensor", type=type(rewards).__name__)
+    if normalize_by_std:
+        check_within("epsilon", epsilon, epsilon > 0, "above 0: groups of equal rewards have std 0", "1e-6 is usual")
     if rewards.dim() != 1 or not bool(torch.isfinite(rewards).all()):
-        given = f"rewards of shape {tuple(rewards.shape)}"
-        raise ValueError(explain(given, "they must be 1-D and finite", "Pass one finite reward a sample"))
+        raise refused("odd_rewards", shape=tuple(rewards.shape))
     _, group = as_ids("prompt_ids", prompt_ids, rewards.numel()).to(rewards.device).unique(return_inverse=True)
     exact = rewards.double()
     size = group.bincount()
@@ -172,5 +162,4 @@ def _broadcasts(shape: torch.Size, to: torch.Size) -> bool:
 
 def _check_same_shape(a: Tensor, b: Tensor) -> None:
     if a.shape != b.shape:
-        given = f"log-probs of shapes {tuple(a.shape)} and {tuple(b.shape)}"
-        raise ValueError(explain(given, "they must be equal", "Cut both for the same rank, in the same order"))
+        raise refused("unlike_log_probs", a=tuple(a.shape), b=tuple(b.shape))

@@ -1,0 +1,38 @@
+"""Ids of rollouts and prompts: ints, or strings that every rank hashes alike."""
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_rl_loss.checks import check_one_each, is_int
+from megatron_rl_loss.errors import refused
+
+Ids = Sequence[int | str] | Tensor
+
+#: Ids travel between ranks as int64 with one bit for their kind and one for the sign.
+_ID_LIMIT = 2**61
+
+
+def as_ids(name: str, ids: Ids, num_samples: int) -> Tensor:
+    """One id a sample as int64 [num_samples] on the host; strings by a 61-bit BLAKE2b hash, the same on every rank.
+
+    Raises TypeError for other types, ValueError for a wrong count or an int beyond 61 bits.
+    """
+    values: list[Any] = ids.tolist() if isinstance(ids, Tensor) else list(ids)
+    check_one_each(name, len(values), "loss masks", num_samples)
+    if set(map(type, values)) != {int}:  # else sound, found fast
+        odd = [value for value in values if not isinstance(value, str) and not is_int(value)]
+        if odd:
+            raise refused("odd_id", name=name, value=odd[0], type=type(odd[0]).__name__)
+        values = [_hashed(value) if isinstance(value, str) else int(value) for value in values]
+    if values and not -_ID_LIMIT < min(values) <= max(values) < _ID_LIMIT:
+        raise refused("long_id", name=name)
+    return torch.from_numpy(np.array(values, np.int64))
+
+
+def _hashed(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") % _ID_LIMIT

@@ -1,0 +1,24 @@
+"""The wing that imports Megatron: aggregates the policy loss of a Megatron launch as its flags ask.
+
+| file          | holds                                                                                     |
+|---------------|-------------------------------------------------------------------------------------------|
+| `aggregation` | `LossAggregation`: what a launch makes once; a step reads straight down in `begin_step`    |
+| `lookahead`   | fetching and describing a step's micro-batches before the first one is trained on         |
+| `microbatch`  | `Microbatch`, and the carriers: how a share of the step loss gets past Megatron's scaling |
+| `probe`       | whether the installed Megatron, this model and this configuration are safe                |
+| `patch`       | the two names of `megatron.training.training` that `attached()` replaces                  |
+"""
+
+try:
+    import megatron.core  # noqa: F401
+except ImportError as error:
+    raise ImportError(
+        f"megatron_rl_loss.megatron needs Megatron-Core: {error}. pip install 'megatron-rl-loss[megatron]', "
+        "or put your own checkout on PYTHONPATH; the rest of megatron_rl_loss works without it."
+    ) from error
+
+from megatron_rl_loss.errors import ContractError
+from megatron_rl_loss.megatron.aggregation import LossAggregation
+from megatron_rl_loss.megatron.microbatch import Microbatch
+
+__all__ = ["ContractError", "LossAggregation", "Microbatch"]

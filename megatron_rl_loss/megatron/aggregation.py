@@ -1,0 +1,175 @@
+"""`LossAggregation`: what a Megatron launch makes once, and what happens at the beginning of each of its steps."""
+
+import functools
+import logging
+import sys
+from argparse import Namespace
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+from megatron.core.num_microbatches_calculator import get_num_microbatches
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import get_model_config, log_single_rank, unwrap_model
+
+from megatron_rl_loss.arguments import AggregationSettings, check_command_line, validate_loss_aggregation_args
+from megatron_rl_loss.errors import explain, refused
+from megatron_rl_loss.megatron.lookahead import DataIterator, LookAhead, SamplesOf, look_ahead
+from megatron_rl_loss.megatron.microbatch import Step
+from megatron_rl_loss.megatron.patch import Schedule, patched_pretrain
+from megatron_rl_loss.megatron.probe import check_contract, check_model
+from megatron_rl_loss.totals import StepTotals, attempt, reduce_step_totals
+
+logger = logging.getLogger(__name__)
+
+TotalsOf = Callable[[list[Any]], StepTotals]
+
+
+class LossAggregation:
+    """Aggregates the policy loss of a Megatron launch as its flags ask.
+
+    Before a step's first micro-batch it fetches all of the step's micro-batches from the user's iterators, makes the
+    step's totals in one collective round, and hands the micro-batches on as `Microbatch` objects. All ranks do so
+    together, before the pipeline schedule starts, so a bad batch on one rank raises `BadBatchError` on every rank.
+
+    Args:
+        settings: from `validate_loss_aggregation_args`.
+        samples_of: describes a micro-batch of the user's iterator as `Samples`.
+        pg_collection: the process groups; default: the model's, else Megatron's parallel state.
+        totals_of: for users who know the step's counts beforehand: a step's micro-batches of this rank (none on a
+            pipeline stage that reads no data) -> `StepTotals`. Spares the collectives, and with them the errors' way to
+            other ranks.
+    """
+
+    def __init__(
+        self,
+        settings: AggregationSettings,
+        samples_of: SamplesOf,
+        *,
+        pg_collection: ProcessGroupCollection | None = None,
+        totals_of: TotalsOf | None = None,
+    ) -> None:
+        self.settings = settings
+        self._samples_of = samples_of
+        self._pg_collection = pg_collection
+        self._totals_of = totals_of
+        self._contract_checked = False
+
+    @classmethod
+    def from_args(
+        cls,
+        args: Namespace,
+        samples_of: SamplesOf,
+        *,
+        pg_collection: ProcessGroupCollection | None = None,
+        totals_of: TotalsOf | None = None,
+    ) -> "LossAggregation":
+        """Validate Megatron's parsed `args` and build.
+
+        Raises as `validate_loss_aggregation_args`, and ValueError for a misspelt flag on the command line.
+        """
+        check_command_line(args, sys.argv[1:])
+        settings = validate_loss_aggregation_args(args)
+        for notice in settings.notices:
+            log_single_rank(logger, logging.WARNING, notice)
+        return cls(settings, samples_of, pg_collection=pg_collection, totals_of=totals_of)
+
+    def attached(self) -> AbstractContextManager[None]:
+        """For the duration of a ``with``, Megatron's `pretrain` runs every schedule through `wrap_schedule`.
+
+        See `patch.patched_pretrain`. Loops that are not `pretrain` call `wrap_schedule` instead.
+        """
+        return patched_pretrain(self.wrap_schedule)
+
+    def wrap_schedule(self, forward_backward_func: Schedule) -> Schedule:
+        """A Megatron schedule (`get_forward_backward_func()`) that begins each call with `begin_step`."""
+
+        @functools.wraps(forward_backward_func)
+        def schedule(*, data_iterator: DataIterator, model: Any, num_microbatches: int, **kwargs: Any) -> Any:
+            microbatches = self.begin_step(data_iterator, model=model, num_microbatches=num_microbatches)
+            return forward_backward_func(
+                data_iterator=microbatches, model=model, num_microbatches=num_microbatches, **kwargs
+            )
+
+        return schedule
+
+    def begin_step(
+        self, data_iterator: DataIterator, *, model: Any, num_microbatches: int | None = None
+    ) -> DataIterator:
+        """Fetch a step's micro-batches and make its totals; all ranks must call it together, before the schedule.
+
+        Args:
+            data_iterator: the user's iterator, Megatron's rerun iterator, a list of them (virtual pipeline stages), or
+                None on a pipeline stage that reads no data.
+            model: the model chunk or list of chunks; says the config and, unless given, the groups.
+            num_microbatches: of this step on this rank; default: `get_num_microbatches()`, read now.
+
+        Returns:
+            Iterators over `Microbatch`, shaped as `data_iterator`.
+
+        Raises:
+            BadBatchError: on every rank, if any rank failed: an iterator that ended or raised, `samples_of` that
+                raised, samples that disagree, prompt ids that ``prompt_mean`` misses, or a step without an active token
+                when that is an error. No weight was changed.
+        """
+        chunks = model if isinstance(model, list) else [model]
+        config = get_model_config(chunks[0])
+        groups = self._groups_of(chunks[0])
+        count = get_num_microbatches() if num_microbatches is None else num_microbatches
+        per_token, cp_size, dp_cp_size = bool(config.calculate_per_token_loss), groups.cp.size(), groups.dp_cp.size()
+        check_model(self.settings, config, chunks)
+        if not self._contract_checked:
+            scaling = {"num_microbatches": count, "cp_size": cp_size, "dp_cp_size": dp_cp_size}
+            check_contract(config, chunks, per_token=per_token, **scaling)
+            self._contract_checked = True
+
+        iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
+        looked = attempt(lambda: look_ahead(iterators, count, self._samples_of, self.settings, groups))
+        totals = self._totals(looked, groups)
+        assert isinstance(looked, LookAhead)  # else _totals has raised
+        self._check_totals(totals, per_token)
+        step = Step(
+            aggregation=self.settings.aggregation,
+            totals=totals,
+            num_microbatches=count,
+            cp_rank=groups.cp.rank(),
+            cp_size=cp_size,
+            dp_cp_size=dp_cp_size,
+            per_token=per_token,
+        )
+        ready = looked.hand_out(step)
+        return ready if isinstance(data_iterator, list) else ready[0]
+
+    def _totals(self, looked: LookAhead | Exception, groups: ProcessGroupCollection) -> StepTotals:
+        """The step's totals, as the user knows them or from one collective round; raises a failed look-ahead."""
+        if self._totals_of is None:
+            return reduce_step_totals(
+                looked if isinstance(looked, Exception) else looked.samples,
+                dp_group=groups.dp,
+                replica_groups=[groups.cp, groups.tp, groups.pp],
+                count_prompts=self.settings.uses_prompt_ids,
+            )
+        if isinstance(looked, Exception):
+            raise looked
+        return self._totals_of(looked.batches)
+
+    def _check_totals(self, totals: StepTotals, per_token: bool) -> None:
+        tokens = totals.step_active_tokens
+        if tokens == 0:
+            if self.settings.empty_step == "error":
+                raise refused("empty_step")
+            log_single_rank(logger, logging.WARNING, explain("empty_step_warning"))
+        if per_token and tokens is not None and tokens >= 2**31:
+            raise refused("too_many_tokens", tokens=tokens)
+
+    def _groups_of(self, chunk: Any) -> ProcessGroupCollection:
+        needed = ("tp", "pp", "cp", "dp", "dp_cp")
+        groups = self._pg_collection
+        if groups is None:
+            groups = getattr(unwrap_model(chunk), "pg_collection", None)
+            if groups is None or any(getattr(groups, name, None) is None for name in needed):
+                groups = ProcessGroupCollection.use_mpu_process_groups(list(needed))
+        missing = [name for name in needed if getattr(groups, name, None) is None]
+        if missing:
+            raise refused("groups_missing", missing=", ".join(missing))
+        return groups

@@ -1,0 +1,81 @@
+"""The look-ahead: all of a step's micro-batches are fetched and described before the first one is trained on."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from megatron_rl_loss.arguments import AggregationSettings
+from megatron_rl_loss.errors import refused
+from megatron_rl_loss.megatron.microbatch import Microbatch, Step
+from megatron_rl_loss.samples import Samples
+
+SamplesOf = Callable[[Any], Samples]
+DataIterator = Iterator[Any] | list[Iterator[Any] | None] | None
+
+
+@dataclass(frozen=True)
+class LookAhead:
+    """A step's micro-batches on this rank.
+
+    Attributes:
+        fetched: what the iterators gave, a list a model chunk; None for a chunk that reads no data.
+        samples: of each micro-batch, from the last chunk that reads data: with virtual stages, that one computes the
+            loss. None on a pipeline stage that reads none.
+    """
+
+    fetched: list[list[Any] | None]
+    samples: list[Samples] | None
+
+    @property
+    def batches(self) -> list[Any]:
+        """What `samples` describe."""
+        return next((batches for batches in reversed(self.fetched) if batches is not None), [])
+
+    def hand_out(self, step: Step) -> list[Iterator[Microbatch] | None]:
+        """An iterator over micro-batches for each chunk."""
+        return [
+            None if batches is None else iter([Microbatch(*pair, step) for pair in zip(batches, samples, strict=True)])
+            for batches in self.fetched
+            for samples in [self.samples or []]
+        ]
+
+
+def look_ahead(
+    iterators: Sequence[Iterator[Any] | None],
+    num_microbatches: int,
+    samples_of: SamplesOf,
+    settings: AggregationSettings,
+    groups: ProcessGroupCollection,
+) -> LookAhead:
+    """Fetch a step and describe it. Raises whatever is wrong with the data, on this rank alone: see `attempt`."""
+    fetched = [None if iterator is None else _fetch(iterator, num_microbatches) for iterator in iterators]
+    batches = LookAhead(fetched, None).batches
+    if all(chunk is None for chunk in fetched):
+        if groups.pp.rank() == groups.pp.size() - 1:
+            raise refused("no_data_on_last_stage")
+        return LookAhead(fetched, None)
+    return LookAhead(fetched, [_describe(batch, samples_of, settings, groups) for batch in batches])
+
+
+def _fetch(iterator: Iterator[Any], count: int) -> list[Any]:
+    batches = []
+    for i in range(count):
+        try:
+            batches.append(next(iterator))
+        except StopIteration:
+            raise refused("data_ended", fetched=i, count=count) from None
+    return batches
+
+
+def _describe(
+    batch: Any, samples_of: SamplesOf, settings: AggregationSettings, groups: ProcessGroupCollection
+) -> Samples:
+    samples = samples_of(batch)
+    if not isinstance(samples, Samples):
+        raise refused("samples_of_no_samples", type=type(samples).__name__)
+    if settings.mode_name == "prompt_mean" and samples.prompt_ids is None and len(samples):
+        raise refused("prompt_ids_missing", where=" and samples", remedy="Give samples_of prompt_ids")
+    samples.local(groups.cp.rank(), groups.cp.size())  # raises if the layout cannot be cut so
+    return samples

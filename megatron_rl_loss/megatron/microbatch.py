@@ -1,0 +1,177 @@
+"""A micro-batch with what it takes to reduce its losses, and the carriers that get a share past Megatron's scaling.
+
+How Megatron scales a loss (0.19; `core/pipeline_parallel/schedules.py` `forward_step_calc_loss`,
+`core/distributed/distributed_data_parallel.py`, `finalize_model_grads.py`), and how a rank's share of the step loss is
+returned so that the gradient is exactly that of the sum of all shares:
+
+| carrier | per-token loss | returned (loss, num_tokens)                     | Megatron divides the gradient by |
+|---------|----------------|-------------------------------------------------|----------------------------------|
+| A       | off            | share * num_microbatches * dp_cp size, 1        | num_microbatches * dp_cp size    |
+| C       | on             | share * step_active_tokens, local active tokens | the sum of num_tokens over dp_cp |
+
+Carrier C counts real tokens, so auxiliary losses that Megatron divides by them keep their scale.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_rl_loss.aliases import Aggregation, resolve
+from megatron_rl_loss.errors import refused
+from megatron_rl_loss.reduction import WeightedSum, reducer_of
+from megatron_rl_loss.samples import LocalTokens, Samples
+from megatron_rl_loss.totals import StepTotals
+
+#: What Megatron's schedule takes from a loss function: loss, token count, report.
+Carried = tuple[Tensor, Tensor, dict[str, Tensor]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One optimizer step on this rank: what its micro-batches share."""
+
+    aggregation: Aggregation
+    totals: StepTotals
+    num_microbatches: int
+    cp_rank: int
+    cp_size: int
+    dp_cp_size: int
+    per_token: bool
+    report_keys: list[str] = field(default_factory=list)
+    _constants: dict[torch.device, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    @property
+    def num_shares(self) -> int:
+        """Shares that Megatron averages where it does not calculate per-token loss."""
+        return self.num_microbatches * self.dp_cp_size
+
+    def constants_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """A token count of 1, and the denominator of a reported share; made once a step."""
+        if device not in self._constants:
+            one = torch.ones((), dtype=torch.int32, device=device)
+            self._constants[device] = one, torch.tensor(1 / self.num_shares, dtype=torch.float32, device=device)
+        return self._constants[device]
+
+
+class Microbatch:
+    """A micro-batch of the user's iterator, with what it takes to reduce its losses.
+
+    Attributes:
+        data: what the user's iterator gave.
+        samples: what `samples_of` said of it.
+        totals: denominators of the whole step.
+    """
+
+    def __init__(self, data: Any, samples: Samples, step: Step) -> None:
+        self.data = data
+        self.samples = samples
+        self.totals = step.totals
+        self._step = step
+
+    @cached_property
+    def pg_loss(self) -> WeightedSum:
+        """Per-token policy loss -> this rank's share of the step loss, by the asked mode."""
+        return self._reducer(self._step.aggregation)
+
+    @cached_property
+    def sample_mean(self) -> WeightedSum:
+        """Per-token values -> this rank's share of their sample mean: for metrics, whatever the mode."""
+        if self._step.aggregation.mode.name == "sample_mean":
+            return self.pg_loss  # one vector of weights for both
+        return self._reducer(resolve("sample_mean", units=self._step.aggregation.units))
+
+    @cached_property
+    def token_mean(self) -> WeightedSum:
+        """Per-token values -> this rank's share of their token mean: for metrics, whatever the mode."""
+        return self._reducer(resolve("token_mean"))
+
+    def _reducer(self, aggregation: Aggregation) -> WeightedSum:
+        return reducer_of(aggregation, self._local, self.totals)
+
+    @cached_property
+    def _local(self) -> LocalTokens:
+        return self.samples.local(self._step.cp_rank, self._step.cp_size)
+
+    def local(self, tensor: Tensor) -> Tensor:
+        """This CP rank's part of a model input or of anything else that has a value a token.
+
+        Args:
+            tensor: [total_tokens, ...], or with the tokens in two dimensions, [1, total_tokens, ...] or
+                [batch, sequence, ...], in the order of the layout's buffer.
+
+        Returns:
+            [num_local_tokens, ...], or [1, num_local_tokens, ...] or [batch, local sequence, ...], as given.
+
+        Raises:
+            ValueError: a tensor of another number of tokens.
+        """
+        total_tokens = self.samples.total_tokens
+        if tensor.dim() and tensor.shape[0] == total_tokens:
+            return self._local.of(tensor)
+        if tensor.dim() < 2 or tensor.shape[:2].numel() != total_tokens:
+            raise refused("not_all_tokens", shape=tuple(tensor.shape), total_tokens=total_tokens)
+        part = self._local.of(tensor.flatten(0, 1))
+        return part.unflatten(0, (tensor.shape[0], -1))
+
+    def loss(self, per_token_loss: Tensor, metrics: Mapping[str, Tensor] | None = None) -> Carried:
+        """What a Megatron ``loss_func`` returns: the aggregated loss, a token count, and the report.
+
+        Args:
+            per_token_loss: this CP rank's unreduced policy losses, in the layout's order.
+            metrics: further per-token values of the same shape, reported as their sample mean, not differentiated.
+
+        Raises:
+            ValueError: losses or metrics that are not this rank's part of the layout; a metric named ``pg_loss``;
+                metrics whose names differ from those of the step's first micro-batch (Megatron would miss them).
+        """
+        metrics = metrics or {}
+        if "pg_loss" in metrics:
+            raise refused("metric_named_pg_loss")
+        share, sums = self.pg_loss.with_metrics(per_token_loss, list(metrics.values()), self.sample_mean)
+        return self.carry(share, {"pg_loss": share, **dict(zip(metrics, sums, strict=True))})
+
+    def carry(self, share: Tensor, report: Mapping[str, Tensor]) -> Carried:
+        """Hand Megatron a share of the step loss that was put together by hand (a sum of `pg_loss` and a KL term, say).
+
+        Args:
+            share: 0-dim, connected to the graph; shares of all ranks and micro-batches add up to the step loss.
+            report: shares by name; Megatron logs each one's sum over all ranks and micro-batches.
+
+        Raises:
+            ValueError: values that are not 0-dim tensors, a share without a graph, names that differ from those of the
+                step's first micro-batch.
+        """
+        step = self._step
+        _check_shares({"the loss": share, **report})
+        if torch.is_grad_enabled() and not share.requires_grad:
+            raise refused("loss_without_graph")
+        if not step.report_keys:
+            step.report_keys.extend(report)
+        elif set(step.report_keys) != set(report):
+            raise refused("reports_differ", given=list(report), first=step.report_keys)
+        # Megatron sums [numerator, denominator] over micro-batches and dp_cp ranks, then divides: here by 1.
+        one, denominator = step.constants_on(share.device)
+        halves = [half for value in report.values() for half in (value.detach().to(denominator), denominator)]
+        pairs = dict(zip(report, torch.stack(halves).view(-1, 2), strict=True)) if report else {}
+        if not step.per_token:
+            return share * step.num_shares, one, pairs
+        if step.totals.step_active_tokens is None:
+            raise refused("active_tokens_missing")
+        return share * step.totals.step_active_tokens, self._local_active_tokens().to(share.device), pairs
+
+    def _local_active_tokens(self) -> Tensor:
+        layout = self.samples.layout
+        if layout is not None and layout.replicated_over_cp and self._step.cp_rank > 0:
+            return torch.zeros((), dtype=torch.int32)  # counted on the first of the ranks that all hold them
+        return self._local.mask.count_nonzero().to(torch.int32)
+
+
+def _check_shares(shares: Mapping[str, Tensor]) -> None:
+    for name, value in shares.items():
+        if not isinstance(value, Tensor) or value.dim() != 0:
+            shown = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+            raise refused("not_a_share", name=name, shown=shown)

@@ -1,0 +1,131 @@
+"""The modes, as data: what a unit is, and what a unit's sum is divided by. Every mode is one weight a token,
+
+    w = mask / (D * U),    D the size of the token's unit, U the number of units, both over the whole step
+
+| mode          | unit         | D                          | U               | step loss                         |
+|---------------|--------------|----------------------------|-----------------|-----------------------------------|
+| `sample_mean` | rollout      | mask tokens of the rollout | N rollouts      | (1/N) sum_i sum_t l*m / M_i       |
+| `prompt_mean` | prompt group | mask tokens of the group   | P prompt groups | (1/P) sum_g sum_{t in g} l*m / M_g |
+| `token_mean`  | the step     | mask tokens of the step    | 1               | sum l*m / sum m                   |
+| `constant`    | rollout      | L, the divisor             | N rollouts      | sum l*m / (L * N)                 |
+| `token_sum`   | the step     | d, the divisor or 1        | 1               | sum l*m / d                       |
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeVar
+
+from torch import Tensor
+
+from megatron_rl_loss.checks import check_callable
+from megatron_rl_loss.errors import refused
+from megatron_rl_loss.samples import Samples
+from megatron_rl_loss.totals import StepTotals, UnitCounting
+
+Unit = Literal["step", "rollout", "prompt"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mode:
+    """One row of the table.
+
+    Attributes:
+        unit: what is averaged over: its number in the step is U.
+        size: D: the mask ``tokens`` of the unit, or the ``divisor`` that the user gives.
+        formula: the step loss.
+        default_divisor: the divisor where the user gives none; None if one must be given.
+    """
+
+    name: str
+    unit: Unit
+    size: Literal["tokens", "divisor"]
+    formula: str
+    default_divisor: float | None = None
+
+    @property
+    def takes_divisor(self) -> bool:
+        return self.size == "divisor"
+
+
+MODES = {
+    mode.name: mode
+    for mode in (
+        Mode(name="sample_mean", unit="rollout", size="tokens", formula="1/N sum_i (sum_t l*m / M_i)"),
+        Mode(name="prompt_mean", unit="prompt", size="tokens", formula="1/P sum_g (sum_{t in g} l*m / M_g)"),
+        Mode(name="token_mean", unit="step", size="tokens", formula="sum l*m / sum m"),
+        Mode(name="constant", unit="rollout", size="divisor", formula="sum l*m / (L*N)"),
+        Mode(name="token_sum", unit="step", size="divisor", formula="sum l*m / d", default_divisor=1.0),
+    )
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModeInputs:
+    """What a mode of one's own is given: a micro-batch and the step it belongs to.
+
+    Attributes:
+        samples: masks, ids and layout of the micro-batch.
+        totals: denominators of the whole step.
+        divisor: ``--loss-aggregation-divisor``, or None.
+        units: whether fully masked units count (``all``) or not (``active``).
+    """
+
+    samples: Samples
+    totals: StepTotals
+    divisor: float | None = None
+    units: UnitCounting = "all"
+
+
+#: Weights beside the mask: a number, one a sample [num_samples], or for each sample one a token, as its mask.
+Weights = float | Tensor | Sequence[Tensor]
+ModeFunction = Callable[[ModeInputs], Weights]
+
+
+@dataclass(frozen=True)
+class OwnMode:
+    """A mode that a user's function makes."""
+
+    name: str
+    function: ModeFunction
+
+
+_REGISTERED: dict[str, ModeFunction] = {}
+_Function = TypeVar("_Function", bound=ModeFunction)
+
+
+def register_pg_loss_reducer(name: str) -> Callable[[_Function], _Function]:
+    """Decorator: make a function a mode, a choice of ``--loss-aggregation`` and of everything that takes a mode.
+
+    The function takes `ModeInputs` and returns `Weights` beside the mask; the mask is multiplied to them, so that no
+    mode can train what is masked. Sums of weight * mask * loss over everything must be the step loss. Register before
+    the flags are parsed.
+
+    >>> @register_pg_loss_reducer("half_sum")
+    ... def half_sum(inputs):
+    ...     return 0.5
+
+    Raises:
+        ValueError: the name is taken or no identifier.
+        TypeError: what is registered cannot be called.
+    """
+    if not isinstance(name, str) or not name.isidentifier():
+        raise refused("no_identifier", name=name)
+    if name in available_modes():
+        raise refused("name_taken", name=name)
+
+    def register(function: _Function) -> _Function:
+        check_callable(f"mode {name!r}", function, "it must be a function of ModeInputs", "Register a function")
+        _REGISTERED[name] = function
+        return function
+
+    return register
+
+
+def available_modes() -> tuple[str, ...]:
+    """The built-in modes and every registered one."""
+    return (*MODES, *_REGISTERED)
+
+
+def find_mode(name: str) -> Mode | OwnMode | None:
+    """The mode of that name, or None."""
+    return OwnMode(name, _REGISTERED[name]) if name in _REGISTERED else MODES.get(name)

@@ -1,0 +1,199 @@
+"""Reducers: closures that turn a rank's per-token losses into its share of the step loss.
+
+A rank sums its own weight * loss; the plain sum of all shares, over micro-batches, context-parallel (CP) and
+data-parallel (DP) ranks, *is* the step loss. Nothing is divided afterwards.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_rl_loss.aliases import Aggregation, resolve
+from megatron_rl_loss.errors import refused
+from megatron_rl_loss.ids import Ids
+from megatron_rl_loss.layouts import Layout
+from megatron_rl_loss.modes import ModeFunction
+from megatron_rl_loss.samples import LocalTokens, Samples
+from megatron_rl_loss.totals import StepTotals, UnitCounting
+from megatron_rl_loss.weights import weigh
+
+Reducer = Callable[[Tensor], Tensor]
+
+
+def make_pg_loss_reducer(
+    mode: str | ModeFunction,
+    loss_masks: Sequence[Tensor],
+    *,
+    totals: StepTotals,
+    divisor: float | None = None,
+    units: UnitCounting | None = None,
+    rollout_ids: Ids | None = None,
+    prompt_ids: Ids | None = None,
+    layout: Layout | None = None,
+    cp_rank: int = 0,
+    cp_size: int = 1,
+) -> "WeightedSum":
+    """A closure ``reducer(per_token_loss) -> share``: this rank's share of the step loss of one micro-batch.
+
+    >>> masks = [torch.tensor([1, 1, 0]), torch.tensor([1])]
+    >>> totals = StepTotals.from_loss_masks(masks)
+    >>> make_pg_loss_reducer("token_mean", masks, totals=totals)(torch.tensor([1.0, 2.0, 9.0, 6.0]))
+    tensor(3.)
+
+    The same factory serves metrics (clip fraction, KL, entropy), which keep ``sample_mean`` whatever the loss does.
+
+    Args:
+        mode: ``sample_mean``, ``prompt_mean``, ``token_mean``, ``constant``, ``token_sum``, a registered name, another
+            framework's (``verl:token-mean``; `python -m megatron_rl_loss modes` lists them), or a function of
+            `ModeInputs`.
+        loss_masks, rollout_ids, prompt_ids, layout: the micro-batch, as in `Samples`.
+        totals: the step's denominators.
+        divisor: L of ``constant``, in tokens (the generation budget, say), or d of ``token_sum``; with no other mode.
+        units: count every unit (``all``, unless a framework's name says otherwise) or only those with a token of
+            nonzero weight (``active``).
+        cp_rank, cp_size: this rank's place in its context-parallel group.
+
+    Returns:
+        The closure. It takes the local per-token losses (float, in the layout's order) and returns a 0-dim float32
+        tensor that stays connected to the graph even without active tokens. float16 and bfloat16 are summed in
+        float32. NaN and Inf at masked positions are ignored, at active ones they come through. It raises ValueError
+        for losses whose shape is not this rank's part of the layout.
+
+    Raises:
+        ValueError, TypeError: unknown mode, a divisor that is missing, unusable or without effect, totals without the
+            count the mode needs, anything `Samples` refuses.
+    """
+    samples = Samples(loss_masks, layout=layout, rollout_ids=rollout_ids, prompt_ids=prompt_ids)
+    aggregation = resolve(mode, divisor=divisor, units=units)
+    samples.check_masks()
+    return reducer_of(aggregation, samples.local(cp_rank, cp_size), totals)
+
+
+def reducer_of(aggregation: Aggregation, local: LocalTokens, totals: StepTotals) -> "WeightedSum":
+    """`make_pg_loss_reducer` of parts that are made already."""
+    return WeightedSum(weigh(aggregation, local, totals), local.samples, local.cp_size)
+
+
+class WeightedSum:
+    """``sum_t w_t * loss_t`` over the tokens this rank holds, with w_t = 0 meaning "ignore the token".
+
+    Attributes:
+        weights: float32 [num_local_tokens], in the order of the losses. They move to the device of the losses.
+    """
+
+    def __init__(self, weights: Tensor, samples: Samples, cp_size: int) -> None:
+        self.weights = weights
+        self._samples = samples
+        self._shapes = samples.loss_shapes(len(weights), cp_size)
+
+    def __call__(self, per_token_loss: Tensor) -> Tensor:
+        self._check("per_token_loss", per_token_loss)
+        weights = self._weights_on(per_token_loss.device)
+        if not _may_look(weights):
+            (share,) = weighted_sums([per_token_loss.detach().reshape(-1)], weights)
+            return _WithGradient.apply(per_token_loss, weights, [share])  # type: ignore[no-untyped-call]
+        weights = weights.view(per_token_loss.shape)
+        share = (per_token_loss * weights).sum()
+        if not math.isfinite(share.item()):  # 0 * NaN is NaN: again, without the tokens that do not count
+            share = (per_token_loss.masked_fill(weights == 0, 0) * weights).sum()
+        return share.float()
+
+    def with_metrics(
+        self, per_token_loss: Tensor, metrics: Sequence[Tensor], metric_sum: "WeightedSum | None" = None
+    ) -> tuple[Tensor, list[Tensor]]:
+        """This sum of the losses, and sums of further values, not differentiated, by `metric_sum` (by default this)."""
+        metric_sum = metric_sum or self
+        for values in metrics:
+            metric_sum._check("a metric", values)
+        share = self(per_token_loss)
+        rows = [values.detach().reshape(-1) for values in metrics]
+        return share, weighted_sums(rows, metric_sum._weights_on(rows[0].device)) if rows else []
+
+    def _check(self, what: str, values: Tensor) -> None:
+        if not isinstance(values, Tensor) or not values.is_floating_point():
+            kind = values.dtype if isinstance(values, Tensor) else type(values).__name__
+            raise refused("no_float_losses", what=what, kind=kind)
+        if tuple(values.shape) not in self._shapes:
+            shapes = " or ".join(map(str, self._shapes))
+            hint = _layout_hint(values.numel(), len(self.weights), self._samples)
+            raise refused("losses_of_other_shape", what=what, shape=tuple(values.shape), shapes=shapes, hint=hint)
+
+    def _weights_on(self, device: torch.device) -> Tensor:
+        if self.weights.device != device:
+            self.weights = self.weights.to(device, non_blocking=True)
+        return self.weights
+
+
+def _may_look(values: Tensor) -> bool:
+    """Whether branching on a value costs nothing: nobody waits for a host, nor is its program recorded."""
+    return values.is_cpu and not torch.compiler.is_compiling()
+
+
+class _WithGradient(torch.autograd.Function):
+    """A weighted sum that is already known, with its gradient: one launch, and nothing kept but the weights."""
+
+    @staticmethod
+    def forward(ctx: Any, losses: Tensor, weights: Tensor, total: list[Tensor]) -> Tensor:
+        ctx.save_for_backward(weights)
+        ctx.shape, ctx.dtype = losses.shape, losses.dtype
+        # In a list and detached: a tensor argument, or a view, could not be returned and then changed in place.
+        return total[0].detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        (weights,) = ctx.saved_tensors
+        return (gradient * weights).to(ctx.dtype).view(ctx.shape), None, None
+
+
+def weighted_sums(rows: Sequence[Tensor], weights: Tensor) -> list[Tensor]:
+    """``sum_t weights[t] * row[t]`` of every row, over the tokens of weight other than 0; 0-dim float32 each.
+
+    Products are added by torch's own sum, which adds pairwise and in few-term blocks whatever the CPU: a BLAS ``dot``
+    may run through all tokens in one float32 sum, 1e-3 off at 4 million tokens.
+    """
+    if not _may_look(weights):
+        return list(_sums(rows, weights, ignore_masked=True).unbind())
+    sums = _sums(rows, weights, ignore_masked=False)
+    if not bool(torch.isfinite(sums).all()):  # 0 * NaN is NaN: again, without the tokens that do not count
+        sums = _sums(rows, weights, ignore_masked=True)
+    return list(sums.unbind())
+
+
+#: Tokens that are summed at a time on a CPU, so that products of all rows stay in its cache.
+_BLOCK = 2**16
+
+
+def _sums(rows: Sequence[Tensor], weights: Tensor, ignore_masked: bool) -> Tensor:
+    """float32 [num_rows]. On a device without a branch on a value, in launches that no number of rows changes."""
+    num_tokens = len(weights)
+    block = _BLOCK if weights.is_cpu and len(rows) > 1 else max(num_tokens, 1)
+    sums = []
+    for begin in range(0, max(num_tokens, 1), block):
+        part = weights[begin : begin + block] if block < num_tokens else weights
+        table = rows[0][None] if len(rows) == 1 else torch.stack([row[begin : begin + block] for row in rows])
+        products = table.float() * part
+        if ignore_masked:
+            products = products.masked_fill_(part == 0, 0)
+        sums.append(products.sum(1))
+    return sums[0] if len(sums) == 1 else torch.stack(sums).sum(0)
+
+
+def _layout_hint(num_losses: int, num_local: int, samples: Samples) -> str:
+    """What a wrong number of losses most likely means."""
+    if num_losses == 1:
+        return "Pass unreduced losses, one a token"
+    if num_losses == num_local:
+        return "The number of tokens fits: transpose to batch first if it is [s, b], or flatten in the layout's order"
+    layout = samples.layout
+    if layout is not None and num_losses == layout.total_tokens:
+        return "These are all tokens of the micro-batch: if losses are not cut over CP ranks, the layout is Gathered"
+    if num_losses == int(samples.mask_lengths.sum()):
+        return "These are the unpadded, uncut tokens: cut and pad them as the layout says, or change the layout"
+    if samples.flat_mask.is_cpu and num_losses == int(samples.active_tokens.sum()):
+        return "These are the active tokens only: pass the losses of all positions, or ZigzagResponse for responses"
+    if layout is not None and num_losses and layout.total_tokens % num_losses == 0:
+        return f"These are 1/{layout.total_tokens // num_losses} of the micro-batch: check that cp_size is right"
+    return "Pass the losses of this micro-batch, cut as its layout says"

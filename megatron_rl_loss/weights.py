@@ -1,0 +1,158 @@
+"""Where a token's weight is computed: ``w = mask / (D * U)``, the one noun that everything else here is made of.
+
+Reducers sum weight * loss; folding multiplies weights to advantages; the frameworks' adapters ask for the same weights.
+"""
+
+from collections.abc import Sequence
+from numbers import Real
+
+import torch
+from torch import Tensor
+
+from megatron_rl_loss.aliases import Aggregation, resolve
+from megatron_rl_loss.checks import require
+from megatron_rl_loss.errors import refused
+from megatron_rl_loss.modes import Mode, ModeFunction, ModeInputs, OwnMode, Weights
+from megatron_rl_loss.samples import SMALLEST, LocalTokens, Samples
+from megatron_rl_loss.totals import StepTotals, UnitCounting, UnitCounts
+
+
+def token_weights(
+    mode: str | ModeFunction,
+    samples: Samples,
+    totals: StepTotals,
+    *,
+    divisor: float | None = None,
+    units: UnitCounting | None = None,
+    cp_rank: int = 0,
+    cp_size: int = 1,
+) -> Tensor:
+    """The weight of every token that this rank holds, mask included: ``sum_t w_t * loss_t`` is its share of the loss.
+
+    >>> samples = Samples([torch.tensor([1, 1, 0]), torch.tensor([1])])
+    >>> token_weights("sample_mean", samples, StepTotals.from_loss_masks(samples.loss_masks))
+    tensor([0.2500, 0.2500, 0.0000, 0.5000])
+
+    Args:
+        mode, divisor, units, totals: as in `make_pg_loss_reducer`.
+        samples: one micro-batch.
+        cp_rank, cp_size: this rank's place in its context-parallel group.
+
+    Returns:
+        float32 [num_local_tokens], on the masks' device, in the order of the layout; 0 where the mask is 0. Where every
+        CP rank holds every token (`Gathered`), each has 1/cp_size of the weight.
+
+    Raises:
+        ValueError, TypeError: as `make_pg_loss_reducer`.
+    """
+    return weigh(resolve(mode, divisor=divisor, units=units), samples.local(cp_rank, cp_size), totals)
+
+
+def weigh(aggregation: Aggregation, local: LocalTokens, totals: StepTotals) -> Tensor:
+    """`token_weights` of parts that are made already."""
+    mode = aggregation.mode
+    if isinstance(mode, Mode):
+        weights = _unit_weights(mode, aggregation, local.samples, totals, local.copies)
+        return local.mask * (local.spread(weights.float()) if isinstance(weights, Tensor) else weights)
+    beside = _own_weights(mode, aggregation, local.samples, totals)
+    if beside.dim() == 2:  # a value a token, in the layout's buffer
+        beside = local.of(beside[0])
+    elif beside.dim() == 1:
+        beside = local.spread(beside)
+    return local.mask * (beside / local.copies).to(local.mask)
+
+
+def _unit_weights(
+    mode: Mode, aggregation: Aggregation, samples: Samples, totals: StepTotals, copies: int
+) -> float | Tensor:
+    """``1 / (D * U)``, shared by the ranks that hold copies; of the unit of each sample, float64 [num_samples], or one
+    number for all. 0 for a unit without tokens."""
+    if not len(samples):
+        return 0.0
+    _check_ids_agree(mode, samples, totals)
+    number = _number_of_units(mode, aggregation.units, totals)
+    size = aggregation.divisor if mode.takes_divisor else _unit_tokens(mode, samples, totals)
+    assert size is not None  # resolve saw to it
+    denominator = size * (number * copies)
+    if not isinstance(denominator, Tensor):
+        if denominator > 0:
+            return 1 / denominator
+        denominator = torch.zeros_like(samples.mask_sums)
+    if size is not samples.mask_sums or number == 0:  # a sample's own sum is 0 where it has no active token
+        sound = ((denominator > 0) | (samples.mask_sums == 0)).all()
+        require(sound, "no_units", lambda: {"counts": _counts_of(mode, aggregation.units)})
+    return 1 / denominator.clamp(min=SMALLEST)  # 1e30 at most, times a mask of 0
+
+
+def _counts_of(mode: Mode, units: UnitCounting) -> str:
+    """What the totals say of the mode's units, for a refusal."""
+    of_unit = " or its unit's tokens" if mode.size == "tokens" else ""
+    return "step_tokens" if mode.unit == "step" else f"{mode.unit}s.{units}{of_unit}"
+
+
+def _check_ids_agree(mode: Mode, samples: Samples, totals: StepTotals) -> None:
+    """Refuse rollout ids on one side only: samples would be counted for rollouts, or rollouts for samples."""
+    if mode.unit == "step" and mode.takes_divisor:
+        return  # it counts nothing
+    if totals.rollouts.tokens is not None and samples.rollout_ids is None:
+        raise refused("rollout_ids_in_totals_only")
+    if (
+        mode.unit == "rollout"
+        and mode.takes_divisor
+        and totals.rollouts.tokens is None
+        and samples.rollout_ids is not None
+    ):
+        raise refused("rollout_ids_here_only")
+
+
+def _number_of_units(mode: Mode, units: UnitCounting, totals: StepTotals) -> int:
+    """U: how many units count in the step."""
+    if mode.unit == "step":
+        return 1
+    number = _units_of(mode, totals).counted(units)
+    if number is None:
+        raise refused("count_missing", count=f"{mode.unit}s.{units}", mode=mode.name)
+    return number
+
+
+def _unit_tokens(mode: Mode, samples: Samples, totals: StepTotals) -> float | Tensor:
+    """Mask tokens over the whole step: of the unit of each sample, float64 [num_samples], or of the step itself."""
+    if mode.unit == "step":
+        if totals.step_tokens is None:
+            raise refused("count_missing", count="step_tokens", mode=mode.name)
+        return totals.step_tokens
+    ids = samples.prompt_ids if mode.unit == "prompt" else samples.rollout_ids
+    if ids is None and mode.unit == "prompt":
+        raise refused("prompt_ids_missing", where="", remedy="Pass prompt_ids, one a sample")
+    if ids is None:
+        return samples.mask_sums  # a sample is a rollout
+    tokens = _units_of(mode, totals).tokens
+    if tokens is None:
+        raise refused("count_missing", count=f"{mode.unit}s.tokens", mode=mode.name)
+    return tokens.of(f"{mode.unit}_ids", ids).to(samples.mask_sums.device, non_blocking=True)  # type: ignore[union-attr]
+
+
+def _units_of(mode: Mode, totals: StepTotals) -> UnitCounts:
+    return totals.prompts if mode.unit == "prompt" else totals.rollouts
+
+
+def _own_weights(mode: OwnMode, aggregation: Aggregation, samples: Samples, totals: StepTotals) -> Tensor:
+    """What a user's mode returned, as a number [], a weight a sample [num_samples] or a token [1, total_tokens]."""
+    inputs = ModeInputs(samples=samples, totals=totals, divisor=aggregation.divisor, units=aggregation.units)
+    given: Weights = mode.function(inputs)
+    device = samples.flat_mask.device
+    if isinstance(given, Real) and not isinstance(given, bool):
+        weights = torch.tensor(float(given), device=device)
+    elif isinstance(given, Tensor) and (given.dim() == 0 or given.shape == (len(samples),)):
+        weights = given.detach().to(device)
+    elif isinstance(given, Sequence) and all(isinstance(one, Tensor) and one.dim() == 1 for one in given):
+        lengths = [len(one) for one in given]
+        if lengths != samples.mask_lengths.tolist():
+            expected = samples.mask_lengths[:8].tolist()
+            raise refused("weights_of_other_lengths", mode=mode.name, lengths=lengths[:8], expected=expected)
+        weights = samples.in_buffer(given)[None].to(device)
+    else:
+        shown = tuple(given.shape) if isinstance(given, Tensor) else given
+        raise refused("no_weights", mode=mode.name, given=shown, type=type(given).__name__, num_samples=len(samples))
+    require(torch.isfinite(weights).all(), "weights_not_finite", lambda: {"mode": mode.name})
+    return weights
