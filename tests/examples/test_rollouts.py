@@ -8,7 +8,6 @@ from typing import Any
 
 import make_rollouts
 import pytest
-import torch
 from repository import EXAMPLES
 from rollouts import Rollout, balance, make_pack, packs_of_rank, read_rollouts
 
@@ -113,7 +112,7 @@ def test_a_pack_is_aligned_with_the_labels() -> None:
 def test_filler_is_no_sample(num_rollouts: int) -> None:
     pack = make_pack([rollout(1, 4, [1, 1, 1, 1])] * num_rollouts, seq_length=16, slot_multiple=4)
     assert len(pack.samples) == num_rollouts
-    assert pack.samples.local_mask(0, 1).numel() == 16
+    assert len(pack.samples.local(0, 1)) == 16
     assert pack.packed_seq_params.cu_seqlens_q_padded[-1] == 16
 
 
@@ -223,7 +222,7 @@ def test_packs_of_the_committed_file_train_one_loss_per_token() -> None:
     pack = make_pack(rollouts[:6], seq_length=512, slot_multiple=8)
     weights = sum(float(mask.sum()) for mask in pack.samples.loss_masks)
     assert weights == sum(sum(r.loss_mask) for r in rollouts[:6])
-    labels = torch.cat([pack.labels[at] for at in pack.samples.local_positions(0, 1)[None]])
-    active = pack.samples.local_mask(0, 1) != 0
+    local = pack.samples.local(0, 1)
+    labels, active = local.of(pack.labels), local.mask != 0
     expected = [t for r in rollouts[:6] for t, m in zip(r.response_tokens, r.loss_mask, strict=True) if m]
     assert labels[active].tolist() == expected

@@ -23,7 +23,7 @@ from megatron_rl_loss import StepTotals
 from megatron_rl_loss.frameworks import slime
 from megatron_rl_loss.frameworks.slime import StepCounts, make_hook
 
-TOLERANCE = 1e-6
+TOLERANCE = oracle.EXACT
 LAYOUTS = [(dp, cp) for dp in (1, 2, 4) for cp in (1, 2, 4)]
 
 
@@ -123,7 +123,8 @@ def disagreement(result: tuple[float, torch.Tensor], step: Rollouts, mode: str, 
     expected = torch.cat(oracle.step_gradient(mode, step.samples, divisor))
     in_value = abs(value - float(oracle.step_loss(mode, step.samples, divisor)))
     in_gradient = float((gradient - expected).abs().max() / expected.abs().max())
-    return max(in_value / oracle.step_scale(mode, step.samples, divisor), in_gradient)
+    scale = oracle.step_scale(mode, step.samples, divisor)
+    return oracle.worst_error(in_value / scale, in_gradient, oracle.num_tokens(step.samples))
 
 
 def hook_of(mode: str, counts: StepCounts | None = None, divisor: float | None = None) -> HookOfRank:
@@ -270,7 +271,7 @@ def test_hooks_load_by_path_as_their_loaders_do() -> None:
     assert load_function("megatron_rl_loss.frameworks.slime.sample_mean").mode == "sample_mean"
     assert load_function("megatron_rl_loss.frameworks.slime.token_mean").mode == "token_mean"
     hook = load_function("megatron_rl_loss.frameworks.slime.constant_40960")
-    assert (hook.mode, hook.divisor) == ("constant", 40960)
+    assert (hook.mode, hook.aggregation.divisor) == ("constant", 40960)
     assert load_function("megatron_rl_loss.frameworks.slime.constant_40960") is hook  # they load it every micro-batch
 
 
@@ -556,7 +557,8 @@ def test_counts_are_those_of_step_totals() -> None:
     """`StepCounts` by hand, as the documentation says, from the masks of a step."""
     step = step_of(4, 1)
     totals = StepTotals.from_loss_masks([one.mask for one in step.samples])
-    assert totals.num_rollouts is not None
-    assert totals.num_active_rollouts is not None
-    assert step.counts().num_masked_samples == totals.num_rollouts - totals.num_active_rollouts > 0
+    rollouts = totals.rollouts
+    assert rollouts.all is not None
+    assert rollouts.active is not None
+    assert step.counts().num_masked_samples == rollouts.all - rollouts.active > 0
     assert step.counts().step_tokens == totals.step_tokens

@@ -26,7 +26,7 @@ from table_step import (
     table_model,
 )
 
-from megatron_rl_loss import BadBatchError, Samples, StepTotals, ZigzagTHD
+from megatron_rl_loss import BadBatchError, Samples, StepTotals, UnitCounts, ZigzagTHD
 from megatron_rl_loss.arguments import AggregationSettings
 
 pytestmark = pytest.mark.slow
@@ -111,7 +111,7 @@ def stock_gradient_error(cp: int) -> float:
     def forward_step(iterator: Iterator[Batch], model: Any) -> Any:
         batch = next(iterator)
         losses = model(batch.local_numbers(cp_rank, cp).cuda())
-        mask = batch.samples.local_mask(cp_rank, cp).cuda()
+        mask = batch.samples.local(cp_rank, cp).mask.cuda()
         num_tokens = (mask != 0).sum().int()
         return losses, lambda losses: ((losses * mask).sum(), num_tokens, {})
 
@@ -184,7 +184,7 @@ def test_the_look_ahead_takes_every_kind_of_iterator() -> None:
 def collectives_of_a_step(mode: str, known: bool) -> dict[str, int]:
     start(cp=2)
     samples = step_samples(seed=1)
-    totals = StepTotals(step_tokens=1.0, num_prompts=1, num_rollouts=1)
+    totals = StepTotals(step_tokens=1.0, prompts=UnitCounts(all=1), rollouts=UnitCounts(all=1))
     step = aggregation(mode=mode, totals_of=(lambda _: totals) if known else None)
     counts: dict[str, int] = {}
     for name in ("all_reduce", "all_gather", "all_to_all_single", "all_gather_object", "broadcast"):
@@ -202,7 +202,7 @@ def collectives_of_a_step(mode: str, known: bool) -> dict[str, int]:
     microbatches = step.begin_step(iter(batches), model=table_model([0.0], ddp=False), num_microbatches=3)
     if not known:
         for microbatch in microbatches:
-            num_local = microbatch.samples.local_positions(0, 2).numel()
+            num_local = len(microbatch.samples.local(0, 2))
             microbatch.loss(torch.zeros(1, num_local, requires_grad=True), {"metric": torch.zeros(1, num_local)})
     return counts
 
@@ -316,7 +316,7 @@ def stage_without_data() -> str:
     iterator = iter([Batch(samples, chosen[0], 1)]) if last else None
     step = aggregation(mode="prompt_mean")
     handed = step.begin_step(iterator, model=table_model([0.0], ddp=False), num_microbatches=1)
-    return "nothing" if handed is None else f"{next(handed).totals.num_prompts} prompts"
+    return "nothing" if handed is None else f"{next(handed).totals.prompts.all} prompts"
 
 
 def test_a_pipeline_stage_may_read_no_data_unless_it_computes_the_loss() -> None:
@@ -377,7 +377,9 @@ def refused_settings() -> list[str]:
     hybrid = table_model([0.0], ddp=False)
     hybrid.config.hybrid_context_parallel = True
     partial_groups = LossAggregation(
-        AggregationSettings(), lambda batch: batch.samples, pg_collection=ProcessGroupCollection(dp=dist.group.WORLD)
+        AggregationSettings.resolve(),
+        lambda batch: batch.samples,
+        pg_collection=ProcessGroupCollection(dp=dist.group.WORLD),
     )
     texts = [
         attempt(per_token, mode="sample_mean"),

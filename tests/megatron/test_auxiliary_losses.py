@@ -201,7 +201,7 @@ def ours(model: Any, batches: list[Packed]) -> Any:
     def loss_of(microbatch: Any, losses: torch.Tensor) -> Any:
         return microbatch.loss(microbatch.data.advantages * losses)
 
-    settings = AggregationSettings(mode="sample_mean", with_per_token_loss=True)
+    settings = AggregationSettings.resolve("sample_mean", with_per_token_loss=True)
     wrap = LossAggregation(settings, lambda batch: batch.samples).wrap_schedule
     return run_step(model, batches, loss_of, wrap)
 

@@ -2,7 +2,7 @@
 
 Flags go through Megatron's real `parse_and_validate_args` and `LossAggregation.from_args`; data through `samples_of`
 and `begin_step` on real groups (cp 2 x dp 2, gloo); losses through Megatron's schedule into `microbatch.loss` and
-`carry`; rollout files through the example's `main`; the core as a custom script imports it. Every row says the error's
+`carry`; rollout files through the example's `main`. Every row says the error's
 type, what it must name as given, and what it must tell to do; that it is raised on every rank; that no parameter
 changed; and that the row's nearest legal neighbour is accepted. Rows name the phrase of README they cover, and every
 phrase must be covered.
@@ -15,10 +15,9 @@ import functools
 import io
 import json
 import os
-import re
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,21 +26,19 @@ import oracle
 import pytest
 import torch
 from example_run import DATA, MODEL, TRAINING
+from flag_refusals import FLAG_ROWS
 from ranks import run_ranks
+from refusals import Row, in_three_parts
 from repository import ROOT
 from table_step import ALL_SETTINGS, Batch, aggregation, one_step, relative_error, start, step_samples, table_model
 from torch import Tensor
 
 from megatron_rl_loss import (
     Contiguous,
-    ReducerInputs,
     Samples,
-    StepTotals,
     ZigzagBSHD,
     ZigzagResponse,
     ZigzagTHD,
-    make_pg_loss_reducer,
-    register_pg_loss_reducer,
 )
 
 NAN, INF = float("nan"), float("inf")
@@ -56,19 +53,6 @@ class Verdict:
     text: str = ""
     neighbour: str = ACCEPTED  # what became of the legal neighbour
     unchanged: bool = True  # all parameters are bit for bit what they were
-
-
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    name: str
-    covers: str  # a fragment of README's table; "" for what it does not list
-    error: str  # type of the exception
-    given: str  # what the text must say was given
-    todo: str = ""  # what it must say to do
-    bad: Any
-    good: Any = None
-    options: dict[str, Any] = field(default_factory=dict)
-    styled: bool = True  # by this package's `explain`, not by argparse or the user's own code
 
 
 def attempt(call: Callable[[], Any]) -> tuple[str, str]:
@@ -90,126 +74,6 @@ def outcome_of(call: Callable[[], Any]) -> str:
 
 
 # ---- flags
-
-AGGREGATE = "--loss-aggregation"
-LIMITED = f"{AGGREGATE} constant {AGGREGATE}-divisor"
-PATH = "--custom-pg-loss-reducer-function-path"
-FSDP = "--use-torch-fsdp2 --ckpt-format torch_dist"
-HYBRID = "--hybrid-context-parallel --dataloader-type single --max-seqlen-per-dp-cp-rank 64"
-FULL = "--no-check-for-nan-in-loss-and-grad --cuda-graph-impl"
-YAML = {"disable_msc_deprecated": False, "enable_msc": False}
-YAML_FLAGS = YAML | {
-    "loss_aggregation": "constant",
-    "loss_aggregation_divisor": 8,
-    "loss_aggregation_units": "all",
-    "loss_aggregation_empty_step": "warn",
-    "loss_aggregation_with_per_token_loss": False,
-    "custom_pg_loss_reducer_function_path": None,
-}
-
-
-def flag(
-    name: str, covers: str, bad: Any, given: str, todo: str, good: Any = "", error: str = "ValueError", **options: Any
-) -> Row:
-    styled = error != "SystemExit"
-    return Row(
-        name=name, covers=covers, error=error, given=given, todo=todo, bad=bad, good=good, options=options,
-        styled=styled,
-    )  # fmt: skip
-
-
-UNUSABLE = "a divisor that is ≤ 0, NaN, infinite or a bool, or with another mode"
-UNKNOWN = "unknown mode, units or empty-step handling"
-NO_PATH = "a path that does not load or names no function"
-ELSEWHERE = "another framework's setting that is not exact in every layout"
-CONTRADICTED = "or a divisor or unit counting that contradicts its name"
-ABSENT = "flags that were never registered, that `--yaml-cfg` dropped, or that are misspelt and ignored"
-FLAG_ROWS = [
-    flag("no divisor", "`constant` without a divisor", f"{AGGREGATE} constant", "'constant' without a divisor",
-         "--loss-aggregation-divisor 40960", f"{LIMITED} 40960"),
-    flag("divisor 0", UNUSABLE, f"{LIMITED} 0", "divisor 0.0", "Pass a number of tokens", f"{LIMITED} 1"),
-    flag("divisor below 0", UNUSABLE, f"{LIMITED} -8", "divisor -8.0", "Pass a number", f"{LIMITED} 8"),
-    flag("divisor NaN", UNUSABLE, f"{LIMITED} nan", "divisor nan", "Pass a number of tokens", f"{LIMITED} 0.5"),
-    flag("divisor infinite", UNUSABLE, f"{LIMITED} inf", "divisor inf", "Pass a number of tokens", f"{LIMITED} 1e9"),
-    flag("divisor that float32 loses", UNUSABLE, f"{LIMITED} 1e31", "divisor 1e+31", "Pass a number of tokens",
-         f"{LIMITED} 1e9"),
-    flag("divisor whose weights are infinite in float32", UNUSABLE, f"{LIMITED} 1e-40", "divisor 1e-40",
-         "Pass a number of tokens", f"{LIMITED} 1e-3"),
-    flag("divisor true, from YAML", UNUSABLE, YAML_FLAGS | {"loss_aggregation_divisor": True}, "divisor True (bool)",
-         "Pass a number of tokens", YAML_FLAGS, "TypeError"),
-    flag("divisor quoted, from YAML", UNUSABLE, YAML_FLAGS | {"loss_aggregation_divisor": "8"}, "divisor '8' (str)",
-         "Pass a number of tokens", YAML_FLAGS, "TypeError"),
-    flag("divisor not a number", UNUSABLE, f"{LIMITED} many", "argument --loss-aggregation-divisor: invalid float", "",
-         f"{LIMITED} 8", "SystemExit"),
-    flag("divisor with another mode", UNUSABLE, f"{AGGREGATE} token_mean {AGGREGATE}-divisor 8",
-         "divisor 8.0 with loss aggregation 'token_mean'", "Drop the divisor or choose 'constant'", f"{LIMITED} 8"),
-    flag("divisor with the default mode", UNUSABLE, f"{AGGREGATE}-divisor 8",
-         "divisor 8.0 with loss aggregation 'sample_mean'", "Drop the divisor or choose 'constant'", ""),
-    flag("unknown mode", UNKNOWN, f"{AGGREGATE} dapo", "loss aggregation 'dapo'",
-         "Choose one of sample_mean, prompt_mean, token_mean, constant", f"{AGGREGATE} token_mean"),
-    flag("mode in capitals", UNKNOWN, f"{AGGREGATE} TOKEN_MEAN", "loss aggregation 'TOKEN_MEAN'",
-         "Choose one of sample_mean", f"{AGGREGATE} token_mean"),
-    flag("unknown units", UNKNOWN, f"{AGGREGATE}-units some", "--loss-aggregation-units: invalid choice: 'some'", "",
-         f"{AGGREGATE}-units active", "SystemExit"),
-    flag("unknown units, from YAML", UNKNOWN, YAML_FLAGS | {"loss_aggregation_units": "some"}, "unit counting 'some'",
-         "Choose one of all, active", YAML_FLAGS | {"loss_aggregation_units": "active"}),
-    flag("unknown empty-step handling", UNKNOWN, f"{AGGREGATE}-empty-step skip",
-         "--loss-aggregation-empty-step: invalid choice: 'skip'", "", f"{AGGREGATE}-empty-step error", "SystemExit"),
-    flag("unknown empty-step handling, from YAML", UNKNOWN, YAML_FLAGS | {"loss_aggregation_empty_step": "skip"},
-         "empty step handling 'skip'", "Choose warn or error", YAML_FLAGS | {"loss_aggregation_empty_step": "error"}),
-    flag("another framework's mean of means", f"{ELSEWHERE}, {CONTRADICTED}", f"{AGGREGATE} trl:bnpo",
-         "loss aggregation 'trl:bnpo'", "Choose 'token_mean'", f"{AGGREGATE} trl:dapo"),
-    flag("another divisor than the name's", f"{ELSEWHERE}, {CONTRADICTED}",
-         f"{AGGREGATE} verl:token-sum {AGGREGATE}-divisor 8", "divisor 8.0 with loss aggregation 'verl:token-sum'",
-         "Drop the divisor", f"{AGGREGATE} verl:token-sum"),
-    flag("another counting than the name's", f"{ELSEWHERE}, {CONTRADICTED}",
-         f"{AGGREGATE} trl:grpo {AGGREGATE}-units active", "unit counting 'active' with loss aggregation 'trl:grpo'",
-         "Drop the counting", f"{AGGREGATE} trl:grpo {AGGREGATE}-units all"),
-    flag("own reducer and a mode", "a custom path with another mode than the default",
-         f"{PATH} os.path:join {AGGREGATE} token_mean", "os.path:join with --loss-aggregation token_mean",
-         "Drop one of them", f"{PATH} os.path:join {AGGREGATE} sample_mean"),
-    flag("no such module", NO_PATH, f"{PATH} no_such_module.fn", "path 'no_such_module.fn'", "PYTHONPATH",
-         f"{PATH} os.path.join"),
-    flag("no such function", NO_PATH, f"{PATH} os.path:joint", "path 'os.path:joint'", "Check the spelling",
-         f"{PATH} os.path:join"),
-    flag("path without a module", NO_PATH, f"{PATH} join", "path 'join'", "Write pkg.mod.fn or pkg.mod:fn",
-         f"{PATH} os.path:join"),
-    flag("path of a module that breaks", NO_PATH, f"{PATH} broken_reducers:fn", "path 'broken_reducers:fn'",
-         "Check the spelling", f"{PATH} os.path:join"),
-    flag("path to a string", NO_PATH, f"{PATH} os.path:sep", "path 'os.path:sep'", "Name a reducer factory",
-         f"{PATH} os.path:join", "TypeError"),
-    flag("never registered", ABSENT, "", "args without loss_aggregation, loss_aggregation_divisor",
-         "Pass add_loss_aggregation_args as (or from) Megatron's extra_args_provider", "", registered=False),
-    flag("dropped by --yaml-cfg", ABSENT, YAML, "args without loss_aggregation, loss_aggregation_divisor",
-         "Add these keys to the YAML file", YAML_FLAGS),
-    flag("one flag dropped by --yaml-cfg", ABSENT, {k: v for k, v in YAML_FLAGS.items() if "units" not in k},
-         "args without loss_aggregation_units", "Add these keys to the YAML file", YAML_FLAGS),
-    flag("misspelt flag", "", "--loss-agregation token_mean", "unrecognized arguments: --loss-agregation", "",
-         f"{AGGREGATE} token_mean", "SystemExit"),
-    flag("abbreviated flag", "", "--loss-agg token_mean", "unrecognized arguments: --loss-agg", "",
-         f"{AGGREGATE} token_mean", "SystemExit"),
-    flag("misspelt mode flag, unknown ones ignored", "", "--loss-agregation constant --loss-aggregation-divisor 8",
-         "--loss-agregation on the command line", "Write --loss-aggregation", f"{LIMITED} 8", ignore_unknown=True),
-    flag("misspelt divisor flag, unknown ones ignored", "", f"{AGGREGATE} constant --loss-agregation-divisor 8",
-         "--loss-agregation-divisor on the command line", "Write --loss-aggregation-divisor", f"{LIMITED} 8",
-         ignore_unknown=True),
-    flag("per-token loss and another mode", "`--calculate-per-token-loss` with an explicit other mode",
-         f"--calculate-per-token-loss {AGGREGATE} prompt_mean",
-         "--calculate-per-token-loss with loss aggregation: prompt_mean", "add --loss-aggregation-with-per-token-loss",
-         f"--calculate-per-token-loss {AGGREGATE} prompt_mean {AGGREGATE}-with-per-token-loss"),
-    flag("per-token loss on Torch FSDP2", "per-token loss with Torch FSDP2", f"--calculate-per-token-loss {FSDP}",
-         "per-token loss with --use-torch-fsdp2", "Drop --calculate-per-token-loss", FSDP, connections="2"),
-    flag("per-token loss averaged in the collective", "per-token loss with Torch FSDP2",
-         "--calculate-per-token-loss --ddp-average-in-collective", "per-token loss with --ddp-average-in-collective",
-         "Drop --ddp-average-in-collective or --calculate-per-token-loss", "--ddp-average-in-collective"),
-    flag("hybrid context parallelism", "hybrid or dynamic context parallelism",
-         f"{HYBRID} --calculate-per-token-loss", "--hybrid-context-parallel", "Use a fixed --context-parallel-size",
-         "--calculate-per-token-loss"),
-    flag("GTP", "weight-rematerialising TP (GTP)", "--tensor-parallel-num-weight-shards 2", "(GTP)", "Turn it off",
-         "--tensor-parallel-num-weight-shards 1", world=2),
-    flag("full-iteration CUDA graphs", "`--cuda-graph-impl full_iteration`", f"{FULL} full_iteration",
-         "--cuda-graph-impl full_iteration", "Choose another --cuda-graph-impl", f"{FULL} none"),
-]  # fmt: skip
 
 
 def parsed(
@@ -261,7 +125,7 @@ def prepare_parsing() -> None:
 def flag_verdicts() -> dict[str, Verdict]:
     prepare_parsing()
     os.chdir(os.environ["TMPDIR"])
-    Path("broken_reducers.py").write_text("import a_package_that_is_not_installed\n")
+    Path("broken_modes.py").write_text("import a_package_that_is_not_installed\n")
     sys.path.insert(0, os.getcwd())
     found, neighbours = {}, {}
     for row in FLAG_ROWS:
@@ -564,7 +428,7 @@ def on_ranks() -> dict[str, Verdict]:
             microbatch = next(iterator)
             number = len(seen)
             seen.append(microbatch)
-            losses = chunk(torch.arange(microbatch.samples.local_positions(cp_rank, 2).numel()) % 8)
+            losses = chunk(torch.arange(len(microbatch.samples.local(cp_rank, 2))) % 8)
             return losses, lambda losses: losses_of(microbatch, losses, number)
 
         model.zero_grad_buffer()
@@ -696,71 +560,6 @@ def file_verdicts() -> dict[str, Verdict]:
     return found
 
 
-# ---- the core, in a script of one's own
-
-TOTALS = StepTotals(step_tokens=4, num_rollouts=2)
-PROMPTS = StepTotals(num_prompts=1, prompt_tokens={0: 4})
-TWO = [torch.ones(2), torch.ones(2)]
-
-
-def reduced(losses: Any = None, mode: str = "token_mean", totals: StepTotals = TOTALS, **options: Any) -> Any:
-    reducer = make_pg_loss_reducer(mode, options.pop("loss_masks", TWO), totals=totals, **options)
-    return reducer(torch.ones(4) if losses is None else losses)
-
-
-def core_row(
-    name: str, bad: Callable[[], Any], given: str, todo: str, good: Callable[[], Any] = reduced,
-    error: str = "ValueError", covers: str = "",
-) -> Row:  # fmt: skip
-    return Row(name=f"core: {name}", covers=covers, error=error, given=given, todo=todo, bad=bad, good=good)
-
-
-def short_weights(inputs: ReducerInputs) -> Any:
-    return inputs.weighted_sum([torch.ones(1)])
-
-
-def of(function: Callable[..., Any], *args: Any, **options: Any) -> Callable[[], Any]:
-    return functools.partial(function, *args, **options)
-
-
-CORE_ROWS = [
-    core_row("unknown mode", of(reduced, mode="dapo"), "loss aggregation 'dapo'", "Choose one of", covers=UNKNOWN),
-    core_row("divisor of another mode", of(reduced, divisor=8), "divisor 8 with loss aggregation 'token_mean'",
-             "Drop the divisor", of(reduced, mode="constant", divisor=8), covers=UNUSABLE),
-    core_row("divisor True", of(reduced, mode="constant", divisor=True), "divisor True (bool)", "Pass a number",
-             of(reduced, mode="constant", divisor=1), "TypeError", UNUSABLE),
-    core_row("a count the mode misses", of(reduced, mode="sample_mean", totals=StepTotals(step_tokens=4)),
-             "totals without num_rollouts", "Make the totals with the ids", of(reduced, mode="sample_mean")),
-    core_row("totals of another step", of(reduced, totals=StepTotals(step_tokens=0)),
-             "active tokens in a micro-batch, and totals whose step_tokens", "Make them from all its masks"),
-    core_row("a negative count", of(StepTotals, num_rollouts=-1), "num_rollouts is -1", "Pass the count",
-             of(StepTotals, num_rollouts=0)),
-    core_row("a NaN count", of(StepTotals, step_tokens=NAN), "step_tokens is nan", "Pass the count",
-             of(StepTotals, step_tokens=0.5)),
-    core_row("a CP rank beyond its group", of(reduced, cp_rank=2, cp_size=2, layout=ZigzagTHD([0, 4, 8], [2, 2])),
-             "cp_rank=2, cp_size=2", "Pass cp_group.rank()",
-             of(reduced, cp_rank=1, cp_size=2, layout=ZigzagTHD([0, 4, 8], [2, 2]))),
-    core_row("CP without a layout", of(reduced, cp_rank=0, cp_size=2), "cp_size is 2 and no layout", "Pass one of",
-             of(reduced, cp_rank=0, cp_size=2, layout=ZigzagTHD([0, 4, 8], [2, 2])), covers="no layout with CP > 1"),
-    core_row("prompt_mean without ids",
-             of(reduced, mode="prompt_mean", totals=PROMPTS),
-             "'prompt_mean' without prompt_ids", "Pass prompt_ids, one a sample",
-             of(reduced, mode="prompt_mean", totals=PROMPTS, prompt_ids=[0, 0])),
-    core_row("an id of another step",
-             of(reduced, mode="prompt_mean", totals=PROMPTS, prompt_ids=[0, 9]),
-             "the prompt_ids of sample 1 has no token count", "Make the totals from the whole step"),
-    core_row("losses of another batch", of(reduced, torch.ones(5)), "per_token_loss of shape (5,)", "Pass the losses"),
-    core_row("masks in one tensor", of(StepTotals.from_loss_masks, torch.ones(2, 3)), "one tensor of shape (2, 3)",
-             "Pass list(loss_masks)", of(StepTotals.from_loss_masks, list(torch.ones(2, 3))), "TypeError"),
-    core_row("a taken name", of(register_pg_loss_reducer, "token_mean"), "reducer name 'token_mean'", "Choose another"),
-    core_row("a name that is none", of(register_pg_loss_reducer, "my-mode"), "reducer name 'my-mode'",
-             "Choose a plain name"),
-    core_row("own weights of another length",
-             of(short_weights, ReducerInputs(samples=Samples(TWO), totals=TOTALS)),
-             "token weights of lengths [1]", "Return one weight a mask entry"),
-]  # fmt: skip
-
-
 # ---- the tests
 
 GROUPS = {"flags": (1, flag_verdicts), "ranks": (4, on_ranks), "files": (1, file_verdicts)}
@@ -769,7 +568,7 @@ LAUNCHED = (
     + [("ranks", row) for row in (*STEP_ROWS, *CONFIG_ROWS, *LOSS_ROWS)]
     + [("files", row) for row in FILE_ROWS]
 )
-ROWS = [row for _, row in LAUNCHED] + CORE_ROWS
+ROWS = [row for _, row in LAUNCHED]
 
 
 @functools.cache
@@ -781,18 +580,6 @@ def verdicts(group: str) -> list[dict[str, Verdict]]:
 @pytest.fixture
 def folder(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path_factory.mktemp("launch")))
-
-
-def in_three_parts(text: str, row: Row) -> bool:
-    """What was given, the rule, what to do: in this order, as errors.explain writes it, for every rank that says it."""
-    reasons = re.split(r"(?:^The step was not started, no weight was changed\. |; )rank \d+: \w+: ", text)
-    said = [reason for reason in reasons if row.given in reason]
-    pattern = re.compile(
-        rf".*{re.escape(row.given)}[^\n]*?: .+\. .*{re.escape(row.todo)}.*\.$"
-        if row.todo not in row.given
-        else r".+: .+\. .+\.$"
-    )
-    return bool(said) and all(pattern.match(reason) for reason in said)
 
 
 def check(row: Row, seen: list[Verdict]) -> None:
@@ -811,13 +598,6 @@ def test_refused_in_a_launch(
     group: str, row: Row, folder: None, record_property: Callable[[str, object], None]
 ) -> None:
     check(row, [rank[row.name] for rank in verdicts(group)])
-    record_property("bad_inputs_refused", 1)
-
-
-@pytest.mark.parametrize("row", [pytest.param(row, id=row.name) for row in CORE_ROWS])
-def test_refused_in_a_script(row: Row, record_property: Callable[[str, object], None]) -> None:
-    error, text = attempt(row.bad)
-    check(row, [Verdict(error=error, text=text, neighbour=outcome_of(row.good))])
     record_property("bad_inputs_refused", 1)
 
 

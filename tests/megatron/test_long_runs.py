@@ -118,7 +118,7 @@ def core_step(seed: int, kept: list[Any] | None, number: int) -> int:
     for i, (masks, rollouts, prompts) in enumerate(zip(batches, ids, prompt_ids, strict=True)):
         layout = draw_layout(rng, [mask.numel() for mask in masks], cp_size)
         named = {"rollout_ids": rollouts, "prompt_ids": prompts, "layout": layout}
-        losses = torch.randn(layout.local_indices(**placed).numel(), requires_grad=True)
+        losses = torch.randn(layout.local_indices(**placed).size, requires_grad=True)
         settings = MODES[(3 * number + i) % len(MODES)]
         reducer = make_pg_loss_reducer(loss_masks=masks, totals=totals, **settings, **named, **placed)
         share = reducer(losses)
@@ -190,7 +190,7 @@ def adapter_readings(cp: int, pp: int, leak: bool, steps: int) -> list[Reading]:
         common = {"num_layers": 1, "hidden_size": 4, "num_attention_heads": 1, "use_cpu_initialization": True}
         model = MegatronModule(TransformerConfig(calculate_per_token_loss=per_token, **common))
         for settings in MODES:
-            asked = AggregationSettings(**settings, with_per_token_loss=True)
+            asked = AggregationSettings.resolve(**settings, with_per_token_loss=True)
             launches.append((model, LossAggregation(asked, lambda samples: samples)))
     kept: list[Any] = []
 
@@ -208,7 +208,7 @@ def adapter_readings(cp: int, pp: int, leak: bool, steps: int) -> list[Reading]:
         nodes = set()
         for microbatch in aggregation.begin_step(source, model=model, num_microbatches=3):
             held = microbatch.data.layout.local_indices(cp_rank, cp)
-            losses = torch.randn(held.numel(), requires_grad=True)
+            losses = torch.randn(held.size, requires_grad=True)
             loss, _, _ = microbatch.loss(losses, {"twice": 2 * losses.detach()})
             loss.backward()
             nodes.add(graph_nodes(loss))

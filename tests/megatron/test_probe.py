@@ -86,7 +86,8 @@ def probes() -> tuple[int, float, Any]:
     """Calls of forward_step_calc_loss by three steps, the probe's cost in ms, and the MoE scale it must not touch."""
     from megatron.core.pipeline_parallel import schedules
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
-    from megatron_rl_loss.contract import check_contract
+
+    from megatron_rl_loss.megatron.probe import check_contract
 
     start()
     samples = step_samples(seed=1)

@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_rl_loss.aliases import NAMES, NUMBER, resolve
 from repository import ROOT
+
+from megatron_rl_loss.aliases import NAMES, NUMBER, resolve
 
 PEERS = {peer.alias: peer for peer in NAMES}
 PAGES = ROOT / "docs" / "frameworks"

@@ -13,6 +13,7 @@ from megatron_rl_loss import (
     Contiguous,
     Gathered,
     StepTotals,
+    UnitCounts,
     ZigzagBSHD,
     ZigzagResponse,
     ZigzagTHD,
@@ -68,7 +69,7 @@ def test_host_work_stays_on_the_host_whatever_the_default_device() -> None:
     ]
     with torch.device("meta"):
         totals = StepTotals.from_loss_masks(masks, **ids)
-        by_hand = StepTotals(num_prompts=1, prompt_tokens={0: 4})
+        by_hand = StepTotals(prompts=UnitCounts(all=1, tokens={0: 4}))
         bshd = ZigzagBSHD(2, 4, total_lengths=[4, 2])
         for layout in [*layouts, bshd]:
             for cp_rank in range(1 if layout is None else 2):

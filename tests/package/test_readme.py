@@ -8,7 +8,7 @@ import oracle
 import pytest
 from repository import ROOT
 
-from megatron_rl_loss import reducers
+from megatron_rl_loss import available_modes, modes
 from megatron_rl_loss.arguments import add_loss_aggregation_args
 
 README = (ROOT / "README.md").read_text()
@@ -16,7 +16,7 @@ BLOCKS = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
 
 
 def test_code_blocks_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reducers, "_REGISTERED", {})
+    monkeypatch.setattr(modes, "_REGISTERED", {})
     script, core, own_mode = BLOCKS
     compile(script, "README.md", "exec")  # a whole launch: test_example.py runs the same calls
     names: dict[str, Any] = {}
@@ -24,7 +24,7 @@ def test_code_blocks_run(monkeypatch: pytest.MonkeyPatch) -> None:
     assert float(names["share"]) == pytest.approx(18 / 7)
     assert f"# tensor({18 / 7:.4f}), (1 + 4 + 5 + 8) / 7" in core
     exec(own_mode, {})
-    assert "sum_per_prompt" in reducers.available_modes()
+    assert "sum_per_prompt" in available_modes()
 
 
 def test_the_flags_are_the_parsers() -> None:

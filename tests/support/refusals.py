@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -25,3 +26,31 @@ def check_refusal(refused: Call, error: type[Exception], text: str, accepted: Ca
     assert caught.type is error
     assert THREE_PARTS.fullmatch(str(caught.value)), str(caught.value)
     accepted()
+
+
+# --- rows of launches, which more is known of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    name: str
+    covers: str  # a fragment of README's table; "" for what it does not list
+    error: str  # type of the exception
+    given: str  # what the text must say was given
+    todo: str = ""  # what it must say to do
+    bad: Any
+    good: Any = None
+    options: dict[str, Any] = field(default_factory=dict)
+    styled: bool = True  # by this package, not by argparse or the user's own code
+
+
+def in_three_parts(text: str, row: Row) -> bool:
+    """What was given, the rule, what to do: in this order, as every error says it, for every rank that says it."""
+    reasons = re.split(r"(?:^The step was not started, no weight was changed\. |; )rank \d+: \w+: ", text)
+    said = [reason for reason in reasons if row.given in reason]
+    pattern = re.compile(
+        rf".*{re.escape(row.given)}[^\n]*?: .+\. .*{re.escape(row.todo)}.*\.$"
+        if row.todo not in row.given
+        else r".+: .+\. .+\.$"
+    )
+    return bool(said) and all(pattern.match(reason) for reason in said)

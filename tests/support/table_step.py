@@ -123,7 +123,7 @@ def aggregation(samples_of: Any = None, *, totals_of: Any = None, **settings: An
     from megatron_rl_loss.megatron import LossAggregation
 
     describe = samples_of or (lambda batch: batch.samples)
-    return LossAggregation(AggregationSettings(**settings), describe, totals_of=totals_of)
+    return LossAggregation(AggregationSettings.resolve(**settings), describe, totals_of=totals_of)
 
 
 def one_step(

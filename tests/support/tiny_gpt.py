@@ -354,7 +354,7 @@ def run_case(layout: Layout, case: Case, rollouts: Sequence[Rollout], stock: boo
     for chunk in ready.chunks:
         chunk.zero_grad_buffer()
     ready.optimizer.zero_grad()
-    settings = AggregationSettings(
+    settings = AggregationSettings.resolve(
         mode=case.mode,
         divisor=gpt_oracle.DIVISOR if case.mode == "constant" else None,
         units=case.units,  # type: ignore[arg-type]

@@ -14,11 +14,11 @@ import oracle
 import pytest
 import torch
 from interpreter import python
-from megatron_rl_loss.aliases import NAMES, NUMBER, format_modes, resolve
 from peer_steps import Batch, deal, random_batch
 from torch import Tensor
 
 from megatron_rl_loss import MODES, StepTotals, ZigzagTHD, aliases, make_pg_loss_reducer
+from megatron_rl_loss.aliases import NAMES, NUMBER, format_modes, resolve
 from megatron_rl_loss.arguments import (
     AggregationSettings,
     add_loss_aggregation_args,

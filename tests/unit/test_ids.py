@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given
-from megatron_rl_loss.ids import as_ids
 from refusals import Call, Refusal, check_refusal, each_of
 from steps import Step, assert_equals_oracle, quick, run_step, steps
 
 from megatron_rl_loss import Samples
+from megatron_rl_loss.ids import as_ids
 
 #: hashlib.blake2b(text.encode(), digest_size=8).hexdigest() of "prompt/0", "" and "é"
 DIGESTS = ("8310b148311e9803", "e4a6a0577479b2b4", "cb1abf8beff3192f")

@@ -5,7 +5,6 @@ import doctest
 import oracle
 import pytest
 import torch
-from megatron_rl_loss.modes import ModeFunction
 from placements import Place, every_layout
 from refusals import Call, Refusal, check_refusal, each_of
 from steps import assert_equals_oracle, run_step
@@ -21,6 +20,7 @@ from megatron_rl_loss import (
     modes,
     register_pg_loss_reducer,
 )
+from megatron_rl_loss.modes import ModeFunction
 
 
 @pytest.fixture(autouse=True)

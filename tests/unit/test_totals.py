@@ -26,11 +26,11 @@ import oracle
 import pytest
 import torch
 import torch.distributed as dist
-from megatron_rl_loss.ids import as_ids
 from oracle import COUNTINGS, WORKED, Sample, mask_tokens, sample, units_of
 from refusals import Call, Refusal, check_refusal, each_of
 
 from megatron_rl_loss import BadBatchError, Samples, StepTotals, UnitCounts, make_pg_loss_reducer
+from megatron_rl_loss.ids import as_ids
 from megatron_rl_loss.totals import TokensById, attempt, reduce_step_totals
 
 WORLD_SIZE = 4
