@@ -3,6 +3,7 @@
 With ``TEST_DEVICE=cuda`` the tests marked `gpus` run instead, on the machine's GPUs and over NCCL (see `ranks`).
 """
 
+import importlib.util
 import os
 import sys
 from collections import defaultdict
@@ -18,6 +19,11 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["TORCHDYNAMO_DISABLE"] = "1"
 # pytest puts this folder on the path, where `megatron` would become a part of the namespace package of that name.
 sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != Path(__file__).parent.resolve()]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    if importlib.util.find_spec("pytest_timeout") is None:  # where torch, NumPy, pytest and hypothesis are all there is
+        parser.addini("timeout", "seconds a test may take; without pytest-timeout any")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
