@@ -11,8 +11,8 @@ from typing import get_args
 
 from megatron_rl_loss.checks import check_choice, did_you_mean
 from megatron_rl_loss.errors import refused
+from megatron_rl_loss.masks import LARGEST, SMALLEST
 from megatron_rl_loss.modes import MODES, Mode, ModeFunction, OwnMode, available_modes, find_mode
-from megatron_rl_loss.samples import LARGEST, SMALLEST
 from megatron_rl_loss.totals import UnitCounting
 
 #: Stands for a name that is itself a number: the divisor.

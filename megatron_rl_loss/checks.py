@@ -69,16 +69,16 @@ def check_cp(cp_rank: int, cp_size: int) -> None:
         raise refused("cp_place_outside", cp_rank=cp_rank, cp_size=cp_size)
 
 
-def require(holds: Tensor, refusal: str, facts: Callable[[], dict[str, Any]]) -> None:
-    """Raise a refusal where a 0-dim bool is False: at once on the host, without waiting elsewhere.
+def require(holds: "bool | Tensor", refusal: str, facts: Callable[[], dict[str, Any]]) -> None:
+    """Raise a refusal where a condition is False: at once on the host, without waiting on a device.
 
     A device stops at it later, with the text but without the facts, which nobody has looked at.
     """
-    if not holds.is_cpu:
+    if isinstance(holds, Tensor) and not holds.is_cpu:
         torch._assert_async(holds, explain(refusal, **dict.fromkeys(_FACTS[refusal], "(on the device)")))
     elif not holds:
         raise refused(refusal, **facts())
 
 
 #: The facts of the refusals that a device may have to raise.
-_FACTS = {"unsound_mask": ("sample", "value"), "no_units": ("counts",)}
+_FACTS = {"unsound_mask": ("sample", "value"), "no_units": ("counts",), "weights_not_finite": ("mode",)}

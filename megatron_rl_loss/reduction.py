@@ -15,7 +15,8 @@ from megatron_rl_loss.aliases import Aggregation, resolve
 from megatron_rl_loss.errors import refused
 from megatron_rl_loss.ids import Ids
 from megatron_rl_loss.layouts import Layout
-from megatron_rl_loss.modes import ModeFunction
+from megatron_rl_loss.masks import HostMasks
+from megatron_rl_loss.modes import ModeFunction, OwnMode
 from megatron_rl_loss.samples import LocalTokens, Samples
 from megatron_rl_loss.totals import StepTotals, UnitCounting
 from megatron_rl_loss.weights import weigh
@@ -74,7 +75,8 @@ def make_pg_loss_reducer(
 
 def reducer_of(aggregation: Aggregation, local: LocalTokens, totals: StepTotals) -> "WeightedSum":
     """`make_pg_loss_reducer` of parts that are made already."""
-    return WeightedSum(weigh(aggregation, local, totals), local.samples, local.cp_size)
+    own = isinstance(aggregation.mode, OwnMode)
+    return WeightedSum(weigh(aggregation, local, totals), local.samples, local.cp_size, zero_where_masked=not own)
 
 
 class WeightedSum:
@@ -82,35 +84,39 @@ class WeightedSum:
 
     Attributes:
         weights: float32 [num_local_tokens], in the order of the losses. They move to the device of the losses.
+        zero_where_masked: whether the tokens of weight 0 are just those that the loss mask leaves out.
     """
 
-    def __init__(self, weights: Tensor, samples: Samples, cp_size: int) -> None:
+    def __init__(self, weights: Tensor, samples: Samples, cp_size: int, zero_where_masked: bool = False) -> None:
         self.weights = weights
+        self.zero_where_masked = zero_where_masked
         self._samples = samples
         self._shapes = samples.loss_shapes(len(weights), cp_size)
 
     def __call__(self, per_token_loss: Tensor) -> Tensor:
-        self._check("per_token_loss", per_token_loss)
-        weights = self._weights_on(per_token_loss.device)
-        if not _may_look(weights):
-            (share,) = weighted_sums([per_token_loss.detach().reshape(-1)], weights)
-            return _WithGradient.apply(per_token_loss, weights, [share])  # type: ignore[no-untyped-call]
-        weights = weights.view(per_token_loss.shape)
-        share = (per_token_loss * weights).sum()
-        if not math.isfinite(share.item()):  # 0 * NaN is NaN: again, without the tokens that do not count
-            share = (per_token_loss.masked_fill(weights == 0, 0) * weights).sum()
-        return share.float()
+        return self.with_metrics(per_token_loss, [])[0]
 
     def with_metrics(
         self, per_token_loss: Tensor, metrics: Sequence[Tensor], metric_sum: "WeightedSum | None" = None
     ) -> tuple[Tensor, list[Tensor]]:
         """This sum of the losses, and sums of further values, not differentiated, by `metric_sum` (by default this)."""
         metric_sum = metric_sum or self
+        self._check("per_token_loss", per_token_loss)
         for values in metrics:
             metric_sum._check("a metric", values)
-        share = self(per_token_loss)
-        rows = [values.detach().reshape(-1) for values in metrics]
-        return share, weighted_sums(rows, metric_sum._weights_on(rows[0].device)) if rows else []
+        device = per_token_loss.device
+        weights, metric_weights = self._weights_on(device), metric_sum._weights_on(device)
+        if not _may_look(weights):
+            with torch.no_grad():
+                rows = [values.reshape(-1) for values in (per_token_loss, *metrics)]
+                same_zeros = metric_sum is self or (self.zero_where_masked and metric_sum.zero_where_masked)
+                share, *sums = _sums_without_looking(rows, weights, metric_weights, same_zeros)
+            return _WithGradient.apply(per_token_loss, weights, [share]), sums  # type: ignore[no-untyped-call]
+        share = _sum_of_losses(per_token_loss, weights)
+        if not metrics:
+            return share, []
+        with torch.no_grad():
+            return share, _sums_of_metrics([values.reshape(-1) for values in metrics], metric_weights)
 
     def _check(self, what: str, values: Tensor) -> None:
         if not isinstance(values, Tensor) or not values.is_floating_point():
@@ -148,37 +154,51 @@ class _WithGradient(torch.autograd.Function):
         return (gradient * weights).to(ctx.dtype).view(ctx.shape), None, None
 
 
-def weighted_sums(rows: Sequence[Tensor], weights: Tensor) -> list[Tensor]:
-    """``sum_t weights[t] * row[t]`` of every row, over the tokens of weight other than 0; 0-dim float32 each.
-
-    Products are added by torch's own sum, which adds pairwise and in few-term blocks whatever the CPU: a BLAS ``dot``
-    may run through all tokens in one float32 sum, 1e-3 off at 4 million tokens.
-    """
-    if not _may_look(weights):
-        return list(_sums(rows, weights, ignore_masked=True).unbind())
-    sums = _sums(rows, weights, ignore_masked=False)
-    if not bool(torch.isfinite(sums).all()):  # 0 * NaN is NaN: again, without the tokens that do not count
-        sums = _sums(rows, weights, ignore_masked=True)
-    return list(sums.unbind())
+# Products are added by torch's own sum, pairwise and in few-term blocks whatever the CPU: a BLAS `dot` may run through
+# all tokens in one float32 sum, 1e-3 off at 4 million tokens. Tokens of weight 0 are ignored: 0 * NaN would be NaN.
 
 
-#: Tokens that are summed at a time on a CPU, so that products of all rows stay in its cache.
+def _sum_of_losses(losses: Tensor, weights: Tensor) -> Tensor:
+    """On the host, where autograd's own nodes cost less than `_WithGradient`."""
+    weights = weights if losses.dim() == 1 else weights.view(losses.shape)
+    share = (losses * weights).sum()
+    if not math.isfinite(share.item()):
+        share = (losses.masked_fill(weights == 0, 0) * weights).sum()
+    return share.float()
+
+
+#: Tokens that are summed at a time on the host, so that products of all rows stay in its cache.
 _BLOCK = 2**16
 
 
-def _sums(rows: Sequence[Tensor], weights: Tensor, ignore_masked: bool) -> Tensor:
-    """float32 [num_rows]. On a device without a branch on a value, in launches that no number of rows changes."""
-    num_tokens = len(weights)
-    block = _BLOCK if weights.is_cpu and len(rows) > 1 else max(num_tokens, 1)
-    sums = []
-    for begin in range(0, max(num_tokens, 1), block):
-        part = weights[begin : begin + block] if block < num_tokens else weights
-        table = rows[0][None] if len(rows) == 1 else torch.stack([row[begin : begin + block] for row in rows])
-        products = table.float() * part
-        if ignore_masked:
-            products = products.masked_fill_(part == 0, 0)
-        sums.append(products.sum(1))
-    return sums[0] if len(sums) == 1 else torch.stack(sums).sum(0)
+def _sums_of_metrics(rows: list[Tensor], weights: Tensor) -> list[Tensor]:
+    """On the host."""
+    blocks = zip(*(row.split(_BLOCK) for row in rows), weights.split(_BLOCK), strict=True)
+    sums = torch.stack([torch.stack(parts).float().mul_(weight).sum(1) for *parts, weight in blocks]).sum(0)
+    if not all(map(math.isfinite, sums.tolist())):
+        sums = (torch.stack(rows).float() * weights).masked_fill_(weights == 0, 0).sum(1)
+    return list(sums.unbind())
+
+
+def _sums_without_looking(
+    rows: list[Tensor], weights: Tensor, metric_weights: Tensor, same_zeros: bool
+) -> list[Tensor]:
+    """The sum of the first row by `weights` and of the others by `metric_weights`, with no branch on a value.
+
+    A device need not be waited for, and the number of launches depends neither on samples nor on rows.
+    """
+    table = torch.stack(rows).float()
+    if weights is metric_weights:
+        table.mul_(weights)
+    else:
+        table[0].mul_(weights)
+        table[1:].mul_(metric_weights)
+    if same_zeros:
+        table.masked_fill_(weights == 0, 0)
+    else:
+        table[0].masked_fill_(weights == 0, 0)
+        table[1:].masked_fill_(metric_weights == 0, 0)
+    return list(table.sum(1).unbind())
 
 
 def _layout_hint(num_losses: int, num_local: int, samples: Samples) -> str:
@@ -192,7 +212,7 @@ def _layout_hint(num_losses: int, num_local: int, samples: Samples) -> str:
         return "These are all tokens of the micro-batch: if losses are not cut over CP ranks, the layout is Gathered"
     if num_losses == int(samples.mask_lengths.sum()):
         return "These are the unpadded, uncut tokens: cut and pad them as the layout says, or change the layout"
-    if samples.flat_mask.is_cpu and num_losses == int(samples.active_tokens.sum()):
+    if isinstance(samples.masks, HostMasks) and num_losses == int(samples.active_tokens.sum()):
         return "These are the active tokens only: pass the losses of all positions, or ZigzagResponse for responses"
     if layout is not None and num_losses and layout.total_tokens % num_losses == 0:
         return f"These are 1/{layout.total_tokens // num_losses} of the micro-batch: check that cp_size is right"

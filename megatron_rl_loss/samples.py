@@ -1,12 +1,11 @@
 """Samples: what is to be known of the samples of one micro-batch, checked once, and which tokens a CP rank holds.
 
-Lengths, ids and layouts are looked at on the host; masks stay on their device. On a device nothing waits: whether masks
-are sound is then a tensor, which the step's totals carry (see totals.py) or `torch._assert_async` looks at.
+Lengths, ids and layouts are looked at on the host; masks stay on their device (see masks.py). There, whether masks are
+sound is a tensor that nobody waits for: the step's totals carry it, or `torch._assert_async` looks at it.
 """
 
 from collections.abc import Sequence
 from functools import cached_property
-from operator import attrgetter
 
 import numpy as np
 import torch
@@ -16,11 +15,10 @@ from megatron_rl_loss import layouts
 from megatron_rl_loss.checks import check_cp, require
 from megatron_rl_loss.errors import refused
 from megatron_rl_loss.ids import Ids, as_ids
-from megatron_rl_loss.layouts import Ints, Layout, as_ints, concatenated_ranges
+from megatron_rl_loss.layouts import Ints, Layout, as_ints
+from megatron_rl_loss.masks import LARGEST, SMALLEST, DeviceMasks, HostMasks, Values, join
 
-#: Beyond these the float32 weight of a token could vanish or be infinite.
-SMALLEST, LARGEST = 1e-30, 1e30
-#: Their pieces are in order, apart and inside the buffer: foreign layouts are looked at.
+#: Their pieces are in order, apart and inside the buffer: only foreign layouts are looked at.
 _SOUND_LAYOUTS = {
     layouts.ZigzagTHD,
     layouts.ZigzagBSHD,
@@ -29,6 +27,9 @@ _SOUND_LAYOUTS = {
     layouts.Gathered,
     type(None),
 }
+
+
+_INTS = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
 
 
 class Samples:
@@ -47,6 +48,7 @@ class Samples:
         mask_lengths: int64 array [num_samples].
         rollout_ids, prompt_ids: int64 [num_samples] on the host, or None.
         total_tokens: positions in the layout's buffer.
+        masks: the masks in that buffer, on their device.
 
     Raises:
         TypeError: masks that are not tensors, are complex, or ids of another type.
@@ -62,8 +64,7 @@ class Samples:
         rollout_ids: Ids | None = None,
         prompt_ids: Ids | None = None,
     ) -> None:
-        self.loss_masks = _checked(loss_masks)
-        self.mask_lengths: Ints = np.array([len(mask) for mask in self.loss_masks], np.int64)
+        self.loss_masks, self.mask_lengths, self._dtypes = _checked(loss_masks)
         self.layout = layout
         if layout is None:
             self.total_tokens = int(self.mask_lengths.sum())
@@ -72,16 +73,69 @@ class Samples:
             self._starts = as_ints("mask_starts", layout.mask_starts(self.mask_lengths))
             self.total_tokens = layout.total_tokens
         self._check_places("loss masks", self._starts, self.mask_lengths)
-        self._has_gaps = int(self.mask_lengths.sum()) < self.total_tokens
-        self._joined = self.in_buffer(self.loss_masks)
+        buffer = self._joined_masks()
+        self.masks = HostMasks(buffer) if buffer.is_cpu else DeviceMasks(buffer)
         n = len(self.loss_masks)
         self.rollout_ids = None if rollout_ids is None else as_ids("rollout_ids", rollout_ids, n)
         self.prompt_ids = None if prompt_ids is None else as_ids("prompt_ids", prompt_ids, n)
-        if self._joined.is_cpu:
+        if buffer.is_cpu:
             self.check_masks()
 
     def __len__(self) -> int:
         return len(self.loss_masks)
+
+    def in_buffer(self, values: Sequence[Tensor]) -> Tensor:
+        """One 1-D tensor a sample, each as long as its mask -> the layout's buffer, [total_tokens], 0 in padding.
+
+        On the values' device; their dtypes are promoted together.
+        """
+        return join(values, self._starts, self.mask_lengths, self.total_tokens)
+
+    def _joined_masks(self) -> Tensor:
+        try:
+            return self.in_buffer(self.loss_masks)
+        except RuntimeError:
+            if len(devices := {str(mask.device) for mask in self.loss_masks}) > 1:
+                raise refused("masks_apart", devices=sorted(devices)) from None
+            raise
+
+    @cached_property
+    def sums(self) -> Values:
+        """`mask_sums`, as an array or tensor that `masks` works with."""
+        return self.masks.sums(self._starts, self.mask_lengths)
+
+    @property
+    def mask_sums(self) -> Tensor:
+        """M_i, the sum of each sample's mask, float64 [num_samples] on the masks' device."""
+        return self.masks.tensor(self.sums)
+
+    @cached_property
+    def active_tokens(self) -> Tensor:
+        """Number of tokens of nonzero weight in each sample, float64 [num_samples] on the masks' device."""
+        if self.masks.holds_flags:
+            return self.mask_sums
+        return self.masks.tensor(self.masks.active(self._starts, self.mask_lengths))
+
+    @cached_property
+    def sound(self) -> "bool | Tensor":
+        """Whether every mask entry is a usable weight: a bool, or on a device a 0-dim tensor that nobody waits for."""
+        sound = self.masks.sound()
+        if len(self._dtypes) > 1 and not self.masks.holds_flags:  # ints beside floats are flags all the same
+            for mask in self.loss_masks:
+                sound = sound & (mask <= 1).all() if mask.dtype in _INTS else sound
+        return sound
+
+    def check_masks(self, wait: bool = False) -> None:
+        """Refuse masks that are not sound. On a device without waiting, unless asked to: then it can say which."""
+        require(bool(self.sound) if wait else self.sound, "unsound_mask", self._first_unsound)
+
+    def _first_unsound(self) -> dict[str, object]:
+        for i, mask in enumerate(self.loss_masks):
+            largest = LARGEST if mask.is_floating_point() else 1
+            unsound = mask[(mask < 0) | ~(mask <= largest) | (mask != 0) & ~(mask >= SMALLEST)]
+            if unsound.numel():
+                return {"sample": i, "value": float(unsound[0])}
+        raise AssertionError("all masks are sound")
 
     def _check_places(self, what: str, starts: Ints, lengths: Ints) -> None:
         """Refuse a layout of one's own that misplaces pieces of the buffer."""
@@ -92,83 +146,6 @@ class Samples:
             places = ", ".join(f"[{start}, {end})" for start, end in bounds[1:-1].reshape(-1, 2)[:8])
             facts = {"what": what, "places": places, "total_tokens": self.total_tokens}
             raise refused("misplaced", layout=type(self.layout).__name__, **facts)
-
-    # --- the masks, on their device
-
-    def in_buffer(self, values: Sequence[Tensor]) -> Tensor:
-        """One 1-D tensor a sample, each as long as its mask -> the layout's buffer, [total_tokens], 0 in padding.
-
-        On the values' device; their dtypes are promoted together.
-        """
-        values = list(values)
-        ends = self._starts + self.mask_lengths
-        if not values:
-            return torch.zeros(self.total_tokens, device="cpu")
-        if self._has_gaps:
-            gaps = np.append(self._starts, self.total_tokens) - np.append(0, ends)
-            padding = values[0].new_zeros(int(gaps.max()))
-            paddings = [padding[:gap] for gap in gaps.tolist()]
-            values = [part for pair in zip(paddings, values, strict=False) for part in pair] + paddings[-1:]
-        return torch.cat(values).detach()
-
-    @cached_property
-    def flat_mask(self) -> Tensor:
-        """The masks in the layout's buffer, float32 [total_tokens], 0 in padding. Not to be changed."""
-        return self._joined.float()
-
-    @property
-    def _holds_flags(self) -> bool:
-        """Whether all masks are ints or bools, and so zeros and ones."""
-        return not self._joined.is_floating_point()
-
-    @cached_property
-    def mask_sums(self) -> Tensor:
-        """M_i, the sum of each sample's mask, float64 [num_samples]."""
-        return self._sums(self.flat_mask if self._holds_flags else self._joined.double())
-
-    @cached_property
-    def active_tokens(self) -> Tensor:
-        """Number of tokens of nonzero weight in each sample, float64 [num_samples]."""
-        return self.mask_sums if self._holds_flags else self._sums((self._joined != 0).float())
-
-    def _sums(self, buffer: Tensor) -> Tensor:
-        """Of each sample; exact for fewer than 2**24 float32 zeros and ones a sample."""
-        if len(self) == 1:
-            return buffer.sum()[None].double()
-        # From each start to the next one; what lies between samples is 0.
-        lengths = np.diff(self._starts, append=self.total_tokens) if self._has_gaps else self.mask_lengths
-        moved = torch.from_numpy(lengths).to(buffer.device, non_blocking=True)
-        begin = int(self._starts[0]) if len(self) else 0
-        return torch.segment_reduce(buffer[begin:], "sum", lengths=moved, unsafe=True).double()
-
-    @cached_property
-    def sound(self) -> Tensor:
-        """Whether every mask entry is a usable weight, 0-dim bool on the masks' device."""
-        masks = self._joined
-        if masks.dtype == torch.bool or not masks.numel():
-            return torch.ones((), dtype=torch.bool, device=masks.device)
-        low, high = masks.aminmax()
-        if masks.is_cpu and low >= 0 and high <= 1 and self._holds_flags:
-            return _SOUND  # found fast
-        within = (low >= 0) & (high <= self._largest)  # NaN is neither
-        return within & ((masks == 0) | (masks >= SMALLEST)).all()
-
-    @property
-    def _largest(self) -> float:
-        return 1 if self._holds_flags else LARGEST
-
-    def check_masks(self, wait: bool = False) -> None:
-        """Refuse masks that are not `sound`. On a device without waiting, unless asked to: then it can say which."""
-        if self.sound is not _SOUND:
-            require(self.sound.cpu() if wait else self.sound, "unsound_mask", self._first_unsound)
-
-    def _first_unsound(self) -> dict[str, object]:
-        masks = self._joined.cpu()
-        position = int(((masks < 0) | ~(masks <= self._largest) | (masks != 0) & ~(masks >= SMALLEST)).int().argmax())
-        sample = int(np.searchsorted(self._starts + self.mask_lengths, position, side="right"))
-        return {"sample": sample, "value": float(masks[position])}
-
-    # --- what a CP rank holds of them
 
     def local(self, cp_rank: int, cp_size: int) -> "LocalTokens":
         """The tokens that this CP rank holds.
@@ -207,10 +184,9 @@ class LocalTokens:
         self.samples = samples
         self.cp_size = cp_size
         self._starts, self._lengths = starts, lengths  # of the pieces of the buffer; some may be empty
-        self._size = int(lengths.sum())
 
     def __len__(self) -> int:
-        return self._size
+        return len(self.flags)
 
     @property
     def copies(self) -> int:
@@ -219,83 +195,77 @@ class LocalTokens:
         return self.cp_size if layout is not None and layout.replicated_over_cp else 1
 
     @cached_property
+    def flags(self) -> Values:
+        """`mask`, as an array or tensor that `samples.masks` works with."""
+        return self.samples.masks.cut(self._starts, self._lengths)
+
+    @property
+    def mask(self) -> Tensor:
+        """What this rank holds of the masks, float32 [num_local_tokens]. Not to be changed."""
+        return self.samples.masks.tensor(self.flags)
+
+    @property
+    def num_active(self) -> Tensor:
+        """How many of these tokens have a nonzero weight, 0-dim int64."""
+        return self.mask.count_nonzero()
+
+    @cached_property
     def positions(self) -> Tensor:
         """Position of each token in the layout's buffer, int64 [num_local_tokens]."""
-        device = self.samples._joined.device
-        if device.type == "cpu":
-            return torch.from_numpy(concatenated_ranges(self._starts, self._lengths))
-        shifts = self._starts - (self._lengths.cumsum() - self._lengths)
-        return torch.arange(self._size, device=device) + self._repeated(torch.from_numpy(shifts), self._lengths)
+        masks = self.samples.masks
+        return masks.tensor(masks.positions(self._starts, self._lengths))
 
     @cached_property
     def sample_index(self) -> Tensor:
         """The sample each token belongs to, int64 [num_local_tokens]; padding has that of a sample beside it."""
-        return self.spread(torch.arange(len(self.samples), device=self.samples._joined.device))
-
-    @cached_property
-    def mask(self) -> Tensor:
-        """What this rank holds of the flat mask, float32 [num_local_tokens]. Not to be changed."""
-        masks = self.samples._joined
-        if not masks.is_cpu or self._size == self.samples.total_tokens:
-            return self.of(masks).float()
-        flat = (masks if masks.dtype != torch.bfloat16 else masks.float()).numpy()  # slices of NumPy's are cheap
-        pieces = zip(self._starts.tolist(), (self._starts + self._lengths).tolist(), strict=True)
-        return torch.from_numpy(np.concatenate([flat[begin:end] for begin, end in pieces])).float()
+        masks = self.samples.masks
+        return masks.tensor(self.spread(masks.from_host(torch.arange(len(self.samples), device="cpu"))))
 
     def of(self, buffer: Tensor) -> Tensor:
         """The rank's part, [num_local_tokens, ...], of values of all tokens, [total_tokens, ...]."""
-        if self._size == self.samples.total_tokens:
+        if int(self._lengths.sum()) == self.samples.total_tokens:
             return buffer
         return buffer.index_select(0, self.positions.to(buffer.device))
 
-    def spread(self, of_samples: Tensor) -> Tensor:
+    def spread(self, of_samples: Values) -> Values:
         """A value a sample, [num_samples] -> the value of each token's sample, [num_local_tokens]."""
-        if not len(of_samples):
-            return of_samples.new_zeros(self._size)  # all is padding
-        return of_samples.expand(self._size) if len(of_samples) == 1 else self._repeated(of_samples, self._counts)
+        return self.samples.masks.repeat(of_samples, self._counts)
 
     @cached_property
     def _counts(self) -> Ints:
         """How many of the rank's tokens go with each sample: padding with the sample before it, or the first one."""
+        num_tokens = self._lengths.sum()
+        if len(self.samples) < 2:
+            return np.full(len(self.samples), num_tokens)
         # Tokens are in the order of the buffer, as samples are: how many lie before each sample?
         filled = self._lengths > 0
-        starts, lengths = (
-            (self._starts, self._lengths) if filled.all() else (self._starts[filled], self._lengths[filled])
-        )
+        starts, lengths = self._starts[filled], self._lengths[filled]
         if not starts.size:
             return np.zeros(len(self.samples), np.int64)
+        sample_starts = self.samples._starts
         held = lengths.cumsum() - lengths
-        at = np.maximum(starts.searchsorted(self.samples._starts, side="right") - 1, 0)
-        before = held[at] + np.minimum(np.maximum(self.samples._starts - starts[at], 0), lengths[at])
-        before[0] = 0
-        return np.diff(before, append=self._size)
-
-    def _repeated(self, values: Tensor, counts: Ints) -> Tensor:
-        """Each value as often as its count says; on a device without waiting, on the host by NumPy, which is faster."""
-        device = self.samples._joined.device
-        if device.type == "cpu":
-            return torch.from_numpy(values.numpy().repeat(counts))
-        repeats = torch.from_numpy(counts).to(device, non_blocking=True)
-        return values.to(device, non_blocking=True).repeat_interleave(repeats, output_size=self._size)
+        at = np.maximum(starts.searchsorted(sample_starts, side="right") - 1, 0)
+        before = held[at] + np.minimum(np.maximum(sample_starts - starts[at], 0), lengths[at])
+        counts = np.empty_like(before)
+        counts[:-1], counts[-1] = before[1:], num_tokens
+        counts[1:] -= before[1:]
+        return counts
 
 
-#: What most masks are.
-_SOUND = torch.ones((), dtype=torch.bool, device="cpu")
-
-
-def _checked(loss_masks: Sequence[Tensor]) -> list[Tensor]:
+def _checked(loss_masks: Sequence[Tensor]) -> tuple[list[Tensor], Ints, set[torch.dtype]]:
+    """The masks, their lengths and dtypes. Two attributes of each are read: torch's function modes see every look."""
     if isinstance(loss_masks, Tensor):
         raise refused("masks_in_one", shape=tuple(loss_masks.shape))
     masks = list(loss_masks)
-    if set(map(type, masks)) != {Tensor} or set(map(Tensor.dim, masks)) != {1}:  # else sound, found fast
-        for i, mask in enumerate(masks):
-            if not isinstance(mask, Tensor):
-                raise refused("mask_no_tensor", sample=i, type=type(mask).__name__)
-            if mask.dim() != 1:
-                raise refused("mask_not_1d", sample=i, shape=tuple(mask.shape))
-    if len(masks) > 1 and len(devices := set(map(attrgetter("device"), masks))) > 1:
-        raise refused("masks_apart", devices=sorted(map(str, devices)))
-    if any(map(torch.is_complex, masks)):
+    for i, mask in enumerate(masks if set(map(type, masks)) != {Tensor} else []):
+        if not isinstance(mask, Tensor):
+            raise refused("mask_no_tensor", sample=i, type=type(mask).__name__)
+    shapes = [mask.shape for mask in masks]
+    if set(map(len, shapes)) - {1}:
+        i = next(i for i, shape in enumerate(shapes) if len(shape) != 1)
+        raise refused("mask_not_1d", sample=i, shape=tuple(shapes[i]))
+    dtypes = {mask.dtype for mask in masks}
+    if any(dtype.is_complex for dtype in dtypes):
         i = next(i for i, mask in enumerate(masks) if mask.is_complex())
         raise refused("mask_complex", sample=i, dtype=masks[i].dtype)
-    return masks
+    return masks, np.array([shape[0] for shape in shapes], np.int64), dtypes

@@ -25,6 +25,7 @@ from megatron_rl_loss.exchange import (
     size_of,
 )
 from megatron_rl_loss.ids import Ids, as_ids
+from megatron_rl_loss.masks import HostMasks
 from megatron_rl_loss.samples import Samples
 
 UnitCounting = Literal["all", "active"]
@@ -294,7 +295,7 @@ class _LocalCounts:
         numbers = torch.stack([which.sum() for which in counted])
         all_reduce(numbers, dp_group)
         mine_are_prompts = my_keys.remainder(2) == 1
-        counts = [
+        of_kinds = [
             UnitCounts(
                 all=int(numbers[2 * kind]),
                 active=int(numbers[2 * kind + 1]),
@@ -302,25 +303,24 @@ class _LocalCounts:
             )
             for kind, mine in enumerate((~mine_are_prompts, mine_are_prompts))
         ]
-        rollouts, prompts = counts
-        return _UnitSums(rollouts, prompts, clash=clash or owner_clash, any_clash=bool(numbers[4] > 0))
+        return _UnitSums(of_kinds[0], of_kinds[1], clash=clash or owner_clash, any_clash=bool(numbers[4] > 0))
 
 
 def _read_back(microbatches: Sequence[Samples]) -> tuple[Tensor, Tensor]:
     """Mask sums and active tokens of every sample on the host, float64; refuses masks that are not sound."""
+    if all(isinstance(samples.masks, HostMasks) for samples in microbatches):  # their masks were looked at
+        tables = [torch.stack([samples.mask_sums, samples.active_tokens]) for samples in microbatches]
+        sums, active = torch.cat([torch.zeros(2, 0, dtype=torch.float64, device="cpu"), *tables], 1)
+        return sums, active
     tables = [
-        torch.stack([samples.mask_sums, samples.active_tokens, samples.sound.double().expand(len(samples))])
-        for samples in microbatches
+        torch.stack([s.mask_sums, s.active_tokens, torch.as_tensor(s.sound).double().expand(len(s))])
+        for s in microbatches
     ]
-    sums, active, sound = torch.cat([torch.zeros(3, 0, dtype=torch.float64, device="cpu"), *_on_host(tables)], 1)
+    sums, active, sound = torch.cat(tables, 1).cpu()
     if not sound.all():
         for samples in microbatches:
             samples.check_masks(wait=True)
     return sums, active
-
-
-def _on_host(tables: list[Tensor]) -> list[Tensor]:
-    return tables if all(table.is_cpu for table in tables) else [torch.cat(tables, 1).cpu()]
 
 
 def _join_ids(name: str, ids: list[Tensor | None]) -> Tensor | None:

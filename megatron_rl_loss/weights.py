@@ -12,8 +12,9 @@ from torch import Tensor
 from megatron_rl_loss.aliases import Aggregation, resolve
 from megatron_rl_loss.checks import require
 from megatron_rl_loss.errors import refused
+from megatron_rl_loss.masks import SMALLEST, Values
 from megatron_rl_loss.modes import Mode, ModeFunction, ModeInputs, OwnMode, Weights
-from megatron_rl_loss.samples import SMALLEST, LocalTokens, Samples
+from megatron_rl_loss.samples import LocalTokens, Samples
 from megatron_rl_loss.totals import StepTotals, UnitCounting, UnitCounts
 
 
@@ -50,38 +51,33 @@ def token_weights(
 
 def weigh(aggregation: Aggregation, local: LocalTokens, totals: StepTotals) -> Tensor:
     """`token_weights` of parts that are made already."""
-    mode = aggregation.mode
-    if isinstance(mode, Mode):
-        weights = _unit_weights(mode, aggregation, local.samples, totals, local.copies)
-        return local.mask * (local.spread(weights.float()) if isinstance(weights, Tensor) else weights)
-    beside = _own_weights(mode, aggregation, local.samples, totals)
-    if beside.dim() == 2:  # a value a token, in the layout's buffer
-        beside = local.of(beside[0])
-    elif beside.dim() == 1:
-        beside = local.spread(beside)
-    return local.mask * (beside / local.copies).to(local.mask)
+    mode, samples = aggregation.mode, local.samples
+    if isinstance(mode, OwnMode):
+        beside = _own_weights(mode, aggregation, local, totals)
+    else:
+        beside = _unit_weights(mode, aggregation, local, totals)
+    return samples.masks.tensor(local.flags * beside)
 
 
-def _unit_weights(
-    mode: Mode, aggregation: Aggregation, samples: Samples, totals: StepTotals, copies: int
-) -> float | Tensor:
-    """``1 / (D * U)``, shared by the ranks that hold copies; of the unit of each sample, float64 [num_samples], or one
-    number for all. 0 for a unit without tokens."""
+def _unit_weights(mode: Mode, aggregation: Aggregation, local: LocalTokens, totals: StepTotals) -> Values:
+    """``1 / (D * U)`` of each token's unit, shared by the ranks that hold copies: one number, or float32 values."""
+    samples = local.samples
     if not len(samples):
         return 0.0
     _check_ids_agree(mode, samples, totals)
     number = _number_of_units(mode, aggregation.units, totals)
     size = aggregation.divisor if mode.takes_divisor else _unit_tokens(mode, samples, totals)
     assert size is not None  # resolve saw to it
-    denominator = size * (number * copies)
-    if not isinstance(denominator, Tensor):
-        if denominator > 0:
-            return 1 / denominator
-        denominator = torch.zeros_like(samples.mask_sums)
-    if size is not samples.mask_sums or number == 0:  # a sample's own sum is 0 where it has no active token
-        sound = ((denominator > 0) | (samples.mask_sums == 0)).all()
+    denominator: Values = size * (number * local.copies)
+    if size is samples.sums and number > 0:  # a sample's own sum: 0 where it has no active token
+        return local.spread(samples.masks.inverse(denominator))
+    if not isinstance(denominator, float | int):
+        sound = ((denominator > 0) | (samples.sums == 0)).all()
         require(sound, "no_units", lambda: {"counts": _counts_of(mode, aggregation.units)})
-    return 1 / denominator.clamp(min=SMALLEST)  # 1e30 at most, times a mask of 0
+        return local.spread(samples.masks.inverse(denominator))
+    if denominator == 0:
+        require((samples.sums == 0).all(), "no_units", lambda: {"counts": _counts_of(mode, aggregation.units)})
+    return 1 / max(denominator, SMALLEST)
 
 
 def _counts_of(mode: Mode, units: UnitCounting) -> str:
@@ -115,7 +111,7 @@ def _number_of_units(mode: Mode, units: UnitCounting, totals: StepTotals) -> int
     return number
 
 
-def _unit_tokens(mode: Mode, samples: Samples, totals: StepTotals) -> float | Tensor:
+def _unit_tokens(mode: Mode, samples: Samples, totals: StepTotals) -> Values:
     """Mask tokens over the whole step: of the unit of each sample, float64 [num_samples], or of the step itself."""
     if mode.unit == "step":
         if totals.step_tokens is None:
@@ -125,34 +121,35 @@ def _unit_tokens(mode: Mode, samples: Samples, totals: StepTotals) -> float | Te
     if ids is None and mode.unit == "prompt":
         raise refused("prompt_ids_missing", where="", remedy="Pass prompt_ids, one a sample")
     if ids is None:
-        return samples.mask_sums  # a sample is a rollout
+        return samples.sums  # a sample is a rollout
     tokens = _units_of(mode, totals).tokens
     if tokens is None:
         raise refused("count_missing", count=f"{mode.unit}s.tokens", mode=mode.name)
-    return tokens.of(f"{mode.unit}_ids", ids).to(samples.mask_sums.device, non_blocking=True)  # type: ignore[union-attr]
+    return samples.masks.from_host(tokens.of(f"{mode.unit}_ids", ids))  # type: ignore[union-attr]
 
 
 def _units_of(mode: Mode, totals: StepTotals) -> UnitCounts:
     return totals.prompts if mode.unit == "prompt" else totals.rollouts
 
 
-def _own_weights(mode: OwnMode, aggregation: Aggregation, samples: Samples, totals: StepTotals) -> Tensor:
-    """What a user's mode returned, as a number [], a weight a sample [num_samples] or a token [1, total_tokens]."""
+def _own_weights(mode: OwnMode, aggregation: Aggregation, local: LocalTokens, totals: StepTotals) -> Values:
+    """What a user's mode returned, for each token, shared by the ranks that hold copies: one number, or float32."""
+    samples = local.samples
     inputs = ModeInputs(samples=samples, totals=totals, divisor=aggregation.divisor, units=aggregation.units)
     given: Weights = mode.function(inputs)
-    device = samples.flat_mask.device
     if isinstance(given, Real) and not isinstance(given, bool):
-        weights = torch.tensor(float(given), device=device)
+        weights = torch.tensor(float(given))
     elif isinstance(given, Tensor) and (given.dim() == 0 or given.shape == (len(samples),)):
-        weights = given.detach().to(device)
+        weights = given
     elif isinstance(given, Sequence) and all(isinstance(one, Tensor) and one.dim() == 1 for one in given):
         lengths = [len(one) for one in given]
         if lengths != samples.mask_lengths.tolist():
             expected = samples.mask_lengths[:8].tolist()
             raise refused("weights_of_other_lengths", mode=mode.name, lengths=lengths[:8], expected=expected)
-        weights = samples.in_buffer(given)[None].to(device)
+        weights = samples.in_buffer(given)[None]
     else:
         shown = tuple(given.shape) if isinstance(given, Tensor) else given
         raise refused("no_weights", mode=mode.name, given=shown, type=type(given).__name__, num_samples=len(samples))
     require(torch.isfinite(weights).all(), "weights_not_finite", lambda: {"mode": mode.name})
-    return weights
+    beside = samples.masks.from_tensor((local.of(weights[0]) if weights.dim() == 2 else weights) / local.copies)
+    return local.spread(beside) if weights.dim() == 1 else beside

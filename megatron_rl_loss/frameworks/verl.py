@@ -49,7 +49,7 @@ def agg_loss(
         loss_scale_factor: L of ``seq-mean-token-sum-norm``; with other modes it has no effect, as in verl.
 
     Returns:
-        A 0-dim float32 tensor, connected to the graph. Losses at masked positions are never looked at.
+        A 0-dim tensor, at least float32, connected to the graph. Losses at masked positions are never looked at.
 
     Raises:
         ValueError: a count the mode needs is None (verl then takes the micro-batch's own, or its padded length, and the
@@ -73,14 +73,15 @@ def agg_loss(
     # With one rollout, or one token, in the step, the weights leave the division by the step's number to us.
     whole = StepTotals(step_tokens=1, rollouts=UnitCounts(all=1))
     share = reducer_of(aggregation, samples.local(0, 1), whole)(loss_mat)
+    share = share.to(torch.promote_types(loss_mat.dtype, torch.float32)) * dp_size
     assert isinstance(aggregation.mode, Mode)  # verl's names have no other
     if aggregation.mode.unit == "rollout":
         rows = (samples.active_tokens > 0).sum()
-        return share / _count("global_batch_size", global_batch_size, loss_agg_mode, rows) * dp_size
+        return share / _count("global_batch_size", global_batch_size, loss_agg_mode, rows)
     if not aggregation.mode.takes_divisor:
         tokens = samples.mask_sums.sum()
-        return share / _count("batch_num_tokens", batch_num_tokens, loss_agg_mode, tokens) * dp_size
-    return share * dp_size
+        return share / _count("batch_num_tokens", batch_num_tokens, loss_agg_mode, tokens)
+    return share
 
 
 def _count(name: str, value: float | Tensor | None, mode: str, here: Tensor) -> float | Tensor:

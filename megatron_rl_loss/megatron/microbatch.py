@@ -167,7 +167,7 @@ class Microbatch:
         layout = self.samples.layout
         if layout is not None and layout.replicated_over_cp and self._step.cp_rank > 0:
             return torch.zeros((), dtype=torch.int32)  # counted on the first of the ranks that all hold them
-        return self._local.mask.count_nonzero().to(torch.int32)
+        return self._local.num_active.to(torch.int32)
 
 
 def _check_shares(shares: Mapping[str, Tensor]) -> None:

@@ -1,0 +1,154 @@
+"""What is done with loss masks where they are: in NumPy on the host, in torch on a device.
+
+Both do the same under the same names, with arrays or tensors of their own. On the host a small NumPy operation costs a
+third of torch's, and sums and repetitions are faster too; on a device nothing waits and launches do not grow with
+samples. Lengths, starts and counts are the host's, always.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_rl_loss.layouts import Ints, concatenated_ranges
+
+#: Beyond these the float32 weight of a token could vanish or be infinite.
+SMALLEST, LARGEST = 1e-30, 1e30
+#: Values a sample or a token: an array on the host, a tensor on a device.
+Values = Any
+
+
+def join(values: Sequence[Tensor], starts: Ints, lengths: Ints, total_tokens: int) -> Tensor:
+    """One 1-D tensor a sample -> the buffer that has them at their starts, [total_tokens], 0 elsewhere.
+
+    On the values' device; their dtypes are promoted together.
+    """
+    if not values:
+        return torch.zeros(total_tokens, device="cpu")
+    joined = torch.cat(list(values)) if len(values) > 1 else values[0]
+    if joined.numel() < total_tokens:
+        gaps = np.append(starts, total_tokens) - np.append(0, starts + lengths)
+        padding = joined.new_zeros(int(gaps.max()))
+        paddings = [padding[:gap] for gap in gaps.tolist()]
+        joined = torch.cat([part for pair in zip(paddings, values, strict=False) for part in pair] + paddings[-1:])
+    return joined.detach()
+
+
+class HostMasks:
+    """Masks in their buffer, [total_tokens], on the host."""
+
+    def __init__(self, buffer: Tensor) -> None:
+        self._buffer = (buffer.float() if buffer.dtype == torch.bfloat16 else buffer).numpy()
+        self.holds_flags = self._buffer.dtype.kind != "f"
+
+    def sums(self, starts: Ints, lengths: Ints) -> Values:
+        """Of each mask, float64."""
+        return self._sums(self._buffer, starts, lengths)
+
+    def active(self, starts: Ints, lengths: Ints) -> Values:
+        """Number of entries other than 0 of each mask, float64."""
+        return self._sums(self._buffer != 0, starts, lengths)
+
+    def _sums(self, buffer: Values, starts: Ints, lengths: Ints) -> Values:
+        filled = lengths > 0
+        if 0 < len(starts) == np.count_nonzero(filled):
+            return np.add.reduceat(buffer, starts, dtype=np.float64)  # what lies between masks is 0
+        sums = np.zeros(len(starts))
+        if np.count_nonzero(filled):
+            sums[filled] = np.add.reduceat(buffer, starts[filled], dtype=np.float64)
+        return sums
+
+    def sound(self) -> bool:
+        """Whether every entry is a usable weight; flags must be 0 or 1."""
+        values = self._buffer
+        if not values.size or values.dtype == np.bool_:
+            return True
+        low, high = np.minimum.reduce(values), np.maximum.reduce(values)
+        if self.holds_flags:
+            return bool(low >= 0 and high <= 1)
+        return bool(low >= 0 and high <= LARGEST and not ((values < SMALLEST) & (values != 0)).any())  # NaN is neither
+
+    def cut(self, starts: Ints, lengths: Ints) -> Values:
+        """Pieces of the buffer, one after the other, float32."""
+        pieces = zip(starts.tolist(), (starts + lengths).tolist(), strict=True)
+        parts = [self._buffer[begin:end] for begin, end in pieces] or [self._buffer[:0]]
+        return np.concatenate(parts, dtype=np.float32, casting="unsafe")
+
+    def repeat(self, values: Values, counts: Ints) -> Values:
+        """Each value as often as its count says."""
+        return values.repeat(counts)
+
+    def positions(self, starts: Ints, lengths: Ints) -> Values:
+        """Where the pieces are in the buffer, int64."""
+        return concatenated_ranges(starts, lengths)
+
+    def inverse(self, denominators: Values) -> Values:
+        """``1 / denominators``, and something finite for 0, float32."""
+        return (1 / np.maximum(denominators, SMALLEST)).astype(np.float32)
+
+    def from_host(self, values: Tensor) -> Values:
+        return values.numpy()
+
+    def from_tensor(self, values: Tensor) -> Values:
+        return values.float().numpy(force=True)
+
+    def tensor(self, values: Values) -> Tensor:
+        return torch.from_numpy(values)
+
+
+class DeviceMasks:
+    """Masks in their buffer, [total_tokens], on a device, which is never waited for."""
+
+    def __init__(self, buffer: Tensor) -> None:
+        self._buffer = buffer
+        self.holds_flags = not buffer.is_floating_point()
+
+    def sums(self, starts: Ints, lengths: Ints) -> Values:
+        return self._sums(self._buffer.float() if self.holds_flags else self._buffer.double(), starts)
+
+    def active(self, starts: Ints, lengths: Ints) -> Values:
+        return self._sums((self._buffer != 0).float(), starts)
+
+    def _sums(self, buffer: Tensor, starts: Ints) -> Values:
+        """Exact for fewer than 2**24 float32 zeros and ones a sample."""
+        if not starts.size:
+            return buffer.new_zeros(0, dtype=torch.float64)
+        lengths = np.diff(starts, append=len(buffer))  # what lies between masks is 0
+        return torch.segment_reduce(buffer[int(starts[0]) :], "sum", lengths=self._moved(lengths), unsafe=True).double()
+
+    def sound(self) -> Tensor:
+        values = self._buffer
+        if not values.numel() or values.dtype == torch.bool:
+            return torch.ones((), dtype=torch.bool, device=values.device)
+        low, high = values.aminmax()
+        if self.holds_flags:
+            return (low >= 0) & (high <= 1)
+        return (low >= 0) & (high <= LARGEST) & ((values == 0) | (values >= SMALLEST)).all()
+
+    def cut(self, starts: Ints, lengths: Ints) -> Values:
+        whole = int(lengths.sum()) == len(self._buffer)
+        return (self._buffer if whole else self._buffer[self.positions(starts, lengths)]).float()
+
+    def repeat(self, values: Tensor, counts: Ints) -> Values:
+        return values.repeat_interleave(self._moved(counts), output_size=int(counts.sum()))
+
+    def positions(self, starts: Ints, lengths: Ints) -> Values:
+        shifts = self._moved(starts - (lengths.cumsum() - lengths))
+        return torch.arange(int(lengths.sum()), device=shifts.device) + self.repeat(shifts, lengths)
+
+    def inverse(self, denominators: Tensor) -> Values:
+        return (1 / denominators.clamp(min=SMALLEST)).float()
+
+    def from_host(self, values: Tensor) -> Values:
+        return values.to(self._buffer.device, non_blocking=True)
+
+    def from_tensor(self, values: Tensor) -> Values:
+        return values.detach().float().to(self._buffer.device, non_blocking=True)
+
+    def tensor(self, values: Tensor) -> Tensor:
+        return values
+
+    def _moved(self, values: Ints) -> Tensor:
+        return torch.from_numpy(values).to(self._buffer.device, non_blocking=True)
