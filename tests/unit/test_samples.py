@@ -69,10 +69,10 @@ def test_unusual_masks(masks: list[Tensor]) -> None:
     assert samples.active_tokens.tolist() == [int((mask != 0).sum()) for mask in masks]
     assert samples.mask_sums.dtype == samples.active_tokens.dtype == torch.float64
     assert samples.mask_lengths.dtype == np.int64
-    mask = samples.local(0, 1).mask
-    assert torch.equal(mask.double(), expected)
-    assert mask.dtype == torch.float32
-    assert not mask.requires_grad
+    for mask in (samples.local(0, 1).mask, samples.flat_mask):
+        assert torch.equal(mask.double(), expected)
+        assert mask.dtype == torch.float32
+        assert not mask.requires_grad
 
 
 @pytest.mark.parametrize("mask", UNSOUND.values(), ids=UNSOUND)
