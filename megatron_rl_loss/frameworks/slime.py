@@ -229,11 +229,11 @@ def begin_step(
 def _tokens_to_divide_by(samples: Samples, per_token: bool, counts: StepCounts | None) -> float:
     """What is left to divide a token sum by, so that the step's is the sum / step_tokens after their scaling."""
     if per_token:
-        mask_sums = samples.mask_sums
-        for refusal, found in (("light_sample", (mask_sums > 0) & (mask_sums < 1)), ("phantom_token", mask_sums == 0)):
-            if (refusal == "light_sample" or counts is None) and bool(found.any()):
-                i = int(found.nonzero()[0])
-                raise refused(refusal, sample=i, tokens=float(mask_sums[i]), count_remedy=_COUNT_REMEDY)
+        sums = samples.mask_sums
+        if light := ((sums > 0) & (sums < 1)).nonzero().flatten().tolist():
+            raise refused("light_sample", sample=light[0], tokens=float(sums[light[0]]))
+        if counts is None and (empty := (sums == 0).nonzero().flatten().tolist()):
+            raise refused("phantom_token", sample=empty[0], count_remedy=_COUNT_REMEDY)
     if counts is None:
         return 1.0
     divided_by = counts.step_tokens + counts.num_masked_samples if per_token else counts.global_batch_size
