@@ -35,7 +35,7 @@ def in_order(batch: Batch) -> tuple[Batch, list[tuple[int, int]]]:
 
 
 def summed(advantages: Tensor, batch: Batch, dealt: list[list[list[int]]]) -> tuple[float, Tensor]:
-    """Value and gradient by factor of the sum of ``advantage * factor``: homogeneous in the advantage, as it must be."""
+    """Value and gradient by factor of the sum of ``advantage * factor``: homogeneous in the advantage."""
     factors = torch.ones_like(batch.losses).requires_grad_()
     total = torch.zeros(())
     for microbatches in dealt:
@@ -71,6 +71,8 @@ def test_the_sum_is_the_steps_loss(mode: str, dp: int, seed: int) -> None:
     advantages = drop_in(batch.losses, batch.masks, mode, 2, LENGTH, boundaries)
     assert error_of(advantages, batch, mode, dp, seed) < TOLERANCE
     assert not advantages[batch.masks == 0].any()
+    halved = Batch(batch.losses, batch.masks * torch.where(torch.rand_like(batch.masks) < 0.5, 0.5, 1), batch.prompts)
+    assert error_of(drop_in(batch.losses, halved.masks, mode, 2, LENGTH, boundaries), halved, mode) < TOLERANCE
 
 
 def test_negative_control_of_the_comparison() -> None:
