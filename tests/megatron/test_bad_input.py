@@ -592,7 +592,6 @@ def check(row: Row, seen: list[Verdict]) -> None:
         assert verdict.neighbour == ACCEPTED
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("group", "row"), [pytest.param(*pair, id=pair[1].name) for pair in LAUNCHED])
 def test_refused_in_a_launch(
     group: str, row: Row, folder: None, record_property: Callable[[str, object], None]
@@ -605,7 +604,6 @@ def swallowed(flags: str) -> str:
     return outcome_of(functools.partial(parsed, flags, ignore_unknown=True))
 
 
-@pytest.mark.slow
 def test_a_misspelt_mode_flag_is_not_swallowed(folder: None) -> None:
     """With `ignore_unknown_args` Megatron lets it pass, and the run would silently average by another mode."""
     assert "--loss-agregation" in run_ranks(1, functools.partial(swallowed, "--loss-agregation token_mean"))[0]
