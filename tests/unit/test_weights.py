@@ -146,7 +146,9 @@ def test_they_are_cut_for_the_rank_and_shared_by_copies(place: Place, cp_size: i
         known = [
             (w, at) for w, at in zip(found.tolist(), held, strict=True) if at is not None
         ]  # masks may reach into padding
-        assert [w * copies for w, _ in known] == pytest.approx([100 * at[0] + at[1] + 1 for _, at in known], rel=1e-6)
+        assert [w * copies for w, _ in known] == pytest.approx(
+            [100 * at[0] + at[1] + 1 for _, at in known], rel=oracle.EXACT
+        )
 
 
 def test_no_gradient_goes_to_them() -> None:
