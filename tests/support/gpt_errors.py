@@ -22,8 +22,8 @@ FP32_BOUNDS = dict.fromkeys(("gradients", "overall", "grad_norm", "metrics", "we
 FP32_BOUNDS["updates"] = 5 * FP32_BOUNDS["gradients"]
 
 
-# Rounded to 2^-9 are results of products, forward and backward some 2 * 4 * 6 in a chain: sqrt(48) * 2^-9 = 0.014, of
-# which an entry's error may be many times. What these bounds tell apart is shown: test_bf16_bounds_would_see_another_mode.
+# Results of products are rounded to 2^-9, some 2 * 4 * 6 in a chain forward and backward: sqrt(48) * 2^-9 = 0.014, and
+# for an entry many times that. What the bounds tell apart nevertheless: test_bf16_bounds_would_see_another_mode.
 # No bound for updates: storing a weight in bfloat16 rounds it by as much as a step of Adam moves it.
 BF16_BOUNDS = {"gradients": 0.25, "overall": 0.1, "grad_norm": 0.05, "metrics": 0.02, "weights": 0.02}
 
