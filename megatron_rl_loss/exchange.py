@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl_loss.errors import BadBatchError
+from megatron_rl_loss.errors import BadBatchError, refused
 
 Group = dist.ProcessGroup
 
@@ -20,6 +20,19 @@ def rank_in(group: Group | None) -> int:
 
 def size_of(group: Group | None) -> int:
     return 1 if group is None else group.size()
+
+
+def world_size() -> int:
+    """Ranks of this job that `torch.distributed` knows of."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def check_apart(dp_group: Group | None, replicas: list[Group]) -> None:
+    """Refuse a data-parallel group that has ranks in common with a group of replicas, but for this rank itself."""
+    for group in replicas if dp_group is not None else []:
+        shared = set(dist.get_process_group_ranks(dp_group)) & set(dist.get_process_group_ranks(group))
+        if len(shared) > 1:
+            raise refused("groups_overlap", ranks=sorted(shared))
 
 
 def all_reduce(values: Tensor, group: Group | None, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:

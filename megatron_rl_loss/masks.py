@@ -80,6 +80,10 @@ class HostMasks:
         """Each value as often as its count says."""
         return values.repeat(counts)
 
+    def grouped(self, values: Values, group: Tensor, num_groups: int) -> Values:
+        """The sum of the values of each group, float64 [num_groups]."""
+        return np.bincount(group.numpy(), weights=values, minlength=num_groups)
+
     def positions(self, starts: Ints, lengths: Ints) -> Values:
         """Where the pieces are in the buffer, int64."""
         return concatenated_ranges(starts, lengths)
@@ -133,6 +137,9 @@ class DeviceMasks:
 
     def repeat(self, values: Tensor, counts: Ints) -> Values:
         return values.repeat_interleave(self._moved(counts), output_size=int(counts.sum()))
+
+    def grouped(self, values: Tensor, group: Tensor, num_groups: int) -> Values:
+        return values.new_zeros(num_groups).index_add_(0, self.from_host(group), values)
 
     def positions(self, starts: Ints, lengths: Ints) -> Values:
         shifts = self._moved(starts - (lengths.cumsum() - lengths))

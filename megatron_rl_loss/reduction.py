@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl_loss.aliases import Aggregation, resolve
+from megatron_rl_loss.checks import place_in_cp
 from megatron_rl_loss.errors import refused
 from megatron_rl_loss.ids import Ids
 from megatron_rl_loss.layouts import Layout
@@ -19,7 +20,7 @@ from megatron_rl_loss.masks import HostMasks
 from megatron_rl_loss.modes import ModeFunction, OwnMode
 from megatron_rl_loss.samples import LocalTokens, Samples
 from megatron_rl_loss.totals import StepTotals, UnitCounting
-from megatron_rl_loss.weights import weigh
+from megatron_rl_loss.weights import check_door, weigh
 
 Reducer = Callable[[Tensor], Tensor]
 
@@ -34,7 +35,7 @@ def make_pg_loss_reducer(
     rollout_ids: Ids | None = None,
     prompt_ids: Ids | None = None,
     layout: Layout | None = None,
-    cp_rank: int = 0,
+    cp_rank: int | None = None,
     cp_size: int = 1,
 ) -> "WeightedSum":
     """A closure ``reducer(per_token_loss) -> share``: this rank's share of the step loss of one micro-batch.
@@ -55,7 +56,7 @@ def make_pg_loss_reducer(
         divisor: L of ``constant``, in tokens (the generation budget, say), or d of ``token_sum``; with no other mode.
         units: count every unit (``all``, unless a framework's name says otherwise) or only those with a token of
             nonzero weight (``active``).
-        cp_rank, cp_size: this rank's place in its context-parallel group.
+        cp_rank, cp_size: this rank's place in its context-parallel group; a rank of several must be given.
 
     Returns:
         The closure. It takes the local per-token losses (float, in the layout's order) and returns a 0-dim float32
@@ -65,12 +66,12 @@ def make_pg_loss_reducer(
 
     Raises:
         ValueError, TypeError: unknown mode, a divisor that is missing, unusable or without effect, totals without the
-            count the mode needs, anything `Samples` refuses.
+            count the mode needs, or that are smaller than this micro-batch; anything `Samples` refuses.
     """
     samples = Samples(loss_masks, layout=layout, rollout_ids=rollout_ids, prompt_ids=prompt_ids)
     aggregation = resolve(mode, divisor=divisor, units=units)
-    samples.check_masks()
-    return reducer_of(aggregation, samples.local(cp_rank, cp_size), totals)
+    check_door(samples, totals)
+    return reducer_of(aggregation, samples.local(place_in_cp(cp_rank, cp_size), cp_size), totals)
 
 
 def reducer_of(aggregation: Aggregation, local: LocalTokens, totals: StepTotals) -> "WeightedSum":

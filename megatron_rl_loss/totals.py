@@ -6,29 +6,41 @@ are replicated over context-, tensor- and pipeline-parallel ranks, so counts are
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl_loss.checks import check_count
+from megatron_rl_loss.checks import check_count, require
 from megatron_rl_loss.errors import refused
 from megatron_rl_loss.exchange import (
     Exchange,
     Group,
     all_reduce,
+    check_apart,
     if_several,
     raise_together,
     rank_in,
     scramble,
     size_of,
+    world_size,
 )
 from megatron_rl_loss.ids import Ids, as_ids
 from megatron_rl_loss.masks import HostMasks
 from megatron_rl_loss.samples import Samples
 
 UnitCounting = Literal["all", "active"]
+
+
+class Unsaid(Enum):
+    """A group that was not spoken of: not the same as none."""
+
+    UNSAID = "unsaid"
+
+
+UNSAID = Unsaid.UNSAID
 
 
 class TokensById:
@@ -44,6 +56,17 @@ class TokensById:
             check_count(f"the token count of id {unit!r}", count)
         counts = torch.tensor(list(tokens.values()), dtype=torch.float64, device="cpu")
         return cls(as_ids("the ids of token counts", list(tokens), len(tokens)), counts)
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def __repr__(self) -> str:
+        return f"<tokens of {len(self)} ids, {float(self.total):g} in all>"
+
+    @property
+    def total(self) -> float:
+        """Mask tokens of all these units."""
+        return float(self._tokens.sum())
 
     def of(self, name: str, ids: Tensor) -> Tensor:
         """Tokens of the unit of each id, float64; ValueError for an id that is not among them."""
@@ -73,10 +96,14 @@ class UnitCounts:
         for name in ("all", "active"):
             if (count := getattr(self, name)) is not None:
                 check_count(f"UnitCounts.{name}", count)
+        if None not in (self.all, self.active) and self.active > self.all:  # type: ignore[operator]
+            raise refused("more_active_than_all", active=self.active, all=self.all)
         if isinstance(self.tokens, Mapping):
             object.__setattr__(self, "tokens", TokensById.from_mapping(self.tokens))
         elif self.tokens is not None and not isinstance(self.tokens, TokensById):
             raise refused("no_token_mapping", value=self.tokens)
+        if self.tokens is not None and self.all is not None and len(self.tokens) > self.all:
+            raise refused("more_ids_than_units", ids=len(self.tokens), all=self.all)
 
     def counted(self, units: UnitCounting) -> int | None:
         """How many units count."""
@@ -109,6 +136,37 @@ class StepTotals:
         for name in ("rollouts", "prompts"):
             if not isinstance(units := getattr(self, name), UnitCounts):
                 raise refused("no_unit_counts", name=name, value=units)
+            if isinstance(units.tokens, TokensById):
+                _check_fits("step_tokens", units.tokens.total, self.step_tokens)
+        tokens, active = self.step_tokens, self.step_active_tokens
+        if None not in (tokens, active) and (tokens == 0) != (active == 0):
+            raise refused("tokens_disagree", tokens=tokens, active=active)
+
+    def check_covers(self, samples: Samples) -> None:
+        """Refuse totals of a part of the step (a micro-batch, one rank): these samples alone are more than all of it.
+
+        On a device without waiting.
+        """
+        if not len(samples):
+            return
+        _check_fits("step_tokens", samples.sums.sum(), self.step_tokens)
+        for name, ids, units in (
+            ("rollout", samples.rollout_ids, self.rollouts),
+            ("prompt", samples.prompt_ids, self.prompts),
+        ):
+            if ids is not None:
+                unique, unit = ids.unique(return_inverse=True)
+                sums = samples.masks.grouped(samples.sums, unit, len(unique))
+                if isinstance(units.tokens, TokensById):
+                    whole = samples.masks.from_host(units.tokens.of(f"{name}_ids", unique)) * _SLACK
+                    require((sums <= whole).all(), "unit_too_small", lambda name=name: {"unit": name})  # type: ignore[misc]
+            elif name == "rollout":
+                sums = samples.sums
+            else:
+                continue
+            _check_fits(f"{name}s.all", len(sums), units.all)
+            if units.active is not None:
+                _check_fits(f"{name}s.active", (sums > 0).sum(), units.active)
 
     @classmethod
     def from_loss_masks(
@@ -117,7 +175,7 @@ class StepTotals:
         *,
         rollout_ids: Ids | None = None,
         prompt_ids: Ids | None = None,
-        dp_group: Group | None = None,
+        dp_group: Group | Unsaid | None = UNSAID,
         replica_groups: Sequence[Group] = (),
     ) -> "StepTotals":
         """Totals of a step from the full (not CP-sliced) masks of all samples this DP rank holds in it.
@@ -125,16 +183,31 @@ class StepTotals:
         Args:
             loss_masks: one 1-D tensor a sample, over all micro-batches of the step; none if the rank has no sample.
             rollout_ids, prompt_ids: as in `Samples`. Units may straddle micro-batches and DP ranks.
-            dp_group: the data-parallel group *without* context parallelism; None for a single DP rank.
+            dp_group: the data-parallel group *without* context parallelism. None where this rank alone holds the whole
+                step; that must be said where `torch.distributed` has several ranks.
             replica_groups: groups whose ranks hold the same samples (context, tensor, pipeline parallel). Totals are
                 not summed over them; errors travel over them and their ranks are checked to agree.
 
         Raises:
             TypeError, ValueError: as `Samples`.
+            ValueError: no word of a dp_group among several ranks; a dp_group that overlaps a replica group.
             BadBatchError: with groups, on every rank, naming the rank that failed and why.
         """
+        if dp_group is UNSAID and world_size() > 1:
+            raise refused("dp_group_unsaid", world_size=world_size())
+        dp_group = None if isinstance(dp_group, Unsaid) else dp_group
         held = attempt(lambda: [Samples(loss_masks, rollout_ids=rollout_ids, prompt_ids=prompt_ids)])
         return reduce_step_totals(held, dp_group=dp_group, replica_groups=replica_groups)
+
+
+#: Sums of fractional masks may differ in the last bit.
+_SLACK = 1 + 1e-9
+
+
+def _check_fits(name: str, here: Any, whole: float | None) -> None:
+    """Refuse a count of the whole step that is below what is in hand."""
+    if whole is not None:
+        require(here <= whole * _SLACK, "totals_too_small", lambda: {"name": name, "here": float(here), "whole": whole})
 
 
 Held = TypeVar("Held")
@@ -178,6 +251,7 @@ def reduce_step_totals(
     dp_group = if_several(dp_group)
     replicas = [group for group in replica_groups if if_several(group) is not None]
     groups = [group for group in (dp_group, *replicas) if group is not None]
+    check_apart(dp_group, replicas)
     counted = held if isinstance(held, Exception) else attempt(lambda: _LocalCounts(held or [], count_prompts))
     failure = counted if isinstance(counted, Exception) else None
     local = _LocalCounts([], count_prompts) if isinstance(counted, Exception) else counted
@@ -252,7 +326,8 @@ class _LocalCounts:
         self.mask_sums, active_tokens = _read_back(filled)
         self.active_tokens = active_tokens.sum()
         self.rollout_ids = _join_ids("rollout_ids", [samples.rollout_ids for samples in filled])
-        self.prompt_ids = _join_ids("prompt_ids", [samples.prompt_ids for samples in filled]) if count_prompts else None
+        self.prompts_of_rollouts = _join_ids("prompt_ids", [samples.prompt_ids for samples in filled])
+        self.prompt_ids = self.prompts_of_rollouts if count_prompts else None
 
     def header(self, dp_rank: int) -> Tensor:
         header = torch.zeros(_HEADER_SIZE, dtype=torch.float64, device="cpu")
@@ -281,7 +356,8 @@ class _LocalCounts:
         keys = torch.cat([ids * 2 + kind for kind, ids in enumerate(kinds)])
         sums = torch.cat([self.mask_sums if ids.numel() else self.mask_sums[:0] for ids in kinds])
         # A rollout's row also says its prompt, so that the owner sees an id that is used under two prompts.
-        prompts = no_ids if self.prompt_ids is None or self.rollout_ids is None else self.prompt_ids
+        known = self.rollout_ids is not None and self.prompts_of_rollouts is not None
+        prompts = self.prompts_of_rollouts if known else no_ids
         prompt_of_key = torch.cat([prompts, keys[prompts.numel() :]])
         my_keys, my_sums, my_prompts, clash = _sum_by_key(keys, sums, prompt_of_key)
         exchange = Exchange(my_keys, dp_group)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl_loss.aliases import Aggregation, resolve
-from megatron_rl_loss.checks import require
+from megatron_rl_loss.checks import place_in_cp, require
 from megatron_rl_loss.errors import refused
 from megatron_rl_loss.masks import SMALLEST, Values
 from megatron_rl_loss.modes import Mode, ModeFunction, ModeInputs, OwnMode, Weights
@@ -25,7 +25,7 @@ def token_weights(
     *,
     divisor: float | None = None,
     units: UnitCounting | None = None,
-    cp_rank: int = 0,
+    cp_rank: int | None = None,
     cp_size: int = 1,
 ) -> Tensor:
     """The weight of every token that this rank holds, mask included: ``sum_t w_t * loss_t`` is its share of the loss.
@@ -37,7 +37,7 @@ def token_weights(
     Args:
         mode, divisor, units, totals: as in `make_pg_loss_reducer`.
         samples: one micro-batch.
-        cp_rank, cp_size: this rank's place in its context-parallel group.
+        cp_rank, cp_size: this rank's place in its context-parallel group; a rank of several must be given.
 
     Returns:
         float32 [num_local_tokens], on the masks' device, in the order of the layout; 0 where the mask is 0. Where every
@@ -46,7 +46,17 @@ def token_weights(
     Raises:
         ValueError, TypeError: as `make_pg_loss_reducer`.
     """
-    return weigh(resolve(mode, divisor=divisor, units=units), samples.local(cp_rank, cp_size), totals)
+    aggregation = resolve(mode, divisor=divisor, units=units)
+    check_door(samples, totals)
+    return weigh(aggregation, samples.local(place_in_cp(cp_rank, cp_size), cp_size), totals)
+
+
+def check_door(samples: Samples, totals: StepTotals) -> None:
+    """Refuse what a user may hand in and a look-ahead never does: unsound masks, totals of a part of the step."""
+    if not isinstance(totals, StepTotals):
+        raise refused("no_totals", value=totals)
+    samples.check_masks()
+    totals.check_covers(samples)
 
 
 def weigh(aggregation: Aggregation, local: LocalTokens, totals: StepTotals) -> Tensor:
