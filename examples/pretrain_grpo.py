@@ -32,7 +32,7 @@ from rollouts import Pack, Rollout, packs_of_rank, read_rollouts
 
 from megatron_rl_loss import ppo_clip_loss
 from megatron_rl_loss.arguments import add_loss_aggregation_args
-from megatron_rl_loss.megatron import LossAggregation, Microbatch
+from megatron_rl_loss.megatron import LossAggregation, Microbatch, next_microbatch
 
 
 def add_args(parser: ArgumentParser) -> ArgumentParser:
@@ -65,7 +65,7 @@ def data_provider(
 
 def forward_step(data_iterator: Iterator[Microbatch], model: Any) -> tuple[Tensor, Any]:
     args = get_args()
-    microbatch = next(data_iterator)  # (2) your batch in .data, and what its losses need
+    microbatch = next_microbatch(data_iterator)  # (2) your batch in .data, and what its losses need
     pack: Pack = microbatch.data
 
     def local(values: Tensor) -> Tensor:

@@ -64,6 +64,7 @@ def read_rollouts(path: str | Path, *, vocab_size: int, normalize_by_std: bool =
         try:
             rollout = _parse(line, vocab_size)
             _check_alike(rollout, first_of.setdefault(rollout.rollout_id, rollout))
+            _check_prompt(rollout, prompt_of.setdefault(rollout.prompt_id, rollout))
             rollouts.append(rollout)
             if (rollout.old_log_probs is None) != (rollouts[0].old_log_probs is None):
                 raise ValueError("old_log_probs must be on all lines or on none")
@@ -121,6 +122,13 @@ def _check_alike(rollout: Rollout, first: Rollout) -> None:
     """Two samples of one rollout."""
     if (rollout.prompt_id, rollout.reward) != (first.prompt_id, first.reward):
         raise ValueError(f"rollout_id {rollout.rollout_id!r} came before with another prompt_id or reward")
+
+
+def _check_prompt(rollout: Rollout, first: Rollout) -> None:
+    """A rollout that is not split and another one of its prompt: parts of a split rollout may begin later."""
+    whole = rollout.rollout_id != first.rollout_id
+    if whole and rollout.prompt_tokens != first.prompt_tokens:
+        raise ValueError(f"prompt_id {rollout.prompt_id!r} came before with other prompt_tokens")
 
 
 def _with_advantages(rollouts: list[Rollout], normalize_by_std: bool) -> list[Rollout]:

@@ -112,7 +112,7 @@ class Aggregation:
     def describe(self) -> str:
         """One line for the log."""
         divisor = "" if self.divisor is None else f", divisor {self.divisor:g}"
-        return f"loss aggregation: {self.mode.name}{divisor}, units: {self.units}"
+        return f"loss aggregation: {self.mode.name}{divisor}, unit counting {self.units}"
 
 
 def resolve(
@@ -204,6 +204,8 @@ def _find(name: str) -> PeerName:
         frameworks = list(dict.fromkeys(peer.framework for peer in NAMES))
         rule = f"there is no framework {framework!r}"
         raise refused("unknown_alias", name=name, rule=rule, choices=did_you_mean(framework, frameworks))
+    if setting == NUMBER:
+        raise refused("number_left_out", name=name)
     if setting in peers:
         return peers[setting]
     if NUMBER in peers and _is_number(setting):

@@ -173,6 +173,8 @@ def check_megatron_settings(settings: Any, per_token: bool) -> None:
         raise refused("weight_remat")
     if getattr(settings, "cuda_graph_impl", None) == "full_iteration":
         raise refused("captured_iteration")
+    if scheduler := getattr(settings, "sequence_packing_scheduler", None):
+        raise refused("sequence_packing", value=scheduler)
     if per_token and "use_torch_fsdp2" in given:
         raise refused("per_token_fsdp2")
     if per_token and "ddp_average_in_collective" in given:

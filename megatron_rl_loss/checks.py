@@ -24,7 +24,7 @@ def check_int(name: str, value: object, at_least: int, remedy: str) -> None:
 
 def check_count(name: str, value: object) -> None:
     """Refuse what cannot be a count of the step: a finite number from 0 on."""
-    if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= value < float("inf"):  # type: ignore[operator]
+    if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= value < 1e18:  # type: ignore[operator]
         raise refused("not_a_count", name=name, value=value)
 
 

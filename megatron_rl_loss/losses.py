@@ -60,8 +60,8 @@ def ppo_clip_loss(
 
     Raises:
         ValueError: log-probs of different shapes, factors that do not broadcast to them, ``clip_low`` outside (0, 1],
-            ``clip_high`` <= 0, or from 1 to 2, which looks like a bound of the ratio, ``dual_clip`` <= 1; advantages that
-            require grad; values that cannot be log-probs, above 0.1 (on a device only the first call looks, which waits).
+            ``clip_high`` <= 0, or from 1 to 2, which looks like a bound of the ratio, ``dual_clip`` <= 1; advantages
+            that require grad; values above 0.1, which are no log-probs (on a device the first call alone looks).
 
     Source: PPO, arXiv:1707.06347 eq. 7; separate bounds, DAPO, arXiv:2503.14476 eq. 10; dual clip, arXiv:1912.09729
     eq. 5.

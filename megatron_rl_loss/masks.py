@@ -92,6 +92,15 @@ class HostMasks:
         """``1 / denominators``, and something finite for 0, float32."""
         return (1 / np.maximum(denominators, SMALLEST)).astype(np.float32)
 
+    def keep_all(self, weights: Values, flags: Values) -> Any:
+        """Whether no token lost its weight to rounding."""
+        return np.count_nonzero(weights) == np.count_nonzero(flags)
+
+    def to_bytes(self) -> bytes:
+        """The same for the same masks, whatever integer type holds flags."""
+        values = np.packbits(self._buffer != 0) if self.holds_flags else self._buffer.astype(np.float32)
+        return values.tobytes()
+
     def from_host(self, values: Tensor) -> Values:
         return values.numpy()
 
@@ -147,6 +156,13 @@ class DeviceMasks:
 
     def inverse(self, denominators: Tensor) -> Values:
         return (1 / denominators.clamp(min=SMALLEST)).float()
+
+    def keep_all(self, weights: Tensor, flags: Tensor) -> Any:
+        return ((weights == 0) == (flags == 0)).all()
+
+    def to_bytes(self) -> bytes:
+        values = (self._buffer != 0).cpu() if self.holds_flags else self._buffer.float().cpu()
+        return HostMasks(values).to_bytes()
 
     def from_host(self, values: Tensor) -> Values:
         return values.to(self._buffer.device, non_blocking=True)

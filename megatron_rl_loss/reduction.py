@@ -77,7 +77,9 @@ def make_pg_loss_reducer(
 def reducer_of(aggregation: Aggregation, local: LocalTokens, totals: StepTotals) -> "WeightedSum":
     """`make_pg_loss_reducer` of parts that are made already."""
     own = isinstance(aggregation.mode, OwnMode)
-    return WeightedSum(weigh(aggregation, local, totals), local.samples, local.cp_size, zero_where_masked=not own)
+    weights = weigh(aggregation, local, totals)
+    scale = local.gradient_scale
+    return WeightedSum(weights, local.samples, local.cp_size, zero_where_masked=not own, gradient_scale=scale)
 
 
 class WeightedSum:
@@ -85,11 +87,20 @@ class WeightedSum:
 
     Attributes:
         weights: float32 [num_local_tokens], in the order of the losses. They move to the device of the losses.
+        gradient_scale: the gradient is that of so many sums (see `Gathered`).
         zero_where_masked: whether the tokens of weight 0 are just those that the loss mask leaves out.
     """
 
-    def __init__(self, weights: Tensor, samples: Samples, cp_size: int, zero_where_masked: bool = False) -> None:
+    def __init__(
+        self,
+        weights: Tensor,
+        samples: Samples,
+        cp_size: int,
+        zero_where_masked: bool = False,
+        gradient_scale: int = 1,
+    ) -> None:
         self.weights = weights
+        self.gradient_scale = gradient_scale
         self.zero_where_masked = zero_where_masked
         self._samples = samples
         self._shapes = samples.loss_shapes(len(weights), cp_size)
@@ -112,12 +123,19 @@ class WeightedSum:
                 rows = [values.reshape(-1) for values in (per_token_loss, *metrics)]
                 same_zeros = metric_sum is self or (self.zero_where_masked and metric_sum.zero_where_masked)
                 share, *sums = _sums_without_looking(rows, weights, metric_weights, same_zeros)
-            return _WithGradient.apply(per_token_loss, weights, [share]), sums  # type: ignore[no-untyped-call]
-        share = _sum_of_losses(per_token_loss, weights)
+            share = _WithGradient.apply(per_token_loss, weights, [share])  # type: ignore[no-untyped-call]
+            return self._scaled(share), sums
+        share = self._scaled(_sum_of_losses(per_token_loss, weights))
         if not metrics:
             return share, []
         with torch.no_grad():
             return share, _sums_of_metrics([values.reshape(-1) for values in metrics], metric_weights)
+
+    def _scaled(self, share: Tensor) -> Tensor:
+        """The same value with `gradient_scale` times its gradient."""
+        if self.gradient_scale == 1:
+            return share
+        return share + (self.gradient_scale - 1) * (share - share.detach())
 
     def _check(self, what: str, values: Tensor) -> None:
         if not isinstance(values, Tensor) or not values.is_floating_point():

@@ -6,6 +6,7 @@ Reducers sum weight * loss; folding multiplies weights to advantages; the framew
 from collections.abc import Sequence
 from numbers import Real
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -63,10 +64,17 @@ def weigh(aggregation: Aggregation, local: LocalTokens, totals: StepTotals) -> T
     """`token_weights` of parts that are made already."""
     mode, samples = aggregation.mode, local.samples
     if isinstance(mode, OwnMode):
-        beside = _own_weights(mode, aggregation, local, totals)
-    else:
-        beside = _unit_weights(mode, aggregation, local, totals)
-    return samples.masks.tensor(local.flags * beside)
+        return samples.masks.tensor(local.flags * _own_weights(mode, aggregation, local, totals))
+    beside = _unit_weights(mode, aggregation, local, totals)
+    weights = local.flags * beside
+    if len(samples) and (isinstance(beside, float) or not samples.masks.holds_flags):
+        kept = beside > _TINY if samples.masks.holds_flags else samples.masks.keep_all(weights, local.flags)
+        require(kept, "weights_underflow", dict)
+    return samples.masks.tensor(weights)
+
+
+#: The smallest float32 that is not rounded to fewer bits.
+_TINY = float(np.finfo(np.float32).tiny)
 
 
 def _unit_weights(mode: Mode, aggregation: Aggregation, local: LocalTokens, totals: StepTotals) -> Values:
@@ -88,6 +96,21 @@ def _unit_weights(mode: Mode, aggregation: Aggregation, local: LocalTokens, tota
     if denominator == 0:
         require((samples.sums == 0).all(), "no_units", lambda: {"counts": _counts_of(mode, aggregation.units)})
     return 1 / max(denominator, SMALLEST)
+
+
+def missing_counts(aggregation: Aggregation, totals: StepTotals, *, with_rollout_ids: bool) -> list[str]:
+    """The counts that the mode will need and the totals do not hold, by name."""
+    mode = aggregation.mode
+    if isinstance(mode, OwnMode):
+        return []
+    if mode.unit == "step":
+        needed: dict[str, object] = {} if mode.takes_divisor else {"step_tokens": totals.step_tokens}
+    else:
+        units = _units_of(mode, totals)
+        needed = {f"{mode.unit}s.{aggregation.units}": units.counted(aggregation.units)}
+        if mode.unit == "prompt" or with_rollout_ids:
+            needed[f"{mode.unit}s.tokens"] = units.tokens
+    return [name for name, count in needed.items() if count is None]
 
 
 def _counts_of(mode: Mode, units: UnitCounting) -> str:
