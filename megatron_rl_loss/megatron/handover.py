@@ -86,4 +86,4 @@ def _what_it_is(value: Any) -> str:
     """The likely mistake, in so far as the value shows it."""
     if not isinstance(value, Tensor):
         return f"it is a {type(value).__name__}"
-    return "another aggregation, a factor or a term on top, or an earlier micro-batch's loss, scaled as if it were this one"
+    return "it is another aggregation, has a factor or a term on top, or is an earlier micro-batch's loss"
