@@ -27,7 +27,7 @@ def join(values: Sequence[Tensor], starts: Ints, lengths: Ints, total_tokens: in
     """
     if not values:
         return torch.zeros(total_tokens, device="cpu")
-    joined = torch.cat(list(values)) if len(values) > 1 else values[0]
+    joined = torch.cat(list(values))  # a copy of one too: masks may be changed later
     if joined.numel() < total_tokens:
         gaps = np.append(starts, total_tokens) - np.append(0, starts + lengths)
         padding = joined.new_zeros(int(gaps.max()))

@@ -104,6 +104,11 @@ class Samples:
                 raise refused("masks_apart", devices=sorted(devices)) from None
             raise
 
+    @property
+    def flat_mask(self) -> Tensor:
+        """The masks in the layout's buffer, float32 [total_tokens], 0 in padding, on their device."""
+        return self.masks.tensor(self.masks.cut(np.zeros(1, np.int64), np.array([self.total_tokens])))
+
     @cached_property
     def sums(self) -> Values:
         """`mask_sums`, as an array or tensor that `masks` works with."""
