@@ -5,6 +5,7 @@ Everything here is pure torch. `megatron_rl_loss.arguments` holds the flags, `me
 
 from megatron_rl_loss.errors import BadBatchError
 from megatron_rl_loss.folding import fold_into_advantages, is_folded
+from megatron_rl_loss.invariance import ModeReport, check_reducer
 from megatron_rl_loss.layouts import Contiguous, Gathered, Layout, ZigzagBSHD, ZigzagResponse, ZigzagTHD
 from megatron_rl_loss.losses import (
     PolicyLoss,
@@ -30,6 +31,7 @@ __all__ = [
     "LocalTokens",
     "Mode",
     "ModeInputs",
+    "ModeReport",
     "PolicyLoss",
     "Reducer",
     "Samples",
@@ -39,6 +41,7 @@ __all__ = [
     "ZigzagResponse",
     "ZigzagTHD",
     "available_modes",
+    "check_reducer",
     "fold_into_advantages",
     "group_relative_advantages",
     "is_folded",
