@@ -126,7 +126,7 @@ def test_carrier_c_counts_tokens_as_they_are() -> None:
             microbatch = Microbatch(None, samples, step)
             losses = torch.ones(len(samples.local(cp_rank, 2)), requires_grad=True)
             _, count, _ = microbatch.loss(losses)
-            assert int(count) == int((samples.flat_mask[positions] != 0).sum()), (layout, cp_rank)
+            assert int(count) == int((samples.local(0, 1).mask[positions] != 0).sum()), (layout, cp_rank)
 
 
 def test_carrier_a_counts_one_whatever_is_masked() -> None:

@@ -273,7 +273,7 @@ def weights(mutant: Weigh) -> Plant:
 
 def tokens_of(local: LocalTokens) -> float:
     """Of the micro-batch alone; an empty one counts as one token."""
-    return max(float(local.samples.flat_mask.sum()), 1.0)
+    return max(float(local.samples.mask_sums.sum()), 1.0)
 
 
 def mean_of_microbatch_means(num_microbatches: int) -> Plant:
@@ -290,7 +290,7 @@ def mean_of_row_weighted_means(aggregation: Aggregation, local: LocalTokens, ste
 def masked_mean_without_guard(aggregation: Aggregation, local: LocalTokens, step_totals: StepTotals) -> Tensor:
     """Each sample's own mean, 0/0 where all is masked."""
     means = 1 / (local.samples.mask_sums * step_totals.rollouts.all)  # type: ignore[operator]
-    return local.mask * local.spread(means.float())
+    return local.mask * means.float()[local.sample_index]
 
 
 def token_mean_as_sequence_sum(aggregation: Aggregation, local: LocalTokens, step_totals: StepTotals) -> Tensor:
@@ -327,12 +327,12 @@ def multiplied_by_mask(patch: pytest.MonkeyPatch) -> None:
 
 
 def counted_by_length(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Samples, "mask_sums", property(lambda self: torch.from_numpy(self.mask_lengths).double()))
+    patch.setattr(Samples, "sums", property(lambda self: self.mask_lengths.astype(float)))
 
 
 def at_least_one_token_each(patch: pytest.MonkeyPatch) -> None:
-    count = vars(Samples)["mask_sums"].func
-    patch.setattr(Samples, "mask_sums", property(lambda self: count(self).clamp(min=1)))
+    count = vars(Samples)["sums"].func
+    patch.setattr(Samples, "sums", property(lambda self: count(self).clip(min=1)))
 
 
 def pack_as_one_sequence(patch: pytest.MonkeyPatch) -> None:
