@@ -159,14 +159,14 @@ def group_relative_advantages(
     if rewards.dim() != 1 or not bool(torch.isfinite(rewards).all()):
         raise refused("odd_rewards", shape=tuple(rewards.shape))
     prompts = as_ids("prompt_ids", prompt_ids, rewards.numel())
-    _, group = prompts.to(rewards.device).unique(return_inverse=True)
+    unique, group = prompts.to(rewards.device).unique(return_inverse=True)
     exact = rewards.double()
     counts = _once_a_rollout(exact, group, rollout_ids)
-    size = group.bincount(weights=counts)
 
     def group_sum(values: Tensor) -> Tensor:
-        return torch.zeros_like(size).index_add_(0, group, values * counts)
+        return torch.zeros_like(unique, dtype=torch.float64).index_add_(0, group, values * counts)
 
+    size = group_sum(torch.ones_like(exact))
     centred = exact - (group_sum(exact) / size)[group]
     if rewards.numel() > 1 and not centred.any():
         warnings.warn("all rewards are equal within their prompt groups: all advantages are 0", stacklevel=2)

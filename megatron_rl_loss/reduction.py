@@ -20,7 +20,7 @@ from megatron_rl_loss.masks import HostMasks
 from megatron_rl_loss.modes import ModeFunction, OwnMode
 from megatron_rl_loss.samples import LocalTokens, Samples
 from megatron_rl_loss.totals import StepTotals, UnitCounting
-from megatron_rl_loss.weights import check_door, weigh
+from megatron_rl_loss.weights import weigh, weigh_at_the_door
 
 Reducer = Callable[[Tensor], Tensor]
 
@@ -70,16 +70,13 @@ def make_pg_loss_reducer(
     """
     samples = Samples(loss_masks, layout=layout, rollout_ids=rollout_ids, prompt_ids=prompt_ids)
     aggregation = resolve(mode, divisor=divisor, units=units)
-    check_door(samples, totals)
-    return reducer_of(aggregation, samples.local(place_in_cp(cp_rank, cp_size), cp_size), totals)
+    local = samples.local(place_in_cp(cp_rank, cp_size), cp_size)
+    return WeightedSum(weigh_at_the_door(aggregation, local, totals), local, aggregation)
 
 
 def reducer_of(aggregation: Aggregation, local: LocalTokens, totals: StepTotals) -> "WeightedSum":
-    """`make_pg_loss_reducer` of parts that are made already."""
-    own = isinstance(aggregation.mode, OwnMode)
-    weights = weigh(aggregation, local, totals)
-    scale = local.gradient_scale
-    return WeightedSum(weights, local.samples, local.cp_size, zero_where_masked=not own, gradient_scale=scale)
+    """`make_pg_loss_reducer` of parts that are made and checked already."""
+    return WeightedSum(weigh(aggregation, local, totals), local, aggregation)
 
 
 class WeightedSum:
@@ -91,19 +88,12 @@ class WeightedSum:
         zero_where_masked: whether the tokens of weight 0 are just those that the loss mask leaves out.
     """
 
-    def __init__(
-        self,
-        weights: Tensor,
-        samples: Samples,
-        cp_size: int,
-        zero_where_masked: bool = False,
-        gradient_scale: int = 1,
-    ) -> None:
+    def __init__(self, weights: Tensor, local: LocalTokens, aggregation: Aggregation) -> None:
         self.weights = weights
-        self.gradient_scale = gradient_scale
-        self.zero_where_masked = zero_where_masked
-        self._samples = samples
-        self._shapes = samples.loss_shapes(len(weights), cp_size)
+        self.gradient_scale = local.gradient_scale
+        self.zero_where_masked = not isinstance(aggregation.mode, OwnMode)
+        self._samples = local.samples
+        self._shapes = local.samples.loss_shapes(len(weights), local.cp_size)
 
     def __call__(self, per_token_loss: Tensor) -> Tensor:
         return self.with_metrics(per_token_loss, [])[0]

@@ -8,6 +8,7 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -102,8 +103,6 @@ class UnitCounts:
             object.__setattr__(self, "tokens", TokensById.from_mapping(self.tokens))
         elif self.tokens is not None and not isinstance(self.tokens, TokensById):
             raise refused("no_token_mapping", value=self.tokens)
-        if self.tokens is not None and self.all is not None and len(self.tokens) > self.all:
-            raise refused("more_ids_than_units", ids=len(self.tokens), all=self.all)
 
     def counted(self, units: UnitCounting) -> int | None:
         """How many units count."""
@@ -161,7 +160,9 @@ class StepTotals:
                 sums = samples.masks.grouped(samples.sums, unit, len(unique))
                 if isinstance(units.tokens, TokensById):
                     whole = samples.masks.from_host(units.tokens.of(f"{name}_ids", unique)) * _SLACK
-                    require((sums <= whole).all(), "unit_too_small", lambda name=name: {"unit": name})  # type: ignore[misc]
+                    excess = sums - whole
+                    facts = {"unit": name}, sums, excess
+                    require((excess <= 0).all(), "unit_too_small", partial(_largest_excess, *facts))
             elif name == "rollout":
                 sums = samples.sums
             else:
@@ -210,6 +211,10 @@ def _check_fits(name: str, here: Any, whole: float | None) -> None:
     """Refuse a count of the whole step that is below what is in hand."""
     if whole is not None:
         require(here <= whole * _SLACK, "totals_too_small", lambda: {"name": name, "here": float(here), "whole": whole})
+
+
+def _largest_excess(facts: dict[str, Any], sums: Any, excess: Any) -> dict[str, Any]:
+    return {**facts, "tokens": float(sums[int(excess.argmax())])}
 
 
 Held = TypeVar("Held")

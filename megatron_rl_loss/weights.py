@@ -48,16 +48,17 @@ def token_weights(
         ValueError, TypeError: as `make_pg_loss_reducer`.
     """
     aggregation = resolve(mode, divisor=divisor, units=units)
-    check_door(samples, totals)
-    return weigh(aggregation, samples.local(place_in_cp(cp_rank, cp_size), cp_size), totals)
+    return weigh_at_the_door(aggregation, samples.local(place_in_cp(cp_rank, cp_size), cp_size), totals)
 
 
-def check_door(samples: Samples, totals: StepTotals) -> None:
-    """Refuse what a user may hand in and a look-ahead never does: unsound masks, totals of a part of the step."""
+def weigh_at_the_door(aggregation: Aggregation, local: LocalTokens, totals: StepTotals) -> Tensor:
+    """`weigh`, and refuse what a user may hand in and a look-ahead never does: unsound masks, totals of a part."""
     if not isinstance(totals, StepTotals):
         raise refused("no_totals", value=totals)
-    samples.check_masks()
-    totals.check_covers(samples)
+    local.samples.check_masks()
+    weights = weigh(aggregation, local, totals)
+    totals.check_covers(local.samples)
+    return weights
 
 
 def weigh(aggregation: Aggregation, local: LocalTokens, totals: StepTotals) -> Tensor:

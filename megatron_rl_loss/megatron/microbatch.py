@@ -161,9 +161,9 @@ class Microbatch:
                 were never used; names that differ from those of the step's first micro-batch.
         """
         step = self._step
+        _check_shares({"the loss": share, **report})
         if not self._reduced:
             raise refused("share_not_reduced")
-        _check_shares({"the loss": share, **report})
         if torch.is_grad_enabled() and not share.requires_grad:
             raise refused("loss_without_graph")
         if not step.report_keys:
