@@ -492,9 +492,9 @@ def test_totals_of_less_than_these_samples_are_refused(field: str) -> None:
         text = (
             f"samples whose {field} alone are .*Make the totals from all samples|active units of .*Count the whole step"
         )
+        count = attrgetter(field)(whole) - 1
         with pytest.raises(ValueError, match=text):
-            less = changed(whole, field, attrgetter(field)(whole) - 1)
-            step.fold(everything, mode=mode, divisor=divisor_of(mode), totals=less)
+            step.fold(everything, mode=mode, divisor=divisor_of(mode), totals=changed(whole, field, count))
 
 
 @pytest.mark.parametrize("kind", ["rollout", "prompt"])
