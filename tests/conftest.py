@@ -35,7 +35,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Where ranks will be forked, the process that forks them imports Megatron beside the first tests."""
     modules = {item.module for item in session.items if isinstance(item, pytest.Function)}
-    if "ranks" in sys.modules and any(hasattr(module, "run_ranks") for module in modules):
+    if any(hasattr(module, "run_ranks") for module in modules) and not session.config.option.collectonly:
         sys.modules["ranks"].warm_up()
 
 

@@ -69,9 +69,10 @@ def _schedule_factor(config: Any, num_microbatches: int, cp_group: Group) -> flo
         setattr(quiet, name, None)
     device = device_of(cp_group)
     count = torch.tensor(_NUM_TOKENS, dtype=torch.int32, device=device)
-    # Later Megatrons take the group itself.
     taken = inspect.signature(schedules.forward_step_calc_loss).parameters
-    cp = {"cp_group": cp_group, "cp_group_size": cp_group.size()}
+    cp: dict[str, object] = {"cp_group": cp_group} if "cp_group" in taken else {}  # later Megatrons take the group
+    if "cp_group_size" in taken or not cp:
+        cp["cp_group_size"] = cp_group.size()
     try:
         loss, returned = schedules.forward_step_calc_loss(
             model=None,
@@ -83,7 +84,7 @@ def _schedule_factor(config: Any, num_microbatches: int, cp_group: Group) -> flo
             num_microbatches=num_microbatches,
             forward_data_store=[],
             is_last_stage=True,
-            **{name: value for name, value in cp.items() if name in taken},
+            **cp,
         )
     except Exception as error:
         raise refused("not_probed", error=f"{type(error).__name__}: {error}") from error

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from placements import Place, every_layout, laid_out
-from steps import Step, assert_equals_oracle, quick, random_mask, run_step, steps, totals_of
+from steps import Step, assert_equals_oracle, quick, quicker, random_mask, run_step, steps, totals_of
 from torch import Tensor
 
 from megatron_rl_loss import Samples, StepTotals, samples
@@ -128,7 +128,7 @@ def test_steps_on_a_device(place: Place, cp_size: int) -> None:
 
 
 @every_layout
-@quick
+@quicker
 @given(step=steps(), units=st.sampled_from(["all", "active"]))
 def test_random_steps_on_a_device(step: Step, units: str, place: Place, cp_size: int) -> None:
     with pytest.MonkeyPatch.context() as patch:

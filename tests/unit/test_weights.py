@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from oracle import NAN
 from placements import Place, every_layout, laid_out
 from refusals import Call, Refusal, check_refusal, each_of
-from steps import Step, divisor_of, ids_of, quick, steps, totals_of
+from steps import Step, divisor_of, ids_of, quicker, steps, totals_of
 
 from megatron_rl_loss import (
     MODES,
@@ -42,7 +42,7 @@ def test_docstring_examples() -> None:
 
 
 @every_layout
-@quick
+@quicker
 @given(step=steps(), units=st.sampled_from(["all", "active"]))
 def test_they_are_the_slopes_of_the_step_loss(step: Step, units: str, place: Place, cp_size: int) -> None:
     """For every token that a rank holds, 0 in padding; over the ranks, every copy has its part."""
