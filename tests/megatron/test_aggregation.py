@@ -27,7 +27,7 @@ from table_step import (
     table_model,
 )
 
-from megatron_rl_loss import BadBatchError, Samples, StepTotals, UnitCounts, ZigzagTHD
+from megatron_rl_loss import BadBatchError, Samples, StepTotals, ZigzagTHD
 from megatron_rl_loss.arguments import AggregationSettings
 
 slow = pytest.mark.slow
@@ -178,9 +178,9 @@ def looked_ahead() -> None:
     for expected in (6.5, 300):
         (first, *_) = known.begin_step(iter(batches(0, 3)), model=model, num_microbatches=3)
         assert first.totals.step_tokens == expected
-    with pytest.raises(ValueError, match="samples whose step_tokens alone are .*: the totals say 1"):
+    with pytest.raises(ValueError, match=r"samples whose step_tokens alone are .*: the totals say 1"):
         known.begin_step(iter(batches(0, 3)), model=model, num_microbatches=3)
-    with pytest.raises(ValueError, match="step_tokens of 300 from totals_of: the masks of all ranks have 6.5"):
+    with pytest.raises(ValueError, match=r"step_tokens of 300 from totals_of: the masks of all ranks have 6\.5"):
         aggregation(mode="token_mean", totals_of=lambda step: StepTotals(step_tokens=300)).begin_step(
             iter(batches(0, 3)), model=model, num_microbatches=3
         )
