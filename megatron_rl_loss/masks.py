@@ -40,7 +40,9 @@ class HostMasks:
     """Masks in their buffer, [total_tokens], on the host."""
 
     def __init__(self, buffer: Tensor) -> None:
-        self._buffer = (buffer.float() if buffer.dtype == torch.bfloat16 else buffer).numpy()
+        # NumPy has no bfloat16, and compares float16 in float16.
+        half = buffer.is_floating_point() and buffer.element_size() < 4
+        self._buffer = (buffer.float() if half else buffer).numpy()
         self.holds_flags = self._buffer.dtype.kind != "f"
 
     def sums(self, starts: Ints, lengths: Ints) -> Values:

@@ -222,7 +222,9 @@ class LocalTokens:
 
     @cached_property
     def sample_index(self) -> Tensor:
-        """The sample each token belongs to, int64 [num_local_tokens]; padding has that of a sample beside it."""
+        """The sample each token belongs to, int64 [num_local_tokens]; padding has that of a sample beside it, or 0."""
+        if not len(self.samples):
+            return torch.zeros_like(self.positions)
         masks = self.samples.masks
         return masks.tensor(self.spread(masks.from_host(torch.arange(len(self.samples), device="cpu"))))
 

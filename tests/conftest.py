@@ -3,8 +3,11 @@
 With ``TEST_DEVICE=cuda`` the tests marked `gpus` run instead, on the machine's GPUs and over NCCL (see `ranks`).
 """
 
+import importlib.util
 import os
+import sys
 from collections import defaultdict
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +17,13 @@ if not ON_GPUS:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["TORCHDYNAMO_DISABLE"] = "1"
+# pytest puts this folder on the path, where `megatron` would become a part of the namespace package of that name.
+sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != Path(__file__).parent.resolve()]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    if importlib.util.find_spec("pytest_timeout") is None:  # where torch, NumPy, pytest and hypothesis are all there is
+        parser.addini("timeout", "seconds a test may take; without pytest-timeout any")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -1,0 +1,228 @@
+"""The example's JSONL reader, its advantages and its packing; and the tool that writes such files."""
+
+import importlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import make_rollouts
+import pytest
+from repository import EXAMPLES
+from rollouts import Rollout, balance, make_pack, packs_of_rank, read_rollouts
+
+GOOD: dict[str, Any] = {
+    "prompt_tokens": [1, 2],
+    "response_tokens": [3, 4, 0],
+    "loss_mask": [1, 0.5, 0],
+    "reward": 1.0,
+    "prompt_id": "p",
+    "rollout_id": "p/0",
+}
+
+
+def written(path: Path, *records: Any) -> Path:
+    path = path / "rollouts.jsonl"
+    path.write_text("".join((r if isinstance(r, str) else json.dumps(r)) + "\n" for r in records))
+    return path
+
+
+BAD_LINES = {
+    "not json": ("{", "not JSON"),
+    "not an object": ("[1]", "a list, not an object"),
+    "missing key": ({k: v for k, v in GOOD.items() if k != "reward"}, r"missing keys \['reward'\]"),
+    "unknown key": (GOOD | {"rewrad": 1}, r"unknown keys \['rewrad'\]"),
+    "empty prompt": (GOOD | {"prompt_tokens": []}, "prompt_tokens must be a list of one or more"),
+    "empty response": (
+        GOOD | {"response_tokens": [], "loss_mask": []},
+        "response_tokens must be a list of one or more",
+    ),
+    "token beyond the vocabulary": (GOOD | {"response_tokens": [3, 32, 0]}, r"ints in \[0, 32\)"),
+    "token as bool": (GOOD | {"prompt_tokens": [True]}, "prompt_tokens must be"),
+    "token as float": (GOOD | {"prompt_tokens": [1.0]}, "prompt_tokens must be"),
+    "short mask": (GOOD | {"loss_mask": [1, 1]}, "loss_mask has 2 entries for 3 response tokens"),
+    "negative mask": (GOOD | {"loss_mask": [1, -1, 0]}, "negative entry"),
+    "NaN mask": (GOOD | {"loss_mask": [1, float("nan"), 0]}, "loss_mask must be a list of finite numbers"),
+    "mask of strings": (GOOD | {"loss_mask": ["1", 1, 1]}, "loss_mask must be a list of finite numbers"),
+    "infinite reward": (GOOD | {"reward": float("inf")}, "reward is inf"),
+    "reward as bool": (GOOD | {"reward": True}, "reward is True"),
+    "id as float": (GOOD | {"prompt_id": 1.5}, "prompt_id is 1.5"),
+    "id as null": (GOOD | {"rollout_id": None}, "rollout_id is None"),
+    "short old log-probs": (GOOD | {"old_log_probs": [-1]}, "old_log_probs has 1 entries"),
+    "positive old log-prob": (GOOD | {"old_log_probs": [-1, 0.5, -1]}, "above 0"),
+}
+
+
+@pytest.mark.parametrize(("line", "reason"), BAD_LINES.values(), ids=BAD_LINES.keys())
+def test_a_bad_line_is_named(tmp_path: Path, line: Any, reason: str) -> None:
+    path = written(tmp_path, GOOD, "", line)
+    with pytest.raises(ValueError, match=rf"rollouts\.jsonl, line 3: .*{reason}"):
+        read_rollouts(path, vocab_size=32)
+
+
+@pytest.mark.parametrize("change", [{"prompt_id": "q"}, {"reward": 0.0}])
+def test_parts_of_a_rollout_must_agree(tmp_path: Path, change: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"line 2: rollout_id 'p/0' came before"):
+        read_rollouts(written(tmp_path, GOOD, GOOD | change), vocab_size=32)
+    assert len(read_rollouts(written(tmp_path, GOOD, GOOD), vocab_size=32)) == 2
+
+
+def test_old_log_probs_are_all_or_none(tmp_path: Path) -> None:
+    with_log_probs = GOOD | {"old_log_probs": [-1, -2, 0], "rollout_id": "p/1"}
+    with pytest.raises(ValueError, match="line 2: old_log_probs must be on all lines or on none"):
+        read_rollouts(written(tmp_path, GOOD, with_log_probs), vocab_size=32)
+
+
+def test_an_empty_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no rollouts in the file"):
+        read_rollouts(written(tmp_path, "", ""), vocab_size=32)
+
+
+def test_a_split_rollout_counts_once_in_its_group(tmp_path: Path) -> None:
+    winner = [GOOD | {"rollout_id": "w"}] * 3
+    loser = GOOD | {"rollout_id": "l", "reward": 0.0}
+    rollouts = read_rollouts(written(tmp_path, *winner, loser), vocab_size=32, normalize_by_std=False)
+    assert [rollout.advantage for rollout in rollouts] == [0.5, 0.5, 0.5, -0.5]
+
+
+def rollout(prompt: int, response: int, mask: list[float], **fields: Any) -> Rollout:
+    """Tokens 1, 2, 3, ... so that every token says its place."""
+    tokens = list(range(1, prompt + response + 1))
+    ids = {"prompt_id": "p", "rollout_id": "r", "reward": 0.0} | fields
+    return Rollout(tokens[:prompt], tokens[prompt:], mask, **ids)
+
+
+def test_a_pack_is_aligned_with_the_labels() -> None:
+    first = rollout(2, 3, [1, 0, 0.5], advantage=2.0, old_log_probs=[-1.0, -2.0, -3.0])
+    second = rollout(1, 1, [1], advantage=-1.0, old_log_probs=[-4.0])
+    pack = make_pack([first, second], seq_length=12, slot_multiple=4)
+    # Input t predicts token t + 1; the first response token is predicted by the last of the prompt.
+    assert pack.tokens.tolist() == [1, 2, 3, 4, 1, 0, 0, 0, 0, 0, 0, 0]
+    assert pack.labels.tolist() == [2, 3, 4, 5, 2, 0, 0, 0, 0, 0, 0, 0]
+    assert pack.position_ids.tolist() == [0, 1, 2, 3] * 3
+    assert [mask.tolist() for mask in pack.samples.loss_masks] == [[0, 1, 0, 0.5], [1]]
+    assert pack.advantages.tolist() == [2, 2, 2, 2, -1, 0, 0, 0, 0, 0, 0, 0]
+    assert pack.old_log_probs is not None
+    assert pack.old_log_probs.tolist() == [0, -1, -2, -3, -4, 0, 0, 0, 0, 0, 0, 0]
+    assert pack.packed_seq_params.cu_seqlens_q_padded.tolist() == [0, 4, 8, 12]
+    assert pack.packed_seq_params.max_seqlen_q == 4
+
+
+@pytest.mark.parametrize("num_rollouts", [0, 1, 3])
+def test_filler_is_no_sample(num_rollouts: int) -> None:
+    pack = make_pack([rollout(1, 4, [1, 1, 1, 1])] * num_rollouts, seq_length=16, slot_multiple=4)
+    assert len(pack.samples) == num_rollouts
+    assert len(pack.samples.local(0, 1)) == 16
+    assert pack.packed_seq_params.cu_seqlens_q_padded[-1] == 16
+
+
+def test_a_full_pack_has_no_filler() -> None:
+    pack = make_pack([rollout(1, 8, [1] * 8)] * 2, seq_length=16, slot_multiple=4)
+    assert pack.packed_seq_params.cu_seqlens_q_padded.tolist() == [0, 8, 16]
+
+
+def test_rollouts_are_dealt_evenly_and_all_once() -> None:
+    rollouts = [rollout(1, n, [1] * n, rollout_id=n) for n in (9, 8, 7, 6, 5, 4, 3, 2)]
+    packs = balance(rollouts, 2, seq_length=32, slot_multiple=1)
+    assert sorted(r.rollout_id for pack in packs for r in pack) == list(range(2, 10))
+    assert [sum(r.num_inputs for r in pack) for pack in packs] == [22, 22]
+    with pytest.raises(ValueError, match=r"8 rollouts do not fit into 2 packs of 21 tokens.*--seq-length"):
+        balance(rollouts, 2, seq_length=21, slot_multiple=1)
+
+
+@pytest.mark.parametrize("dp_size", [1, 2, 4])
+def test_a_step_has_the_same_rollouts_in_every_layout(dp_size: int) -> None:
+    rollouts = [rollout(1, 1 + i, [1] * (1 + i), prompt_id=i // 2, rollout_id=i) for i in range(12)]
+
+    def step(first_step: int) -> list[str]:
+        seen: list[str] = []
+        for dp_rank in range(dp_size):
+            packs = packs_of_rank(
+                rollouts,
+                prompts_per_step=2,
+                packs_per_step=4,
+                seq_length=16,
+                slot_multiple=2,
+                dp_rank=dp_rank,
+                dp_size=dp_size,
+                first_step=first_step,
+            )
+            for _ in range(4 // dp_size):
+                lengths = [mask.numel() for mask in next(packs).samples.loss_masks]
+                seen += [str(length) for length in lengths]
+        return sorted(seen)
+
+    assert step(0) == ["1", "2", "3", "4"]
+    assert step(1) == ["5", "6", "7", "8"]
+    assert step(3) == step(0), "the fourth step begins the file again"
+
+
+def test_more_prompts_than_the_file_has_are_refused() -> None:
+    packs = packs_of_rank(
+        [rollout(1, 1, [1])],
+        prompts_per_step=2,
+        packs_per_step=1,
+        seq_length=8,
+        slot_multiple=2,
+        dp_rank=0,
+        dp_size=1,
+    )
+    with pytest.raises(ValueError, match="the file has only 1 prompts"):
+        next(packs)
+
+
+# ---- tools/make_rollouts.py
+
+
+def decoded(tokens: list[int]) -> str:
+    return "".join("" if token == make_rollouts.END else make_rollouts.CHARACTERS[token - 1] for token in tokens)
+
+
+def test_the_committed_file_is_what_the_tool_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    output = tmp_path / "arithmetic.jsonl"
+    command = ["make_rollouts.py", "--prompts", "32", "--seed", "0", "--output", str(output)]
+    monkeypatch.setattr(sys, "argv", command)
+    importlib.reload(make_rollouts).main()
+    committed = EXAMPLES / "arithmetic.jsonl"
+    assert output.read_text() == committed.read_text()
+
+
+def test_rewards_are_those_of_a_verifier() -> None:
+    records = make_rollouts.make_rollouts(num_prompts=40, responses_per_prompt=8, budget=64, seed=3)
+    rewards, ends, lengths, tool_tokens = [], [], set(), 0
+    for record in records:
+        prompt, response = decoded(record["prompt_tokens"]), decoded(record["response_tokens"])
+        a, b = prompt.removesuffix("=").split("+")
+        ended = record["response_tokens"][-1] == make_rollouts.END
+        correct = ended and response.rpartition("=")[2] == str(int(a) + int(b))
+        assert record["reward"] == float(correct)
+        assert len(record["response_tokens"]) == len(record["loss_mask"]) <= 64
+        if not ended:
+            assert not any(record["loss_mask"]), "cut off responses are fully masked"
+        tool_tokens += ended and record["loss_mask"].count(0)
+        rewards.append(record["reward"])
+        ends.append(ended)
+        lengths.add(len(response))
+    assert 0.3 < sum(rewards) / len(rewards) < 0.9
+    assert 0 < ends.count(False) < len(ends) / 2
+    assert len(lengths) > 20, "ragged"
+    assert tool_tokens > 0, "what the calculator wrote is masked"
+
+
+def test_the_verifier_sees_a_wrong_sum_and_a_cut_off_response() -> None:
+    right = make_rollouts.Response("1+2=3;=3", [True] * 8, truncated=False)
+    assert make_rollouts.reward(1, 2, right) == 1
+    assert make_rollouts.reward(1, 3, right) == 0
+    assert make_rollouts.reward(1, 2, make_rollouts.Response(right.text, right.written_by_policy, truncated=True)) == 0
+    assert make_rollouts.reward(1, 2, make_rollouts.Response("=", [True], truncated=False)) == 0
+
+
+def test_packs_of_the_committed_file_train_one_loss_per_token() -> None:
+    rollouts = read_rollouts(EXAMPLES / "arithmetic.jsonl", vocab_size=32)
+    pack = make_pack(rollouts[:6], seq_length=512, slot_multiple=8)
+    weights = sum(float(mask.sum()) for mask in pack.samples.loss_masks)
+    assert weights == sum(sum(r.loss_mask) for r in rollouts[:6])
+    local = pack.samples.local(0, 1)
+    labels, active = local.of(pack.labels), local.mask != 0
+    expected = [t for r in rollouts[:6] for t, m in zip(r.response_tokens, r.loss_mask, strict=True) if m]
+    assert labels[active].tolist() == expected

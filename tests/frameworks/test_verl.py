@@ -1,0 +1,272 @@
+"""verl's `agg_loss` from explicit counts: its formulas in float64, over its engine's own scaling, in every layout.
+
+The outer scaling is stated here, apart from the package: FSDP and DDP average gradients over DP ranks; verl's Megatron
+engine multiplies a loss by the number of micro-batches, Megatron's schedule (2-tuple) by CP / that number, and DDP
+averages over DP and CP. verl gathers log-probs over CP so that each rank's gradient reaches its own tokens only.
+"""
+
+import inspect
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from peer_steps import deal, random_batch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron_rl_loss.frameworks.verl import agg_loss
+
+FACTOR = 5.5
+TOLERANCE = oracle.EXACT
+
+
+def row_sums(losses: Tensor, masks: Tensor) -> Tensor:
+    return torch.where(masks != 0, losses * masks, 0.0).sum(-1)
+
+
+THEIRS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "token-mean": lambda losses, m: row_sums(losses, m).sum() / m.sum(),
+    "token-sum": lambda losses, m: row_sums(losses, m).sum(),
+    "seq-mean-token-sum": lambda losses, m: row_sums(losses, m).sum() / len(m),
+    "seq-mean-token-sum-norm": lambda losses, m: row_sums(losses, m).sum() / (len(m) * FACTOR),
+    "seq-mean-token-mean": lambda losses, m: (row_sums(losses, m) / m.sum(-1).clamp(min=1)).sum() / len(m),
+}
+
+
+def random_step(seed: int) -> tuple[Tensor, Tensor]:
+    """Losses and masks [rows, tokens]: ragged, two rows masked throughout, NaN where masked."""
+    batch = random_batch(seed)
+    return batch.losses.masked_fill(batch.masks == 0, float("nan")), batch.masks
+
+
+def counts_of(masks: Tensor) -> dict[str, Any]:
+    return {"batch_num_tokens": int(masks.sum()), "global_batch_size": len(masks), "loss_scale_factor": FACTOR}
+
+
+def own_tokens(width: int, rows: int, cp_rank: int, cp_size: int) -> Tensor:
+    """[rows, width], true where this CP rank computed the log-prob."""
+    own = torch.zeros(rows, width, dtype=torch.bool)
+    size = -(-width // (2 * cp_size)) * 2 * cp_size
+    for token in oracle.zigzag(oracle.padded_slots([width] * rows, [size] * rows), cp_rank, cp_size):
+        if token is not None:
+            own[token] = True
+    return own
+
+
+Aggregate = Callable[..., Tensor]
+
+
+def engine_step(
+    mode: str, losses: Tensor, masks: Tensor, dp_size: int, cp_size: int, seed: int, aggregate: Aggregate = agg_loss
+) -> tuple[float, Tensor]:
+    """Value and gradient of a step as verl's engines accumulate them."""
+    leaf = losses.clone().requires_grad_()
+    value = 0.0
+    for microbatches in deal(len(masks), dp_size, seed):
+        for rows in filter(None, microbatches):
+            width = int(masks[rows].any(0).nonzero().max()) + 1 if masks[rows].any() else 2  # of this micro-batch
+            mask = masks[rows][:, :width]
+            for cp_rank in range(cp_size):
+                full = leaf[rows][:, :width]
+                gathered = torch.where(own_tokens(width, len(rows), cp_rank, cp_size), full, full.detach())
+                loss = aggregate(gathered, mask.bool(), mode, dp_size=dp_size, **counts_of(masks))
+                scaled = loss * len(microbatches) * cp_size / len(microbatches)
+                (scaled / (dp_size * cp_size)).backward()
+                value += float(loss.detach()) / dp_size if cp_rank == 0 else 0.0
+    assert leaf.grad is not None
+    return value, leaf.grad
+
+
+def error_of(outcome: tuple[float, Tensor], mode: str, losses: Tensor, masks: Tensor) -> float:
+    leaf = losses.double().requires_grad_()
+    expected = THEIRS[mode](leaf, masks.double())
+    (slopes,) = torch.autograd.grad(expected, leaf)
+    slopes = slopes.nan_to_num(0)  # 0 * NaN, of this statement at masked tokens
+    value, gradient = outcome
+    scale = float((slopes.abs() * losses.nan_to_num(0).abs()).sum())
+    worst = (gradient.double() - slopes).abs().max() / slopes.abs().max()
+    return oracle.worst_error(abs(value - float(expected.detach())) / scale, float(worst), losses.numel())
+
+
+LAYOUTS = list(itertools.product((1, 2, 4), (1, 2, 4)))
+
+
+@pytest.mark.parametrize(("dp_size", "cp_size"), LAYOUTS, ids=[f"dp{d}-cp{c}" for d, c in LAYOUTS])
+@pytest.mark.parametrize("mode", THEIRS)
+def test_the_engines_step_is_the_formula(
+    mode: str, dp_size: int, cp_size: int, record_property: Callable[[str, object], None]
+) -> None:
+    worst = 0.0
+    for seed in range(4):
+        losses, masks = random_step(seed)
+        outcome = engine_step(mode, losses, masks, dp_size, cp_size, seed)
+        worst = max(worst, error_of(outcome, mode, losses, masks))
+    assert worst < TOLERANCE
+    record_property("verl_agg_loss_error", worst)
+
+
+# ---- what it must not be
+
+
+def without_dp_size(*args: Any, dp_size: int, **counts: Any) -> Tensor:
+    return agg_loss(*args, **counts)
+
+
+def from_local_counts(losses: Tensor, mask: Tensor, mode: str, **options: Any) -> Tensor:
+    """verl's fallback: the micro-batch's tokens, its sequences with an active token, its padded length."""
+    local = {
+        "batch_num_tokens": int(mask.sum()),
+        "global_batch_size": int(mask.any(-1).sum()),
+        "loss_scale_factor": mask.shape[-1],
+    }
+    return agg_loss(losses, mask, mode, **options | local)
+
+
+PLANTS = [(without_dp_size, mode) for mode in THEIRS] + [
+    (from_local_counts, mode) for mode in THEIRS if mode != "token-sum"
+]
+
+
+@pytest.mark.parametrize(("bug", "mode"), PLANTS, ids=[f"{bug.__name__}-{mode}" for bug, mode in PLANTS])
+def test_the_comparison_sees(bug: Aggregate, mode: str) -> None:
+    losses, masks = random_step(2)
+    assert error_of(engine_step(mode, losses, masks, 2, 2, 2), mode, losses, masks) < TOLERANCE
+    assert error_of(engine_step(mode, losses, masks, 2, 2, 2, bug), mode, losses, masks) > 0.05
+
+
+# ---- its signature, and what it refuses
+
+
+def test_the_signature_is_verls() -> None:
+    """As of verl 0.10.0.dev, 1dda039b."""
+    parameters = inspect.signature(agg_loss).parameters.values()
+    assert [(p.name, p.default) for p in parameters] == [
+        ("loss_mat", inspect.Parameter.empty),
+        ("loss_mask", inspect.Parameter.empty),
+        ("loss_agg_mode", inspect.Parameter.empty),
+        ("dp_size", 1),
+        ("batch_num_tokens", None),
+        ("global_batch_size", None),
+        ("loss_scale_factor", None),
+    ]
+
+
+LOSSES, MASK = torch.tensor([[1.0, 2, 3], [4, 5, 6]]), torch.tensor([[1, 1, 0], [1, 0, 0]])
+WHOLE = {"batch_num_tokens": 12, "global_batch_size": 4, "loss_scale_factor": 8}
+
+
+def call(mode: str = "token-mean", losses: Any = LOSSES, mask: Any = MASK, **changes: Any) -> Tensor:
+    return agg_loss(losses, mask, mode, **{**WHOLE, **changes})
+
+
+@pytest.mark.parametrize(
+    ("mode", "value"),
+    [
+        ("token-mean", 7 / 12),
+        ("token-sum", 7),
+        ("seq-mean-token-sum", 7 / 4),
+        ("seq-mean-token-sum-norm", 7 / 32),
+        ("seq-mean-token-mean", 5.5 / 4),
+    ],
+)
+def test_worked_by_hand(mode: str, value: float) -> None:
+    assert float(call(mode)) == pytest.approx(value)
+    assert float(call(mode, dp_size=3)) == pytest.approx(3 * value)
+    assert float(call(mode, mask=MASK.bool())) == pytest.approx(value)
+    tensors = {name: torch.tensor(count) for name, count in WHOLE.items() if name != "loss_scale_factor"}
+    assert float(call(mode, **tensors)) == pytest.approx(value)
+    halved = call(mode, mask=MASK * 0.5)
+    assert float(halved) == pytest.approx(value if mode == "seq-mean-token-mean" else value / 2)
+
+
+@pytest.mark.parametrize(
+    ("mode", "changes", "text"),
+    [
+        ("token-mean", {"batch_num_tokens": None}, "token-mean without batch_num_tokens: verl would take this micro-"),
+        ("seq-mean-token-sum", {"global_batch_size": None}, "without global_batch_size: verl would take"),
+        ("seq-mean-token-sum-norm", {"global_batch_size": None}, "without global_batch_size"),
+        ("seq-mean-token-mean", {"global_batch_size": None}, "without global_batch_size"),
+        ("seq-mean-token-sum-norm", {"loss_scale_factor": None}, "without loss_scale_factor.*Set actor.loss_scale_fac"),
+        ("seq-mean-token-sum-norm", {"loss_scale_factor": 0}, "divisor 0: it must be finite and above 0"),
+        ("token-mean", {"batch_num_tokens": 2}, "batch_num_tokens is 2: this micro-batch alone has 3"),
+        ("token-mean", {"batch_num_tokens": 0}, "batch_num_tokens is 0: this micro-batch alone has 3"),
+        ("token-mean", {"batch_num_tokens": float("nan")}, "batch_num_tokens is nan"),
+        ("seq-mean-token-sum", {"global_batch_size": 1}, "global_batch_size is 1: this micro-batch alone has 2"),
+        ("seq-mean-token-mean", {"global_batch_size": torch.tensor(1)}, "global_batch_size is 1"),
+        ("token_mean", {}, "verl has no such setting. Did you mean token-mean"),
+        ("token-mean", {"dp_size": 0}, "dp_size is 0"),
+        ("token-mean", {"mask": MASK[:, :2]}, r"loss_mask of shape \(2, 2\)"),
+        ("token-mean", {"losses": LOSSES[0], "mask": MASK[0]}, r"both must be \[rows, response_length\]"),
+    ],
+)
+def test_refused(mode: str, changes: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        call(mode, **changes)
+
+
+def test_integer_losses_are_refused() -> None:
+    with pytest.raises(TypeError, match=r"loss_mat is torch\.int64"):
+        call(losses=MASK)
+
+
+@pytest.mark.parametrize("mode", THEIRS)
+def test_what_a_mode_does_not_use_may_be_missing(mode: str) -> None:
+    unused = {"loss_scale_factor": None} if mode != "seq-mean-token-sum-norm" else {}
+    unused["global_batch_size" if mode.startswith("token") else "batch_num_tokens"] = None
+    assert float(call(mode, **unused)) == float(call(mode))
+
+
+@pytest.mark.parametrize("mode", THEIRS)
+def test_a_step_without_active_tokens_is_zero_and_connected(mode: str) -> None:
+    losses = torch.full((2, 3), float("nan"), requires_grad=True)
+    for counts in (WHOLE, {"batch_num_tokens": 0, "global_batch_size": 0}):
+        loss = call(mode, losses, torch.zeros(2, 3), **counts)
+        loss.backward()
+        assert float(loss.detach()) == 0
+        assert losses.grad is not None
+        assert not losses.grad.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_dtypes(dtype: torch.dtype) -> None:
+    ones = torch.ones(3, 40_000, dtype=dtype)
+    loss = agg_loss(ones, ones.bool(), "token-mean", batch_num_tokens=120_000)
+    assert loss.dtype == torch.promote_types(dtype, torch.float32)
+    assert float(loss) == pytest.approx(1, rel=1e-6)
+
+
+class Operations(TorchDispatchMode):
+    """Counts what torch is asked to do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("mode", THEIRS)
+def test_rows_cost_no_operations(mode: str) -> None:
+    counts = []
+    for rows in (2, 500):
+        losses = torch.ones(rows, 4, requires_grad=True)
+        with Operations() as operations:
+            call(mode, losses, torch.ones(rows, 4), batch_num_tokens=2000, global_batch_size=500).backward()
+        counts.append(operations.count)
+    assert counts[0] == counts[1] < 40
+
+
+@pytest.mark.parametrize("mode", THEIRS)
+def test_the_host_waits_for_no_device(mode: str) -> None:
+    """The meta device stands in for a GPU: it has no values, so whatever asks for one on the host raises."""
+    losses = torch.ones(2, 3, device="meta", requires_grad=True)
+    loss = call(mode, losses, torch.ones(2, 3, dtype=torch.bool, device="meta"))
+    loss.backward()
+    assert loss.device.type == "meta"
+    with pytest.raises(RuntimeError):
+        float(loss.detach())

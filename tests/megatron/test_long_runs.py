@@ -1,0 +1,236 @@
+"""Long runs do not grow: memory, open files, live tensors and the autograd graph of a step stay what they were.
+
+Every step draws new shapes (numbers and lengths of samples, masks, layouts, CP sizes and ranks), so whatever is kept by
+shape would pile up too. Growth is measured after a warm-up, between the means of two later windows.
+"""
+
+import functools
+import gc
+import itertools
+import os
+import random
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import oracle
+import psutil
+import pytest
+import torch
+from graphs import graph_nodes
+from ranks import run_ranks, start_process_group
+
+from megatron_rl_loss import (
+    Contiguous,
+    Gathered,
+    StepTotals,
+    ZigzagBSHD,
+    ZigzagResponse,
+    ZigzagTHD,
+    make_pg_loss_reducer,
+)
+from megatron_rl_loss.arguments import AggregationSettings
+
+MEGABYTE = 2**20
+
+
+@dataclass
+class Reading:
+    """What a process holds between two steps."""
+
+    memory: int
+    files: int
+    tensors: int
+    graph_nodes_per_loss: int
+
+
+def take_readings(step: Callable[[int], int], steps: int, every: int) -> list[Reading]:
+    """Run `step(number)`, which gives the nodes of a loss's graph, and look at the process every few steps."""
+    process = psutil.Process()
+    readings = []
+    for number in range(steps):
+        nodes = step(number)
+        if number % every == every - 1:
+            gc.collect()
+            live = sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
+            readings.append(Reading(process.memory_info().rss, process.num_fds(), live, nodes))
+    return readings
+
+
+def growth(readings: list[Reading]) -> dict[str, float]:
+    """By how much the last third of the readings is above the second third; the first is warm-up."""
+    third = len(readings) // 3
+    before, after = readings[third : 2 * third], readings[-third:]
+    return {
+        name: statistics.fmean(getattr(r, name) for r in after) - statistics.fmean(getattr(r, name) for r in before)
+        for name in ("memory", "files", "tensors", "graph_nodes_per_loss")
+    }
+
+
+def grown(readings: list[Reading]) -> list[str]:
+    """What does not stay flat. Of memory a little may: the allocator's pools fill up slowly with random shapes."""
+    limits = {"memory": 4 * MEGABYTE, "files": 0, "tensors": 0, "graph_nodes_per_loss": 0}
+    found = growth(readings)
+    return [f"{name} grew by {found[name]:.0f}" for name, limit in limits.items() if found[name] > limit]
+
+
+# ---- the core, one process
+
+MODES: list[dict[str, Any]] = [
+    {"mode": mode, "units": units, "divisor": 64.0 if mode == "constant" else None} for mode, units in oracle.COUNTINGS
+]
+
+
+def draw_masks(rng: random.Random) -> list[torch.Tensor]:
+    lengths = [rng.randint(1, 1500) for _ in range(rng.randint(0, 8))]
+    kinds = [rng.choice([0.0, 0.3, 1.0]) for _ in lengths]
+    return [(torch.rand(n) < kind).float() * rng.choice([1, 0.5]) for n, kind in zip(lengths, kinds, strict=True)]
+
+
+def draw_layout(rng: random.Random, lengths: list[int], cp_size: int) -> Any:
+    sizes = [-(-n // (2 * cp_size)) * 2 * cp_size for n in lengths]
+    bounds = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
+    kind = rng.choice(["thd", "bshd", "response", "contiguous", "gathered"])
+    if kind == "response":
+        return ZigzagResponse([n + rng.randint(1, 9) for n in lengths], lengths)
+    if kind == "bshd" and lengths:
+        return ZigzagBSHD(len(lengths), max(sizes), total_lengths=lengths)
+    packed: Any = {"contiguous": Contiguous, "gathered": Gathered}.get(kind, ZigzagTHD)
+    return packed(bounds, total_lengths=lengths)
+
+
+def core_step(seed: int, kept: list[Any] | None, number: int) -> int:
+    """Totals, and a reducer for each of three micro-batches, forward and backward; modes take turns."""
+    rng = random.Random(seed + number)
+    torch.manual_seed(number)
+    batches = [draw_masks(rng) for _ in range(3)]
+    cp_size = rng.choice([1, 2, 4])
+    placed = {"cp_rank": rng.randrange(cp_size), "cp_size": cp_size}
+    ids = [[rng.randrange(20) for _ in masks] for masks in batches]
+    prompt_ids = [[i // 5 for i in of_batch] for of_batch in ids]
+    totals = StepTotals.from_loss_masks(
+        list(itertools.chain(*batches)),
+        rollout_ids=list(itertools.chain(*ids)),
+        prompt_ids=list(itertools.chain(*prompt_ids)),
+    )
+    nodes = set()
+    for i, (masks, rollouts, prompts) in enumerate(zip(batches, ids, prompt_ids, strict=True)):
+        layout = draw_layout(rng, [mask.numel() for mask in masks], cp_size)
+        named = {"rollout_ids": rollouts, "prompt_ids": prompts, "layout": layout}
+        losses = torch.randn(layout.local_indices(**placed).size, requires_grad=True)
+        settings = MODES[(3 * number + i) % len(MODES)]
+        reducer = make_pg_loss_reducer(loss_masks=masks, totals=totals, **settings, **named, **placed)
+        share = reducer(losses)
+        share.backward()
+        nodes.add(graph_nodes(share))
+        if kept is not None:
+            kept.append(reducer)
+    return max(nodes)
+
+
+def core_readings(kept: list[Any] | None, steps: int = 500) -> list[Reading]:
+    gc.collect()
+    gc.freeze()  # leaves what was there before out of the counts
+    try:
+        return take_readings(functools.partial(core_step, 1, kept), steps, every=10)
+    finally:
+        gc.unfreeze()
+
+
+@pytest.mark.slow
+def test_500_steps_of_random_shapes_leave_nothing_behind(record_property: Any) -> None:
+    readings = core_readings(kept=None)
+    assert grown(readings) == []
+    record_property("cases", 500 * 3)
+
+
+@pytest.mark.slow
+def test_reducers_that_are_kept_are_seen() -> None:
+    """Negative control: the same check on a run that keeps every step's reducers."""
+    assert {line.split()[0] for line in grown(core_readings(kept=[], steps=240))} == {"memory", "tensors"}
+
+
+@pytest.mark.slow
+def test_a_graph_that_grows_and_files_that_stay_open_are_seen() -> None:
+    """Negative control: a running sum of losses that is never detached, and a file a step."""
+    total, opened = torch.zeros((), requires_grad=True), []
+
+    def leaking(number: int) -> int:
+        nonlocal total
+        total = total + 1
+        opened.append(os.open(os.devnull, os.O_RDONLY))
+        return graph_nodes(total)
+
+    try:
+        lines = {line.split()[0] for line in grown(take_readings(leaking, steps=30, every=2))}
+    finally:
+        for number in opened:
+            os.close(number)
+    assert {"files", "graph_nodes_per_loss"} <= lines
+
+
+# ---- the adapter, several ranks
+
+
+def adapter_readings(cp: int, pp: int, leak: bool, steps: int) -> list[Reading]:
+    from megatron.core import parallel_state
+    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.module import MegatronModule
+
+    from megatron_rl_loss import Samples
+    from megatron_rl_loss.megatron import LossAggregation
+
+    start_process_group()
+    parallel_state.initialize_model_parallel(1, pp, context_parallel_size=cp)
+    dp_rank, cp_rank = parallel_state.get_data_parallel_rank(), parallel_state.get_context_parallel_rank()
+    # One model and aggregation for every mode, unit counting and carrier: they live as long as the launch.
+    launches = []
+    for per_token in (False, True):
+        common = {"num_layers": 1, "hidden_size": 4, "num_attention_heads": 1, "use_cpu_initialization": True}
+        model = MegatronModule(TransformerConfig(calculate_per_token_loss=per_token, **common))
+        for settings in MODES:
+            asked = AggregationSettings.resolve(**settings, with_per_token_loss=True)
+            launches.append((model, LossAggregation(asked, lambda samples: samples)))
+    kept: list[Any] = []
+
+    def batches(rng: random.Random) -> Any:
+        for _ in range(3):
+            masks = draw_masks(rng)
+            ids = [rng.randrange(20) + 100 * dp_rank for _ in masks]
+            layout = draw_layout(rng, [mask.numel() for mask in masks], cp)
+            yield Samples(masks, layout=layout, rollout_ids=ids, prompt_ids=[i // 5 for i in ids])
+
+    def step(number: int) -> int:
+        torch.manual_seed(number + 1000 * dp_rank)
+        model, aggregation = launches[number % len(launches)]
+        source = batches(random.Random(number + 1000 * dp_rank))
+        nodes = set()
+        for microbatch in aggregation.begin_step(source, model=model, num_microbatches=3):
+            held = microbatch.data.layout.local_indices(cp_rank, cp)
+            losses = torch.randn(held.size, requires_grad=True)
+            loss, _, _ = microbatch.loss(losses, {"twice": 2 * losses.detach()})
+            loss.backward()
+            nodes.add(graph_nodes(loss))
+            if leak:
+                kept.append(microbatch)
+        return max(nodes)
+
+    gc.collect()
+    gc.freeze()
+    return take_readings(step, steps, every=16)  # a multiple of the launches: each reading is after the same one
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("world_size", "cp", "pp"), [(4, 2, 1), (2, 1, 2)])
+def test_208_steps_of_the_adapter_leave_nothing_behind(world_size: int, cp: int, pp: int, record_property: Any) -> None:
+    for rank, readings in enumerate(run_ranks(world_size, adapter_readings, cp, pp, False, 208)):
+        assert grown(readings) == [], rank
+    record_property("cases", 208 * 3 * world_size)
+
+
+@pytest.mark.slow
+def test_microbatches_that_are_kept_are_seen() -> None:
+    """Negative control, on ranks."""
+    for readings in run_ranks(2, adapter_readings, 2, 1, True, 96):
+        assert {line.split()[0] for line in grown(readings)} == {"memory", "tensors"}

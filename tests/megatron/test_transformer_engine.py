@@ -1,0 +1,52 @@
+"""Against Transformer Engine, where there are GPUs (``TEST_DEVICE=cuda tools/test.sh``).
+
+Its index function for packed sequences, and whole steps of `test_matrix`'s tiny GPT with its context-parallel
+attention (which needs bf16) in place of `examples/packed_attention.py`.
+"""
+
+import random
+
+import gpt_oracle
+import oracle
+import pytest
+import torch
+from gpt_errors import BF16_BOUNDS, errors_of, outcomes_in
+from tiny_gpt import Case, Layout
+
+from megatron_rl_loss import ZigzagTHD
+
+pytestmark = [pytest.mark.slow, pytest.mark.gpus]
+
+
+@pytest.fixture(autouse=True)
+def needs_transformer_engine() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs GPUs and TEST_DEVICE=cuda")
+    pytest.importorskip("transformer_engine_torch")
+
+
+@pytest.mark.parametrize("cp_size", [1, 2, 4, 8])
+def test_our_indices_are_those_of_thd_get_partitioned_indices(cp_size: int) -> None:
+    import transformer_engine_torch as tex
+
+    rng = random.Random(cp_size)
+    for _ in range(50):
+        sizes = [2 * cp_size * rng.choice([0, 1, 1, 2, 5, 40]) for _ in range(rng.randrange(1, 30))] + [2 * cp_size]
+        bounds = [sum(sizes[:k]) for k in range(len(sizes) + 1)]
+        for cp_rank in range(cp_size):
+            cu_seqlens = torch.tensor(bounds, dtype=torch.int32).cuda()
+            theirs = tex.thd_get_partitioned_indices(cu_seqlens, bounds[-1], cp_size, cp_rank)
+            assert ZigzagTHD(bounds).local_indices(cp_rank, cp_size).tolist() == theirs.tolist()
+
+
+@pytest.mark.parametrize("layout", [Layout(1, False, 1, 1, cp, dp) for cp in (1, 2, 4) for dp in (1, 2)], ids=str)
+def test_a_whole_step_with_its_attention_equals_the_oracle(layout: Layout) -> None:
+    common = {"microbatches": 3, "bf16": True, "optimizer": "plain", "tied": False, "lopsided": False}
+    cases = [
+        Case(mode=mode, units=units, scaling=scaling, **common)  # type: ignore[arg-type]
+        for mode, units in oracle.COUNTINGS
+        for scaling in ("mean", "per token")
+    ]
+    for case, outcomes in outcomes_in(layout, cases, attention="te"):
+        errors = errors_of(outcomes, gpt_oracle.step_of(case.shape(layout), case.mode, case.units))
+        assert all(errors[what] <= bound for what, bound in BF16_BOUNDS.items()), (case, errors)

@@ -1,0 +1,82 @@
+"""The package as installed: what it imports, what it asks for."""
+
+import json
+import re
+from importlib import metadata
+
+import torch
+from interpreter import run_code
+from repository import ROOT
+
+from megatron_rl_loss import (
+    MODES,
+    Contiguous,
+    Gathered,
+    StepTotals,
+    UnitCounts,
+    ZigzagBSHD,
+    ZigzagResponse,
+    ZigzagTHD,
+    make_pg_loss_reducer,
+)
+
+
+def test_the_core_and_the_flags_import_no_megatron() -> None:
+    done = run_code(
+        "import sys, megatron_rl_loss, megatron_rl_loss.arguments, megatron_rl_loss.frameworks.verl\n"
+        "print([name for name in sys.modules if name.split('.')[0] in ('megatron', 'transformer_engine', 'apex')])"
+    )
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_without_megatron_the_core_works_and_the_adapter_says_what_to_install() -> None:
+    done = run_code(
+        "import sys; sys.modules['megatron'] = None\nimport megatron_rl_loss\nimport megatron_rl_loss.megatron"
+    )
+    assert done.returncode != 0
+    assert "ImportError: megatron_rl_loss.megatron needs Megatron-Core" in done.stderr
+    assert "pip install 'megatron-rl-loss[megatron]'" in done.stderr
+
+
+def test_every_folder_of_code_is_packaged() -> None:
+    root = ROOT
+    packages = re.search(r"packages=(\[.*?\])", (root / "setup.py").read_text())
+    assert packages is not None
+    folders = {path.parent.relative_to(root) for path in (root / "megatron_rl_loss").rglob("*.py")}
+    assert {".".join(folder.parts) for folder in folders} == set(json.loads(packages[1]))
+
+
+def test_torch_and_numpy_are_the_requirements() -> None:
+    requires = metadata.requires("megatron-rl-loss")
+    assert requires is not None
+    assert [r for r in requires if "extra ==" not in r] == ["torch>=2.6", "numpy>=1.26"]
+    extras = {"megatron", "te", "demo", "bench", "test"}
+    assert set(metadata.metadata("megatron-rl-loss").get_all("Provides-Extra")) == extras
+    assert not any(r.lower().startswith("apex") for r in requires)
+
+
+def test_host_work_stays_on_the_host_whatever_the_default_device() -> None:
+    """Under ``torch.set_default_device("cuda")``, say. The meta device stands in for it: it holds no numbers."""
+    masks = [torch.tensor([1.0, 1, 0, 1]), torch.tensor([1.0, 0])]
+    losses = torch.tensor([1.0, 2, 3, 4, 5, 6])
+    ids = {"rollout_ids": ["a", "a"], "prompt_ids": [0, 0]}
+    layouts = [
+        ZigzagTHD([0, 4, 8], total_lengths=[4, 2]),
+        ZigzagResponse([5, 4], [4, 2]),
+        Contiguous([0, 4, 8], total_lengths=[4, 2]),
+        Gathered([0, 4, 6]),
+        None,
+    ]
+    with torch.device("meta"):
+        totals = StepTotals.from_loss_masks(masks, **ids)
+        by_hand = StepTotals(prompts=UnitCounts(all=1, tokens={0: 4}))
+        bshd = ZigzagBSHD(2, 4, total_lengths=[4, 2])
+        for layout in [*layouts, bshd]:
+            for cp_rank in range(1 if layout is None else 2):
+                rank = {"layout": layout, "cp_rank": cp_rank, "cp_size": 1 if layout is None else 2}
+                for mode in MODES:
+                    divisor = 8 if mode == "constant" else None
+                    reducer = make_pg_loss_reducer(mode, masks, totals=totals, divisor=divisor, **ids, **rank)
+                    assert reducer.weights.device.type == "cpu"
+        share = make_pg_loss_reducer("prompt_mean", masks, totals=by_hand, prompt_ids=[0, 0])(losses)
+    assert float(share) == (1 + 2 + 4 + 5) / 4

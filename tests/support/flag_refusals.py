@@ -1,0 +1,154 @@
+"""What is refused of flags, once: for tests of `arguments`, and of launches whose flags Megatron parses."""
+
+from typing import Any
+
+from refusals import Row
+
+AGGREGATE = "--loss-aggregation"
+
+
+LIMITED = f"{AGGREGATE} constant {AGGREGATE}-divisor"
+
+
+PATH = "--custom-pg-loss-reducer-function-path"
+
+
+FSDP = "--use-torch-fsdp2 --ckpt-format torch_dist"
+
+
+HYBRID = "--hybrid-context-parallel --dataloader-type single --max-seqlen-per-dp-cp-rank 64"
+
+
+FULL = "--no-check-for-nan-in-loss-and-grad --cuda-graph-impl"
+
+
+YAML = {"disable_msc_deprecated": False, "enable_msc": False}
+
+
+YAML_FLAGS = YAML | {
+    "loss_aggregation": "constant",
+    "loss_aggregation_divisor": 8,
+    "loss_aggregation_units": "all",
+    "loss_aggregation_empty_step": "warn",
+    "loss_aggregation_with_per_token_loss": False,
+    "custom_pg_loss_reducer_function_path": None,
+}
+
+
+def flag(
+    name: str, covers: str, bad: Any, given: str, todo: str, good: Any = "", error: str = "ValueError", **options: Any
+) -> Row:
+    styled = error != "SystemExit"
+    return Row(
+        name=name, covers=covers, error=error, given=given, todo=todo, bad=bad, good=good, options=options,
+        styled=styled,
+    )  # fmt: skip
+
+
+UNUSABLE = "a divisor that is ≤ 0, NaN, infinite or a bool, or with another mode"
+
+
+UNKNOWN = "unknown mode, units or empty-step handling"
+
+
+NO_PATH = "a path that does not load or names no function"
+
+
+ELSEWHERE = "another framework's setting that is not exact in every layout"
+
+
+CONTRADICTED = "or a divisor or unit counting that contradicts its name"
+
+
+ABSENT = "flags that were never registered, that `--yaml-cfg` dropped, or that are misspelt and ignored"
+
+
+FLAG_ROWS = [
+    flag("no divisor", "`constant` without a divisor", f"{AGGREGATE} constant", "'constant' without a divisor",
+         "--loss-aggregation-divisor 40960", f"{LIMITED} 40960"),
+    flag("divisor 0", UNUSABLE, f"{LIMITED} 0", "divisor 0.0", "Pass a number of tokens", f"{LIMITED} 1"),
+    flag("divisor below 0", UNUSABLE, f"{LIMITED} -8", "divisor -8.0", "Pass a number", f"{LIMITED} 8"),
+    flag("divisor NaN", UNUSABLE, f"{LIMITED} nan", "divisor nan", "Pass a number of tokens", f"{LIMITED} 0.5"),
+    flag("divisor infinite", UNUSABLE, f"{LIMITED} inf", "divisor inf", "Pass a number of tokens", f"{LIMITED} 1e9"),
+    flag("divisor that float32 loses", UNUSABLE, f"{LIMITED} 1e31", "divisor 1e+31", "Pass a number of tokens",
+         f"{LIMITED} 1e9"),
+    flag("divisor whose weights are infinite in float32", UNUSABLE, f"{LIMITED} 1e-40", "divisor 1e-40",
+         "Pass a number of tokens", f"{LIMITED} 1e-3"),
+    flag("divisor true, from YAML", UNUSABLE, YAML_FLAGS | {"loss_aggregation_divisor": True}, "divisor True (bool)",
+         "Pass a number of tokens", YAML_FLAGS, "TypeError"),
+    flag("divisor quoted, from YAML", UNUSABLE, YAML_FLAGS | {"loss_aggregation_divisor": "8"}, "divisor '8' (str)",
+         "Pass a number of tokens", YAML_FLAGS, "TypeError"),
+    flag("divisor not a number", UNUSABLE, f"{LIMITED} many", "argument --loss-aggregation-divisor: invalid float", "",
+         f"{LIMITED} 8", "SystemExit"),
+    flag("divisor with another mode", UNUSABLE, f"{AGGREGATE} token_mean {AGGREGATE}-divisor 8",
+         "divisor 8.0 with loss aggregation 'token_mean'", "Drop the divisor or choose one of them", f"{LIMITED} 8"),
+    flag("divisor with the default mode", UNUSABLE, f"{AGGREGATE}-divisor 8",
+         "divisor 8.0 with loss aggregation 'sample_mean'", "Drop the divisor or choose one of them", ""),
+    flag("unknown mode", UNKNOWN, f"{AGGREGATE} dapo", "loss aggregation 'dapo'",
+         "Choose one of sample_mean, prompt_mean, token_mean, constant", f"{AGGREGATE} token_mean"),
+    flag("mode in capitals", UNKNOWN, f"{AGGREGATE} TOKEN_MEAN", "loss aggregation 'TOKEN_MEAN'",
+         "Choose one of sample_mean", f"{AGGREGATE} token_mean"),
+    flag("unknown units", UNKNOWN, f"{AGGREGATE}-units some", "--loss-aggregation-units: invalid choice: 'some'", "",
+         f"{AGGREGATE}-units active", "SystemExit"),
+    flag("unknown units, from YAML", UNKNOWN, YAML_FLAGS | {"loss_aggregation_units": "some"}, "unit counting 'some'",
+         "Choose one of all, active", YAML_FLAGS | {"loss_aggregation_units": "active"}),
+    flag("unknown empty-step handling", UNKNOWN, f"{AGGREGATE}-empty-step skip",
+         "--loss-aggregation-empty-step: invalid choice: 'skip'", "", f"{AGGREGATE}-empty-step error", "SystemExit"),
+    flag("unknown empty-step handling, from YAML", UNKNOWN, YAML_FLAGS | {"loss_aggregation_empty_step": "skip"},
+         "empty step handling 'skip'", "Choose one of", YAML_FLAGS | {"loss_aggregation_empty_step": "error"}),
+    flag("another framework's mean of means", f"{ELSEWHERE}, {CONTRADICTED}", f"{AGGREGATE} trl:bnpo",
+         "loss aggregation 'trl:bnpo'", "Choose 'token_mean'", f"{AGGREGATE} trl:dapo"),
+    flag("another divisor than the name's", f"{ELSEWHERE}, {CONTRADICTED}",
+         f"{AGGREGATE} verl:token-sum {AGGREGATE}-divisor 8", "divisor 8.0 with loss aggregation 'verl:token-sum'",
+         "Drop the divisor", f"{AGGREGATE} verl:token-sum"),
+    flag("another counting than the name's", f"{ELSEWHERE}, {CONTRADICTED}",
+         f"{AGGREGATE} trl:grpo {AGGREGATE}-units active", "unit counting 'active' with loss aggregation 'trl:grpo'",
+         "Drop the counting", f"{AGGREGATE} trl:grpo {AGGREGATE}-units all"),
+    flag("own mode and a mode", "a custom path with another mode than the default",
+         f"{PATH} os.path:join {AGGREGATE} token_mean", "os.path:join with --loss-aggregation token_mean",
+         "Drop one of them", f"{PATH} os.path:join {AGGREGATE} sample_mean"),
+    flag("no such module", NO_PATH, f"{PATH} no_such_module.fn", "path 'no_such_module.fn'", "PYTHONPATH",
+         f"{PATH} os.path.join"),
+    flag("no such function", NO_PATH, f"{PATH} os.path:joint", "path 'os.path:joint'", "Check the spelling",
+         f"{PATH} os.path:join"),
+    flag("path without a module", NO_PATH, f"{PATH} join", "path 'join'", "Write pkg.mod.fn or pkg.mod:fn",
+         f"{PATH} os.path:join"),
+    flag("path of a module that breaks", NO_PATH, f"{PATH} broken_modes:fn", "path 'broken_modes:fn'",
+         "Check the spelling", f"{PATH} os.path:join"),
+    flag("path to a string", NO_PATH, f"{PATH} os.path:sep", "path 'os.path:sep'", "Name a function",
+         f"{PATH} os.path:join", "TypeError"),
+    flag("never registered", ABSENT, "", "args without loss_aggregation, loss_aggregation_divisor",
+         "Pass add_loss_aggregation_args as (or from) Megatron's extra_args_provider", "", registered=False),
+    flag("dropped by --yaml-cfg", ABSENT, YAML, "args without loss_aggregation, loss_aggregation_divisor",
+         "Add these keys to the YAML file", YAML_FLAGS),
+    flag("one flag dropped by --yaml-cfg", ABSENT, {k: v for k, v in YAML_FLAGS.items() if "units" not in k},
+         "args without loss_aggregation_units", "Add these keys to the YAML file", YAML_FLAGS),
+    flag("misspelt flag", "", "--loss-agregation token_mean", "unrecognized arguments: --loss-agregation", "",
+         f"{AGGREGATE} token_mean", "SystemExit"),
+    flag("abbreviated flag", "", "--loss-agg token_mean", "unrecognized arguments: --loss-agg", "",
+         f"{AGGREGATE} token_mean", "SystemExit"),
+    flag("misspelt mode flag, unknown ones ignored", "", "--loss-agregation constant --loss-aggregation-divisor 8",
+         "--loss-agregation on the command line", "Write --loss-aggregation", f"{LIMITED} 8", ignore_unknown=True),
+    flag("misspelt divisor flag, unknown ones ignored", "", f"{AGGREGATE} constant --loss-agregation-divisor 8",
+         "--loss-agregation-divisor on the command line", "Write --loss-aggregation-divisor", f"{LIMITED} 8",
+         ignore_unknown=True),
+    flag("per-token loss and another mode", "`--calculate-per-token-loss` with an explicit other mode",
+         f"--calculate-per-token-loss {AGGREGATE} prompt_mean",
+         "--calculate-per-token-loss with loss aggregation: prompt_mean", "add --loss-aggregation-with-per-token-loss",
+         f"--calculate-per-token-loss {AGGREGATE} prompt_mean {AGGREGATE}-with-per-token-loss"),
+    flag("per-token loss on Torch FSDP2", "per-token loss with Torch FSDP2", f"--calculate-per-token-loss {FSDP}",
+         "per-token loss with --use-torch-fsdp2", "Drop --calculate-per-token-loss", FSDP, connections="2"),
+    flag("per-token loss averaged in the collective", "per-token loss with Torch FSDP2",
+         "--calculate-per-token-loss --ddp-average-in-collective", "per-token loss with --ddp-average-in-collective",
+         "Drop --ddp-average-in-collective or --calculate-per-token-loss", "--ddp-average-in-collective"),
+    flag("hybrid context parallelism", "hybrid or dynamic context parallelism",
+         f"{HYBRID} --calculate-per-token-loss", "--hybrid-context-parallel", "Use a fixed --context-parallel-size",
+         "--calculate-per-token-loss"),
+    flag("GTP", "weight-rematerialising TP (GTP)", "--tensor-parallel-num-weight-shards 2", "(GTP)", "Turn it off",
+         "--tensor-parallel-num-weight-shards 1", world=2),
+    flag("full-iteration CUDA graphs", "`--cuda-graph-impl full_iteration`", f"{FULL} full_iteration",
+         "--cuda-graph-impl full_iteration", "Choose another --cuda-graph-impl", f"{FULL} none"),
+]  # fmt: skip
+
+#: Those that no flag of this package has part in.
+OF_MEGATRON = ("misspelt flag", "abbreviated flag", "dropped by --yaml-cfg", "one flag dropped by --yaml-cfg")

@@ -1,0 +1,185 @@
+"""What the package must compute, stated a second time: float64, plain loops, nothing imported from the package.
+
+`step_loss` and `step_gradient` are the formulas of the modes. The rest says, token by token, what each
+context-parallel (CP) rank holds: a buffer is a list of tokens, and a rank's part is picked from it by hand.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+Token = tuple[int, int] | None  # (sample, position in its mask), None in padding
+NAN = float("nan")
+MODES = ("sample_mean", "prompt_mean", "token_mean", "constant", "token_sum")
+COUNTINGS = [(mode, units) for mode in MODES for units in ("all", "active")]
+
+#: The largest relative error of rounding a number to float32.
+ROUNDING = 2.0**-24
+#: Of a token's weight and gradient in float32, with room to spare: 1/(D*U) is rounded, so is its product with the mask
+#: and with 1/copies, and what a trainer scales it by and divides it by again: at most 16 roundings.
+EXACT = 16 * ROUNDING
+
+
+@dataclass(frozen=True, eq=False)
+class Sample:
+    """One sample: a loss and a mask entry a token. Losses at masked positions are never looked at."""
+
+    losses: Tensor  # float64 [length]
+    mask: Tensor  # any real dtype [length]
+    rollout_id: int | str | None = None
+    prompt_id: int | str | None = None
+
+    def poisoned(self, value: float = NAN) -> "Sample":
+        """With `value` at masked positions, where no reader may look."""
+        return replace(self, losses=self.losses.masked_fill(self.mask == 0, value))
+
+
+def sample(
+    losses: Sequence[float], mask: Sequence[float], rollout_id: int | str | None = None, prompt_id: int | str = 0
+) -> Sample:
+    return Sample(torch.tensor(losses, dtype=torch.float64), torch.tensor(mask).float(), rollout_id, prompt_id)
+
+
+# The batch that can be worked out by hand, and its values with L = 8.
+WORKED = [
+    sample([1, 2, 3, 4], [1, 1, 1, 1], prompt_id=0),
+    sample([5, 6], [1, 1], prompt_id=0),
+    sample([-1, 0.5, 2, 7, 1, 3], [1, 1, 0, 1, 0, 0], prompt_id=1),
+    sample([2], [0], prompt_id=1),
+]
+WORKED_DIVISOR = 8.0
+WORKED_VALUES = {
+    ("token_mean", "all"): 27.5 / 9,
+    ("token_mean", "active"): 27.5 / 9,
+    ("sample_mean", "all"): (10 / 4 + 11 / 2 + 6.5 / 3) / 4,
+    ("sample_mean", "active"): (10 / 4 + 11 / 2 + 6.5 / 3) / 3,
+    ("prompt_mean", "all"): (21 / 6 + 6.5 / 3) / 2,
+    ("prompt_mean", "active"): (21 / 6 + 6.5 / 3) / 2,
+    ("constant", "all"): 27.5 / 32,
+    ("constant", "active"): 27.5 / 24,
+    ("token_sum", "all"): 27.5 / 8,
+    ("token_sum", "active"): 27.5 / 8,
+}
+
+
+def units_of(mode: str, samples: Sequence[Sample]) -> list[list[int]]:
+    """The samples of each unit of the step."""
+    units: dict[object, list[int]] = {}
+    for i, one in enumerate(samples):
+        if mode in ("token_mean", "token_sum"):
+            key: object = "the step"
+        elif mode == "prompt_mean":
+            key = one.prompt_id
+        else:
+            key = ("alone", i) if one.rollout_id is None else one.rollout_id
+        units.setdefault(key, []).append(i)
+    return list(units.values())
+
+
+def mask_tokens(samples: Sequence[Sample]) -> float:
+    return sum(float(one.mask.double().sum()) for one in samples)
+
+
+def step_loss(mode: str, samples: Sequence[Sample], divisor: float | None = None, units: str = "all") -> Tensor:
+    """(1/U) sum over units of (sum l*m) / D, float64. `divisor`: D of constant, and of token_sum, 1 if None."""
+    total = torch.zeros((), dtype=torch.float64)
+    counted = 0
+    for unit in units_of(mode, samples):
+        members = [samples[i] for i in unit]
+        tokens = mask_tokens(members)
+        if tokens > 0 or units == "all":
+            counted += 1
+        if tokens > 0:
+            active = [(one.losses[one.mask != 0] * one.mask[one.mask != 0].double()).sum() for one in members]
+            size = {"constant": divisor, "token_sum": divisor or 1.0}.get(mode, tokens)
+            total = total + sum(active) / size
+    return total / max(counted, 1)
+
+
+def step_gradient(
+    mode: str, samples: Sequence[Sample], divisor: float | None = None, units: str = "all"
+) -> list[Tensor]:
+    """d step_loss / d loss of every token, a float64 tensor a sample."""
+    leaves = [one.losses.clone().requires_grad_() for one in samples]
+    moved = [replace(one, losses=leaf) for one, leaf in zip(samples, leaves, strict=True)]
+    loss = step_loss(mode, moved, divisor, units)
+    if not loss.requires_grad:  # no active token
+        return [torch.zeros_like(leaf) for leaf in leaves]
+    return list(torch.autograd.grad(loss, leaves, materialize_grads=True))
+
+
+def step_scale(mode: str, samples: Sequence[Sample], divisor: float | None = None, units: str = "all") -> float:
+    """The step loss of the absolute losses: what rounding errors of the step loss are relative to."""
+    return float(step_loss(mode, [replace(one, losses=one.losses.abs()) for one in samples], divisor, units))
+
+
+def sum_error(num_terms: int) -> float:
+    """What a float32 sum of `num_terms` weighted losses may be off by, in any order, relative to their absolute sum.
+
+    Every weight and product is `EXACT`, and every addition rounds once.
+    """
+    return EXACT + num_terms * ROUNDING
+
+
+def num_tokens(samples: Sequence[Sample]) -> int:
+    return sum(len(one.mask) for one in samples)
+
+
+def worst_of(*errors: float) -> float:
+    """The largest of the errors; infinite if one is NaN, which `max` may leave out."""
+    return max(math.inf if math.isnan(error) else error for error in errors)
+
+
+def worst_error(in_value: float, in_gradient: float, num_terms: int) -> float:
+    """The worse of two relative errors, at most `EXACT`: the value's is in units of what its sum may be."""
+    return worst_of(in_value * EXACT / sum_error(num_terms), in_gradient)
+
+
+# --- what a CP rank holds
+
+
+def padded_slots(lengths: Sequence[int], sizes: Sequence[int]) -> list[list[Token]]:
+    """Every sample at the head of its own slot."""
+    return [
+        [(i, t) if t < length else None for t in range(size)]
+        for i, (length, size) in enumerate(zip(lengths, sizes, strict=True))
+    ]
+
+
+def zigzag(slots: list[list[Token]], cp_rank: int, cp_size: int) -> list[Token]:
+    """Of each slot in 2 * cp_size chunks, the cp_rank-th and the cp_rank-th from the end."""
+    held: list[Token] = []
+    for slot in slots:
+        n = len(slot) // (2 * cp_size)
+        chunks = [slot[k * n : (k + 1) * n] for k in range(2 * cp_size)] if cp_size > 1 else [slot, []]
+        held += chunks[cp_rank] + chunks[-1 - cp_rank]
+    return held
+
+
+def contiguous(slots: list[list[Token]], cp_rank: int, cp_size: int) -> list[Token]:
+    """The cp_rank-th of cp_size equal pieces of the whole buffer."""
+    buffer = [token for slot in slots for token in slot]
+    n = len(buffer) // cp_size
+    return buffer[cp_rank * n : (cp_rank + 1) * n]
+
+
+def contiguous_per_slot(slots: list[list[Token]], cp_rank: int, cp_size: int) -> list[Token]:
+    return [token for slot in slots for token in contiguous([slot], cp_rank, cp_size)]
+
+
+def response_only(
+    total_lengths: Sequence[int], responses: Sequence[int], padded: Sequence[int], cp_rank: int, cp_size: int
+) -> list[Token]:
+    """slime's rule: the response tokens whose logit (one earlier) lies in the rank's two chunks of the sample."""
+    held: list[Token] = []
+    for i, (total, response) in enumerate(zip(total_lengths, responses, strict=True)):
+        chunk = -(-padded[i] // (2 * cp_size))
+        for piece in (cp_rank, 2 * cp_size - 1 - cp_rank):
+            for logit in range(piece * chunk, (piece + 1) * chunk):
+                position = logit + 1 - (total - response)
+                if 0 <= position < response:
+                    held.append((i, position))
+    return held

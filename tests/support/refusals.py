@@ -1,0 +1,56 @@
+"""Tables of refusals: the refused call, its error, and the nearest legal neighbour, which is accepted."""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+Call = Callable[[], Any]
+#: The refused call, the error's type, a regular expression of its text, and the accepted neighbour.
+Refusal = tuple[Call, type[Exception], str, Call]
+
+#: What was given, the rule it breaks, what to do.
+THREE_PARTS = re.compile(r"(?s).+?: .+\. .+\.")
+
+
+def each_of(table: Mapping[str, Refusal]) -> Any:
+    """Decorator: a test of every row."""
+    return pytest.mark.parametrize(("refused", "error", "text", "accepted"), table.values(), ids=table.keys())
+
+
+def check_refusal(refused: Call, error: type[Exception], text: str, accepted: Call) -> None:
+    with pytest.raises(error, match=f"(?s){text}") as caught:
+        refused()
+    assert caught.type is error
+    assert THREE_PARTS.fullmatch(str(caught.value)), str(caught.value)
+    accepted()
+
+
+# --- rows of launches, which more is known of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    name: str
+    covers: str  # a fragment of README's table; "" for what it does not list
+    error: str  # type of the exception
+    given: str  # what the text must say was given
+    todo: str = ""  # what it must say to do
+    bad: Any
+    good: Any = None
+    options: dict[str, Any] = field(default_factory=dict)
+    styled: bool = True  # by this package, not by argparse or the user's own code
+
+
+def in_three_parts(text: str, row: Row) -> bool:
+    """What was given, the rule, what to do: in this order, as every error says it, for every rank that says it."""
+    reasons = re.split(r"(?:^The step was not started, no weight was changed\. |; )rank \d+: \w+: ", text)
+    said = [reason for reason in reasons if row.given in reason]
+    pattern = re.compile(
+        rf".*{re.escape(row.given)}[^\n]*?: .+\. .*{re.escape(row.todo)}.*\.$"
+        if row.todo not in row.given
+        else r".+: .+\. .+\.$"
+    )
+    return bool(said) and all(pattern.match(reason) for reason in said)

@@ -1,0 +1,166 @@
+"""A step of the real Megatron-Core on a model that is a table: one parameter for every token of the step, its loss.
+
+So the gradient after Megatron's whole way (schedule scaling, DDP, reduction, per-token division) is the token's weight,
+to be compared with the float64 oracle.
+"""
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import oracle
+import torch
+import torch.distributed as dist
+from ranks import start_process_group
+
+from megatron_rl_loss import Gathered, Samples, ZigzagTHD
+from megatron_rl_loss.arguments import AggregationSettings
+
+DIVISOR = 7.0
+
+
+ALL_SETTINGS = [
+    {"mode": mode, "units": units, "divisor": DIVISOR if mode == "constant" else None}
+    for mode, units in oracle.COUNTINGS
+]
+
+
+def step_samples(seed: int) -> list[oracle.Sample]:
+    """Ragged samples with fractional, partly and fully masked tokens, split rollouts and uneven prompt groups."""
+    rng = random.Random(seed)
+    samples = []
+    for i in range(13):
+        length = rng.choice([1, 2, 3, 5, 8, 13])
+        mask = [rng.choice([0, 1, 1, 0.5]) for _ in range(length)]
+        if i in (4, 9):
+            mask = [0] * length
+        losses = [rng.uniform(-3, 3) for _ in range(length)]
+        samples.append(oracle.sample(losses, mask, rollout_id=f"r{i - i % 3 // 2}", prompt_id=f"p{min(i // 3, 2)}"))
+    return samples
+
+
+def dealt(samples: list[oracle.Sample], dp_rank: int, dp_size: int, num_microbatches: int) -> list[list[int]]:
+    """Sample numbers of each of this rank's micro-batches: uneven, so that units straddle ranks and micro-batches."""
+    slots: list[list[int]] = [[] for _ in range(dp_size * num_microbatches)]
+    rng = random.Random(5)
+    for i in range(len(samples)):
+        slots[rng.randrange(len(slots))].append(i)
+    return slots[dp_rank::dp_size]
+
+
+class Batch:
+    """A packed micro-batch: token numbers into the table (the last, unused entry is padding) and the samples."""
+
+    def __init__(self, samples: list[oracle.Sample], chosen: list[int], cp_size: int, gathered: bool = False) -> None:
+        first = [0]
+        for sample in samples:
+            first.append(first[-1] + len(sample.mask))
+        lengths = [len(samples[i].mask) for i in chosen]
+        sizes = [-(-length // (2 * cp_size)) * 2 * cp_size for length in lengths]
+        slots = oracle.padded_slots(lengths, sizes)
+        self.numbers = [[first[-1] if at is None else first[chosen[at[0]]] + at[1] for at in slot] for slot in slots]
+        cu_seqlens = [sum(sizes[:k]) for k in range(len(sizes) + 1)]
+        self.gathered = gathered
+        self.samples = Samples(
+            [samples[i].mask for i in chosen],
+            layout=(Gathered if gathered else ZigzagTHD)(cu_seqlens, total_lengths=lengths),
+            rollout_ids=[str(samples[i].rollout_id) for i in chosen],
+            prompt_ids=[str(samples[i].prompt_id) for i in chosen],
+        )
+
+    def local_numbers(self, cp_rank: int, cp_size: int) -> torch.Tensor:
+        """By the oracle's zigzag, not by the package's."""
+        if self.gathered:
+            return torch.tensor([n for slot in self.numbers for n in slot], dtype=torch.int64)
+        held = oracle.zigzag(self.numbers, cp_rank, cp_size)  # type: ignore[arg-type]
+        return torch.tensor(held, dtype=torch.int64)
+
+
+def start(tp: int = 1, pp: int = 1, cp: int = 1) -> Any:
+    from megatron.core import parallel_state
+
+    start_process_group()
+    parallel_state.initialize_model_parallel(tp, pp, context_parallel_size=cp)
+    return parallel_state
+
+
+def table_model(table: list[float], *, per_token: bool = False, ddp: bool = True, **ddp_options: Any) -> Any:
+    """The losses of all tokens as a parameter, in Megatron's own DDP."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+    from megatron.core.enums import ModelType
+    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.module import MegatronModule
+
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=4,
+        num_attention_heads=1,
+        calculate_per_token_loss=per_token,
+        use_cpu_initialization=True,
+    )
+    config.finalize_model_grads_func = finalize_model_grads
+
+    class Table(MegatronModule):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__(config)
+            self.model_type = ModelType.encoder_or_decoder
+            self.losses = torch.nn.Parameter(torch.tensor(table))
+
+        def set_input_tensor(self, _: Any) -> None: ...
+
+        def forward(self, numbers: torch.Tensor) -> torch.Tensor:
+            return self.losses[numbers]
+
+    if not ddp:
+        return Table().cuda()
+    model = DistributedDataParallel(config, DistributedDataParallelConfig(**ddp_options), Table().cuda())
+    if ddp_options.get("overlap_grad_reduce"):
+        config.no_sync_func = model.no_sync
+    return model
+
+
+def aggregation(samples_of: Any = None, *, totals_of: Any = None, **settings: Any) -> Any:
+    from megatron_rl_loss.megatron import LossAggregation
+
+    describe = samples_of or (lambda batch: batch.samples)
+    return LossAggregation(AggregationSettings.resolve(**settings), describe, totals_of=totals_of)
+
+
+def one_step(
+    model: Any, batches: list[Batch], loss_aggregation: Any, *, metric: bool = True
+) -> tuple[torch.Tensor, dict[str, float]]:
+    """Megatron's schedule over a step: the reduced gradient, and what `train_step` would log."""
+    from megatron.core import parallel_state
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    cp_rank, cp_size = parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
+
+    def forward_step(iterator: Iterator[Any], model: Any) -> Any:
+        microbatch = next(iterator)
+        losses = model(microbatch.data.local_numbers(cp_rank, cp_size).cuda())
+
+        def loss_func(losses: torch.Tensor) -> Any:
+            return microbatch.loss(losses[None], {"twice": 2 * losses[None]} if metric else None)
+
+        return losses, loss_func
+
+    model.zero_grad_buffer()
+    stored = loss_aggregation.wrap_schedule(get_forward_backward_func())(
+        forward_step_func=forward_step,
+        data_iterator=iter(batches),
+        model=model,
+        num_microbatches=len(batches),
+        seq_length=8,
+        micro_batch_size=1,
+    )
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    logged = {}
+    for name in stored[0]:
+        total = torch.stack([report[name] for report in stored]).sum(0)
+        dist.all_reduce(total, group=group)
+        logged[name] = float(total[0] / total[1])
+    return model.module.losses.main_grad.clone().cpu(), logged
+
+
+def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((actual.double() - expected).abs().max() / expected.abs().max().clamp(min=1e-30))

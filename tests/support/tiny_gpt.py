@@ -1,0 +1,418 @@
+"""The rank's side of `test_matrix`: an optimizer step of a real Megatron GPTModel in a given layout, and its outcome.
+
+Imported by forked ranks after `warm_megatron`; everything of Megatron is the real one (see `megatron_on_cpu`).
+"""
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import gpt_oracle
+import oracle
+import torch
+import torch.distributed as dist
+from gpt_oracle import GptShape, Rollout
+from ranks import start_process_group
+from torch import Tensor
+
+from megatron_rl_loss import Samples, ZigzagTHD, ppo_clip_loss
+from megatron_rl_loss.arguments import AggregationSettings
+
+
+class Layout(NamedTuple):
+    """A way to split a step over ranks; all cases of one run in the same processes."""
+
+    tp: int
+    sp: bool  # sequence parallelism
+    pp: int
+    vp: int  # virtual stages a rank, 1 for none
+    cp: int
+    dp: int
+
+    @property
+    def world_size(self) -> int:
+        return self.tp * self.pp * self.cp * self.dp
+
+    @property
+    def num_layers(self) -> int:
+        return max(self.pp * self.vp, 2)
+
+    def __str__(self) -> str:
+        sp, vp = "sp" if self.sp else "", f"v{self.vp}" if self.vp > 1 else ""
+        return f"world{self.world_size}-tp{self.tp}{sp}-pp{self.pp}{vp}-cp{self.cp}-dp{self.dp}"
+
+
+class Case(NamedTuple):
+    """What varies inside a layout."""
+
+    microbatches: int
+    mode: str
+    units: str
+    scaling: str  # of the loss by Megatron: mean, averaged in collective (a DDP option) or per token
+    bf16: bool
+    optimizer: str  # plain, distributed, overlap or distributed+overlap
+    tied: bool
+    lopsided: bool
+
+    def shape(self, layout: Layout) -> GptShape:
+        return GptShape(layout.num_layers, self.tied, self.bf16)
+
+
+class Outcome(NamedTuple):
+    """Of one rank: its shards by full name, with the dimension they are cut in (None: whole)."""
+
+    gradients: dict[str, tuple[Any, int | None]]
+    weights: dict[str, tuple[Any, int | None]]
+    grad_norm: float
+    metrics: dict[str, float] | None  # on the last pipeline stage
+
+
+def dealt(num_samples: int, masked: Sequence[int], dp: int, microbatches: int, lopsided: bool) -> list[list[list[int]]]:
+    """Sample numbers by data-parallel rank and micro-batch; every sample is dealt once, whatever the layout.
+
+    Uneven, so that rollouts and prompt groups straddle ranks and micro-batches. With three slots or more, one holds
+    fully masked samples only. `lopsided` leaves the last rank (or the only rank's last micro-batch) without a sample.
+    """
+    hands: list[list[list[int]]] = [[[] for _ in range(microbatches)] for _ in range(dp)]
+    slots = [(d, m) for m in range(microbatches) for d in range(dp)]
+    if lopsided and len(slots) > 1:
+        slots = [slot for slot in slots if slot[0] != dp - 1] if dp > 1 else slots[:-1]
+    rng = random.Random(100 * dp + microbatches)
+    left = list(range(num_samples))
+    if len(slots) > 2:
+        d, m = slots.pop(1)
+        hands[d][m] = list(masked[:2])
+        left = [i for i in left if i not in masked[:2]]
+    for i in left:
+        d, m = rng.choice(slots)
+        hands[d][m].append(i)
+    return hands
+
+
+class Batch:
+    """A packed micro-batch, and the part of it that a context-parallel rank holds (by the oracle's zigzag)."""
+
+    def __init__(self, rollouts: Sequence[Rollout], cp_rank: int, cp_size: int, filler: bool) -> None:
+        multiple = 2 * cp_size
+        lengths = [len(one.tokens) for one in rollouts]
+        sizes = [-(-length // multiple) * multiple for length in lengths]
+        # A pack without samples still needs tokens; in other packs filler must not count either.
+        fillers = [multiple] if filler or not rollouts else []
+        slots = oracle.padded_slots([*lengths, *[0] * len(fillers)], sizes + fillers)
+        bounds = [sum((sizes + fillers)[:k]) for k in range(len(slots) + 1)]
+        held = oracle.zigzag(slots, cp_rank, cp_size)
+
+        def local(name: str, padding: float = 0) -> Tensor:
+            values = [padding if at is None else getattr(rollouts[at[0]], name)[at[1]] for at in held]
+            return torch.tensor([values])
+
+        self.tokens, self.labels = local("tokens").long(), local("labels").long()
+        self.mask, self.old_log_probs, self.advantages = (
+            local(name).float() for name in ("mask", "old_log_probs", "advantages")
+        )
+        self.positions = torch.tensor([[0 if at is None else at[1] for at in held]])
+        self.bounds = torch.tensor(bounds, dtype=torch.int32)
+        self.samples = Samples(
+            [torch.tensor(one.mask) for one in rollouts],
+            layout=ZigzagTHD(bounds, total_lengths=lengths, filler_slots=len(fillers)),
+            rollout_ids=[one.rollout_id for one in rollouts],
+            prompt_ids=[one.prompt_id for one in rollouts],
+        )
+
+    def cuda(self) -> "Batch":
+        """On the GPU, but for the samples: masks and ids stay where a data loader makes them."""
+        for name in ("tokens", "labels", "mask", "old_log_probs", "advantages", "positions", "bounds"):
+            setattr(self, name, getattr(self, name).cuda())
+        return self
+
+    def packed_seq_params(self) -> Any:
+        from megatron.core.packed_seq_params import PackedSeqParams
+
+        longest = int(self.bounds.diff().max())
+        return PackedSeqParams(
+            qkv_format="thd",
+            cu_seqlens_q=self.bounds,
+            cu_seqlens_kv=self.bounds,
+            cu_seqlens_q_padded=self.bounds,
+            cu_seqlens_kv_padded=self.bounds,
+            max_seqlen_q=longest,
+            max_seqlen_kv=longest,
+        )
+
+
+def fully_masked(rollouts: Sequence[Rollout]) -> list[int]:
+    return [i for i, one in enumerate(rollouts) if not any(one.mask)]
+
+
+def batches_of(rollouts: Sequence[Rollout], case: Case, dp: int, dp_rank: int, cp: int, cp_rank: int) -> list[Batch]:
+    hands = dealt(len(rollouts), fully_masked(rollouts), dp, case.microbatches, case.lopsided)
+    return [Batch([rollouts[i] for i in hand], cp_rank, cp, filler=m % 3 == 1) for m, hand in enumerate(hands[dp_rank])]
+
+
+@dataclass
+class Ready:
+    """A model in Megatron's DDP with its optimizer."""
+
+    config: Any
+    chunks: list[Any]
+    optimizer: Any
+
+
+def build(layout: Layout, case: Case, attention: str) -> Ready:
+    from megatron.core import parallel_state as mpu
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.module import Float16Module
+    from packed_attention import layer_spec
+
+    virtual = layout.vp > 1
+    dtype = torch.bfloat16 if case.bf16 else torch.float32
+    config = TransformerConfig(
+        num_layers=layout.num_layers,
+        hidden_size=gpt_oracle.HIDDEN,
+        ffn_hidden_size=gpt_oracle.FFN,
+        num_attention_heads=gpt_oracle.HEADS,
+        num_query_groups=gpt_oracle.GROUPS,
+        kv_channels=gpt_oracle.CHANNELS,
+        layernorm_epsilon=gpt_oracle.EPSILON,
+        tensor_model_parallel_size=layout.tp,
+        sequence_parallel=layout.sp,
+        pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.vp if virtual else None,
+        context_parallel_size=layout.cp,
+        calculate_per_token_loss=case.scaling == "per token",
+        normalization="RMSNorm",
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        use_cpu_initialization=True,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=case.bf16,
+        masked_softmax_fusion=False,
+        bias_dropout_fusion=False,
+        gradient_accumulation_fusion=False,
+        apply_rope_fusion=False,
+        # Packs differ in length; Megatron asks for this dispatcher with it, even without experts.
+        variable_seq_lengths=layout.pp > 1,
+        moe_token_dispatcher_type="alltoall",
+        overlap_p2p_comm=virtual,
+        batch_p2p_comm=not virtual,
+    )
+    model_parallel_cuda_manual_seed(1, force_reset_rng=True)
+    weights = gpt_oracle.weights_of(case.shape(layout))
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    overlap, distributed = "overlap" in case.optimizer, "distributed" in case.optimizer
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        overlap_grad_reduce=overlap,
+        use_distributed_optimizer=distributed,
+        average_in_collective=case.scaling == "averaged in collective",
+        bucket_size=1000,  # several buckets, so that overlapping has something to reorder
+    )
+    chunks = []
+    for stage in range(layout.vp):
+        vp_stage = stage if virtual else None
+        block = layer_spec(SimpleNamespace(transformer=config), vp_stage)
+        if attention == "te":
+            from megatron.core.extensions.transformer_engine import TEDotProductAttention
+
+            for layer in block.layer_specs:
+                layer.submodules.self_attention.submodules.core_attention = TEDotProductAttention
+        model = GPTModel(
+            config=config,
+            transformer_layer_spec=block,
+            vocab_size=gpt_oracle.VOCAB,
+            max_sequence_length=64,
+            pre_process=mpu.is_pipeline_first_stage(ignore_virtual=not virtual, vp_stage=vp_stage),
+            post_process=mpu.is_pipeline_last_stage(ignore_virtual=not virtual, vp_stage=vp_stage),
+            share_embeddings_and_output_weights=case.tied,
+            position_embedding_type="rope",
+            pg_collection=groups,
+            vp_stage=vp_stage,
+        )
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                full, dim = weights[full_name(name, model)], cut_dim(parameter)
+                rank = mpu.get_tensor_model_parallel_rank()
+                parameter.copy_(full if dim is None else full.chunk(layout.tp, dim)[rank])
+        model.cuda()
+        if case.bf16:
+            model = Float16Module(config, model)
+        chunks.append(DistributedDataParallel(config, ddp_config, model))
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(
+            optimizer="adam",
+            lr=gpt_oracle.LEARNING_RATE,
+            adam_beta1=gpt_oracle.BETA1,
+            adam_beta2=gpt_oracle.BETA2,
+            adam_eps=gpt_oracle.ADAM_EPSILON,
+            weight_decay=0.0,
+            clip_grad=gpt_oracle.CLIP_GRAD,
+            bf16=case.bf16,
+            params_dtype=dtype,
+            use_distributed_optimizer=distributed,
+        ),
+        chunks,
+    )
+    # As `megatron.training.training.train` sets them.
+    config.grad_scale_func = optimizer.scale_loss
+    config.finalize_model_grads_func = finalize_model_grads
+    if overlap:
+        config.no_sync_func = [chunk.no_sync for chunk in chunks] if virtual else chunks[0].no_sync
+        config.grad_sync_func = [chunk.start_grad_sync for chunk in chunks] if virtual else chunks[0].start_grad_sync
+    return Ready(config, chunks, optimizer)
+
+
+def cut_dim(parameter: Tensor) -> int | None:
+    return parameter.partition_dim if getattr(parameter, "tensor_model_parallel", False) else None  # type: ignore[attr-defined]
+
+
+def full_name(name: str, model: Any) -> str:
+    """With the layer's number in the whole model; a tied output layer is the embedding."""
+    name = name.removeprefix("module.")
+    parts = name.split(".")
+    if parts[:2] == ["decoder", "layers"]:
+        parts[2] = str(model.decoder.layers[int(parts[2])].layer_number - 1)
+    name = ".".join(parts)
+    if model.share_embeddings_and_output_weights and name == "output_layer.weight":
+        return "embedding.word_embeddings.weight"
+    return name
+
+
+def gather_sharded_gradients(chunks: list[Any]) -> None:
+    """The distributed optimizer reduces each bucket's gradients to the rank that owns the shard: make them whole."""
+    for chunk in chunks:
+        for group in chunk.bucket_groups:
+            ranks = group.intra_distributed_optimizer_instance_group
+            for bucket in group.buckets:
+                mine = bucket.grad_data.chunk(ranks.size())[ranks.rank()].clone()
+                dist.all_gather_into_tensor(bucket.grad_data, mine, group=ranks)
+
+
+def collect(chunks: list[Any], of_gradients: bool) -> dict[str, tuple[Any, int | None]]:
+    from megatron.core.utils import unwrap_model
+
+    found = {}
+    for chunk in chunks:
+        model = unwrap_model(chunk)
+        for name, parameter in model.named_parameters():
+            value = parameter.main_grad if of_gradients else parameter.detach()
+            key = full_name(name, model)
+            # Both copies of a tied embedding must agree with the oracle: neither may hide the other.
+            while key in found:
+                key += "'"
+            found[key] = (value.double().cpu().numpy().copy(), cut_dim(parameter))
+    return found
+
+
+def run_case(layout: Layout, case: Case, rollouts: Sequence[Rollout], stock: bool, attention: str) -> Outcome:
+    from megatron.core import parallel_state as mpu
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    from megatron_rl_loss.megatron import LossAggregation
+
+    ready = build(layout, case, attention)
+    dp_rank, cp_rank = mpu.get_data_parallel_rank(), mpu.get_context_parallel_rank()
+    batches = [batch.cuda() for batch in batches_of(rollouts, case, layout.dp, dp_rank, layout.cp, cp_rank)]
+
+    def policy_of(negative_log_probs: Tensor, batch: Batch) -> Any:
+        return ppo_clip_loss(
+            -negative_log_probs,
+            batch.old_log_probs,
+            batch.advantages,
+            clip_low=gpt_oracle.CLIP_LOW,
+            clip_high=gpt_oracle.CLIP_HIGH,
+        )
+
+    def forward_step(iterator: Iterator[Any], model: Any) -> Any:
+        microbatch = next(iterator)
+        batch: Batch = microbatch if stock else microbatch.data
+        output = model(
+            batch.tokens, batch.positions, None, labels=batch.labels, packed_seq_params=batch.packed_seq_params()
+        )
+
+        def loss_func(negative_log_probs: Tensor) -> Any:
+            policy = policy_of(negative_log_probs, batch)
+            return microbatch.loss(
+                policy.per_token_loss, metrics={"clip_fraction": policy.clipped, "ppo_kl": policy.ppo_kl}
+            )
+
+        def stock_loss_func(negative_log_probs: Tensor) -> Any:
+            loss = (policy_of(negative_log_probs, batch).per_token_loss * batch.mask).sum()
+            num_tokens = (batch.mask != 0).sum().int()
+            return loss, num_tokens, {"pg_loss": torch.stack([loss.detach().clone(), num_tokens.float()])}
+
+        return output, stock_loss_func if stock else loss_func
+
+    for chunk in ready.chunks:
+        chunk.zero_grad_buffer()
+    ready.optimizer.zero_grad()
+    settings = AggregationSettings.resolve(
+        mode=case.mode,
+        divisor=gpt_oracle.DIVISOR if case.mode == "constant" else None,
+        units=case.units,  # type: ignore[arg-type]
+        with_per_token_loss=case.scaling == "per token",
+    )
+    schedule = get_forward_backward_func()
+    if not stock:
+        schedule = LossAggregation(settings, lambda batch: batch.samples).wrap_schedule(schedule)
+    virtual = layout.vp > 1
+    stored = schedule(
+        forward_step_func=forward_step,
+        data_iterator=[iter(batches) for _ in range(layout.vp)] if virtual else iter(batches),
+        model=ready.chunks if virtual else ready.chunks[0],
+        num_microbatches=len(batches),
+        seq_length=64,
+        micro_batch_size=1,
+    )
+    metrics = None
+    if mpu.is_pipeline_last_stage(ignore_virtual=True):
+        # As `megatron.training.training.train_step` sums a report of two elements.
+        group = mpu.get_data_parallel_group(with_context_parallel=True)
+        metrics = {}
+        for name in stored[0]:
+            total = torch.stack([report[name] for report in stored]).sum(0)
+            dist.all_reduce(total, group=group)
+            metrics[name] = float(total[0] / total[1])
+    if "distributed" in case.optimizer:
+        gather_sharded_gradients(ready.chunks)
+    gradients = collect(ready.chunks, of_gradients=True)
+    succeeded, grad_norm, _ = ready.optimizer.step()
+    assert succeeded
+    return Outcome(gradients, collect(ready.chunks, of_gradients=False), float(grad_norm), metrics)
+
+
+def run_layout(
+    layout: Layout,
+    cases: list[Case],
+    rollouts: dict[GptShape, list[Rollout]],
+    stock: bool = False,
+    attention: str = "packed",
+) -> tuple[dict[str, int], list[Outcome]]:
+    """On one rank: its place, and its part of what each case gave.
+
+    `attention`: "packed" is `examples/packed_attention.py`, "te" is Transformer Engine's in its stead (GPUs, bf16).
+    """
+    from megatron.core import parallel_state as mpu
+
+    start_process_group()
+    mpu.initialize_model_parallel(
+        layout.tp,
+        layout.pp,
+        virtual_pipeline_model_parallel_size=layout.vp if layout.vp > 1 else None,
+        context_parallel_size=layout.cp,
+    )
+    place = {
+        "tp": mpu.get_tensor_model_parallel_rank(),
+        "pp": mpu.get_pipeline_model_parallel_rank(),
+        "cp": mpu.get_context_parallel_rank(),
+        "dp": mpu.get_data_parallel_rank(),
+    }
+    return place, [run_case(layout, case, rollouts[case.shape(layout)], stock, attention) for case in cases]

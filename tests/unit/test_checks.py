@@ -1,0 +1,100 @@
+"""The shared checks, each on the values around its edge; that places use them is tested beside those."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from refusals import Call, Refusal, check_refusal, each_of
+
+from megatron_rl_loss import checks
+
+
+class NumpyLike:
+    """NumPy's ints are no int, but have __index__."""
+
+    def __index__(self) -> int:
+        return 8
+
+
+@pytest.mark.parametrize(
+    ("value", "whole"),
+    [
+        (0, True), (-3, True), (np.int64(5), True), (NumpyLike(), True), (True, False), (1.0, False), ("1", False),
+        (None, False), (torch.tensor(1), False),
+    ],
+    ids=repr,
+)  # fmt: skip
+def test_whole_numbers(value: Any, whole: bool) -> None:
+    assert checks.is_int(value) is whole
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("token_men", "Did you mean token_mean? Choose one of token_mean, sample-mean"),
+        ("token-mean", "Did you mean token_mean? Choose one of token_mean, sample-mean"),
+        ("SAMPLE_MEAN", "Did you mean sample-mean? Choose one of token_mean, sample-mean"),
+        ("xyz", "Choose one of token_mean, sample-mean"),
+    ],
+)
+def test_a_close_name_is_proposed(given: str, said: str) -> None:
+    assert checks.did_you_mean(given, ["token_mean", "sample-mean"]) == said
+
+
+def call(function: Any, *arguments: Any) -> Call:
+    return lambda: function(*arguments)
+
+
+NO, YES = torch.tensor(False), torch.tensor(True)
+REFUSALS: dict[str, Refusal] = {
+    "an int too small": (
+        call(checks.check_int, "size", 0, 1, "Pass one"),
+        ValueError,
+        "size is 0: it must be an int >= 1. Pass one",
+        call(checks.check_int, "size", 1, 1, "Pass one"),
+    ),
+    "no int": (
+        call(checks.check_int, "size", 1.5, 1, "Pass one"),
+        ValueError,
+        "size is 1.5",
+        call(checks.check_int, "size", np.int32(2), 1, "Pass one"),
+    ),
+    "a negative count": (call(checks.check_count, "n", -1), ValueError, "n is -1", call(checks.check_count, "n", 0.5)),
+    "a choice that there is not": (
+        call(checks.check_choice, "colour", "rad", ["red", "blue"]),
+        ValueError,
+        "colour 'rad': there is no such colour. Did you mean red[?] Choose one of red, blue",
+        call(checks.check_choice, "colour", "red", ["red", "blue"]),
+    ),
+    "not one each": (
+        call(checks.check_one_each, "ids", 2, "masks", 3),
+        ValueError,
+        "2 ids for 3 masks: there must be one a sample. Pass both in order",
+        call(checks.check_one_each, "ids", 3, "masks", 3),
+    ),
+    "what cannot be called": (
+        call(checks.check_callable, "the hook", 3, "it must be a function", "Pass one"),
+        TypeError,
+        "the hook is a int: it must be a function. Pass one",
+        call(checks.check_callable, "the hook", print, "it must be a function", "Pass one"),
+    ),
+    "a CP rank outside": (
+        call(checks.check_cp, 2, 2),
+        ValueError,
+        r"cp_rank=2, cp_size=2.*Pass cp_group.rank\(\)",
+        call(checks.check_cp, 1, 2),
+    ),
+    "a CP size no int": (call(checks.check_cp, 0, True), TypeError, "cp_size=True", call(checks.check_cp, 0, 1)),
+    "what does not hold": (
+        call(checks.require, NO, "unsound_mask", lambda: {"sample": 3, "value": -1.0}),
+        ValueError,
+        "the loss mask of sample 3 holds -1.0",
+        call(checks.require, YES, "unsound_mask", lambda: {}),
+    ),
+}
+
+
+@each_of(REFUSALS)
+def test_refusals(refused: Call, error: type[Exception], text: str, accepted: Call) -> None:
+    check_refusal(refused, error, text, accepted)

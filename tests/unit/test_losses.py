@@ -1,0 +1,359 @@
+"""The per-token losses and advantages, each against its formula written for one token with Python's ifs in float64."""
+
+import itertools
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from refusals import Call, Refusal, check_refusal, each_of
+from torch import Tensor
+
+from megatron_rl_loss import (
+    StepTotals,
+    group_relative_advantages,
+    kl_estimate,
+    make_pg_loss_reducer,
+    ppo_clip_loss,
+    truncated_importance_weights,
+)
+
+INF, NAN = float("inf"), float("nan")
+Scalar = Callable[[Tensor], Tensor]
+
+
+def scalar(x: float) -> Tensor:
+    return torch.tensor(x, dtype=torch.float64)
+
+
+def value_and_slope(formula: Scalar, at: float) -> tuple[float, float]:
+    x = scalar(at).requires_grad_()
+    y = formula(x)
+    (slope,) = torch.autograd.grad(y, x, materialize_grads=True) if y.requires_grad else (scalar(0),)
+    return float(y.detach()), float(slope)
+
+
+# --- the clipped surrogate
+
+
+def ppo(
+    log_prob: Tensor, old: float, advantage: float, low: float, high: float, dual: float | None, w: float
+) -> Tensor:
+    """w * min(max(-A r, -A clip(r)), -c A if A < 0) for one token."""
+    ratio = (log_prob - old).exp()
+    bounded = ratio
+    if ratio < 1 - low:
+        bounded = scalar(1 - low)
+    elif ratio > 1 + high:
+        bounded = scalar(1 + high)
+    plain, clipped = -advantage * ratio, -advantage * bounded
+    loss = clipped if clipped > plain else plain
+    if dual is not None and advantage < 0 and loss > -dual * advantage:
+        loss = scalar(-dual * advantage)
+    return w * loss
+
+
+# log-ratio and advantage of every token: below, inside and above the range, and far enough for the dual clip
+TOKENS = list(itertools.product([-2.0, -0.5, -0.15, 0.0, 0.15, 0.24, 0.5, 1.3, 2.0], [-1.5, -0.1, 0.0, 0.3, 2.0]))
+OLD = [-0.1 * (i % 7) for i in range(len(TOKENS))]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "fp32"])
+@pytest.mark.parametrize("w", [1.0, 0.7], ids=["on-policy", "weighted"])
+@pytest.mark.parametrize("dual", [None, 1.01, 3.0, 20.0], ids=lambda c: f"dual {c}")
+@pytest.mark.parametrize(("low", "high"), [(0.2, None), (0.2, 0.28), (1.0, 5.0), (0.01, 0.01)])
+def test_ppo_clip_loss(low: float, high: float | None, dual: float | None, w: float, dtype: torch.dtype) -> None:
+    log_probs = torch.tensor([old + log_ratio for old, (log_ratio, _) in zip(OLD, TOKENS, strict=True)], dtype=dtype)
+    log_probs.requires_grad_()
+    old = torch.tensor(OLD, dtype=dtype, requires_grad=True)
+    advantages = torch.tensor([advantage for _, advantage in TOKENS], dtype=dtype)
+    weights = torch.full_like(advantages, w, requires_grad=True)
+    result = ppo_clip_loss(
+        log_probs,
+        old,
+        advantages,
+        clip_low=low,
+        clip_high=high,
+        dual_clip=dual,
+        importance_weights=None if w == 1 else weights,
+    )
+    result.per_token_loss.sum().backward()
+    loss = result.per_token_loss.detach()
+    assert old.grad is None
+    assert weights.grad is None
+    for t, (log_ratio, advantage) in enumerate(TOKENS):
+        value, slope = value_and_slope(
+            lambda x, t=t, a=advantage: ppo(x, OLD[t], a, low, low if high is None else high, dual, w),
+            OLD[t] + log_ratio,
+        )
+        # Log-probs up to 3 are rounded to float32 and subtracted, their exp is rounded, and its product with A and w.
+        assert float(loss[t]) == pytest.approx(value, rel=2 * oracle.EXACT, abs=0), TOKENS[t]
+        assert float(log_probs.grad[t]) == pytest.approx(slope, rel=2 * oracle.EXACT, abs=0), TOKENS[t]
+        assert float(result.clipped[t]) == (advantage != 0 and slope == 0), TOKENS[t]
+        assert float(result.ppo_kl[t]) == pytest.approx(-log_ratio, rel=0, abs=3 * 3 * oracle.ROUNDING)
+    assert not result.clipped.requires_grad
+    assert not result.ppo_kl.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("log_ratio", "advantage", "keywords", "loss", "clipped"),
+    [
+        pytest.param(0.0, 2.0, {}, -2.0, 0, id="on-policy"),
+        pytest.param(1.0, 2.0, {}, -2.4, 1, id="clipped above"),
+        pytest.param(1.0, 2.0, {"clip_high": 0.28}, -2.56, 1, id="clipped above, higher"),
+        pytest.param(-1.0, -2.0, {}, 1.6, 1, id="clipped below"),
+        pytest.param(-1.0, -2.0, {"clip_low": 0.1}, 1.8, 1, id="clipped below, tighter"),
+        pytest.param(-1.0, 2.0, {}, -2 * 0.36787944, 0, id="not clipped: wrong side"),
+        pytest.param(2.0, -2.0, {}, 2 * 7.3890561, 0, id="not clipped: no dual clip"),
+        pytest.param(2.0, -2.0, {"dual_clip": 3.0}, 6.0, 1, id="dual clip binds"),
+        pytest.param(1.0, -2.0, {"dual_clip": 3.0}, 2 * 2.7182818, 0, id="dual clip does not bind"),
+        pytest.param(2.0, 2.0, {"dual_clip": 3.0}, -2.4, 1, id="dual clip leaves A > 0 alone"),
+        pytest.param(0.0, 0.0, {"dual_clip": 3.0}, 0.0, 0, id="no advantage"),
+    ],
+)
+def test_ppo_by_hand(
+    log_ratio: float, advantage: float, keywords: dict[str, float], loss: float, clipped: float
+) -> None:
+    result = ppo_clip_loss(torch.tensor([log_ratio]), torch.zeros(1), torch.tensor([advantage]), **keywords)
+    assert float(result.per_token_loss) == pytest.approx(loss)
+    assert float(result.clipped) == clipped
+
+
+def test_shapes_and_dtypes_are_kept() -> None:
+    for dtype, shape in [(torch.bfloat16, (2, 3)), (torch.float16, (6,)), (torch.float32, (1, 2, 3))]:
+        x = torch.zeros(shape, dtype=dtype)
+        result = ppo_clip_loss(x, x, x[..., :1])  # an advantage a row
+        for got in (result.per_token_loss, result.clipped, result.ppo_kl, kl_estimate(x, x)):
+            assert (got.shape, got.dtype) == (x.shape, dtype)
+
+
+@pytest.mark.parametrize("advantage", [1.0, 0.0], ids=["A=1", "A=0"])
+@pytest.mark.parametrize(
+    ("dtype", "log_ratio"),
+    [(torch.float16, 12.0), (torch.float32, 90.0), (torch.bfloat16, 90.0)],
+    ids=["fp16", "fp32", "bf16"],
+)
+def test_a_large_ratio_is_clipped_to_a_finite_loss_and_gradient(
+    advantage: float, dtype: torch.dtype, log_ratio: float
+) -> None:
+    """Its exp overflows (fp16 beyond 11, the others beyond 88), but the clipped loss is a constant there."""
+    log_probs = torch.tensor([log_ratio], dtype=dtype, requires_grad=True)
+    result = ppo_clip_loss(log_probs, torch.zeros(1, dtype=dtype), torch.tensor([advantage], dtype=dtype))
+    result.per_token_loss.sum().backward()
+    assert float(result.per_token_loss.detach()) == pytest.approx(-1.2 * advantage, rel=2.0**-8)  # bf16
+    assert float(log_probs.grad) == 0
+
+
+def test_masked_tokens_with_finite_log_probs_leave_the_gradient_alone() -> None:
+    """As the module's docstring advises, whatever finite numbers they are."""
+    mask = [torch.tensor([1.0, 0.0])]
+    log_probs = torch.tensor([0.1, 0.0], requires_grad=True)
+    old = torch.tensor([0.0, -1e4])
+    reducer = make_pg_loss_reducer("token_mean", mask, totals=StepTotals.from_loss_masks(mask))
+    reducer(ppo_clip_loss(log_probs, old, torch.ones(2)).per_token_loss).backward()
+    assert log_probs.grad.tolist() == pytest.approx([-(2.718281828**0.1), 0])
+
+
+# --- importance weights and KL
+
+
+@pytest.mark.parametrize(
+    ("log_ratio", "cap", "expected"),
+    [
+        (0.0, 2.0, 1.0),
+        (0.5, 2.0, 1.6487213),
+        (1.0, 2.0, 2.0),
+        (1.0, 5.0, 2.7182818),
+        (-3.0, 2.0, 0.0497871),
+        (200.0, 2.0, 2.0),
+    ],
+)
+def test_truncated_importance_weights(log_ratio: float, cap: float, expected: float) -> None:
+    log_probs = torch.tensor([log_ratio - 1], requires_grad=True)
+    behavior = torch.tensor([-1.0], requires_grad=True)
+    weights = truncated_importance_weights(log_probs, behavior, cap=cap)
+    assert float(weights) == pytest.approx(expected)
+    assert not weights.requires_grad
+
+
+KL: dict[str, Scalar] = {
+    "k1": lambda d: d,
+    "k2": lambda d: d * d / 2,
+    "k3": lambda d: (-d).exp() - 1 + d,
+}
+
+
+@pytest.mark.parametrize("estimator", KL)
+@pytest.mark.parametrize("difference", [-3.0, -0.5, -1e-3, 0.0, 1e-3, 0.5, 3.0])
+def test_kl_estimate(estimator: Any, difference: float) -> None:
+    log_probs = torch.tensor([difference - 2], dtype=torch.float64, requires_grad=True)
+    reference = torch.tensor([-2.0], dtype=torch.float64, requires_grad=True)
+    estimate = kl_estimate(log_probs, reference, estimator=estimator)
+    estimate.sum().backward()
+    value, slope = value_and_slope(lambda x: KL[estimator](x + 2), difference - 2)
+    assert float(estimate.detach()) == pytest.approx(value, rel=1e-9, abs=1e-15)
+    assert float(log_probs.grad) == pytest.approx(slope, rel=1e-9, abs=1e-15)
+    assert reference.grad is None
+
+
+def test_k3_is_the_default_and_not_negative_in_float32() -> None:
+    # exp(-d) - 1 taken naively rounds below zero near d = 0.
+    difference = torch.linspace(-1e-3, 1e-3, 2001)
+    estimate = kl_estimate(difference, torch.zeros_like(difference))
+    assert float(estimate.min()) >= -1e-10
+    assert torch.equal(estimate, kl_estimate(difference, torch.zeros_like(difference), estimator="k3"))
+
+
+# --- advantages
+
+
+def advantages_of(rewards: Sequence[float], groups: Sequence[Any], by_std: bool, epsilon: float) -> list[float]:
+    result = []
+    for reward, group in zip(rewards, groups, strict=True):
+        members = [r for r, g in zip(rewards, groups, strict=True) if g == group]
+        std = statistics.stdev(members) if len(members) > 1 else 0.0
+        result.append((reward - statistics.fmean(members)) / (std + epsilon if by_std else 1))
+    return result
+
+
+@settings(deadline=None, derandomize=True, max_examples=60)
+@given(
+    st.lists(st.tuples(st.integers(-4, 4).map(lambda r: r / 2), st.integers(0, 3)), max_size=12),
+    st.booleans(),
+    st.sampled_from([1e-6, 1e-4, 0.5]),
+    st.sampled_from([int, str, lambda i: -i * 2**50]),
+)
+def test_group_relative_advantages(
+    batch: list[tuple[float, int]], by_std: bool, epsilon: float, rename: Callable[[int], Any]
+) -> None:
+    rewards, groups = [reward for reward, _ in batch], [rename(group) for _, group in batch]
+    got = group_relative_advantages(torch.tensor(rewards), groups, normalize_by_std=by_std, epsilon=epsilon)
+    assert got.dtype == torch.float32
+    # Computed in float64, then rounded once.
+    assert got.tolist() == pytest.approx(advantages_of(rewards, groups, by_std, epsilon), rel=2 * oracle.ROUNDING)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "ids", "by_std", "expected"),
+    [
+        pytest.param([1, 0], [0, 0], True, [0.7071, -0.7071], id="Bessel's correction"),
+        pytest.param([1, 0], [0, 0], False, [0.5, -0.5], id="mean only"),
+        pytest.param([1, 0, 5, 3, 1], [0, 0, 1, 1, 1], False, [0.5, -0.5, 2, 0, -2], id="uneven groups"),
+        pytest.param([1, 5, 0, 3, 1], ["a", "b", "a", "b", "b"], True, [0.7071, 1, -0.7071, 0, -1], id="interleaved"),
+        pytest.param([7, 1, 1], [0, 1, 1], True, [0, 0, 0], id="group of one, and equal rewards"),
+        pytest.param([0.1] * 7, [0] * 7, True, [0] * 7, id="equal rewards that binary cannot hold"),
+        pytest.param([], [], True, [], id="none"),
+    ],
+)
+def test_advantages_by_hand(rewards: list[float], ids: list[Any], by_std: bool, expected: list[float]) -> None:
+    for dtype in (torch.float32, torch.float64):
+        got = group_relative_advantages(torch.tensor(rewards, dtype=dtype), ids, normalize_by_std=by_std)
+        assert got.tolist() == pytest.approx(expected, abs=1e-4)
+
+
+def test_large_rewards_keep_their_differences() -> None:
+    rewards = torch.tensor([16777216.0, 16777218.0])  # 2^24: float32 sums lose the 2
+    got = group_relative_advantages(rewards, [0, 0], normalize_by_std=False)
+    assert got.tolist() == [-1, 1]
+
+
+# --- refusals, each beside its nearest legal neighbour
+
+THREE = torch.zeros(3)
+
+
+def clip(**keywords: Any) -> Call:
+    given = {"log_probs": THREE, "old_log_probs": THREE, "advantages": THREE} | keywords
+    return lambda: ppo_clip_loss(**given)
+
+
+def cap(value: float, behavior: Tensor = THREE) -> Call:
+    return lambda: truncated_importance_weights(THREE, behavior, cap=value)
+
+
+def kl(estimator: Any = "k3", reference: Tensor = THREE) -> Call:
+    return lambda: kl_estimate(THREE, reference, estimator=estimator)
+
+
+def advantages(rewards: Any, ids: Any) -> Call:
+    return lambda: group_relative_advantages(torch.tensor(rewards), ids)
+
+
+REFUSALS: dict[str, Refusal] = {
+    "shapes differ": (
+        clip(old_log_probs=torch.zeros(4)),
+        ValueError,
+        r"shapes \(3,\) and \(4,\): they must be equal",
+        clip(),
+    ),
+    "old_log_probs broadcast": (
+        clip(old_log_probs=torch.zeros(1)),
+        ValueError,
+        r"\(3,\) and \(1,\)",
+        clip(advantages=torch.zeros(1)),
+    ),
+    "advantages wider than the tokens": (
+        clip(advantages=torch.zeros(3, 1)),
+        ValueError,
+        r"\(3, 1\)",
+        clip(advantages=torch.zeros(1)),
+    ),
+    "importance weights wider than the tokens": (
+        clip(importance_weights=torch.ones(3, 1)),
+        ValueError,
+        r"\(3, 1\)",
+        clip(importance_weights=torch.ones(3)),
+    ),
+    "clip_low 0": (clip(clip_low=0), ValueError, r"clip_low is 0: it must be in \(0, 1\]", clip(clip_low=1e-3)),
+    "clip_low above 1": (clip(clip_low=1.01), ValueError, "clip_low is 1.01", clip(clip_low=1)),
+    "clip_low NaN": (clip(clip_low=NAN), ValueError, "clip_low is nan", clip(clip_low=0.2)),
+    "clip_high 0": (
+        clip(clip_high=0.0),
+        ValueError,
+        "clip_high is 0.0: it must be finite and above 0",
+        clip(clip_high=3),
+    ),
+    "clip_high infinite": (clip(clip_high=INF), ValueError, "clip_high is inf", clip(clip_high=1e9)),
+    "dual_clip 1": (
+        clip(dual_clip=1),
+        ValueError,
+        "dual_clip is 1: it must be finite and above 1",
+        clip(dual_clip=1.001),
+    ),
+    "dual_clip infinite": (clip(dual_clip=INF), ValueError, "dual_clip is inf", clip(dual_clip=None)),
+    "cap 0": (cap(0), ValueError, "cap is 0: it must be finite and above 0", cap(0.5)),
+    "cap infinite": (cap(INF), ValueError, "cap is inf", cap(1e9)),
+    "cap NaN": (cap(NAN), ValueError, "cap is nan", cap(1)),
+    "behavior of another shape": (cap(2, torch.zeros(1)), ValueError, r"\(3,\) and \(1,\)", cap(2)),
+    "unknown estimator": (
+        kl("k4"),
+        ValueError,
+        "'k4': there is no such KL estimator. Choose one of k1, k2, k3",
+        kl("k1"),
+    ),
+    "reference of another shape": (kl("k2", torch.zeros(3, 1)), ValueError, r"\(3,\) and \(3, 1\)", kl("k2")),
+    "rewards 2-D": (
+        advantages([[1.0, 2.0]], [0, 0]),
+        ValueError,
+        r"shape \(1, 2\): they must be 1-D and finite",
+        advantages([1.0, 2.0], [0, 0]),
+    ),
+    "rewards NaN": (advantages([1.0, NAN], [0, 0]), ValueError, "1-D and finite", advantages([1.0, -1e30], [0, 0])),
+    "rewards infinite": (advantages([INF], [0]), ValueError, "1-D and finite", advantages([1], [0])),
+    "ids of another number": (
+        advantages([1.0, 2.0], [0]),
+        ValueError,
+        "1 prompt_ids for 2",
+        advantages([1.0, 2.0], [0, 1]),
+    ),
+    "ids of another type": (advantages([1.0], [0.5]), TypeError, "prompt_ids holds 0.5", advantages([1.0], ["0.5"])),
+}
+
+
+@each_of(REFUSALS)
+def test_refusals(refused: Call, error: type[Exception], text: str, accepted: Call) -> None:
+    check_refusal(refused, error, text, accepted)
