@@ -9,6 +9,7 @@ GPUs must not be forked. A test for more ranks than the machine has GPUs is skip
 
 import contextlib
 import multiprocessing
+import multiprocessing.forkserver
 import os
 import pickle
 import signal
@@ -36,6 +37,13 @@ if not ON_GPUS:
     _context.set_forkserver_preload(["warm_megatron"])
 
 
+def warm_up() -> None:
+    """Start the process that forks ranks, without waiting for what it imports."""
+    if not ON_GPUS:
+        os.environ["PYTHONPATH"] = _PYTHONPATH  # the server and its children find the same modules as this process
+        multiprocessing.forkserver.ensure_running()
+
+
 class RankError(RuntimeError):
     """Some ranks failed. `errors` holds the exception text by rank; ranks that were stopped have none."""
 
@@ -52,8 +60,7 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
     """
     if ON_GPUS and world_size > torch.cuda.device_count():
         pytest.skip(f"needs {world_size} GPUs, there are {torch.cuda.device_count()}")
-    # The server and its children find the same modules as this process.
-    os.environ["PYTHONPATH"] = _PYTHONPATH
+    warm_up()
     # The server keeps the environment it was started in; ranks get that of now.
     environment = dict(os.environ) | {
         "WORLD_SIZE": str(world_size),

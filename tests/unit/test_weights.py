@@ -143,10 +143,9 @@ def test_they_are_cut_for_the_rank_and_shared_by_copies(place: Place, cp_size: i
     copies = cp_size if isinstance(placed.layout, Gathered) else 1
     for cp_rank, held in enumerate(placed.held):
         found = token_weights(numbered, samples, StepTotals(), cp_rank=cp_rank, cp_size=cp_size)
-        known = [
-            (w, at) for w, at in zip(found.tolist(), held, strict=True) if at is not None
-        ]  # masks may reach into padding
-        assert [w * copies for w, _ in known] == pytest.approx([100 * at[0] + at[1] + 1 for _, at in known], rel=1e-6)
+        known = [(w * copies, at) for w, at in zip(found.tolist(), held, strict=True) if at is not None]
+        expected = [100 * at[0] + at[1] + 1 for _, at in known]
+        assert [w for w, _ in known] == pytest.approx(expected, rel=oracle.EXACT)
 
 
 def test_no_gradient_goes_to_them() -> None:
