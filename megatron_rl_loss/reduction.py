@@ -47,6 +47,9 @@ def make_pg_loss_reducer(
 
     The same factory serves metrics (clip fraction, KL, entropy), which keep ``sample_mean`` whatever the loss does.
 
+    Shares add up. Where gradients are averaged over ranks instead, as in plain `DistributedDataParallel` and FSDP, train
+    on ``world_size * share``, with the ranks that are averaged over.
+
     Args:
         mode: ``sample_mean``, ``prompt_mean``, ``token_mean``, ``constant``, ``token_sum``, a registered name, another
             framework's (``verl:token-mean``; `python -m megatron_rl_loss modes` lists them), or a function of

@@ -485,5 +485,5 @@ def test_the_first_step_is_told_in_a_line() -> None:
 
 def test_a_rank_that_fails_is_named() -> None:
     """Negative control of this file's runner: an assertion on a rank comes through."""
-    with pytest.raises(RankError, match="AssertionError|KeyError|RuntimeError"):
+    with pytest.raises(RankError, match=r"AssertionError|KeyError|RuntimeError"):
         run_ranks(1, groups_outcome, "no such case")
