@@ -305,17 +305,6 @@ REFUSALS: dict[str, Refusal] = {
         lambda: by_hand("sample_mean", WITH_ROLLOUTS, rollout_ids=[0, 0]),
     ),
     **{
-        f"rollout ids in the micro-batch only, {mode}": (
-            lambda mode=mode: by_hand(mode, totals, rollout_ids=[0, 0]),
-            ValueError,
-            text,
-            lambda mode=mode: by_hand(mode, totals),
-        )
-        for mode, totals, text in [
-            ("constant", StepTotals(rollouts=UnitCounts(all=2)), "a micro-batch with rollout_ids, totals made without"),
-        ]
-    },
-    **{
         f"a rollout that is not in the totals, {mode}": (
             lambda mode=mode: by_hand(mode, WITH_ROLLOUTS, rollout_ids=[0, 5], prompt_ids=[0, 0]),
             ValueError,
