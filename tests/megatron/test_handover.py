@@ -353,6 +353,69 @@ def test_model_chunks_read_the_same_data() -> None:
     assert "the iterator of model chunk 0 gives other samples" in run_ranks(1, chunks_outcome, True)[0]
 
 
+def last_chunk_described(given: bool, chunk_without_data: int | None) -> list[bool]:
+    """Two chunks of the same masks, described by layouts of two kinds: is it the last one's that counts?"""
+    start()
+    seen: list[Any] = []
+
+    def totals_of(batches: list[Any]) -> StepTotals:
+        seen.extend(batches)
+        return StepTotals(**KNOWN)
+
+    model = table_model(TABLE)
+    everything = list(range(len(SAMPLES)))
+    chunks = [Batch(SAMPLES, everything, 1, gathered=gathered) for gathered in (True, False)]
+    step = aggregation(mode="sample_mean", totals_of=totals_of if given else None)
+    iterators = [None if i == chunk_without_data else iter([chunk]) for i, chunk in enumerate(chunks)]
+    handed = step.begin_step(iterators, model=[model, model], num_microbatches=1)
+    described = chunks[0] if chunk_without_data == 1 else chunks[1]
+    taken = [None if iterator is None else next(iterator) for iterator in handed]
+    return [
+        all(one is None or one.samples is described.samples for one in taken),
+        all(one is None or one.data is chunk for one, chunk in zip(taken, chunks, strict=True)),
+        [one is None for one in taken] == [i == chunk_without_data for i in range(2)],
+        not given or (len(seen) == 1 and seen[0] is described),
+    ]
+
+
+@pytest.mark.parametrize("chunk_without_data", [None, 0, 1])
+@pytest.mark.parametrize("given", [False, True], ids=["exchanged", "given"])
+def test_the_last_chunk_that_reads_data_is_described(given: bool, chunk_without_data: int | None) -> None:
+    """With virtual pipeline stages the last chunk computes the loss; all chunks get what it was described by."""
+    assert run_ranks(1, last_chunk_described, given, chunk_without_data) == [[True] * 4]
+
+
+# --- counts that Megatron's int32 cannot hold
+
+
+def with_many_tokens() -> dict[tuple[bool, int], str]:
+    """A second step of so many active tokens: the first one is compared with what there is."""
+    start()
+    found = {}
+    for per_token in (False, True):
+        model = table_model(TABLE, per_token=per_token)
+        for tokens in (2**31 - 1, 2**31, 2**33):
+            counts = [WHOLE, StepTotals(step_tokens=tokens, step_active_tokens=tokens)]
+            step = aggregation(mode="token_mean", totals_of=lambda _, counts=counts: counts.pop(0))
+            outcome = "accepted"
+            for number in range(2):
+                try:
+                    step.begin_step(iter([Batch(SAMPLES, list(range(13)), 1)]), model=model, num_microbatches=1)
+                except ValueError as error:
+                    outcome = f"step {number}: {type(error).__name__}: {error}"
+            found[per_token, tokens] = outcome
+    return found
+
+
+def test_a_step_of_2_31_tokens_is_refused_with_per_token_loss() -> None:
+    found = run_ranks(1, with_many_tokens)[0]
+    refused = {case for case, outcome in found.items() if outcome != "accepted"}
+    assert refused == {(True, 2**31), (True, 2**33)}
+    for _, tokens in refused:
+        text = f"step 1: BadBatchError: {tokens} active tokens with per-token loss: Megatron sums token counts as int32"
+        assert found[True, tokens].startswith(text)
+
+
 # --- groups
 
 

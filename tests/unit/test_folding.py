@@ -332,6 +332,19 @@ def test_numbers_a_sample_are_values_of_all_its_tokens() -> None:
             torch.testing.assert_close(one, other)
 
 
+def test_parts_share_no_storage() -> None:
+    """One that is sent elsewhere takes none along, and one that is changed in place changes no other."""
+    step = Step(1)
+    folded = step.fold(list(range(len(step))), mode="sample_mean")
+    filled = [one for one in folded if one.numel()]
+    assert len({one.untyped_storage().data_ptr() for one in filled}) == len(filled) > 2
+    for one in filled:
+        assert one.untyped_storage().nbytes() == one.numel() * one.element_size()
+    kept = [one.clone() for one in folded[1:]]
+    folded[0].fill_(7)
+    assert all(map(torch.equal, folded[1:], kept))
+
+
 def test_nothing_and_masked_nan() -> None:
     totals = StepTotals.from_loss_masks([torch.ones(2)])
     assert fold_into_advantages([], [], mode="token_mean", totals=totals, loss=torch.neg) == []

@@ -65,7 +65,7 @@ OLD = [-2.25 - 0.1 * (i % 7) for i in range(len(TOKENS))]
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "fp32"])
 @pytest.mark.parametrize("w", [1.0, 0.7], ids=["on-policy", "weighted"])
 @pytest.mark.parametrize("dual", [None, 1.01, 3.0, 20.0], ids=lambda c: f"dual {c}")
-@pytest.mark.parametrize(("low", "high"), [(0.2, None), (0.2, 0.28), (1.0, 5.0), (0.01, 0.01)])
+@pytest.mark.parametrize(("low", "high"), [(0.2, None), (0.1, None), (0.2, 0.28), (1.0, 5.0), (0.01, 0.01)])
 def test_ppo_clip_loss(low: float, high: float | None, dual: float | None, w: float, dtype: torch.dtype) -> None:
     log_probs = torch.tensor([old + log_ratio for old, (log_ratio, _) in zip(OLD, TOKENS, strict=True)], dtype=dtype)
     log_probs.requires_grad_()
@@ -105,6 +105,8 @@ def test_ppo_clip_loss(low: float, high: float | None, dual: float | None, w: fl
         pytest.param(0.0, 2.0, {}, -2.0, 0, id="on-policy"),
         pytest.param(1.0, 2.0, {}, -2.4, 1, id="clipped above"),
         pytest.param(1.0, 2.0, {"clip_high": 0.28}, -2.56, 1, id="clipped above, higher"),
+        pytest.param(1.0, 2.0, {"clip_low": 0.1}, -2.2, 1, id="clipped above as below, where it is not said"),
+        pytest.param(1.0, 2.0, {"clip_low": 0.1, "clip_high": 0.2}, -2.4, 1, id="clipped above, said apart"),
         pytest.param(-1.0, -2.0, {}, 1.6, 1, id="clipped below"),
         pytest.param(-1.0, -2.0, {"clip_low": 0.1}, 1.8, 1, id="clipped below, tighter"),
         pytest.param(-1.0, 2.0, {}, -2 * 0.36787944, 0, id="not clipped: wrong side"),

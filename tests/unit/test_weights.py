@@ -304,6 +304,15 @@ REFUSALS: dict[str, Refusal] = {
         "totals without rollouts.tokens",
         lambda: by_hand("sample_mean", WITH_ROLLOUTS, rollout_ids=[0, 0]),
     ),
+    **{
+        f"a rollout that is not in the totals, {mode}": (
+            lambda mode=mode: by_hand(mode, WITH_ROLLOUTS, rollout_ids=[0, 5], prompt_ids=[0, 0]),
+            ValueError,
+            "rollout_ids of sample 1 has no token count",
+            lambda mode=mode: by_hand(mode, WITH_ROLLOUTS, rollout_ids=[0, 0], prompt_ids=[0, 0]),
+        )
+        for mode in ("constant", "sample_mean")
+    },
     "prompt_mean without prompt ids": (
         lambda: by_hand("prompt_mean", PROMPTS),
         ValueError,
