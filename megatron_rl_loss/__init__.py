@@ -1,6 +1,7 @@
 """Policy-gradient loss aggregation for Megatron-Core, exact in every parallel layout.
 
-Everything here is pure torch. `megatron_rl_loss.arguments` holds the flags, `megatron_rl_loss.megatron` the adapter.
+Everything here is torch and NumPy. `megatron_rl_loss.arguments` holds the flags, `megatron_rl_loss.megatron` is the
+adapter.
 """
 
 from megatron_rl_loss.errors import BadBatchError

@@ -67,10 +67,15 @@ class AggregationSettings:
         return self.aggregation.mode.name
 
     @property
-    def uses_prompt_ids(self) -> bool:
-        """Whether the mode groups samples by prompt (a user's own may)."""
+    def needs_prompt_ids(self) -> bool:
+        """Whether the mode groups samples by prompt."""
         mode = self.aggregation.mode
-        return isinstance(mode, OwnMode) or mode.unit == "prompt"
+        return not isinstance(mode, OwnMode) and mode.unit == "prompt"
+
+    @property
+    def uses_prompt_ids(self) -> bool:
+        """Whether the mode groups samples by prompt, or is the user's own, which may."""
+        return isinstance(self.aggregation.mode, OwnMode) or self.needs_prompt_ids
 
     def describe(self) -> str:
         """One line for the log."""

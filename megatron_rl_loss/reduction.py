@@ -1,4 +1,4 @@
-"""Reducers: closures that turn a rank's per-token losses into its share of the step loss.
+"""Reducers turn a rank's per-token losses into its share of the step loss.
 
 A rank sums its own weight * loss; the plain sum of all shares, over micro-batches, context-parallel (CP) and
 data-parallel (DP) ranks, *is* the step loss. Nothing is divided afterwards.
@@ -38,7 +38,7 @@ def make_pg_loss_reducer(
     cp_rank: int | None = None,
     cp_size: int = 1,
 ) -> "WeightedSum":
-    """A closure ``reducer(per_token_loss) -> share``: this rank's share of the step loss of one micro-batch.
+    """``reducer(per_token_loss) -> share``: this rank's share of the step loss of one micro-batch.
 
     >>> masks = [torch.tensor([1, 1, 0]), torch.tensor([1])]
     >>> totals = StepTotals.from_loss_masks(masks)
@@ -47,8 +47,8 @@ def make_pg_loss_reducer(
 
     The same factory serves metrics (clip fraction, KL, entropy), which keep ``sample_mean`` whatever the loss does.
 
-    Shares add up. Where gradients are averaged over ranks instead, as in plain `DistributedDataParallel` and FSDP, train
-    on ``world_size * share``, with the ranks that are averaged over.
+    Shares add up. Where gradients are averaged over ranks instead (plain `DistributedDataParallel`, FSDP), train on
+    ``world_size * share``, with the ranks that are averaged over.
 
     Args:
         mode: ``sample_mean``, ``prompt_mean``, ``token_mean``, ``constant``, ``token_sum``, a registered name, another
@@ -62,10 +62,10 @@ def make_pg_loss_reducer(
         cp_rank, cp_size: this rank's place in its context-parallel group; a rank of several must be given.
 
     Returns:
-        The closure. It takes the local per-token losses (float, in the layout's order) and returns a 0-dim float32
-        tensor that stays connected to the graph even without active tokens. float16 and bfloat16 are summed in
-        float32. NaN and Inf at masked positions are ignored, at active ones they come through. It raises ValueError
-        for losses whose shape is not this rank's part of the layout.
+        A `WeightedSum`, to be called. It takes the local per-token losses (float, in the layout's order) and returns a
+        0-dim float32 tensor that stays connected to the graph even without active tokens. float16 and bfloat16 are
+        summed in float32. NaN and Inf at masked positions are ignored, at active ones they come through. It raises
+        ValueError for losses whose shape is not this rank's part of the layout.
 
     Raises:
         ValueError, TypeError: unknown mode, a divisor that is missing, unusable or without effect, totals without the
@@ -88,13 +88,13 @@ class WeightedSum:
     Attributes:
         weights: float32 [num_local_tokens], in the order of the losses. They move to the device of the losses.
         gradient_scale: the gradient is that of so many sums (see `Gathered`).
-        zero_where_masked: whether the tokens of weight 0 are just those that the loss mask leaves out.
+        zero_only_where_masked: whether no other token than those that the loss mask leaves out has weight 0.
     """
 
     def __init__(self, weights: Tensor, local: LocalTokens, aggregation: Aggregation) -> None:
         self.weights = weights
         self.gradient_scale = local.gradient_scale
-        self.zero_where_masked = not isinstance(aggregation.mode, OwnMode)
+        self.zero_only_where_masked = not isinstance(aggregation.mode, OwnMode)
         self._samples = local.samples
         self._shapes = local.samples.loss_shapes(len(weights), local.cp_size)
 
@@ -114,7 +114,7 @@ class WeightedSum:
         if not _may_look(weights):
             with torch.no_grad():
                 rows = [values.reshape(-1) for values in (per_token_loss, *metrics)]
-                same_zeros = metric_sum is self or (self.zero_where_masked and metric_sum.zero_where_masked)
+                same_zeros = metric_sum is self or (self.zero_only_where_masked and metric_sum.zero_only_where_masked)
                 share, *sums = _sums_without_looking(rows, weights, metric_weights, same_zeros)
             share = _WithGradient.apply(per_token_loss, weights, [share])  # type: ignore[no-untyped-call]
             return self._scaled(share), sums

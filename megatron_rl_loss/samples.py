@@ -56,7 +56,8 @@ class Samples:
     Raises:
         TypeError: masks that are not tensors, are complex, or ids of another type.
         ValueError: masks that are not 1-D, negative, NaN, infinite, too small for float32, or ints above 1 (on a
-            device: once it is waited for); numbers or lengths that disagree with the layout or the ids.
+            device: a device assertion, or in the step's totals); numbers or lengths that disagree with the layout or
+            the ids.
     """
 
     def __init__(
@@ -263,7 +264,12 @@ class LocalTokens:
         return masks.tensor(self.spread(masks.from_host(torch.arange(len(self.samples), device="cpu"))))
 
     def of(self, buffer: Tensor) -> Tensor:
-        """The rank's part, [num_local_tokens, ...], of values of all tokens, [total_tokens, ...]."""
+        """The rank's part, [num_local_tokens, ...], of values of all tokens, [total_tokens, ...].
+
+        Raises ValueError for another number of tokens.
+        """
+        if not buffer.dim() or len(buffer) != self.samples.total_tokens:
+            raise refused("not_all_tokens", shape=tuple(buffer.shape), total_tokens=self.samples.total_tokens)
         if int(self._lengths.sum()) == self.samples.total_tokens:
             return buffer
         return buffer.index_select(0, self.positions.to(buffer.device))

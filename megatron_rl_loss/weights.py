@@ -87,10 +87,10 @@ def _unit_weights(mode: Mode, aggregation: Aggregation, local: LocalTokens, tota
     number = _number_of_units(mode, aggregation.units, totals)
     size = aggregation.divisor if mode.takes_divisor else _unit_tokens(mode, samples, totals)
     assert size is not None  # resolve saw to it
-    denominator: Values = size * (number * local.copies)
+    denominator: Values = size * float(number * local.copies)
     if size is samples.sums and number > 0:  # a sample's own sum: 0 where it has no active token
         return local.spread(samples.masks.inverse(denominator))
-    if not isinstance(denominator, float | int):
+    if not isinstance(denominator, float):
         sound = ((denominator > 0) | (samples.sums == 0)).all()
         require(sound, "no_units", lambda: {"counts": _counts_of(mode, aggregation.units)})
         return local.spread(samples.masks.inverse(denominator))
@@ -150,10 +150,10 @@ def _unit_tokens(mode: Mode, samples: Samples, totals: StepTotals) -> Values:
     if mode.unit == "step":
         if totals.step_tokens is None:
             raise refused("count_missing", count="step_tokens", mode=mode.name)
-        return totals.step_tokens
+        return float(totals.step_tokens)
     ids = samples.prompt_ids if mode.unit == "prompt" else samples.rollout_ids
     if ids is None and mode.unit == "prompt":
-        raise refused("prompt_ids_missing", where="", remedy="Pass prompt_ids, one a sample")
+        raise refused("prompt_ids_missing", mode=mode.name, where="", remedy="Pass prompt_ids, one a sample")
     if ids is None:
         return samples.sums  # a sample is a rollout
     tokens = _units_of(mode, totals).tokens
@@ -169,10 +169,12 @@ def _units_of(mode: Mode, totals: StepTotals) -> UnitCounts:
 def _own_weights(mode: OwnMode, aggregation: Aggregation, local: LocalTokens, totals: StepTotals) -> Values:
     """What a user's mode returned, for each token, shared by the ranks that hold copies: one number, or float32."""
     samples = local.samples
+    if not len(samples):
+        return 0.0
     inputs = ModeInputs(samples=samples, totals=totals, divisor=aggregation.divisor, units=aggregation.units)
     given: Weights = mode.function(inputs)
     if isinstance(given, Real) and not isinstance(given, bool):
-        weights = torch.tensor(float(given))
+        weights = torch.tensor(float(given), dtype=torch.float32, device="cpu")
     elif isinstance(given, Tensor) and (given.dim() == 0 or given.shape == (len(samples),)):
         weights = given
     elif isinstance(given, Sequence) and all(isinstance(one, Tensor) and one.dim() == 1 for one in given):

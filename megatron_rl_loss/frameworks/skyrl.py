@@ -49,7 +49,7 @@ def apply_loss_reduction_to_advantages_minibatch(
     prompt_ids = None
     if loss_reduction == "prompt_mean":
         if prompt_boundaries is None:
-            raise refused("prompt_ids_missing", where=" of SkyRL", remedy="Pass prompt_boundaries")
+            raise refused("prompt_ids_missing", mode="prompt_mean", where=" of SkyRL", remedy="Pass prompt_boundaries")
         prompt_ids = _prompt_of_each_row(prompt_boundaries, len(advantages))
     loss_masks = list(loss_mask)
     folded = fold_into_advantages(

@@ -30,7 +30,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron_rl_loss.aliases import Aggregation, resolve
-from megatron_rl_loss.checks import check_choice, check_cp, check_one_each
+from megatron_rl_loss.checks import check_choice, check_cp, check_one_each, require
 from megatron_rl_loss.errors import explain, refused
 from megatron_rl_loss.frameworks import step_counts
 from megatron_rl_loss.frameworks.step_counts import StepCounts, counts_of_this_step
@@ -230,14 +230,19 @@ def _tokens_to_divide_by(samples: Samples, per_token: bool, counts: StepCounts |
     """What is left to divide a token sum by, so that the step's is the sum / step_tokens after their scaling."""
     if per_token:
         mask_sums = samples.mask_sums
-        for refusal, found in (("light_sample", (mask_sums > 0) & (mask_sums < 1)), ("phantom_token", mask_sums == 0)):
-            if (refusal == "light_sample" or counts is None) and bool(found.any()):
-                i = int(found.nonzero()[0])
-                raise refused(refusal, sample=i, tokens=float(mask_sums[i]), count_remedy=_COUNT_REMEDY)
+        light, masked = (mask_sums > 0) & (mask_sums < 1), mask_sums == 0
+        require(~light.any(), "light_sample", lambda: _first_of(light, mask_sums))
+        if counts is None:
+            require(~masked.any(), "phantom_token", lambda: _first_of(masked, mask_sums))
     if counts is None:
         return 1.0
     divided_by = counts.step_tokens + counts.num_masked_samples if per_token else counts.global_batch_size
     return counts.step_tokens / divided_by if divided_by else 0.0
+
+
+def _first_of(found: Tensor, mask_sums: Tensor) -> dict[str, object]:
+    i = int(found.nonzero()[0])
+    return {"sample": i, "tokens": float(mask_sums[i]), "count_remedy": _COUNT_REMEDY}
 
 
 def _by_sample(

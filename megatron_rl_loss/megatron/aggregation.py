@@ -129,9 +129,9 @@ class LossAggregation:
             Iterators over `Microbatch`, shaped as `data_iterator`.
 
         Raises:
-            BadBatchError: on every rank, if any rank failed: an iterator that ended or raised, `samples_of` that
-                raised, samples that disagree, prompt ids that ``prompt_mean`` misses, or a step without an active token
-                when that is an error. No weight was changed.
+            BadBatchError: on every rank (the error itself where there is one), if any rank failed: an iterator that
+                ended or raised, `samples_of` that raised, samples that disagree, prompt ids that the mode misses, or a
+                step without an active token when that is an error. No weight was changed.
         """
         chunks = model if isinstance(model, list) else [model]
         config = get_model_config(chunks[0])
@@ -218,6 +218,7 @@ class LossAggregation:
         if missing and looked.samples is not None:
             raise refused("totals_miss", missing=", ".join(missing), what=what)
         for samples in described:
+            samples.check_masks()
             given.check_covers(samples)
         return given
 

@@ -89,7 +89,8 @@ def _describe(
     samples = samples_of(batch)
     if not isinstance(samples, Samples):
         raise refused("samples_of_no_samples", type=type(samples).__name__)
-    if settings.mode_name == "prompt_mean" and samples.prompt_ids is None and len(samples):
-        raise refused("prompt_ids_missing", where=" and samples", remedy="Give samples_of prompt_ids")
+    if settings.needs_prompt_ids and samples.prompt_ids is None and len(samples):
+        where, remedy = " and samples", "Give samples_of prompt_ids"
+        raise refused("prompt_ids_missing", mode=settings.mode_name, where=where, remedy=remedy)
     samples.local(groups.cp.rank(), groups.cp.size())  # raises if the layout cannot be cut so
     return samples

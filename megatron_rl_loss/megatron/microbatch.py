@@ -124,12 +124,13 @@ class Microbatch:
             ValueError: a tensor of another number of tokens.
         """
         total_tokens = self.samples.total_tokens
-        if tensor.dim() and tensor.shape[0] == total_tokens:
+        if tensor.dim() < 2 or tensor.shape[0] == total_tokens:
             return self._local.of(tensor)
-        if tensor.dim() < 2 or tensor.shape[:2].numel() != total_tokens:
+        rows, num_local = tensor.shape[0], len(self._local)
+        of_rows = self.samples.loss_shapes(num_local, self._step.cp_size)  # a cut of the whole buffer would mix rows
+        if tensor.shape[:2].numel() != total_tokens or (rows, num_local // rows) not in [(1, num_local), *of_rows]:
             raise refused("not_all_tokens", shape=tuple(tensor.shape), total_tokens=total_tokens)
-        part = self._local.of(tensor.flatten(0, 1))
-        return part.unflatten(0, (tensor.shape[0], -1))
+        return self._local.of(tensor.flatten(0, 1)).unflatten(0, (rows, -1))
 
     def loss(self, per_token_loss: Tensor, metrics: Mapping[str, Tensor] | None = None) -> Carried:
         """What a Megatron ``loss_func`` returns: the aggregated loss, a token count, and the report.
