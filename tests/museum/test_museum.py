@@ -649,7 +649,7 @@ MUSEUM = [
     Exhibit(58, "habit", "totals of the rank given as the step's", "dp 4", totals_of_the_rank, Off(0.5),
             ("token_mean", "sample_mean", "prompt_mean", "constant")),
     Exhibit(58, "habit", "totals of the last step given as this one's", SIMULATED,
-            changed_totals(lambda t, _: replace(t, step_tokens=OTHER_STEPS_TOKENS)),
+            changed_totals(lambda *_: StepTotals(step_tokens=OTHER_STEPS_TOKENS)),
             lambda f: f.tokens / OTHER_STEPS_TOKENS, TOKEN, "ragged, 0/1 masks"),
     # -- the false alarm: the "fix" is the bug
     Exhibit(0, "verl #5983, #5993", "token count summed over D C, where CP ranks hold full masks", CP_DP,
