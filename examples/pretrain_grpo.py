@@ -137,8 +137,9 @@ def check_example_args(args: Any) -> None:
         raise ValueError(f"--micro-batch-size {args.micro_batch_size}: a micro-batch is one pack. Give 1.")
     if args.dataloader_type != "external":
         raise ValueError(f"--dataloader-type {args.dataloader_type}: the rollouts are an iterator. Give external.")
-    if args.rampup_batch_size is not None:
-        raise ValueError("--rampup-batch-size: a step's packs are fixed here. Drop it.")
+    for flag in ("--rampup-batch-size", "--step-batch-size-schedule"):
+        if getattr(args, flag[2:].replace("-", "_"), None) is not None:
+            raise ValueError(f"{flag}: a step's packs are fixed here. Drop it.")
 
 
 def skip_building_dataset_helpers() -> None:

@@ -152,6 +152,7 @@ def test_only_what_was_handed_out_reaches_megatron(per_token: bool) -> None:
     found = run_ranks(1, all_outcomes, per_token)[0]
     for name, (_, text) in WRONG.items():
         for outcome in found[name]:
+            assert outcome.startswith("ValueError: "), (name, outcome)
             assert text in outcome, (name, outcome)
     for name in RIGHT:
         assert found[name] == ["accepted", "accepted"], name
