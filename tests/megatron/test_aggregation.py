@@ -167,17 +167,27 @@ def looked_ahead() -> None:
     pairs = list(zip(chunks[0], chunks[2], strict=True))
     assert len(pairs) == 2
     assert all(a.totals is b.totals and a.data is not b.data for a, b in pairs)
+    # The last chunk that reads data computes the loss: it is its data that is described and counted.
+    first, last = batches(0, 2), batches(4, 2)
+    chunks = step.begin_step([iter(first), iter(last), None], model=[model] * 3, num_microbatches=2)
+    assert [[m.data for m in chunk] for chunk in (chunks[0],)] == [first]
+    handed = list(chunks[1])
+    assert [m.data for m in handed] == last
+    assert [m.samples for m in handed] == [batch.samples for batch in last]
+    assert handed[0].totals.step_tokens == sum(float(batch.samples.mask_sums.sum()) for batch in last)
     # Without a number, Megatron's current one is read at the call.
     calculator.init_num_microbatches_calculator(0, None, 2, 1, 1, False)
     assert len(list(step.begin_step(iter(batches(0, 9)), model=model))) == 2
     calculator.reconfigure_num_microbatches_calculator(0, None, 4, 1, 1, False)
     assert len(list(step.begin_step(iter(batches(0, 9)), model=model))) == 4
     # Known counts: those of the first step are compared with the masks, then the user's numbers are used.
-    counts = [6.5, 300.0, 1.0]
+    counts = [6.5, 300.0, 100.0, 1.0]
     known = aggregation(mode="token_mean", totals_of=lambda step: StepTotals(step_tokens=counts.pop(0)))
     for expected in (6.5, 300):
         (first, *_) = known.begin_step(iter(batches(0, 3)), model=model, num_microbatches=3)
         assert first.totals.step_tokens == expected
+    chunks = known.begin_step([iter(batches(0, 3))] * 2, model=[model] * 2, num_microbatches=1)
+    assert next(chunks[1]).totals.step_tokens == 100
     with pytest.raises(ValueError, match=r"samples whose step_tokens alone are .*: the totals say 1"):
         known.begin_step(iter(batches(0, 3)), model=model, num_microbatches=3)
     with pytest.raises(ValueError, match=r"step_tokens of 300 from totals_of: the masks of all ranks have 6\.5"):
@@ -397,6 +407,15 @@ def refused_settings() -> list[str]:
             return str(error)
         return "accepted"
 
+    def attempt_tokens(number: int, model: Any) -> str:
+        totals = StepTotals(step_tokens=1.0, step_active_tokens=number)
+        try:
+            step = aggregation(mode="token_mean", totals_of=lambda batches: totals)
+            step.begin_step(iter([Batch(samples, [0], 1)]), model=model, num_microbatches=1)
+        except BadBatchError as error:
+            return str(error)
+        return "accepted"
+
     per_token = table_model([0.0], ddp=False, per_token=True)
     hybrid = table_model([0.0], ddp=False)
     hybrid.config.hybrid_context_parallel = True
@@ -417,7 +436,8 @@ def refused_settings() -> list[str]:
         partial_groups.begin_step(iter([]), model=table_model([0.0], ddp=False), num_microbatches=1)
     except ValueError as error:
         texts.append(str(error))
-    return texts
+    plain = table_model([0.0], ddp=False)
+    return [*texts, *(attempt_tokens(*one) for one in ((2**31, per_token), (2**31 - 1, per_token), (2**31, plain)))]
 
 
 def test_refusals_by_the_models_config() -> None:
@@ -428,6 +448,8 @@ def test_refusals_by_the_models_config() -> None:
     assert "--hybrid-context-parallel" in texts[4]
     assert "--hybrid-context-parallel" in texts[5]
     assert "a ProcessGroupCollection without tp, pp, cp, dp_cp" in texts[6]
+    assert "2147483648 active tokens with per-token loss: Megatron sums token counts as int32" in texts[7]
+    assert texts[8] == texts[9] == "accepted"
 
 
 def bad_reports() -> list[str]:
