@@ -168,7 +168,7 @@ def looked_ahead() -> None:
     assert len(pairs) == 2
     assert all(a.totals is b.totals and a.data is not b.data for a, b in pairs)
     # The last chunk that reads data computes the loss: it is its data that is described and counted.
-    first, last = batches(0, 2), batches(4, 2)
+    first, last = batches(4, 2), batches(4, 2)
     chunks = step.begin_step([iter(first), iter(last), None], model=[model] * 3, num_microbatches=2)
     assert [[m.data for m in chunk] for chunk in (chunks[0],)] == [first]
     handed = list(chunks[1])
@@ -408,10 +408,14 @@ def refused_settings() -> list[str]:
         return "accepted"
 
     def attempt_tokens(number: int, model: Any) -> str:
-        totals = StepTotals(step_tokens=1.0, step_active_tokens=number)
+        counts = [1, number]  # the first step's are compared with the masks
+        known = {"step_tokens": 1.0}
         try:
-            step = aggregation(mode="token_mean", totals_of=lambda batches: totals)
-            step.begin_step(iter([Batch(samples, [0], 1)]), model=model, num_microbatches=1)
+            step = aggregation(
+                mode="token_mean", totals_of=lambda batches: StepTotals(**known, step_active_tokens=counts.pop(0))
+            )
+            for _ in range(2):
+                step.begin_step(iter([Batch(samples, [0], 1)]), model=model, num_microbatches=1)
         except BadBatchError as error:
             return str(error)
         return "accepted"
