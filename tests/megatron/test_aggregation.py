@@ -186,7 +186,7 @@ def looked_ahead() -> None:
     for expected in (6.5, 300):
         (first, *_) = known.begin_step(iter(batches(0, 3)), model=model, num_microbatches=3)
         assert first.totals.step_tokens == expected
-    chunks = known.begin_step([iter(batches(0, 3))] * 2, model=[model] * 2, num_microbatches=1)
+    chunks = known.begin_step([iter(batches(0, 3)) for _ in range(2)], model=[model] * 2, num_microbatches=1)
     assert next(chunks[1]).totals.step_tokens == 100
     with pytest.raises(ValueError, match=r"samples whose step_tokens alone are .*: the totals say 1"):
         known.begin_step(iter(batches(0, 3)), model=model, num_microbatches=3)
