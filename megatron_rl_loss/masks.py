@@ -70,7 +70,8 @@ class HostMasks:
         low, high = np.minimum.reduce(values), np.maximum.reduce(values)
         if self.holds_flags:
             return bool(low >= 0 and high <= 1)
-        return bool(low >= 0 and high <= LARGEST and not ((values < SMALLEST) & (values != 0)).any())  # NaN is neither
+        largest = np.float32(LARGEST)  # NumPy 1 would compare in float64, NumPy 2 in float16
+        return bool(low >= 0 and high <= largest and not ((values < SMALLEST) & (values != 0)).any())  # NaN is neither
 
     def cut(self, starts: Ints, lengths: Ints) -> Values:
         """Pieces of the buffer, one after the other, float32."""
