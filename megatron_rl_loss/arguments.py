@@ -163,6 +163,13 @@ def validate_loss_aggregation_args(args: Namespace) -> AggregationSettings:
     return settings
 
 
+def any_flag_given(args: Namespace) -> bool:
+    """Whether one of the flags says something else than its default; ValueError where they were not registered."""
+    _check_present(args)
+    defaults = add_loss_aggregation_args(ArgumentParser()).parse_args([])
+    return any(getattr(args, name) != getattr(defaults, name) for name in _FLAGS)
+
+
 def check_per_token(settings: AggregationSettings, per_token: bool) -> None:
     """Refuse a mode other than token_mean on a model that calculates per-token loss, unless it was opted in."""
     if per_token and settings.aggregation.mode != MODES["token_mean"] and not settings.with_per_token_loss:

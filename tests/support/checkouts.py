@@ -27,7 +27,7 @@ class Framework:
         variable: names the checkout.
         proof: a file that a checkout has.
         passed_by: packages whose ``__init__`` does not run.
-        stand_ins: modules that get one, if they are the framework's own or not installed.
+        stand_ins: packages that get one where they are not installed, and single modules (with a dot) that always do.
     """
 
     variable: str
@@ -80,7 +80,15 @@ SKYRL = Framework(
         *("ray", "rich", "skyrl_gym", "torchdata", "tqdm", "transformers", "yaml"),
     ),
 )
-MEGATRON_LM = Framework(variable="MEGATRON_LM_PATH", proof="train_rl.py", passed_by=(), stand_ins=())
+MEGATRON_LM = Framework(
+    variable="MEGATRON_LM_PATH",
+    proof="train_rl.py",
+    passed_by=("megatron.rl",),
+    stand_ins=(
+        *("pydantic", "torch_memory_saver", "wandb", "yaml", "torch.utils.tensorboard"),
+        *("megatron.rl.agent", "megatron.rl.inference", "megatron.rl.server"),  # what generates the rollouts
+    ),
+)
 
 
 def checkout(framework: Framework) -> str:
@@ -102,10 +110,7 @@ def load(framework: Framework, root: str, *modules: str) -> list[Any]:
         parent, _, child = name.rpartition(".")
         if parent:
             setattr(sys.modules[parent], child, package)
-    own = {name.partition(".")[0] for name in framework.passed_by}
-    missing = [
-        name for name in framework.stand_ins if name.partition(".")[0] in own or importlib.util.find_spec(name) is None
-    ]
+    missing = [name for name in framework.stand_ins if "." in name or importlib.util.find_spec(name) is None]
     sys.meta_path.insert(0, _StandIns(missing))
     return [importlib.import_module(name) for name in modules]
 
@@ -134,7 +139,12 @@ class _EmptyModule(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return _no if name.startswith("is_") else _Empty(name, (), {"__call__": _decorate, "__getattr__": _self})
+        return _no if name.startswith("is_") else _empty(name)
+
+
+def _empty(name: str) -> "_Empty":
+    methods = {"__call__": _decorate, "__getattr__": _self, "__init_subclass__": classmethod(lambda cls, **_: None)}
+    return _Empty(name, (), methods)
 
 
 def _decorate(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -159,7 +169,7 @@ class _Empty(type):
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return _Empty(name, (), {"__call__": _decorate, "__getattr__": _self})
+        return _empty(name)
 
     def __getitem__(cls, _: Any) -> Any:
         return cls

@@ -101,7 +101,7 @@ def _log_probs(step: Step, table: Tensor) -> list[Tensor]:
     return found
 
 
-def expected(step: Step, mode: str, divisor: float | None = None) -> tuple[float, Tensor, float]:
+def expected(step: Step, mode: str, divisor: float | None = None, units: str = "all") -> tuple[float, Tensor, float]:
     """Value, gradient by table entry, and scale of the step's loss, in float64, over what rejection kept.
 
     A token mean divides by the tokens before rejection, as slime's and miles's counts do.
@@ -113,8 +113,8 @@ def expected(step: Step, mode: str, divisor: float | None = None) -> tuple[float
         advantages = one.advantages.double()
         losses = torch.maximum(-ratio * advantages, -ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH) * advantages)
         samples.append(oracle.Sample(losses, one.kept, one.rollout))
-    loss = oracle.step_loss(mode, samples, divisor)
-    scale = oracle.step_scale(mode, samples, divisor)
+    loss = oracle.step_loss(mode, samples, divisor, units)
+    scale = oracle.step_scale(mode, samples, divisor, units)
     if mode == "token_mean":
         share = sum(float(one.kept.sum()) for one in step.samples) / sum(float(one.mask.sum()) for one in step.samples)
         loss, scale = loss * share, scale * share
@@ -166,7 +166,7 @@ def reject(steps: Sequence[Step]) -> Any:
 
 
 def logit_model(table: Tensor, *, per_token: bool = False) -> Any:
-    """The table as a model, in Megatron's own DDP."""
+    """The table as a model, in Megatron's own DDP; the tokens are the first or the only argument it looks at."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
     from megatron.core.enums import ModelType
     from megatron.core.transformer import TransformerConfig
@@ -189,7 +189,7 @@ def logit_model(table: Tensor, *, per_token: bool = False) -> Any:
 
         def set_input_tensor(self, _: Any) -> None: ...
 
-        def forward(self, input_ids: Tensor, **_: Any) -> Tensor:
+        def forward(self, input_ids: Tensor, *_: Any, **__: Any) -> Tensor:
             return logits(self.table, input_ids)
 
     return DistributedDataParallel(config, DistributedDataParallelConfig(), Logits())
