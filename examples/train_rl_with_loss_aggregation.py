@@ -4,10 +4,13 @@
         --loss-aggregation token_mean
 
 `MEGATRON_LM` is a checkout of Megatron-LM, 0.19 or main: `train_rl.py` lies at its root. What is particular to
-megatron_rl_loss is marked (1) to (4); the rest does what `train_rl.py` does when it is run itself.
+megatron_rl_loss is marked (1) to (4); the rest does what `train_rl.py` does when it is run itself. Without a flag of
+megatron_rl_loss that is all it does: stock training, on the mean over bins (or micro-batches) of their token means.
 """
 
+import inspect
 from argparse import ArgumentParser
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -25,7 +28,7 @@ from megatron.training.utils import is_hybrid_model
 from model_provider import model_provider
 
 from megatron_rl_loss.arguments import add_loss_aggregation_args
-from megatron_rl_loss.frameworks.megatron_rl import loss_aggregation, with_loss_aggregation
+from megatron_rl_loss.frameworks.megatron_rl import is_asked_for, loss_aggregation, with_loss_aggregation
 
 
 def add_args(parser: ArgumentParser) -> ArgumentParser:
@@ -39,17 +42,25 @@ def build_model(args: Any, *positionals: Any, **keywords: Any) -> Any:
 
 def main() -> None:
     args = parse_and_validate_args(extra_args_provider=add_args, args_defaults={})
-    if args.reset_attention_mask:
+    # main's refuses it where it is run itself, 0.19's takes it.
+    if args.reset_attention_mask and "args.reset_attention_mask" in inspect.getsource(train_rl):
         raise ValueError("--reset-attention-mask: train_rl.py masks by sequence boundaries. Drop it.")
-    aggregation = loss_aggregation(args)  # (2) validates the flags, before the model's config is made
-    print_rank_0(aggregation.settings.describe())
+    forward_step: Any = train_rl.forward_step
+    attached: AbstractContextManager[None] = nullcontext()
+    if is_asked_for(args):
+        aggregation = loss_aggregation(args)  # (2) validates the flags, before the model's config is made
+        attached = aggregation.attached()  # (3) every step looks ahead at its data before the pipeline starts
+        forward_step = with_loss_aggregation(forward_step)  # (4) its forward_step, our loss_func
+        print_rank_0(aggregation.settings.describe())
+    else:
+        print_rank_0("no --loss-aggregation: stock train_rl.py, the mean over bins of their token means")
     config_of = hybrid_config_from_args if is_hybrid_model(args) else gpt_config_from_args
-    with aggregation.attached():  # (3) every step looks ahead at its data before the pipeline starts
+    with attached:
         pretrain(
             pretrain_cfg_container_from_args(args, config_of(args)),
             None,  # the rollouts are the data
             ModelType.encoder_or_decoder,
-            with_loss_aggregation(train_rl.forward_step),  # (4) its forward_step, our loss_func
+            forward_step,
             partial(model_provider, build_model),
         )
 

@@ -8,11 +8,13 @@ losses, from the unchanged `forward_step`, become the mode that was asked for, u
     with aggregation.attached():
         pretrain(..., with_loss_aggregation(train_rl.forward_step), ...)
 
-`examples/train_rl_with_loss_aggregation.py` is the whole script. In `train_rl.py` position p of a row of S tokens
-stands for the log-prob of token p + 1, so rows have S - 1 losses and masks are shifted by one.
+`examples/train_rl_with_loss_aggregation.py` is the whole script; without a flag of this package it trains as stock.
+In `train_rl.py` position p of a row of S tokens stands for the log-prob of token p + 1, so rows have S - 1 losses and
+masks are shifted by one.
 """
 
 import inspect
+import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial, wraps
@@ -22,6 +24,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from megatron_rl_loss.arguments import any_flag_given, check_command_line
 from megatron_rl_loss.checks import check_choice
 from megatron_rl_loss.errors import refused
 from megatron_rl_loss.ids import Ids
@@ -51,6 +54,16 @@ _STOCK_PARAMETERS = (
     "truncated_from_below",
     "output_tensor",
 )
+
+
+def is_asked_for(args: Namespace) -> bool:
+    """Whether a flag of this package was given. Without one, let `train_rl.py` train as it does.
+
+    Raises:
+        ValueError: flags that were never registered, or that are misspelt on the command line.
+    """
+    check_command_line(args, sys.argv[1:])
+    return any_flag_given(args)
 
 
 def loss_aggregation(

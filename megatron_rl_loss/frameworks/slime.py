@@ -11,51 +11,35 @@ After their scaling and Megatron's, the step's policy loss is (sums over every m
 | True                         | sum of returned values / T'   | `token_mean`: sum over tokens                    |
 
 with G their global batch size (rollouts of the step) and T' = sum_i max(M_i, 1): a fully masked sample adds a phantom
-token to T'. Four arguments cannot show the step, so `token_mean` refuses what it could not make exact: a fully masked
-sample, unless `StepCounts` say how many the step has (`count_steps` and `begin_step` see to it under slime).
+token to T'. Four arguments cannot show the step, nor what masks were before rejection, so `token_mean` refuses a sample
+without a token, unless `StepCounts` say how many the step had: `count_steps` and `begin_step` see to it under slime,
+`megatron_rl_loss.frameworks.miles.count_steps` under miles.
 
-The layout under context parallelism is `ZigzagResponse` (``qkv_format thd``), as in their `cp_utils.py`.
+The layout under context parallelism is `ZigzagResponse`, as in their `cp_utils.py`; all-gather context parallelism of
+both comes back to it before the loss. miles's padded rows (``qkv_format bshd``) need their length from `StepCounts`.
+miles's FSDP backend is asked for its own place.
 """
 
 import re
+import sys
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 from torch import Tensor
 
 from megatron_rl_loss.aliases import Aggregation, resolve
-from megatron_rl_loss.checks import check_choice, check_count, check_cp, check_one_each
+from megatron_rl_loss.checks import check_choice, check_cp, check_one_each, require
 from megatron_rl_loss.errors import explain, refused
+from megatron_rl_loss.frameworks import step_counts
+from megatron_rl_loss.frameworks.step_counts import StepCounts, counts_of_this_step
 from megatron_rl_loss.layouts import IntList, ZigzagResponse
 from megatron_rl_loss.reduction import Reducer, reducer_of
 from megatron_rl_loss.samples import Samples
 from megatron_rl_loss.totals import StepTotals, UnitCounts
 
 _MODES = ("sample_mean", "token_mean", "constant")
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepCounts:
-    """What a hook must know of the whole step, and four arguments do not tell. Counts are over all DP ranks.
-
-    Attributes:
-        step_tokens: sum of all mask entries.
-        num_samples: samples, fully masked ones included.
-        num_masked_samples: samples without a mask entry above 0: the phantom tokens of their token count.
-        global_batch_size: what their loss function divides by: the step's rollouts.
-    """
-
-    step_tokens: float
-    num_samples: int
-    num_masked_samples: int
-    global_batch_size: int
-
-    def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            check_count(name, value)
 
 
 class Hook:
@@ -105,12 +89,15 @@ class Hook:
             raise refused("hook_flag_no_bool", type=type(calculate_per_token_loss).__name__)
         counts = self._step_counts()
         self._check_flag(calculate_per_token_loss, counts)
-        cp_rank, cp_size = _context_parallel_place() if self._cp is None else self._cp
+        padded = None if counts is None else counts.padded_length
+        cp_rank, cp_size = _context_parallel_place(padded is not None) if self._cp is None else self._cp
         if self.mode != "sample_mean":
             rollout_mask_sums = None  # has no part in the other modes
         samples = Samples(
             loss_masks,
-            layout=ZigzagResponse(total_lengths, response_lengths),
+            layout=ZigzagResponse(
+                total_lengths, response_lengths, None if padded is None else [padded] * len(total_lengths)
+            ),
             rollout_ids=None if rollout_mask_sums is None else range(len(loss_masks)),
         )
         totals = self._totals(samples, calculate_per_token_loss, counts, rollout_mask_sums)
@@ -120,6 +107,8 @@ class Hook:
     def _check_flag(self, per_token: bool, counts: StepCounts | None) -> None:
         if self.mode != "token_mean" and per_token:
             raise refused("hook_divided_by_tokens", hook=self)
+        if self.mode == "token_mean" and (per_token or counts is None) and _fsdp_of_miles() is not None:
+            raise refused("hook_token_mean_on_fsdp", hook=self)
         if self.mode == "token_mean" and not per_token and counts is None:
             raise refused("hook_divided_by_rollouts", hook=self, count_remedy=_COUNT_REMEDY)
 
@@ -158,7 +147,8 @@ def make_hook(
         divisor: L of ``constant``, in tokens.
         cp_rank, cp_size: this rank's place in its context-parallel group; default: Megatron's parallel state, read at
             every call.
-        step_counts: returns the counts of the step that is being trained, or None; default: those of `begin_step`.
+        step_counts: returns the counts of the step that is being trained, or None; default: those that `count_steps` of
+            this module or of `miles` made.
 
     Raises:
         ValueError, TypeError: ``prompt_mean`` or an unknown mode, a divisor that is missing, unusable or without
@@ -174,7 +164,7 @@ def make_hook(
     if cp_rank is not None and cp_size is not None:
         check_cp(cp_rank, cp_size)
         cp = (cp_rank, cp_size)
-    return Hook(aggregation, cp, _counts_of_this_step if step_counts is None else step_counts)
+    return Hook(aggregation, cp, step_counts or counts_of_this_step)
 
 
 def __getattr__(name: str) -> Hook:
@@ -195,16 +185,12 @@ def _constant(divisor: int) -> Hook:
 # --- what four arguments do not tell: the step
 
 _COUNT_REMEDY = (
-    "under slime add --rollout-data-postprocess-path megatron_rl_loss.frameworks.slime.count_steps "
-    "--custom-megatron-before-train-step-hook-path megatron_rl_loss.frameworks.slime.begin_step"
+    "have steps counted: under slime by --rollout-data-postprocess-path megatron_rl_loss.frameworks.slime.count_steps "
+    "--custom-megatron-before-train-step-hook-path megatron_rl_loss.frameworks.slime.begin_step, under miles by "
+    "--custom-megatron-init-path megatron_rl_loss.frameworks.miles.count_steps"
 )
 
 _counted: dict[tuple[int, int], StepCounts] = {}
-_this_step: StepCounts | None = None
-
-
-def _counts_of_this_step() -> StepCounts | None:
-    return _this_step
 
 
 def count_steps(args: Namespace, rollout_id: int, rollout_data: Mapping[str, Any]) -> None:
@@ -216,14 +202,6 @@ def count_steps(args: Namespace, rollout_id: int, rollout_data: Mapping[str, Any
     Raises:
         BadBatchError: on every rank, if one cannot count its samples.
     """
-    from megatron.core import parallel_state
-
-    dp_group = parallel_state.get_data_parallel_group(with_context_parallel=False)
-    replica_groups = [
-        parallel_state.get_context_parallel_group(),
-        parallel_state.get_tensor_model_parallel_group(),
-        parallel_state.get_pipeline_model_parallel_group(),
-    ]
     _counted.clear()
     begun = 0
     microbatches, masks = rollout_data["micro_batch_indices"], rollout_data["loss_masks"]
@@ -232,16 +210,9 @@ def count_steps(args: Namespace, rollout_id: int, rollout_data: Mapping[str, Any
     ):
         chosen = [i for indices in microbatches[begun : begun + num_microbatches] for i in indices]
         begun += num_microbatches
-        totals = StepTotals.from_loss_masks(
-            [masks[i] for i in chosen], dp_group=dp_group, replica_groups=replica_groups
-        )
-        all_samples, active = totals.rollouts.all, totals.rollouts.active
-        assert None not in (totals.step_tokens, all_samples, active)  # from_loss_masks counts them
-        _counted[rollout_id, step_id] = StepCounts(
-            step_tokens=totals.step_tokens,  # type: ignore[arg-type]
-            num_samples=all_samples,  # type: ignore[arg-type]
-            num_masked_samples=all_samples - active,  # type: ignore[operator]
-            global_batch_size=global_batch_size,
+        _counted[rollout_id, step_id] = step_counts.count_step(
+            lambda chosen=chosen: [masks[i] for i in chosen],  # type: ignore[misc]
+            global_batch_size,
         )
 
 
@@ -252,23 +223,26 @@ def begin_step(
 
     A step that `count_steps` did not count has no counts: never those of an earlier one.
     """
-    global _this_step
-    _this_step = _counted.get((rollout_id, step_id))
+    step_counts.begin(_counted.get((rollout_id, step_id)))
 
 
 def _tokens_to_divide_by(samples: Samples, per_token: bool, counts: StepCounts | None) -> float:
     """What is left to divide a token sum by, so that the step's is the sum / step_tokens after their scaling."""
     if per_token:
         mask_sums = samples.mask_sums
-        miscounted = mask_sums < 1 if counts is None else (mask_sums > 0) & (mask_sums < 1)
-        if bool(miscounted.any()):
-            i = int(miscounted.nonzero()[0])
-            remedy = "" if counts else f", or {_COUNT_REMEDY}"
-            raise refused("phantom_token", sample=i, tokens=float(mask_sums[i]), remedy=remedy)
+        light, masked = (mask_sums > 0) & (mask_sums < 1), mask_sums == 0
+        require(~light.any(), "light_sample", lambda: _first_of(light, mask_sums))
+        if counts is None:
+            require(~masked.any(), "phantom_token", lambda: _first_of(masked, mask_sums))
     if counts is None:
         return 1.0
     divided_by = counts.step_tokens + counts.num_masked_samples if per_token else counts.global_batch_size
     return counts.step_tokens / divided_by if divided_by else 0.0
+
+
+def _first_of(found: Tensor, mask_sums: Tensor) -> dict[str, object]:
+    i = int(found.nonzero()[0])
+    return {"sample": i, "tokens": float(mask_sums[i]), "count_remedy": _COUNT_REMEDY}
 
 
 def _by_sample(
@@ -282,14 +256,26 @@ def _by_sample(
     return dict(enumerate(sums))
 
 
-def _context_parallel_place() -> tuple[int, int]:
-    """(cp_rank, cp_size) by Megatron's parallel state; refuses a layout that four arguments do not describe."""
+# --- where this rank is
+
+
+def _fsdp_of_miles() -> Any:
+    """The parallel state of miles's FSDP backend, which has no Megatron to ask; None elsewhere."""
+    parallel = sys.modules.get("miles.backends.training_utils.parallel")
+    state = getattr(parallel, "_parallel_state", None)
+    return state if state is not None and "fsdp" in state.meshes else None
+
+
+def _context_parallel_place(row_length_is_known: bool) -> tuple[int, int]:
+    """(cp_rank, cp_size) by their parallel state; refuses padded rows of unknown length where they are cut."""
+    if (fsdp := _fsdp_of_miles()) is not None:
+        return fsdp.cp.rank, fsdp.cp.size
     from megatron.core import parallel_state
 
     if not parallel_state.model_parallel_is_initialized():
         raise refused("no_parallel_state")
     cp_size = parallel_state.get_context_parallel_world_size()
-    if cp_size > 1:
+    if cp_size > 1 and not row_length_is_known:
         from megatron.training.global_vars import get_args
 
         qkv_format = getattr(get_args(), "qkv_format", "thd")

@@ -1,13 +1,15 @@
-"""verl: its `agg_loss`, exact from explicit counts of the whole step. Imports no verl.
+"""verl: its `agg_loss`, exact from explicit counts of the whole step, and the installer that puts it everywhere.
 
-    from verl.trainer.ppo import core_algos
-    from verl.workers.utils import losses
-    from megatron_rl_loss.frameworks.verl import agg_loss
+    actor_rollout_ref.model.external_lib=megatron_rl_loss.frameworks.verl_install
 
-    core_algos.agg_loss = losses.agg_loss = agg_loss
-
-Only a verl that passes global counts can use it (its engine does: `global_batch_info`); see docs/frameworks/verl.md.
+Importing this module imports no verl; `install` does. Only a verl that passes global counts can use it (its engine
+does: `global_batch_info`); see docs/frameworks/verl.md.
 """
+
+import inspect
+import sys
+from dataclasses import dataclass
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -95,3 +97,84 @@ def _count(name: str, value: float | Tensor | None, mode: str, here: Tensor) -> 
     if float(value) * (1 + 1e-6) < float(here) or not value >= 0:
         raise refused("count_too_small_in_verl", name=name, value=float(value), here=float(here))
     return value if value > 0 else 1
+
+
+@dataclass(frozen=True)
+class Installed:
+    """What `install` has found.
+
+    Attributes:
+        patched: modules whose `agg_loss` is this package's.
+        left: modules that keep verl's: trainers, which have the entropy of a whole batch, and no counts, for a metric.
+    """
+
+    patched: tuple[str, ...]
+    left: tuple[str, ...]
+
+    def __str__(self) -> str:
+        left = f"; verl's own, for metrics, in {', '.join(self.left)}" if self.left else ""
+        return f"megatron_rl_loss aggregates verl's losses in {', '.join(self.patched)}{left}."
+
+
+#: They aggregate the entropy of all rows at once, for a metric.
+_TRAINERS = (
+    "verl.trainer.ppo.ray_trainer",
+    "verl.trainer.ppo.v1.trainer_base",
+    "verl.experimental.separation.ray_trainer",
+)
+
+
+_verls_own: Any = None
+
+
+def install() -> Installed:
+    """Put this package's `agg_loss` into verl, and into every loaded module that took verl's by name.
+
+    Modules that are loaded later take it from verl. The policy loss ``geo_mean``, which averages each micro-batch by
+    itself and calls no `agg_loss`, is refused when it is used. Calling it again finds what was loaded meanwhile.
+
+    Raises:
+        ValueError: a verl whose `agg_loss` has other parameters.
+        ImportError: no verl.
+    """
+    from verl.trainer.ppo import core_algos
+
+    global _verls_own
+    if core_algos.agg_loss is not agg_loss:
+        _verls_own = core_algos.agg_loss
+    given, known = (tuple(inspect.signature(function).parameters) for function in (_verls_own, agg_loss))
+    if given != known:
+        raise refused("other_agg_loss", given=", ".join(given), known=", ".join(known))
+    for module in _modules_with(_verls_own):
+        if module.__name__ not in _TRAINERS:
+            module.agg_loss = agg_loss
+    if "geo_mean" in core_algos.POLICY_LOSS_REGISTRY:
+        core_algos.POLICY_LOSS_REGISTRY["geo_mean"] = _refuse_geo_mean
+    return check_installed()
+
+
+def check_installed() -> Installed:
+    """Say where this package's `agg_loss` is active.
+
+    Raises:
+        ValueError: nowhere, or not everywhere: a module took verl's by name and is no trainer.
+    """
+    from verl.trainer.ppo import core_algos
+
+    if core_algos.agg_loss is not agg_loss:
+        raise refused("verl_not_installed")
+    left = [module.__name__ for module in _modules_with(_verls_own)]
+    if own := [name for name in left if name not in _TRAINERS]:
+        raise refused("verl_kept_its_own", modules=", ".join(own))
+    patched = sorted(module.__name__ for module in _modules_with(agg_loss) if module.__name__ != __name__)
+    return Installed(tuple(patched), tuple(sorted(left)))
+
+
+def _modules_with(function: Any) -> list[Any]:
+    """Loaded modules that know the function as `agg_loss`."""
+    modules = {id(module): module for module in list(sys.modules.values())}
+    return [module for module in modules.values() if getattr(module, "__dict__", {}).get("agg_loss") is function]
+
+
+def _refuse_geo_mean(*args: Any, **kwargs: Any) -> NoReturn:
+    raise refused("geo_mean_in_verl")

@@ -19,7 +19,7 @@ import torch
 from ranks import RankError, run_ranks
 
 from megatron_rl_loss import StepTotals
-from megatron_rl_loss.frameworks import slime
+from megatron_rl_loss.frameworks import slime, step_counts
 from megatron_rl_loss.frameworks.slime import StepCounts, make_hook
 
 TOLERANCE = oracle.EXACT
@@ -423,7 +423,7 @@ def test_hooks_by_path_ask_megatron_for_the_cp_place(megatron: SimpleNamespace) 
 
 def test_bshd_rows_under_cp_are_refused(megatron: SimpleNamespace) -> None:
     megatron.qkv_format = "bshd"
-    with pytest.raises(ValueError, match="Use --qkv-format thd"):
+    with pytest.raises(ValueError, match=r"rows are cut by their padded length.*--custom-megatron-init-path"):
         slime.sample_mean([5, 4], [3, 2], MASKS, False)
 
 
@@ -533,7 +533,7 @@ def test_a_rank_that_cannot_count_stops_all_ranks() -> None:
 def test_a_step_that_was_not_counted_has_no_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     counts = step_of(4, 1).counts()
     monkeypatch.setattr(slime, "_counted", {(7, 0): counts})
-    monkeypatch.setattr(slime, "_this_step", None)
+    monkeypatch.setattr(step_counts, "_this_step", None)
     no_args = SimpleNamespace()
     slime.begin_step(no_args, 7, 0, None, None, None)  # type: ignore[arg-type]
     hook = make_hook("token_mean", cp_rank=0, cp_size=1)

@@ -27,7 +27,7 @@ from table_step import (
     table_model,
 )
 
-from megatron_rl_loss import BadBatchError, Samples, StepTotals, UnitCounts, ZigzagTHD
+from megatron_rl_loss import BadBatchError, Samples, StepTotals, ZigzagTHD
 from megatron_rl_loss.arguments import AggregationSettings
 
 slow = pytest.mark.slow
@@ -168,7 +168,7 @@ def looked_ahead() -> None:
     assert len(pairs) == 2
     assert all(a.totals is b.totals and a.data is not b.data for a, b in pairs)
     # The last chunk that reads data computes the loss: it is its data that is described and counted.
-    first, last = batches(0, 2), batches(4, 2)
+    first, last = batches(4, 2), batches(4, 2)
     chunks = step.begin_step([iter(first), iter(last), None], model=[model] * 3, num_microbatches=2)
     assert [[m.data for m in chunk] for chunk in (chunks[0],)] == [first]
     handed = list(chunks[1])
@@ -180,11 +180,20 @@ def looked_ahead() -> None:
     assert len(list(step.begin_step(iter(batches(0, 9)), model=model))) == 2
     calculator.reconfigure_num_microbatches_calculator(0, None, 4, 1, 1, False)
     assert len(list(step.begin_step(iter(batches(0, 9)), model=model))) == 4
-    # Known counts: no look-ahead collective, and the user's numbers are used.
-    known = aggregation(mode="token_mean", totals_of=lambda step: StepTotals(step_tokens=100.0 * len(step)))
-    assert next(known.begin_step(iter(batches(0, 3)), model=model, num_microbatches=3)).totals.step_tokens == 300
-    chunks = known.begin_step([iter(batches(0, 3))] * 2, model=[model] * 2, num_microbatches=1)
+    # Known counts: those of the first step are compared with the masks, then the user's numbers are used.
+    counts = [6.5, 300.0, 100.0, 1.0]
+    known = aggregation(mode="token_mean", totals_of=lambda step: StepTotals(step_tokens=counts.pop(0)))
+    for expected in (6.5, 300):
+        (first, *_) = known.begin_step(iter(batches(0, 3)), model=model, num_microbatches=3)
+        assert first.totals.step_tokens == expected
+    chunks = known.begin_step([iter(batches(0, 3)) for _ in range(2)], model=[model] * 2, num_microbatches=1)
     assert next(chunks[1]).totals.step_tokens == 100
+    with pytest.raises(ValueError, match=r"samples whose step_tokens alone are .*: the totals say 1"):
+        known.begin_step(iter(batches(0, 3)), model=model, num_microbatches=3)
+    with pytest.raises(ValueError, match=r"step_tokens of 300 from totals_of: the masks of all ranks have 6\.5"):
+        aggregation(mode="token_mean", totals_of=lambda step: StepTotals(step_tokens=300)).begin_step(
+            iter(batches(0, 3)), model=model, num_microbatches=3
+        )
 
 
 def test_the_look_ahead_takes_every_kind_of_iterator() -> None:
@@ -205,16 +214,20 @@ def collectives_of_steps() -> list[dict[str, int]]:
             return original(*args, **kwargs)
 
         setattr(dist, name, counted)
-    totals = StepTotals(step_tokens=1.0, prompts=UnitCounts(all=1), rollouts=UnitCounts(all=1))
     found = []
+    by_hand: list[StepTotals] = []
     for mode, known in (("token_mean", False), ("prompt_mean", False), ("prompt_mean", True)):
-        step = aggregation(mode=mode, totals_of=(lambda _: totals) if known else None)
+        step = aggregation(mode=mode, totals_of=(lambda _: by_hand[0]) if known else None)
         batches = [Batch(samples, [i], 2) for i in (0, 1, 2)]
         if mode == "token_mean":
             for batch in batches:
                 batch.samples.rollout_ids = None
+        if known:
+            for _ in range(2):  # the first step is compared with the masks, the second asks once for metrics
+                step.begin_step(iter(batches), model=model, num_microbatches=3)
         counts.clear()
         microbatches = step.begin_step(iter(batches), model=model, num_microbatches=3)
+        by_hand[:] = [step._last_step.totals]
         if not known:
             for microbatch in microbatches:
                 num_local = len(microbatch.samples.local(0, 2))
@@ -395,10 +408,14 @@ def refused_settings() -> list[str]:
         return "accepted"
 
     def attempt_tokens(number: int, model: Any) -> str:
-        totals = StepTotals(step_tokens=1.0, step_active_tokens=number)
+        counts = [1, number]  # the first step's are compared with the masks
+        known = {"step_tokens": 1.0}
         try:
-            step = aggregation(mode="token_mean", totals_of=lambda batches: totals)
-            step.begin_step(iter([Batch(samples, [0], 1)]), model=model, num_microbatches=1)
+            step = aggregation(
+                mode="token_mean", totals_of=lambda batches: StepTotals(**known, step_active_tokens=counts.pop(0))
+            )
+            for _ in range(2):
+                step.begin_step(iter([Batch(samples, [0], 1)]), model=model, num_microbatches=1)
         except BadBatchError as error:
             return str(error)
         return "accepted"
@@ -496,7 +513,7 @@ def attached_names() -> tuple[list[bool], list[str], list[Any]]:
         batches = iter([Batch(samples, [0], 1), Batch(samples, [1], 1)])
         model = table_model([0.0], ddp=False)
         stored = training.get_forward_backward_func()(
-            data_iterator=batches, model=model, num_microbatches=2, seq_length=8
+            forward_step_func=print, data_iterator=batches, model=model, num_microbatches=2, seq_length=8
         )
         seen.append(stored == "stored")
         losses = {"pg_loss": torch.tensor(-0.25), "kl": torch.tensor(2.0)}
@@ -516,6 +533,7 @@ def attached_names() -> tuple[list[bool], list[str], list[Any]]:
         seen.append((training.get_forward_backward_func, training.training_log) == before)
     (kwargs,) = given
     handed = [(type(one).__name__, len(one.data.samples.loss_masks)) for one in kwargs.pop("data_iterator")]
+    assert kwargs.pop("forward_step_func").__wrapped__ is print
     return seen, lines, [handed, kwargs.pop("model") is model, kwargs]
 
 

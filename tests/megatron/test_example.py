@@ -193,6 +193,7 @@ REFUSED = {
     ),
     "a path that does not load": (["--custom-pg-loss-reducer-function-path", "no.such:fn"], "it does not load"),
     "micro-batches of two packs": (["--micro-batch-size", "2"], "a micro-batch is one pack"),
+    "batch ramp-up": (["--rampup-batch-size", "4", "4", "8"], "--rampup-batch-size: a step's packs are fixed here"),
     "packs too short": (["--seq-length", "64", "--max-position-embeddings", "64"], "do not fit into 8 packs"),
 }
 

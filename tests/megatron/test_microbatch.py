@@ -151,7 +151,7 @@ def test_a_share_of_ones_own_is_carried_alike() -> None:
     assert not any(pair.requires_grad for pair in report.values())
     assert microbatch.carry(share, {"b": share, "a": share})[2].keys() == {"a", "b"}  # any order
     bare = Microbatch(None, samples_of([0]), step_with())
-    assert bare.carry(share, {})[2] == {}
+    assert bare.carry(bare.pg_loss(losses_of([0])), {})[2] == {}
 
 
 # --- reducers for the loss and for metrics

@@ -18,6 +18,7 @@ def planted(variant: str, cp_size: int) -> Iterator[None]:
 
     original = schedules.forward_step_calc_loss
 
+    @functools.wraps(original)  # the probe asks its signature which groups it takes
     def changed(**kwargs: Any) -> Any:
         if variant == "another signature":
             kwargs.pop("is_last_stage")
@@ -28,6 +29,8 @@ def planted(variant: str, cp_size: int) -> Iterator[None]:
         loss, num_tokens = original(**kwargs)
         if variant == "times cp":
             loss = loss * cp_size
+        elif variant == "a little more":
+            loss = loss * 1.00001
         elif variant == "divided by cp":
             loss = loss / cp_size
         elif variant == "not divided by micro-batches":
@@ -58,7 +61,7 @@ def verdicts(cases: list[Case]) -> list[str]:
         chunks: Any = model
         if "DDP" in variant:
             for buffer in model.buffers:
-                buffer.gradient_scaling_factor *= 2
+                buffer.gradient_scaling_factor *= 1.00001 if variant == "a little more in DDP" else 2
         if variant == "DDP of a second chunk":
             chunks = [table_model([0.0], per_token=per_token), model]
         step = aggregation(mode="token_mean")
@@ -85,6 +88,10 @@ CHANGED: dict[Case, str] = {
     ("counts per CP rank", True, False): "made 2 (torch.int32) of a count of 1 tokens",
     ("counts in place", False, False): "it changes the count it is given",
     ("another signature", False, False): "could not be probed (TypeError",
+    # What is relied on is exact: a factor of 1 + 1e-5 is another one.
+    ("a little more", False, False): "it scales by 0.33333",
+    ("a little more", True, False): "it scales by 1.00001",
+    ("a little more in DDP", False, False): "it scales by 0.2500025 where 0.25 is relied on",
     ("DDP by dp alone", False, False): "DDP (gradient_scaling_factor): it scales by 0.5 where 0.25 is relied on",
     ("DDP by dp alone", True, False): "DDP (gradient_scaling_factor): it scales by 2 where 1 is relied on",
     ("DDP twice", False, True): "DDP (gradient_scaling_factor): it scales by 0.5 where 0.25 is relied on",

@@ -318,7 +318,7 @@ def parsed(flags: str) -> AggregationSettings:
 
 def test_by_flag() -> None:
     settings = parsed("--loss-aggregation verl:seq-mean-token-sum-norm --loss-aggregation-divisor 4096")
-    assert settings.describe() == "loss aggregation: constant, divisor 4096, units: all"
+    assert settings.describe() == "loss aggregation: constant, divisor 4096, unit counting all"
     assert settings == AggregationSettings.resolve("verl:seq-mean-token-sum-norm", 4096)
     assert parsed("--loss-aggregation openrlhf:token_level_loss=false").aggregation.units == "active"
     assert parsed("--loss-aggregation open_instruct:1024").aggregation.divisor == 1024

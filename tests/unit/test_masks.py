@@ -109,6 +109,15 @@ def test_both_see_what_is_unsound(mask: Tensor) -> None:
     assert not bool(DeviceMasks(mask).sound())
 
 
+@pytest.mark.parametrize(("inside", "outside"), [(1e-30, 0.9e-30), (1e30, 1.1e30)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
+def test_both_know_how_small_and_large_a_weight_may_be(inside: float, outside: float, dtype: torch.dtype) -> None:
+    rounded = np.nextafter(np.float32(inside), np.float32(1)) if dtype == torch.float32 else inside
+    for masks in (HostMasks, DeviceMasks):
+        assert bool(masks(torch.tensor([1, float(rounded), 0], dtype=dtype)).sound())
+        assert not bool(masks(torch.tensor([1, outside, 0], dtype=dtype)).sound())
+
+
 # --- whole weights as on a device
 
 

@@ -341,7 +341,8 @@ def phantom_token() -> float:
 
 def unmasked_numerator() -> float:
     ones = [replace(one, mask=torch.ones_like(one.mask)) for one in WORKED]
-    return sum(run_step(ones, [part], "token_mean", totals=totals_of(WORKED)).value for part in HALVES)
+    totals = StepTotals(step_tokens=oracle.mask_tokens(WORKED))
+    return sum(run_step(ones, [part], "token_mean", totals=totals).value for part in HALVES)
 
 
 def tokens_counted_by_length() -> float:

@@ -1,0 +1,85 @@
+"""miles: what the hooks of `megatron_rl_loss.frameworks.slime` must know of a step, and no hook of miles's is handed.
+
+    --custom-megatron-init-path megatron_rl_loss.frameworks.miles.count_steps
+
+With it `token_mean` is exact whatever is masked or rejected, with or without per-token loss; the padded rows of
+``--qkv-format bshd`` may be cut for context parallelism; `sample_mean` refuses rollouts that are split over samples.
+Without it `sample_mean` and `constant` are exact where rows are not padded.
+"""
+
+import functools
+import inspect
+import os
+from argparse import Namespace
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from megatron_rl_loss.errors import refused
+from megatron_rl_loss.frameworks import step_counts
+from megatron_rl_loss.frameworks.step_counts import StepCounts
+
+_NEEDED = ("data_iterator", "num_microbatches", "num_rollouts")
+
+
+def count_steps(args: Namespace) -> None:
+    """Have every step counted before its first micro-batch, for ``--custom-megatron-init-path`` of miles.
+
+    miles calls it once on every rank. It puts a collective round a step before `train_one_step` in
+    `miles.backends.megatron_utils.model`, where the step's data are; the function itself runs unchanged. Masks are
+    counted as they are before any rejection. If your own function has that flag, call this from it.
+
+    Raises:
+        ValueError: a miles whose `train_one_step` has other parameters; multi-LoRA, whose adapters have steps of their
+            own. At a step, independent data-parallel replicas.
+        BadBatchError: at a step, on every rank, if one cannot count its samples.
+    """
+    from miles.backends.megatron_utils import model
+    from miles.utils.multi_lora import is_multi_lora_enabled
+
+    if is_multi_lora_enabled(args):
+        raise refused("miles_multi_lora")
+    parameters = tuple(inspect.signature(model.train_one_step).parameters)
+    if missing := [name for name in _NEEDED if name not in parameters]:
+        raise refused("other_train_one_step", missing=", ".join(missing), parameters=", ".join(parameters))
+    if not hasattr(model.train_one_step, "counted_by_megatron_rl_loss"):
+        model.train_one_step = _counting(model.train_one_step)
+    if os.environ.get("RANK", "0") == "0":
+        print("megatron_rl_loss counts every step of miles before it is trained.", flush=True)
+
+
+def _counting(train_one_step: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(train_one_step)
+
+    @functools.wraps(train_one_step)
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs).arguments
+        iterator, num_microbatches, num_rollouts = (given[name] for name in _NEEDED)
+        step_counts.begin(_counts(iterator[0], num_microbatches, num_rollouts))
+        try:
+            return train_one_step(*args, **kwargs)
+        finally:
+            step_counts.begin(None)
+
+    counted.counted_by_megatron_rl_loss = True  # type: ignore[attr-defined]
+    return counted
+
+
+def _counts(iterator: Any, num_microbatches: int, num_rollouts: int) -> StepCounts:
+    """Of the step that miles's `DataIterator` stands before."""
+    from miles.backends.training_utils.parallel import get_parallel_state
+
+    if get_parallel_state().indep_dp.size > 1:
+        raise refused("miles_indep_dp")
+
+    def masks_of_step() -> list[Tensor]:
+        masks: list[Tensor] = iterator.rollout_data["loss_masks"]
+        if iterator.micro_batch_indices is None:
+            return masks[iterator.offset : iterator.offset + num_microbatches * iterator.micro_batch_size]
+        microbatches = iterator.micro_batch_indices[iterator.offset : iterator.offset + num_microbatches]
+        return [masks[i] for indices in microbatches for i in indices]
+
+    # A rank pads all its rows alike.
+    rows = iterator.rollout_data.get("max_seq_lens")
+    return step_counts.count_step(masks_of_step, num_rollouts, int(rows[0]) if rows else None)

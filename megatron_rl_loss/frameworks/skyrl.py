@@ -1,0 +1,72 @@
+"""SkyRL: its normalisation of advantages before a step, by the weights of any of its loss reductions, exact.
+
+    from skyrl.train import trainer
+    from megatron_rl_loss.frameworks.skyrl import apply_loss_reduction_to_advantages_minibatch
+
+    trainer.apply_loss_reduction_to_advantages_minibatch = apply_loss_reduction_to_advantages_minibatch
+
+In the process of the trainer (SkyRL's entry point runs in a Ray task of its own). Imports no SkyRL.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from megatron_rl_loss.errors import refused
+from megatron_rl_loss.folding import fold_into_advantages
+from megatron_rl_loss.totals import StepTotals
+
+
+def apply_loss_reduction_to_advantages_minibatch(
+    advantages: Tensor,
+    loss_mask: Tensor,
+    loss_reduction: str,
+    micro_batch_size: int,
+    max_seq_len: int,
+    prompt_boundaries: Sequence[tuple[int, int]] | None = None,
+) -> Tensor:
+    """``w * A``: the plain sum of the losses over the mini-batch's tokens then is its loss in that reduction.
+
+    Args:
+        advantages, loss_mask: [rows, tokens] of one mini-batch, an optimizer step; the mask 0/1, bool or weights >= 0.
+        loss_reduction: ``token_mean``, ``sequence_mean``, ``seq_mean_token_sum_norm`` or ``prompt_mean``.
+        micro_batch_size: has no effect: no reduction here depends on it.
+        max_seq_len: L of ``seq_mean_token_sum_norm``.
+        prompt_boundaries: (start, end) rows of each prompt, for ``prompt_mean``; ignored otherwise.
+
+    Returns:
+        [rows, tokens], as the advantages, 0 where the mask is.
+
+    Raises:
+        ValueError: ``token_mean_legacy`` or an unknown reduction; ``prompt_mean`` without boundaries, or with some that
+            leave out or repeat a row; shapes that are not one [rows, tokens]; anything `fold_into_advantages` refuses.
+
+    Source: SkyRL a9564572, skyrl/backends/skyrl_train/utils/ppo_utils.py, the function of that name.
+    """
+    if advantages.dim() != 2 or advantages.shape != loss_mask.shape:
+        raise refused("no_advantage_matrix", advantages=tuple(advantages.shape), mask=tuple(loss_mask.shape))
+    prompt_ids = None
+    if loss_reduction == "prompt_mean":
+        if prompt_boundaries is None:
+            raise refused("prompt_ids_missing", mode="prompt_mean", where=" of SkyRL", remedy="Pass prompt_boundaries")
+        prompt_ids = _prompt_of_each_row(prompt_boundaries, len(advantages))
+    loss_masks = list(loss_mask)
+    folded = fold_into_advantages(
+        list(advantages),
+        loss_masks,
+        mode=f"skyrl:{loss_reduction}",
+        totals=StepTotals.from_loss_masks(loss_masks, prompt_ids=prompt_ids),
+        divisor=max_seq_len if loss_reduction == "seq_mean_token_sum_norm" else None,
+        prompt_ids=prompt_ids,
+    )
+    return torch.stack(folded).to(advantages.dtype) if folded else torch.zeros_like(advantages)
+
+
+def _prompt_of_each_row(boundaries: Sequence[tuple[int, int]], rows: int) -> list[int]:
+    """The number of the prompt that each row belongs to."""
+    ordered = sorted((int(start), int(end)) for start, end in boundaries)
+    edges = [edge for pair in ordered for edge in pair]
+    if [0, *edges[1::2]] != [*edges[::2], rows] or any(start >= end for start, end in ordered):
+        raise refused("uncovered_rows", boundaries=ordered[:8], rows=rows)
+    return [number for number, (start, end) in enumerate(ordered) for _ in range(start, end)]

@@ -1,0 +1,115 @@
+"""Our example on Megatron-LM's own `train_rl.py`, from a checkout: MEGATRON_LM_PATH=~/Megatron-LM (0.19 or main).
+
+Each test starts interpreters whose Megatron is the checkout's: see `train_rl_worker`.
+"""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkouts import MEGATRON_LM, checkout
+from repository import EXAMPLES, ROOT
+
+#: Log-probs are float32 sums over the vocabulary.
+TOLERANCE = 2e-6
+ACTIVE = ["--loss-aggregation-units", "active"]
+PACKED = ["--rl-use-sequence-packing"]
+
+pytestmark = pytest.mark.slow
+
+
+def case(mode: str | None, *flags: str, divisor: float | None = None, seed: int = 1) -> dict[str, Any]:
+    """Without a mode: a launch without flags of ours, compared with a sample mean."""
+    ours = [] if mode is None else ["--loss-aggregation", mode]
+    ours += [] if divisor is None else ["--loss-aggregation-divisor", str(divisor)]
+    return {"mode": mode or "sample_mean", "divisor": divisor, "seed": seed, "flags": [*ours, *flags]}
+
+
+def launch(world_size: int, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What rank 0 found in each case."""
+    root = checkout(MEGATRON_LM)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    folders = [root, str(EXAMPLES), str(ROOT / "tests" / "support"), str(ROOT)]
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(folders),
+        "PYTHONWARNINGS": "ignore",
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    command = [sys.executable, str(ROOT / "tests" / "support" / "train_rl_worker.py"), root, str(cp), json.dumps(cases)]
+    ranks = [
+        subprocess.Popen(
+            command,
+            env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(world_size)
+    ]
+    try:
+        outputs = [rank.communicate(timeout=300)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    results = [json.loads(line[7:]) for line in outputs[0].splitlines() if line.startswith("RESULT ")]
+    assert len(results) == len(cases), "\n".join(output[-3000:] for output in outputs)
+    return results
+
+
+def source(*parts: str) -> str:
+    return Path(checkout(MEGATRON_LM), *parts).read_text()
+
+
+def cuts_log_probs() -> bool:
+    """Whether this `train_rl.py` runs with context parallelism: main's does, 0.19's does not."""
+    return "_scatter_for_context_parallel" in source("megatron", "rl", "rl_utils.py")
+
+
+@pytest.mark.parametrize(("world_size", "cp"), [(1, 1), (2, 1), (4, 2)])
+def test_modes_are_exact(world_size: int, cp: int) -> None:
+    if cp > 1 and not cuts_log_probs():
+        pytest.skip("this train_rl.py does not cut log-probs for context parallelism")
+    cases = [
+        case("sample_mean", *ACTIVE, *PACKED),
+        case("sample_mean", *ACTIVE),
+        case("token_mean", *PACKED),
+        case("token_mean"),
+        case("constant", *ACTIVE, *PACKED, divisor=40.0, seed=2),
+    ]
+    for one, found in zip(cases, launch(world_size, cp, cases), strict=True):
+        assert found.get("error", 1.0) < TOLERANCE, (one, found)
+        assert not found["stock"]
+
+
+def test_a_launch_without_flags_is_stock_and_what_is_refused() -> None:
+    """Stock is none of the modes: the negative control of the comparison."""
+    cases = [
+        case(None, *PACKED),
+        case(None),
+        case(None, "--loss-agregation", "sample_mean"),
+        case("sample_mean"),
+        case("token_mean", "--check-for-spiky-loss"),
+        case("token_mean", "--reset-attention-mask"),
+    ]
+    packed, unpacked, misspelt, rows, spiky, mask = launch(1, 1, cases)
+    assert packed["stock"]
+    assert unpacked["stock"]
+    assert packed["error"] > 1e-2
+    assert "refused" in misspelt  # by argparse
+    assert "Add --loss-aggregation-units active" in rows["refused"]
+    assert "a policy loss is around 0" in spiky["refused"]
+    if "reset_attention_mask" in source("train_rl.py"):  # refused as where train_rl.py is run itself
+        assert "--reset-attention-mask" in mask["refused"]
+    else:
+        assert mask["error"] < TOLERANCE

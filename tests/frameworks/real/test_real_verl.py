@@ -1,0 +1,259 @@
+"""verl's own `ppo_loss` with our `agg_loss` installed, from a checkout: VERL_PATH=~/verl.
+
+Real: `ppo_loss` with its entropy and KL terms, the registered policy losses, its `external_lib`, and verl's own
+`agg_loss` to compare with; gradients are averaged over gloo, as FSDP does. Not run: the engines and the trainers.
+"""
+
+import random
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import oracle
+import pytest
+import torch
+import torch.distributed as dist
+from checkouts import VERL, checkout, load
+from ranks import RankError, run_ranks, start_process_group
+from torch import Tensor
+
+#: exp() of a float32 difference of log-probs.
+TOLERANCE = 2e-6
+MODES: dict[str, tuple[str, float | None]] = {
+    "token-mean": ("token_mean", None),
+    "token-sum": ("token_sum", None),
+    "seq-mean-token-sum": ("constant", 1.0),
+    "seq-mean-token-sum-norm": ("constant", 64.0),
+    "seq-mean-token-mean": ("sample_mean", None),
+}
+ENTROPY_COEFF, KL_COEF, CLIP_C = 0.01, 0.1, 3.0
+INSTALL = "megatron_rl_loss.frameworks.verl_install"
+
+pytestmark = pytest.mark.slow
+
+
+class Rows(dict[str, Any]):
+    """As much of a TensorDict as `ppo_loss` asks for."""
+
+    def select(self, *names: str) -> "Rows":
+        return Rows({name: self[name] for name in names})
+
+    def to_padded_tensor(self) -> "Rows":
+        return self
+
+
+def load_verl(root: str, *modules: str) -> list[Any]:
+    names = ("trainer.ppo.core_algos", "workers.utils.losses", "workers.config", "utils.import_utils", *modules)
+    return load(VERL, root, *(f"verl.{name}" for name in names))
+
+
+def make_rows(seed: int, count: int = 10) -> dict[str, Tensor]:
+    """Responses of up to 9 tokens behind prompts of up to 4, left-padded; two are fully masked."""
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    prompts, responses = [rng.randint(1, 4) for _ in range(count)], [rng.randint(1, 9) for _ in range(count)]
+    attention, mask = torch.zeros(count, 13, dtype=torch.int64), torch.zeros(count, 9)
+    for i, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
+        attention[i, 4 - prompt : 4 + response] = 1
+        mask[i, :response] = torch.tensor([float(rng.random() < 0.7 and i not in (2, 6)) for _ in range(response)])
+    log_probs = -torch.rand(count, 9) * 3
+    return {
+        "attention_mask": attention,
+        "response_mask": mask,
+        "log_probs": log_probs,
+        "old_log_probs": log_probs + torch.randn(count, 9) * 0.4,
+        "ref_log_prob": log_probs + torch.randn(count, 9) * 0.2,
+        "advantages": torch.randn(count, 9),
+        "entropy": torch.rand(count, 9),
+    }
+
+
+def expected(rows: dict[str, Tensor], mode: str) -> tuple[float, Tensor, float]:
+    """Value, gradient by log-prob and scale, in float64: all three terms follow the mode."""
+    ours, divisor = MODES[mode]
+    table = rows["log_probs"].double().requires_grad_()
+    old, ref, advantages = (rows[name].double() for name in ("old_log_probs", "ref_log_prob", "advantages"))
+    ratio = (table - old).exp()
+    policy = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(0.8, 1.2))
+    policy = torch.where(advantages < 0, torch.minimum(-advantages * CLIP_C, policy), policy)
+    losses = policy - ENTROPY_COEFF * rows["entropy"].double() + KL_COEF * (table - ref)
+    samples = [oracle.Sample(loss, mask) for loss, mask in zip(losses, rows["response_mask"], strict=True)]
+    value = oracle.step_loss(ours, samples, divisor)
+    (gradient,) = torch.autograd.grad(value, table)
+    return float(value.detach()), gradient, oracle.step_scale(ours, samples, divisor)
+
+
+def step_errors(root: str, seed: int, modes: list[str], install: bool) -> list[float]:
+    """On a rank: the error of a step in each mode, after the average over ranks."""
+    start_process_group()
+    _, losses, config_module, import_utils = load_verl(root)
+    if install:
+        import_utils.import_external_libs(INSTALL)  # as HFModelConfig does with model.external_lib
+    rows, rank, dp = make_rows(seed), dist.get_rank(), dist.get_world_size()
+    mine = list(range(rank, len(rows["log_probs"]), dp))
+    microbatches = [mine[:1], mine[1:4], mine[4:]]
+    found = []
+    for mode in modes:
+        scale_factor = int(MODES[mode][1] or 0) if mode.endswith("norm") else None
+        config = config_module.ActorConfig(
+            strategy="fsdp",
+            rollout_n=1,
+            ppo_micro_batch_size_per_gpu=1,
+            loss_agg_mode=mode,
+            loss_scale_factor=scale_factor,
+            entropy_coeff=ENTROPY_COEFF,
+            use_kl_loss=True,
+            kl_loss_coef=KL_COEF,
+            kl_loss_type="kl",
+            clip_ratio_c=CLIP_C,
+            policy_loss=SimpleNamespace(get=lambda name, default: default),
+        )
+        table = rows["log_probs"].clone().requires_grad_()
+        total = torch.zeros(())
+        for chosen in filter(None, microbatches):
+            part = {name: values[chosen] for name, values in rows.items()}
+            data = Rows(
+                **{name: part[name] for name in ("attention_mask", "response_mask", "old_log_probs")},
+                **{name: part[name] for name in ("ref_log_prob", "advantages")},
+                prompts=torch.zeros(len(chosen), 4),
+                responses=torch.zeros(len(chosen), 9),
+                dp_size=dp,
+                batch_num_tokens=int(rows["response_mask"].sum()),
+                global_batch_size=len(rows["log_probs"]),
+            )
+            output = {
+                "log_probs": _flat(table[chosen], part["attention_mask"]),
+                "entropy": _flat(part["entropy"], part["attention_mask"]),
+            }
+            loss, _ = losses.ppo_loss(config, output, data)
+            loss.backward()
+            total += loss.detach()
+        for values in (table.grad, total):
+            dist.all_reduce(values)
+        value, gradient, scale = expected(rows, mode)
+        assert table.grad is not None
+        in_gradient = float((table.grad.double() / dp - gradient).abs().max() / gradient.abs().max())
+        found.append(oracle.worst_error(abs(float(total) / dp - value) / scale, in_gradient, table.numel()))
+    return found
+
+
+def _flat(values: Tensor, attention: Tensor) -> Tensor:
+    """What a model gives for packed rows: at every position, of the token after it."""
+    parts = []
+    for row, attended in zip(values, attention, strict=True):
+        prompt, response = int(attended[:4].sum()), int(attended[4:].sum())
+        parts += [torch.zeros(prompt - 1), row[:response], torch.zeros(1)]
+    return torch.cat(parts)
+
+
+@pytest.mark.parametrize("dp", [1, 2, 4])
+def test_ppo_loss_is_exact_with_ours_and_with_theirs(dp: int) -> None:
+    for install in (True, False):
+        for errors in run_ranks(dp, step_errors, checkout(VERL), 1, list(MODES), install):
+            assert max(errors) < TOLERANCE
+
+
+def installed_in(root: str) -> dict[str, Any]:
+    """On a rank: what the installer finds and does, with a trainer and another module that took `agg_loss` by name."""
+    core_algos, losses, _, import_utils, distillation = load_verl(root, "trainer.distillation.losses")
+    from megatron_rl_loss.frameworks import verl
+
+    theirs = core_algos.agg_loss
+    before = error_of(verl.check_installed)
+    for name in ("verl.trainer.ppo.ray_trainer", "recipe.mine"):  # a trainer is not imported: it starts a cluster
+        sys.modules[name] = SimpleNamespace(__name__=name, agg_loss=theirs)  # type: ignore[assignment]
+    import_utils.import_external_libs(INSTALL)
+    installed = verl.check_installed()
+    found: dict[str, Any] = {"before": before, "installed": (installed.patched, installed.left)}
+    found["everywhere"] = all(
+        module.agg_loss is verl.agg_loss for module in (core_algos, losses, distillation, sys.modules["recipe.mine"])
+    )
+    found["metric"] = sys.modules["verl.trainer.ppo.ray_trainer"].agg_loss is theirs
+    found["again"] = verl.install() == verl.check_installed()
+    losses.agg_loss = theirs
+    found["put back"] = error_of(verl.check_installed)
+    verl.install()
+    found["geo_mean"] = error_of(core_algos.get_policy_loss_fn("geo_mean"))
+    found["others"] = sorted(
+        name for name, function in core_algos.POLICY_LOSS_REGISTRY.items() if function.__module__ != core_algos.__name__
+    )
+    core_algos.agg_loss = lambda loss_mat, loss_mask, loss_agg_mode: loss_mat
+    found["old"] = error_of(verl.install)
+    return found
+
+
+def error_of(call: Any) -> str:
+    try:
+        call()
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_the_installer() -> None:
+    (found,) = run_ranks(1, installed_in, checkout(VERL))
+    assert "nothing of this package is active" in found["before"]
+    patched, left = found["installed"]
+    loaded = {"verl.trainer.distillation.losses", "verl.trainer.ppo.core_algos", "verl.workers.utils.losses"}
+    assert set(patched) >= loaded | {"recipe.mine"}
+    assert left == ("verl.trainer.ppo.ray_trainer",)
+    assert found["everywhere"]
+    assert found["metric"]
+    assert found["again"]
+    assert "verl's own agg_loss in verl.workers.utils.losses" in found["put back"]
+    assert "never calls agg_loss" in found["geo_mean"]
+    assert found["others"] == ["geo_mean"]
+    assert "a verl whose agg_loss takes loss_mat, loss_mask, loss_agg_mode:" in found["old"]
+
+
+def cut_in_two(root: str) -> tuple[list[float], list[float]]:
+    """Each registered policy loss, of all rows at once and of two micro-batches, without installing and with."""
+    core_algos, _, config_module, import_utils = load_verl(root)
+    rows = make_rows(2)
+    differences = []
+    for install in (False, True):
+        if install:
+            import_utils.import_external_libs(INSTALL)
+        of_losses = []
+        for name in sorted(core_algos.POLICY_LOSS_REGISTRY):
+            if name in ("bypass_mode", "clip_cov", "kl_cov") or (install and name == "geo_mean"):
+                continue  # bypass_mode is one of the others; *_cov choose tokens at random
+            config = config_module.ActorConfig(
+                strategy="fsdp",
+                rollout_n=1,
+                ppo_micro_batch_size_per_gpu=1,
+                policy_loss=config_module.PolicyLossConfig(dro_beta=0.5),
+            )
+            tokens = int(rows["response_mask"].sum())
+            counts = {"dp_size": 1, "batch_num_tokens": tokens, "global_batch_size": 10, "loss_scale_factor": None}
+            config.global_batch_info.update(counts)
+
+            def loss_of(chosen: slice, config: Any = config, name: str = name) -> float:
+                arguments = [rows[key][chosen] for key in ("old_log_probs", "log_probs", "advantages", "response_mask")]
+                return float(core_algos.get_policy_loss_fn(name)(*arguments, "token-mean", config)[0])
+
+            whole = loss_of(slice(None))
+            of_losses.append(abs(loss_of(slice(3)) + loss_of(slice(3, None)) - whole) / abs(whole))
+        differences.append(of_losses)
+    return differences[0], differences[1]
+
+
+def test_geo_mean_depends_on_the_cut_and_the_others_do_not() -> None:
+    """Negative control of the installer's one refusal."""
+    ((theirs, ours),) = run_ranks(1, cut_in_two, checkout(VERL))
+    assert sorted(theirs)[-1] > 0.1
+    assert sorted(theirs)[-2] < TOLERANCE
+    assert len(ours) == len(theirs) - 1 >= 5
+    assert max(ours) < TOLERANCE
+
+
+def test_counts_that_are_missing_are_refused() -> None:
+    with pytest.raises(RankError, match="without batch_num_tokens"):
+        run_ranks(1, deprecated_loss, checkout(VERL))
+
+
+def deprecated_loss(root: str) -> None:
+    core_algos, _, _, import_utils = load_verl(root)
+    import_utils.import_external_libs(INSTALL)
+    ones = torch.ones(2, 3)
+    core_algos.compute_entropy_loss(ones[..., None], ones)

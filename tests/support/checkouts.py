@@ -1,0 +1,180 @@
+"""The real code of other frameworks, imported from checkouts that environment variables name.
+
+Nothing of theirs is in this repository. A test without its checkout is skipped and says which variable to set. What
+their modules import and is not installed here gets a stand-in: an empty module of that name, whose attributes are
+empty too. Packages whose ``__init__`` would start the whole framework are passed by, their modules are real.
+"""
+
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import FunctionType, ModuleType
+from typing import Any
+
+import pytest
+
+
+@dataclass(frozen=True)
+class Framework:
+    """How a checkout is imported.
+
+    Attributes:
+        variable: names the checkout.
+        proof: a file that a checkout has.
+        passed_by: packages whose ``__init__`` does not run.
+        stand_ins: packages that get one where they are not installed, and single modules (with a dot) that always do.
+    """
+
+    variable: str
+    proof: str
+    passed_by: tuple[str, ...]
+    stand_ins: tuple[str, ...]
+
+
+SLIME = Framework(
+    variable="SLIME_PATH",
+    proof="slime/backends/megatron_utils/loss.py",
+    passed_by=("slime", "slime.backends", "slime.backends.megatron_utils", "slime.utils"),
+    stand_ins=("httpx", "tqdm", "wandb"),
+)
+MILES = Framework(
+    variable="MILES_PATH",
+    proof="miles/backends/training_utils/loss.py",
+    passed_by=(
+        "miles",
+        "miles.backends",
+        "miles.backends.fsdp_utils",
+        "miles.backends.megatron_utils",
+        "miles.backends.training_utils",
+        "miles.utils",
+    ),
+    stand_ins=(
+        *("huggingface_hub", "pydantic", "ray", "sglang", "tqdm", "transformers", "wandb"),
+        *("miles.utils.audit_utils", "miles.utils.dumper_utils", "miles.utils.http_utils"),  # logs and servers
+        *("miles.utils.processing_utils", "miles.backends.fsdp_utils.update_weight_utils"),  # tokenizers, other engines
+    ),
+)
+VERL = Framework(
+    variable="VERL_PATH",
+    proof="verl/trainer/ppo/core_algos.py",
+    passed_by=("verl", "verl.trainer", "verl.trainer.ppo", "verl.workers"),
+    stand_ins=("codetiming", "datasets", "omegaconf", "orjson", "pandas", "ray", "tensordict", "transformers"),
+)
+SKYRL = Framework(
+    variable="SKYRL_PATH",
+    proof="skyrl/backends/skyrl_train/utils/ppo_utils.py",
+    passed_by=(
+        "skyrl",
+        "skyrl.backends",
+        "skyrl.backends.skyrl_train",
+        "skyrl.backends.skyrl_train.utils",
+        "skyrl.train",
+    ),
+    stand_ins=(
+        *("aiohttp", "datasets", "httpx", "jaxtyping", "loguru", "omegaconf", "orjson", "pybase64", "pydantic"),
+        *("ray", "rich", "skyrl_gym", "torchdata", "tqdm", "transformers", "yaml"),
+    ),
+)
+MEGATRON_LM = Framework(
+    variable="MEGATRON_LM_PATH",
+    proof="train_rl.py",
+    passed_by=("megatron.rl",),
+    stand_ins=(
+        *("pydantic", "torch_memory_saver", "wandb", "yaml", "torch.utils.tensorboard"),
+        *("megatron.rl.agent", "megatron.rl.inference", "megatron.rl.server"),  # what generates the rollouts
+    ),
+)
+
+
+def checkout(framework: Framework) -> str:
+    """The path of its checkout; without one, the test is skipped."""
+    path = os.environ.get(framework.variable)
+    if not path:
+        pytest.skip(f"set {framework.variable} to a checkout to run its real code")
+    if not (Path(path) / framework.proof).exists():
+        pytest.fail(f"{framework.variable}={path} has no {framework.proof}")
+    return path
+
+
+def load(framework: Framework, root: str, *modules: str) -> list[Any]:
+    """Import modules of a checkout, for the life of this process."""
+    for name in framework.passed_by:
+        package = ModuleType(name)
+        package.__path__ = [str(Path(root, *name.split(".")))]
+        sys.modules[name] = package
+        parent, _, child = name.rpartition(".")
+        if parent:
+            setattr(sys.modules[parent], child, package)
+    missing = [name for name in framework.stand_ins if "." in name or importlib.util.find_spec(name) is None]
+    sys.meta_path.insert(0, _StandIns(missing))
+    return [importlib.import_module(name) for name in modules]
+
+
+class _StandIns:
+    """Finds and makes the stand-ins, their submodules included."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names = names
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        mine = any(name == one or name.startswith(f"{one}.") for one in self.names)
+        return ModuleSpec(name, self, is_package=True) if mine else None  # type: ignore[arg-type]
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return _EmptyModule(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None: ...
+
+
+def _no(*_: Any, **__: Any) -> bool:
+    return False
+
+
+class _EmptyModule(ModuleType):
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _no if name.startswith("is_") else _empty(name)
+
+
+def _empty(name: str) -> "_Empty":
+    methods = {"__call__": _decorate, "__getattr__": _self, "__init_subclass__": classmethod(lambda cls, **_: None)}
+    return _Empty(name, (), methods)
+
+
+def _decorate(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """An empty decorator changes nothing; anything else that is called is itself."""
+    return args[0] if len(args) == 1 and isinstance(args[0], FunctionType | type) else self
+
+
+def _self(self: Any, name: str) -> Any:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return self
+
+
+class _Empty(type):
+    """A class that may be a base, a decorator or a part of an annotation."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        if len(args) == 1 and not kwargs and isinstance(args[0], FunctionType | type):
+            return args[0]
+        return super().__call__()
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _empty(name)
+
+    def __getitem__(cls, _: Any) -> Any:
+        return cls
+
+    def __or__(cls, _: Any) -> Any:
+        return cls
+
+    __ror__ = __or__

@@ -1,0 +1,222 @@
+"""A step for slime's and miles's real `train_one_step`: rollouts whose model is a table of logits.
+
+Every token's id is its number in the step, and the logits at it are 0 but for one, of the token after it: the table's
+entry. So a token's log-prob, its clipped loss and the step's loss are known functions of the table, stated in float64
+apart from all that is tested, and the gradient that Megatron's schedule and DDP arrive at can be compared with theirs.
+"""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import oracle
+import torch
+from torch import Tensor
+
+CLIP_LOW, CLIP_HIGH = 0.2, 0.28
+PADDING, FIRST = 0, 2  # token ids
+
+
+@dataclass
+class Rollout:
+    """One sample. `kept` is its mask after rejection, which is `mask` where nothing is rejected."""
+
+    prompt: int
+    mask: Tensor
+    kept: Tensor
+    advantages: Tensor
+    old_log_probs: Tensor
+    rollout: int
+    ids: Tensor = field(default_factory=lambda: torch.zeros(0))
+
+    @property
+    def response(self) -> int:
+        return len(self.mask)
+
+    @property
+    def total(self) -> int:
+        return self.prompt + self.response
+
+
+@dataclass(frozen=True)
+class Step:
+    """Samples, and which of them each micro-batch of each DP rank has."""
+
+    samples: list[Rollout]
+    dealt: list[list[list[int]]]
+    num_rollouts: int
+    table: Tensor
+
+    @property
+    def vocabulary(self) -> int:
+        return len(self.table)
+
+
+def make_step(
+    seed: int, dp: int, *, masked: bool = True, rejected: bool = False, split: bool = False, microbatches: int = 2
+) -> Step:
+    """Ragged samples; some fully masked from the start, some emptied by rejection, some two of one rollout."""
+    rng = random.Random(seed)
+    samples, next_id = [], FIRST
+    for i in range(12):
+        prompt, response = rng.choice([1, 2, 5, 9]), rng.choice([1, 2, 3, 6, 11])
+        mask = torch.tensor([rng.choice([0, 1, 1]) for _ in range(response)], dtype=torch.int32)
+        mask[rng.randrange(response)] = 1
+        if masked and i in (3, 7):
+            mask.zero_()
+        kept = mask.clone()
+        if rejected and i in (5, 8):
+            kept.zero_()
+        elif rejected:
+            kept *= torch.tensor([rng.choice([0, 1, 1, 1]) for _ in range(response)], dtype=torch.int32)
+        values = torch.tensor([[rng.uniform(-2, 2), rng.uniform(-0.4, 0.4)] for _ in range(response)])
+        one = Rollout(prompt, mask, kept, values[:, 0], values[:, 1], i - i % 2 if split else i)
+        one.ids = torch.arange(next_id, next_id + one.total)
+        next_id += one.total
+        samples.append(one)
+    table = torch.tensor([rng.uniform(-1, 1) for _ in range(next_id + 1)])
+    step = Step(samples, _deal(rng, len(samples), dp, microbatches), len({one.rollout for one in samples}), table)
+    log_probs = _log_probs(step, table.double())
+    for one, current in zip(samples, log_probs, strict=True):
+        one.old_log_probs = (current + one.old_log_probs).float()  # ratios on both sides of the clip
+    return step
+
+
+def _deal(rng: random.Random, count: int, dp: int, microbatches: int) -> list[list[list[int]]]:
+    """Uneven, but every micro-batch has a sample."""
+    order = rng.sample(range(count), count)
+    slots = [[order.pop()] for _ in range(dp * microbatches)]
+    for i in order:
+        rng.choice(slots).append(i)
+    return [slots[rank::dp] for rank in range(dp)]
+
+
+def _log_probs(step: Step, table: Tensor) -> list[Tensor]:
+    """Of every response token: the table's entry of the token before it, against zeros."""
+    found = []
+    for one in step.samples:
+        entries = table[one.ids[one.prompt - 1 : -1]]
+        found.append(entries - torch.log(entries.exp() + step.vocabulary - 1))
+    return found
+
+
+def expected(step: Step, mode: str, divisor: float | None = None, units: str = "all") -> tuple[float, Tensor, float]:
+    """Value, gradient by table entry, and scale of the step's loss, in float64, over what rejection kept.
+
+    A token mean divides by the tokens before rejection, as slime's and miles's counts do.
+    """
+    table = step.table.double().requires_grad_()
+    samples = []
+    for one, log_probs in zip(step.samples, _log_probs(step, table), strict=True):
+        ratio = (log_probs - one.old_log_probs.double()).exp()
+        advantages = one.advantages.double()
+        losses = torch.maximum(-ratio * advantages, -ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH) * advantages)
+        samples.append(oracle.Sample(losses, one.kept, one.rollout))
+    loss = oracle.step_loss(mode, samples, divisor, units)
+    scale = oracle.step_scale(mode, samples, divisor, units)
+    if mode == "token_mean":
+        share = sum(float(one.kept.sum()) for one in step.samples) / sum(float(one.mask.sum()) for one in step.samples)
+        loss, scale = loss * share, scale * share
+    (gradient,) = torch.autograd.grad(loss, table)
+    return float(loss.detach()), gradient, scale
+
+
+def rollout_data(steps: Sequence[Step], dp_rank: int, slice_with_cp: Any) -> dict[str, Any]:
+    """What a rank's `DataIterator` holds of several steps; `slice_with_cp` is their cut of a response's values."""
+    data: dict[str, list[Any]] = {}
+    indices: list[list[int]] = []
+    for step in steps:
+        for chosen in step.dealt[dp_rank]:
+            begun = len(data.get("tokens", []))
+            indices.append(list(range(begun, begun + len(chosen))))
+            for one in (step.samples[i] for i in chosen):
+                siblings = [other for other in step.samples if other.rollout == one.rollout]
+                old, advantages = (
+                    slice_with_cp(values, one.total, one.response) for values in (one.old_log_probs, one.advantages)
+                )
+                row = {
+                    "tokens": one.ids,
+                    "total_lengths": one.total,
+                    "response_lengths": one.response,
+                    "loss_masks": one.mask,
+                    "log_probs": old,
+                    "rollout_log_probs": old,
+                    "advantages": advantages,
+                    "rollout_mask_sums": torch.tensor(float(sum(int(other.mask.sum()) for other in siblings))),
+                }
+                for name, value in row.items():
+                    data.setdefault(name, []).append(value)
+    return data | {
+        "micro_batch_indices": indices,
+        "num_microbatches": [len(step.dealt[dp_rank]) for step in steps],
+        "num_rollouts": [step.num_rollouts for step in steps],
+        "global_batch_sizes": [step.num_rollouts for step in steps],
+    }
+
+
+def reject(steps: Sequence[Step]) -> Any:
+    """A function for their ``--custom-tis-function-path``: it rejects tokens as the steps say, and weights none."""
+    kept = {id(one.mask): one.kept for step in steps for one in step.samples}
+
+    def rejecting(*, pg_loss: Tensor, loss_masks: list[Tensor], **_: Any) -> Any:
+        return pg_loss, [kept[id(mask)] for mask in loss_masks], {}
+
+    return rejecting
+
+
+def logit_model(table: Tensor, *, per_token: bool = False) -> Any:
+    """The table as a model, in Megatron's own DDP; the tokens are the first or the only argument it looks at."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+    from megatron.core.enums import ModelType
+    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.module import MegatronModule
+
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=4,
+        num_attention_heads=1,
+        calculate_per_token_loss=per_token,
+        use_cpu_initialization=True,
+    )
+    config.finalize_model_grads_func = finalize_model_grads
+
+    class Logits(MegatronModule):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__(config)
+            self.model_type = ModelType.encoder_or_decoder
+            self.table = torch.nn.Parameter(table.clone())
+
+        def set_input_tensor(self, _: Any) -> None: ...
+
+        def forward(self, input_ids: Tensor, *_: Any, **__: Any) -> Tensor:
+            return logits(self.table, input_ids)
+
+    return DistributedDataParallel(config, DistributedDataParallelConfig(), Logits())
+
+
+def logits(table: Tensor, input_ids: Tensor) -> Tensor:
+    """[..., tokens] -> [..., tokens, vocabulary]"""
+    zeros = torch.zeros(*input_ids.shape, len(table))
+    return zeros.scatter(-1, (input_ids + 1)[..., None], table[input_ids][..., None])
+
+
+class KeepsGradients:
+    """An optimizer whose steps keep what Megatron hands it."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.gradients: list[Tensor] = []
+
+    def zero_grad(self) -> None: ...
+
+    def step(self) -> tuple[bool, float, int]:
+        self.gradients.append(self.model.module.table.main_grad.clone())
+        return True, 0.0, 0
+
+
+def errors_of(step: Step, mode: str, divisor: float | None, value: float, gradient: Tensor) -> float:
+    """The worse of value's and gradient's error, as `oracle.worst_error`."""
+    loss, by_entry, scale = expected(step, mode, divisor)
+    in_gradient = float((gradient.double() - by_entry).abs().max() / by_entry.abs().max())
+    return oracle.worst_error(abs(value - loss) / scale, in_gradient, sum(one.response for one in step.samples))
