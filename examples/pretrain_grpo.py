@@ -32,7 +32,7 @@ from rollouts import Pack, Rollout, packs_of_rank, read_rollouts
 
 from megatron_rl_loss import ppo_clip_loss
 from megatron_rl_loss.arguments import add_loss_aggregation_args
-from megatron_rl_loss.megatron import LossAggregation, Microbatch
+from megatron_rl_loss.megatron import LossAggregation, Microbatch, next_microbatch
 
 
 def add_args(parser: ArgumentParser) -> ArgumentParser:
@@ -65,7 +65,7 @@ def data_provider(
 
 def forward_step(data_iterator: Iterator[Microbatch], model: Any) -> tuple[Tensor, Any]:
     args = get_args()
-    microbatch = next(data_iterator)  # (2) your batch in .data, and what its losses need
+    microbatch = next_microbatch(data_iterator)  # (2) your batch in .data, and what its losses need
     pack: Pack = microbatch.data
 
     def local(values: Tensor) -> Tensor:
@@ -137,8 +137,9 @@ def check_example_args(args: Any) -> None:
         raise ValueError(f"--micro-batch-size {args.micro_batch_size}: a micro-batch is one pack. Give 1.")
     if args.dataloader_type != "external":
         raise ValueError(f"--dataloader-type {args.dataloader_type}: the rollouts are an iterator. Give external.")
-    if args.rampup_batch_size is not None:
-        raise ValueError("--rampup-batch-size: a step's packs are fixed here. Drop it.")
+    for flag in ("--rampup-batch-size", "--step-batch-size-schedule"):
+        if getattr(args, flag[2:].replace("-", "_"), None) is not None:
+            raise ValueError(f"{flag}: a step's packs are fixed here. Drop it.")
 
 
 def skip_building_dataset_helpers() -> None:

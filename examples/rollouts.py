@@ -58,12 +58,16 @@ def read_rollouts(path: str | Path, *, vocab_size: int, normalize_by_std: bool =
     path = Path(path)
     rollouts: list[Rollout] = []
     first_of: dict[int | str, Rollout] = {}
+    first_of_prompt: dict[int | str, Rollout] = {}
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         if not line.strip():
             continue
         try:
             rollout = _parse(line, vocab_size)
-            _check_alike(rollout, first_of.setdefault(rollout.rollout_id, rollout))
+            first = first_of.setdefault(rollout.rollout_id, rollout)
+            _check_alike(rollout, first)
+            if rollout is first:  # later parts of a split rollout may have a longer prompt
+                _check_prompt(rollout, first_of_prompt.setdefault(rollout.prompt_id, rollout))
             rollouts.append(rollout)
             if (rollout.old_log_probs is None) != (rollouts[0].old_log_probs is None):
                 raise ValueError("old_log_probs must be on all lines or on none")
@@ -121,6 +125,12 @@ def _check_alike(rollout: Rollout, first: Rollout) -> None:
     """Two samples of one rollout."""
     if (rollout.prompt_id, rollout.reward) != (first.prompt_id, first.reward):
         raise ValueError(f"rollout_id {rollout.rollout_id!r} came before with another prompt_id or reward")
+
+
+def _check_prompt(rollout: Rollout, first: Rollout) -> None:
+    """Two rollouts of one prompt group."""
+    if rollout.prompt_tokens != first.prompt_tokens:
+        raise ValueError(f"prompt_id {rollout.prompt_id!r} came before with other prompt_tokens")
 
 
 def _with_advantages(rollouts: list[Rollout], normalize_by_std: bool) -> list[Rollout]:

@@ -1,10 +1,12 @@
 """Policy-gradient loss aggregation for Megatron-Core, exact in every parallel layout.
 
-Everything here is pure torch. `megatron_rl_loss.arguments` holds the flags, `megatron_rl_loss.megatron` the adapter.
+Everything here is torch and NumPy. `megatron_rl_loss.arguments` holds the flags, `megatron_rl_loss.megatron` is the
+adapter.
 """
 
 from megatron_rl_loss.errors import BadBatchError
 from megatron_rl_loss.folding import fold_into_advantages, is_folded
+from megatron_rl_loss.invariance import ModeReport, check_reducer
 from megatron_rl_loss.layouts import Contiguous, Gathered, Layout, ZigzagBSHD, ZigzagResponse, ZigzagTHD
 from megatron_rl_loss.losses import (
     PolicyLoss,
@@ -30,6 +32,7 @@ __all__ = [
     "LocalTokens",
     "Mode",
     "ModeInputs",
+    "ModeReport",
     "PolicyLoss",
     "Reducer",
     "Samples",
@@ -39,6 +42,7 @@ __all__ = [
     "ZigzagResponse",
     "ZigzagTHD",
     "available_modes",
+    "check_reducer",
     "fold_into_advantages",
     "group_relative_advantages",
     "is_folded",

@@ -1,5 +1,7 @@
 """``python -m megatron_rl_loss modes``: the modes, and what every framework calls them."""
 
+import os
+import sys
 from argparse import ArgumentParser
 
 from megatron_rl_loss.aliases import format_modes
@@ -10,7 +12,10 @@ def main() -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("modes", help="print the modes, their formulas and flags, and what other frameworks call them")
     parser.parse_args()
-    print(format_modes())
+    try:
+        print(format_modes(), flush=True)
+    except BrokenPipeError:  # the reader, `head` say, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ that says which version was read, and where its code does something else.
 
 import textwrap
 from dataclasses import dataclass
+from numbers import Real
 from typing import get_args
 
 from megatron_rl_loss.checks import check_choice, did_you_mean
@@ -112,7 +113,7 @@ class Aggregation:
     def describe(self) -> str:
         """One line for the log."""
         divisor = "" if self.divisor is None else f", divisor {self.divisor:g}"
-        return f"loss aggregation: {self.mode.name}{divisor}, units: {self.units}"
+        return f"loss aggregation: {self.mode.name}{divisor}, unit counting {self.units}"
 
 
 def resolve(
@@ -153,6 +154,7 @@ def resolve(
         raise refused("divisor_without_effect", divisor=divisor, mode=mode.name, takers=takers)
     if divisor is not None:
         _check_divisor(divisor)
+        divisor = float(divisor)
     return Aggregation(mode=mode, divisor=divisor, units=units or "all", notice=notice)
 
 
@@ -181,7 +183,7 @@ def _translate(
 
 
 def _check_divisor(divisor: float) -> None:
-    if isinstance(divisor, bool) or not isinstance(divisor, int | float):
+    if isinstance(divisor, bool) or not isinstance(divisor, Real):
         raise refused("divisor_no_number", divisor=divisor, type=type(divisor).__name__)
     if not SMALLEST < divisor < LARGEST:
         raise refused("divisor_out_of_range", divisor=divisor)
@@ -204,6 +206,8 @@ def _find(name: str) -> PeerName:
         frameworks = list(dict.fromkeys(peer.framework for peer in NAMES))
         rule = f"there is no framework {framework!r}"
         raise refused("unknown_alias", name=name, rule=rule, choices=did_you_mean(framework, frameworks))
+    if setting == NUMBER:
+        raise refused("number_left_out", name=name)
     if setting in peers:
         return peers[setting]
     if NUMBER in peers and _is_number(setting):

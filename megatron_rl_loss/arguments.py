@@ -67,10 +67,15 @@ class AggregationSettings:
         return self.aggregation.mode.name
 
     @property
-    def uses_prompt_ids(self) -> bool:
-        """Whether the mode groups samples by prompt (a user's own may)."""
+    def needs_prompt_ids(self) -> bool:
+        """Whether the mode groups samples by prompt."""
         mode = self.aggregation.mode
-        return isinstance(mode, OwnMode) or mode.unit == "prompt"
+        return not isinstance(mode, OwnMode) and mode.unit == "prompt"
+
+    @property
+    def uses_prompt_ids(self) -> bool:
+        """Whether the mode groups samples by prompt, or is the user's own, which may."""
+        return isinstance(self.aggregation.mode, OwnMode) or self.needs_prompt_ids
 
     def describe(self) -> str:
         """One line for the log."""
@@ -180,6 +185,8 @@ def check_megatron_settings(settings: Any, per_token: bool) -> None:
         raise refused("weight_remat")
     if getattr(settings, "cuda_graph_impl", None) == "full_iteration":
         raise refused("captured_iteration")
+    if scheduler := getattr(settings, "sequence_packing_scheduler", None):
+        raise refused("sequence_packing", value=scheduler)
     if per_token and "use_torch_fsdp2" in given:
         raise refused("per_token_fsdp2")
     if per_token and "ddp_average_in_collective" in given:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rl_loss.errors import explain, refused
+from megatron_rl_loss.errors import explain_blindly, refused
 
 
 def is_int(value: object) -> bool:
@@ -24,7 +24,7 @@ def check_int(name: str, value: object, at_least: int, remedy: str) -> None:
 
 def check_count(name: str, value: object) -> None:
     """Refuse what cannot be a count of the step: a finite number from 0 on."""
-    if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= value < float("inf"):  # type: ignore[operator]
+    if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= value < 1e18:  # type: ignore[operator]
         raise refused("not_a_count", name=name, value=value)
 
 
@@ -69,16 +69,19 @@ def check_cp(cp_rank: int, cp_size: int) -> None:
         raise refused("cp_place_outside", cp_rank=cp_rank, cp_size=cp_size)
 
 
+def place_in_cp(cp_rank: int | None, cp_size: int) -> int:
+    """The CP rank, which may go unsaid where there is one alone."""
+    if cp_rank is None and cp_size != 1:
+        raise refused("cp_rank_unsaid", cp_size=cp_size)
+    return 0 if cp_rank is None else cp_rank
+
+
 def require(holds: "bool | Tensor", refusal: str, facts: Callable[[], dict[str, Any]]) -> None:
     """Raise a refusal where a condition is False: at once on the host, without waiting on a device.
 
     A device stops at it later, with the text but without the facts, which nobody has looked at.
     """
     if isinstance(holds, Tensor) and not holds.is_cpu:
-        torch._assert_async(holds, explain(refusal, **dict.fromkeys(_FACTS[refusal], "(on the device)")))
+        torch._assert_async(holds, explain_blindly(refusal))
     elif not holds:
         raise refused(refusal, **facts())
-
-
-#: The facts of the refusals that a device may have to raise.
-_FACTS = {"unsound_mask": ("sample", "value"), "no_units": ("counts",), "weights_not_finite": ("mode",)}

@@ -33,6 +33,25 @@ def explain(name: str, /, **facts: object) -> str:
     )
 
 
+class _Unseen(str):
+    """Stands for a fact that nobody has looked at, however it is to be formatted."""
+
+    def __format__(self, spec: str) -> str:
+        return str(self)
+
+
+class _Unknown(dict[str, object]):
+    def __missing__(self, name: str) -> object:
+        return _Unseen(f"({name}: on the device)")
+
+
+def explain_blindly(name: str) -> str:
+    """The text of a refusal whose facts are on a device, where nobody looks."""
+    text = _texts()[name]
+    parts = (text[part].replace("\n", " ").format_map(_Unknown()) for part in ("given", "rule", "remedy"))
+    return "{}: {}. {}.".format(*parts)
+
+
 def refused(name: str, /, **facts: object) -> Exception:
     """The exception to raise for a refusal of refusals.ini, of the kind it says (ValueError unless it says one)."""
     return _KINDS[_texts()[name].get("kind", "ValueError")](explain(name, **facts))

@@ -1,10 +1,12 @@
 """Collectives that the step's totals need: sums over a group, rows to the owner of their key, errors to every rank."""
 
+from collections.abc import Collection, Sequence
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl_loss.errors import BadBatchError
+from megatron_rl_loss.errors import BadBatchError, refused
 
 Group = dist.ProcessGroup
 
@@ -22,12 +24,33 @@ def size_of(group: Group | None) -> int:
     return 1 if group is None else group.size()
 
 
+def world_size() -> int:
+    """Ranks of this job that `torch.distributed` knows of."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def check_apart(dp_group: Group | None, replicas: list[Group]) -> None:
+    """Refuse a data-parallel group that has ranks in common with a group of replicas, but for this rank itself."""
+    for group in replicas if dp_group is not None else []:
+        shared = set(dist.get_process_group_ranks(dp_group)) & set(dist.get_process_group_ranks(group))
+        if len(shared) > 1:
+            raise refused("groups_overlap", ranks=sorted(shared))
+
+
 def all_reduce(values: Tensor, group: Group | None, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
     """Reduce values on the host over the group, in place."""
     if group is not None:
-        moved = values.to(_device_of(group))
+        moved = values.to(device_of(group))
         dist.all_reduce(moved, op=op, group=group)
         values.copy_(moved)
+
+
+def agree_on(mine: Collection[str], names: Sequence[str], groups: Sequence[Group]) -> tuple[str, ...]:
+    """Those of the names that some rank of the groups has."""
+    flags = torch.tensor([float(name in mine) for name in names], dtype=torch.float64, device="cpu")
+    for group in groups:
+        all_reduce(flags, if_several(group), dist.ReduceOp.MAX)
+    return tuple(name for name, flag in zip(names, flags, strict=True) if flag > 0)
 
 
 def scramble(keys: Tensor) -> Tensor:
@@ -58,7 +81,7 @@ class Exchange:
     def _all_to_all(self, rows: Tensor, sent: Tensor, received: Tensor) -> Tensor:
         if self._group is None:
             return rows
-        device = _device_of(self._group)
+        device = device_of(self._group)
         out = torch.empty((int(received.sum()), *rows.shape[1:]), dtype=rows.dtype, device=device)
         dist.all_to_all_single(out, rows.contiguous().to(device), received.tolist(), sent.tolist(), group=self._group)
         return out.cpu()
@@ -79,7 +102,7 @@ def raise_together(failed: bool, failure: Exception | None, groups: list[Group])
     raise BadBatchError(f"The step was not started, no weight was changed. {listed}") from failure
 
 
-def _device_of(group: Group) -> torch.device:
+def device_of(group: Group) -> torch.device:
     """Where the group's backends take tensors: the host if one of them does ("cpu:gloo,cuda:nccl")."""
     if "cpu:" in dist.get_backend_config(group):
         return torch.device("cpu")

@@ -14,7 +14,7 @@ from megatron_rl_loss.checks import check_one_each
 from megatron_rl_loss.errors import refused
 from megatron_rl_loss.ids import Ids
 from megatron_rl_loss.samples import Samples
-from megatron_rl_loss.totals import StepTotals, TokensById, UnitCounting, UnitCounts
+from megatron_rl_loss.totals import StepTotals, UnitCounting
 from megatron_rl_loss.weights import token_weights
 
 #: What fold_into_advantages knows by name: None if positively homogeneous, else why it is not.
@@ -81,7 +81,6 @@ def fold_into_advantages(
     samples = Samples(loss_masks, rollout_ids=rollout_ids, prompt_ids=prompt_ids)
     flat = _flat_advantages(advantages, samples)
     weights = token_weights(mode, samples, totals, divisor=divisor, units=units).to(flat.device)
-    check_coverage(samples, totals)
     if bool((weights < 0).any()):
         raise refused("negative_weights", mode=mode)
     if not bool(torch.isfinite(flat[weights != 0]).all()):
@@ -134,43 +133,6 @@ def _flat_advantages(advantages: Sequence[Tensor] | Sequence[float] | Tensor, sa
     if flat.is_complex() or flat.dtype == torch.bool:
         raise refused("advantages_no_reals", dtype=flat.dtype)
     return flat.detach().to(torch.promote_types(flat.dtype, torch.float32))
-
-
-def check_coverage(samples: Samples, totals: StepTotals) -> None:
-    """Totals of a part of the step (a micro-batch, one rank) show where these samples alone are more than all of it."""
-    sums = samples.mask_sums.cpu()
-    _check_fits("step_tokens", float(sums.sum()), totals.step_tokens)
-    of_rollouts = _sums_by_unit("rollout", sums, samples.rollout_ids, totals.rollouts)
-    _check_units("rollouts", of_rollouts, totals.rollouts)
-    if samples.prompt_ids is not None:
-        _check_units("prompts", _sums_by_unit("prompt", sums, samples.prompt_ids, totals.prompts), totals.prompts)
-
-
-def _sums_by_unit(unit: str, sums: Tensor, ids: Tensor | None, counts: UnitCounts) -> Tensor:
-    """Mask sums of these samples by unit; refuses one that is more than the totals say its whole unit has."""
-    if ids is None:
-        return sums
-    unique, at = ids.unique(return_inverse=True)
-    unit_sums = torch.zeros(unique.numel(), dtype=torch.float64, device="cpu").index_add_(0, at, sums)
-    if isinstance(counts.tokens, TokensById):
-        excess = unit_sums - counts.tokens.of(f"{unit}_ids", unique) * _SLACK
-        if bool((excess > 0).any()):
-            raise refused("unit_too_small", unit=unit, tokens=float(unit_sums[excess.argmax()]))
-    return unit_sums
-
-
-def _check_units(name: str, unit_sums: Tensor, counts: UnitCounts) -> None:
-    _check_fits(f"{name}.all", unit_sums.numel(), counts.all)
-    _check_fits(f"{name}.active", int((unit_sums > 0).sum()), counts.active)
-
-
-def _check_fits(name: str, here: float, whole: float | None) -> None:
-    if whole is not None and here > whole * _SLACK:
-        raise refused("totals_too_small", name=name, here=here, whole=whole)
-
-
-#: Sums of fractional masks may differ in the last bit.
-_SLACK = 1 + 1e-9
 
 
 def _check_homogeneous(loss: Callable[[Tensor], Tensor], flat: Tensor, folded: Tensor, weights: Tensor) -> None:

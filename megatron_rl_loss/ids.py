@@ -28,10 +28,19 @@ def as_ids(name: str, ids: Ids, num_samples: int) -> Tensor:
         odd = [value for value in values if not isinstance(value, str) and not is_int(value)]
         if odd:
             raise refused("odd_id", name=name, value=odd[0], type=type(odd[0]).__name__)
+        _check_spelling(name, values)
         values = [_hashed(value) if isinstance(value, str) else int(value) for value in values]
     if values and not -_ID_LIMIT < min(values) <= max(values) < _ID_LIMIT:
         raise refused("long_id", name=name)
     return torch.from_numpy(np.array(values, np.int64))
+
+
+def _check_spelling(name: str, values: list[int | str]) -> None:
+    """Refuse an id that comes as an int and as its string: they would be two units."""
+    texts = {value for value in values if isinstance(value, str)}
+    both = [value for value in values if not isinstance(value, str) and str(int(value)) in texts]
+    if both:
+        raise refused("id_in_two_spellings", name=name, value=int(both[0]))
 
 
 def _hashed(text: str) -> int:

@@ -15,13 +15,13 @@ Everything is computed on the host, in NumPy, from lengths: no loop over samples
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from megatron_rl_loss.checks import check_cp, check_int, check_one_each, is_int
+from megatron_rl_loss.checks import check_choice, check_cp, check_int, check_one_each, is_int
 from megatron_rl_loss.errors import refused
 
 Ints = npt.NDArray[np.int64]
@@ -72,6 +72,8 @@ class Layout(ABC):
 
     #: True when every CP rank holds every token, so that each counts for 1/cp_size of it.
     replicated_over_cp: bool = False
+    #: Whether a gather over CP ranks, where there was one, adds their gradients on the way back.
+    gather_sums_gradients: bool = True
 
     @property
     @abstractmethod
@@ -200,15 +202,18 @@ class ZigzagTHD(_PackedSlots):
 class ZigzagBSHD(_PackedSlots):
     """An unpacked batch ``[batch_size, seq_length]`` cut along the sequence, zigzag, row by row.
 
-    Masks have ``seq_length`` entries or, with ``total_lengths``, each row's unpadded length.
+    Masks have ``seq_length`` entries or, with ``total_lengths``, each row's unpadded length; the last ``filler_slots``
+    rows hold no sample.
     Losses: ``[batch_size, seq_length / cp_size]`` (batch first) or flat.
     Source: Megatron `core/utils.py`, `get_batch_on_this_cp_rank`.
     """
 
-    def __init__(self, batch_size: int, seq_length: int, total_lengths: IntList | None = None) -> None:
+    def __init__(
+        self, batch_size: int, seq_length: int, total_lengths: IntList | None = None, filler_slots: int = 0
+    ) -> None:
         for name, value in (("batch_size", batch_size), ("seq_length", seq_length)):
             check_int(name, value, 1, "Pass the padded shape")
-        super().__init__(np.arange(batch_size + 1) * seq_length, total_lengths)
+        super().__init__(np.arange(batch_size + 1) * seq_length, total_lengths, filler_slots)
         self.batch_size = batch_size
         self.seq_length = seq_length
 
@@ -252,12 +257,25 @@ class Contiguous(_PackedSlots):
 class Gathered(_PackedSlots):
     """Losses gathered over CP (or never sliced) before the reducer: every CP rank holds every position.
 
-    The reducer then gives each rank 1/cp_size of the value, so that the sum over CP ranks stays the step loss. That is
-    right for a gather whose backward *sums* the gradients of the CP ranks, such as Megatron's
-    `gather_from_sequence_parallel_region`. One whose backward only slices leaves the gradient cp_size times too small.
+    The reducer then gives each rank 1/cp_size of the value, so that the sum over CP ranks stays the step loss. What the
+    gather does backward must be said where it is not the usual: ``backward="sum"`` adds the gradients of the CP ranks,
+    as Megatron's `gather_from_sequence_parallel_region` does; ``backward="slice"`` hands each rank back the gradient of
+    its own loss alone, which the reducer then makes cp_size times larger than that of its share.
     """
 
     replicated_over_cp = True
+
+    def __init__(
+        self,
+        cu_seqlens_padded: IntList,
+        total_lengths: IntList | None = None,
+        filler_slots: int = 0,
+        *,
+        backward: Literal["sum", "slice"] = "sum",
+    ) -> None:
+        super().__init__(cu_seqlens_padded, total_lengths, filler_slots)
+        check_choice("backward of a gather", backward, ("sum", "slice"))
+        self.gather_sums_gradients = backward == "sum"
 
     def local_segments(self, cp_rank: int, cp_size: int) -> tuple[Ints, Ints]:
         check_cp(cp_rank, cp_size)

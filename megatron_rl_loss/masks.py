@@ -40,7 +40,9 @@ class HostMasks:
     """Masks in their buffer, [total_tokens], on the host."""
 
     def __init__(self, buffer: Tensor) -> None:
-        self._buffer = (buffer.float() if buffer.dtype == torch.bfloat16 else buffer).numpy()
+        # NumPy has no bfloat16, and compares float16 in float16.
+        half = buffer.is_floating_point() and buffer.element_size() < 4
+        self._buffer = (buffer.float() if half else buffer).numpy()
         self.holds_flags = self._buffer.dtype.kind != "f"
 
     def sums(self, starts: Ints, lengths: Ints) -> Values:
@@ -68,7 +70,8 @@ class HostMasks:
         low, high = np.minimum.reduce(values), np.maximum.reduce(values)
         if self.holds_flags:
             return bool(low >= 0 and high <= 1)
-        return bool(low >= 0 and high <= LARGEST and not ((values < SMALLEST) & (values != 0)).any())  # NaN is neither
+        largest = np.float32(LARGEST)  # NumPy 1 would compare in float64, NumPy 2 in float16
+        return bool(low >= 0 and high <= largest and not ((values < SMALLEST) & (values != 0)).any())  # NaN is neither
 
     def cut(self, starts: Ints, lengths: Ints) -> Values:
         """Pieces of the buffer, one after the other, float32."""
@@ -80,6 +83,10 @@ class HostMasks:
         """Each value as often as its count says."""
         return values.repeat(counts)
 
+    def grouped(self, values: Values, group: Tensor, num_groups: int) -> Values:
+        """The sum of the values of each group, float64 [num_groups]."""
+        return np.bincount(group.numpy(), weights=values, minlength=num_groups)
+
     def positions(self, starts: Ints, lengths: Ints) -> Values:
         """Where the pieces are in the buffer, int64."""
         return concatenated_ranges(starts, lengths)
@@ -87,6 +94,15 @@ class HostMasks:
     def inverse(self, denominators: Values) -> Values:
         """``1 / denominators``, and something finite for 0, float32."""
         return (1 / np.maximum(denominators, SMALLEST)).astype(np.float32)
+
+    def keep_all(self, weights: Values, flags: Values) -> Any:
+        """Whether no token lost its weight to rounding."""
+        return np.count_nonzero(weights) == np.count_nonzero(flags)
+
+    def to_bytes(self) -> bytes:
+        """The same for the same masks, whatever integer type holds flags."""
+        values = np.packbits(self._buffer != 0) if self.holds_flags else self._buffer.astype(np.float32)
+        return values.tobytes()
 
     def from_host(self, values: Tensor) -> Values:
         return values.numpy()
@@ -134,12 +150,22 @@ class DeviceMasks:
     def repeat(self, values: Tensor, counts: Ints) -> Values:
         return values.repeat_interleave(self._moved(counts), output_size=int(counts.sum()))
 
+    def grouped(self, values: Tensor, group: Tensor, num_groups: int) -> Values:
+        return values.new_zeros(num_groups).index_add_(0, self.from_host(group), values)
+
     def positions(self, starts: Ints, lengths: Ints) -> Values:
         shifts = self._moved(starts - (lengths.cumsum() - lengths))
         return torch.arange(int(lengths.sum()), device=shifts.device) + self.repeat(shifts, lengths)
 
     def inverse(self, denominators: Tensor) -> Values:
         return (1 / denominators.clamp(min=SMALLEST)).float()
+
+    def keep_all(self, weights: Tensor, flags: Tensor) -> Any:
+        return ((weights == 0) == (flags == 0)).all()
+
+    def to_bytes(self) -> bytes:
+        values = (self._buffer != 0).cpu() if self.holds_flags else self._buffer.float().cpu()
+        return HostMasks(values).to_bytes()
 
     def from_host(self, values: Tensor) -> Values:
         return values.to(self._buffer.device, non_blocking=True)

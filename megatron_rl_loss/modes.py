@@ -1,14 +1,8 @@
 """The modes, as data: what a unit is, and what a unit's sum is divided by. Every mode is one weight a token,
 
-    w = mask / (D * U),    D the size of the token's unit, U the number of units, both over the whole step
+    w = mask / (D * U),    D the size of the token's unit, U the number of units, both over the whole step.
 
-| mode          | unit         | D                          | U               | step loss                         |
-|---------------|--------------|----------------------------|-----------------|-----------------------------------|
-| `sample_mean` | rollout      | mask tokens of the rollout | N rollouts      | (1/N) sum_i sum_t l*m / M_i       |
-| `prompt_mean` | prompt group | mask tokens of the group   | P prompt groups | (1/P) sum_g sum_{t in g} l*m / M_g |
-| `token_mean`  | the step     | mask tokens of the step    | 1               | sum l*m / sum m                   |
-| `constant`    | rollout      | L, the divisor             | N rollouts      | sum l*m / (L * N)                 |
-| `token_sum`   | the step     | d, the divisor or 1        | 1               | sum l*m / d                       |
+L is the divisor of `constant`, d that of `token_sum`; l a token's loss, m its mask, M a sum of masks.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""Reducers: closures that turn a rank's per-token losses into its share of the step loss.
+"""Reducers turn a rank's per-token losses into its share of the step loss.
 
 A rank sums its own weight * loss; the plain sum of all shares, over micro-batches, context-parallel (CP) and
 data-parallel (DP) ranks, *is* the step loss. Nothing is divided afterwards.
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl_loss.aliases import Aggregation, resolve
+from megatron_rl_loss.checks import place_in_cp
 from megatron_rl_loss.errors import refused
 from megatron_rl_loss.ids import Ids
 from megatron_rl_loss.layouts import Layout
@@ -19,7 +20,7 @@ from megatron_rl_loss.masks import HostMasks
 from megatron_rl_loss.modes import ModeFunction, OwnMode
 from megatron_rl_loss.samples import LocalTokens, Samples
 from megatron_rl_loss.totals import StepTotals, UnitCounting
-from megatron_rl_loss.weights import weigh
+from megatron_rl_loss.weights import weigh, weigh_at_the_door
 
 Reducer = Callable[[Tensor], Tensor]
 
@@ -34,10 +35,10 @@ def make_pg_loss_reducer(
     rollout_ids: Ids | None = None,
     prompt_ids: Ids | None = None,
     layout: Layout | None = None,
-    cp_rank: int = 0,
+    cp_rank: int | None = None,
     cp_size: int = 1,
 ) -> "WeightedSum":
-    """A closure ``reducer(per_token_loss) -> share``: this rank's share of the step loss of one micro-batch.
+    """``reducer(per_token_loss) -> share``: this rank's share of the step loss of one micro-batch.
 
     >>> masks = [torch.tensor([1, 1, 0]), torch.tensor([1])]
     >>> totals = StepTotals.from_loss_masks(masks)
@@ -45,6 +46,9 @@ def make_pg_loss_reducer(
     tensor(3.)
 
     The same factory serves metrics (clip fraction, KL, entropy), which keep ``sample_mean`` whatever the loss does.
+
+    Shares add up. Where gradients are averaged over ranks instead (plain `DistributedDataParallel`, FSDP), train on
+    ``world_size * share``, with the ranks that are averaged over.
 
     Args:
         mode: ``sample_mean``, ``prompt_mean``, ``token_mean``, ``constant``, ``token_sum``, a registered name, another
@@ -55,28 +59,27 @@ def make_pg_loss_reducer(
         divisor: L of ``constant``, in tokens (the generation budget, say), or d of ``token_sum``; with no other mode.
         units: count every unit (``all``, unless a framework's name says otherwise) or only those with a token of
             nonzero weight (``active``).
-        cp_rank, cp_size: this rank's place in its context-parallel group.
+        cp_rank, cp_size: this rank's place in its context-parallel group; a rank of several must be given.
 
     Returns:
-        The closure. It takes the local per-token losses (float, in the layout's order) and returns a 0-dim float32
-        tensor that stays connected to the graph even without active tokens. float16 and bfloat16 are summed in
-        float32. NaN and Inf at masked positions are ignored, at active ones they come through. It raises ValueError
-        for losses whose shape is not this rank's part of the layout.
+        A `WeightedSum`, to be called. It takes the local per-token losses (float, in the layout's order) and returns a
+        0-dim float32 tensor that stays connected to the graph even without active tokens. float16 and bfloat16 are
+        summed in float32. NaN and Inf at masked positions are ignored, at active ones they come through. It raises
+        ValueError for losses whose shape is not this rank's part of the layout.
 
     Raises:
         ValueError, TypeError: unknown mode, a divisor that is missing, unusable or without effect, totals without the
-            count the mode needs, anything `Samples` refuses.
+            count the mode needs, or that are smaller than this micro-batch; anything `Samples` refuses.
     """
     samples = Samples(loss_masks, layout=layout, rollout_ids=rollout_ids, prompt_ids=prompt_ids)
     aggregation = resolve(mode, divisor=divisor, units=units)
-    samples.check_masks()
-    return reducer_of(aggregation, samples.local(cp_rank, cp_size), totals)
+    local = samples.local(place_in_cp(cp_rank, cp_size), cp_size)
+    return WeightedSum(weigh_at_the_door(aggregation, local, totals), local, aggregation)
 
 
 def reducer_of(aggregation: Aggregation, local: LocalTokens, totals: StepTotals) -> "WeightedSum":
-    """`make_pg_loss_reducer` of parts that are made already."""
-    own = isinstance(aggregation.mode, OwnMode)
-    return WeightedSum(weigh(aggregation, local, totals), local.samples, local.cp_size, zero_where_masked=not own)
+    """`make_pg_loss_reducer` of parts that are made and checked already."""
+    return WeightedSum(weigh(aggregation, local, totals), local, aggregation)
 
 
 class WeightedSum:
@@ -84,14 +87,16 @@ class WeightedSum:
 
     Attributes:
         weights: float32 [num_local_tokens], in the order of the losses. They move to the device of the losses.
-        zero_where_masked: whether the tokens of weight 0 are just those that the loss mask leaves out.
+        gradient_scale: the gradient is that of so many sums (see `Gathered`).
+        zero_only_where_masked: whether no other token than those that the loss mask leaves out has weight 0.
     """
 
-    def __init__(self, weights: Tensor, samples: Samples, cp_size: int, zero_where_masked: bool = False) -> None:
+    def __init__(self, weights: Tensor, local: LocalTokens, aggregation: Aggregation) -> None:
         self.weights = weights
-        self.zero_where_masked = zero_where_masked
-        self._samples = samples
-        self._shapes = samples.loss_shapes(len(weights), cp_size)
+        self.gradient_scale = local.gradient_scale
+        self.zero_only_where_masked = not isinstance(aggregation.mode, OwnMode)
+        self._samples = local.samples
+        self._shapes = local.samples.loss_shapes(len(weights), local.cp_size)
 
     def __call__(self, per_token_loss: Tensor) -> Tensor:
         return self.with_metrics(per_token_loss, [])[0]
@@ -109,14 +114,21 @@ class WeightedSum:
         if not _may_look(weights):
             with torch.no_grad():
                 rows = [values.reshape(-1) for values in (per_token_loss, *metrics)]
-                same_zeros = metric_sum is self or (self.zero_where_masked and metric_sum.zero_where_masked)
+                same_zeros = metric_sum is self or (self.zero_only_where_masked and metric_sum.zero_only_where_masked)
                 share, *sums = _sums_without_looking(rows, weights, metric_weights, same_zeros)
-            return _WithGradient.apply(per_token_loss, weights, [share]), sums  # type: ignore[no-untyped-call]
-        share = _sum_of_losses(per_token_loss, weights)
+            share = _WithGradient.apply(per_token_loss, weights, [share])  # type: ignore[no-untyped-call]
+            return self._scaled(share), sums
+        share = self._scaled(_sum_of_losses(per_token_loss, weights))
         if not metrics:
             return share, []
         with torch.no_grad():
             return share, _sums_of_metrics([values.reshape(-1) for values in metrics], metric_weights)
+
+    def _scaled(self, share: Tensor) -> Tensor:
+        """The same value with `gradient_scale` times its gradient."""
+        if self.gradient_scale == 1:
+            return share
+        return share + (self.gradient_scale - 1) * (share - share.detach())
 
     def _check(self, what: str, values: Tensor) -> None:
         if not isinstance(values, Tensor) or not values.is_floating_point():

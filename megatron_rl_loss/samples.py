@@ -4,6 +4,7 @@ Lengths, ids and layouts are looked at on the host; masks stay on their device (
 sound is a tensor that nobody waits for: the step's totals carry it, or `torch._assert_async` looks at it.
 """
 
+import hashlib
 from collections.abc import Sequence
 from functools import cached_property
 
@@ -42,9 +43,11 @@ class Samples:
         rollout_ids: one id (int or str) a sample, equal for samples that are parts of one rollout; None if each sample
             is a rollout. Unique within the step, not only within a prompt.
         prompt_ids: one id a sample, equal for the responses to one prompt. Needed by ``prompt_mean``.
+        tokens: the micro-batch's input ids or whatever else its replicas must share, of any shape, uncut: then they are
+            compared between context, tensor and pipeline parallel ranks along with the masks.
 
     Attributes:
-        loss_masks, layout: as given.
+        loss_masks, layout, tokens: as given.
         mask_lengths: int64 array [num_samples].
         rollout_ids, prompt_ids: int64 [num_samples] on the host, or None.
         total_tokens: positions in the layout's buffer.
@@ -53,7 +56,8 @@ class Samples:
     Raises:
         TypeError: masks that are not tensors, are complex, or ids of another type.
         ValueError: masks that are not 1-D, negative, NaN, infinite, too small for float32, or ints above 1 (on a
-            device: once it is waited for); numbers or lengths that disagree with the layout or the ids.
+            device: a device assertion, or in the step's totals); numbers or lengths that disagree with the layout or
+            the ids.
     """
 
     def __init__(
@@ -63,7 +67,9 @@ class Samples:
         layout: Layout | None = None,
         rollout_ids: Ids | None = None,
         prompt_ids: Ids | None = None,
+        tokens: Tensor | None = None,
     ) -> None:
+        self.tokens = tokens
         self.loss_masks, self.mask_lengths, self._dtypes = _checked(loss_masks)
         self.layout = layout
         if layout is None:
@@ -142,6 +148,14 @@ class Samples:
                 return {"sample": i, "value": float(unsound[0])}
         raise AssertionError("all masks are sound")
 
+    def digest(self) -> bytes:
+        """Of masks, their order, ids and tokens: equal where all of these are. Waits for a device."""
+        digest = hashlib.blake2b(self.mask_lengths.tobytes(), digest_size=8)
+        digest.update(self.masks.to_bytes())
+        for values in (self.rollout_ids, self.prompt_ids, self.tokens):
+            digest.update(b"none" if values is None else values.numpy(force=True).tobytes())
+        return digest.digest()
+
     def _check_places(self, what: str, starts: Ints, lengths: Ints) -> None:
         """Refuse a layout of one's own that misplaces pieces of the buffer."""
         if type(self.layout) in _SOUND_LAYOUTS:
@@ -151,6 +165,20 @@ class Samples:
             places = ", ".join(f"[{start}, {end})" for start, end in bounds[1:-1].reshape(-1, 2)[:8])
             facts = {"what": what, "places": places, "total_tokens": self.total_tokens}
             raise refused("misplaced", layout=type(self.layout).__name__, **facts)
+
+    def _check_parts(self, cp_size: int) -> None:
+        """Refuse a layout of one's own that gives a sample's token to several CP ranks, or to none."""
+        if type(self.layout) in _SOUND_LAYOUTS or self.layout is None:
+            return
+        parts = [self.layout.local_segments(rank, cp_size) for rank in range(cp_size)]
+        starts, lengths = (np.concatenate([as_ints("local_segments", part[k]) for part in parts]) for k in range(2))
+        holders = _coverage(starts, lengths, self.total_tokens)
+        expected = cp_size if self.layout.replicated_over_cp else 1
+        wrong = (holders != expected) & (_coverage(self._starts, self.mask_lengths, self.total_tokens) > 0)
+        if wrong.any():
+            position = int(wrong.argmax())
+            facts = {"position": position, "holders": int(holders[position]), "expected": expected, "cp_size": cp_size}
+            raise refused("parts_overlap", layout=type(self.layout).__name__, **facts)
 
     def local(self, cp_rank: int, cp_size: int) -> "LocalTokens":
         """The tokens that this CP rank holds.
@@ -162,6 +190,7 @@ class Samples:
             pieces = self.layout.local_segments(cp_rank, cp_size)
             starts, lengths = (as_ints("local_segments", part) for part in pieces)
             self._check_places(f"what CP rank {cp_rank} of {cp_size} holds", starts, lengths)
+            self._check_parts(cp_size)
         elif cp_size == 1:
             starts, lengths = self._starts, self.mask_lengths
         else:
@@ -199,6 +228,12 @@ class LocalTokens:
         layout = self.samples.layout
         return self.cp_size if layout is not None and layout.replicated_over_cp else 1
 
+    @property
+    def gradient_scale(self) -> int:
+        """What the gradient of a share must be multiplied by: a slicing gather loses that of the other copies."""
+        layout = self.samples.layout
+        return 1 if layout is None or layout.gather_sums_gradients else self.copies
+
     @cached_property
     def flags(self) -> Values:
         """`mask`, as an array or tensor that `samples.masks` works with."""
@@ -222,12 +257,19 @@ class LocalTokens:
 
     @cached_property
     def sample_index(self) -> Tensor:
-        """The sample each token belongs to, int64 [num_local_tokens]; padding has that of a sample beside it."""
+        """The sample each token belongs to, int64 [num_local_tokens]; padding has that of a sample beside it, or 0."""
+        if not len(self.samples):
+            return torch.zeros_like(self.positions)
         masks = self.samples.masks
         return masks.tensor(self.spread(masks.from_host(torch.arange(len(self.samples), device="cpu"))))
 
     def of(self, buffer: Tensor) -> Tensor:
-        """The rank's part, [num_local_tokens, ...], of values of all tokens, [total_tokens, ...]."""
+        """The rank's part, [num_local_tokens, ...], of values of all tokens, [total_tokens, ...].
+
+        Raises ValueError for another number of tokens.
+        """
+        if not buffer.dim() or len(buffer) != self.samples.total_tokens:
+            raise refused("not_all_tokens", shape=tuple(buffer.shape), total_tokens=self.samples.total_tokens)
         if int(self._lengths.sum()) == self.samples.total_tokens:
             return buffer
         return buffer.index_select(0, self.positions.to(buffer.device))
@@ -255,6 +297,12 @@ class LocalTokens:
         counts[:-1], counts[-1] = before[1:], num_tokens
         counts[1:] -= before[1:]
         return counts
+
+
+def _coverage(starts: Ints, lengths: Ints, total_tokens: int) -> Ints:
+    """How many of the pieces each position of the buffer lies in."""
+    steps = np.bincount(starts, minlength=total_tokens + 1) - np.bincount(starts + lengths, minlength=total_tokens + 1)
+    return steps.cumsum()[:total_tokens]
 
 
 def _checked(loss_masks: Sequence[Tensor]) -> tuple[list[Tensor], Ints, set[torch.dtype]]:

@@ -4,31 +4,44 @@ A *step* is everything that goes into one optimizer update: all micro-batches of
 are replicated over context-, tensor- and pipeline-parallel ranks, so counts are summed over DP alone.
 """
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl_loss.checks import check_count
+from megatron_rl_loss.checks import check_count, require
 from megatron_rl_loss.errors import refused
 from megatron_rl_loss.exchange import (
     Exchange,
     Group,
     all_reduce,
+    check_apart,
     if_several,
     raise_together,
     rank_in,
-    scramble,
     size_of,
+    world_size,
 )
 from megatron_rl_loss.ids import Ids, as_ids
 from megatron_rl_loss.masks import HostMasks
 from megatron_rl_loss.samples import Samples
 
 UnitCounting = Literal["all", "active"]
+
+
+class Unsaid(Enum):
+    """A group that was not spoken of: not the same as none."""
+
+    UNSAID = "unsaid"
+
+
+UNSAID = Unsaid.UNSAID
 
 
 class TokensById:
@@ -44,6 +57,17 @@ class TokensById:
             check_count(f"the token count of id {unit!r}", count)
         counts = torch.tensor(list(tokens.values()), dtype=torch.float64, device="cpu")
         return cls(as_ids("the ids of token counts", list(tokens), len(tokens)), counts)
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def __repr__(self) -> str:
+        return f"<tokens of {len(self)} ids, {float(self.total):g} in all>"
+
+    @property
+    def total(self) -> float:
+        """Mask tokens of all these units."""
+        return float(self._tokens.sum())
 
     def of(self, name: str, ids: Tensor) -> Tensor:
         """Tokens of the unit of each id, float64; ValueError for an id that is not among them."""
@@ -73,6 +97,8 @@ class UnitCounts:
         for name in ("all", "active"):
             if (count := getattr(self, name)) is not None:
                 check_count(f"UnitCounts.{name}", count)
+        if None not in (self.all, self.active) and self.active > self.all:  # type: ignore[operator]
+            raise refused("more_active_than_all", active=self.active, all=self.all)
         if isinstance(self.tokens, Mapping):
             object.__setattr__(self, "tokens", TokensById.from_mapping(self.tokens))
         elif self.tokens is not None and not isinstance(self.tokens, TokensById):
@@ -93,22 +119,57 @@ class StepTotals:
     Attributes:
         step_tokens: sum of all mask entries (fractional weights as they are). For ``token_mean``.
         step_active_tokens: number of tokens of nonzero weight. For Megatron's per-token-loss carrier.
+        step_entries: number of mask entries, whatever their weight. For the log alone.
         rollouts: for ``sample_mean`` and ``constant``.
         prompts: for ``prompt_mean``.
     """
 
     step_tokens: float | None = None
     step_active_tokens: int | None = None
+    step_entries: int | None = None
     rollouts: UnitCounts = UnitCounts()
     prompts: UnitCounts = UnitCounts()
 
     def __post_init__(self) -> None:
-        for name in ("step_tokens", "step_active_tokens"):
+        for name in ("step_tokens", "step_active_tokens", "step_entries"):
             if (count := getattr(self, name)) is not None:
                 check_count(name, count)
         for name in ("rollouts", "prompts"):
             if not isinstance(units := getattr(self, name), UnitCounts):
                 raise refused("no_unit_counts", name=name, value=units)
+            if isinstance(units.tokens, TokensById):
+                _check_fits("step_tokens", units.tokens.total, self.step_tokens)
+        tokens, active = self.step_tokens, self.step_active_tokens
+        if None not in (tokens, active) and (tokens == 0) != (active == 0):
+            raise refused("tokens_disagree", tokens=tokens, active=active)
+
+    def check_covers(self, samples: Samples) -> None:
+        """Refuse totals of a part of the step (a micro-batch, one rank): these samples alone are more than all of it.
+
+        On a device without waiting.
+        """
+        if not len(samples):
+            return
+        _check_fits("step_tokens", samples.sums.sum(), self.step_tokens)
+        for name, ids, units in (
+            ("rollout", samples.rollout_ids, self.rollouts),
+            ("prompt", samples.prompt_ids, self.prompts),
+        ):
+            if ids is not None:
+                unique, unit = ids.unique(return_inverse=True)
+                sums = samples.masks.grouped(samples.sums, unit, len(unique))
+                if isinstance(units.tokens, TokensById):
+                    whole = samples.masks.from_host(units.tokens.of(f"{name}_ids", unique)) * _SLACK
+                    excess = sums - whole
+                    facts = {"unit": name}, sums, excess
+                    require((excess <= 0).all(), "unit_too_small", partial(_largest_excess, *facts))
+            elif name == "rollout":
+                sums = samples.sums
+            else:
+                continue
+            _check_fits(f"{name}s.all", len(sums), units.all)
+            if units.active is not None:
+                _check_fits(f"{name}s.active", (sums > 0).sum(), units.active)
 
     @classmethod
     def from_loss_masks(
@@ -117,7 +178,7 @@ class StepTotals:
         *,
         rollout_ids: Ids | None = None,
         prompt_ids: Ids | None = None,
-        dp_group: Group | None = None,
+        dp_group: Group | Unsaid | None = UNSAID,
         replica_groups: Sequence[Group] = (),
     ) -> "StepTotals":
         """Totals of a step from the full (not CP-sliced) masks of all samples this DP rank holds in it.
@@ -125,16 +186,35 @@ class StepTotals:
         Args:
             loss_masks: one 1-D tensor a sample, over all micro-batches of the step; none if the rank has no sample.
             rollout_ids, prompt_ids: as in `Samples`. Units may straddle micro-batches and DP ranks.
-            dp_group: the data-parallel group *without* context parallelism; None for a single DP rank.
+            dp_group: the data-parallel group *without* context parallelism. None where this rank alone holds the whole
+                step; that must be said where `torch.distributed` has several ranks.
             replica_groups: groups whose ranks hold the same samples (context, tensor, pipeline parallel). Totals are
                 not summed over them; errors travel over them and their ranks are checked to agree.
 
         Raises:
             TypeError, ValueError: as `Samples`.
+            ValueError: no word of a dp_group among several ranks; a dp_group that overlaps a replica group.
             BadBatchError: with groups, on every rank, naming the rank that failed and why.
         """
+        if dp_group is UNSAID and world_size() > 1:
+            raise refused("dp_group_unsaid", world_size=world_size())
+        dp_group = None if isinstance(dp_group, Unsaid) else dp_group
         held = attempt(lambda: [Samples(loss_masks, rollout_ids=rollout_ids, prompt_ids=prompt_ids)])
         return reduce_step_totals(held, dp_group=dp_group, replica_groups=replica_groups)
+
+
+#: Sums of fractional masks may differ in the last bit.
+_SLACK = 1 + 1e-9
+
+
+def _check_fits(name: str, here: Any, whole: float | None) -> None:
+    """Refuse a count of the whole step that is below what is in hand."""
+    if whole is not None:
+        require(here <= whole * _SLACK, "totals_too_small", lambda: {"name": name, "here": float(here), "whole": whole})
+
+
+def _largest_excess(facts: dict[str, Any], sums: Any, excess: Any) -> dict[str, Any]:
+    return {**facts, "tokens": float(sums[int(excess.argmax())])}
 
 
 Held = TypeVar("Held")
@@ -148,9 +228,49 @@ def attempt(prepare: Callable[[], Held]) -> Held | Exception:
         return error
 
 
+def compare_totals(
+    given: StepTotals | Exception,
+    held: Sequence[Samples] | None,
+    *,
+    dp_group: Group | None,
+    replica_groups: Sequence[Group],
+) -> StepTotals:
+    """The exchanged totals of the step, once the given ones were found to agree with them, on every rank.
+
+    Raises:
+        BadBatchError: counts that differ, on all ranks, naming the one that saw it and both numbers.
+    """
+    exchanged = reduce_step_totals(
+        given if isinstance(given, Exception) else held, dp_group=dp_group, replica_groups=replica_groups
+    )
+    assert not isinstance(given, Exception)  # the exchange has raised it
+    failure = attempt(lambda: _check_same(given, exchanged))
+    groups = [group for group in (dp_group, *replica_groups) if if_several(group) is not None and group is not None]
+    failed = torch.tensor(float(isinstance(failure, Exception)), dtype=torch.float64, device="cpu")
+    for group in groups:
+        all_reduce(failed, group, dist.ReduceOp.MAX)
+    raise_together(bool(failed > 0), failure, groups)
+    return exchanged
+
+
+def _check_same(given: StepTotals, exchanged: StepTotals) -> None:
+    """Refuse a count that was given and is another one."""
+    counts = {
+        "step_tokens": (given.step_tokens, exchanged.step_tokens),
+        "step_active_tokens": (given.step_active_tokens, exchanged.step_active_tokens),
+        "rollouts.all": (given.rollouts.all, exchanged.rollouts.all),
+        "rollouts.active": (given.rollouts.active, exchanged.rollouts.active),
+        "prompts.all": (given.prompts.all, exchanged.prompts.all),
+        "prompts.active": (given.prompts.active, exchanged.prompts.active),
+    }
+    for name, (mine, found) in counts.items():
+        if mine is not None and found is not None and abs(mine - found) > 1e-6 * found:
+            raise refused("totals_differ", name=name, given=mine, found=found)
+
+
 # The slots of the vector that is summed over DP ranks.
 _ERRORS, _RANKS_WITH_DATA, _RANKS_WITH_SAMPLES, _RANKS_WITH_ROLLOUT_IDS, _RANKS_WITH_PROMPT_IDS = range(5)
-_SAMPLES, _ACTIVE_SAMPLES, _TOKENS, _ACTIVE_TOKENS, _ID_CHECKSUM, _ORDER_CHECKSUM, _HEADER_SIZE = range(5, 12)
+_SAMPLES, _ACTIVE_SAMPLES, _TOKENS, _ACTIVE_TOKENS, _ENTRIES, _DIGEST, _DIGEST_REST, _HEADER_SIZE = range(5, 13)
 
 
 def reduce_step_totals(
@@ -178,11 +298,14 @@ def reduce_step_totals(
     dp_group = if_several(dp_group)
     replicas = [group for group in replica_groups if if_several(group) is not None]
     groups = [group for group in (dp_group, *replicas) if group is not None]
+    check_apart(dp_group, replicas)
     counted = held if isinstance(held, Exception) else attempt(lambda: _LocalCounts(held or [], count_prompts))
     failure = counted if isinstance(counted, Exception) else None
     local = _LocalCounts([], count_prompts) if isinstance(counted, Exception) else counted
 
-    header = local.header(rank_in(dp_group))
+    header = local.header()
+    if replicas and failure is None:
+        header[[_DIGEST, _DIGEST_REST]] = _digest_of(held or [], rank_in(dp_group))  # type: ignore[arg-type]
     header[_ERRORS] = failure is not None
     header[_RANKS_WITH_DATA] = held is not None
     all_reduce(header, dp_group)
@@ -212,13 +335,19 @@ def reduce_step_totals(
 
 
 def _totals(header: Tensor, units: "_UnitSums | None") -> StepTotals:
-    samples, active_samples, tokens, active_tokens = header[_SAMPLES : _ACTIVE_TOKENS + 1].tolist()
+    samples, active_samples, tokens, active_tokens, entries = header[_SAMPLES : _ENTRIES + 1].tolist()
     rollouts, prompts = UnitCounts(all=int(samples), active=int(active_samples)), UnitCounts()
     if header[_RANKS_WITH_ROLLOUT_IDS] > 0:
         rollouts = units.rollouts if units else UnitCounts()
     if header[_RANKS_WITH_PROMPT_IDS] > 0 and units:
         prompts = units.prompts
-    return StepTotals(step_tokens=tokens, step_active_tokens=int(active_tokens), rollouts=rollouts, prompts=prompts)
+    return StepTotals(
+        step_tokens=tokens,
+        step_active_tokens=int(active_tokens),
+        step_entries=int(entries),
+        rollouts=rollouts,
+        prompts=prompts,
+    )
 
 
 def _check_agreement(highest: Tensor, lowest: Tensor) -> None:
@@ -226,7 +355,8 @@ def _check_agreement(highest: Tensor, lowest: Tensor) -> None:
     if not highest[_RANKS_WITH_DATA] > 0:
         raise refused("no_rank_has_data")
     # Sums over different DP groups may differ in the last bit for fractional masks, never by more.
-    if not torch.allclose(highest, lowest, rtol=1e-9, atol=0):
+    digests = [_DIGEST, _DIGEST_REST]
+    if not torch.equal(highest[digests], lowest[digests]) or not torch.allclose(highest, lowest, rtol=1e-9, atol=0):
         raise refused("replicas_differ")
     for kind, slot in (("rollout_ids", _RANKS_WITH_ROLLOUT_IDS), ("prompt_ids", _RANKS_WITH_PROMPT_IDS)):
         if 0 < highest[slot] < highest[_RANKS_WITH_SAMPLES]:
@@ -244,6 +374,15 @@ class _UnitSums:
     any_clash: bool
 
 
+def _digest_of(held: Sequence[Samples], dp_rank: int) -> Tensor:
+    """Of what this rank holds, its order and its cut into micro-batches, in two numbers that add up exactly."""
+    digest = hashlib.blake2b(str(dp_rank).encode(), digest_size=8)
+    for samples in held:
+        digest.update(samples.digest())
+    halves = divmod(int.from_bytes(digest.digest(), "little"), 2**32)
+    return torch.tensor(halves, dtype=torch.float64, device="cpu")
+
+
 class _LocalCounts:
     """Sums and ids of the samples this rank holds in the step; the one place that reads masks back from a device."""
 
@@ -251,10 +390,12 @@ class _LocalCounts:
         filled = [samples for samples in microbatches if len(samples)]
         self.mask_sums, active_tokens = _read_back(filled)
         self.active_tokens = active_tokens.sum()
+        self.entries = sum(int(samples.mask_lengths.sum()) for samples in filled)
         self.rollout_ids = _join_ids("rollout_ids", [samples.rollout_ids for samples in filled])
-        self.prompt_ids = _join_ids("prompt_ids", [samples.prompt_ids for samples in filled]) if count_prompts else None
+        self.prompts_of_rollouts = _join_ids("prompt_ids", [samples.prompt_ids for samples in filled])
+        self.prompt_ids = self.prompts_of_rollouts if count_prompts else None
 
-    def header(self, dp_rank: int) -> Tensor:
+    def header(self) -> Tensor:
         header = torch.zeros(_HEADER_SIZE, dtype=torch.float64, device="cpu")
         header[_RANKS_WITH_SAMPLES] = self.mask_sums.numel() > 0
         header[_RANKS_WITH_ROLLOUT_IDS] = self.rollout_ids is not None
@@ -263,11 +404,7 @@ class _LocalCounts:
         header[_ACTIVE_SAMPLES] = (self.mask_sums > 0).sum()
         header[_TOKENS] = self.mask_sums.sum()
         header[_ACTIVE_TOKENS] = self.active_tokens
-        # Replicas must hold the same samples on the same DP rank, in the same order.
-        places = torch.arange(1, self.mask_sums.numel() + 1, dtype=torch.float64, device="cpu") + dp_rank * 2**20
-        header[_ORDER_CHECKSUM] = (places * self.mask_sums).sum()
-        for ids in (self.rollout_ids, self.prompt_ids):
-            header[_ID_CHECKSUM] += 0 if ids is None else scramble(ids).remainder(2**31).sum()
+        header[_ENTRIES] = self.entries
         return header
 
     def sum_units(self, dp_group: Group | None) -> _UnitSums:
@@ -281,7 +418,9 @@ class _LocalCounts:
         keys = torch.cat([ids * 2 + kind for kind, ids in enumerate(kinds)])
         sums = torch.cat([self.mask_sums if ids.numel() else self.mask_sums[:0] for ids in kinds])
         # A rollout's row also says its prompt, so that the owner sees an id that is used under two prompts.
-        prompts = no_ids if self.prompt_ids is None or self.rollout_ids is None else self.prompt_ids
+        prompts = no_ids
+        if self.rollout_ids is not None and self.prompts_of_rollouts is not None:
+            prompts = self.prompts_of_rollouts
         prompt_of_key = torch.cat([prompts, keys[prompts.numel() :]])
         my_keys, my_sums, my_prompts, clash = _sum_by_key(keys, sums, prompt_of_key)
         exchange = Exchange(my_keys, dp_group)

@@ -6,11 +6,12 @@ Reducers sum weight * loss; folding multiplies weights to advantages; the framew
 from collections.abc import Sequence
 from numbers import Real
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from megatron_rl_loss.aliases import Aggregation, resolve
-from megatron_rl_loss.checks import require
+from megatron_rl_loss.checks import place_in_cp, require
 from megatron_rl_loss.errors import refused
 from megatron_rl_loss.masks import SMALLEST, Values
 from megatron_rl_loss.modes import Mode, ModeFunction, ModeInputs, OwnMode, Weights
@@ -25,7 +26,7 @@ def token_weights(
     *,
     divisor: float | None = None,
     units: UnitCounting | None = None,
-    cp_rank: int = 0,
+    cp_rank: int | None = None,
     cp_size: int = 1,
 ) -> Tensor:
     """The weight of every token that this rank holds, mask included: ``sum_t w_t * loss_t`` is its share of the loss.
@@ -37,7 +38,7 @@ def token_weights(
     Args:
         mode, divisor, units, totals: as in `make_pg_loss_reducer`.
         samples: one micro-batch.
-        cp_rank, cp_size: this rank's place in its context-parallel group.
+        cp_rank, cp_size: this rank's place in its context-parallel group; a rank of several must be given.
 
     Returns:
         float32 [num_local_tokens], on the masks' device, in the order of the layout; 0 where the mask is 0. Where every
@@ -46,17 +47,35 @@ def token_weights(
     Raises:
         ValueError, TypeError: as `make_pg_loss_reducer`.
     """
-    return weigh(resolve(mode, divisor=divisor, units=units), samples.local(cp_rank, cp_size), totals)
+    aggregation = resolve(mode, divisor=divisor, units=units)
+    return weigh_at_the_door(aggregation, samples.local(place_in_cp(cp_rank, cp_size), cp_size), totals)
+
+
+def weigh_at_the_door(aggregation: Aggregation, local: LocalTokens, totals: StepTotals) -> Tensor:
+    """`weigh`, and refuse what a user may hand in and a look-ahead never does: unsound masks, totals of a part."""
+    if not isinstance(totals, StepTotals):
+        raise refused("no_totals", value=totals)
+    local.samples.check_masks()
+    weights = weigh(aggregation, local, totals)
+    totals.check_covers(local.samples)
+    return weights
 
 
 def weigh(aggregation: Aggregation, local: LocalTokens, totals: StepTotals) -> Tensor:
     """`token_weights` of parts that are made already."""
     mode, samples = aggregation.mode, local.samples
     if isinstance(mode, OwnMode):
-        beside = _own_weights(mode, aggregation, local, totals)
-    else:
-        beside = _unit_weights(mode, aggregation, local, totals)
-    return samples.masks.tensor(local.flags * beside)
+        return samples.masks.tensor(local.flags * _own_weights(mode, aggregation, local, totals))
+    beside = _unit_weights(mode, aggregation, local, totals)
+    weights = local.flags * beside
+    if len(samples) and (isinstance(beside, float) or not samples.masks.holds_flags):
+        kept = beside > _TINY if samples.masks.holds_flags else samples.masks.keep_all(weights, local.flags)
+        require(kept, "weights_underflow", dict)
+    return samples.masks.tensor(weights)
+
+
+#: The smallest float32 that is not rounded to fewer bits.
+_TINY = float(np.finfo(np.float32).tiny)
 
 
 def _unit_weights(mode: Mode, aggregation: Aggregation, local: LocalTokens, totals: StepTotals) -> Values:
@@ -68,16 +87,31 @@ def _unit_weights(mode: Mode, aggregation: Aggregation, local: LocalTokens, tota
     number = _number_of_units(mode, aggregation.units, totals)
     size = aggregation.divisor if mode.takes_divisor else _unit_tokens(mode, samples, totals)
     assert size is not None  # resolve saw to it
-    denominator: Values = size * (number * local.copies)
+    denominator: Values = size * float(number * local.copies)
     if size is samples.sums and number > 0:  # a sample's own sum: 0 where it has no active token
         return local.spread(samples.masks.inverse(denominator))
-    if not isinstance(denominator, float | int):
+    if not isinstance(denominator, float):
         sound = ((denominator > 0) | (samples.sums == 0)).all()
         require(sound, "no_units", lambda: {"counts": _counts_of(mode, aggregation.units)})
         return local.spread(samples.masks.inverse(denominator))
     if denominator == 0:
         require((samples.sums == 0).all(), "no_units", lambda: {"counts": _counts_of(mode, aggregation.units)})
     return 1 / max(denominator, SMALLEST)
+
+
+def missing_counts(aggregation: Aggregation, totals: StepTotals, *, with_rollout_ids: bool) -> list[str]:
+    """The counts that the mode will need and the totals do not hold, by name."""
+    mode = aggregation.mode
+    if isinstance(mode, OwnMode):
+        return []
+    if mode.unit == "step":
+        needed: dict[str, object] = {} if mode.takes_divisor else {"step_tokens": totals.step_tokens}
+    else:
+        units = _units_of(mode, totals)
+        needed = {f"{mode.unit}s.{aggregation.units}": units.counted(aggregation.units)}
+        if mode.unit == "prompt" or with_rollout_ids:
+            needed[f"{mode.unit}s.tokens"] = units.tokens
+    return [name for name, count in needed.items() if count is None]
 
 
 def _counts_of(mode: Mode, units: UnitCounting) -> str:
@@ -116,10 +150,10 @@ def _unit_tokens(mode: Mode, samples: Samples, totals: StepTotals) -> Values:
     if mode.unit == "step":
         if totals.step_tokens is None:
             raise refused("count_missing", count="step_tokens", mode=mode.name)
-        return totals.step_tokens
+        return float(totals.step_tokens)
     ids = samples.prompt_ids if mode.unit == "prompt" else samples.rollout_ids
     if ids is None and mode.unit == "prompt":
-        raise refused("prompt_ids_missing", where="", remedy="Pass prompt_ids, one a sample")
+        raise refused("prompt_ids_missing", mode=mode.name, where="", remedy="Pass prompt_ids, one a sample")
     if ids is None:
         return samples.sums  # a sample is a rollout
     tokens = _units_of(mode, totals).tokens
@@ -135,10 +169,12 @@ def _units_of(mode: Mode, totals: StepTotals) -> UnitCounts:
 def _own_weights(mode: OwnMode, aggregation: Aggregation, local: LocalTokens, totals: StepTotals) -> Values:
     """What a user's mode returned, for each token, shared by the ranks that hold copies: one number, or float32."""
     samples = local.samples
+    if not len(samples):
+        return 0.0
     inputs = ModeInputs(samples=samples, totals=totals, divisor=aggregation.divisor, units=aggregation.units)
     given: Weights = mode.function(inputs)
     if isinstance(given, Real) and not isinstance(given, bool):
-        weights = torch.tensor(float(given))
+        weights = torch.tensor(float(given), dtype=torch.float32, device="cpu")
     elif isinstance(given, Tensor) and (given.dim() == 0 or given.shape == (len(samples),)):
         weights = given
     elif isinstance(given, Sequence) and all(isinstance(one, Tensor) and one.dim() == 1 for one in given):

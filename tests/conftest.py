@@ -32,6 +32,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if "gpus" in item.keywords]
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Where ranks will be forked, the process that forks them imports Megatron beside the first tests."""
+    modules = {item.module for item in session.items if isinstance(item, pytest.Function)}
+    if any(hasattr(module, "run_ranks") for module in modules) and not session.config.option.collectonly:
+        sys.modules["ranks"].warm_up()
+
+
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """Add up what tests recorded with `record_property`: numbers of cases, and the worst of errors."""
     recorded: dict[str, list[float]] = defaultdict(list)

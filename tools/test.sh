@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Passes the tests on a fresh machine: sets up .venv, then lint, types, and the whole test suite.
-# Further arguments go to pytest, e.g. tools/test.sh -m 'not slow'
+# Passes the tests on a fresh machine: sets up .venv, then lint, types, the whole test suite, and the core's tests again
+# with another Python (tools/test_core.sh).
+# Further arguments go to pytest, e.g. tools/test.sh -m 'not slow'; then the core is not tested again.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source tools/setup.sh
@@ -9,4 +10,5 @@ echo "ruff and mypy ..."
 "$PYTHON" -m ruff check .
 "$PYTHON" -m ruff format --check .
 "$PYTHON" -m mypy
-exec "$PYTHON" -m pytest "$@"
+"$PYTHON" -m pytest "$@"
+if [[ $# == 0 ]]; then tools/test_core.sh; fi

@@ -49,14 +49,14 @@ def apply_loss_reduction_to_advantages_minibatch(
     prompt_ids = None
     if loss_reduction == "prompt_mean":
         if prompt_boundaries is None:
-            raise refused("prompt_ids_missing", where=" of SkyRL", remedy="Pass prompt_boundaries")
+            raise refused("prompt_ids_missing", mode="prompt_mean", where=" of SkyRL", remedy="Pass prompt_boundaries")
         prompt_ids = _prompt_of_each_row(prompt_boundaries, len(advantages))
     loss_masks = list(loss_mask)
     folded = fold_into_advantages(
         list(advantages),
         loss_masks,
         mode=f"skyrl:{loss_reduction}",
-        totals=StepTotals.from_loss_masks(loss_masks, prompt_ids=prompt_ids),
+        totals=StepTotals.from_loss_masks(loss_masks, prompt_ids=prompt_ids, dp_group=None),
         divisor=max_seq_len if loss_reduction == "seq_mean_token_sum_norm" else None,
         prompt_ids=prompt_ids,
     )

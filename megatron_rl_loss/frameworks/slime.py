@@ -30,7 +30,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron_rl_loss.aliases import Aggregation, resolve
-from megatron_rl_loss.checks import check_choice, check_cp, check_one_each
+from megatron_rl_loss.checks import check_choice, check_cp, check_one_each, require
 from megatron_rl_loss.errors import explain, refused
 from megatron_rl_loss.frameworks import step_counts
 from megatron_rl_loss.frameworks.step_counts import StepCounts, counts_of_this_step
@@ -110,7 +110,7 @@ class Hook:
         if self.mode == "token_mean" and (per_token or counts is None) and _fsdp_of_miles() is not None:
             raise refused("hook_token_mean_on_fsdp", hook=self)
         if self.mode == "token_mean" and not per_token and counts is None:
-            raise refused("hook_divided_by_rollouts", hook=self, count_remedy=_COUNT_REMEDY)
+            raise refused("hook_divided_by_rollouts", hook=self)
 
     def _totals(
         self,
@@ -184,12 +184,6 @@ def _constant(divisor: int) -> Hook:
 
 # --- what four arguments do not tell: the step
 
-_COUNT_REMEDY = (
-    "have steps counted: under slime by --rollout-data-postprocess-path megatron_rl_loss.frameworks.slime.count_steps "
-    "--custom-megatron-before-train-step-hook-path megatron_rl_loss.frameworks.slime.begin_step, under miles by "
-    "--custom-megatron-init-path megatron_rl_loss.frameworks.miles.count_steps"
-)
-
 _counted: dict[tuple[int, int], StepCounts] = {}
 
 
@@ -229,15 +223,20 @@ def begin_step(
 def _tokens_to_divide_by(samples: Samples, per_token: bool, counts: StepCounts | None) -> float:
     """What is left to divide a token sum by, so that the step's is the sum / step_tokens after their scaling."""
     if per_token:
-        sums = samples.mask_sums
-        if light := ((sums > 0) & (sums < 1)).nonzero().flatten().tolist():
-            raise refused("light_sample", sample=light[0], tokens=float(sums[light[0]]))
-        if counts is None and (empty := (sums == 0).nonzero().flatten().tolist()):
-            raise refused("phantom_token", sample=empty[0], count_remedy=_COUNT_REMEDY)
+        mask_sums = samples.mask_sums
+        light, masked = (mask_sums > 0) & (mask_sums < 1), mask_sums == 0
+        require(~light.any(), "light_sample", lambda: _first_of(light, mask_sums))
+        if counts is None:
+            require(~masked.any(), "phantom_token", lambda: _first_of(masked, mask_sums))
     if counts is None:
         return 1.0
     divided_by = counts.step_tokens + counts.num_masked_samples if per_token else counts.global_batch_size
     return counts.step_tokens / divided_by if divided_by else 0.0
+
+
+def _first_of(found: Tensor, mask_sums: Tensor) -> dict[str, object]:
+    i = int(found.nonzero()[0])
+    return {"sample": i, "tokens": float(mask_sums[i])}
 
 
 def _by_sample(

@@ -5,6 +5,7 @@
 | `aggregation` | `LossAggregation`: what a launch makes once; a step reads straight down in `begin_step`    |
 | `lookahead`   | fetching and describing a step's micro-batches before the first one is trained on         |
 | `microbatch`  | `Microbatch`, and the carriers: how a share of the step loss gets past Megatron's scaling |
+| `handover`    | what reaches Megatron must be what a micro-batch handed out                               |
 | `probe`       | whether the installed Megatron, this model and this configuration are safe                |
 | `patch`       | the two names of `megatron.training.training` that `attached()` replaces                  |
 """
@@ -19,6 +20,7 @@ except ImportError as error:
 
 from megatron_rl_loss.errors import ContractError
 from megatron_rl_loss.megatron.aggregation import LossAggregation
+from megatron_rl_loss.megatron.handover import next_microbatch
 from megatron_rl_loss.megatron.microbatch import Microbatch
 
-__all__ = ["ContractError", "LossAggregation", "Microbatch"]
+__all__ = ["ContractError", "LossAggregation", "Microbatch", "next_microbatch"]

@@ -8,17 +8,23 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch.distributed as dist
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config, log_single_rank, unwrap_model
 
+from megatron_rl_loss.aliases import resolve
 from megatron_rl_loss.arguments import AggregationSettings, check_command_line, validate_loss_aggregation_args
 from megatron_rl_loss.errors import explain, refused
+from megatron_rl_loss.exchange import agree_on
+from megatron_rl_loss.megatron.handover import ForwardStep, checked
 from megatron_rl_loss.megatron.lookahead import DataIterator, LookAhead, SamplesOf, look_ahead
 from megatron_rl_loss.megatron.microbatch import Step
 from megatron_rl_loss.megatron.patch import Schedule, patched_pretrain
 from megatron_rl_loss.megatron.probe import check_contract, check_model
-from megatron_rl_loss.totals import StepTotals, attempt, reduce_step_totals
+from megatron_rl_loss.megatron.summary import describe_step, summarize
+from megatron_rl_loss.totals import StepTotals, attempt, compare_totals, reduce_step_totals
+from megatron_rl_loss.weights import missing_counts
 
 logger = logging.getLogger(__name__)
 
@@ -37,8 +43,8 @@ class LossAggregation:
         samples_of: describes a micro-batch of the user's iterator as `Samples`.
         pg_collection: the process groups; default: the model's, else Megatron's parallel state.
         totals_of: for users who know the step's counts beforehand: a step's micro-batches of this rank (none on a
-            pipeline stage that reads no data) -> `StepTotals`. Spares the collectives, and with them the errors' way to
-            other ranks.
+            pipeline stage that reads no data) -> `StepTotals`. Spares the collectives after the first step, which
+            compares them with the exchanged ones, and with them the errors' way to other ranks.
     """
 
     def __init__(
@@ -53,7 +59,8 @@ class LossAggregation:
         self._samples_of = samples_of
         self._pg_collection = pg_collection
         self._totals_of = totals_of
-        self._contract_checked = False
+        self._last_step: Step | None = None
+        self._metric_modes: tuple[str, ...] | None = None  # not known before a first step has gone through
 
     @classmethod
     def from_args(
@@ -82,13 +89,27 @@ class LossAggregation:
         return patched_pretrain(self.wrap_schedule)
 
     def wrap_schedule(self, forward_backward_func: Schedule) -> Schedule:
-        """A Megatron schedule (`get_forward_backward_func()`) that begins each call with `begin_step`."""
+        """A Megatron schedule (`get_forward_backward_func()`) that begins each call with `begin_step`.
+
+        It refuses a loss function that returns anything but what its micro-batch handed out (see `handover`).
+        """
 
         @functools.wraps(forward_backward_func)
-        def schedule(*, data_iterator: DataIterator, model: Any, num_microbatches: int, **kwargs: Any) -> Any:
+        def schedule(
+            *,
+            forward_step_func: ForwardStep,
+            data_iterator: DataIterator,
+            model: Any,
+            num_microbatches: int,
+            **kwargs: Any,
+        ) -> Any:
             microbatches = self.begin_step(data_iterator, model=model, num_microbatches=num_microbatches)
             return forward_backward_func(
-                data_iterator=microbatches, model=model, num_microbatches=num_microbatches, **kwargs
+                forward_step_func=checked(forward_step_func),
+                data_iterator=microbatches,
+                model=model,
+                num_microbatches=num_microbatches,
+                **kwargs,
             )
 
         return schedule
@@ -108,24 +129,22 @@ class LossAggregation:
             Iterators over `Microbatch`, shaped as `data_iterator`.
 
         Raises:
-            BadBatchError: on every rank, if any rank failed: an iterator that ended or raised, `samples_of` that
-                raised, samples that disagree, prompt ids that ``prompt_mean`` misses, or a step without an active token
-                when that is an error. No weight was changed.
+            BadBatchError: on every rank (the error itself where there is one), if any rank failed: an iterator that
+                ended or raised, `samples_of` that raised, samples that disagree, prompt ids that the mode misses, or a
+                step without an active token when that is an error. No weight was changed.
         """
         chunks = model if isinstance(model, list) else [model]
         config = get_model_config(chunks[0])
         groups = self._groups_of(chunks[0])
         count = get_num_microbatches() if num_microbatches is None else num_microbatches
-        per_token, cp_size, dp_cp_size = bool(config.calculate_per_token_loss), groups.cp.size(), groups.dp_cp.size()
+        per_token = bool(config.calculate_per_token_loss)
         check_model(self.settings, config, chunks)
-        if not self._contract_checked:
-            scaling = {"num_microbatches": count, "cp_size": cp_size, "dp_cp_size": dp_cp_size}
-            check_contract(config, chunks, per_token=per_token, **scaling)
-            self._contract_checked = True
+        if self._last_step is None:
+            check_contract(config, chunks, groups, per_token=per_token, num_microbatches=count)
 
         iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
         looked = attempt(lambda: look_ahead(iterators, count, self._samples_of, self.settings, groups))
-        totals = self._totals(looked, groups)
+        totals = self._totals(looked, groups, per_token)
         assert isinstance(looked, LookAhead)  # else _totals has raised
         self._check_totals(totals, per_token)
         step = Step(
@@ -133,28 +152,78 @@ class LossAggregation:
             totals=totals,
             num_microbatches=count,
             cp_rank=groups.cp.rank(),
-            cp_size=cp_size,
-            dp_cp_size=dp_cp_size,
+            cp_size=groups.cp.size(),
+            dp_cp_size=groups.dp_cp.size(),
             per_token=per_token,
         )
+        if self._last_step is None:
+            self._announce(step, groups)
+        self._last_step = step
         ready = looked.hand_out(step)
         return ready if isinstance(data_iterator, list) else ready[0]
 
-    def _totals(self, looked: LookAhead | Exception, groups: ProcessGroupCollection) -> StepTotals:
+    @property
+    def summary(self) -> dict[str, float]:
+        """The last step in numbers, for a logger: rollouts, prompts, tokens, and how many of them are active."""
+        return {} if self._last_step is None else summarize(self._last_step.totals)
+
+    def _announce(self, step: Step, groups: ProcessGroupCollection) -> None:
+        """The first step, in a line on rank 0 that nobody has to ask for."""
+        split = {"num_microbatches": step.num_microbatches, "dp_size": groups.dp.size(), "cp_size": step.cp_size}
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            print(describe_step(step.aggregation, step.totals, **split), flush=True)
+        prompts = step.totals.prompts.all
+        if self.settings.mode_name == "prompt_mean" and prompts and prompts == step.totals.rollouts.all:
+            log_single_rank(logger, logging.WARNING, explain("one_response_a_prompt", prompts=prompts))
+
+    def _totals(self, looked: LookAhead | Exception, groups: ProcessGroupCollection, per_token: bool) -> StepTotals:
         """The step's totals, as the user knows them or from one collective round; raises a failed look-ahead."""
+        replicas = [groups.cp, groups.tp, groups.pp]
         if self._totals_of is None:
             return reduce_step_totals(
                 looked if isinstance(looked, Exception) else looked.samples,
                 dp_group=groups.dp,
-                replica_groups=[groups.cp, groups.tp, groups.pp],
+                replica_groups=replicas,
                 count_prompts=self.settings.uses_prompt_ids,
             )
         if isinstance(looked, Exception):
             raise looked
-        return self._totals_of(looked.batches)
+        given = attempt(lambda: self._given_totals(looked, per_token))
+        if self._last_step is None:  # once, what was given is compared with what all ranks hold
+            return compare_totals(given, looked.samples, dp_group=groups.dp, replica_groups=replicas)
+        if isinstance(given, Exception):
+            raise given
+        if self._metric_modes is None:
+            self._metric_modes = agree_on(self._last_step.uses, ("sample_mean", "token_mean"), replicas)
+        for mode in self._metric_modes:
+            metric = resolve(mode, units=self.settings.aggregation.units)
+            missing = missing_counts(metric, given, with_rollout_ids=False)
+            if missing:
+                raise refused("totals_miss", missing=", ".join(missing), what=f"a metric's {mode}")
+        return given
+
+    def _given_totals(self, looked: LookAhead, per_token: bool) -> StepTotals:
+        """What `totals_of` says; refuses totals that miss what the mode, the carrier or an empty step will need."""
+        assert self._totals_of is not None
+        given = self._totals_of(looked.batches)
+        if not isinstance(given, StepTotals):
+            raise refused("no_totals", value=given)
+        described = looked.samples or []
+        with_rollout_ids = any(samples.rollout_ids is not None for samples in described)
+        missing = missing_counts(self.settings.aggregation, given, with_rollout_ids=with_rollout_ids)
+        what = self.settings.describe()
+        if given.step_active_tokens is None and (per_token or self.settings.empty_step == "error"):
+            missing = [*missing, "step_active_tokens"]
+            what = "per-token loss" if per_token else "--loss-aggregation-empty-step error"
+        if missing and looked.samples is not None:
+            raise refused("totals_miss", missing=", ".join(missing), what=what)
+        for samples in described:
+            samples.check_masks()
+            given.check_covers(samples)
+        return given
 
     def _check_totals(self, totals: StepTotals, per_token: bool) -> None:
-        tokens = totals.step_active_tokens
+        tokens = totals.step_tokens if totals.step_active_tokens is None else totals.step_active_tokens
         if tokens == 0:
             if self.settings.empty_step == "error":
                 raise refused("empty_step")

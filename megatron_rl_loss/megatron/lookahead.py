@@ -8,6 +8,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_rl_loss.arguments import AggregationSettings
 from megatron_rl_loss.errors import refused
+from megatron_rl_loss.megatron.handover import Microbatches
 from megatron_rl_loss.megatron.microbatch import Microbatch, Step
 from megatron_rl_loss.samples import Samples
 
@@ -36,9 +37,10 @@ class LookAhead:
     def hand_out(self, step: Step) -> list[Iterator[Microbatch] | None]:
         """An iterator over micro-batches for each chunk."""
         return [
-            None if batches is None else iter([Microbatch(*pair, step) for pair in zip(batches, samples, strict=True)])
+            None
+            if batches is None
+            else Microbatches([Microbatch(*pair, step) for pair in zip(batches, self.samples or [], strict=True)])
             for batches in self.fetched
-            for samples in [self.samples or []]
         ]
 
 
@@ -56,10 +58,22 @@ def look_ahead(
         if groups.pp.rank() == groups.pp.size() - 1:
             raise refused("no_data_on_last_stage")
         return LookAhead(fetched, None)
-    return LookAhead(fetched, [_describe(batch, samples_of, settings, groups) for batch in batches])
+    samples = [_describe(batch, samples_of, settings, groups) for batch in batches]
+    for chunk, chunk_batches in enumerate(fetched[:-1]):
+        _check_same_data(chunk, chunk_batches or [], samples, samples_of)
+    return LookAhead(fetched, samples)
+
+
+def _check_same_data(chunk: int, batches: list[Any], expected: list[Samples], samples_of: SamplesOf) -> None:
+    """Refuse a model chunk that reads other data than the one that computes the loss."""
+    for i, (batch, samples) in enumerate(zip(batches, expected, strict=False)):
+        if samples_of(batch).digest() != samples.digest():
+            raise refused("chunks_differ", chunk=chunk, microbatch=i)
 
 
 def _fetch(iterator: Iterator[Any], count: int) -> list[Any]:
+    if not isinstance(iterator, Iterator) and not hasattr(iterator, "__next__"):
+        raise refused("no_iterator", type=type(iterator).__name__)
     batches = []
     for i in range(count):
         try:
@@ -75,7 +89,8 @@ def _describe(
     samples = samples_of(batch)
     if not isinstance(samples, Samples):
         raise refused("samples_of_no_samples", type=type(samples).__name__)
-    if settings.mode_name == "prompt_mean" and samples.prompt_ids is None and len(samples):
-        raise refused("prompt_ids_missing", where=" and samples", remedy="Give samples_of prompt_ids")
+    if settings.needs_prompt_ids and samples.prompt_ids is None and len(samples):
+        where, remedy = " and samples", "Give samples_of prompt_ids"
+        raise refused("prompt_ids_missing", mode=settings.mode_name, where=where, remedy=remedy)
     samples.local(groups.cp.rank(), groups.cp.size())  # raises if the layout cannot be cut so
     return samples

@@ -15,7 +15,7 @@ Carrier C counts real tokens, so auxiliary losses that Megatron divides by them 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,6 +42,7 @@ class Step:
     dp_cp_size: int
     per_token: bool
     report_keys: list[str] = field(default_factory=list)
+    uses: set[str] = field(default_factory=set)  # modes of metrics
     _constants: dict[torch.device, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     @property
@@ -57,6 +58,13 @@ class Step:
         return self._constants[device]
 
 
+class Handed(NamedTuple):
+    """A tensor that was handed out, and how often it had been changed in place by then."""
+
+    value: Tensor
+    version: int
+
+
 class Microbatch:
     """A micro-batch of the user's iterator, with what it takes to reduce its losses.
 
@@ -64,9 +72,12 @@ class Microbatch:
         data: what the user's iterator gave.
         samples: what `samples_of` said of it.
         totals: denominators of the whole step.
+        handed_out: loss and token count as `loss` or `carry` returned them last, or None.
     """
 
     def __init__(self, data: Any, samples: Samples, step: Step) -> None:
+        self.handed_out: tuple[Handed, Handed] | None = None
+        self._reduced = False
         self.data = data
         self.samples = samples
         self.totals = step.totals
@@ -80,6 +91,7 @@ class Microbatch:
     @cached_property
     def sample_mean(self) -> WeightedSum:
         """Per-token values -> this rank's share of their sample mean: for metrics, whatever the mode."""
+        self._step.uses.add("sample_mean")
         if self._step.aggregation.mode.name == "sample_mean":
             return self.pg_loss  # one vector of weights for both
         return self._reducer(resolve("sample_mean", units=self._step.aggregation.units))
@@ -87,9 +99,11 @@ class Microbatch:
     @cached_property
     def token_mean(self) -> WeightedSum:
         """Per-token values -> this rank's share of their token mean: for metrics, whatever the mode."""
+        self._step.uses.add("token_mean")
         return self._reducer(resolve("token_mean"))
 
     def _reducer(self, aggregation: Aggregation) -> WeightedSum:
+        self._reduced = True
         return reducer_of(aggregation, self._local, self.totals)
 
     @cached_property
@@ -110,12 +124,13 @@ class Microbatch:
             ValueError: a tensor of another number of tokens.
         """
         total_tokens = self.samples.total_tokens
-        if tensor.dim() and tensor.shape[0] == total_tokens:
+        if tensor.dim() < 2 or tensor.shape[0] == total_tokens:
             return self._local.of(tensor)
-        if tensor.dim() < 2 or tensor.shape[:2].numel() != total_tokens:
+        rows, num_local = tensor.shape[0], len(self._local)
+        of_rows = self.samples.loss_shapes(num_local, self._step.cp_size)  # a cut of the whole buffer would mix rows
+        if tensor.shape[:2].numel() != total_tokens or (rows, num_local // rows) not in [(1, num_local), *of_rows]:
             raise refused("not_all_tokens", shape=tuple(tensor.shape), total_tokens=total_tokens)
-        part = self._local.of(tensor.flatten(0, 1))
-        return part.unflatten(0, (tensor.shape[0], -1))
+        return self._local.of(tensor.flatten(0, 1)).unflatten(0, (rows, -1))
 
     def loss(self, per_token_loss: Tensor, metrics: Mapping[str, Tensor] | None = None) -> Carried:
         """What a Megatron ``loss_func`` returns: the aggregated loss, a token count, and the report.
@@ -131,7 +146,8 @@ class Microbatch:
         metrics = metrics or {}
         if "pg_loss" in metrics:
             raise refused("metric_named_pg_loss")
-        share, sums = self.pg_loss.with_metrics(per_token_loss, list(metrics.values()), self.sample_mean)
+        metric_sum = self.sample_mean if metrics else None
+        share, sums = self.pg_loss.with_metrics(per_token_loss, list(metrics.values()), metric_sum)
         return self.carry(share, {"pg_loss": share, **dict(zip(metrics, sums, strict=True))})
 
     def carry(self, share: Tensor, report: Mapping[str, Tensor]) -> Carried:
@@ -142,11 +158,13 @@ class Microbatch:
             report: shares by name; Megatron logs each one's sum over all ranks and micro-batches.
 
         Raises:
-            ValueError: values that are not 0-dim tensors, a share without a graph, names that differ from those of the
-                step's first micro-batch.
+            ValueError: values that are not 0-dim tensors, a share without a graph, or of a micro-batch whose reducers
+                were never used; names that differ from those of the step's first micro-batch.
         """
         step = self._step
         _check_shares({"the loss": share, **report})
+        if not self._reduced:
+            raise refused("share_not_reduced")
         if torch.is_grad_enabled() and not share.requires_grad:
             raise refused("loss_without_graph")
         if not step.report_keys:
@@ -157,11 +175,18 @@ class Microbatch:
         one, denominator = step.constants_on(share.device)
         halves = [half for value in report.values() for half in (value.detach().to(denominator), denominator)]
         pairs = dict(zip(report, torch.stack(halves).view(-1, 2), strict=True)) if report else {}
+        loss, num_tokens = self._carried(share, one)
+        self.handed_out = Handed(loss, loss._version), Handed(num_tokens, num_tokens._version)
+        return loss, num_tokens, pairs
+
+    def _carried(self, share: Tensor, one: Tensor) -> tuple[Tensor, Tensor]:
+        """The loss and the token count of the carrier: A, or C with per-token loss."""
+        step = self._step
         if not step.per_token:
-            return share * step.num_shares, one, pairs
+            return share * step.num_shares, one
         if step.totals.step_active_tokens is None:
             raise refused("active_tokens_missing")
-        return share * step.totals.step_active_tokens, self._local_active_tokens().to(share.device), pairs
+        return share * step.totals.step_active_tokens, self._local_active_tokens().to(share.device)
 
     def _local_active_tokens(self) -> Tensor:
         layout = self.samples.layout

@@ -6,6 +6,7 @@ change would be silent: every gradient off by a constant. So a known scalar is s
 """
 
 import copy
+import inspect
 from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any
@@ -14,9 +15,11 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.pipeline_parallel import schedules
+from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_rl_loss.arguments import AggregationSettings, check_megatron_settings, check_per_token
 from megatron_rl_loss.errors import refused
+from megatron_rl_loss.exchange import Group, device_of
 
 _LOSS = 3.0
 _NUM_TOKENS = 1
@@ -36,18 +39,20 @@ def check_model(settings: AggregationSettings, config: Any, chunks: Sequence[Any
 
 
 def check_contract(
-    config: Any, chunks: Sequence[Any], *, per_token: bool, num_microbatches: int, cp_size: int, dp_cp_size: int
+    config: Any, chunks: Sequence[Any], groups: ProcessGroupCollection, *, per_token: bool, num_microbatches: int
 ) -> None:
     """Refuse a Megatron whose schedule or DDP scales losses in another way than the carriers undo.
 
     Relied on: the schedule multiplies a loss that comes with a count of 1 by ``1 / num_microbatches`` (by 1 with
     per-token loss) and hands the count on as an int; DDP multiplies summed gradients by ``1 / dp_cp_size`` (by 1). Only
-    Megatron-Core's own DDP says its scaling; of other wrappers the schedule's part alone is checked.
+    Megatron-Core's own DDP says its scaling; of other wrappers the schedule's part alone is checked. All ranks of a
+    context-parallel group must call it together: a schedule may reduce over them.
 
     Raises:
         ContractError: with the factor that was relied on and the one that was found.
     """
-    factor = _schedule_factor(config, num_microbatches, cp_size)
+    dp_cp_size = groups.dp_cp.size()
+    factor = _schedule_factor(config, num_microbatches, groups.cp)
     _compare("schedule (forward_step_calc_loss)", factor, 1 if per_token else 1 / num_microbatches)
     for chunk in chunks:
         for buffer in chunk.buffers if isinstance(chunk, DistributedDataParallel) else []:
@@ -56,25 +61,30 @@ def check_contract(
             _compare("DDP (gradient_scaling_factor)", factor, 1 if per_token else 1 / dp_cp_size)
 
 
-def _schedule_factor(config: Any, num_microbatches: int, cp_size: int) -> float:
+def _schedule_factor(config: Any, num_microbatches: int, cp_group: Group) -> float:
     """What a loss of a 3-tuple is multiplied by on its way through the installed schedule."""
     # A copy without timers and auxiliary losses: their scales are global and the probe must not set them.
     quiet = copy.copy(config)
     for name in ("timers", "num_moe_experts", "mtp_num_layers", "experimental_attention_variant"):
         setattr(quiet, name, None)
-    count = torch.tensor(_NUM_TOKENS, dtype=torch.int32, device="cpu")
+    device = device_of(cp_group)
+    count = torch.tensor(_NUM_TOKENS, dtype=torch.int32, device=device)
+    taken = inspect.signature(schedules.forward_step_calc_loss).parameters
+    cp: dict[str, object] = {"cp_group": cp_group} if "cp_group" in taken else {}  # later Megatrons take the group
+    if "cp_group_size" in taken or not cp:
+        cp["cp_group_size"] = cp_group.size()
     try:
         loss, returned = schedules.forward_step_calc_loss(
             model=None,
-            output_tensor=torch.tensor(_LOSS, device="cpu"),
+            output_tensor=torch.tensor(_LOSS, device=device),
             loss_func=lambda loss: (loss, count, {}),
             config=quiet,
             vp_stage=None,
             collect_non_loss_data=False,
             num_microbatches=num_microbatches,
             forward_data_store=[],
-            cp_group_size=cp_size,
             is_last_stage=True,
+            **cp,
         )
     except Exception as error:
         raise refused("not_probed", error=f"{type(error).__name__}: {error}") from error

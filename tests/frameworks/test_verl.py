@@ -200,6 +200,9 @@ def test_worked_by_hand(mode: str, value: float) -> None:
         ("token-mean", {"batch_num_tokens": float("nan")}, "batch_num_tokens is nan"),
         ("seq-mean-token-sum", {"global_batch_size": 1}, "global_batch_size is 1: this micro-batch alone has 2"),
         ("seq-mean-token-mean", {"global_batch_size": torch.tensor(1)}, "global_batch_size is 1"),
+        # Rows of weights that add up to 0.5 and 0.25 are rows.
+        ("seq-mean-token-sum", {"global_batch_size": 1, "mask": MASK * 0.25}, "this micro-batch alone has 2"),
+        ("seq-mean-token-mean", {"global_batch_size": 1, "mask": MASK * 0.25}, "this micro-batch alone has 2"),
         ("token_mean", {}, "verl has no such setting. Did you mean token-mean"),
         ("token-mean", {"dp_size": 0}, "dp_size is 0"),
         ("token-mean", {"mask": MASK[:, :2]}, r"loss_mask of shape \(2, 2\)"),
@@ -209,6 +212,16 @@ def test_worked_by_hand(mode: str, value: float) -> None:
 def test_refused(mode: str, changes: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         call(mode, **changes)
+
+
+@pytest.mark.parametrize("mode", [mode for mode in THEIRS if mode.startswith("seq")])
+def test_rows_count_where_they_have_an_active_token(mode: str) -> None:
+    """The legal neighbours: as many sequences as rows with a weight, however small; masked rows need none."""
+    assert float(call(mode, mask=MASK * 0.25, global_batch_size=2)) == pytest.approx(
+        2 * float(call(mode, mask=MASK * 0.25, global_batch_size=4))
+    )
+    masked = torch.cat([MASK[:1], torch.zeros_like(MASK[1:])])
+    assert float(call(mode, mask=masked, global_batch_size=1)) > 0
 
 
 def test_integer_losses_are_refused() -> None:

@@ -275,7 +275,7 @@ def test_auxiliary_gradients_are_those_of_megatron_alone(layout: str, model: str
     for rank, cases in enumerate(ranks):
         assert len(cases) == 10
         for case in cases:
-            assert case["error"] < (1e-6 if "stock" in case["what"] else 1e-5), (rank, case)
+            assert case["error"] < oracle.chain_error(3, 32), (rank, case)  # two layers and MTP's, 32 tokens
             if case["what"] == "sum":  # both parts matter, or adding them would prove nothing
                 assert min(case["without auxiliary"], case["without policy"]) > 0.01, (rank, case)
             else:

@@ -592,7 +592,6 @@ def check(row: Row, seen: list[Verdict]) -> None:
         assert verdict.neighbour == ACCEPTED
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("group", "row"), [pytest.param(*pair, id=pair[1].name) for pair in LAUNCHED])
 def test_refused_in_a_launch(
     group: str, row: Row, folder: None, record_property: Callable[[str, object], None]
@@ -605,7 +604,6 @@ def swallowed(flags: str) -> str:
     return outcome_of(functools.partial(parsed, flags, ignore_unknown=True))
 
 
-@pytest.mark.slow
 def test_a_misspelt_mode_flag_is_not_swallowed(folder: None) -> None:
     """With `ignore_unknown_args` Megatron lets it pass, and the run would silently average by another mode."""
     assert "--loss-agregation" in run_ranks(1, functools.partial(swallowed, "--loss-agregation token_mean"))[0]
@@ -666,8 +664,8 @@ def edge_errors() -> dict[str, tuple[float, float, int]]:
                 expected = torch.cat([*oracle.step_gradient(*of_oracle), torch.zeros(1)])
                 metric: Any = ("sample_mean", samples, None, settings["units"])
                 errors = [
-                    abs(logged["pg_loss"] - float(oracle.step_loss(*of_oracle))),
-                    abs(logged["twice"] - 2 * float(oracle.step_loss(*metric))),
+                    abs(logged["pg_loss"] - float(oracle.step_loss(*of_oracle))) / (oracle.step_scale(*of_oracle) or 1),
+                    abs(logged["twice"] / 2 - float(oracle.step_loss(*metric))) / (oracle.step_scale(*metric) or 1),
                 ]
                 off = relative_error(gradient, expected)
                 assert all(error == error for error in (*errors, off)), (name, settings, "NaN")
@@ -683,5 +681,5 @@ def test_defined_edge_cases_equal_the_oracle() -> None:
         for name, (gradient, value, cases) in rank.items():
             assert cases == 2 * len(ALL_SETTINGS)
             # Without an active token the gradient must be zero itself: relative to 1e-30, any other fails.
-            assert gradient < 1e-6, name
-            assert value < 2e-6, name
+            assert gradient < oracle.EXACT, name
+            assert value < oracle.sum_error(oracle.num_tokens(EDGES[name][0])), name

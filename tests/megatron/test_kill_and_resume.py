@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import oracle
 import psutil
 import pytest
 import torch
@@ -78,7 +79,9 @@ def assert_resumes(folder: Path, layout: str, uninterrupted: dict[int, dict[str,
     steps = run_ranks(world_size, train, resumed)[-1]
     assert [step["iteration"] for step in steps] == [saved + 1, saved + 2]
     for step in steps:
-        assert step == pytest.approx(uninterrupted[int(step["iteration"])], rel=1e-4, abs=1e-9)
+        # Two layers of sums over 256 tokens; then a second step of Adam.
+        expected = uninterrupted[int(step["iteration"])]
+        assert step == pytest.approx(expected, rel=2 * oracle.chain_error(4, 256), abs=1e-9)
     return sum(len(step) for step in steps)
 
 

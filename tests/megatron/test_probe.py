@@ -1,7 +1,8 @@
 """The contract probe against the real Megatron, and against planted changes of it."""
 
+import contextlib
 import functools
-import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -9,22 +10,27 @@ import torch
 from ranks import run_ranks
 from table_step import Batch, aggregation, start, step_samples, table_model
 
-pytestmark = pytest.mark.slow
 
-
-def plant(variant: str, cp_size: int) -> None:
+@contextlib.contextmanager
+def planted(variant: str, cp_size: int) -> Iterator[None]:
     """Change what the installed schedule does to a loss that comes with a token count."""
     from megatron.core.pipeline_parallel import schedules
 
     original = schedules.forward_step_calc_loss
 
+    @functools.wraps(original)  # the probe asks its signature which groups it takes
     def changed(**kwargs: Any) -> Any:
         if variant == "another signature":
             kwargs.pop("is_last_stage")
             return original(None, **kwargs)
+        if variant == "counts in place":
+            kwargs["loss_func"](kwargs["output_tensor"])[1].add_(1)
+            return original(**kwargs)
         loss, num_tokens = original(**kwargs)
         if variant == "times cp":
             loss = loss * cp_size
+        elif variant == "a little more":
+            loss = loss * 1.00001
         elif variant == "divided by cp":
             loss = loss / cp_size
         elif variant == "not divided by micro-batches":
@@ -35,64 +41,95 @@ def plant(variant: str, cp_size: int) -> None:
             num_tokens = num_tokens * cp_size
         return loss, num_tokens
 
-    schedules.forward_step_calc_loss = changed
+    if variant:
+        schedules.forward_step_calc_loss = changed
+    try:
+        yield
+    finally:
+        schedules.forward_step_calc_loss = original
 
 
-def verdict(variant: str, per_token: bool, average: bool = False) -> str:
+Case = tuple[str, bool, bool]  # variant, per-token loss, averaged in the collective
+
+
+def verdicts(cases: list[Case]) -> list[str]:
     start(cp=2)
     samples = step_samples(seed=1)
-    model = table_model([0.0], per_token=per_token, average_in_collective=average)
-    if variant == "DDP by dp alone":
-        for buffer in model.buffers:
-            buffer.gradient_scaling_factor *= 2
-    elif variant:
-        plant(variant, cp_size=2)
-    step = aggregation(mode="token_mean")
-    before = model.module.losses.detach().clone()
-    try:
-        step.begin_step(iter([Batch(samples, [i], 2) for i in (0, 1, 2)]), model=model, num_microbatches=3)
-    except ValueError as error:
+    texts = []
+    for variant, per_token, average in cases:
+        model = table_model([0.0], per_token=per_token, average_in_collective=average)
+        chunks: Any = model
+        if "DDP" in variant:
+            for buffer in model.buffers:
+                buffer.gradient_scaling_factor *= 1.00001 if variant == "a little more in DDP" else 2
+        if variant == "DDP of a second chunk":
+            chunks = [table_model([0.0], per_token=per_token), model]
+        step = aggregation(mode="token_mean")
+        before = model.module.losses.detach().clone()
+        data: Any = iter([Batch(samples, [i], 2) for i in (0, 1, 2)])
+        with planted("" if "DDP" in variant else variant, cp_size=2):
+            try:
+                step.begin_step([data, None] if chunks is not model else data, model=chunks, num_microbatches=3)
+                texts.append("accepted")
+            except ValueError as error:
+                texts.append(f"{type(error).__name__}: {error}")
         assert torch.equal(model.module.losses, before)
-        return str(error)
-    return "accepted"
+    return texts
 
 
-@pytest.mark.parametrize(("per_token", "average"), [(False, False), (True, False), (False, True)])
-def test_the_installed_megatron_keeps_the_contract(per_token: bool, average: bool) -> None:
-    assert run_ranks(4, functools.partial(verdict, "", per_token, average)) == ["accepted"] * 4
-
-
-CHANGED = {
-    # (variant, per_token): what the refusal says; both numbers, relied on and found
-    ("times cp", False): "scales by 0.666666667 where 0.333333333 is relied on",
-    ("divided by cp", False): "scales by 0.166666667 where 0.333333333 is relied on",
-    ("times cp", True): "scales by 2 where 1 is relied on",
-    ("not divided by micro-batches", False): "scales by 1 where 0.333333333 is relied on",
-    ("float counts", False): "made 1.0 (torch.float32) of a count of 1 tokens",
-    ("counts per CP rank", True): "made 2 (torch.int32) of a count of 1 tokens",
-    ("another signature", False): "could not be probed (TypeError",
-    ("DDP by dp alone", False): "DDP (gradient_scaling_factor): it scales by 0.5 where 0.25 is relied on",
-    ("DDP by dp alone", True): "DDP (gradient_scaling_factor): it scales by 2 where 1 is relied on",
+SOUND: list[Case] = [("", False, False), ("", True, False), ("", False, True)]
+#: What the refusal says: both numbers, relied on and found.
+CHANGED: dict[Case, str] = {
+    ("times cp", False, False): "scales by 0.666666667 where 0.333333333 is relied on",
+    ("divided by cp", False, False): "scales by 0.166666667 where 0.333333333 is relied on",
+    ("times cp", True, False): "scales by 2 where 1 is relied on",
+    ("not divided by micro-batches", False, False): "scales by 1 where 0.333333333 is relied on",
+    ("float counts", False, False): "made 1.0 (torch.float32) of a count of 1 tokens",
+    ("counts per CP rank", True, False): "made 2 (torch.int32) of a count of 1 tokens",
+    ("counts in place", False, False): "it changes the count it is given",
+    ("another signature", False, False): "could not be probed (TypeError",
+    # What is relied on is exact: a factor of 1 + 1e-5 is another one.
+    ("a little more", False, False): "it scales by 0.33333",
+    ("a little more", True, False): "it scales by 1.00001",
+    ("a little more in DDP", False, False): "it scales by 0.2500025 where 0.25 is relied on",
+    ("DDP by dp alone", False, False): "DDP (gradient_scaling_factor): it scales by 0.5 where 0.25 is relied on",
+    ("DDP by dp alone", True, False): "DDP (gradient_scaling_factor): it scales by 2 where 1 is relied on",
+    ("DDP twice", False, True): "DDP (gradient_scaling_factor): it scales by 0.5 where 0.25 is relied on",
+    ("DDP of a second chunk", False, False): "DDP (gradient_scaling_factor): it scales by 0.5 where 0.25 is relied on",
 }
 
 
-@pytest.mark.parametrize(("planted", "text"), CHANGED.items(), ids=lambda value: str(value))
-def test_a_changed_megatron_is_refused_on_every_rank(planted: tuple[str, bool], text: str) -> None:
-    for refusal in run_ranks(4, functools.partial(verdict, *planted)):
-        assert text in refusal
+@functools.cache
+def found() -> list[dict[Case, str]]:
+    """By rank; all in one launch."""
+    cases = [*SOUND, *CHANGED]
+    return [dict(zip(cases, texts, strict=True)) for texts in run_ranks(4, functools.partial(verdicts, cases))]
 
 
-def probes() -> tuple[int, float, Any]:
-    """Calls of forward_step_calc_loss by three steps, the probe's cost in ms, and the MoE scale it must not touch."""
+@pytest.mark.parametrize("case", SOUND, ids=str)
+def test_the_installed_megatron_keeps_the_contract(case: Case) -> None:
+    assert [verdict[case] for verdict in found()] == ["accepted"] * 4
+
+
+@pytest.mark.parametrize("case", CHANGED, ids=str)
+def test_a_changed_megatron_is_refused_on_every_rank(case: Case) -> None:
+    for verdict in found():
+        assert verdict[case].startswith("ContractError: Megatron's ")
+        assert CHANGED[case] in verdict[case]
+        assert "Use megatron-core 0.19, or a megatron_rl_loss made for this version" in verdict[case]
+
+
+def probes() -> tuple[int, list[Any]]:
+    """Calls of forward_step_calc_loss by three steps, and the scales of auxiliary losses, which it must not touch."""
     from megatron.core.pipeline_parallel import schedules
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
-
-    from megatron_rl_loss.megatron.probe import check_contract
+    from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 
     start()
     samples = step_samples(seed=1)
     model = table_model([0.0])
-    model.config.num_moe_experts = 2
+    model.config.num_moe_experts = model.config.mtp_num_layers = 2
+    before = MTPLossAutoScaler.main_loss_backward_scale
     calls = 0
     original = schedules.forward_step_calc_loss
 
@@ -105,13 +142,9 @@ def probes() -> tuple[int, float, Any]:
     step = aggregation(mode="token_mean")
     for _ in range(3):
         step.begin_step(iter([Batch(samples, [0], 1)]), model=model, num_microbatches=1)
-    counted_calls, begin = calls, time.perf_counter()
-    check_contract(model.config, [model], per_token=False, num_microbatches=1, cp_size=1, dp_cp_size=1)
-    return counted_calls, 1000 * (time.perf_counter() - begin), MoEAuxLossAutoScaler.main_loss_backward_scale
+    untouched = MTPLossAutoScaler.main_loss_backward_scale is before
+    return calls, [MoEAuxLossAutoScaler.main_loss_backward_scale, untouched, model.config.num_moe_experts]
 
 
 def test_it_is_probed_once_and_leaves_no_trace() -> None:
-    calls, milliseconds, moe_scale = run_ranks(1, probes)[0]
-    assert calls == 1
-    assert moe_scale is None
-    print(f"the probe took {milliseconds:.2f} ms")
+    assert run_ranks(1, probes) == [(1, [None, True, 2])]

@@ -103,6 +103,29 @@ def phantom_batch() -> list[oracle.Sample]:
     return [*samples, oracle.sample([9, 9, 9], [0] * 3, "masked", "p0")]
 
 
+def weighted_samples() -> list[oracle.Sample]:
+    """One sample for each of 6 micro-batches, whose tokens all have the weight of their sample."""
+    return [
+        replace(one, mask=one.mask * weight)
+        for one, weight in zip(one_active_token(), [0.25, 0.5, 1, 2, 0.125, 4], strict=True)
+    ]
+
+
+def correct_alone(samples: list[oracle.Sample]) -> list[oracle.Sample]:
+    """For a loss of correct responses: the others are masked."""
+    return [replace(one, mask=one.mask * (i % 3 != 1)) for i, one in enumerate(samples)]
+
+
+def rejected(samples: list[oracle.Sample]) -> list[oracle.Sample]:
+    """Every fourth token of those that were active was rejected later, by its importance weight, say."""
+    seen, left = 0, []
+    for one in samples:
+        ranks = seen + one.mask.bool().long().cumsum(0)
+        left.append(replace(one, mask=one.mask * (ranks % 4 != 0)))
+        seen = int(ranks[-1])
+    return left
+
+
 def alone(samples: list[oracle.Sample]) -> list[oracle.Sample]:
     """Every sample a rollout of its own, with an id, as `Batch` wants it."""
     return [replace(one, rollout_id=f"r{i}") for i, one in enumerate(samples)]
@@ -114,6 +137,9 @@ DATA: dict[str, Callable[[], list[oracle.Sample]]] = {
     "ragged, 0/1 masks": lambda: binary(step_samples(1)),
     "ragged, an empty micro-batch": lambda: binary(step_samples(1)),
     "one active token a micro-batch": one_active_token,
+    "ragged, correct responses alone": lambda: correct_alone(binary(step_samples(1))),
+    "ragged, some tokens rejected": lambda: rejected(binary(step_samples(1))),
+    "one weighted sample a micro-batch": weighted_samples,
     "worked by hand": lambda: alone(oracle.WORKED),
     "54/15": phantom_batch,
     "rows of 8": lambda: alone(oracle.WORKED),
@@ -122,7 +148,7 @@ DATA: dict[str, Callable[[], list[oracle.Sample]]] = {
 
 
 def dealt_for(data: str, samples: list[oracle.Sample], dp_rank: int, room: Room) -> list[list[int]]:
-    if data == "one active token a micro-batch":
+    if data in ("one active token a micro-batch", "one weighted sample a micro-batch"):
         return [[i] for i in range(len(samples))][dp_rank :: room.D]
     chosen = dealt(samples, dp_rank, room.D, room.K)
     if data == "ragged, an empty micro-batch" and dp_rank == 0:
@@ -225,6 +251,13 @@ def ratio_and_rest(gradient: Tensor, expected: Tensor) -> tuple[float, float]:
 Plant = Callable[[pytest.MonkeyPatch], None]
 
 
+def past_the_door(patch: pytest.MonkeyPatch) -> None:
+    """Nobody looks whether Megatron is handed what the micro-batch handed out (`tests/megatron/test_handover.py`)."""
+    from megatron_rl_loss.megatron import handover
+
+    patch.setattr(handover, "check_handed_out", lambda *_: None)
+
+
 def carrier(formula: Callable[[Tensor, Any, Tensor], tuple[Any, ...]]) -> Plant:
     """Hand Megatron ``formula(share, step, local tokens)`` instead of the carrier's loss and token count."""
 
@@ -238,6 +271,7 @@ def carrier(formula: Callable[[Tensor, Any, Tensor], tuple[Any, ...]]) -> Plant:
             return (*formula(share, self._step, self._local_active_tokens()), pairs)
 
         patch.setattr(Microbatch, "carry", carry)
+        past_the_door(patch)
 
     return plant
 
@@ -259,6 +293,7 @@ def stock(patch: pytest.MonkeyPatch) -> None:
         return total, count, {"pg_loss": torch.stack([total.detach(), mask.sum()])}
 
     patch.setattr(Microbatch, "loss", loss)
+    past_the_door(patch)
 
 
 #: What the tokens that a rank holds weigh, mask included.
@@ -279,6 +314,22 @@ def tokens_of(local: LocalTokens) -> float:
 def mean_of_microbatch_means(num_microbatches: int) -> Plant:
     """Each micro-batch's own masked mean, averaged; an empty one counts as one token."""
     return weights(lambda aggregation, local, _: local.mask / tokens_of(local) / num_microbatches)
+
+
+def own_count(aggregation: Aggregation, local: LocalTokens, _: StepTotals) -> Tensor:
+    """Each micro-batch divided by its own tokens, and summed."""
+    return local.mask / tokens_of(local)
+
+
+def sample_weights_of_the_pack(aggregation: Aggregation, local: LocalTokens, step_totals: StepTotals) -> Tensor:
+    """A sample's weight over the mean of those in its pack, which holds that sample alone: 1."""
+    assert len(local.samples) == 1
+    assert step_totals.step_active_tokens is not None
+    return local.mask / local.samples.flat_mask.max() / step_totals.step_active_tokens
+
+
+def totals_of_the_microbatch(aggregation: Aggregation, local: LocalTokens, _: StepTotals) -> Tensor:
+    return sound_weigh(aggregation, local, totals.reduce_step_totals([local.samples]))
 
 
 def mean_of_row_weighted_means(aggregation: Aggregation, local: LocalTokens, step_totals: StepTotals) -> Tensor:
@@ -361,7 +412,9 @@ def changed_totals(change: Callable[[StepTotals, list[Samples]], StepTotals]) ->
 
 
 def with_rollouts(step_totals: StepTotals, number: int) -> StepTotals:
-    return replace(step_totals, rollouts=replace(step_totals.rollouts, all=number))
+    rollouts = step_totals.rollouts
+    assert rollouts.active is not None
+    return replace(step_totals, rollouts=replace(rollouts, all=number, active=min(number, rollouts.active)))
 
 
 def own_rank_alone(patch: pytest.MonkeyPatch) -> None:
@@ -371,6 +424,14 @@ def own_rank_alone(patch: pytest.MonkeyPatch) -> None:
     sound = aggregation.reduce_step_totals
     patch.setattr(aggregation, "reduce_step_totals", lambda held, **_: sound(held))
     carrier(lambda share, step, _: (share * step.num_microbatches * step.cp_size, ONE))(patch)
+
+
+def totals_of_the_rank(patch: pytest.MonkeyPatch) -> None:
+    """What a rank holds itself given as the whole step, and the shares summed."""
+    from megatron_rl_loss.megatron import aggregation
+
+    sound = aggregation.reduce_step_totals
+    patch.setattr(aggregation, "reduce_step_totals", lambda held, **_: sound(held))
 
 
 def rows_cut_as_one_slot(patch: pytest.MonkeyPatch) -> None:
@@ -457,6 +518,10 @@ class Exhibit:
     def id(self) -> str:
         return f"row {self.row}, {self.where}: {self.bug} [{self.room}]"
 
+
+#: Tokens before some were rejected, and of another step.
+UNCUT_TOKENS = oracle.mask_tokens(binary(step_samples(1)))
+OTHER_STEPS_TOKENS = oracle.mask_tokens(binary(step_samples(2)))
 
 CP_DP, PER_TOKEN, SIMULATED = "cp 2 x dp 2", "cp 2 x dp 2, per-token", "simulated cp 2 x dp 2"
 TOKEN, SAMPLE = ("token_mean",), ("sample_mean",)
@@ -553,13 +618,46 @@ MUSEUM = [
             rows_cut_as_one_slot, Off(0.5), TOKEN, "rows of 8"),
     Exhibit(44, "miles #1328 review", "chunks of the unpadded length, silently", "simulated, 1 micro-batch",
             chunks_of_unpadded_length, Off(0.5), TOKEN, "a response of 5 in 8, padded to 12"),
+    # -- read in other projects, and habits
+    Exhibit(52, "ms-swift dapo, cispo, fipo", "tokens of all mini-batches / D on a 2-tuple, without x K", CP_DP,
+            carrier(lambda share, step, _: (share * dp(step),)), lambda f: 1 / f.K, TOKEN),
+    Exhibit(52, "ms-swift dapo, cispo, fipo", "tokens of all mini-batches / D on a 2-tuple, without x K", "cp 4",
+            carrier(lambda share, step, _: (share * dp(step),)), lambda f: 1 / f.K, TOKEN),
+    Exhibit(53, "NeMo-RL VAPO NLL, PR #3791", "the micro-batch's own count of correct tokens", SIMULATED,
+            weights(own_count), Off(0.1), TOKEN, "ragged, correct responses alone"),
+    Exhibit(53, "NeMo-RL VAPO NLL, PR #3791", "the micro-batch's own count of correct tokens", CP_DP,
+            weights(own_count), Off(0.1), TOKEN, "ragged, correct responses alone"),
+    Exhibit(54, "SkyRL Megatron KL, entropy", "mean over the micro-batches that are not empty of their means",
+            SIMULATED, mean_of_microbatch_means(5), Off(0.1), TOKEN, "ragged, an empty micro-batch"),
+    Exhibit(55, "ROLL sample weights", "normalised over a packed batch of one: all are 1", SIMULATED,
+            weights(sample_weights_of_the_pack), Off(0.5), TOKEN, "one weighted sample a micro-batch"),
+    Exhibit(56, "verl bypass mode, #4852", "mask cut after the tokens were counted", SIMULATED,
+            changed_totals(lambda t, _: replace(t, step_tokens=UNCUT_TOKENS)), lambda f: f.tokens / UNCUT_TOKENS,
+            TOKEN, "ragged, some tokens rejected"),
+    Exhibit(56, "verl bypass mode, #4852", "mask cut after the tokens were counted", CP_DP,
+            changed_totals(lambda t, _: replace(t, step_tokens=UNCUT_TOKENS)), lambda f: f.tokens / UNCUT_TOKENS,
+            TOKEN, "ragged, some tokens rejected"),
+    Exhibit(57, "habit", "the returned loss divided by K once more", CP_DP,
+            carrier(lambda share, step, _: (share * step.num_shares / step.num_microbatches, ONE)), lambda f: 1 / f.K),
+    Exhibit(57, "habit", "the count dropped from the tuple", CP_DP,
+            carrier(lambda share, step, _: (share * step.num_shares,)), lambda f: f.C),
+    Exhibit(57, "habit", "the count dropped from the tuple under per-token loss", PER_TOKEN,
+            carrier(lambda share, step, _: (share * step.totals.step_active_tokens,)),
+            lambda f: f.active * f.C / f.K),
+    Exhibit(58, "habit", "totals of the micro-batch given as the step's", SIMULATED,
+            weights(totals_of_the_microbatch), Off(0.5), ("token_mean", "sample_mean", "prompt_mean", "constant")),
+    Exhibit(58, "habit", "totals of the rank given as the step's", "dp 4", totals_of_the_rank, Off(0.5),
+            ("token_mean", "sample_mean", "prompt_mean", "constant")),
+    Exhibit(58, "habit", "totals of the last step given as this one's", SIMULATED,
+            changed_totals(lambda *_: StepTotals(step_tokens=OTHER_STEPS_TOKENS)),
+            lambda f: f.tokens / OTHER_STEPS_TOKENS, TOKEN, "ragged, 0/1 masks"),
     # -- the false alarm: the "fix" is the bug
     Exhibit(0, "verl #5983, #5993", "token count summed over D C, where CP ranks hold full masks", CP_DP,
             changed_totals(lambda t, _: replace(t, step_tokens=2 * t.step_tokens)), lambda f: 1 / f.C, TOKEN),
 ]
 # fmt: on
 
-ASKED_FOR = {1, 3, 9, 10, 13, 14, 16, 17, 18, 22, 23, 24, 37, 40, 42, 44, 46}
+ASKED_FOR = {1, 3, 9, 10, 13, 14, 16, 17, 18, 22, 23, 24, 37, 40, 42, 44, 46, *range(52, 59)}
 
 
 # ---- visits

@@ -1,7 +1,9 @@
 """The package as installed: what it imports, what it asks for."""
 
+import functools
 import json
 import re
+import subprocess
 from importlib import metadata
 
 import torch
@@ -20,19 +22,31 @@ from megatron_rl_loss import (
     make_pg_loss_reducer,
 )
 
+FRESH = """
+import sys
+import megatron_rl_loss, megatron_rl_loss.arguments, megatron_rl_loss.frameworks.verl
+from megatron_rl_loss.frameworks import slime
+slime.constant_8
+print([name for name in sys.modules if name.split('.')[0] in ('megatron', 'transformer_engine', 'apex')])
+for name in [name for name in sys.modules if name.split('.')[0] == 'megatron']:
+    del sys.modules[name]
+sys.modules['megatron'] = None
+import megatron_rl_loss.megatron
+"""
 
-def test_the_core_and_the_flags_import_no_megatron() -> None:
-    done = run_code(
-        "import sys, megatron_rl_loss, megatron_rl_loss.arguments, megatron_rl_loss.frameworks.verl\n"
-        "print([name for name in sys.modules if name.split('.')[0] in ('megatron', 'transformer_engine', 'apex')])"
-    )
+
+@functools.cache
+def in_a_fresh_interpreter() -> "subprocess.CompletedProcess[str]":
+    return run_code(FRESH)
+
+
+def test_the_core_the_flags_and_hooks_import_no_megatron() -> None:
+    done = in_a_fresh_interpreter()
     assert done.stdout.strip() == "[]", done.stderr
 
 
 def test_without_megatron_the_core_works_and_the_adapter_says_what_to_install() -> None:
-    done = run_code(
-        "import sys; sys.modules['megatron'] = None\nimport megatron_rl_loss\nimport megatron_rl_loss.megatron"
-    )
+    done = in_a_fresh_interpreter()
     assert done.returncode != 0
     assert "ImportError: megatron_rl_loss.megatron needs Megatron-Core" in done.stderr
     assert "pip install 'megatron-rl-loss[megatron]'" in done.stderr

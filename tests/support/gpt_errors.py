@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import gpt_oracle
+import oracle
 import torch
 from gpt_oracle import Step
 from ranks import run_ranks
@@ -15,11 +16,14 @@ from torch import Tensor
 # gradients, weights: the worst tensor's largest error, relative to its largest entry. updates: the same of what Adam's
 # step added to the weights. overall: the norm of the error of all gradients, relative to the norm. grad_norm: relative.
 # metrics: relative to the same metric of absolute values.
-FP32_BOUNDS = {
-    "gradients": 1e-5, "overall": 1e-5, "grad_norm": 1e-5, "metrics": 1e-5, "weights": 1e-5, "updates": 5e-5
-}  # fmt: skip
+# Four layers at most, whose longest sums are over 32 channels or entries of the vocabulary.
+FP32_BOUNDS = dict.fromkeys(("gradients", "overall", "grad_norm", "metrics", "weights"), oracle.chain_error(4, 32))
+# Of a step that clipping and Adam's square root may make steeper in the gradient.
+FP32_BOUNDS["updates"] = 5 * FP32_BOUNDS["gradients"]
 
 
+# Results of products are rounded to 2^-9, some 2 * 4 * 6 in a chain forward and backward: sqrt(48) * 2^-9 = 0.014, and
+# for an entry many times that. What the bounds tell apart nevertheless: test_bf16_bounds_would_see_another_mode.
 # No bound for updates: storing a weight in bfloat16 rounds it by as much as a step of Adam moves it.
 BF16_BOUNDS = {"gradients": 0.25, "overall": 0.1, "grad_norm": 0.05, "metrics": 0.02, "weights": 0.02}
 

@@ -124,6 +124,15 @@ def sum_error(num_terms: int) -> float:
     return EXACT + num_terms * ROUNDING
 
 
+def chain_error(num_layers: int, longest: int) -> float:
+    """What a layered model in float32 may be off by, relative to a tensor's largest entry, whatever adds up products.
+
+    Forward and backward a value goes through six sums of at most `longest` terms a layer. Their roundings are as good
+    as independent, so n of them add up to sqrt(n); eight times that is not seen.
+    """
+    return 8 * math.sqrt(2 * num_layers * 6 * longest) * ROUNDING
+
+
 def num_tokens(samples: Sequence[Sample]) -> int:
     return sum(len(one.mask) for one in samples)
 

@@ -9,10 +9,10 @@ GPUs must not be forked. A test for more ranks than the machine has GPUs is skip
 
 import contextlib
 import multiprocessing
+import multiprocessing.forkserver
 import os
 import pickle
 import signal
-import socket
 import tempfile
 import time
 import traceback
@@ -36,6 +36,13 @@ if not ON_GPUS:
     _context.set_forkserver_preload(["warm_megatron"])
 
 
+def warm_up() -> None:
+    """Start the process that forks ranks, without waiting for what it imports."""
+    if not ON_GPUS:
+        os.environ["PYTHONPATH"] = _PYTHONPATH  # the server and its children find the same modules as this process
+        multiprocessing.forkserver.ensure_running()
+
+
 class RankError(RuntimeError):
     """Some ranks failed. `errors` holds the exception text by rank; ranks that were stopped have none."""
 
@@ -52,14 +59,17 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
     """
     if ON_GPUS and world_size > torch.cuda.device_count():
         pytest.skip(f"needs {world_size} GPUs, there are {torch.cuda.device_count()}")
-    # The server and its children find the same modules as this process.
-    os.environ["PYTHONPATH"] = _PYTHONPATH
+    warm_up()
+    # In this process, as torchrun has it: a port that is chosen here for a rank may be taken before the rank is there.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     # The server keeps the environment it was started in; ranks get that of now.
     environment = dict(os.environ) | {
         "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(world_size),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(_free_port()),
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
         "GLOO_SOCKET_IFNAME": "lo",
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # Megatron asks for it with tensor or context parallelism
     }
@@ -120,9 +130,3 @@ def _rank_main(
         send.send_bytes(pickle.dumps(outcome))
     # Not a plain return: gloo's threads and Megatron's atexit hooks would wait for peers that are gone.
     os._exit(0)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

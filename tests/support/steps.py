@@ -22,6 +22,7 @@ from torch import Tensor
 from megatron_rl_loss import StepTotals, make_pg_loss_reducer
 
 quick = settings(deadline=None, derandomize=True, max_examples=8)
+quicker = settings(quick, max_examples=4)
 every_counting = pytest.mark.parametrize(("mode", "units"), COUNTINGS, ids=[f"{m}-{u}" for m, u in COUNTINGS])
 
 

@@ -11,3 +11,5 @@ megatron_on_cpu.install()
 import megatron.training  # noqa: F401
 import packed_attention  # noqa: F401
 import pretrain_grpo  # noqa: F401
+import table_step  # noqa: F401
+import tiny_gpt  # noqa: F401

@@ -7,13 +7,14 @@ step, which is what they are written on. Nothing in it comes from the package.
 import argparse
 import doctest
 import itertools
+import runpy
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import oracle
 import pytest
 import torch
-from interpreter import python
 from peer_steps import Batch, deal, random_batch
 from torch import Tensor
 
@@ -317,7 +318,7 @@ def parsed(flags: str) -> AggregationSettings:
 
 def test_by_flag() -> None:
     settings = parsed("--loss-aggregation verl:seq-mean-token-sum-norm --loss-aggregation-divisor 4096")
-    assert settings.describe() == "loss aggregation: constant, divisor 4096, units: all"
+    assert settings.describe() == "loss aggregation: constant, divisor 4096, unit counting all"
     assert settings == AggregationSettings.resolve("verl:seq-mean-token-sum-norm", 4096)
     assert parsed("--loss-aggregation openrlhf:token_level_loss=false").aggregation.units == "active"
     assert parsed("--loss-aggregation open_instruct:1024").aggregation.divisor == 1024
@@ -355,12 +356,13 @@ def test_by_api_an_explicit_counting_is_told_from_none() -> None:
 # ---- the table
 
 
-def test_the_printed_table() -> None:
-    done = python("-m", "megatron_rl_loss", "modes")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == format_modes() + "\n"
-    assert done.stdout.isascii()
-    assert max(map(len, done.stdout.splitlines())) <= 120
-    firsts = [line.split()[0] for line in done.stdout.splitlines() if line]
+def test_the_printed_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["python -m megatron_rl_loss", "modes"])
+    runpy.run_module("megatron_rl_loss", run_name="__main__")
+    printed = capsys.readouterr().out
+    assert printed == format_modes() + "\n"
+    assert printed.isascii()
+    assert max(map(len, printed.splitlines())) <= 120
+    firsts = [line.split()[0] for line in printed.splitlines() if line]
     for word in (*oracle.MODES, *PEERS):
         assert firsts.count(word) == 1, word

@@ -134,16 +134,16 @@ def test_defaults_of_megatron_may_be_absent() -> None:
 @pytest.mark.parametrize(
     ("settings", "line", "uses_prompt_ids"),
     [
-        (AggregationSettings.resolve(), "loss aggregation: sample_mean, units: all", False),
-        (AggregationSettings.resolve(mode="token_mean"), "loss aggregation: token_mean, units: all", False),
+        (AggregationSettings.resolve(), "loss aggregation: sample_mean, unit counting all", False),
+        (AggregationSettings.resolve(mode="token_mean"), "loss aggregation: token_mean, unit counting all", False),
         (
             AggregationSettings.resolve(mode="prompt_mean", units="active"),
-            "loss aggregation: prompt_mean, units: active",
+            "loss aggregation: prompt_mean, unit counting active",
             True,
         ),
         (
             AggregationSettings.resolve(mode="constant", divisor=40960.0),
-            "loss aggregation: constant, divisor 40960, units: all",
+            "loss aggregation: constant, divisor 40960, unit counting all",
             False,
         ),
     ],
@@ -169,7 +169,7 @@ def test_both_spellings_of_a_path_load(path: str, mode: str) -> None:
     reducer = make_pg_loss_reducer(function_of(settings), masks, totals=StepTotals())
     assert float(reducer(torch.tensor([2.0, float("nan"), 4.0]))) == 4
     assert settings.uses_prompt_ids
-    assert settings.describe() == f"loss aggregation: {MODULE}.plain_sum, units: all"
+    assert settings.describe() == f"loss aggregation: {MODULE}.plain_sum, unit counting all"
 
 
 def test_a_path_into_a_package() -> None:

@@ -15,6 +15,8 @@ from megatron_rl_loss.ids import as_ids
 
 #: hashlib.blake2b(text.encode(), digest_size=8).hexdigest() of "prompt/0", "" and "é"
 DIGESTS = ("8310b148311e9803", "e4a6a0577479b2b4", "cb1abf8beff3192f")
+#: and of "step 7/prompt 999/rollout 99"
+LAST_DIGEST = "da9cc41f87fafb29"
 
 
 def test_ints_stay_and_strings_are_hashed_alike_everywhere() -> None:
@@ -24,6 +26,17 @@ def test_ints_stay_and_strings_are_hashed_alike_everywhere() -> None:
     assert hashed.tolist() == [int.from_bytes(bytes.fromhex(one), "little") % 2**61 for one in DIGESTS]
     assert hashed.dtype == torch.int64
     assert hashed.device.type == "cpu"
+
+
+def test_many_strings_stay_apart() -> None:
+    """1e5 of them meet in 32 bits about once, in 16 bits nearly always; in 61 bits once in 1e8 such steps."""
+    names = [f"step 7/prompt {i % 1000}/rollout {i // 1000}" for i in range(100_000)]
+    hashed = as_ids("ids", names, len(names))
+    assert len(hashed.unique()) == len(names)
+    assert int(hashed[-1]) == int.from_bytes(bytes.fromhex(LAST_DIGEST), "little") % 2**61
+    for bits in (16, 32):  # negative control: fewer bits would have joined some of these
+        for part in (hashed % 2**bits, hashed >> (61 - bits)):
+            assert len(part.unique()) < len(names)
 
 
 @pytest.mark.parametrize(

@@ -59,13 +59,13 @@ def ppo(
 
 # log-ratio and advantage of every token: below, inside and above the range, and far enough for the dual clip
 TOKENS = list(itertools.product([-2.0, -0.5, -0.15, 0.0, 0.15, 0.24, 0.5, 1.3, 2.0], [-1.5, -0.1, 0.0, 0.3, 2.0]))
-OLD = [-0.1 * (i % 7) for i in range(len(TOKENS))]
+OLD = [-2.25 - 0.1 * (i % 7) for i in range(len(TOKENS))]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "fp32"])
 @pytest.mark.parametrize("w", [1.0, 0.7], ids=["on-policy", "weighted"])
 @pytest.mark.parametrize("dual", [None, 1.01, 3.0, 20.0], ids=lambda c: f"dual {c}")
-@pytest.mark.parametrize(("low", "high"), [(0.2, None), (0.2, 0.28), (1.0, 5.0), (0.01, 0.01)])
+@pytest.mark.parametrize(("low", "high"), [(0.2, None), (0.1, None), (0.2, 0.28), (1.0, 5.0), (0.01, 0.01)])
 def test_ppo_clip_loss(low: float, high: float | None, dual: float | None, w: float, dtype: torch.dtype) -> None:
     log_probs = torch.tensor([old + log_ratio for old, (log_ratio, _) in zip(OLD, TOKENS, strict=True)], dtype=dtype)
     log_probs.requires_grad_()
@@ -90,11 +90,11 @@ def test_ppo_clip_loss(low: float, high: float | None, dual: float | None, w: fl
             lambda x, t=t, a=advantage: ppo(x, OLD[t], a, low, low if high is None else high, dual, w),
             OLD[t] + log_ratio,
         )
-        # Log-probs up to 3 are rounded to float32 and subtracted, their exp is rounded, and its product with A and w.
-        assert float(loss[t]) == pytest.approx(value, rel=2 * oracle.EXACT, abs=0), TOKENS[t]
-        assert float(log_probs.grad[t]) == pytest.approx(slope, rel=2 * oracle.EXACT, abs=0), TOKENS[t]
+        # Log-probs down to -5 are rounded to float32 and subtracted, their exp is rounded, and its product with A, w.
+        assert float(loss[t]) == pytest.approx(value, rel=3 * oracle.EXACT, abs=0), TOKENS[t]
+        assert float(log_probs.grad[t]) == pytest.approx(slope, rel=3 * oracle.EXACT, abs=0), TOKENS[t]
         assert float(result.clipped[t]) == (advantage != 0 and slope == 0), TOKENS[t]
-        assert float(result.ppo_kl[t]) == pytest.approx(-log_ratio, rel=0, abs=3 * 3 * oracle.ROUNDING)
+        assert float(result.ppo_kl[t]) == pytest.approx(-log_ratio, rel=0, abs=3 * 5 * oracle.ROUNDING)
     assert not result.clipped.requires_grad
     assert not result.ppo_kl.requires_grad
 
@@ -105,6 +105,8 @@ def test_ppo_clip_loss(low: float, high: float | None, dual: float | None, w: fl
         pytest.param(0.0, 2.0, {}, -2.0, 0, id="on-policy"),
         pytest.param(1.0, 2.0, {}, -2.4, 1, id="clipped above"),
         pytest.param(1.0, 2.0, {"clip_high": 0.28}, -2.56, 1, id="clipped above, higher"),
+        pytest.param(1.0, 2.0, {"clip_low": 0.1}, -2.2, 1, id="clipped above as below, where it is not said"),
+        pytest.param(1.0, 2.0, {"clip_low": 0.1, "clip_high": 0.2}, -2.4, 1, id="clipped above, said apart"),
         pytest.param(-1.0, -2.0, {}, 1.6, 1, id="clipped below"),
         pytest.param(-1.0, -2.0, {"clip_low": 0.1}, 1.8, 1, id="clipped below, tighter"),
         pytest.param(-1.0, 2.0, {}, -2 * 0.36787944, 0, id="not clipped: wrong side"),
@@ -118,7 +120,8 @@ def test_ppo_clip_loss(low: float, high: float | None, dual: float | None, w: fl
 def test_ppo_by_hand(
     log_ratio: float, advantage: float, keywords: dict[str, float], loss: float, clipped: float
 ) -> None:
-    result = ppo_clip_loss(torch.tensor([log_ratio]), torch.zeros(1), torch.tensor([advantage]), **keywords)
+    old = torch.full((1,), -2.0)
+    result = ppo_clip_loss(old + log_ratio, old, torch.tensor([advantage]), **keywords)
     assert float(result.per_token_loss) == pytest.approx(loss)
     assert float(result.clipped) == clipped
 
@@ -141,8 +144,10 @@ def test_a_large_ratio_is_clipped_to_a_finite_loss_and_gradient(
     advantage: float, dtype: torch.dtype, log_ratio: float
 ) -> None:
     """Its exp overflows (fp16 beyond 11, the others beyond 88), but the clipped loss is a constant there."""
-    log_probs = torch.tensor([log_ratio], dtype=dtype, requires_grad=True)
-    result = ppo_clip_loss(log_probs, torch.zeros(1, dtype=dtype), torch.tensor([advantage], dtype=dtype))
+    log_probs = torch.zeros(1, dtype=dtype, requires_grad=True)
+    result = ppo_clip_loss(
+        log_probs, torch.full_like(log_probs, -log_ratio).detach(), torch.tensor([advantage], dtype=dtype)
+    )
     result.per_token_loss.sum().backward()
     assert float(result.per_token_loss.detach()) == pytest.approx(-1.2 * advantage, rel=2.0**-8)  # bf16
     assert float(log_probs.grad) == 0
@@ -151,8 +156,8 @@ def test_a_large_ratio_is_clipped_to_a_finite_loss_and_gradient(
 def test_masked_tokens_with_finite_log_probs_leave_the_gradient_alone() -> None:
     """As the module's docstring advises, whatever finite numbers they are."""
     mask = [torch.tensor([1.0, 0.0])]
-    log_probs = torch.tensor([0.1, 0.0], requires_grad=True)
-    old = torch.tensor([0.0, -1e4])
+    log_probs = torch.tensor([-0.4, 0.0], requires_grad=True)
+    old = torch.tensor([-0.5, -1e4])
     reducer = make_pg_loss_reducer("token_mean", mask, totals=StepTotals.from_loss_masks(mask))
     reducer(ppo_clip_loss(log_probs, old, torch.ones(2)).per_token_loss).backward()
     assert log_probs.grad.tolist() == pytest.approx([-(2.718281828**0.1), 0])

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from placements import Place, every_layout, laid_out
-from steps import Step, assert_equals_oracle, quick, random_mask, run_step, steps, totals_of
+from steps import Step, assert_equals_oracle, quick, quicker, random_mask, run_step, steps, totals_of
 from torch import Tensor
 
 from megatron_rl_loss import Samples, StepTotals, samples
@@ -109,6 +109,15 @@ def test_both_see_what_is_unsound(mask: Tensor) -> None:
     assert not bool(DeviceMasks(mask).sound())
 
 
+@pytest.mark.parametrize(("inside", "outside"), [(1e-30, 0.9e-30), (1e30, 1.1e30)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
+def test_both_know_how_small_and_large_a_weight_may_be(inside: float, outside: float, dtype: torch.dtype) -> None:
+    rounded = np.nextafter(np.float32(inside), np.float32(1)) if dtype == torch.float32 else inside
+    for masks in (HostMasks, DeviceMasks):
+        assert bool(masks(torch.tensor([1, float(rounded), 0], dtype=dtype)).sound())
+        assert not bool(masks(torch.tensor([1, outside, 0], dtype=dtype)).sound())
+
+
 # --- whole weights as on a device
 
 
@@ -128,7 +137,7 @@ def test_steps_on_a_device(place: Place, cp_size: int) -> None:
 
 
 @every_layout
-@quick
+@quicker
 @given(step=steps(), units=st.sampled_from(["all", "active"]))
 def test_random_steps_on_a_device(step: Step, units: str, place: Place, cp_size: int) -> None:
     with pytest.MonkeyPatch.context() as patch:

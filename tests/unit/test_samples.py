@@ -186,8 +186,10 @@ def test_in_buffer_puts_values_where_the_masks_are() -> None:
 class Misplaced(Layout):
     """A layout of one's own that says where masks and a CP rank's pieces are, right or wrong."""
 
-    def __init__(self, mask_starts: list[int], segments: list[tuple[int, int]]) -> None:
-        self.starts, self.segments = mask_starts, segments
+    def __init__(
+        self, mask_starts: list[int], segments: list[tuple[int, int]], rest: list[tuple[int, int]] | None = None
+    ) -> None:
+        self.starts, self.segments, self.rest = mask_starts, segments, rest or []
 
     @property
     def total_tokens(self) -> int:
@@ -197,7 +199,9 @@ class Misplaced(Layout):
         return self.starts
 
     def local_segments(self, cp_rank: int, cp_size: int) -> Any:
-        starts, ends = torch.tensor(self.segments).T
+        """The pieces are the last rank's; each other rank holds the rest."""
+        held = self.segments if cp_rank == cp_size - 1 else self.rest
+        starts, ends = torch.tensor(held, dtype=torch.int64).reshape(-1, 2).T
         return starts, ends - starts
 
 
@@ -215,7 +219,8 @@ def test_masks_of_a_layout_stay_in_its_buffer(starts: list[int]) -> None:
 )
 def test_pieces_of_a_layout_stay_in_its_buffer(segments: list[tuple[int, int]]) -> None:
     def held(segments: list[tuple[int, int]]) -> list[float]:
-        local = Samples(ones(3, 3), layout=Misplaced([0, 4], segments)).local(1, 2)
+        rest = [(2, 3), (6, 8)]
+        local = Samples(ones(3, 3), layout=Misplaced([0, 4], segments, rest)).local(1, 2)
         return (local.mask * (local.sample_index + 1)).tolist()
 
     with pytest.raises(ValueError, match=r"Misplaced puts what CP rank 1 of 2 holds at \["):
@@ -230,7 +235,7 @@ def test_pieces_of_a_layout_stay_in_its_buffer(segments: list[tuple[int, int]]) 
     ids=["list", "tuple", "tensor", "array", "bytes"],
 )
 def test_a_layout_may_say_its_positions_in_any_ints(starts: Any) -> None:
-    samples = Samples(ones(3, 3), layout=Misplaced(starts, [(0, 2), (3, 6)]))
+    samples = Samples(ones(3, 3), layout=Misplaced(starts, [(0, 2), (3, 6)], [(2, 3), (6, 8)]))
     assert samples.local(1, 2).mask.tolist() == [1, 1, 0, 1, 1]
 
 

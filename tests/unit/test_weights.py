@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from oracle import NAN
 from placements import Place, every_layout, laid_out
 from refusals import Call, Refusal, check_refusal, each_of
-from steps import Step, divisor_of, ids_of, quick, steps, totals_of
+from steps import Step, divisor_of, ids_of, quicker, steps, totals_of
 
 from megatron_rl_loss import (
     MODES,
@@ -42,7 +42,7 @@ def test_docstring_examples() -> None:
 
 
 @every_layout
-@quick
+@quicker
 @given(step=steps(), units=st.sampled_from(["all", "active"]))
 def test_they_are_the_slopes_of_the_step_loss(step: Step, units: str, place: Place, cp_size: int) -> None:
     """For every token that a rank holds, 0 in padding; over the ranks, every copy has its part."""
@@ -143,10 +143,9 @@ def test_they_are_cut_for_the_rank_and_shared_by_copies(place: Place, cp_size: i
     copies = cp_size if isinstance(placed.layout, Gathered) else 1
     for cp_rank, held in enumerate(placed.held):
         found = token_weights(numbered, samples, StepTotals(), cp_rank=cp_rank, cp_size=cp_size)
-        known = [
-            (w, at) for w, at in zip(found.tolist(), held, strict=True) if at is not None
-        ]  # masks may reach into padding
-        assert [w * copies for w, _ in known] == pytest.approx([100 * at[0] + at[1] + 1 for _, at in known], rel=1e-6)
+        known = [(w * copies, at) for w, at in zip(found.tolist(), held, strict=True) if at is not None]
+        expected = [100 * at[0] + at[1] + 1 for _, at in known]
+        assert [w for w, _ in known] == pytest.approx(expected, rel=oracle.EXACT)
 
 
 def test_no_gradient_goes_to_them() -> None:
@@ -214,9 +213,9 @@ def totals_with(counts: dict[str, Any]) -> StepTotals:
         ),
         pytest.param(
             "prompt_mean",
-            {"prompts.all": 4, "prompts.tokens": {"a": 8, "b": 3, -5: 1}},
+            {"prompts.all": 4, "prompts.tokens": {"a": 8, "b": 5, -5: 1}},
             {"prompt_ids": ["b", "a"]},
-            (10 / 3 + 8 / 8) / 4,
+            (10 / 5 + 8 / 8) / 4,
             id="prompt_mean, string ids",
         ),
         pytest.param(
@@ -239,7 +238,7 @@ def test_totals_by_hand(mode: str, needed: dict[str, Any], keywords: dict[str, A
 
 
 WITH_ROLLOUTS = StepTotals.from_loss_masks(MASKS, rollout_ids=[0, 0], prompt_ids=[0, 0])
-PROMPTS = StepTotals(prompts=UnitCounts(all=2, tokens={0: 4, "a": 1.5}))
+PROMPTS = StepTotals(prompts=UnitCounts(all=2, tokens={0: 8, "a": 6}))
 
 
 def masked(mode: str, totals: StepTotals) -> Call:
@@ -291,12 +290,12 @@ REFUSALS: dict[str, Refusal] = {
             lambda mode=mode, totals=totals: by_hand(mode, totals, prompt_ids=[0, 0]),
             ValueError,
             field,
-            masked(mode, totals),
+            masked(mode, neighbour),
         )
-        for mode, field, totals in [
-            ("token_mean", "step_tokens", StepTotals(step_tokens=0)),
-            ("sample_mean", "rollouts.all", StepTotals(rollouts=UnitCounts(all=0))),
-            ("prompt_mean", "unit's tokens", StepTotals(prompts=UnitCounts(all=1, tokens={0: 0}))),
+        for mode, field, totals, neighbour in [
+            ("token_mean", "step_tokens", StepTotals(step_tokens=0), StepTotals(step_tokens=0)),
+            ("sample_mean", "rollouts.all", *(StepTotals(rollouts=UnitCounts(all=n)) for n in (0, 1))),
+            ("prompt_mean", "unit's tokens", *[StepTotals(prompts=UnitCounts(all=1, tokens={0: 0}))] * 2),
         ]
     },
     "rollout ids in the micro-batch only": (
@@ -305,6 +304,15 @@ REFUSALS: dict[str, Refusal] = {
         "totals without rollouts.tokens",
         lambda: by_hand("sample_mean", WITH_ROLLOUTS, rollout_ids=[0, 0]),
     ),
+    **{
+        f"a rollout that is not in the totals, {mode}": (
+            lambda mode=mode: by_hand(mode, WITH_ROLLOUTS, rollout_ids=[0, 5], prompt_ids=[0, 0]),
+            ValueError,
+            "rollout_ids of sample 1 has no token count",
+            lambda mode=mode: by_hand(mode, WITH_ROLLOUTS, rollout_ids=[0, 0], prompt_ids=[0, 0]),
+        )
+        for mode in ("constant", "sample_mean")
+    },
     "prompt_mean without prompt ids": (
         lambda: by_hand("prompt_mean", PROMPTS),
         ValueError,
@@ -315,26 +323,26 @@ REFUSALS: dict[str, Refusal] = {
         lambda: by_hand("dapo", WITH_ROLLOUTS),
         ValueError,
         "'dapo': there is no such mode. Choose one of sample_mean, prompt_mean, token_mean, constant",
-        lambda: by_hand("token_mean", StepTotals(step_tokens=1)),
+        lambda: by_hand("token_mean", StepTotals(step_tokens=6)),
     ),
     "unknown counting": (
-        lambda: by_hand("token_mean", StepTotals(step_tokens=1), units="some"),
+        lambda: by_hand("token_mean", StepTotals(step_tokens=6), units="some"),
         ValueError,
         "'some': there is no such unit counting. Choose one of all, active",
-        lambda: by_hand("token_mean", StepTotals(step_tokens=1), units="active"),
+        lambda: by_hand("token_mean", StepTotals(step_tokens=6), units="active"),
     ),
     "constant without a divisor": (
-        lambda: by_hand("constant", StepTotals(rollouts=UnitCounts(all=1)), divisor=None),
+        lambda: by_hand("constant", StepTotals(rollouts=UnitCounts(all=2)), divisor=None),
         ValueError,
         "'constant' without a divisor",
-        lambda: by_hand("constant", StepTotals(rollouts=UnitCounts(all=1)), divisor=1),
+        lambda: by_hand("constant", StepTotals(rollouts=UnitCounts(all=2)), divisor=1),
     ),
     **{
         f"divisor {value!r}": (
-            lambda value=value: by_hand("constant", StepTotals(rollouts=UnitCounts(all=1)), divisor=value),
+            lambda value=value: by_hand("constant", StepTotals(rollouts=UnitCounts(all=2)), divisor=value),
             error,
             fragment,
-            lambda: by_hand("constant", StepTotals(rollouts=UnitCounts(all=1)), divisor=1e-3),
+            lambda: by_hand("constant", StepTotals(rollouts=UnitCounts(all=2)), divisor=1e-3),
         )
         for value, error, fragment in [
             (0, ValueError, "divisor 0: it must be finite and above 0"),
@@ -375,10 +383,12 @@ REFUSALS: dict[str, Refusal] = {
         lambda: by_hand("constant", WITH_ROLLOUTS, rollout_ids=[0, 0]),
     ),
     "CP without a layout": (
-        lambda: token_weights("token_sum", Samples(MASKS), StepTotals(), cp_size=2),
+        lambda: token_weights("token_sum", Samples(MASKS), StepTotals(), cp_rank=0, cp_size=2),
         ValueError,
         "cp_size is 2 and no layout was given.*Pass one of megatron_rl_loss.layouts",
-        lambda: token_weights("token_sum", Samples(MASKS, layout=ZigzagTHD([0, 4, 8])), StepTotals(), cp_size=2),
+        lambda: token_weights(
+            "token_sum", Samples(MASKS, layout=ZigzagTHD([0, 4, 8])), StepTotals(), cp_rank=0, cp_size=2
+        ),
     ),
     "own weights of other lengths": (
         own([torch.ones(2), torch.ones(3)]),

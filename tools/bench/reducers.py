@@ -5,9 +5,11 @@
     python tools/bench/reducers.py                                             # ours and the floor only
 
 *build* makes the reducer from the loss masks, *fwd+bwd* reduces the losses (and metrics) and differentiates, *whole* is
-both, measured as one. What is counted once a step is outside, for all: our `StepTotals`, their `rollout_mask_sums`.
+both, measured as one. What is counted once a step is outside, for all: our `StepTotals`, and their denominators where
+they are given any.
 
-- *slime*, *miles*: their `get_sum_of_sample_mean`, called as their `loss_function` calls it. A metric is one more call
+- *slime*, *miles*: their `get_sum_of_sample_mean`, called plainly (``--denominators own``), so that it sums its masks,
+  or as their `loss_function` calls it, with the step's mask sums (``--denominators step``). A metric is one more call
   of the closure and `.clone().detach()`. What their file imports gets stand-ins that know the CP rank and nothing else,
   and answer sooner than the real ones. Also left out in their favour: the scaling of the loss, the count of tokens, and
   what keeps NaN out of the metrics.
@@ -15,42 +17,35 @@ both, measured as one. What is counted once a step is outside, for all: our `Ste
   gradient and one read of each metric (fwd+bwd).
 
 Losses are a float32 leaf, masks int32, metrics float32 without gradient, and there are no ids. All are first checked
-against float64, then take turns, in several passes over all cases, because a shared machine is slower for a while at a
-time. *Busy elsewhere* is how many cores other processes kept busy meanwhile: repeat a run where that is not near 0. A
-turn is several calls after one that warms the caches; ratios are of the fastest turns. On a CPU, memory once freed
-stays with the process: some turns would spend more time on page faults than on anything else.
+against float64. Then they take turns, in several passes over all cases, because a shared machine is slower for a while
+at a time. A turn of one of them is as many calls as fill 4 ms (at least one), timed as one, after one call that warms
+the caches; ratios are of the fastest turns. *Busy elsewhere* is how many cores other processes kept busy meanwhile:
+repeat a run where that is not near 0.
 """
 
 import argparse
-import ctypes
-import gc
 import importlib.util
-import inspect
 import json
 import math
-import os
-import platform
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from datetime import date
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from tabulate import tabulate
+from timing import busy_elsewhere, commit_of, keep_freed_memory, machine, take_turns
 from torch import Tensor
 
 import megatron_rl_loss
 from megatron_rl_loss import StepTotals, ZigzagResponse, make_pg_loss_reducer
 
 PARTS = ("whole", "build", "fwd+bwd")
-TURN_SECONDS = 0.004
-Denominators = Literal["step", "own"]
+DENOMINATORS = {"own": "theirs sum their masks, a plain call", "step": "theirs are given the step's mask sums"}
 Reduce = Callable[[], tuple[Tensor, Sequence[Tensor]]]  # the reduced loss, connected to its graph, and the metrics
 
 
@@ -146,25 +141,17 @@ class Data:
 def ours(data: Data) -> Contestant:
     place: dict[str, Any] = {"totals": data.totals, "cp_rank": data.cp_rank, "cp_size": data.cp_size}
 
-    def make() -> Any:
-        layout = ZigzagResponse(data.total_lengths, data.response_lengths)
-        return make_pg_loss_reducer("sample_mean", data.masks, layout=layout, **place)
-
-    # TODO: remove once with_metrics takes no third argument.
-    needs_itself = len(inspect.signature(make().with_metrics).parameters) > 2
-
     def build() -> Reduce:
-        reducer = make()
-        if not data.metrics:
-            return lambda: (reducer(data.losses), ())
-        if needs_itself:
-            return lambda: reducer.with_metrics(data.losses, data.metrics, reducer)
-        return lambda: reducer.with_metrics(data.losses, data.metrics)
+        layout = ZigzagResponse(data.total_lengths, data.response_lengths)
+        reducer = make_pg_loss_reducer("sample_mean", data.masks, layout=layout, **place)
+        if data.metrics:
+            return lambda: reducer.with_metrics(data.losses, data.metrics)
+        return lambda: (reducer(data.losses), ())
 
     return Contestant(build)
 
 
-def theirs(name: str, module: ModuleType, data: Data, denominators: Denominators) -> Contestant:
+def theirs(name: str, module: ModuleType, data: Data, denominators: str) -> Contestant:
     """Their function as their `loss_function` and `policy_loss_function` use it."""
     keyword = {"slime": "sample_denoms", "miles": "denominators"}[name]
     given = {keyword: data.mask_sums} if denominators == "step" else {}
@@ -222,49 +209,8 @@ def floor(data: Data) -> dict[str, Callable[[], object]]:
 
 
 def parts(data: Data, contestant: Contestant) -> dict[str, Callable[[], object]]:
-    reduce = contestant.build()
-    build = contestant.build
+    build, reduce = contestant.build, contestant.build()
     return {"whole": lambda: data.run(build()), "build": build, "fwd+bwd": lambda: data.run(reduce)}
-
-
-def take_turns(
-    functions: Mapping[str, Callable[[], object]], device: str, seconds: float, repeats: int
-) -> dict[str, list[float]]:
-    """Milliseconds a call of each turn of each function, for `seconds` in all and at least `repeats` turns."""
-    times: dict[str, list[float]] = {name: [] for name in functions}
-    synchronize: Callable[[], None] = torch.cuda.synchronize if device == "cuda" else lambda: None
-    clock = time.perf_counter
-    began, rounds = clock(), 0
-    order = list(functions)
-    gc.collect()
-    gc.disable()
-    try:
-        while rounds < repeats or clock() - began < seconds:
-            for name in order:
-                function = functions[name]
-                synchronize()
-                start = clock()
-                function()
-                synchronize()
-                calls = max(1, min(1000, int(TURN_SECONDS / (clock() - start))))
-                start = clock()
-                for _ in range(calls):
-                    function()
-                synchronize()
-                times[name].append((clock() - start) / calls * 1e3)
-            order = order[1:] + order[:1]
-            rounds += 1
-    finally:
-        gc.enable()
-    return times
-
-
-def busy_elsewhere() -> float | None:
-    """CPU seconds that other processes, and other guests of the host, have taken so far."""
-    if not Path("/proc/stat").exists():
-        return None
-    user, nice, system, _, _, irq, soft_irq, steal = map(int, Path("/proc/stat").read_text().split()[1:9])
-    return (user + nice + system + irq + soft_irq + steal) / os.sysconf("SC_CLK_TCK") - time.process_time()
 
 
 @dataclass
@@ -290,15 +236,16 @@ class Measured:
             functions |= {f"{name} {part}": function for part, function in parts(data, contestant).items()}
         functions |= {f"floor {part}": function for part, function in floor(data).items()}
         began, elsewhere = time.perf_counter(), busy_elsewhere()
-        for name, times in take_turns(functions, args.device, args.seconds / args.passes, args.repeats).items():
+        for name, times in take_turns(functions, args.seconds / args.passes, args.repeats, args.device).items():
             self.times.setdefault(name, []).extend(times)
         self.seconds += time.perf_counter() - began
         self.elsewhere += math.nan if elsewhere is None else (busy_elsewhere() or 0) - elsewhere
 
     def result(self) -> dict[str, Any]:
-        found: dict[str, Any] = asdict(self.case) | {"tokens": self.tokens, "local_tokens": self.local_tokens}
-        found |= {"turns": len(self.times["ours whole"]), "busy_elsewhere": round(self.elsewhere / self.seconds, 2)}
-        found |= {"ms": {}, "ratios": {}}
+        busy = round(self.elsewhere / self.seconds, 2)
+        found: dict[str, Any] = {"size": self.case.size} | asdict(self.case)
+        found |= {"tokens": self.tokens, "local_tokens": self.local_tokens, "turns": len(self.times["ours whole"])}
+        found |= {"busy_elsewhere": busy, "ms": {}, "ratios": {}}
         for part in PARTS:
             of = {name.removesuffix(f" {part}"): times for name, times in self.times.items() if name.endswith(part)}
             ms = {name: {"min": min(times), "median": statistics.median(times)} for name, times in of.items()}
@@ -316,7 +263,7 @@ def to_faster(result: dict[str, Any]) -> float | None:
 def table(results: Sequence[dict[str, Any]], part: str) -> str:
     rows = []
     for result in results:
-        row = {"size": f"{result['samples']}x{result['length']}", "cp": result["cp_size"]}
+        row = {"size": result["size"], "cp": result["cp_size"]}
         row |= {"metrics": result["metrics"], "tokens": result["tokens"], "of this rank": result["local_tokens"]}
         for name, ms in result["ms"][part].items():
             row |= {name: ms["min"], f"{name} median": ms["median"]}
@@ -332,13 +279,13 @@ def goals(results: Sequence[dict[str, Any]]) -> str:
         ratio, goal = to_faster(result), result["goal"]
         if goal is not None:
             outcome = "not measured" if ratio is None else "met" if ratio <= goal else "MISSED"
-            case = f"{result['samples']}x{result['length']} cp{result['cp_size']}, {result['metrics']} metrics"
+            case = f"{result['size']} cp{result['cp_size']}, {result['metrics']} metrics"
             rows.append({"whole, ours / faster of theirs": case, "at most": goal, "is": ratio, "": outcome})
     return f"goals\n{tabulate(rows, headers='keys', floatfmt='.3g')}\n"
 
 
 def plot(results: Sequence[dict[str, Any]], about: Mapping[str, Any], path: Path) -> None:
-    """One marker a case, of its ratio; without a checkout, of our time."""
+    """One marker a size and kind, of its ratio, and a bar at its goal; without a checkout, of our time."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -346,11 +293,13 @@ def plot(results: Sequence[dict[str, Any]], about: Mapping[str, Any], path: Path
 
     compared = to_faster(results[0]) is not None
     figure, axis = pyplot.subplots(figsize=(6, 4.5))
-    for cp_size, metrics in sorted({(result["cp_size"], result["metrics"]) for result in results}):
+    axis.set(yscale="log", xlabel="samples x longest response")
+    kinds = {(result["cp_size"], result["metrics"]) for result in results}
+    for cp_size, metrics in sorted(kinds, key=lambda kind: (-kind[0], kind[1])):
         of = [result for result in results if (result["cp_size"], result["metrics"]) == (cp_size, metrics)]
         color = "C1" if cp_size == 1 else "C0"
         axis.scatter(
-            [result["samples"] for result in of],
+            [result["size"] for result in of],
             [to_faster(result) if compared else result["ms"]["whole"]["ours"]["min"] for result in of],
             label=f"CP {cp_size}, {metrics} metrics",
             marker="s" if cp_size == 1 else "o",
@@ -358,47 +307,15 @@ def plot(results: Sequence[dict[str, Any]], about: Mapping[str, Any], path: Path
             edgecolors=color,
         )
     if compared:
-        axis.axhline(1, color="gray", linewidth=1)
-    axis.set(xscale="log", yscale="log", xlabel="samples in the micro-batch")
+        of = [result for result in results if result["goal"] is not None]
+        sizes, wanted = [result["size"] for result in of], [result["goal"] for result in of]
+        axis.scatter(sizes, wanted, label="at most (goal)", marker="_", s=200, color="gray")
     axis.set_ylabel("ours / faster of theirs, build + fwd + bwd" if compared else "build + fwd + bwd, ms")
     axis.grid(visible=True, which="both", alpha=0.3)
+    axis.tick_params(axis="x", labelrotation=30)
     axis.legend(loc="center left", bbox_to_anchor=(1.02, 0.5))
     axis.set_title(f"{about['device']}, {about['threads']} threads", fontsize=9)
     figure.savefig(path, dpi=110, bbox_inches="tight")
-
-
-def commit_of(checkout: Path) -> str | None:
-    """None without a .git of its own: git would answer for a repository further up."""
-    if not (checkout / ".git").exists():
-        return None
-
-    def git(*arguments: str) -> str:
-        return subprocess.run(["git", "-C", checkout, *arguments], capture_output=True, text=True).stdout.strip()
-
-    return git("rev-parse", "HEAD") + (" and changes" if git("status", "--porcelain", "-uno") else "")
-
-
-def machine(device: str) -> dict[str, Any]:
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    cpu = next((line.split(":")[1].strip() for line in lines if "model name" in line), platform.processor())
-    return {
-        "date": date.today().isoformat(),
-        "device": torch.cuda.get_device_name() if device == "cuda" else cpu,
-        "cpu": cpu,
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-    }
-
-
-def keep_freed_memory() -> None:
-    """glibc: take large blocks from the heap (M_MMAP_MAX = -4) and give nothing back (M_TRIM_THRESHOLD = -1)."""
-    if platform.libc_ver()[0] == "glibc":
-        libc = ctypes.CDLL(None)
-        assert libc.mallopt(-4, 0)
-        assert libc.mallopt(-1, 2**31 - 1)
 
 
 def chosen(sizes: Sequence[str] | None) -> list[Case]:
@@ -417,9 +334,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.add_argument(f"--{name}", type=Path, metavar="PATH", help=f"A checkout of {name}.")
         parser.add_argument(f"--{name}-commit", metavar="HASH", help="Its commit, if the checkout has no .git.")
     parser.add_argument("--sizes", nargs="+", metavar="SAMPLESxLENGTH", help="Only these, as in 8x4096.")
-    parser.add_argument("--equal", action="store_true", help="Equal lengths, not 50 to 100 % of the nominal one.")
-    parser.add_argument("--denominators", choices=("step", "own"), default="step",
-                        help="Give theirs the step's mask sums, as their loss does, or let them sum.")  # fmt: skip
+    parser.add_argument("--equal", action="store_true", help="Equal lengths, not 50 to 100 %% of the nominal one.")
+    parser.add_argument("--denominators", choices=DENOMINATORS, default="own",
+                        help="; ".join(map(": ".join, DENOMINATORS.items())))  # fmt: skip
     parser.add_argument("--seconds", type=float, default=10, help="For each case in all, at least.")
     parser.add_argument("--passes", type=int, default=3, help="Over all cases, which share their seconds.")
     parser.add_argument("--repeats", type=int, default=3, help="Turns in each pass, at least.")
@@ -443,16 +360,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
             continue
         modules[name] = load_theirs(name, checkout, place)
         commits[name] = commit_of(checkout) or getattr(args, f"{name}_commit")
-    print(", ".join(f"{key} {value}" for key, value in about.items()))
+    print(", ".join(f"{key} {value}" for key, value in about.items()), f"({DENOMINATORS[args.denominators]})", sep="\n")
     print(", ".join(f"{key} {value or 'of an unknown commit'}" for key, value in commits.items()), flush=True)
     measured = [Measured(case) for case in chosen(args.sizes)]
     for _ in range(args.passes):
         for one in measured:
             one.once_more(modules, place, args)
     results = [one.result() for one in measured]
-    print()
-    for part in PARTS:
-        print(table(results, part))
+    print("", *(table(results, part) for part in PARTS), sep="\n")
     if args.goals:
         print(goals(results))
     if args.json:

@@ -1,10 +1,11 @@
 """The share of an optimizer step of the example that the step's totals and reducing its losses take.
 
-    SCRIPT=tools/profile_step.py examples/launch_grpo.sh 1 --seq-length 4096 --max-position-embeddings 4096
+    SCRIPT=tools/bench/step.py examples/launch_grpo.sh 1 --seq-length 4096 --max-position-embeddings 4096
 
-Runs `examples/pretrain_grpo.py` and times, on every rank: making `Samples`; `begin_step` without fetching the data
-(totals); `Microbatch.loss` (reducers, metrics, carrier); and the whole of Megatron's `train_step`. The reducers'
-backward is one product a micro-batch and counts to the rest. The first steps, which warm up, are left out.
+Runs `examples/pretrain_grpo.py` and times, on every rank: making `Samples`, which its data iterator does; `begin_step`
+without fetching the data (totals); `Microbatch.loss` (weights, sums, metrics, carrier); and the whole of Megatron's
+`train_step`. The sums' backward is one product a micro-batch and counts to the rest. The first steps, which warm up,
+are left out.
 """
 
 import functools
@@ -17,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
 import pretrain_grpo
 from megatron.training import training

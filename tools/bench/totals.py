@@ -1,6 +1,6 @@
 """What the totals of a step cost as data parallelism (DP) grows: bytes, collectives and time, on gloo and CPU.
 
-    .venv/bin/python tools/bench_totals.py        # 1, 2, 4 and 8 ranks; writes docs/bench/totals-cpu.txt and .json
+    python tools/bench/totals.py        # 1, 2, 4 and 8 ranks; writes docs/bench/totals-cpu.txt and .json
 
 Bytes are what one rank hands to collectives, the largest rank's. Times are those of the slowest rank in its fastest
 round, in milliseconds; with more ranks than cores they mostly show the machine. Masks are short, so that little else
@@ -24,7 +24,7 @@ from tabulate import tabulate
 
 from megatron_rl_loss import StepTotals
 
-OUT = Path(__file__).parent.parent / "docs" / "bench"
+OUT = Path(__file__).parents[2] / "docs" / "bench"
 COUNTED = ("all_reduce", "all_to_all_single", "all_gather_object", "all_gather", "broadcast")
 
 

@@ -1,0 +1,95 @@
+"""How the benchmarks take times, and what they say of the machine they ran on."""
+
+import ctypes
+import gc
+import os
+import platform
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+
+TURN_SECONDS = 0.004
+
+
+def take_turns(
+    functions: Mapping[str, Callable[[], object]], seconds: float, repeats: int, device: str = "cpu"
+) -> dict[str, list[float]]:
+    """Milliseconds a call in each turn of each function, for `seconds` in all and at least `repeats` turns.
+
+    A turn is as many calls as fill 4 ms (at least one, at most 1000), timed as one, after one call that is not timed
+    and warms the caches. All functions have a turn, in an order that rotates, before one has the next.
+    """
+    times: dict[str, list[float]] = {name: [] for name in functions}
+    synchronize: Callable[[], None] = torch.cuda.synchronize if device == "cuda" else lambda: None
+    clock = time.perf_counter
+    order, began, rounds = list(functions), clock(), 0
+    gc.collect()
+    gc.disable()
+    try:
+        while rounds < repeats or clock() - began < seconds:
+            for name in order:
+                function = functions[name]
+                synchronize()
+                start = clock()
+                function()
+                synchronize()
+                calls = max(1, min(1000, int(TURN_SECONDS / (clock() - start))))
+                start = clock()
+                for _ in range(calls):
+                    function()
+                synchronize()
+                times[name].append((clock() - start) / calls * 1e3)
+            order = order[1:] + order[:1]
+            rounds += 1
+    finally:
+        gc.enable()
+    return times
+
+
+def busy_elsewhere() -> float | None:
+    """CPU seconds that other processes, and other guests of the host, have taken so far."""
+    if not Path("/proc/stat").exists():
+        return None
+    user, nice, system, _, _, irq, soft_irq, steal = map(int, Path("/proc/stat").read_text().split()[1:9])
+    return (user + nice + system + irq + soft_irq + steal) / os.sysconf("SC_CLK_TCK") - time.process_time()
+
+
+def keep_freed_memory() -> None:
+    """glibc: take large blocks from the heap (M_MMAP_MAX = -4) and give nothing back (M_TRIM_THRESHOLD = -1).
+
+    Some turns would spend more time on page faults than on anything else.
+    """
+    if platform.libc_ver()[0] == "glibc":
+        libc = ctypes.CDLL(None)
+        assert libc.mallopt(-4, 0)
+        assert libc.mallopt(-1, 2**31 - 1)
+
+
+def machine(device: str = "cpu") -> dict[str, Any]:
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    cpu = next((line.split(":")[1].strip() for line in lines if "model name" in line), platform.processor())
+    return {
+        "date": date.today().isoformat(),
+        "device": torch.cuda.get_device_name() if device == "cuda" else cpu,
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def commit_of(checkout: Path) -> str | None:
+    """None without a .git of its own: git would answer for a repository further up."""
+    if not (checkout / ".git").exists():
+        return None
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", "-C", checkout, *arguments], capture_output=True, text=True).stdout.strip()
+
+    return git("rev-parse", "HEAD") + (" and changes" if git("status", "--porcelain", "-uno") else "")
