@@ -71,6 +71,8 @@ def test_the_sum_is_the_steps_loss(mode: str, dp: int, seed: int) -> None:
     advantages = drop_in(batch.losses, batch.masks, mode, 2, LENGTH, boundaries)
     assert error_of(advantages, batch, mode, dp, seed) < TOLERANCE
     assert not advantages[batch.masks == 0].any()
+    halved = Batch(batch.losses, batch.masks * torch.where(torch.rand_like(batch.masks) < 0.5, 0.5, 1), batch.prompts)
+    assert error_of(drop_in(batch.losses, halved.masks, mode, 2, LENGTH, boundaries), halved, mode) < TOLERANCE
 
 
 def test_negative_control_of_the_comparison() -> None:

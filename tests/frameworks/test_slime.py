@@ -20,8 +20,7 @@ from ranks import RankError, run_ranks
 
 from megatron_rl_loss import StepTotals
 from megatron_rl_loss.frameworks import slime, step_counts
-from megatron_rl_loss.frameworks.slime import make_hook
-from megatron_rl_loss.frameworks.step_counts import StepCounts
+from megatron_rl_loss.frameworks.slime import StepCounts, make_hook
 
 TOLERANCE = oracle.EXACT
 LAYOUTS = [(dp, cp) for dp in (1, 2, 4) for cp in (1, 2, 4)]
