@@ -26,7 +26,7 @@ def apply_loss_reduction_to_advantages_minibatch(
     max_seq_len: int,
     prompt_boundaries: Sequence[tuple[int, int]] | None = None,
 ) -> Tensor:
-    """``w * A``: the plain sum of the losses over the mini-batch's tokens then is its loss in that reduction.
+    """``A * w / mask``: SkyRL's sum of loss * mask over the mini-batch's tokens then is its loss in that reduction.
 
     Args:
         advantages, loss_mask: [rows, tokens] of one mini-batch, an optimizer step; the mask 0/1, bool or weights >= 0.
@@ -56,11 +56,13 @@ def apply_loss_reduction_to_advantages_minibatch(
         list(advantages),
         loss_masks,
         mode=f"skyrl:{loss_reduction}",
-        totals=StepTotals.from_loss_masks(loss_masks, prompt_ids=prompt_ids),
+        totals=StepTotals.from_loss_masks(loss_masks, prompt_ids=prompt_ids, dp_group=None),
         divisor=max_seq_len if loss_reduction == "seq_mean_token_sum_norm" else None,
         prompt_ids=prompt_ids,
     )
-    return torch.stack(folded).to(advantages.dtype) if folded else torch.zeros_like(advantages)
+    if not folded:
+        return torch.zeros_like(advantages)
+    return (torch.stack(folded) / loss_mask.where(loss_mask != 0, 1)).to(advantages.dtype)
 
 
 def _prompt_of_each_row(boundaries: Sequence[tuple[int, int]], rows: int) -> list[int]:

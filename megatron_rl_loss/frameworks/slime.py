@@ -110,7 +110,7 @@ class Hook:
         if self.mode == "token_mean" and (per_token or counts is None) and _fsdp_of_miles() is not None:
             raise refused("hook_token_mean_on_fsdp", hook=self)
         if self.mode == "token_mean" and not per_token and counts is None:
-            raise refused("hook_divided_by_rollouts", hook=self, count_remedy=_COUNT_REMEDY)
+            raise refused("hook_divided_by_rollouts", hook=self)
 
     def _totals(
         self,
@@ -184,12 +184,6 @@ def _constant(divisor: int) -> Hook:
 
 # --- what four arguments do not tell: the step
 
-_COUNT_REMEDY = (
-    "have steps counted: under slime by --rollout-data-postprocess-path megatron_rl_loss.frameworks.slime.count_steps "
-    "--custom-megatron-before-train-step-hook-path megatron_rl_loss.frameworks.slime.begin_step, under miles by "
-    "--custom-megatron-init-path megatron_rl_loss.frameworks.miles.count_steps"
-)
-
 _counted: dict[tuple[int, int], StepCounts] = {}
 
 
@@ -242,7 +236,7 @@ def _tokens_to_divide_by(samples: Samples, per_token: bool, counts: StepCounts |
 
 def _first_of(found: Tensor, mask_sums: Tensor) -> dict[str, object]:
     i = int(found.nonzero()[0])
-    return {"sample": i, "tokens": float(mask_sums[i]), "count_remedy": _COUNT_REMEDY}
+    return {"sample": i, "tokens": float(mask_sums[i])}
 
 
 def _by_sample(

@@ -358,6 +358,30 @@ def test_unit_counting_all_is_refused(mode: str, monkeypatch: pytest.MonkeyPatch
     assert megatron_rl.loss_aggregation(parsed("--loss-aggregation", "token_mean")).settings.mode_name == "token_mean"
 
 
+def test_without_a_flag_train_rl_is_to_train_as_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["train_rl.py"])
+    assert not megatron_rl.is_asked_for(parsed())
+    assert not megatron_rl.is_asked_for(parsed(calculate_per_token_loss=True))  # that is Megatron's
+    for flags in (
+        ["--loss-aggregation", "sample_mean"],
+        ["--loss-aggregation-units", "active"],
+        ["--loss-aggregation-divisor", "8"],
+        ["--loss-aggregation-empty-step", "error"],
+        ["--custom-pg-loss-reducer-function-path", "a.b"],
+    ):
+        assert megatron_rl.is_asked_for(parsed(*flags)), flags
+
+
+def test_a_misspelt_flag_does_not_train_as_stock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron's ignore_unknown_args lets it pass."""
+    monkeypatch.setattr(sys, "argv", ["train_rl.py", "--loss-agregation", "sample_mean"])
+    with pytest.raises(ValueError, match="Write --loss-aggregation"):
+        megatron_rl.is_asked_for(parsed())
+    monkeypatch.setattr(sys, "argv", ["train_rl.py"])
+    with pytest.raises(ValueError, match="the flags were never registered"):
+        megatron_rl.is_asked_for(Namespace())
+
+
 def test_other_unusable_settings_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["train_rl.py"])
     args = parsed("--loss-aggregation", "token_mean")

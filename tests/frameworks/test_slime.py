@@ -85,9 +85,20 @@ HookOfRank = Callable[[int, int], Any]
 
 
 def their_step(
-    step: Rollouts, cp: int, per_token: bool, hook_of: HookOfRank, *, pass_mask_sums: bool = False, poison: bool = False
+    step: Rollouts,
+    cp: int,
+    per_token: bool,
+    hook_of: HookOfRank,
+    *,
+    pass_mask_sums: bool = False,
+    poison: bool = False,
+    kept: list[torch.Tensor] | None = None,
+    padded: int | None = None,
 ) -> tuple[float, torch.Tensor]:
-    """Value and gradient of the step's policy loss after slime's or miles's scaling, Megatron's schedule and DDP."""
+    """Value and gradient of the step's policy loss after slime's or miles's scaling, Megatron's schedule and DDP.
+
+    `kept`: masks after rejection, which the hook is given and their count of tokens is not. `padded`: length of rows.
+    """
     samples, dp = step.samples, len(step.dealt)
     leaves = [(one.poisoned() if poison else one).losses.float().requires_grad_() for one in samples]
     value = torch.zeros((), dtype=torch.float64)
@@ -101,8 +112,10 @@ def their_step(
                 # Every CP rank counts whole masks, each sample at least one token.
                 num_tokens += sum(max(float(mask.sum()), 1.0) for mask in masks)
                 keywords = {"rollout_mask_sums": [step.rollout_mask_sum(i) for i in chosen]} if pass_mask_sums else {}
-                reducer = hook_of(cp_rank, cp)(totals, responses, masks, per_token, **keywords)
-                held = oracle.response_only(totals, responses, totals, cp_rank, cp)
+                shown = masks if kept is None else [kept[i] for i in chosen]
+                reducer = hook_of(cp_rank, cp)(totals, responses, shown, per_token, **keywords)
+                rows = totals if padded is None else [padded] * len(totals)
+                held = oracle.response_only(totals, responses, rows, cp_rank, cp)
                 local = [leaves[chosen[at[0]]][at[1]] for at in held if at is not None]
                 loss = reducer(torch.stack(local) if local else torch.zeros(0, requires_grad=True)).double()
                 if per_token:
@@ -204,6 +217,46 @@ def test_the_worked_batch() -> None:
         assert their_step(step, cp, True, hook_of("token_mean", step.counts()))[0] == pytest.approx(27.5 / 9)
 
 
+def rejecting(step: Rollouts) -> tuple[list[torch.Tensor], Rollouts, float]:
+    """Masks after rejection, which empties a sample; the step of what is left; and the part of tokens that is left."""
+    kept = [one.mask.clone() for one in step.samples]
+    emptied = next(i for i, mask in enumerate(kept) if mask.any())
+    kept[emptied].zero_()
+    for mask in kept[emptied + 1 :: 3]:
+        mask[0] = 0
+    samples = [oracle.Sample(one.losses, mask) for one, mask in zip(step.samples, kept, strict=True)]
+    left = Rollouts(samples, step.total_lengths, step.dealt, step.global_batch_size)
+    return kept, left, oracle.mask_tokens(samples) / oracle.mask_tokens(step.samples)
+
+
+@pytest.mark.parametrize(("dp", "cp"), LAYOUTS)
+@pytest.mark.parametrize("per_token", [True, False])
+def test_rejection_leaves_every_mode_exact(dp: int, cp: int, per_token: bool) -> None:
+    """A token mean then is a sum over the tokens left, divided by those before: their count is taken before, too."""
+    step = step_of(9, dp)
+    kept, left, share = rejecting(step)
+    value, gradient = their_step(step, cp, per_token, hook_of("token_mean", step.counts()), kept=kept)
+    assert disagreement((value / share, gradient / share), left, "token_mean") < TOLERANCE
+    if not per_token:
+        for mode, divisor in (("sample_mean", None), ("constant", 7.0)):
+            result = their_step(step, cp, False, hook_of(mode, divisor=divisor), kept=kept)
+            assert disagreement(result, left, mode, divisor) < TOLERANCE
+
+
+@pytest.mark.parametrize(("dp", "cp"), LAYOUTS)
+def test_padded_rows_of_known_length(dp: int, cp: int) -> None:
+    """miles's qkv_format bshd: rows are cut by a common length, not by their own."""
+    step = step_of(10, dp)
+    counts = step.counts(padded_length=56)
+    for mode, divisor, per_token in (
+        ("sample_mean", None, False),
+        ("constant", 7.0, False),
+        ("token_mean", None, True),
+    ):
+        result = their_step(step, cp, per_token, hook_of(mode, counts, divisor), padded=56)
+        assert disagreement(result, step, mode, divisor) < TOLERANCE
+
+
 # --- negative controls: each plants a bug in what the parity tests above find sound
 
 
@@ -253,6 +306,19 @@ def test_negative_control_wrong_global_batch_size() -> None:
     step = step_of(4, 2)
     result = their_step(step, 2, False, hook_of("token_mean", step.counts(global_batch_size=13)))
     assert disagreement(result, step, "token_mean") > 1e-3
+
+
+def test_negative_control_padded_rows_taken_for_packed_ones() -> None:
+    step = step_of(10, 1)
+    with pytest.raises(ValueError, match="per_token_loss of shape"):
+        their_step(step, 2, False, hook_of("sample_mean", step.counts()), padded=56)
+
+
+def test_negative_control_counts_after_rejection() -> None:
+    step = step_of(9, 2)
+    kept, left, share = rejecting(step)
+    value, gradient = their_step(step, 2, True, hook_of("token_mean", left.counts()), kept=kept)
+    assert disagreement((value / share, gradient / share), left, "token_mean") > 1e-3
 
 
 def test_negative_control_the_wrong_cp_rank() -> None:
@@ -322,12 +388,15 @@ def test_token_mean_refuses_what_it_cannot_see() -> None:
     hook = hook_of("token_mean")(0, 1)
     with pytest.raises(ValueError, match="Add --calculate-per-token-loss"):
         hook([5, 4], [3, 2], MASKS, False)
-    with pytest.raises(ValueError, match=r"sample 1 has 0 mask tokens.*count_steps"):
+    with pytest.raises(
+        ValueError, match=r"sample 1 has 0 mask tokens.*rejection \(TIS\).*slime\.count_steps.*miles\.cou"
+    ):
         hook([5, 4], [3, 2], MASKS, True)
+    hook([5, 4], [3, 2], [MASKS[0], MASKS[0][:2]], True)
     counted = hook_of(
         "token_mean", StepCounts(step_tokens=2.5, num_samples=2, num_masked_samples=0, global_batch_size=2)
     )
-    with pytest.raises(ValueError, match=r"sample 1 has 0\.5 mask tokens"):
+    with pytest.raises(ValueError, match=r"sample 1 has 0\.5 mask tokens.*Use masks of 0 and 1"):
         counted(0, 1)([5, 4], [3, 2], [torch.ones(3), torch.tensor([0.5, 0])], True)
 
 
@@ -343,7 +412,10 @@ def test_rollout_mask_sums_are_checked(sums: list[float], error: str) -> None:
         hook_of("sample_mean")(0, 1)([5, 4], [3, 2], MASKS, False, rollout_mask_sums=sums)
 
 
-@pytest.mark.parametrize("counts", [{"num_samples": -1}, {"step_tokens": float("nan")}, {"global_batch_size": True}])
+@pytest.mark.parametrize(
+    "counts",
+    [{"num_samples": -1}, {"step_tokens": float("nan")}, {"global_batch_size": True}, {"padded_length": -8}],
+)
 def test_step_counts_are_checked(counts: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="finite number >= 0"):
         step_of(1, 1).counts(**counts)
@@ -423,8 +495,23 @@ def test_hooks_by_path_ask_megatron_for_the_cp_place(megatron: SimpleNamespace) 
 
 def test_bshd_rows_under_cp_are_refused(megatron: SimpleNamespace) -> None:
     megatron.qkv_format = "bshd"
-    with pytest.raises(ValueError, match=r"rows are cut by their padded length.*--custom-megatron-init-path"):
+    with pytest.raises(
+        ValueError, match=r"--custom-megatron-init-path megatron_rl_loss\.frameworks\.miles\.count_steps"
+    ):
         slime.sample_mean([5, 4], [3, 2], MASKS, False)
+
+
+def test_bshd_rows_under_cp_are_cut_once_their_length_is_known(megatron: SimpleNamespace) -> None:
+    megatron.qkv_format = "bshd"
+    losses = torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0, 32.0])
+    held = [at[1] for at in oracle.response_only([8], [6], [12], 1, 2) if at is not None]
+    assert held != [at[1] for at in oracle.response_only([8], [6], [8], 1, 2) if at is not None]
+    step_counts.begin(step_of(1, 1).counts(padded_length=12))
+    try:
+        reducer = slime.constant_2([8], [6], [torch.ones(6, dtype=torch.int32)], False)
+    finally:
+        step_counts.begin(None)
+    assert float(reducer(losses[held])) == float(losses[held].sum() / 2)
 
 
 def test_without_parallel_state_the_cp_place_must_be_given() -> None:

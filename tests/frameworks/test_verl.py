@@ -5,9 +5,12 @@ engine multiplies a loss by the number of micro-batches, Megatron's schedule (2-
 averages over DP and CP. verl gathers log-probs over CP so that each rank's gradient reaches its own tokens only.
 """
 
+import importlib
 import inspect
 import itertools
+import sys
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import oracle
@@ -17,6 +20,7 @@ from peer_steps import deal, random_batch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron_rl_loss.frameworks import verl
 from megatron_rl_loss.frameworks.verl import agg_loss
 
 FACTOR = 5.5
@@ -283,3 +287,97 @@ def test_the_host_waits_for_no_device(mode: str) -> None:
     assert loss.device.type == "meta"
     with pytest.raises(RuntimeError):
         float(loss.detach())
+
+
+# ---- the installer, on modules of verl's names
+
+
+def verls_own(
+    loss_mat: Tensor,
+    loss_mask: Tensor,
+    loss_agg_mode: str,
+    dp_size: int = 1,
+    batch_num_tokens: Any = None,
+    global_batch_size: Any = None,
+    loss_scale_factor: Any = None,
+) -> Tensor:
+    return (loss_mat * loss_mask).sum()
+
+
+def of_an_older_verl(loss_mat: Tensor, loss_mask: Tensor, loss_agg_mode: str) -> Tensor:
+    return (loss_mat * loss_mask).sum()
+
+
+LOSSES_MODULE, TRAINER = "verl.workers.utils.losses", "verl.trainer.ppo.ray_trainer"
+
+
+@pytest.fixture
+def core_algos(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """verl's module of that name, where others took `agg_loss` from by name."""
+    names = ["verl", "verl.trainer", "verl.trainer.ppo", "verl.trainer.ppo.core_algos"]
+    modules = [ModuleType(name) for name in (*names, LOSSES_MODULE, TRAINER)]
+    for module in modules:
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    for module in modules[3:]:
+        module.agg_loss = verls_own  # type: ignore[attr-defined]
+    modules[2].core_algos = modules[3]  # type: ignore[attr-defined]
+    modules[3].POLICY_LOSS_REGISTRY = {"vanilla": verls_own, "geo_mean": verls_own}  # type: ignore[attr-defined]
+    monkeypatch.setattr(verl, "_verls_own", None)
+    monkeypatch.delitem(sys.modules, "megatron_rl_loss.frameworks.verl_install", raising=False)
+    return modules[3]
+
+
+def test_importing_the_installer_puts_ours_everywhere_but_into_trainers(
+    core_algos: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    importlib.import_module("megatron_rl_loss.frameworks.verl_install")
+    assert core_algos.agg_loss is sys.modules[LOSSES_MODULE].agg_loss is agg_loss
+    assert sys.modules[TRAINER].agg_loss is verls_own
+    assert of_verl(verl.check_installed().patched) == [core_algos.__name__, LOSSES_MODULE]
+    said = capsys.readouterr().out
+    assert said.startswith("megatron_rl_loss aggregates verl's losses in ")
+    assert f"{core_algos.__name__}, {LOSSES_MODULE}; verl's own, for metrics, in {TRAINER}.\n" in said
+    assert f"{verl.check_installed()}\n" == said
+
+
+def of_verl(modules: tuple[str, ...]) -> list[str]:
+    """Without this one, which has ours by name too."""
+    return [name for name in modules if name.startswith("verl.")]
+
+
+def test_a_module_that_took_verls_later_is_seen_and_can_be_patched(core_algos: Any) -> None:
+    assert of_verl(verl.install().patched) == [core_algos.__name__, LOSSES_MODULE]
+    sys.modules[LOSSES_MODULE].agg_loss = verls_own
+    with pytest.raises(ValueError, match=f"verl's own agg_loss in {LOSSES_MODULE}: .*Call install"):
+        verl.check_installed()
+    assert verl.install() == verl.check_installed()
+
+
+def test_where_nothing_is_installed_it_says_so(core_algos: Any) -> None:
+    with pytest.raises(ValueError, match=r"nothing of this package is active.*external_lib=megatron_rl_loss\.framewo"):
+        verl.check_installed()
+    verl.install()
+    verl.check_installed()
+
+
+def test_geo_mean_is_refused_when_it_is_used(core_algos: Any) -> None:
+    verl.install()
+    with pytest.raises(ValueError, match="never calls agg_loss"):
+        core_algos.POLICY_LOSS_REGISTRY["geo_mean"](None, None, None, None)
+    assert core_algos.POLICY_LOSS_REGISTRY["vanilla"] is verls_own
+
+
+def test_a_verl_without_geo_mean_can_be_patched(core_algos: Any) -> None:
+    del core_algos.POLICY_LOSS_REGISTRY["geo_mean"]
+    verl.install()
+    assert list(core_algos.POLICY_LOSS_REGISTRY) == ["vanilla"]
+
+
+def test_an_older_verl_is_refused(core_algos: Any) -> None:
+    core_algos.agg_loss = of_an_older_verl
+    with pytest.raises(ValueError, match=r"takes loss_mat, loss_mask, loss_agg_mode: .*Use a verl like 1dda039b"):
+        verl.install()
+    assert core_algos.agg_loss is of_an_older_verl
+    core_algos.agg_loss = verls_own
+    verl.install()

@@ -1,6 +1,8 @@
 """The pages on other frameworks say what is so: their names, the versions that were read, and code that runs."""
 
 import re
+import sys
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -42,11 +44,18 @@ def test_the_index_says_which_version_was_read_and_the_pages_the_same() -> None:
         assert f"`{commits[0][0]}` ({commits[0][1]})" in linked[page]
 
 
-def test_the_folding_page_runs() -> None:
+def test_the_folding_page_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = ModuleType("skyrl.train.trainer")
+    package = ModuleType("skyrl.train")
+    package.trainer = trainer  # type: ignore[attr-defined]
+    for module in (ModuleType("skyrl"), package, trainer):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
     blocks = re.findall(r"```python\n(.*?)```", (PAGES / "skyrl.md").read_text(), flags=re.DOTALL)
     masks = torch.tensor([[1.0, 1, 1, 0], [1, 0, 0, 0]])
-    names: dict[str, Any] = {"loss_mask": masks, "advantages": torch.ones(2, 4), "uids": ["a", "b"]}
+    names: dict[str, Any] = {"loss_masks": list(masks), "uids": ["a", "b"]}
     for block in blocks:
         exec(block, names)
-    torch.testing.assert_close(names["advantages"], masks / torch.tensor([[6.0], [2.0]]))
+    normalise = trainer.apply_loss_reduction_to_advantages_minibatch
+    advantages = normalise(torch.ones(2, 4), masks, "prompt_mean", 1, 8, [(0, 1), (1, 2)])
+    torch.testing.assert_close(advantages, masks / torch.tensor([[6.0], [2.0]]))
     assert names["datum_advantages"][1] == pytest.approx([-0.7 / 4, 0, 0, 0])

@@ -1,0 +1,192 @@
+"""How miles's hooks learn of a step: a `train_one_step` and a data iterator of miles's shape, Megatron's real groups.
+
+miles itself is run by real/test_real_miles.py.
+"""
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from ranks import RankError, run_ranks
+
+from megatron_rl_loss.frameworks import miles, slime, step_counts
+
+MASKS = [torch.tensor(mask, dtype=torch.int32) for mask in ([1, 0, 1], [0, 0], [1], [1, 1, 1, 1], [0], [1, 1])]
+
+
+@dataclass
+class DataIterator:
+    """As miles's, before it hands out anything."""
+
+    rollout_data: dict[str, Any]
+    micro_batch_size: int | None = None
+    micro_batch_indices: list[list[int]] | None = None
+    offset: int = 0
+
+
+def train_one_step(
+    args: Any, rollout_id: int, step_id: int, data_iterator: Any, model: Any, num_microbatches: int, num_rollouts: int
+) -> Any:
+    """Of miles's shape: what the hooks know while it runs; or it fails."""
+    if step_id == 13:
+        raise RuntimeError("the step failed")
+    return step_counts.counts_of_this_step()
+
+
+def install(*, step: Any = train_one_step, replicas: int = 1, meshes: Any = ()) -> Any:
+    """Modules of miles's names; returns that of `train_one_step`."""
+    names = ["backends", "backends.megatron_utils", "backends.megatron_utils.model", "backends.training_utils"]
+    names += ["backends.training_utils.parallel", "utils", "utils.multi_lora"]
+    modules = {"miles": ModuleType("miles")} | {f"miles.{name}": ModuleType(f"miles.{name}") for name in names}
+    sys.modules.update(modules)
+    model = modules["miles.backends.megatron_utils.model"]
+    modules["miles.backends.megatron_utils"].model = model  # type: ignore[attr-defined]
+    state = SimpleNamespace(
+        indep_dp=SimpleNamespace(size=replicas), cp=SimpleNamespace(rank=0, size=1), meshes=dict.fromkeys(meshes)
+    )
+    values = {
+        "backends.megatron_utils.model": {"train_one_step": step},
+        "backends.training_utils.parallel": {"_parallel_state": state, "get_parallel_state": lambda: state},
+        "utils.multi_lora": {"is_multi_lora_enabled": lambda args: getattr(args, "multi_lora", False)},
+    }
+    for name, attributes in values.items():
+        vars(modules[f"miles.{name}"]).update(attributes)
+    return model
+
+
+@pytest.fixture
+def miles_modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    before = dict(sys.modules)
+    monkeypatch.setenv("RANK", "1")  # says nothing
+    yield
+    for name in set(sys.modules) - set(before):
+        del sys.modules[name]
+    step_counts.begin(None)
+
+
+# --- what is counted
+
+
+def counted_on_ranks(args: Any, cp: int) -> list[Any]:
+    """Two steps of a rank, by indices and by slices, with and without padded rows; and what is known in between."""
+    from table_step import start
+
+    dp_rank = start(cp=cp).get_data_parallel_rank()
+    model = install()
+    miles.count_steps(args)
+    miles.count_steps(args)  # once is enough
+    mine = MASKS[dp_rank::2]
+    by_indices = DataIterator({"loss_masks": mine}, micro_batch_indices=[[2], [0, 1]])
+    by_slices = DataIterator({"loss_masks": mine, "max_seq_lens": [24] * 3}, micro_batch_size=1)
+    found = []
+    for iterator, offset, count in ((by_indices, 0, 1), (by_indices, 1, 1), (by_slices, 0, 2), (by_slices, 2, 1)):
+        iterator.offset = offset
+        found.append(model.train_one_step(args, 3, 0, [iterator], None, count, num_rollouts=7))
+        found.append(step_counts.counts_of_this_step())
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cp", [1, 2])
+def test_a_steps_counts_are_those_of_all_its_ranks(cp: int) -> None:
+    """By hand: DP rank 0 holds MASKS 0, 2, 4, and rank 1 holds 1, 3, 5."""
+    for found in run_ranks(2 * cp, counted_on_ranks, SimpleNamespace(), cp):
+        steps, between = found[::2], found[1::2]
+        assert between == [None] * 4
+        assert [one.global_batch_size for one in steps] == [7] * 4
+        assert [one.padded_length for one in steps] == [None, None, 24, 24]
+        assert [(one.step_tokens, one.num_samples, one.num_masked_samples) for one in steps] == [
+            (2, 2, 1),  # 4 and 5
+            (7, 4, 1),  # 0, 2, 1 and 3
+            (7, 4, 1),
+            (2, 2, 1),
+        ]
+
+
+def count_a_bad_rank() -> None:
+    from table_step import start
+
+    rank = start().get_data_parallel_rank()
+    model = install()
+    miles.count_steps(SimpleNamespace())  # type: ignore[arg-type]
+    iterator = DataIterator({"loss_masks": MASKS[:1]}, micro_batch_indices=[[rank]])  # there is no second sample
+    model.train_one_step(None, 0, 0, [iterator], None, 1, 1)
+
+
+@pytest.mark.slow
+def test_a_rank_that_cannot_count_stops_all_ranks() -> None:
+    with pytest.raises(RankError) as caught:
+        run_ranks(2, count_a_bad_rank)
+    assert set(caught.value.errors) == {0, 1}
+    assert all("rank 1: IndexError" in text for text in caught.value.errors.values())
+
+
+def test_a_step_that_fails_leaves_no_counts(miles_modules: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = step_counts.StepCounts(step_tokens=1, num_samples=1, num_masked_samples=0, global_batch_size=1)
+    monkeypatch.setattr(miles, "_counts", lambda iterator, num_microbatches, num_rollouts: counts)
+    model = install()
+    miles.count_steps(SimpleNamespace())  # type: ignore[arg-type]
+    assert model.train_one_step(None, 0, 0, [None], None, 1, 1) == counts
+    with pytest.raises(RuntimeError, match="the step failed"):
+        model.train_one_step(None, 0, 13, [None], None, 1, 1)
+    assert step_counts.counts_of_this_step() is None
+
+
+# --- what is refused
+
+
+def other_step(args: Any, data_iterator: Any, num_microbatches: int, global_batch_size: int) -> None: ...
+
+
+def test_a_miles_of_another_shape_is_refused(miles_modules: None) -> None:
+    install(step=other_step)
+    with pytest.raises(
+        ValueError, match=r"no num_rollouts \(args, data_iterator, num_microbatches, global_batch_size\)"
+    ):
+        miles.count_steps(SimpleNamespace())  # type: ignore[arg-type]
+    install()
+    miles.count_steps(SimpleNamespace())  # type: ignore[arg-type]
+
+
+def test_multi_lora_is_refused(miles_modules: None) -> None:
+    install()
+    with pytest.raises(ValueError, match=r"every adapter has a batch of its own.*Drop --custom-megatron-init-path"):
+        miles.count_steps(SimpleNamespace(multi_lora=True))  # type: ignore[arg-type]
+
+
+def test_independent_replicas_are_refused_at_a_step(miles_modules: None) -> None:
+    model = install(replicas=2)
+    miles.count_steps(SimpleNamespace())  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="Megatron's groups end at a replica"):
+        model.train_one_step(None, 0, 0, [DataIterator({"loss_masks": MASKS}, 6)], None, 1, 1)
+
+
+# --- the FSDP backend has no Megatron to ask
+
+
+def test_fsdp_is_asked_for_its_own_place(miles_modules: None) -> None:
+    with pytest.raises(ValueError, match="no parallel state in Megatron"):
+        slime.sample_mean([5], [3], MASKS[:1], False)
+    install(meshes=["dp", "fsdp"])
+    assert float(slime.sample_mean([5], [3], MASKS[:1], False)(torch.tensor([1.0, 2.0, 4.0]))) == 2.5
+    install()  # a state that is none of FSDP's
+    with pytest.raises(ValueError, match="no parallel state in Megatron"):
+        slime.sample_mean([5], [3], MASKS[:1], False)
+
+
+@pytest.mark.parametrize("per_token", [True, False])
+def test_a_token_mean_on_fsdp_is_refused(miles_modules: None, per_token: bool) -> None:
+    install(meshes=["dp", "fsdp"])
+    with pytest.raises(ValueError, match=r"never divides by the step's tokens.*--train-backend megatron"):
+        slime.token_mean([5], [3], MASKS[:1], per_token)
+    counts = step_counts.StepCounts(step_tokens=4, num_samples=1, num_masked_samples=0, global_batch_size=2)
+    hook = slime.make_hook("token_mean", step_counts=lambda: counts)  # whoever knows the step may say so
+    if per_token:
+        with pytest.raises(ValueError, match="never divides"):
+            hook([5], [3], MASKS[:1], True)
+    else:
+        assert float(hook([5], [3], MASKS[:1], False)(torch.tensor([1.0, 2.0, 4.0]))) == 5.0 * 2 / 4
