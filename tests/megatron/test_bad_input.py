@@ -360,6 +360,11 @@ def loss_row(
     return Row(name=name, covers=covers, error=error, given=given, todo=todo, bad=bad, good=good)
 
 
+def halved(microbatch: Any, losses: Tensor, number: int) -> Any:
+    loss, count, report = microbatch.loss(losses)
+    return loss / 2, count, report
+
+
 PART = "losses or metrics that are not this rank's part of the layout (with the likely mix-up)"
 NAMES = "reports whose names change within a step"
 LOSS_ROWS = [
@@ -392,6 +397,8 @@ LOSS_ROWS = [
              "Report the same names every time", named("kl")),
     loss_row("one of two reports missing", NAMES, two_reports("kl"), "reports ['pg_loss', 'kl'] after one",
              "Report the same names every time", two_reports("entropy", "kl")),  # Megatron reads them by name
+    loss_row("a loss divided once more", "a loss or count that the micro-batch did not hand out", halved,
+             "a loss that this micro-batch did not hand out", "Return what"),
     loss_row("a metric that hides the loss", "", lambda m, losses, n: m.loss(losses, {"pg_loss": 2 * losses}),
              "pg_loss", "name", lambda m, losses, n: m.loss(losses, {"pg_loss_2": 2 * losses})),
     loss_row("losses detached", "", lambda m, losses, n: m.loss(losses.detach()), "a loss without a graph",

@@ -168,7 +168,7 @@ def test_the_launch_line_with_its_progress_and_tensorboard(tmp_path: Path) -> No
     parallel = [TP, "1", CP, "2"]
     mode = ["--loss-aggregation", "constant", "--loss-aggregation-divisor", "40960"]
     text = launch(2, *parallel, *mode, "--train-iters", "2", "--tensorboard-dir", str(tmp_path))
-    assert "loss aggregation: constant, divisor 40960, units: all" in text
+    assert "loss aggregation: constant, divisor 40960, unit counting all" in text
     progress = re.findall(r"iteration +2/ +2 \|.*pg_loss: (\S+) \|.*grad norm: (\S+) \|", text)
     alone = re.findall(r"of iteration +2 alone \| pg_loss: (\S+) \| log_prob: (-\S+) \|", text)
     assert len(progress) == len(alone) == 1, text[-3000:]

@@ -229,7 +229,7 @@ REFUSALS: dict[str, Refusal] = {
         cut(torch.ones(2, 4)),
         ValueError,
         r"shape \(2, 4\)",
-        cut(torch.ones(2, 2)),
+        cut(torch.ones(1, 4)),
     ),
 }
 

@@ -284,6 +284,7 @@ def test_a_gather_by_its_backward(backward: Any) -> None:
     torch.testing.assert_close(torch.cat(gradients), weights, rtol=EXACT, atol=0)
 
 
+@pytest.mark.slow
 def test_modes_may_be_read_by_head() -> None:
     command = f"{sys.executable} -m megatron_rl_loss modes | head -n 1; echo ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120)
