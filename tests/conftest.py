@@ -30,13 +30,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if ON_GPUS:
         config.hook.pytest_deselected(items=[item for item in items if "gpus" not in item.keywords])
         items[:] = [item for item in items if "gpus" in item.keywords]
+    items.sort(key=forks_ranks)  # last: by then, what they are forked from has imported Megatron
+
+
+def forks_ranks(item: pytest.Item) -> bool:
+    return isinstance(item, pytest.Function) and hasattr(item.module, "run_ranks")
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Where ranks will be forked, the process that forks them imports Megatron beside the first tests."""
-    modules = {item.module for item in session.items if isinstance(item, pytest.Function)}
-    if any(hasattr(module, "run_ranks") for module in modules) and not session.config.option.collectonly:
+    """Start what takes a while beside the first tests: what ranks are forked from, and modules' own processes."""
+    if session.config.option.collectonly:
+        return
+    if any(map(forks_ranks, session.items)):
         sys.modules["ranks"].warm_up()
+    for module in {item.module for item in session.items if isinstance(item, pytest.Function)}:
+        getattr(module, "start_early", lambda: None)()
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

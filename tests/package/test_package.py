@@ -7,7 +7,7 @@ import subprocess
 from importlib import metadata
 
 import torch
-from interpreter import run_code
+from interpreter import begin, finish
 from repository import ROOT
 
 from megatron_rl_loss import (
@@ -36,8 +36,17 @@ import megatron_rl_loss.megatron
 
 
 @functools.cache
+def begun() -> "subprocess.Popen[str]":
+    return begin(FRESH)
+
+
+#: Begun beside the first tests: see conftest.
+start_early = begun
+
+
+@functools.cache
 def in_a_fresh_interpreter() -> "subprocess.CompletedProcess[str]":
-    return run_code(FRESH)
+    return finish(begun())
 
 
 def test_the_core_the_flags_and_hooks_import_no_megatron() -> None:

@@ -6,5 +6,11 @@ import sys
 from repository import ROOT
 
 
-def run_code(code: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd=ROOT)
+def begin(code: str) -> "subprocess.Popen[str]":
+    pipe = subprocess.PIPE
+    return subprocess.Popen([sys.executable, "-c", code], stdout=pipe, stderr=pipe, text=True, cwd=ROOT)
+
+
+def finish(process: "subprocess.Popen[str]") -> "subprocess.CompletedProcess[str]":
+    out, error = process.communicate(timeout=120)
+    return subprocess.CompletedProcess(process.args, process.returncode, out, error)

@@ -22,6 +22,9 @@ from megatron_rl_loss import (
     truncated_importance_weights,
 )
 
+# Equal rewards are told of; test_said_at_the_door.py has it.
+pytestmark = pytest.mark.filterwarnings("ignore:all rewards are equal")
+
 INF, NAN = float("inf"), float("nan")
 Scalar = Callable[[Tensor], Tensor]
 

@@ -6,8 +6,12 @@ spawned process that imports torch once and forks the ranks, so that it shares n
 Not exercised here: NCCL, and the groups Megatron makes (test_aggregation.py).
 """
 
+import functools
 import multiprocessing
 import os
+import pickle
+import shutil
+import tempfile
 import time
 import traceback
 from collections import Counter
@@ -554,12 +558,12 @@ def rank_main(rank: int, folder: str, pipe: Connection) -> None:
     os._exit(0)  # gloo's threads would wait for peers that are gone
 
 
-def launch_main(folder: str, pipe: Connection) -> None:
-    """In a fresh process: fork the ranks, and hand on what they report."""
+def launch_main(folder: str) -> None:
+    """In a fresh process: fork the ranks, and write down what they report."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     fork = multiprocessing.get_context("fork")
-    receivers, ranks = [], []
+    receivers, ranks, by_rank = [], [], []
     for rank in range(WORLD_SIZE):
         receive, send = fork.Pipe(duplex=False)
         process = fork.Process(target=rank_main, args=(rank, folder, send))
@@ -569,25 +573,33 @@ def launch_main(folder: str, pipe: Connection) -> None:
         ranks.append(process)
     for rank, receive in enumerate(receivers):
         try:
-            pipe.send(receive.recv() if receive.poll(3 * DEADLOCK_S) else {"the launch": f"rank {rank} hangs"})
+            by_rank.append(receive.recv() if receive.poll(3 * DEADLOCK_S) else {"the launch": f"rank {rank} hangs"})
         except EOFError:
-            pipe.send({"the launch": f"rank {rank} died"})
+            by_rank.append({"the launch": f"rank {rank} died"})
     for process in ranks:
         process.kill()
-    pipe.close()
+    Path(folder, "reports").write_bytes(pickle.dumps(by_rank))
+
+
+@functools.cache
+def launched() -> tuple[Any, Path]:
+    folder = Path(tempfile.mkdtemp())
+    launcher = multiprocessing.get_context("spawn").Process(target=launch_main, args=(str(folder),))
+    launcher.start()
+    return launcher, folder
+
+
+#: Started beside the first tests: see conftest.
+start_early = launched
 
 
 @pytest.fixture(scope="module")
-def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[int, Report]]:
+def reports() -> dict[str, dict[int, Report]]:
     """Every case's report by rank."""
-    spawn = multiprocessing.get_context("spawn")
-    receive, send = spawn.Pipe(duplex=False)
-    folder: Path = tmp_path_factory.mktemp("gloo")
-    launcher = spawn.Process(target=launch_main, args=(str(folder), send))
-    launcher.start()
-    send.close()
-    by_rank = [receive.recv() for _ in range(WORLD_SIZE)]
+    launcher, folder = launched()
     launcher.join()  # it ends by itself: every wait in it has a limit
+    by_rank = pickle.loads((folder / "reports").read_bytes())
+    shutil.rmtree(folder)
     failures = [f"rank {rank}, {mine.pop('the launch')}" for rank, mine in enumerate(by_rank) if "the launch" in mine]
     if failures:
         pytest.fail("\n".join(failures), pytrace=False)
