@@ -193,6 +193,88 @@ def test_bf16_masks_are_counted_in_full() -> None:
     assert float(share) == pytest.approx(1, rel=1e-6)
 
 
+# --- sums of losses and metrics, around the edges of the blocks they are added up in
+
+SIZES = (0, 1, 31, 32, 33, 5000, 2**16 - 1, 2**16, 2**16 + 1, 140_000, 2**19 - 1, 2**19, 2**19 + 1)
+
+
+@pytest.fixture(params=["looking", "without looking"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """On the host sums are looked at for NaN; on a device, or compiled, nothing is."""
+    if request.param == "without looking":
+        monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    return str(request.param)
+
+
+def with_weights(weights: Tensor) -> reduction.WeightedSum:
+    mask = torch.ones(len(weights), dtype=torch.bool)
+    return make_pg_loss_reducer(lambda inputs: [weights], [mask], totals=StepTotals())
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("num_tokens", SIZES)
+def test_sums_of_losses_and_metrics(num_tokens: int) -> None:
+    generator = torch.Generator().manual_seed(num_tokens)
+    losses, *metrics = (torch.randn(num_tokens, generator=generator) for _ in range(4))
+    losses.requires_grad_()
+    weights, others = (torch.rand(num_tokens, generator=generator) for _ in range(2))
+    weights[::3] = others[::5] = 0
+    reducer, other = with_weights(weights), with_weights(others)
+    for metric_sum, of_metrics in ((None, weights), (other, others)):
+        share, sums = reducer.with_metrics(losses, metrics, metric_sum)
+        for value, row, weight in zip([share, *sums], [losses, *metrics], [weights, *[of_metrics] * 3], strict=True):
+            assert value.dtype == torch.float32
+            terms = row.detach().double() * weight.double()
+            # Pairwise sums: an addition a doubling, and some terms at a time at the bottom.
+            error = 32 * oracle.ROUNDING * float(terms.abs().sum())
+            assert float(value.detach()) == pytest.approx(float(terms.sum()), rel=0, abs=error)
+        (gradient,) = torch.autograd.grad(share, losses)
+        assert torch.equal(gradient, weights)
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("value", [NAN, INF, -INF], ids=str)
+@pytest.mark.parametrize(
+    ("at", "num_tokens"),
+    [*((at, 140_000) for at in (0, 32, 2**16 - 1, 2**16, 139_999)), (7, 2**19), (2**19, 2**19 + 1)],
+)
+def test_what_does_not_count_is_ignored_and_what_counts_comes_through(value: float, at: int, num_tokens: int) -> None:
+    weights = torch.ones(num_tokens)
+    row, clean = torch.ones(num_tokens), torch.full((num_tokens,), 2.0)
+    row[at] = value
+    for rows in ((row, clean), (clean, row)):
+        share, (metric,) = with_weights(weights).with_metrics(rows[0], [rows[1]])
+        expected = [2.0 * num_tokens if one is clean else value for one in rows]
+        assert [float(share), float(metric)] == pytest.approx(expected, nan_ok=True)
+    weights[at] = 0
+    for rows in ((row, clean), (clean, row)):
+        share, (metric,) = with_weights(weights).with_metrics(rows[0], [rows[1]])
+        kept = num_tokens - 1.0
+        assert [float(share), float(metric)] == [2 * kept if one is clean else kept for one in rows]
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("mode", ["sample_mean", "token_mean"])
+def test_losses_and_metrics_of_several_kinds(mode: str, dtype: torch.dtype) -> None:
+    """Strided, two-dimensional, with a graph of their own; against the float64 oracle."""
+    lengths, generator = [5, 3, 4], torch.Generator().manual_seed(0)
+    masks = [(torch.rand(n, generator=generator) < 0.7).int() for n in lengths]
+    rows = torch.randn(12, 3, generator=generator).to(dtype)
+    totals = StepTotals.from_loss_masks(masks)
+    reducer = make_pg_loss_reducer(mode, masks, totals=totals)
+    losses = rows[:, 0].clone().requires_grad_()
+    metrics = [rows[:, 1], rows[:, 2].contiguous().view(1, 12), rows[:, 1].clone().requires_grad_()]
+    total, found = reducer.with_metrics(losses, metrics, reducer)
+    for value, values in zip([total, *found], [losses, *metrics], strict=True):
+        parts = values.detach().double().reshape(-1).split(lengths)
+        samples = [oracle.sample(loss.tolist(), mask.tolist()) for loss, mask in zip(parts, masks, strict=True)]
+        error = oracle.sum_error(12) * oracle.step_scale(mode, samples)
+        assert float(value.detach()) == pytest.approx(float(oracle.step_loss(mode, samples)), rel=0, abs=error)
+    assert total.requires_grad
+    assert not any(value.requires_grad for value in found)
+
+
 # --- properties
 
 
