@@ -1,0 +1,79 @@
+"""The tokens of one optimizer step, with the weight that was measured for each: what an audit is about.
+
+A token's *effective weight* is the derivative of what the optimizer gets, the reduced and finalised gradient, with
+respect to that token's unreduced loss. How it is measured is others' affair (`megatron.audit`, `check_loss`).
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Split:
+    """How the step was split."""
+
+    num_microbatches: int = 1
+    dp_size: int = 1
+    cp_size: int = 1
+    tp_size: int = 1
+    pp_size: int = 1
+    per_token: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTokens:
+    """Every entry of the step's loss masks, masked ones too; arrays of one length, [num_entries].
+
+    Entries are in order: data-parallel rank, micro-batch, sample, position.
+
+    Attributes:
+        mask: the entry of the loss mask.
+        sample: number of the sample (a row of data) in the step, over all ranks and micro-batches.
+        position: within the sample's mask.
+        dp_rank, microbatch: where the sample was; micro-batches are numbered on each rank from 0.
+        cp_rank: the context-parallel rank that holds the token; -1 where all of them do.
+        rollout, prompt: numbers of the units they belong to; `prompt` is -1 where no ids were given.
+        response_lengths, total_lengths: of each sample, [num_samples], where they are known.
+    """
+
+    mask: Floats
+    sample: Ints
+    position: Ints
+    dp_rank: Ints
+    microbatch: Ints
+    cp_rank: Ints
+    rollout: Ints
+    prompt: Ints
+    response_lengths: Ints | None = None
+    total_lengths: Ints | None = None
+
+    def __len__(self) -> int:
+        return len(self.mask)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredStep:
+    """A step's tokens and the effective weight of each.
+
+    Attributes:
+        tokens: what the masks say there is.
+        weights: the effective weight of each entry, [num_entries]; NaN where the gradient was.
+        split: how the step was split.
+        stray: weight that lies on no entry (padding, other samples' slots): its places and the sum of its sizes.
+        unknown: why there can be no verdict, in sentences; empty if there can be one.
+        notes: what the measurement can and cannot tell, in sentences.
+    """
+
+    tokens: StepTokens
+    weights: Floats
+    split: Split = field(default_factory=Split)
+    stray: tuple[int, float] = (0, 0.0)
+    unknown: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    facts: dict[str, Any] = field(default_factory=dict)
