@@ -17,6 +17,7 @@ from megatron_rl_loss.aliases import resolve
 from megatron_rl_loss.arguments import AggregationSettings, check_command_line, validate_loss_aggregation_args
 from megatron_rl_loss.errors import explain, refused
 from megatron_rl_loss.exchange import agree_on
+from megatron_rl_loss.megatron.audit_interval import IntervalAudits
 from megatron_rl_loss.megatron.groups import groups_of
 from megatron_rl_loss.megatron.handover import ForwardStep, checked
 from megatron_rl_loss.megatron.lookahead import DataIterator, LookAhead, SamplesOf, look_ahead
@@ -62,6 +63,7 @@ class LossAggregation:
         self._pg_collection = pg_collection
         self._totals_of = totals_of
         self._last_step: Step | None = None
+        self._audits = IntervalAudits(settings.audit_interval)
         self._metric_modes: tuple[str, ...] | None = None  # not known before a first step has gone through
 
     @classmethod
@@ -106,14 +108,16 @@ class LossAggregation:
             **kwargs: Any,
         ) -> Any:
             microbatches = self.begin_step(data_iterator, model=model, num_microbatches=num_microbatches)
-            with asking(self.settings.aggregation):
-                return forward_backward_func(
+            training = not kwargs.get("forward_only")
+            with asking(self.settings.aggregation), self._audits.step(model, self._pg_collection, training):
+                reports = forward_backward_func(
                     forward_step_func=checked(forward_step_func),
                     data_iterator=microbatches,
                     model=model,
                     num_microbatches=num_microbatches,
                     **kwargs,
                 )
+            return self._audits.reported(reports) if training else reports
 
         return schedule
 

@@ -38,6 +38,7 @@ class Factor:
         value: f.
         residual: |fin - f * G| / |f * G|.
         rounding: what the residual may be by rounding alone.
+        numel: entries that it was read off; their roundings average out.
         problem: why f cannot be relied on, or "".
     """
 
@@ -45,7 +46,13 @@ class Factor:
     value: float
     residual: float
     rounding: float
+    numel: int
     problem: str = ""
+
+    @property
+    def uncertainty(self) -> float:
+        """What the value may be off by, relative to it."""
+        return self.rounding / math.sqrt(self.numel)
 
 
 @dataclass
@@ -108,23 +115,33 @@ class Anchor:
             magnitude2,
             eps=torch.finfo(self.parameter.main_grad.dtype).eps,  # type: ignore[attr-defined]
             num_terms=int(terms) + dp_cp.size(),
+            numel=self.parameter.numel(),
         )
 
 
 def _fitted(
-    name: str, final_gradient: float, gradient2: float, final2: float, magnitude2: float, *, eps: float, num_terms: int
+    name: str,
+    final_gradient: float,
+    gradient2: float,
+    final2: float,
+    magnitude2: float,
+    *,
+    eps: float,
+    num_terms: int,
+    numel: int,
 ) -> Factor:
     """f and its residual from <fin, G>, <G, G>, <fin, fin> and the square of the sum of absolute gradients."""
     if not math.isfinite(final_gradient + gradient2 + final2):
-        return Factor(name, math.nan, math.nan, math.nan, f"the gradient of {name} is not finite")
+        return Factor(name, math.nan, math.nan, math.nan, numel, f"the gradient of {name} is not finite")
     if gradient2 == 0:
         why = f"no gradient reached {name}" if magnitude2 == 0 else f"the gradients of {name} add up to 0"
-        return Factor(name, math.nan, math.nan, math.nan, why)
+        return Factor(name, math.nan, math.nan, math.nan, numel, why)
     value = final_gradient / gradient2
     # Where gradients cancel, the sum's rounding is that of its terms.
     rounding = _SLACK * eps * math.sqrt(num_terms) * math.sqrt(magnitude2 / gradient2)
     if final2 == 0 or value == 0:
-        return Factor(name, value, math.inf, rounding, f"the finalised gradient of {name} is 0, but not what made it")
+        why = f"the finalised gradient of {name} is 0, but not what made it"
+        return Factor(name, value, math.inf, rounding, numel, why)
     residual = math.sqrt(max(final2 / (value * value * gradient2) - 1, 0.0))
     problem = ""
     if rounding > _TOO_UNCERTAIN:
@@ -135,7 +152,7 @@ def _fitted(
             f"(residual {residual:.2g}, rounding {rounding:.1g}): ranks or micro-batches were scaled apart, left out, "
             "or gradients were there before the step"
         )
-    return Factor(name, value, residual, rounding, problem)
+    return Factor(name, value, residual, rounding, numel, problem)
 
 
 def _summed(values: Tensor, group: Group) -> Tensor:

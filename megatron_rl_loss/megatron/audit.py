@@ -12,7 +12,8 @@ Megatron's DDP, CUDA graphs, no usable parameter, ranks that were scaled apart) 
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,15 +29,17 @@ from torch import Tensor
 from megatron_rl_loss.aliases import Aggregation
 from megatron_rl_loss.audit.assembly import Part, Rows, measured_step, union
 from megatron_rl_loss.audit.tokens import Floats, MeasuredStep, Split
+from megatron_rl_loss.errors import refused
 from megatron_rl_loss.exchange import device_of, if_several
 from megatron_rl_loss.layouts import ZigzagBSHD
 from megatron_rl_loss.megatron.anchor import Anchor, Factor, choose, watching
-from megatron_rl_loss.megatron.groups import gather_to_first, groups_of
+from megatron_rl_loss.megatron.groups import gather_to_first, groups_of, spread_from_first
+from megatron_rl_loss.megatron.handover import Microbatches
 from megatron_rl_loss.samples import Samples
 from megatron_rl_loss.tap import Tapped, Taps, asked_for, listening, tap
 from megatron_rl_loss.totals import attempt
 
-__all__ = ["Audit", "audited", "samples_of_gpt_batch", "tap"]
+__all__ = ["Audit", "audited", "samples_of_known_batch", "tap"]
 
 #: The term that is measured where nothing was tapped: what the model returned to the loss function.
 OUTPUT = "output"
@@ -114,14 +117,21 @@ class Audit:
         """The policy loss (the term named ``pg``, or else the first), on the first rank; None elsewhere."""
         return self.steps.get("pg", next(iter(self.steps.values()), None))
 
+    def agree(self, value: Any) -> Any:
+        """What the first rank gave, on all ranks; all must call it together."""
+        return spread_from_first(value, self._groups)
+
     @property
     def is_first_rank(self) -> bool:
         groups = self._groups
         return not any(group.rank() for group in (groups.tp, groups.pp, groups.cp, groups.dp))
 
     def watch(self, data_iterator: Any) -> Any:
-        """The iterator, or list of iterators, that notes what `samples_of` says of each batch that is taken."""
-        if self._samples_of is None:
+        """The iterator, or list of iterators, that notes what `samples_of` says of each batch that is taken.
+
+        That of a `LossAggregation` stays as it is: its micro-batches are known.
+        """
+        if self._samples_of is None or isinstance(data_iterator, Microbatches):
             return data_iterator
         if not isinstance(data_iterator, list):
             return None if data_iterator is None else _Watched(data_iterator, self._describe)
@@ -184,7 +194,8 @@ class Audit:
             self.steps = _assembled(reports, self._split(max(one.num_microbatches for one in reports)))
 
     @property
-    def _on_last_stage(self) -> bool:
+    def computes_loss(self) -> bool:
+        """Whether this rank is on the last pipeline stage."""
         return self._groups.pp.rank() == self._groups.pp.size() - 1
 
     def _split(self, num_microbatches: int) -> Split:
@@ -202,8 +213,8 @@ class Audit:
         report = _Report(self._groups.pp.rank(), self._factors, float(self._loss_scale))
         report.unknown += _cannot_know(self._config)
         without = [f"The factor of gradients cannot be read: {why}." for why in self._without_anchor]
-        (report.unknown if self._on_last_stage and not self._factors else report.notes).extend(without)
-        if self._on_last_stage and self._groups.tp.rank() == 0:  # over TP, a token's gradient is everywhere the same
+        (report.unknown if self.computes_loss and not self._factors else report.notes).extend(without)
+        if self.computes_loss and self._groups.tp.rank() == 0:  # over TP, a token's gradient is everywhere the same
             self._add_terms(report)
         return report
 
@@ -223,7 +234,7 @@ class Audit:
             report.facts["returned"] = " and ".join(sorted(self._returned))
         dtypes = {tapped.dtype for of_term in heard.values() for tapped in of_term.values()}
         if dtypes:
-            report.facts["loss_dtype"] = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+            report.facts["loss_dtypes"] = sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)
         for number in range(report.num_microbatches):
             samples = self._samples(number)
             if samples is None:
@@ -266,12 +277,19 @@ class Audit:
             )  # fmt: skip
             report.terms.setdefault(term, []).append(part)
 
+    @property
+    def why(self) -> str:
+        """Why `deviation` is not known, as far as this rank can tell."""
+        reasons = [*_cannot_know(self._config), *self._without_anchor]
+        reasons += [f"The factor of gradients cannot be read: {one.problem}." for one in self._factors if one.problem]
+        return " ".join(reasons) or "No policy loss went through a tap, or its weights are not finite."
+
     def deviation(self) -> float | None:
         """The largest |w / asked - 1| over the step's tokens, or the largest weight where none was asked for, in units
         of the largest asked one; None where it cannot be known. All ranks of the last stage must call it together; None
         on other stages.
         """
-        if not self._on_last_stage:
+        if not self.computes_loss:
             return None
         factors = [factor for factor in self._factors if not factor.problem]
         known = bool(factors) and not _cannot_know(self._config) and "pg" in self._taps.heard
@@ -328,9 +346,11 @@ def _assembled(reports: Sequence[_Report], split: Split) -> dict[str, MeasuredSt
             "factor": factor.value,
             "anchor": factor.name,
             "residual": factor.residual,
-            "rounding": factor.rounding,
+            "residual_by_rounding": factor.rounding,
+            "uncertainty": factor.uncertainty,
             "loss_scale": scale,
         }
+    facts["rounding"] = _coarsest(facts.get("loss_dtypes", ()), facts.get("uncertainty", 0.0))
     if unknown:
         notes.append("Weights are up to one factor that is not known.")
     value = 1.0 if factor is None or unknown else factor.value / scale
@@ -350,6 +370,13 @@ def _assembled(reports: Sequence[_Report], split: Split) -> dict[str, MeasuredSt
         )
         for term in reached or terms or ["pg"]
     }
+
+
+def _coarsest(dtypes: Sequence[str], uncertainty: float) -> str:
+    """The floating-point type whose rounding the weights have."""
+    by_type = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-20}
+    of_factor = next((name for name in ("float32", "float16") if uncertainty <= by_type[name]), "bfloat16")
+    return next((name for name in by_type if name in (*dtypes, of_factor)), "float32")
 
 
 def _all_described(reports: Sequence[_Report]) -> Callable[[Part], bool]:
@@ -434,10 +461,24 @@ def _heard_loss(
     return result
 
 
-def samples_of_gpt_batch(batch: Any) -> Samples:
-    """The samples of a batch of Megatron's own GPT data sets: rows of one length, each with its ``loss_mask``."""
-    loss_mask = batch["loss_mask"]
-    return Samples(list(loss_mask), layout=ZigzagBSHD(*loss_mask.shape))
+def samples_of_known_batch(batch: Any) -> Samples:
+    """The samples of a batch that says so itself, or of Megatron's own scripts.
+
+    Known are whatever has them as ``.samples``; rows of Megatron's GPT data sets, by their ``loss_mask``; and what
+    `train_rl.py` iterates over (with the losses of all context-parallel ranks gathered, as main has them).
+
+    Raises ValueError for any other.
+    """
+    samples = getattr(batch, "samples", None)
+    if isinstance(samples, Samples):
+        return samples
+    if isinstance(batch, Mapping) and isinstance(batch.get("loss_mask"), Tensor) and batch["loss_mask"].dim() == 2:
+        return Samples(list(batch["loss_mask"]), layout=ZigzagBSHD(*batch["loss_mask"].shape))
+    if isinstance(batch, Sequence) and "megatron.rl.rl_utils" in sys.modules:
+        from megatron_rl_loss.frameworks import megatron_rl
+
+        return megatron_rl.samples_of(batch)
+    raise refused("batch_not_known", type=type(batch).__name__)
 
 
 def audited(
@@ -451,7 +492,7 @@ def audited(
 
     @functools.wraps(forward_backward_func)
     def schedule(*args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("forward_only") or "model" not in kwargs:
+        if kwargs.get("forward_only"):
             return forward_backward_func(*args, **kwargs)
         with Audit(kwargs["model"], samples_of=samples_of, pg_collection=pg_collection) as audit:
             kwargs["data_iterator"] = audit.watch(kwargs.get("data_iterator"))

@@ -88,7 +88,8 @@ def test_measured_weights_are_the_declared_ones(layout: Layout, record_property:
             ask.case.microbatches, layout.dp, layout.cp, layout.tp, layout.pp,
         )  # fmt: skip
         assert split.per_token == (ask.case.scaling == "per token")
-        assert measured.facts["residual"] <= measured.facts["rounding"]
+        assert measured.facts["residual"] <= measured.facts["residual_by_rounding"]
+        assert measured.facts["rounding"] == "float32"
         assert bool(measured.notes) == (ask.how == "output")
         for _, deviation, _ in (first, *others):
             assert deviation is None or deviation <= EXACT
