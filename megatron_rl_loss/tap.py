@@ -7,6 +7,7 @@ rank: its weight, their factors and the loss scale. What happens to gradients af
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor
@@ -31,6 +32,7 @@ class Tapped:
     samples: Samples | None = None
     asked: Callable[[], Tensor] | None = None
     gradient: Tensor | None = None
+    source: "ReferenceType[Tensor] | None" = None  # not the tensor itself, which would keep its graph
 
     def keep(self, gradient: Tensor) -> None:
         """A tensor hook: returns nothing, so that the gradient goes on as it is."""
@@ -54,6 +56,14 @@ class Taps:
 
     def begin_microbatch(self) -> None:
         self.num_microbatches += 1
+
+    def again(self, losses: Tensor) -> Tapped | None:
+        """What was tapped of these very losses already, in this micro-batch."""
+        taken = [one for of_term in self.heard.values() for number, one in of_term.items() if self._is_now(number)]
+        return next((one for one in taken if one.source is not None and one.source() is losses), None)
+
+    def _is_now(self, number: int) -> bool:
+        return self.num_microbatches in (0, number + 1)
 
     def add(self, name: str, tapped: Tapped) -> None:
         if self.num_microbatches == 0:
@@ -118,7 +128,12 @@ def tap(
         asked: the weight each of them should have, where the caller knows.
     """
     if _listening is not None and torch.is_grad_enabled() and per_token_loss.requires_grad:
-        tapped = Tapped(tuple(per_token_loss.shape), per_token_loss.dtype, samples, asked)
+        again = _listening.again(per_token_loss)
+        if again is not None:  # this package's reducers tap what a user has tapped
+            again.samples, again.asked = again.samples or samples, again.asked or asked
+            return per_token_loss
+        shape, dtype = tuple(per_token_loss.shape), per_token_loss.dtype
+        tapped = Tapped(shape, dtype, samples, asked, source=ref(per_token_loss))
         per_token_loss.register_hook(tapped.keep)
         _listening.add(name, tapped)
     return per_token_loss

@@ -22,7 +22,7 @@ from typing import Any, get_args
 
 from megatron_rl_loss.aliases import Aggregation, resolve
 from megatron_rl_loss.audit.tokens import MeasuredStep
-from megatron_rl_loss.totals import UnitCounting
+from megatron_rl_loss.totals import UnitCounting, attempt
 
 SOUND, NOT_SOUND, NO_VERDICT = 0, 1, 2
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
@@ -71,8 +71,16 @@ def _wrap_schedules(options: Namespace, schedules: ModuleType) -> None:
     def report(audit: Any) -> None:
         nonlocal steps
         steps += 1
-        if steps >= options.step:
-            raise _Measured(audit.agree(_report(options, audit)))
+        if steps < options.step:
+            return
+        expected = audit.asked
+        if options.expect is not None:
+            expected = resolve(options.expect, divisor=options.divisor, units=options.units)
+        told = attempt(lambda: _tell(options, audit, expected)) if audit.is_first_rank else None
+        outcome = audit.agree(f"{type(told).__name__}: {told}" if isinstance(told, Exception) else told)
+        if isinstance(outcome, str):
+            raise RuntimeError(f"The first rank could not tell what was measured: {outcome}")
+        raise _Measured(outcome)
 
     @functools.wraps(get_schedule)
     def get_audited(*args: Any, **kwargs: Any) -> Any:
@@ -81,24 +89,21 @@ def _wrap_schedules(options: Namespace, schedules: ModuleType) -> None:
         samples_of = samples_of_known_batch if options.samples_of is None else _load(options.samples_of)
         return audited(get_schedule(*args, **kwargs), report, samples_of=samples_of)
 
-    schedules.get_forward_backward_func = get_audited  # type: ignore[attr-defined]
+    for module in list(sys.modules.values()):  # schedules itself, and whoever imported the function before
+        if getattr(module, "get_forward_backward_func", None) is get_schedule:
+            module.get_forward_backward_func = get_audited  # type: ignore[attr-defined]
 
 
-def _report(options: Namespace, audit: Any) -> int:
-    """Print and write what was measured, on the first rank; the exit status."""
-    if not audit.is_first_rank:
-        return NO_VERDICT
-    expected = audit.asked
-    if options.expect is not None:
-        expected = resolve(options.expect, divisor=options.divisor, units=options.units)
+def _tell(options: Namespace, audit: Any, expected: Aggregation | None) -> int:
+    """Print and write what was measured; the exit status."""
     measured = audit.steps.get(options.term, audit.measured)
-    status, text, verdict = judged(measured, expected)
+    status, text, as_json = judged(measured, expected)
     others = [name for name, step in audit.steps.items() if step is not measured]
     print(text, flush=True)
     if others:
         print(f"Further terms: {', '.join(others)} (--term NAME judges one).", flush=True)
     if options.json is not None:
-        options.json.write_text(json.dumps(verdict | {"facts": measured.facts}, indent=1) + "\n")
+        options.json.write_text(json.dumps(as_json | {"facts": measured.facts}, indent=1) + "\n")
     return status
 
 
@@ -108,7 +113,8 @@ def judged(measured: MeasuredStep, expected: Aggregation | None) -> tuple[int, s
 
     verdict = judge(measured, expected)
     status = NO_VERDICT if measured.unknown else SOUND if verdict.sound else NOT_SOUND
-    return status, str(verdict), verdict.to_json()
+    as_json = verdict.to_json()
+    return status, str(verdict), json.loads(as_json) if isinstance(as_json, str) else as_json
 
 
 def _load(path: str) -> Any:

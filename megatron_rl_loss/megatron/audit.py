@@ -374,7 +374,7 @@ def _assembled(reports: Sequence[_Report], split: Split) -> dict[str, MeasuredSt
 
 def _coarsest(dtypes: Sequence[str], uncertainty: float) -> str:
     """The floating-point type whose rounding the weights have."""
-    by_type = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-20}
+    by_type = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-18}
     of_factor = next((name for name in ("float32", "float16") if uncertainty <= by_type[name]), "bfloat16")
     return next((name for name in by_type if name in (*dtypes, of_factor)), "float32")
 

@@ -4,6 +4,7 @@
 loss functions of `STOCK` do to a token, as formulas of the counts of each micro-batch and rank.
 """
 
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ import oracle
 import torch
 from gpt_oracle import Rollout
 from ranks import start_process_group
-from tiny_gpt import Batch, Case, Layout, Ready, batches_of, build, dealt, fully_masked
+from tiny_gpt import Batch, Case, Layout, Ready, batches_of, build, dealt, fully_masked, gather_sharded_gradients
 from torch import Tensor
 
 from megatron_rl_loss.arguments import AggregationSettings
@@ -34,6 +35,8 @@ def loss_3(losses: Tensor, mask: Tensor, **_: Any) -> Any:
     return (losses * mask).sum(), (mask != 0).sum().int(), {}
 
 
+OURS = ("ours", "two terms")
+BETA = 0.25  # of the second term
 STOCK: dict[str, Callable[..., Any]] = {
     "2-tuple, local": loss_2_local, "2-tuple, over CP": loss_2_over_cp, "3-tuple": loss_3,
 }  # fmt: skip
@@ -43,13 +46,15 @@ class Ask(NamedTuple):
     """A step to run.
 
     Attributes:
-        loss: a key of `STOCK`, or "ours": `microbatch.loss`.
+        loss: a key of `STOCK`; "ours", which is `microbatch.loss`; or "two terms", of ours.
         how: "tap", "output" (nothing tapped, A = 1 and ratio 1) or "alone" (not audited).
+        with_theta: also measure by the probe parameter (see `Theta`).
     """
 
     case: Case
     loss: str = "ours"
     how: str = "tap"
+    with_theta: bool = False
 
 
 def loss_of(ask: Ask, negative_log_probs: Tensor, batch: Batch) -> Tensor:
@@ -59,8 +64,76 @@ def loss_of(ask: Ask, negative_log_probs: Tensor, batch: Batch) -> Tensor:
     return negative_log_probs * (1.5 + batch.advantages)
 
 
-def run_ask(layout: Layout, ask: Ask, rollouts: list[Rollout], mutate: Callable[[Ready], None] | None) -> Any:
-    """The audit on the first rank, None elsewhere; and this rank's weights after the optimizer's step."""
+class Theta:
+    """The other way to measure, an oracle: a parameter with an entry for each token of the step, added to its loss.
+
+    It is 0, so no number changes. Its finalised gradient is each token's weight by definition, whatever scaled it on
+    the way. The last entry is padding's. `installed` puts it into the model before DDP is made.
+    """
+
+    def __init__(self, rollouts: list[Rollout]) -> None:
+        self.first = [0]
+        for one in rollouts:
+            self.first.append(self.first[-1] + len(one.mask))
+        self.parameter = torch.nn.Parameter(torch.zeros(self.first[-1] + 1))
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
+        from megatron.core import distributed
+
+        make = distributed.DistributedDataParallel
+
+        def make_with_theta(config: Any, ddp_config: Any, model: Any) -> Any:
+            if model.post_process:
+                model.theta = self.parameter
+            return make(config, ddp_config, model)
+
+        distributed.DistributedDataParallel = make_with_theta
+        try:
+            yield
+        finally:
+            distributed.DistributedDataParallel = make
+
+    def of(self, chosen: list[int], bounds: Tensor, cp_rank: int, cp_size: int) -> Tensor:
+        """Of the tokens that a rank holds of a pack, in order; [1, num_local_tokens]."""
+        lengths = [self.first[i + 1] - self.first[i] for i in chosen]
+        sizes = bounds.diff().tolist()
+        slots = oracle.padded_slots([*lengths, *[0] * (len(sizes) - len(lengths))], sizes)
+        held = oracle.zigzag(slots, cp_rank, cp_size)
+        return self.parameter[[[-1 if at is None else self.first[chosen[at[0]]] + at[1] for at in held]]]
+
+    def weights(self, ready: Ready, hands: list[list[list[int]]]) -> Any:
+        """In the order of `expected_weights`."""
+        if ready.chunks[0].ddp_config.use_distributed_optimizer:
+            gather_sharded_gradients(ready.chunks)
+        gradient = self.parameter.main_grad.double()  # type: ignore[attr-defined]
+        chosen = [i for rank in hands for hand in rank for i in hand]
+        parts = [gradient[self.first[i] : self.first[i + 1]] for i in chosen]
+        return torch.cat(parts).numpy(), float(gradient[-1])
+
+
+class Outcome(NamedTuple):
+    """Of one rank.
+
+    Attributes:
+        steps: what was measured of each term, on the first rank.
+        deviation: on the last pipeline stage, of losses of ours.
+        after: gradients, and weights after the optimizer's step.
+        by_theta: on the last stage: the weights, and that of padding.
+    """
+
+    steps: dict[str, Any]
+    deviation: float | None
+    after: list[Any]
+    by_theta: Any
+
+    @property
+    def measured(self) -> Any:
+        """Of the policy loss, or of what was measured instead."""
+        return self.steps.get("pg", next(iter(self.steps.values()), None))
+
+
+def run_ask(layout: Layout, ask: Ask, rollouts: list[Rollout], mutate: Callable[[Ready], None] | None) -> Outcome:
     from megatron.core import parallel_state as mpu
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -68,23 +141,32 @@ def run_ask(layout: Layout, ask: Ask, rollouts: list[Rollout], mutate: Callable[
     from megatron_rl_loss.megatron.audit import Audit, tap
 
     case = ask.case
-    ready = build(layout, case, "packed")
+    theta = Theta(rollouts)
+    with theta.installed() if ask.with_theta else contextlib.nullcontext():
+        ready = build(layout, case, "packed")
     if mutate is not None:
         mutate(ready)
     dp_rank, cp_rank = mpu.get_data_parallel_rank(), mpu.get_context_parallel_rank()
     batches = [batch.cuda() for batch in batches_of(rollouts, case, layout.dp, dp_rank, layout.cp, cp_rank)]
+    hands = dealt(len(rollouts), fully_masked(rollouts), layout.dp, case.microbatches, case.lopsided)
+    number = {id(batch): m for m, batch in enumerate(batches)}
 
     def forward_step(iterator: Iterator[Any], model: Any) -> Any:
         taken = next(iterator)
-        batch: Batch = taken.data if ask.loss == "ours" else taken
+        batch: Batch = taken.data if ask.loss in OURS else taken
         output = model(
             batch.tokens, batch.positions, None, labels=batch.labels, packed_seq_params=batch.packed_seq_params()
         )
 
         def loss_func(negative_log_probs: Tensor) -> Any:
             losses = loss_of(ask, negative_log_probs, batch)
+            if ask.with_theta:
+                losses = losses + theta.of(hands[dp_rank][number[id(batch)]], batch.bounds, cp_rank, layout.cp)
             if ask.loss == "ours":
                 return taken.loss(losses)
+            if ask.loss == "two terms":
+                share = taken.pg_loss(losses) + BETA * taken.token_mean(negative_log_probs.square())
+                return taken.carry(share, {"both": share})
             full_count = sum(int((mask != 0).sum()) for mask in batch.samples.loss_masks)
             if ask.how == "tap":
                 tap(losses)
@@ -106,7 +188,7 @@ def run_ask(layout: Layout, ask: Ask, rollouts: list[Rollout], mutate: Callable[
 
     def step(data_iterator: Any) -> None:
         run = schedule
-        if ask.loss == "ours":
+        if ask.loss in OURS:
             run = LossAggregation(settings, lambda batch: batch.samples).wrap_schedule(schedule)
         run(
             forward_step_func=forward_step,
@@ -122,21 +204,24 @@ def run_ask(layout: Layout, ask: Ask, rollouts: list[Rollout], mutate: Callable[
     if ask.how == "alone":
         step(data_iterator)
     else:
-        samples_of = None if ask.loss == "ours" else (lambda batch: batch.samples)
+        samples_of = None if ask.loss in OURS else (lambda batch: batch.samples)
         with Audit(ready.chunks, samples_of=samples_of) as audit:
             step(audit.watch(data_iterator))
+    by_theta = None
+    if ask.with_theta and mpu.is_pipeline_last_stage(ignore_virtual=True):
+        by_theta = theta.weights(ready, hands)
     grads = [parameter.main_grad.clone() for chunk in ready.chunks for parameter in chunk.parameters()]
     succeeded, _, _ = ready.optimizer.step()
     assert succeeded
     after = [parameter.detach().clone() for chunk in ready.chunks for parameter in chunk.parameters()]
-    measured = None if audit is None or not audit.is_first_rank else audit.measured
-    deviation = None if audit is None or ask.loss != "ours" else audit.deviation()
-    return measured, deviation, [value.float().numpy() for value in [*grads, *after]]
+    steps = {} if audit is None else audit.steps
+    deviation = None if audit is None or ask.loss not in OURS else audit.deviation()
+    return Outcome(steps, deviation, [value.float().numpy() for value in [*grads, *after]], by_theta)
 
 
 def run_steps(
     layout: Layout, asks: list[Ask], rollouts: dict[Any, list[Rollout]], mutation: str | None = None
-) -> list[Any]:
+) -> list[Outcome]:
     """On one rank."""
     mutate = None if mutation is None else mutations[mutation].make
     from megatron.core import parallel_state as mpu
@@ -205,6 +290,11 @@ def leave_gradients(ready: Ready) -> None:
         chunk.zero_grad_buffer = lambda number=number: begin(number)
 
 
+def scale_losses(ready: Ready) -> None:
+    """As fp16 training does; the optimizer would divide by it again."""
+    ready.config.grad_scale_func = lambda loss: loss * 2.0**10
+
+
 class Mutation(NamedTuple):
     make: Callable[[Ready], None]
     layout: Layout
@@ -217,6 +307,7 @@ mutations = {
     "stages are scaled apart": Mutation(scale_a_stage_apart, _PP2, "no weight holds for all parameters"),
     "no anchor": Mutation(freeze_the_anchors, _DP2, "no parameter can be relied on"),
     "graphs": Mutation(capture_graphs, _DP2, "CUDA graphs replay"),
+    "losses are scaled": Mutation(scale_losses, _DP2, ""),
     "gradients of before": Mutation(leave_gradients, _DP2, "gradients were there before the step"),
 }
 
@@ -249,7 +340,7 @@ def expected_weights(layout: Layout, ask: Ask) -> dict[str, Any]:
                 c = holder[k, t]
                 for name, value in zip(columns, (entry, d, m, c, t), strict=True):
                     columns[name].append(value)
-                if ask.loss == "ours":
+                if ask.loss in OURS:
                     weights.append(float(asked[i][t]))
                     continue
                 size = counts[c] if ask.loss != "2-tuple, over CP" else sum(counts)
