@@ -76,6 +76,7 @@ FACTORS = {
         " counted before the mask was cut",
         (29, 56, 58),
     ),
+    "empty_parts": Cause("only parts that have an active token are averaged over", (34, 54)),
     "generation": Cause("the denominator is the generation batch's, not the optimizer step's", (29,)),
     "factor": Cause("a factor that no size or count of the step explains"),
     "sign": Cause("the sign is turned: what was to be minimised is maximised"),
@@ -100,7 +101,9 @@ PARTS = {
         (3, 9),
     ),
     ("units", "microbatch"): Cause("each micro-batch is divided by its own number of {unit}s", (11, 21, 47, 58)),
-    ("units", "microbatch_over_dp"): Cause("each micro-batch is divided by its own number of {unit}s over DP", (11, 58)),
+    ("units", "microbatch_over_dp"): Cause(
+        "each micro-batch is divided by its own number of {unit}s over DP", (11, 58)
+    ),
     ("units", "dp_rank"): Cause("each data-parallel rank is divided by its own number of {unit}s", (32, 58)),
     ("units", "rank"): Cause("each rank is divided by its own number of {unit}s", (58,)),
     ("units", "cp_place"): Cause("each CP rank is divided by the number of {unit}s it holds something of", (58,)),
@@ -110,6 +113,11 @@ PARTS = {
     ("by_rows", "dp_rank"): Cause(
         "ranks' own token means are averaged by their number of rows, which is no token mean", (14,)
     ),
+    ("real", "microbatch"): Cause(
+        "each micro-batch is divided by its own tokens, and a rank averages over those of its micro-batches that are"
+        " not empty",
+        (34, 54),
+    ),
     ("divided_again", "microbatch"): Cause("divided once more by the micro-batch's own tokens", (5,)),
 }
 
@@ -117,6 +125,7 @@ PARTS = {
 OTHERS = {
     "other_mode": Cause("another mode than asked", (12,)),
     "own_tokens_of_part": Cause("a {unit}'s tokens are counted in each part of it alone, not in the step", (45, 58)),
+    "samples_of_prompt": Cause("the mean over prompts of the mean over their samples"),
     "counted_otherwise": Cause("a {unit}'s tokens are counted otherwise: {counting}", (40, 42)),
     "power_of_length": Cause("weighted by a power of its length"),
     "law": Cause("a factor that follows a count"),

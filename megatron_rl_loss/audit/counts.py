@@ -6,7 +6,6 @@ A *cell* is what one context-parallel rank holds of one sample: nothing that a l
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
 
 import numpy as np
 
@@ -22,9 +21,8 @@ SCOPES: dict[str, tuple[str, tuple[str, ...]]] = {
     "cp_place": ("what the CP rank holds of the micro-batch", ("dp_rank", "microbatch", "cp_rank")),
 }
 
-Change = Callable[[Floats, Floats], Floats]
-Unit = Literal["scope", "prompt", "rollout", "sample"]
 
+Change = Callable[[Floats, Floats], Floats]
 #: How tokens are counted, in words.
 COUNTINGS = {
     "mask": "mask tokens",
@@ -45,13 +43,17 @@ COUNTINGS = {
 class Count:
     """One quantity within a scope: the ``tokens`` of a unit (or of the scope itself), or how many units there are.
 
-    Units may be counted by ``unit``: the samples of a prompt.
+    Attributes:
+        what: ``tokens``, or which units: ``prompt``, ``rollout``, ``sample``, ``microbatch``.
+        scope: a key of `SCOPES`.
+        counting: of tokens a key of `COUNTINGS`; of units ``all``, or ``active`` for those with a token there.
+        unit: whose tokens (or samples) they are: ``scope`` for all in the scope, or a unit's part of it.
     """
 
-    what: Literal["tokens", "prompt", "rollout", "sample"]
+    what: str
     scope: str = "step"
-    counting: str = "mask"  # of tokens; of units: "all" or "active"
-    unit: Unit = "scope"  # whose tokens
+    counting: str = "mask"
+    unit: str = "scope"
 
     @property
     def words(self) -> str:
@@ -74,9 +76,8 @@ class Cells:
     def __init__(self, tokens: StepTokens, split: Split) -> None:
         self.split = split
         places = int(tokens.cp_rank.max(initial=-1)) + 2
-        keys, first, inverse = np.unique(
-            tokens.sample * places + tokens.cp_rank + 1, return_index=True, return_inverse=True
-        )
+        keys = tokens.sample * places + tokens.cp_rank + 1
+        _, first, inverse = np.unique(keys, return_index=True, return_inverse=True)
         self.of_entry: Ints = inverse.reshape(-1)
         self.ids = {name: getattr(tokens, name)[first] for name in ("sample", "cp_rank", "dp_rank", "microbatch")}
         for unit in ("rollout", "prompt"):
@@ -145,7 +146,7 @@ class Cells:
             return self._tokens(count.counting, group, scope)
         names = scope if count.unit == "scope" else (*scope, count.unit)
         group, _ = self.groups(names)
-        pair, number = self.groups((*names, count.what))
+        pair, number = self.groups((*dict.fromkeys((*names, count.what)),))
         scope_of_pair = np.zeros(number, np.int64)
         scope_of_pair[pair] = group
         counts = np.ones(number) if count.counting == "all" else _sums(pair, self.tokens) > 0

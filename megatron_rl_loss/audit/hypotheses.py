@@ -8,15 +8,16 @@ A hypothesis is the weight of a token beside its mask, up to one number:
 are the same products over a micro-batch, a rank or a CP place, and other ways of counting.
 """
 
+import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
 from megatron_rl_loss.aliases import NAMES, Aggregation
-from megatron_rl_loss.audit.counts import COUNTINGS, SCOPES, Cells, Count, Unit
+from megatron_rl_loss.audit.counts import COUNTINGS, SCOPES, Cells, Count
 from megatron_rl_loss.audit.tokens import Floats, StepTokens
 from megatron_rl_loss.modes import MODES, Mode
 from megatron_rl_loss.samples import Samples
@@ -52,30 +53,71 @@ class Hypothesis:
         return max(scopes, key=list(SCOPES).index, default="step")
 
     @property
+    def kind(self) -> tuple[str, ...]:
+        """What it counts and where, but not how."""
+        counts = (self.size, self.units, self.times, self.again)
+        named = [f"{one.what} of {one.unit} in {one.scope}" if one is not None else "" for one in counts]
+        return (self.mode, *named, str(self.again_power))
+
+    @property
     def local(self) -> bool:
         return self.part != "step" or (self.units is not None and self.units.unit != "scope")
 
-    def shape(self, cells: Cells) -> Floats:
-        """v up to one number, for each cell."""
+    def shape(self, cells: Cells, value: Callable[[Count], Floats]) -> Floats:
+        """v up to one number, for each cell; `value` gives a count for each cell."""
         values = np.ones(len(cells))
         for count, power in ((self.size, -1), (self.units, -1), (self.times, 1), (self.again, self.again_power)):
             if count is not None:
-                values = values * np.maximum(cells.values(count), 1e-300) ** power
+                with np.errstate(divide="ignore", invalid="ignore"):  # of cells without an active token
+                    values = values * value(count) ** float(power)
         return values
+
+    def of_the_step(self) -> "Hypothesis":
+        """The same with every count over the whole step: a mode of the table."""
+        size = None if self.size is None else replace(self.size, scope="step", counting="mask")
+        units = None
+        if self.units is not None and self.units.what != "microbatch":
+            counting = "all" if self.units.scope != "step" or self.units.unit != "scope" else self.units.counting
+            units = replace(self.units, scope="step", unit="scope", counting=counting)
+        return Hypothesis(self.mode, size, units)
+
+    def counted_plainly(self) -> "Hypothesis":
+        """The same with tokens counted by the mask."""
+        return self if self.size is None else replace(self, size=replace(self.size, counting="mask"))
 
     def natural(self, cells: Cells) -> float:
         """What it would be divided by if the parts were averaged: their number, or the total of `times`."""
         if self.times is not None:
             return float(cells.values(replace(self.times, scope="step"))[0])
+        return averages_of_parts(self, cells, "all")
+
+    def words(self, cells: Cells, asked: Aggregation) -> str:
+        """As a sentence's subject, with the names that other frameworks have for it."""
+        base = MODES[self.mode]
+        counting = asked.units if self.units is None else self.units.counting
+        divisor = f" with divisor {asked.divisor:g}" if base.takes_divisor and asked.divisor is not None else ""
+        units = f", unit counting {counting}" if base.unit != "step" and not self.local else ""
+        known = aliases(self.mode, counting)
+        if self.again is not None:
+            verb = "divided" if self.again_power < 0 else "multiplied"
+            return f"{self.mode}{divisor}, {verb} once more by {self.again.words}"
+        odd = [COUNTINGS[count.counting] for count in (self.size,) if count is not None and count.counting != "mask"]
+        counted = f", tokens counted as {odd[0]}" if odd else ""
+        if not self.local:
+            also = f" ({', '.join(known[:3])})" if known and not odd else ""
+            return f"{self.mode}{divisor}{units}{counted}{also}"
         if self.units is not None and self.units.unit != "scope":
-            return float(cells.groups((self.units.unit,))[1])
-        if self.size is not None and self.size.unit == "scope":
-            return float(cells.number_of(self.part))
-        if self.units is not None and self.units.scope != "step":
-            return float(cells.number_of(self.part))
-        if self.size is not None and self.size.scope in ("cp_place", "rank"):
-            return float(cells.groups(("cp_rank",))[1])  # the mean over CP ranks of each one's mean
-        return 1.0
+            return f"the mean over {self.units.unit}s of the mean over their {self.units.what}s"
+        inexact = [peer.alias for peer in NAMES if peer.mode is None and peer.nearest == self.mode]
+        names = inexact if self.part == "microbatch" and self.size is not None and self.size.unit == "scope" else []
+        names += [f"{alias} over these counts" for alias in known[:1]]
+        also = f" ({', '.join(names)})" if names else ""
+        average = (
+            "their sum weighted by rows"
+            if self.times is not None
+            else f"the mean of all {averages_of_parts(self, cells, 'all'):g}"
+        )
+        return f"{self.mode}{divisor} over the own counts of {SCOPES[self.part][0]}{counted}, {average}{also}"
 
     @property
     def cost(self) -> float:
@@ -84,6 +126,23 @@ class Hypothesis:
         odd = [count for count in counts if count.what == "tokens" and count.counting != "mask"]
         parts = 1.5 * self.local + 0.5 * (len({count.scope for count in counts if count.scope != "step"}) > 1)
         return parts + len(odd) + (self.times is not None) + 2.5 * (self.again is not None)
+
+
+def averages_of_parts(hypothesis: Hypothesis, cells: Cells, counting: str) -> float:
+    """Over how many parts a mean would be taken: all, or those with an active token."""
+    size, units = hypothesis.size, hypothesis.units
+    if units is not None and units.what == "microbatch":
+        names: tuple[str, ...] = ("dp_rank", "cp_rank") if hypothesis.part == "cp_place" else ("dp_rank",)
+    elif units is not None and units.unit != "scope":
+        names = (units.unit,)
+    elif (size is not None and size.unit == "scope") or (units is not None and units.scope != "step"):
+        names = SCOPES[hypothesis.part][1]
+    elif size is not None and size.scope in ("cp_place", "rank"):
+        names = ("cp_rank",)  # the mean over CP ranks of each one's mean
+    else:
+        names = ()
+    group, number = cells.groups(names)
+    return float(number if counting == "all" else len(np.unique(group[cells.tokens > 0])))
 
 
 def asked_weights(tokens: StepTokens, aggregation: Aggregation) -> Floats:
@@ -102,7 +161,7 @@ def asked_weights(tokens: StepTokens, aggregation: Aggregation) -> Floats:
             rollout_ids=rollouts[begin:end].tolist() if split_rollouts else None,
             prompt_ids=None if prompts is None else prompts[begin:end].tolist(),
         )
-        for begin, end in zip(cuts, cuts[1:], strict=False)
+        for begin, end in itertools.pairwise(cuts)
         if end > begin
     ]
     totals = reduce_step_totals(microbatches)
@@ -117,7 +176,7 @@ def hypothesis_of(aggregation: Aggregation, cells: Cells) -> Hypothesis | None:
 
 
 def _over(mode: Mode, counting: str, cells: Cells, size_scope: str = "step", units_scope: str = "step") -> Hypothesis:
-    unit: Unit = "scope" if mode.unit == "step" else mode.unit
+    unit = "scope" if mode.unit == "step" else mode.unit
     size = None if mode.takes_divisor else Count("tokens", size_scope, unit=unit)
     units = None if mode.unit == "step" else Count(mode.unit, units_scope, counting)
     return Hypothesis(mode.name, size, units)
@@ -148,6 +207,8 @@ def _means_of_parts(mode: Mode, parts: list[str]) -> Iterator[Hypothesis]:
             yield Hypothesis(mode.name, size, times=Count("sample", part, rows))
         for counting in _LOCAL_COUNTINGS:
             yield Hypothesis(mode.name, replace(size, counting=counting))
+        if part in ("microbatch", "cp_place"):  # the mean over those of a rank that are not empty
+            yield Hypothesis(mode.name, size, Count("microbatch", "dp_rank", "active"))
 
 
 def _units_of_parts(mode: Mode, parts: list[str], cells: Cells) -> Iterator[Hypothesis]:
@@ -156,17 +217,19 @@ def _units_of_parts(mode: Mode, parts: list[str], cells: Cells) -> Iterator[Hypo
     for unit in ("rollout", "sample") if rows_too else (mode.unit,):
         sizes: list[Count | None] = [None]
         if not mode.takes_divisor:
-            of_unit = Count("tokens", unit=unit)  # type: ignore[arg-type]
+            of_unit = Count("tokens", unit=unit)
             whole = ("cp_place",) if unit == "sample" or (unit == "rollout" and not rows_too) else tuple(parts)
             sizes = [of_unit, *(replace(of_unit, scope=part) for part in parts if part in whole)]
             sizes += [replace(of_unit, counting=counting) for counting in _LOCAL_COUNTINGS if counting != "rectangle"]
         for size in sizes:
             for part in ("step", *parts):
                 for counting in ("all", "active") if part != "step" else ("all",):
-                    yield Hypothesis(mode.name, size, Count(unit, part, counting))  # type: ignore[arg-type]
+                    yield Hypothesis(mode.name, size, Count(unit, part, counting))
     if mode.name == "sample_mean" and cells.has_prompts:  # the mean over prompts of the mean over their samples
         for counting in ("all", "active"):
-            yield Hypothesis(mode.name, Count("tokens", unit="rollout"), Count("rollout", counting=counting, unit="prompt"))
+            yield Hypothesis(
+                mode.name, Count("tokens", unit="rollout"), Count("rollout", counting=counting, unit="prompt")
+            )
 
 
 def divided_again(asked: Hypothesis, cells: Cells) -> Iterator[Hypothesis]:
@@ -177,7 +240,10 @@ def divided_again(asked: Hypothesis, cells: Cells) -> Iterator[Hypothesis]:
     counts += [Count("tokens", counting=counting, unit="sample") for counting in ("mask", *_LOCAL_COUNTINGS)]
     counts += [Count("tokens", unit="rollout")]
     if cells.has_prompts:
-        counts += [Count("tokens", unit="prompt"), *(Count("sample", counting=c, unit="prompt") for c in ("all", "active"))]
+        counts += [
+            Count("tokens", unit="prompt"),
+            *(Count("sample", counting=c, unit="prompt") for c in ("all", "active")),
+        ]
     for count in counts:
         if not (count.counting in COUNTINGS and count.counting in ("response", "total")) or (
             count.counting in cells.lengths_known
@@ -195,9 +261,7 @@ def countable(hypothesis: Hypothesis, cells: Cells) -> bool:
 def aliases(mode: str, counting: str) -> list[str]:
     """What other frameworks call a mode with that unit counting."""
     unit = MODES[mode].unit if mode in MODES else "step"
-    return [
-        peer.alias for peer in NAMES if peer.mode == mode and (unit == "step" or peer.units in (None, counting))
-    ]
+    return [peer.alias for peer in NAMES if peer.mode == mode and (unit == "step" or peer.units in (None, counting))]
 
 
 def is_close(values: Floats, tolerance: float) -> bool:

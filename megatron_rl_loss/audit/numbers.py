@@ -85,13 +85,13 @@ def amounts_of(cells: Cells, facts: Mapping[str, Any], unit: str) -> list[Amount
     letters = {"rollout": "N", "sample": "rows", "prompt": "P"}
     for name in units:
         for counting in ("all", "active"):
-            number = float(cells.values(Count(name, counting=counting))[0])  # type: ignore[arg-type]
+            number = float(cells.values(Count(name, counting=counting))[0])
             if number > 1:
                 letter = letters[name] + ("" if counting == "all" else "_active")
                 amounts += [Amount("units", letter, number, 2.1), Amount("units", f"1/{letter}", 1 / number, 2.1)]
-    if "generation_steps" in facts or "steps_per_generation" in facts:
-        steps = float(facts.get("generation_steps", facts.get("steps_per_generation")))  # type: ignore[arg-type]
-        amounts.append(Amount("generation", "1/steps_per_generation", 1 / steps, 0.5))
+    if "steps_per_generation" in facts:
+        ratio = cells.split.num_microbatches / float(facts["steps_per_generation"])
+        amounts.append(Amount("generation", "K/steps_per_generation", ratio, 0.5))
     return amounts
 
 
@@ -138,7 +138,7 @@ def _formula(powers: dict[str, int], amount: str) -> str:
     if amount.startswith("1/"):
         below.append(amount[2:])
     elif amount:
-        above.append(f"({amount})" if "/" in amount else amount)
+        above.append(f"({amount})" if "/" in amount and powers else amount)
     if not below:
         return "·".join(above)
     bottom = "·".join(below)

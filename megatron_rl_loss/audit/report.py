@@ -138,7 +138,7 @@ class Verdict:
         return "\n".join(lines)
 
 
-_SHOWN = 6  # places of a deviation
+_SHOWN = 4  # places of a deviation
 
 
 def _told(number: int, deviation: Deviation) -> list[str]:
@@ -149,9 +149,12 @@ def _told(number: int, deviation: Deviation) -> list[str]:
     if deviation.formulas and len(deviation.factors) == 1:
         lines.append(f"     x {deviation.factor:.6g} = {' = '.join(dict.fromkeys(deviation.formulas))}")
     elif deviation.factors:
-        shown = [f"{place}: x {factor:.4g}" for place, factor in deviation.factors[:_SHOWN]]
-        more = len(deviation.factors) - _SHOWN
-        lines += [f"     {line}" for line in shown] + ([f"     ... and {more} more"] if more > 0 else [])
+        places = sorted(deviation.factors, key=lambda place: place[1])
+        if len(places) > _SHOWN:
+            (least, low), (most, high) = places[0], places[-1]
+            lines.append(f"     x {low:.4g} ({least}) to x {high:.4g} ({most}), {len(places)} places")
+        else:
+            lines += [f"     {place}: x {factor:.4g}" for place, factor in deviation.factors]
     return lines
 
 
@@ -175,7 +178,9 @@ def _table(pieces: Sequence[Piece]) -> list[str]:
     head = ["micro-batch", *map(named, ranks)]
     body = [[str(row), *(cell(at.get((*rank, row))) for rank in ranks)] for row in rows]
     widths = [max(map(len, column)) for column in zip(head, *body, strict=True)]
-    return ["  " + "  ".join(f"{text:>{width}}" for text, width in zip(line, widths, strict=True)) for line in (head, *body)]
+    return [
+        "  " + "  ".join(f"{text:>{width}}" for text, width in zip(line, widths, strict=True)) for line in (head, *body)
+    ]
 
 
 def _finite(value: Any) -> Any:

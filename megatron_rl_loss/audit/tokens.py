@@ -97,7 +97,7 @@ class MeasuredStep:
         1
         """
         data = json.loads(text)
-        columns = {
+        columns: dict[str, Any] = {
             name: None if values is None else np.asarray(values, np.float64 if name == "mask" else np.int64)
             for name, values in data["tokens"].items()
         }
