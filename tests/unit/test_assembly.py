@@ -1,4 +1,4 @@
-"""From the gradients of ranks to one step: places, sums over ranks that hold copies, strays, ids; worked out by hand."""
+"""From gradients of ranks to one step: places, sums over ranks that hold copies, strays and ids, worked out by hand."""
 
 from typing import Any
 
