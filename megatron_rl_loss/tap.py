@@ -119,7 +119,7 @@ def tap(
 
     Call it in a loss function on the unreduced losses, before masks or weights are multiplied to them, once for each
     term: ``per_token_loss = tap(per_token_loss, samples=samples_of(batch))``. The reducers of this package do so
-    themselves. Without an audit, without gradients or of losses that need none it does nothing.
+    themselves. Without an audit, without gradients, of losses that need none or while torch compiles it does nothing.
 
     Args:
         per_token_loss: float, this rank's losses in the order of the samples' layout.
@@ -127,7 +127,9 @@ def tap(
         samples: what they are the losses of; where the audit is told (`samples_of`) it may be left out.
         asked: the weight each of them should have, where the caller knows.
     """
-    if _listening is not None and torch.is_grad_enabled() and per_token_loss.requires_grad:
+    if _listening is None or torch.compiler.is_compiling():
+        return per_token_loss
+    if torch.is_grad_enabled() and per_token_loss.requires_grad:
         again = _listening.again(per_token_loss)
         if again is not None:  # this package's reducers tap what a user has tapped
             again.samples, again.asked = again.samples or samples, again.asked or asked

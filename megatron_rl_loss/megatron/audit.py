@@ -11,23 +11,20 @@ Megatron's DDP, CUDA graphs, no usable parameter, ranks that were scaled apart) 
 """
 
 import functools
-import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core.pipeline_parallel import schedules
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from megatron_rl_loss.aliases import Aggregation
-from megatron_rl_loss.audit.assembly import Part, Rows, measured_step, union
+from megatron_rl_loss.audit.assembly import Part, Rows
 from megatron_rl_loss.audit.tokens import Floats, MeasuredStep, Split
 from megatron_rl_loss.errors import refused
 from megatron_rl_loss.exchange import device_of, if_several
@@ -36,6 +33,8 @@ from megatron_rl_loss.masks import SMALLEST
 from megatron_rl_loss.megatron.anchor import Anchor, Factor, choose, watching
 from megatron_rl_loss.megatron.groups import gather_to_first, groups_of, spread_from_first
 from megatron_rl_loss.megatron.handover import Microbatches
+from megatron_rl_loss.megatron.heard import Watched, heard_schedule
+from megatron_rl_loss.megatron.reports import Report, assembled
 from megatron_rl_loss.samples import Samples
 from megatron_rl_loss.tap import Tapped, Taps, asked_for, listening, tap
 from megatron_rl_loss.totals import attempt
@@ -50,21 +49,6 @@ _NO_TAP = (
     "advantage * ratio: clipped tokens read 0, and a token without advantage says nothing. "
     "Call tap(per_token_loss) in the loss function to measure the weight alone."
 )
-
-
-@dataclass
-class _Report:
-    """What a rank has to say of a step; sent to the first rank."""
-
-    stage: int
-    factors: list[Factor] = field(default_factory=list)
-    loss_scale: float = 1.0
-    num_microbatches: int = 0
-    terms: dict[str, list[Part]] = field(default_factory=dict)
-    reached: set[str] = field(default_factory=set)  # terms that a gradient came by
-    unknown: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    facts: dict[str, Any] = field(default_factory=dict)
 
 
 class Audit:
@@ -135,7 +119,7 @@ class Audit:
         if self._samples_of is None or isinstance(data_iterator, Microbatches):
             return data_iterator
         if not isinstance(data_iterator, list):
-            return None if data_iterator is None else _Watched(data_iterator, self._describe)
+            return None if data_iterator is None else Watched(data_iterator, self._describe)
         last = max((i for i, one in enumerate(data_iterator) if one is not None), default=-1)
         return [self.watch(one) if i == last else one for i, one in enumerate(data_iterator)]
 
@@ -155,7 +139,7 @@ class Audit:
         with ExitStack() as stack:
             stack.enter_context(watching(self._anchors))
             stack.enter_context(listening(self._taps))
-            stack.enter_context(_heard_schedule(self._begin_microbatch, self._returned))
+            stack.enter_context(heard_schedule(self._begin_microbatch, self._returned))
             self._stack = stack.pop_all()
         return self
 
@@ -189,10 +173,10 @@ class Audit:
             return
         report = attempt(self._report)
         if isinstance(report, Exception):
-            report = _Report(groups.pp.rank(), unknown=[f"a rank could not measure: {report}"])
-        reports: list[_Report] = gather_to_first([report], groups)
+            report = Report(groups.pp.rank(), unknown=[f"a rank could not measure: {report}"])
+        reports: list[Report] = gather_to_first([report], groups)
         if reports:
-            self.steps = _assembled(reports, self._split(max(one.num_microbatches for one in reports)))
+            self.steps = assembled(reports, self._split(max(one.num_microbatches for one in reports)))
 
     @property
     def computes_loss(self) -> bool:
@@ -210,8 +194,8 @@ class Audit:
             per_token=bool(self._config.calculate_per_token_loss),
         )
 
-    def _report(self) -> _Report:
-        report = _Report(self._groups.pp.rank(), self._factors, float(self._loss_scale))
+    def _report(self) -> Report:
+        report = Report(self._groups.pp.rank(), self._factors, float(self._loss_scale))
         report.unknown += _cannot_know(self._config)
         without = [f"The factor of gradients cannot be read: {why}." for why in self._without_anchor]
         (report.unknown if self.computes_loss and not self._factors else report.notes).extend(without)
@@ -219,7 +203,7 @@ class Audit:
             self._add_terms(report)
         return report
 
-    def _add_terms(self, report: _Report) -> None:
+    def _add_terms(self, report: Report) -> None:
         heard = self._taps.heard
         if not heard and self._outputs:
             heard = {OUTPUT: self._outputs}
@@ -255,7 +239,7 @@ class Audit:
             return told
         return self._described[number] if number < len(self._described) else None
 
-    def _add_parts(self, report: _Report, heard: dict[str, dict[int, Tapped]], number: int, samples: Samples) -> None:
+    def _add_parts(self, report: Report, heard: dict[str, dict[int, Tapped]], number: int, samples: Samples) -> None:
         groups = self._groups
         positions = samples.local(groups.cp.rank(), groups.cp.size()).positions.cpu().numpy()
         rows = Rows.of(samples, groups.cp.size()) if groups.cp.rank() == 0 else None
@@ -328,136 +312,6 @@ def _cannot_know(config: Any) -> list[str]:
     if any((getattr(config, name, 1) or 1) > 1 for name in ("gtp_weight_remat_size", "expert_gtp_weight_remat_size")):
         reasons.append("Weight-rematerialising TP reduces over further groups, which the audit does not follow.")
     return reasons
-
-
-def _assembled(reports: Sequence[_Report], split: Split) -> dict[str, MeasuredStep]:
-    """What all ranks said, by term."""
-    last = max(report.stage for report in reports)
-    factors = [(report.stage, factor) for report in reports for factor in report.factors]
-    factor, problems, notes = _agreed(factors, last)
-    heard = [report for report in reports if report.num_microbatches]
-    unknown = union(text for part in ([one for r in reports for one in r.unknown], problems) for text in part)
-    notes = [*union(note for report in reports for note in report.notes), *notes]
-    facts = {name: value for report in reversed(heard) for name, value in report.facts.items()}
-    scale = heard[0].loss_scale if heard else 1.0
-    if factor is not None:
-        facts |= {
-            "factor": factor.value,
-            "anchor": factor.name,
-            "residual": factor.residual,
-            "residual_by_rounding": factor.rounding,
-            "uncertainty": factor.uncertainty,
-            "loss_scale": scale,
-        }
-    facts["rounding"] = _coarsest(facts.get("loss_dtypes", ()), facts.get("uncertainty", 0.0))
-    if unknown:
-        notes.append("Weights are up to one factor that is not known.")
-    value = 1.0 if factor is None or unknown else factor.value / scale
-    terms = list(dict.fromkeys(term for report in reports for term in report.terms))
-    reached = [term for term in terms if any(term in report.reached for report in reports)]
-    if len(heard) < split.dp_size * split.cp_size and not unknown:
-        unknown = ("Some ranks of the last pipeline stage computed no loss.",)
-    described = _all_described(reports)
-    return {
-        term: measured_step(
-            [part for report in reports for part in report.terms.get(term, []) if described(part)],
-            value,
-            split,
-            unknown=unknown,
-            notes=notes,
-            facts=facts,
-        )
-        for term in reached or terms or ["pg"]
-    }
-
-
-def _coarsest(dtypes: Sequence[str], uncertainty: float) -> str:
-    """The floating-point type whose rounding the weights have."""
-    by_type = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-18}
-    of_factor = next((name for name in ("float32", "float16") if uncertainty <= by_type[name]), "bfloat16")
-    return next((name for name in by_type if name in (*dtypes, of_factor)), "float32")
-
-
-def _all_described(reports: Sequence[_Report]) -> Callable[[Part], bool]:
-    """Whether some rank described a part's micro-batch."""
-    places = {
-        (part.dp_rank, part.microbatch)
-        for report in reports
-        for parts in report.terms.values()
-        for part in parts
-        if part.rows is not None
-    }
-    return lambda part: (part.dp_rank, part.microbatch) in places
-
-
-def _agreed(factors: Sequence[tuple[int, Factor]], last: int) -> tuple[Factor | None, list[str], list[str]]:
-    """The factor of the stage that computes the loss, what is wrong with it, and what to know of the others."""
-    of_loss = [factor for stage, factor in factors if stage == last]
-    if not of_loss:
-        return None, [], []
-    sound = [factor for factor in of_loss if not factor.problem]
-    if not sound:
-        return of_loss[-1], [f"The factor of gradients cannot be read: {of_loss[-1].problem}."], []
-    reference = sound[-1]
-    problems, notes = [], []
-    for stage, factor in factors:
-        if factor.problem and factor.residual > factor.rounding:
-            problems.append(f"The factor of gradients cannot be read: {factor.problem}.")
-        elif factor.problem:
-            notes.append(f"Of pipeline stage {stage} no factor could be read: {factor.problem}.")
-        elif abs(factor.value / reference.value - 1) > factor.rounding + reference.rounding:
-            problems.append(
-                f"Gradients of {factor.name} on pipeline stage {stage} are multiplied by {factor.value:.6g}, those of "
-                f"{reference.name} on stage {last} by {reference.value:.6g}: no weight holds for all parameters."
-            )
-    return reference, list(union(iter(problems))), list(union(iter(notes)))
-
-
-class _Watched(Iterator[Any]):
-    """An iterator that shows every batch to somebody; whatever else it can do, it still can."""
-
-    def __init__(self, iterator: Any, show: Callable[[Any], None]) -> None:
-        self._iterator = iterator
-        self._show = show
-
-    def __next__(self) -> Any:
-        batch = next(self._iterator)
-        self._show(batch)
-        return batch
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._iterator, name)
-
-
-@contextmanager
-def _heard_schedule(begin: Callable[[Any], None], returned: set[str]) -> Iterator[None]:
-    """For the duration of a ``with``, say when the schedule computes a micro-batch's loss, and what that returned."""
-    original = schedules.forward_step_calc_loss
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def heard(*args: Any, **kwargs: Any) -> Any:
-        given = signature.bind(*args, **kwargs)
-        loss_func = given.arguments.get("loss_func")
-        if callable(loss_func) and torch.is_grad_enabled() and not given.arguments.get("collect_non_loss_data"):
-            given.arguments["loss_func"] = functools.partial(_heard_loss, loss_func, begin, returned)
-        return original(*given.args, **given.kwargs)
-
-    schedules.forward_step_calc_loss = heard
-    try:
-        yield
-    finally:
-        schedules.forward_step_calc_loss = original
-
-
-def _heard_loss(
-    loss_func: Callable[..., Any], begin: Callable[[Any], None], returned: set[str], output: Any, **kwargs: Any
-) -> Any:
-    begin(output)
-    result = loss_func(output, **kwargs)
-    if isinstance(result, tuple):
-        returned.add(f"{len(result)}-tuple")
-    return result
 
 
 def samples_of_known_batch(batch: Any) -> Samples:

@@ -12,6 +12,7 @@ docs/audit.md for their number and size).
 import argparse
 import contextlib
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -69,8 +70,9 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=4096)
     parser.add_argument("--seconds", type=float, default=20)
     options = parser.parse_args()
-    store = dist.HashStore()
-    dist.init_process_group("nccl" if DEVICE == "cuda" else "gloo", store=store, rank=0, world_size=1)
+    folder = tempfile.TemporaryDirectory()
+    backend = "nccl" if DEVICE == "cuda" else "gloo"
+    dist.init_process_group(backend, init_method=f"file://{folder.name}/store", rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
     keep_freed_memory()
     model = make_model(options.hidden)
