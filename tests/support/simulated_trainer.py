@@ -306,7 +306,8 @@ def ragged(
 ) -> Step:
     """A random step: masks of any kind, some samples fully masked, some micro-batches empty, rollouts apart or split.
 
-    Prompts have three rollouts each, or uneven numbers. `responses`: masks are 0 up to a place and 1 from there on; otherwise they have holes.
+    Prompts have three rollouts each, or uneven numbers.
+    `responses`: masks are 0 up to a place and 1 from there on; otherwise they have holes.
     """
     rng = random.Random(seed)
     number = 0
