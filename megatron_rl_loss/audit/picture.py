@@ -207,7 +207,7 @@ def in_terminal(step: MeasuredStep, *, asked: Aggregation, width: int = 100, col
     lines = []
     for number, name in names.items():
         here = np.flatnonzero((group == number) & shown)
-        parts = int(len(np.unique(tokens.sample[here])))
+        parts = len(np.unique(tokens.sample[here]))
         together = max(1, -(-len(here) // max(space - parts, 1)))
         pieces = [here[tokens.sample[here] == sample] for sample in dict.fromkeys(tokens.sample[here].tolist())]
         bars = [_bars(step, expected, piece, together, colour) for piece in pieces]

@@ -269,7 +269,7 @@ def measure(
 
 def tokens_of(step: Step, holders: Sequence[int], lengths: bool = True) -> StepTokens:
     of = step.numbers
-    repeat = np.array(of.lengths)
+    repeat = np.array(of.lengths, np.int64)
     each = {
         "sample": list(range(len(of.rows))),
         "dp_rank": [d for d, _ in of.where],
