@@ -494,7 +494,7 @@ class Namer:
                 if given is None and (not whole or abs(divisor - self.cells.total("mask")) < 0.5):
                     return "", False
                 if hypothesis.again is None:
-                    return hypothesis.words(self.cells, float(f"{divisor:.6g}")), whole or divisor == given
+                    return hypothesis.words(self.cells, float(f"{divisor:.6g}")), given is not None
                 times *= given or 1.0
         if abs(times - 1) <= self.tolerance:
             return name, True
@@ -552,12 +552,16 @@ def _one_factor(reading: Reading) -> Deviation:
             factors=(("all", reading.factor),),
             text=FACTORS["factor"].text,
         )
-    texts = dict.fromkeys(f"{named.formula}: {named.text}" if named.text else named.formula for named in names)
+    causes = dict.fromkeys((named.formula, named.text) for named in names)
+    if len(causes) == 1:
+        text = names[0].text or "these sizes are in it once too often, or too seldom"
+    else:
+        text = "; or ".join(f"{formula}: {words}" if words else formula for formula, words in causes)
     return Deviation(
         shape="factor",
         causes=tuple(dict.fromkeys(named.cause for named in names)),
         factors=(("all", reading.factor),),
         formulas=tuple(dict.fromkeys(named.formula for named in names)),
-        text="; or ".join(texts),
+        text=text,
         rows=tuple(sorted({row for named in names for row in named.rows})),
     )
