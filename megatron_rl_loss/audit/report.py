@@ -120,13 +120,16 @@ class Verdict:
         return f"NOT SOUND: asked {self.asked}; {self.extent}"
 
     @property
+    def uniform(self) -> bool:
+        """Whether all tokens weigh the same multiple of what was asked."""
+        return self.high - self.low <= 1e-5 * abs(self.high)
+
+    @property
     def extent(self) -> str:
         """How far off, in words."""
         if math.isnan(self.low):
             return "weights are not finite"
-        apart = (
-            f"{self.low:.4g}" if self.high - self.low <= 1e-4 * abs(self.high) else f"{self.low:.3g} to {self.high:.3g}"
-        )
+        apart = f"{self.low:.4g}" if self.uniform else f"{self.low:.3g} to {self.high:.3g}"
         of_asked = f"tokens weigh {apart} of what was asked"
         return f"{of_asked}, {100 * self.misplaced:.1f} % of the gradient's weight is on the wrong tokens"
 
@@ -139,7 +142,7 @@ class Verdict:
                 lines += _wrapped(f"{name}{words}", 7)
         for number, deviation in enumerate(self.deviations, 1):
             lines += _told(number, deviation)
-        if self.pieces and not self.sound and not self.unknown:
+        if not self.sound and not self.unknown and not self.uniform:
             lines += ["measured/asked, by micro-batch and CP rank:", *_table(self.pieces)]
         lines += [line for note in self.notes for line in _wrapped(f"note: {note}", 6)]
         return "\n".join(lines)
