@@ -41,6 +41,9 @@ def judge(measured: MeasuredStep, asked: Aggregation | None = None) -> Verdict:
     tolerance = TOLERANCES[measured.facts.get("rounding", "float32")]
     notes = measured.notes
     samples = StepSamples(tokens)
+    unseen = int(tokens.sample.max(initial=-1)) + 1 - len(np.unique(tokens.sample))
+    if unseen:
+        notes = (*notes, f"{unseen} samples have no mask entry and are not seen: a mode that counts them looks off")
     if asked is None:
         asked = _nearest(measured, samples, tolerance)
         notes = (*notes, f"nothing was asked for: compared with the nearest mode, {asked.mode.name}")
