@@ -71,8 +71,7 @@ class Hypothesis:
         values = np.ones(len(cells))
         for count, power in ((self.size, -1), (self.units, -1), (self.times, 1), (self.again, self.again_power)):
             if count is not None:
-                with np.errstate(divide="ignore", invalid="ignore"):  # of cells without an active token
-                    values = values * value(count) ** float(power)
+                values = values * value(count) ** float(power)
         return values
 
     def of_the_step(self) -> "Hypothesis":

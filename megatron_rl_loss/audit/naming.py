@@ -64,6 +64,7 @@ class Namer:
         self.tolerance = 2 * step.tolerance  # of a ratio of two measured weights
         self.asked = hypothesis_of(step.asked)
 
+    @np.errstate(divide="ignore", invalid="ignore")  # a count may be 0 where nothing is asked for
     def name(self) -> None:
         """Fills `deviations` and `what_it_is`."""
         kept, of_entry = self.placed.kept, self.cells.of_entry
@@ -78,7 +79,10 @@ class Namer:
         at = of_entry[kept]
         beside_asked = self._beside_asked()
         asked = beside_asked[kept]
-        self.active = np.unique(at)
+        counted = self.cells.tokens > 0  # a cell without a token that is asked for has no denominators
+        self.active = np.flatnonzero(counted & (np.bincount(at, minlength=len(self.cells)) > 0))
+        if not self.active.size:
+            return
         ratio = weights / (mask * asked)
         if not (ratio > 0).all():
             self._within(ratio)
