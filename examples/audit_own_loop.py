@@ -36,6 +36,7 @@ from torch import Tensor
 
 from megatron_rl_loss import Samples, StepTotals, ZigzagTHD, make_pg_loss_reducer
 from megatron_rl_loss.aliases import resolve
+from megatron_rl_loss.audit.verdict import judge
 from megatron_rl_loss.megatron.audit import Audit, tap  # (1)
 
 SLOT, VOCABULARY = 32, 64
@@ -148,8 +149,6 @@ def main() -> None:
             micro_batch_size=1,
         )
     if audit.measured is not None:  # on the first rank; others have sent what they know
-        from megatron_rl_loss.audit.verdict import judge
-
         print(judge(audit.measured, resolve("token_mean")))
         if options.measured is not None:
             options.measured.write_text(audit.measured.to_json())

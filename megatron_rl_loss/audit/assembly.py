@@ -96,7 +96,7 @@ def measured_step(
         assert rows is not None, f"nobody described micro-batch {place}"
         weights, holder = np.zeros(rows.total_tokens), np.full(rows.total_tokens, -1)
         for part in here:
-            np.add.at(weights, part.positions, part.gradients.astype(np.float64) * (factor / rows.copies))
+            weights[part.positions] += part.gradients * np.float64(factor / rows.copies)  # a position comes once
             if not rows.replicated:
                 holder[part.positions] = part.cp_rank
         entries = concatenated_ranges(rows.starts, rows.lengths)

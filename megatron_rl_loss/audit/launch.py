@@ -9,6 +9,7 @@ import functools
 import importlib
 import importlib.util
 import json
+import math
 import os
 import runpy
 import sys
@@ -22,6 +23,7 @@ from typing import Any, get_args
 
 from megatron_rl_loss.aliases import Aggregation, resolve
 from megatron_rl_loss.audit.tokens import MeasuredStep
+from megatron_rl_loss.audit.verdict import judge
 from megatron_rl_loss.totals import UnitCounting, attempt
 
 SOUND, NOT_SOUND, NO_VERDICT = 0, 1, 2
@@ -103,18 +105,22 @@ def _tell(options: Namespace, audit: Any, expected: Aggregation | None) -> int:
     if others:
         print(f"Further terms: {', '.join(others)} (--term NAME judges one).", flush=True)
     if options.json is not None:
-        options.json.write_text(json.dumps(as_json | {"facts": measured.facts}, indent=1) + "\n")
+        options.json.write_text(json.dumps(as_json | {"facts": _finite(measured.facts)}, indent=1) + "\n")
     return status
 
 
 def judged(measured: MeasuredStep, expected: Aggregation | None) -> tuple[int, str, dict[str, Any]]:
     """The exit status, the report as text, and as JSON."""
-    from megatron_rl_loss.audit.verdict import judge
-
     verdict = judge(measured, expected)
     status = NO_VERDICT if measured.unknown else SOUND if verdict.sound else NOT_SOUND
-    as_json = verdict.to_json()
-    return status, str(verdict), json.loads(as_json) if isinstance(as_json, str) else as_json
+    return status, str(verdict), json.loads(verdict.to_json())
+
+
+def _finite(facts: dict[str, Any]) -> dict[str, Any]:
+    """JSON has no NaN."""
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in facts.items()
+    }
 
 
 def _load(path: str) -> Any:

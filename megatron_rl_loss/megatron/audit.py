@@ -32,6 +32,7 @@ from megatron_rl_loss.audit.tokens import Floats, MeasuredStep, Split
 from megatron_rl_loss.errors import refused
 from megatron_rl_loss.exchange import device_of, if_several
 from megatron_rl_loss.layouts import ZigzagBSHD
+from megatron_rl_loss.masks import SMALLEST
 from megatron_rl_loss.megatron.anchor import Anchor, Factor, choose, watching
 from megatron_rl_loss.megatron.groups import gather_to_first, groups_of, spread_from_first
 from megatron_rl_loss.megatron.handover import Microbatches
@@ -296,8 +297,8 @@ class Audit:
         worst = torch.tensor([0.0 if known else torch.inf], dtype=torch.float64)
         if known:
             scale = factors[-1].value / float(self._loss_scale)
-            off = attempt(lambda: max(_deviation(one, scale) for one in self._taps.heard["pg"].values()))
-            worst[0] = torch.inf if isinstance(off, Exception) else torch.nan_to_num(torch.tensor(off), nan=torch.inf)
+            off = attempt(lambda: torch.stack([_deviation(one, scale) for one in self._taps.heard["pg"].values()]))
+            worst[0] = torch.inf if isinstance(off, Exception) else off.nan_to_num(nan=torch.inf).max()
         group = self._groups.dp_cp
         if if_several(group) is not None:
             moved = worst.to(device_of(group))
@@ -306,17 +307,15 @@ class Audit:
         return None if torch.isinf(worst[0]) else float(worst[0])
 
 
-def _deviation(tapped: Tapped, scale: float) -> float:
-    """Of one micro-batch's tokens on this rank."""
+def _deviation(tapped: Tapped, scale: float) -> Tensor:
+    """Of one micro-batch's tokens on this rank, 0-dim."""
     assert tapped.asked is not None
-    asked = tapped.asked().double()
-    if tapped.gradient is None:
-        return float(bool((asked != 0).any()))
+    asked = tapped.asked()
     if not asked.numel():
-        return 0.0
-    weights = (tapped.gradient.double() * scale).to(asked.device)
-    off = torch.where(asked != 0, (weights / asked - 1).abs(), weights.abs() / asked.abs().max().clamp(min=1e-30))
-    return float(off.max())
+        return asked.sum()
+    weights = asked.new_zeros(()) if tapped.gradient is None else tapped.gradient.to(asked) * scale
+    sizes = asked.abs()
+    return ((weights - asked).abs_() / torch.where(asked == 0, sizes.max().clamp(min=SMALLEST), sizes)).max()
 
 
 def _cannot_know(config: Any) -> list[str]:
