@@ -665,7 +665,8 @@ def test_anything_has_a_verdict(part: int) -> None:
 
 def test_samples_without_entries_are_told() -> None:
     right = sound_step(ragged(3), "token_mean", "all")
-    skipped = replace(right, tokens=replace(right.tokens, sample=right.tokens.sample + (right.tokens.sample > 3)))
+    later = right.tokens.sample + (right.tokens.sample > 3)
+    skipped = replace(right, tokens=replace(right.tokens, sample=later, total_lengths=None))
     verdict = judge(skipped, asked("token_mean"))
     assert verdict.sound
     assert "1 samples have no mask entry" in verdict.notes[0]
