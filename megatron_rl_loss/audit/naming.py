@@ -63,6 +63,10 @@ class Namer:
         self._values: dict[Count, Floats] = {}
         self.tolerance = 2 * step.tolerance  # of a ratio of two measured weights
         self.asked = hypothesis_of(step.asked)
+        # Of the cells that are judged on, [num_active]: numbers, measured/asked, the asked weight beside the mask.
+        self.active: Ints = np.zeros(0, np.int64)
+        self.ratio: Floats = np.zeros(0)
+        self.asked_of_cell: Floats = np.zeros(0)
 
     @np.errstate(divide="ignore", invalid="ignore")  # a count may be 0 where nothing is asked for
     def name(self) -> None:
@@ -77,8 +81,7 @@ class Namer:
             self.deviations.append(Deviation(shape="factor", causes=("sign",), factors=(("all", -1.0),), text=text))
         mask = self.placed.mask[kept]
         at = of_entry[kept]
-        beside_asked = self._beside_asked()
-        asked = beside_asked[kept]
+        asked = self._beside_asked()[kept]
         counted = self.cells.tokens > 0  # a cell without a token that is asked for has no denominators
         self.active = np.flatnonzero(counted & (np.bincount(at, minlength=len(self.cells)) > 0))
         if not self.active.size:
@@ -87,17 +90,17 @@ class Namer:
         if not (ratio > 0).all():
             self._within(ratio)
             return
-        power, ratio = self._power_of_mask(at, weights, mask, asked, ratio)
+        low, high = self._range_in_cells(at, asked)
+        self.asked_of_cell = self._middle(low, high)
+        asked_varies = not self._alike(high, low)  # within a cell: a mode of one's own
+        ratio = self._without_other_masks(at, weights, mask, asked, ratio)
         ratio = self._take_off_copies(at, ratio)
         low, high = self._range_in_cells(at, ratio)
         if not self._alike(high, low):
             self._within(ratio)
             return
         self.ratio = self._middle(low, high)
-        low, high = self._range_in_cells(at, asked)
-        self.asked_of_cell = self._middle(low, high)
-        asked_varies = not self._alike(high, low)  # within a cell: a mode of one's own
-        self._read(None if asked_varies else self.ratio * self.asked_of_cell, power)
+        self._read(None if asked_varies else self.ratio * self.asked_of_cell)
 
     # ---- weights beside the mask, in cells
 
@@ -127,30 +130,20 @@ class Namer:
     def _alike(self, high: Floats, low: Floats) -> bool:
         return bool((high[self.active] - low[self.active] <= self.tolerance * low[self.active]).all())
 
-    def _power_of_mask(
-        self, at: Ints, weights: Floats, mask: Floats, asked: Floats, ratio: Floats
-    ) -> tuple[int, Floats]:
-        """Fractional masks may be left out, or multiplied twice: the power of the mask, and measured/asked without."""
+    def _without_other_masks(self, at: Ints, weights: Floats, mask: Floats, asked: Floats, ratio: Floats) -> Floats:
+        """Measured/asked, less fractional masks that were left out or multiplied twice, if a hypothesis fits then."""
         if ((mask == 1) | (mask == 0)).all():
-            return 1, ratio
+            return ratio
         for power, cause in ((1, ""), (0, "fraction_ignored"), (2, "mask_squared")):
             other = weights / (mask**power * asked)
-            fits = self._alike(*reversed(self._range_in_cells(at, other))) and self._fits(at, other)
-            if fits:
+            low, high = self._range_in_cells(at, other)
+            self.ratio = self._middle(low, high)
+            if self._alike(high, low) and self._readings(self.ratio * self.asked_of_cell):
                 if cause:
                     factors = self._factors_of_entries(at, mask ** (power - 1))
                     self.deviations.append(found(cause, "mask", factors=factors))
-                return power, other
-        return 1, ratio
-
-    def _fits(self, at: Ints, ratio: Floats) -> bool:
-        """Whether a hypothesis fits."""
-        low, high = self._range_in_cells(at, ratio)
-        self.ratio = self._middle(low, high)
-        kept = self.placed.kept
-        low, high = self._range_in_cells(at, self._beside_asked()[kept])
-        self.asked_of_cell = self._middle(low, high)
-        return bool(self._readings(self.ratio * self.asked_of_cell))
+                return other
+        return ratio
 
     def _take_off_copies(self, at: Ints, ratio: Floats) -> Floats:
         """Tokens that weigh a whole number of times what others of their cell do are counted several times."""
@@ -185,7 +178,7 @@ class Namer:
 
     # ---- readings
 
-    def _read(self, beside: Floats | None, power: int) -> None:
+    def _read(self, beside: Floats | None) -> None:
         """Finds the simplest reading of the weights beside the mask, or else the partition that they follow."""
         readings = self._readings(beside)
         if not readings:
