@@ -29,6 +29,7 @@ from megatron_rl_loss.audit.tokens import Floats, Ints
 from megatron_rl_loss.modes import MODES
 
 _TOLD = 5  # readings
+_BY_CHANCE = 3.0  # cost of a name from which on a divisor of one's own is as likely
 _UNNAMED = 4.0  # cost of a number without a name
 _AS_LIKELY = 1.5  # costs that far apart are both told
 
@@ -62,7 +63,12 @@ class Namer:
         self._values: dict[Count, Floats] = {}
         self.tolerance = 2 * step.tolerance  # of a ratio of two measured weights
         self.asked = hypothesis_of(step.asked)
+        # Of the cells that are judged on, [num_active]: numbers, measured/asked, the asked weight beside the mask.
+        self.active: Ints = np.zeros(0, np.int64)
+        self.ratio: Floats = np.zeros(0)
+        self.asked_of_cell: Floats = np.zeros(0)
 
+    @np.errstate(divide="ignore", invalid="ignore")  # a count may be 0 where nothing is asked for
     def name(self) -> None:
         """Fills `deviations` and `what_it_is`."""
         kept, of_entry = self.placed.kept, self.cells.of_entry
@@ -75,24 +81,26 @@ class Namer:
             self.deviations.append(Deviation(shape="factor", causes=("sign",), factors=(("all", -1.0),), text=text))
         mask = self.placed.mask[kept]
         at = of_entry[kept]
-        beside_asked = self._beside_asked()
-        asked = beside_asked[kept]
-        self.active = np.unique(at)
+        asked = self._beside_asked()[kept]
+        counted = self.cells.tokens > 0  # a cell without a token that is asked for has no denominators
+        self.active = np.flatnonzero(counted & (np.bincount(at, minlength=len(self.cells)) > 0))
+        if not self.active.size:
+            return
         ratio = weights / (mask * asked)
         if not (ratio > 0).all():
             self._within(ratio)
             return
-        power, ratio = self._power_of_mask(at, weights, mask, asked, ratio)
+        low, high = self._range_in_cells(at, asked)
+        self.asked_of_cell = self._middle(low, high)
+        asked_varies = not self._alike(high, low)  # within a cell: a mode of one's own
+        ratio = self._without_other_masks(at, weights, mask, asked, ratio)
         ratio = self._take_off_copies(at, ratio)
         low, high = self._range_in_cells(at, ratio)
         if not self._alike(high, low):
             self._within(ratio)
             return
         self.ratio = self._middle(low, high)
-        low, high = self._range_in_cells(at, asked)
-        self.asked_of_cell = self._middle(low, high)
-        asked_varies = not self._alike(high, low)  # within a cell: a mode of one's own
-        self._read(None if asked_varies else self.ratio * self.asked_of_cell, power)
+        self._read(None if asked_varies else self.ratio * self.asked_of_cell)
 
     # ---- weights beside the mask, in cells
 
@@ -122,30 +130,20 @@ class Namer:
     def _alike(self, high: Floats, low: Floats) -> bool:
         return bool((high[self.active] - low[self.active] <= self.tolerance * low[self.active]).all())
 
-    def _power_of_mask(
-        self, at: Ints, weights: Floats, mask: Floats, asked: Floats, ratio: Floats
-    ) -> tuple[int, Floats]:
-        """Fractional masks may be left out, or multiplied twice: the power of the mask, and measured/asked without."""
+    def _without_other_masks(self, at: Ints, weights: Floats, mask: Floats, asked: Floats, ratio: Floats) -> Floats:
+        """Measured/asked, less fractional masks that were left out or multiplied twice, if a hypothesis fits then."""
         if ((mask == 1) | (mask == 0)).all():
-            return 1, ratio
+            return ratio
         for power, cause in ((1, ""), (0, "fraction_ignored"), (2, "mask_squared")):
             other = weights / (mask**power * asked)
-            fits = self._alike(*reversed(self._range_in_cells(at, other))) and self._fits(at, other)
-            if fits:
+            low, high = self._range_in_cells(at, other)
+            self.ratio = self._middle(low, high)
+            if self._alike(high, low) and self._readings(self.ratio * self.asked_of_cell):
                 if cause:
                     factors = self._factors_of_entries(at, mask ** (power - 1))
                     self.deviations.append(found(cause, "mask", factors=factors))
-                return power, other
-        return 1, ratio
-
-    def _fits(self, at: Ints, ratio: Floats) -> bool:
-        """Whether a hypothesis fits."""
-        low, high = self._range_in_cells(at, ratio)
-        self.ratio = self._middle(low, high)
-        kept = self.placed.kept
-        low, high = self._range_in_cells(at, self._beside_asked()[kept])
-        self.asked_of_cell = self._middle(low, high)
-        return bool(self._readings(self.ratio * self.asked_of_cell))
+                return other
+        return ratio
 
     def _take_off_copies(self, at: Ints, ratio: Floats) -> Floats:
         """Tokens that weigh a whole number of times what others of their cell do are counted several times."""
@@ -180,7 +178,7 @@ class Namer:
 
     # ---- readings
 
-    def _read(self, beside: Floats | None, power: int) -> None:
+    def _read(self, beside: Floats | None) -> None:
         """Finds the simplest reading of the weights beside the mask, or else the partition that they follow."""
         readings = self._readings(beside)
         if not readings:
@@ -232,7 +230,10 @@ class Namer:
         """Its counts are known, and what it multiplies by differs from place to place."""
         if not countable(hypothesis, self.cells):
             return False
-        further = [count for count in (hypothesis.times, hypothesis.again) if count is not None]
+        counts = (hypothesis.times, hypothesis.again, hypothesis.units)
+        further = [
+            one for one in counts if one is not None and (one is not hypothesis.units or one.what == "microbatch")
+        ]
         return not any(is_close(self._value(count)[self.active], self.tolerance) for count in further)
 
     def _explained(self, hypothesis: Hypothesis | None) -> Reading:
@@ -491,10 +492,11 @@ class Namer:
             if MODES[hypothesis.mode].takes_divisor:
                 given, divisor = self.step.asked.divisor, 1 / times
                 whole = abs(divisor - round(divisor)) <= self.tolerance * divisor < 0.05
-                if given is None and (not whole or abs(divisor - self.cells.total("mask")) < 0.5):
+                likely = bool(reading.names) and reading.names[0].cost < _BY_CHANCE
+                if given is None and (likely or not whole or abs(divisor - self.cells.total("mask")) < 0.5):
                     return "", False
                 if hypothesis.again is None:
-                    return hypothesis.words(self.cells, float(f"{divisor:.6g}")), whole or divisor == given
+                    return hypothesis.words(self.cells, float(f"{divisor:.6g}")), given is not None
                 times *= given or 1.0
         if abs(times - 1) <= self.tolerance:
             return name, True
@@ -552,12 +554,16 @@ def _one_factor(reading: Reading) -> Deviation:
             factors=(("all", reading.factor),),
             text=FACTORS["factor"].text,
         )
-    texts = dict.fromkeys(f"{named.formula}: {named.text}" if named.text else named.formula for named in names)
+    causes = dict.fromkeys((named.formula, named.text) for named in names)
+    if len(causes) == 1:
+        text = names[0].text or "these sizes are in it once too often, or too seldom"
+    else:
+        text = "; or ".join(f"{formula}: {words}" if words else formula for formula, words in causes)
     return Deviation(
         shape="factor",
         causes=tuple(dict.fromkeys(named.cause for named in names)),
         factors=(("all", reading.factor),),
         formulas=tuple(dict.fromkeys(named.formula for named in names)),
-        text="; or ".join(texts),
+        text=text,
         rows=tuple(sorted({row for named in names for row in named.rows})),
     )

@@ -41,6 +41,7 @@ class Amount:
 #: Sizes of a split, as they are written in formulas and in the names of causes.
 SIZES = (("dp", "DP", "dp_size"), ("cp", "CP", "cp_size"), ("microbatches", "K", "num_microbatches"))
 _MOST = 2  # the largest power of a size
+_AS_LIKELY = 1.15  # costs that far apart are both told
 _TP_COST = 1.5  # tensor parallelism seldom scales a loss
 
 
@@ -65,7 +66,7 @@ def name_number(number: float, split: Split, amounts: list[Amount], tolerance: f
         cost += amount.cost + (bool(powers) and bool(amount.cause) and cause not in FACTORS)
         found.append(Named(cause, _formula(powers, amount.formula), size * amount.value, cost - 0.1 * bool(rows), rows))
     found.sort(key=lambda named: named.cost)
-    unique = {named.cause + named.formula: named for named in found if named.cost <= found[0].cost + 1}
+    unique = {named.cause + named.formula: named for named in found if named.cost <= found[0].cost + _AS_LIKELY}
     return list(unique.values())[:6]
 
 
