@@ -222,14 +222,23 @@ def _plain_case(trainer: Trainer) -> LossCase:
     return LossCase(((rows,),), 1, trainer.split_rollouts)
 
 
+Shape = Literal["", "factor", "spread", "masked", "padding"]
+
+
 @dataclass(frozen=True)
 class _Seen:
-    """What is wrong with one step."""
+    """What is wrong with one step; `shape` of wrong weights: one factor for all, several, weight on what is masked."""
 
     kind: Kind
     says: str
+    shape: Shape = ""
     found: Floats | None = None
     expected: Floats | None = None
+
+
+def _tells(case: LossCase, seen: _Seen) -> tuple[bool, int]:
+    """What tells more of the cause: several factors before one, which a larger step may show to be several."""
+    return seen.shape != "factor", len(case.step.samples)
 
 
 Look = Callable[[LossCase], "_Seen | None"]
@@ -269,25 +278,26 @@ class _Search:
 
     def _try(self, cut: _Cut, look: Look) -> list[Finding]:
         """One finding for each kind that some random step of the cut shows, on the smallest such step."""
-        shown: dict[Kind, LossCase] = {}
+        shown: dict[Kind, tuple[LossCase, _Seen]] = {}
         for draw in range(self.draws):
             rng = random.Random(f"{self.seed}/{cut.name}/{draw}")
             case = cut.draw(rng, self.trainer, seed=self.seed + draw)
-            seen = look(case)
-            if seen is not None and seen.kind not in shown:
-                shown[seen.kind] = case
-        return [self._finding(cut, kind, case, look) for kind, case in shown.items()]
+            if (seen := look(case)) is not None:
+                best = shown.get(seen.kind)
+                if best is None or _tells(case, seen) > _tells(*best):
+                    shown[seen.kind] = case, seen
+        return [self._finding(cut, case, seen, look) for case, seen in shown.values()]
 
-    def _finding(self, cut: _Cut, kind: Kind, case: LossCase, look: Look) -> Finding:
+    def _finding(self, cut: _Cut, telling: LossCase, told: _Seen, look: Look) -> Finding:
         def shows(smaller: LossCase) -> bool:
             seen = look(smaller)
-            return seen is not None and seen.kind == kind
+            return seen is not None and (seen.kind, seen.shape) == (told.kind, told.shape)
 
-        smallest = shrink(case, shows, even=self.trainer.even_microbatches, masked=self.trainer.masked_samples)
+        smallest = shrink(telling, shows, even=self.trainer.even_microbatches, masked=self.trainer.masked_samples)
         seen = look(smallest)
         assert seen is not None
         found, expected = (() if part is None else tuple(part.tolist()) for part in (seen.found, seen.expected))
-        return Finding(cut.name, kind, seen.says, smallest, found, expected)
+        return Finding(cut.name, told.kind, told.says, smallest, found, expected)
 
     def _measure(self, case: LossCase) -> MeasuredStep:
         return measure(self.loss_fn, self.trainer, case)
@@ -316,10 +326,13 @@ class _Search:
             return _Seen("NaN", f"the gradient of {int((~np.isfinite(found)).sum())} tokens is NaN or infinite")
         places, stray = measured.stray
         if places:
-            return _Seen("weights", f"weight in padding: {places} places, {stray:.4g} in all", found, expected)
+            return _Seen(
+                "weights", f"padding weighs {stray:.4g} in all, in {places} places", "padding", found, expected
+            )
         if expected is None or same(found, expected):
             return None
-        return _Seen("weights", describe(found, expected), found, expected)
+        shape, says = describe(found, expected)
+        return _Seen("weights", says, shape, found, expected)
 
     def _depends(self, case: LossCase) -> "_Seen | None":
         """Whether the weights depend on the losses' values or on chance, which no aggregation's do."""
@@ -332,10 +345,10 @@ class _Search:
         if not all(np.isfinite(one).all() for one in (first, again, others)):
             return None
         if not same(first, again):
-            return _Seen("chance", "called twice with the same losses, it gives tokens other weights", again, first)
+            return _Seen("chance", "called twice with the same losses, it gives tokens other weights", "", again, first)
         if not same(first, others):
             says = "not linear in the losses: a token's weight depends on their values, so no aggregation describes it"
-            return _Seen("values", says, others, first)
+            return _Seen("values", says, "", others, first)
         return None
 
 
@@ -346,17 +359,17 @@ def same(found: Floats, expected: Floats) -> bool:
     return bool((np.abs(found - expected) <= TOLERANCE * largest).all())
 
 
-def describe(found: Floats, expected: Floats) -> str:
-    """How weights differ, in a sentence."""
+def describe(found: Floats, expected: Floats) -> tuple[Shape, str]:
+    """How weights differ, in a word and in a sentence."""
     active = expected != 0
     outside = np.abs(found[~active]).sum()
     if outside > TOLERANCE * np.abs(expected).sum():
-        return f"masked tokens weigh {outside:.4g} in all"
+        return "masked", f"masked tokens weigh {outside:.4g} in all"
     ratios = found[active] / expected[active]
     low, high = ratios.min(), ratios.max()
     if high - low <= TOLERANCE * abs(high):
-        return f"all tokens weigh {ratios.mean():.4g} times what they should"
-    return f"tokens weigh {low:.4g} to {high:.4g} times what they should"
+        return "factor", f"all tokens weigh {ratios.mean():.4g} times what they should"
+    return "spread", f"tokens weigh {low:.4g} to {high:.4g} times what they should"
 
 
 def shrink(case: LossCase, shows: Callable[[LossCase], bool], *, even: bool, masked: bool) -> LossCase:
@@ -367,8 +380,11 @@ def shrink(case: LossCase, shows: Callable[[LossCase], bool], *, even: bool, mas
 
 
 def _smaller(case: LossCase, even: bool, masked: bool) -> Iterator[LossCase]:
-    """Steps with a part left out: a rank, a micro-batch, a row, tokens, a zero of a mask, a prompt."""
+    """Steps with a part left out: a rank, a micro-batch, a row, tokens, a zero of a mask, the prompts."""
     ranks = case.ranks
+    if any(case.step.prompt_ids):
+        one_prompt = [[tuple(replace(one, prompt=0) for one in microbatch) for microbatch in rank] for rank in ranks]
+        yield replace(case, ranks=tuple(map(tuple, one_prompt)))
     for cp_size in range(1, case.cp_size):
         yield replace(case, cp_size=cp_size)
     if case.dp_size > 1:
@@ -400,8 +416,6 @@ def _smaller_samples(sample: DrawnSample) -> Iterator[DrawnSample]:
     for i, entry in enumerate(mask):
         if not entry:
             yield replace(sample, mask=(*mask[:i], 1, *mask[i + 1 :]))
-    if sample.prompt:
-        yield replace(sample, prompt=0)
 
 
 def _kept(case: LossCase) -> Iterator[LossCase]:
