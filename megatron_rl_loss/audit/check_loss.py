@@ -294,10 +294,10 @@ class _Search:
             return seen is not None and (seen.kind, seen.shape) == (told.kind, told.shape)
 
         smallest = shrink(telling, shows, even=self.trainer.even_microbatches, masked=self.trainer.masked_samples)
-        seen = look(smallest)
-        assert seen is not None
+        seen = look(smallest) or told  # chance may show nothing the next time
+        says = told.says if told.kind == "weights" else seen.says
         found, expected = (() if part is None else tuple(part.tolist()) for part in (seen.found, seen.expected))
-        return Finding(cut.name, told.kind, told.says, smallest, found, expected)
+        return Finding(cut.name, told.kind, says, smallest, found, expected)
 
     def _measure(self, case: LossCase) -> MeasuredStep:
         return measure(self.loss_fn, self.trainer, case)
@@ -323,7 +323,8 @@ class _Search:
             return _Seen(failure.kind, str(failure))
         found = measured.weights
         if not np.isfinite(found).all():
-            return _Seen("NaN", f"the gradient of {int((~np.isfinite(found)).sum())} tokens is NaN or infinite")
+            number = int((~np.isfinite(found)).sum())
+            return _Seen("NaN", f"the gradient is NaN or infinite at {number} of {len(found)} tokens")
         places, stray = measured.stray
         if places:
             return _Seen(
@@ -337,19 +338,15 @@ class _Search:
     def _depends(self, case: LossCase) -> "_Seen | None":
         """Whether the weights depend on the losses' values or on chance, which no aggregation's do."""
         try:
-            first, again, others = (
-                self._measure(one).weights for one in (case, case, replace(case, seed=case.seed + 1000))
-            )
+            first, others = (self._measure(one).weights for one in (case, replace(case, seed=case.seed + 1000)))
+            if not np.isfinite([first, others]).all() or same(first, others):
+                return None
+            if not same(first, self._measure(case).weights):
+                return _Seen("chance", "called twice with the same losses, it gives tokens other weights")
         except CallFailed:
             return None  # looked at elsewhere
-        if not all(np.isfinite(one).all() for one in (first, again, others)):
-            return None
-        if not same(first, again):
-            return _Seen("chance", "called twice with the same losses, it gives tokens other weights", "", again, first)
-        if not same(first, others):
-            says = "not linear in the losses: a token's weight depends on their values, so no aggregation describes it"
-            return _Seen("values", says, "", others, first)
-        return None
+        says = "not linear in the losses: a token's weight depends on their values, so no aggregation describes it"
+        return _Seen("values", says, "", others, first)
 
 
 def same(found: Floats, expected: Floats) -> bool:

@@ -6,9 +6,11 @@ from counts: on the step that a finding shows, that is what must have been measu
 
 import doctest
 import functools
+import inspect
+import itertools
 import json
-import math
 import random
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,7 +22,15 @@ from hypothesis import strategies as st
 from refusals import Refusal, check_refusal, each_of
 from torch import Tensor
 
-from megatron_rl_loss import Trainer, check_loss, fold_into_advantages, make_pg_loss_reducer, token_weights
+from megatron_rl_loss import (
+    LossReport,
+    StepTotals,
+    Trainer,
+    check_loss,
+    fold_into_advantages,
+    make_pg_loss_reducer,
+    token_weights,
+)
 from megatron_rl_loss.audit import check_loss as checking
 from megatron_rl_loss.audit import simulation, trainers
 from megatron_rl_loss.audit.simulation import LossCase, measure
@@ -290,9 +300,15 @@ PUBLISHED = [
 each_published = pytest.mark.parametrize("one", PUBLISHED, ids=lambda one: one.where)
 
 
+@functools.cache
+def report_of(where: str) -> LossReport:
+    one = next(one for one in PUBLISHED if one.where == where)
+    return check_loss(one.loss_fn, one.mode, trainer=one.trainer, draws=10, **one.options)
+
+
 @each_published
 def test_a_published_formula_is_named(one: Published) -> None:
-    report = check_loss(one.loss_fn, one.mode, trainer=one.trainer, **one.options)
+    report = report_of(one.where)
     assert not report.sound
     assert report.invariant == (one.cuts == {UNCUT})
     assert {finding.cut for finding in report.findings} == one.cuts, str(report)
@@ -308,10 +324,504 @@ def test_a_published_formula_is_named(one: Published) -> None:
 @each_published
 def test_the_step_shown_is_the_smallest(one: Published) -> None:
     """No rank, micro-batch, row or token can be left out of it, though the first that was drawn was larger."""
-    for finding in check_loss(one.loss_fn, one.mode, trainer=one.trainer, **one.options).findings:
+    for finding in report_of(one.where).findings:
         case = finding.case
         # Two parts of what is cut, and one of all else.
         assert case.num_microbatches == (2 if finding.cut == MICROBATCHES else 1)
         assert case.dp_size == (2 if finding.cut == DP else 1)
         assert case.cp_size == (2 if finding.cut == CP else 1)
         assert sum(map(len, (sample.mask for sample in case.step.samples))) <= 4, str(case)
+
+
+# ---- exact ones
+
+
+def trl(losses: Tensor, mask: Tensor, num_items_in_batch: Tensor, num_processes: int, gradient_accumulation_steps: int,
+        *, loss_type: str) -> Tensor:  # fmt: skip
+    if loss_type == "dapo":
+        return (losses * mask).sum() / (num_items_in_batch / num_processes)
+    of_rows = row_means(losses, mask) if loss_type == "grpo" else (losses * mask).sum(-1) / 16
+    return of_rows.mean() / gradient_accumulation_steps
+
+
+def items_in_batch(losses: Tensor, mask: Tensor, num_items_in_batch: Tensor) -> Tensor:
+    return (losses * mask).sum() / num_items_in_batch
+
+
+def verl(loss_mat: Tensor, loss_mask: Tensor, loss_agg_mode: str, dp_size: int = 1, batch_num_tokens: Any = None,
+         global_batch_size: Any = None, loss_scale_factor: float = 16.0) -> Tensor:  # fmt: skip
+    """The five modes from global counts; masked positions are multiplied away."""
+    sums = (loss_mat * loss_mask).sum(-1)
+    if loss_agg_mode == "token-mean":
+        return sums.sum() / batch_num_tokens * dp_size
+    if loss_agg_mode == "token-sum":
+        return sums.sum() * dp_size
+    if loss_agg_mode == "seq-mean-token-mean":
+        sums = sums / (loss_mask.sum(-1) + 1e-8)
+    elif loss_agg_mode == "seq-mean-token-sum-norm":
+        sums = sums / loss_scale_factor
+    return sums.sum() / global_batch_size * dp_size
+
+
+def prime_rl(losses: list[Tensor], masks: list[Tensor], loss_scale: Tensor) -> Tensor:
+    total = torch.zeros(())
+    for values, mask in zip(losses, masks, strict=True):
+        total = total + values[mask.bool()].sum()
+    return total / loss_scale.clamp(min=1)
+
+
+def tokens_of_all_ranks(losses: Tensor, mask: Tensor, step_tokens: Tensor, world_size: int) -> Tensor:
+    return torch.where(mask != 0, losses, 0).sum() / step_tokens * world_size
+
+
+def folded(losses: Tensor, mask: Tensor, loss_masks: list[Tensor], totals: StepTotals, *, mode: str) -> Tensor:
+    """A plain sum, with the aggregation in the advantages."""
+    advantages = fold_into_advantages([1.0] * len(loss_masks), loss_masks, mode=mode, totals=totals, loss="ppo")
+    padded = torch.nn.utils.rnn.pad_sequence(advantages, batch_first=True)
+    return (losses * padded).sum()
+
+
+def rollouts(losses: Tensor, mask: Tensor, rollout_tokens: Tensor, step_rollouts: int, dp_size: int) -> Tensor:
+    return ((losses * mask).sum(-1) / rollout_tokens.clamp(min=1)).sum() / step_rollouts * dp_size
+
+
+def prompts(losses: Tensor, mask: Tensor, prompt_tokens: Tensor, step_prompts: int, dp_size: int) -> Tensor:
+    return ((losses * mask).sum(-1) / prompt_tokens.clamp(min=1)).sum() / step_prompts * dp_size
+
+
+def packed_means(
+    losses: Tensor, mask: Tensor, sample_index: Tensor, sample_tokens: Tensor, step_samples: int
+) -> Tensor:
+    return (losses * mask / sample_tokens.clamp(min=1)[sample_index]).sum() / step_samples
+
+
+def packed_by_offsets(losses: Tensor, mask: Tensor, cu_seqlens: Tensor, step_samples: int) -> Tensor:
+    parts = [losses[a:b][mask[a:b] != 0] for a, b in itertools.pairwise(cu_seqlens.tolist())]
+    return torch.stack([part.mean() if len(part) else part.sum() for part in parts]).sum() / step_samples
+
+
+def ppo(log_probs: Tensor, mask: Tensor, old_log_probs: Tensor, advantages: Tensor, step_tokens: Tensor) -> Tensor:
+    ratio = (log_probs - old_log_probs).exp()
+    losses = -torch.min(ratio * advantages, ratio.clamp(0.8, 1.28) * advantages)
+    return (losses * mask).sum() / step_tokens
+
+
+def gspo(log_probs: Tensor, mask: Tensor, old_log_probs: Tensor, advantages: Tensor, step_samples: int) -> Tensor:
+    mean = ((log_probs - old_log_probs) * mask).sum(-1) / mask.sum(-1).clamp(min=1)
+    return -(mean.exp() * advantages[:, 0]).sum() / step_samples
+
+
+def in_place(losses: Tensor, mask: Tensor, step_tokens: Tensor) -> Tensor:
+    mask.clamp_(max=1)
+    losses.mul_(mask)
+    return losses.sum() / step_tokens
+
+
+@dataclass(frozen=True)
+class Exact:
+    where: str
+    loss_fn: Callable[..., Tensor]
+    mode: str
+    trainer: Trainer | str
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+LOG_PROBS = Trainer(takes="log_probs", dp="sum")
+PACKED = Trainer(rows="packed", dp="sum")
+EXACT = [
+    Exact("TRL grpo", functools.partial(trl, loss_type="grpo"), "trl:grpo", "trl"),
+    Exact("TRL dr_grpo", functools.partial(trl, loss_type="dr_grpo"), "trl:dr_grpo", "trl", {"divisor": 16}),
+    Exact("TRL dapo", functools.partial(trl, loss_type="dapo"), "trl:dapo", "trl"),
+    Exact("transformers, num_items_in_batch", items_in_batch, "token_mean", "transformers"),
+    *(
+        Exact(f"verl {name}", functools.partial(verl, loss_agg_mode=name), f"verl:{name}", "verl", options)
+        for name, options in {
+            "token-mean": {},
+            "token-sum": {},
+            "seq-mean-token-sum": {},
+            "seq-mean-token-sum-norm": {"divisor": 16},
+            "seq-mean-token-mean": {},
+        }.items()
+    ),
+    Exact("prime-rl", prime_rl, "token_mean", "prime_rl"),
+    Exact("open-instruct, OpenRLHF, CP and all", tokens_of_all_ranks, "token_mean", Trainer(cp="mean")),
+    Exact("the same, contiguous", tokens_of_all_ranks, "token_mean", Trainer(cp="mean", cp_cut="contiguous")),
+    *(
+        Exact(f"folded {mode}", functools.partial(folded, mode=mode), mode, ADDED)
+        for mode in ("token_mean", "sample_mean")
+    ),
+    Exact("rollouts over rows", rollouts, "sample_mean", Trainer(split_rollouts=True)),
+    Exact("prompts", prompts, "prompt_mean", Trainer()),
+    Exact("packed, by index", packed_means, "sample_mean", PACKED),
+    Exact("packed, by index, CP", packed_means, "sample_mean", replace(PACKED, cp="sum")),
+    Exact("packed, by offsets", packed_by_offsets, "sample_mean", PACKED),
+    Exact("PPO", ppo, "token_mean", LOG_PROBS),
+    Exact("GSPO", gspo, "sample_mean", LOG_PROBS),
+    Exact("in place", in_place, "token_mean", ADDED),
+]
+
+
+@pytest.mark.parametrize("one", EXACT, ids=lambda one: one.where)
+def test_an_exact_formula_passes(one: Exact) -> None:
+    report = check_loss(one.loss_fn, one.mode, trainer=one.trainer, draws=12, **one.options)
+    assert report.sound, str(report)
+    assert report.invariant
+    assert not report.findings
+    assert ": sound (" in str(report)
+
+
+@pytest.mark.parametrize("one", EXACT, ids=lambda one: one.where)
+def test_the_same_scaled_does_not(one: Exact) -> None:
+    """Negative control: half as much again, in the uncut step, whatever the formula."""
+
+    @functools.wraps(one.loss_fn)
+    def scaled(*args: Any, **kwargs: Any) -> Tensor:
+        return 1.5 * one.loss_fn(*args, **kwargs)
+
+    loss_fn = one.loss_fn
+    if isinstance(loss_fn, functools.partial):  # what is bound stays so
+        inner = loss_fn.func
+        scaled = functools.partial(functools.wraps(inner)(lambda *a, **k: 1.5 * inner(*a, **k)), **loss_fn.keywords)
+    report = check_loss(scaled, one.mode, trainer=one.trainer, draws=3, **one.options)
+    assert report.invariant
+    (finding,) = report.findings
+    assert finding.cut == UNCUT
+    assert finding.factors == pytest.approx((1.5, 1.5))
+
+
+# ---- our own reducers, in every shape and cut
+
+
+def ours(losses: Any, mask: Any, loss_masks: Any, totals: Any, layout: Any, cp_rank: int, cp_size: int,
+         rollout_ids: Any, prompt_ids: Any, dp_size: int, *, mode: str, split: bool, scale: str) -> Tensor:  # fmt: skip
+    flat = torch.cat(losses) if isinstance(losses, list) else losses.flatten()
+    ids = {"prompt_ids": prompt_ids, "rollout_ids": rollout_ids if split else None}
+    cut = {"layout": layout, "cp_rank": cp_rank, "cp_size": cp_size}
+    divisor = 8.0 if mode == "constant" else None
+    reducer = make_pg_loss_reducer(mode, loss_masks, totals=totals, divisor=divisor, **ids, **cut)
+    factor = {"": 1, "dp": dp_size, "dp_cp": dp_size * cp_size}[scale]
+    return reducer(flat) * factor
+
+
+TRAINERS_OF_OURS = [
+    (Trainer(rows=rows, dp=dp, cp=cp, cp_cut=cut, split_rollouts=split), scale)  # type: ignore[arg-type]
+    for rows, cut, split in [
+        ("padded", "zigzag", False),
+        ("packed", "zigzag", True),
+        ("lists", "zigzag", False),
+        ("padded", "contiguous", True),
+        ("packed", "gathered", False),
+    ]
+    for dp, cp, scale in [("sum", "sum", ""), ("mean", "mean", "dp_cp")][rows == "packed" :]
+]
+
+
+@pytest.mark.parametrize("mode", ["sample_mean", "prompt_mean", "token_mean", "constant", "token_sum"])
+@pytest.mark.parametrize(("trainer", "scale"), TRAINERS_OF_OURS, ids=lambda value: getattr(value, "describe", str)())
+def test_our_reducers_pass(mode: str, trainer: Trainer, scale: str) -> None:
+    loss_fn = functools.partial(ours, mode=mode, split=trainer.split_rollouts, scale=scale)
+    report = check_loss(loss_fn, mode, trainer=trainer, divisor=8 if mode == "constant" else None, draws=3)
+    assert report.sound, str(report)
+    assert not report.notes  # it selects by the mask
+
+
+@pytest.mark.parametrize("left_out", ["dp", ""])
+def test_our_reducers_without_the_factor_do_not(left_out: str) -> None:
+    """Negative control: gradients are averaged over DP and CP ranks, and the share is not multiplied by both."""
+    loss_fn = functools.partial(ours, mode="token_mean", split=False, scale=left_out)
+    report = check_loss(loss_fn, "token_mean", trainer=Trainer(cp="mean", rows="packed"))
+    assert {finding.cut: finding.factors for finding in report.findings} == {
+        **({} if left_out else {DP: pytest.approx((1 / 2, 1 / 2))}),
+        CP: pytest.approx((1 / 2, 1 / 2)),
+    }
+
+
+# ---- what else may be wrong with a function
+
+
+def clipped(losses: Tensor, mask: Tensor, step_tokens: Tensor) -> Tensor:
+    return (losses.clamp(max=1) * mask).sum() / step_tokens
+
+
+def squared(losses: Tensor, mask: Tensor, step_tokens: Tensor) -> Tensor:
+    return (losses.square() * mask).sum() / step_tokens
+
+
+def normalised_by_loss(losses: Tensor, mask: Tensor, step_tokens: Tensor) -> Tensor:
+    return (losses * mask).sum() / (losses * mask).abs().sum().detach().clamp(min=1e-3)
+
+
+def dropped(losses: Tensor, mask: Tensor, step_tokens: Tensor) -> Tensor:
+    return (torch.nn.functional.dropout(losses, 0.5) * mask).sum() / step_tokens
+
+
+def needs_two_rows(losses: Tensor, mask: Tensor, step_tokens: Tensor) -> Tensor:
+    if len(losses) < 2:
+        raise RuntimeError("cannot normalise one row")
+    return (losses * mask).sum() / step_tokens
+
+
+def without_graph(losses: Tensor, mask: Tensor, step_tokens: Tensor) -> Tensor:
+    return (losses * mask).sum() / step_tokens if mask.any() else torch.zeros(())
+
+
+def number_for_nothing(losses: Tensor, mask: Tensor, step_tokens: Tensor) -> Any:
+    return (losses * mask).sum() / step_tokens if mask.any() else 0
+
+
+def zero_by_zero(losses: Tensor, mask: Tensor) -> Tensor:
+    return ((losses * mask).sum(-1) / mask.sum(-1)).mean()
+
+
+def infinite_gradient(losses: Tensor, mask: Tensor, step_tokens: Tensor) -> Tensor:
+    return ((losses * mask).sum() - (losses * (1 - mask)).sum().mul(0).abs().sqrt()) / step_tokens
+
+
+FAULTS: dict[str, tuple[Callable[..., Any], str, str]] = {
+    "clipped": (clipped, "values", "not linear in the losses"),
+    "squared": (squared, "values", "not linear in the losses"),
+    "normalised by the losses": (normalised_by_loss, "values", "not linear in the losses"),
+    "dropout": (dropped, "chance", "called twice with the same losses"),
+    "raises": (needs_two_rows, "raises", "it raises RuntimeError: cannot normalise one row"),
+    "no graph": (without_graph, "no graph", "what it returns has no graph, so nothing is trained"),
+    "a number for nothing": (number_for_nothing, "no loss", "it returns a int, no tensor"),
+    "0/0": (zero_by_zero, "NaN", "it returns nan"),
+    "an infinite gradient": (infinite_gradient, "NaN", "the gradient is NaN or infinite at 1 of 1 tokens"),
+}
+
+
+@pytest.mark.parametrize(("loss_fn", "kind", "text"), FAULTS.values(), ids=FAULTS.keys())
+def test_a_fault_is_told(loss_fn: Callable[..., Any], kind: str, text: str) -> None:
+    report = check_loss(loss_fn, "token_mean", trainer=ADDED, draws=10)
+    assert not report.sound
+    assert not report.invariant
+    finding = next(finding for finding in report.findings if finding.kind == kind)
+    assert re.search(text, finding.says)
+    assert finding.says in str(report)
+    assert kind == "chance" or len(finding.case.step.samples) <= 2, str(finding.case)
+
+
+def test_where_nothing_is_masked_there_is_no_0_by_0() -> None:
+    every_row = Trainer(dp="mean", microbatches="mean", masked_samples=False, even_microbatches=True)
+    assert check_loss(zero_by_zero, "sample_mean", trainer=every_row).sound
+    assert not check_loss(zero_by_zero, "sample_mean", trainer=replace(every_row, masked_samples=True)).sound
+
+
+def test_which_call_failed_is_told() -> None:
+    def third(losses: Tensor, mask: Tensor, microbatch: int, dp_rank: int, cp_rank: int) -> Tensor:
+        if (microbatch, dp_rank, cp_rank) == (1, 1, 1):
+            raise KeyError("here")
+        return (losses * mask).sum()
+
+    report = check_loss(third, "token_sum", trainer=Trainer(dp="sum", cp="sum"))
+    (finding,) = report.findings
+    assert finding.cut == TOGETHER
+    assert finding.says == "it raises KeyError: 'here' (micro-batch 1, DP rank 1, CP rank 1)"
+
+
+def test_a_nan_under_the_mask_is_noted() -> None:
+    assert any("NaN at a masked token" in note for note in check_loss(share, "token_mean", trainer=ADDED).notes)
+    selecting = check_loss(tokens_of_all_ranks, "token_mean", trainer=Trainer())
+    assert not selecting.notes
+
+
+@pytest.mark.parametrize(("loss_fn", "says"), [(unmasked, "masked tokens weigh|padding weighs"), (off_by_one, "weigh")])
+def test_weight_where_there_should_be_none(loss_fn: Callable[..., Tensor], says: str) -> None:
+    report = check_loss(loss_fn, "token_mean", trainer=ADDED)
+    assert not report.sound
+    assert re.search(says, str(report))
+
+
+def test_what_breaks_only_together_is_found() -> None:
+    def product(losses: Tensor, mask: Tensor, step_tokens: Tensor, num_microbatches: int, dp_size: int) -> Tensor:
+        return (losses * mask).sum() / step_tokens * (2 if min(num_microbatches, dp_size) > 1 else 1)
+
+    (finding,) = check_loss(product, "token_mean", trainer=ADDED).findings
+    assert finding.cut == TOGETHER
+    assert (finding.case.num_microbatches, finding.case.dp_size) == (2, 2)
+    assert finding.factors == pytest.approx((2, 2))
+
+
+def test_without_a_mode_invariance_is_all_that_is_asked() -> None:
+    assert check_loss(sums_without_n, trainer=ADDED).sound
+    assert check_loss(lists_by_smaller, trainer="prime_rl").sound
+    assert not check_loss(masked_mean, trainer=ADDED).invariant
+
+
+# ---- properties
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 10**6), dp=st.integers(1, 3), cp=st.integers(1, 3), microbatches=st.integers(1, 3))
+def test_weights_are_those_of_token_weights(seed: int, dp: int, cp: int, microbatches: int) -> None:
+    """The simulation adds up to what `token_weights` says, whatever the split."""
+    rng = random.Random(seed)
+    ranks = tuple(
+        tuple(
+            tuple(
+                DrawnSample(tuple(rng.randrange(2) for _ in range(rng.randrange(1, 9))), i, rng.randrange(2))
+                for i in range(rng.randrange(1, 4))
+            )
+            for _ in range(microbatches)
+        )
+        for _ in range(dp)
+    )
+    case = LossCase(ranks, cp)
+    step = case.step
+    if not step.totals.step_tokens:
+        return
+    trainer = Trainer(dp="mean", cp="mean", rows="packed")
+    for mode in ("token_mean", "sample_mean", "prompt_mean"):
+        loss_fn = functools.partial(ours, mode=mode, split=False, scale="dp_cp")
+        expected = token_weights(mode, Samples(step.masks, prompt_ids=step.prompt_ids), step.totals)
+        assert measure(loss_fn, trainer, case).weights == pytest.approx(expected.tolist(), rel=1e-6)
+
+
+@settings(max_examples=10, deadline=None)
+@given(seed=st.integers(0, 10**6))
+def test_a_finding_can_be_had_again(seed: int) -> None:
+    report = check_loss(masked_mean, "token_mean", trainer=MEANS, seed=seed, draws=8)
+    for finding in report.findings:
+        assert tuple(measure(masked_mean, MEANS, finding.case).weights) == finding.found
+        assert eval(repr(finding.case), vars(simulation)) == finding.case
+    assert str(check_loss(masked_mean, "token_mean", trainer=MEANS, seed=seed, draws=8)) == str(report)
+
+
+def test_the_report_is_plain_data() -> None:
+    report = check_loss(masked_mean, "token_mean", trainer=MEANS)
+    data = json.loads(json.dumps(report.to_json()))
+    assert (data["sound"], data["invariant"]) == (False, False)
+    assert [finding["cut"] for finding in data["findings"]] == [MICROBATCHES, DP]
+    assert eval(data["findings"][0]["case"], vars(simulation)) == report.findings[0].case
+
+
+def test_everything_that_can_be_asked_for_is_given() -> None:
+    """Of every name in the table, and no other, in every shape of rows."""
+    seen: dict[str, Any] = {}
+
+    def asks_for_all(losses: Any, mask: Any, **given: Any) -> Tensor:
+        seen.update(given)
+        return sum(part.sum() for part in losses) if isinstance(losses, list) else losses.sum()
+
+    parameters = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in GIVEN]
+    two = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in ("log_probs", "mask")]
+    asks_for_all.__signature__ = inspect.Signature([*two, *parameters])  # type: ignore[attr-defined]
+    rows = (DrawnSample((1, 0, 1)), DrawnSample((0, 0)))
+    for shape in ("padded", "packed", "lists"):
+        seen.clear()
+        trainer = Trainer(takes="log_probs", rows=shape, cp="sum")  # type: ignore[arg-type]
+        measure(asks_for_all, trainer, LossCase(((rows,), (rows[:1],)), 2))
+        assert set(seen) == set(GIVEN)
+        assert (int(seen["step_tokens"]), int(seen["rank_tokens"]), seen["step_samples"]) == (4, 2, 3)
+        assert (seen["world_size"], seen["dp_rank"], seen["cp_rank"]) == (4, 1, 1)
+
+
+# ---- wrong uses
+
+
+def fine(losses: Tensor, mask: Tensor, step_tokens: Tensor) -> Tensor:
+    return (losses * mask).sum() / step_tokens
+
+
+def by_typo(losses: Tensor, mask: Tensor, step_token: Tensor) -> Tensor:
+    return (losses * mask).sum() / step_token
+
+
+def of_lists(losses: list[Tensor], masks: list[Tensor]) -> Tensor:
+    return torch.stack([(x * m).sum() for x, m in zip(losses, masks, strict=True)]).sum()
+
+
+def accepted(loss_fn: Any = fine, mode: Any = "token_mean", **options: Any) -> Callable[[], Any]:
+    return lambda: check_loss(loss_fn, mode, **{"trainer": ADDED, "draws": 1, **options})
+
+
+REFUSALS: dict[str, Refusal] = {
+    "a result for a function": (
+        accepted(torch.zeros(())), TypeError, "loss_fn is a Tensor.*Pass the function", accepted(),
+    ),
+    "a function of losses alone": (
+        accepted(lambda losses: losses.sum()), TypeError, "takes losses: .*Wrap it: lambda losses, mask",
+        accepted(lambda losses, mask: (losses * mask).sum(), "token_sum"),
+    ),
+    "a parameter that nobody fills": (
+        accepted(by_typo), TypeError, "'step_token' that has no default.*Did you mean step_tokens[?]",
+        accepted(by_typo, trainer=replace(ADDED, names={"step_token": "step_tokens"})),
+    ),
+    "another trainer's word": (
+        accepted(items_in_batch), TypeError, "'num_items_in_batch' that has no default",
+        accepted(items_in_batch, trainer="transformers"),
+    ),
+    "a function of log-probs given losses": (
+        accepted(ppo), TypeError, "asks for 'old_log_probs': .*takes=\"log_probs\"", accepted(ppo, trainer=LOG_PROBS),
+    ),
+    "an unknown trainer": (
+        accepted(trainer="verk"), ValueError, "trainer 'verk': .*Did you mean verl[?]",
+        accepted(functools.partial(verl, loss_agg_mode="token-mean"), trainer="verl"),
+    ),
+    "a trainer of one's own": (
+        accepted(trainer=object()), TypeError, "trainer is a object: .*Choose one of pytorch, ", accepted(),
+    ),
+    "a word for neither sum nor mean": (
+        lambda: Trainer(dp="average"), ValueError, "Trainer.dp 'average'", lambda: Trainer(dp="mean"),  # type: ignore
+    ),
+    "context parallelism as a flag": (
+        lambda: Trainer(cp=True), ValueError, "Trainer.cp True", lambda: Trainer(cp="sum"),  # type: ignore
+    ),
+    "a flag that is none": (
+        lambda: Trainer(split_rollouts="no"), TypeError, "Trainer.split_rollouts is 'no'",  # type: ignore
+        lambda: Trainer(split_rollouts=False),
+    ),
+    "a name for nothing": (
+        lambda: Trainer(names={"n": "tokens"}), ValueError, "'tokens': .*step_tokens",
+        lambda: Trainer(names={"n": "step_tokens"}),
+    ),
+    "names that are no mapping": (
+        lambda: Trainer(names=["step_tokens"]), TypeError, "Trainer.names is a list",  # type: ignore[arg-type]
+        lambda: Trainer(names={}),
+    ),
+    "no draws": (accepted(draws=0), ValueError, "draws is 0", accepted()),
+    "a seed below 0": (accepted(seed=-1), ValueError, "seed is -1", accepted(seed=1)),
+    "an unknown mode": (accepted(mode="mean"), ValueError, "'mean'", accepted()),
+    "constant without its divisor": (
+        accepted(mode="constant"), ValueError, "divisor", accepted(mode="constant", divisor=8.0),
+    ),
+    "losses that are not reduced": (
+        accepted(lambda losses, mask: losses * mask), ValueError,
+        "returns torch.float32 of shape \\(2, 3\\), not one number", accepted(),
+    ),
+    "metrics beside the loss": (
+        accepted(lambda losses, mask: ((losses * mask).sum(), {})), ValueError,
+        "returns a tuple, no tensor: return the loss alone", accepted(),
+    ),
+    "a loss without a graph": (
+        accepted(lambda losses, mask: (losses * mask).sum().detach()), ValueError, "has no graph", accepted(),
+    ),
+    "lists to a function of rows": (
+        accepted(fine, trainer=Trainer(rows="lists")), ValueError, "raises TypeError",
+        accepted(of_lists, "token_sum", trainer=Trainer(rows="lists", dp="sum")),
+    ),
+}  # fmt: skip
+
+
+@each_of(REFUSALS)
+def test_refused(refused: Any, error: type[Exception], text: str, accepted: Any) -> None:
+    check_refusal(refused, error, text, accepted)
+
+
+def test_the_functions_own_error_is_the_cause() -> None:
+    with pytest.raises(ValueError, match="raises ZeroDivisionError") as caught:
+        check_loss(lambda losses, mask: losses.sum() / (1 // 0))
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+
+
+def test_what_was_left_at_its_default_is_noted() -> None:
+    def with_option(losses: Tensor, mask: Tensor, step_tokens: Tensor, num_item: Any = None) -> Tensor:
+        return (losses * mask).sum() / step_tokens
+
+    assert "parameter num_item was left at its default" in check_loss(with_option, trainer=ADDED).notes
+
+
+def test_what_is_bound_is_not_given() -> None:
+    bound = functools.partial(fine, step_tokens=1)
+    assert check_loss(bound, "token_sum", trainer=ADDED).sound
+    assert not check_loss(fine, "token_sum", trainer=ADDED).sound
