@@ -32,7 +32,7 @@ class DrawnStep:
         samples: list[DrawnSample] = []
         rollouts = rng.randrange(1, 7) if num_samples is None else num_samples
         for rollout in range(rollouts):
-            prompt = rng.randrange(3)
+            prompt = rng.randrange(max(3, num_samples or 0))
             for _ in range(rng.choice([1, 2]) if split_rollouts else 1):
                 share = rng.choice([0.0, 0.5, 0.5, 1.0])  # some are fully masked
                 mask = tuple(int(rng.random() < share) for _ in range(rng.randrange(1, 12)))

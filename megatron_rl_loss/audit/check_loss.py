@@ -11,10 +11,11 @@ from megatron_rl_loss.aliases import Aggregation, resolve
 from megatron_rl_loss.audit.simulation import CallFailed, LossCase, LossFunction, Signature, measure
 from megatron_rl_loss.audit.tokens import Floats, MeasuredStep
 from megatron_rl_loss.audit.trainers import TRAINERS, Trainer
+from megatron_rl_loss.audit.verdict import Verdict, judge
 from megatron_rl_loss.checks import check_choice, check_int
 from megatron_rl_loss.drawn_steps import DrawnSample, DrawnStep
 from megatron_rl_loss.errors import refused
-from megatron_rl_loss.modes import ModeFunction
+from megatron_rl_loss.modes import MODES, ModeFunction
 from megatron_rl_loss.samples import Samples
 from megatron_rl_loss.totals import UnitCounting
 from megatron_rl_loss.weights import weigh
@@ -34,9 +35,10 @@ class Finding:
         cut: how that step is cut, in words.
         kind: ``weights`` that are not what they should be; weights that depend on the losses' ``values``, or on
             ``chance``; a call that ``raises``, or returns ``no loss``, a loss with ``no graph``, or ``NaN``.
-        says: what it is.
-        case: the step. `measure` of the loss function, the trainer and this gives `found` again.
-        found, expected: the weight of each mask entry; empty where there is none.
+        says: what it is, on a larger step that tells more of its cause.
+        case: the smallest step. `measure` of the loss function, the trainer and this gives `found` again.
+        found, expected: the weight of each mask entry of it; empty where there is none.
+        verdict: of the audit, on the larger step: the likely causes; None where no weights were measured.
     """
 
     cut: str
@@ -45,6 +47,13 @@ class Finding:
     case: LossCase
     found: tuple[float, ...] = ()
     expected: tuple[float, ...] = ()
+    verdict: Verdict | None = None
+
+    @property
+    def causes(self) -> tuple[str, ...]:
+        """Names of what the audit holds likely (`audit/causes.py`)."""
+        deviations = () if self.verdict is None else self.verdict.deviations
+        return tuple(cause for deviation in deviations for cause in deviation.causes)
 
     @property
     def factors(self) -> tuple[float, float]:
@@ -53,7 +62,10 @@ class Finding:
         return (min(ratios), max(ratios)) if ratios else (float("nan"), float("nan"))
 
     def __str__(self) -> str:
-        lines = [f"{self.cut}: {self.says}", f"  smallest step that shows it: {self.case}"]
+        lines = [f"{self.cut}: {self.says}"]
+        if self.verdict is not None:
+            lines += [f"  likely: {deviation.text}" for deviation in self.verdict.deviations]
+        lines.append(f"  smallest step that shows it: {self.case}")
         if self.found:
             lines.append(f"  its tokens weigh {_shown(self.found)}")
             lines.append(f"  where they should {_shown(self.expected)}")
@@ -113,6 +125,7 @@ class LossReport:
                     "cut": one.cut,
                     "kind": one.kind,
                     "says": one.says,
+                    "causes": list(one.causes),
                     "case": repr(one.case),
                     "found": list(one.found),
                     "expected": list(one.expected),
@@ -184,10 +197,14 @@ class _Cut:
     dp: bool = False
     cp: bool = False
 
-    def draw(self, rng: random.Random, trainer: Trainer, seed: int) -> LossCase:
-        """A random step cut so; never one without an active token."""
-        num_microbatches = rng.randrange(2, 6) if self.microbatches else 1
-        dp_size = rng.randrange(2, 5) if self.dp else 1
+    def and_over(self, other: "_Cut") -> "_Cut":
+        """Over what either is."""
+        return _Cut(other.name, self.microbatches or other.microbatches, self.dp or other.dp, self.cp or other.cp)
+
+    def draw(self, rng: random.Random, trainer: Trainer, seed: int, telling: bool = False) -> LossCase:
+        """A random step cut so; never one without an active token. A telling one is cut into 5, 3 and 2 parts."""
+        num_microbatches = (5 if telling else rng.randrange(2, 6)) if self.microbatches else 1
+        dp_size = (3 if telling else rng.randrange(2, 5)) if self.dp else 1
         number = num_microbatches * dp_size
         most = 4 if number > 1 else 8
         rows = [rng.randrange(1, most)] * number
@@ -200,7 +217,7 @@ class _Cut:
                 samples[i] = replace(sample, mask=(1, *sample.mask[1:]))
         parts = [tuple(samples[sum(rows[:i]) : sum(rows[: i + 1])]) for i in range(number)]
         ranks = tuple(tuple(parts[i : i + num_microbatches]) for i in range(0, number, num_microbatches))
-        cp_size = rng.choice([2, 3]) if self.cp else 1
+        cp_size = (2 if telling else rng.choice([2, 3])) if self.cp else 1
         return LossCase(ranks, cp_size, trainer.split_rollouts, seed)
 
 
@@ -236,9 +253,18 @@ class _Seen:
     expected: Floats | None = None
 
 
-def _tells(case: LossCase, seen: _Seen) -> tuple[bool, int]:
-    """What tells more of the cause: several factors before one, which a larger step may show to be several."""
-    return seen.shape != "factor", len(case.step.samples)
+@dataclass(frozen=True)
+class _Base:
+    """What weights are compared with: those of an aggregation, times a factor."""
+
+    aggregation: Aggregation
+    factor: float = 1.0
+
+    def weights(self, case: LossCase) -> Floats:
+        """Of each mask entry, [num_entries]."""
+        step = case.step
+        samples = Samples(step.masks, prompt_ids=step.prompt_ids, rollout_ids=step.rollout_ids)
+        return weigh(self.aggregation, samples.local(0, 1), step.totals).double().numpy() * self.factor
 
 
 Look = Callable[[LossCase], "_Seen | None"]
@@ -252,17 +278,52 @@ class _Search:
     ) -> None:
         self.loss_fn, self.trainer, self.asked = loss_fn, trainer, asked
         self.draws, self.seed = draws, seed
+        self.base = None if asked is None else _Base(asked)
 
     def findings(self) -> list[Finding]:
         """Of the uncut step; then of every cut alone; of all together if those show nothing."""
-        found = self._try(_UNCUT, self._depends) or self._try(_UNCUT, self._differs_from_asked)
+        found = self._try(_UNCUT, _UNCUT, self._depends) or self._try(_UNCUT, _UNCUT, self._differs)
         if any(finding.kind != "weights" for finding in found):
             return found
-        differs = self._differs_from_uncut if found or self.asked is None else self._differs_from_asked
-        cuts = [cut for cut in _SINGLE_CUTS if not cut.cp or self.trainer.cp]
-        of_cuts = [finding for cut in cuts for finding in self._try(cut, differs)]
+        if found or self.asked is None:
+            self.base = self._what_it_is()
+            found = [self._if_constant(finding) for finding in found]
+        of_cuts: list[Finding] = []
+        told_on = _UNCUT
+        for cut in (cut for cut in _SINGLE_CUTS if not cut.cp or self.trainer.cp):
+            seen = self._try(cut, told_on.and_over(cut), self._differs)
+            told_on = told_on if seen else told_on.and_over(cut)
+            of_cuts += seen
         together = replace(_TOGETHER, cp=self.trainer.cp is not None)
-        return found + (of_cuts or self._try(together, differs))
+        return found + (of_cuts or self._try(together, together, self._differs))
+
+    def _if_constant(self, finding: Finding) -> Finding:
+        """A factor that is the same on every step is no count of a step, whatever number coincides with it on one."""
+        if self.base is None or self.asked is None or self.base.aggregation != self.asked:
+            return finding
+        says = f"all tokens weigh {self.base.factor:.4g} times what they should, on every step alike"
+        return replace(finding, says=says, verdict=None if self.asked.divisor is None else finding.verdict)
+
+    def _what_it_is(self) -> "_Base | None":
+        """The mode that uncut steps follow, up to a factor, if it is one of the table; None if none is."""
+        cases = [
+            _UNCUT.draw(random.Random(f"{self.seed}/{draw}"), self.trainer, seed=self.seed + draw)
+            for draw in range(self.draws)
+        ]
+        measured = [(case, self._measure(case).weights) for case in cases]
+        modes = [resolve(name, divisor=1.0 if mode.takes_divisor else None) for name, mode in MODES.items()]
+        countings: tuple[UnitCounting, ...] = ("all", "active")
+        choices = [_Base(replace(mode, units=units)) for mode in modes for units in countings]
+        first = choices if self.asked is None else [_Base(self.asked), *choices]
+        for base in first:
+            weights = base.weights(measured[0][0])
+            active = weights > 0
+            if not active.any():
+                continue
+            scaled = replace(base, factor=float((measured[0][1][active] / weights[active])[0]))
+            if all(same(found, scaled.weights(case)) for case, found in measured):
+                return scaled
+        return None
 
     def notes(self) -> list[str]:
         """What is no fault of the weights."""
@@ -276,49 +337,60 @@ class _Search:
             return []
         return ["note: a NaN at a masked token spoils the loss; select by the mask (torch.where) before multiplying"]
 
-    def _try(self, cut: _Cut, look: Look) -> list[Finding]:
-        """One finding for each kind that some random step of the cut shows, on the smallest such step."""
-        shown: dict[Kind, tuple[LossCase, _Seen]] = {}
+    def _try(self, cut: _Cut, told_on: _Cut, look: Look) -> list[Finding]:
+        """One finding for each kind that some random step of the cut shows, on the smallest such step.
+
+        Causes are told on steps that are cut further, over what shows nothing by itself, where that leaves less doubt.
+        """
+        shown: dict[Kind, list[tuple[LossCase, _Seen]]] = {}
         for draw in range(self.draws):
             rng = random.Random(f"{self.seed}/{cut.name}/{draw}")
             case = cut.draw(rng, self.trainer, seed=self.seed + draw)
             if (seen := look(case)) is not None:
-                best = shown.get(seen.kind)
-                if best is None or _tells(case, seen) > _tells(*best):
-                    shown[seen.kind] = case, seen
-        return [self._finding(cut, case, seen, look) for case, seen in shown.values()]
+                shown.setdefault(seen.kind, []).append((case, seen))
+        return [self._finding(cut, told_on, cases, look) for cases in shown.values()]
 
-    def _finding(self, cut: _Cut, telling: LossCase, told: _Seen, look: Look) -> Finding:
+    def _finding(self, cut: _Cut, told_on: _Cut, cases: list[tuple[LossCase, _Seen]], look: Look) -> Finding:
+        kind = cases[0][1].kind
+        rng = random.Random(f"{self.seed}/{told_on.name}/{kind}")
+        further = [told_on.draw(rng, self.trainer, seed=self.seed + i, telling=True) for i in range(5)]
+        larger = [(case, seen) for case in further if (seen := look(case)) is not None and seen.kind == kind]
+        by_size = sorted([*larger, *cases], key=lambda one: (one[1].shape == "factor", -len(one[0].step.samples)))
+        told = by_size[0][1]
+
         def shows(smaller: LossCase) -> bool:
             seen = look(smaller)
-            return seen is not None and (seen.kind, seen.shape) == (told.kind, told.shape)
+            return seen is not None and (seen.kind, seen.shape) == (kind, told.shape)
 
-        smallest = shrink(telling, shows, even=self.trainer.even_microbatches, masked=self.trainer.masked_samples)
+        small = [case for case, seen in cases if seen.shape == told.shape] or [cases[0][0]]
+        smallest = min(small, key=lambda one: len(one.step.samples))
+        smallest = shrink(smallest, shows, even=self.trainer.even_microbatches, masked=self.trainer.masked_samples)
         seen = look(smallest) or told  # chance may show nothing the next time
-        says = told.says if told.kind == "weights" else seen.says
+        says = told.says if kind == "weights" else seen.says
         found, expected = (() if part is None else tuple(part.tolist()) for part in (seen.found, seen.expected))
-        return Finding(cut.name, told.kind, says, smallest, found, expected)
+        verdict = self._verdict([case for case, _ in by_size[:5]]) if kind in ("weights", "NaN") else None
+        return Finding(cut.name, kind, says, smallest, found, expected, verdict)
+
+    def _verdict(self, cases: list[LossCase]) -> Verdict:
+        """On the first of the steps on which the same causes are named as on most: sizes may coincide on one."""
+        verdicts = [self._judge(case) for case in cases]
+        causes = [tuple(deviation.causes for deviation in verdict.deviations) for verdict in verdicts]
+        return verdicts[max(range(len(causes)), key=lambda i: (causes.count(causes[i]), -sum(map(len, causes[i]))))]
+
+    def _judge(self, case: LossCase) -> Verdict:
+        measured = self._measure(case)
+        if self.base is None:
+            return judge(measured, self.asked)
+        return judge(replace(measured, weights=measured.weights / self.base.factor), self.base.aggregation)
 
     def _measure(self, case: LossCase) -> MeasuredStep:
         return measure(self.loss_fn, self.trainer, case)
 
-    def _differs_from_asked(self, case: LossCase) -> "_Seen | None":
-        if self.asked is None:
-            return self._differs(case, None)
-        step = case.step
-        samples = Samples(step.masks, prompt_ids=step.prompt_ids, rollout_ids=step.rollout_ids)
-        return self._differs(case, weigh(self.asked, samples.local(0, 1), step.totals).double().numpy())
-
-    def _differs_from_uncut(self, case: LossCase) -> "_Seen | None":
-        try:
-            uncut = self._measure(case.uncut()).weights
-        except CallFailed:
-            return None  # that is another step's to show
-        return self._differs(case, uncut if np.isfinite(uncut).all() else None)
-
-    def _differs(self, case: LossCase, expected: Floats | None) -> "_Seen | None":
+    def _differs(self, case: LossCase) -> "_Seen | None":
+        """From the mode that it is without a cut, or else from its own weights without a cut."""
         try:
             measured = self._measure(case)
+            expected = self._measure(case.uncut()).weights if self.base is None else self.base.weights(case)
         except CallFailed as failure:
             return _Seen(failure.kind, str(failure))
         found = measured.weights
@@ -327,10 +399,9 @@ class _Search:
             return _Seen("NaN", f"the gradient is NaN or infinite at {number} of {len(found)} tokens")
         places, stray = measured.stray
         if places:
-            return _Seen(
-                "weights", f"padding weighs {stray:.4g} in all, in {places} places", "padding", found, expected
-            )
-        if expected is None or same(found, expected):
+            says = f"padding weighs {stray:.4g} in all, in {places} places"
+            return _Seen("weights", says, "padding", found, expected)
+        if not np.isfinite(expected).all() or same(found, expected):
             return None
         shape, says = describe(found, expected)
         return _Seen("weights", says, shape, found, expected)

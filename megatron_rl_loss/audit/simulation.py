@@ -25,7 +25,7 @@ from megatron_rl_loss.layouts import Contiguous, Gathered, Layout, ZigzagBSHD, Z
 from megatron_rl_loss.samples import LocalTokens, Samples
 
 LossFunction = Callable[..., Tensor]
-Failure = Literal["raises", "no loss", "no graph", "NaN"]
+Failure = Literal["raises", "no loss", "no graph"]
 
 
 class CallFailed(Exception):
@@ -145,10 +145,10 @@ class Signature:
 
 
 def measure(loss_fn: LossFunction, trainer: Trainer, case: LossCase) -> MeasuredStep:
-    """The weight of every token of a step, as the optimizer of such a trainer would get it.
+    """The weight of every token of a step, as the optimizer of such a trainer would get it; NaN where a loss is.
 
     Raises:
-        CallFailed: a call that raises, or that returns no number with a finite gradient; the text says which call.
+        CallFailed: a call that raises, or that returns no number with a gradient; the text says which call.
         ValueError, TypeError: a function that cannot be called with what the trainer has.
     """
     return _Simulation(loss_fn, trainer, case).run()
@@ -267,6 +267,8 @@ class _MicroBatch:
         (gradient,) = torch.autograd.grad(loss, leaf, allow_unused=True)
         if gradient is None:
             gradient = torch.zeros_like(leaf)
+        if not bool(torch.isfinite(loss)):
+            gradient = gradient * float("nan")
         if trainer.takes == "log_probs":
             gradient = -gradient / advantages
         return gradient.double().numpy()
@@ -339,8 +341,6 @@ def _check_loss(loss: Any, where: str) -> None:
         raise CallFailed("no loss", f"it returns {loss.dtype} of shape {tuple(loss.shape)}, not one number{where}")
     if not loss.requires_grad:
         raise CallFailed("no graph", f"what it returns has no graph, so nothing is trained{where}")
-    if not bool(torch.isfinite(loss)):
-        raise CallFailed("NaN", f"it returns {float(loss.detach())}{where}")
 
 
 def _slots(trainer: Trainer, lengths: Sequence[int], cp_size: int) -> list[int]:
