@@ -59,8 +59,9 @@ class Comparison:
         unique, piece = np.unique(where, axis=0, return_inverse=True)
         piece = piece.reshape(-1)[self.wanted]
         low, high = np.full(len(unique), np.inf), np.full(len(unique), -np.inf)
-        np.minimum.at(low, piece, self.ratio)
-        np.maximum.at(high, piece, self.ratio)
+        with np.errstate(invalid="ignore"):  # NaN stays NaN
+            np.minimum.at(low, piece, self.ratio)
+            np.maximum.at(high, piece, self.ratio)
         counts = np.bincount(piece, minlength=len(unique))
         return tuple(
             Piece(

@@ -285,6 +285,8 @@ class Namer:
         for shape, names, pattern in PARTITIONS:
             if names == ("rollout",) and self.cells.rollouts_are_samples:
                 continue
+            if names == ("microbatch",) and self.cells.groups(("dp_rank",))[1] == 1:
+                continue
             group = self.cells.groups(names)[0][self.active]
             unique, first, inverse = np.unique(group, return_index=True, return_inverse=True)
             low, high = np.full(len(unique), np.inf), np.full(len(unique), -np.inf)

@@ -223,7 +223,15 @@ def measure(
                 losses = values[at] * anchor
                 losses.retain_grad()
                 piece = Piece(
-                    losses, flat_mask[at].float(), owner, [torch.tensor(row.mask) for row in chosen], of, d, k, c, chosen
+                    losses,
+                    flat_mask[at].float(),
+                    owner,
+                    [torch.tensor(row.mask) for row in chosen],
+                    of,
+                    d,
+                    k,
+                    c,
+                    chosen,
                 )
                 piece.positions = at - torch.tensor(begin)[torch.tensor(numbers)[owner]] if numbers else at
                 out = loss_function(piece)
