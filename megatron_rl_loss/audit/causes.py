@@ -31,13 +31,12 @@ FACTORS = {
     "over_dp_squared": Cause("divided by DP twice: the denominator has x DP where / DP was meant", (17,)),
     "times_microbatches": Cause(
         "summed over micro-batches where their mean was meant, or the division by their number came after the backward",
-        (15, 20, 21, 27, 33, 58),
+        (15, 20, 21, 27, 33, 53),
     ),
     "over_microbatches": Cause(
         "divided by the number of micro-batches once more: the schedule divides by it and nothing undoes it",
         (36, 52, 57),
     ),
-    "times_dp_microbatches": Cause("parts of the step were summed as if each were the step", (58,)),
     "over_tp_cp": Cause("a sum over TP (sequence-parallel) and CP ranks was left out", (6,)),
     "times_dp_cp": Cause("the mean over all data- and context-parallel ranks was undone twice"),
     "over_dp_cp": Cause("the mean over all data- and context-parallel ranks was not undone: a sum was meant"),
@@ -75,6 +74,10 @@ FACTORS = {
         "divided by a whole number that is no count of this step: totals of another step or of a generation batch, or"
         " counted before the mask was cut",
         (29, 56, 58),
+    ),
+    "parts_summed": Cause(
+        "the parts' means are added up, not averaged: parts of the step are treated as if each were the step",
+        (20, 21, 33, 53, 58),
     ),
     "empty_parts": Cause("only parts that have an active token are averaged over", (34, 54)),
     "generation": Cause("the denominator is the generation batch's, not the optimizer step's", (29,)),
@@ -124,6 +127,7 @@ PARTS = {
 #: What does not fit into either.
 OTHERS = {
     "other_mode": Cause("another mode than asked", (12,)),
+    "rows_as_rollouts": Cause("each row is taken for a rollout of its own", (45,)),
     "own_tokens_of_part": Cause("a {unit}'s tokens are counted in each part of it alone, not in the step", (45, 58)),
     "samples_of_prompt": Cause("the mean over prompts of the mean over their samples"),
     "counted_otherwise": Cause("a {unit}'s tokens are counted otherwise: {counting}", (40, 42)),

@@ -55,14 +55,17 @@ class Comparison:
     def pieces(self) -> tuple[Piece, ...]:
         """A row a micro-batch and CP rank."""
         tokens = self.tokens
-        where = np.stack([tokens.dp_rank, tokens.microbatch, tokens.cp_rank], 1)
-        unique, piece = np.unique(where, axis=0, return_inverse=True)
-        piece = piece.reshape(-1)[self.wanted]
-        low, high = np.full(len(unique), np.inf), np.full(len(unique), -np.inf)
+        names = ("dp_rank", "microbatch", "cp_rank")
+        group = tokens.groups(names)
+        number = int(group.max(initial=-1)) + 1
+        unique = np.zeros((number, 3), np.int64)
+        unique[group] = np.stack([getattr(tokens, name) for name in names], 1)
+        piece = group[self.wanted]
+        low, high = np.full(number, np.inf), np.full(number, -np.inf)
         with np.errstate(invalid="ignore"):  # NaN stays NaN
             np.minimum.at(low, piece, self.ratio)
             np.maximum.at(high, piece, self.ratio)
-        counts = np.bincount(piece, minlength=len(unique))
+        counts = np.bincount(piece, minlength=number)
         return tuple(
             Piece(
                 dp_rank=dp,

@@ -9,7 +9,7 @@ from functools import cached_property
 
 import numpy as np
 
-from megatron_rl_loss.audit.tokens import Floats, Ints, Split, StepTokens
+from megatron_rl_loss.audit.tokens import Floats, Ints, Split, StepTokens, group_by
 
 #: Parts of a step, coarsest first: in words, and by what they are numbered.
 SCOPES: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -57,12 +57,12 @@ class Count:
 
     @property
     def words(self) -> str:
-        where = SCOPES[self.scope][0]
+        where = f" in {SCOPES[self.scope][0]}" if self.scope != "step" or self.unit == "scope" else ""
         if self.what != "tokens":
             whose = "" if self.unit == "scope" else f" of the {self.unit}"
-            return f"{'' if self.counting == 'all' else 'active '}{self.what}s{whose} in {where}"
-        whose = "" if self.unit == "scope" else f"of the {self.unit} "
-        return f"{COUNTINGS[self.counting]} {whose}in {where}"
+            return f"{'' if self.counting == 'all' else 'active '}{self.what}s{whose}{where}"
+        whose = "" if self.unit == "scope" else f" of the {self.unit}"
+        return f"{COUNTINGS[self.counting]}{whose}{where}"
 
 
 class Cells:
@@ -125,13 +125,8 @@ class Cells:
     def groups(self, names: tuple[str, ...]) -> tuple[Ints, int]:
         """Cells that share these ids: the group of each cell, [num_cells], and how many groups there are."""
         if names not in self._groups:
-            group, number = np.zeros(len(self), np.int64), min(1, len(self))
-            for name in names:
-                ids = self.ids[name]
-                low = ids.min(initial=0)
-                unique, inverse = np.unique(group * (ids.max(initial=0) - low + 1) + ids - low, return_inverse=True)
-                group, number = inverse.reshape(-1), len(unique)
-            self._groups[names] = group, number
+            group = group_by([self.ids[name] for name in names], len(self))
+            self._groups[names] = group, int(group.max(initial=-1)) + 1
         return self._groups[names]
 
     def number_of(self, scope: str) -> int:

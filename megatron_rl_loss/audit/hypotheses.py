@@ -91,21 +91,24 @@ class Hypothesis:
             return float(cells.values(replace(self.times, scope="step"))[0])
         return averages_of_parts(self, cells, "all")
 
-    def words(self, cells: Cells, asked: Aggregation) -> str:
+    def words(self, cells: Cells, divisor: float | None = None) -> str:
         """As a sentence's subject, with the names that other frameworks have for it."""
         base = MODES[self.mode]
-        counting = asked.units if self.units is None else self.units.counting
-        divisor = f" with divisor {asked.divisor:g}" if base.takes_divisor and asked.divisor is not None else ""
+        counting = "all" if self.units is None else self.units.counting
+        by = "" if divisor is None else f" with divisor {divisor:g}"
         units = f", unit counting {counting}" if base.unit != "step" and not self.local else ""
-        known = aliases(self.mode, counting)
+        known = aliases(self.mode, counting, divisor)
         if self.again is not None:
             verb = "divided" if self.again_power < 0 else "multiplied"
-            return f"{self.mode}{divisor}, {verb} once more by {self.again.words}"
+            return f"{self.mode}{by}, {verb} once more by {self.again.words}"
         odd = [COUNTINGS[count.counting] for count in (self.size,) if count is not None and count.counting != "mask"]
         counted = f", tokens counted as {odd[0]}" if odd else ""
+        counts = [count for count in (self.size, self.units) if count is not None]
+        if any("sample" in (count.unit, count.what) for count in counts) and not cells.rollouts_are_samples:
+            counted += ", each row a rollout"
         if not self.local:
             also = f" ({', '.join(known[:3])})" if known and not odd else ""
-            return f"{self.mode}{divisor}{units}{counted}{also}"
+            return f"{self.mode}{by}{units}{counted}{also}"
         if self.units is not None and self.units.unit != "scope":
             return f"the mean over {self.units.unit}s of the mean over their {self.units.what}s"
         inexact = [peer.alias for peer in NAMES if peer.mode is None and peer.nearest == self.mode]
@@ -117,7 +120,7 @@ class Hypothesis:
             if self.times is not None
             else f"the mean of all {averages_of_parts(self, cells, 'all'):g}"
         )
-        return f"{self.mode}{divisor} over the own counts of {SCOPES[self.part][0]}{counted}, {average}{also}"
+        return f"{self.mode}{by} over the own counts of {SCOPES[self.part][0]}{counted}, {average}{also}"
 
     @property
     def cost(self) -> float:
@@ -145,28 +148,33 @@ def averages_of_parts(hypothesis: Hypothesis, cells: Cells, counting: str) -> fl
     return float(number if counting == "all" else len(np.unique(group[cells.tokens > 0])))
 
 
-def asked_weights(tokens: StepTokens, aggregation: Aggregation) -> Floats:
-    """The weight of every entry that an aggregation asks for, mask included, [num_entries]."""
-    starts = np.flatnonzero(np.diff(tokens.sample, prepend=-1))
-    lengths = np.diff(np.append(starts, len(tokens)))
-    masks = torch.from_numpy(np.ascontiguousarray(tokens.mask)).split(lengths.tolist())
-    where = np.stack([tokens.dp_rank[starts], tokens.microbatch[starts]], 1)
-    cuts = [0, *(np.flatnonzero((np.diff(where, axis=0) != 0).any(1)) + 1).tolist(), len(starts)]
-    rollouts = tokens.rollout[starts]
-    split_rollouts = len(np.unique(rollouts)) < len(starts)
-    prompts = tokens.prompt[starts] if (tokens.prompt >= 0).all() else None
-    microbatches = [
-        Samples(
-            masks[begin:end],
-            rollout_ids=rollouts[begin:end].tolist() if split_rollouts else None,
-            prompt_ids=None if prompts is None else prompts[begin:end].tolist(),
-        )
-        for begin, end in itertools.pairwise(cuts)
-        if end > begin
-    ]
-    totals = reduce_step_totals(microbatches)
-    weights = [weigh(aggregation, samples.local(0, 1), totals) for samples in microbatches]
-    return torch.cat(weights).double().numpy() if weights else np.zeros(0)
+class StepSamples:
+    """The step's micro-batches and totals, to ask modes for weights."""
+
+    def __init__(self, tokens: StepTokens) -> None:
+        starts = np.flatnonzero(np.diff(tokens.sample, prepend=-1))
+        lengths = np.diff(np.append(starts, len(tokens)))
+        masks = torch.from_numpy(np.ascontiguousarray(tokens.mask)).split(lengths.tolist())
+        microbatch = tokens.groups(("dp_rank", "microbatch"))[starts]
+        cuts = [0, *(np.flatnonzero(np.diff(microbatch)) + 1).tolist(), len(starts)]
+        rollouts = tokens.rollout[starts]
+        split_rollouts = len(np.unique(rollouts)) < len(starts)
+        prompts = tokens.prompt[starts] if (tokens.prompt >= 0).all() else None
+        self.microbatches = [
+            Samples(
+                masks[begin:end],
+                rollout_ids=rollouts[begin:end].tolist() if split_rollouts else None,
+                prompt_ids=None if prompts is None else prompts[begin:end].tolist(),
+            )
+            for begin, end in itertools.pairwise(cuts)
+            if end > begin
+        ]
+        self.totals = reduce_step_totals(self.microbatches)
+
+    def weights(self, aggregation: Aggregation) -> Floats:
+        """The weight of every entry that an aggregation asks for, mask included, [num_entries]."""
+        weights = [weigh(aggregation, samples.local(0, 1), self.totals) for samples in self.microbatches]
+        return torch.cat(weights).double().numpy() if weights else np.zeros(0)
 
 
 def hypothesis_of(aggregation: Aggregation, cells: Cells) -> Hypothesis | None:
@@ -238,7 +246,8 @@ def divided_again(asked: Hypothesis, cells: Cells) -> Iterator[Hypothesis]:
     counts = [Count("tokens", part) for part in parts]
     counts += [Count("sample", part, counting) for part in parts for counting in ("all", "active")]
     counts += [Count("tokens", counting=counting, unit="sample") for counting in ("mask", *_LOCAL_COUNTINGS)]
-    counts += [Count("tokens", unit="rollout")]
+    if not cells.rollouts_are_samples:
+        counts += [Count("tokens", unit="rollout")]
     if cells.has_prompts:
         counts += [
             Count("tokens", unit="prompt"),
@@ -258,10 +267,15 @@ def countable(hypothesis: Hypothesis, cells: Cells) -> bool:
     return all(count.counting not in ("response", "total") or count.counting in cells.lengths_known for count in counts)
 
 
-def aliases(mode: str, counting: str) -> list[str]:
-    """What other frameworks call a mode with that unit counting."""
-    unit = MODES[mode].unit if mode in MODES else "step"
-    return [peer.alias for peer in NAMES if peer.mode == mode and (unit == "step" or peer.units in (None, counting))]
+def aliases(mode: str, counting: str, divisor: float | None = None) -> list[str]:
+    """What other frameworks call a mode with that unit counting and divisor."""
+    return [
+        peer.alias
+        for peer in NAMES
+        if peer.mode == mode
+        and (MODES[mode].unit == "step" or peer.units in (None, counting))
+        and (divisor is None or peer.divisor == divisor or (isinstance(peer.divisor, str) and divisor != 1))
+    ]
 
 
 def is_close(values: Floats, tolerance: float) -> bool:

@@ -5,7 +5,6 @@ a *reading*: the shape, and a number to be named. The simplest reading is told, 
 measured: another mode, counts of a part, a further count, and a factor. All steps multiplied are measured/asked.
 """
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
@@ -29,6 +28,7 @@ from megatron_rl_loss.audit.report import Deviation, Shape
 from megatron_rl_loss.audit.tokens import Floats, Ints
 from megatron_rl_loss.modes import MODES
 
+_TOLD = 5  # readings
 _UNNAMED = 4.0  # cost of a number without a name
 _AS_LIKELY = 1.5  # costs that far apart are both told
 
@@ -54,8 +54,8 @@ class Reading:
 class Namer:
     """Names what is left of a step after misplaced weight was taken off."""
 
-    def __init__(self, step: Comparison, placed: Placed) -> None:
-        self.step, self.placed = step, placed
+    def __init__(self, step: Comparison, placed: Placed, sound: bool) -> None:
+        self.step, self.placed, self.sound = step, placed, sound
         self.deviations: list[Deviation] = []
         self.what_it_is: list[str] = []
         self.cells = Cells(step.tokens, step.measured.split)
@@ -80,13 +80,13 @@ class Namer:
         self.active = np.unique(at)
         ratio = weights / (mask * asked)
         if not (ratio > 0).all():
-            self._by_partition(at, ratio, within=True)
+            self._within(ratio)
             return
         power, ratio = self._power_of_mask(at, weights, mask, asked, ratio)
         ratio = self._take_off_copies(at, ratio)
         low, high = self._range_in_cells(at, ratio)
         if not self._alike(high, low):
-            self._by_partition(at, ratio, within=True)
+            self._within(ratio)
             return
         self.ratio = self._middle(low, high)
         low, high = self._range_in_cells(at, asked)
@@ -185,9 +185,9 @@ class Namer:
         readings = self._readings(beside)
         if not readings:
             readings = self._with_copies(beside) or self._with_ranks_apart(beside)
-        self._say_what_it_is(readings if not self.deviations else readings[:1], beside)
+        self._say_what_it_is(readings)
         if not readings:
-            self._by_partition(None, self.ratio)
+            self._by_partition()
             return
         best = readings[0]
         self.deviations += best.steps
@@ -199,7 +199,10 @@ class Namer:
             yield None
         else:
             yield self.asked
-        yield from library(self.cells, self.step.asked.units)
+        modes = library(self.cells, self.step.asked.units)
+        yield from (one for one in modes if not self.sound or not one.local)  # then modes of the table are told alone
+        if self.sound:
+            return
         if self.asked is not None:
             yield from divided_again(self.asked, self.cells)
 
@@ -209,7 +212,7 @@ class Namer:
         seen: set[Hypothesis | None] = set()
         kinds: set[tuple[str, ...]] = set()  # that fit already, counted more plainly
         for hypothesis in self._candidates():
-            if hypothesis in seen or (hypothesis and not countable(hypothesis, self.cells)):
+            if hypothesis in seen or (hypothesis and not self._says_something(hypothesis)):
                 continue
             seen.add(hypothesis)
             if hypothesis is None:
@@ -224,6 +227,13 @@ class Namer:
                 readings.append(self._explained(hypothesis))
         readings.sort(key=lambda reading: reading.cost)
         return readings
+
+    def _says_something(self, hypothesis: Hypothesis) -> bool:
+        """Its counts are known, and what it multiplies by differs from place to place."""
+        if not countable(hypothesis, self.cells):
+            return False
+        further = [count for count in (hypothesis.times, hypothesis.again) if count is not None]
+        return not any(is_close(self._value(count)[self.active], self.tolerance) for count in further)
 
     def _explained(self, hypothesis: Hypothesis | None) -> Reading:
         """A reading in steps, with its number named."""
@@ -247,9 +257,12 @@ class Namer:
             return steps, left
         base = hypothesis.of_the_step()
         change = self._shape(base) / self._shape(self.asked)
-        row = OTHERS["other_mode"]
-        cause = Cause(f"{row.text}: {base.words(self.cells, self.step.asked)}", row.rows)
-        left = self._step(steps, left, change, cause, "other_mode")
+        name = "other_mode"
+        if base.mode == self.asked.mode and hypothesis.again is None:
+            name = "rows_as_rollouts"
+        row = OTHERS[name]
+        cause = Cause(f"{row.text}: {base.words(self.cells)}", row.rows)
+        left = self._step(steps, left, change, cause, name)
         if hypothesis.again is not None:
             change = self._value(hypothesis.again)[self.active] ** hypothesis.again_power
             left = self._step(steps, left, change, *_cause_again(hypothesis))
@@ -313,7 +326,8 @@ class Namer:
             amounts += _other_count("T", tokens, factor, self.tolerance)
         if base.units is not None and not base.local:
             mine = float(self._value(base.units)[0])
-            for what in dict.fromkeys((base.units.what, "rollout" if unit == "rollout" else unit, "sample")):
+            rows = () if self.cells.rollouts_are_samples or unit != "rollout" else ("sample",)
+            for what in dict.fromkeys((base.units.what, unit, *rows)):
                 for counting in ("all", "active"):
                     other = float(self._value(Count(what, counting=counting))[0])
                     cause = "unit_counting" if what == base.units.what else "rows_for_rollouts"
@@ -328,6 +342,8 @@ class Namer:
                 amounts.append(Amount("divisor", formula, aggregation.divisor / round(other), 2.3))
         if hypothesis is not None and hypothesis.local and hypothesis.times is None:
             every, filled = (averages_of_parts(hypothesis, cells, counting) for counting in ("all", "active"))
+            if every > 1:
+                amounts.append(Amount("parts_summed", f"{every:g} parts", every, 0.85))
             if every != filled:
                 formula = f"{every:g}/{filled:g} (parts, to those with a token)"
                 amounts.append(Amount("empty_parts", formula, every / filled, 0.5))
@@ -356,33 +372,42 @@ class Namer:
         return []
 
     def _with_ranks_apart(self, beside: Floats | None) -> list[Reading]:
-        """A hypothesis, and on top of it a factor a CP place or a DP rank that follows nothing."""
-        whole_ratio = self.ratio
+        """A hypothesis over counts of a part, and beside it a factor a CP place or DP rank that follows nothing."""
+        if beside is None:
+            return []
         for shape, names, pattern in PARTITIONS[:2]:
             group = self.cells.groups(names)[0][self.active]
-            number = np.bincount(group)
-            number = number[number > 0]
-            if len(number) < 2 or number.min() < 2:
-                continue
+            unique, first, position = np.unique(group, return_index=True, return_inverse=True)
+            number = np.bincount(position.reshape(-1))
+            if len(unique) < 2 or number.min() < 2 or self._apart(self.ratio, first, position):
+                continue  # a plain partition, if anything
             for hypothesis in self._simple(beside):
-                if hypothesis is None or not hypothesis.local:
-                    continue  # those are plain partitions
-                left = beside / self._shape(hypothesis)  # type: ignore[operator]
-                first = left[np.unique(group, return_index=True)[1]]
-                position = np.unique(group, return_inverse=True)[1].reshape(-1)
-                if is_close(left / first[position], self.tolerance):
-                    scale = first[position] / math.exp(float(np.log(first).mean()))
-                    self.ratio = whole_ratio / scale
-                    ids = self.cells.ids[names[0]][self.active][np.unique(group, return_index=True)[1]]
-                    factors = tuple(
-                        (pattern.format(one), float(value))
-                        for one, value in zip(ids.tolist(), first / math.exp(float(np.log(first).mean())), strict=True)
-                    )
-                    text = f"{OTHERS['no_law'].text}: ranks are scaled apart"
-                    apart = Deviation(shape=shape, causes=("no_law",), factors=factors, text=text)
-                    self.deviations.append(apart)
-                    return self._readings(beside / scale)  # type: ignore[operator]
+                left = beside / self._shape(hypothesis)
+                if hypothesis is None or not hypothesis.local or not self._apart(left, first, position):
+                    continue
+                # The rank whose number has the simplest name is the one that is right.
+                choices = [(self._named(hypothesis, left[at] / left[first[0]]), left[at]) for at in first]
+                scale = left[first] / min(choices, key=lambda choice: choice[0])[1]
+                self.ratio = self.ratio / scale[position.reshape(-1)]
+                ids = self.cells.ids[names[0]][self.active][first].tolist()
+                factors = tuple((pattern.format(one), float(value)) for one, value in zip(ids, scale, strict=True))
+                text = f"{OTHERS['no_law'].text}: ranks are scaled apart"
+                self.deviations.append(Deviation(shape=shape, causes=("no_law",), factors=factors, text=text))
+                return self._readings(beside / scale[position.reshape(-1)])
         return []
+
+    def _apart(self, values: Floats, first: Ints, position: Ints) -> bool:
+        """Whether values are one number a group."""
+        return is_close(values / values[first][position.reshape(-1)], self.tolerance)
+
+    def _named(self, hypothesis: Hypothesis, scale: float) -> float:
+        """How far-fetched the factor is if the ranks' scale is that of one of them."""
+        _, left = self._steps(hypothesis)
+        factor = float(left[0]) * scale
+        if abs(factor - 1) <= self.tolerance:
+            return 0.0
+        names = name_number(factor, self.cells.split, self._amounts(hypothesis, factor), self.tolerance)
+        return names[0].cost if names else _UNNAMED
 
     def _simple(self, beside: Floats | None) -> Iterator[Hypothesis | None]:
         yield self.asked
@@ -393,14 +418,15 @@ class Namer:
                 if one.cost <= 2 and countable(one, self.cells)
             )
 
-    def _by_partition(self, at: Ints | None, ratio: Floats, within: bool = False) -> None:
+    def _within(self, ratio: Floats) -> None:
+        """Tokens of one cell weigh differently."""
+        ends = (("the smallest", float(ratio.min())), ("the largest", float(ratio.max())))
+        self.deviations.append(found("within", "token", factors=ends))
+
+    def _by_partition(self) -> None:
         """No hypothesis: the partition that measured/asked follows, and its law."""
-        if within:
-            ends = (("the smallest", float(ratio.min())), ("the largest", float(ratio.max())))
-            self.deviations.append(found("within", "token", factors=ends))
-            return
-        shape, factors = self._places(ratio)
-        law = self._law(ratio)
+        shape, factors = self._places(self.ratio)
+        law = self._law(self.ratio)
         if law is None:
             self.deviations.append(found("no_law", shape, factors=factors))
             return
@@ -416,7 +442,7 @@ class Namer:
         counts = [
             Count("tokens", scope, counting, unit)
             for scope in self.cells.scopes()
-            for unit in ("scope", "prompt", "rollout", "sample")
+            for unit in ("scope", "prompt", "sample", "rollout")
             for counting in ("mask", "length", "response", "total")
         ]
         counts += [
@@ -443,23 +469,30 @@ class Namer:
 
     # ---- in words
 
-    def _say_what_it_is(self, readings: list[Reading], beside: Floats | None) -> None:
+    def _say_what_it_is(self, readings: list[Reading]) -> None:
         """The readings in words; modes of the table that these very weights are come first."""
-        told: dict[str, None] = {}
-        limit = readings[0].cost + _AS_LIKELY if readings else 0.0
         exact = [reading for reading in readings if abs(reading.factor - 1) <= self.tolerance]
-        simplest = [reading for reading in exact if reading.hypothesis is None or not reading.hypothesis.local]
-        for reading in (simplest or readings)[:12]:
-            if reading.cost <= limit or reading in simplest:
-                told[self._words(reading)] = None
-        self.what_it_is = list(told)[:6]
+        modes = [reading for reading in exact if reading.hypothesis is None or not reading.hypothesis.local]
+        limit = readings[0].cost + _AS_LIKELY if readings else 0.0
+        told = [self._words(reading) for reading in modes or readings if reading in modes or reading.cost <= limit]
+        beside = "otherwise " if self.deviations or self.placed.deviations else ""
+        self.what_it_is = [f"{beside}{words}" for words in dict.fromkeys(told) if words][:_TOLD]
 
     def _words(self, reading: Reading) -> str:
+        """A reading in words; none for a divisor that is no whole number and nobody asked for."""
         hypothesis = reading.hypothesis
         if hypothesis is None:
             name = f"{self.step.asked.mode.name}, a mode of your own"
+        elif MODES[hypothesis.mode].takes_divisor and hypothesis.again is None:
+            shape = self._shape(hypothesis)
+            divisor = float(np.median(shape / (self.ratio * self.asked_of_cell))) / hypothesis.natural(self.cells)
+            whole = abs(divisor - round(divisor)) <= self.tolerance * divisor < 0.05
+            unasked = self.step.asked.divisor is None
+            if unasked and (not whole or abs(divisor - self.cells.total("mask")) < 0.5):
+                return ""
+            return hypothesis.words(self.cells, float(f"{divisor:.6g}"))
         else:
-            name = hypothesis.words(self.cells, self.step.asked)
+            name = hypothesis.words(self.cells)
         if abs(reading.factor - 1) <= self.tolerance:
             return name
         by = f" = {reading.names[0].formula}" if reading.names else ""

@@ -59,9 +59,10 @@ def name_number(number: float, split: Split, amounts: list[Amount], tolerance: f
     found = []
     for i, j in np.argwhere(np.abs(logs - math.log(number)) <= tolerance).tolist():
         amount, (powers, size, cost) = choices[i], products[j]
-        cost += amount.cost
         cause = _cause(powers, amount)
         rows = FACTORS[cause].rows if cause in FACTORS else ()
+        # A count beside sizes is a chance, unless somebody had that very product.
+        cost += amount.cost + (bool(powers) and bool(amount.cause) and cause not in FACTORS)
         found.append(Named(cause, _formula(powers, amount.formula), size * amount.value, cost - 0.1 * bool(rows), rows))
     found.sort(key=lambda named: named.cost)
     unique = {named.cause + named.formula: named for named in found if named.cost <= found[0].cost + 1}

@@ -67,7 +67,7 @@ def take_off_misplaced(step: Comparison) -> Placed:
             placed.deviations.append(found("missing", "missing", text, factors=(("all", 0.0),), tokens=number))
             placed.kept = np.zeros_like(placed.kept)
         return placed
-    support = sizes > step.tolerance * float(np.median(sizes[sizes > 0]))
+    support = sizes > step.tolerance * _likely(step, sizes)
     support[bad] = step.wanted[bad]
     extra, lost = support & ~step.wanted, step.wanted & ~support
     if not extra.any() and not lost.any():
@@ -90,6 +90,17 @@ def take_off_misplaced(step: Comparison) -> Placed:
     return placed
 
 
+def _likely(step: Comparison, sizes: Floats) -> Floats:
+    """What a weight is likely to be, [num_entries]: far below is none."""
+    positive = sizes > 0
+    likely = np.full(len(sizes), float(np.median(sizes[positive])))
+    trained = step.wanted & positive
+    if trained.any():
+        wanted = np.abs(step.expected)
+        likely[step.wanted] = wanted[step.wanted] * float(np.median(sizes[trained] / wanted[trained]))
+    return likely
+
+
 def _not_finite(tokens: StepTokens, bad: Flags, wanted: Flags) -> Deviation:
     number = int(bad.sum())
     empty = []  # names of parts that have no active token
@@ -100,7 +111,7 @@ def _not_finite(tokens: StepTokens, bad: Flags, wanted: Flags) -> Deviation:
         ("micro-batches", ("dp_rank", "microbatch")),
         ("CP ranks' pieces of a micro-batch", ("dp_rank", "microbatch", "cp_rank")),
     ):
-        group = group_of(tokens, names)
+        group = tokens.groups(names)
         without = np.bincount(group, weights=wanted) == 0
         if without.any():
             empty.append(f"{int(without.sum())} {words}")
@@ -129,7 +140,7 @@ def _shifts(tokens: StepTokens) -> Iterator[tuple[str, Ints, Flags]]:
         ("in its CP rank's piece", ("dp_rank", "microbatch", "cp_rank")),
     )
     for within, names in orders:
-        group = group_of(tokens, names)
+        group = tokens.groups(names)
         by_group = np.argsort(group, kind="stable")
         sizes = np.bincount(group)
         begin = (sizes.cumsum() - sizes)[group[by_group]]
@@ -171,7 +182,7 @@ def _masked(step: Comparison, extra: Flags) -> Deviation:
 def _missing(step: Comparison, lost: Flags) -> Deviation:
     tokens, number = step.tokens, int(lost.sum())
     for _, names, pattern in PARTITIONS:
-        group = group_of(tokens, names)
+        group = tokens.groups(names)
         hit = np.bincount(group, weights=lost) > 0
         whole = np.bincount(group, weights=step.wanted & ~lost) == 0
         if (whole[hit]).all():
@@ -187,13 +198,3 @@ def _missing(step: Comparison, lost: Flags) -> Deviation:
     text = ", the last of each sample" if (lost == ends).all() else ""
     factors = (("these tokens", 0.0),)
     return found("missing", "missing", f": {number} of {int(step.wanted.sum())}{text}", factors=factors, tokens=number)
-
-
-def group_of(tokens: StepTokens, names: tuple[str, ...]) -> Ints:
-    """Entries that share these ids: the group of each, numbered from 0, [num_entries]."""
-    group = np.zeros(len(tokens), np.int64)
-    for name in names:
-        ids = getattr(tokens, name)
-        low = ids.min(initial=0)
-        group = np.unique(group * (ids.max(initial=0) - low + 1) + ids - low, return_inverse=True)[1].reshape(-1)
-    return group

@@ -121,7 +121,9 @@ class Verdict:
         """How far off, in words."""
         if math.isnan(self.low):
             return "weights are not finite"
-        apart = f"{self.low:.4g}" if self.high - self.low <= 1e-4 * self.high else f"{self.low:.3g} to {self.high:.3g}"
+        apart = (
+            f"{self.low:.4g}" if self.high - self.low <= 1e-4 * abs(self.high) else f"{self.low:.3g} to {self.high:.3g}"
+        )
         of_asked = f"tokens weigh {apart} of what was asked"
         return f"{of_asked}, {100 * self.misplaced:.1f} % of the gradient's weight is on the wrong tokens"
 

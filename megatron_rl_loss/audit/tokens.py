@@ -5,6 +5,7 @@ respect to that token's unreduced loss. How it is measured is others' affair (`m
 """
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -56,6 +57,24 @@ class StepTokens:
 
     def __len__(self) -> int:
         return len(self.mask)
+
+    def groups(self, names: tuple[str, ...]) -> Ints:
+        """Entries that share these attributes: the group of each, numbered from 0 in their order, [num_entries]."""
+        return group_by([getattr(self, name) for name in names], len(self))
+
+
+def group_by(columns: Sequence[Ints], length: int) -> Ints:
+    """Rows that agree in all columns: the group of each, numbered from 0 in lexicographic order, [length]."""
+    group = np.zeros(length, np.int64)
+    for ids in columns:
+        low = ids.min(initial=0)
+        keys = group * (ids.max(initial=0) - low + 1) + ids - low
+        # Entries come in the order of most ids: then no sort is needed.
+        if length and (np.diff(keys) >= 0).all():
+            group = np.cumsum(np.diff(keys, prepend=keys[0]) != 0)
+        else:
+            group = np.unique(keys, return_inverse=True)[1].reshape(-1)
+    return group
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ import numpy as np
 
 from megatron_rl_loss.aliases import Aggregation, resolve
 from megatron_rl_loss.audit.comparison import Comparison
-from megatron_rl_loss.audit.hypotheses import asked_weights
+from megatron_rl_loss.audit.hypotheses import StepSamples
 from megatron_rl_loss.audit.naming import Namer
 from megatron_rl_loss.audit.places import take_off_misplaced
 from megatron_rl_loss.audit.report import Deviation, Verdict
@@ -39,10 +39,11 @@ def judge(measured: MeasuredStep, asked: Aggregation | None = None) -> Verdict:
         return Verdict(asked=words, sound=False, unknown=measured.unknown, notes=measured.notes)
     tolerance = TOLERANCES[measured.facts.get("rounding", "float32")]
     notes = measured.notes
+    samples = StepSamples(tokens)
     if asked is None:
-        asked = _nearest(measured, tolerance)
+        asked = _nearest(measured, samples, tolerance)
         notes = (*notes, f"nothing was asked for: compared with the nearest mode, {asked.mode.name}")
-    expected = asked_weights(tokens, asked)
+    expected = samples.weights(asked)
     step = Comparison(measured, asked, expected, tolerance)
     ratio = step.ratio
     finite = bool(np.isfinite(measured.weights).all())
@@ -62,7 +63,7 @@ def judge(measured: MeasuredStep, asked: Aggregation | None = None) -> Verdict:
         "notes": notes,
     }
     placed = take_off_misplaced(step)
-    namer = Namer(step, placed)
+    namer = Namer(step, placed, sound)
     namer.name()
     deviations = () if sound else (*placed.deviations, *namer.deviations)
     return Verdict(**common, what_it_is=tuple(namer.what_it_is), deviations=deviations)
@@ -74,13 +75,13 @@ def _in_words(asked: Aggregation) -> str:
     return f"{asked.mode.name}{divisor}{counting}"
 
 
-def _nearest(measured: MeasuredStep, tolerance: float) -> Aggregation:
+def _nearest(measured: MeasuredStep, samples: StepSamples, tolerance: float) -> Aggregation:
     """The mode without a divisor that misplaces least."""
     names = [mode.name for mode in MODES.values() if not mode.takes_divisor]
     if not (measured.tokens.prompt >= 0).all() or not len(measured.tokens):
         names.remove("prompt_mean")
     choices = [resolve(name, units=units) for name in names for units in ("all", "active")]
-    steps = [Comparison(measured, one, asked_weights(measured.tokens, one), tolerance) for one in choices]
+    steps = [Comparison(measured, one, samples.weights(one), tolerance) for one in choices]
     keys = [(round(step.misplaced(), 6), step.deviation()) for step in steps]
     best = min(range(len(keys)), key=lambda i: (math.inf if math.isnan(keys[i][0]) else keys[i][0], keys[i][1]))
     # Where nothing tells two apart (a step of one sample) the plainest is meant: token_mean.

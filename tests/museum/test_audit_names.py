@@ -176,7 +176,6 @@ OWN_RANK = Found("own_tokens_dp_rank", lambda f: f.by_rank(lambda d: f.T / (f.D 
 OWN_ROWS = Found("own_units_microbatch", lambda f: f.by_microbatch(lambda d, k: f.N / (f.D * f.K * f.samples[d, k])))
 TIMES_CP, OVER_CP = factor("times_cp", lambda f: f.C), factor("over_cp", lambda f: 1 / f.C)
 TIMES_K, OVER_K = factor("times_microbatches", lambda f: f.K), factor("over_microbatches", lambda f: 1 / f.K)
-TIMES_D = factor("times_dp", lambda f: f.D)
 OTHER_MODE = Found("other_mode")
 
 MEGATRON, PER_TOKEN, DDP, ACCUMULATE = (
@@ -330,9 +329,9 @@ PLANTED = [
     Planted(57, "habit", "the count dropped from the tuple, per-token loss", lambda p: p.sum,
             factor("times_cp_tokens_over_microbatches", lambda f: f.T * f.C / f.K), PER_TOKEN),
     Planted(58, "habit", "one micro-batch's totals as the step's", own_mean, OWN_MICROBATCH,
-            also=(factor("times_dp_microbatches", lambda f: f.D * f.K),)),
+            also=(factor("parts_summed", lambda f: f.D * f.K),)),
     Planted(58, "habit", "one rank's totals as the step's", lambda p: p.sum / p.of.rank(p.d), OWN_RANK,
-            also=(TIMES_D,)),
+            also=(factor("parts_summed", lambda f: f.D),)),
     Planted(58, "habit", "the last step's totals as this one's", lambda p: p.sum / OTHER_STEP,
             factor("other_count", lambda f: f.T / OTHER_STEP)),
     Planted(0, "verl #5983, #5993", "the false alarm's fix: tokens summed over D C", lambda p: p.sum / (p.of.T * p.of.C),
