@@ -1,5 +1,6 @@
 """`check_loss`: is a trainer's loss function invariant, and is it the mode it is meant to be? PyTorch alone."""
 
+import functools
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -15,7 +16,7 @@ from megatron_rl_loss.audit.verdict import Verdict, judge
 from megatron_rl_loss.checks import check_choice, check_int
 from megatron_rl_loss.drawn_steps import DrawnSample, DrawnStep
 from megatron_rl_loss.errors import refused
-from megatron_rl_loss.modes import MODES, ModeFunction
+from megatron_rl_loss.modes import MODES, Mode, ModeFunction
 from megatron_rl_loss.samples import Samples
 from megatron_rl_loss.totals import UnitCounting
 from megatron_rl_loss.weights import weigh
@@ -104,17 +105,17 @@ class LossReport:
         return all(finding.kind == "weights" and finding.cut == _UNCUT.name for finding in self.findings)
 
     def __str__(self) -> str:
-        asked = "" if self.asked is None else f"{self.asked.describe().partition(': ')[2]}: "
+        asked = "" if self.asked is None else f"{_in_words(self.asked)}: "
         verdict = "sound" if self.sound else "not that" if self.invariant else "NOT invariant"
         tried = f"{self.draws} random steps a cut, seed {self.seed}"
-        lines = [f"{self.name}: {asked}{verdict} ({self.trainer.describe()}; {tried})"]
+        lines = [f"{self.name}: {asked}{verdict}", f"  assumed: {self.trainer.describe()}; {tried}"]
         return "\n".join([*lines, *map(str, self.findings), *self.notes])
 
     def to_json(self) -> dict[str, Any]:
         """The same as plain data."""
         return {
             "name": self.name,
-            "asked": None if self.asked is None else self.asked.describe(),
+            "asked": None if self.asked is None else _in_words(self.asked),
             "trainer": self.trainer.describe(),
             "draws": self.draws,
             "seed": self.seed,
@@ -177,7 +178,8 @@ def check_loss(
     check_int("seed", seed, 0, "Any number will do")
     asked = None if mode is None else resolve(mode, divisor=divisor, units=units)
     signature = Signature.of(loss_fn, trainer)
-    name = getattr(loss_fn, "__name__", None) or type(loss_fn).__name__
+    plain = loss_fn.func if isinstance(loss_fn, functools.partial) else loss_fn
+    name = getattr(plain, "__name__", None) or type(plain).__name__
     try:
         measure(loss_fn, trainer, _plain_case(trainer))
     except CallFailed as failure:
@@ -365,7 +367,9 @@ class _Search:
         small = [case for case, seen in cases if seen.shape == told.shape] or [cases[0][0]]
         smallest = min(small, key=lambda one: len(one.step.samples))
         smallest = shrink(smallest, shows, even=self.trainer.even_microbatches, masked=self.trainer.masked_samples)
-        seen = look(smallest) or told  # chance may show nothing the next time
+        seen = look(smallest)
+        if seen is None or seen.kind != kind:  # chance may show something else the next time
+            seen = told
         says = told.says if kind == "weights" else seen.says
         found, expected = (() if part is None else tuple(part.tolist()) for part in (seen.found, seen.expected))
         verdict = self._verdict([case for case, _ in by_size[:5]]) if kind in ("weights", "NaN") else None
@@ -418,6 +422,13 @@ class _Search:
             return None  # looked at elsewhere
         says = "not linear in the losses: a token's weight depends on their values, so no aggregation describes it"
         return _Seen("values", says, "", others, first)
+
+
+def _in_words(asked: Aggregation) -> str:
+    """The mode, and its unit counting where it has units."""
+    words = asked.describe().partition(": ")[2]
+    counts_none = isinstance(asked.mode, Mode) and asked.mode.unit == "step"
+    return words.rpartition(", unit counting")[0] if counts_none else words
 
 
 def same(found: Floats, expected: Floats) -> bool:

@@ -4,6 +4,7 @@ Every formula is a re-statement in our own words. Beside it stands the weight th
 from counts: on the step that a finding shows, that is what must have been measured.
 """
 
+import dataclasses
 import doctest
 import functools
 import inspect
@@ -15,11 +16,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import check_my_loss
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from refusals import Refusal, check_refusal, each_of
+from repository import ROOT
 from torch import Tensor
 
 from megatron_rl_loss import (
@@ -481,7 +484,7 @@ def test_an_exact_formula_passes(one: Exact) -> None:
     assert report.sound, str(report)
     assert report.invariant
     assert not report.findings
-    assert ": sound (" in str(report)
+    assert str(report).splitlines()[0].endswith(": sound")
 
 
 @pytest.mark.parametrize("one", EXACT, ids=lambda one: one.where)
@@ -599,7 +602,7 @@ FAULTS: dict[str, tuple[Callable[..., Any], str, str]] = {
     "raises": (needs_two_rows, "raises", "it raises RuntimeError: cannot normalise one row"),
     "no graph": (without_graph, "no graph", "what it returns has no graph, so nothing is trained"),
     "a number for nothing": (number_for_nothing, "no loss", "it returns a int, no tensor"),
-    "0/0": (zero_by_zero, "NaN", "the gradient is NaN or infinite at 1 of 1 tokens"),
+    "0/0": (zero_by_zero, "NaN", "the gradient is NaN or infinite at 2 of 2 tokens"),
     "an infinite gradient": (infinite_gradient, "NaN", "the gradient is NaN or infinite at 1 of 1 tokens"),
 }
 
@@ -660,6 +663,28 @@ def test_without_a_mode_invariance_is_all_that_is_asked() -> None:
     assert check_loss(sums_without_n, trainer=ADDED).sound
     assert check_loss(lists_by_smaller, trainer="prime_rl").sound
     assert not check_loss(masked_mean, trainer=ADDED).invariant
+
+
+# ---- the page and its example
+
+
+def test_the_page_shows_what_the_example_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    check_my_loss.main()
+    printed = capsys.readouterr().out
+    page = (ROOT / "docs" / "check-loss.md").read_text()
+    shown = re.findall(r"```text\n(.*?)```", page, flags=re.DOTALL)
+    assert shown
+    assert all(block in printed for block in shown)
+    first_lines = [line for line in printed.splitlines() if line and line[0] in "abcm"]
+    assert [line.split(": ")[-1] for line in first_lines] == ["NOT invariant", "sound", "sound", "NOT invariant"]
+
+
+def test_the_page_names_everything_there_is() -> None:
+    page = (ROOT / "docs" / "check-loss.md").read_text()
+    fields = {field.name for field in dataclasses.fields(Trainer)}
+    assert fields <= set(re.findall(r"^\| `(\w+)` \|", page, flags=re.MULTILINE))
+    assert set(GIVEN) <= set(re.findall(r"`(\w+)`", page))
+    assert {name for name in TRAINERS if name != "pytorch"} <= set(re.findall(r'trainer="(\w+)"', page))
 
 
 # ---- properties
