@@ -54,10 +54,11 @@ class Hypothesis:
 
     @property
     def kind(self) -> tuple[str, ...]:
-        """What it counts and where, but not how."""
+        """What it counts and where, but not how; of the step's units also which count."""
         counts = (self.size, self.units, self.times, self.again)
+        units = "" if self.units is None or self.local else self.units.counting
         named = [f"{one.what} of {one.unit} in {one.scope}" if one is not None else "" for one in counts]
-        return (self.mode, *named, str(self.again_power))
+        return (self.mode, *named, units, str(self.again_power))
 
     @property
     def local(self) -> bool:
@@ -177,16 +178,16 @@ class StepSamples:
         return torch.cat(weights).double().numpy() if weights else np.zeros(0)
 
 
-def hypothesis_of(aggregation: Aggregation, cells: Cells) -> Hypothesis | None:
+def hypothesis_of(aggregation: Aggregation) -> Hypothesis | None:
     """A mode of the table as a hypothesis; None for a mode of one's own."""
     mode = aggregation.mode
-    return _over(mode, aggregation.units, cells) if isinstance(mode, Mode) else None
+    return _over(mode, aggregation.units) if isinstance(mode, Mode) else None
 
 
-def _over(mode: Mode, counting: str, cells: Cells, size_scope: str = "step", units_scope: str = "step") -> Hypothesis:
+def _over(mode: Mode, counting: str) -> Hypothesis:
     unit = "scope" if mode.unit == "step" else mode.unit
-    size = None if mode.takes_divisor else Count("tokens", size_scope, unit=unit)
-    units = None if mode.unit == "step" else Count(mode.unit, units_scope, counting)
+    size = None if mode.takes_divisor else Count("tokens", unit=unit)
+    units = None if mode.unit == "step" else Count(mode.unit, counting=counting)
     return Hypothesis(mode.name, size, units)
 
 
@@ -199,7 +200,9 @@ def library(cells: Cells, counting: str) -> Iterator[Hypothesis]:
     parts = [scope for scope in cells.scopes() if scope != "step"]
     modes = [mode for mode in MODES.values() if mode.unit != "prompt" or cells.has_prompts]
     for mode in modes:
-        yield _over(mode, counting, cells)
+        yield _over(mode, counting)
+        if mode.unit != "step":
+            yield _over(mode, "active" if counting == "all" else "all")
     for mode in modes:
         if mode.unit == "step" and not mode.takes_divisor:
             yield from _means_of_parts(mode, parts)
@@ -234,10 +237,9 @@ def _units_of_parts(mode: Mode, parts: list[str], cells: Cells) -> Iterator[Hypo
                 for counting in ("all", "active") if part != "step" else ("all",):
                     yield Hypothesis(mode.name, size, Count(unit, part, counting))
     if mode.name == "sample_mean" and cells.has_prompts:  # the mean over prompts of the mean over their samples
-        for counting in ("all", "active"):
-            yield Hypothesis(
-                mode.name, Count("tokens", unit="rollout"), Count("rollout", counting=counting, unit="prompt")
-            )
+        for unit in ("rollout", "sample") if rows_too else ("rollout",):
+            for counting in ("all", "active"):
+                yield Hypothesis(mode.name, Count("tokens", unit=unit), Count(unit, "step", counting, "prompt"))
 
 
 def divided_again(asked: Hypothesis, cells: Cells) -> Iterator[Hypothesis]:

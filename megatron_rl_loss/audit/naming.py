@@ -61,7 +61,7 @@ class Namer:
         self.cells = Cells(step.tokens, step.measured.split)
         self._values: dict[Count, Floats] = {}
         self.tolerance = 2 * step.tolerance  # of a ratio of two measured weights
-        self.asked = hypothesis_of(step.asked, self.cells)
+        self.asked = hypothesis_of(step.asked)
 
     def name(self) -> None:
         """Fills `deviations` and `what_it_is`."""
@@ -471,32 +471,35 @@ class Namer:
 
     def _say_what_it_is(self, readings: list[Reading]) -> None:
         """The readings in words; modes of the table that these very weights are come first."""
-        exact = [reading for reading in readings if abs(reading.factor - 1) <= self.tolerance]
-        modes = [reading for reading in exact if reading.hypothesis is None or not reading.hypothesis.local]
-        limit = readings[0].cost + _AS_LIKELY if readings else 0.0
-        told = [self._words(reading) for reading in modes or readings if reading in modes or reading.cost <= limit]
+        told = [(reading, *self._words(reading)) for reading in readings]
+        exact = [
+            words for reading, words, is_it in told if is_it and not (reading.hypothesis and reading.hypothesis.local)
+        ]
+        near = [words for reading, words, _ in told if words and reading.cost <= readings[0].cost + _AS_LIKELY]
         beside = "otherwise " if self.deviations or self.placed.deviations else ""
-        self.what_it_is = [f"{beside}{words}" for words in dict.fromkeys(told) if words][:_TOLD]
+        self.what_it_is = [f"{beside}{words}" for words in dict.fromkeys(exact or near)][:_TOLD]
 
-    def _words(self, reading: Reading) -> str:
-        """A reading in words; none for a divisor that is no whole number and nobody asked for."""
+    def _words(self, reading: Reading) -> tuple[str, bool]:
+        """A reading in words, and whether it is just that; no words for a divisor that nobody would give."""
         hypothesis = reading.hypothesis
         if hypothesis is None:
-            name = f"{self.step.asked.mode.name}, a mode of your own"
-        elif MODES[hypothesis.mode].takes_divisor and hypothesis.again is None:
-            shape = self._shape(hypothesis)
-            divisor = float(np.median(shape / (self.ratio * self.asked_of_cell))) / hypothesis.natural(self.cells)
-            whole = abs(divisor - round(divisor)) <= self.tolerance * divisor < 0.05
-            unasked = self.step.asked.divisor is None
-            if unasked and (not whole or abs(divisor - self.cells.total("mask")) < 0.5):
-                return ""
-            return hypothesis.words(self.cells, float(f"{divisor:.6g}"))
+            name, times = f"{self.step.asked.mode.name}, a mode of your own", reading.factor
         else:
+            beside = self.ratio * self.asked_of_cell
+            times = float(np.median(beside / self._shape(hypothesis))) * hypothesis.natural(self.cells)
             name = hypothesis.words(self.cells)
-        if abs(reading.factor - 1) <= self.tolerance:
-            return name
-        by = f" = {reading.names[0].formula}" if reading.names else ""
-        return f"{name}, times {reading.factor:.6g}{by}"
+            if MODES[hypothesis.mode].takes_divisor:
+                given, divisor = self.step.asked.divisor, 1 / times
+                whole = abs(divisor - round(divisor)) <= self.tolerance * divisor < 0.05
+                if given is None and (not whole or abs(divisor - self.cells.total("mask")) < 0.5):
+                    return "", False
+                if hypothesis.again is None:
+                    return hypothesis.words(self.cells, float(f"{divisor:.6g}")), whole or divisor == given
+                times *= given or 1.0
+        if abs(times - 1) <= self.tolerance:
+            return name, True
+        named = reading.names and abs(times / reading.factor - 1) <= self.tolerance
+        return f"{name}, times {times:.6g}{f' = {reading.names[0].formula}' if named else ''}", False
 
 
 def _other_count(letter: str, count: float, factor: float, tolerance: float) -> list[Amount]:

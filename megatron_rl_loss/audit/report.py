@@ -140,14 +140,28 @@ class Verdict:
         return "\n".join(lines)
 
 
+_SHAPES: dict[Shape, str] = {
+    "factor": "one factor for all tokens",
+    "microbatch": "a factor a micro-batch",
+    "rank": "a factor a rank",
+    "cp_place": "a factor a CP place",
+    "sample": "a factor a sample",
+    "rollout": "a factor a rollout",
+    "prompt": "a factor a prompt",
+    "token": "a factor a token",
+    "masked": "weight where the mask is 0",
+    "missing": "no weight where the mask is not 0",
+    "twice": "tokens that count several times",
+    "shift": "a shift by one",
+    "nan": "NaN",
+    "stray": "weight on no token",
+    "mask": "the mask's values",
+}
 _SHOWN = 4  # places of a deviation
 
 
 def _told(number: int, deviation: Deviation) -> list[str]:
-    shape = {"factor": "one factor for all tokens", "cp_place": "a factor a CP rank's piece"}.get(
-        deviation.shape, f"a factor a {deviation.shape}" if deviation.factors else deviation.shape
-    )
-    lines = [f"{number}. {shape}: {deviation.text}"]
+    lines = [f"{number}. {_SHAPES[deviation.shape]}: {deviation.text}"]
     if deviation.formulas and len(deviation.factors) == 1:
         lines.append(f"     x {deviation.factor:.6g} = {' = '.join(dict.fromkeys(deviation.formulas))}")
     elif deviation.factors:

@@ -10,8 +10,8 @@ context-parallel ranks; sizes differ, so that no two products of them coincide.
 """
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -96,7 +96,7 @@ def right_sample_mean(p: Piece) -> Tensor:
 
 def real(p: Piece) -> int:
     """The micro-batches of this DP rank that have an active token."""
-    return sum(p.of.n[p.d, k] > 0 for k in range(p.of.K))
+    return p.of.filled(p.d)
 
 
 def rows_cut_as_packed(p: Piece) -> Tensor:
@@ -107,27 +107,26 @@ def rows_cut_as_packed(p: Piece) -> Tensor:
     return (p.losses * mask).sum() / p.of.T
 
 
+def changed(of: Step, change: Callable[[int, int, Sequence[float]], Sequence[float]]) -> Step:
+    """The step with other masks, by rank and micro-batch."""
+    rows = [
+        [[replace(row, mask=tuple(change(d, k, row.mask))) for row in chosen] for k, chosen in enumerate(rank)]
+        for d, rank in enumerate(of.rows)
+    ]
+    return Step(rows, of.cp_size)
+
+
 def one_token_each() -> Step:
     """A micro-batch holds one active token."""
     of = ragged(2, samples=(1,), masked=0.0)
-    rows = [
-        [[Row(tuple(float(t == (3 * k + d) % len(r.mask)) for t in range(len(r.mask))), r.rollout, r.prompt) for r in chosen]
-         for k, chosen in enumerate(rank)]
-        for d, rank in enumerate(of.rows)
-    ]  # fmt: skip
-    return Step(rows, of.cp_size)
+    return changed(of, lambda d, k, mask: [float(t == (3 * k + d) % len(mask)) for t in range(len(mask))])
 
 
 def weighted_samples() -> Step:
     """One sample a micro-batch; its tokens all have the sample's weight as their mask."""
     of = ragged(4, samples=(1,), masked=0.0)
     weights = [0.25, 0.5, 1.0, 2.0, 0.125]
-    rows = [
-        [[Row(tuple(m * weights[(k + 2 * d) % 5] for m in r.mask), r.rollout, r.prompt) for r in chosen]
-         for k, chosen in enumerate(rank)]
-        for d, rank in enumerate(of.rows)
-    ]  # fmt: skip
-    return Step(rows, of.cp_size)
+    return changed(of, lambda d, k, mask: [entry * weights[(k + 2 * d) % 5] for entry in mask])
 
 
 def masked_piece() -> Step:
@@ -316,11 +315,12 @@ PLANTED = [
     Planted(54, "SkyRL Megatron KL, entropy", "mean over the rank's 'real' micro-batches of their means",
             lambda p: own_mean(p) / real(p),
             Found("own_tokens_real_microbatches",
-                  lambda f: f.by_microbatch(lambda d, k: f.T / (f.D * sum(f.n[d, j] > 0 for j in range(f.K)) * f.n[d, k]))),
+                  lambda f: f.by_microbatch(lambda d, k: f.T / (f.D * f.filled(d) * f.n[d, k]))),
             DDP, step=WITH_EMPTY),
     Planted(55, "ROLL sample weights", "normalised over a packed batch of one: identically 1",
             lambda p: p.sum / p.mask.max() / p.of.T,
-            Found("fraction_ignored", lambda f: f.by_microbatch(lambda d, k: 1 / max(f.rows[f.where.index((d, k))].mask))), step=weighted_samples),
+            Found("fraction_ignored", lambda f: f.by_microbatch(lambda d, k: 1 / max(f.first_row(d, k).mask))),
+            step=weighted_samples),
     Planted(56, "verl bypass mode, #4852", "the mask cut after tokens were counted", lambda p: p.sum / UNCUT,
             factor("other_count", lambda f: f.T / UNCUT)),
     Planted(57, "habit", "divided by K once more", lambda p: share(p) / p.of.K, OVER_K),
@@ -334,7 +334,8 @@ PLANTED = [
             also=(factor("parts_summed", lambda f: f.D),)),
     Planted(58, "habit", "the last step's totals as this one's", lambda p: p.sum / OTHER_STEP,
             factor("other_count", lambda f: f.T / OTHER_STEP)),
-    Planted(0, "verl #5983, #5993", "the false alarm's fix: tokens summed over D C", lambda p: p.sum / (p.of.T * p.of.C),
+    Planted(0, "verl #5983, #5993", "the false alarm's fix: tokens summed over D C",
+            lambda p: p.sum / (p.of.T * p.of.C),
             OVER_CP),
 ]
 # fmt: on

@@ -88,6 +88,13 @@ class Numbers:
     def rank(self, d: int) -> float:
         return sum(tokens for (dp, _), tokens in self.n.items() if dp == d)
 
+    def filled(self, d: int) -> int:
+        """Micro-batches of the rank that have an active token."""
+        return sum(self.n[d, k] > 0 for k in range(self.K))
+
+    def first_row(self, d: int, k: int) -> Row:
+        return self.rows[self.where.index((d, k))]
+
     def by_microbatch(self, factor: Callable[[int, int], float]) -> dict[str, float]:
         return {f"DP {d}, micro-batch {k}": factor(d, k) for d, k in self.n if self.n[d, k]}
 
@@ -205,7 +212,6 @@ def measure(
         values[flat_mask == 0] = torch.nan
     begin = np.cumsum([0, *of.lengths])
     holders = [step.holder(t, n) for n in of.lengths for t in range(n)]
-    pieces: list[tuple[Piece, Tensor, Tensor, Tensor]] = []
     local = torch.zeros(())  # the anchor's gradient, summed as each rank has it
     reduced = torch.zeros(())
     returned = []
@@ -296,10 +302,11 @@ def ragged(
     responses: bool = False,
     longest: int = 30,
     length: int | None = None,
+    uneven_prompts: bool = False,
 ) -> Step:
     """A random step: masks of any kind, some samples fully masked, some micro-batches empty, rollouts apart or split.
 
-    `responses`: masks are 0 up to a place and 1 from there on; otherwise they have holes.
+    Prompts have three rollouts each, or uneven numbers. `responses`: masks are 0 up to a place and 1 from there on; otherwise they have holes.
     """
     rng = random.Random(seed)
     number = 0
@@ -322,6 +329,7 @@ def ragged(
                     mask = [entry * rng.choice([1.0, 0.5, 0.25]) for entry in mask]
                 rollout = number - 1 if split_rollouts and number and rng.random() < 0.4 else number
                 number = max(number, rollout + 1)
-                chosen.append(Row(tuple(mask), rollout, rollout // 3))
+                prompt_id = int(rollout**0.5) if uneven_prompts else rollout // 3
+                chosen.append(Row(tuple(mask), rollout, prompt_id))
             rows[-1].append(chosen)
     return Step(rows, C, TP, length)
