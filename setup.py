@@ -30,6 +30,7 @@ setup(
         "te": ["transformer-engine[pytorch]"],
         "demo": ["tabulate"],
         "bench": ["tabulate", "matplotlib"],
-        "test": ["pytest>=8", "pytest-timeout", "hypothesis", "ruff", "mypy", "types-tabulate"],
+        "audit": ["matplotlib"],  # its pictures; verdicts and reports need nothing
+        "test": ["matplotlib", "pytest>=8", "pytest-timeout", "hypothesis", "ruff", "mypy", "types-tabulate"],
     },
 )

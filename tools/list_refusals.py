@@ -86,6 +86,7 @@ TABLES = [
     Table("Totals of the step", "unit/test_totals.py"),
     Table("Modes, and totals that do not fit", "unit/test_weights.py"),
     Table("Reducers and the losses they are given", "unit/test_reduction.py"),
+    Table("Pictures of a measured step", "unit/test_audit_picture.py"),
     Table("What must be said", "unit/test_said_at_the_door.py"),
     Table("Counts, sizes and ranks", "unit/test_checks.py"),
     Table("Modes of one's own", "unit/test_modes.py"),

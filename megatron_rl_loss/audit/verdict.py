@@ -21,9 +21,10 @@ from megatron_rl_loss.modes import MODES, Mode
 
 __all__ = ["Deviation", "Verdict", "judge"]
 
-#: A weight that is measured and one that is asked for differ by at most so many roundings of the gradient's type: of
-#: float32 both are products of some ten factors, of a half-precision gradient only what it is stored in counts.
-TOLERANCES = {"float32": 32 * 2.0**-24, "float16": 4 * 2.0**-11, "bfloat16": 4 * 2.0**-8}
+#: What a weight that is measured and one that is asked for may differ by, relative, by the type that gradients were
+#: rounded to. Of float32: some ten products on either side, and what a measurement's own residual may be. Of half
+#: precision what a gradient is stored in counts alone, a few times.
+TOLERANCES = {"float32": 64 * 2.0**-24, "float16": 4 * 2.0**-11, "bfloat16": 4 * 2.0**-8}
 
 
 def judge(measured: MeasuredStep, asked: Aggregation | None = None) -> Verdict:

@@ -269,7 +269,7 @@ def measure(
 
 def tokens_of(step: Step, holders: Sequence[int], lengths: bool = True) -> StepTokens:
     of = step.numbers
-    repeat = np.array(of.lengths)
+    repeat = np.array(of.lengths, np.int64)
     each = {
         "sample": list(range(len(of.rows))),
         "dp_rank": [d for d, _ in of.where],
@@ -306,7 +306,8 @@ def ragged(
 ) -> Step:
     """A random step: masks of any kind, some samples fully masked, some micro-batches empty, rollouts apart or split.
 
-    Prompts have three rollouts each, or uneven numbers. `responses`: masks are 0 up to a place and 1 from there on; otherwise they have holes.
+    Prompts have three rollouts each, or uneven numbers.
+    `responses`: masks are 0 up to a place and 1 from there on; otherwise they have holes.
     """
     rng = random.Random(seed)
     number = 0

@@ -43,7 +43,8 @@ def measured(step: Step, weights: np.ndarray) -> MeasuredStep:
 
 def right_weights(step: Step, mode: str, units: str) -> np.ndarray:
     samples = [oracle.sample([0.0] * len(r.mask), r.mask, r.rollout, r.prompt) for r in step.numbers.rows]
-    return torch.cat(oracle.step_gradient(mode, samples, DIVISORS.get(mode), units)).numpy()
+    gradients = oracle.step_gradient(mode, samples, DIVISORS.get(mode), units)
+    return torch.cat([torch.zeros(0, dtype=torch.float64), *gradients]).numpy()
 
 
 def sound_step(step: Step, mode: str, units: str, roundings: float = 16, seed: int = 0) -> MeasuredStep:
