@@ -106,7 +106,7 @@ class LossReport:
 
     def __str__(self) -> str:
         asked = "" if self.asked is None else f"{_in_words(self.asked)}: "
-        verdict = "sound" if self.sound else "not that" if self.invariant else "NOT invariant"
+        verdict = "sound" if self.sound else "invariant, but NOT that" if self.invariant else "NOT invariant"
         tried = f"{self.draws} random steps a cut, seed {self.seed}"
         lines = [f"{self.name}: {asked}{verdict}", f"  assumed: {self.trainer.describe()}; {tried}"]
         return "\n".join([*lines, *map(str, self.findings), *self.notes])
@@ -176,6 +176,8 @@ def check_loss(
         raise refused("no_trainer", type=type(trainer).__name__, choices=", ".join(TRAINERS))
     check_int("draws", draws, 1, "Draw some steps")
     check_int("seed", seed, 0, "Any number will do")
+    if mode is None and (divisor, units) != (None, None):
+        raise refused("settings_without_mode", divisor=divisor, units=units)
     asked = None if mode is None else resolve(mode, divisor=divisor, units=units)
     signature = Signature.of(loss_fn, trainer)
     plain = loss_fn.func if isinstance(loss_fn, functools.partial) else loss_fn

@@ -86,6 +86,8 @@ class Trainer:
                 check_choice(f"Trainer.{name}", value, get_args(hint))
         if self.cp is not None:
             check_choice("Trainer.cp", self.cp, ("mean", "sum"))
+        elif self.cp_cut != "zigzag":
+            raise refused("cut_without_cp", cut=self.cp_cut)
         if not isinstance(self.names, Mapping):
             raise refused("trainer_names", type=type(self.names).__name__)
         for parameter, given in self.names.items():

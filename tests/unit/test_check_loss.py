@@ -666,6 +666,37 @@ def test_what_breaks_only_together_is_found() -> None:
     assert finding.factors == pytest.approx((2, 2))
 
 
+def by_prompt_number(inputs: Any) -> float:
+    return 1 / inputs.totals.prompts.all
+
+
+def test_a_mode_of_ones_own() -> None:
+    def sums_by_prompts(losses: Tensor, mask: Tensor, step_prompts: int, dp_size: int) -> Tensor:
+        return (losses * mask).sum() / step_prompts * dp_size
+
+    assert check_loss(sums_by_prompts, by_prompt_number).sound
+    report = check_loss(share, by_prompt_number)
+    assert not report.sound
+    assert "by_prompt_number" in str(report)
+
+
+def test_methods_and_objects_are_functions_too() -> None:
+    class Loss(torch.nn.Module):
+        def forward(self, losses: Tensor, mask: Tensor) -> Tensor:
+            return (losses * mask).sum()
+
+        def __call__(self, losses: Tensor, mask: Tensor) -> Any:
+            return super().__call__(losses, mask)
+
+        def of_step(self, losses: Tensor, mask: Tensor, step_tokens: Tensor) -> Tensor:
+            return (losses * mask).sum()[None] / step_tokens
+
+    assert check_loss(Loss(), "token_sum", trainer=ADDED, draws=3).sound
+    assert check_loss(Loss().of_step, "token_mean", trainer=ADDED, draws=3).sound
+    report = check_loss(lambda *args: (args[0] * args[1]).sum(), "token_sum", trainer=ADDED, draws=3)
+    assert report.sound
+
+
 def test_without_a_mode_invariance_is_all_that_is_asked() -> None:
     assert check_loss(sums_without_n, trainer=ADDED).sound
     assert check_loss(lists_by_smaller, trainer="prime_rl").sound
@@ -812,6 +843,13 @@ REFUSALS: dict[str, Refusal] = {
     ),
     "context parallelism as a flag": (
         lambda: Trainer(cp=True), ValueError, "Trainer.cp True", lambda: Trainer(cp="sum"),  # type: ignore
+    ),
+    "a cut for no ranks": (
+        lambda: Trainer(cp_cut="gathered"), ValueError, "cp_cut is 'gathered', and Trainer.cp None",
+        lambda: Trainer(cp_cut="gathered", cp="mean"),
+    ),
+    "a divisor of no mode": (
+        accepted(mode=None, divisor=8), ValueError, "divisor 8 and units None without a mode", accepted(mode=None),
     ),
     "a flag that is none": (
         lambda: Trainer(split_rollouts="no"), TypeError, "Trainer.split_rollouts is 'no'",  # type: ignore
