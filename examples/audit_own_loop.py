@@ -11,6 +11,7 @@ token mean of this package. On a machine without a GPU it runs on CPU and gloo.
 import argparse
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -93,7 +94,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--context-parallel-size", type=int, default=1)
     parser.add_argument("--num-microbatches", type=int, default=3)
+    parser.add_argument("--seed", type=int, default=0, help="Of the batches.")
     parser.add_argument("--exact", action="store_true", help="Aggregate with this package.")
+    parser.add_argument("--measured", type=Path, help="Write what was measured there, as JSON.")
     options = parser.parse_args()
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -101,7 +104,8 @@ def main() -> None:
     mpu.initialize_model_parallel(context_parallel_size=options.context_parallel_size)
     cp_rank, cp_size = mpu.get_context_parallel_rank(), mpu.get_context_parallel_world_size()
     model = make_model(cp_size)
-    batches = make_batches(options.num_microbatches, seed=mpu.get_data_parallel_rank())
+    seed = 1000 * options.seed + mpu.get_data_parallel_rank()
+    batches = make_batches(options.num_microbatches, seed)
     every_mask = [mask for batch in batches for mask in batch["loss_masks"]]
     totals = StepTotals.from_loss_masks(every_mask, dp_group=mpu.get_data_parallel_group())
 
@@ -147,6 +151,8 @@ def main() -> None:
         from megatron_rl_loss.audit.verdict import judge
 
         print(judge(audit.measured, resolve("token_mean")))
+        if options.measured is not None:
+            options.measured.write_text(audit.measured.to_json())
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""What is likely to have gone wrong, as data: a row a cause, with the public bugs that had it (``rows``).
+"""What is likely to have gone wrong, as data: a row a cause, with the public bugs that had it (``rows`` of `MUSEUM`).
 
-Rows are numbered as in `tests/museum`. Many projects had one bug: the weights of tokens cannot tell whose it was.
+Many projects had one bug: the weights of tokens cannot tell whose it was. `tests/museum` plants them.
 """
 
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Cause:
-    """A cause in words, and the museum's rows that had it."""
+    """A cause in words, and the rows of `MUSEUM` that had it."""
 
     text: str
     rows: tuple[int, ...] = ()
@@ -157,4 +157,67 @@ OTHERS = {
         "NaN at a masked token, multiplied by its mask: use where(mask, loss, 0), since 0 x NaN is NaN", (22,)
     ),
     "nan": Cause("weights are NaN or infinite"),
+}
+
+#: The published bugs by their number in the museum, and where they were.
+MUSEUM = {
+    0: "verl #5983, #5993 (a fix that was proposed)",
+    1: "Megatron-LM #673, #906, #1124",
+    2: "Megatron-LM !2756",
+    3: "Megatron-LM !3139, #7452, #7513",
+    4: "Megatron-LM #1764",
+    5: "Megatron-LM !2851",
+    6: "Megatron-LM #5047",
+    7: "Megatron-LM #2237",
+    8: "Megatron-LM #2417",
+    9: "Megatron-LM adfa873",
+    10: "Megatron-LM train_rl",
+    11: "verl #141",
+    12: "verl #931",
+    13: "verl #782",
+    14: "verl #906, #5625, #5877, #3294",
+    15: "verl #436, #3332",
+    16: "verl #4250",
+    17: "verl #4510",
+    18: "verl #3741, #5417",
+    19: "verl #6609, #6836",
+    20: "verl #6957",
+    21: "verl geo_mean",
+    22: "verl seq-* modes",
+    23: "SkyRL #925 → #1296",
+    24: "SkyRL #925 review",
+    25: "SkyRL #1420 → #1751",
+    26: "open-instruct #1137, #1161",
+    27: "TRL #2647",
+    28: "TRL #3231, #3938",
+    29: "TRL #5619 → #6024",
+    30: "TRL #6439",
+    31: "transformers #34191",
+    32: "transformers #34242 → #39395",
+    33: "NeMo-RL #86",
+    34: "NeMo-RL #212 → #266",
+    35: "OpenRLHF #1249",
+    36: "AReaL #1273",
+    37: "ROLL #444",
+    38: "prime-rl #2358 → #2562",
+    39: "prime-rl #816",
+    40: "slime #364",
+    41: "slime #987, #990",
+    42: "miles #2796",
+    43: "miles DrGRPO example",
+    44: "miles #1328 review",
+    45: "agent-lightning #593",
+    46: "tunix #1662",
+    47: "twinkle #292",
+    48: "verl-omni #602",
+    49: "Megatron torch-FSDP2",
+    50: "miles #3231",
+    51: "Relax #290, Megatron-LM #5376",
+    52: "ms-swift dapo, cispo, fipo",
+    53: "NeMo-RL VAPO NLL, PR #3791",
+    54: "SkyRL Megatron KL, entropy",
+    55: "ROLL sample weights",
+    56: "verl bypass mode, #4852",
+    57: "habit",
+    58: "habit",
 }

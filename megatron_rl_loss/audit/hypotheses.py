@@ -24,6 +24,8 @@ from megatron_rl_loss.samples import Samples
 from megatron_rl_loss.totals import reduce_step_totals
 from megatron_rl_loss.weights import weigh
 
+#: Parts that are seldom counted over by mistake.
+_SELDOM = ("microbatch_over_dp", "rank")
 #: How units of the step are counted where the tokens' own counts are asked about.
 _LOCAL_COUNTINGS = ("active", "length", "response", "total", "clamped", "masked_length", "shifted", "rectangle")
 
@@ -128,7 +130,11 @@ class Hypothesis:
         """How far-fetched it is."""
         counts = [count for count in (self.size, self.units) if count is not None]
         odd = [count for count in counts if count.what == "tokens" and count.counting != "mask"]
-        parts = 1.5 * self.local + 0.5 * (len({count.scope for count in counts if count.scope != "step"}) > 1)
+        parts = (
+            1.5 * self.local
+            + 0.3 * (self.part in _SELDOM)
+            + 0.5 * (len({count.scope for count in counts if count.scope != "step"}) > 1)
+        )
         return parts + len(odd) + (self.times is not None) + 2.5 * (self.again is not None)
 
 

@@ -29,6 +29,7 @@ from megatron_rl_loss.audit.tokens import Floats, Ints
 from megatron_rl_loss.modes import MODES
 
 _TOLD = 5  # readings
+_BY_CHANCE = 3.0  # cost of a name from which on a divisor of one's own is as likely
 _UNNAMED = 4.0  # cost of a number without a name
 _AS_LIKELY = 1.5  # costs that far apart are both told
 
@@ -232,7 +233,10 @@ class Namer:
         """Its counts are known, and what it multiplies by differs from place to place."""
         if not countable(hypothesis, self.cells):
             return False
-        further = [count for count in (hypothesis.times, hypothesis.again) if count is not None]
+        counts = (hypothesis.times, hypothesis.again, hypothesis.units)
+        further = [
+            one for one in counts if one is not None and (one is not hypothesis.units or one.what == "microbatch")
+        ]
         return not any(is_close(self._value(count)[self.active], self.tolerance) for count in further)
 
     def _explained(self, hypothesis: Hypothesis | None) -> Reading:
@@ -491,10 +495,11 @@ class Namer:
             if MODES[hypothesis.mode].takes_divisor:
                 given, divisor = self.step.asked.divisor, 1 / times
                 whole = abs(divisor - round(divisor)) <= self.tolerance * divisor < 0.05
-                if given is None and (not whole or abs(divisor - self.cells.total("mask")) < 0.5):
+                likely = bool(reading.names) and reading.names[0].cost < _BY_CHANCE
+                if given is None and (likely or not whole or abs(divisor - self.cells.total("mask")) < 0.5):
                     return "", False
                 if hypothesis.again is None:
-                    return hypothesis.words(self.cells, float(f"{divisor:.6g}")), whole or divisor == given
+                    return hypothesis.words(self.cells, float(f"{divisor:.6g}")), given is not None
                 times *= given or 1.0
         if abs(times - 1) <= self.tolerance:
             return name, True
@@ -552,12 +557,16 @@ def _one_factor(reading: Reading) -> Deviation:
             factors=(("all", reading.factor),),
             text=FACTORS["factor"].text,
         )
-    texts = dict.fromkeys(f"{named.formula}: {named.text}" if named.text else named.formula for named in names)
+    causes = dict.fromkeys((named.formula, named.text) for named in names)
+    if len(causes) == 1:
+        text = names[0].text or "these sizes are in it once too often, or too seldom"
+    else:
+        text = "; or ".join(f"{formula}: {words}" if words else formula for formula, words in causes)
     return Deviation(
         shape="factor",
         causes=tuple(dict.fromkeys(named.cause for named in names)),
         factors=(("all", reading.factor),),
         formulas=tuple(dict.fromkeys(named.formula for named in names)),
-        text="; or ".join(texts),
+        text=text,
         rows=tuple(sorted({row for named in names for row in named.rows})),
     )

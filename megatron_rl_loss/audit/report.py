@@ -2,9 +2,12 @@
 
 import json
 import math
+import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
+
+from megatron_rl_loss.audit.causes import MUSEUM
 
 Shape = Literal[
     "factor",  # one for all tokens
@@ -35,7 +38,7 @@ class Deviation:
         factors: places and the measured/asked of each that this deviation accounts for; one factor for all has one.
         formulas: the factor by name, a formula a cause; empty where a cause is not a formula.
         text: in a sentence.
-        rows: rows of the museum that had one of these causes.
+        rows: rows of `causes.MUSEUM` that had one of these causes.
         tokens: how many tokens it concerns; None for all.
     """
 
@@ -117,26 +120,31 @@ class Verdict:
         return f"NOT SOUND: asked {self.asked}; {self.extent}"
 
     @property
+    def uniform(self) -> bool:
+        """Whether all tokens weigh the same multiple of what was asked."""
+        return self.high - self.low <= 1e-5 * abs(self.high)
+
+    @property
     def extent(self) -> str:
         """How far off, in words."""
         if math.isnan(self.low):
             return "weights are not finite"
-        apart = (
-            f"{self.low:.4g}" if self.high - self.low <= 1e-4 * abs(self.high) else f"{self.low:.3g} to {self.high:.3g}"
-        )
+        apart = f"{self.low:.4g}" if self.uniform else f"{self.low:.3g} to {self.high:.3g}"
         of_asked = f"tokens weigh {apart} of what was asked"
         return f"{of_asked}, {100 * self.misplaced:.1f} % of the gradient's weight is on the wrong tokens"
 
     def __str__(self) -> str:
-        lines = [self.headline]
-        lines += [f"  because {reason}" for reason in self.unknown]
-        if self.what_it_is and not self.sound:
-            lines += [f"It is  {self.what_it_is[0]}", *(f"   or  {words}" for words in self.what_it_is[1:4])]
+        lines = _wrapped(self.headline, 2)
+        lines += [line for reason in self.unknown for line in _wrapped(f"  because {reason}", 4)]
+        if not self.sound and not self.unknown:
+            names = ("It is  ", *["   or  "] * (_ALSO - 1))
+            for name, words in zip(names, self.what_it_is, strict=False):
+                lines += _wrapped(f"{name}{words}", 7)
         for number, deviation in enumerate(self.deviations, 1):
             lines += _told(number, deviation)
-        if self.pieces and not self.sound and not self.unknown:
+        if not self.sound and not self.unknown and not self.uniform:
             lines += ["measured/asked, by micro-batch and CP rank:", *_table(self.pieces)]
-        lines += [f"note: {note}" for note in self.notes]
+        lines += [line for note in self.notes for line in _wrapped(f"note: {note}", 6)]
         return "\n".join(lines)
 
 
@@ -158,19 +166,32 @@ _SHAPES: dict[Shape, str] = {
     "mask": "the mask's values",
 }
 _SHOWN = 4  # places of a deviation
+_ALSO = 4  # readings
+_KNOWN = 4  # bugs that a cause is known from
+_WIDTH = 112
+
+
+def _wrapped(text: str, indent: int) -> list[str]:
+    return textwrap.wrap(text, _WIDTH, subsequent_indent=" " * indent, break_on_hyphens=False)
 
 
 def _told(number: int, deviation: Deviation) -> list[str]:
-    lines = [f"{number}. {_SHAPES[deviation.shape]}: {deviation.text}"]
-    if deviation.formulas and len(deviation.factors) == 1:
-        lines.append(f"     x {deviation.factor:.6g} = {' = '.join(dict.fromkeys(deviation.formulas))}")
-    elif deviation.factors:
-        places = sorted(deviation.factors, key=lambda place: place[1])
-        if len(places) > _SHOWN:
-            (least, low), (most, high) = places[0], places[-1]
-            lines.append(f"     x {low:.4g} ({least}) to x {high:.4g} ({most}), {len(places)} places")
-        else:
-            lines += [f"     {place}: x {factor:.4g}" for place, factor in deviation.factors]
+    by = ""
+    if len(deviation.factors) == 1:
+        place, factor = deviation.factors[0]
+        formulas = "".join(f" = {formula}" for formula in deviation.formulas)
+        by = f", x {factor:.6g}{formulas}" if place == "all" else ""
+    lines = _wrapped(f"{number}. {_SHAPES[deviation.shape]}{by}: {deviation.text}", 3)
+    places = sorted(deviation.factors, key=lambda one: one[1])
+    if len(places) > _SHOWN:
+        (least, low), (most, high) = places[0], places[-1]
+        lines.append(f"   x {low:.4g} ({least}) to x {high:.4g} ({most}), {len(places)} places")
+    elif not by:
+        lines += [f"   {place}: x {factor:.4g}" for place, factor in places]
+    known = [MUSEUM[row] for row in deviation.rows if MUSEUM[row] != "habit"]
+    if known:
+        more = f" and {len(known) - _KNOWN} more" if len(known) > _KNOWN else ""
+        lines += _wrapped(f"   known from {'; '.join(known[:_KNOWN])}{more}", 6)
     return lines
 
 

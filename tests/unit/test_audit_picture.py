@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import audit_picture
 import numpy as np
 import pytest
 import simulated_trainer as trainer
@@ -94,6 +95,27 @@ def test_colours_follow_cp_ranks() -> None:
     assert "\033[34m" in coloured
     assert "\033[33m" in coloured
     assert re.sub(r"\033\[\d+m", "", coloured) == plain
+
+
+def test_the_command_shows_steps_that_were_measured_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    step = ragged(3, D=2, C=2, K=3)
+    files = {"--stock": trainer.measure(step, stock, trainer.megatron), "--ours": trainer.measure(step, exact)}
+    command = ["audit_picture.py", "--terminal"]
+    for flag, measured in files.items():
+        path = tmp_path / f"{flag[2:]}.json"
+        path.write_text(measured.to_json())
+        command += [flag, str(path)]
+    monkeypatch.setattr(sys, "argv", command)
+    audit_picture.main()
+    told = capsys.readouterr().out
+    assert told.count("DP 0, micro-batch 0") == 2
+    assert told.index("NOT SOUND: asked token_mean") < told.index("\nSOUND: token_mean")
+    monkeypatch.setattr(sys, "argv", command[:-2])
+    with pytest.raises(SystemExit):
+        audit_picture.main()
+    assert "--stock and --ours go together" in capsys.readouterr().err
 
 
 # ---- by matplotlib
