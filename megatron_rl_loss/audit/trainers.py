@@ -104,12 +104,14 @@ class Trainer:
         return ", ".join(parts)
 
 
-#: Trainers by name, as they were read in August and September 2026.
+#: Trainers by name, from their public sources (TRL 1.10.0.dev0 and verl 0.10.0.dev as on their pages in docs).
 TRAINERS: dict[str, Trainer] = {
     "pytorch": Trainer(),
-    # transformers.Trainer with a `compute_loss_func`: it multiplies by the number of processes, which DDP divides by.
+    # transformers.Trainer with a `compute_loss_func` and `average_tokens_across_devices`: it multiplies what the function
+    # returns by the number of processes, which DDP divides by.
     "transformers": Trainer(names={"num_items_in_batch": "step_tokens"}, dp="sum", even_microbatches=True),
-    # trl.GRPOTrainer switches off the division by accumulation steps: its loss function divides by itself.
+    # trl.GRPOTrainer switches off the division by accumulation steps: its loss function divides by itself. Its
+    # `num_items_in_batch` is that of a generation batch, the step's where `steps_per_generation` is the accumulation.
     "trl": Trainer(
         names={
             "num_items_in_batch": "step_tokens",
