@@ -107,7 +107,7 @@ class Trainer:
 #: Trainers by name, from their public sources (TRL 1.10.0.dev0 and verl 0.10.0.dev as on their pages in docs).
 TRAINERS: dict[str, Trainer] = {
     "pytorch": Trainer(),
-    # transformers.Trainer with a `compute_loss_func` and `average_tokens_across_devices`: it multiplies what the function
+    # transformers.Trainer with a `compute_loss_func` and `average_tokens_across_devices` multiplies what the function
     # returns by the number of processes, which DDP divides by.
     "transformers": Trainer(names={"num_items_in_batch": "step_tokens"}, dp="sum", even_microbatches=True),
     # trl.GRPOTrainer switches off the division by accumulation steps: its loss function divides by itself. Its
