@@ -310,10 +310,7 @@ class _Search:
 
     def _what_it_is(self) -> "_Base | None":
         """The mode that uncut steps follow, up to a factor, if it is one of the table; None if none is."""
-        cases = [
-            _UNCUT.draw(random.Random(f"{self.seed}/{draw}"), self.trainer, seed=self.seed + draw)
-            for draw in range(self.draws)
-        ]
+        cases = [self._drawn(_UNCUT, draw) for draw in range(self.draws)]  # looked at already: none fails
         measured = [(case, self._measure(case).weights) for case in cases]
         modes = [resolve(name, divisor=1.0 if mode.takes_divisor else None) for name, mode in MODES.items()]
         countings: tuple[UnitCounting, ...] = ("all", "active")
@@ -321,11 +318,10 @@ class _Search:
         first = choices if self.asked is None else [_Base(self.asked), *choices]
         for base in first:
             weights = base.weights(measured[0][0])
-            active = weights > 0
-            if not active.any():
-                continue
-            scaled = replace(base, factor=float((measured[0][1][active] / weights[active])[0]))
-            if all(same(found, scaled.weights(case)) for case, found in measured):
+            at = int(weights.argmax())
+            factor = float(measured[0][1][at] / weights[at]) if weights[at] > 0 else 0.0
+            scaled = replace(base, factor=factor)
+            if factor and all(same(found, scaled.weights(case)) for case, found in measured):
                 return scaled
         return None
 
@@ -341,6 +337,9 @@ class _Search:
             return []
         return ["note: a NaN at a masked token spoils the loss; select by the mask (torch.where) before multiplying"]
 
+    def _drawn(self, cut: _Cut, draw: int) -> LossCase:
+        return cut.draw(random.Random(f"{self.seed}/{cut.name}/{draw}"), self.trainer, seed=self.seed + draw)
+
     def _try(self, cut: _Cut, told_on: _Cut, look: Look) -> list[Finding]:
         """One finding for each kind that some random step of the cut shows, on the smallest such step.
 
@@ -348,8 +347,7 @@ class _Search:
         """
         shown: dict[Kind, list[tuple[LossCase, _Seen]]] = {}
         for draw in range(self.draws):
-            rng = random.Random(f"{self.seed}/{cut.name}/{draw}")
-            case = cut.draw(rng, self.trainer, seed=self.seed + draw)
+            case = self._drawn(cut, draw)
             if (seen := look(case)) is not None:
                 shown.setdefault(seen.kind, []).append((case, seen))
         return [self._finding(cut, told_on, cases, look) for cases in shown.values()]

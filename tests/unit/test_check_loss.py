@@ -631,6 +631,27 @@ def test_where_nothing_is_masked_there_is_no_0_by_0() -> None:
     assert not check_loss(zero_by_zero, "sample_mean", trainer=replace(every_row, masked_samples=True)).sound
 
 
+def test_nothing_trained_and_the_wrong_way_round_are_told() -> None:
+    (nothing,) = check_loss(lambda losses, mask: 0 * losses.sum(), "token_mean").findings
+    assert (nothing.cut, nothing.factors) == (UNCUT, (0, 0))
+    (finding,) = check_loss(lambda losses, mask, step_tokens: -share(losses, mask, step_tokens), "token_mean",
+                            trainer=ADDED).findings  # fmt: skip
+    assert finding.says == "all tokens weigh -1 times what they should, on every step alike"
+
+
+@pytest.mark.parametrize("mode", [None, "token_mean", "sample_mean"])
+def test_what_fails_on_some_uncut_steps_alone_is_told(mode: str | None) -> None:
+    def not_of_five(losses: Tensor, mask: Tensor, step_samples: int, step_tokens: Tensor) -> Tensor:
+        if step_samples == 5:
+            raise IndexError("five")
+        return (losses * mask).sum() / step_tokens
+
+    for seed in range(3):
+        report = check_loss(not_of_five, mode, trainer=ADDED, seed=seed, draws=4)
+        assert {finding.kind for finding in report.findings} <= {"raises", "weights"}
+    assert "it raises IndexError: five" in str(check_loss(not_of_five, mode, trainer=ADDED))
+
+
 def test_which_call_failed_is_told() -> None:
     def third(losses: Tensor, mask: Tensor, microbatch: int, dp_rank: int, cp_rank: int) -> Tensor:
         if (microbatch, dp_rank, cp_rank) == (1, 1, 1):
