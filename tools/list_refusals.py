@@ -92,6 +92,7 @@ TABLES = [
     Table("Modes of one's own", "unit/test_modes.py"),
     Table("Names of other frameworks", "unit/test_aliases.py", "REFUSED", with_text_last("ValueError", patterns=True)),
     Table("Policy losses and advantages", "unit/test_losses.py"),
+    Table("Loss functions of any trainer", "unit/test_check_loss.py"),
     Table("Flags, as the library sees them", "unit/test_arguments.py"),
     Table("Micro-batches", "megatron/test_microbatch.py"),
     Table("Launches: flags, data, configuration, losses, files", "megatron/test_bad_input.py", "ROWS", from_rows),
