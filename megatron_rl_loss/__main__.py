@@ -1,21 +1,37 @@
-"""``python -m megatron_rl_loss modes``: the modes, and what every framework calls them."""
+"""``python -m megatron_rl_loss``: ``modes``, and what every framework calls them; ``example``, to start from."""
 
 import os
 import sys
-from argparse import ArgumentParser
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
 
 from megatron_rl_loss.aliases import format_modes
+from megatron_rl_loss.example_files import copy_example, format_examples
 
 
 def main() -> None:
     parser = ArgumentParser(prog="python -m megatron_rl_loss", description="Policy-gradient loss aggregation.")
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("modes", help="print the modes, their formulas and flags, and what other frameworks call them")
-    parser.parse_args()
+    modes = commands.add_parser("modes", help="print the modes, their formulas and flags, and other frameworks' names")
+    modes.set_defaults(run=lambda options: format_modes())
+    example = commands.add_parser("example", help="list the examples, or copy one out with the files it needs")
+    example.add_argument("name", metavar="NAME", nargs="?", help="a file of the list, also without suffix or folder")
+    example.add_argument("--to", metavar="FOLDER", type=Path, default=Path(), help="where to; default: here")
+    example.set_defaults(run=run_example)
+    options = parser.parse_args()
     try:
-        print(format_modes(), flush=True)
+        print(options.run(options), flush=True)
     except BrokenPipeError:  # the reader, `head` say, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except ValueError as refusal:
+        parser.error(str(refusal))
+
+
+def run_example(options: Namespace) -> str:
+    """What `example` prints."""
+    if options.name is None:
+        return format_examples()
+    return "\n".join(map(str, copy_example(options.name, options.to)))
 
 
 if __name__ == "__main__":
