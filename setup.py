@@ -35,7 +35,7 @@ setup(
     description="Policy-gradient loss aggregation for Megatron-Core, exact in every parallel layout",
     long_description=without_relative_links((HERE / "README.md").read_text()),
     long_description_content_type="text/markdown",
-    license="Apache-2.0",
+    license_expression="Apache-2.0",
     license_files=["LICENSE"],
     keywords=["reinforcement learning", "RLHF", "GRPO", "PPO", "loss", "Megatron", "context parallelism"],
     classifiers=[
