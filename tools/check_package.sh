@@ -10,7 +10,10 @@ source tools/find_python.sh
 
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
-builder=$(for version in 3.12 3.13 3.11 3.10; do python_of "$version"; done | head -n 1)
+for version in 3.12 3.13 3.11 3.10; do
+  builder=$(python_of "$version")
+  if [[ -n $builder ]]; then break; fi
+done
 [[ -n $builder ]] || { echo "No Python 3.10 to 3.13 with venv and ensurepip found." >&2; exit 1; }
 "$builder" -m venv "$work/build"
 "$work/build/bin/python" -m pip install -qq build
