@@ -64,6 +64,6 @@ setup(
         "demo": ["tabulate"],
         "bench": ["tabulate", "matplotlib"],
         "test": ["pytest>=8", "pytest-timeout", "hypothesis", "ruff", "mypy", "types-tabulate"],
-        "docs": ["mkdocs>=1.6,<2", "mkdocs-material>=9.5", "mkdocstrings[python]>=1"],
+        "docs": ["mkdocs>=1.6,<2", "mkdocs-material>=9.5", "mkdocstrings[python]>=1", "ruff"],
     },
 )
