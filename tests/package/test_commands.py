@@ -59,6 +59,7 @@ ROWS = [
     Row(r"actor_rollout_ref\.model\.external_lib=.*", by="frameworks/test_verl.py", named="verl_install"),
     Row(r"PYTHONPATH=\$MEGATRON_LM torchrun .*", by="frameworks/real/test_real_train_rl.py", named="MEGATRON_LM"),
     Row(r"([A-Z_]+_PATH=~/\S+ )+python -m pytest tests/frameworks/real\S*", needs="checkouts of those frameworks"),
+    Row(r"pip install megatron-bridge.*|python -c 'from megatron\.bridge .*", needs="a GPU and a model"),
     # what checks this repository; all of it is what runs this test
     Row(r"tools/test\.sh( tests/\S+| -m 'not slow')?", needs="to be what runs this test"),
     Row(r"tools/demo\.sh|tools/test_core\.sh", needs="a package index: the first two commands of a fresh clone"),
