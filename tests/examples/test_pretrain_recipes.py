@@ -4,13 +4,19 @@ import sys
 from typing import Any
 
 import pytest
-from example_run import MODEL, TRAINING
+from pages import commands_of
 from ranks import run_ranks
+from repository import ROOT
 
 pytestmark = pytest.mark.slow
 
-DATA = """--dataloader-type external --seq-length 64 --max-position-embeddings 64 --global-batch-size 4
-    --eval-iters 0 --eval-interval 1000"""
+#: The page's launch line, but for the mode and what a CPU has not.
+LAUNCH = next(line for line in commands_of((ROOT / "docs/recipes.md").read_text()) if "--num-layers" in line)
+FLAGS = LAUNCH.split()[LAUNCH.split().index("--num-layers") :]
+ON_A_CPU = """--transformer-impl local --no-persist-layer-norm --no-rope-fusion --no-masked-softmax-fusion
+    --no-gradient-accumulation-fusion --no-bias-gelu-fusion --no-bias-dropout-fusion --distributed-backend gloo
+    --use-cpu-initialization --attention-dropout 0 --hidden-dropout 0 --padded-vocab-size 32 --disable-bias-linear
+    --train-iters 2"""
 ATTENTION = {"pretrain_packed": "packed_attention", "pretrain_bshd": "row_attention"}
 ROWS = {"pretrain_packed": "1", "pretrain_bshd": "2"}  # of a micro-batch
 
@@ -43,7 +49,8 @@ def train(recipe: str, flags: list[str]) -> list[dict[str, float]]:
         return training_log(loss_dict, *args, **kwargs)
 
     training.training_log = catch
-    words = [*MODEL.split(), *DATA.split(), *TRAINING.split(), "--micro-batch-size", ROWS[recipe], *flags]
+    words = [word for word in FLAGS if word != "--bf16"]
+    words += [*ON_A_CPU.split(), "--micro-batch-size", ROWS[recipe], *flags]
     sys.argv = [f"{recipe}.py", *words]
     script.main()
     return logged

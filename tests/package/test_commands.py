@@ -8,19 +8,14 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from pages import commands_of
 from repository import ROOT
 
 PAGES = [path for path in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")] if path.name != "refusals.md"]
-BLOCK = re.compile(r"^```bash\n(.*?)^```", re.MULTILINE | re.DOTALL)
-FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
-BEGINNING = re.compile(
-    r"(?:[A-Z_]+=\S+ )*(?:tools/\S+\.(?:sh|py)|examples/\S+\.(?:sh|slurm)|python3?|torchrun|pip|sbatch|mkdocs)(?:\s|$)"
-)
 
 
 @dataclass(frozen=True)
@@ -74,17 +69,6 @@ ROWS = [
     Row(r"tools/bench/reducers\.py --device cuda", needs="a GPU"),
     Row(r"tools/bench/\w+\.py.*", needs="a quiet machine and minutes"),
 ]  # fmt: skip
-
-
-def commands_of(text: str) -> Iterator[str]:
-    """Of a page: one line each, comments left out."""
-    for block in BLOCK.findall(text):
-        for line in re.sub(r"\s*\\\n\s*", " ", block).splitlines():
-            if command := re.sub(r"(^|\s+)#.*$", "", line).strip():
-                yield command
-    for code in re.findall(r"`([^`\n]+)`", FENCED.sub("", text)):
-        if BEGINNING.match(code):
-            yield code
 
 
 COMMANDS = sorted({command for page in PAGES for command in commands_of(page.read_text())})
