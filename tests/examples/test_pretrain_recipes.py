@@ -1,6 +1,9 @@
 """The recipes of pretrain scripts train through the real `pretrain`, and give the same in other layouts."""
 
+import os
+import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,16 +11,13 @@ from pages import commands_of
 from ranks import run_ranks
 from repository import ROOT
 
+from megatron_rl_loss.example_files import copy_example
+
 pytestmark = pytest.mark.slow
 
 #: The page's launch line, but for the mode and what a CPU has not.
 LAUNCH = next(line for line in commands_of((ROOT / "docs/recipes.md").read_text()) if "--num-layers" in line)
 FLAGS = LAUNCH.split()[LAUNCH.split().index("--num-layers") :]
-ON_A_CPU = """--transformer-impl local --no-persist-layer-norm --no-rope-fusion --no-masked-softmax-fusion
-    --no-gradient-accumulation-fusion --no-bias-gelu-fusion --no-bias-dropout-fusion --distributed-backend gloo
-    --use-cpu-initialization --attention-dropout 0 --hidden-dropout 0 --padded-vocab-size 32 --disable-bias-linear
-    --train-iters 2"""
-ATTENTION = {"pretrain_packed": "packed_attention", "pretrain_bshd": "row_attention"}
 ROWS = {"pretrain_packed": "1", "pretrain_bshd": "2"}  # of a micro-batch
 
 
@@ -25,21 +25,11 @@ def train(recipe: str, flags: list[str]) -> list[dict[str, float]]:
     """What Megatron logs, by step."""
     import importlib
 
-    import megatron_on_cpu
-    from megatron.core.datasets import utils
+    import on_cpu
     from megatron.training import training
 
+    on_cpu.prepare()
     script = importlib.import_module(f"recipes.{recipe}")
-    attention = importlib.import_module(ATTENTION[recipe])
-
-    def config_of(args: Any) -> Any:  # what a CPU lacks: Transformer Engine's attention
-        config = original(args)
-        config.transformer_layer_spec = attention.layer_spec
-        return config
-
-    original, script.gpt_config_from_args = script.gpt_config_from_args, config_of  # type: ignore[attr-defined]
-    megatron_on_cpu.prepare_training()
-    utils.compile_helpers = lambda: None
     logged: list[dict[str, float]] = []
     training_log = training.training_log
 
@@ -50,13 +40,13 @@ def train(recipe: str, flags: list[str]) -> list[dict[str, float]]:
 
     training.training_log = catch
     words = [word for word in FLAGS if word != "--bf16"]
-    words += [*ON_A_CPU.split(), "--micro-batch-size", ROWS[recipe], *flags]
-    sys.argv = [f"{recipe}.py", *words]
+    words += ["--padded-vocab-size", "32"]  # else its padding, and with it the first weights, changes with the layout
+    sys.argv = [f"{recipe}.py", *words, *on_cpu.FLAGS, "--train-iters", "2", "--micro-batch-size", ROWS[recipe], *flags]
     script.main()
     return logged
 
 
-@pytest.mark.parametrize("recipe", ATTENTION)
+@pytest.mark.parametrize("recipe", ROWS)
 def test_it_trains_alike_in_every_layout(recipe: str) -> None:
     mode = ["--loss-aggregation", "prompt_mean"]
     (alone,) = run_ranks(1, train, recipe, mode, timeout_s=300)
@@ -67,3 +57,16 @@ def test_it_trains_alike_in_every_layout(recipe: str) -> None:
             assert step == pytest.approx(expected, rel=1e-4, abs=1e-6)
     (other,) = run_ranks(1, train, recipe, ["--loss-aggregation", "token_mean"], timeout_s=300)
     assert (other[0] == pytest.approx(alone[0], rel=1e-4)) == (recipe == "pretrain_packed")  # there all masks are alike
+
+
+def test_the_pages_launch_line_runs_without_a_gpu(tmp_path: Path) -> None:
+    """As the page says: the copied script, with on_cpu.py before it."""
+    copy_example("pretrain_packed", tmp_path)
+    copy_example("on_cpu", tmp_path)
+    words = LAUNCH.replace("pretrain_packed.py", "on_cpu.py pretrain_packed.py").split()[1:]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", *words]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=300)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "iteration        5/       5" in done.stdout
+    assert "loss aggregation: prompt_mean, unit counting all | 16 rollouts, 8 prompts (2.0 each)" in done.stdout

@@ -37,10 +37,11 @@ class Row:
 ELSEWHERE = "slime|MILES|MEGATRON_LM|VERL|SKYRL"
 ROWS = [
     # our own entry points
-    Row(r"python -m megatron_rl_loss (modes|example|example pretrain_\w+)", by="here"),
+    Row(r"python -m megatron_rl_loss (modes|example|example (pretrain_\w+|on_cpu))", by="here"),
     Row(r"python -m megatron_rl_loss example NAME", by="package/test_example_command.py", named='"example", *words'),
     Row(r"python own_mode\.py", by="examples/test_recipes.py", named='"own_mode.py"'),
     Row(r"torchrun --nproc-per-node 2 plain_ddp\.py", by="examples/test_recipes.py", named='"--nproc-per-node", "2"'),
+    Row(r"torchrun .* on_cpu\.py .*", by="examples/test_pretrain_recipes.py", named="on_cpu.py pretrain_packed.py"),
     Row(r"torchrun .* pretrain_packed\.py .*", by="examples/test_pretrain_recipes.py", named="script.main()"),
     Row(r"torchrun .* pretrain_mine\.py .*", by="examples/test_minimal.py", named="pretrain_minimal.main()"),
     Row(r"examples/launch_grpo\.slurm", needs="Slurm"),
