@@ -1,4 +1,4 @@
-"""Put the recipes' code into docs/recipes.md: below a line that links to a file, the fenced block shows it whole.
+"""Put the recipes' code into docs/recipes.md: below a paragraph that links to a file, the fenced block shows it whole.
 
 python tools/show_recipes.py            # writes the page
 python tools/show_recipes.py --check    # writes nothing; fails if a block is not its file
@@ -11,7 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "recipes.md"
 SHOWN = re.compile(
-    r"(\]\(\.\./(?P<file>examples/recipes/[\w.]+)\)[^\n]*\n\n```(?:python|bash)\n).*?(?=^```$)",
+    r"(\]\(\.\./(?P<file>examples/recipes/[\w.]+)\)[^\n]*\n(?:[^\n]+\n)*\n```(?:python|bash)\n).*?(?=^```$)",
     re.DOTALL | re.MULTILINE,
 )
 
