@@ -49,7 +49,7 @@ setup(
     # The root is named, so that an editable install puts it on the path: type checkers do not see import hooks.
     package_dir={"": "."},
     packages=find_packages(include=[PACKAGE, f"{PACKAGE}.*"]),
-    package_data={"": ["py.typed", "*.ini"]},
+    package_data={"": ["*"]},
     cmdclass={"build_py": BuildWithExamples},
     python_requires=">=3.10",
     # Lengths and layouts are NumPy arrays: they are the host's, and small operations cost a third of torch's.
