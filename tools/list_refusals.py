@@ -95,6 +95,7 @@ TABLES = [
     Table("Loss functions of any trainer", "unit/test_check_loss.py"),
     Table("Flags, as the library sees them", "unit/test_arguments.py"),
     Table("Micro-batches", "megatron/test_microbatch.py"),
+    Table("Copies of examples", "package/test_example_command.py"),
     Table("Launches: flags, data, configuration, losses, files", "megatron/test_bad_input.py", "ROWS", from_rows),
     Table("What a loss function returns", "megatron/test_handover.py", "WRONG", with_text_last("ValueError")),
     Table("Totals that a user knows", "megatron/test_handover.py", "TOTALS", with_text_last("")),
