@@ -1,0 +1,246 @@
+"""GRPO online: sample from the current policy, check, train, again; on Megatron, its loss aggregated by flag.
+
+    python examples/online_grpo.py --output runs/online
+    torchrun --nproc-per-node 4 examples/online_grpo.py --output runs/online --tensor-model-parallel-size 2 \\
+        --context-parallel-size 2 --loss-aggregation constant --loss-aggregation-divisor 24
+
+A model of 0.1 M parameters learns to add (online/task.py), from a supervised beginning of its own to right answers, in
+minutes on one CPU core. `online/__init__.py` says which file holds what; docs/online.md what it shows and what not.
+"""
+
+import argparse
+import os
+import random
+import time
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+if not torch.cuda.is_available():
+    import megatron_on_cpu
+
+    megatron_on_cpu.install()  # before megatron is imported
+
+from megatron.core import parallel_state
+from online.policy import Policy, Trainer, build_policy, load_policy, old_log_probs, save_policy
+from online.report import Numbers, Report, describe, progress_line, zero_variance_groups
+from online.rows import deal, split_over_samples
+from online.sampler import Responses, draw_uniforms, sample_together
+from online.task import MAX_RESPONSE, Problem, decode, draw_problems, encode
+from online.warm_start import warm_start
+from rollouts import Rollout, read_rollouts, with_advantages, write_rollouts
+
+from megatron_rl_loss import ppo_clip_loss
+from megatron_rl_loss.arguments import add_loss_aggregation_args, validate_loss_aggregation_args
+from megatron_rl_loss.megatron import Microbatch
+
+# What the random numbers of `draw_uniforms` are for.
+TRAINING, HELD_OUT, WARM_START = range(3)
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument("--output", type=Path, required=True, help="Folder for the run; what an earlier run left goes.")
+    parser.add_argument("--seed", type=int, default=0, help="Of weights, problems and samples.")
+    parser.add_argument("--tensor-model-parallel-size", type=int, default=1)
+    parser.add_argument("--context-parallel-size", type=int, default=1, help="In training; sampling splits the rows.")
+    step = parser.add_argument_group("a step")
+    step.add_argument("--steps", type=int, default=200)
+    step.add_argument("--prompts-per-step", type=int, default=32)
+    step.add_argument("--responses-per-prompt", type=int, default=8)
+    step.add_argument("--samples-per-rollout", type=int, default=1, help="Split every rollout, as agent turns are.")
+    step.add_argument("--num-microbatches", type=int, default=2, help="Of a data-parallel rank.")
+    step.add_argument("--inner-steps", type=int, default=1, help="Optimizer steps on one step's rollouts.")
+    step.add_argument("--lr", type=float, default=2e-4)
+    step.add_argument("--lr-warmup-steps", type=int, default=10)
+    step.add_argument("--clip-low", type=float, default=0.2, help="PPO clip range below 1.")
+    step.add_argument("--clip-high", type=float, default=0.2, help="PPO clip range above 1.")
+    step.add_argument("--no-advantage-std", action="store_true", help="Do not divide advantages by the group's std.")
+    start = parser.add_argument_group("where it begins")
+    start.add_argument("--warm-start-reward", type=float, default=0.3, help="On training prompts; see warm_start.py.")
+    start.add_argument("--load", type=Path, default=None, help="Weights of --save-start, in place of a warm start.")
+    start.add_argument("--save-start", type=Path, default=None, help="Where to put the weights after the warm start.")
+    start.add_argument("--save", type=Path, default=None, help="Where to put the weights at the end.")
+    start.add_argument("--save-rollouts", type=Path, default=None, help="Folder for a JSONL file of rollouts a step.")
+    start.add_argument("--replay-rollouts", type=Path, default=None, help="Train on those in place of sampling.")
+    seen = parser.add_argument_group("what is seen of it")
+    seen.add_argument("--eval-interval", type=int, default=25, help="Steps between evaluations; first and last always.")
+    seen.add_argument("--eval-prompts", type=int, default=1024, help="Held-out prompts, one response each.")
+    seen.add_argument("--print-interval", type=int, default=5, help="Steps between progress lines.")
+    seen.add_argument("--tensorboard", action="store_true", help="Also write TensorBoard events to the folder.")
+    seen.add_argument("--wandb-project", default=None, help="Also log to wandb, under this project.")
+    args = add_loss_aggregation_args(parser).parse_args(argv)
+    for name, value in vars(args).items():
+        if type(value) is int and name != "seed" and value < (0 if name == "lr_warmup_steps" else 1):
+            parser.error(f"--{name.replace('_', '-')} {value}: must be 1 or more")
+    return args
+
+
+def start_processes(args: argparse.Namespace) -> None:
+    """torch's and Megatron's process groups; without a launcher, of one process."""
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    if "RANK" not in os.environ:
+        os.environ.update(alone)
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    parallel_state.initialize_model_parallel(
+        args.tensor_model_parallel_size, context_parallel_size=args.context_parallel_size
+    )
+
+
+class Rollouts:
+    """Samples from the policy, and checks what it says."""
+
+    def __init__(self, policy: Policy, seed: int) -> None:
+        self.policy, self.seed = policy, seed
+
+    def of(self, problems: list[Problem], *, responses: int, purpose: int, step: int) -> tuple[list[Rollout], Responses]:
+        """`responses` to each problem, prompt by prompt, and their distributions' entropy; the same on every rank."""
+        prompts = torch.tensor([encode(problem.prompt) for problem in problems]).repeat_interleave(responses, dim=0)
+        uniforms = draw_uniforms(len(prompts), self.seed, purpose, step)
+        groups = self.policy.groups
+        drawn = sample_together(
+            self.policy.model, prompts.cuda(), uniforms.cuda(), tp_group=groups.tp, replica_group=groups.dp_cp
+        )
+        tokens, log_probs, lengths = drawn.tokens.tolist(), drawn.log_probs.tolist(), drawn.lengths.tolist()
+        rollouts = []
+        for row, n in enumerate(lengths):
+            prompt, attempt = divmod(row, responses)
+            rollouts.append(
+                Rollout(
+                    prompt_tokens=encode(problems[prompt].prompt),
+                    response_tokens=tokens[row][:n],
+                    loss_mask=[1.0] * n,
+                    reward=problems[prompt].reward(decode(tokens[row][:n])),
+                    prompt_id=prompt,
+                    rollout_id=f"{prompt}.{attempt}",
+                    old_log_probs=log_probs[row][:n],
+                )
+            )
+        return rollouts, drawn
+
+
+def policy_losses(args: argparse.Namespace) -> Any:
+    def losses(log_probs: Tensor, microbatch: Microbatch) -> tuple[Tensor, dict[str, Tensor]]:
+        rows = microbatch.data
+        advantages, sampled = (microbatch.local(x).cuda() for x in (rows.advantages, rows.sampler_log_probs))
+        clip = {"clip_low": args.clip_low, "clip_high": args.clip_high}
+        loss = ppo_clip_loss(log_probs, rows.old_log_probs, advantages, **clip)
+        return loss.per_token_loss, {
+            "ratio": (-loss.ppo_kl).exp(),
+            "clip_fraction": loss.clipped,
+            "ppo_kl": loss.ppo_kl,
+            "sampler_gap": (rows.old_log_probs - sampled).abs(),  # between the sampler's log-probs and the trainer's
+        }
+
+    return losses
+
+
+def train_on(rollouts: list[Rollout], trainer: Trainer, step: int, args: argparse.Namespace) -> Numbers:
+    """The optimizer steps on one step's rollouts."""
+    groups = trainer.policy.groups
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="all rewards are equal")  # the report counts such groups
+        rollouts = with_advantages(rollouts, normalize_by_std=not args.no_advantage_std)
+    samples = [part for rollout in rollouts for part in split_over_samples(rollout, args.samples_per_rollout)]
+    hand = {"dp_rank": groups.dp.rank(), "dp_size": groups.dp.size(), "cp_size": groups.cp.size()}
+    microbatches = deal(samples, num_microbatches=args.num_microbatches, **hand)
+    for rows in microbatches:
+        rows.old_log_probs = old_log_probs(trainer.policy, rows)
+    lr_factor = min(1.0, step / max(args.lr_warmup_steps, 1))
+    reports = [trainer.step(microbatches, policy_losses(args), lr_factor=lr_factor) for _ in range(args.inner_steps)]
+    last = {name: reports[-1][name] for name in ("clip_fraction", "ppo_kl")}  # at the first inner step they are 0
+    return {**reports[0], **last}
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse_args(argv)
+    settings = validate_loss_aggregation_args(args)
+    start_processes(args)
+    if dist.get_world_size() == 1 and not torch.cuda.is_available():
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))  # small matrices: more threads wait
+    first_rank = dist.get_rank() == 0
+
+    def say(text: str) -> None:
+        if first_rank:
+            print(text, flush=True)
+
+    policy = build_policy(args.seed)
+    rollouts = Rollouts(policy, args.seed)
+    report = None
+    if first_rank:
+        args.output.mkdir(parents=True, exist_ok=True)
+        chosen = {**vars(args), "aggregation": settings.describe(), "world_size": dist.get_world_size()}
+        report = Report(args.output, chosen, tensorboard=args.tensorboard, wandb_project=args.wandb_project)
+
+    def held_out(step: int) -> Numbers:
+        problems = draw_problems("held out", args.eval_prompts, random.Random(f"held out {args.seed}"))
+        seen, drawn = rollouts.of(problems, responses=1, purpose=HELD_OUT, step=step)
+        return {f"held_out_{name}": value for name, value in {**describe(seen), "entropy": drawn.mean_entropy()}.items()}
+
+    def reward_on_training_prompts(step: int) -> float:
+        problems = draw_problems("training", 256, random.Random(f"tried {args.seed} {step}"))
+        return describe(rollouts.of(problems, responses=1, purpose=WARM_START, step=step)[0])["reward"]
+
+    if args.load is not None:
+        load_policy(policy, args.load)
+    else:
+        warm_start(
+            policy,
+            reward_on_training_prompts,
+            until_reward=args.warm_start_reward,
+            num_microbatches=args.num_microbatches,
+            seed=args.seed,
+            say=say,
+        )
+    if args.save_start is not None:
+        save_policy(policy, args.save_start)
+    trainer = Trainer(policy, settings, lr=args.lr, beta2=0.99)
+    before = held_out(0)
+    if report is not None:
+        report.step(0, before)
+    say(f"held-out reward before: {before['held_out_reward']:.3f}")
+    rng = random.Random(f"training {args.seed}")
+    began = time.monotonic()
+    numbers: Numbers = {}
+    for step in range(1, args.steps + 1):
+        problems = draw_problems("training", args.prompts_per_step, rng)
+        if args.replay_rollouts is not None:
+            path = args.replay_rollouts / f"step_{step:04}.jsonl"
+            drawn, numbers = read_rollouts(path, vocab_size=16), {}
+        else:
+            drawn, responses = rollouts.of(
+                problems, responses=args.responses_per_prompt, purpose=TRAINING, step=step
+            )
+            numbers = {"entropy": responses.mean_entropy()}
+        if args.save_rollouts is not None and first_rank:
+            args.save_rollouts.mkdir(parents=True, exist_ok=True)
+            write_rollouts(args.save_rollouts / f"step_{step:04}.jsonl", drawn)
+        numbers |= describe(drawn) | {"zero_variance_groups": zero_variance_groups(drawn)}
+        numbers |= train_on(drawn, trainer, step, args)
+        evaluated = step % args.eval_interval == 0 or step == args.steps
+        if evaluated:
+            numbers |= held_out(step)
+        if report is not None:
+            report.step(step, numbers)
+        if evaluated or step % args.print_interval == 0 or step == 1:
+            say(progress_line(step, args.steps, numbers, time.monotonic() - began))
+    if args.save is not None:
+        save_policy(policy, args.save)
+    if report is not None:
+        report.close()
+    after = numbers["held_out_reward"]
+    say(f"held-out reward {before['held_out_reward']:.3f} before, {after:.3f} after ({args.eval_prompts} prompts)")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":  # saving a checkpoint starts helper processes that import this file again
+    main()
