@@ -157,8 +157,8 @@ def train_on(rollouts: list[Rollout], trainer: Trainer, step: int, args: argpars
         rows.old_log_probs = old_log_probs(trainer.policy, rows)
     lr_factor = min(1.0, step / max(args.lr_warmup_steps, 1))
     reports = [trainer.step(microbatches, policy_losses(args), lr_factor=lr_factor) for _ in range(args.inner_steps)]
-    last = {name: reports[-1][name] for name in ("clip_fraction", "ppo_kl")}  # at the first inner step they are 0
-    return {**reports[0], **last}
+    first = {name: reports[0][name] for name in ("ratio", "sampler_gap")}
+    return {**reports[-1], **first}  # at ratio 1 nothing is clipped, and the loss says little
 
 
 def main(argv: list[str] | None = None) -> None:
