@@ -13,7 +13,6 @@ import os
 import random
 import time
 import warnings
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +29,13 @@ from megatron.core import parallel_state
 from online.policy import Policy, Trainer, build_policy, load_policy, old_log_probs, save_policy
 from online.report import Numbers, Report, describe, progress_line, zero_variance_groups
 from online.rows import deal, split_over_samples
-from online.sampler import Responses, draw_uniforms, sample_together
-from online.task import MAX_RESPONSE, Problem, decode, draw_problems, encode
+from online.sampler import draw_uniforms, sample_together
+from online.task import VOCABULARY, Problem, decode, draw_problems, encode
 from online.warm_start import warm_start
 from rollouts import Rollout, read_rollouts, with_advantages, write_rollouts
 
 from megatron_rl_loss import ppo_clip_loss
-from megatron_rl_loss.arguments import add_loss_aggregation_args, validate_loss_aggregation_args
+from megatron_rl_loss.arguments import AggregationSettings, add_loss_aggregation_args, validate_loss_aggregation_args
 from megatron_rl_loss.megatron import Microbatch
 
 # What the random numbers of `draw_uniforms` are for.
@@ -90,42 +89,52 @@ def start_processes(args: argparse.Namespace) -> None:
         os.environ.update(alone)
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    else:  # small matrices: more threads would wait for each other
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     parallel_state.initialize_model_parallel(
         args.tensor_model_parallel_size, context_parallel_size=args.context_parallel_size
     )
 
 
-class Rollouts:
-    """Samples from the policy, and checks what it says."""
-
-    def __init__(self, policy: Policy, seed: int) -> None:
-        self.policy, self.seed = policy, seed
-
-    def of(self, problems: list[Problem], *, responses: int, purpose: int, step: int) -> tuple[list[Rollout], Responses]:
-        """`responses` to each problem, prompt by prompt, and their distributions' entropy; the same on every rank."""
-        prompts = torch.tensor([encode(problem.prompt) for problem in problems]).repeat_interleave(responses, dim=0)
-        uniforms = draw_uniforms(len(prompts), self.seed, purpose, step)
-        groups = self.policy.groups
-        drawn = sample_together(
-            self.policy.model, prompts.cuda(), uniforms.cuda(), tp_group=groups.tp, replica_group=groups.dp_cp
-        )
-        tokens, log_probs, lengths = drawn.tokens.tolist(), drawn.log_probs.tolist(), drawn.lengths.tolist()
-        rollouts = []
-        for row, n in enumerate(lengths):
-            prompt, attempt = divmod(row, responses)
-            rollouts.append(
-                Rollout(
-                    prompt_tokens=encode(problems[prompt].prompt),
-                    response_tokens=tokens[row][:n],
-                    loss_mask=[1.0] * n,
-                    reward=problems[prompt].reward(decode(tokens[row][:n])),
-                    prompt_id=prompt,
-                    rollout_id=f"{prompt}.{attempt}",
-                    old_log_probs=log_probs[row][:n],
-                )
+def draw_rollouts(
+    policy: Policy, problems: list[Problem], *, responses: int, seeds: tuple[int, int, int]
+) -> tuple[list[Rollout], float]:
+    """`responses` checked ones to each problem, prompt by prompt, and their mean entropy; the same on every rank."""
+    prompts = torch.tensor([encode(problem.prompt) for problem in problems]).repeat_interleave(responses, dim=0)
+    uniforms = draw_uniforms(len(prompts), *seeds)
+    groups = {"tp_group": policy.groups.tp, "replica_group": policy.groups.dp_cp}
+    drawn = sample_together(policy.model, prompts.cuda(), uniforms.cuda(), **groups)
+    tokens, log_probs, lengths = drawn.tokens.tolist(), drawn.log_probs.tolist(), drawn.lengths.tolist()
+    rollouts = []
+    for row, n in enumerate(lengths):
+        prompt, attempt = divmod(row, responses)
+        rollouts.append(
+            Rollout(
+                prompt_tokens=encode(problems[prompt].prompt),
+                response_tokens=tokens[row][:n],
+                loss_mask=[1.0] * n,
+                reward=problems[prompt].reward(decode(tokens[row][:n])),
+                prompt_id=prompt,
+                rollout_id=f"{prompt}.{attempt}",
+                old_log_probs=log_probs[row][:n],
             )
-        return rollouts, drawn
+        )
+    return rollouts, drawn.mean_entropy()
+
+
+def rewarded_on_training_prompts(policy: Policy, seed: int, step: int) -> float:
+    """What the warm start waits for."""
+    problems = draw_problems("training", 256, random.Random(f"tried {seed} {step}"))
+    rollouts, _ = draw_rollouts(policy, problems, responses=1, seeds=(seed, WARM_START, step))
+    return describe(rollouts)["reward"]
+
+
+def held_out(policy: Policy, step: int, args: argparse.Namespace) -> Numbers:
+    """The same held-out problems each time, one response each, sampled as in training."""
+    problems = draw_problems("held out", args.eval_prompts, random.Random(f"held out {args.seed}"))
+    rollouts, entropy = draw_rollouts(policy, problems, responses=1, seeds=(args.seed, HELD_OUT, step))
+    return {f"held_out_{name}": value for name, value in (describe(rollouts) | {"entropy": entropy}).items()}
 
 
 def policy_losses(args: argparse.Namespace) -> Any:
@@ -161,84 +170,69 @@ def train_on(rollouts: list[Rollout], trainer: Trainer, step: int, args: argpars
     return {**reports[-1], **first}  # at ratio 1 nothing is clipped, and the loss says little
 
 
+def rollouts_of_step(
+    policy: Policy, step: int, rng: random.Random, args: argparse.Namespace
+) -> tuple[list[Rollout], Numbers]:
+    """Drawn from the policy as it is now, or read back."""
+    name = f"step_{step:04}.jsonl"
+    if args.replay_rollouts is not None:
+        return read_rollouts(args.replay_rollouts / name, vocab_size=len(VOCABULARY)), {}
+    problems = draw_problems("training", args.prompts_per_step, rng)
+    seeds = (args.seed, TRAINING, step)
+    rollouts, entropy = draw_rollouts(policy, problems, responses=args.responses_per_prompt, seeds=seeds)
+    if args.save_rollouts is not None and dist.get_rank() == 0:
+        args.save_rollouts.mkdir(parents=True, exist_ok=True)
+        write_rollouts(args.save_rollouts / name, rollouts)
+    return rollouts, {"entropy": entropy}
+
+
+def train(policy: Policy, settings: AggregationSettings, args: argparse.Namespace, report: Report) -> None:
+    """All steps, from what the warm start left."""
+    trainer = Trainer(policy, settings, lr=args.lr, beta2=0.99)
+    before = held_out(policy, 0, args)
+    report.write(0, before)
+    report.say(f"held-out reward before the first step: {before['held_out_reward']:.3f}")
+    rng = random.Random(f"training {args.seed}")
+    began = time.monotonic()
+    for step in range(1, args.steps + 1):
+        rollouts, numbers = rollouts_of_step(policy, step, rng, args)
+        numbers |= describe(rollouts) | {"zero_variance_groups": zero_variance_groups(rollouts)}
+        numbers |= train_on(rollouts, trainer, step, args)
+        evaluated = step % args.eval_interval == 0 or step == args.steps
+        if evaluated:
+            numbers |= held_out(policy, step, args)
+        report.write(step, numbers)
+        if evaluated or step % args.print_interval == 0 or step == 1:
+            report.say(progress_line(step, args.steps, numbers, time.monotonic() - began))
+    first, last = before["held_out_reward"], numbers["held_out_reward"]
+    report.say(
+        f"held-out reward: {first:.3f} before, {last:.3f} after {args.steps} steps, on {args.eval_prompts} prompts"
+    )
+
+
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
     settings = validate_loss_aggregation_args(args)
     start_processes(args)
-    if dist.get_world_size() == 1 and not torch.cuda.is_available():
-        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))  # small matrices: more threads wait
-    first_rank = dist.get_rank() == 0
-
-    def say(text: str) -> None:
-        if first_rank:
-            print(text, flush=True)
-
-    policy = build_policy(args.seed)
-    rollouts = Rollouts(policy, args.seed)
-    report = None
-    if first_rank:
-        args.output.mkdir(parents=True, exist_ok=True)
-        chosen = {**vars(args), "aggregation": settings.describe(), "world_size": dist.get_world_size()}
-        report = Report(args.output, chosen, tensorboard=args.tensorboard, wandb_project=args.wandb_project)
-
-    def held_out(step: int) -> Numbers:
-        problems = draw_problems("held out", args.eval_prompts, random.Random(f"held out {args.seed}"))
-        seen, drawn = rollouts.of(problems, responses=1, purpose=HELD_OUT, step=step)
-        return {f"held_out_{name}": value for name, value in {**describe(seen), "entropy": drawn.mean_entropy()}.items()}
-
-    def reward_on_training_prompts(step: int) -> float:
-        problems = draw_problems("training", 256, random.Random(f"tried {args.seed} {step}"))
-        return describe(rollouts.of(problems, responses=1, purpose=WARM_START, step=step)[0])["reward"]
-
-    if args.load is not None:
-        load_policy(policy, args.load)
-    else:
-        warm_start(
-            policy,
-            reward_on_training_prompts,
-            until_reward=args.warm_start_reward,
-            num_microbatches=args.num_microbatches,
-            seed=args.seed,
-            say=say,
-        )
-    if args.save_start is not None:
-        save_policy(policy, args.save_start)
-    trainer = Trainer(policy, settings, lr=args.lr, beta2=0.99)
-    before = held_out(0)
-    if report is not None:
-        report.step(0, before)
-    say(f"held-out reward before: {before['held_out_reward']:.3f}")
-    rng = random.Random(f"training {args.seed}")
-    began = time.monotonic()
-    numbers: Numbers = {}
-    for step in range(1, args.steps + 1):
-        problems = draw_problems("training", args.prompts_per_step, rng)
-        if args.replay_rollouts is not None:
-            path = args.replay_rollouts / f"step_{step:04}.jsonl"
-            drawn, numbers = read_rollouts(path, vocab_size=16), {}
+    chosen = {**vars(args), "aggregation": settings.describe(), "world_size": dist.get_world_size()}
+    with Report(args.output, chosen, tensorboard=args.tensorboard, wandb_project=args.wandb_project) as report:
+        policy = build_policy(args.seed)
+        if args.load is not None:
+            load_policy(policy, args.load)
         else:
-            drawn, responses = rollouts.of(
-                problems, responses=args.responses_per_prompt, purpose=TRAINING, step=step
+            warm_start(
+                policy,
+                lambda step: rewarded_on_training_prompts(policy, args.seed, step),
+                until_reward=args.warm_start_reward,
+                num_microbatches=args.num_microbatches,
+                seed=args.seed,
+                say=report.say,
             )
-            numbers = {"entropy": responses.mean_entropy()}
-        if args.save_rollouts is not None and first_rank:
-            args.save_rollouts.mkdir(parents=True, exist_ok=True)
-            write_rollouts(args.save_rollouts / f"step_{step:04}.jsonl", drawn)
-        numbers |= describe(drawn) | {"zero_variance_groups": zero_variance_groups(drawn)}
-        numbers |= train_on(drawn, trainer, step, args)
-        evaluated = step % args.eval_interval == 0 or step == args.steps
-        if evaluated:
-            numbers |= held_out(step)
-        if report is not None:
-            report.step(step, numbers)
-        if evaluated or step % args.print_interval == 0 or step == 1:
-            say(progress_line(step, args.steps, numbers, time.monotonic() - began))
-    if args.save is not None:
-        save_policy(policy, args.save)
-    if report is not None:
-        report.close()
-    after = numbers["held_out_reward"]
-    say(f"held-out reward {before['held_out_reward']:.3f} before, {after:.3f} after ({args.eval_prompts} prompts)")
+        if args.save_start is not None:
+            save_policy(policy, args.save_start)
+        train(policy, settings, args, report)
+        if args.save is not None:
+            save_policy(policy, args.save)
     dist.destroy_process_group()
 
 

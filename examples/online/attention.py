@@ -50,7 +50,9 @@ class RowAttention(MegatronModule):  # type: ignore[misc]
         row = ZigzagBSHD(1, key.size(0) * size)
         held = [torch.from_numpy(row.local_indices(each, size)).to(key.device) for each in range(size)]
         if size > 1:
-            key, value = (gather_from_sequence_parallel_region(x.contiguous(), group=self.cp_group) for x in (key, value))
+            key, value = (
+                gather_from_sequence_parallel_region(x.contiguous(), group=self.cp_group) for x in (key, value)
+            )
         return key, value, torch.cat(held), held[rank]
 
 

@@ -15,13 +15,13 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
-from online.attention import row_layer_spec
-from online.rows import Rows
-from online.task import MAX_RESPONSE, PROMPT_LENGTH, VOCABULARY
 from torch import Tensor
 
 from megatron_rl_loss.arguments import AggregationSettings
 from megatron_rl_loss.megatron import LossAggregation, Microbatch, next_microbatch
+from online.attention import row_layer_spec
+from online.rows import Rows
+from online.task import MAX_RESPONSE, PROMPT_LENGTH, VOCABULARY
 
 #: Log-probs [rows, local positions] and their micro-batch -> per-token losses and metrics of that shape.
 Losses = Callable[[Tensor, Microbatch], tuple[Tensor, dict[str, Tensor]]]
@@ -53,6 +53,7 @@ def build_policy(seed: int) -> Policy:
         add_bias_linear=False,
         attention_dropout=0.0,
         hidden_dropout=0.0,
+        init_method_std=0.1,  # about hidden_size ** -0.5; Megatron's 0.02 is for wide models, and learns slowly here
         tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
         context_parallel_size=parallel_state.get_context_parallel_world_size(),
         use_cpu_initialization=True,  # whole weights are drawn, then cut: the same for every tensor-parallel size

@@ -5,11 +5,14 @@ import json
 import math
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from online.task import decode, has_working
+import torch.distributed as dist
 from rollouts import Rollout
+
+from online.task import decode, has_working
 
 Numbers = dict[str, float]
 
@@ -19,13 +22,12 @@ def describe(rollouts: Sequence[Rollout]) -> Numbers:
 
     A mean over nothing, as the length of wrong responses when all are right, is left out.
     """
-    lengths = {wanted: [len(one.response_tokens) for one in rollouts if one.reward == wanted] for wanted in (1.0, 0.0)}
-    means = {
+    means: dict[str, list[float]] = {
         "reward": [one.reward for one in rollouts],
-        "length": lengths[1.0] + lengths[0.0],
-        "length_right": lengths[1.0],
-        "length_wrong": lengths[0.0],
-        "working": [float(has_working(decode(one.response_tokens))) for one in rollouts],
+        "length": [len(one.response_tokens) for one in rollouts],
+        "length_right": [len(one.response_tokens) for one in rollouts if one.reward > 0],
+        "length_wrong": [len(one.response_tokens) for one in rollouts if one.reward == 0],
+        "working": [has_working(decode(one.response_tokens)) for one in rollouts],
     }
     return {name: math.fsum(values) / len(values) for name, values in means.items() if values}
 
@@ -38,44 +40,58 @@ def zero_variance_groups(rollouts: Sequence[Rollout]) -> int:
     return sum(len(of_group) == 1 for of_group in rewards.values())
 
 
-class Report:
-    """Writes on the first rank; on the others it does nothing."""
+class Report(AbstractContextManager["Report"]):
+    """Writes and prints on the first rank; on the others it does nothing.
 
-    def __init__(self, folder: Path, settings: Mapping[str, Any], *, tensorboard: bool, wandb_project: str | None) -> None:
-        self.folder = folder
-        self.started = time.monotonic()
-        (folder / "settings.json").write_text(json.dumps(settings, indent=1, default=str) + "\n")
-        self.lines = (folder / "steps.jsonl").open("w", encoding="utf-8")
-        self.tensorboard: Any = None
-        self.wandb: Any = None
+    Raises ValueError for a wandb project where wandb is not installed.
+    """
+
+    def __init__(
+        self, folder: Path, settings: Mapping[str, Any], *, tensorboard: bool, wandb_project: str | None
+    ) -> None:
+        self._on = not dist.is_initialized() or dist.get_rank() == 0
+        self._started = time.monotonic()
+        if wandb_project is not None and importlib.util.find_spec("wandb") is None:
+            raise ValueError("--wandb-project: wandb is not installed. pip install wandb, or drop the flag.")
+        if not self._on:
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "settings.json").write_text(json.dumps(settings, indent=1, default=str) + "\n", encoding="utf-8")
+        self._lines = (folder / "steps.jsonl").open("w", encoding="utf-8")
+        self._tensorboard = self._wandb = None
         if tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
-            self.tensorboard = SummaryWriter(str(folder))
+            self._tensorboard = SummaryWriter(str(folder))
         if wandb_project is not None:
-            if importlib.util.find_spec("wandb") is None:
-                raise ValueError("--wandb-project: wandb is not installed. pip install wandb, or drop the flag.")
-            import wandb
+            self._wandb = importlib.import_module("wandb").init(
+                project=wandb_project, dir=str(folder), config=json.loads(json.dumps(settings, default=str))
+            )
 
-            self.wandb = wandb.init(project=wandb_project, dir=str(folder), config=dict(settings))
+    def say(self, text: str) -> None:
+        if self._on:
+            print(text, flush=True)
 
-    def step(self, step: int, numbers: Numbers) -> None:
-        record = {"step": step, "seconds": round(time.monotonic() - self.started, 2), **numbers}
-        self.lines.write(json.dumps(record) + "\n")
-        self.lines.flush()
-        if self.tensorboard is not None:
+    def write(self, step: int, numbers: Numbers) -> None:
+        if not self._on:
+            return
+        record = {"step": step, "seconds": round(time.monotonic() - self._started, 2), **numbers}
+        self._lines.write(json.dumps(record) + "\n")
+        self._lines.flush()
+        if self._tensorboard is not None:
             for name, value in numbers.items():
-                self.tensorboard.add_scalar(name, value, step)
-            self.tensorboard.flush()
-        if self.wandb is not None:
-            self.wandb.log(numbers, step=step)
+                self._tensorboard.add_scalar(name, value, step)
+        if self._wandb is not None:
+            self._wandb.log(numbers, step=step)
 
-    def close(self) -> None:
-        self.lines.close()
-        if self.tensorboard is not None:
-            self.tensorboard.close()
-        if self.wandb is not None:
-            self.wandb.finish()
+    def __exit__(self, *raised: object) -> None:
+        if not self._on:
+            return
+        self._lines.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+        if self._wandb is not None:
+            self._wandb.finish()
 
 
 def progress_line(step: int, steps: int, numbers: Numbers, seconds: float) -> str:

@@ -1,5 +1,6 @@
 """Rollouts as the padded rows of micro-batches, ``[rows, positions]``, and how a step's rollouts become them."""
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -65,9 +66,7 @@ def make_rows(rollouts: Sequence[Rollout], *, multiple: int) -> Rows:
     )
 
 
-def deal(
-    rollouts: Sequence[Rollout], *, num_microbatches: int, dp_rank: int, dp_size: int, cp_size: int
-) -> list[Rows]:
+def deal(rollouts: Sequence[Rollout], *, num_microbatches: int, dp_rank: int, dp_size: int, cp_size: int) -> list[Rows]:
     """This data-parallel rank's micro-batches of a step.
 
     Dealt like cards: the rollouts of one prompt lie on several ranks and in several micro-batches, and the samples of
@@ -75,7 +74,10 @@ def deal(
     """
     hands = num_microbatches * dp_size
     if len(rollouts) < hands:
-        raise ValueError(f"{len(rollouts)} samples are too few for {num_microbatches} micro-batches on {dp_size} ranks.")
+        raise ValueError(
+            f"{len(rollouts)} samples are too few for {num_microbatches} micro-batches on each of {dp_size} "
+            "data-parallel ranks. Lower --num-microbatches, or raise --prompts-per-step."
+        )
     return [
         make_rows(rollouts[microbatch * dp_size + dp_rank :: hands], multiple=2 * cp_size)
         for microbatch in range(num_microbatches)
@@ -98,5 +100,5 @@ def split_over_samples(rollout: Rollout, count: int) -> list[Rollout]:
             loss_mask=rollout.loss_mask[start:end],
             old_log_probs=None if rollout.old_log_probs is None else rollout.old_log_probs[start:end],
         )
-        for start, end in zip(bounds, bounds[1:], strict=False)
+        for start, end in itertools.pairwise(bounds)
     ]

@@ -6,6 +6,8 @@ input. Here they are: a step's numbers are drawn for all its responses at once a
 so every layout draws the same responses (up to rounding of the probabilities).
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +15,9 @@ import torch
 import torch.distributed as dist
 from megatron.core.inference.contexts import StaticInferenceContext
 from megatron.core.inference.utils import InferenceMode
-from online.task import END, MAX_RESPONSE
 from torch import Tensor
+
+from online.task import END, MAX_RESPONSE
 
 
 @dataclass(frozen=True)
@@ -74,7 +77,8 @@ def sample(model: Any, prompts: Tensor, uniforms: Tensor, *, tp_group: Any) -> R
             of_all = logits[:, -1].float().log_softmax(-1)
             probabilities = of_all.exp()
             below = probabilities.cumsum(-1) <= uniforms[:, step, None]
-            token = below.sum(-1).clamp(max=of_all.size(-1) - 1)  # the sum of all may round to less than a number drawn
+            # The sum of all may round to less than the number drawn.
+            token = below.sum(-1).clamp(max=of_all.size(-1) - 1)
             if tp_group.size() > 1:
                 dist.broadcast(token, src=first_of_tp, group=tp_group)
             tokens[:, step] = torch.where(going_on, token, END)
@@ -90,18 +94,15 @@ def sample(model: Any, prompts: Tensor, uniforms: Tensor, *, tp_group: Any) -> R
     return Responses(tokens, log_probs, entropies, lengths)
 
 
-class _evaluating:
+@contextmanager
+def _evaluating(model: Any) -> Iterator[None]:
     """The model in evaluation mode for a while, as Megatron asks of inference."""
-
-    def __init__(self, model: Any) -> None:
-        self.model = model
-
-    def __enter__(self) -> None:
-        self.training = self.model.training
-        self.model.eval()
-
-    def __exit__(self, *raised: Any) -> None:
-        self.model.train(self.training)
+    before = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(before)
 
 
 def sample_together(model: Any, prompts: Tensor, uniforms: Tensor, *, tp_group: Any, replica_group: Any) -> Responses:
@@ -112,7 +113,8 @@ def sample_together(model: Any, prompts: Tensor, uniforms: Tensor, *, tp_group: 
     """
     size, rank = replica_group.size(), replica_group.rank()
     if prompts.size(0) % size:
-        raise ValueError(f"{prompts.size(0)} responses cannot be split evenly over {size} data- and context-parallel ranks.")
+        ranks = f"{size} data- and context-parallel ranks"
+        raise ValueError(f"{prompts.size(0)} responses cannot be split evenly over {ranks}: ask for a multiple.")
     mine = sample(model, prompts[rank::size], uniforms[rank::size], tp_group=tp_group)
     if size == 1:
         return mine

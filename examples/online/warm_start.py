@@ -8,14 +8,14 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from online.policy import Losses, Policy, Trainer
-from online.rows import deal
-from online.task import draw_problems, encode
 from rollouts import Rollout
 from torch import Tensor
 
 from megatron_rl_loss.arguments import AggregationSettings
 from megatron_rl_loss.megatron import Microbatch
+from online.policy import Losses, Policy, Trainer
+from online.rows import deal
+from online.task import draw_problems, encode
 
 BATCH, LEARNING_RATE, BETA2 = 128, 2e-3, 0.95
 SHARE_WITH_WORKING = 0.3
@@ -67,5 +67,7 @@ def draw_examples(count: int, rng: random.Random) -> list[Rollout]:
     for i, problem in enumerate(draw_problems("training", count, rng)):
         text = problem.worked() if rng.random() < SHARE_WITH_WORKING else problem.plain()
         response = encode(text)
-        examples.append(Rollout(encode(problem.prompt), response, [1.0] * len(response), 1.0, prompt_id=i, rollout_id=i))
+        examples.append(
+            Rollout(encode(problem.prompt), response, [1.0] * len(response), 1.0, prompt_id=i, rollout_id=i)
+        )
     return examples
