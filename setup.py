@@ -28,7 +28,7 @@ setup(
         # Transformer Engine needs CUDA. NVIDIA Apex is optional too and only built from source: the package called
         # "apex" on the package index is an unrelated web toolkit.
         "te": ["transformer-engine[pytorch]"],
-        "demo": ["tabulate"],
+        "demo": ["tabulate", "matplotlib"],
         "bench": ["tabulate", "matplotlib"],
         "test": ["pytest>=8", "pytest-timeout", "hypothesis", "ruff", "mypy", "types-tabulate"],
     },

@@ -191,7 +191,6 @@ def train(policy: Policy, settings: AggregationSettings, args: argparse.Namespac
     trainer = Trainer(policy, settings, lr=args.lr, beta2=0.99)
     before = held_out(policy, 0, args)
     report.write(0, before)
-    report.say(f"held-out reward before the first step: {before['held_out_reward']:.3f}")
     rng = random.Random(f"training {args.seed}")
     began = time.monotonic()
     for step in range(1, args.steps + 1):

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The main job on a fresh machine: sets up .venv, trains a small GPT online with GRPO on the real Megatron, and shows that
-# steps of it are the same on 4 processes. Further arguments go to every run, e.g.
+# steps of it are the same on 4 processes. Further arguments of examples/online_grpo.py go to every run, e.g.
 #   tools/demo.sh --loss-aggregation constant --loss-aggregation-divisor 40960
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -30,21 +30,14 @@ online() {
 echo "A GPT of 0.1 M parameters learns to add: 80 steps of GRPO, where tools/compare_modes.sh takes 200."
 online learns 1 --steps 80 --eval-interval 20 --tensorboard --save-start "$run/start" "$@"
 "$PYTHON" tools/plot_online.py --runs "$run/learns" --json "$run/learns.json" --png "$run/learns.png"
+echo "picture: $run/learns.png; every step: $run/learns/steps.jsonl; TensorBoard: tensorboard --logdir $run/learns"
 
-echo "The same 3 steps, on the same rollouts, in 3 layouts ..."
+echo "3 steps on the same rollouts in other layouts; differences are relative:"
 few=(--load "$run/start" --steps 3 --inner-steps 2 --eval-prompts 64)
-from=(--replay-rollouts "$run/rollouts")
-tp=--tensor-model-parallel-size cp=--context-parallel-size
-online alone 1 "${few[@]}" "$@" --save-rollouts "$run/rollouts" --save "$run/alone/weights" > /dev/null
-online tp2cp2 4 "${few[@]}" "$@" "${from[@]}" $tp 2 $cp 2 --save "$run/tp2cp2/weights" > /dev/null
-online tp2dp2 4 "${few[@]}" "$@" "${from[@]}" $tp 2 --save "$run/tp2dp2/weights" > /dev/null
-
-echo
+again=(--replay-rollouts "$run/rollouts")
+two_tp=(--tensor-model-parallel-size 2)
+two_cp=(--context-parallel-size 2)
+online alone 1 "$@" "${few[@]}" --save-rollouts "$run/rollouts" --save "$run/alone/weights" > /dev/null
+online tp2cp2 4 "$@" "${few[@]}" "${again[@]}" "${two_tp[@]}" "${two_cp[@]}" --save "$run/tp2cp2/weights" > /dev/null
+online tp2dp2 4 "$@" "${few[@]}" "${again[@]}" "${two_tp[@]}" --save "$run/tp2dp2/weights" > /dev/null
 "$PYTHON" tools/compare_layouts.py --start "$run/start" "$run/alone" "$run/tp2cp2" "$run/tp2dp2" 2> "$run/compare.log"
-"$PYTHON" - "$run" <<'END'
-import json, pathlib, sys
-steps = [json.loads(line) for line in pathlib.Path(sys.argv[1], "learns", "steps.jsonl").open()]
-first, last = steps[0], steps[-1]
-print(f"held-out reward {first['held_out_reward']:.3f} before, {last['held_out_reward']:.3f} after {last['step']} steps")
-END
-echo "picture: $run/learns.png, TensorBoard: $run/learns, all numbers: $run/learns/steps.jsonl"

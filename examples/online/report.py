@@ -105,9 +105,9 @@ def progress_line(step: int, steps: int, numbers: Numbers, seconds: float) -> st
         "length_right": "right {:.1f}",
         "length_wrong": "wrong {:.1f}",
         "entropy": "entropy {:.2f}",
-        "ratio": "first ratio {:.6f}",
+        "ratio": "ratio {:.6f}",
         "clip_fraction": "clipped {:.3f}",
-        "zero_variance_groups": "{:.0f} groups alike",
+        "zero_variance_groups": "{:.0f} groups without variance",
     }
     parts += [text.format(numbers[name]) for name, text in names.items() if name in numbers]
     return ", ".join(parts) + f" | {seconds / step * (steps - step):.0f} s left"

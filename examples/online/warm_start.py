@@ -13,13 +13,13 @@ from torch import Tensor
 
 from megatron_rl_loss.arguments import AggregationSettings
 from megatron_rl_loss.megatron import Microbatch
-from online.policy import Losses, Policy, Trainer
+from online.policy import Policy, Trainer
 from online.rows import deal
 from online.task import draw_problems, encode
 
 BATCH, LEARNING_RATE, BETA2 = 128, 2e-3, 0.95
 SHARE_WITH_WORKING = 0.3
-TRIED_EVERY, MOST_STEPS = 20, 2000
+TRIED_EVERY, SAID_EVERY, MOST_STEPS = 20, 100, 2000
 
 
 @dataclass(frozen=True)
@@ -45,18 +45,20 @@ def warm_start(
 
     Raises RuntimeError where it is not within `MOST_STEPS`.
     """
-    losses: Losses = supervised_losses
+    say(f"warm start: right answers, some with working, until a sampled one is right with {until_reward:.0%}")
     rng = random.Random(f"warm start {seed}")
     trainer = Trainer(policy, AggregationSettings.resolve("token_mean"), lr=LEARNING_RATE, beta2=BETA2)
     dp, cp = policy.groups.dp, policy.groups.cp
     for step in range(1, MOST_STEPS + 1):
         rollouts = draw_examples(BATCH, rng)
         hand = {"dp_rank": dp.rank(), "dp_size": dp.size(), "cp_size": cp.size()}
-        report = trainer.step(deal(rollouts, num_microbatches=num_microbatches, **hand), losses)
+        report = trainer.step(deal(rollouts, num_microbatches=num_microbatches, **hand), supervised_losses)
         if step % TRIED_EVERY == 0:
             reward = reward_now(step)
-            say(f"warm start, step {step}: loss {report['pg_loss']:.3f}, reward {reward:.2f} of {until_reward} wanted")
-            if reward >= until_reward:
+            enough = reward >= until_reward
+            if enough or step % SAID_EVERY == 0:
+                say(f"warm start, step {step}: loss {report['pg_loss']:.2f}, reward {reward:.2f}")
+            if enough:
                 return WarmStart(step, reward)
     raise RuntimeError(f"The warm start did not reach a reward of {until_reward} in {MOST_STEPS} steps.")
 
