@@ -19,6 +19,8 @@ PANELS = {
     "held_out_working": "share with working",
     "held_out_entropy": "entropy, nats a token",
 }
+#: What the other modes are compared with in the last panel.
+REFERENCE = "token_mean"
 #: Okabe and Ito's colours, told apart without red and green.
 STYLES = [("#0072B2", "-"), ("#E69F00", "-"), ("#009E73", "-"), ("#D55E00", "-"), ("#222222", (0, (1, 2)))]
 
@@ -42,6 +44,20 @@ def collect(folders: list[Path]) -> list[dict[str, Any]]:
 PATHS = ("output", "load", "save", "save_start", "save_rollouts", "replay_rollouts")
 
 
+def mode_of(run: dict[str, Any]) -> str:
+    return str(run["settings"]["aggregation"]).removeprefix("loss aggregation: ").split(", unit")[0]
+
+
+def values_by_step(runs: list[dict[str, Any]], name: str) -> dict[int, dict[int, float]]:
+    """Of runs of one mode: by step, the value of each seed."""
+    values: dict[int, dict[int, float]] = defaultdict(dict)
+    for run in runs:
+        for seen in run["evaluations"]:
+            if name in seen:
+                values[seen["step"]][run["settings"]["seed"]] = seen[name]
+    return values
+
+
 def plot(runs: list[dict[str, Any]], png: Path) -> None:
     import matplotlib
 
@@ -50,36 +66,50 @@ def plot(runs: list[dict[str, Any]], png: Path) -> None:
 
     by_mode: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for run in runs:
-        by_mode[run["settings"]["aggregation"].removeprefix("loss aggregation: ").split(", unit")[0]].append(run)
-    figure, grid = pyplot.subplots(2, 3, figsize=(12, 6.5), layout="constrained")
-    axes = dict(zip(PANELS, grid.flat, strict=False))
-    for (mode, of_mode), (color, dashes) in zip(by_mode.items(), STYLES * 9, strict=False):
-        for name, axis in axes.items():
-            values: dict[int, list[float]] = defaultdict(list)
-            for run in of_mode:
-                for seen in run["evaluations"]:
-                    if name in seen:
-                        values[seen["step"]].append(seen[name])
-            steps = sorted(values)
-            means = [sum(values[step]) / len(values[step]) for step in steps]
-            axis.plot(steps, means, color=color, linestyle=dashes, label=mode)
-            if len(of_mode) > 1:
-                lowest, highest = ([bound(values[step]) for step in steps] for bound in (min, max))
-                axis.fill_between(steps, lowest, highest, color=color, alpha=0.12, linewidth=0)
-    for name, axis in axes.items():
-        axis.set_title(PANELS[name], fontsize=10)
-        axis.set_xlabel("step")
-        axis.set_ylim(bottom=0)
-        axis.grid(alpha=0.3)
-    last = grid.flat[-1]
-    last.axis("off")
-    last.legend(*grid.flat[0].get_legend_handles_labels(), loc="center", frameon=False)
+        by_mode[mode_of(run)].append(run)
     seeds = sorted({run["settings"]["seed"] for run in runs})
+    figure, grid = pyplot.subplots(2, 3, figsize=(12, 7), layout="constrained")
+    *axes, last = grid.flat
+
+    def draw(axis: Any, values: dict[int, dict[int, float]], mode: str) -> None:
+        """The mean over seeds, and their range."""
+        color, dashes = STYLES[list(by_mode).index(mode) % len(STYLES)]
+        steps = sorted(values)
+        of_steps = [list(values[step].values()) for step in steps]
+        axis.plot(steps, [sum(of) / len(of) for of in of_steps], color=color, linestyle=dashes, label=mode)
+        if len(seeds) > 1:
+            lowest, highest = (list(map(bound, of_steps)) for bound in (min, max))
+            axis.fill_between(steps, lowest, highest, color=color, alpha=0.12, linewidth=0)
+
+    for axis, (name, title) in zip(axes, PANELS.items(), strict=True):
+        for mode, of_mode in by_mode.items():
+            draw(axis, values_by_step(of_mode, name), mode)
+        axis.set_title(title, fontsize=10)
+        axis.set_ylim(bottom=0)
+    if REFERENCE in by_mode and len(by_mode) > 1:
+        # Warm starts differ more than modes do: what a mode changes is seen within one.
+        reference = values_by_step(by_mode[REFERENCE], "held_out_reward")
+        for mode, of_mode in by_mode.items():
+            values = values_by_step(of_mode, "held_out_reward")
+            draw(
+                last,
+                {step: {seed: of[seed] - reference[step][seed] for seed in of} for step, of in values.items()},
+                mode,
+            )
+        last.set_title(f"reward less {REFERENCE}'s, same warm start", fontsize=10)
+    else:
+        last.axis("off")
+    for axis in grid.flat:
+        axis.set_xlabel("step")
+        axis.grid(alpha=0.3)
     spread = f"mean and range over {len(seeds)} warm starts" if len(seeds) > 1 else "one warm start"
     prompts = runs[0]["settings"]["eval_prompts"]
-    last.text(0.5, 0.06, f"{spread}\n{prompts} held-out prompts an evaluation", ha="center", fontsize=9)
+    title = f"{spread}, {prompts} held-out prompts an evaluation"
+    lines = axes[0].get_legend_handles_labels()
+    figure.legend(*lines, loc="outside lower center", ncols=5, frameon=False, title=title, title_fontsize=9)
     png.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(png, dpi=110)
+    pyplot.close(figure)
 
 
 def main() -> None:
