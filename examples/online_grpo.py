@@ -14,7 +14,6 @@ import random
 import time
 import warnings
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,10 +25,11 @@ if not torch.cuda.is_available():
     megatron_on_cpu.install()  # before megatron is imported
 
 from megatron.core import parallel_state
-from online.policy import Policy, Trainer, build_policy, load_policy, old_log_probs, save_policy
+from online.engine import sample_with_engine
+from online.policy import Losses, Policy, Trainer, build_policy, load_policy, old_log_probs, save_policy
 from online.report import Numbers, Report, describe, progress_line, zero_variance_groups
 from online.rows import deal, split_over_samples
-from online.sampler import draw_uniforms, sample_together
+from online.sampler import Responses, draw_uniforms, one_seed, sample, sample_together
 from online.task import VOCABULARY, Problem, decode, draw_problems, encode
 from online.warm_start import warm_start
 from rollouts import Rollout, read_rollouts, with_advantages, write_rollouts
@@ -54,6 +54,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     step.add_argument("--steps", type=int, default=200)
     step.add_argument("--prompts-per-step", type=int, default=32)
     step.add_argument("--responses-per-prompt", type=int, default=8)
+    step.add_argument(
+        "--sampler", choices=["cached", "megatron"], default="cached", help="sampler.py, or Megatron's own engine."
+    )
     step.add_argument("--samples-per-rollout", type=int, default=1, help="Split every rollout, as agent turns are.")
     step.add_argument("--num-microbatches", type=int, default=2, help="Of a data-parallel rank.")
     step.add_argument("--inner-steps", type=int, default=1, help="Optimizer steps on one step's rollouts.")
@@ -98,14 +101,21 @@ def start_processes(args: argparse.Namespace) -> None:
 
 
 def draw_rollouts(
-    policy: Policy, problems: list[Problem], *, responses: int, seeds: tuple[int, int, int]
-) -> tuple[list[Rollout], float]:
-    """`responses` checked ones to each problem, prompt by prompt, and their mean entropy; the same on every rank."""
-    prompts = torch.tensor([encode(problem.prompt) for problem in problems]).repeat_interleave(responses, dim=0)
-    uniforms = draw_uniforms(len(prompts), *seeds)
-    groups = {"tp_group": policy.groups.tp, "replica_group": policy.groups.dp_cp}
-    drawn = sample_together(policy.model, prompts.cuda(), uniforms.cuda(), **groups)
-    tokens, log_probs, lengths = drawn.tokens.tolist(), drawn.log_probs.tolist(), drawn.lengths.tolist()
+    policy: Policy, problems: list[Problem], *, responses: int, seed: int, sampler: str
+) -> tuple[list[Rollout], Numbers]:
+    """`responses` checked ones to each problem, prompt by prompt, and what they are like; the same on every rank."""
+    prompts = torch.tensor([encode(problem.prompt) for problem in problems]).repeat_interleave(responses, dim=0).cuda()
+    uniforms = draw_uniforms(len(prompts), seed).cuda()
+    tp, replicas = policy.groups.tp, policy.groups.dp_cp
+
+    def draw(rows: slice) -> Responses:
+        if sampler == "megatron":
+            return sample_with_engine(policy.model, prompts[rows], seed=one_seed(seed, replicas.rank()))
+        return sample(policy.model, prompts[rows], uniforms[rows], tp_group=tp)
+
+    drawn = sample_together(draw, len(prompts), replica_group=replicas)
+    tokens, lengths = drawn.tokens.tolist(), drawn.lengths.tolist()
+    log_probs = None if drawn.log_probs is None else drawn.log_probs.tolist()
     rollouts = []
     for row, n in enumerate(lengths):
         prompt, attempt = divmod(row, responses)
@@ -117,38 +127,40 @@ def draw_rollouts(
                 reward=problems[prompt].reward(decode(tokens[row][:n])),
                 prompt_id=prompt,
                 rollout_id=f"{prompt}.{attempt}",
-                old_log_probs=log_probs[row][:n],
+                old_log_probs=None if log_probs is None else log_probs[row][:n],
             )
         )
-    return rollouts, drawn.mean_entropy()
+    entropy = drawn.mean_entropy()
+    return rollouts, describe(rollouts) | ({} if entropy is None else {"entropy": entropy})
 
 
-def rewarded_on_training_prompts(policy: Policy, seed: int, step: int) -> float:
+def rewarded_on_training_prompts(policy: Policy, step: int, args: argparse.Namespace) -> float:
     """What the warm start waits for."""
-    problems = draw_problems("training", 256, random.Random(f"tried {seed} {step}"))
-    rollouts, _ = draw_rollouts(policy, problems, responses=1, seeds=(seed, WARM_START, step))
-    return describe(rollouts)["reward"]
+    problems = draw_problems("training", 256, random.Random(f"tried {args.seed} {step}"))
+    seed = one_seed(args.seed, WARM_START, step)
+    return draw_rollouts(policy, problems, responses=1, seed=seed, sampler=args.sampler)[1]["reward"]
 
 
 def held_out(policy: Policy, step: int, args: argparse.Namespace) -> Numbers:
     """The same held-out problems each time, one response each, sampled as in training."""
     problems = draw_problems("held out", args.eval_prompts, random.Random(f"held out {args.seed}"))
-    rollouts, entropy = draw_rollouts(policy, problems, responses=1, seeds=(args.seed, HELD_OUT, step))
-    return {f"held_out_{name}": value for name, value in (describe(rollouts) | {"entropy": entropy}).items()}
+    seed = one_seed(args.seed, HELD_OUT, step)
+    _, numbers = draw_rollouts(policy, problems, responses=1, seed=seed, sampler=args.sampler)
+    return {f"held_out_{name}": value for name, value in numbers.items()}
 
 
-def policy_losses(args: argparse.Namespace) -> Any:
+def policy_losses(args: argparse.Namespace) -> Losses:
+    """GRPO's: the clipped surrogate of group-relative advantages."""
+
     def losses(log_probs: Tensor, microbatch: Microbatch) -> tuple[Tensor, dict[str, Tensor]]:
         rows = microbatch.data
-        advantages, sampled = (microbatch.local(x).cuda() for x in (rows.advantages, rows.sampler_log_probs))
         clip = {"clip_low": args.clip_low, "clip_high": args.clip_high}
-        loss = ppo_clip_loss(log_probs, rows.old_log_probs, advantages, **clip)
-        return loss.per_token_loss, {
-            "ratio": (-loss.ppo_kl).exp(),
-            "clip_fraction": loss.clipped,
-            "ppo_kl": loss.ppo_kl,
-            "sampler_gap": (rows.old_log_probs - sampled).abs(),  # between the sampler's log-probs and the trainer's
-        }
+        loss = ppo_clip_loss(log_probs, rows.old_log_probs, microbatch.local(rows.advantages).cuda(), **clip)
+        metrics = {"ratio": (-loss.ppo_kl).exp(), "clip_fraction": loss.clipped, "ppo_kl": loss.ppo_kl}
+        if rows.sampler_log_probs is not None:  # how far the sampler and the trainer are apart
+            sampled = microbatch.local(rows.sampler_log_probs).cuda()
+            metrics["sampler_gap"] = (rows.old_log_probs - sampled).abs()
+        return loss.per_token_loss, metrics
 
     return losses
 
@@ -166,8 +178,7 @@ def train_on(rollouts: list[Rollout], trainer: Trainer, step: int, args: argpars
         rows.old_log_probs = old_log_probs(trainer.policy, rows)
     lr_factor = min(1.0, step / max(args.lr_warmup_steps, 1))
     reports = [trainer.step(microbatches, policy_losses(args), lr_factor=lr_factor) for _ in range(args.inner_steps)]
-    first = {name: reports[0][name] for name in ("ratio", "sampler_gap")}
-    return {**reports[-1], **first}  # at ratio 1 nothing is clipped, and the loss says little
+    return {**reports[-1], "ratio": reports[0]["ratio"]}  # at ratio 1 nothing is clipped, and the loss says little
 
 
 def rollouts_of_step(
@@ -176,14 +187,15 @@ def rollouts_of_step(
     """Drawn from the policy as it is now, or read back."""
     name = f"step_{step:04}.jsonl"
     if args.replay_rollouts is not None:
-        return read_rollouts(args.replay_rollouts / name, vocab_size=len(VOCABULARY)), {}
+        rollouts = read_rollouts(args.replay_rollouts / name, vocab_size=len(VOCABULARY))
+        return rollouts, describe(rollouts)
     problems = draw_problems("training", args.prompts_per_step, rng)
-    seeds = (args.seed, TRAINING, step)
-    rollouts, entropy = draw_rollouts(policy, problems, responses=args.responses_per_prompt, seeds=seeds)
+    asked = {"responses": args.responses_per_prompt, "sampler": args.sampler}
+    rollouts, numbers = draw_rollouts(policy, problems, seed=one_seed(args.seed, TRAINING, step), **asked)
     if args.save_rollouts is not None and dist.get_rank() == 0:
         args.save_rollouts.mkdir(parents=True, exist_ok=True)
         write_rollouts(args.save_rollouts / name, rollouts)
-    return rollouts, {"entropy": entropy}
+    return rollouts, numbers
 
 
 def train(policy: Policy, settings: AggregationSettings, args: argparse.Namespace, report: Report) -> None:
@@ -195,7 +207,7 @@ def train(policy: Policy, settings: AggregationSettings, args: argparse.Namespac
     began = time.monotonic()
     for step in range(1, args.steps + 1):
         rollouts, numbers = rollouts_of_step(policy, step, rng, args)
-        numbers |= describe(rollouts) | {"zero_variance_groups": zero_variance_groups(rollouts)}
+        numbers["zero_variance_groups"] = zero_variance_groups(rollouts)
         numbers |= train_on(rollouts, trainer, step, args)
         evaluated = step % args.eval_interval == 0 or step == args.steps
         if evaluated:
@@ -221,7 +233,7 @@ def main(argv: list[str] | None = None) -> None:
         else:
             warm_start(
                 policy,
-                lambda step: rewarded_on_training_prompts(policy, args.seed, step),
+                lambda step: rewarded_on_training_prompts(policy, step, args),
                 until_reward=args.warm_start_reward,
                 num_microbatches=args.num_microbatches,
                 seed=args.seed,

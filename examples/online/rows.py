@@ -19,7 +19,7 @@ class Rows:
     where causal attention does not see it.
 
     Attributes:
-        sampler_log_probs: what the sampler said; 0 where it did not sample.
+        sampler_log_probs: what the sampler said, 0 where it did not sample; None if it said nothing.
         old_log_probs: what the trainer said before the step's first update, this rank's part, [rows, local positions];
             None until then.
     """
@@ -28,7 +28,7 @@ class Rows:
     labels: Tensor
     position_ids: Tensor
     advantages: Tensor
-    sampler_log_probs: Tensor
+    sampler_log_probs: Tensor | None
     samples: Samples
     old_log_probs: Tensor | None = None
 
@@ -55,7 +55,7 @@ def make_rows(rollouts: Sequence[Rollout], *, multiple: int) -> Rows:
         labels=labels,
         position_ids=torch.arange(shape[1]).expand(shape),
         advantages=advantages,
-        sampler_log_probs=sampler_log_probs,
+        sampler_log_probs=None if rollouts[0].old_log_probs is None else sampler_log_probs,
         samples=Samples(
             masks,
             layout=ZigzagBSHD(*shape, total_lengths=lengths),

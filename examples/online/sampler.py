@@ -1,12 +1,12 @@
 """Responses from the current weights.
 
-A short loop of our own over Megatron's forward pass and Megatron's KV cache. Megatron's engines are not used: the
-static one is deprecated, the dynamic one asks for kernels that a CPU lacks, and neither takes the random numbers as an
-input. Here they are: a step's numbers are drawn for all its responses at once and do not depend on who samples which,
-so every layout draws the same responses (up to rounding of the probabilities).
+A short loop of our own over Megatron's forward pass and Megatron's KV cache. Megatron's own engine runs here too
+(engine.py), about as fast. This loop is the default because it also says entropies and the log-prob of the end mark,
+and takes the random numbers as an input: a step's numbers are drawn for all its responses at once and do not depend on
+who samples which, so every layout draws the same responses (up to rounding of the probabilities).
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -26,29 +26,35 @@ class Responses:
 
     Attributes:
         tokens: int64 [rows, MAX_RESPONSE].
-        log_probs: float32, of the tokens under the policy that drew them.
-        entropies: float32, in nats, of the distributions they were drawn from.
         lengths: int64 [rows], the end mark included; MAX_RESPONSE where none came.
+        log_probs: float32, of the tokens under the policy that drew them; None if the sampler does not say.
+        entropies: float32, in nats, of the distributions they were drawn from; None if the sampler does not say.
     """
 
     tokens: Tensor
-    log_probs: Tensor
-    entropies: Tensor
     lengths: Tensor
+    log_probs: Tensor | None = None
+    entropies: Tensor | None = None
 
-    def mean_entropy(self) -> float:
+    def mean_entropy(self) -> float | None:
         """Mean over the tokens of all responses."""
+        if self.entropies is None:
+            return None
         drawn = torch.arange(MAX_RESPONSE, device=self.lengths.device) < self.lengths[:, None]
         return float(self.entropies[drawn].mean())
 
 
-def draw_uniforms(rows: int, *seeds: int) -> Tensor:
-    """The random numbers of `rows` responses, float32 [rows, MAX_RESPONSE]; the same on every rank."""
+def one_seed(*seeds: int) -> int:
+    """One of several: what it is for, and of which step, say."""
     seed = 0
     for part in seeds:
         seed = seed * 1_000_003 + part
-    generator = torch.Generator().manual_seed(seed)
-    return torch.rand(rows, MAX_RESPONSE, generator=generator)
+    return seed % 2**63
+
+
+def draw_uniforms(rows: int, seed: int) -> Tensor:
+    """The random numbers of `rows` responses, float32 [rows, MAX_RESPONSE]; the same on every rank."""
+    return torch.rand(rows, MAX_RESPONSE, generator=torch.Generator().manual_seed(seed))
 
 
 @torch.no_grad()
@@ -91,7 +97,7 @@ def sample(model: Any, prompts: Tensor, uniforms: Tensor, *, tp_group: Any) -> R
                 break
             cache.enable_decode_mode()
             fed = tokens[:, step, None]
-    return Responses(tokens, log_probs, entropies, lengths)
+    return Responses(tokens, lengths, log_probs, entropies)
 
 
 @contextmanager
@@ -105,21 +111,23 @@ def _evaluating(model: Any) -> Iterator[None]:
         model.train(before)
 
 
-def sample_together(model: Any, prompts: Tensor, uniforms: Tensor, *, tp_group: Any, replica_group: Any) -> Responses:
-    """As `sample`, the rows split over the ranks that hold the same weights; every rank gets all responses.
+def sample_together(draw: Callable[[slice], Responses], rows: int, *, replica_group: Any) -> Responses:
+    """The rows split over the ranks that hold the same weights; every rank gets all responses.
 
-    `replica_group`: data- and context-parallel ranks, whose number must divide the rows. Each samples every n-th row,
-    so that the responses to one prompt come from several ranks.
+    Args:
+        draw: samples responses to some of the rows.
+        replica_group: data- and context-parallel ranks, whose number must divide `rows`. Each samples every n-th row,
+            so that the responses to one prompt come from several ranks.
     """
     size, rank = replica_group.size(), replica_group.rank()
-    if prompts.size(0) % size:
+    if rows % size:
         ranks = f"{size} data- and context-parallel ranks"
-        raise ValueError(f"{prompts.size(0)} responses cannot be split evenly over {ranks}: ask for a multiple.")
-    mine = sample(model, prompts[rank::size], uniforms[rank::size], tp_group=tp_group)
+        raise ValueError(f"{rows} responses cannot be split evenly over {ranks}: ask for a multiple.")
+    mine = draw(slice(rank, None, size))
     if size == 1:
         return mine
-    parts = (mine.tokens, mine.log_probs, mine.entropies, mine.lengths)
-    return Responses(*(_interleaved(part, replica_group) for part in parts))
+    parts = {name: part for name, part in vars(mine).items() if part is not None}
+    return Responses(**{name: _interleaved(part, replica_group) for name, part in parts.items()})
 
 
 def _interleaved(part: Tensor, group: Any) -> Tensor:
