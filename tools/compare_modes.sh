@@ -5,7 +5,8 @@
 #   tools/compare_modes.sh --steps 40      # further arguments go to every run
 #
 # A warm start is made once a seed and shared by its modes; seeds share nothing. PYTHON names the interpreter (default:
-# .venv's), SEEDS the warm starts, RUNS the folder of the runs, TO the picture and its JSON without their endings.
+# .venv's), SEEDS the warm starts, MODES the modes, RUNS the folder of the runs, TO the picture and its JSON without
+# their endings.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 if [[ -z ${PYTHON:-} ]]; then source tools/setup.sh; fi
@@ -23,7 +24,7 @@ for seed in ${SEEDS:-0 1 2}; do
   start=$runs/seed$seed/start
   rm -rf "$runs/seed$seed"
   mkdir -p "$runs/seed$seed"
-  for mode in sample_mean prompt_mean token_mean constant token_sum; do
+  for mode in ${MODES:-sample_mean prompt_mean token_mean constant token_sum}; do
     run=$runs/seed$seed/$mode
     from=(--save-start "$start")
     if [[ -d $start ]]; then from=(--load "$start"); fi
@@ -34,5 +35,5 @@ for seed in ${SEEDS:-0 1 2}; do
     folders+=("$run")
   done
 done
-"$PYTHON" tools/plot_online.py --runs "${folders[@]}" --json "$to.json" --png "$to.png"
+"$PYTHON" tools/plot_online.py --runs "${folders[@]}" --json "$to.json" --png "$to.png" --table
 echo "$to.png and $to.json"

@@ -1,7 +1,7 @@
 """One picture of runs of examples/online_grpo.py: held-out numbers against steps, a line a mode, its spread over seeds.
 
     python tools/plot_online.py --runs runs/modes/*/* --json docs/online/modes-cpu.json --png docs/online/modes-cpu.png
-    python tools/plot_online.py --json docs/online/modes-cpu.json --png docs/online/modes-cpu.png
+    python tools/plot_online.py --json docs/online/*.json --table
 
 With --runs the numbers are collected from the runs' folders and written to the JSON; without, they are read from it.
 """
@@ -11,6 +11,8 @@ import json
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
+
+from tabulate import tabulate
 
 PANELS = {
     "held_out_reward": "held-out reward",
@@ -112,17 +114,40 @@ def plot(runs: list[dict[str, Any]], png: Path) -> None:
     pyplot.close(figure)
 
 
+def table(runs: list[dict[str, Any]]) -> str:
+    """Held-out reward of every run, a row a mode and learning rate, the seeds beside each other."""
+    rows: dict[tuple[str, float], list[list[str]]] = defaultdict(list)
+    for run in sorted(runs, key=lambda run: run["settings"]["seed"]):
+        steps = run["settings"]["steps"]
+        reward = {seen["step"]: seen["held_out_reward"] for seen in run["evaluations"]}
+        early = [value for step, value in reward.items() if 0 < step <= steps // 2]
+        late = [value for step, value in reward.items() if steps // 2 < step]
+        values = reward[0], sum(early) / len(early), sum(late) / len(late), reward[steps]
+        rows[mode_of(run), run["settings"]["lr"]].append([f"{value:.2f}" for value in values])
+    last = runs[0]["settings"]["steps"]
+    half = last // 2
+    headers = ["mode", "lr", "at the start", f"mean to step {half}", f"mean after step {half}", f"at step {last}"]
+    body = [[*key, *(" ".join(of) for of in zip(*seeds, strict=True))] for key, seeds in rows.items()]
+    return tabulate(body, headers=headers, tablefmt="github", disable_numparse=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--runs", type=Path, nargs="+", help="Folders given to --output.")
-    parser.add_argument("--json", type=Path, required=True)
-    parser.add_argument("--png", type=Path, required=True)
+    parser.add_argument("--json", type=Path, nargs="+", required=True, help="To read; with --runs one, to write.")
+    parser.add_argument("--png", type=Path, help="Where to draw them.")
+    parser.add_argument("--table", action="store_true", help="Print held-out rewards.")
     args = parser.parse_args()
     if args.runs is not None:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
+        (path,) = args.json
+        path.parent.mkdir(parents=True, exist_ok=True)
         lines = ",\n".join(json.dumps(run) for run in collect(args.runs))
-        args.json.write_text(f"[\n{lines}\n]\n")
-    plot(json.loads(args.json.read_text()), args.png)
+        path.write_text(f"[\n{lines}\n]\n")
+    runs = [run for path in args.json for run in json.loads(path.read_text())]
+    if args.png is not None:
+        plot(runs, args.png)
+    if args.table:
+        print(table(runs))
 
 
 if __name__ == "__main__":
