@@ -1,6 +1,6 @@
 """Did the same steps in other layouts come to the same? A row a layout, from runs of examples/online_grpo.py.
 
-    python tools/compare_layouts.py --start runs/demo/start runs/demo/alone runs/demo/tp2cp2 runs/demo/tp2dp2
+    python tools/compare_layouts.py --start runs/demo/start runs/demo/alone runs/demo/tp2cp2 runs/demo/dp2
 
 The first folder is the reference. All began at the weights in --start, trained on the same rollouts (--save-rollouts,
 --replay-rollouts) and saved their last weights in their folder (--save FOLDER/weights). Ends with 1 if one differs.

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The main job on a fresh machine: sets up .venv, trains a small GPT online with GRPO on the real Megatron, and shows that
-# steps of it are the same on 4 processes. Further arguments of examples/online_grpo.py go to every run, e.g.
+# steps of it are the same on 2 and 4 processes. Further arguments of examples/online_grpo.py go to every run, e.g.
 #   tools/demo.sh --loss-aggregation constant --loss-aggregation-divisor 40960
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -39,5 +39,5 @@ two_tp=(--tensor-model-parallel-size 2)
 two_cp=(--context-parallel-size 2)
 online alone 1 "$@" "${few[@]}" --save-rollouts "$run/rollouts" --save "$run/alone/weights" > /dev/null
 online tp2cp2 4 "$@" "${few[@]}" "${again[@]}" "${two_tp[@]}" "${two_cp[@]}" --save "$run/tp2cp2/weights" > /dev/null
-online tp2dp2 4 "$@" "${few[@]}" "${again[@]}" "${two_tp[@]}" --save "$run/tp2dp2/weights" > /dev/null
-"$PYTHON" tools/compare_layouts.py --start "$run/start" "$run/alone" "$run/tp2cp2" "$run/tp2dp2" 2> "$run/compare.log"
+online dp2 2 "$@" "${few[@]}" "${again[@]}" --save "$run/dp2/weights" > /dev/null
+"$PYTHON" tools/compare_layouts.py --start "$run/start" "$run/alone" "$run/tp2cp2" "$run/dp2" 2> "$run/compare.log"

@@ -95,7 +95,10 @@ class Report(AbstractContextManager["Report"]):
 
 
 def progress_line(step: int, steps: int, numbers: Numbers, seconds: float) -> str:
-    """What to see of a step while waiting; `seconds` since the first step began."""
+    """What to see of a step while waiting; `seconds` since the first step began.
+
+    The last step's held-out reward is left to the line that ends the run.
+    """
     width = len(str(steps))
     parts = [f"step {step:{width}}/{steps}"]
     names = {
@@ -109,5 +112,7 @@ def progress_line(step: int, steps: int, numbers: Numbers, seconds: float) -> st
         "clip_fraction": "clipped {:.3f}",
         "zero_variance_groups": "{:.0f} groups without variance",
     }
+    if step == steps:
+        del names["held_out_reward"]
     parts += [text.format(numbers[name]) for name, text in names.items() if name in numbers]
     return ", ".join(parts) + f" | {seconds / step * (steps - step):.0f} s left"

@@ -183,8 +183,9 @@ def test_a_step_in_numbers() -> None:
 
 
 def test_the_progress_line_says_the_time_left() -> None:
-    line = progress_line(5, 20, {"reward": 0.25, "ratio": 1.0}, seconds=10)
-    assert line == "step  5/20, reward 0.25, ratio 1.000000 | 30 s left"
+    numbers = {"reward": 0.25, "ratio": 1.0, "held_out_reward": 0.5}
+    assert progress_line(5, 20, numbers, 10) == "step  5/20, reward 0.25, held out 0.500, ratio 1.000000 | 30 s left"
+    assert progress_line(20, 20, numbers, 40) == "step 20/20, reward 0.25, ratio 1.000000 | 0 s left"
 
 
 def test_where_a_step_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,8 @@
 """What is drawn and told of online runs: docs/online.md has the numbers of its JSON files, and layouts are compared."""
 
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -91,3 +93,39 @@ def test_layouts_are_compared(
     status, text = said(reference, same, off)
     assert status == 1
     assert text.splitlines()[1] == "DP 2 differs from DP 2: loss 0e+00, grad norm 0e+00, weights 1e-01 ✗"
+
+
+@pytest.mark.slow
+def test_modes_are_compared_by_one_command(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    few = [
+        "--steps",
+        "2",
+        "--warm-start-reward",
+        "0",
+        "--eval-prompts",
+        "16",
+        "--prompts-per-step",
+        "4",
+        "--eval-interval",
+        "1",
+    ]
+    chosen = {"SEEDS": "3 4", "MODES": "sample_mean constant", "RUNS": str(tmp_path), "TO": str(tmp_path / "all")}
+    done = subprocess.run(
+        [str(ROOT / "tools" / "compare_modes.sh"), *few],
+        env=os.environ | chosen | {"PYTHON": sys.executable},
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    runs = json.loads((tmp_path / "all.json").read_text())
+    assert [(run["settings"]["seed"], run["settings"]["loss_aggregation"]) for run in runs] == [
+        (seed, mode) for seed in (3, 4) for mode in ("sample_mean", "constant")
+    ]
+    assert all([seen["step"] for seen in run["evaluations"]] == [0, 1, 2] for run in runs)
+    for one, other in (runs[:2], runs[2:]):
+        assert one["evaluations"][0] == other["evaluations"][0], "modes share a warm start"
+    assert runs[0]["evaluations"][0] != runs[2]["evaluations"][0], "seeds do not"
+    assert (tmp_path / "all.png").exists()
+    assert "| constant, divisor 24 |" in done.stdout
