@@ -30,6 +30,7 @@ setup(
         "te": ["transformer-engine[pytorch]"],
         "demo": ["tabulate", "matplotlib"],
         "bench": ["tabulate", "matplotlib"],
-        "test": ["pytest>=8", "pytest-timeout", "hypothesis", "ruff", "mypy", "types-tabulate"],
+        # tqdm: Megatron's static inference engine.
+        "test": ["pytest>=8", "pytest-timeout", "hypothesis", "tqdm", "ruff", "mypy", "types-tabulate"],
     },
 )

@@ -81,7 +81,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     args = add_loss_aggregation_args(parser).parse_args(argv)
     for name, value in vars(args).items():
         if type(value) is int and name != "seed" and value < (0 if name == "lr_warmup_steps" else 1):
-            parser.error(f"--{name.replace('_', '-')} {value}: must be 1 or more")
+            parser.error(f"--{name.replace('_', '-')} {value}: is too small")
     return args
 
 
@@ -156,7 +156,9 @@ def policy_losses(args: argparse.Namespace) -> Losses:
         rows = microbatch.data
         clip = {"clip_low": args.clip_low, "clip_high": args.clip_high}
         loss = ppo_clip_loss(log_probs, rows.old_log_probs, microbatch.local(rows.advantages).cuda(), **clip)
-        metrics = {"ratio": (-loss.ppo_kl).exp(), "clip_fraction": loss.clipped, "ppo_kl": loss.ppo_kl}
+        ratio = (-loss.ppo_kl).exp()
+        # Among samples of the old policy the mean ratio is 1 whatever the new one is: look at the distance too.
+        metrics = {"ratio": ratio, "ratio_gap": (ratio - 1).abs(), "clip_fraction": loss.clipped, "ppo_kl": loss.ppo_kl}
         if rows.sampler_log_probs is not None:  # how far the sampler and the trainer are apart
             sampled = microbatch.local(rows.sampler_log_probs).cuda()
             metrics["sampler_gap"] = (rows.old_log_probs - sampled).abs()
@@ -178,7 +180,8 @@ def train_on(rollouts: list[Rollout], trainer: Trainer, step: int, args: argpars
         rows.old_log_probs = old_log_probs(trainer.policy, rows)
     lr_factor = min(1.0, step / max(args.lr_warmup_steps, 1))
     reports = [trainer.step(microbatches, policy_losses(args), lr_factor=lr_factor) for _ in range(args.inner_steps)]
-    return {**reports[-1], "ratio": reports[0]["ratio"]}  # at ratio 1 nothing is clipped, and the loss says little
+    first = {name: reports[0][name] for name in ("ratio", "ratio_gap")}
+    return {**reports[-1], **first}  # at ratio 1 nothing is clipped, and the loss says little
 
 
 def rollouts_of_step(

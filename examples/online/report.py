@@ -108,7 +108,7 @@ def progress_line(step: int, steps: int, numbers: Numbers, seconds: float) -> st
         "length_right": "right {:.1f}",
         "length_wrong": "wrong {:.1f}",
         "entropy": "entropy {:.2f}",
-        "ratio": "ratio {:.6f}",
+        "ratio_gap": "first ratio 1 ± {:.0e}",
         "clip_fraction": "clipped {:.3f}",
         "zero_variance_groups": "{:.0f} groups without variance",
     }

@@ -183,9 +183,10 @@ def test_a_step_in_numbers() -> None:
 
 
 def test_the_progress_line_says_the_time_left() -> None:
-    numbers = {"reward": 0.25, "ratio": 1.0, "held_out_reward": 0.5}
-    assert progress_line(5, 20, numbers, 10) == "step  5/20, reward 0.25, held out 0.500, ratio 1.000000 | 30 s left"
-    assert progress_line(20, 20, numbers, 40) == "step 20/20, reward 0.25, ratio 1.000000 | 0 s left"
+    numbers = {"reward": 0.25, "ratio_gap": 3e-7, "held_out_reward": 0.5}
+    ratio = "first ratio 1 ± 3e-07"
+    assert progress_line(5, 20, numbers, 10) == f"step  5/20, reward 0.25, held out 0.500, {ratio} | 30 s left"
+    assert progress_line(20, 20, numbers, 40) == f"step 20/20, reward 0.25, {ratio} | 0 s left"
 
 
 def test_where_a_step_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -379,13 +380,29 @@ def test_the_first_ratio_is_one_and_the_second_is_not(tmp_path: Path) -> None:
     run_ranks(1, run_online, [*two, "--lr-warmup-steps", "0", "--lr", "3e-3"])
     for step in steps_of(tmp_path / "1")[1:]:
         assert step["ratio"] == pytest.approx(1, abs=1e-6)
+        assert step["ratio_gap"] < 1e-6
         assert step["clip_fraction"] == 0
         assert step["ppo_kl"] == pytest.approx(0, abs=1e-6)
         assert step["sampler_gap"] > 0.1, "another policy than this one made those rollouts up"
     for step in steps_of(tmp_path / "2")[1:]:
-        assert step["ratio"] == pytest.approx(1, abs=1e-6), "of the first inner step"
+        assert step["ratio_gap"] < 1e-6, "of the first inner step"
         assert step["clip_fraction"] > 0.01
         assert step["ppo_kl"] != 0
+
+
+def run_with_foreign_old_log_probs(flags: list[str]) -> None:
+    """As if the trainer had taken the made-up log-probs of the file for its own."""
+    import online_grpo
+
+    online_grpo.old_log_probs = lambda policy, rows: rows.sampler_log_probs
+    online_grpo.main(flags)
+
+
+def test_old_log_probs_of_another_policy_would_be_seen(tmp_path: Path) -> None:
+    """Negative control."""
+    flags = [*SHORT, *replayed(tmp_path / "rollouts", 1, empty=0), "--output", str(tmp_path)]
+    run_ranks(1, run_with_foreign_old_log_probs, flags)
+    assert steps_of(tmp_path)[1]["ratio_gap"] > 0.1
 
 
 def test_sampled_rollouts_have_the_trainer_s_log_probs(tmp_path: Path) -> None:

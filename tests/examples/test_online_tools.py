@@ -98,21 +98,10 @@ def test_layouts_are_compared(
 @pytest.mark.slow
 def test_modes_are_compared_by_one_command(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    few = [
-        "--steps",
-        "2",
-        "--warm-start-reward",
-        "0",
-        "--eval-prompts",
-        "16",
-        "--prompts-per-step",
-        "4",
-        "--eval-interval",
-        "1",
-    ]
+    flags = "--steps 2 --warm-start-reward 0 --eval-prompts 16 --prompts-per-step 4 --eval-interval 1"
     chosen = {"SEEDS": "3 4", "MODES": "sample_mean constant", "RUNS": str(tmp_path), "TO": str(tmp_path / "all")}
     done = subprocess.run(
-        [str(ROOT / "tools" / "compare_modes.sh"), *few],
+        [str(ROOT / "tools" / "compare_modes.sh"), *flags.split()],
         env=os.environ | chosen | {"PYTHON": sys.executable},
         capture_output=True,
         text=True,
