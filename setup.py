@@ -61,10 +61,11 @@ setup(
         # Transformer Engine needs CUDA. NVIDIA Apex is optional too and only built from source: the package called
         # "apex" on the package index is an unrelated web toolkit.
         "te": ["transformer-engine[pytorch]"],
-        "demo": ["tabulate"],
+        "demo": ["tabulate", "matplotlib"],
         "bench": ["tabulate", "matplotlib"],
         "audit": ["matplotlib"],  # its pictures; verdicts and reports need nothing
-        "test": ["matplotlib", "pytest>=8", "pytest-timeout", "hypothesis", "ruff", "mypy", "types-tabulate"],
+        # tqdm: Megatron's static inference engine.
+        "test": ["matplotlib", "pytest>=8", "pytest-timeout", "hypothesis", "tqdm", "ruff", "mypy", "types-tabulate"],
         "docs": ["mkdocs>=1.6,<2", "mkdocs-material>=9.5", "mkdocstrings[python]>=1", "ruff"],
     },
 )
