@@ -129,7 +129,7 @@ class Hypothesis:
         if self.units is not None and self.units.unit != "scope":
             return f"the mean over {self.units.unit}s of the mean over their {self.units.what}s"
         if self.by_width and self.size is not None:
-            return f"{self.mode}{units}, divided by {self.size.words} ({known[0]} without its divisor)"
+            return f"{self.mode} with {self.size.words} for its divisor"
         inexact = [peer.alias for peer in NAMES if peer.mode is None and peer.nearest == self.mode]
         names = inexact if self.part == "microbatch" and self.size is not None and self.size.unit == "scope" else []
         names += [f"{alias} over these counts" for alias in known[:1]]

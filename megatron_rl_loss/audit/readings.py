@@ -172,8 +172,8 @@ class Reader:
             return steps, left
         plain = hypothesis.counted_plainly()
         change = self.shape_of(plain) / self.shape_of(base) / plain.natural(self.cells)
-        if hypothesis.by_width:  # in the place of the divisor, if one was asked for
-            change *= self.step.asked.divisor or 1.0
+        if hypothesis.by_width:  # in the place of the divisor; where none was asked for the number says nothing
+            change *= self.step.asked.divisor or float(np.median(left / change))
         left = self._step(steps, left, change, *_cause_of_part(hypothesis))
         change = self.shape_of(hypothesis) / self.shape_of(plain)
         if hypothesis.size is not None:

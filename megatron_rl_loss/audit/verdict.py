@@ -90,8 +90,10 @@ def _meant(measured: MeasuredStep, samples: StepSamples, tolerance: float) -> Ag
     """The mode that the simplest reading begins with, or else the nearest."""
     nearest = _nearest(measured, samples, tolerance)
     hypothesis = _named(measured, samples, nearest, tolerance)[2].hypothesis
-    if hypothesis is None or MODES[hypothesis.mode].takes_divisor or hypothesis.mode == nearest.mode.name:
+    if hypothesis is None or hypothesis.mode == nearest.mode.name:
         return nearest
+    if MODES[hypothesis.mode].takes_divisor:  # by which nobody can tell: all tokens weigh alike
+        return resolve("token_mean")
     base = hypothesis.of_the_step()
     return resolve(base.mode, units="active" if base.units is not None and base.units.counting == "active" else "all")
 

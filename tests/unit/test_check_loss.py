@@ -298,7 +298,7 @@ PUBLISHED = [
     Published("verl #931: token means for sums", means_for_sums, "verl:seq-mean-token-sum", "verl",
               lambda t: 1 / (t.M * t.N), {UNCUT: ("other_mode",)}),
     Published("verl without loss_scale_factor: the padded width", width_for_divisor, None, ADDED,
-              lambda t: 1 / (t.N * t.width), {MICROBATCHES: ("no_law",), DP: ("no_law",)}),
+              lambda t: 1 / (t.N * t.width), {MICROBATCHES: ("own_width_microbatch",), DP: ("own_width_microbatch",)}),
     Published("verl #141: fixed accumulation", functools.partial(fixed_accumulation, accumulation=4), "token_mean",
               ADDED, lambda t: 1 / (4 * t.n), {UNCUT: (), **OWN_MEANS_ADDED}),
     Published("ranks' own numbers of rows", rows_of_the_rank, "sample_mean", Trainer(),
