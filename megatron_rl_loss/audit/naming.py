@@ -12,7 +12,7 @@ from megatron_rl_loss.audit.counts import Cells
 from megatron_rl_loss.audit.hypotheses import Hypothesis
 from megatron_rl_loss.audit.misfits import explain, odd_tokens, say_odd
 from megatron_rl_loss.audit.places import Placed, found
-from megatron_rl_loss.audit.readings import Reader, Reading, one_factor
+from megatron_rl_loss.audit.readings import Reader, Reading
 from megatron_rl_loss.audit.report import Deviation
 from megatron_rl_loss.audit.tokens import Floats, Ints
 from megatron_rl_loss.modes import MODES
@@ -86,11 +86,8 @@ class Namer:
         self._say_what_it_is(reader, explained.ratio, readings)
         if not readings:
             return
-        best = readings[0]
-        self.hypothesis = best.hypothesis
-        self.deviations += best.steps
-        if abs(best.factor - 1) > self.tolerance:
-            self.deviations.append(one_factor(best))
+        self.hypothesis = readings[0].hypothesis
+        self.deviations += reader.deviations(readings[0])
 
     # ---- weights beside the mask, in cells
 

@@ -31,6 +31,15 @@ from megatron_rl_loss.modes import MODES
 UNNAMED = 4.0  # cost of a number without a name
 
 
+@dataclass(frozen=True)
+class Step:
+    """One step from asked to measured: a factor a cell, [num_active], and the name of its cause."""
+
+    change: Floats
+    cause: Cause
+    name: str
+
+
 @dataclass
 class Reading:
     """A hypothesis that fits.
@@ -38,14 +47,14 @@ class Reading:
     Attributes:
         hypothesis: None for a mode of one's own that was asked for.
         factor: what is left of measured/asked for the number to explain.
-        steps: deviations but for that number.
+        steps: from asked to measured, but for that number.
         names: of the number; none if it is 1, or if nothing explains it.
     """
 
     hypothesis: Hypothesis | None
     factor: float
     names: list[Named]
-    steps: list[Deviation] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
     cost: float = 0.0
 
 
@@ -132,7 +141,7 @@ class Reader:
         factor = float(np.median(left))
         names = self._names(hypothesis, factor)
         cost = hypothesis.cost if hypothesis else 0.0
-        cost += 2.0 * any(step.cause == "other_mode" for step in steps)
+        cost += 2.0 * any(step.name == "other_mode" for step in steps)
         if abs(factor - 1) > self.tolerance:
             cost += names[0].cost if names else UNNAMED
         return Reading(hypothesis, factor, names, steps, cost)
@@ -149,9 +158,9 @@ class Reader:
     def _names(self, hypothesis: Hypothesis | None, factor: float) -> list[Named]:
         return name_number(factor, self.cells.split, self._amounts(hypothesis, factor), self.tolerance)
 
-    def _steps(self, hypothesis: Hypothesis | None, ratio: Floats) -> tuple[list[Deviation], Floats]:
-        """Deviations from asked to measured but for one number, and measured/asked that they leave."""
-        steps: list[Deviation] = []
+    def _steps(self, hypothesis: Hypothesis | None, ratio: Floats) -> tuple[list[Step], Floats]:
+        """Steps from asked to measured but for one number, and measured/asked that they leave."""
+        steps: list[Step] = []
         left = ratio
         if hypothesis is None or self.asked is None:
             if hypothesis is not None:  # a mode of one's own was asked for, and it is another
@@ -183,20 +192,21 @@ class Reader:
             left = self._step(steps, left, change, Cause(text, row.rows), "counted_otherwise")
         return steps, left
 
-    def _step(
-        self,
-        steps: list[Deviation],
-        left: Floats,
-        change: Floats,
-        cause: Cause,
-        name: str,
-    ) -> Floats:
+    def _step(self, steps: list[Step], left: Floats, change: Floats, cause: Cause, name: str) -> Floats:
         """One step that is more than a number; returns what it leaves."""
         if is_close(change, self.tolerance):
             return left
-        shape, factors = self.places(change)
-        steps.append(Deviation(shape=shape, causes=(name,), factors=factors, text=cause.text, rows=cause.rows))
+        steps.append(Step(change, cause, name))
         return left / change
+
+    def deviations(self, reading: Reading) -> list[Deviation]:
+        """The steps of a reading, place by place, and its number."""
+        told = []
+        for step in reading.steps:
+            shape, factors = self.places(step.change)
+            text, rows = step.cause.text, step.cause.rows
+            told.append(Deviation(shape=shape, causes=(step.name,), factors=factors, text=text, rows=rows))
+        return [*told, _one_factor(reading)] if abs(reading.factor - 1) > self.tolerance else told
 
     def places(self, values: Floats) -> tuple[Shape, tuple[tuple[str, float], ...]]:
         """The coarsest partition over which values of active cells are constant, and the value at each place."""
@@ -302,7 +312,7 @@ def _cause_again(hypothesis: Hypothesis) -> tuple[Cause, str]:
     return Cause(f"{verb} once more by {count.words}", rows), name
 
 
-def one_factor(reading: Reading) -> Deviation:
+def _one_factor(reading: Reading) -> Deviation:
     names = reading.names
     if not names:
         return Deviation(
