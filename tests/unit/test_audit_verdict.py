@@ -488,7 +488,9 @@ def test_what_it_is(loss: Any, contract: trainer.Contract, words: str) -> None:
     assert any(words in one for one in verdict.what_it_is), verdict.what_it_is
 
 
-@pytest.mark.parametrize(("mode", "units"), ASKED)
+@pytest.mark.parametrize(
+    ("mode", "units"), [*ASKED[:2], *(pytest.param(*one, marks=pytest.mark.slow) for one in ASKED[2:])]
+)
 def test_another_mode_is_named(mode: str, units: str) -> None:
     step = ragged(5)
     for other, _ in ASKED[::2]:

@@ -552,7 +552,11 @@ TRAINERS_OF_OURS = [
 
 
 @pytest.mark.parametrize("mode", ["sample_mean", "prompt_mean", "token_mean", "constant", "token_sum"])
-@pytest.mark.parametrize(("trainer", "scale"), TRAINERS_OF_OURS, ids=lambda value: getattr(value, "describe", str)())
+@pytest.mark.parametrize(
+    ("trainer", "scale"),
+    [pytest.param(*row, marks=() if i in (1, 4) else pytest.mark.slow) for i, row in enumerate(TRAINERS_OF_OURS)],
+    ids=lambda value: getattr(value, "describe", str)(),
+)
 def test_our_reducers_pass(mode: str, trainer: Trainer, scale: str) -> None:
     loss_fn = functools.partial(ours, mode=mode, split=trainer.split_rollouts, scale=scale)
     report = check_loss(loss_fn, mode, trainer=trainer, divisor=8 if mode == "constant" else None, draws=3)
@@ -560,6 +564,7 @@ def test_our_reducers_pass(mode: str, trainer: Trainer, scale: str) -> None:
     assert not report.notes  # it selects by the mask
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("left_out", ["dp", ""])
 def test_our_reducers_without_the_factor_do_not(left_out: str) -> None:
     """Negative control: gradients are averaged over DP and CP ranks, and the share is not multiplied by both."""
@@ -638,18 +643,19 @@ def test_a_fault_is_told(loss_fn: Callable[..., Any], kind: str, text: str) -> N
 
 def test_where_nothing_is_masked_there_is_no_0_by_0() -> None:
     every_row = Trainer(dp="mean", microbatches="mean", masked_samples=False, even_microbatches=True)
-    assert check_loss(zero_by_zero, "sample_mean", trainer=every_row).sound
-    assert not check_loss(zero_by_zero, "sample_mean", trainer=replace(every_row, masked_samples=True)).sound
+    assert check_loss(zero_by_zero, "sample_mean", trainer=every_row, draws=4).sound
+    assert not check_loss(zero_by_zero, "sample_mean", trainer=replace(every_row, masked_samples=True), draws=4).sound
 
 
 def test_nothing_trained_and_the_wrong_way_round_are_told() -> None:
-    (nothing,) = check_loss(lambda losses, mask: 0 * losses.sum(), "token_mean").findings
+    (nothing,) = check_loss(lambda losses, mask: 0 * losses.sum(), "token_mean", draws=4).findings
     assert (nothing.cut, nothing.factors) == (UNCUT, (0, 0))
     (finding,) = check_loss(lambda losses, mask, step_tokens: -share(losses, mask, step_tokens), "token_mean",
-                            trainer=ADDED).findings  # fmt: skip
+                            trainer=ADDED, draws=4).findings  # fmt: skip
     assert finding.says == "all tokens weigh -1 times what they should, on every step alike"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", [None, "token_mean", "sample_mean"])
 def test_what_fails_on_some_uncut_steps_alone_is_told(mode: str | None) -> None:
     def not_of_five(losses: Tensor, mask: Tensor, step_samples: int, step_tokens: Tensor) -> Tensor:
@@ -669,21 +675,23 @@ def test_which_call_failed_is_told() -> None:
             raise KeyError("here")
         return (losses * mask).sum()
 
-    report = check_loss(third, "token_sum", trainer=Trainer(dp="sum", cp="sum"))
+    report = check_loss(third, "token_sum", trainer=Trainer(dp="sum", cp="sum"), draws=4)
     (finding,) = report.findings
     assert finding.cut == TOGETHER
     assert finding.says == "it raises KeyError: 'here' (micro-batch 1, DP rank 1, CP rank 1)"
 
 
 def test_a_nan_under_the_mask_is_noted() -> None:
-    assert any("NaN at a masked token" in note for note in check_loss(share, "token_mean", trainer=ADDED).notes)
-    selecting = check_loss(tokens_of_all_ranks, "token_mean", trainer=Trainer())
+    assert any(
+        "NaN at a masked token" in note for note in check_loss(share, "token_mean", trainer=ADDED, draws=4).notes
+    )
+    selecting = check_loss(tokens_of_all_ranks, "token_mean", trainer=Trainer(), draws=4)
     assert not selecting.notes
 
 
 @pytest.mark.parametrize(("loss_fn", "says"), [(unmasked, "padding weighs"), (off_by_one, "weigh")])
 def test_weight_where_there_should_be_none(loss_fn: Callable[..., Tensor], says: str) -> None:
-    report = check_loss(loss_fn, "token_mean", trainer=ADDED)
+    report = check_loss(loss_fn, "token_mean", trainer=ADDED, draws=4)
     assert not report.sound
     assert re.search(says, str(report))
 
@@ -692,7 +700,7 @@ def test_what_breaks_only_together_is_found() -> None:
     def product(losses: Tensor, mask: Tensor, step_tokens: Tensor, num_microbatches: int, dp_size: int) -> Tensor:
         return (losses * mask).sum() / step_tokens * (2 if min(num_microbatches, dp_size) > 1 else 1)
 
-    (finding,) = check_loss(product, "token_mean", trainer=ADDED).findings
+    (finding,) = check_loss(product, "token_mean", trainer=ADDED, draws=4).findings
     assert finding.cut == TOGETHER
     assert (finding.case.num_microbatches, finding.case.dp_size) == (2, 2)
     assert finding.factors == pytest.approx((2, 2))
@@ -702,6 +710,7 @@ def by_prompt_number(inputs: Any) -> float:
     return 1 / inputs.totals.prompts.all
 
 
+@pytest.mark.slow
 def test_a_mode_of_ones_own() -> None:
     def sums_by_prompts(losses: Tensor, mask: Tensor, step_prompts: int, dp_size: int) -> Tensor:
         return (losses * mask).sum() / step_prompts * dp_size
@@ -730,14 +739,13 @@ def test_methods_and_objects_are_functions_too() -> None:
 
 
 def test_without_a_mode_invariance_is_all_that_is_asked() -> None:
-    assert check_loss(sums_without_n, trainer=ADDED).sound
-    assert check_loss(lists_by_smaller, trainer="prime_rl").sound
-    assert not check_loss(masked_mean, trainer=ADDED).invariant
+    assert check_loss(sums_without_n, trainer=ADDED, draws=4).sound
+    assert check_loss(lists_by_smaller, trainer="prime_rl", draws=4).sound
+    assert not check_loss(masked_mean, trainer=ADDED, draws=4).invariant
 
 
 # ---- the page and its example
-
-
+@pytest.mark.slow
 def test_the_page_shows_what_the_example_prints(capsys: pytest.CaptureFixture[str]) -> None:
     check_my_loss.main()
     printed = capsys.readouterr().out
@@ -799,7 +807,7 @@ def test_a_finding_can_be_had_again(seed: int) -> None:
 
 
 def test_the_report_is_plain_data() -> None:
-    report = check_loss(masked_mean, "token_mean", trainer=MEANS)
+    report = check_loss(masked_mean, "token_mean", trainer=MEANS, draws=4)
     data = json.loads(json.dumps(report.to_json()))
     assert (data["sound"], data["invariant"]) == (False, False)
     assert [finding["cut"] for finding in data["findings"]] == [MICROBATCHES, DP]
@@ -936,10 +944,10 @@ def test_what_was_left_at_its_default_is_noted() -> None:
     def with_option(losses: Tensor, mask: Tensor, step_tokens: Tensor, num_item: Any = None) -> Tensor:
         return (losses * mask).sum() / step_tokens
 
-    assert "parameter num_item was left at its default" in check_loss(with_option, trainer=ADDED).notes
+    assert "parameter num_item was left at its default" in check_loss(with_option, trainer=ADDED, draws=4).notes
 
 
 def test_what_is_bound_is_not_given() -> None:
     bound = functools.partial(fine, step_tokens=1)
-    assert check_loss(bound, "token_sum", trainer=ADDED).sound
-    assert not check_loss(fine, "token_sum", trainer=ADDED).sound
+    assert check_loss(bound, "token_sum", trainer=ADDED, draws=4).sound
+    assert not check_loss(fine, "token_sum", trainer=ADDED, draws=4).sound
