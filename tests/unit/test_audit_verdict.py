@@ -607,7 +607,7 @@ def test_a_large_step_is_judged_at_once(samples: int, shortest: int, longest: in
         microbatch=piece % 16,
         cp_rank=position % 2,
         rollout=sample,
-        prompt=sample // 8,
+        prompt=sample // 5,
     )
     own = np.bincount(piece, weights=mask)[piece]
     step = MeasuredStep(tokens=tokens, weights=mask / own, split=Split(num_microbatches=16, dp_size=4, cp_size=2))
