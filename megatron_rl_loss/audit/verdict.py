@@ -32,7 +32,8 @@ def judge(measured: MeasuredStep, asked: Aggregation | None = None) -> Verdict:
 
     Args:
         measured: the step's tokens and what each was found to weigh.
-        asked: what it should be; None takes the nearest mode of the table without a divisor, and says so.
+        asked: what it should be; None takes a mode without a divisor, that which the plainest reading begins
+            with or else the nearest, and says so.
     """
     tokens = measured.tokens
     if measured.unknown:
@@ -89,8 +90,9 @@ def _named(
 def _meant(measured: MeasuredStep, samples: StepSamples, tolerance: float) -> Aggregation:
     """The mode that the simplest reading begins with, or else the nearest."""
     nearest = _nearest(measured, samples, tolerance)
-    hypothesis = _named(measured, samples, nearest, tolerance)[2].hypothesis
-    if hypothesis is None or hypothesis.mode == nearest.mode.name:
+    namer = _named(measured, samples, nearest, tolerance)[2]
+    hypothesis = namer.hypothesis
+    if namer.sound or hypothesis is None or hypothesis.mode == nearest.mode.name:
         return nearest
     if MODES[hypothesis.mode].takes_divisor:  # by which nobody can tell: all tokens weigh alike
         return resolve("token_mean")
