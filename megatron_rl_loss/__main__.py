@@ -1,4 +1,4 @@
-"""``python -m megatron_rl_loss``: ``modes`` and their names elsewhere, ``audit`` a script, ``example`` to start from."""
+"""``python -m megatron_rl_loss``: ``modes`` and their names elsewhere, ``audit`` a script; ``example`` to start."""
 
 import os
 import sys
