@@ -63,7 +63,8 @@ setup(
         "te": ["transformer-engine[pytorch]"],
         "demo": ["tabulate"],
         "bench": ["tabulate", "matplotlib"],
-        "test": ["pytest>=8", "pytest-timeout", "hypothesis", "ruff", "mypy", "types-tabulate"],
+        "audit": ["matplotlib"],  # its pictures; verdicts and reports need nothing
+        "test": ["matplotlib", "pytest>=8", "pytest-timeout", "hypothesis", "ruff", "mypy", "types-tabulate"],
         "docs": ["mkdocs>=1.6,<2", "mkdocs-material>=9.5", "mkdocstrings[python]>=1", "ruff"],
     },
 )

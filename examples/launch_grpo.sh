@@ -7,6 +7,7 @@
 # The first argument is the number of processes on this node (GPUs, or CPU processes where there is no GPU); all others
 # go to Megatron and override the defaults below. Several nodes: set NNODES, NODE_RANK, MASTER_ADDR (and MASTER_PORT).
 # PYTHON names the interpreter; default: the repository's .venv, else python3. SCRIPT is launched in the example's place.
+# Where AUDIT is set, with options or empty, the launch ends after one step with its audit: AUDIT="--json verdict.json" ...
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 
@@ -52,5 +53,8 @@ if [[ ${NNODES:-1} -gt 1 ]]; then
   : "${NODE_RANK:?set NODE_RANK (0 to NNODES-1)}" "${MASTER_ADDR:?set MASTER_ADDR (the first node)}"
   rendezvous=(--nnodes "$NNODES" --node-rank "$NODE_RANK" --master-addr "$MASTER_ADDR" --master-port "${MASTER_PORT:-29500}")
 fi
+audit=()
+# shellcheck disable=SC2206  # options, split at spaces
+if [[ -n ${AUDIT+set} ]]; then audit=(-m megatron_rl_loss audit $AUDIT); fi
 exec "$PYTHON" -m torch.distributed.run "${rendezvous[@]}" --nproc-per-node "$processes" \
-  "${SCRIPT:-$here/pretrain_grpo.py}" "${model[@]}" "${data[@]}" "${training[@]}" "$@"
+  "${audit[@]}" "${SCRIPT:-$here/pretrain_grpo.py}" "${model[@]}" "${data[@]}" "${training[@]}" "$@"
