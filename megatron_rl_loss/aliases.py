@@ -142,7 +142,8 @@ def resolve(
         name, divisor, units, notice = _translate(asked, divisor, units)
         mode = find_mode(name)
     if mode is None:
-        raise refused("unknown_mode", mode=asked, choices=", ".join((*available_modes(), *aliases_of(str(asked)))))
+        known = [*available_modes(), *aliases_of(str(asked))]
+        raise refused("unknown_mode", mode=asked, choices=did_you_mean(str(asked), known))
     if units is not None:
         check_choice("unit counting", units, get_args(UnitCounting))
     if isinstance(mode, Mode) and mode.takes_divisor and divisor is None:
