@@ -69,6 +69,13 @@ ROWS = [
     Row(r"python tools/show_recipes\.py", by="package/test_recipes_page.py", named="show_recipes.main()"),
     Row(r"pip install (-e \.|-e '\.\[\w+\]')", needs="a package index; test_distribution.py installs without"),
     Row(r"pip install apex", needs="nobody to do it: it is what not to install"),
+    # what the online example and the audit show
+    Row(r"(torchrun .* |python )examples/online_grpo\.py .*",
+        by="examples/test_online.py", named="online_grpo.main(flags)"),
+    Row(r"([A-Z]+=(\S+|\".*\") )*tools/compare_modes\.sh.*", by="examples/test_online_tools.py", named="compare_modes.sh"),
+    Row(r"python tools/plot_online\.py .*", by="examples/test_online_tools.py", named="plot_online.table"),
+    Row(r"tools/compare_layouts\.py", by="examples/test_online_tools.py", named="compare_layouts.main()"),
+    Row(r"tools/audit_picture\.py", by="unit/test_audit_picture.py", named="audit_picture.main()"),
     # measurements
     Row(r"tools/bench/reducers\.py --device cuda", needs="a GPU"),
     Row(r"(python )?tools/bench/\w+\.py.*", needs="a quiet machine and minutes"),
