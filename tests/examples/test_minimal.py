@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 from example_run import MODEL, TRAINING
 from ranks import run_ranks
-from repository import EXAMPLES
 
 pytestmark = pytest.mark.slow
 
