@@ -58,7 +58,7 @@ NO_PATH = "a path that does not load or names no function"
 ELSEWHERE = "another framework's setting that is not exact in every layout"
 
 
-CONTRADICTED = "or a divisor or unit counting that contradicts its name"
+CONTRADICTED = "a divisor or counting that contradicts its name"
 
 
 AUDITED = "an audit interval that is no number of steps"
