@@ -28,6 +28,10 @@ from megatron_rl_loss.errors import refused
 from megatron_rl_loss.exchange import Group, if_several, size_of
 from megatron_rl_loss.logprobs import Keep, LogProbs, Reading
 
+# Newer names of torch's, where it has them: it warns of the older ones.
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
 #: Tokens of a chunk: enough that products with the weight run at full speed.
 CHUNK_TOKENS = 1024
 
@@ -69,7 +73,7 @@ class TensorParallel:
         if group is None or not self.sequence_parallel:
             return hidden
         whole = hidden.new_empty(len(hidden) * group.size(), *hidden.shape[1:])
-        dist.all_gather_into_tensor(whole, hidden.contiguous(), group=group)
+        _all_gather(whole, hidden.contiguous(), group=group)
         return whole
 
     def summed(self, gradient: Tensor) -> Tensor:
@@ -79,7 +83,7 @@ class TensorParallel:
             return gradient
         if self.sequence_parallel:
             mine = gradient.new_empty(len(gradient) // group.size(), *gradient.shape[1:])
-            dist.reduce_scatter_tensor(mine, gradient, group=group)
+            _reduce_scatter(mine, gradient, group=group)
             return mine
         if self.sum_gradient:
             dist.all_reduce(gradient, group=group)
@@ -127,7 +131,7 @@ def log_probs_from_hidden(
         hidden, weight, bias, labels, tensor_parallel, temperature, keep, vocab_size, entropy, token_mask, chunk_tokens
     )
     head = _Head(read, tensor_parallel, chunk_tokens, main_gradient)
-    return read.in_shape(*_FromHidden.apply(hidden, weight, bias, head))
+    return read.in_shape(*_FromHidden.apply(hidden, weight, bias, head))  # type: ignore[no-untyped-call]
 
 
 class FoldedLoss(NamedTuple):
@@ -190,7 +194,7 @@ def loss_from_hidden(
     )
     head = _Head(read, tensor_parallel, chunk_tokens, main_gradient)
     fold = _Fold(weights.detach().reshape(-1).to(hidden.device, torch.float32), per_token_loss, flat)
-    share = _Folded.apply(hidden, weight, bias, head, fold)
+    share = _Folded.apply(hidden, weight, bias, head, fold)  # type: ignore[no-untyped-call]
     return FoldedLoss(share, {name: one.view(read.shape) for name, one in fold.values.items()})
 
 
@@ -250,12 +254,14 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 class _Gradients:
     """Gradients of hidden states, weight and bias, a chunk of tokens at a time."""
 
-    def __init__(self, ctx: Any, head: _Head, hidden: Tensor, weight: Tensor, main_gradient: MainGradient | None) -> None:
+    def __init__(
+        self, ctx: Any, head: _Head, hidden: Tensor, weight: Tensor, main_gradient: MainGradient | None
+    ) -> None:
         self.weight, self._main = weight, main_gradient
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         new = torch.zeros if head.read.rows is not None else torch.empty
         self.of_hidden = new(hidden.shape, dtype=hidden.dtype, device=hidden.device) if wants_hidden else None
-        sums = {"dtype": torch.promote_types(weight.dtype, torch.float32), "device": weight.device}
+        sums: dict[str, Any] = {"dtype": torch.promote_types(weight.dtype, torch.float32), "device": weight.device}
         own = wants_weight and main_gradient is None
         self.of_weight = torch.zeros(weight.shape, **sums) if own else None
         self.of_bias = torch.zeros(len(weight), **sums) if wants_bias else None
@@ -309,9 +315,7 @@ class _FromHidden(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, head: _Head
     ) -> tuple[Tensor, Tensor | None]:
         read, tokens = head.read, head.all_tokens(hidden)
-        statistics = [
-            read.statistics(_logits(tokens[places], weight, bias), part) for part, places in head.chunks()
-        ]
+        statistics = [read.statistics(_logits(tokens[places], weight, bias), part) for part, places in head.chunks()]
         norm, log_probs, entropy = read.combine(torch.cat(statistics, 1))
         ctx.save_for_backward(hidden, weight, bias, norm, entropy)
         ctx.head = head
@@ -389,9 +393,7 @@ class _Folded(torch.autograd.Function):
                 found.add(_of_logits(read, logits, part, norm, entropy, *scaled), chunk, places)
             elif found is not None and found.of_hidden is not None:
                 found.of_hidden[places] = 0
-        fold.values = {
-            name: read.spread(torch.cat([of_chunk[name] for of_chunk in values])) for name in values[0]
-        }
+        fold.values = {name: read.spread(torch.cat([of_chunk[name] for of_chunk in values])) for name in values[0]}
         ctx.head = head
         if found is not None:
             of_hidden = found.of_hidden

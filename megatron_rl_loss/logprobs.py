@@ -112,7 +112,7 @@ def log_probs_from_logits(
     read = Reading.of(
         labels, logits.shape[-1], tp_group, temperature, keep, vocab_size, entropy, token_mask, chunk_tokens
     )
-    found = _FromLogits.apply(logits.reshape(-1, logits.shape[-1]), read, gradient_in_place)
+    found = _FromLogits.apply(logits.reshape(-1, logits.shape[-1]), read, gradient_in_place)  # type: ignore[no-untyped-call]
     return read.in_shape(*found)
 
 
@@ -275,8 +275,8 @@ class Reading:
     ) -> None:
         """Write a chunk's gradient towards its logits into `into`, [chunk, columns], which may be the logits.
 
-        The other tensors are [chunk], `norm` is [2, chunk]; a gradient that is None is 0, but not both. With q = exp z /
-        total, and g and h the gradients of log-prob and entropy: scale (g [j = label] - q (g + h (log q + entropy))).
+        The other tensors are [chunk], `norm` is [2, chunk]; a gradient that is None is 0, but not both. With g and h
+        the gradients of log-prob and entropy: scale (g [j = label] - q (g + h (log q + entropy))), q = exp z / total.
         """
         top, total = norm
         labels = self.labels[part]
@@ -376,7 +376,11 @@ def _keep_by_token(keep: Keep | None, tokens: Sequence[int], columns: int) -> Ke
         return None
     if keep.dtype != torch.bool or tuple(keep.shape) not in ((*tokens, columns), (columns,)):
         raise refused(
-            "keep_of_other_shape", kind=keep.dtype, shape=tuple(keep.shape), expected=(*tokens, columns), columns=columns
+            "keep_of_other_shape",
+            kind=keep.dtype,
+            shape=tuple(keep.shape),
+            expected=(*tokens, columns),
+            columns=columns,
         )
     return keep.reshape(-1, columns)
 
@@ -399,12 +403,13 @@ class _FromLogits(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, None, None]:
         logits, norm, entropy = ctx.saved_tensors
         read: Reading = ctx.read
-        of_tokens = (entropy, *(None if one is None else read.gathered(one) for one in gradients))
+        g, h = (None if one is None else read.gathered(one) for one in gradients)
         into = logits if ctx.in_place else torch.empty_like(logits)
         for part, places in read.chunks(ctx.size):
             chunk = logits[places]
             target = into[places] if isinstance(places, slice) else torch.empty_like(chunk)
-            read.gradient(chunk, part, norm[:, part], *(None if one is None else one[part] for one in of_tokens), target)
+            of_entropy, of_g, of_h = (None if one is None else one[part] for one in (entropy, g, h))
+            read.gradient(chunk, part, norm[:, part], of_entropy, of_g, of_h, target)
             if not isinstance(places, slice):
                 into[places] = target
         if read.rows is not None:

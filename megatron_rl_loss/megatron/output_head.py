@@ -7,14 +7,14 @@ On the last pipeline stage the model calls its ``output_processor`` in place of 
 (`core/models/gpt/gpt_model.py` `_postprocess`); on other stages it gives hidden states as ever. What the output layer
 would do is read off it, and done by `chunked_head`:
 
-| of the output layer (`core/tensor_parallel/layers.py`)  | here                                                          |
-|---------------------------------------------------------|---------------------------------------------------------------|
-| `sequence_parallel`                                     | hidden states are gathered, their gradient is reduce-scattered |
-| `allreduce_dgrad`, `disable_grad_reduce`                | their gradient is summed over TP, or not                      |
-| `gradient_accumulation_fusion`                          | the weight's gradient is added to `weight.main_grad`          |
-| a weight that is given (tied to the embedding)          | used, `zero_out_wgrad` as Megatron does                       |
-| columns of a padded vocabulary                          | counted as Megatron does, unless `vocab_size` is said         |
-| MuP's scale of logits                                   | a part of the temperature                                     |
+| of the output layer (`core/tensor_parallel/layers.py`) | here                                                |
+|--------------------------------------------------------|-----------------------------------------------------|
+| `sequence_parallel`                                    | hidden states gathered, gradients reduce-scattered  |
+| `allreduce_dgrad`, `disable_grad_reduce`               | their gradient is summed over TP, or not            |
+| `gradient_accumulation_fusion`                         | the weight's is added to `weight.main_grad`         |
+| a weight that is given (tied to the embedding)         | used, `zero_out_wgrad` as Megatron does             |
+| columns of a padded vocabulary                         | count as they do in Megatron, or see `vocab_size`   |
+| MuP's scale of logits                                  | a part of the temperature                           |
 """
 
 from collections.abc import Mapping

@@ -1,8 +1,8 @@
 """The output layer in chunks inside a real Megatron GPTModel: whole optimizer steps against the float64 oracle.
 
 Every layout of ranks that touches the head: TP with and without sequence parallelism, CP, PP with the head on the last
-stage (and on the last of its virtual stages), tied and untied embeddings, main gradients, the distributed optimizer with
-overlapped reduction and gathering. `test_matrix` does the same for Megatron's own output layer.
+stage (and on the last of its virtual stages), tied and untied embeddings, main gradients, the distributed optimizer and
+overlapped reduction. `test_matrix` does the same for Megatron's own output layer.
 """
 
 import copy

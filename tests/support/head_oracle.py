@@ -1,11 +1,10 @@
-"""Log-probs, entropy and a weighted loss of an output layer stated a second time: float64, whole, naive, one process."""
+"""Log-probs, entropy and a weighted loss of an output layer, stated a second time: float64, naive, one process."""
 
 import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,10 @@ def batch_of(
         labels=torch.randint(vocabulary, (tokens,), generator=generator),
         mask=mask,
         keep=keep,
-        weights=mask * torch.rand(tokens, generator=generator).double().float().double() * (draw(tokens) > -1.5) / tokens,
+        weights=mask
+        * torch.rand(tokens, generator=generator).double().float().double()
+        * (draw(tokens) > -1.5)
+        / tokens,
         old_log_probs=(-3 - draw(tokens).abs()).float().double(),
         advantages=draw(tokens).float().double(),
     )
@@ -81,5 +83,3 @@ def relative(actual: Tensor, expected: Tensor) -> float:
     """The largest error, relative to the largest entry; infinite if anything is NaN."""
     error = float((actual.detach().double() - expected.detach()).abs().max() / expected.detach().abs().max())
     return math.inf if math.isnan(error) else error
-
-

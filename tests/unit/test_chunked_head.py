@@ -140,9 +140,7 @@ def on_tp_rank(sequence_parallel: bool) -> list[dict[str, Any]]:
     return [
         {
             key: one.tolist()
-            for key, one in found_of(
-                name, torch.float32, one_pass, 7, parallel, group.rank(), group.size()
-            ).items()
+            for key, one in found_of(name, torch.float32, one_pass, 7, parallel, group.rank(), group.size()).items()
         }
         for name in CASES
         for one_pass in (False, True)
@@ -223,7 +221,7 @@ def watched(one_pass: bool, chunk_tokens: int, mask: Tensor, differentiate: bool
 def test_no_tensor_has_the_logits_of_more_than_a_chunk(one_pass: bool) -> None:
     mask = torch.ones(TOKENS, dtype=torch.bool)
     largest = max(TOKENS * HIDDEN, VOCABULARY * HIDDEN)  # hidden states and the weight are there anyway
-    assert TOKENS * VOCABULARY > largest
+    assert largest < TOKENS * VOCABULARY
     assert watched(one_pass, 16, mask).largest <= largest
     assert watched(one_pass, TOKENS, mask).largest >= TOKENS * VOCABULARY  # negative control
 
@@ -355,9 +353,7 @@ def test_no_token_at_all() -> None:
     batch = batch_of(TOKENS, VOCABULARY, HIDDEN)
     hidden, weight = (one.float().requires_grad_() for one in (batch.hidden, batch.weight))
     inputs = {"old_log_probs": batch.old_log_probs, "advantages": batch.advantages}
-    share, values = loss_from_hidden(
-        hidden, weight, batch.labels, torch.zeros(TOKENS), losses_of, inputs, entropy=True
-    )
+    share, values = loss_from_hidden(hidden, weight, batch.labels, torch.zeros(TOKENS), losses_of, inputs, entropy=True)
     share.backward()
     assert float(share.detach()) == 0
     assert set(values) == {"log_probs", "entropy", "ppo_kl"}
@@ -380,19 +376,21 @@ H, W, L = torch.zeros(3, 4), torch.zeros(8, 4), torch.tensor([0, 3, 7])
 fine = functools.partial(log_probs_from_hidden, H, W, L)
 
 
-def folded(weights: Tensor = torch.ones(3), loss: Any = lambda lp, _, **more: (lp, {}), **inputs: Tensor) -> Any:
+def folded(weights: Tensor = L + 1.0, loss: Any = lambda lp, _, **more: (lp, {}), **inputs: Tensor) -> Any:
     return loss_from_hidden(H, W, L, weights, loss, inputs)
 
 
 REFUSALS: dict[str, Refusal] = {
     "labels in another order": (
-        lambda: log_probs_from_hidden(H[:, None], W, L[None]), ValueError, r"for the hidden states they must be \(3, 1\)",
+        lambda: log_probs_from_hidden(H[:, None], W, L[None]), ValueError, r"hidden states they must be \(3, 1\)",
         lambda: log_probs_from_hidden(H[:, None], W, L[:, None])),
-    "a weight of another size": (lambda: log_probs_from_hidden(H, W[:, :3], L), ValueError, r"\(3, 4\).* and \(8, 3\)", fine),
+    "a weight of another size": (
+        lambda: log_probs_from_hidden(H, W[:, :3], L), ValueError, r"\(3, 4\).* and \(8, 3\)", fine),
     "a weight of another dtype": (lambda: log_probs_from_hidden(H, W.half(), L), ValueError, "of one dtype", fine),
     "a bias of another size": (
         lambda: fine(bias=torch.zeros(7)), ValueError, r"and \(7,\)", lambda: fine(bias=torch.zeros(8))),
-    "chunks of no tokens": (lambda: fine(chunk_tokens=0), ValueError, "chunk_tokens is 0", lambda: fine(chunk_tokens=1)),
+    "chunks of no tokens": (
+        lambda: fine(chunk_tokens=0), ValueError, "chunk_tokens is 0", lambda: fine(chunk_tokens=1)),
     "weights of other tokens": (lambda: folded(torch.ones(2)), ValueError, "weights: 2 values for 3 tokens", folded),
     "inputs of other tokens": (
         lambda: folded(old=torch.ones(4)), ValueError, "old: 4 values for 3 tokens", lambda: folded(old=torch.ones(3))),

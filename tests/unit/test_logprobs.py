@@ -45,9 +45,7 @@ def expected_of(batch: head_oracle.Batch, case: dict[str, Any], wanted: tuple[fl
     labels, options = labels_of(batch, case), dict(case)
     mask = mask_of(batch, options.pop("token_mask", None))
     options["keep"] = batch.keep if options.get("keep") else None
-    log_probs, entropy = (
-        one * mask for one in head_oracle.log_probs_and_entropy(logits, labels, **options)
-    )
+    log_probs, entropy = (one * mask for one in head_oracle.log_probs_and_entropy(logits, labels, **options))
     total = ((wanted[0] * log_probs + wanted[1] * entropy) * slopes()).sum()
     (gradient,) = torch.autograd.grad(total, logits)
     return log_probs, entropy, gradient
@@ -82,9 +80,7 @@ def found_of(
     if options.get("keep"):
         options["keep"] = batch.keep[:, columns]
     with_entropy = wanted[1] != 0
-    log_probs, entropy = log_probs_from_logits(
-        logits, labels, tp_group=group, entropy=with_entropy, **options, **more
-    )
+    log_probs, entropy = log_probs_from_logits(logits, labels, tp_group=group, entropy=with_entropy, **options, **more)
     assert (entropy is None) == (not with_entropy)
     total = wanted[0] * log_probs + (0 if entropy is None else wanted[1] * entropy)
     (gradient,) = torch.autograd.grad((total * slopes().to(total.dtype)).sum(), logits)
@@ -288,7 +284,8 @@ REFUSALS: dict[str, Refusal] = {
     "a label below 0": (
         lambda: log_probs_from_logits(LOGITS, LABELS - 100), ValueError, "a label -100 .*token_mask",
         lambda: log_probs_from_logits(LOGITS, LABELS - 100, token_mask=torch.zeros(3))),
-    "a label in the padding": (lambda: fine(vocab_size=7), ValueError, "a label 7 in a vocabulary of 7", lambda: fine(vocab_size=8)),
+    "a label in the padding": (
+        lambda: fine(vocab_size=7), ValueError, "a label 7 in a vocabulary of 7", lambda: fine(vocab_size=8)),
     "more ids than columns": (lambda: fine(vocab_size=9), ValueError, "vocab_size 9 for logits of 8 columns", fine),
     "an empty vocabulary": (lambda: fine(vocab_size=0), ValueError, "vocab_size is 0", fine),
     "labels of another shape": (
@@ -306,7 +303,8 @@ REFUSALS: dict[str, Refusal] = {
     "kept ids of other tokens": (
         lambda: fine(keep=KeptIds(LABELS, torch.tensor([0, 3]))), ValueError, r"offsets of shape \(2,\) for 3 tokens",
         lambda: fine(keep=KeptIds(LABELS, torch.tensor([0, 1, 3, 3])))),
-    "chunks of no tokens": (lambda: fine(chunk_tokens=0), ValueError, "chunk_tokens is 0", lambda: fine(chunk_tokens=1)),
+    "chunks of no tokens": (
+        lambda: fine(chunk_tokens=0), ValueError, "chunk_tokens is 0", lambda: fine(chunk_tokens=1)),
 }  # fmt: skip
 
 
