@@ -268,11 +268,12 @@ class _Gradients:
         self._wants_weight = wants_weight
 
     def add(self, of_logits: Tensor, hidden: Tensor, places: Tensor | slice) -> None:
-        """Add a chunk's, whose gradient of the logits is `of_logits`, in the accumulator's dtype."""
+        """Add a chunk's, whose gradient of the logits is `of_logits`."""
         if self.of_bias is not None:
-            self.of_bias += of_logits.sum(0)
-        of_logits = of_logits.to(self.weight.dtype)
-        if self.of_hidden is not None:
+            self.of_bias += of_logits.sum(0, dtype=self.of_bias.dtype)
+        if self.of_hidden is not None and isinstance(places, slice):
+            torch.mm(of_logits, self.weight, out=self.of_hidden[places])
+        elif self.of_hidden is not None:
             self.of_hidden[places] = of_logits @ self.weight
         if self.of_weight is not None:
             add_product(self.of_weight, of_logits, hidden)
@@ -294,21 +295,6 @@ def add_product(total: Tensor, of_logits: Tensor, hidden: Tensor) -> None:
 _PRODUCT_ROWS = 4096
 
 
-def _of_logits(
-    read: Reading,
-    logits: Tensor,
-    part: slice,
-    norm: Tensor,
-    entropy: Tensor | None,
-    of_log_probs: Tensor | None,
-    of_entropy: Tensor | None,
-) -> Tensor:
-    """A chunk's gradient of its logits: in their place, unless they are in a lower precision."""
-    into = logits if logits.dtype == norm.dtype else torch.empty_like(logits, dtype=norm.dtype)
-    read.gradient(logits, part, norm, entropy, of_log_probs, of_entropy, into)
-    return into
-
-
 class _FromHidden(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -327,13 +313,15 @@ class _FromHidden(torch.autograd.Function):
         hidden, weight, bias, norm, entropy = ctx.saved_tensors
         head: _Head = ctx.head
         read, tokens = head.read, head.all_tokens(hidden)
-        of_tokens = [entropy, *(None if one is None else read.gathered(one) for one in gradients)]
+        g, h = (None if one is None else read.gathered(one) for one in gradients)
         found = _Gradients(ctx, head, tokens, weight, head.main_gradient)
         for part, places in head.chunks():
             chunk = tokens[places]
             logits = _logits(chunk, weight, bias)
-            of_chunk = [None if one is None else one[part] for one in of_tokens]
-            found.add(_of_logits(read, logits, part, norm[:, part], *of_chunk), chunk, places)
+            of_entropy, of_g, of_h = (None if one is None else one[part] for one in (entropy, g, h))
+            read.gradient(logits, part, norm[:, part], of_entropy, of_g, of_h, into=logits)
+            found.add(logits, chunk, places)
+            del logits  # before the next chunk's are made
         of_hidden = found.of_hidden
         if of_hidden is not None:
             of_hidden = head.parallel.summed(of_hidden.view(-1, *hidden.shape[1:])).view(hidden.shape)
@@ -382,17 +370,9 @@ class _Folded(torch.autograd.Function):
         found = _Gradients(ctx, head, tokens, weight, None) if differentiate else None
         totals, values = [], []
         for part, places in head.chunks():
-            chunk = tokens[places]
-            logits = _logits(chunk, weight, bias)
-            norm, log_probs, entropy = read.combine(read.statistics(logits, part), part)
-            total, gradients, of_chunk = fold.of_chunk(log_probs, entropy, places, differentiate)
+            total, of_chunk = _fold_chunk(tokens[places], weight, bias, head, fold, part, places, found, gain)
             totals.append(total)
             values.append(of_chunk)
-            if found is not None and gain is not None and any(one is not None for one in gradients):
-                scaled = [None if one is None else one * gain for one in gradients]
-                found.add(_of_logits(read, logits, part, norm, entropy, *scaled), chunk, places)
-            elif found is not None and found.of_hidden is not None:
-                found.of_hidden[places] = 0
         fold.values = {name: read.spread(torch.cat([of_chunk[name] for of_chunk in values])) for name in values[0]}
         ctx.head = head
         if found is not None:
@@ -415,6 +395,30 @@ class _Folded(torch.autograd.Function):
             of_weight = _scaled(of_weight, scale)
         of_bias = None if of_bias is None else _scaled(of_bias, scale)
         return of_hidden, _given(ctx, of_weight, weight), _in_dtype(of_bias, weight), None, None
+
+
+def _fold_chunk(
+    chunk: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    head: _Head,
+    fold: _Fold,
+    part: slice,
+    places: Tensor | slice,
+    found: _Gradients | None,
+    gain: Tensor | None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """A chunk's sum and what it found of each token; its gradients are added to `found`. Its logits end here."""
+    read, logits = head.read, _logits(chunk, weight, bias)
+    norm, log_probs, entropy = read.combine(read.statistics(logits, part), part)
+    total, gradients, values = fold.of_chunk(log_probs, entropy, places, found is not None)
+    if found is not None and gain is not None and any(one is not None for one in gradients):
+        of_log_probs, of_entropy = (None if one is None else one * gain for one in gradients)
+        read.gradient(logits, part, norm, entropy, of_log_probs, of_entropy, into=logits)
+        found.add(logits, chunk, places)
+    elif found is not None and found.of_hidden is not None:
+        found.of_hidden[places] = 0
+    return total, values
 
 
 def _scaled(gradient: Tensor, scale: Tensor) -> Tensor:

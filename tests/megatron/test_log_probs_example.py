@@ -6,6 +6,7 @@ the chunked one also recomputes old log-probs, adds a KL term and an entropy bon
 
 import functools
 import itertools
+from pathlib import Path
 
 import pytest
 from example_run import train
@@ -78,15 +79,17 @@ def test_recomputed_log_probs_and_entropy_bonus_in_every_layout(layout: str, sta
     assert_same(steps(world_size, (*bonus, *flags)), steps(1, bonus))
 
 
-def test_virtual_pipeline_stages(start: list[str]) -> None:
-    flags = ("--num-layers", "4", *RECOMPUTED, *CHUNKED, "--train-iters", "2")
+def test_virtual_pipeline_stages(start: list[str], tmp_path: Path) -> None:
+    model = ["--num-layers", "4"]
+    run_ranks(1, train, [*model, "--save", str(tmp_path), "--save-interval", "1", "--train-iters", "1"])
+    flags = ("--load", str(tmp_path), *start[2:], *model, *RECOMPUTED, *CHUNKED)
     cut = (PP, "2", "--num-layers-per-virtual-pipeline-stage", "1")
     assert_same(steps(2, (*flags, *cut)), steps(1, flags))
 
 
 def test_the_flags_change_what_they_say(start: list[str]) -> None:
     """Negative controls: agreement would prove nothing if nothing differed."""
-    variants = [(), ("--entropy-bonus", "0.05"), ("--temperature", "0.8"), ("--old-log-probs", "recomputed")]
+    variants = [(), ("--entropy-bonus", "0.05"), ("--temperature", "0.8"), ("--kl-beta", "2")]
     norms = sorted(steps(1, (*start, *CHUNKED, *more))[1]["grad_norm"] for more in variants)
     assert all(b > (1 + 10 * SAME) * a for a, b in itertools.pairwise(norms)), norms
 
@@ -109,5 +112,3 @@ def test_refusals_of_a_real_launch(flags: list[str], reason: str) -> None:
     assert set(caught.value.errors) == {0, 1}, "every rank says it"
     for text in caught.value.errors.values():
         assert reason in text
-
-
