@@ -63,6 +63,10 @@ class KeptIds:
 Keep = Tensor | KeptIds
 
 
+#: Another maker of log-probs: (logits [n, vocabulary / TP], int64 labels [n], tp_group) -> float32 [n], differentiable.
+LogProbKernel = Callable[[Tensor, Tensor, Group | None], Tensor]
+
+
 def log_probs_from_logits(
     logits: Tensor,
     labels: Tensor,
@@ -75,6 +79,7 @@ def log_probs_from_logits(
     token_mask: Tensor | None = None,
     chunk_tokens: int | None = None,
     gradient_in_place: bool = False,
+    kernel: LogProbKernel | None = None,
 ) -> LogProbs:
     """Log-probability of each label and, if asked, the entropy of its distribution; both differentiable.
 
@@ -97,11 +102,13 @@ def log_probs_from_logits(
             rounding.
         gradient_in_place: the gradient overwrites the logits. Autograd refuses a second backward then, and any other
             use of the logits that needs them after.
+        kernel: makes the log-probs in this function's place: one of `kernels`, where it is installed, or your own. It
+            makes log-probs of plain logits alone.
 
     Raises:
         ValueError, TypeError: a temperature that is not finite and > 0, labels of another shape, not integers or
             outside the vocabulary where the token mask is not 0 (on a device: a device assertion), a keep-mask or
-            token mask of another shape, a `vocab_size` beyond the columns.
+            token mask of another shape, a `vocab_size` beyond the columns, a kernel with what it cannot do.
     """
     if not logits.is_floating_point() or logits.dim() < 1:
         raise refused("no_float_logits", kind=logits.dtype, shape=tuple(logits.shape))
@@ -112,6 +119,14 @@ def log_probs_from_logits(
     read = Reading.of(
         labels, logits.shape[-1], tp_group, temperature, keep, vocab_size, entropy, token_mask, chunk_tokens
     )
+    if kernel is not None:
+        asked = {"temperature": temperature != 1, "keep": keep is not None, "vocab_size": vocab_size is not None}
+        asked |= {"entropy": entropy, "chunk_tokens": chunk_tokens is not None, "gradient_in_place": gradient_in_place}
+        if any(asked.values()):
+            raise refused("kernel_alone", asked=", ".join(name for name, given in asked.items() if given))
+        of_rows = logits.reshape(-1, logits.shape[-1])
+        of_rows = of_rows if read.rows is None else of_rows[read.rows]
+        return read.in_shape(read.spread(kernel(of_rows, read.labels, if_several(tp_group)).float()), None)
     found = _FromLogits.apply(logits.reshape(-1, logits.shape[-1]), read, gradient_in_place)  # type: ignore[no-untyped-call]
     return read.in_shape(*found)
 
@@ -119,7 +134,7 @@ def log_probs_from_logits(
 # --- what is read of a token's logits
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Reading:
     """Which tokens of a batch are read, and how; shared by everything that makes log-probs.
 
@@ -132,6 +147,7 @@ class Reading:
         scale: what logits are multiplied by: 1 / temperature.
         keep: bool [tokens, columns] or [1, columns], or `KeptIds`.
         chunk_tokens: tokens at a time, or None.
+        infinite: whether some logit may be -inf, found in forward where there is an entropy.
     """
 
     labels: Tensor
@@ -145,6 +161,7 @@ class Reading:
     keep: Keep | None
     entropy: bool
     chunk_tokens: int | None
+    infinite: bool = False
 
     @classmethod
     def of(
@@ -227,27 +244,31 @@ class Reading:
         if self.held == 0:
             found[0] = -math.inf
             return found
-        for rows, z, spare in self._blocks(logits, found.dtype):
+        for rows, z, q in self._blocks(logits, found.dtype):
             x, column, here = logits[rows, : self.held], *self._columns(labels[rows])
             if self.keep is not None:
                 x = self._dropped(x, z, part, rows, column, here)
             top = x.amax(-1).to(found.dtype)
-            self._centre(x, top.masked_fill(top == -math.inf, 0), z)  # nothing kept here: all z are -inf
-            found[0, rows] = top
-            found[2, rows] = z.gather(1, column)[:, 0].masked_fill_(~here, 0)
-            torch.exp(z, out=spare)
-            found[1, rows] = spare.sum(-1)
+            nothing = top == -math.inf  # of a rank's ids, none may be kept
+            centre = top.masked_fill(nothing, 0)
+            label = x.gather(1, column)[:, 0].to(found.dtype)
+            self._softmax(x, centre, q, nothing)
+            total = q.amax(-1).reciprocal_().masked_fill_(nothing, 0)  # the largest q is exp(0) / total
+            found[0, rows], found[1, rows] = top, total
+            found[2, rows] = ((label - centre) * self.scale).masked_fill_(~here, 0)
             if self.entropy:
-                found[3, rows] = spare.mul_(z.clamp_(min=_NEVER)).sum(-1)
+                self._centre(x, centre, z)
+                found[3, rows] = self._weighted(z, q).mul_(total)
         return found
 
     def combine(self, statistics: Tensor, part: slice = slice(None)) -> tuple[Tensor, Tensor, Tensor | None]:
         """Over all ranks' statistics of a part's tokens: what normalises them, log_prob and entropy.
 
-        The first is [2, tokens]: top and sum exp z of the whole vocabulary. One maximum and one sum over the ranks.
+        The first is [3, tokens]: top and sum exp z of the whole vocabulary, and this rank's part of that sum. One
+        maximum and one sum over the ranks.
         """
         mine, total, label, weighted = statistics
-        top = mine
+        top, held = mine, torch.ones_like(total)
         if self.tp_group is not None and mine.numel():
             top = mine.clone()
             dist.all_reduce(top, op=dist.ReduceOp.MAX, group=self.tp_group)
@@ -257,11 +278,12 @@ class Reading:
             sums = torch.stack([total * factor, (label + shift) * here, (weighted + total * shift) * factor])
             sums = sums if self.entropy else sums[:2]
             dist.all_reduce(sums, group=self.tp_group)
+            held = total * factor / sums[0]
             total, label = sums[0], sums[1]
             weighted = sums[2] if self.entropy else weighted
         log_total = total.log()
         entropy = log_total - weighted / total if self.entropy else None
-        return torch.stack([top, total]), label - log_total, entropy
+        return torch.stack([top, total, held]), label - log_total, entropy
 
     def gradient(
         self,
@@ -275,32 +297,51 @@ class Reading:
     ) -> None:
         """Write a chunk's gradient towards its logits into `into`, [chunk, columns], which may be the logits.
 
-        The other tensors are [chunk], `norm` is [2, chunk]; a gradient that is None is 0, but not both. With g and h
-        the gradients of log-prob and entropy: scale (g [j = label] - q (g + h (log q + entropy))), q = exp z / total.
+        The other tensors are [chunk], `norm` is [3, chunk]; a gradient that is None is 0, but not both. With g and h
+        the gradients of log-prob and entropy: scale (g [j = label] - q (g + h (log q + entropy))).
         """
-        top, total = norm
+        top, total, held = norm
         labels = self.labels[part]
         into[:, self.held :] = 0
-        for rows, z, spare in self._blocks(logits, norm.dtype, into):
+        for rows, z, q in self._blocks(logits, norm.dtype, into):
             x, column, here = logits[rows, : self.held], *self._columns(labels[rows])
             if self.keep is not None:
                 x = self._dropped(x, z, part, rows, column, here)
-            self._centre(x, top[rows], z)
-            of_q = None if of_log_probs is None else of_log_probs[rows]
-            factor = -self.scale / total[rows]
+            self._softmax(x, top[rows], q, held[rows] == 0)
+            g = None if of_log_probs is None else of_log_probs[rows]
+            factor = -self.scale * held[rows]  # q is of this rank's columns
             if of_entropy is None or entropy is None:
-                assert of_q is not None
-                z.exp_().mul_((factor * of_q)[:, None])
+                assert g is not None
+                torch.mul(q, (factor * g)[:, None], out=z)
             else:
-                slope = of_entropy[rows]
-                level = slope * (entropy[rows] - total[rows].log())
-                level = level if of_q is None else level + of_q
-                torch.exp(z, out=spare)
-                z.clamp_(min=_NEVER).mul_((factor * slope)[:, None]).add_((factor * level)[:, None]).mul_(spare)
-            if of_q is not None:
-                z.scatter_add_(1, column, (of_q * here * self.scale)[:, None])
+                h = of_entropy[rows]
+                level = h * (entropy[rows] - total[rows].log())
+                level = level if g is None else level + g
+                self._centre(x, top[rows], z)
+                if self.infinite:
+                    z.clamp_(min=_NEVER)
+                z.mul_((factor * h)[:, None]).add_((factor * level)[:, None]).mul_(q)
+            if g is not None:
+                z.scatter_add_(1, column, (g * here * self.scale)[:, None])
             if into.dtype != z.dtype:
                 into[rows, : self.held] = z
+
+    def _softmax(self, x: Tensor, centre: Tensor, q: Tensor, nothing: Tensor) -> None:
+        """Over this rank's columns, into `q`, by one kernel; 0 where `nothing` counts."""
+        if self.scale == 1:
+            torch.softmax(x, -1, dtype=q.dtype, out=q)
+        else:
+            self._centre(x, centre, q)
+            q.copy_(torch.softmax(q, -1))
+        if self.keep is not None or self.tp_group is not None:
+            q.masked_fill_(nothing[:, None], 0)
+
+    def _weighted(self, z: Tensor, q: Tensor) -> Tensor:
+        """sum z q, in the place of z. Where z is -inf, q is 0: they are left out. On the host that is looked for."""
+        product = z.mul_(q)
+        total = product.sum(-1)
+        self.infinite = self.infinite or not z.is_cpu or bool(total.isnan().any())
+        return product.nansum(-1) if self.infinite else total  # a NaN among the logits is in their top
 
     def _centre(self, x: Tensor, top: Tensor, z: Tensor) -> None:
         torch.sub(x, top[:, None], out=z)
@@ -416,7 +457,3 @@ class _FromLogits(torch.autograd.Function):
             passed_over = torch.ones(len(into), dtype=torch.bool, device=into.device).index_fill_(0, read.rows, False)
             into.masked_fill_(passed_over[:, None], 0)
         return into, None, None
-
-
-#: What makes log-probs of logits: (logits [tokens, vocabulary / TP], labels [tokens], tp_group) -> float32 [tokens].
-LogProbKernel = Callable[[Tensor, Tensor, Group | None], Tensor]

@@ -23,6 +23,8 @@ The ways:
 
 All are first checked against each other. They take turns, in an order that rotates; a time is that of the fastest turn,
 ratios are of one run. One rank holds the vocabulary. *Busy elsewhere* is how many cores other processes kept busy.
+By default torch has one thread: with more, each operation waits for the slowest of them, and ours, which runs many small
+ones, waits most where other processes take cores away.
 """
 
 import argparse
@@ -335,22 +337,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--tables", nargs="+", choices=TABLES, default=TABLES)
     parser.add_argument(
         "--memory", nargs="+", type=Size.parse, metavar="TOKENSxVOCABULARY[:DTYPE]",
-        default=[Size.parse(one) for one in ("4096x32768", "16384x32768", "65536x32768", "4096x131072", "4096x152064",
+        default=[Size.parse(one) for one in ("4096x32768", "16384x32768", "65536x32768", "4096x131072", "2048x152064",
                                              "16384x32768:bfloat16")],
     )  # fmt: skip
-    parser.add_argument("--hidden", nargs="+", type=Size.parse, default=[Size.parse("4096x32768")])
+    parser.add_argument("--hidden", nargs="+", type=Size.parse, default=[Size.parse("2048x32768")])
     parser.add_argument(
         "--logits", nargs="+", type=Size.parse,
-        default=[Size.parse(one) for one in ("4096x32768", "16384x32768", "4096x131072", "2048x152064",
+        default=[Size.parse(one) for one in ("4096x32768", "8192x32768", "2048x131072", "1024x152064",
                                              "4096x32768:bfloat16")],
     )  # fmt: skip
-    parser.add_argument("--memory-hidden", type=int, default=256, help="Hidden size where memory is measured.")
-    parser.add_argument("--hidden-size", type=int, default=512, help="Hidden size where time is.")
+    parser.add_argument("--memory-hidden", type=int, default=64, help="Hidden size where memory is measured.")
+    parser.add_argument("--hidden-size", type=int, default=256, help="Hidden size where time is.")
     parser.add_argument("--chunk-tokens", type=int, default=1024)
     parser.add_argument("--most-logits", type=float, default=3, help="GiB of logits that others are given at most.")
     parser.add_argument("--seconds", type=float, default=20, help="For the times of a size, at least.")
     parser.add_argument("--repeats", type=int, default=3, help="Turns, at least.")
-    parser.add_argument("--threads", type=int, default=2, help="CPU threads of torch.")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads of torch.")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--json", type=Path, metavar="OUT", help="Write the figures there.")
     args = parser.parse_args(arguments)
