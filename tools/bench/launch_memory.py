@@ -5,8 +5,8 @@
 Each row is a whole process, `examples/pretrain_grpo.py` as a user launches it: Megatron imported, a model of 2 layers
 built, two steps trained with Adam on one pack of `--seq-length` tokens. *Peak MB* is the process's largest resident
 set, as the operating system counts it (`ru_maxrss`). *Above base* is that less a launch with a vocabulary of 32. What
-the vocabulary costs elsewhere is in it too: embedding, output layer, their gradients and Adam's two moments, *weights MB*
-together. What is left beside them is what making log-probs takes.
+the vocabulary costs elsewhere is in it too: embedding, output layer, their gradients and Adam's two moments, together
+*weights MB*. What is left beside them is what making log-probs takes.
 """
 
 import argparse

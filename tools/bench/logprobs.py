@@ -23,8 +23,8 @@ The ways:
 
 All are first checked against each other. They take turns, in an order that rotates; a time is that of the fastest turn,
 ratios are of one run. One rank holds the vocabulary. *Busy elsewhere* is how many cores other processes kept busy.
-By default torch has one thread: with more, each operation waits for the slowest of them, and ours, which runs many small
-ones, waits most where other processes take cores away.
+By default torch has one thread: with more, each operation waits for the slowest of them, and ours, which runs many
+small ones, waits most where other processes take cores away.
 """
 
 import argparse
