@@ -272,10 +272,11 @@ class Reading:
         if self.tp_group is not None and mine.numel():
             top = mine.clone()
             dist.all_reduce(top, op=dist.ReduceOp.MAX, group=self.tp_group)
-            shift = ((mine - top) * self.scale).clamp_(min=_NEVER)
-            factor = shift.exp()
+            shift = (mine - top) * self.scale
+            factor, small = shift.exp(), shift.clamp(min=_NEVER)  # 0 and finite where nothing counts
             _, here = self._columns(self.labels[part])
-            sums = torch.stack([total * factor, (label + shift) * here, (weighted + total * shift) * factor])
+            label = torch.where(here, label + shift, 0)
+            sums = torch.stack([total * factor, label, (weighted + total * small) * factor])
             sums = sums if self.entropy else sums[:2]
             dist.all_reduce(sums, group=self.tp_group)
             held = total * factor / sums[0]

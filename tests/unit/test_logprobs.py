@@ -182,18 +182,36 @@ def test_one_maximum_and_one_sum_whatever_the_chunks(with_entropy: bool) -> None
             assert ["MAX" in op for op, _ in seen] == [True, False]
 
 
-def test_logits_far_apart_and_infinite_ones() -> None:
-    """An entropy near 0 and one of few ids; -inf as models mask ids; probabilities that vanish."""
-    logits = torch.tensor([[0.0, 90, 0, -90], [5, 5, -torch.inf, -torch.inf], [3e4, -3e4, 0, 0]], dtype=torch.float64)
-    labels = torch.tensor([0, 1, 1])
-    expected = head_oracle.log_probs_and_entropy(logits.clamp(min=-1e5), labels)
-    leaf = logits.float().requires_grad_()
-    log_probs, entropy = log_probs_from_logits(leaf, labels, entropy=True)
+#: An entropy near 0 and one of few ids; -inf as models mask ids, for all ids of a rank too; probabilities that vanish.
+FAR = [[0.0, 90, 0, -90], [5, 5, -torch.inf, -torch.inf], [3e4, 0, -3e4, 0], [0, 0, 3e4, -3e4], [0, 1, 2, 3]]
+FAR_LABELS = [0, 1, 2, 0, 3]
+
+
+def far(columns: slice = slice(None), group: Any = None) -> list[list[Any]]:
+    leaf = torch.tensor(FAR)[:, columns].requires_grad_()
+    log_probs, entropy = log_probs_from_logits(leaf, torch.tensor(FAR_LABELS), entropy=True, tp_group=group)
     assert entropy is not None
-    torch.testing.assert_close(log_probs.double(), expected[0], rtol=1e-6, atol=0)
-    torch.testing.assert_close(entropy.double(), expected[1], rtol=1e-6, atol=1e-7)
-    (gradient,) = torch.autograd.grad((log_probs + entropy).sum(), leaf)
-    assert gradient.isfinite().all()
+    (gradient,) = torch.autograd.grad((log_probs - entropy).sum(), leaf)
+    return [one.tolist() for one in (log_probs, entropy, gradient.T)]
+
+
+def far_on_rank() -> list[list[Any]]:
+    start_process_group()
+    rank = torch.distributed.get_rank()
+    return far(slice(2 * rank, 2 * rank + 2), torch.distributed.group.WORLD)
+
+
+def test_logits_far_apart_and_infinite_ones() -> None:
+    leaf = torch.tensor(FAR, dtype=torch.float64).clamp(min=-1e5).requires_grad_()
+    expected = head_oracle.log_probs_and_entropy(leaf, torch.tensor(FAR_LABELS))
+    (gradient,) = torch.autograd.grad((expected[0] - expected[1]).sum(), leaf)
+    alone, (first, second) = far(), run_ranks(2, far_on_rank)
+    assert first[:2] == second[:2]
+    for found in (alone, [*first[:2], first[2] + second[2]]):
+        log_probs, entropy, of_logits = (torch.tensor(one, dtype=torch.float64) for one in found)
+        torch.testing.assert_close(log_probs, expected[0].detach(), rtol=1e-6, atol=0)
+        torch.testing.assert_close(entropy, expected[1].detach(), rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(of_logits.T, gradient, rtol=1e-6, atol=1e-6)
     assert log_probs_from_logits(torch.tensor([[0.0, torch.nan]]), torch.tensor([0])).log_probs.isnan().all()
 
 

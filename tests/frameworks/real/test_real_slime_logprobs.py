@@ -1,7 +1,7 @@
 """slime's own log-probs and entropy, from a checkout (SLIME_PATH=~/slime), are ours: values and gradients, TP 1 and 2.
 
-Its `calculate_log_probs_and_entropy` keeps a label outside the kept ids too. Its entropy is that of all ids, whatever is
-kept for the log-probs; ours is that of the distribution that the log-probs are of, so with kept ids only log-probs are
+Its `calculate_log_probs_and_entropy` keeps a label outside the kept ids too. Its entropy is that of all ids, whatever
+is kept for the log-probs; ours is that of the distribution that the log-probs are of: with kept ids only log-probs are
 compared.
 """
 
