@@ -81,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--vocabulary", type=int, default=131072)
     parser.add_argument("--hidden-size", type=int, default=32)
     parser.add_argument("--seq-length", type=int, default=4096)
-    parser.add_argument("--prompts", type=int, default=12, help="Prompt groups in the pack.")
+    parser.add_argument("--prompts", type=int, default=10, help="Prompt groups in the pack.")
     parser.add_argument("--chunk-tokens", type=int, default=256)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--json", type=Path, metavar="OUT", help="Write the figures there.")
@@ -94,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         # Embedding and output layer, float32: weight, gradient, two moments.
         row["weights MB"] = 2 * 4 * 4 * row["vocabulary"] * args.hidden_size / MB
     logits = 4 * args.seq_length * args.vocabulary / MB
-    about = machine() | {"tokens": args.seq_length, "hidden": args.hidden_size, "chunk tokens": args.chunk_tokens}
+    about = machine() | {"threads": args.threads, "tokens": args.seq_length, "hidden": args.hidden_size, "chunk tokens": args.chunk_tokens}
     about |= {"logits MB": logits}
     print(", ".join(f"{key} {value}" for key, value in about.items()))
     print(tabulate(rows, headers="keys", floatfmt=".6g"))
