@@ -94,7 +94,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         # Embedding and output layer, float32: weight, gradient, two moments.
         row["weights MB"] = 2 * 4 * 4 * row["vocabulary"] * args.hidden_size / MB
     logits = 4 * args.seq_length * args.vocabulary / MB
-    about = machine() | {"threads": args.threads, "tokens": args.seq_length, "hidden": args.hidden_size, "chunk tokens": args.chunk_tokens}
+    about = machine() | {
+        "threads": args.threads,
+        "tokens": args.seq_length,
+        "hidden": args.hidden_size,
+        "chunk tokens": args.chunk_tokens,
+    }
     about |= {"logits MB": logits}
     print(", ".join(f"{key} {value}" for key, value in about.items()))
     print(tabulate(rows, headers="keys", floatfmt=".6g"))
