@@ -239,27 +239,34 @@ class Reading:
         z[label]; and sum z exp z. The third is 0 where another rank has the label, the fourth where no entropy is
         asked for. One pass.
         """
-        labels = self.labels[part]
-        found = logits.new_zeros(4, len(labels), dtype=_accumulator(logits.dtype))
+        column, here = self._columns(self.labels[part])
+        found = logits.new_zeros(4, len(column), dtype=_accumulator(logits.dtype))
         if self.held == 0:
             found[0] = -math.inf
             return found
         for rows, z, q in self._blocks(logits, found.dtype):
-            x, column, here = logits[rows, : self.held], *self._columns(labels[rows])
+            x = logits[rows, : self.held]
             if self.keep is not None:
-                x = self._dropped(x, z, part, rows, column, here)
-            top = x.amax(-1).to(found.dtype)
-            nothing = top == -math.inf  # of a rank's ids, none may be kept
-            centre = top.masked_fill(nothing, 0)
-            label = x.gather(1, column)[:, 0].to(found.dtype)
-            self._softmax(x, centre, q, nothing)
-            total = q.amax(-1).reciprocal_().masked_fill_(nothing, 0)  # the largest q is exp(0) / total
-            found[0, rows], found[1, rows] = top, total
-            found[2, rows] = ((label - centre) * self.scale).masked_fill_(~here, 0)
+                x = self._dropped(x, z, part, rows, column[rows], here[rows])
+            found[0, rows] = top = x.amax(-1).to(found.dtype)
+            nothing = self._nothing(top == -math.inf)
+            top = top if nothing is None else top.masked_fill(nothing, 0)
+            self._softmax(x, top, q, nothing)
+            found[1, rows] = q.amax(-1)
             if self.entropy:
-                self._centre(x, centre, z)
-                found[3, rows] = self._weighted(z, q).mul_(total)
+                self._centre(x, top, z)
+                found[3, rows] = self._weighted(z, q)
+        top = found[0]
+        nothing = top == -math.inf
+        found[1] = found[1].reciprocal_().masked_fill_(nothing, 0)  # the largest q is exp(0) / total
+        found[3] *= found[1]
+        label = logits[:, : self.held].gather(1, column)[:, 0].to(found.dtype)
+        found[2] = ((label - top.masked_fill(nothing, 0)) * self.scale).masked_fill_(~here, 0)
         return found
+
+    def _nothing(self, nothing: Tensor) -> Tensor | None:
+        """Tokens of whose ids none counts here: there are some where ids are kept, or other ranks have ids."""
+        return nothing if self.keep is not None or self.tp_group is not None else None
 
     def combine(self, statistics: Tensor, part: slice = slice(None)) -> tuple[Tensor, Tensor, Tensor | None]:
         """Over all ranks' statistics of a part's tokens: what normalises them, log_prob and entropy.
@@ -302,39 +309,44 @@ class Reading:
         the gradients of log-prob and entropy: scale (g [j = label] - q (g + h (log q + entropy))).
         """
         top, total, held = norm
-        labels = self.labels[part]
+        column, here = self._columns(self.labels[part])
         into[:, self.held :] = 0
+        factor = -self.scale * held  # q is of this rank's columns
+        g, h = of_log_probs, None if entropy is None else of_entropy
+        slope = level = at_label = None
+        if h is not None and entropy is not None:
+            level = h * (entropy - total.log())
+            slope, level = (factor * h)[:, None], (factor * (level if g is None else level + g))[:, None]
+        elif g is not None:
+            slope = (factor * g)[:, None]
+        if g is not None:
+            at_label = (g * here * self.scale)[:, None]
         for rows, z, q in self._blocks(logits, norm.dtype, into):
-            x, column, here = logits[rows, : self.held], *self._columns(labels[rows])
+            x = logits[rows, : self.held]
             if self.keep is not None:
-                x = self._dropped(x, z, part, rows, column, here)
-            self._softmax(x, top[rows], q, held[rows] == 0)
-            g = None if of_log_probs is None else of_log_probs[rows]
-            factor = -self.scale * held[rows]  # q is of this rank's columns
-            if of_entropy is None or entropy is None:
-                assert g is not None
-                torch.mul(q, (factor * g)[:, None], out=z)
+                x = self._dropped(x, z, part, rows, column[rows], here[rows])
+            self._softmax(x, top[rows], q, self._nothing(held[rows] == 0))
+            assert slope is not None
+            if level is None:
+                torch.mul(q, slope[rows], out=z)
             else:
-                h = of_entropy[rows]
-                level = h * (entropy[rows] - total[rows].log())
-                level = level if g is None else level + g
                 self._centre(x, top[rows], z)
                 if self.infinite:
                     z.clamp_(min=_NEVER)
-                z.mul_((factor * h)[:, None]).add_((factor * level)[:, None]).mul_(q)
-            if g is not None:
-                z.scatter_add_(1, column, (g * here * self.scale)[:, None])
+                z.mul_(slope[rows]).add_(level[rows]).mul_(q)
+            if at_label is not None:
+                z.scatter_add_(1, column[rows], at_label[rows])
             if into.dtype != z.dtype:
                 into[rows, : self.held] = z
 
-    def _softmax(self, x: Tensor, centre: Tensor, q: Tensor, nothing: Tensor) -> None:
+    def _softmax(self, x: Tensor, centre: Tensor, q: Tensor, nothing: Tensor | None) -> None:
         """Over this rank's columns, into `q`, by one kernel; 0 where `nothing` counts."""
         if self.scale == 1:
             torch.softmax(x, -1, dtype=q.dtype, out=q)
         else:
             self._centre(x, centre, q)
             q.copy_(torch.softmax(q, -1))
-        if self.keep is not None or self.tp_group is not None:
+        if nothing is not None:
             q.masked_fill_(nothing[:, None], 0)
 
     def _weighted(self, z: Tensor, q: Tensor) -> Tensor:
@@ -386,7 +398,7 @@ class Reading:
 _NEVER = -1e4
 
 #: Entries of scratch: on the host what its caches hold, on a device enough to fill it.
-_HOST_BLOCK, _DEVICE_BLOCK = 2**20, 2**25
+_HOST_BLOCK, _DEVICE_BLOCK = 2**19, 2**25
 
 
 def block_tokens(columns: int, device: torch.device) -> int:
