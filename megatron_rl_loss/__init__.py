@@ -4,6 +4,8 @@ Everything here is torch and NumPy. `megatron_rl_loss.arguments` holds the flags
 adapter.
 """
 
+from megatron_rl_loss.audit.check_loss import LossReport, check_loss
+from megatron_rl_loss.audit.trainers import Trainer
 from megatron_rl_loss.errors import BadBatchError
 from megatron_rl_loss.folding import fold_into_advantages, is_folded
 from megatron_rl_loss.invariance import ModeReport, check_reducer
@@ -30,6 +32,7 @@ __all__ = [
     "Gathered",
     "Layout",
     "LocalTokens",
+    "LossReport",
     "Mode",
     "ModeInputs",
     "ModeReport",
@@ -37,11 +40,13 @@ __all__ = [
     "Reducer",
     "Samples",
     "StepTotals",
+    "Trainer",
     "UnitCounts",
     "ZigzagBSHD",
     "ZigzagResponse",
     "ZigzagTHD",
     "available_modes",
+    "check_loss",
     "check_reducer",
     "fold_into_advantages",
     "group_relative_advantages",

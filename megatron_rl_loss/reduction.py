@@ -19,6 +19,7 @@ from megatron_rl_loss.layouts import Layout
 from megatron_rl_loss.masks import HostMasks
 from megatron_rl_loss.modes import ModeFunction, OwnMode
 from megatron_rl_loss.samples import LocalTokens, Samples
+from megatron_rl_loss.tap import tap
 from megatron_rl_loss.totals import StepTotals, UnitCounting
 from megatron_rl_loss.weights import weigh, weigh_at_the_door
 
@@ -89,7 +90,10 @@ class WeightedSum:
         weights: float32 [num_local_tokens], in the order of the losses. They move to the device of the losses.
         gradient_scale: the gradient is that of so many sums (see `Gathered`).
         zero_only_where_masked: whether no other token than those that the loss mask leaves out has weight 0.
+        name: of the loss term, for an audit.
     """
+
+    name = "pg"
 
     def __init__(self, weights: Tensor, local: LocalTokens, aggregation: Aggregation) -> None:
         self.weights = weights
@@ -107,6 +111,7 @@ class WeightedSum:
         """This sum of the losses, and sums of further values, not differentiated, by `metric_sum` (by default this)."""
         metric_sum = metric_sum or self
         self._check("per_token_loss", per_token_loss)
+        tap(per_token_loss, self.name, samples=self._samples, asked=lambda: self.weights * self.gradient_scale)
         for values in metrics:
             metric_sum._check("a metric", values)
         device = per_token_loss.device

@@ -9,6 +9,7 @@
 | `output_head` | the output layer in chunks of tokens, by the model's `output_processor`                   |
 | `handover`    | what reaches Megatron must be what a micro-batch handed out                               |
 | `probe`       | whether the installed Megatron, this model and this configuration are safe                |
+| `audit`       | `Audit`: what a step does to each token, measured as it runs                              |
 | `patch`       | the two names of `megatron.training.training` that `attached()` replaces                  |
 """
 

@@ -11,19 +11,22 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.utils import get_model_config, log_single_rank, unwrap_model
+from megatron.core.utils import get_model_config, log_single_rank
 
 from megatron_rl_loss.aliases import resolve
 from megatron_rl_loss.arguments import AggregationSettings, check_command_line, validate_loss_aggregation_args
 from megatron_rl_loss.errors import explain, refused
 from megatron_rl_loss.exchange import agree_on
+from megatron_rl_loss.megatron.audit_interval import IntervalAudits
 from megatron_rl_loss.megatron.forward_pass import ForwardPass
+from megatron_rl_loss.megatron.groups import groups_of
 from megatron_rl_loss.megatron.handover import ForwardStep, Microbatches, checked
 from megatron_rl_loss.megatron.lookahead import DataIterator, LookAhead, SamplesOf, look_ahead
 from megatron_rl_loss.megatron.microbatch import Step
 from megatron_rl_loss.megatron.patch import Schedule, patched_pretrain
 from megatron_rl_loss.megatron.probe import check_contract, check_model
 from megatron_rl_loss.megatron.summary import describe_step, summarize
+from megatron_rl_loss.tap import asking
 from megatron_rl_loss.totals import StepTotals, attempt, compare_totals, reduce_step_totals
 from megatron_rl_loss.weights import missing_counts
 
@@ -65,6 +68,7 @@ class LossAggregation:
         self._totals_of = totals_of
         self._before_step = before_step
         self._last_step: Step | None = None
+        self._audits = IntervalAudits(settings.audit_interval)
         self._metric_modes: tuple[str, ...] | None = None  # not known before a first step has gone through
 
     @classmethod
@@ -110,18 +114,21 @@ class LossAggregation:
             **kwargs: Any,
         ) -> Any:
             microbatches = self.begin_step(data_iterator, model=model, num_microbatches=num_microbatches)
-            if self._before_step is not None and not kwargs.get("forward_only"):
+            training = not kwargs.get("forward_only")
+            if self._before_step is not None and training:
                 iterators = microbatches if isinstance(microbatches, list) else [microbatches]
                 chunks = [one.all if isinstance(one, Microbatches) else None for one in iterators]
                 pass_ = ForwardPass(forward_backward_func, model, chunks, num_microbatches=num_microbatches, **kwargs)
                 self._before_step(pass_)
-            return forward_backward_func(
-                forward_step_func=checked(forward_step_func),
-                data_iterator=microbatches,
-                model=model,
-                num_microbatches=num_microbatches,
-                **kwargs,
-            )
+            with asking(self.settings.aggregation), self._audits.step(model, self._pg_collection, training):
+                reports = forward_backward_func(
+                    forward_step_func=checked(forward_step_func),
+                    data_iterator=microbatches,
+                    model=model,
+                    num_microbatches=num_microbatches,
+                    **kwargs,
+                )
+            return self._audits.reported(reports) if training else reports
 
         return schedule
 
@@ -146,7 +153,7 @@ class LossAggregation:
         """
         chunks = model if isinstance(model, list) else [model]
         config = get_model_config(chunks[0])
-        groups = self._groups_of(chunks[0])
+        groups = groups_of(chunks[0], self._pg_collection)
         count = get_num_microbatches() if num_microbatches is None else num_microbatches
         per_token = bool(config.calculate_per_token_loss)
         check_model(self.settings, config, chunks)
@@ -241,15 +248,3 @@ class LossAggregation:
             log_single_rank(logger, logging.WARNING, explain("empty_step_warning"))
         if per_token and tokens is not None and tokens >= 2**31:
             raise refused("too_many_tokens", tokens=tokens)
-
-    def _groups_of(self, chunk: Any) -> ProcessGroupCollection:
-        needed = ("tp", "pp", "cp", "dp", "dp_cp")
-        groups = self._pg_collection
-        if groups is None:
-            groups = getattr(unwrap_model(chunk), "pg_collection", None)
-            if groups is None or any(getattr(groups, name, None) is None for name in needed):
-                groups = ProcessGroupCollection.use_mpu_process_groups(list(needed))
-        missing = [name for name in needed if getattr(groups, name, None) is None]
-        if missing:
-            raise refused("groups_missing", missing=", ".join(missing))
-        return groups

@@ -88,7 +88,7 @@ class Microbatch:
     @cached_property
     def pg_loss(self) -> WeightedSum:
         """Per-token policy loss -> this rank's share of the step loss, by the asked mode."""
-        return self._reducer(self._step.aggregation)
+        return self._reducer(self._step.aggregation, "pg")
 
     @cached_property
     def sample_mean(self) -> WeightedSum:
@@ -96,17 +96,19 @@ class Microbatch:
         self._step.uses.add("sample_mean")
         if self._step.aggregation.mode.name == "sample_mean":
             return self.pg_loss  # one vector of weights for both
-        return self._reducer(resolve("sample_mean", units=self._step.aggregation.units))
+        return self._reducer(resolve("sample_mean", units=self._step.aggregation.units), "sample_mean")
 
     @cached_property
     def token_mean(self) -> WeightedSum:
         """Per-token values -> this rank's share of their token mean: for metrics, whatever the mode."""
         self._step.uses.add("token_mean")
-        return self._reducer(resolve("token_mean"))
+        return self._reducer(resolve("token_mean"), "token_mean")
 
-    def _reducer(self, aggregation: Aggregation) -> WeightedSum:
+    def _reducer(self, aggregation: Aggregation, name: str) -> WeightedSum:
         self._reduced = True
-        return reducer_of(aggregation, self._local, self.totals)
+        reducer = reducer_of(aggregation, self._local, self.totals)
+        reducer.name = name
+        return reducer
 
     @cached_property
     def _local(self) -> LocalTokens:

@@ -31,6 +31,7 @@ YAML_FLAGS = YAML | {
     "loss_aggregation_units": "all",
     "loss_aggregation_empty_step": "warn",
     "loss_aggregation_with_per_token_loss": False,
+    "loss_aggregation_audit_interval": None,
     "custom_pg_loss_reducer_function_path": None,
 }
 
@@ -55,9 +56,10 @@ NO_PATH = "a path that does not load or names no function"
 
 
 ELSEWHERE = "another framework's setting that is not exact in every layout"
+CONTRADICTED = "a divisor or counting that contradicts its name"
 
 
-CONTRADICTED = "or a divisor or unit counting that contradicts its name"
+AUDITED = "an audit interval that is no number of steps"
 
 
 ABSENT = "flags that were never registered, that `--yaml-cfg` dropped, or that are misspelt and ignored"
@@ -96,12 +98,12 @@ FLAG_ROWS = [
          "--loss-aggregation-empty-step: invalid choice: 'skip'", "", f"{AGGREGATE}-empty-step error", "SystemExit"),
     flag("unknown empty-step handling, from YAML", UNKNOWN, YAML_FLAGS | {"loss_aggregation_empty_step": "skip"},
          "empty step handling 'skip'", "Choose one of", YAML_FLAGS | {"loss_aggregation_empty_step": "error"}),
-    flag("another framework's mean of means", f"{ELSEWHERE}, {CONTRADICTED}", f"{AGGREGATE} trl:bnpo",
+    flag("another framework's mean of means", ELSEWHERE, f"{AGGREGATE} trl:bnpo",
          "loss aggregation 'trl:bnpo'", "Choose 'token_mean'", f"{AGGREGATE} trl:dapo"),
-    flag("another divisor than the name's", f"{ELSEWHERE}, {CONTRADICTED}",
+    flag("another divisor than the name's", CONTRADICTED,
          f"{AGGREGATE} verl:token-sum {AGGREGATE}-divisor 8", "divisor 8.0 with loss aggregation 'verl:token-sum'",
          "Drop the divisor", f"{AGGREGATE} verl:token-sum"),
-    flag("another counting than the name's", f"{ELSEWHERE}, {CONTRADICTED}",
+    flag("another counting than the name's", CONTRADICTED,
          f"{AGGREGATE} trl:grpo {AGGREGATE}-units active", "unit counting 'active' with loss aggregation 'trl:grpo'",
          "Drop the counting", f"{AGGREGATE} trl:grpo {AGGREGATE}-units all"),
     flag("own mode and a mode", "a custom path with another mode than the default",
@@ -123,6 +125,10 @@ FLAG_ROWS = [
          "Add these keys to the YAML file", YAML_FLAGS),
     flag("one flag dropped by --yaml-cfg", ABSENT, {k: v for k, v in YAML_FLAGS.items() if "units" not in k},
          "args without loss_aggregation_units", "Add these keys to the YAML file", YAML_FLAGS),
+    flag("audit interval of 0 steps", AUDITED, f"{AGGREGATE}-audit-interval 0", "--loss-aggregation-audit-interval 0",
+         "Give 100, say, or leave it out", f"{AGGREGATE}-audit-interval 1"),
+    flag("audit interval true, from YAML", AUDITED, YAML_FLAGS | {"loss_aggregation_audit_interval": True},
+         "--loss-aggregation-audit-interval True", "Give 100, say", YAML_FLAGS),
     flag("misspelt flag", "", "--loss-agregation token_mean", "unrecognized arguments: --loss-agregation", "",
          f"{AGGREGATE} token_mean", "SystemExit"),
     flag("abbreviated flag", "", "--loss-agg token_mean", "unrecognized arguments: --loss-agg", "",
