@@ -89,6 +89,9 @@ TABLES = [
     Table("Pictures of a measured step", "unit/test_audit_picture.py"),
     Table("What must be said", "unit/test_said_at_the_door.py"),
     Table("Counts, sizes and ranks", "unit/test_checks.py"),
+    Table("Log-probs from logits", "unit/test_logprobs.py"),
+    Table("Log-probs and losses from hidden states", "unit/test_chunked_head.py"),
+    Table("Other projects' kernels", "unit/test_kernels.py"),
     Table("Modes of one's own", "unit/test_modes.py"),
     Table("Names of other frameworks", "unit/test_aliases.py", "REFUSED", with_text_last("ValueError", patterns=True)),
     Table("Policy losses and advantages", "unit/test_losses.py"),
@@ -105,6 +108,8 @@ TABLES = [
         with_text_last("BadBatchError"),
     ),
     Table("The example's flags", "megatron/test_example.py", "REFUSED", with_text_last("")),
+    Table("Its flags of log-probs", "megatron/test_log_probs_example.py", "REFUSED", with_text_last("")),
+    Table("Output layers that do more", "megatron/test_output_head.py", "REFUSED", with_text_last("ValueError")),
     Table("The example's file", "examples/test_rollouts.py", "BAD_LINES", with_text_last("ValueError", patterns=True)),
 ]  # fmt: skip
 

@@ -18,8 +18,9 @@ from megatron_rl_loss.arguments import AggregationSettings, check_command_line, 
 from megatron_rl_loss.errors import explain, refused
 from megatron_rl_loss.exchange import agree_on
 from megatron_rl_loss.megatron.audit_interval import IntervalAudits
+from megatron_rl_loss.megatron.forward_pass import ForwardPass
 from megatron_rl_loss.megatron.groups import groups_of
-from megatron_rl_loss.megatron.handover import ForwardStep, checked
+from megatron_rl_loss.megatron.handover import ForwardStep, Microbatches, checked
 from megatron_rl_loss.megatron.lookahead import DataIterator, LookAhead, SamplesOf, look_ahead
 from megatron_rl_loss.megatron.microbatch import Step
 from megatron_rl_loss.megatron.patch import Schedule, patched_pretrain
@@ -32,6 +33,7 @@ from megatron_rl_loss.weights import missing_counts
 logger = logging.getLogger(__name__)
 
 TotalsOf = Callable[[list[Any]], StepTotals]
+BeforeStep = Callable[[ForwardPass], None]
 
 
 class LossAggregation:
@@ -48,6 +50,7 @@ class LossAggregation:
         totals_of: for users who know the step's counts beforehand: a step's micro-batches of this rank (none on a
             pipeline stage that reads no data) -> `StepTotals`. Spares the collectives after the first step, which
             compares them with the exchanged ones, and with them the errors' way to other ranks.
+        before_step: called with a `ForwardPass` before each step is trained on, on all ranks: recomputes log-probs.
     """
 
     def __init__(
@@ -57,11 +60,13 @@ class LossAggregation:
         *,
         pg_collection: ProcessGroupCollection | None = None,
         totals_of: TotalsOf | None = None,
+        before_step: BeforeStep | None = None,
     ) -> None:
         self.settings = settings
         self._samples_of = samples_of
         self._pg_collection = pg_collection
         self._totals_of = totals_of
+        self._before_step = before_step
         self._last_step: Step | None = None
         self._audits = IntervalAudits(settings.audit_interval)
         self._metric_modes: tuple[str, ...] | None = None  # not known before a first step has gone through
@@ -74,6 +79,7 @@ class LossAggregation:
         *,
         pg_collection: ProcessGroupCollection | None = None,
         totals_of: TotalsOf | None = None,
+        before_step: BeforeStep | None = None,
     ) -> "LossAggregation":
         """Validate Megatron's parsed `args` and build.
 
@@ -83,7 +89,7 @@ class LossAggregation:
         settings = validate_loss_aggregation_args(args)
         for notice in settings.notices:
             log_single_rank(logger, logging.WARNING, notice)
-        return cls(settings, samples_of, pg_collection=pg_collection, totals_of=totals_of)
+        return cls(settings, samples_of, pg_collection=pg_collection, totals_of=totals_of, before_step=before_step)
 
     def attached(self) -> AbstractContextManager[None]:
         """For the duration of a ``with``, Megatron's `pretrain` runs every schedule through `wrap_schedule`.
@@ -109,6 +115,11 @@ class LossAggregation:
         ) -> Any:
             microbatches = self.begin_step(data_iterator, model=model, num_microbatches=num_microbatches)
             training = not kwargs.get("forward_only")
+            if self._before_step is not None and training:
+                iterators = microbatches if isinstance(microbatches, list) else [microbatches]
+                chunks = [one.all if isinstance(one, Microbatches) else None for one in iterators]
+                pass_ = ForwardPass(forward_backward_func, model, chunks, num_microbatches=num_microbatches, **kwargs)
+                self._before_step(pass_)
             with asking(self.settings.aggregation), self._audits.step(model, self._pg_collection, training):
                 reports = forward_backward_func(
                     forward_step_func=checked(forward_step_func),

@@ -73,10 +73,12 @@ class Microbatch:
         samples: what `samples_of` said of it.
         totals: denominators of the whole step.
         handed_out: loss and token count as `loss` or `carry` returned them last, or None.
+        known: by name, what a forward pass before the step gave for this rank's tokens (see `forward_pass`).
     """
 
     def __init__(self, data: Any, samples: Samples, step: Step) -> None:
         self.handed_out: tuple[Handed, Handed] | None = None
+        self.known: dict[str, Tensor] = {}
         self._reduced = False
         self.data = data
         self.samples = samples
