@@ -18,6 +18,7 @@ from megatron_rl_loss.losses import (
 from megatron_rl_loss.modes import MODES, Mode, ModeInputs, available_modes, register_pg_loss_reducer
 from megatron_rl_loss.reduction import Reducer, make_pg_loss_reducer
 from megatron_rl_loss.samples import LocalTokens, Samples
+from megatron_rl_loss.segments import segment_mean, segment_sum, to_tokens
 from megatron_rl_loss.totals import StepTotals, UnitCounts
 from megatron_rl_loss.weights import token_weights
 
@@ -50,6 +51,9 @@ __all__ = [
     "make_pg_loss_reducer",
     "ppo_clip_loss",
     "register_pg_loss_reducer",
+    "segment_mean",
+    "segment_sum",
+    "to_tokens",
     "token_weights",
     "truncated_importance_weights",
 ]

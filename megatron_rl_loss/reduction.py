@@ -131,13 +131,7 @@ class WeightedSum:
         return share + (self.gradient_scale - 1) * (share - share.detach())
 
     def _check(self, what: str, values: Tensor) -> None:
-        if not isinstance(values, Tensor) or not values.is_floating_point():
-            kind = values.dtype if isinstance(values, Tensor) else type(values).__name__
-            raise refused("no_float_losses", what=what, kind=kind)
-        if tuple(values.shape) not in self._shapes:
-            shapes = " or ".join(map(str, self._shapes))
-            hint = _layout_hint(values.numel(), len(self.weights), self._samples)
-            raise refused("losses_of_other_shape", what=what, shape=tuple(values.shape), shapes=shapes, hint=hint)
+        check_values(what, values, self._shapes, len(self.weights), self._samples)
 
     def _weights_on(self, device: torch.device) -> Tensor:
         if self.weights.device != device:
@@ -242,6 +236,19 @@ def _sums_without_looking(
         table[0].masked_fill_(weights == 0, 0)
         table[1:].masked_fill_(metric_weights == 0, 0)
     return list(table.sum(1).unbind())
+
+
+def check_values(
+    what: str, values: Tensor, shapes: Sequence[tuple[int, ...]], num_local: int, samples: Samples
+) -> None:
+    """Refuse what is not one float for each token that a rank holds."""
+    if not isinstance(values, Tensor) or not values.is_floating_point():
+        kind = values.dtype if isinstance(values, Tensor) else type(values).__name__
+        raise refused("no_float_losses", what=what, kind=kind)
+    if tuple(values.shape) not in shapes:
+        hint = _layout_hint(values.numel(), num_local, samples)
+        shown = " or ".join(map(str, shapes))
+        raise refused("losses_of_other_shape", what=what, shape=tuple(values.shape), shapes=shown, hint=hint)
 
 
 def _layout_hint(num_losses: int, num_local: int, samples: Samples) -> str:

@@ -263,6 +263,11 @@ class LocalTokens:
         masks = self.samples.masks
         return masks.tensor(self.spread(masks.from_host(torch.arange(len(self.samples), device="cpu"))))
 
+    @property
+    def counts(self) -> Tensor:
+        """How many of these tokens go with each sample, in order, int64 [num_samples] on the host."""
+        return torch.from_numpy(self._counts)
+
     def of(self, buffer: Tensor) -> Tensor:
         """The rank's part, [num_local_tokens, ...], of values of all tokens, [total_tokens, ...].
 

@@ -90,6 +90,7 @@ TABLES = [
     Table("Counts, sizes and ranks", "unit/test_checks.py"),
     Table("Modes of one's own", "unit/test_modes.py"),
     Table("Names of other frameworks", "unit/test_aliases.py", "REFUSED", with_text_last("ValueError", patterns=True)),
+    Table("Sums over sequences", "unit/test_segments.py"),
     Table("Policy losses and advantages", "unit/test_losses.py"),
     Table("Flags, as the library sees them", "unit/test_arguments.py"),
     Table("Micro-batches", "megatron/test_microbatch.py"),

@@ -155,6 +155,7 @@ class LossAggregation:
             cp_size=groups.cp.size(),
             dp_cp_size=groups.dp_cp.size(),
             per_token=per_token,
+            cp_group=groups.cp,
         )
         if self._last_step is None:
             self._announce(step, groups)

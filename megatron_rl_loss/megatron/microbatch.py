@@ -12,18 +12,20 @@ returned so that the gradient is exactly that of the sum of all shares:
 Carrier C counts real tokens, so auxiliary losses that Megatron divides by them keep their scale.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 import torch
 from torch import Tensor
 
 from megatron_rl_loss.aliases import Aggregation, resolve
 from megatron_rl_loss.errors import refused
+from megatron_rl_loss.exchange import Group
 from megatron_rl_loss.reduction import WeightedSum, reducer_of
 from megatron_rl_loss.samples import LocalTokens, Samples
+from megatron_rl_loss.segments import OfTokens, Per, Replicated, segment_mean, segment_sum, to_tokens
 from megatron_rl_loss.totals import StepTotals
 
 #: What Megatron's schedule takes from a loss function: loss, token count, report.
@@ -41,6 +43,7 @@ class Step:
     cp_size: int
     dp_cp_size: int
     per_token: bool
+    cp_group: Group | None = None
     report_keys: list[str] = field(default_factory=list)
     uses: set[str] = field(default_factory=set)  # modes of metrics
     _constants: dict[torch.device, tuple[Tensor, Tensor]] = field(default_factory=dict)
@@ -104,11 +107,37 @@ class Microbatch:
 
     def _reducer(self, aggregation: Aggregation) -> WeightedSum:
         self._reduced = True
-        return reducer_of(aggregation, self._local, self.totals)
+        return reducer_of(aggregation, self.tokens, self.totals)
 
     @cached_property
-    def _local(self) -> LocalTokens:
+    def tokens(self) -> LocalTokens:
+        """What this CP rank holds of the micro-batch."""
         return self.samples.local(self._step.cp_rank, self._step.cp_size)
+
+    @property
+    def cp_group(self) -> Group | None:
+        """The context-parallel group."""
+        return self._step.cp_group
+
+    @overload
+    def segment_sum(self, values: Tensor, *, per: Per = ...) -> Replicated: ...
+    @overload
+    def segment_sum(self, values: Sequence[Tensor], *, per: Per = ...) -> tuple[Replicated, ...]: ...
+    def segment_sum(self, values: Tensor | Sequence[Tensor], *, per: Per = "sample") -> Any:
+        """`segments.segment_sum` over this micro-batch's samples or rollouts, whole ones: one number a sample."""
+        return segment_sum(values, self.tokens, self.cp_group, per=per, totals=self.totals)
+
+    @overload
+    def segment_mean(self, values: Tensor, *, per: Per = ...) -> Replicated: ...
+    @overload
+    def segment_mean(self, values: Sequence[Tensor], *, per: Per = ...) -> tuple[Replicated, ...]: ...
+    def segment_mean(self, values: Tensor | Sequence[Tensor], *, per: Per = "sample") -> Any:
+        """`segments.segment_mean` over this micro-batch's samples or rollouts, whole ones: one number a sample."""
+        return segment_mean(values, self.tokens, self.cp_group, per=per, totals=self.totals)
+
+    def to_tokens(self, of_samples: Tensor) -> OfTokens:
+        """A number a sample -> its sample's number at every token that this rank holds, [num_local_tokens]."""
+        return to_tokens(of_samples, self.tokens)
 
     def local(self, tensor: Tensor) -> Tensor:
         """This CP rank's part of a model input or of anything else that has a value a token.
@@ -125,12 +154,12 @@ class Microbatch:
         """
         total_tokens = self.samples.total_tokens
         if tensor.dim() < 2 or tensor.shape[0] == total_tokens:
-            return self._local.of(tensor)
-        rows, num_local = tensor.shape[0], len(self._local)
+            return self.tokens.of(tensor)
+        rows, num_local = tensor.shape[0], len(self.tokens)
         of_rows = self.samples.loss_shapes(num_local, self._step.cp_size)  # a cut of the whole buffer would mix rows
         if tensor.shape[:2].numel() != total_tokens or (rows, num_local // rows) not in [(1, num_local), *of_rows]:
             raise refused("not_all_tokens", shape=tuple(tensor.shape), total_tokens=total_tokens)
-        return self._local.of(tensor.flatten(0, 1)).unflatten(0, (rows, -1))
+        return self.tokens.of(tensor.flatten(0, 1)).unflatten(0, (rows, -1))
 
     def loss(self, per_token_loss: Tensor, metrics: Mapping[str, Tensor] | None = None) -> Carried:
         """What a Megatron ``loss_func`` returns: the aggregated loss, a token count, and the report.
@@ -192,7 +221,7 @@ class Microbatch:
         layout = self.samples.layout
         if layout is not None and layout.replicated_over_cp and self._step.cp_rank > 0:
             return torch.zeros((), dtype=torch.int32)  # counted on the first of the ranks that all hold them
-        return self._local.num_active.to(torch.int32)
+        return self.tokens.num_active.to(torch.int32)
 
 
 def _check_shares(shares: Mapping[str, Tensor]) -> None:
