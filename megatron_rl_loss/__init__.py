@@ -10,15 +10,26 @@ from megatron_rl_loss.invariance import ModeReport, check_reducer
 from megatron_rl_loss.layouts import Contiguous, Gathered, Layout, ZigzagBSHD, ZigzagResponse, ZigzagTHD
 from megatron_rl_loss.losses import (
     PolicyLoss,
+    cispo_loss,
+    distillation_advantages,
+    dppo_loss,
     group_relative_advantages,
     kl_estimate,
     ppo_clip_loss,
-    truncated_importance_weights,
+    sapo_loss,
+    value_loss,
 )
 from megatron_rl_loss.modes import MODES, Mode, ModeInputs, available_modes, register_pg_loss_reducer
+from megatron_rl_loss.off_policy import (
+    importance_weights,
+    keep_sequences,
+    surviving_masks,
+    truncated_importance_weights,
+)
 from megatron_rl_loss.reduction import Reducer, make_pg_loss_reducer
 from megatron_rl_loss.samples import LocalTokens, Samples
 from megatron_rl_loss.segments import segment_mean, segment_sum, to_tokens
+from megatron_rl_loss.sequence_losses import gmpo_loss, gspo_loss, gspo_token_loss
 from megatron_rl_loss.totals import StepTotals, UnitCounts
 from megatron_rl_loss.weights import token_weights
 
@@ -44,16 +55,27 @@ __all__ = [
     "ZigzagTHD",
     "available_modes",
     "check_reducer",
+    "cispo_loss",
+    "distillation_advantages",
+    "dppo_loss",
     "fold_into_advantages",
+    "gmpo_loss",
     "group_relative_advantages",
+    "gspo_loss",
+    "gspo_token_loss",
+    "importance_weights",
     "is_folded",
+    "keep_sequences",
     "kl_estimate",
     "make_pg_loss_reducer",
     "ppo_clip_loss",
     "register_pg_loss_reducer",
+    "sapo_loss",
     "segment_mean",
     "segment_sum",
+    "surviving_masks",
     "to_tokens",
     "token_weights",
     "truncated_importance_weights",
+    "value_loss",
 ]

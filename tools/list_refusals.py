@@ -92,6 +92,8 @@ TABLES = [
     Table("Names of other frameworks", "unit/test_aliases.py", "REFUSED", with_text_last("ValueError", patterns=True)),
     Table("Sums over sequences", "unit/test_segments.py"),
     Table("Policy losses and advantages", "unit/test_losses.py"),
+    Table("Policy losses of a sequence", "unit/test_sequence_losses.py"),
+    Table("Corrections off policy", "unit/test_off_policy.py"),
     Table("Flags, as the library sees them", "unit/test_arguments.py"),
     Table("Micro-batches", "megatron/test_microbatch.py"),
     Table("Launches: flags, data, configuration, losses, files", "megatron/test_bad_input.py", "ROWS", from_rows),

@@ -1,7 +1,7 @@
 """slime's and miles's own gathers of sequences, beside `segment_mean`: the same numbers, and what each exchanges.
 
-From checkouts that SLIME_PATH and MILES_PATH name. Real: their `all_gather_with_cp` and `compute_gspo_kl`, on a CP group
-over gloo; of their parallel state only what says this group.
+From checkouts that SLIME_PATH and MILES_PATH name. Real: their `all_gather_with_cp` and `compute_gspo_kl`, on a CP
+group over gloo; of their parallel state only what says this group.
 """
 
 from collections.abc import Callable
