@@ -63,6 +63,8 @@ def check_callable(what: str, value: object, rule: str, remedy: str) -> None:
 
 def check_cp(cp_rank: int, cp_size: int) -> None:
     """Refuse a CP coordinate that cannot be one."""
+    if type(cp_rank) is type(cp_size) is int and 0 <= cp_rank < cp_size:
+        return
     if not is_int(cp_rank) or not is_int(cp_size):
         raise refused("cp_place_no_ints", cp_rank=cp_rank, cp_size=cp_size)
     if not 0 <= cp_rank < cp_size:

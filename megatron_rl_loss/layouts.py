@@ -26,10 +26,13 @@ from megatron_rl_loss.errors import refused
 
 Ints = npt.NDArray[np.int64]
 IntList = Sequence[int] | Tensor | npt.NDArray[Any]
+_INT64 = np.dtype(np.int64)
 
 
 def as_ints(name: str, values: IntList) -> Ints:
     """`values` as a 1-D int64 array; TypeError for anything that is not whole numbers."""
+    if type(values) is np.ndarray and values.dtype is _INT64 and values.ndim == 1:
+        return values
     if isinstance(values, np.ndarray | Tensor):
         whole = isinstance(values, np.ndarray) or not (values.is_floating_point() or values.is_complex())
         array = values.numpy(force=True) if isinstance(values, Tensor) and whole else values
@@ -61,7 +64,10 @@ def _shown(values: Ints, most: int = 8) -> str:
 
 def _first(condition: npt.NDArray[np.bool_]) -> int | None:
     """Index of the first True, or None."""
-    return int(condition.argmax()) if np.count_nonzero(condition) else None  # any() takes five times as long
+    if not condition.size:
+        return None
+    i = int(condition.argmax())  # any() takes five times as long
+    return i if condition[i] else None
 
 
 class Layout(ABC):

@@ -33,7 +33,7 @@ def join(values: Sequence[Tensor], starts: Ints, lengths: Ints, total_tokens: in
         padding = joined.new_zeros(int(gaps.max()))
         paddings = [padding[:gap] for gap in gaps.tolist()]
         joined = torch.cat([part for pair in zip(paddings, values, strict=False) for part in pair] + paddings[-1:])
-    return joined.detach()
+    return joined.detach() if joined.requires_grad else joined
 
 
 class HostMasks:
@@ -41,7 +41,7 @@ class HostMasks:
 
     def __init__(self, buffer: Tensor) -> None:
         # NumPy has no bfloat16, and compares float16 in float16.
-        half = buffer.is_floating_point() and buffer.element_size() < 4
+        half = buffer.dtype.is_floating_point and buffer.dtype.itemsize < 4
         self._buffer = (buffer.float() if half else buffer).numpy()
         self.holds_flags = self._buffer.dtype.kind != "f"
 
@@ -54,10 +54,9 @@ class HostMasks:
         return self._sums(self._buffer != 0, starts, lengths)
 
     def _sums(self, buffer: Values, starts: Ints, lengths: Ints) -> Values:
-        filled = lengths > 0
-        if 0 < len(starts) == np.count_nonzero(filled):
+        if 0 < len(starts) == np.count_nonzero(lengths):
             return np.add.reduceat(buffer, starts, dtype=np.float64)  # what lies between masks is 0
-        sums = np.zeros(len(starts))
+        filled, sums = lengths > 0, np.zeros(len(starts))
         if np.count_nonzero(filled):
             sums[filled] = np.add.reduceat(buffer, starts[filled], dtype=np.float64)
         return sums
@@ -67,9 +66,9 @@ class HostMasks:
         values = self._buffer
         if not values.size or values.dtype == np.bool_:
             return True
-        low, high = np.minimum.reduce(values), np.maximum.reduce(values)
         if self.holds_flags:
-            return bool(low >= 0 and high <= 1)
+            return int(np.bitwise_or.reduce(values)) in (0, 1)  # a bit that any of them has, the sign's too, is seen
+        low, high = np.minimum.reduce(values), np.maximum.reduce(values)
         largest = np.float32(LARGEST)  # NumPy 1 would compare in float64, NumPy 2 in float16
         return bool(low >= 0 and high <= largest and not ((values < SMALLEST) & (values != 0)).any())  # NaN is neither
 

@@ -96,7 +96,7 @@ class WeightedSum:
         self.gradient_scale = local.gradient_scale
         self.zero_only_where_masked = not isinstance(aggregation.mode, OwnMode)
         self._samples = local.samples
-        self._shapes = local.samples.loss_shapes(len(weights), local.cp_size)
+        self._shapes = local.samples.loss_shapes(weights.numel(), local.cp_size)
 
     def __call__(self, per_token_loss: Tensor) -> Tensor:
         return self.with_metrics(per_token_loss, [])[0]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl_loss.aliases import resolve
-from megatron_rl_loss.checks import check_int
+from megatron_rl_loss.checks import check_int, require
 from megatron_rl_loss.errors import refused
 from megatron_rl_loss.modes import Mode
 from megatron_rl_loss.reduction import reducer_of
@@ -90,13 +90,12 @@ def _count(name: str, value: float | Tensor | None, mode: str, here: Tensor) -> 
     """A count of the whole step, at least this micro-batch's own; 1 for a step without anything to count."""
     if value is None:
         raise refused("count_missing_in_verl", mode=mode, name=name)
-    if isinstance(value, Tensor) and value.device.type != "cpu":
-        return torch.where((value == 0) & (here == 0), 1, value)
-    if here.device.type != "cpu" and value > 0:
-        return value  # without making the device wait
-    if float(value) * (1 + 1e-6) < float(here) or not value >= 0:
-        raise refused("count_too_small_in_verl", name=name, value=float(value), here=float(here))
-    return value if value > 0 else 1
+    require(
+        value * (1 + 1e-6) >= here,  # on a device without making it wait
+        "count_too_small_in_verl",
+        lambda: {"name": name, "value": float(value), "here": float(here)},
+    )
+    return torch.where(value == 0, 1, value) if isinstance(value, Tensor) else value or 1
 
 
 @dataclass(frozen=True)
