@@ -30,17 +30,19 @@ from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_
 from megatron.training.arguments import parse_and_validate_args
 from rollouts import Pack, Rollout, packs_of_rank, read_rollouts
 
-from megatron_rl_loss import ppo_clip_loss
+from megatron_rl_loss import POLICY_LOSSES, policy_loss
 from megatron_rl_loss.arguments import add_loss_aggregation_args
 from megatron_rl_loss.megatron import LossAggregation, Microbatch, next_microbatch
+from megatron_rl_loss.policy_losses import check_goes_with
 
 
 def add_args(parser: ArgumentParser) -> ArgumentParser:
     group = parser.add_argument_group("GRPO on a file of rollouts")
     group.add_argument("--rollouts", required=True, help="JSONL file, see rollouts.py.")
     group.add_argument("--prompts-per-step", type=int, default=8, help="Prompt groups a step, all their rollouts.")
-    group.add_argument("--clip-low", type=float, default=0.2, help="PPO clip range below 1.")
-    group.add_argument("--clip-high", type=float, default=0.28, help="PPO clip range above 1.")
+    group.add_argument("--policy-loss", choices=POLICY_LOSSES, default="ppo", help="Formulas: docs/losses.md.")
+    group.add_argument("--clip-low", type=float, help="Clip range below 1; each loss has its default, PPO 0.2.")
+    group.add_argument("--clip-high", type=float, help="Clip range above 1; each loss has its default, PPO 0.28.")
     group.add_argument("--no-advantage-std", action="store_true", help="Do not divide advantages by the group's std.")
     return add_loss_aggregation_args(parser)  # (1) the flags, chained
 
@@ -83,17 +85,33 @@ def forward_step(data_iterator: Iterator[Microbatch], model: Any) -> tuple[Tenso
     def loss_func(negative_log_probs: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         log_probs, advantages = -negative_log_probs, local(pack.advantages)
         metrics = {"log_prob": log_probs, "advantage_x_log_prob": advantages * log_probs}
-        if pack.old_log_probs is None:
+        if pack.old_log_probs is None and args.policy_loss == "ppo":
             per_token_loss = -advantages * log_probs  # REINFORCE: the gradient of the clipped loss at ratio 1
         else:
-            old_log_probs = local(pack.old_log_probs)
-            clip = {"clip_low": args.clip_low, "clip_high": args.clip_high}
-            policy = ppo_clip_loss(log_probs, old_log_probs, advantages, **clip)
+            old_log_probs = log_probs.detach() if pack.old_log_probs is None else local(pack.old_log_probs)
+            policy = policy_loss(
+                args.policy_loss,
+                log_probs,
+                old_log_probs,
+                advantages,
+                microbatch.tokens,  # where the tokens of a sequence lie
+                microbatch.cp_group,
+                **clip_range(args),
+            )
             per_token_loss = policy.per_token_loss
             metrics |= {"clip_fraction": policy.clipped, "ppo_kl": policy.ppo_kl}
         return microbatch.loss(per_token_loss, metrics)  # (3) per-token losses in, Megatron's return value out
 
     return negative_log_probs, loss_func
+
+
+def clip_range(args: Any) -> dict[str, float | None]:
+    """What the flags say; PPO's range is that of DAPO."""
+    low, high = (0.2, 0.28) if args.policy_loss == "ppo" else (None, None)
+    return {
+        "clip_low": low if args.clip_low is None else args.clip_low,
+        "clip_high": high if args.clip_high is None else args.clip_high,
+    }
 
 
 def on_device(pack: Pack) -> Any:
@@ -113,6 +131,7 @@ def main() -> None:
     provider.is_distributed = True  # type: ignore[attr-defined]  # every rank reads: the step's totals need its masks
     # (4) validates the flags, before the model's config is made; knows how to find the masks and ids in a batch
     aggregation = LossAggregation.from_args(args, samples_of=lambda pack: pack.samples)
+    check_goes_with(args.policy_loss, aggregation.settings.aggregation, **clip_range(args))
     print_rank_0(aggregation.settings.describe())
     model_config = gpt_config_from_args(args)
     if args.transformer_impl == "local":

@@ -26,6 +26,7 @@ from megatron_rl_loss.off_policy import (
     surviving_masks,
     truncated_importance_weights,
 )
+from megatron_rl_loss.policy_losses import POLICY_LOSSES, policy_loss
 from megatron_rl_loss.reduction import Reducer, make_pg_loss_reducer
 from megatron_rl_loss.samples import LocalTokens, Samples
 from megatron_rl_loss.segments import segment_mean, segment_sum, to_tokens
@@ -37,6 +38,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "MODES",
+    "POLICY_LOSSES",
     "BadBatchError",
     "Contiguous",
     "Gathered",
@@ -68,6 +70,7 @@ __all__ = [
     "keep_sequences",
     "kl_estimate",
     "make_pg_loss_reducer",
+    "policy_loss",
     "ppo_clip_loss",
     "register_pg_loss_reducer",
     "sapo_loss",

@@ -93,6 +93,7 @@ TABLES = [
     Table("Sums over sequences", "unit/test_segments.py"),
     Table("Policy losses and advantages", "unit/test_losses.py"),
     Table("Policy losses of a sequence", "unit/test_sequence_losses.py"),
+    Table("Policy losses by name", "unit/test_policy_losses.py"),
     Table("Corrections off policy", "unit/test_off_policy.py"),
     Table("Flags, as the library sees them", "unit/test_arguments.py"),
     Table("Micro-batches", "megatron/test_microbatch.py"),
