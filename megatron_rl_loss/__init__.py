@@ -31,6 +31,7 @@ from megatron_rl_loss.reduction import Reducer, make_pg_loss_reducer
 from megatron_rl_loss.samples import LocalTokens, Samples
 from megatron_rl_loss.segments import segment_mean, segment_sum, to_tokens
 from megatron_rl_loss.sequence_losses import gmpo_loss, gspo_loss, gspo_token_loss
+from megatron_rl_loss.terms import Term
 from megatron_rl_loss.totals import StepTotals, UnitCounts
 from megatron_rl_loss.weights import token_weights
 
@@ -51,6 +52,7 @@ __all__ = [
     "Reducer",
     "Samples",
     "StepTotals",
+    "Term",
     "UnitCounts",
     "ZigzagBSHD",
     "ZigzagResponse",

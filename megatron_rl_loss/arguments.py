@@ -3,14 +3,14 @@
 import difflib
 import importlib
 from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 from megatron_rl_loss.aliases import Aggregation, resolve
 from megatron_rl_loss.checks import check_callable, check_choice
 from megatron_rl_loss.errors import refused
-from megatron_rl_loss.modes import MODES, ModeFunction, OwnMode
+from megatron_rl_loss.modes import MODES, Mode, ModeFunction, OwnMode, find_mode
 from megatron_rl_loss.totals import UnitCounting
 
 EmptyStep = Literal["warn", "error"]
@@ -22,7 +22,12 @@ _FLAGS = (
     "loss_aggregation_empty_step",
     "loss_aggregation_with_per_token_loss",
     "custom_pg_loss_reducer_function_path",
+    "kl_loss_aggregation",
+    "entropy_loss_aggregation",
+    "value_loss_aggregation",
 )
+#: Terms of the loss whose mode has a flag.
+_TERMS = ("kl", "entropy", "value")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,12 +39,14 @@ class AggregationSettings:
         empty_step: what a step without one active token is: a ``warn``-ing and zero gradients, or an ``error``.
         with_per_token_loss: the mode may run on a model whose config calculates per-token loss.
         notices: what the user should be told.
+        terms: how terms of the loss are aggregated that say no mode themselves, by name; others are as the policy loss.
     """
 
     aggregation: Aggregation = field(default_factory=lambda: resolve("sample_mean"))
     empty_step: EmptyStep = "warn"
     with_per_token_loss: bool = False
     notices: tuple[str, ...] = ()
+    terms: Mapping[str, Aggregation] = field(default_factory=dict)
 
     @classmethod
     def resolve(
@@ -51,6 +58,7 @@ class AggregationSettings:
         empty_step: EmptyStep = "warn",
         with_per_token_loss: bool = False,
         notice: str | None = None,
+        terms: Mapping[str, str | None] | None = None,
     ) -> "AggregationSettings":
         """From a mode's name (another framework's, or a function) and what else the user gave; raises as `resolve`."""
         check_choice("empty step handling", empty_step, get_args(EmptyStep))
@@ -60,7 +68,21 @@ class AggregationSettings:
             empty_step=empty_step,
             with_per_token_loss=with_per_token_loss,
             notices=tuple(text for text in (notice, aggregation.notice) if text),
-        )
+        ).with_terms(terms or {})
+
+    def with_terms(self, modes: Mapping[str, str | None]) -> "AggregationSettings":
+        """With a mode for each term by name, counting the units that the policy loss counts; None says nothing.
+
+        Raises as `resolve`; a mode that takes a divisor has that of the policy loss.
+        """
+        units = self.aggregation.units
+        terms = {}
+        for name, mode in modes.items():
+            if mode is not None:
+                known = find_mode(mode)
+                takes = isinstance(known, Mode) and known.takes_divisor
+                terms[name] = resolve(mode, divisor=self.aggregation.divisor if takes else None, units=units)
+        return replace(self, terms={**self.terms, **terms})
 
     @property
     def mode_name(self) -> str:
@@ -68,14 +90,15 @@ class AggregationSettings:
 
     @property
     def needs_prompt_ids(self) -> bool:
-        """Whether the mode groups samples by prompt."""
-        mode = self.aggregation.mode
-        return not isinstance(mode, OwnMode) and mode.unit == "prompt"
+        """Whether the mode, or that of a term, groups samples by prompt."""
+        modes = [one.mode for one in (self.aggregation, *self.terms.values())]
+        return any(not isinstance(mode, OwnMode) and mode.unit == "prompt" for mode in modes)
 
     @property
     def uses_prompt_ids(self) -> bool:
-        """Whether the mode groups samples by prompt, or is the user's own, which may."""
-        return isinstance(self.aggregation.mode, OwnMode) or self.needs_prompt_ids
+        """Whether a mode groups samples by prompt, or is the user's own, which may."""
+        modes = [one.mode for one in (self.aggregation, *self.terms.values())]
+        return any(isinstance(mode, OwnMode) for mode in modes) or self.needs_prompt_ids
 
     def describe(self) -> str:
         """One line for the log."""
@@ -124,6 +147,13 @@ def add_loss_aggregation_args(parser: ArgumentParser) -> ArgumentParser:
         default=None,
         help="pkg.mod.fn or pkg.mod:fn of a mode of your own: fn(ModeInputs) -> weights beside the mask.",
     )
+    for name in _TERMS:
+        group.add_argument(
+            f"--{name}-loss-aggregation",
+            metavar="MODE",
+            default=None,
+            help=f"How a term of the loss named {name!r} is aggregated; default: as the policy loss.",
+        )
     return parser
 
 
@@ -158,6 +188,7 @@ def validate_loss_aggregation_args(args: Namespace) -> AggregationSettings:
         empty_step=args.loss_aggregation_empty_step,
         with_per_token_loss=args.loss_aggregation_with_per_token_loss,
         notice=notice,
+        terms={name: getattr(args, f"{name}_loss_aggregation") for name in _TERMS},
     )
     check_per_token(settings, per_token)
     return settings

@@ -5,7 +5,7 @@ sound is a tensor that nobody waits for: the step's totals carry it, or `torch._
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 
 import numpy as np
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl_loss import layouts
-from megatron_rl_loss.checks import check_cp, require
+from megatron_rl_loss.checks import check_cp, check_one_each, require
 from megatron_rl_loss.errors import refused
 from megatron_rl_loss.ids import Ids, as_ids
 from megatron_rl_loss.layouts import Ints, Layout, as_ints
@@ -45,9 +45,11 @@ class Samples:
         prompt_ids: one id a sample, equal for the responses to one prompt. Needed by ``prompt_mean``.
         tokens: the micro-batch's input ids or whatever else its replicas must share, of any shape, uncut: then they are
             compared between context, tensor and pipeline parallel ranks along with the masks.
+        term_masks: further masks by name, as `loss_masks`, for terms of the loss that have their own (`Term`).
 
     Attributes:
         loss_masks, layout, tokens: as given.
+        by_mask: the same samples with each of the further masks.
         mask_lengths: int64 array [num_samples].
         rollout_ids, prompt_ids: int64 [num_samples] on the host, or None.
         total_tokens: positions in the layout's buffer.
@@ -68,6 +70,7 @@ class Samples:
         rollout_ids: Ids | None = None,
         prompt_ids: Ids | None = None,
         tokens: Tensor | None = None,
+        term_masks: Mapping[str, Sequence[Tensor]] | None = None,
     ) -> None:
         self.tokens = tokens
         self.loss_masks, self.mask_lengths, self._dtypes = _checked(loss_masks)
@@ -86,6 +89,16 @@ class Samples:
         self.prompt_ids = None if prompt_ids is None else as_ids("prompt_ids", prompt_ids, n)
         if buffer.is_cpu:
             self.check_masks()
+        self.by_mask: dict[str, Samples] = {}
+        for name, masks in (term_masks or {}).items():
+            check_one_each(f"masks {name!r}", len(masks), "loss masks", n)
+            self.by_mask[name] = Samples(masks, layout=layout, rollout_ids=self.rollout_ids, prompt_ids=self.prompt_ids)
+
+    def with_mask(self, name: str | None) -> "Samples":
+        """These samples with one of the further masks, or for None as they are; ValueError for an unknown one."""
+        if name is not None and name not in self.by_mask:
+            raise refused("mask_not_given", name=name, given=", ".join(self.by_mask) or "none")
+        return self if name is None else self.by_mask[name]
 
     def __len__(self) -> int:
         return len(self.loss_masks)
@@ -154,6 +167,8 @@ class Samples:
         digest.update(self.masks.to_bytes())
         for values in (self.rollout_ids, self.prompt_ids, self.tokens):
             digest.update(b"none" if values is None else values.numpy(force=True).tobytes())
+        for name, samples in sorted(self.by_mask.items()):
+            digest.update(name.encode() + samples.masks.to_bytes())
         return digest.digest()
 
     def _check_places(self, what: str, starts: Ints, lengths: Ints) -> None:

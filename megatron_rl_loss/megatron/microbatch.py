@@ -12,6 +12,7 @@ returned so that the gradient is exactly that of the sum of all shares:
 Carrier C counts real tokens, so auxiliary losses that Megatron divides by them keep their scale.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -26,7 +27,9 @@ from megatron_rl_loss.exchange import Group
 from megatron_rl_loss.reduction import WeightedSum, reducer_of
 from megatron_rl_loss.samples import LocalTokens, Samples
 from megatron_rl_loss.segments import OfTokens, Per, Replicated, segment_mean, segment_sum, to_tokens
+from megatron_rl_loss.terms import Term, WeighedTerm, sum_terms
 from megatron_rl_loss.totals import StepTotals
+from megatron_rl_loss.weights import missing_counts
 
 #: What Megatron's schedule takes from a loss function: loss, token count, report.
 Carried = tuple[Tensor, Tensor, dict[str, Tensor]]
@@ -44,6 +47,7 @@ class Step:
     dp_cp_size: int
     per_token: bool
     cp_group: Group | None = None
+    terms: Mapping[str, Aggregation] = field(default_factory=dict)
     report_keys: list[str] = field(default_factory=list)
     uses: set[str] = field(default_factory=set)  # modes of metrics
     _constants: dict[torch.device, tuple[Tensor, Tensor]] = field(default_factory=dict)
@@ -81,6 +85,7 @@ class Microbatch:
     def __init__(self, data: Any, samples: Samples, step: Step) -> None:
         self.handed_out: tuple[Handed, Handed] | None = None
         self._reduced = False
+        self._reducers: dict[Any, WeightedSum] = {}
         self.data = data
         self.samples = samples
         self.totals = step.totals
@@ -105,9 +110,12 @@ class Microbatch:
         self._step.uses.add("token_mean")
         return self._reducer(resolve("token_mean"))
 
-    def _reducer(self, aggregation: Aggregation) -> WeightedSum:
+    def _reducer(self, aggregation: Aggregation, mask: str | None = None) -> WeightedSum:
         self._reduced = True
-        return reducer_of(aggregation, self.tokens, self.totals)
+        if mask is None:
+            return reducer_of(aggregation, self.tokens, self.totals)
+        samples, totals = self.samples.with_mask(mask), self.totals.with_mask(mask)
+        return reducer_of(aggregation, samples.local(self._step.cp_rank, self._step.cp_size), totals)
 
     @cached_property
     def tokens(self) -> LocalTokens:
@@ -161,23 +169,65 @@ class Microbatch:
             raise refused("not_all_tokens", shape=tuple(tensor.shape), total_tokens=total_tokens)
         return self.tokens.of(tensor.flatten(0, 1)).unflatten(0, (rows, -1))
 
-    def loss(self, per_token_loss: Tensor, metrics: Mapping[str, Tensor] | None = None) -> Carried:
+    def loss(
+        self, losses: Tensor | Mapping[str, Tensor | Term], metrics: Mapping[str, Tensor] | None = None
+    ) -> Carried:
         """What a Megatron ``loss_func`` returns: the aggregated loss, a token count, and the report.
 
         Args:
-            per_token_loss: this CP rank's unreduced policy losses, in the layout's order.
+            losses: this CP rank's unreduced policy losses, in the layout's order; or the terms of the loss by name,
+                tensors or `Term`s, which are added up. ``{"pg": losses, "kl": Term(kl, "token_mean", coef=0.01)}``.
             metrics: further per-token values of the same shape, reported as their sample mean, not differentiated.
 
+        Reported are the loss as ``pg_loss``, or for several terms as ``loss`` and each term, without its coefficient,
+        by its own name.
+
         Raises:
-            ValueError: losses or metrics that are not this rank's part of the layout; a metric named ``pg_loss``;
-                metrics whose names differ from those of the step's first micro-batch (Megatron would miss them).
+            ValueError: losses or metrics that are not this rank's part of the layout; a metric with the name of the
+                loss or of a term; no term; a term's mode or mask that nothing was counted for; metrics whose names
+                differ from those of the step's first micro-batch (Megatron would miss them).
         """
         metrics = metrics or {}
-        if "pg_loss" in metrics:
-            raise refused("metric_named_pg_loss")
+        terms = losses if isinstance(losses, Mapping) else {}
+        taken = {"loss", *terms} if isinstance(losses, Mapping) else {"pg_loss"}
+        if clash := sorted(taken & set(metrics)):
+            raise refused("metric_named_as_loss", name=clash[0])
         metric_sum = self.sample_mean if metrics else None
-        share, sums = self.pg_loss.with_metrics(per_token_loss, list(metrics.values()), metric_sum)
-        return self.carry(share, {"pg_loss": share, **dict(zip(metrics, sums, strict=True))})
+        if isinstance(losses, Tensor):
+            share, sums = self.pg_loss.with_metrics(losses, list(metrics.values()), metric_sum)
+            return self.carry(share, {"pg_loss": share, **dict(zip(metrics, sums, strict=True))})
+        if not terms or "loss" in terms:
+            raise refused("odd_terms", given=list(terms))
+        weighed = [self._weighed(name, term) for name, term in terms.items()]
+        share, own, sums = sum_terms(weighed, list(metrics.values()), metric_sum)
+        report = {"loss": share, **dict(zip(terms, own, strict=True)), **dict(zip(metrics, sums, strict=True))}
+        return self.carry(share, report)
+
+    def _weighed(self, name: str, term: Tensor | Term) -> WeighedTerm:
+        """A term with the reducer of its mode and mask; those that share both share the weights."""
+        term = Term(term) if isinstance(term, Tensor) else term
+        policy = self._step.aggregation
+        if term.mode is not None:
+            aggregation = resolve(term.mode, divisor=term.divisor, units=term.units or policy.units)
+        elif term.units is None and term.divisor is None:
+            aggregation = self._step.terms.get(name, policy)
+        else:
+            raise refused("term_without_mode", name=name)
+        if not math.isfinite(term.coef):
+            raise refused("odd_coefficient", name=name, coef=term.coef)
+        key = aggregation.mode, aggregation.divisor, aggregation.units, term.mask
+        if key not in self._reducers:
+            self._reducers[key] = self._reducer_of_term(name, aggregation, term.mask)
+        return WeighedTerm(term.values, self._reducers[key], term.coef)
+
+    def _reducer_of_term(self, name: str, aggregation: Aggregation, mask: str | None) -> WeightedSum:
+        if mask is None and _same(aggregation, self._step.aggregation):
+            return self.pg_loss
+        totals = self.totals.with_mask(mask)
+        with_rollout_ids = self.samples.rollout_ids is not None
+        if missing := missing_counts(aggregation, totals, with_rollout_ids=with_rollout_ids):
+            raise refused("term_not_counted", name=name, mode=aggregation.mode.name, missing=", ".join(missing))
+        return self._reducer(aggregation, mask)
 
     def carry(self, share: Tensor, report: Mapping[str, Tensor]) -> Carried:
         """Hand Megatron a share of the step loss that was put together by hand (a sum of `pg_loss` and a KL term, say).
@@ -222,6 +272,10 @@ class Microbatch:
         if layout is not None and layout.replicated_over_cp and self._step.cp_rank > 0:
             return torch.zeros((), dtype=torch.int32)  # counted on the first of the ranks that all hold them
         return self.tokens.num_active.to(torch.int32)
+
+
+def _same(a: Aggregation, b: Aggregation) -> bool:
+    return (a.mode, a.divisor, a.units) == (b.mode, b.divisor, b.units)
 
 
 def _check_shares(shares: Mapping[str, Tensor]) -> None:

@@ -50,7 +50,7 @@ def test_links_are_used_and_defined() -> None:
 
 
 def test_code_runs() -> None:
-    (block,) = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
+    terms, block = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
     local = Samples([torch.ones(3), torch.ones(2)]).local(0, 1)
     microbatch = SimpleNamespace(
         tokens=local,
@@ -67,6 +67,12 @@ def test_code_runs() -> None:
         "advantages": torch.ones(1, 5),
     }
     exec(block, names)
+    handed: list[Any] = []
+    microbatch.loss = lambda given, metrics: handed.append((given, metrics))
+    exec(terms, names | dict.fromkeys(("losses", "kl", "entropy"), torch.ones(1, 5)))
+    ((given, _),) = handed
+    assert given["kl"].mode == given["nll"].mode == "token_mean"
+    assert (given["nll"].mask, given["entropy"].mode, given["entropy"].coef) == ("correct", None, -0.001)
     loss = names["policy"].per_token_loss
     assert loss.tolist() == [pytest.approx([-1.0004] * 3 + [0] * 2, rel=1e-3)]
     loss.sum().backward()
