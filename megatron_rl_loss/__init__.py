@@ -19,6 +19,7 @@ from megatron_rl_loss.losses import (
     sapo_loss,
     value_loss,
 )
+from megatron_rl_loss.metrics import Metric
 from megatron_rl_loss.modes import MODES, Mode, ModeInputs, available_modes, register_pg_loss_reducer
 from megatron_rl_loss.off_policy import (
     importance_weights,
@@ -45,6 +46,7 @@ __all__ = [
     "Gathered",
     "Layout",
     "LocalTokens",
+    "Metric",
     "Mode",
     "ModeInputs",
     "ModeReport",

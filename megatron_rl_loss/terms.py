@@ -50,7 +50,7 @@ class WeighedTerm:
 
 
 def sum_terms(
-    terms: Sequence[WeighedTerm], metrics: Sequence[Tensor] = (), metric_sum: WeightedSum | None = None
+    terms: Sequence[WeighedTerm], metrics: Sequence[tuple[Tensor, WeightedSum]] = ()
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     """This rank's share of the loss; each term's own share, without its coefficient; and those of the metrics.
 
@@ -58,11 +58,9 @@ def sum_terms(
     """
     for term in terms:
         term.reducer.check("a term", term.values)
-    rows = [(term.values, term.reducer) for term in terms]
-    for values in metrics:
-        assert metric_sum is not None
-        metric_sum.check("a metric", values)
-        rows.append((values, metric_sum))
+    for values, reducer in metrics:
+        reducer.check("a metric", values)
+    rows = [*((term.values, term.reducer) for term in terms), *metrics]
     device = terms[0].values.device
     coefs = _on(device, tuple(float(term.coef) for term in terms))
     with torch.no_grad():

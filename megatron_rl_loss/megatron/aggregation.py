@@ -23,6 +23,7 @@ from megatron_rl_loss.megatron.microbatch import Step
 from megatron_rl_loss.megatron.patch import Schedule, patched_pretrain
 from megatron_rl_loss.megatron.probe import check_contract, check_model
 from megatron_rl_loss.megatron.summary import describe_step, summarize
+from megatron_rl_loss.metrics import put_in
 from megatron_rl_loss.totals import StepTotals, attempt, compare_totals, reduce_step_totals
 from megatron_rl_loss.weights import missing_counts
 
@@ -119,15 +120,24 @@ class LossAggregation:
             **kwargs: Any,
         ) -> Any:
             microbatches = self.begin_step(data_iterator, model=model, num_microbatches=num_microbatches)
-            return forward_backward_func(
+            stored = forward_backward_func(
                 forward_step_func=checked(forward_step_func),
                 data_iterator=microbatches,
                 model=model,
                 num_microbatches=num_microbatches,
                 **kwargs,
             )
+            self._finish_metrics(stored, model)
+            return stored
 
         return schedule
+
+    def _finish_metrics(self, stored: Any, model: Any) -> None:
+        """Reduce what no sum of shares is, where losses were computed: on all ranks of the last stage, or on none."""
+        assert self._last_step is not None
+        if self._last_step.parts.kinds:
+            groups = self._groups_of(model[0] if isinstance(model, list) else model)
+            put_in(stored, self._last_step.parts.finish(groups.dp_cp))
 
     def begin_step(
         self, data_iterator: DataIterator, *, model: Any, num_microbatches: int | None = None

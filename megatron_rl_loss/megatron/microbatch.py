@@ -24,6 +24,7 @@ from torch import Tensor
 from megatron_rl_loss.aliases import Aggregation, resolve
 from megatron_rl_loss.errors import refused
 from megatron_rl_loss.exchange import Group
+from megatron_rl_loss.metrics import MODE_OF, Metric, Parts
 from megatron_rl_loss.reduction import WeightedSum, reducer_of
 from megatron_rl_loss.samples import LocalTokens, Samples
 from megatron_rl_loss.segments import OfTokens, Per, Replicated, segment_mean, segment_sum, to_tokens
@@ -48,6 +49,7 @@ class Step:
     per_token: bool
     cp_group: Group | None = None
     terms: Mapping[str, Aggregation] = field(default_factory=dict)
+    parts: Parts = field(default_factory=Parts)
     report_keys: list[str] = field(default_factory=list)
     uses: set[str] = field(default_factory=set)  # modes of metrics
     _constants: dict[torch.device, tuple[Tensor, Tensor]] = field(default_factory=dict)
@@ -170,17 +172,18 @@ class Microbatch:
         return self.tokens.of(tensor.flatten(0, 1)).unflatten(0, (rows, -1))
 
     def loss(
-        self, losses: Tensor | Mapping[str, Tensor | Term], metrics: Mapping[str, Tensor] | None = None
+        self, losses: Tensor | Mapping[str, Tensor | Term], metrics: Mapping[str, Tensor | Metric] | None = None
     ) -> Carried:
         """What a Megatron ``loss_func`` returns: the aggregated loss, a token count, and the report.
 
         Args:
             losses: this CP rank's unreduced policy losses, in the layout's order; or the terms of the loss by name,
                 tensors or `Term`s, which are added up. ``{"pg": losses, "kl": Term(kl, "token_mean", coef=0.01)}``.
-            metrics: further per-token values of the same shape, reported as their sample mean, not differentiated.
+            metrics: further per-token values of the same shape, not differentiated; reported as their sample mean, or
+                as a `Metric` says.
 
         Reported are the loss as ``pg_loss``, or for several terms as ``loss`` and each term, without its coefficient,
-        by its own name.
+        by its own name. Extremes and variances are NaN unless `LossAggregation.wrap_schedule` ran the schedule.
 
         Raises:
             ValueError: losses or metrics that are not this rank's part of the layout; a metric with the name of the
@@ -188,20 +191,45 @@ class Microbatch:
                 differ from those of the step's first micro-batch (Megatron would miss them).
         """
         metrics = metrics or {}
-        terms = losses if isinstance(losses, Mapping) else {}
-        taken = {"loss", *terms} if isinstance(losses, Mapping) else {"pg_loss"}
+        terms = losses if isinstance(losses, Mapping) else {"pg_loss": losses}
+        several = isinstance(losses, Mapping)
+        taken = {"loss", *terms} if several else {"pg_loss"}
         if clash := sorted(taken & set(metrics)):
             raise refused("metric_named_as_loss", name=clash[0])
-        metric_sum = self.sample_mean if metrics else None
-        if isinstance(losses, Tensor):
-            share, sums = self.pg_loss.with_metrics(losses, list(metrics.values()), metric_sum)
+        plain = [values for values in metrics.values() if isinstance(values, Tensor)]
+        if isinstance(losses, Tensor) and len(plain) == len(metrics):
+            metric_sum = self.sample_mean if metrics else None
+            share, sums = self.pg_loss.with_metrics(losses, plain, metric_sum)
             return self.carry(share, {"pg_loss": share, **dict(zip(metrics, sums, strict=True))})
-        if not terms or "loss" in terms:
+        if not terms or (several and "loss" in terms):
             raise refused("odd_terms", given=list(terms))
         weighed = [self._weighed(name, term) for name, term in terms.items()]
-        share, own, sums = sum_terms(weighed, list(metrics.values()), metric_sum)
-        report = {"loss": share, **dict(zip(terms, own, strict=True)), **dict(zip(metrics, sums, strict=True))}
+        asked = {name: Metric(one) if isinstance(one, Tensor) else one for name, one in metrics.items()}
+        reducers = {name: self._reducer_of_metric(name, metric) for name, metric in asked.items()}
+        rows = [(row, reducers[name]) for name, metric in asked.items() for row in metric.rows()]
+        share, own, sums = sum_terms(weighed, rows)
+        report = {"loss": share, **dict(zip(terms, own, strict=True))} if several else {"pg_loss": share}
+        found = iter(sums)
+        for name, metric in asked.items():
+            if metric.is_sum:
+                report[name] = next(found)
+                continue
+            report[name] = torch.full_like(share.detach(), math.nan)  # until the step is finished
+            if metric.is_extreme:
+                part = metric.extreme(reducers[name])
+            else:
+                part = torch.stack([next(found) for _ in range(3)]).double()
+            self._step.parts.add(name, metric.kind, part)
         return self.carry(share, report)
+
+    def _reducer_of_metric(self, name: str, metric: Metric) -> WeightedSum:
+        if metric.over == "samples" and metric.mask is None:
+            reducer = self.sample_mean
+        else:
+            aggregation = resolve(MODE_OF[metric.over], units=self._step.aggregation.units)
+            reducer = self._reducer_by(name, aggregation, metric.mask)
+        reducer.check("a metric", metric.values)
+        return reducer
 
     def _weighed(self, name: str, term: Tensor | Term) -> WeighedTerm:
         """A term with the reducer of its mode and mask; those that share both share the weights."""
@@ -215,12 +243,16 @@ class Microbatch:
             raise refused("term_without_mode", name=name)
         if not math.isfinite(term.coef):
             raise refused("odd_coefficient", name=name, coef=term.coef)
-        key = aggregation.mode, aggregation.divisor, aggregation.units, term.mask
-        if key not in self._reducers:
-            self._reducers[key] = self._reducer_of_term(name, aggregation, term.mask)
-        return WeighedTerm(term.values, self._reducers[key], term.coef)
+        return WeighedTerm(term.values, self._reducer_by(name, aggregation, term.mask), term.coef)
 
-    def _reducer_of_term(self, name: str, aggregation: Aggregation, mask: str | None) -> WeightedSum:
+    def _reducer_by(self, name: str, aggregation: Aggregation, mask: str | None) -> WeightedSum:
+        """Made once for each mode and mask."""
+        key = aggregation.mode, aggregation.divisor, aggregation.units, mask
+        if key not in self._reducers:
+            self._reducers[key] = self._made_reducer(name, aggregation, mask)
+        return self._reducers[key]
+
+    def _made_reducer(self, name: str, aggregation: Aggregation, mask: str | None) -> WeightedSum:
         if mask is None and _same(aggregation, self._step.aggregation):
             return self.pg_loss
         totals = self.totals.with_mask(mask)

@@ -327,7 +327,7 @@ REFUSALS: dict[str, Refusal] = {
     "a mode that nothing was counted for": (
         loss_of(lambda x: {"pg": x, "kl": Term(x, "prompt_mean")}),
         ValueError,
-        "the term 'kl' by prompt_mean and totals without prompts.all.+terms={'kl': 'prompt_mean'}",
+        "'kl' by prompt_mean and totals without prompts.all.+terms={'kl': 'prompt_mean'}",
         loss_of(lambda x: {"pg": x, "kl": Term(x, "prompt_mean")}, prompts=UnitCounts(all=2, tokens={0: 2, 1: 1})),
     ),
     "a mask that is not there": (

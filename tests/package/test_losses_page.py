@@ -1,6 +1,7 @@
 """docs/losses.md says what is so: its functions are there, its flags are the example's, its code runs."""
 
 import re
+from argparse import ArgumentParser
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,7 @@ from repository import EXAMPLES, ROOT
 import megatron_rl_loss
 from megatron_rl_loss import POLICY_LOSSES, Samples, segment_mean, to_tokens
 from megatron_rl_loss.aliases import resolve
+from megatron_rl_loss.arguments import add_loss_aggregation_args
 from megatron_rl_loss.policy_losses import check_goes_with
 
 PAGE = (ROOT / "docs/losses.md").read_text()
@@ -39,7 +41,8 @@ def test_what_a_row_combines_goes_together() -> None:
 
 
 def test_flags_are_the_examples() -> None:
-    text = (EXAMPLES / "pretrain_grpo.py").read_text()
+    parser = add_loss_aggregation_args(ArgumentParser())
+    text = (EXAMPLES / "pretrain_grpo.py").read_text() + "".join(f'"{flag}"' for flag in parser._option_string_actions)
     for flag in set(re.findall(r"`(--[a-z-]+)", PAGE)) - {"--loss-aggregation", "--loss-aggregation-units"}:
         assert f'"{flag}"' in text, flag
 
