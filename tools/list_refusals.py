@@ -97,6 +97,7 @@ TABLES = [
     Table("Corrections off policy", "unit/test_off_policy.py"),
     Table("Flags, as the library sees them", "unit/test_arguments.py"),
     Table("Terms of a loss", "megatron/test_terms.py"),
+    Table("Metrics", "megatron/test_metrics.py"),
     Table("Micro-batches", "megatron/test_microbatch.py"),
     Table("Launches: flags, data, configuration, losses, files", "megatron/test_bad_input.py", "ROWS", from_rows),
     Table("What a loss function returns", "megatron/test_handover.py", "WRONG", with_text_last("ValueError")),

@@ -53,7 +53,7 @@ def test_links_are_used_and_defined() -> None:
 
 
 def test_code_runs() -> None:
-    terms, block = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
+    terms, metrics, block = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
     local = Samples([torch.ones(3), torch.ones(2)]).local(0, 1)
     microbatch = SimpleNamespace(
         tokens=local,
@@ -73,7 +73,12 @@ def test_code_runs() -> None:
     handed: list[Any] = []
     microbatch.loss = lambda given, metrics: handed.append((given, metrics))
     exec(terms, names | dict.fromkeys(("losses", "kl", "entropy"), torch.ones(1, 5)))
-    ((given, _),) = handed
+    values = dict.fromkeys(("losses", "kl", "entropy", "ratio", "weights"), torch.ones(1, 5))
+    exec(metrics, names | values)
+    (given, _), (_, asked) = handed
+    assert {(one.over, one.kind) for one in asked.values() if isinstance(one, megatron_rl_loss.Metric)} == {
+        ("tokens", "mean"), ("samples", "max"), ("tokens", "variance"), ("tokens", "ess")
+    }  # fmt: skip
     assert given["kl"].mode == given["nll"].mode == "token_mean"
     assert (given["nll"].mask, given["entropy"].mode, given["entropy"].coef) == ("correct", None, -0.001)
     loss = names["policy"].per_token_loss
