@@ -16,7 +16,7 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     license_files=["LICENSE"],
-    packages=["megatron_rl_loss", "megatron_rl_loss.frameworks", "megatron_rl_loss.megatron"],
+    packages=["megatron_rl_loss", "megatron_rl_loss.audit", "megatron_rl_loss.frameworks", "megatron_rl_loss.megatron"],
     package_data={"megatron_rl_loss": ["py.typed", "refusals.ini"]},
     python_requires=">=3.10",
     # Lengths and layouts are NumPy arrays: they are the host's, and small operations cost a third of torch's.
@@ -30,6 +30,7 @@ setup(
         "te": ["transformer-engine[pytorch]"],
         "demo": ["tabulate"],
         "bench": ["tabulate", "matplotlib"],
-        "test": ["pytest>=8", "pytest-timeout", "hypothesis", "ruff", "mypy", "types-tabulate"],
+        "audit": ["matplotlib"],  # its pictures; verdicts and reports need nothing
+        "test": ["matplotlib", "pytest>=8", "pytest-timeout", "hypothesis", "ruff", "mypy", "types-tabulate"],
     },
 )

@@ -6,7 +6,8 @@
 #
 # The first argument is the number of processes on this node (GPUs, or CPU processes where there is no GPU); all others
 # go to Megatron and override the defaults below. Several nodes: set NNODES, NODE_RANK, MASTER_ADDR (and MASTER_PORT).
-# PYTHON names the interpreter; default: .venv's, else python3. SCRIPT is launched in the example's place.
+# PYTHON names the interpreter; default: .venv's, else python3. SCRIPT is launched in the example's place. Where AUDIT is
+# set, with options or empty, the launch ends after one step with its audit: AUDIT="--json verdict.json" ...
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -51,5 +52,8 @@ if [[ ${NNODES:-1} -gt 1 ]]; then
   : "${NODE_RANK:?set NODE_RANK (0 to NNODES-1)}" "${MASTER_ADDR:?set MASTER_ADDR (the first node)}"
   rendezvous=(--nnodes "$NNODES" --node-rank "$NODE_RANK" --master-addr "$MASTER_ADDR" --master-port "${MASTER_PORT:-29500}")
 fi
+audit=()
+# shellcheck disable=SC2206  # options, split at spaces
+if [[ -n ${AUDIT+set} ]]; then audit=(-m megatron_rl_loss audit $AUDIT); fi
 exec "$PYTHON" -m torch.distributed.run "${rendezvous[@]}" --nproc-per-node "$processes" \
-  "${SCRIPT:-examples/pretrain_grpo.py}" "${model[@]}" "${data[@]}" "${training[@]}" "$@"
+  "${audit[@]}" "${SCRIPT:-examples/pretrain_grpo.py}" "${model[@]}" "${data[@]}" "${training[@]}" "$@"

@@ -4,6 +4,8 @@ Everything here is torch and NumPy. `megatron_rl_loss.arguments` holds the flags
 adapter.
 """
 
+from megatron_rl_loss.audit.check_loss import LossReport, check_loss
+from megatron_rl_loss.audit.trainers import Trainer
 from megatron_rl_loss.errors import BadBatchError
 from megatron_rl_loss.folding import fold_into_advantages, is_folded
 from megatron_rl_loss.invariance import ModeReport, check_reducer
@@ -46,6 +48,7 @@ __all__ = [
     "Gathered",
     "Layout",
     "LocalTokens",
+    "LossReport",
     "Metric",
     "Mode",
     "ModeInputs",
@@ -55,11 +58,13 @@ __all__ = [
     "Samples",
     "StepTotals",
     "Term",
+    "Trainer",
     "UnitCounts",
     "ZigzagBSHD",
     "ZigzagResponse",
     "ZigzagTHD",
     "available_modes",
+    "check_loss",
     "check_reducer",
     "cispo_loss",
     "distillation_advantages",

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 from megatron_rl_loss.aliases import Aggregation, resolve
-from megatron_rl_loss.checks import check_callable, check_choice
+from megatron_rl_loss.checks import check_callable, check_choice, is_int
 from megatron_rl_loss.errors import refused
 from megatron_rl_loss.modes import MODES, Mode, ModeFunction, OwnMode, find_mode
 from megatron_rl_loss.totals import UnitCounting
@@ -21,6 +21,7 @@ _FLAGS = (
     "loss_aggregation_units",
     "loss_aggregation_empty_step",
     "loss_aggregation_with_per_token_loss",
+    "loss_aggregation_audit_interval",
     "custom_pg_loss_reducer_function_path",
     "kl_loss_aggregation",
     "entropy_loss_aggregation",
@@ -38,6 +39,7 @@ class AggregationSettings:
         aggregation: mode, divisor and unit counting; another framework's name has become those.
         empty_step: what a step without one active token is: a ``warn``-ing and zero gradients, or an ``error``.
         with_per_token_loss: the mode may run on a model whose config calculates per-token loss.
+        audit_interval: every how many steps the weights are measured; None for never.
         notices: what the user should be told.
         terms: how terms of the loss are aggregated that say no mode themselves, by name; others are as the policy loss.
     """
@@ -45,6 +47,7 @@ class AggregationSettings:
     aggregation: Aggregation = field(default_factory=lambda: resolve("sample_mean"))
     empty_step: EmptyStep = "warn"
     with_per_token_loss: bool = False
+    audit_interval: int | None = None
     notices: tuple[str, ...] = ()
     terms: Mapping[str, Aggregation] = field(default_factory=dict)
 
@@ -57,16 +60,20 @@ class AggregationSettings:
         *,
         empty_step: EmptyStep = "warn",
         with_per_token_loss: bool = False,
+        audit_interval: int | None = None,
         notice: str | None = None,
         terms: Mapping[str, str | None] | None = None,
     ) -> "AggregationSettings":
         """From a mode's name (another framework's, or a function) and what else the user gave; raises as `resolve`."""
         check_choice("empty step handling", empty_step, get_args(EmptyStep))
+        if audit_interval is not None and not (is_int(audit_interval) and audit_interval > 0):
+            raise refused("audit_interval", value=audit_interval)
         aggregation = resolve(mode, divisor=divisor, units=units)
         return cls(
             aggregation=aggregation,
             empty_step=empty_step,
             with_per_token_loss=with_per_token_loss,
+            audit_interval=audit_interval,
             notices=tuple(text for text in (notice, aggregation.notice) if text),
         ).with_terms(terms or {})
 
@@ -142,6 +149,14 @@ def add_loss_aggregation_args(parser: ArgumentParser) -> ArgumentParser:
         help="Keep the mode exact on a model that forces --calculate-per-token-loss.",
     )
     group.add_argument(
+        "--loss-aggregation-audit-interval",
+        metavar="STEPS",
+        type=int,
+        default=None,
+        help="Every so many steps, the first included, measure what the step did to each token and log how far it is "
+        "from what was asked, as loss_aggregation_deviation. Default: never.",
+    )
+    group.add_argument(
         "--custom-pg-loss-reducer-function-path",
         metavar="PATH",
         default=None,
@@ -187,6 +202,7 @@ def validate_loss_aggregation_args(args: Namespace) -> AggregationSettings:
         args.loss_aggregation_units,
         empty_step=args.loss_aggregation_empty_step,
         with_per_token_loss=args.loss_aggregation_with_per_token_loss,
+        audit_interval=args.loss_aggregation_audit_interval,
         notice=notice,
         terms={name: getattr(args, f"{name}_loss_aggregation") for name in _TERMS},
     )

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from megatron_rl_loss.aliases import resolve
+from megatron_rl_loss.drawn_steps import DrawnStep
 from megatron_rl_loss.layouts import Contiguous, Gathered, Layout, ZigzagResponse, ZigzagTHD
 from megatron_rl_loss.modes import ModeFunction
 from megatron_rl_loss.samples import Samples
-from megatron_rl_loss.totals import StepTotals, UnitCounting
+from megatron_rl_loss.totals import UnitCounting
 from megatron_rl_loss.weights import weigh
 
 
@@ -100,9 +101,9 @@ def check_reducer(
     negative = False
     worst: dict[str, Breach] = {}
     for draw in range(draws):
-        step = _Step.random(random.Random(f"{seed}/{draw}"), split_rollouts=draw % 2 == 1)
+        step = DrawnStep.random(random.Random(f"{seed}/{draw}"), split_rollouts=draw % 2 == 1)
 
-        def weights_of(chosen: Sequence[int], cut: "_Cut", step: _Step = step) -> list[Tensor]:
+        def weights_of(chosen: Sequence[int], cut: "_Cut", step: DrawnStep = step) -> list[Tensor]:
             return cut.token_weights(
                 step, chosen, lambda samples, rank, size: weigh(aggregation, samples.local(rank, size), step.totals)
             )
@@ -133,28 +134,6 @@ def _compare(cut: str, found: Tensor, expected: Tensor, samples: int) -> Breach 
 
 
 @dataclass(frozen=True)
-class _Step:
-    masks: list[Tensor]
-    prompt_ids: list[int]
-    rollout_ids: list[int] | None
-    totals: StepTotals
-
-    @classmethod
-    def random(cls, rng: random.Random, split_rollouts: bool) -> "_Step":
-        masks, prompts, rollouts = [], [], []
-        for rollout in range(rng.randrange(1, 7)):
-            prompt = rng.randrange(3)
-            for _ in range(rng.choice([1, 2]) if split_rollouts else 1):
-                share = rng.choice([0.0, 0.5, 0.5, 1.0])  # some are fully masked
-                masks.append(torch.tensor([float(rng.random() < share) for _ in range(rng.randrange(1, 12))]))
-                prompts.append(prompt)
-                rollouts.append(rollout)
-        ids = rollouts if split_rollouts else None
-        totals = StepTotals.from_loss_masks(masks, prompt_ids=prompts, rollout_ids=ids, dp_group=None)
-        return cls(masks, prompts, ids, totals)
-
-
-@dataclass(frozen=True)
 class _Cut:
     """A way of cutting a step: micro-batches of `size` samples (None: one of all), a layout, a number of CP ranks."""
 
@@ -170,7 +149,7 @@ class _Cut:
             yield everything[begin : begin + size]
 
     def token_weights(
-        self, step: _Step, chosen: Sequence[int], weigh_rank: Callable[[Samples, int, int], Tensor]
+        self, step: DrawnStep, chosen: Sequence[int], weigh_rank: Callable[[Samples, int, int], Tensor]
     ) -> list[Tensor]:
         """The weight of each mask entry of the chosen samples, added up over CP ranks."""
         masks = [step.masks[i] for i in chosen]

@@ -80,6 +80,9 @@ class Layout(ABC):
     replicated_over_cp: bool = False
     #: Whether a gather over CP ranks, where there was one, adds their gradients on the way back.
     gather_sums_gradients: bool = True
+    #: Of each sample, int64 [num_samples], where the layout was told: without padding, and without its prompt.
+    total_lengths: Ints | None = None
+    response_lengths: Ints | None = None
 
     @property
     @abstractmethod
@@ -137,7 +140,7 @@ class _PackedSlots(Layout):
         self.filler_slots = filler_slots
         self._starts = cu[:-1]
         self._sizes = sizes
-        self._true_lengths = None if total_lengths is None else as_ints("total_lengths", total_lengths)
+        self.total_lengths = None if total_lengths is None else as_ints("total_lengths", total_lengths)
 
     @property
     def total_tokens(self) -> int:
@@ -157,7 +160,7 @@ class _PackedSlots(Layout):
         slots = self._sample_slots(mask_lengths.size)
         sizes = self._sizes[slots]
         fits = mask_lengths == sizes
-        lengths, allowed = self._true_lengths, "its slot's {}"
+        lengths, allowed = self.total_lengths, "its slot's {}"
         if lengths is not None:
             check_one_each("total_lengths", lengths.size, "loss masks", mask_lengths.size, _SAME_MICROBATCH)
             i = _first((lengths > sizes) | (lengths < 0))
@@ -313,6 +316,7 @@ class ZigzagResponse(Layout):
         i = None if padded is totals else _first(padded < totals)
         if i is not None:
             raise refused("padded_too_short", sample=i, padded=padded[i], total=totals[i])
+        self.total_lengths, self.response_lengths = totals, responses
         self._first_logit, self._responses, self._padded = first_logit, responses, padded
         self._starts = _starts_of(responses)
 

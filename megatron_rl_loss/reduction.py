@@ -19,6 +19,7 @@ from megatron_rl_loss.layouts import Layout
 from megatron_rl_loss.masks import HostMasks
 from megatron_rl_loss.modes import ModeFunction, OwnMode
 from megatron_rl_loss.samples import LocalTokens, Samples
+from megatron_rl_loss.tap import tap
 from megatron_rl_loss.totals import StepTotals, UnitCounting
 from megatron_rl_loss.weights import weigh, weigh_at_the_door
 
@@ -89,7 +90,10 @@ class WeightedSum:
         weights: float32 [num_local_tokens], in the order of the losses. They move to the device of the losses.
         gradient_scale: the gradient is that of so many sums (see `Gathered`).
         zero_only_where_masked: whether no other token than those that the loss mask leaves out has weight 0.
+        name: of the loss term, for an audit.
     """
+
+    name = "pg"
 
     def __init__(self, weights: Tensor, local: LocalTokens, aggregation: Aggregation) -> None:
         self.weights = weights
@@ -107,6 +111,7 @@ class WeightedSum:
         """This sum of the losses, and sums of further values, not differentiated, by `metric_sum` (by default this)."""
         metric_sum = metric_sum or self
         self.check("per_token_loss", per_token_loss)
+        self.tap(per_token_loss, self.name)
         for values in metrics:
             metric_sum.check("a metric", values)
         device = per_token_loss.device
@@ -123,6 +128,10 @@ class WeightedSum:
             return share, []
         with torch.no_grad():
             return share, _sums_of_metrics([values.reshape(-1) for values in metrics], metric_weights)
+
+    def tap(self, values: Tensor, name: str, coef: float = 1.0) -> None:
+        """Let an audit hear the gradient of these losses, and what it should be."""
+        tap(values, name, samples=self._samples, asked=lambda: self.weights * (coef * self.gradient_scale))
 
     def scaled(self, share: Tensor) -> Tensor:
         """The same value with `gradient_scale` times its gradient."""

@@ -119,6 +119,11 @@ class Samples:
             raise
 
     @property
+    def mask_starts(self) -> Ints:
+        """First position of each mask in the layout's buffer, int64 array [num_samples]."""
+        return self._starts
+
+    @property
     def flat_mask(self) -> Tensor:
         """The masks in the layout's buffer, float32 [total_tokens], 0 in padding, on their device."""
         return self.masks.tensor(self.masks.cut(np.zeros(1, np.int64), np.array([self.total_tokens])))

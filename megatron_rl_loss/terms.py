@@ -6,7 +6,7 @@ each term is by itself, without its coefficient, comes along, and so do metrics.
 
 import functools
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron_rl_loss.modes import ModeFunction
 from megatron_rl_loss.reduction import WeightedSum, sums_by_weights
+from megatron_rl_loss.tap import is_listening
 from megatron_rl_loss.totals import UnitCounting
 
 
@@ -44,9 +45,18 @@ class Term:
 class WeighedTerm:
     """A term's values and what reduces them."""
 
+    name: str
     values: Tensor
     reducer: WeightedSum
     coef: float
+
+    def heard(self) -> "WeighedTerm":
+        """The term with losses that an audit hears, apart from what else is made of them; without one, itself."""
+        if not is_listening():
+            return self
+        values = self.values.view_as(self.values)
+        self.reducer.tap(values, self.name, self.coef)
+        return replace(self, values=values)
 
 
 def sum_terms(
@@ -58,6 +68,7 @@ def sum_terms(
     """
     for term in terms:
         term.reducer.check("a term", term.values)
+    terms = [term.heard() for term in terms]
     for values, reducer in metrics:
         reducer.check("a metric", values)
     rows = [*((term.values, term.reducer) for term in terms), *metrics]

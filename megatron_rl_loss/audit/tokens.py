@@ -4,7 +4,9 @@ A token's *effective weight* is the derivative of what the optimizer gets, the r
 respect to that token's unreduced loss. How it is measured is others' affair (`megatron.audit`, `check_loss`).
 """
 
-from dataclasses import dataclass, field
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -56,6 +58,24 @@ class StepTokens:
     def __len__(self) -> int:
         return len(self.mask)
 
+    def groups(self, names: tuple[str, ...]) -> Ints:
+        """Entries that share these attributes: the group of each, numbered from 0 in their order, [num_entries]."""
+        return group_by([getattr(self, name) for name in names], len(self))
+
+
+def group_by(columns: Sequence[Ints], length: int) -> Ints:
+    """Rows that agree in all columns: the group of each, numbered from 0 in lexicographic order, [length]."""
+    group = np.zeros(length, np.int64)
+    for ids in columns:
+        low = ids.min(initial=0)
+        keys = group * (ids.max(initial=0) - low + 1) + ids - low
+        # Entries come in the order of most ids: then no sort is needed.
+        if length and (np.diff(keys) >= 0).all():
+            group = np.cumsum(np.diff(keys, prepend=keys[0]) != 0)
+        else:
+            group = np.unique(keys, return_inverse=True)[1].reshape(-1)
+    return group
+
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredStep:
@@ -68,6 +88,9 @@ class MeasuredStep:
         stray: weight that lies on no entry (padding, other samples' slots): its places and the sum of its sizes.
         unknown: why there can be no verdict, in sentences; empty if there can be one.
         notes: what the measurement can and cannot tell, in sentences.
+        facts: what else is known of the step, by name. ``rounding``: "float32" (also where it is left out), "float16"
+            or "bfloat16", the type that gradients were rounded to; ``steps_per_generation`` and such numbers are tried
+            as factors.
     """
 
     tokens: StepTokens
@@ -77,3 +100,33 @@ class MeasuredStep:
     unknown: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     facts: dict[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> str:
+        """Everything, as JSON; numbers as they are, NaN as ``NaN``."""
+        return json.dumps(asdict(self), default=lambda values: values.tolist())
+
+    @classmethod
+    def from_json(cls, text: str) -> "MeasuredStep":
+        """What `to_json` wrote.
+
+        >>> one = np.zeros(1, np.int64)
+        >>> rows = dict.fromkeys(("sample", "position", "dp_rank", "microbatch", "cp_rank", "rollout", "prompt"), one)
+        >>> step = MeasuredStep(tokens=StepTokens(mask=np.ones(1), **rows), weights=np.ones(1))
+        >>> MeasuredStep.from_json(step.to_json()).split.cp_size
+        1
+        """
+        data = json.loads(text)
+        columns: dict[str, Any] = {
+            name: None if values is None else np.asarray(values, np.float64 if name == "mask" else np.int64)
+            for name, values in data["tokens"].items()
+        }
+        places, size = data["stray"]
+        return cls(
+            tokens=StepTokens(**columns),
+            weights=np.asarray(data["weights"], np.float64),
+            split=Split(**data["split"]),
+            stray=(int(places), float(size)),
+            unknown=tuple(data["unknown"]),
+            notes=tuple(data["notes"]),
+            facts=data["facts"],
+        )

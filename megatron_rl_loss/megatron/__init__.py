@@ -7,6 +7,7 @@
 | `microbatch`  | `Microbatch`, and the carriers: how a share of the step loss gets past Megatron's scaling |
 | `handover`    | what reaches Megatron must be what a micro-batch handed out                               |
 | `probe`       | whether the installed Megatron, this model and this configuration are safe                |
+| `audit`       | `Audit`: what a step does to each token, measured as it runs                              |
 | `patch`       | the two names of `megatron.training.training` that `attached()` replaces                  |
 """
 

@@ -11,12 +11,14 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.utils import get_model_config, log_single_rank, unwrap_model
+from megatron.core.utils import get_model_config, log_single_rank
 
 from megatron_rl_loss.aliases import resolve
 from megatron_rl_loss.arguments import AggregationSettings, check_command_line, validate_loss_aggregation_args
 from megatron_rl_loss.errors import explain, refused
 from megatron_rl_loss.exchange import agree_on
+from megatron_rl_loss.megatron.audit_interval import IntervalAudits
+from megatron_rl_loss.megatron.groups import groups_of
 from megatron_rl_loss.megatron.handover import ForwardStep, checked
 from megatron_rl_loss.megatron.lookahead import DataIterator, LookAhead, SamplesOf, look_ahead
 from megatron_rl_loss.megatron.microbatch import Step
@@ -24,6 +26,7 @@ from megatron_rl_loss.megatron.patch import Schedule, patched_pretrain
 from megatron_rl_loss.megatron.probe import check_contract, check_model
 from megatron_rl_loss.megatron.summary import describe_step, summarize
 from megatron_rl_loss.metrics import put_in
+from megatron_rl_loss.tap import asking
 from megatron_rl_loss.totals import StepTotals, attempt, compare_totals, reduce_step_totals
 from megatron_rl_loss.weights import missing_counts
 
@@ -67,6 +70,7 @@ class LossAggregation:
         self._pg_collection = pg_collection
         self._totals_of = totals_of
         self._last_step: Step | None = None
+        self._audits = IntervalAudits(settings.audit_interval)
         self._metric_modes: tuple[str, ...] | None = None  # not known before a first step has gone through
 
     @classmethod
@@ -120,15 +124,17 @@ class LossAggregation:
             **kwargs: Any,
         ) -> Any:
             microbatches = self.begin_step(data_iterator, model=model, num_microbatches=num_microbatches)
-            stored = forward_backward_func(
-                forward_step_func=checked(forward_step_func),
-                data_iterator=microbatches,
-                model=model,
-                num_microbatches=num_microbatches,
-                **kwargs,
-            )
-            self._finish_metrics(stored, model)
-            return stored
+            training = not kwargs.get("forward_only")
+            with asking(self.settings.aggregation), self._audits.step(model, self._pg_collection, training):
+                reports = forward_backward_func(
+                    forward_step_func=checked(forward_step_func),
+                    data_iterator=microbatches,
+                    model=model,
+                    num_microbatches=num_microbatches,
+                    **kwargs,
+                )
+            self._finish_metrics(reports, model)
+            return self._audits.reported(reports) if training else reports
 
         return schedule
 
@@ -136,7 +142,7 @@ class LossAggregation:
         """Reduce what no sum of shares is, where losses were computed: on all ranks of the last stage, or on none."""
         assert self._last_step is not None
         if self._last_step.parts.kinds:
-            groups = self._groups_of(model[0] if isinstance(model, list) else model)
+            groups = groups_of(model[0] if isinstance(model, list) else model, self._pg_collection)
             put_in(stored, self._last_step.parts.finish(groups.dp_cp))
 
     def begin_step(
@@ -160,7 +166,7 @@ class LossAggregation:
         """
         chunks = model if isinstance(model, list) else [model]
         config = get_model_config(chunks[0])
-        groups = self._groups_of(chunks[0])
+        groups = groups_of(chunks[0], self._pg_collection)
         count = get_num_microbatches() if num_microbatches is None else num_microbatches
         per_token = bool(config.calculate_per_token_loss)
         check_model(self.settings, config, chunks)
@@ -220,8 +226,8 @@ class LossAggregation:
             raise looked
         given = attempt(lambda: self._given_totals(looked, per_token))
         if self._last_step is None:  # once, what was given is compared with what all ranks hold
-            groups_of = {"dp_group": groups.dp, "replica_groups": replicas}
-            return compare_totals(given, looked.samples, **groups_of, masks=self._term_masks)
+            masks = self._term_masks
+            return compare_totals(given, looked.samples, dp_group=groups.dp, replica_groups=replicas, masks=masks)
         if isinstance(given, Exception):
             raise given
         if self._metric_modes is None:
@@ -264,15 +270,3 @@ class LossAggregation:
             log_single_rank(logger, logging.WARNING, explain("empty_step_warning"))
         if per_token and tokens is not None and tokens >= 2**31:
             raise refused("too_many_tokens", tokens=tokens)
-
-    def _groups_of(self, chunk: Any) -> ProcessGroupCollection:
-        needed = ("tp", "pp", "cp", "dp", "dp_cp")
-        groups = self._pg_collection
-        if groups is None:
-            groups = getattr(unwrap_model(chunk), "pg_collection", None)
-            if groups is None or any(getattr(groups, name, None) is None for name in needed):
-                groups = ProcessGroupCollection.use_mpu_process_groups(list(needed))
-        missing = [name for name in needed if getattr(groups, name, None) is None]
-        if missing:
-            raise refused("groups_missing", missing=", ".join(missing))
-        return groups

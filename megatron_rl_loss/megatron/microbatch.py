@@ -96,7 +96,7 @@ class Microbatch:
     @cached_property
     def pg_loss(self) -> WeightedSum:
         """Per-token policy loss -> this rank's share of the step loss, by the asked mode."""
-        return self._reducer(self._step.aggregation)
+        return self._reducer(self._step.aggregation, "pg")
 
     @cached_property
     def sample_mean(self) -> WeightedSum:
@@ -104,20 +104,22 @@ class Microbatch:
         self._step.uses.add("sample_mean")
         if self._step.aggregation.mode.name == "sample_mean":
             return self.pg_loss  # one vector of weights for both
-        return self._reducer(resolve("sample_mean", units=self._step.aggregation.units))
+        return self._reducer(resolve("sample_mean", units=self._step.aggregation.units), "sample_mean")
 
     @cached_property
     def token_mean(self) -> WeightedSum:
         """Per-token values -> this rank's share of their token mean: for metrics, whatever the mode."""
         self._step.uses.add("token_mean")
-        return self._reducer(resolve("token_mean"))
+        return self._reducer(resolve("token_mean"), "token_mean")
 
-    def _reducer(self, aggregation: Aggregation, mask: str | None = None) -> WeightedSum:
+    def _reducer(self, aggregation: Aggregation, name: str, mask: str | None = None) -> WeightedSum:
         self._reduced = True
-        if mask is None:
-            return reducer_of(aggregation, self.tokens, self.totals)
-        samples, totals = self.samples.with_mask(mask), self.totals.with_mask(mask)
-        return reducer_of(aggregation, samples.local(self._step.cp_rank, self._step.cp_size), totals)
+        local = self.tokens
+        if mask is not None:
+            local = self.samples.with_mask(mask).local(self._step.cp_rank, self._step.cp_size)
+        reducer = reducer_of(aggregation, local, self.totals.with_mask(mask))
+        reducer.name = name
+        return reducer
 
     @cached_property
     def tokens(self) -> LocalTokens:
@@ -243,7 +245,7 @@ class Microbatch:
             raise refused("term_without_mode", name=name)
         if not math.isfinite(term.coef):
             raise refused("odd_coefficient", name=name, coef=term.coef)
-        return WeighedTerm(term.values, self._reducer_by(name, aggregation, term.mask), term.coef)
+        return WeighedTerm(name, term.values, self._reducer_by(name, aggregation, term.mask), term.coef)
 
     def _reducer_by(self, name: str, aggregation: Aggregation, mask: str | None) -> WeightedSum:
         """Made once for each mode and mask."""
@@ -259,7 +261,7 @@ class Microbatch:
         with_rollout_ids = self.samples.rollout_ids is not None
         if missing := missing_counts(aggregation, totals, with_rollout_ids=with_rollout_ids):
             raise refused("term_not_counted", name=name, mode=aggregation.mode.name, missing=", ".join(missing))
-        return self._reducer(aggregation, mask)
+        return self._reducer(aggregation, name, mask)
 
     def carry(self, share: Tensor, report: Mapping[str, Tensor]) -> Carried:
         """Hand Megatron a share of the step loss that was put together by hand (a sum of `pg_loss` and a KL term, say).

@@ -31,6 +31,7 @@ YAML_FLAGS = YAML | {
     "loss_aggregation_units": "all",
     "loss_aggregation_empty_step": "warn",
     "loss_aggregation_with_per_token_loss": False,
+    "loss_aggregation_audit_interval": None,
     "custom_pg_loss_reducer_function_path": None,
 }
 
@@ -58,6 +59,9 @@ ELSEWHERE = "another framework's setting that is not exact in every layout"
 
 
 CONTRADICTED = "or a divisor or unit counting that contradicts its name"
+
+
+AUDITED = "an audit interval that is no number of steps"
 
 
 ABSENT = "flags that were never registered, that `--yaml-cfg` dropped, or that are misspelt and ignored"
@@ -123,6 +127,10 @@ FLAG_ROWS = [
          "Add these keys to the YAML file", YAML_FLAGS),
     flag("one flag dropped by --yaml-cfg", ABSENT, {k: v for k, v in YAML_FLAGS.items() if "units" not in k},
          "args without loss_aggregation_units", "Add these keys to the YAML file", YAML_FLAGS),
+    flag("audit interval of 0 steps", AUDITED, f"{AGGREGATE}-audit-interval 0", "--loss-aggregation-audit-interval 0",
+         "Give 100, say, or leave it out", f"{AGGREGATE}-audit-interval 1"),
+    flag("audit interval true, from YAML", AUDITED, YAML_FLAGS | {"loss_aggregation_audit_interval": True},
+         "--loss-aggregation-audit-interval True", "Give 100, say", YAML_FLAGS),
     flag("misspelt flag", "", "--loss-agregation token_mean", "unrecognized arguments: --loss-agregation", "",
          f"{AGGREGATE} token_mean", "SystemExit"),
     flag("abbreviated flag", "", "--loss-agg token_mean", "unrecognized arguments: --loss-agg", "",

@@ -98,6 +98,7 @@ def test_the_provider_returns_its_parser() -> None:
         ("--loss-aggregation token_sum --loss-aggregation-divisor 8", {"mode": "token_sum", "divisor": 8.0}),
         ("--loss-aggregation-units active", {"mode": "sample_mean", "units": "active"}),
         ("--loss-aggregation-empty-step error", {"mode": "sample_mean", "empty_step": "error"}),
+        ("--loss-aggregation-audit-interval 100", {"mode": "sample_mean", "audit_interval": 100}),
         ("--loss-aggregation token_mean --calculate-per-token-loss", {"mode": "token_mean"}),
         (
             "--loss-aggregation prompt_mean --calculate-per-token-loss --loss-aggregation-with-per-token-loss",
@@ -334,10 +335,10 @@ def test_a_missing_flag_is_named(name: str) -> None:
         validate_loss_aggregation_args(args)
 
 
-def test_all_nine_flags_are_missed_at_once() -> None:
+def test_all_ten_flags_are_missed_at_once() -> None:
     with pytest.raises(ValueError, match="args without") as caught:
         validate_loss_aggregation_args(Namespace())
-    assert len(FLAGS) == 9
+    assert len(FLAGS) == 10
     assert all(name in str(caught.value) for name in FLAGS)
 
 

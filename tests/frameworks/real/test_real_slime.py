@@ -9,6 +9,7 @@ import importlib
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from checkouts import SLIME, checkout, load
@@ -56,6 +57,7 @@ def train(root: str, cp: int, steps: list[Step], cases: list[dict[str, Any]]) ->
     from table_step import start
 
     from megatron_rl_loss.frameworks import slime
+    from megatron_rl_loss.megatron.audit import audited
 
     state = start(cp=cp)
     names = ("backends.megatron_utils.model", "backends.megatron_utils.cp_utils", "backends.megatron_utils.data")
@@ -63,6 +65,9 @@ def train(root: str, cp: int, steps: list[Step], cases: list[dict[str, Any]]) ->
     model_module, cp_utils, data_module, accelerator = modules
     cpu = torch.device("cpu")
     accelerator._ACCELERATOR = SimpleNamespace(device=lambda index: cpu, current_device=lambda: cpu)
+    measured: list[Any] = []
+    get_schedule = model_module.get_forward_backward_func
+    model_module.get_forward_backward_func = lambda: audited(get_schedule(), lambda audit: measured.append(audit))
     data = data_of(steps, state.get_data_parallel_rank(), cp_utils.slice_log_prob_with_cp)
     found = []
     for one in cases:
@@ -91,8 +96,22 @@ def train(root: str, cp: int, steps: list[Step], cases: list[dict[str, Any]]) ->
                 step_global_batch_size=data["global_batch_sizes"][step_id],
             )
             errors.append(errors_of(step, one["mode"], one["divisor"], report["pg_loss"], optimizer.gradients[0]))
+            if measured[-1].is_first_rank and "custom_pg_loss_reducer_function_path" in one["flags"]:
+                errors.append(audit_error(measured[-1].measured, one, step))
         found.append(errors)
     return found
+
+
+def audit_error(measured: Any, one: dict[str, Any], step: Step) -> float:
+    """Of an audit of their step, whose loss our hook taps: the largest relative error of a weight."""
+    if measured.unknown:
+        raise AssertionError(measured.unknown)
+    tokens = measured.tokens
+    sums = np.bincount(tokens.sample, tokens.mask).clip(1)[tokens.sample]
+    in_step = sum(float(sample.mask.sum()) for sample in step.samples)  # before any rejection
+    size = {"sample_mean": sums, "token_mean": in_step / step.num_rollouts, "constant": one["divisor"]}[one["mode"]]
+    expected = tokens.mask / size / step.num_rollouts
+    return float(np.abs(measured.weights - expected).max() / expected.max())
 
 
 def case(mode: str, hook: str | None, divisor: float | None = None, **flags: Any) -> dict[str, Any]:

@@ -90,6 +90,20 @@ def test_modes_are_exact(world_size: int, cp: int) -> None:
     for one, found in zip(cases, launch(world_size, cp, cases), strict=True):
         assert found.get("error", 1.0) < TOLERANCE, (one, found)
         assert not found["stock"]
+        assert found["audit_error"] < TOLERANCE, (one, found)
+        assert not found["notes"]
+
+
+@pytest.mark.parametrize(("world_size", "cp"), [(2, 1), (4, 2)])
+def test_an_audit_measures_the_stock_loss_without_a_tap(world_size: int, cp: int) -> None:
+    """The mean over bins (or rows) of their token means, by what train_rl.py hands its loss function."""
+    if cp > 1 and not cuts_log_probs():
+        pytest.skip("this train_rl.py does not cut log-probs for context parallelism")
+    for found in launch(world_size, cp, [case(None, *PACKED), case(None)]):
+        assert found["stock"]
+        assert found["audit_error"] < TOLERANCE, found
+        assert not found["unknown"]
+        assert "Nothing was tapped" in found["notes"][0]
 
 
 def test_a_launch_without_flags_is_stock_and_what_is_refused() -> None:

@@ -1,0 +1,40 @@
+"""Is a loss function what it is meant to be, however a trainer cuts the step? On a CPU in a second; no Megatron."""
+
+from functools import partial
+
+from torch import Tensor
+
+from megatron_rl_loss import Trainer, check_loss
+
+
+def bnpo(losses: Tensor, mask: Tensor, gradient_accumulation_steps: int) -> Tensor:
+    """What `trl` calls bnpo: the token mean of each local batch, averaged."""
+    return (losses * mask).sum() / mask.sum().clamp(min=1) / gradient_accumulation_steps
+
+
+def agg_loss(loss_mat: Tensor, loss_mask: Tensor, mode: str, dp_size: int, batch_num_tokens: int) -> Tensor:
+    """A loss as `verl` calls it, with the mask and counts of the whole step."""
+    assert mode == "token-mean"
+    return (loss_mat * loss_mask).sum() / batch_num_tokens * dp_size
+
+
+def compute_loss(losses: list[Tensor], masks: list[Tensor], loss_scale: Tensor) -> Tensor:
+    """A loss as `prime_rl` calls it: a tensor a sequence, and one number to divide by."""
+    total = sum((one[mask.bool()].sum() for one, mask in zip(losses, masks, strict=True)), losses[0].new_zeros(()))
+    return total / loss_scale.clamp(min=1)
+
+
+def mine(losses: Tensor, mask: Tensor, step_tokens: Tensor) -> Tensor:
+    """A loss of a loop of one's own that forgot that DDP averages over ranks."""
+    return (losses * mask).sum() / step_tokens
+
+
+def main() -> None:
+    print(check_loss(bnpo, "token_mean", trainer="trl"), "\n")
+    print(check_loss(partial(agg_loss, mode="token-mean"), "verl:token-mean", trainer="verl"), "\n")
+    print(check_loss(compute_loss, "token_mean", trainer="prime_rl"), "\n")
+    print(check_loss(mine, "token_mean", trainer=Trainer(microbatches="sum", dp="mean")))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,517 @@
+"""`check_loss`: is a trainer's loss function invariant, and is it the mode it is meant to be? PyTorch alone."""
+
+import functools
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+
+from megatron_rl_loss.aliases import Aggregation, resolve
+from megatron_rl_loss.audit.simulation import CallFailed, LossCase, LossFunction, Signature, measure
+from megatron_rl_loss.audit.tokens import Floats, MeasuredStep
+from megatron_rl_loss.audit.trainers import TRAINERS, Trainer
+from megatron_rl_loss.audit.verdict import Verdict, judge
+from megatron_rl_loss.checks import check_choice, check_int
+from megatron_rl_loss.drawn_steps import DrawnSample, DrawnStep
+from megatron_rl_loss.errors import refused
+from megatron_rl_loss.modes import MODES, Mode, ModeFunction
+from megatron_rl_loss.samples import Samples
+from megatron_rl_loss.totals import UnitCounting
+from megatron_rl_loss.weights import weigh
+
+#: What weights may be off by, relatively: float32 over some hundred tokens, and the small constants that trainers add
+#: to a denominator.
+TOLERANCE = 1e-5
+
+Kind = Literal["weights", "values", "chance", "raises", "no loss", "no graph", "NaN"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is wrong, on the smallest step that shows it.
+
+    Attributes:
+        cut: how that step is cut, in words.
+        kind: ``weights`` that are not what they should be; weights that depend on the losses' ``values``, or on
+            ``chance``; a call that ``raises``, or returns ``no loss``, a loss with ``no graph``, or ``NaN``.
+        says: what it is, on a larger step that tells more of its cause.
+        case: the smallest step. `measure` of the loss function, the trainer and this gives `found` again.
+        found, expected: the weight of each mask entry of it; empty where there is none.
+        verdict: of the audit, on the larger step: the likely causes; None where no weights were measured.
+    """
+
+    cut: str
+    kind: Kind
+    says: str
+    case: LossCase
+    found: tuple[float, ...] = ()
+    expected: tuple[float, ...] = ()
+    verdict: Verdict | None = None
+
+    @property
+    def causes(self) -> tuple[str, ...]:
+        """Names of what the audit holds likely (`audit/causes.py`)."""
+        deviations = () if self.verdict is None else self.verdict.deviations
+        return tuple(cause for deviation in deviations for cause in deviation.causes)
+
+    @property
+    def factors(self) -> tuple[float, float]:
+        """The lowest and the highest of found / expected, over tokens that should weigh something; NaN if none do."""
+        ratios = [found / expected for found, expected in zip(self.found, self.expected, strict=True) if expected]
+        return (min(ratios), max(ratios)) if ratios else (float("nan"), float("nan"))
+
+    def __str__(self) -> str:
+        lines = [f"{self.cut}: {self.says}"]
+        if self.verdict is not None:
+            lines += [f"  likely: {deviation.text}" for deviation in self.verdict.deviations]
+        lines.append(f"  smallest step that shows it: {self.case}")
+        if self.found:
+            lines.append(f"  its tokens weigh {_shown(self.found)}")
+            lines.append(f"  where they should {_shown(self.expected)}")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class LossReport:
+    """What `check_loss` found.
+
+    Attributes:
+        name: of the loss function.
+        asked: the mode it was said to be, or None.
+        trainer: what was assumed of the trainer.
+        draws, seed: random steps tried of each cut, and their seed.
+        findings: what is wrong; none if nothing is.
+        notes: what is worth knowing beside that.
+    """
+
+    name: str
+    asked: Aggregation | None
+    trainer: Trainer
+    draws: int
+    seed: int
+    findings: tuple[Finding, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def sound(self) -> bool:
+        """Whether nothing is wrong: invariant and, if a mode was said, that mode."""
+        return not self.findings
+
+    @property
+    def invariant(self) -> bool:
+        """Whether tokens weigh the same however the step is cut, be it the right mode or another."""
+        return all(finding.kind == "weights" and finding.cut == _UNCUT.name for finding in self.findings)
+
+    def __str__(self) -> str:
+        asked = "" if self.asked is None else f"{_in_words(self.asked)}: "
+        verdict = "sound" if self.sound else "invariant, but NOT that" if self.invariant else "NOT invariant"
+        tried = f"{self.draws} random steps a cut, seed {self.seed}"
+        lines = [f"{self.name}: {asked}{verdict}", f"  assumed: {self.trainer.describe()}; {tried}"]
+        return "\n".join([*lines, *map(str, self.findings), *self.notes])
+
+    def to_json(self) -> dict[str, Any]:
+        """The same as plain data."""
+        return {
+            "name": self.name,
+            "asked": None if self.asked is None else _in_words(self.asked),
+            "trainer": self.trainer.describe(),
+            "draws": self.draws,
+            "seed": self.seed,
+            "sound": self.sound,
+            "invariant": self.invariant,
+            "findings": [
+                {
+                    "cut": one.cut,
+                    "kind": one.kind,
+                    "says": one.says,
+                    "causes": list(one.causes),
+                    "case": repr(one.case),
+                    "found": list(one.found),
+                    "expected": list(one.expected),
+                }
+                for one in self.findings
+            ],
+            "notes": list(self.notes),
+        }
+
+
+def check_loss(
+    loss_fn: LossFunction,
+    mode: str | ModeFunction | None = None,
+    *,
+    trainer: Trainer | str = "pytorch",
+    divisor: float | None = None,
+    units: UnitCounting | None = None,
+    draws: int = 20,
+    seed: int = 0,
+) -> LossReport:
+    """Does a loss function give every token the weight that a mode says, however its trainer cuts the step?
+
+    >>> def my_loss(losses, mask, num_items_in_batch):
+    ...     return (losses * mask).sum() / num_items_in_batch
+    >>> check_loss(my_loss, "token_mean", trainer="transformers").sound
+    True
+
+    Ragged random steps are cut into micro-batches, data-parallel and context-parallel ranks. The function is called as
+    the trainer would, and each token's weight is the derivative of what the optimizer gets by that token's loss.
+
+    Args:
+        loss_fn: ``loss_fn(losses, mask, ...)`` returns a loss. Its other parameters are given by name what they ask
+            for (`megatron_rl_loss.audit.trainers.GIVEN`, and the trainer's own words).
+        mode, divisor, units: what it is meant to be, as in `make_pg_loss_reducer`; None asks for invariance alone.
+        trainer: what is done around the function: a `Trainer`, or the name of one of `TRAINERS`.
+        draws: random steps for each way of cutting.
+        seed: of the random steps.
+
+    Raises:
+        TypeError, ValueError: a function that cannot be called so, or that fails on a plain step of two full rows (with
+            its own error as the cause); a mode, divisor or trainer that there is not.
+    """
+    if isinstance(trainer, str):
+        check_choice("trainer", trainer, TRAINERS)
+        trainer = TRAINERS[trainer]
+    elif not isinstance(trainer, Trainer):
+        raise refused("no_trainer", type=type(trainer).__name__, choices=", ".join(TRAINERS))
+    check_int("draws", draws, 1, "Draw some steps")
+    check_int("seed", seed, 0, "Any number will do")
+    if mode is None and (divisor, units) != (None, None):
+        raise refused("settings_without_mode", divisor=divisor, units=units)
+    asked = None if mode is None else resolve(mode, divisor=divisor, units=units)
+    signature = Signature.of(loss_fn, trainer)
+    plain = loss_fn.func if isinstance(loss_fn, functools.partial) else loss_fn
+    name = getattr(plain, "__name__", None) or type(plain).__name__
+    try:
+        measure(loss_fn, trainer, _plain_case(trainer))
+    except CallFailed as failure:
+        raise refused("loss_fn_fails", name=name, what=failure) from failure.__cause__
+    search = _Search(loss_fn, trainer, asked, draws, seed)
+    findings = search.findings()
+    notes = [f"parameter {parameter} was left at its default" for parameter in signature.left_alone]
+    return LossReport(name, asked, trainer, draws, seed, tuple(findings), (*notes, *search.notes()))
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """Over what a step is cut."""
+
+    name: str
+    microbatches: bool = False
+    dp: bool = False
+    cp: bool = False
+
+    def and_over(self, other: "_Cut") -> "_Cut":
+        """Over what either is."""
+        return _Cut(other.name, self.microbatches or other.microbatches, self.dp or other.dp, self.cp or other.cp)
+
+    def draw(self, rng: random.Random, trainer: Trainer, seed: int, telling: bool = False) -> LossCase:
+        """A random step cut so; never one without an active token. A telling one is cut into 5, 3 and 2 parts."""
+        num_microbatches = (5 if telling else rng.randrange(2, 6)) if self.microbatches else 1
+        dp_size = (3 if telling else rng.randrange(2, 5)) if self.dp else 1
+        number = num_microbatches * dp_size
+        most = 4 if number > 1 else 8
+        rows = [rng.randrange(1, most)] * number
+        if not trainer.even_microbatches:
+            rows = [rng.randrange(1, most) for _ in range(number)]
+        samples = list(DrawnStep.random(rng, trainer.split_rollouts, sum(rows)).samples)
+        rng.shuffle(samples)
+        for i, sample in enumerate(samples):
+            if not any(sample.mask) and (not trainer.masked_samples or sum(map(sum, _masks(samples))) == 0):
+                samples[i] = replace(sample, mask=(1, *sample.mask[1:]))
+        parts = [tuple(samples[sum(rows[:i]) : sum(rows[: i + 1])]) for i in range(number)]
+        ranks = tuple(tuple(parts[i : i + num_microbatches]) for i in range(0, number, num_microbatches))
+        cp_size = (2 if telling else rng.choice([2, 3])) if self.cp else 1
+        return LossCase(ranks, cp_size, trainer.split_rollouts, seed)
+
+
+_UNCUT = _Cut("in one micro-batch on one rank")
+_SINGLE_CUTS = (
+    _Cut("over micro-batches", microbatches=True),
+    _Cut("over data-parallel ranks", dp=True),
+    _Cut("over context-parallel ranks", cp=True),
+)
+_TOGETHER = _Cut("over all of these together", microbatches=True, dp=True, cp=True)
+
+
+def _masks(samples: list[DrawnSample]) -> list[tuple[int, ...]]:
+    return [sample.mask for sample in samples]
+
+
+def _plain_case(trainer: Trainer) -> LossCase:
+    rows = (DrawnSample((1, 1, 1), rollout=0), DrawnSample((1, 1), rollout=1))
+    return LossCase(((rows,),), 1, trainer.split_rollouts)
+
+
+Shape = Literal["", "factor", "spread", "masked", "padding"]
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What is wrong with one step; `shape` of wrong weights: one factor for all, several, weight on what is masked."""
+
+    kind: Kind
+    says: str
+    shape: Shape = ""
+    found: Floats | None = None
+    expected: Floats | None = None
+
+
+@dataclass(frozen=True)
+class _Base:
+    """What weights are compared with: those of an aggregation, times a factor."""
+
+    aggregation: Aggregation
+    factor: float = 1.0
+
+    def weights(self, case: LossCase) -> Floats:
+        """Of each mask entry, [num_entries]."""
+        step = case.step
+        samples = Samples(step.masks, prompt_ids=step.prompt_ids, rollout_ids=step.rollout_ids)
+        return weigh(self.aggregation, samples.local(0, 1), step.totals).double().numpy() * self.factor
+
+
+Look = Callable[[LossCase], "_Seen | None"]
+
+
+class _Search:
+    """Tries random steps, cut by cut, and shrinks those that show something."""
+
+    def __init__(
+        self, loss_fn: LossFunction, trainer: Trainer, asked: Aggregation | None, draws: int, seed: int
+    ) -> None:
+        self.loss_fn, self.trainer, self.asked = loss_fn, trainer, asked
+        self.draws, self.seed = draws, seed
+        self.base = None if asked is None else _Base(asked)
+
+    def findings(self) -> list[Finding]:
+        """Of the uncut step; then of every cut alone; of all together if those show nothing."""
+        found = self._try(_UNCUT, _UNCUT, self._depends) or self._try(_UNCUT, _UNCUT, self._differs)
+        if any(finding.kind != "weights" for finding in found):
+            return found
+        if found or self.asked is None:
+            self.base = self._what_it_is()
+            found = [self._if_constant(finding) for finding in found]
+        of_cuts: list[Finding] = []
+        told_on = _UNCUT
+        for cut in (cut for cut in _SINGLE_CUTS if not cut.cp or self.trainer.cp):
+            seen = self._try(cut, told_on.and_over(cut), self._differs)
+            told_on = told_on if seen else told_on.and_over(cut)
+            of_cuts += seen
+        together = replace(_TOGETHER, cp=self.trainer.cp is not None)
+        return found + (of_cuts or self._try(together, together, self._differs))
+
+    def _if_constant(self, finding: Finding) -> Finding:
+        """A factor that is the same on every step is no count of a step, whatever number coincides with it on one."""
+        if self.base is None or self.asked is None or self.base.aggregation != self.asked:
+            return finding
+        says = f"all tokens weigh {self.base.factor:.4g} times what they should, on every step alike"
+        return replace(finding, says=says, verdict=None if self.asked.divisor is None else finding.verdict)
+
+    def _what_it_is(self) -> "_Base | None":
+        """The mode that uncut steps follow, up to a factor, if it is one of the table; None if none is."""
+        cases = [self._drawn(_UNCUT, draw) for draw in range(self.draws)]  # looked at already: none fails
+        measured = [(case, self._measure(case).weights) for case in cases]
+        modes = [resolve(name, divisor=1.0 if mode.takes_divisor else None) for name, mode in MODES.items()]
+        countings: tuple[UnitCounting, ...] = ("all", "active")
+        choices = [_Base(replace(mode, units=units)) for mode in modes for units in countings]
+        first = choices if self.asked is None else [_Base(self.asked), *choices]
+        for base in first:
+            weights = base.weights(measured[0][0])
+            at = int(weights.argmax())
+            factor = float(measured[0][1][at] / weights[at]) if weights[at] > 0 else 0.0
+            scaled = replace(base, factor=factor)
+            if factor and all(same(found, scaled.weights(case)) for case, found in measured):
+                return scaled
+        return None
+
+    def notes(self) -> list[str]:
+        """What is no fault of the weights."""
+        case = replace(_plain_case(self.trainer), poisoned=True)
+        rows = (replace(case.ranks[0][0][0], mask=(1, 0, 1)), case.ranks[0][0][1])
+        try:
+            measured = self._measure(replace(case, ranks=((rows,),)))
+        except CallFailed:
+            measured = None
+        if measured is not None and np.isfinite(measured.weights).all():
+            return []
+        return ["note: a NaN at a masked token spoils the loss; select by the mask (torch.where) before multiplying"]
+
+    def _drawn(self, cut: _Cut, draw: int) -> LossCase:
+        return cut.draw(random.Random(f"{self.seed}/{cut.name}/{draw}"), self.trainer, seed=self.seed + draw)
+
+    def _try(self, cut: _Cut, told_on: _Cut, look: Look) -> list[Finding]:
+        """One finding for each kind that some random step of the cut shows, on the smallest such step.
+
+        Causes are told on steps that are cut further, over what shows nothing by itself, where that leaves less doubt.
+        """
+        shown: dict[Kind, list[tuple[LossCase, _Seen]]] = {}
+        for draw in range(self.draws):
+            case = self._drawn(cut, draw)
+            if (seen := look(case)) is not None:
+                shown.setdefault(seen.kind, []).append((case, seen))
+        return [self._finding(cut, told_on, cases, look) for cases in shown.values()]
+
+    def _finding(self, cut: _Cut, told_on: _Cut, cases: list[tuple[LossCase, _Seen]], look: Look) -> Finding:
+        kind = cases[0][1].kind
+        rng = random.Random(f"{self.seed}/{told_on.name}/{kind}")
+        further = [told_on.draw(rng, self.trainer, seed=self.seed + i, telling=True) for i in range(5)]
+        larger = [(case, seen) for case in further if (seen := look(case)) is not None and seen.kind == kind]
+        by_size = sorted([*larger, *cases], key=lambda one: (one[1].shape == "factor", -len(one[0].step.samples)))
+        told = by_size[0][1]
+
+        def shows(smaller: LossCase) -> bool:
+            seen = look(smaller)
+            return seen is not None and (seen.kind, seen.shape) == (kind, told.shape)
+
+        small = [case for case, seen in cases if seen.shape == told.shape] or [cases[0][0]]
+        smallest = min(small, key=lambda one: len(one.step.samples))
+        smallest = shrink(smallest, shows, even=self.trainer.even_microbatches, masked=self.trainer.masked_samples)
+        seen = look(smallest)
+        if seen is None or seen.kind != kind:  # chance may show something else the next time
+            seen = told
+        says = told.says if kind == "weights" else seen.says
+        found, expected = (() if part is None else tuple(part.tolist()) for part in (seen.found, seen.expected))
+        verdict = self._verdict([case for case, _ in by_size[:5]]) if kind in ("weights", "NaN") else None
+        return Finding(cut.name, kind, says, smallest, found, expected, verdict)
+
+    def _verdict(self, cases: list[LossCase]) -> Verdict:
+        """On the first of the steps on which the same causes are named as on most: sizes may coincide on one."""
+        verdicts = [self._judge(case) for case in cases]
+        causes = [tuple(deviation.causes for deviation in verdict.deviations) for verdict in verdicts]
+        return verdicts[max(range(len(causes)), key=lambda i: (causes.count(causes[i]), -sum(map(len, causes[i]))))]
+
+    def _judge(self, case: LossCase) -> Verdict:
+        measured = self._measure(case)
+        if self.base is None:
+            return judge(measured, self.asked)
+        return judge(replace(measured, weights=measured.weights / self.base.factor), self.base.aggregation)
+
+    def _measure(self, case: LossCase) -> MeasuredStep:
+        return measure(self.loss_fn, self.trainer, case)
+
+    def _differs(self, case: LossCase) -> "_Seen | None":
+        """From the mode that it is without a cut, or else from its own weights without a cut."""
+        try:
+            measured = self._measure(case)
+            expected = self._measure(case.uncut()).weights if self.base is None else self.base.weights(case)
+        except CallFailed as failure:
+            return _Seen(failure.kind, str(failure))
+        found = measured.weights
+        if not np.isfinite(found).all():
+            number = int((~np.isfinite(found)).sum())
+            return _Seen("NaN", f"the gradient is NaN or infinite at {number} of {len(found)} tokens")
+        places, stray = measured.stray
+        if places:
+            says = f"padding weighs {stray:.4g} in all, in {places} places"
+            return _Seen("weights", says, "padding", found, expected)
+        if not np.isfinite(expected).all() or same(found, expected):
+            return None
+        shape, says = describe(found, expected)
+        return _Seen("weights", says, shape, found, expected)
+
+    def _depends(self, case: LossCase) -> "_Seen | None":
+        """Whether the weights depend on the losses' values or on chance, which no aggregation's do."""
+        try:
+            first, others = (self._measure(one).weights for one in (case, replace(case, seed=case.seed + 1000)))
+            if not np.isfinite([first, others]).all() or same(first, others):
+                return None
+            if not same(first, self._measure(case).weights):
+                return _Seen("chance", "called twice with the same losses, it gives tokens other weights")
+        except CallFailed:
+            return None  # looked at elsewhere
+        says = "not linear in the losses: a token's weight depends on their values, so no aggregation describes it"
+        return _Seen("values", says, "", others, first)
+
+
+def _in_words(asked: Aggregation) -> str:
+    """The mode, and its unit counting where it has units."""
+    words = asked.describe().partition(": ")[2]
+    counts_none = isinstance(asked.mode, Mode) and asked.mode.unit == "step"
+    return words.rpartition(", unit counting")[0] if counts_none else words
+
+
+def same(found: Floats, expected: Floats) -> bool:
+    """Whether weights agree: each to `TOLERANCE`, and what should be 0 is small beside the others."""
+    largest = np.maximum(np.abs(found), np.abs(expected))
+    largest = np.maximum(largest, TOLERANCE * np.abs(expected).max(initial=0))
+    return bool((np.abs(found - expected) <= TOLERANCE * largest).all())
+
+
+def describe(found: Floats, expected: Floats) -> tuple[Shape, str]:
+    """How weights differ, in a word and in a sentence."""
+    active = expected != 0
+    outside = np.abs(found[~active]).sum()
+    if outside > TOLERANCE * np.abs(expected).sum():
+        return "masked", f"masked tokens weigh {outside:.4g} in all"
+    ratios = found[active] / expected[active]
+    low, high = ratios.min(), ratios.max()
+    if high - low <= TOLERANCE * abs(high):
+        return "factor", f"all tokens weigh {ratios.mean():.4g} times what they should"
+    return "spread", f"tokens weigh {low:.4g} to {high:.4g} times what they should"
+
+
+def shrink(case: LossCase, shows: Callable[[LossCase], bool], *, even: bool, masked: bool) -> LossCase:
+    """The smallest step to be had from `case` by leaving out, that still shows it."""
+    while (smaller := next((one for one in _smaller(case, even, masked) if shows(one)), None)) is not None:
+        case = smaller
+    return case
+
+
+def _smaller(case: LossCase, even: bool, masked: bool) -> Iterator[LossCase]:
+    """Steps with a part left out: a rank, a micro-batch, a row, tokens, a zero of a mask, the prompts."""
+    ranks = case.ranks
+    if any(case.step.prompt_ids):
+        one_prompt = [[tuple(replace(one, prompt=0) for one in microbatch) for microbatch in rank] for rank in ranks]
+        yield replace(case, ranks=tuple(map(tuple, one_prompt)))
+    for cp_size in range(1, case.cp_size):
+        yield replace(case, cp_size=cp_size)
+    if case.dp_size > 1:
+        for i in range(case.dp_size):
+            yield from _kept(replace(case, ranks=_without(ranks, i)))
+    if case.num_microbatches > 1:
+        for i in range(case.num_microbatches):
+            yield from _kept(replace(case, ranks=tuple(_without(rank, i) for rank in ranks)))
+    if even and len(ranks[0][0]) > 1:
+        for i in range(len(ranks[0][0])):
+            cut = tuple(tuple(_without(microbatch, i) for microbatch in rank) for rank in ranks)
+            yield from _kept(replace(case, ranks=cut))
+    for r, rank in enumerate(ranks):
+        for k, microbatch in enumerate(rank):
+            if not even and len(microbatch) > 1:
+                for i in range(len(microbatch)):
+                    yield from _kept(_with(case, r, k, _without(microbatch, i)))
+            for i, sample in enumerate(microbatch):
+                for other in _smaller_samples(sample):
+                    if masked or any(other.mask):
+                        yield from _kept(_with(case, r, k, (*microbatch[:i], other, *microbatch[i + 1 :])))
+
+
+def _smaller_samples(sample: DrawnSample) -> Iterator[DrawnSample]:
+    mask = sample.mask
+    if len(mask) > 1:
+        for shorter in (mask[: len(mask) // 2], mask[:-1], mask[1:]):
+            yield replace(sample, mask=shorter)
+    for i, entry in enumerate(mask):
+        if not entry:
+            yield replace(sample, mask=(*mask[:i], 1, *mask[i + 1 :]))
+
+
+def _kept(case: LossCase) -> Iterator[LossCase]:
+    """The step, if there is an active token left."""
+    if any(any(sample.mask) for sample in case.step.samples):
+        yield case
+
+
+def _without(parts: tuple[Any, ...], i: int) -> tuple[Any, ...]:
+    return (*parts[:i], *parts[i + 1 :])
+
+
+def _with(case: LossCase, r: int, k: int, microbatch: tuple[DrawnSample, ...]) -> LossCase:
+    rank = (*case.ranks[r][:k], microbatch, *case.ranks[r][k + 1 :])
+    return replace(case, ranks=(*case.ranks[:r], rank, *case.ranks[r + 1 :]))
+
+
+def _shown(weights: tuple[float, ...]) -> str:
+    shown = [f"{weight:.4g}" for weight in weights[:12]]
+    return " ".join(shown + ["..."] * (len(weights) > 12))

@@ -1,0 +1,79 @@
+"""A step's measured weights beside the asked ones: how far apart they are."""
+
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_rl_loss.aliases import Aggregation
+from megatron_rl_loss.audit.report import Piece
+from megatron_rl_loss.audit.tokens import Floats, MeasuredStep
+
+Flags = NDArray[np.bool_]
+
+
+class Comparison:
+    """Measured beside asked."""
+
+    def __init__(self, measured: MeasuredStep, asked: Aggregation, expected: Floats, tolerance: float) -> None:
+        self.measured, self.asked, self.expected, self.tolerance = measured, asked, expected, tolerance
+        self.tokens, self.weights = measured.tokens, measured.weights
+        self.wanted: Flags = expected != 0
+
+    @property
+    def ratio(self) -> Floats:
+        """Measured/asked of the tokens that should weigh something."""
+        return self.weights[self.wanted] / self.expected[self.wanted]
+
+    @property
+    def scale(self) -> float:
+        """What a token weighs, on average."""
+        return float(np.abs(self.expected[self.wanted]).mean()) if self.wanted.any() else 0.0
+
+    def deviation(self) -> float:
+        """The largest relative difference of a weight; of one that should be 0, relative to what others are."""
+        if not np.isfinite(self.weights).all():
+            return math.inf
+        off = np.abs(self.ratio - 1).max(initial=0.0)
+        beside = np.abs(self.weights[~self.wanted]).max(initial=0.0) + abs(self.measured.stray[1])
+        scale = self.scale or 1.0
+        return float(max(off, beside / scale))
+
+    def misplaced(self) -> float:
+        """Half of what the shares of all tokens, measured and asked, differ by."""
+        sizes, wanted = np.abs(self.weights), np.abs(self.expected)
+        total = float(sizes.sum()) + abs(self.measured.stray[1])
+        if not math.isfinite(total):
+            return math.nan
+        if total == 0 or wanted.sum() == 0:
+            return 0.0 if total == wanted.sum() else 1.0
+        # A share with the wrong sign is on the wrong side.
+        sign = np.sign((self.weights * self.expected).sum()) or 1.0
+        shares, asked = self.weights * sign / total, self.expected / wanted.sum()
+        return min(1.0, float(np.abs(shares - asked).sum() + abs(self.measured.stray[1]) / total) / 2)
+
+    def pieces(self) -> tuple[Piece, ...]:
+        """A row a micro-batch and CP rank."""
+        tokens = self.tokens
+        names = ("dp_rank", "microbatch", "cp_rank")
+        group = tokens.groups(names)
+        number = int(group.max(initial=-1)) + 1
+        unique = np.zeros((number, 3), np.int64)
+        unique[group] = np.stack([getattr(tokens, name) for name in names], 1)
+        piece = group[self.wanted]
+        low, high = np.full(number, np.inf), np.full(number, -np.inf)
+        with np.errstate(invalid="ignore"):  # NaN stays NaN
+            np.minimum.at(low, piece, self.ratio)
+            np.maximum.at(high, piece, self.ratio)
+        counts = np.bincount(piece, minlength=number)
+        return tuple(
+            Piece(
+                dp_rank=dp,
+                microbatch=k,
+                cp_rank=cp,
+                tokens=int(n),
+                low=float(a) if n else math.nan,
+                high=float(b) if n else math.nan,
+            )
+            for (dp, k, cp), n, a, b in zip(unique.tolist(), counts, low, high, strict=True)
+        )

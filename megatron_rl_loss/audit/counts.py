@@ -1,0 +1,191 @@
+"""What a loss may have counted: tokens, samples, rollouts and prompts, of the step or of a part of it, in several ways.
+
+A *cell* is what one context-parallel rank holds of one sample: nothing that a loss counts differs within a cell.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from megatron_rl_loss.audit.tokens import Floats, Ints, Split, StepTokens, group_by
+
+#: Parts of a step, coarsest first: in words, and by what they are numbered.
+SCOPES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "step": ("the whole step", ()),
+    "dp_rank": ("the data-parallel rank", ("dp_rank",)),
+    "microbatch_over_dp": ("this micro-batch of all data-parallel ranks together", ("microbatch",)),
+    "microbatch": ("the micro-batch", ("dp_rank", "microbatch")),
+    "rank": ("the rank (its CP place, over its micro-batches)", ("dp_rank", "cp_rank")),
+    "cp_place": ("what the CP rank holds of the micro-batch", ("dp_rank", "microbatch", "cp_rank")),
+}
+
+
+Change = Callable[[Floats, Floats], Floats]
+#: How tokens are counted, in words.
+COUNTINGS = {
+    "mask": "mask tokens",
+    "active": "tokens of nonzero mask",
+    "length": "mask entries, masked ones too",
+    "response": "response lengths, masked tokens too",
+    "total": "total lengths, prompts too",
+    "clamped": "mask tokens, and one for each fully masked sample",
+    "clamped_pieces": "mask tokens, and one for each CP rank's piece without any",
+    "clamped_microbatches": "mask tokens, and one for each micro-batch without any",
+    "masked_length": "mask tokens, and the whole length of fully masked samples",
+    "shifted": "mask tokens, and one more for each sample that has any",
+    "rectangle": "rows x the longest row, padding too",
+}
+
+
+@dataclass(frozen=True)
+class Count:
+    """One quantity within a scope: the ``tokens`` of a unit (or of the scope itself), or how many units there are.
+
+    Attributes:
+        what: ``tokens``, or which units: ``prompt``, ``rollout``, ``sample``, ``microbatch``.
+        scope: a key of `SCOPES`.
+        counting: of tokens a key of `COUNTINGS`; of units ``all``, or ``active`` for those with a token there.
+        unit: whose tokens (or samples) they are: ``scope`` for all in the scope, or a unit's part of it.
+    """
+
+    what: str
+    scope: str = "step"
+    counting: str = "mask"
+    unit: str = "scope"
+
+    @property
+    def words(self) -> str:
+        where = f" in {SCOPES[self.scope][0]}" if self.scope != "step" or self.unit == "scope" else ""
+        if self.what != "tokens":
+            whose = "" if self.unit == "scope" else f" of the {self.unit}"
+            return f"{'' if self.counting == 'all' else 'active '}{self.what}s{whose}{where}"
+        whose = "" if self.unit == "scope" else f" of the {self.unit}"
+        return f"{COUNTINGS[self.counting]}{whose}{where}"
+
+
+class Cells:
+    """The step in cells; arrays [num_cells], in the order of samples.
+
+    Attributes:
+        of_entry: the cell of each entry of the masks, [num_entries].
+        tokens, active, length: sums of masks, nonzero entries and entries of each cell.
+    """
+
+    def __init__(self, tokens: StepTokens, split: Split) -> None:
+        self.split = split
+        places = int(tokens.cp_rank.max(initial=-1)) + 2
+        keys = tokens.sample * places + tokens.cp_rank + 1
+        _, first, inverse = np.unique(keys, return_index=True, return_inverse=True)
+        self.of_entry: Ints = inverse.reshape(-1)
+        self.ids = {name: getattr(tokens, name)[first] for name in ("sample", "cp_rank", "dp_rank", "microbatch")}
+        for unit in ("rollout", "prompt"):
+            self.ids[unit] = getattr(tokens, unit)[first]
+        self.tokens = self.sum_entries(tokens.mask)
+        self.active = self.sum_entries((tokens.mask != 0).astype(np.float64))
+        self.length = self.sum_entries(np.ones(len(tokens)))
+        self.lengths_known: dict[str, Ints] = {
+            name: lengths
+            for name, lengths in (("response", tokens.response_lengths), ("total", tokens.total_lengths))
+            if lengths is not None
+        }
+        self._groups: dict[tuple[str, ...], tuple[Ints, int]] = {}
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def sum_entries(self, values: Floats) -> Floats:
+        """Values of entries, added up in each cell."""
+        size = int(self.of_entry.max(initial=-1)) + 1
+        return np.bincount(self.of_entry, weights=values, minlength=size)
+
+    @cached_property
+    def has_prompts(self) -> bool:
+        return bool((self.ids["prompt"] >= 0).all()) and len(self) > 0
+
+    @cached_property
+    def rollouts_are_samples(self) -> bool:
+        return self.groups(("rollout",))[1] == self.groups(("sample",))[1]
+
+    def scopes(self) -> list[str]:
+        """The parts that the step was really split into."""
+        dp, k = (self.groups((name,))[1] > 1 for name in ("dp_rank", "microbatch"))
+        cp = self.groups(("cp_rank",))[1] > 1
+        real = {
+            "step": True,
+            "dp_rank": dp and k,  # with one micro-batch a rank it is the micro-batch
+            "microbatch_over_dp": dp and k,
+            "microbatch": dp or k,
+            "rank": cp and k,
+            "cp_place": cp,
+        }
+        return [scope for scope in SCOPES if real[scope]]
+
+    def groups(self, names: tuple[str, ...]) -> tuple[Ints, int]:
+        """Cells that share these ids: the group of each cell, [num_cells], and how many groups there are."""
+        if names not in self._groups:
+            group = group_by([self.ids[name] for name in names], len(self))
+            self._groups[names] = group, int(group.max(initial=-1)) + 1
+        return self._groups[names]
+
+    def number_of(self, scope: str) -> int:
+        """How many such parts the step has."""
+        return self.groups(SCOPES[scope][1])[1]
+
+    def values(self, count: Count) -> Floats:
+        """The quantity, for each cell, [num_cells]."""
+        scope = SCOPES[count.scope][1]
+        if count.what == "tokens":
+            group, _ = self.groups(scope if count.unit == "scope" else (*scope, count.unit))
+            return self._tokens(count.counting, group, scope)
+        names = scope if count.unit == "scope" else (*scope, count.unit)
+        group, _ = self.groups(names)
+        pair, number = self.groups((*dict.fromkeys((*names, count.what)),))
+        scope_of_pair = np.zeros(number, np.int64)
+        scope_of_pair[pair] = group
+        counts = np.ones(number) if count.counting == "all" else _sums(pair, self.tokens) > 0
+        return _sums(scope_of_pair, counts.astype(np.float64))[group]
+
+    def total(self, counting: str) -> float:
+        """Tokens of the step, counted so."""
+        return float(self.values(Count("tokens", counting=counting))[0]) if len(self) else 0.0
+
+    def _tokens(self, counting: str, group: Ints, scope: tuple[str, ...]) -> Floats:
+        if counting in ("mask", "active", "length"):
+            column = {"mask": self.tokens, "active": self.active, "length": self.length}[counting]
+            return _sums(group, column)[group]
+        if counting in ("clamped_pieces", "clamped_microbatches"):
+            names = ("dp_rank", "microbatch", "cp_rank")[: 3 if counting == "clamped_pieces" else 2]
+            return self._over_parts(group, self.groups(names)[0], lambda tokens, _: np.maximum(tokens, 1))
+        # The others count samples: of a sample what lies in the scope, whole samples unless that is a CP place.
+        part, _ = self.groups((*scope, "sample"))
+        if counting in self.lengths_known:
+            lengths = self.lengths_known[counting].astype(np.float64)[self.ids["sample"]]
+            return self._over_parts(group, part, lambda *_: lengths[_first_of(part)])
+        changed = {
+            "clamped": lambda tokens, _: np.maximum(tokens, 1),
+            "masked_length": lambda tokens, length: np.where(tokens > 0, tokens, length),
+            "shifted": lambda tokens, _: tokens + (tokens > 0),
+            "rectangle": lambda _, length: length,
+        }[counting]
+        if counting == "rectangle":
+            rows = self._over_parts(group, part, lambda tokens, _: np.ones_like(tokens))
+            longest = np.zeros(int(group.max(initial=-1)) + 1)
+            np.maximum.at(longest, group, _sums(part, self.length)[part])
+            return rows * longest[group]
+        return self._over_parts(group, part, changed)
+
+    def _over_parts(self, group: Ints, part: Ints, change: Change) -> Floats:
+        """Sums over a group's parts of a number a part."""
+        group_of_part = np.zeros(int(part.max(initial=-1)) + 1, np.int64)
+        group_of_part[part] = group
+        return _sums(group_of_part, change(_sums(part, self.tokens), _sums(part, self.length)))[group]
+
+
+def _first_of(part: Ints) -> Ints:
+    return np.unique(part, return_index=True)[1]
+
+
+def _sums(group: Ints, values: Floats) -> Floats:
+    return np.bincount(group, weights=values, minlength=int(group.max(initial=-1)) + 1)

@@ -1,0 +1,156 @@
+"""``python -m megatron_rl_loss audit SCRIPT ARGS...``: a user's own training script, until one step of it is measured.
+
+The script runs as it would by itself, from its beginning, with its own flags. Nothing is imported before it that it
+would import itself: Megatron's schedule is wrapped at the moment somebody imports it. After the measured step the
+process ends, on all ranks and before the optimizer changes a weight.
+"""
+
+import functools
+import importlib
+import importlib.util
+import json
+import math
+import os
+import runpy
+import sys
+from argparse import REMAINDER, ArgumentParser, Namespace
+from collections.abc import Callable
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import Any, get_args
+
+from megatron_rl_loss.aliases import Aggregation, resolve
+from megatron_rl_loss.audit.tokens import MeasuredStep
+from megatron_rl_loss.audit.verdict import judge
+from megatron_rl_loss.totals import UnitCounting, attempt
+
+SOUND, NOT_SOUND, NO_VERDICT = 0, 1, 2
+_SCHEDULES = "megatron.core.pipeline_parallel.schedules"
+
+
+def add_audit_options(parser: ArgumentParser) -> None:
+    parser.add_argument("--expect", metavar="MODE", help="What it should be; default: what the script's flags ask.")
+    parser.add_argument("--divisor", type=float, help="The divisor of the expected mode.")
+    parser.add_argument("--units", choices=get_args(UnitCounting), help="The unit counting of the expected mode.")
+    parser.add_argument("--json", metavar="OUT", type=Path, help="Write the verdict there.")
+    parser.add_argument("--step", type=int, default=1, help="The training step to measure, from 1 on. Default: 1.")
+    parser.add_argument("--term", default="pg", help="The loss term to judge, by its tap's name. Default: pg.")
+    parser.add_argument(
+        "--samples-of", metavar="PATH", help="pkg.mod:fn that describes a batch of the script as Samples."
+    )
+    parser.add_argument("script", metavar="SCRIPT", help="Your training script.")
+    parser.add_argument("arguments", metavar="ARGS", nargs=REMAINDER, help="Its own flags.")
+
+
+def run_audit(options: Namespace) -> int:
+    """Run the script until the step is measured. 0: as expected, 1: not, 2: no verdict. Raises what the script does."""
+    when_imported(_SCHEDULES, functools.partial(_wrap_schedules, options))
+    sys.argv = [options.script, *options.arguments]
+    sys.path.insert(0, os.path.dirname(os.path.abspath(options.script)))
+    try:
+        runpy.run_path(options.script, run_name="__main__")
+    except _Measured as measured:
+        return measured.status
+    print("audit: the script ended, and no training step had gone through Megatron's schedule.", flush=True)
+    return NO_VERDICT
+
+
+class _Measured(SystemExit):
+    """Ends the script."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(status)
+        self.status = status
+
+
+def _wrap_schedules(options: Namespace, schedules: ModuleType) -> None:
+    """Whoever asks Megatron for its schedule from now on gets one that is measured."""
+    get_schedule = schedules.get_forward_backward_func
+    steps = 0
+
+    def report(audit: Any) -> None:
+        nonlocal steps
+        steps += 1
+        if steps < options.step:
+            return
+        expected = audit.asked
+        if options.expect is not None:
+            expected = resolve(options.expect, divisor=options.divisor, units=options.units)
+        told = attempt(lambda: _tell(options, audit, expected)) if audit.is_first_rank else None
+        outcome = audit.agree(f"{type(told).__name__}: {told}" if isinstance(told, Exception) else told)
+        if isinstance(outcome, str):
+            raise RuntimeError(f"The first rank could not tell what was measured: {outcome}")
+        raise _Measured(outcome)
+
+    @functools.wraps(get_schedule)
+    def get_audited(*args: Any, **kwargs: Any) -> Any:
+        from megatron_rl_loss.megatron.audit import audited, samples_of_known_batch
+
+        samples_of = samples_of_known_batch if options.samples_of is None else _load(options.samples_of)
+        return audited(get_schedule(*args, **kwargs), report, samples_of=samples_of)
+
+    for module in list(sys.modules.values()):  # schedules itself, and whoever imported the function before
+        if getattr(module, "get_forward_backward_func", None) is get_schedule:
+            module.get_forward_backward_func = get_audited  # type: ignore[attr-defined]
+
+
+def _tell(options: Namespace, audit: Any, expected: Aggregation | None) -> int:
+    """Print and write what was measured; the exit status."""
+    measured = audit.steps.get(options.term, audit.measured)
+    status, text, as_json = judged(measured, expected)
+    others = [name for name, step in audit.steps.items() if step is not measured]
+    print(text, flush=True)
+    if others:
+        print(f"Further terms: {', '.join(others)} (--term NAME judges one).", flush=True)
+    if options.json is not None:
+        options.json.write_text(json.dumps(as_json | {"facts": _finite(measured.facts)}, indent=1) + "\n")
+    return status
+
+
+def judged(measured: MeasuredStep, expected: Aggregation | None) -> tuple[int, str, dict[str, Any]]:
+    """The exit status, the report as text, and as JSON."""
+    verdict = judge(measured, expected)
+    status = NO_VERDICT if measured.unknown else SOUND if verdict.sound else NOT_SOUND
+    return status, str(verdict), json.loads(verdict.to_json())
+
+
+def _finite(facts: dict[str, Any]) -> dict[str, Any]:
+    """JSON has no NaN."""
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in facts.items()
+    }
+
+
+def _load(path: str) -> Any:
+    module, _, name = path.partition(":") if ":" in path else path.rpartition(".")
+    return getattr(importlib.import_module(module), name)
+
+
+def when_imported(name: str, function: Callable[[ModuleType], None]) -> None:
+    """Call the function with a module as soon as somebody has imported it; at once if somebody has."""
+    if name in sys.modules:
+        function(sys.modules[name])
+    else:
+        sys.meta_path.insert(0, _AfterImport(name, function))
+
+
+class _AfterImport(MetaPathFinder):
+    def __init__(self, name: str, function: Callable[[ModuleType], None]) -> None:
+        self._name, self._function = name, function
+
+    def find_spec(self, name: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name != self._name:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def execute_and_tell(module: ModuleType) -> None:
+                execute(module)
+                self._function(module)
+
+            spec.loader.exec_module = execute_and_tell  # type: ignore[method-assign]
+        return spec

@@ -1,0 +1,128 @@
+"""What a trainer does around its loss function: what it passes in, and what it sums or averages afterwards."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, get_args, get_type_hints
+
+from megatron_rl_loss.checks import check_choice
+from megatron_rl_loss.errors import refused
+
+#: What a loss function may ask for by the name of a parameter, beside its first two. Counts of tokens are sums of
+#: masks, 0-dim int64 tensors; a *step* is all micro-batches of all data-parallel ranks.
+GIVEN: dict[str, str] = {
+    "step_tokens": "mask tokens of the step",
+    "rank_tokens": "mask tokens of this data-parallel rank's micro-batches",
+    "microbatch_tokens": "mask tokens of this micro-batch, not cut for context parallelism",
+    "step_samples": "rows of the step, masked ones too",
+    "step_active_samples": "rows of the step with a token whose mask is not 0",
+    "rank_samples": "rows of this data-parallel rank's micro-batches",
+    "step_rollouts": "rollouts of the step",
+    "step_prompts": "prompts of the step",
+    "num_microbatches": "micro-batches of a rank",
+    "microbatch": "the number of this one, from 0",
+    "dp_size": "data-parallel ranks",
+    "dp_rank": "the number of this one",
+    "cp_size": "context-parallel ranks",
+    "cp_rank": "the number of this one",
+    "world_size": "data- times context-parallel ranks",
+    "sample_tokens": "int64 [num_samples]: mask tokens of each row, not cut for context parallelism",
+    "rollout_tokens": "int64 [num_samples]: mask tokens, in the whole step, of the rollout of each row",
+    "prompt_tokens": "int64 [num_samples]: mask tokens, in the whole step, of the prompt of each row",
+    "rollout_ids": "list [num_samples]: the rollout of each row",
+    "prompt_ids": "list [num_samples]: the prompt of each row",
+    "cu_seqlens": "int64 [num_samples + 1]: where rows begin in packed losses, not cut for context parallelism",
+    "sample_index": "int64, shaped as the losses: the row of each token",
+    "old_log_probs": "shaped as the log-probs: equal to them, without gradient",
+    "advantages": "shaped as the log-probs: equal within a row, never 0",
+    "sample_advantages": "[num_samples]: the same, one a row",
+    "loss_masks": "list [num_samples]: the 1-D mask of each row, not padded and not cut for context parallelism",
+    "layout": "the `Layout` of the losses",
+    "totals": "the `StepTotals` of the step",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trainer:
+    """What a trainer does around its loss function. What is left out is plain PyTorch: DDP or FSDP, without CP.
+
+    >>> Trainer(microbatches="mean", names={"total": "step_tokens"}).describe()
+    'padded rows, micro-batches averaged, DP ranks averaged'
+
+    Attributes:
+        takes: the first thing the function is given: the ``losses`` of tokens, or ``log_probs``, of which it makes
+            losses itself; then a weight is what a policy gradient at ratio 1 puts on a token, beside its advantage.
+        rows: the shape of it: ``padded`` [batch, seq], ``packed`` [num_tokens], or ``lists`` of one tensor a row.
+            The mask has the same shape.
+        names: the function's parameters that are called otherwise than in `GIVEN`.
+        microbatches: what becomes of the micro-batches of a rank: ``sum`` where ``backward`` is called on what the
+            function returns, ``mean`` where the trainer divides that by their number.
+        dp: ``mean`` as DDP and FSDP do, ``sum`` where a trainer undoes that.
+        cp: what becomes of context-parallel ranks: ``mean``, ``sum``; None where there are none.
+        cp_cut: what a CP rank holds of every row: ``zigzag``, ``contiguous``; or ``gathered``: all of it, and
+            gradients of all copies count.
+        even_microbatches: whether all micro-batches have as many rows.
+        masked_samples: whether fully masked rows occur (a filtered or truncated response); without them micro-batches
+            have active tokens.
+        split_rollouts: whether a rollout may be several rows (turns, branches).
+    """
+
+    takes: Literal["losses", "log_probs"] = "losses"
+    rows: Literal["padded", "packed", "lists"] = "padded"
+    names: Mapping[str, str] = field(default_factory=dict)
+    microbatches: Literal["sum", "mean"] = "sum"
+    dp: Literal["mean", "sum"] = "mean"
+    cp: Literal["mean", "sum"] | None = None
+    cp_cut: Literal["zigzag", "contiguous", "gathered"] = "zigzag"
+    even_microbatches: bool = False
+    masked_samples: bool = True
+    split_rollouts: bool = False
+
+    def __post_init__(self) -> None:
+        for name, hint in get_type_hints(Trainer).items():
+            value = getattr(self, name)
+            if hint is bool and not isinstance(value, bool):
+                raise refused("trainer_flag", name=name, value=value)
+            if get_args(hint) and name not in ("names", "cp"):
+                check_choice(f"Trainer.{name}", value, get_args(hint))
+        if self.cp is not None:
+            check_choice("Trainer.cp", self.cp, ("mean", "sum"))
+        elif self.cp_cut != "zigzag":
+            raise refused("cut_without_cp", cut=self.cp_cut)
+        if not isinstance(self.names, Mapping):
+            raise refused("trainer_names", type=type(self.names).__name__)
+        for parameter, given in self.names.items():
+            check_choice(f"number for Trainer.names[{parameter!r}]", given, GIVEN)
+
+    def describe(self) -> str:
+        """One line of what was assumed."""
+        done = {"sum": "summed", "mean": "averaged"}
+        rows = f"{self.rows} rows" if self.rows != "lists" else "a tensor a row"
+        parts = ["log-probs"] * (self.takes == "log_probs") + [rows]
+        parts += [f"micro-batches {done[self.microbatches]}", f"DP ranks {done[self.dp]}"]
+        if self.cp:
+            parts.append(f"{self.cp_cut} CP ranks {done[self.cp]}")
+        return ", ".join(parts)
+
+
+#: Trainers by name, from their public sources (TRL 1.10.0.dev0 and verl 0.10.0.dev as on their pages in docs).
+TRAINERS: dict[str, Trainer] = {
+    "pytorch": Trainer(),
+    # transformers.Trainer with a `compute_loss_func` and `average_tokens_across_devices` multiplies what the function
+    # returns by the number of processes, which DDP divides by.
+    "transformers": Trainer(names={"num_items_in_batch": "step_tokens"}, dp="sum", even_microbatches=True),
+    # trl.GRPOTrainer switches off the division by accumulation steps: its loss function divides by itself. Its
+    # `num_items_in_batch` is that of a generation batch, the step's where `steps_per_generation` is the accumulation.
+    "trl": Trainer(
+        names={
+            "num_items_in_batch": "step_tokens",
+            "num_processes": "dp_size",
+            "gradient_accumulation_steps": "num_microbatches",
+            "current_gradient_accumulation_steps": "num_microbatches",
+        },
+        even_microbatches=True,
+    ),
+    # verl's `agg_loss` as its engines call it: global counts, times dp_size against averaged gradients.
+    "verl": Trainer(names={"batch_num_tokens": "step_tokens", "global_batch_size": "step_samples"}),
+    # prime-rl's `compute_loss`: lists of sequences, one global `loss_scale`; FSDP's division is undone.
+    "prime_rl": Trainer(rows="lists", names={"loss_scale": "step_tokens"}, dp="sum"),
+}

@@ -1,0 +1,183 @@
+"""An audit's measured weights: of this package's losses, of Megatron's stock ones, in every kind of layout.
+
+The model is `tiny_gpt`'s, a real GPT in Megatron's DDP, schedule and finalisation. Expected weights are formulas, from
+the float64 oracle and its own zigzag (`audited_gpt.expected_weights`). That a step goes on as if it were not measured
+is compared bit by bit.
+"""
+
+import functools
+from types import SimpleNamespace
+from typing import Any
+
+import gpt_oracle
+import numpy as np
+import oracle
+import pytest
+import torch
+from audited_gpt import BETA, Ask, expected_weights, mutations, run_steps
+from ranks import run_ranks
+from tiny_gpt import Case, Layout
+
+pytestmark = pytest.mark.slow
+
+#: What a weight may be off by: its own roundings and those of the factor, which a sum over all tokens averages out.
+EXACT = 1e-6
+
+STEP = Case(3, "sample_mean", "all", "mean", bf16=False, optimizer="plain", tied=False, lopsided=False)
+PER_TOKEN = STEP._replace(scaling="per token")
+OVERLAP = STEP._replace(optimizer="distributed+overlap")
+STOCK = ("2-tuple, local", "2-tuple, over CP", "3-tuple")
+
+ASKS: list[Ask] = [
+    *(Ask(STEP._replace(mode=mode)) for mode in oracle.MODES),
+    Ask(STEP._replace(mode="prompt_mean", units="active", tied=True, optimizer="distributed")),
+    Ask(OVERLAP._replace(mode="token_mean", tied=True)),
+    Ask(STEP._replace(optimizer="overlap", scaling="averaged in collective")),
+    Ask(PER_TOKEN._replace(mode="constant", optimizer="distributed")),
+    Ask(PER_TOKEN._replace(mode="token_mean")),
+    *(Ask(STEP, loss) for loss in STOCK),
+    *(Ask(PER_TOKEN, loss) for loss in STOCK),
+    Ask(OVERLAP, "3-tuple"),
+    Ask(STEP._replace(bf16=True, mode="constant")),
+    Ask(STEP, "3-tuple", how="output"),
+]
+QUICK = Layout(2, True, 1, 1, 2, 1)
+LAYOUTS = [
+    QUICK,
+    Layout(1, False, 1, 1, 1, 1),
+    Layout(2, False, 1, 1, 2, 1),
+    Layout(1, False, 1, 1, 2, 2),
+    Layout(1, False, 2, 1, 2, 1),
+    Layout(1, False, 2, 2, 1, 2),
+    Layout(1, False, 1, 1, 1, 3),
+]
+
+
+def asks_in(layout: Layout) -> list[Ask]:
+    if layout.vp == 1:
+        return ASKS
+    return [ask._replace(case=ask.case._replace(microbatches=4)) for ask in ASKS]  # whole rounds, Megatron asks
+
+
+def run(layout: Layout, asks: list[Ask], mutation: str | None = None) -> list[list[Any]]:
+    """By ask, what each rank gave."""
+    rollouts = {shape: gpt_oracle.rollouts_of(shape) for shape in {ask.case.shape(layout) for ask in asks}}
+    by_rank = run_ranks(layout.world_size, functools.partial(run_steps, layout, asks, rollouts, mutation))
+    return [[found[k] for found in by_rank] for k in range(len(asks))]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_measured_weights_are_the_declared_ones(layout: Layout, record_property: Any) -> None:
+    asks = asks_in(layout)
+    worst = 0.0
+    for ask, (first, *others) in zip(asks, run(layout, asks), strict=True):
+        measured = first.measured
+        assert all(other.measured is None for other in others)
+        assert not measured.unknown, (ask, measured.unknown)
+        expected = expected_weights(layout, ask)
+        for name, values in expected.items():
+            if name != "weights":
+                np.testing.assert_array_equal(getattr(measured.tokens, name), values, err_msg=f"{ask} {name}")
+        weights = expected["weights"]
+        active = weights != 0
+        assert 0 < active.sum() < len(active)
+        off = np.abs(measured.weights[active] / weights[active] - 1).max()
+        worst = max(worst, off)
+        assert off <= EXACT, (ask, off, measured.facts)
+        assert not measured.weights[~active].any()
+        assert measured.stray == (0, 0.0)
+        split = measured.split
+        assert (split.num_microbatches, split.dp_size, split.cp_size, split.tp_size, split.pp_size) == (
+            ask.case.microbatches, layout.dp, layout.cp, layout.tp, layout.pp,
+        )  # fmt: skip
+        assert split.per_token == (ask.case.scaling == "per token")
+        assert measured.facts["residual"] <= measured.facts["residual_by_rounding"]
+        assert measured.facts["rounding"] == "float32"
+        assert bool(measured.notes) == (ask.how == "output")
+        for outcome in (first, *others):
+            assert outcome.deviation is None or outcome.deviation <= EXACT
+    record_property("audit_weight_error", worst)
+
+
+@pytest.mark.parametrize("layout", [QUICK, Layout(1, False, 2, 2, 1, 2)], ids=str)
+def test_a_step_goes_on_as_if_it_were_not_measured(layout: Layout) -> None:
+    """Gradients and weights after the optimizer's step, every bit of them, on every rank."""
+    asks = [ask for ask in asks_in(layout) if ask.how == "tap"][::2]
+    alone = [ask._replace(how="alone") for ask in asks]
+    outcomes = run(layout, [*asks, *alone])
+    for measured, unmeasured in zip(outcomes[: len(asks)], outcomes[len(asks) :], strict=True):
+        for one, other in zip(measured, unmeasured, strict=True):
+            for values, others in zip(one.after, other.after, strict=True):
+                assert values.tobytes() == others.tobytes()
+
+
+@pytest.mark.parametrize("layout", [QUICK, Layout(1, False, 1, 1, 2, 2), Layout(1, False, 2, 2, 1, 2)], ids=str)
+def test_a_probe_parameter_says_the_same(layout: Layout) -> None:
+    """Two ways to measure that have nothing in common but the step."""
+    asks = [ask._replace(with_theta=True) for ask in asks_in(layout) if ask.how == "tap"][::2]
+    for ask, outcomes in zip(asks, run(layout, asks), strict=True):
+        measured = outcomes[0].measured
+        assert not measured.unknown
+        found = [outcome.by_theta for outcome in outcomes if outcome.by_theta is not None]
+        assert len(found) == layout.world_size // layout.pp
+        for weights, of_padding in found:
+            assert of_padding == 0
+            np.testing.assert_allclose(measured.weights, weights, rtol=EXACT, atol=0, err_msg=str(ask))
+
+
+BREAKING = [name for name, mutation in mutations.items() if mutation.says]
+
+
+@pytest.mark.parametrize("mutation", BREAKING)
+def test_no_verdict_where_no_one_factor_holds(mutation: str) -> None:
+    """Not even where the weights would look right to whoever took the factor from the configuration."""
+    layout, what = mutations[mutation].layout, mutations[mutation].says
+    ((first, *_),) = run(layout, [Ask(STEP, with_theta=mutation == "ranks are scaled apart")], mutation)
+    expected = expected_weights(layout, Ask(STEP))
+    assert what in " ".join(first.measured.unknown), first.measured.unknown
+    assert len(first.measured.weights) == len(expected["weights"])
+    if first.by_theta is not None:  # what really happened: the probe parameter is exact even then
+        apart = np.where(expected["dp_rank"] == 1, 2, 1)
+        np.testing.assert_allclose(first.by_theta[0], expected["weights"] * apart, rtol=EXACT, atol=0)
+
+
+def test_a_loss_scale_is_taken_out() -> None:
+    layout = mutations["losses are scaled"].layout
+    ((first, *_),) = run(layout, [Ask(STEP)], "losses are scaled")
+    assert first.measured.facts["loss_scale"] == 2**10
+    np.testing.assert_allclose(first.measured.weights, expected_weights(layout, Ask(STEP))["weights"], rtol=EXACT)
+    assert first.deviation <= EXACT
+
+
+@pytest.mark.parametrize("layout", [QUICK, Layout(1, False, 2, 2, 1, 2)], ids=str)
+def test_each_term_is_measured_by_itself(layout: Layout) -> None:
+    ask = Ask(STEP._replace(microbatches=4), "two terms")
+    (outcomes,) = run(layout, [ask])
+    steps = outcomes[0].steps
+    assert list(steps) == ["pg", "token_mean"]
+    second = BETA * expected_weights(layout, Ask(ask.case._replace(mode="token_mean")))["weights"]
+    for name, expected in (("pg", expected_weights(layout, ask)["weights"]), ("token_mean", second)):
+        assert not steps[name].unknown
+        np.testing.assert_allclose(steps[name].weights, expected, rtol=EXACT, atol=0)
+
+
+def test_the_comparison_sees_another_mode() -> None:
+    """Negative control: what is measured of each mode is none of the others' weights."""
+    layout = Layout(1, False, 1, 1, 2, 1)
+    asks = [Ask(STEP._replace(mode=mode)) for mode in oracle.MODES]
+    measured = [outcomes[0].measured.weights for outcomes in run(layout, asks)]
+    for i, weights in enumerate(measured):
+        for k, ask in enumerate(asks):
+            assert np.allclose(weights, expected_weights(layout, ask)["weights"], rtol=1e-3, atol=0) == (i == k)
+
+
+def test_batches_that_are_known_and_one_that_is_not() -> None:
+    from megatron_rl_loss.megatron.audit import samples_of_known_batch
+
+    loss_mask = torch.tensor([[0.0, 1, 1, 0], [1, 1, 1, 1]])
+    rows = samples_of_known_batch({"loss_mask": loss_mask})
+    assert rows.mask_lengths.tolist() == [4, 4]
+    assert rows.local(1, 2).positions.tolist() == [1, 2, 5, 6]
+    assert samples_of_known_batch(SimpleNamespace(samples=rows)) is rows
+    with pytest.raises(ValueError, match=r"batches are dict: .*--samples-of pkg\.mod:fn"):
+        samples_of_known_batch({"tokens": loss_mask})

@@ -1,0 +1,162 @@
+"""`python -m megatron_rl_loss audit`: real scripts with their own flags, and audits inside a training run."""
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from example_run import DATA, MODEL, TRAINING, train
+from ranks import run_ranks
+from repository import EXAMPLES, ROOT
+
+pytestmark = pytest.mark.slow
+
+FLAGS = [*MODEL.split(), *DATA.split(), *TRAINING.split()]
+CP = ["--context-parallel-size", "2"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node"]
+
+
+def environment() -> dict[str, str]:
+    folders = [str(EXAMPLES), str(ROOT / "tests" / "support"), str(ROOT)]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(folders), "PYTHONWARNINGS": "ignore", "GLOO_SOCKET_IFNAME": "lo"}
+
+
+def run(command: list[str], **variables: str) -> tuple[int, str]:
+    done = subprocess.run(
+        command, env=environment() | variables, capture_output=True, text=True, timeout=300, check=False
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+def audit(*options: str, script: str = "pretrain_grpo.py", flags: list[str] | None = None) -> tuple[int, str]:
+    """In one process, as torchrun would start it."""
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    ours = [sys.executable, "-m", "megatron_rl_loss", "audit", *options]
+    return run([*ours, str(EXAMPLES / script), *(FLAGS if flags is None else flags)], **alone)
+
+
+def test_a_script_under_torchrun_is_what_its_flags_ask(tmp_path: Path) -> None:
+    out = tmp_path / "verdict.json"
+    command = [
+        *TORCHRUN,
+        "2",
+        "-m",
+        "megatron_rl_loss",
+        "audit",
+        "--json",
+        str(out),
+        str(EXAMPLES / "pretrain_grpo.py"),
+    ]
+    mode = ["--loss-aggregation", "constant", "--loss-aggregation-divisor", "400"]
+    status, text = run([*command, *FLAGS, *CP, *mode, "--save", str(tmp_path / "saved"), "--save-interval", "1"])
+    assert status == 0, text[-3000:]
+    assert re.search(r"^SOUND: constant", text, re.MULTILINE)
+    assert "iteration        1/" not in text  # it ends before the optimizer's step, and saves nothing
+    assert not (tmp_path / "saved").exists()
+    found = json.loads(out.read_text())
+    assert found["sound"] is True
+    assert found["deviation"] < 1e-6
+    assert found["facts"]["anchor"] == "decoder.final_layernorm.weight"
+
+
+def test_the_exit_status_says_whether_it_is_what_was_expected() -> None:
+    status, text = audit("--expect", "token_mean", flags=[*FLAGS, "--loss-aggregation", "sample_mean"])
+    assert status == 1, text[-3000:]
+    assert "NOT SOUND: asked token_mean" in text
+    status, text = audit("--expect", "sample_mean", "--step", "2", flags=[*FLAGS, "--loss-aggregation", "sample_mean"])
+    assert status == 0, text[-3000:]
+    assert len(re.findall("iteration +1/", text)) == 1  # the first step was trained
+
+
+STOCK = """
+import runpy, sys
+import pretrain_grpo
+from megatron_rl_loss.megatron import LossAggregation
+import contextlib
+{}
+pretrain_grpo.LossAggregation.attached = lambda self: contextlib.nullcontext()  # stock: no look-ahead
+def forward_step(data_iterator, model):
+    pack = next(data_iterator)
+    values = [getattr(pack, name)[None] for name in ("tokens", "position_ids", "labels")]
+    params = pretrain_grpo.on_device(pack)
+    output = model(values[0], values[1], attention_mask=None, labels=values[2], packed_seq_params=params)
+    mask = pack.samples.local(0, 1).mask[None]
+    return output, lambda losses: loss_of(losses, mask)
+pretrain_grpo.forward_step = forward_step
+pretrain_grpo.main()
+"""
+SUM = "def loss_of(losses, mask):\n    return (losses * mask).sum(), (mask != 0).sum().int(), {}"
+MEAN = "def loss_of(losses, mask):\n    return losses.mean(), {}"
+
+
+def written(path: Path, loss: str) -> str:
+    path.write_text(STOCK.format(loss))
+    return str(path)
+
+
+def test_a_script_without_any_change_is_heard_at_its_output(tmp_path: Path) -> None:
+    """The model's losses are what a mask is multiplied to: without advantages that measures the weights themselves."""
+    flags = [*FLAGS, "--calculate-per-token-loss"]
+    status, text = audit("--expect", "token_mean", script=written(tmp_path / "a.py", SUM), flags=flags)
+    assert status == 0, text[-3000:]
+    assert "Nothing was tapped" in text
+    status, text = audit("--expect", "token_mean", script=written(tmp_path / "b.py", MEAN))
+    assert status == 1, text[-3000:]
+    assert "NOT SOUND" in text
+
+
+def test_no_verdict_has_a_status_of_its_own(tmp_path: Path) -> None:
+    script = tmp_path / "frozen.py"
+    frozen = "\n".join(
+        [
+            "from megatron.core.models.gpt import GPTModel",
+            "init = GPTModel.__init__",
+            "def build(self, *args, **kwargs):",
+            "    init(self, *args, **kwargs)",
+            "    for name, parameter in self.named_parameters():",
+            "        parameter.requires_grad_('output_layer' in name)",
+            "GPTModel.__init__ = build",
+        ]
+    )
+    script.write_text(STOCK.format(SUM + "\n" + frozen))
+    out = tmp_path / "verdict.json"
+    status, text = audit("--json", str(out), script=str(script))
+    assert status == 2, text[-3000:]
+    assert "no parameter can be relied on" in " ".join(json.loads(out.read_text())["unknown"])
+    script.write_text("print('nothing is trained')")
+    status, text = audit(script=str(script))
+    assert status == 2
+    assert "no training step had gone through" in text
+
+
+def test_a_loop_of_ones_own_in_three_lines() -> None:
+    """The example that docs/audit.md shows."""
+    command = [*TORCHRUN, "4", str(EXAMPLES / "audit_own_loop.py"), *CP]
+    status, text = run(command)
+    assert status == 0, text[-3000:]
+    low, high = map(float, re.findall(r"NOT SOUND: asked token_mean.* weigh ([\d.]+) to ([\d.]+) of what", text)[0])
+    assert low < 0.7 < 1.5 < high
+    status, text = run([*command, "--exact"])
+    assert status == 0, text[-3000:]
+    assert re.search(r"^SOUND: token_mean", text, re.MULTILINE)
+
+
+def test_every_kth_step_of_a_run_is_measured_and_nothing_else_changes() -> None:
+    flags = [*CP, "--pipeline-model-parallel-size", "2", "--train-iters", "3", "--loss-aggregation", "prompt_mean"]
+    without: Any = run_ranks(4, train, flags)[-1]
+    audited: Any = run_ranks(4, train, [*flags, "--loss-aggregation-audit-interval", "2"])[-1]
+    assert len(audited) == len(without) == 3
+    for step, reference in zip(audited, without, strict=True):
+        assert 0 <= step.pop("loss_aggregation_deviation") < 1e-6
+        assert step == reference  # every number of every step, to the bit

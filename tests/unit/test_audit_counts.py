@@ -1,0 +1,169 @@
+"""What a loss may have counted, by hand on a small step; and names for numbers."""
+
+import doctest
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_rl_loss.audit import numbers, tokens
+from megatron_rl_loss.audit.counts import COUNTINGS, SCOPES, Cells, Count
+from megatron_rl_loss.audit.numbers import Amount, name_number
+from megatron_rl_loss.audit.tokens import Split, StepTokens
+
+# DP 2 x CP 2, 2 micro-batches. Of a sample the first half of its positions is CP rank 0's.
+#   sample      0       1      2        3         4        5 (fully masked)
+#   DP, mb     0, 0    0, 0   0, 1     1, 0      1, 0     1, 1
+#   rollout     0       0      1        2         3        4
+#   prompt      0       0      0        1         1        1
+MASKS = [[1, 1], [1, 0, 0, 1], [0.5, 0.5], [1, 1, 1, 1], [0, 1], [0, 0]]
+PLACES = [(0, 0), (0, 0), (0, 1), (1, 0), (1, 0), (1, 1)]
+ROLLOUTS, PROMPTS = [0, 0, 1, 2, 3, 4], [0, 0, 0, 1, 1, 1]
+LENGTHS = [len(mask) for mask in MASKS]
+
+
+def each(values: list[int]) -> Any:
+    return np.repeat(np.array(values), LENGTHS)
+
+
+STEP = StepTokens(
+    mask=np.concatenate([np.array(mask, float) for mask in MASKS]),
+    sample=each([0, 1, 2, 3, 4, 5]),
+    position=np.concatenate([np.arange(n) for n in LENGTHS]),
+    dp_rank=each([d for d, _ in PLACES]),
+    microbatch=each([k for _, k in PLACES]),
+    cp_rank=np.concatenate([np.arange(n) // (n // 2) for n in LENGTHS]),
+    rollout=each(ROLLOUTS),
+    prompt=each(PROMPTS),
+    response_lengths=np.array([1, 3, 2, 4, 1, 2]),
+    total_lengths=np.array([2, 4, 2, 4, 2, 2]),
+)
+CELLS = Cells(STEP, Split(num_microbatches=2, dp_size=2, cp_size=2))
+
+# Cells are (sample, CP rank): 0/0, 0/1, 1/0, 1/1, ... 5/1. What each count is, sample by sample, or cell by cell.
+TOKENS = {
+    ("step", "scope", "mask"): [10] * 6,
+    ("step", "scope", "active"): [11] * 6,
+    ("step", "scope", "length"): [16] * 6,
+    ("step", "scope", "response"): [13] * 6,
+    ("step", "scope", "total"): [16] * 6,
+    ("step", "scope", "clamped"): [11] * 6,
+    ("step", "scope", "masked_length"): [12] * 6,
+    ("step", "scope", "shifted"): [15] * 6,
+    ("step", "scope", "rectangle"): [24] * 6,
+    ("step", "scope", "clamped_microbatches"): [11] * 6,
+    ("dp_rank", "scope", "mask"): [5, 5, 5, 5, 5, 5],
+    ("microbatch", "scope", "mask"): [4, 4, 1, 5, 5, 0],
+    ("microbatch", "scope", "clamped"): [4, 4, 1, 5, 5, 1],
+    ("microbatch", "scope", "rectangle"): [8, 8, 2, 8, 8, 2],
+    ("microbatch_over_dp", "scope", "mask"): [9, 9, 1, 9, 9, 1],
+    ("step", "sample", "mask"): [2, 2, 1, 4, 1, 0],
+    ("step", "sample", "response"): [1, 3, 2, 4, 1, 2],
+    ("step", "rollout", "mask"): [4, 4, 1, 4, 1, 0],
+    ("step", "prompt", "mask"): [5, 5, 5, 5, 5, 5],
+    ("microbatch", "prompt", "mask"): [4, 4, 1, 5, 5, 0],
+}
+BY_CELL = {
+    # Pieces without a token: of micro-batch (0, 1) none, of (1, 1) both; each half token of sample 2 counts as one.
+    ("step", "scope", "clamped_pieces"): [13] * 12,
+    ("cp_place", "scope", "mask"): [2, 2, 2, 2, 0.5, 0.5, 2, 3, 2, 3, 0, 0],
+    ("rank", "scope", "mask"): [2.5, 2.5, 2.5, 2.5, 2.5, 2.5, 2, 3, 2, 3, 2, 3],
+    ("cp_place", "sample", "mask"): [1, 1, 1, 1, 0.5, 0.5, 2, 2, 0, 1, 0, 0],
+}
+UNITS = {
+    ("sample", "step", "all", "scope"): [6] * 6,
+    ("sample", "step", "active", "scope"): [5] * 6,
+    ("rollout", "step", "all", "scope"): [5] * 6,
+    ("rollout", "step", "active", "scope"): [4] * 6,
+    ("prompt", "step", "all", "scope"): [2] * 6,
+    ("sample", "dp_rank", "all", "scope"): [3] * 6,
+    ("sample", "microbatch", "all", "scope"): [2, 2, 1, 2, 2, 1],
+    ("sample", "microbatch", "active", "scope"): [2, 2, 1, 2, 2, 0],
+    ("rollout", "microbatch", "all", "scope"): [1, 1, 1, 2, 2, 1],
+    ("rollout", "step", "all", "prompt"): [2, 2, 2, 3, 3, 3],
+    ("sample", "step", "active", "prompt"): [3, 3, 3, 2, 2, 2],
+    ("microbatch", "dp_rank", "active", "scope"): [2, 2, 2, 1, 1, 1],
+}
+
+
+@pytest.mark.parametrize("count", TOKENS, ids=str)
+def test_tokens_of_every_sample(count: tuple[str, str, str]) -> None:
+    scope, unit, counting = count
+    found = CELLS.values(Count("tokens", scope, counting, unit))
+    np.testing.assert_array_equal(found, np.repeat(TOKENS[count], 2))
+
+
+@pytest.mark.parametrize("count", BY_CELL, ids=str)
+def test_tokens_of_every_cell(count: tuple[str, str, str]) -> None:
+    scope, unit, counting = count
+    np.testing.assert_array_equal(CELLS.values(Count("tokens", scope, counting, unit)), BY_CELL[count])
+
+
+@pytest.mark.parametrize("count", UNITS, ids=str)
+def test_units(count: tuple[str, str, str, str]) -> None:
+    what, scope, counting, unit = count
+    np.testing.assert_array_equal(CELLS.values(Count(what, scope, counting, unit)), np.repeat(UNITS[count], 2))
+
+
+def test_every_way_of_counting_is_tried() -> None:
+    assert {counting for _, _, counting in (*TOKENS, *BY_CELL)} == set(COUNTINGS)
+    assert {scope for scope, _, _ in (*TOKENS, *BY_CELL)} == set(SCOPES)
+
+
+def test_parts_are_those_the_step_was_split_into() -> None:
+    assert CELLS.scopes() == list(SCOPES)
+    alone = {name: np.zeros_like(STEP.sample) for name in ("dp_rank", "microbatch", "cp_rank")}
+    columns = {**vars(STEP), **alone}
+    assert Cells(StepTokens(**columns), Split()).scopes() == ["step"]
+    columns["microbatch"] = STEP.microbatch
+    assert Cells(StepTokens(**columns), Split(num_microbatches=2)).scopes() == ["step", "microbatch"]
+
+
+# ---- names for numbers
+
+SIZES = Split(num_microbatches=5, dp_size=3, cp_size=2, tp_size=7)
+
+
+@pytest.mark.parametrize(
+    ("number", "cause", "formula"),
+    [
+        (2, "times_cp", "CP"),
+        (1 / 2, "over_cp", "1/CP"),
+        (3, "times_dp", "DP"),
+        (1 / 9, "over_dp_squared", "1/DP²"),
+        (1 / 5, "over_microbatches", "1/K"),
+        (6, "times_dp_cp", "DP·CP"),
+        (1 / 6, "over_dp_cp", "1/(DP·CP)"),
+        (1 / 14, "over_tp_cp", "1/(CP·TP)"),
+        (2 / 15, "times_cp_over_dp_microbatches", "CP/(DP·K)"),
+        (101, "times_tokens", "T"),
+        (1 / 101, "over_tokens", "1/T"),
+        (101 / 3, "times_tokens_over_dp", "T/DP"),
+        (101 * 2 / 5, "times_cp_tokens_over_microbatches", "CP·T/K"),
+    ],
+)
+def test_a_number_has_its_name(number: float, cause: str, formula: str) -> None:
+    amounts = [Amount("tokens", "T", 101.0, 2), Amount("tokens", "1/T", 1 / 101, 2)]
+    first = name_number(number * (1 + 5e-7), SIZES, amounts, 1e-6)[0]
+    assert (first.cause, first.formula) == (cause, formula)
+    assert first.value == pytest.approx(number)
+
+
+def test_a_number_without_a_name_has_none() -> None:
+    for number in (1.0, 1 + 5e-7, 0.0, -2.0, float("nan"), float("inf"), 1.2345, 11.0):
+        assert name_number(number, SIZES, [], 1e-6) == []
+    assert name_number(2 * (1 + 5e-6), SIZES, [], 1e-6) == []
+    assert name_number(2.0, Split(), [], 1e-6) == []
+
+
+def test_all_names_are_told() -> None:
+    found = name_number(4.0, Split(dp_size=2, cp_size=2, num_microbatches=4), [], 1e-6)
+    assert found[0].formula == "K"
+    assert {"DP·CP", "DP²", "CP²"} <= {named.formula for named in found}
+
+
+def test_docstring_examples() -> None:
+    for module in (numbers, tokens):
+        result = doctest.testmod(module)
+        assert result.attempted > 0
+        assert result.failed == 0

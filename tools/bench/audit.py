@@ -1,0 +1,122 @@
+"""What an audit adds to an optimizer step: time, and memory until the step is over.
+
+    python tools/bench/audit.py [--tokens 1048576] [--microbatches 16] [--hidden 4096] [--seconds 20]
+
+One process; Megatron's own DDP and schedule on a model that is next to nothing, a norm's scale of `--hidden` entries
+that every token's loss is a part of, so that what is timed is the step's bookkeeping and the audit's. `interval` is
+what ``--loss-aggregation-audit-interval`` does in the steps it measures, `audit` also puts the whole step together on
+the first rank. On a machine without a GPU it runs on the CPU. Not measured: collectives between ranks (see
+docs/audit.md for their number and size).
+"""
+
+import argparse
+import contextlib
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+
+import torch
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+if DEVICE == "cpu":
+    import megatron_on_cpu
+
+    megatron_on_cpu.install()
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.enums import ModelType
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import MegatronModule
+from timing import keep_freed_memory, machine, take_turns
+from torch import Tensor
+
+from megatron_rl_loss import Samples
+from megatron_rl_loss.arguments import AggregationSettings
+from megatron_rl_loss.megatron import LossAggregation
+from megatron_rl_loss.megatron.audit import Audit
+
+LENGTH = 4096  # of a sample
+
+
+def make_model(hidden: int) -> Any:
+    config = TransformerConfig(num_layers=1, hidden_size=4, num_attention_heads=1, use_cpu_initialization=True)
+    config.finalize_model_grads_func = finalize_model_grads
+
+    class Norm(MegatronModule):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__(config)
+            self.model_type = ModelType.encoder_or_decoder
+            self.scale = torch.nn.Parameter(torch.ones(hidden))
+
+        def set_input_tensor(self, _: Any) -> None: ...
+
+        def forward(self, values: Tensor) -> Tensor:
+            return values * self.scale.mean()
+
+    return DistributedDataParallel(config, DistributedDataParallelConfig(), Norm().to(DEVICE))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--tokens", type=int, default=2**20, help="Of the whole step.")
+    parser.add_argument("--microbatches", type=int, default=16)
+    parser.add_argument("--hidden", type=int, default=4096)
+    parser.add_argument("--seconds", type=float, default=20)
+    options = parser.parse_args()
+    folder = tempfile.TemporaryDirectory()
+    backend = "nccl" if DEVICE == "cuda" else "gloo"
+    dist.init_process_group(backend, init_method=f"file://{folder.name}/store", rank=0, world_size=1)
+    parallel_state.initialize_model_parallel()
+    keep_freed_memory()
+    model = make_model(options.hidden)
+    num_samples = options.tokens // options.microbatches // LENGTH
+    masks = [torch.ones(LENGTH) for _ in range(num_samples)]
+    losses = torch.randn(num_samples * LENGTH, device=DEVICE)
+    batches = [Samples(masks) for _ in range(options.microbatches)]
+    aggregation = LossAggregation(AggregationSettings.resolve("token_mean"), lambda samples: samples)
+    schedule = aggregation.wrap_schedule(get_forward_backward_func())
+
+    def forward_step(data_iterator: Iterator[Any], model: Any) -> Any:
+        microbatch = next(data_iterator)
+        return model(losses), microbatch.loss
+
+    def step(audit: Any) -> Any:
+        model.zero_grad_buffer()
+        with audit:
+            schedule(
+                forward_step_func=forward_step,
+                data_iterator=iter(batches),
+                model=model,
+                num_microbatches=len(batches),
+                seq_length=LENGTH,
+                micro_batch_size=1,
+            )
+        return audit
+
+    ways = {
+        "not audited": lambda: step(contextlib.nullcontext()),
+        "interval": lambda: step(Audit(model, gather=False)).deviation(),
+        "audit": lambda: step(Audit(model)).measured,
+    }
+    assert float(ways["interval"]()) < 1e-6, "the audit does not agree with the step"
+    times = {name: min(found) for name, found in take_turns(ways, options.seconds, 5, DEVICE).items()}
+    with Audit(model, gather=False) as audit:
+        step(contextlib.nullcontext())
+    heard = [one for of_term in audit._taps.heard.values() for one in of_term.values()]
+    kept = sum(one.gradient.nbytes for one in heard if one.gradient is not None)
+    sizes = f"{options.tokens} tokens, {options.microbatches} micro-batches, anchor of {options.hidden} entries"
+    print(f"{sizes}; {machine(DEVICE)}")
+    for name, milliseconds in times.items():
+        print(f"{name:<12} {milliseconds:8.2f} ms a step, the fastest, {milliseconds - times['not audited']:+.2f} ms")
+    print(f"kept: {kept / options.tokens:.1f} bytes a local token")
+
+
+if __name__ == "__main__":
+    main()
