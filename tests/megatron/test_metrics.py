@@ -28,16 +28,14 @@ SAMPLES = step_samples(8)
 TABLE = [float(torch.tensor(x)) for one in SAMPLES for x in one.losses.tolist()]
 OVERS = ("samples", "tokens", "prompts", "none")
 KINDS = ("mean", "min", "max", "variance", "ess")
-MASKS = (None, "late")
+MASKS = (None, "thinned")
 NAMES = {f"{over}, {kind}, {mask}": (over, kind, mask) for over, kind, mask in itertools.product(OVERS, KINDS, MASKS)}
 LAYOUTS = [(1, 1, 1), (1, 1, 3), (4, 1, 1), (2, 2, 2), (1, 4, 2)]  # DP, CP, micro-batches
 
 
-def late_masks() -> list[Tensor]:
-    """The second half of each sample, of every third of them."""
-    return [
-        one.mask * (i % 3 == 1) * (torch.arange(len(one.mask)) >= len(one.mask) // 2) for i, one in enumerate(SAMPLES)
-    ]
+def thinned_masks() -> list[Tensor]:
+    """Two of three tokens of each sample, of two thirds of them."""
+    return [one.mask * (i % 3 != 1) * (torch.arange(len(one.mask)) % 3 != 0) for i, one in enumerate(SAMPLES)]
 
 
 def of(x: Tensor) -> Tensor:
@@ -52,16 +50,16 @@ def logged_by(dp: int, cp: int, microbatches: int, per_token: bool, several: boo
     start(cp=cp)
     dp_rank, cp_rank = parallel_state.get_data_parallel_rank(), parallel_state.get_context_parallel_rank()
     model = table_model([*TABLE, math.nan], per_token=per_token)  # padding must not matter
-    masks, batches = late_masks(), []
+    masks, batches = thinned_masks(), []
     for chosen in dealt(SAMPLES, dp_rank, dp, microbatches):
         batch = Batch(SAMPLES, chosen, cp)
         given = batch.samples
         ids = {"rollout_ids": given.rollout_ids, "prompt_ids": given.prompt_ids}
-        late = {"late": [masks[i] for i in chosen]}
-        batch.samples = Samples(given.loss_masks, layout=given.layout, term_masks=late, **ids)
+        thinned = {"thinned": [masks[i] for i in chosen]}
+        batch.samples = Samples(given.loss_masks, layout=given.layout, term_masks=thinned, **ids)
         batches.append(batch)
     settings = AggregationSettings.resolve("prompt_mean", with_per_token_loss=True)
-    whole = aggregation(term_masks=["late"], prepared=settings)
+    whole = aggregation(term_masks=["thinned"], prepared=settings)
 
     def forward_step(iterator: Any, model: Any) -> Any:
         microbatch = next(iterator)
@@ -98,7 +96,7 @@ def expected() -> dict[str, tuple[float, float]]:
     mode_of = dict(zip(OVERS, ("sample_mean", "token_mean", "prompt_mean", "token_sum"), strict=True))
     found = {}
     for name, (over, kind, mask) in NAMES.items():
-        masks = late_masks() if mask else [one.mask for one in SAMPLES]
+        masks = thinned_masks() if mask else [one.mask for one in SAMPLES]
 
         def moment(power: int, over: str = over, masks: list[Tensor] = masks) -> float:
             samples = [
@@ -142,7 +140,7 @@ def test_the_data_tells_them_apart() -> None:
     for kind in ("mean", "variance", "ess"):
         values = sorted(abs(right[f"{over}, {kind}, {mask}"][0]) for over in OVERS[:3] for mask in MASKS)
         assert all(b > 1.001 * a for a, b in itertools.pairwise(values)), (kind, values)
-    assert any(right[f"samples, {kind}, None"] != right[f"samples, {kind}, late"] for kind in ("min", "max"))
+    assert any(right[f"samples, {kind}, None"] != right[f"samples, {kind}, thinned"] for kind in ("min", "max"))
 
 
 # --- in this process
