@@ -22,7 +22,14 @@ from megatron_rl_loss.losses import (
     value_loss,
 )
 from megatron_rl_loss.metrics import Metric
-from megatron_rl_loss.modes import MODES, Mode, ModeInputs, available_modes, register_pg_loss_reducer
+from megatron_rl_loss.modes import (
+    MODES,
+    Mode,
+    ModeInputs,
+    available_modes,
+    register_pg_loss_reducer,
+    with_statistics,
+)
 from megatron_rl_loss.off_policy import (
     importance_weights,
     keep_sequences,
@@ -35,7 +42,7 @@ from megatron_rl_loss.samples import LocalTokens, Samples
 from megatron_rl_loss.segments import segment_mean, segment_sum, to_tokens
 from megatron_rl_loss.sequence_losses import gmpo_loss, gspo_loss, gspo_token_loss
 from megatron_rl_loss.terms import Term
-from megatron_rl_loss.totals import StepTotals, UnitCounts
+from megatron_rl_loss.totals import Statistic, StepTotals, UnitCounts
 from megatron_rl_loss.weights import token_weights
 
 __version__ = "0.1.0"
@@ -56,6 +63,7 @@ __all__ = [
     "PolicyLoss",
     "Reducer",
     "Samples",
+    "Statistic",
     "StepTotals",
     "Term",
     "Trainer",
@@ -90,4 +98,5 @@ __all__ = [
     "token_weights",
     "truncated_importance_weights",
     "value_loss",
+    "with_statistics",
 ]

@@ -11,7 +11,7 @@ from megatron_rl_loss.aliases import Aggregation, resolve
 from megatron_rl_loss.checks import check_callable, check_choice, is_int
 from megatron_rl_loss.errors import refused
 from megatron_rl_loss.modes import MODES, Mode, ModeFunction, OwnMode, find_mode
-from megatron_rl_loss.totals import UnitCounting
+from megatron_rl_loss.totals import Statistic, UnitCounting
 
 EmptyStep = Literal["warn", "error"]
 
@@ -106,6 +106,13 @@ class AggregationSettings:
         """Whether a mode groups samples by prompt, or is the user's own, which may."""
         modes = [one.mode for one in (self.aggregation, *self.terms.values())]
         return any(isinstance(mode, OwnMode) for mode in modes) or self.needs_prompt_ids
+
+    @property
+    def statistics(self) -> dict[str, Statistic]:
+        """What the user's own modes need to be counted."""
+        modes = [one.mode for one in (self.aggregation, *self.terms.values())]
+        own = [mode.statistics for mode in modes if isinstance(mode, OwnMode)]
+        return {name: statistic for statistics in own for name, statistic in statistics.items()}
 
     def describe(self) -> str:
         """One line for the log."""

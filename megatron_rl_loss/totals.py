@@ -78,6 +78,52 @@ class TokensById:
         return self._tokens[at]
 
 
+Keys = Literal["step", "rollout", "prompt"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Statistic:
+    """A sum over the step, by key, that a mode of one's own asks for; it travels with the step's counts.
+
+    Attributes:
+        of: a number a sample, [num_samples]; of the samples with their loss masks.
+        by: over what is summed: the ``step``, each ``rollout``, each ``prompt``; or a function that gives each sample
+            an id (int or str): those of one id are summed.
+    """
+
+    of: Callable[[Samples], Tensor]
+    by: Keys | Callable[[Samples], Ids] = "step"
+
+    def values(self, samples: Samples) -> Tensor:
+        """Of each sample, float64 on the host."""
+        values = self.of(samples)
+        if not isinstance(values, Tensor) or values.shape != (len(samples),):
+            shown = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
+            raise refused("odd_statistic", given=shown, num_samples=len(samples))
+        values = values.detach().double().cpu()
+        if not bool(torch.isfinite(values).all()):
+            raise refused("statistic_not_finite", sample=int((~torch.isfinite(values)).nonzero()[0]))
+        return values
+
+    @property
+    def of_rollouts(self) -> bool:
+        """Whether it is a sum over rollouts, which are samples where these have no rollout ids."""
+        return self.by == "rollout"
+
+    def keys(self, name: str, samples: Samples) -> Tensor:
+        """The key of each sample, the same on every rank, int64."""
+        if callable(self.by):
+            ids: Any = self.by(samples)
+        elif self.by == "step":
+            ids = [0] * len(samples)
+        else:
+            ids = samples.rollout_ids if self.by == "rollout" else samples.prompt_ids
+            if ids is None:
+                raise refused("statistic_without_ids", name=name, by=self.by)
+        given = as_ids(f"keys of {name}", ids, len(samples)).tolist()
+        return as_ids(f"keys of {name}", [f"{name}/{key}" for key in given], len(samples))
+
+
 @dataclass(frozen=True, kw_only=True)
 class UnitCounts:
     """The step's units of one kind, rollouts or prompt groups. Give what the mode needs, leave the rest None.
@@ -122,6 +168,7 @@ class StepTotals:
         step_entries: number of mask entries, whatever their weight. For the log alone.
         rollouts: for ``sample_mean`` and ``constant``.
         prompts: for ``prompt_mean``.
+        statistics: sums by key that modes of one's own have asked for, by name.
         by_mask: the same counts by each of the samples' further masks, for terms of the loss that have their own.
     """
 
@@ -131,6 +178,7 @@ class StepTotals:
     rollouts: UnitCounts = UnitCounts()
     prompts: UnitCounts = UnitCounts()
     by_mask: Mapping[str, "StepTotals"] = field(default_factory=dict, hash=False)
+    statistics: Mapping[str, TokensById] = field(default_factory=dict, hash=False)
 
     def with_mask(self, name: str | None) -> "StepTotals":
         """These totals by one of the further masks, or for None as they are; ValueError for an unknown one."""
@@ -188,6 +236,8 @@ class StepTotals:
         prompt_ids: Ids | None = None,
         dp_group: Group | Unsaid | None = UNSAID,
         replica_groups: Sequence[Group] = (),
+        labels: Mapping[str, Sequence[Any] | Tensor] | None = None,
+        statistics: Mapping[str, Statistic] | None = None,
     ) -> "StepTotals":
         """Totals of a step from the full (not CP-sliced) masks of all samples this DP rank holds in it.
 
@@ -198,6 +248,8 @@ class StepTotals:
                 step; that must be said where `torch.distributed` has several ranks.
             replica_groups: groups whose ranks hold the same samples (context, tensor, pipeline parallel). Totals are
                 not summed over them; errors travel over them and their ranks are checked to agree.
+            labels: as in `Samples`.
+            statistics: sums that a mode of one's own needs (`OwnMode.statistics`), the same on every rank.
 
         Raises:
             TypeError, ValueError: as `Samples`.
@@ -207,8 +259,8 @@ class StepTotals:
         if dp_group is UNSAID and world_size() > 1:
             raise refused("dp_group_unsaid", world_size=world_size())
         dp_group = None if isinstance(dp_group, Unsaid) else dp_group
-        held = attempt(lambda: [Samples(loss_masks, rollout_ids=rollout_ids, prompt_ids=prompt_ids)])
-        return reduce_step_totals(held, dp_group=dp_group, replica_groups=replica_groups)
+        held = attempt(lambda: [Samples(loss_masks, rollout_ids=rollout_ids, prompt_ids=prompt_ids, labels=labels)])
+        return reduce_step_totals(held, dp_group=dp_group, replica_groups=replica_groups, statistics=statistics)
 
 
 #: Sums of fractional masks may differ in the last bit.
@@ -243,6 +295,7 @@ def compare_totals(
     dp_group: Group | None,
     replica_groups: Sequence[Group],
     masks: Sequence[str] = (),
+    statistics: Mapping[str, Statistic] | None = None,
 ) -> StepTotals:
     """The exchanged totals of the step, once the given ones were found to agree with them, on every rank.
 
@@ -254,6 +307,7 @@ def compare_totals(
         dp_group=dp_group,
         replica_groups=replica_groups,
         masks=masks,
+        statistics=statistics,
     )
     assert not isinstance(given, Exception)  # the exchange has raised it
     failure = attempt(lambda: _check_same(given, exchanged))
@@ -296,6 +350,7 @@ def reduce_step_totals(
     replica_groups: Sequence[Group] = (),
     count_prompts: bool = True,
     masks: Sequence[str] = (),
+    statistics: Mapping[str, Statistic] | None = None,
 ) -> StepTotals:
     """The totals of a step from what this rank holds in it: one collective round.
 
@@ -309,6 +364,7 @@ def reduce_step_totals(
             from it, which becomes a `BadBatchError` on all ranks of the groups.
         count_prompts: False leaves prompt ids and their exchange aside, for modes that do not use them.
         masks: names of the further masks that are counted too, in the same collectives; the same on every rank.
+        statistics: further sums by key, by name; the same names on every rank.
 
     Returns:
         The totals; on a stage without data, not those of units by id.
@@ -317,9 +373,10 @@ def reduce_step_totals(
     replicas = [group for group in replica_groups if if_several(group) is not None]
     groups = [group for group in (dp_group, *replicas) if group is not None]
     check_apart(dp_group, replicas)
-    counted = held if isinstance(held, Exception) else attempt(lambda: _LocalCounts(held or [], count_prompts, masks))
+    asked = (count_prompts, masks, statistics or {})
+    counted = held if isinstance(held, Exception) else attempt(lambda: _LocalCounts(held or [], *asked))
     failure = counted if isinstance(counted, Exception) else None
-    local = _LocalCounts([], count_prompts, masks) if isinstance(counted, Exception) else counted
+    local = _LocalCounts([], *asked) if isinstance(counted, Exception) else counted
 
     header = local.header()
     if replicas and failure is None:
@@ -335,7 +392,7 @@ def reduce_step_totals(
     ranks_with_ids = header[[_RANKS_WITH_ROLLOUT_IDS, _RANKS_WITH_PROMPT_IDS]]
     # Ids on some ranks only are refused below; exchanged, they would look like clashes.
     all_or_none = bool(((ranks_with_ids == 0) | (ranks_with_ids == header[_RANKS_WITH_SAMPLES])).all())
-    if ranks_with_ids.any() and all_or_none and not header[_ERRORS] > 0:
+    if (ranks_with_ids.any() or (statistics and has_data)) and all_or_none and not header[_ERRORS] > 0:
         units = local.sum_units(dp_group)
         header[_ERRORS] = float(units.any_clash)
         failure = refused("rollout_under_two_prompts") if units.clash else None
@@ -350,7 +407,8 @@ def reduce_step_totals(
     header, lowest = highest.view(2, -1)
     _check_agreement(header, -lowest)
     loss_masks, *further = (_totals(header, units, k) for k in range(1 + len(masks)))
-    return replace(loss_masks, by_mask=dict(zip(masks, further, strict=True)))
+    sums = units.statistics if units else {}
+    return replace(loss_masks, by_mask=dict(zip(masks, further, strict=True)), statistics=sums)
 
 
 def _totals(header: Tensor, units: "_UnitSums | None", mask: int) -> StepTotals:
@@ -393,6 +451,7 @@ class _UnitSums:
 
     rollouts: list[UnitCounts]
     prompts: list[UnitCounts]
+    statistics: dict[str, TokensById]
     clash: bool
     any_clash: bool
 
@@ -409,7 +468,13 @@ def _digest_of(held: Sequence[Samples], dp_rank: int) -> Tensor:
 class _LocalCounts:
     """Sums and ids of the samples this rank holds in the step; the one place that reads masks back from a device."""
 
-    def __init__(self, microbatches: Sequence[Samples], count_prompts: bool, masks: Sequence[str]) -> None:
+    def __init__(
+        self,
+        microbatches: Sequence[Samples],
+        count_prompts: bool,
+        masks: Sequence[str],
+        statistics: Mapping[str, Statistic],
+    ) -> None:
         filled = [samples for samples in microbatches if len(samples)]
         by_mask = [[samples.with_mask(name) for samples in filled] for name in (None, *masks)]
         # Rows: the loss masks and each further mask; columns: samples.
@@ -420,6 +485,11 @@ class _LocalCounts:
         self.rollout_ids = _join_ids("rollout_ids", [samples.rollout_ids for samples in filled])
         self.prompts_of_rollouts = _join_ids("prompt_ids", [samples.prompt_ids for samples in filled])
         self.prompt_ids = self.prompts_of_rollouts if count_prompts else None
+        self.statistics = {
+            name: _keyed(name, statistic, filled)
+            for name, statistic in statistics.items()
+            if not (statistic.of_rollouts and self.rollout_ids is None)
+        }
 
     def header(self) -> Tensor:
         header = torch.zeros(_HEADER_SIZE, dtype=torch.float64, device="cpu")
@@ -435,16 +505,19 @@ class _LocalCounts:
         return torch.cat([header, of_masks.flatten()])
 
     def sum_units(self, dp_group: Group | None) -> _UnitSums:
-        """Mask sums of the rank's rollouts and prompt groups, and their numbers, over the DP group.
+        """Mask sums of the rank's rollouts and prompt groups, and their numbers, over the DP group; and statistics.
 
-        Rollouts and prompts go together, told apart by the last bit of their key. Every key has an owner rank, which
-        adds up what it is sent and answers.
+        All go together, told apart by the last bits of their key. Every key has an owner rank, which adds up what it is
+        sent and answers. A statistic's row has its value where others have the sum of the loss mask.
         """
         no_ids = torch.zeros(0, dtype=torch.int64, device="cpu")
         kinds = [no_ids if ids is None else ids for ids in (self.rollout_ids, self.prompt_ids)]
-        keys = torch.cat([ids * 2 + kind for kind, ids in enumerate(kinds)])
+        kinds.append(torch.cat([no_ids, *(keys for keys, _ in self.statistics.values())]))
+        keys = torch.cat([ids * 4 + kind for kind, ids in enumerate(kinds)])
         of_samples = self.mask_sums.T
-        sums = torch.cat([of_samples if ids.numel() else of_samples[:0] for ids in kinds])
+        values = torch.cat([of_samples.new_zeros(0), *(values for _, values in self.statistics.values())])
+        of_keys = torch.nn.functional.pad(values[:, None], (0, of_samples.shape[1] - 1))
+        sums = torch.cat([*(of_samples if ids.numel() else of_samples[:0] for ids in kinds[:2]), of_keys])
         # A rollout's row also says its prompt, so that the owner sees an id that is used under two prompts.
         prompts = no_ids
         if self.rollout_ids is not None and self.prompts_of_rollouts is not None:
@@ -460,28 +533,33 @@ class _LocalCounts:
         )
         totals = exchange.answers(owned_sums[torch.searchsorted(owned_keys, sent_keys)])
 
-        is_prompt, is_active = owned_keys.remainder(2) == 1, owned_sums > 0
-        of_kinds = (~is_prompt, is_prompt)
+        owned_kind, is_active = owned_keys.remainder(4), owned_sums > 0
+        of_kinds = (owned_kind == 0, owned_kind == 1)
         clashes = torch.tensor([clash or owner_clash], dtype=torch.int64, device="cpu")
         alls = torch.stack([of_kind.sum() for of_kind in of_kinds])
         actives = torch.stack([is_active[of_kind].sum(0) for of_kind in of_kinds])
         numbers = torch.cat([clashes, alls, actives.flatten()])
         all_reduce(numbers, dp_group)
         actives = numbers[3:].view_as(actives)
-        mine_are_prompts = my_keys.remainder(2) == 1
+        my_kind, my_ids = my_keys.remainder(4), my_keys.div(4, rounding_mode="floor")
         counts_of_rollouts, counts_of_prompts = (
             [
                 UnitCounts(
                     all=int(numbers[1 + kind]),
                     active=int(actives[kind, mask]),
-                    tokens=TokensById(my_keys[mine].div(2, rounding_mode="floor"), totals[mine, mask]),
+                    tokens=TokensById(my_ids[my_kind == kind], totals[my_kind == kind, mask]),
                 )
                 for mask in range(len(self.mask_sums))
             ]
-            for kind, mine in enumerate((~mine_are_prompts, mine_are_prompts))
+            for kind in range(2)
         )
+        keyed = TokensById(my_ids[my_kind == 2], totals[my_kind == 2, 0])
+        found = {}
+        for name, (of_name, _) in self.statistics.items():
+            unique = of_name.unique()
+            found[name] = TokensById(unique, keyed.of(name, unique))
         return _UnitSums(
-            counts_of_rollouts, counts_of_prompts, clash=clash or owner_clash, any_clash=bool(numbers[0] > 0)
+            counts_of_rollouts, counts_of_prompts, found, clash=clash or owner_clash, any_clash=bool(numbers[0] > 0)
         )
 
 
@@ -502,6 +580,14 @@ def _read_back(described: Sequence[Samples], num_masks: int) -> tuple[Tensor, Te
         for samples in described:
             samples.check_masks(wait=True)
     return sums.view(num_masks, -1), active.view(num_masks, -1)
+
+
+def _keyed(name: str, statistic: Statistic, microbatches: Sequence[Samples]) -> tuple[Tensor, Tensor]:
+    """The keys and values of all samples."""
+    keys = [statistic.keys(name, samples) for samples in microbatches]
+    values = [statistic.values(samples) for samples in microbatches]
+    no_keys = torch.zeros(0, dtype=torch.int64, device="cpu")
+    return torch.cat([no_keys, *keys]), torch.cat([no_keys.double(), *values])
 
 
 def _join_ids(name: str, ids: list[Tensor | None]) -> Tensor | None:

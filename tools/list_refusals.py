@@ -90,6 +90,7 @@ TABLES = [
     Table("What must be said", "unit/test_said_at_the_door.py"),
     Table("Counts, sizes and ranks", "unit/test_checks.py"),
     Table("Modes of one's own", "unit/test_modes.py"),
+    Table("Statistics of modes", "unit/test_paper_modes.py"),
     Table("Names of other frameworks", "unit/test_aliases.py", "REFUSED", with_text_last("ValueError", patterns=True)),
     Table("Sums over sequences", "unit/test_segments.py"),
     Table("Policy losses and advantages", "unit/test_losses.py"),

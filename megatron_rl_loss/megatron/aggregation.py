@@ -221,13 +221,20 @@ class LossAggregation:
                 replica_groups=replicas,
                 count_prompts=self.settings.uses_prompt_ids,
                 masks=self._term_masks,
+                statistics=self.settings.statistics,
             )
         if isinstance(looked, Exception):
             raise looked
         given = attempt(lambda: self._given_totals(looked, per_token))
         if self._last_step is None:  # once, what was given is compared with what all ranks hold
-            masks = self._term_masks
-            return compare_totals(given, looked.samples, dp_group=groups.dp, replica_groups=replicas, masks=masks)
+            return compare_totals(
+                given,
+                looked.samples,
+                dp_group=groups.dp,
+                replica_groups=replicas,
+                masks=self._term_masks,
+                statistics=self.settings.statistics,
+            )
         if isinstance(given, Exception):
             raise given
         if self._metric_modes is None:

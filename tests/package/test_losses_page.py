@@ -10,7 +10,7 @@ import torch
 from repository import EXAMPLES, ROOT
 
 import megatron_rl_loss
-from megatron_rl_loss import POLICY_LOSSES, Samples, segment_mean, to_tokens
+from megatron_rl_loss import POLICY_LOSSES, Samples, StepTotals, modes, segment_mean, to_tokens
 from megatron_rl_loss.aliases import resolve
 from megatron_rl_loss.arguments import add_loss_aggregation_args
 from megatron_rl_loss.policy_losses import check_goes_with
@@ -52,8 +52,9 @@ def test_links_are_used_and_defined() -> None:
     assert set(re.findall(r"\]\[(\w+)\]", PAGE)) == defined
 
 
-def test_code_runs() -> None:
-    terms, metrics, block = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
+def test_code_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(modes, "_REGISTERED", {})
+    terms, own_mode, metrics, block = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
     local = Samples([torch.ones(3), torch.ones(2)]).local(0, 1)
     microbatch = SimpleNamespace(
         tokens=local,
@@ -73,6 +74,12 @@ def test_code_runs() -> None:
     handed: list[Any] = []
     microbatch.loss = lambda given, metrics: handed.append((given, metrics))
     exec(terms, names | dict.fromkeys(("losses", "kl", "entropy"), torch.ones(1, 5)))
+    exec(own_mode, dict(names))
+    masks, tasks = [torch.ones(3), torch.ones(1), torch.ones(2)], {"task": ["a", "b", "a"]}
+    mode = resolve("mean_of_tasks_tokens").mode
+    totals = StepTotals.from_loss_masks(masks, labels=tasks, statistics=mode.statistics)
+    weights = megatron_rl_loss.token_weights("mean_of_tasks_tokens", Samples(masks, labels=tasks), totals)
+    assert weights.tolist() == pytest.approx([0.2] * 3 + [1] + [0.2] * 2)
     values = dict.fromkeys(("losses", "kl", "entropy", "ratio", "weights"), torch.ones(1, 5))
     exec(metrics, names | values)
     (given, _), (_, asked) = handed
