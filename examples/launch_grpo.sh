@@ -1,21 +1,22 @@
 #!/usr/bin/env bash
-# Launch examples/pretrain_grpo.py on one node or, started once on each, on several.
+# Launch pretrain_grpo.py on one node or, started once on each, on several.
 #
 #   examples/launch_grpo.sh 4 --tensor-model-parallel-size 2 --context-parallel-size 2 \
 #       --loss-aggregation constant --loss-aggregation-divisor 40960
 #
 # The first argument is the number of processes on this node (GPUs, or CPU processes where there is no GPU); all others
 # go to Megatron and override the defaults below. Several nodes: set NNODES, NODE_RANK, MASTER_ADDR (and MASTER_PORT).
-# PYTHON names the interpreter; default: .venv's, else python3. SCRIPT is launched in the example's place. Where AUDIT is
-# set, with options or empty, the launch ends after one step with its audit: AUDIT="--json verdict.json" ...
+# PYTHON names the interpreter; default: the repository's .venv, else python3. SCRIPT is launched in the example's place.
+# Where AUDIT is set, with options or empty, the launch ends after one step with its audit: AUDIT="--json verdict.json" ...
 set -euo pipefail
-cd "$(dirname "$0")/.."
+here=$(cd "$(dirname "$0")" && pwd)
 
 [[ ${1:-} =~ ^[1-9][0-9]*$ ]] || { echo "usage: $0 PROCESSES_ON_THIS_NODE [MEGATRON FLAGS...]" >&2; exit 2; }
 processes=$1
 shift
-if [[ -z ${PYTHON:-} ]]; then PYTHON=python3; [[ -x .venv/bin/python ]] && PYTHON=.venv/bin/python; fi
-export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
+root=$(dirname "$here")
+if [[ -z ${PYTHON:-} ]]; then PYTHON=python3; [[ -x $root/.venv/bin/python ]] && PYTHON=$root/.venv/bin/python; fi
+if [[ -d $root/megatron_rl_loss ]]; then export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"; fi # a checkout's own
 export CUDA_DEVICE_MAX_CONNECTIONS=1
 
 model=(
@@ -26,14 +27,14 @@ model=(
   --tokenizer-type NullTokenizer --vocab-size 32 --padded-vocab-size 32
 )
 data=(
-  --rollouts examples/arithmetic.jsonl --prompts-per-step 8 --dataloader-type external
+  --rollouts "$here/arithmetic.jsonl" --prompts-per-step 8 --dataloader-type external
   --seq-length 1024 --max-position-embeddings 1024 --micro-batch-size 1 --global-batch-size 4
   --eval-iters 0 --eval-interval 1000
 )
 training=(
   --train-iters 20 --lr 3e-3 --lr-decay-style constant --clip-grad 1.0 --weight-decay 0 --log-interval 1
 )
-# Without Transformer Engine: Megatron's local layers with examples/packed_attention.py.
+# Without Transformer Engine: Megatron's local layers with packed_attention.py.
 if ! "$PYTHON" -c 'import transformer_engine' 2>/dev/null; then
   model+=(--transformer-impl local --no-persist-layer-norm --no-rope-fusion --no-masked-softmax-fusion
     --no-gradient-accumulation-fusion --no-bias-gelu-fusion --no-bias-dropout-fusion)
@@ -41,7 +42,7 @@ fi
 if "$PYTHON" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
   training+=(--bf16)
 else
-  # No GPU: the same stack on CPU and gloo (examples/megatron_on_cpu.py). One thread a process.
+  # No GPU: the same stack on CPU and gloo (megatron_on_cpu.py). One thread a process.
   training+=(--distributed-backend gloo --use-cpu-initialization)
   export OMP_NUM_THREADS=1
   if [[ ${NNODES:-1} -eq 1 ]]; then export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-lo}; fi
@@ -56,4 +57,4 @@ audit=()
 # shellcheck disable=SC2206  # options, split at spaces
 if [[ -n ${AUDIT+set} ]]; then audit=(-m megatron_rl_loss audit $AUDIT); fi
 exec "$PYTHON" -m torch.distributed.run "${rendezvous[@]}" --nproc-per-node "$processes" \
-  "${audit[@]}" "${SCRIPT:-examples/pretrain_grpo.py}" "${model[@]}" "${data[@]}" "${training[@]}" "$@"
+  "${audit[@]}" "${SCRIPT:-$here/pretrain_grpo.py}" "${model[@]}" "${data[@]}" "${training[@]}" "$@"

@@ -142,7 +142,8 @@ def resolve(
         name, divisor, units, notice = _translate(asked, divisor, units)
         mode = find_mode(name)
     if mode is None:
-        raise refused("unknown_mode", mode=asked, choices=", ".join((*available_modes(), *aliases_of(str(asked)))))
+        known = [*available_modes(), *aliases_of(str(asked))]
+        raise refused("unknown_mode", mode=asked, choices=did_you_mean(str(asked), known))
     if units is not None:
         check_choice("unit counting", units, get_args(UnitCounting))
     if isinstance(mode, Mode) and mode.takes_divisor and divisor is None:
@@ -227,14 +228,19 @@ def _is_number(text: str) -> bool:
 def format_modes() -> str:
     """The modes, their formulas and flags, and every framework's names for them: text of at most 120 columns."""
     lines = [
-        "A token's loss is l, its mask m; M is a sum of masks. Every sum and count is over the whole optimizer step.",
+        "A token's loss is l, its mask m; M is a sum of masks: M_i of rollout i, M_g of prompt group g.",
+        "Every sum and count is over the whole optimizer step, however it is split over micro-batches and ranks.",
         "",
         f"{'mode':<13}{'step loss':<38}flags",
         *(f"{mode.name:<13}{mode.formula:<38}{_flags_of(mode)}" for mode in MODES.values()),
         "",
+        "Without a flag it is sample_mean, or with Megatron's --calculate-per-token-loss token_mean.",
         "N rollouts and P prompt groups: all, or with --loss-aggregation-units active those with an active token.",
+        "L and d are yours to give: L in tokens, e.g. the generation budget; d is 1 if you give none.",
         "",
-        "Names of other frameworks, for the same flag (--loss-aggregation verl:token-mean):",
+        "Names of other frameworks, for the same flag (--loss-aggregation verl:token-mean). A number under divisor is",
+        "what the name stands for; a word is that framework's setting, to be given as --loss-aggregation-divisor.",
+        "What is under units goes with the name. A name without a mode is refused.",
         "",
         f"{'name':<36}{'is':<13}{'divisor':<23}{'units':<8}note",
     ]

@@ -153,7 +153,7 @@ def add_loss_aggregation_args(parser: ArgumentParser) -> ArgumentParser:
     group.add_argument(
         "--loss-aggregation-with-per-token-loss",
         action="store_true",
-        help="Keep the mode exact on a model that forces --calculate-per-token-loss.",
+        help="Allow another mode than token_mean beside --calculate-per-token-loss, which some models force.",
     )
     group.add_argument(
         "--loss-aggregation-audit-interval",
@@ -167,7 +167,8 @@ def add_loss_aggregation_args(parser: ArgumentParser) -> ArgumentParser:
         "--custom-pg-loss-reducer-function-path",
         metavar="PATH",
         default=None,
-        help="pkg.mod.fn or pkg.mod:fn of a mode of your own: fn(ModeInputs) -> weights beside the mask.",
+        help="A mode of your own, pkg.mod.fn or pkg.mod:fn: a function of ModeInputs that returns a weight for each "
+        "sample or token; masked tokens stay at 0.",
     )
     for name in _TERMS:
         group.add_argument(

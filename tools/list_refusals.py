@@ -102,6 +102,7 @@ TABLES = [
     Table("Terms of a loss", "megatron/test_terms.py"),
     Table("Metrics", "megatron/test_metrics.py"),
     Table("Micro-batches", "megatron/test_microbatch.py"),
+    Table("Copies of examples", "package/test_example_command.py"),
     Table("Launches: flags, data, configuration, losses, files", "megatron/test_bad_input.py", "ROWS", from_rows),
     Table("What a loss function returns", "megatron/test_handover.py", "WRONG", with_text_last("ValueError")),
     Table("Totals that a user knows", "megatron/test_handover.py", "TOTALS", with_text_last("")),

@@ -5,15 +5,13 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-version_of() { "$1" -c 'import sys, venv, ensurepip; print("%d.%d" % sys.version_info[:2])' 2>/dev/null; }
+source tools/find_python.sh
 
-find_python() { # that is not of version $1
-  local version candidate
+another_python() { # than version $1
+  local version found
   for version in 3.10 3.11 3.13 3.12; do
-    for candidate in "python$version" "${PYENV_ROOT:-$HOME/.pyenv}/versions/$version".*/bin/python \
-        "$HOME/.local/share/uv/python/cpython-$version".*/bin/python3 "/usr/local/bin/python$version"; do
-      if [[ $version != "$1" && $(version_of "$candidate") == "$version" ]]; then command -v "$candidate"; return; fi
-    done
+    found=$([[ $version == "$1" ]] || python_of "$version")
+    if [[ -n $found ]]; then echo "$found"; return; fi
   done
 }
 
@@ -36,7 +34,7 @@ set_up() {
   echo "$wanted" > .venv-core/ready
 }
 
-python=${CORE_PYTHON:-$(find_python "$(version_of .venv/bin/python)")}
+python=${CORE_PYTHON:-$(another_python "$(version_of .venv/bin/python)")}
 if [[ -z $python ]]; then
   echo "The core is not tested with another Python: none of 3.10 to 3.13 was found beside .venv's."
   exit 0

@@ -1,0 +1,57 @@
+"""FSDP2 (`fully_shard`), no Megatron. It averages gradients over the ranks of its mesh, so train on ranks x share.
+
+torchrun --nproc-per-node 2 plain_fsdp2.py
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from megatron_rl_loss import StepTotals, make_pg_loss_reducer, ppo_clip_loss
+
+Batch = dict[str, Any]  # tokens, labels, old_log_probs, advantages: [tokens]; loss_masks, prompt_ids: one a sample
+
+
+def train_step(model: Any, optimizer: Any, batches: list[Batch], mode: str, divisor: float | None = None) -> Tensor:
+    """One optimizer step over this rank's micro-batches, as many as others have: a forward gathers weights."""
+    masks = [mask for batch in batches for mask in batch["loss_masks"]]
+    prompt_ids = [prompt for batch in batches for prompt in batch["prompt_ids"]]
+    totals = StepTotals.from_loss_masks(masks, prompt_ids=prompt_ids, dp_group=dist.group.WORLD)
+    step_loss = torch.zeros(())
+    optimizer.zero_grad()
+    for number, batch in enumerate(batches, start=1):
+        ids = {"prompt_ids": batch["prompt_ids"]}
+        reducer = make_pg_loss_reducer(mode, batch["loss_masks"], totals=totals, divisor=divisor, **ids)
+        model.set_requires_gradient_sync(number == len(batches))
+        logits = model(batch["tokens"])
+        log_probs = logits.log_softmax(-1).gather(-1, batch["labels"][:, None])[:, 0]
+        policy = ppo_clip_loss(log_probs, batch["old_log_probs"], batch["advantages"])
+        share = reducer(policy.per_token_loss)
+        (dist.get_world_size() * share).backward()
+        step_loss += share.detach()
+    optimizer.step()
+    dist.all_reduce(step_loss)  # a sum: shares are added up, never averaged
+    return step_loss
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Embedding(9, 16), torch.nn.Linear(16, 9))
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    tokens = torch.randint(9, (8,), generator=generator)
+    batch: Batch = {"tokens": tokens, "labels": tokens.roll(-1), "old_log_probs": torch.full((8,), -2.2)}
+    batch |= {"loss_masks": [torch.ones(5), torch.ones(3)], "prompt_ids": [dist.get_rank()] * 2}
+    batch["advantages"] = torch.tensor([1.0, -1.0]).repeat_interleave(torch.tensor([5, 3]))
+    for step in range(3):
+        print(step, float(train_step(model, optimizer, [batch], "prompt_mean")))
+
+
+if __name__ == "__main__":
+    main()

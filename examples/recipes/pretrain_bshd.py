@@ -1,0 +1,60 @@
+"""Rows of one length (BSHD) in a Megatron pretrain script of your own, with a mode by flag. The data is random."""
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from megatron.core import mpu
+from megatron.core.enums import ModelType
+from megatron.training import get_args, pretrain
+from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+from megatron.training.arguments import parse_and_validate_args
+
+from megatron_rl_loss import Samples, ZigzagBSHD, ppo_clip_loss
+from megatron_rl_loss.arguments import add_loss_aggregation_args
+from megatron_rl_loss.megatron import LossAggregation, next_microbatch
+
+
+def batches(rows: int, length: int, vocab_size: int, seed: int) -> Iterator[dict[str, Any]]:
+    """All rows respond to one prompt: values [rows, length], and for each row a mask and an id."""
+    generator, at = torch.Generator().manual_seed(seed), torch.arange(length)
+    advantages = torch.arange(rows).sub((rows - 1) / 2)[:, None].expand(rows, length)
+    for number in itertools.count():
+        tokens = torch.randint(vocab_size, (rows, length), generator=generator)
+        values = {"tokens": tokens, "labels": tokens.roll(-1, 1), "positions": at.expand(rows, length)}
+        values |= {"old_log_probs": torch.full((rows, length), -3.0), "advantages": advantages}
+        ends = torch.randint(8, length, (rows, 1), generator=generator)
+        masks = list((at >= 4) & (at < ends))  # by label: neither prompt nor padding
+        layout, prompt_ids = ZigzagBSHD(rows, length), [f"{seed}/{number}"] * rows
+        yield values | {"samples": Samples(masks, layout=layout, prompt_ids=prompt_ids)}
+
+
+def provide(num_samples: Any, vp_stage: int | None = None) -> tuple[Any, None, None]:
+    args = get_args()
+    sizes = (args.micro_batch_size, args.seq_length, args.vocab_size)
+    return batches(*sizes, seed=mpu.get_data_parallel_rank()), None, None
+
+
+provide.is_distributed = True  # type: ignore[attr-defined]  # every rank reads; all but data-parallel ones the same
+
+
+def forward_step(data_iterator: Any, model: Any) -> Any:
+    microbatch = next_microbatch(data_iterator)
+    batch = microbatch.data  # what `batches` gave; `local` cuts this context-parallel rank's part
+    names = ("tokens", "labels", "positions", "old_log_probs", "advantages")
+    tokens, labels, positions, old, advantages = (microbatch.local(batch[name]).cuda() for name in names)
+    output = model(tokens, positions, None, labels=labels)
+    return output, lambda loss: microbatch.loss(ppo_clip_loss(-loss, old, advantages).per_token_loss)
+
+
+def main() -> None:
+    args = parse_and_validate_args(extra_args_provider=add_loss_aggregation_args)
+    aggregation = LossAggregation.from_args(args, lambda batch: batch["samples"])  # before the model's config is made
+    config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
+    with aggregation.attached():
+        pretrain(config, provide, ModelType.encoder_or_decoder, forward_step)
+
+
+if __name__ == "__main__":  # saving a checkpoint starts helper processes that import this file again
+    main()

@@ -1,0 +1,60 @@
+"""Packed sequences (THD) in a Megatron pretrain script of your own, with a mode by flag. The data is random."""
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from megatron.core import mpu
+from megatron.core.enums import ModelType
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.training import get_args, pretrain
+from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+from megatron.training.arguments import parse_and_validate_args
+
+from megatron_rl_loss import Samples, ZigzagTHD, ppo_clip_loss
+from megatron_rl_loss.arguments import add_loss_aggregation_args
+from megatron_rl_loss.megatron import LossAggregation, next_microbatch
+
+
+def packs(length: int, vocab_size: int, seed: int) -> Iterator[dict[str, Any]]:
+    """Two responses to a prompt a pack: values of all tokens, their slots, and for each sample a mask and an id."""
+    generator, half, flat = torch.Generator().manual_seed(seed), length // 2, torch.ones(length)
+    mask = (torch.arange(half) >= 4).float()  # by label: 0 where the label is a prompt's token
+    for number in itertools.count():
+        tokens = torch.randint(vocab_size, (length,), generator=generator)
+        values = {"tokens": tokens, "labels": tokens.roll(-1), "positions": torch.arange(half).repeat(2)}
+        values |= {"old_log_probs": -3 * flat, "advantages": torch.cat([flat[:half], -flat[:half]])}
+        values["bounds"] = torch.tensor([0, half, length], dtype=torch.int32)
+        layout, prompt_ids = ZigzagTHD(values["bounds"]), [f"{seed}/{number}"] * 2
+        yield values | {"samples": Samples([mask, mask], layout=layout, prompt_ids=prompt_ids)}
+
+
+def provide(num_samples: Any, vp_stage: int | None = None) -> tuple[Any, None, None]:
+    return packs(get_args().seq_length, get_args().vocab_size, seed=mpu.get_data_parallel_rank()), None, None
+
+
+provide.is_distributed = True  # type: ignore[attr-defined]  # every rank reads; all but data-parallel ones the same
+
+
+def forward_step(data_iterator: Any, model: Any) -> Any:
+    microbatch = next_microbatch(data_iterator)
+    batch = microbatch.data  # what `packs` gave; `local` cuts this context-parallel rank's part
+    names = ("tokens", "labels", "positions", "old_log_probs", "advantages")
+    tokens, labels, positions, old, advantages = (microbatch.local(batch[name])[None].cuda() for name in names)
+    bounds, longest = batch["bounds"].cuda(), int(batch["bounds"].diff().max())
+    packed = PackedSeqParams("thd", bounds, bounds, bounds, bounds, longest, longest)
+    output = model(tokens, positions, None, labels=labels, packed_seq_params=packed)
+    return output, lambda loss: microbatch.loss(ppo_clip_loss(-loss, old, advantages).per_token_loss)
+
+
+def main() -> None:
+    args = parse_and_validate_args(extra_args_provider=add_loss_aggregation_args)
+    aggregation = LossAggregation.from_args(args, lambda pack: pack["samples"])  # before the model's config is made
+    config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
+    with aggregation.attached():
+        pretrain(config, provide, ModelType.encoder_or_decoder, forward_step)
+
+
+if __name__ == "__main__":  # saving a checkpoint starts helper processes that import this file again
+    main()

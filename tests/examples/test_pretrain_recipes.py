@@ -1,0 +1,72 @@
+"""The recipes of pretrain scripts train through the real `pretrain`, and give the same in other layouts."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pages import commands_of
+from ranks import run_ranks
+from repository import ROOT
+
+from megatron_rl_loss.example_files import copy_example
+
+pytestmark = pytest.mark.slow
+
+#: The page's launch line, but for the mode and what a CPU has not.
+LAUNCH = next(line for line in commands_of((ROOT / "docs/recipes.md").read_text()) if "--num-layers" in line)
+FLAGS = LAUNCH.split()[LAUNCH.split().index("--num-layers") :]
+ROWS = {"pretrain_packed": "1", "pretrain_bshd": "2"}  # of a micro-batch
+
+
+def train(recipe: str, flags: list[str]) -> list[dict[str, float]]:
+    """What Megatron logs, by step."""
+    import importlib
+
+    import on_cpu
+    from megatron.training import training
+
+    on_cpu.prepare()
+    script = importlib.import_module(f"recipes.{recipe}")
+    logged: list[dict[str, float]] = []
+    training_log = training.training_log
+
+    def catch(loss_dict: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        if "pg_loss" in loss_dict:
+            logged.append({"pg_loss": float(loss_dict["pg_loss"]), "grad_norm": float(args[6])})
+        return training_log(loss_dict, *args, **kwargs)
+
+    training.training_log = catch
+    words = [word for word in FLAGS if word != "--bf16"]
+    words += ["--padded-vocab-size", "32"]  # else its padding, and with it the first weights, changes with the layout
+    sys.argv = [f"{recipe}.py", *words, *on_cpu.FLAGS, "--train-iters", "2", "--micro-batch-size", ROWS[recipe], *flags]
+    script.main()
+    return logged
+
+
+@pytest.mark.parametrize("recipe", ROWS)
+def test_it_trains_alike_in_every_layout(recipe: str) -> None:
+    mode = ["--loss-aggregation", "prompt_mean"]
+    (alone,) = run_ranks(1, train, recipe, mode, timeout_s=300)
+    assert len(alone) == 2
+    assert all(step["grad_norm"] > 1e-3 for step in alone)
+    for flags in (["--context-parallel-size", "2"], ["--tensor-model-parallel-size", "2", "--sequence-parallel"]):
+        for step, expected in zip(run_ranks(2, train, recipe, [*mode, *flags], timeout_s=300)[-1], alone, strict=True):
+            assert step == pytest.approx(expected, rel=1e-4, abs=1e-6)
+    (other,) = run_ranks(1, train, recipe, ["--loss-aggregation", "token_mean"], timeout_s=300)
+    assert (other[0] == pytest.approx(alone[0], rel=1e-4)) == (recipe == "pretrain_packed")  # there all masks are alike
+
+
+def test_the_pages_launch_line_runs_without_a_gpu(tmp_path: Path) -> None:
+    """As the page says: the copied script, with on_cpu.py before it."""
+    copy_example("pretrain_packed", tmp_path)
+    copy_example("on_cpu", tmp_path)
+    words = LAUNCH.replace("pretrain_packed.py", "on_cpu.py pretrain_packed.py").split()[1:]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", *words]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=300)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "iteration        5/       5" in done.stdout
+    assert "loss aggregation: prompt_mean, unit counting all | 16 rollouts, 8 prompts (2.0 each)" in done.stdout

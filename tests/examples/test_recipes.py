@@ -1,0 +1,299 @@
+"""Recipes that need no launch of `pretrain`: value and gradient of a step on several ranks are the float64 oracle's.
+
+Those for other frameworks are checked for what they name; that framework's real code runs in tests/frameworks/real.
+"""
+
+import dataclasses
+import os
+import re
+import runpy
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import oracle
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks, start_process_group
+from repository import EXAMPLES, ROOT
+from table_step import DIVISOR, Batch, dealt, relative_error, start, step_samples, table_model
+from torch import Tensor
+
+from megatron_rl_loss import check_reducer, modes
+from megatron_rl_loss.aliases import resolve
+from megatron_rl_loss.frameworks import slime
+
+RECIPES = EXAMPLES / "recipes"
+SAMPLES = step_samples(seed=11)
+VOCABULARY = 9
+MODES = [mode for mode in oracle.MODES if mode != "token_sum"]
+
+
+def divisor_of(mode: str) -> float | None:
+    return DIVISOR if mode == "constant" else None
+
+
+def clipped(log_probs: Tensor, old: Tensor, advantages: Tensor) -> Tensor:
+    """PPO's loss of a token, arXiv:1707.06347 eq. 7, as written there."""
+    ratio = (log_probs - old).exp()
+    return -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+
+
+# ---- plain torch
+
+
+def plain_model() -> torch.nn.Module:
+    torch.manual_seed(7)
+    return torch.nn.Sequential(torch.nn.Embedding(VOCABULARY, 16), torch.nn.Linear(16, VOCABULARY))
+
+
+def token_values(i: int) -> dict[str, Tensor]:
+    """Of sample i: what a rollout has for each of its tokens. Half of the old log-probs lie beyond the clip."""
+    generator = torch.Generator().manual_seed(i)
+    length = len(SAMPLES[i].mask)
+    tokens = torch.randint(VOCABULARY, (length + 1,), generator=generator)
+    return {
+        "tokens": tokens[:-1],
+        "labels": tokens[1:],
+        "old_log_probs": -2.2 + torch.randn(length, generator=generator).double() / 2,
+        "advantages": torch.randn(1, generator=generator).double().expand(length),
+    }
+
+
+def plain_batch(chosen: list[int]) -> dict[str, Any]:
+    joined: dict[str, Any] = {}
+    for name in ("tokens", "labels", "old_log_probs", "advantages"):
+        values = torch.cat([token_values(i)[name] for i in chosen])
+        joined[name] = values.float() if values.is_floating_point() else values
+    ids = [str(SAMPLES[i].prompt_id) for i in chosen]
+    return joined | {"loss_masks": [SAMPLES[i].mask for i in chosen], "prompt_ids": ids}
+
+
+def plain_oracle(mode: str) -> tuple[float, float, list[Tensor]]:
+    """The step loss, what its rounding is relative to, and the gradient of every parameter."""
+    model = plain_model().double()
+    samples = []
+    for i, one in enumerate(SAMPLES):
+        values = token_values(i)
+        log_probs = model(values["tokens"]).log_softmax(-1)[torch.arange(len(one.mask)), values["labels"]]
+        losses = clipped(log_probs, values["old_log_probs"].float().double(), values["advantages"].float().double())
+        samples.append(oracle.Sample(losses, one.mask, None, one.prompt_id))
+    loss = oracle.step_loss(mode, samples, divisor_of(mode))
+    detached = [dataclasses.replace(one, losses=one.losses.detach()) for one in samples]
+    scale = oracle.step_scale(mode, detached, divisor_of(mode))
+    return float(loss.detach()), scale, list(torch.autograd.grad(loss, list(model.parameters())))
+
+
+def plain_steps(recipe: str, scaled: bool) -> dict[str, tuple[float, list[Tensor]]]:
+    """On a rank: the recipe's step in every mode."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    code = (RECIPES / f"{recipe}.py").read_text()
+    assert "(dist.get_world_size() * share).backward()" in code
+    names: dict[str, Any] = {}
+    exec(code if scaled else code.replace("(dist.get_world_size() * share)", "share"), names)
+    start_process_group()
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    chosen = dealt(SAMPLES, rank, ranks, 2)
+    if recipe == "plain_ddp" and rank == 1:
+        chosen = [[i for part in chosen for i in part]]  # one micro-batch where others have two
+    found = {}
+    for mode in MODES:
+        model: Any = plain_model()
+        if recipe == "plain_ddp":
+            model = torch.nn.parallel.DistributedDataParallel(model)
+        else:
+            fully_shard(model, mesh=init_device_mesh("cpu", (ranks,)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        batches = [plain_batch(part) for part in chosen]
+        loss = names["train_step"](model, optimizer, batches, mode, divisor_of(mode))
+        gradients = [parameter.grad for parameter in model.parameters()]
+        found[mode] = float(loss), [g.full_tensor() if hasattr(g, "full_tensor") else g for g in gradients]
+    return found
+
+
+PLAIN_ERROR = oracle.chain_error(2, oracle.num_tokens(SAMPLES))
+
+
+@pytest.mark.parametrize("recipe", ["plain_ddp", "plain_fsdp2"])
+def test_plain_torch_trains_on_the_step_loss(recipe: str) -> None:
+    for found in run_ranks(3, plain_steps, recipe, True):
+        for mode in MODES:
+            loss, scale, gradients = plain_oracle(mode)
+            assert found[mode][0] == pytest.approx(loss, abs=PLAIN_ERROR * scale), mode
+            for gradient, expected in zip(found[mode][1], gradients, strict=True):
+                assert relative_error(gradient, expected) < PLAIN_ERROR, mode
+
+
+def test_without_the_factor_the_gradient_is_one_of_three_ranks() -> None:
+    """Negative control."""
+    for found in run_ranks(3, plain_steps, "plain_ddp", False):
+        for gradient, expected in zip(found["sample_mean"][1], plain_oracle("sample_mean")[2], strict=True):
+            assert relative_error(3 * gradient, expected) < PLAIN_ERROR
+            assert relative_error(gradient, expected) > 0.6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["plain_ddp", "plain_fsdp2"])
+def test_plain_torch_runs_as_it_is_launched(recipe: str) -> None:
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run([*launch, RECIPES / f"{recipe}.py"], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    losses = [float(value) for value in re.findall(r"-?\d\.\d{6,}", done.stdout)]
+    assert len(losses) == 6
+    assert min(losses) < -0.2 < 0 < max(losses)
+
+
+# ---- Megatron's schedule
+
+
+def table() -> list[float]:
+    """A log-prob a token, and one that stands for padding."""
+    return [-0.1 - abs(float(loss)) for one in SAMPLES for loss in one.losses] + [-1.0]
+
+
+def of_tokens(seed: int, scale: float, shift: float) -> Tensor:
+    return shift + scale * torch.randn(len(table()), generator=torch.Generator().manual_seed(seed))
+
+
+def as_samples(losses: Tensor) -> list[oracle.Sample]:
+    parts = losses[:-1].split([len(one.mask) for one in SAMPLES])
+    return [
+        oracle.Sample(part, one.mask, one.rollout_id, one.prompt_id) for part, one in zip(parts, SAMPLES, strict=True)
+    ]
+
+
+BETA, LEARNING_RATE = 0.3, 0.5
+
+
+def steps_of_own_loop(with_kl: bool) -> dict[str, tuple[Tensor, Tensor, dict[str, float]]]:
+    """On a rank: two steps of the recipe's loop in every mode; the last gradient, the weights, the first report."""
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from recipes.kl_term import loss_with_kl
+    from recipes.own_loop import train
+
+    state = start(cp=2)
+    cp_rank, dp_rank = state.get_context_parallel_rank(), state.get_data_parallel_rank()
+    old, ref = of_tokens(1, 0.4, -1.5), of_tokens(2, 0.2, -1.5)
+    advantages = of_tokens(3, 1.0, 0.0)
+
+    def forward_step(iterator: Iterator[Any], model: Any) -> Any:
+        microbatch = next(iterator)
+        numbers = microbatch.data.local_numbers(cp_rank, 2)
+
+        def loss_func(log_probs: Tensor) -> Any:
+            if not with_kl:
+                return microbatch.loss(-log_probs)
+            return loss_with_kl(microbatch, log_probs, old[numbers], ref[numbers], advantages[numbers], beta=BETA)
+
+        return model(numbers), loss_func
+
+    found = {}
+    for mode in (mode for mode in MODES if mode != "constant"):
+        model = table_model(table())
+        learning_rate = 0.0 if with_kl else LEARNING_RATE  # a KL term's gradient changes with the weights
+        options = OptimizerConfig(optimizer="sgd", lr=learning_rate, sgd_momentum=0.0, weight_decay=0.0, clip_grad=0.0)
+        parts = dealt(SAMPLES, dp_rank, 2, 3)
+        data = iter([Batch(SAMPLES, part, 2) for _ in range(2) for part in parts])
+        sizes = {"num_microbatches": 3, "micro_batch_size": 1, "seq_length": 8}
+        optimizer = get_megatron_optimizer(options, [model])
+        steps = train(model, optimizer, data, forward_step, lambda batch: batch.samples, mode=mode, **sizes)
+        report, _ = next(steps), next(steps)
+        found[mode] = model.module.losses.main_grad.clone(), model.module.losses.detach().clone(), report
+    return found
+
+
+def test_a_loop_of_ones_own_steps_along_the_oracles_gradient() -> None:
+    samples = as_samples(-torch.tensor(table()).double())
+    for found in run_ranks(4, steps_of_own_loop, False):
+        for mode, (gradient, weights, report) in found.items():
+            expected = -torch.cat([*oracle.step_gradient(mode, samples), torch.zeros(1)])
+            assert relative_error(gradient, expected) < oracle.EXACT, mode
+            moved = torch.tensor(table()).double() - 2 * LEARNING_RATE * expected
+            torch.testing.assert_close(weights.double(), moved, rtol=4 * oracle.ROUNDING, atol=oracle.EXACT)
+            of_sum = oracle.sum_error(oracle.num_tokens(SAMPLES)) * oracle.step_scale(mode, samples)
+            assert report["pg_loss"] == pytest.approx(float(oracle.step_loss(mode, samples)), abs=of_sum)
+            assert report["rollouts"] == len({one.rollout_id for one in SAMPLES})
+
+
+def test_a_kl_term_is_added_by_the_sample_mean() -> None:
+    old, ref, advantages = (of_tokens(*how).double() for how in ((1, 0.4, -1.5), (2, 0.2, -1.5), (3, 1.0, 0.0)))
+    bound = oracle.chain_error(1, oracle.num_tokens(SAMPLES))
+    for found in run_ranks(4, steps_of_own_loop, True):
+        for mode, (gradient, _, report) in found.items():
+            log_probs = torch.tensor(table()).double().requires_grad_()
+            difference = log_probs - ref
+            pg_loss = oracle.step_loss(mode, as_samples(clipped(log_probs, old, advantages)))
+            kl = oracle.step_loss("sample_mean", as_samples((-difference).exp() - 1 + difference))
+            expected = torch.autograd.grad(pg_loss + BETA * kl, log_probs)[0]
+            assert report["kl"] == pytest.approx(float(kl.detach()), rel=bound)
+            assert report["pg_loss"] == pytest.approx(float(pg_loss.detach()), rel=bound)
+            assert relative_error(gradient, expected) < bound, mode
+
+
+# ---- a mode of one's own
+
+
+def test_a_mode_of_ones_own_is_tried(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(modes, "_REGISTERED", {})
+    names = runpy.run_path(str(RECIPES / "own_mode.py"), run_name="__main__")
+    printed = capsys.readouterr().out
+    assert re.match(r"root_length: the same weights in every cut, 20 random steps; ", printed)
+    assert re.search(r"microbatch_mean: NOT invariant", printed)
+    assert {"root_length", "microbatch_mean"} <= set(modes.available_modes())
+    assert check_reducer(names["root_length"], units="active").invariant
+    assert not check_reducer(names["microbatch_mean"]).invariant
+
+
+# ---- other frameworks
+
+
+def launch_line(recipe: str, tmp_path: Path) -> list[str]:
+    """The words that the recipe hands to Python."""
+    fake = tmp_path / "python3"
+    fake.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    fake.chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    command = ["bash", str(RECIPES / recipe), "--mine"]
+    return subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout.split()
+
+
+@pytest.mark.parametrize(
+    ("recipe", "mode", "divisor"), [("slime.sh", "constant", 40960), ("miles.sh", "token_mean", None)]
+)
+def test_the_hook_of_slime_and_miles(recipe: str, mode: str, divisor: float | None, tmp_path: Path) -> None:
+    words = launch_line(recipe, tmp_path)
+    assert words[:2] == ["train.py", "--mine"]
+    module, _, name = words[words.index("--custom-pg-loss-reducer-function-path") + 1].rpartition(".")
+    assert module == slime.__name__
+    hook = getattr(slime, name)
+    assert (hook.mode, hook.aggregation.divisor) == (mode, divisor)
+    assert ("--calculate-per-token-loss" in words) == (mode == "token_mean")  # else their division is by rollouts
+
+
+def test_the_settings_of_verl(tmp_path: Path) -> None:
+    words = launch_line("verl.sh", tmp_path)
+    settings = dict(word.split("=", 1) for word in words if "=" in word)
+    assert resolve(f"verl:{settings.pop('actor_rollout_ref.actor.loss_agg_mode')}").mode.name == "sample_mean"
+    assert set(settings) == {"actor_rollout_ref.model.external_lib", "critic.model.external_lib"}
+    (module,) = set(settings.values())
+    assert (ROOT / f"{module.replace('.', '/')}.py").is_file()
+
+
+def test_the_assignment_of_skyrl(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer, package = ModuleType("skyrl.train.trainer"), ModuleType("skyrl.train")
+    package.trainer = trainer  # type: ignore[attr-defined]
+    for module in (ModuleType("skyrl"), package, trainer):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    runpy.run_path(str(RECIPES / "skyrl.py"))
+    masks = torch.tensor([[1.0, 1, 1, 0], [1, 0, 0, 0]])
+    normalise = trainer.apply_loss_reduction_to_advantages_minibatch
+    torch.testing.assert_close(
+        normalise(torch.ones(2, 4), masks, "sequence_mean", 1, 8), masks / torch.tensor([[6.0], [2.0]])
+    )

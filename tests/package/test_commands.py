@@ -1,0 +1,128 @@
+"""Every command that a page shows is run by a test, or the table below says what it needs that a test has not.
+
+A command is a line of a `bash` block, or code in the text that begins like one. A new one fails here until it has its
+row.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from pages import commands_of
+from repository import ROOT
+
+PAGES = [path for path in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")] if path.name != "refusals.md"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """Commands that a regular expression matches whole, and who runs them.
+
+    Attributes:
+        by: the test file that does; "here" for this one, in an empty folder.
+        named: what that file calls it: a fragment of its text.
+        needs: why no test does.
+    """
+
+    command: str
+    by: str = ""
+    named: str = ""
+    needs: str = ""
+
+
+ELSEWHERE = "slime|MILES|MEGATRON_LM|VERL|SKYRL"
+ROWS = [
+    # our own entry points
+    Row(r"python -m megatron_rl_loss (modes|example|example (pretrain_\w+|on_cpu))", by="here"),
+    Row(r"(torchrun .* |python )-m megatron_rl_loss audit.*",
+        by="megatron/test_audit_launch.py", named='"megatron_rl_loss", "audit"'),
+    Row(r"python -m megatron_rl_loss example NAME", by="package/test_example_command.py", named='"example", *words'),
+    Row(r"python own_mode\.py", by="examples/test_recipes.py", named='"own_mode.py"'),
+    Row(r"torchrun --nproc-per-node 2 plain_ddp\.py", by="examples/test_recipes.py", named='"--nproc-per-node", "2"'),
+    Row(r"torchrun .* on_cpu\.py .*", by="examples/test_pretrain_recipes.py", named="on_cpu.py pretrain_packed.py"),
+    Row(r"torchrun .* pretrain_packed\.py .*", by="examples/test_pretrain_recipes.py", named="script.main()"),
+    Row(r"torchrun .* pretrain_mine\.py .*", by="examples/test_minimal.py", named="pretrain_minimal.main()"),
+    Row(r"examples/launch_grpo\.slurm", needs="Slurm"),
+    Row(r"examples/launch_grpo\.sh", by="megatron/test_example.py", named='"launch_grpo.sh"'),
+    Row(r"examples/recipes/(slime|miles|verl)\.sh|python3 (train\.py|-m verl\.trainer\.main_ppo) .*",
+        by="examples/test_recipes.py", named="launch_line"),
+    Row(r"\.\.\. --loss-aggregation verl:.*", by="unit/test_aliases.py", named="verl"),
+    # lines of other frameworks' launches, whose code is not here: its loaders' way, and the real code from checkouts
+    Row(r"--(custom-pg-loss-reducer-function|rollout-data-postprocess|custom-megatron-[\w-]+)-path .*",
+        by="frameworks/test_slime.py", named="load_function"),
+    Row(r"actor_rollout_ref\.model\.external_lib=.*", by="frameworks/test_verl.py", named="verl_install"),
+    Row(r"PYTHONPATH=\$MEGATRON_LM torchrun .*", by="frameworks/real/test_real_train_rl.py", named="MEGATRON_LM"),
+    Row(r"([A-Z_]+_PATH=\S+ )+(python -m pytest|tools/test\.sh) tests/frameworks/real\S*",
+        needs="checkouts of those frameworks"),
+    Row(r"pip install megatron-bridge.*|python -c 'from megatron\.bridge .*", needs="a GPU and a model"),
+    # what checks this repository; all of it is what runs this test
+    Row(r"tools/test\.sh( tests/\S+| -m 'not slow')?", needs="to be what runs this test"),
+    Row(r"tools/demo\.sh|tools/test_core\.sh", needs="a package index: the first two commands of a fresh clone"),
+    Row(r"TEST_DEVICE=cuda tools/test\.sh.*", needs="GPUs"),
+    Row(r"tools/docs\.sh", by="package/test_docs_site.py", named='"docs.sh"'),
+    Row(r"tools/check_package\.sh|python -m build", needs="a package index; test_distribution.py builds without"),
+    Row(r"(python )?tools/list_refusals\.py", by="package/test_refusals_page.py", named="list_refusals.main()"),
+    Row(r"python tests/support/audit_examples\.py", by="package/test_audit_page.py", named="audit_examples.EXAMPLES"),
+    Row(r"python tools/show_recipes\.py", by="package/test_recipes_page.py", named="show_recipes.main()"),
+    Row(r"pip install (-e \.|-e '\.\[\w+\]')", needs="a package index; test_distribution.py installs without"),
+    Row(r"pip install apex", needs="nobody to do it: it is what not to install"),
+    # what the online example and the audit show
+    Row(r"(torchrun .* |python )examples/online_grpo\.py .*",
+        by="examples/test_online.py", named="online_grpo.main(flags)"),
+    Row(r"([A-Z]+=(\S+|\".*\") )*tools/compare_modes\.sh.*",
+        by="examples/test_online_tools.py", named="compare_modes.sh"),
+    Row(r"python tools/plot_online\.py .*", by="examples/test_online_tools.py", named="plot_online.table"),
+    Row(r"tools/compare_layouts\.py", by="examples/test_online_tools.py", named="compare_layouts.main()"),
+    Row(r"tools/audit_picture\.py", by="unit/test_audit_picture.py", named="audit_picture.main()"),
+    # measurements
+    Row(r"tools/bench/reducers\.py --device cuda", needs="a GPU"),
+    Row(r"(python )?tools/bench/\w+\.py.*", needs="a quiet machine and minutes"),
+]  # fmt: skip
+
+
+COMMANDS = sorted({command for page in PAGES for command in commands_of(page.read_text())})
+
+
+def row_of(command: str) -> Row | None:
+    return next((row for row in ROWS if re.fullmatch(row.command, command)), None)
+
+
+def test_every_command_has_its_row() -> None:
+    without = [command for command in COMMANDS if row_of(command) is None]
+    assert not without, "say in ROWS which test runs them, or what they need"
+    assert len(COMMANDS) > 20
+
+
+def test_every_row_is_needed_and_true() -> None:
+    for row in ROWS:
+        assert any(row_of(command) is row for command in COMMANDS), row
+        assert (row.by == "") == (row.needs != ""), row
+        if row.named:
+            assert row.named in (ROOT / "tests" / row.by).read_text(), row
+
+
+def test_files_that_commands_name_are_there() -> None:
+    for command in COMMANDS:
+        for name in re.findall(r"(?<!\S)((?:tools|tests|examples)/[\w./]+)", command):
+            assert (ROOT / name).exists(), command
+
+
+@pytest.mark.parametrize("command", [one for one in COMMANDS if (row := row_of(one)) and row.by == "here"])
+def test_commands_run(command: str, tmp_path: Path) -> None:
+    words = [sys.executable, *command.split()[1:]]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+
+
+def test_a_new_command_would_be_seen() -> None:
+    """Negative control."""
+    block = "```bash\ntools/new.sh a \\\n    b   # c\n# d\n```\n"
+    page = f"Run `python tools/new.py --fast`, not `new.py`.\n{block}```python\npython(`python x`)\n```\n"
+    assert list(commands_of(page)) == ["tools/new.sh a b", "python tools/new.py --fast"]
+    assert row_of("tools/new.sh a b") is None

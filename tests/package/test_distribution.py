@@ -1,0 +1,185 @@
+"""sdist and wheel: what is in them, that it works where only they are, and what type checkers see.
+
+Built by this environment's setuptools, installed without dependencies beside this environment's torch: no network.
+`tools/check_package.sh` does it for real, with every Python and its own torch.
+"""
+
+import functools
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+from repository import ROOT
+
+pytestmark = pytest.mark.slow
+
+#: What a working copy may hold beside the files of the repository: .gitignore's, and its own folder.
+NOT_OURS = shutil.ignore_patterns(
+    ".git", ".venv*", "__pycache__", "*.egg-info", "build", "dist", ".*_cache", ".hypothesis", "runs", ".ci"
+)
+BACKEND = "import sys, setuptools.build_meta as backend; print(getattr(backend, sys.argv[1])(sys.argv[2]))"
+
+
+def run(*command: "str | Path", cwd: Path, check: bool = True) -> "subprocess.CompletedProcess[str]":
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environment)
+    assert not check or done.returncode == 0, f"{command}\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
+    return done
+
+
+def built(kind: str, root: Path, into: Path) -> Path:
+    name = run(sys.executable, "-c", BACKEND, f"build_{kind}", into, cwd=root).stdout.splitlines()[-1]
+    return into / name
+
+
+@pytest.fixture(scope="module")
+def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The unpacked sdist of a copy of this working tree."""
+    work = tmp_path_factory.mktemp("sdist")
+    shutil.copytree(ROOT, work / "copy", ignore=NOT_OURS)
+    with tarfile.open(built("sdist", work / "copy", work)) as archive:
+        archive.extractall(work, filter="data")
+    (folder,) = work.glob("megatron_rl_loss-*/")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from the sdist, as pip does it."""
+    return built("wheel", sdist, tmp_path_factory.mktemp("wheel"))
+
+
+def environment(folder: Path, *install: "str | Path") -> Path:
+    """The Python of a new environment that has torch and the rest from this one, and one package installed."""
+    venv.create(folder, with_pip=False)
+    python = folder / "bin" / "python"
+    where = run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=folder).stdout.strip()
+    # A path, not a site folder: this environment's own editable install is not followed.
+    (Path(where) / "outer.pth").write_text(sysconfig.get_path("purelib"))
+    options = ["--quiet", "--no-deps", "--no-index", "--no-build-isolation", "--ignore-installed"]
+    run(sys.executable, "-m", "pip", "--python", python, "install", *options, *install, cwd=folder)
+    return python
+
+
+def files_below(folder: Path) -> set[str]:
+    found = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+    return {name for name in found if "__pycache__" not in name}
+
+
+def test_the_sdist_is_the_repository(sdist: Path) -> None:
+    made = {"PKG-INFO", "setup.cfg"}
+    packed = {name for name in files_below(sdist) if ".egg-info/" not in name}
+    if (ROOT / ".git").exists():
+        listed = run("git", "ls-files", "--cached", "--others", "--exclude-standard", cwd=ROOT).stdout.split()
+        ours = {name for name in listed if (ROOT / name).exists()} - {".ci/run"}
+        assert packed - made == ours
+    assert {"tests/support/oracle.py", "tools/test.sh", "docs/architecture.md", "constraints.txt"} <= packed
+
+
+def test_the_tests_of_the_sdist_run(sdist: Path) -> None:
+    done = run(
+        sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/unit/test_modes.py",
+        "tests/unit/test_errors.py", "tests/package/test_structure.py",
+        cwd=sdist,
+    )  # fmt: skip
+    assert " passed" in done.stdout
+    assert "failed" not in done.stdout
+
+
+def test_the_wheel_holds_the_package_and_the_examples(wheel: Path) -> None:
+    names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    package = {name for name in files_below(ROOT) if name.startswith("megatron_rl_loss/")}
+    examples = {f"megatron_rl_loss/{name}" for name in files_below(ROOT) if name.startswith("examples/")}
+    assert names == package | examples
+    assert {"megatron_rl_loss/py.typed", "megatron_rl_loss/refusals.ini"} <= names
+
+
+def test_its_metadata(wheel: Path) -> None:
+    archive = zipfile.ZipFile(wheel)
+    (name,) = (name for name in archive.namelist() if name.endswith("/METADATA"))
+    metadata = archive.read(name).decode()
+    head, _, readme = metadata.partition("\n\n")
+    lines = head.splitlines()
+    assert "License-Expression: Apache-2.0" in lines
+    assert "Requires-Python: >=3.10" in lines
+    assert "Classifier: Typing :: Typed" in lines
+    assert [f"Classifier: Programming Language :: Python :: 3.{minor}" in lines for minor in (10, 11, 12, 13)] == [
+        True
+    ] * 4
+    assert not [line for line in lines if "://" in line], "no address is made up"
+    assert "](docs/" not in readme
+    assert "](examples/" not in readme
+    assert "]: docs/" not in readme
+    assert "python -m megatron_rl_loss modes" in readme
+
+
+def test_its_links_lead_somewhere_where_the_address_is_said(
+    sdist: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("REPOSITORY_URL", "https://host.example/us")
+    code = "import setuptools.build_meta as backend, sys; backend.prepare_metadata_for_build_wheel(sys.argv[1])"
+    run(sys.executable, "-c", code, tmp_path, cwd=sdist)
+    readme = next(tmp_path.glob("*.dist-info/METADATA")).read_text()
+    assert "](https://host.example/us/raw/main/docs/audit.png)" in readme
+    assert "[verl](https://host.example/us/blob/main/docs/frameworks/verl.md)" in readme
+    assert "](docs/" not in readme
+
+
+def test_the_wheel_works_where_only_it_is(wheel: Path, tmp_path: Path) -> None:
+    python = environment(tmp_path / "venv", wheel)
+    where = run(python, "-c", "import megatron_rl_loss; print(megatron_rl_loss.__file__)", cwd=tmp_path).stdout
+    assert Path(where).is_relative_to(tmp_path), where
+    shutil.copy(ROOT / "tools" / "check_install.py", tmp_path)
+    assert "all is so" in run(python, "check_install.py", cwd=tmp_path).stdout
+    run(python, "-m", "megatron_rl_loss", "example", "own_mode", cwd=tmp_path)
+    assert "NOT invariant" in run(python, "own_mode.py", cwd=tmp_path).stdout
+
+
+USER = """
+from megatron_rl_loss import StepTotals, make_pg_loss_reducer
+
+reducer = make_pg_loss_reducer("token_mean", [], totals=StepTotals())
+reveal_type(reducer)
+reducer("losses")
+"""
+
+
+@functools.cache
+def seen_by_mypy(python: Path, folder: Path) -> str:
+    """What mypy says of a user's script, elsewhere, with that environment's packages."""
+    (folder / "user.py").write_text(USER)
+    (folder / "mypy.ini").write_text("[mypy]\nfollow_imports = silent\n[mypy-torch.*,numpy.*]\nfollow_imports = skip\n")
+    return run(sys.executable, "-m", "mypy", "--python-executable", python, "user.py", cwd=folder, check=False).stdout
+
+
+@pytest.mark.parametrize("editable", [False, True])
+def test_users_get_types(editable: bool, wheel: Path, tmp_path: Path) -> None:
+    if editable:
+        shutil.copytree(ROOT, tmp_path / "checkout", ignore=NOT_OURS)
+        python = environment(tmp_path / "venv", "--editable", tmp_path / "checkout")
+    else:
+        python = environment(tmp_path / "venv", wheel)
+    (tmp_path / "elsewhere").mkdir()
+    said = seen_by_mypy(python, tmp_path / "elsewhere")
+    assert 'Revealed type is "megatron_rl_loss.reduction.WeightedSum"' in said, said
+    assert "import-untyped" not in said
+    assert "import-not-found" not in said
+    listed = run(python, "-m", "megatron_rl_loss", "example", cwd=tmp_path / "elsewhere").stdout
+    assert "recipes/own_mode.py" in listed
+
+
+def test_an_untyped_package_would_be_seen(wheel: Path, tmp_path: Path) -> None:
+    """Negative control."""
+    python = environment(tmp_path / "venv", wheel)
+    where = run(python, "-c", "import json, megatron_rl_loss as m; print(json.dumps(m.__path__))", cwd=tmp_path).stdout
+    (Path(json.loads(where)[0]) / "py.typed").unlink()
+    (tmp_path / "elsewhere").mkdir()
+    assert "import-untyped" in seen_by_mypy(python, tmp_path / "elsewhere")

@@ -1,0 +1,125 @@
+"""``python -m megatron_rl_loss example``: what there is, copies that hold what they need, and nothing overwritten."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from refusals import Call, Refusal, check_refusal, each_of
+from repository import EXAMPLES, ROOT
+
+from megatron_rl_loss.example_files import (
+    copy_example,
+    example_files,
+    examples_folder,
+    find_example,
+    format_examples,
+    with_companions,
+)
+
+FOLDER = {
+    "train.py": "import cpu\nfrom shapes.round import ball\n",
+    "cpu.py": "",
+    "unused.py": "",
+    "shapes/__init__.py": "",
+    "shapes/round.py": "def ball():\n    import shapes.corners\n",
+    "shapes/corners.py": "text = 'cornerstones.txt, edges.text: no files; edges.txt is one'",
+    "shapes/edges.txt": "",
+    "stones.txt": "",
+    "notes.txt": "the launcher's",
+    "train.sh": "exec python $here/train.py --data ./notes.txt",
+    "recipes/train.py": "import cpu  # that of its own folder, where there is none",
+    "__pycache__/train.pyc": "",
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name, text in FOLDER.items():
+        path = tmp_path / "examples" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return tmp_path / "examples"
+
+
+def test_whatever_is_in_the_folder_is_an_example(folder: Path) -> None:
+    assert example_files(folder) == sorted(name for name in FOLDER if "__pycache__" not in name)
+    assert examples_folder().samefile(EXAMPLES)
+
+
+def test_a_file_goes_with_what_it_imports_or_names_and_they_do(folder: Path) -> None:
+    shapes = ["shapes/__init__.py", "shapes/corners.py", "shapes/edges.txt", "shapes/round.py"]
+    assert with_companions("train.py", folder) == ["train.py", "cpu.py", *shapes]
+    assert with_companions("train.sh", folder) == ["train.sh", "cpu.py", "notes.txt", *shapes, "train.py"]
+    assert with_companions("recipes/train.py", folder) == ["recipes/train.py"]
+    assert with_companions("shapes/corners.py", folder) == ["shapes/corners.py", "shapes/edges.txt"]
+
+
+NAMES = {"cpu": "cpu.py", "cpu.py": "cpu.py", "shapes/round": "shapes/round.py", "edges": "shapes/edges.txt",
+         "train.py": "train.py"}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "file"), NAMES.items())
+def test_a_name_may_leave_out_suffix_and_folder(name: str, file: str, folder: Path) -> None:
+    assert find_example(name, folder) == file
+
+
+REFUSALS: dict[str, Refusal] = {
+    "an example that there is not": (
+        lambda: find_example("pretrain_minmal", EXAMPLES),
+        ValueError,
+        r"example 'pretrain_minmal': there is none of that name\. Did you mean pretrain_minimal\.py\?",
+        lambda: find_example("pretrain_minimal", EXAMPLES),
+    ),
+    "an example whose name two files have": (
+        lambda: find_example("launch_grpo", EXAMPLES),
+        ValueError,
+        r"there are several of that name\. Write one of launch_grpo\.sh, launch_grpo\.slurm",
+        lambda: find_example("launch_grpo.sh", EXAMPLES),
+    ),
+    "a copy of an example over a file": (
+        lambda: copy_example("pretrain_minimal", EXAMPLES),
+        ValueError,
+        r"a copy overwrites nothing, and .*pretrain_minimal\.py is there already\. Choose another folder with --to",
+        lambda: find_example("pretrain_minimal.py", EXAMPLES),
+    ),
+}
+
+
+@each_of(REFUSALS)
+def test_refusals(refused: Call, error: type[Exception], text: str, accepted: Call) -> None:
+    check_refusal(refused, error, text, accepted)
+
+
+def test_nothing_is_written_where_one_file_is_there(tmp_path: Path) -> None:
+    (tmp_path / "rollouts.py").write_text("mine")
+    with pytest.raises(ValueError, match="overwrites nothing"):
+        copy_example("pretrain_grpo", tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["rollouts.py"]
+    assert (tmp_path / "rollouts.py").read_text() == "mine"
+
+
+def run(*words: str, check: bool = True) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-m", "megatron_rl_loss", "example", *words]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, capture_output=True, text=True, check=check, env=environment)
+
+
+def test_the_command_lists_copies_and_refuses(tmp_path: Path) -> None:
+    copied = run("pretrain_grpo", "--to", str(tmp_path / "new")).stdout.splitlines()
+    assert str(tmp_path / "new" / "pretrain_grpo.py") in copied
+    for file in copied:
+        assert Path(file).read_bytes() == (EXAMPLES / Path(file).name).read_bytes()
+    assert os.access(tmp_path / "new" / "launch_grpo.sh", os.X_OK)
+    again = run("pretrain_grpo", "--to", str(tmp_path / "new"), check=False)
+    assert again.returncode == 2
+    assert again.stdout == ""
+    assert re.search(r"error: a copy of example 'pretrain_grpo': a copy overwrites nothing", again.stderr)
+
+
+def test_every_example_that_is_code_says_what_it_is() -> None:
+    for line in format_examples().splitlines():
+        file, *said = line.split(maxsplit=1)
+        assert said or not file.endswith((".py", ".sh", ".slurm")) or file.endswith("__init__.py"), line
