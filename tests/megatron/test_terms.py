@@ -52,8 +52,10 @@ DIVISOR = 7.0
 LAYOUTS = [(1, 1, 2), (4, 1, 1), (2, 2, 2), (1, 4, 1)]  # DP, CP, micro-batches
 
 
-def one_step(dp: int, cp: int, microbatches: int, cases: list[dict[str, Any]]) -> list[tuple[Tensor, dict[str, float]]]:
-    """On a rank: the gradient and what is logged, of every case."""
+def one_step(
+    dp: int, cp: int, microbatches: int, cases: list[dict[str, Any]], own_counts: bool = False
+) -> list[tuple[Tensor, dict[str, float]]]:
+    """On a rank: the gradient and what is logged, of every case; planted: a micro-batch's own counts of the mask."""
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -81,6 +83,11 @@ def one_step(dp: int, cp: int, microbatches: int, cases: list[dict[str, Any]]) -
 
         def forward_step(iterator: Any, model: Any) -> Any:
             microbatch = next(iterator)
+            if own_counts:
+                kept = microbatch.samples.by_mask["correct"]
+                ids = {"rollout_ids": kept.rollout_ids, "prompt_ids": kept.prompt_ids}
+                here = StepTotals.from_loss_masks(kept.loss_masks, dp_group=None, **ids)
+                microbatch.totals = replace(microbatch.totals, by_mask={"correct": here})
             numbers = model(microbatch.data.local_numbers(cp_rank, cp))
 
             def loss_func(x: Tensor) -> Any:
@@ -163,6 +170,15 @@ def test_gradient_and_report_are_the_sum_of_the_terms(
                 assert logged[name] == pytest.approx(value, abs=rounding), (name, case)
     record_property("terms_error", worst)
     assert worst < 3 * oracle.EXACT
+
+
+def test_a_count_of_the_micro_batch_would_be_seen() -> None:
+    """Planted: the NLL divided by the tokens of its own micro-batch (NeMo-RL before PR #3791)."""
+    case = {"mode": "sample_mean", "units": "all", "per_token": False}
+    gradient, values, scales = expected("sample_mean", "all")
+    for (found, logged), *_ in run_ranks(2, one_step, 2, 1, 2, [case], True):
+        assert relative_error(found[:-1], gradient) > 1e-2
+        assert abs(logged["nll"] - values["nll"]) > 1e-2 * scales["nll"]
 
 
 def test_a_mask_that_is_not_counted_or_not_given_is_refused_on_every_rank() -> None:
