@@ -31,17 +31,27 @@ from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_
 from megatron.training.arguments import parse_and_validate_args
 from rollouts import Pack, Rollout, packs_of_rank, read_rollouts
 
-from megatron_rl_loss import kl_estimate, ppo_clip_loss
+from megatron_rl_loss import POLICY_LOSSES, kl_estimate, policy_loss
 from megatron_rl_loss.arguments import add_loss_aggregation_args
-from megatron_rl_loss.megatron import Folded, ForwardPass, LossAggregation, Microbatch, OutputHead, next_microbatch
+from megatron_rl_loss.megatron import (
+    Folded,
+    ForwardPass,
+    LossAggregation,
+    Microbatch,
+    OutputHead,
+    Tokens,
+    next_microbatch,
+)
+from megatron_rl_loss.policy_losses import check_goes_with
 
 
 def add_args(parser: ArgumentParser) -> ArgumentParser:
     group = parser.add_argument_group("GRPO on a file of rollouts")
     group.add_argument("--rollouts", required=True, help="JSONL file, see rollouts.py.")
     group.add_argument("--prompts-per-step", type=int, default=8, help="Prompt groups a step, all their rollouts.")
-    group.add_argument("--clip-low", type=float, default=0.2, help="PPO clip range below 1.")
-    group.add_argument("--clip-high", type=float, default=0.28, help="PPO clip range above 1.")
+    group.add_argument("--policy-loss", choices=POLICY_LOSSES, default="ppo", help="Formulas: docs/losses.md.")
+    group.add_argument("--clip-low", type=float, help="Clip range below 1; each loss has its default, PPO 0.2.")
+    group.add_argument("--clip-high", type=float, help="Clip range above 1; each loss has its default, PPO 0.28.")
     group.add_argument("--no-advantage-std", action="store_true", help="Do not divide advantages by the group's std.")
     group.add_argument(
         "--log-probs",
@@ -95,20 +105,30 @@ def forward_step(data_iterator: Iterator[Microbatch], model: Any) -> tuple[Any, 
     inputs = {"advantages": local(pack.advantages)} | microbatch.known
     if pack.old_log_probs is not None and args.old_log_probs == "file":
         inputs["old_log_probs"] = local(pack.old_log_probs)
-    if args.log_probs == "chunked":  # the loss is made where its logits are
-        mask = microbatch.local(pack.loss_mask)[None]  # on the host, where it is looked at
-        head = {
-            "output_processor": output_head(args, entropy=True),
-            "output_processor_context": Folded.of(microbatch, per_token_loss, inputs, mask=mask),
-        }
-        return call_model(microbatch, model, **head), functools.partial(hand_over, microbatch)
+    losses_of = functools.partial(per_token_loss, microbatch)
+    if args.log_probs == "stock":
 
-    def loss_func(negative_log_probs: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        log_probs = -negative_log_probs
-        losses, metrics = per_token_loss(log_probs, None, **inputs)
-        return microbatch.loss(losses, {"log_prob": log_probs, **metrics})  # (3) Megatron's return value out
+        def loss_func(negative_log_probs: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+            log_probs = -negative_log_probs
+            losses, metrics = losses_of(log_probs, None, **inputs)
+            return microbatch.loss(losses, {"log_prob": log_probs, **metrics})  # (3) Megatron's return value out
 
-    return call_model(microbatch, model), loss_func
+        return call_model(microbatch, model), loss_func
+
+    mask = microbatch.local(pack.loss_mask)[None]  # on the host, where it is looked at
+    head = {"output_processor": output_head(args, entropy=True)}
+    if POLICY_LOSSES[args.policy_loss].of_sequence:  # its chunks are not losses of their own
+
+        def loss_of_sequences(output: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+            log_probs, entropy = output
+            losses, metrics = losses_of(log_probs, entropy, **inputs)
+            return microbatch.loss(losses, {"log_prob": log_probs, "entropy": entropy, **metrics})
+
+        return call_model(microbatch, model, **head, output_processor_context=Tokens(mask)), loss_of_sequences
+    context = Folded.of(microbatch, losses_of, inputs, mask=mask)  # the loss is made where its logits are
+    return call_model(microbatch, model, **head, output_processor_context=context), functools.partial(
+        hand_over, microbatch
+    )
 
 
 def call_model(microbatch: Microbatch, model: Any, **head: Any) -> Any:
@@ -133,20 +153,28 @@ def output_head(args: Any, entropy: bool = False) -> OutputHead:
 
 
 def per_token_loss(
+    microbatch: Microbatch,
     log_probs: Tensor,
     entropy: Tensor | None,
     advantages: Tensor,
     old_log_probs: Tensor | None = None,
     reference_log_probs: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Unreduced losses and metrics of any tokens: all of a micro-batch, or a chunk of them."""
+    """Unreduced losses and metrics of any tokens: all of a micro-batch, or, but for losses of a sequence, a chunk."""
     args = get_args()
     metrics = {"advantage_x_log_prob": advantages * log_probs}
-    if old_log_probs is None:
+    if old_log_probs is None and args.policy_loss == "ppo":
         losses = -advantages * log_probs  # REINFORCE: the gradient of the clipped loss at ratio 1
     else:
-        clip = {"clip_low": args.clip_low, "clip_high": args.clip_high}
-        policy = ppo_clip_loss(log_probs, old_log_probs, advantages, **clip)
+        policy = policy_loss(
+            args.policy_loss,
+            log_probs,
+            log_probs.detach() if old_log_probs is None else old_log_probs,
+            advantages,
+            microbatch.tokens,  # where the tokens of a sequence lie
+            microbatch.cp_group,
+            **clip_range(args),
+        )
         losses = policy.per_token_loss
         metrics |= {"clip_fraction": policy.clipped, "ppo_kl": policy.ppo_kl}
     if reference_log_probs is not None:
@@ -201,6 +229,15 @@ def is_last_stage(model: Any) -> bool:
     return bool(unwrap_model(model).post_process)
 
 
+def clip_range(args: Any) -> dict[str, float | None]:
+    """What the flags say; PPO's range is that of DAPO."""
+    low, high = (0.2, 0.28) if args.policy_loss == "ppo" else (None, None)
+    return {
+        "clip_low": low if args.clip_low is None else args.clip_low,
+        "clip_high": high if args.clip_high is None else args.clip_high,
+    }
+
+
 def on_device(pack: Pack) -> Any:
     """The pack's sequence boundaries, where attention wants them."""
     params = pack.packed_seq_params
@@ -219,6 +256,7 @@ def main() -> None:
     # (4) validates the flags, before the model's config is made; knows how to find the masks and ids in a batch
     before_step = OtherPolicies() if args.old_log_probs == "recomputed" or args.kl_beta else None
     aggregation = LossAggregation.from_args(args, samples_of=lambda pack: pack.samples, before_step=before_step)
+    check_goes_with(args.policy_loss, aggregation.settings.aggregation, **clip_range(args))
     print_rank_0(aggregation.settings.describe())
     model_config = gpt_config_from_args(args)
     if args.transformer_impl == "local":

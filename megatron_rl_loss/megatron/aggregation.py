@@ -4,7 +4,7 @@ import functools
 import logging
 import sys
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -26,6 +26,7 @@ from megatron_rl_loss.megatron.microbatch import Step
 from megatron_rl_loss.megatron.patch import Schedule, patched_pretrain
 from megatron_rl_loss.megatron.probe import check_contract, check_model
 from megatron_rl_loss.megatron.summary import describe_step, summarize
+from megatron_rl_loss.metrics import put_in
 from megatron_rl_loss.tap import asking
 from megatron_rl_loss.totals import StepTotals, attempt, compare_totals, reduce_step_totals
 from megatron_rl_loss.weights import missing_counts
@@ -51,6 +52,9 @@ class LossAggregation:
             pipeline stage that reads no data) -> `StepTotals`. Spares the collectives after the first step, which
             compares them with the exchanged ones, and with them the errors' way to other ranks.
         before_step: called with a `ForwardPass` before each step is trained on, on all ranks: recomputes log-probs.
+        terms: modes of terms of the loss by name, for `Term`s that say none; a mode that groups by prompt must be
+            declared here, or by flag, to be counted for.
+        term_masks: names of the samples' ``term_masks`` that terms use; their counts travel with the others.
     """
 
     def __init__(
@@ -61,8 +65,11 @@ class LossAggregation:
         pg_collection: ProcessGroupCollection | None = None,
         totals_of: TotalsOf | None = None,
         before_step: BeforeStep | None = None,
+        terms: Mapping[str, str] | None = None,
+        term_masks: Sequence[str] = (),
     ) -> None:
-        self.settings = settings
+        self.settings = settings.with_terms(terms or {})
+        self._term_masks = tuple(term_masks)
         self._samples_of = samples_of
         self._pg_collection = pg_collection
         self._totals_of = totals_of
@@ -80,6 +87,8 @@ class LossAggregation:
         pg_collection: ProcessGroupCollection | None = None,
         totals_of: TotalsOf | None = None,
         before_step: BeforeStep | None = None,
+        terms: Mapping[str, str] | None = None,
+        term_masks: Sequence[str] = (),
     ) -> "LossAggregation":
         """Validate Megatron's parsed `args` and build.
 
@@ -89,7 +98,15 @@ class LossAggregation:
         settings = validate_loss_aggregation_args(args)
         for notice in settings.notices:
             log_single_rank(logger, logging.WARNING, notice)
-        return cls(settings, samples_of, pg_collection=pg_collection, totals_of=totals_of, before_step=before_step)
+        return cls(
+            settings,
+            samples_of,
+            pg_collection=pg_collection,
+            totals_of=totals_of,
+            before_step=before_step,
+            terms=terms,
+            term_masks=term_masks,
+        )
 
     def attached(self) -> AbstractContextManager[None]:
         """For the duration of a ``with``, Megatron's `pretrain` runs every schedule through `wrap_schedule`.
@@ -128,9 +145,17 @@ class LossAggregation:
                     num_microbatches=num_microbatches,
                     **kwargs,
                 )
+            self._finish_metrics(reports, model)
             return self._audits.reported(reports) if training else reports
 
         return schedule
+
+    def _finish_metrics(self, stored: Any, model: Any) -> None:
+        """Reduce what no sum of shares is, where losses were computed: on all ranks of the last stage, or on none."""
+        assert self._last_step is not None
+        if self._last_step.parts.kinds:
+            groups = groups_of(model[0] if isinstance(model, list) else model, self._pg_collection)
+            put_in(stored, self._last_step.parts.finish(groups.dp_cp))
 
     def begin_step(
         self, data_iterator: DataIterator, *, model: Any, num_microbatches: int | None = None
@@ -161,7 +186,9 @@ class LossAggregation:
             check_contract(config, chunks, groups, per_token=per_token, num_microbatches=count)
 
         iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
-        looked = attempt(lambda: look_ahead(iterators, count, self._samples_of, self.settings, groups))
+        looked = attempt(
+            lambda: look_ahead(iterators, count, self._samples_of, self.settings, groups, self._term_masks)
+        )
         totals = self._totals(looked, groups, per_token)
         assert isinstance(looked, LookAhead)  # else _totals has raised
         self._check_totals(totals, per_token)
@@ -173,6 +200,8 @@ class LossAggregation:
             cp_size=groups.cp.size(),
             dp_cp_size=groups.dp_cp.size(),
             per_token=per_token,
+            cp_group=groups.cp,
+            terms=self.settings.terms,
         )
         if self._last_step is None:
             self._announce(step, groups)
@@ -203,12 +232,21 @@ class LossAggregation:
                 dp_group=groups.dp,
                 replica_groups=replicas,
                 count_prompts=self.settings.uses_prompt_ids,
+                masks=self._term_masks,
+                statistics=self.settings.statistics,
             )
         if isinstance(looked, Exception):
             raise looked
         given = attempt(lambda: self._given_totals(looked, per_token))
         if self._last_step is None:  # once, what was given is compared with what all ranks hold
-            return compare_totals(given, looked.samples, dp_group=groups.dp, replica_groups=replicas)
+            return compare_totals(
+                given,
+                looked.samples,
+                dp_group=groups.dp,
+                replica_groups=replicas,
+                masks=self._term_masks,
+                statistics=self.settings.statistics,
+            )
         if isinstance(given, Exception):
             raise given
         if self._metric_modes is None:
@@ -229,6 +267,9 @@ class LossAggregation:
         described = looked.samples or []
         with_rollout_ids = any(samples.rollout_ids is not None for samples in described)
         missing = missing_counts(self.settings.aggregation, given, with_rollout_ids=with_rollout_ids)
+        for aggregation in self.settings.terms.values():
+            for name in (None, *self._term_masks):
+                missing += missing_counts(aggregation, given.with_mask(name), with_rollout_ids=with_rollout_ids)
         what = self.settings.describe()
         if given.step_active_tokens is None and (per_token or self.settings.empty_step == "error"):
             missing = [*missing, "step_active_tokens"]

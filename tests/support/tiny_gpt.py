@@ -17,7 +17,7 @@ from gpt_oracle import GptShape, Rollout
 from ranks import start_process_group
 from torch import Tensor
 
-from megatron_rl_loss import Samples, ZigzagTHD, ppo_clip_loss
+from megatron_rl_loss import Samples, ZigzagTHD, policy_loss, ppo_clip_loss
 from megatron_rl_loss.arguments import AggregationSettings
 
 
@@ -55,6 +55,7 @@ class Case(NamedTuple):
     optimizer: str  # plain, distributed, overlap or distributed+overlap
     tied: bool
     lopsided: bool
+    loss: str = "ppo"  # a policy loss by name
 
     def shape(self, layout: Layout) -> GptShape:
         return GptShape(layout.num_layers, self.tied, self.bf16)
@@ -367,8 +368,10 @@ def run_case(
                 share, values = output
                 means = {name: microbatch.sample_mean(values[name]) for name in ("clip_fraction", "ppo_kl")}
                 return microbatch.carry(share, {"pg_loss": share, **means})
-            negative_log_probs = -output[0] if head else output
-            policy = policy_of(negative_log_probs, batch)
+            log_probs = output[0] if head else -output
+            clip = {"clip_low": gpt_oracle.CLIP_LOW, "clip_high": gpt_oracle.CLIP_HIGH}
+            given = log_probs, batch.old_log_probs, batch.advantages
+            policy = policy_loss(case.loss, *given, microbatch.tokens, microbatch.cp_group, **clip)
             return microbatch.loss(
                 policy.per_token_loss, metrics={"clip_fraction": policy.clipped, "ppo_kl": policy.ppo_kl}
             )
