@@ -56,7 +56,7 @@ ROWS = [
         by="frameworks/test_slime.py", named="load_function"),
     Row(r"actor_rollout_ref\.model\.external_lib=.*", by="frameworks/test_verl.py", named="verl_install"),
     Row(r"PYTHONPATH=\$MEGATRON_LM torchrun .*", by="frameworks/real/test_real_train_rl.py", named="MEGATRON_LM"),
-    Row(r"([A-Z_]+_PATH=\S+ )+(python -m pytest|tools/test\.sh) tests/frameworks/real\S*", needs="checkouts of those frameworks"),
+    Row(r"([A-Z_]+_PATH=\S+ )+(python -m pytest|tools/test\.sh) tests/frameworks/real\S*", needs="their checkouts"),
     Row(r"pip install megatron-bridge.*|python -c 'from megatron\.bridge .*", needs="a GPU and a model"),
     # what checks this repository; all of it is what runs this test
     Row(r"tools/test\.sh( tests/\S+| -m 'not slow')?", needs="to be what runs this test"),
