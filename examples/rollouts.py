@@ -16,7 +16,7 @@ A file has one JSON object a line, one line a *sample* (a prompt and a response 
 import itertools
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -75,7 +75,7 @@ def read_rollouts(path: str | Path, *, vocab_size: int, normalize_by_std: bool =
             raise ValueError(f"{path}, line {number}: {error}") from None
     if not rollouts:
         raise ValueError(f"{path}: no rollouts in the file. Write some with tools/make_rollouts.py.")
-    return _with_advantages(rollouts, normalize_by_std)
+    return with_advantages(rollouts, normalize_by_std=normalize_by_std)
 
 
 def _parse(line: str, vocab_size: int) -> Rollout:
@@ -133,8 +133,14 @@ def _check_prompt(rollout: Rollout, first: Rollout) -> None:
         raise ValueError(f"prompt_id {rollout.prompt_id!r} came before with other prompt_tokens")
 
 
-def _with_advantages(rollouts: list[Rollout], normalize_by_std: bool) -> list[Rollout]:
-    """A rollout counts once in its group, however many samples it was split into."""
+def write_rollouts(path: Path, rollouts: Sequence[Rollout]) -> None:
+    """The format that `read_rollouts` reads; advantages are left to the reader."""
+    records = [{name: value for name, value in vars(rollout).items() if name != "advantage"} for rollout in rollouts]
+    path.write_text("".join(json.dumps(record, separators=(",", ":")) + "\n" for record in records), encoding="utf-8")
+
+
+def with_advantages(rollouts: Sequence[Rollout], *, normalize_by_std: bool = True) -> list[Rollout]:
+    """Group-relative advantages. A rollout counts once in its group, however many samples it was split into."""
     by_rollout = {rollout.rollout_id: rollout for rollout in rollouts}
     advantages = group_relative_advantages(
         torch.tensor([rollout.reward for rollout in by_rollout.values()], dtype=torch.float64),

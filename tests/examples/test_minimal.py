@@ -1,6 +1,5 @@
 """The README's script trains through the real `pretrain`, saves, and gives the same in another layout."""
 
-import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -8,7 +7,6 @@ from typing import Any
 import pytest
 from example_run import MODEL, TRAINING
 from ranks import run_ranks
-from repository import EXAMPLES, ROOT
 
 pytestmark = pytest.mark.slow
 
@@ -52,8 +50,3 @@ def test_it_trains_and_saves(tmp_path: Path) -> None:
     assert list(tmp_path.glob("iter_*2"))
     cut = ["--loss-aggregation", "prompt_mean", "--context-parallel-size", "2"]
     assert run_ranks(2, train, cut, timeout_s=300)[-1] == pytest.approx(losses, rel=1e-4, abs=1e-6)
-
-
-def test_the_readme_shows_it_whole() -> None:
-    block = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)[0]
-    assert block == (EXAMPLES / "pretrain_minimal.py").read_text()

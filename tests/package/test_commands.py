@@ -56,7 +56,8 @@ ROWS = [
         by="frameworks/test_slime.py", named="load_function"),
     Row(r"actor_rollout_ref\.model\.external_lib=.*", by="frameworks/test_verl.py", named="verl_install"),
     Row(r"PYTHONPATH=\$MEGATRON_LM torchrun .*", by="frameworks/real/test_real_train_rl.py", named="MEGATRON_LM"),
-    Row(r"([A-Z_]+_PATH=\S+ )+(python -m pytest|tools/test\.sh) tests/frameworks/real\S*", needs="their checkouts"),
+    Row(r"([A-Z_]+_PATH=\S+ )+(python -m pytest|tools/test\.sh) tests/frameworks/real\S*",
+        needs="checkouts of those frameworks"),
     Row(r"pip install megatron-bridge.*|python -c 'from megatron\.bridge .*", needs="a GPU and a model"),
     # what checks this repository; all of it is what runs this test
     Row(r"tools/test\.sh( tests/\S+| -m 'not slow')?", needs="to be what runs this test"),
@@ -69,6 +70,14 @@ ROWS = [
     Row(r"python tools/show_recipes\.py", by="package/test_recipes_page.py", named="show_recipes.main()"),
     Row(r"pip install (-e \.|-e '\.\[\w+\]')", needs="a package index; test_distribution.py installs without"),
     Row(r"pip install apex", needs="nobody to do it: it is what not to install"),
+    # what the online example and the audit show
+    Row(r"(torchrun .* |python )examples/online_grpo\.py .*",
+        by="examples/test_online.py", named="online_grpo.main(flags)"),
+    Row(r"([A-Z]+=(\S+|\".*\") )*tools/compare_modes\.sh.*",
+        by="examples/test_online_tools.py", named="compare_modes.sh"),
+    Row(r"python tools/plot_online\.py .*", by="examples/test_online_tools.py", named="plot_online.table"),
+    Row(r"tools/compare_layouts\.py", by="examples/test_online_tools.py", named="compare_layouts.main()"),
+    Row(r"tools/audit_picture\.py", by="unit/test_audit_picture.py", named="audit_picture.main()"),
     # measurements
     Row(r"tools/bench/reducers\.py --device cuda", needs="a GPU"),
     Row(r"(python )?tools/bench/\w+\.py.*", needs="a quiet machine and minutes"),

@@ -1,0 +1,164 @@
+"""The policy: Megatron's GPTModel under Megatron's DDP, its optimizer, a training step, and checkpoints."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor
+
+from megatron_rl_loss.arguments import AggregationSettings
+from megatron_rl_loss.megatron import LossAggregation, Microbatch, next_microbatch
+from online.attention import row_layer_spec
+from online.rows import Rows
+from online.task import MAX_RESPONSE, PROMPT_LENGTH, VOCABULARY
+
+#: Log-probs [rows, local positions] and their micro-batch -> per-token losses and metrics of that shape.
+Losses = Callable[[Tensor, Microbatch], tuple[Tensor, dict[str, Tensor]]]
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A model under Megatron's DDP, and its process groups."""
+
+    config: TransformerConfig
+    ddp: DistributedDataParallel
+    groups: ProcessGroupCollection
+
+    @property
+    def model(self) -> GPTModel:
+        return self.ddp.module
+
+
+def build_policy(seed: int) -> Policy:
+    """A GPT of 0.1 M parameters with the same weights in every layout; the process groups must be there."""
+    torch.manual_seed(seed)
+    model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+    config = TransformerConfig(
+        num_layers=2,
+        hidden_size=64,
+        ffn_hidden_size=256,
+        num_attention_heads=4,
+        normalization="RMSNorm",
+        add_bias_linear=False,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        init_method_std=0.1,  # about hidden_size ** -0.5; Megatron's 0.02 is for wide models, and learns slowly here
+        tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
+        context_parallel_size=parallel_state.get_context_parallel_world_size(),
+        use_cpu_initialization=True,  # whole weights are drawn, then cut: the same for every tensor-parallel size
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        bias_dropout_fusion=False,
+    )
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    model = GPTModel(
+        config=config,
+        transformer_layer_spec=row_layer_spec(config),
+        vocab_size=len(VOCABULARY),
+        max_sequence_length=PROMPT_LENGTH + MAX_RESPONSE,
+        position_embedding_type="learned_absolute",
+        share_embeddings_and_output_weights=False,
+        pg_collection=groups,
+    ).cuda()
+    ddp = DistributedDataParallel(config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), model)
+    return Policy(config, ddp, groups)
+
+
+def log_probs_of(model: Any, rows: Rows, local: Callable[[Tensor], Tensor]) -> Tensor:
+    """Of the tokens that this context-parallel rank holds, [rows, local positions]; `local` cuts a tensor for it."""
+    tokens, position_ids, labels = (local(x).cuda() for x in (rows.tokens, rows.position_ids, rows.labels))
+    return -model(tokens, position_ids, None, labels=labels)
+
+
+@torch.no_grad()
+def old_log_probs(policy: Policy, rows: Rows) -> Tensor:
+    """Log-probs under the weights of now, by the forward pass that training takes; this rank's part."""
+    of_rank = rows.samples.local(policy.groups.cp.rank(), policy.groups.cp.size())
+
+    def local(values: Tensor) -> Tensor:
+        return of_rank.of(values.flatten(0, 1)).unflatten(0, (len(values), -1))
+
+    return log_probs_of(policy.ddp, rows, local)
+
+
+class Trainer:
+    """Optimizer steps of a policy, on losses aggregated as `settings` say."""
+
+    def __init__(self, policy: Policy, settings: AggregationSettings, *, lr: float, beta2: float) -> None:
+        self.policy, self.lr = policy, lr
+        self.optimizer = get_megatron_optimizer(
+            OptimizerConfig(
+                optimizer="adam",
+                lr=lr,
+                adam_beta1=0.9,
+                adam_beta2=beta2,
+                adam_eps=1e-8,
+                weight_decay=0.0,
+                clip_grad=0.0,
+                params_dtype=torch.float32,
+            ),
+            [policy.ddp],
+        )
+        policy.config.finalize_model_grads_func = finalize_model_grads
+        policy.config.grad_scale_func = self.optimizer.scale_loss
+        aggregation = LossAggregation(settings, samples_of=lambda rows: rows.samples)
+        self.schedule = aggregation.wrap_schedule(get_forward_backward_func())
+
+    def step(self, microbatches: Sequence[Rows], losses: Losses, *, lr_factor: float = 1.0) -> dict[str, float]:
+        """One optimizer step; the metrics of `losses` and the norm of the gradient, of the whole step."""
+
+        def forward_step(data_iterator: Iterator[Microbatch], model: Any) -> tuple[Tensor, Any]:
+            microbatch = next_microbatch(data_iterator)
+            log_probs = log_probs_of(model, microbatch.data, microbatch.local)
+
+            def loss_func(log_probs: Tensor) -> Any:
+                return microbatch.loss(*losses(log_probs, microbatch))
+
+            return log_probs, loss_func
+
+        self.policy.ddp.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        reports = self.schedule(
+            forward_step_func=forward_step,
+            data_iterator=iter(microbatches),
+            model=self.policy.ddp,
+            num_microbatches=len(microbatches),
+            seq_length=microbatches[0].tokens.size(1),
+            micro_batch_size=len(microbatches[0].tokens),
+        )
+        self.optimizer.prepare_grads()
+        grad_norm = float(self.optimizer.get_grad_norm())
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.lr * lr_factor
+        self.optimizer.step()
+        return {**self._summed(reports), "grad_norm": grad_norm}
+
+    def _summed(self, reports: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
+        """As Megatron's `train_step` sums reports of two elements, over micro-batches and ranks."""
+        pairs = torch.stack([torch.stack([report[name] for report in reports]).sum(0) for name in reports[0]])
+        dist.all_reduce(pairs, group=self.policy.groups.dp_cp)
+        return dict(zip(reports[0], (pairs[:, 0] / pairs[:, 1]).tolist(), strict=True))
+
+
+def save_policy(policy: Policy, folder: Path) -> None:
+    """The weights, in Megatron's distributed format: any layout can load them."""
+    if dist.get_rank() == 0:
+        folder.mkdir(parents=True)
+    dist.barrier()
+    dist_checkpointing.save(policy.model.sharded_state_dict(), str(folder))
+
+
+def load_policy(policy: Policy, folder: Path) -> None:
+    state = dist_checkpointing.load(policy.model.sharded_state_dict(), str(folder))
+    policy.model.load_state_dict(state, strict=False)  # Transformer Engine's extra states are not there

@@ -1,0 +1,254 @@
+"""GRPO online: sample from the current policy, check, train, again; on Megatron, its loss aggregated by flag.
+
+    python examples/online_grpo.py --output runs/online
+    torchrun --nproc-per-node 4 examples/online_grpo.py --output runs/online --tensor-model-parallel-size 2 \\
+        --context-parallel-size 2 --loss-aggregation constant --loss-aggregation-divisor 24
+
+A model of 0.1 M parameters learns to add (online/task.py), from a supervised beginning of its own to right answers, in
+minutes on one CPU core. `online/__init__.py` says which file holds what; docs/online.md what it shows and what not.
+"""
+
+import argparse
+import os
+import random
+import time
+import warnings
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+if not torch.cuda.is_available():
+    import megatron_on_cpu
+
+    megatron_on_cpu.install()  # before megatron is imported
+
+from megatron.core import parallel_state
+from online.engine import sample_with_engine
+from online.policy import Losses, Policy, Trainer, build_policy, load_policy, old_log_probs, save_policy
+from online.report import Numbers, Report, describe, progress_line, zero_variance_groups
+from online.rows import deal, split_over_samples
+from online.sampler import Responses, draw_uniforms, one_seed, sample, sample_together
+from online.task import VOCABULARY, Problem, decode, draw_problems, encode
+from online.warm_start import warm_start
+from rollouts import Rollout, read_rollouts, with_advantages, write_rollouts
+
+from megatron_rl_loss import ppo_clip_loss
+from megatron_rl_loss.arguments import AggregationSettings, add_loss_aggregation_args, validate_loss_aggregation_args
+from megatron_rl_loss.megatron import Microbatch
+
+# What the random numbers of `draw_uniforms` are for.
+TRAINING, HELD_OUT, WARM_START = range(3)
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument("--output", type=Path, required=True, help="Folder for the run; what an earlier run left goes.")
+    parser.add_argument("--seed", type=int, default=0, help="Of weights, problems and samples.")
+    parser.add_argument("--tensor-model-parallel-size", type=int, default=1)
+    parser.add_argument("--context-parallel-size", type=int, default=1, help="In training; sampling splits the rows.")
+    step = parser.add_argument_group("a step")
+    step.add_argument("--steps", type=int, default=200)
+    step.add_argument("--prompts-per-step", type=int, default=32)
+    step.add_argument("--responses-per-prompt", type=int, default=8)
+    step.add_argument(
+        "--sampler", choices=["cached", "megatron"], default="cached", help="sampler.py, or Megatron's own engine."
+    )
+    step.add_argument("--samples-per-rollout", type=int, default=1, help="Split every rollout, as agent turns are.")
+    step.add_argument("--num-microbatches", type=int, default=2, help="Of a data-parallel rank.")
+    step.add_argument("--inner-steps", type=int, default=1, help="Optimizer steps on one step's rollouts.")
+    step.add_argument("--lr", type=float, default=2e-4)
+    step.add_argument("--lr-warmup-steps", type=int, default=10)
+    step.add_argument("--clip-low", type=float, default=0.2, help="PPO clip range below 1.")
+    step.add_argument("--clip-high", type=float, default=0.2, help="PPO clip range above 1.")
+    step.add_argument("--no-advantage-std", action="store_true", help="Do not divide advantages by the group's std.")
+    start = parser.add_argument_group("where it begins")
+    start.add_argument("--warm-start-reward", type=float, default=0.3, help="On training prompts; see warm_start.py.")
+    start.add_argument("--load", type=Path, default=None, help="Weights of --save-start, in place of a warm start.")
+    start.add_argument("--save-start", type=Path, default=None, help="Where to put the weights after the warm start.")
+    start.add_argument("--save", type=Path, default=None, help="Where to put the weights at the end.")
+    start.add_argument("--save-rollouts", type=Path, default=None, help="Folder for a JSONL file of rollouts a step.")
+    start.add_argument("--replay-rollouts", type=Path, default=None, help="Train on those in place of sampling.")
+    seen = parser.add_argument_group("what is seen of it")
+    seen.add_argument("--eval-interval", type=int, default=25, help="Steps between evaluations; first and last always.")
+    seen.add_argument("--eval-prompts", type=int, default=1024, help="Held-out prompts, one response each.")
+    seen.add_argument("--print-interval", type=int, default=5, help="Steps between progress lines.")
+    seen.add_argument("--tensorboard", action="store_true", help="Also write TensorBoard events to the folder.")
+    seen.add_argument("--wandb-project", default=None, help="Also log to wandb, under this project.")
+    args = add_loss_aggregation_args(parser).parse_args(argv)
+    for name, value in vars(args).items():
+        if type(value) is int and name != "seed" and value < (0 if name == "lr_warmup_steps" else 1):
+            parser.error(f"--{name.replace('_', '-')} {value}: is too small")
+    return args
+
+
+def start_processes(args: argparse.Namespace) -> None:
+    """torch's and Megatron's process groups; without a launcher, of one process."""
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    if "RANK" not in os.environ:
+        os.environ.update(alone)
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    else:  # small matrices: more threads would wait for each other
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    parallel_state.initialize_model_parallel(
+        args.tensor_model_parallel_size, context_parallel_size=args.context_parallel_size
+    )
+
+
+def draw_rollouts(
+    policy: Policy, problems: list[Problem], *, responses: int, seed: int, sampler: str
+) -> tuple[list[Rollout], Numbers]:
+    """`responses` checked ones to each problem, prompt by prompt, and what they are like; the same on every rank."""
+    prompts = torch.tensor([encode(problem.prompt) for problem in problems]).repeat_interleave(responses, dim=0).cuda()
+    uniforms = draw_uniforms(len(prompts), seed).cuda()
+    tp, replicas = policy.groups.tp, policy.groups.dp_cp
+
+    def draw(rows: slice) -> Responses:
+        if sampler == "megatron":
+            return sample_with_engine(policy.model, prompts[rows], seed=one_seed(seed, replicas.rank()))
+        return sample(policy.model, prompts[rows], uniforms[rows], tp_group=tp)
+
+    drawn = sample_together(draw, len(prompts), replica_group=replicas)
+    tokens, lengths = drawn.tokens.tolist(), drawn.lengths.tolist()
+    log_probs = None if drawn.log_probs is None else drawn.log_probs.tolist()
+    rollouts = []
+    for row, n in enumerate(lengths):
+        prompt, attempt = divmod(row, responses)
+        rollouts.append(
+            Rollout(
+                prompt_tokens=encode(problems[prompt].prompt),
+                response_tokens=tokens[row][:n],
+                loss_mask=[1.0] * n,
+                reward=problems[prompt].reward(decode(tokens[row][:n])),
+                prompt_id=prompt,
+                rollout_id=f"{prompt}.{attempt}",
+                old_log_probs=None if log_probs is None else log_probs[row][:n],
+            )
+        )
+    entropy = drawn.mean_entropy()
+    return rollouts, describe(rollouts) | ({} if entropy is None else {"entropy": entropy})
+
+
+def rewarded_on_training_prompts(policy: Policy, step: int, args: argparse.Namespace) -> float:
+    """What the warm start waits for."""
+    problems = draw_problems("training", 256, random.Random(f"tried {args.seed} {step}"))
+    seed = one_seed(args.seed, WARM_START, step)
+    return draw_rollouts(policy, problems, responses=1, seed=seed, sampler=args.sampler)[1]["reward"]
+
+
+def held_out(policy: Policy, step: int, args: argparse.Namespace) -> Numbers:
+    """The same held-out problems each time, one response each, sampled as in training."""
+    problems = draw_problems("held out", args.eval_prompts, random.Random(f"held out {args.seed}"))
+    seed = one_seed(args.seed, HELD_OUT, step)
+    _, numbers = draw_rollouts(policy, problems, responses=1, seed=seed, sampler=args.sampler)
+    return {f"held_out_{name}": value for name, value in numbers.items()}
+
+
+def policy_losses(args: argparse.Namespace) -> Losses:
+    """GRPO's: the clipped surrogate of group-relative advantages."""
+
+    def losses(log_probs: Tensor, microbatch: Microbatch) -> tuple[Tensor, dict[str, Tensor]]:
+        rows = microbatch.data
+        clip = {"clip_low": args.clip_low, "clip_high": args.clip_high}
+        loss = ppo_clip_loss(log_probs, rows.old_log_probs, microbatch.local(rows.advantages).cuda(), **clip)
+        ratio = (-loss.ppo_kl).exp()
+        # Among samples of the old policy the mean ratio is 1 whatever the new one is: look at the distance too.
+        metrics = {"ratio": ratio, "ratio_gap": (ratio - 1).abs(), "clip_fraction": loss.clipped, "ppo_kl": loss.ppo_kl}
+        if rows.sampler_log_probs is not None:  # how far the sampler and the trainer are apart
+            sampled = microbatch.local(rows.sampler_log_probs).cuda()
+            metrics["sampler_gap"] = (rows.old_log_probs - sampled).abs()
+        return loss.per_token_loss, metrics
+
+    return losses
+
+
+def train_on(rollouts: list[Rollout], trainer: Trainer, step: int, args: argparse.Namespace) -> Numbers:
+    """The optimizer steps on one step's rollouts."""
+    groups = trainer.policy.groups
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="all rewards are equal")  # the report counts such groups
+        rollouts = with_advantages(rollouts, normalize_by_std=not args.no_advantage_std)
+    samples = [part for rollout in rollouts for part in split_over_samples(rollout, args.samples_per_rollout)]
+    hand = {"dp_rank": groups.dp.rank(), "dp_size": groups.dp.size(), "cp_size": groups.cp.size()}
+    microbatches = deal(samples, num_microbatches=args.num_microbatches, **hand)
+    for rows in microbatches:
+        rows.old_log_probs = old_log_probs(trainer.policy, rows)
+    lr_factor = min(1.0, step / max(args.lr_warmup_steps, 1))
+    reports = [trainer.step(microbatches, policy_losses(args), lr_factor=lr_factor) for _ in range(args.inner_steps)]
+    first = {name: reports[0][name] for name in ("ratio", "ratio_gap")}
+    return {**reports[-1], **first}  # at ratio 1 nothing is clipped, and the loss says little
+
+
+def rollouts_of_step(
+    policy: Policy, step: int, rng: random.Random, args: argparse.Namespace
+) -> tuple[list[Rollout], Numbers]:
+    """Drawn from the policy as it is now, or read back."""
+    name = f"step_{step:04}.jsonl"
+    if args.replay_rollouts is not None:
+        rollouts = read_rollouts(args.replay_rollouts / name, vocab_size=len(VOCABULARY))
+        return rollouts, describe(rollouts)
+    problems = draw_problems("training", args.prompts_per_step, rng)
+    asked = {"responses": args.responses_per_prompt, "sampler": args.sampler}
+    rollouts, numbers = draw_rollouts(policy, problems, seed=one_seed(args.seed, TRAINING, step), **asked)
+    if args.save_rollouts is not None and dist.get_rank() == 0:
+        args.save_rollouts.mkdir(parents=True, exist_ok=True)
+        write_rollouts(args.save_rollouts / name, rollouts)
+    return rollouts, numbers
+
+
+def train(policy: Policy, settings: AggregationSettings, args: argparse.Namespace, report: Report) -> None:
+    """All steps, from what the warm start left."""
+    trainer = Trainer(policy, settings, lr=args.lr, beta2=0.99)
+    before = held_out(policy, 0, args)
+    report.write(0, before)
+    rng = random.Random(f"training {args.seed}")
+    began = time.monotonic()
+    for step in range(1, args.steps + 1):
+        rollouts, numbers = rollouts_of_step(policy, step, rng, args)
+        numbers["zero_variance_groups"] = zero_variance_groups(rollouts)
+        numbers |= train_on(rollouts, trainer, step, args)
+        evaluated = step % args.eval_interval == 0 or step == args.steps
+        if evaluated:
+            numbers |= held_out(policy, step, args)
+        report.write(step, numbers)
+        if evaluated or step % args.print_interval == 0 or step == 1:
+            report.say(progress_line(step, args.steps, numbers, time.monotonic() - began))
+    first, last = before["held_out_reward"], numbers["held_out_reward"]
+    report.say(
+        f"held-out reward: {first:.3f} before, {last:.3f} after {args.steps} steps, on {args.eval_prompts} prompts"
+    )
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse_args(argv)
+    settings = validate_loss_aggregation_args(args)
+    start_processes(args)
+    chosen = {**vars(args), "aggregation": settings.describe(), "world_size": dist.get_world_size()}
+    with Report(args.output, chosen, tensorboard=args.tensorboard, wandb_project=args.wandb_project) as report:
+        policy = build_policy(args.seed)
+        if args.load is not None:
+            load_policy(policy, args.load)
+        else:
+            warm_start(
+                policy,
+                lambda step: rewarded_on_training_prompts(policy, step, args),
+                until_reward=args.warm_start_reward,
+                num_microbatches=args.num_microbatches,
+                seed=args.seed,
+                say=report.say,
+            )
+        if args.save_start is not None:
+            save_policy(policy, args.save_start)
+        train(policy, settings, args, report)
+        if args.save is not None:
+            save_policy(policy, args.save)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":  # saving a checkpoint starts helper processes that import this file again
+    main()

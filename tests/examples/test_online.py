@@ -1,0 +1,514 @@
+"""The online example: its task, sampler, rows and report; that it learns, and the same in every layout."""
+
+import itertools
+import json
+import random
+import sys
+import types
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import oracle
+import pytest
+import torch
+from compare_layouts import BOUNDS, differences, weights_in
+from online.report import Report, describe, progress_line, zero_variance_groups
+from online.rows import deal, make_rows, split_over_samples
+from online.task import MAX_RESPONSE, PROMPT_LENGTH, VOCABULARY, Problem, decode, draw_problems, encode
+from ranks import RankError, run_ranks, start_process_group
+from rollouts import Rollout, read_rollouts, with_advantages, write_rollouts
+
+from megatron_rl_loss import StepTotals, token_weights
+
+# ---- the task
+
+SUM = Problem(347, 586)
+RESPONSES = {
+    "933$": 1.0,
+    "<13,13,09>933$": 1.0,
+    "<00,00,00>933$": 1.0,  # nobody looks at the working
+    "<933$": 0.0,  # no ">": the answer is all of it
+    ">933$": 1.0,
+    "932$": 0.0,
+    "0933$": 0.0,
+    "933": 0.0,  # no end mark
+    "933$$": 0.0,
+    "<13>933>$": 0.0,
+    "$": 0.0,
+    "": 0.0,
+    "<" + "1" * (MAX_RESPONSE - 6) + ">933$": 1.0,  # as long as is allowed
+    "<" + "1" * (MAX_RESPONSE - 5) + ">933$": 0.0,
+}
+
+
+@pytest.mark.parametrize(("response", "reward"), RESPONSES.items())
+def test_the_checker(response: str, reward: float) -> None:
+    assert SUM.reward(response) == reward
+
+
+def test_worked_and_plain_examples_are_right_and_fit() -> None:
+    assert (SUM.prompt, SUM.plain(), SUM.worked()) == ("347+586=", "933$", "<13,13,09>933$")
+    for problem in draw_problems("training", 500, random.Random(0)):
+        for text in (problem.plain(), problem.worked()):
+            assert problem.reward(text) == 1
+            assert decode(encode(text)) == text
+        assert len(encode(problem.prompt)) == PROMPT_LENGTH
+        *columns, last = (int(column) for column in problem.worked()[1:].partition(">")[0].split(","))
+        # Each column's last digit, and the whole of the last one, spell the sum from its end.
+        assert str(last) + "".join(str(column % 10) for column in reversed(columns)) == problem.plain()[:-1]
+
+
+def test_no_problem_is_in_both_splits() -> None:
+    drawn = {split: draw_problems(split, 2000, random.Random(1)) for split in ("training", "held out")}
+    assert not set(drawn["training"]) & set(drawn["held out"])
+    assert all((3 * one.a + one.b) % 4 == 0 for one in drawn["held out"])
+
+
+# ---- rows
+
+
+def some_rollouts(prompts: int, responses: int, seed: int, *, empty: float = 0.1) -> list[Rollout]:
+    """Ragged, with fractional masks, a share of them `empty`, and rewards of either kind."""
+    rng = random.Random(seed)
+    prompt_tokens = [[rng.randrange(len(VOCABULARY)) for _ in range(PROMPT_LENGTH)] for _ in range(prompts)]
+    rollouts = []
+    for prompt, attempt in itertools.product(range(prompts), range(responses)):
+        n = rng.randint(1, MAX_RESPONSE)
+        mask = [1, *(rng.choice([0, 0.5, 1, 1]) for _ in range(n - 1))]
+        rollouts.append(
+            Rollout(
+                prompt_tokens=prompt_tokens[prompt],
+                response_tokens=[rng.randrange(len(VOCABULARY)) for _ in range(n)],
+                loss_mask=mask if rng.random() >= empty else [0] * n,
+                reward=float(rng.random() < 0.4),
+                prompt_id=prompt,
+                rollout_id=f"{prompt}.{attempt}",
+                old_log_probs=[-rng.uniform(1, 4) for _ in range(n)],
+            )
+        )
+    return rollouts
+
+
+def test_rows_hold_what_each_position_predicts() -> None:
+    rollouts = with_advantages(some_rollouts(2, 3, seed=0))
+    rows = make_rows(rollouts, multiple=4)
+    assert rows.tokens.shape[1] % 4 == 0
+    for row, one in enumerate(rollouts):
+        text = one.prompt_tokens + one.response_tokens
+        assert rows.tokens[row, : len(text) - 1].tolist() == text[:-1]
+        assert rows.labels[row, : len(text) - 1].tolist() == text[1:]
+        predicted = [t for t in range(len(text) - 1) if t + 1 >= len(one.prompt_tokens)]
+        assert rows.samples.loss_masks[row][predicted].tolist() == one.loss_mask
+        assert rows.samples.loss_masks[row].sum() == sum(one.loss_mask)
+        assert rows.sampler_log_probs[row, predicted].tolist() == pytest.approx(one.old_log_probs)
+        assert rows.advantages[row, predicted].tolist() == pytest.approx([one.advantage] * len(predicted))
+        assert not rows.advantages[row, len(text) - 1 :].any()
+
+
+@pytest.mark.parametrize(("dp_size", "num_microbatches"), [(1, 1), (2, 1), (2, 3), (3, 4)])
+def test_every_sample_is_dealt_once_and_groups_straddle_ranks(dp_size: int, num_microbatches: int) -> None:
+    rollouts = some_rollouts(4, 6, seed=1)
+    dealt: dict[tuple[int, int], list[str]] = {}
+    for dp_rank in range(dp_size):
+        hand = deal(rollouts, num_microbatches=num_microbatches, dp_rank=dp_rank, dp_size=dp_size, cp_size=1)
+        for microbatch, rows in enumerate(hand):
+            dealt[dp_rank, microbatch] = ["".join(map(str, row)) for row in rows.tokens.tolist()]
+    assert len(dealt) == dp_size * num_microbatches
+    assert sum(map(len, dealt.values())) == len(rollouts)
+    if dp_size * num_microbatches > 1:
+        prompts = [
+            {int(i) for i in rows.samples.prompt_ids}  # type: ignore[union-attr]
+            for rows in deal(rollouts, num_microbatches=num_microbatches, dp_rank=0, dp_size=dp_size, cp_size=1)
+        ]
+        assert all(len(of_hand) > 1 for of_hand in prompts)
+
+
+def test_too_few_samples_are_refused() -> None:
+    with pytest.raises(ValueError, match="5 samples are too few for 2 micro-batches on each of 3"):
+        deal(some_rollouts(1, 5, seed=1), num_microbatches=2, dp_rank=0, dp_size=3, cp_size=1)
+
+
+@pytest.mark.parametrize("mode", ["sample_mean", "prompt_mean", "token_mean", "constant", "token_sum"])
+@pytest.mark.parametrize("parts", [2, 3, 99])
+def test_a_rollout_split_over_samples_has_the_weights_of_the_whole(mode: str, parts: int) -> None:
+    whole = some_rollouts(3, 4, seed=2)
+    split = [split_over_samples(rollout, parts) for rollout in whole]
+    divisor = 24 if mode == "constant" else None
+
+    def weights(rollouts: Sequence[Rollout]) -> list[torch.Tensor]:
+        """Of each sample's response."""
+        samples = make_rows(rollouts, multiple=2).samples
+        ids = {"rollout_ids": samples.rollout_ids, "prompt_ids": samples.prompt_ids}
+        totals = StepTotals.from_loss_masks(samples.loss_masks, dp_group=None, **ids)
+        flat = token_weights(mode, samples, totals, divisor=divisor)
+        rows = flat.view(len(rollouts), -1)
+        return [row[len(one.prompt_tokens) - 1 : one.num_inputs] for row, one in zip(rows, rollouts, strict=True)]
+
+    of_parts = iter(weights([part for parts_of_one in split for part in parts_of_one]))
+    for expected, parts_of_one in zip(weights(whole), split, strict=True):
+        assert len(parts_of_one) == min(parts, len(expected))
+        torch.testing.assert_close(torch.cat([next(of_parts) for _ in parts_of_one]), expected)
+
+
+def test_written_rollouts_are_read_back(tmp_path: Path) -> None:
+    rollouts = with_advantages(some_rollouts(3, 4, seed=3))
+    write_rollouts(tmp_path / "step.jsonl", rollouts)
+    assert read_rollouts(tmp_path / "step.jsonl", vocab_size=len(VOCABULARY)) == rollouts
+
+
+# ---- the report
+
+
+def answered(response: str, reward: float, prompt: int) -> Rollout:
+    n = len(response)
+    return Rollout(
+        encode("347+586="), encode(response), [1.0] * n, reward, prompt_id=prompt, rollout_id=f"{response}{n}"
+    )
+
+
+def test_a_step_in_numbers() -> None:
+    rollouts = [answered("933$", 1, 0), answered("<13,13,09>933$", 1, 0), answered("<9$", 0, 1), answered("9$", 0, 1)]
+    assert describe(rollouts) == {
+        "reward": 0.5,
+        "length": (4 + 14 + 3 + 2) / 4,
+        "length_right": 9,
+        "length_wrong": 2.5,
+        "working": 0.5,
+    }
+    assert "length_right" not in describe(rollouts[2:])
+    assert zero_variance_groups(rollouts) == 2
+    assert zero_variance_groups([*rollouts, answered("1$", 0, 0)]) == 1
+
+
+def test_the_progress_line_says_the_time_left() -> None:
+    numbers = {"reward": 0.25, "ratio_gap": 3e-7, "held_out_reward": 0.5}
+    ratio = "first ratio 1 ± 3e-07"
+    assert progress_line(5, 20, numbers, 10) == f"step  5/20, reward 0.25, held out 0.500, {ratio} | 30 s left"
+    assert progress_line(20, 20, numbers, 40) == f"step 20/20, reward 0.25, {ratio} | 0 s left"
+
+
+def test_where_a_step_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    logged: list[Any] = []
+    run = types.SimpleNamespace(
+        log=lambda numbers, step: logged.append((step, numbers)), finish=lambda: logged.append("finished")
+    )
+    stub = types.ModuleType("wandb")
+    stub.__spec__ = types.SimpleNamespace()  # type: ignore[assignment]  # find_spec asks for it
+    stub.init = lambda **settings: logged.append(settings["project"]) or run  # type: ignore[attr-defined, func-returns-value]
+    monkeypatch.setitem(sys.modules, "wandb", stub)
+    with Report(tmp_path, {"seed": 3, "path": tmp_path}, tensorboard=True, wandb_project="adding") as report:
+        report.write(1, {"reward": 0.5})
+        report.write(2, {"reward": 0.75})
+    lines = [json.loads(line) for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["reward"]) for line in lines] == [(1, 0.5), (2, 0.75)]
+    assert json.loads((tmp_path / "settings.json").read_text())["seed"] == 3
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("reward")] == [(1, 0.5), (2, 0.75)]
+    assert logged == ["adding", (1, {"reward": 0.5}), (2, {"reward": 0.75}), "finished"]
+
+
+def test_wandb_that_is_not_installed_is_said_before_anything_is_written(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="wandb is not installed"):
+        Report(tmp_path / "run", {}, tensorboard=False, wandb_project="adding")
+    assert not (tmp_path / "run").exists()
+
+
+# ---- on ranks
+
+PROBLEMS = 12
+
+
+def policy_of(tp: int, cp: int) -> Any:
+    from megatron.core import parallel_state
+    from online.policy import build_policy
+
+    start_process_group()
+    parallel_state.initialize_model_parallel(tp, context_parallel_size=cp)
+    return build_policy(0)
+
+
+def prompts_and_uniforms() -> tuple[torch.Tensor, torch.Tensor]:
+    from online.sampler import draw_uniforms
+
+    problems = draw_problems("training", PROBLEMS, random.Random(2))
+    return torch.tensor([encode(one.prompt) for one in problems]), draw_uniforms(PROBLEMS, seed=3)
+
+
+def drawn_responses(tp: int, cp: int) -> dict[str, Any]:
+    from online.sampler import sample, sample_together
+
+    policy = policy_of(tp, cp)
+    prompts, uniforms = prompts_and_uniforms()
+    drawn = sample_together(
+        lambda rows: sample(policy.model, prompts[rows], uniforms[rows], tp_group=policy.groups.tp),
+        PROBLEMS,
+        replica_group=policy.groups.dp_cp,
+    )
+    assert policy.model.training, "the model is left as it was"
+    return {name: value.numpy() for name, value in vars(drawn).items()}
+
+
+def whole_log_probs(responses: dict[str, Any]) -> Any:
+    """One forward pass over prompts and responses, no cache: log-probs of all words, [rows, MAX_RESPONSE, words]."""
+    policy = policy_of(1, 1)
+    prompts, _ = prompts_and_uniforms()
+    tokens = torch.cat([prompts, torch.from_numpy(responses["tokens"])], dim=1)[:, :-1]
+    with torch.no_grad():
+        logits = policy.model(tokens, torch.arange(tokens.size(1)).expand_as(tokens), None)
+    return logits[:, PROMPT_LENGTH - 1 :].double().log_softmax(-1).numpy()
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, Any]:
+    (drawn,) = run_ranks(1, drawn_responses, 1, 1)
+    return drawn
+
+
+def test_the_sampler_agrees_with_a_whole_forward_pass(alone: dict[str, Any]) -> None:
+    """Log-probs and entropies do, and each token is where its random number falls in the cumulated probabilities."""
+    (expected,) = run_ranks(1, whole_log_probs, alone)
+    _, uniforms = prompts_and_uniforms()
+    # Two layers of sums over 256 products, as the layout tests have it; logits here are below 10.
+    error = 10 * oracle.chain_error(2, 256)
+    seen = 0
+    for row, length in enumerate(alone["lengths"]):
+        for t in range(length):
+            token, of_all = alone["tokens"][row, t], expected[row, t]
+            assert abs(alone["log_probs"][row, t] - of_all[token]) < error
+            assert abs(alone["entropies"][row, t] + (np.exp(of_all) * of_all).sum()) < error * len(VOCABULARY)
+            reached = np.exp(of_all).cumsum()
+            below = reached[token - 1] if token else 0.0
+            assert below - error <= float(uniforms[row, t]) <= reached[token] + error
+            seen += 1
+        text = decode(alone["tokens"][row, :length].tolist())
+        assert "$" not in text[:-1]
+        assert text.endswith("$") or length == MAX_RESPONSE
+    assert seen > 100
+    assert len(set(alone["lengths"])) > 3, "rows end at different tokens"
+
+
+@pytest.mark.parametrize(("world_size", "tp", "cp"), [(2, 2, 1), (2, 1, 2), (2, 1, 1), (4, 2, 2)])
+def test_every_layout_draws_the_same(world_size: int, tp: int, cp: int, alone: dict[str, Any]) -> None:
+    for drawn in run_ranks(world_size, drawn_responses, tp, cp):
+        assert (drawn["lengths"] == alone["lengths"]).all()
+        for row, length in enumerate(alone["lengths"]):
+            assert (drawn["tokens"][row, :length] == alone["tokens"][row, :length]).all()
+            np.testing.assert_allclose(drawn["log_probs"][row, :length], alone["log_probs"][row, :length], atol=1e-4)
+
+
+def drawn_greedily(tp: int, cp: int) -> list[str]:
+    """By Megatron's engine."""
+    from megatron.core.inference.utils import InferenceMode
+    from online.engine import sample_with_engine
+
+    policy = policy_of(tp, cp)
+    prompts, _ = prompts_and_uniforms()
+    drawn = sample_with_engine(policy.model, prompts, seed=1, greedy=True)
+    assert policy.model.training, "the model is left as it was"
+    assert not InferenceMode.is_active()
+    return [decode(row[:n]) for row, n in zip(drawn.tokens.tolist(), drawn.lengths.tolist(), strict=True)]
+
+
+def greedy_by_whole_passes() -> list[str]:
+    """The likeliest token, again and again, by forward passes over all that is there; no cache, no engine."""
+    policy = policy_of(1, 1)
+    responses = []
+    for prompt in prompts_and_uniforms()[0].tolist():
+        response: list[int] = []
+        while len(response) < MAX_RESPONSE and "$" not in decode(response):
+            tokens = torch.tensor([prompt + response])
+            with torch.no_grad():
+                logits = policy.model(tokens, torch.arange(tokens.size(1))[None], None)
+            response.append(int(logits[0, -1].argmax()))
+        responses.append(decode(response))
+    return responses
+
+
+def test_megatron_s_engine_draws_from_the_same_policy() -> None:
+    pytest.importorskip("tqdm", reason="Megatron's static engine needs it")
+    (expected,) = run_ranks(1, greedy_by_whole_passes)
+    assert len({len(response) for response in expected}) > 1
+    for layout in (1, 1, 1), (2, 2, 1):
+        for drawn in run_ranks(layout[0], drawn_greedily, *layout[1:]):
+            assert drawn == expected
+
+
+def test_rows_that_cannot_be_split_evenly_are_refused_on_every_rank() -> None:
+    with pytest.raises(RankError, match="11 responses cannot be split evenly over 2") as caught:
+        run_ranks(2, split_unevenly)
+    assert set(caught.value.errors) == {0, 1}
+
+
+def split_unevenly() -> None:
+    from online.sampler import sample_together
+
+    sample_together(lambda rows: pytest.fail("drawn"), PROBLEMS - 1, replica_group=policy_of(1, 1).groups.dp_cp)
+
+
+# ---- whole runs
+
+SHORT = ["--warm-start-reward", "0", "--eval-prompts", "16", "--prompts-per-step", "8"]
+
+
+def run_online(flags: list[str]) -> None:
+    import online_grpo
+
+    online_grpo.main(flags)
+
+
+def steps_of(run: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (run / "steps.jsonl").read_text().splitlines()]
+
+
+def replayed(folder: Path, steps: int, *, empty: float = 0.1) -> list[str]:
+    """Flags to train on made-up rollouts: a policy that was hardly warmed is never right."""
+    folder.mkdir()
+    for step in range(1, steps + 1):
+        write_rollouts(folder / f"step_{step:04}.jsonl", some_rollouts(8, 5, seed=step, empty=empty))
+    return ["--replay-rollouts", str(folder), "--steps", str(steps)]
+
+
+def test_the_first_ratio_is_one_and_the_second_is_not(tmp_path: Path) -> None:
+    made_up = replayed(tmp_path / "rollouts", 2, empty=0)  # metrics are sample means: an empty mask is a 0 in them
+    one, two = ([*SHORT, *made_up, "--output", str(tmp_path / n), "--inner-steps", n] for n in ("1", "2"))
+    run_ranks(1, run_online, [*one, "--lr-warmup-steps", "0"])
+    run_ranks(1, run_online, [*two, "--lr-warmup-steps", "0", "--lr", "3e-3"])
+    for step in steps_of(tmp_path / "1")[1:]:
+        assert step["ratio"] == pytest.approx(1, abs=1e-6)
+        assert step["ratio_gap"] < 1e-6
+        assert step["clip_fraction"] == 0
+        assert step["ppo_kl"] == pytest.approx(0, abs=1e-6)
+        assert step["sampler_gap"] > 0.1, "another policy than this one made those rollouts up"
+    for step in steps_of(tmp_path / "2")[1:]:
+        assert step["ratio_gap"] < 1e-6, "of the first inner step"
+        assert step["clip_fraction"] > 0.01
+        assert step["ppo_kl"] != 0
+
+
+def run_with_foreign_old_log_probs(flags: list[str]) -> None:
+    """As if the trainer had taken the made-up log-probs of the file for its own."""
+    import online_grpo
+
+    online_grpo.old_log_probs = lambda policy, rows: rows.sampler_log_probs
+    online_grpo.main(flags)
+
+
+def test_old_log_probs_of_another_policy_would_be_seen(tmp_path: Path) -> None:
+    """Negative control."""
+    flags = [*SHORT, *replayed(tmp_path / "rollouts", 1, empty=0), "--output", str(tmp_path)]
+    run_ranks(1, run_with_foreign_old_log_probs, flags)
+    assert steps_of(tmp_path)[1]["ratio_gap"] > 0.1
+
+
+@pytest.mark.filterwarnings("ignore:all rewards are equal")  # a policy that was hardly warmed is never right
+def test_sampled_rollouts_have_the_trainer_s_log_probs(tmp_path: Path) -> None:
+    flags = [*SHORT, "--output", str(tmp_path), "--steps", "2", "--save-rollouts", str(tmp_path / "rollouts")]
+    run_ranks(1, run_online, flags)
+    for step in steps_of(tmp_path)[1:]:
+        assert step["sampler_gap"] < 10 * oracle.chain_error(2, 256)
+        rollouts = read_rollouts(tmp_path / "rollouts" / f"step_{step['step']:04}.jsonl", vocab_size=len(VOCABULARY))
+        assert len(rollouts) == 8 * 8
+        for name, value in describe(rollouts).items():
+            assert step[name] == pytest.approx(value)
+        assert step["entropy"] > 0.1
+
+
+def test_a_run_on_megatron_s_engine(tmp_path: Path) -> None:
+    pytest.importorskip("tqdm", reason="Megatron's static engine needs it")
+    flags = [*SHORT, "--output", str(tmp_path), "--steps", "2", "--sampler", "megatron"]
+    run_ranks(2, run_online, flags)
+    for step in steps_of(tmp_path)[1:]:
+        assert step["ratio"] == pytest.approx(1, abs=1e-6)
+        assert step["length"] > 1
+        assert not {"entropy", "sampler_gap"} & set(step), "the engine does not say"
+
+
+LAYOUTS = {
+    "tp 2 x cp 2": (4, ["--tensor-model-parallel-size", "2", "--context-parallel-size", "2"]),
+    "tp 2 x dp 2": (4, ["--tensor-model-parallel-size", "2"]),
+    "cp 2 x dp 2": (4, ["--context-parallel-size", "2"]),
+    "dp 2": (2, []),
+    "other micro-batches": (1, ["--num-microbatches", "5"]),
+    "rollouts in 3 samples": (1, ["--samples-per-rollout", "3"]),
+    "rollouts in 2 samples, dp 2 x cp 2": (4, ["--samples-per-rollout", "2", "--context-parallel-size", "2"]),
+}
+MODES = {
+    "sample_mean": [],
+    "prompt_mean": ["--loss-aggregation", "prompt_mean"],
+    "token_mean": ["--loss-aggregation", "token_mean"],
+    "constant": ["--loss-aggregation", "constant", "--loss-aggregation-divisor", "40960"],
+    "token_sum": ["--loss-aggregation", "token_sum"],
+}
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+    """A folder with weights to start from, and the flags of two steps on the same rollouts."""
+    folder = tmp_path_factory.mktemp("online")
+    start = str(folder / "start")
+    run_ranks(1, run_online, [*SHORT, "--output", str(folder / "first"), "--steps", "1", "--save-start", start])
+    steps = ["--inner-steps", "2", "--lr-warmup-steps", "0", "--eval-prompts", "16"]
+    return folder, ["--load", start, *steps, *replayed(folder / "rollouts", 2)]
+
+
+def finished(world_size: int, name: str, flags: list[str], begun: tuple[Path, list[str]]) -> Path:
+    folder, common = begun
+    run = folder / name
+    if not run.exists():
+        run_ranks(world_size, run_online, [*common, *flags, "--output", str(run), "--save", str(run / "weights")])
+    return run
+
+
+#: Where all three kinds of cut meet, over processes and over samples: for every mode. The rest for the default.
+EVERYWHERE = ("tp 2 x cp 2", "rollouts in 2 samples, dp 2 x cp 2")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+def test_steps_are_the_same_in_every_layout(mode: str, begun: tuple[Path, list[str]], record_property: Any) -> None:
+    reference = finished(1, mode, MODES[mode], begun)
+    start = weights_in(begun[0] / "start")
+    for layout in LAYOUTS if mode == "sample_mean" else EVERYWHERE:
+        world_size, flags = LAYOUTS[layout]
+        run = finished(world_size, f"{mode} on {layout}", [*flags, *MODES[mode]], begun)
+        found = differences(run, reference, start)
+        assert all(found[name] <= bound for name, bound in BOUNDS.items()), (layout, found)
+        record_property("relative_error_of_online_losses", found["loss"])
+        record_property("relative_error_of_online_grad_norms", found["grad norm"])
+
+
+@pytest.mark.slow
+def test_other_modes_would_be_seen(begun: tuple[Path, list[str]]) -> None:
+    """Negative control: what the layouts are held to tells the modes apart."""
+    start = weights_in(begun[0] / "start")
+    runs = [finished(1, mode, flags, begun) for mode, flags in MODES.items()]
+    for a, b in itertools.combinations(runs, 2):
+        found = differences(a, b, start)
+        assert min(found["loss"], found["grad norm"]) > 10 * BOUNDS["loss"], (a, b, found)
+
+
+@pytest.mark.slow
+def test_held_out_reward_rises_and_without_learning_does_not(tmp_path: Path, record_property: Any) -> None:
+    """After 60 steps, three warm starts and five modes rose by 0.22 to 0.36 (docs/online/modes-cpu.json).
+
+    The standard error of a reward over n prompts is sqrt(r (1 - r) / n), of a difference of two at most sqrt(0.5 / n):
+    0.022 here. 0.12 is four of those below the least of the fifteen, and five above what learning nothing would show.
+    """
+    sixty = ["--steps", "60", "--eval-interval", "60", "--eval-prompts", "1024"]
+    start = tmp_path / "start"
+    learns, stands = tmp_path / "learns", tmp_path / "stands"
+    run_ranks(1, run_online, [*sixty, "--output", str(learns), "--save-start", str(start)], timeout_s=500)
+    run_ranks(1, run_online, [*sixty, "--output", str(stands), "--load", str(start), "--lr", "1e-12"], timeout_s=500)
+
+    def rise(run: Path) -> float:
+        first, *_, last = (step["held_out_reward"] for step in steps_of(run) if "held_out_reward" in step)
+        return last - first
+
+    assert rise(learns) > 0.12
+    assert abs(rise(stands)) < 0.12
+    record_property("rise_of_held_out_reward", rise(learns))

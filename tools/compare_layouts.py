@@ -1,0 +1,89 @@
+"""Did the same steps in other layouts come to the same? A row a layout, from runs of examples/online_grpo.py.
+
+    python tools/compare_layouts.py --start runs/demo/start runs/demo/alone runs/demo/tp2cp2 runs/demo/dp2
+
+The first folder is the reference. All began at the weights in --start, trained on the same rollouts (--save-rollouts,
+--replay-rollouts) and saved their last weights in their folder (--save FOLDER/weights). Ends with 1 if one differs.
+
+A row has the largest difference over the steps, of the loss and of the grad norm, each relative to the reference's
+largest; and of the weights, the norm of the difference relative to the norm of what training changed. Float32 rounding
+is about 1e-7 an operation. Adam divides by the size of a gradient, so where one is all rounding its step may turn
+about: the weights are held to less.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+BOUNDS = {"loss": 1e-4, "grad norm": 1e-4, "weights": 1e-3}
+
+
+def weights_in(folder: Path) -> dict[str, torch.Tensor]:
+    """Whole tensors of a Megatron checkpoint, by name."""
+    with tempfile.NamedTemporaryFile(suffix=".pt") as file:
+        dcp_to_torch_save(folder, file.name)
+        state = torch.load(file.name, weights_only=False)
+    return {name: value.double() for name, value in state.items() if isinstance(value, torch.Tensor)}
+
+
+def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    """Euclidean, over all tensors; both must have the same."""
+    if a.keys() != b.keys():
+        raise ValueError(f"the weights have other names: {sorted(a.keys() ^ b.keys())}")
+    return float(sum((a[name] - b[name]).square().sum() for name in a) ** 0.5)
+
+
+def steps_of(run: Path, name: str) -> list[float]:
+    records = [json.loads(line) for line in (run / "steps.jsonl").read_text().splitlines()]
+    return [record[name] for record in records if name in record]
+
+
+def relative(values: list[float], reference: list[float]) -> float:
+    """Largest difference, relative to the largest value of the reference."""
+    differences = [abs(a - b) for a, b in zip(values, reference, strict=True)]
+    return max(differences) / max(map(abs, reference))
+
+
+def layout_of(run: Path) -> str:
+    settings: dict[str, Any] = json.loads((run / "settings.json").read_text())
+    tp, cp = settings["tensor_model_parallel_size"], settings["context_parallel_size"]
+    sizes = {"TP": tp, "CP": cp, "DP": settings["world_size"] // (tp * cp)}
+    name = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "1 process"
+    parts = settings["samples_per_rollout"]
+    return name if parts == 1 else f"{name}, rollouts in {parts} samples"
+
+
+def differences(run: Path, reference: Path, start: dict[str, torch.Tensor]) -> dict[str, float]:
+    expected = weights_in(reference / "weights")
+    return {
+        "loss": relative(steps_of(run, "pg_loss"), steps_of(reference, "pg_loss")),
+        "grad norm": relative(steps_of(run, "grad_norm"), steps_of(reference, "grad_norm")),
+        "weights": distance(weights_in(run / "weights"), expected) / distance(start, expected),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--start", type=Path, required=True, help="The weights that all runs began with.")
+    parser.add_argument("reference", type=Path)
+    parser.add_argument("runs", type=Path, nargs="+")
+    args = parser.parse_args()
+    start, same = weights_in(args.start), True
+    for run in args.runs:
+        found = differences(run, args.reference, start)
+        within = all(found[name] <= bound for name, bound in BOUNDS.items())
+        same &= within
+        numbers = ", ".join(f"{name} {value:.0e}" for name, value in found.items())
+        verdict = "equals" if within else "differs from"
+        print(f"{layout_of(run)} {verdict} {layout_of(args.reference)}: {numbers} {'✓' if within else '✗'}")
+    sys.exit(0 if same else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,154 @@
+"""One picture of runs of examples/online_grpo.py: held-out numbers against steps, a line a mode, its spread over seeds.
+
+    python tools/plot_online.py --runs runs/modes/*/* --json docs/online/modes-cpu.json --png docs/online/modes-cpu.png
+    python tools/plot_online.py --json docs/online/*.json --table
+
+With --runs the numbers are collected from the runs' folders and written to the JSON; without, they are read from it.
+"""
+
+import argparse
+import json
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from tabulate import tabulate
+
+PANELS = {
+    "held_out_reward": "held-out reward",
+    "held_out_length_right": "tokens of right responses",
+    "held_out_length_wrong": "tokens of wrong responses",
+    "held_out_working": "share with working",
+    "held_out_entropy": "entropy, nats a token",
+}
+#: What the other modes are compared with in the last panel.
+REFERENCE = "token_mean"
+#: Okabe and Ito's colours, told apart without red and green.
+STYLES = [("#0072B2", "-"), ("#E69F00", "-"), ("#009E73", "-"), ("#D55E00", "-"), ("#222222", (0, (1, 2)))]
+
+
+def collect(folders: list[Path]) -> list[dict[str, Any]]:
+    """Of every run its settings, and what was seen at each evaluation."""
+    runs = []
+    for folder in folders:
+        settings = json.loads((folder / "settings.json").read_text())
+        steps = [json.loads(line) for line in (folder / "steps.jsonl").read_text().splitlines()]
+        kept = {name: value for name, value in settings.items() if name not in PATHS and value is not None}
+        seen = [
+            {"step": one["step"], **{name: round(one[name], 4) for name in PANELS if name in one}}
+            for one in steps
+            if "held_out_reward" in one
+        ]
+        runs.append({"settings": kept, "seconds": steps[-1]["seconds"], "evaluations": seen})
+    return runs
+
+
+PATHS = ("output", "load", "save", "save_start", "save_rollouts", "replay_rollouts")
+
+
+def mode_of(run: dict[str, Any]) -> str:
+    return str(run["settings"]["aggregation"]).removeprefix("loss aggregation: ").split(", unit")[0]
+
+
+def values_by_step(runs: list[dict[str, Any]], name: str) -> dict[int, dict[int, float]]:
+    """Of runs of one mode: by step, the value of each seed."""
+    values: dict[int, dict[int, float]] = defaultdict(dict)
+    for run in runs:
+        for seen in run["evaluations"]:
+            if name in seen:
+                values[seen["step"]][run["settings"]["seed"]] = seen[name]
+    return values
+
+
+def plot(runs: list[dict[str, Any]], png: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    by_mode: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for run in runs:
+        by_mode[mode_of(run)].append(run)
+    seeds = sorted({run["settings"]["seed"] for run in runs})
+    figure, grid = pyplot.subplots(2, 3, figsize=(12, 7), layout="constrained")
+    *axes, last = grid.flat
+
+    def draw(axis: Any, values: dict[int, dict[int, float]], mode: str) -> None:
+        """The mean over seeds, and their range."""
+        color, dashes = STYLES[list(by_mode).index(mode) % len(STYLES)]
+        steps = sorted(values)
+        of_steps = [list(values[step].values()) for step in steps]
+        axis.plot(steps, [sum(of) / len(of) for of in of_steps], color=color, linestyle=dashes, label=mode)
+        if len(seeds) > 1:
+            lowest, highest = (list(map(bound, of_steps)) for bound in (min, max))
+            axis.fill_between(steps, lowest, highest, color=color, alpha=0.12, linewidth=0)
+
+    for axis, (name, title) in zip(axes, PANELS.items(), strict=True):
+        for mode, of_mode in by_mode.items():
+            draw(axis, values_by_step(of_mode, name), mode)
+        axis.set_title(title, fontsize=10)
+        axis.set_ylim(bottom=0)
+    if REFERENCE in by_mode and len(by_mode) > 1:
+        # Warm starts differ more than modes do: what a mode changes is seen within one.
+        reference = values_by_step(by_mode[REFERENCE], "held_out_reward")
+        for mode, of_mode in by_mode.items():
+            values = values_by_step(of_mode, "held_out_reward")
+            draw(
+                last,
+                {step: {seed: of[seed] - reference[step][seed] for seed in of} for step, of in values.items()},
+                mode,
+            )
+        last.set_title(f"reward less {REFERENCE}'s, same warm start", fontsize=10)
+    else:
+        last.axis("off")
+    for axis in grid.flat:
+        axis.set_xlabel("step")
+        axis.grid(alpha=0.3)
+    spread = f"mean and range over {len(seeds)} warm starts" if len(seeds) > 1 else "one warm start"
+    prompts = runs[0]["settings"]["eval_prompts"]
+    title = f"{spread}, {prompts} held-out prompts an evaluation"
+    lines = axes[0].get_legend_handles_labels()
+    figure.legend(*lines, loc="outside lower center", ncols=5, frameon=False, title=title, title_fontsize=9)
+    png.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(png, dpi=110)
+    pyplot.close(figure)
+
+
+def table(runs: list[dict[str, Any]]) -> str:
+    """Held-out reward of every run, a row a mode and learning rate, the seeds beside each other."""
+    rows: dict[tuple[str, float], list[list[str]]] = defaultdict(list)
+    for run in sorted(runs, key=lambda run: run["settings"]["seed"]):
+        steps = run["settings"]["steps"]
+        reward = {seen["step"]: seen["held_out_reward"] for seen in run["evaluations"]}
+        early = [value for step, value in reward.items() if 0 < step <= steps // 2]
+        late = [value for step, value in reward.items() if steps // 2 < step]
+        values = reward[0], sum(early) / len(early), sum(late) / len(late), reward[steps]
+        rows[mode_of(run), run["settings"]["lr"]].append([f"{value:.2f}" for value in values])
+    last = runs[0]["settings"]["steps"]
+    half = last // 2
+    headers = ["mode", "lr", "at the start", f"mean to step {half}", f"mean after step {half}", f"at step {last}"]
+    body = [[*key, *(" ".join(of) for of in zip(*seeds, strict=True))] for key, seeds in rows.items()]
+    return tabulate(body, headers=headers, tablefmt="github", disable_numparse=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--runs", type=Path, nargs="+", help="Folders given to --output.")
+    parser.add_argument("--json", type=Path, nargs="+", required=True, help="To read; with --runs one, to write.")
+    parser.add_argument("--png", type=Path, help="Where to draw them.")
+    parser.add_argument("--table", action="store_true", help="Print held-out rewards.")
+    args = parser.parse_args()
+    if args.runs is not None:
+        (path,) = args.json
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lines = ",\n".join(json.dumps(run) for run in collect(args.runs))
+        path.write_text(f"[\n{lines}\n]\n")
+    runs = [run for path in args.json for run in json.loads(path.read_text())]
+    if args.png is not None:
+        plot(runs, args.png)
+    if args.table:
+        print(table(runs))
+
+
+if __name__ == "__main__":
+    main()
