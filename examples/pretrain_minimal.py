@@ -1,5 +1,6 @@
 """The least that a script of your own needs: random packed responses, a clipped policy loss, a mode by flag."""
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,14 +22,14 @@ def batches(seq_length: int, vocab_size: int, seed: int) -> Iterator[dict[str, A
     """Your data: here two random samples a micro-batch, packed; the same on all ranks but the data-parallel ones."""
     generator = torch.Generator().manual_seed(seed)
     half = seq_length // 2
-    while True:
+    for number in itertools.count():
         tokens = torch.randint(vocab_size, (seq_length,), generator=generator)
         yield {
             "tokens": tokens,
             "labels": tokens.roll(-1),
             "position_ids": torch.arange(half).repeat(2),
             "loss_masks": [(torch.arange(half) >= 4).float() for _ in range(2)],  # by label; no prompt
-            "prompt_ids": [0, 0],
+            "prompt_ids": [f"{seed}/{number}"] * 2,  # two responses to one prompt, of this micro-batch alone
             "advantages": torch.tensor([1.0, -1.0]).repeat_interleave(half),
             "old_log_probs": torch.full((seq_length,), -3.0),
             "cu_seqlens_padded": torch.tensor([0, half, seq_length], dtype=torch.int32),
