@@ -1,5 +1,6 @@
 """Packaging. torch and NumPy are required; Megatron-Core is an extra, since many bring a checkout or a container."""
 
+import os
 import re
 import shutil
 from pathlib import Path
@@ -22,10 +23,22 @@ class BuildWithExamples(build_py):
             shutil.copytree(HERE / "examples", into, ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True)
 
 
-def without_relative_links(page: str) -> str:
-    """Links and pictures that lead into the repository lead nowhere from a package index: their words stay."""
+def for_an_index(page: str, repository: str) -> str:
+    """Links and pictures for a page outside the repository: absolute where its address is known, else their words."""
     parts = re.split(r"(```.*?```)", page, flags=re.DOTALL)
-    parts[::2] = [re.sub(r"!?\[([^][]+)\]\((?!https?:)[^()]+\)", r"\1", text) for text in parts[::2]]
+    text = "".join(parts[::2])
+    targets = dict(re.findall(r"^\[([^][]+)\]: (\S+)$", text, flags=re.MULTILINE))
+
+    def link(match: "re.Match[str]") -> str:
+        mark, words, target = match[1], match[2], match[3] or targets.get(match[2])
+        if target is None or re.match("https?:", target):
+            return match[0]
+        kind = "raw" if mark else "blob"
+        return f"{mark}[{words}]({repository}/{kind}/main/{target})" if repository else words
+
+    for i in range(0, len(parts), 2):
+        without = re.sub(r"^\[[^][]+\]: \S+\n", "", parts[i], flags=re.MULTILINE)
+        parts[i] = re.sub(r"(!?)\[([^][]+)\](?:\(([^()]+)\))?", link, without)
     return "".join(parts)
 
 
@@ -33,7 +46,7 @@ setup(
     name="megatron-rl-loss",
     version=VERSION,
     description="Policy-gradient loss aggregation for Megatron-Core, exact in every parallel layout",
-    long_description=without_relative_links((HERE / "README.md").read_text()),
+    long_description=for_an_index((HERE / "README.md").read_text(), os.environ.get("REPOSITORY_URL", "")),
     long_description_content_type="text/markdown",
     license_expression="Apache-2.0",
     license_files=["LICENSE"],

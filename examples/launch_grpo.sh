@@ -6,8 +6,8 @@
 #
 # The first argument is the number of processes on this node (GPUs, or CPU processes where there is no GPU); all others
 # go to Megatron and override the defaults below. Several nodes: set NNODES, NODE_RANK, MASTER_ADDR (and MASTER_PORT).
-# PYTHON names the interpreter; default: the repository's .venv, else python3. SCRIPT is launched in the example's place. Where AUDIT is
-# set, with options or empty, the launch ends after one step with its audit: AUDIT="--json verdict.json" ...
+# PYTHON names the interpreter; default: the repository's .venv, else python3. SCRIPT is launched in the example's place.
+# Where AUDIT is set, with options or empty, the launch ends after one step with its audit: AUDIT="--json verdict.json" ...
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 

@@ -25,23 +25,53 @@ if not torch.cuda.is_available():
 from megatron.core import mpu
 from megatron.core.datasets import utils as dataset_utils
 from megatron.core.enums import ModelType
+from megatron.core.utils import unwrap_model
 from megatron.training import get_args, pretrain, print_rank_0
 from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
 from megatron.training.arguments import parse_and_validate_args
 from rollouts import Pack, Rollout, packs_of_rank, read_rollouts
 
-from megatron_rl_loss import ppo_clip_loss
+from megatron_rl_loss import POLICY_LOSSES, kl_estimate, policy_loss
 from megatron_rl_loss.arguments import add_loss_aggregation_args
-from megatron_rl_loss.megatron import LossAggregation, Microbatch, next_microbatch
+from megatron_rl_loss.megatron import (
+    Folded,
+    ForwardPass,
+    LossAggregation,
+    Microbatch,
+    OutputHead,
+    Tokens,
+    next_microbatch,
+)
+from megatron_rl_loss.policy_losses import check_goes_with
 
 
 def add_args(parser: ArgumentParser) -> ArgumentParser:
     group = parser.add_argument_group("GRPO on a file of rollouts")
     group.add_argument("--rollouts", required=True, help="JSONL file, see rollouts.py.")
     group.add_argument("--prompts-per-step", type=int, default=8, help="Prompt groups a step, all their rollouts.")
-    group.add_argument("--clip-low", type=float, default=0.2, help="PPO clip range below 1.")
-    group.add_argument("--clip-high", type=float, default=0.28, help="PPO clip range above 1.")
+    group.add_argument("--policy-loss", choices=POLICY_LOSSES, default="ppo", help="Formulas: docs/losses.md.")
+    group.add_argument("--clip-low", type=float, help="Clip range below 1; each loss has its default, PPO 0.2.")
+    group.add_argument("--clip-high", type=float, help="Clip range above 1; each loss has its default, PPO 0.28.")
     group.add_argument("--no-advantage-std", action="store_true", help="Do not divide advantages by the group's std.")
+    group.add_argument(
+        "--log-probs",
+        choices=("stock", "chunked"),
+        default="stock",
+        help="stock: minus Megatron's cross-entropy. chunked: log-probs, entropy and loss in one pass over chunks of "
+        "tokens, which never holds all logits.",
+    )
+    group.add_argument("--log-probs-chunk-tokens", type=int, default=1024, help="Tokens a chunk.")
+    group.add_argument("--temperature", type=float, default=1.0, help="Of sampling; with --log-probs chunked.")
+    group.add_argument("--entropy-bonus", type=float, default=0.0, help="With --log-probs chunked.")
+    group.add_argument(
+        "--old-log-probs",
+        choices=("file", "recomputed"),
+        default="file",
+        help="recomputed: by a forward pass of the policy before each step.",
+    )
+    group.add_argument(
+        "--kl-beta", type=float, default=0.0, help="Of a KL term (k3) to the policy as it was when this launch began."
+    )
     return add_loss_aggregation_args(parser)  # (1) the flags, chained
 
 
@@ -63,7 +93,7 @@ def data_provider(
     return packs, None, None
 
 
-def forward_step(data_iterator: Iterator[Microbatch], model: Any) -> tuple[Tensor, Any]:
+def forward_step(data_iterator: Iterator[Microbatch], model: Any) -> tuple[Any, Any]:
     args = get_args()
     microbatch = next_microbatch(data_iterator)  # (2) your batch in .data, and what its losses need
     pack: Pack = microbatch.data
@@ -72,28 +102,140 @@ def forward_step(data_iterator: Iterator[Microbatch], model: Any) -> tuple[Tenso
         """The part of a pack's tensor that this context-parallel rank holds, [1, seq_length / cp]."""
         return microbatch.local(values)[None].cuda(non_blocking=True)
 
-    negative_log_probs = model(
+    inputs = {"advantages": local(pack.advantages)} | microbatch.known
+    if pack.old_log_probs is not None and args.old_log_probs == "file":
+        inputs["old_log_probs"] = local(pack.old_log_probs)
+    losses_of = functools.partial(per_token_loss, microbatch)
+    if args.log_probs == "stock":
+
+        def loss_func(negative_log_probs: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+            log_probs = -negative_log_probs
+            losses, metrics = losses_of(log_probs, None, **inputs)
+            return microbatch.loss(losses, {"log_prob": log_probs, **metrics})  # (3) Megatron's return value out
+
+        return call_model(microbatch, model), loss_func
+
+    mask = microbatch.local(pack.loss_mask)[None]  # on the host, where it is looked at
+    head = {"output_processor": output_head(args, entropy=True)}
+    if POLICY_LOSSES[args.policy_loss].of_sequence:  # its chunks are not losses of their own
+
+        def loss_of_sequences(output: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+            log_probs, entropy = output
+            losses, metrics = losses_of(log_probs, entropy, **inputs)
+            return microbatch.loss(losses, {"log_prob": log_probs, "entropy": entropy, **metrics})
+
+        return call_model(microbatch, model, **head, output_processor_context=Tokens(mask)), loss_of_sequences
+    context = Folded.of(microbatch, losses_of, inputs, mask=mask)  # the loss is made where its logits are
+    return call_model(microbatch, model, **head, output_processor_context=context), functools.partial(
+        hand_over, microbatch
+    )
+
+
+def call_model(microbatch: Microbatch, model: Any, **head: Any) -> Any:
+    """Minus the log-probs of this context-parallel rank's tokens, [1, seq_length / cp], or what the head gives."""
+    pack: Pack = microbatch.data
+
+    def local(values: Tensor) -> Tensor:
+        return microbatch.local(values)[None].cuda(non_blocking=True)
+
+    return model(
         local(pack.tokens),
         local(pack.position_ids),
         attention_mask=None,
         labels=local(pack.labels),
         packed_seq_params=on_device(pack),
+        **head,
     )
 
-    def loss_func(negative_log_probs: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        log_probs, advantages = -negative_log_probs, local(pack.advantages)
-        metrics = {"log_prob": log_probs, "advantage_x_log_prob": advantages * log_probs}
-        if pack.old_log_probs is None:
-            per_token_loss = -advantages * log_probs  # REINFORCE: the gradient of the clipped loss at ratio 1
-        else:
-            old_log_probs = local(pack.old_log_probs)
-            clip = {"clip_low": args.clip_low, "clip_high": args.clip_high}
-            policy = ppo_clip_loss(log_probs, old_log_probs, advantages, **clip)
-            per_token_loss = policy.per_token_loss
-            metrics |= {"clip_fraction": policy.clipped, "ppo_kl": policy.ppo_kl}
-        return microbatch.loss(per_token_loss, metrics)  # (3) per-token losses in, Megatron's return value out
 
-    return negative_log_probs, loss_func
+def output_head(args: Any, entropy: bool = False) -> OutputHead:
+    return OutputHead(chunk_tokens=args.log_probs_chunk_tokens, temperature=args.temperature, entropy=entropy)
+
+
+def per_token_loss(
+    microbatch: Microbatch,
+    log_probs: Tensor,
+    entropy: Tensor | None,
+    advantages: Tensor,
+    old_log_probs: Tensor | None = None,
+    reference_log_probs: Tensor | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Unreduced losses and metrics of any tokens: all of a micro-batch, or, but for losses of a sequence, a chunk."""
+    args = get_args()
+    metrics = {"advantage_x_log_prob": advantages * log_probs}
+    if old_log_probs is None and args.policy_loss == "ppo":
+        losses = -advantages * log_probs  # REINFORCE: the gradient of the clipped loss at ratio 1
+    else:
+        policy = policy_loss(
+            args.policy_loss,
+            log_probs,
+            log_probs.detach() if old_log_probs is None else old_log_probs,
+            advantages,
+            microbatch.tokens,  # where the tokens of a sequence lie
+            microbatch.cp_group,
+            **clip_range(args),
+        )
+        losses = policy.per_token_loss
+        metrics |= {"clip_fraction": policy.clipped, "ppo_kl": policy.ppo_kl}
+    if reference_log_probs is not None:
+        kl = kl_estimate(log_probs, reference_log_probs, estimator="k3")
+        losses, metrics["reference_kl"] = losses + args.kl_beta * kl, kl.detach()
+    if entropy is not None and args.entropy_bonus:
+        losses = losses - args.entropy_bonus * entropy
+    return losses, metrics
+
+
+def hand_over(microbatch: Microbatch, output: tuple[Tensor, dict[str, Tensor]]) -> Any:
+    """(3) A share of the step loss and values of each token in, Megatron's return value out."""
+    share, values = output
+    names = {"log_probs": "log_prob"}
+    means = {names.get(name, name): microbatch.sample_mean(value) for name, value in values.items()}
+    return microbatch.carry(share, {"pg_loss": share, **means})
+
+
+class OtherPolicies:
+    """Log-probs of the old policy and of a reference, by forward passes before a step is trained on."""
+
+    def __init__(self) -> None:
+        self.reference: list[Tensor] | None = None
+
+    def __call__(self, forward: ForwardPass) -> None:
+        args = get_args()
+        chunks = forward.model if isinstance(forward.model, list) else [forward.model]
+        weights = [parameter.data for chunk in chunks for parameter in chunk.parameters()]
+        head = {"output_processor": output_head(args)} if args.log_probs == "chunked" else {}
+
+        def log_probs(microbatch: Microbatch, model: Any) -> Any:
+            output = call_model(microbatch, model, **head)
+            return output if head or not is_last_stage(model) else -output
+
+        if args.old_log_probs == "recomputed":
+            forward.log_probs("old_log_probs", log_probs)
+        if args.kl_beta:
+            if self.reference is None:
+                self.reference = [weight.cpu().clone() for weight in weights]
+            policy = [weight.clone() for weight in weights]
+            copy_into(weights, self.reference)
+            forward.log_probs("reference_log_probs", log_probs)
+            copy_into(weights, policy)
+
+
+def copy_into(weights: list[Tensor], others: list[Tensor]) -> None:
+    for weight, other in zip(weights, others, strict=True):
+        weight.copy_(other)
+
+
+def is_last_stage(model: Any) -> bool:
+    return bool(unwrap_model(model).post_process)
+
+
+def clip_range(args: Any) -> dict[str, float | None]:
+    """What the flags say; PPO's range is that of DAPO."""
+    low, high = (0.2, 0.28) if args.policy_loss == "ppo" else (None, None)
+    return {
+        "clip_low": low if args.clip_low is None else args.clip_low,
+        "clip_high": high if args.clip_high is None else args.clip_high,
+    }
 
 
 def on_device(pack: Pack) -> Any:
@@ -112,7 +254,9 @@ def main() -> None:
     provider = functools.partial(data_provider, rollouts)
     provider.is_distributed = True  # type: ignore[attr-defined]  # every rank reads: the step's totals need its masks
     # (4) validates the flags, before the model's config is made; knows how to find the masks and ids in a batch
-    aggregation = LossAggregation.from_args(args, samples_of=lambda pack: pack.samples)
+    before_step = OtherPolicies() if args.old_log_probs == "recomputed" or args.kl_beta else None
+    aggregation = LossAggregation.from_args(args, samples_of=lambda pack: pack.samples, before_step=before_step)
+    check_goes_with(args.policy_loss, aggregation.settings.aggregation, **clip_range(args))
     print_rank_0(aggregation.settings.describe())
     model_config = gpt_config_from_args(args)
     if args.transformer_impl == "local":
@@ -137,6 +281,10 @@ def check_example_args(args: Any) -> None:
         raise ValueError(f"--micro-batch-size {args.micro_batch_size}: a micro-batch is one pack. Give 1.")
     if args.dataloader_type != "external":
         raise ValueError(f"--dataloader-type {args.dataloader_type}: the rollouts are an iterator. Give external.")
+    if args.log_probs == "stock" and (args.temperature != 1 or args.entropy_bonus):
+        raise ValueError("--temperature or --entropy-bonus with --log-probs stock: it has neither. Give chunked.")
+    if args.kl_beta and args.overlap_param_gather:
+        raise ValueError("--kl-beta with --overlap-param-gather: weights are exchanged in place. Drop one.")
     for flag in ("--rampup-batch-size", "--step-batch-size-schedule"):
         if getattr(args, flag[2:].replace("-", "_"), None) is not None:
             raise ValueError(f"{flag}: a step's packs are fixed here. Drop it.")

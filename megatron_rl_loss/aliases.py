@@ -70,11 +70,11 @@ NAMES = (
     PeerName("open_instruct", "token", "token_mean"),
     PeerName("open_instruct", NUMBER, "token_sum", note="loss_denominator as a number"),
     PeerName("trl", "grpo", "sample_mean", None, "all"),
-    PeerName("trl", "sapo", "sample_mean", None, "all", _NOT_THE_LOSS),
+    PeerName("trl", "sapo", "sample_mean", None, "all", "its loss of a token is sapo_loss"),
     PeerName("trl", "dr_grpo", "constant", "max_completion_length", "all"),
-    PeerName("trl", "luspo", "constant", 1, "all", "give each token its sequence's loss"),
+    PeerName("trl", "luspo", "constant", 1, "all", "its loss of a token is gspo_loss"),
     PeerName("trl", "dapo", "token_mean"),
-    PeerName("trl", "cispo", "token_mean", note=_NOT_THE_LOSS),
+    PeerName("trl", "cispo", "token_mean", note="its loss of a token is cispo_loss"),
     PeerName("trl", "vespo", "token_mean", note=_NOT_THE_LOSS),
     PeerName(
         "trl",
@@ -142,7 +142,8 @@ def resolve(
         name, divisor, units, notice = _translate(asked, divisor, units)
         mode = find_mode(name)
     if mode is None:
-        raise refused("unknown_mode", mode=asked, choices=", ".join((*available_modes(), *aliases_of(str(asked)))))
+        known = [*available_modes(), *aliases_of(str(asked))]
+        raise refused("unknown_mode", mode=asked, choices=did_you_mean(str(asked), known))
     if units is not None:
         check_choice("unit counting", units, get_args(UnitCounting))
     if isinstance(mode, Mode) and mode.takes_divisor and divisor is None:

@@ -3,15 +3,15 @@
 import difflib
 import importlib
 from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 from megatron_rl_loss.aliases import Aggregation, resolve
 from megatron_rl_loss.checks import check_callable, check_choice, is_int
 from megatron_rl_loss.errors import refused
-from megatron_rl_loss.modes import MODES, ModeFunction, OwnMode
-from megatron_rl_loss.totals import UnitCounting
+from megatron_rl_loss.modes import MODES, Mode, ModeFunction, OwnMode, find_mode
+from megatron_rl_loss.totals import Statistic, UnitCounting
 
 EmptyStep = Literal["warn", "error"]
 
@@ -23,7 +23,12 @@ _FLAGS = (
     "loss_aggregation_with_per_token_loss",
     "loss_aggregation_audit_interval",
     "custom_pg_loss_reducer_function_path",
+    "kl_loss_aggregation",
+    "entropy_loss_aggregation",
+    "value_loss_aggregation",
 )
+#: Terms of the loss whose mode has a flag.
+_TERMS = ("kl", "entropy", "value")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +41,7 @@ class AggregationSettings:
         with_per_token_loss: the mode may run on a model whose config calculates per-token loss.
         audit_interval: every how many steps the weights are measured; None for never.
         notices: what the user should be told.
+        terms: how terms of the loss are aggregated that say no mode themselves, by name; others are as the policy loss.
     """
 
     aggregation: Aggregation = field(default_factory=lambda: resolve("sample_mean"))
@@ -43,6 +49,7 @@ class AggregationSettings:
     with_per_token_loss: bool = False
     audit_interval: int | None = None
     notices: tuple[str, ...] = ()
+    terms: Mapping[str, Aggregation] = field(default_factory=dict)
 
     @classmethod
     def resolve(
@@ -55,6 +62,7 @@ class AggregationSettings:
         with_per_token_loss: bool = False,
         audit_interval: int | None = None,
         notice: str | None = None,
+        terms: Mapping[str, str | None] | None = None,
     ) -> "AggregationSettings":
         """From a mode's name (another framework's, or a function) and what else the user gave; raises as `resolve`."""
         check_choice("empty step handling", empty_step, get_args(EmptyStep))
@@ -67,7 +75,21 @@ class AggregationSettings:
             with_per_token_loss=with_per_token_loss,
             audit_interval=audit_interval,
             notices=tuple(text for text in (notice, aggregation.notice) if text),
-        )
+        ).with_terms(terms or {})
+
+    def with_terms(self, modes: Mapping[str, str | None]) -> "AggregationSettings":
+        """With a mode for each term by name, counting the units that the policy loss counts; None says nothing.
+
+        Raises as `resolve`; a mode that takes a divisor has that of the policy loss.
+        """
+        units = self.aggregation.units
+        terms = {}
+        for name, mode in modes.items():
+            if mode is not None:
+                known = find_mode(mode)
+                takes = isinstance(known, Mode) and known.takes_divisor
+                terms[name] = resolve(mode, divisor=self.aggregation.divisor if takes else None, units=units)
+        return replace(self, terms={**self.terms, **terms})
 
     @property
     def mode_name(self) -> str:
@@ -75,14 +97,22 @@ class AggregationSettings:
 
     @property
     def needs_prompt_ids(self) -> bool:
-        """Whether the mode groups samples by prompt."""
-        mode = self.aggregation.mode
-        return not isinstance(mode, OwnMode) and mode.unit == "prompt"
+        """Whether the mode, or that of a term, groups samples by prompt."""
+        modes = [one.mode for one in (self.aggregation, *self.terms.values())]
+        return any(not isinstance(mode, OwnMode) and mode.unit == "prompt" for mode in modes)
 
     @property
     def uses_prompt_ids(self) -> bool:
-        """Whether the mode groups samples by prompt, or is the user's own, which may."""
-        return isinstance(self.aggregation.mode, OwnMode) or self.needs_prompt_ids
+        """Whether a mode groups samples by prompt, or is the user's own, which may."""
+        modes = [one.mode for one in (self.aggregation, *self.terms.values())]
+        return any(isinstance(mode, OwnMode) for mode in modes) or self.needs_prompt_ids
+
+    @property
+    def statistics(self) -> dict[str, Statistic]:
+        """What the user's own modes need to be counted."""
+        modes = [one.mode for one in (self.aggregation, *self.terms.values())]
+        own = [mode.statistics for mode in modes if isinstance(mode, OwnMode)]
+        return {name: statistic for statistics in own for name, statistic in statistics.items()}
 
     def describe(self) -> str:
         """One line for the log."""
@@ -140,6 +170,13 @@ def add_loss_aggregation_args(parser: ArgumentParser) -> ArgumentParser:
         help="A mode of your own, pkg.mod.fn or pkg.mod:fn: a function of ModeInputs that returns a weight for each "
         "sample or token; masked tokens stay at 0.",
     )
+    for name in _TERMS:
+        group.add_argument(
+            f"--{name}-loss-aggregation",
+            metavar="MODE",
+            default=None,
+            help=f"How a term of the loss named {name!r} is aggregated; default: as the policy loss.",
+        )
     return parser
 
 
@@ -175,6 +212,7 @@ def validate_loss_aggregation_args(args: Namespace) -> AggregationSettings:
         with_per_token_loss=args.loss_aggregation_with_per_token_loss,
         audit_interval=args.loss_aggregation_audit_interval,
         notice=notice,
+        terms={name: getattr(args, f"{name}_loss_aggregation") for name in _TERMS},
     )
     check_per_token(settings, per_token)
     return settings

@@ -1,13 +1,15 @@
 """Random ragged steps, for checks that try something on many of them and then look for the smallest that shows it."""
 
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_rl_loss.totals import StepTotals
+from megatron_rl_loss.totals import Statistic, StepTotals
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,21 @@ class DrawnStep:
         return [sample.rollout for sample in self.samples] if self.split_rollouts else None
 
     @cached_property
+    def labels(self) -> dict[str, list[Any]]:
+        """What modes over declared sums look at (`paper_modes`): one entry a sample, turns one a token."""
+        numbers = range(len(self.samples))
+        return {
+            "advantage": [1.0 if (i * 7 + sample.prompt) % 3 else -1.0 for i, sample in enumerate(self.samples)],
+            "weight": [0.5 + i % 3 for i in numbers],
+            "adapter": [f"adapter {i % 2}" for i in numbers],
+            "turns": [torch.arange(len(mask)) // 3 for mask in self.masks],
+        }
+
+    @cached_property
     def totals(self) -> StepTotals:
-        return StepTotals.from_loss_masks(
-            self.masks, prompt_ids=self.prompt_ids, rollout_ids=self.rollout_ids, dp_group=None
-        )
+        return self.totals_with({})
+
+    def totals_with(self, statistics: Mapping[str, Statistic]) -> StepTotals:
+        """The step's totals, with sums that a mode declares."""
+        ids: Any = {"prompt_ids": self.prompt_ids, "rollout_ids": self.rollout_ids}
+        return StepTotals.from_loss_masks(self.masks, **ids, dp_group=None, labels=self.labels, statistics=statistics)

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,9 +12,9 @@ from torch import Tensor
 from megatron_rl_loss.aliases import resolve
 from megatron_rl_loss.drawn_steps import DrawnStep
 from megatron_rl_loss.layouts import Contiguous, Gathered, Layout, ZigzagResponse, ZigzagTHD
-from megatron_rl_loss.modes import ModeFunction
+from megatron_rl_loss.modes import ModeFunction, OwnMode
 from megatron_rl_loss.samples import Samples
-from megatron_rl_loss.totals import UnitCounting
+from megatron_rl_loss.totals import StepTotals, UnitCounting
 from megatron_rl_loss.weights import weigh
 
 
@@ -102,10 +103,14 @@ def check_reducer(
     worst: dict[str, Breach] = {}
     for draw in range(draws):
         step = DrawnStep.random(random.Random(f"{seed}/{draw}"), split_rollouts=draw % 2 == 1)
+        declared = aggregation.mode.statistics if isinstance(aggregation.mode, OwnMode) else {}
+        totals = step.totals_with(declared)
 
-        def weights_of(chosen: Sequence[int], cut: "_Cut", step: DrawnStep = step) -> list[Tensor]:
+        def weights_of(
+            chosen: Sequence[int], cut: "_Cut", step: DrawnStep = step, totals: StepTotals = totals
+        ) -> list[Tensor]:
             return cut.token_weights(
-                step, chosen, lambda samples, rank, size: weigh(aggregation, samples.local(rank, size), step.totals)
+                step, chosen, lambda samples, rank, size: weigh(aggregation, samples.local(rank, size), totals)
             )
 
         everything = range(len(step.masks))
@@ -164,6 +169,10 @@ class _Cut:
             masks,
             layout=layout,
             prompt_ids=[step.prompt_ids[i] for i in chosen],
+            labels={
+                name: [_as_long(entries[i], mask) for i, mask in zip(chosen, masks, strict=True)]
+                for name, entries in step.labels.items()
+            },
             rollout_ids=None if step.rollout_ids is None else [step.rollout_ids[i] for i in chosen],
         )
         buffer = torch.zeros(samples.total_tokens)
@@ -172,6 +181,11 @@ class _Cut:
             buffer.index_add_(0, positions, weigh_rank(samples, rank, self.cp_size))
         marks = samples.in_buffer([torch.full((len(mask),), i + 1) for i, mask in enumerate(masks)])
         return [buffer[marks == i + 1][:length] for i, length in enumerate(lengths)]
+
+
+def _as_long(entry: Any, mask: Tensor) -> Any:
+    """A label of each token, as long as a padded mask."""
+    return torch.nn.functional.pad(entry, (0, len(mask) - len(entry)), value=-1) if isinstance(entry, Tensor) else entry
 
 
 def _padded(length: int, cp_size: int) -> int:

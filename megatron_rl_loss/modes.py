@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_rl_loss.checks import check_callable
 from megatron_rl_loss.errors import refused
 from megatron_rl_loss.samples import Samples
-from megatron_rl_loss.totals import StepTotals, UnitCounting
+from megatron_rl_loss.totals import Statistic, StepTotals, UnitCounting
 
 Unit = Literal["step", "rollout", "prompt"]
 
@@ -62,12 +62,24 @@ class ModeInputs:
         totals: denominators of the whole step.
         divisor: ``--loss-aggregation-divisor``, or None.
         units: whether fully masked units count (``all``) or not (``active``).
+        mode: the mode that is asked, whose statistics `statistic` looks up.
     """
 
     samples: Samples
     totals: StepTotals
     divisor: float | None = None
     units: UnitCounting = "all"
+    mode: "OwnMode | None" = None
+
+    def statistic(self, name: str) -> Tensor:
+        """What the step's samples of each sample's key add up to, float64 [num_samples] on the host."""
+        assert self.mode is not None
+        statistic, full_name = statistics_of(self.mode.function)[name], f"{self.mode.name}.{name}"
+        if statistic.of_rollouts and self.samples.rollout_ids is None:
+            return statistic.values(self.samples)
+        if full_name not in self.totals.statistics:
+            raise refused("statistic_not_counted", name=name, mode=self.mode.name)
+        return self.totals.statistics[full_name].of(full_name, statistic.keys(full_name, self.samples))
 
 
 #: Weights beside the mask: a number, one a sample [num_samples], or for each sample one a token, as its mask.
@@ -81,6 +93,31 @@ class OwnMode:
 
     name: str
     function: ModeFunction
+
+    @property
+    def statistics(self) -> dict[str, Statistic]:
+        """What it needs to be counted over the step, by names that are its own."""
+        return {f"{self.name}.{name}": statistic for name, statistic in statistics_of(self.function).items()}
+
+
+def with_statistics(**statistics: Statistic) -> "Callable[[_Function], _Function]":
+    """Decorator: sums over the step that a mode of one's own needs; `ModeInputs.statistic` gives them by name.
+
+    >>> @with_statistics(tokens=Statistic(of=lambda samples: samples.mask_sums))
+    ... def my_token_mean(inputs):
+    ...     return 1 / inputs.statistic("tokens").clamp(min=1)
+    """
+
+    def declare(function: _Function) -> _Function:
+        function.statistics = statistics  # type: ignore[attr-defined]
+        return function
+
+    return declare
+
+
+def statistics_of(function: ModeFunction) -> dict[str, Statistic]:
+    """What `with_statistics` declared; none without."""
+    return dict(getattr(function, "statistics", {}))
 
 
 _REGISTERED: dict[str, ModeFunction] = {}

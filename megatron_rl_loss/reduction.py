@@ -110,41 +110,41 @@ class WeightedSum:
     ) -> tuple[Tensor, list[Tensor]]:
         """This sum of the losses, and sums of further values, not differentiated, by `metric_sum` (by default this)."""
         metric_sum = metric_sum or self
-        self._check("per_token_loss", per_token_loss)
-        tap(per_token_loss, self.name, samples=self._samples, asked=lambda: self.weights * self.gradient_scale)
+        self.check("per_token_loss", per_token_loss)
+        self.tap(per_token_loss, self.name)
         for values in metrics:
-            metric_sum._check("a metric", values)
+            metric_sum.check("a metric", values)
         device = per_token_loss.device
-        weights, metric_weights = self._weights_on(device), metric_sum._weights_on(device)
+        weights, metric_weights = self.weights_on(device), metric_sum.weights_on(device)
         if not _may_look(weights):
             with torch.no_grad():
                 rows = [values.reshape(-1) for values in (per_token_loss, *metrics)]
                 same_zeros = metric_sum is self or (self.zero_only_where_masked and metric_sum.zero_only_where_masked)
                 share, *sums = _sums_without_looking(rows, weights, metric_weights, same_zeros)
             share = _WithGradient.apply(per_token_loss, weights, [share])  # type: ignore[no-untyped-call]
-            return self._scaled(share), sums
-        share = self._scaled(_sum_of_losses(per_token_loss, weights))
+            return self.scaled(share), sums
+        share = self.scaled(_sum_of_losses(per_token_loss, weights))
         if not metrics:
             return share, []
         with torch.no_grad():
             return share, _sums_of_metrics([values.reshape(-1) for values in metrics], metric_weights)
 
-    def _scaled(self, share: Tensor) -> Tensor:
+    def tap(self, values: Tensor, name: str, coef: float = 1.0) -> None:
+        """Let an audit hear the gradient of these losses, and what it should be."""
+        tap(values, name, samples=self._samples, asked=lambda: self.weights * (coef * self.gradient_scale))
+
+    def scaled(self, share: Tensor) -> Tensor:
         """The same value with `gradient_scale` times its gradient."""
         if self.gradient_scale == 1:
             return share
         return share + (self.gradient_scale - 1) * (share - share.detach())
 
-    def _check(self, what: str, values: Tensor) -> None:
-        if not isinstance(values, Tensor) or not values.is_floating_point():
-            kind = values.dtype if isinstance(values, Tensor) else type(values).__name__
-            raise refused("no_float_losses", what=what, kind=kind)
-        if tuple(values.shape) not in self._shapes:
-            shapes = " or ".join(map(str, self._shapes))
-            hint = _layout_hint(values.numel(), len(self.weights), self._samples)
-            raise refused("losses_of_other_shape", what=what, shape=tuple(values.shape), shapes=shapes, hint=hint)
+    def check(self, what: str, values: Tensor) -> None:
+        """Refuse what is not one float for each token that this rank holds."""
+        check_values(what, values, self._shapes, len(self.weights), self._samples)
 
-    def _weights_on(self, device: torch.device) -> Tensor:
+    def weights_on(self, device: torch.device) -> Tensor:
+        """The weights, moved to the device once."""
         if self.weights.device != device:
             self.weights = self.weights.to(device, non_blocking=True)
         return self.weights
@@ -228,6 +228,22 @@ def _sums_of_metrics(rows: list[Tensor], weights: Tensor) -> list[Tensor]:
     return list(sums.unbind())
 
 
+def sums_by_weights(rows: Sequence[tuple[Tensor, WeightedSum]], device: torch.device) -> Tensor:
+    """The sum of each row by its reducer's weights, float32 [len(rows)], not differentiated."""
+    values = [row.reshape(-1) for row, _ in rows]
+    weights = [reducer.weights_on(device) for _, reducer in rows]
+    if not _may_look(weights[0]):
+        table = torch.stack(values).float()
+        alike = weights[0] if all(one is weights[0] for one in weights) else torch.stack(weights)
+        return table.mul_(alike).masked_fill_(alike == 0, 0).sum(1)
+    found: list[Tensor] = [torch.zeros(())] * len(rows)
+    for weight in {id(one): one for one in weights}.values():
+        of_it = [k for k, one in enumerate(weights) if one is weight]
+        for k, total in zip(of_it, _sums_of_metrics([values[k] for k in of_it], weight), strict=True):
+            found[k] = total
+    return torch.stack(found)
+
+
 def _sums_without_looking(
     rows: list[Tensor], weights: Tensor, metric_weights: Tensor, same_zeros: bool
 ) -> list[Tensor]:
@@ -247,6 +263,19 @@ def _sums_without_looking(
         table[0].masked_fill_(weights == 0, 0)
         table[1:].masked_fill_(metric_weights == 0, 0)
     return list(table.sum(1).unbind())
+
+
+def check_values(
+    what: str, values: Tensor, shapes: Sequence[tuple[int, ...]], num_local: int, samples: Samples
+) -> None:
+    """Refuse what is not one float for each token that a rank holds."""
+    if not isinstance(values, Tensor) or not values.is_floating_point():
+        kind = values.dtype if isinstance(values, Tensor) else type(values).__name__
+        raise refused("no_float_losses", what=what, kind=kind)
+    if tuple(values.shape) not in shapes:
+        hint = _layout_hint(values.numel(), num_local, samples)
+        shown = " or ".join(map(str, shapes))
+        raise refused("losses_of_other_shape", what=what, shape=tuple(values.shape), shapes=shown, hint=hint)
 
 
 def _layout_hint(num_losses: int, num_local: int, samples: Samples) -> str:

@@ -5,15 +5,16 @@ sound is a tensor that nobody waits for: the step's totals carry it, or `torch._
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from megatron_rl_loss import layouts
-from megatron_rl_loss.checks import check_cp, require
+from megatron_rl_loss.checks import check_cp, check_one_each, require
 from megatron_rl_loss.errors import refused
 from megatron_rl_loss.ids import Ids, as_ids
 from megatron_rl_loss.layouts import Ints, Layout, as_ints
@@ -45,9 +46,14 @@ class Samples:
         prompt_ids: one id a sample, equal for the responses to one prompt. Needed by ``prompt_mean``.
         tokens: the micro-batch's input ids or whatever else its replicas must share, of any shape, uncut: then they are
             compared between context, tensor and pipeline parallel ranks along with the masks.
+        labels: whatever else modes of one's own look at, by name: lists or tensors with an entry a sample (the sign of
+            the advantage, a task, the turn of each token).
+        term_masks: further masks by name, as `loss_masks`, for terms of the loss that have their own (`Term`).
 
     Attributes:
         loss_masks, layout, tokens: as given.
+        by_mask: the same samples with each of the further masks.
+        labels: as given.
         mask_lengths: int64 array [num_samples].
         rollout_ids, prompt_ids: int64 [num_samples] on the host, or None.
         total_tokens: positions in the layout's buffer.
@@ -68,6 +74,8 @@ class Samples:
         rollout_ids: Ids | None = None,
         prompt_ids: Ids | None = None,
         tokens: Tensor | None = None,
+        term_masks: Mapping[str, Sequence[Tensor]] | None = None,
+        labels: Mapping[str, Sequence[Any] | Tensor] | None = None,
     ) -> None:
         self.tokens = tokens
         self.loss_masks, self.mask_lengths, self._dtypes = _checked(loss_masks)
@@ -86,6 +94,26 @@ class Samples:
         self.prompt_ids = None if prompt_ids is None else as_ids("prompt_ids", prompt_ids, n)
         if buffer.is_cpu:
             self.check_masks()
+        self.labels = dict(labels or {})
+        for name, entries in self.labels.items():
+            check_one_each(f"labels {name!r}", len(entries), "loss masks", n)
+        self.by_mask: dict[str, Samples] = {}
+        for name, masks in (term_masks or {}).items():
+            check_one_each(f"masks {name!r}", len(masks), "loss masks", n)
+            ids: Any = {"rollout_ids": self.rollout_ids, "prompt_ids": self.prompt_ids}
+            self.by_mask[name] = Samples(masks, layout=layout, labels=self.labels, **ids)
+
+    def label(self, name: str) -> Sequence[Any] | Tensor:
+        """The labels of that name; ValueError where there are none."""
+        if name not in self.labels:
+            raise refused("label_not_given", name=name, given=", ".join(self.labels) or "none")
+        return self.labels[name]
+
+    def with_mask(self, name: str | None) -> "Samples":
+        """These samples with one of the further masks, or for None as they are; ValueError for an unknown one."""
+        if name is not None and name not in self.by_mask:
+            raise refused("mask_not_given", name=name, given=", ".join(self.by_mask) or "none")
+        return self if name is None else self.by_mask[name]
 
     def __len__(self) -> int:
         return len(self.loss_masks)
@@ -159,6 +187,11 @@ class Samples:
         digest.update(self.masks.to_bytes())
         for values in (self.rollout_ids, self.prompt_ids, self.tokens):
             digest.update(b"none" if values is None else values.numpy(force=True).tobytes())
+        for name, entries in sorted(self.labels.items()):
+            plain = [entry.tolist() if isinstance(entry, Tensor) else entry for entry in entries]
+            digest.update(repr((name, plain)).encode())
+        for name, samples in sorted(self.by_mask.items()):
+            digest.update(name.encode() + samples.masks.to_bytes())
         return digest.digest()
 
     def _check_places(self, what: str, starts: Ints, lengths: Ints) -> None:
@@ -267,6 +300,11 @@ class LocalTokens:
             return torch.zeros_like(self.positions)
         masks = self.samples.masks
         return masks.tensor(self.spread(masks.from_host(torch.arange(len(self.samples), device="cpu"))))
+
+    @property
+    def counts(self) -> Tensor:
+        """How many of these tokens go with each sample, in order, int64 [num_samples] on the host."""
+        return torch.from_numpy(self._counts)
 
     def of(self, buffer: Tensor) -> Tensor:
         """The rank's part, [num_local_tokens, ...], of values of all tokens, [total_tokens, ...].

@@ -108,6 +108,11 @@ def listening(taps: Taps) -> Iterator[Taps]:
         _listening = before
 
 
+def is_listening() -> bool:
+    """Whether an audit listens."""
+    return _listening is not None and not torch.compiler.is_compiling()
+
+
 def tap(
     per_token_loss: Tensor,
     name: str = "pg",

@@ -6,7 +6,7 @@ are replicated over context-, tensor- and pipeline-parallel ranks, so counts are
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
 from typing import Any, Literal, TypeVar
@@ -78,6 +78,52 @@ class TokensById:
         return self._tokens[at]
 
 
+Keys = Literal["step", "rollout", "prompt"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Statistic:
+    """A sum over the step, by key, that a mode of one's own asks for; it travels with the step's counts.
+
+    Attributes:
+        of: a number a sample, [num_samples]; of the samples with their loss masks.
+        by: over what is summed: the ``step``, each ``rollout``, each ``prompt``; or a function that gives each sample
+            an id (int or str): those of one id are summed.
+    """
+
+    of: Callable[[Samples], Tensor]
+    by: Keys | Callable[[Samples], Ids] = "step"
+
+    def values(self, samples: Samples) -> Tensor:
+        """Of each sample, float64 on the host."""
+        values = self.of(samples)
+        if not isinstance(values, Tensor) or values.shape != (len(samples),):
+            shown = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
+            raise refused("odd_statistic", given=shown, num_samples=len(samples))
+        values = values.detach().double().cpu()
+        if not bool(torch.isfinite(values).all()):
+            raise refused("statistic_not_finite", sample=int((~torch.isfinite(values)).nonzero()[0]))
+        return values
+
+    @property
+    def of_rollouts(self) -> bool:
+        """Whether it is a sum over rollouts, which are samples where these have no rollout ids."""
+        return self.by == "rollout"
+
+    def keys(self, name: str, samples: Samples) -> Tensor:
+        """The key of each sample, the same on every rank, int64."""
+        if callable(self.by):
+            ids: Any = self.by(samples)
+        elif self.by == "step":
+            ids = [0] * len(samples)
+        else:
+            ids = samples.rollout_ids if self.by == "rollout" else samples.prompt_ids
+            if ids is None:
+                raise refused("statistic_without_ids", name=name, by=self.by)
+        given = as_ids(f"keys of {name}", ids, len(samples)).tolist()
+        return as_ids(f"keys of {name}", [f"{name}/{key}" for key in given], len(samples))
+
+
 @dataclass(frozen=True, kw_only=True)
 class UnitCounts:
     """The step's units of one kind, rollouts or prompt groups. Give what the mode needs, leave the rest None.
@@ -122,6 +168,8 @@ class StepTotals:
         step_entries: number of mask entries, whatever their weight. For the log alone.
         rollouts: for ``sample_mean`` and ``constant``.
         prompts: for ``prompt_mean``.
+        statistics: sums by key that modes of one's own have asked for, by name.
+        by_mask: the same counts by each of the samples' further masks, for terms of the loss that have their own.
     """
 
     step_tokens: float | None = None
@@ -129,6 +177,14 @@ class StepTotals:
     step_entries: int | None = None
     rollouts: UnitCounts = UnitCounts()
     prompts: UnitCounts = UnitCounts()
+    by_mask: Mapping[str, "StepTotals"] = field(default_factory=dict, hash=False)
+    statistics: Mapping[str, TokensById] = field(default_factory=dict, hash=False)
+
+    def with_mask(self, name: str | None) -> "StepTotals":
+        """These totals by one of the further masks, or for None as they are; ValueError for an unknown one."""
+        if name is not None and name not in self.by_mask:
+            raise refused("mask_not_counted", name=name, counted=", ".join(self.by_mask) or "none")
+        return self if name is None else self.by_mask[name]
 
     def __post_init__(self) -> None:
         for name in ("step_tokens", "step_active_tokens", "step_entries"):
@@ -180,6 +236,8 @@ class StepTotals:
         prompt_ids: Ids | None = None,
         dp_group: Group | Unsaid | None = UNSAID,
         replica_groups: Sequence[Group] = (),
+        labels: Mapping[str, Sequence[Any] | Tensor] | None = None,
+        statistics: Mapping[str, Statistic] | None = None,
     ) -> "StepTotals":
         """Totals of a step from the full (not CP-sliced) masks of all samples this DP rank holds in it.
 
@@ -190,6 +248,8 @@ class StepTotals:
                 step; that must be said where `torch.distributed` has several ranks.
             replica_groups: groups whose ranks hold the same samples (context, tensor, pipeline parallel). Totals are
                 not summed over them; errors travel over them and their ranks are checked to agree.
+            labels: as in `Samples`.
+            statistics: sums that a mode of one's own needs (`OwnMode.statistics`), the same on every rank.
 
         Raises:
             TypeError, ValueError: as `Samples`.
@@ -199,8 +259,8 @@ class StepTotals:
         if dp_group is UNSAID and world_size() > 1:
             raise refused("dp_group_unsaid", world_size=world_size())
         dp_group = None if isinstance(dp_group, Unsaid) else dp_group
-        held = attempt(lambda: [Samples(loss_masks, rollout_ids=rollout_ids, prompt_ids=prompt_ids)])
-        return reduce_step_totals(held, dp_group=dp_group, replica_groups=replica_groups)
+        held = attempt(lambda: [Samples(loss_masks, rollout_ids=rollout_ids, prompt_ids=prompt_ids, labels=labels)])
+        return reduce_step_totals(held, dp_group=dp_group, replica_groups=replica_groups, statistics=statistics)
 
 
 #: Sums of fractional masks may differ in the last bit.
@@ -234,6 +294,8 @@ def compare_totals(
     *,
     dp_group: Group | None,
     replica_groups: Sequence[Group],
+    masks: Sequence[str] = (),
+    statistics: Mapping[str, Statistic] | None = None,
 ) -> StepTotals:
     """The exchanged totals of the step, once the given ones were found to agree with them, on every rank.
 
@@ -241,7 +303,11 @@ def compare_totals(
         BadBatchError: counts that differ, on all ranks, naming the one that saw it and both numbers.
     """
     exchanged = reduce_step_totals(
-        given if isinstance(given, Exception) else held, dp_group=dp_group, replica_groups=replica_groups
+        given if isinstance(given, Exception) else held,
+        dp_group=dp_group,
+        replica_groups=replica_groups,
+        masks=masks,
+        statistics=statistics,
     )
     assert not isinstance(given, Exception)  # the exchange has raised it
     failure = attempt(lambda: _check_same(given, exchanged))
@@ -255,6 +321,8 @@ def compare_totals(
 
 def _check_same(given: StepTotals, exchanged: StepTotals) -> None:
     """Refuse a count that was given and is another one."""
+    for name, of_mask in given.by_mask.items():
+        _check_same(of_mask, exchanged.with_mask(name))
     counts = {
         "step_tokens": (given.step_tokens, exchanged.step_tokens),
         "step_active_tokens": (given.step_active_tokens, exchanged.step_active_tokens),
@@ -270,7 +338,9 @@ def _check_same(given: StepTotals, exchanged: StepTotals) -> None:
 
 # The slots of the vector that is summed over DP ranks.
 _ERRORS, _RANKS_WITH_DATA, _RANKS_WITH_SAMPLES, _RANKS_WITH_ROLLOUT_IDS, _RANKS_WITH_PROMPT_IDS = range(5)
-_SAMPLES, _ACTIVE_SAMPLES, _TOKENS, _ACTIVE_TOKENS, _ENTRIES, _DIGEST, _DIGEST_REST, _HEADER_SIZE = range(5, 13)
+_SAMPLES, _DIGEST, _DIGEST_REST, _HEADER_SIZE = range(5, 9)
+#: Behind them, for the loss masks and for each further mask.
+_ACTIVE_SAMPLES, _TOKENS, _ACTIVE_TOKENS, _ENTRIES, _SLOTS_OF_MASK = range(5)
 
 
 def reduce_step_totals(
@@ -279,6 +349,8 @@ def reduce_step_totals(
     dp_group: Group | None = None,
     replica_groups: Sequence[Group] = (),
     count_prompts: bool = True,
+    masks: Sequence[str] = (),
+    statistics: Mapping[str, Statistic] | None = None,
 ) -> StepTotals:
     """The totals of a step from what this rank holds in it: one collective round.
 
@@ -291,6 +363,8 @@ def reduce_step_totals(
             stage that needs none), which then must hold for its whole `dp_group`; or the exception that kept the rank
             from it, which becomes a `BadBatchError` on all ranks of the groups.
         count_prompts: False leaves prompt ids and their exchange aside, for modes that do not use them.
+        masks: names of the further masks that are counted too, in the same collectives; the same on every rank.
+        statistics: further sums by key, by name; the same names on every rank.
 
     Returns:
         The totals; on a stage without data, not those of units by id.
@@ -299,9 +373,10 @@ def reduce_step_totals(
     replicas = [group for group in replica_groups if if_several(group) is not None]
     groups = [group for group in (dp_group, *replicas) if group is not None]
     check_apart(dp_group, replicas)
-    counted = held if isinstance(held, Exception) else attempt(lambda: _LocalCounts(held or [], count_prompts))
+    asked = (count_prompts, masks, statistics or {})
+    counted = held if isinstance(held, Exception) else attempt(lambda: _LocalCounts(held or [], *asked))
     failure = counted if isinstance(counted, Exception) else None
-    local = _LocalCounts([], count_prompts) if isinstance(counted, Exception) else counted
+    local = _LocalCounts([], *asked) if isinstance(counted, Exception) else counted
 
     header = local.header()
     if replicas and failure is None:
@@ -317,7 +392,7 @@ def reduce_step_totals(
     ranks_with_ids = header[[_RANKS_WITH_ROLLOUT_IDS, _RANKS_WITH_PROMPT_IDS]]
     # Ids on some ranks only are refused below; exchanged, they would look like clashes.
     all_or_none = bool(((ranks_with_ids == 0) | (ranks_with_ids == header[_RANKS_WITH_SAMPLES])).all())
-    if ranks_with_ids.any() and all_or_none and not header[_ERRORS] > 0:
+    if (ranks_with_ids.any() or (statistics and has_data)) and all_or_none and not header[_ERRORS] > 0:
         units = local.sum_units(dp_group)
         header[_ERRORS] = float(units.any_clash)
         failure = refused("rollout_under_two_prompts") if units.clash else None
@@ -329,18 +404,21 @@ def reduce_step_totals(
     for group in replicas:
         all_reduce(highest, group, dist.ReduceOp.MAX)
     raise_together(bool(highest[_ERRORS] > 0), failure, groups)
-    header = highest[:_HEADER_SIZE]
-    _check_agreement(header, -highest[_HEADER_SIZE:])
-    return _totals(header, units)
+    header, lowest = highest.view(2, -1)
+    _check_agreement(header, -lowest)
+    loss_masks, *further = (_totals(header, units, k) for k in range(1 + len(masks)))
+    sums = units.statistics if units else {}
+    return replace(loss_masks, by_mask=dict(zip(masks, further, strict=True)), statistics=sums)
 
 
-def _totals(header: Tensor, units: "_UnitSums | None") -> StepTotals:
-    samples, active_samples, tokens, active_tokens, entries = header[_SAMPLES : _ENTRIES + 1].tolist()
-    rollouts, prompts = UnitCounts(all=int(samples), active=int(active_samples)), UnitCounts()
+def _totals(header: Tensor, units: "_UnitSums | None", mask: int) -> StepTotals:
+    """The counts of the loss masks (0) or of a further mask."""
+    active_samples, tokens, active_tokens, entries = header[_HEADER_SIZE:].view(-1, _SLOTS_OF_MASK)[mask].tolist()
+    rollouts, prompts = UnitCounts(all=int(header[_SAMPLES]), active=int(active_samples)), UnitCounts()
     if header[_RANKS_WITH_ROLLOUT_IDS] > 0:
-        rollouts = units.rollouts if units else UnitCounts()
+        rollouts = units.rollouts[mask] if units else UnitCounts()
     if header[_RANKS_WITH_PROMPT_IDS] > 0 and units:
-        prompts = units.prompts
+        prompts = units.prompts[mask]
     return StepTotals(
         step_tokens=tokens,
         step_active_tokens=int(active_tokens),
@@ -366,10 +444,14 @@ def _check_agreement(highest: Tensor, lowest: Tensor) -> None:
 
 @dataclass(frozen=True)
 class _UnitSums:
-    """What the exchange of ids gave; `clash`: an id under two prompts was seen here, `any_clash`: on any DP rank."""
+    """What the exchange of ids gave, for the loss masks and each further mask.
 
-    rollouts: UnitCounts
-    prompts: UnitCounts
+    `clash`: an id under two prompts was seen here, `any_clash`: on any DP rank.
+    """
+
+    rollouts: list[UnitCounts]
+    prompts: list[UnitCounts]
+    statistics: dict[str, TokensById]
     clash: bool
     any_clash: bool
 
@@ -386,37 +468,56 @@ def _digest_of(held: Sequence[Samples], dp_rank: int) -> Tensor:
 class _LocalCounts:
     """Sums and ids of the samples this rank holds in the step; the one place that reads masks back from a device."""
 
-    def __init__(self, microbatches: Sequence[Samples], count_prompts: bool) -> None:
+    def __init__(
+        self,
+        microbatches: Sequence[Samples],
+        count_prompts: bool,
+        masks: Sequence[str],
+        statistics: Mapping[str, Statistic],
+    ) -> None:
         filled = [samples for samples in microbatches if len(samples)]
-        self.mask_sums, active_tokens = _read_back(filled)
-        self.active_tokens = active_tokens.sum()
-        self.entries = sum(int(samples.mask_lengths.sum()) for samples in filled)
+        by_mask = [[samples.with_mask(name) for samples in filled] for name in (None, *masks)]
+        # Rows: the loss masks and each further mask; columns: samples.
+        self.mask_sums, active_tokens = _read_back([samples for row in by_mask for samples in row], len(by_mask))
+        self.active_tokens = active_tokens.sum(1)
+        self.entries = [sum(int(samples.mask_lengths.sum()) for samples in row) for row in by_mask]
+        self.num_samples = self.mask_sums.shape[1]
         self.rollout_ids = _join_ids("rollout_ids", [samples.rollout_ids for samples in filled])
         self.prompts_of_rollouts = _join_ids("prompt_ids", [samples.prompt_ids for samples in filled])
         self.prompt_ids = self.prompts_of_rollouts if count_prompts else None
+        self.statistics = {
+            name: _keyed(name, statistic, filled)
+            for name, statistic in statistics.items()
+            if not (statistic.of_rollouts and self.rollout_ids is None)
+        }
 
     def header(self) -> Tensor:
         header = torch.zeros(_HEADER_SIZE, dtype=torch.float64, device="cpu")
-        header[_RANKS_WITH_SAMPLES] = self.mask_sums.numel() > 0
+        header[_RANKS_WITH_SAMPLES] = self.num_samples > 0
         header[_RANKS_WITH_ROLLOUT_IDS] = self.rollout_ids is not None
         header[_RANKS_WITH_PROMPT_IDS] = self.prompt_ids is not None
-        header[_SAMPLES] = self.mask_sums.numel()
-        header[_ACTIVE_SAMPLES] = (self.mask_sums > 0).sum()
-        header[_TOKENS] = self.mask_sums.sum()
-        header[_ACTIVE_TOKENS] = self.active_tokens
-        header[_ENTRIES] = self.entries
-        return header
+        header[_SAMPLES] = self.num_samples
+        of_masks = torch.zeros(len(self.mask_sums), _SLOTS_OF_MASK, dtype=torch.float64, device="cpu")
+        of_masks[:, _ACTIVE_SAMPLES] = (self.mask_sums > 0).sum(1)
+        of_masks[:, _TOKENS] = self.mask_sums.sum(1)
+        of_masks[:, _ACTIVE_TOKENS] = self.active_tokens
+        of_masks[:, _ENTRIES] = torch.tensor(self.entries, device="cpu")
+        return torch.cat([header, of_masks.flatten()])
 
     def sum_units(self, dp_group: Group | None) -> _UnitSums:
-        """Mask sums of the rank's rollouts and prompt groups, and their numbers, over the DP group.
+        """Mask sums of the rank's rollouts and prompt groups, and their numbers, over the DP group; and statistics.
 
-        Rollouts and prompts go together, told apart by the last bit of their key. Every key has an owner rank, which
-        adds up what it is sent and answers.
+        All go together, told apart by the last bits of their key. Every key has an owner rank, which adds up what it is
+        sent and answers. A statistic's row has its value where others have the sum of the loss mask.
         """
         no_ids = torch.zeros(0, dtype=torch.int64, device="cpu")
         kinds = [no_ids if ids is None else ids for ids in (self.rollout_ids, self.prompt_ids)]
-        keys = torch.cat([ids * 2 + kind for kind, ids in enumerate(kinds)])
-        sums = torch.cat([self.mask_sums if ids.numel() else self.mask_sums[:0] for ids in kinds])
+        kinds.append(torch.cat([no_ids, *(keys for keys, _ in self.statistics.values())]))
+        keys = torch.cat([ids * 4 + kind for kind, ids in enumerate(kinds)])
+        of_samples = self.mask_sums.T
+        values = torch.cat([of_samples.new_zeros(0), *(values for _, values in self.statistics.values())])
+        of_keys = torch.nn.functional.pad(values[:, None], (0, of_samples.shape[1] - 1))
+        sums = torch.cat([*(of_samples if ids.numel() else of_samples[:0] for ids in kinds[:2]), of_keys])
         # A rollout's row also says its prompt, so that the owner sees an id that is used under two prompts.
         prompts = no_ids
         if self.rollout_ids is not None and self.prompts_of_rollouts is not None:
@@ -424,42 +525,69 @@ class _LocalCounts:
         prompt_of_key = torch.cat([prompts, keys[prompts.numel() :]])
         my_keys, my_sums, my_prompts, clash = _sum_by_key(keys, sums, prompt_of_key)
         exchange = Exchange(my_keys, dp_group)
-        owned = exchange.to_owners(torch.stack([my_keys, my_sums.view(torch.int64), my_prompts], 1))
-        owned_keys, owned_sums, _, owner_clash = _sum_by_key(owned[:, 0], owned[:, 1].view(torch.float64), owned[:, 2])
-        totals = exchange.answers(owned_sums[torch.searchsorted(owned_keys, owned[:, 0].contiguous())])
+        rows = torch.cat([my_keys[:, None], my_sums.view(torch.int64), my_prompts[:, None]], 1)
+        sent_keys, sent_sums, sent_prompts = exchange.to_owners(rows).split([1, my_sums.shape[1], 1], 1)
+        sent_keys = sent_keys.flatten().contiguous()
+        owned_keys, owned_sums, _, owner_clash = _sum_by_key(
+            sent_keys, sent_sums.contiguous().view(torch.float64), sent_prompts.flatten()
+        )
+        totals = exchange.answers(owned_sums[torch.searchsorted(owned_keys, sent_keys)])
 
-        is_prompt, is_active = owned_keys.remainder(2) == 1, owned_sums > 0
-        clashes = torch.tensor(clash or owner_clash, device="cpu")
-        counted = [~is_prompt, ~is_prompt & is_active, is_prompt, is_prompt & is_active, clashes]
-        numbers = torch.stack([which.sum() for which in counted])
+        owned_kind, is_active = owned_keys.remainder(4), owned_sums > 0
+        of_kinds = (owned_kind == 0, owned_kind == 1)
+        clashes = torch.tensor([clash or owner_clash], dtype=torch.int64, device="cpu")
+        alls = torch.stack([of_kind.sum() for of_kind in of_kinds])
+        actives = torch.stack([is_active[of_kind].sum(0) for of_kind in of_kinds])
+        numbers = torch.cat([clashes, alls, actives.flatten()])
         all_reduce(numbers, dp_group)
-        mine_are_prompts = my_keys.remainder(2) == 1
-        of_kinds = [
-            UnitCounts(
-                all=int(numbers[2 * kind]),
-                active=int(numbers[2 * kind + 1]),
-                tokens=TokensById(my_keys[mine].div(2, rounding_mode="floor"), totals[mine]),
-            )
-            for kind, mine in enumerate((~mine_are_prompts, mine_are_prompts))
-        ]
-        return _UnitSums(of_kinds[0], of_kinds[1], clash=clash or owner_clash, any_clash=bool(numbers[4] > 0))
+        actives = numbers[3:].view_as(actives)
+        my_kind, my_ids = my_keys.remainder(4), my_keys.div(4, rounding_mode="floor")
+        counts_of_rollouts, counts_of_prompts = (
+            [
+                UnitCounts(
+                    all=int(numbers[1 + kind]),
+                    active=int(actives[kind, mask]),
+                    tokens=TokensById(my_ids[my_kind == kind], totals[my_kind == kind, mask]),
+                )
+                for mask in range(len(self.mask_sums))
+            ]
+            for kind in range(2)
+        )
+        keyed = TokensById(my_ids[my_kind == 2], totals[my_kind == 2, 0])
+        found = {}
+        for name, (of_name, _) in self.statistics.items():
+            unique = of_name.unique()
+            found[name] = TokensById(unique, keyed.of(name, unique))
+        return _UnitSums(
+            counts_of_rollouts, counts_of_prompts, found, clash=clash or owner_clash, any_clash=bool(numbers[0] > 0)
+        )
 
 
-def _read_back(microbatches: Sequence[Samples]) -> tuple[Tensor, Tensor]:
-    """Mask sums and active tokens of every sample on the host, float64; refuses masks that are not sound."""
-    if all(isinstance(samples.masks, HostMasks) for samples in microbatches):  # their masks were looked at
-        tables = [torch.stack([samples.mask_sums, samples.active_tokens]) for samples in microbatches]
+def _read_back(described: Sequence[Samples], num_masks: int) -> tuple[Tensor, Tensor]:
+    """Mask sums and active tokens on the host, float64 [num_masks, num_samples]; refuses masks that are not sound.
+
+    `described`: the micro-batches with their loss masks, then those with each further mask.
+    """
+    if all(isinstance(samples.masks, HostMasks) for samples in described):  # their masks were looked at
+        tables = [torch.stack([samples.mask_sums, samples.active_tokens]) for samples in described]
         sums, active = torch.cat([torch.zeros(2, 0, dtype=torch.float64, device="cpu"), *tables], 1)
-        return sums, active
+        return sums.view(num_masks, -1), active.view(num_masks, -1)
     tables = [
-        torch.stack([s.mask_sums, s.active_tokens, torch.as_tensor(s.sound).double().expand(len(s))])
-        for s in microbatches
+        torch.stack([s.mask_sums, s.active_tokens, torch.as_tensor(s.sound).double().expand(len(s))]) for s in described
     ]
     sums, active, sound = torch.cat(tables, 1).cpu()
     if not sound.all():
-        for samples in microbatches:
+        for samples in described:
             samples.check_masks(wait=True)
-    return sums, active
+    return sums.view(num_masks, -1), active.view(num_masks, -1)
+
+
+def _keyed(name: str, statistic: Statistic, microbatches: Sequence[Samples]) -> tuple[Tensor, Tensor]:
+    """The keys and values of all samples."""
+    keys = [statistic.keys(name, samples) for samples in microbatches]
+    values = [statistic.values(samples) for samples in microbatches]
+    no_keys = torch.zeros(0, dtype=torch.int64, device="cpu")
+    return torch.cat([no_keys, *keys]), torch.cat([no_keys.double(), *values])
 
 
 def _join_ids(name: str, ids: list[Tensor | None]) -> Tensor | None:
@@ -470,9 +598,9 @@ def _join_ids(name: str, ids: list[Tensor | None]) -> Tensor | None:
 
 
 def _sum_by_key(keys: Tensor, sums: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor, bool]:
-    """Sorted unique keys, the sum and one label of each, and whether a key came with two labels."""
+    """Sorted unique keys, the sums and one label of each, and whether a key came with two labels."""
     unique, at = keys.unique(return_inverse=True)
-    total = torch.zeros(unique.numel(), dtype=torch.float64, device="cpu").index_add_(0, at, sums)
+    total = torch.zeros(unique.numel(), sums.shape[1], dtype=torch.float64, device="cpu").index_add_(0, at, sums)
     label = torch.zeros_like(unique)
     label[at] = labels
     return unique, total, label, bool((label[at] != labels).any())

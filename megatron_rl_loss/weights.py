@@ -171,7 +171,7 @@ def _own_weights(mode: OwnMode, aggregation: Aggregation, local: LocalTokens, to
     samples = local.samples
     if not len(samples):
         return 0.0
-    inputs = ModeInputs(samples=samples, totals=totals, divisor=aggregation.divisor, units=aggregation.units)
+    inputs = ModeInputs(samples=samples, totals=totals, divisor=aggregation.divisor, units=aggregation.units, mode=mode)
     given: Weights = mode.function(inputs)
     if isinstance(given, Real) and not isinstance(given, bool):
         weights = torch.tensor(float(given), dtype=torch.float32, device="cpu")

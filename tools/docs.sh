@@ -44,5 +44,5 @@ find "$pages" -name __pycache__ -prune -exec rm -rf {} +
   done < <(find ./megatron_rl_loss -name '*.py' ! -name '_*' ! -path '*/examples/*' | sort)
   printf '\n::: megatron_rl_loss\n    options:\n      show_root_heading: false\n      show_submodules: false\n'
 } > "$pages/reference/index.md"
-"$DOCS_PYTHON" -m mkdocs build --strict
+NO_MKDOCS_2_WARNING=1 "$DOCS_PYTHON" -m mkdocs build --strict
 echo "build/site/index.html"

@@ -41,7 +41,7 @@ class LossCase:
     """A step and how it is split; plain data, whose `repr` makes it again.
 
     Attributes:
-        ranks: the samples of each micro-batch of each data-parallel rank, [dp_size][num_microbatches][rows].
+        ranks: the samples of each micro-batch of each data-parallel rank, ``[dp_size][num_microbatches][rows]``.
         cp_size: context-parallel ranks that every micro-batch is cut for.
         split_rollouts: whether samples of one rollout number are one rollout.
         seed: of the losses of tokens.

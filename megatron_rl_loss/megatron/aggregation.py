@@ -4,7 +4,7 @@ import functools
 import logging
 import sys
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -18,13 +18,15 @@ from megatron_rl_loss.arguments import AggregationSettings, check_command_line, 
 from megatron_rl_loss.errors import explain, refused
 from megatron_rl_loss.exchange import agree_on
 from megatron_rl_loss.megatron.audit_interval import IntervalAudits
+from megatron_rl_loss.megatron.forward_pass import ForwardPass
 from megatron_rl_loss.megatron.groups import groups_of
-from megatron_rl_loss.megatron.handover import ForwardStep, checked
+from megatron_rl_loss.megatron.handover import ForwardStep, Microbatches, checked
 from megatron_rl_loss.megatron.lookahead import DataIterator, LookAhead, SamplesOf, look_ahead
 from megatron_rl_loss.megatron.microbatch import Step
 from megatron_rl_loss.megatron.patch import Schedule, patched_pretrain
 from megatron_rl_loss.megatron.probe import check_contract, check_model
 from megatron_rl_loss.megatron.summary import describe_step, summarize
+from megatron_rl_loss.metrics import put_in
 from megatron_rl_loss.tap import asking
 from megatron_rl_loss.totals import StepTotals, attempt, compare_totals, reduce_step_totals
 from megatron_rl_loss.weights import missing_counts
@@ -32,6 +34,7 @@ from megatron_rl_loss.weights import missing_counts
 logger = logging.getLogger(__name__)
 
 TotalsOf = Callable[[list[Any]], StepTotals]
+BeforeStep = Callable[[ForwardPass], None]
 
 
 class LossAggregation:
@@ -48,6 +51,10 @@ class LossAggregation:
         totals_of: for users who know the step's counts beforehand: a step's micro-batches of this rank (none on a
             pipeline stage that reads no data) -> `StepTotals`. Spares the collectives after the first step, which
             compares them with the exchanged ones, and with them the errors' way to other ranks.
+        before_step: called with a `ForwardPass` before each step is trained on, on all ranks: recomputes log-probs.
+        terms: modes of terms of the loss by name, for `Term`s that say none; a mode that groups by prompt must be
+            declared here, or by flag, to be counted for.
+        term_masks: names of the samples' ``term_masks`` that terms use; their counts travel with the others.
     """
 
     def __init__(
@@ -57,11 +64,16 @@ class LossAggregation:
         *,
         pg_collection: ProcessGroupCollection | None = None,
         totals_of: TotalsOf | None = None,
+        before_step: BeforeStep | None = None,
+        terms: Mapping[str, str] | None = None,
+        term_masks: Sequence[str] = (),
     ) -> None:
-        self.settings = settings
+        self.settings = settings.with_terms(terms or {})
+        self._term_masks = tuple(term_masks)
         self._samples_of = samples_of
         self._pg_collection = pg_collection
         self._totals_of = totals_of
+        self._before_step = before_step
         self._last_step: Step | None = None
         self._audits = IntervalAudits(settings.audit_interval)
         self._metric_modes: tuple[str, ...] | None = None  # not known before a first step has gone through
@@ -74,6 +86,9 @@ class LossAggregation:
         *,
         pg_collection: ProcessGroupCollection | None = None,
         totals_of: TotalsOf | None = None,
+        before_step: BeforeStep | None = None,
+        terms: Mapping[str, str] | None = None,
+        term_masks: Sequence[str] = (),
     ) -> "LossAggregation":
         """Validate Megatron's parsed `args` and build.
 
@@ -83,7 +98,15 @@ class LossAggregation:
         settings = validate_loss_aggregation_args(args)
         for notice in settings.notices:
             log_single_rank(logger, logging.WARNING, notice)
-        return cls(settings, samples_of, pg_collection=pg_collection, totals_of=totals_of)
+        return cls(
+            settings,
+            samples_of,
+            pg_collection=pg_collection,
+            totals_of=totals_of,
+            before_step=before_step,
+            terms=terms,
+            term_masks=term_masks,
+        )
 
     def attached(self) -> AbstractContextManager[None]:
         """For the duration of a ``with``, Megatron's `pretrain` runs every schedule through `wrap_schedule`.
@@ -109,6 +132,11 @@ class LossAggregation:
         ) -> Any:
             microbatches = self.begin_step(data_iterator, model=model, num_microbatches=num_microbatches)
             training = not kwargs.get("forward_only")
+            if self._before_step is not None and training:
+                iterators = microbatches if isinstance(microbatches, list) else [microbatches]
+                chunks = [one.all if isinstance(one, Microbatches) else None for one in iterators]
+                pass_ = ForwardPass(forward_backward_func, model, chunks, num_microbatches=num_microbatches, **kwargs)
+                self._before_step(pass_)
             with asking(self.settings.aggregation), self._audits.step(model, self._pg_collection, training):
                 reports = forward_backward_func(
                     forward_step_func=checked(forward_step_func),
@@ -117,9 +145,17 @@ class LossAggregation:
                     num_microbatches=num_microbatches,
                     **kwargs,
                 )
+            self._finish_metrics(reports, model)
             return self._audits.reported(reports) if training else reports
 
         return schedule
+
+    def _finish_metrics(self, stored: Any, model: Any) -> None:
+        """Reduce what no sum of shares is, where losses were computed: on all ranks of the last stage, or on none."""
+        assert self._last_step is not None
+        if self._last_step.parts.kinds:
+            groups = groups_of(model[0] if isinstance(model, list) else model, self._pg_collection)
+            put_in(stored, self._last_step.parts.finish(groups.dp_cp))
 
     def begin_step(
         self, data_iterator: DataIterator, *, model: Any, num_microbatches: int | None = None
@@ -150,7 +186,9 @@ class LossAggregation:
             check_contract(config, chunks, groups, per_token=per_token, num_microbatches=count)
 
         iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
-        looked = attempt(lambda: look_ahead(iterators, count, self._samples_of, self.settings, groups))
+        looked = attempt(
+            lambda: look_ahead(iterators, count, self._samples_of, self.settings, groups, self._term_masks)
+        )
         totals = self._totals(looked, groups, per_token)
         assert isinstance(looked, LookAhead)  # else _totals has raised
         self._check_totals(totals, per_token)
@@ -162,6 +200,8 @@ class LossAggregation:
             cp_size=groups.cp.size(),
             dp_cp_size=groups.dp_cp.size(),
             per_token=per_token,
+            cp_group=groups.cp,
+            terms=self.settings.terms,
         )
         if self._last_step is None:
             self._announce(step, groups)
@@ -192,12 +232,21 @@ class LossAggregation:
                 dp_group=groups.dp,
                 replica_groups=replicas,
                 count_prompts=self.settings.uses_prompt_ids,
+                masks=self._term_masks,
+                statistics=self.settings.statistics,
             )
         if isinstance(looked, Exception):
             raise looked
         given = attempt(lambda: self._given_totals(looked, per_token))
         if self._last_step is None:  # once, what was given is compared with what all ranks hold
-            return compare_totals(given, looked.samples, dp_group=groups.dp, replica_groups=replicas)
+            return compare_totals(
+                given,
+                looked.samples,
+                dp_group=groups.dp,
+                replica_groups=replicas,
+                masks=self._term_masks,
+                statistics=self.settings.statistics,
+            )
         if isinstance(given, Exception):
             raise given
         if self._metric_modes is None:
@@ -218,6 +267,9 @@ class LossAggregation:
         described = looked.samples or []
         with_rollout_ids = any(samples.rollout_ids is not None for samples in described)
         missing = missing_counts(self.settings.aggregation, given, with_rollout_ids=with_rollout_ids)
+        for aggregation in self.settings.terms.values():
+            for name in (None, *self._term_masks):
+                missing += missing_counts(aggregation, given.with_mask(name), with_rollout_ids=with_rollout_ids)
         what = self.settings.describe()
         if given.step_active_tokens is None and (per_token or self.settings.empty_step == "error"):
             missing = [*missing, "step_active_tokens"]

@@ -17,9 +17,10 @@ ForwardStep = Callable[..., Any]
 
 
 class Microbatches(Iterator[Microbatch]):
-    """A step's micro-batches, one by one; remembers those that were taken."""
+    """A step's micro-batches, one by one; knows them all, and remembers those that were taken."""
 
     def __init__(self, microbatches: list[Microbatch]) -> None:
+        self.all = microbatches
         self._left = iter(microbatches)
         self.taken: list[Microbatch] = []
 

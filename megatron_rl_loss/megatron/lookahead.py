@@ -50,6 +50,7 @@ def look_ahead(
     samples_of: SamplesOf,
     settings: AggregationSettings,
     groups: ProcessGroupCollection,
+    term_masks: Sequence[str] = (),
 ) -> LookAhead:
     """Fetch a step and describe it. Raises whatever is wrong with the data, on this rank alone: see `attempt`."""
     fetched = [None if iterator is None else _fetch(iterator, num_microbatches) for iterator in iterators]
@@ -59,6 +60,9 @@ def look_ahead(
             raise refused("no_data_on_last_stage")
         return LookAhead(fetched, None)
     samples = [_describe(batch, samples_of, settings, groups) for batch in batches]
+    for described in samples:
+        for name in term_masks:
+            described.with_mask(name)
     for chunk, chunk_batches in enumerate(fetched[:-1]):
         _check_same_data(chunk, chunk_batches or [], samples, samples_of)
     return LookAhead(fetched, samples)

@@ -12,19 +12,25 @@ returned so that the gradient is exactly that of the sum of all shares:
 Carrier C counts real tokens, so auxiliary losses that Megatron divides by them keep their scale.
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 import torch
 from torch import Tensor
 
 from megatron_rl_loss.aliases import Aggregation, resolve
 from megatron_rl_loss.errors import refused
+from megatron_rl_loss.exchange import Group
+from megatron_rl_loss.metrics import MODE_OF, Metric, Parts
 from megatron_rl_loss.reduction import WeightedSum, reducer_of
 from megatron_rl_loss.samples import LocalTokens, Samples
+from megatron_rl_loss.segments import OfTokens, Per, Replicated, segment_mean, segment_sum, to_tokens
+from megatron_rl_loss.terms import Term, WeighedTerm, sum_terms
 from megatron_rl_loss.totals import StepTotals
+from megatron_rl_loss.weights import missing_counts
 
 #: What Megatron's schedule takes from a loss function: loss, token count, report.
 Carried = tuple[Tensor, Tensor, dict[str, Tensor]]
@@ -41,6 +47,9 @@ class Step:
     cp_size: int
     dp_cp_size: int
     per_token: bool
+    cp_group: Group | None = None
+    terms: Mapping[str, Aggregation] = field(default_factory=dict)
+    parts: Parts = field(default_factory=Parts)
     report_keys: list[str] = field(default_factory=list)
     uses: set[str] = field(default_factory=set)  # modes of metrics
     _constants: dict[torch.device, tuple[Tensor, Tensor]] = field(default_factory=dict)
@@ -73,11 +82,14 @@ class Microbatch:
         samples: what `samples_of` said of it.
         totals: denominators of the whole step.
         handed_out: loss and token count as `loss` or `carry` returned them last, or None.
+        known: by name, what a forward pass before the step gave for this rank's tokens (see `forward_pass`).
     """
 
     def __init__(self, data: Any, samples: Samples, step: Step) -> None:
         self.handed_out: tuple[Handed, Handed] | None = None
+        self.known: dict[str, Tensor] = {}
         self._reduced = False
+        self._reducers: dict[Any, WeightedSum] = {}
         self.data = data
         self.samples = samples
         self.totals = step.totals
@@ -102,15 +114,44 @@ class Microbatch:
         self._step.uses.add("token_mean")
         return self._reducer(resolve("token_mean"), "token_mean")
 
-    def _reducer(self, aggregation: Aggregation, name: str) -> WeightedSum:
+    def _reducer(self, aggregation: Aggregation, name: str, mask: str | None = None) -> WeightedSum:
         self._reduced = True
-        reducer = reducer_of(aggregation, self._local, self.totals)
+        local = self.tokens
+        if mask is not None:
+            local = self.samples.with_mask(mask).local(self._step.cp_rank, self._step.cp_size)
+        reducer = reducer_of(aggregation, local, self.totals.with_mask(mask))
         reducer.name = name
         return reducer
 
     @cached_property
-    def _local(self) -> LocalTokens:
+    def tokens(self) -> LocalTokens:
+        """What this CP rank holds of the micro-batch."""
         return self.samples.local(self._step.cp_rank, self._step.cp_size)
+
+    @property
+    def cp_group(self) -> Group | None:
+        """The context-parallel group."""
+        return self._step.cp_group
+
+    @overload
+    def segment_sum(self, values: Tensor, *, per: Per = ...) -> Replicated: ...
+    @overload
+    def segment_sum(self, values: Sequence[Tensor], *, per: Per = ...) -> tuple[Replicated, ...]: ...
+    def segment_sum(self, values: Tensor | Sequence[Tensor], *, per: Per = "sample") -> Any:
+        """`segments.segment_sum` over this micro-batch's samples or rollouts, whole ones: one number a sample."""
+        return segment_sum(values, self.tokens, self.cp_group, per=per, totals=self.totals)
+
+    @overload
+    def segment_mean(self, values: Tensor, *, per: Per = ...) -> Replicated: ...
+    @overload
+    def segment_mean(self, values: Sequence[Tensor], *, per: Per = ...) -> tuple[Replicated, ...]: ...
+    def segment_mean(self, values: Tensor | Sequence[Tensor], *, per: Per = "sample") -> Any:
+        """`segments.segment_mean` over this micro-batch's samples or rollouts, whole ones: one number a sample."""
+        return segment_mean(values, self.tokens, self.cp_group, per=per, totals=self.totals)
+
+    def to_tokens(self, of_samples: Tensor) -> OfTokens:
+        """A number a sample -> its sample's number at every token that this rank holds, [num_local_tokens]."""
+        return to_tokens(of_samples, self.tokens)
 
     def local(self, tensor: Tensor) -> Tensor:
         """This CP rank's part of a model input or of anything else that has a value a token.
@@ -127,30 +168,102 @@ class Microbatch:
         """
         total_tokens = self.samples.total_tokens
         if tensor.dim() < 2 or tensor.shape[0] == total_tokens:
-            return self._local.of(tensor)
-        rows, num_local = tensor.shape[0], len(self._local)
+            return self.tokens.of(tensor)
+        rows, num_local = tensor.shape[0], len(self.tokens)
         of_rows = self.samples.loss_shapes(num_local, self._step.cp_size)  # a cut of the whole buffer would mix rows
         if tensor.shape[:2].numel() != total_tokens or (rows, num_local // rows) not in [(1, num_local), *of_rows]:
             raise refused("not_all_tokens", shape=tuple(tensor.shape), total_tokens=total_tokens)
-        return self._local.of(tensor.flatten(0, 1)).unflatten(0, (rows, -1))
+        return self.tokens.of(tensor.flatten(0, 1)).unflatten(0, (rows, -1))
 
-    def loss(self, per_token_loss: Tensor, metrics: Mapping[str, Tensor] | None = None) -> Carried:
+    def loss(
+        self, losses: Tensor | Mapping[str, Tensor | Term], metrics: Mapping[str, Tensor | Metric] | None = None
+    ) -> Carried:
         """What a Megatron ``loss_func`` returns: the aggregated loss, a token count, and the report.
 
         Args:
-            per_token_loss: this CP rank's unreduced policy losses, in the layout's order.
-            metrics: further per-token values of the same shape, reported as their sample mean, not differentiated.
+            losses: this CP rank's unreduced policy losses, in the layout's order; or the terms of the loss by name,
+                tensors or `Term`s, which are added up. ``{"pg": losses, "kl": Term(kl, "token_mean", coef=0.01)}``.
+            metrics: further per-token values of the same shape, not differentiated; reported as their sample mean, or
+                as a `Metric` says.
+
+        Reported are the loss as ``pg_loss``, or for several terms as ``loss`` and each term, without its coefficient,
+        by its own name. Extremes and variances are NaN unless `LossAggregation.wrap_schedule` ran the schedule.
 
         Raises:
-            ValueError: losses or metrics that are not this rank's part of the layout; a metric named ``pg_loss``;
-                metrics whose names differ from those of the step's first micro-batch (Megatron would miss them).
+            ValueError: losses or metrics that are not this rank's part of the layout; a metric with the name of the
+                loss or of a term; no term; a term's mode or mask that nothing was counted for; metrics whose names
+                differ from those of the step's first micro-batch (Megatron would miss them).
         """
         metrics = metrics or {}
-        if "pg_loss" in metrics:
-            raise refused("metric_named_pg_loss")
-        metric_sum = self.sample_mean if metrics else None
-        share, sums = self.pg_loss.with_metrics(per_token_loss, list(metrics.values()), metric_sum)
-        return self.carry(share, {"pg_loss": share, **dict(zip(metrics, sums, strict=True))})
+        terms = losses if isinstance(losses, Mapping) else {"pg_loss": losses}
+        several = isinstance(losses, Mapping)
+        taken = {"loss", *terms} if several else {"pg_loss"}
+        if clash := sorted(taken & set(metrics)):
+            raise refused("metric_named_as_loss", name=clash[0])
+        plain = [values for values in metrics.values() if isinstance(values, Tensor)]
+        if isinstance(losses, Tensor) and len(plain) == len(metrics):
+            metric_sum = self.sample_mean if metrics else None
+            share, sums = self.pg_loss.with_metrics(losses, plain, metric_sum)
+            return self.carry(share, {"pg_loss": share, **dict(zip(metrics, sums, strict=True))})
+        if not terms or (several and "loss" in terms):
+            raise refused("odd_terms", given=list(terms))
+        weighed = [self._weighed(name, term) for name, term in terms.items()]
+        asked = {name: Metric(one) if isinstance(one, Tensor) else one for name, one in metrics.items()}
+        reducers = {name: self._reducer_of_metric(name, metric) for name, metric in asked.items()}
+        rows = [(row, reducers[name]) for name, metric in asked.items() for row in metric.rows()]
+        share, own, sums = sum_terms(weighed, rows)
+        report = {"loss": share, **dict(zip(terms, own, strict=True))} if several else {"pg_loss": share}
+        found = iter(sums)
+        for name, metric in asked.items():
+            if metric.is_sum:
+                report[name] = next(found)
+                continue
+            report[name] = torch.full_like(share.detach(), math.nan)  # until the step is finished
+            if metric.is_extreme:
+                part = metric.extreme(reducers[name])
+            else:
+                part = torch.stack([next(found) for _ in range(3)]).double()
+            self._step.parts.add(name, metric.kind, part)
+        return self.carry(share, report)
+
+    def _reducer_of_metric(self, name: str, metric: Metric) -> WeightedSum:
+        if metric.over == "samples" and metric.mask is None:
+            reducer = self.sample_mean
+        else:
+            aggregation = resolve(MODE_OF[metric.over], units=self._step.aggregation.units)
+            reducer = self._reducer_by(name, aggregation, metric.mask)
+        reducer.check("a metric", metric.values)
+        return reducer
+
+    def _weighed(self, name: str, term: Tensor | Term) -> WeighedTerm:
+        """A term with the reducer of its mode and mask; those that share both share the weights."""
+        term = Term(term) if isinstance(term, Tensor) else term
+        policy = self._step.aggregation
+        if term.mode is not None:
+            aggregation = resolve(term.mode, divisor=term.divisor, units=term.units or policy.units)
+        elif term.units is None and term.divisor is None:
+            aggregation = self._step.terms.get(name, policy)
+        else:
+            raise refused("term_without_mode", name=name)
+        if not math.isfinite(term.coef):
+            raise refused("odd_coefficient", name=name, coef=term.coef)
+        return WeighedTerm(name, term.values, self._reducer_by(name, aggregation, term.mask), term.coef)
+
+    def _reducer_by(self, name: str, aggregation: Aggregation, mask: str | None) -> WeightedSum:
+        """Made once for each mode and mask."""
+        key = aggregation.mode, aggregation.divisor, aggregation.units, mask
+        if key not in self._reducers:
+            self._reducers[key] = self._made_reducer(name, aggregation, mask)
+        return self._reducers[key]
+
+    def _made_reducer(self, name: str, aggregation: Aggregation, mask: str | None) -> WeightedSum:
+        if mask is None and _same(aggregation, self._step.aggregation):
+            return self.pg_loss
+        totals = self.totals.with_mask(mask)
+        with_rollout_ids = self.samples.rollout_ids is not None
+        if missing := missing_counts(aggregation, totals, with_rollout_ids=with_rollout_ids):
+            raise refused("term_not_counted", name=name, mode=aggregation.mode.name, missing=", ".join(missing))
+        return self._reducer(aggregation, name, mask)
 
     def carry(self, share: Tensor, report: Mapping[str, Tensor]) -> Carried:
         """Hand Megatron a share of the step loss that was put together by hand (a sum of `pg_loss` and a KL term, say).
@@ -194,7 +307,11 @@ class Microbatch:
         layout = self.samples.layout
         if layout is not None and layout.replicated_over_cp and self._step.cp_rank > 0:
             return torch.zeros((), dtype=torch.int32)  # counted on the first of the ranks that all hold them
-        return self._local.num_active.to(torch.int32)
+        return self.tokens.num_active.to(torch.int32)
+
+
+def _same(a: Aggregation, b: Aggregation) -> bool:
+    return (a.mode, a.divisor, a.units) == (b.mode, b.divisor, b.units)
 
 
 def _check_shares(shares: Mapping[str, Tensor]) -> None:

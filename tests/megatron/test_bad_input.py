@@ -1,10 +1,10 @@
-"""Bad input from a user's side: one table over README's "What is refused", through the entries a launch uses.
+"""Bad input from a user's side: one table over "What is refused" in docs/support.md, through the entries a launch uses.
 
 Flags go through Megatron's real `parse_and_validate_args` and `LossAggregation.from_args`; data through `samples_of`
 and `begin_step` on real groups (cp 2 x dp 2, gloo); losses through Megatron's schedule into `microbatch.loss` and
 `carry`; rollout files through the example's `main`. Every row says the error's
 type, what it must name as given, and what it must tell to do; that it is raised on every rank; that no parameter
-changed; and that the row's nearest legal neighbour is accepted. Rows name the phrase of README they cover, and every
+changed; and that the row's nearest legal neighbour is accepted. Rows name the phrase of that page they cover, and every
 phrase must be covered.
 
 Many rows share one launch of ranks. The edge cases that are defined, not refused, are compared with the oracle below.
@@ -617,14 +617,14 @@ def test_a_misspelt_mode_flag_is_not_swallowed(folder: None) -> None:
 
 
 def refused_phrases() -> list[str]:
-    """The phrases of README's table of refusals."""
-    readme = (ROOT / "README.md").read_text()
-    section = readme.split("## What is refused\n")[1].split("\n## ")[0]
+    """The phrases of the table of refusals in docs/support.md."""
+    page = (ROOT / "docs/support.md").read_text()
+    section = page.split("## What is refused\n")[1].split("\n## ")[0]
     cells = [line.split("|")[2] for line in section.splitlines() if line.startswith("|")][2:]
     return [phrase.strip() for cell in cells for phrase in cell.split(";")]
 
 
-def test_every_refusal_of_the_readme_has_a_row() -> None:
+def test_every_refusal_of_the_page_has_a_row() -> None:
     phrases = refused_phrases()
     assert len(phrases) >= 20
     covers = {row.covers for row in ROWS} - {""}

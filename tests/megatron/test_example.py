@@ -108,6 +108,28 @@ def test_a_step_is_the_same_in_every_layout(layout: str, mode: str, start: list[
     assert_same_steps(last_rank(world_size, [*start, *flags, *MODES[mode]]), on_one_process(mode))
 
 
+POLICY_LOSSES = {
+    "gspo": ["--clip-low", "0.5", "--clip-high", "0.5"],
+    "luspo": ["--loss-aggregation", "trl:luspo", "--clip-low", "0.5", "--clip-high", "0.5"],
+    "gmpo": [],
+    "gspo_token": ["--loss-aggregation", "token_mean", "--clip-low", "0.5", "--clip-high", "0.5"],
+    "cispo": ["--loss-aggregation", "prompt_mean"],
+    "sapo": [],
+}
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+def test_a_policy_loss_is_the_same_in_every_layout(name: str, start: list[str], on_one_process: Any) -> None:
+    """Sequences lie on two CP ranks, whose sums go forward and backward through the real schedule."""
+    asked = [*start, "--policy-loss", name, *POLICY_LOSSES[name]]
+    alone = last_rank(1, asked)
+    for layout in ("tp 2 x cp 2", "pp 2 x cp 2", "cp 4") if name in ("gspo", "gmpo") else ("tp 2 x cp 2",):
+        world_size, flags = LAYOUTS[layout]
+        assert_same_steps(last_rank(world_size, [*asked, *flags]), alone)
+    ppo = on_one_process("sample_mean")[0]
+    assert abs(alone[0]["grad_norm"] - ppo["grad_norm"]) > 1e-2 * ppo["grad_norm"]
+
+
 def test_modes_and_unit_counting_differ_on_this_data(start: list[str], on_one_process: Any) -> None:
     """If they did not, agreement between layouts would prove nothing."""
     active = last_rank(1, [*start, *MODES["sample_mean"], "--loss-aggregation-units", "active"])
@@ -194,6 +216,14 @@ REFUSED = {
     "a path that does not load": (["--custom-pg-loss-reducer-function-path", "no.such:fn"], "it does not load"),
     "micro-batches of two packs": (["--micro-batch-size", "2"], "a micro-batch is one pack"),
     "batch ramp-up": (["--rampup-batch-size", "4", "4", "8"], "--rampup-batch-size: a step's packs are fixed here"),
+    "a policy loss with a mode that makes another of it": (
+        ["--policy-loss", "gmpo", "--loss-aggregation", "token_mean"],
+        "what its paper says by sample_mean alone",
+    ),
+    "a clip range of a loss that has none": (
+        ["--policy-loss", "sapo", "--clip-high", "0.28"],
+        "clip_high=0.28 for the policy loss sapo",
+    ),
     "packs too short": (["--seq-length", "64", "--max-position-embeddings", "64"], "do not fit into 8 packs"),
 }
 

@@ -216,6 +216,33 @@ def test_a_whole_step_equals_the_oracle(layout: Layout, record_property: Callabl
     assert not failed, "\n".join(f"{case}: {errors}" for _, case, errors in failed[:5])
 
 
+OF_SEQUENCES = [
+    Layout(1, False, 1, 1, 2, 1),
+    Layout(1, False, 1, 1, 4, 1),
+    Layout(2, True, 1, 1, 2, 1),
+    Layout(1, False, 2, 1, 2, 1),
+    Layout(1, False, 1, 1, 2, 2),
+    Layout(2, True, 2, 1, 2, 1),
+]
+
+
+@pytest.mark.parametrize("layout", OF_SEQUENCES, ids=str)
+def test_losses_of_sequences_equal_the_oracle(layout: Layout, record_property: Callable[[str, Any], None]) -> None:
+    """A sequence's ratio is a sum over CP ranks, forward and backward, between the schedule's own collectives."""
+    plain: dict[str, Any] = {"bf16": False, "optimizer": "plain", "tied": False, "lopsided": False}
+    cases = [
+        Case(microbatches, mode, "all", scaling, loss=loss, **plain)
+        for loss, mode in (("gspo", "sample_mean"), ("gmpo", "sample_mean"), ("gspo_token", "token_mean"))
+        for microbatches, scaling in ((2, "mean"), (3, "per token"))
+    ]
+    for case, outcomes in outcomes_in(layout, cases):
+        errors = errors_of(outcomes, gpt_oracle.step_of(case.shape(layout), case.mode, case.units, case.loss))
+        assert all(errors[what] <= bound for what, bound in FP32_BOUNDS.items()), (case, errors)
+        ppo = gpt_oracle.step_of(case.shape(layout), case.mode, case.units)
+        assert errors_of(outcomes, ppo)["gradients"] > 1e-2, "another loss would not be seen"
+        record_property("sequence_losses_gradients_error", errors["gradients"])
+
+
 @pytest.mark.parametrize("layout", BF16_CONTROLS, ids=str)
 def test_bf16_bounds_would_see_another_mode(layout: Layout) -> None:
     """Every mode and unit counting against the oracle of each other one: beyond the bound that the right one keeps."""

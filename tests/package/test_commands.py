@@ -38,12 +38,14 @@ ELSEWHERE = "slime|MILES|MEGATRON_LM|VERL|SKYRL"
 ROWS = [
     # our own entry points
     Row(r"python -m megatron_rl_loss (modes|example|example (pretrain_\w+|on_cpu))", by="here"),
+    Row(r"(torchrun .* |python )-m megatron_rl_loss audit.*",
+        by="megatron/test_audit_launch.py", named='"megatron_rl_loss", "audit"'),
     Row(r"python -m megatron_rl_loss example NAME", by="package/test_example_command.py", named='"example", *words'),
     Row(r"python own_mode\.py", by="examples/test_recipes.py", named='"own_mode.py"'),
     Row(r"torchrun --nproc-per-node 2 plain_ddp\.py", by="examples/test_recipes.py", named='"--nproc-per-node", "2"'),
     Row(r"torchrun .* on_cpu\.py .*", by="examples/test_pretrain_recipes.py", named="on_cpu.py pretrain_packed.py"),
     Row(r"torchrun .* pretrain_packed\.py .*", by="examples/test_pretrain_recipes.py", named="script.main()"),
-    Row(r"torchrun .* pretrain_mine\.py .*", by="examples/test_minimal.py", named="pretrain_minimal.main()"),
+    Row(r"torchrun .* pretrain_mine\.py .*", by="examples/test_pretrain_recipes.py", named="script.main()"),
     Row(r"examples/launch_grpo\.slurm", needs="Slurm"),
     Row(r"examples/launch_grpo\.sh", by="megatron/test_example.py", named='"launch_grpo.sh"'),
     Row(r"examples/recipes/(slime|miles|verl)\.sh|python3 (train\.py|-m verl\.trainer\.main_ppo) .*",
@@ -54,7 +56,8 @@ ROWS = [
         by="frameworks/test_slime.py", named="load_function"),
     Row(r"actor_rollout_ref\.model\.external_lib=.*", by="frameworks/test_verl.py", named="verl_install"),
     Row(r"PYTHONPATH=\$MEGATRON_LM torchrun .*", by="frameworks/real/test_real_train_rl.py", named="MEGATRON_LM"),
-    Row(r"([A-Z_]+_PATH=~/\S+ )+python -m pytest tests/frameworks/real\S*", needs="checkouts of those frameworks"),
+    Row(r"([A-Z_]+_PATH=\S+ )+(python -m pytest|tools/test\.sh) tests/frameworks/real\S*",
+        needs="checkouts of those frameworks"),
     Row(r"pip install megatron-bridge.*|python -c 'from megatron\.bridge .*", needs="a GPU and a model"),
     # what checks this repository; all of it is what runs this test
     Row(r"tools/test\.sh( tests/\S+| -m 'not slow')?", needs="to be what runs this test"),
@@ -63,12 +66,21 @@ ROWS = [
     Row(r"tools/docs\.sh", by="package/test_docs_site.py", named='"docs.sh"'),
     Row(r"tools/check_package\.sh|python -m build", needs="a package index; test_distribution.py builds without"),
     Row(r"(python )?tools/list_refusals\.py", by="package/test_refusals_page.py", named="list_refusals.main()"),
+    Row(r"python tests/support/audit_examples\.py", by="package/test_audit_page.py", named="audit_examples.EXAMPLES"),
     Row(r"python tools/show_recipes\.py", by="package/test_recipes_page.py", named="show_recipes.main()"),
     Row(r"pip install (-e \.|-e '\.\[\w+\]')", needs="a package index; test_distribution.py installs without"),
     Row(r"pip install apex", needs="nobody to do it: it is what not to install"),
+    # what the online example and the audit show
+    Row(r"(torchrun .* |python )examples/online_grpo\.py .*",
+        by="examples/test_online.py", named="online_grpo.main(flags)"),
+    Row(r"([A-Z]+=(\S+|\".*\") )*tools/compare_modes\.sh.*",
+        by="examples/test_online_tools.py", named="compare_modes.sh"),
+    Row(r"python tools/plot_online\.py .*", by="examples/test_online_tools.py", named="plot_online.table"),
+    Row(r"tools/compare_layouts\.py", by="examples/test_online_tools.py", named="compare_layouts.main()"),
+    Row(r"tools/audit_picture\.py", by="unit/test_audit_picture.py", named="audit_picture.main()"),
     # measurements
     Row(r"tools/bench/reducers\.py --device cuda", needs="a GPU"),
-    Row(r"tools/bench/\w+\.py.*", needs="a quiet machine and minutes"),
+    Row(r"(python )?tools/bench/\w+\.py.*", needs="a quiet machine and minutes"),
 ]  # fmt: skip
 
 

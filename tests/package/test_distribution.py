@@ -7,6 +7,7 @@ Built by this environment's setuptools, installed without dependencies beside th
 import functools
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -115,9 +116,21 @@ def test_its_metadata(wheel: Path) -> None:
         True
     ] * 4
     assert not [line for line in lines if "://" in line], "no address is made up"
-    assert "](docs/" not in readme
-    assert "](examples/" not in readme
+    assert not re.findall(r"\](?:\(|: )(?!https?:)[\w./]+", readme), "they lead nowhere from a package index"
+    assert "]: docs/" not in readme
     assert "python -m megatron_rl_loss modes" in readme
+
+
+def test_its_links_lead_somewhere_where_the_address_is_said(
+    sdist: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("REPOSITORY_URL", "https://host.example/us")
+    code = "import setuptools.build_meta as backend, sys; backend.prepare_metadata_for_build_wheel(sys.argv[1])"
+    run(sys.executable, "-c", code, tmp_path, cwd=sdist)
+    readme = next(tmp_path.glob("*.dist-info/METADATA")).read_text()
+    assert "](https://host.example/us/raw/main/docs/audit.png)" in readme
+    assert "[verl](https://host.example/us/blob/main/docs/frameworks/verl.md)" in readme
+    assert "](docs/" not in readme
 
 
 def test_the_wheel_works_where_only_it_is(wheel: Path, tmp_path: Path) -> None:

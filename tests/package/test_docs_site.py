@@ -46,6 +46,8 @@ def test_the_site_has_every_page_and_every_module(copy: Path) -> None:
     public = (site / "reference" / "index.html").read_text()
     for name in ("make_pg_loss_reducer", "StepTotals", "ppo_clip_loss"):
         assert f'id="megatron_rl_loss.{name}"' in public
+    reducer = (site / "reference" / "megatron_rl_loss.reduction.html").read_text()
+    assert '<span class="gp">&gt;&gt;&gt; </span>' in reducer  # a doctest is code
     assert 'id="megatron_rl_loss.layouts.ZigzagTHD"' in (site / "reference/megatron_rl_loss.layouts.html").read_text()
 
 

@@ -62,7 +62,7 @@ def test_torch_and_numpy_are_the_requirements() -> None:
     requires = metadata.requires("megatron-rl-loss")
     assert requires is not None
     assert [r for r in requires if "extra ==" not in r] == ["torch>=2.6", "numpy>=1.26"]
-    extras = {"megatron", "te", "demo", "bench", "test", "docs"}
+    extras = {"megatron", "te", "demo", "bench", "audit", "test", "docs"}
     assert set(metadata.metadata("megatron-rl-loss").get_all("Provides-Extra")) == extras
     assert not any(r.lower().startswith("apex") for r in requires)
 

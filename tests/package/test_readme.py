@@ -1,4 +1,4 @@
-"""The README says what is so: its code runs, its flags are the parser's, its numbers come out."""
+"""README and docs/using.md say what is so: their code runs, their flags are the parser's, their numbers come out."""
 
 import argparse
 import re
@@ -12,13 +12,32 @@ from megatron_rl_loss import available_modes, modes
 from megatron_rl_loss.arguments import add_loss_aggregation_args
 
 README = (ROOT / "README.md").read_text()
-BLOCKS = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+USING = (ROOT / "docs/using.md").read_text()
 
 
-def test_code_blocks_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def blocks(page: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+
+
+def test_the_five_lines_run() -> None:
+    lines, script = blocks(README)
+    assert script == (ROOT / "examples/recipes/pretrain_packed.py").read_text()  # test_pretrain_recipes.py runs it
+    names: dict[str, Any] = {}
+    exec(lines, names)
+    assert float(names["share"]) == 4
+    assert "# tensor(4.)" in lines
+
+
+def test_nothing_is_wide_or_long() -> None:
+    lines = README.splitlines()
+    assert max(map(len, lines)) <= 120
+    script = len(blocks(README)[1].splitlines())
+    assert len(lines) - script <= 110
+
+
+def test_code_blocks_of_using_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(modes, "_REGISTERED", {})
-    script, core, own_mode = BLOCKS
-    compile(script, "README.md", "exec")  # a whole launch: test_example.py runs the same calls
+    core, own_mode = blocks(USING)
     names: dict[str, Any] = {}
     exec(core, names)
     assert float(names["share"]) == pytest.approx(18 / 7)
@@ -30,7 +49,7 @@ def test_code_blocks_run(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_flags_are_the_parsers() -> None:
     parser = add_loss_aggregation_args(argparse.ArgumentParser(add_help=False))
     flags = {action.option_strings[0] for action in parser._actions}
-    table = re.findall(r"^\| `(--[a-z-]+)", README, flags=re.MULTILINE)
+    table = re.findall(r"^\| `(--[a-z-]+)", USING, flags=re.MULTILINE)
     assert set(table) - {"--loss-aggregation"} == flags - {"--loss-aggregation"}
     assert "--loss-aggregation" in table
 

@@ -56,9 +56,7 @@ NO_PATH = "a path that does not load or names no function"
 
 
 ELSEWHERE = "another framework's setting that is not exact in every layout"
-
-
-CONTRADICTED = "or a divisor or unit counting that contradicts its name"
+CONTRADICTED = "a divisor or counting that contradicts its name"
 
 
 AUDITED = "an audit interval that is no number of steps"
@@ -100,12 +98,12 @@ FLAG_ROWS = [
          "--loss-aggregation-empty-step: invalid choice: 'skip'", "", f"{AGGREGATE}-empty-step error", "SystemExit"),
     flag("unknown empty-step handling, from YAML", UNKNOWN, YAML_FLAGS | {"loss_aggregation_empty_step": "skip"},
          "empty step handling 'skip'", "Choose one of", YAML_FLAGS | {"loss_aggregation_empty_step": "error"}),
-    flag("another framework's mean of means", f"{ELSEWHERE}, {CONTRADICTED}", f"{AGGREGATE} trl:bnpo",
+    flag("another framework's mean of means", ELSEWHERE, f"{AGGREGATE} trl:bnpo",
          "loss aggregation 'trl:bnpo'", "Choose 'token_mean'", f"{AGGREGATE} trl:dapo"),
-    flag("another divisor than the name's", f"{ELSEWHERE}, {CONTRADICTED}",
+    flag("another divisor than the name's", CONTRADICTED,
          f"{AGGREGATE} verl:token-sum {AGGREGATE}-divisor 8", "divisor 8.0 with loss aggregation 'verl:token-sum'",
          "Drop the divisor", f"{AGGREGATE} verl:token-sum"),
-    flag("another counting than the name's", f"{ELSEWHERE}, {CONTRADICTED}",
+    flag("another counting than the name's", CONTRADICTED,
          f"{AGGREGATE} trl:grpo {AGGREGATE}-units active", "unit counting 'active' with loss aggregation 'trl:grpo'",
          "Drop the counting", f"{AGGREGATE} trl:grpo {AGGREGATE}-units all"),
     flag("own mode and a mode", "a custom path with another mode than the default",

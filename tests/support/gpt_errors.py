@@ -76,10 +76,12 @@ def errors_of(outcomes: list[tuple[dict[str, int], Outcome]], expected: Step) ->
 
 
 def outcomes_in(
-    layout: Layout, cases: list[Case], stock: bool = False, attention: str = "packed"
+    layout: Layout, cases: list[Case], stock: bool = False, attention: str = "packed", head: str = ""
 ) -> Iterator[tuple[Case, list[tuple[dict[str, int], Outcome]]]]:
     rollouts = {shape: gpt_oracle.rollouts_of(shape) for shape in {case.shape(layout) for case in cases}}
-    by_rank = run_ranks(layout.world_size, functools.partial(run_layout, layout, cases, rollouts, stock, attention))
+    by_rank = run_ranks(
+        layout.world_size, functools.partial(run_layout, layout, cases, rollouts, stock, attention, head)
+    )
     for k, case in enumerate(cases):
         yield case, [(place, found[k]) for place, found in by_rank]
 

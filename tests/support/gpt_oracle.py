@@ -176,13 +176,29 @@ class Step:
 
 
 @functools.cache
-def step_of(shape: GptShape, mode: str, units: str) -> Step:
+def step_of(shape: GptShape, mode: str, units: str, loss_name: str = "ppo") -> Step:
     forward = _forward(shape)
     losses, clipped, kl = [], [], []
     for one, log_probs in zip(forward.rollouts, forward.log_probs, strict=True):
         advantages = torch.tensor(one.advantages).double()  # float32 is what the model's side is given
         log_ratios = log_probs - torch.tensor(one.old_log_probs, dtype=torch.float64)
         ratios = log_ratios.exp()
+        mask = torch.tensor(one.mask).double()
+        mean = (log_ratios * mask).sum() / mask.sum().clamp(min=1e-9)
+        if loss_name == "gspo":
+            ratios = mean.exp().expand(len(mask))
+        elif loss_name == "gspo_token":
+            ratios = mean.exp().detach() * (log_probs - log_probs.detach()).exp()
+        elif loss_name == "gmpo":  # a token's own clip, of its log-ratio, before the mean
+            within = [
+                x.clamp(max=CLIP_HIGH) if a > 0 else x.clamp(min=-CLIP_LOW)
+                for x, a in zip(log_ratios, advantages.tolist(), strict=True)
+            ]
+            mean = (torch.stack(within) * mask).sum() / mask.sum().clamp(min=1e-9)
+            losses.append(-advantages * mean.exp())
+            clipped.append((torch.stack(within) != log_ratios).double().detach())
+            kl.append(-log_ratios.detach())
+            continue
         bounded = ratios.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH)
         losses.append(-torch.minimum(ratios * advantages, bounded * advantages))
         clipped.append((bounded * advantages < ratios * advantages).double())

@@ -34,7 +34,7 @@ def check_refusal(refused: Call, error: type[Exception], text: str, accepted: Ca
 @dataclass(frozen=True, kw_only=True)
 class Row:
     name: str
-    covers: str  # a fragment of README's table; "" for what it does not list
+    covers: str  # a fragment of the table in docs/support.md; "" for what it does not list
     error: str  # type of the exception
     given: str  # what the text must say was given
     todo: str = ""  # what it must say to do

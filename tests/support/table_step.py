@@ -119,11 +119,20 @@ def table_model(table: list[float], *, per_token: bool = False, ddp: bool = True
     return model
 
 
-def aggregation(samples_of: Any = None, *, totals_of: Any = None, **settings: Any) -> Any:
+def aggregation(
+    samples_of: Any = None,
+    *,
+    totals_of: Any = None,
+    terms: Any = None,
+    term_masks: Any = (),
+    prepared: AggregationSettings | None = None,
+    **settings: Any,
+) -> Any:
     from megatron_rl_loss.megatron import LossAggregation
 
     describe = samples_of or (lambda batch: batch.samples)
-    return LossAggregation(AggregationSettings.resolve(**settings), describe, totals_of=totals_of)
+    asked = prepared or AggregationSettings.resolve(**settings)
+    return LossAggregation(asked, describe, totals_of=totals_of, terms=terms, term_masks=term_masks)
 
 
 def one_step(

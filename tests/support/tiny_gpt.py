@@ -17,7 +17,7 @@ from gpt_oracle import GptShape, Rollout
 from ranks import start_process_group
 from torch import Tensor
 
-from megatron_rl_loss import Samples, ZigzagTHD, ppo_clip_loss
+from megatron_rl_loss import Samples, ZigzagTHD, policy_loss, ppo_clip_loss
 from megatron_rl_loss.arguments import AggregationSettings
 
 
@@ -55,6 +55,7 @@ class Case(NamedTuple):
     optimizer: str  # plain, distributed, overlap or distributed+overlap
     tied: bool
     lopsided: bool
+    loss: str = "ppo"  # a policy loss by name
 
     def shape(self, layout: Layout) -> GptShape:
         return GptShape(layout.num_layers, self.tied, self.bf16)
@@ -312,13 +313,20 @@ def collect(chunks: list[Any], of_gradients: bool) -> dict[str, tuple[Any, int |
     return found
 
 
-def run_case(layout: Layout, case: Case, rollouts: Sequence[Rollout], stock: bool, attention: str) -> Outcome:
+def run_case(
+    layout: Layout, case: Case, rollouts: Sequence[Rollout], stock: bool, attention: str, head: str
+) -> Outcome:
     from megatron.core import parallel_state as mpu
     from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.utils import unwrap_model
 
-    from megatron_rl_loss.megatron import LossAggregation
+    from megatron_rl_loss.megatron import Folded, LossAggregation, OutputHead, Tokens
 
     ready = build(layout, case, attention)
+    for chunk in map(unwrap_model, ready.chunks):
+        if "main grad" in head and hasattr(chunk, "output_layer"):  # as the flag that asks for a kernel of a GPU would
+            chunk.output_layer.gradient_accumulation_fusion = True
+    processor = {"output_processor": OutputHead(chunk_tokens=3, entropy=True)} if head else {}
     dp_rank, cp_rank = mpu.get_data_parallel_rank(), mpu.get_context_parallel_rank()
     batches = [batch.cuda() for batch in batches_of(rollouts, case, layout.dp, dp_rank, layout.cp, cp_rank)]
 
@@ -331,15 +339,39 @@ def run_case(layout: Layout, case: Case, rollouts: Sequence[Rollout], stock: boo
             clip_high=gpt_oracle.CLIP_HIGH,
         )
 
+    def losses_of(log_probs: Tensor, _: Any, old_log_probs: Tensor, advantages: Tensor) -> Any:
+        policy = policy_of(-log_probs, SimpleNamespace(old_log_probs=old_log_probs, advantages=advantages))  # type: ignore[arg-type]
+        return policy.per_token_loss, {"clip_fraction": policy.clipped, "ppo_kl": policy.ppo_kl}
+
     def forward_step(iterator: Iterator[Any], model: Any) -> Any:
         microbatch = next(iterator)
         batch: Batch = microbatch if stock else microbatch.data
+        context: Any = {}
+        if "one pass" in head:
+            inputs = {"old_log_probs": batch.old_log_probs, "advantages": batch.advantages}
+            folded = Folded.of(microbatch, losses_of, inputs, mask=batch.mask)
+            context = {"output_processor_context": folded}
+        elif head:
+            context = {"output_processor_context": Tokens(batch.mask)}
         output = model(
-            batch.tokens, batch.positions, None, labels=batch.labels, packed_seq_params=batch.packed_seq_params()
+            batch.tokens,
+            batch.positions,
+            None,
+            labels=batch.labels,
+            packed_seq_params=batch.packed_seq_params(),
+            **processor,
+            **context,
         )
 
-        def loss_func(negative_log_probs: Tensor) -> Any:
-            policy = policy_of(negative_log_probs, batch)
+        def loss_func(output: Any) -> Any:
+            if "one pass" in head:
+                share, values = output
+                means = {name: microbatch.sample_mean(values[name]) for name in ("clip_fraction", "ppo_kl")}
+                return microbatch.carry(share, {"pg_loss": share, **means})
+            log_probs = output[0] if head else -output
+            clip = {"clip_low": gpt_oracle.CLIP_LOW, "clip_high": gpt_oracle.CLIP_HIGH}
+            given = log_probs, batch.old_log_probs, batch.advantages
+            policy = policy_loss(case.loss, *given, microbatch.tokens, microbatch.cp_group, **clip)
             return microbatch.loss(
                 policy.per_token_loss, metrics={"clip_fraction": policy.clipped, "ppo_kl": policy.ppo_kl}
             )
@@ -395,10 +427,13 @@ def run_layout(
     rollouts: dict[GptShape, list[Rollout]],
     stock: bool = False,
     attention: str = "packed",
+    head: str = "",
 ) -> tuple[dict[str, int], list[Outcome]]:
     """On one rank: its place, and its part of what each case gave.
 
     `attention`: "packed" is `examples/packed_attention.py`, "te" is Transformer Engine's in its stead (GPUs, bf16).
+    `head`: "" is Megatron's output layer and cross-entropy, else `OutputHead` in "two passes" or "one pass", with or
+    without "main grad".
     """
     from megatron.core import parallel_state as mpu
 
@@ -415,4 +450,4 @@ def run_layout(
         "cp": mpu.get_context_parallel_rank(),
         "dp": mpu.get_data_parallel_rank(),
     }
-    return place, [run_case(layout, case, rollouts[case.shape(layout)], stock, attention) for case in cases]
+    return place, [run_case(layout, case, rollouts[case.shape(layout)], stock, attention, head) for case in cases]

@@ -75,7 +75,7 @@ def test_every_place_gives_the_facts_that_its_text_asks_for() -> None:
 
 
 def test_facts_are_put_in_as_they_are() -> None:
-    assert explain("unknown_mode", mode="{x}", choices="a % b") == (
+    assert explain("unknown_mode", mode="{x}", choices="Choose one of a % b") == (
         "loss aggregation '{x}': there is no such mode. Choose one of a % b."
     )
 

@@ -1,6 +1,7 @@
 """The per-token losses and advantages, each against its formula written for one token with Python's ifs in float64."""
 
 import itertools
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,12 +15,18 @@ from refusals import Call, Refusal, check_refusal, each_of
 from torch import Tensor
 
 from megatron_rl_loss import (
+    PolicyLoss,
     StepTotals,
+    cispo_loss,
+    distillation_advantages,
+    dppo_loss,
     group_relative_advantages,
     kl_estimate,
     make_pg_loss_reducer,
     ppo_clip_loss,
+    sapo_loss,
     truncated_importance_weights,
+    value_loss,
 )
 
 # Equal rewards are told of; test_said_at_the_door.py has it.
@@ -129,12 +136,166 @@ def test_ppo_by_hand(
     assert float(result.clipped) == clipped
 
 
-def test_shapes_and_dtypes_are_kept() -> None:
+POLICY_LOSSES: dict[str, Callable[..., PolicyLoss]] = {
+    "ppo": ppo_clip_loss,
+    "cispo": cispo_loss,
+    "sapo": sapo_loss,
+    "dppo": dppo_loss,
+}
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+def test_shapes_and_dtypes_are_kept(name: str) -> None:
     for dtype, shape in [(torch.bfloat16, (2, 3)), (torch.float16, (6,)), (torch.float32, (1, 2, 3))]:
         x = torch.zeros(shape, dtype=dtype)
-        result = ppo_clip_loss(x, x, x[..., :1])  # an advantage a row
-        for got in (result.per_token_loss, result.clipped, result.ppo_kl, kl_estimate(x, x)):
+        result = POLICY_LOSSES[name](x, x, x[..., :1])  # an advantage a row
+        for got in (result.per_token_loss, result.clipped, result.ppo_kl, kl_estimate(x, x), value_loss(x, x)):
             assert (got.shape, got.dtype) == (x.shape, dtype)
+
+
+# --- its relatives: the weight clipped, a soft gate, a trust region of probabilities
+
+
+def cispo(log_prob: Tensor, old: float, advantage: float, low: float | None, high: float) -> Tensor:
+    ratio = min((float(log_prob.detach()) - old), 700.0)
+    weight = min(float(scalar(ratio).exp()), 1 + high)
+    if low is not None:
+        weight = max(weight, 1 - low)
+    return -weight * advantage * log_prob
+
+
+def sapo(log_prob: Tensor, old: float, advantage: float, positive: float, negative: float) -> Tensor:
+    tau = positive if advantage > 0 else negative
+    return -advantage * torch.sigmoid(tau * ((log_prob - old).exp() - 1)) * 4 / tau
+
+
+def dppo(log_prob: Tensor, old: float, advantage: float, divergence: str, threshold: float) -> Tensor:
+    p, q = float(log_prob.detach().exp()), float(scalar(old).exp())
+    far = abs(p - q)
+    if divergence == "kl":
+        far = q * math.log(q / p) + (1 - q) * math.log((1 - q) / (1 - p))
+    if far > threshold and advantage * (p - q) > 0:
+        return 0 * log_prob
+    return -advantage * (log_prob - old).exp()
+
+
+RELATIVES: dict[str, tuple[Callable[..., PolicyLoss], dict[str, Any], Callable[..., Tensor], tuple[Any, ...]]] = {
+    "CISPO": (cispo_loss, {}, cispo, (None, 4.0)),
+    "CISPO, narrow above": (cispo_loss, {"clip_high": 0.2}, cispo, (None, 0.2)),
+    "CISPO, both": (cispo_loss, {"clip_low": 0.2, "clip_high": 0.28}, cispo, (0.2, 0.28)),
+    "CISPO, 1 is no lower bound": (cispo_loss, {"clip_low": 1, "clip_high": 0.28}, cispo, (None, 0.28)),
+    "SAPO": (sapo_loss, {}, sapo, (1.0, 1.05)),
+    "SAPO, others": (sapo_loss, {"tau_positive": 0.3, "tau_negative": 7}, sapo, (0.3, 7.0)),
+    "DPPO tv": (dppo_loss, {"threshold": 0.05}, dppo, ("tv", 0.05)),
+    "DPPO tv, usual": (dppo_loss, {}, dppo, ("tv", 0.15)),
+    "DPPO kl": (dppo_loss, {"divergence": "kl", "threshold": 0.01}, dppo, ("kl", 0.01)),
+}
+
+
+@pytest.mark.parametrize(("loss", "keywords", "formula", "given"), RELATIVES.values(), ids=RELATIVES.keys())
+@pytest.mark.parametrize("w", [1.0, 0.7], ids=["on-policy", "weighted"])
+def test_relatives_of_ppo(
+    loss: Callable[..., PolicyLoss],
+    keywords: dict[str, Any],
+    formula: Callable[..., Tensor],
+    given: tuple[Any, ...],
+    w: float,
+) -> None:
+    """In float64: value, slope, and what is said to be clipped."""
+    tokens = [(log_ratio, advantage) for log_ratio, advantage in TOKENS if log_ratio < 2]  # log-probs stay below 0
+    log_probs = torch.tensor([old + r for old, (r, _) in zip(OLD, tokens, strict=False)], dtype=torch.float64)
+    log_probs.requires_grad_()
+    old = torch.tensor(OLD[: len(tokens)], dtype=torch.float64, requires_grad=True)
+    advantages = torch.tensor([advantage for _, advantage in tokens], dtype=torch.float64)
+    weights = torch.full_like(advantages, w, requires_grad=True)
+    result = loss(log_probs, old, advantages, importance_weights=None if w == 1 else weights, **keywords)
+    result.per_token_loss.sum().backward()
+    assert old.grad is None
+    assert weights.grad is None
+    clipped = 0
+    for t, (log_ratio, advantage) in enumerate(tokens):
+        value, slope = value_and_slope(lambda x, t=t, a=advantage: formula(x, OLD[t], a, *given), OLD[t] + log_ratio)
+        assert float(result.per_token_loss[t].detach()) == pytest.approx(w * value, rel=1e-12), tokens[t]
+        assert float(log_probs.grad[t]) == pytest.approx(w * slope, rel=1e-12), tokens[t]
+        assert float(result.ppo_kl[t]) == pytest.approx(-log_ratio, abs=1e-12)
+        if loss is dppo_loss:
+            assert float(result.clipped[t]) == (advantage != 0 and slope == 0), tokens[t]
+        elif loss is cispo_loss:
+            low, high = given
+            within = 1 - (low or 1) <= math.exp(log_ratio) <= 1 + high
+            assert float(result.clipped[t]) == (advantage != 0 and not within), tokens[t]
+        clipped += int(result.clipped[t])
+    assert (clipped > 0) == (loss is not sapo_loss and given != (None, 4.0))
+
+
+def test_at_ratio_1_they_have_one_gradient() -> None:
+    advantages = torch.tensor([-2.0, -0.5, 0.0, 1.0], dtype=torch.float64)
+    for name, loss in POLICY_LOSSES.items():
+        log_probs = torch.full((4,), -1.5, dtype=torch.float64, requires_grad=True)
+        loss(log_probs, log_probs.detach(), advantages).per_token_loss.sum().backward()
+        assert log_probs.grad.tolist() == pytest.approx((-advantages).tolist(), rel=1e-12), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_a_large_ratio_gates_to_a_finite_loss_and_gradient(dtype: torch.dtype) -> None:
+    for loss in (cispo_loss, sapo_loss):
+        log_probs = torch.zeros(2, dtype=dtype, requires_grad=True)
+        found = loss(log_probs, torch.full((2,), -900.0, dtype=dtype), torch.tensor([1.0, -1.0], dtype=dtype))
+        found.per_token_loss.sum().backward()
+        assert torch.isfinite(found.per_token_loss).all()
+        assert torch.isfinite(log_probs.grad).all()
+
+
+def test_a_certain_token_has_a_divergence() -> None:
+    """p = 1 or q = 1, where the other tokens' log-probability is -inf."""
+    certain, likely = torch.zeros(2), torch.full((2,), -0.5)
+    advantages = torch.tensor([1.0, -1.0])
+    for divergence in ("tv", "kl"):
+        up = dppo_loss(certain, likely, advantages, divergence=divergence, threshold=0.1)  # type: ignore[arg-type]
+        assert up.clipped.tolist() == [1, 0]
+        down = dppo_loss(likely, certain, advantages, divergence=divergence, threshold=0.1)  # type: ignore[arg-type]
+        assert down.clipped.tolist() == [0, 1]
+        same = dppo_loss(certain, certain, advantages, divergence=divergence)  # type: ignore[arg-type]
+        assert same.clipped.tolist() == [0, 0]
+        assert same.per_token_loss.tolist() == [-1, 1]
+
+
+# --- a critic
+
+
+def critic(value: Tensor, target: float, old: float, clip: float | None) -> Tensor:
+    square = (value - target) ** 2
+    if clip is not None:
+        within = value
+        if value > old + clip:
+            within = scalar(old + clip)
+        elif value < old - clip:
+            within = scalar(old - clip)
+        other = (within - target) ** 2
+        square = other if other > square else square
+    return square / 2
+
+
+@pytest.mark.parametrize("clip", [None, 0.2, 5.0])
+def test_value_loss(clip: float | None) -> None:
+    cases = list(itertools.product([-1.0, -0.1, 0.05, 0.6], [-0.8, 0.3, 2.0], [0.0, 0.4]))
+    values = torch.tensor([value for value, _, _ in cases], dtype=torch.float64, requires_grad=True)
+    returns = torch.tensor([target for _, target, _ in cases], dtype=torch.float64, requires_grad=True)
+    old = torch.tensor([before for _, _, before in cases], dtype=torch.float64, requires_grad=True)
+    loss = value_loss(values, returns, old_values=None if clip is None else old, clip=clip)
+    loss.sum().backward()
+    assert (returns.grad, old.grad) == (None, None)
+    for t, (value, target, before) in enumerate(cases):
+        expected, slope = value_and_slope(lambda x, r=target, o=before: critic(x, r, o, clip), value)
+        assert float(loss[t].detach()) == pytest.approx(expected, rel=1e-12)
+        assert float(values.grad[t]) == pytest.approx(slope, rel=1e-12)
+
+
+def test_distillation_advantages() -> None:
+    log_probs = torch.tensor([-1.0, -2.0], requires_grad=True)
+    advantages = distillation_advantages(log_probs, torch.tensor([-0.5, -4.0]))
+    assert advantages.tolist() == [0.5, -2.0]
+    assert not advantages.requires_grad
 
 
 @pytest.mark.parametrize("advantage", [1.0, 0.0], ids=["A=1", "A=0"])
@@ -291,7 +452,76 @@ def advantages(rewards: Any, ids: Any) -> Call:
     return lambda: group_relative_advantages(torch.tensor(rewards), ids)
 
 
+def relative(loss: Callable[..., PolicyLoss], **keywords: Any) -> Call:
+    given = {"log_probs": THREE, "old_log_probs": THREE, "advantages": THREE} | keywords
+    return lambda: loss(**given)
+
+
+def value(**keywords: Any) -> Call:
+    return lambda: value_loss(**{"values": THREE, "returns": THREE, **keywords})
+
+
 REFUSALS: dict[str, Refusal] = {
+    "CISPO, shapes differ": (
+        relative(cispo_loss, old_log_probs=torch.zeros(4)),
+        ValueError,
+        r"log-probs of shapes \(3,\) and \(4,\)",
+        relative(cispo_loss),
+    ),
+    "CISPO, clip_low 0": (
+        relative(cispo_loss, clip_low=0.0),
+        ValueError,
+        r"clip_low is 0.0: it must be in \(0, 1\]",
+        relative(cispo_loss, clip_low=None),
+    ),
+    "CISPO, clip_high 0": (
+        relative(cispo_loss, clip_high=0.0),
+        ValueError,
+        "clip_high is 0.0",
+        relative(cispo_loss, clip_high=1.5),
+    ),
+    "SAPO, a temperature of 0": (
+        relative(sapo_loss, tau_negative=0.0),
+        ValueError,
+        r"tau_negative is 0.0: it must be in \[0.1, 100\]",
+        relative(sapo_loss, tau_negative=2.0),
+    ),
+    "DPPO, a threshold of 1 of tv": (
+        relative(dppo_loss, threshold=1.0),
+        ValueError,
+        "threshold is 1.0: it must be above 0, and below 1 for tv",
+        relative(dppo_loss, threshold=1.0, divergence="kl"),
+    ),
+    "DPPO, an unknown divergence": (
+        relative(dppo_loss, divergence="js"),
+        ValueError,
+        "there is no such divergence. Choose one of tv, kl",
+        relative(dppo_loss, divergence="kl"),
+    ),
+    "values and returns of different shapes": (
+        value(returns=torch.zeros(1)),
+        ValueError,
+        r"values and returns of shapes \(3,\) and \(1,\)",
+        value(returns=torch.ones(3)),
+    ),
+    "a value clip without old values": (
+        value(clip=0.2),
+        ValueError,
+        "clip=0.2 with no old_values: values are clipped around the old ones",
+        value(clip=0.2, old_values=THREE),
+    ),
+    "old values without a clip": (
+        value(old_values=THREE),
+        ValueError,
+        "clip=None with some old_values",
+        value(),
+    ),
+    "a value clip of 0": (
+        value(clip=0.0, old_values=THREE),
+        ValueError,
+        "clip is 0.0: it must be finite and above 0",
+        value(clip=0.1, old_values=THREE),
+    ),
     "shapes differ": (
         clip(old_log_probs=torch.zeros(4)),
         ValueError,

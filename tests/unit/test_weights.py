@@ -322,7 +322,7 @@ REFUSALS: dict[str, Refusal] = {
     "unknown mode": (
         lambda: by_hand("dapo", WITH_ROLLOUTS),
         ValueError,
-        "'dapo': there is no such mode. Choose one of sample_mean, prompt_mean, token_mean, constant",
+        "'dapo': there is no such mode. Did you mean trl:dapo\\? Choose one of sample_mean, prompt_mean, token_mean",
         lambda: by_hand("token_mean", StepTotals(step_tokens=6)),
     ),
     "unknown counting": (

@@ -172,7 +172,9 @@ def load_theirs(name: str, checkout: Path, place: SimpleNamespace) -> ModuleType
     vars(parallel)["get_parallel_state"] = lambda: place
     core = ModuleType("megatron.core")
     vars(core)["mpu"] = SimpleNamespace(
-        get_context_parallel_rank=lambda: place.cp.rank, get_context_parallel_world_size=lambda: place.cp.size
+        get_context_parallel_rank=lambda: place.cp.rank,
+        get_context_parallel_world_size=lambda: place.cp.size,
+        get_context_parallel_group=lambda: place.cp.group,
     )
     stand_ins: dict[str, Any] = {module.__name__: module for module in (package, parallel, core)}
     stand_ins |= {"megatron": ModuleType("megatron"), "fla": None}  # None: cannot be imported, which is foreseen

@@ -1,0 +1,219 @@
+"""The output layer in chunks inside a real Megatron GPTModel: whole optimizer steps against the float64 oracle.
+
+Every layout of ranks that touches the head: TP with and without sequence parallelism, CP, PP with the head on the last
+stage (and on the last of its virtual stages), tied and untied embeddings, main gradients, the distributed optimizer and
+overlapped reduction. `test_matrix` does the same for Megatron's own output layer.
+"""
+
+import copy
+import itertools
+from typing import Any
+
+import gpt_oracle
+import pytest
+import torch
+from gpt_errors import BF16_BOUNDS, FP32_BOUNDS, errors_of, outcomes_in
+from ranks import run_ranks, start_process_group
+from refusals import THREE_PARTS
+from tiny_gpt import Case, Layout
+
+LAYOUTS = [
+    Layout(1, False, 1, 1, 1, 1),
+    Layout(2, False, 1, 1, 1, 1),
+    Layout(2, True, 1, 1, 1, 1),
+    Layout(2, True, 1, 1, 2, 1),
+    Layout(1, False, 2, 1, 2, 1),
+    Layout(1, False, 2, 2, 1, 1),
+    Layout(2, True, 2, 1, 1, 1),
+    Layout(1, False, 1, 1, 2, 2),
+]
+HEADS = ("two passes", "one pass", "two passes, main grad", "one pass, main grad")
+
+
+def cases_of(layout: Layout) -> list[Case]:
+    """Every mode, scaling and optimizer at least once."""
+    settings = zip(
+        itertools.cycle(("sample_mean", "prompt_mean", "token_mean", "constant")),
+        itertools.cycle(("mean", "per token", "averaged in collective")),
+        ("plain", "distributed+overlap", "overlap", "distributed"),
+        (False, True, True, False),  # tied
+        (False, False, True, False),  # bf16
+        strict=False,
+    )
+    microbatches = 2 * layout.pp
+    return [
+        Case(microbatches, mode, "all", scaling, bf16, optimizer, tied, lopsided=False)
+        for mode, scaling, optimizer, tied, bf16 in settings
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_a_whole_step_equals_the_oracle(layout: Layout, head: str) -> None:
+    failed = []
+    for case, outcomes in outcomes_in(layout, cases_of(layout), head=head):
+        errors = errors_of(outcomes, gpt_oracle.step_of(case.shape(layout), case.mode, case.units))
+        bounds = BF16_BOUNDS if case.bf16 else FP32_BOUNDS
+        if any(not errors[what] <= bound for what, bound in bounds.items()):
+            failed.append((case, errors))
+    assert not failed, failed
+
+
+# --- the parts
+
+
+def on_a_model(check: str) -> Any:
+    from megatron.core import parallel_state as mpu
+    from megatron.core.utils import unwrap_model
+    from tiny_gpt import build
+
+    start_process_group()
+    mpu.initialize_model_parallel()
+    case = Case(1, "sample_mean", "all", "mean", False, "plain", False, False)
+    chunk = build(Layout(1, False, 1, 1, 1, 1), case, "packed").chunks[0]
+    return CHECKS[check](chunk, unwrap_model(chunk))
+
+
+def call(chunk: Any, **more: Any) -> Any:
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    ids = torch.arange(8)[None] % gpt_oracle.VOCAB
+    bounds = torch.tensor([0, 8], dtype=torch.int32)
+    names = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
+    packed = PackedSeqParams(qkv_format="thd", max_seqlen_q=8, max_seqlen_kv=8, **dict.fromkeys(names, bounds))
+    more = {"labels": ids} | more
+    return chunk(ids, ids, None, packed_seq_params=packed, **more)
+
+
+def gives_megatrons_log_probs(chunk: Any, model: Any) -> None:
+    from megatron_rl_loss.megatron import OutputHead, Tokens
+
+    stock = call(chunk)
+    log_probs, entropy = call(chunk, output_processor=OutputHead(chunk_tokens=3, entropy=True))
+    torch.testing.assert_close(log_probs, -stock, rtol=1e-6, atol=1e-6)
+    logits = call(chunk, labels=None).double()
+    torch.testing.assert_close(
+        entropy.double(), torch.distributions.Categorical(logits=logits).entropy(), rtol=1e-6, atol=1e-6
+    )
+    cold, none = call(chunk, output_processor=OutputHead(temperature=0.5))
+    assert none is None
+    ids = torch.arange(8)[None]
+    expected = (logits / 0.5).log_softmax(-1).gather(-1, ids[..., None])[..., 0]
+    torch.testing.assert_close(cold.double(), expected, rtol=2e-6, atol=1e-6)
+    keep = torch.zeros(1, 8, gpt_oracle.VOCAB, dtype=torch.bool)
+    keep[..., :12] = True
+    keep[0, 5] = False
+    kept, _ = call(chunk, output_processor=OutputHead(), output_processor_context=Tokens(keep=keep))
+    expected = logits[..., :12].log_softmax(-1).gather(-1, ids[..., None])[..., 0]
+    expected[0, 5] = 0
+    torch.testing.assert_close(kept.double(), expected, rtol=2e-6, atol=1e-6)
+
+
+def applies_mups_scale(chunk: Any, model: Any) -> None:
+    from megatron_rl_loss.megatron import OutputHead
+
+    model.config.use_mup, model.config.mup_output_mult = True, 0.25
+    log_probs, _ = call(chunk, output_processor=OutputHead())
+    torch.testing.assert_close(log_probs, -call(chunk), rtol=1e-6, atol=1e-6)
+    model.config.mup_output_mult = 1.0
+    assert (log_probs + call(chunk)).abs().max() > 0.01
+
+
+def waits_for_its_weight(chunk: Any, model: Any) -> list[str]:
+    """As DDP's hook does with --overlap-param-gather."""
+    from megatron_rl_loss.megatron import OutputHead
+
+    ran: list[str] = []
+    model.output_layer.register_forward_pre_hook(lambda module, *_: ran.append(type(module).__name__))
+    call(chunk, output_processor=OutputHead())
+    return ran
+
+
+def gives_the_same_under_no_grad(chunk: Any, model: Any) -> None:
+    from megatron_rl_loss.megatron import OutputHead
+
+    head = OutputHead(chunk_tokens=2)
+    with torch.no_grad():
+        alone, _ = call(chunk, output_processor=head)
+    assert not alone.requires_grad
+    assert torch.equal(alone, call(chunk, output_processor=head)[0].detach())
+
+
+def refuses(chunk: Any, model: Any) -> dict[str, str]:
+    """What is said of output layers that do more."""
+    from megatron_rl_loss.megatron import OutputHead
+
+    head, layer, said = OutputHead(), model.output_layer, {}
+    layer.config = copy.copy(layer.config)  # that of other layers stays as it is
+
+    def tried(name: str, **more: Any) -> None:
+        try:
+            call(chunk, output_processor=head, **more)
+        except ValueError as error:
+            said[name] = str(error)
+
+    tried("legal")
+    tried("no labels", labels=None)
+    for name, owner, attribute, value in (
+        ("GTP", layer, "gtp_remat_size", 2),
+        ("defer_embedding_wgrad_compute", layer.config, "defer_embedding_wgrad_compute", True),
+        ("CPU offloading", layer.config, "cpu_offloading", True),
+    ):
+        before = getattr(owner, attribute)
+        setattr(owner, attribute, value)
+        tried(name)
+        setattr(owner, attribute, before)
+    layer.skip_bias_add, layer.bias = True, torch.nn.Parameter(torch.zeros(gpt_oracle.VOCAB))
+    tried("skip_bias_add")
+    layer.skip_bias_add, layer.bias = False, None
+    handle = layer.register_forward_pre_hook(lambda module, inputs: inputs)
+    tried("a hook that changes its input")
+    handle.remove()
+    layer.__class__ = type("Adapted", (type(layer),), {"forward": lambda self, *args, **kwargs: None})
+    tried("Adapted")
+    return said
+
+
+CHECKS = {
+    check.__name__: check
+    for check in (
+        gives_megatrons_log_probs, applies_mups_scale, waits_for_its_weight, gives_the_same_under_no_grad, refuses,
+    )
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("check", ["gives_megatrons_log_probs", "applies_mups_scale", "gives_the_same_under_no_grad"])
+def test_the_head_of_a_model(check: str) -> None:
+    run_ranks(1, on_a_model, check)
+
+
+def test_hooks_before_the_output_layer_run() -> None:
+    assert run_ranks(1, on_a_model, "waits_for_its_weight") == [["ColumnParallelLinear"]]
+
+
+#: What a refused layer or call is called, in its text.
+REFUSED = {
+    "no labels": "without labels",
+    "GTP": "GTP",
+    "defer_embedding_wgrad_compute": "defer_embedding_wgrad_compute",
+    "CPU offloading": "CPU offloading",
+    "skip_bias_add": "skip_bias_add",
+    "a hook that changes its input": "a hook that changes its input",
+    "Adapted": "Adapted",
+}
+
+
+def test_output_layers_that_do_more_are_refused() -> None:
+    (said,) = run_ranks(1, on_a_model, "refuses")
+    assert set(said) == set(REFUSED)
+    for name, text in REFUSED.items():
+        assert text in said[name]
+        assert THREE_PARTS.fullmatch(said[name])
+
+
+def test_chunks_of_no_tokens_are_refused() -> None:
+    from megatron_rl_loss.megatron.output_head import OutputHead
+
+    with pytest.raises(ValueError, match="chunk_tokens is 0"):
+        OutputHead(chunk_tokens=0)
