@@ -161,10 +161,12 @@ def averages_of_parts(hypothesis: Hypothesis, cells: Cells, counting: str) -> fl
         names: tuple[str, ...] = ("dp_rank", "cp_rank") if hypothesis.part == "cp_place" else ("dp_rank",)
     elif units is not None and units.unit != "scope":
         names = (units.unit,)
-    elif (size is not None and size.unit == "scope" and not hypothesis.by_width) or (
-        units is not None and units.scope != "step"
-    ):
+    elif size is not None and size.unit == "scope" and not hypothesis.by_width:
         names = SCOPES[hypothesis.part][1]
+    elif units is not None and units.scope != "step":
+        names = SCOPES[units.scope][1]
+        if size is not None and size.scope == "cp_place" and "cp_rank" not in names:
+            names = (*names, "cp_rank")
     elif size is not None and size.scope in ("cp_place", "rank"):
         names = ("cp_rank",)  # the mean over CP ranks of each one's mean
     else:

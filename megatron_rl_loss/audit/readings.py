@@ -293,7 +293,8 @@ def _cause_of_part(hypothesis: Hypothesis) -> tuple[Cause, str]:
         return OTHERS["samples_of_prompt"], "samples_of_prompt"
     if size is not None and size.scope != "step" and size.unit == "scope":
         return PARTS["tokens", size.scope], f"own_tokens_{size.scope}"
-    if units is not None and units.scope != "step":
+    tokens_too = size is not None and size.scope != "step"
+    if units is not None and units.scope != "step" and not tokens_too:
         row = PARTS["units", units.scope]
         return replace(row, text=row.text.format(unit=units.what)), f"own_units_{units.scope}"
     unit = "unit" if size is None else size.unit

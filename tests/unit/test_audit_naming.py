@@ -217,3 +217,29 @@ def test_a_divisor_that_is_one_width_is_a_divisor() -> None:
     """Negative control: rows of one length."""
     verdict = judged(ragged(1, length=11), lambda p: p.sum / (p.of.N * width(p)), "constant", divisor=8)
     assert causes(verdict) == ["divisor"]
+
+
+# ---- rows' means over what a CP rank holds of them
+
+
+@each_seed
+def test_rows_means_by_cp_rank_are_told_as_such_where_every_micro_batch_has_as_many_rows(seed: int) -> None:
+    """Their number is everywhere the same, and explains nothing."""
+    ragged_rows = ragged(seed, longest=40, samples=(2, 2)).rows
+    step = Step(ragged_rows, cp_size=2)
+
+    def loss(p: Piece) -> Tensor:
+        rows = [(p.losses * p.mask)[p.sample == i].sum() / some(p.mask[p.sample == i].sum()) for i in range(2)]
+        return (rows[0] + rows[1]) / 2 * p.of.C / (p.of.D * p.of.K)
+
+    verdict = judged(step, loss, "sample_mean")
+    own, factor = verdict.deviations
+    assert own.cause == "own_tokens_of_rollout"
+    held = {}
+    for i, row in enumerate(step.numbers.rows):
+        for c in range(2):
+            mine = [entry for t, entry in enumerate(row.mask) if step.holder(t, len(row.mask)) == c]
+            if sum(mine):
+                held[f"sample {i}, CP {c}"] = sum(row.mask) / sum(mine) / 2  # a row's mean over its two parts
+    assert dict(own.factors) == pytest.approx(held, rel=1e-5)
+    assert factor.factor == pytest.approx(4, rel=1e-5)
