@@ -116,6 +116,14 @@ class Aggregation:
         return f"loss aggregation: {self.mode.name}{divisor}, unit counting {self.units}"
 
 
+#: Our own modes by name alone: micro-batches resolve them again and again.
+_PLAIN = {
+    mode.name: Aggregation(mode=mode, divisor=mode.default_divisor, units="all")
+    for mode in MODES.values()
+    if mode.default_divisor is not None or not mode.takes_divisor
+}
+
+
 def resolve(
     asked: str | ModeFunction, *, divisor: float | None = None, units: UnitCounting | None = None
 ) -> Aggregation:
@@ -133,6 +141,8 @@ def resolve(
             the name's, as a unit counting may.
         TypeError: what is neither a name nor a function; a divisor that is no number.
     """
+    if divisor is None and units is None and isinstance(asked, str) and asked in _PLAIN:
+        return _PLAIN[asked]
     if callable(asked):
         mode: Mode | OwnMode | None = OwnMode(_name_of(asked), asked)
         notice = None

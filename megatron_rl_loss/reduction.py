@@ -19,7 +19,7 @@ from megatron_rl_loss.layouts import Layout
 from megatron_rl_loss.masks import HostMasks
 from megatron_rl_loss.modes import ModeFunction, OwnMode
 from megatron_rl_loss.samples import LocalTokens, Samples
-from megatron_rl_loss.tap import tap
+from megatron_rl_loss.tap import is_listening, tap
 from megatron_rl_loss.totals import StepTotals, UnitCounting
 from megatron_rl_loss.weights import weigh, weigh_at_the_door
 
@@ -111,7 +111,8 @@ class WeightedSum:
         """This sum of the losses, and sums of further values, not differentiated, by `metric_sum` (by default this)."""
         metric_sum = metric_sum or self
         self.check("per_token_loss", per_token_loss)
-        self.tap(per_token_loss, self.name)
+        if is_listening():
+            self.tap(per_token_loss, self.name)
         for values in metrics:
             metric_sum.check("a metric", values)
         device = per_token_loss.device
@@ -141,7 +142,7 @@ class WeightedSum:
 
     def check(self, what: str, values: Tensor) -> None:
         """Refuse what is not one float for each token that this rank holds."""
-        check_values(what, values, self._shapes, len(self.weights), self._samples)
+        check_values(what, values, self._shapes, self.weights.numel(), self._samples)
 
     def weights_on(self, device: torch.device) -> Tensor:
         """The weights, moved to the device once."""
