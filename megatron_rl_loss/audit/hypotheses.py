@@ -19,7 +19,7 @@ import torch
 from megatron_rl_loss.aliases import NAMES, Aggregation
 from megatron_rl_loss.audit.counts import COUNTINGS, SCOPES, Cells, Count
 from megatron_rl_loss.audit.tokens import Floats, StepTokens
-from megatron_rl_loss.modes import MODES, Mode
+from megatron_rl_loss.modes import MODES, Mode, OwnMode
 from megatron_rl_loss.samples import Samples
 from megatron_rl_loss.totals import reduce_step_totals
 from megatron_rl_loss.weights import weigh
@@ -178,8 +178,14 @@ class StepSamples:
         self.totals = reduce_step_totals(self.microbatches)
 
     def weights(self, aggregation: Aggregation) -> Floats:
-        """The weight of every entry that an aggregation asks for, mask included, [num_entries]."""
-        weights = [weigh(aggregation, samples.local(0, 1), self.totals) for samples in self.microbatches]
+        """The weight of every entry that an aggregation asks for, mask included, [num_entries].
+
+        Raises ValueError for a mode of one's own that looks at what masks and ids do not say (labels).
+        """
+        totals, mode = self.totals, aggregation.mode
+        if isinstance(mode, OwnMode) and mode.statistics:
+            totals = reduce_step_totals(self.microbatches, statistics=mode.statistics)
+        weights = [weigh(aggregation, samples.local(0, 1), totals) for samples in self.microbatches]
         return torch.cat(weights).double().numpy() if weights else np.zeros(0)
 
 

@@ -106,13 +106,13 @@ def step_loss(mode: str, samples: Sequence[Sample], divisor: float | None = None
 
 def vl_norm(samples: Sequence[Sample], alpha: float = 0.75) -> Tensor:
     """sum_i M_i^-alpha (sum_t l*m) / sum_j M_j^-alpha, over samples with an active token."""
-    active = [one for one in samples if mask_tokens([one]) > 0]
-    powers = [mask_tokens([one]) ** -alpha for one in active]
-    sums = [(one.losses[one.mask != 0] * one.mask[one.mask != 0].double()).sum() for one in active]
-    return sum(
-        (power * of_sample for power, of_sample in zip(powers, sums, strict=True)),
-        torch.zeros((), dtype=torch.float64),
-    ) / sum(powers)
+    total, powers = torch.zeros((), dtype=torch.float64), 0.0
+    for one in samples:
+        if mask_tokens([one]) > 0:
+            power = mask_tokens([one]) ** -alpha
+            powers += power
+            total = total + power * (one.losses[one.mask != 0] * one.mask[one.mask != 0].double()).sum()
+    return total / powers
 
 
 def step_gradient(

@@ -4,7 +4,7 @@ Imported by forked ranks after `warm_megatron`; everything of Megatron is the re
 """
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -121,8 +121,8 @@ class Batch:
         self._layout = ZigzagTHD(bounds, total_lengths=lengths, filler_slots=len(fillers))
         self.samples = self.described("")
 
-    def described(self, rejects: str) -> Samples:
-        """As a data loader would, whole samples and not what this rank holds of them."""
+    def described(self, rejects: str, correct: Callable[[Sequence[Rollout]], list[Tensor]] | None = None) -> Samples:
+        """As a data loader would, whole samples and not what this rank holds of them; `correct`: a term's masks."""
         loss_masks = [torch.tensor(one.mask) for one in self._rollouts]
         if rejects:
             old, drawn_by = (
@@ -137,6 +137,7 @@ class Batch:
             layout=self._layout,
             rollout_ids=[one.rollout_id for one in self._rollouts],
             prompt_ids=[one.prompt_id for one in self._rollouts],
+            term_masks=None if correct is None else {"correct": correct(self._rollouts)},
         )
 
     def cuda(self) -> "Batch":
