@@ -113,7 +113,7 @@ class Hypothesis:
             return f"{self.mode}{by}{units}{counted}{also}"
         if self.units is not None and self.units.unit != "scope":
             return f"the mean over {self.units.unit}s of the mean over their {self.units.what}s"
-        inexact = [peer.alias for peer in NAMES if peer.mode is None and peer.nearest == self.mode]
+        inexact = [peer.alias for peer in NAMES if peer.nearest == self.mode and not peer.names_a_loss]
         names = inexact if self.part == "microbatch" and self.size is not None and self.size.unit == "scope" else []
         names += [f"{alias} over these counts" for alias in known[:1]]
         also = f" ({', '.join(names)})" if names else ""
@@ -286,6 +286,7 @@ def aliases(mode: str, counting: str, divisor: float | None = None) -> list[str]
         peer.alias
         for peer in NAMES
         if peer.mode == mode
+        and not peer.names_a_loss
         and (MODES[mode].unit == "step" or peer.units in (None, counting))
         and (divisor is None or peer.divisor == divisor or (isinstance(peer.divisor, str) and divisor != 1))
     ]
