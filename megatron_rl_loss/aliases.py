@@ -43,6 +43,11 @@ class PeerName:
     nearest: str = ""
 
     @property
+    def names_a_loss(self) -> bool:
+        """Whether it is the setting of a loss, which brings its aggregation along."""
+        return self.name.startswith("loss_mode=")
+
+    @property
     def alias(self) -> str:
         return f"{self.framework}:{self.name}"
 
@@ -55,6 +60,15 @@ NAMES = (
     PeerName("verl", "seq-mean-token-sum", "constant", 1, "all"),
     PeerName("verl", "seq-mean-token-sum-norm", "constant", "loss_scale_factor", "all"),
     PeerName("verl", "seq-mean-token-mean", "sample_mean", None, "all"),
+    PeerName("verl", "loss_mode=gspo", "sample_mean", None, "all", "its loss of a token is gspo_token_loss"),
+    PeerName("verl", "loss_mode=sapo", "sample_mean", None, "all", "its loss of a token is sapo_loss"),
+    PeerName(
+        "verl",
+        "loss_mode=geo_mean",
+        None,
+        note="a mean of micro-batch means; its loss of a token is gmpo_loss",
+        nearest="sample_mean",
+    ),
     PeerName("skyrl", "token_mean", "token_mean"),
     PeerName("skyrl", "sequence_mean", "sample_mean", None, "all", "N counts rows, steps of a trajectory included"),
     PeerName("skyrl", "seq_mean_token_sum_norm", "constant", "max_seq_len", "all"),

@@ -19,7 +19,7 @@ import torch
 from megatron_rl_loss.aliases import NAMES, Aggregation
 from megatron_rl_loss.audit.counts import COUNTINGS, SCOPES, WIDTHS, Cells, Count
 from megatron_rl_loss.audit.tokens import Floats, StepTokens
-from megatron_rl_loss.modes import MODES, Mode
+from megatron_rl_loss.modes import MODES, Mode, OwnMode
 from megatron_rl_loss.samples import Samples
 from megatron_rl_loss.totals import reduce_step_totals
 from megatron_rl_loss.weights import weigh
@@ -130,7 +130,7 @@ class Hypothesis:
             return f"the mean over {self.units.unit}s of the mean over their {self.units.what}s"
         if self.by_width and self.size is not None:
             return f"{self.mode} with {self.size.words} for its divisor"
-        inexact = [peer.alias for peer in NAMES if peer.mode is None and peer.nearest == self.mode]
+        inexact = [peer.alias for peer in NAMES if peer.nearest == self.mode and not peer.names_a_loss]
         names = inexact if self.part == "microbatch" and self.size is not None and self.size.unit == "scope" else []
         names += [f"{alias} over these counts" for alias in known[:1]]
         also = f" ({', '.join(names)})" if names else ""
@@ -198,8 +198,14 @@ class StepSamples:
         self.totals = reduce_step_totals(self.microbatches)
 
     def weights(self, aggregation: Aggregation) -> Floats:
-        """The weight of every entry that an aggregation asks for, mask included, [num_entries]."""
-        weights = [weigh(aggregation, samples.local(0, 1), self.totals) for samples in self.microbatches]
+        """The weight of every entry that an aggregation asks for, mask included, [num_entries].
+
+        Raises ValueError for a mode of one's own that looks at what masks and ids do not say (labels).
+        """
+        totals, mode = self.totals, aggregation.mode
+        if isinstance(mode, OwnMode) and mode.statistics:
+            totals = reduce_step_totals(self.microbatches, statistics=mode.statistics)
+        weights = [weigh(aggregation, samples.local(0, 1), totals) for samples in self.microbatches]
         return torch.cat(weights).double().numpy() if weights else np.zeros(0)
 
 
@@ -305,6 +311,7 @@ def aliases(mode: str, counting: str, divisor: float | None = None) -> list[str]
         peer.alias
         for peer in NAMES
         if peer.mode == mode
+        and not peer.names_a_loss
         and (MODES[mode].unit == "step" or peer.units in (None, counting))
         and (divisor is None or peer.divisor == divisor or (isinstance(peer.divisor, str) and divisor != 1))
     ]

@@ -6,6 +6,7 @@ the rest is judged on; so several bugs at once are all said, and the factors of 
 """
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from megatron_rl_loss.audit.naming import Namer
 from megatron_rl_loss.audit.places import Placed, take_off_misplaced
 from megatron_rl_loss.audit.report import Deviation, Verdict
 from megatron_rl_loss.audit.tokens import MeasuredStep
-from megatron_rl_loss.modes import MODES, Mode
+from megatron_rl_loss.modes import MODES, Mode, OwnMode
 
 __all__ = ["Deviation", "Verdict", "in_words", "judge"]
 
@@ -34,11 +35,21 @@ def judge(measured: MeasuredStep, asked: Aggregation | None = None) -> Verdict:
         measured: the step's tokens and what each was found to weigh.
         asked: what it should be; None takes a mode without a divisor, that which the plainest reading begins
             with or else the nearest, and says so.
+
+    A term's coefficient (``facts["coefficient"]``) is divided out first: the rest is to be its mode.
     """
     tokens = measured.tokens
+    coef = measured.facts.get("coefficient", 1.0)
+    if coef == 0:
+        measured = replace(measured, unknown=(*measured.unknown, "The term's coefficient is 0: it trains nothing."))
+    words = "nothing" if asked is None else in_words(asked)
     if measured.unknown:
-        words = "nothing" if asked is None else in_words(asked)
         return Verdict(asked=words, sound=False, unknown=measured.unknown, notes=measured.notes)
+    if coef != 1:
+        places, size = measured.stray
+        stray = places, size / abs(coef)
+        notes = (*measured.notes, f"the term's coefficient, {coef:g}, is divided out")
+        measured = replace(measured, weights=measured.weights / coef, stray=stray, notes=notes)
     tolerance = TOLERANCES[measured.facts.get("rounding", "float32")]
     notes = measured.notes
     samples = StepSamples(tokens)
@@ -48,6 +59,12 @@ def judge(measured: MeasuredStep, asked: Aggregation | None = None) -> Verdict:
     if asked is None:
         asked = _meant(measured, samples, tolerance)
         notes = (*notes, f"nothing was asked for: compared with the nearest mode, {asked.mode.name}")
+    if isinstance(asked.mode, OwnMode):
+        try:
+            samples.weights(asked)
+        except ValueError as error:  # labels, which a measured step does not have
+            why = f"What {asked.mode.name} asks for cannot be made from masks and ids alone. {error}"
+            return Verdict(asked=words, sound=False, unknown=(why,), notes=notes)
     step, placed, namer = _named(measured, samples, asked, tolerance)
     ratio = step.ratio
     finite = bool(np.isfinite(measured.weights).all())

@@ -25,6 +25,7 @@ from megatron_rl_loss.aliases import resolve
 from megatron_rl_loss.audit.tokens import MeasuredStep, Split, StepTokens
 from megatron_rl_loss.audit.verdict import Verdict, judge
 from megatron_rl_loss.modes import ModeInputs
+from megatron_rl_loss.paper_modes import vl_norm, weighted_token_mean
 
 DIVISORS = {"constant": 64.0, "token_sum": 32.0}
 ASKED = [(mode, units) for mode in oracle.MODES for units in ("all", "active")]
@@ -529,6 +530,34 @@ def test_a_mode_of_ones_own_can_be_asked_for() -> None:
 
 
 # ---- the report
+
+
+def test_a_mode_with_sums_of_its_own_can_be_asked_for_if_masks_suffice() -> None:
+    step = ragged(3, D=2, C=2, K=2)
+    right = right_weights(step, "vl_norm", "all")
+    assert judge(measured(step, right), resolve(vl_norm)).sound
+    assert not judge(measured(step, right), resolve("sample_mean")).sound
+    assert not judge(measured(step, right * 1.01), resolve(vl_norm)).sound
+    verdict = judge(measured(step, right), resolve(weighted_token_mean))  # by labels
+    assert not verdict.sound
+    (why,) = verdict.unknown
+    assert "weighted_token_mean asks for cannot be made from masks and ids" in why
+    assert "'weight'" in why
+
+
+@pytest.mark.parametrize("coef", [0.05, -0.3, 7.0])
+def test_a_term_s_coefficient_is_no_deviation(coef: float) -> None:
+    step = ragged(3, D=2, C=2, K=2)
+    right = right_weights(step, "prompt_mean", "all")
+    term = replace(measured(step, coef * right), facts={"coefficient": coef})
+    verdict = judge(term, asked("prompt_mean"))
+    assert verdict.sound, str(verdict)
+    assert f"the term's coefficient, {coef:g}, is divided out" in verdict.notes
+    assert not judge(replace(term, facts={}), asked("prompt_mean")).sound
+    assert not judge(replace(term, weights=2 * term.weights), asked("prompt_mean")).sound
+    assert not judge(term, asked("sample_mean")).sound
+    nothing = replace(term, weights=0 * right, facts={"coefficient": 0.0})
+    assert judge(nothing, asked("prompt_mean")).unknown == ("The term's coefficient is 0: it trains nothing.",)
 
 
 def test_no_verdict_where_it_cannot_be_known() -> None:
