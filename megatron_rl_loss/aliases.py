@@ -43,6 +43,11 @@ class PeerName:
     nearest: str = ""
 
     @property
+    def names_a_loss(self) -> bool:
+        """Whether it is the setting of a loss, which brings its aggregation along."""
+        return self.name.startswith("loss_mode=")
+
+    @property
     def alias(self) -> str:
         return f"{self.framework}:{self.name}"
 
@@ -55,6 +60,15 @@ NAMES = (
     PeerName("verl", "seq-mean-token-sum", "constant", 1, "all"),
     PeerName("verl", "seq-mean-token-sum-norm", "constant", "loss_scale_factor", "all"),
     PeerName("verl", "seq-mean-token-mean", "sample_mean", None, "all"),
+    PeerName("verl", "loss_mode=gspo", "sample_mean", None, "all", "its loss of a token is gspo_token_loss"),
+    PeerName("verl", "loss_mode=sapo", "sample_mean", None, "all", "its loss of a token is sapo_loss"),
+    PeerName(
+        "verl",
+        "loss_mode=geo_mean",
+        None,
+        note="a mean of micro-batch means; its loss of a token is gmpo_loss",
+        nearest="sample_mean",
+    ),
     PeerName("skyrl", "token_mean", "token_mean"),
     PeerName("skyrl", "sequence_mean", "sample_mean", None, "all", "N counts rows, steps of a trajectory included"),
     PeerName("skyrl", "seq_mean_token_sum_norm", "constant", "max_seq_len", "all"),
@@ -116,6 +130,14 @@ class Aggregation:
         return f"loss aggregation: {self.mode.name}{divisor}, unit counting {self.units}"
 
 
+#: Our own modes by name alone: micro-batches resolve them again and again.
+_PLAIN = {
+    mode.name: Aggregation(mode=mode, divisor=mode.default_divisor, units="all")
+    for mode in MODES.values()
+    if mode.default_divisor is not None or not mode.takes_divisor
+}
+
+
 def resolve(
     asked: str | ModeFunction, *, divisor: float | None = None, units: UnitCounting | None = None
 ) -> Aggregation:
@@ -133,6 +155,8 @@ def resolve(
             the name's, as a unit counting may.
         TypeError: what is neither a name nor a function; a divisor that is no number.
     """
+    if divisor is None and units is None and isinstance(asked, str) and asked in _PLAIN:
+        return _PLAIN[asked]
     if callable(asked):
         mode: Mode | OwnMode | None = OwnMode(_name_of(asked), asked)
         notice = None

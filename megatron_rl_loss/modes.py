@@ -5,9 +5,10 @@
 L is the divisor of `constant`, d that of `token_sum`; l a token's loss, m its mask, M a sum of masks.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
 from torch import Tensor
 
@@ -109,10 +110,37 @@ def with_statistics(**statistics: Statistic) -> "Callable[[_Function], _Function
     """
 
     def declare(function: _Function) -> _Function:
-        function.statistics = statistics  # type: ignore[attr-defined]
-        return function
+        @functools.wraps(function)
+        def mode(*given: Any, **named: Any) -> Weights:
+            if len(given) != 1 or named:  # slime's and miles's flag for hooks has the name of ours
+                what = f"the mode {function.__qualname__} called with {len(given) + len(named)} arguments"
+                raise refused("declared_sums_in_hook", given=what, **IN_HOOKS["slime or miles"])
+            return function(*given)
+
+        mode.statistics = statistics  # type: ignore[attr-defined]
+        return cast(_Function, mode)
 
     return declare
+
+
+#: By framework: what its hook is called, and how to train on folded advantages.
+IN_HOOKS = {
+    name: {"framework": name, "then": then}
+    for name, then in {
+        "slime or miles": "multiply them by the global batch size, and use ...slime.constant_1",
+        "verl": "and use token-sum",
+        "SkyRL": "in the place of this function: SkyRL only sums",
+    }.items()
+}
+
+
+def check_no_declared_sums(asked: object, framework: str) -> None:
+    """Refuse a mode, by name or itself, whose statistics a framework's hook cannot count."""
+    known = find_mode(asked) if isinstance(asked, str) else None
+    function = known.function if isinstance(known, OwnMode) else asked
+    if callable(function) and statistics_of(function):
+        name = asked if isinstance(asked, str) else getattr(asked, "__qualname__", asked)
+        raise refused("declared_sums_in_hook", given=f"the mode {name} in {framework}", **IN_HOOKS[framework])
 
 
 def statistics_of(function: ModeFunction) -> dict[str, Statistic]:

@@ -72,8 +72,8 @@ def keep_sequences(mean_kl: Tensor, *, max_kl: float, advantages: Tensor | None 
     off-policy sequence masking. With `advantages`, which broadcast to it, sequences of A >= 0 are always kept.
 
     Raises ValueError for a `max_kl` that is not finite and above 0, and advantages that do not broadcast.
-    Source: off-policy sequence masking, DeepSeek-V3.2, arXiv:2512.02556; a mask for all signs, trust region
-    masking, arXiv:2512.23075.
+    Source: off-policy sequence masking, DeepSeek-V3.2, arXiv:2512.02556; whole sequences for all signs, as trust region
+    masking, arXiv:2512.23075, whose criterion is the largest token's divergence, not the mean.
     """
     check_within("max_kl", max_kl, 0 < max_kl < math.inf, "finite and above 0", "around 0.05 is usual")
     far = mean_kl.detach() > max_kl

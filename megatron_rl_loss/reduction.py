@@ -19,7 +19,7 @@ from megatron_rl_loss.layouts import Layout
 from megatron_rl_loss.masks import HostMasks
 from megatron_rl_loss.modes import ModeFunction, OwnMode
 from megatron_rl_loss.samples import LocalTokens, Samples
-from megatron_rl_loss.tap import tap
+from megatron_rl_loss.tap import Declared, is_listening, tap
 from megatron_rl_loss.totals import StepTotals, UnitCounting
 from megatron_rl_loss.weights import weigh, weigh_at_the_door
 
@@ -100,6 +100,7 @@ class WeightedSum:
         self.gradient_scale = local.gradient_scale
         self.zero_only_where_masked = not isinstance(aggregation.mode, OwnMode)
         self._samples = local.samples
+        self._aggregation = aggregation
         self._shapes = local.samples.loss_shapes(weights.numel(), local.cp_size)
 
     def __call__(self, per_token_loss: Tensor) -> Tensor:
@@ -111,7 +112,8 @@ class WeightedSum:
         """This sum of the losses, and sums of further values, not differentiated, by `metric_sum` (by default this)."""
         metric_sum = metric_sum or self
         self.check("per_token_loss", per_token_loss)
-        self.tap(per_token_loss, self.name)
+        if is_listening():
+            self.tap(per_token_loss, self.name)
         for values in metrics:
             metric_sum.check("a metric", values)
         device = per_token_loss.device
@@ -129,9 +131,11 @@ class WeightedSum:
         with torch.no_grad():
             return share, _sums_of_metrics([values.reshape(-1) for values in metrics], metric_weights)
 
-    def tap(self, values: Tensor, name: str, coef: float = 1.0) -> None:
-        """Let an audit hear the gradient of these losses, and what it should be."""
-        tap(values, name, samples=self._samples, asked=lambda: self.weights * (coef * self.gradient_scale))
+    def tap(self, values: Tensor, name: str, coef: float | None = None) -> None:
+        """Let an audit hear the gradient of these losses, and what it should be; of a term with its coefficient."""
+        declared = None if coef is None else Declared(self._aggregation, coef)
+        factor = self.gradient_scale * (1.0 if coef is None else coef)
+        tap(values, name, samples=self._samples, asked=lambda: self.weights * factor, declared=declared)
 
     def scaled(self, share: Tensor) -> Tensor:
         """The same value with `gradient_scale` times its gradient."""
@@ -141,7 +145,7 @@ class WeightedSum:
 
     def check(self, what: str, values: Tensor) -> None:
         """Refuse what is not one float for each token that this rank holds."""
-        check_values(what, values, self._shapes, len(self.weights), self._samples)
+        check_values(what, values, self._shapes, self.weights.numel(), self._samples)
 
     def weights_on(self, device: torch.device) -> Tensor:
         """The weights, moved to the device once."""

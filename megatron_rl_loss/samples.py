@@ -31,6 +31,7 @@ _SOUND_LAYOUTS = {
 }
 
 
+_COMPLEX = {torch.complex32, torch.complex64, torch.complex128}
 _INTS = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
 
 
@@ -94,14 +95,17 @@ class Samples:
         self.prompt_ids = None if prompt_ids is None else as_ids("prompt_ids", prompt_ids, n)
         if buffer.is_cpu:
             self.check_masks()
-        self.labels = dict(labels or {})
-        for name, entries in self.labels.items():
-            check_one_each(f"labels {name!r}", len(entries), "loss masks", n)
-        self.by_mask: dict[str, Samples] = {}
-        for name, masks in (term_masks or {}).items():
-            check_one_each(f"masks {name!r}", len(masks), "loss masks", n)
+        self.labels, self.by_mask = dict(labels or {}), dict[str, Samples]()
+        if labels or term_masks:
+            self._add(self.labels, term_masks or {})
+
+    def _add(self, labels: Mapping[str, Sequence[Any] | Tensor], masks: Mapping[str, Sequence[Tensor]]) -> None:
+        for name, entries in labels.items():
+            check_one_each(f"labels {name!r}", len(entries), "loss masks", len(self))
+        for name, of_name in masks.items():
+            check_one_each(f"masks {name!r}", len(of_name), "loss masks", len(self))
             ids: Any = {"rollout_ids": self.rollout_ids, "prompt_ids": self.prompt_ids}
-            self.by_mask[name] = Samples(masks, layout=layout, labels=self.labels, **ids)
+            self.by_mask[name] = Samples(of_name, layout=self.layout, labels=labels, **ids)
 
     def label(self, name: str) -> Sequence[Any] | Tensor:
         """The labels of that name; ValueError where there are none."""
@@ -223,16 +227,18 @@ class Samples:
 
         Raises ValueError where the layout cannot be cut so, or where none says how.
         """
-        check_cp(cp_rank, cp_size)
-        if self.layout is not None:
-            pieces = self.layout.local_segments(cp_rank, cp_size)
-            starts, lengths = (as_ints("local_segments", part) for part in pieces)
+        layout = self.layout
+        if layout is None:
+            check_cp(cp_rank, cp_size)
+            if cp_size > 1:
+                raise refused("no_layout", cp_size=cp_size)
+            return LocalTokens(self, cp_size, self._starts, self.mask_lengths)
+        given_starts, given_lengths = layout.local_segments(cp_rank, cp_size)
+        starts, lengths = as_ints("local_segments", given_starts), as_ints("local_segments", given_lengths)
+        if type(layout) not in _SOUND_LAYOUTS:
+            check_cp(cp_rank, cp_size)
             self._check_places(f"what CP rank {cp_rank} of {cp_size} holds", starts, lengths)
             self._check_parts(cp_size)
-        elif cp_size == 1:
-            starts, lengths = self._starts, self.mask_lengths
-        else:
-            raise refused("no_layout", cp_size=cp_size)
         return LocalTokens(self, cp_size, starts, lengths)
 
     def loss_shapes(self, num_local_tokens: int, cp_size: int) -> list[tuple[int, ...]]:
@@ -361,7 +367,7 @@ def _checked(loss_masks: Sequence[Tensor]) -> tuple[list[Tensor], Ints, set[torc
         i = next(i for i, shape in enumerate(shapes) if len(shape) != 1)
         raise refused("mask_not_1d", sample=i, shape=tuple(shapes[i]))
     dtypes = {mask.dtype for mask in masks}
-    if any(dtype.is_complex for dtype in dtypes):
+    if not dtypes.isdisjoint(_COMPLEX):
         i = next(i for i, mask in enumerate(masks) if mask.is_complex())
         raise refused("mask_complex", sample=i, dtype=masks[i].dtype)
     return masks, np.array([shape[0] for shape in shapes], np.int64), dtypes

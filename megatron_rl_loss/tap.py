@@ -16,6 +16,14 @@ from megatron_rl_loss.aliases import Aggregation
 from megatron_rl_loss.samples import Samples
 
 
+@dataclass(frozen=True)
+class Declared:
+    """What a term of a loss was declared to be: ``coef`` times the aggregation of its values."""
+
+    aggregation: Aggregation
+    coef: float
+
+
 @dataclass
 class Tapped:
     """The losses of one micro-batch that went through a tap.
@@ -24,6 +32,7 @@ class Tapped:
         shape, dtype: of the losses.
         samples: what they are the losses of, where the tap was told.
         asked: the weight each of them should have, [num_local_tokens], where the tap was told.
+        declared: the term's own aggregation and coefficient, where the tap was told.
         gradient: float32 (float64 of float64 losses) [numel]; None until the backward pass came by.
     """
 
@@ -31,6 +40,7 @@ class Tapped:
     dtype: torch.dtype
     samples: Samples | None = None
     asked: Callable[[], Tensor] | None = None
+    declared: Declared | None = None
     gradient: Tensor | None = None
     source: "ReferenceType[Tensor] | None" = None  # not the tensor itself, which would keep its graph
 
@@ -119,6 +129,7 @@ def tap(
     *,
     samples: Samples | None = None,
     asked: Callable[[], Tensor] | None = None,
+    declared: Declared | None = None,
 ) -> Tensor:
     """The losses as they are; while an audit listens, the gradient that reaches them is written down.
 
@@ -131,6 +142,7 @@ def tap(
         name: of the term.
         samples: what they are the losses of; where the audit is told (`samples_of`) it may be left out.
         asked: the weight each of them should have, where the caller knows.
+        declared: the term's own aggregation and coefficient, where it has them.
     """
     if _listening is None or torch.compiler.is_compiling():
         return per_token_loss
@@ -138,9 +150,10 @@ def tap(
         again = _listening.again(per_token_loss)
         if again is not None:  # this package's reducers tap what a user has tapped
             again.samples, again.asked = again.samples or samples, again.asked or asked
+            again.declared = again.declared or declared
             return per_token_loss
         shape, dtype = tuple(per_token_loss.shape), per_token_loss.dtype
-        tapped = Tapped(shape, dtype, samples, asked, source=ref(per_token_loss))
+        tapped = Tapped(shape, dtype, samples, asked, declared, source=ref(per_token_loss))
         per_token_loss.register_hook(tapped.keep)
         _listening.add(name, tapped)
     return per_token_loss

@@ -89,7 +89,8 @@ def _unit_weights(mode: Mode, aggregation: Aggregation, local: LocalTokens, tota
     assert size is not None  # resolve saw to it
     denominator: Values = size * float(number * local.copies)
     if size is samples.sums and number > 0:  # a sample's own sum: 0 where it has no active token
-        return local.spread(samples.masks.inverse(denominator))
+        inverse = samples.masks.inverse(denominator)
+        return inverse if len(samples) == 1 else local.spread(inverse)  # one is broadcast
     if not isinstance(denominator, float):
         sound = ((denominator > 0) | (samples.sums == 0)).all()
         require(sound, "no_units", lambda: {"counts": _counts_of(mode, aggregation.units)})

@@ -94,6 +94,7 @@ TABLES = [
     Table("Other projects' kernels", "unit/test_kernels.py"),
     Table("Modes of one's own", "unit/test_modes.py"),
     Table("Statistics of modes", "unit/test_paper_modes.py"),
+    Table("Modes with sums of their own, under frameworks' hooks", "frameworks/test_modes_under_hooks.py"),
     Table("Names of other frameworks", "unit/test_aliases.py", "REFUSED", with_text_last("ValueError", patterns=True)),
     Table("Sums over sequences", "unit/test_segments.py"),
     Table("Policy losses and advantages", "unit/test_losses.py"),

@@ -37,6 +37,11 @@ FACTORS = {
         "divided by the number of micro-batches once more: the schedule divides by it and nothing undoes it",
         (36, 52, 57),
     ),
+    "times_pp": Cause("multiplied by the number of pipeline stages: they share the step's tokens, each has all"),
+    "over_pp": Cause(
+        "divided by the number of pipeline stages: they were counted as ranks that have other tokens (the world size"
+        " over TP, say)"
+    ),
     "over_tp_cp": Cause("a sum over TP (sequence-parallel) and CP ranks was left out", (6,)),
     "times_dp_cp": Cause("the mean over all data- and context-parallel ranks was undone twice"),
     "over_dp_cp": Cause("the mean over all data- and context-parallel ranks was not undone: a sum was meant"),
@@ -129,6 +134,10 @@ OTHERS = {
     "other_mode": Cause("another mode than asked", (12,)),
     "rows_as_rollouts": Cause("each row is taken for a rollout of its own", (45,)),
     "own_tokens_of_part": Cause("a {unit}'s tokens are counted in each part of it alone, not in the step", (45, 58)),
+    "own_width": Cause(
+        "each micro-batch is divided by the length that its rows are padded to, not by one divisor (verl's"
+        " seq-mean-token-sum-norm does so without loss_scale_factor)"
+    ),
     "samples_of_prompt": Cause("the mean over prompts of the mean over their samples"),
     "counted_otherwise": Cause("a {unit}'s tokens are counted otherwise: {counting}", (40, 42)),
     "power_of_length": Cause("weighted by a power of its length"),
@@ -151,6 +160,7 @@ OTHERS = {
     "twice": Cause("tokens are counted several times: duplicated rows, or pieces that overlap", (48,)),
     "fraction_ignored": Cause("fractional masks act as if they were 1: weights normalised to nothing", (55,)),
     "mask_squared": Cause("the mask is multiplied twice"),
+    "odd_tokens": Cause("a few tokens weigh unlike all others"),
     "within": Cause("weights differ between tokens that the asked mode weighs alike"),
     "nan_empty": Cause("0/0: a part of the step without one active token is divided by its own count", (4, 13)),
     "nan_masked": Cause(

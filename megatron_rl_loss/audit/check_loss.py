@@ -12,11 +12,11 @@ from megatron_rl_loss.aliases import Aggregation, resolve
 from megatron_rl_loss.audit.simulation import CallFailed, LossCase, LossFunction, Signature, measure
 from megatron_rl_loss.audit.tokens import Floats, MeasuredStep
 from megatron_rl_loss.audit.trainers import TRAINERS, Trainer
-from megatron_rl_loss.audit.verdict import Verdict, judge
+from megatron_rl_loss.audit.verdict import Verdict, in_words, judge
 from megatron_rl_loss.checks import check_choice, check_int
 from megatron_rl_loss.drawn_steps import DrawnSample, DrawnStep
 from megatron_rl_loss.errors import refused
-from megatron_rl_loss.modes import MODES, Mode, ModeFunction
+from megatron_rl_loss.modes import MODES, ModeFunction
 from megatron_rl_loss.samples import Samples
 from megatron_rl_loss.totals import UnitCounting
 from megatron_rl_loss.weights import weigh
@@ -105,7 +105,7 @@ class LossReport:
         return all(finding.kind == "weights" and finding.cut == _UNCUT.name for finding in self.findings)
 
     def __str__(self) -> str:
-        asked = "" if self.asked is None else f"{_in_words(self.asked)}: "
+        asked = "" if self.asked is None else f"{in_words(self.asked)}: "
         verdict = "sound" if self.sound else "invariant, but NOT that" if self.invariant else "NOT invariant"
         tried = f"{self.draws} random steps a cut, seed {self.seed}"
         lines = [f"{self.name}: {asked}{verdict}", f"  assumed: {self.trainer.describe()}; {tried}"]
@@ -115,7 +115,7 @@ class LossReport:
         """The same as plain data."""
         return {
             "name": self.name,
-            "asked": None if self.asked is None else _in_words(self.asked),
+            "asked": None if self.asked is None else in_words(self.asked),
             "trainer": self.trainer.describe(),
             "draws": self.draws,
             "seed": self.seed,
@@ -422,13 +422,6 @@ class _Search:
             return None  # looked at elsewhere
         says = "not linear in the losses: a token's weight depends on their values, so no aggregation describes it"
         return _Seen("values", says, "", others, first)
-
-
-def _in_words(asked: Aggregation) -> str:
-    """The mode, and its unit counting where it has units."""
-    words = asked.describe().partition(": ")[2]
-    counts_none = isinstance(asked.mode, Mode) and asked.mode.unit == "step"
-    return words.rpartition(", unit counting")[0] if counts_none else words
 
 
 def same(found: Floats, expected: Floats) -> bool:

@@ -3,6 +3,7 @@
 A *cell* is what one context-parallel rank holds of one sample: nothing that a loss counts differs within a cell.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -36,7 +37,12 @@ COUNTINGS = {
     "masked_length": "mask tokens, and the whole length of fully masked samples",
     "shifted": "mask tokens, and one more for each sample that has any",
     "rectangle": "rows x the longest row, padding too",
+    "padded_rectangle": "rows x the longest row, padded to a multiple of 2 x CP",
+    "width": "the longest row, padding too",
+    "padded_width": "the longest row, padded to a multiple of 2 x CP",
 }
+#: Countings of a row's padded width: lengths that stand in the place of a divisor, not of a number of tokens.
+WIDTHS = ("width", "padded_width")
 
 
 @dataclass(frozen=True)
@@ -129,9 +135,22 @@ class Cells:
             self._groups[names] = group, int(group.max(initial=-1)) + 1
         return self._groups[names]
 
-    def number_of(self, scope: str) -> int:
-        """How many such parts the step has."""
-        return self.groups(SCOPES[scope][1])[1]
+    def number_of_parts(self, names: tuple[str, ...], counting: str = "all") -> int:
+        """How many parts the step has that differ in these ids.
+
+        Args:
+            counting: ``all`` that the step was split into, also where a part got no entry of a mask; ``filled`` for
+                those with an entry; ``active`` for those with a token.
+        """
+        group, filled = self.groups(names)
+        if counting == "active":
+            return len(np.unique(group[self.tokens > 0]))
+        split = {
+            "dp_rank": self.split.dp_size,
+            "microbatch": self.split.num_microbatches,
+            "cp_rank": self.split.cp_size if self.groups(("cp_rank",))[1] > 1 else 1,  # else all hold every token
+        }
+        return filled if counting == "filled" else max(filled, math.prod(split.get(name, 1) for name in names))
 
     def values(self, count: Count) -> Floats:
         """The quantity, for each cell, [num_cells]."""
@@ -163,18 +182,22 @@ class Cells:
         if counting in self.lengths_known:
             lengths = self.lengths_known[counting].astype(np.float64)[self.ids["sample"]]
             return self._over_parts(group, part, lambda *_: lengths[_first_of(part)])
-        changed = {
+        changed: dict[str, Change] = {
             "clamped": lambda tokens, _: np.maximum(tokens, 1),
             "masked_length": lambda tokens, length: np.where(tokens > 0, tokens, length),
             "shifted": lambda tokens, _: tokens + (tokens > 0),
-            "rectangle": lambda _, length: length,
-        }[counting]
-        if counting == "rectangle":
-            rows = self._over_parts(group, part, lambda tokens, _: np.ones_like(tokens))
-            longest = np.zeros(int(group.max(initial=-1)) + 1)
-            np.maximum.at(longest, group, _sums(part, self.length)[part])
-            return rows * longest[group]
-        return self._over_parts(group, part, changed)
+        }
+        if counting in changed:
+            return self._over_parts(group, part, changed[counting])
+        longest = np.zeros(int(group.max(initial=-1)) + 1)
+        np.maximum.at(longest, group, _sums(part, self.length)[part])
+        multiple = 2 * self.split.cp_size if counting.startswith("padded") and self.split.cp_size > 1 else 1
+        width = (np.ceil(longest / multiple) * multiple)[group]
+        return (
+            width
+            if counting in WIDTHS
+            else width * self._over_parts(group, part, lambda tokens, _: np.ones_like(tokens))
+        )
 
     def _over_parts(self, group: Ints, part: Ints, change: Change) -> Floats:
         """Sums over a group's parts of a number a part."""

@@ -17,9 +17,9 @@ import numpy as np
 import torch
 
 from megatron_rl_loss.aliases import NAMES, Aggregation
-from megatron_rl_loss.audit.counts import COUNTINGS, SCOPES, Cells, Count
+from megatron_rl_loss.audit.counts import COUNTINGS, SCOPES, WIDTHS, Cells, Count
 from megatron_rl_loss.audit.tokens import Floats, StepTokens
-from megatron_rl_loss.modes import MODES, Mode
+from megatron_rl_loss.modes import MODES, Mode, OwnMode
 from megatron_rl_loss.samples import Samples
 from megatron_rl_loss.totals import reduce_step_totals
 from megatron_rl_loss.weights import weigh
@@ -27,7 +27,17 @@ from megatron_rl_loss.weights import weigh
 #: Parts that are seldom counted over by mistake.
 _SELDOM = ("microbatch_over_dp", "rank")
 #: How units of the step are counted where the tokens' own counts are asked about.
-_LOCAL_COUNTINGS = ("active", "length", "response", "total", "clamped", "masked_length", "shifted", "rectangle")
+_LOCAL_COUNTINGS = (
+    "active",
+    "length",
+    "response",
+    "total",
+    "clamped",
+    "masked_length",
+    "shifted",
+    "rectangle",
+    "padded_rectangle",
+)
 
 
 @dataclass(frozen=True)
@@ -63,20 +73,25 @@ class Hypothesis:
         return (self.mode, *named, units, str(self.again_power))
 
     @property
+    def by_width(self) -> bool:
+        """Whether a padded width stands where a divisor should."""
+        return self.size is not None and self.size.counting in WIDTHS
+
+    @property
     def local(self) -> bool:
         return self.part != "step" or (self.units is not None and self.units.unit != "scope")
 
-    def shape(self, cells: Cells, value: Callable[[Count], Floats]) -> Floats:
-        """v up to one number, for each cell; `value` gives a count for each cell."""
-        values = np.ones(len(cells))
+    def shape(self, number: int, value: Callable[[Count], Floats]) -> Floats:
+        """v up to one number, for so many cells; `value` gives a count for each of them."""
+        values = np.ones(number)
         for count, power in ((self.size, -1), (self.units, -1), (self.times, 1), (self.again, self.again_power)):
             if count is not None:
-                values = values * value(count) ** float(power)
+                values = values * value(count) if power > 0 else values / value(count)
         return values
 
     def of_the_step(self) -> "Hypothesis":
         """The same with every count over the whole step: a mode of the table."""
-        size = None if self.size is None else replace(self.size, scope="step", counting="mask")
+        size = None if self.size is None or self.by_width else replace(self.size, scope="step", counting="mask")
         units = None
         if self.units is not None and self.units.what != "microbatch":
             counting = "all" if self.units.scope != "step" or self.units.unit != "scope" else self.units.counting
@@ -85,7 +100,7 @@ class Hypothesis:
 
     def counted_plainly(self) -> "Hypothesis":
         """The same with tokens counted by the mask."""
-        return self if self.size is None else replace(self, size=replace(self.size, counting="mask"))
+        return self if self.size is None or self.by_width else replace(self, size=replace(self.size, counting="mask"))
 
     def natural(self, cells: Cells) -> float:
         """What it would be divided by if the parts were averaged: their number, or the total of `times`."""
@@ -113,7 +128,9 @@ class Hypothesis:
             return f"{self.mode}{by}{units}{counted}{also}"
         if self.units is not None and self.units.unit != "scope":
             return f"the mean over {self.units.unit}s of the mean over their {self.units.what}s"
-        inexact = [peer.alias for peer in NAMES if peer.mode is None and peer.nearest == self.mode]
+        if self.by_width and self.size is not None:
+            return f"{self.mode} with {self.size.words} for its divisor"
+        inexact = [peer.alias for peer in NAMES if peer.nearest == self.mode and not peer.names_a_loss]
         names = inexact if self.part == "microbatch" and self.size is not None and self.size.unit == "scope" else []
         names += [f"{alias} over these counts" for alias in known[:1]]
         also = f" ({', '.join(names)})" if names else ""
@@ -138,20 +155,23 @@ class Hypothesis:
 
 
 def averages_of_parts(hypothesis: Hypothesis, cells: Cells, counting: str) -> float:
-    """Over how many parts a mean would be taken: all, or those with an active token."""
+    """Over how many parts a mean would be taken, counted as in `Cells.number_of_parts`."""
     size, units = hypothesis.size, hypothesis.units
     if units is not None and units.what == "microbatch":
         names: tuple[str, ...] = ("dp_rank", "cp_rank") if hypothesis.part == "cp_place" else ("dp_rank",)
     elif units is not None and units.unit != "scope":
         names = (units.unit,)
-    elif (size is not None and size.unit == "scope") or (units is not None and units.scope != "step"):
+    elif size is not None and size.unit == "scope" and not hypothesis.by_width:
         names = SCOPES[hypothesis.part][1]
+    elif units is not None and units.scope != "step":
+        names = SCOPES[units.scope][1]
+        if size is not None and size.scope == "cp_place" and "cp_rank" not in names:
+            names = (*names, "cp_rank")
     elif size is not None and size.scope in ("cp_place", "rank"):
         names = ("cp_rank",)  # the mean over CP ranks of each one's mean
     else:
         names = ()
-    group, number = cells.groups(names)
-    return float(number if counting == "all" else len(np.unique(group[cells.tokens > 0])))
+    return float(cells.number_of_parts(names, counting))
 
 
 class StepSamples:
@@ -178,8 +198,14 @@ class StepSamples:
         self.totals = reduce_step_totals(self.microbatches)
 
     def weights(self, aggregation: Aggregation) -> Floats:
-        """The weight of every entry that an aggregation asks for, mask included, [num_entries]."""
-        weights = [weigh(aggregation, samples.local(0, 1), self.totals) for samples in self.microbatches]
+        """The weight of every entry that an aggregation asks for, mask included, [num_entries].
+
+        Raises ValueError for a mode of one's own that looks at what masks and ids do not say (labels).
+        """
+        totals, mode = self.totals, aggregation.mode
+        if isinstance(mode, OwnMode) and mode.statistics:
+            totals = reduce_step_totals(self.microbatches, statistics=mode.statistics)
+        weights = [weigh(aggregation, samples.local(0, 1), totals) for samples in self.microbatches]
         return torch.cat(weights).double().numpy() if weights else np.zeros(0)
 
 
@@ -236,7 +262,12 @@ def _units_of_parts(mode: Mode, parts: list[str], cells: Cells) -> Iterator[Hypo
             of_unit = Count("tokens", unit=unit)
             whole = ("cp_place",) if unit == "sample" or (unit == "rollout" and not rows_too) else tuple(parts)
             sizes = [of_unit, *(replace(of_unit, scope=part) for part in parts if part in whole)]
-            sizes += [replace(of_unit, counting=counting) for counting in _LOCAL_COUNTINGS if counting != "rectangle"]
+            sizes += [
+                replace(of_unit, counting=counting) for counting in _LOCAL_COUNTINGS if "rectangle" not in counting
+            ]
+        elif "microbatch" in parts:
+            for width in WIDTHS:
+                yield Hypothesis(mode.name, Count("tokens", "microbatch", width), Count(unit, counting="all"))
         for size in sizes:
             for part in ("step", *parts):
                 for counting in ("all", "active") if part != "step" else ("all",):
@@ -280,6 +311,7 @@ def aliases(mode: str, counting: str, divisor: float | None = None) -> list[str]
         peer.alias
         for peer in NAMES
         if peer.mode == mode
+        and not peer.names_a_loss
         and (MODES[mode].unit == "step" or peer.units in (None, counting))
         and (divisor is None or peer.divisor == divisor or (isinstance(peer.divisor, str) and divisor != 1))
     ]

@@ -75,10 +75,7 @@ def _wrap_schedules(options: Namespace, schedules: ModuleType) -> None:
         steps += 1
         if steps < options.step:
             return
-        expected = audit.asked
-        if options.expect is not None:
-            expected = resolve(options.expect, divisor=options.divisor, units=options.units)
-        told = attempt(lambda: _tell(options, audit, expected)) if audit.is_first_rank else None
+        told = attempt(lambda: _tell(options, audit)) if audit.is_first_rank else None
         outcome = audit.agree(f"{type(told).__name__}: {told}" if isinstance(told, Exception) else told)
         if isinstance(outcome, str):
             raise RuntimeError(f"The first rank could not tell what was measured: {outcome}")
@@ -96,9 +93,13 @@ def _wrap_schedules(options: Namespace, schedules: ModuleType) -> None:
             module.get_forward_backward_func = get_audited  # type: ignore[attr-defined]
 
 
-def _tell(options: Namespace, audit: Any, expected: Aggregation | None) -> int:
+def _tell(options: Namespace, audit: Any) -> int:
     """Print and write what was measured; the exit status."""
     measured = audit.steps.get(options.term, audit.measured)
+    if options.expect is None:
+        expected = audit.asked_of(next(name for name, step in audit.steps.items() if step is measured))
+    else:
+        expected = resolve(options.expect, divisor=options.divisor, units=options.units)
     status, text, as_json = judged(measured, expected)
     others = [name for name, step in audit.steps.items() if step is not measured]
     print(text, flush=True)

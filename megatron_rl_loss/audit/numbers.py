@@ -41,8 +41,10 @@ class Amount:
 #: Sizes of a split, as they are written in formulas and in the names of causes.
 SIZES = (("dp", "DP", "dp_size"), ("cp", "CP", "cp_size"), ("microbatches", "K", "num_microbatches"))
 _MOST = 2  # the largest power of a size
-_AS_LIKELY = 1.15  # costs that far apart are both told
-_TP_COST = 1.5  # tensor parallelism seldom scales a loss
+_AS_LIKELY = 1.22  # costs that far apart are both told
+#: Sizes that seldom scale a loss, and how far-fetched they are.
+_SELDOM = (("tp", "TP", "tp_size", 1.5), ("pp", "PP", "pp_size", 1.5))
+_BEHIND = 0.3  # so much later a whole number that means nothing is told than what has a name
 
 
 def name_number(number: float, split: Split, amounts: list[Amount], tolerance: float) -> list[Named]:
@@ -65,7 +67,7 @@ def name_number(number: float, split: Split, amounts: list[Amount], tolerance: f
         # A count beside sizes is a chance, unless somebody had that very product.
         cost += amount.cost + (bool(powers) and bool(amount.cause) and cause not in FACTORS)
         found.append(Named(cause, _formula(powers, amount.formula), size * amount.value, cost - 0.1 * bool(rows), rows))
-    found.sort(key=lambda named: named.cost)
+    found.sort(key=lambda named: named.cost + _BEHIND * (named.cause == "other_count"))
     unique = {named.cause + named.formula: named for named in found if named.cost <= found[0].cost + _AS_LIKELY}
     return list(unique.values())[:6]
 
@@ -100,9 +102,10 @@ def amounts_of(cells: Cells, facts: Mapping[str, Any], unit: str) -> list[Amount
 def _products(split: Split) -> list[tuple[dict[str, int], float, float]]:
     """Powers, value and cost of every product of sizes."""
     sizes = [(name, letter, float(getattr(split, field)), 1.0) for name, letter, field in SIZES]
-    sizes.append(("tp", "TP", float(split.tp_size), _TP_COST))
+    sizes += [(name, letter, float(getattr(split, field)), cost) for name, letter, field, cost in _SELDOM]
     real = [size for size in sizes if size[2] > 1]
-    ranges = [range(-1, 2) if name == "tp" else range(-_MOST, _MOST + 1) for name, *_ in real]
+    seldom = {name for name, *_ in _SELDOM}
+    ranges = [range(-1, 2) if name in seldom else range(-_MOST, _MOST + 1) for name, *_ in real]
     products = []
     for powers in itertools.product(*ranges):
         value = math.prod(size[2] ** power for size, power in zip(real, powers, strict=True))
@@ -112,7 +115,7 @@ def _products(split: Split) -> list[tuple[dict[str, int], float, float]]:
     return products
 
 
-_ORDER = ("dp", "tp", "cp", "tokens", "units", "microbatches")
+_ORDER = ("dp", "tp", "pp", "cp", "tokens", "units", "microbatches")
 
 
 def _cause(powers: dict[str, int], amount: Amount) -> str:
@@ -133,7 +136,7 @@ def _cause(powers: dict[str, int], amount: Amount) -> str:
 
 def _formula(powers: dict[str, int], amount: str) -> str:
     """``CP·T/K`` and such."""
-    letters = {name: letter for name, letter, _ in SIZES} | {"tp": "TP"}
+    letters = {name: letter for name, letter, *_ in (*SIZES, *_SELDOM)}
     marks = {1: "", 2: "²"}
     above = [letters[name] + marks[power] for name, power in powers.items() if power > 0]
     below = [letters[name] + marks[-power] for name, power in powers.items() if power < 0]

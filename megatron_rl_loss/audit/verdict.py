@@ -6,6 +6,7 @@ the rest is judged on; so several bugs at once are all said, and the factors of 
 """
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,12 +15,12 @@ from megatron_rl_loss.aliases import Aggregation, resolve
 from megatron_rl_loss.audit.comparison import Comparison
 from megatron_rl_loss.audit.hypotheses import StepSamples
 from megatron_rl_loss.audit.naming import Namer
-from megatron_rl_loss.audit.places import take_off_misplaced
+from megatron_rl_loss.audit.places import Placed, take_off_misplaced
 from megatron_rl_loss.audit.report import Deviation, Verdict
 from megatron_rl_loss.audit.tokens import MeasuredStep
-from megatron_rl_loss.modes import MODES, Mode
+from megatron_rl_loss.modes import MODES, Mode, OwnMode
 
-__all__ = ["Deviation", "Verdict", "judge"]
+__all__ = ["Deviation", "Verdict", "in_words", "judge"]
 
 #: What a weight that is measured and one that is asked for may differ by, relative, by the type that gradients were
 #: rounded to. Of float32: some ten products on either side, and what a measurement's own residual may be. Of half
@@ -32,12 +33,23 @@ def judge(measured: MeasuredStep, asked: Aggregation | None = None) -> Verdict:
 
     Args:
         measured: the step's tokens and what each was found to weigh.
-        asked: what it should be; None takes the nearest mode of the table without a divisor, and says so.
+        asked: what it should be; None takes a mode without a divisor, that which the plainest reading begins
+            with or else the nearest, and says so.
+
+    A term's coefficient (``facts["coefficient"]``) is divided out first: the rest is to be its mode.
     """
     tokens = measured.tokens
+    coef = measured.facts.get("coefficient", 1.0)
+    if coef == 0:
+        measured = replace(measured, unknown=(*measured.unknown, "The term's coefficient is 0: it trains nothing."))
+    words = "nothing" if asked is None else in_words(asked)
     if measured.unknown:
-        words = "nothing" if asked is None else _in_words(asked)
         return Verdict(asked=words, sound=False, unknown=measured.unknown, notes=measured.notes)
+    if coef != 1:
+        places, size = measured.stray
+        stray = places, size / abs(coef)
+        notes = (*measured.notes, f"the term's coefficient, {coef:g}, is divided out")
+        measured = replace(measured, weights=measured.weights / coef, stray=stray, notes=notes)
     tolerance = TOLERANCES[measured.facts.get("rounding", "float32")]
     notes = measured.notes
     samples = StepSamples(tokens)
@@ -45,38 +57,64 @@ def judge(measured: MeasuredStep, asked: Aggregation | None = None) -> Verdict:
     if unseen:
         notes = (*notes, f"{unseen} samples have no mask entry and are not seen: a mode that counts them looks off")
     if asked is None:
-        asked = _nearest(measured, samples, tolerance)
+        asked = _meant(measured, samples, tolerance)
         notes = (*notes, f"nothing was asked for: compared with the nearest mode, {asked.mode.name}")
-    expected = samples.weights(asked)
-    step = Comparison(measured, asked, expected, tolerance)
+    if isinstance(asked.mode, OwnMode):
+        try:
+            samples.weights(asked)
+        except ValueError as error:  # labels, which a measured step does not have
+            why = f"What {asked.mode.name} asks for cannot be made from masks and ids alone. {error}"
+            return Verdict(asked=words, sound=False, unknown=(why,), notes=notes)
+    step, placed, namer = _named(measured, samples, asked, tolerance)
     ratio = step.ratio
     finite = bool(np.isfinite(measured.weights).all())
-    deviation = step.deviation()
-    sound = deviation <= tolerance
+    sound = namer.sound
     common: dict[str, Any] = {
-        "asked": _in_words(asked),
+        "asked": in_words(asked),
         "sound": sound,
-        "deviation": deviation,
+        "deviation": step.deviation(),
         "misplaced": step.misplaced() if finite else math.nan,
         "low": float(ratio.min()) if finite and ratio.size else math.nan,
         "high": float(ratio.max()) if finite and ratio.size else math.nan,
         "tokens": int(step.wanted.sum()),
         "total": float(measured.weights.sum() + measured.stray[1]),
-        "asked_total": float(expected.sum()),
+        "asked_total": float(step.expected.sum()),
         "pieces": step.pieces(),
         "notes": notes,
     }
-    placed = take_off_misplaced(step)
-    namer = Namer(step, placed, sound)
-    namer.name()
     deviations = () if sound else (*placed.deviations, *namer.deviations)
     return Verdict(**common, what_it_is=tuple(namer.what_it_is), deviations=deviations)
 
 
-def _in_words(asked: Aggregation) -> str:
+def in_words(asked: Aggregation) -> str:
+    """The mode, its divisor if it has one, and its unit counting where it has units."""
     divisor = "" if asked.divisor is None else f" with divisor {asked.divisor:g}"
     counting = f", unit counting {asked.units}" if isinstance(asked.mode, Mode) and asked.mode.unit != "step" else ""
     return f"{asked.mode.name}{divisor}{counting}"
+
+
+def _named(
+    measured: MeasuredStep, samples: StepSamples, asked: Aggregation, tolerance: float
+) -> tuple[Comparison, Placed, Namer]:
+    """The step beside what was asked, what was misplaced, and names for the rest."""
+    step = Comparison(measured, asked, samples.weights(asked), tolerance)
+    placed = take_off_misplaced(step)
+    namer = Namer(step, placed, sound=step.deviation() <= tolerance)
+    namer.name()
+    return step, placed, namer
+
+
+def _meant(measured: MeasuredStep, samples: StepSamples, tolerance: float) -> Aggregation:
+    """The mode that the simplest reading begins with, or else the nearest."""
+    nearest = _nearest(measured, samples, tolerance)
+    namer = _named(measured, samples, nearest, tolerance)[2]
+    hypothesis = namer.hypothesis
+    if namer.sound or hypothesis is None or hypothesis.mode == nearest.mode.name:
+        return nearest
+    if MODES[hypothesis.mode].takes_divisor:  # by which nobody can tell: all tokens weigh alike
+        return resolve("token_mean")
+    base = hypothesis.of_the_step()
+    return resolve(base.mode, units="active" if base.units is not None and base.units.counting == "active" else "all")
 
 
 def _nearest(measured: MeasuredStep, samples: StepSamples, tolerance: float) -> Aggregation:

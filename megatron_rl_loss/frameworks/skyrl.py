@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megatron_rl_loss.errors import refused
 from megatron_rl_loss.folding import fold_into_advantages
+from megatron_rl_loss.modes import check_no_declared_sums
 from megatron_rl_loss.totals import StepTotals
 
 
@@ -39,13 +40,15 @@ def apply_loss_reduction_to_advantages_minibatch(
         [rows, tokens], as the advantages, 0 where the mask is.
 
     Raises:
-        ValueError: ``token_mean_legacy`` or an unknown reduction; ``prompt_mean`` without boundaries, or with some that
-            leave out or repeat a row; shapes that are not one [rows, tokens]; anything `fold_into_advantages` refuses.
+        ValueError: ``token_mean_legacy``, a mode that declares sums, or an unknown reduction; ``prompt_mean`` without
+            boundaries, or with some that leave out or repeat a row; shapes that are not one [rows, tokens]; anything
+            `fold_into_advantages` refuses.
 
     Source: SkyRL a9564572, skyrl/backends/skyrl_train/utils/ppo_utils.py, the function of that name.
     """
     if advantages.dim() != 2 or advantages.shape != loss_mask.shape:
         raise refused("no_advantage_matrix", advantages=tuple(advantages.shape), mask=tuple(loss_mask.shape))
+    check_no_declared_sums(loss_reduction, "SkyRL")
     prompt_ids = None
     if loss_reduction == "prompt_mean":
         if prompt_boundaries is None:

@@ -35,6 +35,7 @@ from megatron_rl_loss.errors import explain, refused
 from megatron_rl_loss.frameworks import step_counts
 from megatron_rl_loss.frameworks.step_counts import StepCounts, counts_of_this_step
 from megatron_rl_loss.layouts import IntList, ZigzagResponse
+from megatron_rl_loss.modes import check_no_declared_sums
 from megatron_rl_loss.reduction import Reducer, reducer_of
 from megatron_rl_loss.samples import Samples
 from megatron_rl_loss.totals import StepTotals, UnitCounts
@@ -151,11 +152,12 @@ def make_hook(
             this module or of `miles` made.
 
     Raises:
-        ValueError, TypeError: ``prompt_mean`` or an unknown mode, a divisor that is missing, unusable or without
-            effect, half a CP place.
+        ValueError, TypeError: ``prompt_mean``, a mode that declares sums over the step, or an unknown mode, a divisor
+            that is missing, unusable or without effect, half a CP place.
     """
     if mode == "prompt_mean":
         raise refused("hook_prompt_mean", given="a slime or miles hook for prompt_mean")
+    check_no_declared_sums(mode, "slime or miles")
     check_choice("slime or miles hook", mode, _MODES)
     aggregation = resolve(mode, divisor=divisor)
     if (cp_rank is None) != (cp_size is None):

@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron_rl_loss.aliases import resolve
 from megatron_rl_loss.checks import check_int, require
 from megatron_rl_loss.errors import refused
-from megatron_rl_loss.modes import Mode
+from megatron_rl_loss.modes import Mode, check_no_declared_sums
 from megatron_rl_loss.reduction import reducer_of
 from megatron_rl_loss.samples import Samples
 from megatron_rl_loss.totals import StepTotals, UnitCounts
@@ -66,6 +66,7 @@ def agg_loss(
     if loss_mat.dim() != 2 or loss_mat.shape != loss_mask.shape:
         raise refused("no_loss_matrix", losses=tuple(loss_mat.shape), mask=tuple(loss_mask.shape))
     check_int("dp_size", dp_size, 1, "Pass the data-parallel size")
+    check_no_declared_sums(loss_agg_mode, "verl")
     norm = loss_agg_mode == "seq-mean-token-sum-norm"
     if norm and loss_scale_factor is None:
         raise refused("loss_scale_factor_missing", mode=loss_agg_mode)

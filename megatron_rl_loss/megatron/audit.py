@@ -23,7 +23,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
-from megatron_rl_loss.aliases import Aggregation
+from megatron_rl_loss.aliases import Aggregation, resolve
 from megatron_rl_loss.audit.assembly import Part, Rows
 from megatron_rl_loss.audit.tokens import Floats, MeasuredStep, Split
 from megatron_rl_loss.errors import refused
@@ -34,7 +34,8 @@ from megatron_rl_loss.megatron.anchor import Anchor, Factor, choose, watching
 from megatron_rl_loss.megatron.groups import gather_to_first, groups_of, spread_from_first
 from megatron_rl_loss.megatron.handover import Microbatches
 from megatron_rl_loss.megatron.heard import Watched, heard_schedule
-from megatron_rl_loss.megatron.reports import Report, assembled
+from megatron_rl_loss.megatron.reports import Report, assembled, facts_of, shown
+from megatron_rl_loss.modes import find_mode
 from megatron_rl_loss.samples import Samples
 from megatron_rl_loss.tap import Tapped, Taps, asked_for, listening, tap
 from megatron_rl_loss.totals import attempt
@@ -101,6 +102,18 @@ class Audit:
     def measured(self) -> MeasuredStep | None:
         """The policy loss (the term named ``pg``, or else the first), on the first rank; None elsewhere."""
         return self.steps.get("pg", next(iter(self.steps.values()), None))
+
+    def asked_of(self, term: str) -> Aggregation | None:
+        """What a term should be, for `judge`: as it was declared, else as the policy loss; on the first rank.
+
+        None where nobody said so, and for an unregistered function as the term's own mode.
+        """
+        declared = self.steps[term].facts.get("asked") if term in self.steps else None
+        if declared is None or (self.asked is not None and shown(self.asked) == declared):
+            return self.asked
+        if find_mode(declared["mode"]) is None:
+            return None
+        return resolve(declared["mode"], divisor=declared["divisor"], units=declared["units"])
 
     def agree(self, value: Any) -> Any:
         """What the first rank gave, on all ranks; all must call it together."""
@@ -242,10 +255,18 @@ class Audit:
     def _add_parts(self, report: Report, heard: dict[str, dict[int, Tapped]], number: int, samples: Samples) -> None:
         groups = self._groups
         positions = samples.local(groups.cp.rank(), groups.cp.size()).positions.cpu().numpy()
-        rows = Rows.of(samples, groups.cp.size()) if groups.cp.rank() == 0 else None
+        described: dict[int, Rows] = {}
         for term, of_term in heard.items():
             gradients: Floats = np.zeros(len(positions))
             tapped = of_term.get(number)
+            # A term may have a mask of its own, over the same tokens.
+            own = samples if tapped is None or tapped.samples is None else tapped.samples
+            if groups.cp.rank() == 0 and id(own) not in described:
+                described[id(own)] = Rows.of(own, groups.cp.size())
+            if tapped is not None and tapped.declared is not None:
+                facts = facts_of(tapped.declared)
+                told = report.declared.setdefault(term, [])
+                told.extend([facts] if facts not in told else [])
             if tapped is not None and tapped.gradient is not None:
                 report.reached.add(term)
                 if tapped.gradient.numel() == len(positions):
@@ -257,7 +278,7 @@ class Audit:
                         "layout's order, or correct the layout."
                     )
             part = Part(
-                dp_rank=groups.dp.rank(), cp_rank=groups.cp.rank(), microbatch=number, rows=rows,
+                dp_rank=groups.dp.rank(), cp_rank=groups.cp.rank(), microbatch=number, rows=described.get(id(own)),
                 positions=positions, gradients=gradients,
             )  # fmt: skip
             report.terms.setdefault(term, []).append(part)
@@ -271,17 +292,19 @@ class Audit:
 
     def deviation(self) -> float | None:
         """The largest |w / asked - 1| over the step's tokens, or the largest weight where none was asked for, in units
-        of the largest asked one; None where it cannot be known. All ranks of the last stage must call it together; None
-        on other stages.
+        of the largest asked one; None where it cannot be known. Of a loss of several terms, the worst term's. All ranks
+        of the last stage must call it together; None on other stages.
         """
         if not self.computes_loss:
             return None
         factors = [factor for factor in self._factors if not factor.problem]
-        known = bool(factors) and not _cannot_know(self._config) and "pg" in self._taps.heard
+        heard = [one for of_term in self._taps.heard.values() for one in of_term.values() if one.declared is not None]
+        heard += [one for one in self._taps.heard.get("pg", {}).values() if one.declared is None]
+        known = bool(factors) and not _cannot_know(self._config) and bool(heard)
         worst = torch.tensor([0.0 if known else torch.inf], dtype=torch.float64)
         if known:
             scale = factors[-1].value / float(self._loss_scale)
-            off = attempt(lambda: torch.stack([_deviation(one, scale) for one in self._taps.heard["pg"].values()]))
+            off = attempt(lambda: torch.stack([_deviation(one, scale) for one in heard]))
             worst[0] = torch.inf if isinstance(off, Exception) else off.nan_to_num(nan=torch.inf).max()
         group = self._groups.dp_cp
         if if_several(group) is not None:

@@ -4,9 +4,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron_rl_loss.aliases import Aggregation
 from megatron_rl_loss.audit.assembly import Part, measured_step, union
 from megatron_rl_loss.audit.tokens import MeasuredStep, Split
 from megatron_rl_loss.megatron.anchor import Factor
+from megatron_rl_loss.tap import Declared
 
 
 @dataclass
@@ -22,6 +24,7 @@ class Report:
     unknown: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
+    declared: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # of a term, each once
 
 
 def assembled(reports: Sequence[Report], split: Split) -> dict[str, MeasuredStep]:
@@ -59,10 +62,25 @@ def assembled(reports: Sequence[Report], split: Split) -> dict[str, MeasuredStep
             split,
             unknown=unknown,
             notes=notes,
-            facts=facts,
+            facts=facts | _declared(reports, term),
         )
         for term in reached or terms or ["pg"]
     }
+
+
+def facts_of(declared: Declared) -> dict[str, Any]:
+    """What can be sent of it, and be written as JSON; a mode of the user's own is a name."""
+    return {"asked": shown(declared.aggregation), "coefficient": float(declared.coef)}
+
+
+def shown(aggregation: Aggregation) -> dict[str, Any]:
+    return {"mode": aggregation.mode.name, "divisor": aggregation.divisor, "units": aggregation.units}
+
+
+def _declared(reports: Sequence[Report], term: str) -> dict[str, Any]:
+    """What a term was declared to be, if that is the same in all of the step."""
+    found = [one for report in reports for one in report.declared.get(term, [])]
+    return found[0] if found and all(one == found[0] for one in found) else {}
 
 
 def _coarsest(dtypes: Sequence[str], uncertainty: float) -> str:

@@ -47,10 +47,12 @@ def train(recipe: str, flags: list[str]) -> list[dict[str, float]]:
 
 
 @pytest.mark.parametrize("recipe", ROWS)
-def test_it_trains_alike_in_every_layout(recipe: str) -> None:
+def test_it_trains_and_saves_and_is_alike_in_every_layout(recipe: str, tmp_path: Path) -> None:
     mode = ["--loss-aggregation", "prompt_mean"]
-    (alone,) = run_ranks(1, train, recipe, mode, timeout_s=300)
+    save = ["--save", str(tmp_path), "--save-interval", "2"]
+    (alone,) = run_ranks(1, train, recipe, [*mode, *save], timeout_s=300)
     assert len(alone) == 2
+    assert list(tmp_path.glob("iter_*2"))
     assert all(step["grad_norm"] > 1e-3 for step in alone)
     for flags in (["--context-parallel-size", "2"], ["--tensor-model-parallel-size", "2", "--sequence-parallel"]):
         for step, expected in zip(run_ranks(2, train, recipe, [*mode, *flags], timeout_s=300)[-1], alone, strict=True):

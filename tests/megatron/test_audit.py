@@ -14,9 +14,11 @@ import numpy as np
 import oracle
 import pytest
 import torch
-from audited_gpt import BETA, Ask, expected_weights, mutations, run_steps
+from audited_gpt import BETA, TERMS, Ask, correct_masks, expected_weights, mutations, run_steps
 from ranks import run_ranks
 from tiny_gpt import Case, Layout
+
+from megatron_rl_loss.audit.verdict import judge
 
 pytestmark = pytest.mark.slow
 
@@ -159,6 +161,32 @@ def test_each_term_is_measured_by_itself(layout: Layout) -> None:
     for name, expected in (("pg", expected_weights(layout, ask)["weights"]), ("token_mean", second)):
         assert not steps[name].unknown
         np.testing.assert_allclose(steps[name].weights, expected, rtol=EXACT, atol=0)
+
+
+@pytest.mark.parametrize("layout", [QUICK, Layout(1, False, 1, 1, 2, 2), Layout(1, False, 2, 2, 1, 2)], ids=str)
+def test_declared_terms_are_judged_as_their_own_modes(layout: Layout) -> None:
+    """Each by its own tap, over its own mask; its coefficient is no deviation, another mode is."""
+    ask = Ask(STEP._replace(microbatches=4), "several terms")
+    (outcomes,) = run(layout, [ask])
+    first = outcomes[0]
+    assert list(first.steps) == list(TERMS)
+    masks = {None: None, "correct": correct_masks(gpt_oracle.rollouts_of(ask.case.shape(layout)))}
+    for name, (mode, coef, mask) in TERMS.items():
+        own = ask.case._replace(mode=mode or ask.case.mode)
+        expected = expected_weights(layout, ask._replace(case=own), masks[mask])
+        step = first.steps[name]
+        assert not step.unknown
+        np.testing.assert_array_equal(step.tokens.mask, expected["mask"], err_msg=name)
+        np.testing.assert_allclose(step.weights, coef * expected["weights"], rtol=EXACT, atol=0, err_msg=name)
+        assert first.asked[name].mode.name == own.mode
+        verdict = judge(step, first.asked[name])
+        assert verdict.sound, str(verdict)
+        assert any("coefficient" in note for note in verdict.notes) == (coef != 1)
+        other = next(one for one, (mode, *_) in TERMS.items() if (mode or ask.case.mode) != own.mode)
+        assert not judge(step, first.asked[other]).sound, (name, other)
+    for outcome in outcomes:
+        assert outcome.deviation is None or outcome.deviation <= EXACT
+    assert any(outcome.deviation is not None for outcome in outcomes)
 
 
 def test_the_comparison_sees_another_mode() -> None:

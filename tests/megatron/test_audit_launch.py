@@ -116,6 +116,34 @@ def test_a_script_without_any_change_is_heard_at_its_output(tmp_path: Path) -> N
     assert "NOT SOUND" in text
 
 
+TERMS = """
+import pretrain_grpo
+from megatron_rl_loss import Term
+from megatron_rl_loss.megatron import Microbatch
+reduce = Microbatch.loss
+def loss(self, losses, metrics=None):
+    return reduce(self, {"pg": losses, "kl": Term(losses.square(), "token_mean", coef=0.05)}, metrics)
+Microbatch.loss = loss
+pretrain_grpo.main()
+"""
+
+
+def test_a_term_is_judged_as_its_own_mode(tmp_path: Path) -> None:
+    script = tmp_path / "terms.py"
+    script.write_text(TERMS)
+    flags = [*FLAGS, "--loss-aggregation", "sample_mean"]
+    for options, expected, words in (
+        ([], 0, "^SOUND: sample_mean"),
+        (["--term", "kl"], 0, "^SOUND: token_mean"),
+        (["--term", "kl", "--expect", "sample_mean"], 1, "^NOT SOUND: asked sample_mean"),
+    ):
+        status, text = audit(*options, script=str(script), flags=flags)
+        assert status == expected, text[-3000:]
+        assert re.search(words, text, re.MULTILINE), text[-3000:]
+        assert ("coefficient, 0.05, is divided out" in text) == ("--term" in options)
+        assert "Further terms: " + ("pg" if options else "kl") in text
+
+
 def test_no_verdict_has_a_status_of_its_own(tmp_path: Path) -> None:
     script = tmp_path / "frozen.py"
     frozen = "\n".join(

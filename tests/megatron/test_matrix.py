@@ -243,6 +243,68 @@ def test_losses_of_sequences_equal_the_oracle(layout: Layout, record_property: C
         record_property("sequence_losses_gradients_error", errors["gradients"])
 
 
+OF_COUNTS = [Layout(2, True, 1, 1, 2, 1), Layout(1, False, 1, 1, 2, 2), Layout(1, False, 2, 1, 1, 2)]
+#: Of gradients, relative to a tensor's largest entry: what the package promises.
+PROMISED = 1e-5
+
+
+def of_counts(layout: Layout) -> list[Case]:
+    """With 2 and 3 micro-batches, Megatron's mean and per-token loss: each way to count with both."""
+    plain: dict[str, Any] = {"bf16": False, "optimizer": "plain", "tied": False, "lopsided": False}
+    ways = [
+        ("token", "token_mean", "all"),
+        ("token", "sample_mean", "active"),
+        ("geometric", "sample_mean", "active"),
+        ("geometric", "prompt_mean", "active"),
+        ("", "vl_norm", "all"),
+        ("token", "vl_norm", "all"),
+    ]
+    return [
+        Case(microbatches, mode, units, scaling, rejects=rejects, **plain)
+        for rejects, mode, units in ways
+        for microbatches, scaling in ((2, "mean"), (3, "per token"))
+    ]
+
+
+@pytest.mark.parametrize("layout", OF_COUNTS, ids=str)
+def test_survivors_and_declared_sums_equal_the_oracle(
+    layout: Layout, record_property: Callable[[str, Any], None]
+) -> None:
+    """Totals made after rejection, in the look-ahead, and totals of M^-alpha, which VL Norm declares."""
+    worst = 0.0
+    for case, outcomes in outcomes_in(layout, of_counts(layout)):
+        shape = case.shape(layout)
+        errors = errors_of(outcomes, gpt_oracle.step_of(shape, case.mode, case.units, rejects=case.rejects))
+        assert all(errors[what] <= bound for what, bound in FP32_BOUNDS.items()), (case, errors)
+        assert errors["gradients"] <= PROMISED, (case, errors)
+        worst = max(worst, errors["gradients"])
+        others = [gpt_oracle.step_of(shape, "sample_mean", "all", rejects=case.rejects)]
+        if case.rejects:
+            others.append(gpt_oracle.step_of(shape, case.mode, case.units))
+        if case.rejects and case.mode != "vl_norm":  # the same tokens trained, but the rejected ones counted
+            others.append(gpt_oracle.step_of(shape, case.mode, case.units, rejects=case.rejects, counted="before"))
+        for other in others:
+            assert errors_of(outcomes, other)["gradients"] > 1e-2, (case, "other counts would not be seen")
+    record_property("counts_gradients_error", worst)
+
+
+def test_the_data_has_what_breaks_counts_of_survivors() -> None:
+    """Samples that lose a token or all, and a rollout and a prompt group that were active and are no more."""
+    rollouts = gpt_oracle.rollouts_of(GptShape(2, False, False))
+    for rejects in ("token", "geometric"):
+        kept = [gpt_oracle.survivors(one, rejects) for one in rollouts]
+        lost = [sum(a) - sum(b) for a, b in zip((one.mask for one in rollouts), kept, strict=True)]
+        assert any(lost), rejects
+        assert any(not some and any(mask) for some, mask in zip(lost, kept, strict=True)), rejects
+        assert any(0 < some < sum(one.mask) for some, one in zip(lost, rollouts, strict=True)) == (rejects == "token")
+        for kind in ("rollout_id", "prompt_id"):
+            active, left = (
+                {getattr(one, kind) for one, mask in zip(rollouts, masks, strict=True) if any(mask)}
+                for masks in ([one.mask for one in rollouts], kept)
+            )
+            assert left < active or (rejects, kind) == ("token", "prompt_id"), (rejects, kind)
+
+
 @pytest.mark.parametrize("layout", BF16_CONTROLS, ids=str)
 def test_bf16_bounds_would_see_another_mode(layout: Layout) -> None:
     """Every mode and unit counting against the oracle of each other one: beyond the bound that the right one keeps."""

@@ -68,10 +68,10 @@ def test_a_name_may_leave_out_suffix_and_folder(name: str, file: str, folder: Pa
 
 REFUSALS: dict[str, Refusal] = {
     "an example that there is not": (
-        lambda: find_example("pretrain_minmal", EXAMPLES),
+        lambda: find_example("pretrain_grop", EXAMPLES),
         ValueError,
-        r"example 'pretrain_minmal': there is none of that name\. Did you mean pretrain_minimal\.py\?",
-        lambda: find_example("pretrain_minimal", EXAMPLES),
+        r"example 'pretrain_grop': there is none of that name\. Did you mean pretrain_grpo\.py\?",
+        lambda: find_example("pretrain_grpo", EXAMPLES),
     ),
     "an example whose name two files have": (
         lambda: find_example("launch_grpo", EXAMPLES),
@@ -80,10 +80,10 @@ REFUSALS: dict[str, Refusal] = {
         lambda: find_example("launch_grpo.sh", EXAMPLES),
     ),
     "a copy of an example over a file": (
-        lambda: copy_example("pretrain_minimal", EXAMPLES),
+        lambda: copy_example("pretrain_grpo", EXAMPLES),
         ValueError,
-        r"a copy overwrites nothing, and .*pretrain_minimal\.py is there already\. Choose another folder with --to",
-        lambda: find_example("pretrain_minimal.py", EXAMPLES),
+        r"a copy overwrites nothing, and .*pretrain_grpo\.py.* is there already\. Choose another folder with --to",
+        lambda: find_example("pretrain_grpo.py", EXAMPLES),
     ),
 }
 

@@ -21,7 +21,7 @@ def blocks(page: str) -> list[str]:
 
 def test_the_five_lines_run() -> None:
     lines, script = blocks(README)
-    assert script == (ROOT / "examples/pretrain_minimal.py").read_text()  # test_minimal.py runs it
+    assert script == (ROOT / "examples/recipes/pretrain_packed.py").read_text()  # test_pretrain_recipes.py runs it
     names: dict[str, Any] = {}
     exec(lines, names)
     assert float(names["share"]) == 4

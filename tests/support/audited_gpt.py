@@ -5,7 +5,8 @@ loss functions of `STOCK` do to a token, as formulas of the counts of each micro
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import gpt_oracle
@@ -35,8 +36,22 @@ def loss_3(losses: Tensor, mask: Tensor, **_: Any) -> Any:
     return (losses * mask).sum(), (mask != 0).sum().int(), {}
 
 
-OURS = ("ours", "two terms")
+OURS = ("ours", "two terms", "several terms")
 BETA = 0.25  # of the second term
+#: Of "several terms": mode (None: the policy loss's), coefficient and mask of each.
+TERMS: dict[str, tuple[str | None, float, str | None]] = {
+    "pg": (None, 1.0, None),
+    "kl": ("token_mean", 0.05, None),
+    "entropy": ("prompt_mean", -0.3, None),
+    "nll": ("sample_mean", 0.2, "correct"),
+}
+
+
+def correct_masks(rollouts: Sequence[Rollout]) -> list[Tensor]:
+    """A mask of its own: whole samples, those whose advantage is above 0, without their first token."""
+    return [torch.tensor(one.mask) * (one.advantages[0] > 0) * (torch.arange(len(one.mask)) > 0) for one in rollouts]
+
+
 STOCK: dict[str, Callable[..., Any]] = {
     "2-tuple, local": loss_2_local, "2-tuple, over CP": loss_2_over_cp, "3-tuple": loss_3,
 }  # fmt: skip
@@ -46,7 +61,8 @@ class Ask(NamedTuple):
     """A step to run.
 
     Attributes:
-        loss: a key of `STOCK`; "ours", which is `microbatch.loss`; or "two terms", of ours.
+        loss: a key of `STOCK`; "ours", which is `microbatch.loss`; "several terms", its `TERMS`; or "two terms", which
+            are put together by hand.
         how: "tap", "output" (nothing tapped, A = 1 and ratio 1) or "alone" (not audited).
         with_theta: also measure by the probe parameter (see `Theta`).
     """
@@ -117,12 +133,14 @@ class Outcome(NamedTuple):
 
     Attributes:
         steps: what was measured of each term, on the first rank.
+        asked: what each should be, as an audit of LossAggregation's own step knows it.
         deviation: on the last pipeline stage, of losses of ours.
         after: gradients, and weights after the optimizer's step.
         by_theta: on the last stage: the weights, and that of padding.
     """
 
     steps: dict[str, Any]
+    asked: dict[str, Any]
     deviation: float | None
     after: list[Any]
     by_theta: Any
@@ -137,6 +155,7 @@ def run_ask(layout: Layout, ask: Ask, rollouts: list[Rollout], mutate: Callable[
     from megatron.core import parallel_state as mpu
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
+    from megatron_rl_loss import Term
     from megatron_rl_loss.megatron import LossAggregation
     from megatron_rl_loss.megatron.audit import Audit, tap
 
@@ -164,6 +183,12 @@ def run_ask(layout: Layout, ask: Ask, rollouts: list[Rollout], mutate: Callable[
                 losses = losses + theta.of(hands[dp_rank][number[id(batch)]], batch.bounds, cp_rank, layout.cp)
             if ask.loss == "ours":
                 return taken.loss(losses)
+            if ask.loss == "several terms":
+                terms = {
+                    name: Term(losses * (k + 1), mode, coef=coef, mask=mask)
+                    for k, (name, (mode, coef, mask)) in enumerate(TERMS.items())
+                }
+                return taken.loss(terms)
             if ask.loss == "two terms":
                 share = taken.pg_loss(losses) + BETA * taken.token_mean(negative_log_probs.square())
                 return taken.carry(share, {"both": share})
@@ -189,7 +214,11 @@ def run_ask(layout: Layout, ask: Ask, rollouts: list[Rollout], mutate: Callable[
     def step(data_iterator: Any) -> None:
         run = schedule
         if ask.loss in OURS:
-            run = LossAggregation(settings, lambda batch: batch.samples).wrap_schedule(schedule)
+            several: Any = {"terms": {"entropy": "prompt_mean"}, "term_masks": ["correct"]}
+            declared = several if ask.loss == "several terms" else {}
+            run = LossAggregation(settings, lambda batch: batch.described("", correct_masks), **declared).wrap_schedule(
+                schedule
+            )
         run(
             forward_step_func=forward_step,
             data_iterator=data_iterator,
@@ -215,8 +244,9 @@ def run_ask(layout: Layout, ask: Ask, rollouts: list[Rollout], mutate: Callable[
     assert succeeded
     after = [parameter.detach().clone() for chunk in ready.chunks for parameter in chunk.parameters()]
     steps = {} if audit is None else audit.steps
+    asked = {} if audit is None else {name: audit.asked_of(name) for name in steps}
     deviation = None if audit is None or ask.loss not in OURS else audit.deviation()
-    return Outcome(steps, deviation, [value.float().numpy() for value in [*grads, *after]], by_theta)
+    return Outcome(steps, asked, deviation, [value.float().numpy() for value in [*grads, *after]], by_theta)
 
 
 def run_steps(
@@ -315,11 +345,16 @@ mutations = {
 # ---- what the weights should be
 
 
-def expected_weights(layout: Layout, ask: Ask) -> dict[str, Any]:
-    """Every entry of the step's masks, in order of DP rank, micro-batch, sample and position, and its weight."""
+def expected_weights(layout: Layout, ask: Ask, masks: Sequence[Tensor] | None = None) -> dict[str, Any]:
+    """Every entry of the step's masks, in order of DP rank, micro-batch, sample and position, and its weight.
+
+    `masks`: a term's own, of all samples, in the place of the loss masks.
+    """
     case = ask.case
     rollouts = gpt_oracle.rollouts_of(case.shape(layout))
     hands = dealt(len(rollouts), fully_masked(rollouts), layout.dp, case.microbatches, case.lopsided)
+    if masks is not None:
+        rollouts = [replace(one, mask=mask.tolist()) for one, mask in zip(rollouts, masks, strict=True)]
     samples = [oracle.sample([0.0] * len(one.mask), one.mask, one.rollout_id, one.prompt_id) for one in rollouts]
     divisor = gpt_oracle.DIVISOR if case.mode == "constant" else None
     asked = oracle.step_gradient(case.mode, samples, divisor, case.units)

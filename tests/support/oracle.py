@@ -84,7 +84,12 @@ def mask_tokens(samples: Sequence[Sample]) -> float:
 
 
 def step_loss(mode: str, samples: Sequence[Sample], divisor: float | None = None, units: str = "all") -> Tensor:
-    """(1/U) sum over units of (sum l*m) / D, float64. `divisor`: D of constant, and of token_sum, 1 if None."""
+    """(1/U) sum over units of (sum l*m) / D, float64. `divisor`: D of constant, and of token_sum, 1 if None.
+
+    Beside the `MODES`, ``vl_norm``: see `vl_norm`.
+    """
+    if mode == "vl_norm":
+        return vl_norm(samples)
     total = torch.zeros((), dtype=torch.float64)
     counted = 0
     for unit in units_of(mode, samples):
@@ -97,6 +102,17 @@ def step_loss(mode: str, samples: Sequence[Sample], divisor: float | None = None
             size = {"constant": divisor, "token_sum": divisor or 1.0}.get(mode, tokens)
             total = total + sum(active) / size
     return total / max(counted, 1)
+
+
+def vl_norm(samples: Sequence[Sample], alpha: float = 0.75) -> Tensor:
+    """sum_i M_i^-alpha (sum_t l*m) / sum_j M_j^-alpha, over samples with an active token."""
+    total, powers = torch.zeros((), dtype=torch.float64), 0.0
+    for one in samples:
+        if mask_tokens([one]) > 0:
+            power = mask_tokens([one]) ** -alpha
+            powers += power
+            total = total + power * (one.losses[one.mask != 0] * one.mask[one.mask != 0].double()).sum()
+    return total / powers
 
 
 def step_gradient(

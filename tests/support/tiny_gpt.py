@@ -4,7 +4,7 @@ Imported by forked ranks after `warm_megatron`; everything of Megatron is the re
 """
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -17,8 +17,9 @@ from gpt_oracle import GptShape, Rollout
 from ranks import start_process_group
 from torch import Tensor
 
-from megatron_rl_loss import Samples, ZigzagTHD, policy_loss, ppo_clip_loss
+from megatron_rl_loss import Samples, ZigzagTHD, policy_loss, ppo_clip_loss, surviving_masks
 from megatron_rl_loss.arguments import AggregationSettings
+from megatron_rl_loss.paper_modes import vl_norm
 
 
 class Layout(NamedTuple):
@@ -56,6 +57,7 @@ class Case(NamedTuple):
     tied: bool
     lopsided: bool
     loss: str = "ppo"  # a policy loss by name
+    rejects: str = ""  # what was drawn by quite another policy, by token or sample ("geometric"), before it is counted
 
     def shape(self, layout: Layout) -> GptShape:
         return GptShape(layout.num_layers, self.tied, self.bf16)
@@ -115,11 +117,27 @@ class Batch:
         )
         self.positions = torch.tensor([[0 if at is None else at[1] for at in held]])
         self.bounds = torch.tensor(bounds, dtype=torch.int32)
-        self.samples = Samples(
-            [torch.tensor(one.mask) for one in rollouts],
-            layout=ZigzagTHD(bounds, total_lengths=lengths, filler_slots=len(fillers)),
-            rollout_ids=[one.rollout_id for one in rollouts],
-            prompt_ids=[one.prompt_id for one in rollouts],
+        self._rollouts = rollouts
+        self._layout = ZigzagTHD(bounds, total_lengths=lengths, filler_slots=len(fillers))
+        self.samples = self.described("")
+
+    def described(self, rejects: str, correct: Callable[[Sequence[Rollout]], list[Tensor]] | None = None) -> Samples:
+        """As a data loader would, whole samples and not what this rank holds of them; `correct`: a term's masks."""
+        loss_masks = [torch.tensor(one.mask) for one in self._rollouts]
+        if rejects:
+            old, drawn_by = (
+                [torch.tensor(getattr(one, name)) for one in self._rollouts]
+                for name in ("old_log_probs", "rollout_log_probs")
+            )
+            log_ratios = [a - b for a, b in zip(old, drawn_by, strict=True)]
+            high = gpt_oracle.REJECT_ABOVE[rejects]
+            loss_masks = surviving_masks(loss_masks, log_ratios, high=high, level=rejects)  # type: ignore[arg-type]
+        return Samples(
+            loss_masks,
+            layout=self._layout,
+            rollout_ids=[one.rollout_id for one in self._rollouts],
+            prompt_ids=[one.prompt_id for one in self._rollouts],
+            term_masks=None if correct is None else {"correct": correct(self._rollouts)},
         )
 
     def cuda(self) -> "Batch":
@@ -387,14 +405,14 @@ def run_case(
         chunk.zero_grad_buffer()
     ready.optimizer.zero_grad()
     settings = AggregationSettings.resolve(
-        mode=case.mode,
+        mode=vl_norm if case.mode == "vl_norm" else case.mode,
         divisor=gpt_oracle.DIVISOR if case.mode == "constant" else None,
         units=case.units,  # type: ignore[arg-type]
         with_per_token_loss=case.scaling == "per token",
     )
     schedule = get_forward_backward_func()
     if not stock:
-        schedule = LossAggregation(settings, lambda batch: batch.samples).wrap_schedule(schedule)
+        schedule = LossAggregation(settings, lambda batch: batch.described(case.rejects)).wrap_schedule(schedule)
     virtual = layout.vp > 1
     stored = schedule(
         forward_step_func=forward_step,

@@ -75,6 +75,8 @@ THEIRS: dict[str, Formula] = {
     "verl:seq-mean-token-sum": lambda b: row_sums(b).sum() / b.rows,
     "verl:seq-mean-token-sum-norm": lambda b: row_sums(b).sum() / b.rows / DIVISOR,
     "verl:seq-mean-token-mean": lambda b: row_means(b).sum() / b.rows,
+    "verl:loss_mode=gspo": lambda b: row_means(b).sum() / b.rows,
+    "verl:loss_mode=sapo": lambda b: row_means(b).sum() / b.rows,
     "skyrl:token_mean": lambda b: row_sums(b).sum() / b.masks.sum().clamp(min=1),
     "skyrl:sequence_mean": lambda b: (b.losses / (b.rows * b.masks.sum(-1, keepdim=True).clamp(min=1)) * b.masks).sum(),
     "skyrl:seq_mean_token_sum_norm": lambda b: (b.losses / (b.rows * DIVISOR) * b.masks).sum(),

@@ -56,6 +56,9 @@ TOKENS = {
     ("microbatch", "scope", "mask"): [4, 4, 1, 5, 5, 0],
     ("microbatch", "scope", "clamped"): [4, 4, 1, 5, 5, 1],
     ("microbatch", "scope", "rectangle"): [8, 8, 2, 8, 8, 2],
+    ("microbatch", "scope", "width"): [4, 4, 2, 4, 4, 2],
+    ("microbatch", "scope", "padded_width"): [4] * 6,
+    ("microbatch", "scope", "padded_rectangle"): [8, 8, 4, 8, 8, 4],
     ("microbatch_over_dp", "scope", "mask"): [9, 9, 1, 9, 9, 1],
     ("step", "sample", "mask"): [2, 2, 1, 4, 1, 0],
     ("step", "sample", "response"): [1, 3, 2, 4, 1, 2],
@@ -117,6 +120,18 @@ def test_parts_are_those_the_step_was_split_into() -> None:
     assert Cells(StepTokens(**columns), Split()).scopes() == ["step"]
     columns["microbatch"] = STEP.microbatch
     assert Cells(StepTokens(**columns), Split(num_microbatches=2)).scopes() == ["step", "microbatch"]
+
+
+def test_parts_without_a_token_or_an_entry_are_parts() -> None:
+    """DP 2 x CP 2 x 3 micro-batches, the third of both ranks without a mask entry."""
+    cells = Cells(STEP, Split(num_microbatches=3, dp_size=2, cp_size=2))
+    pieces, microbatches = ("dp_rank", "microbatch", "cp_rank"), ("dp_rank", "microbatch")
+    countings = ("all", "filled", "active")
+    assert [cells.number_of_parts(pieces, counting) for counting in countings] == [12, 8, 6]
+    assert [cells.number_of_parts(microbatches, counting) for counting in countings] == [6, 4, 3]
+    assert [cells.number_of_parts(("rollout",), counting) for counting in countings] == [5, 5, 4]
+    everywhere = StepTokens(**{**vars(STEP), "cp_rank": np.full_like(STEP.sample, -1)})  # every CP rank holds all
+    assert Cells(everywhere, Split(cp_size=2)).number_of_parts(pieces) == 4
 
 
 # ---- names for numbers

@@ -298,7 +298,7 @@ PUBLISHED = [
     Published("verl #931: token means for sums", means_for_sums, "verl:seq-mean-token-sum", "verl",
               lambda t: 1 / (t.M * t.N), {UNCUT: ("other_mode",)}),
     Published("verl without loss_scale_factor: the padded width", width_for_divisor, None, ADDED,
-              lambda t: 1 / (t.N * t.width), {MICROBATCHES: ("no_law",), DP: ("no_law",)}),
+              lambda t: 1 / (t.N * t.width), {MICROBATCHES: ("own_width_microbatch",), DP: ("own_width_microbatch",)}),
     Published("verl #141: fixed accumulation", functools.partial(fixed_accumulation, accumulation=4), "token_mean",
               ADDED, lambda t: 1 / (4 * t.n), {UNCUT: (), **OWN_MEANS_ADDED}),
     Published("ranks' own numbers of rows", rows_of_the_rank, "sample_mean", Trainer(),
@@ -315,7 +315,18 @@ PUBLISHED = [
 ]
 # fmt: on
 
-each_published = pytest.mark.parametrize("one", PUBLISHED, ids=lambda one: one.where)
+#: Published formulas that every run looks at: of each kind of cause one.
+QUICK = ("Megatron-LM adfa873", "prime-rl #816", "verl without", "tunix #1662")
+
+
+def quick(rows: list[Any], first: tuple[str, ...]) -> list[Any]:
+    """Rows of which those that begin so are tried in every run."""
+    return [
+        pytest.param(one, id=one.where, marks=() if one.where.startswith(first) else pytest.mark.slow) for one in rows
+    ]
+
+
+each_published = pytest.mark.parametrize("one", quick(PUBLISHED, QUICK))
 
 
 @functools.cache
@@ -485,7 +496,7 @@ EXACT = [
 ]
 
 
-@pytest.mark.parametrize("one", EXACT, ids=lambda one: one.where)
+@pytest.mark.parametrize("one", quick(EXACT, ("TRL dr_grpo", "open-instruct", "rollouts", "packed, by index, CP")))
 def test_an_exact_formula_passes(one: Exact) -> None:
     report = check_loss(one.loss_fn, one.mode, trainer=one.trainer, draws=12, **one.options)
     assert report.sound, str(report)
@@ -494,7 +505,7 @@ def test_an_exact_formula_passes(one: Exact) -> None:
     assert str(report).splitlines()[0].endswith(": sound")
 
 
-@pytest.mark.parametrize("one", EXACT, ids=lambda one: one.where)
+@pytest.mark.parametrize("one", quick(EXACT, ("TRL dr_grpo", "open-instruct", "rollouts", "packed, by index, CP")))
 def test_the_same_scaled_does_not(one: Exact) -> None:
     """Negative control: half as much again, in the uncut step, whatever the formula."""
 
@@ -541,7 +552,11 @@ TRAINERS_OF_OURS = [
 
 
 @pytest.mark.parametrize("mode", ["sample_mean", "prompt_mean", "token_mean", "constant", "token_sum"])
-@pytest.mark.parametrize(("trainer", "scale"), TRAINERS_OF_OURS, ids=lambda value: getattr(value, "describe", str)())
+@pytest.mark.parametrize(
+    ("trainer", "scale"),
+    [pytest.param(*row, marks=() if i in (1, 4) else pytest.mark.slow) for i, row in enumerate(TRAINERS_OF_OURS)],
+    ids=lambda value: getattr(value, "describe", str)(),
+)
 def test_our_reducers_pass(mode: str, trainer: Trainer, scale: str) -> None:
     loss_fn = functools.partial(ours, mode=mode, split=trainer.split_rollouts, scale=scale)
     report = check_loss(loss_fn, mode, trainer=trainer, divisor=8 if mode == "constant" else None, draws=3)
@@ -549,6 +564,7 @@ def test_our_reducers_pass(mode: str, trainer: Trainer, scale: str) -> None:
     assert not report.notes  # it selects by the mask
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("left_out", ["dp", ""])
 def test_our_reducers_without_the_factor_do_not(left_out: str) -> None:
     """Negative control: gradients are averaged over DP and CP ranks, and the share is not multiplied by both."""
@@ -627,18 +643,19 @@ def test_a_fault_is_told(loss_fn: Callable[..., Any], kind: str, text: str) -> N
 
 def test_where_nothing_is_masked_there_is_no_0_by_0() -> None:
     every_row = Trainer(dp="mean", microbatches="mean", masked_samples=False, even_microbatches=True)
-    assert check_loss(zero_by_zero, "sample_mean", trainer=every_row).sound
-    assert not check_loss(zero_by_zero, "sample_mean", trainer=replace(every_row, masked_samples=True)).sound
+    assert check_loss(zero_by_zero, "sample_mean", trainer=every_row, draws=4).sound
+    assert not check_loss(zero_by_zero, "sample_mean", trainer=replace(every_row, masked_samples=True), draws=4).sound
 
 
 def test_nothing_trained_and_the_wrong_way_round_are_told() -> None:
-    (nothing,) = check_loss(lambda losses, mask: 0 * losses.sum(), "token_mean").findings
+    (nothing,) = check_loss(lambda losses, mask: 0 * losses.sum(), "token_mean", draws=4).findings
     assert (nothing.cut, nothing.factors) == (UNCUT, (0, 0))
     (finding,) = check_loss(lambda losses, mask, step_tokens: -share(losses, mask, step_tokens), "token_mean",
-                            trainer=ADDED).findings  # fmt: skip
+                            trainer=ADDED, draws=4).findings  # fmt: skip
     assert finding.says == "all tokens weigh -1 times what they should, on every step alike"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", [None, "token_mean", "sample_mean"])
 def test_what_fails_on_some_uncut_steps_alone_is_told(mode: str | None) -> None:
     def not_of_five(losses: Tensor, mask: Tensor, step_samples: int, step_tokens: Tensor) -> Tensor:
@@ -658,21 +675,23 @@ def test_which_call_failed_is_told() -> None:
             raise KeyError("here")
         return (losses * mask).sum()
 
-    report = check_loss(third, "token_sum", trainer=Trainer(dp="sum", cp="sum"))
+    report = check_loss(third, "token_sum", trainer=Trainer(dp="sum", cp="sum"), draws=4)
     (finding,) = report.findings
     assert finding.cut == TOGETHER
     assert finding.says == "it raises KeyError: 'here' (micro-batch 1, DP rank 1, CP rank 1)"
 
 
 def test_a_nan_under_the_mask_is_noted() -> None:
-    assert any("NaN at a masked token" in note for note in check_loss(share, "token_mean", trainer=ADDED).notes)
-    selecting = check_loss(tokens_of_all_ranks, "token_mean", trainer=Trainer())
+    assert any(
+        "NaN at a masked token" in note for note in check_loss(share, "token_mean", trainer=ADDED, draws=4).notes
+    )
+    selecting = check_loss(tokens_of_all_ranks, "token_mean", trainer=Trainer(), draws=4)
     assert not selecting.notes
 
 
 @pytest.mark.parametrize(("loss_fn", "says"), [(unmasked, "padding weighs"), (off_by_one, "weigh")])
 def test_weight_where_there_should_be_none(loss_fn: Callable[..., Tensor], says: str) -> None:
-    report = check_loss(loss_fn, "token_mean", trainer=ADDED)
+    report = check_loss(loss_fn, "token_mean", trainer=ADDED, draws=4)
     assert not report.sound
     assert re.search(says, str(report))
 
@@ -681,7 +700,7 @@ def test_what_breaks_only_together_is_found() -> None:
     def product(losses: Tensor, mask: Tensor, step_tokens: Tensor, num_microbatches: int, dp_size: int) -> Tensor:
         return (losses * mask).sum() / step_tokens * (2 if min(num_microbatches, dp_size) > 1 else 1)
 
-    (finding,) = check_loss(product, "token_mean", trainer=ADDED).findings
+    (finding,) = check_loss(product, "token_mean", trainer=ADDED, draws=4).findings
     assert finding.cut == TOGETHER
     assert (finding.case.num_microbatches, finding.case.dp_size) == (2, 2)
     assert finding.factors == pytest.approx((2, 2))
@@ -691,6 +710,7 @@ def by_prompt_number(inputs: Any) -> float:
     return 1 / inputs.totals.prompts.all
 
 
+@pytest.mark.slow
 def test_a_mode_of_ones_own() -> None:
     def sums_by_prompts(losses: Tensor, mask: Tensor, step_prompts: int, dp_size: int) -> Tensor:
         return (losses * mask).sum() / step_prompts * dp_size
@@ -719,14 +739,13 @@ def test_methods_and_objects_are_functions_too() -> None:
 
 
 def test_without_a_mode_invariance_is_all_that_is_asked() -> None:
-    assert check_loss(sums_without_n, trainer=ADDED).sound
-    assert check_loss(lists_by_smaller, trainer="prime_rl").sound
-    assert not check_loss(masked_mean, trainer=ADDED).invariant
+    assert check_loss(sums_without_n, trainer=ADDED, draws=4).sound
+    assert check_loss(lists_by_smaller, trainer="prime_rl", draws=4).sound
+    assert not check_loss(masked_mean, trainer=ADDED, draws=4).invariant
 
 
 # ---- the page and its example
-
-
+@pytest.mark.slow
 def test_the_page_shows_what_the_example_prints(capsys: pytest.CaptureFixture[str]) -> None:
     check_my_loss.main()
     printed = capsys.readouterr().out
@@ -749,6 +768,7 @@ def test_the_page_names_everything_there_is() -> None:
 # ---- properties
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 10**6), dp=st.integers(1, 3), cp=st.integers(1, 3), microbatches=st.integers(1, 3))
 def test_weights_are_those_of_token_weights(seed: int, dp: int, cp: int, microbatches: int) -> None:
@@ -775,6 +795,7 @@ def test_weights_are_those_of_token_weights(seed: int, dp: int, cp: int, microba
         assert measure(loss_fn, trainer, case).weights == pytest.approx(expected.tolist(), rel=1e-6)
 
 
+@pytest.mark.slow
 @settings(max_examples=10, deadline=None)
 @given(seed=st.integers(0, 10**6))
 def test_a_finding_can_be_had_again(seed: int) -> None:
@@ -786,7 +807,7 @@ def test_a_finding_can_be_had_again(seed: int) -> None:
 
 
 def test_the_report_is_plain_data() -> None:
-    report = check_loss(masked_mean, "token_mean", trainer=MEANS)
+    report = check_loss(masked_mean, "token_mean", trainer=MEANS, draws=4)
     data = json.loads(json.dumps(report.to_json()))
     assert (data["sound"], data["invariant"]) == (False, False)
     assert [finding["cut"] for finding in data["findings"]] == [MICROBATCHES, DP]
@@ -923,10 +944,10 @@ def test_what_was_left_at_its_default_is_noted() -> None:
     def with_option(losses: Tensor, mask: Tensor, step_tokens: Tensor, num_item: Any = None) -> Tensor:
         return (losses * mask).sum() / step_tokens
 
-    assert "parameter num_item was left at its default" in check_loss(with_option, trainer=ADDED).notes
+    assert "parameter num_item was left at its default" in check_loss(with_option, trainer=ADDED, draws=4).notes
 
 
 def test_what_is_bound_is_not_given() -> None:
     bound = functools.partial(fine, step_tokens=1)
-    assert check_loss(bound, "token_sum", trainer=ADDED).sound
-    assert not check_loss(fine, "token_sum", trainer=ADDED).sound
+    assert check_loss(bound, "token_sum", trainer=ADDED, draws=4).sound
+    assert not check_loss(fine, "token_sum", trainer=ADDED, draws=4).sound

@@ -1,0 +1,101 @@
+"""Modes over sums that they declare, under frameworks' hooks: refused, each with a way out that is exact."""
+
+from collections.abc import Callable
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from refusals import Refusal, check_refusal, each_of
+from torch import Tensor
+
+from megatron_rl_loss import StepTotals, fold_into_advantages, modes, register_pg_loss_reducer
+from megatron_rl_loss.aliases import resolve
+from megatron_rl_loss.frameworks import skyrl, slime, verl
+from megatron_rl_loss.paper_modes import vl_norm
+
+MASKS = [torch.tensor([1.0, 1, 1, 0]), torch.tensor([1.0, 0, 0, 0]), torch.zeros(4), torch.tensor([1.0, 1, 0, 1])]
+ADVANTAGES = [1.5, -1.0, 2.0, 0.5]
+LENGTHS, TOTALS = [4] * len(MASKS), [6] * len(MASKS)
+NAME = "vl_norm_under_hooks"
+MATRIX = torch.stack(MASKS)
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(modes, "_REGISTERED", {})
+    register_pg_loss_reducer(NAME)(vl_norm)
+
+
+def apply(reduction: Any) -> Tensor:
+    return skyrl.apply_loss_reduction_to_advantages_minibatch(MATRIX, MATRIX, reduction, 1, 4)
+
+
+def hook(named: Callable[..., Any]) -> Any:
+    """As slime and miles call what their flag names."""
+    return named(TOTALS, LENGTHS, MASKS, False)
+
+
+THEN = r": this mode declares sums over the whole step, which {} does not let a hook make\. Fold its weights .*{}"
+SLIME = THEN.format("slime or miles", "constant_1")
+VERL, SKYRL = THEN.format("verl", "token-sum"), THEN.format("SkyRL", "only sums")
+SOUND = slime.make_hook("constant", divisor=1, cp_rank=0, cp_size=1)
+
+
+REFUSALS: dict[str, Refusal] = {
+    "slime, by path": (
+        lambda: hook(vl_norm),
+        ValueError,
+        "the mode .*length_to_the_minus.* called with 4 arguments" + SLIME,
+        lambda: hook(SOUND),
+    ),
+    "slime, a registered name": (
+        lambda: slime.make_hook(NAME),
+        ValueError,
+        f"the mode {NAME} in slime or miles{SLIME}",
+        lambda: slime.make_hook("sample_mean"),
+    ),
+    "slime, the function": (
+        lambda: slime.make_hook(vl_norm),  # type: ignore[arg-type]
+        ValueError,
+        f"the mode length_to_the_minus_0_75 in slime or miles{SLIME}",
+        lambda: slime.make_hook("token_mean"),
+    ),
+    "verl": (
+        lambda: verl.agg_loss(MATRIX, MATRIX, NAME),
+        ValueError,
+        f"the mode {NAME} in verl{VERL}",
+        lambda: verl.agg_loss(MATRIX, MATRIX, "token-sum"),
+    ),
+    "SkyRL": (
+        lambda: apply(NAME),
+        ValueError,
+        f"the mode {NAME} in SkyRL{SKYRL}",
+        lambda: apply("sequence_mean"),
+    ),
+}
+
+
+@each_of(REFUSALS)
+def test_refused(refused: Callable[[], Any], error: type[Exception], text: str, accepted: Callable[[], Any]) -> None:
+    check_refusal(refused, error, text, accepted)
+
+
+def test_the_ways_out_are_the_mode() -> None:
+    """Losses proportional to the advantage, over micro-batches of two samples, with the frameworks' own scaling."""
+    statistics = resolve(NAME).mode.statistics  # type: ignore[union-attr]
+    totals = StepTotals.from_loss_masks(MASKS, statistics=statistics)
+    folded = fold_into_advantages(ADVANTAGES, MASKS, mode=NAME, totals=totals)
+    losses = torch.linspace(0.1, 2.0, MATRIX.numel()).double().view_as(MATRIX)
+    plain = [one * advantage for one, advantage in zip(losses, ADVANTAGES, strict=True)]
+    expected = float(oracle.vl_norm([oracle.Sample(one, mask) for one, mask in zip(plain, MASKS, strict=True)]))
+    size = len(MASKS)
+    of_slime, of_verl, of_skyrl = 0.0, 0.0, 0.0
+    for part in (slice(0, 2), slice(2, 4)):
+        weighted = losses[part] * torch.stack(folded[part])
+        reducer = SOUND(TOTALS[part], LENGTHS[part], MASKS[part], False)
+        of_slime += float(reducer(weighted.flatten() * size)) / size
+        of_verl += float(verl.agg_loss(weighted, MATRIX[part], "token-sum"))
+        of_skyrl += float((weighted * MATRIX[part]).sum())
+    for found in (of_slime, of_verl, of_skyrl):
+        assert abs(found / expected - 1) <= oracle.sum_error(MATRIX.numel()) * 8
