@@ -125,7 +125,7 @@ def log_probs_from_hidden(
         `LogProbs`, differentiable towards hidden, weight and bias. Under ``torch.no_grad`` nothing is kept.
 
     Raises:
-        As `log_probs_from_logits`; ValueError for hidden states, weight and labels that do not fit each other.
+        ValueError, TypeError: as `log_probs_from_logits`; hidden states, weight and labels that do not fit each other.
     """
     read = _read(
         hidden, weight, bias, labels, tensor_parallel, temperature, keep, vocab_size, entropy, token_mask, chunk_tokens
@@ -181,7 +181,7 @@ def loss_from_hidden(
         others: as in `log_probs_from_hidden`.
 
     Raises:
-        As `log_probs_from_hidden`; ValueError for weights, inputs, losses or metrics of another shape.
+        ValueError, TypeError: as `log_probs_from_hidden`; weights, inputs, losses or metrics of another shape.
     """
     flat = {name: one.reshape(-1) for name, one in (inputs or {}).items()}
     for name, one in {"weights": weights.reshape(-1), **flat}.items():
