@@ -205,6 +205,11 @@ class Microbatch:
             metric_sum = self.sample_mean if metrics else None
             share, sums = self.pg_loss.with_metrics(losses, plain, metric_sum)
             return self.carry(share, {"pg_loss": share, **dict(zip(metrics, sums, strict=True))})
+        for what, one in [("per_token_loss", term) for term in terms.values()] + [
+            ("a metric", m) for m in metrics.values()
+        ]:
+            if not isinstance(one, Tensor | Term | Metric):
+                self.pg_loss.check(what, one)  # refuses it
         if not terms or (several and "loss" in terms):
             raise refused("odd_terms", given=list(terms))
         weighed = [self._weighed(name, term) for name, term in terms.items()]

@@ -33,6 +33,7 @@ YAML_FLAGS = YAML | {
     "loss_aggregation_with_per_token_loss": False,
     "loss_aggregation_audit_interval": None,
     "custom_pg_loss_reducer_function_path": None,
+    **dict.fromkeys(("kl_loss_aggregation", "entropy_loss_aggregation", "value_loss_aggregation")),
 }
 
 
