@@ -200,20 +200,15 @@ class Microbatch:
         taken = {"loss", *terms} if several else {"pg_loss"}
         if clash := sorted(taken & set(metrics)):
             raise refused("metric_named_as_loss", name=clash[0])
-        plain = [values for values in metrics.values() if isinstance(values, Tensor)]
-        if isinstance(losses, Tensor) and len(plain) == len(metrics):
+        plain = [values for values in metrics.values() if not isinstance(values, Metric)]
+        if not isinstance(losses, Mapping | Term) and len(plain) == len(metrics):
             metric_sum = self.sample_mean if metrics else None
             share, sums = self.pg_loss.with_metrics(losses, plain, metric_sum)
             return self.carry(share, {"pg_loss": share, **dict(zip(metrics, sums, strict=True))})
-        for what, one in [("per_token_loss", term) for term in terms.values()] + [
-            ("a metric", m) for m in metrics.values()
-        ]:
-            if not isinstance(one, Tensor | Term | Metric):
-                self.pg_loss.check(what, one)  # refuses it
         if not terms or (several and "loss" in terms):
             raise refused("odd_terms", given=list(terms))
         weighed = [self._weighed(name, term) for name, term in terms.items()]
-        asked = {name: Metric(one) if isinstance(one, Tensor) else one for name, one in metrics.items()}
+        asked = {name: one if isinstance(one, Metric) else Metric(one) for name, one in metrics.items()}
         reducers = {name: self._reducer_of_metric(name, metric) for name, metric in asked.items()}
         rows = [(row, reducers[name]) for name, metric in asked.items() for row in metric.rows()]
         share, own, sums = sum_terms(weighed, rows)
@@ -242,7 +237,7 @@ class Microbatch:
 
     def _weighed(self, name: str, term: Tensor | Term) -> WeighedTerm:
         """A term with the reducer of its mode and mask; those that share both share the weights."""
-        term = Term(term) if isinstance(term, Tensor) else term
+        term = term if isinstance(term, Term) else Term(term)
         policy = self._step.aggregation
         if term.mode is not None:
             aggregation = resolve(term.mode, divisor=term.divisor, units=term.units or policy.units)
