@@ -234,9 +234,9 @@ def check_per_token(settings: AggregationSettings, per_token: bool) -> None:
 def check_megatron_settings(settings: Any, per_token: bool) -> None:
     """Refuse Megatron settings (of a Namespace or a model config) under which the loss would not be exact."""
     given = {name for name in _UNSAFE if getattr(settings, name, False)}
-    for name in given & {"hybrid_context_parallel", "dynamic_context_parallel"}:
+    for name in given.intersection(CHANGING_CP):
         raise refused("changing_cp_group", flag=f"--{name.replace('_', '-')}")
-    if any((getattr(settings, name, 1) or 1) > 1 for name in _REMAT_SIZES):
+    if any((getattr(settings, name, 1) or 1) > 1 for name in REMAT_SIZES):
         raise refused("weight_remat")
     if getattr(settings, "cuda_graph_impl", None) == "full_iteration":
         raise refused("captured_iteration")
@@ -248,8 +248,11 @@ def check_megatron_settings(settings: Any, per_token: bool) -> None:
         raise refused("per_token_average")
 
 
-_UNSAFE = ("hybrid_context_parallel", "dynamic_context_parallel", "use_torch_fsdp2", "ddp_average_in_collective")
-_REMAT_SIZES = ("gtp_weight_remat_size", "expert_gtp_weight_remat_size")
+#: Settings under which the context-parallel group changes between micro-batches.
+CHANGING_CP = ("hybrid_context_parallel", "dynamic_context_parallel")
+_UNSAFE = (*CHANGING_CP, "use_torch_fsdp2", "ddp_average_in_collective")
+#: Sizes of weight-rematerialising TP (GTP).
+REMAT_SIZES = ("gtp_weight_remat_size", "expert_gtp_weight_remat_size")
 
 
 def load_mode_function(path: str) -> ModeFunction:

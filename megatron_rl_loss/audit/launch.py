@@ -14,16 +14,21 @@ import os
 import runpy
 import sys
 from argparse import REMAINDER, ArgumentParser, Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any, get_args
 
+from torch import Tensor
+
 from megatron_rl_loss.aliases import Aggregation, resolve
 from megatron_rl_loss.audit.tokens import MeasuredStep
 from megatron_rl_loss.audit.verdict import judge
+from megatron_rl_loss.errors import refused
+from megatron_rl_loss.layouts import ZigzagBSHD
+from megatron_rl_loss.samples import Samples
 from megatron_rl_loss.totals import UnitCounting, attempt
 
 SOUND, NOT_SOUND, NO_VERDICT = 0, 1, 2
@@ -83,7 +88,7 @@ def _wrap_schedules(options: Namespace, schedules: ModuleType) -> None:
 
     @functools.wraps(get_schedule)
     def get_audited(*args: Any, **kwargs: Any) -> Any:
-        from megatron_rl_loss.megatron.audit import audited, samples_of_known_batch
+        from megatron_rl_loss.megatron.audit import audited
 
         samples_of = samples_of_known_batch if options.samples_of is None else _load(options.samples_of)
         return audited(get_schedule(*args, **kwargs), report, samples_of=samples_of)
@@ -127,6 +132,26 @@ def _finite(facts: dict[str, Any]) -> dict[str, Any]:
 def _load(path: str) -> Any:
     module, _, name = path.partition(":") if ":" in path else path.rpartition(".")
     return getattr(importlib.import_module(module), name)
+
+
+def samples_of_known_batch(batch: Any) -> Samples:
+    """The samples of a batch that says so itself, or of Megatron's own scripts.
+
+    Known are whatever has them as ``.samples``; rows of Megatron's GPT data sets, by their ``loss_mask``; and what
+    `train_rl.py` iterates over (with the losses of all context-parallel ranks gathered, as main has them).
+
+    Raises ValueError for any other.
+    """
+    samples = getattr(batch, "samples", None)
+    if isinstance(samples, Samples):
+        return samples
+    if isinstance(batch, Mapping) and isinstance(batch.get("loss_mask"), Tensor) and batch["loss_mask"].dim() == 2:
+        return Samples(list(batch["loss_mask"]), layout=ZigzagBSHD(*batch["loss_mask"].shape))
+    if isinstance(batch, Sequence) and "megatron.rl.rl_utils" in sys.modules:
+        from megatron_rl_loss.frameworks import megatron_rl
+
+        return megatron_rl.samples_of(batch)
+    raise refused("batch_not_known", type=type(batch).__name__)
 
 
 def when_imported(name: str, function: Callable[[ModuleType], None]) -> None:

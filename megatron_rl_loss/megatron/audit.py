@@ -11,8 +11,7 @@ Megatron's DDP, CUDA graphs, no usable parameter, ranks that were scaled apart) 
 """
 
 import functools
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
@@ -24,11 +23,10 @@ from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from megatron_rl_loss.aliases import Aggregation, resolve
+from megatron_rl_loss.arguments import CHANGING_CP, REMAT_SIZES
 from megatron_rl_loss.audit.assembly import Part, Rows
 from megatron_rl_loss.audit.tokens import Floats, MeasuredStep, Split
-from megatron_rl_loss.errors import refused
 from megatron_rl_loss.exchange import device_of, if_several
-from megatron_rl_loss.layouts import ZigzagBSHD
 from megatron_rl_loss.masks import SMALLEST
 from megatron_rl_loss.megatron.anchor import Anchor, Factor, choose, watching
 from megatron_rl_loss.megatron.groups import gather_to_first, groups_of, spread_from_first
@@ -40,7 +38,7 @@ from megatron_rl_loss.samples import Samples
 from megatron_rl_loss.tap import Tapped, Taps, asked_for, listening, tap
 from megatron_rl_loss.totals import attempt
 
-__all__ = ["Audit", "audited", "samples_of_known_batch", "tap"]
+__all__ = ["Audit", "audited", "tap"]
 
 #: The term that is measured where nothing was tapped: what the model returned to the loss function.
 OUTPUT = "output"
@@ -330,31 +328,11 @@ def _cannot_know(config: Any) -> list[str]:
     reasons = []
     if getattr(config, "cuda_graph_impl", None) not in (None, "none") or getattr(config, "enable_cuda_graph", False):
         reasons.append("CUDA graphs replay a backward pass without its hooks. Audit a step without them.")
-    if any(getattr(config, name, False) for name in ("hybrid_context_parallel", "dynamic_context_parallel")):
+    if any(getattr(config, name, False) for name in CHANGING_CP):
         reasons.append("The context-parallel group changes between micro-batches: a token's place is not known.")
-    if any((getattr(config, name, 1) or 1) > 1 for name in ("gtp_weight_remat_size", "expert_gtp_weight_remat_size")):
+    if any((getattr(config, name, 1) or 1) > 1 for name in REMAT_SIZES):
         reasons.append("Weight-rematerialising TP reduces over further groups, which the audit does not follow.")
     return reasons
-
-
-def samples_of_known_batch(batch: Any) -> Samples:
-    """The samples of a batch that says so itself, or of Megatron's own scripts.
-
-    Known are whatever has them as ``.samples``; rows of Megatron's GPT data sets, by their ``loss_mask``; and what
-    `train_rl.py` iterates over (with the losses of all context-parallel ranks gathered, as main has them).
-
-    Raises ValueError for any other.
-    """
-    samples = getattr(batch, "samples", None)
-    if isinstance(samples, Samples):
-        return samples
-    if isinstance(batch, Mapping) and isinstance(batch.get("loss_mask"), Tensor) and batch["loss_mask"].dim() == 2:
-        return Samples(list(batch["loss_mask"]), layout=ZigzagBSHD(*batch["loss_mask"].shape))
-    if isinstance(batch, Sequence) and "megatron.rl.rl_utils" in sys.modules:
-        from megatron_rl_loss.frameworks import megatron_rl
-
-        return megatron_rl.samples_of(batch)
-    raise refused("batch_not_known", type=type(batch).__name__)
 
 
 def audited(

@@ -200,7 +200,7 @@ def test_the_comparison_sees_another_mode() -> None:
 
 
 def test_batches_that_are_known_and_one_that_is_not() -> None:
-    from megatron_rl_loss.megatron.audit import samples_of_known_batch
+    from megatron_rl_loss.audit.launch import samples_of_known_batch
 
     loss_mask = torch.tensor([[0.0, 1, 1, 0], [1, 1, 1, 1]])
     rows = samples_of_known_batch({"loss_mask": loss_mask})
