@@ -12,10 +12,9 @@ from typing import Any
 import oracle
 import pytest
 import torch
-import torch.distributed as dist
 from ranks import run_ranks
 from refusals import Call, Refusal, check_refusal, each_of
-from table_step import Batch, aggregation, dealt, start, step_samples, table_model
+from table_step import Batch, aggregation, dealt, logged_by_step, start, step_samples, table_model
 from torch import Tensor
 
 from megatron_rl_loss import Metric, Samples, StepTotals, Term
@@ -45,7 +44,6 @@ def of(x: Tensor) -> Tensor:
 def logged_by(dp: int, cp: int, microbatches: int, per_token: bool, several: bool) -> dict[str, float]:
     """On a rank: what `train_step` would log."""
     from megatron.core import parallel_state
-    from megatron.core.pipeline_parallel import get_forward_backward_func
 
     start(cp=cp)
     dp_rank, cp_rank = parallel_state.get_data_parallel_rank(), parallel_state.get_context_parallel_rank()
@@ -74,20 +72,7 @@ def logged_by(dp: int, cp: int, microbatches: int, per_token: bool, several: boo
 
         return numbers, loss_func
 
-    stored = whole.wrap_schedule(get_forward_backward_func())(
-        forward_step_func=forward_step,
-        data_iterator=iter(batches),
-        model=model,
-        num_microbatches=len(batches),
-        seq_length=8,
-        micro_batch_size=1,
-    )
-    found = {}
-    for name in stored[0]:
-        total = torch.stack([report[name] for report in stored]).sum(0)
-        dist.all_reduce(total, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
-        found[name] = float(total[0] / total[1])
-    return found
+    return logged_by_step(whole, forward_step, batches, model)
 
 
 def expected() -> dict[str, tuple[float, float]]:

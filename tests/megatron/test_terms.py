@@ -14,10 +14,9 @@ from typing import Any
 import oracle
 import pytest
 import torch
-import torch.distributed as dist
 from ranks import RankError, run_ranks
 from refusals import Call, Refusal, check_refusal, each_of
-from table_step import Batch, aggregation, dealt, relative_error, start, step_samples, table_model
+from table_step import Batch, aggregation, dealt, logged_by_step, relative_error, start, step_samples, table_model
 from torch import Tensor
 
 from megatron_rl_loss import Samples, StepTotals, Term, UnitCounts
@@ -57,7 +56,6 @@ def one_step(
 ) -> list[tuple[Tensor, dict[str, float]]]:
     """On a rank: the gradient and what is logged, of every case; planted: a micro-batch's own counts of the mask."""
     from megatron.core import parallel_state
-    from megatron.core.pipeline_parallel import get_forward_backward_func
 
     start(cp=cp)
     dp_rank, cp_rank = parallel_state.get_data_parallel_rank(), parallel_state.get_context_parallel_rank()
@@ -100,19 +98,7 @@ def one_step(
             return numbers, loss_func
 
         model.zero_grad_buffer()
-        stored = whole.wrap_schedule(get_forward_backward_func())(
-            forward_step_func=forward_step,
-            data_iterator=iter(batches),
-            model=model,
-            num_microbatches=len(batches),
-            seq_length=8,
-            micro_batch_size=1,
-        )
-        logged = {}
-        for name in stored[0]:
-            total = torch.stack([report[name] for report in stored]).sum(0)
-            dist.all_reduce(total, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
-            logged[name] = float(total[0] / total[1])
+        logged = logged_by_step(whole, forward_step, batches, model)
         found.append((model.module.losses.main_grad.clone(), logged))
     return found
 

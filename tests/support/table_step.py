@@ -135,25 +135,11 @@ def aggregation(
     return LossAggregation(asked, describe, totals_of=totals_of, terms=terms, term_masks=term_masks)
 
 
-def one_step(
-    model: Any, batches: list[Batch], loss_aggregation: Any, *, metric: bool = True
-) -> tuple[torch.Tensor, dict[str, float]]:
-    """Megatron's schedule over a step: the reduced gradient, and what `train_step` would log."""
+def logged_by_step(loss_aggregation: Any, forward_step: Any, batches: list[Batch], model: Any) -> dict[str, float]:
+    """Megatron's schedule over a step: what `train_step` would log."""
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    cp_rank, cp_size = parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
-
-    def forward_step(iterator: Iterator[Any], model: Any) -> Any:
-        microbatch = next(iterator)
-        losses = model(microbatch.data.local_numbers(cp_rank, cp_size).cuda())
-
-        def loss_func(losses: torch.Tensor) -> Any:
-            return microbatch.loss(losses[None], {"twice": 2 * losses[None]} if metric else None)
-
-        return losses, loss_func
-
-    model.zero_grad_buffer()
     stored = loss_aggregation.wrap_schedule(get_forward_backward_func())(
         forward_step_func=forward_step,
         data_iterator=iter(batches),
@@ -168,6 +154,28 @@ def one_step(
         total = torch.stack([report[name] for report in stored]).sum(0)
         dist.all_reduce(total, group=group)
         logged[name] = float(total[0] / total[1])
+    return logged
+
+
+def one_step(
+    model: Any, batches: list[Batch], loss_aggregation: Any, *, metric: bool = True
+) -> tuple[torch.Tensor, dict[str, float]]:
+    """Megatron's schedule over a step: the reduced gradient, and what `train_step` would log."""
+    from megatron.core import parallel_state
+
+    cp_rank, cp_size = parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
+
+    def forward_step(iterator: Iterator[Any], model: Any) -> Any:
+        microbatch = next(iterator)
+        losses = model(microbatch.data.local_numbers(cp_rank, cp_size).cuda())
+
+        def loss_func(losses: torch.Tensor) -> Any:
+            return microbatch.loss(losses[None], {"twice": 2 * losses[None]} if metric else None)
+
+        return losses, loss_func
+
+    model.zero_grad_buffer()
+    logged = logged_by_step(loss_aggregation, forward_step, batches, model)
     return model.module.losses.main_grad.clone().cpu(), logged
 
 

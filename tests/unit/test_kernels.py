@@ -8,11 +8,10 @@ import importlib.util
 import os
 from typing import Any
 
-import head_oracle
 import pytest
 import torch
-from head_oracle import batch_of, relative
 from interpreter import begin, finish
+from kernel_check import check
 from refusals import Call, Refusal, check_refusal, each_of
 from repository import ROOT
 from torch import Tensor
@@ -21,31 +20,11 @@ from megatron_rl_loss import kernels
 from megatron_rl_loss.kernels import KERNELS
 from megatron_rl_loss.logprobs import log_probs_from_logits
 
-TOKENS, VOCABULARY = 19, 24
-
 
 def plain(logits: Tensor, labels: Tensor, tp_group: Any) -> Tensor:
     """A kernel of the test's own."""
     assert labels.dtype == torch.int64
     return logits.log_softmax(-1).gather(1, labels[:, None])[:, 0]
-
-
-def check(kernel: Any, device: str = "cpu", bound: float = 1e-6) -> None:
-    batch = batch_of(TOKENS, VOCABULARY, 8)
-    leaf = (batch.hidden @ batch.weight.T).requires_grad_()
-    expected, _ = head_oracle.log_probs_and_entropy(leaf, batch.labels)
-    expected = expected * batch.mask
-    slopes = torch.linspace(-1, 2, TOKENS).double()
-    (gradient,) = torch.autograd.grad((expected * slopes).sum(), leaf)
-    logits = leaf.detach().float().to(device).requires_grad_()
-    labels = batch.labels.masked_fill(~batch.mask, -7).int().to(device)
-    before = logits.detach().clone()
-    found = log_probs_from_logits(logits, labels, token_mask=batch.mask, kernel=kernel)
-    (given,) = torch.autograd.grad((found.log_probs * slopes.float().to(device)).sum(), logits)
-    assert found.entropy is None
-    assert relative(found.log_probs.cpu(), expected) <= bound
-    assert relative(given.cpu(), gradient) <= bound
-    assert torch.equal(logits.detach(), before)
 
 
 def test_a_kernel_of_ones_own() -> None:
@@ -59,10 +38,10 @@ def test_a_wrong_kernel_would_be_seen() -> None:
 
 IN_THE_INTERPRETER = f"""
 import sys
-sys.path[:0] = [{str(ROOT / "tests" / "unit")!r}, {str(ROOT / "tests" / "support")!r}, {str(ROOT)!r}]
-import test_kernels
+sys.path[:0] = [{str(ROOT / "tests" / "support")!r}, {str(ROOT)!r}]
+from kernel_check import check
 from megatron_rl_loss.kernels import liger
-test_kernels.check(liger)
+check(liger)
 print("the same")
 """
 
