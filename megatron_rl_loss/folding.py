@@ -89,7 +89,7 @@ def fold_into_advantages(
     if callable(loss):
         _check_homogeneous(loss, flat.masked_fill(weights == 0, 0), folded, weights)
     # Each in a storage of its own, so that one sent elsewhere does not take all along.
-    parts = [part.clone() for part in folded.split(samples.mask_lengths.tolist())]
+    parts = [part.clone() for part in folded.split(samples.mask_lengths)]
     for part in parts:
         setattr(part, _MARK, True)
     return parts
@@ -121,7 +121,7 @@ def _flat_advantages(advantages: Sequence[Tensor] | Sequence[float] | Tensor, sa
     check_one_each("advantages", len(advantages), "loss masks", len(samples))
     tensors = [one for one in advantages if isinstance(one, Tensor) and one.dim()]
     for i, one in enumerate(advantages if tensors else []):
-        length = int(samples.mask_lengths[i])
+        length = samples.mask_lengths[i]
         if not isinstance(one, Tensor) or tuple(one.shape) != (length,):
             shown = tuple(one.shape) if isinstance(one, Tensor) else one
             raise refused("advantages_of_other_shape", sample=i, shown=shown, length=length)
@@ -129,7 +129,8 @@ def _flat_advantages(advantages: Sequence[Tensor] | Sequence[float] | Tensor, sa
         flat = torch.cat(tensors)
     else:
         numbers = torch.as_tensor(advantages)
-        flat = numbers.repeat_interleave(torch.from_numpy(samples.mask_lengths).to(numbers.device))
+        lengths = torch.tensor(samples.mask_lengths, dtype=torch.int64, device="cpu")
+        flat = numbers.repeat_interleave(lengths.to(numbers.device))
     if flat.is_complex() or flat.dtype == torch.bool:
         raise refused("advantages_no_reals", dtype=flat.dtype)
     return flat.detach().to(torch.promote_types(flat.dtype, torch.float32))

@@ -2,7 +2,8 @@
 
 A micro-batch is one flat buffer of ``total_tokens`` positions. A layout says where in it each sample's loss mask
 begins (`mask_starts`) and which positions, in which order, a CP rank's per-token losses stand for (`local_segments`).
-Everything is computed on the host, in NumPy, from lengths: no loop over samples, and no device is asked.
+Everything is computed on the host, in plain ints, a sample at a time: of the few samples that most micro-batches have
+that takes less time than one small operation on an array each, and no device is asked.
 
 | layout           | flat buffer                          | rank r of c holds                                       |
 |------------------|--------------------------------------|---------------------------------------------------------|
@@ -14,60 +15,60 @@ Everything is computed on the host, in NumPy, from lengths: no loop over samples
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, pairwise
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from megatron_rl_loss.checks import check_choice, check_cp, check_int, check_one_each, is_int
 from megatron_rl_loss.errors import refused
 
-Ints = npt.NDArray[np.int64]
+Ints = list[int]
 IntList = Sequence[int] | Tensor | npt.NDArray[Any]
-_INT64 = np.dtype(np.int64)
+Positions = npt.NDArray[np.int64]
 
 
 def as_ints(name: str, values: IntList) -> Ints:
-    """`values` as a 1-D int64 array; TypeError for anything that is not whole numbers."""
-    if type(values) is np.ndarray and values.dtype is _INT64 and values.ndim == 1:
-        return values
+    """`values` as a list of ints; TypeError for anything that is not whole numbers in a row."""
+    if type(values) is list and set(map(type, values)) == {int}:  # sound, found fast
+        return values.copy()
     if isinstance(values, np.ndarray | Tensor):
-        whole = isinstance(values, np.ndarray) or not (values.is_floating_point() or values.is_complex())
-        array = values.numpy(force=True) if isinstance(values, Tensor) and whole else values
-        if values.ndim != 1 or not whole or array.dtype.kind not in "iu":  # type: ignore[union-attr]
+        whole = values.dtype.kind in "iu" if isinstance(values, np.ndarray) else not _is_inexact(values)
+        if values.ndim != 1 or not whole:
             raise refused("no_int_vector", name=name, dtype=values.dtype, shape=tuple(values.shape))
-        return array.astype(np.int64, copy=False)  # type: ignore[union-attr]
+        return values.tolist()
     if type(values) is not list and not isinstance(values, Sequence):
         raise refused("no_int_list", name=name, value=values, type=type(values).__name__)
-    if set(map(type, values)) != {int}:  # else sound, found fast
-        odd = [value for value in values if not is_int(value)]
-        if odd:
-            raise refused("odd_int", name=name, value=odd[0], type=type(odd[0]).__name__)
-    return np.array(values, np.int64)
+    odd = [value for value in values if not is_int(value)]
+    if odd:
+        raise refused("odd_int", name=name, value=odd[0], type=type(odd[0]).__name__)
+    return list(map(int, values))
 
 
-def concatenated_ranges(starts: Ints, lengths: Ints) -> Ints:
+def _is_inexact(values: Tensor) -> bool:
+    return values.is_floating_point() or values.is_complex() or values.dtype == torch.bool
+
+
+def starts_of(lengths: Iterable[int]) -> Ints:
+    """Where each of so many things after each other begins."""
+    starts = [0, *accumulate(lengths)]
+    starts.pop()
+    return starts
+
+
+def concatenated_ranges(starts: IntList, lengths: IntList) -> Positions:
     """``concatenate([arange(s, s + n) for s, n in zip(starts, lengths)])`` without the loop."""
+    starts, lengths = np.asarray(starts, np.int64), np.asarray(lengths, np.int64)
     ends = lengths.cumsum()
     return np.arange(lengths.sum()) + (starts - (ends - lengths)).repeat(lengths)
 
 
-def _starts_of(lengths: Ints) -> Ints:
-    return lengths.cumsum() - lengths
-
-
 def _shown(values: Ints, most: int = 8) -> str:
-    return f"[{', '.join(str(value) for value in values[:most])}{', ...' if values.size > most else ''}]"
-
-
-def _first(condition: npt.NDArray[np.bool_]) -> int | None:
-    """Index of the first True, or None."""
-    if not condition.size:
-        return None
-    i = int(condition.argmax())  # any() takes five times as long
-    return i if condition[i] else None
+    return f"[{', '.join(map(str, values[:most]))}{', ...' if len(values) > most else ''}]"
 
 
 class Layout(ABC):
@@ -80,7 +81,7 @@ class Layout(ABC):
     replicated_over_cp: bool = False
     #: Whether a gather over CP ranks, where there was one, adds their gradients on the way back.
     gather_sums_gradients: bool = True
-    #: Of each sample, int64 [num_samples], where the layout was told: without padding, and without its prompt.
+    #: Of each sample, [num_samples], where the layout was told: without padding, and without its prompt.
     total_lengths: Ints | None = None
     response_lengths: Ints | None = None
 
@@ -91,20 +92,20 @@ class Layout(ABC):
 
     @abstractmethod
     def mask_starts(self, mask_lengths: Ints) -> IntList:
-        """First buffer position of each sample's loss mask, int64 [num_samples].
+        """First buffer position of each sample's loss mask, ints [num_samples].
 
         Raises ValueError when the number or the lengths of the masks do not fit the layout.
         """
 
     @abstractmethod
     def local_segments(self, cp_rank: int, cp_size: int) -> tuple[IntList, IntList]:
-        """First positions and lengths of the buffer's pieces that this CP rank holds, both int64 [num_segments].
+        """First positions and lengths of the buffer's pieces that this CP rank holds, both ints [num_segments].
 
         In the order of its per-token losses, which is that of the buffer; pieces may be empty.
         Raises ValueError when a slot cannot be cut for ``cp_size`` ranks.
         """
 
-    def local_indices(self, cp_rank: int, cp_size: int) -> Ints:
+    def local_indices(self, cp_rank: int, cp_size: int) -> Positions:
         """Buffer positions this CP rank holds, in the order of its per-token losses, int64 [num_local_tokens].
 
         Raises ValueError when a slot cannot be cut for ``cp_size`` ranks.
@@ -131,47 +132,46 @@ class _PackedSlots(Layout):
 
     def __init__(self, cu_seqlens_padded: IntList, total_lengths: IntList | None = None, filler_slots: int = 0) -> None:
         cu = as_ints("cu_seqlens_padded", cu_seqlens_padded)
-        if cu.size == 0 or cu[0] != 0:
+        if not cu or cu[0] != 0:
             raise refused("cu_seqlens_start", cu_seqlens=_shown(cu))
-        sizes = np.diff(cu)
-        if (sizes < 0).any():
+        sizes = [end - start for start, end in pairwise(cu)]
+        if sizes and min(sizes) < 0:
             raise refused("cu_seqlens_falls", cu_seqlens=_shown(cu))
         check_int("filler_slots", filler_slots, 0, "Count the last slots that hold no sample")
         self.filler_slots = filler_slots
-        self._starts = cu[:-1]
-        self._sizes = sizes
+        self._total_tokens = cu.pop()
+        self._starts, self._sizes = cu, sizes
         self.total_lengths = None if total_lengths is None else as_ints("total_lengths", total_lengths)
 
     @property
     def total_tokens(self) -> int:
-        return int(self._sizes.sum())
+        return self._total_tokens
 
-    def _sample_slots(self, num_samples: int) -> Ints | slice:
+    def _sample_slots(self, num_samples: int) -> Sequence[int]:
         """The slot each sample is in."""
-        if num_samples == self._sizes.size and self.filler_slots == 0:
-            return slice(None)
-        filled = self._sizes.nonzero()[0]
-        used = filled[: max(filled.size - self.filler_slots, 0)]
-        if num_samples == used.size:
+        slots = range(len(self._sizes))
+        if num_samples == len(slots) and self.filler_slots == 0:
+            return slots
+        filled = [slot for slot in slots if self._sizes[slot]]
+        used = filled[: max(len(filled) - self.filler_slots, 0)]
+        if num_samples == len(used):
             return used
-        raise refused("wrong_mask_count", masks=num_samples, slots=used.size, filler_slots=self.filler_slots)
+        raise refused("wrong_mask_count", masks=num_samples, slots=len(used), filler_slots=self.filler_slots)
 
     def mask_starts(self, mask_lengths: Ints) -> Ints:
-        slots = self._sample_slots(mask_lengths.size)
-        sizes = self._sizes[slots]
-        fits = mask_lengths == sizes
-        lengths, allowed = self.total_lengths, "its slot's {}"
-        if lengths is not None:
-            check_one_each("total_lengths", lengths.size, "loss masks", mask_lengths.size, _SAME_MICROBATCH)
-            i = _first((lengths > sizes) | (lengths < 0))
-            if i is not None:
-                raise refused("sample_leaves_slot", sample=i, length=lengths[i], size=sizes[i])
-            fits, allowed = fits | (mask_lengths == lengths), "its slot's {} or its total_length's {}"
-        i = _first(~fits)
-        if i is not None:
-            allowed = allowed.format(sizes[i], None if lengths is None else lengths[i])
-            raise refused("wrong_mask_length", sample=i, length=mask_lengths[i], allowed=allowed, remedy=_NOT_THE_SLOT)
-        return self._starts[slots]
+        slots = self._sample_slots(len(mask_lengths))
+        sizes = [self._sizes[slot] for slot in slots]
+        lengths, allowed = sizes, "its slot's {}"
+        if self.total_lengths is not None:
+            lengths, allowed = self.total_lengths, "its slot's {} or its total_length's {}"
+            check_one_each("total_lengths", len(lengths), "loss masks", len(mask_lengths), _SAME_MICROBATCH)
+        for i, (given, size, length) in enumerate(zip(mask_lengths, sizes, lengths, strict=True)):
+            if not 0 <= length <= size:
+                raise refused("sample_leaves_slot", sample=i, length=length, size=size)
+            if given not in (size, length):
+                facts = {"length": given, "allowed": allowed.format(size, length), "remedy": _NOT_THE_SLOT}
+                raise refused("wrong_mask_length", sample=i, **facts)
+        return [self._starts[slot] for slot in slots]
 
 
 _SAME_MICROBATCH = "Pass those of this micro-batch"
@@ -184,12 +184,15 @@ def _zigzag(starts: Ints, sizes: Ints, cp_rank: int, cp_size: int, slot: str) ->
     check_cp(cp_rank, cp_size)
     if cp_size == 1:
         return starts, sizes
-    chunk, rest = np.divmod(sizes, 2 * cp_size)
-    i = _first(rest != 0)
-    if i is not None:
-        raise refused("uneven_slot", slot=slot, i=i, size=sizes[i], multiple=2 * cp_size)
-    pieces = np.array([cp_rank, 2 * cp_size - 1 - cp_rank])
-    return (starts[:, None] + chunk[:, None] * pieces).ravel(), chunk.repeat(2)
+    pieces: Ints = []
+    lengths: Ints = []
+    for i, (start, size) in enumerate(zip(starts, sizes, strict=True)):
+        chunk, rest = divmod(size, 2 * cp_size)
+        if rest:
+            raise refused("uneven_slot", slot=slot, i=i, size=size, multiple=2 * cp_size)
+        pieces += start + cp_rank * chunk, start + (2 * cp_size - 1 - cp_rank) * chunk
+        lengths += chunk, chunk
+    return pieces, lengths
 
 
 class ZigzagTHD(_PackedSlots):
@@ -222,7 +225,7 @@ class ZigzagBSHD(_PackedSlots):
     ) -> None:
         for name, value in (("batch_size", batch_size), ("seq_length", seq_length)):
             check_int(name, value, 1, "Pass the padded shape")
-        super().__init__(np.arange(batch_size + 1) * seq_length, total_lengths, filler_slots)
+        super().__init__([row * seq_length for row in range(batch_size + 1)], total_lengths, filler_slots)
         self.batch_size = batch_size
         self.seq_length = seq_length
 
@@ -252,15 +255,13 @@ class Contiguous(_PackedSlots):
 
     def local_segments(self, cp_rank: int, cp_size: int) -> tuple[Ints, Ints]:
         check_cp(cp_rank, cp_size)
-        starts, sizes = self._starts, self._sizes
-        if not self.per_slot:
-            starts, sizes = np.zeros(1, np.int64), sizes.sum(keepdims=True)
-        piece, rest = np.divmod(sizes, cp_size)
-        i = _first(rest != 0)
-        if i is not None:
-            what = f"slot {i}" if self.per_slot else "the packed buffer"
-            raise refused("uneven_piece", what=what, size=sizes[i], cp_size=cp_size)
-        return starts + cp_rank * piece, piece
+        starts, sizes = (self._starts, self._sizes) if self.per_slot else ([0], [self.total_tokens])
+        for i, size in enumerate(sizes):
+            if size % cp_size:
+                what = f"slot {i}" if self.per_slot else "the packed buffer"
+                raise refused("uneven_piece", what=what, size=size, cp_size=cp_size)
+        pieces = [size // cp_size for size in sizes]
+        return [start + cp_rank * piece for start, piece in zip(starts, pieces, strict=True)], pieces
 
 
 class Gathered(_PackedSlots):
@@ -300,46 +301,54 @@ class ZigzagResponse(Layout):
     maximum) the chunks are cut from the padded length. Losses: ``[num_local_tokens]``.
     """
 
+    total_lengths: Ints
+    response_lengths: Ints
+
     def __init__(
         self, total_lengths: IntList, response_lengths: IntList, padded_lengths: IntList | None = None
     ) -> None:
         totals = as_ints("total_lengths", total_lengths)
         responses = as_ints("response_lengths", response_lengths)
         padded = totals if padded_lengths is None else as_ints("padded_lengths", padded_lengths)
-        if not totals.size == responses.size == padded.size:
-            counts = dict(zip(("total", "response", "padded"), (totals.size, responses.size, padded.size), strict=True))
+        if not len(totals) == len(responses) == len(padded):
+            counts = {"total": len(totals), "response": len(responses), "padded": len(padded)}
             raise refused("unlike_lengths", **counts)
-        first_logit = totals - responses - 1
-        i = _first((first_logit | responses) < 0)  # one of them
-        if i is not None:
-            raise refused("no_prompt_token", sample=i, response=responses[i], total=totals[i])
-        i = None if padded is totals else _first(padded < totals)
-        if i is not None:
-            raise refused("padded_too_short", sample=i, padded=padded[i], total=totals[i])
-        self.total_lengths, self.response_lengths = totals, responses
-        self._first_logit, self._responses, self._padded = first_logit, responses, padded
-        self._starts = _starts_of(responses)
+        for i, (total, response, size) in enumerate(zip(totals, responses, padded, strict=True)):
+            if not 0 <= response < total:
+                raise refused("no_prompt_token", sample=i, response=response, total=total)
+            if size < total:
+                raise refused("padded_too_short", sample=i, padded=size, total=total)
+        self.total_lengths, self.response_lengths, self._padded_lengths = totals, responses, padded
+        self._starts = starts_of(responses)
 
     @property
     def total_tokens(self) -> int:
-        return int(self._starts[-1] + self._responses[-1]) if self._responses.size else 0
+        return sum(self.response_lengths)
 
     def mask_starts(self, mask_lengths: Ints) -> Ints:
-        check_one_each("loss masks", mask_lengths.size, "response_lengths", self._responses.size, _SAME_MICROBATCH)
-        i = _first(mask_lengths != self._responses)
-        if i is not None:
-            facts = {"length": mask_lengths[i], "allowed": f"its response_length's {self._responses[i]}"}
+        if mask_lengths != (lengths := self.response_lengths):
+            check_one_each("loss masks", len(mask_lengths), "response_lengths", len(lengths), _SAME_MICROBATCH)
+            i = next(i for i, given in enumerate(mask_lengths) if given != lengths[i])
+            facts = {"length": mask_lengths[i], "allowed": f"its response_length's {lengths[i]}"}
             raise refused("wrong_mask_length", sample=i, remedy=_NOT_THE_RESPONSE, **facts)
         return self._starts
 
     def local_segments(self, cp_rank: int, cp_size: int) -> tuple[Ints, Ints]:
         check_cp(cp_rank, cp_size)
         if cp_size == 1:
-            return self._starts, self._responses
-        # Where the two chunks begin and end, first in logits from the first one that predicts a response token on.
-        last = 2 * cp_size - cp_rank
-        chunk = (self._padded + (2 * cp_size - 1)) // (2 * cp_size)
-        edges = chunk[:, None] * np.array([cp_rank, cp_rank + 1, last - 1, last]) - self._first_logit[:, None]
-        edges = np.minimum(np.maximum(edges, 0), self._responses[:, None]) + self._starts[:, None]
-        starts = edges[:, ::2].ravel()
-        return starts, edges[:, 1::2].ravel() - starts
+            return self._starts, self.response_lengths
+        starts: Ints = []
+        lengths: Ints = []
+        of_samples = zip(self.total_lengths, self.response_lengths, self._padded_lengths, self._starts, strict=True)
+        for total, response, padded, start in of_samples:
+            chunk = -(-padded // (2 * cp_size))
+            first_logit = total - response - 1  # that predicts a response token
+            for piece in (cp_rank, 2 * cp_size - 1 - cp_rank):
+                begin = piece * chunk - first_logit
+                end = begin + chunk
+                # min and max would take as long as all the rest
+                begin = 0 if begin < 0 else response if begin > response else begin
+                end = 0 if end < 0 else response if end > response else end
+                starts.append(start + begin)
+                lengths.append(end - begin)
+        return starts, lengths

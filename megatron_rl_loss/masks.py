@@ -2,17 +2,17 @@
 
 Both do the same under the same names, with arrays or tensors of their own. On the host a small NumPy operation costs a
 third of torch's, and sums and repetitions are faster too; on a device nothing waits and launches do not grow with
-samples. Lengths, starts and counts are the host's, always.
+samples. Lengths, starts and counts are plain ints, always.
 """
 
-from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_rl_loss.layouts import Ints, concatenated_ranges
+from megatron_rl_loss.layouts import Ints, concatenated_ranges, starts_of
 
 #: Beyond these the float32 weight of a token could vanish or be infinite.
 SMALLEST, LARGEST = 1e-30, 1e30
@@ -20,18 +20,19 @@ SMALLEST, LARGEST = 1e-30, 1e30
 Values = Any
 
 
-def join(values: Sequence[Tensor], starts: Ints, lengths: Ints, total_tokens: int) -> Tensor:
+def join(values: list[Tensor], starts: Ints, lengths: Ints, total_tokens: int) -> Tensor:
     """One 1-D tensor a sample -> the buffer that has them at their starts, [total_tokens], 0 elsewhere.
 
     On the values' device; their dtypes are promoted together.
     """
     if not values:
         return torch.zeros(total_tokens, device="cpu")
-    joined = torch.cat(list(values))  # a copy of one too: masks may be changed later
+    joined = torch.cat(values)  # a copy of one too: masks may be changed later
     if joined.numel() < total_tokens:
-        gaps = np.append(starts, total_tokens) - np.append(0, starts + lengths)
-        padding = joined.new_zeros(int(gaps.max()))
-        paddings = [padding[:gap] for gap in gaps.tolist()]
+        ends = [0, *(start + length for start, length in zip(starts, lengths, strict=True))]
+        gaps = [start - end for start, end in zip([*starts, total_tokens], ends, strict=True)]
+        padding = joined.new_zeros(max(gaps))
+        paddings = [padding[:gap] for gap in gaps]
         joined = torch.cat([part for pair in zip(paddings, values, strict=False) for part in pair] + paddings[-1:])
     return joined.detach() if joined.requires_grad else joined
 
@@ -43,7 +44,8 @@ class HostMasks:
         # NumPy has no bfloat16, and compares float16 in float16.
         half = buffer.dtype.is_floating_point and buffer.dtype.itemsize < 4
         self._buffer = (buffer.float() if half else buffer).numpy()
-        self.holds_flags = self._buffer.dtype.kind != "f"
+        self._kind = self._buffer.dtype.kind
+        self.holds_flags = self._kind != "f"
 
     def sums(self, starts: Ints, lengths: Ints) -> Values:
         """Of each mask, float64."""
@@ -54,17 +56,26 @@ class HostMasks:
         return self._sums(self._buffer != 0, starts, lengths)
 
     def _sums(self, buffer: Values, starts: Ints, lengths: Ints) -> Values:
-        if 0 < len(starts) == np.count_nonzero(lengths):
+        if starts and 0 not in lengths:
             return np.add.reduceat(buffer, starts, dtype=np.float64)  # what lies between masks is 0
-        filled, sums = lengths > 0, np.zeros(len(starts))
-        if np.count_nonzero(filled):
-            sums[filled] = np.add.reduceat(buffer, starts[filled], dtype=np.float64)
+        filled = [i for i, length in enumerate(lengths) if length]
+        sums = np.zeros(len(starts))
+        if filled:
+            sums[filled] = np.add.reduceat(buffer, [starts[i] for i in filled], dtype=np.float64)
         return sums
+
+    def total(self, sums: Values) -> Any:
+        """Of all samples."""
+        return sum(sums.tolist())  # of few, NumPy's takes four times as long
+
+    def num_filled(self, sums: Values) -> Any:
+        """How many are not 0."""
+        return len(sums) - sums.tolist().count(0)
 
     def sound(self) -> bool:
         """Whether every entry is a usable weight; flags must be 0 or 1."""
         values = self._buffer
-        if not values.size or values.dtype == np.bool_:
+        if self._kind == "b" or not values.size:
             return True
         if self.holds_flags:
             return int(np.bitwise_or.reduce(values)) in (0, 1)  # a bit that any of them has, the sign's too, is seen
@@ -74,8 +85,8 @@ class HostMasks:
 
     def cut(self, starts: Ints, lengths: Ints) -> Values:
         """Pieces of the buffer, one after the other, float32."""
-        pieces = zip(starts.tolist(), (starts + lengths).tolist(), strict=True)
-        parts = [self._buffer[begin:end] for begin, end in pieces] or [self._buffer[:0]]
+        buffer, pieces = self._buffer, zip(starts, lengths, strict=True)
+        parts = [buffer[start : start + length] for start, length in pieces] or [buffer[:0]]
         return np.concatenate(parts, dtype=np.float32, casting="unsafe")
 
     def repeat(self, values: Values, counts: Ints) -> Values:
@@ -90,9 +101,9 @@ class HostMasks:
         """Where the pieces are in the buffer, int64."""
         return concatenated_ranges(starts, lengths)
 
-    def inverse(self, denominators: Values) -> Values:
-        """``1 / denominators``, and something finite for 0, float32."""
-        return (1 / np.maximum(denominators, SMALLEST)).astype(np.float32)
+    def inverse(self, sizes: Values, number: int) -> Values:
+        """``1 / (sizes * number)``, and something finite for 0, float32."""
+        return np.array([1 / max(size * number, SMALLEST) for size in sizes.tolist()], np.float32)
 
     def keep_all(self, weights: Values, flags: Values) -> Any:
         """Whether no token lost its weight to rounding."""
@@ -128,10 +139,16 @@ class DeviceMasks:
 
     def _sums(self, buffer: Tensor, starts: Ints) -> Values:
         """Exact for fewer than 2**24 float32 zeros and ones a sample."""
-        if not starts.size:
+        if not starts:
             return buffer.new_zeros(0, dtype=torch.float64)
-        lengths = np.diff(starts, append=len(buffer))  # what lies between masks is 0
-        return torch.segment_reduce(buffer[int(starts[0]) :], "sum", lengths=self._moved(lengths), unsafe=True).double()
+        lengths = [end - start for start, end in pairwise([*starts, len(buffer)])]  # what lies between masks is 0
+        return torch.segment_reduce(buffer[starts[0] :], "sum", lengths=self._moved(lengths), unsafe=True).double()
+
+    def total(self, sums: Tensor) -> Any:
+        return sums.sum()
+
+    def num_filled(self, sums: Tensor) -> Any:
+        return sums.count_nonzero()
 
     def sound(self) -> Tensor:
         values = self._buffer
@@ -143,21 +160,21 @@ class DeviceMasks:
         return (low >= 0) & (high <= LARGEST) & ((values == 0) | (values >= SMALLEST)).all()
 
     def cut(self, starts: Ints, lengths: Ints) -> Values:
-        whole = int(lengths.sum()) == len(self._buffer)
+        whole = sum(lengths) == len(self._buffer)
         return (self._buffer if whole else self._buffer[self.positions(starts, lengths)]).float()
 
     def repeat(self, values: Tensor, counts: Ints) -> Values:
-        return values.repeat_interleave(self._moved(counts), output_size=int(counts.sum()))
+        return values.repeat_interleave(self._moved(counts), output_size=sum(counts))
 
     def grouped(self, values: Tensor, group: Tensor, num_groups: int) -> Values:
         return values.new_zeros(num_groups).index_add_(0, self.from_host(group), values)
 
     def positions(self, starts: Ints, lengths: Ints) -> Values:
-        shifts = self._moved(starts - (lengths.cumsum() - lengths))
-        return torch.arange(int(lengths.sum()), device=shifts.device) + self.repeat(shifts, lengths)
+        shifts = self._moved([start - held for start, held in zip(starts, starts_of(lengths), strict=True)])
+        return torch.arange(sum(lengths), device=shifts.device) + self.repeat(shifts, lengths)
 
-    def inverse(self, denominators: Tensor) -> Values:
-        return (1 / denominators.clamp(min=SMALLEST)).float()
+    def inverse(self, sizes: Tensor, number: int) -> Values:
+        return (1 / (sizes * float(number)).clamp(min=SMALLEST)).float()
 
     def keep_all(self, weights: Tensor, flags: Tensor) -> Any:
         return ((weights == 0) == (flags == 0)).all()
@@ -176,4 +193,4 @@ class DeviceMasks:
         return values
 
     def _moved(self, values: Ints) -> Tensor:
-        return torch.from_numpy(values).to(self._buffer.device, non_blocking=True)
+        return torch.tensor(values, dtype=torch.int64, device="cpu").to(self._buffer.device, non_blocking=True)

@@ -37,7 +37,7 @@ class Mode:
     formula: str
     default_divisor: float | None = None
 
-    @property
+    @functools.cached_property
     def takes_divisor(self) -> bool:
         return self.size == "divisor"
 

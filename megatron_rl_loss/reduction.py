@@ -110,14 +110,16 @@ class WeightedSum:
         self, per_token_loss: Tensor, metrics: Sequence[Tensor], metric_sum: "WeightedSum | None" = None
     ) -> tuple[Tensor, list[Tensor]]:
         """This sum of the losses, and sums of further values, not differentiated, by `metric_sum` (by default this)."""
-        metric_sum = metric_sum or self
         self.check("per_token_loss", per_token_loss)
         if is_listening():
             self.tap(per_token_loss, self.name)
+        weights = metric_weights = self.weights_on(per_token_loss.device)
+        if metric_sum is None or metric_sum is self:
+            metric_sum = self
+        else:
+            metric_weights = metric_sum.weights_on(per_token_loss.device)
         for values in metrics:
             metric_sum.check("a metric", values)
-        device = per_token_loss.device
-        weights, metric_weights = self.weights_on(device), metric_sum.weights_on(device)
         if not _may_look(weights):
             with torch.no_grad():
                 rows = [values.reshape(-1) for values in (per_token_loss, *metrics)]
@@ -187,7 +189,7 @@ _ZERO, _ONE = torch.zeros(1, 1, device="cpu"), torch.ones(1, 1, device="cpu")
 
 def _sum_of_losses(losses: Tensor, weights: Tensor) -> Tensor:
     """On the host, where autograd's own nodes cost less than `_WithGradient` if tokens are not many."""
-    if losses.dtype == torch.float32 and losses.numel() >= _MANY:
+    if losses.numel() >= _MANY and losses.dtype == torch.float32:
         with torch.no_grad():
             share = _sum_of_products(losses.reshape(-1), weights)
             if not math.isfinite(share.item()):
@@ -197,7 +199,7 @@ def _sum_of_losses(losses: Tensor, weights: Tensor) -> Tensor:
     share = (losses * weights).sum()
     if not math.isfinite(share.item()):
         share = (losses.masked_fill(weights == 0, 0) * weights).sum()
-    return share.float()
+    return share if share.dtype is torch.float32 else share.float()
 
 
 def _sum_of_products(values: Tensor, weights: Tensor) -> Tensor:
@@ -276,7 +278,7 @@ def check_values(
     if not isinstance(values, Tensor) or not values.is_floating_point():
         kind = values.dtype if isinstance(values, Tensor) else type(values).__name__
         raise refused("no_float_losses", what=what, kind=kind)
-    if tuple(values.shape) not in shapes:
+    if values.shape not in shapes:
         hint = _layout_hint(values.numel(), num_local, samples)
         shown = " or ".join(map(str, shapes))
         raise refused("losses_of_other_shape", what=what, shape=tuple(values.shape), shapes=shown, hint=hint)
@@ -291,7 +293,7 @@ def _layout_hint(num_losses: int, num_local: int, samples: Samples) -> str:
     layout = samples.layout
     if layout is not None and num_losses == layout.total_tokens:
         return "These are all tokens of the micro-batch: if losses are not cut over CP ranks, the layout is Gathered"
-    if num_losses == int(samples.mask_lengths.sum()):
+    if num_losses == sum(samples.mask_lengths):
         return "These are the unpadded, uncut tokens: cut and pad them as the layout says, or change the layout"
     if isinstance(samples.masks, HostMasks) and num_losses == int(samples.active_tokens.sum()):
         return "These are the active tokens only: pass the losses of all positions, or ZigzagResponse for responses"

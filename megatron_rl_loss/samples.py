@@ -7,7 +7,7 @@ sound is a tensor that nobody waits for: the step's totals carry it, or `torch._
 import hashlib
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from megatron_rl_loss import layouts
 from megatron_rl_loss.checks import check_cp, check_one_each, require
 from megatron_rl_loss.errors import refused
 from megatron_rl_loss.ids import Ids, as_ids
-from megatron_rl_loss.layouts import Ints, Layout, as_ints
+from megatron_rl_loss.layouts import Ints, Layout, Positions, as_ints, starts_of
 from megatron_rl_loss.masks import LARGEST, SMALLEST, DeviceMasks, HostMasks, Values, join
 
 #: Their pieces are in order, apart and inside the buffer: only foreign layouts are looked at.
@@ -27,7 +27,6 @@ _SOUND_LAYOUTS = {
     layouts.ZigzagResponse,
     layouts.Contiguous,
     layouts.Gathered,
-    type(None),
 }
 
 
@@ -55,7 +54,7 @@ class Samples:
         loss_masks, layout, tokens: as given.
         by_mask: the same samples with each of the further masks.
         labels: as given.
-        mask_lengths: int64 array [num_samples].
+        mask_lengths: of each sample.
         rollout_ids, prompt_ids: int64 [num_samples] on the host, or None.
         total_tokens: positions in the layout's buffer.
         masks: the masks in that buffer, on their device.
@@ -82,12 +81,15 @@ class Samples:
         self.loss_masks, self.mask_lengths, self._dtypes = _checked(loss_masks)
         self.layout = layout
         if layout is None:
-            self.total_tokens = int(self.mask_lengths.sum())
-            self._starts: Ints = self.mask_lengths.cumsum() - self.mask_lengths
+            self.total_tokens = sum(self.mask_lengths)
+            self._starts = starts_of(self.mask_lengths)
         else:
-            self._starts = as_ints("mask_starts", layout.mask_starts(self.mask_lengths))
-            self.total_tokens = layout.total_tokens
-        self._check_places("loss masks", self._starts, self.mask_lengths)
+            self.total_tokens, starts = layout.total_tokens, layout.mask_starts(self.mask_lengths)
+            if type(layout) in _SOUND_LAYOUTS:
+                self._starts = cast(Ints, starts)
+            else:
+                self._starts = as_ints("mask_starts", starts)
+                self._check_places("loss masks", self._starts, self.mask_lengths)
         buffer = self._joined_masks()
         self.masks = HostMasks(buffer) if buffer.is_cpu else DeviceMasks(buffer)
         n = len(self.loss_masks)
@@ -95,7 +97,8 @@ class Samples:
         self.prompt_ids = None if prompt_ids is None else as_ids("prompt_ids", prompt_ids, n)
         if buffer.is_cpu:
             self.check_masks()
-        self.labels, self.by_mask = dict(labels or {}), dict[str, Samples]()
+        self.labels = {} if labels is None else dict(labels)
+        self.by_mask: dict[str, Samples] = {}
         if labels or term_masks:
             self._add(self.labels, term_masks or {})
 
@@ -127,11 +130,11 @@ class Samples:
 
         On the values' device; their dtypes are promoted together.
         """
-        return join(values, self._starts, self.mask_lengths, self.total_tokens)
+        return join(list(values), self._starts, self.mask_lengths, self.total_tokens)
 
     def _joined_masks(self) -> Tensor:
         try:
-            return self.in_buffer(self.loss_masks)
+            return join(self.loss_masks, self._starts, self.mask_lengths, self.total_tokens)
         except RuntimeError:
             if len(devices := {str(mask.device) for mask in self.loss_masks}) > 1:
                 raise refused("masks_apart", devices=sorted(devices)) from None
@@ -139,13 +142,13 @@ class Samples:
 
     @property
     def mask_starts(self) -> Ints:
-        """First position of each mask in the layout's buffer, int64 array [num_samples]."""
+        """First position of each mask in the layout's buffer, [num_samples]."""
         return self._starts
 
     @property
     def flat_mask(self) -> Tensor:
         """The masks in the layout's buffer, float32 [total_tokens], 0 in padding, on their device."""
-        return self.masks.tensor(self.masks.cut(np.zeros(1, np.int64), np.array([self.total_tokens])))
+        return self.masks.tensor(self.masks.cut([0], [self.total_tokens]))
 
     @cached_property
     def sums(self) -> Values:
@@ -175,7 +178,8 @@ class Samples:
 
     def check_masks(self, wait: bool = False) -> None:
         """Refuse masks that are not sound. On a device without waiting, unless asked to: then it can say which."""
-        require(bool(self.sound) if wait else self.sound, "unsound_mask", self._first_unsound)
+        if self.sound is not True:
+            require(bool(self.sound) if wait else self.sound, "unsound_mask", self._first_unsound)
 
     def _first_unsound(self) -> dict[str, object]:
         for i, mask in enumerate(self.loss_masks):
@@ -187,7 +191,7 @@ class Samples:
 
     def digest(self) -> bytes:
         """Of masks, their order, ids and tokens: equal where all of these are. Waits for a device."""
-        digest = hashlib.blake2b(self.mask_lengths.tobytes(), digest_size=8)
+        digest = hashlib.blake2b(repr(self.mask_lengths).encode(), digest_size=8)
         digest.update(self.masks.to_bytes())
         for values in (self.rollout_ids, self.prompt_ids, self.tokens):
             digest.update(b"none" if values is None else values.numpy(force=True).tobytes())
@@ -200,20 +204,18 @@ class Samples:
 
     def _check_places(self, what: str, starts: Ints, lengths: Ints) -> None:
         """Refuse a layout of one's own that misplaces pieces of the buffer."""
-        if type(self.layout) in _SOUND_LAYOUTS:
-            return
-        bounds = np.concatenate([[0], np.stack([starts, starts + lengths], 1).ravel(), [self.total_tokens]])
-        if (np.diff(bounds)[::2] < 0).any():
-            places = ", ".join(f"[{start}, {end})" for start, end in bounds[1:-1].reshape(-1, 2)[:8])
+        pieces = [(start, start + length) for start, length in zip(starts, lengths, strict=True)]
+        ends, begins = [0, *(end for _, end in pieces)], [*(start for start, _ in pieces), self.total_tokens]
+        if any(end > begin for end, begin in zip(ends, begins, strict=True)):
+            places = ", ".join(f"[{start}, {end})" for start, end in pieces[:8])
             facts = {"what": what, "places": places, "total_tokens": self.total_tokens}
             raise refused("misplaced", layout=type(self.layout).__name__, **facts)
 
     def _check_parts(self, cp_size: int) -> None:
         """Refuse a layout of one's own that gives a sample's token to several CP ranks, or to none."""
-        if type(self.layout) in _SOUND_LAYOUTS or self.layout is None:
-            return
+        assert self.layout is not None
         parts = [self.layout.local_segments(rank, cp_size) for rank in range(cp_size)]
-        starts, lengths = (np.concatenate([as_ints("local_segments", part[k]) for part in parts]) for k in range(2))
+        starts, lengths = ([i for part in parts for i in as_ints("local_segments", part[k])] for k in range(2))
         holders = _coverage(starts, lengths, self.total_tokens)
         expected = cp_size if self.layout.replicated_over_cp else 1
         wrong = (holders != expected) & (_coverage(self._starts, self.mask_lengths, self.total_tokens) > 0)
@@ -233,9 +235,11 @@ class Samples:
             if cp_size > 1:
                 raise refused("no_layout", cp_size=cp_size)
             return LocalTokens(self, cp_size, self._starts, self.mask_lengths)
-        given_starts, given_lengths = layout.local_segments(cp_rank, cp_size)
-        starts, lengths = as_ints("local_segments", given_starts), as_ints("local_segments", given_lengths)
-        if type(layout) not in _SOUND_LAYOUTS:
+        pieces = layout.local_segments(cp_rank, cp_size)
+        if type(layout) in _SOUND_LAYOUTS:
+            starts, lengths = cast("tuple[Ints, Ints]", pieces)
+        else:
+            starts, lengths = (as_ints("local_segments", part) for part in pieces)
             check_cp(cp_rank, cp_size)
             self._check_places(f"what CP rank {cp_rank} of {cp_size} holds", starts, lengths)
             self._check_parts(cp_size)
@@ -246,7 +250,7 @@ class Samples:
         if self.layout is not None:
             return self.layout.loss_shapes(num_local_tokens, cp_size)
         shapes: list[tuple[int, ...]] = [(num_local_tokens,), (1, num_local_tokens)]
-        lengths = set(self.mask_lengths.tolist())
+        lengths = set(self.mask_lengths)
         return shapes + [(len(self), length) for length in lengths if len(lengths) == 1]
 
 
@@ -310,7 +314,7 @@ class LocalTokens:
     @property
     def counts(self) -> Tensor:
         """How many of these tokens go with each sample, in order, int64 [num_samples] on the host."""
-        return torch.from_numpy(self._counts)
+        return torch.tensor(self._counts, dtype=torch.int64, device="cpu")
 
     def of(self, buffer: Tensor) -> Tensor:
         """The rank's part, [num_local_tokens, ...], of values of all tokens, [total_tokens, ...].
@@ -319,7 +323,7 @@ class LocalTokens:
         """
         if not buffer.dim() or len(buffer) != self.samples.total_tokens:
             raise refused("not_all_tokens", shape=tuple(buffer.shape), total_tokens=self.samples.total_tokens)
-        if int(self._lengths.sum()) == self.samples.total_tokens:
+        if sum(self._lengths) == self.samples.total_tokens:
             return buffer
         return buffer.index_select(0, self.positions.to(buffer.device))
 
@@ -330,27 +334,27 @@ class LocalTokens:
     @cached_property
     def _counts(self) -> Ints:
         """How many of the rank's tokens go with each sample: padding with the sample before it, or the first one."""
-        num_tokens = self._lengths.sum()
-        if len(self.samples) < 2:
-            return np.full(len(self.samples), num_tokens)
-        # Tokens are in the order of the buffer, as samples are: how many lie before each sample?
-        filled = self._lengths > 0
-        starts, lengths = self._starts[filled], self._lengths[filled]
-        if not starts.size:
-            return np.zeros(len(self.samples), np.int64)
-        sample_starts = self.samples._starts
-        held = lengths.cumsum() - lengths
-        at = np.maximum(starts.searchsorted(sample_starts, side="right") - 1, 0)
-        before = held[at] + np.minimum(np.maximum(sample_starts - starts[at], 0), lengths[at])
-        counts = np.empty_like(before)
-        counts[:-1], counts[-1] = before[1:], num_tokens
-        counts[1:] -= before[1:]
+        samples = self.samples
+        if len(samples) < 2:
+            return [sum(self._lengths)] * len(samples)
+        counts, i = [0] * len(samples), 0
+        next_starts = [*samples.mask_starts[1:], samples.total_tokens]
+        for start, length in zip(self._starts, self._lengths, strict=True):
+            end = start + length
+            while end > next_starts[i]:  # pieces are in the order of the buffer, as samples are
+                if start < next_starts[i]:
+                    counts[i] += next_starts[i] - start
+                    start = next_starts[i]
+                i += 1
+            counts[i] += end - start
         return counts
 
 
-def _coverage(starts: Ints, lengths: Ints, total_tokens: int) -> Ints:
+def _coverage(starts: Ints, lengths: Ints, total_tokens: int) -> Positions:
     """How many of the pieces each position of the buffer lies in."""
-    steps = np.bincount(starts, minlength=total_tokens + 1) - np.bincount(starts + lengths, minlength=total_tokens + 1)
+    steps = np.zeros(total_tokens + 1, np.int64)
+    np.add.at(steps, starts, 1)
+    np.add.at(steps, [start + length for start, length in zip(starts, lengths, strict=True)], -1)
     return steps.cumsum()[:total_tokens]
 
 
@@ -363,11 +367,13 @@ def _checked(loss_masks: Sequence[Tensor]) -> tuple[list[Tensor], Ints, set[torc
         if not isinstance(mask, Tensor):
             raise refused("mask_no_tensor", sample=i, type=type(mask).__name__)
     shapes = [mask.shape for mask in masks]
-    if set(map(len, shapes)) - {1}:
+    try:
+        lengths = [length for (length,) in shapes]
+    except ValueError:
         i = next(i for i, shape in enumerate(shapes) if len(shape) != 1)
-        raise refused("mask_not_1d", sample=i, shape=tuple(shapes[i]))
+        raise refused("mask_not_1d", sample=i, shape=tuple(shapes[i])) from None
     dtypes = {mask.dtype for mask in masks}
     if not dtypes.isdisjoint(_COMPLEX):
         i = next(i for i, mask in enumerate(masks) if mask.is_complex())
         raise refused("mask_complex", sample=i, dtype=masks[i].dtype)
-    return masks, np.array([shape[0] for shape in shapes], np.int64), dtypes
+    return masks, lengths, dtypes

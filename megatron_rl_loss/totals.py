@@ -193,7 +193,7 @@ class StepTotals:
         for name in ("rollouts", "prompts"):
             if not isinstance(units := getattr(self, name), UnitCounts):
                 raise refused("no_unit_counts", name=name, value=units)
-            if isinstance(units.tokens, TokensById):
+            if isinstance(units.tokens, TokensById) and self.step_tokens is not None:
                 _check_fits("step_tokens", units.tokens.total, self.step_tokens)
         tokens, active = self.step_tokens, self.step_active_tokens
         if None not in (tokens, active) and (tokens == 0) != (active == 0):
@@ -206,26 +206,28 @@ class StepTotals:
         """
         if not len(samples):
             return
-        _check_fits("step_tokens", samples.sums.sum(), self.step_tokens)
-        for name, ids, units in (
-            ("rollout", samples.rollout_ids, self.rollouts),
-            ("prompt", samples.prompt_ids, self.prompts),
-        ):
-            if ids is not None:
-                unique, unit = ids.unique(return_inverse=True)
-                sums = samples.masks.grouped(samples.sums, unit, len(unique))
-                if isinstance(units.tokens, TokensById):
-                    whole = samples.masks.from_host(units.tokens.of(f"{name}_ids", unique)) * _SLACK
-                    excess = sums - whole
-                    facts = {"unit": name}, sums, excess
-                    require((excess <= 0).all(), "unit_too_small", partial(_largest_excess, *facts))
-            elif name == "rollout":
-                sums = samples.sums
-            else:
-                continue
+        if self.step_tokens is not None:
+            _check_fits("step_tokens", samples.masks.total(samples.sums), self.step_tokens)
+        self._check_units("rollout", samples, samples.rollout_ids, self.rollouts)
+        if samples.prompt_ids is not None:
+            self._check_units("prompt", samples, samples.prompt_ids, self.prompts)
+
+    @staticmethod
+    def _check_units(name: str, samples: Samples, ids: Tensor | None, units: "UnitCounts") -> None:
+        """`check_covers` of one kind of units; without ids a sample is one."""
+        sums = samples.sums
+        if ids is not None:
+            unique, unit = ids.unique(return_inverse=True)
+            sums = samples.masks.grouped(sums, unit, len(unique))
+            if isinstance(units.tokens, TokensById):
+                whole = samples.masks.from_host(units.tokens.of(f"{name}_ids", unique)) * _SLACK
+                excess = sums - whole
+                facts = {"unit": name}, sums, excess
+                require((excess <= 0).all(), "unit_too_small", partial(_largest_excess, *facts))
+        if units.all is not None:
             _check_fits(f"{name}s.all", len(sums), units.all)
-            if units.active is not None:
-                _check_fits(f"{name}s.active", (sums > 0).sum(), units.active)
+        if units.active is not None:
+            _check_fits(f"{name}s.active", samples.masks.num_filled(sums), units.active)
 
     @classmethod
     def from_loss_masks(
@@ -267,10 +269,11 @@ class StepTotals:
 _SLACK = 1 + 1e-9
 
 
-def _check_fits(name: str, here: Any, whole: float | None) -> None:
+def _check_fits(name: str, here: Any, whole: float) -> None:
     """Refuse a count of the whole step that is below what is in hand."""
-    if whole is not None:
-        require(here <= whole * _SLACK, "totals_too_small", lambda: {"name": name, "here": float(here), "whole": whole})
+    fits = here <= whole * _SLACK
+    if fits is not True:
+        require(fits, "totals_too_small", lambda: {"name": name, "here": float(here), "whole": whole})
 
 
 def _largest_excess(facts: dict[str, Any], sums: Any, excess: Any) -> dict[str, Any]:
@@ -480,7 +483,7 @@ class _LocalCounts:
         # Rows: the loss masks and each further mask; columns: samples.
         self.mask_sums, active_tokens = _read_back([samples for row in by_mask for samples in row], len(by_mask))
         self.active_tokens = active_tokens.sum(1)
-        self.entries = [sum(int(samples.mask_lengths.sum()) for samples in row) for row in by_mask]
+        self.entries = [sum(sum(samples.mask_lengths) for samples in row) for row in by_mask]
         self.num_samples = self.mask_sums.shape[1]
         self.rollout_ids = _join_ids("rollout_ids", [samples.rollout_ids for samples in filled])
         self.prompts_of_rollouts = _join_ids("prompt_ids", [samples.prompt_ids for samples in filled])

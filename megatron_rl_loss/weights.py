@@ -68,7 +68,7 @@ def weigh(aggregation: Aggregation, local: LocalTokens, totals: StepTotals) -> T
         return samples.masks.tensor(local.flags * _own_weights(mode, aggregation, local, totals))
     beside = _unit_weights(mode, aggregation, local, totals)
     weights = local.flags * beside
-    if len(samples) and (isinstance(beside, float) or not samples.masks.holds_flags):
+    if (isinstance(beside, float) or not samples.masks.holds_flags) and len(samples):
         kept = beside > _TINY if samples.masks.holds_flags else samples.masks.keep_all(weights, local.flags)
         require(kept, "weights_underflow", dict)
     return samples.masks.tensor(weights)
@@ -84,20 +84,18 @@ def _unit_weights(mode: Mode, aggregation: Aggregation, local: LocalTokens, tota
     if not len(samples):
         return 0.0
     _check_ids_agree(mode, samples, totals)
-    number = _number_of_units(mode, aggregation.units, totals)
+    number = _number_of_units(mode, aggregation.units, totals) * local.copies
     size = aggregation.divisor if mode.takes_divisor else _unit_tokens(mode, samples, totals)
     assert size is not None  # resolve saw to it
-    denominator: Values = size * float(number * local.copies)
-    if size is samples.sums and number > 0:  # a sample's own sum: 0 where it has no active token
-        inverse = samples.masks.inverse(denominator)
+    if not isinstance(size, float):  # one a sample
+        if size is not samples.sums or number == 0:  # its own sum is 0 where it has no active token
+            sound = ((size * float(number) > 0) | (samples.sums == 0)).all()
+            require(sound, "no_units", lambda: {"counts": _counts_of(mode, aggregation.units)})
+        inverse = samples.masks.inverse(size, number)
         return inverse if len(samples) == 1 else local.spread(inverse)  # one is broadcast
-    if not isinstance(denominator, float):
-        sound = ((denominator > 0) | (samples.sums == 0)).all()
-        require(sound, "no_units", lambda: {"counts": _counts_of(mode, aggregation.units)})
-        return local.spread(samples.masks.inverse(denominator))
-    if denominator == 0:
+    if size * number == 0:
         require((samples.sums == 0).all(), "no_units", lambda: {"counts": _counts_of(mode, aggregation.units)})
-    return 1 / max(denominator, SMALLEST)
+    return 1 / max(size * number, SMALLEST)
 
 
 def missing_counts(aggregation: Aggregation, totals: StepTotals, *, with_rollout_ids: bool) -> list[str]:
@@ -180,8 +178,8 @@ def _own_weights(mode: OwnMode, aggregation: Aggregation, local: LocalTokens, to
         weights = given
     elif isinstance(given, Sequence) and all(isinstance(one, Tensor) and one.dim() == 1 for one in given):
         lengths = [len(one) for one in given]
-        if lengths != samples.mask_lengths.tolist():
-            expected = samples.mask_lengths[:8].tolist()
+        if lengths != samples.mask_lengths:
+            expected = samples.mask_lengths[:8]
             raise refused("weights_of_other_lengths", mode=mode.name, lengths=lengths[:8], expected=expected)
         weights = samples.in_buffer(given)[None]
     else:

@@ -41,13 +41,13 @@ class Rows:
         replicated = layout is not None and layout.replicated_over_cp
         sums = layout is None or layout.gather_sums_gradients
         return cls(
-            starts=samples.mask_starts,
-            lengths=samples.mask_lengths,
+            starts=np.array(samples.mask_starts, np.int64),
+            lengths=np.array(samples.mask_lengths, np.int64),
             mask=np.concatenate([np.zeros(0), *masks]),
             rollouts=None if samples.rollout_ids is None else samples.rollout_ids.numpy(),
             prompts=None if samples.prompt_ids is None else samples.prompt_ids.numpy(),
-            response_lengths=None if layout is None else layout.response_lengths,
-            total_lengths=None if layout is None else layout.total_lengths,
+            response_lengths=None if layout is None else _known(layout.response_lengths),
+            total_lengths=None if layout is None else _known(layout.total_lengths),
             total_tokens=samples.total_tokens,
             replicated=replicated,
             copies=cp_size if replicated and not sums else 1,
@@ -55,6 +55,10 @@ class Rows:
 
     def __len__(self) -> int:
         return len(self.lengths)
+
+
+def _known(lengths: Sequence[int] | None) -> Ints | None:
+    return None if lengths is None else np.array(lengths, np.int64)
 
 
 @dataclass(frozen=True, kw_only=True)

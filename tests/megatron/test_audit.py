@@ -204,7 +204,7 @@ def test_batches_that_are_known_and_one_that_is_not() -> None:
 
     loss_mask = torch.tensor([[0.0, 1, 1, 0], [1, 1, 1, 1]])
     rows = samples_of_known_batch({"loss_mask": loss_mask})
-    assert rows.mask_lengths.tolist() == [4, 4]
+    assert rows.mask_lengths == [4, 4]
     assert rows.local(1, 2).positions.tolist() == [1, 2, 5, 6]
     assert samples_of_known_batch(SimpleNamespace(samples=rows)) is rows
     with pytest.raises(ValueError, match=r"batches are dict: .*--samples-of pkg\.mod:fn"):

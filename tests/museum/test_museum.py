@@ -378,7 +378,7 @@ def multiplied_by_mask(patch: pytest.MonkeyPatch) -> None:
 
 
 def counted_by_length(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Samples, "sums", property(lambda self: self.mask_lengths.astype(float)))
+    patch.setattr(Samples, "sums", property(lambda self: torch.tensor(self.mask_lengths, dtype=torch.float64).numpy()))
 
 
 def at_least_one_token_each(patch: pytest.MonkeyPatch) -> None:

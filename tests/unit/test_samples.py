@@ -64,11 +64,11 @@ UNSOUND = {
 def test_unusual_masks(masks: list[Tensor]) -> None:
     samples = Samples(masks)
     expected = torch.cat([mask.detach().double() for mask in masks])
-    assert samples.mask_lengths.tolist() == [mask.numel() for mask in masks]
+    assert samples.mask_lengths == [mask.numel() for mask in masks]
     assert samples.mask_sums.tolist() == [float(mask.detach().double().sum()) for mask in masks]
     assert samples.active_tokens.tolist() == [int((mask != 0).sum()) for mask in masks]
     assert samples.mask_sums.dtype == samples.active_tokens.dtype == torch.float64
-    assert samples.mask_lengths.dtype == np.int64
+    assert set(map(type, samples.mask_lengths)) <= {int}
     for mask in (samples.local(0, 1).mask, samples.flat_mask):
         assert torch.equal(mask.double(), expected)
         assert mask.dtype == torch.float32

@@ -95,7 +95,7 @@ def test_a_reducer_taps_what_it_reduces_and_says_what_was_asked() -> None:
     (tapped,) = taps.heard["pg"].values()
     assert torch.equal(tapped.gradient, torch.tensor([0.25, 0, 0.25, 0.5]))
     assert torch.equal(tapped.asked(), tapped.gradient)
-    assert tapped.samples.mask_lengths.tolist() == [3, 1]
+    assert tapped.samples.mask_lengths == [3, 1]
 
 
 def test_what_a_step_is_asked_for_is_known_while_it_runs() -> None:
