@@ -32,12 +32,12 @@ Megatron's does with float32 logits.
 import argparse
 import importlib.util
 import json
-import math
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -270,6 +270,14 @@ def peak_extra(run: Callable[[], Sequence[Tensor]], device: str) -> int:
     return most - sum(one.nbytes for one in given)
 
 
+def fits(way: str, size: Size, args: argparse.Namespace) -> bool:
+    """Whether this many logits may be given to a way that copies them: some would not fit in memory."""
+    if way.startswith("ours"):
+        return True
+    logits = size.tokens * size.vocabulary * DTYPES[size.dtype].itemsize
+    return logits <= (2 if way == "megatron" else 1) * args.most_logits * 2**30
+
+
 def memory_table(sizes: Sequence[Size], args: argparse.Namespace, slime: Any) -> list[dict[str, Any]]:
     rows = []
     for size in sizes:
@@ -279,9 +287,8 @@ def memory_table(sizes: Sequence[Size], args: argparse.Namespace, slime: Any) ->
             small = Size(512, 2048, size.dtype)
             check_from_hidden(passes_from_hidden(small, 64, 100, args.device, slime), size.dtype)
         for name, run in passes.items():
-            most = {"ours": math.inf, "megatron": 2}.get(name.split(",")[0], 1) * args.most_logits * 2**30
-            if logits > most:
-                continue  # its copies of the logits do not fit here
+            if not fits(name, size, args):
+                continue
             extra = peak_extra(run, args.device)
             rows.append(size.row() | {"logits MB": logits / MB, "way": name, "peak extra MB": extra / MB})
             print(".", end="", file=sys.stderr, flush=True)
@@ -297,7 +304,7 @@ def time_table(
 ) -> list[dict[str, Any]]:
     rows = []
     for size in sizes:
-        passes = make(size)
+        passes = {name: run for name, run in make(size).items() if fits(name, size, args)}
         began, busy = time.monotonic(), busy_elsewhere()
         turns = take_turns(passes, args.seconds, args.repeats, args.device, CLOCKS[args.clock])
         ms = {name: min(times) for name, times in turns.items()}
@@ -371,28 +378,29 @@ def main(arguments: Sequence[str] | None = None) -> None:
     about |= {"slime": args.slime and commit_of(args.slime)}
     print(", ".join(f"{key} {value}" for key, value in about.items()), flush=True)
     found: dict[str, list[dict[str, Any]]] = {}
+
+    def keep(title: str, rows: list[dict[str, Any]]) -> None:
+        found[title] = rows
+        print(f"\n{title}\n{tabulate(rows, headers='keys', floatfmt='.3g')}", flush=True)
+        if args.json:
+            args.json.write_text(json.dumps({"machine": about, **found}, indent=1) + "\n")
+
     with tempfile.TemporaryDirectory() as folder:
         backend = "nccl" if args.device == "cuda" else "gloo"
         dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=0, world_size=1)
         slime = None if args.slime is None else slimes(args.slime, args.chunk_tokens)
         if "memory" in args.tables:
-            found["memory from hidden states"] = memory_table(args.memory, args, slime)
+            keep("memory from hidden states", memory_table(args.memory, args, slime))
         keep_freed_memory()
         if "hidden" in args.tables:
-            found["time from hidden states"] = time_table(
-                args.hidden, args,
-                lambda size: passes_from_hidden(size, args.hidden_size, args.chunk_tokens, args.device, slime),
-            )  # fmt: skip
+            from_hidden = partial(passes_from_hidden, hidden_size=args.hidden_size, chunk_tokens=args.chunk_tokens,
+                           device=args.device, slime=slime)  # fmt: skip
+            keep("time from hidden states", time_table(args.hidden, args, from_hidden))
         if "time" in args.tables:
-            found["time from logits"] = time_table(
-                args.logits, args, lambda size: passes_from_logits(size, args.device, slime)
-            )
+            from_logits = partial(passes_from_logits, device=args.device, slime=slime)
+            keep("time from logits", time_table(args.logits, args, from_logits))
         dist.destroy_process_group()
-    for title, rows in found.items():
-        print(f"\n{title}\n{tabulate(rows, headers='keys', floatfmt='.3g')}")
     print("\n" + "\n".join(verdicts(found)))
-    if args.json:
-        args.json.write_text(json.dumps({"machine": about, **found}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
