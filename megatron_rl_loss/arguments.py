@@ -1,15 +1,15 @@
 """The ``--loss-aggregation`` flags and their validation: plain argparse and a Namespace, no Megatron needed."""
 
 import difflib
-import importlib
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 from megatron_rl_loss.aliases import Aggregation, resolve
-from megatron_rl_loss.checks import check_callable, check_choice, is_int
+from megatron_rl_loss.checks import check_choice, is_int
 from megatron_rl_loss.errors import refused
+from megatron_rl_loss.function_paths import load_function
 from megatron_rl_loss.modes import MODES, Mode, ModeFunction, OwnMode, find_mode
 from megatron_rl_loss.totals import Statistic, UnitCounting
 
@@ -257,18 +257,8 @@ REMAT_SIZES = ("gtp_weight_remat_size", "expert_gtp_weight_remat_size")
 
 def load_mode_function(path: str) -> ModeFunction:
     """The function at ``pkg.mod.fn`` or ``pkg.mod:fn``. Raises ValueError or TypeError if there is none."""
-    if not isinstance(path, str):
-        raise refused("path_no_string", path=path)
-    module_name, separator, name = path.partition(":") if ":" in path else path.rpartition(".")
-    if module_name.startswith(".") or not separator or not module_name or not name:
-        raise refused("path_incomplete", path=path)
-    try:
-        function = getattr(importlib.import_module(module_name), name)
-    except (ImportError, AttributeError) as error:
-        raise refused("path_does_not_load", path=path, error=error) from error
-    what = f"--custom-pg-loss-reducer-function-path {path!r}"
-    check_callable(what, function, "it must be a function of ModeInputs", "Name a function that returns weights")
-    return function
+    rule, remedy = "it must be a function of ModeInputs", "Name a function that returns weights"
+    return load_function(path, "--custom-pg-loss-reducer-function-path", rule, remedy)
 
 
 def check_command_line(args: Namespace, argv: Sequence[str]) -> None:

@@ -6,7 +6,6 @@ process ends, on all ranks and before the optimizer changes a weight.
 """
 
 import functools
-import importlib
 import importlib.util
 import json
 import math
@@ -27,6 +26,7 @@ from megatron_rl_loss.aliases import Aggregation, resolve
 from megatron_rl_loss.audit.tokens import MeasuredStep
 from megatron_rl_loss.audit.verdict import judge
 from megatron_rl_loss.errors import refused
+from megatron_rl_loss.function_paths import load_function
 from megatron_rl_loss.layouts import ZigzagBSHD
 from megatron_rl_loss.samples import Samples
 from megatron_rl_loss.totals import UnitCounting, attempt
@@ -90,8 +90,7 @@ def _wrap_schedules(options: Namespace, schedules: ModuleType) -> None:
     def get_audited(*args: Any, **kwargs: Any) -> Any:
         from megatron_rl_loss.megatron.audit import audited
 
-        samples_of = samples_of_known_batch if options.samples_of is None else _load(options.samples_of)
-        return audited(get_schedule(*args, **kwargs), report, samples_of=samples_of)
+        return audited(get_schedule(*args, **kwargs), report, samples_of=samples_of(options))
 
     for module in list(sys.modules.values()):  # schedules itself, and whoever imported the function before
         if getattr(module, "get_forward_backward_func", None) is get_schedule:
@@ -129,9 +128,12 @@ def _finite(facts: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _load(path: str) -> Any:
-    module, _, name = path.partition(":") if ":" in path else path.rpartition(".")
-    return getattr(importlib.import_module(module), name)
+def samples_of(options: Namespace) -> Callable[[Any], Samples]:
+    """What describes a batch of the script as `Samples`: the function that ``--samples-of`` names, if it is given."""
+    if options.samples_of is None:
+        return samples_of_known_batch
+    rule, remedy = "it must be a function of a batch", "Name a function that returns Samples"
+    return load_function(options.samples_of, "--samples-of", rule, remedy)
 
 
 def samples_of_known_batch(batch: Any) -> Samples:

@@ -20,6 +20,7 @@ from megatron_rl_loss.arguments import (
     load_mode_function,
     validate_loss_aggregation_args,
 )
+from megatron_rl_loss.audit.launch import samples_of
 from megatron_rl_loss.modes import ModeFunction, OwnMode
 
 MODULE = "a_users_modes"
@@ -235,6 +236,11 @@ def flags(line: str, **changes: Any) -> Call:
     return lambda: validated(*line.split(), **changes)
 
 
+def describing(path: str) -> Call:
+    """What ``audit --samples-of`` does with it."""
+    return lambda: samples_of(Namespace(samples_of=path))
+
+
 def custom(path: str) -> Call:
     return flags(f"--custom-pg-loss-reducer-function-path {path}")
 
@@ -287,6 +293,18 @@ REFUSALS: dict[str, Refusal] = {
         TypeError,
         "path 3: it must be a string",
         custom(f"{MODULE}:plain_sum"),
+    ),
+    "no such module for --samples-of": (
+        describing("no.such:fn"),
+        ValueError,
+        "--samples-of 'no.such:fn': it does not load",
+        describing(f"{MODULE}:plain_sum"),
+    ),
+    "no function for --samples-of": (
+        describing(f"{MODULE}:number"),
+        TypeError,
+        "it must be a function of a batch",
+        describing(f"{MODULE}:plain_sum"),
     ),
     "no such function": (
         custom(f"{MODULE}:plain_sums"),
