@@ -40,15 +40,15 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return min(4, len(os.sched_getaffinity(0)))
 
 
+@pytest.hookimpl(trylast=True)  # of those that are left
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if ON_GPUS:
         config.hook.pytest_deselected(items=[item for item in items if "gpus" not in item.keywords])
         items[:] = [item for item in items if "gpus" in item.keywords]
+    items.sort(key=forks_ranks)  # last: by then, what they are forked from has imported Megatron
     if is_worker(config):  # files are dealt in this order: the long ones first, so that all workers end together
         long = {item.path for item in items if "slow" in item.keywords}
         items.sort(key=lambda item: item.path not in long)
-    else:
-        items.sort(key=forks_ranks)  # last: by then, what they are forked from has imported Megatron
 
 
 def is_worker(config: pytest.Config) -> bool:

@@ -292,6 +292,7 @@ def test_the_sampler_agrees_with_a_whole_forward_pass(alone: dict[str, Any]) -> 
     assert len(set(alone["lengths"])) > 3, "rows end at different tokens"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world_size", "tp", "cp"), [(2, 2, 1), (2, 1, 2), (2, 1, 1), (4, 2, 2)])
 def test_every_layout_draws_the_same(world_size: int, tp: int, cp: int, alone: dict[str, Any]) -> None:
     for drawn in run_ranks(world_size, drawn_responses, tp, cp):
@@ -329,6 +330,7 @@ def greedy_by_whole_passes() -> list[str]:
     return responses
 
 
+@pytest.mark.slow
 def test_megatron_s_engine_draws_from_the_same_policy() -> None:
     pytest.importorskip("tqdm", reason="Megatron's static engine needs it")
     (expected,) = run_ranks(1, greedy_by_whole_passes)
