@@ -78,7 +78,17 @@ setup(
         "bench": ["tabulate", "matplotlib"],
         "audit": ["matplotlib"],  # its pictures; verdicts and reports need nothing
         # tqdm: Megatron's static inference engine.
-        "test": ["matplotlib", "pytest>=8", "pytest-timeout", "hypothesis", "tqdm", "ruff", "mypy", "types-tabulate"],
+        "test": [
+            "matplotlib",
+            "pytest>=8",
+            "pytest-timeout",
+            "pytest-xdist",
+            "hypothesis",
+            "tqdm",
+            "ruff",
+            "mypy",
+            "types-tabulate",
+        ],
         "docs": ["mkdocs>=1.6,<2", "mkdocs-material>=9.5", "mkdocstrings[python]>=1", "ruff"],
     },
 )

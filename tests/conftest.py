@@ -1,12 +1,17 @@
 """Every test runs on the CPU, one thread a process, whatever the machine has. The summary counts what was shown.
 
+With pytest-xdist and ``-n auto --dist loadfile`` (tools/test.sh), files are shared out among workers: the tests of a
+file run in one process and in their order, since they share launches.
+
 With ``TEST_DEVICE=cuda`` the tests marked `gpus` run instead, on the machine's GPUs and over NCCL (see `ranks`).
 """
 
+import gc
 import importlib.util
 import os
 import sys
 from collections import defaultdict
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +31,29 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         parser.addini("timeout", "seconds a test may take; without pytest-timeout any")
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """A worker a core, at most four, each of which has what ranks are forked from. None for one file, nor on GPUs."""
+    files = {argument.split("::")[0] for argument in config.args}
+    if ON_GPUS or (len(files) == 1 and files.pop().endswith(".py")):
+        return 0
+    return min(4, len(os.sched_getaffinity(0)))
+
+
+@pytest.hookimpl(trylast=True)  # of those that are left
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if ON_GPUS:
         config.hook.pytest_deselected(items=[item for item in items if "gpus" not in item.keywords])
         items[:] = [item for item in items if "gpus" in item.keywords]
     items.sort(key=forks_ranks)  # last: by then, what they are forked from has imported Megatron
+    if is_worker(config):  # files are dealt in this order: the long ones first, so that all workers end together
+        long = {item.path for item in items if "slow" in item.keywords}
+        items.sort(key=lambda item: item.path not in long)
+
+
+def is_worker(config: pytest.Config) -> bool:
+    """Of pytest-xdist."""
+    return hasattr(config, "workerinput")
 
 
 def forks_ranks(item: pytest.Item) -> bool:
@@ -43,8 +66,20 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         return
     if any(map(forks_ranks, session.items)):
         sys.modules["ranks"].warm_up()
+    gc.collect()
+    gc.freeze()  # what was imported is here to stay: no collection goes through it again
+    if is_worker(session.config):  # which does not know what modules it will get
+        return
     for module in {item.module for item in session.items if isinstance(item, pytest.Function)}:
         getattr(module, "start_early", lambda: None)()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """What a test recorded as plain numbers: NumPy's do not travel from pytest-xdist's workers."""
+    report = yield
+    report.user_properties = [(name, float(value)) for name, value in report.user_properties]
+    return report
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

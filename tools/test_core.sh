@@ -22,7 +22,8 @@ set_up() {
   echo "Setting up .venv-core: PyTorch, about 1 GB, a minute or two ..."
   "$1" -m venv --clear .venv-core
   local install=(.venv-core/bin/python -m pip --disable-pip-version-check install -qq --constraint constraints-core.txt)
-  "${install[@]}" numpy pytest pytest-timeout hypothesis typing_extensions filelock fsspec jinja2 networkx sympy
+  "${install[@]}" numpy pytest pytest-timeout pytest-xdist hypothesis
+  "${install[@]}" typing_extensions filelock fsspec jinja2 networkx sympy
   # Some GB of CUDA libraries, without which torch for CUDA does not load, are the same for every Python: take .venv's.
   shared=$(.venv/bin/python -c 'import nvidia; print(*nvidia.__path__)' 2>/dev/null) || shared=
   if [[ -n $shared ]]; then
@@ -41,4 +42,4 @@ if [[ -z $python ]]; then
 fi
 echo "The core with $("$python" --version) ($python):"
 set_up "$python"
-exec .venv-core/bin/python -m pytest -q tests/unit "$@"
+exec .venv-core/bin/python -m pytest -q -n auto --dist loadfile --no-loadscope-reorder tests/unit "$@"

@@ -292,6 +292,7 @@ def test_the_sampler_agrees_with_a_whole_forward_pass(alone: dict[str, Any]) -> 
     assert len(set(alone["lengths"])) > 3, "rows end at different tokens"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world_size", "tp", "cp"), [(2, 2, 1), (2, 1, 2), (2, 1, 1), (4, 2, 2)])
 def test_every_layout_draws_the_same(world_size: int, tp: int, cp: int, alone: dict[str, Any]) -> None:
     for drawn in run_ranks(world_size, drawn_responses, tp, cp):
@@ -329,6 +330,7 @@ def greedy_by_whole_passes() -> list[str]:
     return responses
 
 
+@pytest.mark.slow
 def test_megatron_s_engine_draws_from_the_same_policy() -> None:
     pytest.importorskip("tqdm", reason="Megatron's static engine needs it")
     (expected,) = run_ranks(1, greedy_by_whole_passes)
@@ -373,6 +375,7 @@ def replayed(folder: Path, steps: int, *, empty: float = 0.1) -> list[str]:
     return ["--replay-rollouts", str(folder), "--steps", str(steps)]
 
 
+@pytest.mark.slow
 def test_the_first_ratio_is_one_and_the_second_is_not(tmp_path: Path) -> None:
     made_up = replayed(tmp_path / "rollouts", 2, empty=0)  # metrics are sample means: an empty mask is a 0 in them
     one, two = ([*SHORT, *made_up, "--output", str(tmp_path / n), "--inner-steps", n] for n in ("1", "2"))
@@ -398,6 +401,7 @@ def run_with_foreign_old_log_probs(flags: list[str]) -> None:
     online_grpo.main(flags)
 
 
+@pytest.mark.slow
 def test_old_log_probs_of_another_policy_would_be_seen(tmp_path: Path) -> None:
     """Negative control."""
     flags = [*SHORT, *replayed(tmp_path / "rollouts", 1, empty=0), "--output", str(tmp_path)]
@@ -405,6 +409,7 @@ def test_old_log_probs_of_another_policy_would_be_seen(tmp_path: Path) -> None:
     assert steps_of(tmp_path)[1]["ratio_gap"] > 0.1
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:all rewards are equal")  # a policy that was hardly warmed is never right
 def test_sampled_rollouts_have_the_trainer_s_log_probs(tmp_path: Path) -> None:
     flags = [*SHORT, "--output", str(tmp_path), "--steps", "2", "--save-rollouts", str(tmp_path / "rollouts")]
@@ -418,6 +423,7 @@ def test_sampled_rollouts_have_the_trainer_s_log_probs(tmp_path: Path) -> None:
         assert step["entropy"] > 0.1
 
 
+@pytest.mark.slow
 def test_a_run_on_megatron_s_engine(tmp_path: Path) -> None:
     pytest.importorskip("tqdm", reason="Megatron's static engine needs it")
     flags = [*SHORT, "--output", str(tmp_path), "--steps", "2", "--sampler", "megatron"]

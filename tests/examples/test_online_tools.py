@@ -43,6 +43,7 @@ def test_every_run_rises_by_what_the_page_says() -> None:
     assert f"{min(seconds):.0f} to {max(seconds):.0f} seconds a run" in PAGE
 
 
+@pytest.mark.slow
 def test_a_picture_is_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     for name, some in {"all.png": json.loads(NUMBERS[0].read_text()), "one.png": runs()[:1]}.items():

@@ -111,6 +111,7 @@ def test_files_that_commands_name_are_there() -> None:
             assert (ROOT / name).exists(), command
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", [one for one in COMMANDS if (row := row_of(one)) and row.by == "here"])
 def test_commands_run(command: str, tmp_path: Path) -> None:
     words = [sys.executable, *command.split()[1:]]

@@ -107,6 +107,7 @@ def run(*words: str, check: bool = True) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(command, capture_output=True, text=True, check=check, env=environment)
 
 
+@pytest.mark.slow
 def test_the_command_lists_copies_and_refuses(tmp_path: Path) -> None:
     copied = run("pretrain_grpo", "--to", str(tmp_path / "new")).stdout.splitlines()
     assert str(tmp_path / "new" / "pretrain_grpo.py") in copied

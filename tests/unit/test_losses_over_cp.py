@@ -300,6 +300,7 @@ def right(name: str) -> tuple[float, dict[Any, float], float]:
     return cp_steps.expected(formula, WANTED[name], mode, per="rollout" if "rollouts" in name else "sample")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TABLE)
 def test_value_and_gradient_in_every_layout(name: str, record_property: Callable[[str, Any], None]) -> None:
     expected = right(name)
@@ -369,6 +370,7 @@ PLANTED: dict[str, tuple[Loss, str]] = {
 }
 
 
+@pytest.mark.slow
 def test_the_comparison_sees_planted_bugs() -> None:
     losses = {name: loss for name, (loss, _) in PLANTED.items()}
     found = run_ranks(cp_steps.RANKS, cp_steps.run_on_ranks, losses, dict.fromkeys(PLANTED, "log_probs"), {})

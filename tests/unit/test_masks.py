@@ -135,6 +135,7 @@ def test_steps_on_a_device(place: Place, cp_size: int) -> None:
         assert_equals_oracle(outcome, oracle.WORKED, mode, units)
 
 
+@pytest.mark.slow
 @every_layout
 @quicker
 @given(step=steps(), units=st.sampled_from(["all", "active"]))

@@ -121,6 +121,7 @@ def test_token_sum_without_a_divisor_is_the_plain_sum(place: Place, cp_size: int
 # --- random steps
 
 
+@pytest.mark.slow
 @every_layout
 @quick
 @given(step=steps(), units=st.sampled_from(["all", "active"]))
