@@ -24,8 +24,8 @@ The ways:
 All are first checked against each other. They take turns, in an order that rotates; a time is that of the fastest
 turn, ratios are of one run. One rank holds the vocabulary. *Busy elsewhere* is how many cores other processes kept
 busy: on a machine that is shared, ``--clock cpu`` (the default without a GPU) counts this process's CPU seconds instead
-of the wall's, with one thread of torch. With more threads each operation waits for the slowest, and ours, which runs
-many small ones, waits most where other processes take cores away. *In place* writes the gradient over the logits, as
+of the wall's, with one thread of torch. With more threads (``--threads 2 --clock wall``) each operation waits for the
+slowest, and ours, which runs many small ones, waits most where other processes take cores away: on a free machine. *In place* writes the gradient over the logits, as
 Megatron's does with float32 logits.
 """
 
@@ -347,6 +347,7 @@ CLOCKS = {"cpu": time.process_time, "wall": time.perf_counter}
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--slime", type=Path, help="A checkout of slime.")
+    parser.add_argument("--slime-commit", metavar="HASH", help="Its commit, if the checkout has no .git.")
     parser.add_argument("--tables", nargs="+", choices=TABLES, default=TABLES)
     parser.add_argument(
         "--memory", nargs="+", type=Size.parse, metavar="TOKENSxVOCABULARY[:DTYPE]",
@@ -375,7 +376,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args.clock = args.clock or ("wall" if args.device == "cuda" else "cpu")
     torch.set_num_threads(args.threads)
     about = machine(args.device) | {"clock": args.clock, "chunk tokens": args.chunk_tokens}
-    about |= {"slime": args.slime and commit_of(args.slime)}
+    about |= {"slime": args.slime and (commit_of(args.slime) or args.slime_commit)}
     print(", ".join(f"{key} {value}" for key, value in about.items()), flush=True)
     found: dict[str, list[dict[str, Any]]] = {}
 
