@@ -24,9 +24,9 @@ The ways:
 All are first checked against each other. They take turns, in an order that rotates; a time is that of the fastest
 turn, ratios are of one run. One rank holds the vocabulary. *Busy elsewhere* is how many cores other processes kept
 busy: on a machine that is shared, ``--clock cpu`` (the default without a GPU) counts this process's CPU seconds instead
-of the wall's, with one thread of torch. With more threads (``--threads 2 --clock wall``) each operation waits for the
-slowest, and ours, which runs many small ones, waits most where other processes take cores away: on a free machine. *In place* writes the gradient over the logits, as
-Megatron's does with float32 logits.
+of the wall's, with one thread of torch. With more threads (``--threads 2 --clock wall``) the machine must be free: each
+operation waits for the slowest thread, and ours, which runs many small ones, waits most where other processes take
+cores away. *In place* writes the gradient over the logits, as Megatron's does with float32 logits.
 """
 
 import argparse
