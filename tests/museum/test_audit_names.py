@@ -25,6 +25,8 @@ from megatron_rl_loss.audit.causes import MUSEUM
 from megatron_rl_loss.audit.report import Deviation, Verdict
 from megatron_rl_loss.audit.verdict import judge
 
+pytestmark = pytest.mark.slow
+
 #: A factor is found from float32 weights: a few roundings.
 CLOSE = 1e-5
 

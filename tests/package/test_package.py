@@ -4,6 +4,7 @@ import functools
 import subprocess
 from importlib import metadata
 
+import pytest
 import torch
 from interpreter import begin, finish
 
@@ -46,11 +47,13 @@ def in_a_fresh_interpreter() -> "subprocess.CompletedProcess[str]":
     return finish(begun())
 
 
+@pytest.mark.slow
 def test_the_core_the_flags_and_hooks_import_no_megatron() -> None:
     done = in_a_fresh_interpreter()
     assert done.stdout.strip() == "[]", done.stderr
 
 
+@pytest.mark.slow
 def test_without_megatron_the_core_works_and_the_adapter_says_what_to_install() -> None:
     done = in_a_fresh_interpreter()
     assert done.returncode != 0

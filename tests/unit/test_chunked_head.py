@@ -148,7 +148,7 @@ def on_tp_rank(sequence_parallel: bool) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "tp with sp"])
-@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("tp", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_vocabulary_and_tokens_over_several_ranks(tp: int, sequence_parallel: bool) -> None:
     by_rank = run_ranks(tp, on_tp_rank, sequence_parallel)
     for k, name in enumerate(name for name in CASES for _ in range(2)):

@@ -142,7 +142,7 @@ def on_tp_rank(cases: list[str]) -> list[list[tuple[list[Any], ...]]]:
     ]
 
 
-@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("tp", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_vocabulary_over_several_ranks(tp: int) -> None:
     by_rank = run_ranks(tp, on_tp_rank, list(CASES))
     for k, case in enumerate(CASES.values()):
