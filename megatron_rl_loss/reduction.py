@@ -113,13 +113,12 @@ class WeightedSum:
         self.check("per_token_loss", per_token_loss)
         if is_listening():
             self.tap(per_token_loss, self.name)
-        weights = metric_weights = self.weights_on(per_token_loss.device)
-        if metric_sum is None or metric_sum is self:
-            metric_sum = self
-        else:
-            metric_weights = metric_sum.weights_on(per_token_loss.device)
+        metric_sum = metric_sum or self
         for values in metrics:
             metric_sum.check("a metric", values)
+        device = per_token_loss.device
+        weights = self.weights_on(device)
+        metric_weights = weights if metric_sum is self else metric_sum.weights_on(device)
         if not _may_look(weights):
             with torch.no_grad():
                 rows = [values.reshape(-1) for values in (per_token_loss, *metrics)]

@@ -54,7 +54,7 @@ class Samples:
         loss_masks, layout, tokens: as given.
         by_mask: the same samples with each of the further masks.
         labels: as given.
-        mask_lengths: of each sample.
+        mask_lengths: ints [num_samples].
         rollout_ids, prompt_ids: int64 [num_samples] on the host, or None.
         total_tokens: positions in the layout's buffer.
         masks: the masks in that buffer, on their device.
