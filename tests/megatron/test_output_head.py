@@ -25,7 +25,6 @@ LAYOUTS = [
     Layout(1, False, 2, 1, 2, 1),
     Layout(1, False, 2, 2, 1, 1),
     Layout(2, True, 2, 1, 1, 1),
-    Layout(4, False, 1, 1, 1, 1),
     Layout(4, True, 1, 1, 1, 1),
     Layout(1, False, 1, 1, 2, 2),
 ]
