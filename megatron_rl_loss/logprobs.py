@@ -234,7 +234,7 @@ class Reading:
 
     def statistics(self, logits: Tensor, part: slice) -> Tensor:
         """[4, chunk] of this rank's columns, with z = scale * (logits - top): top, the largest logit; sum exp z;
-        z[label]; and sum z exp z. The third is 0 where another rank has the label, the fourth where no entropy is
+        z[label]; and sum z exp z. The third is any where another rank has the label, the fourth 0 where no entropy is
         asked for. One pass. Where no id counts here, top is -inf and the sums are 0.
         """
         column, here = self._columns(self.labels[part])
@@ -255,7 +255,7 @@ class Reading:
         top = found[0]
         nothing = top == -math.inf
         label = logits[:, : self.held].gather(1, column)[:, 0].to(found.dtype)
-        found[2] = ((label - top.masked_fill(nothing, 0)) * self.scale).masked_fill_(~here, 0)
+        found[2] = (label - top.masked_fill(nothing, 0)) * self.scale
         return found
 
     def combine(self, statistics: Tensor, part: slice = slice(None)) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -105,6 +105,9 @@ def gives_megatrons_log_probs(chunk: Any, model: Any) -> None:
     keep = torch.zeros(1, 8, gpt_oracle.VOCAB, dtype=torch.bool)
     keep[..., :12] = True
     keep[0, 5] = False
+    narrow, _ = call(chunk, output_processor=OutputHead(vocab_size=12))
+    of_twelve = logits[..., :12].log_softmax(-1).gather(-1, ids[..., None])[..., 0]
+    torch.testing.assert_close(narrow.double(), of_twelve, rtol=2e-6, atol=1e-6)
     kept, _ = call(chunk, output_processor=OutputHead(), output_processor_context=Tokens(keep=keep))
     expected = logits[..., :12].log_softmax(-1).gather(-1, ids[..., None])[..., 0]
     expected[0, 5] = 0
@@ -129,6 +132,80 @@ def waits_for_its_weight(chunk: Any, model: Any) -> list[str]:
     model.output_layer.register_forward_pre_hook(lambda module, *_: ran.append(type(module).__name__))
     call(chunk, output_processor=OutputHead())
     return ran
+
+
+def leaves_gradients_to_a_caller_who_sums_them(chunk: Any, model: Any) -> list[bool]:
+    """Whether the gradient of the hidden states is summed over TP, as the layer says."""
+    from megatron_rl_loss.megatron import OutputHead, output_head
+
+    summed, plain = [], output_head.log_probs_from_hidden
+
+    def look(*args: Any, **kwargs: Any) -> Any:
+        summed.append(kwargs["tensor_parallel"].sum_gradient)
+        return plain(*args, **kwargs)
+
+    output_head.log_probs_from_hidden = look  # in a process of its own
+    for disabled in (False, True):
+        model.output_layer.disable_grad_reduce = disabled
+        call(chunk, output_processor=OutputHead())
+    return summed
+
+
+def adds_to_the_main_gradient(chunk: Any, model: Any) -> list[bool]:
+    """Whether the head itself did, and not a hook on the parameter's own gradient."""
+    from megatron_rl_loss.megatron import OutputHead
+
+    weight, itself, sums = model.output_layer.weight, [], []
+    for fused in (False, True):
+        model.output_layer.gradient_accumulation_fusion, weight.grad_added_to_main_grad = fused, False
+        weight.main_grad.zero_()
+        call(chunk, output_processor=OutputHead())[0].sum().backward()
+        itself.append(weight.grad_added_to_main_grad)
+        sums.append(weight.main_grad.clone())
+    assert sums[0].abs().max() > 0
+    torch.testing.assert_close(*sums)
+    return itself
+
+
+def scales_the_gradient_of_a_share(chunk: Any, model: Any) -> None:
+    """As losses that a slicing gather gave need it (`Gathered`)."""
+    from megatron_rl_loss.megatron import Folded, OutputHead
+
+    weight, shares, gradients = model.output_layer.weight, [], []
+    for scale in (1, 3):
+        weight.main_grad.zero_()
+        folded = Folded(weights=torch.ones(8), per_token_loss=lambda lp, _: (lp, {}), gradient_scale=scale)
+        share, _ = call(chunk, output_processor=OutputHead(chunk_tokens=5), output_processor_context=folded)
+        share.backward()
+        shares.append(share.detach())
+        gradients.append(weight.main_grad.clone())
+    assert torch.equal(*shares)
+    torch.testing.assert_close(gradients[1], 3 * gradients[0])
+
+
+def keeps_rows_apart(chunk: Any, model: Any) -> None:
+    """Hidden states are [s, b, h]; labels, masks, weights and inputs [b, s], and so is what comes out."""
+    from megatron_rl_loss.megatron import Folded, OutputHead, Tokens
+
+    rows, length = 2, 5
+    generator = torch.Generator().manual_seed(1)
+    hidden = torch.randn(length, rows, gpt_oracle.HIDDEN, generator=generator)
+    labels = torch.randint(gpt_oracle.VOCAB, (rows, length), generator=generator)
+    values, weights = torch.randn(2, rows, length, generator=generator)
+    mask = torch.rand(rows, length, generator=generator) < 0.7
+    logits = (hidden @ model.output_layer.weight.t()).double().transpose(0, 1)
+    expected = logits.log_softmax(-1).gather(-1, labels[..., None])[..., 0] * mask
+    head, said = OutputHead(chunk_tokens=3), {"hidden_states": hidden, "output_layer": model.output_layer}
+    found, _ = head(**said, output_weight=None, labels=labels, context=Tokens(mask))
+    torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=1e-6)
+
+    def per_token(log_probs: Any, _: Any, values: Any) -> Any:
+        return log_probs * values, {"seen": values}
+
+    folded = Folded(mask, weights=weights.reshape(-1), per_token_loss=per_token, inputs={"values": values})
+    share, of_tokens = head(**said, output_weight=None, labels=labels, context=folded)
+    torch.testing.assert_close(share.double(), (expected * values * weights).sum(), rtol=1e-5, atol=1e-6)
+    assert torch.equal(of_tokens["seen"], values * mask)
 
 
 def gives_the_same_under_no_grad(chunk: Any, model: Any) -> None:
@@ -180,17 +257,37 @@ CHECKS = {
     check.__name__: check
     for check in (
         gives_megatrons_log_probs, applies_mups_scale, waits_for_its_weight, gives_the_same_under_no_grad, refuses,
+        leaves_gradients_to_a_caller_who_sums_them, adds_to_the_main_gradient, scales_the_gradient_of_a_share,
+        keeps_rows_apart,
     )
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("check", ["gives_megatrons_log_probs", "applies_mups_scale", "gives_the_same_under_no_grad"])
+@pytest.mark.parametrize(
+    "check",
+    [
+        "gives_megatrons_log_probs",
+        "applies_mups_scale",
+        "gives_the_same_under_no_grad",
+        "scales_the_gradient_of_a_share",
+        "keeps_rows_apart",
+    ],
+)
 def test_the_head_of_a_model(check: str) -> None:
     run_ranks(1, on_a_model, check)
 
 
 def test_hooks_before_the_output_layer_run() -> None:
     assert run_ranks(1, on_a_model, "waits_for_its_weight") == [["ColumnParallelLinear"]]
+
+
+def test_a_layer_that_leaves_the_sum_to_its_caller() -> None:
+    """What comes of it is `test_a_gradient_that_is_summed_by_the_caller`."""
+    assert run_ranks(1, on_a_model, "leaves_gradients_to_a_caller_who_sums_them") == [[True, False]]
+
+
+def test_the_head_itself_adds_to_the_main_gradient_with_fusion() -> None:
+    assert run_ranks(1, on_a_model, "adds_to_the_main_gradient") == [[False, True]]
 
 
 #: What a refused layer or call is called, in its text.

@@ -348,6 +348,46 @@ def test_losses_that_are_nan_where_the_weight_is_0_are_ignored() -> None:
     assert relative(values["log_probs"], expected) <= FP32
 
 
+def test_a_chunk_whose_loss_has_no_gradient_gives_none() -> None:
+    """Its place in the gradient of the hidden states is new memory, which torch fills with NaN here."""
+    batch = batch_of(TOKENS, VOCABULARY, HIDDEN)
+    hidden, weight = batch.hidden.float().requires_grad_(), batch.weight.float()
+
+    def first_half(log_probs: Tensor, _: Tensor | None, place: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        return log_probs if place[0] < TOKENS // 2 else torch.ones_like(log_probs), {}
+
+    place = torch.arange(TOKENS)
+    torch.use_deterministic_algorithms(True)
+    try:
+        share, _ = loss_from_hidden(
+            hidden, weight, batch.labels, torch.ones(TOKENS), first_half, {"place": place}, chunk_tokens=TOKENS // 4
+        )
+    finally:
+        torch.use_deterministic_algorithms(False)
+    share.backward()
+    assert hidden.grad is not None
+    assert hidden.grad.isfinite().all()
+    assert hidden.grad[: TOKENS // 2].abs().amax(1).min() > 0
+    assert hidden.grad[TOKENS // 2 :].abs().max() == 0
+
+
+@pytest.mark.parametrize("one_pass", [False, True], ids=["two passes", "one pass"])
+def test_the_weights_gradient_is_summed_in_float32_over_chunks(one_pass: bool) -> None:
+    """Of 1024 equal tokens, each a chunk; a bfloat16 sum of equal terms stops growing at 256 of them."""
+    number = 1024
+    hidden, labels = torch.ones(number, 4, dtype=torch.bfloat16), torch.zeros(number, dtype=torch.int64)
+    weight = torch.zeros(8, 4, dtype=torch.bfloat16, requires_grad=True)
+    if one_pass:
+        weights = torch.ones(number)
+        loss_from_hidden(hidden, weight, labels, weights, lambda lp, _: (lp, {}), chunk_tokens=1).share.backward()
+    else:
+        log_probs_from_hidden(hidden, weight, labels, chunk_tokens=1).log_probs.sum().backward()
+    of_one = torch.full((8, 4), -1 / 8)  # [j = label] - q[j], exact in bfloat16
+    of_one[0] += 1
+    assert weight.grad is not None
+    assert torch.equal(weight.grad.float(), number * of_one)
+
+
 def test_no_token_at_all() -> None:
     """A share of 0 with a graph, and every metric by its name."""
     batch = batch_of(TOKENS, VOCABULARY, HIDDEN)
