@@ -41,7 +41,7 @@ def as_ints(name: str, values: IntList) -> Ints:
         if values.ndim != 1 or not whole:
             raise refused("no_int_vector", name=name, dtype=values.dtype, shape=tuple(values.shape))
         return values.tolist()
-    if type(values) is not list and not isinstance(values, Sequence):
+    if not isinstance(values, Sequence):
         raise refused("no_int_list", name=name, value=values, type=type(values).__name__)
     odd = [value for value in values if not is_int(value)]
     if odd:

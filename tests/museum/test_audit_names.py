@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import simulated_trainer as trainer
 import torch
-from simulated_trainer import Numbers, Piece, Returned, Row, Step, ragged
+from simulated_trainer import Numbers, Piece, Returned, Row, Step, ragged, share, some
 from torch import Tensor
 
 from megatron_rl_loss.aliases import resolve
@@ -61,16 +61,6 @@ class Planted:
 
 
 # ---- parts of the planted losses
-
-
-def some(count: Tensor) -> Tensor:
-    """A count that is at least 1."""
-    return count.clamp(min=1)
-
-
-def share(p: Piece) -> Tensor:
-    """The right share of a token mean."""
-    return p.sum / p.of.T
 
 
 def own_mean(p: Piece) -> Tensor:

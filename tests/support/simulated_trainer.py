@@ -164,6 +164,27 @@ Contract = Callable[[Numbers, Tensor | None, Tensor], tuple[Tensor, Tensor]]
 _ONE = torch.ones(())
 
 
+# ---- what loss functions are made of
+
+
+def some(count: Tensor) -> Tensor:
+    """A count that is at least 1."""
+    return count.clamp(min=1)
+
+
+def share(p: Piece) -> Tensor:
+    """The right share of a token mean."""
+    return p.sum / p.of.T
+
+
+def own_mean(p: Piece) -> Tensor:
+    """The micro-batch's own token mean, averaged over all micro-batches."""
+    return p.sum / some(p.n) / (p.of.D * p.of.K)
+
+
+# ---- contracts
+
+
 def summed(of: Numbers, count: Tensor | None, total: Tensor) -> tuple[Tensor, Tensor]:
     """Shares: nothing is scaled, everything is added up."""
     return _ONE, _ONE

@@ -10,7 +10,7 @@ from typing import Any
 
 import oracle
 import torch
-import torch.distributed as dist
+from logged_means import logged_means
 from ranks import start_process_group
 
 from megatron_rl_loss import Gathered, Samples, ZigzagTHD
@@ -137,7 +137,6 @@ def aggregation(
 
 def logged_by_step(loss_aggregation: Any, forward_step: Any, batches: list[Batch], model: Any) -> dict[str, float]:
     """Megatron's schedule over a step: what `train_step` would log."""
-    from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     stored = loss_aggregation.wrap_schedule(get_forward_backward_func())(
@@ -148,13 +147,7 @@ def logged_by_step(loss_aggregation: Any, forward_step: Any, batches: list[Batch
         seq_length=8,
         micro_batch_size=1,
     )
-    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    logged = {}
-    for name in stored[0]:
-        total = torch.stack([report[name] for report in stored]).sum(0)
-        dist.all_reduce(total, group=group)
-        logged[name] = float(total[0] / total[1])
-    return logged
+    return logged_means(stored)
 
 
 def one_step(

@@ -14,6 +14,7 @@ import oracle
 import torch
 import torch.distributed as dist
 from gpt_oracle import GptShape, Rollout
+from logged_means import logged_means
 from ranks import start_process_group
 from torch import Tensor
 
@@ -424,13 +425,7 @@ def run_case(
     )
     metrics = None
     if mpu.is_pipeline_last_stage(ignore_virtual=True):
-        # As `megatron.training.training.train_step` sums a report of two elements.
-        group = mpu.get_data_parallel_group(with_context_parallel=True)
-        metrics = {}
-        for name in stored[0]:
-            total = torch.stack([report[name] for report in stored]).sum(0)
-            dist.all_reduce(total, group=group)
-            metrics[name] = float(total[0] / total[1])
+        metrics = logged_means(stored)
     if "distributed" in case.optimizer:
         gather_sharded_gradients(ready.chunks)
     gradients = collect(ready.chunks, of_gradients=True)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import simulated_trainer as trainer
-from simulated_trainer import Piece, Step, ragged
+from simulated_trainer import Piece, Step, own_mean, ragged, share, some
 from torch import Tensor
 
 from megatron_rl_loss.aliases import resolve
@@ -21,19 +21,6 @@ from megatron_rl_loss.audit.verdict import judge
 #: One that is quick, and more.
 SEEDS = [1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 12))]
 each_seed = pytest.mark.parametrize("seed", SEEDS)
-
-
-def some(count: Tensor) -> Tensor:
-    return count.clamp(min=1)
-
-
-def share(p: Piece) -> Tensor:
-    return p.sum / p.of.T
-
-
-def own_mean(p: Piece) -> Tensor:
-    """The micro-batch's own token mean, averaged over all micro-batches."""
-    return p.sum / some(p.n) / (p.of.D * p.of.K)
 
 
 def judged(step: Step, loss: Any, mode: str = "token_mean", contract: Any = trainer.summed, **options: Any) -> Verdict:

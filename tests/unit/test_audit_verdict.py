@@ -18,7 +18,7 @@ import oracle
 import pytest
 import simulated_trainer as trainer
 import torch
-from simulated_trainer import Numbers, Piece, Step, ragged
+from simulated_trainer import Numbers, Piece, Step, own_mean, ragged, share, some
 from torch import Tensor
 
 from megatron_rl_loss.aliases import resolve
@@ -142,18 +142,6 @@ def test_a_step_without_an_active_token_is_sound_if_nothing_is_trained() -> None
 
 
 # ---- what is told of the wrong ones
-
-
-def some(count: Tensor) -> Tensor:
-    return count.clamp(min=1)
-
-
-def share(p: Piece) -> Tensor:
-    return p.sum / p.of.T
-
-
-def own_mean(p: Piece) -> Tensor:
-    return p.sum / some(p.n) / (p.of.D * p.of.K)
 
 
 def means(p: Piece) -> Tensor:

@@ -30,8 +30,7 @@ import torch.distributed as dist
 import torch.distributed.nn  # theirs takes it for granted
 import torch.multiprocessing as mp
 from reducers import load_theirs
-from tabulate import tabulate
-from timing import commit_of, machine
+from timing import commit_of, machine, publish
 from torch import Tensor
 from totals import count_collectives
 
@@ -190,12 +189,7 @@ def main() -> None:
     if first:
         worst = max(first)
         goal = f"goal: ours at most {GOAL:g} of theirs; {worst:.2g}: {'met' if worst <= GOAL else 'MISSED'}\n"
-    head = ", ".join(f"{key} {value}" for key, value in about.items())
-    text = f"{head}, gloo\n\n{tabulate(rows, headers='keys', floatfmt='.3g')}\n\n{goal}"
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "segments-cpu.txt").write_text(text)
-    (args.out / "segments-cpu.json").write_text(json.dumps({"machine": about, "results": rows}, indent=1) + "\n")
-    print(text)
+    publish(args.out, "segments-cpu", about, rows, f"\n{goal}")
 
 
 if __name__ == "__main__":

@@ -1,17 +1,19 @@
-"""How the benchmarks take times, and what they say of the machine they ran on."""
+"""How the benchmarks take times, what they say of the machine they ran on, and how ranks' tables are kept."""
 
 import ctypes
 import gc
+import json
 import os
 import platform
 import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any
 
 import torch
+from tabulate import tabulate
 
 TURN_SECONDS = 0.004
 
@@ -86,6 +88,18 @@ def machine(device: str = "cpu") -> dict[str, Any]:
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
+
+
+def publish(
+    folder: Path, name: str, about: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], note: str = ""
+) -> None:
+    """Print a table of what gloo's ranks measured, and keep it as NAME.txt and NAME.json."""
+    head = ", ".join(f"{key} {value}" for key, value in about.items())
+    text = f"{head}, gloo\n\n{tabulate(rows, headers='keys', floatfmt='.3g')}\n{note}"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.txt").write_text(text)
+    (folder / f"{name}.json").write_text(json.dumps({"machine": about, "results": rows}, indent=1) + "\n")
+    print(text)
 
 
 def commit_of(checkout: Path) -> str | None:

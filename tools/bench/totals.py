@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from tabulate import tabulate
+from timing import publish
 
 from megatron_rl_loss import StepTotals
 
@@ -98,12 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     cases = [(samples, with_ids) for with_ids in (False, True) for samples in args.samples]
     results = [row for world_size in args.ranks for row in measure(world_size, cases, args.repeats)]
     about = {"date": date.today().isoformat(), "cores": os.cpu_count(), "torch": torch.__version__}
-    head = ", ".join(f"{key} {value}" for key, value in about.items())
-    text = f"{head}, gloo\n\n{tabulate(results, headers='keys', floatfmt='.3g')}\n"
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "totals-cpu.txt").write_text(text)
-    (args.out / "totals-cpu.json").write_text(json.dumps({"machine": about, "results": results}, indent=1) + "\n")
-    print(text)
+    publish(args.out, "totals-cpu", about, results)
 
 
 if __name__ == "__main__":
