@@ -4,7 +4,7 @@ from functools import partial
 
 from torch import Tensor
 
-from megatron_rl_loss import Trainer, check_loss
+from megatron_rl_loss.audit import Trainer, check_loss
 
 
 def bnpo(losses: Tensor, mask: Tensor, gradient_accumulation_steps: int) -> Tensor:

@@ -34,9 +34,13 @@ from online.task import VOCABULARY, Problem, decode, draw_problems, encode
 from online.warm_start import warm_start
 from rollouts import Rollout, read_rollouts, with_advantages, write_rollouts
 
-from megatron_rl_loss import ppo_clip_loss
-from megatron_rl_loss.arguments import AggregationSettings, add_loss_aggregation_args, validate_loss_aggregation_args
+from megatron_rl_loss.losses import ppo_clip_loss
 from megatron_rl_loss.megatron import Microbatch
+from megatron_rl_loss.megatron.flags import (
+    AggregationSettings,
+    add_loss_aggregation_args,
+    validate_loss_aggregation_args,
+)
 
 # What the random numbers of `draw_uniforms` are for.
 TRAINING, HELD_OUT, WARM_START = range(3)

@@ -25,7 +25,8 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from megatron_rl_loss import Samples, ZigzagTHD, group_relative_advantages
+from megatron_rl_loss import Samples, ZigzagTHD
+from megatron_rl_loss.losses import group_relative_advantages
 
 _KEYS = {"prompt_tokens", "response_tokens", "loss_mask", "reward", "prompt_id", "rollout_id"}
 _OPTIONAL_KEYS = {"old_log_probs"}

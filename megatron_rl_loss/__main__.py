@@ -5,9 +5,9 @@ import sys
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
-from megatron_rl_loss.aliases import format_modes
 from megatron_rl_loss.audit.launch import add_audit_options, run_audit
 from megatron_rl_loss.example_files import copy_example, format_examples
+from megatron_rl_loss.modes.names import format_modes
 
 
 def main() -> None:

@@ -1,8 +1,14 @@
-"""The one style of this package's errors: what was given, the rule it breaks, what to do. The texts: refusals.ini."""
+"""This package's two own errors, and the checks that every room needs.
 
-from configparser import ConfigParser
-from functools import cache
-from importlib.resources import files
+Each error says what was given, the rule it breaks, and what to do: ``given: rule. Remedy.``
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from difflib import get_close_matches
+from numbers import Real
+
+import torch
+from torch import Tensor
 
 
 class BadBatchError(ValueError):
@@ -13,45 +19,88 @@ class ContractError(ValueError):
     """The installed Megatron does not scale losses as this version of megatron_rl_loss relies on."""
 
 
-_KINDS: dict[str, type[Exception]] = {
-    kind.__name__: kind for kind in (ValueError, TypeError, RuntimeError, AttributeError, BadBatchError, ContractError)
-}
+def is_int(value: object) -> bool:
+    """True for a whole number (NumPy's too) that is not a bool."""
+    return hasattr(value, "__index__") and not isinstance(value, bool | Tensor)
 
 
-@cache
-def _texts() -> ConfigParser:
-    texts = ConfigParser(interpolation=None, delimiters=("=",))
-    texts.read_string(files("megatron_rl_loss").joinpath("refusals.ini").read_text(encoding="utf-8"))
-    return texts
+def check_int(name: str, value: object, at_least: int, remedy: str) -> None:
+    """Refuse what is not a whole number from `at_least` on."""
+    if not is_int(value) or value < at_least:  # type: ignore[operator]
+        raise ValueError(f"{name} is {value!r}: it must be an int >= {at_least}. {remedy}.")
 
 
-def explain(name: str, /, **facts: object) -> str:
-    """The text of a section of refusals.ini, with the facts in their places: ``given: rule. remedy.``"""
-    text = _texts()[name]
-    return "{}: {}. {}.".format(
-        *(text[part].replace("\n", " ").format(**facts) for part in ("given", "rule", "remedy"))
-    )
+def check_count(name: str, value: object) -> None:
+    """Refuse what cannot be a count of the step: a finite number from 0 on."""
+    if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= value < 1e18:  # type: ignore[operator]
+        raise ValueError(
+            f"{name} is {value!r}: it must be a finite number >= 0 (below 1e18). Pass the count of the whole step."
+        )
 
 
-class _Unseen(str):
-    """Stands for a fact that nobody has looked at, however it is to be formatted."""
-
-    def __format__(self, spec: str) -> str:
-        return str(self)
-
-
-class _Unknown(dict[str, object]):
-    def __missing__(self, name: str) -> object:
-        return _Unseen(f"({name}: on the device)")
+def check_within(name: str, value: float, sound: bool, rule: str, usual: str) -> None:
+    """Refuse a setting that is out of its bounds."""
+    if not sound:
+        raise ValueError(f"{name} is {value!r}: it must be {rule}. {usual}.")
 
 
-def explain_blindly(name: str) -> str:
-    """The text of a refusal whose facts are on a device, where nobody looks."""
-    text = _texts()[name]
-    parts = (text[part].replace("\n", " ").format_map(_Unknown()) for part in ("given", "rule", "remedy"))
-    return "{}: {}. {}.".format(*parts)
+def check_choice(what: str, value: object, choices: Iterable[str]) -> None:
+    """Refuse a name that is none of the choices."""
+    known = list(choices)
+    if value not in known:
+        raise ValueError(f"{what} {value!r}: there is no such {what}. {did_you_mean(str(value), known)}.")
 
 
-def refused(name: str, /, **facts: object) -> Exception:
-    """The exception to raise for a refusal of refusals.ini, of the kind it says (ValueError unless it says one)."""
-    return _KINDS[_texts()[name].get("kind", "ValueError")](explain(name, **facts))
+def did_you_mean(given: str, known: Sequence[str]) -> str:
+    """The known names, the closest first if one is close."""
+    plain = {name.replace("_", "-"): name for name in known}
+    close = get_close_matches(given.lower().replace("_", "-"), plain, n=1)
+    hint = f"Did you mean {plain[close[0]]}? " if close else ""
+    return f"{hint}Choose one of {', '.join(known)}"
+
+
+def check_one_each(given: str, number: int, what: str, expected: int, remedy: str = "Pass both in order") -> None:
+    """Refuse lists that do not have one entry a sample."""
+    if number != expected:
+        raise ValueError(f"{number} {given} for {expected} {what}: there must be one a sample. {remedy}.")
+
+
+def check_callable(what: str, value: object, rule: str, remedy: str) -> None:
+    """Refuse what cannot be called."""
+    if not callable(value):
+        raise TypeError(f"{what} is a {type(value).__name__}: {rule}. {remedy}.")
+
+
+def check_cp(cp_rank: int, cp_size: int) -> None:
+    """Refuse a CP coordinate that cannot be one."""
+    if type(cp_rank) is type(cp_size) is int and 0 <= cp_rank < cp_size:
+        return
+    if not is_int(cp_rank) or not is_int(cp_size):
+        raise TypeError(
+            f"cp_rank={cp_rank!r}, cp_size={cp_size!r}: both must be ints. Pass cp_group.rank() and cp_group.size()."
+        )
+    if not 0 <= cp_rank < cp_size:
+        raise ValueError(
+            f"cp_rank={cp_rank!r}, cp_size={cp_size!r}: needs 0 <= cp_rank < cp_size. Pass cp_group.rank() and "
+            "cp_group.size()."
+        )
+
+
+def place_in_cp(cp_rank: int | None, cp_size: int) -> int:
+    """The CP rank, which may go unsaid where there is one alone."""
+    if cp_rank is None and cp_size != 1:
+        raise ValueError(
+            f"cp_size={cp_size} without a cp_rank: each rank holds other tokens. Pass cp_rank=cp_group.rank()."
+        )
+    return 0 if cp_rank is None else cp_rank
+
+
+def require(holds: "bool | Tensor", given: Callable[[], str], rule: str) -> None:
+    """Raise ValueError where a condition is False: at once on the host, without waiting on a device.
+
+    A device stops at it later. It says the rule and the remedy, not what was given, which nobody has read.
+    """
+    if isinstance(holds, Tensor) and not holds.is_cpu:
+        torch._assert_async(holds, f"values on a device: {rule}")
+    elif not holds:
+        raise ValueError(f"{given()}: {rule}")

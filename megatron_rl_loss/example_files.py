@@ -9,8 +9,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_rl_loss.checks import did_you_mean
-from megatron_rl_loss.errors import refused
+from megatron_rl_loss.errors import did_you_mean
 
 _PACKAGE = Path(__file__).parent
 
@@ -35,9 +34,9 @@ def find_example(name: str, folder: Path) -> str:
     files = example_files(folder)
     fitting = [name] if name in files else [file for file in files if name in _spellings(Path(file))]
     if len(fitting) > 1:
-        raise refused("several_examples", name=name, files=", ".join(fitting))
+        raise ValueError(f"example {name!r}: there are several of that name. Write one of {', '.join(fitting)}.")
     if not fitting:
-        raise refused("no_such_example", name=name, choices=did_you_mean(name, files))
+        raise ValueError(f"example {name!r}: there is none of that name. {did_you_mean(name, files)}.")
     return fitting[0]
 
 
@@ -95,7 +94,10 @@ def copy_example(name: str, into: Path) -> list[Path]:
     home = Path(file).parent
     copies = {folder / one: into / Path(one).relative_to(home) for one in with_companions(file, folder)}
     if there := [str(copy) for copy in copies.values() if copy.exists()]:
-        raise refused("example_is_there", name=name, there=", ".join(there))
+        raise ValueError(
+            f"a copy of example {name!r}: a copy overwrites nothing, and {', '.join(there)} is there already. Choose "
+            "another folder with --to."
+        )
     for source, copy in copies.items():
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(source, copy)

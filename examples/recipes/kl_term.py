@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_rl_loss import kl_estimate, ppo_clip_loss
+from megatron_rl_loss.losses import kl_estimate, ppo_clip_loss
 from megatron_rl_loss.megatron import Microbatch
 
 

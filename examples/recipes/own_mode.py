@@ -6,7 +6,8 @@ It counts over the whole step (`inputs.totals`), never over the micro-batch in h
 
 import torch
 
-from megatron_rl_loss import ModeInputs, check_reducer, register_pg_loss_reducer
+from megatron_rl_loss import ModeInputs, register_pg_loss_reducer
+from megatron_rl_loss.audit import check_reducer
 
 
 @register_pg_loss_reducer("root_length")

@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from megatron_rl_loss import StepTotals, make_pg_loss_reducer, ppo_clip_loss
+from megatron_rl_loss import StepTotals, make_pg_loss_reducer
+from megatron_rl_loss.losses import ppo_clip_loss
 
 Batch = dict[str, Any]  # tokens, labels, old_log_probs, advantages: [tokens]; loss_masks, prompt_ids: one a sample
 

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from megatron_rl_loss.audit.tokens import Floats, Ints, MeasuredStep, Split, StepTokens
-from megatron_rl_loss.layouts import concatenated_ranges
-from megatron_rl_loss.samples import Samples
+from megatron_rl_loss.step.layouts import concatenated_ranges
+from megatron_rl_loss.step.samples import Samples
 
 
 @dataclass(frozen=True, kw_only=True)

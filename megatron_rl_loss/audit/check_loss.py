@@ -8,18 +8,17 @@ from typing import Any, Literal
 
 import numpy as np
 
-from megatron_rl_loss.aliases import Aggregation, resolve
+from megatron_rl_loss.audit.drawn_steps import DrawnSample, DrawnStep
 from megatron_rl_loss.audit.simulation import CallFailed, LossCase, LossFunction, Signature, measure
 from megatron_rl_loss.audit.tokens import Floats, MeasuredStep
 from megatron_rl_loss.audit.trainers import TRAINERS, Trainer
 from megatron_rl_loss.audit.verdict import Verdict, in_words, judge
-from megatron_rl_loss.checks import check_choice, check_int
-from megatron_rl_loss.drawn_steps import DrawnSample, DrawnStep
-from megatron_rl_loss.errors import refused
-from megatron_rl_loss.modes import MODES, ModeFunction
-from megatron_rl_loss.samples import Samples
-from megatron_rl_loss.totals import UnitCounting
-from megatron_rl_loss.weights import weigh
+from megatron_rl_loss.errors import check_choice, check_int
+from megatron_rl_loss.modes.names import Aggregation, resolve
+from megatron_rl_loss.modes.table import MODES, ModeFunction
+from megatron_rl_loss.modes.weights import weigh
+from megatron_rl_loss.step.samples import Samples
+from megatron_rl_loss.step.totals import UnitCounting
 
 #: What weights may be off by, relatively: float32 over some hundred tokens, and the small constants that trainers add
 #: to a denominator.
@@ -173,11 +172,17 @@ def check_loss(
         check_choice("trainer", trainer, TRAINERS)
         trainer = TRAINERS[trainer]
     elif not isinstance(trainer, Trainer):
-        raise refused("no_trainer", type=type(trainer).__name__, choices=", ".join(TRAINERS))
+        raise TypeError(
+            f"trainer is a {type(trainer).__name__}: it must be a Trainer, or the name of one. Choose one of "
+            f"{', '.join(TRAINERS)}, or say what your loop does with megatron_rl_loss.Trainer(...)."
+        )
     check_int("draws", draws, 1, "Draw some steps")
     check_int("seed", seed, 0, "Any number will do")
     if mode is None and (divisor, units) != (None, None):
-        raise refused("settings_without_mode", divisor=divisor, units=units)
+        raise ValueError(
+            f"divisor {divisor!r} and units {units!r} without a mode: without one, only invariance is asked for. Name "
+            "the mode that they belong to."
+        )
     asked = None if mode is None else resolve(mode, divisor=divisor, units=units)
     signature = Signature.of(loss_fn, trainer)
     plain = loss_fn.func if isinstance(loss_fn, functools.partial) else loss_fn
@@ -185,7 +190,10 @@ def check_loss(
     try:
         measure(loss_fn, trainer, _plain_case(trainer))
     except CallFailed as failure:
-        raise refused("loss_fn_fails", name=name, what=failure) from failure.__cause__
+        raise ValueError(
+            f"{name} with a step of two full rows: {failure}: it must return one number that gradients flow from. Give "
+            "it what it takes by Trainer(rows=..., takes=..., names=...), or wrap it."
+        ) from failure.__cause__
     search = _Search(loss_fn, trainer, asked, draws, seed)
     findings = search.findings()
     notes = [f"parameter {parameter} was left at its default" for parameter in signature.left_alone]

@@ -5,9 +5,9 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_rl_loss.aliases import Aggregation
 from megatron_rl_loss.audit.report import Piece
 from megatron_rl_loss.audit.tokens import Floats, MeasuredStep
+from megatron_rl_loss.modes.names import Aggregation
 
 Flags = NDArray[np.bool_]
 

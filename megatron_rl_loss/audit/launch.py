@@ -22,14 +22,13 @@ from typing import Any, get_args
 
 from torch import Tensor
 
-from megatron_rl_loss.aliases import Aggregation, resolve
 from megatron_rl_loss.audit.tokens import MeasuredStep
 from megatron_rl_loss.audit.verdict import judge
-from megatron_rl_loss.errors import refused
-from megatron_rl_loss.function_paths import load_function
-from megatron_rl_loss.layouts import ZigzagBSHD
-from megatron_rl_loss.samples import Samples
-from megatron_rl_loss.totals import UnitCounting, attempt
+from megatron_rl_loss.modes.function_paths import load_function
+from megatron_rl_loss.modes.names import Aggregation, resolve
+from megatron_rl_loss.step.layouts import ZigzagBSHD
+from megatron_rl_loss.step.samples import Samples
+from megatron_rl_loss.step.totals import UnitCounting, attempt
 
 SOUND, NOT_SOUND, NO_VERDICT = 0, 1, 2
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
@@ -88,7 +87,7 @@ def _wrap_schedules(options: Namespace, schedules: ModuleType) -> None:
 
     @functools.wraps(get_schedule)
     def get_audited(*args: Any, **kwargs: Any) -> Any:
-        from megatron_rl_loss.megatron.audit import audited
+        from megatron_rl_loss.audit.megatron.audit import audited
 
         return audited(get_schedule(*args, **kwargs), report, samples_of=samples_of(options))
 
@@ -153,7 +152,11 @@ def samples_of_known_batch(batch: Any) -> Samples:
         from megatron_rl_loss.frameworks import megatron_rl
 
         return megatron_rl.samples_of(batch)
-    raise refused("batch_not_known", type=type(batch).__name__)
+    raise ValueError(
+        f"an audit of a loop whose batches are {type(batch).__name__}: it must know the loss masks, and they are "
+        'looked for in .samples and in the "loss_mask" rows of a mapping. Give samples_of, which describes a batch '
+        "as Samples: --samples-of pkg.mod:fn on the command line."
+    )
 
 
 def when_imported(name: str, function: Callable[[ModuleType], None]) -> None:

@@ -15,7 +15,7 @@ from megatron_rl_loss.audit.places import Placed, found
 from megatron_rl_loss.audit.readings import Reader, Reading
 from megatron_rl_loss.audit.report import Deviation
 from megatron_rl_loss.audit.tokens import Floats, Ints
-from megatron_rl_loss.modes import MODES
+from megatron_rl_loss.modes.table import MODES
 
 _TOLD = 5  # readings
 _BY_CHANCE = 3.0  # cost of a name from which on a divisor of one's own is as likely

@@ -7,11 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from megatron_rl_loss.aliases import Aggregation
 from megatron_rl_loss.audit.hypotheses import StepSamples
 from megatron_rl_loss.audit.tokens import Floats, MeasuredStep
 from megatron_rl_loss.audit.verdict import judge
-from megatron_rl_loss.errors import refused
+from megatron_rl_loss.modes.names import Aggregation
 
 _COLOURS = ("#3b6fb6", "#e08a1e", "#4a9d6f", "#b5475b", "#7a5aa6", "#8a6d3b", "#4aa3b5", "#777777")
 _ASKED, _MASKED, _QUIET = "#111111", "#d62728", "#8c8c8c"
@@ -66,7 +65,10 @@ def draw(
     try:
         import matplotlib
     except ImportError:
-        raise refused("no_matplotlib", path=path) from None
+        raise RuntimeError(
+            f"a picture to draw into {path}: matplotlib draws it, and is not installed. Run pip install matplotlib, or "
+            "print in_terminal(...), which needs nothing."
+        ) from None
     matplotlib.use("Agg", force=False)
     from matplotlib.figure import Figure
 

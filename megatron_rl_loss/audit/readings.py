@@ -26,7 +26,7 @@ from megatron_rl_loss.audit.numbers import Amount, Named, amounts_of, name_numbe
 from megatron_rl_loss.audit.places import PARTITIONS
 from megatron_rl_loss.audit.report import Deviation, Shape
 from megatron_rl_loss.audit.tokens import Floats, Ints
-from megatron_rl_loss.modes import MODES
+from megatron_rl_loss.modes.table import MODES
 
 UNNAMED = 4.0  # cost of a number without a name
 

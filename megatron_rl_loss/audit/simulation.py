@@ -16,13 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_rl_loss.audit.drawn_steps import DrawnSample, DrawnStep
 from megatron_rl_loss.audit.tokens import MeasuredStep, Split, StepTokens
 from megatron_rl_loss.audit.trainers import GIVEN, Trainer
-from megatron_rl_loss.checks import check_callable, did_you_mean
-from megatron_rl_loss.drawn_steps import DrawnSample, DrawnStep
-from megatron_rl_loss.errors import refused
-from megatron_rl_loss.layouts import Contiguous, Gathered, Layout, ZigzagBSHD, ZigzagTHD
-from megatron_rl_loss.samples import LocalTokens, Samples
+from megatron_rl_loss.errors import check_callable, did_you_mean
+from megatron_rl_loss.step.layouts import Contiguous, Gathered, Layout, ZigzagBSHD, ZigzagTHD
+from megatron_rl_loss.step.samples import LocalTokens, Samples
 
 LossFunction = Callable[..., Tensor]
 Failure = Literal["raises", "no loss", "no graph"]
@@ -121,7 +120,10 @@ class Signature:
         first_two = [p for p in parameters if p.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)][:2]
         if len(first_two) < 2 and not any(p.kind == kinds.VAR_POSITIONAL for p in parameters):
             names = ", ".join(p.name for p in parameters) or "nothing"
-            raise refused("loss_fn_takes_too_little", names=names, first=trainer.takes)
+            raise TypeError(
+                f"a loss function that takes {names}: its first two parameters are given the {trainer.takes} and the "
+                f"mask. Wrap it: lambda {trainer.takes}, mask: your_loss({trainer.takes}, mask)."
+            )
         bound = loss_fn.keywords if isinstance(loss_fn, functools.partial) else {}
         known = {name: name for name in GIVEN} | dict(trainer.names)
         asks, left_alone = [], []
@@ -133,14 +135,19 @@ class Signature:
             if parameter.name in known and parameter.kind != kinds.POSITIONAL_ONLY:
                 asks.append((parameter.name, known[parameter.name]))
             elif parameter.default is kinds.empty:
-                raise refused(
-                    "loss_fn_asks_for", name=parameter.name, choices=did_you_mean(parameter.name, list(known))
+                raise TypeError(
+                    f"a loss function with a parameter {parameter.name!r} that has no default: only what a trainer has "
+                    "is given by name. Bind it with functools.partial, or say what it is with "
+                    f"Trainer(names={{{parameter.name!r}: ...}}). {did_you_mean(parameter.name, list(known))}."
                 )
             else:
                 left_alone.append(parameter.name)
         for name, given in asks:
             if trainer.takes == "losses" and given in ("old_log_probs", "advantages", "sample_advantages"):
-                raise refused("loss_fn_makes_losses", name=name)
+                raise TypeError(
+                    f"a loss function that asks for {name!r}: one that is given the losses of tokens needs none. If it "
+                    'makes the losses itself, say Trainer(takes="log_probs").'
+                )
         return cls(tuple(asks), tuple(left_alone))
 
 

@@ -4,8 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, get_args, get_type_hints
 
-from megatron_rl_loss.checks import check_choice
-from megatron_rl_loss.errors import refused
+from megatron_rl_loss.errors import check_choice
 
 #: What a loss function may ask for by the name of a parameter, beside its first two. Counts of tokens are sums of
 #: masks, 0-dim int64 tensors; a *step* is all micro-batches of all data-parallel ranks.
@@ -81,15 +80,21 @@ class Trainer:
         for name, hint in get_type_hints(Trainer).items():
             value = getattr(self, name)
             if hint is bool and not isinstance(value, bool):
-                raise refused("trainer_flag", name=name, value=value)
+                raise TypeError(f"Trainer.{name} is {value!r}: it must be True or False. Say whether it is so.")
             if get_args(hint) and name not in ("names", "cp"):
                 check_choice(f"Trainer.{name}", value, get_args(hint))
         if self.cp is not None:
             check_choice("Trainer.cp", self.cp, ("mean", "sum"))
         elif self.cp_cut != "zigzag":
-            raise refused("cut_without_cp", cut=self.cp_cut)
+            raise ValueError(
+                f"Trainer.cp_cut is {self.cp_cut!r}, and Trainer.cp None: without context-parallel ranks nothing is "
+                'cut. Say what becomes of them: cp="sum" or cp="mean".'
+            )
         if not isinstance(self.names, Mapping):
-            raise refused("trainer_names", type=type(self.names).__name__)
+            raise TypeError(
+                f"Trainer.names is a {type(self.names).__name__}: it must map parameters of the loss function to what "
+                'they are given. Write names={"num_items_in_batch": "step_tokens"}, say.'
+            )
         for parameter, given in self.names.items():
             check_choice(f"number for Trainer.names[{parameter!r}]", given, GIVEN)
 

@@ -11,14 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from megatron_rl_loss.aliases import Aggregation, resolve
 from megatron_rl_loss.audit.comparison import Comparison
 from megatron_rl_loss.audit.hypotheses import StepSamples
 from megatron_rl_loss.audit.naming import Namer
 from megatron_rl_loss.audit.places import Placed, take_off_misplaced
 from megatron_rl_loss.audit.report import Deviation, Verdict
 from megatron_rl_loss.audit.tokens import MeasuredStep
-from megatron_rl_loss.modes import MODES, Mode, OwnMode
+from megatron_rl_loss.modes.names import Aggregation, resolve
+from megatron_rl_loss.modes.table import MODES, Mode, OwnMode
 
 __all__ = ["Deviation", "Verdict", "in_words", "judge"]
 

@@ -24,13 +24,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from megatron_rl_loss.arguments import any_flag_given, check_command_line
-from megatron_rl_loss.checks import check_choice
-from megatron_rl_loss.errors import refused
-from megatron_rl_loss.ids import Ids
-from megatron_rl_loss.layouts import Gathered, Layout, ZigzagTHD
+from megatron_rl_loss.errors import check_choice
 from megatron_rl_loss.megatron import LossAggregation, Microbatch
-from megatron_rl_loss.samples import Samples
+from megatron_rl_loss.megatron.flags import any_flag_given, check_command_line
+from megatron_rl_loss.step.ids import Ids
+from megatron_rl_loss.step.layouts import Gathered, Layout, ZigzagTHD
+from megatron_rl_loss.step.samples import Samples
 
 try:
     from megatron.core.rerun_state_machine import get_rerun_state_machine
@@ -98,9 +97,15 @@ def loss_aggregation(
     aggregation = LossAggregation.from_args(args, describe)
     settings = aggregation.settings
     if settings.mode_name != "token_mean" and settings.aggregation.units == "all":
-        raise refused("filled_up_rows", mode=settings.describe())
+        raise ValueError(
+            f"{settings.describe()} in train_rl.py: it fills the batch up with fully masked rows, which would count as "
+            "rollouts. Add --loss-aggregation-units active."
+        )
     if getattr(args, "check_for_spiky_loss", False):
-        raise refused("spiky_loss")
+        raise ValueError(
+            "--check-for-spiky-loss in train_rl.py: a policy loss is around 0, so no factor tells a spike. Drop it, "
+            "and watch grad-norm."
+        )
     return aggregation
 
 
@@ -118,10 +123,17 @@ def with_loss_aggregation(forward_step: Callable[..., Any]) -> Callable[..., Any
     def aggregated(data_iterator: Iterator[Microbatch], *args: Any, **kwargs: Any) -> tuple[Tensor, Callable[..., Any]]:
         microbatch = next(data_iterator)
         if not isinstance(microbatch, Microbatch):
-            raise refused("no_microbatch", type=type(microbatch).__name__)
+            raise TypeError(
+                f"a data iterator of {type(microbatch).__name__}: the step's totals were not made. Run pretrain inside "
+                "`with aggregation.attached():`."
+            )
         output, stock = forward_step(iter([microbatch.data]), *args, **kwargs)
         if not isinstance(stock, partial) or tuple(inspect.signature(stock.func).parameters) != _STOCK_PARAMETERS:
-            raise refused("other_loss_func", stock=stock, parameters=", ".join(_STOCK_PARAMETERS))
+            raise ValueError(
+                f"a forward_step that returns the loss function {stock!r}: it must be a partial of "
+                f"loss_func({', '.join(_STOCK_PARAMETERS)}). Use a train_rl.py of Megatron-LM 0.19 or of its main "
+                "branch."
+            )
         return output, partial(loss_func, microbatch, *stock.args, **stock.keywords)
 
     return aggregated
@@ -194,7 +206,11 @@ def samples_of(
         loss_masks = batch[3]
         edges = [0, loss_masks.shape[1]]
     else:
-        raise refused("other_batch", batch=len(batch) if isinstance(batch, Sequence) else type(batch).__name__)
+        raise ValueError(
+            f"a batch of {len(batch) if isinstance(batch, Sequence) else type(batch).__name__}: train_rl.py's iterator "
+            "gives a bin number, or seven tensors with the loss mask fourth. Use a train_rl.py of Megatron-LM 0.19 or "
+            "of its main branch."
+        )
     masks, layout = rows_of(loss_masks, edges, cp_losses)
     return Samples(masks, layout=layout, rollout_ids=rollout_ids, prompt_ids=prompt_ids)
 
@@ -206,9 +222,15 @@ def rows_of(loss_masks: Tensor, edges: Sequence[int], cp_losses: CpLosses) -> tu
     """
     num_rows, seq_length = loss_masks.shape
     if edges[0] != 0 or edges[-1] > seq_length:
-        raise refused("sequences_leave_bin", begin=edges[0], end=edges[-1], seq_length=seq_length)
+        raise ValueError(
+            f"sequences from {edges[0]} to {edges[-1]} in a bin of {seq_length} tokens: they must begin at 0 and stay "
+            "in it. Look at the packing."
+        )
     if bool((loss_masks[:, list(edges[:-1])] != 0).any()):
-        raise refused("first_token_active")
+        raise ValueError(
+            "a loss mask that is set on a sequence's first token: no log-prob predicts it. Mask prompts, from their "
+            "first token on."
+        )
     size = seq_length - 1 if cp_losses == "gathered" else seq_length
     shifted = torch.nn.functional.pad(loss_masks, (0, 1))[:, 1 : size + 1]
     slots = [(begin, min(end, size)) for begin, end in pairwise(edges)]

@@ -16,7 +16,6 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_rl_loss.errors import refused
 from megatron_rl_loss.frameworks import step_counts
 from megatron_rl_loss.frameworks.step_counts import StepCounts
 
@@ -39,10 +38,16 @@ def count_steps(args: Namespace) -> None:
     from miles.utils.multi_lora import is_multi_lora_enabled
 
     if is_multi_lora_enabled(args):
-        raise refused("miles_multi_lora")
+        raise ValueError(
+            "steps to be counted with multi-LoRA: every adapter has a batch of its own, and miles divides by that. "
+            "Drop --custom-megatron-init-path; ...slime.sample_mean and ...slime.constant_40960 need no counts."
+        )
     parameters = tuple(inspect.signature(model.train_one_step).parameters)
     if missing := [name for name in _NEEDED if name not in parameters]:
-        raise refused("other_train_one_step", missing=", ".join(missing), parameters=", ".join(parameters))
+        raise ValueError(
+            f"a miles whose train_one_step has no {', '.join(missing)} ({', '.join(parameters)}): steps are counted "
+            "from them. Use a miles like 31f1ca96 (2026-08-21), or leave out --custom-megatron-init-path."
+        )
     if not hasattr(model.train_one_step, "counted_by_megatron_rl_loss"):
         model.train_one_step = _counting(model.train_one_step)
     if os.environ.get("RANK", "0") == "0":
@@ -71,7 +76,11 @@ def _counts(iterator: Any, num_microbatches: int, num_rollouts: int) -> StepCoun
     from miles.backends.training_utils.parallel import get_parallel_state
 
     if get_parallel_state().indep_dp.size > 1:
-        raise refused("miles_indep_dp")
+        raise ValueError(
+            "steps to be counted with independent data-parallel replicas: Megatron's groups end at a replica, so a "
+            "part of the step would be counted. Drop --custom-megatron-init-path; ...slime.sample_mean and "
+            "...slime.constant_40960 need no counts."
+        )
 
     def masks_of_step() -> list[Tensor]:
         masks: list[Tensor] = iterator.rollout_data["loss_masks"]

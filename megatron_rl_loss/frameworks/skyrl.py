@@ -13,10 +13,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megatron_rl_loss.errors import refused
-from megatron_rl_loss.folding import fold_into_advantages
-from megatron_rl_loss.modes import check_no_declared_sums
-from megatron_rl_loss.totals import StepTotals
+from megatron_rl_loss.modes.table import check_no_declared_sums
+from megatron_rl_loss.reduction.folding import fold_into_advantages
+from megatron_rl_loss.step.totals import StepTotals
 
 
 def apply_loss_reduction_to_advantages_minibatch(
@@ -47,12 +46,18 @@ def apply_loss_reduction_to_advantages_minibatch(
     Source: SkyRL a9564572, skyrl/backends/skyrl_train/utils/ppo_utils.py, the function of that name.
     """
     if advantages.dim() != 2 or advantages.shape != loss_mask.shape:
-        raise refused("no_advantage_matrix", advantages=tuple(advantages.shape), mask=tuple(loss_mask.shape))
+        raise ValueError(
+            f"advantages of shape {tuple(advantages.shape)}, loss_mask of shape {tuple(loss_mask.shape)}: both must be "
+            "[rows, tokens] of one mini-batch. Pass the matrices that the trainer holds."
+        )
     check_no_declared_sums(loss_reduction, "SkyRL")
     prompt_ids = None
     if loss_reduction == "prompt_mean":
         if prompt_boundaries is None:
-            raise refused("prompt_ids_missing", mode="prompt_mean", where=" of SkyRL", remedy="Pass prompt_boundaries")
+            raise ValueError(
+                f"loss aggregation {'prompt_mean'!r} of SkyRL without prompt_ids: it averages inside each prompt "
+                "group. Pass prompt_boundaries."
+            )
         prompt_ids = _prompt_of_each_row(prompt_boundaries, len(advantages))
     loss_masks = list(loss_mask)
     folded = fold_into_advantages(
@@ -73,5 +78,8 @@ def _prompt_of_each_row(boundaries: Sequence[tuple[int, int]], rows: int) -> lis
     ordered = sorted((int(start), int(end)) for start, end in boundaries)
     edges = [edge for pair in ordered for edge in pair]
     if [0, *edges[1::2]] != [*edges[::2], rows] or any(start >= end for start, end in ordered):
-        raise refused("uncovered_rows", boundaries=ordered[:8], rows=rows)
+        raise ValueError(
+            f"prompt_boundaries {ordered[:8]} for {rows} rows: every row must belong to one prompt. Pass those of "
+            "compute_prompt_boundaries, relative to the mini-batch."
+        )
     return [number for number, (start, end) in enumerate(ordered) for _ in range(start, end)]

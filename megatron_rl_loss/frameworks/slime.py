@@ -29,16 +29,15 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_rl_loss.aliases import Aggregation, resolve
-from megatron_rl_loss.checks import check_choice, check_cp, check_one_each, require
-from megatron_rl_loss.errors import explain, refused
+from megatron_rl_loss.errors import check_choice, check_cp, check_one_each, require
 from megatron_rl_loss.frameworks import step_counts
 from megatron_rl_loss.frameworks.step_counts import StepCounts, counts_of_this_step
-from megatron_rl_loss.layouts import IntList, ZigzagResponse
-from megatron_rl_loss.modes import check_no_declared_sums
-from megatron_rl_loss.reduction import Reducer, reducer_of
-from megatron_rl_loss.samples import Samples
-from megatron_rl_loss.totals import StepTotals, UnitCounts
+from megatron_rl_loss.modes.names import Aggregation, resolve
+from megatron_rl_loss.modes.table import check_no_declared_sums
+from megatron_rl_loss.reduction.sums import Reducer, reducer_of
+from megatron_rl_loss.step.layouts import IntList, ZigzagResponse
+from megatron_rl_loss.step.samples import Samples
+from megatron_rl_loss.step.totals import StepTotals, UnitCounts
 
 _MODES = ("sample_mean", "token_mean", "constant")
 
@@ -87,7 +86,10 @@ class Hook:
                 not suffice for, masks and lengths that disagree.
         """
         if not isinstance(calculate_per_token_loss, bool):
-            raise refused("hook_flag_no_bool", type=type(calculate_per_token_loss).__name__)
+            raise TypeError(
+                f"calculate_per_token_loss is a {type(calculate_per_token_loss).__name__}: the fourth argument must be "
+                "a bool. Pass the flag; denominators go by name, as rollout_mask_sums."
+            )
         counts = self._step_counts()
         self._check_flag(calculate_per_token_loss, counts)
         padded = None if counts is None else counts.padded_length
@@ -107,11 +109,24 @@ class Hook:
 
     def _check_flag(self, per_token: bool, counts: StepCounts | None) -> None:
         if self.mode != "token_mean" and per_token:
-            raise refused("hook_divided_by_tokens", hook=self)
+            raise ValueError(
+                f"{self!r} with calculate_per_token_loss on: the sum would be divided by the step's tokens, not by its "
+                "rollouts. Drop --calculate-per-token-loss, or use ...slime.token_mean."
+            )
         if self.mode == "token_mean" and (per_token or counts is None) and _fsdp_of_miles() is not None:
-            raise refused("hook_token_mean_on_fsdp", hook=self)
+            raise ValueError(
+                f"{self!r} on miles's FSDP backend: it never divides by the step's tokens, nor has it a place where a "
+                "step could be counted. Use ...slime.sample_mean or ...slime.constant_40960 (your divisor), or "
+                "--train-backend megatron."
+            )
         if self.mode == "token_mean" and not per_token and counts is None:
-            raise refused("hook_divided_by_rollouts", hook=self)
+            raise ValueError(
+                f"{self!r} with calculate_per_token_loss off: the sum would be divided by the step's rollouts, and the "
+                "hook does not know the step's tokens. Add --calculate-per-token-loss, or have steps counted: under "
+                "slime by --rollout-data-postprocess-path megatron_rl_loss.frameworks.slime.count_steps "
+                "--custom-megatron-before-train-step-hook-path megatron_rl_loss.frameworks.slime.begin_step, under "
+                "miles by --custom-megatron-init-path megatron_rl_loss.frameworks.miles.count_steps."
+            )
 
     def _totals(
         self,
@@ -127,7 +142,11 @@ class Hook:
             return StepTotals(rollouts=UnitCounts(all=1, tokens=_by_sample(samples, rollout_mask_sums)))
         # Sums over a constant need no care: a rollout's is that of its samples.
         if self.mode == "sample_mean" and counts is not None and counts.num_samples != counts.global_batch_size:
-            raise refused("hook_split_rollouts", samples=counts.num_samples, rollouts=counts.global_batch_size)
+            raise ValueError(
+                f"a step of {counts.num_samples} samples and {counts.global_batch_size} rollouts: four arguments do "
+                "not tell which samples are parts of one rollout. Run without the hook: their own reducer averages "
+                "whole rollouts by rollout_mask_sums."
+            )
         return StepTotals(rollouts=UnitCounts(all=1))
 
 
@@ -156,12 +175,18 @@ def make_hook(
             that is missing, unusable or without effect, half a CP place.
     """
     if mode == "prompt_mean":
-        raise refused("hook_prompt_mean", given="a slime or miles hook for prompt_mean")
+        raise ValueError(
+            "a slime or miles hook for prompt_mean: its weights need the prompt of every sample, which the hook's four "
+            "arguments do not carry. Fold its weights into the advantages (fold_into_advantages), multiply them by the "
+            "global batch size, and use ...slime.constant_1."
+        )
     check_no_declared_sums(mode, "slime or miles")
     check_choice("slime or miles hook", mode, _MODES)
     aggregation = resolve(mode, divisor=divisor)
     if (cp_rank is None) != (cp_size is None):
-        raise refused("half_a_cp_place", cp_rank=cp_rank, cp_size=cp_size)
+        raise ValueError(
+            f"cp_rank={cp_rank!r}, cp_size={cp_size!r}: both or neither must be given. Leave both out to ask Megatron."
+        )
     cp = None
     if cp_rank is not None and cp_size is not None:
         check_cp(cp_rank, cp_size)
@@ -175,8 +200,20 @@ def __getattr__(name: str) -> Hook:
         return _constant(int(found[1]))
     given = f"megatron_rl_loss.frameworks.slime.{name}"
     if name == "prompt_mean":
-        raise AttributeError(explain("hook_prompt_mean", given=given))
-    raise refused("hook_divisor_in_name" if name.startswith("constant") else "no_such_hook", given=given)
+        raise AttributeError(
+            f"{given}: its weights need the prompt of every sample, which the hook's four arguments do not carry. Fold "
+            "its weights into the advantages (fold_into_advantages), multiply them by the global batch size, and use "
+            "...slime.constant_1."
+        )
+    if name.startswith("constant"):
+        raise AttributeError(
+            f"{given}: the divisor is part of the name, a whole number of tokens above 0. Write "
+            "...slime.constant_40960 (your divisor for 40960)."
+        )
+    raise AttributeError(
+        f"{given}: there is no such hook. Write ...slime.sample_mean, ...slime.token_mean or ...slime.constant_40960 "
+        "(your divisor for 40960)."
+    )
 
 
 @cache
@@ -227,18 +264,32 @@ def _tokens_to_divide_by(samples: Samples, per_token: bool, counts: StepCounts |
     if per_token:
         mask_sums = samples.mask_sums
         light, masked = (mask_sums > 0) & (mask_sums < 1), mask_sums == 0
-        require(~light.any(), "light_sample", lambda: _first_of(light, mask_sums))
+        require(
+            ~light.any(),
+            lambda: _first_of(light, mask_sums),
+            "they count it as 1 token, in a sum over the step that the hook cannot correct. Use masks of 0 and 1.",
+        )
         if counts is None:
-            require(~masked.any(), "phantom_token", lambda: _first_of(masked, mask_sums))
+            require(~masked.any(), lambda: _first_of(masked, mask_sums), _PHANTOM_TOKEN)
     if counts is None:
         return 1.0
     divided_by = counts.step_tokens + counts.num_masked_samples if per_token else counts.global_batch_size
     return counts.step_tokens / divided_by if divided_by else 0.0
 
 
-def _first_of(found: Tensor, mask_sums: Tensor) -> dict[str, object]:
+_PHANTOM_TOKEN = (
+    "they count it as 1 token if it was masked from the start, and as the tokens it had if rejection (TIS) emptied it; "
+    "a hook sees only what is left, and cannot correct their sum over the step. Leave samples without a token out of "
+    "the batch; with rejection, or if you cannot, have steps counted: under slime by --rollout-data-postprocess-path "
+    "megatron_rl_loss.frameworks.slime.count_steps --custom-megatron-before-train-step-hook-path "
+    "megatron_rl_loss.frameworks.slime.begin_step, under miles by --custom-megatron-init-path "
+    "megatron_rl_loss.frameworks.miles.count_steps."
+)
+
+
+def _first_of(found: Tensor, mask_sums: Tensor) -> str:
     i = int(found.nonzero()[0])
-    return {"sample": i, "tokens": float(mask_sums[i])}
+    return f"sample {i} has {float(mask_sums[i]):g} mask tokens"
 
 
 def _by_sample(
@@ -248,7 +299,10 @@ def _by_sample(
     check_one_each("rollout_mask_sums", len(sums), "loss masks", len(samples), "Pass those of one micro-batch")
     for i, (of_rollout, of_sample) in enumerate(zip(sums, samples.mask_sums.tolist(), strict=True)):
         if not of_rollout >= of_sample:
-            raise refused("rollout_too_small", sample=i, of_sample=of_sample, of_rollout=of_rollout)
+            raise ValueError(
+                f"sample {i} has {of_sample:g} mask tokens, its rollout {of_rollout:g}: a rollout has all its samples' "
+                "tokens. Sum the masks of the whole step."
+            )
     return dict(enumerate(sums))
 
 
@@ -269,14 +323,21 @@ def _context_parallel_place(row_length_is_known: bool) -> tuple[int, int]:
     from megatron.core import parallel_state
 
     if not parallel_state.model_parallel_is_initialized():
-        raise refused("no_parallel_state")
+        raise ValueError(
+            "no parallel state in Megatron: the hook asks it for the context-parallel rank and size. Initialise it "
+            "before, or give both: make_hook(..., cp_rank=..., cp_size=...)."
+        )
     cp_size = parallel_state.get_context_parallel_world_size()
     if cp_size > 1 and not row_length_is_known:
         from megatron.training.global_vars import get_args
 
         qkv_format = getattr(get_args(), "qkv_format", "thd")
         if qkv_format != "thd":
-            raise refused("not_thd", qkv_format=qkv_format, cp_size=cp_size)
+            raise ValueError(
+                f"qkv_format {qkv_format!r} with a context-parallel size of {cp_size}: rows are cut by their padded "
+                "length, which the hook's four arguments do not carry. Add --custom-megatron-init-path "
+                "megatron_rl_loss.frameworks.miles.count_steps, which tells it; or use --qkv-format thd."
+            )
     return parallel_state.get_context_parallel_rank(), cp_size
 
 

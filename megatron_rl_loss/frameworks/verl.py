@@ -14,13 +14,12 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from megatron_rl_loss.aliases import resolve
-from megatron_rl_loss.checks import check_int, require
-from megatron_rl_loss.errors import refused
-from megatron_rl_loss.modes import Mode, check_no_declared_sums
-from megatron_rl_loss.reduction import reducer_of
-from megatron_rl_loss.samples import Samples
-from megatron_rl_loss.totals import StepTotals, UnitCounts
+from megatron_rl_loss.errors import check_int, require
+from megatron_rl_loss.modes.names import resolve
+from megatron_rl_loss.modes.table import Mode, check_no_declared_sums
+from megatron_rl_loss.reduction.sums import reducer_of
+from megatron_rl_loss.step.samples import Samples
+from megatron_rl_loss.step.totals import StepTotals, UnitCounts
 
 
 def agg_loss(
@@ -62,14 +61,20 @@ def agg_loss(
     Source: verl 0.10.0.dev, verl/trainer/ppo/core_algos.py `agg_loss`.
     """
     if not loss_mat.is_floating_point():
-        raise refused("no_float_losses", what="loss_mat", kind=loss_mat.dtype)
+        raise TypeError(f"loss_mat is {loss_mat.dtype}: it must be a float tensor. Pass unreduced losses.")
     if loss_mat.dim() != 2 or loss_mat.shape != loss_mask.shape:
-        raise refused("no_loss_matrix", losses=tuple(loss_mat.shape), mask=tuple(loss_mask.shape))
+        raise ValueError(
+            f"loss_mat of shape {tuple(loss_mat.shape)}, loss_mask of shape {tuple(loss_mask.shape)}: both must be "
+            "[rows, response_length]. Pass unreduced losses and their mask."
+        )
     check_int("dp_size", dp_size, 1, "Pass the data-parallel size")
     check_no_declared_sums(loss_agg_mode, "verl")
     norm = loss_agg_mode == "seq-mean-token-sum-norm"
     if norm and loss_scale_factor is None:
-        raise refused("loss_scale_factor_missing", mode=loss_agg_mode)
+        raise ValueError(
+            f"{loss_agg_mode} without loss_scale_factor: verl would divide by the padded length of this micro-batch. "
+            "Set actor.loss_scale_factor, e.g. to the maximal response length."
+        )
     aggregation = resolve(f"verl:{loss_agg_mode}", divisor=loss_scale_factor if norm else None)
     samples = Samples(list(loss_mask))
     samples.check_masks()
@@ -90,11 +95,14 @@ def agg_loss(
 def _count(name: str, value: float | Tensor | None, mode: str, here: Tensor) -> float | Tensor:
     """A count of the whole step, at least this micro-batch's own; 1 for a step without anything to count."""
     if value is None:
-        raise refused("count_missing_in_verl", mode=mode, name=name)
+        raise ValueError(
+            f"{mode} without {name}: verl would take this micro-batch's own, and the loss would depend on how the step "
+            "is cut. Pass the count of the whole step, over all its micro-batches and DP ranks."
+        )
     require(
         value * (1 + 1e-6) >= here,  # on a device without making it wait
-        "count_too_small_in_verl",
-        lambda: {"name": name, "value": float(value), "here": float(here)},
+        lambda: f"{name} is {float(value):g} where this micro-batch alone has {float(here):g}",
+        "it must be the step's. Pass the count of the whole step, over all its micro-batches and DP ranks.",
     )
     return torch.where(value == 0, 1, value) if isinstance(value, Tensor) else value or 1
 
@@ -144,7 +152,10 @@ def install() -> Installed:
         _verls_own = core_algos.agg_loss
     given, known = (tuple(inspect.signature(function).parameters) for function in (_verls_own, agg_loss))
     if given != known:
-        raise refused("other_agg_loss", given=", ".join(given), known=", ".join(known))
+        raise ValueError(
+            f"a verl whose agg_loss takes {', '.join(given)}: the one that this package replaces takes "
+            f"{', '.join(known)}. Use a verl like 1dda039b (2026-08-22), or aggregate with make_pg_loss_reducer."
+        )
     for module in _modules_with(_verls_own):
         if module.__name__ not in _TRAINERS:
             module.agg_loss = agg_loss
@@ -162,10 +173,17 @@ def check_installed() -> Installed:
     from verl.trainer.ppo import core_algos
 
     if core_algos.agg_loss is not agg_loss:
-        raise refused("verl_not_installed")
+        raise ValueError(
+            "a verl with its own agg_loss: nothing of this package is active in this process. Set "
+            "model.external_lib=megatron_rl_loss.frameworks.verl_install, or call install() of "
+            "megatron_rl_loss.frameworks.verl."
+        )
     left = [module.__name__ for module in _modules_with(_verls_own)]
     if own := [name for name in left if name not in _TRAINERS]:
-        raise refused("verl_kept_its_own", modules=", ".join(own))
+        raise ValueError(
+            f"verl's own agg_loss in {', '.join(own)}: a loss there would depend on how the step is cut. Call "
+            "install() of megatron_rl_loss.frameworks.verl once they are loaded."
+        )
     patched = sorted(module.__name__ for module in _modules_with(agg_loss) if module.__name__ != __name__)
     return Installed(tuple(patched), tuple(sorted(left)))
 
@@ -177,4 +195,8 @@ def _modules_with(function: Any) -> list[Any]:
 
 
 def _refuse_geo_mean(*args: Any, **kwargs: Any) -> NoReturn:
-    raise refused("geo_mean_in_verl")
+    raise ValueError(
+        "the policy loss geo_mean: it averages the sequences of each micro-batch by itself and never calls agg_loss, "
+        "so it depends on how the step is cut. Choose another policy_loss.loss_mode (gspo is a mean over sequences "
+        "too), or drop model.external_lib."
+    )

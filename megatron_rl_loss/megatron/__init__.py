@@ -23,12 +23,18 @@ except ImportError as error:
 
 from megatron_rl_loss.errors import ContractError
 from megatron_rl_loss.megatron.aggregation import LossAggregation
+from megatron_rl_loss.megatron.flags import (
+    AggregationSettings,
+    add_loss_aggregation_args,
+    validate_loss_aggregation_args,
+)
 from megatron_rl_loss.megatron.forward_pass import ForwardPass
 from megatron_rl_loss.megatron.handover import next_microbatch
 from megatron_rl_loss.megatron.microbatch import Microbatch
 from megatron_rl_loss.megatron.output_head import Folded, OutputHead, Tokens
 
 __all__ = [
+    "AggregationSettings",
     "ContractError",
     "Folded",
     "ForwardPass",
@@ -36,5 +42,7 @@ __all__ = [
     "Microbatch",
     "OutputHead",
     "Tokens",
+    "add_loss_aggregation_args",
     "next_microbatch",
+    "validate_loss_aggregation_args",
 ]

@@ -5,7 +5,7 @@ import logging
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch.distributed as dist
@@ -13,11 +13,8 @@ from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config, log_single_rank
 
-from megatron_rl_loss.aliases import resolve
-from megatron_rl_loss.arguments import AggregationSettings, check_command_line, validate_loss_aggregation_args
-from megatron_rl_loss.errors import explain, refused
-from megatron_rl_loss.exchange import agree_on
-from megatron_rl_loss.megatron.audit_interval import IntervalAudits
+from megatron_rl_loss.errors import BadBatchError
+from megatron_rl_loss.megatron.flags import AggregationSettings, check_command_line, validate_loss_aggregation_args
 from megatron_rl_loss.megatron.forward_pass import ForwardPass
 from megatron_rl_loss.megatron.groups import groups_of
 from megatron_rl_loss.megatron.handover import ForwardStep, Microbatches, checked
@@ -26,10 +23,12 @@ from megatron_rl_loss.megatron.microbatch import Step
 from megatron_rl_loss.megatron.patch import Schedule, patched_pretrain
 from megatron_rl_loss.megatron.probe import check_contract, check_model
 from megatron_rl_loss.megatron.summary import describe_step, summarize
-from megatron_rl_loss.metrics import put_in
-from megatron_rl_loss.tap import asking
-from megatron_rl_loss.totals import StepTotals, attempt, compare_totals, reduce_step_totals
-from megatron_rl_loss.weights import missing_counts
+from megatron_rl_loss.modes.names import resolve
+from megatron_rl_loss.modes.weights import missing_counts
+from megatron_rl_loss.reduction.metrics import put_in
+from megatron_rl_loss.reduction.tap import asking
+from megatron_rl_loss.step.counting import agree_on
+from megatron_rl_loss.step.totals import StepTotals, attempt, compare_totals, reduce_step_totals
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +74,7 @@ class LossAggregation:
         self._totals_of = totals_of
         self._before_step = before_step
         self._last_step: Step | None = None
-        self._audits = IntervalAudits(settings.audit_interval)
+        self._audits = _interval_audits(settings.audit_interval)
         self._metric_modes: tuple[str, ...] | None = None  # not known before a first step has gone through
 
     @classmethod
@@ -137,7 +136,9 @@ class LossAggregation:
                 chunks = [one.all if isinstance(one, Microbatches) else None for one in iterators]
                 pass_ = ForwardPass(forward_backward_func, model, chunks, num_microbatches=num_microbatches, **kwargs)
                 self._before_step(pass_)
-            with asking(self.settings.aggregation), self._audits.step(model, self._pg_collection, training):
+            audits = self._audits if training else None
+            audit = nullcontext() if audits is None else audits.step(model, self._pg_collection)
+            with asking(self.settings.aggregation), audit:
                 reports = forward_backward_func(
                     forward_step_func=checked(forward_step_func),
                     data_iterator=microbatches,
@@ -146,7 +147,7 @@ class LossAggregation:
                     **kwargs,
                 )
             self._finish_metrics(reports, model)
-            return self._audits.reported(reports) if training else reports
+            return reports if audits is None else audits.reported(reports)
 
         return schedule
 
@@ -221,7 +222,14 @@ class LossAggregation:
             print(describe_step(step.aggregation, step.totals, **split), flush=True)
         prompts = step.totals.prompts.all
         if self.settings.mode_name == "prompt_mean" and prompts and prompts == step.totals.rollouts.all:
-            log_single_rank(logger, logging.WARNING, explain("one_response_a_prompt", prompts=prompts))
+            log_single_rank(
+                logger,
+                logging.WARNING,
+                (
+                    f"prompt_mean on {prompts} prompts of one rollout each: that is the sample mean, as nothing is "
+                    "grouped. Look at the prompt ids."
+                ),
+            )
 
     def _totals(self, looked: LookAhead | Exception, groups: ProcessGroupCollection, per_token: bool) -> StepTotals:
         """The step's totals, as the user knows them or from one collective round; raises a failed look-ahead."""
@@ -255,7 +263,10 @@ class LossAggregation:
             metric = resolve(mode, units=self.settings.aggregation.units)
             missing = missing_counts(metric, given, with_rollout_ids=False)
             if missing:
-                raise refused("totals_miss", missing=", ".join(missing), what=f"a metric's {mode}")
+                raise ValueError(
+                    f"totals_of returned totals without {', '.join(missing)}: a metric's {mode} needs it. Give these "
+                    "counts of the whole step too."
+                )
         return given
 
     def _given_totals(self, looked: LookAhead, per_token: bool) -> StepTotals:
@@ -263,7 +274,10 @@ class LossAggregation:
         assert self._totals_of is not None
         given = self._totals_of(looked.batches)
         if not isinstance(given, StepTotals):
-            raise refused("no_totals", value=given)
+            raise TypeError(
+                f"totals is {given!r}: the denominators are those of the whole step, and never guessed from a "
+                "micro-batch. Pass StepTotals.from_loss_masks(...) of all the step's masks."
+            )
         described = looked.samples or []
         with_rollout_ids = any(samples.rollout_ids is not None for samples in described)
         missing = missing_counts(self.settings.aggregation, given, with_rollout_ids=with_rollout_ids)
@@ -275,7 +289,10 @@ class LossAggregation:
             missing = [*missing, "step_active_tokens"]
             what = "per-token loss" if per_token else "--loss-aggregation-empty-step error"
         if missing and looked.samples is not None:
-            raise refused("totals_miss", missing=", ".join(missing), what=what)
+            raise ValueError(
+                f"totals_of returned totals without {', '.join(missing)}: {what} needs it. Give these counts of the "
+                "whole step too."
+            )
         for samples in described:
             samples.check_masks()
             given.check_covers(samples)
@@ -285,7 +302,25 @@ class LossAggregation:
         tokens = totals.step_tokens if totals.step_active_tokens is None else totals.step_active_tokens
         if tokens == 0:
             if self.settings.empty_step == "error":
-                raise refused("empty_step")
-            log_single_rank(logger, logging.WARNING, explain("empty_step_warning"))
+                raise BadBatchError(
+                    "a step without one active token: --loss-aggregation-empty-step asks to stop there. Look at the "
+                    "masks of the data."
+                )
+            log_single_rank(
+                logger,
+                logging.WARNING,
+                ("a step without one active token: its policy gradient is zero. Look at the masks of the data."),
+            )
         if per_token and tokens is not None and tokens >= 2**31:
-            raise refused("too_many_tokens", tokens=tokens)
+            raise BadBatchError(
+                f"{tokens} active tokens with per-token loss: Megatron sums token counts as int32. Use smaller steps."
+            )
+
+
+def _interval_audits(interval: int | None) -> Any:
+    """The audit stands on this wing: a launch that does not ask for it never imports it."""
+    if interval is None:
+        return None
+    from megatron_rl_loss.audit.megatron.interval import IntervalAudits
+
+    return IntervalAudits(interval)

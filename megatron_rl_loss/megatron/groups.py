@@ -6,8 +6,7 @@ import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import unwrap_model
 
-from megatron_rl_loss.errors import refused
-from megatron_rl_loss.exchange import Group, if_several
+from megatron_rl_loss.step.counting import Group, if_several
 
 _NEEDED = ("tp", "pp", "cp", "dp", "dp_cp")
 
@@ -24,7 +23,9 @@ def groups_of(chunk: Any, given: ProcessGroupCollection | None) -> ProcessGroupC
             groups = ProcessGroupCollection.use_mpu_process_groups(list(_NEEDED))
     missing = [name for name in _NEEDED if getattr(groups, name, None) is None]
     if missing:
-        raise refused("groups_missing", missing=", ".join(missing))
+        raise ValueError(
+            f"a ProcessGroupCollection without {', '.join(missing)}: the step's totals need them. Set those groups."
+        )
     return groups
 
 

@@ -10,7 +10,6 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_rl_loss.errors import refused
 from megatron_rl_loss.megatron.microbatch import Microbatch
 
 ForwardStep = Callable[..., Any]
@@ -36,7 +35,10 @@ def next_microbatch(data_iterator: Iterator[Any]) -> Microbatch:
     """
     microbatch = next(data_iterator)
     if not isinstance(microbatch, Microbatch):
-        raise refused("not_a_microbatch", type=type(microbatch).__name__)
+        raise TypeError(
+            f"a data iterator that gives {type(microbatch).__name__}: the step's totals were not made. Run pretrain "
+            "inside `with aggregation.attached():`, or the schedule through aggregation.wrap_schedule."
+        )
     return microbatch
 
 
@@ -51,7 +53,10 @@ def checked(forward_step: ForwardStep) -> ForwardStep:
         output, loss_func = forward_step(data_iterator, *args, **kwargs)
         taken = data_iterator.taken[before:]
         if len(taken) != 1:
-            raise refused("took_not_one", taken=len(taken))
+            raise ValueError(
+                f"forward_step took {len(taken)} micro-batches from its iterator: each call computes the loss of one. "
+                "Call next(data_iterator) once."
+            )
         return output, _checked_loss_func(loss_func, taken[0])
 
     return call
@@ -72,15 +77,30 @@ def check_handed_out(returned: Any, microbatch: Microbatch) -> None:
     """Refuse what is not, object by object and unchanged, what `Microbatch.loss` or `carry` returned last."""
     if not isinstance(returned, tuple) or len(returned) != 3:
         shown = f"{len(returned)} values" if isinstance(returned, tuple) else f"a {type(returned).__name__}"
-        raise refused("no_loss_tuple", given=shown)
+        raise ValueError(
+            f"loss_func returned {shown}: Megatron must be handed what this micro-batch's loss() or carry() returned, "
+            "all of it. Return microbatch.loss(per_token_loss, metrics) as it is."
+        )
     if microbatch.handed_out is None:
-        raise refused("not_handed_out", part="loss", why="neither its loss() nor its carry() was called")
+        raise ValueError(
+            "loss_func returned a loss that this micro-batch did not hand out: neither its loss() nor its carry() was "
+            "called. Return what microbatch.loss(...) or microbatch.carry(share, report) of this micro-batch returned, "
+            "unchanged; put further terms into the share."
+        )
     loss, num_tokens, _ = returned
     for part, value, handed in zip(("loss", "token count"), (loss, num_tokens), microbatch.handed_out, strict=False):
         if value is not handed.value:
-            raise refused("not_handed_out", part=part, why=_what_it_is(value))
+            raise ValueError(
+                f"loss_func returned a {part} that this micro-batch did not hand out: {_what_it_is(value)}. Return "
+                "what microbatch.loss(...) or microbatch.carry(share, report) of this micro-batch returned, unchanged; "
+                "put further terms into the share."
+            )
         if value._version != handed.version:
-            raise refused("not_handed_out", part=part, why="it was changed in place")
+            raise ValueError(
+                f"loss_func returned a {part} that this micro-batch did not hand out: it was changed in place. Return "
+                "what microbatch.loss(...) or microbatch.carry(share, report) of this micro-batch returned, unchanged; "
+                "put further terms into the share."
+            )
 
 
 def _what_it_is(value: Any) -> str:

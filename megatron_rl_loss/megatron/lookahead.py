@@ -6,11 +6,10 @@ from typing import Any
 
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from megatron_rl_loss.arguments import AggregationSettings
-from megatron_rl_loss.errors import refused
+from megatron_rl_loss.megatron.flags import AggregationSettings
 from megatron_rl_loss.megatron.handover import Microbatches
 from megatron_rl_loss.megatron.microbatch import Microbatch, Step
-from megatron_rl_loss.samples import Samples
+from megatron_rl_loss.step.samples import Samples
 
 SamplesOf = Callable[[Any], Samples]
 DataIterator = Iterator[Any] | list[Iterator[Any] | None] | None
@@ -57,7 +56,10 @@ def look_ahead(
     batches = LookAhead(fetched, None).batches
     if all(chunk is None for chunk in fetched):
         if groups.pp.rank() == groups.pp.size() - 1:
-            raise refused("no_data_on_last_stage")
+            raise ValueError(
+                "no data iterator on a rank of the last pipeline stage: it computes the loss, in evaluation too. Set "
+                "is_distributed = True on the provider; without validation data pass --eval-iters 0."
+            )
         return LookAhead(fetched, None)
     samples = [_describe(batch, samples_of, settings, groups) for batch in batches]
     for described in samples:
@@ -72,18 +74,28 @@ def _check_same_data(chunk: int, batches: list[Any], expected: list[Samples], sa
     """Refuse a model chunk that reads other data than the one that computes the loss."""
     for i, (batch, samples) in enumerate(zip(batches, expected, strict=False)):
         if samples_of(batch).digest() != samples.digest():
-            raise refused("chunks_differ", chunk=chunk, microbatch=i)
+            raise ValueError(
+                f"the iterator of model chunk {chunk} gives other samples than that of the last chunk, from "
+                f"micro-batch {i} on: virtual pipeline stages must read the same data. Make every chunk's iterator "
+                "from the same data, in the same order."
+            )
 
 
 def _fetch(iterator: Iterator[Any], count: int) -> list[Any]:
     if not isinstance(iterator, Iterator) and not hasattr(iterator, "__next__"):
-        raise refused("no_iterator", type=type(iterator).__name__)
+        raise TypeError(
+            f"a data iterator of type {type(iterator).__name__}: micro-batches are taken from it one by one. Pass "
+            "iter(...) of it, and the same iterator at every step."
+        )
     batches = []
     for i in range(count):
         try:
             batches.append(next(iterator))
         except StopIteration:
-            raise refused("data_ended", fetched=i, count=count) from None
+            raise ValueError(
+                f"the data iterator ended after {i} of the step's {count} micro-batches: a step must be whole. Give it "
+                "more data, or train fewer steps."
+            ) from None
     return batches
 
 
@@ -92,9 +104,15 @@ def _describe(
 ) -> Samples:
     samples = samples_of(batch)
     if not isinstance(samples, Samples):
-        raise refused("samples_of_no_samples", type=type(samples).__name__)
+        raise TypeError(
+            f"samples_of returned a {type(samples).__name__}: it must return megatron_rl_loss.Samples. Wrap the masks "
+            "in Samples."
+        )
     if settings.needs_prompt_ids and samples.prompt_ids is None and len(samples):
         where, remedy = " and samples", "Give samples_of prompt_ids"
-        raise refused("prompt_ids_missing", mode=settings.mode_name, where=where, remedy=remedy)
+        raise ValueError(
+            f"loss aggregation {settings.mode_name!r}{where} without prompt_ids: it averages inside each prompt group. "
+            f"{remedy}."
+        )
     samples.local(groups.cp.rank(), groups.cp.size())  # raises if the layout cannot be cut so
     return samples

@@ -21,16 +21,15 @@ from typing import Any, NamedTuple, overload
 import torch
 from torch import Tensor
 
-from megatron_rl_loss.aliases import Aggregation, resolve
-from megatron_rl_loss.errors import refused
-from megatron_rl_loss.exchange import Group
-from megatron_rl_loss.metrics import MODE_OF, Metric, Parts
-from megatron_rl_loss.reduction import WeightedSum, reducer_of
-from megatron_rl_loss.samples import LocalTokens, Samples
-from megatron_rl_loss.segments import OfTokens, Per, Replicated, segment_mean, segment_sum, to_tokens
-from megatron_rl_loss.terms import Term, WeighedTerm, sum_terms
-from megatron_rl_loss.totals import StepTotals
-from megatron_rl_loss.weights import missing_counts
+from megatron_rl_loss.losses.segments import OfTokens, Per, Replicated, segment_mean, segment_sum, to_tokens
+from megatron_rl_loss.modes.names import Aggregation, resolve
+from megatron_rl_loss.modes.weights import missing_counts
+from megatron_rl_loss.reduction.metrics import MODE_OF, Metric, Parts
+from megatron_rl_loss.reduction.sums import WeightedSum, reducer_of
+from megatron_rl_loss.reduction.terms import Term, WeighedTerm, sum_terms
+from megatron_rl_loss.step.counting import Group
+from megatron_rl_loss.step.samples import LocalTokens, Samples
+from megatron_rl_loss.step.totals import StepTotals
 
 #: What Megatron's schedule takes from a loss function: loss, token count, report.
 Carried = tuple[Tensor, Tensor, dict[str, Tensor]]
@@ -172,7 +171,10 @@ class Microbatch:
         rows, num_local = tensor.shape[0], len(self.tokens)
         of_rows = self.samples.loss_shapes(num_local, self._step.cp_size)  # a cut of the whole buffer would mix rows
         if tensor.shape[:2].numel() != total_tokens or (rows, num_local // rows) not in [(1, num_local), *of_rows]:
-            raise refused("not_all_tokens", shape=tuple(tensor.shape), total_tokens=total_tokens)
+            raise ValueError(
+                f"a tensor of shape {tuple(tensor.shape)}: it must have a value for each of the micro-batch's "
+                f"{total_tokens} tokens. Pass the whole, uncut tensor, in the order of the layout."
+            )
         return self.tokens.of(tensor.flatten(0, 1)).unflatten(0, (rows, -1))
 
     def loss(
@@ -199,14 +201,20 @@ class Microbatch:
         several = isinstance(losses, Mapping)
         taken = {"loss", *terms} if several else {"pg_loss"}
         if clash := sorted(taken & set(metrics)):
-            raise refused("metric_named_as_loss", name=clash[0])
+            raise ValueError(
+                f"a metric named {clash[0]!r}: the loss itself, or a term of it, is reported by that name. Choose "
+                "another name."
+            )
         plain = [values for values in metrics.values() if not isinstance(values, Metric)]
         if not isinstance(losses, Mapping | Term) and len(plain) == len(metrics):
             metric_sum = self.sample_mean if metrics else None
             share, sums = self.pg_loss.with_metrics(losses, plain, metric_sum)
             return self.carry(share, {"pg_loss": share, **dict(zip(metrics, sums, strict=True))})
         if not terms or (several and "loss" in terms):
-            raise refused("odd_terms", given=list(terms))
+            raise ValueError(
+                f"a loss of the terms {list(terms)}: there must be one at least, and none named 'loss', which is their "
+                'sum. Name each term, e.g. {"pg": losses, "kl": Term(kl, coef=0.01)}.'
+            )
         weighed = [self._weighed(name, term) for name, term in terms.items()]
         asked = {name: one if isinstance(one, Metric) else Metric(one) for name, one in metrics.items()}
         reducers = {name: self._reducer_of_metric(name, metric) for name, metric in asked.items()}
@@ -244,9 +252,14 @@ class Microbatch:
         elif term.units is None and term.divisor is None:
             aggregation = self._step.terms.get(name, policy)
         else:
-            raise refused("term_without_mode", name=name)
+            raise ValueError(
+                f"the term {name!r} with units or a divisor and no mode: they are a mode's. Give the term the mode too."
+            )
         if not math.isfinite(term.coef):
-            raise refused("odd_coefficient", name=name, coef=term.coef)
+            raise ValueError(
+                f"the term {name!r} with coef={term.coef!r}: it must be finite. Pass a number; 0 reports a term "
+                "without training on it."
+            )
         return WeighedTerm(name, term.values, self._reducer_by(name, aggregation, term.mask), term.coef)
 
     def _reducer_by(self, name: str, aggregation: Aggregation, mask: str | None) -> WeightedSum:
@@ -262,7 +275,11 @@ class Microbatch:
         totals = self.totals.with_mask(mask)
         with_rollout_ids = self.samples.rollout_ids is not None
         if missing := missing_counts(aggregation, totals, with_rollout_ids=with_rollout_ids):
-            raise refused("term_not_counted", name=name, mode=aggregation.mode.name, missing=", ".join(missing))
+            raise ValueError(
+                f"{name!r} by {aggregation.mode.name} and totals without {', '.join(missing)}: what a term or a metric "
+                "needs is counted with the step, before its first micro-batch. Declare its mode: LossAggregation(..., "
+                f"terms={{{name!r}: {aggregation.mode.name!r}}}), or its flag."
+            )
         return self._reducer(aggregation, name, mask)
 
     def carry(self, share: Tensor, report: Mapping[str, Tensor]) -> Carried:
@@ -279,13 +296,22 @@ class Microbatch:
         step = self._step
         _check_shares({"the loss": share, **report})
         if not self._reduced:
-            raise refused("share_not_reduced")
+            raise ValueError(
+                "a share that was put together without this micro-batch's reducers: it cannot be a share of this "
+                "step's loss. Reduce per-token losses with pg_loss, sample_mean or token_mean of this micro-batch."
+            )
         if torch.is_grad_enabled() and not share.requires_grad:
-            raise refused("loss_without_graph")
+            raise ValueError(
+                "a loss without a graph: Megatron would skip the backward pass, or hang in it with pipeline stages. Do "
+                "not detach the model's output."
+            )
         if not step.report_keys:
             step.report_keys.extend(report)
         elif set(step.report_keys) != set(report):
-            raise refused("reports_differ", given=list(report), first=step.report_keys)
+            raise ValueError(
+                f"a micro-batch that reports {list(report)} after one that reported {step.report_keys}: Megatron takes "
+                "the names from a step's first micro-batch. Report the same names every time."
+            )
         # Megatron sums [numerator, denominator] over micro-batches and dp_cp ranks, then divides: here by 1.
         one, denominator = step.constants_on(share.device)
         halves = [half for value in report.values() for half in (value.detach().to(denominator), denominator)]
@@ -300,7 +326,9 @@ class Microbatch:
         if not step.per_token:
             return share * step.num_shares, one
         if step.totals.step_active_tokens is None:
-            raise refused("active_tokens_missing")
+            raise ValueError(
+                "totals without step_active_tokens: per-token loss needs it. Give the count of the whole step."
+            )
         return share * step.totals.step_active_tokens, self._local_active_tokens().to(share.device)
 
     def _local_active_tokens(self) -> Tensor:
@@ -318,4 +346,4 @@ def _check_shares(shares: Mapping[str, Tensor]) -> None:
     for name, value in shares.items():
         if not isinstance(value, Tensor) or value.dim() != 0:
             shown = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
-            raise refused("not_a_share", name=name, shown=shown)
+            raise ValueError(f"{name} is {shown}: it must be a 0-dim tensor. Reduce it (pg_loss or sample_mean).")

@@ -25,8 +25,8 @@ import torch
 from megatron.core.tensor_parallel import layers
 from torch import Tensor
 
-from megatron_rl_loss.checks import check_int
-from megatron_rl_loss.chunked_head import (
+from megatron_rl_loss.errors import check_int
+from megatron_rl_loss.logprobs.hidden import (
     CHUNK_TOKENS,
     PerTokenLoss,
     TensorParallel,
@@ -34,8 +34,7 @@ from megatron_rl_loss.chunked_head import (
     log_probs_from_hidden,
     loss_from_hidden,
 )
-from megatron_rl_loss.errors import refused
-from megatron_rl_loss.logprobs import Keep, KeptIds
+from megatron_rl_loss.logprobs.logits import Keep, KeptIds
 from megatron_rl_loss.megatron.microbatch import Microbatch
 
 
@@ -124,7 +123,10 @@ class OutputHead:
     ) -> tuple[Tensor, Tensor | None] | tuple[Tensor, dict[str, Tensor]]:
         """What `GPTModel` calls with hidden states [s, b, h], or [s / TP, b, h] under sequence parallelism."""
         if labels is None:
-            raise refused("no_labels")
+            raise ValueError(
+                "a model called with output_processor=OutputHead(...) and without labels: the head makes log-probs of "
+                "labels. Pass labels=..., or leave the output_processor out for logits."
+            )
         weight = output_layer.weight if output_weight is None else output_weight
         refuse_other_layers(output_layer, weight)
         run_pre_hooks(output_layer, hidden_states)
@@ -174,7 +176,11 @@ def mup_scale(scale_logits: Any) -> float:
 def refuse_other_layers(output_layer: Any, weight: Tensor) -> None:
     """Refuse output layers that do what is not done here."""
     if type(output_layer).forward is not layers.ColumnParallelLinear.forward:
-        raise refused("other_output_layer", setting=type(output_layer).__name__)
+        raise ValueError(
+            f"an output layer of another kind, {type(output_layer).__name__}: the chunked head does what Megatron's "
+            "ColumnParallelLinear does, and this one does more. Leave the output_processor out there (--log-probs "
+            "stock in the example)."
+        )
     config, fused = output_layer.config, output_layer.gradient_accumulation_fusion
     wrong = {
         "one whose weight is sharded further (GTP)": output_layer.gtp_remat_size > 1,
@@ -185,14 +191,22 @@ def refuse_other_layers(output_layer: Any, weight: Tensor) -> None:
     }
     for setting, given in wrong.items():
         if given:
-            raise refused("other_output_layer", setting=setting)
+            raise ValueError(
+                f"an output layer of another kind, {setting}: the chunked head does what Megatron's "
+                "ColumnParallelLinear does, and this one does more. Leave the output_processor out there (--log-probs "
+                "stock in the example)."
+            )
 
 
 def run_pre_hooks(output_layer: Any, hidden_states: Tensor) -> None:
     """What runs before the layer's forward: with `--overlap-param-gather` it waits for the weight."""
     for hook in output_layer._forward_pre_hooks.values():
         if hook(output_layer, (hidden_states,)) is not None:
-            raise refused("other_output_layer", setting="one with a hook that changes its input")
+            raise ValueError(
+                "an output layer of another kind, one with a hook that changes its input: the chunked head does what "
+                "Megatron's ColumnParallelLinear does, and this one does more. Leave the output_processor out there "
+                "(--log-probs stock in the example)."
+            )
 
 
 class FusedMainGradient:

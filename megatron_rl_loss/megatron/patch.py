@@ -7,8 +7,6 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_rl_loss.errors import refused
-
 Schedule = Callable[..., Any]
 
 
@@ -23,7 +21,9 @@ def patched_pretrain(wrap_schedule: Callable[[Schedule], Schedule]) -> Iterator[
 
     get_schedule, training_log = training.get_forward_backward_func, training.training_log
     if hasattr(get_schedule, "wrapped_by_megatron_rl_loss"):
-        raise refused("attached_twice")
+        raise RuntimeError(
+            "attached() inside attached(): a launch has one LossAggregation. Leave the first `with` before."
+        )
 
     @functools.wraps(get_schedule)
     def get_wrapped_schedule(*args: Any, **kwargs: Any) -> Schedule:

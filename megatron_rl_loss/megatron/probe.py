@@ -17,9 +17,9 @@ from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from megatron_rl_loss.arguments import AggregationSettings, check_megatron_settings, check_per_token
-from megatron_rl_loss.errors import refused
-from megatron_rl_loss.exchange import Group, device_of
+from megatron_rl_loss.errors import ContractError
+from megatron_rl_loss.megatron.flags import AggregationSettings, check_megatron_settings, check_per_token
+from megatron_rl_loss.step.counting import Group, device_of
 
 _LOSS = 3.0
 _NUM_TOKENS = 1
@@ -33,7 +33,10 @@ def check_model(settings: AggregationSettings, config: Any, chunks: Sequence[Any
     for chunk in chunks:
         if per_token and isinstance(chunk, _BaseDataParallel):
             if type(chunk).scale_gradients is _BaseDataParallel.scale_gradients:
-                raise refused("never_scales_gradients", wrapper=type(chunk).__name__)
+                raise ValueError(
+                    f"per-token loss with {type(chunk).__name__}: it never divides gradients by the token count, so "
+                    "they would be too large by it. Turn calculate_per_token_loss off."
+                )
             average = chunk.ddp_config.average_in_collective
             check_megatron_settings(Namespace(ddp_average_in_collective=average), per_token)
 
@@ -87,14 +90,27 @@ def _schedule_factor(config: Any, num_microbatches: int, cp_group: Group) -> flo
             **cp,
         )
     except Exception as error:
-        raise refused("not_probed", error=f"{type(error).__name__}: {error}") from error
+        raise ContractError(
+            f"Megatron's forward_step_calc_loss: it could not be probed ({type(error).__name__}: {error}). Use "
+            "megatron-core 0.19, or a megatron_rl_loss made for this version."
+        ) from error
     if int(count) != _NUM_TOKENS:
-        raise refused("changes_its_count")
+        raise ContractError(
+            "Megatron's forward_step_calc_loss: it changes the count it is given, which micro-batches share. Use "
+            "megatron-core 0.19, or a megatron_rl_loss made for this version."
+        )
     if returned.is_floating_point() or int(returned) != _NUM_TOKENS:
-        raise refused("makes_another_count", value=returned.item(), dtype=returned.dtype, count=_NUM_TOKENS)
+        raise ContractError(
+            f"Megatron's forward_step_calc_loss: it made {returned.item()!r} ({returned.dtype}) of a count of "
+            f"{_NUM_TOKENS} tokens, relied on is an int. Use megatron-core 0.19, or a megatron_rl_loss made for this "
+            "version."
+        )
     return float(loss) / _LOSS
 
 
 def _compare(where: str, found: float, relied_on: float) -> None:
     if not abs(found - relied_on) <= 1e-6 * relied_on:
-        raise refused("scales_otherwise", where=where, found=found, relied_on=relied_on)
+        raise ContractError(
+            f"Megatron's {where}: it scales by {found:.9g} where {relied_on:.9g} is relied on, and losses would be "
+            "wrong by that. Use megatron-core 0.19, or a megatron_rl_loss made for this version."
+        )

@@ -1,7 +1,7 @@
 """What a step is, in a line that shows at a glance what no check can: wrong ids, masks or numbers of ranks."""
 
-from megatron_rl_loss.aliases import Aggregation
-from megatron_rl_loss.totals import StepTotals
+from megatron_rl_loss.modes.names import Aggregation
+from megatron_rl_loss.step.totals import StepTotals
 
 
 def summarize(totals: StepTotals) -> dict[str, float]:

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.profiler import ProfilerActivity, profile
 
 from megatron_rl_loss import Samples, StepTotals, ZigzagTHD, make_pg_loss_reducer
-from megatron_rl_loss.arguments import AggregationSettings
+from megatron_rl_loss.megatron.flags import AggregationSettings
 
 NUM_METRICS = 5
 #: Do no work themselves: views, and wrappers of what they are recorded to call.

@@ -23,9 +23,10 @@ from repository import EXAMPLES, ROOT
 from table_step import DIVISOR, Batch, dealt, relative_error, start, step_samples, table_model
 from torch import Tensor
 
-from megatron_rl_loss import check_reducer, modes
-from megatron_rl_loss.aliases import resolve
+from megatron_rl_loss.audit import check_reducer
 from megatron_rl_loss.frameworks import slime
+from megatron_rl_loss.modes import table as modes
+from megatron_rl_loss.modes.names import resolve
 
 RECIPES = EXAMPLES / "recipes"
 SAMPLES = step_samples(seed=11)

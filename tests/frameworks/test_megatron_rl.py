@@ -26,9 +26,9 @@ from torch import Tensor
 pytest.importorskip("megatron.training")
 
 from megatron_rl_loss import Samples, StepTotals
-from megatron_rl_loss.arguments import AggregationSettings, add_loss_aggregation_args
 from megatron_rl_loss.frameworks import megatron_rl
 from megatron_rl_loss.megatron import Microbatch
+from megatron_rl_loss.megatron.flags import AggregationSettings, add_loss_aggregation_args
 from megatron_rl_loss.megatron.microbatch import Step
 
 TOLERANCE = oracle.EXACT

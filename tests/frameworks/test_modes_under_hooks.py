@@ -9,10 +9,12 @@ import torch
 from refusals import Refusal, check_refusal, each_of
 from torch import Tensor
 
-from megatron_rl_loss import StepTotals, fold_into_advantages, modes, register_pg_loss_reducer
-from megatron_rl_loss.aliases import resolve
+from megatron_rl_loss import StepTotals, register_pg_loss_reducer
 from megatron_rl_loss.frameworks import skyrl, slime, verl
-from megatron_rl_loss.paper_modes import vl_norm
+from megatron_rl_loss.modes import table as modes
+from megatron_rl_loss.modes.names import resolve
+from megatron_rl_loss.modes.papers import vl_norm
+from megatron_rl_loss.reduction import fold_into_advantages
 
 MASKS = [torch.tensor([1.0, 1, 1, 0]), torch.tensor([1.0, 0, 0, 0]), torch.zeros(4), torch.tensor([1.0, 1, 0, 1])]
 ADVANTAGES = [1.5, -1.0, 2.0, 0.5]

@@ -120,7 +120,7 @@ def test_a_script_without_any_change_is_heard_at_its_output(tmp_path: Path) -> N
 
 TERMS = """
 import pretrain_grpo
-from megatron_rl_loss import Term
+from megatron_rl_loss.reduction import Term
 from megatron_rl_loss.megatron import Microbatch
 reduce = Microbatch.loss
 def loss(self, losses, metrics=None):

@@ -12,7 +12,7 @@ import torch
 from moe_gpt import build, run_step, step_data
 from ranks import run_ranks
 
-from megatron_rl_loss.arguments import AggregationSettings
+from megatron_rl_loss.megatron.flags import AggregationSettings
 
 pytestmark = pytest.mark.slow
 
@@ -28,8 +28,8 @@ LAYOUTS: dict[str, tuple[int, str, dict[str, int]]] = {
 
 def measured_steps(model_name: str, layout: dict[str, int]) -> list[Any]:
     """With per-token loss off and on: our sample mean, and the stock 3-tuple."""
+    from megatron_rl_loss.audit.megatron.audit import Audit, tap
     from megatron_rl_loss.megatron import LossAggregation
-    from megatron_rl_loss.megatron.audit import Audit, tap
 
     def ours(microbatch: Any, losses: torch.Tensor) -> Any:
         return microbatch.loss(microbatch.data.advantages * losses)

@@ -33,13 +33,7 @@ from repository import ROOT
 from table_step import ALL_SETTINGS, Batch, aggregation, one_step, relative_error, start, step_samples, table_model
 from torch import Tensor
 
-from megatron_rl_loss import (
-    Contiguous,
-    Samples,
-    ZigzagBSHD,
-    ZigzagResponse,
-    ZigzagTHD,
-)
+from megatron_rl_loss import Contiguous, Samples, ZigzagBSHD, ZigzagResponse, ZigzagTHD
 
 NAN, INF = float("nan"), float("inf")
 ACCEPTED = "accepted"
@@ -258,7 +252,7 @@ STEP_ROWS = [
     step_row("contiguous buffer of 15 for cp 2", CUT, put(layout=Contiguous([0, 8, 15], [8, 6])),
              "the packed buffer has 15 tokens", "Pad it", put(layout=Contiguous([0, 8, 14]))),
     step_row("no layout under CP", "no layout with CP > 1", put(layout=None), "cp_size is 2 and no layout was given",
-             "Pass one of megatron_rl_loss.layouts"),
+             "Pass one of megatron_rl_loss.step.layouts"),
     step_row("prompt_mean without ids", "`prompt_mean` without prompt ids", everywhere(prompt_ids=None),
              "'prompt_mean' and samples without prompt_ids", "Give samples_of prompt_ids", mode="prompt_mean"),
     step_row("prompt_mean without ids on one rank", "`prompt_mean` without prompt ids", put(prompt_ids=None),

@@ -14,7 +14,7 @@ from table_step import Batch, aggregation, dealt, one_step, relative_error, star
 from torch import Tensor
 
 from megatron_rl_loss import Samples
-from megatron_rl_loss.paper_modes import adapter_token_mean, balanced, vl_norm
+from megatron_rl_loss.modes.papers import adapter_token_mean, balanced, vl_norm
 
 SAMPLES = step_samples(6)
 TABLE = [0.0] * sum(len(one.mask) for one in SAMPLES)

@@ -16,8 +16,8 @@ from steps import divisor_of, every_counting, ids_of, totals_of
 from torch import Tensor
 
 from megatron_rl_loss import Gathered, Samples, StepTotals, ZigzagBSHD, ZigzagTHD
-from megatron_rl_loss.arguments import AggregationSettings
 from megatron_rl_loss.megatron import Microbatch
+from megatron_rl_loss.megatron.flags import AggregationSettings
 from megatron_rl_loss.megatron.microbatch import Step
 
 LENGTHS = [4, 2, 6, 1]

@@ -19,11 +19,12 @@ from refusals import Call, Refusal, check_refusal, each_of
 from table_step import Batch, aggregation, dealt, logged_by_step, relative_error, start, step_samples, table_model
 from torch import Tensor
 
-from megatron_rl_loss import Samples, StepTotals, Term, UnitCounts
-from megatron_rl_loss.aliases import resolve
-from megatron_rl_loss.arguments import AggregationSettings
+from megatron_rl_loss import Samples, StepTotals, UnitCounts
 from megatron_rl_loss.megatron import Microbatch
+from megatron_rl_loss.megatron.flags import AggregationSettings
 from megatron_rl_loss.megatron.microbatch import Step
+from megatron_rl_loss.modes.names import resolve
+from megatron_rl_loss.reduction import Term
 
 SAMPLES = step_samples(5)
 TABLE = [float(torch.tensor(x)) for one in SAMPLES for x in one.losses.tolist()]

@@ -20,10 +20,10 @@ import torch
 from simulated_trainer import Numbers, Piece, Returned, Row, Step, ragged, share, some
 from torch import Tensor
 
-from megatron_rl_loss.aliases import resolve
 from megatron_rl_loss.audit.causes import MUSEUM
 from megatron_rl_loss.audit.report import Deviation, Verdict
 from megatron_rl_loss.audit.verdict import judge
+from megatron_rl_loss.modes.names import resolve
 
 pytestmark = pytest.mark.slow
 

@@ -33,18 +33,11 @@ from ranks import run_ranks
 from table_step import Batch, aggregation, dealt, one_step, start, step_samples, table_model
 from torch import Tensor
 
-from megatron_rl_loss import (
-    LocalTokens,
-    Samples,
-    StepTotals,
-    ZigzagBSHD,
-    ZigzagResponse,
-    layouts,
-    reduction,
-    totals,
-)
-from megatron_rl_loss.aliases import Aggregation, resolve
-from megatron_rl_loss.reduction import WeightedSum
+from megatron_rl_loss import Samples, StepTotals, ZigzagBSHD, ZigzagResponse
+from megatron_rl_loss.modes.names import Aggregation, resolve
+from megatron_rl_loss.reduction import sums as reduction
+from megatron_rl_loss.reduction.sums import WeightedSum
+from megatron_rl_loss.step import LocalTokens, layouts, totals
 
 TOLERANCE = oracle.EXACT
 DIVISOR = 40960.0
@@ -404,7 +397,7 @@ def changed_totals(change: Callable[[StepTotals, list[Samples]], StepTotals]) ->
         def reduce_step_totals(held: Any, **groups: Any) -> StepTotals:
             return change(sound(held, **groups), held)
 
-        for name in ("megatron_rl_loss.totals", "megatron_rl_loss.megatron.aggregation"):
+        for name in ("megatron_rl_loss.step.totals", "megatron_rl_loss.megatron.aggregation"):
             if name in sys.modules:
                 patch.setattr(sys.modules[name], "reduce_step_totals", reduce_step_totals)
 

@@ -169,7 +169,7 @@ def test_users_get_types(editable: bool, wheel: Path, tmp_path: Path) -> None:
         python = environment(tmp_path / "venv", wheel)
     (tmp_path / "elsewhere").mkdir()
     said = seen_by_mypy(python, tmp_path / "elsewhere")
-    assert 'Revealed type is "megatron_rl_loss.reduction.WeightedSum"' in said, said
+    assert 'Revealed type is "megatron_rl_loss.reduction.sums.WeightedSum"' in said, said
     assert "import-untyped" not in said
     assert "import-not-found" not in said
     listed = run(python, "-m", "megatron_rl_loss", "example", cwd=tmp_path / "elsewhere").stdout

@@ -48,7 +48,9 @@ def test_the_site_has_every_page_and_every_module(copy: Path) -> None:
         assert f'id="megatron_rl_loss.{name}"' in public
     reducer = (site / "reference" / "megatron_rl_loss.reduction.html").read_text()
     assert '<span class="gp">&gt;&gt;&gt; </span>' in reducer  # a doctest is code
-    assert 'id="megatron_rl_loss.layouts.ZigzagTHD"' in (site / "reference/megatron_rl_loss.layouts.html").read_text()
+    assert (
+        'id="megatron_rl_loss.step.layouts.ZigzagTHD"' in (site / "reference/megatron_rl_loss.layouts.html").read_text()
+    )
 
 
 def test_a_link_that_leads_nowhere_fails_it(copy: Path) -> None:

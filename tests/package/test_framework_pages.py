@@ -9,7 +9,7 @@ import pytest
 import torch
 from repository import ROOT
 
-from megatron_rl_loss.aliases import NAMES, NUMBER, resolve
+from megatron_rl_loss.modes.names import NAMES, NUMBER, resolve
 
 PEERS = {peer.alias: peer for peer in NAMES}
 PAGES = ROOT / "docs" / "frameworks"

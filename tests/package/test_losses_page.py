@@ -10,10 +10,12 @@ import torch
 from repository import EXAMPLES, ROOT
 
 import megatron_rl_loss
-from megatron_rl_loss import POLICY_LOSSES, Samples, StepTotals, modes, segment_mean, to_tokens
-from megatron_rl_loss.aliases import resolve
-from megatron_rl_loss.arguments import add_loss_aggregation_args
-from megatron_rl_loss.policy_losses import check_goes_with
+from megatron_rl_loss import Samples, StepTotals
+from megatron_rl_loss.losses import POLICY_LOSSES, segment_mean, to_tokens
+from megatron_rl_loss.losses.by_name import check_goes_with
+from megatron_rl_loss.megatron.flags import add_loss_aggregation_args
+from megatron_rl_loss.modes import table as modes
+from megatron_rl_loss.modes.names import resolve
 
 PAGE = (ROOT / "docs/losses.md").read_text()
 ROWS = [line for line in PAGE.splitlines() if line.startswith("| ") and "---" not in line]

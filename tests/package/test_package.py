@@ -9,7 +9,6 @@ import torch
 from interpreter import begin, finish
 
 from megatron_rl_loss import (
-    MODES,
     Contiguous,
     Gathered,
     StepTotals,
@@ -19,10 +18,11 @@ from megatron_rl_loss import (
     ZigzagTHD,
     make_pg_loss_reducer,
 )
+from megatron_rl_loss.modes import MODES
 
 FRESH = """
 import sys
-import megatron_rl_loss, megatron_rl_loss.arguments, megatron_rl_loss.frameworks.verl
+import megatron_rl_loss, megatron_rl_loss.megatron.flags, megatron_rl_loss.frameworks.verl
 from megatron_rl_loss.frameworks import slime
 slime.constant_8
 print([name for name in sys.modules if name.split('.')[0] in ('megatron', 'transformer_engine', 'apex')])

@@ -8,8 +8,9 @@ import oracle
 import pytest
 from repository import ROOT
 
-from megatron_rl_loss import available_modes, modes
-from megatron_rl_loss.arguments import add_loss_aggregation_args
+from megatron_rl_loss.megatron.flags import add_loss_aggregation_args
+from megatron_rl_loss.modes import available_modes
+from megatron_rl_loss.modes import table as modes
 
 README = (ROOT / "README.md").read_text()
 USING = (ROOT / "docs/using.md").read_text()

@@ -18,10 +18,10 @@ sys.path[:0] = [str(ROOT)] if str(ROOT) not in sys.path else []
 import simulated_trainer as trainer
 from simulated_trainer import Piece, Step, ragged
 
-from megatron_rl_loss.aliases import resolve
 from megatron_rl_loss.audit.picture import in_terminal
 from megatron_rl_loss.audit.tokens import MeasuredStep
 from megatron_rl_loss.audit.verdict import judge
+from megatron_rl_loss.modes.names import resolve
 
 PAGE = ROOT / "docs" / "audit-report.md"
 BLOCK = re.compile(r"<!-- example: (.+?) -->\n```text\n(.*?)```", re.DOTALL)

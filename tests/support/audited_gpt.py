@@ -18,7 +18,7 @@ from ranks import start_process_group
 from tiny_gpt import Batch, Case, Layout, Ready, batches_of, build, dealt, fully_masked, gather_sharded_gradients
 from torch import Tensor
 
-from megatron_rl_loss.arguments import AggregationSettings
+from megatron_rl_loss.megatron.flags import AggregationSettings
 
 
 def loss_2_local(losses: Tensor, mask: Tensor, **_: Any) -> Any:
@@ -155,9 +155,9 @@ def run_ask(layout: Layout, ask: Ask, rollouts: list[Rollout], mutate: Callable[
     from megatron.core import parallel_state as mpu
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    from megatron_rl_loss import Term
+    from megatron_rl_loss.audit.megatron.audit import Audit, tap
     from megatron_rl_loss.megatron import LossAggregation
-    from megatron_rl_loss.megatron.audit import Audit, tap
+    from megatron_rl_loss.reduction import Term
 
     case = ask.case
     theta = Theta(rollouts)

@@ -19,7 +19,8 @@ from placements import CP_SIZES, PLACES, Place, bshd, laid_out
 from ranks import start_process_group
 from torch import Tensor
 
-from megatron_rl_loss import LocalTokens, Samples, StepTotals, make_pg_loss_reducer
+from megatron_rl_loss import Samples, StepTotals, make_pg_loss_reducer
+from megatron_rl_loss.step import LocalTokens
 
 RANKS = 4
 NUM_MICROBATCHES = 2

@@ -18,9 +18,10 @@ from logged_means import logged_means
 from ranks import start_process_group
 from torch import Tensor
 
-from megatron_rl_loss import Samples, ZigzagTHD, policy_loss, ppo_clip_loss, surviving_masks
-from megatron_rl_loss.arguments import AggregationSettings
-from megatron_rl_loss.paper_modes import vl_norm
+from megatron_rl_loss import Samples, ZigzagTHD
+from megatron_rl_loss.losses import policy_loss, ppo_clip_loss, surviving_masks
+from megatron_rl_loss.megatron.flags import AggregationSettings
+from megatron_rl_loss.modes.papers import vl_norm
 
 
 class Layout(NamedTuple):

@@ -1,93 +1,103 @@
-"""Refusals as data: every text has its parts, every place that refuses names one, and none is left over."""
+"""The shared checks, each on the values around its edge; that places use them is tested beside those."""
 
-import ast
-import string
-from collections.abc import Iterator
-from configparser import ConfigParser
-from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
-from refusals import THREE_PARTS
+import torch
+from refusals import Call, Refusal, check_refusal, each_of
 
-import megatron_rl_loss
-from megatron_rl_loss import BadBatchError, errors
-from megatron_rl_loss.errors import ContractError, explain, refused
-
-SOURCE = Path(megatron_rl_loss.__path__[0])
-TEXTS = ConfigParser(interpolation=None, delimiters=("=",))
-TEXTS.read(SOURCE / "refusals.ini", encoding="utf-8")
-PARTS = ("given", "rule", "remedy")
-KINDS = {"ValueError": ValueError, "TypeError": TypeError, "RuntimeError": RuntimeError,
-         "AttributeError": AttributeError, "BadBatchError": BadBatchError, "ContractError": ContractError}  # fmt: skip
+from megatron_rl_loss import errors
 
 
-def facts_of(name: str) -> set[str]:
-    """The names of the facts that a refusal's text has places for."""
-    fields = [field for part in PARTS for _, field, _, _ in string.Formatter().parse(TEXTS[name][part])]
-    return {field for field in fields if field is not None}
+class NumpyLike:
+    """NumPy's ints are no int, but have __index__."""
+
+    def __index__(self) -> int:
+        return 8
+
+    def __repr__(self) -> str:
+        return "NumpyLike()"  # without an address, which is another in every process that collects the tests
 
 
-@pytest.mark.parametrize("name", TEXTS.sections())
-def test_a_text_has_its_three_parts(name: str) -> None:
-    section = TEXTS[name]
-    assert set(section) - {"kind"} == set(PARTS)
-    assert section.get("kind", "ValueError") in KINDS
-    for part in PARTS:
-        assert section[part] == section[part].strip() != ""
-        assert not section[part].endswith((".", ":")), "the dots and the colon are put there"
-    error = refused(name, **dict.fromkeys(facts_of(name), 7))
-    assert type(error) is KINDS[section.get("kind", "ValueError")]
-    assert THREE_PARTS.fullmatch(str(error))
+@pytest.mark.parametrize(
+    ("value", "whole"),
+    [
+        (0, True), (-3, True), (np.int64(5), True), (NumpyLike(), True), (True, False), (1.0, False), ("1", False),
+        (None, False), (torch.tensor(1), False),
+    ],
+    ids=repr,
+)  # fmt: skip
+def test_whole_numbers(value: Any, whole: bool) -> None:
+    assert errors.is_int(value) is whole
 
 
-def calls() -> Iterator[tuple[str, str, ast.Call]]:
-    """Every call of what looks up a refusal: where it is, of which function."""
-    for path in sorted(SOURCE.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and path.name != "errors.py":
-                yield f"{path.name}:{node.lineno}", node.func.id, node
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("token_men", "Did you mean token_mean? Choose one of token_mean, sample-mean"),
+        ("token-mean", "Did you mean token_mean? Choose one of token_mean, sample-mean"),
+        ("SAMPLE_MEAN", "Did you mean sample-mean? Choose one of token_mean, sample-mean"),
+        ("xyz", "Choose one of token_mean, sample-mean"),
+    ],
+)
+def test_a_close_name_is_proposed(given: str, said: str) -> None:
+    assert errors.did_you_mean(given, ["token_mean", "sample-mean"]) == said
 
 
-def names_in(said: ast.expr) -> list[str]:
-    """What is said as a refusal's name; none where it is handed on."""
-    if isinstance(said, ast.IfExp):
-        return names_in(said.body) + names_in(said.orelse)
-    return [said.value] if isinstance(said, ast.Constant) and isinstance(said.value, str) else []
+def call(function: Any, *arguments: Any) -> Call:
+    return lambda: function(*arguments)
 
 
-NAMED_AT = {"refused": 0, "explain": 0, "require": 1}  # the argument that names the refusal
+NO, YES = torch.tensor(False), torch.tensor(True)
+REFUSALS: dict[str, Refusal] = {
+    "an int too small": (
+        call(errors.check_int, "size", 0, 1, "Pass one"),
+        ValueError,
+        "size is 0: it must be an int >= 1. Pass one",
+        call(errors.check_int, "size", 1, 1, "Pass one"),
+    ),
+    "no int": (
+        call(errors.check_int, "size", 1.5, 1, "Pass one"),
+        ValueError,
+        "size is 1.5",
+        call(errors.check_int, "size", np.int32(2), 1, "Pass one"),
+    ),
+    "a negative count": (call(errors.check_count, "n", -1), ValueError, "n is -1", call(errors.check_count, "n", 0.5)),
+    "a choice that there is not": (
+        call(errors.check_choice, "colour", "rad", ["red", "blue"]),
+        ValueError,
+        "colour 'rad': there is no such colour. Did you mean red[?] Choose one of red, blue",
+        call(errors.check_choice, "colour", "red", ["red", "blue"]),
+    ),
+    "not one each": (
+        call(errors.check_one_each, "ids", 2, "masks", 3),
+        ValueError,
+        "2 ids for 3 masks: there must be one a sample. Pass both in order",
+        call(errors.check_one_each, "ids", 3, "masks", 3),
+    ),
+    "what cannot be called": (
+        call(errors.check_callable, "the hook", 3, "it must be a function", "Pass one"),
+        TypeError,
+        "the hook is a int: it must be a function. Pass one",
+        call(errors.check_callable, "the hook", print, "it must be a function", "Pass one"),
+    ),
+    "a CP rank outside": (
+        call(errors.check_cp, 2, 2),
+        ValueError,
+        r"cp_rank=2, cp_size=2.*Pass cp_group.rank\(\)",
+        call(errors.check_cp, 1, 2),
+    ),
+    "a CP size no int": (call(errors.check_cp, 0, True), TypeError, "cp_size=True", call(errors.check_cp, 0, 1)),
+    "what does not hold": (
+        call(errors.require, NO, lambda: "a mask of -1", "it must be 0 or 1. Mend it."),
+        ValueError,
+        "a mask of -1: it must be 0 or 1. Mend it.",
+        call(errors.require, YES, lambda: "", ""),
+    ),
+}
 
 
-def test_every_place_names_a_refusal_and_no_text_is_left_over() -> None:
-    used = {name for _, called, call in calls() if called in NAMED_AT for name in names_in(call.args[NAMED_AT[called]])}
-    assert used == set(TEXTS.sections())
-
-
-def test_every_place_gives_the_facts_that_its_text_asks_for() -> None:
-    checked = 0
-    for where, called, call in calls():
-        given = {keyword.arg for keyword in call.keywords}
-        if called in ("refused", "explain") and None not in given:  # else there are facts made elsewhere
-            for name in names_in(call.args[0]):
-                assert facts_of(name) == given, (where, name)
-                checked += 1
-    assert checked > 50
-
-
-def test_facts_are_put_in_as_they_are() -> None:
-    assert explain("unknown_mode", mode="{x}", choices="Choose one of a % b") == (
-        "loss aggregation '{x}': there is no such mode. Choose one of a % b."
-    )
-
-
-def test_a_missing_text_or_fact_does_not_pass_silently() -> None:
-    with pytest.raises(KeyError):
-        refused("no_such_refusal")
-    with pytest.raises(KeyError, match="mode"):
-        refused("unknown_mode", choices="a")
-
-
-def test_errors_of_ones_own_are_value_errors() -> None:
-    """Whoever catches ValueError catches them."""
-    assert issubclass(BadBatchError, ValueError)
-    assert issubclass(errors.ContractError, ValueError)
+@each_of(REFUSALS)
+def test_refusals(refused: Call, error: type[Exception], text: str, accepted: Call) -> None:
+    check_refusal(refused, error, text, accepted)

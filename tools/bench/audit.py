@@ -38,9 +38,9 @@ from timing import keep_freed_memory, machine, take_turns
 from torch import Tensor
 
 from megatron_rl_loss import Samples
-from megatron_rl_loss.arguments import AggregationSettings
+from megatron_rl_loss.audit.megatron.audit import Audit
 from megatron_rl_loss.megatron import LossAggregation
-from megatron_rl_loss.megatron.audit import Audit
+from megatron_rl_loss.megatron.flags import AggregationSettings
 
 LENGTH = 4096  # of a sample
 

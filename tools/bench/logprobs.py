@@ -49,9 +49,9 @@ from timing import busy_elsewhere, commit_of, keep_freed_memory, machine, take_t
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from megatron_rl_loss import ppo_clip_loss
-from megatron_rl_loss.chunked_head import log_probs_from_hidden, loss_from_hidden
-from megatron_rl_loss.logprobs import log_probs_from_logits
+from megatron_rl_loss.logprobs.hidden import log_probs_from_hidden, loss_from_hidden
+from megatron_rl_loss.logprobs.logits import log_probs_from_logits
+from megatron_rl_loss.losses import ppo_clip_loss
 
 #: Extra memory of ours to megatron's at 16k tokens x 32k ids; time with entropy to megatron's without, and to slime's.
 MOST_MEMORY, MOST_TIME = 1 / 8, 1.1

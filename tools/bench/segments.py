@@ -34,7 +34,8 @@ from timing import commit_of, machine, publish
 from torch import Tensor
 from totals import count_collectives
 
-from megatron_rl_loss import Samples, ZigzagResponse, segment_mean, to_tokens
+from megatron_rl_loss import Samples, ZigzagResponse
+from megatron_rl_loss.losses import segment_mean, to_tokens
 
 OUT = Path(__file__).parents[2] / "docs" / "bench"
 GOAL = 1 / 5

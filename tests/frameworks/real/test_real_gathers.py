@@ -16,7 +16,8 @@ from checkouts import MILES, SLIME, Framework, checkout, load
 from ranks import run_ranks, start_process_group
 from torch import Tensor
 
-from megatron_rl_loss import Samples, ZigzagResponse, segment_mean, to_tokens
+from megatron_rl_loss import Samples, ZigzagResponse
+from megatron_rl_loss.losses import segment_mean, to_tokens
 
 pytestmark = pytest.mark.slow
 

@@ -56,8 +56,8 @@ def train(root: str, cp: int, steps: list[Step], cases: list[dict[str, Any]]) ->
     from megatron.training import global_vars
     from table_step import start
 
+    from megatron_rl_loss.audit.megatron.audit import audited
     from megatron_rl_loss.frameworks import slime
-    from megatron_rl_loss.megatron.audit import audited
 
     state = start(cp=cp)
     names = ("backends.megatron_utils.model", "backends.megatron_utils.cp_utils", "backends.megatron_utils.data")

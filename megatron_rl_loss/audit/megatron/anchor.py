@@ -1,0 +1,214 @@
+"""By what are gradients multiplied between a rank's backward pass and the optimizer? One number, read off a parameter.
+
+DDP scales and sums gradients, finalisation divides them: by the same factor for every parameter that all data-parallel
+and context-parallel ranks share. So one parameter is enough, the *anchor*: with g_r what backward passes gave it on
+rank r, and fin what the optimizer would get,
+
+    fin = f * G,    G = sum_r g_r,    hence    f = <fin, G> / <G, G>.
+
+The residual |fin - f * G| / |f * G| says whether there was one factor at all: it is rounding where all ranks were
+scaled alike, and large where they were not.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel
+from torch import Tensor
+
+from megatron_rl_loss.step.counting import Group, device_of, if_several
+
+#: A residual up to so many times what independent roundings add up to is rounding.
+_SLACK = 4
+#: Above this a residual says nothing, since scaling apart may be as large.
+_TOO_UNCERTAIN = 0.25
+
+
+@dataclass(frozen=True)
+class Factor:
+    """What one anchor says.
+
+    Attributes:
+        name: of the parameter.
+        value: f.
+        residual: |fin - f * G| / |f * G|.
+        rounding: what the residual may be by rounding alone.
+        numel: entries that it was read off; their roundings average out.
+        problem: why f cannot be relied on, or "".
+    """
+
+    name: str
+    value: float
+    residual: float
+    rounding: float
+    numel: int
+    problem: str = ""
+
+    @property
+    def uncertainty(self) -> float:
+        """What the value may be off by, relative to it."""
+        return self.rounding / math.sqrt(self.numel)
+
+
+@dataclass
+class Anchor:
+    """A parameter, and what backward passes give it on this rank.
+
+    Attributes:
+        chunk: the model chunk, in Megatron's own DDP.
+        over_tp: whether finalisation sums its gradient over tensor-parallel ranks too (sequence parallelism).
+        gradient, magnitude: the sum of its gradients, and of their absolute values, float64 [numel].
+        num_terms: how many there were.
+    """
+
+    name: str
+    parameter: Tensor
+    chunk: DistributedDataParallel
+    over_tp: bool
+    gradient: Tensor = field(init=False)
+    magnitude: Tensor = field(init=False)
+    num_terms: int = 0
+
+    def __post_init__(self) -> None:
+        self.gradient = torch.zeros(self.parameter.numel(), dtype=torch.float64, device=self.parameter.device)
+        self.magnitude = torch.zeros_like(self.gradient)
+
+    def keep(self, gradient: Tensor) -> None:
+        """A tensor hook: returns nothing, so that the gradient goes on as it is."""
+        flat = gradient.detach().reshape(-1).double()
+        self.gradient += flat
+        self.magnitude += flat.abs()
+        self.num_terms += 1
+
+    def owned(self) -> slice:
+        """The part of the finalised gradient that this rank's optimizer uses; the rest is no gradient of the step."""
+        if not self.chunk.ddp_config.use_distributed_optimizer:
+            return slice(0, self.parameter.numel())
+        group = self.chunk.param_to_bucket_group[self.parameter]
+        bucket = group.param_to_bucket[self.parameter]
+        size = bucket.grad_data.numel() // group.intra_distributed_optimizer_instance_size
+        first = size * group.intra_distributed_optimizer_instance_rank
+        start, end = bucket.param_to_index[self.parameter]
+        return slice(min(max(first, start), end) - start, max(min(first + size, end), start) - start)
+
+    def factor(self, dp_cp: Group, tp: Group) -> Factor:
+        """f, once gradients are finalised. All ranks of the groups must call it together."""
+        sums = torch.stack([self.gradient, self.magnitude])
+        terms = torch.tensor([float(self.num_terms)], dtype=torch.float64)
+        for group in (dp_cp, tp) if self.over_tp else (dp_cp,):
+            sums, terms = (_summed(values, group) for values in (sums, terms))
+        owned = self.owned()
+        final = self.parameter.main_grad.reshape(-1)[owned].double()  # type: ignore[attr-defined]
+        gradient, magnitude = sums[:, owned]
+        dots = torch.stack([final @ gradient, gradient @ gradient, final @ final, magnitude @ magnitude])
+        final_gradient, gradient2, final2, magnitude2 = _summed(dots, dp_cp).tolist()
+        return _fitted(
+            self.name,
+            final_gradient,
+            gradient2,
+            final2,
+            magnitude2,
+            eps=torch.finfo(self.parameter.main_grad.dtype).eps,  # type: ignore[attr-defined]
+            num_terms=int(terms) + dp_cp.size(),
+            numel=self.parameter.numel(),
+        )
+
+
+def _fitted(
+    name: str,
+    final_gradient: float,
+    gradient2: float,
+    final2: float,
+    magnitude2: float,
+    *,
+    eps: float,
+    num_terms: int,
+    numel: int,
+) -> Factor:
+    """f and its residual from <fin, G>, <G, G>, <fin, fin> and the square of the sum of absolute gradients."""
+    if not math.isfinite(final_gradient + gradient2 + final2):
+        return Factor(name, math.nan, math.nan, math.nan, numel, f"the gradient of {name} is not finite")
+    if gradient2 == 0:
+        why = f"no gradient reached {name}" if magnitude2 == 0 else f"the gradients of {name} add up to 0"
+        return Factor(name, math.nan, math.nan, math.nan, numel, why)
+    value = final_gradient / gradient2
+    # Where gradients cancel, the sum's rounding is that of its terms.
+    rounding = _SLACK * eps * math.sqrt(num_terms) * math.sqrt(magnitude2 / gradient2)
+    if final2 == 0 or value == 0:
+        why = f"the finalised gradient of {name} is 0, but not what made it"
+        return Factor(name, value, math.inf, rounding, numel, why)
+    residual = math.sqrt(max(final2 / (value * value * gradient2) - 1, 0.0))
+    problem = ""
+    if rounding > _TOO_UNCERTAIN:
+        problem = f"the gradients of {name} cancel: rounding may be {rounding:.2g} of what is left"
+    elif residual > rounding:
+        problem = (
+            f"the finalised gradient of {name} is no multiple of the sum over ranks of what backward passes gave it "
+            f"(residual {residual:.2g}, rounding {rounding:.1g}): ranks or micro-batches were scaled apart, left out, "
+            "or gradients were there before the step"
+        )
+    return Factor(name, value, residual, rounding, numel, problem)
+
+
+def _summed(values: Tensor, group: Group) -> Tensor:
+    if if_several(group) is None:
+        return values
+    moved = values.to(device_of(group), copy=True)
+    dist.all_reduce(moved, group=group)
+    return moved.to(values.device)
+
+
+def choose(chunk: Any, config: Any) -> Anchor | str:
+    """The anchor of a model chunk, the same on all its ranks; or why there is none."""
+    if not isinstance(chunk, DistributedDataParallel):
+        return f"{type(chunk).__name__} is not Megatron-Core's own DistributedDataParallel: its gradients lie elsewhere"
+    found = [
+        (_preference(name, parameter), name, parameter)
+        for name, parameter in chunk.module.named_parameters()
+        if _is_usable(chunk, config, name, parameter)
+    ]
+    if not found:
+        return (
+            "no parameter can be relied on: it must be trainable, whole on every rank, no expert's, not shared between "
+            "stages, and its gradient must not be accumulated by a fused kernel"
+        )
+    _, name, parameter = min(found, key=lambda one: one[:2])
+    over_tp = bool(config.sequence_parallel and getattr(parameter, "sequence_parallel", False))
+    return Anchor(name, parameter, chunk, over_tp)
+
+
+#: Embeddings may be shared; query and key norms are summed over TP by their name; routers by rules of their own.
+_AVOIDED = ("embedding", "q_layernorm", "k_layernorm", "router", "output_layer")
+_MARKS = ("shared", "shared_embedding", "average_gradients_across_tp_domain", "skip_backward_post_hook",
+          "is_gtp_weight_remat")  # fmt: skip
+
+
+def _is_usable(chunk: Any, config: Any, name: str, parameter: Tensor) -> bool:
+    return (
+        parameter in chunk.param_to_bucket_group  # trainable
+        and getattr(parameter, "allreduce", True)  # no expert's
+        and parameter.numel() > 1  # of one number there is no residual
+        and not any(part in name for part in _AVOIDED)
+        and not any(getattr(parameter, mark, False) for mark in _MARKS)
+        and not (getattr(config, "gradient_accumulation_fusion", False) and parameter.dim() > 1)
+    )
+
+
+def _preference(name: str, parameter: Tensor) -> tuple[bool, bool, int, int]:
+    """Smaller is better: the last norm, then vectors, then what is small but not tiny."""
+    return "final_layernorm" not in name, parameter.numel() < 16, parameter.dim(), parameter.numel()
+
+
+@contextmanager
+def watching(anchors: Sequence[Anchor]) -> Iterator[None]:
+    """For the duration of a ``with``, the anchors keep what backward passes give them."""
+    with ExitStack() as stack:
+        for anchor in anchors:
+            handle: Any = anchor.parameter.register_hook(anchor.keep)
+            stack.callback(handle.remove)
+        yield

@@ -1,0 +1,357 @@
+"""What does any loss do to each token? Measured in a training step as it runs, under Megatron's schedule and DDP.
+
+A token's *effective weight* is the derivative of what the optimizer gets by that token's unreduced loss l_t:
+
+    w_t = f * g_t / s,    g_t = d(what backward starts from) / d l_t    on the rank that holds the token (`tap`)
+                          f   = finalised gradient / sum over ranks of what backward gave (`anchor`)
+                          s   = the loss scale of fp16 training
+
+Nothing in the model changes and no number that is trained on is touched. Where f cannot be read (other wrappers than
+Megatron's DDP, CUDA graphs, no usable parameter, ranks that were scaled apart) the step says why it is `unknown`.
+"""
+
+import functools
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import get_model_config
+from torch import Tensor
+
+from megatron_rl_loss.audit.assembly import Part, Rows
+from megatron_rl_loss.audit.megatron.anchor import Anchor, Factor, choose, watching
+from megatron_rl_loss.audit.megatron.heard import Watched, heard_schedule
+from megatron_rl_loss.audit.megatron.reports import Report, assembled, facts_of, shown
+from megatron_rl_loss.audit.tokens import Floats, MeasuredStep, Split
+from megatron_rl_loss.megatron.flags import CHANGING_CP, REMAT_SIZES
+from megatron_rl_loss.megatron.groups import gather_to_first, groups_of, spread_from_first
+from megatron_rl_loss.megatron.handover import Microbatches
+from megatron_rl_loss.modes.names import Aggregation, resolve
+from megatron_rl_loss.modes.table import find_mode
+from megatron_rl_loss.reduction.tap import Tapped, Taps, asked_for, listening, tap
+from megatron_rl_loss.step.counting import device_of, if_several
+from megatron_rl_loss.step.masks import SMALLEST
+from megatron_rl_loss.step.samples import Samples
+from megatron_rl_loss.step.totals import attempt
+
+__all__ = ["Audit", "audited", "tap"]
+
+#: The term that is measured where nothing was tapped: what the model returned to the loss function.
+OUTPUT = "output"
+_NO_TAP = (
+    "Nothing was tapped: measured is the derivative by what the model returned for a token, taken as its negative "
+    "log-prob. It is the token's weight where the loss is a weighted sum of them. Under PPO it is the weight times "
+    "advantage * ratio: clipped tokens read 0, and a token without advantage says nothing. "
+    "Call tap(per_token_loss) in the loss function to measure the weight alone."
+)
+
+
+class Audit:
+    """Measures one step: a ``with`` around the call of Megatron's schedule, until gradients are finalised.
+
+        with Audit(model, samples_of=samples_of) as audit:
+            losses = forward_backward_func(data_iterator=audit.watch(data_iterator), ...)
+        print(audit.measured)  # on the rank that is first in all groups; before clipping and the optimizer's step
+
+    All ranks must enter and leave it together. An error inside leaves nothing behind and measures nothing.
+
+    Args:
+        model: the model chunk or list of chunks.
+        samples_of: describes a micro-batch of the watched iterator as `Samples`; not needed where taps or the reducers
+            of this package say what they were given.
+        pg_collection: the process groups; default: the model's, else Megatron's parallel state.
+        gather: False measures `deviation` alone, and sends no token's weight anywhere.
+
+    Attributes:
+        steps: a `MeasuredStep` for each term, on the first rank; empty elsewhere.
+        asked: the aggregation that the flags ask for, where a `LossAggregation` began the step.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        samples_of: Callable[[Any], Samples] | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        gather: bool = True,
+    ) -> None:
+        self.steps: dict[str, MeasuredStep] = {}
+        self.asked: Aggregation | None = None
+        self._samples_of = samples_of
+        self._gather = gather
+        self._chunks = model if isinstance(model, list) else [model]
+        self._config = get_model_config(self._chunks[0])
+        self._groups = groups_of(self._chunks[0], pg_collection)
+        self._taps = Taps()
+        self._outputs: dict[int, Tapped] = {}
+        self._described: list[Samples | Exception] = []
+        self._returned: set[str] = set()
+        self._factors: list[Factor] = []
+        chosen = [choose(chunk, self._config) for chunk in self._chunks]
+        self._anchors = [one for one in chosen if isinstance(one, Anchor)]
+        self._without_anchor = [one for one in chosen if isinstance(one, str)]
+        self._stack = ExitStack()
+
+    @property
+    def measured(self) -> MeasuredStep | None:
+        """The policy loss (the term named ``pg``, or else the first), on the first rank; None elsewhere."""
+        return self.steps.get("pg", next(iter(self.steps.values()), None))
+
+    def asked_of(self, term: str) -> Aggregation | None:
+        """What a term should be, for `judge`: as it was declared, else as the policy loss; on the first rank.
+
+        None where nobody said so, and for an unregistered function as the term's own mode.
+        """
+        declared = self.steps[term].facts.get("asked") if term in self.steps else None
+        if declared is None or (self.asked is not None and shown(self.asked) == declared):
+            return self.asked
+        if find_mode(declared["mode"]) is None:
+            return None
+        return resolve(declared["mode"], divisor=declared["divisor"], units=declared["units"])
+
+    def agree(self, value: Any) -> Any:
+        """What the first rank gave, on all ranks; all must call it together."""
+        return spread_from_first(value, self._groups)
+
+    @property
+    def is_first_rank(self) -> bool:
+        groups = self._groups
+        return not any(group.rank() for group in (groups.tp, groups.pp, groups.cp, groups.dp))
+
+    def watch(self, data_iterator: Any) -> Any:
+        """The iterator, or list of iterators, that notes what `samples_of` says of each batch that is taken.
+
+        That of a `LossAggregation` stays as it is: its micro-batches are known.
+        """
+        if self._samples_of is None or isinstance(data_iterator, Microbatches):
+            return data_iterator
+        if not isinstance(data_iterator, list):
+            return None if data_iterator is None else Watched(data_iterator, self._describe)
+        last = max((i for i, one in enumerate(data_iterator) if one is not None), default=-1)
+        return [self.watch(one) if i == last else one for i, one in enumerate(data_iterator)]
+
+    def _describe(self, batch: Any) -> None:
+        assert self._samples_of is not None
+        describe = self._samples_of
+        self._described.append(attempt(lambda: describe(batch)))
+
+    def __enter__(self) -> "Audit":
+        self.asked = asked_for()
+        scale = getattr(self._config, "grad_scale_func", None)
+        device = self._anchors[0].parameter.device if self._anchors else "cpu"
+        self._loss_scale = torch.ones((), device=device)
+        if scale is not None:
+            with torch.no_grad():
+                self._loss_scale = scale(self._loss_scale)
+        with ExitStack() as stack:
+            stack.enter_context(watching(self._anchors))
+            stack.enter_context(listening(self._taps))
+            stack.enter_context(heard_schedule(self._begin_microbatch, self._returned))
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, kind: Any, *rest: Any) -> None:
+        self._stack.close()
+        if kind is None:
+            self._measure()
+
+    def _begin_microbatch(self, output: Any) -> None:
+        if isinstance(output, Tensor) and not output.requires_grad:
+            return  # a probe, nothing to train on
+        self._taps.begin_microbatch()
+        number = self._taps.num_microbatches - 1
+        if not isinstance(output, Tensor) or number >= len(self._described):
+            return
+        samples = self._described[number]
+        if isinstance(samples, Samples) and output.numel() == self._num_local(samples):
+            self._outputs[number] = Tapped(tuple(output.shape), output.dtype, samples)
+            output.register_hook(self._outputs[number].keep)
+
+    def _num_local(self, samples: Samples) -> int | None:
+        local = attempt(lambda: len(samples.local(self._groups.cp.rank(), self._groups.cp.size())))
+        return None if isinstance(local, Exception) else local
+
+    # ---- after the step
+
+    def _measure(self) -> None:
+        groups = self._groups
+        self._factors = [anchor.factor(groups.dp_cp, groups.tp) for anchor in self._anchors]
+        if not self._gather:
+            return
+        report = attempt(self._report)
+        if isinstance(report, Exception):
+            report = Report(groups.pp.rank(), unknown=[f"a rank could not measure: {report}"])
+        reports: list[Report] = gather_to_first([report], groups)
+        if reports:
+            self.steps = assembled(reports, self._split(max(one.num_microbatches for one in reports)))
+
+    @property
+    def computes_loss(self) -> bool:
+        """Whether this rank is on the last pipeline stage."""
+        return self._groups.pp.rank() == self._groups.pp.size() - 1
+
+    def _split(self, num_microbatches: int) -> Split:
+        groups = self._groups
+        return Split(
+            num_microbatches=num_microbatches,
+            dp_size=groups.dp.size(),
+            cp_size=groups.cp.size(),
+            tp_size=groups.tp.size(),
+            pp_size=groups.pp.size(),
+            per_token=bool(self._config.calculate_per_token_loss),
+        )
+
+    def _report(self) -> Report:
+        report = Report(self._groups.pp.rank(), self._factors, float(self._loss_scale))
+        report.unknown += _cannot_know(self._config)
+        without = [f"The factor of gradients cannot be read: {why}." for why in self._without_anchor]
+        (report.unknown if self.computes_loss and not self._factors else report.notes).extend(without)
+        if self.computes_loss and self._groups.tp.rank() == 0:  # over TP, a token's gradient is everywhere the same
+            self._add_terms(report)
+        return report
+
+    def _add_terms(self, report: Report) -> None:
+        heard = self._taps.heard
+        if not heard and self._outputs:
+            heard = {OUTPUT: self._outputs}
+            report.notes.append(_NO_TAP)
+        elif not heard:
+            report.unknown.append(
+                "No loss was heard: nothing was tapped, and what the model returned is no loss a token of samples that "
+                "are known. Call tap(per_token_loss, samples=...) in the loss function, or give samples_of."
+            )
+        taken = [max(of_term, default=-1) + 1 for of_term in heard.values()]
+        report.num_microbatches = max([self._taps.num_microbatches, *taken])
+        if self._returned:
+            report.facts["returned"] = " and ".join(sorted(self._returned))
+        dtypes = {tapped.dtype for of_term in heard.values() for tapped in of_term.values()}
+        if dtypes:
+            report.facts["loss_dtypes"] = sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        for number in range(report.num_microbatches):
+            samples = self._samples(number)
+            if samples is None:
+                report.unknown.append(
+                    "The masks are not known. Give samples_of, or say tap(per_token_loss, samples=...) each time."
+                )
+            elif isinstance(samples, Exception):
+                report.unknown.append(f"samples_of failed: {type(samples).__name__}: {samples}")
+            else:
+                self._add_parts(report, heard, number, samples)
+
+    def _samples(self, number: int) -> Samples | Exception | None:
+        """Of a micro-batch: as a tap was told, else as the iterator was described."""
+        tapped = [of_term[number] for of_term in self._taps.heard.values() if number in of_term]
+        told = next((one.samples for one in tapped if one.samples is not None), None)
+        if told is not None:
+            return told
+        return self._described[number] if number < len(self._described) else None
+
+    def _add_parts(self, report: Report, heard: dict[str, dict[int, Tapped]], number: int, samples: Samples) -> None:
+        groups = self._groups
+        positions = samples.local(groups.cp.rank(), groups.cp.size()).positions.cpu().numpy()
+        described: dict[int, Rows] = {}
+        for term, of_term in heard.items():
+            gradients: Floats = np.zeros(len(positions))
+            tapped = of_term.get(number)
+            # A term may have a mask of its own, over the same tokens.
+            own = samples if tapped is None or tapped.samples is None else tapped.samples
+            if groups.cp.rank() == 0 and id(own) not in described:
+                described[id(own)] = Rows.of(own, groups.cp.size())
+            if tapped is not None and tapped.declared is not None:
+                facts = facts_of(tapped.declared)
+                told = report.declared.setdefault(term, [])
+                told.extend([facts] if facts not in told else [])
+            if tapped is not None and tapped.gradient is not None:
+                report.reached.add(term)
+                if tapped.gradient.numel() == len(positions):
+                    gradients = tapped.gradient.cpu().numpy()
+                else:
+                    report.unknown.append(
+                        f"In micro-batch {number} losses of shape {tapped.shape} were tapped as {term!r}, but by its "
+                        f"samples and layout a rank holds {len(positions)} tokens. Tap one loss a token, in the "
+                        "layout's order, or correct the layout."
+                    )
+            part = Part(
+                dp_rank=groups.dp.rank(), cp_rank=groups.cp.rank(), microbatch=number, rows=described.get(id(own)),
+                positions=positions, gradients=gradients,
+            )  # fmt: skip
+            report.terms.setdefault(term, []).append(part)
+
+    @property
+    def why(self) -> str:
+        """Why `deviation` is not known, as far as this rank can tell."""
+        reasons = [*_cannot_know(self._config), *self._without_anchor]
+        reasons += [f"The factor of gradients cannot be read: {one.problem}." for one in self._factors if one.problem]
+        return " ".join(reasons) or "No policy loss went through a tap, or its weights are not finite."
+
+    def deviation(self) -> float | None:
+        """The largest |w / asked - 1| over the step's tokens, or the largest weight where none was asked for, in units
+        of the largest asked one; None where it cannot be known. Of a loss of several terms, the worst term's. All ranks
+        of the last stage must call it together; None on other stages.
+        """
+        if not self.computes_loss:
+            return None
+        factors = [factor for factor in self._factors if not factor.problem]
+        heard = [one for of_term in self._taps.heard.values() for one in of_term.values() if one.declared is not None]
+        heard += [one for one in self._taps.heard.get("pg", {}).values() if one.declared is None]
+        known = bool(factors) and not _cannot_know(self._config) and bool(heard)
+        worst = torch.tensor([0.0 if known else torch.inf], dtype=torch.float64)
+        if known:
+            scale = factors[-1].value / float(self._loss_scale)
+            off = attempt(lambda: torch.stack([_deviation(one, scale) for one in heard]))
+            worst[0] = torch.inf if isinstance(off, Exception) else off.nan_to_num(nan=torch.inf).max()
+        group = self._groups.dp_cp
+        if if_several(group) is not None:
+            moved = worst.to(device_of(group))
+            dist.all_reduce(moved, op=dist.ReduceOp.MAX, group=group)
+            worst = moved.cpu()
+        return None if torch.isinf(worst[0]) else float(worst[0])
+
+
+def _deviation(tapped: Tapped, scale: float) -> Tensor:
+    """Of one micro-batch's tokens on this rank, 0-dim."""
+    assert tapped.asked is not None
+    asked = tapped.asked()
+    if not asked.numel():
+        return asked.sum()
+    weights = asked.new_zeros(()) if tapped.gradient is None else tapped.gradient.to(asked) * scale
+    sizes = asked.abs()
+    return ((weights - asked).abs_() / torch.where(asked == 0, sizes.max().clamp(min=SMALLEST), sizes)).max()
+
+
+def _cannot_know(config: Any) -> list[str]:
+    """Model configurations under which hooks see nothing or groups change."""
+    reasons = []
+    if getattr(config, "cuda_graph_impl", None) not in (None, "none") or getattr(config, "enable_cuda_graph", False):
+        reasons.append("CUDA graphs replay a backward pass without its hooks. Audit a step without them.")
+    if any(getattr(config, name, False) for name in CHANGING_CP):
+        reasons.append("The context-parallel group changes between micro-batches: a token's place is not known.")
+    if any((getattr(config, name, 1) or 1) > 1 for name in REMAT_SIZES):
+        reasons.append("Weight-rematerialising TP reduces over further groups, which the audit does not follow.")
+    return reasons
+
+
+def audited(
+    forward_backward_func: Callable[..., Any],
+    report: Callable[[Audit], None],
+    *,
+    samples_of: Callable[[Any], Samples] | None = None,
+    pg_collection: ProcessGroupCollection | None = None,
+) -> Callable[..., Any]:
+    """A Megatron schedule that measures every training step, and hands the `Audit` to `report` on every rank."""
+
+    @functools.wraps(forward_backward_func)
+    def schedule(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("forward_only"):
+            return forward_backward_func(*args, **kwargs)
+        with Audit(kwargs["model"], samples_of=samples_of, pg_collection=pg_collection) as audit:
+            kwargs["data_iterator"] = audit.watch(kwargs.get("data_iterator"))
+            result = forward_backward_func(*args, **kwargs)
+        report(audit)
+        return result
+
+    return schedule

@@ -1,0 +1,125 @@
+"""What each rank has to say of a measured step, and what all of them together make of it."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_rl_loss.audit.assembly import Part, measured_step, union
+from megatron_rl_loss.audit.megatron.anchor import Factor
+from megatron_rl_loss.audit.tokens import MeasuredStep, Split
+from megatron_rl_loss.modes.names import Aggregation
+from megatron_rl_loss.reduction.tap import Declared
+
+
+@dataclass
+class Report:
+    """What a rank has to say of a step; sent to the first rank."""
+
+    stage: int
+    factors: list[Factor] = field(default_factory=list)
+    loss_scale: float = 1.0
+    num_microbatches: int = 0
+    terms: dict[str, list[Part]] = field(default_factory=dict)
+    reached: set[str] = field(default_factory=set)  # terms that a gradient came by
+    unknown: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    facts: dict[str, Any] = field(default_factory=dict)
+    declared: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # of a term, each once
+
+
+def assembled(reports: Sequence[Report], split: Split) -> dict[str, MeasuredStep]:
+    """What all ranks said, by term."""
+    last = max(report.stage for report in reports)
+    factors = [(report.stage, factor) for report in reports for factor in report.factors]
+    factor, problems, notes = _agreed(factors, last)
+    heard = [report for report in reports if report.num_microbatches]
+    unknown = union(text for part in ([one for r in reports for one in r.unknown], problems) for text in part)
+    notes = [*union(note for report in reports for note in report.notes), *notes]
+    facts = {name: value for report in reversed(heard) for name, value in report.facts.items()}
+    scale = heard[0].loss_scale if heard else 1.0
+    if factor is not None:
+        facts |= {
+            "factor": factor.value,
+            "anchor": factor.name,
+            "residual": factor.residual,
+            "residual_by_rounding": factor.rounding,
+            "uncertainty": factor.uncertainty,
+            "loss_scale": scale,
+        }
+    facts["rounding"] = _coarsest(facts.get("loss_dtypes", ()), facts.get("uncertainty", 0.0))
+    if unknown:
+        notes.append("Weights are up to one factor that is not known.")
+    value = 1.0 if factor is None or unknown else factor.value / scale
+    terms = list(dict.fromkeys(term for report in reports for term in report.terms))
+    reached = [term for term in terms if any(term in report.reached for report in reports)]
+    if len(heard) < split.dp_size * split.cp_size and not unknown:
+        unknown = ("Some ranks of the last pipeline stage computed no loss.",)
+    described = _all_described(reports)
+    return {
+        term: measured_step(
+            [part for report in reports for part in report.terms.get(term, []) if described(part)],
+            value,
+            split,
+            unknown=unknown,
+            notes=notes,
+            facts=facts | _declared(reports, term),
+        )
+        for term in reached or terms or ["pg"]
+    }
+
+
+def facts_of(declared: Declared) -> dict[str, Any]:
+    """What can be sent of it, and be written as JSON; a mode of the user's own is a name."""
+    return {"asked": shown(declared.aggregation), "coefficient": float(declared.coef)}
+
+
+def shown(aggregation: Aggregation) -> dict[str, Any]:
+    return {"mode": aggregation.mode.name, "divisor": aggregation.divisor, "units": aggregation.units}
+
+
+def _declared(reports: Sequence[Report], term: str) -> dict[str, Any]:
+    """What a term was declared to be, if that is the same in all of the step."""
+    found = [one for report in reports for one in report.declared.get(term, [])]
+    return found[0] if found and all(one == found[0] for one in found) else {}
+
+
+def _coarsest(dtypes: Sequence[str], uncertainty: float) -> str:
+    """The floating-point type whose rounding the weights have."""
+    by_type = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-18}
+    of_factor = next((name for name in ("float32", "float16") if uncertainty <= by_type[name]), "bfloat16")
+    return next((name for name in by_type if name in (*dtypes, of_factor)), "float32")
+
+
+def _all_described(reports: Sequence[Report]) -> Callable[[Part], bool]:
+    """Whether some rank described a part's micro-batch."""
+    places = {
+        (part.dp_rank, part.microbatch)
+        for report in reports
+        for parts in report.terms.values()
+        for part in parts
+        if part.rows is not None
+    }
+    return lambda part: (part.dp_rank, part.microbatch) in places
+
+
+def _agreed(factors: Sequence[tuple[int, Factor]], last: int) -> tuple[Factor | None, list[str], list[str]]:
+    """The factor of the stage that computes the loss, what is wrong with it, and what to know of the others."""
+    of_loss = [factor for stage, factor in factors if stage == last]
+    if not of_loss:
+        return None, [], []
+    sound = [factor for factor in of_loss if not factor.problem]
+    if not sound:
+        return of_loss[-1], [f"The factor of gradients cannot be read: {of_loss[-1].problem}."], []
+    reference = sound[-1]
+    problems, notes = [], []
+    for stage, factor in factors:
+        if factor.problem and factor.residual > factor.rounding:
+            problems.append(f"The factor of gradients cannot be read: {factor.problem}.")
+        elif factor.problem:
+            notes.append(f"Of pipeline stage {stage} no factor could be read: {factor.problem}.")
+        elif abs(factor.value / reference.value - 1) > factor.rounding + reference.rounding:
+            problems.append(
+                f"Gradients of {factor.name} on pipeline stage {stage} are multiplied by {factor.value:.6g}, those of "
+                f"{reference.name} on stage {last} by {reference.value:.6g}: no weight holds for all parameters."
+            )
+    return reference, list(union(iter(problems))), list(union(iter(notes)))

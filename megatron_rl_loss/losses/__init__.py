@@ -1,0 +1,49 @@
+"""Per-token policy losses and what they are made of; each is a function of tensors, by formula or by name.
+
+For loss functions. None of them aggregates: that is `megatron_rl_loss.reduction`.
+"""
+
+from megatron_rl_loss.losses.by_name import POLICY_LOSSES, policy_loss
+from megatron_rl_loss.losses.off_policy import (
+    importance_weights,
+    keep_sequences,
+    surviving_masks,
+    truncated_importance_weights,
+)
+from megatron_rl_loss.losses.segments import segment_mean, segment_sum, to_tokens
+from megatron_rl_loss.losses.sequence import gmpo_loss, gspo_loss, gspo_token_loss
+from megatron_rl_loss.losses.token import (
+    PolicyLoss,
+    cispo_loss,
+    distillation_advantages,
+    dppo_loss,
+    group_relative_advantages,
+    kl_estimate,
+    ppo_clip_loss,
+    sapo_loss,
+    value_loss,
+)
+
+__all__ = [
+    "POLICY_LOSSES",
+    "PolicyLoss",
+    "cispo_loss",
+    "distillation_advantages",
+    "dppo_loss",
+    "gmpo_loss",
+    "group_relative_advantages",
+    "gspo_loss",
+    "gspo_token_loss",
+    "importance_weights",
+    "keep_sequences",
+    "kl_estimate",
+    "policy_loss",
+    "ppo_clip_loss",
+    "sapo_loss",
+    "segment_mean",
+    "segment_sum",
+    "surviving_masks",
+    "to_tokens",
+    "truncated_importance_weights",
+    "value_loss",
+]

@@ -1,0 +1,317 @@
+"""The ``--loss-aggregation`` flags and their validation: plain argparse and a Namespace, no Megatron needed."""
+
+import difflib
+from argparse import ArgumentParser, Namespace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, get_args
+
+from megatron_rl_loss.errors import check_choice, is_int
+from megatron_rl_loss.modes.function_paths import load_function
+from megatron_rl_loss.modes.names import Aggregation, resolve
+from megatron_rl_loss.modes.table import MODES, Mode, ModeFunction, OwnMode, find_mode
+from megatron_rl_loss.step.totals import Statistic, UnitCounting
+
+EmptyStep = Literal["warn", "error"]
+
+_FLAGS = (
+    "loss_aggregation",
+    "loss_aggregation_divisor",
+    "loss_aggregation_units",
+    "loss_aggregation_empty_step",
+    "loss_aggregation_with_per_token_loss",
+    "loss_aggregation_audit_interval",
+    "custom_pg_loss_reducer_function_path",
+    "kl_loss_aggregation",
+    "entropy_loss_aggregation",
+    "value_loss_aggregation",
+)
+#: Terms of the loss whose mode has a flag.
+_TERMS = ("kl", "entropy", "value")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AggregationSettings:
+    """What the flags ask for, validated; made by `resolve`.
+
+    Attributes:
+        aggregation: mode, divisor and unit counting; another framework's name has become those.
+        empty_step: what a step without one active token is: a ``warn``-ing and zero gradients, or an ``error``.
+        with_per_token_loss: the mode may run on a model whose config calculates per-token loss.
+        audit_interval: every how many steps the weights are measured; None for never.
+        notices: what the user should be told.
+        terms: how terms of the loss are aggregated that say no mode themselves, by name; others are as the policy loss.
+    """
+
+    aggregation: Aggregation = field(default_factory=lambda: resolve("sample_mean"))
+    empty_step: EmptyStep = "warn"
+    with_per_token_loss: bool = False
+    audit_interval: int | None = None
+    notices: tuple[str, ...] = ()
+    terms: Mapping[str, Aggregation] = field(default_factory=dict)
+
+    @classmethod
+    def resolve(
+        cls,
+        mode: str | ModeFunction = "sample_mean",
+        divisor: float | None = None,
+        units: UnitCounting | None = None,
+        *,
+        empty_step: EmptyStep = "warn",
+        with_per_token_loss: bool = False,
+        audit_interval: int | None = None,
+        notice: str | None = None,
+        terms: Mapping[str, str | None] | None = None,
+    ) -> "AggregationSettings":
+        """From a mode's name (another framework's, or a function) and what else the user gave; raises as `resolve`."""
+        check_choice("empty step handling", empty_step, get_args(EmptyStep))
+        if audit_interval is not None and not (is_int(audit_interval) and audit_interval > 0):
+            raise ValueError(
+                f"--loss-aggregation-audit-interval {audit_interval!r}: it must be a whole number of steps, from 1 on. "
+                "Give 100, say, or leave it out: then no step is audited."
+            )
+        aggregation = resolve(mode, divisor=divisor, units=units)
+        return cls(
+            aggregation=aggregation,
+            empty_step=empty_step,
+            with_per_token_loss=with_per_token_loss,
+            audit_interval=audit_interval,
+            notices=tuple(text for text in (notice, aggregation.notice) if text),
+        ).with_terms(terms or {})
+
+    def with_terms(self, modes: Mapping[str, str | None]) -> "AggregationSettings":
+        """With a mode for each term by name, counting the units that the policy loss counts; None says nothing.
+
+        Raises as `resolve`; a mode that takes a divisor has that of the policy loss.
+        """
+        units = self.aggregation.units
+        terms = {}
+        for name, mode in modes.items():
+            if mode is not None:
+                known = find_mode(mode)
+                takes = isinstance(known, Mode) and known.takes_divisor
+                terms[name] = resolve(mode, divisor=self.aggregation.divisor if takes else None, units=units)
+        return replace(self, terms={**self.terms, **terms})
+
+    @property
+    def mode_name(self) -> str:
+        return self.aggregation.mode.name
+
+    @property
+    def needs_prompt_ids(self) -> bool:
+        """Whether the mode, or that of a term, groups samples by prompt."""
+        modes = [one.mode for one in (self.aggregation, *self.terms.values())]
+        return any(not isinstance(mode, OwnMode) and mode.unit == "prompt" for mode in modes)
+
+    @property
+    def uses_prompt_ids(self) -> bool:
+        """Whether a mode groups samples by prompt, or is the user's own, which may."""
+        modes = [one.mode for one in (self.aggregation, *self.terms.values())]
+        return any(isinstance(mode, OwnMode) for mode in modes) or self.needs_prompt_ids
+
+    @property
+    def statistics(self) -> dict[str, Statistic]:
+        """What the user's own modes need to be counted."""
+        modes = [one.mode for one in (self.aggregation, *self.terms.values())]
+        own = [mode.statistics for mode in modes if isinstance(mode, OwnMode)]
+        return {name: statistic for statistics in own for name, statistic in statistics.items()}
+
+    def describe(self) -> str:
+        """One line for the log."""
+        return self.aggregation.describe()
+
+
+def add_loss_aggregation_args(parser: ArgumentParser) -> ArgumentParser:
+    """Add the flags to a parser and return it: an ``extra_args_provider`` for Megatron, to be chained with others."""
+    group = parser.add_argument_group("policy-gradient loss aggregation (megatron_rl_loss)")
+    group.add_argument(
+        "--loss-aggregation",
+        metavar="MODE",
+        default=None,
+        help=f"How per-token losses become the step's loss: {', '.join(MODES)}, a registered name or another "
+        "framework's (verl:token-mean; python -m megatron_rl_loss modes lists them). "
+        "Default: sample_mean, or token_mean with --calculate-per-token-loss.",
+    )
+    group.add_argument(
+        "--loss-aggregation-divisor",
+        metavar="TOKENS",
+        type=float,
+        default=None,
+        help="L of --loss-aggregation constant, sum / (L * number of rollouts): e.g. the generation budget. "
+        "Or d of token_sum, sum / d (default 1).",
+    )
+    group.add_argument(
+        "--loss-aggregation-units",
+        choices=get_args(UnitCounting),
+        default=None,
+        help="Count every rollout or prompt group (the default), or only those with a token of nonzero weight.",
+    )
+    group.add_argument(
+        "--loss-aggregation-empty-step",
+        choices=get_args(EmptyStep),
+        default="warn",
+        help="A step without one active token: warn and go on with zero gradients, or stop with an error.",
+    )
+    group.add_argument(
+        "--loss-aggregation-with-per-token-loss",
+        action="store_true",
+        help="Allow another mode than token_mean beside --calculate-per-token-loss, which some models force.",
+    )
+    group.add_argument(
+        "--loss-aggregation-audit-interval",
+        metavar="STEPS",
+        type=int,
+        default=None,
+        help="Every so many steps, the first included, measure what the step did to each token and log how far it is "
+        "from what was asked, as loss_aggregation_deviation. Default: never.",
+    )
+    group.add_argument(
+        "--custom-pg-loss-reducer-function-path",
+        metavar="PATH",
+        default=None,
+        help="A mode of your own, pkg.mod.fn or pkg.mod:fn: a function of ModeInputs that returns a weight for each "
+        "sample or token; masked tokens stay at 0.",
+    )
+    for name in _TERMS:
+        group.add_argument(
+            f"--{name}-loss-aggregation",
+            metavar="MODE",
+            default=None,
+            help=f"How a term of the loss named {name!r} is aggregated; default: as the policy loss.",
+        )
+    return parser
+
+
+def validate_loss_aggregation_args(args: Namespace) -> AggregationSettings:
+    """The settings that parsed and Megatron-validated `args` ask for; `args` is not changed.
+
+    Call it after Megatron's own validation (`parse_and_validate_args`) and before the model's config is made.
+
+    Raises:
+        ValueError, TypeError: flags that are missing from `args`, unknown, unusable or contradictory, or combined with
+            a Megatron setting under which the loss would not be exact; the text says which, and the way out.
+    """
+    _check_present(args)
+    per_token = bool(getattr(args, "calculate_per_token_loss", False))
+    check_megatron_settings(args, per_token)
+    mode: str | ModeFunction | None = args.loss_aggregation
+    path = args.custom_pg_loss_reducer_function_path
+    notice = None
+    if path is not None:
+        if mode not in (None, "sample_mean"):
+            raise ValueError(
+                f"--custom-pg-loss-reducer-function-path {path} with --loss-aggregation {mode}: only one can make the "
+                "loss. Drop one of them."
+            )
+        mode = load_mode_function(path)
+    elif mode is None and per_token:
+        mode = "token_mean"
+        notice = "--calculate-per-token-loss without --loss-aggregation: aggregating by token_mean."
+    elif mode is None:
+        mode = "sample_mean"
+    settings = AggregationSettings.resolve(
+        mode,
+        args.loss_aggregation_divisor,
+        args.loss_aggregation_units,
+        empty_step=args.loss_aggregation_empty_step,
+        with_per_token_loss=args.loss_aggregation_with_per_token_loss,
+        audit_interval=args.loss_aggregation_audit_interval,
+        notice=notice,
+        terms={name: getattr(args, f"{name}_loss_aggregation") for name in _TERMS},
+    )
+    check_per_token(settings, per_token)
+    return settings
+
+
+def any_flag_given(args: Namespace) -> bool:
+    """Whether one of the flags says something else than its default; ValueError where they were not registered."""
+    _check_present(args)
+    defaults = add_loss_aggregation_args(ArgumentParser()).parse_args([])
+    return any(getattr(args, name) != getattr(defaults, name) for name in _FLAGS)
+
+
+def check_per_token(settings: AggregationSettings, per_token: bool) -> None:
+    """Refuse a mode other than token_mean on a model that calculates per-token loss, unless it was opted in."""
+    if per_token and settings.aggregation.mode != MODES["token_mean"] and not settings.with_per_token_loss:
+        raise ValueError(
+            f"--calculate-per-token-loss with {settings.describe()}: the flag alone means token_mean, and beside "
+            "another mode one of the two is a mistake. Drop one; if the model forces per-token loss, add "
+            "--loss-aggregation-with-per-token-loss, which keeps the mode exact."
+        )
+
+
+def check_megatron_settings(settings: Any, per_token: bool) -> None:
+    """Refuse Megatron settings (of a Namespace or a model config) under which the loss would not be exact."""
+    given = {name for name in _UNSAFE if getattr(settings, name, False)}
+    for name in given.intersection(CHANGING_CP):
+        raise ValueError(
+            f"--{name.replace('_', '-')}: the context-parallel group changes from micro-batch to micro-batch, which is "
+            "not supported. Use a fixed --context-parallel-size."
+        )
+    if any((getattr(settings, name, 1) or 1) > 1 for name in REMAT_SIZES):
+        raise ValueError(
+            "weight-rematerialising tensor parallelism (GTP): its ranks hold further data-parallel shares, and how "
+            "their gradients are scaled was not tested. Turn it off."
+        )
+    if getattr(settings, "cuda_graph_impl", None) == "full_iteration":
+        raise ValueError(
+            "--cuda-graph-impl full_iteration: a captured iteration cannot look ahead at its step's samples. Choose "
+            "another --cuda-graph-impl."
+        )
+    if scheduler := getattr(settings, "sequence_packing_scheduler", None):
+        raise ValueError(
+            f"--sequence-packing-scheduler {scheduler}: it deals samples to ranks and micro-batches anew after they "
+            "were looked at. Pack the samples yourself, or leave it out."
+        )
+    if per_token and "use_torch_fsdp2" in given:
+        raise ValueError(
+            "per-token loss with --use-torch-fsdp2: Torch FSDP2 never divides gradients by the token count, so they "
+            "would be too large by it. Drop --calculate-per-token-loss."
+        )
+    if per_token and "ddp_average_in_collective" in given:
+        raise ValueError(
+            "per-token loss with --ddp-average-in-collective: gradients must be summed, not averaged, to be divided by "
+            "the token count. Drop --ddp-average-in-collective or --calculate-per-token-loss."
+        )
+
+
+#: Settings under which the context-parallel group changes between micro-batches.
+CHANGING_CP = ("hybrid_context_parallel", "dynamic_context_parallel")
+_UNSAFE = (*CHANGING_CP, "use_torch_fsdp2", "ddp_average_in_collective")
+#: Sizes of weight-rematerialising TP (GTP).
+REMAT_SIZES = ("gtp_weight_remat_size", "expert_gtp_weight_remat_size")
+
+
+def load_mode_function(path: str) -> ModeFunction:
+    """The function at ``pkg.mod.fn`` or ``pkg.mod:fn``. Raises ValueError or TypeError if there is none."""
+    rule, remedy = "it must be a function of ModeInputs", "Name a function that returns weights"
+    return load_function(path, "--custom-pg-loss-reducer-function-path", rule, remedy)
+
+
+def check_command_line(args: Namespace, argv: Sequence[str]) -> None:
+    """Refuse options on the command line that are one of the flags misspelt.
+
+    Megatron's ``ignore_unknown_args=True`` lets them pass, and the run would go on with another mode.
+    """
+    flags = [f"--{name.replace('_', '-')}" for name in _FLAGS]
+    for option in (word.split("=", 1)[0] for word in argv if word.startswith("--")):
+        known = option in flags or hasattr(args, option.removeprefix("--").replace("-", "_"))
+        meant = [] if known else difflib.get_close_matches(option, flags, n=1, cutoff=0.85)
+        if meant:
+            raise ValueError(
+                f"{option} on the command line: there is no such flag, and it was ignored. Write {meant[0]}."
+            )
+
+
+def _check_present(args: Namespace) -> None:
+    missing = ", ".join(name for name in _FLAGS if not hasattr(args, name))
+    if missing:
+        if getattr(args, "yaml_cfg", None) is not None:
+            raise ValueError(
+                f"args without {missing}: --yaml-cfg replaces all parsed flags by what the file holds, so the "
+                "aggregation would be silently lost. Add these keys to the YAML file, or launch without --yaml-cfg."
+            )
+        raise ValueError(
+            f"args without {missing}: the flags were never registered. Pass add_loss_aggregation_args as (or from) "
+            "Megatron's extra_args_provider."
+        )

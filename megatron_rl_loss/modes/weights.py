@@ -1,0 +1,230 @@
+"""Where a token's weight is computed: ``w = mask / (D * U)``, the one noun that everything else here is made of.
+
+Reducers sum weight * loss; folding multiplies weights to advantages; the frameworks' adapters ask for the same weights.
+"""
+
+from collections.abc import Sequence
+from numbers import Real
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_rl_loss.errors import place_in_cp, require
+from megatron_rl_loss.modes.names import Aggregation, resolve
+from megatron_rl_loss.modes.table import Mode, ModeFunction, ModeInputs, OwnMode, Weights
+from megatron_rl_loss.step.masks import SMALLEST, Values
+from megatron_rl_loss.step.samples import LocalTokens, Samples
+from megatron_rl_loss.step.totals import StepTotals, UnitCounting, UnitCounts
+
+
+def token_weights(
+    mode: str | ModeFunction,
+    samples: Samples,
+    totals: StepTotals,
+    *,
+    divisor: float | None = None,
+    units: UnitCounting | None = None,
+    cp_rank: int | None = None,
+    cp_size: int = 1,
+) -> Tensor:
+    """The weight of every token that this rank holds, mask included: ``sum_t w_t * loss_t`` is its share of the loss.
+
+    >>> samples = Samples([torch.tensor([1, 1, 0]), torch.tensor([1])])
+    >>> token_weights("sample_mean", samples, StepTotals.from_loss_masks(samples.loss_masks))
+    tensor([0.2500, 0.2500, 0.0000, 0.5000])
+
+    Args:
+        mode, divisor, units, totals: as in `make_pg_loss_reducer`.
+        samples: one micro-batch.
+        cp_rank, cp_size: this rank's place in its context-parallel group; a rank of several must be given.
+
+    Returns:
+        float32 [num_local_tokens], on the masks' device, in the order of the layout; 0 where the mask is 0. Where every
+        CP rank holds every token (`Gathered`), each has 1/cp_size of the weight.
+
+    Raises:
+        ValueError, TypeError: as `make_pg_loss_reducer`.
+    """
+    aggregation = resolve(mode, divisor=divisor, units=units)
+    return weigh_at_the_door(aggregation, samples.local(place_in_cp(cp_rank, cp_size), cp_size), totals)
+
+
+def weigh_at_the_door(aggregation: Aggregation, local: LocalTokens, totals: StepTotals) -> Tensor:
+    """`weigh`, and refuse what a user may hand in and a look-ahead never does: unsound masks, totals of a part."""
+    if not isinstance(totals, StepTotals):
+        raise TypeError(
+            f"totals is {totals!r}: the denominators are those of the whole step, and never guessed from a "
+            "micro-batch. Pass StepTotals.from_loss_masks(...) of all the step's masks."
+        )
+    local.samples.check_masks()
+    weights = weigh(aggregation, local, totals)
+    totals.check_covers(local.samples)
+    return weights
+
+
+def weigh(aggregation: Aggregation, local: LocalTokens, totals: StepTotals) -> Tensor:
+    """`token_weights` of parts that are made already."""
+    mode, samples = aggregation.mode, local.samples
+    if isinstance(mode, OwnMode):
+        return samples.masks.tensor(local.flags * _own_weights(mode, aggregation, local, totals))
+    beside = _unit_weights(mode, aggregation, local, totals)
+    weights = local.flags * beside
+    if (isinstance(beside, float) or not samples.masks.holds_flags) and len(samples):
+        kept = beside > _TINY if samples.masks.holds_flags else samples.masks.keep_all(weights, local.flags)
+        require(
+            kept,
+            lambda: "a token weight that float32 rounds to 0",
+            "the token would silently not be trained. Use a smaller divisor, or masks that are not so small.",
+        )
+    return samples.masks.tensor(weights)
+
+
+#: The smallest float32 that is not rounded to fewer bits.
+_TINY = float(np.finfo(np.float32).tiny)
+
+
+def _unit_weights(mode: Mode, aggregation: Aggregation, local: LocalTokens, totals: StepTotals) -> Values:
+    """``1 / (D * U)`` of each token's unit, shared by the ranks that hold copies: one number, or float32 values."""
+    samples = local.samples
+    if not len(samples):
+        return 0.0
+    _check_ids_agree(mode, samples, totals)
+    number = _number_of_units(mode, aggregation.units, totals) * local.copies
+    size = aggregation.divisor if mode.takes_divisor else _unit_tokens(mode, samples, totals)
+    assert size is not None  # resolve saw to it
+    if not isinstance(size, float):  # one a sample
+        if size is not samples.sums or number == 0:  # its own sum is 0 where it has no active token
+            sound = ((size * float(number) > 0) | (samples.sums == 0)).all()
+            _require_units(sound, mode, aggregation.units)
+        inverse = samples.masks.inverse(size, number)
+        return inverse if len(samples) == 1 else local.spread(inverse)  # one is broadcast
+    if size * number == 0:
+        _require_units((samples.sums == 0).all(), mode, aggregation.units)
+    return 1 / max(size * number, SMALLEST)
+
+
+def missing_counts(aggregation: Aggregation, totals: StepTotals, *, with_rollout_ids: bool) -> list[str]:
+    """The counts that the mode will need and the totals do not hold, by name."""
+    mode = aggregation.mode
+    if isinstance(mode, OwnMode):
+        return []
+    if mode.unit == "step":
+        needed: dict[str, object] = {} if mode.takes_divisor else {"step_tokens": totals.step_tokens}
+    else:
+        units = _units_of(mode, totals)
+        needed = {f"{mode.unit}s.{aggregation.units}": units.counted(aggregation.units)}
+        if mode.unit == "prompt" or with_rollout_ids:
+            needed[f"{mode.unit}s.tokens"] = units.tokens
+    return [name for name, count in needed.items() if count is None]
+
+
+def _require_units(sound: "bool | Tensor", mode: Mode, units: UnitCounting) -> None:
+    """Refuse totals whose counts are 0 where this micro-batch has active tokens."""
+    of_unit = " or its unit's tokens" if mode.size == "tokens" else ""
+    counts = "step_tokens" if mode.unit == "step" else f"{mode.unit}s.{units}{of_unit}"
+    require(
+        sound,
+        lambda: f"active tokens in a micro-batch, and totals whose {counts} are 0",
+        "the totals must be those of the whole step. Make them from all its masks.",
+    )
+
+
+def _check_ids_agree(mode: Mode, samples: Samples, totals: StepTotals) -> None:
+    """Refuse rollout ids on one side only: samples would be counted for rollouts, or rollouts for samples."""
+    if mode.unit == "step" and mode.takes_divisor:
+        return  # it counts nothing
+    if totals.rollouts.tokens is not None and samples.rollout_ids is None:
+        raise ValueError(
+            "totals made with rollout_ids, a micro-batch without: its units cannot be told. Pass rollout_ids with "
+            "every micro-batch."
+        )
+    if (
+        mode.unit == "rollout"
+        and mode.takes_divisor
+        and totals.rollouts.tokens is None
+        and samples.rollout_ids is not None
+    ):
+        raise ValueError(
+            "a micro-batch with rollout_ids, totals made without: the totals may count samples for rollouts. Make the "
+            "totals with them; if they count rollouts already, leave the ids out here."
+        )
+
+
+def _number_of_units(mode: Mode, units: UnitCounting, totals: StepTotals) -> int:
+    """U: how many units count in the step."""
+    if mode.unit == "step":
+        return 1
+    number = _units_of(mode, totals).counted(units)
+    if number is None:
+        raise ValueError(
+            f"totals without {mode.unit}s.{units}: loss aggregation {mode.name!r} needs it. Make the totals with the "
+            "ids of the samples (StepTotals.from_loss_masks), or give the count yourself."
+        )
+    return number
+
+
+def _unit_tokens(mode: Mode, samples: Samples, totals: StepTotals) -> Values:
+    """Mask tokens over the whole step: of the unit of each sample, float64 [num_samples], or of the step itself."""
+    if mode.unit == "step":
+        if totals.step_tokens is None:
+            raise ValueError(
+                f"totals without step_tokens: loss aggregation {mode.name!r} needs it. Make the totals with the ids of "
+                "the samples (StepTotals.from_loss_masks), or give the count yourself."
+            )
+        return float(totals.step_tokens)
+    ids = samples.prompt_ids if mode.unit == "prompt" else samples.rollout_ids
+    if ids is None and mode.unit == "prompt":
+        raise ValueError(
+            f"loss aggregation {mode.name!r} without prompt_ids: it averages inside each prompt group. Pass "
+            "prompt_ids, one a sample."
+        )
+    if ids is None:
+        return samples.sums  # a sample is a rollout
+    tokens = _units_of(mode, totals).tokens
+    if tokens is None:
+        raise ValueError(
+            f"totals without {mode.unit}s.tokens: loss aggregation {mode.name!r} needs it. Make the totals with the "
+            "ids of the samples (StepTotals.from_loss_masks), or give the count yourself."
+        )
+    return samples.masks.from_host(tokens.of(f"{mode.unit}_ids", ids))  # type: ignore[union-attr]
+
+
+def _units_of(mode: Mode, totals: StepTotals) -> UnitCounts:
+    return totals.prompts if mode.unit == "prompt" else totals.rollouts
+
+
+def _own_weights(mode: OwnMode, aggregation: Aggregation, local: LocalTokens, totals: StepTotals) -> Values:
+    """What a user's mode returned, for each token, shared by the ranks that hold copies: one number, or float32."""
+    samples = local.samples
+    if not len(samples):
+        return 0.0
+    inputs = ModeInputs(samples=samples, totals=totals, divisor=aggregation.divisor, units=aggregation.units, mode=mode)
+    given: Weights = mode.function(inputs)
+    if isinstance(given, Real) and not isinstance(given, bool):
+        weights = torch.tensor(float(given), dtype=torch.float32, device="cpu")
+    elif isinstance(given, Tensor) and (given.dim() == 0 or given.shape == (len(samples),)):
+        weights = given
+    elif isinstance(given, Sequence) and all(isinstance(one, Tensor) and one.dim() == 1 for one in given):
+        lengths = [len(one) for one in given]
+        if lengths != samples.mask_lengths:
+            expected = samples.mask_lengths[:8]
+            raise ValueError(
+                f"token weights of lengths {lengths[:8]} from the mode {mode.name!r}: they must have the lengths of "
+                f"the loss masks, {expected}. Return one weight a mask entry."
+            )
+        weights = samples.in_buffer(given)[None]
+    else:
+        shown = tuple(given.shape) if isinstance(given, Tensor) else given
+        raise TypeError(
+            f"the mode {mode.name!r} returned {shown!r} ({type(given).__name__}): it must return weights beside the "
+            f"mask: a number, a tensor of {len(samples)} (one a sample), or a list of 1-D tensors (one a sample, a "
+            "weight a token). Leave the mask out, the library multiplies by it."
+        )
+    require(
+        torch.isfinite(weights).all(),
+        lambda: f"token weights with NaN or Inf from the mode {mode.name!r}",
+        "they must be finite. Use 0 to leave tokens out.",
+    )
+    beside = samples.masks.from_tensor((local.of(weights[0]) if weights.dim() == 2 else weights) / local.copies)
+    return local.spread(beside) if weights.dim() == 1 else beside

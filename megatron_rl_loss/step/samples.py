@@ -1,0 +1,417 @@
+"""Samples: what is to be known of the samples of one micro-batch, checked once, and which tokens a CP rank holds.
+
+Lengths, ids and layouts are looked at on the host; masks stay on their device (see masks.py). There, whether masks are
+sound is a tensor that nobody waits for: the step's totals carry it, or `torch._assert_async` looks at it.
+"""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_rl_loss.errors import check_cp, check_one_each, require
+from megatron_rl_loss.step import layouts
+from megatron_rl_loss.step.ids import Ids, as_ids
+from megatron_rl_loss.step.layouts import Ints, Layout, Positions, as_ints, starts_of
+from megatron_rl_loss.step.masks import LARGEST, SMALLEST, DeviceMasks, HostMasks, Values, join
+
+#: Their pieces are in order, apart and inside the buffer: only foreign layouts are looked at.
+_SOUND_LAYOUTS = {
+    layouts.ZigzagTHD,
+    layouts.ZigzagBSHD,
+    layouts.ZigzagResponse,
+    layouts.Contiguous,
+    layouts.Gathered,
+}
+
+
+_COMPLEX = {torch.complex32, torch.complex64, torch.complex128}
+_INTS = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
+
+
+class Samples:
+    """The samples of one micro-batch (or of one rank's whole step).
+
+    Args:
+        loss_masks: one 1-D tensor a sample: 0/1 (ints, bools or floats) or fractional token weights >= 0, over the
+            sample's full length (never cut for a CP rank). Any number, none included; all on one device.
+        layout: where the losses of those tokens are; None for plain concatenation, which has no CP cut.
+        rollout_ids: one id (int or str) a sample, equal for samples that are parts of one rollout; None if each sample
+            is a rollout. Unique within the step, not only within a prompt.
+        prompt_ids: one id a sample, equal for the responses to one prompt. Needed by ``prompt_mean``.
+        tokens: the micro-batch's input ids or whatever else its replicas must share, of any shape, uncut: then they are
+            compared between context, tensor and pipeline parallel ranks along with the masks.
+        labels: whatever else modes of one's own look at, by name: lists or tensors with an entry a sample (the sign of
+            the advantage, a task, the turn of each token).
+        term_masks: further masks by name, as `loss_masks`, for terms of the loss that have their own (`Term`).
+
+    Attributes:
+        loss_masks, layout, tokens: as given.
+        by_mask: the same samples with each of the further masks.
+        labels: as given.
+        mask_lengths: ints [num_samples].
+        rollout_ids, prompt_ids: int64 [num_samples] on the host, or None.
+        total_tokens: positions in the layout's buffer.
+        masks: the masks in that buffer, on their device.
+
+    Raises:
+        TypeError: masks that are not tensors, are complex, or ids of another type.
+        ValueError: masks that are not 1-D, negative, NaN, infinite, too small for float32, or ints above 1 (on a
+            device: a device assertion, or in the step's totals); numbers or lengths that disagree with the layout or
+            the ids.
+    """
+
+    def __init__(
+        self,
+        loss_masks: Sequence[Tensor],
+        *,
+        layout: Layout | None = None,
+        rollout_ids: Ids | None = None,
+        prompt_ids: Ids | None = None,
+        tokens: Tensor | None = None,
+        term_masks: Mapping[str, Sequence[Tensor]] | None = None,
+        labels: Mapping[str, Sequence[Any] | Tensor] | None = None,
+    ) -> None:
+        self.tokens = tokens
+        self.loss_masks, self.mask_lengths, self._dtypes = _checked(loss_masks)
+        self.layout = layout
+        if layout is None:
+            self.total_tokens = sum(self.mask_lengths)
+            self._starts = starts_of(self.mask_lengths)
+        else:
+            self.total_tokens, starts = layout.total_tokens, layout.mask_starts(self.mask_lengths)
+            if type(layout) in _SOUND_LAYOUTS:
+                self._starts = cast(Ints, starts)
+            else:
+                self._starts = as_ints("mask_starts", starts)
+                self._check_places("loss masks", self._starts, self.mask_lengths)
+        buffer = self._joined_masks()
+        self.masks = HostMasks(buffer) if buffer.is_cpu else DeviceMasks(buffer)
+        n = len(self.loss_masks)
+        self.rollout_ids = None if rollout_ids is None else as_ids("rollout_ids", rollout_ids, n)
+        self.prompt_ids = None if prompt_ids is None else as_ids("prompt_ids", prompt_ids, n)
+        if buffer.is_cpu:
+            self.check_masks()
+        self.labels = {} if labels is None else dict(labels)
+        self.by_mask: dict[str, Samples] = {}
+        if labels or term_masks:
+            self._add(self.labels, term_masks or {})
+
+    def _add(self, labels: Mapping[str, Sequence[Any] | Tensor], masks: Mapping[str, Sequence[Tensor]]) -> None:
+        for name, entries in labels.items():
+            check_one_each(f"labels {name!r}", len(entries), "loss masks", len(self))
+        for name, of_name in masks.items():
+            check_one_each(f"masks {name!r}", len(of_name), "loss masks", len(self))
+            ids: Any = {"rollout_ids": self.rollout_ids, "prompt_ids": self.prompt_ids}
+            self.by_mask[name] = Samples(of_name, layout=self.layout, labels=labels, **ids)
+
+    def label(self, name: str) -> Sequence[Any] | Tensor:
+        """The labels of that name; ValueError where there are none."""
+        if name not in self.labels:
+            raise ValueError(
+                f"a label {name!r} of samples whose labels are: {', '.join(self.labels) or 'none'}: what a mode looks "
+                "at must be there in every micro-batch. Give Samples labels with it."
+            )
+        return self.labels[name]
+
+    def with_mask(self, name: str | None) -> "Samples":
+        """These samples with one of the further masks, or for None as they are; ValueError for an unknown one."""
+        if name is not None and name not in self.by_mask:
+            raise ValueError(
+                f"a mask {name!r} of samples whose further masks are: {', '.join(self.by_mask) or 'none'}: a mask that "
+                "is declared, or that a term names, must be there in every micro-batch. Give Samples term_masks with "
+                "it."
+            )
+        return self if name is None else self.by_mask[name]
+
+    def __len__(self) -> int:
+        return len(self.loss_masks)
+
+    def in_buffer(self, values: Sequence[Tensor]) -> Tensor:
+        """One 1-D tensor a sample, each as long as its mask -> the layout's buffer, [total_tokens], 0 in padding.
+
+        On the values' device; their dtypes are promoted together.
+        """
+        return join(list(values), self._starts, self.mask_lengths, self.total_tokens)
+
+    def _joined_masks(self) -> Tensor:
+        try:
+            return join(self.loss_masks, self._starts, self.mask_lengths, self.total_tokens)
+        except RuntimeError:
+            if len(devices := {str(mask.device) for mask in self.loss_masks}) > 1:
+                raise ValueError(
+                    f"loss masks on {sorted(devices)}: they must share one device. Move them together."
+                ) from None
+            raise
+
+    @property
+    def mask_starts(self) -> Ints:
+        """First position of each mask in the layout's buffer, [num_samples]."""
+        return self._starts
+
+    @property
+    def flat_mask(self) -> Tensor:
+        """The masks in the layout's buffer, float32 [total_tokens], 0 in padding, on their device."""
+        return self.masks.tensor(self.masks.cut([0], [self.total_tokens]))
+
+    @cached_property
+    def sums(self) -> Values:
+        """`mask_sums`, as an array or tensor that `masks` works with."""
+        return self.masks.sums(self._starts, self.mask_lengths)
+
+    @property
+    def mask_sums(self) -> Tensor:
+        """M_i, the sum of each sample's mask, float64 [num_samples] on the masks' device."""
+        return self.masks.tensor(self.sums)
+
+    @cached_property
+    def active_tokens(self) -> Tensor:
+        """Number of tokens of nonzero weight in each sample, float64 [num_samples] on the masks' device."""
+        if self.masks.holds_flags:
+            return self.mask_sums
+        return self.masks.tensor(self.masks.active(self._starts, self.mask_lengths))
+
+    @cached_property
+    def sound(self) -> "bool | Tensor":
+        """Whether every mask entry is a usable weight: a bool, or on a device a 0-dim tensor that nobody waits for."""
+        sound = self.masks.sound()
+        if len(self._dtypes) > 1 and not self.masks.holds_flags:  # ints beside floats are flags all the same
+            for mask in self.loss_masks:
+                sound = sound & (mask <= 1).all() if mask.dtype in _INTS else sound
+        return sound
+
+    def check_masks(self, wait: bool = False) -> None:
+        """Refuse masks that are not sound. On a device without waiting, unless asked to: then it can say which."""
+        if self.sound is not True:
+            require(
+                bool(self.sound) if wait else self.sound,
+                self._first_unsound,
+                "token weights must be finite and >= 0 (0, or from 1e-30 to 1e+30), and those of integer masks 0 or 1. "
+                "Pass 0 for tokens that do not count, 1 or a float weight for those that do.",
+            )
+
+    def _first_unsound(self) -> str:
+        for i, mask in enumerate(self.loss_masks):
+            largest = LARGEST if mask.is_floating_point() else 1
+            unsound = mask[(mask < 0) | ~(mask <= largest) | (mask != 0) & ~(mask >= SMALLEST)]
+            if unsound.numel():
+                return f"the loss mask of sample {i} holds {float(unsound[0])}"
+        raise AssertionError("all masks are sound")
+
+    def digest(self) -> bytes:
+        """Of masks, their order, ids and tokens: equal where all of these are. Waits for a device."""
+        digest = hashlib.blake2b(repr(self.mask_lengths).encode(), digest_size=8)
+        digest.update(self.masks.to_bytes())
+        for values in (self.rollout_ids, self.prompt_ids, self.tokens):
+            digest.update(b"none" if values is None else values.numpy(force=True).tobytes())
+        for name, entries in sorted(self.labels.items()):
+            plain = [entry.tolist() if isinstance(entry, Tensor) else entry for entry in entries]
+            digest.update(repr((name, plain)).encode())
+        for name, samples in sorted(self.by_mask.items()):
+            digest.update(name.encode() + samples.masks.to_bytes())
+        return digest.digest()
+
+    def _check_places(self, what: str, starts: Ints, lengths: Ints) -> None:
+        """Refuse a layout of one's own that misplaces pieces of the buffer."""
+        pieces = [(start, start + length) for start, length in zip(starts, lengths, strict=True)]
+        ends, begins = [0, *(end for _, end in pieces)], [*(start for start, _ in pieces), self.total_tokens]
+        if any(end > begin for end, begin in zip(ends, begins, strict=True)):
+            places = ", ".join(f"[{start}, {end})" for start, end in pieces[:8])
+            raise ValueError(
+                f"{type(self.layout).__name__} puts {what} at {places}: they must be in order, apart, and within the "
+                f"{self.total_tokens} tokens of its buffer. Mend the layout's mask_starts, local_segments "
+                "or total_tokens."
+            )
+
+    def _check_parts(self, cp_size: int) -> None:
+        """Refuse a layout of one's own that gives a sample's token to several CP ranks, or to none."""
+        assert self.layout is not None
+        parts = [self.layout.local_segments(rank, cp_size) for rank in range(cp_size)]
+        starts, lengths = ([i for part in parts for i in as_ints("local_segments", part[k])] for k in range(2))
+        holders = _coverage(starts, lengths, self.total_tokens)
+        expected = cp_size if self.layout.replicated_over_cp else 1
+        wrong = (holders != expected) & (_coverage(self._starts, self.mask_lengths, self.total_tokens) > 0)
+        if wrong.any():
+            position = int(wrong.argmax())
+            raise ValueError(
+                f"{type(self.layout).__name__} gives position {position} of the buffer to {holders[position]} of "
+                f"{cp_size} CP ranks: each token of a sample must be held by {expected}. Mend the layout's "
+                "local_segments, or set replicated_over_cp where every rank holds everything."
+            )
+
+    def local(self, cp_rank: int, cp_size: int) -> "LocalTokens":
+        """The tokens that this CP rank holds.
+
+        Raises ValueError where the layout cannot be cut so, or where none says how.
+        """
+        layout = self.layout
+        if layout is None:
+            check_cp(cp_rank, cp_size)
+            if cp_size > 1:
+                raise ValueError(
+                    f"cp_size is {cp_size} and no layout was given: how tokens are cut over CP ranks must be said, "
+                    "never guessed. Pass one of megatron_rl_loss's layouts: ZigzagTHD as Megatron packs, Gathered if "
+                    "they are not cut."
+                )
+            return LocalTokens(self, cp_size, self._starts, self.mask_lengths)
+        pieces = layout.local_segments(cp_rank, cp_size)
+        if type(layout) in _SOUND_LAYOUTS:
+            starts, lengths = cast("tuple[Ints, Ints]", pieces)
+        else:
+            starts, lengths = (as_ints("local_segments", part) for part in pieces)
+            check_cp(cp_rank, cp_size)
+            self._check_places(f"what CP rank {cp_rank} of {cp_size} holds", starts, lengths)
+            self._check_parts(cp_size)
+        return LocalTokens(self, cp_size, starts, lengths)
+
+    def loss_shapes(self, num_local_tokens: int, cp_size: int) -> list[tuple[int, ...]]:
+        """Shapes this rank's ``per_token_loss`` may have."""
+        if self.layout is not None:
+            return self.layout.loss_shapes(num_local_tokens, cp_size)
+        shapes: list[tuple[int, ...]] = [(num_local_tokens,), (1, num_local_tokens)]
+        lengths = set(self.mask_lengths)
+        return shapes + [(len(self), length) for length in lengths if len(lengths) == 1]
+
+
+class LocalTokens:
+    """The tokens of a micro-batch that one CP rank holds, in the order of its losses; tensors on the masks' device.
+
+    Attributes:
+        samples: of the micro-batch.
+        cp_size: ranks that the micro-batch is cut for.
+    """
+
+    def __init__(self, samples: Samples, cp_size: int, starts: Ints, lengths: Ints) -> None:
+        self.samples = samples
+        self.cp_size = cp_size
+        self._starts, self._lengths = starts, lengths  # of the pieces of the buffer; some may be empty
+
+    def __len__(self) -> int:
+        return len(self.flags)
+
+    @property
+    def copies(self) -> int:
+        """CP ranks that hold each of these tokens, and add their shares of it."""
+        layout = self.samples.layout
+        return self.cp_size if layout is not None and layout.replicated_over_cp else 1
+
+    @property
+    def gradient_scale(self) -> int:
+        """What the gradient of a share must be multiplied by: a slicing gather loses that of the other copies."""
+        layout = self.samples.layout
+        return 1 if layout is None or layout.gather_sums_gradients else self.copies
+
+    @cached_property
+    def flags(self) -> Values:
+        """`mask`, as an array or tensor that `samples.masks` works with."""
+        return self.samples.masks.cut(self._starts, self._lengths)
+
+    @property
+    def mask(self) -> Tensor:
+        """What this rank holds of the masks, float32 [num_local_tokens]. Not to be changed."""
+        return self.samples.masks.tensor(self.flags)
+
+    @property
+    def num_active(self) -> Tensor:
+        """How many of these tokens have a nonzero weight, 0-dim int64."""
+        return self.mask.count_nonzero()
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """Position of each token in the layout's buffer, int64 [num_local_tokens]."""
+        masks = self.samples.masks
+        return masks.tensor(masks.positions(self._starts, self._lengths))
+
+    @cached_property
+    def sample_index(self) -> Tensor:
+        """The sample each token belongs to, int64 [num_local_tokens]; padding has that of a sample beside it, or 0."""
+        if not len(self.samples):
+            return torch.zeros_like(self.positions)
+        masks = self.samples.masks
+        return masks.tensor(self.spread(masks.from_host(torch.arange(len(self.samples), device="cpu"))))
+
+    @property
+    def counts(self) -> Tensor:
+        """How many of these tokens go with each sample, in order, int64 [num_samples] on the host."""
+        return torch.tensor(self._counts, dtype=torch.int64, device="cpu")
+
+    def of(self, buffer: Tensor) -> Tensor:
+        """The rank's part, [num_local_tokens, ...], of values of all tokens, [total_tokens, ...].
+
+        Raises ValueError for another number of tokens.
+        """
+        if not buffer.dim() or len(buffer) != self.samples.total_tokens:
+            raise ValueError(
+                f"a tensor of shape {tuple(buffer.shape)}: it must have a value for each of the micro-batch's "
+                f"{self.samples.total_tokens} tokens. Pass the whole, uncut tensor, in the order of the layout."
+            )
+        if sum(self._lengths) == self.samples.total_tokens:
+            return buffer
+        return buffer.index_select(0, self.positions.to(buffer.device))
+
+    def spread(self, of_samples: Values) -> Values:
+        """A value a sample, [num_samples] -> the value of each token's sample, [num_local_tokens]."""
+        return self.samples.masks.repeat(of_samples, self._counts)
+
+    @cached_property
+    def _counts(self) -> Ints:
+        """How many of the rank's tokens go with each sample: padding with the sample before it, or the first one."""
+        samples = self.samples
+        if len(samples) < 2:
+            return [sum(self._lengths)] * len(samples)
+        counts, i = [0] * len(samples), 0
+        next_starts = [*samples.mask_starts[1:], samples.total_tokens]
+        for start, length in zip(self._starts, self._lengths, strict=True):
+            end = start + length
+            while end > next_starts[i]:  # pieces are in the order of the buffer, as samples are
+                if start < next_starts[i]:
+                    counts[i] += next_starts[i] - start
+                    start = next_starts[i]
+                i += 1
+            counts[i] += end - start
+        return counts
+
+
+def _coverage(starts: Ints, lengths: Ints, total_tokens: int) -> Positions:
+    """How many of the pieces each position of the buffer lies in."""
+    steps = np.zeros(total_tokens + 1, np.int64)
+    np.add.at(steps, starts, 1)
+    np.add.at(steps, [start + length for start, length in zip(starts, lengths, strict=True)], -1)
+    return steps.cumsum()[:total_tokens]
+
+
+def _checked(loss_masks: Sequence[Tensor]) -> tuple[list[Tensor], Ints, set[torch.dtype]]:
+    """The masks, their lengths and dtypes. Two attributes of each are read: torch's function modes see every look."""
+    if isinstance(loss_masks, Tensor):
+        raise TypeError(
+            f"loss_masks is one tensor of shape {tuple(loss_masks.shape)}: it must be a list of 1-D tensors, one a "
+            "sample. Pass list(loss_masks)."
+        )
+    masks = list(loss_masks)
+    for i, mask in enumerate(masks if set(map(type, masks)) != {Tensor} else []):
+        if not isinstance(mask, Tensor):
+            raise TypeError(
+                f"the loss mask of sample {i} is a {type(mask).__name__}: it must be a 1-D tensor. Wrap it in "
+                "torch.tensor."
+            )
+    shapes = [mask.shape for mask in masks]
+    try:
+        lengths = [length for (length,) in shapes]
+    except ValueError:
+        i = next(i for i, shape in enumerate(shapes) if len(shape) != 1)
+        raise ValueError(
+            f"the loss mask of sample {i} has shape {tuple(shapes[i])}: it must be 1-D, one entry a token. Pass one "
+            "tensor a sample."
+        ) from None
+    dtypes = {mask.dtype for mask in masks}
+    if not dtypes.isdisjoint(_COMPLEX):
+        i = next(i for i, mask in enumerate(masks) if mask.is_complex())
+        raise TypeError(
+            f"the loss mask of sample {i} is {masks[i].dtype}: token weights must be real numbers. Pass 0/1, bool or "
+            "float weights."
+        )
+    return masks, lengths, dtypes

@@ -1,0 +1,393 @@
+"""The flags: what they parse to, what validation makes of them, and what it refuses."""
+
+import copy
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from flag_refusals import FLAG_ROWS, OF_MEGATRON
+from refusals import Refusal, Row, check_refusal, each_of, in_three_parts
+
+from megatron_rl_loss import StepTotals, make_pg_loss_reducer, register_pg_loss_reducer
+from megatron_rl_loss.audit.launch import samples_of
+from megatron_rl_loss.megatron.flags import (
+    AggregationSettings,
+    add_loss_aggregation_args,
+    check_command_line,
+    load_mode_function,
+    validate_loss_aggregation_args,
+)
+from megatron_rl_loss.modes import table as modes
+from megatron_rl_loss.modes.table import ModeFunction, OwnMode
+
+MODULE = "a_users_modes"
+SOURCE = """
+import functools
+
+def plain_sum(inputs):
+    return 1
+
+scaled = functools.partial(plain_sum)
+
+class Sum:
+    def __call__(self, inputs):
+        return 1
+
+instance = Sum()
+number = 3
+"""
+
+
+@pytest.fixture(autouse=True)
+def a_module_of_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / f"{MODULE}.py").write_text(SOURCE)
+    (tmp_path / "broken_modes.py").write_text("import a_package_that_is_not_installed\n")
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+@pytest.fixture(autouse=True)
+def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(modes, "_REGISTERED", {})
+
+
+def parse(*flags: str) -> Namespace:
+    """Through argparse, between two other providers as Megatron chains them; unknown flags are let pass, as it does."""
+
+    def others(parser: ArgumentParser) -> ArgumentParser:
+        parser.add_argument("--rollouts", default="none")
+        return parser
+
+    def megatron(parser: ArgumentParser) -> ArgumentParser:
+        group = parser.add_argument_group("megatron")
+        group.add_argument("--calculate-per-token-loss", action="store_true")
+        group.add_argument("--ddp-average-in-collective", action="store_true")
+        group.add_argument("--use-torch-fsdp2", action="store_true")
+        group.add_argument("--hybrid-context-parallel", action="store_true")
+        group.add_argument("--cuda-graph-impl", default="none")
+        return parser
+
+    return megatron(add_loss_aggregation_args(others(ArgumentParser()))).parse_known_args(flags)[0]
+
+
+def validated(*flags: str, **changes: Any) -> AggregationSettings:
+    """What validation makes of the flags, and then of `changes` to the parsed values; args must stay as they were."""
+    args = Namespace(**(vars(parse(*flags)) | changes))
+    before = copy.deepcopy(vars(args))
+    settings = validate_loss_aggregation_args(args)
+    assert vars(args) == before
+    return settings
+
+
+def test_the_provider_returns_its_parser() -> None:
+    parser = ArgumentParser()
+    assert add_loss_aggregation_args(parser) is parser
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("", {"mode": "sample_mean"}),
+        ("--loss-aggregation sample_mean", {"mode": "sample_mean"}),
+        ("--loss-aggregation prompt_mean", {"mode": "prompt_mean"}),
+        ("--loss-aggregation token_mean", {"mode": "token_mean"}),
+        ("--loss-aggregation constant --loss-aggregation-divisor 40960", {"mode": "constant", "divisor": 40960.0}),
+        ("--loss-aggregation constant --loss-aggregation-divisor 0.5", {"mode": "constant", "divisor": 0.5}),
+        ("--loss-aggregation token_sum", {"mode": "token_sum"}),
+        ("--loss-aggregation token_sum --loss-aggregation-divisor 8", {"mode": "token_sum", "divisor": 8.0}),
+        ("--loss-aggregation-units active", {"mode": "sample_mean", "units": "active"}),
+        ("--loss-aggregation-empty-step error", {"mode": "sample_mean", "empty_step": "error"}),
+        ("--loss-aggregation-audit-interval 100", {"mode": "sample_mean", "audit_interval": 100}),
+        ("--loss-aggregation token_mean --calculate-per-token-loss", {"mode": "token_mean"}),
+        (
+            "--loss-aggregation prompt_mean --calculate-per-token-loss --loss-aggregation-with-per-token-loss",
+            {"mode": "prompt_mean", "with_per_token_loss": True},
+        ),
+        ("--rollouts x --unknown-flag 3 --loss-aggregation token_mean", {"mode": "token_mean"}),
+    ],
+)
+def test_settings(flags: str, expected: dict[str, Any]) -> None:
+    assert validated(*flags.split()) == AggregationSettings.resolve(**expected)
+
+
+def test_per_token_loss_alone_means_token_mean_and_says_so() -> None:
+    settings = validated("--calculate-per-token-loss")
+    assert settings.mode_name == "token_mean"
+    (notice,) = settings.notices
+    assert "--calculate-per-token-loss without --loss-aggregation" in notice
+    for flags in ([], ["--loss-aggregation", "token_mean", "--calculate-per-token-loss"]):
+        assert validated(*flags).notices == ()
+
+
+def test_all_notices_are_kept() -> None:
+    assert len(validated("--loss-aggregation", "roll:token-mean", "--calculate-per-token-loss").notices) == 1
+    settings = AggregationSettings.resolve("roll:token-mean", notice="Mind the gap.")
+    assert settings.notices == ("Mind the gap.", "roll:token-mean: the numerator is masked here.")
+
+
+def test_defaults_of_megatron_may_be_absent() -> None:
+    """A Namespace with our flags alone, as an own launcher makes it."""
+    flags = vars(add_loss_aggregation_args(ArgumentParser()).parse_args([]))
+    assert validate_loss_aggregation_args(Namespace(**flags)) == AggregationSettings.resolve()
+
+
+@pytest.mark.parametrize(
+    ("settings", "line", "uses_prompt_ids"),
+    [
+        (AggregationSettings.resolve(), "loss aggregation: sample_mean, unit counting all", False),
+        (AggregationSettings.resolve(mode="token_mean"), "loss aggregation: token_mean, unit counting all", False),
+        (
+            AggregationSettings.resolve(mode="prompt_mean", units="active"),
+            "loss aggregation: prompt_mean, unit counting active",
+            True,
+        ),
+        (
+            AggregationSettings.resolve(mode="constant", divisor=40960.0),
+            "loss aggregation: constant, divisor 40960, unit counting all",
+            False,
+        ),
+    ],
+)
+def test_describe(settings: AggregationSettings, line: str, uses_prompt_ids: bool) -> None:
+    assert settings.describe() == line
+    assert settings.uses_prompt_ids is uses_prompt_ids
+
+
+# --- the user's own mode
+
+
+def function_of(settings: AggregationSettings) -> ModeFunction:
+    assert isinstance(settings.aggregation.mode, OwnMode)
+    return settings.aggregation.mode.function
+
+
+@pytest.mark.parametrize("path", [f"{MODULE}.plain_sum", f"{MODULE}:plain_sum"])
+@pytest.mark.parametrize("mode", ["", "--loss-aggregation sample_mean"])
+def test_both_spellings_of_a_path_load(path: str, mode: str) -> None:
+    settings = validated("--custom-pg-loss-reducer-function-path", path, *mode.split())
+    masks = [torch.tensor([1.0, 0.0, 0.5])]
+    reducer = make_pg_loss_reducer(function_of(settings), masks, totals=StepTotals())
+    assert float(reducer(torch.tensor([2.0, float("nan"), 4.0]))) == 4
+    assert settings.uses_prompt_ids
+    assert settings.describe() == f"loss aggregation: {MODULE}.plain_sum, unit counting all"
+
+
+def test_a_path_into_a_package() -> None:
+    assert load_mode_function("os.path:join") is load_mode_function("os.path.join")
+
+
+@pytest.mark.parametrize("name", ["scaled", "instance"])
+def test_any_callable_can_be_described(name: str) -> None:
+    """A functools.partial or an object with __call__ has no __qualname__."""
+    settings = validated(
+        "--custom-pg-loss-reducer-function-path", f"{MODULE}:{name}", "--loss-aggregation-divisor", "8"
+    )
+    assert "divisor 8" in settings.describe()
+    with pytest.raises(ValueError, match="--calculate-per-token-loss with"):
+        validated("--custom-pg-loss-reducer-function-path", f"{MODULE}:{name}", "--calculate-per-token-loss")
+
+
+def test_a_registered_name_is_a_mode() -> None:
+    with pytest.raises(ValueError, match="'mine': there is no such mode"):
+        validated("--loss-aggregation", "mine")
+    register_pg_loss_reducer("mine")(lambda inputs: 1)
+    settings = validated("--loss-aggregation", "mine", "--loss-aggregation-divisor", "3")
+    assert (settings.mode_name, settings.aggregation.divisor, settings.uses_prompt_ids) == ("mine", 3.0, True)
+
+
+# --- refusals, each beside its nearest legal neighbour: those of `flag_refusals`, and what only shows here
+
+
+def settings_of(what: str | dict[str, Any]) -> AggregationSettings:
+    """Of a command line, or of parsed values as a YAML file may give them."""
+    return validated(*what.split()) if isinstance(what, str) else validated(**what)
+
+
+def attempted(what: str | dict[str, Any], capsys: pytest.CaptureFixture[str]) -> tuple[str, str]:
+    try:
+        settings_of(what)
+    except SystemExit:
+        return "SystemExit", capsys.readouterr().err
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "accepted", ""
+
+
+ROWS = [row for row in FLAG_ROWS if not row.options and row.name not in OF_MEGATRON]
+
+
+@pytest.mark.parametrize("row", [pytest.param(row, id=row.name) for row in ROWS])
+def test_refused_flags(row: Row, capsys: pytest.CaptureFixture[str]) -> None:
+    error, text = attempted(row.bad, capsys)
+    assert error == row.error
+    assert row.given in text
+    if row.styled:
+        assert in_three_parts(text, row)
+    assert attempted(row.good, capsys) == ("accepted", "")
+
+
+Call = Callable[[], Any]
+PATH = f"--custom-pg-loss-reducer-function-path {MODULE}:plain_sum"
+
+
+def flags(line: str, **changes: Any) -> Call:
+    return lambda: validated(*line.split(), **changes)
+
+
+def describing(path: str) -> Call:
+    """What ``audit --samples-of`` does with it."""
+    return lambda: samples_of(Namespace(samples_of=path))
+
+
+def custom(path: str) -> Call:
+    return flags(f"--custom-pg-loss-reducer-function-path {path}")
+
+
+REFUSALS: dict[str, Refusal] = {
+    "divisor after a misspelt mode flag": (  # parse_known_args lets the misspelt flag pass
+        flags("--loss-agregation constant --loss-aggregation-divisor 8"),
+        ValueError,
+        "divisor 8.0 with loss aggregation 'sample_mean'",
+        flags("--loss-aggregation constant --loss-aggregation-divisor 8"),
+    ),
+    "divisor with per-token loss alone": (
+        flags("--calculate-per-token-loss --loss-aggregation-divisor 8"),
+        ValueError,
+        "'token_mean': only 'constant' and 'token_sum' have a divisor",
+        flags("--calculate-per-token-loss"),
+    ),
+    "divisor unusable for an own mode": (
+        flags(f"{PATH} --loss-aggregation-divisor 0"),
+        ValueError,
+        "divisor 0.0",
+        flags(f"{PATH} --loss-aggregation-divisor 1"),
+    ),
+    "unknown counting with an own mode": (
+        flags(PATH, loss_aggregation_units="some"),
+        ValueError,
+        "'some': there is no such unit counting",
+        flags(PATH, loss_aggregation_units="active"),
+    ),
+    "per-token loss with an own mode": (
+        flags(f"--calculate-per-token-loss {PATH}"),
+        ValueError,
+        f"with loss aggregation: {MODULE}.plain_sum",
+        flags(f"--calculate-per-token-loss {PATH} --loss-aggregation-with-per-token-loss"),
+    ),
+    "path without a function": (
+        custom(f"{MODULE}:"),
+        ValueError,
+        "Write pkg.mod.fn or pkg.mod:fn",
+        custom(f"{MODULE}:plain_sum"),
+    ),
+    "path starting with a colon": (
+        custom(":plain_sum"),
+        ValueError,
+        "must name a module",
+        custom(f"{MODULE}:plain_sum"),
+    ),
+    "path no string": (
+        flags("", custom_pg_loss_reducer_function_path=3),
+        TypeError,
+        "path 3: it must be a string",
+        custom(f"{MODULE}:plain_sum"),
+    ),
+    "no such module for --samples-of": (
+        describing("no.such:fn"),
+        ValueError,
+        "--samples-of 'no.such:fn': it does not load",
+        describing(f"{MODULE}:plain_sum"),
+    ),
+    "no function for --samples-of": (
+        describing(f"{MODULE}:number"),
+        TypeError,
+        "it must be a function of a batch",
+        describing(f"{MODULE}:plain_sum"),
+    ),
+    "no such function": (
+        custom(f"{MODULE}:plain_sums"),
+        ValueError,
+        "does not load .*no attribute 'plain_sums'",
+        custom(f"{MODULE}:plain_sum"),
+    ),
+    "not a function": (
+        custom(f"{MODULE}:number"),
+        TypeError,
+        "is a int: it must be a function of ModeInputs",
+        custom(f"{MODULE}:plain_sum"),
+    ),
+    "dynamic context parallel": (
+        flags("", dynamic_context_parallel=True),
+        ValueError,
+        "--dynamic-context-parallel: ",
+        flags("", dynamic_context_parallel=False),
+    ),
+    "GTP": (flags("", gtp_weight_remat_size=2), ValueError, r"\(GTP\)", flags("", gtp_weight_remat_size=1)),
+    "GTP of experts": (
+        flags("", expert_gtp_weight_remat_size=2),
+        ValueError,
+        r"\(GTP\)",
+        flags("", expert_gtp_weight_remat_size=None),
+    ),
+}
+
+
+@each_of(REFUSALS)
+def test_refusals(refused: Call, error: type[Exception], text: str, accepted: Call) -> None:
+    check_refusal(refused, error, text, accepted)
+
+
+FLAGS = sorted(vars(add_loss_aggregation_args(ArgumentParser()).parse_args([])))
+
+
+@pytest.mark.parametrize("name", FLAGS)
+def test_a_missing_flag_is_named(name: str) -> None:
+    args = parse()
+    delattr(args, name)
+    with pytest.raises(ValueError, match=f"args without {name}: the flags were never registered.*extra_args_provider"):
+        validate_loss_aggregation_args(args)
+    args.yaml_cfg = "run.yaml"
+    with pytest.raises(ValueError, match=f"args without {name}: --yaml-cfg replaces all parsed flags"):
+        validate_loss_aggregation_args(args)
+
+
+def test_all_ten_flags_are_missed_at_once() -> None:
+    with pytest.raises(ValueError, match="args without") as caught:
+        validate_loss_aggregation_args(Namespace())
+    assert len(FLAGS) == 10
+    assert all(name in str(caught.value) for name in FLAGS)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--loss-aggregation",
+        "--loss-agg token_mean",  # an abbreviation of several flags
+    ],
+)
+def test_argparse_refuses(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(*line.split())
+    assert line.split()[0] in capsys.readouterr().err
+
+
+def test_a_mode_need_not_come_from_a_flag() -> None:
+    function = partial(lambda inputs, scale: scale, scale=2)
+    settings = AggregationSettings.resolve(function)
+    reducer = make_pg_loss_reducer(function_of(settings), [torch.ones(2)], totals=StepTotals())
+    assert float(reducer(torch.ones(2))) == 4
+    with pytest.raises(TypeError, match=r"loss aggregation 3 \(int\): it must be a mode's name or a function"):
+        AggregationSettings.resolve(3)  # type: ignore[arg-type]
+
+
+def test_misspelt_flags_on_the_command_line_are_named() -> None:
+    args = parse()
+    check_command_line(args, ["--loss-aggregation=token_mean", "--rollouts", "x", "--lost", "file"])
+    for option in ("--loss-agregation", "--loss-aggregation-divisors", "--los-aggregation-units"):
+        with pytest.raises(
+            ValueError, match=f"{option} on the command line: there is no such flag.*Write --loss-aggreg"
+        ):
+            check_command_line(args, [f"{option}=8"])

@@ -1,0 +1,188 @@
+"""Importance weights, sequence masks and rejection, by hand; whole steps over CP are in test_losses_over_cp.py."""
+
+import math
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from refusals import Call, Refusal, check_refusal, each_of
+from steps import ids_of
+from torch import Tensor
+
+from megatron_rl_loss import StepTotals, make_pg_loss_reducer
+from megatron_rl_loss.losses import importance_weights, keep_sequences, surviving_masks, truncated_importance_weights
+
+LOG_RATIOS = torch.tensor([-9.0, math.log(0.5), -0.1, 0.0, 0.4, math.log(2.0), 3.0, 200.0], dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("low", "outside", "expected"),
+    [
+        (0.0, "cap", [math.exp(-9), 0.5, math.exp(-0.1), 1, math.exp(0.4), 2, 2, 2]),
+        (0.0, "drop", [math.exp(-9), 0.5, math.exp(-0.1), 1, math.exp(0.4), 2, 0, 0]),
+        (0.5, "cap", [0.5, 0.5, math.exp(-0.1), 1, math.exp(0.4), 2, 2, 2]),
+        (0.5, "drop", [0, 0.5, math.exp(-0.1), 1, math.exp(0.4), 2, 0, 0]),
+    ],
+)
+def test_importance_weights(low: float, outside: Any, expected: list[float]) -> None:
+    log_ratio = LOG_RATIOS.clone().requires_grad_()
+    weights = importance_weights(log_ratio, low=low, high=2.0, outside=outside)
+    assert weights.tolist() == pytest.approx(expected)
+    assert not weights.requires_grad
+    assert importance_weights(LOG_RATIOS.bfloat16(), low=low, high=2.0, outside=outside).dtype == torch.bfloat16
+
+
+def test_capped_at_the_top_alone_it_is_the_truncated_weight() -> None:
+    weights = importance_weights(LOG_RATIOS, high=2.0)
+    torch.testing.assert_close(weights, truncated_importance_weights(LOG_RATIOS - 1, torch.full_like(LOG_RATIOS, -1)))
+
+
+def test_keep_sequences() -> None:
+    mean_kl = torch.tensor([0.01, 0.2, 0.2, 0.05], requires_grad=True)
+    advantages = torch.tensor([-1.0, -1.0, 1.0, 0.0])
+    assert keep_sequences(mean_kl, max_kl=0.1).tolist() == [1, 0, 0, 1]
+    assert keep_sequences(mean_kl, max_kl=0.1, advantages=advantages).tolist() == [1, 0, 1, 1]
+    assert keep_sequences(mean_kl, max_kl=0.05).tolist() == [1, 0, 0, 1]  # at the bound it stays
+    assert not keep_sequences(mean_kl, max_kl=0.1).requires_grad
+
+
+# --- who survives
+
+MASKS = [torch.tensor([1, 1, 0, 1]), torch.tensor([1, 1]), torch.tensor([0, 1, 1])]
+RATIOS = [
+    torch.tensor([0.1, 3.0, 9.0, -0.2]),  # its masked 9.0 must not matter
+    torch.tensor([1.0, -1.2]),
+    torch.tensor([math.nan, 1.0, 1.0]),
+]
+
+
+@pytest.mark.parametrize(
+    ("level", "bounds", "expected"),
+    [
+        ("token", {"high": 5.0}, [[1, 0, 0, 1], [1, 1], [0, 1, 1]]),
+        ("token", {"low": 0.5, "high": 2.0}, [[1, 0, 0, 1], [0, 0], [0, 0, 0]]),
+        ("sequence", {"high": 5.0}, [[0, 0, 0, 0], [1, 1], [0, 0, 0]]),  # sums 2.9, -0.2, 2.0
+        ("geometric", {"high": 2.7}, [[1, 1, 0, 1], [1, 1], [0, 0, 0]]),  # means 0.97, -0.1, 1.0
+        ("geometric", {"low": 0.95, "high": 3.0}, [[1, 1, 0, 1], [0, 0], [0, 1, 1]]),
+    ],
+)
+def test_surviving_masks(level: Any, bounds: dict[str, float], expected: list[list[int]]) -> None:
+    survivors = surviving_masks(MASKS, RATIOS, level=level, **bounds)
+    assert [one.tolist() for one in survivors] == expected
+    assert [one.dtype for one in survivors] == [one.dtype for one in MASKS]
+    assert [one.tolist() for one in MASKS] == [[1, 1, 0, 1], [1, 1], [0, 1, 1]]  # not changed
+
+
+def test_fractional_masks_survive_as_they_are() -> None:
+    masks = [torch.tensor([0.5, 0.25, 1.0])]
+    (kept,) = surviving_masks(masks, [torch.tensor([0.0, 1.0, 0.0])], high=2.0)
+    assert kept.tolist() == [0.5, 0, 1]
+    # A weighted mean of 0.25 / 1.75, not 1 / 3.
+    assert surviving_masks(masks, [torch.tensor([0.0, 1.0, 0.0])], high=1.2, level="geometric")[0].tolist() == [
+        0.5,
+        0.25,
+        1.0,
+    ]
+
+
+STEP = [
+    oracle.sample([1, 2, 3, 4], [1, 1, 0, 1], rollout_id="a", prompt_id=0),
+    oracle.sample([5, 6], [1, 1], rollout_id="b", prompt_id=0),
+    oracle.sample([7, 8, 9], [0, 1, 1], rollout_id="c", prompt_id=1),
+]
+REJECTED = [torch.tensor([0.1, 3.0, 9.0, -0.2]), torch.tensor([1.0, 0.0]), torch.tensor([0.0, 4.0, 4.0])]
+
+
+@pytest.mark.parametrize(
+    ("mode", "units", "counted", "survivors"),
+    [
+        # losses that are kept: 1 + 4 of a, 5 + 6 of b, none of c
+        ("token_mean", "all", 16 / 7, 16 / 4),
+        ("sample_mean", "all", (5 / 3 + 11 / 2) / 3, (5 / 2 + 11 / 2) / 3),
+        ("sample_mean", "active", (5 / 3 + 11 / 2) / 3, (5 / 2 + 11 / 2) / 2),
+        ("prompt_mean", "all", (16 / 5) / 2, (16 / 4) / 2),
+        ("prompt_mean", "active", (16 / 5) / 2, (16 / 4) / 1),
+    ],
+)
+def test_what_a_rejected_token_does_to_the_denominators(
+    mode: str, units: Any, counted: float, survivors: float
+) -> None:
+    """Weights of 0 leave every denominator as it was; masks made before the totals do not."""
+    masks, losses = [one.mask for one in STEP], torch.cat([one.losses for one in STEP]).float()
+    weights = importance_weights(torch.cat(REJECTED), high=5.0, outside="drop").float().bool().float()
+    ids = ids_of(STEP)
+
+    def value(masks: list[Tensor], losses: Tensor) -> float:
+        totals = StepTotals.from_loss_masks(masks, **ids)
+        return float(make_pg_loss_reducer(mode, masks, totals=totals, units=units, **ids)(losses))
+
+    assert value(masks, losses * weights) == pytest.approx(counted)
+    assert value(surviving_masks(masks, REJECTED, high=5.0), losses) == pytest.approx(survivors)
+
+
+# --- refusals, each beside its nearest legal neighbour
+
+TWO = torch.zeros(2)
+
+
+def weights(**keywords: Any) -> Call:
+    return lambda: importance_weights(TWO, **{"high": 2.0, **keywords})
+
+
+def keep(max_kl: float = 0.1, **keywords: Any) -> Call:
+    return lambda: keep_sequences(TWO, max_kl=max_kl, **keywords)
+
+
+def survive(log_ratios: list[Tensor], **keywords: Any) -> Call:
+    return lambda: surviving_masks([torch.ones(2)], log_ratios, **{"high": 2.0, **keywords})
+
+
+REFUSALS: dict[str, Refusal] = {
+    "high 0": (weights(high=0.0), ValueError, "high is 0.0: it must be finite and above 0", weights(high=0.1)),
+    "high infinite": (weights(high=math.inf), ValueError, "high is inf", weights(high=1e9)),
+    "low below 0": (weights(low=-0.1), ValueError, "low is -0.1: it must be at least 0", weights(low=0)),
+    "low not below high": (weights(low=2.0), ValueError, "low is 2.0.+below high, 2", weights(low=1.9)),
+    "an unknown way": (
+        weights(outside="mask"),
+        ValueError,
+        "there is no such way with what is outside. Choose one of cap, drop",
+        weights(outside="drop"),
+    ),
+    "max_kl 0": (keep(0.0), ValueError, "max_kl is 0.0: it must be finite and above 0", keep(1e-3)),
+    "advantages of another shape": (
+        keep(advantages=torch.zeros(3, 2)),
+        ValueError,
+        r"advantages of shape \(3, 2\)",
+        keep(advantages=torch.zeros(1)),
+    ),
+    "survivors of the policy in training": (
+        survive([torch.zeros(2, requires_grad=True)]),
+        ValueError,
+        "log-ratios of sample 0 that require grad: who survives must be known before the step's first forward",
+        survive([torch.zeros(2)]),
+    ),
+    "log-ratios of another length": (
+        survive([torch.zeros(3)]),
+        ValueError,
+        r"mask and log-ratios of sample 0 of shapes \(2,\) and \(3,\)",
+        survive([TWO]),
+    ),
+    "log-ratios of another number of samples": (
+        survive([TWO, TWO]),
+        ValueError,
+        "2 log-ratios for 1 loss masks",
+        survive([TWO]),
+    ),
+    "an unknown level": (
+        survive([TWO], level="prompt"),
+        ValueError,
+        "there is no such level of rejection. Choose one of token, sequence, geometric",
+        survive([TWO], level="sequence"),
+    ),
+}
+
+
+@each_of(REFUSALS)
+def test_refusals(refused: Call, error: type[Exception], text: str, accepted: Call) -> None:
+    check_refusal(refused, error, text, accepted)

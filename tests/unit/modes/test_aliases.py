@@ -1,0 +1,372 @@
+"""Other frameworks' names: each gives its framework's documented formula, in every layout, or is refused.
+
+`THEIRS` states those formulas a second time, in float64, on the padded [rows, tokens] matrix of the whole optimizer
+step, which is what they are written on. Nothing in it comes from the package.
+"""
+
+import argparse
+import doctest
+import itertools
+import runpy
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import oracle
+import pytest
+import torch
+from peer_steps import Batch, deal, random_batch
+from torch import Tensor
+
+from megatron_rl_loss import StepTotals, ZigzagTHD, make_pg_loss_reducer
+from megatron_rl_loss.megatron.flags import (
+    AggregationSettings,
+    add_loss_aggregation_args,
+    validate_loss_aggregation_args,
+)
+from megatron_rl_loss.modes import MODES
+from megatron_rl_loss.modes import names as aliases
+from megatron_rl_loss.modes.names import NAMES, NUMBER, format_modes, resolve
+
+DIVISOR = 5.5
+TOLERANCE = oracle.EXACT
+
+
+# ---- their formulas
+
+
+def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
+    return (values * mask).sum() / mask.sum()
+
+
+def row_sums(batch: Batch) -> Tensor:
+    return (batch.losses * batch.masks).sum(-1)
+
+
+def row_means(batch: Batch) -> Tensor:
+    return row_sums(batch) / batch.masks.sum(-1).clamp(min=1)
+
+
+def active_rows(batch: Batch) -> Tensor:
+    return (batch.masks.sum(-1) > 0).double()
+
+
+def all_tokens(batch: Batch) -> Tensor:
+    return masked_mean(batch.losses, batch.masks)
+
+
+def prompt_means(batch: Batch) -> Tensor:
+    groups = sorted(set(batch.prompts))
+    means = []
+    for group in groups:
+        rows = [row for row, prompt in enumerate(batch.prompts) if prompt == group]
+        means.append((batch.losses[rows] * batch.masks[rows]).sum() / batch.masks[rows].sum().clamp(min=1))
+    return torch.stack(means).sum() / len(groups)
+
+
+def luspo(batch: Batch) -> Tensor:
+    """A loss a sequence (here the one its tokens share), times the sequence's length, averaged over sequences."""
+    return (row_means(batch) * batch.masks.sum(-1)).mean()
+
+
+Formula = Callable[[Batch], Tensor]
+
+THEIRS: dict[str, Formula] = {
+    "verl:token-mean": all_tokens,
+    "verl:token-sum": lambda b: row_sums(b).sum(),
+    "verl:seq-mean-token-sum": lambda b: row_sums(b).sum() / b.rows,
+    "verl:seq-mean-token-sum-norm": lambda b: row_sums(b).sum() / b.rows / DIVISOR,
+    "verl:seq-mean-token-mean": lambda b: row_means(b).sum() / b.rows,
+    "verl:loss_mode=gspo": lambda b: row_means(b).sum() / b.rows,
+    "verl:loss_mode=sapo": lambda b: row_means(b).sum() / b.rows,
+    "skyrl:token_mean": lambda b: row_sums(b).sum() / b.masks.sum().clamp(min=1),
+    "skyrl:sequence_mean": lambda b: (b.losses / (b.rows * b.masks.sum(-1, keepdim=True).clamp(min=1)) * b.masks).sum(),
+    "skyrl:seq_mean_token_sum_norm": lambda b: (b.losses / (b.rows * DIVISOR) * b.masks).sum(),
+    "skyrl:prompt_mean": prompt_means,
+    "tinker:sum": lambda b: row_sums(b).sum(),
+    "open_instruct:token": all_tokens,
+    f"open_instruct:{NUMBER}": lambda b: row_sums(b).sum() / DIVISOR,
+    "trl:grpo": lambda b: row_means(b).mean(),
+    "trl:sapo": lambda b: row_means(b).mean(),
+    "trl:dr_grpo": lambda b: row_sums(b).sum() / (b.rows * DIVISOR),
+    "trl:luspo": luspo,
+    "trl:dapo": all_tokens,
+    "trl:cispo": all_tokens,
+    "trl:vespo": all_tokens,
+    "openrlhf:token_level_loss=true": all_tokens,
+    "openrlhf:token_level_loss=false": lambda b: masked_mean(row_means(b), active_rows(b)),
+    "nemo_rl:token_level_loss=true": all_tokens,
+    "nemo_rl:token_level_loss=false": lambda b: masked_mean(row_means(b), active_rows(b)),
+    "roll:token-mean": all_tokens,
+    "roll:seq-mean-token-sum": lambda b: row_sums(b).sum() / active_rows(b).sum(),
+    "roll:seq-mean-token-mean": lambda b: row_means(b).sum() / active_rows(b).sum(),
+    "roll:seq-mean-token-sum-norm": lambda b: row_sums(b).sum() / DIVISOR,
+}
+PEERS = {peer.alias: peer for peer in NAMES}
+
+
+def test_every_name_that_is_taken_has_a_formula_here() -> None:
+    assert set(THEIRS) == {alias for alias, peer in PEERS.items() if peer.mode}
+    assert len(PEERS) == len(NAMES)
+
+
+# ---- ours, as the ranks of a step would compute it
+
+
+@dataclass(frozen=True)
+class Outcome:
+    value: float
+    gradient: Tensor  # [rows, tokens]
+
+
+def written(alias: str) -> str:
+    return alias.replace(NUMBER, str(DIVISOR))
+
+
+def ours(alias: str, batch: Batch, dp_size: int, cp_size: int, *, seed: int = 0, local: bool = False) -> Outcome:
+    """Shares of all micro-batches, CP and DP ranks, added up. With `local`, each DP rank counts its own rows only."""
+    lengths = [int(mask.nonzero().max()) + 1 if mask.any() else 3 for mask in batch.masks]
+    masks = [mask[:length] for mask, length in zip(batch.masks, lengths, strict=True)]
+    leaf = batch.losses.clone().requires_grad_()
+    total = torch.zeros((), dtype=torch.float64)
+    ranks = deal(batch.rows, dp_size, seed)
+    for microbatches in ranks:
+        counted = [row for microbatch in microbatches for row in microbatch] if local else range(batch.rows)
+        totals = StepTotals.from_loss_masks(
+            [masks[row] for row in counted], prompt_ids=[batch.prompts[row] for row in counted]
+        )
+        for rows in microbatches:
+            sizes = [-(-lengths[row] // (2 * cp_size)) * 2 * cp_size for row in rows]
+            layout = ZigzagTHD([0, *itertools.accumulate(sizes)], total_lengths=[lengths[row] for row in rows])
+            slots = oracle.padded_slots([lengths[row] for row in rows], sizes)
+            for cp_rank in range(cp_size):
+                reducer = make_pg_loss_reducer(
+                    written(alias),
+                    [masks[row] for row in rows],
+                    totals=totals,
+                    divisor=DIVISOR if isinstance(PEERS[alias].divisor, str) else None,
+                    prompt_ids=[batch.prompts[row] for row in rows],
+                    layout=layout,
+                    cp_rank=cp_rank,
+                    cp_size=cp_size,
+                )
+                held = oracle.zigzag(slots, cp_rank, cp_size)
+                local_losses = [leaf.new_tensor(float("nan")) if t is None else leaf[rows[t[0]], t[1]] for t in held]
+                total = total + reducer(torch.stack(local_losses) if held else leaf.new_zeros(0)).double()
+    total.backward()
+    assert leaf.grad is not None
+    return Outcome(float(total.detach()), leaf.grad)
+
+
+def theirs(formula: Formula, batch: Batch) -> Outcome:
+    leaf = batch.losses.double().requires_grad_()
+    value = formula(Batch(leaf, batch.masks.double(), batch.prompts))
+    value.backward()
+    assert leaf.grad is not None
+    return Outcome(float(value.detach()), leaf.grad)
+
+
+def error_of(outcome: Outcome, expected: Outcome, batch: Batch) -> float:
+    """The worse of the errors of value (relative to the sum of absolute terms) and gradient (to its largest entry)."""
+    scale = float((expected.gradient.abs() * batch.losses.abs()).sum())
+    gradient = (outcome.gradient.double() - expected.gradient).abs().max() / expected.gradient.abs().max()
+    return oracle.worst_error(abs(outcome.value - expected.value) / scale, float(gradient), batch.losses.numel())
+
+
+LAYOUTS = list(itertools.product((1, 2, 4), (1, 2, 4)))
+every_layout = pytest.mark.parametrize(("dp_size", "cp_size"), LAYOUTS, ids=[f"dp{d}-cp{c}" for d, c in LAYOUTS])
+
+
+@pytest.mark.slow
+@every_layout
+@pytest.mark.parametrize("alias", THEIRS)
+def test_a_name_gives_its_frameworks_formula(
+    alias: str, dp_size: int, cp_size: int, record_property: Callable[[str, object], None]
+) -> None:
+    worst = 0.0
+    for seed in range(3):
+        batch = random_batch(seed)
+        outcome = ours(alias, batch, dp_size, cp_size, seed=seed)
+        worst = max(worst, error_of(outcome, theirs(THEIRS[alias], batch), batch))
+    assert worst < TOLERANCE
+    record_property("framework_name_parity_error", worst)
+
+
+def same(one: str, other: str) -> bool:
+    a, b = PEERS[one], PEERS[other]
+    counted = a.mode in ("sample_mean", "prompt_mean", "constant")
+    fixed = [DIVISOR if isinstance(p.divisor, str) or p.name == NUMBER else p.divisor for p in (a, b)]
+    return (a.mode, fixed[0]) == (b.mode, fixed[1]) and (not counted or a.units == b.units)
+
+
+@pytest.mark.parametrize("alias", THEIRS)
+def test_the_comparison_tells_the_formulas_apart(alias: str) -> None:
+    batch = random_batch(7)
+    outcome = ours(alias, batch, 2, 2)
+    for other, formula in THEIRS.items():
+        error = error_of(outcome, theirs(formula, batch), batch)
+        assert (error < TOLERANCE) == same(alias, other), other
+
+
+@pytest.mark.parametrize("alias", [a for a in THEIRS if PEERS[a].mode not in ("token_sum",)])
+def test_the_comparison_sees_counts_of_one_rank_only(alias: str) -> None:
+    batch = random_batch(8)
+    expected = theirs(THEIRS[alias], batch)
+    assert error_of(ours(alias, batch, 2, 1), expected, batch) < TOLERANCE
+    assert error_of(ours(alias, batch, 2, 1, local=True), expected, batch) > 0.05
+
+
+# ---- what their code does otherwise, and we do not
+
+
+def mean_of_means(batch: Batch, size: int) -> Tensor:
+    """The token mean of each micro-batch of `size` rows, averaged: SkyRL `token_mean_legacy`, TRL `bnpo`."""
+    cuts = [slice(start, start + size) for start in range(0, batch.rows, size)]
+    sums = [
+        (batch.losses[cut] * batch.masks[cut]).sum() / batch.masks[cut].sum().clamp(min=1) / len(cuts) for cut in cuts
+    ]
+    return torch.stack(sums).sum()
+
+
+@pytest.mark.parametrize("alias", ["skyrl:token_mean_legacy", "trl:bnpo"])
+def test_refused_names_have_no_value_of_their_own(alias: str) -> None:
+    batch = random_batch(3)
+    values = {size: float(mean_of_means(batch, size)) for size in (1, 2, 3, batch.rows)}
+    assert len({round(value, 4) for value in values.values()}) == 4, values
+    assert values[batch.rows] == pytest.approx(float(all_tokens(batch)))  # the nearest exact mode
+    with pytest.raises(ValueError, match=f"'{alias}': it is a mean of .* Choose 'token_mean', the nearest"):
+        resolve(alias)
+
+
+def test_differences_kept_on_purpose() -> None:
+    """Each is far from what the name gives here, on data with masked rows and values under the mask."""
+    batch = random_batch(4)
+    unmasked = theirs(lambda b: b.losses.sum() / b.masks.sum(), batch)  # ROLL's token-mean
+    phantoms = theirs(lambda b: row_sums(b).sum() / b.masks.sum(-1).clamp(min=1).sum(), batch)  # a token per masked row
+    survivors = theirs(lambda b: masked_mean(row_means(b), active_rows(b)), batch)  # verl without global_batch_size
+    assert error_of(ours("roll:token-mean", batch, 1, 1), unmasked, batch) > 0.05
+    assert error_of(ours("skyrl:token_mean", batch, 1, 1), phantoms, batch) > 0.05
+    assert error_of(ours("verl:seq-mean-token-mean", batch, 1, 1), survivors, batch) > 0.05
+
+
+# ---- names
+
+
+@pytest.mark.parametrize("mode", oracle.MODES)
+def test_our_own_names_pass_as_they_are(mode: str) -> None:
+    divisor = 3.0 if MODES[mode].takes_divisor else None
+    named = resolve(mode, divisor=divisor, units="active")
+    assert (named.mode, named.divisor, named.units, named.notice) == (MODES[mode], divisor, "active", None)
+    assert resolve(mode, divisor=divisor).units == "all"
+
+
+def test_docstring_examples() -> None:
+    result = doctest.testmod(aliases)
+    assert result.attempted > 0
+    assert result.failed == 0
+
+
+REFUSED = {
+    "unknown framework": (
+        "verk:token-mean",
+        {},
+        "there is no framework 'verk'. Did you mean verl[?] Choose one of verl, skyrl",
+    ),
+    "unknown setting": (
+        "verl:seq-mean-token-men",
+        {},
+        "verl has no such setting. Did you mean seq-mean-token-mean[?] Choose one of token-mean, token-sum",
+    ),
+    "another's spelling": ("skyrl:token-mean", {}, "Did you mean token_mean[?]"),
+    "another's case": ("openrlhf:token_level_loss=True", {}, "Did you mean token_level_loss=true[?]"),
+    "nothing close": ("trl:xyz", {}, "trl has no such setting. Choose one of grpo, sapo, dr_grpo"),
+    "no setting": ("verl:", {}, "verl has no such setting"),
+    "no number": ("open_instruct:many", {}, "open_instruct has no such setting. Choose one of token, <number>"),
+    "divisor missing": (
+        "verl:seq-mean-token-sum-norm",
+        {},
+        "without a divisor: it divides by its loss_scale_factor. Give that number \\(--loss-aggregation-divisor\\)",
+    ),
+    "another divisor": ("verl:seq-mean-token-sum", {"divisor": 8}, "divisor 8 with .*: the name stands for 1"),
+    "two numbers": ("open_instruct:16", {"divisor": 8.0}, "divisor 8.0 with .*: the name stands for 16"),
+    "no divisor": ("verl:token-mean", {"divisor": 8}, "divisor 8 with .*: the name has none"),
+    "other counting": ("openrlhf:token_level_loss=false", {"units": "all"}, "'all' with .*: openrlhf counts active"),
+    "other counting, the other way": ("trl:grpo", {"units": "active"}, "'active' with .*: trl counts all units"),
+}
+
+
+@pytest.mark.parametrize(("name", "options", "text"), REFUSED.values(), ids=REFUSED.keys())
+def test_refused(name: str, options: dict[str, object], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        resolve(name, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("verl:seq-mean-token-sum", {"divisor": 1}),
+        ("trl:grpo", {"units": "all"}),
+        ("verl:token-mean", {"units": "active"}),  # counts no unit
+        ("open_instruct:16", {"divisor": 16.0}),
+    ],
+)
+def test_what_only_repeats_a_name_is_accepted(name: str, options: dict[str, object]) -> None:
+    plain, repeated = resolve(name), resolve(name, **options)  # type: ignore[arg-type]
+    assert (plain.mode, plain.divisor) == (repeated.mode, repeated.divisor)
+
+
+def parsed(flags: str) -> AggregationSettings:
+    parser = add_loss_aggregation_args(argparse.ArgumentParser())
+    return validate_loss_aggregation_args(parser.parse_args(flags.split()))
+
+
+def test_by_flag() -> None:
+    settings = parsed("--loss-aggregation verl:seq-mean-token-sum-norm --loss-aggregation-divisor 4096")
+    assert settings.describe() == "loss aggregation: constant, divisor 4096, unit counting all"
+    assert settings == AggregationSettings.resolve("verl:seq-mean-token-sum-norm", 4096)
+    assert parsed("--loss-aggregation openrlhf:token_level_loss=false").aggregation.units == "active"
+    assert parsed("--loss-aggregation open_instruct:1024").aggregation.divisor == 1024
+    roll = parsed("--loss-aggregation roll:token-mean")
+    assert (roll.mode_name, *roll.notices) == ("token_mean", "roll:token-mean: the numerator is masked here.")
+    assert parsed("--loss-aggregation skyrl:prompt_mean").uses_prompt_ids
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        ("--loss-aggregation verl:seq-mean-token-sum-norm", "without a divisor"),
+        ("--loss-aggregation trl:grpo --loss-aggregation-units active", "trl counts all units"),
+        ("--loss-aggregation trl:bnpo", "Choose 'token_mean'"),
+        ("--loss-aggregation open_instruct:0", "divisor 0.0: it must be finite and above 0"),
+        ("--loss-aggregation open_instruct:nan", "divisor nan"),
+        ("--loss-aggregation seq-mean-token-mean", "no such mode.*verl:seq-mean-token-mean, roll:seq-mean-token-mean"),
+    ],
+)
+def test_refused_by_flag(flags: str, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        parsed(flags)
+
+
+def test_by_api_an_explicit_counting_is_told_from_none() -> None:
+    masks = [torch.ones(2), torch.zeros(3)]
+    totals = StepTotals.from_loss_masks(masks)
+    name = "openrlhf:token_level_loss=false"
+    share = make_pg_loss_reducer(name, masks, totals=totals)(torch.ones(5))
+    assert float(share) == 1  # the masked rollout is not counted
+    with pytest.raises(ValueError, match="openrlhf counts active units"):
+        make_pg_loss_reducer(name, masks, totals=totals, units="all")
+
+
+# ---- the table
+
+
+def test_the_printed_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["python -m megatron_rl_loss", "modes"])
+    runpy.run_module("megatron_rl_loss", run_name="__main__")
+    printed = capsys.readouterr().out
+    assert printed == format_modes() + "\n"
+    assert printed.isascii()
+    assert max(map(len, printed.splitlines())) <= 120
+    firsts = [line.split()[0] for line in printed.splitlines() if line]
+    for word in (*oracle.MODES, *PEERS):
+        assert firsts.count(word) == 1, word

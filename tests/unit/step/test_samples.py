@@ -1,0 +1,320 @@
+"""Samples: what is known of a micro-batch's masks, which tokens a CP rank holds, and what is refused."""
+
+import itertools
+import random
+from typing import Any
+
+import numpy as np
+import oracle
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from placements import Place, every_layout, laid_out
+from refusals import Call, Refusal, check_refusal, each_of
+from steps import quick, random_mask
+from torch import Tensor
+
+from megatron_rl_loss import Gathered, Layout, Samples, ZigzagTHD
+from megatron_rl_loss.step import LocalTokens
+
+NAN, INF = float("nan"), float("inf")
+
+
+def ones(*lengths: int) -> list[Tensor]:
+    return [torch.ones(length) for length in lengths]
+
+
+# --- masks
+
+
+def as_view(mask: Tensor) -> Tensor:
+    return mask.repeat_interleave(2)[::2]
+
+
+UNUSUAL = {
+    "every other entry of a longer tensor": [as_view(torch.tensor([1, 0, 1, 1])), torch.tensor([1, 0])],
+    "several dtypes": [torch.tensor([1, 0, 1, 1]), torch.tensor([True, False]), torch.tensor([1.0, 0.0])],
+    "fractions": [torch.tensor([1, 0.5, 0, 1]), torch.tensor([1.0, 0])],
+    "floats beyond 1": [torch.tensor([1.0, 255, 0, 1]), torch.tensor([3.0, 0])],
+    "floats whose last bits are 0": [torch.tensor([2.0**40, 0, 1])],
+    "minus zero": [torch.tensor([-0.0, 1.0])],
+    "a parameter": [torch.nn.Parameter(torch.tensor([1.0, 0, 1]))],
+    "a negated view": [torch.complex(torch.zeros(3), torch.tensor([-1.0, 0, -1])).conj().imag, torch.tensor([1.0])],
+    "one storage": list(torch.tensor([1, 0, 1, 1, 0, 0]).split([2, 4])),
+    "all empty": [torch.tensor([], dtype=torch.int64)] * 2,
+    "some empty": [torch.tensor([]), torch.tensor([1.0, 0]), torch.tensor([]), torch.tensor([1.0]), torch.tensor([])],
+}
+
+
+UNSOUND = {
+    "negative": torch.tensor([1, -1]),
+    "a negative byte": torch.tensor([1, -1], dtype=torch.int8),
+    "integers beyond 1": torch.tensor([1, 2]),
+    "bytes beyond 1": torch.tensor([1, 255], dtype=torch.uint8),
+    "longs whose last bits are 0": torch.tensor([1, 2**40]),
+    "too small for float32": torch.tensor([1, 1e-31], dtype=torch.float64),
+    "too large for float32": torch.tensor([1, 1e31], dtype=torch.float64),
+    "NaN": torch.tensor([1.0, float("nan")]),
+    "infinite": torch.tensor([1.0, float("inf")], dtype=torch.float64),
+    "negative in a negated view": torch.complex(torch.zeros(2), torch.tensor([-1.0, 1.0])).conj().imag,
+}
+
+
+@pytest.mark.parametrize("masks", UNUSUAL.values(), ids=UNUSUAL)
+def test_unusual_masks(masks: list[Tensor]) -> None:
+    samples = Samples(masks)
+    expected = torch.cat([mask.detach().double() for mask in masks])
+    assert samples.mask_lengths == [mask.numel() for mask in masks]
+    assert samples.mask_sums.tolist() == [float(mask.detach().double().sum()) for mask in masks]
+    assert samples.active_tokens.tolist() == [int((mask != 0).sum()) for mask in masks]
+    assert samples.mask_sums.dtype == samples.active_tokens.dtype == torch.float64
+    assert set(map(type, samples.mask_lengths)) <= {int}
+    for mask in (samples.local(0, 1).mask, samples.flat_mask):
+        assert torch.equal(mask.double(), expected)
+        assert mask.dtype == torch.float32
+        assert not mask.requires_grad
+
+
+@pytest.mark.parametrize("mask", UNSOUND.values(), ids=UNSOUND)
+def test_unsound_masks_are_refused_with_their_sample(mask: Tensor) -> None:
+    with pytest.raises(ValueError, match=r"the loss mask of sample 1 holds .*token weights must be finite and >= 0"):
+        Samples([torch.ones(3, dtype=mask.dtype), mask])
+
+
+def test_masks_that_change_later_change_nothing() -> None:
+    """What was measured is what is weighed."""
+    for mask in (torch.tensor([1, 1, 0, 1]), torch.tensor([1.0, 1, 0, 1]), torch.tensor([1.0, 1, 0, 1]).double()):
+        samples = Samples([mask])
+        mask.zero_()
+        assert samples.local(0, 1).mask.tolist() == [1, 1, 0, 1]
+        assert samples.mask_sums.tolist() == [3]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
+def test_sums_are_those_of_float64(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    masks = [torch.rand(n, generator=generator).to(dtype) for n in (1, 100_003, 7)]
+    # float64 sums of 10^5 terms, in whatever order
+    assert Samples(masks).mask_sums.tolist() == pytest.approx([float(mask.double().sum()) for mask in masks], rel=1e-10)
+
+
+def test_no_sample() -> None:
+    for layout, size in ((None, 0), (ZigzagTHD([0, 8], filler_slots=1), 8)):
+        samples = Samples([], layout=layout)
+        assert (len(samples), samples.total_tokens) == (0, size)
+        assert samples.mask_sums.numel() == samples.active_tokens.numel() == 0
+        local = samples.local(0, 1)
+        assert local.mask.tolist() == local.sample_index.tolist() == [0] * size
+
+
+def test_host_work_needs_no_default_device() -> None:
+    with torch.device("meta"):
+        samples = Samples([torch.ones(2, device="cpu"), torch.zeros(1, device="cpu")])
+        assert samples.local(0, 1).sample_index.tolist() == [0, 0, 1]
+    assert samples.mask_sums.tolist() == [2, 0]
+
+
+# --- what a CP rank holds
+
+
+@st.composite
+def microbatches(draw: st.DrawFn) -> list[Tensor]:
+    rng = random.Random(draw(st.integers(0, 2**32 - 1)))
+    kinds = draw(st.lists(st.sampled_from(["ones", "binary", "fractional", "zeros"]), min_size=1, max_size=6))
+    return [random_mask(kind, rng.choice([0, 1, 2, rng.randrange(3, 40)]), rng, torch.float32) for kind in kinds]
+
+
+@every_layout
+@quick
+@given(masks=microbatches())
+def test_a_rank_holds_what_the_oracle_says(masks: list[Tensor], place: Place, cp_size: int) -> None:
+    lengths = [len(mask) for mask in masks]
+    placed = laid_out(place, tuple(lengths), cp_size)
+    padded = [
+        torch.cat([m, m.new_zeros(n - len(m))]) for m, n in zip(masks, placed.mask_lengths or lengths, strict=True)
+    ]
+    samples = Samples(padded, layout=placed.layout)
+    assert samples.mask_sums.tolist() == pytest.approx([float(mask.double().sum()) for mask in masks], rel=1e-12)
+    assert samples.active_tokens.tolist() == [int((mask != 0).sum()) for mask in masks]
+    whole = torch.arange(samples.total_tokens)
+    for cp_rank, held in enumerate(placed.held):
+        local = samples.local(cp_rank, cp_size)
+        assert isinstance(local, LocalTokens)
+        assert len(local) == len(held)
+        assert local.mask.dtype == torch.float32
+        assert local.mask.tolist() == [0 if at is None else float(masks[at[0]][at[1]]) for at in held]
+        assert local.sample_index.dtype == local.positions.dtype == torch.int64
+        # Padding has the number of a sample beside it.
+        numbers = local.sample_index.tolist()
+        assert [i for i, at in zip(numbers, held, strict=True) if at is not None] == [at[0] for at in held if at]
+        assert all(0 <= i < len(masks) for i in numbers)
+        assert numbers == sorted(numbers)
+        # The same positions cut whatever lies in the buffer, of any width.
+        assert local.of(whole).tolist() == local.positions.tolist()
+        assert local.of(torch.stack([whole, -whole], 1)).tolist() == [[p, -p] for p in local.positions.tolist()]
+        if placed.layout is not None:
+            assert local.positions.tolist() == list(placed.layout.local_indices(cp_rank, cp_size))
+        assert local.num_active.shape == ()
+        assert int(local.num_active) == sum(at is not None and bool(masks[at[0]][at[1]] != 0) for at in held)
+
+
+@pytest.mark.parametrize("num_samples", [1, 5, 100])
+def test_long_and_many_pieces(num_samples: int) -> None:
+    """However the pieces are gathered."""
+    for length in (8, 4096):
+        bounds = list(itertools.accumulate([length] * num_samples, initial=0))
+        samples = Samples([torch.rand(length) for _ in range(num_samples)], layout=ZigzagTHD(bounds))
+        slots = oracle.padded_slots([length] * num_samples, [length] * num_samples)
+        for cp_rank in range(2):
+            local = samples.local(cp_rank, 2)
+            positions = [at[0] * length + at[1] for at in oracle.zigzag(slots, cp_rank, 2) if at is not None]
+            assert local.positions.tolist() == positions
+            assert torch.equal(local.mask, samples.local(0, 1).mask[positions])
+
+
+def test_in_buffer_puts_values_where_the_masks_are() -> None:
+    samples = Samples(ones(2, 3), layout=ZigzagTHD([0, 4, 8], [2, 3]))
+    values = samples.in_buffer([torch.tensor([1.0, 2]), torch.tensor([3.0, 4, 5])])
+    assert values.tolist() == [1, 2, 0, 0, 3, 4, 5, 0]
+    plain = Samples(ones(2, 3))
+    assert plain.in_buffer([torch.tensor([1.0, 2]), torch.tensor([3.0, 4, 5])]).tolist() == [1, 2, 3, 4, 5]
+
+
+# --- layouts of one's own
+
+
+class Misplaced(Layout):
+    """A layout of one's own that says where masks and a CP rank's pieces are, right or wrong."""
+
+    def __init__(
+        self, mask_starts: list[int], segments: list[tuple[int, int]], rest: list[tuple[int, int]] | None = None
+    ) -> None:
+        self.starts, self.segments, self.rest = mask_starts, segments, rest or []
+
+    @property
+    def total_tokens(self) -> int:
+        return 8
+
+    def mask_starts(self, mask_lengths: Any) -> Any:
+        return self.starts
+
+    def local_segments(self, cp_rank: int, cp_size: int) -> Any:
+        """The pieces are the last rank's; each other rank holds the rest."""
+        held = self.segments if cp_rank == cp_size - 1 else self.rest
+        starts, ends = torch.tensor(held, dtype=torch.int64).reshape(-1, 2).T
+        return starts, ends - starts
+
+
+@pytest.mark.parametrize("starts", [[4, 0], [0, 2], [-1, 4], [0, 6]], ids=["order", "overlap", "before", "beyond"])
+def test_masks_of_a_layout_stay_in_its_buffer(starts: list[int]) -> None:
+    with pytest.raises(ValueError, match=r"Misplaced puts loss masks at \[.* within the 8 tokens of its buffer"):
+        Samples(ones(3, 3), layout=Misplaced(starts, [(0, 8)]))
+    Samples(ones(3, 3), layout=Misplaced([1, 5], [(0, 8)]))
+
+
+@pytest.mark.parametrize(
+    "segments",
+    [[(4, 8), (0, 2)], [(0, 4), (3, 8)], [(-1, 4)], [(4, 9)]],
+    ids=["order", "overlap", "before", "beyond"],
+)
+def test_pieces_of_a_layout_stay_in_its_buffer(segments: list[tuple[int, int]]) -> None:
+    def held(segments: list[tuple[int, int]]) -> list[float]:
+        rest = [(2, 3), (6, 8)]
+        local = Samples(ones(3, 3), layout=Misplaced([0, 4], segments, rest)).local(1, 2)
+        return (local.mask * (local.sample_index + 1)).tolist()
+
+    with pytest.raises(ValueError, match=r"Misplaced puts what CP rank 1 of 2 holds at \["):
+        held(segments)
+    assert held([(0, 2), (3, 6)]) == [1, 1, 0, 2, 2]
+    assert held([(0, 2), (2, 2), (3, 6)]) == [1, 1, 0, 2, 2]  # pieces may be empty
+
+
+@pytest.mark.parametrize(
+    "starts",
+    [[0, 4], (0, 4), torch.tensor([0, 4], dtype=torch.int32), np.array([0, 4]), np.array([0, 4], np.uint8)],
+    ids=["list", "tuple", "tensor", "array", "bytes"],
+)
+def test_a_layout_may_say_its_positions_in_any_ints(starts: Any) -> None:
+    samples = Samples(ones(3, 3), layout=Misplaced(starts, [(0, 2), (3, 6)], [(2, 3), (6, 8)]))
+    assert samples.local(1, 2).mask.tolist() == [1, 1, 0, 1, 1]
+
+
+def test_positions_of_a_layout_are_whole_numbers() -> None:
+    for starts, text in (
+        (torch.tensor([0.0, 4.5]), r"mask_starts is .*float.* of shape \(2,\)"),
+        (np.array([0.0, 4.5]), r"mask_starts is .*float64 of shape \(2,\)"),
+        ([0, 4.5], "mask_starts holds 4.5"),
+    ):
+        with pytest.raises(TypeError, match=text):
+            Samples(ones(3, 3), layout=Misplaced(starts, [(0, 2)]))  # type: ignore[arg-type]
+
+
+# --- refusals, each beside its nearest legal neighbour
+
+
+def of_masks(*masks: Any, **keywords: Any) -> Call:
+    return lambda: Samples(list(masks), **keywords)
+
+
+def cut(layout: Layout | None, cp_rank: Any, cp_size: Any) -> Call:
+    return lambda: Samples(ones(4), layout=layout).local(cp_rank, cp_size)
+
+
+TWO = torch.ones(2)
+
+REFUSALS: dict[str, Refusal] = {
+    "negative": (
+        of_masks(TWO, torch.tensor([1.0, -0.5])),
+        ValueError,
+        "sample 1 holds -0.5: token weights must be finite and >= 0",
+        of_masks(TWO, torch.tensor([1.0, 0.5])),
+    ),
+    "negative int": (of_masks(torch.tensor([-1])), ValueError, "sample 0 holds -1.0", of_masks(torch.tensor([1]))),
+    "NaN": (
+        of_masks(torch.ones(0), torch.tensor([NAN])),
+        ValueError,
+        "sample 1 holds nan",
+        of_masks(torch.ones(0), torch.tensor([0.0])),
+    ),
+    "Inf": (of_masks(torch.tensor([INF]), TWO), ValueError, "sample 0 holds inf", of_masks(torch.tensor([1e30]), TWO)),
+    "2-D": (
+        of_masks(torch.ones(1, 2)),
+        ValueError,
+        r"sample 0 has shape \(1, 2\): it must be 1-D",
+        of_masks(torch.ones(1, 2)[0]),
+    ),
+    "0-D": (of_masks(TWO, torch.tensor(1)), ValueError, r"sample 1 has shape \(\)", of_masks(TWO, torch.tensor([1]))),
+    "a list for a mask": (of_masks([1, 1]), TypeError, "sample 0 is a list", of_masks(torch.tensor([1, 1]))),
+    "complex": (
+        of_masks(TWO, torch.ones(2, dtype=torch.complex64)),
+        TypeError,
+        "sample 1 is torch.complex64",
+        of_masks(TWO, torch.ones(2, dtype=torch.float16)),
+    ),
+    "one tensor for the list": (
+        lambda: Samples(torch.ones(2, 3)),
+        TypeError,
+        r"one tensor of shape \(2, 3\).*list\(loss_masks\)",
+        lambda: Samples(list(torch.ones(2, 3))),
+    ),
+    "masks of several devices": (
+        of_masks(TWO, torch.ones(2, device="meta")),
+        ValueError,
+        r"loss masks on \['cpu', 'meta'\]: they must share one device",
+        of_masks(TWO, TWO),
+    ),
+    "CP place of no group": (cut(None, 1, 1), ValueError, "cp_rank=1, cp_size=1", cut(None, 0, 1)),
+    "CP place of no layout": (
+        cut(None, 0, 2),
+        ValueError,
+        "cp_size is 2 and no layout.*Pass one of",
+        cut(Gathered([0, 4]), 0, 2),
+    ),
+    "CP place no ints": (cut(None, 0.0, 1), TypeError, "cp_rank=0.0, cp_size=1: both must be ints", cut(None, 0, 1)),
+}
+
+
+@each_of(REFUSALS)
+def test_refusals(refused: Call, error: type[Exception], text: str, accepted: Call) -> None:
+    check_refusal(refused, error, text, accepted)
