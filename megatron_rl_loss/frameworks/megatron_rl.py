@@ -31,6 +31,8 @@ from megatron_rl_loss.step.ids import Ids
 from megatron_rl_loss.step.layouts import Gathered, Layout, ZigzagTHD
 from megatron_rl_loss.step.samples import Samples
 
+__all__ = ["is_asked_for", "loss_aggregation", "loss_func", "samples_of", "with_loss_aggregation"]
+
 try:
     from megatron.core.rerun_state_machine import get_rerun_state_machine
     from megatron.training.global_vars import get_args

@@ -20,6 +20,8 @@ from torch import Tensor
 from megatron_rl_loss.frameworks import step_counts
 from megatron_rl_loss.frameworks.step_counts import StepCounts
 
+__all__ = ["count_steps"]
+
 _NEEDED = ("args", "data_iterator", "num_microbatches", "num_rollouts")
 _NO_COUNTS_NEEDED = "Drop --custom-megatron-init-path; ...slime.sample_mean and ...slime.constant_40960 need no counts."
 

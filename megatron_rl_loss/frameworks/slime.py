@@ -40,6 +40,8 @@ from megatron_rl_loss.reduction.sums import Reducer, WeightedSum
 from megatron_rl_loss.step.layouts import IntList, ZigzagResponse
 from megatron_rl_loss.step.samples import LocalTokens, Samples
 
+__all__ = ["Hook", "StepCounts", "begin_step", "count_steps", "make_hook", "sample_mean", "token_mean"]
+
 _HAVE_STEPS_COUNTED = (
     "have steps counted: under slime by --rollout-data-postprocess-path megatron_rl_loss.frameworks.slime.count_steps "
     "--custom-megatron-before-train-step-hook-path megatron_rl_loss.frameworks.slime.begin_step, under miles by "

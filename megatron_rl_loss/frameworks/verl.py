@@ -21,6 +21,8 @@ from megatron_rl_loss.modes.weights import unit_weights
 from megatron_rl_loss.reduction.sums import WeightedSum
 from megatron_rl_loss.step.samples import Samples
 
+__all__ = ["Installed", "agg_loss", "check_installed", "install"]
+
 
 def agg_loss(
     loss_mat: Tensor,
