@@ -31,8 +31,7 @@ from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_
 from megatron.training.arguments import parse_and_validate_args
 from rollouts import Pack, Rollout, packs_of_rank, read_rollouts
 
-from megatron_rl_loss.losses import POLICY_LOSSES, kl_estimate, policy_loss
-from megatron_rl_loss.losses.by_name import check_goes_with
+from megatron_rl_loss.losses import POLICY_LOSSES, check_goes_with, kl_estimate, policy_loss
 from megatron_rl_loss.megatron import (
     Folded,
     ForwardPass,

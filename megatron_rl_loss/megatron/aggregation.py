@@ -26,7 +26,7 @@ from megatron_rl_loss.megatron.summary import describe_step, summarize
 from megatron_rl_loss.modes.names import resolve
 from megatron_rl_loss.modes.weights import missing_counts
 from megatron_rl_loss.reduction.metrics import put_in
-from megatron_rl_loss.reduction.tap import asking
+from megatron_rl_loss.reduction.tap import observe
 from megatron_rl_loss.step.counting import agree_on
 from megatron_rl_loss.step.totals import StepTotals, attempt, compare_totals, reduce_step_totals
 
@@ -138,7 +138,7 @@ class LossAggregation:
                 self._before_step(pass_)
             audits = self._audits if training else None
             audit = nullcontext() if audits is None else audits.step(model, self._pg_collection)
-            with asking(self.settings.aggregation), audit:
+            with observe(aggregation=self.settings.aggregation), audit:
                 reports = forward_backward_func(
                     forward_step_func=checked(forward_step_func),
                     data_iterator=microbatches,

@@ -16,7 +16,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -132,19 +132,11 @@ class Microbatch:
         """The context-parallel group."""
         return self._step.cp_group
 
-    @overload
-    def segment_sum(self, values: Tensor, *, per: Per = ...) -> Replicated: ...
-    @overload
-    def segment_sum(self, values: Sequence[Tensor], *, per: Per = ...) -> tuple[Replicated, ...]: ...
-    def segment_sum(self, values: Tensor | Sequence[Tensor], *, per: Per = "sample") -> Any:
+    def segment_sum(self, values: Tensor | Sequence[Tensor], *, per: Per = "sample") -> Replicated:
         """`segments.segment_sum` over this micro-batch's samples or rollouts, whole ones: one number a sample."""
         return segment_sum(values, self.tokens, self.cp_group, per=per, totals=self.totals)
 
-    @overload
-    def segment_mean(self, values: Tensor, *, per: Per = ...) -> Replicated: ...
-    @overload
-    def segment_mean(self, values: Sequence[Tensor], *, per: Per = ...) -> tuple[Replicated, ...]: ...
-    def segment_mean(self, values: Tensor | Sequence[Tensor], *, per: Per = "sample") -> Any:
+    def segment_mean(self, values: Tensor | Sequence[Tensor], *, per: Per = "sample") -> Replicated:
         """`segments.segment_mean` over this micro-batch's samples or rollouts, whole ones: one number a sample."""
         return segment_mean(values, self.tokens, self.cp_group, per=per, totals=self.totals)
 

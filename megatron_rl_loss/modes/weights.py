@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_rl_loss.errors import place_in_cp, require
+from megatron_rl_loss.errors import check_one_each, place_in_cp, require
 from megatron_rl_loss.modes.names import Aggregation, resolve
 from megatron_rl_loss.modes.table import Mode, ModeFunction, ModeInputs, OwnMode, Weights
 from megatron_rl_loss.step.masks import SMALLEST, Values
@@ -68,40 +68,92 @@ def weigh(aggregation: Aggregation, local: LocalTokens, totals: StepTotals) -> T
     mode, samples = aggregation.mode, local.samples
     if isinstance(mode, OwnMode):
         return samples.masks.tensor(local.flags * _own_weights(mode, aggregation, local, totals))
-    beside = _unit_weights(mode, aggregation, local, totals)
+    if not len(samples):
+        return unit_weights(local)
+    _check_ids_agree(mode, samples, totals)
+    num_units = _number_of_units(mode, aggregation.units, totals)
+    size = aggregation.divisor if mode.takes_divisor else _unit_tokens(mode, samples, totals)
+    of_unit = " or its unit's tokens" if mode.size == "tokens" else ""
+    counts = "step_tokens" if mode.unit == "step" else f"{mode.unit}s.{aggregation.units}{of_unit}"
+    return unit_weights(local, size, num_units, named=f"totals whose {counts} are 0")
+
+
+def unit_weights(
+    local: LocalTokens,
+    size: float | Tensor | Sequence[float] | None = None,
+    num_units: float = 1,
+    *,
+    named: str = "a unit whose size is 0",
+) -> Tensor:
+    """``m / (D * U)`` for every token that this rank holds; without U, ``m / D``: the weight inside a token's unit.
+
+    For a trainer that divides by the number of units itself. `token_weights` takes D and U from the step's totals.
+
+    >>> samples = Samples([torch.tensor([1, 1, 0]), torch.tensor([1])])
+    >>> unit_weights(samples.local(0, 1))
+    tensor([0.5000, 0.5000, 0.0000, 1.0000])
+
+    Args:
+        local: the tokens that this rank holds.
+        size: D: a number for all tokens (a divisor, the tokens of the step), or a number per sample (the mask tokens
+            that its unit has in the whole step), [num_samples]; None where each sample is a unit: its mask sum.
+        num_units: U.
+        named: how an error names a D * U of 0.
+
+    Returns:
+        float32 [num_local_tokens], on the masks' device, in the order of the layout; 0 where the mask is 0. Where every
+        CP rank holds every token (`Gathered`), each has 1/cp_size of the weight.
+
+    Raises:
+        ValueError: D * U is 0 for an active token; a weight that float32 rounds to 0; sizes of another number than
+            samples. On a device, a device assertion.
+    """
+    samples, masks = local.samples, local.samples.masks
+    if not len(samples):
+        return masks.tensor(local.flags)
+    number = num_units * local.copies
+    beside: Values
+    if isinstance(size, int | float):
+        product = size * number
+        active = samples.sums
+        _require_units(True if product else (active == 0).all(), named)
+        beside = 1 / max(product, SMALLEST)
+        kept = beside > _TINY
+    else:
+        if size is None:
+            sizes = samples.sums
+            sound = number != 0 or (samples.sums == 0).all()  # its own sum is 0 where it has no active token
+        else:
+            sizes = torch.as_tensor(size, dtype=torch.float64)
+            check_one_each("unit sizes", len(sizes), "loss masks", len(samples))
+            sizes = masks.from_host(sizes)
+            sound = ((sizes * float(number) > 0) | (samples.sums == 0)).all()
+        _require_units(sound, named)
+        inverse = masks.inverse(sizes, number)
+        beside = inverse if len(samples) == 1 else local.spread(inverse)  # one is broadcast
+        kept = True
     weights = local.flags * beside
-    if (isinstance(beside, float) or not samples.masks.holds_flags) and len(samples):
-        kept = beside > _TINY if samples.masks.holds_flags else samples.masks.keep_all(weights, local.flags)
-        require(
-            kept,
-            lambda: "a token weight that float32 rounds to 0",
-            "the token would silently not be trained. Use a smaller divisor, or masks that are not so small.",
-        )
-    return samples.masks.tensor(weights)
+    if not masks.holds_flags:
+        kept = masks.keep_all(weights, local.flags)
+    require(
+        kept,
+        lambda: "a token weight that float32 rounds to 0",
+        "the token would silently not be trained. Use a smaller divisor, or masks that are not so small.",
+    )
+    return masks.tensor(weights)
+
+
+def _require_units(sound: "bool | Tensor", named: str) -> None:
+    """Refuse a size or a number of units that is 0 where this micro-batch has active tokens."""
+    require(
+        sound,
+        lambda: f"active tokens in a micro-batch, and {named}",
+        "the totals must be those of the whole step. Make them from all its masks.",
+    )
 
 
 #: The smallest float32 that is not rounded to fewer bits.
 _TINY = float(np.finfo(np.float32).tiny)
-
-
-def _unit_weights(mode: Mode, aggregation: Aggregation, local: LocalTokens, totals: StepTotals) -> Values:
-    """``1 / (D * U)`` of each token's unit, shared by the ranks that hold copies: one number, or float32 values."""
-    samples = local.samples
-    if not len(samples):
-        return 0.0
-    _check_ids_agree(mode, samples, totals)
-    number = _number_of_units(mode, aggregation.units, totals) * local.copies
-    size = aggregation.divisor if mode.takes_divisor else _unit_tokens(mode, samples, totals)
-    assert size is not None  # resolve saw to it
-    if not isinstance(size, float):  # one a sample
-        if size is not samples.sums or number == 0:  # its own sum is 0 where it has no active token
-            sound = ((size * float(number) > 0) | (samples.sums == 0)).all()
-            _require_units(sound, mode, aggregation.units)
-        inverse = samples.masks.inverse(size, number)
-        return inverse if len(samples) == 1 else local.spread(inverse)  # one is broadcast
-    if size * number == 0:
-        _require_units((samples.sums == 0).all(), mode, aggregation.units)
-    return 1 / max(size * number, SMALLEST)
 
 
 def missing_counts(aggregation: Aggregation, totals: StepTotals, *, with_rollout_ids: bool) -> list[str]:
@@ -117,17 +169,6 @@ def missing_counts(aggregation: Aggregation, totals: StepTotals, *, with_rollout
         if mode.unit == "prompt" or with_rollout_ids:
             needed[f"{mode.unit}s.tokens"] = units.tokens
     return [name for name, count in needed.items() if count is None]
-
-
-def _require_units(sound: "bool | Tensor", mode: Mode, units: UnitCounting) -> None:
-    """Refuse totals whose counts are 0 where this micro-batch has active tokens."""
-    of_unit = " or its unit's tokens" if mode.size == "tokens" else ""
-    counts = "step_tokens" if mode.unit == "step" else f"{mode.unit}s.{units}{of_unit}"
-    require(
-        sound,
-        lambda: f"active tokens in a micro-batch, and totals whose {counts} are 0",
-        "the totals must be those of the whole step. Make them from all its masks.",
-    )
 
 
 def _check_ids_agree(mode: Mode, samples: Samples, totals: StepTotals) -> None:
@@ -164,8 +205,11 @@ def _number_of_units(mode: Mode, units: UnitCounting, totals: StepTotals) -> int
     return number
 
 
-def _unit_tokens(mode: Mode, samples: Samples, totals: StepTotals) -> Values:
-    """Mask tokens over the whole step: of the unit of each sample, float64 [num_samples], or of the step itself."""
+def _unit_tokens(mode: Mode, samples: Samples, totals: StepTotals) -> float | Tensor | None:
+    """Mask tokens over the whole step: of the unit of each sample, float64 [num_samples], or of the step itself.
+
+    None where each sample is a unit.
+    """
     if mode.unit == "step":
         if totals.step_tokens is None:
             raise ValueError(
@@ -180,14 +224,14 @@ def _unit_tokens(mode: Mode, samples: Samples, totals: StepTotals) -> Values:
             "prompt_ids, one a sample."
         )
     if ids is None:
-        return samples.sums  # a sample is a rollout
+        return None  # a sample is a rollout
     tokens = _units_of(mode, totals).tokens
     if tokens is None:
         raise ValueError(
             f"totals without {mode.unit}s.tokens: loss aggregation {mode.name!r} needs it. Make the totals with the "
             "ids of the samples (StepTotals.from_loss_masks), or give the count yourself."
         )
-    return samples.masks.from_host(tokens.of(f"{mode.unit}_ids", ids))  # type: ignore[union-attr]
+    return tokens.of(f"{mode.unit}_ids", ids)  # type: ignore[union-attr]
 
 
 def _units_of(mode: Mode, totals: StepTotals) -> UnitCounts:

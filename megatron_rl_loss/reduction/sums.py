@@ -15,7 +15,7 @@ from megatron_rl_loss.errors import place_in_cp
 from megatron_rl_loss.modes.names import Aggregation, resolve
 from megatron_rl_loss.modes.table import ModeFunction, OwnMode
 from megatron_rl_loss.modes.weights import weigh, weigh_at_the_door
-from megatron_rl_loss.reduction.tap import Declared, is_listening, tap
+from megatron_rl_loss.reduction.tap import DeclaredTerm, is_observed, tap
 from megatron_rl_loss.step.ids import Ids
 from megatron_rl_loss.step.layouts import Layout
 from megatron_rl_loss.step.masks import HostMasks
@@ -110,7 +110,7 @@ class WeightedSum:
     ) -> tuple[Tensor, list[Tensor]]:
         """This sum of the losses, and sums of further values, not differentiated, by `metric_sum` (by default this)."""
         self.check("per_token_loss", per_token_loss)
-        if is_listening():
+        if is_observed():
             self.tap(per_token_loss, self.name)
         metric_sum = metric_sum or self
         for values in metrics:
@@ -133,9 +133,9 @@ class WeightedSum:
 
     def tap(self, values: Tensor, name: str, coef: float | None = None) -> None:
         """Let an audit hear the gradient of these losses, and what it should be; of a term with its coefficient."""
-        declared = None if coef is None else Declared(self._aggregation, coef)
+        term = None if coef is None else DeclaredTerm(self._aggregation, coef)
         factor = self.gradient_scale * (1.0 if coef is None else coef)
-        tap(values, name, samples=self._samples, asked=lambda: self.weights * factor, declared=declared)
+        tap(values, name, samples=self._samples, expected_weights=lambda: self.weights * factor, term=term)
 
     def scaled(self, share: Tensor) -> Tensor:
         """The same value with `gradient_scale` times its gradient."""

@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron_rl_loss.modes.table import ModeFunction
 from megatron_rl_loss.reduction.sums import WeightedSum, sums_by_weights
-from megatron_rl_loss.reduction.tap import is_listening
+from megatron_rl_loss.reduction.tap import is_observed
 from megatron_rl_loss.step.totals import UnitCounting
 
 
@@ -52,7 +52,7 @@ class WeighedTerm:
 
     def heard(self) -> "WeighedTerm":
         """The term with losses that an audit hears, apart from what else is made of them; without one, itself."""
-        if not is_listening():
+        if not is_observed():
             return self
         values = self.values.view_as(self.values)
         self.reducer.tap(values, self.name, self.coef)

@@ -101,7 +101,7 @@ class HostMasks:
         """Where the pieces are in the buffer, int64."""
         return concatenated_ranges(starts, lengths)
 
-    def inverse(self, sizes: Values, number: int) -> Values:
+    def inverse(self, sizes: Values, number: float) -> Values:
         """``1 / (sizes * number)``, and something finite for 0, float32."""
         return np.array([1 / max(size * number, SMALLEST) for size in sizes.tolist()], np.float32)
 
@@ -173,7 +173,7 @@ class DeviceMasks:
         shifts = self._moved([start - held for start, held in zip(starts, starts_of(lengths), strict=True)])
         return torch.arange(sum(lengths), device=shifts.device) + self.repeat(shifts, lengths)
 
-    def inverse(self, sizes: Tensor, number: int) -> Values:
+    def inverse(self, sizes: Tensor, number: float) -> Values:
         return (1 / (sizes * float(number)).clamp(min=SMALLEST)).float()
 
     def keep_all(self, weights: Tensor, flags: Tensor) -> Any:

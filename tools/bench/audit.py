@@ -109,7 +109,7 @@ def main() -> None:
     times = {name: min(found) for name, found in take_turns(ways, options.seconds, 5, DEVICE).items()}
     with Audit(model, gather=False) as audit:
         step(contextlib.nullcontext())
-    heard = [one for of_term in audit._taps.heard.values() for one in of_term.values()]
+    heard = [one for of_term in audit._taps.losses.values() for one in of_term.values()]
     kept = sum(one.gradient.nbytes for one in heard if one.gradient is not None)
     sizes = f"{options.tokens} tokens, {options.microbatches} micro-batches, anchor of {options.hidden} entries"
     print(f"{sizes}; {machine(DEVICE)}")
