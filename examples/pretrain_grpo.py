@@ -39,9 +39,9 @@ from megatron_rl_loss.megatron import (
     Microbatch,
     OutputHead,
     Tokens,
+    add_loss_aggregation_args,
     next_microbatch,
 )
-from megatron_rl_loss.megatron.flags import add_loss_aggregation_args
 
 
 def add_args(parser: ArgumentParser) -> ArgumentParser:
