@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron_rl_loss.errors import check_choice, require
 from megatron_rl_loss.reduction.sums import check_values
-from megatron_rl_loss.step.counting import Group
+from megatron_rl_loss.step.collectives import Group
 from megatron_rl_loss.step.samples import LocalTokens, Samples
 from megatron_rl_loss.step.totals import StepTotals, TokensById
 
@@ -207,8 +207,9 @@ def _check_whole(samples: Samples, rollouts: Tensor, rollout: Tensor, totals: St
     """Refuse a rollout that has tokens in another micro-batch or on another data-parallel rank."""
     if totals is None or not isinstance(totals.rollouts.tokens, TokensById):
         return
-    here = samples.masks.grouped(samples.sums, rollout, len(rollouts))
-    whole = samples.masks.from_host(totals.rollouts.tokens.of("rollout_ids", rollouts))
+    sums = samples.mask_sums
+    here = sums.new_zeros(len(rollouts)).index_add_(0, rollout.to(sums.device), sums)
+    whole = totals.rollouts.tokens.of("rollout_ids", rollouts).to(sums.device, non_blocking=True)
     missing = whole * _SLACK - here
 
     def given() -> str:

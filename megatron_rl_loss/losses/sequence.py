@@ -19,7 +19,7 @@ from megatron_rl_loss.losses.token import (
     policy_loss_of,
     ratio_bounds,
 )
-from megatron_rl_loss.step.counting import Group
+from megatron_rl_loss.step.collectives import Group
 from megatron_rl_loss.step.samples import LocalTokens
 from megatron_rl_loss.step.totals import StepTotals
 

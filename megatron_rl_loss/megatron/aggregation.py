@@ -27,8 +27,9 @@ from megatron_rl_loss.modes.names import resolve
 from megatron_rl_loss.modes.weights import missing_counts
 from megatron_rl_loss.reduction.metrics import put_in
 from megatron_rl_loss.reduction.tap import asking
-from megatron_rl_loss.step.counting import agree_on
-from megatron_rl_loss.step.totals import StepTotals, attempt, compare_totals, reduce_step_totals
+from megatron_rl_loss.step.collectives import agree_on, attempt
+from megatron_rl_loss.step.counting import compare_totals, reduce_step_totals
+from megatron_rl_loss.step.totals import StepTotals
 
 logger = logging.getLogger(__name__)
 

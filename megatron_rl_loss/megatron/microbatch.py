@@ -27,7 +27,7 @@ from megatron_rl_loss.modes.weights import missing_counts
 from megatron_rl_loss.reduction.metrics import MODE_OF, Metric, Parts
 from megatron_rl_loss.reduction.sums import WeightedSum, reducer_of
 from megatron_rl_loss.reduction.terms import Term, WeighedTerm, sum_terms
-from megatron_rl_loss.step.counting import Group
+from megatron_rl_loss.step.collectives import Group
 from megatron_rl_loss.step.samples import LocalTokens, Samples
 from megatron_rl_loss.step.totals import StepTotals
 
