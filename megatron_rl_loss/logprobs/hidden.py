@@ -25,7 +25,7 @@ from torch import Tensor
 
 from megatron_rl_loss.errors import check_int
 from megatron_rl_loss.logprobs.logits import Keep, LogProbs, Reading
-from megatron_rl_loss.step.counting import Group, if_several, size_of
+from megatron_rl_loss.step.collectives import Group, if_several, size_of
 
 # Newer names of torch's, where it has them: it warns of the older ones.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
