@@ -14,8 +14,7 @@ from megatron_rl_loss.megatron.carriers import MEAN, Carried, Carrier, Count, Re
 from megatron_rl_loss.modes.names import Aggregation, resolve
 from megatron_rl_loss.modes.weights import missing_counts
 from megatron_rl_loss.reduction.metrics import MODE_OF, Metric, Parts
-from megatron_rl_loss.reduction.sums import WeightedSum, reducer_of
-from megatron_rl_loss.reduction.terms import Term, WeighedTerm, sum_terms
+from megatron_rl_loss.reduction.sums import Summand, Term, WeightedSum, reducer_of, sum_terms
 from megatron_rl_loss.step.counting import Group
 from megatron_rl_loss.step.samples import LocalTokens, Samples
 from megatron_rl_loss.step.totals import StepTotals
@@ -177,41 +176,39 @@ class Microbatch:
                 loss or of a term; no term; a term's mode or mask that nothing was counted for; metrics whose names
                 differ from those of the step's first micro-batch (Megatron would miss them).
         """
-        metrics = metrics or {}
-        terms = losses if isinstance(losses, Mapping) else {"pg_loss": losses}
         several = isinstance(losses, Mapping)
-        taken = {"loss", *terms} if several else {"pg_loss"}
-        if clash := sorted(taken & set(metrics)):
-            raise ValueError(
-                f"a metric named {clash[0]!r}: the loss itself, or a term of it, is reported by that name. Choose "
-                "another name."
-            )
-        plain = [values for values in metrics.values() if not isinstance(values, Metric)]
-        if not isinstance(losses, Mapping | Term) and len(plain) == len(metrics):
-            metric_sum = self.sample_mean if metrics else None
-            share, sums = self.pg_loss.with_metrics(losses, plain, metric_sum)
-            return self.carry(share, {"pg_loss": share, **dict(zip(metrics, sums, strict=True))})
+        terms = losses if isinstance(losses, Mapping) else {"pg_loss": losses}
         if not terms or (several and "loss" in terms):
             raise ValueError(
                 f"a loss of the terms {list(terms)}: there must be one at least, and none named 'loss', which is their "
                 'sum. Name each term, e.g. {"pg": losses, "kl": Term(kl, coef=0.01)}.'
             )
-        weighed = [self._weighed(name, term) for name, term in terms.items()]
-        asked = {name: one if isinstance(one, Metric) else Metric(one) for name, one in metrics.items()}
-        reducers = {name: self._reducer_of_metric(name, metric) for name, metric in asked.items()}
-        rows = [(row, reducers[name]) for name, metric in asked.items() for row in metric.rows()]
-        share, own, sums = sum_terms(weighed, rows)
+        of_step = {name: one if isinstance(one, Metric) else Metric(one) for name, one in (metrics or {}).items()}
+        if clash := sorted(of_step.keys() & ({"loss", *terms} if several else terms.keys())):
+            raise ValueError(
+                f"a metric named {clash[0]!r}: the loss itself, or a term of it, is reported by that name. Choose "
+                "another name."
+            )
+        summands = (
+            [self._summand(name, term) for name, term in terms.items()]
+            if isinstance(losses, Mapping | Term)
+            else [Summand(losses, self.pg_loss)]
+        )
+        reducers = {name: self._reducer_of_metric(name, metric) for name, metric in of_step.items()}
+        share, own, sums = sum_terms(
+            summands, [(row, reducers[name]) for name, metric in of_step.items() for row in metric.rows()]
+        )
         report = {"loss": share, **dict(zip(terms, own, strict=True))} if several else {"pg_loss": share}
-        found = iter(sums)
-        for name, metric in asked.items():
+        rest = iter(sums)
+        for name, metric in of_step.items():
             if metric.is_sum:
-                report[name] = next(found)
+                report[name] = next(rest)
                 continue
             report[name] = torch.full_like(share.detach(), math.nan)  # until the step is finished
             if metric.is_extreme:
                 part = metric.extreme(reducers[name])
             else:
-                part = torch.stack([next(found) for _ in range(3)]).double()
+                part = torch.stack([next(rest) for _ in range(3)]).double()
             self._step.parts.add(name, metric.kind, part)
         return self.carry(share, report)
 
@@ -224,7 +221,7 @@ class Microbatch:
         reducer.check("a metric", metric.values)
         return reducer
 
-    def _weighed(self, name: str, term: Tensor | Term) -> WeighedTerm:
+    def _summand(self, name: str, term: Tensor | Term) -> Summand:
         """A term with the reducer of its mode and mask; those that share both share the weights."""
         term = term if isinstance(term, Term) else Term(term)
         policy = self._step.aggregation
@@ -241,7 +238,7 @@ class Microbatch:
                 f"the term {name!r} with coef={term.coef!r}: it must be finite. Pass a number; 0 reports a term "
                 "without training on it."
             )
-        return WeighedTerm(name, term.values, self._reducer_by(name, aggregation, term.mask), term.coef)
+        return Summand(term.values, self._reducer_by(name, aggregation, term.mask), term.coef, name)
 
     def _reducer_by(self, name: str, aggregation: Aggregation, mask: str | None) -> WeightedSum:
         """Made once for each mode and mask."""

@@ -36,7 +36,6 @@ from torch import Tensor
 from megatron_rl_loss import Samples, StepTotals, ZigzagBSHD, ZigzagResponse
 from megatron_rl_loss.modes.names import Aggregation, resolve
 from megatron_rl_loss.reduction import sums as reduction
-from megatron_rl_loss.reduction.sums import WeightedSum
 from megatron_rl_loss.step import LocalTokens, layouts, totals
 
 TOLERANCE = oracle.EXACT
@@ -362,12 +361,12 @@ def numerator_without_mask(aggregation: Aggregation, local: LocalTokens, step_to
 
 
 def multiplied_by_mask(patch: pytest.MonkeyPatch) -> None:
-    def with_metrics(self: Any, losses: Tensor, metrics: Sequence[Tensor], metric_sum: Any) -> Any:
-        first, *others = ((values.reshape(-1).float() * self.weights).sum() for values in (losses, *metrics))
-        return first, others
+    def sums(rows: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
+        return torch.stack(
+            [(row.reshape(-1).float() * weight).sum() for row, weight in zip(rows, weights, strict=True)]
+        )
 
-    patch.setattr(WeightedSum, "with_metrics", with_metrics)
-    patch.setattr(WeightedSum, "__call__", lambda self, losses: with_metrics(self, losses, [], self)[0])
+    patch.setattr(reduction, "_sums", sums)
 
 
 def counted_by_length(patch: pytest.MonkeyPatch) -> None:
