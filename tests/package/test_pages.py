@@ -17,7 +17,7 @@ import torch
 from pages import PAGES, broken_links, code_of
 from repository import EXAMPLES, ROOT
 
-from megatron_rl_loss.example_files import example_files, with_companions
+from megatron_rl_loss.__main__ import example_files, with_companions
 from megatron_rl_loss.megatron import add_loss_aggregation_args
 from megatron_rl_loss.modes import MODES, available_modes, resolve
 from megatron_rl_loss.modes import names as mode_names

@@ -14,8 +14,7 @@ from repository import ROOT
 import megatron_rl_loss
 
 PACKAGE = "megatron_rl_loss"
-ORDER = ["errors", "step", "modes", "reduction", "losses", "logprobs", "megatron", "frameworks", "audit"]
-ORDER += ["example_files", "__main__"]
+ORDER = ["errors", "step", "modes", "reduction", "losses", "logprobs", "megatron", "frameworks", "audit", "__main__"]
 FILES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
     for path in (ROOT / PACKAGE).rglob("*.py")
