@@ -26,6 +26,8 @@ FOLDERS = [module for module, path in FILES.items() if path.name == "__init__.py
 def imports_of(tree: ast.AST, *, in_functions: bool = False) -> Iterator[str]:
     """Modules of the package that a file imports at module level, or only those inside its functions."""
     for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+            continue
         is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         if is_function and in_functions:
             yield from imports_of(ast.Module(node.body, []))
