@@ -6,14 +6,13 @@ Reducers sum weight * loss; folding multiplies weights to advantages; the framew
 from collections.abc import Sequence
 from numbers import Real
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_rl_loss.errors import place_in_cp, require
+from megatron_rl_loss.errors import check_one_each, place_in_cp, require
 from megatron_rl_loss.modes.names import Aggregation, resolve
 from megatron_rl_loss.modes.table import Mode, ModeFunction, ModeInputs, OwnMode, Weights
-from megatron_rl_loss.step.masks import SMALLEST, Values
+from megatron_rl_loss.step.masks import SMALLEST, inverse
 from megatron_rl_loss.step.samples import LocalTokens, Samples
 from megatron_rl_loss.step.totals import StepTotals, UnitCounting, UnitCounts
 
@@ -67,41 +66,86 @@ def weigh(aggregation: Aggregation, local: LocalTokens, totals: StepTotals) -> T
     """`token_weights` of parts that are made already."""
     mode, samples = aggregation.mode, local.samples
     if isinstance(mode, OwnMode):
-        return samples.masks.tensor(local.flags * _own_weights(mode, aggregation, local, totals))
-    beside = _unit_weights(mode, aggregation, local, totals)
-    weights = local.flags * beside
-    if (isinstance(beside, float) or not samples.masks.holds_flags) and len(samples):
-        kept = beside > _TINY if samples.masks.holds_flags else samples.masks.keep_all(weights, local.flags)
-        require(
-            kept,
-            lambda: "a token weight that float32 rounds to 0",
-            "the token would silently not be trained. Use a smaller divisor, or masks that are not so small.",
-        )
-    return samples.masks.tensor(weights)
+        return local.mask * _own_weights(mode, aggregation, local, totals)
+    if not len(samples):
+        return unit_weights(local)
+    _check_ids_agree(mode, samples, totals)
+    num_units = _number_of_units(mode, aggregation.units, totals)
+    size = aggregation.divisor if mode.takes_divisor else _unit_tokens(mode, samples, totals)
+    of_unit = " or its unit's tokens" if mode.size == "tokens" else ""
+    counts = "step_tokens" if mode.unit == "step" else f"{mode.unit}s.{aggregation.units}{of_unit}"
+    return unit_weights(local, size, num_units, named=f"totals whose {counts} are 0")
+
+
+def unit_weights(
+    local: LocalTokens,
+    size: float | Tensor | Sequence[float] | None = None,
+    num_units: float = 1,
+    *,
+    named: str = "a unit whose size is 0",
+) -> Tensor:
+    """``m / (D * U)`` for every token that this rank holds; without U, ``m / D``: the weight inside a token's unit.
+
+    For a trainer that divides by the number of units itself. `token_weights` takes D and U from the step's totals.
+
+    >>> samples = Samples([torch.tensor([1, 1, 0]), torch.tensor([1])])
+    >>> unit_weights(samples.local(0, 1))
+    tensor([0.5000, 0.5000, 0.0000, 1.0000])
+
+    Args:
+        local: the tokens that this rank holds.
+        size: D: a number for all tokens (a divisor, the tokens of the step), or a number per sample (the mask tokens
+            that its unit has in the whole step), [num_samples]; None where each sample is a unit: its mask sum.
+        num_units: U.
+        named: how an error names a D * U of 0.
+
+    Returns:
+        float32 [num_local_tokens], on the masks' device, in the order of the layout; 0 where the mask is 0. Where every
+        CP rank holds every token (`Gathered`), each has 1/cp_size of the weight.
+
+    Raises:
+        ValueError: D * U is 0 for an active token; a weight that float32 rounds to 0; sizes of another number than
+            samples. On a device, a device assertion.
+    """
+    samples = local.samples
+    if not len(samples):
+        return local.mask
+    sums, number = samples.mask_sums, num_units * local.copies
+    kept: bool | Tensor = True
+    if isinstance(size, int | float):
+        _require_units(size * number > 0 or (sums == 0).all(), named)
+        one_weight = 1 / max(size * number, SMALLEST)
+        weights, kept = local.mask * one_weight, one_weight >= _TINY
+    else:
+        sizes = sums
+        if size is not None:
+            sizes = torch.as_tensor(size, dtype=torch.float64).to(sums.device, non_blocking=True)
+            check_one_each("unit sizes", len(sizes), "loss masks", len(samples))
+        if size is not None or number == 0:  # a sample's own sum is 0 only where it has no active token
+            _require_units(((sizes * number > 0) | (sums == 0)).all(), named)
+        of_samples = inverse(sizes, number)
+        weights = local.mask * (of_samples if len(samples) == 1 else local.spread(of_samples))
+    if not samples.holds_flags:
+        kept = ((weights == 0) == (local.mask == 0)).all()
+    require(
+        kept,
+        lambda: "a token weight that float32 rounds to 0",
+        "the token would silently not be trained. Use a smaller divisor, or masks that are not so small.",
+    )
+    return weights
+
+
+def _require_units(holds: bool | Tensor, named: str) -> None:
+    """Refuse a size or a number of units that is 0 where this micro-batch has active tokens."""
+    require(
+        holds,
+        lambda: f"active tokens in a micro-batch, and {named}",
+        "the totals must be those of the whole step. Make them from all its masks.",
+    )
 
 
 #: The smallest float32 that is not rounded to fewer bits.
-_TINY = float(np.finfo(np.float32).tiny)
-
-
-def _unit_weights(mode: Mode, aggregation: Aggregation, local: LocalTokens, totals: StepTotals) -> Values:
-    """``1 / (D * U)`` of each token's unit, shared by the ranks that hold copies: one number, or float32 values."""
-    samples = local.samples
-    if not len(samples):
-        return 0.0
-    _check_ids_agree(mode, samples, totals)
-    number = _number_of_units(mode, aggregation.units, totals) * local.copies
-    size = aggregation.divisor if mode.takes_divisor else _unit_tokens(mode, samples, totals)
-    assert size is not None  # resolve saw to it
-    if not isinstance(size, float):  # one a sample
-        if size is not samples.sums or number == 0:  # its own sum is 0 where it has no active token
-            sound = ((size * float(number) > 0) | (samples.sums == 0)).all()
-            _require_units(sound, mode, aggregation.units)
-        inverse = samples.masks.inverse(size, number)
-        return inverse if len(samples) == 1 else local.spread(inverse)  # one is broadcast
-    if size * number == 0:
-        _require_units((samples.sums == 0).all(), mode, aggregation.units)
-    return 1 / max(size * number, SMALLEST)
+_TINY = torch.finfo(torch.float32).tiny
 
 
 def missing_counts(aggregation: Aggregation, totals: StepTotals, *, with_rollout_ids: bool) -> list[str]:
@@ -117,17 +161,6 @@ def missing_counts(aggregation: Aggregation, totals: StepTotals, *, with_rollout
         if mode.unit == "prompt" or with_rollout_ids:
             needed[f"{mode.unit}s.tokens"] = units.tokens
     return [name for name, count in needed.items() if count is None]
-
-
-def _require_units(sound: "bool | Tensor", mode: Mode, units: UnitCounting) -> None:
-    """Refuse totals whose counts are 0 where this micro-batch has active tokens."""
-    of_unit = " or its unit's tokens" if mode.size == "tokens" else ""
-    counts = "step_tokens" if mode.unit == "step" else f"{mode.unit}s.{units}{of_unit}"
-    require(
-        sound,
-        lambda: f"active tokens in a micro-batch, and totals whose {counts} are 0",
-        "the totals must be those of the whole step. Make them from all its masks.",
-    )
 
 
 def _check_ids_agree(mode: Mode, samples: Samples, totals: StepTotals) -> None:
@@ -164,8 +197,11 @@ def _number_of_units(mode: Mode, units: UnitCounting, totals: StepTotals) -> int
     return number
 
 
-def _unit_tokens(mode: Mode, samples: Samples, totals: StepTotals) -> Values:
-    """Mask tokens over the whole step: of the unit of each sample, float64 [num_samples], or of the step itself."""
+def _unit_tokens(mode: Mode, samples: Samples, totals: StepTotals) -> float | Tensor | None:
+    """Mask tokens over the whole step: of the unit of each sample, float64 [num_samples], or of the step itself.
+
+    None where each sample is a unit.
+    """
     if mode.unit == "step":
         if totals.step_tokens is None:
             raise ValueError(
@@ -180,25 +216,25 @@ def _unit_tokens(mode: Mode, samples: Samples, totals: StepTotals) -> Values:
             "prompt_ids, one a sample."
         )
     if ids is None:
-        return samples.sums  # a sample is a rollout
+        return None  # a sample is a rollout
     tokens = _units_of(mode, totals).tokens
     if tokens is None:
         raise ValueError(
             f"totals without {mode.unit}s.tokens: loss aggregation {mode.name!r} needs it. Make the totals with the "
             "ids of the samples (StepTotals.from_loss_masks), or give the count yourself."
         )
-    return samples.masks.from_host(tokens.of(f"{mode.unit}_ids", ids))  # type: ignore[union-attr]
+    return tokens.of(f"{mode.unit}_ids", ids)  # type: ignore[union-attr]
 
 
 def _units_of(mode: Mode, totals: StepTotals) -> UnitCounts:
     return totals.prompts if mode.unit == "prompt" else totals.rollouts
 
 
-def _own_weights(mode: OwnMode, aggregation: Aggregation, local: LocalTokens, totals: StepTotals) -> Values:
+def _own_weights(mode: OwnMode, aggregation: Aggregation, local: LocalTokens, totals: StepTotals) -> Tensor:
     """What a user's mode returned, for each token, shared by the ranks that hold copies: one number, or float32."""
     samples = local.samples
     if not len(samples):
-        return 0.0
+        return local.mask
     inputs = ModeInputs(samples=samples, totals=totals, divisor=aggregation.divisor, units=aggregation.units, mode=mode)
     given: Weights = mode.function(inputs)
     if isinstance(given, Real) and not isinstance(given, bool):
@@ -226,5 +262,6 @@ def _own_weights(mode: OwnMode, aggregation: Aggregation, local: LocalTokens, to
         lambda: f"token weights with NaN or Inf from the mode {mode.name!r}",
         "they must be finite. Use 0 to leave tokens out.",
     )
-    beside = samples.masks.from_tensor((local.of(weights[0]) if weights.dim() == 2 else weights) / local.copies)
+    beside = local.of(weights[0]) if weights.dim() == 2 else weights
+    beside = (beside.detach() / local.copies).float().to(local.mask.device, non_blocking=True)
     return local.spread(beside) if weights.dim() == 1 else beside

@@ -20,8 +20,7 @@ from table_step import Batch, aggregation, dealt, logged_by_step, relative_error
 from torch import Tensor
 
 from megatron_rl_loss import Samples, StepTotals, UnitCounts
-from megatron_rl_loss.megatron import Microbatch
-from megatron_rl_loss.megatron.flags import AggregationSettings
+from megatron_rl_loss.megatron import AggregationSettings, Microbatch
 from megatron_rl_loss.megatron.microbatch import Step
 from megatron_rl_loss.modes.names import resolve
 from megatron_rl_loss.reduction import Term
@@ -208,7 +207,6 @@ def microbatch_of(mode: str = "sample_mean", terms: dict[str, str] | None = None
         cp_rank=0,
         cp_size=1,
         dp_cp_size=1,
-        per_token=False,
     )
     return Microbatch(None, samples, step)
 

@@ -39,8 +39,7 @@ from torch import Tensor
 
 from megatron_rl_loss import Samples
 from megatron_rl_loss.audit.megatron.audit import Audit
-from megatron_rl_loss.megatron import LossAggregation
-from megatron_rl_loss.megatron.flags import AggregationSettings
+from megatron_rl_loss.megatron import AggregationSettings, LossAggregation
 
 LENGTH = 4096  # of a sample
 

@@ -29,14 +29,13 @@ from megatron_rl_loss.audit.megatron.reports import Report, assembled, facts_of,
 from megatron_rl_loss.audit.tokens import Floats, MeasuredStep, Split
 from megatron_rl_loss.megatron.flags import CHANGING_CP, REMAT_SIZES
 from megatron_rl_loss.megatron.groups import gather_to_first, groups_of, spread_from_first
-from megatron_rl_loss.megatron.handover import Microbatches
+from megatron_rl_loss.megatron.microbatch import MicrobatchIterator
 from megatron_rl_loss.modes.names import Aggregation, resolve
 from megatron_rl_loss.modes.table import find_mode
 from megatron_rl_loss.reduction.tap import TappedLosses, Taps, expected_aggregation, observe, tap
-from megatron_rl_loss.step.counting import device_of, if_several
+from megatron_rl_loss.step.collectives import attempt, device_of, if_several
 from megatron_rl_loss.step.masks import SMALLEST
 from megatron_rl_loss.step.samples import Samples
-from megatron_rl_loss.step.totals import attempt
 
 __all__ = ["Audit", "audited", "tap"]
 
@@ -127,7 +126,7 @@ class Audit:
 
         That of a `LossAggregation` stays as it is: its micro-batches are known.
         """
-        if self._samples_of is None or isinstance(data_iterator, Microbatches):
+        if self._samples_of is None or isinstance(data_iterator, MicrobatchIterator):
             return data_iterator
         if not isinstance(data_iterator, list):
             return None if data_iterator is None else Watched(data_iterator, self._describe)

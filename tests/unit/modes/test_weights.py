@@ -1,6 +1,7 @@
 """The weight of a token: what the modes make of the step's totals, and what is refused. `oracle` states it apart."""
 
 import doctest
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ from megatron_rl_loss import (
     register_pg_loss_reducer,
     token_weights,
 )
-from megatron_rl_loss.modes import MODES, weights
+from megatron_rl_loss.modes import MODES, unit_weights, weights
 from megatron_rl_loss.modes import table as modes
 
 INF = float("inf")
@@ -101,6 +102,40 @@ def test_they_are_those_of_numpy_whatever_the_masks_are_made_of(dtype: torch.dty
     found = token_weights(lambda inputs: torch.from_numpy(beside), Samples(masks), StepTotals())
     expected = np.repeat(beside.astype(np.float32), lengths) * np.concatenate(flags).astype(np.float32)
     assert np.array_equal(found.numpy(), expected)
+
+
+# --- inside a unit, without the number of units
+
+FRACTIONS = [torch.tensor([1.0, 0, 0.5]), torch.zeros(2), torch.tensor([1.0, 1])]
+
+
+@pytest.mark.parametrize(
+    ("size", "num_units", "expected"),
+    [
+        (None, 1, [2 / 3, 0, 1 / 3, 0, 0, 0.5, 0.5]),
+        (None, 4, [1 / 6, 0, 1 / 12, 0, 0, 1 / 8, 1 / 8]),
+        (1, 1, [1, 0, 0.5, 0, 0, 1, 1]),
+        (8.0, 0.5, [0.25, 0, 0.125, 0, 0, 0.25, 0.25]),
+        ([3, 0, 4], 1, [1 / 3, 0, 1 / 6, 0, 0, 0.25, 0.25]),
+        (torch.tensor([3.0, 5, 4]), 2, [1 / 6, 0, 1 / 12, 0, 0, 1 / 8, 1 / 8]),
+    ],
+    ids=["own sums", "own sums and U", "mask", "divisor and U", "sizes in a list", "sizes in a tensor"],
+)
+def test_weights_inside_a_unit(size: Any, num_units: float, expected: list[float]) -> None:
+    found = unit_weights(Samples(FRACTIONS).local(0, 1), size, num_units)
+    assert found.dtype == torch.float32
+    assert found.tolist() == pytest.approx(expected, rel=oracle.EXACT)
+
+
+def test_weights_inside_a_unit_are_cut_and_shared() -> None:
+    halves = [unit_weights(Samples([torch.ones(4)], layout=ZigzagTHD([0, 4])).local(r, 2)) for r in range(2)]
+    assert torch.cat(halves).tolist() == [0.25] * 4
+    assert unit_weights(Samples([torch.ones(4)], layout=Gathered([0, 4])).local(1, 2)).tolist() == [0.125] * 4
+    assert unit_weights(Samples([], layout=ZigzagTHD([0, 4], filler_slots=1)).local(0, 2)).tolist() == [0, 0]
+
+
+def inside(size: Any, num_units: float = 1, masks: Sequence[torch.Tensor] = FRACTIONS) -> Call:
+    return lambda: unit_weights(Samples(masks).local(0, 1), size, num_units)
 
 
 # --- modes of one's own: weights beside the mask
@@ -250,6 +285,11 @@ def own(beside: Any) -> Call:
 
 
 REFUSALS: dict[str, Refusal] = {
+    "a unit's size of 0": (inside([3, 0, 0]), ValueError, "a unit whose size is 0", inside([3, 0, 4])),
+    "a size of 0": (inside(0), ValueError, "active tokens in a micro-batch", inside(0, 1, [torch.zeros(2)])),
+    "no units": (inside(None, 0), ValueError, "active tokens in a micro-batch", inside(None, 0, [torch.zeros(2)])),
+    "sizes of another number": (inside([3, 4]), ValueError, "2 unit sizes for 3 loss masks", inside([3, 4, 5])),
+    "a size beyond float32": (inside(1e46), ValueError, "float32 rounds to 0", inside(1e37)),
     "unknown int id": (
         lambda: by_hand("prompt_mean", PROMPTS, prompt_ids=[0, 1]),
         ValueError,
@@ -384,7 +424,7 @@ REFUSALS: dict[str, Refusal] = {
     "CP without a layout": (
         lambda: token_weights("token_sum", Samples(MASKS), StepTotals(), cp_rank=0, cp_size=2),
         ValueError,
-        "cp_size is 2 and no layout was given.*Pass one of megatron_rl_loss.step.layouts",
+        "cp_size is 2 and no layout was given.*Pass one of megatron_rl_loss's layouts",
         lambda: token_weights(
             "token_sum", Samples(MASKS, layout=ZigzagTHD([0, 4, 8])), StepTotals(), cp_rank=0, cp_size=2
         ),
