@@ -11,7 +11,7 @@ from pages import commands_of
 from ranks import run_ranks
 from repository import ROOT
 
-from megatron_rl_loss.example_files import copy_example
+from megatron_rl_loss.__main__ import copy_example
 
 pytestmark = pytest.mark.slow
 

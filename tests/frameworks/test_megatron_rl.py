@@ -218,7 +218,7 @@ def megatron_step(
         steps = []
         for cp_rank in range(cp):
             place = {"num_microbatches": len(bins), "cp_rank": cp_rank, "cp_size": cp, "dp_cp_size": dp * cp}
-            steps.append(settings and Step(aggregation=settings.aggregation, totals=totals, per_token=False, **place))
+            steps.append(settings and Step(aggregation=settings.aggregation, totals=totals, **place))
         for index, one in enumerate(bins):
             batch = batch_of(one, rows, index)
             for cp_rank, step in enumerate(steps):
@@ -461,7 +461,6 @@ def test_what_is_no_train_rl_forward_step_is_refused() -> None:
         cp_rank=0,
         cp_size=1,
         dp_cp_size=1,
-        per_token=False,
     )
 
     def microbatches() -> Iterator[Microbatch]:

@@ -28,7 +28,7 @@ from table_step import (
 )
 
 from megatron_rl_loss import BadBatchError, Samples, StepTotals, ZigzagTHD
-from megatron_rl_loss.megatron.flags import AggregationSettings
+from megatron_rl_loss.megatron import AggregationSettings
 
 slow = pytest.mark.slow
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from moe_gpt import Packed, build, run_step, step_data
 from ranks import run_ranks
 
-from megatron_rl_loss.megatron.flags import AggregationSettings
+from megatron_rl_loss.megatron import AggregationSettings
 
 pytestmark = pytest.mark.slow
 

@@ -107,6 +107,16 @@ def test_the_provider_returns_its_parser() -> None:
             {"mode": "prompt_mean", "with_per_token_loss": True},
         ),
         ("--rollouts x --unknown-flag 3 --loss-aggregation token_mean", {"mode": "token_mean"}),
+        (
+            "--loss-aggregation verl:seq-mean-token-sum-norm --loss-aggregation-divisor 4096",
+            {"mode": "constant", "divisor": 4096.0},
+        ),
+        (
+            "--loss-aggregation openrlhf:token_level_loss=false",
+            {"mode": "sample_mean", "units": "active"},
+        ),
+        ("--loss-aggregation open_instruct:1024", {"mode": "open_instruct:1024"}),
+        ("--loss-aggregation skyrl:prompt_mean", {"mode": "prompt_mean"}),
     ],
 )
 def test_settings(flags: str, expected: dict[str, Any]) -> None:
@@ -324,6 +334,12 @@ REFUSALS: dict[str, Refusal] = {
         ValueError,
         "--dynamic-context-parallel: ",
         flags("", dynamic_context_parallel=False),
+    ),
+    "a scheduler that packs anew": (
+        flags("", sequence_packing_scheduler="dp_balanced"),
+        ValueError,
+        "--sequence-packing-scheduler dp_balanced: it deals samples to ranks",
+        flags("", sequence_packing_scheduler=None),
     ),
     "GTP": (flags("", gtp_weight_remat_size=2), ValueError, r"\(GTP\)", flags("", gtp_weight_remat_size=1)),
     "GTP of experts": (

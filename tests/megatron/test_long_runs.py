@@ -32,7 +32,7 @@ from megatron_rl_loss import (
     ZigzagTHD,
     make_pg_loss_reducer,
 )
-from megatron_rl_loss.megatron.flags import AggregationSettings
+from megatron_rl_loss.megatron import AggregationSettings
 
 MEGABYTE = 2**20
 

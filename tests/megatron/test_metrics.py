@@ -18,8 +18,7 @@ from table_step import Batch, aggregation, dealt, logged_by_step, start, step_sa
 from torch import Tensor
 
 from megatron_rl_loss import Samples, StepTotals
-from megatron_rl_loss.megatron import Microbatch
-from megatron_rl_loss.megatron.flags import AggregationSettings
+from megatron_rl_loss.megatron import AggregationSettings, Microbatch
 from megatron_rl_loss.megatron.microbatch import Step
 from megatron_rl_loss.modes.names import resolve
 from megatron_rl_loss.reduction import Metric, Term
@@ -140,7 +139,6 @@ def microbatch_of(masks: list[Tensor], units: str = "all") -> Microbatch:
         cp_rank=0,
         cp_size=1,
         dp_cp_size=1,
-        per_token=False,
     )
     return Microbatch(None, Samples(masks), step)
 

@@ -10,7 +10,7 @@ import pytest
 from refusals import Call, Refusal, check_refusal, each_of
 from repository import EXAMPLES, ROOT
 
-from megatron_rl_loss.example_files import (
+from megatron_rl_loss.__main__ import (
     copy_example,
     example_files,
     examples_folder,

@@ -11,9 +11,8 @@ from repository import EXAMPLES, ROOT
 
 import megatron_rl_loss
 from megatron_rl_loss import Samples, StepTotals
-from megatron_rl_loss.losses import POLICY_LOSSES, segment_mean, to_tokens
-from megatron_rl_loss.losses.by_name import check_goes_with
-from megatron_rl_loss.megatron.flags import add_loss_aggregation_args
+from megatron_rl_loss.losses import POLICY_LOSSES, check_goes_with, segment_mean, to_tokens
+from megatron_rl_loss.megatron import add_loss_aggregation_args
 from megatron_rl_loss.modes import table as modes
 from megatron_rl_loss.modes.names import resolve
 

@@ -8,7 +8,7 @@ import oracle
 import pytest
 from repository import ROOT
 
-from megatron_rl_loss.megatron.flags import add_loss_aggregation_args
+from megatron_rl_loss.megatron import add_loss_aggregation_args
 from megatron_rl_loss.modes import available_modes
 from megatron_rl_loss.modes import table as modes
 

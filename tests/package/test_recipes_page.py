@@ -7,7 +7,7 @@ import pytest
 import show_recipes
 from repository import EXAMPLES
 
-from megatron_rl_loss.example_files import example_files, with_companions
+from megatron_rl_loss.__main__ import example_files, with_companions
 
 RECIPES = sorted((EXAMPLES / "recipes").iterdir())
 FILES = [path for path in RECIPES if path.is_file()]

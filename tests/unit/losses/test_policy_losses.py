@@ -10,6 +10,7 @@ from refusals import Call, Refusal, check_refusal, each_of
 from megatron_rl_loss import Samples
 from megatron_rl_loss.losses import (
     POLICY_LOSSES,
+    check_goes_with,
     cispo_loss,
     dppo_loss,
     gmpo_loss,
@@ -19,7 +20,6 @@ from megatron_rl_loss.losses import (
     ppo_clip_loss,
     sapo_loss,
 )
-from megatron_rl_loss.losses.by_name import check_goes_with
 from megatron_rl_loss.modes import MODES
 from megatron_rl_loss.modes.names import resolve
 

@@ -22,7 +22,6 @@ from megatron_rl_loss import (
     token_weights,
 )
 from megatron_rl_loss.losses import group_relative_advantages, ppo_clip_loss
-from megatron_rl_loss.megatron.flags import check_megatron_settings
 from megatron_rl_loss.modes.names import resolve
 
 MASKS = [torch.ones(4), torch.tensor([1.0, 0, 1, 0])]
@@ -61,12 +60,6 @@ LOG_PROBS = torch.tensor([-1.0, -0.5, -2.0])
 
 def loss(log_probs: Any = LOG_PROBS, old: Any = LOG_PROBS, advantages: Any = LOG_PROBS, **clip: Any) -> Call:
     return lambda: ppo_clip_loss(log_probs, old, advantages, **clip)
-
-
-def settings(**names: Any) -> Call:
-    from argparse import Namespace
-
-    return lambda: check_megatron_settings(Namespace(**names), per_token=False)
 
 
 THD = ZigzagTHD([0, 4, 8])
@@ -210,12 +203,6 @@ REFUSALS: dict[str, Refusal] = {
         ValueError,
         "<number> stands for the setting's own number",
         lambda: resolve("open_instruct:4096"),
-    ),
-    "a scheduler that packs anew": (
-        settings(sequence_packing_scheduler="dp_balanced"),
-        ValueError,
-        "--sequence-packing-scheduler dp_balanced: it deals samples to ranks",
-        settings(sequence_packing_scheduler=None),
     ),
     "an unknown backward of a gather": (
         lambda: Gathered([0, 4], backward="mean"),  # type: ignore[arg-type]
