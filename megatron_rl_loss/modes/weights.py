@@ -75,19 +75,15 @@ def weigh(aggregation: Aggregation, local: LocalTokens, totals: StepTotals) -> T
             f"totals without {name}: loss aggregation {mode.name!r} needs it. Make the totals with the ids of the "
             "samples (StepTotals.from_loss_masks), or give the count yourself."
         )
-    size, num_units = (
-        aggregation.divisor,
-        1 if mode.unit == "step" else _counts(mode, totals).counted(aggregation.units),
-    )
+    if mode.unit == "step":
+        num_units: int | None = 1
+        named = "step_tokens"
+    else:
+        num_units = _counts(mode, totals).counted(aggregation.units)
+        named = f"{mode.unit}s.{aggregation.units}" + (" or its unit's tokens" if mode.size == "tokens" else "")
     assert num_units is not None  # missing_counts has seen to it
-    of_unit = " or its unit's tokens" if mode.size == "tokens" else ""
-    named = "step_tokens" if mode.unit == "step" else f"{mode.unit}s.{aggregation.units}{of_unit}"
-    return unit_weights(
-        local,
-        size if mode.takes_divisor else _unit_tokens(mode, samples, totals),
-        num_units,
-        named=f"totals whose {named} are 0",
-    )
+    size = aggregation.divisor if mode.takes_divisor else _unit_tokens(mode, samples, totals)
+    return unit_weights(local, size, num_units, named=f"totals whose {named} are 0")
 
 
 def unit_weights(

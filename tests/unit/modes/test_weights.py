@@ -76,11 +76,10 @@ def test_they_are_the_slopes_of_the_step_loss(step: Step, units: Any, place: Pla
 
 def test_weights_by_counts_of_a_part_would_be_seen() -> None:
     """Negative control: totals of each micro-batch by itself give other weights, in every mode but a plain sum."""
-    step = oracle.WORKED
+    step, part = oracle.WORKED, oracle.WORKED[2:3]
     for mode in MODES:
-        of_part = token_weights(
-            mode, Samples([step[2].mask], **ids_of(step[2:3])), totals_of(step[2:3]), divisor=divisor_of(mode)
-        )
+        samples = Samples([part[0].mask], **ids_of(part))
+        of_part = token_weights(mode, samples, totals_of(part), divisor=divisor_of(mode))
         right = oracle.step_gradient(mode, step, divisor_of(mode))[2]
         assert torch.allclose(of_part.double(), right) == (mode == "token_sum")
 
