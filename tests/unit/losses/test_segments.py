@@ -4,147 +4,20 @@ All losses of a launch are computed in every layout at CP 1, 2 and 4, in whole s
 float64 sums over whole sequences.
 """
 
-import functools
 import math
 import os
-from collections.abc import Callable
 from typing import Any
 
-import cp_steps
 import oracle
 import pytest
 import torch
 import torch.distributed as dist
-from cp_steps import CASES, Outcome, Tokens
 from ranks import run_ranks, start_process_group
 from refusals import Call, Refusal, check_refusal, each_of
 from torch import Tensor
 
 from megatron_rl_loss import Gathered, Samples, StepTotals, UnitCounts, ZigzagTHD
 from megatron_rl_loss.losses import segment_mean, segment_sum, to_tokens
-
-# --- losses of sums, here and in float64
-
-
-def spread(of_samples: Tensor, tokens: Tokens) -> Tensor:
-    return to_tokens(of_samples, tokens.local).view(tokens.values["log_probs"].shape)
-
-
-def of_sum(tokens: Tokens) -> Tensor:
-    x = tokens.values["log_probs"]
-    return (spread(segment_sum(x, tokens.local, tokens.cp_group), tokens) / 9).sin() * x
-
-
-def of_sum_in_float64(values: dict[str, Tensor], mask: Tensor) -> Tensor:
-    x = values["log_probs"]
-    return ((x * mask).sum() / 9).sin() * x
-
-
-def of_mean(tokens: Tokens) -> Tensor:
-    x = tokens.values["log_probs"]
-    return spread(segment_mean(x, tokens.local, tokens.cp_group), tokens).sin() * x.square()
-
-
-def mean(x: Tensor, mask: Tensor) -> Tensor:
-    return (x * mask).sum() / mask.sum().clamp(min=1e-9)
-
-
-def of_mean_in_float64(values: dict[str, Tensor], mask: Tensor) -> Tensor:
-    x = values["log_probs"]
-    return mean(x, mask).sin() * x.square()
-
-
-def of_three_together(tokens: Tokens) -> Tensor:
-    """One with gradient by two ways, one without, one of data."""
-    x, old = tokens.values["log_probs"], tokens.values["old_log_probs"]
-    a, b, c = segment_mean([x, x.detach().exp(), old], tokens.local, tokens.cp_group)
-    return spread(a.square() * b + c * a, tokens) + x
-
-
-def of_three_in_float64(values: dict[str, Tensor], mask: Tensor) -> Tensor:
-    x, old = values["log_probs"], values["old_log_probs"]
-    return mean(x, mask).square() * mean(x.detach().exp(), mask) + mean(old, mask) * mean(x, mask) + x
-
-
-def of_rollout(tokens: Tokens) -> Tensor:
-    x = tokens.values["log_probs"]
-    of = segment_mean(x, tokens.local, tokens.cp_group, per="rollout", totals=tokens.totals)
-    return spread(of, tokens).sin() * x.square()
-
-
-LOSSES = {"sum": of_sum, "mean": of_mean, "three together": of_three_together, "rollout": of_rollout}
-FORMULAS: dict[str, tuple[cp_steps.Formula, str]] = {
-    "sum": (of_sum_in_float64, "sample"),
-    "mean": (of_mean_in_float64, "sample"),
-    "three together": (of_three_in_float64, "sample"),
-    "rollout": (of_mean_in_float64, "rollout"),
-}
-
-
-@functools.cache
-def outcomes() -> list[dict[tuple[str, str, int], Outcome]]:
-    return run_ranks(cp_steps.RANKS, cp_steps.run_on_ranks, LOSSES, dict.fromkeys(LOSSES, "log_probs"), {})
-
-
-@pytest.mark.parametrize("name", LOSSES)
-def test_value_and_gradient_in_every_layout(name: str, record_property: Callable[[str, Any], None]) -> None:
-    formula, per = FORMULAS[name]
-    right = cp_steps.expected(formula, "log_probs", per=per)
-    errors = {
-        (place.__name__, cp_size): cp_steps.error_of(
-            cp_steps.together([of_rank[name, place.__name__, cp_size] for of_rank in outcomes()]), *right
-        )
-        for place, cp_size in CASES
-    }
-    record_property("segment_error", max(errors.values()))
-    assert max(errors.values()) <= oracle.EXACT, errors
-
-
-# --- negative controls: what a rank would do without one of the two sums
-
-
-def sum_without_backward(x: Tensor, tokens: Tokens) -> Tensor:
-    """The other ranks' part is a constant: the value is right, the gradient is not."""
-    own = segment_sum(x.detach(), tokens.local, tokens.cp_group)
-    parts = to_parts(x, tokens)
-    return own + parts - parts.detach()
-
-
-def to_parts(x: Tensor, tokens: Tokens) -> Tensor:
-    number = len(tokens.samples)
-    zeros = x.new_zeros(number + 1)  # where there is no sample, padding has the first one's index
-    return zeros.index_add(0, tokens.local.sample_index, x.flatten() * tokens.local.mask)[:number]
-
-
-def forward_sum_only(tokens: Tokens) -> Tensor:
-    x = tokens.values["log_probs"]
-    return (spread(sum_without_backward(x, tokens), tokens) / 9).sin() * x
-
-
-def no_sum_at_all(tokens: Tokens) -> Tensor:
-    x = tokens.values["log_probs"]
-    return (spread(to_parts(x, tokens), tokens) / 9).sin() * x
-
-
-def mean_by_local_length(tokens: Tokens) -> Tensor:
-    x, local = tokens.values["log_probs"], tokens.local
-    here = to_parts(torch.ones_like(x), tokens).clamp(min=1e-9)
-    return spread(segment_sum(x, local, tokens.cp_group) / here, tokens).sin() * x.square()
-
-
-PLANTED = {"sum": forward_sum_only, "sum, too": no_sum_at_all, "mean": mean_by_local_length}
-
-
-def test_the_comparison_sees_planted_bugs() -> None:
-    found = run_ranks(cp_steps.RANKS, cp_steps.run_on_ranks, PLANTED, dict.fromkeys(PLANTED, "log_probs"), {})
-    for name in PLANTED:
-        right = cp_steps.expected(FORMULAS[name.split(",")[0]][0], "log_probs")
-        for place, cp_size in CASES:
-            of = cp_steps.together([of_rank[name, place.__name__, cp_size] for of_rank in found])
-            error = cp_steps.error_of(of, *right)
-            cut = cp_size > 1 and place.__name__ != "gathered"
-            assert (error > 1e-3) if cut else (error <= oracle.EXACT), (name, place.__name__, cp_size, error)
-
 
 # --- collectives
 
