@@ -510,8 +510,8 @@ def test_held_out_reward_rises_and_without_learning_does_not(tmp_path: Path, rec
     start = tmp_path / "start"
     ten = ["--steps", "10", "--eval-interval", "10", "--eval-prompts", "1024", "--lr", "1e-12"]
     learns, stands = tmp_path / "learns", tmp_path / "stands"
-    run_ranks(1, run_online, [*sixty, "--output", str(learns), "--save-start", str(start)], timeout_s=500)
-    run_ranks(1, run_online, [*ten, "--output", str(stands), "--load", str(start)], timeout_s=500)
+    run_ranks(1, run_online, [*sixty, "--output", str(learns), "--save-start", str(start)])
+    run_ranks(1, run_online, [*ten, "--output", str(stands), "--load", str(start)])
 
     def rise(run: Path) -> float:
         first, *_, last = (step["held_out_reward"] for step in steps_of(run) if "held_out_reward" in step)

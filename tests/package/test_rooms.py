@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from repository import ROOT
@@ -15,7 +14,19 @@ from repository import ROOT
 import megatron_rl_loss
 
 PACKAGE = "megatron_rl_loss"
-ORDER = "errors step modes reduction losses logprobs megatron frameworks audit example_files __main__".split()
+ORDER = [
+    "errors",
+    "step",
+    "modes",
+    "reduction",
+    "losses",
+    "logprobs",
+    "megatron",
+    "frameworks",
+    "audit",
+    "example_files",
+    "__main__",
+]
 FILES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
     for path in (ROOT / PACKAGE).rglob("*.py")

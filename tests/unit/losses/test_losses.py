@@ -28,7 +28,7 @@ from megatron_rl_loss.losses import (
     value_loss,
 )
 
-# Equal rewards are told of; test_said_at_the_door.py has it.
+# Equal rewards are told of; test_refusals.py has it.
 pytestmark = pytest.mark.filterwarnings("ignore:all rewards are equal")
 
 INF, NAN = float("inf"), float("nan")
