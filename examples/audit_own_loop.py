@@ -36,7 +36,7 @@ from torch import Tensor
 
 from megatron_rl_loss import Samples, StepTotals, ZigzagTHD, make_pg_loss_reducer, resolve
 from megatron_rl_loss.audit import judge
-from megatron_rl_loss.audit.megatron.audit import Audit, tap  # (1)
+from megatron_rl_loss.audit.megatron import Audit, tap  # (1)
 
 SLOT, VOCABULARY = 32, 64
 Batch = dict[str, Any]
