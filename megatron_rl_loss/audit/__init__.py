@@ -8,10 +8,12 @@ from megatron_rl_loss.audit.invariance import ModeReport, check_reducer
 from megatron_rl_loss.audit.report import Deviation, Verdict
 from megatron_rl_loss.audit.tokens import MeasuredStep, Split, StepTokens
 from megatron_rl_loss.audit.trainers import Trainer
+from megatron_rl_loss.audit.trainers import Trainer as LossCall
 from megatron_rl_loss.audit.verdict import judge
 
 __all__ = [
     "Deviation",
+    "LossCall",
     "LossReport",
     "MeasuredStep",
     "ModeReport",

@@ -9,10 +9,11 @@ from typing import Any, Literal
 import numpy as np
 
 from megatron_rl_loss.audit.drawn_steps import DrawnSample, DrawnStep
+from megatron_rl_loss.audit.report import Verdict
 from megatron_rl_loss.audit.simulation import CallFailed, LossCase, LossFunction, Signature, measure
 from megatron_rl_loss.audit.tokens import Floats, MeasuredStep
 from megatron_rl_loss.audit.trainers import TRAINERS, Trainer
-from megatron_rl_loss.audit.verdict import Verdict, in_words, judge
+from megatron_rl_loss.audit.verdict import in_words, judge
 from megatron_rl_loss.errors import check_choice, check_int
 from megatron_rl_loss.modes.names import Aggregation, resolve
 from megatron_rl_loss.modes.table import MODES, ModeFunction
