@@ -175,7 +175,8 @@ class Cells:
         if "microbatch" in parts and self.groups(("dp_rank",))[1] > 1:
             yield 0.7, Count("microbatch", "dp_rank", "active")
         for counting in COUNTINGS:
-            if counting == "mask" or (counting in ("response", "total") and counting not in self.lengths_known):
+            unknown = counting in ("response", "total") and counting not in self.lengths_known
+            if unknown or counting in ("mask", "clamped_pieces", "clamped_microbatches"):
                 continue
             for scope in parts:
                 yield 0.8, Count("tokens", scope, counting)

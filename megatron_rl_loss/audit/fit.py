@@ -128,7 +128,8 @@ class Fitter:
         return self._chosen(reading) > 1
 
     def _chosen(self, reading: Reading) -> int:
-        return sum((one, power) != (self.own_size, 1) and np.ptp(self.value(one)) > 0 for one, power in reading.counts)
+        counts = [one for one, power in reading.counts if (one, power) != (self.own_size, 1)]
+        return sum(bool(np.ptp(self.value(count)) > 0) for count in counts)
 
     def constant(self, factor: float) -> Reading:
         """One factor for all tokens, by its simplest name."""
