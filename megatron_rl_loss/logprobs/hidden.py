@@ -26,7 +26,7 @@ from torch import Tensor
 from megatron_rl_loss.errors import check_int
 from megatron_rl_loss.logprobs.kept_ids import Keep
 from megatron_rl_loss.logprobs.logits import LogProbs, Reading, Settings, check_labels_shape
-from megatron_rl_loss.step.counting import Group, if_several, size_of
+from megatron_rl_loss.step.collectives import Group, if_several, size_of
 
 # Where torch has the newer names, it warns of the older ones.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from megatron_rl_loss.errors import check_int, check_within, require
 from megatron_rl_loss.logprobs.kept_ids import Keep, KeptIds, check_keep
-from megatron_rl_loss.step.counting import Group, if_several, rank_in, size_of
+from megatron_rl_loss.step.collectives import Group, if_several, rank_in, size_of
 
 
 class LogProbs(NamedTuple):

@@ -107,7 +107,7 @@ def slimes(checkout: Path, chunk_tokens: int) -> Callable[..., tuple[Tensor, Ten
 
 
 def ways_from_logits(slime: Callable[..., Any] | None) -> dict[str, FromLogits]:
-    both = {"naive": naive, "ours": ours} | ({} if slime is None else {"slime": slime})
+    both: dict[str, Callable[..., Any]] = {"naive": naive, "ours": ours} | ({} if slime is None else {"slime": slime})
     ways: dict[str, FromLogits] = {"megatron": megatron}
     ways |= {name: partial(way, entropy=False) for name, way in both.items()}
     return ways | {f"{name}, entropy": partial(way, entropy=True) for name, way in both.items()}
@@ -194,6 +194,7 @@ def passes_from_logits(size: Size, device: str, slime: Callable[..., Any] | None
         return torch.autograd.grad(found, logits, [batch.advantages] * len(found))[0]
 
     ways = ways_from_logits(slime)
+    passes: dict[str, Callable[[], Tensor]]
     passes = {name: partial(run, way, spoiled if name == "megatron" else logits) for name, way in ways.items()}
     in_place = partial(ours, entropy=True, gradient_in_place=True)
     return passes | {"ours in place, entropy": partial(run, in_place, spoiled)}
