@@ -107,7 +107,9 @@ def slimes(checkout: Path, chunk_tokens: int) -> Callable[..., tuple[Tensor, Ten
 
 
 def ways_from_logits(slime: Callable[..., Any] | None) -> dict[str, FromLogits]:
-    both: dict[str, Callable[..., Any]] = {"naive": naive, "ours": ours} | ({} if slime is None else {"slime": slime})
+    both: dict[str, Callable[..., Any]] = {"naive": naive, "ours": ours}
+    if slime is not None:
+        both["slime"] = slime
     ways: dict[str, FromLogits] = {"megatron": megatron}
     ways |= {name: partial(way, entropy=False) for name, way in both.items()}
     return ways | {f"{name}, entropy": partial(way, entropy=True) for name, way in both.items()}
