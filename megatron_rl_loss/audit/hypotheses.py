@@ -21,8 +21,8 @@ from megatron_rl_loss.audit.tokens import Floats, StepTokens
 from megatron_rl_loss.modes.names import NAMES, Aggregation
 from megatron_rl_loss.modes.table import MODES, Mode, OwnMode
 from megatron_rl_loss.modes.weights import weigh
+from megatron_rl_loss.step.counting import reduce_step_totals
 from megatron_rl_loss.step.samples import Samples
-from megatron_rl_loss.step.totals import reduce_step_totals
 
 #: Parts that are seldom counted over by mistake.
 _SELDOM = ("microbatch_over_dp", "rank")

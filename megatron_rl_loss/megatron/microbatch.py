@@ -16,7 +16,7 @@ from megatron_rl_loss.modes.table import Mode, OwnMode
 from megatron_rl_loss.modes.weights import missing_counts
 from megatron_rl_loss.reduction.metrics import MODE_OF, Metric, Parts
 from megatron_rl_loss.reduction.sums import Summand, Term, WeightedSum, reducer_of, sum_terms
-from megatron_rl_loss.step.counting import Group
+from megatron_rl_loss.step.collectives import Group
 from megatron_rl_loss.step.samples import LocalTokens, Samples
 from megatron_rl_loss.step.totals import StepTotals, UnitCounting
 

@@ -34,7 +34,7 @@ from megatron_rl_loss.logprobs.hidden import (
     log_probs_from_hidden,
     loss_from_hidden,
 )
-from megatron_rl_loss.logprobs.logits import Keep, KeptIds
+from megatron_rl_loss.logprobs.kept_ids import Keep, KeptIds
 from megatron_rl_loss.megatron.microbatch import Microbatch
 
 

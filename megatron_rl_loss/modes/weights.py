@@ -6,14 +6,13 @@ Reducers sum weight * loss; folding multiplies weights to advantages; the framew
 from collections.abc import Sequence
 from numbers import Real
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from megatron_rl_loss.errors import check_one_each, place_in_cp, require
 from megatron_rl_loss.modes.names import Aggregation, resolve
 from megatron_rl_loss.modes.table import Mode, ModeFunction, ModeInputs, OwnMode, Weights
-from megatron_rl_loss.step.masks import SMALLEST, Values
+from megatron_rl_loss.step.masks import SMALLEST, inverse
 from megatron_rl_loss.step.samples import LocalTokens, Samples
 from megatron_rl_loss.step.totals import StepTotals, UnitCounting, UnitCounts
 
@@ -67,7 +66,7 @@ def weigh(aggregation: Aggregation, local: LocalTokens, totals: StepTotals) -> T
     """`token_weights` of parts that are made already."""
     mode, samples = aggregation.mode, local.samples
     if isinstance(mode, OwnMode):
-        return samples.masks.tensor(local.flags * _own_weights(mode, aggregation, local, totals))
+        return local.mask * _own_weights(mode, aggregation, local, totals)
     if not len(samples):
         return unit_weights(local)
     _check_ids_agree(mode, samples, totals)
@@ -108,52 +107,45 @@ def unit_weights(
         ValueError: D * U is 0 for an active token; a weight that float32 rounds to 0; sizes of another number than
             samples. On a device, a device assertion.
     """
-    samples, masks = local.samples, local.samples.masks
+    samples = local.samples
     if not len(samples):
-        return masks.tensor(local.flags)
-    number = num_units * local.copies
-    beside: Values
+        return local.mask
+    sums, number = samples.mask_sums, num_units * local.copies
+    kept: bool | Tensor = True
     if isinstance(size, int | float):
-        product = size * number
-        active = samples.sums
-        _require_units(True if product else (active == 0).all(), named)
-        beside = 1 / max(product, SMALLEST)
-        kept = beside > _TINY
+        _require_units(size * number > 0 or (sums == 0).all(), named)
+        one_weight = 1 / max(size * number, SMALLEST)
+        weights, kept = local.mask * one_weight, one_weight >= _TINY
     else:
-        if size is None:
-            sizes = samples.sums
-            sound = number != 0 or (samples.sums == 0).all()  # its own sum is 0 where it has no active token
-        else:
-            sizes = torch.as_tensor(size, dtype=torch.float64)
+        sizes = sums
+        if size is not None:
+            sizes = torch.as_tensor(size, dtype=torch.float64).to(sums.device, non_blocking=True)
             check_one_each("unit sizes", len(sizes), "loss masks", len(samples))
-            sizes = masks.from_host(sizes)
-            sound = ((sizes * float(number) > 0) | (samples.sums == 0)).all()
-        _require_units(sound, named)
-        inverse = masks.inverse(sizes, number)
-        beside = inverse if len(samples) == 1 else local.spread(inverse)  # one is broadcast
-        kept = True
-    weights = local.flags * beside
-    if not masks.holds_flags:
-        kept = masks.keep_all(weights, local.flags)
+        if size is not None or number == 0:  # a sample's own sum is 0 only where it has no active token
+            _require_units(((sizes * number > 0) | (sums == 0)).all(), named)
+        of_samples = inverse(sizes, number)
+        weights = local.mask * (of_samples if len(samples) == 1 else local.spread(of_samples))
+    if not samples.holds_flags:
+        kept = ((weights == 0) == (local.mask == 0)).all()
     require(
         kept,
         lambda: "a token weight that float32 rounds to 0",
         "the token would silently not be trained. Use a smaller divisor, or masks that are not so small.",
     )
-    return masks.tensor(weights)
+    return weights
 
 
-def _require_units(sound: "bool | Tensor", named: str) -> None:
+def _require_units(holds: bool | Tensor, named: str) -> None:
     """Refuse a size or a number of units that is 0 where this micro-batch has active tokens."""
     require(
-        sound,
+        holds,
         lambda: f"active tokens in a micro-batch, and {named}",
         "the totals must be those of the whole step. Make them from all its masks.",
     )
 
 
 #: The smallest float32 that is not rounded to fewer bits.
-_TINY = float(np.finfo(np.float32).tiny)
+_TINY = torch.finfo(torch.float32).tiny
 
 
 def missing_counts(aggregation: Aggregation, totals: StepTotals, *, with_rollout_ids: bool) -> list[str]:
@@ -238,11 +230,11 @@ def _units_of(mode: Mode, totals: StepTotals) -> UnitCounts:
     return totals.prompts if mode.unit == "prompt" else totals.rollouts
 
 
-def _own_weights(mode: OwnMode, aggregation: Aggregation, local: LocalTokens, totals: StepTotals) -> Values:
+def _own_weights(mode: OwnMode, aggregation: Aggregation, local: LocalTokens, totals: StepTotals) -> Tensor:
     """What a user's mode returned, for each token, shared by the ranks that hold copies: one number, or float32."""
     samples = local.samples
     if not len(samples):
-        return 0.0
+        return local.mask
     inputs = ModeInputs(samples=samples, totals=totals, divisor=aggregation.divisor, units=aggregation.units, mode=mode)
     given: Weights = mode.function(inputs)
     if isinstance(given, Real) and not isinstance(given, bool):
@@ -270,5 +262,6 @@ def _own_weights(mode: OwnMode, aggregation: Aggregation, local: LocalTokens, to
         lambda: f"token weights with NaN or Inf from the mode {mode.name!r}",
         "they must be finite. Use 0 to leave tokens out.",
     )
-    beside = samples.masks.from_tensor((local.of(weights[0]) if weights.dim() == 2 else weights) / local.copies)
+    beside = local.of(weights[0]) if weights.dim() == 2 else weights
+    beside = (beside.detach() / local.copies).float().to(local.mask.device, non_blocking=True)
     return local.spread(beside) if weights.dim() == 1 else beside

@@ -19,7 +19,6 @@ from megatron_rl_loss.modes.weights import weigh, weigh_at_the_door
 from megatron_rl_loss.reduction.tap import DeclaredTerm, is_observed, tap
 from megatron_rl_loss.step.ids import Ids
 from megatron_rl_loss.step.layouts import Layout
-from megatron_rl_loss.step.masks import HostMasks
 from megatron_rl_loss.step.samples import LocalTokens, Samples
 from megatron_rl_loss.step.totals import StepTotals, UnitCounting
 
@@ -261,7 +260,7 @@ def _layout_hint(num_losses: int, num_local: int, samples: Samples) -> str:
         return "These are all tokens of the micro-batch: if losses are not cut over CP ranks, the layout is Gathered"
     if num_losses == sum(samples.mask_lengths):
         return "These are the unpadded, uncut tokens: cut and pad them as the layout says, or change the layout"
-    if isinstance(samples.masks, HostMasks) and num_losses == int(samples.active_tokens.sum()):
+    if samples.flat_mask.is_cpu and num_losses == int(samples.active_tokens.sum()):
         return "These are the active tokens only: pass the losses of all positions, or ZigzagResponse for responses"
     if layout is not None and num_losses and layout.total_tokens % num_losses == 0:
         return f"These are 1/{layout.total_tokens // num_losses} of the micro-batch: check that cp_size is right"

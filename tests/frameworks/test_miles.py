@@ -1,6 +1,6 @@
 """How miles's hooks learn of a step: a `train_one_step` and a data iterator of miles's shape, Megatron's real groups.
 
-miles itself is run by real/test_real_miles.py.
+miles itself is run by real/test_real_slime_miles.py.
 """
 
 import sys

@@ -220,7 +220,7 @@ def test_refusals(refused: Call, error: type[Exception], text: str, accepted: Ca
 
 def test_a_rollout_id_under_two_prompts_is_refused_whatever_the_mode() -> None:
     """Also where prompts are not counted: rollouts would be joined that have nothing in common."""
-    from megatron_rl_loss.step.totals import reduce_step_totals
+    from megatron_rl_loss.step.counting import reduce_step_totals
 
     samples = [Samples(MASKS, rollout_ids=[0, 0], prompt_ids=[0, 1])]
     for count_prompts in (False, True):
