@@ -18,7 +18,7 @@ from megatron_rl_loss.losses.sequence import gmpo_loss, gspo_loss, gspo_token_lo
 from megatron_rl_loss.losses.token import cispo_loss, dppo_loss, ppo_clip_loss, sapo_loss
 from megatron_rl_loss.modes.names import Aggregation
 from megatron_rl_loss.modes.table import OwnMode
-from megatron_rl_loss.step.counting import Group
+from megatron_rl_loss.step.collectives import Group
 from megatron_rl_loss.step.samples import LocalTokens
 
 #: Settings that no flag sets: each is a tensor or an object of the step.

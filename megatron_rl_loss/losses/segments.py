@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron_rl_loss.errors import check_choice, require
 from megatron_rl_loss.reduction.sums import check_values
-from megatron_rl_loss.step.counting import Group
+from megatron_rl_loss.step.collectives import Group
 from megatron_rl_loss.step.samples import LocalTokens, Samples
 from megatron_rl_loss.step.totals import StepTotals, TokensById
 
@@ -162,8 +162,9 @@ def _check_whole(samples: Samples, ids: Tensor, rollout: Tensor, totals: StepTot
     """Refuse a rollout that has tokens in another micro-batch or on another data-parallel rank."""
     if totals is None or not isinstance(totals.rollouts.tokens, TokensById):
         return
-    here = samples.masks.grouped(samples.sums, rollout, len(ids))
-    whole = samples.masks.from_host(totals.rollouts.tokens.of("rollout_ids", ids))
+    sums = samples.mask_sums
+    here = sums.new_zeros(len(ids)).index_add_(0, rollout.to(sums.device), sums)
+    whole = totals.rollouts.tokens.of("rollout_ids", ids).to(sums.device, non_blocking=True)
     missing = whole * (1 - 1e-9) - here  # sums of fractional masks may differ in the last bit
 
     def given() -> str:

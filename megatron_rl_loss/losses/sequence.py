@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron_rl_loss.errors import check_within
 from megatron_rl_loss.losses.ratio import PolicyLoss, RatioBounds, log_ratio_of
 from megatron_rl_loss.losses.segments import Per, segment_mean, to_tokens
-from megatron_rl_loss.step.counting import Group
+from megatron_rl_loss.step.collectives import Group
 from megatron_rl_loss.step.samples import LocalTokens
 from megatron_rl_loss.step.totals import StepTotals
 

@@ -26,8 +26,9 @@ from megatron_rl_loss.modes.names import resolve
 from megatron_rl_loss.modes.weights import missing_counts
 from megatron_rl_loss.reduction.metrics import put_in
 from megatron_rl_loss.reduction.tap import observe
-from megatron_rl_loss.step.counting import agree_on
-from megatron_rl_loss.step.totals import StepTotals, attempt, compare_totals, reduce_step_totals
+from megatron_rl_loss.step.collectives import agree_on, attempt
+from megatron_rl_loss.step.counting import compare_totals, reduce_step_totals
+from megatron_rl_loss.step.totals import StepTotals
 
 if TYPE_CHECKING:
     from megatron_rl_loss.audit.megatron.interval import IntervalAudits

@@ -20,7 +20,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron_rl_loss.errors import ContractError
 from megatron_rl_loss.megatron.carriers import Carrier, Count, product
 from megatron_rl_loss.megatron.flags import AggregationSettings, check_megatron_settings, check_per_token
-from megatron_rl_loss.step.counting import Group, device_of
+from megatron_rl_loss.step.collectives import Group, device_of
 
 _LOSS = 3.0
 _NUM_TOKENS = 1

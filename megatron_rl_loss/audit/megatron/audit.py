@@ -33,10 +33,9 @@ from megatron_rl_loss.megatron.microbatch import MicrobatchIterator
 from megatron_rl_loss.modes.names import Aggregation, resolve
 from megatron_rl_loss.modes.table import find_mode
 from megatron_rl_loss.reduction.tap import TappedLosses, Taps, expected_aggregation, observe, tap
-from megatron_rl_loss.step.counting import device_of, if_several
+from megatron_rl_loss.step.collectives import attempt, device_of, if_several
 from megatron_rl_loss.step.masks import SMALLEST
 from megatron_rl_loss.step.samples import Samples
-from megatron_rl_loss.step.totals import attempt
 
 __all__ = ["Audit", "audited", "tap"]
 
