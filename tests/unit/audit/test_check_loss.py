@@ -21,6 +21,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from megatron_rl_loss.audit.check_loss import Finding
+from megatron_rl_loss.audit.trainers import GIVEN, TRAINERS
 from refusals import Refusal, check_refusal, each_of
 from repository import ROOT
 from torch import Tensor
@@ -28,10 +30,8 @@ from torch import Tensor
 from megatron_rl_loss import StepTotals, make_pg_loss_reducer, token_weights
 from megatron_rl_loss.audit import LossReport, Trainer, check_loss, simulation, trainers
 from megatron_rl_loss.audit import check_loss as checking
-from megatron_rl_loss.audit.check_loss import Finding
 from megatron_rl_loss.audit.drawn_steps import DrawnSample
 from megatron_rl_loss.audit.simulation import LossCase, measure
-from megatron_rl_loss.audit.trainers import GIVEN, TRAINERS
 from megatron_rl_loss.reduction import fold_into_advantages
 from megatron_rl_loss.step.samples import Samples
 
