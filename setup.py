@@ -89,6 +89,6 @@ setup(
             "mypy",
             "types-tabulate",
         ],
-        "docs": ["mkdocs>=1.6,<2", "mkdocs-material>=9.5", "mkdocstrings[python]>=1", "ruff"],
+        "docs": ["mkdocs>=1.6,<2", "mkdocs-material>=9.5"],
     },
 )

@@ -35,9 +35,9 @@ from online.warm_start import warm_start
 from rollouts import Rollout, read_rollouts, with_advantages, write_rollouts
 
 from megatron_rl_loss.losses import ppo_clip_loss
-from megatron_rl_loss.megatron import Microbatch
-from megatron_rl_loss.megatron.flags import (
+from megatron_rl_loss.megatron import (
     AggregationSettings,
+    Microbatch,
     add_loss_aggregation_args,
     validate_loss_aggregation_args,
 )

@@ -31,8 +31,7 @@ from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_
 from megatron.training.arguments import parse_and_validate_args
 from rollouts import Pack, Rollout, packs_of_rank, read_rollouts
 
-from megatron_rl_loss.losses import POLICY_LOSSES, kl_estimate, policy_loss
-from megatron_rl_loss.losses.by_name import check_goes_with
+from megatron_rl_loss.losses import POLICY_LOSSES, check_goes_with, kl_estimate, policy_loss
 from megatron_rl_loss.megatron import (
     Folded,
     ForwardPass,
@@ -40,9 +39,9 @@ from megatron_rl_loss.megatron import (
     Microbatch,
     OutputHead,
     Tokens,
+    add_loss_aggregation_args,
     next_microbatch,
 )
-from megatron_rl_loss.megatron.flags import add_loss_aggregation_args
 
 
 def add_args(parser: ArgumentParser) -> ArgumentParser:
@@ -102,7 +101,7 @@ def forward_step(data_iterator: Iterator[Microbatch], model: Any) -> tuple[Any, 
         """The part of a pack's tensor that this context-parallel rank holds, [1, seq_length / cp]."""
         return microbatch.local(values)[None].cuda(non_blocking=True)
 
-    inputs = {"advantages": local(pack.advantages)} | microbatch.known
+    inputs = {"advantages": local(pack.advantages)} | microbatch.log_probs
     if pack.old_log_probs is not None and args.old_log_probs == "file":
         inputs["old_log_probs"] = local(pack.old_log_probs)
     losses_of = functools.partial(per_token_loss, microbatch)

@@ -16,8 +16,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
 
 from megatron_rl_loss import Samples
-from megatron_rl_loss.megatron import LossAggregation
-from megatron_rl_loss.megatron.flags import AggregationSettings
+from megatron_rl_loss.megatron import AggregationSettings, LossAggregation
 
 
 def train(

@@ -14,8 +14,7 @@ from megatron.training.arguments import parse_and_validate_args
 
 from megatron_rl_loss import Samples, ZigzagTHD
 from megatron_rl_loss.losses import ppo_clip_loss
-from megatron_rl_loss.megatron import LossAggregation, next_microbatch
-from megatron_rl_loss.megatron.flags import add_loss_aggregation_args
+from megatron_rl_loss.megatron import LossAggregation, add_loss_aggregation_args, next_microbatch
 
 
 def packs(length: int, vocab_size: int, seed: int) -> Iterator[dict[str, Any]]:

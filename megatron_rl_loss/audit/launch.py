@@ -26,9 +26,10 @@ from megatron_rl_loss.audit.tokens import MeasuredStep
 from megatron_rl_loss.audit.verdict import judge
 from megatron_rl_loss.modes.function_paths import load_function
 from megatron_rl_loss.modes.names import Aggregation, resolve
+from megatron_rl_loss.step.collectives import attempt
 from megatron_rl_loss.step.layouts import ZigzagBSHD
 from megatron_rl_loss.step.samples import Samples
-from megatron_rl_loss.step.totals import UnitCounting, attempt
+from megatron_rl_loss.step.totals import UnitCounting
 
 SOUND, NOT_SOUND, NO_VERDICT = 0, 1, 2
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"

@@ -1,8 +1,8 @@
-"""Megatron-LM's own RL, `train_rl.py` (0.19 and main): its `loss_func` with the asked-for aggregation, patch-free.
+"""Megatron-LM's own RL, `train_rl.py` (0.19 and main): its `loss_func` with the aggregation of your choice, unpatched.
 
 The stock `loss_func` returns a bin's token sum and its token count, so Megatron trains on the *mean over bins of their
 token means*, whatever share of the tokens a bin holds: the loss changes with the packing. Here the same per-token
-losses, from the unchanged `forward_step`, become the mode that was asked for, under the same report keys.
+losses, from the unchanged `forward_step`, follow the mode that the flags name, under the same report keys.
 
     aggregation = loss_aggregation(args)
     with aggregation.attached():
@@ -31,6 +31,8 @@ from megatron_rl_loss.step.ids import Ids
 from megatron_rl_loss.step.layouts import Gathered, Layout, ZigzagTHD
 from megatron_rl_loss.step.samples import Samples
 
+__all__ = ["is_asked_for", "loss_aggregation", "loss_func", "samples_of", "with_loss_aggregation"]
+
 try:
     from megatron.core.rerun_state_machine import get_rerun_state_machine
     from megatron.training.global_vars import get_args
@@ -43,16 +45,6 @@ except ImportError as error:
 #: Where a context-parallel rank's per-token losses are: all on every rank, or its zigzag part of every slot.
 CpLosses = Literal["gathered", "sliced"]
 IdsOf = Callable[[Any], Ids]
-
-_STOCK_PARAMETERS = (
-    "loss_mask",
-    "kl_term",
-    "ratios",
-    "entropy_term",
-    "truncated_from_above",
-    "truncated_from_below",
-    "output_tensor",
-)
 
 
 def is_asked_for(args: Namespace) -> bool:
@@ -87,12 +79,8 @@ def loss_aggregation(
     check_choice("layout of losses", cp_losses, ("gathered", "sliced"))
 
     def describe(batch: Any) -> Samples:
-        return samples_of(
-            batch,
-            cp_losses=cp_losses,
-            rollout_ids=None if rollout_ids_of is None else rollout_ids_of(batch),
-            prompt_ids=None if prompt_ids_of is None else prompt_ids_of(batch),
-        )
+        rollout_ids, prompt_ids = (ids_of and ids_of(batch) for ids_of in (rollout_ids_of, prompt_ids_of))
+        return samples_of(batch, cp_losses=cp_losses, rollout_ids=rollout_ids, prompt_ids=prompt_ids)
 
     aggregation = LossAggregation.from_args(args, describe)
     settings = aggregation.settings
@@ -118,6 +106,7 @@ def with_loss_aggregation(forward_step: Callable[..., Any]) -> Callable[..., Any
         TypeError: an iterator of something else.
         ValueError: a `forward_step` whose loss function is not the one this module knows.
     """
+    known = tuple(inspect.signature(loss_func).parameters)[1:]
 
     @wraps(forward_step)
     def aggregated(data_iterator: Iterator[Microbatch], *args: Any, **kwargs: Any) -> tuple[Tensor, Callable[..., Any]]:
@@ -128,11 +117,10 @@ def with_loss_aggregation(forward_step: Callable[..., Any]) -> Callable[..., Any
                 "`with aggregation.attached():`."
             )
         output, stock = forward_step(iter([microbatch.data]), *args, **kwargs)
-        if not isinstance(stock, partial) or tuple(inspect.signature(stock.func).parameters) != _STOCK_PARAMETERS:
+        if not isinstance(stock, partial) or tuple(inspect.signature(stock.func).parameters) != known:
             raise ValueError(
                 f"a forward_step that returns the loss function {stock!r}: it must be a partial of "
-                f"loss_func({', '.join(_STOCK_PARAMETERS)}). Use a train_rl.py of Megatron-LM 0.19 or of its main "
-                "branch."
+                f"loss_func({', '.join(known)}). Use a train_rl.py of Megatron-LM 0.19 or of its main branch."
             )
         return output, partial(loss_func, microbatch, *stock.args, **stock.keywords)
 
@@ -149,21 +137,14 @@ def loss_func(
     truncated_from_below: Tensor,
     output_tensor: Tensor,
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """What Megatron is to be handed for a micro-batch of `train_rl.py`; the arguments after the first are its own.
+    """What Megatron gets for a micro-batch of `train_rl.py`; the arguments after the first are its own.
 
-    Reports ``lm loss``, the step loss in the asked-for mode, and the five ``rl/`` metrics as token means over the step.
+    Reports ``lm loss``, the step loss that is trained on, and the five ``rl/`` metrics as token means over the step.
 
     Raises:
         ValueError: losses that are not this rank's part of the micro-batch.
         RuntimeError: a NaN loss, under Megatron's ``--check-for-nan-in-loss-and-grad``.
     """
-    per_token = {
-        "rl/kl_term": kl_term,
-        "rl/pi_over_pi_old": ratios,
-        "rl/entropy_term": entropy_term,
-        "rl/truncated_from_above": truncated_from_above,
-        "rl/truncated_from_below": truncated_from_below,
-    }
     share = microbatch.pg_loss(output_tensor.reshape(-1))
     if get_args().check_for_nan_in_loss_and_grad:
         get_rerun_state_machine().validate_result(
@@ -173,11 +154,16 @@ def loss_func(
             tolerance=0.0,
             fatal=True,
         )
-    report = {
-        name: microbatch.token_mean(values.detach().float().reshape(-1).to(share.device))
-        for name, values in per_token.items()
+    per_token = {
+        "rl/kl_term": kl_term,
+        "rl/pi_over_pi_old": ratios,
+        "rl/entropy_term": entropy_term,
+        "rl/truncated_from_above": truncated_from_above,
+        "rl/truncated_from_below": truncated_from_below,
     }
-    return microbatch.carry(share, {"lm loss": share, **report})
+    flat = {name: values.detach().float().reshape(-1).to(share.device) for name, values in per_token.items()}
+    means = {name: microbatch.token_mean(values) for name, values in flat.items()}
+    return microbatch.carry(share, {"lm loss": share, **means})
 
 
 def samples_of(

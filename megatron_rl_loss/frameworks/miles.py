@@ -1,4 +1,4 @@
-"""miles: what the hooks of `megatron_rl_loss.frameworks.slime` must know of a step, and no hook of miles's is handed.
+"""miles: what the hooks of `megatron_rl_loss.frameworks.slime` must know of a step, which miles hands to no hook.
 
     --custom-megatron-init-path megatron_rl_loss.frameworks.miles.count_steps
 
@@ -12,6 +12,7 @@ import inspect
 import os
 from argparse import Namespace
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 from torch import Tensor
@@ -19,13 +20,16 @@ from torch import Tensor
 from megatron_rl_loss.frameworks import step_counts
 from megatron_rl_loss.frameworks.step_counts import StepCounts
 
-_NEEDED = ("data_iterator", "num_microbatches", "num_rollouts")
+__all__ = ["count_steps"]
+
+_NEEDED = ("args", "data_iterator", "num_microbatches", "num_rollouts")
+_NO_COUNTS_NEEDED = "Drop --custom-megatron-init-path; ...slime.sample_mean and ...slime.constant_40960 need no counts."
 
 
 def count_steps(args: Namespace) -> None:
-    """Have every step counted before its first micro-batch, for ``--custom-megatron-init-path`` of miles.
+    """Have each step counted before its first micro-batch, for ``--custom-megatron-init-path`` of miles.
 
-    miles calls it once on every rank. It puts a collective round a step before `train_one_step` in
+    miles calls it once on every rank. It puts one collective round per step before `train_one_step` in
     `miles.backends.megatron_utils.model`, where the step's data are; the function itself runs unchanged. Masks are
     counted as they are before any rejection. If your own function has that flag, call this from it.
 
@@ -40,7 +44,7 @@ def count_steps(args: Namespace) -> None:
     if is_multi_lora_enabled(args):
         raise ValueError(
             "steps to be counted with multi-LoRA: every adapter has a batch of its own, and miles divides by that. "
-            "Drop --custom-megatron-init-path; ...slime.sample_mean and ...slime.constant_40960 need no counts."
+            f"{_NO_COUNTS_NEEDED}"
         )
     parameters = tuple(inspect.signature(model.train_one_step).parameters)
     if missing := [name for name in _NEEDED if name not in parameters]:
@@ -59,13 +63,13 @@ def _counting(train_one_step: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(train_one_step)
     def counted(*args: Any, **kwargs: Any) -> Any:
-        given = signature.bind(*args, **kwargs).arguments
-        iterator, num_microbatches, num_rollouts = (given[name] for name in _NEEDED)
-        step_counts.begin(_counts(iterator[0], num_microbatches, num_rollouts))
+        arguments = signature.bind(*args, **kwargs).arguments
+        launch, iterators, num_microbatches, num_rollouts = (arguments[name] for name in _NEEDED)
+        step_counts.begin(launch, asdict(_counts(iterators[0], num_microbatches, num_rollouts)))
         try:
             return train_one_step(*args, **kwargs)
         finally:
-            step_counts.begin(None)
+            step_counts.begin(launch, None)
 
     counted.counted_by_megatron_rl_loss = True  # type: ignore[attr-defined]
     return counted
@@ -78,8 +82,7 @@ def _counts(iterator: Any, num_microbatches: int, num_rollouts: int) -> StepCoun
     if get_parallel_state().indep_dp.size > 1:
         raise ValueError(
             "steps to be counted with independent data-parallel replicas: Megatron's groups end at a replica, so a "
-            "part of the step would be counted. Drop --custom-megatron-init-path; ...slime.sample_mean and "
-            "...slime.constant_40960 need no counts."
+            f"part of the step would be counted. {_NO_COUNTS_NEEDED}"
         )
 
     def masks_of_step() -> list[Tensor]:
@@ -89,6 +92,5 @@ def _counts(iterator: Any, num_microbatches: int, num_rollouts: int) -> StepCoun
         microbatches = iterator.micro_batch_indices[iterator.offset : iterator.offset + num_microbatches]
         return [masks[i] for indices in microbatches for i in indices]
 
-    # A rank pads all its rows alike.
-    rows = iterator.rollout_data.get("max_seq_lens")
+    rows = iterator.rollout_data.get("max_seq_lens")  # a rank pads all its rows alike
     return step_counts.count_step(masks_of_step, num_rollouts, int(rows[0]) if rows else None)

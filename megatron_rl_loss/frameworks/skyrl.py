@@ -17,6 +17,8 @@ from megatron_rl_loss.modes.table import check_no_declared_sums
 from megatron_rl_loss.reduction.folding import fold_into_advantages
 from megatron_rl_loss.step.totals import StepTotals
 
+__all__ = ["apply_loss_reduction_to_advantages_minibatch"]
+
 
 def apply_loss_reduction_to_advantages_minibatch(
     advantages: Tensor,

@@ -2,29 +2,30 @@
 
     --custom-pg-loss-reducer-function-path megatron_rl_loss.frameworks.slime.constant_40960
 
-Both frameworks call the hook with four arguments for every micro-batch and scale what its closure returns themselves.
-After their scaling and Megatron's, the step's policy loss is (sums over every micro-batch, CP and DP rank)
+Both frameworks call the hook with four arguments for each micro-batch, and scale what its closure returns themselves.
+After their scaling and Megatron's, the step's policy loss is (sums over all micro-batches, CP and DP ranks)
 
-| ``calculate_per_token_loss`` | step loss                     | so the closure returns a share of                |
-|------------------------------|-------------------------------|--------------------------------------------------|
-| False                        | sum of returned values / G    | `sample_mean`: sum of means; `constant`: sum / L |
-| True                         | sum of returned values / T'   | `token_mean`: sum over tokens                    |
+| ``calculate_per_token_loss`` | step loss                   | so the closure returns a share of                |
+|------------------------------|-----------------------------|--------------------------------------------------|
+| False                        | sum of returned values / G  | `sample_mean`: sum of means; `constant`: sum / L |
+| True                         | sum of returned values / T' | `token_mean`: sum over tokens                    |
 
 with G their global batch size (rollouts of the step) and T' = sum_i max(M_i, 1): a fully masked sample adds a phantom
-token to T'. Four arguments cannot show the step, nor what masks were before rejection, so `token_mean` refuses a sample
-without a token, unless `StepCounts` say how many the step had: `count_steps` and `begin_step` see to it under slime,
-`megatron_rl_loss.frameworks.miles.count_steps` under miles.
+token to T'. Four arguments show neither the step nor the masks before rejection. So `token_mean` refuses a sample
+without a token, unless `StepCounts` say how many the step had: slime's `count_steps` and `begin_step` provide them,
+under miles `megatron_rl_loss.frameworks.miles.count_steps`.
 
-The layout under context parallelism is `ZigzagResponse`, as in their `cp_utils.py`; all-gather context parallelism of
-both comes back to it before the loss. miles's padded rows (``qkv_format bshd``) need their length from `StepCounts`.
-miles's FSDP backend is asked for its own place.
+The layout under context parallelism is `ZigzagResponse`, as in their `cp_utils.py`; all-gather context parallelism
+comes back to it before the loss. miles's padded rows (``qkv_format bshd``) need their length from `StepCounts`.
 """
 
 import re
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import cache
+from itertools import chain, islice
 from typing import Any
 
 from torch import Tensor
@@ -34,34 +35,39 @@ from megatron_rl_loss.frameworks import step_counts
 from megatron_rl_loss.frameworks.step_counts import StepCounts, counts_of_this_step
 from megatron_rl_loss.modes.names import Aggregation, resolve
 from megatron_rl_loss.modes.table import check_no_declared_sums
-from megatron_rl_loss.reduction.sums import Reducer, reducer_of
+from megatron_rl_loss.modes.weights import unit_weights
+from megatron_rl_loss.reduction.sums import Reducer, WeightedSum
 from megatron_rl_loss.step.layouts import IntList, ZigzagResponse
-from megatron_rl_loss.step.samples import Samples
-from megatron_rl_loss.step.totals import StepTotals, UnitCounts
+from megatron_rl_loss.step.samples import LocalTokens, Samples
 
-_MODES = ("sample_mean", "token_mean", "constant")
+__all__ = ["Hook", "StepCounts", "begin_step", "count_steps", "make_hook", "sample_mean", "token_mean"]
+
+_HAVE_STEPS_COUNTED = (
+    "have steps counted: under slime by --rollout-data-postprocess-path megatron_rl_loss.frameworks.slime.count_steps "
+    "--custom-megatron-before-train-step-hook-path megatron_rl_loss.frameworks.slime.begin_step, under miles by "
+    "--custom-megatron-init-path megatron_rl_loss.frameworks.miles.count_steps."
+)
+_NO_PROMPTS = (
+    "its weights need the prompt of every sample, which a hook's four arguments do not carry. Fold them into the "
+    "advantages (fold_into_advantages), multiply by the global batch size, and use ...slime.constant_1."
+)
 
 
+@dataclass(frozen=True, eq=False)
 class Hook:
     """``hook(total_lengths, response_lengths, loss_masks, calculate_per_token_loss) -> closure``; see `make_hook`."""
 
-    def __init__(
-        self,
-        aggregation: Aggregation,
-        cp: tuple[int, int] | None,
-        step_counts: Callable[[], StepCounts | None],
-    ) -> None:
-        self.aggregation = aggregation
-        self.mode = aggregation.mode.name
-        self._cp = cp
-        self._step_counts = step_counts
-
-    def __repr__(self) -> str:
-        return f"<slime and miles hook: {self.mode}{self._divisor}>"
+    aggregation: Aggregation
+    cp: tuple[int, int] | None
+    step_counts: Callable[[], StepCounts | None]
 
     @property
-    def _divisor(self) -> str:
-        return "" if self.aggregation.divisor is None else f", divisor {self.aggregation.divisor:g}"
+    def mode(self) -> str:
+        return self.aggregation.mode.name
+
+    def __repr__(self) -> str:
+        divisor = self.aggregation.divisor
+        return f"<slime and miles hook: {self.mode}{'' if divisor is None else f', divisor {divisor:g}'}>"
 
     def __call__(
         self,
@@ -76,7 +82,7 @@ class Hook:
 
         Args:
             total_lengths, response_lengths: tokens of each sample, with and without its prompt.
-            loss_masks: masks over the whole response (never cut for a CP rank), one 1-D tensor a sample.
+            loss_masks: masks over the whole response (never cut for a CP rank), one 1-D tensor per sample.
             calculate_per_token_loss: as Megatron's flag.
             rollout_mask_sums: mask sum of each sample's whole rollout, as in their batch of that name; for
                 `sample_mean` of rollouts that are split over samples. Neither framework passes it; your own loss may.
@@ -90,64 +96,93 @@ class Hook:
                 f"calculate_per_token_loss is a {type(calculate_per_token_loss).__name__}: the fourth argument must be "
                 "a bool. Pass the flag; denominators go by name, as rollout_mask_sums."
             )
-        counts = self._step_counts()
+        counts = self.step_counts()
         self._check_flag(calculate_per_token_loss, counts)
         padded = None if counts is None else counts.padded_length
-        cp_rank, cp_size = _context_parallel_place(padded is not None) if self._cp is None else self._cp
-        if self.mode != "sample_mean":
-            rollout_mask_sums = None  # has no part in the other modes
-        samples = Samples(
-            loss_masks,
-            layout=ZigzagResponse(
-                total_lengths, response_lengths, None if padded is None else [padded] * len(total_lengths)
-            ),
-            rollout_ids=None if rollout_mask_sums is None else range(len(loss_masks)),
-        )
-        totals = self._totals(samples, calculate_per_token_loss, counts, rollout_mask_sums)
+        cp_rank, cp_size = self.cp or _context_parallel_place(padded is not None)
+        rows = None if padded is None else [padded] * len(total_lengths)
+        samples = Samples(loss_masks, layout=ZigzagResponse(total_lengths, response_lengths, rows))
         samples.check_masks()
-        return reducer_of(self.aggregation, samples.local(cp_rank, cp_size), totals)
+        local = samples.local(cp_rank, cp_size)
+        if self.mode == "sample_mean":
+            weights = _weights_in_rollouts(local, counts, rollout_mask_sums)
+        elif self.mode == "token_mean":
+            weights = _weights_in_step(local, counts, calculate_per_token_loss)
+        else:
+            weights = unit_weights(local, self.aggregation.divisor)
+        return WeightedSum(weights, local, self.aggregation)
 
     def _check_flag(self, per_token: bool, counts: StepCounts | None) -> None:
-        if self.mode != "token_mean" and per_token:
+        if self.mode != "token_mean":
+            if per_token:
+                raise ValueError(
+                    f"{self!r} with calculate_per_token_loss on: the sum would be divided by the step's tokens, not by "
+                    "its rollouts. Drop --calculate-per-token-loss, or use ...slime.token_mean."
+                )
+        elif (per_token or counts is None) and _fsdp_of_miles() is not None:
             raise ValueError(
-                f"{self!r} with calculate_per_token_loss on: the sum would be divided by the step's tokens, not by its "
-                "rollouts. Drop --calculate-per-token-loss, or use ...slime.token_mean."
+                f"{self!r} on miles's FSDP backend: it never divides by the step's tokens, and nothing counts them "
+                "there. Use ...slime.sample_mean or ...slime.constant_40960 (your divisor), or --train-backend "
+                "megatron."
             )
-        if self.mode == "token_mean" and (per_token or counts is None) and _fsdp_of_miles() is not None:
-            raise ValueError(
-                f"{self!r} on miles's FSDP backend: it never divides by the step's tokens, nor has it a place where a "
-                "step could be counted. Use ...slime.sample_mean or ...slime.constant_40960 (your divisor), or "
-                "--train-backend megatron."
-            )
-        if self.mode == "token_mean" and not per_token and counts is None:
+        elif not per_token and counts is None:
             raise ValueError(
                 f"{self!r} with calculate_per_token_loss off: the sum would be divided by the step's rollouts, and the "
-                "hook does not know the step's tokens. Add --calculate-per-token-loss, or have steps counted: under "
-                "slime by --rollout-data-postprocess-path megatron_rl_loss.frameworks.slime.count_steps "
-                "--custom-megatron-before-train-step-hook-path megatron_rl_loss.frameworks.slime.begin_step, under "
-                "miles by --custom-megatron-init-path megatron_rl_loss.frameworks.miles.count_steps."
+                f"hook does not know the step's tokens. Add --calculate-per-token-loss, or {_HAVE_STEPS_COUNTED}"
             )
 
-    def _totals(
-        self,
-        samples: Samples,
-        per_token: bool,
-        counts: StepCounts | None,
-        rollout_mask_sums: Sequence[Tensor] | Sequence[float] | Tensor | None,
-    ) -> StepTotals:
-        """Totals whose denominators leave out what slime and miles divide by themselves."""
-        if self.mode == "token_mean":
-            return StepTotals(step_tokens=_tokens_to_divide_by(samples, per_token, counts))
-        if rollout_mask_sums is not None:
-            return StepTotals(rollouts=UnitCounts(all=1, tokens=_by_sample(samples, rollout_mask_sums)))
-        # Sums over a constant need no care: a rollout's is that of its samples.
-        if self.mode == "sample_mean" and counts is not None and counts.num_samples != counts.global_batch_size:
+
+def _weights_in_rollouts(
+    local: LocalTokens,
+    counts: StepCounts | None,
+    rollout_mask_sums: Sequence[Tensor] | Sequence[float] | Tensor | None,
+) -> Tensor:
+    """``m / M`` of each token's rollout: slime and miles divide by the number of rollouts."""
+    samples = local.samples
+    if rollout_mask_sums is None:
+        if counts is not None and counts.num_samples != counts.global_batch_size:
             raise ValueError(
                 f"a step of {counts.num_samples} samples and {counts.global_batch_size} rollouts: four arguments do "
                 "not tell which samples are parts of one rollout. Run without the hook: their own reducer averages "
                 "whole rollouts by rollout_mask_sums."
             )
-        return StepTotals(rollouts=UnitCounts(all=1))
+        return unit_weights(local)
+    sizes = [float(value) for value in rollout_mask_sums]
+    check_one_each("rollout_mask_sums", len(sizes), "loss masks", len(samples), "Pass those of one micro-batch")
+    for i, (of_rollout, of_sample) in enumerate(zip(sizes, samples.mask_sums.tolist(), strict=True)):
+        if not of_rollout >= of_sample:
+            raise ValueError(
+                f"sample {i} has {of_sample:g} mask tokens, its rollout {of_rollout:g}: a rollout has all its samples' "
+                "tokens. Sum the masks of the whole step."
+            )
+    return unit_weights(local, sizes)
+
+
+def _weights_in_step(local: LocalTokens, counts: StepCounts | None, per_token: bool) -> Tensor:
+    """``m / T`` times what slime and miles divide by themselves: T' or G."""
+    mask_sums = local.samples.mask_sums
+
+    def check(found: Tensor, rule: str) -> None:
+        def first() -> str:
+            i = int(found.nonzero()[0])
+            return f"sample {i} has {float(mask_sums[i]):g} mask tokens"
+
+        require(~found.any(), first, rule)
+
+    if per_token:
+        rule = "they count it as 1 token, in a sum over the step that the hook cannot correct. Use masks of 0 and 1."
+        check((mask_sums > 0) & (mask_sums < 1), rule)
+    if counts is None:
+        check(
+            mask_sums == 0,
+            "they count it as 1 token if it was masked from the start, and as the tokens it had if rejection (TIS) "
+            "emptied it; a hook sees only what is left. Leave samples without a token out of the batch; with "
+            f"rejection, or if you cannot, {_HAVE_STEPS_COUNTED}",
+        )
+        return unit_weights(local, 1.0)
+    divided_by = counts.step_tokens + counts.num_masked_samples if per_token else counts.global_batch_size
+    size = counts.step_tokens / divided_by if divided_by else 0.0
+    return unit_weights(local, size, named="step counts whose step_tokens are 0")
 
 
 def make_hook(
@@ -166,7 +201,7 @@ def make_hook(
         mode: ``sample_mean``, ``token_mean`` or ``constant``.
         divisor: L of ``constant``, in tokens.
         cp_rank, cp_size: this rank's place in its context-parallel group; default: Megatron's parallel state, read at
-            every call.
+            each call.
         step_counts: returns the counts of the step that is being trained, or None; default: those that `count_steps` of
             this module or of `miles` made.
 
@@ -175,45 +210,33 @@ def make_hook(
             that is missing, unusable or without effect, half a CP place.
     """
     if mode == "prompt_mean":
-        raise ValueError(
-            "a slime or miles hook for prompt_mean: its weights need the prompt of every sample, which the hook's four "
-            "arguments do not carry. Fold its weights into the advantages (fold_into_advantages), multiply them by the "
-            "global batch size, and use ...slime.constant_1."
-        )
+        raise ValueError(f"a slime or miles hook for prompt_mean: {_NO_PROMPTS}")
     check_no_declared_sums(mode, "slime or miles")
-    check_choice("slime or miles hook", mode, _MODES)
-    aggregation = resolve(mode, divisor=divisor)
-    if (cp_rank is None) != (cp_size is None):
-        raise ValueError(
-            f"cp_rank={cp_rank!r}, cp_size={cp_size!r}: both or neither must be given. Leave both out to ask Megatron."
-        )
+    check_choice("slime or miles hook", mode, ("sample_mean", "token_mean", "constant"))
     cp = None
     if cp_rank is not None and cp_size is not None:
         check_cp(cp_rank, cp_size)
         cp = (cp_rank, cp_size)
-    return Hook(aggregation, cp, step_counts or counts_of_this_step)
+    elif (cp_rank, cp_size) != (None, None):
+        raise ValueError(
+            f"cp_rank={cp_rank!r}, cp_size={cp_size!r}: both or neither must be given. Leave both out to ask Megatron."
+        )
+    return Hook(resolve(mode, divisor=divisor), cp, step_counts or counts_of_this_step)
+
+
+sample_mean = make_hook("sample_mean")
+token_mean = make_hook("token_mean")
 
 
 def __getattr__(name: str) -> Hook:
     """`constant_<L>`, for any L; an AttributeError with the way out for every other name."""
-    if found := re.fullmatch(r"constant_([1-9]\d*)", name):
-        return _constant(int(found[1]))
-    given = f"megatron_rl_loss.frameworks.slime.{name}"
-    if name == "prompt_mean":
-        raise AttributeError(
-            f"{given}: its weights need the prompt of every sample, which the hook's four arguments do not carry. Fold "
-            "its weights into the advantages (fold_into_advantages), multiply them by the global batch size, and use "
-            "...slime.constant_1."
-        )
-    if name.startswith("constant"):
-        raise AttributeError(
-            f"{given}: the divisor is part of the name, a whole number of tokens above 0. Write "
-            "...slime.constant_40960 (your divisor for 40960)."
-        )
-    raise AttributeError(
-        f"{given}: there is no such hook. Write ...slime.sample_mean, ...slime.token_mean or ...slime.constant_40960 "
-        "(your divisor for 40960)."
+    if match := re.fullmatch(r"constant_([1-9]\d*)", name):
+        return _constant(int(match[1]))
+    rule = (
+        "there is no such hook. Write ...slime.sample_mean, ...slime.token_mean or ...slime.constant_40960 (your "
+        "divisor for 40960, a whole number of tokens above 0)."
     )
+    raise AttributeError(f"megatron_rl_loss.frameworks.slime.{name}: {_NO_PROMPTS if name == 'prompt_mean' else rule}")
 
 
 @cache
@@ -221,13 +244,8 @@ def _constant(divisor: int) -> Hook:
     return make_hook("constant", divisor=divisor)
 
 
-# --- what four arguments do not tell: the step
-
-_counted: dict[tuple[int, int], StepCounts] = {}
-
-
 def count_steps(args: Namespace, rollout_id: int, rollout_data: Mapping[str, Any]) -> None:
-    """Count every step of a rollout, for ``--rollout-data-postprocess-path`` of slime: a collective round a step.
+    """Count each step of a rollout, for ``--rollout-data-postprocess-path`` of slime: one collective round per step.
 
     With `begin_step` it makes `token_mean` exact whatever is masked, with or without ``calculate_per_token_loss``, and
     lets `sample_mean` refuse rollouts that are split over samples. Counts masks as they are before any rejection.
@@ -235,18 +253,13 @@ def count_steps(args: Namespace, rollout_id: int, rollout_data: Mapping[str, Any
     Raises:
         BadBatchError: on every rank, if one cannot count its samples.
     """
-    _counted.clear()
-    begun = 0
-    microbatches, masks = rollout_data["micro_batch_indices"], rollout_data["loss_masks"]
-    for step_id, (num_microbatches, global_batch_size) in enumerate(
-        zip(rollout_data["num_microbatches"], rollout_data["global_batch_sizes"], strict=True)
-    ):
-        chosen = [i for indices in microbatches[begun : begun + num_microbatches] for i in indices]
-        begun += num_microbatches
-        _counted[rollout_id, step_id] = step_counts.count_step(
-            lambda chosen=chosen: [masks[i] for i in chosen],  # type: ignore[misc]
-            global_batch_size,
-        )
+    microbatches, masks = iter(rollout_data["micro_batch_indices"]), rollout_data["loss_masks"]
+    args.megatron_rl_loss_steps = steps = {}
+    sizes = zip(rollout_data["num_microbatches"], rollout_data["global_batch_sizes"], strict=True)
+    for step_id, (num_microbatches, global_batch_size) in enumerate(sizes):
+        mine = chain.from_iterable(islice(microbatches, num_microbatches))
+        counts = step_counts.count_step(lambda mine=mine: [masks[i] for i in mine], global_batch_size)  # type: ignore[misc]
+        steps[rollout_id, step_id] = asdict(counts)
 
 
 def begin_step(
@@ -256,57 +269,7 @@ def begin_step(
 
     A step that `count_steps` did not count has no counts: never those of an earlier one.
     """
-    step_counts.begin(_counted.get((rollout_id, step_id)))
-
-
-def _tokens_to_divide_by(samples: Samples, per_token: bool, counts: StepCounts | None) -> float:
-    """What is left to divide a token sum by, so that the step's is the sum / step_tokens after their scaling."""
-    if per_token:
-        mask_sums = samples.mask_sums
-        light, masked = (mask_sums > 0) & (mask_sums < 1), mask_sums == 0
-        require(
-            ~light.any(),
-            lambda: _first_of(light, mask_sums),
-            "they count it as 1 token, in a sum over the step that the hook cannot correct. Use masks of 0 and 1.",
-        )
-        if counts is None:
-            require(~masked.any(), lambda: _first_of(masked, mask_sums), _PHANTOM_TOKEN)
-    if counts is None:
-        return 1.0
-    divided_by = counts.step_tokens + counts.num_masked_samples if per_token else counts.global_batch_size
-    return counts.step_tokens / divided_by if divided_by else 0.0
-
-
-_PHANTOM_TOKEN = (
-    "they count it as 1 token if it was masked from the start, and as the tokens it had if rejection (TIS) emptied it; "
-    "a hook sees only what is left, and cannot correct their sum over the step. Leave samples without a token out of "
-    "the batch; with rejection, or if you cannot, have steps counted: under slime by --rollout-data-postprocess-path "
-    "megatron_rl_loss.frameworks.slime.count_steps --custom-megatron-before-train-step-hook-path "
-    "megatron_rl_loss.frameworks.slime.begin_step, under miles by --custom-megatron-init-path "
-    "megatron_rl_loss.frameworks.miles.count_steps."
-)
-
-
-def _first_of(found: Tensor, mask_sums: Tensor) -> str:
-    i = int(found.nonzero()[0])
-    return f"sample {i} has {float(mask_sums[i]):g} mask tokens"
-
-
-def _by_sample(
-    samples: Samples, rollout_mask_sums: Sequence[Tensor] | Sequence[float] | Tensor
-) -> dict[int | str, float]:
-    sums = [float(value) for value in rollout_mask_sums]
-    check_one_each("rollout_mask_sums", len(sums), "loss masks", len(samples), "Pass those of one micro-batch")
-    for i, (of_rollout, of_sample) in enumerate(zip(sums, samples.mask_sums.tolist(), strict=True)):
-        if not of_rollout >= of_sample:
-            raise ValueError(
-                f"sample {i} has {of_sample:g} mask tokens, its rollout {of_rollout:g}: a rollout has all its samples' "
-                "tokens. Sum the masks of the whole step."
-            )
-    return dict(enumerate(sums))
-
-
-# --- where this rank is
+    step_counts.begin(args, getattr(args, "megatron_rl_loss_steps", {}).get((rollout_id, step_id)))
 
 
 def _fsdp_of_miles() -> Any:
@@ -335,11 +298,7 @@ def _context_parallel_place(row_length_is_known: bool) -> tuple[int, int]:
         if qkv_format != "thd":
             raise ValueError(
                 f"qkv_format {qkv_format!r} with a context-parallel size of {cp_size}: rows are cut by their padded "
-                "length, which the hook's four arguments do not carry. Add --custom-megatron-init-path "
-                "megatron_rl_loss.frameworks.miles.count_steps, which tells it; or use --qkv-format thd."
+                "length, which the hook's four arguments do not carry. Use --qkv-format thd, or add "
+                "--custom-megatron-init-path megatron_rl_loss.frameworks.miles.count_steps, which tells it."
             )
     return parallel_state.get_context_parallel_rank(), cp_size
-
-
-sample_mean = make_hook("sample_mean")
-token_mean = make_hook("token_mean")

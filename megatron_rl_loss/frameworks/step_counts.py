@@ -1,21 +1,26 @@
-"""What the hooks of slime and miles must know of a whole step, counted in one collective round.
+"""What slime's and miles's hooks must know of a whole step, and where it is: in the `args` of the launch.
 
-`slime.count_steps` with `slime.begin_step`, or `miles.count_steps`, see to it before a step's first micro-batch.
+A hook's four arguments do not tell the step, and no other object reaches both a hook and what runs before the step.
+`slime.begin_step` and `miles.count_steps` write the counts of each step there before its first micro-batch.
 """
 
-from collections.abc import Callable
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
 from megatron_rl_loss.errors import check_count
+from megatron_rl_loss.step.collectives import attempt
+from megatron_rl_loss.step.counting import reduce_step_totals
 from megatron_rl_loss.step.samples import Samples
-from megatron_rl_loss.step.totals import attempt, reduce_step_totals
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepCounts:
-    """What a hook must know of the whole step, and four arguments do not tell. Counts are over all DP ranks.
+    """What a hook must know of the whole step. Counts are over all DP ranks.
 
     Attributes:
         step_tokens: sum of all mask entries, as they are before any rejection.
@@ -23,6 +28,9 @@ class StepCounts:
         num_masked_samples: samples without a mask entry above 0: the phantom tokens of their token count.
         global_batch_size: what their loss function divides by: the step's rollouts.
         padded_length: tokens of a row of this rank, where rows are padded (``qkv_format bshd``).
+
+    Raises:
+        ValueError: a count that is no finite number from 0 on.
     """
 
     step_tokens: float
@@ -37,18 +45,19 @@ class StepCounts:
                 check_count(name, value)
 
 
-_this_step: StepCounts | None = None
+def begin(args: Namespace, counts: Mapping[str, Any] | None) -> None:
+    """Tell the hooks of this launch which step begins: the fields of its `StepCounts`, or None.
+
+    Plain numbers, since Megatron saves `args` in checkpoints.
+    """
+    args.megatron_rl_loss_step = counts
 
 
 def counts_of_this_step() -> StepCounts | None:
-    """Of the step that is being trained; None where nobody has counted it."""
-    return _this_step
-
-
-def begin(counts: StepCounts | None) -> None:
-    """Tell the hooks which step begins."""
-    global _this_step
-    _this_step = counts
+    """Of the step that is being trained; None where nobody counted it."""
+    global_vars = sys.modules.get("megatron.training.global_vars")  # miles's FSDP backend starts no Megatron
+    counts = getattr(getattr(global_vars, "_GLOBAL_ARGS", None), "megatron_rl_loss_step", None)
+    return counts and StepCounts(**counts)
 
 
 def count_step(
@@ -71,11 +80,13 @@ def count_step(
         ],
     )
     tokens, num_samples, active = totals.step_tokens, totals.rollouts.all, totals.rollouts.active
-    assert None not in (tokens, num_samples, active)  # counted, where samples have no ids
+    assert tokens is not None  # all are counted where samples have no ids
+    assert num_samples is not None
+    assert active is not None
     return StepCounts(
-        step_tokens=tokens,  # type: ignore[arg-type]
-        num_samples=num_samples,  # type: ignore[arg-type]
-        num_masked_samples=num_samples - active,  # type: ignore[operator]
+        step_tokens=tokens,
+        num_samples=num_samples,
+        num_masked_samples=num_samples - active,
         global_batch_size=global_batch_size,
         padded_length=padded_length,
     )

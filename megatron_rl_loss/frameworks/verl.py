@@ -16,10 +16,12 @@ from torch import Tensor
 
 from megatron_rl_loss.errors import check_int, require
 from megatron_rl_loss.modes.names import resolve
-from megatron_rl_loss.modes.table import Mode, check_no_declared_sums
-from megatron_rl_loss.reduction.sums import reducer_of
+from megatron_rl_loss.modes.table import check_no_declared_sums
+from megatron_rl_loss.modes.weights import unit_weights
+from megatron_rl_loss.reduction.sums import WeightedSum
 from megatron_rl_loss.step.samples import Samples
-from megatron_rl_loss.step.totals import StepTotals, UnitCounts
+
+__all__ = ["Installed", "agg_loss", "check_installed", "install"]
 
 
 def agg_loss(
@@ -78,31 +80,30 @@ def agg_loss(
     aggregation = resolve(f"verl:{loss_agg_mode}", divisor=loss_scale_factor if norm else None)
     samples = Samples(list(loss_mask))
     samples.check_masks()
-    # With one rollout, or one token, in the step, the weights leave the division by the step's number to us.
-    whole = StepTotals(step_tokens=1, rollouts=UnitCounts(all=1))
-    share = reducer_of(aggregation, samples.local(0, 1), whole)(loss_mat)
+    local = samples.local(0, 1)
+    own_size = 1.0 if loss_agg_mode == "token-mean" else aggregation.divisor  # None: each row's own
+    share = WeightedSum(unit_weights(local, own_size), local, aggregation)(loss_mat)
     share = share.to(torch.promote_types(loss_mat.dtype, torch.float32)) * dp_size
-    assert isinstance(aggregation.mode, Mode)  # verl's names have no other
-    if aggregation.mode.unit == "rollout":
-        rows = (samples.active_tokens > 0).sum()
-        return share / _count("global_batch_size", global_batch_size, loss_agg_mode, rows)
-    if not aggregation.mode.takes_divisor:
-        tokens = samples.mask_sums.sum()
-        return share / _count("batch_num_tokens", batch_num_tokens, loss_agg_mode, tokens)
-    return share
+    if loss_agg_mode == "token-mean":
+        return share / _count("batch_num_tokens", batch_num_tokens, loss_agg_mode, samples.mask_sums.sum())
+    if loss_agg_mode == "token-sum":
+        return share
+    rows = (samples.active_tokens > 0).sum()
+    return share / _count("global_batch_size", global_batch_size, loss_agg_mode, rows)
 
 
 def _count(name: str, value: float | Tensor | None, mode: str, here: Tensor) -> float | Tensor:
     """A count of the whole step, at least this micro-batch's own; 1 for a step without anything to count."""
+    remedy = "Pass the count of the whole step, over all its micro-batches and DP ranks."
     if value is None:
         raise ValueError(
             f"{mode} without {name}: verl would take this micro-batch's own, and the loss would depend on how the step "
-            "is cut. Pass the count of the whole step, over all its micro-batches and DP ranks."
+            f"is cut. {remedy}"
         )
     require(
         value * (1 + 1e-6) >= here,  # on a device without making it wait
         lambda: f"{name} is {float(value):g} where this micro-batch alone has {float(here):g}",
-        "it must be the step's. Pass the count of the whole step, over all its micro-batches and DP ranks.",
+        f"it must be the step's. {remedy}",
     )
     return torch.where(value == 0, 1, value) if isinstance(value, Tensor) else value or 1
 
@@ -132,14 +133,11 @@ _TRAINERS = (
 )
 
 
-_verls_own: Any = None
-
-
 def install() -> Installed:
     """Put this package's `agg_loss` into verl, and into every loaded module that took verl's by name.
 
     Modules that are loaded later take it from verl. The policy loss ``geo_mean``, which averages each micro-batch by
-    itself and calls no `agg_loss`, is refused when it is used. Calling it again finds what was loaded meanwhile.
+    itself and calls no `agg_loss`, is refused when it is used. A second call finds what was loaded meanwhile.
 
     Raises:
         ValueError: a verl whose `agg_loss` has other parameters.
@@ -147,16 +145,15 @@ def install() -> Installed:
     """
     from verl.trainer.ppo import core_algos
 
-    global _verls_own
     if core_algos.agg_loss is not agg_loss:
-        _verls_own = core_algos.agg_loss
-    given, known = (tuple(inspect.signature(function).parameters) for function in (_verls_own, agg_loss))
-    if given != known:
-        raise ValueError(
-            f"a verl whose agg_loss takes {', '.join(given)}: the one that this package replaces takes "
-            f"{', '.join(known)}. Use a verl like 1dda039b (2026-08-22), or aggregate with make_pg_loss_reducer."
-        )
-    for module in _modules_with(_verls_own):
+        theirs, ours = (tuple(inspect.signature(one).parameters) for one in (core_algos.agg_loss, agg_loss))
+        if theirs != ours:
+            raise ValueError(
+                f"a verl whose agg_loss takes {', '.join(theirs)}: the one that this package replaces takes "
+                f"{', '.join(ours)}. Use a verl like 1dda039b (2026-08-22), or aggregate with make_pg_loss_reducer."
+            )
+        core_algos.verls_own_agg_loss = core_algos.agg_loss
+    for module in _modules_with(core_algos.verls_own_agg_loss):
         if module.__name__ not in _TRAINERS:
             module.agg_loss = agg_loss
     if "geo_mean" in core_algos.POLICY_LOSS_REGISTRY:
@@ -178,14 +175,14 @@ def check_installed() -> Installed:
             "model.external_lib=megatron_rl_loss.frameworks.verl_install, or call install() of "
             "megatron_rl_loss.frameworks.verl."
         )
-    left = [module.__name__ for module in _modules_with(_verls_own)]
+    left = sorted(module.__name__ for module in _modules_with(core_algos.verls_own_agg_loss))
     if own := [name for name in left if name not in _TRAINERS]:
         raise ValueError(
             f"verl's own agg_loss in {', '.join(own)}: a loss there would depend on how the step is cut. Call "
             "install() of megatron_rl_loss.frameworks.verl once they are loaded."
         )
     patched = sorted(module.__name__ for module in _modules_with(agg_loss) if module.__name__ != __name__)
-    return Installed(tuple(patched), tuple(sorted(left)))
+    return Installed(tuple(patched), tuple(left))
 
 
 def _modules_with(function: Any) -> list[Any]:

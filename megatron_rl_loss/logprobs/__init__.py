@@ -1,9 +1,19 @@
-"""Log-probs and entropy of labels: from logits that are cut over the vocabulary, and from hidden states in chunks.
+"""Log-probs and entropy of labels: from logits whose vocabulary lies on several ranks, or from hidden states in chunks.
 
-For models whose logits do not fit, and for tensor parallelism.
+For models whose logits do not fit in memory, and for tensor parallelism. `kernels` holds other projects' kernels, which
+`log_probs_from_logits` can call in place of plain torch.
 """
 
-from megatron_rl_loss.logprobs.hidden import FoldedLoss, log_probs_from_hidden, loss_from_hidden
-from megatron_rl_loss.logprobs.logits import KeptIds, LogProbs, log_probs_from_logits
+from megatron_rl_loss.logprobs.hidden import FoldedLoss, TensorParallel, log_probs_from_hidden, loss_from_hidden
+from megatron_rl_loss.logprobs.kept_ids import KeptIds
+from megatron_rl_loss.logprobs.logits import LogProbs, log_probs_from_logits
 
-__all__ = ["FoldedLoss", "KeptIds", "LogProbs", "log_probs_from_hidden", "log_probs_from_logits", "loss_from_hidden"]
+__all__ = [
+    "FoldedLoss",
+    "KeptIds",
+    "LogProbs",
+    "TensorParallel",
+    "log_probs_from_hidden",
+    "log_probs_from_logits",
+    "loss_from_hidden",
+]

@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_rl_loss.step.counting import Group, size_of
+from megatron_rl_loss.step.collectives import Group, size_of
 
 
 def _module(name: str, kernel: str) -> Any:

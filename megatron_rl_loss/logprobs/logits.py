@@ -1,22 +1,21 @@
-"""Log-probabilities and entropy of tokens from logits that are cut over the vocabulary.
+"""Log-probabilities and entropy of tokens, from logits whose vocabulary lies on several ranks.
 
 With z = logits / temperature and q = softmax(z) over the vocabulary of all tensor-parallel (TP) ranks,
 
     log_prob = z[label] - logsumexp(z)        d log_prob / d z[j] = [j = label] - q[j]
     entropy  = - sum_j q[j] log q[j]          d entropy / d z[j]  = - q[j] (log q[j] + entropy)
 
-No [tokens, vocabulary] tensor is made or kept beside the logits and, on the way back, their gradient. A block of tokens
-at a time, small enough for a CPU's caches, is read once forward (each rank against its own maximum) and once
-backward, where the softmax is made again from the logits. The ranks' parts meet in one maximum and one sum of a few
-numbers a token, whatever the number of blocks; backward needs no collective.
+No [tokens, vocabulary] tensor is made or kept beside the logits and their gradient. Forward reads a block of tokens,
+small enough for a CPU's caches, once, each rank against its own maximum; the ranks then take one maximum and one sum of
+a few numbers per token, whatever the number of blocks. Backward reads the block once more, makes the softmax again from
+the logits, and takes no collective.
 
-Reductions are in float32 (float64 of float64 logits). Megatron's own path is
-`core/tensor_parallel/cross_entropy.py`: log-probs alone, at temperature 1, which keeps the softmax.
+Reductions are in float32 (float64 of float64 logits). Megatron's own path, `core/tensor_parallel/cross_entropy.py`,
+makes log-probs alone, at temperature 1, and keeps the softmax.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -24,46 +23,29 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl_loss.errors import check_int, check_within, require
-from megatron_rl_loss.step.counting import Group, if_several, rank_in, size_of
+from megatron_rl_loss.logprobs.kept_ids import Keep, KeptIds, check_keep
+from megatron_rl_loss.step.collectives import Group, if_several, rank_in, size_of
 
 
 class LogProbs(NamedTuple):
-    """Of each token, in the shape of the labels, float32 (float64 of float64 logits); 0 where the token mask is."""
+    """Per token, in the shape of the labels, float32 (float64 of float64 logits); 0 where the token mask is 0."""
 
     log_probs: Tensor
     entropy: Tensor | None
 
 
-@dataclass(frozen=True)
-class KeptIds:
-    """The ids that sampling kept of each token's vocabulary (top-p, top-k), as a rollout engine records them.
-
-    Attributes:
-        ids: int64 [all kept], those of the first token, then of the second, and so on.
-        offsets: int64 [tokens + 1]; token t has ``ids[offsets[t]:offsets[t + 1]]``.
-    """
-
-    ids: Tensor
-    offsets: Tensor
-
-    def mask(self, tokens: Tensor, first: int, last: int) -> Tensor:
-        """bool [len(tokens), last - first]: what is kept of the ids first to last."""
-        counts = self.offsets[tokens + 1] - self.offsets[tokens]
-        row = torch.repeat_interleave(torch.arange(len(tokens), device=counts.device), counts)
-        before = counts.cumsum(0) - counts
-        columns = self.ids[self.offsets[tokens][row] + torch.arange(len(row), device=row.device) - before[row]] - first
-        here = (columns >= 0) & (columns < last - first)
-        kept = torch.zeros(len(tokens), last - first, dtype=torch.bool, device=columns.device)
-        kept[row[here], columns[here]] = True
-        return kept
-
-
-#: Which ids count: bool [tokens..., vocabulary / TP] or [vocabulary / TP], or `KeptIds`. A label always does.
-Keep = Tensor | KeptIds
-
-
 #: Another maker of log-probs: (logits [n, vocabulary / TP], int64 labels [n], tp_group) -> float32 [n], differentiable.
 LogProbKernel = Callable[[Tensor, Tensor, Group | None], Tensor]
+
+
+class Settings(NamedTuple):
+    """What all makers of log-probs take, as `log_probs_from_logits` says."""
+
+    temperature: float
+    keep: Keep | None
+    vocab_size: int | None
+    entropy: bool
+    token_mask: Tensor | None
 
 
 def log_probs_from_logits(
@@ -80,7 +62,7 @@ def log_probs_from_logits(
     gradient_in_place: bool = False,
     kernel: LogProbKernel | None = None,
 ) -> LogProbs:
-    """Log-probability of each label and, if asked, the entropy of its distribution; both differentiable.
+    """The log-probability of each label and, if asked, the entropy of its distribution; both differentiable.
 
     >>> log_probs, entropy = log_probs_from_logits(torch.zeros(3, 4), torch.tensor([0, 1, 3]), entropy=True)
     >>> log_probs, entropy  # log(1/4) and log(4)
@@ -88,143 +70,116 @@ def log_probs_from_logits(
 
     Args:
         logits: [..., vocabulary / TP], float; on TP rank r the r-th part of the vocabulary.
-        labels: integers [...], ids in the whole vocabulary; the same on all TP ranks, as all further arguments are.
+        labels: integers [...], ids in the whole vocabulary; these and all further arguments are the same on all TP
+            ranks.
         tp_group: the ranks that hold the vocabulary together; None for one.
         temperature: > 0; what the logits were divided by when the tokens were sampled.
-        keep: ids outside have probability 0, but a label always counts: a set that is empty, or lacks the label, is
-            the set with the label added. Entropy is that of the distribution over the kept ids.
+        keep: ids outside have probability 0. A label always counts: a set without the label is read as if it had it.
+            Entropy is that of the distribution over the kept ids.
         vocab_size: ids from there on are padding, and left out; default: all columns count, as in Megatron.
-        entropy: whether it is made. Its gradient costs nothing where nobody asks for it.
-        token_mask: [...], bool or numbers; tokens with 0 are passed over: their log-prob, entropy and gradient are 0,
-            and their label may be anything. On a device the host waits for it; give it on the host where it is known.
-        chunk_tokens: tokens worked on at a time; default: by the size of the vocabulary. Changes no result but by
-            rounding.
-        gradient_in_place: the gradient overwrites the logits. Autograd refuses a second backward then, and any other
-            use of the logits that needs them after.
+        entropy: whether to make it. Backward does no work for it where nobody uses it.
+        token_mask: [...], bool or numbers; at 0 a token is passed over: its log-prob, entropy and gradient are 0, and
+            its label may be anything. The host waits for a mask on a device; pass it on the host where you can.
+        chunk_tokens: tokens to work on at a time; default: by the size of the vocabulary. Changes results by rounding
+            alone.
+        gradient_in_place: the gradient overwrites the logits. Autograd then refuses a second backward, and any later
+            use of the logits that needs them.
         kernel: makes the log-probs in this function's place: one of `kernels`, where it is installed, or your own. It
             makes log-probs of plain logits alone.
 
     Raises:
-        ValueError, TypeError: a temperature that is not finite and > 0, labels of another shape, not integers or
-            outside the vocabulary where the token mask is not 0 (on a device: a device assertion), a keep-mask or
-            token mask of another shape, a `vocab_size` beyond the columns, a kernel with what it cannot do.
+        ValueError, TypeError: a temperature that is not finite and > 0; labels of another shape, not integers or
+            outside the vocabulary where the token mask is not 0 (on a device: a device assertion); a keep-mask or
+            token mask of another shape; a `vocab_size` beyond the columns; a kernel with what it cannot do.
     """
     if not logits.is_floating_point() or logits.dim() < 1:
         raise TypeError(
             f"logits of {logits.dtype}, shape {tuple(logits.shape)}: they must be floating, [..., vocabulary / TP]. "
             "Pass what the output layer gives."
         )
-    if logits.shape[:-1] != labels.shape:
+    check_labels_shape(labels, logits.shape[:-1], "the logits")
+    rows = logits.reshape(-1, logits.shape[-1])
+    read = Reading(labels, rows.shape[1], tp_group, Settings(temperature, keep, vocab_size, entropy, token_mask))
+    if chunk_tokens is not None:
+        check_int("chunk_tokens", chunk_tokens, at_least=1, remedy="Leave it out for a default")
+    if kernel is None:
+        return read.in_shape(*_FromLogits.apply(rows, read, chunk_tokens, gradient_in_place))  # type: ignore[no-untyped-call]
+    extras = {"temperature": temperature != 1, "keep": keep is not None, "vocab_size": vocab_size is not None}
+    extras |= {"entropy": entropy, "chunk_tokens": chunk_tokens is not None, "gradient_in_place": gradient_in_place}
+    if any(extras.values()):
         raise ValueError(
-            f"labels of shape {tuple(labels.shape)}: for the logits they must be {tuple(logits.shape[:-1])}. Labels "
-            "are in the order of the tokens, one each: transpose them to [s, b] where hidden states are [s, b, h]."
+            f"a kernel with {', '.join(name for name, used in extras.items() if used)}: other kernels make log-probs "
+            "of plain logits alone. Leave the kernel out: plain torch can do it."
         )
-    read = Reading.of(
-        labels, logits.shape[-1], tp_group, temperature, keep, vocab_size, entropy, token_mask, chunk_tokens
-    )
-    if kernel is not None:
-        asked = {"temperature": temperature != 1, "keep": keep is not None, "vocab_size": vocab_size is not None}
-        asked |= {"entropy": entropy, "chunk_tokens": chunk_tokens is not None, "gradient_in_place": gradient_in_place}
-        if any(asked.values()):
-            raise ValueError(
-                f"a kernel with {', '.join((name for name, given in asked.items() if given))}: other kernels make "
-                "log-probs of plain logits alone. Leave the kernel out: plain torch can do it."
-            )
-        of_rows = logits.reshape(-1, logits.shape[-1])
-        of_rows = of_rows if read.rows is None else of_rows[read.rows]
-        return read.in_shape(read.spread(kernel(of_rows, read.labels, if_several(tp_group)).float()), None)
-    found = _FromLogits.apply(logits.reshape(-1, logits.shape[-1]), read, gradient_in_place)  # type: ignore[no-untyped-call]
-    return read.in_shape(*found)
+    rows = rows if read.rows is None else rows[read.rows]
+    return read.in_shape(read.spread(kernel(rows, read.labels, read.tp_group).float()), None)
 
 
-# --- what is read of a token's logits
+def check_labels_shape(labels: Tensor, expected: tuple[int, ...], what: str) -> None:
+    """Refuse labels that are not one per token."""
+    if tuple(labels.shape) != tuple(expected):
+        raise ValueError(
+            f"labels of shape {tuple(labels.shape)}: for {what} they must be {tuple(expected)}. Labels are in the "
+            "order of the tokens, one each: transpose them to [s, b] where hidden states are [s, b, h]."
+        )
 
 
-@dataclass(eq=False)
 class Reading:
-    """Which tokens of a batch are read, and how; shared by everything that makes log-probs.
+    """Which tokens of a batch are read, and how; all makers of log-probs share it.
+
+    Its three steps: `statistics` of a chunk's logits, `combine` over the ranks, and `gradient` back.
 
     Attributes:
         labels: int64 [num_read], of the tokens that are read.
         rows: int64 [num_read], where they are in the batch; None if all tokens are read.
-        first: the id of this rank's first column.
-        held: this rank's columns without padding.
-        columns: this rank's columns.
-        scale: what logits are multiplied by: 1 / temperature.
-        keep: bool [tokens, columns] or [1, columns], or `KeptIds`.
-        chunk_tokens: tokens at a time, or None.
+        shape: of all labels.
+        entropy: whether entropies are made.
     """
 
-    labels: Tensor
-    rows: Tensor | None
-    shape: torch.Size
-    tp_group: Group | None
-    first: int
-    held: int
-    columns: int
-    scale: float
-    keep: Keep | None
-    entropy: bool
-    chunk_tokens: int | None
-
-    @classmethod
-    def of(
-        cls,
-        labels: Tensor,
-        columns: int,
-        tp_group: Group | None,
-        temperature: float,
-        keep: Keep | None,
-        vocab_size: int | None,
-        entropy: bool,
-        token_mask: Tensor | None,
-        chunk_tokens: int | None,
-    ) -> "Reading":
-        """Checks what `log_probs_from_logits` is given."""
+    def __init__(self, labels: Tensor, columns: int, tp_group: Group | None, settings: Settings) -> None:
+        """`columns` is the number of this rank's columns of logits."""
+        temperature, keep, vocab_size, self.entropy, token_mask = settings
         sound = isinstance(temperature, int | float) and 0 < temperature < math.inf
         check_within("temperature", temperature, sound, "a finite number > 0", "For greedy sampling there is no ratio")
         if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
             raise TypeError(f"labels of {labels.dtype}: they must be integers, ids of the vocabulary. Pass token ids.")
-        if chunk_tokens is not None:
-            check_int("chunk_tokens", chunk_tokens, at_least=1, remedy="Leave it out for a default")
-        whole = columns * size_of(tp_group)
+        size = columns * size_of(tp_group)
         if vocab_size is not None:
             check_int("vocab_size", vocab_size, at_least=1, remedy="Leave it out if all columns count")
-            if vocab_size > whole:
+            if vocab_size > size:
                 raise ValueError(
-                    f"vocab_size {vocab_size} for logits of {whole} columns on all TP ranks: it is the size without "
+                    f"vocab_size {vocab_size} for logits of {size} columns on all TP ranks: it is the size without "
                     "padding. Leave it out if all columns count, and pass the tp_group if the vocabulary is cut."
                 )
-        size = vocab_size or whole
-        first = columns * rank_in(tp_group)
-        flat, rows = labels.reshape(-1).long(), None
+            size = vocab_size
+        self.shape, self.tp_group = labels.shape, if_several(tp_group)
+        self.labels, self.rows = labels.reshape(-1).long(), None
         if token_mask is not None:
             if token_mask.shape != labels.shape:
                 raise ValueError(
                     f"a token mask of shape {tuple(token_mask.shape)}: it must have the labels' shape, "
                     f"{tuple(labels.shape)}. Cut it for this context-parallel rank as the labels are."
                 )
-            rows = token_mask.reshape(-1).nonzero()[:, 0].to(flat.device, non_blocking=True)
-            rows = None if len(rows) == flat.numel() else rows
-            flat = flat if rows is None else flat[rows]
-        _check_labels(flat, size)
-        return cls(
-            labels=flat,
-            rows=rows,
-            shape=labels.shape,
-            tp_group=if_several(tp_group),
-            first=first,
-            held=min(max(size - first, 0), columns),
-            columns=columns,
-            scale=1 / temperature,
-            keep=_keep_by_token(keep, labels.shape, columns),
-            entropy=entropy,
-            chunk_tokens=chunk_tokens,
-        )
+            rows = token_mask.reshape(-1).nonzero()[:, 0].to(labels.device, non_blocking=True)
+            if len(rows) < labels.numel():
+                self.labels, self.rows = self.labels[rows], rows
+        if self.labels.numel():
+            require(
+                ((self.labels >= 0) & (self.labels < size)).all(),
+                lambda: (
+                    f"a label {next(x for x in self.labels.tolist() if not 0 <= x < size)} in a vocabulary of {size}"
+                ),
+                "labels must be ids from 0 to the size of the vocabulary. Pass token_mask with 0 at tokens that do not "
+                "count; their labels may be anything.",
+            )
+        self._keep = check_keep(keep, labels.shape, columns)
+        self._scale = 1 / temperature
+        self._first = columns * rank_in(tp_group)  # the id of this rank's first column
+        self._held = min(max(size - self._first, 0), columns)  # this rank's columns without padding
 
     def chunks(self, chunk_tokens: int) -> Iterator[tuple[slice, Tensor | slice]]:
-        """Places in what is read, and the same tokens' places in the batch."""
-        for begin in range(0, max(len(self.labels), 1), chunk_tokens):  # one at least, for what has to be named
+        """Places among the tokens that are read, and the same tokens' places in the batch; at least one chunk."""
+        for begin in range(0, max(len(self.labels), 1), chunk_tokens):
             part = slice(begin, min(begin + chunk_tokens, len(self.labels)))
             yield part, part if self.rows is None else self.rows[part]
 
@@ -232,143 +187,128 @@ class Reading:
         """Of the tokens that are read -> of the batch, 0 elsewhere."""
         if self.rows is None:
             return values
-        batch = values.new_zeros(self.shape.numel(), *values.shape[1:])
-        return batch.index_copy_(0, self.rows, values)
+        return values.new_zeros(self.shape.numel()).index_copy_(0, self.rows, values)
 
-    def gathered(self, values: Tensor) -> Tensor:
+    def gather(self, values: Tensor | None) -> Tensor | None:
         """Of the batch -> of the tokens that are read."""
-        return values.reshape(-1) if self.rows is None else values.reshape(-1)[self.rows]
+        if values is None or self.rows is None:
+            return values
+        return values[self.rows]
 
     def in_shape(self, log_probs: Tensor, entropy: Tensor | None) -> LogProbs:
         return LogProbs(log_probs.view(self.shape), None if entropy is None else entropy.view(self.shape))
 
-    # The three steps: of a chunk's logits, over the ranks, and back.
-
     def statistics(self, logits: Tensor, part: slice) -> Tensor:
-        """[4, chunk] of this rank's columns, with z = scale * (logits - top): top, the largest logit; sum exp z;
-        z[label]; and sum z exp z. The third is any where another rank has the label, the fourth 0 where no entropy is
-        asked for. One pass. Where no id counts here, top is -inf and the sums are 0.
+        """[4, chunk] of this rank's columns, with z = scale * (logits - top), in one pass.
+
+        They are top, the largest logit; sum exp z; z[label]; and sum z exp z. The third is arbitrary where another rank
+        has the label, the fourth 0 unless entropy is asked for. Where no id counts here, top is -inf and the sums 0.
         """
         column, here = self._columns(self.labels[part])
-        found = logits.new_zeros(4, len(column), dtype=_accumulator(logits.dtype))
-        if self.held == 0:
-            found[0] = -math.inf
-            return found
-        for rows, z, q in self._blocks(logits, found.dtype):
-            x = logits[rows, : self.held]
-            if self.keep is not None:
-                x = self._dropped(x, z, part, rows, column[rows], here[rows])
-            found[0, rows] = top = x.amax(-1).to(found.dtype)
-            self._centre(x, top.masked_fill(top == -math.inf, 0), z)
-            found[1, rows] = torch.exp2(z, out=q).sum(-1)
+        statistics = logits.new_zeros(4, len(column), dtype=torch.promote_types(logits.dtype, torch.float32))
+        top, total, label, weighted = statistics
+        if self._held == 0:
+            top.fill_(-math.inf)
+            return statistics
+        for rows, z, q in self._blocks(logits, top.dtype):
+            x = self._kept(logits[rows, : self._held], z, part, rows, column, here)
+            top[rows] = x.amax(-1)
+            self._centre(x, _finite(top[rows]), z)
+            total[rows] = torch.exp2(z, out=q).sum(-1)
             if self.entropy:
-                found[3, rows] = z.mul_(q).sum(-1)
-        found[3] *= _LN_2
-        top = found[0]
-        nothing = top == -math.inf
-        label = logits[:, : self.held].gather(1, column)[:, 0].to(found.dtype)
-        found[2] = (label - top.masked_fill(nothing, 0)) * self.scale
-        return found
+                weighted[rows] = z.mul_(q).sum(-1) * _LN_2
+        of_label = logits[:, : self._held].gather(1, column)[:, 0]
+        label.copy_((of_label.to(top.dtype) - _finite(top)) * self._scale)
+        return statistics
 
-    def combine(self, statistics: Tensor, part: slice = slice(None)) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Over all ranks' statistics of a part's tokens: what normalises them, log_prob and entropy.
+    def combine(self, statistics: Tensor, part: slice = slice(None)) -> tuple[Tensor, Tensor]:
+        """Log_prob [tokens], and the norm [3, tokens]: top and sum exp z of the whole vocabulary, and the entropy.
 
-        The first is [2, tokens]: top and sum exp z of the whole vocabulary. One maximum and one sum over the ranks.
+        Takes one maximum and one sum over the ranks. The entropy is arbitrary unless asked for.
         """
-        mine, total, label, weighted = statistics
-        top = mine
-        if self.tp_group is not None and mine.numel():
-            top = mine.clone()
+        top, total, label, weighted = statistics
+        if self.tp_group is not None and top.numel():
+            own, top = top, top.clone()
             dist.all_reduce(top, op=dist.ReduceOp.MAX, group=self.tp_group)
-            shift = (mine - top) * self.scale
+            shift = (own - top) * self._scale
             factor, small = shift.exp(), shift.clamp(min=_NEVER)  # 0 and finite where nothing counts
-            _, here = self._columns(self.labels[part])
-            label = torch.where(here, label + shift, 0)
+            label = torch.where(self._columns(self.labels[part])[1], label + shift, 0)
             sums = torch.stack([total * factor, label, (weighted + total * small) * factor])
-            sums = sums if self.entropy else sums[:2]
-            dist.all_reduce(sums, group=self.tp_group)
-            total, label = sums[0], sums[1]
-            weighted = sums[2] if self.entropy else weighted
+            dist.all_reduce(sums if self.entropy else sums[:2], group=self.tp_group)
+            total, label, weighted = sums
         log_total = total.log()
-        entropy = log_total - weighted / total if self.entropy else None
-        return torch.stack([top, total]), label - log_total, entropy
+        return label - log_total, torch.stack([top, total, log_total - weighted / total])
 
     def gradient(
-        self,
-        logits: Tensor,
-        part: slice,
-        norm: Tensor,
-        entropy: Tensor | None,
-        of_log_probs: Tensor | None,
-        of_entropy: Tensor | None,
-        into: Tensor,
+        self, logits: Tensor, part: slice, norm: Tensor, g: Tensor | None, h: Tensor | None, into: Tensor
     ) -> None:
         """Write a chunk's gradient towards its logits into `into`, [chunk, columns], which may be the logits.
 
-        The other tensors are [chunk], `norm` is [2, chunk]; a gradient that is None is 0, but not both. With g and h
-        the gradients of log-prob and entropy: scale (g [j = label] - q (g + h (log q + entropy))).
+        With g and h, [chunk], the gradients of log-prob and entropy (None for 0), and `norm` the chunk's, it is
+        scale (g [j = label] - q (g + h (log q + entropy))).
         """
-        top, total = norm
+        top, total, entropy = norm
         column, here = self._columns(self.labels[part])
-        into[:, self.held :] = 0
-        factor = -self.scale / total
-        g, h = of_log_probs, None if entropy is None else of_entropy
-        slope = at_label = None
-        level = 0 if g is None else g
-        if h is not None and entropy is not None:
-            slope, level = (factor * h * _LN_2)[:, None], level + h * (entropy - total.log())
-        level = (factor * level)[:, None]
-        if g is not None:
-            at_label = (g * here * self.scale)[:, None]
+        into[:, self._held :] = 0
+        g = torch.zeros_like(top) if g is None else g
+        factor = -self._scale / total
+        level = (factor * (g if h is None else g + h * (entropy - total.log())))[:, None]
+        slope = None if h is None else (factor * h * _LN_2)[:, None]
+        at_label = (g * here * self._scale)[:, None]
         for rows, z, q in self._blocks(logits, norm.dtype, into):
-            x = logits[rows, : self.held]
-            if self.keep is not None:
-                x = self._dropped(x, z, part, rows, column[rows], here[rows])
+            x = self._kept(logits[rows, : self._held], z, part, rows, column, here)
             self._centre(x, top[rows], z)
             if slope is None:
                 z.exp2_().mul_(level[rows])
             else:
                 torch.exp2(z, out=q)
                 z.mul_(slope[rows]).add_(level[rows]).mul_(q)
-            if at_label is not None:
-                z.scatter_add_(1, column[rows], at_label[rows])
+            z.scatter_add_(1, column[rows], at_label[rows])
             if into.dtype != z.dtype:
-                into[rows, : self.held] = z
+                into[rows, : self._held] = z
 
     def _centre(self, x: Tensor, top: Tensor, z: Tensor) -> None:
-        """scale * (x - top) / log 2, finite, for exp2, which on the host takes a quarter of the time of `torch.exp`."""
-        torch.sub(x, top[:, None], out=z).mul_(self.scale / _LN_2).clamp_(min=_NEVER)
+        """z = scale * (x - top) / log 2, finite, for exp2, which on the host takes a quarter of `torch.exp`'s time."""
+        torch.sub(x, top[:, None], out=z).mul_(self._scale / _LN_2).clamp_(min=_NEVER)
 
     def _blocks(
         self, logits: Tensor, dtype: torch.dtype, into: Tensor | None = None
     ) -> Iterator[tuple[slice, Tensor, Tensor]]:
         """Rows at a time, with two pieces of scratch of their size; the first is a part of `into` where that can be."""
-        size = block_tokens(self.held, logits.device) if self.chunk_tokens is None else self.chunk_tokens
-        size = min(size, block_tokens(self.held, logits.device), max(len(logits), 1))
+        size = min(self.block_tokens(logits.device), max(len(logits), 1))
         in_place = into is not None and into.dtype == dtype
-        scratch = logits.new_empty(1 if in_place else 2, size, self.held, dtype=dtype)
-        for begin in range(0, len(logits) if self.held else 0, size):
+        scratch = logits.new_empty(1 if in_place else 2, size, self._held, dtype=dtype)
+        for begin in range(0, len(logits) if self._held else 0, size):
             rows = slice(begin, min(begin + size, len(logits)))
             number = rows.stop - rows.start
-            z = into[rows, : self.held] if in_place and into is not None else scratch[0, :number]
+            z = into[rows, : self._held] if in_place and into is not None else scratch[0, :number]
             yield rows, z, scratch[-1, :number]
 
-    def _columns(self, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """The label's column [n, 1], and whether it is this rank's; another rank's is any."""
-        column = labels - self.first
-        here = (column >= 0) & (column < self.held)
-        return column.clamp(0, max(self.held - 1, 0))[:, None], here
+    def block_tokens(self, device: torch.device) -> int:
+        """Tokens whose logits are worked on at a time."""
+        entries, threads = _DEVICE_BLOCK, torch.get_num_threads()
+        if device.type == "cpu":  # threads wait for each other after each operation: for several, fewer and larger ones
+            entries = _HOST_BLOCK if threads == 1 else min(2 * threads * _HOST_BLOCK, _HOST_MOST)
+        return max(1, entries // max(self._held, 1))
 
-    def _dropped(self, x: Tensor, z: Tensor, part: slice, rows: slice, column: Tensor, here: Tensor) -> Tensor:
-        """The logits in `z`, -inf where an id is not kept."""
+    def _columns(self, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """The label's column [n, 1], and whether this rank has it; otherwise the column is arbitrary."""
+        column = labels - self._first
+        here = (column >= 0) & (column < self._held)
+        return column.clamp(0, max(self._held - 1, 0))[:, None], here
+
+    def _kept(self, x: Tensor, z: Tensor, part: slice, rows: slice, column: Tensor, here: Tensor) -> Tensor:
+        """The logits, in `z` with -inf where an id is not kept."""
+        if self._keep is None:
+            return x
         tokens = torch.arange(part.start + rows.start, part.start + rows.stop, device=z.device)
         tokens = tokens if self.rows is None else self.rows[tokens]
-        if isinstance(self.keep, KeptIds):
-            kept = self.keep.mask(tokens, self.first, self.first + self.held)
+        if isinstance(self._keep, KeptIds):
+            kept = self._keep.mask(tokens, self._first, self._first + self._held)
         else:
-            assert self.keep is not None
-            kept = self.keep[tokens if len(self.keep) > 1 else tokens * 0, : self.held]
-        kept = kept.scatter(1, column, kept.gather(1, column) | here[:, None])
+            kept = self._keep[tokens if len(self._keep) > 1 else tokens * 0, : self._held]
+        column = column[rows]
+        kept = kept.scatter(1, column, kept.gather(1, column) | here[rows, None])
         return z.copy_(x).masked_fill_(~kept, -math.inf)
 
 
@@ -381,80 +321,38 @@ _NEVER = -1e4
 _HOST_BLOCK, _HOST_MOST, _DEVICE_BLOCK = 2**19, 2**23, 2**25
 
 
-def block_tokens(columns: int, device: torch.device) -> int:
-    """Tokens whose logits are worked on at a time."""
-    if device.type != "cpu":
-        entries = _DEVICE_BLOCK
-    elif (threads := torch.get_num_threads()) == 1:
-        entries = _HOST_BLOCK
-    else:  # they wait for each other after every operation, so fewer and larger ones
-        entries = min(2 * threads * _HOST_BLOCK, _HOST_MOST)
-    return max(1, entries // max(columns, 1))
-
-
-def _accumulator(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def _check_labels(labels: Tensor, size: int) -> None:
-    if labels.numel() == 0:
-        return
-    sound: bool | Tensor = ((labels >= 0) & (labels < size)).all()
-    require(
-        sound if not labels.is_cpu else bool(sound),
-        lambda: f"a label {next(int(one) for one in labels if not 0 <= one < size)} in a vocabulary of {size}",
-        "labels must be ids from 0 to the size of the vocabulary. Pass token_mask with 0 at tokens that do not count; "
-        "their labels may be anything.",
-    )
-
-
-def _keep_by_token(keep: Keep | None, tokens: Sequence[int], columns: int) -> Keep | None:
-    if isinstance(keep, KeptIds):
-        if keep.offsets.shape != (math.prod(tokens) + 1,):
-            raise ValueError(
-                f"KeptIds with offsets of shape {tuple(keep.offsets.shape)} for {math.prod(tokens)} tokens: there must "
-                "be one offset more than tokens. Give tokens that keep nothing an empty range."
-            )
-        return keep
-    if keep is None:
-        return None
-    if keep.dtype != torch.bool or tuple(keep.shape) not in ((*tokens, columns), (columns,)):
-        raise ValueError(
-            f"a keep-mask of {keep.dtype}, shape {tuple(keep.shape)}: it must be bool, {(*tokens, columns)} or "
-            f"[{columns}]. Cut it over the vocabulary as the logits are, or pass KeptIds."
-        )
-    return keep.reshape(-1, columns)
-
-
-# --- the function
+def _finite(top: Tensor) -> Tensor:
+    return top.masked_fill(top == -math.inf, 0)
 
 
 class _FromLogits(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, read: Reading, in_place: bool) -> tuple[Tensor, Tensor | None]:
-        whole = len(logits) if read.rows is None else block_tokens(read.held, logits.device)
-        size = read.chunk_tokens or max(whole, 1)
-        parts = [read.statistics(logits[places], part) for part, places in read.chunks(size)]
-        norm, log_probs, entropy = read.combine(torch.cat(parts, 1))
-        ctx.save_for_backward(logits, norm, entropy)
-        ctx.read, ctx.in_place, ctx.size = read, in_place, size
+    def forward(
+        ctx: Any, logits: Tensor, read: Reading, chunk_tokens: int | None, in_place: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        whole = len(logits) if read.rows is None else read.block_tokens(logits.device)
+        ctx.size = chunk_tokens or max(whole, 1)
+        parts = [read.statistics(logits[places], part) for part, places in read.chunks(ctx.size)]
+        log_probs, norm = read.combine(torch.cat(parts, 1))
+        ctx.save_for_backward(logits, norm)
+        ctx.read, ctx.in_place = read, in_place
         ctx.set_materialize_grads(False)
-        return read.spread(log_probs), None if entropy is None else read.spread(entropy)
+        return read.spread(log_probs), read.spread(norm[2]) if read.entropy else None
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, None, None]:
-        logits, norm, entropy = ctx.saved_tensors
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        logits, norm = ctx.saved_tensors
         read: Reading = ctx.read
-        g, h = (None if one is None else read.gathered(one) for one in gradients)
+        g, h = map(read.gather, gradients)
         into = logits if ctx.in_place else torch.empty_like(logits)
         for part, places in read.chunks(ctx.size):
             chunk = logits[places]
             target = into[places] if isinstance(places, slice) else torch.empty_like(chunk)
-            of_entropy, of_g, of_h = (None if one is None else one[part] for one in (entropy, g, h))
-            read.gradient(chunk, part, norm[:, part], of_entropy, of_g, of_h, target)
+            of_g, of_h = (None if one is None else one[part] for one in (g, h))
+            read.gradient(chunk, part, norm[:, part], of_g, of_h, target)
             if not isinstance(places, slice):
                 into[places] = target
         if read.rows is not None:
-            passed_over = torch.ones(len(into), dtype=torch.bool, device=into.device).index_fill_(0, read.rows, False)
-            into.masked_fill_(passed_over[:, None], 0)
-        return into, None, None
+            masked = torch.ones(len(into), dtype=torch.bool, device=into.device).index_fill_(0, read.rows, False)
+            into.masked_fill_(masked[:, None], 0)
+        return into, None, None, None

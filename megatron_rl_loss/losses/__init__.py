@@ -1,32 +1,26 @@
-"""Per-token policy losses and what they are made of; each is a function of tensors, by formula or by name.
+"""Per-token policy losses, and what they are made of: KL, advantages, importance weights, sums over sequences.
 
-For loss functions. None of them aggregates: that is `megatron_rl_loss.reduction`.
+Each is a function of tensors, by formula or by name, for use in loss functions. None of them aggregates: that is
+`megatron_rl_loss.reduction`.
 """
 
-from megatron_rl_loss.losses.by_name import POLICY_LOSSES, policy_loss
+from megatron_rl_loss.losses.advantages import distillation_advantages, group_relative_advantages
+from megatron_rl_loss.losses.by_name import POLICY_LOSSES, check_goes_with, policy_loss
 from megatron_rl_loss.losses.off_policy import (
     importance_weights,
     keep_sequences,
     surviving_masks,
     truncated_importance_weights,
 )
+from megatron_rl_loss.losses.ratio import PolicyLoss
 from megatron_rl_loss.losses.segments import segment_mean, segment_sum, to_tokens
 from megatron_rl_loss.losses.sequence import gmpo_loss, gspo_loss, gspo_token_loss
-from megatron_rl_loss.losses.token import (
-    PolicyLoss,
-    cispo_loss,
-    distillation_advantages,
-    dppo_loss,
-    group_relative_advantages,
-    kl_estimate,
-    ppo_clip_loss,
-    sapo_loss,
-    value_loss,
-)
+from megatron_rl_loss.losses.token import cispo_loss, dppo_loss, kl_estimate, ppo_clip_loss, sapo_loss, value_loss
 
 __all__ = [
     "POLICY_LOSSES",
     "PolicyLoss",
+    "check_goes_with",
     "cispo_loss",
     "distillation_advantages",
     "dppo_loss",

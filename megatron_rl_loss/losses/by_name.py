@@ -1,7 +1,7 @@
 """The policy losses by name, as data: for flags, and for checks of what goes together.
 
-A loss of a token goes with every mode. A loss of a sequence gives each token its sequence's one number, so it is what
-its paper says only in the mode that averages within the sequence, or that the paper names.
+A loss of single tokens goes with every mode. A loss of sequences gives each token its sequence's one number, so it is
+what its paper says only in the mode that averages within the sequence, or that the paper names.
 """
 
 import inspect
@@ -13,23 +13,27 @@ from typing import Any
 from torch import Tensor
 
 from megatron_rl_loss.errors import check_choice
+from megatron_rl_loss.losses.ratio import PolicyLoss
 from megatron_rl_loss.losses.sequence import gmpo_loss, gspo_loss, gspo_token_loss
-from megatron_rl_loss.losses.token import PolicyLoss, cispo_loss, dppo_loss, ppo_clip_loss, sapo_loss
+from megatron_rl_loss.losses.token import cispo_loss, dppo_loss, ppo_clip_loss, sapo_loss
 from megatron_rl_loss.modes.names import Aggregation
 from megatron_rl_loss.modes.table import OwnMode
-from megatron_rl_loss.step.counting import Group
+from megatron_rl_loss.step.collectives import Group
 from megatron_rl_loss.step.samples import LocalTokens
 
+#: Settings that no flag sets: each is a tensor or an object of the step.
+_OF_THE_STEP = ("importance_weights", "mean_log_ratio", "per", "totals")
 
-@dataclass(frozen=True, kw_only=True)
+
+@dataclass(frozen=True)
 class NamedLoss:
     """One row of the table.
 
     Attributes:
-        formula: of a token, r its ratio, s its sequence's, A its advantage, sg a stop of the gradient.
+        formula: per token, with r its ratio, s its sequence's, A its advantage, sg a stop of the gradient.
         source: the paper.
-        compute: the function; one of a sequence takes `LocalTokens` and the CP group too.
-        of_sequence: whether a token has its sequence's number.
+        compute: the function. One of sequences takes `LocalTokens` and the CP group too.
+        of_sequence: whether each token has its sequence's number.
         mode: the one mode that makes it what its paper says, or None where any does.
         divisor: of that mode.
     """
@@ -44,71 +48,27 @@ class NamedLoss:
 
     @property
     def settings(self) -> tuple[str, ...]:
-        """What can be set, by keyword."""
-        own = ("importance_weights", "mean_log_ratio", "per", "totals", *getattr(self.compute, "keywords", ()))
-        given = inspect.signature(self.compute).parameters.values()
-        return tuple(one.name for one in given if one.kind is one.KEYWORD_ONLY and one.name not in own)
+        """The keywords that a flag can set."""
+        fixed = (*_OF_THE_STEP, *getattr(self.compute, "keywords", ()))
+        parameters = inspect.signature(self.compute).parameters.values()
+        return tuple(one.name for one in parameters if one.kind is one.KEYWORD_ONLY and one.name not in fixed)
 
 
-POLICY_LOSSES = {
-    loss.name: loss
-    for loss in (
-        NamedLoss(
-            name="ppo",
-            formula="max(-A r, -A clip(r)), at most -c A where A < 0",
-            source="arXiv:1707.06347",
-            compute=ppo_clip_loss,
-        ),
-        NamedLoss(
-            name="cispo", formula="-sg(min(r, 1 + high)) A log pi", source="arXiv:2506.13585", compute=cispo_loss
-        ),
-        NamedLoss(name="sapo", formula="-A 4/tau sigmoid(tau (r - 1))", source="arXiv:2511.20347", compute=sapo_loss),
-        NamedLoss(
-            name="dppo_tv",
-            formula="-A r, 0 where |p - q| > d and A (p - q) > 0",
-            source="arXiv:2602.04879",
-            compute=partial(dppo_loss, divergence="tv"),
-        ),
-        NamedLoss(
-            name="dppo_kl",
-            formula="-A r, 0 where kl(q, p) > d and A (p - q) > 0",
-            source="arXiv:2602.04879",
-            compute=partial(dppo_loss, divergence="kl", threshold=0.05),
-        ),
-        NamedLoss(
-            name="gspo",
-            formula="max(-A s, -A clip(s)), s = exp(mean_t log r_t)",
-            source="arXiv:2507.18071",
-            compute=gspo_loss,
-            of_sequence=True,
-            mode="sample_mean",
-        ),
-        NamedLoss(
-            name="gspo_token",
-            formula="the same of sg(s) pi / sg(pi)",
-            source="arXiv:2507.18071",
-            compute=gspo_token_loss,
-            of_sequence=True,
-        ),
-        NamedLoss(
-            name="luspo",
-            formula="gspo's, times the sequence's tokens",
-            source="arXiv:2602.05261",
-            compute=gspo_loss,
-            of_sequence=True,
-            mode="constant",
-            divisor=1,
-        ),
-        NamedLoss(
-            name="gmpo",
-            formula="-A exp(mean_t clip(log r_t))",
-            source="arXiv:2507.20673",
-            compute=gmpo_loss,
-            of_sequence=True,
-            mode="sample_mean",
-        ),
-    )
-}
+_GSPO = "max(-A s, -A clip(s)), s = exp(mean_t log r_t)"
+_DPPO = "-A r, 0 where {} > d and A (p - q) > 0"
+_DPPO_TV, _DPPO_KL = partial(dppo_loss, divergence="tv"), partial(dppo_loss, divergence="kl", threshold=0.05)
+_ROWS = (
+    NamedLoss("ppo", "max(-A r, -A clip(r)), at most -c A where A < 0", "arXiv:1707.06347", ppo_clip_loss),
+    NamedLoss("cispo", "-sg(min(r, 1 + high)) A log pi", "arXiv:2506.13585", cispo_loss),
+    NamedLoss("sapo", "-A 4/tau sigmoid(tau (r - 1))", "arXiv:2511.20347", sapo_loss),
+    NamedLoss("dppo_tv", _DPPO.format("|p - q|"), "arXiv:2602.04879", _DPPO_TV),
+    NamedLoss("dppo_kl", _DPPO.format("kl(q, p)"), "arXiv:2602.04879", _DPPO_KL),
+    NamedLoss("gspo", _GSPO, "arXiv:2507.18071", gspo_loss, True, "sample_mean"),
+    NamedLoss("gspo_token", "gspo's, of sg(s) pi / sg(pi)", "arXiv:2507.18071", gspo_token_loss, True),
+    NamedLoss("luspo", "gspo's, times the sequence's tokens", "arXiv:2602.05261", gspo_loss, True, "constant", 1),
+    NamedLoss("gmpo", "-A exp(mean_t clip(log r_t))", "arXiv:2507.20673", gmpo_loss, True, "sample_mean"),
+)
+POLICY_LOSSES = {loss.name: loss for loss in _ROWS}
 
 
 def policy_loss(
@@ -120,26 +80,26 @@ def policy_loss(
     cp_group: Group | None = None,
     **settings: Any,
 ) -> PolicyLoss:
-    """The policy loss of that name: a value a token that this rank holds, to be aggregated.
+    """The policy loss of that name: one value per token that this rank holds, to be aggregated.
 
     Args:
         name: of `POLICY_LOSSES`.
-        local, cp_group: as in `segment_mean`; losses of a token do not look at them.
-        settings: what the loss's own function takes by keyword; None is left out, so that its default holds.
+        local, cp_group: as in `segment_mean`; losses of single tokens do not use them.
+        settings: what the loss's own function takes by keyword; None stands for its default.
 
     Raises ValueError for an unknown name, a setting that the loss does not have, and as its own function.
     """
     loss = named_loss(name, **settings)
-    given = {key: value for key, value in settings.items() if value is not None}
     place = (local, cp_group) if loss.of_sequence else ()
-    return loss.compute(log_probs, old_log_probs, advantages, *place, **given)
+    own = {key: value for key, value in settings.items() if value is not None}
+    return loss.compute(log_probs, old_log_probs, advantages, *place, **own)
 
 
 def named_loss(name: str, **settings: Any) -> NamedLoss:
-    """The row of a name, once the settings that are not None were found to be its own."""
+    """The row of a name; refuses settings that the loss does not have."""
     check_choice("policy loss", name, POLICY_LOSSES)
     loss = POLICY_LOSSES[name]
-    takes = (*loss.settings, *(("mean_log_ratio", "per", "totals") if loss.of_sequence else ()), "importance_weights")
+    takes = (*loss.settings, *(_OF_THE_STEP if loss.of_sequence else ("importance_weights",)))
     for key, value in settings.items():
         if value is not None and key not in takes:
             raise ValueError(
@@ -152,16 +112,15 @@ def named_loss(name: str, **settings: Any) -> NamedLoss:
 def check_goes_with(name: str, aggregation: Aggregation, **settings: Any) -> None:
     """Refuse a policy loss with a mode that makes something else of it, and settings that it does not have.
 
-    A mode of one's own is taken at its word.
+    Modes that users register are taken at their word.
     """
     loss = named_loss(name, **settings)
-    if loss.mode is None or isinstance(aggregation.mode, OwnMode):
+    mode, divisor = aggregation.mode.name, aggregation.divisor
+    if loss.mode is None or isinstance(aggregation.mode, OwnMode) or (mode, divisor) == (loss.mode, loss.divisor):
         return
-    asked = aggregation.mode.name, aggregation.divisor
-    if asked != (loss.mode, loss.divisor):
-        divisor = "" if loss.divisor is None else f" with divisor {loss.divisor:g}"
-        raise ValueError(
-            f"the policy loss {name} aggregated by {asked[0]}, divisor {asked[1] or 'none'}: it gives every token its "
-            f"sequence's one number, and is what its paper says by {loss.mode + divisor} alone. Aggregate by "
-            f"{loss.mode + divisor}, or take gspo_token or a loss of a token, which go with every mode."
-        )
+    right = loss.mode if loss.divisor is None else f"{loss.mode} with divisor {loss.divisor:g}"
+    raise ValueError(
+        f"the policy loss {name} aggregated by {mode}, divisor {divisor or 'none'}: it gives every token its "
+        f"sequence's one number, and is what its paper says by {right} alone. Aggregate by {right}, or take gspo_token "
+        "or a loss of single tokens, which go with every mode."
+    )

@@ -1,6 +1,6 @@
-"""Policy losses of a sequence: one ratio for all of its tokens, which may lie on several context-parallel (CP) ranks.
+"""Policy losses of sequences: one ratio for all tokens of a sequence, which may lie on several context-parallel ranks.
 
-They give each token its sequence's loss, so that a mode that averages within the sequence (``sample_mean``) returns it.
+Each token gets its sequence's loss, so a mode that averages within the sequence (``sample_mean``) returns that loss.
 Each takes one collective forward, and one backward where its ratio has a gradient.
 """
 
@@ -9,17 +9,9 @@ import math
 from torch import Tensor
 
 from megatron_rl_loss.errors import check_within
+from megatron_rl_loss.losses.ratio import PolicyLoss, RatioBounds, log_ratio_of
 from megatron_rl_loss.losses.segments import Per, segment_mean, to_tokens
-from megatron_rl_loss.losses.token import (
-    PolicyLoss,
-    RatioBounds,
-    clipped_surrogate,
-    log_ratio_of,
-    one_sided,
-    policy_loss_of,
-    ratio_bounds,
-)
-from megatron_rl_loss.step.counting import Group
+from megatron_rl_loss.step.collectives import Group
 from megatron_rl_loss.step.samples import LocalTokens
 from megatron_rl_loss.step.totals import StepTotals
 
@@ -40,24 +32,25 @@ def gspo_loss(
 ) -> PolicyLoss:
     """``max(-A s_i, -A clip(s_i))`` at each token of sequence i, ``s_i = exp(1/M_i sum_t m_t log r_t)``.
 
-    By ``sample_mean`` GSPO; by ``constant`` with divisor 1, where a sequence counts as often as it has tokens, LUSPO.
+    By ``sample_mean`` this is GSPO; by ``constant`` with divisor 1, where a sequence counts as often as it has tokens,
+    LUSPO.
 
     Args:
         log_probs, old_log_probs, advantages, clip_low, clip_high, importance_weights: as in `ppo_clip_loss`; the clip
             range is that of s_i, much narrower than a token's.
         local, cp_group, per, totals: as in `segment_mean`.
-        mean_log_ratio: `segment_mean` of ``log_probs - old_log_probs``, [num_samples], where it was computed together
+        mean_log_ratio: `segment_mean` of ``log_probs - old_log_probs``, [num_samples], if you have computed it together
             with other statistics in one collective.
 
     Raises ValueError as `ppo_clip_loss` and `segment_mean`.
     Source: GSPO, arXiv:2507.18071 eq. 5 to 7; LUSPO, arXiv:2602.05261.
     """
     log_ratio = log_ratio_of(log_probs, old_log_probs, advantages, importance_weights)
-    bounds = ratio_bounds(clip_low, clip_high)
+    bounds = RatioBounds.around_1(clip_low, clip_high)
     if mean_log_ratio is None:
         mean_log_ratio = segment_mean(log_ratio, local, cp_group, per=per, totals=totals)
     of_sequence = to_tokens(mean_log_ratio, local).view(log_ratio.shape)
-    return clipped_surrogate(of_sequence, log_ratio, advantages, bounds, importance_weights)
+    return bounds.surrogate(of_sequence, log_ratio, advantages, importance_weights)
 
 
 def gspo_token_loss(
@@ -74,18 +67,17 @@ def gspo_token_loss(
     per: Per = "sample",
     totals: StepTotals | None = None,
 ) -> PolicyLoss:
-    """`gspo_loss` with ``s_it = sg(s_i) * pi_t / sg(pi_t)``: its value, and a gradient that stays with the token.
+    """`gspo_loss` with ``s_it = sg(s_i) * pi_t / sg(pi_t)``: the same value, and a gradient that stays with the token.
 
-    With one advantage a sequence its gradient under ``sample_mean`` is GSPO's; advantages may differ by token. Nothing
-    is exchanged on the way back. Source: GSPO, arXiv:2507.18071 eq. 13 and 14.
+    With one advantage per sequence its gradient under ``sample_mean`` is GSPO's; advantages may differ by token. Takes
+    no collective backward. Source: GSPO, arXiv:2507.18071 eq. 13 and 14.
     """
     log_ratio = log_ratio_of(log_probs, old_log_probs, advantages, importance_weights)
-    bounds = ratio_bounds(clip_low, clip_high)
+    bounds = RatioBounds.around_1(clip_low, clip_high)
     if mean_log_ratio is None:
         mean_log_ratio = segment_mean(log_ratio.detach(), local, cp_group, per=per, totals=totals)
-    of_sequence = to_tokens(mean_log_ratio.detach(), local).view(log_ratio.shape)
-    with_gradient = of_sequence + (log_probs - log_probs.detach())
-    return clipped_surrogate(with_gradient, log_ratio, advantages, bounds, importance_weights)
+    of_sequence = to_tokens(mean_log_ratio.detach(), local).view(log_ratio.shape) + (log_probs - log_probs.detach())
+    return bounds.surrogate(of_sequence, log_ratio, advantages, importance_weights)
 
 
 def gmpo_loss(
@@ -101,11 +93,13 @@ def gmpo_loss(
     per: Per = "sample",
     totals: StepTotals | None = None,
 ) -> PolicyLoss:
-    """``-A exp(1/M_i sum_t m_t c_t)``, c_t the log-ratio clipped on the side that A pushes to: below -clip_low where
-    A < 0, above clip_high elsewhere. The geometric mean of clipped ratios: each token is clipped *before* the mean.
+    """``-A exp(1/M_i sum_t m_t c_t)``, the geometric mean of ratios that are clipped per token, *before* the mean.
+
+    c_t is the log-ratio clipped on the side that A pushes to: below ``-clip_low`` where A < 0, above ``clip_high``
+    elsewhere.
 
     Args:
-        advantages: one a sequence in the paper; a token's sign decides its own clip.
+        advantages: one per sequence in the paper; each token's sign decides its own clip.
         clip_low, clip_high: of the *log*-ratio: 0.4 bounds the ratio by exp(-0.4) and exp(0.4).
         log_probs, old_log_probs, importance_weights: as in `ppo_clip_loss`.
         local, cp_group, per, totals: as in `segment_mean`.
@@ -115,6 +109,6 @@ def gmpo_loss(
     log_ratio = log_ratio_of(log_probs, old_log_probs, advantages, importance_weights)
     for name, clip in (("clip_low", clip_low), ("clip_high", clip_high)):
         check_within(name, clip, 0 < clip < math.inf, "finite and above 0", "0.4, of the log-ratio, is usual")
-    bounded, clipped = one_sided(log_ratio, advantages, RatioBounds(low=-clip_low, dual=math.inf, high=clip_high))
+    bounded, clipped = RatioBounds(low=-clip_low, dual=math.inf, high=clip_high).clip(log_ratio, advantages)
     mean = to_tokens(segment_mean(bounded, local, cp_group, per=per, totals=totals), local)
-    return policy_loss_of(-advantages * mean.view(log_ratio.shape).exp(), clipped, log_ratio, importance_weights)
+    return PolicyLoss.weigh(-advantages * mean.view(log_ratio.shape).exp(), clipped, log_ratio, importance_weights)

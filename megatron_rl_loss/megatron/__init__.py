@@ -1,16 +1,7 @@
-"""The wing that imports Megatron: aggregates the policy loss of a Megatron launch as its flags ask.
+"""For launches under Megatron: aggregates the policy loss of a training run as its flags ask.
 
-| file          | holds                                                                                     |
-|---------------|-------------------------------------------------------------------------------------------|
-| `aggregation` | `LossAggregation`: what a launch makes once; a step reads straight down in `begin_step`    |
-| `lookahead`   | fetching and describing a step's micro-batches before the first one is trained on         |
-| `microbatch`  | `Microbatch`, and the carriers: how a share of the step loss gets past Megatron's scaling |
-| `forward_pass`| log-probs of the old or a reference policy, by a forward pass before a step               |
-| `output_head` | the output layer in chunks of tokens, by the model's `output_processor`                   |
-| `handover`    | what reaches Megatron must be what a micro-batch handed out                               |
-| `probe`       | whether the installed Megatron, this model and this configuration are safe                |
-| `audit`       | `Audit`: what a step does to each token, measured as it runs                              |
-| `patch`       | the two names of `megatron.training.training` that `attached()` replaces                  |
+`LossAggregation` looks ahead at each step and hands `Microbatch` objects to the loss function, whose `loss` gets past
+Megatron's scaling. `OutputHead` and `ForwardPass` make log-probs; all of it needs Megatron-Core.
 """
 
 try:
@@ -22,15 +13,14 @@ except ImportError as error:
     ) from error
 
 from megatron_rl_loss.errors import ContractError
-from megatron_rl_loss.megatron.aggregation import LossAggregation
 from megatron_rl_loss.megatron.flags import (
     AggregationSettings,
     add_loss_aggregation_args,
     validate_loss_aggregation_args,
 )
 from megatron_rl_loss.megatron.forward_pass import ForwardPass
-from megatron_rl_loss.megatron.handover import next_microbatch
-from megatron_rl_loss.megatron.microbatch import Microbatch
+from megatron_rl_loss.megatron.launch import LossAggregation
+from megatron_rl_loss.megatron.microbatch import Microbatch, next_microbatch
 from megatron_rl_loss.megatron.output_head import Folded, OutputHead, Tokens
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""The ``--loss-aggregation`` flags and their validation: plain argparse and a Namespace, no Megatron needed."""
+"""The ``--loss-aggregation`` flags, their validation, and the Megatron settings that are refused."""
 
 import difflib
 from argparse import ArgumentParser, Namespace
@@ -14,18 +14,6 @@ from megatron_rl_loss.step.totals import Statistic, UnitCounting
 
 EmptyStep = Literal["warn", "error"]
 
-_FLAGS = (
-    "loss_aggregation",
-    "loss_aggregation_divisor",
-    "loss_aggregation_units",
-    "loss_aggregation_empty_step",
-    "loss_aggregation_with_per_token_loss",
-    "loss_aggregation_audit_interval",
-    "custom_pg_loss_reducer_function_path",
-    "kl_loss_aggregation",
-    "entropy_loss_aggregation",
-    "value_loss_aggregation",
-)
 #: Terms of the loss whose mode has a flag.
 _TERMS = ("kl", "entropy", "value")
 
@@ -88,9 +76,10 @@ class AggregationSettings:
         terms = {}
         for name, mode in modes.items():
             if mode is not None:
-                known = find_mode(mode)
-                takes = isinstance(known, Mode) and known.takes_divisor
-                terms[name] = resolve(mode, divisor=self.aggregation.divisor if takes else None, units=units)
+                table_mode = find_mode(mode)
+                takes_divisor = isinstance(table_mode, Mode) and table_mode.takes_divisor
+                divisor = self.aggregation.divisor if takes_divisor else None
+                terms[name] = resolve(mode, divisor=divisor, units=units)
         return replace(self, terms={**self.terms, **terms})
 
     @property
@@ -98,22 +87,23 @@ class AggregationSettings:
         return self.aggregation.mode.name
 
     @property
+    def _modes(self) -> list[Mode | OwnMode]:
+        return [one.mode for one in (self.aggregation, *self.terms.values())]
+
+    @property
     def needs_prompt_ids(self) -> bool:
         """Whether the mode, or that of a term, groups samples by prompt."""
-        modes = [one.mode for one in (self.aggregation, *self.terms.values())]
-        return any(not isinstance(mode, OwnMode) and mode.unit == "prompt" for mode in modes)
+        return any(isinstance(mode, Mode) and mode.unit == "prompt" for mode in self._modes)
 
     @property
     def uses_prompt_ids(self) -> bool:
         """Whether a mode groups samples by prompt, or is the user's own, which may."""
-        modes = [one.mode for one in (self.aggregation, *self.terms.values())]
-        return any(isinstance(mode, OwnMode) for mode in modes) or self.needs_prompt_ids
+        return self.needs_prompt_ids or any(isinstance(mode, OwnMode) for mode in self._modes)
 
     @property
     def statistics(self) -> dict[str, Statistic]:
         """What the user's own modes need to be counted."""
-        modes = [one.mode for one in (self.aggregation, *self.terms.values())]
-        own = [mode.statistics for mode in modes if isinstance(mode, OwnMode)]
+        own = [mode.statistics for mode in self._modes if isinstance(mode, OwnMode)]
         return {name: statistic for statistics in own for name, statistic in statistics.items()}
 
     def describe(self) -> str:
@@ -226,8 +216,7 @@ def validate_loss_aggregation_args(args: Namespace) -> AggregationSettings:
 def any_flag_given(args: Namespace) -> bool:
     """Whether one of the flags says something else than its default; ValueError where they were not registered."""
     _check_present(args)
-    defaults = add_loss_aggregation_args(ArgumentParser()).parse_args([])
-    return any(getattr(args, name) != getattr(defaults, name) for name in _FLAGS)
+    return any(getattr(args, name) != default for name, default in _DEFAULTS.items())
 
 
 def check_per_token(settings: AggregationSettings, per_token: bool) -> None:
@@ -242,12 +231,12 @@ def check_per_token(settings: AggregationSettings, per_token: bool) -> None:
 
 def check_megatron_settings(settings: Any, per_token: bool) -> None:
     """Refuse Megatron settings (of a Namespace or a model config) under which the loss would not be exact."""
-    given = {name for name in _UNSAFE if getattr(settings, name, False)}
-    for name in given.intersection(CHANGING_CP):
-        raise ValueError(
-            f"--{name.replace('_', '-')}: the context-parallel group changes from micro-batch to micro-batch, which is "
-            "not supported. Use a fixed --context-parallel-size."
-        )
+    for name in CHANGING_CP:
+        if getattr(settings, name, False):
+            raise ValueError(
+                f"--{name.replace('_', '-')}: the context-parallel group changes from micro-batch to micro-batch, "
+                "which is not supported. Use a fixed --context-parallel-size."
+            )
     if any((getattr(settings, name, 1) or 1) > 1 for name in REMAT_SIZES):
         raise ValueError(
             "weight-rematerialising tensor parallelism (GTP): its ranks hold further data-parallel shares, and how "
@@ -263,12 +252,12 @@ def check_megatron_settings(settings: Any, per_token: bool) -> None:
             f"--sequence-packing-scheduler {scheduler}: it deals samples to ranks and micro-batches anew after they "
             "were looked at. Pack the samples yourself, or leave it out."
         )
-    if per_token and "use_torch_fsdp2" in given:
+    if per_token and getattr(settings, "use_torch_fsdp2", False):
         raise ValueError(
             "per-token loss with --use-torch-fsdp2: Torch FSDP2 never divides gradients by the token count, so they "
             "would be too large by it. Drop --calculate-per-token-loss."
         )
-    if per_token and "ddp_average_in_collective" in given:
+    if per_token and getattr(settings, "ddp_average_in_collective", False):
         raise ValueError(
             "per-token loss with --ddp-average-in-collective: gradients must be summed, not averaged, to be divided by "
             "the token count. Drop --ddp-average-in-collective or --calculate-per-token-loss."
@@ -277,7 +266,6 @@ def check_megatron_settings(settings: Any, per_token: bool) -> None:
 
 #: Settings under which the context-parallel group changes between micro-batches.
 CHANGING_CP = ("hybrid_context_parallel", "dynamic_context_parallel")
-_UNSAFE = (*CHANGING_CP, "use_torch_fsdp2", "ddp_average_in_collective")
 #: Sizes of weight-rematerialising TP (GTP).
 REMAT_SIZES = ("gtp_weight_remat_size", "expert_gtp_weight_remat_size")
 
@@ -293,18 +281,16 @@ def check_command_line(args: Namespace, argv: Sequence[str]) -> None:
 
     Megatron's ``ignore_unknown_args=True`` lets them pass, and the run would go on with another mode.
     """
-    flags = [f"--{name.replace('_', '-')}" for name in _FLAGS]
+    flags = [f"--{name.replace('_', '-')}" for name in _DEFAULTS]
     for option in (word.split("=", 1)[0] for word in argv if word.startswith("--")):
-        known = option in flags or hasattr(args, option.removeprefix("--").replace("-", "_"))
-        meant = [] if known else difflib.get_close_matches(option, flags, n=1, cutoff=0.85)
-        if meant:
-            raise ValueError(
-                f"{option} on the command line: there is no such flag, and it was ignored. Write {meant[0]}."
-            )
+        if option in flags or hasattr(args, option.removeprefix("--").replace("-", "_")):
+            continue
+        for flag in difflib.get_close_matches(option, flags, n=1, cutoff=0.85):
+            raise ValueError(f"{option} on the command line: there is no such flag, and it was ignored. Write {flag}.")
 
 
 def _check_present(args: Namespace) -> None:
-    missing = ", ".join(name for name in _FLAGS if not hasattr(args, name))
+    missing = ", ".join(name for name in _DEFAULTS if not hasattr(args, name))
     if missing:
         if getattr(args, "yaml_cfg", None) is not None:
             raise ValueError(
@@ -315,3 +301,7 @@ def _check_present(args: Namespace) -> None:
             f"args without {missing}: the flags were never registered. Pass add_loss_aggregation_args as (or from) "
             "Megatron's extra_args_provider."
         )
+
+
+#: The flags as attributes of a Namespace, with their defaults.
+_DEFAULTS: dict[str, object] = vars(add_loss_aggregation_args(ArgumentParser()).parse_args([]))

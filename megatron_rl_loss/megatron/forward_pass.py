@@ -25,15 +25,15 @@ class ForwardPass:
     """
 
     def __init__(
-        self, schedule: Callable[..., Any], model: Any, chunks: list[list[Microbatch] | None], **of_schedule: Any
+        self, schedule: Callable[..., Any], model: Any, chunks: list[list[Microbatch] | None], **options: Any
     ) -> None:
         self.model = model
         self._schedule = schedule
         self._chunks = chunks
-        self._of_schedule = of_schedule | {"forward_only": True, "collect_non_loss_data": True}
+        self._options = options | {"forward_only": True, "collect_non_loss_data": True}
 
     def log_probs(self, name: str, call_model: CallModel) -> None:
-        """Run `call_model` on every micro-batch, and keep the log-probs as ``microbatch.known[name]``.
+        """Run `call_model` on every micro-batch, and keep the log-probs as ``microbatch.log_probs[name]``.
 
         All ranks call it together. On the last pipeline stage it keeps them; on others there are none, as there is no
         loss there.
@@ -46,14 +46,14 @@ class ForwardPass:
 
         iterators = [None if chunk is None else iter(chunk) for chunk in self._chunks]
         with torch.no_grad(), _evaluating(self.model if isinstance(self.model, list) else [self.model]):
-            found = self._schedule(
+            outputs = self._schedule(
                 forward_step_func=forward_step,
                 data_iterator=iterators if isinstance(self.model, list) and len(iterators) > 1 else iterators[0],
                 model=self.model,
-                **self._of_schedule,
+                **self._options,
             )
-        for microbatch, log_probs in zip(self._chunks[-1] or [], found, strict=bool(found)):
-            microbatch.known[name] = log_probs
+        for microbatch, log_probs in zip(self._chunks[-1] or [], outputs, strict=bool(outputs)):
+            microbatch.log_probs[name] = log_probs
 
 
 @contextmanager

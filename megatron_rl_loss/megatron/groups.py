@@ -6,7 +6,7 @@ import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import unwrap_model
 
-from megatron_rl_loss.step.counting import Group, if_several
+from megatron_rl_loss.step.collectives import Group, if_several
 
 _NEEDED = ("tp", "pp", "cp", "dp", "dp_cp")
 

@@ -7,8 +7,7 @@ from typing import Any
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_rl_loss.megatron.flags import AggregationSettings
-from megatron_rl_loss.megatron.handover import Microbatches
-from megatron_rl_loss.megatron.microbatch import Microbatch, Step
+from megatron_rl_loss.megatron.microbatch import Microbatch, MicrobatchIterator, Step
 from megatron_rl_loss.step.samples import Samples
 
 SamplesOf = Callable[[Any], Samples]
@@ -20,7 +19,7 @@ class LookAhead:
     """A step's micro-batches on this rank.
 
     Attributes:
-        fetched: what the iterators gave, a list a model chunk; None for a chunk that reads no data.
+        fetched: what the iterators gave, one list for each model chunk; None for a chunk that reads no data.
         samples: of each micro-batch, from the last chunk that reads data: with virtual stages, that one computes the
             loss. None on a pipeline stage that reads none.
     """
@@ -33,12 +32,12 @@ class LookAhead:
         """What `samples` describe."""
         return next((batches for batches in reversed(self.fetched) if batches is not None), [])
 
-    def hand_out(self, step: Step) -> list[Iterator[Microbatch] | None]:
+    def iterators(self, step: Step) -> list[MicrobatchIterator | None]:
         """An iterator over micro-batches for each chunk."""
         return [
             None
             if batches is None
-            else Microbatches([Microbatch(*pair, step) for pair in zip(batches, self.samples or [], strict=True)])
+            else MicrobatchIterator([Microbatch(*pair, step) for pair in zip(batches, self.samples or [], strict=True)])
             for batches in self.fetched
         ]
 
@@ -53,54 +52,49 @@ def look_ahead(
 ) -> LookAhead:
     """Fetch a step and describe it. Raises whatever is wrong with the data, on this rank alone: see `attempt`."""
     fetched = [None if iterator is None else _fetch(iterator, num_microbatches) for iterator in iterators]
-    batches = LookAhead(fetched, None).batches
-    if all(chunk is None for chunk in fetched):
+    if all(batches is None for batches in fetched):
         if groups.pp.rank() == groups.pp.size() - 1:
             raise ValueError(
                 "no data iterator on a rank of the last pipeline stage: it computes the loss, in evaluation too. Set "
                 "is_distributed = True on the provider; without validation data pass --eval-iters 0."
             )
         return LookAhead(fetched, None)
-    samples = [_describe(batch, samples_of, settings, groups) for batch in batches]
-    for described in samples:
-        for name in term_masks:
-            described.with_mask(name)
-    for chunk, chunk_batches in enumerate(fetched[:-1]):
-        _check_same_data(chunk, chunk_batches or [], samples, samples_of)
+    samples = [_describe(batch, samples_of, settings, groups, term_masks) for batch in LookAhead(fetched, None).batches]
+    for chunk, batches in enumerate(fetched[:-1]):
+        for i, (batch, expected) in enumerate(zip(batches or [], samples, strict=False)):
+            if samples_of(batch).digest() != expected.digest():
+                raise ValueError(
+                    f"the iterator of model chunk {chunk} gives other samples than that of the last chunk, from "
+                    f"micro-batch {i} on: virtual pipeline stages must read the same data. Make every chunk's iterator "
+                    "from the same data, in the same order."
+                )
     return LookAhead(fetched, samples)
 
 
-def _check_same_data(chunk: int, batches: list[Any], expected: list[Samples], samples_of: SamplesOf) -> None:
-    """Refuse a model chunk that reads other data than the one that computes the loss."""
-    for i, (batch, samples) in enumerate(zip(batches, expected, strict=False)):
-        if samples_of(batch).digest() != samples.digest():
-            raise ValueError(
-                f"the iterator of model chunk {chunk} gives other samples than that of the last chunk, from "
-                f"micro-batch {i} on: virtual pipeline stages must read the same data. Make every chunk's iterator "
-                "from the same data, in the same order."
-            )
-
-
-def _fetch(iterator: Iterator[Any], count: int) -> list[Any]:
-    if not isinstance(iterator, Iterator) and not hasattr(iterator, "__next__"):
+def _fetch(iterator: Iterator[Any], num_microbatches: int) -> list[Any]:
+    if not hasattr(iterator, "__next__"):
         raise TypeError(
             f"a data iterator of type {type(iterator).__name__}: micro-batches are taken from it one by one. Pass "
             "iter(...) of it, and the same iterator at every step."
         )
-    batches = []
-    for i in range(count):
+    batches: list[Any] = []
+    while len(batches) < num_microbatches:
         try:
             batches.append(next(iterator))
         except StopIteration:
             raise ValueError(
-                f"the data iterator ended after {i} of the step's {count} micro-batches: a step must be whole. Give it "
-                "more data, or train fewer steps."
+                f"the data iterator ended after {len(batches)} of the step's {num_microbatches} micro-batches: a step "
+                "must be whole. Give it more data, or train fewer steps."
             ) from None
     return batches
 
 
 def _describe(
-    batch: Any, samples_of: SamplesOf, settings: AggregationSettings, groups: ProcessGroupCollection
+    batch: Any,
+    samples_of: SamplesOf,
+    settings: AggregationSettings,
+    groups: ProcessGroupCollection,
+    term_masks: Sequence[str],
 ) -> Samples:
     samples = samples_of(batch)
     if not isinstance(samples, Samples):
@@ -109,10 +103,11 @@ def _describe(
             "in Samples."
         )
     if settings.needs_prompt_ids and samples.prompt_ids is None and len(samples):
-        where, remedy = " and samples", "Give samples_of prompt_ids"
         raise ValueError(
-            f"loss aggregation {settings.mode_name!r}{where} without prompt_ids: it averages inside each prompt group. "
-            f"{remedy}."
+            f"loss aggregation {settings.mode_name!r} and samples without prompt_ids: it averages inside each prompt "
+            "group. Give samples_of prompt_ids."
         )
     samples.local(groups.cp.rank(), groups.cp.size())  # raises if the layout cannot be cut so
+    for name in term_masks:
+        samples.with_mask(name)  # raises if there is none of that name
     return samples

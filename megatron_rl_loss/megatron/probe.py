@@ -1,8 +1,8 @@
-"""Is it safe? What the *installed* Megatron does to a loss, measured before the first step, and how it is configured.
+"""Whether a launch is safe: what the installed Megatron does to a loss, measured, and how the model is configured.
 
-The carriers (see `microbatch`) undo what Megatron's schedule and DDP will do. That is Megatron's to change, and a
-change would be silent: every gradient off by a constant. So a known scalar is sent through the installed
-`forward_step_calc_loss`, the scaling that DDP has in force is read, and both are compared with what is relied on.
+A change of Megatron's scaling would be silent: every gradient off by a constant. So a known scalar goes through the
+installed `forward_step_calc_loss`, the scaling that DDP has in force is read, and both are compared with the row of
+`carriers` in force.
 """
 
 import copy
@@ -18,8 +18,9 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_rl_loss.errors import ContractError
+from megatron_rl_loss.megatron.carriers import Carrier, Count, product
 from megatron_rl_loss.megatron.flags import AggregationSettings, check_megatron_settings, check_per_token
-from megatron_rl_loss.step.counting import Group, device_of
+from megatron_rl_loss.step.collectives import Group, device_of
 
 _LOSS = 3.0
 _NUM_TOKENS = 1
@@ -42,26 +43,24 @@ def check_model(settings: AggregationSettings, config: Any, chunks: Sequence[Any
 
 
 def check_contract(
-    config: Any, chunks: Sequence[Any], groups: ProcessGroupCollection, *, per_token: bool, num_microbatches: int
+    carrier: Carrier, config: Any, chunks: Sequence[Any], groups: ProcessGroupCollection, *, num_microbatches: int
 ) -> None:
-    """Refuse a Megatron whose schedule or DDP scales losses in another way than the carriers undo.
+    """Refuse a Megatron whose schedule or DDP scales losses in another way than the carrier undoes.
 
-    Relied on: the schedule multiplies a loss that comes with a count of 1 by ``1 / num_microbatches`` (by 1 with
-    per-token loss) and hands the count on as an int; DDP multiplies summed gradients by ``1 / dp_cp_size`` (by 1). Only
-    Megatron-Core's own DDP says its scaling; of other wrappers the schedule's part alone is checked. All ranks of a
+    Only Megatron-Core's own DDP says its scaling; of other wrappers the schedule alone is checked. All ranks of a
     context-parallel group must call it together: a schedule may reduce over them.
 
     Raises:
-        ContractError: with the factor that was relied on and the one that was found.
+        ContractError: with the factor that the carrier relies on and the one that Megatron has.
     """
-    dp_cp_size = groups.dp_cp.size()
+    counts: dict[Count, float | None] = {"num_microbatches": num_microbatches, "dp_cp_size": groups.dp_cp.size()}
     factor = _schedule_factor(config, num_microbatches, groups.cp)
-    _compare("schedule (forward_step_calc_loss)", factor, 1 if per_token else 1 / num_microbatches)
+    _compare("schedule (forward_step_calc_loss)", factor, 1 / product(carrier.schedule_divisors, counts))
     for chunk in chunks:
         for buffer in chunk.buffers if isinstance(chunk, DistributedDataParallel) else []:
-            averaged = dp_cp_size if chunk.ddp_config.average_in_collective else 1
+            averaged = groups.dp_cp.size() if chunk.ddp_config.average_in_collective else 1
             factor = buffer.gradient_scaling_factor / averaged
-            _compare("DDP (gradient_scaling_factor)", factor, 1 if per_token else 1 / dp_cp_size)
+            _compare("DDP (gradient_scaling_factor)", factor, 1 / product(carrier.ddp_divisors, counts))
 
 
 def _schedule_factor(config: Any, num_microbatches: int, cp_group: Group) -> float:
@@ -72,12 +71,12 @@ def _schedule_factor(config: Any, num_microbatches: int, cp_group: Group) -> flo
         setattr(quiet, name, None)
     device = device_of(cp_group)
     count = torch.tensor(_NUM_TOKENS, dtype=torch.int32, device=device)
-    taken = inspect.signature(schedules.forward_step_calc_loss).parameters
-    cp: dict[str, object] = {"cp_group": cp_group} if "cp_group" in taken else {}  # later Megatrons take the group
-    if "cp_group_size" in taken or not cp:
+    parameters = inspect.signature(schedules.forward_step_calc_loss).parameters
+    cp: dict[str, object] = {"cp_group": cp_group} if "cp_group" in parameters else {}  # later Megatrons take the group
+    if "cp_group_size" in parameters or not cp:
         cp["cp_group_size"] = cp_group.size()
     try:
-        loss, returned = schedules.forward_step_calc_loss(
+        loss, num_tokens = schedules.forward_step_calc_loss(
             model=None,
             output_tensor=torch.tensor(_LOSS, device=device),
             loss_func=lambda loss: (loss, count, {}),
@@ -90,27 +89,22 @@ def _schedule_factor(config: Any, num_microbatches: int, cp_group: Group) -> flo
             **cp,
         )
     except Exception as error:
-        raise ContractError(
-            f"Megatron's forward_step_calc_loss: it could not be probed ({type(error).__name__}: {error}). Use "
-            "megatron-core 0.19, or a megatron_rl_loss made for this version."
-        ) from error
+        raise _broken("forward_step_calc_loss", f"it could not be probed ({type(error).__name__}: {error})") from error
     if int(count) != _NUM_TOKENS:
-        raise ContractError(
-            "Megatron's forward_step_calc_loss: it changes the count it is given, which micro-batches share. Use "
-            "megatron-core 0.19, or a megatron_rl_loss made for this version."
-        )
-    if returned.is_floating_point() or int(returned) != _NUM_TOKENS:
-        raise ContractError(
-            f"Megatron's forward_step_calc_loss: it made {returned.item()!r} ({returned.dtype}) of a count of "
-            f"{_NUM_TOKENS} tokens, relied on is an int. Use megatron-core 0.19, or a megatron_rl_loss made for this "
-            "version."
-        )
+        raise _broken("forward_step_calc_loss", "it changes the count it is given, which micro-batches share")
+    if num_tokens.is_floating_point() or int(num_tokens) != _NUM_TOKENS:
+        made = f"it made {num_tokens.item()!r} ({num_tokens.dtype}) of a count of {_NUM_TOKENS} tokens"
+        raise _broken("forward_step_calc_loss", f"{made}, relied on is an int")
     return float(loss) / _LOSS
 
 
-def _compare(where: str, found: float, relied_on: float) -> None:
-    if not abs(found - relied_on) <= 1e-6 * relied_on:
-        raise ContractError(
-            f"Megatron's {where}: it scales by {found:.9g} where {relied_on:.9g} is relied on, and losses would be "
-            "wrong by that. Use megatron-core 0.19, or a megatron_rl_loss made for this version."
-        )
+def _compare(place: str, factor: float, expected: float) -> None:
+    if not abs(factor - expected) <= 1e-6 * expected:
+        scales = f"it scales by {factor:.9g} where {expected:.9g} is relied on"
+        raise _broken(place, f"{scales}, and losses would be wrong by that")
+
+
+def _broken(place: str, rule: str) -> ContractError:
+    return ContractError(
+        f"Megatron's {place}: {rule}. Use megatron-core 0.19, or a megatron_rl_loss made for this version."
+    )

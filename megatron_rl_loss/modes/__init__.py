@@ -20,7 +20,7 @@ from megatron_rl_loss.modes.table import (
     register_pg_loss_reducer,
     with_statistics,
 )
-from megatron_rl_loss.modes.weights import token_weights
+from megatron_rl_loss.modes.weights import token_weights, unit_weights
 
 __all__ = [
     "MODES",
@@ -35,6 +35,7 @@ __all__ = [
     "resolve",
     "token_weights",
     "turn_mean",
+    "unit_weights",
     "vl_norm",
     "weighted_token_mean",
     "with_statistics",

@@ -6,16 +6,15 @@ Reducers sum weight * loss; folding multiplies weights to advantages; the framew
 from collections.abc import Sequence
 from numbers import Real
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_rl_loss.errors import place_in_cp, require
+from megatron_rl_loss.errors import check_one_each, place_in_cp, require
 from megatron_rl_loss.modes.names import Aggregation, resolve
 from megatron_rl_loss.modes.table import Mode, ModeFunction, ModeInputs, OwnMode, Weights
-from megatron_rl_loss.step.masks import SMALLEST, Values
+from megatron_rl_loss.step.masks import SMALLEST, inverse
 from megatron_rl_loss.step.samples import LocalTokens, Samples
-from megatron_rl_loss.step.totals import StepTotals, UnitCounting, UnitCounts
+from megatron_rl_loss.step.totals import StepTotals, TokensById, UnitCounting, UnitCounts
 
 
 def token_weights(
@@ -51,7 +50,7 @@ def token_weights(
 
 
 def weigh_at_the_door(aggregation: Aggregation, local: LocalTokens, totals: StepTotals) -> Tensor:
-    """`weigh`, and refuse what a user may hand in and a look-ahead never does: unsound masks, totals of a part."""
+    """`weigh`; refuses unsound masks and totals of a part of the step, which a user may hand in."""
     if not isinstance(totals, StepTotals):
         raise TypeError(
             f"totals is {totals!r}: the denominators are those of the whole step, and never guessed from a "
@@ -67,41 +66,96 @@ def weigh(aggregation: Aggregation, local: LocalTokens, totals: StepTotals) -> T
     """`token_weights` of parts that are made already."""
     mode, samples = aggregation.mode, local.samples
     if isinstance(mode, OwnMode):
-        return samples.masks.tensor(local.flags * _own_weights(mode, aggregation, local, totals))
-    beside = _unit_weights(mode, aggregation, local, totals)
-    weights = local.flags * beside
-    if (isinstance(beside, float) or not samples.masks.holds_flags) and len(samples):
-        kept = beside > _TINY if samples.masks.holds_flags else samples.masks.keep_all(weights, local.flags)
-        require(
-            kept,
-            lambda: "a token weight that float32 rounds to 0",
-            "the token would silently not be trained. Use a smaller divisor, or masks that are not so small.",
+        return local.mask * _own_weights(mode, aggregation, local, totals)
+    if not len(samples):
+        return unit_weights(local)
+    _check_ids(mode, samples, totals)
+    for name in missing_counts(aggregation, totals, with_rollout_ids=samples.rollout_ids is not None):
+        raise ValueError(
+            f"totals without {name}: loss aggregation {mode.name!r} needs it. Make the totals with the ids of the "
+            "samples (StepTotals.from_loss_masks), or give the count yourself."
         )
-    return samples.masks.tensor(weights)
+    if mode.unit == "step":
+        num_units: int | None = 1
+        named = "step_tokens"
+    else:
+        num_units = _counts(mode, totals).counted(aggregation.units)
+        named = f"{mode.unit}s.{aggregation.units}" + (" or its unit's tokens" if mode.size == "tokens" else "")
+    assert num_units is not None  # missing_counts has seen to it
+    size = aggregation.divisor if mode.takes_divisor else _unit_tokens(mode, samples, totals)
+    return unit_weights(local, size, num_units, named=f"totals whose {named} are 0")
+
+
+def unit_weights(
+    local: LocalTokens,
+    size: float | Tensor | Sequence[float] | None = None,
+    num_units: float = 1,
+    *,
+    named: str = "a unit whose size is 0",
+) -> Tensor:
+    """``m / (D * U)`` for every token that this rank holds; without U, ``m / D``: the weight inside a token's unit.
+
+    For a trainer that divides by the number of units itself. `token_weights` takes D and U from the step's totals.
+
+    >>> samples = Samples([torch.tensor([1, 1, 0]), torch.tensor([1])])
+    >>> unit_weights(samples.local(0, 1))
+    tensor([0.5000, 0.5000, 0.0000, 1.0000])
+
+    Args:
+        local: the tokens that this rank holds.
+        size: D: a number for all tokens (a divisor, the tokens of the step), or a number per sample (the mask tokens
+            that its unit has in the whole step), [num_samples]; None where each sample is a unit: its mask sum.
+        num_units: U.
+        named: how an error names a D * U of 0.
+
+    Returns:
+        float32 [num_local_tokens], on the masks' device, in the order of the layout; 0 where the mask is 0. Where every
+        CP rank holds every token (`Gathered`), each has 1/cp_size of the weight.
+
+    Raises:
+        ValueError: D * U is 0 for an active token; a weight that float32 rounds to 0; sizes of another number than
+            samples. On a device, a device assertion.
+    """
+    samples = local.samples
+    if not len(samples):
+        return local.mask
+    sums, number = samples.mask_sums, num_units * local.copies
+    kept: bool | Tensor = True
+    if isinstance(size, int | float):
+        _require_units(size * number > 0 or (sums == 0).all(), named)
+        one_weight = 1 / max(size * number, SMALLEST)
+        weights, kept = local.mask * one_weight, one_weight >= _TINY
+    else:
+        sizes = sums
+        if size is not None:
+            of_host = size if isinstance(size, Tensor) else torch.tensor(size, dtype=torch.float64, device="cpu")
+            sizes = of_host.to(sums.device, torch.float64, non_blocking=True)
+            check_one_each("unit sizes", len(sizes), "loss masks", len(samples))
+        if size is not None or number == 0:  # a sample's own sum is 0 only where it has no active token
+            _require_units(((sizes * number > 0) | (sums == 0)).all(), named)
+        of_samples = inverse(sizes, number)
+        weights = local.mask * (of_samples if len(samples) == 1 else local.spread(of_samples))
+    if not samples.holds_flags:
+        kept = ((weights == 0) == (local.mask == 0)).all()
+    require(
+        kept,
+        lambda: "a token weight that float32 rounds to 0",
+        "the token would silently not be trained. Use a smaller divisor, or masks that are not so small.",
+    )
+    return weights
+
+
+def _require_units(holds: bool | Tensor, named: str) -> None:
+    """Refuse a size or a number of units that is 0 where this micro-batch has active tokens."""
+    require(
+        holds,
+        lambda: f"active tokens in a micro-batch, and {named}",
+        "the totals must be those of the whole step. Make them from all its masks.",
+    )
 
 
 #: The smallest float32 that is not rounded to fewer bits.
-_TINY = float(np.finfo(np.float32).tiny)
-
-
-def _unit_weights(mode: Mode, aggregation: Aggregation, local: LocalTokens, totals: StepTotals) -> Values:
-    """``1 / (D * U)`` of each token's unit, shared by the ranks that hold copies: one number, or float32 values."""
-    samples = local.samples
-    if not len(samples):
-        return 0.0
-    _check_ids_agree(mode, samples, totals)
-    number = _number_of_units(mode, aggregation.units, totals) * local.copies
-    size = aggregation.divisor if mode.takes_divisor else _unit_tokens(mode, samples, totals)
-    assert size is not None  # resolve saw to it
-    if not isinstance(size, float):  # one a sample
-        if size is not samples.sums or number == 0:  # its own sum is 0 where it has no active token
-            sound = ((size * float(number) > 0) | (samples.sums == 0)).all()
-            _require_units(sound, mode, aggregation.units)
-        inverse = samples.masks.inverse(size, number)
-        return inverse if len(samples) == 1 else local.spread(inverse)  # one is broadcast
-    if size * number == 0:
-        _require_units((samples.sums == 0).all(), mode, aggregation.units)
-    return 1 / max(size * number, SMALLEST)
+_TINY = torch.finfo(torch.float32).tiny
 
 
 def missing_counts(aggregation: Aggregation, totals: StepTotals, *, with_rollout_ids: bool) -> list[str]:
@@ -110,121 +164,80 @@ def missing_counts(aggregation: Aggregation, totals: StepTotals, *, with_rollout
     if isinstance(mode, OwnMode):
         return []
     if mode.unit == "step":
-        needed: dict[str, object] = {} if mode.takes_divisor else {"step_tokens": totals.step_tokens}
-    else:
-        units = _units_of(mode, totals)
-        needed = {f"{mode.unit}s.{aggregation.units}": units.counted(aggregation.units)}
-        if mode.unit == "prompt" or with_rollout_ids:
-            needed[f"{mode.unit}s.tokens"] = units.tokens
-    return [name for name, count in needed.items() if count is None]
+        return ["step_tokens"] if totals.step_tokens is None and not mode.takes_divisor else []
+    counts = _counts(mode, totals)
+    missing = [f"{mode.unit}s.{aggregation.units}"] if counts.counted(aggregation.units) is None else []
+    by_id = mode.unit == "prompt" or with_rollout_ids
+    return [*missing, f"{mode.unit}s.tokens"] if by_id and counts.tokens is None else missing
 
 
-def _require_units(sound: "bool | Tensor", mode: Mode, units: UnitCounting) -> None:
-    """Refuse totals whose counts are 0 where this micro-batch has active tokens."""
-    of_unit = " or its unit's tokens" if mode.size == "tokens" else ""
-    counts = "step_tokens" if mode.unit == "step" else f"{mode.unit}s.{units}{of_unit}"
-    require(
-        sound,
-        lambda: f"active tokens in a micro-batch, and totals whose {counts} are 0",
-        "the totals must be those of the whole step. Make them from all its masks.",
-    )
+def _counts(mode: Mode, totals: StepTotals) -> UnitCounts:
+    return totals.prompts if mode.unit == "prompt" else totals.rollouts
 
 
-def _check_ids_agree(mode: Mode, samples: Samples, totals: StepTotals) -> None:
-    """Refuse rollout ids on one side only: samples would be counted for rollouts, or rollouts for samples."""
+def _check_ids(mode: Mode, samples: Samples, totals: StepTotals) -> None:
+    """Refuse ids that the mode needs and does not get, or rollout ids on one side only."""
     if mode.unit == "step" and mode.takes_divisor:
         return  # it counts nothing
-    if totals.rollouts.tokens is not None and samples.rollout_ids is None:
+    counted_by_id = totals.rollouts.tokens is not None
+    if counted_by_id and samples.rollout_ids is None:  # samples would be counted for rollouts
         raise ValueError(
             "totals made with rollout_ids, a micro-batch without: its units cannot be told. Pass rollout_ids with "
             "every micro-batch."
         )
-    if (
-        mode.unit == "rollout"
-        and mode.takes_divisor
-        and totals.rollouts.tokens is None
-        and samples.rollout_ids is not None
-    ):
+    if mode.unit == "rollout" and mode.takes_divisor and not counted_by_id and samples.rollout_ids is not None:
         raise ValueError(
             "a micro-batch with rollout_ids, totals made without: the totals may count samples for rollouts. Make the "
             "totals with them; if they count rollouts already, leave the ids out here."
         )
-
-
-def _number_of_units(mode: Mode, units: UnitCounting, totals: StepTotals) -> int:
-    """U: how many units count in the step."""
-    if mode.unit == "step":
-        return 1
-    number = _units_of(mode, totals).counted(units)
-    if number is None:
-        raise ValueError(
-            f"totals without {mode.unit}s.{units}: loss aggregation {mode.name!r} needs it. Make the totals with the "
-            "ids of the samples (StepTotals.from_loss_masks), or give the count yourself."
-        )
-    return number
-
-
-def _unit_tokens(mode: Mode, samples: Samples, totals: StepTotals) -> Values:
-    """Mask tokens over the whole step: of the unit of each sample, float64 [num_samples], or of the step itself."""
-    if mode.unit == "step":
-        if totals.step_tokens is None:
-            raise ValueError(
-                f"totals without step_tokens: loss aggregation {mode.name!r} needs it. Make the totals with the ids of "
-                "the samples (StepTotals.from_loss_masks), or give the count yourself."
-            )
-        return float(totals.step_tokens)
-    ids = samples.prompt_ids if mode.unit == "prompt" else samples.rollout_ids
-    if ids is None and mode.unit == "prompt":
+    if mode.unit == "prompt" and samples.prompt_ids is None:
         raise ValueError(
             f"loss aggregation {mode.name!r} without prompt_ids: it averages inside each prompt group. Pass "
-            "prompt_ids, one a sample."
+            "prompt_ids, one per sample."
         )
-    if ids is None:
-        return samples.sums  # a sample is a rollout
-    tokens = _units_of(mode, totals).tokens
-    if tokens is None:
-        raise ValueError(
-            f"totals without {mode.unit}s.tokens: loss aggregation {mode.name!r} needs it. Make the totals with the "
-            "ids of the samples (StepTotals.from_loss_masks), or give the count yourself."
-        )
-    return samples.masks.from_host(tokens.of(f"{mode.unit}_ids", ids))  # type: ignore[union-attr]
 
 
-def _units_of(mode: Mode, totals: StepTotals) -> UnitCounts:
-    return totals.prompts if mode.unit == "prompt" else totals.rollouts
+def _unit_tokens(mode: Mode, samples: Samples, totals: StepTotals) -> float | Tensor | None:
+    """Mask tokens over the whole step, of the unit of each sample or of the step; None where each sample is a unit."""
+    if mode.unit == "step":
+        return totals.step_tokens
+    ids = samples.prompt_ids if mode.unit == "prompt" else samples.rollout_ids
+    tokens = _counts(mode, totals).tokens
+    return tokens.of(f"{mode.unit}_ids", ids) if ids is not None and isinstance(tokens, TokensById) else None
 
 
-def _own_weights(mode: OwnMode, aggregation: Aggregation, local: LocalTokens, totals: StepTotals) -> Values:
+def _own_weights(mode: OwnMode, aggregation: Aggregation, local: LocalTokens, totals: StepTotals) -> Tensor:
     """What a user's mode returned, for each token, shared by the ranks that hold copies: one number, or float32."""
     samples = local.samples
     if not len(samples):
-        return 0.0
+        return local.mask
     inputs = ModeInputs(samples=samples, totals=totals, divisor=aggregation.divisor, units=aggregation.units, mode=mode)
-    given: Weights = mode.function(inputs)
-    if isinstance(given, Real) and not isinstance(given, bool):
-        weights = torch.tensor(float(given), dtype=torch.float32, device="cpu")
-    elif isinstance(given, Tensor) and (given.dim() == 0 or given.shape == (len(samples),)):
-        weights = given
-    elif isinstance(given, Sequence) and all(isinstance(one, Tensor) and one.dim() == 1 for one in given):
-        lengths = [len(one) for one in given]
+    returned: Weights = mode.function(inputs)
+    if isinstance(returned, Real) and not isinstance(returned, bool):
+        weights = torch.tensor(float(returned), dtype=torch.float32, device="cpu")
+    elif isinstance(returned, Tensor) and (returned.dim() == 0 or returned.shape == (len(samples),)):
+        weights = returned
+    elif isinstance(returned, Sequence) and all(isinstance(one, Tensor) and one.dim() == 1 for one in returned):
+        lengths = [len(one) for one in returned]
         if lengths != samples.mask_lengths:
             expected = samples.mask_lengths[:8]
             raise ValueError(
                 f"token weights of lengths {lengths[:8]} from the mode {mode.name!r}: they must have the lengths of "
-                f"the loss masks, {expected}. Return one weight a mask entry."
+                f"the loss masks, {expected}. Return one weight per mask entry."
             )
-        weights = samples.in_buffer(given)[None]
+        weights = samples.in_buffer(returned)[None]
     else:
-        shown = tuple(given.shape) if isinstance(given, Tensor) else given
+        shown = tuple(returned.shape) if isinstance(returned, Tensor) else returned
         raise TypeError(
-            f"the mode {mode.name!r} returned {shown!r} ({type(given).__name__}): it must return weights beside the "
-            f"mask: a number, a tensor of {len(samples)} (one a sample), or a list of 1-D tensors (one a sample, a "
-            "weight a token). Leave the mask out, the library multiplies by it."
+            f"the mode {mode.name!r} returned {shown!r} ({type(returned).__name__}): it must return weights beside the "
+            f"mask: a number, a tensor of {len(samples)} (one per sample), or a list of 1-D tensors (one per "
+            "sample, one weight per token). Leave the mask out, the library multiplies by it."
         )
     require(
         torch.isfinite(weights).all(),
         lambda: f"token weights with NaN or Inf from the mode {mode.name!r}",
         "they must be finite. Use 0 to leave tokens out.",
     )
-    beside = samples.masks.from_tensor((local.of(weights[0]) if weights.dim() == 2 else weights) / local.copies)
+    beside = local.of(weights[0]) if weights.dim() == 2 else weights
+    beside = (beside.detach() / local.copies).float().to(local.mask.device, non_blocking=True)
     return local.spread(beside) if weights.dim() == 1 else beside

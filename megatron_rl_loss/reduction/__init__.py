@@ -5,9 +5,8 @@ For loss functions. An audit hears here what reaches each token.
 
 from megatron_rl_loss.reduction.folding import fold_into_advantages, is_folded
 from megatron_rl_loss.reduction.metrics import Metric
-from megatron_rl_loss.reduction.sums import Reducer, WeightedSum, make_pg_loss_reducer
+from megatron_rl_loss.reduction.sums import Reducer, Term, WeightedSum, make_pg_loss_reducer
 from megatron_rl_loss.reduction.tap import tap
-from megatron_rl_loss.reduction.terms import Term
 
 __all__ = [
     "Metric",

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_rl_loss.errors import check_choice
 from megatron_rl_loss.reduction.sums import WeightedSum
-from megatron_rl_loss.step.counting import Group, if_several
+from megatron_rl_loss.step.collectives import Group, if_several
 
 Over = Literal["samples", "tokens", "prompts", "none"]
 Kind = Literal["mean", "min", "max", "variance", "ess"]

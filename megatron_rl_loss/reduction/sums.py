@@ -6,19 +6,19 @@ data-parallel (DP) ranks, *is* the step loss. Nothing is divided afterwards.
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron_rl_loss.errors import place_in_cp
 from megatron_rl_loss.modes.names import Aggregation, resolve
-from megatron_rl_loss.modes.table import ModeFunction, OwnMode
+from megatron_rl_loss.modes.table import ModeFunction
 from megatron_rl_loss.modes.weights import weigh, weigh_at_the_door
-from megatron_rl_loss.reduction.tap import Declared, is_listening, tap
+from megatron_rl_loss.reduction.tap import DeclaredTerm, is_observed, tap
 from megatron_rl_loss.step.ids import Ids
 from megatron_rl_loss.step.layouts import Layout
-from megatron_rl_loss.step.masks import HostMasks
 from megatron_rl_loss.step.samples import LocalTokens, Samples
 from megatron_rl_loss.step.totals import StepTotals, UnitCounting
 
@@ -88,7 +88,6 @@ class WeightedSum:
     Attributes:
         weights: float32 [num_local_tokens], in the order of the losses. They move to the device of the losses.
         gradient_scale: the gradient is that of so many sums (see `Gathered`).
-        zero_only_where_masked: whether no other token than those that the loss mask leaves out has weight 0.
         name: of the loss term, for an audit.
     """
 
@@ -97,51 +96,19 @@ class WeightedSum:
     def __init__(self, weights: Tensor, local: LocalTokens, aggregation: Aggregation) -> None:
         self.weights = weights
         self.gradient_scale = local.gradient_scale
-        self.zero_only_where_masked = not isinstance(aggregation.mode, OwnMode)
         self._samples = local.samples
         self._aggregation = aggregation
         self._shapes = local.samples.loss_shapes(weights.numel(), local.cp_size)
 
     def __call__(self, per_token_loss: Tensor) -> Tensor:
-        return self.with_metrics(per_token_loss, [])[0]
+        return sum_terms([Summand(per_token_loss, self)])[0]
 
     def with_metrics(
         self, per_token_loss: Tensor, metrics: Sequence[Tensor], metric_sum: "WeightedSum | None" = None
     ) -> tuple[Tensor, list[Tensor]]:
         """This sum of the losses, and sums of further values, not differentiated, by `metric_sum` (by default this)."""
-        self.check("per_token_loss", per_token_loss)
-        if is_listening():
-            self.tap(per_token_loss, self.name)
-        metric_sum = metric_sum or self
-        for values in metrics:
-            metric_sum.check("a metric", values)
-        device = per_token_loss.device
-        weights = self.weights_on(device)
-        metric_weights = weights if metric_sum is self else metric_sum.weights_on(device)
-        if not _may_look(weights):
-            with torch.no_grad():
-                rows = [values.reshape(-1) for values in (per_token_loss, *metrics)]
-                same_zeros = metric_sum is self or (self.zero_only_where_masked and metric_sum.zero_only_where_masked)
-                share, *sums = _sums_without_looking(rows, weights, metric_weights, same_zeros)
-            share = _WithGradient.apply(per_token_loss, weights, [share])  # type: ignore[no-untyped-call]
-            return self.scaled(share), sums
-        share = self.scaled(_sum_of_losses(per_token_loss, weights))
-        if not metrics:
-            return share, []
-        with torch.no_grad():
-            return share, _sums_of_metrics([values.reshape(-1) for values in metrics], metric_weights)
-
-    def tap(self, values: Tensor, name: str, coef: float | None = None) -> None:
-        """Let an audit hear the gradient of these losses, and what it should be; of a term with its coefficient."""
-        declared = None if coef is None else Declared(self._aggregation, coef)
-        factor = self.gradient_scale * (1.0 if coef is None else coef)
-        tap(values, name, samples=self._samples, asked=lambda: self.weights * factor, declared=declared)
-
-    def scaled(self, share: Tensor) -> Tensor:
-        """The same value with `gradient_scale` times its gradient."""
-        if self.gradient_scale == 1:
-            return share
-        return share + (self.gradient_scale - 1) * (share - share.detach())
+        share, _, sums = sum_terms([Summand(per_token_loss, self)], [(row, metric_sum or self) for row in metrics])
+        return share, sums
 
     def check(self, what: str, values: Tensor) -> None:
         """Refuse what is not one float for each token that this rank holds."""
@@ -153,120 +120,120 @@ class WeightedSum:
             self.weights = self.weights.to(device, non_blocking=True)
         return self.weights
 
+    def tap(self, values: Tensor, term: str | None, coef: float) -> Tensor:
+        """What to sum, with its gradient open to an audit: a term apart from what else is made of its values."""
+        if not is_observed():
+            return values
+        declared = None if term is None else DeclaredTerm(self._aggregation, coef)
+        factor = self.gradient_scale * coef
+        return tap(
+            values if term is None else values.view_as(values),
+            term or self.name,
+            samples=self._samples,
+            expected_weights=lambda: self.weights * factor,
+            term=declared,
+        )
 
-def _may_look(values: Tensor) -> bool:
-    """Whether branching on a value costs nothing: nobody waits for a host, nor is its program recorded."""
-    return values.is_cpu and not torch.compiler.is_compiling()
+
+@dataclass(frozen=True)
+class Term:
+    """A term of the loss: ``coef`` times the aggregation of its values.
+
+    Attributes:
+        values: one for each token this rank holds, in the layout's order, not reduced; NaN where masked is ignored.
+        mode: how they are aggregated, as ``--loss-aggregation``; None for the one that was declared for the term's name
+            (`LossAggregation`'s ``terms``, ``--kl-loss-aggregation``), or else the policy loss's.
+        coef: the factor; negative for a bonus.
+        mask: one of the samples' ``term_masks`` in place of the loss mask: its own tokens, its own counts.
+        units, divisor: as in `make_pg_loss_reducer`; only with a `mode`.
+    """
+
+    values: Tensor
+    mode: str | ModeFunction | None = None
+    _: KW_ONLY
+    coef: float = 1.0
+    mask: str | None = None
+    units: UnitCounting | None = None
+    divisor: float | None = None
+
+
+class Summand(NamedTuple):
+    """What a loss adds up: ``coef`` times the sum of the values; a term of several has a name."""
+
+    values: Tensor
+    reducer: WeightedSum
+    coef: float = 1.0
+    term: str | None = None
+
+
+def sum_terms(
+    summands: Sequence[Summand], metrics: Sequence[tuple[Tensor, WeightedSum]] = ()
+) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    """This rank's share of the loss, differentiable; and the sums of its terms, without coefficients, and of metrics.
+
+    Raises:
+        ValueError, TypeError: values that are not one float for each token that this rank holds.
+    """
+    for one in summands:
+        one.reducer.check("per_token_loss" if one.term is None else "a term", one.values)
+    for metric, reducer in metrics:
+        reducer.check("a metric", metric)
+    device, coefs = summands[0].values.device, [one.coef for one in summands]
+    values = [one.reducer.tap(one.values, one.term, one.coef) for one in summands]
+    with torch.no_grad():
+        sums = _sums([*((one.values, one.reducer) for one in summands), *metrics], device)
+        share = sums[0] * coefs[0]
+        for k in range(1, len(summands)):
+            share.add_(sums[k], alpha=coefs[k])
+    weights = [one.reducer.weights_on(device) for one in summands]
+    slopes = [one.coef * one.reducer.gradient_scale for one in summands]
+    share = _WithGradient.apply([share], weights, slopes, *values)  # type: ignore[no-untyped-call]
+    return share, sums[: len(summands)], sums[len(summands) :]
 
 
 class _WithGradient(torch.autograd.Function):
-    """A weighted sum that is already known, with its gradient: one launch, and nothing kept but the weights."""
+    """A loss that is known already, with its gradient at each row of values: slope * weights. Keeps the weights."""
 
     @staticmethod
-    def forward(ctx: Any, losses: Tensor, weights: Tensor, total: list[Tensor]) -> Tensor:
-        ctx.save_for_backward(weights)
-        ctx.shape, ctx.dtype = losses.shape, losses.dtype
-        # In a list and detached: a tensor argument, or a view, could not be returned and then changed in place.
-        return total[0].detach()
+    def forward(ctx: Any, loss: list[Tensor], weights: list[Tensor], slopes: list[float], *values: Tensor) -> Tensor:
+        ctx.save_for_backward(*weights)
+        ctx.slopes = slopes
+        ctx.like = [(row.shape, row.dtype) for row in values]
+        return loss[0].detach()  # in a list and detached, so that it may be changed in place
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        (weights,) = ctx.saved_tensors
-        return (gradient * weights).to(ctx.dtype).view(ctx.shape), None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        of_values: list[Tensor | None] = [None, None, None]
+        rows = zip(ctx.saved_tensors, ctx.slopes, ctx.like, ctx.needs_input_grad[3:], strict=True)
+        for weights, slope, (shape, dtype), is_needed in rows:
+            of_values.append((gradient * slope * weights).to(dtype).view(shape) if is_needed else None)
+        return tuple(of_values)
 
 
-# Products are added by torch's own sum, pairwise and in few-term blocks whatever the CPU: a BLAS `dot` may run through
-# all tokens in one float32 sum, 1e-3 off at 4 million tokens. Tokens of weight 0 are ignored: 0 * NaN would be NaN.
-
-#: From so many float32 tokens on, writing products on the host costs more than adding them: they are not written.
-_MANY = 2**19
-#: Tokens in a row of `_sum_of_products`: few enough that its plain float32 sum is as good as a pairwise one.
-_ROW = 128
-_ZERO, _ONE = torch.zeros(1, 1, device="cpu"), torch.ones(1, 1, device="cpu")
-
-
-def _sum_of_losses(losses: Tensor, weights: Tensor) -> Tensor:
-    """On the host, where autograd's own nodes cost less than `_WithGradient` if tokens are not many."""
-    if losses.numel() >= _MANY and losses.dtype == torch.float32:
-        with torch.no_grad():
-            share = _sum_of_products(losses.reshape(-1), weights)
-            if not math.isfinite(share.item()):
-                share = (losses.reshape(-1) * weights).masked_fill_(weights == 0, 0).sum()
-        return _WithGradient.apply(losses, weights, [share])  # type: ignore[no-untyped-call]
-    weights = weights if losses.dim() == 1 else weights.view(losses.shape)
-    share = (losses * weights).sum()
-    if not math.isfinite(share.item()):
-        share = (losses.masked_fill(weights == 0, 0) * weights).sum()
-    return share if share.dtype is torch.float32 else share.float()
+def _sums(rows: Sequence[tuple[Tensor, WeightedSum]], device: torch.device) -> list[Tensor]:
+    """The sum of each row by its reducer's weights, in launches that grow with neither tokens, samples nor rows."""
+    tables: dict[WeightedSum, list[Tensor]] = {}
+    for values, reducer in rows:
+        tables.setdefault(reducer, []).append(values.reshape(-1))
+    sums = {
+        reducer: iter(_sums_of_rows(torch.stack(table), reducer.weights_on(device)).unbind())
+        for reducer, table in tables.items()
+    }
+    return [next(sums[reducer]) for _, reducer in rows]
 
 
-def _sum_of_products(values: Tensor, weights: Tensor) -> Tensor:
-    """Of many float32 tokens, in one pass: by rows, and then over the rows.
+def _sums_of_rows(table: Tensor, weights: Tensor) -> Tensor:
+    """``sum_t w_t * table[:, t]``, float32, without the tokens of weight 0, where 0 * NaN would be NaN.
 
-    Group norm's gradient of its scale is a row's sum of products where the mean is 0 and the deviation 1. No other
-    operation of torch multiplies and adds in one pass, but for BLAS's.
+    torch's own sum adds in few-term blocks on every CPU. A BLAS dot product may add 4 million products one by one.
     """
-    number, rest = divmod(len(values), _ROW)
-    rows = [part[: number * _ROW].contiguous().view(1, number, _ROW) for part in (weights, values)]
-    scale = weights[:number]  # not read
-    of_rows = torch.ops.aten.native_group_norm_backward(
-        *rows, _ZERO, _ONE, scale, 1, number, _ROW, 1, [False, True, False]
-    )[1]
-    total = of_rows.sum()
-    return total + (values[-rest:] * weights[-rest:]).sum() if rest else total
-
-
-#: Tokens that are summed at a time on the host, so that products of all rows stay in its cache.
-_BLOCK = 2**16
-
-
-def _sums_of_metrics(rows: list[Tensor], weights: Tensor) -> list[Tensor]:
-    """On the host."""
-    if len(weights) >= _MANY and all(row.dtype == torch.float32 for row in rows):
-        sums = torch.stack([_sum_of_products(row, weights) for row in rows])
-    else:
-        blocks = zip(*(row.split(_BLOCK) for row in rows), weights.split(_BLOCK), strict=True)
-        sums = torch.stack([torch.stack(parts).float().mul_(weight).sum(1) for *parts, weight in blocks]).sum(0)
-    if not all(map(math.isfinite, sums.tolist())):
-        sums = (torch.stack(rows).float() * weights).masked_fill_(weights == 0, 0).sum(1)
-    return list(sums.unbind())
-
-
-def sums_by_weights(rows: Sequence[tuple[Tensor, WeightedSum]], device: torch.device) -> Tensor:
-    """The sum of each row by its reducer's weights, float32 [len(rows)], not differentiated."""
-    values = [row.reshape(-1) for row, _ in rows]
-    weights = [reducer.weights_on(device) for _, reducer in rows]
-    if not _may_look(weights[0]):
-        table = torch.stack(values).float()
-        alike = weights[0] if all(one is weights[0] for one in weights) else torch.stack(weights)
-        return table.mul_(alike).masked_fill_(alike == 0, 0).sum(1)
-    found: list[Tensor] = [torch.zeros(())] * len(rows)
-    for weight in {id(one): one for one in weights}.values():
-        of_it = [k for k, one in enumerate(weights) if one is weight]
-        for k, total in zip(of_it, _sums_of_metrics([values[k] for k in of_it], weight), strict=True):
-            found[k] = total
-    return torch.stack(found)
-
-
-def _sums_without_looking(
-    rows: list[Tensor], weights: Tensor, metric_weights: Tensor, same_zeros: bool
-) -> list[Tensor]:
-    """The sum of the first row by `weights` and of the others by `metric_weights`, with no branch on a value.
-
-    A device need not be waited for, and the number of launches depends neither on samples nor on rows.
-    """
-    table = torch.stack(rows).float()
-    if weights is metric_weights:
-        table.mul_(weights)
-    else:
-        table[0].mul_(weights)
-        table[1:].mul_(metric_weights)
-    if same_zeros:
-        table.masked_fill_(weights == 0, 0)
-    else:
-        table[0].masked_fill_(weights == 0, 0)
-        table[1:].masked_fill_(metric_weights == 0, 0)
-    return list(table.sum(1).unbind())
+    products = table.float().mul_(weights)
+    if products.is_cpu and not torch.compiler.is_compiling():
+        # Leaving tokens out takes several times as long as the sum. A device would be waited for.
+        sums = products.sum(1)
+        if all(map(math.isfinite, sums.tolist())):
+            return sums
+    return products.masked_fill_(weights == 0, 0).sum(1)
 
 
 def check_values(
@@ -293,7 +260,7 @@ def _layout_hint(num_losses: int, num_local: int, samples: Samples) -> str:
         return "These are all tokens of the micro-batch: if losses are not cut over CP ranks, the layout is Gathered"
     if num_losses == sum(samples.mask_lengths):
         return "These are the unpadded, uncut tokens: cut and pad them as the layout says, or change the layout"
-    if isinstance(samples.masks, HostMasks) and num_losses == int(samples.active_tokens.sum()):
+    if samples.flat_mask.is_cpu and num_losses == int(samples.active_tokens.sum()):
         return "These are the active tokens only: pass the losses of all positions, or ZigzagResponse for responses"
     if layout is not None and num_losses and layout.total_tokens % num_losses == 0:
         return f"These are 1/{layout.total_tokens // num_losses} of the micro-batch: check that cp_size is right"

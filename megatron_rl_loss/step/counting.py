@@ -1,35 +1,147 @@
-"""Collectives that the step's totals need: sums over a group, rows to the owner of their key, errors to every rank."""
+"""The totals of a step, counted over its ranks: one round of collectives, checked on every rank."""
 
-from collections.abc import Collection, Sequence
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl_loss.errors import BadBatchError
-
-Group = dist.ProcessGroup
-
-
-def if_several(group: Group | None) -> Group | None:
-    """The group, or None where it has one rank and nothing is to be exchanged."""
-    return group if group is not None and group.size() > 1 else None
-
-
-def rank_in(group: Group | None) -> int:
-    return 0 if group is None else group.rank()
-
-
-def size_of(group: Group | None) -> int:
-    return 1 if group is None else group.size()
+from megatron_rl_loss.step.collectives import (
+    Exchange,
+    Group,
+    agree_on,
+    all_reduce,
+    attempt,
+    if_several,
+    raise_together,
+    rank_in,
+    size_of,
+)
+from megatron_rl_loss.step.samples import Samples
+from megatron_rl_loss.step.totals import Statistic, StepTotals, TokensById, UnitCounts
 
 
-def world_size() -> int:
-    """Ranks of this job that `torch.distributed` knows of."""
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+def reduce_step_totals(
+    microbatches: Sequence[Samples] | Exception | None,
+    *,
+    dp_group: Group | None = None,
+    replica_groups: Sequence[Group] = (),
+    count_prompts: bool = True,
+    masks: Sequence[str] = (),
+    statistics: Mapping[str, Statistic] | None = None,
+) -> StepTotals:
+    """The totals of a step from what this rank holds in it: one collective round.
+
+    In a round: one sum over `dp_group`, one maximum over each replica group and, where units are named by ids, three
+    all-to-alls and a sum over `dp_group` (each id meets on one owner rank; a rank sends and receives what it holds,
+    whatever the number of ranks).
+
+    Args:
+        microbatches: one `Samples` per micro-batch, all with ids of a kind or none; None if this rank reads no data (a
+            pipeline stage that needs none), which then must hold for its whole `dp_group`; or the exception that kept
+            the rank from it, which becomes a `BadBatchError` on all ranks of the groups.
+        count_prompts: False leaves prompt ids and their exchange aside, for modes that do not use them.
+        masks: names of the further masks that are counted too, in the same collectives; the same on every rank.
+        statistics: further sums by key, by name; the same names on every rank.
+
+    Returns:
+        The totals; on a stage without data, not those of units by id.
+    """
+    dp_group = if_several(dp_group)
+    replicas = [group for group in replica_groups if if_several(group) is not None]
+    groups = [group for group in (dp_group, *replicas) if group is not None]
+    _check_apart(dp_group, replicas)
+
+    def count(part: Sequence[Samples]) -> tuple[_Local, dict[str, float]]:
+        local = _Local(part, count_prompts, masks, statistics or {})
+        return local, local.counts(_digest(part, rank_in(dp_group)) if replicas else (0, 0))
+
+    counted = microbatches if isinstance(microbatches, Exception) else attempt(lambda: count(microbatches or []))
+    failure = counted if isinstance(counted, Exception) else None
+    local, counts = count([]) if isinstance(counted, Exception) else counted
+    counts = _reduced(counts | {"errors": failure is not None, "ranks_with_data": microbatches is not None}, [dp_group])
+    has_data = counts["ranks_with_data"] > 0
+    if has_data and counts["ranks_with_data"] < size_of(dp_group):
+        counts["errors"] = 1
+        if microbatches is None:
+            failure = ValueError(
+                "this rank was given no data iterator, other DP ranks of its pipeline stage were: all must read data. "
+                "Give every rank one (is_distributed = True)."
+            )
+    units = _Units()
+    ranks_with_ids = {counts["ranks_with_rollout_ids"], counts["ranks_with_prompt_ids"]}
+    # Ids on some ranks only are refused below; exchanged, they would look like clashes.
+    all_or_none = ranks_with_ids <= {0, counts["ranks_with_samples"]}
+    if (any(ranks_with_ids) or (statistics and has_data)) and all_or_none and not counts["errors"]:
+        units, clash = local.sum_units(dp_group)
+        counts["errors"] = float(units.num_clashes > 0)
+        if clash:
+            failure = ValueError(
+                "one rollout id is used under two prompt ids: rollout ids must be unique in the step, not only within "
+                "a prompt. Join prompt and rollout index into one id."
+            )
+    # One maximum over replicas carries the errors and, as +x and -x, whether the replicas' sums differ.
+    both = counts | {f"-{name}": -value for name, value in counts.items()}
+    if not has_data:
+        both = dict.fromkeys(both, -torch.inf) | {"errors": counts["errors"]}
+    both = _reduced(both, replicas, dist.ReduceOp.MAX)
+    raise_together(both["errors"] > 0, failure, groups)
+    counts = {name: both[name] for name in counts}
+    _check_agreement(counts, {name: -both[f"-{name}"] for name in counts})
+    loss_masks, *further = (_totals(counts, units, k) for k in range(1 + len(masks)))
+    return replace(loss_masks, by_mask=dict(zip(masks, further, strict=True)), statistics=units.statistics)
 
 
-def check_apart(dp_group: Group | None, replicas: list[Group]) -> None:
+def compare_totals(
+    stated: StepTotals | Exception,
+    microbatches: Sequence[Samples] | None,
+    *,
+    dp_group: Group | None,
+    replica_groups: Sequence[Group],
+    masks: Sequence[str] = (),
+    statistics: Mapping[str, Statistic] | None = None,
+) -> StepTotals:
+    """The counted totals of the step, once the stated ones were found to agree with them, on every rank.
+
+    Raises:
+        BadBatchError: counts that differ, on all ranks, naming the one that saw it and both numbers.
+    """
+    counted = reduce_step_totals(
+        stated if isinstance(stated, Exception) else microbatches,
+        dp_group=dp_group,
+        replica_groups=replica_groups,
+        masks=masks,
+        statistics=statistics,
+    )
+    assert not isinstance(stated, Exception)  # reduce_step_totals has raised it
+    failure = attempt(lambda: _check_same(stated, counted))
+    groups = [group for group in (dp_group, *replica_groups) if group is not None and group.size() > 1]
+    failed = any(agree_on(["failed"] if failure else [], ["failed"], groups))
+    raise_together(failed, failure, groups)
+    return counted
+
+
+def _check_same(stated: StepTotals, counted: StepTotals) -> None:
+    """Refuse a count that was stated and is another one."""
+    for name, of_mask in stated.by_mask.items():
+        _check_same(of_mask, counted.with_mask(name))
+    for kind, field_name in (
+        ("", "step_tokens"), ("", "step_active_tokens"),
+        ("rollouts", "all"), ("rollouts", "active"), ("prompts", "all"), ("prompts", "active"),
+    ):  # fmt: skip
+        mine, whole = (getattr(getattr(totals, kind) if kind else totals, field_name) for totals in (stated, counted))
+        if mine is not None and whole is not None and abs(mine - whole) > 1e-6 * whole:
+            name = f"{kind}.{field_name}" if kind else field_name
+            raise ValueError(
+                f"{name} of {mine:g} from totals_of: the masks of all ranks have {whole:g} in this step. Count the "
+                "whole step, over all its micro-batches and DP ranks."
+            )
+
+
+def _check_apart(dp_group: Group | None, replicas: list[Group]) -> None:
     """Refuse a data-parallel group that has ranks in common with a group of replicas, but for this rank itself."""
     for group in replicas if dp_group is not None else []:
         shared = set(dist.get_process_group_ranks(dp_group)) & set(dist.get_process_group_ranks(group))
@@ -41,73 +153,199 @@ def check_apart(dp_group: Group | None, replicas: list[Group]) -> None:
             )
 
 
-def all_reduce(values: Tensor, group: Group | None, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
-    """Reduce values on the host over the group, in place."""
-    if group is not None:
-        moved = values.to(device_of(group))
-        dist.all_reduce(moved, op=op, group=group)
-        values.copy_(moved)
-
-
-def agree_on(mine: Collection[str], names: Sequence[str], groups: Sequence[Group]) -> tuple[str, ...]:
-    """Those of the names that some rank of the groups has."""
-    flags = torch.tensor([float(name in mine) for name in names], dtype=torch.float64, device="cpu")
+def _reduced(
+    counts: Mapping[str, float], groups: Sequence[Group | None], op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+) -> dict[str, float]:
+    """The counts, reduced over one group after the other."""
+    values = torch.tensor(list(counts.values()), dtype=torch.float64, device="cpu")
     for group in groups:
-        all_reduce(flags, if_several(group), dist.ReduceOp.MAX)
-    return tuple(name for name, flag in zip(names, flags, strict=True) if flag > 0)
+        all_reduce(values, group, op)
+    return dict(zip(counts, values.tolist(), strict=True))
 
 
-def scramble(keys: Tensor) -> Tensor:
-    """Keys as non-negative ints without their regularity, so that they spread evenly over ranks."""
-    keys = keys * -7046029254386353131
-    return (keys ^ (keys >> 32)) & (2**62 - 1)
+def _check_agreement(highest: Mapping[str, float], lowest: Mapping[str, float]) -> None:
+    """Refuse what the reduced counts show, alike on every rank."""
+    if not highest["ranks_with_data"] > 0:
+        raise BadBatchError(
+            "no rank reads data for this step: there must be micro-batches. Give every rank its iterator "
+            "(is_distributed = True)."
+        )
+    for name, most in highest.items():
+        # Sums over different DP groups may differ in the last bit for fractional masks, never by more.
+        slack = 0 if name.startswith("digest") else 1e-9
+        if not most - lowest[name] <= slack * abs(lowest[name]):
+            raise BadBatchError(
+                "ranks of one context, tensor or pipeline parallel group were given different samples for this step: "
+                "they must read the same data. Shard and seed the loader by DP rank only."
+            )
+    for kind in ("rollout_ids", "prompt_ids"):
+        ranks, ranks_with_samples = int(highest[f"ranks_with_{kind}"]), int(highest["ranks_with_samples"])
+        if 0 < ranks < ranks_with_samples:
+            raise BadBatchError(
+                f"{kind} on {ranks} of the {ranks_with_samples} DP ranks that hold samples: they must be given on all "
+                f"or none. Pass {kind} everywhere."
+            )
 
 
-class Exchange:
-    """Rows to the owner rank of their key, and answers back: three all-to-alls."""
+@dataclass(frozen=True)
+class _Units:
+    """What the exchange of ids gave: units by mask (the loss masks, then each further mask), and statistics by name."""
 
-    def __init__(self, keys: Tensor, group: Group | None) -> None:
-        self._group = group
-        owner = scramble(keys).remainder(size_of(group))
-        self._order = owner.argsort(stable=True)
-        self._sent = owner.bincount(minlength=size_of(group))
-        self._received = self._all_to_all(self._sent, torch.ones_like(self._sent), torch.ones_like(self._sent))
-
-    def to_owners(self, rows: Tensor) -> Tensor:
-        return self._all_to_all(rows[self._order], self._sent, self._received)
-
-    def answers(self, rows: Tensor) -> Tensor:
-        back = self._all_to_all(rows, self._received, self._sent)
-        unsorted = torch.empty_like(back)
-        unsorted[self._order] = back
-        return unsorted
-
-    def _all_to_all(self, rows: Tensor, sent: Tensor, received: Tensor) -> Tensor:
-        if self._group is None:
-            return rows
-        device = device_of(self._group)
-        out = torch.empty((int(received.sum()), *rows.shape[1:]), dtype=rows.dtype, device=device)
-        dist.all_to_all_single(out, rows.contiguous().to(device), received.tolist(), sent.tolist(), group=self._group)
-        return out.cpu()
+    rollouts: Sequence[UnitCounts] = ()
+    prompts: Sequence[UnitCounts] = ()
+    statistics: Mapping[str, TokensById] = field(default_factory=dict)
+    num_clashes: int = 0  # ranks that saw an id under two prompts
 
 
-def raise_together(failed: bool, failure: Exception | None, groups: list[Group]) -> None:
-    """If any rank failed, raise on all of them, with every failing rank's reason (costs collectives only then)."""
-    if not failed:
-        return
-    if failure is not None and not groups:
-        raise failure
-    reasons = {} if failure is None else {dist.get_rank(): f"{type(failure).__name__}: {failure}"}
-    for group in groups:
-        gathered: list[dict[int, str]] = [{} for _ in range(group.size())]
-        dist.all_gather_object(gathered, reasons, group=group)
-        reasons = {rank: reason for part in gathered for rank, reason in part.items()}
-    listed = "; ".join(f"rank {rank}: {reason}" for rank, reason in sorted(reasons.items()))
-    raise BadBatchError(f"The step was not started, no weight was changed. {listed}") from failure
+def _totals(counts: Mapping[str, float], units: _Units, mask: int) -> StepTotals:
+    """The counts of the loss masks (0) or of a further mask."""
+    rollouts, prompts = UnitCounts(), UnitCounts()
+    if not counts["ranks_with_rollout_ids"]:
+        rollouts = UnitCounts(all=int(counts["samples"]), active=int(counts[f"active_samples/{mask}"]))
+    elif units.rollouts:
+        rollouts = units.rollouts[mask]
+    if counts["ranks_with_prompt_ids"] and units.prompts:
+        prompts = units.prompts[mask]
+    return StepTotals(
+        step_tokens=counts[f"tokens/{mask}"],
+        step_active_tokens=int(counts[f"active_tokens/{mask}"]),
+        step_entries=int(counts[f"entries/{mask}"]),
+        rollouts=rollouts,
+        prompts=prompts,
+    )
 
 
-def device_of(group: Group) -> torch.device:
-    """Where the group's backends take tensors: the host if one of them does ("cpu:gloo,cuda:nccl")."""
-    if "cpu:" in dist.get_backend_config(group):
-        return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device())
+def _digest(microbatches: Sequence[Samples], dp_rank: int) -> tuple[int, int]:
+    """Of what this rank holds, its order and its cut into micro-batches, in two numbers that add up exactly."""
+    digest = hashlib.blake2b(str(dp_rank).encode(), digest_size=8)
+    for samples in microbatches:
+        digest.update(samples.digest())
+    return divmod(int.from_bytes(digest.digest(), "little"), 2**32)
+
+
+class _Local:
+    """Sums and ids of the samples this rank holds in the step; the one place that reads masks back from a device."""
+
+    def __init__(
+        self,
+        microbatches: Sequence[Samples],
+        count_prompts: bool,
+        masks: Sequence[str],
+        statistics: Mapping[str, Statistic],
+    ) -> None:
+        filled = [samples for samples in microbatches if len(samples)]
+        by_mask = [[samples.with_mask(name) for samples in filled] for name in (None, *masks)]
+        # Rows: the loss masks and each further mask; columns: samples.
+        self.mask_sums, self.active_tokens = _read_back(by_mask)
+        self.entries = [sum(sum(samples.mask_lengths) for samples in row) for row in by_mask]
+        self.rollout_ids = _join_ids("rollout_ids", [samples.rollout_ids for samples in filled])
+        self.prompts_of_rollouts = _join_ids("prompt_ids", [samples.prompt_ids for samples in filled])
+        self.prompt_ids = self.prompts_of_rollouts if count_prompts else None
+        self.keys: dict[str, Tensor] = {}
+        self.values: list[Tensor] = []
+        for name, statistic in statistics.items():
+            if not (statistic.of_rollouts and self.rollout_ids is None):
+                self.keys[name] = _concatenated([statistic.keys(name, samples) for samples in filled])
+                self.values += [statistic.values(samples) for samples in filled]
+
+    def counts(self, digest: tuple[int, int]) -> dict[str, float]:
+        """What is summed over DP ranks."""
+        num_samples = self.mask_sums.shape[1]
+        counts: dict[str, float] = {"errors": 0, "ranks_with_data": 0, "ranks_with_samples": num_samples > 0}
+        counts["ranks_with_rollout_ids"] = self.rollout_ids is not None
+        counts["ranks_with_prompt_ids"] = self.prompt_ids is not None
+        counts |= {"samples": num_samples, "digest": digest[0], "digest_rest": digest[1]}
+        for k, (sums, active) in enumerate(zip(self.mask_sums, self.active_tokens, strict=True)):
+            counts |= {f"active_samples/{k}": int((sums > 0).sum()), f"tokens/{k}": float(sums.sum())}
+            counts |= {f"active_tokens/{k}": float(active.sum()), f"entries/{k}": self.entries[k]}
+        return counts
+
+    def sum_units(self, dp_group: Group | None) -> tuple[_Units, bool]:
+        """Mask sums of the rank's rollouts and prompt groups, and their numbers, over the DP group; and statistics.
+
+        Also whether an id under two prompts was seen here. All go together, told apart by the last bits of their key.
+        Every key has an owner rank, which adds up what it is sent and answers. A statistic's row has its value where
+        others have the sum of the loss mask.
+        """
+        kinds = [_concatenated([] if ids is None else [ids]) for ids in (self.rollout_ids, self.prompt_ids)]
+        kinds.append(_concatenated(list(self.keys.values())))
+        keys = torch.cat([ids * 4 + kind for kind, ids in enumerate(kinds)])
+        num_masks, of_samples = len(self.mask_sums), self.mask_sums.T
+        of_keys = of_samples.new_zeros(len(kinds[2]), num_masks)
+        of_keys[:, 0] = torch.cat([of_samples.new_zeros(0), *self.values])
+        sums = torch.cat([*(of_samples if len(ids) else of_samples[:0] for ids in kinds[:2]), of_keys])
+        # A rollout's row also says its prompt, so that the owner sees an id that is used under two prompts.
+        prompts = keys.clone()
+        if self.rollout_ids is not None and self.prompts_of_rollouts is not None:
+            prompts[: len(self.rollout_ids)] = self.prompts_of_rollouts
+        my_keys, my_sums, my_prompts, clash = _sum_by_key(keys, sums, prompts)
+        exchange = Exchange(my_keys, dp_group)
+        rows = torch.cat([my_keys[:, None], my_sums.view(torch.int64), my_prompts[:, None]], 1)
+        sent_keys, sent_sums, sent_prompts = exchange.to_owners(rows).split([1, num_masks, 1], 1)
+        sent_keys = sent_keys.flatten().contiguous()
+        owned_keys, owned_sums, _, owner_clash = _sum_by_key(
+            sent_keys, sent_sums.contiguous().view(torch.float64), sent_prompts.flatten()
+        )
+        sums_of_step = exchange.answers(owned_sums[torch.searchsorted(owned_keys, sent_keys)])
+
+        # Rows: rollouts and prompts; columns: all of them, and those active in each mask.
+        of_kinds = [owned_sums[owned_keys.remainder(4) == kind] for kind in range(2)]
+        table = [[len(of_kind), *(of_kind > 0).sum(0).tolist()] for of_kind in of_kinds]
+        numbers = torch.tensor([clash or owner_clash, *table[0], *table[1]], dtype=torch.int64, device="cpu")
+        all_reduce(numbers, dp_group)
+        num_clashes, *table_of_step = numbers.tolist()
+        my_kind, my_ids = my_keys.remainder(4), my_keys.div(4, rounding_mode="floor")
+
+        def counts_of(kind: int) -> list[UnitCounts]:
+            count, *active = table_of_step[kind * (1 + num_masks) : (kind + 1) * (1 + num_masks)]
+            ids, tokens = my_ids[my_kind == kind], sums_of_step[my_kind == kind]
+            return [
+                UnitCounts(all=count, active=active[k], tokens=TokensById(ids, tokens[:, k])) for k in range(num_masks)
+            ]
+
+        keyed = TokensById(my_ids[my_kind == 2], sums_of_step[my_kind == 2, 0])
+        statistics = {
+            name: TokensById(keys.unique(), keyed.of(name, keys.unique())) for name, keys in self.keys.items()
+        }
+        return _Units(counts_of(0), counts_of(1), statistics, num_clashes), clash or owner_clash
+
+
+def _read_back(by_mask: Sequence[Sequence[Samples]]) -> tuple[Tensor, Tensor]:
+    """Mask sums and active tokens on the host, float64 [num_masks, num_samples]; refuses masks that are not sound."""
+    described = [samples for row in by_mask for samples in row]
+    if not described:
+        empty = torch.zeros(len(by_mask), 0, dtype=torch.float64, device="cpu")
+        return empty, empty
+    tables = []
+    for samples in described:
+        sums = samples.mask_sums
+        tables.append(torch.stack([sums, samples.active_tokens, torch.zeros_like(sums) + samples.sound]))
+    mask_sums, active_tokens, sound = torch.cat(tables, 1).cpu().view(3, len(by_mask), -1)
+    if not sound.all():
+        for samples in described:
+            samples.check_masks(wait=True)
+    return mask_sums, active_tokens
+
+
+def _concatenated(ids: Sequence[Tensor]) -> Tensor:
+    return torch.cat([torch.zeros(0, dtype=torch.int64, device="cpu"), *ids])
+
+
+def _join_ids(name: str, ids: Sequence[Tensor | None]) -> Tensor | None:
+    """The ids of all micro-batches, or None where none has any."""
+    some = [one for one in ids if one is not None]
+    if 0 < len(some) < len(ids):
+        raise ValueError(
+            f"{name} on {len(some)} of {len(ids)} micro-batches: they must be given on all or none. Pass {name} with "
+            "every micro-batch."
+        )
+    return torch.cat(some) if some else None
+
+
+def _sum_by_key(keys: Tensor, sums: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor, bool]:
+    """Sorted unique keys, the sums and one label of each, and whether a key came with two labels."""
+    unique, at = keys.unique(return_inverse=True)
+    total = sums.new_zeros(len(unique), sums.shape[1]).index_add_(0, at, sums)
+    label = torch.zeros_like(unique)
+    label[at] = labels
+    return unique, total, label, bool((label[at] != labels).any())

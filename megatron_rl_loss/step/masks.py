@@ -1,33 +1,62 @@
-"""What is done with loss masks where they are: in NumPy on the host, in torch on a device.
+"""What is done with loss masks, which lie in one buffer per micro-batch, on the host or on a device.
 
-Both do the same under the same names, with arrays or tensors of their own. On the host a small NumPy operation costs a
-third of torch's, and sums and repetitions are faster too; on a device nothing waits and launches do not grow with
-samples. Lengths, starts and counts are plain ints, always.
+Everything takes and returns tensors. On the host NumPy works on them: a small operation takes a third of torch's time,
+and sums and repetitions are faster too. On a device nothing waits and launches do not grow with samples.
+Lengths, starts and counts are plain ints.
 """
 
+from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_rl_loss.step.layouts import Ints, concatenated_ranges, starts_of
+from megatron_rl_loss.step.layouts import Ints
 
 #: Beyond these the float32 weight of a token could vanish or be infinite.
 SMALLEST, LARGEST = 1e-30, 1e30
-#: Values a sample or a token: an array on the host, a tensor on a device.
-Values = Any
+_COMPLEX = {torch.complex32, torch.complex64, torch.complex128}
 
 
-def join(values: list[Tensor], starts: Ints, lengths: Ints, total_tokens: int) -> Tensor:
-    """One 1-D tensor a sample -> the buffer that has them at their starts, [total_tokens], 0 elsewhere.
+def check_masks(loss_masks: Sequence[Tensor]) -> tuple[list[Tensor], Ints]:
+    """The masks in a list, and their lengths. Only shape and dtype of each are read: torch's function modes see it."""
+    if isinstance(loss_masks, Tensor):
+        raise TypeError(
+            f"loss_masks is one tensor of shape {tuple(loss_masks.shape)}: it must be a list of 1-D tensors, one per "
+            "sample. Pass list(loss_masks)."
+        )
+    masks = list(loss_masks)
+    for i, mask in enumerate(masks if set(map(type, masks)) != {Tensor} else []):
+        if not isinstance(mask, Tensor):
+            raise TypeError(
+                f"the loss mask of sample {i} is a {type(mask).__name__}: it must be a 1-D tensor. Wrap it in "
+                "torch.tensor."
+            )
+    shapes = [mask.shape for mask in masks]
+    for i, shape in enumerate(shapes if set(map(len, shapes)) != {1} else []):
+        if len(shape) != 1:
+            raise ValueError(
+                f"the loss mask of sample {i} has shape {tuple(shape)}: it must be 1-D, one entry per token. Pass one "
+                "tensor per sample."
+            )
+    for dtype in {mask.dtype for mask in masks} & _COMPLEX:
+        i = next(i for i, mask in enumerate(masks) if mask.dtype == dtype)
+        raise TypeError(
+            f"the loss mask of sample {i} is {dtype}: token weights must be real numbers. Pass 0/1, bool or float "
+            "weights."
+        )
+    return masks, [length for (length,) in shapes]
+
+
+def join(values: Sequence[Tensor], starts: Ints, lengths: Ints, total_tokens: int) -> Tensor:
+    """One 1-D tensor per sample -> the buffer that has them at their starts, [total_tokens], 0 elsewhere; a copy.
 
     On the values' device; their dtypes are promoted together.
     """
     if not values:
         return torch.zeros(total_tokens, device="cpu")
-    joined = torch.cat(values)  # a copy of one too: masks may be changed later
+    joined = torch.cat(list(values))
     if joined.numel() < total_tokens:
         ends = [0, *(start + length for start, length in zip(starts, lengths, strict=True))]
         gaps = [start - end for start, end in zip([*starts, total_tokens], ends, strict=True)]
@@ -37,160 +66,81 @@ def join(values: list[Tensor], starts: Ints, lengths: Ints, total_tokens: int) -
     return joined.detach() if joined.requires_grad else joined
 
 
-class HostMasks:
-    """Masks in their buffer, [total_tokens], on the host."""
+def on_host(values: Tensor) -> bool:
+    """Whether NumPy can work on the values where they are, and nobody waits for one of them."""
+    return values.is_cpu
 
-    def __init__(self, buffer: Tensor) -> None:
-        # NumPy has no bfloat16, and compares float16 in float16.
-        half = buffer.dtype.is_floating_point and buffer.dtype.itemsize < 4
-        self._buffer = (buffer.float() if half else buffer).numpy()
-        self._kind = self._buffer.dtype.kind
-        self.holds_flags = self._kind != "f"
 
-    def sums(self, starts: Ints, lengths: Ints) -> Values:
-        """Of each mask, float64."""
-        return self._sums(self._buffer, starts, lengths)
+def cut(buffer: Tensor, starts: Ints, lengths: Ints) -> Tensor:
+    """Pieces of the buffer, one after the other; they are in its order and apart."""
+    if sum(lengths) == buffer.shape[0]:
+        return buffer
+    bounds = [0]
+    for start, length in zip(starts, lengths, strict=True):
+        bounds += start, start + length
+    if on_host(buffer) and not buffer.requires_grad:
+        array, places = buffer.numpy(), zip(starts, lengths, strict=True)
+        pieces = [array[start : start + length] for start, length in places]
+        return torch.from_numpy(np.concatenate([array[:0], *pieces]))
+    gaps_and_pieces = buffer.split([end - begin for begin, end in pairwise([*bounds, len(buffer)])])
+    return torch.cat([buffer[:0], *gaps_and_pieces[1::2]])
 
-    def active(self, starts: Ints, lengths: Ints) -> Values:
-        """Number of entries other than 0 of each mask, float64."""
-        return self._sums(self._buffer != 0, starts, lengths)
 
-    def _sums(self, buffer: Values, starts: Ints, lengths: Ints) -> Values:
-        if starts and 0 not in lengths:
-            return np.add.reduceat(buffer, starts, dtype=np.float64)  # what lies between masks is 0
+def sum_each(buffer: Tensor, starts: Ints, lengths: Ints, flags: bool) -> Tensor:
+    """The sum of each mask, float64 [num_samples]. Of flags in float32: below 2**24 of them are exact."""
+    if on_host(buffer):
         filled = [i for i, length in enumerate(lengths) if length]
         sums = np.zeros(len(starts))
         if filled:
-            sums[filled] = np.add.reduceat(buffer, [starts[i] for i in filled], dtype=np.float64)
-        return sums
-
-    def total(self, sums: Values) -> Any:
-        """Of all samples."""
-        return sum(sums.tolist())  # of few, NumPy's takes four times as long
-
-    def num_filled(self, sums: Values) -> Any:
-        """How many are not 0."""
-        return len(sums) - sums.tolist().count(0)
-
-    def sound(self) -> bool:
-        """Whether every entry is a usable weight; flags must be 0 or 1."""
-        values = self._buffer
-        if self._kind == "b" or not values.size:
-            return True
-        if self.holds_flags:
-            return int(np.bitwise_or.reduce(values)) in (0, 1)  # a bit that any of them has, the sign's too, is seen
-        low, high = np.minimum.reduce(values), np.maximum.reduce(values)
-        largest = np.float32(LARGEST)  # NumPy 1 would compare in float64, NumPy 2 in float16
-        return bool(low >= 0 and high <= largest and not ((values < SMALLEST) & (values != 0)).any())  # NaN is neither
-
-    def cut(self, starts: Ints, lengths: Ints) -> Values:
-        """Pieces of the buffer, one after the other, float32."""
-        buffer, pieces = self._buffer, zip(starts, lengths, strict=True)
-        parts = [buffer[start : start + length] for start, length in pieces] or [buffer[:0]]
-        return np.concatenate(parts, dtype=np.float32, casting="unsafe")
-
-    def repeat(self, values: Values, counts: Ints) -> Values:
-        """Each value as often as its count says."""
-        return values.repeat(counts)
-
-    def grouped(self, values: Values, group: Tensor, num_groups: int) -> Values:
-        """The sum of the values of each group, float64 [num_groups]."""
-        return np.bincount(group.numpy(), weights=values, minlength=num_groups)
-
-    def positions(self, starts: Ints, lengths: Ints) -> Values:
-        """Where the pieces are in the buffer, int64."""
-        return concatenated_ranges(starts, lengths)
-
-    def inverse(self, sizes: Values, number: int) -> Values:
-        """``1 / (sizes * number)``, and something finite for 0, float32."""
-        return np.array([1 / max(size * number, SMALLEST) for size in sizes.tolist()], np.float32)
-
-    def keep_all(self, weights: Values, flags: Values) -> Any:
-        """Whether no token lost its weight to rounding."""
-        return np.count_nonzero(weights) == np.count_nonzero(flags)
-
-    def to_bytes(self) -> bytes:
-        """The same for the same masks, whatever integer type holds flags."""
-        values = np.packbits(self._buffer != 0) if self.holds_flags else self._buffer.astype(np.float32)
-        return values.tobytes()
-
-    def from_host(self, values: Tensor) -> Values:
-        return values.numpy()
-
-    def from_tensor(self, values: Tensor) -> Values:
-        return values.float().numpy(force=True)
-
-    def tensor(self, values: Values) -> Tensor:
-        return torch.from_numpy(values)
+            dtype = np.float32 if flags else np.float64
+            sums[filled] = np.add.reduceat(buffer.numpy(), [starts[i] for i in filled], dtype=dtype)
+        return torch.from_numpy(sums)
+    if not starts:
+        return buffer.new_zeros(0, dtype=torch.float64)
+    to_next = [end - start for start, end in pairwise([*starts, len(buffer)])]  # what lies between masks is 0
+    values = buffer[starts[0] :] if flags else buffer[starts[0] :].double()
+    return torch.segment_reduce(values, "sum", lengths=_ints_on(buffer.device, to_next), unsafe=True).double()
 
 
-class DeviceMasks:
-    """Masks in their buffer, [total_tokens], on a device, which is never waited for."""
+def are_sound(buffer: Tensor, flags: bool) -> bool | Tensor:
+    """Whether every entry is a usable weight: a bool on the host, else 0-dim; flags must be 0 or 1."""
+    largest = 1 if flags else LARGEST
+    if not buffer.numel():
+        return True
+    if on_host(buffer):
+        array = buffer.numpy()
+        sound = array.min() >= 0 and array.max() <= np.float32(largest)  # NaN is neither
+        return bool(sound and (flags or not ((array < SMALLEST) & (array != 0)).any()))
+    low, high = buffer.aminmax()
+    in_range = (low >= 0) & (high <= largest)
+    return in_range if flags else in_range & ((buffer == 0) | (buffer >= SMALLEST)).all()
 
-    def __init__(self, buffer: Tensor) -> None:
-        self._buffer = buffer
-        self.holds_flags = not buffer.is_floating_point()
 
-    def sums(self, starts: Ints, lengths: Ints) -> Values:
-        return self._sums(self._buffer.float() if self.holds_flags else self._buffer.double(), starts)
+def repeat(values: Tensor, counts: Ints) -> Tensor:
+    """Each value as often as its count says."""
+    if on_host(values):
+        return torch.from_numpy(values.numpy().repeat(counts))
+    return values.repeat_interleave(_ints_on(values.device, counts), output_size=sum(counts))
 
-    def active(self, starts: Ints, lengths: Ints) -> Values:
-        return self._sums((self._buffer != 0).float(), starts)
 
-    def _sums(self, buffer: Tensor, starts: Ints) -> Values:
-        """Exact for fewer than 2**24 float32 zeros and ones a sample."""
-        if not starts:
-            return buffer.new_zeros(0, dtype=torch.float64)
-        lengths = [end - start for start, end in pairwise([*starts, len(buffer)])]  # what lies between masks is 0
-        return torch.segment_reduce(buffer[starts[0] :], "sum", lengths=self._moved(lengths), unsafe=True).double()
+def inverse(sizes: Tensor, number: float) -> Tensor:
+    """``1 / (sizes * number)``, and something finite for 0, float32."""
+    if on_host(sizes):
+        inverses = [1 / max(size * number, SMALLEST) for size in sizes.tolist()]
+        return torch.from_numpy(np.array(inverses, np.float32))
+    return (1 / (sizes * float(number)).clamp(min=SMALLEST)).float()
 
-    def total(self, sums: Tensor) -> Any:
-        return sums.sum()
 
-    def num_filled(self, sums: Tensor) -> Any:
-        return sums.count_nonzero()
+def total(sums: Tensor) -> float | Tensor:
+    """Of all samples: a number on the host, else 0-dim."""
+    return sum(sums.tolist()) if on_host(sums) else sums.sum()
 
-    def sound(self) -> Tensor:
-        values = self._buffer
-        if not values.numel() or values.dtype == torch.bool:
-            return torch.ones((), dtype=torch.bool, device=values.device)
-        low, high = values.aminmax()
-        if self.holds_flags:
-            return (low >= 0) & (high <= 1)
-        return (low >= 0) & (high <= LARGEST) & ((values == 0) | (values >= SMALLEST)).all()
 
-    def cut(self, starts: Ints, lengths: Ints) -> Values:
-        whole = sum(lengths) == len(self._buffer)
-        return (self._buffer if whole else self._buffer[self.positions(starts, lengths)]).float()
+def count_active(sums: Tensor) -> int | Tensor:
+    """How many are not 0: a number on the host, else 0-dim."""
+    return sums.numel() - sums.tolist().count(0) if on_host(sums) else sums.count_nonzero()
 
-    def repeat(self, values: Tensor, counts: Ints) -> Values:
-        return values.repeat_interleave(self._moved(counts), output_size=sum(counts))
 
-    def grouped(self, values: Tensor, group: Tensor, num_groups: int) -> Values:
-        return values.new_zeros(num_groups).index_add_(0, self.from_host(group), values)
-
-    def positions(self, starts: Ints, lengths: Ints) -> Values:
-        shifts = self._moved([start - held for start, held in zip(starts, starts_of(lengths), strict=True)])
-        return torch.arange(sum(lengths), device=shifts.device) + self.repeat(shifts, lengths)
-
-    def inverse(self, sizes: Tensor, number: int) -> Values:
-        return (1 / (sizes * float(number)).clamp(min=SMALLEST)).float()
-
-    def keep_all(self, weights: Tensor, flags: Tensor) -> Any:
-        return ((weights == 0) == (flags == 0)).all()
-
-    def to_bytes(self) -> bytes:
-        values = (self._buffer != 0).cpu() if self.holds_flags else self._buffer.float().cpu()
-        return HostMasks(values).to_bytes()
-
-    def from_host(self, values: Tensor) -> Values:
-        return values.to(self._buffer.device, non_blocking=True)
-
-    def from_tensor(self, values: Tensor) -> Values:
-        return values.detach().float().to(self._buffer.device, non_blocking=True)
-
-    def tensor(self, values: Tensor) -> Tensor:
-        return values
-
-    def _moved(self, values: Ints) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device="cpu").to(self._buffer.device, non_blocking=True)
+def _ints_on(device: torch.device, values: Ints) -> Tensor:
+    """int64 on the device, which does not wait for them."""
+    return torch.tensor(values, dtype=torch.int64, device="cpu").to(device, non_blocking=True)

@@ -1,36 +1,24 @@
 """Samples: what is to be known of the samples of one micro-batch, checked once, and which tokens a CP rank holds.
 
-Lengths, ids and layouts are looked at on the host; masks stay on their device (see masks.py). There, whether masks are
-sound is a tensor that nobody waits for: the step's totals carry it, or `torch._assert_async` looks at it.
+The host checks lengths, ids and layouts; masks stay on their device (see masks.py). There, whether masks are sound is a
+tensor that nobody waits for: the step's totals carry it, or `torch._assert_async` stops the device.
 """
 
 import hashlib
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from megatron_rl_loss.errors import check_cp, check_one_each, require
-from megatron_rl_loss.step import layouts
+from megatron_rl_loss.step import masks
 from megatron_rl_loss.step.ids import Ids, as_ids
-from megatron_rl_loss.step.layouts import Ints, Layout, Positions, as_ints, starts_of
-from megatron_rl_loss.step.masks import LARGEST, SMALLEST, DeviceMasks, HostMasks, Values, join
+from megatron_rl_loss.step.layouts import Ints, Layout, as_ints, concatenated_ranges, starts_of
 
-#: Their pieces are in order, apart and inside the buffer: only foreign layouts are looked at.
-_SOUND_LAYOUTS = {
-    layouts.ZigzagTHD,
-    layouts.ZigzagBSHD,
-    layouts.ZigzagResponse,
-    layouts.Contiguous,
-    layouts.Gathered,
-}
-
-
-_COMPLEX = {torch.complex32, torch.complex64, torch.complex128}
-_INTS = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
+Labels = Mapping[str, Sequence[Any] | Tensor]
 
 
 class Samples:
@@ -50,13 +38,13 @@ class Samples:
         term_masks: further masks by name, as `loss_masks`, for terms of the loss that have their own (`Term`).
 
     Attributes:
-        loss_masks, layout, tokens: as given.
+        loss_masks, layout, tokens, labels: as given.
         by_mask: the same samples with each of the further masks.
-        labels: as given.
         mask_lengths: ints [num_samples].
+        mask_starts: first position of each mask in the layout's buffer, ints [num_samples].
         rollout_ids, prompt_ids: int64 [num_samples] on the host, or None.
         total_tokens: positions in the layout's buffer.
-        masks: the masks in that buffer, on their device.
+        holds_flags: whether all masks are ints or bools.
 
     Raises:
         TypeError: masks that are not tensors, are complex, or ids of another type.
@@ -74,40 +62,35 @@ class Samples:
         prompt_ids: Ids | None = None,
         tokens: Tensor | None = None,
         term_masks: Mapping[str, Sequence[Tensor]] | None = None,
-        labels: Mapping[str, Sequence[Any] | Tensor] | None = None,
+        labels: Labels | None = None,
     ) -> None:
-        self.tokens = tokens
-        self.loss_masks, self.mask_lengths, self._dtypes = _checked(loss_masks)
+        self.loss_masks, self.mask_lengths = masks.check_masks(loss_masks)
         self.layout = layout
+        self.tokens = tokens
+        self.labels = {} if labels is None else dict(labels)
         if layout is None:
-            self.total_tokens = sum(self.mask_lengths)
-            self._starts = starts_of(self.mask_lengths)
+            self.total_tokens, self.mask_starts = sum(self.mask_lengths), starts_of(self.mask_lengths)
         else:
-            self.total_tokens, starts = layout.total_tokens, layout.mask_starts(self.mask_lengths)
-            if type(layout) in _SOUND_LAYOUTS:
-                self._starts = cast(Ints, starts)
-            else:
-                self._starts = as_ints("mask_starts", starts)
-                self._check_places("loss masks", self._starts, self.mask_lengths)
-        buffer = self._joined_masks()
-        self.masks = HostMasks(buffer) if buffer.is_cpu else DeviceMasks(buffer)
+            self.total_tokens = layout.total_tokens
+            self.mask_starts = as_ints("mask_starts", layout.mask_starts(self.mask_lengths))
+            if layout.is_foreign:
+                _check_pieces(layout, "loss masks", self.mask_starts, self.mask_lengths)
         n = len(self.loss_masks)
         self.rollout_ids = None if rollout_ids is None else as_ids("rollout_ids", rollout_ids, n)
         self.prompt_ids = None if prompt_ids is None else as_ids("prompt_ids", prompt_ids, n)
-        if buffer.is_cpu:
+        joined = self._joined_masks()
+        self.holds_flags = not joined.is_floating_point()
+        self._buffer = joined if joined.dtype == torch.float64 else joined.float()
+        if joined.is_cpu:
             self.check_masks()
-        self.labels = {} if labels is None else dict(labels)
+        for name, entries in self.labels.items():
+            check_one_each(f"labels {name!r}", len(entries), "loss masks", n)
         self.by_mask: dict[str, Samples] = {}
-        if labels or term_masks:
-            self._add(self.labels, term_masks or {})
-
-    def _add(self, labels: Mapping[str, Sequence[Any] | Tensor], masks: Mapping[str, Sequence[Tensor]]) -> None:
-        for name, entries in labels.items():
-            check_one_each(f"labels {name!r}", len(entries), "loss masks", len(self))
-        for name, of_name in masks.items():
-            check_one_each(f"masks {name!r}", len(of_name), "loss masks", len(self))
-            ids: Any = {"rollout_ids": self.rollout_ids, "prompt_ids": self.prompt_ids}
-            self.by_mask[name] = Samples(of_name, layout=self.layout, labels=labels, **ids)
+        for name, further in (term_masks or {}).items():
+            check_one_each(f"masks {name!r}", len(further), "loss masks", n)
+            self.by_mask[name] = Samples(
+                further, layout=layout, labels=labels, rollout_ids=self.rollout_ids, prompt_ids=self.prompt_ids
+            )
 
     def label(self, name: str) -> Sequence[Any] | Tensor:
         """The labels of that name; ValueError where there are none."""
@@ -136,11 +119,11 @@ class Samples:
 
         On the values' device; their dtypes are promoted together.
         """
-        return join(list(values), self._starts, self.mask_lengths, self.total_tokens)
+        return masks.join(values, self.mask_starts, self.mask_lengths, self.total_tokens)
 
     def _joined_masks(self) -> Tensor:
         try:
-            return join(self.loss_masks, self._starts, self.mask_lengths, self.total_tokens)
+            return self.in_buffer(self.loss_masks)
         except RuntimeError:
             if len(devices := {str(mask.device) for mask in self.loss_masks}) > 1:
                 raise ValueError(
@@ -149,55 +132,43 @@ class Samples:
             raise
 
     @property
-    def mask_starts(self) -> Ints:
-        """First position of each mask in the layout's buffer, [num_samples]."""
-        return self._starts
-
-    @property
     def flat_mask(self) -> Tensor:
         """The masks in the layout's buffer, float32 [total_tokens], 0 in padding, on their device."""
-        return self.masks.tensor(self.masks.cut([0], [self.total_tokens]))
+        return self._buffer.float()
 
     @cached_property
-    def sums(self) -> Values:
-        """`mask_sums`, as an array or tensor that `masks` works with."""
-        return self.masks.sums(self._starts, self.mask_lengths)
-
-    @property
     def mask_sums(self) -> Tensor:
         """M_i, the sum of each sample's mask, float64 [num_samples] on the masks' device."""
-        return self.masks.tensor(self.sums)
+        return masks.sum_each(self._buffer, self.mask_starts, self.mask_lengths, self.holds_flags)
 
     @cached_property
     def active_tokens(self) -> Tensor:
         """Number of tokens of nonzero weight in each sample, float64 [num_samples] on the masks' device."""
-        if self.masks.holds_flags:
+        if self.holds_flags:
             return self.mask_sums
-        return self.masks.tensor(self.masks.active(self._starts, self.mask_lengths))
+        return masks.sum_each((self._buffer != 0).float(), self.mask_starts, self.mask_lengths, True)
 
     @cached_property
-    def sound(self) -> "bool | Tensor":
-        """Whether every mask entry is a usable weight: a bool, or on a device a 0-dim tensor that nobody waits for."""
-        sound = self.masks.sound()
-        if len(self._dtypes) > 1 and not self.masks.holds_flags:  # ints beside floats are flags all the same
-            for mask in self.loss_masks:
-                sound = sound & (mask <= 1).all() if mask.dtype in _INTS else sound
+    def sound(self) -> bool | Tensor:
+        """Whether every mask entry is a usable weight: a bool, or on a device 0-dim, and nobody waits for it."""
+        sound = masks.are_sound(self._buffer, self.holds_flags)
+        for mask in [] if self.holds_flags else self.loss_masks:  # ints beside floats are flags all the same
+            sound = sound if mask.is_floating_point() else sound & (mask <= 1).all()
         return sound
 
     def check_masks(self, wait: bool = False) -> None:
-        """Refuse masks that are not sound. On a device without waiting, unless asked to: then it can say which."""
-        if self.sound is not True:
-            require(
-                bool(self.sound) if wait else self.sound,
-                self._first_unsound,
-                "token weights must be finite and >= 0 (0, or from 1e-30 to 1e+30), and those of integer masks 0 or 1. "
-                "Pass 0 for tokens that do not count, 1 or a float weight for those that do.",
-            )
+        """Refuse masks that are not sound. On a device without waiting, unless told to: then the error says which."""
+        require(
+            bool(self.sound) if wait else self.sound,
+            self._first_unsound,
+            "token weights must be finite and >= 0 (0, or from 1e-30 to 1e+30), and those of integer masks 0 or 1. "
+            "Pass 0 for tokens that do not count, 1 or a float weight for those that do.",
+        )
 
     def _first_unsound(self) -> str:
         for i, mask in enumerate(self.loss_masks):
-            largest = LARGEST if mask.is_floating_point() else 1
-            unsound = mask[(mask < 0) | ~(mask <= largest) | (mask != 0) & ~(mask >= SMALLEST)]
+            largest = masks.LARGEST if mask.is_floating_point() else 1
+            unsound = mask[(mask < 0) | ~(mask <= largest) | (mask != 0) & ~(mask >= masks.SMALLEST)]
             if unsound.numel():
                 return f"the loss mask of sample {i} holds {float(unsound[0])}"
         raise AssertionError("all masks are sound")
@@ -205,43 +176,21 @@ class Samples:
     def digest(self) -> bytes:
         """Of masks, their order, ids and tokens: equal where all of these are. Waits for a device."""
         digest = hashlib.blake2b(repr(self.mask_lengths).encode(), digest_size=8)
-        digest.update(self.masks.to_bytes())
+        digest.update(self._mask_bytes())
         for values in (self.rollout_ids, self.prompt_ids, self.tokens):
             digest.update(b"none" if values is None else values.numpy(force=True).tobytes())
         for name, entries in sorted(self.labels.items()):
             plain = [entry.tolist() if isinstance(entry, Tensor) else entry for entry in entries]
             digest.update(repr((name, plain)).encode())
         for name, samples in sorted(self.by_mask.items()):
-            digest.update(name.encode() + samples.masks.to_bytes())
+            digest.update(name.encode() + samples._mask_bytes())
         return digest.digest()
 
-    def _check_places(self, what: str, starts: Ints, lengths: Ints) -> None:
-        """Refuse a layout of one's own that misplaces pieces of the buffer."""
-        pieces = [(start, start + length) for start, length in zip(starts, lengths, strict=True)]
-        ends, begins = [0, *(end for _, end in pieces)], [*(start for start, _ in pieces), self.total_tokens]
-        if any(end > begin for end, begin in zip(ends, begins, strict=True)):
-            places = ", ".join(f"[{start}, {end})" for start, end in pieces[:8])
-            raise ValueError(
-                f"{type(self.layout).__name__} puts {what} at {places}: they must be in order, apart, and within the "
-                f"{self.total_tokens} tokens of its buffer. Mend the layout's mask_starts, local_segments "
-                "or total_tokens."
-            )
-
-    def _check_parts(self, cp_size: int) -> None:
-        """Refuse a layout of one's own that gives a sample's token to several CP ranks, or to none."""
-        assert self.layout is not None
-        parts = [self.layout.local_segments(rank, cp_size) for rank in range(cp_size)]
-        starts, lengths = ([i for part in parts for i in as_ints("local_segments", part[k])] for k in range(2))
-        holders = _coverage(starts, lengths, self.total_tokens)
-        expected = cp_size if self.layout.replicated_over_cp else 1
-        wrong = (holders != expected) & (_coverage(self._starts, self.mask_lengths, self.total_tokens) > 0)
-        if wrong.any():
-            position = int(wrong.argmax())
-            raise ValueError(
-                f"{type(self.layout).__name__} gives position {position} of the buffer to {holders[position]} of "
-                f"{cp_size} CP ranks: each token of a sample must be held by {expected}. Mend the layout's "
-                "local_segments, or set replicated_over_cp where every rank holds everything."
-            )
+    def _mask_bytes(self) -> bytes:
+        """The same for the same masks, whatever integer type holds flags."""
+        if self.holds_flags:
+            return np.packbits((self._buffer != 0).numpy(force=True)).tobytes()
+        return self.flat_mask.numpy(force=True).tobytes()
 
     def local(self, cp_rank: int, cp_size: int) -> "LocalTokens":
         """The tokens that this CP rank holds.
@@ -257,15 +206,11 @@ class Samples:
                     "never guessed. Pass one of megatron_rl_loss's layouts: ZigzagTHD as Megatron packs, Gathered if "
                     "they are not cut."
                 )
-            return LocalTokens(self, cp_size, self._starts, self.mask_lengths)
-        pieces = layout.local_segments(cp_rank, cp_size)
-        if type(layout) in _SOUND_LAYOUTS:
-            starts, lengths = cast("tuple[Ints, Ints]", pieces)
-        else:
-            starts, lengths = (as_ints("local_segments", part) for part in pieces)
+            return LocalTokens(self, cp_size, self.mask_starts, self.mask_lengths)
+        starts, lengths = (as_ints("local_segments", part) for part in layout.local_segments(cp_rank, cp_size))
+        if layout.is_foreign:
             check_cp(cp_rank, cp_size)
-            self._check_places(f"what CP rank {cp_rank} of {cp_size} holds", starts, lengths)
-            self._check_parts(cp_size)
+            _check_parts(self, layout, cp_size)
         return LocalTokens(self, cp_size, starts, lengths)
 
     def loss_shapes(self, num_local_tokens: int, cp_size: int) -> list[tuple[int, ...]]:
@@ -291,7 +236,7 @@ class LocalTokens:
         self._starts, self._lengths = starts, lengths  # of the pieces of the buffer; some may be empty
 
     def __len__(self) -> int:
-        return len(self.flags)
+        return sum(self._lengths)
 
     @property
     def copies(self) -> int:
@@ -306,14 +251,9 @@ class LocalTokens:
         return 1 if layout is None or layout.gather_sums_gradients else self.copies
 
     @cached_property
-    def flags(self) -> Values:
-        """`mask`, as an array or tensor that `samples.masks` works with."""
-        return self.samples.masks.cut(self._starts, self._lengths)
-
-    @property
     def mask(self) -> Tensor:
         """What this rank holds of the masks, float32 [num_local_tokens]. Not to be changed."""
-        return self.samples.masks.tensor(self.flags)
+        return masks.cut(self.samples._buffer, self._starts, self._lengths).float()
 
     @property
     def num_active(self) -> Tensor:
@@ -323,16 +263,15 @@ class LocalTokens:
     @cached_property
     def positions(self) -> Tensor:
         """Position of each token in the layout's buffer, int64 [num_local_tokens]."""
-        masks = self.samples.masks
-        return masks.tensor(masks.positions(self._starts, self._lengths))
+        positions = torch.from_numpy(concatenated_ranges(self._starts, self._lengths))
+        return positions.to(self.mask.device, non_blocking=True)
 
     @cached_property
     def sample_index(self) -> Tensor:
         """The sample each token belongs to, int64 [num_local_tokens]; padding has that of a sample beside it, or 0."""
         if not len(self.samples):
-            return torch.zeros_like(self.positions)
-        masks = self.samples.masks
-        return masks.tensor(self.spread(masks.from_host(torch.arange(len(self.samples), device="cpu"))))
+            return torch.zeros_like(self.mask, dtype=torch.int64)
+        return self.spread(torch.arange(len(self.samples), device=self.mask.device))
 
     @property
     def counts(self) -> Tensor:
@@ -349,13 +288,11 @@ class LocalTokens:
                 f"a tensor of shape {tuple(buffer.shape)}: it must have a value for each of the micro-batch's "
                 f"{self.samples.total_tokens} tokens. Pass the whole, uncut tensor, in the order of the layout."
             )
-        if sum(self._lengths) == self.samples.total_tokens:
-            return buffer
-        return buffer.index_select(0, self.positions.to(buffer.device))
+        return masks.cut(buffer, self._starts, self._lengths)
 
-    def spread(self, of_samples: Values) -> Values:
-        """A value a sample, [num_samples] -> the value of each token's sample, [num_local_tokens]."""
-        return self.samples.masks.repeat(of_samples, self._counts)
+    def spread(self, of_samples: Tensor) -> Tensor:
+        """One value per sample, [num_samples] -> the value of each token's sample, [num_local_tokens]."""
+        return masks.repeat(of_samples, self._counts)
 
     @cached_property
     def _counts(self) -> Ints:
@@ -376,42 +313,34 @@ class LocalTokens:
         return counts
 
 
-def _coverage(starts: Ints, lengths: Ints, total_tokens: int) -> Positions:
-    """How many of the pieces each position of the buffer lies in."""
-    steps = np.zeros(total_tokens + 1, np.int64)
-    np.add.at(steps, starts, 1)
-    np.add.at(steps, [start + length for start, length in zip(starts, lengths, strict=True)], -1)
-    return steps.cumsum()[:total_tokens]
+# --- layouts of one's own
 
 
-def _checked(loss_masks: Sequence[Tensor]) -> tuple[list[Tensor], Ints, set[torch.dtype]]:
-    """The masks, their lengths and dtypes. Two attributes of each are read: torch's function modes see every look."""
-    if isinstance(loss_masks, Tensor):
-        raise TypeError(
-            f"loss_masks is one tensor of shape {tuple(loss_masks.shape)}: it must be a list of 1-D tensors, one a "
-            "sample. Pass list(loss_masks)."
-        )
-    masks = list(loss_masks)
-    for i, mask in enumerate(masks if set(map(type, masks)) != {Tensor} else []):
-        if not isinstance(mask, Tensor):
-            raise TypeError(
-                f"the loss mask of sample {i} is a {type(mask).__name__}: it must be a 1-D tensor. Wrap it in "
-                "torch.tensor."
-            )
-    shapes = [mask.shape for mask in masks]
-    try:
-        lengths = [length for (length,) in shapes]
-    except ValueError:
-        i = next(i for i, shape in enumerate(shapes) if len(shape) != 1)
+def _check_pieces(layout: Layout, what: str, starts: Ints, lengths: Ints) -> None:
+    """Refuse pieces of the buffer that are misplaced."""
+    pieces = [(start, start + length) for start, length in zip(starts, lengths, strict=True)]
+    ends, begins = [0, *(end for _, end in pieces)], [*starts, layout.total_tokens]
+    if any(end > begin for end, begin in zip(ends, begins, strict=True)):
+        places = ", ".join(f"[{start}, {end})" for start, end in pieces[:8])
         raise ValueError(
-            f"the loss mask of sample {i} has shape {tuple(shapes[i])}: it must be 1-D, one entry a token. Pass one "
-            "tensor a sample."
-        ) from None
-    dtypes = {mask.dtype for mask in masks}
-    if not dtypes.isdisjoint(_COMPLEX):
-        i = next(i for i, mask in enumerate(masks) if mask.is_complex())
-        raise TypeError(
-            f"the loss mask of sample {i} is {masks[i].dtype}: token weights must be real numbers. Pass 0/1, bool or "
-            "float weights."
+            f"{type(layout).__name__} puts {what} at {places}: they must be in order, apart, and within the "
+            f"{layout.total_tokens} tokens of its buffer. Mend the layout's mask_starts, local_segments or "
+            "total_tokens."
         )
-    return masks, lengths, dtypes
+
+
+def _check_parts(samples: Samples, layout: Layout, cp_size: int) -> None:
+    """Refuse a cut that misplaces pieces, or gives a sample's token to several CP ranks or to none."""
+    holders = np.zeros(layout.total_tokens, np.int64)
+    for rank in range(cp_size):
+        starts, lengths = (as_ints("local_segments", part) for part in layout.local_segments(rank, cp_size))
+        _check_pieces(layout, f"what CP rank {rank} of {cp_size} holds", starts, lengths)
+        holders[concatenated_ranges(starts, lengths)] += 1
+    expected = cp_size if layout.replicated_over_cp else 1
+    positions = concatenated_ranges(samples.mask_starts, samples.mask_lengths)
+    for position in positions[holders[positions] != expected][:1]:
+        raise ValueError(
+            f"{type(layout).__name__} gives position {position} of the buffer to {holders[position]} of {cp_size} CP "
+            f"ranks: each token of a sample must be held by {expected}. Mend the layout's local_segments, or set "
+            "replicated_over_cp where every rank holds everything."
+        )

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.profiler import ProfilerActivity, profile
 
 from megatron_rl_loss import Samples, StepTotals, ZigzagTHD, make_pg_loss_reducer
-from megatron_rl_loss.megatron.flags import AggregationSettings
+from megatron_rl_loss.megatron import AggregationSettings
 
 NUM_METRICS = 5
 #: Do no work themselves: views, and wrappers of what they are recorded to call.
@@ -46,7 +46,6 @@ def microbatch_of(num_samples: int, mode: str, device: str = "cpu") -> tuple[Any
         cp_rank=1,
         cp_size=2,
         dp_cp_size=4,
-        per_token=False,
     )
     losses = torch.randn(4096, device=device, requires_grad=True)
     metrics = {f"metric{i}": torch.randn(4096, device=device) for i in range(NUM_METRICS)}

@@ -1,6 +1,6 @@
 """How miles's hooks learn of a step: a `train_one_step` and a data iterator of miles's shape, Megatron's real groups.
 
-miles itself is run by real/test_real_miles.py.
+miles itself is run by real/test_real_slime_miles.py.
 """
 
 import sys
@@ -13,7 +13,8 @@ import pytest
 import torch
 from ranks import RankError, run_ranks
 
-from megatron_rl_loss.frameworks import miles, slime, step_counts
+from megatron_rl_loss.frameworks import miles, slime
+from megatron_rl_loss.frameworks.step_counts import StepCounts, counts_of_this_step
 
 MASKS = [torch.tensor(mask, dtype=torch.int32) for mask in ([1, 0, 1], [0, 0], [1], [1, 1, 1, 1], [0], [1, 1])]
 
@@ -34,7 +35,7 @@ def train_one_step(
     """Of miles's shape: what the hooks know while it runs; or it fails."""
     if step_id == 13:
         raise RuntimeError("the step failed")
-    return step_counts.counts_of_this_step()
+    return counts_of_this_step()
 
 
 def install(*, step: Any = train_one_step, replicas: int = 1, meshes: Any = ()) -> Any:
@@ -59,34 +60,41 @@ def install(*, step: Any = train_one_step, replicas: int = 1, meshes: Any = ()) 
 
 
 @pytest.fixture
-def miles_modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def args(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Of the launch; modules of miles's names go when the test ends."""
+    from megatron.training import global_vars
+
     before = dict(sys.modules)
     monkeypatch.setenv("RANK", "1")  # says nothing
-    yield
+    monkeypatch.setattr(global_vars, "_GLOBAL_ARGS", SimpleNamespace())
+    yield global_vars._GLOBAL_ARGS
     for name in set(sys.modules) - set(before):
         del sys.modules[name]
-    step_counts.begin(None)
 
 
 # --- what is counted
 
 
-def counted_on_ranks(args: Any, cp: int) -> list[Any]:
-    """Two steps of a rank, by indices and by slices, with and without padded rows; and what is known in between."""
+def counts_on_megatron(cp: int, bad_rank: int | None) -> list[Any]:
+    """Steps of a rank, by indices and by slices, with and without padded rows; and what is known in between."""
     from table_step import start
 
     dp_rank = start(cp=cp).get_data_parallel_rank()
+    from megatron.training import global_vars
+
+    args = global_vars._GLOBAL_ARGS = SimpleNamespace()
     model = install()
     miles.count_steps(args)
     miles.count_steps(args)  # once is enough
     mine = MASKS[dp_rank::2]
-    by_indices = DataIterator({"loss_masks": mine}, micro_batch_indices=[[2], [0, 1]])
+    first = [2] if dp_rank != bad_rank else [3]  # there is no fourth sample
+    by_indices = DataIterator({"loss_masks": mine}, micro_batch_indices=[first, [0, 1]])
     by_slices = DataIterator({"loss_masks": mine, "max_seq_lens": [24] * 3}, micro_batch_size=1)
     found = []
     for iterator, offset, count in ((by_indices, 0, 1), (by_indices, 1, 1), (by_slices, 0, 2), (by_slices, 2, 1)):
         iterator.offset = offset
         found.append(model.train_one_step(args, 3, 0, [iterator], None, count, num_rollouts=7))
-        found.append(step_counts.counts_of_this_step())
+        found.append(counts_of_this_step())
     return found
 
 
@@ -94,46 +102,39 @@ def counted_on_ranks(args: Any, cp: int) -> list[Any]:
 @pytest.mark.parametrize("cp", [1, 2])
 def test_a_steps_counts_are_those_of_all_its_ranks(cp: int) -> None:
     """By hand: DP rank 0 holds MASKS 0, 2, 4, and rank 1 holds 1, 3, 5."""
-    for found in run_ranks(2 * cp, counted_on_ranks, SimpleNamespace(), cp):
-        steps, between = found[::2], found[1::2]
-        assert between == [None] * 4
-        assert [one.global_batch_size for one in steps] == [7] * 4
-        assert [one.padded_length for one in steps] == [None, None, 24, 24]
-        assert [(one.step_tokens, one.num_samples, one.num_masked_samples) for one in steps] == [
-            (2, 2, 1),  # 4 and 5
-            (7, 4, 1),  # 0, 2, 1 and 3
-            (7, 4, 1),
-            (2, 2, 1),
+
+    def counts(tokens: int, samples: int, padded: int | None) -> StepCounts:
+        return StepCounts(
+            step_tokens=tokens, num_samples=samples, num_masked_samples=1, global_batch_size=7, padded_length=padded
+        )
+
+    for found in run_ranks(2 * cp, counts_on_megatron, cp, None):
+        assert found[1::2] == [None] * 4
+        assert found[::2] == [
+            counts(2, 2, None),  # 4 and 5
+            counts(7, 4, None),  # 0, 2, 1 and 3
+            counts(7, 4, 24),
+            counts(2, 2, 24),
         ]
-
-
-def count_a_bad_rank() -> None:
-    from table_step import start
-
-    rank = start().get_data_parallel_rank()
-    model = install()
-    miles.count_steps(SimpleNamespace())  # type: ignore[arg-type]
-    iterator = DataIterator({"loss_masks": MASKS[:1]}, micro_batch_indices=[[rank]])  # there is no second sample
-    model.train_one_step(None, 0, 0, [iterator], None, 1, 1)
 
 
 @pytest.mark.slow
 def test_a_rank_that_cannot_count_stops_all_ranks() -> None:
     with pytest.raises(RankError) as caught:
-        run_ranks(2, count_a_bad_rank)
+        run_ranks(2, counts_on_megatron, 1, 1)
     assert set(caught.value.errors) == {0, 1}
     assert all("rank 1: IndexError" in text for text in caught.value.errors.values())
 
 
-def test_a_step_that_fails_leaves_no_counts(miles_modules: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    counts = step_counts.StepCounts(step_tokens=1, num_samples=1, num_masked_samples=0, global_batch_size=1)
+def test_a_step_that_fails_leaves_no_counts(args: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = StepCounts(step_tokens=1, num_samples=1, num_masked_samples=0, global_batch_size=1)
     monkeypatch.setattr(miles, "_counts", lambda iterator, num_microbatches, num_rollouts: counts)
     model = install()
-    miles.count_steps(SimpleNamespace())  # type: ignore[arg-type]
-    assert model.train_one_step(None, 0, 0, [None], None, 1, 1) == counts
+    miles.count_steps(args)
+    assert model.train_one_step(args, 0, 0, [None], None, 1, 1) == counts
     with pytest.raises(RuntimeError, match="the step failed"):
-        model.train_one_step(None, 0, 13, [None], None, 1, 1)
-    assert step_counts.counts_of_this_step() is None
+        model.train_one_step(args, 0, 13, [None], None, 1, 1)
+    assert counts_of_this_step() is None
 
 
 # --- what is refused
@@ -142,48 +143,39 @@ def test_a_step_that_fails_leaves_no_counts(miles_modules: None, monkeypatch: py
 def other_step(args: Any, data_iterator: Any, num_microbatches: int, global_batch_size: int) -> None: ...
 
 
-def test_a_miles_of_another_shape_is_refused(miles_modules: None) -> None:
+def test_launches_that_cannot_be_counted_are_refused(args: Any) -> None:
     install(step=other_step)
-    with pytest.raises(
-        ValueError, match=r"no num_rollouts \(args, data_iterator, num_microbatches, global_batch_size\)"
-    ):
-        miles.count_steps(SimpleNamespace())  # type: ignore[arg-type]
-    install()
-    miles.count_steps(SimpleNamespace())  # type: ignore[arg-type]
-
-
-def test_multi_lora_is_refused(miles_modules: None) -> None:
-    install()
-    with pytest.raises(ValueError, match=r"every adapter has a batch of its own.*Drop --custom-megatron-init-path"):
-        miles.count_steps(SimpleNamespace(multi_lora=True))  # type: ignore[arg-type]
-
-
-def test_independent_replicas_are_refused_at_a_step(miles_modules: None) -> None:
+    with pytest.raises(ValueError, match=r"no num_rollouts \(args, data_iterator, num_microbatches, global_batch_siz"):
+        miles.count_steps(args)
     model = install(replicas=2)
-    miles.count_steps(SimpleNamespace())  # type: ignore[arg-type]
+    args.multi_lora = True
+    with pytest.raises(ValueError, match=r"every adapter has a batch of its own.*Drop --custom-megatron-init-path"):
+        miles.count_steps(args)
+    args.multi_lora = False
+    miles.count_steps(args)
     with pytest.raises(ValueError, match="Megatron's groups end at a replica"):
-        model.train_one_step(None, 0, 0, [DataIterator({"loss_masks": MASKS}, 6)], None, 1, 1)
+        model.train_one_step(args, 0, 0, [DataIterator({"loss_masks": MASKS}, 6)], None, 1, 1)
 
 
 # --- the FSDP backend has no Megatron to ask
 
 
-def test_fsdp_is_asked_for_its_own_place(miles_modules: None) -> None:
-    with pytest.raises(ValueError, match="no parallel state in Megatron"):
-        slime.sample_mean([5], [3], MASKS[:1], False)
-    install(meshes=["dp", "fsdp"])
-    assert float(slime.sample_mean([5], [3], MASKS[:1], False)(torch.tensor([1.0, 2.0, 4.0]))) == 2.5
-    install()  # a state that is none of FSDP's
-    with pytest.raises(ValueError, match="no parallel state in Megatron"):
-        slime.sample_mean([5], [3], MASKS[:1], False)
+def test_fsdp_is_asked_for_its_own_place(args: Any) -> None:
+    for meshes in ([], ["dp", "fsdp"], []):  # without FSDP's meshes it is another backend's state
+        install(meshes=meshes)
+        if meshes:
+            assert float(slime.sample_mean([5], [3], MASKS[:1], False)(torch.tensor([1.0, 2.0, 4.0]))) == 2.5
+        else:
+            with pytest.raises(ValueError, match="no parallel state in Megatron"):
+                slime.sample_mean([5], [3], MASKS[:1], False)
 
 
 @pytest.mark.parametrize("per_token", [True, False])
-def test_a_token_mean_on_fsdp_is_refused(miles_modules: None, per_token: bool) -> None:
+def test_a_token_mean_on_fsdp_is_refused(args: Any, per_token: bool) -> None:
     install(meshes=["dp", "fsdp"])
     with pytest.raises(ValueError, match=r"never divides by the step's tokens.*--train-backend megatron"):
         slime.token_mean([5], [3], MASKS[:1], per_token)
-    counts = step_counts.StepCounts(step_tokens=4, num_samples=1, num_masked_samples=0, global_batch_size=2)
+    counts = StepCounts(step_tokens=4, num_samples=1, num_masked_samples=0, global_batch_size=2)
     hook = slime.make_hook("token_mean", step_counts=lambda: counts)  # whoever knows the step may say so
     if per_token:
         with pytest.raises(ValueError, match="never divides"):

@@ -12,7 +12,7 @@ import torch
 from moe_gpt import build, run_step, step_data
 from ranks import run_ranks
 
-from megatron_rl_loss.megatron.flags import AggregationSettings
+from megatron_rl_loss.megatron import AggregationSettings
 
 pytestmark = pytest.mark.slow
 

@@ -16,8 +16,8 @@ from steps import divisor_of, every_counting, ids_of, totals_of
 from torch import Tensor
 
 from megatron_rl_loss import Gathered, Samples, StepTotals, ZigzagBSHD, ZigzagTHD
-from megatron_rl_loss.megatron import Microbatch
-from megatron_rl_loss.megatron.flags import AggregationSettings
+from megatron_rl_loss.megatron import AggregationSettings, Microbatch
+from megatron_rl_loss.megatron.carriers import CARRIERS, PER_TOKEN, Carrier
 from megatron_rl_loss.megatron.microbatch import Step
 
 LENGTHS = [4, 2, 6, 1]
@@ -33,7 +33,7 @@ ACTIVE = sum(int((one.mask != 0).sum()) for one in STEP)
 
 def step_with(mode: str = "sample_mean", units: str = "all", **changes: Any) -> Step:
     settings = AggregationSettings.resolve(mode, divisor_of(mode), units)  # type: ignore[arg-type]
-    place = {"num_microbatches": 2, "cp_rank": 0, "cp_size": 1, "dp_cp_size": 1, "per_token": False}
+    place = {"num_microbatches": 2, "cp_rank": 0, "cp_size": 1, "dp_cp_size": 1}
     return Step(aggregation=settings.aggregation, **{"totals": totals_of(STEP), **place, **changes})
 
 
@@ -59,14 +59,14 @@ def as_megatron_scales(handed: Handed, per_token: bool, num_microbatches: int, r
     return sum(loss / count for loss, count in handed) / num_microbatches / ranks
 
 
-def run(place: Place, cp_size: int, per_token: bool, mode: str, units: str) -> tuple[Tensor, list[Tensor], list[Any]]:
+def run(place: Place, cp_size: int, carrier: Carrier, mode: str, units: str) -> tuple[Tensor, list[Tensor], list[Any]]:
     """Two data-parallel ranks of two micro-batches each, one of them empty, times CP ranks: what Megatron makes of the
     losses, the gradient of every token, and the reports."""
     totals = totals_of(STEP)
     handed, reports, leaves = [], [], []
     for microbatches in ([[2, 0], []], [[3], [1]]):
         for cp_rank in range(cp_size):
-            where = {"cp_rank": cp_rank, "cp_size": cp_size, "dp_cp_size": 2 * cp_size, "per_token": per_token}
+            where = {"cp_rank": cp_rank, "cp_size": cp_size, "dp_cp_size": 2 * cp_size, "carrier": carrier}
             step = step_with(mode, units, totals=totals, **where)
             for chosen in microbatches:
                 placed = laid_out(place, tuple(LENGTHS[i] for i in chosen), cp_size)
@@ -80,7 +80,7 @@ def run(place: Place, cp_size: int, per_token: bool, mode: str, units: str) -> t
                 handed.append((loss, count))
                 reports.append(report)
                 leaves.append((held, losses))
-    total = as_megatron_scales(handed, per_token, 2, 2 * cp_size)
+    total = as_megatron_scales(handed, carrier.per_token, 2, 2 * cp_size)
     total.backward()
     gradient = [torch.zeros(len(one.mask), dtype=torch.float64) for one in STEP]
     for held, losses in leaves:
@@ -93,10 +93,10 @@ def run(place: Place, cp_size: int, per_token: bool, mode: str, units: str) -> t
 @pytest.mark.parametrize(
     ("place", "cp_size"), [(plain, 1), (thd_unpadded_masks_and_filler, 2), (gathered, 2), (response, 4)]
 )
-@pytest.mark.parametrize("per_token", [False, True], ids=["carrier A", "carrier C"])
-def test_after_megatrons_scaling_the_loss_is_the_step_loss(place: Place, cp_size: int, per_token: bool) -> None:
+@pytest.mark.parametrize("carrier", CARRIERS, ids=["mean", "per token"])
+def test_after_megatrons_scaling_the_loss_is_the_step_loss(place: Place, cp_size: int, carrier: Carrier) -> None:
     for mode, units in oracle.COUNTINGS:
-        total, gradient, reports = run(place, cp_size, per_token, mode, units)
+        total, gradient, reports = run(place, cp_size, carrier, mode, units)
         divisor = divisor_of(mode)
         right = float(oracle.step_loss(mode, STEP, divisor, units))
         rounding = oracle.sum_error(oracle.num_tokens(STEP)) * oracle.step_scale(mode, STEP, divisor, units)
@@ -113,7 +113,14 @@ def test_after_megatrons_scaling_the_loss_is_the_step_loss(place: Place, cp_size
             assert numerator / denominator == pytest.approx(right, abs=factor * rounding)
 
 
-def test_carrier_c_counts_tokens_as_they_are() -> None:
+def test_what_a_carrier_multiplies_by_is_what_megatron_divides_by() -> None:
+    assert [carrier.per_token for carrier in CARRIERS] == [False, True]
+    for carrier in CARRIERS:
+        divisors = (*carrier.schedule_divisors, *carrier.ddp_divisors, *carrier.finalize_divisors)
+        assert sorted(carrier.factors) == sorted(divisors)
+
+
+def test_per_token_tokens_are_counted_as_they_are() -> None:
     """So that what else Megatron divides by the count keeps its scale; a token that all CP ranks hold counts once."""
     for layout, expected in (
         (ZigzagTHD([0, 4, 12], [4, 6]), [[0, 3, 4, 5, 10, 11], [1, 2, 6, 7, 8, 9]]),
@@ -121,14 +128,14 @@ def test_carrier_c_counts_tokens_as_they_are() -> None:
     ):
         samples = samples_of([0, 2], layout)
         for cp_rank, positions in enumerate(expected):
-            step = step_with(cp_rank=cp_rank, cp_size=2, dp_cp_size=2, per_token=True)
+            step = step_with(cp_rank=cp_rank, cp_size=2, dp_cp_size=2, carrier=PER_TOKEN)
             microbatch = Microbatch(None, samples, step)
             losses = torch.ones(len(samples.local(cp_rank, 2)), requires_grad=True)
             _, count, _ = microbatch.loss(losses)
             assert int(count) == int((samples.local(0, 1).mask[positions] != 0).sum()), (layout, cp_rank)
 
 
-def test_carrier_a_counts_one_whatever_is_masked() -> None:
+def test_mean_counts_one_whatever_is_masked() -> None:
     for chosen in ([0, 1], [3], []):
         step = step_with(num_microbatches=3, dp_cp_size=4)
         microbatch = Microbatch(None, samples_of(chosen), step)
@@ -219,10 +226,10 @@ def cut(tensor: Tensor) -> Call:
 KNOWN = totals_of(STEP)
 REFUSALS: dict[str, Refusal] = {
     "per-token loss without its count": (
-        loss_with(per_token=True, totals=StepTotals(rollouts=KNOWN.rollouts)),
+        loss_with(carrier=PER_TOKEN, totals=StepTotals(rollouts=KNOWN.rollouts)),
         ValueError,
         "totals without step_active_tokens: per-token loss needs it",
-        loss_with(per_token=True, totals=StepTotals(rollouts=KNOWN.rollouts, step_active_tokens=9)),
+        loss_with(carrier=PER_TOKEN, totals=StepTotals(rollouts=KNOWN.rollouts, step_active_tokens=9)),
     ),
     "a cut of another number of tokens": (cut(torch.ones(5)), ValueError, r"shape \(5,\)", cut(torch.ones(4))),
     "a cut of tokens in the second dimension": (

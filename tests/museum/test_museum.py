@@ -36,7 +36,6 @@ from torch import Tensor
 from megatron_rl_loss import Samples, StepTotals, ZigzagBSHD, ZigzagResponse
 from megatron_rl_loss.modes.names import Aggregation, resolve
 from megatron_rl_loss.reduction import sums as reduction
-from megatron_rl_loss.reduction.sums import WeightedSum
 from megatron_rl_loss.step import LocalTokens, layouts, totals
 
 TOLERANCE = oracle.EXACT
@@ -246,9 +245,9 @@ Plant = Callable[[pytest.MonkeyPatch], None]
 
 def past_the_door(patch: pytest.MonkeyPatch) -> None:
     """Nobody looks whether Megatron is handed what the micro-batch handed out (`tests/megatron/test_handover.py`)."""
-    from megatron_rl_loss.megatron import handover
+    from megatron_rl_loss.megatron import launch
 
-    patch.setattr(handover, "check_handed_out", lambda *_: None)
+    patch.setattr(launch, "check_returned", lambda *_: None)
 
 
 def carrier(formula: Callable[[Tensor, Any, Tensor], tuple[Any, ...]]) -> Plant:
@@ -362,12 +361,7 @@ def numerator_without_mask(aggregation: Aggregation, local: LocalTokens, step_to
 
 
 def multiplied_by_mask(patch: pytest.MonkeyPatch) -> None:
-    def with_metrics(self: Any, losses: Tensor, metrics: Sequence[Tensor], metric_sum: Any) -> Any:
-        first, *others = ((values.reshape(-1).float() * self.weights).sum() for values in (losses, *metrics))
-        return first, others
-
-    patch.setattr(WeightedSum, "with_metrics", with_metrics)
-    patch.setattr(WeightedSum, "__call__", lambda self, losses: with_metrics(self, losses, [], self)[0])
+    patch.setattr(reduction, "_sums_of_rows", lambda table, weights: (table.float() * weights).sum(1))
 
 
 def counted_by_length(patch: pytest.MonkeyPatch) -> None:
@@ -397,7 +391,7 @@ def changed_totals(change: Callable[[StepTotals, list[Samples]], StepTotals]) ->
         def reduce_step_totals(held: Any, **groups: Any) -> StepTotals:
             return change(sound(held, **groups), held)
 
-        for name in ("megatron_rl_loss.step.totals", "megatron_rl_loss.megatron.aggregation"):
+        for name in ("megatron_rl_loss.step.totals", "megatron_rl_loss.megatron.launch"):
             if name in sys.modules:
                 patch.setattr(sys.modules[name], "reduce_step_totals", reduce_step_totals)
 
@@ -412,19 +406,19 @@ def with_rollouts(step_totals: StepTotals, number: int) -> StepTotals:
 
 def own_rank_alone(patch: pytest.MonkeyPatch) -> None:
     """Each rank divides by what it holds itself, and DDP takes the mean over ranks."""
-    from megatron_rl_loss.megatron import aggregation
+    from megatron_rl_loss.megatron import launch
 
-    sound = aggregation.reduce_step_totals
-    patch.setattr(aggregation, "reduce_step_totals", lambda held, **_: sound(held))
+    sound = launch.reduce_step_totals
+    patch.setattr(launch, "reduce_step_totals", lambda held, **_: sound(held))
     carrier(lambda share, step, _: (share * step.num_microbatches * step.cp_size, ONE))(patch)
 
 
 def totals_of_the_rank(patch: pytest.MonkeyPatch) -> None:
     """What a rank holds itself given as the whole step, and the shares summed."""
-    from megatron_rl_loss.megatron import aggregation
+    from megatron_rl_loss.megatron import launch
 
-    sound = aggregation.reduce_step_totals
-    patch.setattr(aggregation, "reduce_step_totals", lambda held, **_: sound(held))
+    sound = launch.reduce_step_totals
+    patch.setattr(launch, "reduce_step_totals", lambda held, **_: sound(held))
 
 
 def rows_cut_as_one_slot(patch: pytest.MonkeyPatch) -> None:

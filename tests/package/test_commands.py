@@ -12,35 +12,26 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from pages import commands_of
+from pages import PAGES, commands_of
 from repository import ROOT
-
-PAGES = [path for path in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")] if path.name != "refusals.md"]
 
 
 @dataclass(frozen=True)
 class Row:
-    """Commands that a regular expression matches whole, and who runs them.
-
-    Attributes:
-        by: the test file that does; "here" for this one, in an empty folder.
-        named: what that file calls it: a fragment of its text.
-        needs: why no test does.
-    """
+    """Commands that a regular expression matches whole, and who runs them, or what they need."""
 
     command: str
-    by: str = ""
-    named: str = ""
-    needs: str = ""
+    by: str = ""  # the test file that does; "here" for this one, in an empty folder
+    named: str = ""  # a fragment of that file's text
+    needs: str = ""  # why no test does
 
 
-ELSEWHERE = "slime|MILES|MEGATRON_LM|VERL|SKYRL"
 ROWS = [
     # our own entry points
     Row(r"python -m megatron_rl_loss (modes|example|example (pretrain_\w+|on_cpu))", by="here"),
     Row(r"(torchrun .* |python )-m megatron_rl_loss audit.*",
         by="megatron/test_audit_launch.py", named='"megatron_rl_loss", "audit"'),
-    Row(r"python -m megatron_rl_loss example NAME", by="package/test_example_command.py", named='"example", *words'),
+    Row(r"python -m megatron_rl_loss example NAME", by="package/test_example_command.py", named='"pretrain_grpo"'),
     Row(r"python own_mode\.py", by="examples/test_recipes.py", named='"own_mode.py"'),
     Row(r"torchrun --nproc-per-node 2 plain_ddp\.py", by="examples/test_recipes.py", named='"--nproc-per-node", "2"'),
     Row(r"torchrun .* on_cpu\.py .*", by="examples/test_pretrain_recipes.py", named="on_cpu.py pretrain_packed.py"),
@@ -50,7 +41,7 @@ ROWS = [
     Row(r"examples/launch_grpo\.sh", by="megatron/test_example.py", named='"launch_grpo.sh"'),
     Row(r"examples/recipes/(slime|miles|verl)\.sh|python3 (train\.py|-m verl\.trainer\.main_ppo) .*",
         by="examples/test_recipes.py", named="launch_line"),
-    Row(r"\.\.\. --loss-aggregation verl:.*", by="unit/test_aliases.py", named="verl"),
+    Row(r"\.\.\. --loss-aggregation verl:.*", by="unit/modes/test_aliases.py", named="verl"),
     # lines of other frameworks' launches, whose code is not here: its loaders' way, and the real code from checkouts
     Row(r"--(custom-pg-loss-reducer-function|rollout-data-postprocess|custom-megatron-[\w-]+)-path .*",
         by="frameworks/test_slime.py", named="load_function"),
@@ -65,9 +56,9 @@ ROWS = [
     Row(r"TEST_DEVICE=cuda tools/test\.sh.*", needs="GPUs"),
     Row(r"tools/docs\.sh", by="package/test_docs_site.py", named='"docs.sh"'),
     Row(r"tools/check_package\.sh|python -m build", needs="a package index; test_distribution.py builds without"),
-    Row(r"(python )?tools/list_refusals\.py", by="package/test_refusals_page.py", named="list_refusals.main()"),
     Row(r"python tests/support/audit_examples\.py", by="package/test_audit_page.py", named="audit_examples.EXAMPLES"),
-    Row(r"python tools/show_recipes\.py", by="package/test_recipes_page.py", named="show_recipes.main()"),
+    Row(r"python tools/show_recipes\.py", by="package/test_pages.py", named="show_recipes.with_code"),
+    Row(r"python tools/api_reference\.py", by="package/test_api_reference.py", named="api_reference.pages()"),
     Row(r"pip install (-e \.|-e '\.\[\w+\]')", needs="a package index; test_distribution.py installs without"),
     Row(r"pip install apex", needs="nobody to do it: it is what not to install"),
     # what the online example and the audit show
@@ -77,10 +68,10 @@ ROWS = [
         by="examples/test_online_tools.py", named="compare_modes.sh"),
     Row(r"python tools/plot_online\.py .*", by="examples/test_online_tools.py", named="plot_online.table"),
     Row(r"tools/compare_layouts\.py", by="examples/test_online_tools.py", named="compare_layouts.main()"),
-    Row(r"tools/audit_picture\.py", by="unit/test_audit_picture.py", named="audit_picture.main()"),
+    Row(r"tools/audit_picture\.py", by="unit/audit/test_audit_picture.py", named="audit_picture.main()"),
     # measurements
     Row(r"tools/bench/reducers\.py --device cuda", needs="a GPU"),
-    Row(r"(python )?tools/bench/\w+\.py.*", needs="a quiet machine and minutes"),
+    Row(r"(python )?tools/bench/\w+\.py.*|python -m timeit .*", needs="a quiet machine and minutes"),
 ]  # fmt: skip
 
 
@@ -91,21 +82,15 @@ def row_of(command: str) -> Row | None:
     return next((row for row in ROWS if re.fullmatch(row.command, command)), None)
 
 
-def test_every_command_has_its_row() -> None:
+def test_every_command_has_its_row_and_every_row_is_needed_and_true() -> None:
     without = [command for command in COMMANDS if row_of(command) is None]
     assert not without, "say in ROWS which test runs them, or what they need"
     assert len(COMMANDS) > 20
-
-
-def test_every_row_is_needed_and_true() -> None:
     for row in ROWS:
         assert any(row_of(command) is row for command in COMMANDS), row
         assert (row.by == "") == (row.needs != ""), row
         if row.named:
             assert row.named in (ROOT / "tests" / row.by).read_text(), row
-
-
-def test_files_that_commands_name_are_there() -> None:
     for command in COMMANDS:
         for name in re.findall(r"(?<!\S)((?:tools|tests|examples)/[\w./]+)", command):
             assert (ROOT / name).exists(), command

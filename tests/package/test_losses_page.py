@@ -7,65 +7,52 @@ from typing import Any
 
 import pytest
 import torch
+from pages import code_of
 from repository import EXAMPLES, ROOT
 
-import megatron_rl_loss
-from megatron_rl_loss import Samples, StepTotals
-from megatron_rl_loss.losses import POLICY_LOSSES, segment_mean, to_tokens
-from megatron_rl_loss.losses.by_name import check_goes_with
-from megatron_rl_loss.megatron.flags import add_loss_aggregation_args
+from megatron_rl_loss import Samples, StepTotals, losses, reduction, resolve, token_weights
+from megatron_rl_loss.megatron import add_loss_aggregation_args
 from megatron_rl_loss.modes import table as modes
-from megatron_rl_loss.modes.names import resolve
 
 PAGE = (ROOT / "docs/losses.md").read_text()
 ROWS = [line for line in PAGE.splitlines() if line.startswith("| ") and "---" not in line]
 
 
-def test_functions_are_there() -> None:
-    named = set(re.findall(r"`(\w+(?:_loss|_estimate|_weights|_sequences|_masks|_advantages))\b", PAGE))
-    assert len(named) >= 10
-    assert not [name for name in named - {"megatron_rl_loss"} if not hasattr(megatron_rl_loss, name)]
-
-
-def test_every_policy_loss_has_its_row_and_paper() -> None:
-    for name, loss in POLICY_LOSSES.items():
+def test_every_policy_loss_has_its_row_and_paper_and_functions_are_there() -> None:
+    for name, loss in losses.POLICY_LOSSES.items():
         number = loss.source.removeprefix("arXiv:")
         rows = [row for row in ROWS if re.search(rf"(--policy-loss |, )`?{name}\b", row)]
         assert any(number in row for row in rows), name
         assert f"https://arxiv.org/abs/{number}" in PAGE
+    named = set(re.findall(r"`(\w+(?:_loss|_estimate|_weights|_sequences|_masks|_advantages))\b", PAGE))
+    assert len(named) >= 10
+    assert named <= {"megatron_rl_loss", "check_loss", "fold_into_advantages", *losses.__all__}
 
 
-def test_what_a_row_combines_goes_together() -> None:
+def test_what_a_row_combines_goes_together_and_its_flags_are_the_examples() -> None:
     combined = re.findall(r"`--policy-loss (\w+) --loss-aggregation (\S+?)`", PAGE)
     assert len(combined) >= 3
     for name, mode in combined:
-        check_goes_with(name, resolve(mode))
-
-
-def test_flags_are_the_examples() -> None:
+        losses.check_goes_with(name, resolve(mode))
     parser = add_loss_aggregation_args(ArgumentParser())
     text = (EXAMPLES / "pretrain_grpo.py").read_text() + "".join(f'"{flag}"' for flag in parser._option_string_actions)
     for flag in set(re.findall(r"`(--[a-z-]+)", PAGE)) - {"--loss-aggregation", "--loss-aggregation-units"}:
         assert f'"{flag}"' in text, flag
 
 
-def test_links_are_used_and_defined() -> None:
-    defined = set(re.findall(r"^\[(\w+)\]: ", PAGE, flags=re.MULTILINE))
-    assert set(re.findall(r"\]\[(\w+)\]", PAGE)) == defined
-
-
 def test_code_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(modes, "_REGISTERED", {})
-    terms, own_mode, metrics, block = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
+    terms, own_mode, metrics, block = code_of("losses.md")
     local = Samples([torch.ones(3), torch.ones(2)]).local(0, 1)
+    handed: list[Any] = []
     microbatch = SimpleNamespace(
         tokens=local,
-        segment_mean=lambda values: segment_mean(values, local),
-        to_tokens=lambda values: to_tokens(values, local),
+        segment_mean=lambda values: losses.segment_mean(values, local),
+        to_tokens=lambda values: losses.to_tokens(values, local),
+        loss=lambda *given, **metrics: handed.append((*given, *metrics.values())),
     )
     old = torch.full((1, 5), -2.0)
     names: dict[str, Any] = {
-        **vars(megatron_rl_loss),
         "microbatch": microbatch,
         "log_probs": (old + 1e-4).requires_grad_(),
         "old_log_probs": old,
@@ -73,19 +60,17 @@ def test_code_runs(monkeypatch: pytest.MonkeyPatch) -> None:
         "advantages": torch.ones(1, 5),
     }
     exec(block, names)
-    handed: list[Any] = []
-    microbatch.loss = lambda given, metrics: handed.append((given, metrics))
     exec(terms, names | dict.fromkeys(("losses", "kl", "entropy"), torch.ones(1, 5)))
-    exec(own_mode, dict(names))
+    exec(own_mode, {})
     masks, tasks = [torch.ones(3), torch.ones(1), torch.ones(2)], {"task": ["a", "b", "a"]}
     mode = resolve("mean_of_tasks_tokens").mode
     totals = StepTotals.from_loss_masks(masks, labels=tasks, statistics=mode.statistics)
-    weights = megatron_rl_loss.token_weights("mean_of_tasks_tokens", Samples(masks, labels=tasks), totals)
+    weights = token_weights("mean_of_tasks_tokens", Samples(masks, labels=tasks), totals)
     assert weights.tolist() == pytest.approx([0.2] * 3 + [1] + [0.2] * 2)
     values = dict.fromkeys(("losses", "kl", "entropy", "ratio", "weights"), torch.ones(1, 5))
     exec(metrics, names | values)
     (given, _), (_, asked) = handed
-    assert {(one.over, one.kind) for one in asked.values() if isinstance(one, megatron_rl_loss.Metric)} == {
+    assert {(one.over, one.kind) for one in asked.values() if isinstance(one, reduction.Metric)} == {
         ("tokens", "mean"), ("samples", "max"), ("tokens", "variance"), ("tokens", "ess")
     }  # fmt: skip
     assert given["kl"].mode == given["nll"].mode == "token_mean"

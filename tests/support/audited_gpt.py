@@ -18,7 +18,7 @@ from ranks import start_process_group
 from tiny_gpt import Batch, Case, Layout, Ready, batches_of, build, dealt, fully_masked, gather_sharded_gradients
 from torch import Tensor
 
-from megatron_rl_loss.megatron.flags import AggregationSettings
+from megatron_rl_loss.megatron import AggregationSettings
 
 
 def loss_2_local(losses: Tensor, mask: Tensor, **_: Any) -> Any:

@@ -1,30 +1,18 @@
-"""What is refused of flags, once: for tests of `arguments`, and of launches whose flags Megatron parses."""
+"""What is refused of flags, as Megatron parses them."""
 
 from typing import Any
 
 from refusals import Row
 
 AGGREGATE = "--loss-aggregation"
-
-
 LIMITED = f"{AGGREGATE} constant {AGGREGATE}-divisor"
-
-
 PATH = "--custom-pg-loss-reducer-function-path"
-
-
 FSDP = "--use-torch-fsdp2 --ckpt-format torch_dist"
-
-
 HYBRID = "--hybrid-context-parallel --dataloader-type single --max-seqlen-per-dp-cp-rank 64"
-
-
 FULL = "--no-check-for-nan-in-loss-and-grad --cuda-graph-impl"
 
 
 YAML = {"disable_msc_deprecated": False, "enable_msc": False}
-
-
 YAML_FLAGS = YAML | {
     "loss_aggregation": "constant",
     "loss_aggregation_divisor": 8,
@@ -48,24 +36,12 @@ def flag(
 
 
 UNUSABLE = "a divisor that is ≤ 0, NaN, infinite or a bool, or with another mode"
-
-
 UNKNOWN = "unknown mode, units or empty-step handling"
-
-
 NO_PATH = "a path that does not load or names no function"
-
-
 ELSEWHERE = "another framework's setting that is not exact in every layout"
 CONTRADICTED = "a divisor or counting that contradicts its name"
-
-
 AUDITED = "an audit interval that is no number of steps"
-
-
 ABSENT = "flags that were never registered, that `--yaml-cfg` dropped, or that are misspelt and ignored"
-
-
 FLAG_ROWS = [
     flag("no divisor", "`constant` without a divisor", f"{AGGREGATE} constant", "'constant' without a divisor",
          "--loss-aggregation-divisor 40960", f"{LIMITED} 40960"),
@@ -156,6 +132,3 @@ FLAG_ROWS = [
     flag("full-iteration CUDA graphs", "`--cuda-graph-impl full_iteration`", f"{FULL} full_iteration",
          "--cuda-graph-impl full_iteration", "Choose another --cuda-graph-impl", f"{FULL} none"),
 ]  # fmt: skip
-
-#: Those that no flag of this package has part in.
-OF_MEGATRON = ("misspelt flag", "abbreviated flag", "dropped by --yaml-cfg", "one flag dropped by --yaml-cfg")

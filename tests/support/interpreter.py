@@ -12,5 +12,5 @@ def begin(code: str) -> "subprocess.Popen[str]":
 
 
 def finish(process: "subprocess.Popen[str]") -> "subprocess.CompletedProcess[str]":
-    out, error = process.communicate(timeout=120)
+    out, error = process.communicate(timeout=600)
     return subprocess.CompletedProcess(process.args, process.returncode, out, error)

@@ -1,7 +1,13 @@
-"""What pages show: their commands."""
+"""What pages show: their commands, code, links and headings."""
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
+
+from repository import ROOT
+
+#: Pages that are written by hand.
+PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
 
 BLOCK = re.compile(r"^```bash\n(.*?)^```", re.MULTILINE | re.DOTALL)
 FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
@@ -19,3 +25,30 @@ def commands_of(text: str) -> Iterator[str]:
     for code in re.findall(r"`([^`\n]+)`", FENCED.sub("", text)):
         if BEGINNING.match(code):
             yield code
+
+
+def code_of(page: str, language: str = "python") -> list[str]:
+    """The blocks of a page under docs (or README.md) in that language."""
+    text = (ROOT / "docs" / page).read_text()
+    return re.findall(rf"^```{language}\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def anchors_of(text: str) -> set[str]:
+    """Of a page's headings, as GitHub and mkdocs make them."""
+    headings = re.findall(r"^#+ (.*)$", FENCED.sub("", text), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def broken_links(page: Path, text: str) -> list[str]:
+    """Links of a page, inline or by reference, to a file or heading that is not there."""
+    text = re.sub(r"`[^`\n]*`", "", FENCED.sub("", text))
+    targets = re.findall(r"\]\(([^()\s]+)\)|^\[[^\]]+\]: (\S+)$", text, flags=re.MULTILINE)
+    broken = []
+    for target in (inline or named for inline, named in targets):
+        name, _, anchor = target.partition("#")
+        file = page.parent / name if name else page
+        if re.match(r"https?:", target):
+            continue
+        if not file.exists() or (anchor and anchor not in anchors_of(file.read_text())):
+            broken.append(target)
+    return broken

@@ -52,7 +52,7 @@ class RankError(RuntimeError):
         super().__init__(f"{listed}\n--- last output\n{output[-3000:]}")
 
 
-def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float = 120) -> list[Any]:
+def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float = 600) -> list[Any]:
     """``function(*args)`` on every rank, in this process's environment and torchrun's; the results by rank.
 
     Raises RankError once every rank has ended, or `timeout_s` after the start if some hang.

@@ -14,7 +14,7 @@ from logged_means import logged_means
 from ranks import start_process_group
 
 from megatron_rl_loss import Gathered, Samples, ZigzagTHD
-from megatron_rl_loss.megatron.flags import AggregationSettings
+from megatron_rl_loss.megatron import AggregationSettings
 
 DIVISOR = 7.0
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megatron_rl_loss import Samples, ZigzagTHD
 from megatron_rl_loss.losses import policy_loss, ppo_clip_loss, surviving_masks
-from megatron_rl_loss.megatron.flags import AggregationSettings
+from megatron_rl_loss.megatron import AggregationSettings
 from megatron_rl_loss.modes.papers import vl_norm
 
 

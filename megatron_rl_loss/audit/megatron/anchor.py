@@ -21,7 +21,7 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
 
-from megatron_rl_loss.step.counting import Group, device_of, if_several
+from megatron_rl_loss.step.collectives import Group, device_of, if_several
 
 #: A residual up to so many times what independent roundings add up to is rounding.
 _SLACK = 4

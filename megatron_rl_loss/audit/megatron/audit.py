@@ -29,14 +29,13 @@ from megatron_rl_loss.audit.megatron.reports import Report, assembled, facts_of,
 from megatron_rl_loss.audit.tokens import Floats, MeasuredStep, Split
 from megatron_rl_loss.megatron.flags import CHANGING_CP, REMAT_SIZES
 from megatron_rl_loss.megatron.groups import gather_to_first, groups_of, spread_from_first
-from megatron_rl_loss.megatron.handover import Microbatches
+from megatron_rl_loss.megatron.microbatch import MicrobatchIterator
 from megatron_rl_loss.modes.names import Aggregation, resolve
 from megatron_rl_loss.modes.table import find_mode
-from megatron_rl_loss.reduction.tap import Tapped, Taps, asked_for, listening, tap
-from megatron_rl_loss.step.counting import device_of, if_several
+from megatron_rl_loss.reduction.tap import TappedLosses, Taps, expected_aggregation, observe, tap
+from megatron_rl_loss.step.collectives import attempt, device_of, if_several
 from megatron_rl_loss.step.masks import SMALLEST
 from megatron_rl_loss.step.samples import Samples
-from megatron_rl_loss.step.totals import attempt
 
 __all__ = ["Audit", "audited", "tap"]
 
@@ -87,7 +86,7 @@ class Audit:
         self._config = get_model_config(self._chunks[0])
         self._groups = groups_of(self._chunks[0], pg_collection)
         self._taps = Taps()
-        self._outputs: dict[int, Tapped] = {}
+        self._outputs: dict[int, TappedLosses] = {}
         self._described: list[Samples | Exception] = []
         self._returned: set[str] = set()
         self._factors: list[Factor] = []
@@ -127,7 +126,7 @@ class Audit:
 
         That of a `LossAggregation` stays as it is: its micro-batches are known.
         """
-        if self._samples_of is None or isinstance(data_iterator, Microbatches):
+        if self._samples_of is None or isinstance(data_iterator, MicrobatchIterator):
             return data_iterator
         if not isinstance(data_iterator, list):
             return None if data_iterator is None else Watched(data_iterator, self._describe)
@@ -140,7 +139,7 @@ class Audit:
         self._described.append(attempt(lambda: describe(batch)))
 
     def __enter__(self) -> "Audit":
-        self.asked = asked_for()
+        self.asked = expected_aggregation()
         scale = getattr(self._config, "grad_scale_func", None)
         device = self._anchors[0].parameter.device if self._anchors else "cpu"
         self._loss_scale = torch.ones((), device=device)
@@ -149,7 +148,7 @@ class Audit:
                 self._loss_scale = scale(self._loss_scale)
         with ExitStack() as stack:
             stack.enter_context(watching(self._anchors))
-            stack.enter_context(listening(self._taps))
+            stack.enter_context(observe(self._taps))
             stack.enter_context(heard_schedule(self._begin_microbatch, self._returned))
             self._stack = stack.pop_all()
         return self
@@ -168,8 +167,8 @@ class Audit:
             return
         samples = self._described[number]
         if isinstance(samples, Samples) and output.numel() == self._num_local(samples):
-            self._outputs[number] = Tapped(tuple(output.shape), output.dtype, samples)
-            output.register_hook(self._outputs[number].keep)
+            self._outputs[number] = TappedLosses(tuple(output.shape), output.dtype, samples)
+            output.register_hook(self._outputs[number].add_gradient)
 
     def _num_local(self, samples: Samples) -> int | None:
         local = attempt(lambda: len(samples.local(self._groups.cp.rank(), self._groups.cp.size())))
@@ -215,7 +214,7 @@ class Audit:
         return report
 
     def _add_terms(self, report: Report) -> None:
-        heard = self._taps.heard
+        heard = self._taps.losses
         if not heard and self._outputs:
             heard = {OUTPUT: self._outputs}
             report.notes.append(_NO_TAP)
@@ -244,13 +243,15 @@ class Audit:
 
     def _samples(self, number: int) -> Samples | Exception | None:
         """Of a micro-batch: as a tap was told, else as the iterator was described."""
-        tapped = [of_term[number] for of_term in self._taps.heard.values() if number in of_term]
+        tapped = [of_term[number] for of_term in self._taps.losses.values() if number in of_term]
         told = next((one.samples for one in tapped if one.samples is not None), None)
         if told is not None:
             return told
         return self._described[number] if number < len(self._described) else None
 
-    def _add_parts(self, report: Report, heard: dict[str, dict[int, Tapped]], number: int, samples: Samples) -> None:
+    def _add_parts(
+        self, report: Report, heard: dict[str, dict[int, TappedLosses]], number: int, samples: Samples
+    ) -> None:
         groups = self._groups
         positions = samples.local(groups.cp.rank(), groups.cp.size()).positions.cpu().numpy()
         described: dict[int, Rows] = {}
@@ -261,8 +262,8 @@ class Audit:
             own = samples if tapped is None or tapped.samples is None else tapped.samples
             if groups.cp.rank() == 0 and id(own) not in described:
                 described[id(own)] = Rows.of(own, groups.cp.size())
-            if tapped is not None and tapped.declared is not None:
-                facts = facts_of(tapped.declared)
+            if tapped is not None and tapped.term is not None:
+                facts = facts_of(tapped.term)
                 told = report.declared.setdefault(term, [])
                 told.extend([facts] if facts not in told else [])
             if tapped is not None and tapped.gradient is not None:
@@ -296,8 +297,8 @@ class Audit:
         if not self.computes_loss:
             return None
         factors = [factor for factor in self._factors if not factor.problem]
-        heard = [one for of_term in self._taps.heard.values() for one in of_term.values() if one.declared is not None]
-        heard += [one for one in self._taps.heard.get("pg", {}).values() if one.declared is None]
+        heard = [one for of_term in self._taps.losses.values() for one in of_term.values() if one.term is not None]
+        heard += [one for one in self._taps.losses.get("pg", {}).values() if one.term is None]
         known = bool(factors) and not _cannot_know(self._config) and bool(heard)
         worst = torch.tensor([0.0 if known else torch.inf], dtype=torch.float64)
         if known:
@@ -312,10 +313,10 @@ class Audit:
         return None if torch.isinf(worst[0]) else float(worst[0])
 
 
-def _deviation(tapped: Tapped, scale: float) -> Tensor:
+def _deviation(tapped: TappedLosses, scale: float) -> Tensor:
     """Of one micro-batch's tokens on this rank, 0-dim."""
-    assert tapped.asked is not None
-    asked = tapped.asked()
+    assert tapped.expected_weights is not None
+    asked = tapped.expected_weights()
     if not asked.numel():
         return asked.sum()
     weights = asked.new_zeros(()) if tapped.gradient is None else tapped.gradient.to(asked) * scale

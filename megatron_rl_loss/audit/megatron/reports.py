@@ -8,7 +8,7 @@ from megatron_rl_loss.audit.assembly import Part, measured_step, union
 from megatron_rl_loss.audit.megatron.anchor import Factor
 from megatron_rl_loss.audit.tokens import MeasuredStep, Split
 from megatron_rl_loss.modes.names import Aggregation
-from megatron_rl_loss.reduction.tap import Declared
+from megatron_rl_loss.reduction.tap import DeclaredTerm
 
 
 @dataclass
@@ -68,7 +68,7 @@ def assembled(reports: Sequence[Report], split: Split) -> dict[str, MeasuredStep
     }
 
 
-def facts_of(declared: Declared) -> dict[str, Any]:
+def facts_of(declared: DeclaredTerm) -> dict[str, Any]:
     """What can be sent of it, and be written as JSON; a mode of the user's own is a name."""
     return {"asked": shown(declared.aggregation), "coefficient": float(declared.coef)}
 

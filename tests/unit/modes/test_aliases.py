@@ -4,7 +4,6 @@
 step, which is what they are written on. Nothing in it comes from the package.
 """
 
-import argparse
 import doctest
 import itertools
 import runpy
@@ -19,11 +18,6 @@ from peer_steps import Batch, deal, random_batch
 from torch import Tensor
 
 from megatron_rl_loss import StepTotals, ZigzagTHD, make_pg_loss_reducer
-from megatron_rl_loss.megatron.flags import (
-    AggregationSettings,
-    add_loss_aggregation_args,
-    validate_loss_aggregation_args,
-)
 from megatron_rl_loss.modes import MODES
 from megatron_rl_loss.modes import names as aliases
 from megatron_rl_loss.modes.names import NAMES, NUMBER, format_modes, resolve
@@ -291,6 +285,14 @@ REFUSED = {
     "two numbers": ("open_instruct:16", {"divisor": 8.0}, "divisor 8.0 with .*: the name stands for 16"),
     "no divisor": ("verl:token-mean", {"divisor": 8}, "divisor 8 with .*: the name has none"),
     "other counting": ("openrlhf:token_level_loss=false", {"units": "all"}, "'all' with .*: openrlhf counts active"),
+    "not exact in every layout": ("trl:bnpo", {}, "Choose 'token_mean'"),
+    "divisor 0 in the name": ("open_instruct:0", {}, "divisor 0.0: it must be finite and above 0"),
+    "divisor NaN in the name": ("open_instruct:nan", {}, "divisor nan"),
+    "without its framework": (
+        "seq-mean-token-mean",
+        {},
+        "no such mode.*verl:seq-mean-token-mean, roll:seq-mean-token-mean",
+    ),
     "other counting, the other way": ("trl:grpo", {"units": "active"}, "'active' with .*: trl counts all units"),
 }
 
@@ -313,38 +315,6 @@ def test_refused(name: str, options: dict[str, object], text: str) -> None:
 def test_what_only_repeats_a_name_is_accepted(name: str, options: dict[str, object]) -> None:
     plain, repeated = resolve(name), resolve(name, **options)  # type: ignore[arg-type]
     assert (plain.mode, plain.divisor) == (repeated.mode, repeated.divisor)
-
-
-def parsed(flags: str) -> AggregationSettings:
-    parser = add_loss_aggregation_args(argparse.ArgumentParser())
-    return validate_loss_aggregation_args(parser.parse_args(flags.split()))
-
-
-def test_by_flag() -> None:
-    settings = parsed("--loss-aggregation verl:seq-mean-token-sum-norm --loss-aggregation-divisor 4096")
-    assert settings.describe() == "loss aggregation: constant, divisor 4096, unit counting all"
-    assert settings == AggregationSettings.resolve("verl:seq-mean-token-sum-norm", 4096)
-    assert parsed("--loss-aggregation openrlhf:token_level_loss=false").aggregation.units == "active"
-    assert parsed("--loss-aggregation open_instruct:1024").aggregation.divisor == 1024
-    roll = parsed("--loss-aggregation roll:token-mean")
-    assert (roll.mode_name, *roll.notices) == ("token_mean", "roll:token-mean: the numerator is masked here.")
-    assert parsed("--loss-aggregation skyrl:prompt_mean").uses_prompt_ids
-
-
-@pytest.mark.parametrize(
-    ("flags", "text"),
-    [
-        ("--loss-aggregation verl:seq-mean-token-sum-norm", "without a divisor"),
-        ("--loss-aggregation trl:grpo --loss-aggregation-units active", "trl counts all units"),
-        ("--loss-aggregation trl:bnpo", "Choose 'token_mean'"),
-        ("--loss-aggregation open_instruct:0", "divisor 0.0: it must be finite and above 0"),
-        ("--loss-aggregation open_instruct:nan", "divisor nan"),
-        ("--loss-aggregation seq-mean-token-mean", "no such mode.*verl:seq-mean-token-mean, roll:seq-mean-token-mean"),
-    ],
-)
-def test_refused_by_flag(flags: str, text: str) -> None:
-    with pytest.raises(ValueError, match=text):
-        parsed(flags)
 
 
 def test_by_api_an_explicit_counting_is_told_from_none() -> None:

@@ -26,7 +26,8 @@ from megatron_rl_loss.modes.papers import (
     weighted_token_mean,
 )
 from megatron_rl_loss.modes.table import OwnMode
-from megatron_rl_loss.step.totals import attempt, reduce_step_totals
+from megatron_rl_loss.step.collectives import attempt
+from megatron_rl_loss.step.counting import reduce_step_totals
 
 MASKS = [
     torch.tensor(mask, dtype=torch.float32)

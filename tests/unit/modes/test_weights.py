@@ -1,6 +1,9 @@
 """The weight of a token: what the modes make of the step's totals, and what is refused. `oracle` states it apart."""
 
 import doctest
+import functools
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -10,9 +13,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from oracle import NAN
-from placements import Place, every_layout, laid_out
+from placements import Place, Placement, every_layout, laid_out
 from refusals import Call, Refusal, check_refusal, each_of
-from steps import Step, divisor_of, ids_of, quicker, steps, totals_of
+from steps import Step, divisor_of, ids_of, on_both, quicker, steps, totals_of
 
 from megatron_rl_loss import (
     Gathered,
@@ -25,7 +28,7 @@ from megatron_rl_loss import (
     register_pg_loss_reducer,
     token_weights,
 )
-from megatron_rl_loss.modes import MODES, weights
+from megatron_rl_loss.modes import MODES, unit_weights, weights
 from megatron_rl_loss.modes import table as modes
 
 INF = float("inf")
@@ -37,41 +40,48 @@ def test_docstring_examples() -> None:
     assert result.failed == 0
 
 
-# --- against the oracle
+# --- against the oracle: every mode x layout x CP size, on random ragged steps, on the host and as on a device
+
+
+def padded_masks(chosen: Sequence[oracle.Sample], placed: Placement) -> list[torch.Tensor]:
+    lengths = placed.mask_lengths or [len(one.mask) for one in chosen]
+    return [
+        torch.cat([one.mask, one.mask.new_zeros(n - len(one.mask))]) for one, n in zip(chosen, lengths, strict=True)
+    ]
 
 
 @every_layout
 @quicker
 @given(step=steps(), units=st.sampled_from(["all", "active"]))
-def test_they_are_the_slopes_of_the_step_loss(step: Step, units: str, place: Place, cp_size: int) -> None:
+def test_they_are_the_slopes_of_the_step_loss(step: Step, units: Any, place: Place, cp_size: int) -> None:
     """For every token that a rank holds, 0 in padding; over the ranks, every copy has its part."""
     totals = totals_of(step.samples)
-    for mode in oracle.MODES:
-        expected = oracle.step_gradient(mode, step.samples, divisor_of(mode), units)
-        for microbatch in step.microbatches:
-            chosen = [step.samples[i] for i in microbatch]
-            placed = laid_out(place, tuple(len(one.mask) for one in chosen), cp_size)
-            lengths = placed.mask_lengths or [len(one.mask) for one in chosen]
-            masks = [
-                torch.cat([one.mask, one.mask.new_zeros(n - len(one.mask))])
-                for one, n in zip(chosen, lengths, strict=True)
-            ]
-            samples = Samples(masks, layout=placed.layout, **ids_of(chosen))
-            copies = cp_size if isinstance(placed.layout, Gathered) else 1
-            for cp_rank, held in enumerate(placed.held):
-                place_of_rank = {"cp_rank": cp_rank, "cp_size": cp_size}
-                found = token_weights(
-                    mode,
-                    samples,
-                    totals,
-                    divisor=divisor_of(mode),
-                    units=units,
-                    **place_of_rank,  # type: ignore[arg-type]
-                )
+    expected = {mode: oracle.step_gradient(mode, step.samples, divisor_of(mode), units) for mode in oracle.MODES}
+    for microbatch in step.microbatches:
+        chosen = [step.samples[i] for i in microbatch]
+        placed = laid_out(place, tuple(len(one.mask) for one in chosen), cp_size)
+        masks, copies = padded_masks(chosen, placed), cp_size if isinstance(placed.layout, Gathered) else 1
+        for mode, (cp_rank, held) in itertools.product(oracle.MODES, enumerate(placed.held)):
+            slopes = [0.0 if at is None else float(expected[mode][microbatch[at[0]]][at[1]]) / copies for at in held]
+            right = torch.tensor(slopes, dtype=torch.float64)
+
+            def weights(mode: str = mode, masks: Any = masks, layout: Any = placed.layout, **cp: int) -> torch.Tensor:
+                samples = Samples(masks, layout=layout, **ids_of(chosen))  # noqa: B023
+                return token_weights(mode, samples, totals, divisor=divisor_of(mode), units=units, **cp)
+
+            for found in on_both(functools.partial(weights, cp_rank=cp_rank, cp_size=cp_size)):
                 assert found.dtype == torch.float32
-                slopes = [0.0 if at is None else float(expected[microbatch[at[0]]][at[1]]) / copies for at in held]
-                right = torch.tensor(slopes, dtype=torch.float64)
                 torch.testing.assert_close(found.double(), right, rtol=oracle.EXACT, atol=0)
+
+
+def test_weights_by_counts_of_a_part_would_be_seen() -> None:
+    """Negative control: totals of each micro-batch by itself give other weights, in every mode but a plain sum."""
+    step, part = oracle.WORKED, oracle.WORKED[2:3]
+    for mode in MODES:
+        samples = Samples([part[0].mask], **ids_of(part))
+        of_part = token_weights(mode, samples, totals_of(part), divisor=divisor_of(mode))
+        right = oracle.step_gradient(mode, step, divisor_of(mode))[2]
+        assert torch.allclose(of_part.double(), right) == (mode == "token_sum")
 
 
 def test_a_reducer_has_the_same_ones() -> None:
@@ -101,6 +111,40 @@ def test_they_are_those_of_numpy_whatever_the_masks_are_made_of(dtype: torch.dty
     found = token_weights(lambda inputs: torch.from_numpy(beside), Samples(masks), StepTotals())
     expected = np.repeat(beside.astype(np.float32), lengths) * np.concatenate(flags).astype(np.float32)
     assert np.array_equal(found.numpy(), expected)
+
+
+# --- inside a unit, without the number of units
+
+FRACTIONS = [torch.tensor([1.0, 0, 0.5]), torch.zeros(2), torch.tensor([1.0, 1])]
+
+
+@pytest.mark.parametrize(
+    ("size", "num_units", "expected"),
+    [
+        (None, 1, [2 / 3, 0, 1 / 3, 0, 0, 0.5, 0.5]),
+        (None, 4, [1 / 6, 0, 1 / 12, 0, 0, 1 / 8, 1 / 8]),
+        (1, 1, [1, 0, 0.5, 0, 0, 1, 1]),
+        (8.0, 0.5, [0.25, 0, 0.125, 0, 0, 0.25, 0.25]),
+        ([3, 0, 4], 1, [1 / 3, 0, 1 / 6, 0, 0, 0.25, 0.25]),
+        (torch.tensor([3.0, 5, 4]), 2, [1 / 6, 0, 1 / 12, 0, 0, 1 / 8, 1 / 8]),
+    ],
+    ids=["own sums", "own sums and U", "mask", "divisor and U", "sizes in a list", "sizes in a tensor"],
+)
+def test_weights_inside_a_unit(size: Any, num_units: float, expected: list[float]) -> None:
+    found = unit_weights(Samples(FRACTIONS).local(0, 1), size, num_units)
+    assert found.dtype == torch.float32
+    assert found.tolist() == pytest.approx(expected, rel=oracle.EXACT)
+
+
+def test_weights_inside_a_unit_are_cut_and_shared() -> None:
+    halves = [unit_weights(Samples([torch.ones(4)], layout=ZigzagTHD([0, 4])).local(r, 2)) for r in range(2)]
+    assert torch.cat(halves).tolist() == [0.25] * 4
+    assert unit_weights(Samples([torch.ones(4)], layout=Gathered([0, 4])).local(1, 2)).tolist() == [0.125] * 4
+    assert unit_weights(Samples([], layout=ZigzagTHD([0, 4], filler_slots=1)).local(0, 2)).tolist() == [0, 0]
+
+
+def inside(size: Any, num_units: float = 1, masks: Sequence[torch.Tensor] = FRACTIONS) -> Call:
+    return lambda: unit_weights(Samples(masks).local(0, 1), size, num_units)
 
 
 # --- modes of one's own: weights beside the mask
@@ -250,6 +294,11 @@ def own(beside: Any) -> Call:
 
 
 REFUSALS: dict[str, Refusal] = {
+    "a unit's size of 0": (inside([3, 0, 0]), ValueError, "a unit whose size is 0", inside([3, 0, 4])),
+    "a size of 0": (inside(0), ValueError, "active tokens in a micro-batch", inside(0, 1, [torch.zeros(2)])),
+    "no units": (inside(None, 0), ValueError, "active tokens in a micro-batch", inside(None, 0, [torch.zeros(2)])),
+    "sizes of another number": (inside([3, 4]), ValueError, "2 unit sizes for 3 loss masks", inside([3, 4, 5])),
+    "a size beyond float32": (inside(1e46), ValueError, "float32 rounds to 0", inside(1e37)),
     "unknown int id": (
         lambda: by_hand("prompt_mean", PROMPTS, prompt_ids=[0, 1]),
         ValueError,
@@ -384,7 +433,7 @@ REFUSALS: dict[str, Refusal] = {
     "CP without a layout": (
         lambda: token_weights("token_sum", Samples(MASKS), StepTotals(), cp_rank=0, cp_size=2),
         ValueError,
-        "cp_size is 2 and no layout was given.*Pass one of megatron_rl_loss.step.layouts",
+        "cp_size is 2 and no layout was given.*Pass one of megatron_rl_loss's layouts",
         lambda: token_weights(
             "token_sum", Samples(MASKS, layout=ZigzagTHD([0, 4, 8])), StepTotals(), cp_rank=0, cp_size=2
         ),
@@ -392,7 +441,7 @@ REFUSALS: dict[str, Refusal] = {
     "own weights of other lengths": (
         own([torch.ones(2), torch.ones(3)]),
         ValueError,
-        r"lengths \[2, 3\].*\[3, 2\].*Return one weight a mask entry",
+        r"lengths \[2, 3\].*\[3, 2\].*Return one weight per mask entry",
         own([torch.ones(3), torch.ones(2)]),
     ),
     "own weights missing": (

@@ -8,7 +8,7 @@ import torch
 
 from megatron_rl_loss import Samples, StepTotals, make_pg_loss_reducer
 from megatron_rl_loss.modes.names import resolve
-from megatron_rl_loss.reduction.tap import Taps, asked_for, asking, listening, tap
+from megatron_rl_loss.reduction.tap import Taps, expected_aggregation, observe, tap
 
 MASK = torch.tensor([1.0, 0, 1, 0.5])
 
@@ -19,36 +19,36 @@ def losses() -> torch.Tensor:
 
 def test_gradients_are_written_down_by_microbatch_and_term() -> None:
     taps = Taps()
-    with listening(taps):
+    with observe(taps):
         for factor in (2.0, 3.0):
             taps.begin_microbatch()
             values = losses()
             loss = (tap(values) * MASK * factor).sum() + (tap(values * 2, "kl") * MASK).sum()
             loss.backward()
-    assert list(taps.heard) == ["pg", "kl"]
+    assert list(taps.losses) == ["pg", "kl"]
     for number, factor in enumerate((2.0, 3.0)):
-        assert torch.equal(taps.heard["pg"][number].gradient, MASK * factor + 2 * MASK)  # the second term's too
-        assert torch.equal(taps.heard["kl"][number].gradient, MASK)
+        assert torch.equal(taps.losses["pg"][number].gradient, MASK * factor + 2 * MASK)  # the second term's too
+        assert torch.equal(taps.losses["kl"][number].gradient, MASK)
 
 
 def test_who_does_not_number_microbatches_has_one_a_tap() -> None:
     taps = Taps()
-    with listening(taps):
+    with observe(taps):
         for _ in range(3):
             tap(losses()).sum().backward()
-    assert list(taps.heard["pg"]) == [0, 1, 2]
+    assert list(taps.losses["pg"]) == [0, 1, 2]
 
 
 def test_two_losses_of_one_name_are_two_terms_and_one_that_is_tapped_twice_is_one() -> None:
     taps, samples = Taps(), Samples([torch.ones(4)])
-    with listening(taps):
+    with observe(taps):
         taps.begin_microbatch()
         first, second = losses(), losses()
         (tap(tap(first), samples=samples).sum() + tap(second).sum() * 3).backward()
-    assert list(taps.heard) == ["pg", "pg#2"]
-    assert taps.heard["pg"][0].samples is samples
-    assert torch.equal(taps.heard["pg"][0].gradient, torch.ones(4))
-    assert torch.equal(taps.heard["pg#2"][0].gradient, torch.full((4,), 3.0))
+    assert list(taps.losses) == ["pg", "pg#2"]
+    assert taps.losses["pg"][0].samples is samples
+    assert torch.equal(taps.losses["pg"][0].gradient, torch.ones(4))
+    assert torch.equal(taps.losses["pg#2"][0].gradient, torch.full((4,), 3.0))
 
 
 @pytest.mark.parametrize("case", ["nobody listens", "no gradients", "needs none"])
@@ -57,49 +57,49 @@ def test_otherwise_it_does_nothing(case: str) -> None:
     if case == "nobody listens":
         assert tap(values) is values
     else:
-        with listening(taps), torch.set_grad_enabled(case == "needs none"):
+        with observe(taps), torch.set_grad_enabled(case == "needs none"):
             values = values.detach() if case == "needs none" else values
             assert tap(values) is values
-    assert taps.heard == {}
+    assert taps.losses == {}
 
 
 def test_half_precision_is_kept_in_float32_and_the_rest_goes_on_as_it_is() -> None:
     taps, leaf = Taps(), torch.ones(4, dtype=torch.bfloat16, requires_grad=True)
-    with listening(taps):
+    with observe(taps):
         (tap(leaf * 1) * 3).sum().backward()
-    assert taps.heard["pg"][0].gradient.dtype == torch.float32
-    assert taps.heard["pg"][0].dtype == torch.bfloat16
+    assert taps.losses["pg"][0].gradient.dtype == torch.float32
+    assert taps.losses["pg"][0].dtype == torch.bfloat16
     assert leaf.grad.dtype == torch.bfloat16
     assert torch.equal(leaf.grad, torch.full((4,), 3, dtype=torch.bfloat16))
 
 
 def test_no_graph_is_kept_alive() -> None:
     taps = Taps()
-    with listening(taps):
+    with observe(taps):
         values = losses()
         gone = weakref.ref(values)
         tap(values).sum().backward()
         del values
         gc.collect()
     assert gone() is None
-    assert taps.heard["pg"][0].gradient is not None
+    assert taps.losses["pg"][0].gradient is not None
 
 
 def test_a_reducer_taps_what_it_reduces_and_says_what_was_asked() -> None:
     masks = [torch.tensor([1.0, 0, 1]), torch.tensor([1.0])]
     reducer = make_pg_loss_reducer("sample_mean", masks, totals=StepTotals.from_loss_masks(masks))
     taps, values = Taps(), losses()
-    with listening(taps):
+    with observe(taps):
         taps.begin_microbatch()
         reducer(values).backward()
-    (tapped,) = taps.heard["pg"].values()
+    (tapped,) = taps.losses["pg"].values()
     assert torch.equal(tapped.gradient, torch.tensor([0.25, 0, 0.25, 0.5]))
-    assert torch.equal(tapped.asked(), tapped.gradient)
+    assert torch.equal(tapped.expected_weights(), tapped.gradient)
     assert tapped.samples.mask_lengths == [3, 1]
 
 
 def test_what_a_step_is_asked_for_is_known_while_it_runs() -> None:
-    assert asked_for() is None
-    with asking(resolve("token_mean")):
-        assert asked_for() == resolve("token_mean")
-    assert asked_for() is None
+    assert expected_aggregation() is None
+    with observe(aggregation=resolve("token_mean")):
+        assert expected_aggregation() == resolve("token_mean")
+    assert expected_aggregation() is None

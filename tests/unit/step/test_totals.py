@@ -34,8 +34,10 @@ from oracle import COUNTINGS, WORKED, Sample, mask_tokens, sample, units_of
 from refusals import Call, Refusal, check_refusal, each_of
 
 from megatron_rl_loss import BadBatchError, Samples, StepTotals, UnitCounts, make_pg_loss_reducer
+from megatron_rl_loss.step.collectives import attempt
+from megatron_rl_loss.step.counting import reduce_step_totals
 from megatron_rl_loss.step.ids import as_ids
-from megatron_rl_loss.step.totals import TokensById, attempt, reduce_step_totals
+from megatron_rl_loss.step.totals import TokensById
 
 WORLD_SIZE = 4
 # No case may come near it: a rank that waits this long waits for a rank that has already failed.

@@ -1,0 +1,112 @@
+"""What is asked of process groups: sums over them, rows to the owner of their key, errors to every rank."""
+
+from collections.abc import Callable, Collection, Sequence
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_rl_loss.errors import BadBatchError
+
+Group = dist.ProcessGroup
+Result = TypeVar("Result")
+
+
+# --- groups
+
+
+def if_several(group: Group | None) -> Group | None:
+    """The group, or None where it has one rank and nothing is to be exchanged."""
+    return group if group is not None and group.size() > 1 else None
+
+
+def rank_in(group: Group | None) -> int:
+    return 0 if group is None else group.rank()
+
+
+def size_of(group: Group | None) -> int:
+    return 1 if group is None else group.size()
+
+
+def world_size() -> int:
+    """Ranks of this job that `torch.distributed` knows of."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def device_of(group: Group) -> torch.device:
+    """Where the group's backends take tensors: the host if one of them does ("cpu:gloo,cuda:nccl")."""
+    if "cpu:" in dist.get_backend_config(group):
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def all_reduce(values: Tensor, group: Group | None, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
+    """Reduce values on the host over the group, in place."""
+    if group is not None:
+        moved = values.to(device_of(group))
+        dist.all_reduce(moved, op=op, group=group)
+        values.copy_(moved)
+
+
+def agree_on(mine: Collection[str], names: Sequence[str], groups: Sequence[Group]) -> tuple[str, ...]:
+    """Those of the names that some rank of the groups has."""
+    flags = torch.tensor([float(name in mine) for name in names], dtype=torch.float64, device="cpu")
+    for group in groups:
+        all_reduce(flags, if_several(group), dist.ReduceOp.MAX)
+    return tuple(name for name, flag in zip(names, flags, strict=True) if flag > 0)
+
+
+# --- errors to every rank
+
+
+def attempt(prepare: Callable[[], Result]) -> Result | Exception:
+    """What `prepare` returns, or raises: a failure that is to travel to the other ranks first."""
+    try:
+        return prepare()
+    except Exception as error:
+        return error
+
+
+def raise_together(failed: bool, failure: Exception | None, groups: Sequence[Group]) -> None:
+    """If any rank failed, raise on all of them, with every failing rank's reason (costs collectives only then)."""
+    if not failed:
+        return
+    if failure is not None and not groups:
+        raise failure
+    reasons = {} if failure is None else {dist.get_rank(): f"{type(failure).__name__}: {failure}"}
+    for group in groups:
+        gathered: list[dict[int, str]] = [{} for _ in range(group.size())]
+        dist.all_gather_object(gathered, reasons, group=group)
+        reasons = {rank: reason for part in gathered for rank, reason in part.items()}
+    listed = "; ".join(f"rank {rank}: {reason}" for rank, reason in sorted(reasons.items()))
+    raise BadBatchError(f"The step was not started, no weight was changed. {listed}") from failure
+
+
+class Exchange:
+    """Rows to the owner rank of their key, and answers back: three all-to-alls."""
+
+    def __init__(self, keys: Tensor, group: Group | None) -> None:
+        self._group = group
+        scrambled = keys * -7046029254386353131  # without their regularity keys spread evenly over ranks
+        owner = ((scrambled ^ (scrambled >> 32)) & (2**62 - 1)).remainder(size_of(group))
+        self._order = owner.argsort(stable=True)
+        self._sent = owner.bincount(minlength=size_of(group))
+        self._received = self._all_to_all(self._sent, torch.ones_like(self._sent), torch.ones_like(self._sent))
+
+    def to_owners(self, rows: Tensor) -> Tensor:
+        return self._all_to_all(rows[self._order], self._sent, self._received)
+
+    def answers(self, rows: Tensor) -> Tensor:
+        back = self._all_to_all(rows, self._received, self._sent)
+        unsorted = torch.empty_like(back)
+        unsorted[self._order] = back
+        return unsorted
+
+    def _all_to_all(self, rows: Tensor, sent: Tensor, received: Tensor) -> Tensor:
+        if self._group is None:
+            return rows
+        device = device_of(self._group)
+        out = torch.empty((int(received.sum()), *rows.shape[1:]), dtype=rows.dtype, device=device)
+        dist.all_to_all_single(out, rows.contiguous().to(device), received.tolist(), sent.tolist(), group=self._group)
+        return out.cpu()

@@ -1,0 +1,353 @@
+"""slime's and miles's own training steps with our hooks, from checkouts: SLIME_PATH=~/slime MILES_PATH=~/miles.
+
+Real: their data iterator, `get_batch`, `policy_loss_function`, `loss_function`, `train_one_step`, log-probs, reports,
+and miles's FSDP actor, with Megatron's schedule, groups and DDP, on CPU and gloo. The model is a table of logits, the
+optimizer keeps gradients. Replaced: Megatron's fused cross entropy, whose backward rounds to bfloat16, by its plain
+one.
+"""
+
+import importlib
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from checkouts import MILES, SLIME, checkout, load
+from logit_table import CLIP_HIGH, CLIP_LOW, KeepsGradients, Step, errors_of, logit_model, logits, make_step, reject
+from logit_table import rollout_data as data_of
+from ranks import RankError, run_ranks, start_process_group
+
+#: Log-probs are float32 sums over the vocabulary.
+TOLERANCE = 2e-6
+OURS = "megatron_rl_loss.frameworks"
+LAYOUTS = [(1, 1), (2, 1), (1, 2), (2, 2), (1, 4)]
+PEERS = {"slime": SLIME, "miles": MILES}
+
+pytestmark = pytest.mark.slow
+each_peer = pytest.mark.parametrize("peer", PEERS)
+
+NONE = """custom_megatron_before_train_step_hook_path custom_megatron_init_path custom_pg_loss_reducer_function_path
+    custom_tis_function_path decoder_seq_length dump_details eps_clip_c save_debug_train_data"""
+OFF = """allgather_cp calculate_per_token_loss ci_test compress_ratios debug_disable_optimizer enable_mtp_training
+    enable_witness get_mismatch_metrics multi_lora observe_training_entropy recompute_loss_function
+    save_local_weight_checksum skip_actor_forward_only true_on_policy_mode use_dynamic_global_batch_size use_kl_loss
+    use_opsm use_rollout_logprobs use_rollout_top_p_replay use_tis vocab_size"""
+VALUES = {
+    "data_pad_size_multiplier": 8,
+    "seq_length": 8,
+    "micro_batch_size": 1,
+    "loss_type": "policy_loss",
+    "advantage_estimator": "grpo",
+    "eps_clip": CLIP_LOW,
+    "eps_clip_high": CLIP_HIGH,
+    "entropy_coef": 0.0,
+    "rollout_temperature": 1.0,
+    "rollout_top_p": 1.0,
+    "log_probs_chunk_size": -1,
+    "qkv_format": "thd",
+    "check_for_nan_in_loss_and_grad": True,
+}
+
+
+def arguments(**changed: Any) -> Any:
+    return SimpleNamespace(**dict.fromkeys(NONE.split()) | dict.fromkeys(OFF.split(), False) | VALUES | changed)
+
+
+def train(peer: str, root: str, cp: int, steps: list[Step], cases: list[dict[str, Any]]) -> list[list[float]]:
+    """On a rank: the error of every step in each case."""
+    from megatron.training import global_vars
+    from table_step import start
+
+    from megatron_rl_loss.audit.megatron.audit import audited
+
+    state = start(cp=cp)
+    setup = (setup_slime if peer == "slime" else setup_miles)(root)
+    model_module, measured = setup.model, []
+    own_train_one_step, get_schedule = model_module.train_one_step, model_module.get_forward_backward_func
+    if peer == "slime":
+        model_module.get_forward_backward_func = lambda: audited(get_schedule(), measured.append)
+    found = []
+    for one in cases:
+        args = arguments(**one["flags"])
+        global_vars._GLOBAL_ARGS = args
+        if args.use_tis:
+            args.custom_tis_function_path = "logit_table.rejecting"
+            importlib.import_module("logit_table").rejecting = reject(steps)  # type: ignore[attr-defined]
+        model_module.train_one_step = own_train_one_step
+        step_arguments = setup.prepare(args, one, steps, state.get_data_parallel_rank())
+        errors = []
+        for step_id, step in enumerate(steps):
+            model = logit_model(step.table, per_token=args.calculate_per_token_loss)
+            optimizer = KeepsGradients(model)
+            report, *_ = model_module.train_one_step(
+                args=args,
+                rollout_id=3,
+                step_id=step_id,
+                model=[model],
+                optimizer=optimizer,
+                opt_param_scheduler=SimpleNamespace(step=lambda increment: None),
+                **step_arguments(step_id),
+            )
+            errors.append(errors_of(step, one["mode"], one["divisor"], report["pg_loss"], optimizer.gradients[0]))
+            if measured and measured[-1].is_first_rank and args.custom_pg_loss_reducer_function_path:
+                errors.append(audit_error(measured[-1].measured, one, step))
+        found.append(errors)
+    return found
+
+
+def setup_slime(root: str) -> Any:
+    names = ("backends.megatron_utils.model", "backends.megatron_utils.cp_utils", "backends.megatron_utils.data")
+    model, cp_utils, data_module, accelerator = load(
+        SLIME, root, *(f"slime.{n}" for n in (*names, "utils.accelerator"))
+    )
+    cpu = torch.device("cpu")
+    accelerator._ACCELERATOR = SimpleNamespace(device=lambda index: cpu, current_device=lambda: cpu)
+    from megatron_rl_loss.frameworks import slime
+
+    def prepare(args: Any, one: dict[str, Any], steps: list[Step], dp_rank: int) -> Any:
+        data = data_of(steps, dp_rank, cp_utils.slice_log_prob_with_cp)
+        if args.custom_megatron_before_train_step_hook_path:
+            slime.count_steps(args, 3, data)  # as their actor calls it
+        iterator = data_module.get_data_iterator(data)
+        return lambda step_id: {
+            "data_iterator": iterator,
+            "num_microbatches": data["num_microbatches"][step_id],
+            "step_global_batch_size": data["global_batch_sizes"][step_id],
+        }
+
+    return SimpleNamespace(model=model, prepare=prepare)
+
+
+def setup_miles(root: str) -> Any:
+    names = "megatron_utils.model", "megatron_utils.parallel", "training_utils.parallel", "training_utils.cp_utils"
+    modules = load(MILES, root, *(f"miles.backends.{name}" for name in (*names, "training_utils.data")))
+    model, megatron_parallel, parallel, cp_utils, data_module = modules
+    group_info = importlib.import_module("miles.utils.ft_utils.process_group_utils")
+    _compute_in_float32()
+
+    def prepare(args: Any, one: dict[str, Any], steps: list[Step], dp_rank: int) -> Any:
+        alone = group_info.GroupInfo(rank=0, size=one.get("replicas", 1), group=None)
+        parallel.set_parallel_state(megatron_parallel.create_megatron_parallel_state(indep_dp=alone))
+        if args.custom_megatron_init_path is not None:  # as their `init` does
+            importlib.import_module("miles.utils.misc").load_function(args.custom_megatron_init_path)(args)
+        padded = one.get("padded")
+
+        def cut(values: Any, total: int, response: int) -> Any:
+            return cp_utils.slice_log_prob_with_cp(values, total, response, args.qkv_format, padded)
+
+        data = data_of(steps, dp_rank, cut) | ({} if padded is None else {"max_seq_lens": [padded] * 100})
+        iterators, num_microbatches = data_module.get_data_iterator(args, None, data)
+        return lambda step_id: {
+            "data_iterator": iterators,
+            "num_microbatches": num_microbatches[step_id],
+            "num_rollouts": data_module.get_num_rollouts(args, data, len(steps))[step_id],
+            "witness_info": None,
+            "attempt": 0,
+        }
+
+    return SimpleNamespace(model=model, prepare=prepare)
+
+
+def _compute_in_float32() -> None:
+    from megatron.core.fusions import fused_cross_entropy
+
+    def plain(logits: torch.Tensor, target: torch.Tensor, group: Any) -> torch.Tensor:
+        return -logits.log_softmax(-1).gather(-1, target[..., None]).squeeze(-1)
+
+    fused_cross_entropy.fused_vocab_parallel_cross_entropy = plain
+
+
+def audit_error(measured: Any, one: dict[str, Any], step: Step) -> float:
+    """Of an audit of their step, whose loss our hook taps: the largest relative error of a weight."""
+    if measured.unknown:
+        raise AssertionError(measured.unknown)
+    tokens = measured.tokens
+    sums = np.bincount(tokens.sample, tokens.mask).clip(1)[tokens.sample]
+    in_step = sum(float(sample.mask.sum()) for sample in step.samples)  # before any rejection
+    size = {"sample_mean": sums, "token_mean": in_step / step.num_rollouts, "constant": one["divisor"]}[one["mode"]]
+    expected = tokens.mask / size / step.num_rollouts
+    return float(np.abs(measured.weights - expected).max() / expected.max())
+
+
+def case(peer: str, mode: str, hook: str | None = None, *, counted: bool = False, **flags: Any) -> dict[str, Any]:
+    """A launch with a hook of ours; without, with their own reducer."""
+    flags["custom_pg_loss_reducer_function_path"] = hook and f"{OURS}.slime.{hook}"
+    if counted and peer == "slime":
+        flags["custom_megatron_before_train_step_hook_path"] = f"{OURS}.slime.begin_step"
+    elif counted:
+        flags["custom_megatron_init_path"] = f"{OURS}.miles.count_steps"
+    return {"mode": mode, "divisor": 40.0 if mode == "constant" else None, "flags": flags}
+
+
+def three(peer: str, counted: bool = False, **flags: Any) -> list[dict[str, Any]]:
+    """Each mode; a token mean with the step's counts."""
+    return [
+        case(peer, "sample_mean", "sample_mean", counted=counted, **flags),
+        case(peer, "constant", "constant_40", counted=counted, **flags),
+        case(peer, "token_mean", "token_mean", counted=True, calculate_per_token_loss=True, **flags),
+    ]
+
+
+def errors(peer: str, dp: int, cp: int, steps: list[Step], cases: list[dict[str, Any]]) -> list[list[list[float]]]:
+    """By rank, case and step."""
+    return run_ranks(dp * cp, train, peer, checkout(PEERS[peer]), cp, steps, cases, timeout_s=600)
+
+
+def assert_exact(peer: str, dp: int, cp: int, steps: list[Step], cases: list[dict[str, Any]]) -> None:
+    for of_rank in errors(peer, dp, cp, steps, cases):
+        for one, of_steps in zip(cases, of_rank, strict=True):
+            assert max(of_steps) < TOLERANCE, one
+
+
+@each_peer
+@pytest.mark.parametrize(("dp", "cp"), LAYOUTS)
+@pytest.mark.parametrize("rejected", [False, True], ids=["as masked", "rejection"])
+def test_hooks_are_exact(peer: str, dp: int, cp: int, rejected: bool) -> None:
+    cases = [*three(peer, use_tis=rejected), case(peer, "token_mean", "token_mean", counted=True, use_tis=rejected)]
+    assert_exact(peer, dp, cp, [make_step(seed, dp, rejected=rejected) for seed in (1, 2)], cases)
+
+
+@each_peer
+@pytest.mark.parametrize(("dp", "cp"), [(1, 2), (2, 2), (1, 4)])
+def test_all_gather_context_parallelism(peer: str, dp: int, cp: int) -> None:
+    assert_exact(peer, dp, cp, [make_step(3, dp)], three(peer, allgather_cp=True))
+
+
+@pytest.mark.parametrize(("dp", "cp"), LAYOUTS)
+@pytest.mark.parametrize("allgather", [False, True], ids=["zigzag", "all-gather"])
+def test_padded_rows_of_miles(dp: int, cp: int, allgather: bool) -> None:
+    """All-gather context parallelism of padded rows, as DeepSeek V4 has it, holds for micro-batches of one row."""
+    cases = three("miles", counted=True, qkv_format="bshd", allgather_cp=allgather and cp > 1)
+    steps = [make_step(9, dp, microbatches=12 // dp if allgather else 2)]
+    assert_exact("miles", dp, cp, steps, [one | {"padded": 24} for one in cases])
+
+
+def test_padded_rows_of_unknown_length() -> None:
+    steps = [make_step(9, 1)]
+    uncounted = case("miles", "sample_mean", "sample_mean", qkv_format="bshd") | {"padded": 24}
+    with pytest.raises(RankError, match=rf"--custom-megatron-init-path {OURS}.miles.count_steps"):
+        errors("miles", 1, 2, steps, [uncounted])
+    assert_exact("miles", 1, 1, steps, [uncounted])
+
+
+@each_peer
+def test_token_mean_without_counts(peer: str) -> None:
+    """Exact where each sample has a token; it stops at one without, masked or rejected."""
+    uncounted = case(peer, "token_mean", "token_mean", calculate_per_token_loss=True)
+    assert_exact(peer, 2, 2, [make_step(4, 2, masked=False)], [uncounted])
+    for rejected in (False, True):
+        steps = [make_step(5, 1, masked=not rejected, rejected=rejected)]
+        uncounted["flags"]["use_tis"] = rejected
+        with pytest.raises(RankError, match=rf"rejection \(TIS\) emptied it.*{peer}\.count_steps"):
+            errors(peer, 1, 1, steps, [uncounted])
+
+
+@each_peer
+def test_a_rollout_of_two_samples(peer: str) -> None:
+    """The hook refuses it, and says to run without: their own reducer then is the mean over rollouts."""
+    steps = [make_step(6, 2, split=True)]
+    cases = [case(peer, "constant", "constant_40", counted=True), case(peer, "sample_mean")]
+    assert_exact(peer, 2, 1, steps, cases)
+    with pytest.raises(RankError, match="Run without the hook"):
+        errors(peer, 2, 1, steps, [case(peer, "sample_mean", "sample_mean", counted=True)])
+
+
+@pytest.mark.parametrize(
+    ("flags", "replicas", "error"),
+    [
+        ({"multi_lora": True}, 1, "steps to be counted with multi-LoRA"),
+        ({}, 2, "independent data-parallel replicas"),
+    ],
+)
+def test_steps_of_miles_that_cannot_be_counted(flags: dict[str, Any], replicas: int, error: str) -> None:
+    one = case("miles", "constant", "constant_40", counted=True, **flags) | {"replicas": replicas}
+    with pytest.raises(RankError, match=error):
+        errors("miles", 1, 1, [make_step(1, 1)], [one])
+
+
+@each_peer
+def test_negative_controls(peer: str) -> None:
+    """Their own token mean has phantom tokens, and without fully masked samples none; another step's loss is seen."""
+    cases = [
+        case(peer, "token_mean", calculate_per_token_loss=True),
+        case(peer, "sample_mean"),
+        case(peer, "constant", "constant_41"),
+    ]
+    for masked in (True, False):
+        for token_mean, sample_mean, constant in errors(peer, 2, 1, [make_step(7, 2, masked=masked)], cases):
+            assert (token_mean[0] > 1e-2) == masked
+            assert sample_mean[0] < TOLERANCE
+            assert constant[0] > 1e-2
+
+
+# --- miles's FSDP backend
+
+
+def train_on_fsdp(root: str, step: Step, cases: list[dict[str, Any]]) -> list[list[float]]:
+    """On a rank: the error of a step of their FSDP actor in each case."""
+    from torch.distributed.fsdp import fully_shard
+
+    start_process_group()
+    names = "fsdp_utils.actor", "fsdp_utils.parallel", "training_utils.parallel", "training_utils.data"
+    modules = load(MILES, root, *(f"miles.backends.{name}" for name in names))
+    actor_module, fsdp_parallel, parallel, data_module = modules
+    distributed = importlib.import_module("miles.utils.distributed_utils")
+    _compute_in_float32()
+    distributed.GLOO_GROUP = dist.group.WORLD
+    mesh_of = fsdp_parallel.init_device_mesh
+    fsdp_parallel.init_device_mesh = lambda device_type, **kwargs: mesh_of("cpu", **kwargs)
+    state = fsdp_parallel.create_fsdp_parallel_state(SimpleNamespace(dp_replicate_size=1))
+    parallel.set_parallel_state(state)
+    found = []
+    for one in cases:
+        args = arguments(global_batch_size=step.num_rollouts, **one["flags"])
+        data = data_of([step], state.intra_dp.rank, lambda values, total, response: values)
+        iterators, num_microbatches = data_module.get_data_iterator(args, None, data)
+        model = ShardedTable(step.table)
+        fully_shard(model, mesh=state.get_mesh("fsdp"))
+        actor = SimpleNamespace(
+            args=args,
+            model=model,
+            precision_policy=SimpleNamespace(autocast_dtype=None),
+            _get_model_inputs_args=lambda batch: {"input_ids": batch["tokens"]},
+        )
+        keys = ("tokens", "loss_masks", "total_lengths", "response_lengths", "log_probs", "advantages", "max_seq_lens")
+        reports = []
+        for _ in range(num_microbatches[0]):
+            batch = data_module.get_batch(
+                iterators[0], [*keys, "rollout_log_probs"], args.data_pad_size_multiplier, args.qkv_format
+            )
+            train_step = actor_module.FSDPTrainRayActor._train_step
+            reports.append(train_step(actor, batch, step_id=0, num_microbatches=num_microbatches[0]))
+        report = importlib.import_module("miles.backends.training_utils.log_utils").aggregate_train_losses(reports)
+        gradient = model.table.grad.full_tensor()  # type: ignore[operator, union-attr]
+        value = report["pg_loss"] * len(step.samples) / step.num_rollouts  # it reports a mean over samples
+        found.append([errors_of(step, one["mode"], one["divisor"], value, gradient)])
+    return found
+
+
+class Output(NamedTuple):  # what FSDP2 can look into for tensors
+    logits: torch.Tensor
+
+
+class ShardedTable(torch.nn.Module):
+    def __init__(self, table: torch.Tensor) -> None:
+        super().__init__()
+        self.table = torch.nn.Parameter(table.clone())
+
+    def forward(self, input_ids: torch.Tensor) -> Output:
+        return Output(logits(self.table, input_ids))
+
+
+@pytest.mark.parametrize("dp", [1, 2, 4])
+def test_fsdp_of_miles(dp: int) -> None:
+    cases = [case("miles", "sample_mean", "sample_mean"), case("miles", "constant", "constant_40")]
+    root, step = checkout(MILES), make_step(10, dp)
+    for of_rank in run_ranks(dp, train_on_fsdp, root, step, cases, timeout_s=600):
+        assert max(max(of_rank)) < TOLERANCE
+    for per_token in (True, False):
+        refused = case("miles", "token_mean", "token_mean", calculate_per_token_loss=per_token)
+        with pytest.raises(RankError, match=r"it never divides by the step's tokens.*--train-backend megatron"):
+            run_ranks(dp, train_on_fsdp, root, step, [refused], timeout_s=600)

@@ -1,0 +1,391 @@
+"""How a step begins: the look-ahead, its collectives, errors on every rank, and totals that a user knows."""
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import oracle
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import RankError, run_ranks
+from table_step import Batch, aggregation, dealt, one_step, start, step_samples, table_model
+
+from megatron_rl_loss import BadBatchError, StepTotals, UnitCounts
+from megatron_rl_loss.megatron import next_microbatch
+
+SAMPLES = step_samples(seed=1)
+EVERYTHING = list(range(len(SAMPLES)))
+TABLE = [float(loss) for sample in SAMPLES for loss in sample.losses] + [0.0]
+
+
+def outcome_of(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except (ValueError, TypeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "accepted"
+
+
+# ---- the look-ahead
+
+
+def looked_ahead() -> None:
+    """Iterators of every kind, one rank."""
+    from megatron.core import num_microbatches_calculator as calculator
+    from megatron.core.rerun_state_machine import RerunDataIterator, RerunMode, get_rerun_state_machine
+
+    start()
+    samples = step_samples(seed=2)
+    model = table_model([0.0])
+    step = aggregation(mode="token_mean")
+
+    def batches(first: int, count: int) -> list[Batch]:
+        return [Batch(samples, [(first + i) % len(samples)], 1) for i in range(count)]
+
+    # A plain iterator: exactly the step's micro-batches are taken, the rest stays.
+    source = iter(batches(0, 5))
+    handed = list(step.begin_step(source, model=model, num_microbatches=3))
+    assert [m.data.samples.mask_lengths for m in handed] == [b.samples.mask_lengths for b in batches(0, 3)]
+    assert len({id(m.totals) for m in handed}) == 1
+    assert len(list(source)) == 2
+    # Megatron's rerun iterator gives the same step again.
+    get_rerun_state_machine().set_mode(RerunMode.VALIDATE_RESULTS)
+    rerun = RerunDataIterator(iter(batches(0, 4)))
+    first = list(step.begin_step(rerun, model=model, num_microbatches=2))
+    rerun.rewind()
+    again = list(step.begin_step(rerun, model=model, num_microbatches=2))
+    assert [a.totals.step_tokens for a in first] == [a.totals.step_tokens for a in again]
+    # Virtual pipeline stages: a list in, a list out, every chunk with its own data and the same totals.
+    chunks = step.begin_step([iter(batches(0, 2)), None, iter(batches(0, 2))], model=[model] * 3, num_microbatches=2)
+    assert chunks[1] is None
+    pairs = list(zip(chunks[0], chunks[2], strict=True))
+    assert len(pairs) == 2
+    assert all(a.totals is b.totals and a.data is not b.data for a, b in pairs)
+    # Without a number, Megatron's current one is read at the call.
+    calculator.init_num_microbatches_calculator(0, None, 2, 1, 1, False)
+    assert len(list(step.begin_step(iter(batches(0, 9)), model=model))) == 2
+    calculator.reconfigure_num_microbatches_calculator(0, None, 4, 1, 1, False)
+    assert len(list(step.begin_step(iter(batches(0, 9)), model=model))) == 4
+    # Known counts: those of the first step are compared with the masks, then the user's numbers are used.
+    counts = [6.5, 300.0, 100.0, 1.0]
+    known = aggregation(mode="token_mean", totals_of=lambda step: StepTotals(step_tokens=counts.pop(0)))
+    for expected in (6.5, 300):
+        (first, *_) = known.begin_step(iter(batches(0, 3)), model=model, num_microbatches=3)
+        assert first.totals.step_tokens == expected
+    chunks = known.begin_step([iter(batches(0, 3)) for _ in range(2)], model=[model] * 2, num_microbatches=1)
+    assert next(chunks[1]).totals.step_tokens == 100
+    with pytest.raises(ValueError, match=r"samples whose step_tokens alone are .*: the totals say 1"):
+        known.begin_step(iter(batches(0, 3)), model=model, num_microbatches=3)
+    with pytest.raises(ValueError, match=r"step_tokens of 300 from totals_of: the masks of all ranks have 6\.5"):
+        aggregation(mode="token_mean", totals_of=lambda step: StepTotals(step_tokens=300)).begin_step(
+            iter(batches(0, 3)), model=model, num_microbatches=3
+        )
+
+
+def test_the_look_ahead_takes_every_kind_of_iterator() -> None:
+    run_ranks(1, looked_ahead)
+
+
+def outcomes_of_chunks() -> list[str]:
+    """Two model chunks that read the same samples, and two that do not."""
+    start()
+    model = table_model(TABLE)
+    found = []
+    for second in (0, 1):
+        iterators = [iter([Batch(SAMPLES, [i], 1)]) for i in (0, second)]
+        begin = functools.partial(aggregation().begin_step, iterators, model=[model, model], num_microbatches=1)
+        found.append(outcome_of(begin))
+    return found
+
+
+def test_model_chunks_read_the_same_data() -> None:
+    same, other = run_ranks(1, outcomes_of_chunks)[0]
+    assert same == "accepted"
+    assert "the iterator of model chunk 0 gives other samples" in other
+
+
+def last_chunk_described() -> None:
+    """Two chunks of the same masks, described by layouts of two kinds: the last one that reads data counts."""
+    start()
+    model = table_model(TABLE)
+    for given, without_data in itertools.product((False, True), (None, 0, 1)):
+        described_batches: list[Any] = []
+
+        def totals_of(batches: list[Any]) -> StepTotals:
+            described_batches.extend(batches)  # noqa: B023
+            return StepTotals(**KNOWN)
+
+        chunks = [Batch(SAMPLES, EVERYTHING, 1, gathered=gathered) for gathered in (True, False)]
+        step = aggregation(mode="sample_mean", totals_of=totals_of if given else None)
+        iterators = [None if i == without_data else iter([chunk]) for i, chunk in enumerate(chunks)]
+        begun = step.begin_step(iterators, model=[model, model], num_microbatches=1)
+        described = chunks[0] if without_data == 1 else chunks[1]
+        for i, (iterator, chunk) in enumerate(zip(begun, chunks, strict=True)):
+            assert (iterator is None) == (i == without_data)
+            if iterator is not None:
+                microbatch = next(iterator)
+                assert microbatch.samples is described.samples
+                assert microbatch.data is chunk
+        assert described_batches == ([described] if given else [])
+
+
+def test_the_last_chunk_that_reads_data_is_described() -> None:
+    """With virtual pipeline stages the last chunk computes the loss; all chunks get what it was described by."""
+    run_ranks(1, last_chunk_described)
+
+
+def outcomes_of_iterators() -> dict[str, str]:
+    start()
+    model = table_model(TABLE)
+    batches = [Batch(SAMPLES, [0], 1)]
+
+    def begin(iterator: Any) -> Any:
+        return aggregation(mode="token_mean").begin_step(iterator, model=model, num_microbatches=1)
+
+    return {
+        "a data set": outcome_of(lambda: begin(batches)),
+        "None": outcome_of(lambda: begin(None)),
+        "not attached": outcome_of(lambda: next_microbatch(iter([{"tokens": 1}]))),
+        "attached": outcome_of(lambda: next_microbatch(begin(iter(batches)))),
+    }
+
+
+def test_what_is_no_iterator_of_micro_batches_is_refused() -> None:
+    found = run_ranks(1, outcomes_of_iterators)[0]
+    assert "a data iterator of type Batch: micro-batches are taken from it one by one" in found["a data set"]
+    assert "without validation data pass --eval-iters 0" in found["None"]
+    assert "a data iterator that gives dict: the step's totals were not made" in found["not attached"]
+    assert found["attached"] == "accepted"
+
+
+def collectives_of_steps() -> list[dict[str, int]]:
+    """Of a step without ids, of one by ids, and of one whose counts are known."""
+    start(cp=2)
+    samples = step_samples(seed=1)
+    model = table_model([0.0], ddp=False)
+    counts: dict[str, int] = {}
+    for name in ("all_reduce", "all_gather", "all_to_all_single", "all_gather_object", "broadcast"):
+        original = getattr(dist, name)
+
+        def counted(*args: Any, original: Any = original, name: str = name, **kwargs: Any) -> Any:
+            counts[name] = counts.get(name, 0) + 1
+            return original(*args, **kwargs)
+
+        setattr(dist, name, counted)
+    found = []
+    by_hand: list[StepTotals] = []
+    for mode, known in (("token_mean", False), ("prompt_mean", False), ("prompt_mean", True)):
+        step = aggregation(mode=mode, totals_of=(lambda _: by_hand[0]) if known else None)
+        batches = [Batch(samples, [i], 2) for i in (0, 1, 2)]
+        if mode == "token_mean":
+            for batch in batches:
+                batch.samples.rollout_ids = None
+        if known:
+            for _ in range(2):  # the first step is compared with the masks, the second asks once for metrics
+                step.begin_step(iter(batches), model=model, num_microbatches=3)
+        counts.clear()
+        microbatches = step.begin_step(iter(batches), model=model, num_microbatches=3)
+        by_hand[:] = [step._last_step.totals]
+        if not known:
+            for microbatch in microbatches:
+                num_local = len(microbatch.samples.local(0, 2))
+                microbatch.loss(torch.zeros(1, num_local, requires_grad=True), {"metric": torch.zeros(1, num_local)})
+        found.append(dict(counts))
+    return found
+
+
+def test_one_collective_round_a_step_and_none_a_microbatch() -> None:
+    without_ids = {"all_reduce": 2}  # a sum over dp, a maximum over cp (tp and pp have one rank)
+    by_id = {"all_reduce": 3, "all_to_all_single": 3}  # and the exchange by id
+    for found in run_ranks(4, collectives_of_steps):
+        assert found == [without_ids, by_id, {}]
+
+
+# ---- errors and replicas
+
+
+def outcome_with_bad_rank(tp: int, pp: int, cp: int) -> str:
+    """The data of rank 5 of 8 cannot be read."""
+
+    def broken() -> Iterator[Batch]:
+        yield good[0]
+        raise OSError("disk gone")
+
+    state = start(tp=tp, pp=pp, cp=cp)
+    chosen = dealt(SAMPLES, state.get_data_parallel_rank(), state.get_data_parallel_world_size(), 2)
+    good = [Batch(SAMPLES, which, cp) for which in chosen]
+    iterator = broken() if dist.get_rank() == 5 else iter(good)
+    model = table_model([0.0], ddp=False)
+    return outcome_of(lambda: aggregation().begin_step(iterator, model=model, num_microbatches=2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("tp", "pp", "cp"), [(2, 1, 2), (2, 2, 1), (1, 4, 1), (1, 2, 2)])
+def test_errors_reach_tensor_context_and_pipeline_ranks(tp: int, pp: int, cp: int) -> None:
+    for text in run_ranks(8, outcome_with_bad_rank, tp, pp, cp):
+        assert text.startswith("BadBatchError: ")
+        assert "no weight was changed" in text
+        assert "rank 5: OSError: disk gone" in text
+
+
+def outcome_with_different_data() -> str:
+    start(pp=2, cp=2)
+    batch = Batch(SAMPLES, [0, 1] if dist.get_rank() == 3 else [0, 2], 2)
+    model = table_model([0.0], ddp=False)
+    return outcome_of(lambda: aggregation().begin_step(iter([batch]), model=model, num_microbatches=1))
+
+
+def test_pipeline_stages_that_read_data_hold_the_same_samples() -> None:
+    for text in run_ranks(4, outcome_with_different_data):
+        assert "were given different samples" in text
+
+
+def stage_without_data() -> str:
+    """Only the last pipeline stage reads data; the first has no iterator."""
+    state = start(pp=2)
+    samples = step_samples(seed=1)
+    chosen = dealt(samples, state.get_data_parallel_rank(), 2, 1)
+    last = state.is_pipeline_last_stage()
+    iterator = iter([Batch(samples, chosen[0], 1)]) if last else None
+    step = aggregation(mode="prompt_mean")
+    handed = step.begin_step(iterator, model=table_model([0.0], ddp=False), num_microbatches=1)
+    return "nothing" if handed is None else f"{next(handed).totals.prompts.all} prompts"
+
+
+def test_a_pipeline_stage_may_read_no_data_unless_it_computes_the_loss() -> None:
+    assert run_ranks(4, stage_without_data) == ["nothing", "nothing", "3 prompts", "3 prompts"]
+
+
+# ---- totals that a user knows
+
+
+WHOLE = StepTotals.from_loss_masks(
+    [sample.mask for sample in SAMPLES],
+    rollout_ids=[str(sample.rollout_id) for sample in SAMPLES],
+    prompt_ids=[str(sample.prompt_id) for sample in SAMPLES],
+)
+KNOWN = {
+    "step_tokens": WHOLE.step_tokens,
+    "step_active_tokens": WHOLE.step_active_tokens,
+    "rollouts": WHOLE.rollouts,
+    "prompts": WHOLE.prompts,
+}
+
+
+NO_ROLLOUTS = {"rollouts": UnitCounts(tokens=WHOLE.rollouts.tokens)}
+TOTALS = {
+    # (changed counts, mode, per-token loss, a metric, empty step): what is said, "" for nothing
+    "right": (({}, "sample_mean", False, True, "error"), ""),
+    "right, per-token loss": (({}, "sample_mean", True, True, "warn"), ""),
+    "token_mean needs no rollouts without metrics": ((NO_ROLLOUTS, "token_mean", False, False, "warn"), ""),
+    "a metric needs them": (
+        (NO_ROLLOUTS, "token_mean", False, True, "warn"),
+        "totals_of returned totals without rollouts.all: a metric's sample_mean needs it",
+    ),
+    "the mode's count missing": (
+        (NO_ROLLOUTS, "sample_mean", False, False, "warn"),
+        "totals without rollouts.all: loss aggregation: sample_mean",
+    ),
+    "the carrier's count missing": (
+        ({"step_active_tokens": None}, "token_mean", True, False, "warn"),
+        "totals without step_active_tokens: per-token loss needs it",
+    ),
+    "an empty step could not be told": (
+        ({"step_active_tokens": None}, "token_mean", False, False, "error"),
+        "totals without step_active_tokens: --loss-aggregation-empty-step error needs it",
+    ),
+    "of half the step": (
+        ({"step_tokens": WHOLE.step_tokens / 2}, "token_mean", False, False, "warn"),  # type: ignore[operator]
+        "step_tokens",
+    ),
+    "a step too large": (
+        ({"step_tokens": WHOLE.step_tokens + 1}, "token_mean", False, False, "warn"),  # type: ignore[operator]
+        "from totals_of: the masks of all ranks have",
+    ),
+    "none": (({"step_tokens": "no totals"}, "token_mean", False, False, "warn"), "totals is None"),
+}
+
+
+def outcomes_of_totals() -> dict[str, str]:
+    """Two steps on two DP ranks with totals by hand, for each case."""
+    state = start()
+    half = (EVERYTHING[:6], EVERYTHING[6:])[state.get_data_parallel_rank()]
+    found = {}
+    for name, ((changes, mode, per_token, metric, empty_step), _) in TOTALS.items():
+
+        def totals_of(batches: list[Any], changes: Any = changes) -> Any:
+            return None if changes.get("step_tokens") == "no totals" else StepTotals(**{**KNOWN, **changes})
+
+        model = table_model(TABLE, per_token=per_token)
+        options = {"with_per_token_loss": True, "empty_step": empty_step}
+        step = aggregation(mode=mode, totals_of=totals_of, **options)
+        batches = [Batch(SAMPLES, half, 1)]
+        run = functools.partial(one_step, model, batches, step, metric=metric)
+        found[name] = outcome_of(lambda run=run: (run(), run()))
+    return found
+
+
+def test_totals_that_a_user_knows() -> None:
+    for found in run_ranks(2, outcomes_of_totals):
+        for name, (_, text) in TOTALS.items():
+            assert text in found[name] if text else found[name] == "accepted", (name, found[name])
+
+
+def outcome_of_many_tokens() -> dict[tuple[bool, int], str]:
+    """A second step of so many active tokens: the first one is compared with what there is."""
+    start()
+    found = {}
+    for per_token in (False, True):
+        model = table_model(TABLE, per_token=per_token)
+        for tokens in (2**31 - 1, 2**31, 2**33):
+            counts = [WHOLE, StepTotals(step_tokens=tokens, step_active_tokens=tokens)]
+            step = aggregation(mode="token_mean", totals_of=lambda _, counts=counts: counts.pop(0))
+            batches = [Batch(SAMPLES, EVERYTHING, 1)]
+            begin = functools.partial(step.begin_step, model=model, num_microbatches=1)
+            begin(iter(batches))
+            found[per_token, tokens] = outcome_of(functools.partial(begin, iter(batches)))
+    return found
+
+
+def test_a_step_of_2_31_tokens_is_refused_with_per_token_loss() -> None:
+    found = run_ranks(1, outcome_of_many_tokens)[0]
+    refused = {case: text for case, text in found.items() if text != "accepted"}
+    assert refused.keys() == {(True, 2**31), (True, 2**33)}
+    for (_, tokens), text in refused.items():
+        of_tokens = f"{tokens} active tokens with per-token loss: Megatron sums token counts as int32"
+        assert text.startswith(f"BadBatchError: {of_tokens}")
+
+
+# ---- a step without active tokens
+
+
+def empty_steps() -> dict[tuple[str, bool], Any]:
+    """With either carrier, whether it is to be an error or not."""
+    start(cp=2)
+    samples = [oracle.sample([1.0] * 4, [0] * 4, rollout_id=f"r{i}", prompt_id="p") for i in range(2)]
+    found: dict[tuple[str, bool], Any] = {}
+    for per_token in (False, True):
+        model = table_model([1.0] * 9, per_token=per_token)
+        for empty in ("warn", "error"):
+            step = aggregation(mode="sample_mean", units="active", empty_step=empty, with_per_token_loss=True)
+            try:
+                gradient, logged = one_step(model, [Batch(samples, [0, 1], 2), Batch(samples, [], 2)], step)
+                found[empty, per_token] = gradient.abs().max().item(), logged
+            except BadBatchError as error:
+                found[empty, per_token] = str(error)
+    return found
+
+
+def test_a_step_without_active_tokens() -> None:
+    for found in run_ranks(2, empty_steps):
+        for per_token in (False, True):
+            assert found["warn", per_token] == (0, {"pg_loss": 0, "twice": 0})
+            assert "a step without one active token" in found["error", per_token]
+
+
+def test_ranks_report_their_errors() -> None:
+    """The harness itself: a failing rank must not look like a pass."""
+    with pytest.raises(RankError, match="ZeroDivisionError"):
+        run_ranks(2, divmod, 1, 0)

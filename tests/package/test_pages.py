@@ -1,0 +1,170 @@
+"""The pages say what is so: links lead somewhere, names are exported, code runs, tables are those of the code."""
+
+import argparse
+import doctest
+import importlib
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import oracle
+import pytest
+import show_recipes
+import torch
+from pages import PAGES, broken_links, code_of
+from repository import EXAMPLES, ROOT
+
+from megatron_rl_loss.__main__ import example_files, with_companions
+from megatron_rl_loss.megatron import add_loss_aggregation_args
+from megatron_rl_loss.modes import MODES, available_modes, resolve
+from megatron_rl_loss.modes import names as mode_names
+from megatron_rl_loss.modes import table as modes
+
+README, USING, NAMES, FRAMEWORKS, PERFORMANCE = (
+    (ROOT / "docs" / name).read_text()
+    for name in ("../README.md", "using.md", "names.md", "frameworks.md", "performance.md")
+)
+RECIPES = {path.name: path.read_text() for path in sorted((EXAMPLES / "recipes").iterdir()) if path.is_file()}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    assert broken_links(page, page.read_text()) == []
+
+
+def wrong_names(text: str) -> Iterator[str]:
+    """Modules below a folder, and names that their folder does not export; the files of `frameworks` are named."""
+    for dotted in set(re.findall(r"\bmegatron_rl_loss(?:\.\w+)+", text)):
+        parts = dotted.split(".")
+        folder = next(n for n in range(len(parts), 0, -1) if ROOT.joinpath(*parts[:n]).is_dir())
+        if parts[1] != "frameworks" and ROOT.joinpath(*parts[: folder + 1]).with_suffix(".py").exists():
+            yield dotted
+    for module, names in re.findall(
+        r"^from (megatron_rl_loss\S*) import (\([^)]*\)|[^\n#]*)", text, flags=re.MULTILINE
+    ):
+        imported = importlib.import_module(module)
+        public = getattr(imported, "__all__", dir(imported))
+        yield from (f"{module}.{name}" for name in re.findall(r"\w+", names) if name not in public)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_names_are_those_of_folders(page: Path) -> None:
+    if page.name != "CHANGELOG.md":  # which says what has moved
+        assert list(wrong_names(page.read_text())) == []
+
+
+def test_wrong_links_and_names_would_be_seen() -> None:
+    """Negative control."""
+    text = "# A b\n[x](#a-b) [y](#c) [z][z] [w](none.md)\n\n[z]: docs/using.md#none\n"
+    assert broken_links(ROOT / "CHANGELOG.md", text.replace("#a-b", "README.md#modes")) == [
+        "#c", "none.md", "docs/using.md#none"
+    ]  # fmt: skip
+    block = "```python\nfrom megatron_rl_loss.losses import Term\n```\n"
+    text = f"`megatron_rl_loss.losses.token`, `megatron_rl_loss.frameworks.slime.sample_mean`\n{block}"
+    assert list(wrong_names(text)) == ["megatron_rl_loss.losses.token", "megatron_rl_loss.losses.Term"]
+
+
+@pytest.mark.parametrize("page", [page.name for page in PAGES if "```pycon" in page.read_text()])
+def test_examples_of_a_page_give_what_it_shows(page: str) -> None:
+    example = doctest.DocTestParser().get_doctest("\n".join(code_of(page, "pycon")), {}, page, page, 0)
+    assert doctest.DocTestRunner().run(example).failed == 0
+
+
+def test_the_diff_of_readme_ends_in_the_recipe() -> None:
+    """Each line that the diff leaves or adds is in the script, in this order; what it takes away is not."""
+    (diff,) = code_of("../README.md", "diff")
+    script = RECIPES["pretrain_packed.py"].splitlines()
+    at = 0
+    for line in diff.splitlines():
+        if line[0] == "-":
+            assert line[1:] not in script
+        elif not re.match(r" (def .*|\s*\.\.\.)$", line):
+            at += next(n for n, one in enumerate(script[at:], start=1) if one.startswith(line[1:]))
+
+
+def test_the_other_code_of_readme_and_using_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(modes, "_REGISTERED", {})
+    (few_lines,), (core, own_mode) = code_of("../README.md"), code_of("using.md")
+    for code, share in ((few_lines, 4), (core, 18 / 7)):
+        names: dict[str, Any] = {}
+        exec(code, names)
+        assert float(names["share"]) == pytest.approx(share)
+        assert f"# tensor({share:.5g}" in code
+    exec(own_mode, {})
+    assert "sum_per_prompt" in available_modes()
+
+
+def test_the_modes_of_readme_are_the_tables_and_give_the_worked_numbers() -> None:
+    table = README[README.index("## Modes") :]
+    assert re.findall(r"^\| `(\w+)`", table, flags=re.MULTILINE) == list(MODES) == list(oracle.MODES)
+    given = re.search(r"they give ([\d., and]+?)\n\(", table)
+    assert given is not None
+    computed = [float(oracle.step_loss(mode, oracle.WORKED, 8.0)) for mode in oracle.MODES]
+    assert [float(value) for value in re.findall(r"\d\.\d+", given[1])] == pytest.approx(computed, abs=1e-6)
+
+
+def test_the_flags_of_using_are_the_parsers() -> None:
+    parser = add_loss_aggregation_args(argparse.ArgumentParser(add_help=False))
+    flags = {action.option_strings[0] for action in parser._actions}
+    assert set(re.findall(r"^\| `(--[a-z-]+)", USING, flags=re.MULTILINE)) == flags | {"--loss-aggregation"}
+
+
+def test_each_recipe_is_shown_as_it_is_and_stands_alone() -> None:
+    page = show_recipes.PAGE.read_text()
+    assert show_recipes.with_code(page) == page
+    assert show_recipes.with_code(page.replace("reducer(policy.per_token_loss)", "reducer(policy.ppo_kl)")) == page
+    assert sorted(show_recipes.shown_files(page)) == [f"examples/recipes/{name}" for name in RECIPES]
+    for name, text in RECIPES.items():
+        assert len(text.splitlines()) <= 60
+        assert with_companions(f"recipes/{name}", EXAMPLES) == [f"recipes/{name}"]
+        assert f"recipes/{name}" in example_files(EXAMPLES)
+
+
+def test_every_name_of_a_mode_is_in_its_frameworks_section_and_no_other() -> None:
+    found = re.findall(r"^## (.*)\n([^#]*)", NAMES, flags=re.MULTILINE)
+    sections = {title.lower().replace("-", "_"): text for title, text in found}
+    peers = {peer.alias.replace(mode_names.NUMBER, "8192"): peer for peer in mode_names.NAMES}
+    assert set(sections) == {peer.framework for peer in peers.values()}
+    for framework, text in sections.items():
+        named = set(re.findall(rf"\b{framework}:[\w=-]+", text))
+        assert named == {alias for alias, peer in peers.items() if peer.framework == framework}
+        for alias in named:
+            if peers[alias].mode:
+                resolve(alias, divisor=4096.0 if isinstance(peers[alias].divisor, str) else None)
+
+
+def test_versions_are_the_same_on_all_pages() -> None:
+    dates: dict[str, set[str]] = {}
+    for commit, date in re.findall(r"`([0-9a-f]{8})` \((\d{4}-\d\d-\d\d)\)", FRAMEWORKS + NAMES):
+        dates.setdefault(commit, set()).add(date)
+    assert all(len(found) == 1 for found in dates.values())
+    assert set(re.findall(r"`([0-9a-f]{8})`", README)) <= set(re.findall(r"`([0-9a-f]{8})`", FRAMEWORKS))
+
+
+def test_the_code_of_frameworks_that_needs_none_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer, package = ModuleType("skyrl.train.trainer"), ModuleType("skyrl.train")
+    package.trainer = trainer  # type: ignore[attr-defined]
+    for module in (ModuleType("skyrl"), package, trainer):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    masks = torch.tensor([[1.0, 1, 1, 0], [1, 0, 0, 0]])
+    names: dict[str, Any] = {"loss_masks": list(masks), "uids": ["a", "b"]}
+    skyrl, tinker, _ = code_of("frameworks.md")
+    exec(skyrl, names)
+    exec(tinker, names)
+    normalise = trainer.apply_loss_reduction_to_advantages_minibatch
+    advantages = normalise(torch.ones(2, 4), masks, "prompt_mean", 1, 8, [(0, 1), (1, 2)])
+    torch.testing.assert_close(advantages, masks / torch.tensor([[6.0], [2.0]]))
+    assert names["datum_advantages"][1] == pytest.approx([-0.7 / 4, 0, 0, 0])
+
+
+@pytest.mark.parametrize("name", ["reducers", "segments", "totals"])
+def test_times_are_those_of_the_file(name: str) -> None:
+    numbers = set((ROOT / f"docs/bench/{name}-cpu.txt").read_text().split())
+    section = PERFORMANCE[PERFORMANCE.index(f"tools/bench/{name}.py") :].split("\n## ")[0]
+    rows = [row.split("|")[1:-1] for row in re.findall(r"^\| \d.*", section, flags=re.MULTILINE)]
+    shown = {cell.strip().replace(",", "") for row in rows for cell in (row if name == "totals" else row[2:-1])}
+    assert len(rows) >= 5
+    assert shown - numbers - {"none", "rollouts and prompts"} == set()

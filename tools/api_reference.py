@@ -1,0 +1,108 @@
+"""Write the API reference, docs/api: one page per folder of the package, made of signatures and docstrings.
+
+python tools/api_reference.py            # writes the pages
+python tools/api_reference.py --check    # writes nothing; fails if a page is not current
+
+It reads sources and imports nothing, so any Python makes the same pages.
+"""
+
+import argparse
+import ast
+import re
+from pathlib import Path
+from textwrap import dedent
+
+ROOT = Path(__file__).parents[1]
+TO = ROOT / "docs" / "api"
+FRAMEWORKS = sorted(f"frameworks.{file.stem}" for file in ROOT.glob("megatron_rl_loss/frameworks/[a-z]*.py"))
+#: A page, and the modules that it shows. A name that several folders export stands on the first page that has it.
+PAGES = {room: [room] for room in ("step", "modes", "reduction", "losses", "logprobs", "megatron")}
+PAGES |= {"frameworks": ["frameworks", *FRAMEWORKS], "audit": ["audit", "audit.megatron"], "README": [""]}
+SECTION = re.compile(r"^(Args|Attributes|Raises[^\n:]*|Returns):\n((?:(?:    .*)?(?:\n|$))+)", re.MULTILINE)
+BLOCK = re.compile(r"^(>>>|===).*(?:\n.+)*", re.MULTILINE)
+
+
+def source_of(module: str) -> str:
+    path = ROOT.joinpath("megatron_rl_loss", *module.split("."))
+    return (path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text()
+
+
+def names_in(module: str) -> list[str]:
+    """Its ``__all__``; no names without one."""
+    found = re.search(r"^__all__ = (\[.*?\])", source_of(module), re.DOTALL | re.MULTILINE)
+    return ast.literal_eval(found[1]) if found else []
+
+
+def find(module: str, name: str) -> tuple[list[str], ast.stmt]:
+    """Where a name is defined, through imports: the lines of the file, and the statement."""
+    for node in reversed(ast.parse(source_of(module)).body):  # of overloads, the last
+        if isinstance(node, ast.ImportFrom) and name in [alias.name for alias in node.names]:
+            return find(str(node.module).partition(".")[2], name)
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", node)]
+        if name in [getattr(target, "id", getattr(target, "name", None)) for target in targets]:
+            return source_of(module).splitlines(), node
+    raise SystemExit(f"{module} has no {name}")
+
+
+def code(lines: list[str], node: ast.stmt) -> str:
+    """A signature as it is written, of a class with its fields and its constructor; or the whole statement."""
+    if not isinstance(node, ast.FunctionDef | ast.ClassDef):
+        return "\n".join(lines[node.lineno - 1 : node.end_lineno])
+    begin = min([node.lineno, *(one.lineno for one in node.decorator_list)])
+    text = "\n".join(lines[begin - 1 : max(node.body[0].lineno - 1, node.lineno)]).rstrip(". ").removesuffix(":")
+    parts = [one for one in node.body if isinstance(one, ast.AnnAssign) or getattr(one, "name", "") == "__init__"]
+    return "\n".join([text, *(code(lines, one) for one in parts if isinstance(node, ast.ClassDef))])
+
+
+def as_markdown(node: ast.Module | ast.FunctionDef | ast.ClassDef) -> str:
+    def section(match: re.Match[str]) -> str:
+        body = dedent(match[2]).strip()
+        if match[1] != "Returns":
+            body = re.sub(r"^([^:\n]+): ", r"- `\1`: ", re.sub(r"\n +", " ", body), flags=re.MULTILINE)
+        return f"**{match[1]}**\n\n{body}\n\n"
+
+    text = SECTION.sub(section, (ast.get_docstring(node) or "").replace("``", "`") + "\n")
+    return BLOCK.sub(lambda block: f"```{'pycon' if block[1] == '>>>' else 'text'}\n{block[0]}\n```", text).strip()
+
+
+def entry(lines: list[str], node: ast.stmt, name: str, level: str = "##") -> str:
+    """Heading, code, docstring; of a class its public methods too."""
+    parts = [f"{level} `{name}`", f"```python\n{dedent(code(lines, node))}\n```"]
+    if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        parts.append(as_markdown(node))
+    if isinstance(node, ast.ClassDef):
+        methods = [one for one in node.body if isinstance(one, ast.FunctionDef) and ast.get_docstring(one)]
+        shown = [one for one in methods if not one.name.startswith("_") or one.name == "__call__"]
+        parts += [entry(lines, one, f"{name}.{one.name}", f"{level}#") for one in shown]
+    return "\n\n".join(filter(None, parts))
+
+
+def pages() -> dict[Path, str]:
+    home = {name: page for page in reversed(PAGES) for module in PAGES[page] for name in names_in(module)}
+    texts = {}
+    for page, modules in PAGES.items():
+        parts = []
+        for module in modules:
+            title = f"megatron_rl_loss.{module}".rstrip(".")
+            names = names_in(module)
+            links = [f"- [`{name}`]({home[name]}.md#{name.lower()})" for name in names if home[name] != page]
+            parts += [f"# {title}", as_markdown(ast.parse(source_of(module))), "\n".join(links)]
+            parts += [entry(*find(module, name), name) for name in names if home[name] == page]
+        texts[TO / f"{page}.md"] = "\n\n".join(filter(None, parts)) + "\n"
+    return texts
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="Write nothing; fail if a page is not current.")
+    check = parser.parse_args().check
+    stale = {page: text for page, text in pages().items() if not page.exists() or page.read_text() != text}
+    if check and stale:
+        raise SystemExit(f"not current: {', '.join(page.name for page in stale)}. Run python tools/api_reference.py.")
+    TO.mkdir(exist_ok=True)
+    for page, text in stale.items():
+        page.write_text(text)
+
+
+if __name__ == "__main__":
+    main()
