@@ -119,7 +119,8 @@ def unit_weights(
     else:
         sizes = sums
         if size is not None:
-            sizes = torch.as_tensor(size, dtype=torch.float64).to(sums.device, non_blocking=True)
+            host_or_own = size.device if isinstance(size, Tensor) else "cpu"  # whatever the default device is
+            sizes = torch.as_tensor(size, dtype=torch.float64, device=host_or_own).to(sums.device, non_blocking=True)
             check_one_each("unit sizes", len(sizes), "loss masks", len(samples))
         if size is not None or number == 0:  # a sample's own sum is 0 only where it has no active token
             _require_units(((sizes * number > 0) | (sums == 0)).all(), named)
