@@ -176,37 +176,32 @@ def mup_scale(scale_logits: Any) -> float:
 def refuse_other_layers(output_layer: Any, weight: Tensor) -> None:
     """Refuse output layers that do what is not done here."""
     if type(output_layer).forward is not layers.ColumnParallelLinear.forward:
-        raise ValueError(
-            f"an output layer of another kind, {type(output_layer).__name__}: the chunked head does what Megatron's "
-            "ColumnParallelLinear does, and this one does more. Leave the output_processor out there (--log-probs "
-            "stock in the example)."
-        )
+        raise _other_layer(type(output_layer).__name__)
     config, fused = output_layer.config, output_layer.gradient_accumulation_fusion
-    wrong = {
+    refused = {
         "one whose weight is sharded further (GTP)": output_layer.gtp_remat_size > 1,
         "one with defer_embedding_wgrad_compute": config.defer_embedding_wgrad_compute,
         "one with skip_bias_add": output_layer.skip_bias_add and output_layer.bias is not None,
         "one under CPU offloading": config.cpu_offloading,
         "one of Megatron-FSDP with gradient-accumulation fusion": fused and hasattr(weight, "__fsdp_param__"),
     }
-    for setting, given in wrong.items():
-        if given:
-            raise ValueError(
-                f"an output layer of another kind, {setting}: the chunked head does what Megatron's "
-                "ColumnParallelLinear does, and this one does more. Leave the output_processor out there (--log-probs "
-                "stock in the example)."
-            )
+    for kind, present in refused.items():
+        if present:
+            raise _other_layer(kind)
 
 
 def run_pre_hooks(output_layer: Any, hidden_states: Tensor) -> None:
     """What runs before the layer's forward: with `--overlap-param-gather` it waits for the weight."""
     for hook in output_layer._forward_pre_hooks.values():
         if hook(output_layer, (hidden_states,)) is not None:
-            raise ValueError(
-                "an output layer of another kind, one with a hook that changes its input: the chunked head does what "
-                "Megatron's ColumnParallelLinear does, and this one does more. Leave the output_processor out there "
-                "(--log-probs stock in the example)."
-            )
+            raise _other_layer("one with a hook that changes its input")
+
+
+def _other_layer(kind: str) -> ValueError:
+    return ValueError(
+        f"an output layer of another kind, {kind}: the chunked head does what Megatron's ColumnParallelLinear does, "
+        "and this one does more. Leave the output_processor out there (--log-probs stock in the example)."
+    )
 
 
 class FusedMainGradient:

@@ -174,66 +174,66 @@ def sum_terms(
     Raises:
         ValueError, TypeError: values that are not one float for each token that this rank holds.
     """
-    for values, reducer, _, term in summands:
-        reducer.check("per_token_loss" if term is None else "a term", values)
-    for values, reducer in metrics:
-        reducer.check("a metric", values)
-    device = summands[0].values.device
-    reducers = [*(one.reducer for one in summands), *(reducer for _, reducer in metrics)]
-    share, sums = _WeightedSums.apply(  # type: ignore[no-untyped-call]
-        [reducer.weights_on(device) for reducer in reducers],
-        [float(one.coef) for one in summands],
-        reducers[0].gradient_scale,
-        *(one.reducer.tap(one.values, one.term, one.coef) for one in summands),
-        *(values.detach() for values, _ in metrics),
-    )
-    own = list(sums.unbind())
-    return share, own[: len(summands)], own[len(summands) :]
-
-
-class _WeightedSums(torch.autograd.Function):
-    """Each row's sum by its weights, and the differentiable sum of coefficient times sum over the first rows.
-
-    Nothing is kept for the backward pass but the weights.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, weights: list[Tensor], coefs: list[float], gradient_scale: int, *rows: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        sums = _sums(rows, weights)
+    for one in summands:
+        one.reducer.check("per_token_loss" if one.term is None else "a term", one.values)
+    for metric, reducer in metrics:
+        reducer.check("a metric", metric)
+    device, coefs = summands[0].values.device, [one.coef for one in summands]
+    values = [one.reducer.tap(one.values, one.term, one.coef) for one in summands]
+    with torch.no_grad():
+        sums = _sums([*((one.values, one.reducer) for one in summands), *metrics], device)
         share = sums[0] * coefs[0]
-        for k in range(1, len(coefs)):
+        for k in range(1, len(summands)):
             share.add_(sums[k], alpha=coefs[k])
-        ctx.save_for_backward(*weights[: len(coefs)])
-        ctx.slopes = [coef * gradient_scale for coef in coefs]
-        ctx.like = [(row.shape, row.dtype) for row in rows]
-        ctx.mark_non_differentiable(sums)
-        return share, sums
+    weights = [one.reducer.weights_on(device) for one in summands]
+    slopes = [one.coef * one.reducer.gradient_scale for one in summands]
+    share = _WithGradient.apply([share], weights, slopes, *values)  # type: ignore[no-untyped-call]
+    return share, sums[: len(summands)], sums[len(summands) :]
+
+
+class _WithGradient(torch.autograd.Function):
+    """A loss that is known already, with its gradient at each row of values: slope * weights. Keeps the weights."""
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        of_rows: list[Tensor | None] = [None] * len(ctx.like)
-        for k, (weight, slope) in enumerate(zip(ctx.saved_tensors, ctx.slopes, strict=True)):
-            if ctx.needs_input_grad[3 + k]:
-                shape, dtype = ctx.like[k]
-                of_rows[k] = (gradient * slope * weight).to(dtype).view(shape)
-        return None, None, None, *of_rows
+    def forward(ctx: Any, loss: list[Tensor], weights: list[Tensor], slopes: list[float], *values: Tensor) -> Tensor:
+        ctx.save_for_backward(*weights)
+        ctx.slopes = slopes
+        ctx.like = [(row.shape, row.dtype) for row in values]
+        return loss[0].detach()  # in a list and detached, so that it may be changed in place
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        of_values: list[Tensor | None] = [None, None, None]
+        rows = zip(ctx.saved_tensors, ctx.slopes, ctx.like, ctx.needs_input_grad[3:], strict=True)
+        for weights, slope, (shape, dtype), is_needed in rows:
+            of_values.append((gradient * slope * weights).to(dtype).view(shape) if is_needed else None)
+        return tuple(of_values)
 
 
-def _sums(rows: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
-    """The sum of each row by its weights, float32 [rows], without the tokens of weight 0, where 0 * NaN would be NaN.
+def _sums(rows: Sequence[tuple[Tensor, WeightedSum]], device: torch.device) -> list[Tensor]:
+    """The sum of each row by its reducer's weights, in launches that grow with neither tokens, samples nor rows."""
+    tables: dict[WeightedSum, list[Tensor]] = {}
+    for values, reducer in rows:
+        tables.setdefault(reducer, []).append(values.reshape(-1))
+    sums = {
+        reducer: iter(_sums_of_rows(torch.stack(table), reducer.weights_on(device)).unbind())
+        for reducer, table in tables.items()
+    }
+    return [next(sums[reducer]) for _, reducer in rows]
+
+
+def _sums_of_rows(table: Tensor, weights: Tensor) -> Tensor:
+    """``sum_t w_t * table[:, t]``, float32, without the tokens of weight 0, where 0 * NaN would be NaN.
 
     torch's own sum adds in few-term blocks on every CPU. A BLAS dot product may add 4 million products one by one.
     """
-    beside = weights[0] if all(one is weights[0] for one in weights) else torch.stack(list(weights))
-    products = torch.stack([row.reshape(-1) for row in rows]).float().mul_(beside)
+    products = table.float().mul_(weights)
     if products.is_cpu and not torch.compiler.is_compiling():
         # Leaving tokens out takes several times as long as the sum. A device would be waited for.
         sums = products.sum(1)
         if all(map(math.isfinite, sums.tolist())):
             return sums
-    return products.masked_fill_(beside == 0, 0).sum(1)
+    return products.masked_fill_(weights == 0, 0).sum(1)
 
 
 def check_values(

@@ -361,12 +361,7 @@ def numerator_without_mask(aggregation: Aggregation, local: LocalTokens, step_to
 
 
 def multiplied_by_mask(patch: pytest.MonkeyPatch) -> None:
-    def sums(rows: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
-        return torch.stack(
-            [(row.reshape(-1).float() * weight).sum() for row, weight in zip(rows, weights, strict=True)]
-        )
-
-    patch.setattr(reduction, "_sums", sums)
+    patch.setattr(reduction, "_sums_of_rows", lambda table, weights: (table.float() * weights).sum(1))
 
 
 def counted_by_length(patch: pytest.MonkeyPatch) -> None:
