@@ -34,10 +34,9 @@ from megatron.core.transformer import TransformerConfig
 from packed_attention import layer_spec
 from torch import Tensor
 
-from megatron_rl_loss import Samples, StepTotals, ZigzagTHD, make_pg_loss_reducer
-from megatron_rl_loss.audit.megatron.audit import Audit, tap  # (1)
-from megatron_rl_loss.audit.verdict import judge
-from megatron_rl_loss.modes.names import resolve
+from megatron_rl_loss import Samples, StepTotals, ZigzagTHD, make_pg_loss_reducer, resolve
+from megatron_rl_loss.audit import judge
+from megatron_rl_loss.audit.megatron import Audit, tap  # (1)
 
 SLOT, VOCABULARY = 32, 64
 Batch = dict[str, Any]

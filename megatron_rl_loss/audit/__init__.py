@@ -1,25 +1,31 @@
-"""What a loss does to each token: the weights it gives, measured, beside those that were asked.
+"""What a loss does to each token: the weights it gives, measured, beside those that were asked for.
 
-For whoever doubts a loss function or a launch. `audit.megatron` measures a step of a real Megatron run.
+For whoever doubts a loss function, a mode or a launch. `audit.megatron` measures a step of a real Megatron run.
 """
 
-from megatron_rl_loss.audit.check_loss import LossReport, check_loss
-from megatron_rl_loss.audit.invariance import ModeReport, check_reducer
+from megatron_rl_loss.audit.calling import CALLS, GIVEN, LossCall
+from megatron_rl_loss.audit.fit import Reading
+from megatron_rl_loss.audit.loss_check import LossReport, check_loss
+from megatron_rl_loss.audit.picture import draw, in_terminal
 from megatron_rl_loss.audit.report import Deviation, Verdict
+from megatron_rl_loss.audit.search import Finding
 from megatron_rl_loss.audit.tokens import MeasuredStep, Split, StepTokens
-from megatron_rl_loss.audit.trainers import Trainer
 from megatron_rl_loss.audit.verdict import judge
 
 __all__ = [
+    "CALLS",
+    "GIVEN",
     "Deviation",
+    "Finding",
+    "LossCall",
     "LossReport",
     "MeasuredStep",
-    "ModeReport",
+    "Reading",
     "Split",
     "StepTokens",
-    "Trainer",
     "Verdict",
     "check_loss",
-    "check_reducer",
+    "draw",
+    "in_terminal",
     "judge",
 ]

@@ -1,13 +1,19 @@
 """A step's measured weights beside the asked ones: how far apart they are."""
 
+import itertools
 import math
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from megatron_rl_loss.audit.report import Piece
-from megatron_rl_loss.audit.tokens import Floats, MeasuredStep
+from megatron_rl_loss.audit.tokens import Floats, MeasuredStep, StepTokens
 from megatron_rl_loss.modes.names import Aggregation
+from megatron_rl_loss.modes.table import OwnMode
+from megatron_rl_loss.modes.weights import weigh
+from megatron_rl_loss.step.counting import reduce_step_totals
+from megatron_rl_loss.step.samples import Samples
 
 Flags = NDArray[np.bool_]
 
@@ -77,3 +83,38 @@ class Comparison:
             )
             for (dp, k, cp), n, a, b in zip(unique.tolist(), counts, low, high, strict=True)
         )
+
+
+class StepSamples:
+    """The step's micro-batches and totals, to ask modes for weights."""
+
+    def __init__(self, tokens: StepTokens) -> None:
+        starts = np.flatnonzero(np.diff(tokens.sample, prepend=-1))
+        lengths = np.diff(np.append(starts, len(tokens)))
+        masks = torch.from_numpy(np.ascontiguousarray(tokens.mask)).split(lengths.tolist())
+        microbatch = tokens.groups(("dp_rank", "microbatch"))[starts]
+        cuts = [0, *(np.flatnonzero(np.diff(microbatch)) + 1).tolist(), len(starts)]
+        rollouts = tokens.rollout[starts]
+        split_rollouts = len(np.unique(rollouts)) < len(starts)
+        prompts = tokens.prompt[starts] if (tokens.prompt >= 0).all() else None
+        self.microbatches = [
+            Samples(
+                masks[begin:end],
+                rollout_ids=rollouts[begin:end].tolist() if split_rollouts else None,
+                prompt_ids=None if prompts is None else prompts[begin:end].tolist(),
+            )
+            for begin, end in itertools.pairwise(cuts)
+            if end > begin
+        ]
+        self.totals = reduce_step_totals(self.microbatches)
+
+    def weights(self, aggregation: Aggregation) -> Floats:
+        """The weight of every entry that an aggregation asks for, mask included, [num_entries].
+
+        Raises ValueError for a mode of one's own that looks at what masks and ids do not say (labels).
+        """
+        totals, mode = self.totals, aggregation.mode
+        if isinstance(mode, OwnMode) and mode.statistics:
+            totals = reduce_step_totals(self.microbatches, statistics=mode.statistics)
+        weights = [weigh(aggregation, samples.local(0, 1), totals) for samples in self.microbatches]
+        return torch.cat(weights).double().numpy() if weights else np.zeros(0)

@@ -4,7 +4,7 @@ A *cell* is what one context-parallel rank holds of one sample: nothing that a l
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -22,7 +22,6 @@ SCOPES: dict[str, tuple[str, tuple[str, ...]]] = {
     "cp_place": ("what the CP rank holds of the micro-batch", ("dp_rank", "microbatch", "cp_rank")),
 }
 
-
 Change = Callable[[Floats, Floats], Floats]
 #: How tokens are counted, in words.
 COUNTINGS = {
@@ -38,11 +37,14 @@ COUNTINGS = {
     "shifted": "mask tokens, and one more for each sample that has any",
     "rectangle": "rows x the longest row, padding too",
     "padded_rectangle": "rows x the longest row, padded to a multiple of 2 x CP",
-    "width": "the longest row, padding too",
-    "padded_width": "the longest row, padded to a multiple of 2 x CP",
+    "width": "longest row, padding too,",
+    "padded_width": "longest row, padded to a multiple of 2 x CP,",
 }
 #: Countings of a row's padded width: lengths that stand in the place of a divisor, not of a number of tokens.
 WIDTHS = ("width", "padded_width")
+UNITS = ("rollout", "sample", "prompt")
+#: Parts that are seldom counted over by mistake, and how far-fetched they are.
+_SELDOM = {"microbatch_over_dp": 0.2, "rank": 0.2}
 
 
 @dataclass(frozen=True)
@@ -63,12 +65,13 @@ class Count:
 
     @property
     def words(self) -> str:
-        where = f" in {SCOPES[self.scope][0]}" if self.scope != "step" or self.unit == "scope" else ""
-        if self.what != "tokens":
-            whose = "" if self.unit == "scope" else f" of the {self.unit}"
-            return f"{'' if self.counting == 'all' else 'active '}{self.what}s{whose}{where}"
+        where = f" of {SCOPES[self.scope][0]}" if self.scope != "step" or self.unit == "scope" else ""
         whose = "" if self.unit == "scope" else f" of the {self.unit}"
-        return f"{COUNTINGS[self.counting]}{whose}{where}"
+        if self.what != "tokens":
+            units = "micro-batches" if self.what == "microbatch" else f"{self.what}s"
+            return f"the number of {'' if self.counting == 'all' else 'active '}{units}{whose}{where}"
+        counted = "tokens" if self.counting == "mask" else f"tokens ({COUNTINGS[self.counting]})"
+        return f"the {COUNTINGS[self.counting] if self.counting in WIDTHS else counted}{whose}{where}"
 
 
 class Cells:
@@ -135,22 +138,52 @@ class Cells:
             self._groups[names] = group, int(group.max(initial=-1)) + 1
         return self._groups[names]
 
-    def number_of_parts(self, names: tuple[str, ...], counting: str = "all") -> int:
-        """How many parts the step has that differ in these ids.
-
-        Args:
-            counting: ``all`` that the step was split into, also where a part got no entry of a mask; ``filled`` for
-                those with an entry; ``active`` for those with a token.
-        """
-        group, filled = self.groups(names)
-        if counting == "active":
-            return len(np.unique(group[self.tokens > 0]))
+    def number_of_parts(self, names: tuple[str, ...]) -> int:
+        """How many parts the step was split into that differ in these ids, also where a part got no entry of a mask."""
         split = {
             "dp_rank": self.split.dp_size,
             "microbatch": self.split.num_microbatches,
             "cp_rank": self.split.cp_size if self.groups(("cp_rank",))[1] > 1 else 1,  # else all hold every token
         }
-        return filled if counting == "filled" else max(filled, math.prod(split.get(name, 1) for name in names))
+        return max(self.groups(names)[1], math.prod(split.get(name, 1) for name in names))
+
+    def features(self) -> Iterator[tuple[float, Count]]:
+        """What a factor may be made of, and how far-fetched each is."""
+        scopes = self.scopes()
+        parts = [scope for scope in scopes if scope != "step"]
+        units = [unit for unit in UNITS if unit != "prompt" or self.has_prompts]
+        units = [unit for unit in units if unit != "sample" or not self.rollouts_are_samples]
+        for scope in parts:
+            yield _SELDOM.get(scope, 0.0), Count("tokens", scope)
+        for unit in units:
+            yield 0.0, Count("tokens", unit=unit)
+            for counting in ("all", "active"):
+                for scope in parts:
+                    yield 0.2 + _SELDOM.get(scope, 0.0) + 0.1 * (counting == "active"), Count(unit, scope, counting)
+                if self.has_prompts and unit != "prompt":
+                    yield 0.7, Count(unit, "step", counting, "prompt")
+            for scope in parts:
+                yield 0.4 + _SELDOM.get(scope, 0.0), Count("tokens", scope, unit=unit)
+        if "microbatch" in parts and self.groups(("dp_rank",))[1] > 1:
+            yield 0.7, Count("microbatch", "dp_rank", "active")
+        for counting in COUNTINGS:
+            unknown = counting in ("response", "total") and counting not in self.lengths_known
+            if unknown or counting in ("mask", "clamped_pieces", "clamped_microbatches"):
+                continue
+            for scope in parts:
+                yield 0.8, Count("tokens", scope, counting)
+            for unit in units if "rectangle" not in counting and counting not in WIDTHS else ():
+                yield 0.8, Count("tokens", "step", counting, unit)
+
+    def average(self, count: Count) -> float:
+        """What a part of the step holds of it on average: the step's own count over the number of parts."""
+        names = SCOPES[count.scope][1] if count.unit == "scope" else (*SCOPES[count.scope][1], count.unit)
+        parts = self.number_of_parts(names)
+        if count.what == "tokens":
+            return self.total("mask") / parts
+        if count.what == "microbatch":
+            return self.number_of_parts(("dp_rank", "microbatch")) / parts
+        return float(self.values(Count(count.what, counting="all"))[0]) / parts
 
     def values(self, count: Count) -> Floats:
         """The quantity, for each cell, [num_cells]."""

@@ -66,10 +66,6 @@ class DrawnStep:
             "turns": [torch.arange(len(mask)) // 3 for mask in self.masks],
         }
 
-    @cached_property
-    def totals(self) -> StepTotals:
-        return self.totals_with({})
-
     def totals_with(self, statistics: Mapping[str, Statistic]) -> StepTotals:
         """The step's totals, with sums that a mode declares."""
         ids: Any = {"prompt_ids": self.prompt_ids, "rollout_ids": self.rollout_ids}

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_rl_loss.audit.hypotheses import StepSamples
+from megatron_rl_loss.audit.comparison import StepSamples
 from megatron_rl_loss.audit.tokens import Floats, MeasuredStep
 from megatron_rl_loss.audit.verdict import judge
 from megatron_rl_loss.modes.names import Aggregation

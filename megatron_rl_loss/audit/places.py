@@ -1,32 +1,16 @@
-"""Weight in the wrong places: NaN, an off-by-one shift, masked tokens that are trained, active ones that are not."""
+"""Weight in the wrong places, and tokens or places that weigh apart from all others: facts, before any fit."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from megatron_rl_loss.audit.causes import OTHERS
 from megatron_rl_loss.audit.comparison import Comparison, Flags
 from megatron_rl_loss.audit.report import Deviation, Shape
 from megatron_rl_loss.audit.tokens import Floats, Ints, StepTokens
 
-
-@dataclass
-class Placed:
-    """What is left once misplaced weight is taken off.
-
-    Attributes:
-        kept: tokens that are judged on, [num_entries].
-        mask: the mask that the losses were multiplied by, as far as it can be seen, [num_entries].
-        deviations: what was found.
-    """
-
-    kept: Flags
-    mask: Floats
-    deviations: list[Deviation] = field(default_factory=list)
-
-
-#: How tokens are grouped, coarsest first: the shape of a deviation, by which ids, and how a place is written.
+Places = tuple[tuple[str, float], ...]
+#: How tokens are grouped, coarsest first: the shape of what differs, by which ids, and how a place is written.
 PARTITIONS: tuple[tuple[Shape, tuple[str, ...], str], ...] = (
     ("cp_place", ("cp_rank",), "CP {}"),
     ("rank", ("dp_rank",), "DP {}"),
@@ -39,61 +23,82 @@ PARTITIONS: tuple[tuple[Shape, tuple[str, ...], str], ...] = (
     ("sample", ("sample",), "sample {}"),
     ("sample", ("sample", "cp_rank"), "sample {}, CP {}"),
 )
+#: What each deviation is, in words.
+_TEXTS = {
+    "nan_empty": "0/0: a part of the step without one active token is divided by its own count",
+    "nan_masked": "NaN at a masked token, multiplied by its mask: use where(mask, loss, 0), since 0 x NaN is NaN",
+    "nan": "weights are NaN or infinite",
+    "stray": "weight lies on padding, or on other samples' slots",
+    "missing": "active tokens have no weight",
+    "shift": "masks and losses are off by one",
+    "mask_ignored": "the mask is not applied to the losses",
+    "masked_samples_trained": "fully masked samples are trained",
+    "prompt_trained": "tokens before the response are trained",
+    "masked_trained": "some masked tokens are trained",
+    "misaligned": "weights lie on other tokens: masks and losses are cut or laid out differently",
+    "sign": "the sign is turned: what was to be minimised is maximised",
+    "fraction_ignored": "fractional masks act as if they were 1",
+    "mask_squared": "the mask is multiplied twice",
+    "odd_tokens": "a few tokens weigh apart from the others of their sample",
+}
 
 
-def found(cause: str, shape: Shape, text: str = "", **facts: object) -> Deviation:
-    """A deviation of a cause in `causes.OTHERS`."""
-    row = OTHERS[cause]
-    return Deviation(shape=shape, causes=(cause,), text=f"{row.text}{text}", rows=row.rows, **facts)  # type: ignore[arg-type]
+def deviation(name: str, text: str = "", **facts: object) -> Deviation:
+    return Deviation(name=name, text=f"{_TEXTS[name]}{text}", **facts)  # type: ignore[arg-type]
 
 
-def take_off_misplaced(step: Comparison) -> Placed:
-    """NaN, shifts, masked tokens with weight and active ones without, in this order."""
+@dataclass
+class Kept:
+    """What is left to be judged on once misplaced weight is taken off.
+
+    Attributes:
+        entries: of the tokens, [num_kept].
+        weights: what they weigh, [num_kept]; where masks were moved, what the mask entry of the token weighs.
+        deviations: what was taken off.
+    """
+
+    entries: Ints
+    weights: Floats
+    deviations: list[Deviation] = field(default_factory=list)
+
+
+def take_off_misplaced(step: Comparison) -> Kept:
+    """NaN, stray weight, shifts, masked tokens with weight and active ones without, in this order."""
     tokens, weights = step.tokens, step.weights
-    placed = Placed(kept=step.wanted & np.isfinite(weights), mask=tokens.mask)
+    deviations: list[Deviation] = []
     bad = ~np.isfinite(weights)
     if bad.any():
-        placed.deviations.append(_not_finite(tokens, bad, step.wanted))
+        deviations.append(_not_finite(tokens, bad, step.wanted))
     places, size = step.measured.stray
     if places and size:
         share = size / (size + float(np.abs(weights[~bad]).sum()))
-        text = f": {places} places, {100 * share:.1f} % of all weight"
-        placed.deviations.append(found("stray", "stray", text, tokens=places))
+        deviations.append(deviation("stray", f": {places} places, {100 * share:.1f} % of all weight", tokens=places))
     sizes = np.abs(np.where(bad, 0.0, weights))
-    if not sizes.any():
-        if step.wanted.any() and not bad.any():
-            number = int(step.wanted.sum())
-            text = ": none of them has any"
-            placed.deviations.append(found("missing", "missing", text, factors=(("all", 0.0),), tokens=number))
-            placed.kept = np.zeros_like(placed.kept)
-        return placed
     support = sizes > step.tolerance * _likely(step, sizes)
     support[bad] = step.wanted[bad]
     extra, lost = support & ~step.wanted, step.wanted & ~support
-    if not extra.any() and not lost.any():
-        return placed
-    for words, order, inside in _shifts(tokens):
-        if (support == step.wanted[order] & inside).all():
-            number = int(extra.sum() + lost.sum())
-            placed.deviations.append(found("shift", "shift", f": weights lie {words}", tokens=number))
-            placed.mask = np.where(support, tokens.mask[order], 0.0)
-            placed.kept = support & ~bad
-            return placed
-    placed.kept = support & step.wanted & ~bad
-    masked = _masked(step, extra) if extra.any() else None
-    missing = _missing(step, lost) if lost.any() else None
-    if masked and missing and masked.cause == "masked_trained":
-        text = f": {int(extra.sum())} masked tokens have weight, {int(lost.sum())} active ones have none"
-        placed.deviations.append(found("misaligned", "masked", text, tokens=int(extra.sum() + lost.sum())))
-    else:
-        placed.deviations += [one for one in (masked, missing) if one]
-    return placed
+    if extra.any() or lost.any():
+        for words, source, inside in _shifts(tokens) if sizes.any() else ():
+            if (support == step.wanted[source] & inside).all():
+                text = f": weights lie {words}"
+                deviations.append(deviation("shift", text, tokens=int(extra.sum() + lost.sum())))
+                moved = np.flatnonzero(support & ~bad)
+                return Kept(source[moved], weights[moved], deviations)
+        masked = _masked(step, extra) if extra.any() else None
+        missing = _missing(step, lost) if lost.any() else None
+        if masked and missing and masked.name == "masked_trained":
+            text = f": {int(extra.sum())} masked tokens have weight, {int(lost.sum())} active ones have none"
+            deviations.append(deviation("misaligned", text, tokens=int(extra.sum() + lost.sum())))
+        else:
+            deviations += [one for one in (masked, missing) if one]
+    entries = np.flatnonzero(support & step.wanted & ~bad)
+    return Kept(entries, weights[entries], deviations)
 
 
 def _likely(step: Comparison, sizes: Floats) -> Floats:
     """What a weight is likely to be, [num_entries]: far below is none."""
     positive = sizes > 0
-    likely = np.full(len(sizes), float(np.median(sizes[positive])))
+    likely = np.full(len(sizes), float(np.median(sizes[positive])) if positive.any() else 0.0)
     trained = step.wanted & positive
     if trained.any():
         wanted = np.abs(step.expected)
@@ -103,29 +108,25 @@ def _likely(step: Comparison, sizes: Floats) -> Floats:
 
 def _not_finite(tokens: StepTokens, bad: Flags, wanted: Flags) -> Deviation:
     number = int(bad.sum())
-    empty = []  # names of parts that have no active token
-    inside = None
+    empty = []  # parts that have no active token
     for words, names in (
-        ("samples", ("sample",)),
-        ("rollouts", ("rollout",)),
-        ("micro-batches", ("dp_rank", "microbatch")),
         ("CP ranks' pieces of a micro-batch", ("dp_rank", "microbatch", "cp_rank")),
+        ("micro-batches", ("dp_rank", "microbatch")),
+        ("rollouts", ("rollout",)),
+        ("samples", ("sample",)),
     ):
         group = tokens.groups(names)
         without = np.bincount(group, weights=wanted) == 0
         if without.any():
             empty.append(f"{int(without.sum())} {words}")
-            inside = words if without[group[bad]].all() else inside
-    if inside is not None:
-        return found("nan_empty", "nan", f"; NaN in {inside} that are fully masked", tokens=number)
-    if bad[wanted].all() and wanted.any():
-        nan_empty, nan_masked = OTHERS["nan_empty"], OTHERS["nan_masked"]
-        if not empty:
-            return found("nan_masked", "nan", "; no part of the step is fully masked", tokens=number)
-        text = f"every weight is NaN: {nan_empty.text} ({', '.join(empty)} are fully masked); or {nan_masked.text}"
-        causes, rows = ("nan_empty", "nan_masked"), (*nan_empty.rows, *nan_masked.rows)
-        return Deviation(shape="nan", causes=causes, text=text, rows=rows, tokens=number)
-    return found("nan", "nan", f": {number} of {len(bad)}", tokens=number)
+            if without[group[bad]].all():
+                return deviation("nan_empty", f"; NaN in {words} that are fully masked", tokens=number)
+    if not (bad[wanted].all() and wanted.any()):
+        return deviation("nan", f": {number} of {len(bad)}", tokens=number)
+    if not empty:
+        return deviation("nan_masked", "; no part of the step is fully masked", tokens=number)
+    text = f"; either {_TEXTS['nan_empty']} ({', '.join(empty)} are fully masked), or {_TEXTS['nan_masked']}"
+    return deviation("nan", text, tokens=number)
 
 
 def _shifts(tokens: StepTokens) -> Iterator[tuple[str, Ints, Flags]]:
@@ -134,67 +135,139 @@ def _shifts(tokens: StepTokens) -> Iterator[tuple[str, Ints, Flags]]:
     Both [num_entries]. What falls off one end comes back at the other (`torch.roll`) or does not.
     """
     everywhere = np.arange(len(tokens))
-    orders = (
+    for within, names in (
         ("in its sample", ("sample",)),
         ("in the micro-batch", ("dp_rank", "microbatch")),
         ("in its CP rank's piece", ("dp_rank", "microbatch", "cp_rank")),
-    )
-    for within, names in orders:
+    ):
         group = tokens.groups(names)
         by_group = np.argsort(group, kind="stable")
         sizes = np.bincount(group)
         begin = (sizes.cumsum() - sizes)[group[by_group]]
         size = sizes[group[by_group]]
         for move, words in ((1, "one token later"), (-1, "one token earlier")):
-            rolled = begin + (everywhere - begin - move) % size
-            order = np.empty_like(everywhere)
-            order[by_group] = by_group[rolled]
-            wrapped = np.zeros(len(tokens), np.bool_)
-            wrapped[by_group] = (everywhere - begin - move) // size != 0
-            yield f"{words} {within}", order, ~wrapped
-            yield f"{words} {within}, around its end", order, np.ones_like(wrapped)
+            source, inside = np.empty_like(everywhere), np.zeros(len(tokens), np.bool_)
+            source[by_group] = by_group[begin + (everywhere - begin - move) % size]
+            inside[by_group] = (everywhere - begin - move) // size == 0
+            yield f"{words} {within}", source, inside
+            yield f"{words} {within}, around its end", source, np.ones_like(inside)
 
 
 def _masked(step: Comparison, extra: Flags) -> Deviation:
     tokens = step.tokens
-    number = int(extra.sum())
-    masked = ~step.wanted
+    number, masked = int(extra.sum()), ~step.wanted
     active = np.bincount(tokens.sample, weights=step.wanted)
     in_masked_sample = active[tokens.sample] == 0
     first = np.full(len(active), np.iinfo(np.int64).max)
     np.minimum.at(first, tokens.sample[step.wanted], tokens.position[step.wanted])
     before = tokens.position < first[tokens.sample]
     if in_masked_sample[extra].all():
-        cause = "masked_samples_trained"
+        name = "masked_samples_trained"
     elif (before & ~in_masked_sample)[extra].all():
-        cause = "prompt_trained"
-    elif extra[masked].all():
-        cause = "mask_ignored"
+        name = "prompt_trained"
     else:
-        cause = "masked_trained"
+        name = "mask_ignored" if extra[masked].all() else "masked_trained"
     share = float(np.abs(step.weights[extra]).sum() / np.nansum(np.abs(step.weights)))
     text = f": {number} of {int(masked.sum())} masked tokens have weight, {100 * share:.1f} % of all"
     relative = float(step.weights[extra].mean() / step.scale) if step.scale else np.inf
     place = "a masked token, to the mean asked weight of an active one"
-    return found(cause, "masked", text, factors=((place, relative),), tokens=number)
+    return deviation(name, text, factors=((place, relative),), tokens=number)
 
 
 def _missing(step: Comparison, lost: Flags) -> Deviation:
     tokens, number = step.tokens, int(lost.sum())
+    if (lost == step.wanted).all():
+        return deviation("missing", ": none of them has any", factors=(("all", 0.0),), tokens=number)
     for _, names, pattern in PARTITIONS:
         group = tokens.groups(names)
         hit = np.bincount(group, weights=lost) > 0
         whole = np.bincount(group, weights=step.wanted & ~lost) == 0
-        if (whole[hit]).all():
+        if whole[hit].all():
             first = np.unique(group, return_index=True)[1]
             ids = np.stack([getattr(tokens, name)[first] for name in names], 1)[hit].tolist()
             places = [pattern.format(*one) for one in ids]
-            shown = "; ".join(places[:4]) + (f" and {len(places) - 4} more" if len(places) > 4 else "")
             factors = tuple((place, 0.0) for place in places)
-            return found("missing", "missing", f": {number}, all of {shown}", factors=factors, tokens=number)
-    last = np.zeros(int(tokens.sample.max()) + 1, np.int64)
-    np.maximum.at(last, tokens.sample[step.wanted], tokens.position[step.wanted])
-    ends = step.wanted & (tokens.position == last[tokens.sample])
-    text = ", the last of each sample" if (lost == ends).all() else ""
-    factors = (("these tokens", 0.0),)
-    return found("missing", "missing", f": {number} of {int(step.wanted.sum())}{text}", factors=factors, tokens=number)
+            return deviation("missing", f": {number}, all of {shown(places)}", factors=factors, tokens=number)
+    return deviation("missing", f": {number} of {int(step.wanted.sum())}", tokens=number)
+
+
+def shown(places: list[str]) -> str:
+    """The first few of them."""
+    return "; ".join(places[:4]) + (f" and {len(places) - 4} more" if len(places) > 4 else "")
+
+
+# ---- places that weigh apart
+
+
+def take_off_signs(kept: Kept, step: Comparison) -> None:
+    """Where whole places pull the other way, their sign is turned back."""
+    negative = kept.weights / step.expected[kept.entries] < 0
+    if not negative.any():
+        return
+    if negative.all():
+        factors: Places = (("all", -1.0),)
+    else:
+        shape, factors = places_of(step.tokens, kept.entries, np.where(negative, -1.0, 1.0), 0.0)
+        factors = tuple((place, sign) for place, sign in factors if sign < 0)
+        if shape == "token":
+            return
+    text = "" if negative.all() else f" at {shown([place for place, _ in factors])}"
+    kept.deviations.append(deviation("sign", text, factors=factors, tokens=int(negative.sum())))
+    kept.weights = np.where(negative, -kept.weights, kept.weights)
+
+
+def take_off_odd_tokens(kept: Kept, step: Comparison, cell: Ints, tolerance: float) -> bool:
+    """Leaves out tokens that weigh apart from the others of their cell, if these are few; whether cells agree then."""
+    ratio = kept.weights / step.expected[kept.entries]
+    by_cell = np.lexsort((ratio, cell))
+    sizes = np.bincount(cell)
+    middle = by_cell[(sizes.cumsum() - sizes + (sizes - 1) // 2).clip(0, len(cell) - 1)]
+    usual = ratio[middle][cell]
+    odd = np.abs(ratio - usual) > tolerance * np.abs(usual)
+    if not odd.any():
+        return True
+    if odd.mean() > 0.4 or (usual <= 0).any():
+        return False
+    times = ratio[odd] / usual[odd]
+    at = kept.entries[odd]
+    whole = np.abs(times - np.round(times)).max() <= tolerance * np.abs(times).max() and times.min() > 1
+    if len(np.unique(np.round(times, 5))) > 1 and not whole and odd.mean() > 0.05:
+        return False  # each weighs something else: that is no few among others
+    positions = zip(step.tokens.sample[at].tolist(), step.tokens.position[at].tolist(), strict=True)
+    factors = tuple((f"sample {i}, token {t}", float(x)) for (i, t), x in zip(positions, times, strict=True))
+    text = f": {len(at)} of {len(odd)}, {shown([place for place, _ in factors])}"
+    text += ", as if counted several times" if whole else ""
+    kept.deviations.append(deviation("odd_tokens", text, factors=factors, tokens=len(at)))
+    kept.entries, kept.weights = kept.entries[~odd], kept.weights[~odd]
+    return True
+
+
+def places_of(tokens: StepTokens, entries: Ints, values: Floats, tolerance: float) -> tuple[Shape, Places]:
+    """The coarsest partition over which values of entries are constant, and the value at each place."""
+    if not len(values) or np.ptp(values) <= tolerance * np.abs(values).max():
+        return "factor", (("all", float(np.median(values))),) if len(values) else ()
+    one_row_each = (tokens.groups(("rollout",)) == tokens.groups(("sample",))).all()
+    for shape, names, pattern in PARTITIONS:
+        if shape == "rollout" and one_row_each:
+            continue
+        group = tokens.groups(names)[entries]
+        unique, first, inverse = np.unique(group, return_index=True, return_inverse=True)
+        low, high = np.full(len(unique), np.inf), np.full(len(unique), -np.inf)
+        np.minimum.at(low, inverse.reshape(-1), values)
+        np.maximum.at(high, inverse.reshape(-1), values)
+        if (high - low <= tolerance * np.maximum(np.abs(low), np.abs(high))).all():
+            ids = np.stack([getattr(tokens, name)[entries[first]] for name in names], 1).tolist()
+            middle = ((low + high) / 2).tolist()
+            return shape, tuple((pattern.format(*one), value) for one, value in zip(ids, middle, strict=True))
+    ends = (("the smallest", float(values.min())), ("the largest", float(values.max())))
+    return "token", ends
+
+
+def places_apart(places: Places, tolerance: float) -> tuple[float, Places] | None:
+    """The factor that most places share, and the few that have another, relative to it; None if there are no such."""
+    values = np.array([value for _, value in places])
+    usual = float(np.median(values)) if len(values) > 2 else 1.0
+    apart = np.abs(values - usual) > tolerance * usual
+    if len(values) < 2 or not 0 < 2 * apart.sum() < len(values) + (len(values) == 2):
+        return None
+    return usual, tuple((place, value / usual) for (place, value), other in zip(places, apart, strict=True) if other)

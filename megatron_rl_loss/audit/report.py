@@ -7,62 +7,43 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from megatron_rl_loss.audit.causes import MUSEUM
+from megatron_rl_loss.audit.fit import Reading
 
-Shape = Literal[
-    "factor",  # one for all tokens
-    "microbatch",
-    "rank",
-    "cp_place",
-    "sample",
-    "rollout",
-    "prompt",
-    "token",
-    "masked",  # weight where the mask is 0
-    "missing",  # none where it is not
-    "twice",
-    "shift",
-    "nan",
-    "stray",
-    "mask",  # the mask's values
-]
+Shape = Literal["factor", "microbatch", "rank", "cp_place", "sample", "rollout", "prompt", "token"]
+#: Over what measured / asked is constant, in words.
+SHAPES: dict[Shape, str] = {
+    "factor": "step",
+    "microbatch": "micro-batch",
+    "rank": "rank",
+    "cp_place": "CP rank's piece",
+    "sample": "sample",
+    "rollout": "rollout",
+    "prompt": "prompt",
+    "token": "token",
+}
+Places = tuple[tuple[str, float], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Deviation:
-    """One way in which measured weights differ from those asked for; all of them multiplied give measured/asked.
+    """A fact about where weight lies: on no token, on masked tokens, on none where there should be some, turned around.
 
     Attributes:
-        shape: over what it is constant, or what kind of places it concerns.
-        causes: names of what causes it (`causes.py`), the most likely first; several where numbers coincide.
-        factors: places and the measured/asked of each that this deviation accounts for; one factor for all has one.
-        formulas: the factor by name, a formula a cause; empty where a cause is not a formula.
+        name: of the kind, such as ``masked_trained``.
         text: in a sentence.
-        rows: rows of `causes.MUSEUM` that had one of these causes.
+        factors: places, and the measured / asked that this accounts for at each.
         tokens: how many tokens it concerns; None for all.
     """
 
-    shape: Shape
-    causes: tuple[str, ...]
-    factors: tuple[tuple[str, float], ...] = ()
-    formulas: tuple[str, ...] = ()
-    text: str = ""
-    rows: tuple[int, ...] = ()
+    name: str
+    text: str
+    factors: Places = ()
     tokens: int | None = None
-
-    @property
-    def cause(self) -> str:
-        return self.causes[0]
-
-    @property
-    def factor(self) -> float:
-        """The one factor; NaN where there are several."""
-        return self.factors[0][1] if len(self.factors) == 1 else math.nan
 
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """What one CP rank holds of one micro-batch: its active tokens, and the lowest and highest measured/asked."""
+    """What one CP rank holds of one micro-batch: its active tokens, and the lowest and highest measured / asked."""
 
     dp_rank: int
     microbatch: int
@@ -81,14 +62,16 @@ class Verdict:
         sound: every weight is what was asked, within rounding. False where there is no verdict.
         deviation: the largest relative difference of a weight.
         misplaced: share of the gradient's weight that lies on the wrong tokens, 0 to 1; a factor misplaces nothing.
-        low, high: the smallest and largest measured/asked of an active token.
-        what_it_is: what the measured weights are, exactly, the simplest first.
-        deviations: what is wrong, in order: all factors multiplied are measured/asked.
+        low, high: the smallest and largest measured / asked of an active token.
+        deviations: weight in the wrong places; what is said below is about the rest.
+        shape: the coarsest parts of the step over which measured / asked is one number: ``factor`` for all tokens.
+        factors: that number at each place; the smallest and the largest where tokens of a sample differ.
+        readings: what these numbers could be, the simplest first; none if nothing fits.
         unknown: why there is no verdict; empty if there is one.
         notes: what the measurement can and cannot tell.
         tokens: active tokens of the step.
         total: the sum of all measured weights, and `asked_total` of those asked.
-        pieces: a row a micro-batch and CP rank.
+        pieces: a row for each micro-batch and CP rank.
     """
 
     asked: str
@@ -97,8 +80,10 @@ class Verdict:
     misplaced: float = math.nan
     low: float = math.nan
     high: float = math.nan
-    what_it_is: tuple[str, ...] = ()
     deviations: tuple[Deviation, ...] = ()
+    shape: Shape = "factor"
+    factors: Places = ()
+    readings: tuple[Reading, ...] = ()
     unknown: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     tokens: int = 0
@@ -137,62 +122,34 @@ class Verdict:
         lines = _wrapped(self.headline, 2)
         lines += [line for reason in self.unknown for line in _wrapped(f"  because {reason}", 4)]
         if not self.sound and not self.unknown:
-            names = ("It is  ", *["   or  "] * (_ALSO - 1))
-            for name, words in zip(names, self.what_it_is, strict=False):
-                lines += _wrapped(f"{name}{words}", 7)
-        for number, deviation in enumerate(self.deviations, 1):
-            lines += _told(number, deviation)
-        if not self.sound and not self.unknown and not self.uniform:
-            lines += ["measured/asked, by micro-batch and CP rank:", *_table(self.pieces)]
+            lines += self._numbers()
+            for number, one in enumerate(self.deviations, 1):
+                lines += _wrapped(f"{number}. {one.text}", 3)
+            beside = " the rest" if self.deviations else ""
+            for reading in self.readings:
+                lines += _wrapped(f"A reading that fits{beside}: {reading.text}", 2)
+            if not self.readings and self.factors:
+                lines.append("No reading fits: the numbers above are what is known.")
         lines += [line for note in self.notes for line in _wrapped(f"note: {note}", 6)]
         return "\n".join(lines)
 
+    def _numbers(self) -> list[str]:
+        """measured / asked, by micro-batch and CP rank, and place by place where that table does not show it."""
+        lines = []
+        if not self.uniform and not math.isnan(self.low):
+            lines += ["measured / asked, by micro-batch and CP rank:", *_table(self.pieces)]
+        if self.shape in ("sample", "rollout", "prompt"):
+            (least, low), *_, (most, high) = sorted(self.factors, key=lambda one: one[1])
+            one_each = f"one number for each {SHAPES[self.shape]}"
+            lines += _wrapped(f"{one_each}: {low:.4g} ({least}) to {high:.4g} ({most}), {len(self.factors)} in all", 2)
+        return lines
 
-_SHAPES: dict[Shape, str] = {
-    "factor": "one factor for all tokens",
-    "microbatch": "a factor a micro-batch",
-    "rank": "a factor a rank",
-    "cp_place": "a factor a CP place",
-    "sample": "a factor a sample",
-    "rollout": "a factor a rollout",
-    "prompt": "a factor a prompt",
-    "token": "a factor a token",
-    "masked": "weight where the mask is 0",
-    "missing": "no weight where the mask is not 0",
-    "twice": "tokens that count several times",
-    "shift": "a shift by one",
-    "nan": "NaN",
-    "stray": "weight on no token",
-    "mask": "the mask's values",
-}
-_SHOWN = 4  # places of a deviation
-_ALSO = 4  # readings
-_KNOWN = 4  # bugs that a cause is known from
+
 _WIDTH = 112
 
 
 def _wrapped(text: str, indent: int) -> list[str]:
     return textwrap.wrap(text, _WIDTH, subsequent_indent=" " * indent, break_on_hyphens=False)
-
-
-def _told(number: int, deviation: Deviation) -> list[str]:
-    by = ""
-    if len(deviation.factors) == 1:
-        place, factor = deviation.factors[0]
-        formulas = "".join(f" = {formula}" for formula in deviation.formulas)
-        by = f", x {factor:.6g}{formulas}" if place == "all" else ""
-    lines = _wrapped(f"{number}. {_SHAPES[deviation.shape]}{by}: {deviation.text}", 3)
-    places = sorted(deviation.factors, key=lambda one: one[1])
-    if len(places) > _SHOWN:
-        (least, low), (most, high) = places[0], places[-1]
-        lines.append(f"   x {low:.4g} ({least}) to x {high:.4g} ({most}), {len(places)} places")
-    elif not by:
-        lines += [f"   {place}: x {factor:.4g}" for place, factor in places]
-    known = [MUSEUM[row] for row in deviation.rows if MUSEUM[row] != "habit"]
-    if known:
-        more = f" and {len(known) - _KNOWN} more" if len(known) > _KNOWN else ""
-        lines += _wrapped(f"   known from {'; '.join(known[:_KNOWN])}{more}", 6)
-    return lines
 
 
 def _table(pieces: Sequence[Piece]) -> list[str]:

@@ -15,13 +15,23 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
+from megatron_rl_loss.audit.calling import GIVEN, LossCall
 from megatron_rl_loss.audit.drawn_steps import DrawnSample, DrawnStep
 from megatron_rl_loss.audit.tokens import MeasuredStep, Split, StepTokens
-from megatron_rl_loss.audit.trainers import GIVEN, Trainer
 from megatron_rl_loss.errors import check_callable, did_you_mean
-from megatron_rl_loss.step.layouts import Contiguous, Gathered, Layout, ZigzagBSHD, ZigzagTHD
+from megatron_rl_loss.step.layouts import (
+    Contiguous,
+    Gathered,
+    Layout,
+    ZigzagBSHD,
+    ZigzagResponse,
+    ZigzagTHD,
+    concatenated_ranges,
+)
 from megatron_rl_loss.step.samples import LocalTokens, Samples
+from megatron_rl_loss.step.totals import StepTotals
 
 LossFunction = Callable[..., Tensor]
 Failure = Literal["raises", "no loss", "no graph"]
@@ -45,6 +55,7 @@ class LossCase:
         split_rollouts: whether samples of one rollout number are one rollout.
         seed: of the losses of tokens.
         poisoned: whether losses are NaN where the mask is 0.
+        padded_masks: whether a loss function that asks for the masks of rows gets them as long as their padded slots.
     """
 
     ranks: tuple[tuple[tuple[DrawnSample, ...], ...], ...]
@@ -52,6 +63,7 @@ class LossCase:
     split_rollouts: bool = False
     seed: int = 0
     poisoned: bool = False
+    padded_masks: bool = False
 
     @cached_property
     def step(self) -> DrawnStep:
@@ -69,7 +81,7 @@ class LossCase:
 
     def uncut(self) -> "LossCase":
         """The same samples in one micro-batch on one rank."""
-        return replace(self, ranks=((self.step.samples,),), cp_size=1)
+        return replace(self, ranks=((self.step.samples,),), cp_size=1, padded_masks=False)
 
     def __str__(self) -> str:
         """The masks: samples apart by a space, micro-batches by a bar, with their rollouts where those are split."""
@@ -107,7 +119,7 @@ class Signature:
     left_alone: tuple[str, ...]
 
     @classmethod
-    def of(cls, loss_fn: Any, trainer: Trainer) -> "Signature":
+    def of(cls, loss_fn: Any, call: LossCall) -> "Signature":
         """Refuses a function that cannot be called with what the trainer has."""
         check_callable(
             "loss_fn", loss_fn, "it must be a function of losses and masks", "Pass the function, not its result"
@@ -121,11 +133,11 @@ class Signature:
         if len(first_two) < 2 and not any(p.kind == kinds.VAR_POSITIONAL for p in parameters):
             names = ", ".join(p.name for p in parameters) or "nothing"
             raise TypeError(
-                f"a loss function that takes {names}: its first two parameters are given the {trainer.takes} and the "
-                f"mask. Wrap it: lambda {trainer.takes}, mask: your_loss({trainer.takes}, mask)."
+                f"a loss function that takes {names}: its first two parameters are given the {call.takes} and the "
+                f"mask. Wrap it: lambda {call.takes}, mask: your_loss({call.takes}, mask)."
             )
         bound = loss_fn.keywords if isinstance(loss_fn, functools.partial) else {}
-        known = {name: name for name in GIVEN} | dict(trainer.names)
+        known = {name: name for name in GIVEN} | dict(call.names)
         asks, left_alone = [], []
         for parameter in parameters:
             if parameter in first_two or parameter.kind in (kinds.VAR_KEYWORD, kinds.VAR_POSITIONAL):
@@ -138,37 +150,37 @@ class Signature:
                 raise TypeError(
                     f"a loss function with a parameter {parameter.name!r} that has no default: only what a trainer has "
                     "is given by name. Bind it with functools.partial, or say what it is with "
-                    f"Trainer(names={{{parameter.name!r}: ...}}). {did_you_mean(parameter.name, list(known))}."
+                    f"LossCall(names={{{parameter.name!r}: ...}}). {did_you_mean(parameter.name, list(known))}."
                 )
             else:
                 left_alone.append(parameter.name)
         for name, given in asks:
-            if trainer.takes == "losses" and given in ("old_log_probs", "advantages", "sample_advantages"):
+            if call.takes == "losses" and given in ("old_log_probs", "advantages", "sample_advantages"):
                 raise TypeError(
                     f"a loss function that asks for {name!r}: one that is given the losses of tokens needs none. If it "
-                    'makes the losses itself, say Trainer(takes="log_probs").'
+                    'makes the losses itself, say LossCall(takes="log_probs").'
                 )
         return cls(tuple(asks), tuple(left_alone))
 
 
-def measure(loss_fn: LossFunction, trainer: Trainer, case: LossCase) -> MeasuredStep:
+def measure(loss_fn: LossFunction, call: LossCall, case: LossCase) -> MeasuredStep:
     """The weight of every token of a step, as the optimizer of such a trainer would get it; NaN where a loss is.
 
     Raises:
         CallFailed: a call that raises, or that returns no number with a gradient; the text says which call.
         ValueError, TypeError: a function that cannot be called with what the trainer has.
     """
-    return _Simulation(loss_fn, trainer, case).run()
+    return _Simulation(loss_fn, call, case).run()
 
 
 class _Simulation:
     """The calls of one step."""
 
-    def __init__(self, loss_fn: LossFunction, trainer: Trainer, case: LossCase) -> None:
-        self.loss_fn, self.trainer, self.case = loss_fn, trainer, case
-        self.asks = Signature.of(loss_fn, trainer).asks
+    def __init__(self, loss_fn: LossFunction, call: LossCall, case: LossCase) -> None:
+        self.loss_fn, self.call, self.case = loss_fn, call, case
+        self.asks = Signature.of(loss_fn, call).asks
         self.lengths = [len(sample.mask) for sample in case.step.samples]
-        self.values = case.losses(trainer.takes)
+        self.values = case.losses(call.takes)
         self.advantages = case.advantages()
 
     def run(self) -> MeasuredStep:
@@ -179,22 +191,25 @@ class _Simulation:
         for dp_rank, rank in enumerate(self.case.ranks):
             for number, microbatch in enumerate(rank):
                 part = _MicroBatch(self, dp_rank, number, first, microbatch)
-                end = part.entries.stop
                 weights[part.entries], holders[part.entries], loose = part.measure()
                 stray = (stray[0] + loose[0], stray[1] + loose[1])
                 first += len(microbatch)
-                assert end == sum(self.lengths[:first])
         case = self.case
         split = Split(num_microbatches=case.num_microbatches, dp_size=case.dp_size, cp_size=case.cp_size)
         return MeasuredStep(tokens=self._tokens(holders), weights=weights, split=split, stray=stray)
 
+    @cached_property
+    def totals(self) -> StepTotals:
+        """Of the step, with the sums that a mode declares."""
+        return self.case.step.totals_with(getattr(self.loss_fn, "statistics", {}))
+
     def scale(self) -> float:
         """What the trainer multiplies gradients by afterwards."""
-        case, trainer = self.case, self.trainer
+        case, call = self.case, self.call
         factors = [
-            case.num_microbatches if trainer.microbatches == "mean" else 1,
-            case.dp_size if trainer.dp == "mean" else 1,
-            case.cp_size if trainer.cp == "mean" else 1,
+            case.num_microbatches if call.microbatches == "mean" else 1,
+            case.dp_size if call.dp == "mean" else 1,
+            case.cp_size if call.cp == "mean" else 1,
         ]
         return float(1 / np.prod(factors))
 
@@ -233,14 +248,25 @@ class _MicroBatch:
         begin = sum(step.lengths[:first])
         self.lengths = step.lengths[self.rows]
         self.entries = slice(begin, begin + sum(self.lengths))
-        whole = step.case.step
+        whole, cp_size = step.case.step, step.case.cp_size
         rollout_ids = whole.rollout_ids
+        self.masks = whole.masks[self.rows]
+        self.labels = {name: entries[self.rows] for name, entries in whole.labels.items()}
+        layout = _layout(step.call, self.lengths, cp_size)
+        if step.case.padded_masks:
+            slots = _slots(step.call, self.lengths, cp_size, spare=True)
+            layout = ZigzagTHD([0, *np.cumsum(slots).tolist()])
+            self.masks = [pad(mask, (0, slot - len(mask))) for mask, slot in zip(self.masks, slots, strict=True)]
+            turns = zip(self.labels["turns"], slots, strict=True)
+            self.labels["turns"] = [pad(entry, (0, slot - len(entry)), value=-1) for entry, slot in turns]
         self.samples = Samples(
-            whole.masks[self.rows],
-            layout=_layout(step.trainer, self.lengths, step.case.cp_size),
+            self.masks,
+            layout=layout,
             prompt_ids=whole.prompt_ids[self.rows],
             rollout_ids=None if rollout_ids is None else rollout_ids[self.rows],
         )
+        #: Where the entries of unpadded masks are in the layout's buffer, [num_entries].
+        self.at = concatenated_ranges(np.array(self.samples.mask_starts), np.array(self.lengths))
 
     def measure(self) -> tuple[Any, Any, tuple[int, float]]:
         """Weight and CP rank of each mask entry, and the weight in padding: its places and the sum of its sizes."""
@@ -251,15 +277,15 @@ class _MicroBatch:
             local = self.samples.local(cp_rank, cp_size)
             positions = local.positions.numpy()
             np.add.at(buffer, positions, self._derivatives(cp_rank, local) * step.scale())
-            if step.trainer.cp_cut != "gathered":
+            if step.call.cp_cut != "gathered":
                 holder[positions] = cp_rank
-        marks = self.samples.in_buffer([torch.ones(n, dtype=torch.int64) for n in self.lengths]).numpy() == 1
-        outside = buffer[~marks]
-        return buffer[marks], holder[marks], (int((outside != 0).sum()), float(np.abs(outside).sum()))
+        weights, holders = buffer[self.at], holder[self.at]
+        buffer[self.at] = 0
+        return weights, holders, (int((buffer != 0).sum()), float(np.abs(buffer).sum()))
 
     def _derivatives(self, cp_rank: int, local: LocalTokens) -> Any:
         """Of the returned loss by the loss of each token that the CP rank holds, float64 [num_local_tokens]."""
-        trainer = self.step.trainer
+        call = self.step.call
         values = self._local(local, self.step.values[self.entries].split(self.lengths))
         leaf = values.requires_grad_()
         advantages = self.step.advantages[self.rows][local.sample_index]
@@ -276,7 +302,7 @@ class _MicroBatch:
             gradient = torch.zeros_like(leaf)
         if not bool(torch.isfinite(loss)):
             gradient = gradient * float("nan")
-        if trainer.takes == "log_probs":
+        if call.takes == "log_probs":
             gradient = -gradient / advantages
         return gradient.double().numpy()
 
@@ -287,16 +313,18 @@ class _MicroBatch:
         return f" ({', '.join(parts)})" if parts else ""
 
     def _local(self, local: LocalTokens, values: Sequence[Tensor]) -> Tensor:
-        return local.of(self.samples.in_buffer(values)).clone()
+        buffer = torch.zeros(self.samples.total_tokens)
+        buffer[torch.from_numpy(self.at)] = torch.cat([*values])
+        return local.of(buffer).clone()
 
     def _shaped(self, flat: Tensor, local: LocalTokens) -> Any:
         """What the CP rank holds, as the function is given it."""
-        if self.step.trainer.rows == "padded":
+        if self.step.call.rows == "padded":
             return flat.view(len(self.lengths), -1)
-        if self.step.trainer.rows == "lists":
-            trainer, cp_size = self.step.trainer, self.step.case.cp_size
-            parts = 1 if trainer.cp_cut == "gathered" else cp_size
-            return list(flat.split([size // parts for size in _slots(trainer, self.lengths, cp_size)]))
+        if self.step.call.rows == "lists":
+            call, cp_size = self.step.call, self.step.case.cp_size
+            parts = 1 if call.cp_cut == "gathered" else cp_size
+            return list(flat.split([size // parts for size in _slots(call, self.lengths, cp_size)]))
         return flat
 
     def _given(self, what: str, cp_rank: int, local: LocalTokens, values: Tensor, advantages: Tensor) -> Any:
@@ -328,14 +356,15 @@ class _MicroBatch:
             "sample_tokens": lambda: tokens[self.rows],
             "rollout_ids": lambda: units[self.rows],
             "prompt_ids": lambda: whole.prompt_ids[self.rows],
-            "cu_seqlens": lambda: torch.tensor(_bounds(self.step.trainer, self.lengths, case.cp_size)),
+            "cu_seqlens": lambda: torch.tensor([0, *_slots(self.step.call, self.lengths, case.cp_size)]).cumsum(0),
             "sample_index": lambda: self._shaped(local.sample_index.clone(), local),
             "old_log_probs": lambda: self._shaped(values.detach().clone(), local),
             "advantages": lambda: self._shaped(advantages.clone(), local),
             "sample_advantages": lambda: self.step.advantages[self.rows].clone(),
-            "loss_masks": lambda: [mask.clone() for mask in whole.masks[self.rows]],
+            "loss_masks": lambda: [mask.clone() for mask in self.masks],
+            "labels": lambda: self.labels,
             "layout": lambda: self.samples.layout,
-            "totals": lambda: whole.totals,
+            "totals": lambda: self.step.totals,
         }
         return makers[what]()
 
@@ -350,23 +379,21 @@ def _check_loss(loss: Any, where: str) -> None:
         raise CallFailed("no graph", f"what it returns has no graph, so nothing is trained{where}")
 
 
-def _slots(trainer: Trainer, lengths: Sequence[int], cp_size: int) -> list[int]:
+def _slots(call: LossCall, lengths: Sequence[int], cp_size: int, spare: bool = False) -> list[int]:
     """Padded sizes of the rows: of one width, or each for itself; divisible as the cut wants it."""
     multiple = 2 * cp_size if cp_size > 1 else 1
-    sizes = [-(-length // multiple) * multiple for length in lengths]
-    return [max(sizes)] * len(sizes) if trainer.rows == "padded" else sizes
+    sizes = [-(-length // multiple) * multiple + 2 * cp_size * spare for length in lengths]
+    return [max(sizes)] * len(sizes) if call.rows == "padded" else sizes
 
 
-def _bounds(trainer: Trainer, lengths: Sequence[int], cp_size: int) -> list[int]:
-    return [0, *np.cumsum(_slots(trainer, lengths, cp_size)).tolist()]
-
-
-def _layout(trainer: Trainer, lengths: Sequence[int], cp_size: int) -> Layout:
-    bounds = _bounds(trainer, lengths, cp_size)
-    if trainer.cp_cut == "gathered":
+def _layout(call: LossCall, lengths: Sequence[int], cp_size: int) -> Layout:
+    bounds = [0, *np.cumsum(_slots(call, lengths, cp_size)).tolist()]
+    if call.cp_cut == "gathered":
         return Gathered(bounds, total_lengths=list(lengths))
-    if trainer.cp_cut == "contiguous":
+    if call.cp_cut == "contiguous":
         return Contiguous(bounds, total_lengths=list(lengths), per_slot=True)
-    if trainer.rows == "padded":
+    if call.cp_cut == "responses" and cp_size > 1:
+        return ZigzagResponse([length + 3 for length in lengths], list(lengths))
+    if call.rows == "padded":
         return ZigzagBSHD(len(lengths), bounds[1], total_lengths=list(lengths))
     return ZigzagTHD(bounds, total_lengths=list(lengths))

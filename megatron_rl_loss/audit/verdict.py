@@ -1,26 +1,30 @@
-"""`judge`: are a step's measured weights what was asked, and if not, what are they and why?
+"""`judge`: are a step's measured weights what was asked, and if not, of what could they be made?
 
-It goes from the outside in: NaN; weight on other tokens than asked; tokens counted several times; then the weights
-beside the mask, which are compared with every hypothesis that `hypotheses.py` knows. What is found is taken off, and
-the rest is judged on; so several bugs at once are all said, and the factors of all multiply to measured/asked.
+It goes from the outside in: NaN, weight on other tokens than asked, signs, odd tokens. These are facts, and taken off.
+The rest is one number for each cell, measured / asked, which is shown as it is and fitted (`fit.py`).
 """
 
 import math
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
-from megatron_rl_loss.audit.comparison import Comparison
-from megatron_rl_loss.audit.hypotheses import StepSamples
-from megatron_rl_loss.audit.naming import Namer
-from megatron_rl_loss.audit.places import Placed, take_off_misplaced
-from megatron_rl_loss.audit.report import Deviation, Verdict
+from megatron_rl_loss.audit.comparison import Comparison, StepSamples
+from megatron_rl_loss.audit.counts import Cells
+from megatron_rl_loss.audit.fit import Fitter, Reading
+from megatron_rl_loss.audit.places import (
+    Kept,
+    deviation,
+    places_of,
+    take_off_misplaced,
+    take_off_odd_tokens,
+    take_off_signs,
+)
+from megatron_rl_loss.audit.report import Verdict
 from megatron_rl_loss.audit.tokens import MeasuredStep
+from megatron_rl_loss.audit.words import place_reading, with_words
 from megatron_rl_loss.modes.names import Aggregation, resolve
 from megatron_rl_loss.modes.table import MODES, Mode, OwnMode
-
-__all__ = ["Deviation", "Verdict", "in_words", "judge"]
 
 #: What a weight that is measured and one that is asked for may differ by, relative, by the type that gradients were
 #: rounded to. Of float32: some ten products on either side, and what a measurement's own residual may be. Of half
@@ -33,8 +37,7 @@ def judge(measured: MeasuredStep, asked: Aggregation | None = None) -> Verdict:
 
     Args:
         measured: the step's tokens and what each was found to weigh.
-        asked: what it should be; None takes a mode without a divisor, that which the plainest reading begins
-            with or else the nearest, and says so.
+        asked: what it should be; None takes the nearest mode that has no divisor, and says so.
 
     A term's coefficient (``facts["coefficient"]``) is divided out first: the rest is to be its mode.
     """
@@ -47,9 +50,8 @@ def judge(measured: MeasuredStep, asked: Aggregation | None = None) -> Verdict:
         return Verdict(asked=words, sound=False, unknown=measured.unknown, notes=measured.notes)
     if coef != 1:
         places, size = measured.stray
-        stray = places, size / abs(coef)
         notes = (*measured.notes, f"the term's coefficient, {coef:g}, is divided out")
-        measured = replace(measured, weights=measured.weights / coef, stray=stray, notes=notes)
+        measured = replace(measured, weights=measured.weights / coef, stray=(places, size / abs(coef)), notes=notes)
     tolerance = TOLERANCES[measured.facts.get("rounding", "float32")]
     notes = measured.notes
     samples = StepSamples(tokens)
@@ -57,33 +59,30 @@ def judge(measured: MeasuredStep, asked: Aggregation | None = None) -> Verdict:
     if unseen:
         notes = (*notes, f"{unseen} samples have no mask entry and are not seen: a mode that counts them looks off")
     if asked is None:
-        asked = _meant(measured, samples, tolerance)
+        asked = _nearest(measured, samples, tolerance)
         notes = (*notes, f"nothing was asked for: compared with the nearest mode, {asked.mode.name}")
-    if isinstance(asked.mode, OwnMode):
-        try:
-            samples.weights(asked)
-        except ValueError as error:  # labels, which a measured step does not have
-            why = f"What {asked.mode.name} asks for cannot be made from masks and ids alone. {error}"
-            return Verdict(asked=words, sound=False, unknown=(why,), notes=notes)
-    step, placed, namer = _named(measured, samples, asked, tolerance)
-    ratio = step.ratio
+    try:
+        step = Comparison(measured, asked, samples.weights(asked), tolerance)
+    except ValueError as error:  # a mode over labels, which a measured step does not have
+        if not isinstance(asked.mode, OwnMode):
+            raise
+        why = f"What {asked.mode.name} asks for cannot be made from masks and ids alone. {error}"
+        return Verdict(asked=words, sound=False, unknown=(why,), notes=notes)
     finite = bool(np.isfinite(measured.weights).all())
-    sound = namer.sound
-    common: dict[str, Any] = {
-        "asked": in_words(asked),
-        "sound": sound,
-        "deviation": step.deviation(),
-        "misplaced": step.misplaced() if finite else math.nan,
-        "low": float(ratio.min()) if finite and ratio.size else math.nan,
-        "high": float(ratio.max()) if finite and ratio.size else math.nan,
-        "tokens": int(step.wanted.sum()),
-        "total": float(measured.weights.sum() + measured.stray[1]),
-        "asked_total": float(step.expected.sum()),
-        "pieces": step.pieces(),
-        "notes": notes,
-    }
-    deviations = () if sound else (*placed.deviations, *namer.deviations)
-    return Verdict(**common, what_it_is=tuple(namer.what_it_is), deviations=deviations)
+    verdict = Verdict(
+        asked=in_words(asked),
+        sound=step.deviation() <= tolerance,
+        deviation=step.deviation(),
+        misplaced=step.misplaced() if finite else math.nan,
+        low=float(step.ratio.min()) if finite and step.ratio.size else math.nan,
+        high=float(step.ratio.max()) if finite and step.ratio.size else math.nan,
+        tokens=int(step.wanted.sum()),
+        total=float(measured.weights.sum() + measured.stray[1]),
+        asked_total=float(step.expected.sum()),
+        pieces=step.pieces(),
+        notes=notes,
+    )
+    return verdict if verdict.sound else _explained(verdict, step)
 
 
 def in_words(asked: Aggregation) -> str:
@@ -93,28 +92,69 @@ def in_words(asked: Aggregation) -> str:
     return f"{asked.mode.name}{divisor}{counting}"
 
 
-def _named(
-    measured: MeasuredStep, samples: StepSamples, asked: Aggregation, tolerance: float
-) -> tuple[Comparison, Placed, Namer]:
-    """The step beside what was asked, what was misplaced, and names for the rest."""
-    step = Comparison(measured, asked, samples.weights(asked), tolerance)
-    placed = take_off_misplaced(step)
-    namer = Namer(step, placed, sound=step.deviation() <= tolerance)
-    namer.name()
-    return step, placed, namer
+@np.errstate(divide="ignore", invalid="ignore")  # a count may be 0 where nothing is asked for
+def _explained(verdict: Verdict, step: Comparison) -> Verdict:
+    """The verdict with deviations, numbers and readings."""
+    kept = take_off_misplaced(step)
+    if len(kept.entries):
+        take_off_signs(kept, step)
+        cells = Cells(step.tokens, step.measured.split)
+        ratio = kept.weights / step.expected[kept.entries]
+        if take_off_odd_tokens(kept, step, cells.of_entry[kept.entries], 2 * step.tolerance):
+            ratio = kept.weights / step.expected[kept.entries]
+        readings = _readings(kept, step, cells)
+        if kept.deviations and kept.deviations[-1].name in ("fraction_ignored", "mask_squared"):
+            ratio = kept.weights / step.expected[kept.entries]
+        shape, factors = places_of(step.tokens, kept.entries, ratio, 2 * step.tolerance)
+        verdict = replace(verdict, shape=shape, factors=factors, readings=tuple(readings))
+    return replace(verdict, deviations=tuple(kept.deviations))
 
 
-def _meant(measured: MeasuredStep, samples: StepSamples, tolerance: float) -> Aggregation:
-    """The mode that the simplest reading begins with, or else the nearest."""
-    nearest = _nearest(measured, samples, tolerance)
-    namer = _named(measured, samples, nearest, tolerance)[2]
-    hypothesis = namer.hypothesis
-    if namer.sound or hypothesis is None or hypothesis.mode == nearest.mode.name:
-        return nearest
-    if MODES[hypothesis.mode].takes_divisor:  # by which nobody can tell: all tokens weigh alike
-        return resolve("token_mean")
-    base = hypothesis.of_the_step()
-    return resolve(base.mode, units="active" if base.units is not None and base.units.counting == "active" else "all")
+def _readings(kept: Kept, step: Comparison, cells: Cells) -> list[Reading]:
+    """Of what was kept, with the mask as it is; or, where fractions fit no reading, with them left out or squared."""
+    mask = step.tokens.mask[kept.entries]
+    choices = [(0, "")]
+    if not ((mask == 1) | (mask == 0)).all():
+        choices += [(-1, "fraction_ignored"), (1, "mask_squared")]
+    found = []
+    for power, name in choices:
+        weights = kept.weights / mask**power if power else kept.weights
+        readings = _readings_of(Kept(kept.entries, weights), step, cells)
+        if readings:
+            found.append((readings[0].cost + 0.7 * abs(power), power, name, weights, readings))
+    if not found:
+        return []
+    _, power, name, weights, readings = min(found, key=lambda one: one[0])
+    if name:
+        _, factors = places_of(step.tokens, kept.entries, mask**power, 1e-12)
+        kept.deviations.append(deviation(name, factors=factors))
+        kept.weights = weights
+    if kept.deviations and len(readings) == 1 and not readings[0].counts and not readings[0].places:
+        return [one for one in readings if abs(one.factor - 1) > 2 * step.tolerance]
+    return readings
+
+
+def _readings_of(kept: Kept, step: Comparison, cells: Cells) -> list[Reading]:
+    tolerance = 2 * step.tolerance  # of a ratio of two measured weights
+    at, expected = cells.of_entry[kept.entries], step.expected[kept.entries]
+    ratio = kept.weights / expected
+    low, high = np.full(len(cells), np.inf), np.full(len(cells), -np.inf)
+    np.minimum.at(low, at, ratio)
+    np.maximum.at(high, at, ratio)
+    active = np.flatnonzero((cells.tokens > 0) & (high >= low))
+    if not active.size or (low[active] <= 0).any() or (high - low > tolerance * low)[active].any():
+        return []
+    beside = np.zeros(len(cells))  # of a mode of one's own that varies within cells any of its weights
+    beside[at] = expected / step.tokens.mask[kept.entries]
+    of_cell = (low[active] + high[active]) / 2
+    fitter = Fitter(cells, active, step.asked, beside[active], step.measured.facts, tolerance)
+    readings = [with_words(one, fitter, of_cell) for one in fitter.readings(of_cell)]
+    shape, factors = places_of(step.tokens, kept.entries, ratio, tolerance)
+    by_place = place_reading(shape, factors, fitter)
+    if by_place is not None:  # one factor for each place comes before any chain of counts
+        readings = [one for one in readings if not fitter.is_chain(one)]
+        readings = sorted([*readings, by_place], key=lambda one: one.cost)
+    return list({one.text: one for one in reversed(readings)}.values())[::-1][:3]
 
 
 def _nearest(measured: MeasuredStep, samples: StepSamples, tolerance: float) -> Aggregation:

@@ -12,12 +12,15 @@ from torch import Tensor
 from megatron_rl_loss.losses.segments import OfTokens, Per, Replicated, segment_mean, segment_sum, to_tokens
 from megatron_rl_loss.megatron.carriers import MEAN, Carried, Carrier, Count, Receipt, product
 from megatron_rl_loss.modes.names import Aggregation, resolve
+from megatron_rl_loss.modes.table import Mode, OwnMode
 from megatron_rl_loss.modes.weights import missing_counts
 from megatron_rl_loss.reduction.metrics import MODE_OF, Metric, Parts
 from megatron_rl_loss.reduction.sums import Summand, Term, WeightedSum, reducer_of, sum_terms
 from megatron_rl_loss.step.collectives import Group
 from megatron_rl_loss.step.samples import LocalTokens, Samples
-from megatron_rl_loss.step.totals import StepTotals
+from megatron_rl_loss.step.totals import StepTotals, UnitCounting
+
+_Key = tuple[Mode | OwnMode, float | None, UnitCounting, str | None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +57,7 @@ class Step:
         return self.num_microbatches * self.dp_cp_size
 
     def constants_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """A token count of 1, and the denominator of a reported share; made once a step."""
+        """A token count of 1, and the denominator of a reported share; made once per step."""
         if device not in self._constants:
             one = torch.ones((), dtype=torch.int32, device=device)
             self._constants[device] = one, torch.tensor(1 / self.num_shares, dtype=torch.float32, device=device)
@@ -75,8 +78,7 @@ class Microbatch:
     def __init__(self, data: Any, samples: Samples, step: Step) -> None:
         self.receipt: Receipt | None = None
         self.log_probs: dict[str, Tensor] = {}
-        self._reduced = False
-        self._reducers: dict[Any, WeightedSum] = {}
+        self._reducers: dict[_Key, WeightedSum] = {}
         self.data = data
         self.samples = samples
         self.totals = step.totals
@@ -84,31 +86,45 @@ class Microbatch:
 
     @cached_property
     def pg_loss(self) -> WeightedSum:
-        """Per-token policy loss -> this rank's share of the step loss, by the asked mode."""
-        return self._reducer(self._step.aggregation, "pg")
+        """Per-token policy loss -> this rank's share of the step loss, by the mode of the launch."""
+        return self._reducer("pg", self._step.aggregation)
 
     @cached_property
     def sample_mean(self) -> WeightedSum:
         """Per-token values -> this rank's share of their sample mean: for metrics, whatever the mode."""
         self._step.metric_modes.add("sample_mean")
-        if self._step.aggregation.mode.name == "sample_mean":
-            return self.pg_loss  # one vector of weights for both
-        return self._reducer(resolve("sample_mean", units=self._step.aggregation.units), "sample_mean")
+        return self._reducer("sample_mean", resolve("sample_mean", units=self._step.aggregation.units))
 
     @cached_property
     def token_mean(self) -> WeightedSum:
         """Per-token values -> this rank's share of their token mean: for metrics, whatever the mode."""
         self._step.metric_modes.add("token_mean")
-        return self._reducer(resolve("token_mean"), "token_mean")
+        return self._reducer("token_mean", resolve("token_mean"))
 
-    def _reducer(self, aggregation: Aggregation, name: str, mask: str | None = None) -> WeightedSum:
-        self._reduced = True
-        local = self.tokens
-        if mask is not None:
-            local = self.samples.with_mask(mask).local(self._step.cp_rank, self._step.cp_size)
-        reducer = reducer_of(aggregation, local, self.totals.with_mask(mask))
-        reducer.name = name
-        return reducer
+    def _reducer(self, name: str, aggregation: Aggregation, mask: str | None = None) -> WeightedSum:
+        """Made once for each mode and mask; the one of the policy loss is named pg, whoever needs it first."""
+        key = _key(aggregation, mask)
+        if key not in self._reducers:
+            local = self.tokens
+            if mask is not None:
+                local = self.samples.with_mask(mask).local(self._step.cp_rank, self._step.cp_size)
+            self._reducers[key] = reducer_of(aggregation, local, self.totals.with_mask(mask))
+            self._reducers[key].name = "pg" if key == _key(self._step.aggregation) else name
+        return self._reducers[key]
+
+    def _counted_reducer(self, name: str, aggregation: Aggregation, mask: str | None) -> WeightedSum:
+        """The reducer of a term or a metric, if the step counted what it needs."""
+        if _key(aggregation, mask) == _key(self._step.aggregation):
+            return self.pg_loss
+        totals = self.totals.with_mask(mask)
+        with_rollout_ids = self.samples.rollout_ids is not None
+        if missing := missing_counts(aggregation, totals, with_rollout_ids=with_rollout_ids):
+            raise ValueError(
+                f"{name!r} by {aggregation.mode.name} and totals without {', '.join(missing)}: what a term or a metric "
+                "needs is counted with the step, before its first micro-batch. Declare its mode: LossAggregation(..., "
+                f"terms={{{name!r}: {aggregation.mode.name!r}}}), or its flag."
+            )
+        return self._reducer(name, aggregation, mask)
 
     @cached_property
     def tokens(self) -> LocalTokens:
@@ -121,19 +137,19 @@ class Microbatch:
         return self._step.cp_group
 
     def segment_sum(self, values: Tensor | Sequence[Tensor], *, per: Per = "sample") -> Replicated:
-        """`segments.segment_sum` over this micro-batch's samples or rollouts, whole ones: one number a sample."""
+        """`losses.segment_sum` over the whole samples or rollouts of this micro-batch: one number per sample."""
         return segment_sum(values, self.tokens, self.cp_group, per=per, totals=self.totals)
 
     def segment_mean(self, values: Tensor | Sequence[Tensor], *, per: Per = "sample") -> Replicated:
-        """`segments.segment_mean` over this micro-batch's samples or rollouts, whole ones: one number a sample."""
+        """`losses.segment_mean` over the whole samples or rollouts of this micro-batch: one number per sample."""
         return segment_mean(values, self.tokens, self.cp_group, per=per, totals=self.totals)
 
     def to_tokens(self, of_samples: Tensor) -> OfTokens:
-        """A number a sample -> its sample's number at every token that this rank holds, [num_local_tokens]."""
+        """One number per sample -> the number of its sample at each token of this rank, [num_local_tokens]."""
         return to_tokens(of_samples, self.tokens)
 
     def local(self, tensor: Tensor) -> Tensor:
-        """This CP rank's part of a model input or of anything else that has a value a token.
+        """This CP rank's part of a model input, or of anything else with a value per token.
 
         Args:
             tensor: [total_tokens, ...], or with the tokens in two dimensions, [1, total_tokens, ...] or
@@ -217,7 +233,7 @@ class Microbatch:
             reducer = self.sample_mean
         else:
             aggregation = resolve(MODE_OF[metric.over], units=self._step.aggregation.units)
-            reducer = self._reducer_by(name, aggregation, metric.mask)
+            reducer = self._counted_reducer(name, aggregation, metric.mask)
         reducer.check("a metric", metric.values)
         return reducer
 
@@ -238,30 +254,10 @@ class Microbatch:
                 f"the term {name!r} with coef={term.coef!r}: it must be finite. Pass a number; 0 reports a term "
                 "without training on it."
             )
-        return Summand(term.values, self._reducer_by(name, aggregation, term.mask), term.coef, name)
-
-    def _reducer_by(self, name: str, aggregation: Aggregation, mask: str | None) -> WeightedSum:
-        """Made once for each mode and mask."""
-        key = aggregation.mode, aggregation.divisor, aggregation.units, mask
-        if key not in self._reducers:
-            self._reducers[key] = self._made_reducer(name, aggregation, mask)
-        return self._reducers[key]
-
-    def _made_reducer(self, name: str, aggregation: Aggregation, mask: str | None) -> WeightedSum:
-        if mask is None and _same(aggregation, self._step.aggregation):
-            return self.pg_loss
-        totals = self.totals.with_mask(mask)
-        with_rollout_ids = self.samples.rollout_ids is not None
-        if missing := missing_counts(aggregation, totals, with_rollout_ids=with_rollout_ids):
-            raise ValueError(
-                f"{name!r} by {aggregation.mode.name} and totals without {', '.join(missing)}: what a term or a metric "
-                "needs is counted with the step, before its first micro-batch. Declare its mode: LossAggregation(..., "
-                f"terms={{{name!r}: {aggregation.mode.name!r}}}), or its flag."
-            )
-        return self._reducer(aggregation, name, mask)
+        return Summand(term.values, self._counted_reducer(name, aggregation, term.mask), term.coef, name)
 
     def carry(self, share: Tensor, report: Mapping[str, Tensor]) -> Carried:
-        """Hand Megatron a share of the step loss that was put together by hand (a sum of `pg_loss` and a KL term, say).
+        """Hand Megatron a share of the step loss that was put together by hand, e.g. `pg_loss` plus a KL term.
 
         Args:
             share: 0-dim, connected to the graph; shares of all ranks and micro-batches add up to the step loss.
@@ -272,8 +268,11 @@ class Microbatch:
                 were never used; names that differ from those of the step's first micro-batch.
         """
         step = self._step
-        _check_shares({"the loss": share, **report})
-        if not self._reduced:
+        for name, value in {"the loss": share, **report}.items():
+            if not isinstance(value, Tensor) or value.dim() != 0:
+                shown = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+                raise ValueError(f"{name} is {shown}: it must be a 0-dim tensor. Reduce it (pg_loss or sample_mean).")
+        if not self._reducers:
             raise ValueError(
                 "a share that was put together without this micro-batch's reducers: it cannot be a share of this "
                 "step's loss. Reduce per-token losses with pg_loss, sample_mean or token_mean of this micro-batch."
@@ -306,15 +305,8 @@ class Microbatch:
         return self.tokens.num_active.to(torch.int32)
 
 
-def _same(a: Aggregation, b: Aggregation) -> bool:
-    return (a.mode, a.divisor, a.units) == (b.mode, b.divisor, b.units)
-
-
-def _check_shares(shares: Mapping[str, Tensor]) -> None:
-    for name, value in shares.items():
-        if not isinstance(value, Tensor) or value.dim() != 0:
-            shown = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
-            raise ValueError(f"{name} is {shown}: it must be a 0-dim tensor. Reduce it (pg_loss or sample_mean).")
+def _key(aggregation: Aggregation, mask: str | None = None) -> _Key:
+    return aggregation.mode, aggregation.divisor, aggregation.units, mask
 
 
 class MicrobatchIterator(Iterator[Microbatch]):

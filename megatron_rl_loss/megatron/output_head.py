@@ -40,7 +40,7 @@ from megatron_rl_loss.megatron.microbatch import Microbatch
 
 @dataclass(frozen=True)
 class Tokens:
-    """What an `OutputHead` is told of a micro-batch beside its labels, as ``output_processor_context``.
+    """What an `OutputHead` needs of a micro-batch beside its labels: the ``output_processor_context``.
 
     Attributes:
         mask: [b, s]: tokens with 0 are passed over; their log-prob and entropy are 0. Best on the host.
@@ -95,8 +95,8 @@ class OutputHead:
     """An ``output_processor`` of a Megatron model that never holds the logits of more than a chunk of tokens.
 
     With labels [b, s] the model gives (log_probs, entropy), float32 [b, s], of the labels this context-parallel rank
-    holds; entropy is None unless asked for. With ``output_processor_context=Folded(...)`` it gives (share, values) of
-    `loss_from_hidden`. Either goes through pipeline schedules as it is, also with ``forward_only``.
+    holds; without ``entropy=True`` the entropy is None. With ``output_processor_context=Folded(...)`` the model gives
+    (share, values) of `loss_from_hidden`. Either goes through pipeline schedules, also with ``forward_only``.
 
     Attributes:
         chunk_tokens, temperature, entropy, vocab_size: as in `log_probs_from_hidden`.
@@ -176,37 +176,32 @@ def mup_scale(scale_logits: Any) -> float:
 def refuse_other_layers(output_layer: Any, weight: Tensor) -> None:
     """Refuse output layers that do what is not done here."""
     if type(output_layer).forward is not layers.ColumnParallelLinear.forward:
-        raise ValueError(
-            f"an output layer of another kind, {type(output_layer).__name__}: the chunked head does what Megatron's "
-            "ColumnParallelLinear does, and this one does more. Leave the output_processor out there (--log-probs "
-            "stock in the example)."
-        )
+        raise _other_layer(type(output_layer).__name__)
     config, fused = output_layer.config, output_layer.gradient_accumulation_fusion
-    wrong = {
+    refused = {
         "one whose weight is sharded further (GTP)": output_layer.gtp_remat_size > 1,
         "one with defer_embedding_wgrad_compute": config.defer_embedding_wgrad_compute,
         "one with skip_bias_add": output_layer.skip_bias_add and output_layer.bias is not None,
         "one under CPU offloading": config.cpu_offloading,
         "one of Megatron-FSDP with gradient-accumulation fusion": fused and hasattr(weight, "__fsdp_param__"),
     }
-    for setting, given in wrong.items():
-        if given:
-            raise ValueError(
-                f"an output layer of another kind, {setting}: the chunked head does what Megatron's "
-                "ColumnParallelLinear does, and this one does more. Leave the output_processor out there (--log-probs "
-                "stock in the example)."
-            )
+    for kind, present in refused.items():
+        if present:
+            raise _other_layer(kind)
 
 
 def run_pre_hooks(output_layer: Any, hidden_states: Tensor) -> None:
     """What runs before the layer's forward: with `--overlap-param-gather` it waits for the weight."""
     for hook in output_layer._forward_pre_hooks.values():
         if hook(output_layer, (hidden_states,)) is not None:
-            raise ValueError(
-                "an output layer of another kind, one with a hook that changes its input: the chunked head does what "
-                "Megatron's ColumnParallelLinear does, and this one does more. Leave the output_processor out there "
-                "(--log-probs stock in the example)."
-            )
+            raise _other_layer("one with a hook that changes its input")
+
+
+def _other_layer(kind: str) -> ValueError:
+    return ValueError(
+        f"an output layer of another kind, {kind}: the chunked head does what Megatron's ColumnParallelLinear does, "
+        "and this one does more. Leave the output_processor out there (--log-probs stock in the example)."
+    )
 
 
 class FusedMainGradient:

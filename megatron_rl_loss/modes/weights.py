@@ -14,7 +14,7 @@ from megatron_rl_loss.modes.names import Aggregation, resolve
 from megatron_rl_loss.modes.table import Mode, ModeFunction, ModeInputs, OwnMode, Weights
 from megatron_rl_loss.step.masks import SMALLEST, inverse
 from megatron_rl_loss.step.samples import LocalTokens, Samples
-from megatron_rl_loss.step.totals import StepTotals, UnitCounting, UnitCounts
+from megatron_rl_loss.step.totals import StepTotals, TokensById, UnitCounting, UnitCounts
 
 
 def token_weights(
@@ -50,7 +50,7 @@ def token_weights(
 
 
 def weigh_at_the_door(aggregation: Aggregation, local: LocalTokens, totals: StepTotals) -> Tensor:
-    """`weigh`, and refuse what a user may hand in and a look-ahead never does: unsound masks, totals of a part."""
+    """`weigh`; refuses unsound masks and totals of a part of the step, which a user may hand in."""
     if not isinstance(totals, StepTotals):
         raise TypeError(
             f"totals is {totals!r}: the denominators are those of the whole step, and never guessed from a "
@@ -69,12 +69,21 @@ def weigh(aggregation: Aggregation, local: LocalTokens, totals: StepTotals) -> T
         return local.mask * _own_weights(mode, aggregation, local, totals)
     if not len(samples):
         return unit_weights(local)
-    _check_ids_agree(mode, samples, totals)
-    num_units = _number_of_units(mode, aggregation.units, totals)
+    _check_ids(mode, samples, totals)
+    for name in missing_counts(aggregation, totals, with_rollout_ids=samples.rollout_ids is not None):
+        raise ValueError(
+            f"totals without {name}: loss aggregation {mode.name!r} needs it. Make the totals with the ids of the "
+            "samples (StepTotals.from_loss_masks), or give the count yourself."
+        )
+    if mode.unit == "step":
+        num_units: int | None = 1
+        named = "step_tokens"
+    else:
+        num_units = _counts(mode, totals).counted(aggregation.units)
+        named = f"{mode.unit}s.{aggregation.units}" + (" or its unit's tokens" if mode.size == "tokens" else "")
+    assert num_units is not None  # missing_counts has seen to it
     size = aggregation.divisor if mode.takes_divisor else _unit_tokens(mode, samples, totals)
-    of_unit = " or its unit's tokens" if mode.size == "tokens" else ""
-    counts = "step_tokens" if mode.unit == "step" else f"{mode.unit}s.{aggregation.units}{of_unit}"
-    return unit_weights(local, size, num_units, named=f"totals whose {counts} are 0")
+    return unit_weights(local, size, num_units, named=f"totals whose {named} are 0")
 
 
 def unit_weights(
@@ -119,7 +128,8 @@ def unit_weights(
     else:
         sizes = sums
         if size is not None:
-            sizes = torch.as_tensor(size, dtype=torch.float64).to(sums.device, non_blocking=True)
+            of_host = size if isinstance(size, Tensor) else torch.tensor(size, dtype=torch.float64, device="cpu")
+            sizes = of_host.to(sums.device, torch.float64, non_blocking=True)
             check_one_each("unit sizes", len(sizes), "loss masks", len(samples))
         if size is not None or number == 0:  # a sample's own sum is 0 only where it has no active token
             _require_units(((sizes * number > 0) | (sums == 0)).all(), named)
@@ -154,80 +164,46 @@ def missing_counts(aggregation: Aggregation, totals: StepTotals, *, with_rollout
     if isinstance(mode, OwnMode):
         return []
     if mode.unit == "step":
-        needed: dict[str, object] = {} if mode.takes_divisor else {"step_tokens": totals.step_tokens}
-    else:
-        units = _units_of(mode, totals)
-        needed = {f"{mode.unit}s.{aggregation.units}": units.counted(aggregation.units)}
-        if mode.unit == "prompt" or with_rollout_ids:
-            needed[f"{mode.unit}s.tokens"] = units.tokens
-    return [name for name, count in needed.items() if count is None]
+        return ["step_tokens"] if totals.step_tokens is None and not mode.takes_divisor else []
+    counts = _counts(mode, totals)
+    missing = [f"{mode.unit}s.{aggregation.units}"] if counts.counted(aggregation.units) is None else []
+    by_id = mode.unit == "prompt" or with_rollout_ids
+    return [*missing, f"{mode.unit}s.tokens"] if by_id and counts.tokens is None else missing
 
 
-def _check_ids_agree(mode: Mode, samples: Samples, totals: StepTotals) -> None:
-    """Refuse rollout ids on one side only: samples would be counted for rollouts, or rollouts for samples."""
+def _counts(mode: Mode, totals: StepTotals) -> UnitCounts:
+    return totals.prompts if mode.unit == "prompt" else totals.rollouts
+
+
+def _check_ids(mode: Mode, samples: Samples, totals: StepTotals) -> None:
+    """Refuse ids that the mode needs and does not get, or rollout ids on one side only."""
     if mode.unit == "step" and mode.takes_divisor:
         return  # it counts nothing
-    if totals.rollouts.tokens is not None and samples.rollout_ids is None:
+    counted_by_id = totals.rollouts.tokens is not None
+    if counted_by_id and samples.rollout_ids is None:  # samples would be counted for rollouts
         raise ValueError(
             "totals made with rollout_ids, a micro-batch without: its units cannot be told. Pass rollout_ids with "
             "every micro-batch."
         )
-    if (
-        mode.unit == "rollout"
-        and mode.takes_divisor
-        and totals.rollouts.tokens is None
-        and samples.rollout_ids is not None
-    ):
+    if mode.unit == "rollout" and mode.takes_divisor and not counted_by_id and samples.rollout_ids is not None:
         raise ValueError(
             "a micro-batch with rollout_ids, totals made without: the totals may count samples for rollouts. Make the "
             "totals with them; if they count rollouts already, leave the ids out here."
         )
-
-
-def _number_of_units(mode: Mode, units: UnitCounting, totals: StepTotals) -> int:
-    """U: how many units count in the step."""
-    if mode.unit == "step":
-        return 1
-    number = _units_of(mode, totals).counted(units)
-    if number is None:
+    if mode.unit == "prompt" and samples.prompt_ids is None:
         raise ValueError(
-            f"totals without {mode.unit}s.{units}: loss aggregation {mode.name!r} needs it. Make the totals with the "
-            "ids of the samples (StepTotals.from_loss_masks), or give the count yourself."
+            f"loss aggregation {mode.name!r} without prompt_ids: it averages inside each prompt group. Pass "
+            "prompt_ids, one per sample."
         )
-    return number
 
 
 def _unit_tokens(mode: Mode, samples: Samples, totals: StepTotals) -> float | Tensor | None:
-    """Mask tokens over the whole step: of the unit of each sample, float64 [num_samples], or of the step itself.
-
-    None where each sample is a unit.
-    """
+    """Mask tokens over the whole step, of the unit of each sample or of the step; None where each sample is a unit."""
     if mode.unit == "step":
-        if totals.step_tokens is None:
-            raise ValueError(
-                f"totals without step_tokens: loss aggregation {mode.name!r} needs it. Make the totals with the ids of "
-                "the samples (StepTotals.from_loss_masks), or give the count yourself."
-            )
-        return float(totals.step_tokens)
+        return totals.step_tokens
     ids = samples.prompt_ids if mode.unit == "prompt" else samples.rollout_ids
-    if ids is None and mode.unit == "prompt":
-        raise ValueError(
-            f"loss aggregation {mode.name!r} without prompt_ids: it averages inside each prompt group. Pass "
-            "prompt_ids, one a sample."
-        )
-    if ids is None:
-        return None  # a sample is a rollout
-    tokens = _units_of(mode, totals).tokens
-    if tokens is None:
-        raise ValueError(
-            f"totals without {mode.unit}s.tokens: loss aggregation {mode.name!r} needs it. Make the totals with the "
-            "ids of the samples (StepTotals.from_loss_masks), or give the count yourself."
-        )
-    return tokens.of(f"{mode.unit}_ids", ids)  # type: ignore[union-attr]
-
-
-def _units_of(mode: Mode, totals: StepTotals) -> UnitCounts:
-    return totals.prompts if mode.unit == "prompt" else totals.rollouts
+    tokens = _counts(mode, totals).tokens
+    return tokens.of(f"{mode.unit}_ids", ids) if ids is not None and isinstance(tokens, TokensById) else None
 
 
 def _own_weights(mode: OwnMode, aggregation: Aggregation, local: LocalTokens, totals: StepTotals) -> Tensor:
@@ -236,26 +212,26 @@ def _own_weights(mode: OwnMode, aggregation: Aggregation, local: LocalTokens, to
     if not len(samples):
         return local.mask
     inputs = ModeInputs(samples=samples, totals=totals, divisor=aggregation.divisor, units=aggregation.units, mode=mode)
-    given: Weights = mode.function(inputs)
-    if isinstance(given, Real) and not isinstance(given, bool):
-        weights = torch.tensor(float(given), dtype=torch.float32, device="cpu")
-    elif isinstance(given, Tensor) and (given.dim() == 0 or given.shape == (len(samples),)):
-        weights = given
-    elif isinstance(given, Sequence) and all(isinstance(one, Tensor) and one.dim() == 1 for one in given):
-        lengths = [len(one) for one in given]
+    returned: Weights = mode.function(inputs)
+    if isinstance(returned, Real) and not isinstance(returned, bool):
+        weights = torch.tensor(float(returned), dtype=torch.float32, device="cpu")
+    elif isinstance(returned, Tensor) and (returned.dim() == 0 or returned.shape == (len(samples),)):
+        weights = returned
+    elif isinstance(returned, Sequence) and all(isinstance(one, Tensor) and one.dim() == 1 for one in returned):
+        lengths = [len(one) for one in returned]
         if lengths != samples.mask_lengths:
             expected = samples.mask_lengths[:8]
             raise ValueError(
                 f"token weights of lengths {lengths[:8]} from the mode {mode.name!r}: they must have the lengths of "
-                f"the loss masks, {expected}. Return one weight a mask entry."
+                f"the loss masks, {expected}. Return one weight per mask entry."
             )
-        weights = samples.in_buffer(given)[None]
+        weights = samples.in_buffer(returned)[None]
     else:
-        shown = tuple(given.shape) if isinstance(given, Tensor) else given
+        shown = tuple(returned.shape) if isinstance(returned, Tensor) else returned
         raise TypeError(
-            f"the mode {mode.name!r} returned {shown!r} ({type(given).__name__}): it must return weights beside the "
-            f"mask: a number, a tensor of {len(samples)} (one a sample), or a list of 1-D tensors (one a sample, a "
-            "weight a token). Leave the mask out, the library multiplies by it."
+            f"the mode {mode.name!r} returned {shown!r} ({type(returned).__name__}): it must return weights beside the "
+            f"mask: a number, a tensor of {len(samples)} (one per sample), or a list of 1-D tensors (one per "
+            "sample, one weight per token). Leave the mask out, the library multiplies by it."
         )
     require(
         torch.isfinite(weights).all(),

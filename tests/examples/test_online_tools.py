@@ -106,7 +106,7 @@ def test_modes_are_compared_by_one_command(tmp_path: Path) -> None:
         env=os.environ | chosen | {"PYTHON": sys.executable},
         capture_output=True,
         text=True,
-        timeout=400,
+        timeout=600,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     runs = json.loads((tmp_path / "all.json").read_text())

@@ -38,43 +38,26 @@ def hook(named: Callable[..., Any]) -> Any:
     return named(TOTALS, LENGTHS, MASKS, False)
 
 
-THEN = r": this mode declares sums over the whole step, which {} does not let a hook make\. Fold its weights .*{}"
-SLIME = THEN.format("slime or miles", "constant_1")
-VERL, SKYRL = THEN.format("verl", "token-sum"), THEN.format("SkyRL", "only sums")
 SOUND = slime.make_hook("constant", divisor=1, cp_rank=0, cp_size=1)
 
 
+def refusal(call: Callable[[Any], Any], given: Any, said: str, framework: str, way_out: str, good: Any) -> Refusal:
+    rule = rf": this mode declares sums over the whole step, which {framework} does not let a hook make\."
+    return lambda: call(given), ValueError, f"{said}{rule} Fold its weights .*{way_out}", lambda: call(good)
+
+
+IN_SLIME = ("slime or miles", "constant_1")
+NAMED, FUNCTION = f"the mode {NAME} in ", "the mode length_to_the_minus_0_75 in slime or miles"
 REFUSALS: dict[str, Refusal] = {
-    "slime, by path": (
-        lambda: hook(vl_norm),
-        ValueError,
-        "the mode .*length_to_the_minus.* called with 4 arguments" + SLIME,
-        lambda: hook(SOUND),
+    "slime, by path": refusal(
+        hook, vl_norm, "the mode .*length_to_the_minus.* called with 4 arguments", *IN_SLIME, SOUND
     ),
-    "slime, a registered name": (
-        lambda: slime.make_hook(NAME),
-        ValueError,
-        f"the mode {NAME} in slime or miles{SLIME}",
-        lambda: slime.make_hook("sample_mean"),
+    "slime, a name": refusal(slime.make_hook, NAME, f"{NAMED}slime or miles", *IN_SLIME, "sample_mean"),
+    "slime, the function": refusal(slime.make_hook, vl_norm, FUNCTION, *IN_SLIME, "token_mean"),
+    "verl": refusal(
+        lambda mode: verl.agg_loss(MATRIX, MATRIX, mode), NAME, f"{NAMED}verl", "verl", "token-sum", "token-sum"
     ),
-    "slime, the function": (
-        lambda: slime.make_hook(vl_norm),  # type: ignore[arg-type]
-        ValueError,
-        f"the mode length_to_the_minus_0_75 in slime or miles{SLIME}",
-        lambda: slime.make_hook("token_mean"),
-    ),
-    "verl": (
-        lambda: verl.agg_loss(MATRIX, MATRIX, NAME),
-        ValueError,
-        f"the mode {NAME} in verl{VERL}",
-        lambda: verl.agg_loss(MATRIX, MATRIX, "token-sum"),
-    ),
-    "SkyRL": (
-        lambda: apply(NAME),
-        ValueError,
-        f"the mode {NAME} in SkyRL{SKYRL}",
-        lambda: apply("sequence_mean"),
-    ),
+    "SkyRL": refusal(apply, NAME, f"{NAMED}SkyRL", "SkyRL", "only sums", "sequence_mean"),
 }
 
 

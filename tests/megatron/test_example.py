@@ -19,6 +19,7 @@ import oracle
 import pytest
 from example_run import EXAMPLES, check_refused_on_every_rank, train
 from ranks import RankError, run_ranks
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 pytestmark = pytest.mark.slow
 
@@ -101,8 +102,20 @@ def assert_same_steps(actual: list[dict[str, float]], expected: list[dict[str, f
         assert step == pytest.approx(reference, rel=2 * oracle.chain_error(4, 256), abs=1e-9)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("layout", LAYOUTS)
+#: Each mode in a layout with CP and in one without; the weights of all modes in all layouts are unit tests.
+PAIRS = [
+    ("tp 2 x cp 2", "sample_mean"),
+    ("tp 2 x cp 2", "prompt_mean"),
+    ("dp 4", "prompt_mean"),
+    ("dp 4", "token_mean"),
+    ("pp 2 x cp 2", "token_mean"),
+    ("pp 2 x cp 2", "constant"),
+    ("cp 4", "constant"),
+    ("cp 4", "sample_mean"),
+]
+
+
+@pytest.mark.parametrize(("layout", "mode"), PAIRS)
 def test_a_step_is_the_same_in_every_layout(layout: str, mode: str, start: list[str], on_one_process: Any) -> None:
     world_size, flags = LAYOUTS[layout]
     assert_same_steps(last_rank(world_size, [*start, *flags, *MODES[mode]]), on_one_process(mode))
@@ -123,7 +136,7 @@ def test_a_policy_loss_is_the_same_in_every_layout(name: str, start: list[str], 
     """Sequences lie on two CP ranks, whose sums go forward and backward through the real schedule."""
     asked = [*start, "--policy-loss", name, *POLICY_LOSSES[name]]
     alone = last_rank(1, asked)
-    for layout in ("tp 2 x cp 2", "pp 2 x cp 2", "cp 4") if name in ("gspo", "gmpo") else ("tp 2 x cp 2",):
+    for layout in ("tp 2 x cp 2", "pp 2 x cp 2", "cp 4") if name == "gspo" else ("tp 2 x cp 2",):
         world_size, flags = LAYOUTS[layout]
         assert_same_steps(last_rank(world_size, [*asked, *flags]), alone)
     ppo = on_one_process("sample_mean")[0]
@@ -141,7 +154,7 @@ def test_modes_and_unit_counting_differ_on_this_data(start: list[str], on_one_pr
     assert 0 < steps[0]["clip_fraction"] < 1
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["prompt_mean", "constant"])
 def test_the_per_token_carrier_changes_nothing(mode: str, start: list[str], on_one_process: Any) -> None:
     flags = ["--calculate-per-token-loss", "--loss-aggregation-with-per-token-loss", CP, "2"]
     assert_same_steps(last_rank(4, [*start, *flags, *MODES[mode]]), on_one_process(mode))
@@ -181,7 +194,7 @@ def test_other_megatron_settings(
 def launch(processes: int, *flags: str, check: bool = True) -> str:
     command = [str(EXAMPLES / "launch_grpo.sh"), str(processes), "--global-batch-size", "4", *flags]
     environment = os.environ | {"PYTHON": sys.executable}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert (done.returncode == 0) == check, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout + done.stderr
 
@@ -194,26 +207,13 @@ def test_the_launch_line_with_its_progress_and_tensorboard(tmp_path: Path) -> No
     progress = re.findall(r"iteration +2/ +2 \|.*pg_loss: (\S+) \|.*grad norm: (\S+) \|", text)
     alone = re.findall(r"of iteration +2 alone \| pg_loss: (\S+) \| log_prob: (-\S+) \|", text)
     assert len(progress) == len(alone) == 1, text[-3000:]
-    table = subprocess.run(
-        [sys.executable, str(EXAMPLES.parent / "tools" / "summarize_run.py"), str(tmp_path)],
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
-    assert "constant, divisor 40960.0" in table
-    assert "TP 1 x CP 2 x PP 1 x DP 1" in table
-    assert re.search(r"log-prob, sample mean +-\d", table)
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert {"pg_loss", "log_prob", "grad-norm"} <= set(events.Tags()["scalars"])
 
 
 REFUSED = {
-    "no divisor": (["--loss-aggregation", "constant"], "'constant' without a divisor"),
-    "divisor with another mode": (["--loss-aggregation-divisor", "8"], "'constant' and 'token_sum' have a divisor"),
-    "unknown mode": (["--loss-aggregation", "dapo"], "there is no such mode"),
-    "per-token with another mode": (
-        ["--loss-aggregation", "prompt_mean", "--calculate-per-token-loss"],
-        "--loss-aggregation-with-per-token-loss",
-    ),
-    "a path that does not load": (["--custom-pg-loss-reducer-function-path", "no.such:fn"], "it does not load"),
+    "unknown mode": (["--loss-aggregation", "dapo"], "there is no such mode"),  # the others: test_bad_input.py
     "micro-batches of two packs": (["--micro-batch-size", "2"], "a micro-batch is one pack"),
     "batch ramp-up": (["--rampup-batch-size", "4", "4", "8"], "--rampup-batch-size: a step's packs are fixed here"),
     "a policy loss with a mode that makes another of it": (

@@ -142,7 +142,7 @@ def all_outcomes(per_token: bool) -> dict[str, list[str]]:
     }
 
 
-@pytest.mark.parametrize("per_token", [False, True], ids=["carrier A", "carrier C"])
+@pytest.mark.parametrize("per_token", [False, True], ids=["mean", "per token"])
 def test_only_what_was_handed_out_reaches_megatron(per_token: bool) -> None:
     """In training and in evaluation."""
     found = run_ranks(1, all_outcomes, per_token)[0]

@@ -45,7 +45,7 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
 }
 RESUME = ["--no-load-rng", "--override-opt-param-scheduler"]
 LAST_STEP = 8
-SECONDS_TO_END = 20.0  # a fraction of any timeout of a collective; measured: 0.1 to 2
+SECONDS_TO_END = 300.0  # half of the time-out of a collective; measured: 0.1 to 2
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +116,7 @@ def test_a_killed_torchrun_launch_ends_and_resumes_in_another_layout(
         left_behind = ranks["1"].children(recursive=True)
         ranks["1"].kill()
         killed = time.monotonic()
-        returncode = launcher.wait(timeout=SECONDS_TO_END)
+        returncode = launcher.wait(timeout=600)
         seconds = time.monotonic() - killed
     finally:
         launcher.terminate()  # torchrun ends its ranks; nothing to do if it has ended
@@ -125,6 +125,7 @@ def test_a_killed_torchrun_launch_ends_and_resumes_in_another_layout(
                 process.kill()
     text = log.read_text(errors="replace")
     record_property("seconds_to_end", seconds)
+    assert seconds < SECONDS_TO_END
     assert returncode != 0
     assert "Signal 9 (SIGKILL) received" in text, text[-3000:]
     assert last_saved(saved) in (2, 3, 4)
@@ -191,7 +192,7 @@ def test_a_rank_killed_at_any_point_loses_at_most_its_step(
     moment, saved = tmp_path / "moment", tmp_path / "saved"
     all_flags = ["--load", first_checkpoint, *RESUME, "--save", str(saved), "--save-interval", "1", *flags]
     with pytest.raises(RankError) as caught:
-        run_ranks(world_size, train_and_die, [*all_flags, "--train-iters", "8"], where, 1, moment, timeout_s=100)
+        run_ranks(world_size, train_and_die, [*all_flags, "--train-iters", "8"], where, 1, moment)
     record_property("seconds_to_end", seconds := time.time() - float(moment.read_text()))
     assert seconds < SECONDS_TO_END
     assert set(caught.value.errors) == set(range(world_size))
@@ -286,7 +287,7 @@ def test_a_bad_batch_on_one_rank_stops_all_before_the_step(what: str, tmp_path: 
     moment, saved = tmp_path / "moment", tmp_path / "saved"
     flags = [*layout, "--loss-aggregation", "prompt_mean", "--train-iters", "4"]
     save = ["--save", str(saved), "--save-interval", "1"]
-    outcomes = run_ranks(world_size, train_on_bad_batch, [*flags, *save], what, bad_rank, moment, timeout_s=100)
+    outcomes = run_ranks(world_size, train_on_bad_batch, [*flags, *save], what, bad_rank, moment)
     record_property("seconds_to_end", seconds := time.time() - float(moment.read_text()))
     assert seconds < SECONDS_TO_END
     for outcome in outcomes:

@@ -170,7 +170,7 @@ def rerun(rerun_mode: str, flags: list[str]) -> tuple[Steps, list[Any], bool]:
     return steps, begun, get_rerun_state_machine().suspicious_node is not None
 
 
-@pytest.mark.parametrize("flags", [CP2, [*CP2, *PER_TOKEN]], ids=["carrier A", "carrier C"])
+@pytest.mark.parametrize("flags", [CP2, [*CP2, *PER_TOKEN]], ids=["mean", "per token"])
 def test_a_rerun_is_the_same_step(flags: list[str]) -> None:
     """`--rerun-mode validate_results` runs a step again on the micro-batches it saved; no step is skipped by that."""
     plain = run_ranks(2, rerun, "disabled", flags)

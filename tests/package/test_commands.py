@@ -18,18 +18,12 @@ from repository import ROOT
 
 @dataclass(frozen=True)
 class Row:
-    """Commands that a regular expression matches whole, and who runs them.
-
-    Attributes:
-        by: the test file that does; "here" for this one, in an empty folder.
-        named: what that file calls it: a fragment of its text.
-        needs: why no test does.
-    """
+    """Commands that a regular expression matches whole, and who runs them, or what they need."""
 
     command: str
-    by: str = ""
-    named: str = ""
-    needs: str = ""
+    by: str = ""  # the test file that does; "here" for this one, in an empty folder
+    named: str = ""  # a fragment of that file's text
+    needs: str = ""  # why no test does
 
 
 ROWS = [
@@ -37,8 +31,7 @@ ROWS = [
     Row(r"python -m megatron_rl_loss (modes|example|example (pretrain_\w+|on_cpu))", by="here"),
     Row(r"(torchrun .* |python )-m megatron_rl_loss audit.*",
         by="megatron/test_audit_launch.py", named='"megatron_rl_loss", "audit"'),
-    Row(r"python -m megatron_rl_loss example NAME",
-        by="package/test_example_command.py", named='"example", "pretrain_grpo"'),
+    Row(r"python -m megatron_rl_loss example NAME", by="package/test_example_command.py", named='"pretrain_grpo"'),
     Row(r"python own_mode\.py", by="examples/test_recipes.py", named='"own_mode.py"'),
     Row(r"torchrun --nproc-per-node 2 plain_ddp\.py", by="examples/test_recipes.py", named='"--nproc-per-node", "2"'),
     Row(r"torchrun .* on_cpu\.py .*", by="examples/test_pretrain_recipes.py", named="on_cpu.py pretrain_packed.py"),

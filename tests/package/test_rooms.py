@@ -1,17 +1,13 @@
-"""The folders of the package: imports run one way, the front door is small, each folder says what it holds."""
+"""The folders of the package: imports run one way and in no circle, and each folder says what it holds."""
 
 import ast
 import graphlib
 import importlib
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 
 import pytest
 from repository import ROOT
-
-import megatron_rl_loss
 
 PACKAGE = "megatron_rl_loss"
 ORDER = ["errors", "step", "modes", "reduction", "losses", "logprobs", "megatron", "frameworks", "audit", "__main__"]
@@ -66,13 +62,6 @@ def test_negative_control() -> None:
     assert list(imports_of(tree, in_functions=True)) == [f"{PACKAGE}.losses"]
     with pytest.raises(graphlib.CycleError):
         graphlib.TopologicalSorter({"a": {"b"}, "b": {"a"}}).prepare()
-
-
-def test_the_front_door_is_small() -> None:
-    assert len(megatron_rl_loss.__all__) <= 18
-    code = f"import sys, {PACKAGE}; print(*[name for name in sys.modules if '{PACKAGE}.' in name])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
-    assert {name.split(".")[1] for name in done.stdout.split()} == {"errors", "step", "modes", "reduction"}
 
 
 @pytest.mark.parametrize("folder", FOLDERS)

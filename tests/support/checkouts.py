@@ -36,22 +36,21 @@ class Framework:
     stand_ins: tuple[str, ...]
 
 
+def _packages(name: str, *below: str) -> tuple[str, ...]:
+    return name, *(f"{name}.{one}" for one in below)
+
+
 SLIME = Framework(
     variable="SLIME_PATH",
     proof="slime/backends/megatron_utils/loss.py",
-    passed_by=("slime", "slime.backends", "slime.backends.megatron_utils", "slime.utils"),
+    passed_by=_packages("slime", "backends", "backends.megatron_utils", "utils"),
     stand_ins=("httpx", "tqdm", "wandb"),
 )
 MILES = Framework(
     variable="MILES_PATH",
     proof="miles/backends/training_utils/loss.py",
-    passed_by=(
-        "miles",
-        "miles.backends",
-        "miles.backends.fsdp_utils",
-        "miles.backends.megatron_utils",
-        "miles.backends.training_utils",
-        "miles.utils",
+    passed_by=_packages(
+        "miles", "backends", *(f"backends.{part}_utils" for part in ("fsdp", "megatron", "training")), "utils"
     ),
     stand_ins=(
         *("huggingface_hub", "pydantic", "ray", "sglang", "tqdm", "transformers", "wandb"),
@@ -62,19 +61,13 @@ MILES = Framework(
 VERL = Framework(
     variable="VERL_PATH",
     proof="verl/trainer/ppo/core_algos.py",
-    passed_by=("verl", "verl.trainer", "verl.trainer.ppo", "verl.workers"),
+    passed_by=_packages("verl", "trainer", "trainer.ppo", "workers"),
     stand_ins=("codetiming", "datasets", "omegaconf", "orjson", "pandas", "ray", "tensordict", "transformers"),
 )
 SKYRL = Framework(
     variable="SKYRL_PATH",
     proof="skyrl/backends/skyrl_train/utils/ppo_utils.py",
-    passed_by=(
-        "skyrl",
-        "skyrl.backends",
-        "skyrl.backends.skyrl_train",
-        "skyrl.backends.skyrl_train.utils",
-        "skyrl.train",
-    ),
+    passed_by=_packages("skyrl", "backends", "backends.skyrl_train", "backends.skyrl_train.utils", "train"),
     stand_ins=(
         *("aiohttp", "datasets", "httpx", "jaxtyping", "loguru", "omegaconf", "orjson", "pybase64", "pydantic"),
         *("ray", "rich", "skyrl_gym", "torchdata", "tqdm", "transformers", "yaml"),

@@ -37,24 +37,20 @@ class Rollout:
     rollout_id: str
     prompt_id: str
 
-    def moved(self, name: str, values: Tensor) -> "Rollout":
-        return replace(self, values={**self.values, name: values})
 
-
-def rollouts(seed: int = 3, *, flags: bool = False) -> list[Rollout]:
-    """Ragged samples: fractional masks or 0/1, two fully masked, log-ratios on both sides of every clip range.
+def rollouts(seed: int = 3) -> list[Rollout]:
+    """Ragged samples: fractional masks, two fully masked, log-ratios on both sides of every clip range.
 
     Samples 4 and 5 are one rollout, and so are 7 and 8; at masked positions anything finite.
     """
     rng = random.Random(seed)
     step = []
     for i, length in enumerate([5, 1, 12, 3, 8, 2, 17, 6, 1, 9, 4]):
-        mask = [rng.choice([1, 1, 0] if flags else [1, 0.5, 1, 0]) for _ in range(length)]
+        mask = [rng.choice([1, 0.5, 1, 0]) for _ in range(length)]
         if i in (1, 7):
             mask = [0] * length
         elif not any(mask):
             mask[-1] = 1
-        sign = rng.choice([-1, 1])
 
         def drawn(low: float, high: float, length: int = length) -> Tensor:
             return torch.tensor([rng.uniform(low, high) for _ in range(length)])
@@ -65,13 +61,8 @@ def rollouts(seed: int = 3, *, flags: bool = False) -> list[Rollout]:
             "log_probs": old + drawn(-width, width) + rng.uniform(-width, width) / 3,
             "old_log_probs": old,
             "rollout_log_probs": old + drawn(-0.6, 0.6),
-            "ref_log_probs": drawn(-4, -1),
-            "advantages": sign * rng.uniform(0.3, 2) * torch.ones(length),
+            "advantages": rng.choice([-1, 1]) * rng.uniform(0.3, 2) * torch.ones(length),
             "token_advantages": drawn(-2, 2),
-            "values": drawn(-1, 1),
-            "old_values": drawn(-1, 1),
-            "returns": drawn(-1, 1),
-            "entropy": drawn(0, 2),
         }
         joined = {5: 4, 8: 7}.get(i, i)
         exact = {name: value.double() for name, value in values.items()}
@@ -97,15 +88,10 @@ Formula = Callable[[dict[str, Tensor], Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a rank, or all together, found: its share and the slope at each token, (sample, position) -> slope."""
+    """A rank's share, and the slope at each token it holds, by (sample, position)."""
 
     share: float
     slopes: dict[Token, float]
-
-
-def groups_of(cp_size: int) -> list[Any]:
-    """CP groups of consecutive ranks; every rank must call it."""
-    return [dist.new_group(list(range(first, first + cp_size))) for first in range(0, RANKS, cp_size)]
 
 
 def dealt(num_samples: int, dp_size: int) -> list[list[list[int]]]:
@@ -125,48 +111,52 @@ def flat(step: Sequence[Rollout], chosen: Sequence[int], held: Sequence[Token], 
     return torch.tensor(numbers, dtype=torch.float64)
 
 
-def run_on_ranks(
-    losses: dict[str, Loss], wanted: dict[str, str], modes: dict[str, str], flags: bool = False
-) -> dict[tuple[str, str, int], Outcome]:
-    """On a rank: every loss in every layout and CP size, differentiated by the values of a name (`wanted`)."""
+def run_on_ranks(losses: dict[str, Loss], modes: dict[str, str]) -> dict[tuple[str, str, int], Outcome]:
+    """On a rank: every loss in every layout and CP size, differentiated by the log-probs."""
     start_process_group()
-    groups = {cp_size: groups_of(cp_size) for cp_size in CP_SIZES}
-    rank, step, found = int(os.environ["RANK"]), rollouts(flags=flags), {}
-    ids: Any = {"rollout_ids": [one.rollout_id for one in step], "prompt_ids": [one.prompt_id for one in step]}
-    totals = StepTotals.from_loss_masks([one.mask for one in step], dp_group=None, **ids)
-    for (place, cp_size), name in itertools.product(CASES, losses):
+    # Of consecutive ranks; every rank must make every group.
+    groups = {size: [dist.new_group(list(range(k, k + size))) for k in range(0, RANKS, size)] for size in CP_SIZES}
+    rank, step, found = int(os.environ["RANK"]), rollouts(), {}
+    totals = StepTotals.from_loss_masks([one.mask for one in step], dp_group=None, **ids_of(step))
+    for place, cp_size in CASES:
         dp_rank, cp_rank = divmod(rank, cp_size)
         group = groups[cp_size][dp_rank] if cp_size > 1 else None
-        share, slopes = 0.0, {}
-        for chosen in dealt(len(step), RANKS // cp_size)[dp_rank]:
-            if not chosen and place is bshd:
-                continue  # there are no batches of no rows
-            tokens, held = hand_of(step, chosen, place, cp_size, cp_rank, group, totals)
-            leaf = tokens.values[wanted[name]].requires_grad_()
-            mode = modes.get(name, "sample_mean")
-            reducer = make_pg_loss_reducer(
-                mode,
-                tokens.samples.loss_masks,
-                totals=totals,
-                divisor=DIVISOR if mode in ("constant", "token_sum") else None,
-                rollout_ids=[step[i].rollout_id for i in chosen],
-                prompt_ids=[step[i].prompt_id for i in chosen],
-                layout=tokens.samples.layout,
-                cp_rank=cp_rank,
-                cp_size=cp_size,
-            )
-            part = reducer(losses[name](tokens))
-            part.backward()
-            share += float(part.detach())
-            for at, slope in zip(held, leaf.grad.flatten().tolist(), strict=True):
-                if at is None:
-                    assert slope == 0, (name, place.__name__, cp_size)
-                else:
-                    key = chosen[at[0]], at[1]
-                    slopes[key] = slopes.get(key, 0) + slope
-        found[name, place.__name__, cp_size] = Outcome(share, slopes)
+        hands = [
+            ([step[i] for i in chosen], chosen, *hand_of(step, chosen, place, cp_size, cp_rank, group, totals))
+            for chosen in dealt(len(step), RANKS // cp_size)[dp_rank]
+            if chosen or place is not bshd  # there are no batches of no rows
+        ]
+        for name, loss in losses.items():
+            share, mode = 0.0, modes.get(name, "sample_mean")
+            slopes: dict[Token, float] = {}
+            for members, chosen, tokens, held in hands:
+                leaf = tokens.values["log_probs"].detach().requires_grad_()
+                reducer = make_pg_loss_reducer(
+                    mode,
+                    tokens.samples.loss_masks,
+                    totals=totals,
+                    divisor=DIVISOR if mode == "constant" else None,
+                    layout=tokens.samples.layout,
+                    cp_rank=cp_rank,
+                    cp_size=cp_size,
+                    **ids_of(members),
+                )
+                part = reducer(loss(replace(tokens, values={**tokens.values, "log_probs": leaf})))
+                part.backward()
+                share += float(part.detach())
+                for at, slope in zip(held, leaf.grad.flatten().tolist(), strict=True):
+                    if at is None:
+                        assert slope == 0, (name, place.__name__, cp_size)
+                    else:
+                        key = chosen[at[0]], at[1]
+                        slopes[key] = slopes.get(key, 0) + slope
+            found[name, place.__name__, cp_size] = Outcome(share, slopes)
     dist.barrier()
     return found
+
+
+def ids_of(step: Sequence[Rollout]) -> dict[str, Any]:
+    return {"rollout_ids": [one.rollout_id for one in step], "prompt_ids": [one.prompt_id for one in step]}
 
 
 def hand_of(
@@ -176,59 +166,44 @@ def hand_of(
     placed = laid_out(place, tuple(len(step[i].mask) for i in chosen), cp_size)
     lengths = placed.mask_lengths or [len(step[i].mask) for i in chosen]
     masks = [
-        torch.cat([step[i].mask, torch.zeros(length - len(step[i].mask))])
+        torch.nn.functional.pad(step[i].mask, (0, length - len(step[i].mask)))
         for i, length in zip(chosen, lengths, strict=True)
     ]
-    samples = Samples(
-        masks,
-        layout=placed.layout,
-        rollout_ids=[step[i].rollout_id for i in chosen],
-        prompt_ids=[step[i].prompt_id for i in chosen],
-    )
+    samples = Samples(masks, layout=placed.layout, **ids_of([step[i] for i in chosen]))
     held = placed.held[cp_rank]
     shape = placed.shape(len(held)) if chosen else (len(held),)
     values = {name: flat(step, chosen, held, name).reshape(shape) for name in step[0].values}
     return Tokens(samples.local(cp_rank, cp_size), group, values, totals, samples), held
 
 
-def together(outcomes: Sequence[Outcome]) -> Outcome:
-    """The step's value and slopes: what all ranks add up to."""
-    slopes: dict[Token, float] = {}
-    for outcome in outcomes:
-        for at, slope in outcome.slopes.items():
-            slopes[at] = slopes.get(at, 0) + slope
-    return Outcome(sum(outcome.share for outcome in outcomes), slopes)
-
-
-def expected(
-    formula: Formula, wanted: str, mode: str = "sample_mean", *, flags: bool = False, per: str = "sample"
-) -> tuple[float, dict[Token, float], float]:
+def expected(formula: Formula, mode: str, per: str) -> tuple[float, dict[Token, float], float]:
     """Value, slope at each token, and scale of the step's loss in float64; `per` rollout joins its samples."""
-    step = rollouts(flags=flags)
-    leaves = [one.values[wanted].clone().requires_grad_() for one in step]
-    moved = [one.moved(wanted, leaf) for one, leaf in zip(step, leaves, strict=True)]
-    units: dict[object, list[Rollout]] = {}
-    for i, one in enumerate(moved):
-        units.setdefault(one.rollout_id if per == "rollout" else i, []).append(one)
-    losses = []
+    step = rollouts()
+    leaves = [one.values["log_probs"].clone().requires_grad_() for one in step]
+    units: dict[object, list[int]] = {}
+    for i, one in enumerate(step):
+        units.setdefault(one.rollout_id if per == "rollout" else i, []).append(i)
+    samples: dict[int, oracle.Sample] = {}
     for members in units.values():
-        joined = {name: torch.cat([one.values[name] for one in members]) for name in members[0].values}
-        whole = formula(joined, torch.cat([one.mask for one in members]).double())
-        losses += list(whole.split([len(one.mask) for one in members]))
-    samples = [
-        oracle.Sample(loss, one.mask, one.rollout_id, one.prompt_id) for loss, one in zip(losses, moved, strict=True)
-    ]
-    divisor = DIVISOR if mode in ("constant", "token_sum") else None
-    loss = oracle.step_loss(mode, samples, divisor)
+        joined = {name: torch.cat([step[i].values[name] for i in members]) for name in step[0].values}
+        joined["log_probs"] = torch.cat([leaves[i] for i in members])
+        losses = formula(joined, torch.cat([step[i].mask for i in members]).double())
+        for i, loss in zip(members, losses.split([len(step[i].mask) for i in members]), strict=True):
+            samples[i] = oracle.Sample(loss, step[i].mask, step[i].rollout_id, step[i].prompt_id)
+    ordered, divisor = [samples[i] for i in range(len(step))], DIVISOR if mode == "constant" else None
+    loss = oracle.step_loss(mode, ordered, divisor)
     slopes = torch.autograd.grad(loss, leaves, materialize_grads=True)
     of_tokens: dict[Token, float] = {(i, t): x for i, slope in enumerate(slopes) for t, x in enumerate(slope.tolist())}
-    detached = [replace(one, losses=one.losses.detach()) for one in samples]
+    detached = [replace(one, losses=one.losses.detach()) for one in ordered]
     return float(loss.detach()), of_tokens, oracle.step_scale(mode, detached, divisor)
 
 
-def error_of(outcome: Outcome, value: float, slopes: dict[Token, float], scale: float) -> float:
-    """The worse of value's and gradient's error, as `oracle.worst_error`: at most `oracle.EXACT`."""
-    assert outcome.slopes.keys() == slopes.keys()
+def error_of(parts: Sequence[Outcome], value: float, slopes: dict[Token, float], scale: float) -> float:
+    """The worse of value's and gradient's error of what all ranks add up to, as `oracle.worst_error`."""
+    found: dict[Token, float] = {}
+    for at, slope in (item for part in parts for item in part.slopes.items()):
+        found[at] = found.get(at, 0) + slope
+    assert found.keys() == slopes.keys()
     largest = max(map(abs, slopes.values()))
-    in_gradient = oracle.worst_of(*(abs(outcome.slopes[at] - slopes[at]) / largest for at in slopes))
-    return oracle.worst_error(abs(outcome.share - value) / scale, in_gradient, len(slopes))
+    in_gradient = oracle.worst_of(*(abs(found[at] - slopes[at]) / largest for at in slopes))
+    return oracle.worst_error(abs(sum(part.share for part in parts) - value) / scale, in_gradient, len(slopes))

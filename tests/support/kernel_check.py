@@ -6,7 +6,7 @@ import head_oracle
 import torch
 from head_oracle import batch_of, relative
 
-from megatron_rl_loss.logprobs.logits import log_probs_from_logits
+from megatron_rl_loss.logprobs import log_probs_from_logits
 
 TOKENS, VOCABULARY = 19, 24
 

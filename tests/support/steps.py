@@ -6,7 +6,7 @@ the shares and the gradients.
 
 import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from placements import Place, laid_out, plain
 from torch import Tensor
 
 from megatron_rl_loss import StepTotals, make_pg_loss_reducer
+from megatron_rl_loss.step import masks
 
 quick = settings(deadline=None, derandomize=True, max_examples=8)
 quicker = settings(quick, max_examples=4)
@@ -39,6 +40,14 @@ def totals_of(step: Sequence[Sample]) -> StepTotals:
 
 def divisor_of(mode: str) -> float | None:
     return WORKED_DIVISOR if mode in ("constant", "token_sum") else None
+
+
+def on_both(work: Callable[[], Any]) -> list[Any]:
+    """What comes of masks on the host, and what would of masks on a device."""
+    with pytest.MonkeyPatch.context() as patch:
+        of_host = work()
+        patch.setattr(masks, "on_host", lambda values: False)
+        return [of_host, work()]
 
 
 @dataclass

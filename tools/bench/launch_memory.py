@@ -18,7 +18,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,8 +75,8 @@ def launch(vocabulary: int, log_probs: str, args: argparse.Namespace) -> dict[st
     }
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--vocabulary", type=int, default=131072)
     parser.add_argument("--hidden-size", type=int, default=32)
     parser.add_argument("--seq-length", type=int, default=4096)
@@ -85,22 +84,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--chunk-tokens", type=int, default=256)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--json", type=Path, metavar="OUT", help="Write the figures there.")
-    args = parser.parse_args(arguments)
-    rows = [launch(32, "stock", args)]
-    for log_probs in ("stock", "chunked"):
-        rows.append(launch(args.vocabulary, log_probs, args))
+    args = parser.parse_args()
+    rows = [launch(32, "stock", args), *(launch(args.vocabulary, one, args) for one in ("stock", "chunked"))]
     for row in rows:
         row["above base MB"] = row["peak MB"] - rows[0]["peak MB"]
         # Embedding and output layer, float32: weight, gradient, two moments.
         row["weights MB"] = 2 * 4 * 4 * row["vocabulary"] * args.hidden_size / MB
-    logits = 4 * args.seq_length * args.vocabulary / MB
-    about = machine() | {
-        "threads": args.threads,
-        "tokens": args.seq_length,
-        "hidden": args.hidden_size,
-        "chunk tokens": args.chunk_tokens,
-    }
-    about |= {"logits MB": logits}
+    settings = {"threads": args.threads, "tokens": args.seq_length, "hidden": args.hidden_size}
+    sizes = {"chunk tokens": args.chunk_tokens, "logits MB": 4 * args.seq_length * args.vocabulary / MB}
+    about = machine() | settings | sizes
     print(", ".join(f"{key} {value}" for key, value in about.items()))
     print(tabulate(rows, headers="keys", floatfmt=".6g"))
     if args.json:

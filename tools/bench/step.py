@@ -4,7 +4,7 @@
 
 Runs `examples/pretrain_grpo.py` and times, on every rank: making `Samples`, which its data iterator does; `begin_step`
 without fetching the data (totals); `Microbatch.loss` (weights, sums, metrics, carrier); and the whole of Megatron's
-`train_step`. The sums' backward is one product a micro-batch and counts to the rest. The first steps, which warm up,
+`train_step`. The sums' backward is one product per micro-batch and counts to the rest. The first steps, which warm up,
 are left out.
 """
 
@@ -14,7 +14,6 @@ import statistics
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +32,8 @@ def main() -> None:
     seconds: dict[str, float] = defaultdict(float)
     steps: list[dict[str, float]] = []
 
-    def timed(owner: Any, name: str, label: str) -> None:
-        original: Callable[..., Any] = getattr(owner, name)
+    def time_calls(owner: Any, name: str, label: str) -> None:
+        original = getattr(owner, name)
 
         @functools.wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -42,37 +41,24 @@ def main() -> None:
             try:
                 return original(*args, **kwargs)
             finally:
-                seconds[label] += time.perf_counter() - start
+                seconds[label] += 1e3 * (time.perf_counter() - start)
+                if label == "train_step":
+                    steps.append(dict(seconds))
+                    seconds.clear()
 
         setattr(owner, name, call)
 
-    timed(Samples, "__init__", "samples")
-    timed(lookahead, "_fetch", "fetching")
-    timed(LossAggregation, "begin_step", "begin_step")
-    timed(Microbatch, "loss", "loss")
-    timed(training, "train_step", "train_step")
-    train_step = training.train_step
-
-    @functools.wraps(train_step)
-    def step(*args: Any, **kwargs: Any) -> Any:
-        seconds.clear()
-        result = train_step(*args, **kwargs)
-        steps.append(dict(seconds))
-        return result
-
-    training.train_step = step
+    time_calls(Samples, "__init__", "samples")
+    time_calls(lookahead, "_fetch", "fetching")
+    time_calls(LossAggregation, "begin_step", "begin_step")
+    time_calls(Microbatch, "loss", "loss")
+    time_calls(training, "train_step", "train_step")
     pretrain_grpo.main()
-
-    def median(label: str) -> float:
-        return 1e3 * statistics.median(step[label] for step in steps[WARM_UP:])
-
-    parts = {
-        "samples": median("samples"),
-        "totals": median("begin_step") - median("fetching"),
-        "loss": median("loss"),
-    }
+    medians = {label: statistics.median(step[label] for step in steps[WARM_UP:]) for label in steps[-1]}
+    totals = medians["begin_step"] - medians["fetching"]
+    parts = {"samples": medians["samples"], "totals": totals, "loss": medians["loss"]}
     shown = ", ".join(f"{name} {milliseconds:.3g}" for name, milliseconds in parts.items())
-    whole = median("train_step")
+    whole = medians["train_step"]
     share = 100 * sum(parts.values()) / whole
     rank = os.environ.get("RANK", "0")
     print(f"rank {rank}, medians in ms: {shown}, train_step {whole:.4g}; ours {share:.2g} %", flush=True)

@@ -58,7 +58,7 @@ def launch(world_size: int, cp: int, cases: list[dict[str, Any]]) -> list[dict[s
         for rank in range(world_size)
     ]
     try:
-        outputs = [rank.communicate(timeout=300)[0] for rank in ranks]
+        outputs = [rank.communicate(timeout=600)[0] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()

@@ -14,15 +14,16 @@ from megatron_rl_loss import StepTotals, make_pg_loss_reducer
 from megatron_rl_loss.losses import importance_weights, keep_sequences, surviving_masks, truncated_importance_weights
 
 LOG_RATIOS = torch.tensor([-9.0, math.log(0.5), -0.1, 0.0, 0.4, math.log(2.0), 3.0, 200.0], dtype=torch.float64)
+INSIDE = [math.exp(-0.1), 1, math.exp(0.4), 2]
 
 
 @pytest.mark.parametrize(
     ("low", "outside", "expected"),
     [
-        (0.0, "cap", [math.exp(-9), 0.5, math.exp(-0.1), 1, math.exp(0.4), 2, 2, 2]),
-        (0.0, "drop", [math.exp(-9), 0.5, math.exp(-0.1), 1, math.exp(0.4), 2, 0, 0]),
-        (0.5, "cap", [0.5, 0.5, math.exp(-0.1), 1, math.exp(0.4), 2, 2, 2]),
-        (0.5, "drop", [0, 0.5, math.exp(-0.1), 1, math.exp(0.4), 2, 0, 0]),
+        (0.0, "cap", [math.exp(-9), 0.5, *INSIDE, 2, 2]),
+        (0.0, "drop", [math.exp(-9), 0.5, *INSIDE, 0, 0]),
+        (0.5, "cap", [0.5, 0.5, *INSIDE, 2, 2]),
+        (0.5, "drop", [0, 0.5, *INSIDE, 0, 0]),
     ],
 )
 def test_importance_weights(low: float, outside: Any, expected: list[float]) -> None:
@@ -31,11 +32,10 @@ def test_importance_weights(low: float, outside: Any, expected: list[float]) -> 
     assert weights.tolist() == pytest.approx(expected)
     assert not weights.requires_grad
     assert importance_weights(LOG_RATIOS.bfloat16(), low=low, high=2.0, outside=outside).dtype == torch.bfloat16
-
-
-def test_capped_at_the_top_alone_it_is_the_truncated_weight() -> None:
-    weights = importance_weights(LOG_RATIOS, high=2.0)
-    torch.testing.assert_close(weights, truncated_importance_weights(LOG_RATIOS - 1, torch.full_like(LOG_RATIOS, -1)))
+    if (low, outside) == (0, "cap"):
+        truncated = truncated_importance_weights(log_ratio - 1, torch.full_like(LOG_RATIOS, -1))
+        torch.testing.assert_close(truncated, weights)
+        assert not truncated.requires_grad
 
 
 def test_keep_sequences() -> None:
@@ -47,43 +47,33 @@ def test_keep_sequences() -> None:
     assert not keep_sequences(mean_kl, max_kl=0.1).requires_grad
 
 
-# --- who survives
-
-MASKS = [torch.tensor([1, 1, 0, 1]), torch.tensor([1, 1]), torch.tensor([0, 1, 1])]
+MASKS = [torch.tensor([1, 1, 0, 1]), torch.tensor([1, 1]), torch.tensor([0, 1, 1]), torch.tensor([0.5, 0.25, 1.0])]
 RATIOS = [
     torch.tensor([0.1, 3.0, 9.0, -0.2]),  # its masked 9.0 must not matter
     torch.tensor([1.0, -1.2]),
     torch.tensor([math.nan, 1.0, 1.0]),
+    torch.tensor([0.0, 1.0, 0.0]),  # a weighted mean of 0.25 / 1.75, not 1 / 3
 ]
+FRACTIONS, NONE = [0.5, 0.25, 1.0], [0, 0, 0]
 
 
 @pytest.mark.parametrize(
     ("level", "bounds", "expected"),
     [
-        ("token", {"high": 5.0}, [[1, 0, 0, 1], [1, 1], [0, 1, 1]]),
-        ("token", {"low": 0.5, "high": 2.0}, [[1, 0, 0, 1], [0, 0], [0, 0, 0]]),
-        ("sequence", {"high": 5.0}, [[0, 0, 0, 0], [1, 1], [0, 0, 0]]),  # sums 2.9, -0.2, 2.0
-        ("geometric", {"high": 2.7}, [[1, 1, 0, 1], [1, 1], [0, 0, 0]]),  # means 0.97, -0.1, 1.0
-        ("geometric", {"low": 0.95, "high": 3.0}, [[1, 1, 0, 1], [0, 0], [0, 1, 1]]),
+        ("token", {"high": 5.0}, [[1, 0, 0, 1], [1, 1], [0, 1, 1], FRACTIONS]),
+        ("token", {"low": 0.5, "high": 2.0}, [[1, 0, 0, 1], [0, 0], NONE, [0.5, 0, 1]]),
+        ("sequence", {"high": 5.0}, [[0, 0, 0, 0], [1, 1], NONE, FRACTIONS]),  # sums 2.9, -0.2, 2.0, 0.25
+        ("geometric", {"high": 2.7}, [[1, 1, 0, 1], [1, 1], NONE, FRACTIONS]),  # means 0.97, -0.1, 1.0, 0.14
+        ("geometric", {"low": 0.95, "high": 3.0}, [[1, 1, 0, 1], [0, 0], [0, 1, 1], FRACTIONS]),
+        ("geometric", {"high": 1.2}, [[0, 0, 0, 0], [1, 1], NONE, FRACTIONS]),
     ],
 )
-def test_surviving_masks(level: Any, bounds: dict[str, float], expected: list[list[int]]) -> None:
+def test_surviving_masks(level: Any, bounds: dict[str, float], expected: list[list[float]]) -> None:
+    before = [one.clone() for one in MASKS]
     survivors = surviving_masks(MASKS, RATIOS, level=level, **bounds)
     assert [one.tolist() for one in survivors] == expected
     assert [one.dtype for one in survivors] == [one.dtype for one in MASKS]
-    assert [one.tolist() for one in MASKS] == [[1, 1, 0, 1], [1, 1], [0, 1, 1]]  # not changed
-
-
-def test_fractional_masks_survive_as_they_are() -> None:
-    masks = [torch.tensor([0.5, 0.25, 1.0])]
-    (kept,) = surviving_masks(masks, [torch.tensor([0.0, 1.0, 0.0])], high=2.0)
-    assert kept.tolist() == [0.5, 0, 1]
-    # A weighted mean of 0.25 / 1.75, not 1 / 3.
-    assert surviving_masks(masks, [torch.tensor([0.0, 1.0, 0.0])], high=1.2, level="geometric")[0].tolist() == [
-        0.5,
-        0.25,
-        1.0,
-    ]
+    assert all(map(torch.equal, MASKS, before))
 
 
 STEP = [
@@ -105,13 +95,10 @@ REJECTED = [torch.tensor([0.1, 3.0, 9.0, -0.2]), torch.tensor([1.0, 0.0]), torch
         ("prompt_mean", "active", (16 / 5) / 2, (16 / 4) / 1),
     ],
 )
-def test_what_a_rejected_token_does_to_the_denominators(
-    mode: str, units: Any, counted: float, survivors: float
-) -> None:
+def test_what_a_rejected_token_counts(mode: str, units: Any, counted: float, survivors: float) -> None:
     """Weights of 0 leave every denominator as it was; masks made before the totals do not."""
-    masks, losses = [one.mask for one in STEP], torch.cat([one.losses for one in STEP]).float()
-    weights = importance_weights(torch.cat(REJECTED), high=5.0, outside="drop").float().bool().float()
-    ids = ids_of(STEP)
+    masks, losses, ids = [one.mask for one in STEP], torch.cat([one.losses for one in STEP]).float(), ids_of(STEP)
+    weights = (importance_weights(torch.cat(REJECTED), high=5.0, outside="drop") > 0).float()
 
     def value(masks: list[Tensor], losses: Tensor) -> float:
         totals = StepTotals.from_loss_masks(masks, **ids)
@@ -121,66 +108,63 @@ def test_what_a_rejected_token_does_to_the_denominators(
     assert value(surviving_masks(masks, REJECTED, high=5.0), losses) == pytest.approx(survivors)
 
 
-# --- refusals, each beside its nearest legal neighbour
-
 TWO = torch.zeros(2)
 
 
-def weights(**keywords: Any) -> Call:
-    return lambda: importance_weights(TWO, **{"high": 2.0, **keywords})
+def weights(**more: Any) -> Call:
+    return lambda: importance_weights(TWO, **{"high": 2.0, **more})
 
 
-def keep(max_kl: float = 0.1, **keywords: Any) -> Call:
-    return lambda: keep_sequences(TWO, max_kl=max_kl, **keywords)
+def truncated(cap: float, behavior: Tensor = TWO) -> Call:
+    return lambda: truncated_importance_weights(TWO, behavior, cap=cap)
 
 
-def survive(log_ratios: list[Tensor], **keywords: Any) -> Call:
-    return lambda: surviving_masks([torch.ones(2)], log_ratios, **{"high": 2.0, **keywords})
+def keep(max_kl: float = 0.1, **more: Any) -> Call:
+    return lambda: keep_sequences(TWO, max_kl=max_kl, **more)
 
 
-REFUSALS: dict[str, Refusal] = {
-    "high 0": (weights(high=0.0), ValueError, "high is 0.0: it must be finite and above 0", weights(high=0.1)),
-    "high infinite": (weights(high=math.inf), ValueError, "high is inf", weights(high=1e9)),
-    "low below 0": (weights(low=-0.1), ValueError, "low is -0.1: it must be at least 0", weights(low=0)),
-    "low not below high": (weights(low=2.0), ValueError, "low is 2.0.+below high, 2", weights(low=1.9)),
+def survive(*log_ratios: Tensor, **more: Any) -> Call:
+    return lambda: surviving_masks([torch.ones(2)], log_ratios, **{"high": 2.0, **more})
+
+
+WRONG: dict[str, tuple[Call, str, Call]] = {
+    "high 0": (weights(high=0.0), "high is 0.0: it must be finite and above 0", weights(high=0.1)),
+    "high infinite": (weights(high=math.inf), "high is inf", weights(high=1e9)),
+    "low below 0": (weights(low=-0.1), "low is -0.1: it must be at least 0", weights(low=0)),
+    "low not below high": (weights(low=2.0), "low is 2.0.+below high, 2", weights(low=1.9)),
     "an unknown way": (
         weights(outside="mask"),
-        ValueError,
         "there is no such way with what is outside. Choose one of cap, drop",
         weights(outside="drop"),
     ),
-    "max_kl 0": (keep(0.0), ValueError, "max_kl is 0.0: it must be finite and above 0", keep(1e-3)),
+    "cap 0": (truncated(0), "cap is 0: it must be finite and above 0", truncated(0.5)),
+    "cap infinite": (truncated(math.inf), "cap is inf", truncated(1e9)),
+    "cap NaN": (truncated(math.nan), "cap is nan", truncated(1)),
+    "behavior of another shape": (truncated(2, torch.zeros(1)), r"\(2,\) and \(1,\)", truncated(2)),
+    "max_kl 0": (keep(0.0), "max_kl is 0.0: it must be finite and above 0", keep(1e-3)),
     "advantages of another shape": (
         keep(advantages=torch.zeros(3, 2)),
-        ValueError,
         r"advantages of shape \(3, 2\)",
         keep(advantages=torch.zeros(1)),
     ),
     "survivors of the policy in training": (
-        survive([torch.zeros(2, requires_grad=True)]),
-        ValueError,
+        survive(torch.zeros(2, requires_grad=True)),
         "log-ratios of sample 0 that require grad: who survives must be known before the step's first forward",
-        survive([torch.zeros(2)]),
+        survive(TWO),
     ),
     "log-ratios of another length": (
-        survive([torch.zeros(3)]),
-        ValueError,
+        survive(torch.zeros(3)),
         r"mask and log-ratios of sample 0 of shapes \(2,\) and \(3,\)",
-        survive([TWO]),
+        survive(TWO),
     ),
-    "log-ratios of another number of samples": (
-        survive([TWO, TWO]),
-        ValueError,
-        "2 log-ratios for 1 loss masks",
-        survive([TWO]),
-    ),
+    "log-ratios of another number of samples": (survive(TWO, TWO), "2 log-ratios for 1 loss masks", survive(TWO)),
     "an unknown level": (
-        survive([TWO], level="prompt"),
-        ValueError,
+        survive(TWO, level="prompt"),
         "there is no such level of rejection. Choose one of token, sequence, geometric",
-        survive([TWO], level="sequence"),
+        survive(TWO, level="sequence"),
     ),
 }
+REFUSALS: dict[str, Refusal] = {name: (bad, ValueError, text, good) for name, (bad, text, good) in WRONG.items()}
 
 
 @each_of(REFUSALS)

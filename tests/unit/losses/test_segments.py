@@ -1,21 +1,13 @@
-"""Sums over sequences that lie on several ranks: value, gradient and collectives, on real groups over gloo.
+"""Sums over sequences: collectives over gloo, and by hand on one rank; test_losses_over_cp.py has layouts over CP."""
 
-All losses of a launch are computed in every layout at CP 1, 2 and 4, in whole steps (`cp_steps`), and compared with
-float64 sums over whole sequences.
-"""
-
-import functools
 import math
 import os
-from collections.abc import Callable
 from typing import Any
 
-import cp_steps
 import oracle
 import pytest
 import torch
 import torch.distributed as dist
-from cp_steps import CASES, Outcome, Tokens
 from ranks import run_ranks, start_process_group
 from refusals import Call, Refusal, check_refusal, each_of
 from torch import Tensor
@@ -23,208 +15,45 @@ from torch import Tensor
 from megatron_rl_loss import Gathered, Samples, StepTotals, UnitCounts, ZigzagTHD
 from megatron_rl_loss.losses import segment_mean, segment_sum, to_tokens
 
-# --- losses of sums, here and in float64
-
-
-def spread(of_samples: Tensor, tokens: Tokens) -> Tensor:
-    return to_tokens(of_samples, tokens.local).view(tokens.values["log_probs"].shape)
-
-
-def of_sum(tokens: Tokens) -> Tensor:
-    x = tokens.values["log_probs"]
-    return (spread(segment_sum(x, tokens.local, tokens.cp_group), tokens) / 9).sin() * x
-
-
-def of_sum_in_float64(values: dict[str, Tensor], mask: Tensor) -> Tensor:
-    x = values["log_probs"]
-    return ((x * mask).sum() / 9).sin() * x
-
-
-def of_mean(tokens: Tokens) -> Tensor:
-    x = tokens.values["log_probs"]
-    return spread(segment_mean(x, tokens.local, tokens.cp_group), tokens).sin() * x.square()
-
-
-def mean(x: Tensor, mask: Tensor) -> Tensor:
-    return (x * mask).sum() / mask.sum().clamp(min=1e-9)
-
-
-def of_mean_in_float64(values: dict[str, Tensor], mask: Tensor) -> Tensor:
-    x = values["log_probs"]
-    return mean(x, mask).sin() * x.square()
-
-
-def of_three_together(tokens: Tokens) -> Tensor:
-    """One with gradient by two ways, one without, one of data."""
-    x, old = tokens.values["log_probs"], tokens.values["old_log_probs"]
-    a, b, c = segment_mean([x, x.detach().exp(), old], tokens.local, tokens.cp_group)
-    return spread(a.square() * b + c * a, tokens) + x
-
-
-def of_three_in_float64(values: dict[str, Tensor], mask: Tensor) -> Tensor:
-    x, old = values["log_probs"], values["old_log_probs"]
-    return mean(x, mask).square() * mean(x.detach().exp(), mask) + mean(old, mask) * mean(x, mask) + x
-
-
-def of_rollout(tokens: Tokens) -> Tensor:
-    x = tokens.values["log_probs"]
-    of = segment_mean(x, tokens.local, tokens.cp_group, per="rollout", totals=tokens.totals)
-    return spread(of, tokens).sin() * x.square()
-
-
-LOSSES = {"sum": of_sum, "mean": of_mean, "three together": of_three_together, "rollout": of_rollout}
-FORMULAS: dict[str, tuple[cp_steps.Formula, str]] = {
-    "sum": (of_sum_in_float64, "sample"),
-    "mean": (of_mean_in_float64, "sample"),
-    "three together": (of_three_in_float64, "sample"),
-    "rollout": (of_mean_in_float64, "rollout"),
-}
-
-
-@functools.cache
-def outcomes() -> list[dict[tuple[str, str, int], Outcome]]:
-    return run_ranks(cp_steps.RANKS, cp_steps.run_on_ranks, LOSSES, dict.fromkeys(LOSSES, "log_probs"), {})
-
-
-@pytest.mark.parametrize("name", LOSSES)
-def test_value_and_gradient_in_every_layout(name: str, record_property: Callable[[str, Any], None]) -> None:
-    formula, per = FORMULAS[name]
-    right = cp_steps.expected(formula, "log_probs", per=per)
-    errors = {
-        (place.__name__, cp_size): cp_steps.error_of(
-            cp_steps.together([of_rank[name, place.__name__, cp_size] for of_rank in outcomes()]), *right
-        )
-        for place, cp_size in CASES
-    }
-    record_property("segment_error", max(errors.values()))
-    assert max(errors.values()) <= oracle.EXACT, errors
-
-
-# --- negative controls: what a rank would do without one of the two sums
-
-
-def sum_without_backward(x: Tensor, tokens: Tokens) -> Tensor:
-    """The other ranks' part is a constant: the value is right, the gradient is not."""
-    own = segment_sum(x.detach(), tokens.local, tokens.cp_group)
-    parts = to_parts(x, tokens)
-    return own + parts - parts.detach()
-
-
-def to_parts(x: Tensor, tokens: Tokens) -> Tensor:
-    number = len(tokens.samples)
-    zeros = x.new_zeros(number + 1)  # where there is no sample, padding has the first one's index
-    return zeros.index_add(0, tokens.local.sample_index, x.flatten() * tokens.local.mask)[:number]
-
-
-def forward_sum_only(tokens: Tokens) -> Tensor:
-    x = tokens.values["log_probs"]
-    return (spread(sum_without_backward(x, tokens), tokens) / 9).sin() * x
-
-
-def no_sum_at_all(tokens: Tokens) -> Tensor:
-    x = tokens.values["log_probs"]
-    return (spread(to_parts(x, tokens), tokens) / 9).sin() * x
-
-
-def mean_by_local_length(tokens: Tokens) -> Tensor:
-    x, local = tokens.values["log_probs"], tokens.local
-    here = to_parts(torch.ones_like(x), tokens).clamp(min=1e-9)
-    return spread(segment_sum(x, local, tokens.cp_group) / here, tokens).sin() * x.square()
-
-
-PLANTED = {"sum": forward_sum_only, "sum, too": no_sum_at_all, "mean": mean_by_local_length}
-
-
-def test_the_comparison_sees_planted_bugs() -> None:
-    found = run_ranks(cp_steps.RANKS, cp_steps.run_on_ranks, PLANTED, dict.fromkeys(PLANTED, "log_probs"), {})
-    for name in PLANTED:
-        right = cp_steps.expected(FORMULAS[name.split(",")[0]][0], "log_probs")
-        for place, cp_size in CASES:
-            of = cp_steps.together([of_rank[name, place.__name__, cp_size] for of_rank in found])
-            error = cp_steps.error_of(of, *right)
-            cut = cp_size > 1 and place.__name__ != "gathered"
-            assert (error > 1e-3) if cut else (error <= oracle.EXACT), (name, place.__name__, cp_size, error)
-
-
-# --- collectives
-
-
-class Counted:
-    """What went through `all_reduce`: bytes of each call."""
-
-    def __init__(self) -> None:
-        self.bytes: list[int] = []
-        self._all_reduce = dist.all_reduce
-
-    def __enter__(self) -> "Counted":
-        def counting(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-            self.bytes.append(tensor.nbytes)
-            return self._all_reduce(tensor, *args, **kwargs)
-
-        dist.all_reduce = counting
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        dist.all_reduce = self._all_reduce
-
-    def taken(self) -> list[int]:
-        found, self.bytes = self.bytes, []
-        return found
-
-
 NUM_SAMPLES = 6
+ROWS: dict[str, tuple[int, int]] = {"one": (1, 0), "four": (4, 0), "two of data": (0, 2), "one and two of data": (1, 2)}
 
 
-def count_on_rank(lengths: tuple[int, ...]) -> dict[str, list[int]]:
-    """Forward and backward bytes of every call, by case and length of the samples."""
+def count_on_rank(lengths: tuple[int, ...]) -> dict[tuple[str, int, str], tuple[list[int], list[int]]]:
+    """Bytes of each call of `all_reduce`, forward and backward, by layout, length of the samples, and rows."""
     start_process_group()
-    rank, cp_size = int(os.environ["RANK"]), 2
-    found = {}
+    rank, found, all_reduce = int(os.environ["RANK"]), {}, dist.all_reduce
+    sent: list[int] = []
+
+    def counting(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        sent.append(tensor.nbytes)
+        return all_reduce(tensor, *args, **kwargs)
+
+    dist.all_reduce = counting  # in a process of its own
     for length in lengths:
         cu_seqlens = [length * i for i in range(NUM_SAMPLES + 1)]
-        masks = [torch.ones(length)] * NUM_SAMPLES
-        for layout in (ZigzagTHD(cu_seqlens), Gathered(cu_seqlens)):
-            local = Samples(masks, layout=layout).local(rank, cp_size)
-            values = torch.randn(4, len(local), requires_grad=True)
-            data = [torch.randn(len(local)) for _ in range(2)]
-            with Counted() as counted:
-                for what, rows in {
-                    "one": [values[0]],
-                    "four": list(values),
-                    "two of data": data,
-                    "one, and two of data": [data[0], values[0], data[1]],
-                }.items():
-                    sums = segment_sum(rows, local, dist.group.WORLD)
-                    name = f"{type(layout).__name__}, {what}, {length}"
-                    found[f"{name}, forward"] = counted.taken()
-                    if sums.requires_grad:
-                        sums.square().sum().backward()
-                    found[f"{name}, backward"] = counted.taken()
-    alone = Samples(masks).local(0, 1)
-    with Counted() as counted:
-        values = torch.randn(len(alone), requires_grad=True)
-        segment_mean(values, alone).sum().backward()
-        found["CP 1"] = counted.taken()
-    dist.barrier()
+        for layout, cp_size in ((ZigzagTHD(cu_seqlens), 2), (Gathered(cu_seqlens), 2), (Gathered(cu_seqlens), 1)):
+            samples = Samples([torch.ones(length)] * NUM_SAMPLES, layout=layout)
+            local = samples.local(rank % cp_size, cp_size)
+            for name, (with_gradient, data) in ROWS.items():
+                rows = [torch.randn(len(local), requires_grad=k < with_gradient) for k in range(with_gradient + data)]
+                sums = segment_sum(rows[::-1], local, dist.group.WORLD if cp_size > 1 else None)
+                forward, sent[:] = [*sent], []
+                if sums.requires_grad:
+                    sums.square().sum().backward()
+                found[type(layout).__name__, length * cp_size, name] = forward, [*sent]
+                sent.clear()
     return found
 
 
 def test_one_collective_whose_bytes_do_not_depend_on_lengths() -> None:
-    one = 8 * NUM_SAMPLES
-    lengths = (4, 64)
-    for found in run_ranks(2, count_on_rank, lengths):
-        for length in lengths:
-            for what, forward, backward in [
-                ("one", [one], [one]),
-                ("four", [4 * one], [4 * one]),
-                ("two of data", [2 * one], []),
-                ("one, and two of data", [3 * one], [one]),
-            ]:
-                assert found[f"ZigzagTHD, {what}, {length}, forward"] == forward
-                assert found[f"ZigzagTHD, {what}, {length}, backward"] == backward
-                assert found[f"Gathered, {what}, {length}, forward"] == []
-                assert found[f"Gathered, {what}, {length}, backward"] == []
-        assert found["CP 1"] == []
+    for found in run_ranks(2, count_on_rank, (4, 64), timeout_s=600):
+        for (layout, _, name), collectives in found.items():
+            with_gradient, data = ROWS[name]
+            one = 8 * NUM_SAMPLES
+            forward, backward = [one * (with_gradient + data)], [one * with_gradient] if with_gradient else []
+            assert collectives == ((forward, backward) if layout == "ZigzagTHD" else ([], [])), (layout, name)
+        assert len(found) == 3 * 2 * len(ROWS)
 
 
 # --- on one rank
@@ -314,9 +143,9 @@ def sums(values: Any = WHOLE, *, cp_size: int = 1, **keywords: Any) -> Call:
     return lambda: segment_sum(values, Samples(MASKS, layout=layout).local(0, cp_size), **keywords)
 
 
-def cut(**keywords: Any) -> Call:
+def cut() -> Call:
     local = Samples([torch.ones(4)], layout=ZigzagTHD([0, 4])).local(0, 2)
-    return lambda: segment_sum(torch.ones(2), local, **keywords)
+    return lambda: segment_sum(torch.ones(2), local)
 
 
 def per_rollout(tokens: float) -> Call:
@@ -329,51 +158,33 @@ def spread_of(shape: tuple[int, ...]) -> Call:
     return lambda: to_tokens(torch.ones(shape), local_of(MASKS))
 
 
-REFUSALS: dict[str, Refusal] = {
-    "values of another number of tokens": (
+WRONG: list[tuple[Call, str, Call]] = [
+    (
         sums(torch.ones(5)),
-        ValueError,
         r"a segment sum's values of shape \(5,\): this rank's part of the layout is \(6,\)",
         sums(torch.ones(1, 6)),
     ),
-    "one of several that fits not": (
-        sums([WHOLE, torch.ones(4)]),
-        ValueError,
-        r"of shape \(4,\)",
-        sums([WHOLE, WHOLE]),
-    ),
-    "values that are ints": (sums(WHOLE.int()), TypeError, "it must be a float tensor", sums(WHOLE.double())),
-    "an unknown unit": (
-        sums(per="prompt"),
-        ValueError,
-        "there is no such unit of a segment sum. Choose one of sample, rollout",
-        sums(per="rollout"),
-    ),
-    "no group for a sum over several ranks": (
-        cut(),
-        ValueError,
-        "no cp_group: a sample's tokens lie on 2 ranks",
-        sums(cp_size=2),
-    ),
-    "a group of another size": (
+    (sums([WHOLE, torch.ones(4)]), r"of shape \(4,\)", sums([WHOLE, WHOLE])),
+    (sums(per="prompt"), "there is no such unit of a segment sum. Choose one of sample, rollout", sums(per="rollout")),
+    (cut(), "no cp_group: a sample's tokens lie on 2 ranks", sums(cp_size=2)),
+    (
         sums(cp_size=2, cp_group=GroupOf(4)),
-        ValueError,
         "a cp_group of 4 ranks: the micro-batch is cut for 2",
         sums(cp_size=2, cp_group=GroupOf(2)),
     ),
-    "a rollout in several micro-batches": (
+    (
         per_rollout(3.0),
-        ValueError,
         "the rollout of sample 0, 2 of whose 3 mask tokens are in this micro-batch",
         per_rollout(2.0),
     ),
-    "a statistic of another number of samples": (
+    (
         spread_of((6,)),
-        ValueError,
         r"a statistic of shape \(6,\): it must have one number for each of the micro-batch's 3 samples",
         spread_of((3,)),
     ),
-}
+]
+REFUSALS: dict[str, Refusal] = {text[:40]: (bad, ValueError, text, good) for bad, text, good in WRONG}
+REFUSALS["ints"] = (sums(WHOLE.int()), TypeError, "it must be a float tensor", sums(WHOLE.double()))
 
 
 @each_of(REFUSALS)

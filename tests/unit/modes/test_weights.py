@@ -1,6 +1,8 @@
 """The weight of a token: what the modes make of the step's totals, and what is refused. `oracle` states it apart."""
 
 import doctest
+import functools
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,9 +13,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from oracle import NAN
-from placements import Place, every_layout, laid_out
+from placements import Place, Placement, every_layout, laid_out
 from refusals import Call, Refusal, check_refusal, each_of
-from steps import Step, divisor_of, ids_of, quicker, steps, totals_of
+from steps import Step, divisor_of, ids_of, on_both, quicker, steps, totals_of
 
 from megatron_rl_loss import (
     Gathered,
@@ -38,41 +40,48 @@ def test_docstring_examples() -> None:
     assert result.failed == 0
 
 
-# --- against the oracle
+# --- against the oracle: every mode x layout x CP size, on random ragged steps, on the host and as on a device
+
+
+def padded_masks(chosen: Sequence[oracle.Sample], placed: Placement) -> list[torch.Tensor]:
+    lengths = placed.mask_lengths or [len(one.mask) for one in chosen]
+    return [
+        torch.cat([one.mask, one.mask.new_zeros(n - len(one.mask))]) for one, n in zip(chosen, lengths, strict=True)
+    ]
 
 
 @every_layout
 @quicker
 @given(step=steps(), units=st.sampled_from(["all", "active"]))
-def test_they_are_the_slopes_of_the_step_loss(step: Step, units: str, place: Place, cp_size: int) -> None:
+def test_they_are_the_slopes_of_the_step_loss(step: Step, units: Any, place: Place, cp_size: int) -> None:
     """For every token that a rank holds, 0 in padding; over the ranks, every copy has its part."""
     totals = totals_of(step.samples)
-    for mode in oracle.MODES:
-        expected = oracle.step_gradient(mode, step.samples, divisor_of(mode), units)
-        for microbatch in step.microbatches:
-            chosen = [step.samples[i] for i in microbatch]
-            placed = laid_out(place, tuple(len(one.mask) for one in chosen), cp_size)
-            lengths = placed.mask_lengths or [len(one.mask) for one in chosen]
-            masks = [
-                torch.cat([one.mask, one.mask.new_zeros(n - len(one.mask))])
-                for one, n in zip(chosen, lengths, strict=True)
-            ]
-            samples = Samples(masks, layout=placed.layout, **ids_of(chosen))
-            copies = cp_size if isinstance(placed.layout, Gathered) else 1
-            for cp_rank, held in enumerate(placed.held):
-                place_of_rank = {"cp_rank": cp_rank, "cp_size": cp_size}
-                found = token_weights(
-                    mode,
-                    samples,
-                    totals,
-                    divisor=divisor_of(mode),
-                    units=units,
-                    **place_of_rank,  # type: ignore[arg-type]
-                )
+    expected = {mode: oracle.step_gradient(mode, step.samples, divisor_of(mode), units) for mode in oracle.MODES}
+    for microbatch in step.microbatches:
+        chosen = [step.samples[i] for i in microbatch]
+        placed = laid_out(place, tuple(len(one.mask) for one in chosen), cp_size)
+        masks, copies = padded_masks(chosen, placed), cp_size if isinstance(placed.layout, Gathered) else 1
+        for mode, (cp_rank, held) in itertools.product(oracle.MODES, enumerate(placed.held)):
+            slopes = [0.0 if at is None else float(expected[mode][microbatch[at[0]]][at[1]]) / copies for at in held]
+            right = torch.tensor(slopes, dtype=torch.float64)
+
+            def weights(mode: str = mode, masks: Any = masks, layout: Any = placed.layout, **cp: int) -> torch.Tensor:
+                samples = Samples(masks, layout=layout, **ids_of(chosen))  # noqa: B023
+                return token_weights(mode, samples, totals, divisor=divisor_of(mode), units=units, **cp)
+
+            for found in on_both(functools.partial(weights, cp_rank=cp_rank, cp_size=cp_size)):
                 assert found.dtype == torch.float32
-                slopes = [0.0 if at is None else float(expected[microbatch[at[0]]][at[1]]) / copies for at in held]
-                right = torch.tensor(slopes, dtype=torch.float64)
                 torch.testing.assert_close(found.double(), right, rtol=oracle.EXACT, atol=0)
+
+
+def test_weights_by_counts_of_a_part_would_be_seen() -> None:
+    """Negative control: totals of each micro-batch by itself give other weights, in every mode but a plain sum."""
+    step, part = oracle.WORKED, oracle.WORKED[2:3]
+    for mode in MODES:
+        samples = Samples([part[0].mask], **ids_of(part))
+        of_part = token_weights(mode, samples, totals_of(part), divisor=divisor_of(mode))
+        right = oracle.step_gradient(mode, step, divisor_of(mode))[2]
+        assert torch.allclose(of_part.double(), right) == (mode == "token_sum")
 
 
 def test_a_reducer_has_the_same_ones() -> None:
@@ -432,7 +441,7 @@ REFUSALS: dict[str, Refusal] = {
     "own weights of other lengths": (
         own([torch.ones(2), torch.ones(3)]),
         ValueError,
-        r"lengths \[2, 3\].*\[3, 2\].*Return one weight a mask entry",
+        r"lengths \[2, 3\].*\[3, 2\].*Return one weight per mask entry",
         own([torch.ones(3), torch.ones(2)]),
     ),
     "own weights missing": (

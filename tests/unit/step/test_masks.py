@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from placements import Place, every_layout, laid_out
-from steps import quick, random_mask
+from steps import on_both, quick, random_mask
 from torch import Tensor
 
 from megatron_rl_loss import Samples, StepTotals
@@ -25,14 +25,6 @@ DTYPES = [
 @pytest.fixture
 def as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(masks, "on_host", lambda values: False)
-
-
-def on_both(work: Any) -> list[Any]:
-    """What the host returns, and what a device would."""
-    with pytest.MonkeyPatch.context() as patch:
-        of_host = work()
-        patch.setattr(masks, "on_host", lambda values: False)
-        return [of_host, work()]
 
 
 def assert_same(work: Any) -> Tensor:

@@ -1,6 +1,5 @@
-"""`check_loss`: is a trainer's loss function invariant, and is it the mode it is meant to be? PyTorch alone."""
+"""The search behind `check_loss`: random steps, cut in one way after the other, and the smallest that shows a fault."""
 
-import functools
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -8,14 +7,14 @@ from typing import Any, Literal
 
 import numpy as np
 
+from megatron_rl_loss.audit.calling import LossCall
 from megatron_rl_loss.audit.drawn_steps import DrawnSample, DrawnStep
-from megatron_rl_loss.audit.simulation import CallFailed, LossCase, LossFunction, Signature, measure
+from megatron_rl_loss.audit.report import Verdict
+from megatron_rl_loss.audit.simulation import CallFailed, LossCase, LossFunction, measure
 from megatron_rl_loss.audit.tokens import Floats, MeasuredStep
-from megatron_rl_loss.audit.trainers import TRAINERS, Trainer
-from megatron_rl_loss.audit.verdict import Verdict, in_words, judge
-from megatron_rl_loss.errors import check_choice, check_int
+from megatron_rl_loss.audit.verdict import judge
 from megatron_rl_loss.modes.names import Aggregation, resolve
-from megatron_rl_loss.modes.table import MODES, ModeFunction
+from megatron_rl_loss.modes.table import MODES, OwnMode
 from megatron_rl_loss.modes.weights import weigh
 from megatron_rl_loss.step.samples import Samples
 from megatron_rl_loss.step.totals import UnitCounting
@@ -36,9 +35,9 @@ class Finding:
         kind: ``weights`` that are not what they should be; weights that depend on the losses' ``values``, or on
             ``chance``; a call that ``raises``, or returns ``no loss``, a loss with ``no graph``, or ``NaN``.
         says: what it is, on a larger step that tells more of its cause.
-        case: the smallest step. `measure` of the loss function, the trainer and this gives `found` again.
+        case: the smallest step. `measure` of the loss function, its call and this gives `found` again.
         found, expected: the weight of each mask entry of it; empty where there is none.
-        verdict: of the audit, on the larger step: the likely causes; None where no weights were measured.
+        verdict: of the audit, on the larger step, with readings; None where no weights were measured.
     """
 
     cut: str
@@ -50,12 +49,6 @@ class Finding:
     verdict: Verdict | None = None
 
     @property
-    def causes(self) -> tuple[str, ...]:
-        """Names of what the audit holds likely (`audit/causes.py`)."""
-        deviations = () if self.verdict is None else self.verdict.deviations
-        return tuple(cause for deviation in deviations for cause in deviation.causes)
-
-    @property
     def factors(self) -> tuple[float, float]:
         """The lowest and the highest of found / expected, over tokens that should weigh something; NaN if none do."""
         ratios = [found / expected for found, expected in zip(self.found, self.expected, strict=True) if expected]
@@ -64,7 +57,8 @@ class Finding:
     def __str__(self) -> str:
         lines = [f"{self.cut}: {self.says}"]
         if self.verdict is not None:
-            lines += [f"  likely: {deviation.text}" for deviation in self.verdict.deviations]
+            lines += [f"  {deviation.text}" for deviation in self.verdict.deviations]
+            lines += [f"  a reading that fits: {reading.text}" for reading in self.verdict.readings]
         lines.append(f"  smallest step that shows it: {self.case}")
         if self.found:
             lines.append(f"  its tokens weigh {_shown(self.found)}")
@@ -73,182 +67,52 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class LossReport:
-    """What `check_loss` found.
-
-    Attributes:
-        name: of the loss function.
-        asked: the mode it was said to be, or None.
-        trainer: what was assumed of the trainer.
-        draws, seed: random steps tried of each cut, and their seed.
-        findings: what is wrong; none if nothing is.
-        notes: what is worth knowing beside that.
-    """
-
-    name: str
-    asked: Aggregation | None
-    trainer: Trainer
-    draws: int
-    seed: int
-    findings: tuple[Finding, ...]
-    notes: tuple[str, ...] = ()
-
-    @property
-    def sound(self) -> bool:
-        """Whether nothing is wrong: invariant and, if a mode was said, that mode."""
-        return not self.findings
-
-    @property
-    def invariant(self) -> bool:
-        """Whether tokens weigh the same however the step is cut, be it the right mode or another."""
-        return all(finding.kind == "weights" and finding.cut == _UNCUT.name for finding in self.findings)
-
-    def __str__(self) -> str:
-        asked = "" if self.asked is None else f"{in_words(self.asked)}: "
-        verdict = "sound" if self.sound else "invariant, but NOT that" if self.invariant else "NOT invariant"
-        tried = f"{self.draws} random steps a cut, seed {self.seed}"
-        lines = [f"{self.name}: {asked}{verdict}", f"  assumed: {self.trainer.describe()}; {tried}"]
-        return "\n".join([*lines, *map(str, self.findings), *self.notes])
-
-    def to_json(self) -> dict[str, Any]:
-        """The same as plain data."""
-        return {
-            "name": self.name,
-            "asked": None if self.asked is None else in_words(self.asked),
-            "trainer": self.trainer.describe(),
-            "draws": self.draws,
-            "seed": self.seed,
-            "sound": self.sound,
-            "invariant": self.invariant,
-            "findings": [
-                {
-                    "cut": one.cut,
-                    "kind": one.kind,
-                    "says": one.says,
-                    "causes": list(one.causes),
-                    "case": repr(one.case),
-                    "found": list(one.found),
-                    "expected": list(one.expected),
-                }
-                for one in self.findings
-            ],
-            "notes": list(self.notes),
-        }
-
-
-def check_loss(
-    loss_fn: LossFunction,
-    mode: str | ModeFunction | None = None,
-    *,
-    trainer: Trainer | str = "pytorch",
-    divisor: float | None = None,
-    units: UnitCounting | None = None,
-    draws: int = 20,
-    seed: int = 0,
-) -> LossReport:
-    """Does a loss function give every token the weight that a mode says, however its trainer cuts the step?
-
-    >>> def my_loss(losses, mask, num_items_in_batch):
-    ...     return (losses * mask).sum() / num_items_in_batch
-    >>> check_loss(my_loss, "token_mean", trainer="transformers").sound
-    True
-
-    Ragged random steps are cut into micro-batches, data-parallel and context-parallel ranks. The function is called as
-    the trainer would, and each token's weight is the derivative of what the optimizer gets by that token's loss.
-
-    Args:
-        loss_fn: ``loss_fn(losses, mask, ...)`` returns a loss. Its other parameters are given by name what they ask
-            for (`megatron_rl_loss.audit.trainers.GIVEN`, and the trainer's own words).
-        mode, divisor, units: what it is meant to be, as in `make_pg_loss_reducer`; None asks for invariance alone.
-        trainer: what is done around the function: a `Trainer`, or the name of one of `TRAINERS`.
-        draws: random steps for each way of cutting.
-        seed: of the random steps.
-
-    Raises:
-        TypeError, ValueError: a function that cannot be called so, or that fails on a plain step of two full rows (with
-            its own error as the cause); a mode, divisor or trainer that there is not.
-    """
-    if isinstance(trainer, str):
-        check_choice("trainer", trainer, TRAINERS)
-        trainer = TRAINERS[trainer]
-    elif not isinstance(trainer, Trainer):
-        raise TypeError(
-            f"trainer is a {type(trainer).__name__}: it must be a Trainer, or the name of one. Choose one of "
-            f"{', '.join(TRAINERS)}, or say what your loop does with megatron_rl_loss.Trainer(...)."
-        )
-    check_int("draws", draws, 1, "Draw some steps")
-    check_int("seed", seed, 0, "Any number will do")
-    if mode is None and (divisor, units) != (None, None):
-        raise ValueError(
-            f"divisor {divisor!r} and units {units!r} without a mode: without one, only invariance is asked for. Name "
-            "the mode that they belong to."
-        )
-    asked = None if mode is None else resolve(mode, divisor=divisor, units=units)
-    signature = Signature.of(loss_fn, trainer)
-    plain = loss_fn.func if isinstance(loss_fn, functools.partial) else loss_fn
-    name = getattr(plain, "__name__", None) or type(plain).__name__
-    try:
-        measure(loss_fn, trainer, _plain_case(trainer))
-    except CallFailed as failure:
-        raise ValueError(
-            f"{name} with a step of two full rows: {failure}: it must return one number that gradients flow from. Give "
-            "it what it takes by Trainer(rows=..., takes=..., names=...), or wrap it."
-        ) from failure.__cause__
-    search = _Search(loss_fn, trainer, asked, draws, seed)
-    findings = search.findings()
-    notes = [f"parameter {parameter} was left at its default" for parameter in signature.left_alone]
-    return LossReport(name, asked, trainer, draws, seed, tuple(findings), (*notes, *search.notes()))
-
-
-@dataclass(frozen=True)
-class _Cut:
+class Cut:
     """Over what a step is cut."""
 
     name: str
     microbatches: bool = False
     dp: bool = False
     cp: bool = False
+    padded_masks: bool = False
 
-    def and_over(self, other: "_Cut") -> "_Cut":
+    def and_over(self, other: "Cut") -> "Cut":
         """Over what either is."""
-        return _Cut(other.name, self.microbatches or other.microbatches, self.dp or other.dp, self.cp or other.cp)
+        return Cut(other.name, self.microbatches or other.microbatches, self.dp or other.dp, self.cp or other.cp)
 
-    def draw(self, rng: random.Random, trainer: Trainer, seed: int, telling: bool = False) -> LossCase:
+    def draw(self, rng: random.Random, call: LossCall, seed: int, telling: bool = False) -> LossCase:
         """A random step cut so; never one without an active token. A telling one is cut into 5, 3 and 2 parts."""
         num_microbatches = (5 if telling else rng.randrange(2, 6)) if self.microbatches else 1
         dp_size = (3 if telling else rng.randrange(2, 5)) if self.dp else 1
         number = num_microbatches * dp_size
         most = 4 if number > 1 else 8
         rows = [rng.randrange(1, most)] * number
-        if not trainer.even_microbatches:
+        if not call.even_microbatches:
             rows = [rng.randrange(1, most) for _ in range(number)]
-        samples = list(DrawnStep.random(rng, trainer.split_rollouts, sum(rows)).samples)
+        samples = list(DrawnStep.random(rng, call.split_rollouts, sum(rows)).samples)
         rng.shuffle(samples)
         for i, sample in enumerate(samples):
-            if not any(sample.mask) and (not trainer.masked_samples or sum(map(sum, _masks(samples))) == 0):
+            nothing = not any(any(one.mask) for one in samples)
+            if not any(sample.mask) and (not call.masked_samples or nothing):
                 samples[i] = replace(sample, mask=(1, *sample.mask[1:]))
         parts = [tuple(samples[sum(rows[:i]) : sum(rows[: i + 1])]) for i in range(number)]
         ranks = tuple(tuple(parts[i : i + num_microbatches]) for i in range(0, number, num_microbatches))
-        cp_size = (2 if telling else rng.choice([2, 3])) if self.cp else 1
-        return LossCase(ranks, cp_size, trainer.split_rollouts, seed)
+        cp_size = (2 if telling else rng.choice([2, 3, 4])) if self.cp else 1
+        return LossCase(ranks, cp_size, call.split_rollouts, seed, padded_masks=self.padded_masks)
 
 
-_UNCUT = _Cut("in one micro-batch on one rank")
-_SINGLE_CUTS = (
-    _Cut("over micro-batches", microbatches=True),
-    _Cut("over data-parallel ranks", dp=True),
-    _Cut("over context-parallel ranks", cp=True),
-)
-_TOGETHER = _Cut("over all of these together", microbatches=True, dp=True, cp=True)
+UNCUT = Cut("in one micro-batch on one rank")
+MICROBATCHES = Cut("over micro-batches", microbatches=True)
+CP = Cut("over context-parallel ranks", cp=True)
+CUTS = (MICROBATCHES, Cut("over data-parallel ranks", dp=True), CP)
+#: For a mode, which is given its masks: they may be as long as the padded slots that the layout speaks of.
+PADDED = Cut("with masks as long as padded slots", padded_masks=True)
+_TOGETHER = Cut("over all of these together", microbatches=True, dp=True, cp=True)
 
 
-def _masks(samples: list[DrawnSample]) -> list[tuple[int, ...]]:
-    return [sample.mask for sample in samples]
-
-
-def _plain_case(trainer: Trainer) -> LossCase:
+def plain_case(call: LossCall) -> LossCase:
     rows = (DrawnSample((1, 1, 1), rollout=0), DrawnSample((1, 1), rollout=1))
-    return LossCase(((rows,),), 1, trainer.split_rollouts)
+    return LossCase(((rows,),), 1, call.split_rollouts)
 
 
 Shape = Literal["", "factor", "spread", "masked", "padding"]
@@ -274,40 +138,45 @@ class _Base:
 
     def weights(self, case: LossCase) -> Floats:
         """Of each mask entry, [num_entries]."""
-        step = case.step
-        samples = Samples(step.masks, prompt_ids=step.prompt_ids, rollout_ids=step.rollout_ids)
-        return weigh(self.aggregation, samples.local(0, 1), step.totals).double().numpy() * self.factor
+        step, mode = case.step, self.aggregation.mode
+        ids = {"prompt_ids": step.prompt_ids, "rollout_ids": step.rollout_ids}
+        samples = Samples(step.masks, labels=step.labels, **ids)  # type: ignore[arg-type]
+        totals = step.totals_with(mode.statistics if isinstance(mode, OwnMode) else {})
+        return weigh(self.aggregation, samples.local(0, 1), totals).double().numpy() * self.factor
 
 
 Look = Callable[[LossCase], "_Seen | None"]
 
 
-class _Search:
+class Search:
     """Tries random steps, cut by cut, and shrinks those that show something."""
 
-    def __init__(
-        self, loss_fn: LossFunction, trainer: Trainer, asked: Aggregation | None, draws: int, seed: int
-    ) -> None:
-        self.loss_fn, self.trainer, self.asked = loss_fn, trainer, asked
+    def __init__(self, loss_fn: LossFunction, call: LossCall, asked: Aggregation | None, draws: int, seed: int) -> None:
+        self.loss_fn, self.call, self.asked = loss_fn, call, asked
         self.draws, self.seed = draws, seed
         self.base = None if asked is None else _Base(asked)
 
     def findings(self) -> list[Finding]:
         """Of the uncut step; then of every cut alone; of all together if those show nothing."""
-        found = self._try(_UNCUT, _UNCUT, self._depends) or self._try(_UNCUT, _UNCUT, self._differs)
+        found = self.of_cut(UNCUT, self._depends) or self.of_cut(UNCUT)
         if any(finding.kind != "weights" for finding in found):
             return found
         if found or self.asked is None:
             self.base = self._what_it_is()
             found = [self._if_constant(finding) for finding in found]
         of_cuts: list[Finding] = []
-        told_on = _UNCUT
-        for cut in (cut for cut in _SINGLE_CUTS if not cut.cp or self.trainer.cp):
-            seen = self._try(cut, told_on.and_over(cut), self._differs)
-            told_on = told_on if seen else told_on.and_over(cut)
-            of_cuts += seen
-        together = replace(_TOGETHER, cp=self.trainer.cp is not None)
-        return found + (of_cuts or self._try(together, together, self._differs))
+        told_on = UNCUT
+        for cut in (cut for cut in CUTS if not cut.cp or self.call.cp):
+            shown = self.of_cut(cut, told_on=told_on.and_over(cut))
+            told_on = told_on if shown else told_on.and_over(cut)
+            of_cuts += shown
+        return found + (of_cuts or self.of_cut(replace(_TOGETHER, cp=self.call.cp is not None)))
+
+    def sums(self) -> tuple[float, float, bool]:
+        """The lowest and highest sum of an uncut step's weights, and whether one is below 0."""
+        weights = [self._measure(self._drawn(UNCUT, draw)).weights for draw in range(self.draws)]
+        sums = [float(one.sum()) for one in weights]
+        return min(sums), max(sums), any(bool((one < 0).any()) for one in weights)
 
     def _if_constant(self, finding: Finding) -> Finding:
         """A factor that is the same on every step is no count of a step, whatever number coincides with it on one."""
@@ -318,7 +187,7 @@ class _Search:
 
     def _what_it_is(self) -> "_Base | None":
         """The mode that uncut steps follow, up to a factor, if it is one of the table; None if none is."""
-        cases = [self._drawn(_UNCUT, draw) for draw in range(self.draws)]  # looked at already: none fails
+        cases = [self._drawn(UNCUT, draw) for draw in range(self.draws)]  # looked at already: none fails
         measured = [(case, self._measure(case).weights) for case in cases]
         modes = [resolve(name, divisor=1.0 if mode.takes_divisor else None) for name, mode in MODES.items()]
         countings: tuple[UnitCounting, ...] = ("all", "active")
@@ -335,7 +204,7 @@ class _Search:
 
     def notes(self) -> list[str]:
         """What is no fault of the weights."""
-        case = replace(_plain_case(self.trainer), poisoned=True)
+        case = replace(plain_case(self.call), poisoned=True)
         rows = (replace(case.ranks[0][0][0], mask=(1, 0, 1)), case.ranks[0][0][1])
         try:
             measured = self._measure(replace(case, ranks=((rows,),)))
@@ -345,25 +214,26 @@ class _Search:
             return []
         return ["note: a NaN at a masked token spoils the loss; select by the mask (torch.where) before multiplying"]
 
-    def _drawn(self, cut: _Cut, draw: int) -> LossCase:
-        return cut.draw(random.Random(f"{self.seed}/{cut.name}/{draw}"), self.trainer, seed=self.seed + draw)
+    def _drawn(self, cut: Cut, draw: int) -> LossCase:
+        return cut.draw(random.Random(f"{self.seed}/{cut.name}/{draw}"), self.call, seed=self.seed + draw)
 
-    def _try(self, cut: _Cut, told_on: _Cut, look: Look) -> list[Finding]:
+    def of_cut(self, cut: Cut, look: Look | None = None, told_on: Cut | None = None) -> list[Finding]:
         """One finding for each kind that some random step of the cut shows, on the smallest such step.
 
-        Causes are told on steps that are cut further, over what shows nothing by itself, where that leaves less doubt.
+        Readings are of steps that are cut further, over what shows nothing by itself, where that leaves less doubt.
         """
+        look = look or self._differs
         shown: dict[Kind, list[tuple[LossCase, _Seen]]] = {}
         for draw in range(self.draws):
             case = self._drawn(cut, draw)
             if (seen := look(case)) is not None:
                 shown.setdefault(seen.kind, []).append((case, seen))
-        return [self._finding(cut, told_on, cases, look) for cases in shown.values()]
+        return [self._finding(cut, told_on or cut, cases, look) for cases in shown.values()]
 
-    def _finding(self, cut: _Cut, told_on: _Cut, cases: list[tuple[LossCase, _Seen]], look: Look) -> Finding:
+    def _finding(self, cut: Cut, told_on: Cut, cases: list[tuple[LossCase, _Seen]], look: Look) -> Finding:
         kind = cases[0][1].kind
         rng = random.Random(f"{self.seed}/{told_on.name}/{kind}")
-        further = [told_on.draw(rng, self.trainer, seed=self.seed + i, telling=True) for i in range(5)]
+        further = [told_on.draw(rng, self.call, seed=self.seed + i, telling=True) for i in range(5)]
         larger = [(case, seen) for case in further if (seen := look(case)) is not None and seen.kind == kind]
         by_size = sorted([*larger, *cases], key=lambda one: (one[1].shape == "factor", -len(one[0].step.samples)))
         told = by_size[0][1]
@@ -374,7 +244,7 @@ class _Search:
 
         small = [case for case, seen in cases if seen.shape == told.shape] or [cases[0][0]]
         smallest = min(small, key=lambda one: len(one.step.samples))
-        smallest = shrink(smallest, shows, even=self.trainer.even_microbatches, masked=self.trainer.masked_samples)
+        smallest = shrink(smallest, shows, even=self.call.even_microbatches, masked=self.call.masked_samples)
         seen = look(smallest)
         if seen is None or seen.kind != kind:  # chance may show something else the next time
             seen = told
@@ -384,10 +254,10 @@ class _Search:
         return Finding(cut.name, kind, says, smallest, found, expected, verdict)
 
     def _verdict(self, cases: list[LossCase]) -> Verdict:
-        """On the first of the steps on which the same causes are named as on most: sizes may coincide on one."""
+        """On the first of the steps that give the reading which most give: sizes may coincide on one."""
         verdicts = [self._judge(case) for case in cases]
-        causes = [tuple(deviation.causes for deviation in verdict.deviations) for verdict in verdicts]
-        return verdicts[max(range(len(causes)), key=lambda i: (causes.count(causes[i]), -sum(map(len, causes[i]))))]
+        said = [tuple((one.counts, one.formula) for one in verdict.readings[:1]) for verdict in verdicts]
+        return verdicts[max(range(len(said)), key=lambda i: said.count(said[i]))]
 
     def _judge(self, case: LossCase) -> Verdict:
         measured = self._measure(case)
@@ -396,7 +266,7 @@ class _Search:
         return judge(replace(measured, weights=measured.weights / self.base.factor), self.base.aggregation)
 
     def _measure(self, case: LossCase) -> MeasuredStep:
-        return measure(self.loss_fn, self.trainer, case)
+        return measure(self.loss_fn, self.call, case)
 
     def _differs(self, case: LossCase) -> "_Seen | None":
         """From the mode that it is without a cut, or else from its own weights without a cut."""

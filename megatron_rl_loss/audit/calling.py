@@ -1,4 +1,4 @@
-"""What a trainer does around its loss function: what it passes in, and what it sums or averages afterwards."""
+"""How a trainer calls its loss function: what it passes in, and what it sums or averages afterwards."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -35,16 +35,17 @@ GIVEN: dict[str, str] = {
     "advantages": "shaped as the log-probs: equal within a row, never 0",
     "sample_advantages": "[num_samples]: the same, one a row",
     "loss_masks": "list [num_samples]: the 1-D mask of each row, not padded and not cut for context parallelism",
+    "labels": "a dict of lists [num_samples] of what a mode of one's own may look at, random",
     "layout": "the `Layout` of the losses",
     "totals": "the `StepTotals` of the step",
 }
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trainer:
-    """What a trainer does around its loss function. What is left out is plain PyTorch: DDP or FSDP, without CP.
+class LossCall:
+    """How a trainer calls its loss function, and divides afterwards. The defaults are plain PyTorch: DDP, without CP.
 
-    >>> Trainer(microbatches="mean", names={"total": "step_tokens"}).describe()
+    >>> LossCall(microbatches="mean", names={"total": "step_tokens"}).describe()
     'padded rows, micro-batches averaged, DP ranks averaged'
 
     Attributes:
@@ -57,8 +58,8 @@ class Trainer:
             function returns, ``mean`` where the trainer divides that by their number.
         dp: ``mean`` as DDP and FSDP do, ``sum`` where a trainer undoes that.
         cp: what becomes of context-parallel ranks: ``mean``, ``sum``; None where there are none.
-        cp_cut: what a CP rank holds of every row: ``zigzag``, ``contiguous``; or ``gathered``: all of it, and
-            gradients of all copies count.
+        cp_cut: what a CP rank holds of every row: ``zigzag``, ``contiguous``; ``gathered``: all of it, and gradients of
+            all copies count; ``responses``: a zigzag over prompt and response, of which the response is kept (packed).
         even_microbatches: whether all micro-batches have as many rows.
         masked_samples: whether fully masked rows occur (a filtered or truncated response); without them micro-batches
             have active tokens.
@@ -71,32 +72,37 @@ class Trainer:
     microbatches: Literal["sum", "mean"] = "sum"
     dp: Literal["mean", "sum"] = "mean"
     cp: Literal["mean", "sum"] | None = None
-    cp_cut: Literal["zigzag", "contiguous", "gathered"] = "zigzag"
+    cp_cut: Literal["zigzag", "contiguous", "gathered", "responses"] = "zigzag"
     even_microbatches: bool = False
     masked_samples: bool = True
     split_rollouts: bool = False
 
     def __post_init__(self) -> None:
-        for name, hint in get_type_hints(Trainer).items():
+        for name, hint in get_type_hints(LossCall).items():
             value = getattr(self, name)
             if hint is bool and not isinstance(value, bool):
-                raise TypeError(f"Trainer.{name} is {value!r}: it must be True or False. Say whether it is so.")
+                raise TypeError(f"LossCall.{name} is {value!r}: it must be True or False. Say whether it is so.")
             if get_args(hint) and name not in ("names", "cp"):
-                check_choice(f"Trainer.{name}", value, get_args(hint))
+                check_choice(f"LossCall.{name}", value, get_args(hint))
         if self.cp is not None:
-            check_choice("Trainer.cp", self.cp, ("mean", "sum"))
+            check_choice("LossCall.cp", self.cp, ("mean", "sum"))
         elif self.cp_cut != "zigzag":
             raise ValueError(
-                f"Trainer.cp_cut is {self.cp_cut!r}, and Trainer.cp None: without context-parallel ranks nothing is "
+                f"LossCall.cp_cut is {self.cp_cut!r}, and LossCall.cp None: without context-parallel ranks nothing is "
                 'cut. Say what becomes of them: cp="sum" or cp="mean".'
+            )
+        if self.cp_cut == "responses" and self.rows != "packed":
+            raise ValueError(
+                f"LossCall.cp_cut is 'responses', and LossCall.rows {self.rows!r}: what is left of rows is packed. "
+                'Say rows="packed".'
             )
         if not isinstance(self.names, Mapping):
             raise TypeError(
-                f"Trainer.names is a {type(self.names).__name__}: it must map parameters of the loss function to what "
+                f"LossCall.names is a {type(self.names).__name__}: it must map parameters of the loss function to what "
                 'they are given. Write names={"num_items_in_batch": "step_tokens"}, say.'
             )
         for parameter, given in self.names.items():
-            check_choice(f"number for Trainer.names[{parameter!r}]", given, GIVEN)
+            check_choice(f"number for LossCall.names[{parameter!r}]", given, GIVEN)
 
     def describe(self) -> str:
         """One line of what was assumed."""
@@ -109,15 +115,15 @@ class Trainer:
         return ", ".join(parts)
 
 
-#: Trainers by name, from their public sources (TRL 1.10.0.dev0 and verl 0.10.0.dev as on their pages in docs).
-TRAINERS: dict[str, Trainer] = {
-    "pytorch": Trainer(),
-    # transformers.Trainer with a `compute_loss_func` and `average_tokens_across_devices` multiplies what the function
+#: The calls of trainers by name, from their public sources (TRL 1.10.0.dev0, verl 0.10.0.dev).
+CALLS: dict[str, LossCall] = {
+    "pytorch": LossCall(),
+    # transformers.LossCall with a `compute_loss_func` and `average_tokens_across_devices` multiplies what the function
     # returns by the number of processes, which DDP divides by.
-    "transformers": Trainer(names={"num_items_in_batch": "step_tokens"}, dp="sum", even_microbatches=True),
+    "transformers": LossCall(names={"num_items_in_batch": "step_tokens"}, dp="sum", even_microbatches=True),
     # trl.GRPOTrainer switches off the division by accumulation steps: its loss function divides by itself. Its
     # `num_items_in_batch` is that of a generation batch, the step's where `steps_per_generation` is the accumulation.
-    "trl": Trainer(
+    "trl": LossCall(
         names={
             "num_items_in_batch": "step_tokens",
             "num_processes": "dp_size",
@@ -127,7 +133,7 @@ TRAINERS: dict[str, Trainer] = {
         even_microbatches=True,
     ),
     # verl's `agg_loss` as its engines call it: global counts, times dp_size against averaged gradients.
-    "verl": Trainer(names={"batch_num_tokens": "step_tokens", "global_batch_size": "step_samples"}),
+    "verl": LossCall(names={"batch_num_tokens": "step_tokens", "global_batch_size": "step_samples"}),
     # prime-rl's `compute_loss`: lists of sequences, one global `loss_scale`; FSDP's division is undone.
-    "prime_rl": Trainer(rows="lists", names={"loss_scale": "step_tokens"}, dp="sum"),
+    "prime_rl": LossCall(rows="lists", names={"loss_scale": "step_tokens"}, dp="sum"),
 }

@@ -1,4 +1,4 @@
-"""What must be said, and what cannot be meant: refused at the door of the core, each beside its legal neighbour."""
+"""What is refused of a step, its totals, its layout and a loss, each beside its nearest legal neighbour."""
 
 import subprocess
 import sys
@@ -273,7 +273,7 @@ def test_a_gather_by_its_backward(backward: Any) -> None:
 @pytest.mark.slow
 def test_modes_may_be_read_by_head() -> None:
     command = f"{sys.executable} -m megatron_rl_loss modes | head -n 1; echo ${{PIPESTATUS[0]}}"
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=600)
     assert done.stdout.splitlines()[-1] == "0"
     assert done.stderr == ""
 

@@ -1,0 +1,319 @@
+"""Which counts of the step is measured / asked made of? One sparse fit of whole numbers, in logs.
+
+    log(measured / asked)[cell] = c + sum_k a_k * log(count_k[cell]),    a_k in {-1, 0, 1}, at most three not 0
+
+The constant c is fitted in the same way: sizes of the split to small powers, and at most one amount of the step. A fit
+is a `Reading`: it says of what the measured weights could be made, not why.
+"""
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from megatron_rl_loss.audit.counts import COUNTINGS, WIDTHS, Cells, Count
+from megatron_rl_loss.audit.tokens import Floats, Ints
+from megatron_rl_loss.modes.names import Aggregation
+from megatron_rl_loss.modes.table import Mode
+
+Powers = tuple[tuple[str, int], ...]
+#: In what a reading's counts are expressed: in what a part has on average ("mean of means" is then the constant 1), the
+#: same against a mean over tokens instead of what was asked, or as they are.
+Baseline = Literal["average", "mean", "plain"]
+
+_MOST = 3  # counts in a reading
+_UNDO = 0.2  # cost of not dividing by what the asked mode divides by
+_UNNAMED = 3.2  # cost of a constant without a name
+_LIKELY = 0.9  # readings that cost so much more than the first are left out
+_SHOWN = 3
+#: Sizes of the split: letter, field of `Split`, largest power, cost of a power.
+_SIZES = (
+    ("DP", "dp_size", 2, 1.0),
+    ("CP", "cp_size", 2, 1.0),
+    ("K", "num_microbatches", 2, 1.0),
+    ("TP", "tp_size", 1, 1.5),
+    ("PP", "pp_size", 1, 1.5),
+)
+_SQUARED = 0.5  # what a second power costs more
+_DEAREST = 4.0  # of a product of sizes
+#: Products of an amount and sizes that a trainer makes by itself: a gradient that nothing divides by its tokens.
+_MADE = {(("CP", 1), ("K", -1), ("T", 1)): 3.0, (("DP", -1), ("T", 1)): 3.0}
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One way in which the measured weights could have come about, which fits all tokens of the step.
+
+    Attributes:
+        counts: what a token's weight is multiplied by (power 1) or divided by (-1), beside what was asked.
+        baseline: in what the counts are expressed.
+        constant: sizes and amounts that the rest is made of; empty where it is 1 or has no name.
+        factor: the rest as a number.
+        named: whether `constant` is that number.
+        places: places that weigh apart from all others, with their factors, where that says it.
+        cost: how far-fetched it is.
+        text: in words.
+    """
+
+    counts: tuple[tuple[Count, int], ...] = ()
+    baseline: Baseline = "average"
+    constant: Powers = ()
+    factor: float = 1.0
+    named: bool = True
+    places: tuple[tuple[str, float], ...] = ()
+    cost: float = 0.0
+    text: str = ""
+
+    @property
+    def formula(self) -> str:
+        """The constant by name, such as ``CP·T/K``; empty where there is none."""
+        above = [_power(name, power) for name, power in self.constant if power > 0]
+        below = [_power(name, -power) for name, power in self.constant if power < 0]
+        bottom = f"({'·'.join(below)})" if len(below) > 1 else "".join(below)
+        return ("·".join(above) or "1" * bool(below)) + (f"/{bottom}" if below else "")
+
+
+def _power(name: str, power: int) -> str:
+    return name + {1: "", 2: "²"}[power]
+
+
+class Fitter:
+    """Fits measured / asked of cells.
+
+    Attributes:
+        active: numbers of the cells that are judged on, [num_active]; ratios go over these.
+        asked_weight: what is asked of them beside the mask, [num_active].
+    """
+
+    def __init__(
+        self, cells: Cells, active: Ints, asked: Aggregation, asked_weight: Floats, facts: Mapping[str, Any],
+        tolerance: float,
+    ) -> None:  # fmt: skip
+        self.cells, self.active, self.asked, self.tolerance = cells, active, asked, tolerance
+        self.asked_weight = asked_weight
+        mode = asked.mode
+        self.own_size: Count | None = None  # what the asked mode divides by, which differs from cell to cell
+        if isinstance(mode, Mode) and mode.unit != "step" and not mode.takes_divisor:
+            self.own_size = Count("tokens", unit=mode.unit)
+        self.scalars = _scalars(cells, asked, facts)
+        constants = sorted(self._named_constants(), key=lambda one: one[0])
+        self._logs = np.array([log for log, _ in constants])
+        self._constants = [named for _, named in constants]
+
+    # ---- counts
+
+    def readings(self, ratio: Floats) -> list[Reading]:
+        """Of positive measured / asked, [num_active]: what fits, the simplest first, at most three."""
+        logs = np.log(ratio)
+        found: list[Reading] = []
+        combinations = list(self._combinations(logs))
+        filled, number = Count("microbatch", "dp_rank", "active"), self.scalars["K"]
+        if self.value(filled).min() == self.value(filled).max() < number:  # as many on all ranks, so no column
+            combinations += [(cost + 0.5, (*counts, (filled, -1))) for cost, counts in combinations if counts]
+        for cost, counts in combinations:
+            for reading in self._with_constants(logs, counts, cost):
+                if self._is_evident(logs, reading):
+                    found.append(reading)
+        found.sort(key=lambda one: one.cost)
+        if found and not found[0].named:
+            return found[:1]
+        found = [one for one in found if one.named]
+        return [one for one in found if one.cost <= found[0].cost + _LIKELY][:_SHOWN]
+
+    def is_chain(self, reading: Reading) -> bool:
+        """Whether it takes more than one count, beside what the asked mode divides by."""
+        return self._chosen(reading) > 1
+
+    def _chosen(self, reading: Reading) -> int:
+        counts = [one for one, power in reading.counts if (one, power) != (self.own_size, 1)]
+        return sum(bool(np.ptp(self.value(count)) > 0) for count in counts)
+
+    def constant(self, factor: float) -> Reading:
+        """One factor for all tokens, by its simplest name."""
+        return next(iter(self.readings(np.full(len(self.active), factor))))
+
+    def value(self, count: Count) -> Floats:
+        """A count, of active cells."""
+        return self.cells.values(count)[self.active]
+
+    def _is_evident(self, logs: Floats, reading: Reading) -> bool:
+        """Whether more numbers of the step are explained than were chosen to explain them."""
+        distinct = 1 + int((np.diff(np.sort(logs)) > self.tolerance).sum())
+        return distinct - 1 + reading.named >= 2 * self._chosen(reading)
+
+    def _columns(self) -> Iterator[tuple[float, Count, Floats]]:
+        """Logs of counts that differ from cell to cell; of those that are the same in this step the plainest."""
+        seen: set[bytes] = set()
+        for cost, count in sorted(self.cells.features(), key=lambda one: one[0]):
+            values = self.value(count)
+            if not (values > 0).all():
+                continue
+            logs = np.log(values)
+            key = values.tobytes() + np.float64(self.cells.average(count)).tobytes()
+            if np.ptp(logs) > 1e-9 and key not in seen:
+                seen.add(key)
+                yield cost, count, logs
+
+    def _combinations(self, logs: Floats) -> Iterator[tuple[float, tuple[tuple[Count, int], ...]]]:
+        """All that leave one number for all cells: none, one, two and, where none of these does, three counts."""
+
+        def fits(values: Floats) -> bool:
+            return bool(np.ptp(logs - values) <= self.tolerance)
+
+        if fits(np.zeros(1)):
+            yield 0.0, ()
+            return
+        columns = list(self._columns())
+        if not columns:
+            return
+        number = len(columns)
+        signed = np.array([sign * column for sign in (1, -1) for *_, column in columns])
+        # Sums are looked up by a projection on one random direction, and compared entry by entry where they agree.
+        direction = np.random.default_rng(0).standard_normal(len(logs))
+        direction -= direction.mean()
+        wanted, at = float(logs @ direction), signed @ direction
+        close = float(np.abs(direction).sum()) * self.tolerance + 1e-9 * float(np.abs(at).max())
+
+        def counts_of(*rows: int) -> tuple[float, tuple[tuple[Count, int], ...]]:
+            counts = tuple((columns[row % number][1], 1 if row < number else -1) for row in rows)
+            costs = (_UNDO if one == (self.own_size, 1) else 1 + columns[row % number][0]
+                     for one, row in zip(counts, rows, strict=True))  # fmt: skip
+            return sum(costs), counts
+
+        fitted = False
+        for row in np.flatnonzero(np.abs(at - wanted) <= close).tolist():
+            if fits(signed[row]):
+                fitted = True
+                yield counts_of(row)
+        one, other = np.triu_indices(2 * number, 1)
+        differ = one % number != other % number
+        one, other = one[differ], other[differ]
+        sums = at[one] + at[other]
+        for pair in np.flatnonzero(np.abs(sums - wanted) <= close).tolist():
+            if fits(signed[one[pair]] + signed[other[pair]]):
+                fitted = True
+                yield counts_of(int(one[pair]), int(other[pair]))
+        if fitted or _MOST < 3:
+            return
+        order = np.argsort(sums)
+        for third in range(2 * number):
+            low, high = np.searchsorted(sums[order], [wanted - at[third] - close, wanted - at[third] + close])
+            for pair in order[low:high].tolist():
+                rows = (int(one[pair]), int(other[pair]), third)
+                if third > rows[1] and len({row % number for row in rows}) == 3 and fits(signed[list(rows)].sum(0)):
+                    yield counts_of(*rows)
+
+    # ---- the constant
+
+    def _with_constants(self, logs: Floats, counts: tuple[tuple[Count, int], ...], cost: float) -> Iterator[Reading]:
+        """The combination with every name of the number that it leaves."""
+        plain = logs - sum(power * np.log(self.value(count)) for count, power in counts)
+        numbers: dict[Baseline, tuple[float, float]] = {}
+        by_width = any(count.counting in WIDTHS for count, _ in counts)
+        average = float(np.median(plain)) + sum(power * math.log(self.cells.average(count)) for count, power in counts)
+        if not by_width:
+            numbers["average"] = (average, 0.0)
+        mode = self.asked.mode
+        if isinstance(mode, Mode) and mode.takes_divisor and counts and not by_width:
+            numbers["mean"] = (average + math.log(float(self.asked_weight[0]) * self.scalars["T"]), 0.1)
+        if counts:
+            numbers["plain"] = (float(np.median(plain)), 0.4)
+        for baseline, (number, extra) in numbers.items():
+            for constant, cost_of_constant in self._names(number):
+                yield Reading(counts, baseline, constant, math.exp(number), True, cost=cost + extra + cost_of_constant)
+        baseline, (number, extra) = next(iter(numbers.items()))
+        yield Reading(counts, baseline, (), math.exp(number), False, cost=cost + extra + _UNNAMED)
+
+    def _names(self, number: float) -> Iterator[tuple[Powers, float]]:
+        """Products of sizes and at most one amount that are a number (its log), with their costs."""
+        low, high = np.searchsorted(self._logs, [number - self.tolerance, number + self.tolerance])
+        yield from self._constants[low:high]
+
+    def _amounts(self) -> Iterator[tuple[Powers, float]]:
+        """Counts of the whole step that a wrong denominator leaves over."""
+        scalars = self.scalars
+        own = "P" if isinstance(self.asked.mode, Mode) and self.asked.mode.unit == "prompt" else "N"
+        for name in ("T", "N", "rows", "P", "N_active", "rows_active", "P_active"):
+            if name in scalars:
+                cost = 2.0 if name == "T" else 2.1 + 0.1 * name.endswith("_active") + 0.5 * (name[0] != own)
+                yield ((name, 1),), cost
+                yield ((name, -1),), cost
+        for counting in COUNTINGS:
+            if f"T_{counting}" in scalars:
+                yield (("T", 1), (f"T_{counting}", -1)), 1.5
+        for one, other in itertools.permutations(("N", "N_active", "rows", "rows_active"), 2):
+            if one in scalars and other in scalars:
+                yield ((one, 1), (other, -1)), 1.0
+        for one, other in (("P", "P_active"), ("P_active", "P")):
+            if one in scalars and other in scalars:
+                yield ((one, 1), (other, -1)), 1.0
+        if "steps_per_generation" in scalars:
+            yield (("K", 1), ("steps_per_generation", -1)), 0.5
+        if "L" in scalars:
+            yield (("L", 1),), 0.5
+
+    def _named_constants(self) -> Iterator[tuple[float, tuple[Powers, float]]]:
+        """The log of each product of sizes and at most one amount, with its cost."""
+        sizes = [(letter, most, cost) for letter, _, most, cost in _SIZES if self.scalars.get(letter, 1) > 1]
+        for powers in itertools.product(*(range(-most, most + 1) for _, most, _ in sizes)):
+            cost = sum(
+                each * abs(power) + _SQUARED * (abs(power) > 1)
+                for (_, _, each), power in zip(sizes, powers, strict=True)
+            )
+            if cost > _DEAREST:
+                continue
+            named = tuple((letter, power) for (letter, *_), power in zip(sizes, powers, strict=True) if power)
+            yield self._log(named), (named, cost)
+            for amount, more in self._amounts():
+                # A ratio of counts beside sizes is nearly always chance.
+                dearest = 2.0 if len(amount) == 1 else 1.0 if amount[0] == ("T", 1) else 0.0
+                if abs(self._log(amount)) > self.tolerance and cost <= dearest:
+                    both = (*named, *amount)
+                    yield (
+                        self._log(both),
+                        (both, _MADE.get(both, cost + more + (1.0 if len(amount) == 1 else 0.5) * bool(named))),
+                    )
+
+    def _log(self, powers: Powers) -> float:
+        return sum(power * math.log(self.scalars[name]) for name, power in powers)
+
+    # ---- the same on any step
+
+    def ratio_of(self, reading: Reading) -> Floats:
+        """measured / asked that a reading without places says, in this step, [num_active].
+
+        A constant without a name is 1 here: the reading says nothing about it.
+        """
+        ratio = np.ones(len(self.active))
+        for count, power in reading.counts:
+            values = self.value(count)
+            ratio *= (values if reading.baseline == "plain" else values / self.cells.average(count)) ** power
+        if reading.baseline == "mean":
+            ratio /= self.asked_weight * self.scalars["T"]
+        return ratio * math.prod(self.scalars.get(name, 1.0) ** power for name, power in reading.constant)
+
+
+def _scalars(cells: Cells, asked: Aggregation, facts: Mapping[str, Any]) -> dict[str, float]:
+    """Sizes and counts of the whole step, by the letters that formulas use."""
+    scalars = {letter: float(getattr(cells.split, field)) for letter, field, *_ in _SIZES}
+    scalars["T"] = cells.total("mask")
+    for counting in COUNTINGS:
+        known = counting not in ("response", "total") or counting in cells.lengths_known
+        if counting not in ("mask", *WIDTHS) and known:
+            scalars[f"T_{counting}"] = cells.total(counting)
+    units = {"N": "rollout", "rows": "sample", "P": "prompt"}
+    for letter, unit in units.items():
+        if unit != "prompt" or cells.has_prompts:
+            for counting in ("all", "active"):
+                name = letter if counting == "all" else f"{letter}_active"
+                scalars[name] = float(cells.values(Count(unit, counting=counting))[0])
+    if cells.rollouts_are_samples:
+        scalars = {name: value for name, value in scalars.items() if not name.startswith("rows")}
+    if asked.divisor is not None:
+        scalars["L"] = asked.divisor
+    if "steps_per_generation" in facts:
+        scalars["steps_per_generation"] = float(facts["steps_per_generation"])
+    return {name: value for name, value in scalars.items() if value > 0}

@@ -1,0 +1,203 @@
+"""`check_loss`: is a loss function, or a mode, invariant, and is it what it is meant to be? PyTorch alone."""
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from megatron_rl_loss.audit.calling import CALLS, LossCall
+from megatron_rl_loss.audit.search import CP, MICROBATCHES, PADDED, UNCUT, Cut, Finding, Search, plain_case
+from megatron_rl_loss.audit.simulation import CallFailed, LossFunction, Signature, measure
+from megatron_rl_loss.audit.verdict import in_words
+from megatron_rl_loss.errors import check_choice, check_int
+from megatron_rl_loss.modes.names import Aggregation, resolve
+from megatron_rl_loss.modes.table import ModeFunction, OwnMode
+from megatron_rl_loss.modes.weights import weigh
+from megatron_rl_loss.step.layouts import Layout
+from megatron_rl_loss.step.samples import Samples
+from megatron_rl_loss.step.totals import Statistic, StepTotals, UnitCounting
+
+
+@dataclass(frozen=True)
+class LossReport:
+    """What `check_loss` found.
+
+    Attributes:
+        name: of the loss function, or of the mode.
+        asked: the mode it was said to be, or None.
+        call: what was assumed of the trainer.
+        draws, seed: random steps tried of each cut, and their seed.
+        findings: what is wrong; none if nothing is.
+        lowest_sum, highest_sum: the sum of all weights of an uncut step, over the draws: 1 for a mean.
+        negative: whether a weight was below 0.
+        notes: what is worth knowing beside that.
+    """
+
+    name: str
+    asked: Aggregation | None
+    call: str
+    draws: int
+    seed: int
+    findings: tuple[Finding, ...]
+    lowest_sum: float
+    highest_sum: float
+    negative: bool
+    notes: tuple[str, ...] = ()
+
+    @property
+    def sound(self) -> bool:
+        """Whether nothing is wrong: invariant and, if a mode was said, that mode."""
+        return not self.findings
+
+    @property
+    def invariant(self) -> bool:
+        """Whether tokens weigh the same however the step is cut, be it the right mode or another."""
+        return all(finding.kind == "weights" and finding.cut == UNCUT.name for finding in self.findings)
+
+    def __str__(self) -> str:
+        asked = "" if self.asked is None or self.name == self.asked.mode.name else f"{in_words(self.asked)}: "
+        verdict = "sound" if self.sound else "invariant, but NOT that" if self.invariant else "NOT invariant"
+        tried = f"{self.draws} random steps a cut, seed {self.seed}"
+        lines = [f"{self.name}: {asked}{verdict}", f"  assumed: {self.call}; {tried}"]
+        below = ", some weights are below 0" if self.negative else ""
+        lines.append(f"  weights of a step sum to {self.lowest_sum:.6g} to {self.highest_sum:.6g}{below}")
+        return "\n".join([*lines, *map(str, self.findings), *self.notes])
+
+    def to_json(self) -> dict[str, Any]:
+        """The same as plain data."""
+        findings = [
+            {
+                "cut": one.cut,
+                "kind": one.kind,
+                "says": one.says,
+                "readings": [] if one.verdict is None else [reading.text for reading in one.verdict.readings],
+                "case": repr(one.case),
+                "found": list(one.found),
+                "expected": list(one.expected),
+            }
+            for one in self.findings
+        ]
+        asked = None if self.asked is None else in_words(self.asked)
+        kept = {**vars(self), "asked": asked, "sound": self.sound, "invariant": self.invariant}
+        return {**kept, "findings": findings, "notes": list(self.notes)}
+
+
+def check_loss(
+    loss_fn: LossFunction | None = None,
+    mode: str | ModeFunction | None = None,
+    *,
+    call: LossCall | str = "pytorch",
+    divisor: float | None = None,
+    units: UnitCounting | None = None,
+    draws: int = 20,
+    seed: int = 0,
+) -> LossReport:
+    """Does a loss function give every token the weight that a mode says, however its trainer cuts the step?
+
+    >>> def my_loss(losses, mask, num_items_in_batch):
+    ...     return (losses * mask).sum() / num_items_in_batch
+    >>> check_loss(my_loss, "token_mean", call="transformers").sound
+    True
+
+    Without a function the mode itself is checked, one of your own above all, in every layout:
+
+    >>> check_loss(mode="sample_mean", draws=3).sound
+    True
+
+    Ragged random steps are cut into micro-batches, data-parallel and context-parallel ranks. The function is called as
+    the trainer would, and each token's weight is the derivative of what the optimizer gets by that token's loss.
+
+    Args:
+        loss_fn: ``loss_fn(losses, mask, ...)`` returns a loss. Its other parameters are given by name what they ask
+            for (`GIVEN` in docs/audit.md, and the trainer's own words).
+        mode, divisor, units: what it is meant to be, as in `make_pg_loss_reducer`; None asks for invariance alone.
+        call: how a trainer calls the function and divides afterwards: a `LossCall`, or the name of one of `CALLS`.
+        draws: random steps for each way of cutting.
+        seed: of the random steps.
+
+    Raises:
+        TypeError, ValueError: a function that cannot be called so, or that fails on a plain step of two full rows (with
+            its own error as the cause); a mode, divisor or call that there is not.
+    """
+    if isinstance(call, str):
+        check_choice("call", call, CALLS)
+        call = CALLS[call]
+    elif not isinstance(call, LossCall):
+        raise TypeError(
+            f"call is a {type(call).__name__}: it must be a LossCall, or the name of a trainer. Choose one of "
+            f"{', '.join(CALLS)}, or say what your loop does with LossCall(...)."
+        )
+    check_int("draws", draws, 1, "Draw some steps")
+    check_int("seed", seed, 0, "Any number will do")
+    if mode is None and (divisor, units) != (None, None):
+        raise ValueError(
+            f"divisor {divisor!r} and units {units!r} without a mode: without one, only invariance is asked for. Name "
+            "the mode that they belong to."
+        )
+    asked = None if mode is None else resolve(mode, divisor=divisor, units=units)
+    if loss_fn is None:
+        if asked is None:
+            raise TypeError("check_loss of nothing: it checks a function, a mode, or both. Give loss_fn or mode.")
+        return _check_mode(asked, draws, seed)
+    signature = Signature.of(loss_fn, call)
+    plain = loss_fn.func if isinstance(loss_fn, functools.partial) else loss_fn
+    name = getattr(plain, "__name__", None) or type(plain).__name__
+    try:
+        measure(loss_fn, call, plain_case(call))
+    except CallFailed as failure:
+        raise ValueError(
+            f"{name} with a step of two full rows: {failure}: it must return one number that gradients flow from. Give "
+            "it what it takes by LossCall(rows=..., takes=..., names=...), or wrap it."
+        ) from failure.__cause__
+    search = Search(loss_fn, call, asked, draws, seed)
+    notes = [f"parameter {parameter} was left at its default" for parameter in signature.left_alone]
+    findings = tuple(search.findings())
+    return LossReport(name, asked, call.describe(), draws, seed, findings, *search.sums(), (*notes, *search.notes()))
+
+
+_CUTS_OF_MODES: dict[Literal["zigzag", "contiguous", "gathered", "responses"], tuple[Cut, ...]] = {
+    "zigzag": (UNCUT, MICROBATCHES, PADDED, CP),
+    "contiguous": (MICROBATCHES, CP),
+    "gathered": (CP,),
+    "responses": (CP,),
+}
+
+
+class _ModeLoss:
+    """A mode as a loss function: the weighted sum of what a rank holds."""
+
+    def __init__(self, aggregation: Aggregation, split_rollouts: bool) -> None:
+        self._aggregation, self._split_rollouts = aggregation, split_rollouts
+        mode = aggregation.mode
+        #: Sums of a step that the mode declares; the simulation puts them into the totals.
+        self.statistics: Mapping[str, Statistic] = mode.statistics if isinstance(mode, OwnMode) else {}
+
+    def __call__(
+        self, losses: Tensor, mask: Tensor, *, loss_masks: list[Tensor], totals: StepTotals, layout: Layout,
+        cp_rank: int, cp_size: int, prompt_ids: list[int], rollout_ids: list[int], labels: dict[str, list[Any]],
+    ) -> Tensor:  # fmt: skip
+        ids = {"prompt_ids": prompt_ids, "rollout_ids": rollout_ids if self._split_rollouts else None}
+        samples = Samples(loss_masks, layout=layout, labels=labels, **ids)  # type: ignore[arg-type]
+        weights = weigh(self._aggregation, samples.local(cp_rank, cp_size), totals)
+        return (torch.where(weights != 0, losses, 0) * weights).sum()
+
+
+def _check_mode(asked: Aggregation, draws: int, seed: int) -> LossReport:
+    """In every layout. Cutting over data-parallel ranks is cutting into micro-batches: totals are the whole step's."""
+    findings: dict[str, Finding] = {}
+    sums = 0.0, 0.0, False
+    for layout, cuts in _CUTS_OF_MODES.items():
+        split = layout in ("contiguous", "responses")  # rollouts over several samples
+        call = LossCall(rows="packed", dp="sum", cp="sum", cp_cut=layout, split_rollouts=split)
+        search = Search(_ModeLoss(asked, split), call, asked, draws, seed)
+        for cut in cuts:
+            for found in search.of_cut(cut):
+                name = f"{cut.name}, {layout}" if cut.cp else cut.name
+                findings.setdefault(name, replace(found, cut=name))
+        if UNCUT in cuts and not any(one.kind == "raises" for one in findings.values()):
+            sums = search.sums()
+    assumed = "its own weights, in every layout"
+    return LossReport(asked.mode.name, asked, assumed, draws, seed, tuple(findings.values()), *sums)

@@ -1,0 +1,180 @@
+"""Parts of the online example: its task, its rows and its report."""
+
+import json
+import random
+import sys
+import types
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from online.report import Report, describe, zero_variance_groups
+from online.rows import deal, make_rows, split_over_samples
+from online.task import MAX_RESPONSE, PROMPT_LENGTH, VOCABULARY, Problem, decode, draw_problems, encode
+from online_rollouts import some_rollouts
+from rollouts import Rollout, read_rollouts, with_advantages, write_rollouts
+
+from megatron_rl_loss import StepTotals, token_weights
+
+# ---- the task
+
+SUM = Problem(347, 586)
+RESPONSES = {
+    "933$": 1.0,
+    "<13,13,09>933$": 1.0,
+    "<933$": 0.0,  # no ">": the answer is all of it
+    ">933$": 1.0,
+    "932$": 0.0,
+    "0933$": 0.0,
+    "933": 0.0,  # no end mark
+    "933$$": 0.0,
+    "": 0.0,
+    "<" + "1" * (MAX_RESPONSE - 6) + ">933$": 1.0,  # as long as is allowed
+    "<" + "1" * (MAX_RESPONSE - 5) + ">933$": 0.0,
+}
+
+
+@pytest.mark.parametrize(("response", "reward"), RESPONSES.items())
+def test_the_checker(response: str, reward: float) -> None:
+    assert SUM.reward(response) == reward
+
+
+def test_worked_and_plain_examples_are_right_and_fit() -> None:
+    assert (SUM.prompt, SUM.plain(), SUM.worked()) == ("347+586=", "933$", "<13,13,09>933$")
+    for problem in draw_problems("training", 500, random.Random(0)):
+        for text in (problem.plain(), problem.worked()):
+            assert problem.reward(text) == 1
+            assert decode(encode(text)) == text
+        assert len(encode(problem.prompt)) == PROMPT_LENGTH
+        *columns, last = (int(column) for column in problem.worked()[1:].partition(">")[0].split(","))
+        # Each column's last digit, and the whole of the last one, spell the sum from its end.
+        assert str(last) + "".join(str(column % 10) for column in reversed(columns)) == problem.plain()[:-1]
+
+
+def test_no_problem_is_in_both_splits() -> None:
+    drawn = {split: draw_problems(split, 2000, random.Random(1)) for split in ("training", "held out")}
+    assert not set(drawn["training"]) & set(drawn["held out"])
+    assert all((3 * one.a + one.b) % 4 == 0 for one in drawn["held out"])
+
+
+# ---- rows
+
+
+def test_rows_hold_what_each_position_predicts() -> None:
+    rollouts = with_advantages(some_rollouts(2, 3, seed=0))
+    rows = make_rows(rollouts, multiple=4)
+    assert rows.tokens.shape[1] % 4 == 0
+    for row, one in enumerate(rollouts):
+        text = one.prompt_tokens + one.response_tokens
+        assert rows.tokens[row, : len(text) - 1].tolist() == text[:-1]
+        assert rows.labels[row, : len(text) - 1].tolist() == text[1:]
+        predicted = [t for t in range(len(text) - 1) if t + 1 >= len(one.prompt_tokens)]
+        assert rows.samples.loss_masks[row][predicted].tolist() == one.loss_mask
+        assert rows.samples.loss_masks[row].sum() == sum(one.loss_mask)
+        assert rows.sampler_log_probs[row, predicted].tolist() == pytest.approx(one.old_log_probs)
+        assert rows.advantages[row, predicted].tolist() == pytest.approx([one.advantage] * len(predicted))
+        assert not rows.advantages[row, len(text) - 1 :].any()
+
+
+@pytest.mark.parametrize(("dp_size", "num_microbatches"), [(1, 1), (2, 1), (2, 3), (3, 4)])
+def test_every_sample_is_dealt_once_and_groups_straddle_ranks(dp_size: int, num_microbatches: int) -> None:
+    rollouts = some_rollouts(4, 6, seed=1)
+    dealt: dict[tuple[int, int], list[str]] = {}
+    for dp_rank in range(dp_size):
+        hand = deal(rollouts, num_microbatches=num_microbatches, dp_rank=dp_rank, dp_size=dp_size, cp_size=1)
+        for microbatch, rows in enumerate(hand):
+            dealt[dp_rank, microbatch] = ["".join(map(str, row)) for row in rows.tokens.tolist()]
+    assert len(dealt) == dp_size * num_microbatches
+    assert sum(map(len, dealt.values())) == len(rollouts)
+    if dp_size * num_microbatches > 1:
+        prompts = [
+            {int(i) for i in rows.samples.prompt_ids}  # type: ignore[union-attr]
+            for rows in deal(rollouts, num_microbatches=num_microbatches, dp_rank=0, dp_size=dp_size, cp_size=1)
+        ]
+        assert all(len(of_hand) > 1 for of_hand in prompts)
+
+
+def test_too_few_samples_are_refused() -> None:
+    with pytest.raises(ValueError, match="5 samples are too few for 2 micro-batches on each of 3"):
+        deal(some_rollouts(1, 5, seed=1), num_microbatches=2, dp_rank=0, dp_size=3, cp_size=1)
+
+
+@pytest.mark.parametrize("mode", ["sample_mean", "prompt_mean"])
+@pytest.mark.parametrize("parts", [2, 99])
+def test_a_rollout_split_over_samples_has_the_weights_of_the_whole(mode: str, parts: int) -> None:
+    whole = some_rollouts(3, 4, seed=2)
+    split = [split_over_samples(rollout, parts) for rollout in whole]
+
+    def weights(rollouts: Sequence[Rollout]) -> list[torch.Tensor]:
+        """Of each sample's response."""
+        samples = make_rows(rollouts, multiple=2).samples
+        ids = {"rollout_ids": samples.rollout_ids, "prompt_ids": samples.prompt_ids}
+        totals = StepTotals.from_loss_masks(samples.loss_masks, dp_group=None, **ids)
+        rows = token_weights(mode, samples, totals).view(len(rollouts), -1)
+        return [row[len(one.prompt_tokens) - 1 : one.num_inputs] for row, one in zip(rows, rollouts, strict=True)]
+
+    of_parts = iter(weights([part for parts_of_one in split for part in parts_of_one]))
+    for expected, parts_of_one in zip(weights(whole), split, strict=True):
+        assert len(parts_of_one) == min(parts, len(expected))
+        torch.testing.assert_close(torch.cat([next(of_parts) for _ in parts_of_one]), expected)
+
+
+def test_written_rollouts_are_read_back(tmp_path: Path) -> None:
+    rollouts = with_advantages(some_rollouts(3, 4, seed=3))
+    write_rollouts(tmp_path / "step.jsonl", rollouts)
+    assert read_rollouts(tmp_path / "step.jsonl", vocab_size=len(VOCABULARY)) == rollouts
+
+
+# ---- the report
+
+
+def answered(response: str, reward: float, prompt: int) -> Rollout:
+    n = len(response)
+    return Rollout(
+        encode("347+586="), encode(response), [1.0] * n, reward, prompt_id=prompt, rollout_id=f"{response}{n}"
+    )
+
+
+def test_a_step_in_numbers() -> None:
+    rollouts = [answered("933$", 1, 0), answered("<13,13,09>933$", 1, 0), answered("<9$", 0, 1), answered("9$", 0, 1)]
+    assert describe(rollouts) == {
+        "reward": 0.5,
+        "length": (4 + 14 + 3 + 2) / 4,
+        "length_right": 9,
+        "length_wrong": 2.5,
+        "working": 0.5,
+    }
+    assert "length_right" not in describe(rollouts[2:])
+    assert zero_variance_groups(rollouts) == 2
+    assert zero_variance_groups([*rollouts, answered("1$", 0, 0)]) == 1
+
+
+def test_where_a_step_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    logged: list[Any] = []
+    run = types.SimpleNamespace(
+        log=lambda numbers, step: logged.append((step, numbers)), finish=lambda: logged.append("finished")
+    )
+    stub = types.ModuleType("wandb")
+    stub.__spec__ = types.SimpleNamespace()  # type: ignore[assignment]  # find_spec asks for it
+    stub.init = lambda **settings: logged.append(settings["project"]) or run  # type: ignore[attr-defined, func-returns-value]
+    monkeypatch.setitem(sys.modules, "wandb", stub)
+    with Report(tmp_path, {"seed": 3, "path": tmp_path}, tensorboard=True, wandb_project="adding") as report:
+        report.write(1, {"reward": 0.5})
+        report.write(2, {"reward": 0.75})
+    lines = [json.loads(line) for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["reward"]) for line in lines] == [(1, 0.5), (2, 0.75)]
+    assert json.loads((tmp_path / "settings.json").read_text())["seed"] == 3
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("reward")] == [(1, 0.5), (2, 0.75)]
+    assert logged == ["adding", (1, {"reward": 0.5}), (2, {"reward": 0.75}), "finished"]
+
+
+def test_wandb_that_is_not_installed_is_said_before_anything_is_written(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="wandb is not installed"):
+        Report(tmp_path / "run", {}, tensorboard=False, wandb_project="adding")
+    assert not (tmp_path / "run").exists()
