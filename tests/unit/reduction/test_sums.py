@@ -328,90 +328,59 @@ def reduce_terms(term: Any) -> Call:
 REFUSALS: dict[str, Refusal] = {
     "transposed losses, [s, b]": (
         reduce(ZigzagBSHD(2, 8), [8, 8], torch.ones(4, 2), 0, 2),
-        ValueError,
-        r"shape \(4, 2\).*\(8,\) or \(2, 4\).*transpose to batch first",
+        ValueError, r"shape \(4, 2\).*\(8,\) or \(2, 4\).*transpose to batch first",
         reduce(ZigzagBSHD(2, 8), [8, 8], torch.ones(2, 4), 0, 2),
     ),
     "packed losses, [s, 1]": (
-        reduce(ZigzagTHD([0, 8]), [8], torch.ones(8, 1)),
-        ValueError,
-        "transpose",
+        reduce(ZigzagTHD([0, 8]), [8], torch.ones(8, 1)), ValueError, "transpose",
         reduce(ZigzagTHD([0, 8]), [8], torch.ones(1, 8)),
     ),
     "losses not cut": (
-        reduce(ZigzagTHD([0, 8]), [8], torch.ones(8), 0, 2),
-        ValueError,
-        "not cut over CP ranks",
+        reduce(ZigzagTHD([0, 8]), [8], torch.ones(8), 0, 2), ValueError, "not cut over CP ranks",
         reduce(Gathered([0, 8]), [8], torch.ones(8), 0, 2),
     ),
     "losses neither cut nor padded": (
-        reduce(ZigzagTHD([0, 8, 16], [5, 7]), [5, 7], torch.ones(12)),
-        ValueError,
-        "unpadded, uncut",
+        reduce(ZigzagTHD([0, 8, 16], [5, 7]), [5, 7], torch.ones(12)), ValueError, "unpadded, uncut",
         reduce(ZigzagTHD([0, 8, 16], [5, 7]), [5, 7], torch.ones(16)),
     ),
     "losses cut for more ranks": (
         reduce(ZigzagTHD([0, 16]), [16], torch.ones(4), 0, 2),
-        ValueError,
-        "1/4 of the micro-batch: check that cp_size is right",
+        ValueError, "1/4 of the micro-batch: check that cp_size is right",
         reduce(ZigzagTHD([0, 16]), [16], torch.ones(4), 0, 4),
     ),
     "losses of one sample more": (
-        reduce(None, [4, 3], torch.ones(9)),
-        ValueError,
-        r"shape \(9,\).*\(7,\)",
-        reduce(None, [4, 3], torch.ones(7)),
+        reduce(None, [4, 3], torch.ones(9)), ValueError, r"shape \(9,\).*\(7,\)", reduce(None, [4, 3], torch.ones(7)),
     ),
     "rows of unequal samples": (
-        reduce(None, [4, 3], torch.ones(2, 4)),
-        ValueError,
-        r"shape \(2, 4\)",
-        reduce(None, [4, 4], torch.ones(2, 4)),
+        reduce(None, [4, 3], torch.ones(2, 4)), ValueError, r"shape \(2, 4\)", reduce(None, [4, 4], torch.ones(2, 4)),
     ),
     "rows transposed, without a layout": (
-        reduce(None, [4, 4], torch.ones(4, 2)),
-        ValueError,
-        "transpose to batch first",
+        reduce(None, [4, 4], torch.ones(4, 2)), ValueError, "transpose to batch first",
         reduce(None, [4, 4], torch.ones(1, 8)),
     ),
     "scalar loss": (reduce(None, [1], torch.ones(())), ValueError, r"shape \(\)", reduce(None, [1], torch.ones(1))),
     "integer losses": (
-        reduce(None, [1], torch.ones(1, dtype=torch.int64)),
-        TypeError,
-        "torch.int64: it must be a float",
+        reduce(None, [1], torch.ones(1).long()), TypeError, "torch.int64: it must be a float",
         reduce(None, [1], torch.ones(1).double()),
     ),
     "losses that are no tensor": (
-        reduce(None, [1], [1.0]),
-        TypeError,
-        "per_token_loss is list",
-        reduce(None, [1], torch.ones(1)),
+        reduce(None, [1], [1.0]), TypeError, "per_token_loss is list", reduce(None, [1], torch.ones(1)),
     ),
     "active tokens only": (
         reduce_masked(torch.ones(3)),
-        ValueError,
-        r"shape \(3,\).*the active tokens only: pass the losses of all positions",
+        ValueError, r"shape \(3,\).*the active tokens only: pass the losses of all positions",
         reduce_masked(torch.ones(7)),
     ),
     "a metric of another shape": (
-        reduce_metric(torch.ones(4)),
-        ValueError,
-        r"a metric of shape \(4,\)",
-        reduce_metric(torch.ones(1, 3)),
+        reduce_metric(torch.ones(4)), ValueError, r"a metric of shape \(4,\)", reduce_metric(torch.ones(1, 3)),
     ),
     "a term of another shape": (
-        reduce_terms(torch.ones(4)),
-        ValueError,
-        r"a term of shape \(4,\)",
-        reduce_terms(torch.ones(1, 3)),
+        reduce_terms(torch.ones(4)), ValueError, r"a term of shape \(4,\)", reduce_terms(torch.ones(1, 3)),
     ),
     "integer metrics": (
-        reduce_metric(torch.ones(3).int()),
-        TypeError,
-        "a metric is torch.int32",
-        reduce_metric(torch.ones(3).half()),
+        reduce_metric(torch.ones(3).int()), TypeError, "a metric is torch.int32", reduce_metric(torch.ones(3).half()),
     ),
-}
+}  # fmt: skip
 
 
 @each_of(REFUSALS)
