@@ -195,7 +195,8 @@ class _PackedSlots(Layout):
             if mask_length not in (size, length):
                 raise ValueError(
                     f"the loss mask of sample {i} has {mask_length} entries: it must have "
-                    f"{allowed.format(size, length)}. A mask of the unpadded sample needs total_lengths; one of the response only needs ZigzagResponse."
+                    f"{allowed.format(size, length)}. A mask of the unpadded sample needs total_lengths; one of the "
+                    "response only needs ZigzagResponse."
                 )
         return [self._starts[slot] for slot in slots]
 

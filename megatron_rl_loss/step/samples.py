@@ -64,7 +64,7 @@ class Samples:
         term_masks: Mapping[str, Sequence[Tensor]] | None = None,
         labels: Labels | None = None,
     ) -> None:
-        self.loss_masks, self.mask_lengths = masks.check_masks(loss_masks)
+        self.loss_masks, self.mask_lengths, self._dtypes = masks.check_masks(loss_masks)
         self.layout = layout
         self.tokens = tokens
         self.labels = {} if labels is None else dict(labels)
@@ -152,7 +152,8 @@ class Samples:
     def sound(self) -> bool | Tensor:
         """Whether every mask entry is a usable weight: a bool, or on a device 0-dim, and nobody waits for it."""
         sound = masks.are_sound(self._buffer, self.holds_flags)
-        for mask in [] if self.holds_flags else self.loss_masks:  # ints beside floats are flags all the same
+        mixed = len(self._dtypes) > 1 and not self.holds_flags
+        for mask in self.loss_masks if mixed else []:  # ints beside floats are flags all the same
             sound = sound if mask.is_floating_point() else sound & (mask <= 1).all()
         return sound
 
