@@ -195,7 +195,7 @@ def three(peer: str, steps: list[Step], counted: bool = False, **flags: Any) -> 
 
 def errors(peer: str, dp: int, cp: int, *cases: dict[str, Any]) -> list[list[list[float]]]:
     """By rank, case and step."""
-    return run_ranks(dp * cp, train, peer, checkout(PEERS[peer]), cp, cases, timeout_s=600)
+    return run_ranks(dp * cp, train, peer, checkout(PEERS[peer]), cp, cases)
 
 
 def assert_exact(peer: str, dp: int, cp: int, *cases: dict[str, Any]) -> None:
@@ -344,9 +344,9 @@ class ShardedTable(torch.nn.Module):
 def test_fsdp_of_miles(dp: int) -> None:
     root, steps = checkout(MILES), [make_step(10, dp)]
     sound = case("miles", "sample_mean", "sample_mean", steps), case("miles", "constant", "constant_40", steps)
-    for of_rank in run_ranks(dp, train_on_fsdp, root, *sound, timeout_s=600):
+    for of_rank in run_ranks(dp, train_on_fsdp, root, *sound):
         assert max(max(of_rank)) < TOLERANCE
     for per_token in (True, False):
         refused = case("miles", "token_mean", "token_mean", steps, calculate_per_token_loss=per_token)
         with pytest.raises(RankError, match=r"it never divides by the step's tokens.*--train-backend megatron"):
-            run_ranks(dp, train_on_fsdp, root, refused, timeout_s=600)
+            run_ranks(dp, train_on_fsdp, root, refused)
