@@ -20,7 +20,7 @@ _COMPLEX = {torch.complex32, torch.complex64, torch.complex128}
 
 
 def check_masks(loss_masks: Sequence[Tensor]) -> tuple[list[Tensor], Ints, set[torch.dtype]]:
-    """The masks in a list, their lengths and dtypes: all that is read of each, because torch's function modes see it."""
+    """The masks in a list, their lengths and dtypes: no more is read of each, as function modes see every look."""
     if isinstance(loss_masks, Tensor):
         raise TypeError(
             f"loss_masks is one tensor of shape {tuple(loss_masks.shape)}: it must be a list of 1-D tensors, one per "
