@@ -115,7 +115,7 @@ def test_nothing_is_read_back_from_a_device(mode: str, way: str) -> None:
     microbatch, losses, metrics = microbatch_of(64, mode)
     from megatron_rl_loss.reduction import sums
 
-    # The sums alone: a product with a Python number, which scales the share, is recorded as reading that number on a CPU.
+    # The sums alone: on a CPU, scaling the share by a Python number is recorded as reading that number.
     rows = [(losses, microbatch.pg_loss), *((metric, microbatch.sample_mean) for metric in metrics.values())]
     with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
         lists, tolist = [], Tensor.tolist
@@ -147,7 +147,7 @@ class Counting(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_function_modes_slow_a_build_down_by_the_shape_and_the_dtype_of_each_mask_alone() -> None:
+def test_function_modes_see_a_build_read_few_facts_of_each_mask() -> None:
     calls = []
     for num_samples in (2, 1024):
         masks = [torch.ones(8)] * num_samples
@@ -155,7 +155,7 @@ def test_function_modes_slow_a_build_down_by_the_shape_and_the_dtype_of_each_mas
         with Counting() as mode:
             make_pg_loss_reducer("sample_mean", masks, totals=totals)
         calls.append(mode.calls)
-    assert calls[1] - calls[0] <= 2 * 1022
+    assert calls[1] - calls[0] <= 3 * 1022  # shape, dtype, whether it is a float
 
 
 def test_it_compiles_whole(monkeypatch: pytest.MonkeyPatch) -> None:
