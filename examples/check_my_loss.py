@@ -4,7 +4,7 @@ from functools import partial
 
 from torch import Tensor
 
-from megatron_rl_loss.audit import Trainer, check_loss
+from megatron_rl_loss.audit import LossCall, check_loss
 
 
 def bnpo(losses: Tensor, mask: Tensor, gradient_accumulation_steps: int) -> Tensor:
@@ -30,10 +30,10 @@ def mine(losses: Tensor, mask: Tensor, step_tokens: Tensor) -> Tensor:
 
 
 def main() -> None:
-    print(check_loss(bnpo, "token_mean", trainer="trl"), "\n")
-    print(check_loss(partial(agg_loss, mode="token-mean"), "verl:token-mean", trainer="verl"), "\n")
-    print(check_loss(compute_loss, "token_mean", trainer="prime_rl"), "\n")
-    print(check_loss(mine, "token_mean", trainer=Trainer(microbatches="sum", dp="mean")))
+    print(check_loss(bnpo, "token_mean", call="trl"), "\n")
+    print(check_loss(partial(agg_loss, mode="token-mean"), "verl:token-mean", call="verl"), "\n")
+    print(check_loss(compute_loss, "token_mean", call="prime_rl"), "\n")
+    print(check_loss(mine, "token_mean", call=LossCall(microbatches="sum", dp="mean")))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ It counts over the whole step (`inputs.totals`), never over the micro-batch in h
 import torch
 
 from megatron_rl_loss import ModeInputs, register_pg_loss_reducer
-from megatron_rl_loss.audit import check_reducer
+from megatron_rl_loss.audit import check_loss
 
 
 @register_pg_loss_reducer("root_length")
@@ -26,4 +26,4 @@ def microbatch_mean(inputs: ModeInputs) -> float:
 
 if __name__ == "__main__":
     for mode in ("root_length", "microbatch_mean"):
-        print(check_reducer(mode), "\n")
+        print(check_loss(mode=mode), "\n")

@@ -37,8 +37,8 @@ COUNTINGS = {
     "shifted": "mask tokens, and one more for each sample that has any",
     "rectangle": "rows x the longest row, padding too",
     "padded_rectangle": "rows x the longest row, padded to a multiple of 2 x CP",
-    "width": "the longest row, padding too",
-    "padded_width": "the longest row, padded to a multiple of 2 x CP",
+    "width": "longest row, padding too,",
+    "padded_width": "longest row, padded to a multiple of 2 x CP,",
 }
 #: Countings of a row's padded width: lengths that stand in the place of a divisor, not of a number of tokens.
 WIDTHS = ("width", "padded_width")
@@ -138,22 +138,14 @@ class Cells:
             self._groups[names] = group, int(group.max(initial=-1)) + 1
         return self._groups[names]
 
-    def number_of_parts(self, names: tuple[str, ...], counting: str = "all") -> int:
-        """How many parts the step has that differ in these ids.
-
-        Args:
-            counting: ``all`` that the step was split into, also where a part got no entry of a mask; ``filled`` for
-                those with an entry; ``active`` for those with a token.
-        """
-        group, filled = self.groups(names)
-        if counting == "active":
-            return len(np.unique(group[self.tokens > 0]))
+    def number_of_parts(self, names: tuple[str, ...]) -> int:
+        """How many parts the step was split into that differ in these ids, also where a part got no entry of a mask."""
         split = {
             "dp_rank": self.split.dp_size,
             "microbatch": self.split.num_microbatches,
             "cp_rank": self.split.cp_size if self.groups(("cp_rank",))[1] > 1 else 1,  # else all hold every token
         }
-        return filled if counting == "filled" else max(filled, math.prod(split.get(name, 1) for name in names))
+        return max(self.groups(names)[1], math.prod(split.get(name, 1) for name in names))
 
     def features(self) -> Iterator[tuple[float, Count]]:
         """What a factor may be made of, and how far-fetched each is."""

@@ -272,7 +272,10 @@ class Fitter:
                 dearest = 2.0 if len(amount) == 1 else 1.0 if amount[0] == ("T", 1) else 0.0
                 if abs(self._log(amount)) > self.tolerance and cost <= dearest:
                     both = (*named, *amount)
-                    yield self._log(both), (both, _MADE.get(both, cost + more + bool(named)))
+                    yield (
+                        self._log(both),
+                        (both, _MADE.get(both, cost + more + (1.0 if len(amount) == 1 else 0.5) * bool(named))),
+                    )
 
     def _log(self, powers: Powers) -> float:
         return sum(power * math.log(self.scalars[name]) for name, power in powers)

@@ -58,7 +58,7 @@ class LossReport:
         return all(finding.kind == "weights" and finding.cut == UNCUT.name for finding in self.findings)
 
     def __str__(self) -> str:
-        asked = "" if self.asked is None else f"{in_words(self.asked)}: "
+        asked = "" if self.asked is None or self.name == self.asked.mode.name else f"{in_words(self.asked)}: "
         verdict = "sound" if self.sound else "invariant, but NOT that" if self.invariant else "NOT invariant"
         tried = f"{self.draws} random steps a cut, seed {self.seed}"
         lines = [f"{self.name}: {asked}{verdict}", f"  assumed: {self.call}; {tried}"]

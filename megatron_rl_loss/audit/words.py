@@ -105,7 +105,7 @@ def _counts(reading: Reading, fitter: Fitter) -> str:
     times = [count.words for count, power in reading.counts if power > 0 and count != own]
     parts = []
     if divided:
-        more = "once more " if reading.baseline == "plain" else ""
+        more = "once more " if reading.baseline == "plain" and reading.formula != "L" else ""
         parts.append(f"divided {more}by {' and by '.join(count.words for count in divided)}")
         if reading.baseline != "plain" and any(count.scope != "step" and count.unit == "scope" for count in divided):
             parts[-1] += ", not of the step"
@@ -132,6 +132,8 @@ def _rest(reading: Reading, fitter: Fitter) -> str:
     """The constant."""
     if abs(reading.factor - 1) <= fitter.tolerance:
         return ""
+    if reading.formula == "L":
+        return ", not by the divisor"
     hint = _HINTS.get(reading.formula, "")
     if not reading.named:
         hint = _as_count(reading, fitter)

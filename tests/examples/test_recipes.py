@@ -23,7 +23,7 @@ from repository import EXAMPLES, ROOT
 from table_step import DIVISOR, Batch, dealt, relative_error, start, step_samples, table_model
 from torch import Tensor
 
-from megatron_rl_loss.audit import check_reducer
+from megatron_rl_loss.audit import check_loss
 from megatron_rl_loss.frameworks import slime
 from megatron_rl_loss.modes import table as modes
 from megatron_rl_loss.modes.names import resolve
@@ -248,8 +248,8 @@ def test_a_mode_of_ones_own_is_tried(monkeypatch: pytest.MonkeyPatch, capsys: py
     assert re.match(r"root_length: the same weights in every cut, 20 random steps; ", printed)
     assert re.search(r"microbatch_mean: NOT invariant", printed)
     assert {"root_length", "microbatch_mean"} <= set(modes.available_modes())
-    assert check_reducer(names["root_length"], units="active").invariant
-    assert not check_reducer(names["microbatch_mean"]).invariant
+    assert check_loss(mode=names["root_length"], units="active").invariant
+    assert not check_loss(mode=names["microbatch_mean"]).invariant
 
 
 # ---- other frameworks

@@ -36,7 +36,7 @@ from torch import Tensor
 from megatron_rl_loss import Samples, StepTotals, ZigzagBSHD, ZigzagResponse
 from megatron_rl_loss.modes.names import Aggregation, resolve
 from megatron_rl_loss.reduction import sums as reduction
-from megatron_rl_loss.step import LocalTokens, layouts, totals
+from megatron_rl_loss.step import LocalTokens, counting, layouts
 
 TOLERANCE = oracle.EXACT
 DIVISOR = 40960.0
@@ -201,7 +201,7 @@ def simulated(data: str, room: Room, mode: str, units: str) -> Outcome:
     samples = DATA[data]()
     table = torch.tensor(table_of(samples), requires_grad=True)
     batches = [batch for dp_rank in range(room.D) for batch in batches_of(data, samples, dp_rank, room)]
-    step_totals = totals.reduce_step_totals([batch.samples for batch in batches])
+    step_totals = counting.reduce_step_totals([batch.samples for batch in batches])
     aggregation = resolve(mode, divisor=DIVISOR if mode == "constant" else None, units=units)  # type: ignore[arg-type]
     loss = torch.zeros(())
     for batch in batches:
@@ -321,7 +321,7 @@ def sample_weights_of_the_pack(aggregation: Aggregation, local: LocalTokens, ste
 
 
 def totals_of_the_microbatch(aggregation: Aggregation, local: LocalTokens, _: StepTotals) -> Tensor:
-    return sound_weigh(aggregation, local, totals.reduce_step_totals([local.samples]))
+    return sound_weigh(aggregation, local, counting.reduce_step_totals([local.samples]))
 
 
 def mean_of_row_weighted_means(aggregation: Aggregation, local: LocalTokens, step_totals: StepTotals) -> Tensor:
@@ -386,12 +386,12 @@ def pack_as_one_sequence(patch: pytest.MonkeyPatch) -> None:
 
 def changed_totals(change: Callable[[StepTotals, list[Samples]], StepTotals]) -> Plant:
     def plant(patch: pytest.MonkeyPatch) -> None:
-        sound = totals.reduce_step_totals
+        sound = counting.reduce_step_totals
 
         def reduce_step_totals(held: Any, **groups: Any) -> StepTotals:
             return change(sound(held, **groups), held)
 
-        for name in ("megatron_rl_loss.step.totals", "megatron_rl_loss.megatron.launch"):
+        for name in ("megatron_rl_loss.step.counting", "megatron_rl_loss.megatron.launch"):
             if name in sys.modules:
                 patch.setattr(sys.modules[name], "reduce_step_totals", reduce_step_totals)
 

@@ -50,7 +50,7 @@ class Step:
 
 
 class Counted:
-    """Counts around each entry of the step's masks: arrays [num_entries] in lower case, numbers of the step in capitals.
+    """Counts around each entry of the step's masks, [num_entries], and in capitals numbers of the whole step.
 
     Attributes:
         m: the entry of the mask; d, k, c, i: its DP rank, micro-batch, CP rank and sample.
@@ -95,7 +95,7 @@ class Counted:
         return np.array([sums[key] for key in keys])
 
     def at(self, places: str, values: Array) -> dict[str, float]:
-        """Values at each place that has an active token, as reports write them: ``"dk"``, ``"dkc"``, ``"d"``, ``"i"``."""
+        """Values at each place that has an active token, as reports write them; ``"dk"``: by micro-batch."""
         words = {
             "d": "DP {}", "dk": "DP {}, micro-batch {}", "dkc": "DP {}, micro-batch {}, CP {}", "c": "CP {}",
             "i": "sample {}", "ic": "sample {}, CP {}",

@@ -10,7 +10,7 @@ counts of `counted_steps.Counted`.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -108,7 +108,7 @@ class Bug:
     loss_fn: Callable[..., Tensor] | None = None
     call: LossCall | str = "pytorch"
     cuts: tuple[str, ...] = ()
-    twice: tuple[int, ...] = field(default=())  # samples that weigh twice what others do
+    twice: tuple[int, ...] = ()  # samples that weigh twice what others do
 
     def weights(self, t: Counted) -> Array:
         """Of every entry; the projects divide by at least 1 where a part has no token, unless that is the bug."""

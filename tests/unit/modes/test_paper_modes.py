@@ -16,7 +16,7 @@ from refusals import Call, Refusal, check_refusal, each_of
 from torch import Tensor
 
 from megatron_rl_loss import Samples, Statistic, StepTotals, ZigzagTHD, token_weights, with_statistics
-from megatron_rl_loss.audit import check_reducer
+from megatron_rl_loss.audit import check_loss
 from megatron_rl_loss.modes.papers import (
     adapter_token_mean,
     balanced,
@@ -135,7 +135,7 @@ def test_weights_in_every_cut(mode: Any, rule: Rule) -> None:
 
 @pytest.mark.parametrize(("mode", "rule"), MODES.values(), ids=MODES.keys())
 def test_random_steps_weigh_the_same_in_every_cut(mode: Any, rule: Rule) -> None:
-    report = check_reducer(mode, draws=8)
+    report = check_loss(mode=mode, draws=8)
     assert report.invariant, str(report)
 
 
@@ -146,7 +146,7 @@ def test_a_sum_of_what_is_at_hand_is_seen() -> None:
         lengths = inputs.samples.mask_sums.clamp(min=1) ** -0.75
         return lengths / lengths.sum()
 
-    assert not check_reducer(over_the_microbatch, draws=8).invariant
+    assert not check_loss(mode=over_the_microbatch, draws=8).invariant
 
 
 def test_weights_by_hand() -> None:

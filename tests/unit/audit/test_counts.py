@@ -1,4 +1,4 @@
-"""What a loss may have counted, by hand on a small step; and names for numbers."""
+"""What a loss may have counted, by hand on a small step."""
 
 import doctest
 from typing import Any
@@ -6,9 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_rl_loss.audit import numbers, tokens
+from megatron_rl_loss.audit import tokens
 from megatron_rl_loss.audit.counts import COUNTINGS, SCOPES, Cells, Count
-from megatron_rl_loss.audit.numbers import Amount, name_number
 from megatron_rl_loss.audit.tokens import Split, StepTokens
 
 # DP 2 x CP 2, 2 micro-batches. Of a sample the first half of its positions is CP rank 0's.
@@ -126,59 +125,24 @@ def test_parts_without_a_token_or_an_entry_are_parts() -> None:
     """DP 2 x CP 2 x 3 micro-batches, the third of both ranks without a mask entry."""
     cells = Cells(STEP, Split(num_microbatches=3, dp_size=2, cp_size=2))
     pieces, microbatches = ("dp_rank", "microbatch", "cp_rank"), ("dp_rank", "microbatch")
-    countings = ("all", "filled", "active")
-    assert [cells.number_of_parts(pieces, counting) for counting in countings] == [12, 8, 6]
-    assert [cells.number_of_parts(microbatches, counting) for counting in countings] == [6, 4, 3]
-    assert [cells.number_of_parts(("rollout",), counting) for counting in countings] == [5, 5, 4]
+    assert [cells.number_of_parts(names) for names in (pieces, microbatches, ("rollout",))] == [12, 6, 5]
     everywhere = StepTokens(**{**vars(STEP), "cp_rank": np.full_like(STEP.sample, -1)})  # every CP rank holds all
     assert Cells(everywhere, Split(cp_size=2)).number_of_parts(pieces) == 4
 
 
-# ---- names for numbers
-
-SIZES = Split(num_microbatches=5, dp_size=3, cp_size=2, tp_size=7)
-
-
-@pytest.mark.parametrize(
-    ("number", "cause", "formula"),
-    [
-        (2, "times_cp", "CP"),
-        (1 / 2, "over_cp", "1/CP"),
-        (3, "times_dp", "DP"),
-        (1 / 9, "over_dp_squared", "1/DP²"),
-        (1 / 5, "over_microbatches", "1/K"),
-        (6, "times_dp_cp", "DP·CP"),
-        (1 / 6, "over_dp_cp", "1/(DP·CP)"),
-        (1 / 14, "over_tp_cp", "1/(CP·TP)"),
-        (2 / 15, "times_cp_over_dp_microbatches", "CP/(DP·K)"),
-        (101, "times_tokens", "T"),
-        (1 / 101, "over_tokens", "1/T"),
-        (101 / 3, "times_tokens_over_dp", "T/DP"),
-        (101 * 2 / 5, "times_cp_tokens_over_microbatches", "CP·T/K"),
-    ],
-)
-def test_a_number_has_its_name(number: float, cause: str, formula: str) -> None:
-    amounts = [Amount("tokens", "T", 101.0, 2), Amount("tokens", "1/T", 1 / 101, 2)]
-    first = name_number(number * (1 + 5e-7), SIZES, amounts, 1e-6)[0]
-    assert (first.cause, first.formula) == (cause, formula)
-    assert first.value == pytest.approx(number)
-
-
-def test_a_number_without_a_name_has_none() -> None:
-    for number in (1.0, 1 + 5e-7, 0.0, -2.0, float("nan"), float("inf"), 1.2345, 11.0):
-        assert name_number(number, SIZES, [], 1e-6) == []
-    assert name_number(2 * (1 + 5e-6), SIZES, [], 1e-6) == []
-    assert name_number(2.0, Split(), [], 1e-6) == []
-
-
-def test_all_names_are_told() -> None:
-    found = name_number(4.0, Split(dp_size=2, cp_size=2, num_microbatches=4), [], 1e-6)
-    assert found[0].formula == "K"
-    assert {"DP·CP", "DP²", "CP²"} <= {named.formula for named in found}
+def test_an_average_is_the_steps_count_over_the_number_of_parts() -> None:
+    for count, average in {
+        Count("tokens", "microbatch"): 10 / 4,
+        Count("tokens", "cp_place"): 10 / 8,
+        Count("tokens", unit="rollout"): 10 / 5,
+        Count("sample", "dp_rank", "all"): 6 / 2,
+        Count("sample", counting="active", unit="prompt"): 6 / 2,
+        Count("microbatch", "dp_rank", "active"): 4 / 2,
+    }.items():
+        assert CELLS.average(count) == average, count
 
 
 def test_docstring_examples() -> None:
-    for module in (numbers, tokens):
-        result = doctest.testmod(module)
-        assert result.attempted > 0
-        assert result.failed == 0
+    result = doctest.testmod(tokens)
+    assert result.attempted > 0
+    assert result.failed == 0

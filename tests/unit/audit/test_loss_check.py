@@ -1,7 +1,7 @@
-"""`check_loss` passes exact loss functions and names what is wrong with published ones that are not.
+"""`check_loss` passes exact loss functions and modes, and finds what is wrong with published ones that are not.
 
-Every formula is a re-statement in our own words. Beside it stands the weight that it gives a token, worked out by hand
-from counts: on the step that a finding shows, that is what must have been measured.
+Beside each published function stands the weight that it gives a token, worked out by hand from counts (`published`): on
+the step that a finding shows, that is what must have been measured.
 """
 
 import dataclasses
@@ -19,342 +19,90 @@ from typing import Any
 import check_my_loss
 import pytest
 import torch
+from counted_steps import Row, Step
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from published import (
+    ADDED,
+    BUGS,
+    CP,
+    DP,
+    MEANS,
+    MICROBATCHES,
+    UNCUT,
+    Bug,
+    lists_by_smaller,
+    masked_mean,
+    row_means,
+    share,
+    sums_without_n,
+)
 from refusals import Refusal, check_refusal, each_of
 from repository import ROOT
 from torch import Tensor
 
 from megatron_rl_loss import StepTotals, make_pg_loss_reducer, token_weights
-from megatron_rl_loss.audit import LossReport, Trainer, check_loss, simulation, trainers
-from megatron_rl_loss.audit import check_loss as checking
-from megatron_rl_loss.audit.check_loss import Finding
+from megatron_rl_loss.audit import CALLS, GIVEN, LossCall, LossReport, calling, check_loss, loss_check, simulation
 from megatron_rl_loss.audit.drawn_steps import DrawnSample
 from megatron_rl_loss.audit.simulation import LossCase, measure
-from megatron_rl_loss.audit.trainers import GIVEN, TRAINERS
+from megatron_rl_loss.modes import MODES
+from megatron_rl_loss.modes.table import ModeInputs
 from megatron_rl_loss.reduction import fold_into_advantages
 from megatron_rl_loss.step.samples import Samples
 
-UNCUT, MICROBATCHES = "in one micro-batch on one rank", "over micro-batches"
-DP, CP = "over data-parallel ranks", "over context-parallel ranks"
 TOGETHER = "over all of these together"
 
 
-@pytest.mark.parametrize("module", [checking, trainers])
+@pytest.mark.parametrize("module", [loss_check, calling])
 def test_docstring_examples(module: Any) -> None:
     result = doctest.testmod(module)
     assert result.attempted > 0
     assert result.failed == 0
 
 
-# ---- a step, counted by hand
-
-
-@dataclass(frozen=True)
-class Token:
-    """One mask entry and the counts around it; `n`: mask tokens, `rows`: rows, of the part that is named."""
-
-    m: int
-    M: int  # of its row
-    n: int  # of its micro-batch
-    rows: int
-    n_local: int  # of its micro-batch, on its CP rank
-    n_rank: int  # of its data-parallel rank
-    rows_rank: int
-    T: int  # of the step
-    N: int
-    rollout: int  # mask tokens of its rollout
-    rollouts: int
-    masked_rows: int
-    width: int  # of the padded micro-batch
-    K: int
-    D: int
-    C: int
-
-
-def zigzag_rank(position: int, slot: int, cp_size: int) -> int:
-    chunk = position // (slot // (2 * cp_size))
-    return min(chunk, 2 * cp_size - 1 - chunk)
-
-
-def counted(case: LossCase, padded: bool = True) -> list[Token]:
-    tokens = []
-    whole = [sample for rank in case.ranks for microbatch in rank for sample in microbatch]
-    ids = [sample.rollout if case.split_rollouts else i for i, sample in enumerate(whole)]
-    multiple = 2 * case.cp_size if case.cp_size > 1 else 1
-    number = 0
-    for rank in case.ranks:
-        on_rank = [sample for microbatch in rank for sample in microbatch]
-        for microbatch in rank:
-            slots = [-(-len(sample.mask) // multiple) * multiple for sample in microbatch]
-            slots = [max(slots)] * len(slots) if padded else slots
-            holders = [
-                [zigzag_rank(t, slot, case.cp_size) if case.cp_size > 1 else 0 for t in range(len(sample.mask))]
-                for sample, slot in zip(microbatch, slots, strict=True)
-            ]
-            for sample, held in zip(microbatch, holders, strict=True):
-                for m, holder in zip(sample.mask, held, strict=True):
-                    local = [
-                        other_m
-                        for other, other_held in zip(microbatch, holders, strict=True)
-                        for other_m, other_holder in zip(other.mask, other_held, strict=True)
-                        if other_holder == holder
-                    ]
-                    token = Token(
-                        m=m,
-                        M=sum(sample.mask),
-                        n=sum(sum(other.mask) for other in microbatch),
-                        rows=len(microbatch),
-                        n_local=sum(local),
-                        n_rank=sum(sum(other.mask) for other in on_rank),
-                        rows_rank=len(on_rank),
-                        T=sum(sum(other.mask) for other in whole),
-                        N=len(whole),
-                        rollout=sum(sum(o.mask) for o, i in zip(whole, ids, strict=True) if i == ids[number]),
-                        rollouts=len(set(ids)),
-                        masked_rows=sum(not any(other.mask) for other in whole),
-                        width=max(slots),
-                        K=len(rank),
-                        D=len(case.ranks),
-                        C=case.cp_size,
-                    )
-                    tokens.append(token)
-                number += 1
-    return tokens
-
-
 # ---- published formulas that are not what they are meant to be
 
-
-def masked_mean(losses: Tensor, mask: Tensor) -> Tensor:
-    return (losses * mask).sum() / mask.sum().clamp(min=1)
-
-
-def row_means(losses: Tensor, mask: Tensor) -> Tensor:
-    return (losses * mask).sum(-1) / mask.sum(-1).clamp(min=1)
-
-
-def mean_over_accumulation(losses: Tensor, mask: Tensor, num_microbatches: int) -> Tensor:
-    return masked_mean(losses, mask) / num_microbatches
-
-
-def own_devices_count(losses: Tensor, mask: Tensor, rank_tokens: Tensor) -> Tensor:
-    return (losses * mask).sum() / rank_tokens.clamp(min=1)
-
-
-def share(losses: Tensor, mask: Tensor, step_tokens: Tensor) -> Tensor:
-    return (losses * mask).sum() / step_tokens
-
-
-def lists_by_rank(losses: list[Tensor], masks: list[Tensor], rank_tokens: Tensor) -> Tensor:
-    return sum((x * m).sum() for x, m in zip(losses, masks, strict=True)) / rank_tokens.clamp(min=1)  # type: ignore[return-value]
-
-
-def lists_by_smaller(losses: list[Tensor], masks: list[Tensor], loss_scale: Tensor) -> Tensor:
-    return sum((x * m).sum() for x, m in zip(losses, masks, strict=True)) / loss_scale.clamp(max=1)  # type: ignore[return-value]
-
-
-def rows_averaged(losses: Tensor, mask: Tensor) -> Tensor:
-    return row_means(losses, mask).mean()
-
-
-def geo_mean(log_probs: Tensor, mask: Tensor, old_log_probs: Tensor, sample_advantages: Tensor) -> Tensor:
-    ratios = (((log_probs - old_log_probs) * mask).sum(-1) / (mask.sum(-1) + 1e-8)).exp()
-    return torch.mean(-sample_advantages * ratios)
-
-
-def sums_without_n(losses: Tensor, mask: Tensor) -> Tensor:
-    return (losses * mask).sum() / 8
-
-
-def means_for_sums(losses: Tensor, mask: Tensor, global_batch_size: int, dp_size: int) -> Tensor:
-    return row_means(losses, mask).sum() / global_batch_size * dp_size
-
-
-def phantoms(losses: Tensor, mask: Tensor, step_tokens: Tensor, step_samples: int, step_active_samples: int) -> Tensor:
-    return (losses * mask).sum() / (step_tokens + step_samples - step_active_samples)
-
-
-def unmasked(losses: Tensor, mask: Tensor, step_tokens: Tensor) -> Tensor:
-    return losses.sum() / step_tokens
-
-
-def width_for_divisor(losses: Tensor, mask: Tensor, step_samples: int) -> Tensor:
-    return (losses * mask).sum() / step_samples / mask.shape[-1]
-
-
-def rows_for_rollouts(losses: Tensor, mask: Tensor, rollout_tokens: Tensor, step_samples: int) -> Tensor:
-    return ((losses * mask).sum(-1) / rollout_tokens.clamp(min=1)).sum() / step_samples
-
-
-def by_rows(losses: Tensor, mask: Tensor, step_samples: int) -> Tensor:
-    return masked_mean(losses, mask) * len(mask) / step_samples
-
-
-def rows_of_the_rank(losses: Tensor, mask: Tensor, rank_samples: int) -> Tensor:
-    return row_means(losses, mask).sum() / rank_samples
-
-
-def fixed_accumulation(losses: Tensor, mask: Tensor, *, accumulation: int) -> Tensor:
-    return masked_mean(losses, mask) / accumulation
-
-
-def n_times_d(losses: Tensor, mask: Tensor, step_samples: int, dp_size: int) -> Tensor:
-    return (losses * mask).sum() / (8 * step_samples * dp_size)
-
-
-def normalised_twice(losses: Tensor, mask: Tensor, step_tokens: Tensor) -> Tensor:
-    return (losses * mask).sum() / step_tokens / step_tokens
-
-
-def times_cp(losses: Tensor, mask: Tensor, step_tokens: Tensor, cp_size: int) -> Tensor:
-    return (losses * mask).sum() / step_tokens * cp_size
-
-
-def times_dp(losses: Tensor, mask: Tensor, step_tokens: Tensor, dp_size: int) -> Tensor:
-    return (losses * mask).sum() / step_tokens * dp_size
-
-
-def off_by_one(losses: Tensor, mask: Tensor, step_tokens: Tensor) -> Tensor:
-    return (losses * mask.roll(1, -1)).sum() / step_tokens
-
-
-ADDED = Trainer(dp="sum")
-MEANS = Trainer(microbatches="mean")
-EVEN = Trainer(even_microbatches=True)
-
-
-@dataclass(frozen=True)
-class Published:
-    """A formula with its source; the weight it gives an active token; by cut that must show it, what must be named."""
-
-    where: str
-    loss_fn: Callable[..., Tensor]
-    mode: str | None
-    trainer: Trainer | str
-    weight: Callable[[Token], float]
-    causes: dict[str, Any]
-    options: dict[str, Any] = field(default_factory=dict)
-
-
-MEAN_OF_MEANS = {MICROBATCHES: ("own_tokens_microbatch",), DP: ("own_tokens_microbatch",)}
-#: Each micro-batch's mean, added up: two things at once.
-OWN_MEANS_ADDED = {
-    MICROBATCHES: ("own_tokens_microbatch", "parts_summed"),
-    DP: ("own_tokens_microbatch", "parts_summed"),
-}
-
-# fmt: off
-PUBLISHED = [
-    Published("TRL bnpo: local token means, averaged", mean_over_accumulation, "token_mean", "trl",
-              lambda t: 1 / (t.K * t.D * t.n), MEAN_OF_MEANS),
-    Published("SkyRL token_mean_legacy: mean of micro-batch means", masked_mean, "token_mean", MEANS,
-              lambda t: 1 / (t.K * t.D * t.n), MEAN_OF_MEANS),
-    Published("open-instruct #1137: micro-batch mean / accumulation", mean_over_accumulation, "token_mean", Trainer(),
-              lambda t: 1 / (t.K * t.D * t.n), MEAN_OF_MEANS),
-    Published("transformers #34191: mean of micro-batch means", mean_over_accumulation, "token_mean", EVEN,
-              lambda t: 1 / (t.K * t.D * t.n), MEAN_OF_MEANS),
-    Published("transformers #34242: own device's items", own_devices_count, "token_mean", EVEN,
-              lambda t: 1 / (t.D * t.n_rank), {DP: ("own_tokens_dp_rank",)}),
-    Published("prime-rl #2358: rank-local denominator", lists_by_rank, "token_mean", Trainer(rows="lists"),
-              lambda t: 1 / (t.D * t.n_rank), {DP: ("own_tokens_dp_rank",)}),
-    Published("prime-rl #816: min for max", lists_by_smaller, "token_mean", "prime_rl", lambda t: 1,
-              {UNCUT: ("times_tokens",)}),
-    Published("Megatron-LM train_rl: mean over bins of their means", masked_mean, "token_mean",
-              Trainer(rows="packed", microbatches="mean"), lambda t: 1 / (t.K * t.D * t.n), MEAN_OF_MEANS),
-    Published("Megatron-LM adfa873, !3139: own tokens of a CP rank", masked_mean, "token_mean",
-              Trainer(microbatches="mean", cp="mean"), lambda t: 1 / (t.K * t.D * t.C * t.n_local),
-              {**MEAN_OF_MEANS, CP: ("own_tokens_cp_place",)}),
-    Published("Megatron-LM #673: times CP although summed", times_cp, "token_mean", Trainer(dp="sum", cp="sum"),
-              lambda t: t.C / t.T, {CP: ("times_cp",)}),
-    Published("verl #4250: leftover / CP", share, "token_mean", Trainer(dp="sum", cp="mean"), lambda t: 1 / t.T / t.C,
-              {CP: ("over_cp",)}),
-    Published("DDP without x ranks", share, "token_mean", Trainer(), lambda t: 1 / (t.T * t.D), {DP: ("over_dp",)}),
-    Published("AReaL #1273: the schedule's / K not undone", times_dp, "token_mean", MEANS, lambda t: 1 / (t.T * t.K),
-              {MICROBATCHES: ("over_microbatches",)}),
-    Published("verl geo_mean: torch.mean of the micro-batch", geo_mean, "sample_mean",
-              Trainer(takes="log_probs", even_microbatches=True), lambda t: 1 / (t.M * t.rows * t.D),
-              {MICROBATCHES: ("times_microbatches",)}),
-    Published("verl #436, TRL #2647: never / K", rows_averaged, "sample_mean", "trl",
-              lambda t: 1 / (t.M * t.rows * t.D),
-              {MICROBATCHES: ("times_microbatches",)}),
-    Published("NeMo-RL VAPO NLL: the micro-batch's own count", masked_mean, "token_mean", ADDED, lambda t: 1 / t.n,
-              OWN_MEANS_ADDED),
-    Published("verl #906: by rows", by_rows, "token_mean", ADDED, lambda t: t.rows / (t.N * t.n),
-              {MICROBATCHES: ("own_tokens_by_rows_microbatch",), DP: ("own_tokens_by_rows_microbatch",)}),
-    Published("verl #3741: sum-norm without / N", sums_without_n, "constant", ADDED, lambda t: 1 / 8,
-              {UNCUT: ("times_units",)},
-              {"divisor": 8}),
-    Published("verl #4510: N D for N / D", n_times_d, "constant", Trainer(), lambda t: 1 / (8 * t.N * t.D**2),
-              {DP: ("over_dp_squared",)},
-              {"divisor": 8}),
-    Published("verl #931: token means for sums", means_for_sums, "verl:seq-mean-token-sum", "verl",
-              lambda t: 1 / (t.M * t.N), {UNCUT: ("other_mode",)}),
-    Published("verl without loss_scale_factor: the padded width", width_for_divisor, None, ADDED,
-              lambda t: 1 / (t.N * t.width), {MICROBATCHES: ("own_width_microbatch",), DP: ("own_width_microbatch",)}),
-    Published("verl #141: fixed accumulation", functools.partial(fixed_accumulation, accumulation=4), "token_mean",
-              ADDED, lambda t: 1 / (4 * t.n), {UNCUT: (), **OWN_MEANS_ADDED}),
-    Published("ranks' own numbers of rows", rows_of_the_rank, "sample_mean", Trainer(),
-              lambda t: 1 / (t.M * t.rows_rank * t.D), {DP: ("own_units_dp_rank",)}),
-    Published("miles #2796: phantom tokens", phantoms, "token_mean", ADDED, lambda t: 1 / (t.T + t.masked_rows),
-              {UNCUT: ("clamped",)}),
-    Published("agent-lightning #593: rows for rollouts", rows_for_rollouts, "sample_mean",
-              Trainer(dp="sum", split_rollouts=True), lambda t: 1 / (t.rollout * t.N), {UNCUT: ("rows_for_rollouts",)}),
-    Published("tunix #1662: a pack as one sequence", masked_mean, "sample_mean",
-              Trainer(rows="packed", microbatches="mean"), lambda t: 1 / (t.K * t.D * t.n),
-              {UNCUT: ("other_mode",), **MEAN_OF_MEANS}),
-    Published("SkyRL #925 review: normalised twice", normalised_twice, "token_mean", ADDED, lambda t: t.T**-2,
-              {UNCUT: ("over_tokens",)}),
-]
-# fmt: on
-
-#: Published formulas that every run looks at: of each kind of cause one.
-QUICK = ("Megatron-LM adfa873", "prime-rl #816", "verl without", "tunix #1662")
+PUBLISHED = [bug for bug in BUGS if bug.loss_fn is not None]
 
 
 def quick(rows: list[Any], first: tuple[str, ...]) -> list[Any]:
     """Rows of which those that begin so are tried in every run."""
-    return [
-        pytest.param(one, id=one.where, marks=() if one.where.startswith(first) else pytest.mark.slow) for one in rows
-    ]
-
-
-each_published = pytest.mark.parametrize("one", quick(PUBLISHED, QUICK))
+    names = [one.id if isinstance(one, Bug) else one.where for one in rows]
+    marks = [() if name.startswith(first) else (pytest.mark.slow,) for name in names]
+    return [pytest.param(row, id=name, marks=mark) for row, name, mark in zip(rows, names, marks, strict=True)]
 
 
 @functools.cache
-def report_of(where: str) -> LossReport:
-    one = next(one for one in PUBLISHED if one.where == where)
-    return check_loss(one.loss_fn, one.mode, trainer=one.trainer, draws=10, **one.options)
+def report_of(number: int) -> LossReport:
+    bug = PUBLISHED[number]
+    return check_loss(bug.loss_fn, bug.asked, call=bug.call, draws=10, divisor=bug.divisor)
 
 
-def causes_of(finding: Finding) -> tuple[str, ...]:
-    """The likeliest of each thing that is wrong."""
-    return () if finding.verdict is None else tuple(deviation.cause for deviation in finding.verdict.deviations)
+def step_of(case: LossCase, padded: bool) -> Step:
+    """The same step to count by hand."""
+    ids = itertools.count()
+    rows = [
+        [[Row(one.mask, one.rollout if case.split_rollouts else next(ids), one.prompt) for one in k] for k in rank]
+        for rank in case.ranks
+    ]
+    longest = max(len(sample.mask) for sample in case.step.samples)
+    return Step(rows, case.cp_size, length=longest if padded and case.cp_size > 1 else None)
 
 
-@each_published
-def test_a_published_formula_is_named(one: Published) -> None:
-    report = report_of(one.where)
+@pytest.mark.parametrize("bug", quick(PUBLISHED, ("row 3,", "row 12,", "row 39,", "row 46,")))
+def test_a_published_function_is_found(bug: Bug) -> None:
+    report = report_of(PUBLISHED.index(bug))
     assert not report.sound
-    assert report.invariant == (set(one.causes) == {UNCUT})
-    likeliest = {finding.cut: causes_of(finding) for finding in report.findings}
-    assert likeliest == one.causes, str(report)
-    trainer = TRAINERS[one.trainer] if isinstance(one.trainer, str) else one.trainer
+    assert report.invariant == (set(bug.cuts) == {UNCUT})
+    assert {finding.cut for finding in report.findings} == set(bug.cuts), str(report)
+    rows = (CALLS[bug.call] if isinstance(bug.call, str) else bug.call).rows
     for finding in report.findings:
         assert finding.kind == "weights"
-        tokens = counted(finding.case, trainer.rows == "padded")
-        by_hand = [one.weight(token) if token.m else 0.0 for token in tokens]
-        assert finding.found == pytest.approx(by_hand, rel=1e-6)
         assert finding.cut in str(report)
-
-
-@each_published
-def test_the_step_shown_is_the_smallest(one: Published) -> None:
-    """No rank, micro-batch, row or token can be left out of it, though the first that was drawn was larger."""
-    for finding in report_of(one.where).findings:
+        expected = bug.weights(step_of(finding.case, rows == "padded").counted)
+        assert finding.found == pytest.approx(expected.tolist(), rel=1e-6)
+        # The smallest step that shows it: two parts of what is cut, and one of all else.
         case = finding.case
-        # Two parts of what is cut, and one of all else.
         assert case.num_microbatches == (2 if finding.cut == MICROBATCHES else 1)
         assert case.dp_size == (2 if finding.cut == DP else 1)
         assert case.cp_size == (2 if finding.cut == CP else 1)
@@ -450,12 +198,12 @@ class Exact:
     where: str
     loss_fn: Callable[..., Tensor]
     mode: str
-    trainer: Trainer | str
+    call: LossCall | str
     options: dict[str, Any] = field(default_factory=dict)
 
 
-LOG_PROBS = Trainer(takes="log_probs", dp="sum")
-PACKED = Trainer(rows="packed", dp="sum")
+LOG_PROBS = LossCall(takes="log_probs", dp="sum")
+PACKED = LossCall(rows="packed", dp="sum")
 EXACT = [
     Exact("TRL grpo", functools.partial(trl, loss_type="grpo"), "trl:grpo", "trl"),
     Exact("TRL dr_grpo", functools.partial(trl, loss_type="dr_grpo"), "trl:dr_grpo", "trl", {"divisor": 16}),
@@ -472,14 +220,14 @@ EXACT = [
         }.items()
     ),
     Exact("prime-rl", prime_rl, "token_mean", "prime_rl"),
-    Exact("open-instruct, OpenRLHF, CP and all", tokens_of_all_ranks, "token_mean", Trainer(cp="mean")),
-    Exact("the same, contiguous", tokens_of_all_ranks, "token_mean", Trainer(cp="mean", cp_cut="contiguous")),
+    Exact("open-instruct, OpenRLHF, CP and all", tokens_of_all_ranks, "token_mean", LossCall(cp="mean")),
+    Exact("the same, contiguous", tokens_of_all_ranks, "token_mean", LossCall(cp="mean", cp_cut="contiguous")),
     *(
         Exact(f"folded {mode}", functools.partial(folded, mode=mode), mode, ADDED)
         for mode in ("token_mean", "sample_mean")
     ),
-    Exact("rollouts over rows", rollouts, "sample_mean", Trainer(split_rollouts=True)),
-    Exact("prompts", prompts, "prompt_mean", Trainer()),
+    Exact("rollouts over rows", rollouts, "sample_mean", LossCall(split_rollouts=True)),
+    Exact("prompts", prompts, "prompt_mean", LossCall()),
     Exact("packed, by index", packed_means, "sample_mean", PACKED),
     Exact("packed, by index, CP", packed_means, "sample_mean", replace(PACKED, cp="sum")),
     Exact("packed, by offsets", packed_by_offsets, "sample_mean", PACKED),
@@ -491,7 +239,7 @@ EXACT = [
 
 @pytest.mark.parametrize("one", quick(EXACT, ("TRL dr_grpo", "open-instruct", "rollouts", "packed, by index, CP")))
 def test_an_exact_formula_passes(one: Exact) -> None:
-    report = check_loss(one.loss_fn, one.mode, trainer=one.trainer, draws=12, **one.options)
+    report = check_loss(one.loss_fn, one.mode, call=one.call, draws=12, **one.options)
     assert report.sound, str(report)
     assert report.invariant
     assert not report.findings
@@ -510,7 +258,7 @@ def test_the_same_scaled_does_not(one: Exact) -> None:
     if isinstance(loss_fn, functools.partial):  # what is bound stays so
         inner = loss_fn.func
         scaled = functools.partial(functools.wraps(inner)(lambda *a, **k: 1.5 * inner(*a, **k)), **loss_fn.keywords)
-    report = check_loss(scaled, one.mode, trainer=one.trainer, draws=3, **one.options)
+    report = check_loss(scaled, one.mode, call=one.call, draws=3, **one.options)
     assert report.invariant
     (finding,) = report.findings
     assert finding.cut == UNCUT
@@ -531,8 +279,8 @@ def ours(losses: Any, mask: Any, loss_masks: Any, totals: Any, layout: Any, cp_r
     return reducer(flat) * factor
 
 
-TRAINERS_OF_OURS = [
-    (Trainer(rows=rows, dp=dp, cp=cp, cp_cut=cut, split_rollouts=split), scale)  # type: ignore[arg-type]
+CALLS_OF_OURS = [
+    (LossCall(rows=rows, dp=dp, cp=cp, cp_cut=cut, split_rollouts=split), scale)  # type: ignore[arg-type]
     for rows, cut, split in [
         ("padded", "zigzag", False),
         ("packed", "zigzag", True),
@@ -546,13 +294,13 @@ TRAINERS_OF_OURS = [
 
 @pytest.mark.parametrize("mode", ["sample_mean", "prompt_mean", "token_mean", "constant", "token_sum"])
 @pytest.mark.parametrize(
-    ("trainer", "scale"),
-    [pytest.param(*row, marks=() if i in (1, 4) else pytest.mark.slow) for i, row in enumerate(TRAINERS_OF_OURS)],
+    ("call", "scale"),
+    [pytest.param(*row, marks=() if i in (1, 4) else pytest.mark.slow) for i, row in enumerate(CALLS_OF_OURS)],
     ids=lambda value: getattr(value, "describe", str)(),
 )
-def test_our_reducers_pass(mode: str, trainer: Trainer, scale: str) -> None:
-    loss_fn = functools.partial(ours, mode=mode, split=trainer.split_rollouts, scale=scale)
-    report = check_loss(loss_fn, mode, trainer=trainer, divisor=8 if mode == "constant" else None, draws=3)
+def test_our_reducers_pass(mode: str, call: LossCall, scale: str) -> None:
+    loss_fn = functools.partial(ours, mode=mode, split=call.split_rollouts, scale=scale)
+    report = check_loss(loss_fn, mode, call=call, divisor=8 if mode == "constant" else None, draws=3)
     assert report.sound, str(report)
     assert not report.notes  # it selects by the mask
 
@@ -562,7 +310,7 @@ def test_our_reducers_pass(mode: str, trainer: Trainer, scale: str) -> None:
 def test_our_reducers_without_the_factor_do_not(left_out: str) -> None:
     """Negative control: gradients are averaged over DP and CP ranks, and the share is not multiplied by both."""
     loss_fn = functools.partial(ours, mode="token_mean", split=False, scale=left_out)
-    report = check_loss(loss_fn, "token_mean", trainer=Trainer(cp="mean", rows="packed"))
+    report = check_loss(loss_fn, "token_mean", call=LossCall(cp="mean", rows="packed"))
     assert {finding.cut: finding.factors for finding in report.findings} == {
         **({} if left_out else {DP: pytest.approx((1 / 2, 1 / 2))}),
         CP: pytest.approx((1 / 2, 1 / 2)),
@@ -625,7 +373,7 @@ FAULTS: dict[str, tuple[Callable[..., Any], str, str]] = {
 
 @pytest.mark.parametrize(("loss_fn", "kind", "text"), FAULTS.values(), ids=FAULTS.keys())
 def test_a_fault_is_told(loss_fn: Callable[..., Any], kind: str, text: str) -> None:
-    report = check_loss(loss_fn, "token_mean", trainer=ADDED, draws=10)
+    report = check_loss(loss_fn, "token_mean", call=ADDED, draws=10)
     assert not report.sound
     assert not report.invariant
     finding = next(finding for finding in report.findings if finding.kind == kind)
@@ -635,16 +383,16 @@ def test_a_fault_is_told(loss_fn: Callable[..., Any], kind: str, text: str) -> N
 
 
 def test_where_nothing_is_masked_there_is_no_0_by_0() -> None:
-    every_row = Trainer(dp="mean", microbatches="mean", masked_samples=False, even_microbatches=True)
-    assert check_loss(zero_by_zero, "sample_mean", trainer=every_row, draws=4).sound
-    assert not check_loss(zero_by_zero, "sample_mean", trainer=replace(every_row, masked_samples=True), draws=4).sound
+    every_row = LossCall(dp="mean", microbatches="mean", masked_samples=False, even_microbatches=True)
+    assert check_loss(zero_by_zero, "sample_mean", call=every_row, draws=4).sound
+    assert not check_loss(zero_by_zero, "sample_mean", call=replace(every_row, masked_samples=True), draws=4).sound
 
 
 def test_nothing_trained_and_the_wrong_way_round_are_told() -> None:
     (nothing,) = check_loss(lambda losses, mask: 0 * losses.sum(), "token_mean", draws=4).findings
     assert (nothing.cut, nothing.factors) == (UNCUT, (0, 0))
     (finding,) = check_loss(lambda losses, mask, step_tokens: -share(losses, mask, step_tokens), "token_mean",
-                            trainer=ADDED, draws=4).findings  # fmt: skip
+                            call=ADDED, draws=4).findings  # fmt: skip
     assert finding.says == "all tokens weigh -1 times what they should, on every step alike"
 
 
@@ -657,9 +405,9 @@ def test_what_fails_on_some_uncut_steps_alone_is_told(mode: str | None) -> None:
         return (losses * mask).sum() / step_tokens
 
     for seed in range(3):
-        report = check_loss(not_of_five, mode, trainer=ADDED, seed=seed, draws=4)
+        report = check_loss(not_of_five, mode, call=ADDED, seed=seed, draws=4)
         assert {finding.kind for finding in report.findings} <= {"raises", "weights"}
-    assert "it raises IndexError: five" in str(check_loss(not_of_five, mode, trainer=ADDED))
+    assert "it raises IndexError: five" in str(check_loss(not_of_five, mode, call=ADDED))
 
 
 def test_which_call_failed_is_told() -> None:
@@ -668,23 +416,29 @@ def test_which_call_failed_is_told() -> None:
             raise KeyError("here")
         return (losses * mask).sum()
 
-    report = check_loss(third, "token_sum", trainer=Trainer(dp="sum", cp="sum"), draws=4)
+    report = check_loss(third, "token_sum", call=LossCall(dp="sum", cp="sum"), draws=4)
     (finding,) = report.findings
     assert finding.cut == TOGETHER
     assert finding.says == "it raises KeyError: 'here' (micro-batch 1, DP rank 1, CP rank 1)"
 
 
 def test_a_nan_under_the_mask_is_noted() -> None:
-    assert any(
-        "NaN at a masked token" in note for note in check_loss(share, "token_mean", trainer=ADDED, draws=4).notes
-    )
-    selecting = check_loss(tokens_of_all_ranks, "token_mean", trainer=Trainer(), draws=4)
+    assert any("NaN at a masked token" in note for note in check_loss(share, "token_mean", call=ADDED, draws=4).notes)
+    selecting = check_loss(tokens_of_all_ranks, "token_mean", call=LossCall(), draws=4)
     assert not selecting.notes
+
+
+def unmasked(losses: Tensor, mask: Tensor, step_tokens: Tensor) -> Tensor:
+    return losses.sum() / step_tokens
+
+
+def off_by_one(losses: Tensor, mask: Tensor, step_tokens: Tensor) -> Tensor:
+    return (losses * mask.roll(1, -1)).sum() / step_tokens
 
 
 @pytest.mark.parametrize(("loss_fn", "says"), [(unmasked, "padding weighs"), (off_by_one, "weigh")])
 def test_weight_where_there_should_be_none(loss_fn: Callable[..., Tensor], says: str) -> None:
-    report = check_loss(loss_fn, "token_mean", trainer=ADDED, draws=4)
+    report = check_loss(loss_fn, "token_mean", call=ADDED, draws=4)
     assert not report.sound
     assert re.search(says, str(report))
 
@@ -693,25 +447,10 @@ def test_what_breaks_only_together_is_found() -> None:
     def product(losses: Tensor, mask: Tensor, step_tokens: Tensor, num_microbatches: int, dp_size: int) -> Tensor:
         return (losses * mask).sum() / step_tokens * (2 if min(num_microbatches, dp_size) > 1 else 1)
 
-    (finding,) = check_loss(product, "token_mean", trainer=ADDED, draws=4).findings
+    (finding,) = check_loss(product, "token_mean", call=ADDED, draws=4).findings
     assert finding.cut == TOGETHER
     assert (finding.case.num_microbatches, finding.case.dp_size) == (2, 2)
     assert finding.factors == pytest.approx((2, 2))
-
-
-def by_prompt_number(inputs: Any) -> float:
-    return 1 / inputs.totals.prompts.all
-
-
-@pytest.mark.slow
-def test_a_mode_of_ones_own() -> None:
-    def sums_by_prompts(losses: Tensor, mask: Tensor, step_prompts: int, dp_size: int) -> Tensor:
-        return (losses * mask).sum() / step_prompts * dp_size
-
-    assert check_loss(sums_by_prompts, by_prompt_number).sound
-    report = check_loss(share, by_prompt_number)
-    assert not report.sound
-    assert "by_prompt_number" in str(report)
 
 
 def test_methods_and_objects_are_functions_too() -> None:
@@ -725,25 +464,110 @@ def test_methods_and_objects_are_functions_too() -> None:
         def of_step(self, losses: Tensor, mask: Tensor, step_tokens: Tensor) -> Tensor:
             return (losses * mask).sum()[None] / step_tokens
 
-    assert check_loss(Loss(), "token_sum", trainer=ADDED, draws=3).sound
-    assert check_loss(Loss().of_step, "token_mean", trainer=ADDED, draws=3).sound
-    report = check_loss(lambda *args: (args[0] * args[1]).sum(), "token_sum", trainer=ADDED, draws=3)
+    assert check_loss(Loss(), "token_sum", call=ADDED, draws=3).sound
+    assert check_loss(Loss().of_step, "token_mean", call=ADDED, draws=3).sound
+    report = check_loss(lambda *args: (args[0] * args[1]).sum(), "token_sum", call=ADDED, draws=3)
     assert report.sound
 
 
 def test_without_a_mode_invariance_is_all_that_is_asked() -> None:
-    assert check_loss(sums_without_n, trainer=ADDED, draws=4).sound
-    assert check_loss(lists_by_smaller, trainer="prime_rl", draws=4).sound
-    assert not check_loss(masked_mean, trainer=ADDED, draws=4).invariant
+    assert check_loss(sums_without_n, call=ADDED, draws=4).sound
+    assert check_loss(lists_by_smaller, call="prime_rl", draws=4).sound
+    assert not check_loss(masked_mean, call=ADDED, draws=4).invariant
+
+
+# ---- modes, ours and one's own
+
+
+@pytest.mark.parametrize("units", ["all", "active"])
+@pytest.mark.parametrize("mode", MODES)
+def test_built_in_modes_are_invariant(mode: str, units: Any) -> None:
+    report = check_loss(mode=mode, divisor=8 if MODES[mode].takes_divisor else None, units=units, draws=6)
+    assert report.sound, str(report)
+    assert not report.negative
+    if mode == "token_mean" or (mode in ("sample_mean", "prompt_mean") and units == "active"):
+        assert (report.lowest_sum, report.highest_sum) == pytest.approx((1, 1))
+    elif mode in ("sample_mean", "prompt_mean"):
+        assert 0 < report.lowest_sum < report.highest_sum <= 1 + 1e-6
+
+
+def mean_of_the_micro_batch(inputs: ModeInputs) -> float:
+    return 1 / max(1.0, float(inputs.samples.mask_sums.sum()))
+
+
+def by_padded_length(inputs: ModeInputs) -> list[Tensor]:
+    return [torch.full((int(n),), 1 / int(n)) for n in inputs.samples.mask_lengths]
+
+
+def by_samples_here(inputs: ModeInputs) -> Tensor:
+    return torch.full((len(inputs.samples),), 1 / max(1, len(inputs.samples)))
+
+
+def needs_two(inputs: ModeInputs) -> float:
+    if len(inputs.samples) < 2:
+        raise RuntimeError("needs two samples")
+    return 1.0
+
+
+def sum_by_prompts(inputs: ModeInputs) -> Tensor:
+    assert inputs.totals.prompts.all is not None
+    return torch.full((len(inputs.samples),), 1 / inputs.totals.prompts.all)
+
+
+def contrast(inputs: ModeInputs) -> list[Tensor]:
+    """A sound mode of weights of both signs."""
+    return [torch.where(torch.arange(int(n)) % 2 == 0, 1.0, -1.0) for n in inputs.samples.mask_lengths]
+
+
+@pytest.mark.parametrize(
+    ("mode", "cuts"),
+    [
+        (mean_of_the_micro_batch, {MICROBATCHES}),
+        (by_samples_here, {MICROBATCHES}),
+        (by_padded_length, {"with masks as long as padded slots"}),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_what_a_mode_depends_on_is_found(mode: Any, cuts: set[str]) -> None:
+    report = check_loss(mode=mode, draws=8)
+    assert {finding.cut for finding in report.findings} == cuts
+    assert not report.invariant
+    assert "NOT invariant" in str(report)
+    (finding,) = report.findings
+    assert len(finding.case.step.samples) <= 2 + (mode is by_samples_here)
+    assert finding.found != pytest.approx(finding.expected)
+
+
+def test_a_mode_that_raises_and_sound_ones_of_ones_own() -> None:
+    report = check_loss(mode=needs_two, draws=6)
+    assert {finding.kind for finding in report.findings} == {"raises"}
+    assert "it raises RuntimeError: needs two samples" in str(report)
+    assert check_loss(mode=sum_by_prompts, draws=6).sound
+    report = check_loss(mode=contrast, draws=6)
+    assert report.sound
+    assert report.negative
+
+
+@pytest.mark.slow
+def test_a_function_is_compared_with_a_mode_of_ones_own() -> None:
+    def sums_by_prompts(losses: Tensor, mask: Tensor, step_prompts: int, dp_size: int) -> Tensor:
+        return (losses * mask).sum() / step_prompts * dp_size
+
+    assert check_loss(sums_by_prompts, sum_by_prompts).sound
+    report = check_loss(share, sum_by_prompts)
+    assert not report.sound
+    assert "sum_by_prompts" in str(report)
 
 
 # ---- the page and its example
+
+
 @pytest.mark.slow
 def test_the_page_shows_what_the_example_prints(capsys: pytest.CaptureFixture[str]) -> None:
     check_my_loss.main()
     printed = capsys.readouterr().out
-    page = (ROOT / "docs" / "check-loss.md").read_text()
-    shown = re.findall(r"```text\n(.*?)```", page, flags=re.DOTALL)
+    page = (ROOT / "docs" / "audit.md").read_text()
+    shown = re.findall(r"<!-- check_my_loss -->\n```text\n(.*?)```", page, flags=re.DOTALL)
     assert shown
     assert all(block in printed for block in shown)
     first_lines = [line for line in printed.splitlines() if line and line[0] in "abcm"]
@@ -751,11 +575,9 @@ def test_the_page_shows_what_the_example_prints(capsys: pytest.CaptureFixture[st
 
 
 def test_the_page_names_everything_there_is() -> None:
-    page = (ROOT / "docs" / "check-loss.md").read_text()
-    fields = {field.name for field in dataclasses.fields(Trainer)}
-    assert fields <= set(re.findall(r"^\| `(\w+)` \|", page, flags=re.MULTILINE))
-    assert set(GIVEN) <= set(re.findall(r"`(\w+)`", page))
-    assert {name for name in TRAINERS if name != "pytorch"} <= set(re.findall(r'trainer="(\w+)"', page))
+    page = (ROOT / "docs" / "audit.md").read_text()
+    fields = {field.name for field in dataclasses.fields(LossCall)}
+    assert fields | set(GIVEN) | set(CALLS) <= set(re.findall(r"`(\w+)`", page))
 
 
 # ---- properties
@@ -779,28 +601,29 @@ def test_weights_are_those_of_token_weights(seed: int, dp: int, cp: int, microba
     )
     case = LossCase(ranks, cp)
     step = case.step
-    if not step.totals.step_tokens:
+    totals = step.totals_with({})
+    if not totals.step_tokens:
         return
-    trainer = Trainer(dp="mean", cp="mean", rows="packed")
+    call = LossCall(dp="mean", cp="mean", rows="packed")
     for mode in ("token_mean", "sample_mean", "prompt_mean"):
         loss_fn = functools.partial(ours, mode=mode, split=False, scale="dp_cp")
-        expected = token_weights(mode, Samples(step.masks, prompt_ids=step.prompt_ids), step.totals)
-        assert measure(loss_fn, trainer, case).weights == pytest.approx(expected.tolist(), rel=1e-6)
+        expected = token_weights(mode, Samples(step.masks, prompt_ids=step.prompt_ids), totals)
+        assert measure(loss_fn, call, case).weights == pytest.approx(expected.tolist(), rel=1e-6)
 
 
 @pytest.mark.slow
 @settings(max_examples=10, deadline=None)
 @given(seed=st.integers(0, 10**6))
 def test_a_finding_can_be_had_again(seed: int) -> None:
-    report = check_loss(masked_mean, "token_mean", trainer=MEANS, seed=seed, draws=8)
+    report = check_loss(masked_mean, "token_mean", call=MEANS, seed=seed, draws=8)
     for finding in report.findings:
         assert tuple(measure(masked_mean, MEANS, finding.case).weights) == finding.found
         assert eval(repr(finding.case), vars(simulation)) == finding.case
-    assert str(check_loss(masked_mean, "token_mean", trainer=MEANS, seed=seed, draws=8)) == str(report)
+    assert str(check_loss(masked_mean, "token_mean", call=MEANS, seed=seed, draws=8)) == str(report)
 
 
 def test_the_report_is_plain_data() -> None:
-    report = check_loss(masked_mean, "token_mean", trainer=MEANS, draws=4)
+    report = check_loss(masked_mean, "token_mean", call=MEANS, draws=4)
     data = json.loads(json.dumps(report.to_json()))
     assert (data["sound"], data["invariant"]) == (False, False)
     assert [finding["cut"] for finding in data["findings"]] == [MICROBATCHES, DP]
@@ -821,8 +644,8 @@ def test_everything_that_can_be_asked_for_is_given() -> None:
     rows = (DrawnSample((1, 0, 1)), DrawnSample((0, 0)))
     for shape in ("padded", "packed", "lists"):
         seen.clear()
-        trainer = Trainer(takes="log_probs", rows=shape, cp="sum")  # type: ignore[arg-type]
-        measure(asks_for_all, trainer, LossCase(((rows,), (rows[:1],)), 2))
+        call = LossCall(takes="log_probs", rows=shape, cp="sum")  # type: ignore[arg-type]
+        measure(asks_for_all, call, LossCase(((rows,), (rows[:1],)), 2))
         assert set(seen) == set(GIVEN)
         assert (int(seen["step_tokens"]), int(seen["rank_tokens"]), seen["step_samples"]) == (4, 2, 3)
         assert (seen["world_size"], seen["dp_rank"], seen["cp_rank"]) == (4, 1, 1)
@@ -844,7 +667,7 @@ def of_lists(losses: list[Tensor], masks: list[Tensor]) -> Tensor:
 
 
 def accepted(loss_fn: Any = fine, mode: Any = "token_mean", **options: Any) -> Callable[[], Any]:
-    return lambda: check_loss(loss_fn, mode, **{"trainer": ADDED, "draws": 1, **options})
+    return lambda: check_loss(loss_fn, mode, **{"call": ADDED, "draws": 1, **options})
 
 
 REFUSALS: dict[str, Refusal] = {
@@ -857,46 +680,54 @@ REFUSALS: dict[str, Refusal] = {
     ),
     "a parameter that nobody fills": (
         accepted(by_typo), TypeError, "'step_token' that has no default.*Did you mean step_tokens[?]",
-        accepted(by_typo, trainer=replace(ADDED, names={"step_token": "step_tokens"})),
+        accepted(by_typo, call=replace(ADDED, names={"step_token": "step_tokens"})),
     ),
-    "another trainer's word": (
+    "another call's word": (
         accepted(items_in_batch), TypeError, "'num_items_in_batch' that has no default",
-        accepted(items_in_batch, trainer="transformers"),
+        accepted(items_in_batch, call="transformers"),
     ),
     "a function of log-probs given losses": (
-        accepted(ppo), TypeError, "asks for 'old_log_probs': .*takes=\"log_probs\"", accepted(ppo, trainer=LOG_PROBS),
+        accepted(ppo), TypeError, "asks for 'old_log_probs': .*takes=\"log_probs\"", accepted(ppo, call=LOG_PROBS),
     ),
-    "an unknown trainer": (
-        accepted(trainer="verk"), ValueError, "trainer 'verk': .*Did you mean verl[?]",
-        accepted(functools.partial(verl, loss_agg_mode="token-mean"), trainer="verl"),
+    "neither a function nor a mode": (
+        lambda: check_loss(draws=1), TypeError, "check_loss of nothing.*Give loss_fn or mode",
+        lambda: check_loss(mode="token_sum", draws=1),
+    ),
+    "responses that are not packed": (
+        lambda: LossCall(cp_cut="responses", cp="sum"), ValueError, "cp_cut is 'responses', and LossCall.rows 'padded'",
+        lambda: LossCall(cp_cut="responses", cp="sum", rows="packed"),
+    ),
+    "an unknown call": (
+        accepted(call="verk"), ValueError, "call 'verk': .*Did you mean verl[?]",
+        accepted(functools.partial(verl, loss_agg_mode="token-mean"), call="verl"),
     ),
     "a trainer of one's own": (
-        accepted(trainer=object()), TypeError, "trainer is a object: .*Choose one of pytorch, ", accepted(),
+        accepted(call=object()), TypeError, "call is a object: .*Choose one of pytorch, ", accepted(),
     ),
     "a word for neither sum nor mean": (
-        lambda: Trainer(dp="average"), ValueError, "Trainer.dp 'average'", lambda: Trainer(dp="mean"),  # type: ignore
+        lambda: LossCall(dp="average"), ValueError, "LossCall.dp 'average'", lambda: LossCall(dp="mean"),  # type: ignore
     ),
     "context parallelism as a flag": (
-        lambda: Trainer(cp=True), ValueError, "Trainer.cp True", lambda: Trainer(cp="sum"),  # type: ignore
+        lambda: LossCall(cp=True), ValueError, "LossCall.cp True", lambda: LossCall(cp="sum"),  # type: ignore
     ),
     "a cut for no ranks": (
-        lambda: Trainer(cp_cut="gathered"), ValueError, "cp_cut is 'gathered', and Trainer.cp None",
-        lambda: Trainer(cp_cut="gathered", cp="mean"),
+        lambda: LossCall(cp_cut="gathered"), ValueError, "cp_cut is 'gathered', and LossCall.cp None",
+        lambda: LossCall(cp_cut="gathered", cp="mean"),
     ),
     "a divisor of no mode": (
         accepted(mode=None, divisor=8), ValueError, "divisor 8 and units None without a mode", accepted(mode=None),
     ),
     "a flag that is none": (
-        lambda: Trainer(split_rollouts="no"), TypeError, "Trainer.split_rollouts is 'no'",  # type: ignore
-        lambda: Trainer(split_rollouts=False),
+        lambda: LossCall(split_rollouts="no"), TypeError, "LossCall.split_rollouts is 'no'",  # type: ignore
+        lambda: LossCall(split_rollouts=False),
     ),
     "a name for nothing": (
-        lambda: Trainer(names={"n": "tokens"}), ValueError, "'tokens': .*step_tokens",
-        lambda: Trainer(names={"n": "step_tokens"}),
+        lambda: LossCall(names={"n": "tokens"}), ValueError, "'tokens': .*step_tokens",
+        lambda: LossCall(names={"n": "step_tokens"}),
     ),
     "names that are no mapping": (
-        lambda: Trainer(names=["step_tokens"]), TypeError, "Trainer.names is a list",  # type: ignore[arg-type]
-        lambda: Trainer(names={}),
+        lambda: LossCall(names=["step_tokens"]), TypeError, "LossCall.names is a list",  # type: ignore[arg-type]
+        lambda: LossCall(names={}),
     ),
     "no draws": (accepted(draws=0), ValueError, "draws is 0", accepted()),
     "a seed below 0": (accepted(seed=-1), ValueError, "seed is -1", accepted(seed=1)),
@@ -916,8 +747,8 @@ REFUSALS: dict[str, Refusal] = {
         accepted(lambda losses, mask: (losses * mask).sum().detach()), ValueError, "has no graph", accepted(),
     ),
     "lists to a function of rows": (
-        accepted(fine, trainer=Trainer(rows="lists")), ValueError, "raises TypeError",
-        accepted(of_lists, "token_sum", trainer=Trainer(rows="lists", dp="sum")),
+        accepted(fine, call=LossCall(rows="lists")), ValueError, "raises TypeError",
+        accepted(of_lists, "token_sum", call=LossCall(rows="lists", dp="sum")),
     ),
 }  # fmt: skip
 
@@ -937,10 +768,10 @@ def test_what_was_left_at_its_default_is_noted() -> None:
     def with_option(losses: Tensor, mask: Tensor, step_tokens: Tensor, num_item: Any = None) -> Tensor:
         return (losses * mask).sum() / step_tokens
 
-    assert "parameter num_item was left at its default" in check_loss(with_option, trainer=ADDED, draws=4).notes
+    assert "parameter num_item was left at its default" in check_loss(with_option, call=ADDED, draws=4).notes
 
 
 def test_what_is_bound_is_not_given() -> None:
     bound = functools.partial(fine, step_tokens=1)
-    assert check_loss(bound, "token_sum", trainer=ADDED, draws=4).sound
-    assert not check_loss(fine, "token_sum", trainer=ADDED, draws=4).sound
+    assert check_loss(bound, "token_sum", call=ADDED, draws=4).sound
+    assert not check_loss(fine, "token_sum", call=ADDED, draws=4).sound

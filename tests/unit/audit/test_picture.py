@@ -9,23 +9,19 @@ from typing import Any
 import audit_picture
 import numpy as np
 import pytest
-import simulated_trainer as trainer
+from counted_steps import Row, Step, measured, ragged
+from published import exact, own_piece
 from refusals import Refusal, check_refusal, each_of
-from simulated_trainer import Piece, Row, Step, ragged
 
-from megatron_rl_loss.audit.picture import draw, in_terminal
-from megatron_rl_loss.audit.tokens import MeasuredStep
+from megatron_rl_loss.audit import MeasuredStep, draw, in_terminal
 from megatron_rl_loss.modes.names import resolve
 
 TOKEN_MEAN = resolve("token_mean")
 
 
-def stock(p: Piece) -> Any:
-    return p.sum, p.n_here.clamp(min=1)
-
-
-def exact(p: Piece) -> Any:
-    return p.sum / p.of.T
+def stock(step: Step) -> MeasuredStep:
+    t = step.counted
+    return measured(step, np.where(t.m == 0, 0, own_piece(t)))
 
 
 def small() -> Step:
@@ -40,7 +36,7 @@ def without_matplotlib(step: MeasuredStep, path: Path) -> None:
         draw([("one", step)], path, asked=TOKEN_MEAN)
 
 
-MEASURED = trainer.measure(small(), exact)
+MEASURED = measured(small(), exact)
 REFUSALS: dict[str, Refusal] = {
     "a picture without matplotlib": (
         lambda: without_matplotlib(MEASURED, Path("out.png")),
@@ -67,7 +63,7 @@ def test_a_character_a_token() -> None:
 
 
 def weighed(weights: Sequence[float]) -> str:
-    asked = trainer.measure(small(), exact)
+    asked = measured(small(), exact)
     step = MeasuredStep(tokens=asked.tokens, weights=np.array(weights) / 12, split=asked.split)
     return in_terminal(step, asked=TOKEN_MEAN)
 
@@ -82,7 +78,7 @@ def test_masked_tokens_are_shown_if_they_are_trained() -> None:
 
 
 def test_long_lines_are_drawn_together_and_their_mean_stays() -> None:
-    step = trainer.measure(ragged(3, D=1, C=1, K=2, samples=(6,), masked=0.0), exact)
+    step = measured(ragged(3, D=1, C=1, K=2, samples=(6,), masked=0.0), exact)
     for width in (60, 80, 200):
         lines = in_terminal(step, asked=TOKEN_MEAN, width=width).splitlines()
         assert all(len(line) <= width for line in lines)
@@ -90,7 +86,7 @@ def test_long_lines_are_drawn_together_and_their_mean_stays() -> None:
 
 
 def test_colours_follow_cp_ranks() -> None:
-    step = trainer.measure(ragged(3, D=1, C=2, K=2), exact)
+    step = measured(ragged(3, D=1, C=2, K=2), exact)
     plain, coloured = (in_terminal(step, asked=TOKEN_MEAN, colour=colour) for colour in (False, True))
     assert "\033[34m" in coloured
     assert "\033[33m" in coloured
@@ -101,11 +97,11 @@ def test_the_command_shows_steps_that_were_measured_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     step = ragged(3, D=2, C=2, K=3)
-    files = {"--stock": trainer.measure(step, stock, trainer.megatron), "--ours": trainer.measure(step, exact)}
+    files = {"--stock": stock(step), "--ours": measured(step, exact)}
     command = ["audit_picture.py", "--terminal"]
-    for flag, measured in files.items():
+    for flag, one in files.items():
         path = tmp_path / f"{flag[2:]}.json"
-        path.write_text(measured.to_json())
+        path.write_text(one.to_json())
         command += [flag, str(path)]
     monkeypatch.setattr(sys, "argv", command)
     audit_picture.main()
@@ -124,15 +120,15 @@ def test_the_command_shows_steps_that_were_measured_before(
 def test_bars_are_as_high_as_weights_and_lines_are_where_they_should_be(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     step = ragged(3, D=2, C=2, K=3)
-    panels = [("stock", trainer.measure(step, stock, trainer.megatron)), ("ours", trainer.measure(step, exact))]
+    panels = [("stock", stock(step)), ("ours", measured(step, exact))]
     figure = draw(panels, tmp_path / "step.png", asked=TOKEN_MEAN)
     assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
-    for place, (title, measured) in zip(figure.axes, panels, strict=True):
+    for place, (title, shown) in zip(figure.axes, panels, strict=True):
         assert place.get_title(loc="left").strip() == title
         bars = [(bar.get_x(), bar.get_width(), bar.get_height()) for bar in place.patches]
-        on = measured.tokens.mask != 0
+        on = shown.tokens.mask != 0
         heights = np.repeat([h for _, _, h in sorted(bars)], [round(w) for _, w, _ in sorted(bars)])
-        np.testing.assert_allclose(heights, (measured.weights * step.numbers.T)[on], rtol=1e-5)
+        np.testing.assert_allclose(heights, (shown.weights * step.counted.T)[on], rtol=1e-5)
         lines = [segment for lines in place.collections for segment in lines.get_segments()]
         assert {round(float(y), 5) for line in lines for _, y in line} == {1.0}
         assert sum(float(line[1][0] - line[0][0]) for line in lines) == pytest.approx(on.sum())
@@ -144,7 +140,7 @@ def test_trained_masked_tokens_have_a_colour_of_their_own(tmp_path: Path) -> Non
     pytest.importorskip("matplotlib")
     from matplotlib.colors import to_hex
 
-    step = trainer.measure(ragged(3, D=1, C=1, K=2), lambda p: p.losses.sum() / p.of.T)
+    step = measured(ragged(3, D=1, C=1, K=2), lambda t: 0 * t.m + 1 / t.T)
     figure = draw([("all", step)], tmp_path / "all.png", asked=TOKEN_MEAN)
     red = [bar for bar in figure.axes[0].patches if to_hex(bar.get_facecolor()) == "#d62728"]
     assert sum(round(bar.get_width()) for bar in red) == int((step.tokens.mask == 0).sum())
