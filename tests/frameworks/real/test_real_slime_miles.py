@@ -76,12 +76,14 @@ def train(peer: str, root: str, cp: int, cases: list[dict[str, Any]]) -> list[li
     if peer == "slime":
         model_module.get_forward_backward_func = lambda: audited(get_schedule(), measured.append)
     found = []
-    for one in map(with_steps, cases):
+    cases = list(map(with_steps, cases))
+    every_step = [step for one in cases for step in one["steps"]]
+    importlib.import_module("logit_table").rejecting = reject(every_step)  # type: ignore[attr-defined]
+    for one in cases:
         args, steps = arguments(**one["flags"]), one["steps"]
         global_vars._GLOBAL_ARGS = args
         if args.use_tis:
             args.custom_tis_function_path = "logit_table.rejecting"
-            importlib.import_module("logit_table").rejecting = reject(steps)  # type: ignore[attr-defined]
         model_module.train_one_step = own_train_one_step
         step_arguments = setup.prepare(args, one, state.get_data_parallel_rank())
         errors = []
