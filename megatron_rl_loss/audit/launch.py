@@ -80,10 +80,10 @@ def _wrap_schedules(options: Namespace, schedules: ModuleType) -> None:
         steps += 1
         if steps < options.step:
             return
-        told = attempt(lambda: _tell(options, audit)) if audit.is_first_rank else None
-        outcome = audit.agree(f"{type(told).__name__}: {told}" if isinstance(told, Exception) else told)
+        status = attempt(lambda: _report(options, audit)) if audit.is_first_rank else None
+        outcome = audit.agree(f"{type(status).__name__}: {status}" if isinstance(status, Exception) else status)
         if isinstance(outcome, str):
-            raise RuntimeError(f"The first rank could not tell what was measured: {outcome}")
+            raise RuntimeError(f"The first rank could not report what was measured: {outcome}")
         raise _Measured(outcome)
 
     @functools.wraps(get_schedule)
@@ -97,11 +97,11 @@ def _wrap_schedules(options: Namespace, schedules: ModuleType) -> None:
             module.get_forward_backward_func = get_audited  # type: ignore[attr-defined]
 
 
-def _tell(options: Namespace, audit: Any) -> int:
+def _report(options: Namespace, audit: Any) -> int:
     """Print and write what was measured; the exit status."""
     measured = audit.steps.get(options.term, audit.measured)
     if options.expect is None:
-        expected = audit.asked_of(next(name for name, step in audit.steps.items() if step is measured))
+        expected = audit.expected_of(next(name for name, step in audit.steps.items() if step is measured))
     else:
         expected = resolve(options.expect, divisor=options.divisor, units=options.units)
     status, text, as_json = judged(measured, expected)

@@ -1,6 +1,7 @@
 """`check_loss`: is a loss function, or a mode, invariant, and is it what it is meant to be? PyTorch alone."""
 
 import functools
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -188,7 +189,7 @@ class _ModeLoss:
 def _check_mode(asked: Aggregation, draws: int, seed: int) -> LossReport:
     """In every layout. Cutting over data-parallel ranks is cutting into micro-batches: totals are the whole step's."""
     findings: dict[str, Finding] = {}
-    sums = 0.0, 0.0, False
+    sums = math.nan, math.nan, False
     for layout, cuts in _CUTS_OF_MODES.items():
         split = layout in ("contiguous", "responses")  # rollouts over several samples
         call = LossCall(rows="packed", dp="sum", cp="sum", cp_cut=layout, split_rollouts=split)
@@ -197,7 +198,7 @@ def _check_mode(asked: Aggregation, draws: int, seed: int) -> LossReport:
             for found in search.of_cut(cut):
                 name = f"{cut.name}, {layout}" if cut.cp else cut.name
                 findings.setdefault(name, replace(found, cut=name))
-        if UNCUT in cuts and not any(one.kind == "raises" for one in findings.values()):
+        if UNCUT in cuts:
             sums = search.sums()
     assumed = "its own weights, in every layout"
     return LossReport(asked.mode.name, asked, assumed, draws, seed, tuple(findings.values()), *sums)

@@ -1,5 +1,7 @@
 """The search behind `check_loss`: random steps, cut in one way after the other, and the smallest that shows a fault."""
 
+import contextlib
+import math
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -173,9 +175,12 @@ class Search:
         return found + (of_cuts or self.of_cut(replace(_TOGETHER, cp=self.call.cp is not None)))
 
     def sums(self) -> tuple[float, float, bool]:
-        """The lowest and highest sum of an uncut step's weights, and whether one is below 0."""
-        weights = [self._measure(self._drawn(UNCUT, draw)).weights for draw in range(self.draws)]
-        sums = [float(one.sum()) for one in weights]
+        """The lowest and highest sum of an uncut step's weights, where they are finite, and whether one is below 0."""
+        weights = []
+        for draw in range(self.draws):
+            with contextlib.suppress(CallFailed):  # said by a finding
+                weights.append(self._measure(self._drawn(UNCUT, draw)).weights)
+        sums = [float(one.sum()) for one in weights if np.isfinite(one).all()] or [math.nan]
         return min(sums), max(sums), any(bool((one < 0).any()) for one in weights)
 
     def _if_constant(self, finding: Finding) -> Finding:

@@ -90,7 +90,7 @@ class MeasuredStep:
         notes: what the measurement can and cannot tell, in sentences.
         facts: what else is known of the step, by name. ``rounding``: "float32" (also where it is left out), "float16"
             or "bfloat16", the type that gradients were rounded to; ``steps_per_generation`` and such numbers are tried
-            as factors; of a declared term ``coefficient``, a factor of its weights that is meant, and ``asked``, its
+            as factors; of a declared term ``coefficient``, a factor of its weights that is meant, and ``expected``, its
             own mode, divisor and unit counting.
     """
 

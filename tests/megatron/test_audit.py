@@ -18,7 +18,7 @@ from audited_gpt import BETA, TERMS, Ask, correct_masks, expected_weights, mutat
 from ranks import run_ranks
 from tiny_gpt import Case, Layout
 
-from megatron_rl_loss.audit.verdict import judge
+from megatron_rl_loss.audit import judge
 
 pytestmark = pytest.mark.slow
 
@@ -178,12 +178,12 @@ def test_declared_terms_are_judged_as_their_own_modes(layout: Layout) -> None:
         assert not step.unknown
         np.testing.assert_array_equal(step.tokens.mask, expected["mask"], err_msg=name)
         np.testing.assert_allclose(step.weights, coef * expected["weights"], rtol=EXACT, atol=0, err_msg=name)
-        assert first.asked[name].mode.name == own.mode
-        verdict = judge(step, first.asked[name])
+        assert first.expected[name].mode.name == own.mode
+        verdict = judge(step, first.expected[name])
         assert verdict.sound, str(verdict)
         assert any("coefficient" in note for note in verdict.notes) == (coef != 1)
         other = next(one for one, (mode, *_) in TERMS.items() if (mode or ask.case.mode) != own.mode)
-        assert not judge(step, first.asked[other]).sound, (name, other)
+        assert not judge(step, first.expected[other]).sound, (name, other)
     for outcome in outcomes:
         assert outcome.deviation is None or outcome.deviation <= EXACT
     assert any(outcome.deviation is not None for outcome in outcomes)

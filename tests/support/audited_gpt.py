@@ -133,14 +133,14 @@ class Outcome(NamedTuple):
 
     Attributes:
         steps: what was measured of each term, on the first rank.
-        asked: what each should be, as an audit of LossAggregation's own step knows it.
+        expected: what each should be, as an audit of LossAggregation's own step knows it.
         deviation: on the last pipeline stage, of losses of ours.
         after: gradients, and weights after the optimizer's step.
         by_theta: on the last stage: the weights, and that of padding.
     """
 
     steps: dict[str, Any]
-    asked: dict[str, Any]
+    expected: dict[str, Any]
     deviation: float | None
     after: list[Any]
     by_theta: Any
@@ -155,7 +155,7 @@ def run_ask(layout: Layout, ask: Ask, rollouts: list[Rollout], mutate: Callable[
     from megatron.core import parallel_state as mpu
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    from megatron_rl_loss.audit.megatron.audit import Audit, tap
+    from megatron_rl_loss.audit.megatron import Audit, tap
     from megatron_rl_loss.megatron import LossAggregation
     from megatron_rl_loss.reduction import Term
 
@@ -244,9 +244,9 @@ def run_ask(layout: Layout, ask: Ask, rollouts: list[Rollout], mutate: Callable[
     assert succeeded
     after = [parameter.detach().clone() for chunk in ready.chunks for parameter in chunk.parameters()]
     steps = {} if audit is None else audit.steps
-    asked = {} if audit is None else {name: audit.asked_of(name) for name in steps}
+    expected = {} if audit is None else {name: audit.expected_of(name) for name in steps}
     deviation = None if audit is None or ask.loss not in OURS else audit.deviation()
-    return Outcome(steps, asked, deviation, [value.float().numpy() for value in [*grads, *after]], by_theta)
+    return Outcome(steps, expected, deviation, [value.float().numpy() for value in [*grads, *after]], by_theta)
 
 
 def run_steps(

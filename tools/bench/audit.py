@@ -38,7 +38,7 @@ from timing import keep_freed_memory, machine, take_turns
 from torch import Tensor
 
 from megatron_rl_loss import Samples
-from megatron_rl_loss.audit.megatron.audit import Audit
+from megatron_rl_loss.audit.megatron import Audit
 from megatron_rl_loss.megatron import AggregationSettings, LossAggregation
 
 LENGTH = 4096  # of a sample
@@ -108,8 +108,8 @@ def main() -> None:
     times = {name: min(found) for name, found in take_turns(ways, options.seconds, 5, DEVICE).items()}
     with Audit(model, gather=False) as audit:
         step(contextlib.nullcontext())
-    heard = [one for of_term in audit._taps.losses.values() for one in of_term.values()]
-    kept = sum(one.gradient.nbytes for one in heard if one.gradient is not None)
+    tapped = [one for of_term in audit._taps.losses.values() for one in of_term.values()]
+    kept = sum(one.gradient.nbytes for one in tapped if one.gradient is not None)
     sizes = f"{options.tokens} tokens, {options.microbatches} micro-batches, anchor of {options.hidden} entries"
     print(f"{sizes}; {machine(DEVICE)}")
     for name, milliseconds in times.items():

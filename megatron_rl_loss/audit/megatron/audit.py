@@ -24,8 +24,8 @@ from torch import Tensor
 
 from megatron_rl_loss.audit.assembly import Part, Rows
 from megatron_rl_loss.audit.megatron.anchor import Anchor, Factor, choose, watching
-from megatron_rl_loss.audit.megatron.heard import Watched, heard_schedule
 from megatron_rl_loss.audit.megatron.reports import Report, assembled, facts_of, shown
+from megatron_rl_loss.audit.megatron.schedule import Watched, observe_schedule
 from megatron_rl_loss.audit.tokens import Floats, MeasuredStep, Split
 from megatron_rl_loss.megatron.flags import CHANGING_CP, REMAT_SIZES
 from megatron_rl_loss.megatron.groups import gather_to_first, groups_of, spread_from_first
@@ -67,7 +67,7 @@ class Audit:
 
     Attributes:
         steps: a `MeasuredStep` for each term, on the first rank; empty elsewhere.
-        asked: the aggregation that the flags ask for, where a `LossAggregation` began the step.
+        expected: the aggregation that the flags ask for, where a `LossAggregation` began the step.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Audit:
         gather: bool = True,
     ) -> None:
         self.steps: dict[str, MeasuredStep] = {}
-        self.asked: Aggregation | None = None
+        self.expected: Aggregation | None = None
         self._samples_of = samples_of
         self._gather = gather
         self._chunks = model if isinstance(model, list) else [model]
@@ -100,14 +100,14 @@ class Audit:
         """The policy loss (the term named ``pg``, or else the first), on the first rank; None elsewhere."""
         return self.steps.get("pg", next(iter(self.steps.values()), None))
 
-    def asked_of(self, term: str) -> Aggregation | None:
+    def expected_of(self, term: str) -> Aggregation | None:
         """What a term should be, for `judge`: as it was declared, else as the policy loss; on the first rank.
 
         None where nobody said so, and for an unregistered function as the term's own mode.
         """
-        declared = self.steps[term].facts.get("asked") if term in self.steps else None
-        if declared is None or (self.asked is not None and shown(self.asked) == declared):
-            return self.asked
+        declared = self.steps[term].facts.get("expected") if term in self.steps else None
+        if declared is None or (self.expected is not None and shown(self.expected) == declared):
+            return self.expected
         if find_mode(declared["mode"]) is None:
             return None
         return resolve(declared["mode"], divisor=declared["divisor"], units=declared["units"])
@@ -139,7 +139,7 @@ class Audit:
         self._described.append(attempt(lambda: describe(batch)))
 
     def __enter__(self) -> "Audit":
-        self.asked = expected_aggregation()
+        self.expected = expected_aggregation()
         scale = getattr(self._config, "grad_scale_func", None)
         device = self._anchors[0].parameter.device if self._anchors else "cpu"
         self._loss_scale = torch.ones((), device=device)
@@ -149,7 +149,7 @@ class Audit:
         with ExitStack() as stack:
             stack.enter_context(watching(self._anchors))
             stack.enter_context(observe(self._taps))
-            stack.enter_context(heard_schedule(self._begin_microbatch, self._returned))
+            stack.enter_context(observe_schedule(self._begin_microbatch, self._returned))
             self._stack = stack.pop_all()
         return self
 
@@ -214,20 +214,20 @@ class Audit:
         return report
 
     def _add_terms(self, report: Report) -> None:
-        heard = self._taps.losses
-        if not heard and self._outputs:
-            heard = {OUTPUT: self._outputs}
+        terms = self._taps.losses
+        if not terms and self._outputs:
+            terms = {OUTPUT: self._outputs}
             report.notes.append(_NO_TAP)
-        elif not heard:
+        elif not terms:
             report.unknown.append(
-                "No loss was heard: nothing was tapped, and what the model returned is no loss a token of samples that "
+                "No loss was seen: nothing was tapped, and what the model returned is no loss a token of samples that "
                 "are known. Call tap(per_token_loss, samples=...) in the loss function, or give samples_of."
             )
-        taken = [max(of_term, default=-1) + 1 for of_term in heard.values()]
+        taken = [max(of_term, default=-1) + 1 for of_term in terms.values()]
         report.num_microbatches = max([self._taps.num_microbatches, *taken])
         if self._returned:
             report.facts["returned"] = " and ".join(sorted(self._returned))
-        dtypes = {tapped.dtype for of_term in heard.values() for tapped in of_term.values()}
+        dtypes = {tapped.dtype for of_term in terms.values() for tapped in of_term.values()}
         if dtypes:
             report.facts["loss_dtypes"] = sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)
         for number in range(report.num_microbatches):
@@ -239,23 +239,22 @@ class Audit:
             elif isinstance(samples, Exception):
                 report.unknown.append(f"samples_of failed: {type(samples).__name__}: {samples}")
             else:
-                self._add_parts(report, heard, number, samples)
+                self._add_parts(report, terms, number, samples)
 
     def _samples(self, number: int) -> Samples | Exception | None:
         """Of a micro-batch: as a tap was told, else as the iterator was described."""
-        tapped = [of_term[number] for of_term in self._taps.losses.values() if number in of_term]
-        told = next((one.samples for one in tapped if one.samples is not None), None)
-        if told is not None:
-            return told
+        for of_term in self._taps.losses.values():
+            if number in of_term and of_term[number].samples is not None:
+                return of_term[number].samples
         return self._described[number] if number < len(self._described) else None
 
     def _add_parts(
-        self, report: Report, heard: dict[str, dict[int, TappedLosses]], number: int, samples: Samples
+        self, report: Report, terms: dict[str, dict[int, TappedLosses]], number: int, samples: Samples
     ) -> None:
         groups = self._groups
         positions = samples.local(groups.cp.rank(), groups.cp.size()).positions.cpu().numpy()
         described: dict[int, Rows] = {}
-        for term, of_term in heard.items():
+        for term, of_term in terms.items():
             gradients: Floats = np.zeros(len(positions))
             tapped = of_term.get(number)
             # A term may have a mask of its own, over the same tokens.
@@ -263,9 +262,8 @@ class Audit:
             if groups.cp.rank() == 0 and id(own) not in described:
                 described[id(own)] = Rows.of(own, groups.cp.size())
             if tapped is not None and tapped.term is not None:
-                facts = facts_of(tapped.term)
-                told = report.declared.setdefault(term, [])
-                told.extend([facts] if facts not in told else [])
+                facts, declared = facts_of(tapped.term), report.declared.setdefault(term, [])
+                declared.extend([facts] if facts not in declared else [])
             if tapped is not None and tapped.gradient is not None:
                 report.reached.add(term)
                 if tapped.gradient.numel() == len(positions):
@@ -297,13 +295,13 @@ class Audit:
         if not self.computes_loss:
             return None
         factors = [factor for factor in self._factors if not factor.problem]
-        heard = [one for of_term in self._taps.losses.values() for one in of_term.values() if one.term is not None]
-        heard += [one for one in self._taps.losses.get("pg", {}).values() if one.term is None]
-        known = bool(factors) and not _cannot_know(self._config) and bool(heard)
+        losses = [one for of_term in self._taps.losses.values() for one in of_term.values() if one.term is not None]
+        losses += [one for one in self._taps.losses.get("pg", {}).values() if one.term is None]
+        known = bool(factors) and not _cannot_know(self._config) and bool(losses)
         worst = torch.tensor([0.0 if known else torch.inf], dtype=torch.float64)
         if known:
             scale = factors[-1].value / float(self._loss_scale)
-            off = attempt(lambda: torch.stack([_deviation(one, scale) for one in heard]))
+            off = attempt(lambda: torch.stack([_deviation(one, scale) for one in losses]))
             worst[0] = torch.inf if isinstance(off, Exception) else off.nan_to_num(nan=torch.inf).max()
         group = self._groups.dp_cp
         if if_several(group) is not None:

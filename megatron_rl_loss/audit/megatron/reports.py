@@ -32,11 +32,11 @@ def assembled(reports: Sequence[Report], split: Split) -> dict[str, MeasuredStep
     last = max(report.stage for report in reports)
     factors = [(report.stage, factor) for report in reports for factor in report.factors]
     factor, problems, notes = _agreed(factors, last)
-    heard = [report for report in reports if report.num_microbatches]
+    reporting = [report for report in reports if report.num_microbatches]
     unknown = union(text for part in ([one for r in reports for one in r.unknown], problems) for text in part)
     notes = [*union(note for report in reports for note in report.notes), *notes]
-    facts = {name: value for report in reversed(heard) for name, value in report.facts.items()}
-    scale = heard[0].loss_scale if heard else 1.0
+    facts = {name: value for report in reversed(reporting) for name, value in report.facts.items()}
+    scale = reporting[0].loss_scale if reporting else 1.0
     if factor is not None:
         facts |= {
             "factor": factor.value,
@@ -52,7 +52,7 @@ def assembled(reports: Sequence[Report], split: Split) -> dict[str, MeasuredStep
     value = 1.0 if factor is None or unknown else factor.value / scale
     terms = list(dict.fromkeys(term for report in reports for term in report.terms))
     reached = [term for term in terms if any(term in report.reached for report in reports)]
-    if len(heard) < split.dp_size * split.cp_size and not unknown:
+    if len(reporting) < split.dp_size * split.cp_size and not unknown:
         unknown = ("Some ranks of the last pipeline stage computed no loss.",)
     described = _all_described(reports)
     return {
@@ -70,7 +70,7 @@ def assembled(reports: Sequence[Report], split: Split) -> dict[str, MeasuredStep
 
 def facts_of(declared: DeclaredTerm) -> dict[str, Any]:
     """What can be sent of it, and be written as JSON; a mode of the user's own is a name."""
-    return {"asked": shown(declared.aggregation), "coefficient": float(declared.coef)}
+    return {"expected": shown(declared.aggregation), "coefficient": float(declared.coef)}
 
 
 def shown(aggregation: Aggregation) -> dict[str, Any]:
@@ -79,8 +79,8 @@ def shown(aggregation: Aggregation) -> dict[str, Any]:
 
 def _declared(reports: Sequence[Report], term: str) -> dict[str, Any]:
     """What a term was declared to be, if that is the same in all of the step."""
-    found = [one for report in reports for one in report.declared.get(term, [])]
-    return found[0] if found and all(one == found[0] for one in found) else {}
+    facts = [one for report in reports for one in report.declared.get(term, [])]
+    return facts[0] if facts and all(one == facts[0] for one in facts) else {}
 
 
 def _coarsest(dtypes: Sequence[str], uncertainty: float) -> str:

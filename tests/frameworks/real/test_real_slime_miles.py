@@ -7,6 +7,8 @@ one.
 """
 
 import importlib
+from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -25,6 +27,7 @@ OURS = "megatron_rl_loss.frameworks"
 PEERS = {"slime": SLIME, "miles": MILES}
 
 pytestmark = pytest.mark.slow
+MakeStep = Callable[[], Step]
 each_peer = pytest.mark.parametrize("peer", PEERS)
 
 NONE = """custom_megatron_before_train_step_hook_path custom_megatron_init_path custom_pg_loss_reducer_function_path
@@ -54,6 +57,11 @@ def arguments(**changed: Any) -> Any:
     return SimpleNamespace(**dict.fromkeys(NONE.split()) | dict.fromkeys(OFF.split(), False) | VALUES | changed)
 
 
+def with_steps(one: dict[str, Any]) -> dict[str, Any]:
+    """Tensors are made on the rank: a process is handed few of them."""
+    return one | {"steps": [make() for make in one["steps"]]}
+
+
 def train(peer: str, root: str, cp: int, cases: list[dict[str, Any]]) -> list[list[float]]:
     """On a rank: the error of every step of each case."""
     from megatron.training import global_vars
@@ -68,12 +76,14 @@ def train(peer: str, root: str, cp: int, cases: list[dict[str, Any]]) -> list[li
     if peer == "slime":
         model_module.get_forward_backward_func = lambda: audited(get_schedule(), measured.append)
     found = []
+    cases = list(map(with_steps, cases))
+    every_step = [step for one in cases for step in one["steps"]]
+    importlib.import_module("logit_table").rejecting = reject(every_step)  # type: ignore[attr-defined]
     for one in cases:
         args, steps = arguments(**one["flags"]), one["steps"]
         global_vars._GLOBAL_ARGS = args
         if args.use_tis:
             args.custom_tis_function_path = "logit_table.rejecting"
-            importlib.import_module("logit_table").rejecting = reject(steps)  # type: ignore[attr-defined]
         model_module.train_one_step = own_train_one_step
         step_arguments = setup.prepare(args, one, state.get_data_parallel_rank())
         errors = []
@@ -171,7 +181,14 @@ def audit_error(measured: Any, one: dict[str, Any], step: Step) -> float:
 
 
 def case(
-    peer: str, mode: str, hook: str | None, steps: list[Step], *, counted: bool = False, replicas: int = 1, **flags: Any
+    peer: str,
+    mode: str,
+    hook: str | None,
+    steps: list[MakeStep],
+    *,
+    counted: bool = False,
+    replicas: int = 1,
+    **flags: Any,
 ) -> dict[str, Any]:
     """A launch with a hook of ours; without, with their own reducer."""
     flags["custom_pg_loss_reducer_function_path"] = hook and f"{OURS}.slime.{hook}"
@@ -184,7 +201,7 @@ def case(
     return {"mode": mode, "divisor": divisor, "flags": flags, "steps": steps, "padded": padded, "replicas": replicas}
 
 
-def three(peer: str, steps: list[Step], counted: bool = False, **flags: Any) -> list[dict[str, Any]]:
+def three(peer: str, steps: list[MakeStep], counted: bool = False, **flags: Any) -> list[dict[str, Any]]:
     """Each mode; a token mean with the step's counts."""
     return [
         case(peer, "sample_mean", "sample_mean", steps, counted=counted, **flags),
@@ -195,7 +212,7 @@ def three(peer: str, steps: list[Step], counted: bool = False, **flags: Any) -> 
 
 def errors(peer: str, dp: int, cp: int, *cases: dict[str, Any]) -> list[list[list[float]]]:
     """By rank, case and step."""
-    return run_ranks(dp * cp, train, peer, checkout(PEERS[peer]), cp, cases, timeout_s=600)
+    return run_ranks(dp * cp, train, peer, checkout(PEERS[peer]), cp, cases)
 
 
 def assert_exact(peer: str, dp: int, cp: int, *cases: dict[str, Any]) -> None:
@@ -213,20 +230,20 @@ def test_hooks_are_exact(peer: str, dp: int, cp: int) -> None:
     """
     cases = []
     for rejected in (False, True):
-        steps = [make_step(seed, dp, rejected=rejected) for seed in (1, 2)]
+        steps = [partial(make_step, seed, dp, rejected=rejected) for seed in (1, 2)]
         cases += three(peer, steps, use_tis=rejected)
         cases.append(case(peer, "token_mean", "token_mean", steps, counted=True, use_tis=rejected))
     if cp > 1:
-        cases += three(peer, [make_step(3, dp)], allgather_cp=True)
+        cases += three(peer, [partial(make_step, 3, dp)], allgather_cp=True)
     if peer == "miles":
         for allgather in {False, cp > 1}:
-            steps = [make_step(9, dp, microbatches=12 // dp if allgather else 2)]
+            steps = [partial(make_step, 9, dp, microbatches=12 // dp if allgather else 2)]
             cases += three(peer, steps, counted=True, qkv_format="bshd", allgather_cp=allgather)
     assert_exact(peer, dp, cp, *cases)
 
 
 def test_padded_rows_of_unknown_length() -> None:
-    uncounted = case("miles", "sample_mean", "sample_mean", [make_step(9, 1)], qkv_format="bshd")
+    uncounted = case("miles", "sample_mean", "sample_mean", [partial(make_step, 9, 1)], qkv_format="bshd")
     with pytest.raises(RankError, match=rf"--custom-megatron-init-path {OURS}.miles.count_steps"):
         errors("miles", 1, 2, uncounted)
     assert_exact("miles", 1, 1, uncounted)
@@ -236,19 +253,24 @@ def test_padded_rows_of_unknown_length() -> None:
 def test_token_mean_without_counts(peer: str) -> None:
     """Exact where each sample has a token; it stops at one without, masked or rejected."""
 
-    def uncounted(step: Step, **flags: Any) -> dict[str, Any]:
+    def uncounted(step: MakeStep, **flags: Any) -> dict[str, Any]:
         return case(peer, "token_mean", "token_mean", [step], calculate_per_token_loss=True, **flags)
 
-    assert_exact(peer, 2, 2, uncounted(make_step(4, 2, masked=False)))
+    assert_exact(peer, 2, 2, uncounted(partial(make_step, 4, 2, masked=False)))
     for rejected in (False, True):
         with pytest.raises(RankError, match=rf"rejection \(TIS\) emptied it.*{peer}\.count_steps"):
-            errors(peer, 1, 1, uncounted(make_step(5, 1, masked=not rejected, rejected=rejected), use_tis=rejected))
+            errors(
+                peer,
+                1,
+                1,
+                uncounted(partial(make_step, 5, 1, masked=not rejected, rejected=rejected), use_tis=rejected),
+            )
 
 
 @each_peer
 def test_a_rollout_of_two_samples(peer: str) -> None:
     """The hook refuses it, and says to run without: their own reducer then is the mean over rollouts."""
-    steps = [make_step(6, 2, split=True)]
+    steps = [partial(make_step, 6, 2, split=True)]
     constant = case(peer, "constant", "constant_40", steps, counted=True)
     assert_exact(peer, 2, 1, constant, case(peer, "sample_mean", None, steps))
     with pytest.raises(RankError, match="Run without the hook"):
@@ -264,14 +286,16 @@ def test_a_rollout_of_two_samples(peer: str) -> None:
 )
 def test_steps_of_miles_that_cannot_be_counted(options: dict[str, Any], error: str) -> None:
     with pytest.raises(RankError, match=error):
-        errors("miles", 1, 1, case("miles", "constant", "constant_40", [make_step(1, 1)], counted=True, **options))
+        errors(
+            "miles", 1, 1, case("miles", "constant", "constant_40", [partial(make_step, 1, 1)], counted=True, **options)
+        )
 
 
 @each_peer
 def test_negative_controls(peer: str) -> None:
     """Their own token mean has phantom tokens, and without fully masked samples none; another divisor is seen."""
     for masked in (True, False):
-        steps = [make_step(7, 2, masked=masked)]
+        steps = [partial(make_step, 7, 2, masked=masked)]
         theirs = case(peer, "token_mean", None, steps, calculate_per_token_loss=True)
         others = case(peer, "sample_mean", None, steps), case(peer, "constant", "constant_41", steps)
         for token_mean, sample_mean, constant in errors(peer, 2, 1, theirs, *others):
@@ -299,7 +323,7 @@ def train_on_fsdp(root: str, *cases: dict[str, Any]) -> list[list[float]]:
     state = fsdp_parallel.create_fsdp_parallel_state(SimpleNamespace(dp_replicate_size=1))
     parallel.set_parallel_state(state)
     found = []
-    for one in cases:
+    for one in map(with_steps, cases):
         (step,) = one["steps"]
         args = arguments(global_batch_size=step.num_rollouts, **one["flags"])
         data = data_of([step], state.intra_dp.rank, lambda values, total, response: values)
@@ -342,11 +366,11 @@ class ShardedTable(torch.nn.Module):
 
 @pytest.mark.parametrize("dp", [1, 2, 4])
 def test_fsdp_of_miles(dp: int) -> None:
-    root, steps = checkout(MILES), [make_step(10, dp)]
+    root, steps = checkout(MILES), [partial(make_step, 10, dp)]
     sound = case("miles", "sample_mean", "sample_mean", steps), case("miles", "constant", "constant_40", steps)
-    for of_rank in run_ranks(dp, train_on_fsdp, root, *sound, timeout_s=600):
+    for of_rank in run_ranks(dp, train_on_fsdp, root, *sound):
         assert max(max(of_rank)) < TOLERANCE
     for per_token in (True, False):
         refused = case("miles", "token_mean", "token_mean", steps, calculate_per_token_loss=per_token)
         with pytest.raises(RankError, match=r"it never divides by the step's tokens.*--train-backend megatron"):
-            run_ranks(dp, train_on_fsdp, root, refused, timeout_s=600)
+            run_ranks(dp, train_on_fsdp, root, refused)

@@ -159,7 +159,7 @@ def _flat(values: Tensor, attention: Tensor) -> Tensor:
 @pytest.mark.parametrize("dp", [1, 2, 4])
 def test_ppo_loss_is_exact_with_ours_and_with_theirs(dp: int) -> None:
     for install in (True, False):
-        for errors in run_ranks(dp, step_errors, verl_checkout(), 1, list(MODES), install, timeout_s=600):
+        for errors in run_ranks(dp, step_errors, verl_checkout(), 1, list(MODES), install):
             assert max(errors) < TOLERANCE
 
 
@@ -198,7 +198,7 @@ def installer(root: str) -> None:
 
 
 def test_the_installer() -> None:
-    run_ranks(1, installer, verl_checkout(), timeout_s=600)
+    run_ranks(1, installer, verl_checkout())
 
 
 def cut_in_two(root: str) -> tuple[list[float], list[float]]:
@@ -227,7 +227,7 @@ def cut_in_two(root: str) -> tuple[list[float], list[float]]:
 
 def test_geo_mean_depends_on_the_cut_and_the_others_do_not() -> None:
     """Negative control of the installer's one refusal."""
-    ((theirs, ours),) = run_ranks(1, cut_in_two, verl_checkout(), timeout_s=600)
+    ((theirs, ours),) = run_ranks(1, cut_in_two, verl_checkout())
     assert sorted(theirs)[-1] > 0.1
     assert sorted(theirs)[-2] < TOLERANCE
     assert len(ours) == len(theirs) - 1 >= 5

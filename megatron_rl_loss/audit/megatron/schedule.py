@@ -1,4 +1,4 @@
-"""Listening to Megatron's schedule: which batches are taken, when a micro-batch's loss is computed, what it returns."""
+"""What Megatron's schedule does: which batches it takes, when it computes a micro-batch's loss, what that returns."""
 
 import functools
 import inspect
@@ -27,27 +27,27 @@ class Watched(Iterator[Any]):
 
 
 @contextmanager
-def heard_schedule(begin: Callable[[Any], None], returned: set[str]) -> Iterator[None]:
+def observe_schedule(begin: Callable[[Any], None], returned: set[str]) -> Iterator[None]:
     """For the duration of a ``with``, say when the schedule computes a micro-batch's loss, and what that returned."""
     original = schedules.forward_step_calc_loss
     signature = inspect.signature(original)
 
     @functools.wraps(original)
-    def heard(*args: Any, **kwargs: Any) -> Any:
-        given = signature.bind(*args, **kwargs)
-        loss_func = given.arguments.get("loss_func")
-        if callable(loss_func) and torch.is_grad_enabled() and not given.arguments.get("collect_non_loss_data"):
-            given.arguments["loss_func"] = functools.partial(_heard_loss, loss_func, begin, returned)
-        return original(*given.args, **given.kwargs)
+    def calculate(*args: Any, **kwargs: Any) -> Any:
+        call = signature.bind(*args, **kwargs)
+        loss_func = call.arguments.get("loss_func")
+        if callable(loss_func) and torch.is_grad_enabled() and not call.arguments.get("collect_non_loss_data"):
+            call.arguments["loss_func"] = functools.partial(_loss_of, loss_func, begin, returned)
+        return original(*call.args, **call.kwargs)
 
-    schedules.forward_step_calc_loss = heard
+    schedules.forward_step_calc_loss = calculate
     try:
         yield
     finally:
         schedules.forward_step_calc_loss = original
 
 
-def _heard_loss(
+def _loss_of(
     loss_func: Callable[..., Any], begin: Callable[[Any], None], returned: set[str], output: Any, **kwargs: Any
 ) -> Any:
     begin(output)
