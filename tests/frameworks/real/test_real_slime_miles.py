@@ -60,7 +60,7 @@ def train(peer: str, root: str, cp: int, steps: list[Step], cases: list[dict[str
     from megatron.training import global_vars
     from table_step import start
 
-    from megatron_rl_loss.audit.megatron.audit import audited
+    from megatron_rl_loss.audit.megatron import audited
 
     state = start(cp=cp)
     setup = (setup_slime if peer == "slime" else setup_miles)(root)
