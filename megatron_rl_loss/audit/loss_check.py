@@ -76,7 +76,7 @@ class LossReport:
                 "says": one.says,
                 "readings": [] if one.verdict is None else [reading.text for reading in one.verdict.readings],
                 "case": repr(one.case),
-                "found": list(one.found),
+                "weights": list(one.weights),
                 "expected": list(one.expected),
             }
             for one in self.findings

@@ -37,8 +37,8 @@ class Finding:
         kind: ``weights`` that are not what they should be; weights that depend on the losses' ``values``, or on
             ``chance``; a call that ``raises``, or returns ``no loss``, a loss with ``no graph``, or ``NaN``.
         says: what it is, on a larger step that tells more of its cause.
-        case: the smallest step. `measure` of the loss function, its call and this gives `found` again.
-        found, expected: the weight of each mask entry of it; empty where there is none.
+        case: the smallest step. `measure` of the loss function, its call and this gives `weights` again.
+        weights, expected: the weight of each mask entry of it; empty where there is none.
         verdict: of the audit, on the larger step, with readings; None where no weights were measured.
     """
 
@@ -46,14 +46,14 @@ class Finding:
     kind: Kind
     says: str
     case: LossCase
-    found: tuple[float, ...] = ()
+    weights: tuple[float, ...] = ()
     expected: tuple[float, ...] = ()
     verdict: Verdict | None = None
 
     @property
     def factors(self) -> tuple[float, float]:
-        """The lowest and the highest of found / expected, over tokens that should weigh something; NaN if none do."""
-        ratios = [found / expected for found, expected in zip(self.found, self.expected, strict=True) if expected]
+        """The lowest and the highest of weights / expected, over tokens that should weigh something; NaN if none do."""
+        ratios = [weight / wanted for weight, wanted in zip(self.weights, self.expected, strict=True) if wanted]
         return (min(ratios), max(ratios)) if ratios else (float("nan"), float("nan"))
 
     def __str__(self) -> str:
@@ -62,8 +62,8 @@ class Finding:
             lines += [f"  {deviation.text}" for deviation in self.verdict.deviations]
             lines += [f"  a reading that fits: {reading.text}" for reading in self.verdict.readings]
         lines.append(f"  smallest step that shows it: {self.case}")
-        if self.found:
-            lines.append(f"  its tokens weigh {_shown(self.found)}")
+        if self.weights:
+            lines.append(f"  its tokens weigh {_shown(self.weights)}")
             lines.append(f"  where they should {_shown(self.expected)}")
         return "\n".join(lines)
 
@@ -121,13 +121,13 @@ Shape = Literal["", "factor", "spread", "masked", "padding"]
 
 
 @dataclass(frozen=True)
-class _Seen:
+class _Fault:
     """What is wrong with one step; `shape` of wrong weights: one factor for all, several, weight on what is masked."""
 
     kind: Kind
     says: str
     shape: Shape = ""
-    found: Floats | None = None
+    weights: Floats | None = None
     expected: Floats | None = None
 
 
@@ -147,7 +147,7 @@ class _Base:
         return weigh(self.aggregation, samples.local(0, 1), totals).double().numpy() * self.factor
 
 
-Look = Callable[[LossCase], "_Seen | None"]
+Look = Callable[[LossCase], "_Fault | None"]
 
 
 class Search:
@@ -160,19 +160,19 @@ class Search:
 
     def findings(self) -> list[Finding]:
         """Of the uncut step; then of every cut alone; of all together if those show nothing."""
-        found = self.of_cut(UNCUT, self._depends) or self.of_cut(UNCUT)
-        if any(finding.kind != "weights" for finding in found):
-            return found
-        if found or self.asked is None:
+        uncut = self.of_cut(UNCUT, self._depends) or self.of_cut(UNCUT)
+        if any(finding.kind != "weights" for finding in uncut):
+            return uncut
+        if uncut or self.asked is None:
             self.base = self._what_it_is()
-            found = [self._if_constant(finding) for finding in found]
+            uncut = [self._if_constant(finding) for finding in uncut]
         of_cuts: list[Finding] = []
-        told_on = UNCUT
+        reading_cut = UNCUT
         for cut in (cut for cut in CUTS if not cut.cp or self.call.cp):
-            shown = self.of_cut(cut, told_on=told_on.and_over(cut))
-            told_on = told_on if shown else told_on.and_over(cut)
+            shown = self.of_cut(cut, reading_cut=reading_cut.and_over(cut))
+            reading_cut = reading_cut if shown else reading_cut.and_over(cut)
             of_cuts += shown
-        return found + (of_cuts or self.of_cut(replace(_TOGETHER, cp=self.call.cp is not None)))
+        return uncut + (of_cuts or self.of_cut(replace(_TOGETHER, cp=self.call.cp is not None)))
 
     def sums(self) -> tuple[float, float, bool]:
         """The lowest and highest sum of an uncut step's weights, where they are finite, and whether one is below 0."""
@@ -203,7 +203,7 @@ class Search:
             at = int(weights.argmax())
             factor = float(measured[0][1][at] / weights[at]) if weights[at] > 0 else 0.0
             scaled = replace(base, factor=factor)
-            if factor and all(same(found, scaled.weights(case)) for case, found in measured):
+            if factor and all(same(weights, scaled.weights(case)) for case, weights in measured):
                 return scaled
         return None
 
@@ -222,41 +222,41 @@ class Search:
     def _drawn(self, cut: Cut, draw: int) -> LossCase:
         return cut.draw(random.Random(f"{self.seed}/{cut.name}/{draw}"), self.call, seed=self.seed + draw)
 
-    def of_cut(self, cut: Cut, look: Look | None = None, told_on: Cut | None = None) -> list[Finding]:
+    def of_cut(self, cut: Cut, look: Look | None = None, reading_cut: Cut | None = None) -> list[Finding]:
         """One finding for each kind that some random step of the cut shows, on the smallest such step.
 
         Readings are of steps that are cut further, over what shows nothing by itself, where that leaves less doubt.
         """
         look = look or self._differs
-        shown: dict[Kind, list[tuple[LossCase, _Seen]]] = {}
+        shown: dict[Kind, list[tuple[LossCase, _Fault]]] = {}
         for draw in range(self.draws):
             case = self._drawn(cut, draw)
-            if (seen := look(case)) is not None:
-                shown.setdefault(seen.kind, []).append((case, seen))
-        return [self._finding(cut, told_on or cut, cases, look) for cases in shown.values()]
+            if (fault := look(case)) is not None:
+                shown.setdefault(fault.kind, []).append((case, fault))
+        return [self._finding(cut, reading_cut or cut, cases, look) for cases in shown.values()]
 
-    def _finding(self, cut: Cut, told_on: Cut, cases: list[tuple[LossCase, _Seen]], look: Look) -> Finding:
+    def _finding(self, cut: Cut, reading_cut: Cut, cases: list[tuple[LossCase, _Fault]], look: Look) -> Finding:
         kind = cases[0][1].kind
-        rng = random.Random(f"{self.seed}/{told_on.name}/{kind}")
-        further = [told_on.draw(rng, self.call, seed=self.seed + i, telling=True) for i in range(5)]
-        larger = [(case, seen) for case in further if (seen := look(case)) is not None and seen.kind == kind]
+        rng = random.Random(f"{self.seed}/{reading_cut.name}/{kind}")
+        further = [reading_cut.draw(rng, self.call, seed=self.seed + i, telling=True) for i in range(5)]
+        larger = [(case, fault) for case in further if (fault := look(case)) is not None and fault.kind == kind]
         by_size = sorted([*larger, *cases], key=lambda one: (one[1].shape == "factor", -len(one[0].step.samples)))
-        told = by_size[0][1]
+        largest = by_size[0][1]
 
         def shows(smaller: LossCase) -> bool:
-            seen = look(smaller)
-            return seen is not None and (seen.kind, seen.shape) == (kind, told.shape)
+            fault = look(smaller)
+            return fault is not None and (fault.kind, fault.shape) == (kind, largest.shape)
 
-        small = [case for case, seen in cases if seen.shape == told.shape] or [cases[0][0]]
+        small = [case for case, fault in cases if fault.shape == largest.shape] or [cases[0][0]]
         smallest = min(small, key=lambda one: len(one.step.samples))
         smallest = shrink(smallest, shows, even=self.call.even_microbatches, masked=self.call.masked_samples)
-        seen = look(smallest)
-        if seen is None or seen.kind != kind:  # chance may show something else the next time
-            seen = told
-        says = told.says if kind == "weights" else seen.says
-        found, expected = (() if part is None else tuple(part.tolist()) for part in (seen.found, seen.expected))
+        fault = look(smallest)
+        if fault is None or fault.kind != kind:  # chance may show something else the next time
+            fault = largest
+        says = largest.says if kind == "weights" else fault.says
+        weights, expected = (() if part is None else tuple(part.tolist()) for part in (fault.weights, fault.expected))
         verdict = self._verdict([case for case, _ in by_size[:5]]) if kind in ("weights", "NaN") else None
-        return Finding(cut.name, kind, says, smallest, found, expected, verdict)
+        return Finding(cut.name, kind, says, smallest, weights, expected, verdict)
 
     def _verdict(self, cases: list[LossCase]) -> Verdict:
         """On the first of the steps that give the reading which most give: sizes may coincide on one."""
@@ -273,54 +273,54 @@ class Search:
     def _measure(self, case: LossCase) -> MeasuredStep:
         return measure(self.loss_fn, self.call, case)
 
-    def _differs(self, case: LossCase) -> "_Seen | None":
+    def _differs(self, case: LossCase) -> "_Fault | None":
         """From the mode that it is without a cut, or else from its own weights without a cut."""
         try:
             measured = self._measure(case)
             expected = self._measure(case.uncut()).weights if self.base is None else self.base.weights(case)
         except CallFailed as failure:
-            return _Seen(failure.kind, str(failure))
-        found = measured.weights
-        if not np.isfinite(found).all():
-            number = int((~np.isfinite(found)).sum())
-            return _Seen("NaN", f"the gradient is NaN or infinite at {number} of {len(found)} tokens")
+            return _Fault(failure.kind, str(failure))
+        weights = measured.weights
+        if not np.isfinite(weights).all():
+            number = int((~np.isfinite(weights)).sum())
+            return _Fault("NaN", f"the gradient is NaN or infinite at {number} of {len(weights)} tokens")
         places, stray = measured.stray
         if places:
             says = f"padding weighs {stray:.4g} in all, in {places} places"
-            return _Seen("weights", says, "padding", found, expected)
-        if not np.isfinite(expected).all() or same(found, expected):
+            return _Fault("weights", says, "padding", weights, expected)
+        if not np.isfinite(expected).all() or same(weights, expected):
             return None
-        shape, says = describe(found, expected)
-        return _Seen("weights", says, shape, found, expected)
+        shape, says = describe(weights, expected)
+        return _Fault("weights", says, shape, weights, expected)
 
-    def _depends(self, case: LossCase) -> "_Seen | None":
+    def _depends(self, case: LossCase) -> "_Fault | None":
         """Whether the weights depend on the losses' values or on chance, which no aggregation's do."""
         try:
             first, others = (self._measure(one).weights for one in (case, replace(case, seed=case.seed + 1000)))
             if not np.isfinite([first, others]).all() or same(first, others):
                 return None
             if not same(first, self._measure(case).weights):
-                return _Seen("chance", "called twice with the same losses, it gives tokens other weights")
+                return _Fault("chance", "called twice with the same losses, it gives tokens other weights")
         except CallFailed:
             return None  # looked at elsewhere
         says = "not linear in the losses: a token's weight depends on their values, so no aggregation describes it"
-        return _Seen("values", says, "", others, first)
+        return _Fault("values", says, "", others, first)
 
 
-def same(found: Floats, expected: Floats) -> bool:
+def same(weights: Floats, expected: Floats) -> bool:
     """Whether weights agree: each to `TOLERANCE`, and what should be 0 is small beside the others."""
-    largest = np.maximum(np.abs(found), np.abs(expected))
+    largest = np.maximum(np.abs(weights), np.abs(expected))
     largest = np.maximum(largest, TOLERANCE * np.abs(expected).max(initial=0))
-    return bool((np.abs(found - expected) <= TOLERANCE * largest).all())
+    return bool((np.abs(weights - expected) <= TOLERANCE * largest).all())
 
 
-def describe(found: Floats, expected: Floats) -> tuple[Shape, str]:
+def describe(weights: Floats, expected: Floats) -> tuple[Shape, str]:
     """How weights differ, in a word and in a sentence."""
     active = expected != 0
-    outside = np.abs(found[~active]).sum()
+    outside = np.abs(weights[~active]).sum()
     if outside > TOLERANCE * np.abs(expected).sum():
         return "masked", f"masked tokens weigh {outside:.4g} in all"
-    ratios = found[active] / expected[active]
+    ratios = weights[active] / expected[active]
     low, high = ratios.min(), ratios.max()
     if high - low <= TOLERANCE * abs(high):
         return "factor", f"all tokens weigh {ratios.mean():.4g} times what they should"

@@ -28,7 +28,7 @@ LAYOUTS: dict[str, tuple[int, str, dict[str, int]]] = {
 
 def measured_steps(model_name: str, layout: dict[str, int]) -> list[Any]:
     """With per-token loss off and on: our sample mean, and the stock 3-tuple."""
-    from megatron_rl_loss.audit.megatron.audit import Audit, tap
+    from megatron_rl_loss.audit.megatron import Audit, tap
     from megatron_rl_loss.megatron import LossAggregation
 
     def ours(microbatch: Any, losses: torch.Tensor) -> Any:

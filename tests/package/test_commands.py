@@ -56,7 +56,6 @@ ROWS = [
     Row(r"TEST_DEVICE=cuda tools/test\.sh.*", needs="GPUs"),
     Row(r"tools/docs\.sh", by="package/test_docs_site.py", named='"docs.sh"'),
     Row(r"tools/check_package\.sh|python -m build", needs="a package index; test_distribution.py builds without"),
-    Row(r"python tests/support/audit_examples\.py", by="package/test_audit_page.py", named="audit_examples.EXAMPLES"),
     Row(r"python tools/show_recipes\.py", by="package/test_pages.py", named="show_recipes.with_code"),
     Row(r"python tools/api_reference\.py", by="package/test_api_reference.py", named="api_reference.pages()"),
     Row(r"pip install (-e \.|-e '\.\[\w+\]')", needs="a package index; test_distribution.py installs without"),

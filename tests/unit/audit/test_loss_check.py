@@ -100,7 +100,7 @@ def test_a_published_function_is_found(bug: Bug) -> None:
         assert finding.kind == "weights"
         assert finding.cut in str(report)
         expected = bug.weights(step_of(finding.case, rows == "padded").counted)
-        assert finding.found == pytest.approx(expected.tolist(), rel=1e-6)
+        assert finding.weights == pytest.approx(expected.tolist(), rel=1e-6)
         # The smallest step that shows it: two parts of what is cut, and one of all else.
         case = finding.case
         assert case.num_microbatches == (2 if finding.cut == MICROBATCHES else 1)
@@ -535,7 +535,7 @@ def test_what_a_mode_depends_on_is_found(mode: Any, cuts: set[str]) -> None:
     assert "NOT invariant" in str(report)
     (finding,) = report.findings
     assert len(finding.case.step.samples) <= 2 + (mode is by_samples_here)
-    assert finding.found != pytest.approx(finding.expected)
+    assert finding.weights != pytest.approx(finding.expected)
 
 
 def test_a_mode_that_raises_and_sound_ones_of_ones_own() -> None:
@@ -612,7 +612,7 @@ def test_weights_are_those_of_token_weights(seed: int, dp: int, cp: int, microba
 def test_a_finding_can_be_had_again(seed: int) -> None:
     report = check_loss(masked_mean, "token_mean", call=MEANS, seed=seed, draws=8)
     for finding in report.findings:
-        assert tuple(measure(masked_mean, MEANS, finding.case).weights) == finding.found
+        assert tuple(measure(masked_mean, MEANS, finding.case).weights) == finding.weights
         assert eval(repr(finding.case), vars(simulation)) == finding.case
     assert str(check_loss(masked_mean, "token_mean", call=MEANS, seed=seed, draws=8)) == str(report)
 
