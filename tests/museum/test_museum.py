@@ -300,50 +300,6 @@ def own_count(aggregation: Aggregation, local: LocalTokens, _: StepTotals) -> Te
     return local.mask / tokens_of(local)
 
 
-<<<<<<< HEAD
-def sample_weights_of_the_pack(aggregation: Aggregation, local: LocalTokens, step_totals: StepTotals) -> Tensor:
-    """A sample's weight over the mean of those in its pack, which holds that sample alone: 1."""
-    assert len(local.samples) == 1
-    assert step_totals.step_active_tokens is not None
-    return local.mask / local.samples.flat_mask.max() / step_totals.step_active_tokens
-
-
-def totals_of_the_microbatch(aggregation: Aggregation, local: LocalTokens, _: StepTotals) -> Tensor:
-    return sound_weigh(aggregation, local, counting.reduce_step_totals([local.samples]))
-
-
-def mean_of_row_weighted_means(aggregation: Aggregation, local: LocalTokens, step_totals: StepTotals) -> Tensor:
-    rows = step_totals.rollouts.all
-    assert rows is not None
-    return local.mask * len(local.samples) / rows / tokens_of(local)
-
-
-def masked_mean_without_guard(aggregation: Aggregation, local: LocalTokens, step_totals: StepTotals) -> Tensor:
-    """Each sample's own mean, 0/0 where all is masked."""
-    means = 1 / (local.samples.mask_sums * step_totals.rollouts.all)  # type: ignore[operator]
-    return local.mask * means.float()[local.sample_index]
-
-
-def token_mean_as_sequence_sum(aggregation: Aggregation, local: LocalTokens, step_totals: StepTotals) -> Tensor:
-    """What was asked to be each rollout's *sum* over L is its mean."""
-    return sound_weigh(resolve("sample_mean", units=aggregation.units), local, step_totals)
-
-
-def token_sum_not_divided(aggregation: Aggregation, local: LocalTokens, step_totals: StepTotals) -> Tensor:
-    """min(loss_scale, 1) where max was meant."""
-    return local.mask / min(step_totals.step_tokens or 0, 1)
-
-
-def normalised_twice(aggregation: Aggregation, local: LocalTokens, step_totals: StepTotals) -> Tensor:
-    return sound_weigh(aggregation, local, step_totals) / step_totals.step_tokens
-
-
-def divisor_1000(aggregation: Aggregation, local: LocalTokens, step_totals: StepTotals) -> Tensor:
-    return sound_weigh(replace(aggregation, divisor=1000.0), local, step_totals)
-
-
-=======
->>>>>>> audit
 def numerator_without_mask(aggregation: Aggregation, local: LocalTokens, step_totals: StepTotals) -> Tensor:
     samples = local.samples
     every_token = samples.in_buffer([torch.ones_like(mask) for mask in samples.loss_masks])
@@ -355,12 +311,12 @@ def multiplied_by_mask(patch: pytest.MonkeyPatch) -> None:
 
 
 def counted_by_length(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Samples, "sums", property(lambda self: torch.tensor(self.mask_lengths, dtype=torch.float64).numpy()))
+    patch.setattr(Samples, "mask_sums", property(lambda self: torch.tensor(self.mask_lengths, dtype=torch.float64)))
 
 
 def at_least_one_token_each(patch: pytest.MonkeyPatch) -> None:
-    count = vars(Samples)["sums"].func
-    patch.setattr(Samples, "sums", property(lambda self: count(self).clip(min=1)))
+    count = vars(Samples)["mask_sums"].func
+    patch.setattr(Samples, "mask_sums", property(lambda self: count(self).clip(min=1)))
 
 
 def pack_as_one_sequence(patch: pytest.MonkeyPatch) -> None:
