@@ -51,18 +51,18 @@ def check_choice(what: str, value: object, choices: Iterable[str]) -> None:
         raise ValueError(f"{what} {value!r}: there is no such {what}. {did_you_mean(str(value), known)}.")
 
 
-def did_you_mean(given: str, known: Sequence[str]) -> str:
+def did_you_mean(name: str, known: Sequence[str]) -> str:
     """The known names, the closest first if one is close."""
-    plain = {name.replace("_", "-"): name for name in known}
-    close = get_close_matches(given.lower().replace("_", "-"), plain, n=1)
+    plain = {one.replace("_", "-"): one for one in known}
+    close = get_close_matches(name.lower().replace("_", "-"), plain, n=1)
     hint = f"Did you mean {plain[close[0]]}? " if close else ""
     return f"{hint}Choose one of {', '.join(known)}"
 
 
-def check_one_each(given: str, number: int, what: str, expected: int, remedy: str = "Pass both in order") -> None:
-    """Refuse lists that do not have one entry a sample."""
+def check_one_each(entries: str, number: int, samples: str, expected: int, remedy: str = "Pass both in order") -> None:
+    """Refuse a list without one entry per sample."""
     if number != expected:
-        raise ValueError(f"{number} {given} for {expected} {what}: there must be one a sample. {remedy}.")
+        raise ValueError(f"{number} {entries} for {expected} {samples}: there must be one per sample. {remedy}.")
 
 
 def check_callable(what: str, value: object, rule: str, remedy: str) -> None:
@@ -73,21 +73,15 @@ def check_callable(what: str, value: object, rule: str, remedy: str) -> None:
 
 def check_cp(cp_rank: int, cp_size: int) -> None:
     """Refuse a CP coordinate that cannot be one."""
-    if type(cp_rank) is type(cp_size) is int and 0 <= cp_rank < cp_size:
-        return
+    place, remedy = f"cp_rank={cp_rank!r}, cp_size={cp_size!r}", "Pass cp_group.rank() and cp_group.size()"
     if not is_int(cp_rank) or not is_int(cp_size):
-        raise TypeError(
-            f"cp_rank={cp_rank!r}, cp_size={cp_size!r}: both must be ints. Pass cp_group.rank() and cp_group.size()."
-        )
+        raise TypeError(f"{place}: both must be ints. {remedy}.")
     if not 0 <= cp_rank < cp_size:
-        raise ValueError(
-            f"cp_rank={cp_rank!r}, cp_size={cp_size!r}: needs 0 <= cp_rank < cp_size. Pass cp_group.rank() and "
-            "cp_group.size()."
-        )
+        raise ValueError(f"{place}: needs 0 <= cp_rank < cp_size. {remedy}.")
 
 
 def place_in_cp(cp_rank: int | None, cp_size: int) -> int:
-    """The CP rank, which may go unsaid where there is one alone."""
+    """The CP rank, which may be left out where there is one alone."""
     if cp_rank is None and cp_size != 1:
         raise ValueError(
             f"cp_size={cp_size} without a cp_rank: each rank holds other tokens. Pass cp_rank=cp_group.rank()."
@@ -95,12 +89,12 @@ def place_in_cp(cp_rank: int | None, cp_size: int) -> int:
     return 0 if cp_rank is None else cp_rank
 
 
-def require(holds: "bool | Tensor", given: Callable[[], str], rule: str) -> None:
+def require(holds: bool | Tensor, describe: Callable[[], str], rule: str) -> None:
     """Raise ValueError where a condition is False: at once on the host, without waiting on a device.
 
-    A device stops at it later. It says the rule and the remedy, not what was given, which nobody has read.
+    A device stops at it later, with the rule and the remedy alone: nobody has read what was given.
     """
     if isinstance(holds, Tensor) and not holds.is_cpu:
         torch._assert_async(holds, f"values on a device: {rule}")
     elif not holds:
-        raise ValueError(f"{given()}: {rule}")
+        raise ValueError(f"{describe()}: {rule}")

@@ -24,7 +24,7 @@ class AggregationSettings:
 
     Attributes:
         aggregation: mode, divisor and unit counting; another framework's name has become those.
-        empty_step: what a step without one active token is: a ``warn``-ing and zero gradients, or an ``error``.
+        empty_step: of a step without one active token: ``warn`` and go on with zero gradients, or ``error``.
         with_per_token_loss: the mode may run on a model whose config calculates per-token loss.
         audit_interval: every how many steps the weights are measured; None for never.
         notices: what the user should be told.

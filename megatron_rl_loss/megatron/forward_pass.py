@@ -58,7 +58,7 @@ class ForwardPass:
 
 @contextmanager
 def _evaluating(chunks: list[Any]) -> Iterator[None]:
-    """Without dropout."""
+    """In evaluation mode, so without dropout."""
     training = [chunk.training for chunk in chunks]
     for chunk in chunks:
         chunk.eval()

@@ -11,12 +11,12 @@ from megatron_rl_loss.step.collectives import Group, if_several
 _NEEDED = ("tp", "pp", "cp", "dp", "dp_cp")
 
 
-def groups_of(chunk: Any, given: ProcessGroupCollection | None) -> ProcessGroupCollection:
-    """The groups that were given, else the model's own, else those of Megatron's parallel state.
+def groups_of(chunk: Any, of_user: ProcessGroupCollection | None) -> ProcessGroupCollection:
+    """The user's groups, else the model's own, else those of Megatron's parallel state.
 
-    Raises ValueError for a collection without a group that is needed.
+    Raises ValueError for a collection without one of the groups.
     """
-    groups = given
+    groups = of_user
     if groups is None:
         groups = getattr(unwrap_model(chunk), "pg_collection", None)
         if groups is None or any(getattr(groups, name, None) is None for name in _NEEDED):
@@ -30,7 +30,7 @@ def groups_of(chunk: Any, given: ProcessGroupCollection | None) -> ProcessGroupC
 
 
 def gather_to_first(values: list[Any], groups: ProcessGroupCollection) -> list[Any]:
-    """What all ranks gave, on the rank that is first in every group; an empty list elsewhere. All must call it."""
+    """The values of all ranks, on the rank that is first in every group; an empty list elsewhere. All must call it."""
     for group in (groups.cp, groups.dp, groups.tp, groups.pp):
         values = _gather(values, group)
     return values
@@ -45,9 +45,9 @@ def _gather(values: list[Any], group: Group) -> list[Any]:
 
 
 def spread_from_first(value: Any, groups: ProcessGroupCollection) -> Any:
-    """What the rank that is first in every group gave, on all ranks. All must call it."""
-    held = [value]
+    """The value of the rank that is first in every group, on all ranks. All must call it."""
+    values = [value]
     for group in (groups.pp, groups.tp, groups.dp, groups.cp):
         if if_several(group) is not None:
-            dist.broadcast_object_list(held, src=dist.get_global_rank(group, 0), group=group)
-    return held[0]
+            dist.broadcast_object_list(values, src=dist.get_global_rank(group, 0), group=group)
+    return values[0]

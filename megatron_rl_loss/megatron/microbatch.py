@@ -57,7 +57,7 @@ class Step:
         return self.num_microbatches * self.dp_cp_size
 
     def constants_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """A token count of 1, and the denominator of a reported share; made once a step."""
+        """A token count of 1, and the denominator of a reported share; made once per step."""
         if device not in self._constants:
             one = torch.ones((), dtype=torch.int32, device=device)
             self._constants[device] = one, torch.tensor(1 / self.num_shares, dtype=torch.float32, device=device)
@@ -137,19 +137,19 @@ class Microbatch:
         return self._step.cp_group
 
     def segment_sum(self, values: Tensor | Sequence[Tensor], *, per: Per = "sample") -> Replicated:
-        """`segments.segment_sum` over this micro-batch's samples or rollouts, whole ones: one number a sample."""
+        """`losses.segment_sum` over the whole samples or rollouts of this micro-batch: one number per sample."""
         return segment_sum(values, self.tokens, self.cp_group, per=per, totals=self.totals)
 
     def segment_mean(self, values: Tensor | Sequence[Tensor], *, per: Per = "sample") -> Replicated:
-        """`segments.segment_mean` over this micro-batch's samples or rollouts, whole ones: one number a sample."""
+        """`losses.segment_mean` over the whole samples or rollouts of this micro-batch: one number per sample."""
         return segment_mean(values, self.tokens, self.cp_group, per=per, totals=self.totals)
 
     def to_tokens(self, of_samples: Tensor) -> OfTokens:
-        """A number a sample -> its sample's number at every token that this rank holds, [num_local_tokens]."""
+        """One number per sample -> the number of its sample at each token of this rank, [num_local_tokens]."""
         return to_tokens(of_samples, self.tokens)
 
     def local(self, tensor: Tensor) -> Tensor:
-        """This CP rank's part of a model input or of anything else that has a value a token.
+        """This CP rank's part of a model input, or of anything else with a value per token.
 
         Args:
             tensor: [total_tokens, ...], or with the tokens in two dimensions, [1, total_tokens, ...] or

@@ -40,7 +40,7 @@ from megatron_rl_loss.megatron.microbatch import Microbatch
 
 @dataclass(frozen=True)
 class Tokens:
-    """What an `OutputHead` is told of a micro-batch beside its labels, as ``output_processor_context``.
+    """What an `OutputHead` needs of a micro-batch beside its labels: the ``output_processor_context``.
 
     Attributes:
         mask: [b, s]: tokens with 0 are passed over; their log-prob and entropy are 0. Best on the host.
@@ -95,8 +95,8 @@ class OutputHead:
     """An ``output_processor`` of a Megatron model that never holds the logits of more than a chunk of tokens.
 
     With labels [b, s] the model gives (log_probs, entropy), float32 [b, s], of the labels this context-parallel rank
-    holds; entropy is None unless asked for. With ``output_processor_context=Folded(...)`` it gives (share, values) of
-    `loss_from_hidden`. Either goes through pipeline schedules as it is, also with ``forward_only``.
+    holds; without ``entropy=True`` the entropy is None. With ``output_processor_context=Folded(...)`` the model gives
+    (share, values) of `loss_from_hidden`. Either goes through pipeline schedules, also with ``forward_only``.
 
     Attributes:
         chunk_tokens, temperature, entropy, vocab_size: as in `log_probs_from_hidden`.

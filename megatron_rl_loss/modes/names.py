@@ -6,6 +6,7 @@ that says which version was read, and where its code does something else.
 """
 
 import textwrap
+from contextlib import suppress
 from dataclasses import dataclass
 from numbers import Real
 from typing import get_args
@@ -51,7 +52,9 @@ class PeerName:
         return f"{self.framework}:{self.name}"
 
 
-_NOT_THE_LOSS = "the aggregation alone, not the loss of a token"
+def _inexact(framework: str, name: str, nearest: str, note: str) -> PeerName:
+    return PeerName(framework, name, None, note=note, nearest=nearest)
+
 
 NAMES = (
     PeerName("verl", "token-mean", "token_mean"),
@@ -61,24 +64,14 @@ NAMES = (
     PeerName("verl", "seq-mean-token-mean", "sample_mean", None, "all"),
     PeerName("verl", "loss_mode=gspo", "sample_mean", None, "all", "its loss of a token is gspo_token_loss"),
     PeerName("verl", "loss_mode=sapo", "sample_mean", None, "all", "its loss of a token is sapo_loss"),
-    PeerName(
-        "verl",
-        "loss_mode=geo_mean",
-        None,
-        note="a mean of micro-batch means; its loss of a token is gmpo_loss",
-        nearest="sample_mean",
+    _inexact(
+        "verl", "loss_mode=geo_mean", "sample_mean", "a mean of micro-batch means; its loss of a token is gmpo_loss"
     ),
     PeerName("skyrl", "token_mean", "token_mean"),
     PeerName("skyrl", "sequence_mean", "sample_mean", None, "all", "N counts rows, steps of a trajectory included"),
     PeerName("skyrl", "seq_mean_token_sum_norm", "constant", "max_seq_len", "all"),
     PeerName("skyrl", "prompt_mean", "prompt_mean", None, "all"),
-    PeerName(
-        "skyrl",
-        "token_mean_legacy",
-        None,
-        note="a mean of micro-batch means, which changes with their size",
-        nearest="token_mean",
-    ),
+    _inexact("skyrl", "token_mean_legacy", "token_mean", "a mean of micro-batch means, which changes with their size"),
     PeerName("tinker", "sum", "token_sum", 1, note="all normalisation is in the advantages"),
     PeerName("open_instruct", "token", "token_mean"),
     PeerName("open_instruct", NUMBER, "token_sum", note="loss_denominator as a number"),
@@ -88,14 +81,8 @@ NAMES = (
     PeerName("trl", "luspo", "constant", 1, "all", "its loss of a token is gspo_loss"),
     PeerName("trl", "dapo", "token_mean"),
     PeerName("trl", "cispo", "token_mean", note="its loss of a token is cispo_loss"),
-    PeerName("trl", "vespo", "token_mean", note=_NOT_THE_LOSS),
-    PeerName(
-        "trl",
-        "bnpo",
-        None,
-        note="a mean of local batches' means, which changes with their size",
-        nearest="token_mean",
-    ),
+    PeerName("trl", "vespo", "token_mean", note="the aggregation alone, not the loss of a token"),
+    _inexact("trl", "bnpo", "token_mean", "a mean of local batches' means, which changes with their size"),
     PeerName("openrlhf", "token_level_loss=true", "token_mean"),
     PeerName("openrlhf", "token_level_loss=false", "sample_mean", None, "active"),
     PeerName("nemo_rl", "token_level_loss=true", "token_mean"),
@@ -129,14 +116,6 @@ class Aggregation:
         return f"loss aggregation: {self.mode.name}{divisor}, unit counting {self.units}"
 
 
-#: Our own modes by name alone: micro-batches resolve them again and again.
-_PLAIN = {
-    mode.name: Aggregation(mode=mode, divisor=mode.default_divisor, units="all")
-    for mode in MODES.values()
-    if mode.default_divisor is not None or not mode.takes_divisor
-}
-
-
 def resolve(
     asked: str | ModeFunction, *, divisor: float | None = None, units: UnitCounting | None = None
 ) -> Aggregation:
@@ -154,24 +133,27 @@ def resolve(
             the name's, as a unit counting may.
         TypeError: what is neither a name nor a function; a divisor that is no number.
     """
-    if divisor is None and units is None and isinstance(asked, str) and asked in _PLAIN:
-        return _PLAIN[asked]
-    if callable(asked):
-        mode: Mode | OwnMode | None = OwnMode(_name_of(asked), asked)
-        notice = None
-    elif not isinstance(asked, str):
+    notice = None
+    if isinstance(asked, str):
+        name, divisor, units, notice = _translate(asked, divisor, units)
+        mode = find_mode(name)
+    elif callable(asked):
+        mode = OwnMode(_name_of(asked), asked)
+    else:
         raise TypeError(
             f"loss aggregation {asked!r} ({type(asked).__name__}): it must be a mode's name or a function of "
             "ModeInputs. Pass one of them."
         )
-    else:
-        name, divisor, units, notice = _translate(asked, divisor, units)
-        mode = find_mode(name)
     if mode is None:
         known = [*available_modes(), *aliases_of(str(asked))]
         raise ValueError(f"loss aggregation {asked!r}: there is no such mode. {did_you_mean(str(asked), known)}.")
     if units is not None:
         check_choice("unit counting", units, get_args(UnitCounting))
+    return Aggregation(mode=mode, divisor=_divisor_of(mode, divisor), units=units or "all", notice=notice)
+
+
+def _divisor_of(mode: Mode | OwnMode, divisor: float | None) -> float | None:
+    """The divisor that a mode gets: the user's, else the mode's own; refused if missing, unusable or without effect."""
     if isinstance(mode, Mode) and mode.takes_divisor and divisor is None:
         divisor = mode.default_divisor
         if divisor is None:
@@ -185,10 +167,17 @@ def resolve(
             f"divisor {divisor!r} with loss aggregation {mode.name!r}: only {takers} have a divisor. Drop the divisor "
             "or choose one of them."
         )
-    if divisor is not None:
-        _check_divisor(divisor)
-        divisor = float(divisor)
-    return Aggregation(mode=mode, divisor=divisor, units=units or "all", notice=notice)
+    if divisor is None:
+        return None
+    if isinstance(divisor, bool) or not isinstance(divisor, Real):
+        raise TypeError(
+            f"divisor {divisor!r} ({type(divisor).__name__}): it must be a number. Pass a number of tokens."
+        )
+    if not SMALLEST < divisor < LARGEST:
+        raise ValueError(
+            f"divisor {divisor!r}: it must be finite and above 0 (above 1e-30 and below 1e30). Pass a number of tokens."
+        )
+    return float(divisor)
 
 
 def _translate(
@@ -202,37 +191,26 @@ def _translate(
         raise ValueError(
             f"loss aggregation {asked!r}: it is {peer.note}. Choose {peer.nearest!r}, the nearest that is exact."
         )
-    fixed = float(asked.partition(":")[2]) if peer.name == NUMBER else peer.divisor
-    if isinstance(fixed, str):
+    own = float(asked.partition(":")[2]) if peer.name == NUMBER else peer.divisor
+    if isinstance(own, str):
         if divisor is None:
             raise ValueError(
-                f"loss aggregation {asked!r} without a divisor: it divides by its {fixed}. Give that number "
+                f"loss aggregation {asked!r} without a divisor: it divides by its {own}. Give that number "
                 "(--loss-aggregation-divisor)."
             )
-    elif divisor is not None and divisor != fixed:
-        stands_for = "the name has none" if fixed is None else f"the name stands for {fixed:g}"
+    elif divisor in (None, own):
+        divisor = own
+    else:
+        stands_for = "the name has none" if own is None else f"the name stands for {own:g}"
         raise ValueError(
             f"divisor {divisor!r} with loss aggregation {asked!r}: {stands_for}. Drop the divisor, or name our mode."
         )
-    else:
-        divisor = fixed
     if None not in (peer.units, units) and units != peer.units:
         raise ValueError(
             f"unit counting {units!r} with loss aggregation {asked!r}: {peer.framework} counts {peer.units} units. "
             f"Drop the counting, or write {peer.mode!r} with it."
         )
     return peer.mode, divisor, peer.units or units, f"{asked}: {peer.note}." if peer.note else None
-
-
-def _check_divisor(divisor: float) -> None:
-    if isinstance(divisor, bool) or not isinstance(divisor, Real):
-        raise TypeError(
-            f"divisor {divisor!r} ({type(divisor).__name__}): it must be a number. Pass a number of tokens."
-        )
-    if not SMALLEST < divisor < LARGEST:
-        raise ValueError(
-            f"divisor {divisor!r}: it must be finite and above 0 (above 1e-30 and below 1e30). Pass a number of tokens."
-        )
 
 
 def _name_of(function: ModeFunction) -> str:
@@ -245,32 +223,25 @@ def aliases_of(name: str) -> list[str]:
     return [peer.alias for peer in NAMES if peer.name == name]
 
 
-def _find(name: str) -> PeerName:
-    framework, _, setting = name.partition(":")
+def _find(alias: str) -> PeerName:
+    framework, _, setting = alias.partition(":")
     peers = {peer.name: peer for peer in NAMES if peer.framework == framework}
+    rule, word, known = f"{framework} has no such setting", setting, list(peers)
     if not peers:
-        frameworks = list(dict.fromkeys(peer.framework for peer in NAMES))
-        rule = f"there is no framework {framework!r}"
-        raise ValueError(f"loss aggregation {name!r}: {rule}. {did_you_mean(framework, frameworks)}.")
-    if setting == NUMBER:
+        rule, word = f"there is no framework {framework!r}", framework
+        known = list(dict.fromkeys(peer.framework for peer in NAMES))
+    elif setting == NUMBER:
         raise ValueError(
-            f"loss aggregation {name!r}: <number> stands for the setting's own number. Write that number in its place, "
-            "open_instruct:4096 say."
+            f"loss aggregation {alias!r}: <number> stands for the setting's own number. Write that number in its "
+            "place, open_instruct:4096 say."
         )
-    if setting in peers:
+    elif setting in peers:
         return peers[setting]
-    if NUMBER in peers and _is_number(setting):
-        return peers[NUMBER]
-    rule = f"{framework} has no such setting"
-    raise ValueError(f"loss aggregation {name!r}: {rule}. {did_you_mean(setting, list(peers))}.")
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
+    elif NUMBER in peers:
+        with suppress(ValueError):
+            float(setting)
+            return peers[NUMBER]
+    raise ValueError(f"loss aggregation {alias!r}: {rule}. {did_you_mean(word, known)}.")
 
 
 def format_modes() -> str:

@@ -18,9 +18,6 @@ def _inverse(values: Tensor) -> Tensor:
     return torch.where(values > 0, 1 / values, 0)
 
 
-# --- VL Norm
-
-
 def length_to_the_minus(alpha: float) -> ModeFunction:
     """``sum_i M_i^-alpha sum_t l m / sum_j M_j^-alpha``, M a sample's mask sum: VL Norm, arXiv:2509.07558 (Delta L).
 
@@ -44,20 +41,13 @@ def length_to_the_minus(alpha: float) -> ModeFunction:
 vl_norm = length_to_the_minus(0.75)
 
 
-# --- Balanced Aggregation
-
-
 def _sign(samples: Samples) -> Tensor:
     return torch.as_tensor(samples.label("advantage"), device="cpu").sign()
 
 
-def _ids_of_prompts(samples: Samples) -> Tensor:
-    return torch.zeros(len(samples), dtype=torch.int64) if samples.prompt_ids is None else samples.prompt_ids
-
-
 def _prompt_and_sign(samples: Samples) -> list[int | str]:
-    signs, prompts = _sign(samples).int().tolist(), _ids_of_prompts(samples).tolist()
-    return [f"{prompt}/{sign}" for prompt, sign in zip(prompts, signs, strict=True)]
+    prompts = [0] * len(samples) if samples.prompt_ids is None else samples.prompt_ids.tolist()
+    return [f"{prompt}/{sign:g}" for prompt, sign in zip(prompts, _sign(samples).tolist(), strict=True)]
 
 
 def _ones(samples: Samples) -> Tensor:
@@ -84,28 +74,23 @@ def balanced(inputs: ModeInputs) -> Tensor:
     return share * _inverse(inputs.statistic("tokens_of_sign")) / max(prompts or 0, 1)
 
 
-# --- turns
-
-
 def _turns(samples: Samples) -> list[Tensor]:
     return [torch.as_tensor(turns, device="cpu") for turns in samples.label("turns")]
 
 
 def _tokens_of_turns(samples: Samples) -> list[Tensor]:
     """At each token the mask tokens of its turn."""
-    found = []
+    tokens = []
     for turns, mask in zip(_turns(samples), samples.loss_masks, strict=True):
-        _, turn = turns.unique(return_inverse=True)
-        sums = torch.zeros(int(turn.max()) + 1 if len(turn) else 0, dtype=torch.float64)
-        found.append(sums.index_add(0, turn, mask.cpu().double())[turn])
-    return found
+        numbers, turn = turns.unique(return_inverse=True)
+        sums = torch.zeros(len(numbers), dtype=torch.float64)
+        tokens.append(sums.index_add(0, turn, mask.cpu().double())[turn])
+    return tokens
 
 
 def _active_turns(samples: Samples) -> Tensor:
-    counts = [
-        len(turns[mask.cpu() != 0].unique()) for turns, mask in zip(_turns(samples), samples.loss_masks, strict=True)
-    ]
-    return torch.tensor(counts, dtype=torch.float64)
+    pairs = zip(_turns(samples), samples.loss_masks, strict=True)
+    return torch.tensor([len(turns[mask.cpu() != 0].unique()) for turns, mask in pairs], dtype=torch.float64)
 
 
 @with_statistics(turns=Statistic(of=_active_turns, by="rollout"))
@@ -119,9 +104,6 @@ def turn_mean(inputs: ModeInputs) -> list[Tensor]:
     of_samples = _inverse(inputs.statistic("turns")) / rollouts
     tokens = _tokens_of_turns(inputs.samples)
     return [_inverse(of_turn) * weight for of_turn, weight in zip(tokens, of_samples, strict=True)]
-
-
-# --- tasks and adapters
 
 
 def _weight(samples: Samples) -> Tensor:

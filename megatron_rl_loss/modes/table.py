@@ -1,4 +1,4 @@
-"""The modes, as data: what a unit is, and what a unit's sum is divided by. Every mode is one weight a token,
+"""The modes, as data: what a unit is, and what a unit's sum is divided by. Every mode is one weight per token,
 
     w = mask / (D * U),    D the size of the token's unit, U the number of units, both over the whole step.
 
@@ -8,7 +8,7 @@ L is the divisor of `constant`, d that of `token_sum`; l a token's loss, m its m
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar, cast
+from typing import Literal, TypeVar
 
 from torch import Tensor
 
@@ -86,7 +86,7 @@ class ModeInputs:
         return self.totals.statistics[full_name].of(full_name, statistic.keys(full_name, self.samples))
 
 
-#: Weights beside the mask: a number, one a sample [num_samples], or for each sample one a token, as its mask.
+#: Weights beside the mask: a number, one per sample [num_samples], or a tensor per sample, one per token of its mask.
 Weights = float | Tensor | Sequence[Tensor]
 ModeFunction = Callable[[ModeInputs], Weights]
 
@@ -104,7 +104,7 @@ class OwnMode:
         return {f"{self.name}.{name}": statistic for name, statistic in statistics_of(self.function).items()}
 
 
-def with_statistics(**statistics: Statistic) -> "Callable[[_Function], _Function]":
+def with_statistics(**statistics: Statistic) -> Callable[[ModeFunction], ModeFunction]:
     """Decorator: sums over the step that a mode of one's own needs; `ModeInputs.statistic` gives them by name.
 
     >>> @with_statistics(tokens=Statistic(of=lambda samples: samples.mask_sums))
@@ -112,16 +112,16 @@ def with_statistics(**statistics: Statistic) -> "Callable[[_Function], _Function
     ...     return 1 / inputs.statistic("tokens").clamp(min=1)
     """
 
-    def declare(function: _Function) -> _Function:
+    def declare(function: ModeFunction) -> ModeFunction:
         @functools.wraps(function)
-        def mode(*given: Any, **named: Any) -> Weights:
-            if len(given) != 1 or named:  # slime's and miles's flag for hooks has the name of ours
-                what = f"the mode {function.__qualname__} called with {len(given) + len(named)} arguments"
-                raise _no_sums_in_hooks(what, "slime or miles")
-            return function(*given)
+        def mode(*args: ModeInputs, **kwargs: object) -> Weights:
+            if len(args) != 1 or kwargs:  # slime's and miles's flag for hooks has the name of ours
+                call = f"the mode {function.__qualname__} called with {len(args) + len(kwargs)} arguments"
+                raise _no_sums_in_hooks(call, "slime or miles")
+            return function(*args)
 
         mode.statistics = statistics  # type: ignore[attr-defined]
-        return cast(_Function, mode)
+        return mode
 
     return declare
 
@@ -142,12 +142,11 @@ def _no_sums_in_hooks(given: str, framework: str) -> ValueError:
     )
 
 
-def check_no_declared_sums(asked: object, framework: str) -> None:
+def check_no_declared_sums(mode: object, framework: str) -> None:
     """Refuse a mode, by name or itself, whose statistics a framework's hook cannot count."""
-    known = find_mode(asked) if isinstance(asked, str) else None
-    function = known.function if isinstance(known, OwnMode) else asked
+    function = _REGISTERED.get(mode) if isinstance(mode, str) else mode
     if callable(function) and statistics_of(function):
-        name = asked if isinstance(asked, str) else getattr(asked, "__qualname__", asked)
+        name = mode if isinstance(mode, str) else getattr(mode, "__qualname__", mode)
         raise _no_sums_in_hooks(f"the mode {name} in {framework}", framework)
 
 

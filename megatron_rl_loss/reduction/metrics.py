@@ -75,14 +75,14 @@ class Metric:
 
 @dataclass
 class Parts:
-    """What a step's micro-batches have left to reduce, by metric."""
+    """What a step's micro-batches have left to reduce: of each metric its kind, and a part per micro-batch."""
 
     kinds: dict[str, Kind] = field(default_factory=dict)
-    found: dict[str, list[Tensor]] = field(default_factory=dict)
+    of_microbatches: dict[str, list[Tensor]] = field(default_factory=dict)
 
     def add(self, name: str, kind: Kind, part: Tensor) -> None:
         self.kinds[name] = kind
-        self.found.setdefault(name, []).append(part)
+        self.of_microbatches.setdefault(name, []).append(part)
 
     def finish(self, group: Group | None) -> dict[str, Tensor]:
         """Each metric over all micro-batches and the ranks of the group, 0-dim; NaN without an active token."""
@@ -90,13 +90,13 @@ class Parts:
         moments = [name for name in self.kinds if name not in extremes]
         values: dict[str, Tensor] = {}
         if extremes:
-            largest = torch.stack([torch.stack(self.found[name]).amax(0) for name in extremes])
+            largest = torch.stack([torch.stack(self.of_microbatches[name]).amax(0) for name in extremes])
             _reduce(largest, group, dist.ReduceOp.MAX)
             for name, value in zip(extremes, largest, strict=True):
                 value = value.masked_fill(value == -torch.inf, torch.nan)
                 values[name] = -value if self.kinds[name] == "min" else value
         if moments:
-            sums = torch.stack([torch.stack(self.found[name]).sum(0) for name in moments])
+            sums = torch.stack([torch.stack(self.of_microbatches[name]).sum(0) for name in moments])
             _reduce(sums, group, dist.ReduceOp.SUM)
             for name, (weight, first, second) in zip(moments, sums, strict=True):
                 mean, square = first / weight, second / weight

@@ -17,18 +17,17 @@ _ID_LIMIT = 2**61
 
 
 def as_ids(name: str, ids: Ids, num_samples: int) -> Tensor:
-    """One id a sample as int64 [num_samples] on the host; strings by a 61-bit BLAKE2b hash, the same on every rank.
+    """One id per sample as int64 [num_samples] on the host; strings by a 61-bit BLAKE2b hash, the same on every rank.
 
     Raises TypeError for other types, ValueError for a wrong count or an int beyond 61 bits.
     """
     values: list[Any] = ids.tolist() if isinstance(ids, Tensor) else list(ids)
     check_one_each(name, len(values), "loss masks", num_samples)
-    if set(map(type, values)) != {int}:  # else sound, found fast
+    if set(map(type, values)) != {int}:
         odd = [value for value in values if not isinstance(value, str) and not is_int(value)]
         if odd:
             raise TypeError(
-                f"{name} holds {odd[0]!r} ({type(odd[0]).__name__}): an id must be an int or a str. Pass one such id a "
-                "sample."
+                f"{name} holds {odd[0]!r} ({type(odd[0]).__name__}): an id must be an int or a str. Pass one each."
             )
         _check_spelling(name, values)
         values = [_hashed(value) if isinstance(value, str) else int(value) for value in values]

@@ -2,13 +2,13 @@
 
 A micro-batch is one flat buffer of ``total_tokens`` positions. A layout says where in it each sample's loss mask
 begins (`mask_starts`) and which positions, in which order, a CP rank's per-token losses stand for (`local_segments`).
-Everything is computed on the host, in plain ints, a sample at a time: of the few samples that most micro-batches have
-that takes less time than one small operation on an array each, and no device is asked.
+Everything is plain ints on the host, computed sample by sample: most micro-batches have few samples, for which that is
+faster than arrays, and no device has to wait.
 
 | layout           | flat buffer                          | rank r of c holds                                       |
 |------------------|--------------------------------------|---------------------------------------------------------|
 | `ZigzagTHD`      | padded packed slots                  | chunks r and 2c-1-r of every slot cut into 2c           |
-| `ZigzagBSHD`     | rows of ``seq_length``               | the same, a slot a row                                  |
+| `ZigzagBSHD`     | rows of ``seq_length``               | the same, each row a slot                               |
 | `ZigzagResponse` | response tokens, one after the other | response tokens whose logit lies in chunks r and 2c-1-r |
 | `Contiguous`     | padded packed slots                  | the r-th of c equal pieces (of the buffer or each slot) |
 | `Gathered`       | packed slots                         | everything, on every rank                               |
@@ -89,7 +89,7 @@ class Layout(ABC):
     replicated_over_cp: bool = False
     #: Whether a gather over CP ranks, where there was one, adds their gradients on the way back.
     gather_sums_gradients: bool = True
-    #: Of each sample, [num_samples], where the layout was told: without padding, and without its prompt.
+    #: Of each sample, [num_samples], where the layout knows them: without padding, and without the prompt.
     total_lengths: Ints | None = None
     response_lengths: Ints | None = None
 
@@ -175,8 +175,8 @@ class _PackedSlots(Layout):
             return used
         raise ValueError(
             f"{num_samples} loss masks for {len(used)} slots with a sample (filler_slots={self.filler_slots}): there "
-            "must be one mask a slot, in order. If the last slots only pad the pack, say so with filler_slots; do not "
-            "add masks for them."
+            "must be one mask per slot, in order. If the last slots only pad the pack, say so with filler_slots; do "
+            "not add masks for them."
         )
 
     def mask_starts(self, mask_lengths: Ints) -> Ints:
@@ -186,16 +186,17 @@ class _PackedSlots(Layout):
         if self.total_lengths is not None:
             lengths, allowed = self.total_lengths, "its slot's {} or its total_length's {}"
             check_one_each("total_lengths", len(lengths), "loss masks", len(mask_lengths), _SAME_MICROBATCH)
-        for i, (given, size, length) in enumerate(zip(mask_lengths, sizes, lengths, strict=True)):
+        for i, (mask_length, size, length) in enumerate(zip(mask_lengths, sizes, lengths, strict=True)):
             if not 0 <= length <= size:
                 raise ValueError(
                     f"sample {i} has total_length {length} in a slot of {size} tokens: it must fit its padded slot. "
                     "Pass cu_seqlens_padded and total_lengths of the same micro-batch."
                 )
-            if given not in (size, length):
+            if mask_length not in (size, length):
                 raise ValueError(
-                    f"the loss mask of sample {i} has {given} entries: it must have {allowed.format(size, length)}. A "
-                    "mask of the unpadded sample needs total_lengths; one of the response only needs ZigzagResponse."
+                    f"the loss mask of sample {i} has {mask_length} entries: it must have "
+                    f"{allowed.format(size, length)}. A mask of the unpadded sample needs total_lengths; one of the "
+                    "response only needs ZigzagResponse."
                 )
         return [self._starts[slot] for slot in slots]
 
@@ -340,7 +341,7 @@ class ZigzagResponse(Layout):
         if not len(totals) == len(responses) == len(padded):
             raise ValueError(
                 f"{len(totals)} total_lengths, {len(responses)} response_lengths, {len(padded)} padded_lengths: there "
-                "must be one of each a sample. Pass those of one micro-batch."
+                "must be one of each per sample. Pass those of one micro-batch."
             )
         for i, (total, response, size) in enumerate(zip(totals, responses, padded, strict=True)):
             if not 0 <= response < total:
@@ -363,7 +364,7 @@ class ZigzagResponse(Layout):
     def mask_starts(self, mask_lengths: Ints) -> Ints:
         if mask_lengths != (lengths := self.response_lengths):
             check_one_each("loss masks", len(mask_lengths), "response_lengths", len(lengths), _SAME_MICROBATCH)
-            i = next(i for i, given in enumerate(mask_lengths) if given != lengths[i])
+            i = next(i for i, length in enumerate(mask_lengths) if length != lengths[i])
             raise ValueError(
                 f"the loss mask of sample {i} has {mask_lengths[i]} entries: it must have its response_length's "
                 f"{lengths[i]}. Cut a mask of the whole sample to the response, or use ZigzagTHD."

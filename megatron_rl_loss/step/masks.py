@@ -19,8 +19,8 @@ SMALLEST, LARGEST = 1e-30, 1e30
 _COMPLEX = {torch.complex32, torch.complex64, torch.complex128}
 
 
-def check_masks(loss_masks: Sequence[Tensor]) -> tuple[list[Tensor], Ints]:
-    """The masks in a list, and their lengths. Only shape and dtype of each are read: torch's function modes see it."""
+def check_masks(loss_masks: Sequence[Tensor]) -> tuple[list[Tensor], Ints, set[torch.dtype]]:
+    """The masks in a list, their lengths and dtypes: no more is read of each, as function modes see every look."""
     if isinstance(loss_masks, Tensor):
         raise TypeError(
             f"loss_masks is one tensor of shape {tuple(loss_masks.shape)}: it must be a list of 1-D tensors, one per "
@@ -40,13 +40,14 @@ def check_masks(loss_masks: Sequence[Tensor]) -> tuple[list[Tensor], Ints]:
                 f"the loss mask of sample {i} has shape {tuple(shape)}: it must be 1-D, one entry per token. Pass one "
                 "tensor per sample."
             )
-    for dtype in {mask.dtype for mask in masks} & _COMPLEX:
+    dtypes = {mask.dtype for mask in masks}
+    for dtype in dtypes & _COMPLEX:
         i = next(i for i, mask in enumerate(masks) if mask.dtype == dtype)
         raise TypeError(
             f"the loss mask of sample {i} is {dtype}: token weights must be real numbers. Pass 0/1, bool or float "
             "weights."
         )
-    return masks, [length for (length,) in shapes]
+    return masks, [length for (length,) in shapes], dtypes
 
 
 def join(values: Sequence[Tensor], starts: Ints, lengths: Ints, total_tokens: int) -> Tensor:

@@ -25,15 +25,15 @@ class Samples:
     """The samples of one micro-batch (or of one rank's whole step).
 
     Args:
-        loss_masks: one 1-D tensor a sample: 0/1 (ints, bools or floats) or fractional token weights >= 0, over the
+        loss_masks: one 1-D tensor per sample: 0/1 (ints, bools or floats) or fractional token weights >= 0, over the
             sample's full length (never cut for a CP rank). Any number, none included; all on one device.
         layout: where the losses of those tokens are; None for plain concatenation, which has no CP cut.
-        rollout_ids: one id (int or str) a sample, equal for samples that are parts of one rollout; None if each sample
-            is a rollout. Unique within the step, not only within a prompt.
-        prompt_ids: one id a sample, equal for the responses to one prompt. Needed by ``prompt_mean``.
+        rollout_ids: one id (int or str) per sample, equal for samples that are parts of one rollout; None if each
+            sample is a rollout. Unique within the step, not only within a prompt.
+        prompt_ids: one id per sample, equal for the responses to one prompt. Needed by ``prompt_mean``.
         tokens: the micro-batch's input ids or whatever else its replicas must share, of any shape, uncut: then they are
             compared between context, tensor and pipeline parallel ranks along with the masks.
-        labels: whatever else modes of one's own look at, by name: lists or tensors with an entry a sample (the sign of
+        labels: whatever else your own modes look at, by name: lists or tensors with one entry per sample (the sign of
             the advantage, a task, the turn of each token).
         term_masks: further masks by name, as `loss_masks`, for terms of the loss that have their own (`Term`).
 
@@ -64,7 +64,7 @@ class Samples:
         term_masks: Mapping[str, Sequence[Tensor]] | None = None,
         labels: Labels | None = None,
     ) -> None:
-        self.loss_masks, self.mask_lengths = masks.check_masks(loss_masks)
+        self.loss_masks, self.mask_lengths, self._dtypes = masks.check_masks(loss_masks)
         self.layout = layout
         self.tokens = tokens
         self.labels = {} if labels is None else dict(labels)
@@ -115,7 +115,7 @@ class Samples:
         return len(self.loss_masks)
 
     def in_buffer(self, values: Sequence[Tensor]) -> Tensor:
-        """One 1-D tensor a sample, each as long as its mask -> the layout's buffer, [total_tokens], 0 in padding.
+        """One 1-D tensor per sample, each as long as its mask -> the layout's buffer, [total_tokens], 0 in padding.
 
         On the values' device; their dtypes are promoted together.
         """
@@ -152,7 +152,8 @@ class Samples:
     def sound(self) -> bool | Tensor:
         """Whether every mask entry is a usable weight: a bool, or on a device 0-dim, and nobody waits for it."""
         sound = masks.are_sound(self._buffer, self.holds_flags)
-        for mask in [] if self.holds_flags else self.loss_masks:  # ints beside floats are flags all the same
+        mixed = len(self._dtypes) > 1 and not self.holds_flags
+        for mask in self.loss_masks if mixed else []:  # ints beside floats are flags all the same
             sound = sound if mask.is_floating_point() else sound & (mask <= 1).all()
         return sound
 

@@ -81,7 +81,7 @@ class Statistic:
             shown = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
             raise ValueError(
                 f"a statistic that returned {shown} for {len(samples)} samples: it must return a tensor with one "
-                "number a sample. Return a tensor of shape [num_samples]."
+                "number per sample. Return a tensor of shape [num_samples]."
             )
         values = values.detach().double().cpu()
         if not bool(torch.isfinite(values).all()):
@@ -250,7 +250,7 @@ class StepTotals:
         """Totals of a step from the full (not CP-sliced) masks of all samples this DP rank holds in it.
 
         Args:
-            loss_masks: one 1-D tensor a sample, over all micro-batches of the step; none if the rank has no sample.
+            loss_masks: one 1-D tensor per sample, over all micro-batches of the step; none if the rank has no sample.
             rollout_ids, prompt_ids: as in `Samples`. Units may straddle micro-batches and DP ranks.
             dp_group: the data-parallel group *without* context parallelism. None where this rank alone holds the whole
                 step; that must be said where `torch.distributed` has several ranks.

@@ -1,11 +1,13 @@
 """Plain PyTorch without Megatron: DistributedDataParallel and FSDP average gradients, so a share is times the ranks."""
 
+import itertools
 from typing import Any
 
 import oracle
 import pytest
 import torch
 from ranks import run_ranks, start_process_group
+from steps import ids_of
 from table_step import DIVISOR, dealt, step_samples
 
 from megatron_rl_loss import StepTotals, make_pg_loss_reducer
@@ -40,25 +42,15 @@ def gradient_of(kind: str, mode: str, factor: float | None) -> list[float]:
         fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     factor = dist.get_world_size() if factor is None else factor
     microbatches = dealt(SAMPLES, dist.get_rank(), dist.get_world_size(), 2)
-    first = [0]
-    for sample in SAMPLES:
-        first.append(first[-1] + len(sample.mask))
+    first = [0, *itertools.accumulate(len(sample.mask) for sample in SAMPLES)]
     mine = [SAMPLES[i] for chosen in microbatches for i in chosen]
-
-    def ids_of(samples: list[oracle.Sample]) -> dict[str, Any]:
-        return {
-            "rollout_ids": [str(sample.rollout_id) for sample in samples],
-            "prompt_ids": [str(sample.prompt_id) for sample in samples],
-        }
-
     totals = StepTotals.from_loss_masks([one.mask for one in mine], dp_group=dist.group.WORLD, **ids_of(mine))
     for chosen in microbatches:
         samples = [SAMPLES[i] for i in chosen]
         numbers = [n for i in chosen for n in range(first[i], first[i + 1])]
         divisor = DIVISOR if mode == "constant" else None
-        reducer = make_pg_loss_reducer(
-            mode, [one.mask for one in samples], totals=totals, divisor=divisor, **ids_of(samples)
-        )
+        masks = [one.mask for one in samples]
+        reducer = make_pg_loss_reducer(mode, masks, totals=totals, divisor=divisor, **ids_of(samples))
         (factor * reducer(model(torch.tensor(numbers, dtype=torch.int64)))).backward()
     gradient = next(model.parameters()).grad
     return (gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient).tolist()

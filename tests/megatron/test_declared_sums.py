@@ -45,7 +45,8 @@ MODES: dict[str, tuple[Any, Callable[[int], float]]] = {
     "balanced": (balanced, of_balanced),
     "adapters": (adapter_token_mean, of_adapters),
 }
-LAYOUTS = [(2, 2, 2), (4, 1, 1), (1, 1, 3)]  # DP, CP, micro-batches
+# DP, CP, micro-batches
+LAYOUTS = [(2, 2, 2), *(pytest.param(*layout, marks=pytest.mark.slow) for layout in ((4, 1, 1), (1, 1, 3)))]
 
 
 def gradients(dp: int, cp: int, microbatches: int) -> dict[str, Tensor]:

@@ -30,7 +30,8 @@ OVERS = ("samples", "tokens", "prompts", "none")
 KINDS = ("mean", "min", "max", "variance", "ess")
 MASKS = (None, "thinned")
 NAMES = {f"{over}, {kind}, {mask}": (over, kind, mask) for over, kind, mask in itertools.product(OVERS, KINDS, MASKS)}
-LAYOUTS = [(1, 1, 3), (4, 1, 1), (2, 2, 2), (1, 4, 2)]  # DP, CP, micro-batches
+# DP, CP, micro-batches
+LAYOUTS = [(2, 2, 2), *(pytest.param(*layout, marks=pytest.mark.slow) for layout in ((1, 1, 3), (4, 1, 1), (1, 4, 2)))]
 
 
 def thinned_masks() -> list[Tensor]:

@@ -39,7 +39,7 @@ from torch import Tensor
 from megatron_rl_loss import Samples, StepTotals, ZigzagBSHD, ZigzagResponse
 from megatron_rl_loss.modes.names import Aggregation, resolve
 from megatron_rl_loss.reduction import sums as reduction
-from megatron_rl_loss.step import LocalTokens, layouts, totals
+from megatron_rl_loss.step import LocalTokens, counting, layouts
 
 TOLERANCE = oracle.EXACT
 DIVISOR = 40960.0
@@ -195,7 +195,7 @@ def simulated(data: str, room: Room, mode: str, units: str) -> Outcome:
     samples = DATA[data]()
     table = torch.tensor(table_of(samples), requires_grad=True)
     batches = [batch for dp_rank in range(room.D) for batch in batches_of(data, samples, dp_rank, room)]
-    step_totals = totals.reduce_step_totals([batch.samples for batch in batches])
+    step_totals = counting.reduce_step_totals([batch.samples for batch in batches])
     aggregation = resolve(mode, divisor=DIVISOR if mode == "constant" else None, units=units)  # type: ignore[arg-type]
     loss = torch.zeros(())
     for batch in batches:
@@ -311,12 +311,12 @@ def multiplied_by_mask(patch: pytest.MonkeyPatch) -> None:
 
 
 def counted_by_length(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Samples, "sums", property(lambda self: torch.tensor(self.mask_lengths, dtype=torch.float64).numpy()))
+    patch.setattr(Samples, "mask_sums", property(lambda self: torch.tensor(self.mask_lengths, dtype=torch.float64)))
 
 
 def at_least_one_token_each(patch: pytest.MonkeyPatch) -> None:
-    count = vars(Samples)["sums"].func
-    patch.setattr(Samples, "sums", property(lambda self: count(self).clip(min=1)))
+    count = vars(Samples)["mask_sums"].func
+    patch.setattr(Samples, "mask_sums", property(lambda self: count(self).clip(min=1)))
 
 
 def pack_as_one_sequence(patch: pytest.MonkeyPatch) -> None:
@@ -332,12 +332,12 @@ def pack_as_one_sequence(patch: pytest.MonkeyPatch) -> None:
 
 def changed_totals(change: Callable[[StepTotals, list[Samples]], StepTotals]) -> Plant:
     def plant(patch: pytest.MonkeyPatch) -> None:
-        sound = totals.reduce_step_totals
+        sound = counting.reduce_step_totals
 
         def reduce_step_totals(held: Any, **groups: Any) -> StepTotals:
             return change(sound(held, **groups), held)
 
-        for name in ("megatron_rl_loss.step.totals", "megatron_rl_loss.megatron.launch"):
+        for name in ("megatron_rl_loss.step.counting", "megatron_rl_loss.megatron.launch"):
             if name in sys.modules:
                 patch.setattr(sys.modules[name], "reduce_step_totals", reduce_step_totals)
 

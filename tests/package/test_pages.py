@@ -56,6 +56,15 @@ def test_names_are_those_of_folders(page: Path) -> None:
         assert list(wrong_names(page.read_text())) == []
 
 
+def test_the_files_of_the_architecture_are_there() -> None:
+    page = (ROOT / "docs/architecture.md").read_text()
+    files = set(re.findall(r"`((?:\w+/)+\w+\.py)`", page))
+    assert len(files) > 10
+    assert not [name for name in files if not any((root / name).exists() for root in (ROOT, ROOT / "megatron_rl_loss"))]
+    folders = [path for path in (ROOT / "megatron_rl_loss").iterdir() if (path / "__init__.py").exists()]
+    assert not [folder for folder in folders if f"| `{folder.name}/` |" not in page]
+
+
 def test_wrong_links_and_names_would_be_seen() -> None:
     """Negative control."""
     text = "# A b\n[x](#a-b) [y](#c) [z][z] [w](none.md)\n\n[z]: docs/using.md#none\n"

@@ -73,7 +73,7 @@ REFUSALS: dict[str, Refusal] = {
     "not one each": (
         call(errors.check_one_each, "ids", 2, "masks", 3),
         ValueError,
-        "2 ids for 3 masks: there must be one a sample. Pass both in order",
+        "2 ids for 3 masks: there must be one per sample. Pass both in order",
         call(errors.check_one_each, "ids", 3, "masks", 3),
     ),
     "what cannot be called": (

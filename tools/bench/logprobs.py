@@ -23,10 +23,9 @@ The ways:
 
 All are first checked against each other. They take turns, in an order that rotates; a time is that of the fastest
 turn, ratios are of one run. One rank holds the vocabulary. *Busy elsewhere* is how many cores other processes kept
-busy: on a machine that is shared, ``--clock cpu`` (the default without a GPU) counts this process's CPU seconds instead
-of the wall's, with one thread of torch. With more threads (``--threads 2 --clock wall``) the machine must be free: each
-operation waits for the slowest thread, and ours, which runs many small ones, waits most where other processes take
-cores away. *In place* writes the gradient over the logits, as Megatron's does with float32 logits.
+busy. On a shared machine ``--clock cpu`` (the default without a GPU) counts this process's CPU seconds with one thread;
+``--threads 2 --clock wall`` needs a free one. *In place* writes the gradient over the logits, as Megatron's does with
+float32 logits.
 """
 
 import argparse
@@ -49,12 +48,9 @@ from timing import busy_elsewhere, commit_of, keep_freed_memory, machine, take_t
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from megatron_rl_loss.logprobs.hidden import log_probs_from_hidden, loss_from_hidden
-from megatron_rl_loss.logprobs.logits import log_probs_from_logits
+from megatron_rl_loss.logprobs import log_probs_from_hidden, log_probs_from_logits, loss_from_hidden
 from megatron_rl_loss.losses import ppo_clip_loss
 
-#: Extra memory of ours to megatron's at 16k tokens x 32k ids; time with entropy to megatron's without, and to slime's.
-MOST_MEMORY, MOST_TIME = 1 / 8, 1.1
 MB = 2**20
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 #: (log_probs, entropy or None) of (logits, labels).
@@ -84,51 +80,39 @@ def megatron(logits: Tensor, labels: Tensor) -> tuple[Tensor, None]:
     return -vocab_parallel_cross_entropy(logits[:, None], labels[:, None], tp_group=dist.group.WORLD)[:, 0], None
 
 
-def naive(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor | None]:
+def naive(logits: Tensor, labels: Tensor, entropy: bool) -> tuple[Tensor, Tensor | None]:
     log_q = logits.float().log_softmax(-1)
-    return log_q.gather(1, labels[:, None])[:, 0], None
+    return log_q.gather(1, labels[:, None])[:, 0], -(log_q.exp() * log_q).sum(-1) if entropy else None
 
 
-def naive_with_entropy(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor | None]:
-    log_q = logits.float().log_softmax(-1)
-    return log_q.gather(1, labels[:, None])[:, 0], -(log_q.exp() * log_q).sum(-1)
-
-
-def ours(entropy: bool) -> FromLogits:
-    return lambda logits, labels: tuple(log_probs_from_logits(logits, labels, entropy=entropy))  # type: ignore[return-value]
-
-
-def ours_in_place(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor | None]:
-    log_probs, entropy = log_probs_from_logits(logits, labels, entropy=True, gradient_in_place=True)
+def ours(logits: Tensor, labels: Tensor, **more: Any) -> tuple[Tensor, Tensor | None]:
+    log_probs, entropy = log_probs_from_logits(logits, labels, **more)
     return log_probs, entropy
 
 
-def slimes(checkout: Path, chunk_tokens: int) -> Callable[[bool], FromLogits]:
-    path = checkout / "slime" / "utils" / "ppo_utils.py"
-    spec = importlib.util.spec_from_file_location("slime_ppo_utils", path)
+def slimes(checkout: Path, chunk_tokens: int) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    spec = importlib.util.spec_from_file_location("slime_ppo_utils", checkout / "slime" / "utils" / "ppo_utils.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
 
-    def of(entropy: bool) -> FromLogits:
-        def run(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor | None]:
-            log_probs, found = module.calculate_log_probs_and_entropy(
-                logits.float(), labels, dist.group.WORLD, with_entropy=entropy, chunk_size=chunk_tokens
-            )
-            return log_probs[:, 0], found
+    def slime(logits: Tensor, labels: Tensor, entropy: bool) -> tuple[Tensor, Tensor | None]:
+        log_probs, found = module.calculate_log_probs_and_entropy(
+            logits.float(), labels, dist.group.WORLD, with_entropy=entropy, chunk_size=chunk_tokens
+        )
+        return log_probs[:, 0], found
 
-        return run
-
-    return of
+    return slime
 
 
-def ways_from_logits(slime: Callable[[bool], FromLogits] | None) -> dict[str, FromLogits]:
-    ways: dict[str, FromLogits] = {"megatron": megatron, "naive": naive, "ours": ours(False)}
-    ways |= {"naive, entropy": naive_with_entropy, "ours, entropy": ours(True)}
+def ways_from_logits(slime: Callable[..., Any] | None) -> dict[str, FromLogits]:
+    both: dict[str, Callable[..., Any]] = {"naive": naive, "ours": ours}
     if slime is not None:
-        ways |= {"slime": slime(False), "slime, entropy": slime(True)}
-    return ways
+        both["slime"] = slime
+    ways: dict[str, FromLogits] = {"megatron": megatron}
+    ways |= {name: partial(way, entropy=False) for name, way in both.items()}
+    return ways | {f"{name}, entropy": partial(way, entropy=True) for name, way in both.items()}
 
 
 # --- a pass, forward and backward
@@ -168,51 +152,36 @@ def leaf(*size: int, dtype: torch.dtype, device: str, seed: int, scale: float = 
 
 
 def passes_from_hidden(
-    size: Size, hidden_size: int, chunk_tokens: int, device: str, slime: Callable[[bool], FromLogits] | None
-) -> dict[str, Callable[[], tuple[Tensor, Tensor]]]:
+    size: Size, hidden_size: int, chunk_tokens: int, device: str, slime: Callable[..., Any] | None
+) -> dict[str, Callable[[], tuple[Tensor, ...]]]:
     """By name: a pass that gives the gradients of hidden states and weight."""
     batch, dtype = Batch.of(size, device), DTYPES[size.dtype]
     hidden = leaf(size.tokens, hidden_size, dtype=dtype, device=device, seed=1)
     weight = leaf(size.vocabulary, hidden_size, dtype=dtype, device=device, seed=2, scale=hidden_size**-0.5)
+    inputs = {"old": batch.old_log_probs, "advantages": batch.advantages}
 
-    def whole(way: FromLogits) -> Callable[[], tuple[Tensor, Tensor]]:
-        def run() -> tuple[Tensor, Tensor]:
-            share = batch.loss(*way(hidden @ weight.t(), batch.labels))
-            return torch.autograd.grad(share, (hidden, weight))  # type: ignore[return-value]
+    def whole(way: FromLogits) -> Tensor:
+        return batch.loss(*way(hidden @ weight.t(), batch.labels))
 
-        return run
+    def two_passes(entropy: bool) -> Tensor:
+        return batch.loss(
+            *log_probs_from_hidden(hidden, weight, batch.labels, entropy=entropy, chunk_tokens=chunk_tokens)
+        )
 
-    def two_passes(entropy: bool) -> Callable[[], tuple[Tensor, Tensor]]:
-        def run() -> tuple[Tensor, Tensor]:
-            found = log_probs_from_hidden(hidden, weight, batch.labels, entropy=entropy, chunk_tokens=chunk_tokens)
-            return torch.autograd.grad(batch.loss(*found), (hidden, weight))  # type: ignore[return-value]
+    def one_pass(entropy: bool) -> Tensor:
+        more: Any = {"entropy": entropy, "chunk_tokens": chunk_tokens}
+        return loss_from_hidden(hidden, weight, batch.labels, batch.weights, per_token, inputs, **more).share
 
-        return run
-
-    def one_pass(entropy: bool) -> Callable[[], tuple[Tensor, Tensor]]:
-        inputs = {"old": batch.old_log_probs, "advantages": batch.advantages}
-
-        def run() -> tuple[Tensor, Tensor]:
-            share, _ = loss_from_hidden(
-                hidden, weight, batch.labels, batch.weights, per_token, inputs, entropy=entropy,
-                chunk_tokens=chunk_tokens,
-            )  # fmt: skip
-            return torch.autograd.grad(share, (hidden, weight))  # type: ignore[return-value]
-
-        return run
-
-    return {
-        **{name: whole(way) for name, way in ways_from_logits(slime).items() if not name.startswith("ours")},
-        "ours, two passes": two_passes(False),
-        "ours, one pass": one_pass(False),
-        "ours, two passes, entropy": two_passes(True),
-        "ours, one pass, entropy": one_pass(True),
+    shares: dict[str, Callable[[], Tensor]] = {
+        name: partial(whole, way) for name, way in ways_from_logits(slime).items() if not name.startswith("ours")
     }
+    for entropy, name in ((False, ""), (True, ", entropy")):
+        shares[f"ours, two passes{name}"] = partial(two_passes, entropy)
+        shares[f"ours, one pass{name}"] = partial(one_pass, entropy)
+    return {name: lambda share=share: torch.autograd.grad(share(), (hidden, weight)) for name, share in shares.items()}  # type: ignore[misc]
 
 
-def passes_from_logits(
-    size: Size, device: str, slime: Callable[[bool], FromLogits] | None
-) -> dict[str, Callable[[], Tensor]]:
+def passes_from_logits(size: Size, device: str, slime: Callable[..., Any] | None) -> dict[str, Callable[[], Tensor]]:
     """By name: a pass that gives the gradient of the logits.
 
     Megatron's overwrites float32 logits in its forward pass and ours-in-place in its backward pass; neither is slower
@@ -222,20 +191,18 @@ def passes_from_logits(
     logits = leaf(size.tokens, size.vocabulary, dtype=dtype, device=device, seed=1)
     spoiled = logits.detach().clone().requires_grad_()
 
-    def run_with(way: FromLogits, logits: Tensor) -> Callable[[], Tensor]:
-        def run() -> Tensor:
-            found = [one for one in way(logits, batch.labels) if one is not None]
-            return torch.autograd.grad(found, logits, [batch.advantages] * len(found))[0]
+    def run(way: FromLogits, logits: Tensor) -> Tensor:
+        found = [one for one in way(logits, batch.labels) if one is not None]
+        return torch.autograd.grad(found, logits, [batch.advantages] * len(found))[0]
 
-        return run
-
-    passes = {
-        name: run_with(way, spoiled if name == "megatron" else logits) for name, way in ways_from_logits(slime).items()
-    }
-    return passes | {"ours in place, entropy": run_with(ours_in_place, spoiled)}
+    ways = ways_from_logits(slime)
+    passes: dict[str, Callable[[], Tensor]]
+    passes = {name: partial(run, way, spoiled if name == "megatron" else logits) for name, way in ways.items()}
+    in_place = partial(ours, entropy=True, gradient_in_place=True)
+    return passes | {"ours in place, entropy": partial(run, in_place, spoiled)}
 
 
-def check_from_hidden(passes: Mapping[str, Callable[[], tuple[Tensor, Tensor]]], dtype: str) -> None:
+def check_from_hidden(passes: Mapping[str, Callable[[], tuple[Tensor, ...]]], dtype: str) -> None:
     """Those with entropy agree with each other, and those without."""
     bound = 1e-4 if dtype == "float32" else 0.05
     for entropy in (False, True):
@@ -318,28 +285,6 @@ def time_table(
     return rows
 
 
-def verdict(met: bool) -> str:
-    return "met" if met else "MISSED"
-
-
-def verdicts(found: Mapping[str, list[dict[str, Any]]]) -> list[str]:
-    said = []
-    for row in found.get("memory from hidden states", []):
-        if (row["tokens"], row["vocabulary"]) == (16384, 32768) and row["way"].startswith("ours"):
-            ratio = row["to megatron"]
-            if ratio is not None:
-                said.append(f"memory, {row['dtype']}, {row['way']}: {ratio:.3f} of megatron's, goal "
-                            f"{MOST_MEMORY}: {verdict(ratio <= MOST_MEMORY)}")  # fmt: skip
-    for row in found.get("time from logits", []):
-        if row["way"] in ("ours, entropy", "ours in place, entropy"):
-            size = f"time, {row['tokens']} x {row['vocabulary']} {row['dtype']}, {row['way']}"
-            said.append(f"{size}: {row['to megatron']:.2f} of megatron's log-prob alone, goal {MOST_TIME}: "
-                        f"{verdict(row['to megatron'] <= MOST_TIME)}")  # fmt: skip
-            if row["to slime"] is not None:
-                said.append(f"{size}: {row['to slime']:.2f} of slime's, goal 1: {verdict(row['to slime'] <= 1)}")
-    return said
-
-
 TABLES = ("memory", "hidden", "time")
 CLOCKS = {"cpu": time.process_time, "wall": time.perf_counter}
 
@@ -401,7 +346,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
             from_logits = partial(passes_from_logits, device=args.device, slime=slime)
             keep("time from logits", time_table(args.logits, args, from_logits))
         dist.destroy_process_group()
-    print("\n" + "\n".join(verdicts(found)))
 
 
 if __name__ == "__main__":

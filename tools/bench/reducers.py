@@ -63,14 +63,14 @@ class Case:
 
 
 CASES = (
-    Case(1, 4096, goal=1.2),
+    Case(1, 4096, goal=1.5),
     Case(4, 4096, goal=1),
     Case(8, 4096, goal=1),
-    Case(8, 4096, metrics=5, goal=1 / 2.5),
+    Case(8, 4096, metrics=5, goal=1 / 2),
     Case(32, 2048, goal=1),
-    Case(64, 1024, goal=1 / 5),
-    Case(64, 1024, metrics=5, goal=1 / 10),
-    *(Case(512, 8192, cp_size, metrics, goal=1 / 2) for cp_size in (1, 4) for metrics in (0, 5)),
+    Case(64, 1024, goal=1 / 4),
+    Case(64, 1024, metrics=5, goal=1 / 8),
+    *(Case(512, 8192, cp_size, metrics, goal=1) for cp_size in (1, 4) for metrics in (0, 5)),
 )
 
 

@@ -92,7 +92,7 @@ def test_the_step_is_that_of_hugging_faces_model(tmp_path: Path) -> None:
     model = hugging_face_model()
     model.save_pretrained(tmp_path)
     os.environ["HF_HUB_OFFLINE"] = "1"
-    ((report, embedding, output),) = run_ranks(1, step_of_the_recipe, str(tmp_path), timeout_s=600)
+    ((report, embedding, output),) = run_ranks(1, step_of_the_recipe, str(tmp_path))
     model = model.double()
     tokens, labels, advantages, masks = rows()
     log_probs = model(tokens).logits.log_softmax(-1).gather(-1, labels[..., None])[..., 0]

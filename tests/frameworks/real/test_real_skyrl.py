@@ -134,7 +134,7 @@ def step_errors(root: str, seed: int, modes: list[str], drop_in: bool) -> list[f
 @pytest.mark.parametrize("dp", [1, 2, 4])
 def test_steps_are_exact_with_ours_and_with_theirs(dp: int) -> None:
     for drop_in in (True, False):
-        for errors in run_ranks(dp, step_errors, checkout(SKYRL), 1, list(MODES), drop_in, timeout_s=600):
+        for errors in run_ranks(dp, step_errors, checkout(SKYRL), 1, list(MODES), drop_in):
             assert max(errors) < TOLERANCE
 
 

@@ -7,6 +7,8 @@ one.
 """
 
 import importlib
+from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -22,10 +24,10 @@ from ranks import RankError, run_ranks, start_process_group
 #: Log-probs are float32 sums over the vocabulary.
 TOLERANCE = 2e-6
 OURS = "megatron_rl_loss.frameworks"
-LAYOUTS = [(1, 1), (2, 1), (1, 2), (2, 2), (1, 4)]
 PEERS = {"slime": SLIME, "miles": MILES}
 
 pytestmark = pytest.mark.slow
+MakeStep = Callable[[], Step]
 each_peer = pytest.mark.parametrize("peer", PEERS)
 
 NONE = """custom_megatron_before_train_step_hook_path custom_megatron_init_path custom_pg_loss_reducer_function_path
@@ -55,8 +57,13 @@ def arguments(**changed: Any) -> Any:
     return SimpleNamespace(**dict.fromkeys(NONE.split()) | dict.fromkeys(OFF.split(), False) | VALUES | changed)
 
 
-def train(peer: str, root: str, cp: int, steps: list[Step], cases: list[dict[str, Any]]) -> list[list[float]]:
-    """On a rank: the error of every step in each case."""
+def with_steps(one: dict[str, Any]) -> dict[str, Any]:
+    """Tensors are made on the rank: a process is handed few of them."""
+    return one | {"steps": [make() for make in one["steps"]]}
+
+
+def train(peer: str, root: str, cp: int, cases: list[dict[str, Any]]) -> list[list[float]]:
+    """On a rank: the error of every step of each case."""
     from megatron.training import global_vars
     from table_step import start
 
@@ -69,14 +76,16 @@ def train(peer: str, root: str, cp: int, steps: list[Step], cases: list[dict[str
     if peer == "slime":
         model_module.get_forward_backward_func = lambda: audited(get_schedule(), measured.append)
     found = []
+    cases = list(map(with_steps, cases))
+    every_step = [step for one in cases for step in one["steps"]]
+    importlib.import_module("logit_table").rejecting = reject(every_step)  # type: ignore[attr-defined]
     for one in cases:
-        args = arguments(**one["flags"])
+        args, steps = arguments(**one["flags"]), one["steps"]
         global_vars._GLOBAL_ARGS = args
         if args.use_tis:
             args.custom_tis_function_path = "logit_table.rejecting"
-            importlib.import_module("logit_table").rejecting = reject(steps)  # type: ignore[attr-defined]
         model_module.train_one_step = own_train_one_step
-        step_arguments = setup.prepare(args, one, steps, state.get_data_parallel_rank())
+        step_arguments = setup.prepare(args, one, state.get_data_parallel_rank())
         errors = []
         for step_id, step in enumerate(steps):
             model = logit_model(step.table, per_token=args.calculate_per_token_loss)
@@ -106,8 +115,8 @@ def setup_slime(root: str) -> Any:
     accelerator._ACCELERATOR = SimpleNamespace(device=lambda index: cpu, current_device=lambda: cpu)
     from megatron_rl_loss.frameworks import slime
 
-    def prepare(args: Any, one: dict[str, Any], steps: list[Step], dp_rank: int) -> Any:
-        data = data_of(steps, dp_rank, cp_utils.slice_log_prob_with_cp)
+    def prepare(args: Any, one: dict[str, Any], dp_rank: int) -> Any:
+        data = data_of(one["steps"], dp_rank, cp_utils.slice_log_prob_with_cp)
         if args.custom_megatron_before_train_step_hook_path:
             slime.count_steps(args, 3, data)  # as their actor calls it
         iterator = data_module.get_data_iterator(data)
@@ -127,7 +136,7 @@ def setup_miles(root: str) -> Any:
     group_info = importlib.import_module("miles.utils.ft_utils.process_group_utils")
     _compute_in_float32()
 
-    def prepare(args: Any, one: dict[str, Any], steps: list[Step], dp_rank: int) -> Any:
+    def prepare(args: Any, one: dict[str, Any], dp_rank: int) -> Any:
         alone = group_info.GroupInfo(rank=0, size=one.get("replicas", 1), group=None)
         parallel.set_parallel_state(megatron_parallel.create_megatron_parallel_state(indep_dp=alone))
         if args.custom_megatron_init_path is not None:  # as their `init` does
@@ -137,12 +146,12 @@ def setup_miles(root: str) -> Any:
         def cut(values: Any, total: int, response: int) -> Any:
             return cp_utils.slice_log_prob_with_cp(values, total, response, args.qkv_format, padded)
 
-        data = data_of(steps, dp_rank, cut) | ({} if padded is None else {"max_seq_lens": [padded] * 100})
+        data = data_of(one["steps"], dp_rank, cut) | ({} if padded is None else {"max_seq_lens": [padded] * 100})
         iterators, num_microbatches = data_module.get_data_iterator(args, None, data)
         return lambda step_id: {
             "data_iterator": iterators,
             "num_microbatches": num_microbatches[step_id],
-            "num_rollouts": data_module.get_num_rollouts(args, data, len(steps))[step_id],
+            "num_rollouts": data_module.get_num_rollouts(args, data, len(one["steps"]))[step_id],
             "witness_info": None,
             "attempt": 0,
         }
@@ -171,112 +180,125 @@ def audit_error(measured: Any, one: dict[str, Any], step: Step) -> float:
     return float(np.abs(measured.weights - expected).max() / expected.max())
 
 
-def case(peer: str, mode: str, hook: str | None = None, *, counted: bool = False, **flags: Any) -> dict[str, Any]:
+def case(
+    peer: str,
+    mode: str,
+    hook: str | None,
+    steps: list[MakeStep],
+    *,
+    counted: bool = False,
+    replicas: int = 1,
+    **flags: Any,
+) -> dict[str, Any]:
     """A launch with a hook of ours; without, with their own reducer."""
     flags["custom_pg_loss_reducer_function_path"] = hook and f"{OURS}.slime.{hook}"
     if counted and peer == "slime":
         flags["custom_megatron_before_train_step_hook_path"] = f"{OURS}.slime.begin_step"
     elif counted:
         flags["custom_megatron_init_path"] = f"{OURS}.miles.count_steps"
-    return {"mode": mode, "divisor": 40.0 if mode == "constant" else None, "flags": flags}
+    padded = 24 if flags.get("qkv_format") == "bshd" else None
+    divisor = 40.0 if mode == "constant" else None
+    return {"mode": mode, "divisor": divisor, "flags": flags, "steps": steps, "padded": padded, "replicas": replicas}
 
 
-def three(peer: str, counted: bool = False, **flags: Any) -> list[dict[str, Any]]:
+def three(peer: str, steps: list[MakeStep], counted: bool = False, **flags: Any) -> list[dict[str, Any]]:
     """Each mode; a token mean with the step's counts."""
     return [
-        case(peer, "sample_mean", "sample_mean", counted=counted, **flags),
-        case(peer, "constant", "constant_40", counted=counted, **flags),
-        case(peer, "token_mean", "token_mean", counted=True, calculate_per_token_loss=True, **flags),
+        case(peer, "sample_mean", "sample_mean", steps, counted=counted, **flags),
+        case(peer, "constant", "constant_40", steps, counted=counted, **flags),
+        case(peer, "token_mean", "token_mean", steps, counted=True, calculate_per_token_loss=True, **flags),
     ]
 
 
-def errors(peer: str, dp: int, cp: int, steps: list[Step], cases: list[dict[str, Any]]) -> list[list[list[float]]]:
+def errors(peer: str, dp: int, cp: int, *cases: dict[str, Any]) -> list[list[list[float]]]:
     """By rank, case and step."""
-    return run_ranks(dp * cp, train, peer, checkout(PEERS[peer]), cp, steps, cases, timeout_s=600)
+    return run_ranks(dp * cp, train, peer, checkout(PEERS[peer]), cp, cases)
 
 
-def assert_exact(peer: str, dp: int, cp: int, steps: list[Step], cases: list[dict[str, Any]]) -> None:
-    for of_rank in errors(peer, dp, cp, steps, cases):
+def assert_exact(peer: str, dp: int, cp: int, *cases: dict[str, Any]) -> None:
+    for of_rank in errors(peer, dp, cp, *cases):
         for one, of_steps in zip(cases, of_rank, strict=True):
-            assert max(of_steps) < TOLERANCE, one
+            assert max(of_steps) < TOLERANCE, (one["mode"], one["flags"])
 
 
 @each_peer
-@pytest.mark.parametrize(("dp", "cp"), LAYOUTS)
-@pytest.mark.parametrize("rejected", [False, True], ids=["as masked", "rejection"])
-def test_hooks_are_exact(peer: str, dp: int, cp: int, rejected: bool) -> None:
-    cases = [*three(peer, use_tis=rejected), case(peer, "token_mean", "token_mean", counted=True, use_tis=rejected)]
-    assert_exact(peer, dp, cp, [make_step(seed, dp, rejected=rejected) for seed in (1, 2)], cases)
+@pytest.mark.parametrize(("dp", "cp"), [(1, 1), (2, 1), (1, 2), (2, 2), (1, 4)])
+def test_hooks_are_exact(peer: str, dp: int, cp: int) -> None:
+    """With and without rejection; all-gather context parallelism; miles's padded rows, by either cut.
 
-
-@each_peer
-@pytest.mark.parametrize(("dp", "cp"), [(1, 2), (2, 2), (1, 4)])
-def test_all_gather_context_parallelism(peer: str, dp: int, cp: int) -> None:
-    assert_exact(peer, dp, cp, [make_step(3, dp)], three(peer, allgather_cp=True))
-
-
-@pytest.mark.parametrize(("dp", "cp"), LAYOUTS)
-@pytest.mark.parametrize("allgather", [False, True], ids=["zigzag", "all-gather"])
-def test_padded_rows_of_miles(dp: int, cp: int, allgather: bool) -> None:
-    """All-gather context parallelism of padded rows, as DeepSeek V4 has it, holds for micro-batches of one row."""
-    cases = three("miles", counted=True, qkv_format="bshd", allgather_cp=allgather and cp > 1)
-    steps = [make_step(9, dp, microbatches=12 // dp if allgather else 2)]
-    assert_exact("miles", dp, cp, steps, [one | {"padded": 24} for one in cases])
+    All-gather of padded rows, as DeepSeek V4 has it, holds for micro-batches of one row.
+    """
+    cases = []
+    for rejected in (False, True):
+        steps = [partial(make_step, seed, dp, rejected=rejected) for seed in (1, 2)]
+        cases += three(peer, steps, use_tis=rejected)
+        cases.append(case(peer, "token_mean", "token_mean", steps, counted=True, use_tis=rejected))
+    if cp > 1:
+        cases += three(peer, [partial(make_step, 3, dp)], allgather_cp=True)
+    if peer == "miles":
+        for allgather in {False, cp > 1}:
+            steps = [partial(make_step, 9, dp, microbatches=12 // dp if allgather else 2)]
+            cases += three(peer, steps, counted=True, qkv_format="bshd", allgather_cp=allgather)
+    assert_exact(peer, dp, cp, *cases)
 
 
 def test_padded_rows_of_unknown_length() -> None:
-    steps = [make_step(9, 1)]
-    uncounted = case("miles", "sample_mean", "sample_mean", qkv_format="bshd") | {"padded": 24}
+    uncounted = case("miles", "sample_mean", "sample_mean", [partial(make_step, 9, 1)], qkv_format="bshd")
     with pytest.raises(RankError, match=rf"--custom-megatron-init-path {OURS}.miles.count_steps"):
-        errors("miles", 1, 2, steps, [uncounted])
-    assert_exact("miles", 1, 1, steps, [uncounted])
+        errors("miles", 1, 2, uncounted)
+    assert_exact("miles", 1, 1, uncounted)
 
 
 @each_peer
 def test_token_mean_without_counts(peer: str) -> None:
     """Exact where each sample has a token; it stops at one without, masked or rejected."""
-    uncounted = case(peer, "token_mean", "token_mean", calculate_per_token_loss=True)
-    assert_exact(peer, 2, 2, [make_step(4, 2, masked=False)], [uncounted])
+
+    def uncounted(step: MakeStep, **flags: Any) -> dict[str, Any]:
+        return case(peer, "token_mean", "token_mean", [step], calculate_per_token_loss=True, **flags)
+
+    assert_exact(peer, 2, 2, uncounted(partial(make_step, 4, 2, masked=False)))
     for rejected in (False, True):
-        steps = [make_step(5, 1, masked=not rejected, rejected=rejected)]
-        uncounted["flags"]["use_tis"] = rejected
         with pytest.raises(RankError, match=rf"rejection \(TIS\) emptied it.*{peer}\.count_steps"):
-            errors(peer, 1, 1, steps, [uncounted])
+            errors(
+                peer,
+                1,
+                1,
+                uncounted(partial(make_step, 5, 1, masked=not rejected, rejected=rejected), use_tis=rejected),
+            )
 
 
 @each_peer
 def test_a_rollout_of_two_samples(peer: str) -> None:
     """The hook refuses it, and says to run without: their own reducer then is the mean over rollouts."""
-    steps = [make_step(6, 2, split=True)]
-    cases = [case(peer, "constant", "constant_40", counted=True), case(peer, "sample_mean")]
-    assert_exact(peer, 2, 1, steps, cases)
+    steps = [partial(make_step, 6, 2, split=True)]
+    constant = case(peer, "constant", "constant_40", steps, counted=True)
+    assert_exact(peer, 2, 1, constant, case(peer, "sample_mean", None, steps))
     with pytest.raises(RankError, match="Run without the hook"):
-        errors(peer, 2, 1, steps, [case(peer, "sample_mean", "sample_mean", counted=True)])
+        errors(peer, 2, 1, case(peer, "sample_mean", "sample_mean", steps, counted=True))
 
 
 @pytest.mark.parametrize(
-    ("flags", "replicas", "error"),
+    ("options", "error"),
     [
-        ({"multi_lora": True}, 1, "steps to be counted with multi-LoRA"),
-        ({}, 2, "independent data-parallel replicas"),
+        ({"multi_lora": True}, "steps to be counted with multi-LoRA"),
+        ({"replicas": 2}, "independent data-parallel replicas"),
     ],
 )
-def test_steps_of_miles_that_cannot_be_counted(flags: dict[str, Any], replicas: int, error: str) -> None:
-    one = case("miles", "constant", "constant_40", counted=True, **flags) | {"replicas": replicas}
+def test_steps_of_miles_that_cannot_be_counted(options: dict[str, Any], error: str) -> None:
     with pytest.raises(RankError, match=error):
-        errors("miles", 1, 1, [make_step(1, 1)], [one])
+        errors(
+            "miles", 1, 1, case("miles", "constant", "constant_40", [partial(make_step, 1, 1)], counted=True, **options)
+        )
 
 
 @each_peer
 def test_negative_controls(peer: str) -> None:
-    """Their own token mean has phantom tokens, and without fully masked samples none; another step's loss is seen."""
-    cases = [
-        case(peer, "token_mean", calculate_per_token_loss=True),
-        case(peer, "sample_mean"),
-        case(peer, "constant", "constant_41"),
-    ]
+    """Their own token mean has phantom tokens, and without fully masked samples none; another divisor is seen."""
     for masked in (True, False):
-        for token_mean, sample_mean, constant in errors(peer, 2, 1, [make_step(7, 2, masked=masked)], cases):
+        steps = [partial(make_step, 7, 2, masked=masked)]
+        theirs = case(peer, "token_mean", None, steps, calculate_per_token_loss=True)
+        others = case(peer, "sample_mean", None, steps), case(peer, "constant", "constant_41", steps)
+        for token_mean, sample_mean, constant in errors(peer, 2, 1, theirs, *others):
             assert (token_mean[0] > 1e-2) == masked
             assert sample_mean[0] < TOLERANCE
             assert constant[0] > 1e-2
@@ -285,7 +307,7 @@ def test_negative_controls(peer: str) -> None:
 # --- miles's FSDP backend
 
 
-def train_on_fsdp(root: str, step: Step, cases: list[dict[str, Any]]) -> list[list[float]]:
+def train_on_fsdp(root: str, *cases: dict[str, Any]) -> list[list[float]]:
     """On a rank: the error of a step of their FSDP actor in each case."""
     from torch.distributed.fsdp import fully_shard
 
@@ -301,7 +323,8 @@ def train_on_fsdp(root: str, step: Step, cases: list[dict[str, Any]]) -> list[li
     state = fsdp_parallel.create_fsdp_parallel_state(SimpleNamespace(dp_replicate_size=1))
     parallel.set_parallel_state(state)
     found = []
-    for one in cases:
+    for one in map(with_steps, cases):
+        (step,) = one["steps"]
         args = arguments(global_batch_size=step.num_rollouts, **one["flags"])
         data = data_of([step], state.intra_dp.rank, lambda values, total, response: values)
         iterators, num_microbatches = data_module.get_data_iterator(args, None, data)
@@ -343,11 +366,11 @@ class ShardedTable(torch.nn.Module):
 
 @pytest.mark.parametrize("dp", [1, 2, 4])
 def test_fsdp_of_miles(dp: int) -> None:
-    cases = [case("miles", "sample_mean", "sample_mean"), case("miles", "constant", "constant_40")]
-    root, step = checkout(MILES), make_step(10, dp)
-    for of_rank in run_ranks(dp, train_on_fsdp, root, step, cases, timeout_s=600):
+    root, steps = checkout(MILES), [partial(make_step, 10, dp)]
+    sound = case("miles", "sample_mean", "sample_mean", steps), case("miles", "constant", "constant_40", steps)
+    for of_rank in run_ranks(dp, train_on_fsdp, root, *sound):
         assert max(max(of_rank)) < TOLERANCE
     for per_token in (True, False):
-        refused = case("miles", "token_mean", "token_mean", calculate_per_token_loss=per_token)
+        refused = case("miles", "token_mean", "token_mean", steps, calculate_per_token_loss=per_token)
         with pytest.raises(RankError, match=r"it never divides by the step's tokens.*--train-backend megatron"):
-            run_ranks(dp, train_on_fsdp, root, step, [refused], timeout_s=600)
+            run_ranks(dp, train_on_fsdp, root, refused)

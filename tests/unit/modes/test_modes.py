@@ -1,12 +1,13 @@
 """The modes as data, and modes of one's own."""
 
 import doctest
+from typing import Any
 
 import oracle
 import pytest
 import torch
 from placements import Place, every_layout
-from refusals import Call, Refusal, check_refusal, each_of
+from refusals import check_refusal
 from steps import assert_equals_oracle, run_step
 
 from megatron_rl_loss import Gathered, ModeInputs, StepTotals, make_pg_loss_reducer, register_pg_loss_reducer
@@ -79,18 +80,9 @@ def test_a_mode_of_ones_own_is_given_everything() -> None:
         return 1
 
     totals, layout = StepTotals(), Gathered([0, 1])
-    make_pg_loss_reducer(
-        "spy",
-        [torch.ones(1)],
-        totals=totals,
-        divisor=3.0,
-        units="active",
-        rollout_ids=[4],
-        prompt_ids=["a"],
-        layout=layout,
-        cp_rank=1,
-        cp_size=2,
-    )
+    ids: dict[str, Any] = {"rollout_ids": [4], "prompt_ids": ["a"]}
+    place: dict[str, Any] = {"layout": layout, "cp_rank": 1, "cp_size": 2}
+    make_pg_loss_reducer("spy", [torch.ones(1)], totals=totals, divisor=3.0, units="active", **ids, **place)
     (inputs,) = seen
     assert (inputs.divisor, inputs.units) == (3.0, "active")
     assert inputs.totals is totals
@@ -100,48 +92,25 @@ def test_a_mode_of_ones_own_is_given_everything() -> None:
     assert inputs.samples.prompt_ids is not None
 
 
-# --- refusals, each beside its nearest legal neighbour
-
-REFUSALS: dict[str, Refusal] = {
-    "taken": (
-        lambda: register_pg_loss_reducer("mine"),
-        ValueError,
-        "'mine': it is taken",
-        lambda: register_pg_loss_reducer("mine2"),
-    ),
-    "a built-in": (
-        lambda: register_pg_loss_reducer("token_mean"),
-        ValueError,
-        "'token_mean': it is taken",
-        lambda: register_pg_loss_reducer("token_means"),
-    ),
-    "no identifier": (
-        lambda: register_pg_loss_reducer("my-sum"),
-        ValueError,
-        "'my-sum': it must be a Python identifier",
-        lambda: register_pg_loss_reducer("my_sum"),
-    ),
-    "empty": (lambda: register_pg_loss_reducer(""), ValueError, "''", lambda: register_pg_loss_reducer("x")),
-    "no string": (
-        lambda: register_pg_loss_reducer(plain_sum),
-        ValueError,
-        "identifier",
-        lambda: register_pg_loss_reducer("plain_sum"),
-    ),
-    "not callable": (
-        lambda: register_pg_loss_reducer("x")(3),
-        TypeError,
-        "mode 'x' is a int: it must be a function",
-        lambda: register_pg_loss_reducer("x")(plain_sum),
-    ),
-}
-
-
-@each_of(REFUSALS)
-def test_refusals(
-    refused: Call, error: type[Exception], text: str, accepted: Call, registry: dict[str, ModeFunction]
-) -> None:
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("mine", "'mine': it is taken"),
+        ("token_mean", "'token_mean': it is taken"),
+        ("my-sum", "'my-sum': it must be a Python identifier"),
+        ("", "''"),
+        (plain_sum, "identifier"),
+    ],
+)
+def test_refused_names(name: Any, text: str, registry: dict[str, ModeFunction]) -> None:
     registry["mine"] = plain_sum
-    check_refusal(refused, error, text, lambda: None)
+    check_refusal(lambda: register_pg_loss_reducer(name), ValueError, text, lambda: None)
     assert list(registry) == ["mine"]
-    accepted()
+    register_pg_loss_reducer("my_sum")(plain_sum)
+
+
+def test_what_cannot_be_called_is_refused(registry: dict[str, ModeFunction]) -> None:
+    register: Any = register_pg_loss_reducer("x")
+    check_refusal(lambda: register(3), TypeError, "mode 'x' is a int: it must be a function", lambda: None)
+    assert not registry
+    register(plain_sum)

@@ -1,6 +1,7 @@
 """Which positions a context-parallel (CP) rank holds: literal vectors, an independent cut, and what is refused."""
 
 import doctest
+import functools
 import itertools
 
 import numpy as np
@@ -161,232 +162,116 @@ def fit(layout: Layout, *lengths: int) -> Call:
     return lambda: Samples(masks(*lengths), layout=layout)
 
 
-REFUSALS: dict[str, Refusal] = {
-    "slot not divisible, the first of two": (
-        cut(ZigzagTHD([0, 6, 16])),
-        ValueError,
-        r"slot 0 has 6 tokens.*multiple of 2 \* cp_size = 4",
-        cut(ZigzagTHD([0, 8, 16])),
-    ),
-    "slot not divisible, the last": (
-        cut(ZigzagTHD([0, 8, 8, 14])),
-        ValueError,
-        "slot 2 has 6 tokens",
-        cut(ZigzagTHD([0, 8, 8, 16])),
-    ),
-    "slot divisible for a smaller cp_size only": (
-        cut(ZigzagTHD([0, 4]), 4),
-        ValueError,
-        "cp_size = 8",
-        cut(ZigzagTHD([0, 4]), 2),
-    ),
-    "odd slot": (cut(ZigzagTHD([0, 7]), 2), ValueError, "has 7 tokens", cut(ZigzagTHD([0, 7]), 1)),
-    "row not divisible": (cut(ZigzagBSHD(2, 6)), ValueError, "row 0 has 6 tokens", cut(ZigzagBSHD(2, 8))),
-    "buffer not divisible": (
-        cut(Contiguous([0, 3])),
-        ValueError,
-        "packed buffer has 3 tokens.*multiple of cp_size = 2",
-        cut(Contiguous([0, 3, 4])),
-    ),
-    "slot not divisible, contiguous": (
+THD, TWO = ZigzagTHD([0, 4]), ZigzagTHD([0, 4, 8])
+WITH_FILLER = ZigzagTHD([0, 4, 8], filler_slots=1)
+
+#: A cut that cannot be, its error, and the nearest that can.
+CUTS = [
+    (cut(ZigzagTHD([0, 6, 16])), r"slot 0 has 6 tokens.*multiple of 2 \* cp_size = 4", cut(ZigzagTHD([0, 8, 16]))),
+    (cut(ZigzagTHD([0, 8, 8, 14])), "slot 2 has 6 tokens", cut(ZigzagTHD([0, 8, 8, 16]))),
+    (cut(THD, 4), "cp_size = 8", cut(THD, 2)),
+    (cut(ZigzagTHD([0, 7]), 2), "has 7 tokens", cut(ZigzagTHD([0, 7]), 1)),
+    (cut(ZigzagBSHD(2, 6)), "row 0 has 6 tokens", cut(ZigzagBSHD(2, 8))),
+    (cut(Contiguous([0, 3])), "packed buffer has 3 tokens.*multiple of cp_size = 2", cut(Contiguous([0, 3, 4]))),
+    (
         cut(Contiguous([0, 3, 4], per_slot=True)),
-        ValueError,
-        "slot 0 has 3 tokens",
+        "slot 0 has 3 tokens.*multiple of cp_size = 2",
         cut(Contiguous([0, 4, 6], per_slot=True)),
     ),
-    "cu_seqlens without the leading 0": (
-        lambda: ZigzagTHD([8, 16]),
-        ValueError,
-        r"\[8, 16\]: it must begin with 0",
-        lambda: ZigzagTHD([0, 8, 16]),
-    ),
-    "cu_seqlens empty": (lambda: ZigzagTHD([]), ValueError, "begin with 0", lambda: ZigzagTHD([0])),
-    "cu_seqlens decreasing": (
-        lambda: Gathered([0, 8, 4]),
-        ValueError,
-        r"\[0, 8, 4\]: it must not decrease",
-        lambda: Gathered([0, 8, 8]),
-    ),
-    "cu_seqlens of floats": (
-        lambda: ZigzagTHD([0, 8.0]),
-        TypeError,
-        r"holds 8.0 \(float\).*whole numbers",
-        lambda: ZigzagTHD([0, 8]),
-    ),
-    "cu_seqlens of bools": (lambda: ZigzagTHD([False, True]), TypeError, "holds False", lambda: ZigzagTHD([0, 1])),
-    "cu_seqlens a float tensor": (
-        lambda: ZigzagTHD(torch.tensor([0.0, 8.0])),
-        TypeError,
-        r"float32 of shape \(2,\): it must be a 1-D tensor of ints",
-        lambda: ZigzagTHD(torch.tensor([0, 8])),
-    ),
-    "cu_seqlens a bool tensor": (
-        lambda: ZigzagTHD(torch.tensor([False, True])),
-        TypeError,
-        r"bool of shape \(2,\)",
-        lambda: ZigzagTHD(torch.tensor([0, 1]).short()),
-    ),
-    "cu_seqlens 2-D": (
-        lambda: ZigzagTHD(torch.tensor([[0, 8]])),
-        TypeError,
-        r"shape \(1, 2\)",
-        lambda: ZigzagTHD(torch.tensor([[0, 8]])[0]),
-    ),
-    "too few masks": (
-        fit(ZigzagTHD([0, 4, 8]), 4),
-        ValueError,
-        "1 loss masks for 2 slots",
-        fit(ZigzagTHD([0, 4, 8]), 4, 4),
-    ),
-    "too many masks": (
-        fit(ZigzagTHD([0, 4, 8]), 4, 4, 4),
-        ValueError,
-        "3 loss masks for 2 slots",
-        fit(ZigzagTHD([0, 4, 8, 8]), 4, 4, 0),
-    ),
-    "mask for a filler slot": (
-        fit(ZigzagTHD([0, 4, 8], filler_slots=1), 4, 4),
-        ValueError,
-        r"2 loss masks for 1 slots with a sample \(filler_slots=1\)",
-        fit(ZigzagTHD([0, 4, 8], filler_slots=1), 4),
-    ),
-    "filler not said": (
-        fit(ZigzagTHD([0, 4, 8]), 4),
-        ValueError,
-        "say so with filler_slots",
-        fit(ZigzagTHD([0, 4, 8], filler_slots=1), 4),
-    ),
-    "filler_slots negative": (
-        lambda: ZigzagTHD([0, 4], filler_slots=-1),
-        ValueError,
-        "filler_slots is -1",
-        lambda: ZigzagTHD([0, 4], filler_slots=0),
-    ),
-    "filler_slots a bool": (
-        lambda: ZigzagTHD([0, 4], filler_slots=True),
-        ValueError,
-        "is True",
-        lambda: ZigzagTHD([0, 4], filler_slots=1),
-    ),
-    "mask too short": (
-        fit(ZigzagTHD([0, 4, 8]), 4, 3),
-        ValueError,
-        "mask of sample 1 has 3 entries.*slot's 4",
-        fit(ZigzagTHD([0, 4, 8], [4, 3]), 4, 3),
-    ),
-    "mask too long": (
-        fit(ZigzagTHD([0, 4, 8]), 5, 4),
-        ValueError,
-        "sample 0 has 5 entries",
-        fit(ZigzagTHD([0, 5, 9]), 5, 4),
-    ),
-    "mask of length 1": (fit(ZigzagTHD([0, 4]), 1), ValueError, "has 1 entries", fit(ZigzagTHD([0, 1]), 1)),
-    "mask neither of the slot nor of the sample": (
-        fit(ZigzagTHD([0, 8], [6]), 7),
-        ValueError,
-        "slot's 8 or its total_length's 6",
-        fit(ZigzagTHD([0, 8], [6]), 8),
-    ),
-    "total_lengths of another number": (
-        fit(ZigzagTHD([0, 4, 8], [4]), 4, 4),
-        ValueError,
-        "1 total_lengths for 2",
-        fit(ZigzagTHD([0, 4, 8], [4, 4]), 4, 4),
-    ),
-    "total_length beyond its slot": (
-        fit(ZigzagTHD([0, 4], [5]), 4),
-        ValueError,
-        "total_length 5 in a slot of 4",
-        fit(ZigzagTHD([0, 4], [4]), 4),
-    ),
-    "total_length negative": (
-        fit(ZigzagTHD([0, 4], [-1]), 4),
-        ValueError,
-        "total_length -1",
-        fit(ZigzagTHD([0, 4], [0]), 0),
-    ),
-    "row missing": (fit(ZigzagBSHD(2, 4), 4), ValueError, "1 loss masks for 2", fit(ZigzagBSHD(1, 4), 4)),
-    "row shorter than its sample": (
-        fit(ZigzagBSHD(1, 4), 5),
-        ValueError,
-        "sample 0 has 5 entries: it must have its slot's 4",
-        fit(ZigzagBSHD(1, 8, [5]), 5),
-    ),
-    "batch_size 0": (lambda: ZigzagBSHD(0, 8), ValueError, "batch_size is 0", lambda: ZigzagBSHD(1, 8)),
-    "batch_size a float": (lambda: ZigzagBSHD(1.0, 8), ValueError, "batch_size is 1.0", lambda: ZigzagBSHD(1, 8)),
-    "seq_length 0": (lambda: ZigzagBSHD(1, 0), ValueError, "seq_length is 0", lambda: ZigzagBSHD(1, 1)),
-    "response as long as the sample": (
-        lambda: ZigzagResponse([8, 4], [3, 4]),
-        ValueError,
-        "sample 1 has response_length 4 and total_length 4",
-        lambda: ZigzagResponse([8, 5], [3, 4]),
-    ),
-    "response negative": (
-        lambda: ZigzagResponse([8], [-1]),
-        ValueError,
-        "response_length -1",
-        lambda: ZigzagResponse([8], [0]),
-    ),
-    "padded length below the sample's": (
-        lambda: ZigzagResponse([8], [3], [7]),
-        ValueError,
-        "padded length 7 and total_length 8: tokens would be dropped",
-        lambda: ZigzagResponse([8], [3], [8]),
-    ),
-    "response_lengths of another number": (
-        lambda: ZigzagResponse([8, 8], [3]),
-        ValueError,
-        "2 total_lengths, 1 response_lengths",
-        lambda: ZigzagResponse([8, 8], [3, 3]),
-    ),
-    "padded_lengths of another number": (
-        lambda: ZigzagResponse([8], [3], [8, 8]),
-        ValueError,
-        "2 padded_lengths",
-        lambda: ZigzagResponse([8], [3], [9]),
-    ),
-    "response_lengths of floats": (
-        lambda: ZigzagResponse([8], [3.5]),
-        TypeError,
-        "3.5",
-        lambda: ZigzagResponse([8], [3]),
-    ),
-    "mask of the whole sample for a response": (
+]
+#: Masks that do not fit a layout, the error, and the nearest that do.
+FITS = [
+    (fit(TWO, 4), "1 loss masks for 2 slots.*say so with filler_slots", fit(TWO, 4, 4)),
+    (fit(TWO, 4), r"\(filler_slots=0\)", fit(WITH_FILLER, 4)),
+    (fit(TWO, 4, 4, 4), "3 loss masks for 2 slots", fit(ZigzagTHD([0, 4, 8, 8]), 4, 4, 0)),
+    (fit(WITH_FILLER, 4, 4), r"2 loss masks for 1 slots with a sample \(filler_slots=1\)", fit(WITH_FILLER, 4)),
+    (fit(TWO, 4, 3), "mask of sample 1 has 3 entries.*slot's 4", fit(ZigzagTHD([0, 4, 8], [4, 3]), 4, 3)),
+    (fit(TWO, 5, 4), "sample 0 has 5 entries", fit(ZigzagTHD([0, 5, 9]), 5, 4)),
+    (fit(THD, 1), "has 1 entries", fit(ZigzagTHD([0, 1]), 1)),
+    (fit(ZigzagTHD([0, 8], [6]), 7), "slot's 8 or its total_length's 6", fit(ZigzagTHD([0, 8], [6]), 8)),
+    (fit(ZigzagTHD([0, 4, 8], [4]), 4, 4), "1 total_lengths for 2", fit(ZigzagTHD([0, 4, 8], [4, 4]), 4, 4)),
+    (fit(ZigzagTHD([0, 4], [5]), 4), "total_length 5 in a slot of 4", fit(ZigzagTHD([0, 4], [4]), 4)),
+    (fit(ZigzagTHD([0, 4], [-1]), 4), "total_length -1", fit(ZigzagTHD([0, 4], [0]), 0)),
+    (fit(ZigzagBSHD(2, 4), 4), "1 loss masks for 2", fit(ZigzagBSHD(1, 4), 4)),
+    (fit(ZigzagBSHD(1, 4), 5), "sample 0 has 5 entries: it must have its slot's 4", fit(ZigzagBSHD(1, 8, [5]), 5)),
+    (
         fit(ZigzagResponse([8], [3]), 8),
-        ValueError,
         "mask of sample 0 has 8 entries.*response_length's 3",
         fit(ZigzagResponse([8], [3]), 3),
     ),
-    "mask missing for a response": (
-        fit(ZigzagResponse([8, 8], [3, 3]), 3),
-        ValueError,
-        "1 loss masks for 2",
-        fit(ZigzagResponse([8, 8], [3, 3]), 3, 3),
-    ),
-    "cp_rank too large": (
-        lambda: ZigzagTHD([0, 8]).local_indices(2, 2),
-        ValueError,
-        "cp_rank=2, cp_size=2",
-        lambda: ZigzagTHD([0, 8]).local_indices(1, 2),
-    ),
-    "cp_rank negative": (
-        lambda: Contiguous([0, 8]).local_indices(-1, 2),
-        ValueError,
-        "cp_rank=-1",
-        cut(Contiguous([0, 8])),
-    ),
-    "cp_size 0": (lambda: Gathered([0, 8]).local_indices(0, 0), ValueError, "cp_size=0", cut(Gathered([0, 8]), 1)),
-    "cp_rank a float": (
-        lambda: ZigzagResponse([8], [3]).local_indices(0.0, 2),
+    (fit(ZigzagResponse([8, 8], [3, 3]), 3), "1 loss masks for 2", fit(ZigzagResponse([8, 8], [3, 3]), 3, 3)),
+]
+#: A layout, arguments it refuses, the error, and the nearest that it takes.
+ARGUMENTS = [
+    (ZigzagTHD, ([8, 16],), ValueError, r"\[8, 16\]: it must begin with 0", ([0, 8, 16],)),
+    (ZigzagTHD, ([],), ValueError, "begin with 0", ([0],)),
+    (Gathered, ([0, 8, 4],), ValueError, r"\[0, 8, 4\]: it must not decrease", ([0, 8, 8],)),
+    (ZigzagTHD, ([0, 8.0],), TypeError, r"holds 8.0 \(float\).*whole numbers", ([0, 8],)),
+    (ZigzagTHD, ([False, True],), TypeError, "holds False", ([0, 1],)),
+    (ZigzagTHD, (8,), TypeError, r"cu_seqlens_padded is 8 \(int\)", ((0, 8),)),
+    (
+        ZigzagTHD,
+        (torch.tensor([0.0, 8.0]),),
         TypeError,
-        "cp_rank=0.0",
-        cut(ZigzagResponse([8], [3])),
+        r"float32 of shape \(2,\): it must be a 1-D tensor of ints",
+        (torch.tensor([0, 8]),),
     ),
-    "cp_size a bool": (
-        lambda: Gathered([0, 8]).local_indices(0, True),
-        TypeError,
-        "cp_size=True",
-        cut(Gathered([0, 8]), 1),
+    (ZigzagTHD, (torch.tensor([False, True]),), TypeError, r"bool of shape \(2,\)", (torch.tensor([0, 1]).short(),)),
+    (ZigzagTHD, (torch.tensor([[0, 8]]),), TypeError, r"shape \(1, 2\)", (torch.tensor([[0, 8]])[0],)),
+    (ZigzagTHD, ([0, 4], None, -1), ValueError, "filler_slots is -1", ([0, 4], None, 0)),
+    (ZigzagTHD, ([0, 4], None, True), ValueError, "filler_slots is True", ([0, 4], None, 1)),
+    (ZigzagBSHD, (0, 8), ValueError, "batch_size is 0", (1, 8)),
+    (ZigzagBSHD, (1.0, 8), ValueError, "batch_size is 1.0", (1, 8)),
+    (ZigzagBSHD, (1, 0), ValueError, "seq_length is 0", (1, 1)),
+    (
+        ZigzagResponse,
+        ([8, 4], [3, 4]),
+        ValueError,
+        "sample 1 has response_length 4 and total_length 4",
+        ([8, 5], [3, 4]),
+    ),
+    (ZigzagResponse, ([8], [-1]), ValueError, "response_length -1", ([8], [0])),
+    (
+        ZigzagResponse,
+        ([8], [3], [7]),
+        ValueError,
+        "padded length 7 and total_length 8: tokens would be dropped",
+        ([8], [3], [8]),
+    ),
+    (ZigzagResponse, ([8, 8], [3]), ValueError, "2 total_lengths, 1 response_lengths", ([8, 8], [3, 3])),
+    (ZigzagResponse, ([8], [3], [8, 8]), ValueError, "2 padded_lengths", ([8], [3], [9])),
+    (ZigzagResponse, ([8], [3.5]), TypeError, "response_lengths holds 3.5", ([8], [3])),
+]
+#: A CP place that each layout refuses, the error, and the nearest that it takes.
+CP_PLACES = [
+    ((2, 2), ValueError, "cp_rank=2, cp_size=2", (1, 2)),
+    ((-1, 2), ValueError, "cp_rank=-1", (0, 2)),
+    ((0, 0), ValueError, "cp_size=0", (0, 1)),
+    ((0.0, 2), TypeError, "cp_rank=0.0", (0, 2)),
+    ((0, True), TypeError, "cp_size=True", (0, 1)),
+]
+EACH = [ZigzagTHD([0, 8]), ZigzagBSHD(1, 8), Contiguous([0, 8]), Gathered([0, 8]), ZigzagResponse([8], [3])]
+
+REFUSALS: dict[str, Refusal] = {
+    **{f"{i}: {text}": (bad, ValueError, text, good) for i, (bad, text, good) in enumerate(CUTS + FITS)},
+    **{
+        f"{layout.__name__}, {text}": (functools.partial(layout, *bad), error, text, functools.partial(layout, *good))
+        for layout, bad, error, text, good in ARGUMENTS
+    },
+    **{
+        f"{type(layout).__name__}, {text}": (
+            functools.partial(layout.local_indices, *bad),
+            error,
+            text,
+            functools.partial(layout.local_indices, *good),
+        )
+        for layout, (bad, error, text, good) in itertools.product(EACH, CP_PLACES)
+    },
+    "a gather that goes backward in another way": (
+        lambda: Gathered([0, 8], backward="mean"),  # type: ignore[arg-type]
+        ValueError,
+        "'mean': there is no such backward of a gather",
+        lambda: Gathered([0, 8], backward="slice"),
     ),
 }
 

@@ -1,0 +1,388 @@
+"""Sums of weight times value: the loss and its gradient, terms with coefficients, metrics.
+
+Everything here is linear in the weights, which tests/unit/modes/test_weights.py proves. The worked batch goes the whole
+way, from masks to gradients.
+"""
+
+import doctest
+from dataclasses import replace
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from oracle import MODES, NAN, WORKED
+from placements import Place, Placement, every_layout, thd
+from refusals import Call, Refusal, check_refusal, each_of
+from steps import Outcome, Step, assert_equals_oracle, divisor_of, oracle_gradient, quick, run_step, steps
+from torch import Tensor
+
+from megatron_rl_loss import (
+    Gathered,
+    Layout,
+    StepTotals,
+    ZigzagBSHD,
+    ZigzagResponse,
+    ZigzagTHD,
+    make_pg_loss_reducer,
+)
+from megatron_rl_loss.reduction import WeightedSum, sums
+from megatron_rl_loss.reduction.sums import Summand
+
+INF = float("inf")
+HALVES = [[2, 0], [1, 3]]
+POISONED = [one.poisoned() for one in WORKED]
+
+
+def test_docstring_examples() -> None:
+    result = doctest.testmod(sums)
+    assert result.attempted > 0
+    assert result.failed == 0
+
+
+@pytest.fixture(params=["on the host", "as on a device"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The host looks whether a sum is finite; on a device, or compiled, no value may be looked at."""
+    if request.param == "as on a device":
+        monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    return str(request.param)
+
+
+both_ways = pytest.mark.usefixtures("way")
+
+
+# --- from masks to gradients
+
+
+@every_layout
+@pytest.mark.parametrize("poison", [NAN, INF, -INF], ids=str)
+def test_worked_batch_whatever_is_masked_or_padding(poison: float, place: Place, cp_size: int) -> None:
+    step = [one.poisoned(poison) for one in WORKED]
+    for mode in MODES:
+        for units in ("all", "active"):
+            outcome = run_step(step, HALVES, mode, units, place=place, cp_size=cp_size, padding=poison)
+            assert_equals_oracle(outcome, WORKED, mode, units)
+
+
+@every_layout
+def test_what_is_active_always_surfaces(place: Place, cp_size: int) -> None:
+    for i, t, poison in [(0, 0, NAN), (1, 1, INF), (2, 3, -INF)]:
+        losses = WORKED[i].losses.clone()
+        losses[t] = poison
+        step = [replace(one, losses=losses) if k == i else one for k, one in enumerate(WORKED)]
+        outcome = run_step(step, HALVES, "sample_mean", place=place, cp_size=cp_size)
+        assert outcome.value == pytest.approx(poison, nan_ok=True), (i, t)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("dtype", "bits"), [(torch.bfloat16, 8), (torch.float16, 11), (torch.float64, 24)], ids=["bf16", "fp16", "fp64"]
+)
+@quick
+@given(data=st.data())
+def test_random_steps_of_other_dtypes_are_summed_in_float32(
+    mode: str, dtype: torch.dtype, bits: int, data: st.DataObject
+) -> None:
+    step: Step = data.draw(steps(dtype))
+    outcome = run_step(step.samples, step.microbatches, mode, place=thd, cp_size=2, dtype=dtype)
+    # The gradient of a half-precision loss is itself rounded to half precision, whose smallest number is 2^-24 in fp16.
+    atol = 2.0**-25 if dtype == torch.float16 else 0
+    assert_equals_oracle(outcome, step.samples, mode, rtol=oracle.EXACT + 2.0**-bits, atol=atol)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("masks", "layout", "rank", "num_losses"),
+    [
+        pytest.param([torch.zeros(4), torch.zeros(8)], ZigzagTHD([0, 4, 12]), 1, 6, id="no active token"),
+        pytest.param([torch.ones(3)], ZigzagResponse([16], [3]), 1, 0, id="no token on this rank"),
+        pytest.param([], ZigzagTHD([0]), 0, 0, id="empty micro-batch"),
+        pytest.param([], ZigzagTHD([0, 8], filler_slots=1), 0, 4, id="filler only"),
+        pytest.param([torch.ones(0)], ZigzagTHD([0, 0]), 1, 0, id="empty mask"),
+        pytest.param([torch.ones(0)], ZigzagResponse([5], [0]), 0, 0, id="empty response"),
+    ],
+)
+def test_the_graph_stays_connected(mode: str, masks: list[Tensor], layout: Layout, rank: int, num_losses: int) -> None:
+    n = len(masks)
+    elsewhere = torch.ones(5)  # so that the step is not empty
+    totals = StepTotals.from_loss_masks([*masks, elsewhere], prompt_ids=[0] * (n + 1))
+    reducer = make_pg_loss_reducer(
+        mode, masks, totals=totals, divisor=divisor_of(mode), prompt_ids=[0] * n, layout=layout, cp_rank=rank, cp_size=2
+    )
+    logits = torch.full((num_losses,), 3.0, requires_grad=True)
+    share = reducer(logits * 2)
+    assert (share.dtype, share.shape) == (torch.float32, ())
+    share.backward()
+    assert float(share.detach()) == 0
+    torch.testing.assert_close(logits.grad, torch.zeros(num_losses))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_step_without_an_active_token_is_zero(mode: str) -> None:
+    step = [oracle.sample([1, 2], [0, 0]).poisoned(), oracle.sample([3], [0]).poisoned()]
+    for units in ("all", "active"):
+        outcome = run_step(step, [[0], [1]], mode, units)
+        assert outcome.value == 0
+        assert not outcome.gradient.any()
+
+
+def test_masks_are_not_part_of_the_graph_and_a_reducer_can_be_used_again() -> None:
+    mask = torch.ones(2, requires_grad=True)
+    losses = torch.ones(2, requires_grad=True)
+    reducer = make_pg_loss_reducer("token_mean", [mask], totals=StepTotals.from_loss_masks([mask]))
+    reducer(losses).backward()
+    assert mask.grad is None
+    assert losses.grad.tolist() == [0.5, 0.5]
+    assert [float(reducer(torch.full((2,), x))) for x in (1.0, 5.0, 1.0)] == [1, 5, 1]
+
+
+# --- negative controls
+
+
+def test_wrong_gradients_are_seen() -> None:
+    slopes = oracle_gradient(WORKED, "token_mean")
+    assert_equals_oracle(Outcome(27.5 / 9, slopes), WORKED, "token_mean")
+    with pytest.raises(AssertionError):
+        assert_equals_oracle(Outcome(27.5 / 9, slopes * 1.001), WORKED, "token_mean")
+
+
+def test_a_layout_that_drops_a_rank_is_seen() -> None:
+    def lossy(lengths: list[int], cp_size: int) -> Placement:
+        placed = thd(lengths, cp_size)
+        return replace(placed, held=placed.held[:-1])
+
+    outcome = run_step(WORKED, HALVES, "token_mean", place=lossy, cp_size=4)
+    with pytest.raises(AssertionError):
+        assert_equals_oracle(outcome, WORKED, "token_mean")
+
+
+# --- weighted rows
+
+
+def with_weights(weights: Tensor, copies: int = 1) -> WeightedSum:
+    """A sum by these weights; of `copies` ranks that all hold the tokens, the first."""
+    mask = torch.ones(len(weights), dtype=torch.bool)
+    options: dict[str, Any] = {"layout": Gathered([0, len(mask)], backward="slice"), "cp_rank": 0, "cp_size": copies}
+    return make_pg_loss_reducer(lambda inputs: [weights * copies], [mask], totals=StepTotals(), **options)
+
+
+def close(value: Tensor, row: Tensor, weights: Tensor, factor: float = 1.0) -> bool:
+    """The float32 sum of row times weights, to what 3 roundings a term and a pairwise sum of blocks may be off by."""
+    terms = row.detach().double().reshape(-1) * weights.double() * factor
+    return abs(float(value.detach()) - float(terms.sum())) <= 32 * oracle.ROUNDING * float(terms.abs().sum())
+
+
+@both_ways
+@pytest.mark.parametrize("num_tokens", [0, 1, 33, 5000, 140_000])
+@pytest.mark.parametrize("copies", [1, 4])
+def test_terms_with_coefficients_and_metrics(num_tokens: int, copies: int) -> None:
+    """Over weights of their own, strided, two-dimensional, of other dtypes, with a graph of their own."""
+    generator = torch.Generator().manual_seed(num_tokens)
+    table = torch.randn(num_tokens, 5, generator=generator)
+    weights, others = (torch.rand(num_tokens, generator=generator) for _ in range(2))
+    weights[::3] = others[::5] = 0
+    reducer, other = with_weights(weights, copies), with_weights(others, copies)
+    leaves = [table[:, k].clone().to(dtype).requires_grad_() for k, dtype in ((0, torch.float32), (1, torch.bfloat16))]
+    values = [leaves[0], leaves[1].view(1, -1), leaves[0]]
+    summands = [
+        Summand(row, by, coef, f"term{k}")
+        for k, (row, by, coef) in enumerate(zip(values, [reducer, reducer, other], [1.0, -0.5, 3.0], strict=True))
+    ]
+    metrics = [(table[:, 3], reducer), (table[:, 4].double(), other), (leaves[1] * 2, other)]
+    share, own, found = sums.sum_terms(summands, metrics)
+    rows = [(one.values, weights if one.reducer is reducer else others) for one in summands]
+    rows += [(row, weights if by is reducer else others) for row, by in metrics]
+    assert len(own) == len(found) == 3
+    for value, (row, by) in zip([*own, *found], rows, strict=True):
+        assert value.dtype == torch.float32
+        assert not value.requires_grad
+        assert close(value, row, by)
+    whole = torch.cat([one.values.detach().double().view(-1) * one.coef for one in summands])
+    assert close(share, whole, torch.cat([by for _, by in rows[:3]]))
+    share.backward()
+    slopes = [weights.double() + 3 * others, -0.5 * weights.double()]
+    for leaf, slope in zip(leaves, slopes, strict=True):
+        assert leaf.grad.dtype == leaf.dtype
+        rtol = oracle.EXACT + torch.finfo(leaf.dtype).eps
+        torch.testing.assert_close(leaf.grad.double(), slope * copies, rtol=rtol, atol=0)
+    share /= 2  # as Megatron divides in place
+    if num_tokens:
+        assert close(own[0], *rows[0]), "a term's own sum does not change with the share"
+
+
+@both_ways
+def test_a_loss_with_metrics() -> None:
+    weights, others = torch.tensor([0.5, 0, 2, 0]), torch.tensor([0.0, 1, 1, 0])
+    losses = torch.tensor([1.0, NAN, 3, INF], requires_grad=True)
+    metric = torch.tensor([7.0, 5, -2, NAN])
+    share, own = with_weights(weights).with_metrics(losses, [metric, losses])
+    assert [value.item() for value in (share, *own)] == [6.5, -0.5, 6.5]
+    share, (by_others,) = with_weights(weights).with_metrics(losses, [metric], with_weights(others))
+    assert (share.item(), by_others.item()) == (6.5, 3)
+    share.backward()
+    assert torch.equal(losses.grad, weights)
+    assert not by_others.requires_grad
+
+
+@both_ways
+@pytest.mark.parametrize("value", [NAN, INF, -INF], ids=str)
+@pytest.mark.parametrize("at", [0, 32, 139_999])
+def test_what_does_not_count_is_ignored_and_what_counts_comes_through(value: float, at: int) -> None:
+    weights = torch.ones(140_000)
+    row, clean = torch.ones(140_000), torch.full((140_000,), 2.0)
+    row[at] = value
+    for rows in ((row, clean), (clean, row)):
+        share, (metric,) = with_weights(weights).with_metrics(rows[0], [rows[1]])
+        expected = [280_000.0 if one is clean else value for one in rows]
+        assert [float(share), float(metric)] == pytest.approx(expected, nan_ok=True)
+    weights[at] = 0
+    for rows in ((row, clean), (clean, row)):
+        share, (metric,) = with_weights(weights).with_metrics(rows[0], [rows[1]])
+        assert [float(share), float(metric)] == [279_998.0 if one is clean else 139_999.0 for one in rows]
+
+
+@both_ways
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_weights_that_the_losses_cannot_hold_are_not_lost(dtype: torch.dtype) -> None:
+    """2e-8, that of a token of 5e7, is 0 in float16; scaled by the carrier or a loss scale the gradient is not."""
+    weight = 2e-8
+    assert (torch.tensor(weight, dtype=torch.float16) == 0).all()
+    losses = torch.tensor([2.0, -0.5, 4.0], dtype=dtype, requires_grad=True)
+    share, (metric,) = with_weights(torch.full((3,), weight)).with_metrics(losses, [losses.detach()])
+    for value in (share.detach(), metric):
+        assert float(value) == pytest.approx(5.5 * weight, rel=oracle.sum_error(3))
+    (share * 2**16).backward()
+    expected = torch.full((3,), weight * 2**16, dtype=torch.float64)
+    torch.testing.assert_close(losses.grad.double(), expected, rtol=oracle.EXACT + torch.finfo(dtype).eps / 2, atol=0)
+
+
+# --- many tokens
+
+MANY = 2**22
+KINDS = {
+    "constant": lambda generator: torch.full((MANY,), 0.1),
+    "0/1": lambda generator: (torch.rand(MANY, generator=generator) < 0.3).float(),
+    "random": lambda generator: torch.randn(MANY, generator=generator) + 1,
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_four_million_tokens_keep_their_precision(kind: str) -> None:
+    """torch adds 16 terms at a time over several levels: some 100 roundings on a term's way to the sum, of 2^-24 each.
+
+    As they point both ways they add up to about sqrt(100) * 2^-24 = 6e-7 at the most.
+    """
+    mask = torch.rand(MANY, generator=torch.Generator().manual_seed(2)) < 0.9
+    losses = KINDS[kind](torch.Generator().manual_seed(1))
+    reducer = make_pg_loss_reducer("token_mean", [mask], totals=StepTotals.from_loss_masks([mask]))
+    share, (metric, flat) = reducer.with_metrics(losses, [3 * losses, losses.view(1, -1)])
+    expected = float(losses.double()[mask].mean())
+    for value in (reducer(losses), share, metric / 3, flat):
+        assert float(value) == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_sum_from_first_to_last_would_be_seen() -> None:
+    """Negative control: the running float32 sum of the constant losses, as some BLAS libraries have it."""
+    losses = KINDS["constant"](None)
+    running = float(losses.numpy().cumsum(dtype="float32")[-1]) / MANY
+    assert abs(running / float(losses.double().mean()) - 1) > 1e-4
+
+
+# --- refused losses, each beside its nearest legal neighbour
+
+
+def reduce(layout: Layout | None, lengths: list[int], losses: Any, cp_rank: int = 0, cp_size: int = 1) -> Call:
+    masks = [torch.ones(length) for length in lengths]
+
+    def call() -> Tensor:
+        reducer = make_pg_loss_reducer(
+            "sample_mean",
+            masks,
+            totals=StepTotals.from_loss_masks(masks),
+            layout=layout,
+            cp_rank=cp_rank,
+            cp_size=cp_size,
+        )
+        return reducer(losses)
+
+    return call
+
+
+def reduce_masked(losses: Tensor) -> Call:
+    mask = [torch.tensor([1.0, 0, 1, 1, 0, 0, 0])]
+    return lambda: make_pg_loss_reducer("token_mean", mask, totals=StepTotals.from_loss_masks(mask))(losses)
+
+
+def reduce_metric(metric: Any) -> Call:
+    reducer = make_pg_loss_reducer("token_mean", [torch.ones(3)], totals=StepTotals(step_tokens=3))
+    return lambda: reducer.with_metrics(torch.ones(3), [torch.ones(3), metric])
+
+
+def reduce_terms(term: Any) -> Call:
+    reducer = make_pg_loss_reducer("token_mean", [torch.ones(3)], totals=StepTotals(step_tokens=3))
+    return lambda: sums.sum_terms([Summand(torch.ones(3), reducer, 1, "pg"), Summand(term, reducer, 1, "kl")])
+
+
+REFUSALS: dict[str, Refusal] = {
+    "transposed losses, [s, b]": (
+        reduce(ZigzagBSHD(2, 8), [8, 8], torch.ones(4, 2), 0, 2),
+        ValueError, r"shape \(4, 2\).*\(8,\) or \(2, 4\).*transpose to batch first",
+        reduce(ZigzagBSHD(2, 8), [8, 8], torch.ones(2, 4), 0, 2),
+    ),
+    "packed losses, [s, 1]": (
+        reduce(ZigzagTHD([0, 8]), [8], torch.ones(8, 1)), ValueError, "transpose",
+        reduce(ZigzagTHD([0, 8]), [8], torch.ones(1, 8)),
+    ),
+    "losses not cut": (
+        reduce(ZigzagTHD([0, 8]), [8], torch.ones(8), 0, 2), ValueError, "not cut over CP ranks",
+        reduce(Gathered([0, 8]), [8], torch.ones(8), 0, 2),
+    ),
+    "losses neither cut nor padded": (
+        reduce(ZigzagTHD([0, 8, 16], [5, 7]), [5, 7], torch.ones(12)), ValueError, "unpadded, uncut",
+        reduce(ZigzagTHD([0, 8, 16], [5, 7]), [5, 7], torch.ones(16)),
+    ),
+    "losses cut for more ranks": (
+        reduce(ZigzagTHD([0, 16]), [16], torch.ones(4), 0, 2),
+        ValueError, "1/4 of the micro-batch: check that cp_size is right",
+        reduce(ZigzagTHD([0, 16]), [16], torch.ones(4), 0, 4),
+    ),
+    "losses of one sample more": (
+        reduce(None, [4, 3], torch.ones(9)), ValueError, r"shape \(9,\).*\(7,\)", reduce(None, [4, 3], torch.ones(7)),
+    ),
+    "rows of unequal samples": (
+        reduce(None, [4, 3], torch.ones(2, 4)), ValueError, r"shape \(2, 4\)", reduce(None, [4, 4], torch.ones(2, 4)),
+    ),
+    "rows transposed, without a layout": (
+        reduce(None, [4, 4], torch.ones(4, 2)), ValueError, "transpose to batch first",
+        reduce(None, [4, 4], torch.ones(1, 8)),
+    ),
+    "scalar loss": (reduce(None, [1], torch.ones(())), ValueError, r"shape \(\)", reduce(None, [1], torch.ones(1))),
+    "integer losses": (
+        reduce(None, [1], torch.ones(1).long()), TypeError, "torch.int64: it must be a float",
+        reduce(None, [1], torch.ones(1).double()),
+    ),
+    "losses that are no tensor": (
+        reduce(None, [1], [1.0]), TypeError, "per_token_loss is list", reduce(None, [1], torch.ones(1)),
+    ),
+    "active tokens only": (
+        reduce_masked(torch.ones(3)),
+        ValueError, r"shape \(3,\).*the active tokens only: pass the losses of all positions",
+        reduce_masked(torch.ones(7)),
+    ),
+    "a metric of another shape": (
+        reduce_metric(torch.ones(4)), ValueError, r"a metric of shape \(4,\)", reduce_metric(torch.ones(1, 3)),
+    ),
+    "a term of another shape": (
+        reduce_terms(torch.ones(4)), ValueError, r"a term of shape \(4,\)", reduce_terms(torch.ones(1, 3)),
+    ),
+    "integer metrics": (
+        reduce_metric(torch.ones(3).int()), TypeError, "a metric is torch.int32", reduce_metric(torch.ones(3).half()),
+    ),
+}  # fmt: skip
+
+
+@each_of(REFUSALS)
+def test_refused_losses(refused: Call, error: type[Exception], text: str, accepted: Call) -> None:
+    check_refusal(refused, error, text, accepted)
