@@ -269,12 +269,11 @@ class Fitter:
             yield self._log(named), (named, cost)
             for amount, more in self._amounts():
                 # A ratio of counts beside sizes is nearly always chance.
-                dearest = 2.0 if len(amount) == 1 else 1.0 if amount[0] == ("T", 1) else 0.0
-                if abs(self._log(amount)) > self.tolerance and cost <= dearest:
+                if abs(self._log(amount)) > self.tolerance and (not named or (len(amount) == 1 and cost <= 2)):
                     both = (*named, *amount)
                     yield (
                         self._log(both),
-                        (both, _MADE.get(both, cost + more + (1.0 if len(amount) == 1 else 0.5) * bool(named))),
+                        (both, _MADE.get(both, cost + more + bool(named))),
                     )
 
     def _log(self, powers: Powers) -> float:
