@@ -30,7 +30,7 @@ def environment() -> dict[str, str]:
 
 def run(command: list[str], **variables: str) -> tuple[int, str]:
     done = subprocess.run(
-        command, env=environment() | variables, capture_output=True, text=True, timeout=300, check=False
+        command, env=environment() | variables, capture_output=True, text=True, timeout=600, check=False
     )
     return done.returncode, done.stdout + done.stderr
 

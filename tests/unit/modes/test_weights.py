@@ -50,6 +50,19 @@ def padded_masks(chosen: Sequence[oracle.Sample], placed: Placement) -> list[tor
     ]
 
 
+@pytest.mark.parametrize(("mode", "units"), oracle.WORKED_VALUES)
+def test_the_oracle_and_the_weights_give_what_is_worked_out_by_hand(mode: str, units: Any) -> None:
+    """README shows these values."""
+    value, divisor = oracle.WORKED_VALUES[mode, units], divisor_of(mode)
+    assert float(oracle.step_loss(mode, oracle.WORKED, divisor, units)) == pytest.approx(value, rel=1e-14)
+    masks = [one.mask for one in oracle.WORKED]
+    samples = Samples(masks, prompt_ids=[one.prompt_id for one in oracle.WORKED])
+    totals = StepTotals.from_loss_masks(masks, prompt_ids=[one.prompt_id for one in oracle.WORKED])
+    weights = token_weights(mode, samples, totals, divisor=divisor, units=units)
+    losses = torch.cat([one.losses for one in oracle.WORKED])
+    assert float(weights.double() @ losses.double()) == pytest.approx(value, rel=1e-6)
+
+
 @every_layout
 @quicker
 @given(step=steps(), units=st.sampled_from(["all", "active"]))
