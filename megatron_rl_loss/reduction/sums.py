@@ -179,16 +179,19 @@ def sum_terms(
     for metric, reducer in metrics:
         reducer.check("a metric", metric)
     device, coefs = summands[0].values.device, [one.coef for one in summands]
+    sums = _sums([*((one.values, one.reducer) for one in summands), *metrics], device)
+    share = _scaled(sums[0], coefs[0])
+    for k in range(1, len(summands)):
+        share = share.add(sums[k], alpha=coefs[k])
     values = [one.reducer.tap(one.values, one.term, one.coef) for one in summands]
-    with torch.no_grad():
-        sums = _sums([*((one.values, one.reducer) for one in summands), *metrics], device)
-        share = sums[0] * coefs[0]
-        for k in range(1, len(summands)):
-            share.add_(sums[k], alpha=coefs[k])
     weights = [one.reducer.weights_on(device) for one in summands]
     slopes = [one.coef * one.reducer.gradient_scale for one in summands]
     share = _WithGradient.apply([share], weights, slopes, *values)  # type: ignore[no-untyped-call]
     return share, sums[: len(summands)], sums[len(summands) :]
+
+
+def _scaled(value: Tensor, factor: float) -> Tensor:
+    return value if factor == 1 else value * factor  # of few tokens this product costs as much as their sum
 
 
 class _WithGradient(torch.autograd.Function):
@@ -199,22 +202,22 @@ class _WithGradient(torch.autograd.Function):
         ctx.save_for_backward(*weights)
         ctx.slopes = slopes
         ctx.like = [(row.shape, row.dtype) for row in values]
-        return loss[0].detach()  # in a list and detached, so that it may be changed in place
+        return loss[0].clone()  # in a list and copied, so that it may be changed in place
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         of_values: list[Tensor | None] = [None, None, None]
         rows = zip(ctx.saved_tensors, ctx.slopes, ctx.like, ctx.needs_input_grad[3:], strict=True)
         for weights, slope, (shape, dtype), is_needed in rows:
-            of_values.append((gradient * slope * weights).to(dtype).view(shape) if is_needed else None)
+            of_values.append((_scaled(gradient, slope) * weights).to(dtype).view(shape) if is_needed else None)
         return tuple(of_values)
 
 
 def _sums(rows: Sequence[tuple[Tensor, WeightedSum]], device: torch.device) -> list[Tensor]:
-    """The sum of each row by its reducer's weights, in launches that grow with neither tokens, samples nor rows."""
+    """The sum of each row by its reducer's weights, not differentiated; launches grow with the reducers alone."""
     tables: dict[WeightedSum, list[Tensor]] = {}
     for values, reducer in rows:
-        tables.setdefault(reducer, []).append(values.reshape(-1))
+        tables.setdefault(reducer, []).append(values.detach().reshape(-1))
     sums = {
         reducer: iter(_sums_of_rows(torch.stack(table), reducer.weights_on(device)).unbind())
         for reducer, table in tables.items()
