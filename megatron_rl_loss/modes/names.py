@@ -1,8 +1,8 @@
 """From what a user asks for to a mode: our names, other frameworks' (``verl:seq-mean-token-mean``), a function.
 
 `NAMES` is the one table of others' names; `resolve` makes an `Aggregation` of any of them, `format_modes` prints them.
-An alias takes a setting's *documented* formula over the whole optimizer step. docs/names.md says which version was read,
-and where its code does something else.
+An alias takes a setting's *documented* formula over the whole optimizer step. docs/names.md says which version was
+read, and where its code does something else.
 """
 
 import textwrap
