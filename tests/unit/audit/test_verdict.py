@@ -77,7 +77,8 @@ def test_sound_code_is_called_sound(mode: str, units: str, split: tuple[int, int
         assert verdict.sound, str(verdict)
         assert verdict.deviations == verdict.readings == ()
         assert verdict.misplaced < 1e-5
-        assert (verdict.low, verdict.high) == pytest.approx((1, 1), abs=1e-5)
+        if Counted(step).T:  # else there is no ratio
+            assert (verdict.low, verdict.high) == pytest.approx((1, 1), abs=1e-5)
         assert str(verdict).startswith(f"SOUND: {mode}")
 
 
