@@ -186,7 +186,7 @@ def sum_terms(
     values = [one.reducer.tap(one.values, one.term, one.coef) for one in summands]
     weights = [one.reducer.weights_on(device) for one in summands]
     slopes = [one.coef * one.reducer.gradient_scale for one in summands]
-    share = _WithGradient.apply([share], weights, slopes, *values)  # type: ignore[no-untyped-call]
+    share = _WithGradient.apply(share, weights, slopes, *values)  # type: ignore[no-untyped-call]
     return share, sums[: len(summands)], sums[len(summands) :]
 
 
@@ -198,17 +198,15 @@ class _WithGradient(torch.autograd.Function):
     """A loss that is known already, with its gradient at each row of values: slope * weights. Keeps the weights."""
 
     @staticmethod
-    def forward(ctx: Any, loss: list[Tensor], weights: list[Tensor], slopes: list[float], *values: Tensor) -> Tensor:
-        ctx.save_for_backward(*weights)
-        ctx.slopes = slopes
-        ctx.like = [(row.shape, row.dtype) for row in values]
-        return loss[0].clone()  # in a list and copied, so that it may be changed in place
+    def forward(ctx: Any, loss: Tensor, weights: list[Tensor], slopes: list[float], *values: Tensor) -> Tensor:
+        # Not save_for_backward: weights are the reducer's and no graph's, and to save them takes as long as to sum.
+        ctx.rows = [(one, slope, row.shape, row.dtype) for one, slope, row in zip(weights, slopes, values, strict=True)]
+        return loss.clone()  # the caller may change it in place
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         of_values: list[Tensor | None] = [None, None, None]
-        rows = zip(ctx.saved_tensors, ctx.slopes, ctx.like, ctx.needs_input_grad[3:], strict=True)
-        for weights, slope, (shape, dtype), is_needed in rows:
+        for (weights, slope, shape, dtype), is_needed in zip(ctx.rows, ctx.needs_input_grad[3:], strict=True):
             of_values.append((_scaled(gradient, slope) * weights).to(dtype).view(shape) if is_needed else None)
         return tuple(of_values)
 
