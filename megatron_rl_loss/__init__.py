@@ -7,7 +7,7 @@ terms and metrics from `.reduction`, the Megatron adapter from `.megatron`, chec
 from megatron_rl_loss.errors import BadBatchError
 from megatron_rl_loss.modes.names import resolve
 from megatron_rl_loss.modes.table import ModeInputs, register_pg_loss_reducer, with_statistics
-from megatron_rl_loss.modes.weights import token_weights
+from megatron_rl_loss.modes.weights import token_weights, weights_column
 from megatron_rl_loss.reduction.sums import make_pg_loss_reducer
 from megatron_rl_loss.step.layouts import Contiguous, Gathered, Layout, ZigzagBSHD, ZigzagResponse, ZigzagTHD
 from megatron_rl_loss.step.samples import Samples
@@ -32,5 +32,6 @@ __all__ = [
     "register_pg_loss_reducer",
     "resolve",
     "token_weights",
+    "weights_column",
     "with_statistics",
 ]

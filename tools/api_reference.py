@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 TO = ROOT / "docs" / "api"
 FRAMEWORKS = sorted(f"frameworks.{file.stem}" for file in ROOT.glob("megatron_rl_loss/frameworks/[a-z]*.py"))
 #: A page, and the modules that it shows. A name that several folders export stands on the first page that has it.
-PAGES = {room: [room] for room in ("step", "modes", "reduction", "losses", "logprobs", "megatron")}
+PAGES = {room: [room] for room in ("step", "modes", "reduction", "losses", "logprobs", "plan", "megatron")}
 PAGES |= {"frameworks": ["frameworks", *FRAMEWORKS], "audit": ["audit", "audit.megatron"], "README": [""]}
 SECTION = re.compile(r"^(Args|Attributes|Raises[^\n:]*|Returns):\n((?:(?:    .*)?(?:\n|$))+)", re.MULTILINE)
 BLOCK = re.compile(r"^(>>>|===).*(?:\n.+)*", re.MULTILINE)

@@ -25,4 +25,4 @@ def loss_with_kl(
     policy = ppo_clip_loss(log_probs, old_log_probs, advantages)
     kl = microbatch.sample_mean(kl_estimate(log_probs, ref_log_probs))
     pg_loss = microbatch.pg_loss(policy.per_token_loss)
-    return microbatch.carry(pg_loss + beta * kl, {"pg_loss": pg_loss, "kl": kl})
+    return microbatch.carry(pg_loss + beta * kl, microbatch.report({"pg_loss": pg_loss, "kl": kl}))

@@ -1,56 +1,37 @@
-"""A loop of your own over Megatron's schedule, where `pretrain` is not what trains: one wrapped call.
+"""A loop of your own over Megatron's schedule, as NeMo-RL, verl and others have: a list of batches, your own report.
 
-`model` is in Megatron's DistributedDataParallel, a list of chunks with virtual pipeline stages; `optimizer` is
-Megatron's. `forward_step` takes `next_microbatch(data_iterator)` and its loss function returns `microbatch.loss(...)`,
-as under `pretrain`.
+Three lines are this package's: the plan of the step, the share of a micro-batch, and what the loss function returns.
 """
 
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
-import torch.distributed as dist
-from megatron.core import mpu
-from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.utils import get_model_config
+from torch import Tensor
 
 from megatron_rl_loss import Samples
-from megatron_rl_loss.megatron import AggregationSettings, LossAggregation
+from megatron_rl_loss.losses import ppo_clip_loss
+from megatron_rl_loss.megatron import Microbatch, plan_step
+
+Batch = dict[str, Any]  # loss_masks, layout, prompt_ids: of Samples; tokens, old_log_probs, advantages: [total_tokens]
 
 
-def train(
-    model: Any,
-    optimizer: Any,
-    data_iterator: Any,
-    forward_step: Callable[..., Any],
-    samples_of: Callable[[Any], Samples],
-    *,
-    mode: str,
-    num_microbatches: int,
-    micro_batch_size: int,
-    seq_length: int,
-) -> Iterator[dict[str, float]]:
-    """Step after step; what was reported, summed over the step, on ranks of the last pipeline stage."""
-    chunks = model if isinstance(model, list) else [model]
-    for chunk in chunks:
-        get_model_config(chunk).finalize_model_grads_func = finalize_model_grads
-    aggregation = LossAggregation(AggregationSettings.resolve(mode), samples_of)
-    schedule = aggregation.wrap_schedule(get_forward_backward_func())
-    while True:
-        for chunk in chunks:
-            chunk.zero_grad_buffer()
-        optimizer.zero_grad()
-        reports = schedule(
-            forward_step_func=forward_step,
-            data_iterator=data_iterator,
-            model=model,
-            num_microbatches=num_microbatches,
-            seq_length=seq_length,
-            micro_batch_size=micro_batch_size,
-        )
-        optimizer.step()
-        sums = {name: torch.stack([report[name] for report in reports]).sum(0) for name in (reports or [{}])[0]}
-        for pair in sums.values():  # a numerator and a denominator
-            dist.all_reduce(pair, group=mpu.get_data_parallel_group(with_context_parallel=True))
-        yield {name: float(pair[0] / pair[1]) for name, pair in sums.items()} | aggregation.summary
+def policy_loss(batch: Batch, microbatch: Microbatch, log_probs: Tensor) -> Any:
+    """What the schedule gets, as a pair; without `form` it is (loss, num_tokens, report). The report is your own."""
+    old, advantages = (microbatch.local(batch[name]) for name in ("old_log_probs", "advantages"))
+    share = microbatch(ppo_clip_loss(log_probs, old, advantages).per_token_loss)
+    return microbatch.carry(share, {"actor": {"pg_loss": share.detach()}}, form="2-tuple")
+
+
+def forward_backward(model: Any, batches: list[Batch], loss: Callable[..., Any], mode: str) -> list[Any]:
+    """Gradients of the step loss; the report of each micro-batch, on ranks of the last pipeline stage."""
+    samples = [Samples(b["loss_masks"], layout=b["layout"], prompt_ids=b["prompt_ids"]) for b in batches]
+    plan = plan_step(samples, mode, model=model)
+
+    def forward_step(step: Iterator[tuple[Batch, Microbatch]], model: Any) -> Any:
+        batch, microbatch = next(step)
+        return model(microbatch.local(batch["tokens"])), lambda output: loss(batch, microbatch, output)
+
+    step = iter(list(zip(batches, plan, strict=True)))
+    sizes = {"num_microbatches": len(plan), "seq_length": batches[0]["tokens"].numel(), "micro_batch_size": 1}
+    return get_forward_backward_func()(forward_step_func=forward_step, data_iterator=step, model=model, **sizes)

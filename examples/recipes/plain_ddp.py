@@ -1,4 +1,4 @@
-"""Plain DistributedDataParallel, no Megatron. DDP averages gradients over its ranks, so train on ranks x share.
+"""Plain DistributedDataParallel, no Megatron. DDP averages gradients over its ranks: form="mean".
 
 torchrun --nproc-per-node 2 plain_ddp.py
 """
@@ -11,28 +11,26 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from megatron_rl_loss import StepTotals, make_pg_loss_reducer
+from megatron_rl_loss import Samples
 from megatron_rl_loss.losses import ppo_clip_loss
+from megatron_rl_loss.plan import plan_step
 
 Batch = dict[str, Any]  # tokens, labels, old_log_probs, advantages: [tokens]; loss_masks, prompt_ids: one a sample
 
 
 def train_step(model: Any, optimizer: Any, batches: list[Batch], mode: str, divisor: float | None = None) -> Tensor:
     """One optimizer step over this rank's micro-batches, as many as it has; the step loss, alike on all ranks."""
-    masks = [mask for batch in batches for mask in batch["loss_masks"]]
-    prompt_ids = [prompt for batch in batches for prompt in batch["prompt_ids"]]
-    totals = StepTotals.from_loss_masks(masks, prompt_ids=prompt_ids, dp_group=dist.group.WORLD)
+    samples = [Samples(batch["loss_masks"], prompt_ids=batch["prompt_ids"]) for batch in batches]
+    plan = plan_step(samples, mode, divisor=divisor, dp_group=dist.group.WORLD)
     step_loss = torch.zeros(())
     optimizer.zero_grad()
-    for number, batch in enumerate(batches, start=1):
-        ids = {"prompt_ids": batch["prompt_ids"]}
-        reducer = make_pg_loss_reducer(mode, batch["loss_masks"], totals=totals, divisor=divisor, **ids)
-        with contextlib.nullcontext() if number == len(batches) else model.no_sync():
+    for number, (batch, microbatch) in enumerate(zip(batches, plan, strict=True), start=1):
+        with contextlib.nullcontext() if number == len(plan) else model.no_sync():
             logits = model(batch["tokens"])
             log_probs = logits.log_softmax(-1).gather(-1, batch["labels"][:, None])[:, 0]
             policy = ppo_clip_loss(log_probs, batch["old_log_probs"], batch["advantages"])
-            share = reducer(policy.per_token_loss)
-            (dist.get_world_size() * share).backward()
+            share = microbatch(policy.per_token_loss)
+            microbatch.carry(share, form="mean").backward()
         step_loss += share.detach()
     optimizer.step()
     dist.all_reduce(step_loss)  # a sum: shares are added up, never averaged

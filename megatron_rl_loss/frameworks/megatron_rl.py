@@ -163,7 +163,7 @@ def loss_func(
     }
     flat = {name: values.detach().float().reshape(-1).to(share.device) for name, values in per_token.items()}
     means = {name: microbatch.token_mean(values) for name, values in flat.items()}
-    return microbatch.carry(share, {"lm loss": share, **means})
+    return microbatch.carry(share, microbatch.report({"lm loss": share, **means}))
 
 
 def samples_of(

@@ -19,9 +19,11 @@ from megatron_rl_loss.megatron.flags import (
     validate_loss_aggregation_args,
 )
 from megatron_rl_loss.megatron.forward_pass import ForwardPass
+from megatron_rl_loss.megatron.iterator import next_microbatch
 from megatron_rl_loss.megatron.launch import LossAggregation
-from megatron_rl_loss.megatron.microbatch import Microbatch, next_microbatch
 from megatron_rl_loss.megatron.output_head import Folded, OutputHead, Tokens
+from megatron_rl_loss.megatron.planning import plan_step
+from megatron_rl_loss.plan import Microbatch, Plan
 
 __all__ = [
     "AggregationSettings",
@@ -31,8 +33,10 @@ __all__ = [
     "LossAggregation",
     "Microbatch",
     "OutputHead",
+    "Plan",
     "Tokens",
     "add_loss_aggregation_args",
     "next_microbatch",
+    "plan_step",
     "validate_loss_aggregation_args",
 ]

@@ -3,16 +3,16 @@
 import difflib
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal, get_args
+from dataclasses import dataclass, field
+from typing import Any, get_args
 
 from megatron_rl_loss.errors import check_choice, is_int
 from megatron_rl_loss.modes.function_paths import load_function
-from megatron_rl_loss.modes.names import Aggregation, resolve
-from megatron_rl_loss.modes.table import MODES, Mode, ModeFunction, OwnMode, find_mode
-from megatron_rl_loss.step.totals import Statistic, UnitCounting
-
-EmptyStep = Literal["warn", "error"]
+from megatron_rl_loss.modes.loss_modes import LossModes
+from megatron_rl_loss.modes.names import Aggregation
+from megatron_rl_loss.modes.table import MODES, ModeFunction
+from megatron_rl_loss.plan.plan import EmptyStep
+from megatron_rl_loss.step.totals import UnitCounting
 
 #: Terms of the loss whose mode has a flag.
 _TERMS = ("kl", "entropy", "value")
@@ -23,20 +23,18 @@ class AggregationSettings:
     """What the flags ask for, validated; made by `resolve`.
 
     Attributes:
-        aggregation: mode, divisor and unit counting; another framework's name has become those.
+        modes: of the policy loss and of terms that say no mode themselves; another framework's names are translated.
         empty_step: of a step without one active token: ``warn`` and go on with zero gradients, or ``error``.
         with_per_token_loss: the mode may run on a model whose config calculates per-token loss.
         audit_interval: every how many steps the weights are measured; None for never.
         notices: what the user should be told.
-        terms: how terms of the loss are aggregated that say no mode themselves, by name; others are as the policy loss.
     """
 
-    aggregation: Aggregation = field(default_factory=lambda: resolve("sample_mean"))
+    modes: LossModes = field(default_factory=lambda: LossModes.resolve("sample_mean"))
     empty_step: EmptyStep = "warn"
     with_per_token_loss: bool = False
     audit_interval: int | None = None
     notices: tuple[str, ...] = ()
-    terms: Mapping[str, Aggregation] = field(default_factory=dict)
 
     @classmethod
     def resolve(
@@ -58,53 +56,23 @@ class AggregationSettings:
                 f"--loss-aggregation-audit-interval {audit_interval!r}: it must be a whole number of steps, from 1 on. "
                 "Give 100, say, or leave it out: then no step is audited."
             )
-        aggregation = resolve(mode, divisor=divisor, units=units)
+        modes = LossModes.resolve(mode, divisor=divisor, units=units, terms=terms)
         return cls(
-            aggregation=aggregation,
+            modes=modes,
             empty_step=empty_step,
             with_per_token_loss=with_per_token_loss,
             audit_interval=audit_interval,
-            notices=tuple(text for text in (notice, aggregation.notice) if text),
-        ).with_terms(terms or {})
+            notices=tuple(text for text in (notice, modes.policy.notice) if text),
+        )
 
-    def with_terms(self, modes: Mapping[str, str | None]) -> "AggregationSettings":
-        """With a mode for each term by name, counting the units that the policy loss counts; None says nothing.
-
-        Raises as `resolve`; a mode that takes a divisor has that of the policy loss.
-        """
-        units = self.aggregation.units
-        terms = {}
-        for name, mode in modes.items():
-            if mode is not None:
-                table_mode = find_mode(mode)
-                takes_divisor = isinstance(table_mode, Mode) and table_mode.takes_divisor
-                divisor = self.aggregation.divisor if takes_divisor else None
-                terms[name] = resolve(mode, divisor=divisor, units=units)
-        return replace(self, terms={**self.terms, **terms})
+    @property
+    def aggregation(self) -> Aggregation:
+        """Mode, divisor and unit counting of the policy loss."""
+        return self.modes.policy
 
     @property
     def mode_name(self) -> str:
         return self.aggregation.mode.name
-
-    @property
-    def _modes(self) -> list[Mode | OwnMode]:
-        return [one.mode for one in (self.aggregation, *self.terms.values())]
-
-    @property
-    def needs_prompt_ids(self) -> bool:
-        """Whether the mode, or that of a term, groups samples by prompt."""
-        return any(isinstance(mode, Mode) and mode.unit == "prompt" for mode in self._modes)
-
-    @property
-    def uses_prompt_ids(self) -> bool:
-        """Whether a mode groups samples by prompt, or is the user's own, which may."""
-        return self.needs_prompt_ids or any(isinstance(mode, OwnMode) for mode in self._modes)
-
-    @property
-    def statistics(self) -> dict[str, Statistic]:
-        """What the user's own modes need to be counted."""
-        own = [mode.statistics for mode in self._modes if isinstance(mode, OwnMode)]
-        return {name: statistic for statistics in own for name, statistic in statistics.items()}
 
     def describe(self) -> str:
         """One line for the log."""

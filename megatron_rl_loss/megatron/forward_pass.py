@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rl_loss.megatron.microbatch import Microbatch
+from megatron_rl_loss.plan.microbatch import Microbatch
 
 #: (micro-batch, model) -> what the model gives: (log_probs, ...) with an `OutputHead`, log-probs, or hidden states.
 CallModel = Callable[[Microbatch, Any], Any]

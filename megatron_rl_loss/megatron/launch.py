@@ -8,26 +8,30 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config, log_single_rank
 from torch import Tensor
 
-from megatron_rl_loss.errors import BadBatchError
-from megatron_rl_loss.megatron.carriers import Carrier, carrier_for, check_returned
-from megatron_rl_loss.megatron.flags import AggregationSettings, check_command_line, validate_loss_aggregation_args
+from megatron_rl_loss.megatron.flags import (
+    AggregationSettings,
+    check_command_line,
+    check_per_token,
+    validate_loss_aggregation_args,
+)
 from megatron_rl_loss.megatron.forward_pass import ForwardPass
 from megatron_rl_loss.megatron.groups import groups_of
+from megatron_rl_loss.megatron.iterator import MicrobatchIterator
 from megatron_rl_loss.megatron.lookahead import DataIterator, LookAhead, SamplesOf, look_ahead
-from megatron_rl_loss.megatron.microbatch import MicrobatchIterator, Step
+from megatron_rl_loss.megatron.planning import ranks_of
 from megatron_rl_loss.megatron.probe import check_contract, check_model
 from megatron_rl_loss.modes.names import resolve
 from megatron_rl_loss.modes.weights import missing_counts
-from megatron_rl_loss.reduction.metrics import put_in
+from megatron_rl_loss.plan.carriers import check_returned
+from megatron_rl_loss.plan.plan import Plan, Ranks, check_samples, check_totals, make_plan
 from megatron_rl_loss.reduction.tap import observe
-from megatron_rl_loss.step.collectives import agree_on, attempt
-from megatron_rl_loss.step.counting import compare_totals, reduce_step_totals
+from megatron_rl_loss.step.collectives import agree_on, attempt, world_rank
+from megatron_rl_loss.step.counting import compare_totals
 from megatron_rl_loss.step.totals import StepTotals
 
 if TYPE_CHECKING:
@@ -76,13 +80,14 @@ class LossAggregation:
         terms: Mapping[str, str] | None = None,
         term_masks: Sequence[str] = (),
     ) -> None:
-        self.settings = settings.with_terms(terms or {})
+        self.settings = settings
+        self._modes = settings.modes.with_terms(terms or {})
         self._term_masks = tuple(term_masks)
         self._samples_of = samples_of
         self._pg_collection = pg_collection
         self._totals_of = totals_of
         self._before_step = before_step
-        self._last_step: Step | None = None
+        self._last_plan: Plan | None = None
         self._audits = _interval_audits(settings.audit_interval)
         self._metric_modes: tuple[str, ...] | None = None  # not known before the first step has run
 
@@ -137,17 +142,11 @@ class LossAggregation:
                     num_microbatches=num_microbatches,
                     **kwargs,
                 )
-            self._finish_metrics(reports, model)
+            assert self._last_plan is not None
+            self._last_plan.finish_metrics(reports)
             return reports if audits is None else audits.reported(reports)
 
         return schedule
-
-    def _finish_metrics(self, stored: Any, model: Any) -> None:
-        """Reduce what no sum of shares is, where losses were computed: on all ranks of the last stage, or on none."""
-        assert self._last_step is not None
-        if self._last_step.parts.kinds:
-            groups = groups_of(model[0] if isinstance(model, list) else model, self._pg_collection)
-            put_in(stored, self._last_step.parts.finish(groups.dp_cp))
 
     def begin_step(
         self, data_iterator: DataIterator, *, model: Any, num_microbatches: int | None = None
@@ -170,125 +169,88 @@ class LossAggregation:
         """
         chunks = model if isinstance(model, list) else [model]
         config, groups = get_model_config(chunks[0]), groups_of(chunks[0], self._pg_collection)
-        carrier = carrier_for(config.calculate_per_token_loss)
+        per_token = bool(config.calculate_per_token_loss)
         count = get_num_microbatches() if num_microbatches is None else num_microbatches
-        check_model(self.settings, config, chunks)
-        if self._last_step is None:
-            check_contract(carrier, config, chunks, groups, num_microbatches=count)
+        check_model(config, chunks)
+        check_per_token(self.settings, per_token)
+        if self._last_plan is None:
+            check_contract(config, chunks, groups, num_microbatches=count)
 
         iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
-        data = attempt(lambda: look_ahead(iterators, count, self._samples_of, self.settings, groups, self._term_masks))
-        totals = self._totals(data, groups, carrier)
-        assert isinstance(data, LookAhead)  # else _totals has raised
-        self._check_tokens(totals, carrier)
-        step = Step(
-            aggregation=self.settings.aggregation,
-            totals=totals,
-            num_microbatches=count,
-            cp_rank=groups.cp.rank(),
-            cp_size=groups.cp.size(),
-            dp_cp_size=groups.dp_cp.size(),
-            carrier=carrier,
-            cp_group=groups.cp,
-            terms=self.settings.terms,
+        ranks = ranks_of(groups)
+
+        def describe() -> LookAhead:
+            ahead = look_ahead(iterators, count, self._samples_of, groups)
+            check_samples(ahead.samples, None, self._modes, ranks, self._term_masks)
+            return ahead
+
+        data = attempt(describe)
+        plan = make_plan(
+            data if isinstance(data, Exception) else data.samples,
+            self._modes,
+            ranks,
+            count,
+            None if self._totals_of is None else self._stated_totals(data, ranks, per_token),
+            term_masks=self._term_masks,
+            per_token=per_token,
+            empty_step=self.settings.empty_step,
         )
-        if self._last_step is None:
-            self._announce(step, groups)
-        self._last_step = step
-        microbatches = data.iterators(step)
+        assert isinstance(data, LookAhead)  # else make_plan has raised
+        if self._last_plan is None:
+            self._announce(plan)
+        self._last_plan = plan
+        microbatches = data.iterators(plan)
         return list(microbatches) if isinstance(data_iterator, list) else microbatches[0]
 
     @property
     def summary(self) -> dict[str, float]:
         """The last step in numbers, for a logger: rollouts, prompts, tokens, and how many of them are active."""
-        return {} if self._last_step is None else summarize(self._last_step.totals)
+        return {} if self._last_plan is None else self._last_plan.summary
 
-    def _announce(self, step: Step, groups: ProcessGroupCollection) -> None:
+    def _announce(self, plan: Plan) -> None:
         """The first step, in a line on rank 0 that nobody has to ask for."""
-        if not dist.is_initialized() or dist.get_rank() == 0:
-            print(describe_step(step, dp_size=groups.dp.size()), flush=True)
-        prompts = step.totals.prompts.all
-        if self.settings.mode_name == "prompt_mean" and prompts and prompts == step.totals.rollouts.all:
+        if world_rank() == 0:
+            print(plan.describe(), flush=True)
+        prompts = plan.totals.prompts.all
+        if self.settings.mode_name == "prompt_mean" and prompts and prompts == plan.totals.rollouts.all:
             notice = (
                 f"prompt_mean on {prompts} prompts of one rollout each: that is the sample mean, as nothing is "
                 "grouped. Look at the prompt ids."
             )
             log_single_rank(logger, logging.WARNING, notice)
 
-    def _totals(self, data: LookAhead | Exception, groups: ProcessGroupCollection, carrier: Carrier) -> StepTotals:
-        """The step's totals, as the user knows them or from one collective round; raises a failed look-ahead."""
-        replicas = [groups.cp, groups.tp, groups.pp]
-        exchange: dict[str, Any] = {
-            "dp_group": groups.dp,
-            "replica_groups": replicas,
-            "masks": self._term_masks,
-            "statistics": self.settings.statistics,
-        }
-        if self._totals_of is None:
-            samples = data if isinstance(data, Exception) else data.samples
-            return reduce_step_totals(samples, count_prompts=self.settings.uses_prompt_ids, **exchange)
+    def _stated_totals(self, data: LookAhead | Exception, ranks: Ranks, per_token: bool) -> StepTotals:
+        """What `totals_of` says of the step, once compared in the first; raises a failed look-ahead."""
         if isinstance(data, Exception):
             raise data
-        totals = attempt(lambda: self._users_totals(data, carrier))
-        if self._last_step is None:  # those of the first step are compared with what all ranks hold
-            return compare_totals(totals, data.samples, **exchange)
+        totals = attempt(lambda: self._call_totals_of(data, per_token))
+        if self._last_plan is None:  # those of the first step are compared with what all ranks hold
+            return compare_totals(
+                totals,
+                data.samples,
+                dp_group=ranks.dp_group,
+                replica_groups=ranks.replicas,
+                masks=self._term_masks,
+                statistics=self._modes.statistics,
+            )
         if isinstance(totals, Exception):
             raise totals
         if self._metric_modes is None:
-            self._metric_modes = agree_on(self._last_step.metric_modes, ("sample_mean", "token_mean"), replicas)
+            self._metric_modes = agree_on(self._last_plan.metric_modes, ("sample_mean", "token_mean"), ranks.replicas)
         for mode in self._metric_modes:
             metric = resolve(mode, units=self.settings.aggregation.units)
-            _check_counts(missing_counts(metric, totals, with_rollout_ids=False), f"a metric's {mode}")
-        return totals
-
-    def _users_totals(self, data: LookAhead, carrier: Carrier) -> StepTotals:
-        """What `totals_of` says; refuses totals that miss what the mode, the carrier or an empty step will need."""
-        assert self._totals_of is not None
-        totals = self._totals_of(data.batches)
-        if not isinstance(totals, StepTotals):
-            raise TypeError(
-                f"totals is {totals!r}: the denominators are those of the whole step, and never guessed from a "
-                "micro-batch. Pass StepTotals.from_loss_masks(...) of all the step's masks."
-            )
-        samples = data.samples or []
-        with_rollout_ids = any(one.rollout_ids is not None for one in samples)
-        missing = missing_counts(self.settings.aggregation, totals, with_rollout_ids=with_rollout_ids)
-        for aggregation in self.settings.terms.values():
-            for name in (None, *self._term_masks):
-                missing += missing_counts(aggregation, totals.with_mask(name), with_rollout_ids=with_rollout_ids)
-        user = self.settings.describe()
-        if totals.step_active_tokens is None and (carrier.per_token or self.settings.empty_step == "error"):
-            missing = [*missing, "step_active_tokens"]
-            user = "per-token loss" if carrier.per_token else "--loss-aggregation-empty-step error"
-        if data.samples is not None:
-            _check_counts(missing, user)
-        for one in samples:
-            one.check_masks()
-            totals.check_covers(one)
-        return totals
-
-    def _check_tokens(self, totals: StepTotals, carrier: Carrier) -> None:
-        """Warn of a step without an active token, or refuse it; refuse more tokens than Megatron can count."""
-        tokens = totals.step_tokens if totals.step_active_tokens is None else totals.step_active_tokens
-        if tokens == 0:
-            if self.settings.empty_step == "error":
-                raise BadBatchError(
-                    "a step without one active token: --loss-aggregation-empty-step asks to stop there. Look at the "
-                    "masks of the data."
+            if missing := missing_counts(metric, totals, with_rollout_ids=False):
+                raise ValueError(
+                    f"totals_of returned totals without {', '.join(missing)}: a metric's {mode} needs it. Give these "
+                    "counts of the whole step too."
                 )
-            notice = "a step without one active token: its policy gradient is zero. Look at the masks of the data."
-            log_single_rank(logger, logging.WARNING, notice)
-        if carrier.per_token and tokens is not None and tokens >= 2**31:
-            raise BadBatchError(
-                f"{tokens} active tokens with per-token loss: Megatron sums token counts as int32. Use smaller steps."
-            )
+        return totals
 
-
-def _check_counts(missing: Sequence[str], user: str) -> None:
-    if missing:
-        raise ValueError(
-            f"totals_of returned totals without {', '.join(missing)}: {user} needs it. Give these counts of the whole "
-            "step too."
+    def _call_totals_of(self, data: LookAhead, per_token: bool) -> StepTotals:
+        assert self._totals_of is not None
+        totals, empty_step = self._totals_of(data.batches), self.settings.empty_step
+        return check_totals(
+            totals, data.samples, self._modes, self._term_masks, per_token=per_token, empty_step=empty_step
         )
 
 
@@ -367,34 +329,3 @@ def patched_pretrain(wrap_schedule: Callable[[Schedule], Schedule]) -> Iterator[
         yield
     finally:
         training.get_forward_backward_func, training.training_log = get_schedule, training_log
-
-
-# --- a step in numbers
-
-
-def summarize(totals: StepTotals) -> dict[str, float]:
-    """The step in numbers that a logger can take; counts that are not known on this rank are left out."""
-    counts: dict[str, float | None] = {
-        "rollouts": totals.rollouts.all,
-        "active_rollouts": totals.rollouts.active,
-        "prompts": totals.prompts.all,
-        "tokens": totals.step_entries,
-        "active_tokens": totals.step_active_tokens,
-    }
-    return {name: value for name, value in counts.items() if value is not None}
-
-
-def describe_step(step: Step, *, dp_size: int) -> str:
-    """A step in a line of the log that shows what no check can: wrong ids, masks or numbers of ranks."""
-    counts = summarize(step.totals)
-    parts = []
-    if "rollouts" in counts:
-        parts.append(f"{counts['rollouts']:,.0f} rollouts")
-    if counts.get("prompts"):
-        parts.append(f"{counts['prompts']:,.0f} prompts ({counts['rollouts'] / counts['prompts']:.1f} each)")
-    if {"tokens", "active_tokens"} <= counts.keys():
-        parts.append(f"{counts['active_tokens']:,.0f} of {counts['tokens']:,.0f} tokens active")
-    if {"rollouts", "active_rollouts"} <= counts.keys():
-        parts.append(f"{counts['rollouts'] - counts['active_rollouts']:,.0f} rollouts fully masked")
-    split = f"{step.num_microbatches} micro-batches x DP {dp_size}, CP {step.cp_size}"
-    return " | ".join([step.aggregation.describe(), ", ".join(parts) or "counts not known on this rank", split])

@@ -6,8 +6,9 @@ from typing import Any
 
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from megatron_rl_loss.megatron.flags import AggregationSettings
-from megatron_rl_loss.megatron.microbatch import Microbatch, MicrobatchIterator, Step
+from megatron_rl_loss.megatron.iterator import MicrobatchIterator
+from megatron_rl_loss.plan.microbatch import Microbatch
+from megatron_rl_loss.plan.plan import Plan
 from megatron_rl_loss.step.samples import Samples
 
 SamplesOf = Callable[[Any], Samples]
@@ -32,12 +33,14 @@ class LookAhead:
         """What `samples` describe."""
         return next((batches for batches in reversed(self.fetched) if batches is not None), [])
 
-    def iterators(self, step: Step) -> list[MicrobatchIterator | None]:
+    def iterators(self, plan: Plan) -> list[MicrobatchIterator | None]:
         """An iterator over micro-batches for each chunk."""
         return [
             None
             if batches is None
-            else MicrobatchIterator([Microbatch(*pair, step) for pair in zip(batches, self.samples or [], strict=True)])
+            else MicrobatchIterator(
+                [Microbatch(samples, plan, data) for samples, data in zip(self.samples or [], batches, strict=True)]
+            )
             for batches in self.fetched
         ]
 
@@ -46,9 +49,7 @@ def look_ahead(
     iterators: Sequence[Iterator[Any] | None],
     num_microbatches: int,
     samples_of: SamplesOf,
-    settings: AggregationSettings,
     groups: ProcessGroupCollection,
-    term_masks: Sequence[str] = (),
 ) -> LookAhead:
     """Fetch a step and describe it. Raises whatever is wrong with the data, on this rank alone: see `attempt`."""
     fetched = [None if iterator is None else _fetch(iterator, num_microbatches) for iterator in iterators]
@@ -59,7 +60,7 @@ def look_ahead(
                 "is_distributed = True on the provider; without validation data pass --eval-iters 0."
             )
         return LookAhead(fetched, None)
-    samples = [_describe(batch, samples_of, settings, groups, term_masks) for batch in LookAhead(fetched, None).batches]
+    samples = [_describe(batch, samples_of) for batch in LookAhead(fetched, None).batches]
     for chunk, batches in enumerate(fetched[:-1]):
         for i, (batch, expected) in enumerate(zip(batches or [], samples, strict=False)):
             if samples_of(batch).digest() != expected.digest():
@@ -89,25 +90,11 @@ def _fetch(iterator: Iterator[Any], num_microbatches: int) -> list[Any]:
     return batches
 
 
-def _describe(
-    batch: Any,
-    samples_of: SamplesOf,
-    settings: AggregationSettings,
-    groups: ProcessGroupCollection,
-    term_masks: Sequence[str],
-) -> Samples:
+def _describe(batch: Any, samples_of: SamplesOf) -> Samples:
     samples = samples_of(batch)
     if not isinstance(samples, Samples):
         raise TypeError(
             f"samples_of returned a {type(samples).__name__}: it must return megatron_rl_loss.Samples. Wrap the masks "
             "in Samples."
         )
-    if settings.needs_prompt_ids and samples.prompt_ids is None and len(samples):
-        raise ValueError(
-            f"loss aggregation {settings.mode_name!r} and samples without prompt_ids: it averages inside each prompt "
-            "group. Give samples_of prompt_ids."
-        )
-    samples.local(groups.cp.rank(), groups.cp.size())  # raises if the layout cannot be cut so
-    for name in term_masks:
-        samples.with_mask(name)  # raises if there is none of that name
     return samples

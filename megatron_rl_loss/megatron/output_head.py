@@ -35,7 +35,7 @@ from megatron_rl_loss.logprobs.hidden import (
     loss_from_hidden,
 )
 from megatron_rl_loss.logprobs.kept_ids import Keep, KeptIds
-from megatron_rl_loss.megatron.microbatch import Microbatch
+from megatron_rl_loss.plan.microbatch import Microbatch
 
 
 @dataclass(frozen=True)

@@ -18,19 +18,18 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_rl_loss.errors import ContractError
-from megatron_rl_loss.megatron.carriers import Carrier, Count, product
-from megatron_rl_loss.megatron.flags import AggregationSettings, check_megatron_settings, check_per_token
+from megatron_rl_loss.megatron.flags import check_megatron_settings
+from megatron_rl_loss.plan.carriers import Count, carriers_of, product
 from megatron_rl_loss.step.collectives import Group, device_of
 
 _LOSS = 3.0
 _NUM_TOKENS = 1
 
 
-def check_model(settings: AggregationSettings, config: Any, chunks: Sequence[Any]) -> None:
+def check_model(config: Any, chunks: Sequence[Any]) -> None:
     """Refuse a model configuration under which the loss would not be exact; at each step, since it may change."""
     per_token = bool(config.calculate_per_token_loss)
     check_megatron_settings(config, per_token)
-    check_per_token(settings, per_token)
     for chunk in chunks:
         if per_token and isinstance(chunk, _BaseDataParallel):
             if type(chunk).scale_gradients is _BaseDataParallel.scale_gradients:
@@ -43,28 +42,34 @@ def check_model(settings: AggregationSettings, config: Any, chunks: Sequence[Any
 
 
 def check_contract(
-    carrier: Carrier, config: Any, chunks: Sequence[Any], groups: ProcessGroupCollection, *, num_microbatches: int
+    config: Any, chunks: Sequence[Any], groups: ProcessGroupCollection, *, num_microbatches: int
 ) -> None:
-    """Refuse a Megatron whose schedule or DDP scales losses in another way than the carrier undoes.
+    """Refuse a Megatron whose schedule or DDP scales losses in another way than the carriers for this config undo.
 
     Only Megatron-Core's own DDP says its scaling; of other wrappers the schedule alone is checked. All ranks of a
     context-parallel group must call it together: a schedule may reduce over them.
 
     Raises:
-        ContractError: with the factor that the carrier relies on and the one that Megatron has.
+        ContractError: with the factor that a carrier relies on and the one that Megatron has.
     """
-    counts: dict[Count, float | None] = {"num_microbatches": num_microbatches, "dp_cp_size": groups.dp_cp.size()}
-    factor = _schedule_factor(config, num_microbatches, groups.cp)
-    _compare("schedule (forward_step_calc_loss)", factor, 1 / product(carrier.schedule_divisors, counts))
+    counts: dict[Count, float | None] = {
+        "num_microbatches": num_microbatches,
+        "dp_size": groups.dp.size(),
+        "cp_size": groups.cp.size(),
+    }
+    rows = [row for row in carriers_of(bool(config.calculate_per_token_loss)) if row.form in ("3-tuple", "2-tuple")]
+    for carrier in rows:
+        factor = _schedule_factor(config, num_microbatches, groups.cp, with_count=carrier.form == "3-tuple")
+        _compare(f"schedule (forward_step_calc_loss, {carrier.form})", factor, product(carrier.schedule, counts))
     for chunk in chunks:
         for buffer in chunk.buffers if isinstance(chunk, DistributedDataParallel) else []:
             averaged = groups.dp_cp.size() if chunk.ddp_config.average_in_collective else 1
             factor = buffer.gradient_scaling_factor / averaged
-            _compare("DDP (gradient_scaling_factor)", factor, 1 / product(carrier.ddp_divisors, counts))
+            _compare("DDP (gradient_scaling_factor)", factor, product(rows[0].ddp, counts))
 
 
-def _schedule_factor(config: Any, num_microbatches: int, cp_group: Group) -> float:
-    """What a loss of a 3-tuple is multiplied by on its way through the installed schedule."""
+def _schedule_factor(config: Any, num_microbatches: int, cp_group: Group, *, with_count: bool) -> float:
+    """What the loss of a 3-tuple, or of a 2-tuple, is multiplied by on its way through the installed schedule."""
     # A copy without timers and auxiliary losses: their scales are global and the probe must not set them.
     quiet = copy.copy(config)
     for name in ("timers", "num_moe_experts", "mtp_num_layers", "experimental_attention_variant"):
@@ -79,7 +84,7 @@ def _schedule_factor(config: Any, num_microbatches: int, cp_group: Group) -> flo
         loss, num_tokens = schedules.forward_step_calc_loss(
             model=None,
             output_tensor=torch.tensor(_LOSS, device=device),
-            loss_func=lambda loss: (loss, count, {}),
+            loss_func=lambda loss: (loss, count, {}) if with_count else (loss, {}),
             config=quiet,
             vp_stage=None,
             collect_non_loss_data=False,
@@ -92,7 +97,7 @@ def _schedule_factor(config: Any, num_microbatches: int, cp_group: Group) -> flo
         raise _broken("forward_step_calc_loss", f"it could not be probed ({type(error).__name__}: {error})") from error
     if int(count) != _NUM_TOKENS:
         raise _broken("forward_step_calc_loss", "it changes the count it is given, which micro-batches share")
-    if num_tokens.is_floating_point() or int(num_tokens) != _NUM_TOKENS:
+    if with_count and (num_tokens.is_floating_point() or int(num_tokens) != _NUM_TOKENS):
         made = f"it made {num_tokens.item()!r} ({num_tokens.dtype}) of a count of {_NUM_TOKENS} tokens"
         raise _broken("forward_step_calc_loss", f"{made}, relied on is an int")
     return float(loss) / _LOSS
@@ -106,5 +111,5 @@ def _compare(place: str, factor: float, expected: float) -> None:
 
 def _broken(place: str, rule: str) -> ContractError:
     return ContractError(
-        f"Megatron's {place}: {rule}. Use megatron-core 0.19, or a megatron_rl_loss made for this version."
+        f"Megatron's {place}: {rule}. Use megatron-core 0.15 to 0.19, or a megatron_rl_loss made for this version."
     )

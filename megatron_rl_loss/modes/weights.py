@@ -12,8 +12,9 @@ from torch import Tensor
 from megatron_rl_loss.errors import check_one_each, place_in_cp, require
 from megatron_rl_loss.modes.names import Aggregation, resolve
 from megatron_rl_loss.modes.table import Mode, ModeFunction, ModeInputs, OwnMode, Weights
+from megatron_rl_loss.step.ids import Ids
 from megatron_rl_loss.step.masks import SMALLEST, inverse
-from megatron_rl_loss.step.samples import LocalTokens, Samples
+from megatron_rl_loss.step.samples import Labels, LocalTokens, Samples
 from megatron_rl_loss.step.totals import StepTotals, TokensById, UnitCounting, UnitCounts
 
 
@@ -47,6 +48,47 @@ def token_weights(
     """
     aggregation = resolve(mode, divisor=divisor, units=units)
     return weigh_at_the_door(aggregation, samples.local(place_in_cp(cp_rank, cp_size), cp_size), totals)
+
+
+def weights_column(
+    mode: str | ModeFunction,
+    loss_masks: Sequence[Tensor],
+    *,
+    divisor: float | None = None,
+    units: UnitCounting | None = None,
+    rollout_ids: Ids | None = None,
+    prompt_ids: Ids | None = None,
+    labels: Labels | None = None,
+) -> list[Tensor]:
+    """The weight of every token of a whole step, a tensor per sample: a data column beside ``advantages``.
+
+    For a driver that holds all masks of a step before it deals samples out. It needs no collective. A trainer that adds
+    up weight * loss, however it cuts the column with its other columns, then has the step loss of the mode.
+
+    >>> weights_column("sample_mean", [torch.tensor([1, 1, 0]), torch.tensor([1])])
+    [tensor([0.2500, 0.2500, 0.0000]), tensor([0.5000])]
+
+    Args:
+        mode, divisor, units: as in `make_pg_loss_reducer`.
+        loss_masks, rollout_ids, prompt_ids, labels: of all samples of the step, as in `Samples`.
+
+    Returns:
+        float32, one 1-D tensor per sample, as long as its mask, on the masks' device; 0 where the mask is 0.
+
+    Raises:
+        ValueError, TypeError: as `make_pg_loss_reducer`.
+    """
+    aggregation = resolve(mode, divisor=divisor, units=units)
+    samples = Samples(loss_masks, rollout_ids=rollout_ids, prompt_ids=prompt_ids, labels=labels)
+    totals = StepTotals.from_loss_masks(
+        loss_masks,
+        rollout_ids=rollout_ids,
+        prompt_ids=prompt_ids,
+        dp_group=None,
+        labels=labels,
+        statistics=aggregation.mode.statistics if isinstance(aggregation.mode, OwnMode) else None,
+    )
+    return list(weigh_at_the_door(aggregation, samples.local(0, 1), totals).split(samples.mask_lengths))
 
 
 def weigh_at_the_door(aggregation: Aggregation, local: LocalTokens, totals: StepTotals) -> Tensor:

@@ -84,29 +84,30 @@ class Parts:
         self.kinds[name] = kind
         self.of_microbatches.setdefault(name, []).append(part)
 
-    def finish(self, group: Group | None) -> dict[str, Tensor]:
-        """Each metric over all micro-batches and the ranks of the group, 0-dim; NaN without an active token."""
+    def finish(self, groups: Sequence[Group | None]) -> dict[str, Tensor]:
+        """Each metric over all micro-batches and the ranks of the groups, 0-dim; NaN without an active token."""
         extremes = [name for name, kind in self.kinds.items() if kind in ("min", "max")]
         moments = [name for name in self.kinds if name not in extremes]
         values: dict[str, Tensor] = {}
         if extremes:
             largest = torch.stack([torch.stack(self.of_microbatches[name]).amax(0) for name in extremes])
-            _reduce(largest, group, dist.ReduceOp.MAX)
+            _reduce(largest, groups, dist.ReduceOp.MAX)
             for name, value in zip(extremes, largest, strict=True):
                 value = value.masked_fill(value == -torch.inf, torch.nan)
                 values[name] = -value if self.kinds[name] == "min" else value
         if moments:
             sums = torch.stack([torch.stack(self.of_microbatches[name]).sum(0) for name in moments])
-            _reduce(sums, group, dist.ReduceOp.SUM)
+            _reduce(sums, groups, dist.ReduceOp.SUM)
             for name, (weight, first, second) in zip(moments, sums, strict=True):
                 mean, square = first / weight, second / weight
                 values[name] = mean.square() / square if self.kinds[name] == "ess" else square - mean.square()
         return values
 
 
-def _reduce(values: Tensor, group: Group | None, op: dist.ReduceOp.RedOpType) -> None:
-    if (several := if_several(group)) is not None:
-        dist.all_reduce(values, op=op, group=several)
+def _reduce(values: Tensor, groups: Sequence[Group | None], op: dist.ReduceOp.RedOpType) -> None:
+    for group in groups:
+        if (several := if_several(group)) is not None:
+            dist.all_reduce(values, op=op, group=several)
 
 
 def put_in(reports: Sequence[dict[str, Tensor]], values: Mapping[str, Tensor]) -> None:

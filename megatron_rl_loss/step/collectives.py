@@ -34,6 +34,11 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
+def world_rank() -> int:
+    """This rank's number among all of this job."""
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
 def device_of(group: Group) -> torch.device:
     """Where the group's backends take tensors: the host if one of them does ("cpu:gloo,cuda:nccl")."""
     if "cpu:" in dist.get_backend_config(group):

@@ -10,6 +10,8 @@ from typing import Any
 import oracle
 import pytest
 import torch
+from megatron_rl_loss.megatron.carriers import CARRIERS, PER_TOKEN, Carrier
+from megatron_rl_loss.megatron.microbatch import Step
 from placements import Place, gathered, laid_out, plain, response, thd_unpadded_masks_and_filler
 from refusals import Call, Refusal, check_refusal, each_of
 from steps import divisor_of, every_counting, ids_of, totals_of
@@ -17,8 +19,6 @@ from torch import Tensor
 
 from megatron_rl_loss import Gathered, Samples, StepTotals, ZigzagBSHD, ZigzagTHD
 from megatron_rl_loss.megatron import AggregationSettings, Microbatch
-from megatron_rl_loss.megatron.carriers import CARRIERS, PER_TOKEN, Carrier
-from megatron_rl_loss.megatron.microbatch import Step
 
 LENGTHS = [4, 2, 6, 1]
 STEP = [

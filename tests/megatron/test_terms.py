@@ -14,6 +14,7 @@ from typing import Any
 import oracle
 import pytest
 import torch
+from megatron_rl_loss.megatron.microbatch import Step
 from ranks import RankError, run_ranks
 from refusals import Call, Refusal, check_refusal, each_of
 from table_step import Batch, aggregation, dealt, logged_by_step, relative_error, start, step_samples, table_model
@@ -21,7 +22,6 @@ from torch import Tensor
 
 from megatron_rl_loss import Samples, StepTotals, UnitCounts
 from megatron_rl_loss.megatron import AggregationSettings, Microbatch
-from megatron_rl_loss.megatron.microbatch import Step
 from megatron_rl_loss.modes.names import resolve
 from megatron_rl_loss.reduction import Term
 

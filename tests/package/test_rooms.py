@@ -10,7 +10,19 @@ import pytest
 from repository import ROOT
 
 PACKAGE = "megatron_rl_loss"
-ORDER = ["errors", "step", "modes", "reduction", "losses", "logprobs", "megatron", "frameworks", "audit", "__main__"]
+ORDER = [
+    "errors",
+    "step",
+    "modes",
+    "reduction",
+    "losses",
+    "logprobs",
+    "plan",
+    "megatron",
+    "frameworks",
+    "audit",
+    "__main__",
+]
 FILES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
     for path in (ROOT / PACKAGE).rglob("*.py")

@@ -387,7 +387,7 @@ def run_case(
             if "one pass" in head:
                 share, values = output
                 means = {name: microbatch.sample_mean(values[name]) for name in ("clip_fraction", "ppo_kl")}
-                return microbatch.carry(share, {"pg_loss": share, **means})
+                return microbatch.carry(share, microbatch.report({"pg_loss": share, **means}))
             log_probs = output[0] if head else -output
             clip = {"clip_low": gpt_oracle.CLIP_LOW, "clip_high": gpt_oracle.CLIP_HIGH}
             given = log_probs, batch.old_log_probs, batch.advantages

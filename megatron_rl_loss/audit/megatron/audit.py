@@ -29,7 +29,7 @@ from megatron_rl_loss.audit.megatron.schedule import Watched, observe_schedule
 from megatron_rl_loss.audit.tokens import Floats, MeasuredStep, Split
 from megatron_rl_loss.megatron.flags import CHANGING_CP, REMAT_SIZES
 from megatron_rl_loss.megatron.groups import gather_to_first, groups_of, spread_from_first
-from megatron_rl_loss.megatron.microbatch import MicrobatchIterator
+from megatron_rl_loss.megatron.iterator import MicrobatchIterator
 from megatron_rl_loss.modes.names import Aggregation, resolve
 from megatron_rl_loss.modes.table import find_mode
 from megatron_rl_loss.reduction.tap import TappedLosses, Taps, expected_aggregation, observe, tap

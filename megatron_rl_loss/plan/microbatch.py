@@ -1,104 +1,85 @@
-"""A micro-batch with what it takes to reduce its losses and to hand Megatron their sum."""
+"""A micro-batch of a step: reduces its losses, and returns their sum in the form that the trainer takes."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor
 
 from megatron_rl_loss.losses.segments import OfTokens, Per, Replicated, segment_mean, segment_sum, to_tokens
-from megatron_rl_loss.megatron.carriers import MEAN, Carried, Carrier, Count, Receipt, product
 from megatron_rl_loss.modes.names import Aggregation, resolve
 from megatron_rl_loss.modes.table import Mode, OwnMode
 from megatron_rl_loss.modes.weights import missing_counts
-from megatron_rl_loss.reduction.metrics import MODE_OF, Metric, Parts
+from megatron_rl_loss.plan.carriers import Form, Receipt, find_carrier
+from megatron_rl_loss.reduction.metrics import MODE_OF, Metric
 from megatron_rl_loss.reduction.sums import Summand, Term, WeightedSum, reducer_of, sum_terms
 from megatron_rl_loss.step.collectives import Group
 from megatron_rl_loss.step.samples import LocalTokens, Samples
 from megatron_rl_loss.step.totals import StepTotals, UnitCounting
 
+if TYPE_CHECKING:
+    from megatron_rl_loss.plan.plan import Plan
+
+#: Policy losses, or the terms of the loss by name; metrics by name.
+Losses = Tensor | Mapping[str, Tensor | Term]
+Metrics = Mapping[str, Tensor | Metric] | None
+#: What Megatron's schedule takes from a loss function: loss, token count, report.
+Carried = tuple[Tensor, Tensor, Any]
 _Key = tuple[Mode | OwnMode, float | None, UnitCounting, str | None]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Step:
-    """One optimizer step on this rank: what its micro-batches share."""
-
-    aggregation: Aggregation
-    totals: StepTotals
-    num_microbatches: int
-    cp_rank: int
-    cp_size: int
-    dp_cp_size: int
-    carrier: Carrier = MEAN
-    cp_group: Group | None = None
-    terms: Mapping[str, Aggregation] = field(default_factory=dict)
-    parts: Parts = field(default_factory=Parts)
-    report_names: list[str] = field(default_factory=list)
-    metric_modes: set[str] = field(default_factory=set)
-    _constants: dict[torch.device, tuple[Tensor, Tensor]] = field(default_factory=dict)
-
-    @property
-    def share_factor(self) -> float:
-        """What a share is multiplied by as it is handed to Megatron."""
-        counts: dict[Count, float | None] = {
-            "num_microbatches": self.num_microbatches,
-            "dp_cp_size": self.dp_cp_size,
-            "step_active_tokens": self.totals.step_active_tokens,
-        }
-        return product(self.carrier.factors, counts)
-
-    @property
-    def num_shares(self) -> int:
-        """Shares that Megatron averages where it does not calculate per-token loss."""
-        return self.num_microbatches * self.dp_cp_size
-
-    def constants_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """A token count of 1, and the denominator of a reported share; made once per step."""
-        if device not in self._constants:
-            one = torch.ones((), dtype=torch.int32, device=device)
-            self._constants[device] = one, torch.tensor(1 / self.num_shares, dtype=torch.float32, device=device)
-        return self._constants[device]
-
-
 class Microbatch:
-    """A micro-batch of the user's iterator, with what it takes to reduce its losses.
+    """A micro-batch of a `Plan`, with what it takes to reduce its losses.
 
     Attributes:
-        data: what the user's iterator gave.
-        samples: what `samples_of` said of it.
-        totals: denominators of the whole step.
-        receipt: loss and token count as `loss` or `carry` returned them last, or None.
+        samples: its masks, ids and layout.
+        data: what the user's iterator gave, where `LossAggregation` took it from one.
+        receipt: what `loss` or `carry` returned last, or None.
         log_probs: by name, what a forward pass before the step gave for this rank's tokens (see `ForwardPass`).
     """
 
-    def __init__(self, data: Any, samples: Samples, step: Step) -> None:
+    def __init__(self, samples: Samples, plan: "Plan", data: Any = None) -> None:
+        self.samples = samples
+        self.data = data
         self.receipt: Receipt | None = None
         self.log_probs: dict[str, Tensor] = {}
+        self._plan = plan
         self._reducers: dict[_Key, WeightedSum] = {}
-        self.data = data
-        self.samples = samples
-        self.totals = step.totals
-        self._step = step
+        self._shares: dict[str, Tensor] = {}
+
+    @property
+    def totals(self) -> StepTotals:
+        """Denominators of the whole step."""
+        return self._plan.totals
+
+    @property
+    def weights(self) -> Tensor:
+        """What each token that this rank holds counts in the step loss, float32 [num_local_tokens]."""
+        return self.pg_loss.weights
+
+    def __call__(self, per_token_loss: Tensor) -> Tensor:
+        """Per-token policy loss -> this rank's share of the step loss, by the mode of the step."""
+        share = self.pg_loss(per_token_loss)
+        self._shares = {"pg_loss": share}
+        return share
 
     @cached_property
     def pg_loss(self) -> WeightedSum:
-        """Per-token policy loss -> this rank's share of the step loss, by the mode of the launch."""
-        return self._reducer("pg", self._step.aggregation)
+        """Per-token policy loss -> this rank's share of the step loss, by the mode of the step."""
+        return self._reducer("pg", self._plan.modes.policy)
 
     @cached_property
     def sample_mean(self) -> WeightedSum:
         """Per-token values -> this rank's share of their sample mean: for metrics, whatever the mode."""
-        self._step.metric_modes.add("sample_mean")
-        return self._reducer("sample_mean", resolve("sample_mean", units=self._step.aggregation.units))
+        self._plan.metric_modes.add("sample_mean")
+        return self._reducer("sample_mean", resolve("sample_mean", units=self._plan.modes.policy.units))
 
     @cached_property
     def token_mean(self) -> WeightedSum:
         """Per-token values -> this rank's share of their token mean: for metrics, whatever the mode."""
-        self._step.metric_modes.add("token_mean")
+        self._plan.metric_modes.add("token_mean")
         return self._reducer("token_mean", resolve("token_mean"))
 
     def _reducer(self, name: str, aggregation: Aggregation, mask: str | None = None) -> WeightedSum:
@@ -107,34 +88,34 @@ class Microbatch:
         if key not in self._reducers:
             local = self.tokens
             if mask is not None:
-                local = self.samples.with_mask(mask).local(self._step.cp_rank, self._step.cp_size)
+                local = self.samples.with_mask(mask).local(self._plan.cp_rank, self._plan.cp_size)
             self._reducers[key] = reducer_of(aggregation, local, self.totals.with_mask(mask))
-            self._reducers[key].name = "pg" if key == _key(self._step.aggregation) else name
+            self._reducers[key].name = "pg" if key == _key(self._plan.modes.policy) else name
         return self._reducers[key]
 
     def _counted_reducer(self, name: str, aggregation: Aggregation, mask: str | None) -> WeightedSum:
         """The reducer of a term or a metric, if the step counted what it needs."""
-        if _key(aggregation, mask) == _key(self._step.aggregation):
+        if _key(aggregation, mask) == _key(self._plan.modes.policy):
             return self.pg_loss
         totals = self.totals.with_mask(mask)
         with_rollout_ids = self.samples.rollout_ids is not None
         if missing := missing_counts(aggregation, totals, with_rollout_ids=with_rollout_ids):
             raise ValueError(
                 f"{name!r} by {aggregation.mode.name} and totals without {', '.join(missing)}: what a term or a metric "
-                "needs is counted with the step, before its first micro-batch. Declare its mode: LossAggregation(..., "
-                f"terms={{{name!r}: {aggregation.mode.name!r}}}), or its flag."
+                "needs is counted with the step, before its first micro-batch. Declare its mode to LossAggregation or "
+                f"plan_step, terms={{{name!r}: {aggregation.mode.name!r}}}, or by its flag."
             )
         return self._reducer(name, aggregation, mask)
 
     @cached_property
     def tokens(self) -> LocalTokens:
         """What this CP rank holds of the micro-batch."""
-        return self.samples.local(self._step.cp_rank, self._step.cp_size)
+        return self.samples.local(self._plan.cp_rank, self._plan.cp_size)
 
     @property
     def cp_group(self) -> Group | None:
         """The context-parallel group."""
-        return self._step.cp_group
+        return self._plan.ranks.cp_group
 
     def segment_sum(self, values: Tensor | Sequence[Tensor], *, per: Per = "sample") -> Replicated:
         """`losses.segment_sum` over the whole samples or rollouts of this micro-batch: one number per sample."""
@@ -165,7 +146,7 @@ class Microbatch:
         if tensor.dim() < 2 or tensor.shape[0] == total_tokens:
             return self.tokens.of(tensor)
         rows, num_local = tensor.shape[0], len(self.tokens)
-        of_rows = self.samples.loss_shapes(num_local, self._step.cp_size)  # a cut of the whole buffer would mix rows
+        of_rows = self.samples.loss_shapes(num_local, self._plan.cp_size)  # a cut of the whole buffer would mix rows
         if tensor.shape[:2].numel() != total_tokens or (rows, num_local // rows) not in [(1, num_local), *of_rows]:
             raise ValueError(
                 f"a tensor of shape {tuple(tensor.shape)}: it must have a value for each of the micro-batch's "
@@ -173,9 +154,13 @@ class Microbatch:
             )
         return self.tokens.of(tensor.flatten(0, 1)).unflatten(0, (rows, -1))
 
-    def loss(
-        self, losses: Tensor | Mapping[str, Tensor | Term], metrics: Mapping[str, Tensor | Metric] | None = None
-    ) -> Carried:
+    @overload
+    def loss(self, losses: Losses, metrics: Metrics = None, *, form: Literal["3-tuple"] = "3-tuple") -> Carried: ...
+    @overload
+    def loss(self, losses: Losses, metrics: Metrics = None, *, form: Literal["2-tuple"]) -> tuple[Tensor, Any]: ...
+    @overload
+    def loss(self, losses: Losses, metrics: Metrics = None, *, form: Literal["sum", "mean"]) -> Tensor: ...
+    def loss(self, losses: Losses, metrics: Metrics = None, *, form: Form = "3-tuple") -> Any:
         """What a Megatron ``loss_func`` returns: the aggregated loss, a token count, and the report.
 
         Args:
@@ -183,9 +168,10 @@ class Microbatch:
                 tensors or `Term`s, which are added up. ``{"pg": losses, "kl": Term(kl, "token_mean", coef=0.01)}``.
             metrics: further per-token values of the same shape, not differentiated; reported as their sample mean, or
                 as a `Metric` says.
+            form: as in `carry`.
 
         Reported are the loss as ``pg_loss``, or for several terms as ``loss`` and each term, without its coefficient,
-        by its own name. Extremes and variances are NaN unless `LossAggregation.wrap_schedule` ran the schedule.
+        by its own name. Extremes and variances are NaN until `Plan.finish_metrics`, which `LossAggregation` calls.
 
         Raises:
             ValueError: losses or metrics that are not this rank's part of the layout; a metric with the name of the
@@ -225,14 +211,15 @@ class Microbatch:
                 part = metric.extreme(reducers[name])
             else:
                 part = torch.stack([next(rest) for _ in range(3)]).double()
-            self._step.parts.add(name, metric.kind, part)
-        return self.carry(share, report)
+            self._plan.parts.add(name, metric.kind, part)
+        self._shares = report
+        return self.carry(share, None if form in ("sum", "mean") else self.report(), form=form)
 
     def _reducer_of_metric(self, name: str, metric: Metric) -> WeightedSum:
         if metric.over == "samples" and metric.mask is None:
             reducer = self.sample_mean
         else:
-            aggregation = resolve(MODE_OF[metric.over], units=self._step.aggregation.units)
+            aggregation = resolve(MODE_OF[metric.over], units=self._plan.modes.policy.units)
             reducer = self._counted_reducer(name, aggregation, metric.mask)
         reducer.check("a metric", metric.values)
         return reducer
@@ -240,11 +227,11 @@ class Microbatch:
     def _summand(self, name: str, term: Tensor | Term) -> Summand:
         """A term with the reducer of its mode and mask; those that share both share the weights."""
         term = term if isinstance(term, Term) else Term(term)
-        policy = self._step.aggregation
+        policy = self._plan.modes.policy
         if term.mode is not None:
             aggregation = resolve(term.mode, divisor=term.divisor, units=term.units or policy.units)
         elif term.units is None and term.divisor is None:
-            aggregation = self._step.terms.get(name, policy)
+            aggregation = self._plan.modes.terms.get(name, policy)
         else:
             raise ValueError(
                 f"the term {name!r} with units or a divisor and no mode: they are a mode's. Give the term the mode too."
@@ -256,22 +243,55 @@ class Microbatch:
             )
         return Summand(term.values, self._counted_reducer(name, aggregation, term.mask), term.coef, name)
 
-    def carry(self, share: Tensor, report: Mapping[str, Tensor]) -> Carried:
-        """Hand Megatron a share of the step loss that was put together by hand, e.g. `pg_loss` plus a KL term.
+    def report(self, shares: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+        """What Megatron's `pretrain` logs as the sum of shares over all ranks and micro-batches: pairs by name.
+
+        Each is ``[share, 1 / number of shares]``: `pretrain` sums both over micro-batches and ranks, and divides.
+
+        Args:
+            shares: 0-dim, by name; by default those of the last `loss` or call of this micro-batch.
+
+        Raises:
+            ValueError: values that are not 0-dim tensors; names that differ from those of the step's first micro-batch.
+        """
+        shares = self._shares if shares is None else shares
+        for name, value in shares.items():
+            _check_scalar(name, value)
+        names = self._plan.report_names
+        if not names:
+            names.extend(shares)
+        elif set(names) != set(shares):
+            raise ValueError(
+                f"a micro-batch that reports {list(shares)} after one that reported {names}: Megatron takes the names "
+                "from a step's first micro-batch. Report the same names every time."
+            )
+        if not shares:
+            return {}
+        _, denominator = self._plan.constants_on(next(iter(shares.values())).device)
+        halves = [half for value in shares.values() for half in (value.detach().to(denominator), denominator)]
+        return dict(zip(shares, torch.stack(halves).view(-1, 2), strict=True))
+
+    @overload
+    def carry(self, share: Tensor, report: Any = None, *, form: Literal["3-tuple"] = "3-tuple") -> Carried: ...
+    @overload
+    def carry(self, share: Tensor, report: Any = None, *, form: Literal["2-tuple"]) -> tuple[Tensor, Any]: ...
+    @overload
+    def carry(self, share: Tensor, report: Any = None, *, form: Literal["sum", "mean"]) -> Tensor: ...
+    def carry(self, share: Tensor, report: Any = None, *, form: Form = "3-tuple") -> Any:
+        """What a loss function returns for its share, so that the trainer's own scaling cancels.
 
         Args:
             share: 0-dim, connected to the graph; shares of all ranks and micro-batches add up to the step loss.
-            report: shares by name; Megatron logs each one's sum over all ranks and micro-batches.
+            report: whatever your trainer logs, as it is: any mapping, nested or not; ``report()`` for `pretrain`.
+            form: ``3-tuple`` (loss, num_tokens, report) or ``2-tuple`` (loss, report) for Megatron's schedule; without
+                it the loss alone, for a trainer that adds up the gradients of ranks, ``sum``, or averages them over DP
+                and CP ranks, ``mean``.
 
         Raises:
-            ValueError: values that are not 0-dim tensors, a share without a graph, or of a micro-batch whose reducers
-                were never used; names that differ from those of the step's first micro-batch.
+            ValueError: a share that is not a 0-dim tensor, without a graph, or of a micro-batch whose reducers were
+                never used; a form that is not exact with per-token loss.
         """
-        step = self._step
-        for name, value in {"the loss": share, **report}.items():
-            if not isinstance(value, Tensor) or value.dim() != 0:
-                shown = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
-                raise ValueError(f"{name} is {shown}: it must be a 0-dim tensor. Reduce it (pg_loss or sample_mean).")
+        _check_scalar("the loss", share)
         if not self._reducers:
             raise ValueError(
                 "a share that was put together without this micro-batch's reducers: it cannot be a share of this "
@@ -282,25 +302,23 @@ class Microbatch:
                 "a loss without a graph: Megatron would skip the backward pass, or hang in it with pipeline stages. Do "
                 "not detach the model's output."
             )
-        if not step.report_names:
-            step.report_names.extend(report)
-        elif set(step.report_names) != set(report):
-            raise ValueError(
-                f"a micro-batch that reports {list(report)} after one that reported {step.report_names}: Megatron "
-                "takes the names from a step's first micro-batch. Report the same names every time."
-            )
-        # Megatron sums [numerator, denominator] over micro-batches and dp_cp ranks, then divides: here by 1.
-        one, denominator = step.constants_on(share.device)
-        halves = [half for value in report.values() for half in (value.detach().to(denominator), denominator)]
-        pairs = dict(zip(report, torch.stack(halves).view(-1, 2), strict=True)) if report else {}
-        loss = share * step.share_factor
-        num_tokens = one if step.carrier.num_tokens == "one" else self._local_active_tokens().to(share.device)
+        carrier = find_carrier(form, self._plan.per_token_loss)
+        loss = share * self._plan.factor(carrier)
+        if form in ("sum", "mean"):
+            self.receipt = Receipt.of(loss)
+            return loss
+        report = {} if report is None else report
+        if form == "2-tuple":
+            self.receipt = Receipt.of(loss)
+            return loss, report
+        one, _ = self._plan.constants_on(share.device)
+        num_tokens = one if carrier.num_tokens == "one" else self._local_active_tokens().to(share.device)
         self.receipt = Receipt.of(loss, num_tokens)
-        return loss, num_tokens, pairs
+        return loss, num_tokens, report
 
     def _local_active_tokens(self) -> Tensor:
         layout = self.samples.layout
-        if layout is not None and layout.replicated_over_cp and self._step.cp_rank > 0:
+        if layout is not None and layout.replicated_over_cp and self._plan.cp_rank > 0:
             return torch.zeros((), dtype=torch.int32)  # counted on the first of the ranks that all hold them
         return self.tokens.num_active.to(torch.int32)
 
@@ -309,34 +327,7 @@ def _key(aggregation: Aggregation, mask: str | None = None) -> _Key:
     return aggregation.mode, aggregation.divisor, aggregation.units, mask
 
 
-class MicrobatchIterator(Iterator[Microbatch]):
-    """A step's micro-batches, one by one.
-
-    Attributes:
-        microbatches: all of them.
-        position: how many were read.
-    """
-
-    def __init__(self, microbatches: list[Microbatch]) -> None:
-        self.microbatches = microbatches
-        self.position = 0
-
-    def __next__(self) -> Microbatch:
-        if self.position == len(self.microbatches):
-            raise StopIteration
-        self.position += 1
-        return self.microbatches[self.position - 1]
-
-
-def next_microbatch(data_iterator: Iterator[Any]) -> Microbatch:
-    """The next micro-batch of a step.
-
-    Raises TypeError for an iterator of anything else: the schedule was not wrapped, and there are no totals.
-    """
-    microbatch = next(data_iterator)
-    if not isinstance(microbatch, Microbatch):
-        raise TypeError(
-            f"a data iterator that gives {type(microbatch).__name__}: the step's totals were not made. Run pretrain "
-            "inside `with aggregation.attached():`, or the schedule through aggregation.wrap_schedule."
-        )
-    return microbatch
+def _check_scalar(name: str, value: object) -> None:
+    if not isinstance(value, Tensor) or value.dim() != 0:
+        shown = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+        raise ValueError(f"{name} is {shown}: it must be a 0-dim tensor. Reduce it (pg_loss or sample_mean).")

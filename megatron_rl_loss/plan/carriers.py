@@ -1,0 +1,171 @@
+"""How a rank's share of the step loss gets past a trainer's scaling: a table with a row for each way.
+
+A trainer scales what a loss function returns in up to three places. Megatron has them all: the schedule
+(`core/pipeline_parallel/schedules.py`, `forward_step_calc_loss`), DDP
+(`core/distributed/distributed_data_parallel.py`) and `core/distributed/finalize_model_grads.py`. A row says by which
+powers of which counts a share is multiplied before it is returned, and by which each place multiplies. The powers of
+each count add up to 0, so the gradient is that of the sum of all shares. Megatron's probe (`megatron/probe.py`) checks
+the rows in force against the installed Megatron.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+Count = Literal["num_microbatches", "dp_size", "cp_size", "step_active_tokens"]
+Powers = Mapping[Count, int]
+#: What is returned: (loss, num_tokens, report), (loss, report), or the loss alone, where gradients are summed over
+#: ranks, or where they are averaged.
+Form = Literal["3-tuple", "2-tuple", "sum", "mean"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Carrier:
+    """One way to return a share.
+
+    Attributes:
+        form: what is returned.
+        per_token: the value of `calculate_per_token_loss` that this row is for; None where it makes no difference.
+        returned: the loss is the share times these powers of counts.
+        num_tokens: what a 3-tuple has as token count: one, or the active tokens of this rank and micro-batch.
+        schedule, ddp, finalize: what each place multiplies the loss or its gradient by.
+    """
+
+    form: Form
+    per_token: bool | None
+    returned: Powers = field(default_factory=dict)
+    num_tokens: Literal["one", "active tokens"] = "one"
+    schedule: Powers = field(default_factory=dict)
+    ddp: Powers = field(default_factory=dict)
+    finalize: Powers = field(default_factory=dict)
+
+
+#: The schedule divides a loss by its token count, 1, and by the number of micro-batches; DDP averages over its ranks.
+MEAN = Carrier(
+    form="3-tuple",
+    per_token=False,
+    returned={"num_microbatches": 1, "dp_size": 1, "cp_size": 1},
+    schedule={"num_microbatches": -1},
+    ddp={"dp_size": -1, "cp_size": -1},
+)
+#: At the end of the step gradients are divided by the sum of all token counts. These are the real ones, so auxiliary
+#: losses, which Megatron divides by them too, keep their scale.
+PER_TOKEN = Carrier(
+    form="3-tuple",
+    per_token=True,
+    returned={"step_active_tokens": 1},
+    num_tokens="active tokens",
+    finalize={"step_active_tokens": -1},
+)
+#: The schedule multiplies the loss of a pair by the CP size, and divides it by the number of micro-batches.
+PAIR = Carrier(
+    form="2-tuple",
+    per_token=False,
+    returned={"num_microbatches": 1, "dp_size": 1},
+    schedule={"num_microbatches": -1, "cp_size": 1},
+    ddp={"dp_size": -1, "cp_size": -1},
+)
+#: For a trainer that adds up the gradients of ranks and micro-batches and divides by nothing.
+SUM = Carrier(form="sum", per_token=None)
+#: For a trainer that averages gradients over the DP and CP ranks and adds up micro-batches: torch's DDP and FSDP, or
+#: Megatron's DDP in a loop without its schedule.
+RANK_MEAN = Carrier(
+    form="mean",
+    per_token=False,
+    returned={"dp_size": 1, "cp_size": 1},
+    ddp={"dp_size": -1, "cp_size": -1},
+)
+CARRIERS = (MEAN, PER_TOKEN, PAIR, SUM, RANK_MEAN)
+
+
+def carriers_of(per_token: bool) -> list[Carrier]:
+    """The rows for a model whose config has this `calculate_per_token_loss`."""
+    return [row for row in CARRIERS if row.per_token in (None, per_token)]
+
+
+def find_carrier(form: Form, per_token: bool) -> Carrier:
+    """The row of a form. Raises ValueError for a form that is unknown, or not exact with per-token loss."""
+    forms = {row.form: row for row in carriers_of(per_token)}
+    if form not in forms:
+        known = ", ".join(map(repr, forms))
+        if per_token and form in ("2-tuple", "mean"):
+            raise ValueError(
+                f"form={form!r} with per-token loss: Megatron then divides by the tokens that 3-tuples count, and "
+                f"averages over no ranks. Return one of {known}, or turn calculate_per_token_loss off."
+            )
+        raise ValueError(f"form={form!r}: there is no such form. Choose one of {known}.")
+    return forms[form]
+
+
+def product(powers: Powers, counts: Mapping[Count, float | None]) -> float:
+    """The product of the powers of the counts; ValueError where a count is not known."""
+    values = [(counts[name], power) for name, power in powers.items()]
+    if any(value is None for value, _ in values):
+        raise ValueError(
+            "totals without step_active_tokens: per-token loss needs it. Give the count of the whole step."
+        )
+    return math.prod(value**power for value, power in values if value is not None)
+
+
+class Receipt(NamedTuple):
+    """The tensors of what `Microbatch.carry` returned last, and how often each had been changed in place by then."""
+
+    tensors: tuple[Tensor, ...]
+    versions: tuple[int, ...]
+
+    @classmethod
+    def of(cls, *tensors: Tensor) -> "Receipt":
+        return cls(tensors, tuple(tensor._version for tensor in tensors))
+
+
+def check_returned(returned: object, receipt: Receipt | None) -> None:
+    """Refuse what a loss function returned unless it is, object by object and unchanged, what `carry` returned last.
+
+    Anything else (its own mean, a tuple without the count, an earlier micro-batch's loss, a term added on top) would
+    train on another aggregation: Megatron scales whatever it is given. So would a report of shares be logged as means
+    over the micro-batches of one rank.
+    """
+    length = 3 if receipt is None else len(receipt.tensors) + 1
+    if not isinstance(returned, tuple) or len(returned) != length:
+        shown = f"{len(returned)} values" if isinstance(returned, tuple) else f"a {type(returned).__name__}"
+        raise ValueError(
+            f"loss_func returned {shown}: Megatron must be handed what this micro-batch's loss() or carry() returned, "
+            "all of it. Return microbatch.loss(per_token_loss, metrics) as it is."
+        )
+    for part, reason in _differences(returned[:-1], receipt):
+        raise ValueError(
+            f"loss_func returned a {part} that this micro-batch did not hand out: {reason}. Return what "
+            "microbatch.loss(...) or microbatch.carry(share, report) of this micro-batch returned, unchanged; put "
+            "further terms into the share."
+        )
+    check_report(returned[-1])
+
+
+def check_report(report: Any) -> None:
+    """Refuse a report of single numbers, which `pretrain` averages over one rank's micro-batches."""
+    for name, value in report.items() if isinstance(report, Mapping) else []:
+        if not isinstance(value, Tensor) or value.dim() == 0:
+            shown = "a 0-dim tensor" if isinstance(value, Tensor) else repr(value)
+            raise ValueError(
+                f"a report whose {name} is {shown}: Megatron would log the mean of this rank's own micro-batches. Pass "
+                "the shares through microbatch.report({name: share})."
+            )
+
+
+def _differences(returned: Sequence[object], receipt: Receipt | None) -> Iterator[tuple[str, str]]:
+    """The part that differs, and the likely reason."""
+    if receipt is None:
+        yield "loss", "neither its loss() nor its carry() was called"
+        return
+    parts = zip(("loss", "token count"), returned, receipt.tensors, receipt.versions, strict=False)
+    for part, value, carried, version in parts:
+        if value is carried and carried._version != version:
+            yield part, "it was changed in place"
+        elif value is not carried and isinstance(value, torch.Tensor):
+            yield part, "it is another aggregation, has a factor or a term on top, or is an earlier micro-batch's loss"
+        elif value is not carried:
+            yield part, f"it is a {type(value).__name__}"

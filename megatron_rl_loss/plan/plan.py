@@ -1,0 +1,350 @@
+"""`plan_step`: the totals of a step, made before its first micro-batch, and what its micro-batches share."""
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from types import EllipsisType
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from megatron_rl_loss.errors import BadBatchError, check_choice, check_int
+from megatron_rl_loss.modes.loss_modes import LossModes
+from megatron_rl_loss.modes.table import ModeFunction
+from megatron_rl_loss.modes.weights import missing_counts
+from megatron_rl_loss.plan.carriers import Carrier, Count, product
+from megatron_rl_loss.plan.microbatch import Microbatch
+from megatron_rl_loss.reduction.metrics import Parts, put_in
+from megatron_rl_loss.step.collectives import Group, attempt, rank_in, size_of, world_rank, world_size
+from megatron_rl_loss.step.counting import reduce_step_totals
+from megatron_rl_loss.step.samples import Samples
+from megatron_rl_loss.step.totals import StepTotals, UnitCounting
+
+logger = logging.getLogger(__name__)
+
+EmptyStep = Literal["warn", "error"]
+
+
+def plan_step(
+    samples: Sequence[Samples] | None,
+    mode: str | ModeFunction,
+    *,
+    divisor: float | None = None,
+    units: UnitCounting | None = None,
+    terms: Mapping[str, str | None] | None = None,
+    term_masks: Sequence[str] = (),
+    totals: StepTotals | None = None,
+    dp_group: Group | EllipsisType | None = ...,
+    cp_group: Group | None = None,
+    replica_groups: Sequence[Group] = (),
+    per_token_loss: bool = False,
+    num_microbatches: int | None = None,
+    empty_step: EmptyStep = "warn",
+) -> "Plan":
+    """Count a step over all ranks, in one round of collectives; all ranks call it together, before any is trained on.
+
+    >>> plan = plan_step([Samples([torch.ones(2)]), Samples([torch.ones(3)])], "token_mean", dp_group=None)
+    >>> plan[0].weights, plan[1](torch.ones(3))
+    (tensor([0.2000, 0.2000]), tensor(0.6000))
+
+    Args:
+        samples: one `Samples` for each micro-batch of this rank, in order; empty ones for filler micro-batches. None on
+            a pipeline stage that reads no data.
+        mode, divisor, units: as in `make_pg_loss_reducer`.
+        terms: modes of terms of the loss by name, for `Term`s that say none. A term that needs other counts than the
+            policy loss must be declared here.
+        term_masks: names of the samples' ``term_masks`` that terms use; their counts travel with the others.
+        totals: the step's denominators, where you know them: spares the collectives, and with them the errors' way to
+            other ranks.
+        dp_group: the data-parallel group *without* context parallelism; None where this rank holds the whole step,
+            which must be said where `torch.distributed` has several ranks.
+        cp_group: the context-parallel group; None where tokens are not cut.
+        replica_groups: further groups whose ranks hold the same samples (tensor, pipeline parallel).
+        per_token_loss: whether Megatron's `calculate_per_token_loss` is on.
+        num_microbatches: what the schedule is called with; by default the number of `samples`. It may differ between DP
+            ranks where the schedule allows that.
+        empty_step: of a step without one active token: ``warn`` and go on with zero gradients, or ``error``.
+
+    Raises:
+        BadBatchError: on every rank (the error itself where there is one), if any rank's samples are unusable, do not
+            agree with those of its replicas or miss the ids that a mode needs.
+        ValueError, TypeError: settings that are unusable; no word of a `dp_group` among several ranks; `totals` that
+            miss a count or are smaller than the samples.
+    """
+    modes = LossModes.resolve(mode, divisor=divisor, units=units, terms=terms)
+    check_choice("empty step handling", empty_step, get_args(EmptyStep))
+    if isinstance(dp_group, EllipsisType):
+        if world_size() > 1:
+            raise ValueError(
+                f"a plan of {world_size()} ranks without a dp_group: counts must be summed over the ranks that hold "
+                "other samples. Pass dp_group=..., or dp_group=None if this rank alone has the whole step."
+            )
+        dp_group = None
+    if num_microbatches is None and samples is None:
+        raise ValueError("neither samples nor num_microbatches: a stage without data must say how many there are.")
+    ranks = Ranks(dp_group=dp_group, cp_group=cp_group, replica_groups=replica_groups)
+    described = attempt(lambda: check_samples(samples, num_microbatches, modes, ranks, term_masks))
+    if totals is not None:
+        if isinstance(described, Exception):
+            raise described
+        check_totals(totals, described, modes, term_masks, per_token=per_token_loss, empty_step=empty_step)
+    count = num_microbatches if num_microbatches is not None else len(samples or ())
+    return make_plan(
+        described, modes, ranks, count, totals, term_masks=term_masks, per_token=per_token_loss, empty_step=empty_step
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranks:
+    """The process groups that a step is spread over.
+
+    Attributes:
+        dp_group, cp_group, replica_groups: as in `plan_step`.
+    """
+
+    dp_group: Group | None
+    cp_group: Group | None
+    replica_groups: Sequence[Group] = ()
+
+    @property
+    def replicas(self) -> list[Group]:
+        """All groups whose ranks hold the same samples."""
+        return [group for group in (self.cp_group, *self.replica_groups) if group is not None]
+
+
+def make_plan(
+    samples: Sequence[Samples] | Exception | None,
+    modes: LossModes,
+    ranks: Ranks,
+    num_microbatches: int,
+    totals: StepTotals | None = None,
+    *,
+    term_masks: Sequence[str] = (),
+    per_token: bool = False,
+    empty_step: EmptyStep = "warn",
+) -> "Plan":
+    """`plan_step` of parts that are checked already; an exception in the place of samples is raised on all ranks."""
+    if totals is None:
+        totals = reduce_step_totals(
+            samples,
+            dp_group=ranks.dp_group,
+            replica_groups=ranks.replicas,
+            count_prompts=modes.uses_prompt_ids,
+            masks=term_masks,
+            statistics=modes.statistics,
+        )
+    assert not isinstance(samples, Exception)  # else it was raised
+    _check_tokens(totals, per_token=per_token, empty_step=empty_step)
+    return Plan(
+        samples=samples,
+        modes=modes,
+        totals=totals,
+        ranks=ranks,
+        num_microbatches=num_microbatches,
+        per_token_loss=per_token,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A step on this rank: a sequence of its micro-batches, and what they share.
+
+    Attributes:
+        samples: of each micro-batch; None on a pipeline stage that reads no data.
+        modes: of the policy loss and of further terms.
+        totals: denominators of the whole step.
+        ranks: the process groups.
+        num_microbatches: of this step on this rank.
+        per_token_loss: whether Megatron's `calculate_per_token_loss` is on.
+    """
+
+    samples: Sequence[Samples] | None
+    modes: LossModes
+    totals: StepTotals
+    ranks: Ranks
+    num_microbatches: int
+    per_token_loss: bool = False
+    parts: Parts = field(default_factory=Parts)
+    report_names: list[str] = field(default_factory=list)
+    metric_modes: set[str] = field(default_factory=set)
+    _constants: dict[torch.device, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return self.num_microbatches
+
+    def __getitem__(self, number: int) -> Microbatch:
+        return self._microbatches[number]
+
+    def __iter__(self) -> Iterator[Microbatch]:
+        return iter(self._microbatches)
+
+    @cached_property
+    def _microbatches(self) -> list[Microbatch]:
+        if self.samples is None:
+            raise ValueError(
+                "a micro-batch of a plan without samples: a pipeline stage that reads no data computes no loss. Pass "
+                "this rank's samples to plan_step."
+            )
+        return [Microbatch(samples, self) for samples in self.samples]
+
+    @property
+    def cp_rank(self) -> int:
+        return rank_in(self.ranks.cp_group)
+
+    @property
+    def cp_size(self) -> int:
+        return size_of(self.ranks.cp_group)
+
+    @property
+    def dp_size(self) -> int:
+        return size_of(self.ranks.dp_group)
+
+    def factor(self, carrier: Carrier) -> float:
+        """What a share is multiplied by as it is returned by that row of the table."""
+        counts: dict[Count, float | None] = {
+            "num_microbatches": self.num_microbatches,
+            "dp_size": self.dp_size,
+            "cp_size": self.cp_size,
+            "step_active_tokens": self.totals.step_active_tokens,
+        }
+        return product(carrier.returned, counts)
+
+    def constants_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """A token count of 1, and what a reported share is divided by: they add up to 1 over the step. Made once."""
+        if device not in self._constants:
+            one = torch.ones((), dtype=torch.int32, device=device)
+            shares = self.num_microbatches * self.dp_size * self.cp_size
+            self._constants[device] = one, torch.tensor(1 / shares, dtype=torch.float32, device=device)
+        return self._constants[device]
+
+    def finish_metrics(self, reports: Sequence[dict[str, Any]]) -> None:
+        """Put the metrics that no sum of shares is (extremes, variances) into the reports of `Microbatch.report`.
+
+        Call it after the step's last micro-batch, on all ranks that computed losses (of the last pipeline stage).
+        """
+        if self.parts.kinds:
+            put_in(reports, self.parts.finish([self.ranks.dp_group, self.ranks.cp_group]))
+
+    @property
+    def summary(self) -> dict[str, float]:
+        """The step in numbers that a logger can take; counts that are not known on this rank are left out."""
+        counts: dict[str, float | None] = {
+            "rollouts": self.totals.rollouts.all,
+            "active_rollouts": self.totals.rollouts.active,
+            "prompts": self.totals.prompts.all,
+            "tokens": self.totals.step_entries,
+            "active_tokens": self.totals.step_active_tokens,
+        }
+        return {name: value for name, value in counts.items() if value is not None}
+
+    def describe(self) -> str:
+        """The step in a line of the log that shows what no check can: wrong ids, masks or numbers of ranks."""
+        counts = self.summary
+        parts = []
+        if "rollouts" in counts:
+            parts.append(f"{counts['rollouts']:,.0f} rollouts")
+        if counts.get("prompts"):
+            parts.append(f"{counts['prompts']:,.0f} prompts ({counts['rollouts'] / counts['prompts']:.1f} each)")
+        if {"tokens", "active_tokens"} <= counts.keys():
+            parts.append(f"{counts['active_tokens']:,.0f} of {counts['tokens']:,.0f} tokens active")
+        if {"rollouts", "active_rollouts"} <= counts.keys():
+            parts.append(f"{counts['rollouts'] - counts['active_rollouts']:,.0f} rollouts fully masked")
+        split = f"{self.num_microbatches} micro-batches x DP {self.dp_size}, CP {self.cp_size}"
+        return " | ".join([self.modes.policy.describe(), ", ".join(parts) or "counts not known on this rank", split])
+
+
+# --- checks
+
+
+def check_samples(
+    samples: Sequence[Samples] | None,
+    num_microbatches: int | None,
+    modes: LossModes,
+    ranks: Ranks,
+    term_masks: Sequence[str] = (),
+) -> Sequence[Samples] | None:
+    """The samples of a rank's micro-batches; refuses what the modes, the layouts or the schedule cannot use."""
+    if num_microbatches is not None:
+        check_int("num_microbatches", num_microbatches, 0, "Pass what the schedule is called with")
+    if samples is None:
+        return None
+    if isinstance(samples, Samples) or not isinstance(samples, Sequence):
+        raise TypeError(
+            f"samples is a {type(samples).__name__}: it must be a list with one Samples for each micro-batch. Pass "
+            "[Samples(...), ...]."
+        )
+    if num_microbatches not in (None, len(samples)):
+        raise ValueError(
+            f"{len(samples)} Samples for {num_microbatches} micro-batches: there must be one for each. Pass empty ones "
+            "for filler micro-batches."
+        )
+    for number, one in enumerate(samples):
+        if not isinstance(one, Samples):
+            raise TypeError(
+                f"the samples of micro-batch {number} are a {type(one).__name__}: they must be "
+                "megatron_rl_loss.Samples. Wrap the masks in Samples."
+            )
+        if modes.needs_prompt_ids and one.prompt_ids is None and len(one):
+            raise ValueError(
+                f"loss aggregation {modes.policy.mode.name!r} and samples without prompt_ids: it averages inside each "
+                "prompt group. Give the Samples prompt_ids."
+            )
+        one.local(rank_in(ranks.cp_group), size_of(ranks.cp_group))  # raises if the layout cannot be cut so
+        for name in term_masks:
+            one.with_mask(name)  # raises if there is none of that name
+    return samples
+
+
+def check_totals(
+    totals: object,
+    samples: Sequence[Samples] | None,
+    modes: LossModes,
+    term_masks: Sequence[str],
+    *,
+    per_token: bool,
+    empty_step: EmptyStep,
+) -> StepTotals:
+    """Totals that a user stated; refuses those that miss what a mode, the carrier or an empty step will need."""
+    if not isinstance(totals, StepTotals):
+        raise TypeError(
+            f"totals is {totals!r}: the denominators are those of the whole step, and never guessed from a "
+            "micro-batch. Pass StepTotals.from_loss_masks(...) of all the step's masks."
+        )
+    if samples is None:
+        return totals
+    with_rollout_ids = any(one.rollout_ids is not None for one in samples)
+    missing = missing_counts(modes.policy, totals, with_rollout_ids=with_rollout_ids)
+    for aggregation in modes.terms.values():
+        for name in (None, *term_masks):
+            missing += missing_counts(aggregation, totals.with_mask(name), with_rollout_ids=with_rollout_ids)
+    user = modes.policy.describe()
+    if totals.step_active_tokens is None and (per_token or empty_step == "error"):
+        missing = [*missing, "step_active_tokens"]
+        user = "per-token loss" if per_token else "an empty step that is an error"
+    if missing:
+        raise ValueError(
+            f"totals without {', '.join(missing)}: {user} needs it. Give these counts of the whole step too."
+        )
+    for one in samples:
+        one.check_masks()
+        totals.check_covers(one)
+    return totals
+
+
+def _check_tokens(totals: StepTotals, *, per_token: bool, empty_step: EmptyStep) -> None:
+    """Warn of a step without an active token, or refuse it; refuse more tokens than Megatron can count."""
+    tokens = totals.step_tokens if totals.step_active_tokens is None else totals.step_active_tokens
+    if tokens == 0:
+        if empty_step == "error":
+            raise BadBatchError(
+                "a step without one active token: --loss-aggregation-empty-step asks to stop there. Look at the masks "
+                "of the data."
+            )
+        if world_rank() == 0:
+            logger.warning("a step without one active token: its policy gradient is zero. Look at the masks.")
+    if per_token and tokens is not None and tokens >= 2**31:
+        raise BadBatchError(
+            f"{tokens} active tokens with per-token loss: Megatron sums token counts as int32. Use smaller steps."
+        )

@@ -1,0 +1,182 @@
+"""A planned step through the real schedule and DDP, in a loop of one's own: a token's gradient is its weight.
+
+Every form of what a loss function returns, with and without per-token loss; numbers of micro-batches that differ
+between DP ranks; gradients added up without the schedule; evaluation; a bad list on one rank.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from ranks import RankError, run_ranks
+from table_step import DIVISOR, Batch, dealt, relative_error, start, step_samples, table_model
+from torch import Tensor
+
+from megatron_rl_loss import Samples, ZigzagTHD
+
+STEP = step_samples(8)
+TABLE = [float(loss) for one in STEP for loss in one.losses] + [0.0]
+FORMS = [("3-tuple", False), ("3-tuple", True), ("2-tuple", False), ("mean", False), ("sum", True)]
+CP, DP = 2, 2
+Found = dict[tuple[str, str, bool], tuple[Tensor, float]]
+
+
+def batches_of(dp_rank: int) -> list[Batch]:
+    """Three micro-batches; on the last DP rank two, then a filler in the place of the third where one is needed."""
+    batches = [Batch(STEP, chosen, CP) for chosen in dealt(STEP, dp_rank, DP, 3)]
+    if dp_rank == DP - 1:
+        last = Batch(STEP, [], CP)
+        last.numbers = [[len(TABLE) - 1] * 4]
+        last.samples = Samples([], layout=ZigzagTHD([0, 4], filler_slots=1), rollout_ids=[], prompt_ids=[])
+        merged = Batch(STEP, [i for chosen in dealt(STEP, dp_rank, DP, 3)[1:] for i in chosen], CP)
+        batches = [batches[0], merged, last]
+    return batches
+
+
+def gradients() -> Found:
+    """On a rank: of every mode in every form, the reduced gradient and the step loss from the reports."""
+    import torch.distributed as dist
+
+    from megatron_rl_loss.megatron import plan_step
+
+    state = start(cp=CP)
+    cp_rank, dp_rank = state.get_context_parallel_rank(), state.get_data_parallel_rank()
+    found: Found = {}
+    for mode in oracle.MODES:
+        for number, (form, per_token) in enumerate(FORMS):
+            model = table_model(TABLE, per_token=per_token)
+            batches = batches_of(dp_rank)
+            if number % 2:  # the schedule allows other numbers on other DP ranks, without pipeline stages
+                batches = batches[: 3 - dp_rank]
+            divisor = DIVISOR if mode == "constant" else None
+            plan = plan_step([batch.samples for batch in batches], mode, divisor=divisor, model=model)
+            shares = step(model, plan, batches, cp_rank, form)
+            total = torch.stack(shares).sum()
+            dist.all_reduce(total)
+            found[mode, form, per_token] = model.module.losses.main_grad.clone().cpu(), float(total)
+    return found
+
+
+def step(model: Any, plan: Any, batches: list[Batch], cp_rank: int, form: str) -> list[Tensor]:
+    """Forward and backward of a step, with the schedule where the form is one of its; the shares."""
+    from megatron.core.distributed import finalize_model_grads
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    def losses(batch: Batch) -> Tensor:
+        output: Tensor = model(batch.local_numbers(cp_rank, CP).cuda())
+        return output
+
+    if form in ("sum", "mean"):
+        shares = []
+        for batch, microbatch in zip(batches, plan, strict=True):
+            share = microbatch(losses(batch))
+            microbatch.carry(share, form=form).backward()
+            shares.append(share.detach())
+        finalize_model_grads([model], None)
+        return shares
+
+    def forward_step(iterator: Iterator[Any], model: Any) -> Any:
+        batch, microbatch = next(iterator)
+
+        def loss_func(output: Tensor) -> Any:
+            share = microbatch(output)
+            return microbatch.carry(share, {"mine": {"share": share.detach()}}, form=form)
+
+        return losses(batch), loss_func
+
+    reports = get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=iter(list(zip(batches, plan, strict=True))),
+        model=model,
+        num_microbatches=len(plan),
+        seq_length=8,
+        micro_batch_size=1,
+    )
+    return [report["mine"]["share"] for report in reports]
+
+
+def test_every_form_trains_on_the_step_loss() -> None:
+    for found in run_ranks(DP * CP, gradients):
+        assert len(found) == len(oracle.MODES) * len(FORMS)
+        for (mode, form, per_token), (gradient, total) in found.items():
+            divisor = DIVISOR if mode == "constant" else None
+            expected = torch.cat(oracle.step_gradient(mode, STEP, divisor))
+            assert relative_error(gradient[:-1], expected) < oracle.EXACT, (mode, form, per_token)
+            assert gradient[-1] == 0
+            of_sum = oracle.sum_error(oracle.num_tokens(STEP)) * oracle.step_scale(mode, STEP, divisor)
+            assert total == pytest.approx(float(oracle.step_loss(mode, STEP, divisor)), abs=of_sum)
+
+
+def evaluated() -> tuple[float, bool]:
+    """On a rank of two pipeline stages: the loss of an evaluation step on the last, where alone there are samples."""
+    from megatron_rl_loss.megatron import plan_step
+
+    state = start(pp=2)
+    last = state.get_pipeline_model_parallel_rank() == 1
+    batches = [Batch(STEP, chosen, 1) for chosen in dealt(STEP, 0, 1, 2)]
+    model = table_model(TABLE)
+    samples = [batch.samples for batch in batches] if last else None
+    plan = plan_step(samples, "prompt_mean", model=[model], num_microbatches=2)
+    if not last:
+        return plan.totals.step_tokens or 0, False
+    with torch.no_grad():
+        shares = [one(model(batch.local_numbers(0, 1))) for batch, one in zip(batches, plan, strict=True)]
+    return float(sum(shares)), True
+
+
+def test_a_stage_without_data_plans_too() -> None:
+    (tokens, _), (total, is_last) = run_ranks(2, evaluated)
+    assert is_last
+    assert tokens == oracle.mask_tokens(STEP)
+    of_sum = oracle.sum_error(oracle.num_tokens(STEP)) * oracle.step_scale("prompt_mean", STEP)
+    assert total == pytest.approx(float(oracle.step_loss("prompt_mean", STEP)), abs=of_sum)
+
+
+def bad_list(bad: str) -> None:
+    """On a rank: DP rank 1 plans something that is unusable."""
+    from megatron_rl_loss.megatron import plan_step
+
+    state = start(cp=CP)
+    samples: Any = [batch.samples for batch in batches_of(0)]
+    if state.get_data_parallel_rank() == 1:
+        samples = {
+            "not Samples": [None] * 3,
+            "without ids": [Samples([torch.ones(4)], layout=ZigzagTHD([0, 4]))] * 3,
+            "too few": samples[:2],
+            "uncut": [Samples([torch.ones(3)], layout=ZigzagTHD([0, 3]), prompt_ids=["a"], rollout_ids=["a"])] * 3,
+        }[bad]
+    plan_step(samples, "prompt_mean", model=table_model(TABLE), num_microbatches=3)
+
+
+@pytest.mark.parametrize(
+    ("bad", "text"),
+    [
+        ("not Samples", "Wrap the masks in Samples"),
+        ("without ids", "Give the Samples prompt_ids"),
+        ("too few", "2 Samples for 3 micro-batches"),
+        ("uncut", "it must be a multiple of 2 \\* cp_size"),
+    ],
+)
+def test_a_bad_list_on_one_rank_raises_on_all(bad: str, text: str) -> None:
+    with pytest.raises(RankError, match=text) as caught:
+        run_ranks(DP * CP, bad_list, bad)
+    assert caught.value.errors.keys() == {0, 1, 2, 3}
+    assert all("BadBatchError: The step was not started" in error for error in caught.value.errors.values())
+
+
+def per_token_pair() -> str:
+    from megatron_rl_loss.megatron import plan_step
+
+    start()
+    plan = plan_step([Samples([torch.ones(2)])], "token_mean", model=table_model(TABLE, per_token=True))
+    try:
+        plan[0].loss(torch.ones(2, requires_grad=True), form="2-tuple")
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_a_pair_with_per_token_loss_is_refused() -> None:
+    assert "with per-token loss" in run_ranks(1, per_token_pair)[0]

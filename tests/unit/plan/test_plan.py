@@ -1,0 +1,173 @@
+"""A plan without Megatron, in one process: what it hands out, in every form, and what it refuses."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from table_step import DIVISOR, dealt, step_samples
+from torch import Tensor
+
+from megatron_rl_loss import Samples, StepTotals, UnitCounts, ZigzagTHD, token_weights
+from megatron_rl_loss.plan import CARRIERS, Carrier, Plan, plan_step
+from megatron_rl_loss.plan.carriers import Count, product
+from megatron_rl_loss.reduction import Metric, Term
+
+STEP = step_samples(seed=4)
+DEALT = dealt(STEP, 0, 1, 3)
+
+
+def described(chosen: list[int], **options: Any) -> Samples:
+    ids: Any = {
+        "rollout_ids": [str(STEP[i].rollout_id) for i in chosen],
+        "prompt_ids": [str(STEP[i].prompt_id) for i in chosen],
+    }
+    return Samples([STEP[i].mask for i in chosen], **ids, **options)
+
+
+def planned(mode: str = "sample_mean", **options: Any) -> Plan:
+    return plan_step(
+        [described(chosen) for chosen in DEALT], mode, divisor=DIVISOR if mode == "constant" else None, **options
+    )
+
+
+def losses_of(chosen: list[int]) -> Tensor:
+    return torch.cat([STEP[i].losses for i in chosen]).float().requires_grad_()
+
+
+@pytest.mark.parametrize(("mode", "units"), oracle.COUNTINGS)
+@pytest.mark.parametrize("with_totals", [False, True])
+def test_shares_add_up_to_the_step_loss(mode: str, units: str, with_totals: bool) -> None:
+    ids: Any = {
+        "rollout_ids": [str(one.rollout_id) for one in STEP],
+        "prompt_ids": [str(one.prompt_id) for one in STEP],
+    }
+    totals = StepTotals.from_loss_masks([one.mask for one in STEP], **ids) if with_totals else None
+    plan, total, gradients = planned(mode, units=units, totals=totals), 0.0, [torch.zeros(0)] * len(STEP)
+    assert len(plan) == len(list(plan)) == len(DEALT)
+    for microbatch, chosen in zip(plan, DEALT, strict=True):
+        losses = losses_of(chosen)
+        share = microbatch(losses)
+        microbatch.carry(share, form="sum").backward()
+        assert torch.equal(microbatch.weights, losses.grad)
+        total += float(share.detach())
+        for i, part in zip(chosen, losses.grad.split([len(STEP[i].mask) for i in chosen]), strict=True):
+            gradients[i] = part
+    divisor = DIVISOR if mode == "constant" else None
+    error = oracle.sum_error(oracle.num_tokens(STEP)) * oracle.step_scale(mode, STEP, divisor, units)
+    assert total == pytest.approx(float(oracle.step_loss(mode, STEP, divisor, units)), abs=error)
+    expected = torch.cat(oracle.step_gradient(mode, STEP, divisor, units))
+    torch.testing.assert_close(torch.cat(gradients).double(), expected, rtol=oracle.EXACT, atol=0)
+
+
+@pytest.mark.parametrize("row", CARRIERS, ids=lambda row: f"{row.form}-{row.per_token}")
+def test_the_powers_of_each_count_cancel(row: Carrier) -> None:
+    counts: dict[Count, float | None] = {"num_microbatches": 3, "dp_size": 5, "cp_size": 7, "step_active_tokens": 11}
+    places = (row.returned, row.schedule, row.ddp, row.finalize)
+    assert math.prod(product(powers, counts) for powers in places) == pytest.approx(1)
+    without = counts | {"step_active_tokens": None}
+    if row.returned.keys() & {"step_active_tokens"}:
+        with pytest.raises(ValueError, match="totals without step_active_tokens"):
+            product(row.returned, without)
+
+
+def test_what_is_returned_in_each_form() -> None:
+    plan = planned("token_mean")
+    losses = losses_of(DEALT[0])
+    share = plan[0](losses)
+    mine = {"nested": {"loss": share.detach(), "list": [1, "two"]}, "lr": 1e-6}
+    loss, num_tokens, report = plan[0].carry(share, mine)
+    assert report is mine
+    assert (num_tokens.dtype, int(num_tokens)) == (torch.int32, 1)
+    assert float(loss.detach()) == pytest.approx(3 * float(share.detach()))  # micro-batches
+    pair = plan[0].carry(share, form="2-tuple")
+    assert float(pair[0].detach()) == pytest.approx(3 * float(share.detach()))
+    assert pair[1] == {}
+    for form in ("sum", "mean"):
+        assert float(plan[0].carry(share, form=form)) == pytest.approx(float(share.detach()))  # type: ignore[call-overload]
+    per_token = planned("token_mean", per_token_loss=True)
+    share = per_token[0](losses)
+    loss, num_tokens, _ = per_token[0].carry(share)
+    active = sum(int((one.mask != 0).sum()) for one in STEP)
+    assert float(loss.detach()) == pytest.approx(active * float(share.detach()))
+    assert int(num_tokens) == sum(int((STEP[i].mask != 0).sum()) for i in DEALT[0])
+
+
+def test_the_report_is_of_the_last_loss_unless_shares_are_given() -> None:
+    plan = planned()
+    share = plan[0](losses_of(DEALT[0]))
+    assert plan[0].report().keys() == {"pg_loss"}
+    numerator, denominator = plan[0].report({"pg_loss": 2 * share})["pg_loss"].tolist()
+    assert (numerator, denominator) == (pytest.approx(2 * float(share.detach())), pytest.approx(1 / 3))
+    plan = planned(terms={"kl": "token_mean"})
+    losses = losses_of(DEALT[1])
+    metrics = {"most": Metric(losses.detach(), "tokens", kind="max")}
+    _, _, report = plan[1].loss({"pg": losses, "kl": Term(losses, coef=0.5)}, metrics)
+    assert report.keys() == {"loss", "pg", "kl", "most"}
+    plan.finish_metrics([report])
+    masks = torch.cat([STEP[i].mask for i in DEALT[1]])
+    assert float(report["most"][0] / report["most"][1]) == pytest.approx(float(losses[masks != 0].max()))
+    with pytest.raises(ValueError, match="Report the same names every time"):
+        plan[1].loss(losses, form="2-tuple")
+
+
+def test_empty_micro_batches_and_steps() -> None:
+    filler = Samples([], layout=ZigzagTHD([0, 4], filler_slots=1), rollout_ids=[], prompt_ids=[])
+    plan = plan_step([described([0, 1]), filler], "prompt_mean")
+    losses = torch.tensor([1.0, torch.nan, torch.inf, 0.0], requires_grad=True)
+    plan[1].carry(plan[1](losses), form="mean").backward()
+    assert torch.equal(losses.grad, torch.zeros(4))
+    with pytest.raises(ValueError, match="a step without one active token"):
+        plan_step([filler], "token_mean", empty_step="error")
+    none = plan_step(None, "token_mean", num_microbatches=2, totals=StepTotals(step_tokens=3))
+    assert len(none) == 2
+    with pytest.raises(ValueError, match="a plan without samples"):
+        none[0]
+
+
+WRONG: list[tuple[str, str, type[Exception], Callable[[], Any]]] = [
+    ("no list", "must be a list with one Samples", TypeError, lambda: plan_step(described([0]), "token_mean")),  # type: ignore[arg-type]
+    ("no Samples", "micro-batch 0 are a dict", TypeError, lambda: plan_step([{}], "token_mean")),  # type: ignore[list-item]
+    ("number", "1 Samples for 2 micro-batches", ValueError,
+     lambda: plan_step([described([0])], "token_mean", num_microbatches=2)),
+    ("negative number", "num_microbatches is -1", ValueError, lambda: plan_step([], "token_mean", num_microbatches=-1)),
+    ("nothing", "neither samples nor num_microbatches", ValueError, lambda: plan_step(None, "token_mean")),
+    ("prompt ids", "samples without prompt_ids", ValueError,
+     lambda: plan_step([Samples([torch.ones(2)])], "prompt_mean")),
+    ("mode", "there is no such mode", ValueError, lambda: planned("mean")),
+    ("divisor", "without a divisor", ValueError, lambda: plan_step([described([0])], "constant")),
+    ("empty step", "no such empty step handling", ValueError, lambda: planned(empty_step="stop")),
+    ("term's mask", "a mask 'kl'", ValueError, lambda: planned(term_masks=["kl"])),
+    ("totals", "the denominators are those of the whole step", TypeError, lambda: planned(totals=3)),
+    ("missing count", "totals without step_tokens", ValueError,
+     lambda: plan_step([described([0])], "token_mean", totals=StepTotals(rollouts=UnitCounts(all=3)))),
+    ("small totals", "the totals say 1", ValueError,
+     lambda: plan_step([described(DEALT[0])], "token_mean", totals=StepTotals(step_tokens=1))),
+    ("unknown form", "form='tuple': there is no such form", ValueError, lambda: carried(form="tuple")),
+    ("pair with per-token loss", "form='2-tuple' with per-token loss", ValueError,
+     lambda: carried(form="2-tuple", per_token_loss=True)),
+    ("mean with per-token loss", "form='mean' with per-token loss", ValueError,
+     lambda: carried(form="mean", per_token_loss=True)),
+    ("no reducer", "without this micro-batch's reducers", ValueError, lambda: planned()[0].carry(torch.ones(()))),
+    ("unreduced", "the loss is of shape (2,)", ValueError, lambda: planned()[0].carry(torch.ones(2))),
+    ("report of numbers", "kl is 0.5", ValueError, lambda: planned()[0].report({"kl": 0.5})),  # type: ignore[dict-item]
+]  # fmt: skip
+
+
+def carried(form: Any, per_token_loss: bool = False) -> Any:
+    plan = planned("token_mean", per_token_loss=per_token_loss)
+    return plan[0].carry(plan[0](losses_of(DEALT[0])), form=form)
+
+
+@pytest.mark.parametrize(("text", "error", "use"), [row[1:] for row in WRONG], ids=[row[0] for row in WRONG])
+def test_wrong_uses_are_refused(text: str, error: type[Exception], use: Callable[[], Any]) -> None:
+    with pytest.raises(error, match=text.replace("(", r"\(").replace(")", r"\)")):
+        use()
+
+
+def test_weights_are_those_of_token_weights() -> None:
+    plan = planned("prompt_mean")
+    expected = token_weights("prompt_mean", plan[2].samples, plan.totals)
+    assert torch.equal(plan[2].weights, expected)
