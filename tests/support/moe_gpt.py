@@ -3,14 +3,17 @@
 import functools
 import random
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import oracle
 import torch
 import torch.distributed as dist
-from ranks import start_process_group
+from gpt_oracle import VOCAB
+from table_step import run_schedule, start
+from tiny_gpt import Layout, tiny_config, tiny_model
 
-SEQ_LENGTH, VOCAB = 32, 24
+SEQ_LENGTH = 32
 MOE = {
     "num_moe_experts": 4,
     "moe_router_topk": 2,
@@ -18,7 +21,6 @@ MOE = {
     "moe_router_load_balancing_type": "aux_loss",
     "moe_aux_loss_coeff": 0.5,
     "moe_z_loss_coeff": 0.1,
-    "moe_token_dispatcher_type": "alltoall",
 }
 MTP = {"mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.5}
 MODELS: dict[str, dict[str, Any]] = {"moe": MOE, "mtp": MTP, "moe and mtp": MOE | MTP}
@@ -26,15 +28,9 @@ MODELS: dict[str, dict[str, Any]] = {"moe": MOE, "mtp": MTP, "moe and mtp": MOE 
 
 def build(model: str, per_token: bool, tp: int = 1, pp: int = 1, cp: int = 1, ep: int = 1) -> Any:
     """A tiny GPT of two layers in Megatron's DDP."""
-    from types import SimpleNamespace
-
-    from megatron.core import parallel_state as mpu
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-    from megatron.core.models.gpt import GPTModel
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
-    from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-    from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.moe import token_dispatcher
     from packed_attention import layer_spec
 
@@ -45,36 +41,9 @@ def build(model: str, per_token: bool, tp: int = 1, pp: int = 1, cp: int = 1, ep
             sizes.numpy() if as_numpy and isinstance(sizes, torch.Tensor) else sizes
         )
     if not dist.is_initialized():
-        start_process_group()
-        mpu.initialize_model_parallel(tp, pp, context_parallel_size=cp, expert_model_parallel_size=ep)
-    settings = MODELS[model]
-    config = TransformerConfig(
-        num_layers=2,
-        hidden_size=16,
-        ffn_hidden_size=32,
-        num_attention_heads=4,
-        num_query_groups=2,
-        kv_channels=4,
-        init_method_std=0.3,  # large weights: routers that prefer some experts
-        tensor_model_parallel_size=tp,
-        pipeline_model_parallel_size=pp,
-        context_parallel_size=cp,
-        expert_model_parallel_size=ep,
-        sequence_parallel=tp > 1,
-        calculate_per_token_loss=per_token,
-        use_cpu_initialization=True,
-        pipeline_dtype=torch.float32,
-        normalization="RMSNorm",
-        add_bias_linear=False,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
-        gradient_accumulation_fusion=False,
-        apply_rope_fusion=False,
-        **settings,
-    )
-    config.finalize_model_grads_func = finalize_model_grads
+        start(tp, pp, cp, expert_model_parallel_size=ep)
+    settings = MODELS[model] | {"expert_model_parallel_size": ep, "init_method_std": 0.3}  # routers with a preference
+    config = tiny_config(Layout(tp, tp > 1, pp, 1, cp, 1), per_token=per_token, **settings)
     block = layer_spec(SimpleNamespace(transformer=config))
     if "num_moe_experts" in settings:
         experts = get_gpt_layer_local_spec(num_experts=config.num_moe_experts).submodules.mlp
@@ -87,18 +56,7 @@ def build(model: str, per_token: bool, tp: int = 1, pp: int = 1, cp: int = 1, ep
             layer.submodules.enorm = layer.submodules.hnorm = layer.submodules.layer_norm = block.layer_norm
     torch.manual_seed(3)
     model_parallel_cuda_manual_seed(3, force_reset_rng=True)
-    gpt = GPTModel(
-        config=config,
-        transformer_layer_spec=block,
-        mtp_block_spec=mtp,
-        vocab_size=VOCAB,
-        max_sequence_length=SEQ_LENGTH,
-        pre_process=mpu.is_pipeline_first_stage(),
-        post_process=mpu.is_pipeline_last_stage(),
-        share_embeddings_and_output_weights=False,
-        position_embedding_type="rope",
-        pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
-    )
+    gpt = tiny_model(config, block, mtp_block_spec=mtp, share_embeddings_and_output_weights=False)
     return DistributedDataParallel(config, DistributedDataParallelConfig(), gpt)
 
 
@@ -120,8 +78,8 @@ class Packed:
         slots: list[list[oracle.Token]] = [[(0, p) for p in range(a, b)] for a, b in zip(bounds, bounds[1:])]  # noqa: B905, RUF007
         held = [token[1] for token in oracle.zigzag(slots, cp_rank, cp_size) if token is not None]
         mask = torch.zeros(SEQ_LENGTH)
-        for start, one in zip(bounds, self.samples.loss_masks, strict=False):  # bounds has an end and filler too
-            mask[start : start + one.numel()] = one
+        for begin, one in zip(bounds, self.samples.loss_masks, strict=False):  # bounds has an end and filler too
+            mask[begin : begin + one.numel()] = one
         self.mask = mask[held][None]
         self.tokens, self.labels, self.position_ids = (
             values[held][None] for values in (self.pack.tokens, self.pack.labels, self.pack.position_ids)
@@ -138,9 +96,8 @@ def step_data(num_microbatches: int, with_policy: bool) -> list[Packed]:
     return [Packed(rng, cp_rank, cp_size, with_policy) for _ in range(num_microbatches)]
 
 
-def run_step(model: Any, batches: list[Packed], loss_of: Any, wrap: Any = lambda schedule: schedule) -> Any:
+def run_step(model: Any, batches: list[Packed], loss_of: Any, wrap: Any = None) -> Any:
     """One step through Megatron's schedule: the final gradient of every parameter, by name."""
-    from megatron.core.pipeline_parallel import get_forward_backward_func
 
     def forward_step(iterator: Iterator[Any], model: Any) -> Any:
         given = next(iterator)
@@ -155,14 +112,5 @@ def run_step(model: Any, batches: list[Packed], loss_of: Any, wrap: Any = lambda
         )
         return output, functools.partial(loss_of, given)
 
-    model.zero_grad_buffer()
-    wrap(get_forward_backward_func())(
-        forward_step_func=forward_step,
-        data_iterator=iter(batches),
-        model=model,
-        num_microbatches=len(batches),
-        seq_length=SEQ_LENGTH,
-        micro_batch_size=1,
-        forward_only=False,
-    )
+    run_schedule(forward_step, iter(batches), model, len(batches), wrap)
     return {name: parameter.main_grad.clone() for name, parameter in model.module.named_parameters()}

@@ -20,6 +20,15 @@ def each_of(table: Mapping[str, Refusal]) -> Any:
     return pytest.mark.parametrize(("refused", "error", "text", "accepted"), table.values(), ids=table.keys())
 
 
+def outcome_of(call: Call) -> str:
+    """Type and text of the exception, or "accepted"."""
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "accepted"
+
+
 def check_refusal(refused: Call, error: type[Exception], text: str, accepted: Call) -> None:
     with pytest.raises(error, match=f"(?s){text}") as caught:
         refused()
