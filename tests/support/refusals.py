@@ -1,5 +1,7 @@
 """Tables of refusals: the refused call, its error, and the nearest legal neighbour, which is accepted."""
 
+import contextlib
+import io
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -21,9 +23,13 @@ def each_of(table: Mapping[str, Refusal]) -> Any:
 
 
 def outcome_of(call: Call) -> str:
-    """Type and text of the exception, or "accepted"."""
+    """Type and text of the exception, or "accepted"; of SystemExit, what argparse printed."""
+    printed = io.StringIO()
     try:
-        call()
+        with contextlib.redirect_stderr(printed):
+            call()
+    except SystemExit:
+        return f"SystemExit: {printed.getvalue()}"
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "accepted"
