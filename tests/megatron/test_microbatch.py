@@ -9,7 +9,7 @@ import oracle
 import pytest
 import torch
 from refusals import Call, Refusal, check_refusal, each_of
-from steps import divisor_of, every_counting, ids_of, totals_of
+from steps import divisor_of, ids_of, totals_of
 from torch import Tensor
 
 from megatron_rl_loss import Gathered, Samples, StepTotals, ZigzagBSHD, ZigzagTHD
@@ -66,18 +66,6 @@ def test_per_token_tokens_are_counted_as_they_are() -> None:
             assert int(count) == int((samples.local(0, 1).mask[positions] != 0).sum()), (layout, cp_rank)
 
 
-def test_mean_counts_one_whatever_is_masked() -> None:
-    for chosen in ([0, 1], [3], []):
-        step = step_with(num_microbatches=3, dp_cp_size=4)
-        microbatch = Microbatch(None, samples_of(chosen), step)
-        losses = losses_of(chosen) if chosen else torch.zeros(0, requires_grad=True)
-        loss, count, report = microbatch.loss(losses)
-        assert int(count) == 1
-        share, part = report["pg_loss"].tolist()
-        assert float(loss.detach()) == pytest.approx(12 * share, rel=2 * oracle.ROUNDING)
-        assert part == pytest.approx(1 / 12, rel=oracle.ROUNDING)
-
-
 def test_a_share_of_ones_own_is_carried_alike() -> None:
     microbatch = Microbatch(None, samples_of([0, 1]), step_with("token_mean", num_microbatches=2, dp_cp_size=3))
     losses = losses_of([0, 1])
@@ -90,27 +78,6 @@ def test_a_share_of_ones_own_is_carried_alike() -> None:
     assert microbatch.carry(share, {"b": share, "a": share})[2].keys() == {"a", "b"}  # any order
     bare = Microbatch(None, samples_of([0]), step_with())
     assert bare.carry(bare.pg_loss(losses_of([0])), {})[2] == {}
-
-
-# --- reducers for the loss and for metrics
-
-
-@every_counting
-def test_reducers_of_a_micro_batch(mode: str, units: str) -> None:
-    """`pg_loss` by the asked mode; metrics by sample and token mean whatever it is, with the asked unit counting."""
-    step = step_with(mode, units, num_microbatches=2)
-    sums = {"pg_loss": 0.0, "sample_mean": 0.0, "token_mean": 0.0}
-    for chosen in HALVES:
-        microbatch = Microbatch("a batch", samples_of(chosen), step)
-        assert (microbatch.data, microbatch.totals) == ("a batch", step.totals)
-        for name in sums:
-            sums[name] += float(getattr(microbatch, name)(losses_of(chosen)).detach())
-        assert (microbatch.pg_loss is microbatch.sample_mean) == (mode == "sample_mean")
-    for name, value in sums.items():
-        of_mode = mode if name == "pg_loss" else name
-        divisor = divisor_of(of_mode)
-        error = oracle.sum_error(13) * oracle.step_scale(of_mode, STEP, divisor, units)
-        assert value == pytest.approx(float(oracle.step_loss(of_mode, STEP, divisor, units)), abs=error), name
 
 
 # --- the cut for a CP rank
@@ -178,10 +145,3 @@ def test_without_gradients_no_graph_is_needed() -> None:
     with torch.no_grad():
         loss, _, _ = loss_with(losses=torch.ones(4))()
     assert not loss.requires_grad
-
-
-def test_names_of_reports_are_those_of_a_step() -> None:
-    for names in (["kl"], ["entropy"], []):
-        step = step_with()
-        for _ in range(2):
-            Microbatch(None, samples_of([0]), step).loss(losses_of([0]), dict.fromkeys(names, torch.ones(4)))

@@ -1,13 +1,11 @@
 """``python -m megatron_rl_loss example``: what there is, copies that hold what they need, and nothing overwritten."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from refusals import Call, Refusal, check_refusal, each_of
-from repository import EXAMPLES, ROOT
+from repository import EXAMPLES
 
 from megatron_rl_loss.__main__ import (
     copy_example,
@@ -87,20 +85,11 @@ def test_refusals(refused: Call, error: type[Exception], text: str, accepted: Ca
     check_refusal(refused, error, text, accepted)
 
 
-@pytest.mark.slow
-def test_the_command_copies_and_overwrites_nothing(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "megatron_rl_loss", "example", "pretrain_grpo", "--to", str(tmp_path / "new")]
-    first, second = (
-        subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
-        for _ in range(2)
-    )
-    copied = first.stdout.splitlines()
-    assert str(tmp_path / "new" / "pretrain_grpo.py") in copied
-    for file in copied:
+def test_a_copy_overwrites_nothing(tmp_path: Path) -> None:
+    """The command itself: test_commands.py."""
+    for file in copy_example("pretrain_grpo", tmp_path / "new"):
         assert Path(file).read_bytes() == (EXAMPLES / Path(file).name).read_bytes()
     assert os.access(tmp_path / "new" / "launch_grpo.sh", os.X_OK)
-    assert (second.returncode, second.stdout) == (2, "")
-    assert "error: a copy of example 'pretrain_grpo': a copy overwrites nothing" in second.stderr
     (tmp_path / "rollouts.py").write_text("mine")  # one that it would need
     with pytest.raises(ValueError, match="overwrites nothing"):
         copy_example("pretrain_grpo", tmp_path)

@@ -99,8 +99,15 @@ def start(tp: int = 1, pp: int = 1, cp: int = 1, **more: Any) -> Any:
     return parallel_state
 
 
-def table_model(table: list[float], *, per_token: bool = False, ddp: bool = True, **ddp_options: Any) -> Any:
-    """The losses of all tokens as a parameter, in Megatron's own DDP."""
+def table_model(
+    table: list[float],
+    *,
+    per_token: bool = False,
+    ddp: bool = True,
+    forward: Any = lambda losses, numbers: losses[numbers],
+    **ddp_options: Any,
+) -> Any:
+    """The losses of all tokens (or what `forward` makes of the table) as a parameter, in Megatron's own DDP."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
     from megatron.core.enums import ModelType
     from megatron.core.transformer import TransformerConfig
@@ -123,8 +130,8 @@ def table_model(table: list[float], *, per_token: bool = False, ddp: bool = True
 
         def set_input_tensor(self, _: Any) -> None: ...
 
-        def forward(self, numbers: torch.Tensor) -> torch.Tensor:
-            return self.losses[numbers]
+        def forward(self, numbers: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+            return forward(self.losses, numbers)
 
     if not ddp:
         return Table().cuda()
