@@ -18,8 +18,9 @@ import oracle
 import pytest
 import torch
 import torch.distributed as dist
-from moe_gpt import Packed, build, run_step, step_data
+from moe_gpt import build, run_step, step_data
 from ranks import run_ranks
+from tiny_gpt import Batch
 
 from megatron_rl_loss.megatron import AggregationSettings
 
@@ -36,7 +37,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, int], list[str]]] = {
 }
 
 
-def ours(model: Any, batches: list[Packed]) -> Any:
+def ours(model: Any, batches: list[Batch]) -> Any:
     from megatron_rl_loss.megatron import LossAggregation
 
     def loss_of(microbatch: Any, losses: torch.Tensor) -> Any:
@@ -47,10 +48,10 @@ def ours(model: Any, batches: list[Packed]) -> Any:
     return run_step(model, batches, loss_of, wrap)
 
 
-def stock(model: Any, batches: list[Packed], *, counts: bool) -> Any:
+def stock(model: Any, batches: list[Batch], *, counts: bool) -> Any:
     """What a user of Megatron alone returns, with a loss of zero: 3-tuple with `counts`, else 2-tuple."""
 
-    def loss_of(batch: Packed, losses: torch.Tensor) -> Any:
+    def loss_of(batch: Batch, losses: torch.Tensor) -> Any:
         loss, num_tokens = (losses * batch.mask).sum() * 0, batch.mask.sum().int()
         return (loss, num_tokens, {}) if counts else (loss, {})
 
@@ -116,7 +117,7 @@ def test_auxiliary_gradients_are_those_of_megatron_alone(layout: str, model: str
     for rank, cases in enumerate(ranks):
         assert len(cases) == 10
         for case in cases:
-            assert case["error"] < oracle.chain_error(3, 32), (rank, case)  # two layers and MTP's, 32 tokens
+            assert case["error"] < oracle.chain_error(3, 64), (rank, case)  # two layers and MTP's, 64 tokens at most
             if case["what"] == "sum":  # both parts matter, or adding them would prove nothing
                 assert min(case["without auxiliary"], case["without policy"]) > 0.01, (rank, case)
             else:

@@ -1,19 +1,17 @@
 """A tiny GPT with experts and multi-token prediction, and steps of packed micro-batches through Megatron's schedule."""
 
 import functools
-import random
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-import oracle
 import torch
 import torch.distributed as dist
-from gpt_oracle import VOCAB
+from gpt_oracle import rollouts_without_old_policy
 from table_step import run_schedule, start
-from tiny_gpt import Layout, tiny_config, tiny_model
+from tiny_gpt import Batch, Case, Layout, batches_of, tiny_config, tiny_model
 
-SEQ_LENGTH = 32
 MOE = {
     "num_moe_experts": 4,
     "moe_router_topk": 2,
@@ -60,55 +58,38 @@ def build(model: str, per_token: bool, tp: int = 1, pp: int = 1, cp: int = 1, ep
     return DistributedDataParallel(config, DistributedDataParallelConfig(), gpt)
 
 
-class Packed:
-    """A micro-batch: a pack of rollouts, this CP rank's part of it cut by the oracle, and losses' weights for it."""
-
-    def __init__(self, rng: random.Random, cp_rank: int, cp_size: int, with_policy: bool) -> None:
-        from rollouts import Rollout, make_pack
-
-        rollouts = []
-        for i in range(rng.randint(2, 3)):
-            lengths = rng.randint(1, 4), rng.randint(1, 5)
-            prompt, response = ([rng.randrange(VOCAB) for _ in range(length)] for length in lengths)
-            mask = [float(rng.random() < 0.7) for _ in response]
-            rollouts.append(Rollout(prompt, response, mask, 0.0, 0, i))
-        self.pack = make_pack(rollouts, seq_length=SEQ_LENGTH, slot_multiple=2 * cp_size)
-        self.samples = self.pack.samples
-        bounds = self.pack.packed_seq_params.cu_seqlens_q.tolist()
-        slots: list[list[oracle.Token]] = [[(0, p) for p in range(a, b)] for a, b in zip(bounds, bounds[1:])]  # noqa: B905, RUF007
-        held = [token[1] for token in oracle.zigzag(slots, cp_rank, cp_size) if token is not None]
-        mask = torch.zeros(SEQ_LENGTH)
-        for begin, one in zip(bounds, self.samples.loss_masks, strict=False):  # bounds has an end and filler too
-            mask[begin : begin + one.numel()] = one
-        self.mask = mask[held][None]
-        self.tokens, self.labels, self.position_ids = (
-            values[held][None] for values in (self.pack.tokens, self.pack.labels, self.pack.position_ids)
-        )
-        advantages = torch.tensor([rng.uniform(-4, 4) * with_policy for _ in range(SEQ_LENGTH)])
-        self.advantages = advantages[held][None]
-
-
-def step_data(num_microbatches: int, with_policy: bool) -> list[Packed]:
+def step_data(num_microbatches: int, with_policy: bool) -> list[Batch]:
+    """This rank's micro-batches: a few ragged samples of `gpt_oracle`, masks of 0 and 1, and advantages, or none."""
     from megatron.core import parallel_state as mpu
 
-    rng = random.Random(mpu.get_data_parallel_rank())  # the same on all ranks that share data
-    cp_rank, cp_size = mpu.get_context_parallel_rank(), mpu.get_context_parallel_world_size()
-    return [Packed(rng, cp_rank, cp_size, with_policy) for _ in range(num_microbatches)]
+    rollouts = [
+        replace(
+            one,
+            mask=[float(weight > 0) for weight in one.mask],
+            advantages=[with_policy * 4 * advantage for advantage in one.advantages],
+            old_log_probs=[0.0] * len(one.mask),
+        )
+        for one in rollouts_without_old_policy()[:8]
+    ]
+    case = Case(num_microbatches, "sample_mean", "all", "mean", False, "plain", False, False)
+    dp, dp_rank = mpu.get_data_parallel_world_size(), mpu.get_data_parallel_rank()
+    cp, cp_rank = mpu.get_context_parallel_world_size(), mpu.get_context_parallel_rank()
+    return batches_of(rollouts, case, dp, dp_rank, cp, cp_rank)
 
 
-def run_step(model: Any, batches: list[Packed], loss_of: Any, wrap: Any = None) -> Any:
+def run_step(model: Any, batches: list[Batch], loss_of: Any, wrap: Any = None) -> Any:
     """One step through Megatron's schedule: the final gradient of every parameter, by name."""
 
     def forward_step(iterator: Iterator[Any], model: Any) -> Any:
         given = next(iterator)
-        batch = given if isinstance(given, Packed) else given.data
+        batch = given if isinstance(given, Batch) else given.data
         output = model(
             batch.tokens,
-            batch.position_ids,
+            batch.positions,
             attention_mask=None,
             labels=batch.labels,
             loss_mask=batch.mask,
-            packed_seq_params=batch.pack.packed_seq_params,
+            packed_seq_params=batch.packed_seq_params(),
         )
         return output, functools.partial(loss_of, given)
 
