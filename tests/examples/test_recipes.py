@@ -11,7 +11,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import oracle
@@ -285,16 +284,3 @@ def test_the_settings_of_verl(tmp_path: Path) -> None:
     assert set(settings) == {"actor_rollout_ref.model.external_lib", "critic.model.external_lib"}
     (module,) = set(settings.values())
     assert (ROOT / f"{module.replace('.', '/')}.py").is_file()
-
-
-def test_the_assignment_of_skyrl(monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer, package = ModuleType("skyrl.train.trainer"), ModuleType("skyrl.train")
-    package.trainer = trainer  # type: ignore[attr-defined]
-    for module in (ModuleType("skyrl"), package, trainer):
-        monkeypatch.setitem(sys.modules, module.__name__, module)
-    runpy.run_path(str(RECIPES / "skyrl.py"))
-    masks = torch.tensor([[1.0, 1, 1, 0], [1, 0, 0, 0]])
-    normalise = trainer.apply_loss_reduction_to_advantages_minibatch
-    torch.testing.assert_close(
-        normalise(torch.ones(2, 4), masks, "sequence_mean", 1, 8), masks / torch.tensor([[6.0], [2.0]])
-    )

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_ranks
+from refusals import outcome_of
 from table_step import Batch, aggregation, start, step_samples, table_model
 
 
@@ -27,15 +28,9 @@ def planted(variant: str, cp_size: int) -> Iterator[None]:
             kwargs["loss_func"](kwargs["output_tensor"])[1].add_(1)
             return original(**kwargs)
         loss, num_tokens = original(**kwargs)
-        if variant == "times cp":
-            loss = loss * cp_size
-        elif variant == "a little more":
-            loss = loss * 1.00001
-        elif variant == "divided by cp":
-            loss = loss / cp_size
-        elif variant == "not divided by micro-batches":
-            loss = loss * kwargs["num_microbatches"]
-        elif variant == "float counts":
+        factors = {"times cp": cp_size, "divided by cp": 1 / cp_size, "a little more": 1.00001}
+        loss = loss * (factors | {"not divided by micro-batches": kwargs["num_microbatches"]}).get(variant, 1)
+        if variant == "float counts":
             num_tokens = num_tokens.float()
         elif variant == "counts per CP rank":
             num_tokens = num_tokens * cp_size
@@ -68,11 +63,8 @@ def verdicts(cases: list[Case]) -> list[str]:
         before = model.module.losses.detach().clone()
         data: Any = iter([Batch(samples, [i], 2) for i in (0, 1, 2)])
         with planted("" if "DDP" in variant else variant, cp_size=2):
-            try:
-                step.begin_step([data, None] if chunks is not model else data, model=chunks, num_microbatches=3)
-                texts.append("accepted")
-            except ValueError as error:
-                texts.append(f"{type(error).__name__}: {error}")
+            given = data if chunks is model else [data, None]
+            texts.append(outcome_of(lambda: step.begin_step(given, model=chunks, num_microbatches=3)))  # noqa: B023
         assert torch.equal(model.module.losses, before)
     return texts
 

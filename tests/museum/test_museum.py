@@ -238,7 +238,7 @@ Plant = Callable[[pytest.MonkeyPatch], None]
 
 
 def past_the_door(patch: pytest.MonkeyPatch) -> None:
-    """Nobody looks whether Megatron is handed what the micro-batch handed out (`tests/megatron/test_handover.py`)."""
+    """Nobody looks whether Megatron is handed what the micro-batch handed out (`tests/megatron/test_bad_input.py`)."""
     from megatron_rl_loss.megatron import launch
 
     patch.setattr(launch, "check_returned", lambda *_: None)

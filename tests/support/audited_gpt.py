@@ -216,7 +216,7 @@ def run_ask(layout: Layout, ask: Ask, rollouts: list[Rollout], mutate: Callable[
         if ask.loss in OURS:
             several: Any = {"terms": {"entropy": "prompt_mean"}, "term_masks": ["correct"]}
             declared = several if ask.loss == "several terms" else {}
-            run = LossAggregation(settings, lambda batch: batch.described("", correct_masks), **declared).wrap_schedule(
+            run = LossAggregation(settings, lambda batch: batch.described(correct_masks), **declared).wrap_schedule(
                 schedule
             )
         run(
