@@ -311,7 +311,11 @@ WRONG: dict[str, tuple[Call, str, Call]] = {
 }
 REFUSALS: dict[str, Refusal] = {name: (bad, ValueError, text, good) for name, (bad, text, good) in WRONG.items()}
 REFUSALS["integer logits"] = (of(LOGITS.long()), TypeError, "logits of torch.int64", of())
-REFUSALS["float labels"] = (of(labels=LABELS.float()), TypeError, "labels of torch.float32", of())
+for labels in (LABELS.float(), LABELS.half(), LABELS.cfloat(), LABELS > 0):
+    REFUSALS[f"labels of {labels.dtype}"] = (of(labels=labels), TypeError, f"labels of {labels.dtype}", of())
+for dtype in (torch.int32, torch.int16, torch.uint8):
+    wrong = of(labels=LABELS.to(dtype) + 8)
+    REFUSALS[f"{dtype} labels"] = (wrong, ValueError, "a label 8 in a vocabulary of 8", of(labels=LABELS.to(dtype)))
 
 
 @each_of(REFUSALS)
