@@ -35,6 +35,21 @@ def outcome_of(call: Call) -> str:
     return "accepted"
 
 
+def refusals(
+    make: Callable[..., Any], *rows: tuple[Any, str, Any], error: type[Exception] = ValueError
+) -> dict[str, Refusal]:
+    """Rows of wrong arguments, the error's text and the nearest right arguments: a dict of keywords, or a tuple."""
+
+    def calling(arguments: Any) -> Call:
+        return lambda: make(**arguments) if isinstance(arguments, dict) else make(*arguments)
+
+    called = getattr(make, "__name__", "call")
+    return {
+        f"{called}, {error.__name__} {i}: {text}": (calling(wrong), error, text, calling(right))
+        for i, (wrong, text, right) in enumerate(rows)
+    }
+
+
 def check_refusal(refused: Call, error: type[Exception], text: str, accepted: Call) -> None:
     with pytest.raises(error, match=f"(?s){text}") as caught:
         refused()
