@@ -2,11 +2,10 @@
 
 The model is a table with one parameter for every token of the step, which is that token's loss. So the gradient after
 Megatron's whole way (schedule scaling, DDP, reduction, per-token division) is the token's weight, to be compared with
-the float64 oracle. Not exercised here: NCCL, GPU kernels, a language model (see test_matrix.py).
+the float64 oracle; what that comparison sees of wrong weights, and of Megatron's stock aggregation: `tests/museum`.
+Not exercised here: NCCL, GPU kernels, a language model (see test_matrix.py).
 """
 
-import itertools
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -96,38 +95,3 @@ def test_gradient_loss_and_metrics_equal_the_oracle(name: str) -> None:
             # Without an active token the gradient must be zero itself: relative to 1e-30, any other fails.
             assert gradient < oracle.EXACT, settings
             assert value < of_sums, settings
-
-
-def stock_gradient_errors() -> list[float]:
-    """Megatron's own 3-tuple with local token counts instead of a carrier, at CP 1, 2 and 4."""
-    from megatron.core import parallel_state
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-
-    state, found = start(cp=1), []
-    for cp in (1, 2, 4):
-        parallel_state.destroy_model_parallel()
-        parallel_state.initialize_model_parallel(context_parallel_size=cp)
-        model = table_model([float(loss) for sample in SAMPLES for loss in sample.losses] + [0.0])
-        hands = dealt_evenly(SAMPLES, state.get_data_parallel_rank(), 4 // cp, 3)
-        cp_rank = state.get_context_parallel_rank()
-
-        def forward_step(iterator: Iterator[Batch], model: Any, cp: int = cp, cp_rank: int = cp_rank) -> Any:
-            batch = next(iterator)
-            losses = model(batch.local_numbers(cp_rank, cp).cuda())
-            mask = batch.samples.local(cp_rank, cp).mask.cuda()
-            return losses, lambda losses: ((losses * mask).sum(), (mask != 0).sum().int(), {})
-
-        get_forward_backward_func()(
-            forward_step_func=forward_step, data_iterator=iter([Batch(SAMPLES, hand, cp) for hand in hands]),
-            model=model, num_microbatches=3, seq_length=8, micro_batch_size=1,
-        )  # fmt: skip
-        expected = torch.cat([*oracle.step_gradient("token_mean", SAMPLES), torch.zeros(1)])
-        found.append(relative_error(model.module.losses.main_grad.cpu(), expected))
-    return found
-
-
-@slow
-@pytest.mark.gpus
-def test_the_comparison_sees_megatrons_stock_aggregation() -> None:
-    """Negative control: the same data and comparison, with mean of micro-batch means (museum rows 3 and 9)."""
-    assert min(itertools.chain(*run_ranks(4, stock_gradient_errors))) > 0.1
