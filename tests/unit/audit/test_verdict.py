@@ -106,6 +106,7 @@ DEVIATIONS: dict[str, tuple[Formula, dict[str, Any], str, str]] = {
     "nothing": (lambda t: 0 * t.m, {}, "missing", ""),
     "the prompt too": (lambda t: 0 * t.m + 1 / t.T, PROMPTS, "prompt_trained", ""),
     "the prompt too, by micro-batch": (lambda t: (0 * t.m + 1) / t.n / (t.D * t.K), PROMPTS, "prompt_trained", ""),
+    "some masked tokens too": (lambda t: np.maximum(t.m, t.t == 3) / t.T, {"masked": 0.0}, "masked_trained", ""),
     "one token later": (lambda t: later(t) * t.C, {"responses": True}, "shift", "CP"),
     "one token earlier in the buffer": (earlier_in_buffer, {}, "shift", ""),
     "some tokens twice": (lambda t: exact(t) * (1 + (t.t == 3)), {}, "odd_tokens", ""),
