@@ -208,12 +208,12 @@ def test_everything_that_can_be_asked_for_is_given() -> None:
         assert (seen["world_size"], seen["dp_rank"], seen["cp_rank"]) == (4, 1, 1)
 
 
-CUTS = {"zigzag": [0, 1, 1, 0], "contiguous": [0, 0, 1, 1], "gathered": [-1] * 4, "responses": [1, 1, 1, 0]}
+CUTS = {"zigzag": [0, 1, 1, 0], "contiguous": [0, 0, 1, 1], "gathered": [-1] * 4, "responses": [1, 1, 1, 1]}
 
 
 @pytest.mark.parametrize("cut", CUTS)
 def test_a_context_parallel_rank_holds_what_the_cut_says(cut: Any) -> None:
-    """Of a row of 4 tokens; as a response it lies behind 3 of a prompt, in 8 slots."""
+    """Of a row of 4 tokens; as a response behind 3 of a prompt, in 8 slots, its losses lie one before its tokens."""
     call = LossCall(rows="packed", cp="sum", cp_cut=cut)
     step = measure(total, call, LossCase((((DrawnSample((1,) * 4),),),), 2))
     assert step.tokens.cp_rank.tolist() == CUTS[cut]
