@@ -4,14 +4,13 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import audit_picture
 import numpy as np
 import pytest
 from counted_steps import Row, Step, measured, ragged
 from published import exact, own_piece
-from refusals import Refusal, check_refusal, each_of
+from refusals import check_refusal
 
 from megatron_rl_loss.audit import MeasuredStep, draw, in_terminal
 from megatron_rl_loss.modes.names import resolve
@@ -37,19 +36,15 @@ def without_matplotlib(step: MeasuredStep, path: Path) -> None:
 
 
 MEASURED = measured(small(), exact)
-REFUSALS: dict[str, Refusal] = {
-    "a picture without matplotlib": (
+
+
+def test_a_picture_without_matplotlib_is_refused() -> None:
+    check_refusal(
         lambda: without_matplotlib(MEASURED, Path("out.png")),
         RuntimeError,
         r"out\.png: matplotlib draws it, and is not installed",
         lambda: in_terminal(MEASURED, asked=TOKEN_MEAN),
-    ),
-}
-
-
-@each_of(REFUSALS)
-def test_refusals(refused: Any, error: Any, text: str, accepted: Any) -> None:
-    check_refusal(refused, error, text, accepted)
+    )
 
 
 # ---- in a terminal
@@ -71,9 +66,7 @@ def weighed(weights: Sequence[float]) -> str:
 def test_heights_are_measured_over_asked() -> None:
     shown = weighed([0.5, 0, 1, 1.5, 2, 7, 0, 0.01, 0.25, 1, 1, np.nan, 1]).splitlines()
     assert shown == ["DP 0, micro-batch 0  ▂-|▄▆██", "DP 0, micro-batch 1  ▁▁▄▄?▄"]
-
-
-def test_masked_tokens_are_shown_if_they_are_trained() -> None:
+    # Masked tokens are shown if they are trained.
     assert weighed([1] * 6 + [0.5] + [1] * 6).splitlines()[1] == "DP 0, micro-batch 1  !▄▄▄▄▄▄"
 
 
