@@ -29,14 +29,13 @@ class DrawnStep:
     split_rollouts: bool = False
 
     @classmethod
-    def random(cls, rng: random.Random, split_rollouts: bool = False, num_samples: int | None = None) -> "DrawnStep":
-        """Ragged, unevenly masked samples, some fully masked; as many as are asked for, or some."""
+    def random(cls, rng: random.Random, split_rollouts: bool, num_samples: int) -> "DrawnStep":
+        """Ragged, unevenly masked samples, some fully masked."""
         samples: list[DrawnSample] = []
-        rollouts = rng.randrange(1, 7) if num_samples is None else num_samples
-        for rollout in range(rollouts):
-            prompt = rng.randrange(max(3, num_samples or 0))
+        for rollout in range(num_samples):
+            prompt = rng.randrange(max(3, num_samples))
             for _ in range(rng.choice([1, 2]) if split_rollouts else 1):
-                share = rng.choice([0.0, 0.5, 0.5, 1.0])  # some are fully masked
+                share = rng.choice([0.0, 0.5, 0.5, 1.0])
                 mask = tuple(int(rng.random() < share) for _ in range(rng.randrange(1, 12)))
                 samples.append(DrawnSample(mask, rollout, prompt))
         return cls(tuple(samples[:num_samples]), split_rollouts)
