@@ -75,7 +75,7 @@ def draw(panels: Sequence[tuple[str, MeasuredStep]], path: Path, *, expected: Ag
         ranks |= set(step.tokens.cp_rank[shown.entries].tolist())
     places[0].set_ylim(0, 1.12 * highest)
     places[-1].set_xlabel("the step's tokens, in order; a stroke below them is a sample", fontsize=9, labelpad=20)
-    handles = [Line2D([], [], color=_ASKED, linewidth=1.4, label="asked")]
+    handles: list[Any] = [Line2D([], [], color=_ASKED, linewidth=1.4, label="asked")]
     for rank in sorted(ranks):
         where = "" if len(ranks) == 1 else f", on CP rank {rank}"
         handles.append(Patch(color=_COLOURS[max(rank, 0) % len(_COLOURS)], label=f"measured{where}"))
@@ -90,9 +90,10 @@ def _draw_panel(place: Any, step: MeasuredStep, shown: _Shown) -> None:
     tokens = step.tokens
     cp_rank, sample = tokens.cp_rank[shown.entries], tokens.sample[shown.entries]
     microbatch = tokens.groups(("dp_rank", "microbatch"))[shown.entries]
-    gaps = np.where(_changes(microbatch), _GAP_MICROBATCH, np.where(_changes(sample), _GAP_SAMPLE, 0.0))
+    gaps: Floats = _GAP_SAMPLE * _changes(sample)
+    gaps[_changes(microbatch)] = _GAP_MICROBATCH
     gaps[:1] = 0
-    at = np.arange(len(gaps)) + gaps.cumsum()
+    at: Floats = np.arange(len(gaps), dtype=np.float64) + gaps.cumsum()
 
     first, begin, end = _runs(at, sample, cp_rank, shown.weights, shown.expected)
     wanted = shown.expected[first] != 0

@@ -10,9 +10,9 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from megatron_rl_loss.audit.calling import LossCall
-from megatron_rl_loss.audit.drawn_steps import DrawnSample, DrawnStep
+from megatron_rl_loss.audit.drawn_steps import DrawnSample, LossCase, draw_samples
 from megatron_rl_loss.audit.report import Verdict
-from megatron_rl_loss.audit.simulation import CallFailed, LossCase, LossFunction, measure
+from megatron_rl_loss.audit.simulation import CallFailed, LossFunction, measure
 from megatron_rl_loss.audit.tokens import Floats, MeasuredStep
 from megatron_rl_loss.audit.verdict import judge
 from megatron_rl_loss.modes.names import Aggregation, resolve
@@ -56,6 +56,13 @@ class Finding:
         ratios = [weight / wanted for weight, wanted in zip(self.weights, self.expected, strict=True) if wanted]
         return (min(ratios), max(ratios)) if ratios else (float("nan"), float("nan"))
 
+    def to_json(self) -> dict[str, Any]:
+        """The same as plain data; of the verdict its readings."""
+        readings = [] if self.verdict is None else [reading.text for reading in self.verdict.readings]
+        vectors = {"weights": list(self.weights), "expected": list(self.expected)}
+        return {"cut": self.cut, "kind": self.kind, "says": self.says, "readings": readings, "case": repr(self.case),
+                **vectors}  # fmt: skip
+
     def __str__(self) -> str:
         lines = [f"{self.cut}: {self.says}"]
         if self.verdict is not None:
@@ -91,7 +98,7 @@ class Cut:
         rows = [rng.randrange(1, most)] * number
         if not call.even_microbatches:
             rows = [rng.randrange(1, most) for _ in range(number)]
-        samples = list(DrawnStep.random(rng, call.split_rollouts, sum(rows)).samples)
+        samples = draw_samples(rng, call.split_rollouts, sum(rows))
         rng.shuffle(samples)
         for i, sample in enumerate(samples):
             nothing = not any(any(one.mask) for one in samples)
@@ -223,7 +230,7 @@ class Search:
         rng = random.Random(f"{self.seed}/{reading_cut.name}/{kind}")
         further = [reading_cut.draw(rng, self.call, seed=self.seed + i, telling=True) for i in range(5)]
         larger = [(case, fault) for case in further if (fault := look(case)) is not None and fault.kind == kind]
-        by_size = sorted([*larger, *cases], key=lambda one: (one[1].shape == "factor", -len(one[0].step.samples)))
+        by_size = sorted([*larger, *cases], key=lambda one: (one[1].shape == "factor", -len(one[0].samples)))
         largest = by_size[0][1]
 
         def shows(smaller: LossCase) -> bool:
@@ -231,7 +238,7 @@ class Search:
             return fault is not None and (fault.kind, fault.shape) == (kind, largest.shape)
 
         small = [case for case, fault in cases if fault.shape == largest.shape] or [cases[0][0]]
-        smallest = min(small, key=lambda one: len(one.step.samples))
+        smallest = min(small, key=lambda one: len(one.samples))
         smallest = shrink(smallest, shows, even=self.call.even_microbatches, masked=self.call.masked_samples)
         fault = look(smallest)
         if fault is None or fault.kind != kind:  # chance may show something else the next time
@@ -293,10 +300,8 @@ class Search:
 
 def weights_of(aggregation: Aggregation, case: LossCase) -> Floats:
     """What an aggregation gives each mask entry of a step, [num_entries]."""
-    step, mode = case.step, aggregation.mode
-    ids: Any = {"prompt_ids": step.prompt_ids, "rollout_ids": step.rollout_ids}
-    samples = Samples(step.masks, labels=step.labels, **ids)
-    totals = step.totals_with(mode.statistics if isinstance(mode, OwnMode) else {})
+    mode, samples = aggregation.mode, Samples(case.masks, labels=case.labels, **case.ids())
+    totals = case.totals_with(mode.statistics if isinstance(mode, OwnMode) else {})
     return weigh(aggregation, samples.local(0, 1), totals).double().numpy()
 
 
@@ -323,7 +328,7 @@ def describe(weights: Floats, expected: Floats) -> tuple[str, str]:
 def shrink(case: LossCase, shows: Callable[[LossCase], bool], *, even: bool, masked: bool) -> LossCase:
     """The smallest step to be had from `case` by leaving out, that still has an active token and shows it."""
     while True:
-        smaller = (one for one in _smaller(case, even, masked) if any(any(sample.mask) for sample in one.step.samples))
+        smaller = (one for one in _smaller(case, even, masked) if any(any(sample.mask) for sample in one.samples))
         found = next((one for one in smaller if shows(one)), None)
         if found is None:
             return case
@@ -333,7 +338,7 @@ def shrink(case: LossCase, shows: Callable[[LossCase], bool], *, even: bool, mas
 def _smaller(case: LossCase, even: bool, masked: bool) -> Iterator[LossCase]:
     """Steps with a part left out: the prompts, a rank, a micro-batch, a row, tokens, a zero of a mask."""
     ranks = case.ranks
-    if any(case.step.prompt_ids):
+    if any(sample.prompt for sample in case.samples):
         one_prompt = [[tuple(replace(one, prompt=0) for one in microbatch) for microbatch in rank] for rank in ranks]
         yield replace(case, ranks=tuple(map(tuple, one_prompt)))
     for cp_size in range(1, case.cp_size):

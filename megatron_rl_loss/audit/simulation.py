@@ -9,7 +9,6 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
@@ -19,7 +18,7 @@ from torch.nn.functional import pad
 
 from megatron_rl_loss.audit.assembly import Part, Rows, measured_step
 from megatron_rl_loss.audit.calling import GIVEN, LossCall
-from megatron_rl_loss.audit.drawn_steps import DrawnSample, DrawnStep
+from megatron_rl_loss.audit.drawn_steps import LossCase
 from megatron_rl_loss.audit.tokens import MeasuredStep, Split
 from megatron_rl_loss.errors import check_callable, did_you_mean
 from megatron_rl_loss.step.layouts import (
@@ -44,69 +43,6 @@ class CallFailed(Exception):
     def __init__(self, kind: Failure, text: str) -> None:
         super().__init__(text)
         self.kind: Failure = kind
-
-
-@dataclass(frozen=True)
-class LossCase:
-    """A step and how it is split; plain data, whose `repr` makes it again.
-
-    Attributes:
-        ranks: the samples of each micro-batch of each data-parallel rank, ``[dp_size][num_microbatches][rows]``.
-        cp_size: context-parallel ranks that every micro-batch is cut for.
-        split_rollouts: whether samples of one rollout number are one rollout.
-        seed: of the losses of tokens.
-        poisoned: whether losses are NaN where the mask is 0.
-        padded_masks: whether a loss function that asks for the masks of rows gets them as long as their padded slots.
-    """
-
-    ranks: tuple[tuple[tuple[DrawnSample, ...], ...], ...]
-    cp_size: int = 1
-    split_rollouts: bool = False
-    seed: int = 0
-    poisoned: bool = False
-    padded_masks: bool = False
-
-    @cached_property
-    def step(self) -> DrawnStep:
-        """All samples, in order."""
-        samples = tuple(sample for rank in self.ranks for microbatch in rank for sample in microbatch)
-        return DrawnStep(samples, self.split_rollouts)
-
-    @property
-    def num_microbatches(self) -> int:
-        return len(self.ranks[0])
-
-    @property
-    def dp_size(self) -> int:
-        return len(self.ranks)
-
-    def uncut(self) -> "LossCase":
-        """The same samples in one micro-batch on one rank."""
-        return replace(self, ranks=((self.step.samples,),), cp_size=1, padded_masks=False)
-
-    def __str__(self) -> str:
-        """The masks: samples apart by a space, micro-batches by a bar, with their rollouts where those are split."""
-        ranks = [" | ".join(" ".join(map(self._shown, microbatch)) for microbatch in rank) for rank in self.ranks]
-        named = [f"rank {i}: {rows}" for i, rows in enumerate(ranks)] if self.dp_size > 1 else ranks
-        return "; ".join(named) + (f"; CP {self.cp_size}" if self.cp_size > 1 else "")
-
-    def _shown(self, sample: DrawnSample) -> str:
-        rollout = f"rollout {sample.rollout}:" if self.split_rollouts else ""
-        return f"{rollout}[{''.join(map(str, sample.mask))}]"
-
-    def losses(self, takes: str = "losses") -> Tensor:
-        """A random number a mask entry, float32 [num_entries]: of both signs, or below 0 for log-probs."""
-        generator = torch.Generator().manual_seed(self.seed)
-        masks = torch.cat(self.step.masks)
-        values = 3 * torch.randn(len(masks), generator=generator)
-        values = -values.abs() - 0.1 if takes == "log_probs" else values
-        return values.masked_fill(masks == 0, float("nan")) if self.poisoned else values
-
-    def advantages(self) -> Tensor:
-        """A random number a sample, float32 [num_samples], of both signs and at least 0.5 in size."""
-        generator = torch.Generator().manual_seed(self.seed + 1)
-        values = torch.randn(len(self.step.samples), generator=generator)
-        return values + 0.5 * torch.where(values < 0, -1.0, 1.0)
 
 
 @dataclass(frozen=True)
@@ -169,8 +105,8 @@ def measure(loss_fn: LossFunction, call: LossCall, case: LossCase) -> MeasuredSt
         ValueError, TypeError: a function that cannot be called with what the trainer has.
     """
     asks = Signature.of(loss_fn, call).asks
-    totals = functools.cache(functools.partial(case.step.totals_with, getattr(loss_fn, "statistics", {})))
-    first, parts = 0, []
+    totals = functools.cache(functools.partial(case.totals_with, getattr(loss_fn, "statistics", {})))
+    first, parts = 0, list[Part]()
     for dp_rank, rank in enumerate(case.ranks):
         for number, samples in enumerate(rank):
             rows = slice(first, first + len(samples))
@@ -191,17 +127,11 @@ class _MicroBatch:
     ) -> None:  # fmt: skip
         self.loss_fn, self.asks, self.totals, self.call, self.case = loss_fn, asks, totals, call, case
         self.dp_rank, self.number, self.rows = dp_rank, number, rows
-        step, cp_size = case.step, case.cp_size
-        masks = step.masks[rows]
+        ids, cp_size, masks = case.ids(rows), case.cp_size, case.masks[rows]
         self.lengths = list(map(len, masks))
-        begin = sum(map(len, step.masks[: rows.start]))
+        begin = sum(map(len, case.masks[: rows.start]))
         self.entries = slice(begin, begin + sum(self.lengths))
-        self.labels = {name: entries[rows] for name, entries in step.labels.items()}
-        rollout_ids = step.rollout_ids
-        ids: dict[str, Any] = {
-            "prompt_ids": step.prompt_ids[rows],
-            "rollout_ids": None if rollout_ids is None else rollout_ids[rows],
-        }
+        self.labels = {name: entries[rows] for name, entries in case.labels.items()}
         self.slots = _slots(call, self.lengths, cp_size, spare=case.padded_masks)
         layout = _layout(call, self.lengths, self.slots, cp_size)
         #: As they are: where the entries of masks are in the layout's buffer.
@@ -267,11 +197,11 @@ class _MicroBatch:
 
     def _given(self, what: str, cp_rank: int, local: LocalTokens, values: Tensor, advantages: Tensor) -> Any:
         """What the function asks for, by its name in `GIVEN`."""
-        case, step, rows = self.case, self.case.step, self.rows
+        case, rows, ids = self.case, self.rows, self.case.ids()
         rank_sizes = [sum(map(len, rank)) for rank in case.ranks]
         of_rank = slice(sum(rank_sizes[: self.dp_rank]), sum(rank_sizes[: self.dp_rank + 1]))
-        tokens = torch.tensor([sum(sample.mask) for sample in step.samples])
-        rollouts = step.rollout_ids or list(range(len(step.samples)))
+        tokens = torch.tensor([sum(sample.mask) for sample in case.samples])
+        rollouts, prompts = ids["rollout_ids"] or list(range(len(tokens))), ids["prompt_ids"]
 
         def unit_tokens(ids: list[int]) -> Tensor:
             units = torch.tensor(ids)
@@ -285,7 +215,7 @@ class _MicroBatch:
             "step_active_samples": lambda: int((tokens > 0).sum()),
             "rank_samples": lambda: rank_sizes[self.dp_rank],
             "step_rollouts": lambda: len(set(rollouts)),
-            "step_prompts": lambda: len(set(step.prompt_ids)),
+            "step_prompts": lambda: len(set(prompts)),
             "num_microbatches": lambda: case.num_microbatches,
             "microbatch": lambda: self.number,
             "dp_size": lambda: case.dp_size,
@@ -295,9 +225,9 @@ class _MicroBatch:
             "world_size": lambda: case.dp_size * case.cp_size,
             "sample_tokens": lambda: tokens[rows],
             "rollout_tokens": lambda: unit_tokens(rollouts),
-            "prompt_tokens": lambda: unit_tokens(step.prompt_ids),
+            "prompt_tokens": lambda: unit_tokens(prompts),
             "rollout_ids": lambda: rollouts[rows],
-            "prompt_ids": lambda: step.prompt_ids[rows],
+            "prompt_ids": lambda: prompts[rows],
             "cu_seqlens": lambda: torch.tensor([0, *self.slots]).cumsum(0),
             "sample_index": lambda: self._shaped(local.sample_index.clone()),
             "old_log_probs": lambda: self._shaped(values.detach().clone()),

@@ -46,7 +46,7 @@ _HINTS = {
 
 def with_words(reading: Reading, fitter: Fitter, ratio: Floats) -> Reading:
     """The reading of measured / asked, [num_active], with its text."""
-    mode = _as_mode(reading, fitter, ratio * fitter.asked_weight) if reading.counts else ""
+    mode = _as_mode(reading, fitter, ratio * fitter.expected_weight) if reading.counts else ""
     return replace(reading, text=mode or f"{_counts(reading, fitter)}{_rest(reading, fitter)}")
 
 
@@ -73,7 +73,7 @@ def place_reading(shape: Shape, places: Places, fitter: Fitter) -> Reading | Non
 def _as_mode(reading: Reading, fitter: Fitter, weights: Floats) -> str:
     """The mode of the table that the weights are, perhaps times the reading's constant."""
     for mode in MODES.values():
-        if mode == fitter.asked.mode or (mode.unit == "prompt" and not fitter.cells.has_prompts):
+        if mode == fitter.aggregation.mode or (mode.unit == "prompt" and not fitter.cells.has_prompts):
             continue
         for counting in ("all", "active"):
             shape = np.ones(len(weights))
@@ -114,15 +114,17 @@ def _counts(reading: Reading, fitter: Fitter) -> str:
     if (own, 1) in reading.counts and own is not None:
         parts.append(f"not divided by {own.words}")
     plainly = reading.baseline != "plain" and not times
-    return "; ".join(parts) + _also(_known_as(divided, fitter.asked) if plainly else []) if parts else "all tokens"
+    return (
+        "; ".join(parts) + _also(_known_as(divided, fitter.aggregation) if plainly else []) if parts else "all tokens"
+    )
 
 
-def _known_as(divided: list[Count], asked: Aggregation) -> list[str]:
+def _known_as(divided: list[Count], expected: Aggregation) -> list[str]:
     """What other frameworks call such counts of a part."""
     local = [count for count in divided if count.scope != "step"]
-    if len(divided) != 1 or not local or not isinstance(asked.mode, Mode):
+    if len(divided) != 1 or not local or not isinstance(expected.mode, Mode):
         return []
-    mode = "token_mean" if local[0].what == "tokens" and local[0].unit == "scope" else asked.mode.name
+    mode = "token_mean" if local[0].what == "tokens" and local[0].unit == "scope" else expected.mode.name
     by_design = local[0] == Count("tokens", "microbatch")
     names = [peer.alias for peer in NAMES if by_design and peer.nearest == mode and not peer.names_a_loss]
     return [*names, *(f"{alias} over the counts of {SCOPES[local[0].scope][0]}" for alias in aliases(mode, "all")[:1])]

@@ -78,11 +78,9 @@ class Taps:
         return None
 
     def add(self, name: str, tapped: TappedLosses) -> None:
-        if self.num_microbatches == 0:
-            of_name = self.losses.setdefault(name, {})
-            of_name[len(of_name)] = tapped
-            return
         microbatch, number, term = self.num_microbatches - 1, 1, name
+        if self.num_microbatches == 0:
+            microbatch = len(self.losses.get(name, {}))
         while microbatch in self.losses.setdefault(term, {}):
             number += 1
             term = f"{name}#{number}"

@@ -42,9 +42,9 @@ from repository import ROOT
 from torch import Tensor
 
 from megatron_rl_loss import StepTotals, make_pg_loss_reducer, token_weights
-from megatron_rl_loss.audit import CALLS, GIVEN, LossCall, LossReport, calling, check_loss, loss_check, simulation
-from megatron_rl_loss.audit.drawn_steps import DrawnSample
-from megatron_rl_loss.audit.simulation import LossCase, measure
+from megatron_rl_loss.audit import CALLS, GIVEN, LossCall, LossReport, calling, check_loss, drawn_steps, loss_check
+from megatron_rl_loss.audit.drawn_steps import DrawnSample, LossCase
+from megatron_rl_loss.audit.simulation import measure
 from megatron_rl_loss.modes import MODES
 from megatron_rl_loss.modes.table import ModeInputs
 from megatron_rl_loss.reduction import fold_into_advantages
@@ -85,7 +85,7 @@ def step_of(case: LossCase, padded: bool) -> Step:
         [[Row(one.mask, one.rollout if case.split_rollouts else next(ids), one.prompt) for one in k] for k in rank]
         for rank in case.ranks
     ]
-    longest = max(len(sample.mask) for sample in case.step.samples)
+    longest = max(len(sample.mask) for sample in case.samples)
     return Step(rows, case.cp_size, length=longest if padded and case.cp_size > 1 else None)
 
 
@@ -106,7 +106,7 @@ def test_a_published_function_is_found(bug: Bug) -> None:
         assert case.num_microbatches == (2 if finding.cut == MICROBATCHES else 1)
         assert case.dp_size == (2 if finding.cut == DP else 1)
         assert case.cp_size == (2 if finding.cut == CP else 1)
-        assert sum(map(len, (sample.mask for sample in case.step.samples))) <= 4, str(case)
+        assert sum(map(len, (sample.mask for sample in case.samples))) <= 4, str(case)
 
 
 # ---- exact ones
@@ -379,7 +379,7 @@ def test_a_fault_is_told(loss_fn: Callable[..., Any], kind: str, text: str) -> N
     finding = next(finding for finding in report.findings if finding.kind == kind)
     assert re.search(text, finding.says)
     assert finding.says in str(report)
-    assert kind == "chance" or len(finding.case.step.samples) <= 2, str(finding.case)
+    assert kind == "chance" or len(finding.case.samples) <= 2, str(finding.case)
 
 
 def test_where_nothing_is_masked_there_is_no_0_by_0() -> None:
@@ -534,7 +534,7 @@ def test_what_a_mode_depends_on_is_found(mode: Any, cuts: set[str]) -> None:
     assert not report.invariant
     assert "NOT invariant" in str(report)
     (finding,) = report.findings
-    assert len(finding.case.step.samples) <= 2 + (mode is by_samples_here)
+    assert len(finding.case.samples) <= 2 + (mode is by_samples_here)
     assert finding.weights != pytest.approx(finding.expected)
 
 
@@ -595,14 +595,13 @@ def test_weights_are_those_of_token_weights(seed: int, dp: int, cp: int, microba
         for _ in range(dp)
     )
     case = LossCase(ranks, cp)
-    step = case.step
-    totals = step.totals_with({})
+    totals = case.totals_with({})
     if not totals.step_tokens:
         return
     call = LossCall(dp="mean", cp="mean", rows="packed")
     for mode in ("token_mean", "sample_mean", "prompt_mean"):
         loss_fn = functools.partial(ours, mode=mode, split=False, scale="dp_cp")
-        expected = token_weights(mode, Samples(step.masks, prompt_ids=step.prompt_ids), totals)
+        expected = token_weights(mode, Samples(case.masks, **case.ids()), totals)
         assert measure(loss_fn, call, case).weights == pytest.approx(expected.tolist(), rel=1e-6)
 
 
@@ -613,7 +612,7 @@ def test_a_finding_can_be_had_again(seed: int) -> None:
     report = check_loss(masked_mean, "token_mean", call=MEANS, seed=seed, draws=8)
     for finding in report.findings:
         assert tuple(measure(masked_mean, MEANS, finding.case).weights) == finding.weights
-        assert eval(repr(finding.case), vars(simulation)) == finding.case
+        assert eval(repr(finding.case), vars(drawn_steps)) == finding.case
     assert str(check_loss(masked_mean, "token_mean", call=MEANS, seed=seed, draws=8)) == str(report)
 
 
@@ -622,7 +621,7 @@ def test_the_report_is_plain_data() -> None:
     data = json.loads(json.dumps(report.to_json()))
     assert (data["sound"], data["invariant"]) == (False, False)
     assert [finding["cut"] for finding in data["findings"]] == [MICROBATCHES, DP]
-    assert eval(data["findings"][0]["case"], vars(simulation)) == report.findings[0].case
+    assert eval(data["findings"][0]["case"], vars(drawn_steps)) == report.findings[0].case
 
 
 def test_everything_that_can_be_asked_for_is_given() -> None:
