@@ -13,25 +13,18 @@ from megatron_rl_loss.step.samples import Samples
 
 @dataclass(frozen=True, kw_only=True)
 class Rows:
-    """The samples of a micro-batch as arrays that can be sent.
+    """The samples of a micro-batch as arrays that can be sent, [num_samples] each."""
 
-    Attributes:
-        starts, lengths: of each sample's mask in the layout's buffer, [num_samples].
-        mask: all entries, one sample after the other.
-        rollouts, prompts: ids [num_samples], or None.
-        copies: context-parallel ranks whose gradients of a token add up to one that is so many times too large.
-    """
-
-    starts: Ints
-    lengths: Ints
-    mask: Floats
+    starts: Ints  # of masks in the layout's buffer
+    lengths: Ints  # of masks
+    mask: Floats  # all entries, one sample after the other
     rollouts: Ints | None
     prompts: Ints | None
     response_lengths: Ints | None
     total_lengths: Ints | None
     total_tokens: int
     replicated: bool
-    copies: int
+    copies: int  # context-parallel ranks whose gradients of a token add up to one that is so many times too large
 
     @classmethod
     def of(cls, samples: Samples, cp_size: int) -> "Rows":

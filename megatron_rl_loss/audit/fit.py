@@ -70,14 +70,10 @@ class Reading:
     @property
     def formula(self) -> str:
         """The constant by name, such as ``CP·T/K``; empty where there is none."""
-        above = [_power(name, power) for name, power in self.constant if power > 0]
-        below = [_power(name, -power) for name, power in self.constant if power < 0]
+        above = [name + "²" * (power == 2) for name, power in self.constant if power > 0]
+        below = [name + "²" * (power == -2) for name, power in self.constant if power < 0]
         bottom = f"({'·'.join(below)})" if len(below) > 1 else "".join(below)
         return ("·".join(above) or "1" * bool(below)) + (f"/{bottom}" if below else "")
-
-
-def _power(name: str, power: int) -> str:
-    return name + {1: "", 2: "²"}[power]
 
 
 class Fitter:

@@ -10,17 +10,6 @@ from typing import Any, Literal
 from megatron_rl_loss.audit.fit import Reading
 
 Shape = Literal["factor", "microbatch", "rank", "cp_place", "sample", "rollout", "prompt", "token"]
-#: Over what measured / asked is constant, in words.
-SHAPES: dict[Shape, str] = {
-    "factor": "step",
-    "microbatch": "micro-batch",
-    "rank": "rank",
-    "cp_place": "CP rank's piece",
-    "sample": "sample",
-    "rollout": "rollout",
-    "prompt": "prompt",
-    "token": "token",
-}
 Places = tuple[tuple[str, float], ...]
 
 
@@ -140,7 +129,7 @@ class Verdict:
             lines += ["measured / asked, by micro-batch and CP rank:", *_table(self.pieces)]
         if self.shape in ("sample", "rollout", "prompt"):
             (least, low), *_, (most, high) = sorted(self.factors, key=lambda one: one[1])
-            one_each = f"one number for each {SHAPES[self.shape]}"
+            one_each = f"one number for each {self.shape}"
             lines += _wrapped(f"{one_each}: {low:.4g} ({least}) to {high:.4g} ({most}), {len(self.factors)} in all", 2)
         return lines
 

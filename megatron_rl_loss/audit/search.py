@@ -1,6 +1,7 @@
 """The search behind `check_loss`: random steps, cut in one way after the other, and the smallest that shows a fault."""
 
 import contextlib
+import functools
 import math
 import random
 from collections.abc import Callable, Iterator
@@ -13,7 +14,7 @@ from megatron_rl_loss.audit.calling import LossCall
 from megatron_rl_loss.audit.drawn_steps import DrawnSample, LossCase, draw_samples
 from megatron_rl_loss.audit.report import Verdict
 from megatron_rl_loss.audit.simulation import CallFailed, LossFunction, measure
-from megatron_rl_loss.audit.tokens import Floats, MeasuredStep
+from megatron_rl_loss.audit.tokens import Floats
 from megatron_rl_loss.audit.verdict import judge
 from megatron_rl_loss.modes.names import Aggregation, resolve
 from megatron_rl_loss.modes.table import MODES, OwnMode
@@ -147,7 +148,8 @@ class Search:
     def __init__(
         self, loss_fn: LossFunction, call: LossCall, expected: Aggregation | None, draws: int, seed: int
     ) -> None:
-        self.loss_fn, self.call, self.expected = loss_fn, call, expected
+        self.call, self.expected = call, expected
+        self._measure = functools.partial(measure, loss_fn, call)
         self.draws, self.seed = draws, seed
         self.base, self.factor = expected, 1.0
 
@@ -199,14 +201,11 @@ class Search:
 
     def notes(self) -> list[str]:
         """What is no fault of the weights."""
-        case = replace(plain_case(self.call), poisoned=True)
-        rows = (replace(case.ranks[0][0][0], mask=(1, 0, 1)), case.ranks[0][0][1])
-        try:
-            measured = self._measure(replace(case, ranks=((rows,),)))
-        except CallFailed:
-            measured = None
-        if measured is not None and np.isfinite(measured.weights).all():
-            return []
+        rows = (DrawnSample((1, 0, 1), rollout=0), DrawnSample((1, 1), rollout=1))
+        case = LossCase(((rows,),), split_rollouts=self.call.split_rollouts, poisoned=True)
+        with contextlib.suppress(CallFailed):
+            if np.isfinite(self._measure(case).weights).all():
+                return []
         return ["note: a NaN at a masked token spoils the loss; select by the mask (torch.where) before multiplying"]
 
     def _drawn(self, cut: Cut, draw: int) -> LossCase:
@@ -257,9 +256,6 @@ class Search:
     def _judge(self, case: LossCase) -> Verdict:
         measured = self._measure(case)
         return judge(replace(measured, weights=measured.weights / self.factor), self.base or self.expected)
-
-    def _measure(self, case: LossCase) -> MeasuredStep:
-        return measure(self.loss_fn, self.call, case)
 
     def _differs(self, case: LossCase) -> _Fault | None:
         """From the mode that it is without a cut, or else from its own weights without a cut."""

@@ -74,26 +74,24 @@ class Signature:
         known = {name: name for name in GIVEN} | dict(call.names)
         asks, left_alone = [], []
         for parameter in parameters:
-            if parameter in first_two or parameter.kind in (kinds.VAR_KEYWORD, kinds.VAR_POSITIONAL):
+            name, kind = parameter.name, parameter.kind
+            if parameter in first_two or kind in (kinds.VAR_KEYWORD, kinds.VAR_POSITIONAL) or name in bound:
                 continue
-            if parameter.name in bound:
-                continue
-            if parameter.name in known and parameter.kind != kinds.POSITIONAL_ONLY:
-                asks.append((parameter.name, known[parameter.name]))
+            if name in known and kind != kinds.POSITIONAL_ONLY:
+                asks.append((name, known[name]))
+                if call.takes == "losses" and known[name] in ("old_log_probs", "advantages", "sample_advantages"):
+                    raise TypeError(
+                        f"a loss function that asks for {name!r}: one that is given the losses of tokens needs none. "
+                        'If it makes the losses itself, say LossCall(takes="log_probs").'
+                    )
             elif parameter.default is kinds.empty:
                 raise TypeError(
-                    f"a loss function with a parameter {parameter.name!r} that has no default: only what a trainer has "
-                    "is given by name. Bind it with functools.partial, or say what it is with "
-                    f"LossCall(names={{{parameter.name!r}: ...}}). {did_you_mean(parameter.name, list(known))}."
+                    f"a loss function with a parameter {name!r} that has no default: only what a trainer has is given "
+                    "by name. Bind it with functools.partial, or say what it is with "
+                    f"LossCall(names={{{name!r}: ...}}). {did_you_mean(name, list(known))}."
                 )
             else:
-                left_alone.append(parameter.name)
-        for name, given in asks:
-            if call.takes == "losses" and given in ("old_log_probs", "advantages", "sample_advantages"):
-                raise TypeError(
-                    f"a loss function that asks for {name!r}: one that is given the losses of tokens needs none. If it "
-                    'makes the losses itself, say LossCall(takes="log_probs").'
-                )
+                left_alone.append(name)
         return cls(tuple(asks), tuple(left_alone))
 
 

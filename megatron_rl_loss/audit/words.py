@@ -7,7 +7,7 @@ import numpy as np
 from megatron_rl_loss.audit.counts import SCOPES, Count
 from megatron_rl_loss.audit.fit import Fitter, Reading
 from megatron_rl_loss.audit.places import places_apart
-from megatron_rl_loss.audit.report import SHAPES, Places, Shape
+from megatron_rl_loss.audit.report import Places, Shape
 from megatron_rl_loss.audit.tokens import Floats
 from megatron_rl_loss.modes.names import NAMES, Aggregation
 from megatron_rl_loss.modes.table import MODES, Mode
@@ -60,7 +60,8 @@ def place_reading(shape: Shape, places: Places, fitter: Fitter) -> Reading | Non
     alike = np.ptp(factors) <= fitter.tolerance * factors.max()
     whole = bool((np.abs(factors - np.round(factors)) <= fitter.tolerance * factors).all() and factors.min() > 1)
     shown = [f"{place}: x {factor:.4g}" for place, factor in odd[:4]]
-    text = f"one factor for each {SHAPES[shape]}: {'; '.join(shown)}"
+    words = {"microbatch": "micro-batch", "cp_place": "CP rank's piece"}.get(shape, shape)
+    text = f"one factor for each {words}: {'; '.join(shown)}"
     text += f" and {len(odd) - 4} more" * (len(odd) > 4) + ", as if counted several times" * whole
     reading = Reading(places=odd, factor=usual, cost=0.5 if alike or whole else 1.5)
     if abs(usual - 1) <= fitter.tolerance:
@@ -141,11 +142,8 @@ def _rest(reading: Reading, fitter: Fitter) -> str:
         hint = _as_count(reading, fitter)
     elif reading.counts and reading.formula in ("K", "DP·K", "DP·CP·K", "DP"):
         hint = "the parts' means are added up, not averaged"
-    return (
-        f", x {reading.factor:.6g}"
-        + (f" = {reading.formula}" if reading.formula else "")
-        + (f": {hint}" if hint else "")
-    )
+    named = f" = {reading.formula}" if reading.formula else ""
+    return f", x {reading.factor:.6g}{named}" + (f": {hint}" if hint else "")
 
 
 def _as_count(reading: Reading, fitter: Fitter) -> str:

@@ -28,13 +28,10 @@ class DeclaredTerm:
 
 @dataclass
 class TappedLosses:
-    """The losses of one micro-batch that went through a tap.
+    """The losses of one micro-batch that went through a tap, and what the tap was told of them.
 
     Attributes:
         shape, dtype: of the losses.
-        samples: what they are the losses of, if the tap got that.
-        expected_weights: the weight each of them should have, [num_local_tokens], if the tap got that.
-        term: the term's own aggregation and coefficient, if the tap got that.
         gradient: float32 (float64 of float64 losses) [numel]; None before the backward pass.
     """
 

@@ -11,8 +11,6 @@ scaled alike, and large where they were not.
 """
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,23 +29,14 @@ _TOO_UNCERTAIN = 0.25
 
 @dataclass(frozen=True)
 class Factor:
-    """What one anchor says.
+    """What one anchor says."""
 
-    Attributes:
-        name: of the parameter.
-        value: f.
-        residual: |fin - f * G| / |f * G|.
-        rounding: what the residual may be by rounding alone.
-        uncertainty: what the value may be off by, relative to it: roundings of all entries average out.
-        problem: why f cannot be relied on, or "".
-    """
-
-    name: str
-    value: float = math.nan
-    residual: float = math.nan
-    rounding: float = math.nan
-    uncertainty: float = math.nan
-    problem: str = ""
+    name: str  # of the parameter
+    value: float = math.nan  # f
+    residual: float = math.nan  # |fin - f * G| / |f * G|
+    rounding: float = math.nan  # what the residual may be by rounding alone
+    uncertainty: float = math.nan  # what f may be off by, relative to it: roundings of all entries average out
+    problem: str = ""  # why f cannot be relied on
 
 
 @dataclass
@@ -172,13 +161,3 @@ def _preference(named: tuple[str, Tensor]) -> tuple[bool, bool, int, int, str]:
     """Smaller is better: the last norm, then vectors, then what is small but not tiny."""
     name, parameter = named
     return "final_layernorm" not in name, parameter.numel() < 16, parameter.dim(), parameter.numel(), name
-
-
-@contextmanager
-def watching(anchors: Sequence[Anchor]) -> Iterator[None]:
-    """For the duration of a ``with``, the anchors keep what backward passes give them."""
-    with ExitStack() as stack:
-        for anchor in anchors:
-            handle: Any = anchor.parameter.register_hook(anchor.keep)
-            stack.callback(handle.remove)
-        yield

@@ -23,8 +23,8 @@ from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from megatron_rl_loss.audit.assembly import Part, Rows
-from megatron_rl_loss.audit.megatron.anchor import Anchor, Factor, choose, watching
-from megatron_rl_loss.audit.megatron.reports import Report, assembled, shown
+from megatron_rl_loss.audit.megatron.anchor import Anchor, Factor, choose
+from megatron_rl_loss.audit.megatron.reports import Report, assembled, shown, unreadable
 from megatron_rl_loss.audit.megatron.schedule import Watched, observe_schedule
 from megatron_rl_loss.audit.tokens import Floats, MeasuredStep, Split
 from megatron_rl_loss.megatron.flags import CHANGING_CP, REMAT_SIZES
@@ -92,7 +92,7 @@ class Audit:
         self._factors: list[Factor] = []
         chosen = [choose(chunk, self._config) for chunk in self._chunks]
         self._anchors = [one for one in chosen if isinstance(one, Anchor)]
-        self._without_anchor = [one for one in chosen if isinstance(one, str)]
+        self._without_anchor = [unreadable(why) for why in chosen if isinstance(why, str)]
         self._stack = ExitStack()
 
     @property
@@ -112,14 +112,19 @@ class Audit:
             return None
         return resolve(declared["mode"], divisor=declared["divisor"], units=declared["units"])
 
-    def agree(self, value: Any) -> Any:
-        """What the first rank gave, on all ranks; all must call it together."""
-        return spread_from_first(value, self._groups)
-
     @property
     def is_first_rank(self) -> bool:
         groups = self._groups
         return not any(group.rank() for group in (groups.tp, groups.pp, groups.cp, groups.dp))
+
+    @property
+    def computes_loss(self) -> bool:
+        """Whether this rank is on the last pipeline stage."""
+        return self._groups.pp.rank() == self._groups.pp.size() - 1
+
+    def agree(self, value: Any) -> Any:
+        """What the first rank gave, on all ranks; all must call it together."""
+        return spread_from_first(value, self._groups)
 
     def watch(self, data_iterator: Any) -> Any:
         """The iterator, or list of iterators, that notes what `samples_of` says of each batch that is taken.
@@ -147,7 +152,8 @@ class Audit:
             with torch.no_grad():
                 self._loss_scale = scale(self._loss_scale)
         with ExitStack() as stack:
-            stack.enter_context(watching(self._anchors))
+            for anchor in self._anchors:
+                stack.callback(anchor.parameter.register_hook(anchor.keep).remove)
             stack.enter_context(observe(self._taps))
             stack.enter_context(observe_schedule(self._begin_microbatch, self._returned))
             self._stack = stack.pop_all()
@@ -193,16 +199,10 @@ class Audit:
             )
             self.steps = assembled(reports, split)
 
-    @property
-    def computes_loss(self) -> bool:
-        """Whether this rank is on the last pipeline stage."""
-        return self._groups.pp.rank() == self._groups.pp.size() - 1
-
     def _report(self) -> Report:
         report = Report(self._groups.pp.rank(), self._factors, float(self._loss_scale))
         report.unknown += _cannot_know(self._config)
-        without = [f"The factor of gradients cannot be read: {why}." for why in self._without_anchor]
-        (report.unknown if self.computes_loss and not self._factors else report.notes).extend(without)
+        (report.unknown if self.computes_loss and not self._factors else report.notes).extend(self._without_anchor)
         if self.computes_loss and self._groups.tp.rank() == 0:  # over TP, a token's gradient is everywhere the same
             self._add_terms(report)
         return report
@@ -270,7 +270,7 @@ class Audit:
     def why(self) -> str:
         """Why `deviation` is not known, as far as this rank can tell."""
         reasons = [*_cannot_know(self._config), *self._without_anchor]
-        reasons += [f"The factor of gradients cannot be read: {one.problem}." for one in self._factors if one.problem]
+        reasons += [unreadable(factor.problem) for factor in self._factors if factor.problem]
         return " ".join(reasons) or "No policy loss went through a tap, or its weights are not finite."
 
     def deviation(self) -> float | None:

@@ -102,12 +102,12 @@ def _agreed(reports: Sequence[Report]) -> tuple[Factor | None, list[str], list[s
         return None, [], []
     sound = [factor for factor in of_loss if not factor.problem]
     if not sound:
-        return of_loss[-1], [f"The factor of gradients cannot be read: {of_loss[-1].problem}."], []
+        return of_loss[-1], [unreadable(of_loss[-1].problem)], []
     reference = sound[-1]
     problems, notes = [], []
     for stage, factor in factors:
         if factor.problem and factor.residual > factor.rounding:
-            problems.append(f"The factor of gradients cannot be read: {factor.problem}.")
+            problems.append(unreadable(factor.problem))
         elif factor.problem:
             notes.append(f"Of pipeline stage {stage} no factor could be read: {factor.problem}.")
         elif abs(factor.value / reference.value - 1) > factor.rounding + reference.rounding:
@@ -116,6 +116,10 @@ def _agreed(reports: Sequence[Report]) -> tuple[Factor | None, list[str], list[s
                 f"{reference.name} on stage {last} by {reference.value:.6g}: no weight holds for all parameters."
             )
     return reference, problems, notes
+
+
+def unreadable(why: str) -> str:
+    return f"The factor of gradients cannot be read: {why}."
 
 
 def _once(texts: Sequence[str]) -> list[str]:
