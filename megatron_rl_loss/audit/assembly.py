@@ -55,20 +55,14 @@ class Rows:
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """What one rank measured of one micro-batch: a gradient for each token that it holds.
-
-    Attributes:
-        rows: the whole micro-batch's samples; given by context-parallel rank 0 alone.
-        positions: of the rank's tokens in the layout's buffer, [num_local_tokens].
-        gradients: of the loss that Megatron was to minimise, by each token's loss, [num_local_tokens].
-    """
+    """What one rank measured of one micro-batch: a gradient for each token that it holds."""
 
     dp_rank: int
     cp_rank: int
     microbatch: int
-    rows: Rows | None
-    positions: Ints
-    gradients: Floats
+    rows: Rows | None  # the whole micro-batch's samples; of context-parallel rank 0 alone
+    positions: Ints  # of the rank's tokens in the layout's buffer, [num_local_tokens]
+    gradients: Floats  # of what was to be minimised, by each token's loss, [num_local_tokens]
 
     @property
     def place(self) -> tuple[int, int]:

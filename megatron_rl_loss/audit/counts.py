@@ -56,19 +56,12 @@ _SELDOM = {"microbatch_over_dp": 0.2, "rank": 0.2}
 
 @dataclass(frozen=True)
 class Count:
-    """One quantity within a scope: the ``tokens`` of a unit (or of the scope itself), or how many units there are.
+    """One quantity within a scope: the ``tokens`` of a unit (or of the scope itself), or how many units there are."""
 
-    Attributes:
-        what: ``tokens``, or which units: ``prompt``, ``rollout``, ``sample``, ``microbatch``.
-        scope: a key of `SCOPES`.
-        counting: of tokens a key of `COUNTINGS`; of units ``all``, or ``active`` for those with a token there.
-        unit: whose tokens (or samples) they are: ``scope`` for all in the scope, or a unit's part of it.
-    """
-
-    what: str
-    scope: str = "step"
-    counting: str = "mask"
-    unit: str = "scope"
+    what: str  # tokens, or which units: prompt, rollout, sample, microbatch
+    scope: str = "step"  # a key of SCOPES
+    counting: str = "mask"  # of tokens a key of COUNTINGS; of units all, or active for those with a token there
+    unit: str = "scope"  # whose tokens (or samples) they are: scope for all in the scope, or a unit's part of it
 
     @property
     def within(self) -> tuple[str, ...]:
@@ -96,10 +89,8 @@ class Cells:
 
     def __init__(self, tokens: StepTokens, split: Split) -> None:
         self.split = split
-        places = int(tokens.cp_rank.max(initial=-1)) + 2
-        keys = tokens.sample * places + tokens.cp_rank + 1
-        _, first, inverse = np.unique(keys, return_index=True, return_inverse=True)
-        self.of_entry: Ints = inverse.reshape(-1)
+        self.of_entry = tokens.groups(("sample", "cp_rank"))
+        first = np.unique(self.of_entry, return_index=True)[1]
         names = ("sample", "cp_rank", "dp_rank", "microbatch", "rollout", "prompt")
         self.ids = {name: getattr(tokens, name)[first] for name in names}
         columns = (tokens.mask, tokens.mask != 0, np.ones(len(tokens)))
@@ -123,8 +114,7 @@ class Cells:
 
     def scopes(self) -> list[str]:
         """The parts that the step was really split into."""
-        dp, k = (self.groups((name,))[1] > 1 for name in ("dp_rank", "microbatch"))
-        cp = self.groups(("cp_rank",))[1] > 1
+        dp, k, cp = (self.groups((name,))[1] > 1 for name in ("dp_rank", "microbatch", "cp_rank"))
         real = {
             "step": True,
             "dp_rank": dp and k,  # with one micro-batch a rank it is the micro-batch

@@ -48,18 +48,12 @@ def deviation(name: str, text: str = "", **facts: object) -> Deviation:
 
 @dataclass
 class Kept:
-    """What is left to be judged on once misplaced weight is taken off.
-
-    Attributes:
-        entries: of the tokens, [num_kept].
-        weights: what they weigh, [num_kept]; where masks were moved, what the mask entry of the token weighs.
-        deviations: what was taken off.
-    """
+    """What is left to be judged on once misplaced weight is taken off."""
 
     step: Comparison
-    entries: Ints
-    weights: Floats
-    deviations: list[Deviation] = field(default_factory=list)
+    entries: Ints  # of the tokens, [num_kept]
+    weights: Floats  # what they weigh; where masks were moved, what the mask entry of the token weighs
+    deviations: list[Deviation] = field(default_factory=list)  # what was taken off
 
     @property
     def expected(self) -> Floats:

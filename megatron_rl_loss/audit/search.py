@@ -60,9 +60,9 @@ class Finding:
     def to_json(self) -> dict[str, Any]:
         """The same as plain data; of the verdict its readings."""
         readings = [] if self.verdict is None else [reading.text for reading in self.verdict.readings]
-        vectors = {"weights": list(self.weights), "expected": list(self.expected)}
-        return {"cut": self.cut, "kind": self.kind, "says": self.says, "readings": readings, "case": repr(self.case),
-                **vectors}  # fmt: skip
+        told = {name: getattr(self, name) for name in ("cut", "kind", "says")}
+        weights = {"weights": list(self.weights), "expected": list(self.expected)}
+        return told | {"readings": readings, "case": repr(self.case)} | weights
 
     def __str__(self) -> str:
         lines = [f"{self.cut}: {self.says}"]

@@ -6,6 +6,7 @@ The rest is one number for each cell, measured / asked, which is shown as it is 
 
 import math
 from dataclasses import replace
+from typing import get_args
 
 import numpy as np
 
@@ -25,6 +26,7 @@ from megatron_rl_loss.audit.tokens import MeasuredStep, extremes
 from megatron_rl_loss.audit.words import place_reading, with_words
 from megatron_rl_loss.modes.names import Aggregation, resolve
 from megatron_rl_loss.modes.table import MODES, Mode, OwnMode
+from megatron_rl_loss.step.totals import UnitCounting
 
 #: What a weight that is measured and one that is asked for may differ by, relative, by the type that gradients were
 #: rounded to. Of float32: some ten products on either side, and what a measurement's own residual may be. Of half
@@ -150,13 +152,15 @@ def _readings_of(kept: Kept, cells: Cells) -> list[Reading]:
 
 def _nearest(measured: MeasuredStep, samples: StepSamples, tolerance: float) -> Aggregation:
     """The mode without a divisor that misplaces least."""
-    names = [mode.name for mode in MODES.values() if not mode.takes_divisor]
-    if not (measured.tokens.prompt >= 0).all() or not len(measured.tokens):
-        names.remove("prompt_mean")
-    choices = [resolve(name, units=units) for name in names for units in ("all", "active")]
-    steps = [Comparison(measured, one, samples.weights(one), tolerance) for one in choices]
-    keys = [(round(step.misplaced(), 6), step.deviation()) for step in steps]
-    best = min(range(len(keys)), key=lambda i: (math.inf if math.isnan(keys[i][0]) else keys[i][0], keys[i][1]))
-    # Where nothing tells two apart (a step of one sample) the plainest is meant: token_mean.
-    plain = [i for i, one in enumerate(choices) if one.mode.name == "token_mean" and keys[i] == keys[best]]
-    return choices[plain[0] if plain else best]
+    with_prompts = len(measured.tokens) > 0 and (measured.tokens.prompt >= 0).all()
+    modes = [mode for mode in MODES.values() if not mode.takes_divisor and (mode.unit != "prompt" or with_prompts)]
+
+    def distance(mode: Aggregation) -> tuple[float, float, bool]:
+        step = Comparison(measured, mode, samples.weights(mode), tolerance)
+        misplaced = round(step.misplaced(), 6)
+        if math.isnan(misplaced):
+            return math.inf, math.inf, False
+        # Where nothing tells two apart (a step of one sample) the plainest is meant: token_mean.
+        return misplaced, step.deviation(), mode.mode.name != "token_mean"
+
+    return min((resolve(mode.name, units=units) for mode in modes for units in get_args(UnitCounting)), key=distance)

@@ -114,10 +114,10 @@ def _counts(reading: Reading, fitter: Fitter) -> str:
         parts.append(f"multiplied by {' and by '.join(times)}")
     if (own, 1) in reading.counts and own is not None:
         parts.append(f"not divided by {own.words}")
+    if not parts:
+        return "all tokens"
     plainly = reading.baseline != "plain" and not times
-    return (
-        "; ".join(parts) + _also(_known_as(divided, fitter.aggregation) if plainly else []) if parts else "all tokens"
-    )
+    return "; ".join(parts) + _also(_known_as(divided, fitter.aggregation) if plainly else [])
 
 
 def _known_as(divided: list[Count], expected: Aggregation) -> list[str]:

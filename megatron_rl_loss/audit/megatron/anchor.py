@@ -41,22 +41,15 @@ class Factor:
 
 @dataclass
 class Anchor:
-    """A parameter, and what backward passes give it on this rank.
-
-    Attributes:
-        chunk: the model chunk, in Megatron's own DDP.
-        over_tp: whether finalisation sums its gradient over tensor-parallel ranks too (sequence parallelism).
-        gradient, magnitude: the sum of its gradients, and of their absolute values, float64 [numel].
-        num_terms: how many there were.
-    """
+    """A parameter, and what backward passes give it on this rank."""
 
     name: str
     parameter: Tensor
-    chunk: DistributedDataParallel
-    over_tp: bool
-    gradient: Tensor = field(init=False)
-    magnitude: Tensor = field(init=False)
-    num_terms: int = 0
+    chunk: DistributedDataParallel  # the model chunk
+    over_tp: bool  # whether finalisation sums its gradient over tensor-parallel ranks too (sequence parallelism)
+    gradient: Tensor = field(init=False)  # the sum of its gradients, float64 [numel]
+    magnitude: Tensor = field(init=False)  # the sum of their absolute values
+    num_terms: int = 0  # how many there were
 
     def __post_init__(self) -> None:
         self.gradient = torch.zeros(self.parameter.numel(), dtype=torch.float64, device=self.parameter.device)
