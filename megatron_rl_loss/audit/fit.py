@@ -58,7 +58,7 @@ class Reading:
         text: in words.
     """
 
-    counts: Counts = ()
+    counts: tuple[tuple[Count, int], ...] = ()
     baseline: Baseline = "average"
     constant: Powers = ()
     factor: float = 1.0
