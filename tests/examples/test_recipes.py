@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks, start_process_group
 from repository import EXAMPLES, ROOT
-from table_step import DIVISOR, Batch, dealt, relative_error, start, step_samples, table_model
+from step_samples import DIVISOR, dealt, step_samples
+from table_step import Batch, relative_error, start, table_model
 from torch import Tensor
 
 from megatron_rl_loss.audit import check_loss

@@ -17,8 +17,9 @@ import oracle
 import pytest
 import torch
 from ranks import run_ranks
-from table_step import DIVISOR, Batch, aggregation, logged_by_step, relative_error, run_schedule, start, step_samples
-from table_step import dealt as dealt_evenly
+from step_samples import DIVISOR, step_samples
+from step_samples import dealt as dealt_evenly
+from table_step import Batch, aggregation, logged_by_step, relative_error, run_schedule, start
 from table_step import table_model as model_of
 from torch import Tensor
 

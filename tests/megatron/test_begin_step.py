@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from ranks import RankError, run_ranks
 from refusals import outcome_of
-from table_step import Batch, aggregation, dealt, one_step, start, step_samples, table_model
+from step_samples import dealt, step_samples
+from table_step import Batch, aggregation, one_step, start, table_model
 
 from megatron_rl_loss import BadBatchError, StepTotals, UnitCounts
 from megatron_rl_loss.megatron import next_microbatch

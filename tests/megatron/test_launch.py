@@ -13,7 +13,8 @@ import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from ranks import run_ranks
 from refusals import outcome_of
-from table_step import Batch, aggregation, start, step_samples, table_model
+from step_samples import step_samples
+from table_step import Batch, aggregation, start, table_model
 
 from megatron_rl_loss import StepTotals
 from megatron_rl_loss.megatron import AggregationSettings, LossAggregation

@@ -9,7 +9,8 @@ import pytest
 import torch
 from ranks import run_ranks
 from refusals import outcome_of
-from table_step import Batch, aggregation, start, step_samples, table_model
+from step_samples import step_samples
+from table_step import Batch, aggregation, start, table_model
 
 
 @contextlib.contextmanager

@@ -25,7 +25,8 @@ import pytest
 import torch
 from published import WHERE
 from ranks import run_ranks
-from table_step import Batch, aggregation, dealt, one_step, start, step_samples, table_model
+from step_samples import dealt, step_samples
+from table_step import Batch, aggregation, one_step, start, table_model
 from torch import Tensor
 
 from megatron_rl_loss import Samples, StepTotals

@@ -84,7 +84,12 @@ def mask_tokens(samples: Sequence[Sample]) -> float:
 
 
 def step_loss(mode: str, samples: Sequence[Sample], divisor: float | None = None, units: str = "all") -> Tensor:
-    """(1/U) sum over units of (sum l*m) / D, float64. `divisor`: D of constant, and of token_sum, 1 if None."""
+    """(1/U) sum over units of (sum l*m) / D, float64. `divisor`: D of constant, and of token_sum, 1 if None.
+
+    Beside the `MODES`, ``vl_norm``: see `vl_norm`.
+    """
+    if mode == "vl_norm":
+        return vl_norm(samples)
     total = torch.zeros((), dtype=torch.float64)
     counted = 0
     for unit in units_of(mode, samples):

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from megatron_rl_loss import make_pg_loss_reducer
 from megatron_rl_loss.audit import CALLS, LossCall, check_loss
-from megatron_rl_loss.audit.simulation import LossCase
+from megatron_rl_loss.audit.drawn_steps import LossCase
 from megatron_rl_loss.modes import MODES
 from megatron_rl_loss.modes.table import ModeInputs
 
@@ -55,7 +55,7 @@ def step_of(case: LossCase, padded: bool) -> Step:
         [[Row(one.mask, one.rollout if case.split_rollouts else next(ids), one.prompt) for one in k] for k in rank]
         for rank in case.ranks
     ]
-    longest = max(len(sample.mask) for sample in case.step.samples)
+    longest = max(len(sample.mask) for sample in case.samples)
     return Step(rows, case.cp_size, length=longest if padded and case.cp_size > 1 else None)
 
 
@@ -76,7 +76,7 @@ def test_a_published_function_is_found(bug: Bug) -> None:
         assert case.num_microbatches == (2 if finding.cut == MICROBATCHES else 1)
         assert case.dp_size == (2 if finding.cut == DP else 1)
         assert case.cp_size == (2 if finding.cut == CP else 1)
-        assert sum(map(len, (sample.mask for sample in case.step.samples))) <= 4, str(case)
+        assert sum(map(len, (sample.mask for sample in case.samples))) <= 4, str(case)
 
 
 # ---- exact ones
@@ -294,7 +294,7 @@ def test_what_a_mode_depends_on_is_found(mode: Any, cut: str) -> None:
     assert finding.cut == cut
     assert not report.invariant
     assert "NOT invariant" in str(report)
-    assert len(finding.case.step.samples) <= 2 + (mode is by_samples_here)
+    assert len(finding.case.samples) <= 2 + (mode is by_samples_here)
     assert finding.weights != pytest.approx(finding.expected)
 
 

@@ -17,9 +17,9 @@ from refusals import Refusal, check_refusal, each_of
 from repository import ROOT
 from torch import Tensor
 
-from megatron_rl_loss.audit import CALLS, GIVEN, LossCall, calling, check_loss, loss_check, simulation
-from megatron_rl_loss.audit.drawn_steps import DrawnSample
-from megatron_rl_loss.audit.simulation import LossCase, measure
+from megatron_rl_loss.audit import CALLS, GIVEN, LossCall, calling, check_loss, drawn_steps, loss_check
+from megatron_rl_loss.audit.drawn_steps import DrawnSample, LossCase
+from megatron_rl_loss.audit.simulation import measure
 
 TOGETHER = "over all of these together"
 
@@ -97,7 +97,7 @@ def test_a_fault_is_told(loss_fn: Callable[..., Any], kind: str, text: str) -> N
     finding = next(finding for finding in report.findings if finding.kind == kind)
     assert re.search(text, finding.says)
     assert finding.says in str(report)
-    assert kind == "chance" or len(finding.case.step.samples) <= 2, str(finding.case)
+    assert kind == "chance" or len(finding.case.samples) <= 2, str(finding.case)
 
 
 def test_where_nothing_is_masked_there_is_no_0_by_0() -> None:
@@ -183,7 +183,7 @@ def test_a_finding_can_be_had_again_and_the_report_is_plain_data(seed: int) -> N
     assert [finding["cut"] for finding in data["findings"]] == [MICROBATCHES, DP]
     for finding, plain in zip(report.findings, data["findings"], strict=True):
         assert tuple(measure(masked_mean, MEANS, finding.case).weights) == finding.weights
-        assert eval(plain["case"], vars(simulation)) == finding.case
+        assert eval(plain["case"], vars(drawn_steps)) == finding.case
     assert str(check_loss(masked_mean, "token_mean", call=MEANS, seed=seed, draws=4)) == str(report)
 
 

@@ -32,7 +32,7 @@ def small() -> Step:
 def without_matplotlib(step: MeasuredStep, path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "matplotlib", None)
-        draw([("one", step)], path, asked=TOKEN_MEAN)
+        draw([("one", step)], path, expected=TOKEN_MEAN)
 
 
 MEASURED = measured(small(), exact)
@@ -43,7 +43,7 @@ def test_a_picture_without_matplotlib_is_refused() -> None:
         lambda: without_matplotlib(MEASURED, Path("out.png")),
         RuntimeError,
         r"out\.png: matplotlib draws it, and is not installed",
-        lambda: in_terminal(MEASURED, asked=TOKEN_MEAN),
+        lambda: in_terminal(MEASURED, expected=TOKEN_MEAN),
     )
 
 
@@ -51,7 +51,7 @@ def test_a_picture_without_matplotlib_is_refused() -> None:
 
 
 def test_a_character_a_token() -> None:
-    assert in_terminal(MEASURED, asked=TOKEN_MEAN).splitlines() == [
+    assert in_terminal(MEASURED, expected=TOKEN_MEAN).splitlines() == [
         "DP 0, micro-batch 0  ▄▄|▄▄▄▄",
         "DP 0, micro-batch 1  ▄▄▄▄▄▄",
     ]
@@ -60,7 +60,7 @@ def test_a_character_a_token() -> None:
 def weighed(weights: Sequence[float]) -> str:
     asked = measured(small(), exact)
     step = MeasuredStep(tokens=asked.tokens, weights=np.array(weights) / 12, split=asked.split)
-    return in_terminal(step, asked=TOKEN_MEAN)
+    return in_terminal(step, expected=TOKEN_MEAN)
 
 
 def test_heights_are_measured_over_asked() -> None:
@@ -73,14 +73,14 @@ def test_heights_are_measured_over_asked() -> None:
 def test_long_lines_are_drawn_together_and_their_mean_stays() -> None:
     step = measured(ragged(3, D=1, C=1, K=2, samples=(6,), masked=0.0), exact)
     for width in (60, 80, 200):
-        lines = in_terminal(step, asked=TOKEN_MEAN, width=width).splitlines()
+        lines = in_terminal(step, expected=TOKEN_MEAN, width=width).splitlines()
         assert all(len(line) <= width for line in lines)
         assert set("".join(line.split("  ")[1] for line in lines)) == {"▄", "|"}
 
 
 def test_colours_follow_cp_ranks() -> None:
     step = measured(ragged(3, D=1, C=2, K=2), exact)
-    plain, coloured = (in_terminal(step, asked=TOKEN_MEAN, colour=colour) for colour in (False, True))
+    plain, coloured = (in_terminal(step, expected=TOKEN_MEAN, colour=colour) for colour in (False, True))
     assert "\033[34m" in coloured
     assert "\033[33m" in coloured
     assert re.sub(r"\033\[\d+m", "", coloured) == plain
@@ -114,7 +114,7 @@ def test_bars_are_as_high_as_weights_and_lines_are_where_they_should_be(tmp_path
     pytest.importorskip("matplotlib")
     step = ragged(3, D=2, C=2, K=3)
     panels = [("stock", stock(step)), ("ours", measured(step, exact))]
-    figure = draw(panels, tmp_path / "step.png", asked=TOKEN_MEAN)
+    figure = draw(panels, tmp_path / "step.png", expected=TOKEN_MEAN)
     assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
     for place, (title, shown) in zip(figure.axes, panels, strict=True):
         assert place.get_title(loc="left").strip() == title
@@ -134,7 +134,7 @@ def test_trained_masked_tokens_have_a_colour_of_their_own(tmp_path: Path) -> Non
     from matplotlib.colors import to_hex
 
     step = measured(ragged(3, D=1, C=1, K=2), lambda t: 0 * t.m + 1 / t.T)
-    figure = draw([("all", step)], tmp_path / "all.png", asked=TOKEN_MEAN)
+    figure = draw([("all", step)], tmp_path / "all.png", expected=TOKEN_MEAN)
     red = [bar for bar in figure.axes[0].patches if to_hex(bar.get_facecolor()) == "#d62728"]
     assert sum(round(bar.get_width()) for bar in red) == int((step.tokens.mask == 0).sum())
     labels = [text.get_text() for text in figure.legends[0].get_texts()]

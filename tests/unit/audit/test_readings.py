@@ -193,7 +193,7 @@ def test_where_nothing_is_asked_the_nearest_mode_is() -> None:
     for mode in ("sample_mean", "prompt_mean", "token_mean"):
         verdict = judge(sound_step(ragged(3), mode))
         assert verdict.sound
-        assert verdict.asked.startswith(mode)
+        assert verdict.expected.startswith(mode)
         assert "nothing was asked for" in verdict.notes[-1]
     verdict = judge(measured(ragged(3, masked=0.0), own_mean))
     assert not verdict.sound

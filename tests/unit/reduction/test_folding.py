@@ -15,8 +15,8 @@ import pytest
 import torch
 from oracle import COUNTINGS, MODES
 from refusals import Call, check_refusal, each_of, refusals
+from step_samples import step_samples
 from steps import divisor_of, ids_of, totals_of
-from table_step import step_samples
 from torch import Tensor
 
 from megatron_rl_loss import StepTotals
