@@ -45,7 +45,7 @@ def main() -> None:
         parser.error("--stock and --ours go together")
     if options.out is None and not options.terminal:
         parser.error("say --out FILE, or --terminal")
-    asked = resolve("token_mean")
+    expected = resolve("token_mean")
     with tempfile.TemporaryDirectory() as folder:
         files = [options.stock, options.ours]
         if options.stock is None:
@@ -56,11 +56,11 @@ def main() -> None:
         steps = [MeasuredStep.from_json(file.read_text()) for file in files]
     panels = list(zip((STOCK, OURS), steps, strict=True))
     if options.out is not None:
-        draw(panels, options.out, asked=asked)
+        draw(panels, options.out, expected=expected)
     for title, step in panels:
-        print(f"{title}\n{judge(step, asked).headline}")
+        print(f"{title}\n{judge(step, expected).headline}")
         if options.terminal:
-            print(in_terminal(step, asked=asked, colour=sys.stdout.isatty()))
+            print(in_terminal(step, expected=expected, colour=sys.stdout.isatty()))
 
 
 if __name__ == "__main__":

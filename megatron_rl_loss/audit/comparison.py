@@ -8,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 
 from megatron_rl_loss.audit.report import Piece
-from megatron_rl_loss.audit.tokens import Floats, MeasuredStep, StepTokens
+from megatron_rl_loss.audit.tokens import Floats, MeasuredStep, StepTokens, extremes
 from megatron_rl_loss.modes.names import Aggregation
 from megatron_rl_loss.modes.table import OwnMode
 from megatron_rl_loss.modes.weights import weigh
@@ -19,10 +19,10 @@ Flags = NDArray[np.bool_]
 
 
 class Comparison:
-    """Measured beside asked."""
+    """Measured beside asked: the weights that an aggregation gives, `expected`."""
 
-    def __init__(self, measured: MeasuredStep, asked: Aggregation, expected: Floats, tolerance: float) -> None:
-        self.measured, self.asked, self.expected, self.tolerance = measured, asked, expected, tolerance
+    def __init__(self, measured: MeasuredStep, aggregation: Aggregation, expected: Floats, tolerance: float) -> None:
+        self.measured, self.aggregation, self.expected, self.tolerance = measured, aggregation, expected, tolerance
         self.tokens, self.weights = measured.tokens, measured.weights
         self.wanted: Flags = expected != 0
 
@@ -42,46 +42,36 @@ class Comparison:
             return math.inf
         off = np.abs(self.ratio - 1).max(initial=0.0)
         beside = np.abs(self.weights[~self.wanted]).max(initial=0.0) + abs(self.measured.stray[1])
-        scale = self.scale or 1.0
-        return float(max(off, beside / scale))
+        return float(max(off, beside / (self.scale or 1.0)))
 
     def misplaced(self) -> float:
         """Half of what the shares of all tokens, measured and asked, differ by."""
-        sizes, wanted = np.abs(self.weights), np.abs(self.expected)
-        total = float(sizes.sum()) + abs(self.measured.stray[1])
+        stray, wanted = abs(self.measured.stray[1]), np.abs(self.expected).sum()
+        total = float(np.abs(self.weights).sum()) + stray
         if not math.isfinite(total):
             return math.nan
-        if total == 0 or wanted.sum() == 0:
-            return 0.0 if total == wanted.sum() else 1.0
+        if total == 0 or wanted == 0:
+            return 0.0 if total == wanted else 1.0
         # A share with the wrong sign is on the wrong side.
         sign = np.sign((self.weights * self.expected).sum()) or 1.0
-        shares, asked = self.weights * sign / total, self.expected / wanted.sum()
-        return min(1.0, float(np.abs(shares - asked).sum() + abs(self.measured.stray[1]) / total) / 2)
+        apart = np.abs(self.weights * sign / total - self.expected / wanted).sum()
+        return min(1.0, float(apart + stray / total) / 2)
 
     def pieces(self) -> tuple[Piece, ...]:
         """A row a micro-batch and CP rank."""
-        tokens = self.tokens
         names = ("dp_rank", "microbatch", "cp_rank")
-        group = tokens.groups(names)
-        number = int(group.max(initial=-1)) + 1
-        unique = np.zeros((number, 3), np.int64)
-        unique[group] = np.stack([getattr(tokens, name) for name in names], 1)
-        piece = group[self.wanted]
-        low, high = np.full(number, np.inf), np.full(number, -np.inf)
+        group = self.tokens.groups(names)
+        first = np.unique(group, return_index=True)[1]
+        of_wanted = group[self.wanted]
         with np.errstate(invalid="ignore"):  # NaN stays NaN
-            np.minimum.at(low, piece, self.ratio)
-            np.maximum.at(high, piece, self.ratio)
-        counts = np.bincount(piece, minlength=number)
+            low, high = extremes(of_wanted, self.ratio, len(first))
+        counts = np.bincount(of_wanted, minlength=len(first))
+        low[counts == 0] = high[counts == 0] = math.nan
+        ids = [getattr(self.tokens, name)[first] for name in names]
+        columns = [column.tolist() for column in (*ids, counts, low, high)]
         return tuple(
-            Piece(
-                dp_rank=dp,
-                microbatch=k,
-                cp_rank=cp,
-                tokens=int(n),
-                low=float(a) if n else math.nan,
-                high=float(b) if n else math.nan,
-            )
-            for (dp, k, cp), n, a, b in zip(unique.tolist(), counts, low, high, strict=True)
+            Piece(dp_rank=dp, microbatch=k, cp_rank=cp, tokens=n, low=a, high=b)
+            for dp, k, cp, n, a, b in zip(*columns, strict=True)
         )
 
 

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -22,7 +23,6 @@ SCOPES: dict[str, tuple[str, tuple[str, ...]]] = {
     "cp_place": ("what the CP rank holds of the micro-batch", ("dp_rank", "microbatch", "cp_rank")),
 }
 
-Change = Callable[[Floats, Floats], Floats]
 #: How tokens are counted, in words.
 COUNTINGS = {
     "mask": "mask tokens",
@@ -42,26 +42,31 @@ COUNTINGS = {
 }
 #: Countings of a row's padded width: lengths that stand in the place of a divisor, not of a number of tokens.
 WIDTHS = ("width", "padded_width")
-UNITS = ("rollout", "sample", "prompt")
+#: What a part counts as, by its mask tokens and its entries.
+_OF_PARTS: dict[str, Callable[[Floats, Floats], Floats]] = {
+    "all": lambda tokens, _: np.ones_like(tokens),
+    "active": lambda tokens, _: np.where(tokens > 0, 1.0, 0.0),
+    "clamped": lambda tokens, _: np.maximum(tokens, 1),
+    "masked_length": lambda tokens, length: np.where(tokens > 0, tokens, length),
+    "shifted": lambda tokens, _: tokens + (tokens > 0),
+}
 #: Parts that are seldom counted over by mistake, and how far-fetched they are.
 _SELDOM = {"microbatch_over_dp": 0.2, "rank": 0.2}
 
 
 @dataclass(frozen=True)
 class Count:
-    """One quantity within a scope: the ``tokens`` of a unit (or of the scope itself), or how many units there are.
+    """One quantity within a scope: the ``tokens`` of a unit (or of the scope itself), or how many units there are."""
 
-    Attributes:
-        what: ``tokens``, or which units: ``prompt``, ``rollout``, ``sample``, ``microbatch``.
-        scope: a key of `SCOPES`.
-        counting: of tokens a key of `COUNTINGS`; of units ``all``, or ``active`` for those with a token there.
-        unit: whose tokens (or samples) they are: ``scope`` for all in the scope, or a unit's part of it.
-    """
+    what: str  # tokens, or which units: prompt, rollout, sample, microbatch
+    scope: str = "step"  # a key of SCOPES
+    counting: str = "mask"  # of tokens a key of COUNTINGS; of units all, or active for those with a token there
+    unit: str = "scope"  # whose tokens (or samples) they are: scope for all in the scope, or a unit's part of it
 
-    what: str
-    scope: str = "step"
-    counting: str = "mask"
-    unit: str = "scope"
+    @property
+    def within(self) -> tuple[str, ...]:
+        """What tells the parts apart that it is counted in."""
+        return SCOPES[self.scope][1] + (() if self.unit == "scope" else (self.unit,))
 
     @property
     def words(self) -> str:
@@ -84,43 +89,32 @@ class Cells:
 
     def __init__(self, tokens: StepTokens, split: Split) -> None:
         self.split = split
-        places = int(tokens.cp_rank.max(initial=-1)) + 2
-        keys = tokens.sample * places + tokens.cp_rank + 1
-        _, first, inverse = np.unique(keys, return_index=True, return_inverse=True)
-        self.of_entry: Ints = inverse.reshape(-1)
-        self.ids = {name: getattr(tokens, name)[first] for name in ("sample", "cp_rank", "dp_rank", "microbatch")}
-        for unit in ("rollout", "prompt"):
-            self.ids[unit] = getattr(tokens, unit)[first]
-        self.tokens = self.sum_entries(tokens.mask)
-        self.active = self.sum_entries((tokens.mask != 0).astype(np.float64))
-        self.length = self.sum_entries(np.ones(len(tokens)))
-        self.lengths_known: dict[str, Ints] = {
-            name: lengths
-            for name, lengths in (("response", tokens.response_lengths), ("total", tokens.total_lengths))
-            if lengths is not None
-        }
+        self.of_entry = tokens.groups(("sample", "cp_rank"))
+        first = np.unique(self.of_entry, return_index=True)[1]
+        names = ("sample", "cp_rank", "dp_rank", "microbatch", "rollout", "prompt")
+        self.ids = {name: getattr(tokens, name)[first] for name in names}
+        columns = (tokens.mask, tokens.mask != 0, np.ones(len(tokens)))
+        self.tokens, self.active, self.length = (_sums(self.of_entry, column) for column in columns)
+        lengths = {"response": tokens.response_lengths, "total": tokens.total_lengths}
+        self.lengths_known = {name: known for name, known in lengths.items() if known is not None}
         self._groups: dict[tuple[str, ...], tuple[Ints, int]] = {}
 
     def __len__(self) -> int:
         return len(self.tokens)
-
-    def sum_entries(self, values: Floats) -> Floats:
-        """Values of entries, added up in each cell."""
-        size = int(self.of_entry.max(initial=-1)) + 1
-        return np.bincount(self.of_entry, weights=values, minlength=size)
 
     @cached_property
     def has_prompts(self) -> bool:
         return bool((self.ids["prompt"] >= 0).all()) and len(self) > 0
 
     @cached_property
-    def rollouts_are_samples(self) -> bool:
-        return self.groups(("rollout",))[1] == self.groups(("sample",))[1]
+    def units(self) -> list[str]:
+        """Those that there are: prompts if all samples have one, samples where some rollout has several."""
+        one_each = self.groups(("rollout",))[1] == self.groups(("sample",))[1]
+        return ["rollout", *["sample"] * (not one_each), *["prompt"] * self.has_prompts]
 
     def scopes(self) -> list[str]:
         """The parts that the step was really split into."""
-        dp, k = (self.groups((name,))[1] > 1 for name in ("dp_rank", "microbatch"))
-        cp = self.groups(("cp_rank",))[1] > 1
+        dp, k, cp = (self.groups((name,))[1] > 1 for name in ("dp_rank", "microbatch", "cp_rank"))
         real = {
             "step": True,
             "dp_rank": dp and k,  # with one micro-batch a rank it is the micro-batch
@@ -151,8 +145,7 @@ class Cells:
         """What a factor may be made of, and how far-fetched each is."""
         scopes = self.scopes()
         parts = [scope for scope in scopes if scope != "step"]
-        units = [unit for unit in UNITS if unit != "prompt" or self.has_prompts]
-        units = [unit for unit in units if unit != "sample" or not self.rollouts_are_samples]
+        units = self.units
         for scope in parts:
             yield _SELDOM.get(scope, 0.0), Count("tokens", scope)
         for unit in units:
@@ -177,71 +170,50 @@ class Cells:
 
     def average(self, count: Count) -> float:
         """What a part of the step holds of it on average: the step's own count over the number of parts."""
-        names = SCOPES[count.scope][1] if count.unit == "scope" else (*SCOPES[count.scope][1], count.unit)
-        parts = self.number_of_parts(names)
         if count.what == "tokens":
-            return self.total("mask") / parts
-        if count.what == "microbatch":
-            return self.number_of_parts(("dp_rank", "microbatch")) / parts
-        return float(self.values(Count(count.what, counting="all"))[0]) / parts
-
-    def values(self, count: Count) -> Floats:
-        """The quantity, for each cell, [num_cells]."""
-        scope = SCOPES[count.scope][1]
-        if count.what == "tokens":
-            group, _ = self.groups(scope if count.unit == "scope" else (*scope, count.unit))
-            return self._tokens(count.counting, group, scope)
-        names = scope if count.unit == "scope" else (*scope, count.unit)
-        group, _ = self.groups(names)
-        pair, number = self.groups((*dict.fromkeys((*names, count.what)),))
-        scope_of_pair = np.zeros(number, np.int64)
-        scope_of_pair[pair] = group
-        counts = np.ones(number) if count.counting == "all" else _sums(pair, self.tokens) > 0
-        return _sums(scope_of_pair, counts.astype(np.float64))[group]
+            of_step = self.total("mask")
+        elif count.what == "microbatch":
+            of_step = self.number_of_parts(("dp_rank", "microbatch"))
+        else:
+            of_step = float(self.values(Count(count.what, counting="all"))[0])
+        return of_step / self.number_of_parts(count.within)
 
     def total(self, counting: str) -> float:
         """Tokens of the step, counted so."""
         return float(self.values(Count("tokens", counting=counting))[0]) if len(self) else 0.0
 
-    def _tokens(self, counting: str, group: Ints, scope: tuple[str, ...]) -> Floats:
-        if counting in ("mask", "active", "length"):
-            column = {"mask": self.tokens, "active": self.active, "length": self.length}[counting]
-            return _sums(group, column)[group]
+    def values(self, count: Count) -> Floats:
+        """The quantity, for each cell, [num_cells]."""
+        group, counting = self.groups(count.within)[0], count.counting
+        if count.what != "tokens":
+            names = tuple(dict.fromkeys((*count.within, count.what)))
+            return self._over_parts(group, self.groups(names)[0], counting)
+        columns = {"mask": self.tokens, "active": self.active, "length": self.length}
+        if counting in columns:
+            return _sums(group, columns[counting])[group]
         if counting in ("clamped_pieces", "clamped_microbatches"):
             names = ("dp_rank", "microbatch", "cp_rank")[: 3 if counting == "clamped_pieces" else 2]
-            return self._over_parts(group, self.groups(names)[0], lambda tokens, _: np.maximum(tokens, 1))
+            return self._over_parts(group, self.groups(names)[0], "clamped")
         # The others count samples: of a sample what lies in the scope, whole samples unless that is a CP place.
-        part, _ = self.groups((*scope, "sample"))
-        if counting in self.lengths_known:
-            lengths = self.lengths_known[counting].astype(np.float64)[self.ids["sample"]]
-            return self._over_parts(group, part, lambda *_: lengths[_first_of(part)])
-        changed: dict[str, Change] = {
-            "clamped": lambda tokens, _: np.maximum(tokens, 1),
-            "masked_length": lambda tokens, length: np.where(tokens > 0, tokens, length),
-            "shifted": lambda tokens, _: tokens + (tokens > 0),
-        }
-        if counting in changed:
-            return self._over_parts(group, part, changed[counting])
+        part = self.groups((*SCOPES[count.scope][1], "sample"))[0]
+        if counting in _OF_PARTS or counting in self.lengths_known:
+            return self._over_parts(group, part, counting)
         longest = np.zeros(int(group.max(initial=-1)) + 1)
         np.maximum.at(longest, group, _sums(part, self.length)[part])
         multiple = 2 * self.split.cp_size if counting.startswith("padded") and self.split.cp_size > 1 else 1
         width = (np.ceil(longest / multiple) * multiple)[group]
-        return (
-            width
-            if counting in WIDTHS
-            else width * self._over_parts(group, part, lambda tokens, _: np.ones_like(tokens))
-        )
+        return width if counting in WIDTHS else width * self._over_parts(group, part, "all")
 
-    def _over_parts(self, group: Ints, part: Ints, change: Change) -> Floats:
-        """Sums over a group's parts of a number a part."""
-        group_of_part = np.zeros(int(part.max(initial=-1)) + 1, np.int64)
-        group_of_part[part] = group
-        return _sums(group_of_part, change(_sums(part, self.tokens), _sums(part, self.length)))[group]
-
-
-def _first_of(part: Ints) -> Ints:
-    return np.unique(part, return_index=True)[1]
+    def _over_parts(self, group: Ints, part: Ints, counting: str) -> Floats:
+        """Sums over a group's parts of what each counts as."""
+        first = np.unique(part, return_index=True)[1]
+        if counting in self.lengths_known:
+            of_part = self.lengths_known[counting][self.ids["sample"][first]]
+        else:
+            of_part = _OF_PARTS[counting](_sums(part, self.tokens), _sums(part, self.length))
+        return _sums(group[first], of_part)[group]
 
 
-def _sums(group: Ints, values: Floats) -> Floats:
+def _sums(group: Ints, values: Any) -> Floats:
+    """Values added up in each group."""
     return np.bincount(group, weights=values, minlength=int(group.max(initial=-1)) + 1)

@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -21,39 +21,60 @@ class DrawnSample:
     prompt: int = 0
 
 
+def draw_samples(rng: random.Random, split_rollouts: bool, number: int) -> list[DrawnSample]:
+    """Ragged, unevenly masked samples, some fully masked."""
+    samples: list[DrawnSample] = []
+    for rollout in range(number):
+        prompt = rng.randrange(max(3, number))
+        for _ in range(rng.choice([1, 2]) if split_rollouts else 1):
+            share = rng.choice([0.0, 0.5, 0.5, 1.0])
+            mask = tuple(int(rng.random() < share) for _ in range(rng.randrange(1, 12)))
+            samples.append(DrawnSample(mask, rollout, prompt))
+    return samples[:number]
+
+
 @dataclass(frozen=True)
-class DrawnStep:
-    """The samples of an optimizer step. With `split_rollouts`, samples of one rollout number are one rollout."""
+class LossCase:
+    """A step and how it is split; plain data, whose `repr` makes it again.
 
-    samples: tuple[DrawnSample, ...]
+    Attributes:
+        ranks: the samples of each micro-batch of each data-parallel rank, ``[dp_size][num_microbatches][rows]``.
+        cp_size: context-parallel ranks that every micro-batch is cut for.
+        split_rollouts: whether samples of one rollout number are one rollout.
+        seed: of the losses of tokens.
+        poisoned: whether losses are NaN where the mask is 0.
+        padded_masks: whether a loss function that asks for the masks of rows gets them as long as their padded slots.
+    """
+
+    ranks: tuple[tuple[tuple[DrawnSample, ...], ...], ...]
+    cp_size: int = 1
     split_rollouts: bool = False
+    seed: int = 0
+    poisoned: bool = False
+    padded_masks: bool = False
 
-    @classmethod
-    def random(cls, rng: random.Random, split_rollouts: bool = False, num_samples: int | None = None) -> "DrawnStep":
-        """Ragged, unevenly masked samples, some fully masked; as many as are asked for, or some."""
-        samples: list[DrawnSample] = []
-        rollouts = rng.randrange(1, 7) if num_samples is None else num_samples
-        for rollout in range(rollouts):
-            prompt = rng.randrange(max(3, num_samples or 0))
-            for _ in range(rng.choice([1, 2]) if split_rollouts else 1):
-                share = rng.choice([0.0, 0.5, 0.5, 1.0])  # some are fully masked
-                mask = tuple(int(rng.random() < share) for _ in range(rng.randrange(1, 12)))
-                samples.append(DrawnSample(mask, rollout, prompt))
-        return cls(tuple(samples[:num_samples]), split_rollouts)
+    @property
+    def num_microbatches(self) -> int:
+        return len(self.ranks[0])
+
+    @property
+    def dp_size(self) -> int:
+        return len(self.ranks)
+
+    @cached_property
+    def samples(self) -> tuple[DrawnSample, ...]:
+        """All of them, in order."""
+        return tuple(sample for rank in self.ranks for microbatch in rank for sample in microbatch)
 
     @cached_property
     def masks(self) -> list[Tensor]:
         """Loss masks, float32, a 1-D tensor a sample."""
         return [torch.tensor(sample.mask, dtype=torch.float32) for sample in self.samples]
 
-    @property
-    def prompt_ids(self) -> list[int]:
-        return [sample.prompt for sample in self.samples]
-
-    @property
-    def rollout_ids(self) -> list[int] | None:
-        """None where each sample is a rollout."""
-        return [sample.rollout for sample in self.samples] if self.split_rollouts else None
+    def ids(self, rows: slice = slice(None)) -> dict[str, Any]:
+        """Of some samples, for `Samples` and totals; rollouts are None where each sample is one."""
+        rollouts = [sample.rollout for sample in self.samples[rows]] if self.split_rollouts else None
+        return {"prompt_ids": [sample.prompt for sample in self.samples[rows]], "rollout_ids": rollouts}
 
     @cached_property
     def labels(self) -> dict[str, list[Any]]:
@@ -68,5 +89,33 @@ class DrawnStep:
 
     def totals_with(self, statistics: Mapping[str, Statistic]) -> StepTotals:
         """The step's totals, with sums that a mode declares."""
-        ids: Any = {"prompt_ids": self.prompt_ids, "rollout_ids": self.rollout_ids}
-        return StepTotals.from_loss_masks(self.masks, **ids, dp_group=None, labels=self.labels, statistics=statistics)
+        further: Any = {"labels": self.labels, "statistics": statistics}
+        return StepTotals.from_loss_masks(self.masks, **self.ids(), dp_group=None, **further)
+
+    def uncut(self) -> "LossCase":
+        """The same samples in one micro-batch on one rank."""
+        return replace(self, ranks=((self.samples,),), cp_size=1, padded_masks=False)
+
+    def losses(self, takes: str = "losses") -> Tensor:
+        """A random number a mask entry, float32 [num_entries]: of both signs, or below 0 for log-probs."""
+        generator = torch.Generator().manual_seed(self.seed)
+        masks = torch.cat(self.masks)
+        values = 3 * torch.randn(len(masks), generator=generator)
+        values = -values.abs() - 0.1 if takes == "log_probs" else values
+        return values.masked_fill(masks == 0, float("nan")) if self.poisoned else values
+
+    def advantages(self) -> Tensor:
+        """A random number a sample, float32 [num_samples], of both signs and at least 0.5 in size."""
+        generator = torch.Generator().manual_seed(self.seed + 1)
+        values = torch.randn(len(self.samples), generator=generator)
+        return values + 0.5 * torch.where(values < 0, -1.0, 1.0)
+
+    def __str__(self) -> str:
+        """The masks: samples apart by a space, micro-batches by a bar, with their rollouts where those are split."""
+        ranks = [" | ".join(" ".join(map(self._shown, microbatch)) for microbatch in rank) for rank in self.ranks]
+        named = [f"rank {i}: {rows}" for i, rows in enumerate(ranks)] if self.dp_size > 1 else ranks
+        return "; ".join(named) + (f"; CP {self.cp_size}" if self.cp_size > 1 else "")
+
+    def _shown(self, sample: DrawnSample) -> str:
+        rollout = f"rollout {sample.rollout}:" if self.split_rollouts else ""
+        return f"{rollout}[{''.join(map(str, sample.mask))}]"

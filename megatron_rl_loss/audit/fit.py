@@ -20,11 +20,11 @@ from megatron_rl_loss.modes.names import Aggregation
 from megatron_rl_loss.modes.table import Mode
 
 Powers = tuple[tuple[str, int], ...]
+Counts = tuple[tuple[Count, int], ...]
 #: In what a reading's counts are expressed: in what a part has on average ("mean of means" is then the constant 1), the
 #: same against a mean over tokens instead of what was asked, or as they are.
 Baseline = Literal["average", "mean", "plain"]
 
-_MOST = 3  # counts in a reading
 _UNDO = 0.2  # cost of not dividing by what the asked mode divides by
 _UNNAMED = 3.2  # cost of a constant without a name
 _LIKELY = 0.9  # readings that cost so much more than the first are left out
@@ -70,14 +70,10 @@ class Reading:
     @property
     def formula(self) -> str:
         """The constant by name, such as ``CP·T/K``; empty where there is none."""
-        above = [_power(name, power) for name, power in self.constant if power > 0]
-        below = [_power(name, -power) for name, power in self.constant if power < 0]
+        above = [name + "²" * (power == 2) for name, power in self.constant if power > 0]
+        below = [name + "²" * (power == -2) for name, power in self.constant if power < 0]
         bottom = f"({'·'.join(below)})" if len(below) > 1 else "".join(below)
         return ("·".join(above) or "1" * bool(below)) + (f"/{bottom}" if below else "")
-
-
-def _power(name: str, power: int) -> str:
-    return name + {1: "", 2: "²"}[power]
 
 
 class Fitter:
@@ -85,23 +81,22 @@ class Fitter:
 
     Attributes:
         active: numbers of the cells that are judged on, [num_active]; ratios go over these.
-        asked_weight: what is asked of them beside the mask, [num_active].
+        expected_weight: what is asked of them beside the mask, [num_active].
     """
 
     def __init__(
-        self, cells: Cells, active: Ints, asked: Aggregation, asked_weight: Floats, facts: Mapping[str, Any],
+        self, cells: Cells, active: Ints, aggregation: Aggregation, expected_weight: Floats, facts: Mapping[str, Any],
         tolerance: float,
     ) -> None:  # fmt: skip
-        self.cells, self.active, self.asked, self.tolerance = cells, active, asked, tolerance
-        self.asked_weight = asked_weight
-        mode = asked.mode
+        self.cells, self.active, self.tolerance = cells, active, tolerance
+        self.aggregation, self.expected_weight = aggregation, expected_weight
+        mode = aggregation.mode
         self.own_size: Count | None = None  # what the asked mode divides by, which differs from cell to cell
         if isinstance(mode, Mode) and mode.unit != "step" and not mode.takes_divisor:
             self.own_size = Count("tokens", unit=mode.unit)
-        self.scalars = _scalars(cells, asked, facts)
-        constants = sorted(self._named_constants(), key=lambda one: one[0])
-        self._logs = np.array([log for log, _ in constants])
-        self._constants = [named for _, named in constants]
+        self.scalars = _scalars(cells, aggregation.divisor, facts)
+        self._constants = sorted(self._named_constants(), key=lambda one: one[0])
+        self._logs = np.array([log for log, *_ in self._constants])
 
     # ---- counts
 
@@ -114,9 +109,7 @@ class Fitter:
         if self.value(filled).min() == self.value(filled).max() < number:  # as many on all ranks, so no column
             combinations += [(cost + 0.5, (*counts, (filled, -1))) for cost, counts in combinations if counts]
         for cost, counts in combinations:
-            for reading in self._with_constants(logs, counts, cost):
-                if self._is_evident(logs, reading):
-                    found.append(reading)
+            found += [one for one in self._with_constants(logs, counts, cost) if self._is_evident(logs, one)]
         found.sort(key=lambda one: one.cost)
         if found and not found[0].named:
             return found[:1]
@@ -157,7 +150,7 @@ class Fitter:
                 seen.add(key)
                 yield cost, count, logs
 
-    def _combinations(self, logs: Floats) -> Iterator[tuple[float, tuple[tuple[Count, int], ...]]]:
+    def _combinations(self, logs: Floats) -> Iterator[tuple[float, Counts]]:
         """All that leave one number for all cells: none, one, two and, where none of these does, three counts."""
 
         def fits(values: Floats) -> bool:
@@ -170,36 +163,35 @@ class Fitter:
         if not columns:
             return
         number = len(columns)
-        signed = np.array([sign * column for sign in (1, -1) for *_, column in columns])
+        zero = np.zeros((1, len(logs)))  # row 0: a count less
+        signed = np.concatenate([zero, *([sign * column] for sign in (1, -1) for *_, column in columns)])
         # Sums are looked up by a projection on one random direction, and compared entry by entry where they agree.
         direction = np.random.default_rng(0).standard_normal(len(logs))
         direction -= direction.mean()
         wanted, at = float(logs @ direction), signed @ direction
         close = float(np.abs(direction).sum()) * self.tolerance + 1e-9 * float(np.abs(at).max())
 
-        def counts_of(*rows: int) -> tuple[float, tuple[tuple[Count, int], ...]]:
-            counts = tuple((columns[row % number][1], 1 if row < number else -1) for row in rows)
-            costs = (_UNDO if one == (self.own_size, 1) else 1 + columns[row % number][0]
-                     for one, row in zip(counts, rows, strict=True))  # fmt: skip
-            return sum(costs), counts
+        def counts_of(*rows: int) -> tuple[float, Counts]:
+            cost, counts = 0.0, []
+            for row in filter(None, rows):
+                of_count, count, _ = columns[(row - 1) % number]
+                counts.append((count, 1 if row <= number else -1))
+                cost += _UNDO if counts[-1] == (self.own_size, 1) else 1 + of_count
+            return cost, tuple(counts)
 
         fitted = False
-        for row in np.flatnonzero(np.abs(at - wanted) <= close).tolist():
-            if fits(signed[row]):
-                fitted = True
-                yield counts_of(row)
-        one, other = np.triu_indices(2 * number, 1)
-        differ = one % number != other % number
+        one, other = np.triu_indices(2 * number + 1, 1)
+        differ = other != one + number * (one > 0)
         one, other = one[differ], other[differ]
         sums = at[one] + at[other]
         for pair in np.flatnonzero(np.abs(sums - wanted) <= close).tolist():
             if fits(signed[one[pair]] + signed[other[pair]]):
                 fitted = True
                 yield counts_of(int(one[pair]), int(other[pair]))
-        if fitted or _MOST < 3:
+        if fitted:
             return
         order = np.argsort(sums)
-        for third in range(2 * number):
+        for third in range(1, 2 * number + 1):
             low, high = np.searchsorted(sums[order], [wanted - at[third] - close, wanted - at[third] + close])
             for pair in order[low:high].tolist():
                 rows = (int(one[pair]), int(other[pair]), third)
@@ -208,7 +200,7 @@ class Fitter:
 
     # ---- the constant
 
-    def _with_constants(self, logs: Floats, counts: tuple[tuple[Count, int], ...], cost: float) -> Iterator[Reading]:
+    def _with_constants(self, logs: Floats, counts: Counts, cost: float) -> Iterator[Reading]:
         """The combination with every name of the number that it leaves."""
         plain = logs - sum(power * np.log(self.value(count)) for count, power in counts)
         numbers: dict[Baseline, tuple[float, float]] = {}
@@ -216,38 +208,31 @@ class Fitter:
         average = float(np.median(plain)) + sum(power * math.log(self.cells.average(count)) for count, power in counts)
         if not by_width:
             numbers["average"] = (average, 0.0)
-        mode = self.asked.mode
+        mode = self.aggregation.mode
         if isinstance(mode, Mode) and mode.takes_divisor and counts and not by_width:
-            numbers["mean"] = (average + math.log(float(self.asked_weight[0]) * self.scalars["T"]), 0.1)
+            numbers["mean"] = (average + math.log(float(self.expected_weight[0]) * self.scalars["T"]), 0.1)
         if counts:
             numbers["plain"] = (float(np.median(plain)), 0.4)
         for baseline, (number, extra) in numbers.items():
-            for constant, cost_of_constant in self._names(number):
+            low, high = np.searchsorted(self._logs, [number - self.tolerance, number + self.tolerance])
+            for _, constant, cost_of_constant in self._constants[low:high]:
                 yield Reading(counts, baseline, constant, math.exp(number), True, cost=cost + extra + cost_of_constant)
         baseline, (number, extra) = next(iter(numbers.items()))
         yield Reading(counts, baseline, (), math.exp(number), False, cost=cost + extra + _UNNAMED)
 
-    def _names(self, number: float) -> Iterator[tuple[Powers, float]]:
-        """Products of sizes and at most one amount that are a number (its log), with their costs."""
-        low, high = np.searchsorted(self._logs, [number - self.tolerance, number + self.tolerance])
-        yield from self._constants[low:high]
-
     def _amounts(self) -> Iterator[tuple[Powers, float]]:
         """Counts of the whole step that a wrong denominator leaves over."""
         scalars = self.scalars
-        own = "P" if isinstance(self.asked.mode, Mode) and self.asked.mode.unit == "prompt" else "N"
+        own = "P" if isinstance(self.aggregation.mode, Mode) and self.aggregation.mode.unit == "prompt" else "N"
         for name in ("T", "N", "rows", "P", "N_active", "rows_active", "P_active"):
             if name in scalars:
                 cost = 2.0 if name == "T" else 2.1 + 0.1 * name.endswith("_active") + 0.5 * (name[0] != own)
-                yield ((name, 1),), cost
-                yield ((name, -1),), cost
+                yield from ((((name, power),), cost) for power in (1, -1))
         for counting in COUNTINGS:
             if f"T_{counting}" in scalars:
                 yield (("T", 1), (f"T_{counting}", -1)), 1.5
-        for one, other in itertools.permutations(("N", "N_active", "rows", "rows_active"), 2):
-            if one in scalars and other in scalars:
-                yield ((one, 1), (other, -1)), 1.0
-        for one, other in (("P", "P_active"), ("P_active", "P")):
+        units = itertools.permutations(("N", "N_active", "rows", "rows_active"), 2)
+        for one, other in (*units, ("P", "P_active"), ("P_active", "P")):
             if one in scalars and other in scalars:
                 yield ((one, 1), (other, -1)), 1.0
         if "steps_per_generation" in scalars:
@@ -255,26 +240,21 @@ class Fitter:
         if "L" in scalars:
             yield (("L", 1),), 0.5
 
-    def _named_constants(self) -> Iterator[tuple[float, tuple[Powers, float]]]:
-        """The log of each product of sizes and at most one amount, with its cost."""
+    def _named_constants(self) -> Iterator[tuple[float, Powers, float]]:
+        """The log of each product of sizes and at most one amount, with its powers and its cost."""
         sizes = [(letter, most, cost) for letter, _, most, cost in _SIZES if self.scalars.get(letter, 1) > 1]
         for powers in itertools.product(*(range(-most, most + 1) for _, most, _ in sizes)):
-            cost = sum(
-                each * abs(power) + _SQUARED * (abs(power) > 1)
-                for (_, _, each), power in zip(sizes, powers, strict=True)
-            )
+            chosen = [(letter, power, each) for (letter, _, each), power in zip(sizes, powers, strict=True) if power]
+            cost = sum(each * abs(power) + _SQUARED * (abs(power) > 1) for _, power, each in chosen)
             if cost > _DEAREST:
                 continue
-            named = tuple((letter, power) for (letter, *_), power in zip(sizes, powers, strict=True) if power)
-            yield self._log(named), (named, cost)
+            named = tuple((letter, power) for letter, power, _ in chosen)
+            yield self._log(named), named, cost
             for amount, more in self._amounts():
                 # A ratio of counts beside sizes is nearly always chance.
                 if abs(self._log(amount)) > self.tolerance and (not named or (len(amount) == 1 and cost <= 2)):
                     both = (*named, *amount)
-                    yield (
-                        self._log(both),
-                        (both, _MADE.get(both, cost + more + bool(named))),
-                    )
+                    yield self._log(both), both, _MADE.get(both, cost + more + bool(named))
 
     def _log(self, powers: Powers) -> float:
         return sum(power * math.log(self.scalars[name]) for name, power in powers)
@@ -291,11 +271,11 @@ class Fitter:
             values = self.value(count)
             ratio *= (values if reading.baseline == "plain" else values / self.cells.average(count)) ** power
         if reading.baseline == "mean":
-            ratio /= self.asked_weight * self.scalars["T"]
+            ratio /= self.expected_weight * self.scalars["T"]
         return ratio * math.prod(self.scalars.get(name, 1.0) ** power for name, power in reading.constant)
 
 
-def _scalars(cells: Cells, asked: Aggregation, facts: Mapping[str, Any]) -> dict[str, float]:
+def _scalars(cells: Cells, divisor: float | None, facts: Mapping[str, Any]) -> dict[str, float]:
     """Sizes and counts of the whole step, by the letters that formulas use."""
     scalars = {letter: float(getattr(cells.split, field)) for letter, field, *_ in _SIZES}
     scalars["T"] = cells.total("mask")
@@ -305,14 +285,12 @@ def _scalars(cells: Cells, asked: Aggregation, facts: Mapping[str, Any]) -> dict
             scalars[f"T_{counting}"] = cells.total(counting)
     units = {"N": "rollout", "rows": "sample", "P": "prompt"}
     for letter, unit in units.items():
-        if unit != "prompt" or cells.has_prompts:
+        if unit in cells.units:
             for counting in ("all", "active"):
                 name = letter if counting == "all" else f"{letter}_active"
                 scalars[name] = float(cells.values(Count(unit, counting=counting))[0])
-    if cells.rollouts_are_samples:
-        scalars = {name: value for name, value in scalars.items() if not name.startswith("rows")}
-    if asked.divisor is not None:
-        scalars["L"] = asked.divisor
+    if divisor is not None:
+        scalars["L"] = divisor
     if "steps_per_generation" in facts:
         scalars["steps_per_generation"] = float(facts["steps_per_generation"])
     return {name: value for name, value in scalars.items() if value > 0}

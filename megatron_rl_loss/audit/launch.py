@@ -7,8 +7,6 @@ process ends, on all ranks and before the optimizer changes a weight.
 
 import functools
 import importlib.util
-import json
-import math
 import os
 import runpy
 import sys
@@ -22,10 +20,9 @@ from typing import Any, get_args
 
 from torch import Tensor
 
-from megatron_rl_loss.audit.tokens import MeasuredStep
 from megatron_rl_loss.audit.verdict import judge
 from megatron_rl_loss.modes.function_paths import load_function
-from megatron_rl_loss.modes.names import Aggregation, resolve
+from megatron_rl_loss.modes.names import resolve
 from megatron_rl_loss.step.collectives import attempt
 from megatron_rl_loss.step.layouts import ZigzagBSHD
 from megatron_rl_loss.step.samples import Samples
@@ -57,17 +54,13 @@ def run_audit(options: Namespace) -> int:
     try:
         runpy.run_path(options.script, run_name="__main__")
     except _Measured as measured:
-        return measured.status
+        return int(measured.code)  # type: ignore[arg-type]
     print("audit: the script ended, and no training step had gone through Megatron's schedule.", flush=True)
     return NO_VERDICT
 
 
 class _Measured(SystemExit):
-    """Ends the script."""
-
-    def __init__(self, status: int) -> None:
-        super().__init__(status)
-        self.status = status
+    """Ends the script, with the exit status of the audit."""
 
 
 def _wrap_schedules(options: Namespace, schedules: ModuleType) -> None:
@@ -104,28 +97,14 @@ def _report(options: Namespace, audit: Any) -> int:
         expected = audit.expected_of(next(name for name, step in audit.steps.items() if step is measured))
     else:
         expected = resolve(options.expect, divisor=options.divisor, units=options.units)
-    status, text, as_json = judged(measured, expected)
+    verdict = judge(measured, expected)
+    print(verdict, flush=True)
     others = [name for name, step in audit.steps.items() if step is not measured]
-    print(text, flush=True)
     if others:
         print(f"Further terms: {', '.join(others)} (--term NAME judges one).", flush=True)
     if options.json is not None:
-        options.json.write_text(json.dumps(as_json | {"facts": _finite(measured.facts)}, indent=1) + "\n")
-    return status
-
-
-def judged(measured: MeasuredStep, expected: Aggregation | None) -> tuple[int, str, dict[str, Any]]:
-    """The exit status, the report as text, and as JSON."""
-    verdict = judge(measured, expected)
-    status = NO_VERDICT if measured.unknown else SOUND if verdict.sound else NOT_SOUND
-    return status, str(verdict), json.loads(verdict.to_json())
-
-
-def _finite(facts: dict[str, Any]) -> dict[str, Any]:
-    """JSON has no NaN."""
-    return {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in facts.items()
-    }
+        options.json.write_text(verdict.to_json(facts=measured.facts) + "\n")
+    return NO_VERDICT if measured.unknown else SOUND if verdict.sound else NOT_SOUND
 
 
 def samples_of(options: Namespace) -> Callable[[Any], Samples]:

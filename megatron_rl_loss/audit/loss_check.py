@@ -28,7 +28,7 @@ class LossReport:
 
     Attributes:
         name: of the loss function, or of the mode.
-        asked: the mode it was said to be, or None.
+        expected: the mode it was said to be, or None.
         call: what was assumed of the trainer.
         draws, seed: random steps tried of each cut, and their seed.
         findings: what is wrong; none if nothing is.
@@ -38,7 +38,7 @@ class LossReport:
     """
 
     name: str
-    asked: Aggregation | None
+    expected: Aggregation | None
     call: str
     draws: int
     seed: int
@@ -59,31 +59,21 @@ class LossReport:
         return all(finding.kind == "weights" and finding.cut == UNCUT.name for finding in self.findings)
 
     def __str__(self) -> str:
-        asked = "" if self.asked is None or self.name == self.asked.mode.name else f"{in_words(self.asked)}: "
+        mode = "" if self.expected is None or self.name == self.expected.mode.name else f"{in_words(self.expected)}: "
         verdict = "sound" if self.sound else "invariant, but NOT that" if self.invariant else "NOT invariant"
-        tried = f"{self.draws} random steps a cut, seed {self.seed}"
-        lines = [f"{self.name}: {asked}{verdict}", f"  assumed: {self.call}; {tried}"]
         below = ", some weights are below 0" if self.negative else ""
-        lines.append(f"  weights of a step sum to {self.lowest_sum:.6g} to {self.highest_sum:.6g}{below}")
+        lines = [
+            f"{self.name}: {mode}{verdict}",
+            f"  assumed: {self.call}; {self.draws} random steps a cut, seed {self.seed}",
+            f"  weights of a step sum to {self.lowest_sum:.6g} to {self.highest_sum:.6g}{below}",
+        ]
         return "\n".join([*lines, *map(str, self.findings), *self.notes])
 
     def to_json(self) -> dict[str, Any]:
         """The same as plain data."""
-        findings = [
-            {
-                "cut": one.cut,
-                "kind": one.kind,
-                "says": one.says,
-                "readings": [] if one.verdict is None else [reading.text for reading in one.verdict.readings],
-                "case": repr(one.case),
-                "weights": list(one.weights),
-                "expected": list(one.expected),
-            }
-            for one in self.findings
-        ]
-        asked = None if self.asked is None else in_words(self.asked)
-        kept = {**vars(self), "asked": asked, "sound": self.sound, "invariant": self.invariant}
-        return {**kept, "findings": findings, "notes": list(self.notes)}
+        expected = None if self.expected is None else in_words(self.expected)
+        said = {"expected": expected, "sound": self.sound, "invariant": self.invariant, "notes": list(self.notes)}
+        return {**vars(self), **said, "findings": [one.to_json() for one in self.findings]}
 
 
 def check_loss(
@@ -138,11 +128,11 @@ def check_loss(
             f"divisor {divisor!r} and units {units!r} without a mode: without one, only invariance is asked for. Name "
             "the mode that they belong to."
         )
-    asked = None if mode is None else resolve(mode, divisor=divisor, units=units)
+    expected = None if mode is None else resolve(mode, divisor=divisor, units=units)
     if loss_fn is None:
-        if asked is None:
+        if expected is None:
             raise TypeError("check_loss of nothing: it checks a function, a mode, or both. Give loss_fn or mode.")
-        return _check_mode(asked, draws, seed)
+        return _check_mode(expected, draws, seed)
     signature = Signature.of(loss_fn, call)
     plain = loss_fn.func if isinstance(loss_fn, functools.partial) else loss_fn
     name = getattr(plain, "__name__", None) or type(plain).__name__
@@ -153,10 +143,10 @@ def check_loss(
             f"{name} with a step of two full rows: {failure}: it must return one number that gradients flow from. Give "
             "it what it takes by LossCall(rows=..., takes=..., names=...), or wrap it."
         ) from failure.__cause__
-    search = Search(loss_fn, call, asked, draws, seed)
-    notes = [f"parameter {parameter} was left at its default" for parameter in signature.left_alone]
+    search = Search(loss_fn, call, expected, draws, seed)
     findings = tuple(search.findings())
-    return LossReport(name, asked, call.describe(), draws, seed, findings, *search.sums(), (*notes, *search.notes()))
+    notes = [f"parameter {parameter} was left at its default" for parameter in signature.left_alone] + search.notes()
+    return LossReport(name, expected, call.describe(), draws, seed, findings, *search.sums(), tuple(notes))
 
 
 _CUTS_OF_MODES: dict[Literal["zigzag", "contiguous", "gathered", "responses"], tuple[Cut, ...]] = {
@@ -180,25 +170,25 @@ class _ModeLoss:
         self, losses: Tensor, mask: Tensor, *, loss_masks: list[Tensor], totals: StepTotals, layout: Layout,
         cp_rank: int, cp_size: int, prompt_ids: list[int], rollout_ids: list[int], labels: dict[str, list[Any]],
     ) -> Tensor:  # fmt: skip
-        ids = {"prompt_ids": prompt_ids, "rollout_ids": rollout_ids if self._split_rollouts else None}
-        samples = Samples(loss_masks, layout=layout, labels=labels, **ids)  # type: ignore[arg-type]
+        ids: Any = {"prompt_ids": prompt_ids, "rollout_ids": rollout_ids if self._split_rollouts else None}
+        samples = Samples(loss_masks, layout=layout, labels=labels, **ids)
         weights = weigh(self._aggregation, samples.local(cp_rank, cp_size), totals)
         return (torch.where(weights != 0, losses, 0) * weights).sum()
 
 
-def _check_mode(asked: Aggregation, draws: int, seed: int) -> LossReport:
+def _check_mode(expected: Aggregation, draws: int, seed: int) -> LossReport:
     """In every layout. Cutting over data-parallel ranks is cutting into micro-batches: totals are the whole step's."""
     findings: dict[str, Finding] = {}
     sums = math.nan, math.nan, False
     for layout, cuts in _CUTS_OF_MODES.items():
         split = layout in ("contiguous", "responses")  # rollouts over several samples
         call = LossCall(rows="packed", dp="sum", cp="sum", cp_cut=layout, split_rollouts=split)
-        search = Search(_ModeLoss(asked, split), call, asked, draws, seed)
+        search = Search(_ModeLoss(expected, split), call, expected, draws, seed)
         for cut in cuts:
+            name = f"{cut.name}, {layout}" if cut.cp else cut.name
             for found in search.of_cut(cut):
-                name = f"{cut.name}, {layout}" if cut.cp else cut.name
                 findings.setdefault(name, replace(found, cut=name))
         if UNCUT in cuts:
             sums = search.sums()
     assumed = "its own weights, in every layout"
-    return LossReport(asked.mode.name, asked, assumed, draws, seed, tuple(findings.values()), *sums)
+    return LossReport(expected.mode.name, expected, assumed, draws, seed, tuple(findings.values()), *sums)

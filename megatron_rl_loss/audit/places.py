@@ -6,10 +6,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from megatron_rl_loss.audit.comparison import Comparison, Flags
-from megatron_rl_loss.audit.report import Deviation, Shape
-from megatron_rl_loss.audit.tokens import Floats, Ints, StepTokens
+from megatron_rl_loss.audit.report import Deviation, Places, Shape
+from megatron_rl_loss.audit.tokens import Floats, Ints, StepTokens, extremes
 
-Places = tuple[tuple[str, float], ...]
 #: How tokens are grouped, coarsest first: the shape of what differs, by which ids, and how a place is written.
 PARTITIONS: tuple[tuple[Shape, tuple[str, ...], str], ...] = (
     ("cp_place", ("cp_rank",), "CP {}"),
@@ -49,17 +48,21 @@ def deviation(name: str, text: str = "", **facts: object) -> Deviation:
 
 @dataclass
 class Kept:
-    """What is left to be judged on once misplaced weight is taken off.
+    """What is left to be judged on once misplaced weight is taken off."""
 
-    Attributes:
-        entries: of the tokens, [num_kept].
-        weights: what they weigh, [num_kept]; where masks were moved, what the mask entry of the token weighs.
-        deviations: what was taken off.
-    """
+    step: Comparison
+    entries: Ints  # of the tokens, [num_kept]
+    weights: Floats  # what they weigh; where masks were moved, what the mask entry of the token weighs
+    deviations: list[Deviation] = field(default_factory=list)  # what was taken off
 
-    entries: Ints
-    weights: Floats
-    deviations: list[Deviation] = field(default_factory=list)
+    @property
+    def expected(self) -> Floats:
+        return self.step.expected[self.entries]
+
+    @property
+    def ratio(self) -> Floats:
+        """Measured/asked, [num_kept]."""
+        return self.weights / self.expected
 
 
 def take_off_misplaced(step: Comparison) -> Kept:
@@ -83,7 +86,7 @@ def take_off_misplaced(step: Comparison) -> Kept:
                 text = f": weights lie {words}"
                 deviations.append(deviation("shift", text, tokens=int(extra.sum() + lost.sum())))
                 moved = np.flatnonzero(support & ~bad)
-                return Kept(source[moved], weights[moved], deviations)
+                return Kept(step, source[moved], weights[moved], deviations)
         masked = _masked(step, extra) if extra.any() else None
         missing = _missing(step, lost) if lost.any() else None
         if masked and missing and masked.name == "masked_trained":
@@ -92,7 +95,7 @@ def take_off_misplaced(step: Comparison) -> Kept:
         else:
             deviations += [one for one in (masked, missing) if one]
     entries = np.flatnonzero(support & step.wanted & ~bad)
-    return Kept(entries, weights[entries], deviations)
+    return Kept(step, entries, weights[entries], deviations)
 
 
 def _likely(step: Comparison, sizes: Floats) -> Floats:
@@ -183,12 +186,15 @@ def _missing(step: Comparison, lost: Flags) -> Deviation:
         hit = np.bincount(group, weights=lost) > 0
         whole = np.bincount(group, weights=step.wanted & ~lost) == 0
         if whole[hit].all():
-            first = np.unique(group, return_index=True)[1]
-            ids = np.stack([getattr(tokens, name)[first] for name in names], 1)[hit].tolist()
-            places = [pattern.format(*one) for one in ids]
+            places = _named(tokens, np.unique(group, return_index=True)[1][hit], names, pattern)
             factors = tuple((place, 0.0) for place in places)
             return deviation("missing", f": {number}, all of {shown(places)}", factors=factors, tokens=number)
     return deviation("missing", f": {number} of {int(step.wanted.sum())}", tokens=number)
+
+
+def _named(tokens: StepTokens, entries: Ints, names: tuple[str, ...], pattern: str) -> list[str]:
+    """The places that entries are in."""
+    return [pattern.format(*ids) for ids in zip(*(getattr(tokens, name)[entries] for name in names), strict=True)]
 
 
 def shown(places: list[str]) -> str:
@@ -199,68 +205,57 @@ def shown(places: list[str]) -> str:
 # ---- places that weigh apart
 
 
-def take_off_signs(kept: Kept, step: Comparison) -> None:
+def take_off_signs(kept: Kept) -> None:
     """Where whole places pull the other way, their sign is turned back."""
-    negative = kept.weights / step.expected[kept.entries] < 0
+    negative = kept.ratio < 0
     if not negative.any():
         return
-    if negative.all():
-        factors: Places = (("all", -1.0),)
-    else:
-        shape, factors = places_of(step.tokens, kept.entries, np.where(negative, -1.0, 1.0), 0.0)
-        factors = tuple((place, sign) for place, sign in factors if sign < 0)
-        if shape == "token":
-            return
+    shape, factors = places_of(kept, np.where(negative, -1.0, 1.0), 0.0)
+    factors = tuple((place, sign) for place, sign in factors if sign < 0)
+    if shape == "token":
+        return
     text = "" if negative.all() else f" at {shown([place for place, _ in factors])}"
     kept.deviations.append(deviation("sign", text, factors=factors, tokens=int(negative.sum())))
     kept.weights = np.where(negative, -kept.weights, kept.weights)
 
 
-def take_off_odd_tokens(kept: Kept, step: Comparison, cell: Ints, tolerance: float) -> bool:
-    """Leaves out tokens that weigh apart from the others of their cell, if these are few; whether cells agree then."""
-    ratio = kept.weights / step.expected[kept.entries]
+def take_off_odd_tokens(kept: Kept, cell: Ints, tolerance: float) -> None:
+    """Leaves out tokens that weigh apart from the others of their cell, if these are few."""
+    ratio, tokens = kept.ratio, kept.step.tokens
     by_cell = np.lexsort((ratio, cell))
     sizes = np.bincount(cell)
     middle = by_cell[(sizes.cumsum() - sizes + (sizes - 1) // 2).clip(0, len(cell) - 1)]
     usual = ratio[middle][cell]
     odd = np.abs(ratio - usual) > tolerance * np.abs(usual)
-    if not odd.any():
-        return True
-    if odd.mean() > 0.4 or (usual <= 0).any():
-        return False
+    if not odd.any() or odd.mean() > 0.4 or (usual <= 0).any():
+        return
     times = ratio[odd] / usual[odd]
     at = kept.entries[odd]
     whole = np.abs(times - np.round(times)).max() <= tolerance * np.abs(times).max() and times.min() > 1
     if len(np.unique(np.round(times, 5))) > 1 and not whole and odd.mean() > 0.05:
-        return False  # each weighs something else: that is no few among others
-    positions = zip(step.tokens.sample[at].tolist(), step.tokens.position[at].tolist(), strict=True)
-    factors = tuple((f"sample {i}, token {t}", float(x)) for (i, t), x in zip(positions, times, strict=True))
-    text = f": {len(at)} of {len(odd)}, {shown([place for place, _ in factors])}"
-    text += ", as if counted several times" if whole else ""
+        return  # each weighs something else: that is no few among others
+    places = _named(tokens, at, ("sample", "position"), "sample {}, token {}")
+    text = f": {len(at)} of {len(odd)}, {shown(places)}" + ", as if counted several times" * bool(whole)
+    factors = tuple(zip(places, times.tolist(), strict=True))
     kept.deviations.append(deviation("odd_tokens", text, factors=factors, tokens=len(at)))
     kept.entries, kept.weights = kept.entries[~odd], kept.weights[~odd]
-    return True
 
 
-def places_of(tokens: StepTokens, entries: Ints, values: Floats, tolerance: float) -> tuple[Shape, Places]:
-    """The coarsest partition over which values of entries are constant, and the value at each place."""
+def places_of(kept: Kept, values: Floats, tolerance: float) -> tuple[Shape, Places]:
+    """The coarsest partition over which values of what is kept are constant, and the value at each place."""
+    tokens, entries = kept.step.tokens, kept.entries
     if not len(values) or np.ptp(values) <= tolerance * np.abs(values).max():
         return "factor", (("all", float(np.median(values))),) if len(values) else ()
     one_row_each = (tokens.groups(("rollout",)) == tokens.groups(("sample",))).all()
     for shape, names, pattern in PARTITIONS:
         if shape == "rollout" and one_row_each:
             continue
-        group = tokens.groups(names)[entries]
-        unique, first, inverse = np.unique(group, return_index=True, return_inverse=True)
-        low, high = np.full(len(unique), np.inf), np.full(len(unique), -np.inf)
-        np.minimum.at(low, inverse.reshape(-1), values)
-        np.maximum.at(high, inverse.reshape(-1), values)
+        _, first, group = np.unique(tokens.groups(names)[entries], return_index=True, return_inverse=True)
+        low, high = extremes(group.reshape(-1), values, len(first))
         if (high - low <= tolerance * np.maximum(np.abs(low), np.abs(high))).all():
-            ids = np.stack([getattr(tokens, name)[entries[first]] for name in names], 1).tolist()
-            middle = ((low + high) / 2).tolist()
-            return shape, tuple((pattern.format(*one), value) for one, value in zip(ids, middle, strict=True))
-    ends = (("the smallest", float(values.min())), ("the largest", float(values.max())))
-    return "token", ends
+            places = _named(tokens, entries[first], names, pattern)
+            return shape, tuple(zip(places, ((low + high) / 2).tolist(), strict=True))
+    return "token", (("the smallest", float(values.min())), ("the largest", float(values.max())))
 
 
 def places_apart(places: Places, tolerance: float) -> tuple[float, Places] | None:

@@ -10,17 +10,6 @@ from typing import Any, Literal
 from megatron_rl_loss.audit.fit import Reading
 
 Shape = Literal["factor", "microbatch", "rank", "cp_place", "sample", "rollout", "prompt", "token"]
-#: Over what measured / asked is constant, in words.
-SHAPES: dict[Shape, str] = {
-    "factor": "step",
-    "microbatch": "micro-batch",
-    "rank": "rank",
-    "cp_place": "CP rank's piece",
-    "sample": "sample",
-    "rollout": "rollout",
-    "prompt": "prompt",
-    "token": "token",
-}
 Places = tuple[tuple[str, float], ...]
 
 
@@ -58,7 +47,7 @@ class Verdict:
     """What a loss does to the tokens of a step, against what was asked.
 
     Attributes:
-        asked: what was asked for, in words.
+        expected: what was asked for, in words.
         sound: every weight is what was asked, within rounding. False where there is no verdict.
         deviation: the largest relative difference of a weight.
         misplaced: share of the gradient's weight that lies on the wrong tokens, 0 to 1; a factor misplaces nothing.
@@ -70,11 +59,11 @@ class Verdict:
         unknown: why there is no verdict; empty if there is one.
         notes: what the measurement can and cannot tell.
         tokens: active tokens of the step.
-        total: the sum of all measured weights, and `asked_total` of those asked.
+        total: the sum of all measured weights, and `expected_total` of those asked.
         pieces: a row for each micro-batch and CP rank.
     """
 
-    asked: str
+    expected: str
     sound: bool
     deviation: float = math.nan
     misplaced: float = math.nan
@@ -88,12 +77,12 @@ class Verdict:
     notes: tuple[str, ...] = ()
     tokens: int = 0
     total: float = math.nan
-    asked_total: float = math.nan
+    expected_total: float = math.nan
     pieces: tuple[Piece, ...] = ()
 
-    def to_json(self) -> str:
-        """Everything; numbers that are not finite are written as null."""
-        return json.dumps(_finite(asdict(self)), indent=1)
+    def to_json(self, **more: Any) -> str:
+        """Everything, and more; numbers that are not finite are written as null."""
+        return json.dumps(_finite(asdict(self) | more), indent=1)
 
     @property
     def headline(self) -> str:
@@ -101,8 +90,8 @@ class Verdict:
         if self.unknown:
             return "NO VERDICT"
         if self.sound:
-            return f"SOUND: {self.asked}, every token within {self.deviation:.1e} of its weight"
-        return f"NOT SOUND: asked {self.asked}; {self.extent}"
+            return f"SOUND: {self.expected}, every token within {self.deviation:.1e} of its weight"
+        return f"NOT SOUND: asked {self.expected}; {self.extent}"
 
     @property
     def uniform(self) -> bool:
@@ -140,7 +129,7 @@ class Verdict:
             lines += ["measured / asked, by micro-batch and CP rank:", *_table(self.pieces)]
         if self.shape in ("sample", "rollout", "prompt"):
             (least, low), *_, (most, high) = sorted(self.factors, key=lambda one: one[1])
-            one_each = f"one number for each {SHAPES[self.shape]}"
+            one_each = f"one number for each {self.shape}"
             lines += _wrapped(f"{one_each}: {low:.4g} ({least}) to {high:.4g} ({most}), {len(self.factors)} in all", 2)
         return lines
 
@@ -153,28 +142,22 @@ def _wrapped(text: str, indent: int) -> list[str]:
 
 
 def _table(pieces: Sequence[Piece]) -> list[str]:
-    ranks = list(dict.fromkeys((piece.dp_rank, piece.cp_rank) for piece in pieces))
-    ranks.sort()
+    ranks = sorted({(piece.dp_rank, piece.cp_rank) for piece in pieces})
     rows = sorted({piece.microbatch for piece in pieces})
     if len(ranks) > 8 or len(rows) > 16:
         return [f"  ({len(pieces)} pieces; they are in the JSON)"]
+    several = len({cp for _, cp in ranks}) > 1
+    table = [["micro-batch", *(f"DP {dp}" + f", CP {cp}" * (several and cp >= 0) for dp, cp in ranks)]]
     at = {(piece.dp_rank, piece.cp_rank, piece.microbatch): piece for piece in pieces}
-
-    def cell(piece: Piece | None) -> str:
-        if piece is None or not piece.tokens:
-            return "-"
-        low, high = f"{piece.low:.3g}", f"{piece.high:.3g}"
-        return low if low == high else f"{low}..{high}"
-
-    def named(rank: tuple[int, int]) -> str:
-        return f"DP {rank[0]}" + (f", CP {rank[1]}" if rank[1] >= 0 and len({cp for _, cp in ranks}) > 1 else "")
-
-    head = ["micro-batch", *map(named, ranks)]
-    body = [[str(row), *(cell(at.get((*rank, row))) for rank in ranks)] for row in rows]
-    widths = [max(map(len, column)) for column in zip(head, *body, strict=True)]
-    return [
-        "  " + "  ".join(f"{text:>{width}}" for text, width in zip(line, widths, strict=True)) for line in (head, *body)
-    ]
+    for row in rows:
+        cells = [f"{row}"]
+        for rank in ranks:
+            piece = at.get((*rank, row))
+            ends = [] if piece is None or not piece.tokens else [f"{piece.low:.3g}", f"{piece.high:.3g}"]
+            cells.append("..".join(dict.fromkeys(ends)) or "-")
+        table.append(cells)
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    return ["  " + "  ".join(f"{text:>{width}}" for text, width in zip(line, widths, strict=True)) for line in table]
 
 
 def _finite(value: Any) -> Any:

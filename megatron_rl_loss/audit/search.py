@@ -1,19 +1,20 @@
 """The search behind `check_loss`: random steps, cut in one way after the other, and the smallest that shows a fault."""
 
 import contextlib
+import functools
 import math
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 
 from megatron_rl_loss.audit.calling import LossCall
-from megatron_rl_loss.audit.drawn_steps import DrawnSample, DrawnStep
+from megatron_rl_loss.audit.drawn_steps import DrawnSample, LossCase, draw_samples
 from megatron_rl_loss.audit.report import Verdict
-from megatron_rl_loss.audit.simulation import CallFailed, LossCase, LossFunction, measure
-from megatron_rl_loss.audit.tokens import Floats, MeasuredStep
+from megatron_rl_loss.audit.simulation import CallFailed, LossFunction, measure
+from megatron_rl_loss.audit.tokens import Floats
 from megatron_rl_loss.audit.verdict import judge
 from megatron_rl_loss.modes.names import Aggregation, resolve
 from megatron_rl_loss.modes.table import MODES, OwnMode
@@ -56,6 +57,13 @@ class Finding:
         ratios = [weight / wanted for weight, wanted in zip(self.weights, self.expected, strict=True) if wanted]
         return (min(ratios), max(ratios)) if ratios else (float("nan"), float("nan"))
 
+    def to_json(self) -> dict[str, Any]:
+        """The same as plain data; of the verdict its readings."""
+        readings = [] if self.verdict is None else [reading.text for reading in self.verdict.readings]
+        told = {name: getattr(self, name) for name in ("cut", "kind", "says")}
+        weights = {"weights": list(self.weights), "expected": list(self.expected)}
+        return told | {"readings": readings, "case": repr(self.case)} | weights
+
     def __str__(self) -> str:
         lines = [f"{self.cut}: {self.says}"]
         if self.verdict is not None:
@@ -91,7 +99,7 @@ class Cut:
         rows = [rng.randrange(1, most)] * number
         if not call.even_microbatches:
             rows = [rng.randrange(1, most) for _ in range(number)]
-        samples = list(DrawnStep.random(rng, call.split_rollouts, sum(rows)).samples)
+        samples = draw_samples(rng, call.split_rollouts, sum(rows))
         rng.shuffle(samples)
         for i, sample in enumerate(samples):
             nothing = not any(any(one.mask) for one in samples)
@@ -117,54 +125,41 @@ def plain_case(call: LossCall) -> LossCase:
     return LossCase(((rows,),), 1, call.split_rollouts)
 
 
-Shape = Literal["", "factor", "spread", "masked", "padding"]
-
-
 @dataclass(frozen=True)
 class _Fault:
-    """What is wrong with one step; `shape` of wrong weights: one factor for all, several, weight on what is masked."""
+    """What is wrong with one step; the shape of wrong weights is ``factor``, ``spread``, ``masked`` or ``padding``."""
 
     kind: Kind
     says: str
-    shape: Shape = ""
+    shape: str = ""
     weights: Floats | None = None
     expected: Floats | None = None
 
 
-@dataclass(frozen=True)
-class _Base:
-    """What weights are compared with: those of an aggregation, times a factor."""
-
-    aggregation: Aggregation
-    factor: float = 1.0
-
-    def weights(self, case: LossCase) -> Floats:
-        """Of each mask entry, [num_entries]."""
-        step, mode = case.step, self.aggregation.mode
-        ids = {"prompt_ids": step.prompt_ids, "rollout_ids": step.rollout_ids}
-        samples = Samples(step.masks, labels=step.labels, **ids)  # type: ignore[arg-type]
-        totals = step.totals_with(mode.statistics if isinstance(mode, OwnMode) else {})
-        return weigh(self.aggregation, samples.local(0, 1), totals).double().numpy() * self.factor
-
-
-Look = Callable[[LossCase], "_Fault | None"]
+Look = Callable[[LossCase], _Fault | None]
 
 
 class Search:
-    """Tries random steps, cut by cut, and shrinks those that show something."""
+    """Tries random steps, cut by cut, and shrinks those that show something.
 
-    def __init__(self, loss_fn: LossFunction, call: LossCall, asked: Aggregation | None, draws: int, seed: int) -> None:
-        self.loss_fn, self.call, self.asked = loss_fn, call, asked
+    Weights are compared with those of `base`, times `factor`; without a base with those of the same step uncut.
+    """
+
+    def __init__(
+        self, loss_fn: LossFunction, call: LossCall, expected: Aggregation | None, draws: int, seed: int
+    ) -> None:
+        self.call, self.expected = call, expected
+        self._measure = functools.partial(measure, loss_fn, call)
         self.draws, self.seed = draws, seed
-        self.base = None if asked is None else _Base(asked)
+        self.base, self.factor = expected, 1.0
 
     def findings(self) -> list[Finding]:
         """Of the uncut step; then of every cut alone; of all together if those show nothing."""
         uncut = self.of_cut(UNCUT, self._depends) or self.of_cut(UNCUT)
         if any(finding.kind != "weights" for finding in uncut):
             return uncut
-        if uncut or self.asked is None:
-            self.base = self._what_it_is()
+        if uncut or self.expected is None:
+            self.base, self.factor = self._what_it_is()
             uncut = [self._if_constant(finding) for finding in uncut]
         of_cuts: list[Finding] = []
         reading_cut = UNCUT
@@ -185,38 +180,32 @@ class Search:
 
     def _if_constant(self, finding: Finding) -> Finding:
         """A factor that is the same on every step is no count of a step, whatever number coincides with it on one."""
-        if self.base is None or self.asked is None or self.base.aggregation != self.asked:
+        if self.expected is None or self.base != self.expected:
             return finding
-        says = f"all tokens weigh {self.base.factor:.4g} times what they should, on every step alike"
-        return replace(finding, says=says, verdict=None if self.asked.divisor is None else finding.verdict)
+        says = f"all tokens weigh {self.factor:.4g} times what they should, on every step alike"
+        return replace(finding, says=says, verdict=None if self.expected.divisor is None else finding.verdict)
 
-    def _what_it_is(self) -> "_Base | None":
-        """The mode that uncut steps follow, up to a factor, if it is one of the table; None if none is."""
+    def _what_it_is(self) -> tuple[Aggregation | None, float]:
+        """The mode that uncut steps follow up to a factor, what they should be first; None if none of the table is."""
         cases = [self._drawn(UNCUT, draw) for draw in range(self.draws)]  # looked at already: none fails
         measured = [(case, self._measure(case).weights) for case in cases]
         modes = [resolve(name, divisor=1.0 if mode.takes_divisor else None) for name, mode in MODES.items()]
-        countings: tuple[UnitCounting, ...] = ("all", "active")
-        choices = [_Base(replace(mode, units=units)) for mode in modes for units in countings]
-        first = choices if self.asked is None else [_Base(self.asked), *choices]
-        for base in first:
-            weights = base.weights(measured[0][0])
+        choices = [replace(mode, units=units) for mode in modes for units in get_args(UnitCounting)]
+        for base in choices if self.expected is None else [self.expected, *choices]:
+            weights = weights_of(base, cases[0])
             at = int(weights.argmax())
             factor = float(measured[0][1][at] / weights[at]) if weights[at] > 0 else 0.0
-            scaled = replace(base, factor=factor)
-            if factor and all(same(weights, scaled.weights(case)) for case, weights in measured):
-                return scaled
-        return None
+            if factor and all(same(found, weights_of(base, case) * factor) for case, found in measured):
+                return base, factor
+        return None, 1.0
 
     def notes(self) -> list[str]:
         """What is no fault of the weights."""
-        case = replace(plain_case(self.call), poisoned=True)
-        rows = (replace(case.ranks[0][0][0], mask=(1, 0, 1)), case.ranks[0][0][1])
-        try:
-            measured = self._measure(replace(case, ranks=((rows,),)))
-        except CallFailed:
-            measured = None
-        if measured is not None and np.isfinite(measured.weights).all():
-            return []
+        rows = (DrawnSample((1, 0, 1), rollout=0), DrawnSample((1, 1), rollout=1))
+        case = LossCase(((rows,),), split_rollouts=self.call.split_rollouts, poisoned=True)
+        with contextlib.suppress(CallFailed):
+            if np.isfinite(self._measure(case).weights).all():
+                return []
         return ["note: a NaN at a masked token spoils the loss; select by the mask (torch.where) before multiplying"]
 
     def _drawn(self, cut: Cut, draw: int) -> LossCase:
@@ -240,7 +229,7 @@ class Search:
         rng = random.Random(f"{self.seed}/{reading_cut.name}/{kind}")
         further = [reading_cut.draw(rng, self.call, seed=self.seed + i, telling=True) for i in range(5)]
         larger = [(case, fault) for case in further if (fault := look(case)) is not None and fault.kind == kind]
-        by_size = sorted([*larger, *cases], key=lambda one: (one[1].shape == "factor", -len(one[0].step.samples)))
+        by_size = sorted([*larger, *cases], key=lambda one: (one[1].shape == "factor", -len(one[0].samples)))
         largest = by_size[0][1]
 
         def shows(smaller: LossCase) -> bool:
@@ -248,7 +237,7 @@ class Search:
             return fault is not None and (fault.kind, fault.shape) == (kind, largest.shape)
 
         small = [case for case, fault in cases if fault.shape == largest.shape] or [cases[0][0]]
-        smallest = min(small, key=lambda one: len(one.step.samples))
+        smallest = min(small, key=lambda one: len(one.samples))
         smallest = shrink(smallest, shows, even=self.call.even_microbatches, masked=self.call.masked_samples)
         fault = look(smallest)
         if fault is None or fault.kind != kind:  # chance may show something else the next time
@@ -266,18 +255,16 @@ class Search:
 
     def _judge(self, case: LossCase) -> Verdict:
         measured = self._measure(case)
-        if self.base is None:
-            return judge(measured, self.asked)
-        return judge(replace(measured, weights=measured.weights / self.base.factor), self.base.aggregation)
+        return judge(replace(measured, weights=measured.weights / self.factor), self.base or self.expected)
 
-    def _measure(self, case: LossCase) -> MeasuredStep:
-        return measure(self.loss_fn, self.call, case)
-
-    def _differs(self, case: LossCase) -> "_Fault | None":
+    def _differs(self, case: LossCase) -> _Fault | None:
         """From the mode that it is without a cut, or else from its own weights without a cut."""
         try:
             measured = self._measure(case)
-            expected = self._measure(case.uncut()).weights if self.base is None else self.base.weights(case)
+            if self.base is None:
+                expected = self._measure(case.uncut()).weights
+            else:
+                expected = weights_of(self.base, case) * self.factor
         except CallFailed as failure:
             return _Fault(failure.kind, str(failure))
         weights = measured.weights
@@ -293,7 +280,7 @@ class Search:
         shape, says = describe(weights, expected)
         return _Fault("weights", says, shape, weights, expected)
 
-    def _depends(self, case: LossCase) -> "_Fault | None":
+    def _depends(self, case: LossCase) -> _Fault | None:
         """Whether the weights depend on the losses' values or on chance, which no aggregation's do."""
         try:
             first, others = (self._measure(one).weights for one in (case, replace(case, seed=case.seed + 1000)))
@@ -307,6 +294,13 @@ class Search:
         return _Fault("values", says, "", others, first)
 
 
+def weights_of(aggregation: Aggregation, case: LossCase) -> Floats:
+    """What an aggregation gives each mask entry of a step, [num_entries]."""
+    mode, samples = aggregation.mode, Samples(case.masks, labels=case.labels, **case.ids())
+    totals = case.totals_with(mode.statistics if isinstance(mode, OwnMode) else {})
+    return weigh(aggregation, samples.local(0, 1), totals).double().numpy()
+
+
 def same(weights: Floats, expected: Floats) -> bool:
     """Whether weights agree: each to `TOLERANCE`, and what should be 0 is small beside the others."""
     largest = np.maximum(np.abs(weights), np.abs(expected))
@@ -314,8 +308,8 @@ def same(weights: Floats, expected: Floats) -> bool:
     return bool((np.abs(weights - expected) <= TOLERANCE * largest).all())
 
 
-def describe(weights: Floats, expected: Floats) -> tuple[Shape, str]:
-    """How weights differ, in a word and in a sentence."""
+def describe(weights: Floats, expected: Floats) -> tuple[str, str]:
+    """How weights differ: the shape of a `_Fault`, and a sentence."""
     active = expected != 0
     outside = np.abs(weights[~active]).sum()
     if outside > TOLERANCE * np.abs(expected).sum():
@@ -328,64 +322,51 @@ def describe(weights: Floats, expected: Floats) -> tuple[Shape, str]:
 
 
 def shrink(case: LossCase, shows: Callable[[LossCase], bool], *, even: bool, masked: bool) -> LossCase:
-    """The smallest step to be had from `case` by leaving out, that still shows it."""
-    while (smaller := next((one for one in _smaller(case, even, masked) if shows(one)), None)) is not None:
-        case = smaller
-    return case
+    """The smallest step to be had from `case` by leaving out, that still has an active token and shows it."""
+    while True:
+        smaller = (one for one in _smaller(case, even, masked) if any(any(sample.mask) for sample in one.samples))
+        found = next((one for one in smaller if shows(one)), None)
+        if found is None:
+            return case
+        case = found
 
 
 def _smaller(case: LossCase, even: bool, masked: bool) -> Iterator[LossCase]:
-    """Steps with a part left out: a rank, a micro-batch, a row, tokens, a zero of a mask, the prompts."""
+    """Steps with a part left out: the prompts, a rank, a micro-batch, a row, tokens, a zero of a mask."""
     ranks = case.ranks
-    if any(case.step.prompt_ids):
+    if any(sample.prompt for sample in case.samples):
         one_prompt = [[tuple(replace(one, prompt=0) for one in microbatch) for microbatch in rank] for rank in ranks]
         yield replace(case, ranks=tuple(map(tuple, one_prompt)))
     for cp_size in range(1, case.cp_size):
         yield replace(case, cp_size=cp_size)
-    if case.dp_size > 1:
-        for i in range(case.dp_size):
-            yield from _kept(replace(case, ranks=_without(ranks, i)))
-    if case.num_microbatches > 1:
-        for i in range(case.num_microbatches):
-            yield from _kept(replace(case, ranks=tuple(_without(rank, i) for rank in ranks)))
-    if even and len(ranks[0][0]) > 1:
-        for i in range(len(ranks[0][0])):
-            cut = tuple(tuple(_without(microbatch, i) for microbatch in rank) for rank in ranks)
-            yield from _kept(replace(case, ranks=cut))
+    for i in range(case.dp_size) if case.dp_size > 1 else ():
+        yield replace(case, ranks=_with(ranks, i))
+    for i in range(case.num_microbatches) if case.num_microbatches > 1 else ():
+        yield replace(case, ranks=tuple(_with(rank, i) for rank in ranks))
+    num_rows = len(ranks[0][0])
+    for i in range(num_rows) if even and num_rows > 1 else ():
+        yield replace(case, ranks=tuple(tuple(_with(microbatch, i) for microbatch in rank) for rank in ranks))
     for r, rank in enumerate(ranks):
         for k, microbatch in enumerate(rank):
-            if not even and len(microbatch) > 1:
-                for i in range(len(microbatch)):
-                    yield from _kept(_with(case, r, k, _without(microbatch, i)))
-            for i, sample in enumerate(microbatch):
-                for other in _smaller_samples(sample):
-                    if masked or any(other.mask):
-                        yield from _kept(_with(case, r, k, (*microbatch[:i], other, *microbatch[i + 1 :])))
+            for other in _smaller_microbatches(microbatch, even, masked):
+                yield replace(case, ranks=_with(ranks, r, _with(rank, k, other)))
 
 
-def _smaller_samples(sample: DrawnSample) -> Iterator[DrawnSample]:
-    mask = sample.mask
-    if len(mask) > 1:
-        for shorter in (mask[: len(mask) // 2], mask[:-1], mask[1:]):
-            yield replace(sample, mask=shorter)
-    for i, entry in enumerate(mask):
-        if not entry:
-            yield replace(sample, mask=(*mask[:i], 1, *mask[i + 1 :]))
+def _smaller_microbatches(
+    microbatch: tuple[DrawnSample, ...], even: bool, masked: bool
+) -> Iterator[tuple[DrawnSample, ...]]:
+    for i in range(len(microbatch)) if not even and len(microbatch) > 1 else ():
+        yield _with(microbatch, i)
+    for i, sample in enumerate(microbatch):
+        mask = sample.mask
+        smaller = [mask[: len(mask) // 2], mask[:-1], mask[1:]] if len(mask) > 1 else []
+        smaller += [_with(mask, at, 1) for at, entry in enumerate(mask) if not entry]
+        yield from (_with(microbatch, i, replace(sample, mask=one)) for one in smaller if masked or any(one))
 
 
-def _kept(case: LossCase) -> Iterator[LossCase]:
-    """The step, if there is an active token left."""
-    if any(any(sample.mask) for sample in case.step.samples):
-        yield case
-
-
-def _without(parts: tuple[Any, ...], i: int) -> tuple[Any, ...]:
-    return (*parts[:i], *parts[i + 1 :])
-
-
-def _with(case: LossCase, r: int, k: int, microbatch: tuple[DrawnSample, ...]) -> LossCase:
-    rank = (*case.ranks[r][:k], microbatch, *case.ranks[r][k + 1 :])
-    return replace(case, ranks=(*case.ranks[:r], rank, *case.ranks[r + 1 :]))
+def _with(parts: tuple[Any, ...], i: int, *others: Any) -> tuple[Any, ...]:
+    """With others, or nothing, in the place of part i."""
+    return (*parts[:i], *others, *parts[i + 1 :])
 
 
 def _shown(weights: tuple[float, ...]) -> str:

@@ -77,6 +77,14 @@ def group_by(columns: Sequence[Ints], length: int) -> Ints:
     return group
 
 
+def extremes(group: Ints, values: Floats, number: int) -> tuple[Floats, Floats]:
+    """The lowest and the highest value of each group, [number]; inf and -inf where it has none."""
+    low, high = np.full(number, np.inf), np.full(number, -np.inf)
+    np.minimum.at(low, group, values)
+    np.maximum.at(high, group, values)
+    return low, high
+
+
 @dataclass(frozen=True, kw_only=True)
 class MeasuredStep:
     """A step's tokens and the effective weight of each.
@@ -117,17 +125,8 @@ class MeasuredStep:
         1
         """
         data = json.loads(text)
-        columns: dict[str, Any] = {
-            name: None if values is None else np.asarray(values, np.float64 if name == "mask" else np.int64)
-            for name, values in data["tokens"].items()
-        }
-        places, size = data["stray"]
-        return cls(
-            tokens=StepTokens(**columns),
-            weights=np.asarray(data["weights"], np.float64),
-            split=Split(**data["split"]),
-            stray=(int(places), float(size)),
-            unknown=tuple(data["unknown"]),
-            notes=tuple(data["notes"]),
-            facts=data["facts"],
-        )
+        for name, values in data["tokens"].items():
+            data["tokens"][name] = None if values is None else np.array(values, float if name == "mask" else np.int64)
+        data |= {name: tuple(data[name]) for name in ("stray", "unknown", "notes")}
+        data |= {"tokens": StepTokens(**data["tokens"]), "split": Split(**data["split"])}
+        return cls(**data | {"weights": np.array(data["weights"], np.float64)})

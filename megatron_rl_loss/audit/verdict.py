@@ -6,6 +6,7 @@ The rest is one number for each cell, measured / asked, which is shown as it is 
 
 import math
 from dataclasses import replace
+from typing import get_args
 
 import numpy as np
 
@@ -21,10 +22,11 @@ from megatron_rl_loss.audit.places import (
     take_off_signs,
 )
 from megatron_rl_loss.audit.report import Verdict
-from megatron_rl_loss.audit.tokens import MeasuredStep
+from megatron_rl_loss.audit.tokens import MeasuredStep, extremes
 from megatron_rl_loss.audit.words import place_reading, with_words
 from megatron_rl_loss.modes.names import Aggregation, resolve
 from megatron_rl_loss.modes.table import MODES, Mode, OwnMode
+from megatron_rl_loss.step.totals import UnitCounting
 
 #: What a weight that is measured and one that is asked for may differ by, relative, by the type that gradients were
 #: rounded to. Of float32: some ten products on either side, and what a measurement's own residual may be. Of half
@@ -32,64 +34,64 @@ from megatron_rl_loss.modes.table import MODES, Mode, OwnMode
 TOLERANCES = {"float32": 64 * 2.0**-24, "float16": 4 * 2.0**-11, "bfloat16": 4 * 2.0**-8}
 
 
-def judge(measured: MeasuredStep, asked: Aggregation | None = None) -> Verdict:
+def judge(measured: MeasuredStep, expected: Aggregation | None = None) -> Verdict:
     """The verdict on a measured step.
 
     Args:
         measured: the step's tokens and what each was found to weigh.
-        asked: what it should be; None takes the nearest mode that has no divisor, and says so.
+        expected: what it should be; None takes the nearest mode that has no divisor, and says so.
 
     A term's coefficient (``facts["coefficient"]``) is divided out first: the rest is to be its mode.
     """
-    tokens = measured.tokens
+    tokens, notes, unknown = measured.tokens, measured.notes, measured.unknown
+    words = "nothing" if expected is None else in_words(expected)
     coef = measured.facts.get("coefficient", 1.0)
     if coef == 0:
-        measured = replace(measured, unknown=(*measured.unknown, "The term's coefficient is 0: it trains nothing."))
-    words = "nothing" if asked is None else in_words(asked)
-    if measured.unknown:
-        return Verdict(asked=words, sound=False, unknown=measured.unknown, notes=measured.notes)
+        unknown = (*unknown, "The term's coefficient is 0: it trains nothing.")
+    if unknown:
+        return Verdict(expected=words, sound=False, unknown=unknown, notes=notes)
     if coef != 1:
         places, size = measured.stray
-        notes = (*measured.notes, f"the term's coefficient, {coef:g}, is divided out")
-        measured = replace(measured, weights=measured.weights / coef, stray=(places, size / abs(coef)), notes=notes)
+        measured = replace(measured, weights=measured.weights / coef, stray=(places, size / abs(coef)))
+        notes = (*notes, f"the term's coefficient, {coef:g}, is divided out")
     tolerance = TOLERANCES[measured.facts.get("rounding", "float32")]
-    notes = measured.notes
     samples = StepSamples(tokens)
     unseen = int(tokens.sample.max(initial=-1)) + 1 - len(np.unique(tokens.sample))
     if unseen:
         notes = (*notes, f"{unseen} samples have no mask entry and are not seen: a mode that counts them looks off")
-    if asked is None:
-        asked = _nearest(measured, samples, tolerance)
-        notes = (*notes, f"nothing was asked for: compared with the nearest mode, {asked.mode.name}")
+    if expected is None:
+        expected = _nearest(measured, samples, tolerance)
+        notes = (*notes, f"nothing was asked for: compared with the nearest mode, {expected.mode.name}")
     try:
-        step = Comparison(measured, asked, samples.weights(asked), tolerance)
+        step = Comparison(measured, expected, samples.weights(expected), tolerance)
     except ValueError as error:  # a mode over labels, which a measured step does not have
-        if not isinstance(asked.mode, OwnMode):
+        if not isinstance(expected.mode, OwnMode):
             raise
-        why = f"What {asked.mode.name} asks for cannot be made from masks and ids alone. {error}"
-        return Verdict(asked=words, sound=False, unknown=(why,), notes=notes)
-    finite = bool(np.isfinite(measured.weights).all())
+        why = f"What {expected.mode.name} asks for cannot be made from masks and ids alone. {error}"
+        return Verdict(expected=words, sound=False, unknown=(why,), notes=notes)
+    ratio = step.ratio if step.ratio.size and np.isfinite(measured.weights).all() else np.array([math.nan])
     verdict = Verdict(
-        asked=in_words(asked),
+        expected=in_words(expected),
         sound=step.deviation() <= tolerance,
         deviation=step.deviation(),
-        misplaced=step.misplaced() if finite else math.nan,
-        low=float(step.ratio.min()) if finite and step.ratio.size else math.nan,
-        high=float(step.ratio.max()) if finite and step.ratio.size else math.nan,
+        misplaced=step.misplaced(),
+        low=float(ratio.min()),
+        high=float(ratio.max()),
         tokens=int(step.wanted.sum()),
         total=float(measured.weights.sum() + measured.stray[1]),
-        asked_total=float(step.expected.sum()),
+        expected_total=float(step.expected.sum()),
         pieces=step.pieces(),
         notes=notes,
     )
     return verdict if verdict.sound else _explained(verdict, step)
 
 
-def in_words(asked: Aggregation) -> str:
+def in_words(expected: Aggregation) -> str:
     """The mode, its divisor if it has one, and its unit counting where it has units."""
-    divisor = "" if asked.divisor is None else f" with divisor {asked.divisor:g}"
-    counting = f", unit counting {asked.units}" if isinstance(asked.mode, Mode) and asked.mode.unit != "step" else ""
-    return f"{asked.mode.name}{divisor}{counting}"
+    mode = expected.mode
+    divisor = "" if expected.divisor is None else f" with divisor {expected.divisor:g}"
+    counting = f", unit counting {expected.units}" if isinstance(mode, Mode) and mode.unit != "step" else ""
+    return f"{mode.name}{divisor}{counting}"
 
 
 @np.errstate(divide="ignore", invalid="ignore")  # a count may be 0 where nothing is asked for
@@ -97,60 +99,51 @@ def _explained(verdict: Verdict, step: Comparison) -> Verdict:
     """The verdict with deviations, numbers and readings."""
     kept = take_off_misplaced(step)
     if len(kept.entries):
-        take_off_signs(kept, step)
+        take_off_signs(kept)
         cells = Cells(step.tokens, step.measured.split)
-        ratio = kept.weights / step.expected[kept.entries]
-        if take_off_odd_tokens(kept, step, cells.of_entry[kept.entries], 2 * step.tolerance):
-            ratio = kept.weights / step.expected[kept.entries]
-        readings = _readings(kept, step, cells)
-        if kept.deviations and kept.deviations[-1].name in ("fraction_ignored", "mask_squared"):
-            ratio = kept.weights / step.expected[kept.entries]
-        shape, factors = places_of(step.tokens, kept.entries, ratio, 2 * step.tolerance)
+        take_off_odd_tokens(kept, cells.of_entry[kept.entries], 2 * step.tolerance)
+        readings = _readings(kept, cells)
+        shape, factors = places_of(kept, kept.ratio, 2 * step.tolerance)
         verdict = replace(verdict, shape=shape, factors=factors, readings=tuple(readings))
     return replace(verdict, deviations=tuple(kept.deviations))
 
 
-def _readings(kept: Kept, step: Comparison, cells: Cells) -> list[Reading]:
+def _readings(kept: Kept, cells: Cells) -> list[Reading]:
     """Of what was kept, with the mask as it is; or, where fractions fit no reading, with them left out or squared."""
-    mask = step.tokens.mask[kept.entries]
+    mask = kept.step.tokens.mask[kept.entries]
     choices = [(0, "")]
     if not ((mask == 1) | (mask == 0)).all():
         choices += [(-1, "fraction_ignored"), (1, "mask_squared")]
     found = []
     for power, name in choices:
-        weights = kept.weights / mask**power if power else kept.weights
-        readings = _readings_of(Kept(kept.entries, weights), step, cells)
-        if readings:
-            found.append((readings[0].cost + 0.7 * abs(power), power, name, weights, readings))
+        rest = replace(kept, weights=kept.weights / mask**power if power else kept.weights)
+        if readings := _readings_of(rest, cells):
+            found.append((readings[0].cost + 0.7 * abs(power), power, name, rest.weights, readings))
     if not found:
         return []
     _, power, name, weights, readings = min(found, key=lambda one: one[0])
     if name:
-        _, factors = places_of(step.tokens, kept.entries, mask**power, 1e-12)
-        kept.deviations.append(deviation(name, factors=factors))
+        kept.deviations.append(deviation(name, factors=places_of(kept, mask**power, 1e-12)[1]))
         kept.weights = weights
     if kept.deviations and len(readings) == 1 and not readings[0].counts and not readings[0].places:
-        return [one for one in readings if abs(one.factor - 1) > 2 * step.tolerance]
+        return [one for one in readings if abs(one.factor - 1) > 2 * kept.step.tolerance]
     return readings
 
 
-def _readings_of(kept: Kept, step: Comparison, cells: Cells) -> list[Reading]:
+def _readings_of(kept: Kept, cells: Cells) -> list[Reading]:
+    step = kept.step
     tolerance = 2 * step.tolerance  # of a ratio of two measured weights
-    at, expected = cells.of_entry[kept.entries], step.expected[kept.entries]
-    ratio = kept.weights / expected
-    low, high = np.full(len(cells), np.inf), np.full(len(cells), -np.inf)
-    np.minimum.at(low, at, ratio)
-    np.maximum.at(high, at, ratio)
+    at = cells.of_entry[kept.entries]
+    low, high = extremes(at, kept.ratio, len(cells))
     active = np.flatnonzero((cells.tokens > 0) & (high >= low))
     if not active.size or (low[active] <= 0).any() or (high - low > tolerance * low)[active].any():
         return []
     beside = np.zeros(len(cells))  # of a mode of one's own that varies within cells any of its weights
-    beside[at] = expected / step.tokens.mask[kept.entries]
+    beside[at] = kept.expected / step.tokens.mask[kept.entries]
     of_cell = (low[active] + high[active]) / 2
-    fitter = Fitter(cells, active, step.asked, beside[active], step.measured.facts, tolerance)
+    fitter = Fitter(cells, active, step.aggregation, beside[active], step.measured.facts, tolerance)
     readings = [with_words(one, fitter, of_cell) for one in fitter.readings(of_cell)]
-    shape, factors = places_of(step.tokens, kept.entries, ratio, tolerance)
-    by_place = place_reading(shape, factors, fitter)
+    by_place = place_reading(*places_of(kept, kept.ratio, tolerance), fitter)
     if by_place is not None:  # one factor for each place comes before any chain of counts
         readings = [one for one in readings if not fitter.is_chain(one)]
         readings = sorted([*readings, by_place], key=lambda one: one.cost)
@@ -159,13 +152,15 @@ def _readings_of(kept: Kept, step: Comparison, cells: Cells) -> list[Reading]:
 
 def _nearest(measured: MeasuredStep, samples: StepSamples, tolerance: float) -> Aggregation:
     """The mode without a divisor that misplaces least."""
-    names = [mode.name for mode in MODES.values() if not mode.takes_divisor]
-    if not (measured.tokens.prompt >= 0).all() or not len(measured.tokens):
-        names.remove("prompt_mean")
-    choices = [resolve(name, units=units) for name in names for units in ("all", "active")]
-    steps = [Comparison(measured, one, samples.weights(one), tolerance) for one in choices]
-    keys = [(round(step.misplaced(), 6), step.deviation()) for step in steps]
-    best = min(range(len(keys)), key=lambda i: (math.inf if math.isnan(keys[i][0]) else keys[i][0], keys[i][1]))
-    # Where nothing tells two apart (a step of one sample) the plainest is meant: token_mean.
-    plain = [i for i, one in enumerate(choices) if one.mode.name == "token_mean" and keys[i] == keys[best]]
-    return choices[plain[0] if plain else best]
+    with_prompts = len(measured.tokens) > 0 and (measured.tokens.prompt >= 0).all()
+    modes = [mode for mode in MODES.values() if not mode.takes_divisor and (mode.unit != "prompt" or with_prompts)]
+
+    def distance(mode: Aggregation) -> tuple[float, float, bool]:
+        step = Comparison(measured, mode, samples.weights(mode), tolerance)
+        misplaced = round(step.misplaced(), 6)
+        if math.isnan(misplaced):
+            return math.inf, math.inf, False
+        # Where nothing tells two apart (a step of one sample) the plainest is meant: token_mean.
+        return misplaced, step.deviation(), mode.mode.name != "token_mean"
+
+    return min((resolve(mode.name, units=units) for mode in modes for units in get_args(UnitCounting)), key=distance)

@@ -7,7 +7,7 @@ import numpy as np
 from megatron_rl_loss.audit.counts import SCOPES, Count
 from megatron_rl_loss.audit.fit import Fitter, Reading
 from megatron_rl_loss.audit.places import places_apart
-from megatron_rl_loss.audit.report import SHAPES, Places, Shape
+from megatron_rl_loss.audit.report import Places, Shape
 from megatron_rl_loss.audit.tokens import Floats
 from megatron_rl_loss.modes.names import NAMES, Aggregation
 from megatron_rl_loss.modes.table import MODES, Mode
@@ -46,7 +46,7 @@ _HINTS = {
 
 def with_words(reading: Reading, fitter: Fitter, ratio: Floats) -> Reading:
     """The reading of measured / asked, [num_active], with its text."""
-    mode = _as_mode(reading, fitter, ratio * fitter.asked_weight) if reading.counts else ""
+    mode = _as_mode(reading, fitter, ratio * fitter.expected_weight) if reading.counts else ""
     return replace(reading, text=mode or f"{_counts(reading, fitter)}{_rest(reading, fitter)}")
 
 
@@ -60,7 +60,8 @@ def place_reading(shape: Shape, places: Places, fitter: Fitter) -> Reading | Non
     alike = np.ptp(factors) <= fitter.tolerance * factors.max()
     whole = bool((np.abs(factors - np.round(factors)) <= fitter.tolerance * factors).all() and factors.min() > 1)
     shown = [f"{place}: x {factor:.4g}" for place, factor in odd[:4]]
-    text = f"one factor for each {SHAPES[shape]}: {'; '.join(shown)}"
+    words = {"microbatch": "micro-batch", "cp_place": "CP rank's piece"}.get(shape, shape)
+    text = f"one factor for each {words}: {'; '.join(shown)}"
     text += f" and {len(odd) - 4} more" * (len(odd) > 4) + ", as if counted several times" * whole
     reading = Reading(places=odd, factor=usual, cost=0.5 if alike or whole else 1.5)
     if abs(usual - 1) <= fitter.tolerance:
@@ -73,7 +74,7 @@ def place_reading(shape: Shape, places: Places, fitter: Fitter) -> Reading | Non
 def _as_mode(reading: Reading, fitter: Fitter, weights: Floats) -> str:
     """The mode of the table that the weights are, perhaps times the reading's constant."""
     for mode in MODES.values():
-        if mode == fitter.asked.mode or (mode.unit == "prompt" and not fitter.cells.has_prompts):
+        if mode == fitter.aggregation.mode or (mode.unit == "prompt" and not fitter.cells.has_prompts):
             continue
         for counting in ("all", "active"):
             shape = np.ones(len(weights))
@@ -113,16 +114,18 @@ def _counts(reading: Reading, fitter: Fitter) -> str:
         parts.append(f"multiplied by {' and by '.join(times)}")
     if (own, 1) in reading.counts and own is not None:
         parts.append(f"not divided by {own.words}")
+    if not parts:
+        return "all tokens"
     plainly = reading.baseline != "plain" and not times
-    return "; ".join(parts) + _also(_known_as(divided, fitter.asked) if plainly else []) if parts else "all tokens"
+    return "; ".join(parts) + _also(_known_as(divided, fitter.aggregation) if plainly else [])
 
 
-def _known_as(divided: list[Count], asked: Aggregation) -> list[str]:
+def _known_as(divided: list[Count], expected: Aggregation) -> list[str]:
     """What other frameworks call such counts of a part."""
     local = [count for count in divided if count.scope != "step"]
-    if len(divided) != 1 or not local or not isinstance(asked.mode, Mode):
+    if len(divided) != 1 or not local or not isinstance(expected.mode, Mode):
         return []
-    mode = "token_mean" if local[0].what == "tokens" and local[0].unit == "scope" else asked.mode.name
+    mode = "token_mean" if local[0].what == "tokens" and local[0].unit == "scope" else expected.mode.name
     by_design = local[0] == Count("tokens", "microbatch")
     names = [peer.alias for peer in NAMES if by_design and peer.nearest == mode and not peer.names_a_loss]
     return [*names, *(f"{alias} over the counts of {SCOPES[local[0].scope][0]}" for alias in aliases(mode, "all")[:1])]
@@ -139,11 +142,8 @@ def _rest(reading: Reading, fitter: Fitter) -> str:
         hint = _as_count(reading, fitter)
     elif reading.counts and reading.formula in ("K", "DP·K", "DP·CP·K", "DP"):
         hint = "the parts' means are added up, not averaged"
-    return (
-        f", x {reading.factor:.6g}"
-        + (f" = {reading.formula}" if reading.formula else "")
-        + (f": {hint}" if hint else "")
-    )
+    named = f" = {reading.formula}" if reading.formula else ""
+    return f", x {reading.factor:.6g}{named}" + (f": {hint}" if hint else "")
 
 
 def _as_count(reading: Reading, fitter: Fitter) -> str:

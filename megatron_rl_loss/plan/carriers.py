@@ -146,14 +146,13 @@ def check_returned(returned: object, receipt: Receipt | None) -> None:
 
 
 def check_report(report: Any) -> None:
-    """Refuse a report of single numbers, which `pretrain` averages over one rank's micro-batches."""
-    for name, value in report.items() if isinstance(report, Mapping) else []:
-        if not isinstance(value, Tensor) or value.dim() == 0:
-            shown = "a 0-dim tensor" if isinstance(value, Tensor) else repr(value)
-            raise ValueError(
-                f"a report whose {name} is {shown}: Megatron would log the mean of this rank's own micro-batches. Pass "
-                "the shares through microbatch.report({name: share})."
-            )
+    """Refuse a report of single numbers, as shares are: `pretrain` logs their mean over one rank's micro-batches."""
+    values = list(report.values()) if isinstance(report, Mapping) else []
+    if values and all(isinstance(value, Tensor) and value.dim() == 0 for value in values):
+        raise ValueError(
+            f"a report of single numbers, {', '.join(report)}: Megatron logs their mean over the micro-batches of one "
+            "rank, and shares must be summed. Pass shares through microbatch.report({name: share})."
+        )
 
 
 def _differences(returned: Sequence[object], receipt: Receipt | None) -> Iterator[tuple[str, str]]:

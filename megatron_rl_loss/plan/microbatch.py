@@ -115,7 +115,7 @@ class Microbatch:
     @property
     def cp_group(self) -> Group | None:
         """The context-parallel group."""
-        return self._plan.ranks.cp_group
+        return self._plan.cp_group
 
     def segment_sum(self, values: Tensor | Sequence[Tensor], *, per: Per = "sample") -> Replicated:
         """`losses.segment_sum` over the whole samples or rollouts of this micro-batch: one number per sample."""

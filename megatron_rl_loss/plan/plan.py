@@ -141,9 +141,13 @@ def make_plan(
         samples=samples,
         modes=modes,
         totals=totals,
-        ranks=ranks,
         num_microbatches=num_microbatches,
+        cp_rank=rank_in(ranks.cp_group),
+        cp_size=size_of(ranks.cp_group),
+        dp_size=size_of(ranks.dp_group),
         per_token_loss=per_token,
+        cp_group=ranks.cp_group,
+        dp_group=ranks.dp_group,
     )
 
 
@@ -155,17 +159,22 @@ class Plan:
         samples: of each micro-batch; None on a pipeline stage that reads no data.
         modes: of the policy loss and of further terms.
         totals: denominators of the whole step.
-        ranks: the process groups.
         num_microbatches: of this step on this rank.
+        cp_rank, cp_size, dp_size: this rank's place in its context-parallel group, and the sizes of the groups.
         per_token_loss: whether Megatron's `calculate_per_token_loss` is on.
+        cp_group, dp_group: for what is reduced after the plan was made: whole sequences, and metrics.
     """
 
     samples: Sequence[Samples] | None
     modes: LossModes
     totals: StepTotals
-    ranks: Ranks
     num_microbatches: int
+    cp_rank: int = 0
+    cp_size: int = 1
+    dp_size: int = 1
     per_token_loss: bool = False
+    cp_group: Group | None = None
+    dp_group: Group | None = None
     parts: Parts = field(default_factory=Parts)
     report_names: list[str] = field(default_factory=list)
     metric_modes: set[str] = field(default_factory=set)
@@ -188,18 +197,6 @@ class Plan:
                 "this rank's samples to plan_step."
             )
         return [Microbatch(samples, self) for samples in self.samples]
-
-    @property
-    def cp_rank(self) -> int:
-        return rank_in(self.ranks.cp_group)
-
-    @property
-    def cp_size(self) -> int:
-        return size_of(self.ranks.cp_group)
-
-    @property
-    def dp_size(self) -> int:
-        return size_of(self.ranks.dp_group)
 
     def factor(self, carrier: Carrier) -> float:
         """What a share is multiplied by as it is returned by that row of the table."""
@@ -225,7 +222,7 @@ class Plan:
         Call it after the step's last micro-batch, on all ranks that computed losses (of the last pipeline stage).
         """
         if self.parts.kinds:
-            put_in(reports, self.parts.finish([self.ranks.dp_group, self.ranks.cp_group]))
+            put_in(reports, self.parts.finish([self.dp_group, self.cp_group]))
 
     @property
     def summary(self) -> dict[str, float]:
@@ -322,7 +319,7 @@ def check_totals(
     user = modes.policy.describe()
     if totals.step_active_tokens is None and (per_token or empty_step == "error"):
         missing = [*missing, "step_active_tokens"]
-        user = "per-token loss" if per_token else "an empty step that is an error"
+        user = "per-token loss" if per_token else "empty step handling 'error'"
     if missing:
         raise ValueError(
             f"totals without {', '.join(missing)}: {user} needs it. Give these counts of the whole step too."

@@ -28,13 +28,10 @@ class DeclaredTerm:
 
 @dataclass
 class TappedLosses:
-    """The losses of one micro-batch that went through a tap.
+    """The losses of one micro-batch that went through a tap, and what the tap was told of them.
 
     Attributes:
         shape, dtype: of the losses.
-        samples: what they are the losses of, if the tap got that.
-        expected_weights: the weight each of them should have, [num_local_tokens], if the tap got that.
-        term: the term's own aggregation and coefficient, if the tap got that.
         gradient: float32 (float64 of float64 losses) [numel]; None before the backward pass.
     """
 
@@ -78,11 +75,9 @@ class Taps:
         return None
 
     def add(self, name: str, tapped: TappedLosses) -> None:
-        if self.num_microbatches == 0:
-            of_name = self.losses.setdefault(name, {})
-            of_name[len(of_name)] = tapped
-            return
         microbatch, number, term = self.num_microbatches - 1, 1, name
+        if self.num_microbatches == 0:
+            microbatch = len(self.losses.get(name, {}))
         while microbatch in self.losses.setdefault(term, {}):
             number += 1
             term = f"{name}#{number}"

@@ -18,7 +18,8 @@ from torch.overrides import TorchFunctionMode
 from torch.profiler import ProfilerActivity, profile
 
 from megatron_rl_loss import Samples, StepTotals, ZigzagTHD, make_pg_loss_reducer
-from megatron_rl_loss.modes import resolve
+from megatron_rl_loss.modes.loss_modes import LossModes
+from megatron_rl_loss.plan import Plan
 
 #: Do no work themselves: views, and wrappers of what they are recorded to call.
 WRAPPERS = {
@@ -35,23 +36,23 @@ def microbatch_of(
     num_samples: int, mode: str, device: str = "cpu", num_metrics: int = 5
 ) -> tuple[Any, Tensor, dict[str, Tensor]]:
     """A micro-batch of the adapter at CP 2, its losses and metrics; tokens in all do not depend on `num_samples`."""
-    from megatron_rl_loss.megatron.microbatch import Microbatch, Step
 
     length = 8192 // num_samples
     masks = [torch.arange(length) % 3 != i % 2 for i in range(num_samples)]
     bounds = list(itertools.accumulate([length] * num_samples, initial=0))
     prompt_ids = [i // 2 for i in range(num_samples)]
-    step = Step(
-        aggregation=resolve(mode, divisor=64 if mode == "constant" else None),
+    plan = Plan(
+        samples=[Samples(masks, layout=ZigzagTHD(bounds), prompt_ids=prompt_ids)],
+        modes=LossModes.resolve(mode, divisor=64 if mode == "constant" else None),
         totals=StepTotals.from_loss_masks(masks, prompt_ids=prompt_ids),
         num_microbatches=2,
         cp_rank=1,
         cp_size=2,
-        dp_cp_size=4,
+        dp_size=2,
     )
     losses = torch.randn(4096, device=device, requires_grad=True)
     metrics = {f"metric{i}": torch.randn(4096, device=device) for i in range(num_metrics)}
-    microbatch = Microbatch(None, Samples(masks, layout=ZigzagTHD(bounds), prompt_ids=prompt_ids), step)
+    microbatch = plan[0]
     microbatch.loss(losses, metrics)  # the weights are made, and where they are needed
     return microbatch, losses, metrics
 
@@ -127,12 +128,13 @@ def test_nothing_is_read_back_from_a_device(mode: str, way: str) -> None:
 @every_mode
 def test_one_float32_a_local_token_is_kept(mode: str) -> None:
     microbatch, losses, _ = microbatch_of(64, mode)
-    kept: list[Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
-        microbatch.pg_loss(losses)
-    assert [(tensor.dtype, tensor.shape, tensor.data_ptr()) for tensor in kept] == [
-        (torch.float32, (4096,), microbatch.pg_loss.weights.data_ptr())
-    ]
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
+        share = microbatch.pg_loss(losses)
+    (weights,) = [one for row in share.grad_fn.rows for one in row if isinstance(one, Tensor)]  # type: ignore[union-attr]
+    assert saved == []
+    assert (weights.dtype, weights.shape) == (torch.float32, (4096,))
+    assert weights is microbatch.pg_loss.weights
     # The loss and its metrics share the weights where they are the same.
     assert (microbatch.pg_loss is microbatch.sample_mean) == (mode == "sample_mean")
 

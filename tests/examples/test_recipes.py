@@ -4,23 +4,24 @@ Those for other frameworks are checked for what they name; that framework's real
 """
 
 import dataclasses
+import itertools
 import os
 import re
 import runpy
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import oracle
 import pytest
 import torch
 import torch.distributed as dist
+from logged_means import logged_means
 from ranks import run_ranks, start_process_group
 from repository import EXAMPLES, ROOT
-from table_step import DIVISOR, Batch, dealt, relative_error, start, step_samples, table_model
+from step_samples import DIVISOR, dealt, step_samples
+from table_step import Batch, relative_error, start, table_model
 from torch import Tensor
 
 from megatron_rl_loss.audit import check_loss
@@ -170,71 +171,87 @@ def as_samples(losses: Tensor) -> list[oracle.Sample]:
     ]
 
 
-BETA, LEARNING_RATE = 0.3, 0.5
+BETA = 0.3
 
 
-def steps_of_own_loop(with_kl: bool) -> dict[str, tuple[Tensor, Tensor, dict[str, float]]]:
-    """On a rank: two steps of the recipe's loop in every mode; the last gradient, the weights, the first report."""
-    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+def old_log_probs() -> Tensor:
+    return of_tokens(1, 0.4, -1.5)
+
+
+def ref_log_probs() -> Tensor:
+    return of_tokens(2, 0.2, -1.5)
+
+
+def advantages() -> Tensor:
+    return of_tokens(3, 1.0, 0.0)
+
+
+def gradients_of_own_loop(with_kl: bool) -> dict[tuple[str, bool], tuple[Tensor, dict[str, float]]]:
+    """On a rank: of every mode, with and without per-token loss, the recipe's gradient, and what was reported."""
+    from recipes import own_loop
     from recipes.kl_term import loss_with_kl
-    from recipes.own_loop import train
 
     state = start(cp=2)
     cp_rank, dp_rank = state.get_context_parallel_rank(), state.get_data_parallel_rank()
-    old, ref = of_tokens(1, 0.4, -1.5), of_tokens(2, 0.2, -1.5)
-    advantages = of_tokens(3, 1.0, 0.0)
-
-    def forward_step(iterator: Iterator[Any], model: Any) -> Any:
-        microbatch = next(iterator)
-        numbers = microbatch.data.local_numbers(cp_rank, 2)
-
-        def loss_func(log_probs: Tensor) -> Any:
-            if not with_kl:
-                return microbatch.loss(-log_probs)
-            return loss_with_kl(microbatch, log_probs, old[numbers], ref[numbers], advantages[numbers], beta=BETA)
-
-        return model(numbers), loss_func
-
     found = {}
-    for mode in (mode for mode in MODES if mode != "constant"):
-        model = table_model(table())
-        learning_rate = 0.0 if with_kl else LEARNING_RATE  # a KL term's gradient changes with the weights
-        options = OptimizerConfig(optimizer="sgd", lr=learning_rate, sgd_momentum=0.0, weight_decay=0.0, clip_grad=0.0)
-        parts = dealt(SAMPLES, dp_rank, 2, 3)
-        data = iter([Batch(SAMPLES, part, 2) for _ in range(2) for part in parts])
-        sizes = {"num_microbatches": 3, "micro_batch_size": 1, "seq_length": 8}
-        optimizer = get_megatron_optimizer(options, [model])
-        steps = train(model, optimizer, data, forward_step, lambda batch: batch.samples, mode=mode, **sizes)
-        report, _ = next(steps), next(steps)
-        found[mode] = model.module.losses.main_grad.clone(), model.module.losses.detach().clone(), report
+    for mode, per_token in itertools.product((mode for mode in MODES if mode != "constant"), (False, True)):
+        batches = []
+        for part in dealt(SAMPLES, dp_rank, 2, 3):
+            packed = Batch(SAMPLES, part, 2)
+            given, numbers = packed.samples, packed.local_numbers(0, 1)
+            batch = {"loss_masks": given.loss_masks, "layout": given.layout, "prompt_ids": given.prompt_ids}
+            of_tokens = {"old_log_probs": old_log_probs(), "ref_log_probs": ref_log_probs(), "advantages": advantages()}
+            batches.append(batch | {"tokens": numbers} | {name: of[numbers] for name, of in of_tokens.items()})
+
+        def loss(batch: Any, microbatch: Any, log_probs: Tensor, per_token: bool = per_token) -> Any:
+            if with_kl:
+                names = ("old_log_probs", "ref_log_probs", "advantages")
+                return loss_with_kl(
+                    microbatch, log_probs, *(microbatch.local(batch[name]) for name in names), beta=BETA
+                )
+            if per_token:  # the pair of the recipe is for models without
+                return microbatch.loss(-log_probs)
+            return own_loop.policy_loss(batch, microbatch, log_probs)
+
+        model = table_model(table(), per_token=per_token)
+        reports = own_loop.forward_backward(model, batches, loss, mode)
+        logged = logged_means(reports) if with_kl or per_token else {}
+        assert logged or all(report["actor"]["pg_loss"].dim() == 0 for report in reports)
+        found[mode, per_token] = model.module.losses.main_grad.clone(), logged
     return found
 
 
-def test_a_loop_of_ones_own_steps_along_the_oracles_gradient() -> None:
-    samples = as_samples(-torch.tensor(table()).double())
-    for found in run_ranks(4, steps_of_own_loop, False):
-        for mode, (gradient, weights, report) in found.items():
-            expected = -torch.cat([*oracle.step_gradient(mode, samples), torch.zeros(1)])
-            assert relative_error(gradient, expected) < oracle.EXACT, mode
-            moved = torch.tensor(table()).double() - 2 * LEARNING_RATE * expected
-            torch.testing.assert_close(weights.double(), moved, rtol=4 * oracle.ROUNDING, atol=oracle.EXACT)
-            of_sum = oracle.sum_error(oracle.num_tokens(SAMPLES)) * oracle.step_scale(mode, samples)
-            assert report["pg_loss"] == pytest.approx(float(oracle.step_loss(mode, samples)), abs=of_sum)
-            assert report["rollouts"] == len({one.rollout_id for one in SAMPLES})
+def own_samples(losses: Tensor) -> list[oracle.Sample]:
+    """Without rollout ids, which the recipe does not pass: each sample is one."""
+    return [dataclasses.replace(one, rollout_id=None) for one in as_samples(losses)]
+
+
+def test_a_loop_of_ones_own_has_the_oracles_gradient() -> None:
+    bound = oracle.chain_error(1, oracle.num_tokens(SAMPLES))
+    for found in run_ranks(4, gradients_of_own_loop, False):
+        for (mode, per_token), (gradient, logged) in found.items():
+            log_probs = torch.tensor(table()).double().requires_grad_()
+            losses = -log_probs
+            if not per_token:
+                losses = clipped(log_probs, old_log_probs().double(), advantages().double())
+            expected = oracle.step_loss(mode, own_samples(losses))
+            assert relative_error(gradient, torch.autograd.grad(expected, log_probs)[0]) < bound, (mode, per_token)
+            if logged:
+                assert logged["pg_loss"] == pytest.approx(float(expected.detach()), rel=bound)
 
 
 def test_a_kl_term_is_added_by_the_sample_mean() -> None:
-    old, ref, advantages = (of_tokens(*how).double() for how in ((1, 0.4, -1.5), (2, 0.2, -1.5), (3, 1.0, 0.0)))
+    old, ref, of_tokens = (values.double() for values in (old_log_probs(), ref_log_probs(), advantages()))
     bound = oracle.chain_error(1, oracle.num_tokens(SAMPLES))
-    for found in run_ranks(4, steps_of_own_loop, True):
-        for mode, (gradient, _, report) in found.items():
+    for found in run_ranks(4, gradients_of_own_loop, True):
+        for (mode, _), (gradient, logged) in found.items():
             log_probs = torch.tensor(table()).double().requires_grad_()
             difference = log_probs - ref
-            pg_loss = oracle.step_loss(mode, as_samples(clipped(log_probs, old, advantages)))
-            kl = oracle.step_loss("sample_mean", as_samples((-difference).exp() - 1 + difference))
+            pg_loss = oracle.step_loss(mode, own_samples(clipped(log_probs, old, of_tokens)))
+            kl = oracle.step_loss("sample_mean", own_samples((-difference).exp() - 1 + difference))
             expected = torch.autograd.grad(pg_loss + BETA * kl, log_probs)[0]
-            assert report["kl"] == pytest.approx(float(kl.detach()), rel=bound)
-            assert report["pg_loss"] == pytest.approx(float(pg_loss.detach()), rel=bound)
+            assert logged["kl"] == pytest.approx(float(kl.detach()), rel=bound)
+            assert logged["pg_loss"] == pytest.approx(float(pg_loss.detach()), rel=bound)
             assert relative_error(gradient, expected) < bound, mode
 
 
@@ -285,16 +302,3 @@ def test_the_settings_of_verl(tmp_path: Path) -> None:
     assert set(settings) == {"actor_rollout_ref.model.external_lib", "critic.model.external_lib"}
     (module,) = set(settings.values())
     assert (ROOT / f"{module.replace('.', '/')}.py").is_file()
-
-
-def test_the_assignment_of_skyrl(monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer, package = ModuleType("skyrl.train.trainer"), ModuleType("skyrl.train")
-    package.trainer = trainer  # type: ignore[attr-defined]
-    for module in (ModuleType("skyrl"), package, trainer):
-        monkeypatch.setitem(sys.modules, module.__name__, module)
-    runpy.run_path(str(RECIPES / "skyrl.py"))
-    masks = torch.tensor([[1.0, 1, 1, 0], [1, 0, 0, 0]])
-    normalise = trainer.apply_loss_reduction_to_advantages_minibatch
-    torch.testing.assert_close(
-        normalise(torch.ones(2, 4), masks, "sequence_mean", 1, 8), masks / torch.tensor([[6.0], [2.0]])
-    )

@@ -108,17 +108,12 @@ def test_a_pack_is_aligned_with_the_labels() -> None:
     assert pack.packed_seq_params.max_seqlen_q == 4
 
 
-@pytest.mark.parametrize("num_rollouts", [0, 1, 3])
+@pytest.mark.parametrize("num_rollouts", [0, 1, 3, 4])
 def test_filler_is_no_sample(num_rollouts: int) -> None:
     pack = make_pack([rollout(1, 4, [1, 1, 1, 1])] * num_rollouts, seq_length=16, slot_multiple=4)
     assert len(pack.samples) == num_rollouts
     assert len(pack.samples.local(0, 1)) == 16
-    assert pack.packed_seq_params.cu_seqlens_q_padded[-1] == 16
-
-
-def test_a_full_pack_has_no_filler() -> None:
-    pack = make_pack([rollout(1, 8, [1] * 8)] * 2, seq_length=16, slot_multiple=4)
-    assert pack.packed_seq_params.cu_seqlens_q_padded.tolist() == [0, 8, 16]
+    assert pack.packed_seq_params.cu_seqlens_q_padded.tolist() == sorted({*range(0, 4 * num_rollouts + 1, 4), 16})
 
 
 def test_rollouts_are_dealt_evenly_and_all_once() -> None:
@@ -158,17 +153,9 @@ def test_a_step_has_the_same_rollouts_in_every_layout(dp_size: int) -> None:
 
 
 def test_more_prompts_than_the_file_has_are_refused() -> None:
-    packs = packs_of_rank(
-        [rollout(1, 1, [1])],
-        prompts_per_step=2,
-        packs_per_step=1,
-        seq_length=8,
-        slot_multiple=2,
-        dp_rank=0,
-        dp_size=1,
-    )
+    sizes = {"prompts_per_step": 2, "packs_per_step": 1, "seq_length": 8, "slot_multiple": 2}
     with pytest.raises(ValueError, match="the file has only 1 prompts"):
-        next(packs)
+        next(packs_of_rank([rollout(1, 1, [1])], dp_rank=0, dp_size=1, **sizes))
 
 
 # ---- tools/make_rollouts.py
@@ -207,14 +194,6 @@ def test_rewards_are_those_of_a_verifier() -> None:
     assert 0 < ends.count(False) < len(ends) / 2
     assert len(lengths) > 20, "ragged"
     assert tool_tokens > 0, "what the calculator wrote is masked"
-
-
-def test_the_verifier_sees_a_wrong_sum_and_a_cut_off_response() -> None:
-    right = make_rollouts.Response("1+2=3;=3", [True] * 8, truncated=False)
-    assert make_rollouts.reward(1, 2, right) == 1
-    assert make_rollouts.reward(1, 3, right) == 0
-    assert make_rollouts.reward(1, 2, make_rollouts.Response(right.text, right.written_by_policy, truncated=True)) == 0
-    assert make_rollouts.reward(1, 2, make_rollouts.Response("=", [True], truncated=False)) == 0
 
 
 def test_packs_of_the_committed_file_train_one_loss_per_token() -> None:

@@ -7,8 +7,8 @@ import oracle
 import pytest
 import torch
 from ranks import run_ranks, start_process_group
+from step_samples import DIVISOR, dealt, step_samples
 from steps import ids_of
-from table_step import DIVISOR, dealt, step_samples
 
 from megatron_rl_loss import StepTotals, make_pg_loss_reducer
 

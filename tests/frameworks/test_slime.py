@@ -162,24 +162,6 @@ def test_hooks_are_exact_after_their_scaling(name: str, dp: int, cp: int) -> Non
         assert error_of(replace(CASES[name], seed=seed), dp, cp) < oracle.EXACT
 
 
-@pytest.mark.parametrize("cp", [1, 2])
-def test_prompt_mean_by_constant_1_and_folded_advantages(cp: int) -> None:
-    """The way out that the refusal names: l proportional to the advantage, so weights times G may go into it."""
-    case = Case("constant", 1.0, seed=6)
-    step = step_of(case, 2)
-    samples = [replace(one, prompt_id=i // 4) for i, one in enumerate(step.samples)]
-    groups = [oracle.mask_tokens([other for other in samples if other.prompt_id == one.prompt_id]) for one in samples]
-    num_prompts = len({one.prompt_id for one in samples})
-    folded = [
-        replace(one, losses=one.losses * step.num_rollouts / (num_prompts * group))
-        for one, group in zip(samples, groups, strict=True)
-    ]
-    hook_of = functools.partial(lambda rank, size: make_hook("constant", divisor=1.0, cp_rank=rank, cp_size=size))
-    value, _ = their_step(replace(step, samples=folded), case, cp, hook_of)
-    error = abs(value - float(oracle.step_loss("prompt_mean", samples)))
-    assert error < oracle.EXACT * oracle.step_scale("prompt_mean", samples)
-
-
 # --- negative controls: each plants a bug in what the test above finds sound
 
 
@@ -293,6 +275,11 @@ def call(
     return hook(list(totals), list(responses), masks, per_token, **options)
 
 
+CONSTANT, SAMPLE_MEAN, TOKEN_MEAN = ({"mode": mode} for mode in ("constant", "sample_mean", "token_mean"))
+PER_TOKEN = TOKEN_MEAN | {"per_token": True}
+FRACTION = [torch.ones(3), torch.tensor([0.5, 0])]
+
+
 def test_legal_neighbours_of_what_is_refused() -> None:
     for mode in ("sample_mean", "constant"):
         call(mode)
@@ -304,39 +291,23 @@ def test_legal_neighbours_of_what_is_refused() -> None:
 @pytest.mark.parametrize(
     ("options", "error"),
     [
-        ({"mode": "sample_mean", "per_token": True}, r"Drop --calculate-per-token-loss, or use .*token_mean"),
-        ({"mode": "constant", "per_token": True}, r"Drop --calculate-per-token-loss, or use .*token_mean"),
-        ({"mode": "token_mean"}, "Add --calculate-per-token-loss"),
-        (
-            {"mode": "token_mean", "per_token": True},
-            r"sample 1 has 0 mask tokens.*rejection \(TIS\).*slime\.count_steps.*miles\.cou",
-        ),
-        (
-            {
-                "mode": "token_mean",
-                "per_token": True,
-                "counts": COUNTS,
-                "masks": [torch.ones(3), torch.tensor([0.5, 0])],
-            },
-            r"sample 1 has 0\.5 mask tokens.*Use masks of 0 and 1",
-        ),
-        ({"mode": "token_mean", "counts": COUNTS | {"step_tokens": 0}}, "active tokens .*step_tokens are 0"),
-        ({"mode": "sample_mean", "counts": COUNTS | {"num_samples": 3}}, "Run without the hook"),
+        (SAMPLE_MEAN | {"per_token": True}, r"Drop --calculate-per-token-loss, or use .*token_mean"),
+        (CONSTANT | {"per_token": True}, r"Drop --calculate-per-token-loss, or use .*token_mean"),
+        (TOKEN_MEAN, "Add --calculate-per-token-loss"),
+        (PER_TOKEN, r"sample 1 has 0 mask tokens.*rejection \(TIS\).*slime\.count_steps.*miles\.cou"),
+        (PER_TOKEN | {"counts": COUNTS, "masks": FRACTION}, r"sample 1 has 0\.5 mask tokens.*Use masks of 0 and 1"),
+        (TOKEN_MEAN | {"counts": COUNTS | {"step_tokens": 0}}, "active tokens .*step_tokens are 0"),
+        (SAMPLE_MEAN | {"counts": COUNTS | {"num_samples": 3}}, "Run without the hook"),
         # slime's own reducer has denominators in the fourth place, miles's has the flag
-        ({"mode": "sample_mean", "per_token": torch.tensor([2.0, 2.0])}, "the fourth argument must be a bool"),
-        ({"mode": "sample_mean", "rollout_mask_sums": [2.0]}, "one a sample|one per sample"),
-        ({"mode": "sample_mean", "rollout_mask_sums": [1.0, 4.0]}, "all its samples' tokens"),
+        (SAMPLE_MEAN | {"per_token": torch.tensor([2.0, 2.0])}, "the fourth argument must be a bool"),
+        (SAMPLE_MEAN | {"rollout_mask_sums": [2.0]}, "one a sample|one per sample"),
+        (SAMPLE_MEAN | {"rollout_mask_sums": [1.0, 4.0]}, "all its samples' tokens"),
+        (TOKEN_MEAN | {"counts": COUNTS | {"num_samples": -1}}, "finite number >= 0"),
+        (TOKEN_MEAN | {"counts": COUNTS | {"step_tokens": float("nan")}}, "finite number >= 0"),
+        (TOKEN_MEAN | {"counts": COUNTS | {"global_batch_size": True}}, "finite number >= 0"),
+        (TOKEN_MEAN | {"counts": COUNTS | {"padded_length": -8}}, "finite number >= 0"),
         *(
-            ({"mode": "token_mean", "counts": COUNTS | wrong}, "finite number >= 0")
-            for wrong in (
-                {"num_samples": -1},
-                {"step_tokens": float("nan")},
-                {"global_batch_size": True},
-                {"padded_length": -8},
-            )
-        ),
-        *(
-            ({"mode": "sample_mean", "totals": totals, "responses": responses, "cp": cp}, error)
+            (SAMPLE_MEAN | {"totals": totals, "responses": responses, "cp": cp}, error)
             for cp in (1, 2)
             for totals, responses, error in (
                 ([3, 4], [3, 2], "must leave a prompt token"),
@@ -352,18 +323,6 @@ def test_legal_neighbours_of_what_is_refused() -> None:
 def test_refused(options: dict[str, Any], error: str) -> None:
     with pytest.raises((ValueError, TypeError), match=error):
         call(**options)
-
-
-def test_numbers_that_their_reducers_spoil() -> None:
-    """NaN is ignored where masked and seen where active; bfloat16 is summed in float32; nothing keeps its graph."""
-    nan, reducer = float("nan"), call("sample_mean")
-    assert float(reducer(torch.tensor([1.0, nan, 3.0, nan, nan]))) == 2.0
-    assert reducer(torch.tensor([nan, 0.0, 3.0, 0.0, 0.0])).isnan()
-    many = call("constant", [torch.ones(4096, dtype=torch.int32)], totals=[4097], responses=[4096])
-    assert float(many(torch.full((4096,), 8.0, dtype=torch.bfloat16))) == 4096.0
-    empty = call("token_mean", [], True, totals=[], responses=[])(torch.zeros(0, requires_grad=True))
-    assert float(empty.detach()) == 0.0
-    assert empty.requires_grad
 
 
 # --- Megatron's parallel state and args

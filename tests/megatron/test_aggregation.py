@@ -2,23 +2,35 @@
 
 The model is a table with one parameter for every token of the step, which is that token's loss. So the gradient after
 Megatron's whole way (schedule scaling, DDP, reduction, per-token division) is the token's weight, to be compared with
-the float64 oracle. Not exercised here: NCCL, GPU kernels, a language model (see test_matrix.py).
+the float64 oracle. A layout is one launch: every mode and carrier, losses of six terms with modes, masks and
+coefficients of their own, modes over sums that they declare, and metrics of every kind, as `train_step` reduces them.
+Not exercised here: NCCL, GPU kernels, a language model (see test_matrix.py).
 """
 
+import functools
 import itertools
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import oracle
 import pytest
 import torch
 from ranks import run_ranks
-from table_step import ALL_SETTINGS, Batch, aggregation, one_step, relative_error, start, step_samples, table_model
-from table_step import dealt as dealt_evenly
+from step_samples import DIVISOR, step_samples
+from step_samples import dealt as dealt_evenly
+from table_step import Batch, aggregation, logged_by_step, relative_error, run_schedule, start
+from table_step import table_model as model_of
+from torch import Tensor
+
+from megatron_rl_loss.modes.papers import adapter_token_mean, balanced, vl_norm
+from megatron_rl_loss.reduction import Metric, Term
 
 slow = pytest.mark.slow
 SAMPLES = step_samples(seed=1)
+
+
+# ---- layouts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,8 +42,12 @@ class Case:
     gathered: bool = False
     extra_microbatch: bool = False  # an empty one, on the first DP rank alone
     ddp_options: dict[str, Any] = field(default_factory=dict)
-    samples: list[oracle.Sample] = field(default_factory=lambda: SAMPLES)
+    num_samples: int = len(SAMPLES)
     dealt: list[list[list[int]]] | None = None  # numbers of samples by DP rank and micro-batch
+
+    @property
+    def samples(self) -> list[oracle.Sample]:
+        return SAMPLES[: self.num_samples]
 
     def hands(self, dp_rank: int, dp_size: int) -> list[list[int]]:
         if self.dealt is not None:
@@ -40,74 +56,256 @@ class Case:
         return [*hands, []] if self.extra_microbatch and dp_rank == 0 else hands
 
 
-def edge(samples: list[oracle.Sample], *dealt: list[list[int]]) -> Case:
-    return Case(world_size=4, cp=2, samples=samples, dealt=list(dealt))
+def edge(num_samples: int, *dealt: list[list[int]]) -> Case:
+    return Case(world_size=4, cp=2, num_samples=num_samples, dealt=list(dealt))
 
 
-MASKED = [oracle.sample(s.losses.tolist(), [0] * len(s.mask), s.rollout_id, str(s.prompt_id)) for s in SAMPLES]
+QUICK = "cp 2 x dp 2"
 CASES = {
+    QUICK: Case(world_size=4, cp=2),
     "cp 2": Case(world_size=2, cp=2),
     "dp 1": Case(world_size=1, num_microbatches=3),
     "dp 4": Case(world_size=4, num_microbatches=1),
-    "cp 2 x dp 2": Case(world_size=4, cp=2, num_microbatches=3),
     "cp 4": Case(world_size=4, cp=4, num_microbatches=3),
     "tp 2 x cp 2": Case(world_size=4, tp=2, cp=2),
     "an empty micro-batch more on one DP rank": Case(world_size=4, cp=2, extra_microbatch=True),
     "gathered": Case(world_size=4, cp=2, gathered=True),
     "overlap": Case(world_size=4, cp=2, num_microbatches=3, ddp_options={"overlap_grad_reduce": True}),
-    "a rank without samples": edge(SAMPLES, [[0, 1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11, 12]], [[], []]),
-    "5 samples on 2 DP ranks": edge(SAMPLES[:5], [[0, 1], [2]], [[3], [4]]),
-    "one sample in the step": edge(SAMPLES[:1], [[], []], [[], [0]]),
-    "no active token": edge(MASKED, [[0, 1, 2, 3], [4, 5, 6]], [[7, 8, 9], [10, 11, 12]]),
+    "a rank without samples": edge(13, [[0, 1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11, 12]], [[], []]),
+    "5 samples on 2 DP ranks": edge(5, [[0, 1], [2]], [[3], [4]]),
+    "one sample in the step": edge(1, [[], []], [[], [0]]),
 }
-QUICK = "cp 2"
 
 
-def errors_in(case: Case) -> list[tuple[str, float, float]]:
-    """Errors of the gradient, and the larger one of the loss and the metric, for modes, unit counting and carriers."""
-    state = start(tp=case.tp, cp=case.cp)
+# ---- what is asked of a step
+
+#: name: values, mode (None: the policy loss's, or what the launch declared), coefficient, mask.
+TERMS: dict[str, tuple[Callable[[Tensor], Tensor], str | None, float, str | None]] = {
+    "pg": (lambda x: x, None, 1.0, None),
+    "kl": (lambda x: x * x / 2, "token_mean", 0.05, None),
+    "entropy": (torch.sin, "prompt_mean", -0.3, None),
+    "value": (lambda x: (x - 0.5) ** 2, "constant", 0.7, None),
+    "nll": (lambda x: x**3 / 9, "token_mean", 0.2, "correct"),
+    "declared": (torch.cos, None, 0.4, "correct"),
+}
+DECLARED = {"declared": "prompt_mean"}
+ALONE = {"pg_loss": TERMS["pg"]}
+#: The NLL's mask: every third sample, without its first token.
+CORRECT = [
+    one.mask * (i % 3 == 0) * (torch.arange(len(one.mask)) > 0 if len(one.mask) > 1 else 1)
+    for i, one in enumerate(SAMPLES)
+]
+MODE_OF = {"samples": "sample_mean", "tokens": "token_mean", "prompts": "prompt_mean", "none": "token_sum"}
+KINDS = ("mean", "min", "max", "variance", "ess")
+METRICS = {
+    f"{over}, {kind}, {mask}": (over, kind, mask)
+    for over, kind, mask in itertools.product(MODE_OF, KINDS, (None, "correct"))
+}
+
+
+def seen(x: Tensor) -> Tensor:
+    """A metric's values."""
+    return x.cos() + 0.25 * x + 1
+
+
+# Modes over declared sums, and the weight of a token of sample i.
+M = [float(one.mask.double().sum()) for one in SAMPLES]
+SIGNS = [[1.0, -1.0, -2.0][i % 3] for i in range(len(SAMPLES))]
+ADAPTERS = ["xxxyy"[i % 5] for i in range(len(SAMPLES))]
+LABELS = {"advantage": SIGNS, "adapter": ADAPTERS}
+
+
+def of_vl_norm(i: int) -> float:
+    return M[i] ** -0.75 / sum(m**-0.75 for m in M if m) if M[i] else 0
+
+
+def of_balanced(i: int) -> float:
+    group = [j for j, one in enumerate(SAMPLES) if one.prompt_id == SAMPLES[i].prompt_id]
+    same = [j for j in group if SIGNS[j] * SIGNS[i] > 0]
+    tokens = sum(M[j] for j in same)
+    return len(same) / len(group) / tokens / len({one.prompt_id for one in SAMPLES}) if tokens else 0
+
+
+def of_adapters(i: int) -> float:
+    return 1 / sum(m for m, adapter in zip(M, ADAPTERS, strict=True) if adapter == ADAPTERS[i])
+
+
+OWN: dict[str, tuple[Any, Callable[[int], float]]] = {
+    "VL Norm": (vl_norm, of_vl_norm),
+    "balanced": (balanced, of_balanced),
+    "adapters": (adapter_token_mean, of_adapters),
+}
+
+
+@dataclass(frozen=True)
+class Ask:
+    mode: str
+    units: Any
+    per_token: bool
+    several: bool  # terms
+
+    @property
+    def terms(self) -> dict[str, Any]:
+        return TERMS if self.several else ALONE
+
+
+ASKS = [
+    Ask(mode, units, per_token, several=(i % 2 == 1) == per_token)
+    for i, (mode, units) in enumerate([*oracle.COUNTINGS, *((name, "all") for name in OWN)])
+    for per_token in (False, True)
+]
+
+
+def divisor_of(mode: str) -> float | None:
+    return DIVISOR if mode == "constant" else None
+
+
+# ---- on a rank
+
+
+def table_of(samples: Sequence[oracle.Sample]) -> list[float]:
+    return [float(torch.tensor(loss)) for one in samples for loss in one.losses.tolist()]
+
+
+def step_of(case: Case, ask: Ask, state: Any) -> tuple[Tensor, dict[str, float]]:
+    """The reduced gradient, and what `train_step` would log."""
+    model = model_of([*table_of(case.samples), float("nan")], per_token=ask.per_token, **case.ddp_options)
+    cp_rank = state.get_context_parallel_rank()
     hands = case.hands(state.get_data_parallel_rank(), state.get_data_parallel_world_size())
-    table = [float(loss) for sample in case.samples for loss in sample.losses] + [float("nan")]  # padding is NaN
-    found = []
-    for per_token in (False, True):
-        model = table_model(table, per_token=per_token, **case.ddp_options)
-        for settings in ALL_SETTINGS:
-            batches = [Batch(case.samples, hand, case.cp, case.gathered) for hand in hands]
-            gradient, logged = one_step(model, batches, aggregation(**settings, with_per_token_loss=True))
-            of_loss: Any = (settings["mode"], case.samples, settings["divisor"], settings["units"])
-            of_metric: Any = ("sample_mean", case.samples, None, settings["units"])
-            expected = torch.cat([*oracle.step_gradient(*of_loss), torch.zeros(1)])
-            value = oracle.worst_of(
-                abs(logged["pg_loss"] - float(oracle.step_loss(*of_loss))) / (oracle.step_scale(*of_loss) or 1),
-                abs(logged["twice"] / 2 - float(oracle.step_loss(*of_metric))) / (oracle.step_scale(*of_metric) or 1),
-            )
-            found.append((f"{settings} per_token={per_token}", relative_error(gradient, expected), value))
-    return found
+    further = {"term_masks": {"correct": CORRECT}, "labels": LABELS}
+    batches = [Batch(case.samples, hand, case.cp, case.gathered, **further) for hand in hands]
+
+    def forward_step(iterator: Iterator[Any], model: Any) -> Any:
+        microbatch = next(iterator)
+
+        def loss_func(x: Tensor) -> Any:
+            terms = {
+                name: Term(of(x)[None], mode, coef=coef, mask=mask, divisor=divisor_of(mode or ""))
+                for name, (of, mode, coef, mask) in TERMS.items()
+            }
+            metrics: dict[str, Any] = {
+                name: Metric(seen(x)[None], over, kind=kind, mask=mask)  # type: ignore[arg-type]
+                for name, (over, kind, mask) in METRICS.items()
+            }
+            return microbatch.loss(terms if ask.several else x[None], {**metrics, "plain": seen(x)[None]})
+
+        return model(microbatch.data.local_numbers(cp_rank, case.cp).cuda()), loss_func
+
+    asked = {"mode": OWN[ask.mode][0] if ask.mode in OWN else ask.mode, "units": ask.units}
+    whole = aggregation(
+        terms=DECLARED, term_masks=["correct"], divisor=divisor_of(ask.mode), with_per_token_loss=True, **asked
+    )
+    logged = logged_by_step(whole, forward_step, batches, model)
+    return model.module.losses.main_grad.clone().cpu(), logged
+
+
+def steps_on(name: str) -> list[tuple[Tensor, dict[str, float]]]:
+    case = CASES[name]
+    state = start(tp=case.tp, cp=case.cp)
+    return [step_of(case, ask, state) for ask in asks_of(case)]
+
+
+def asks_of(case: Case) -> list[Ask]:
+    """Weights of modes over declared sums are stated for all samples."""
+    return [ask for ask in ASKS if ask.mode not in OWN or case.num_samples == len(SAMPLES)]
+
+
+# ---- the comparison
+
+Numbers = dict[str, tuple[float, float]]  # by name, value and scale: what its rounding errors are relative to
+
+
+def loss_by(mode: str, samples: list[oracle.Sample], units: str) -> Tensor:
+    if mode in OWN:
+        return torch.stack([OWN[mode][1](i) * (one.losses * one.mask).sum() for i, one in enumerate(samples)]).sum()
+    return oracle.step_loss(mode, samples, divisor_of(mode), units)
+
+
+def expected_loss(samples: list[oracle.Sample], ask: Ask) -> tuple[Tensor, Numbers]:
+    """Gradient, and the loss and its terms, in float64."""
+    leaf = torch.tensor(table_of(samples), dtype=torch.float64, requires_grad=True)
+    parts = leaf.split([len(one.mask) for one in samples])
+    numbers, loss, scale = {}, torch.zeros((), dtype=torch.float64), 0.0
+    for name, (of, own, coef, mask) in ask.terms.items():
+        mode = own or DECLARED.get(name, ask.mode)
+        of_term = [
+            replace(one, losses=of(part), mask=CORRECT[i] if mask else one.mask)
+            for i, (one, part) in enumerate(zip(samples, parts, strict=True))
+        ]
+        term = loss_by(mode, of_term, ask.units)
+        absolute = loss_by(mode, [replace(one, losses=one.losses.detach().abs()) for one in of_term], ask.units)
+        loss, scale = loss + coef * term, scale + abs(coef) * float(absolute)
+        numbers[name] = float(term.detach()), float(absolute)
+    if ask.several:
+        numbers["loss"] = float(loss.detach()), scale
+    return torch.autograd.grad(loss, leaf)[0], numbers
+
+
+@functools.cache
+def expected_metrics(num_samples: int, units: str) -> Numbers:
+    samples = SAMPLES[:num_samples]
+    values = seen(torch.tensor(table_of(samples), dtype=torch.float64)).split([len(one.mask) for one in samples])
+    found = {}
+    for name, (over, kind, mask) in METRICS.items():
+        masks = [CORRECT[i] if mask else one.mask for i, one in enumerate(samples)]
+        weight, first, second = (
+            float(loss_by(
+                MODE_OF[over],
+                [replace(one, losses=x**power, mask=m) for one, x, m in zip(samples, values, masks, strict=True)],
+                units,
+            ))
+            for power in range(3)
+        )  # fmt: skip
+        active = torch.cat([x[m != 0] for x, m in zip(values, masks, strict=True)])
+        found[name] = {
+            "mean": (first, abs(first)),
+            "min": (float(active.min()), 1.0),
+            "max": (float(active.max()), 1.0),
+            "variance": (second / weight - (first / weight) ** 2, second / weight),
+            "ess": (first**2 / weight / second, 1.0),
+        }[kind]
+    return found | {"plain": found["samples, mean, None"]}
 
 
 @pytest.mark.gpus
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name == QUICK else slow) for name in CASES])
-def test_gradient_loss_and_metrics_equal_the_oracle(name: str) -> None:
-    case = CASES[name]
-    of_sums = oracle.sum_error(oracle.num_tokens(case.samples))
-    for errors in run_ranks(case.world_size, errors_in, case):
-        assert len(errors) == 2 * len(ALL_SETTINGS)
-        for settings, gradient, value in errors:
-            # Without an active token the gradient must be zero itself: relative to 1e-30, any other fails.
-            assert gradient < oracle.EXACT, settings
-            assert value < of_sums, settings
+def test_gradient_loss_and_metrics_equal_the_oracle(name: str, record_property: Callable[[str, Any], None]) -> None:
+    case, worst = CASES[name], 0.0
+    of_sums = 4 * oracle.sum_error(oracle.num_tokens(case.samples))  # moments are float32 sums, two are subtracted
+    for of_rank in run_ranks(case.world_size, steps_on, name):
+        for ask, (gradient, logged) in zip(asks_of(case), of_rank, strict=True):
+            right, numbers = expected_loss(case.samples, ask)
+            numbers |= expected_metrics(case.num_samples, ask.units)
+            # Values are float32 functions of the table, their gradients a product or two more, and six are added up.
+            worst = oracle.worst_of(worst, relative_error(gradient[:-1], right) / (3 if ask.several else 1))
+            assert ask.several or gradient[-1] == 0, "padding has a gradient"
+            assert logged.keys() == numbers.keys()
+            assert next(iter(logged)) == ("loss" if ask.several else "pg_loss")
+            for number, (value, scale) in numbers.items():
+                assert abs(logged[number] - value) < of_sums * scale, (ask, number)
+    record_property("aggregation_error", worst)
+    assert worst < oracle.EXACT
+
+
+def test_the_data_tells_normalisers_and_masks_apart() -> None:
+    right = expected_metrics(len(SAMPLES), "all")
+    for kind in ("mean", "variance", "ess"):
+        values = sorted(
+            abs(right[f"{over}, {kind}, {mask}"][0]) for over in list(MODE_OF)[:3] for mask in (None, "correct")
+        )
+        assert all(b > 1.001 * a for a, b in itertools.pairwise(values)), (kind, values)
+    assert any(right[f"samples, {kind}, None"] != right[f"samples, {kind}, correct"] for kind in ("min", "max"))
 
 
 def stock_gradient_errors() -> list[float]:
     """Megatron's own 3-tuple with local token counts instead of a carrier, at CP 1, 2 and 4."""
     from megatron.core import parallel_state
-    from megatron.core.pipeline_parallel import get_forward_backward_func
 
     state, found = start(cp=1), []
     for cp in (1, 2, 4):
         parallel_state.destroy_model_parallel()
         parallel_state.initialize_model_parallel(context_parallel_size=cp)
-        model = table_model([float(loss) for sample in SAMPLES for loss in sample.losses] + [0.0])
+        model = model_of([*table_of(SAMPLES), 0.0])
         hands = dealt_evenly(SAMPLES, state.get_data_parallel_rank(), 4 // cp, 3)
         cp_rank = state.get_context_parallel_rank()
 
@@ -117,10 +315,7 @@ def stock_gradient_errors() -> list[float]:
             mask = batch.samples.local(cp_rank, cp).mask.cuda()
             return losses, lambda losses: ((losses * mask).sum(), (mask != 0).sum().int(), {})
 
-        get_forward_backward_func()(
-            forward_step_func=forward_step, data_iterator=iter([Batch(SAMPLES, hand, cp) for hand in hands]),
-            model=model, num_microbatches=3, seq_length=8, micro_batch_size=1,
-        )  # fmt: skip
+        run_schedule(forward_step, iter([Batch(SAMPLES, hand, cp) for hand in hands]), model, 3)
         expected = torch.cat([*oracle.step_gradient("token_mean", SAMPLES), torch.zeros(1)])
         found.append(relative_error(model.module.losses.main_grad.cpu(), expected))
     return found

@@ -14,7 +14,7 @@ import numpy as np
 import oracle
 import pytest
 import torch
-from audited_gpt import BETA, TERMS, Ask, correct_masks, expected_weights, mutations, run_steps
+from audited_gpt import BETA, MUTATIONS, TERMS, Ask, Outcome, correct_masks, expected_weights, run_steps
 from ranks import run_ranks
 from tiny_gpt import Case, Layout
 
@@ -43,36 +43,47 @@ ASKS: list[Ask] = [
     Ask(STEP._replace(bf16=True, mode="constant")),
     Ask(STEP, "3-tuple", how="output"),
 ]
-QUICK = Layout(2, True, 1, 1, 2, 1)
+TAPPED = [ask for ask in ASKS if ask.how == "tap"][::2]
+QUICK, CP_DP, CP_PP = Layout(2, True, 1, 1, 2, 1), Layout(1, False, 1, 1, 2, 2), Layout(1, False, 2, 1, 2, 1)
+VIRTUAL = Layout(1, False, 2, 2, 1, 2)
 LAYOUTS = [
-    QUICK,
-    Layout(1, False, 1, 1, 1, 1),
-    Layout(2, False, 1, 1, 2, 1),
-    Layout(1, False, 1, 1, 2, 2),
-    Layout(1, False, 2, 1, 2, 1),
-    Layout(1, False, 2, 2, 1, 2),
+    QUICK, Layout(1, False, 1, 1, 1, 1), Layout(2, False, 1, 1, 2, 1), CP_DP, CP_PP, VIRTUAL,
     Layout(1, False, 1, 1, 1, 3),
-]
+]  # fmt: skip
+FURTHER = {
+    QUICK: [Ask(STEP, "two terms"), Ask(STEP, "several terms"), *(ask._replace(how="alone") for ask in TAPPED)],
+    VIRTUAL: [Ask(STEP, "two terms"), Ask(STEP, "several terms"), *(ask._replace(how="alone") for ask in TAPPED)],
+    CP_DP: [
+        Ask(STEP, "several terms"),
+        *(Ask(STEP, mutation=mutation) for mutation in MUTATIONS if "stages" not in mutation),
+    ],
+    CP_PP: [Ask(STEP, mutation="stages are scaled apart")],
+}
 
 
-def asks_in(layout: Layout) -> list[Ask]:
-    if layout.vp == 1:
-        return ASKS
-    return [ask._replace(case=ask.case._replace(microbatches=4)) for ask in ASKS]  # whole rounds, Megatron asks
+def in_layout(layout: Layout, ask: Ask) -> Ask:
+    """Whole rounds of micro-batches, where Megatron asks for them."""
+    return ask if layout.vp == 1 else ask._replace(case=ask.case._replace(microbatches=4))
 
 
-def run(layout: Layout, asks: list[Ask], mutation: str | None = None) -> list[list[Any]]:
-    """By ask, what each rank gave."""
+@functools.cache
+def visited(layout: Layout) -> dict[Ask, list[Outcome]]:
+    """By ask, what each rank gave; one launch for all of a layout."""
+    asks = [in_layout(layout, ask) for ask in [*ASKS, *FURTHER.get(layout, [])]]
     rollouts = {shape: gpt_oracle.rollouts_of(shape) for shape in {ask.case.shape(layout) for ask in asks}}
-    by_rank = run_ranks(layout.world_size, functools.partial(run_steps, layout, asks, rollouts, mutation))
-    return [[found[k] for found in by_rank] for k in range(len(asks))]
+    by_rank = run_ranks(layout.world_size, functools.partial(run_steps, layout, asks, rollouts))
+    return {ask: [found[k] for found in by_rank] for k, ask in enumerate(asks)}
+
+
+def outcomes(layout: Layout, ask: Ask) -> list[Outcome]:
+    return visited(layout)[in_layout(layout, ask)]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_measured_weights_are_the_declared_ones(layout: Layout, record_property: Any) -> None:
-    asks = asks_in(layout)
     worst = 0.0
-    for ask, (first, *others) in zip(asks, run(layout, asks), strict=True):
+    for ask in (in_layout(layout, ask) for ask in ASKS):
+        first, *others = outcomes(layout, ask)
         measured = first.measured
         assert all(other.measured is None for other in others)
         assert not measured.unknown, (ask, measured.unknown)
@@ -101,61 +112,46 @@ def test_measured_weights_are_the_declared_ones(layout: Layout, record_property:
     record_property("audit_weight_error", worst)
 
 
-@pytest.mark.parametrize("layout", [QUICK, Layout(1, False, 2, 2, 1, 2)], ids=str)
+def test_the_comparison_sees_another_mode() -> None:
+    """Negative control: what is measured of each mode is none of the others' weights."""
+    asks = [Ask(STEP._replace(mode=mode)) for mode in oracle.MODES]
+    for ask in asks:
+        weights = outcomes(QUICK, ask)[0].measured.weights
+        for other in asks:
+            assert np.allclose(weights, expected_weights(QUICK, other)["weights"], rtol=1e-3, atol=0) == (ask == other)
+
+
+@pytest.mark.parametrize("layout", [QUICK, VIRTUAL], ids=str)
 def test_a_step_goes_on_as_if_it_were_not_measured(layout: Layout) -> None:
     """Gradients and weights after the optimizer's step, every bit of them, on every rank."""
-    asks = [ask for ask in asks_in(layout) if ask.how == "tap"][::2]
-    alone = [ask._replace(how="alone") for ask in asks]
-    outcomes = run(layout, [*asks, *alone])
-    for measured, unmeasured in zip(outcomes[: len(asks)], outcomes[len(asks) :], strict=True):
-        for one, other in zip(measured, unmeasured, strict=True):
-            for values, others in zip(one.after, other.after, strict=True):
+    for ask in TAPPED:
+        pairs = zip(outcomes(layout, ask), outcomes(layout, ask._replace(how="alone")), strict=True)
+        for measured, unmeasured in pairs:
+            for values, others in zip(measured.after, unmeasured.after, strict=True):
                 assert values.tobytes() == others.tobytes()
 
 
-@pytest.mark.parametrize("layout", [QUICK, Layout(1, False, 1, 1, 2, 2), Layout(1, False, 2, 2, 1, 2)], ids=str)
-def test_a_probe_parameter_says_the_same(layout: Layout) -> None:
-    """Two ways to measure that have nothing in common but the step."""
-    asks = [ask._replace(with_theta=True) for ask in asks_in(layout) if ask.how == "tap"][::2]
-    for ask, outcomes in zip(asks, run(layout, asks), strict=True):
-        measured = outcomes[0].measured
-        assert not measured.unknown
-        found = [outcome.by_theta for outcome in outcomes if outcome.by_theta is not None]
-        assert len(found) == layout.world_size // layout.pp
-        for weights, of_padding in found:
-            assert of_padding == 0
-            np.testing.assert_allclose(measured.weights, weights, rtol=EXACT, atol=0, err_msg=str(ask))
-
-
-BREAKING = [name for name, mutation in mutations.items() if mutation.says]
-
-
-@pytest.mark.parametrize("mutation", BREAKING)
+@pytest.mark.parametrize("mutation", MUTATIONS)
 def test_no_verdict_where_no_one_factor_holds(mutation: str) -> None:
     """Not even where the weights would look right to whoever took the factor from the configuration."""
-    layout, what = mutations[mutation].layout, mutations[mutation].says
-    ((first, *_),) = run(layout, [Ask(STEP, with_theta=mutation == "ranks are scaled apart")], mutation)
-    expected = expected_weights(layout, Ask(STEP))
-    assert what in " ".join(first.measured.unknown), first.measured.unknown
-    assert len(first.measured.weights) == len(expected["weights"])
-    if first.by_theta is not None:  # what really happened: the probe parameter is exact even then
-        apart = np.where(expected["dp_rank"] == 1, 2, 1)
-        np.testing.assert_allclose(first.by_theta[0], expected["weights"] * apart, rtol=EXACT, atol=0)
+    layout, says = CP_PP if "stages" in mutation else CP_DP, MUTATIONS[mutation][1]
+    first, *_ = outcomes(layout, Ask(STEP, mutation=mutation))
+    expected = expected_weights(layout, Ask(STEP))["weights"]
+    assert len(first.measured.weights) == len(expected)
+    if says:
+        assert says in " ".join(first.measured.unknown), first.measured.unknown
+    else:  # a loss scale is taken out
+        assert not first.measured.unknown
+        assert first.measured.facts["loss_scale"] == 2**10
+        np.testing.assert_allclose(first.measured.weights, expected, rtol=EXACT)
+        assert first.deviation is not None
+        assert first.deviation <= EXACT
 
 
-def test_a_loss_scale_is_taken_out() -> None:
-    layout = mutations["losses are scaled"].layout
-    ((first, *_),) = run(layout, [Ask(STEP)], "losses are scaled")
-    assert first.measured.facts["loss_scale"] == 2**10
-    np.testing.assert_allclose(first.measured.weights, expected_weights(layout, Ask(STEP))["weights"], rtol=EXACT)
-    assert first.deviation <= EXACT
-
-
-@pytest.mark.parametrize("layout", [QUICK, Layout(1, False, 2, 2, 1, 2)], ids=str)
+@pytest.mark.parametrize("layout", [QUICK, VIRTUAL], ids=str)
 def test_each_term_is_measured_by_itself(layout: Layout) -> None:
-    ask = Ask(STEP._replace(microbatches=4), "two terms")
-    (outcomes,) = run(layout, [ask])
-    steps = outcomes[0].steps
+    ask = in_layout(layout, Ask(STEP, "two terms"))
+    steps = outcomes(layout, ask)[0].steps
     assert list(steps) == ["pg", "token_mean"]
     second = BETA * expected_weights(layout, Ask(ask.case._replace(mode="token_mean")))["weights"]
     for name, expected in (("pg", expected_weights(layout, ask)["weights"]), ("token_mean", second)):
@@ -163,12 +159,11 @@ def test_each_term_is_measured_by_itself(layout: Layout) -> None:
         np.testing.assert_allclose(steps[name].weights, expected, rtol=EXACT, atol=0)
 
 
-@pytest.mark.parametrize("layout", [QUICK, Layout(1, False, 1, 1, 2, 2), Layout(1, False, 2, 2, 1, 2)], ids=str)
+@pytest.mark.parametrize("layout", [QUICK, CP_DP, VIRTUAL], ids=str)
 def test_declared_terms_are_judged_as_their_own_modes(layout: Layout) -> None:
     """Each by its own tap, over its own mask; its coefficient is no deviation, another mode is."""
-    ask = Ask(STEP._replace(microbatches=4), "several terms")
-    (outcomes,) = run(layout, [ask])
-    first = outcomes[0]
+    ask = in_layout(layout, Ask(STEP, "several terms"))
+    first, *others = outcomes(layout, ask)
     assert list(first.steps) == list(TERMS)
     masks = {None: None, "correct": correct_masks(gpt_oracle.rollouts_of(ask.case.shape(layout)))}
     for name, (mode, coef, mask) in TERMS.items():
@@ -184,19 +179,9 @@ def test_declared_terms_are_judged_as_their_own_modes(layout: Layout) -> None:
         assert any("coefficient" in note for note in verdict.notes) == (coef != 1)
         other = next(one for one, (mode, *_) in TERMS.items() if (mode or ask.case.mode) != own.mode)
         assert not judge(step, first.expected[other]).sound, (name, other)
-    for outcome in outcomes:
-        assert outcome.deviation is None or outcome.deviation <= EXACT
-    assert any(outcome.deviation is not None for outcome in outcomes)
-
-
-def test_the_comparison_sees_another_mode() -> None:
-    """Negative control: what is measured of each mode is none of the others' weights."""
-    layout = Layout(1, False, 1, 1, 2, 1)
-    asks = [Ask(STEP._replace(mode=mode)) for mode in oracle.MODES]
-    measured = [outcomes[0].measured.weights for outcomes in run(layout, asks)]
-    for i, weights in enumerate(measured):
-        for k, ask in enumerate(asks):
-            assert np.allclose(weights, expected_weights(layout, ask)["weights"], rtol=1e-3, atol=0) == (i == k)
+    deviations = [outcome.deviation for outcome in (first, *others) if outcome.deviation is not None]
+    assert deviations
+    assert max(deviations) <= EXACT
 
 
 def test_batches_that_are_known_and_one_that_is_not() -> None:

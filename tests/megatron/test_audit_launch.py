@@ -41,27 +41,19 @@ def free_port() -> str:
         return str(probe.getsockname()[1])
 
 
-def audit(*options: str, script: str = "pretrain_grpo.py", flags: list[str] | None = None) -> tuple[int, str]:
+def audit(*options: str, script: str, flags: list[str]) -> tuple[int, str]:
     """In one process, as torchrun would start it."""
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     ours = [sys.executable, "-m", "megatron_rl_loss", "audit", *options]
-    return run([*ours, str(EXAMPLES / script), *(FLAGS if flags is None else flags)], **alone)
+    return run([*ours, script, *flags], **alone)
 
 
 def test_a_script_under_torchrun_is_what_its_flags_ask(tmp_path: Path) -> None:
     out = tmp_path / "verdict.json"
-    command = [
-        *TORCHRUN,
-        "2",
-        "-m",
-        "megatron_rl_loss",
-        "audit",
-        "--json",
-        str(out),
-        str(EXAMPLES / "pretrain_grpo.py"),
-    ]
+    audited = ["-m", "megatron_rl_loss", "audit", "--json", str(out), str(EXAMPLES / "pretrain_grpo.py")]
     mode = ["--loss-aggregation", "constant", "--loss-aggregation-divisor", "400"]
-    status, text = run([*command, *FLAGS, *CP, *mode, "--save", str(tmp_path / "saved"), "--save-interval", "1"])
+    saved = ["--save", str(tmp_path / "saved"), "--save-interval", "1"]
+    status, text = run([*TORCHRUN, "2", *audited, *FLAGS, *CP, *mode, *saved])
     assert status == 0, text[-3000:]
     assert re.search(r"^SOUND: constant", text, re.MULTILINE)
     assert "iteration        1/" not in text  # it ends before the optimizer's step, and saves nothing
@@ -72,21 +64,10 @@ def test_a_script_under_torchrun_is_what_its_flags_ask(tmp_path: Path) -> None:
     assert found["facts"]["anchor"] == "decoder.final_layernorm.weight"
 
 
-def test_the_exit_status_says_whether_it_is_what_was_expected() -> None:
-    status, text = audit("--expect", "token_mean", flags=[*FLAGS, "--loss-aggregation", "sample_mean"])
-    assert status == 1, text[-3000:]
-    assert "NOT SOUND: asked token_mean" in text
-    status, text = audit("--expect", "sample_mean", "--step", "2", flags=[*FLAGS, "--loss-aggregation", "sample_mean"])
-    assert status == 0, text[-3000:]
-    assert len(re.findall("iteration +1/", text)) == 1  # the first step was trained
-
-
+#: A script without any change: the model's losses are what a mask is multiplied to, so they are heard at its output.
 STOCK = """
-import runpy, sys
-import pretrain_grpo
-from megatron_rl_loss.megatron import LossAggregation
 import contextlib
-{}
+import pretrain_grpo
 pretrain_grpo.LossAggregation.attached = lambda self: contextlib.nullcontext()  # stock: no look-ahead
 def forward_step(data_iterator, model):
     pack = next(data_iterator)
@@ -94,30 +75,18 @@ def forward_step(data_iterator, model):
     params = pretrain_grpo.on_device(pack)
     output = model(values[0], values[1], attention_mask=None, labels=values[2], packed_seq_params=params)
     mask = pack.samples.local(0, 1).mask[None]
-    return output, lambda losses: loss_of(losses, mask)
+    return output, lambda losses: ((losses * mask).sum(), (mask != 0).sum().int(), {})
 pretrain_grpo.forward_step = forward_step
-pretrain_grpo.main()
 """
-SUM = "def loss_of(losses, mask):\n    return (losses * mask).sum(), (mask != 0).sum().int(), {}"
-MEAN = "def loss_of(losses, mask):\n    return losses.mean(), {}"
-
-
-def written(path: Path, loss: str) -> str:
-    path.write_text(STOCK.format(loss))
-    return str(path)
-
-
-def test_a_script_without_any_change_is_heard_at_its_output(tmp_path: Path) -> None:
-    """The model's losses are what a mask is multiplied to: without advantages that measures the weights themselves."""
-    flags = [*FLAGS, "--calculate-per-token-loss"]
-    status, text = audit("--expect", "token_mean", script=written(tmp_path / "a.py", SUM), flags=flags)
-    assert status == 0, text[-3000:]
-    assert "Nothing was tapped" in text
-    status, text = audit("--expect", "token_mean", script=written(tmp_path / "b.py", MEAN))
-    assert status == 1, text[-3000:]
-    assert "NOT SOUND" in text
-
-
+FROZEN = """
+from megatron.core.models.gpt import GPTModel
+init = GPTModel.__init__
+def build(self, *args, **kwargs):
+    init(self, *args, **kwargs)
+    for name, parameter in self.named_parameters():
+        parameter.requires_grad_("output_layer" in name)
+GPTModel.__init__ = build
+"""
 TERMS = """
 import pretrain_grpo
 from megatron_rl_loss.reduction import Term
@@ -126,48 +95,42 @@ reduce = Microbatch.loss
 def loss(self, losses, metrics=None):
     return reduce(self, {"pg": losses, "kl": Term(losses.square(), "token_mean", coef=0.05)}, metrics)
 Microbatch.loss = loss
-pretrain_grpo.main()
 """
+MAIN = "pretrain_grpo.main()"
+PER_TOKEN, SAMPLE_MEAN = ["--calculate-per-token-loss"], ["--loss-aggregation", "sample_mean"]
+DIVIDED = "coefficient, 0.05, is divided out"
+# name: (script, the audit's options, the script's, exit status, what is printed)
+LAUNCHES: dict[str, tuple[str, list[str], list[str], int, list[str]]] = {
+    "the second step": (
+        TERMS + MAIN, ["--expect", "sample_mean", "--step", "2"], SAMPLE_MEAN,
+        0, ["^SOUND: sample_mean", "Further terms: kl", "iteration +1/"],  # the first step was trained
+    ),
+    "a term": (
+        TERMS + MAIN, ["--term", "kl"], SAMPLE_MEAN, 0, ["^SOUND: token_mean", "Further terms: pg", DIVIDED],
+    ),
+    "a term that is not what was expected": (
+        TERMS + MAIN, ["--term", "kl", "--expect", "sample_mean"], SAMPLE_MEAN,
+        1, ["^NOT SOUND: asked sample_mean", "Further terms: pg", DIVIDED],
+    ),
+    "stock": (STOCK + MAIN, ["--expect", "token_mean"], PER_TOKEN, 0, ["^SOUND: token_mean", "Nothing was tapped"]),
+    "stock, not what was expected": (
+        STOCK + MAIN, ["--expect", "sample_mean"], PER_TOKEN, 1, ["^NOT SOUND: asked sample_mean"],
+    ),
+    "no anchor": (STOCK + FROZEN + MAIN, [], [], 2, ["^NO VERDICT", "no parameter can be relied on"]),
+    "nothing trained": ("print('nothing')", [], [], 2, ["no training step had gone through"]),
+}  # fmt: skip
 
 
-def test_a_term_is_judged_as_its_own_mode(tmp_path: Path) -> None:
-    script = tmp_path / "terms.py"
-    script.write_text(TERMS)
-    flags = [*FLAGS, "--loss-aggregation", "sample_mean"]
-    for options, expected, words in (
-        ([], 0, "^SOUND: sample_mean"),
-        (["--term", "kl"], 0, "^SOUND: token_mean"),
-        (["--term", "kl", "--expect", "sample_mean"], 1, "^NOT SOUND: asked sample_mean"),
-    ):
-        status, text = audit(*options, script=str(script), flags=flags)
-        assert status == expected, text[-3000:]
-        assert re.search(words, text, re.MULTILINE), text[-3000:]
-        assert ("coefficient, 0.05, is divided out" in text) == ("--term" in options)
-        assert "Further terms: " + ("pg" if options else "kl") in text
-
-
-def test_no_verdict_has_a_status_of_its_own(tmp_path: Path) -> None:
-    script = tmp_path / "frozen.py"
-    frozen = "\n".join(
-        [
-            "from megatron.core.models.gpt import GPTModel",
-            "init = GPTModel.__init__",
-            "def build(self, *args, **kwargs):",
-            "    init(self, *args, **kwargs)",
-            "    for name, parameter in self.named_parameters():",
-            "        parameter.requires_grad_('output_layer' in name)",
-            "GPTModel.__init__ = build",
-        ]
-    )
-    script.write_text(STOCK.format(SUM + "\n" + frozen))
-    out = tmp_path / "verdict.json"
-    status, text = audit("--json", str(out), script=str(script))
-    assert status == 2, text[-3000:]
-    assert "no parameter can be relied on" in " ".join(json.loads(out.read_text())["unknown"])
-    script.write_text("print('nothing is trained')")
-    status, text = audit(script=str(script))
-    assert status == 2
-    assert "no training step had gone through" in text
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_the_exit_status_says_whether_it_is_what_was_expected(name: str, tmp_path: Path) -> None:
+    code, options, flags, expected, says = LAUNCHES[name]
+    script = tmp_path / "script.py"
+    script.write_text(code)
+    status, text = audit(*options, script=str(script), flags=[*FLAGS, *flags])
+    assert status == expected, text[-3000:]
+    for words in says:
+        assert len(re.findall(words, text, re.MULTILINE)) == 1, text[-3000:]
+    assert (DIVIDED in text) == ("--term" in options)
 
 
 def own_loop(flags: list[str]) -> str:

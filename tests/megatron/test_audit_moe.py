@@ -20,7 +20,6 @@ EXACT = 1e-6
 MICROBATCHES = 3
 LAYOUTS: dict[str, tuple[int, str, dict[str, int]]] = {
     "tp 2 x cp 2": (4, "moe and mtp", {"tp": 2, "cp": 2}),
-    "cp 2 x dp 2": (4, "moe", {"cp": 2}),
     "pp 2": (2, "moe and mtp", {"pp": 2}),
     "ep 2": (2, "moe", {"ep": 2}),
 }

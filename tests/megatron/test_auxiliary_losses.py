@@ -18,28 +18,26 @@ import oracle
 import pytest
 import torch
 import torch.distributed as dist
-from moe_gpt import Packed, build, run_step, step_data
+from moe_gpt import build, run_step, step_data
 from ranks import run_ranks
+from tiny_gpt import Batch
 
 from megatron_rl_loss.megatron import AggregationSettings
 
 pytestmark = pytest.mark.slow
 
-LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
-    "1 process": (1, {}),
-    "dp 2": (2, {}),
-    "cp 2 x dp 2": (4, {"cp": 2}),
-    "tp 2 with sequence parallelism": (2, {"tp": 2}),
-    "pp 2": (2, {"pp": 2}),
-    "ep 2": (2, {"ep": 2}),
-    "tp 2 x cp 2": (4, {"tp": 2, "cp": 2}),
+LAYOUTS: dict[str, tuple[int, dict[str, int], list[str]]] = {
+    "1 process": (1, {}, ["moe and mtp"]),
+    "dp 2": (2, {}, ["moe", "mtp"]),
+    "cp 2 x dp 2": (4, {"cp": 2}, ["moe", "mtp"]),
+    "tp 2 with sequence parallelism": (2, {"tp": 2}, ["moe", "mtp"]),
+    "ep 2": (2, {"ep": 2}, ["moe"]),
+    "pp 2": (2, {"pp": 2}, ["moe and mtp"]),
+    "tp 2 x cp 2": (4, {"tp": 2, "cp": 2}, ["moe and mtp"]),
 }
-RUNS = [("1 process", "moe and mtp"), ("dp 2", "moe"), ("dp 2", "mtp"), ("cp 2 x dp 2", "moe"), ("cp 2 x dp 2", "mtp")]
-RUNS += [("tp 2 with sequence parallelism", "moe"), ("tp 2 with sequence parallelism", "mtp"), ("ep 2", "moe")]
-RUNS += [("pp 2", "moe and mtp"), ("tp 2 x cp 2", "moe and mtp")]
 
 
-def ours(model: Any, batches: list[Packed]) -> Any:
+def ours(model: Any, batches: list[Batch]) -> Any:
     from megatron_rl_loss.megatron import LossAggregation
 
     def loss_of(microbatch: Any, losses: torch.Tensor) -> Any:
@@ -50,10 +48,10 @@ def ours(model: Any, batches: list[Packed]) -> Any:
     return run_step(model, batches, loss_of, wrap)
 
 
-def stock(model: Any, batches: list[Packed], *, counts: bool) -> Any:
+def stock(model: Any, batches: list[Batch], *, counts: bool) -> Any:
     """What a user of Megatron alone returns, with a loss of zero: 3-tuple with `counts`, else 2-tuple."""
 
-    def loss_of(batch: Packed, losses: torch.Tensor) -> Any:
+    def loss_of(batch: Batch, losses: torch.Tensor) -> Any:
         loss, num_tokens = (losses * batch.mask).sum() * 0, batch.mask.sum().int()
         return (loss, num_tokens, {}) if counts else (loss, {})
 
@@ -112,14 +110,14 @@ def cases_of(model_name: str, layout: dict[str, int]) -> list[dict[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize(("layout", "model"), RUNS)
+@pytest.mark.parametrize(("layout", "model"), [(name, one) for name, (*_, models) in LAYOUTS.items() for one in models])
 def test_auxiliary_gradients_are_those_of_megatron_alone(layout: str, model: str, record_property: Any) -> None:
-    world_size, sizes = LAYOUTS[layout]
+    world_size, sizes, _ = LAYOUTS[layout]
     ranks = run_ranks(world_size, functools.partial(cases_of, model, sizes))
     for rank, cases in enumerate(ranks):
         assert len(cases) == 10
         for case in cases:
-            assert case["error"] < oracle.chain_error(3, 32), (rank, case)  # two layers and MTP's, 32 tokens
+            assert case["error"] < oracle.chain_error(3, 64), (rank, case)  # two layers and MTP's, 64 tokens at most
             if case["what"] == "sum":  # both parts matter, or adding them would prove nothing
                 assert min(case["without auxiliary"], case["without policy"]) > 0.01, (rank, case)
             else:
@@ -151,5 +149,5 @@ def error_of_wrong_adapter(wrong: str, model_name: str, layout: dict[str, int]) 
 @pytest.mark.parametrize("model", ["moe", "mtp"])
 @pytest.mark.parametrize("wrong", ["counts samples", "scales by grad_scale_func"])
 def test_the_comparison_sees_an_adapter_that_rescales_auxiliary_losses(wrong: str, model: str) -> None:
-    world_size, sizes = LAYOUTS["cp 2 x dp 2"]
+    world_size, sizes, _ = LAYOUTS["cp 2 x dp 2"]
     assert min(run_ranks(world_size, functools.partial(error_of_wrong_adapter, wrong, model, sizes))) > 0.1

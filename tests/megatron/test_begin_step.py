@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import oracle
@@ -10,7 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import RankError, run_ranks
-from table_step import Batch, aggregation, dealt, one_step, start, step_samples, table_model
+from refusals import outcome_of
+from step_samples import dealt, step_samples
+from table_step import Batch, aggregation, one_step, start, table_model
 
 from megatron_rl_loss import BadBatchError, StepTotals, UnitCounts
 from megatron_rl_loss.megatron import next_microbatch
@@ -18,14 +19,6 @@ from megatron_rl_loss.megatron import next_microbatch
 SAMPLES = step_samples(seed=1)
 EVERYTHING = list(range(len(SAMPLES)))
 TABLE = [float(loss) for sample in SAMPLES for loss in sample.losses] + [0.0]
-
-
-def outcome_of(call: Callable[[], Any]) -> str:
-    try:
-        call()
-    except (ValueError, TypeError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "accepted"
 
 
 # ---- the look-ahead
@@ -88,24 +81,6 @@ def test_the_look_ahead_takes_every_kind_of_iterator() -> None:
     run_ranks(1, looked_ahead)
 
 
-def outcomes_of_chunks() -> list[str]:
-    """Two model chunks that read the same samples, and two that do not."""
-    start()
-    model = table_model(TABLE)
-    found = []
-    for second in (0, 1):
-        iterators = [iter([Batch(SAMPLES, [i], 1)]) for i in (0, second)]
-        begin = functools.partial(aggregation().begin_step, iterators, model=[model, model], num_microbatches=1)
-        found.append(outcome_of(begin))
-    return found
-
-
-def test_model_chunks_read_the_same_data() -> None:
-    same, other = run_ranks(1, outcomes_of_chunks)[0]
-    assert same == "accepted"
-    assert "the iterator of model chunk 0 gives other samples" in other
-
-
 def last_chunk_described() -> None:
     """Two chunks of the same masks, described by layouts of two kinds: the last one that reads data counts."""
     start()
@@ -139,16 +114,22 @@ def test_the_last_chunk_that_reads_data_is_described() -> None:
 def outcomes_of_iterators() -> dict[str, str]:
     start()
     model = table_model(TABLE)
-    batches = [Batch(SAMPLES, [0], 1)]
 
-    def begin(iterator: Any) -> Any:
-        return aggregation(mode="token_mean").begin_step(iterator, model=model, num_microbatches=1)
+    def begin(*iterators: Any) -> Any:
+        several = len(iterators) > 1
+        given, chunks = (list(iterators), [model] * 2) if several else (iterators[0], model)
+        return aggregation(mode="token_mean").begin_step(given, model=chunks, num_microbatches=1)
+
+    def of(sample: int) -> Any:
+        return iter([Batch(SAMPLES, [sample], 1)])
 
     return {
-        "a data set": outcome_of(lambda: begin(batches)),
+        "a data set": outcome_of(lambda: begin([Batch(SAMPLES, [0], 1)])),
         "None": outcome_of(lambda: begin(None)),
         "not attached": outcome_of(lambda: next_microbatch(iter([{"tokens": 1}]))),
-        "attached": outcome_of(lambda: next_microbatch(begin(iter(batches)))),
+        "attached": outcome_of(lambda: next_microbatch(begin(of(0)))),
+        "two chunks": outcome_of(lambda: begin(of(0), of(0))),
+        "two chunks of other data": outcome_of(lambda: begin(of(0), of(1))),
     }
 
 
@@ -157,13 +138,13 @@ def test_what_is_no_iterator_of_micro_batches_is_refused() -> None:
     assert "a data iterator of type Batch: micro-batches are taken from it one by one" in found["a data set"]
     assert "without validation data pass --eval-iters 0" in found["None"]
     assert "a data iterator that gives dict: the step's totals were not made" in found["not attached"]
-    assert found["attached"] == "accepted"
+    assert "the iterator of model chunk 0 gives other samples" in found["two chunks of other data"]
+    assert found["attached"] == found["two chunks"] == "accepted"
 
 
 def collectives_of_steps() -> list[dict[str, int]]:
-    """Of a step without ids, of one by ids, and of one whose counts are known."""
+    """Of a step by ids, and of one whose counts are known, with their losses and metrics."""
     start(cp=2)
-    samples = step_samples(seed=1)
     model = table_model([0.0], ddp=False)
     counts: dict[str, int] = {}
     for name in ("all_reduce", "all_gather", "all_to_all_single", "all_gather_object", "broadcast"):
@@ -176,86 +157,46 @@ def collectives_of_steps() -> list[dict[str, int]]:
         setattr(dist, name, counted)
     found = []
     by_hand: list[StepTotals] = []
-    for mode, known in (("token_mean", False), ("prompt_mean", False), ("prompt_mean", True)):
-        step = aggregation(mode=mode, totals_of=(lambda _: by_hand[0]) if known else None)
-        batches = [Batch(samples, [i], 2) for i in (0, 1, 2)]
-        if mode == "token_mean":
-            for batch in batches:
-                batch.samples.rollout_ids = None
-        if known:
-            for _ in range(2):  # the first step is compared with the masks, the second asks once for metrics
-                step.begin_step(iter(batches), model=model, num_microbatches=3)
-        counts.clear()
-        microbatches = step.begin_step(iter(batches), model=model, num_microbatches=3)
-        by_hand[:] = [step._last_step.totals]
-        if not known:
+    for known in (False, True):
+        step = aggregation(mode="prompt_mean", totals_of=(lambda _: by_hand[0]) if known else None)
+        batches = [Batch(SAMPLES, [i], 2) for i in (0, 1, 2)]
+        # Known: the first step is compared with the masks, the second asks once for metrics.
+        for _ in range(3 if known else 1):
+            counts.clear()
+            microbatches = step.begin_step(iter(batches), model=model, num_microbatches=3)
+            by_hand[:] = [step._last_plan.totals]
             for microbatch in microbatches:
-                num_local = len(microbatch.samples.local(0, 2))
-                microbatch.loss(torch.zeros(1, num_local, requires_grad=True), {"metric": torch.zeros(1, num_local)})
+                zeros = torch.zeros(1, len(microbatch.tokens))
+                microbatch.loss(zeros.clone().requires_grad_(), {"metric": zeros})
         found.append(dict(counts))
     return found
 
 
 def test_one_collective_round_a_step_and_none_a_microbatch() -> None:
-    without_ids = {"all_reduce": 2}  # a sum over dp, a maximum over cp (tp and pp have one rank)
-    by_id = {"all_reduce": 3, "all_to_all_single": 3}  # and the exchange by id
+    # A sum over dp, a maximum over cp (tp and pp have one rank), and the exchange by id; the rounds: test_totals.py.
     for found in run_ranks(4, collectives_of_steps):
-        assert found == [without_ids, by_id, {}]
+        assert found == [{"all_reduce": 3, "all_to_all_single": 3}, {}]
 
 
-# ---- errors and replicas
+# ---- replicas
 
 
-def outcome_with_bad_rank(tp: int, pp: int, cp: int) -> str:
-    """The data of rank 5 of 8 cannot be read."""
-
-    def broken() -> Iterator[Batch]:
-        yield good[0]
-        raise OSError("disk gone")
-
-    state = start(tp=tp, pp=pp, cp=cp)
-    chosen = dealt(SAMPLES, state.get_data_parallel_rank(), state.get_data_parallel_world_size(), 2)
-    good = [Batch(SAMPLES, which, cp) for which in chosen]
-    iterator = broken() if dist.get_rank() == 5 else iter(good)
-    model = table_model([0.0], ddp=False)
-    return outcome_of(lambda: aggregation().begin_step(iterator, model=model, num_microbatches=2))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("tp", "pp", "cp"), [(2, 1, 2), (2, 2, 1), (1, 4, 1), (1, 2, 2)])
-def test_errors_reach_tensor_context_and_pipeline_ranks(tp: int, pp: int, cp: int) -> None:
-    for text in run_ranks(8, outcome_with_bad_rank, tp, pp, cp):
-        assert text.startswith("BadBatchError: ")
-        assert "no weight was changed" in text
-        assert "rank 5: OSError: disk gone" in text
-
-
-def outcome_with_different_data() -> str:
-    start(pp=2, cp=2)
-    batch = Batch(SAMPLES, [0, 1] if dist.get_rank() == 3 else [0, 2], 2)
-    model = table_model([0.0], ddp=False)
-    return outcome_of(lambda: aggregation().begin_step(iter([batch]), model=model, num_microbatches=1))
-
-
-def test_pipeline_stages_that_read_data_hold_the_same_samples() -> None:
-    for text in run_ranks(4, outcome_with_different_data):
-        assert "were given different samples" in text
-
-
-def stage_without_data() -> str:
-    """Only the last pipeline stage reads data; the first has no iterator."""
+def stages() -> tuple[str, str]:
+    """Whether stages may differ in their data, and what the first gets that reads none."""
     state = start(pp=2)
-    samples = step_samples(seed=1)
-    chosen = dealt(samples, state.get_data_parallel_rank(), 2, 1)
+    model = table_model([0.0], ddp=False)
     last = state.is_pipeline_last_stage()
-    iterator = iter([Batch(samples, chosen[0], 1)]) if last else None
-    step = aggregation(mode="prompt_mean")
-    handed = step.begin_step(iterator, model=table_model([0.0], ddp=False), num_microbatches=1)
-    return "nothing" if handed is None else f"{next(handed).totals.prompts.all} prompts"
+    begin = functools.partial(aggregation(mode="prompt_mean").begin_step, model=model, num_microbatches=1)
+    other = outcome_of(lambda: begin(iter([Batch(SAMPLES, [0, 1] if last else [0, 2], 1)])))
+    chosen = dealt(SAMPLES, state.get_data_parallel_rank(), 2, 1)
+    handed = begin(iter([Batch(SAMPLES, chosen[0], 1)]) if last else None)
+    return other, "nothing" if handed is None else f"{next(handed).totals.prompts.all} prompts"
 
 
-def test_a_pipeline_stage_may_read_no_data_unless_it_computes_the_loss() -> None:
-    assert run_ranks(4, stage_without_data) == ["nothing", "nothing", "3 prompts", "3 prompts"]
+def test_a_pipeline_stage_reads_the_same_data_or_none_unless_it_computes_the_loss() -> None:
+    others, handed = zip(*run_ranks(4, stages), strict=True)
+    assert all("were given different samples" in text for text in others)
+    assert handed == ("nothing", "nothing", "3 prompts", "3 prompts")
 
 
 # ---- totals that a user knows
@@ -266,14 +207,7 @@ WHOLE = StepTotals.from_loss_masks(
     rollout_ids=[str(sample.rollout_id) for sample in SAMPLES],
     prompt_ids=[str(sample.prompt_id) for sample in SAMPLES],
 )
-KNOWN = {
-    "step_tokens": WHOLE.step_tokens,
-    "step_active_tokens": WHOLE.step_active_tokens,
-    "rollouts": WHOLE.rollouts,
-    "prompts": WHOLE.prompts,
-}
-
-
+KNOWN = {name: getattr(WHOLE, name) for name in ("step_tokens", "step_active_tokens", "rollouts", "prompts")}
 NO_ROLLOUTS = {"rollouts": UnitCounts(tokens=WHOLE.rollouts.tokens)}
 TOTALS = {
     # (changed counts, mode, per-token loss, a metric, empty step): what is said, "" for nothing
@@ -294,7 +228,7 @@ TOTALS = {
     ),
     "an empty step could not be told": (
         ({"step_active_tokens": None}, "token_mean", False, False, "error"),
-        "totals without step_active_tokens: --loss-aggregation-empty-step error needs it",
+        "totals without step_active_tokens: empty step handling 'error' needs it",
     ),
     "of half the step": (
         ({"step_tokens": WHOLE.step_tokens / 2}, "token_mean", False, False, "warn"),  # type: ignore[operator]

@@ -1,7 +1,8 @@
 """The main job: `examples/pretrain_grpo.py`, a real `megatron.training.pretrain`, in several layouts.
 
-A checkpoint is saved once, by one process, and resumed in every layout for two steps on the same rollouts. Losses,
-metrics and grad norms must agree; grad norms are those of the whole model before clipping.
+A checkpoint is saved once, by one process, and resumed for two steps on the same rollouts in every layout, with stock
+and with chunked log-probs. Losses, metrics and grad norms must agree with one process; grad norms are those of the
+whole model before clipping. The weights of all modes in all layouts are unit tests.
 """
 
 import functools
@@ -13,7 +14,6 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import oracle
 import pytest
@@ -30,11 +30,14 @@ MODES = {
     "constant": ["--loss-aggregation", "constant", "--loss-aggregation-divisor", "40960"],
 }
 TP, PP, CP = (f"--{axis}-parallel-size" for axis in ("tensor-model", "pipeline-model", "context"))
-LAYOUTS: dict[str, tuple[int, list[str]]] = {
-    "tp 2 x cp 2": (4, [TP, "2", CP, "2", "--sequence-parallel"]),
-    "dp 4": (4, []),
-    "pp 2 x cp 2": (4, [PP, "2", CP, "2"]),
-    "cp 4": (4, [CP, "4"]),
+OVERLAP = ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"]
+STAGES = [PP, "2", "--num-layers-per-virtual-pipeline-stage", "1"]
+#: On four processes.
+LAYOUTS = {
+    "tp 2 x cp 2": [TP, "2", CP, "2", "--sequence-parallel"],
+    "dp 4": [],
+    "pp 2 x cp 2": [PP, "2", CP, "2"],
+    "cp 4": [CP, "4"],
 }
 
 
@@ -63,146 +66,156 @@ def write_rollouts(path: Path) -> None:
     path.write_text("\n".join(lines))
 
 
+Steps = list[dict[str, float]]
+
+
+class Runs:
+    """Two steps from a checkpoint of one step of each model; every launch is run once."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        write_rollouts(folder / "rollouts.jsonl")
+        self.steps = functools.cache(self._steps)
+        self._saved = functools.cache(self._save)
+
+    def _save(self, model: tuple[str, ...]) -> list[str]:
+        data = ["--rollouts", str(self.folder / "rollouts.jsonl"), *model]
+        checkpoint = str(self.folder / f"checkpoint{'-'.join(model)}")
+        run_ranks(1, train, [*data, "--save", checkpoint, "--save-interval", "1", "--train-iters", "1"])
+        resume = ["--no-load-rng", "--override-opt-param-scheduler", "--train-iters", "3"]
+        return [*data, "--load", checkpoint, *resume]
+
+    def _steps(self, world_size: int, flags: tuple[str, ...], model: tuple[str, ...]) -> Steps:
+        return run_ranks(world_size, train, [*self._saved(model), *flags])[-1]
+
+    def alone(self, *flags: str, model: tuple[str, ...] = ()) -> Steps:
+        return self.steps(1, flags, model)
+
+    def on_four(self, *flags: str, model: tuple[str, ...] = ()) -> Steps:
+        return self.steps(4, flags, model)
+
+
 @pytest.fixture(scope="module")
-def start(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Flags that resume from a checkpoint of one step, saved by one process."""
-    folder = tmp_path_factory.mktemp("start")
-    write_rollouts(folder / "rollouts.jsonl")
-    data = ["--rollouts", str(folder / "rollouts.jsonl")]
-    save = ["--save", str(folder / "checkpoint"), "--save-interval", "1", "--train-iters", "1"]
-    run_ranks(1, train, [*data, *save])
-    return [
-        *data,
-        "--load",
-        str(folder / "checkpoint"),
-        "--no-load-rng",
-        "--override-opt-param-scheduler",
-        "--train-iters",
-        "3",
-    ]
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return Runs(tmp_path_factory.mktemp("runs"))
 
 
-def last_rank(world_size: int, flags: list[str]) -> list[dict[str, float]]:
-    return run_ranks(world_size, train, flags)[-1]
+#: Two layers, four with virtual stages, of sums over 256 tokens; then a second step of Adam.
+OF_LAYOUTS = 2 * oracle.chain_error(4, 256)
 
 
-@pytest.fixture(scope="module")
-def on_one_process(start: list[str]) -> Any:
-    @functools.cache
-    def run(mode: str) -> list[dict[str, float]]:
-        return last_rank(1, [*start, *MODES[mode]])
-
-    return run
-
-
-def assert_same_steps(actual: list[dict[str, float]], expected: list[dict[str, float]]) -> None:
+def assert_same_steps(actual: Steps, expected: Steps, rel: float = OF_LAYOUTS) -> None:
     assert [step["iteration"] for step in actual] == [2, 3]
     for step, reference in zip(actual, expected, strict=True):
-        # Two layers, four with virtual stages, of sums over 256 tokens; then a second step of Adam.
-        assert step == pytest.approx(reference, rel=2 * oracle.chain_error(4, 256), abs=1e-9)
+        assert {name: step[name] for name in reference} == pytest.approx(reference, rel=rel, abs=1e-7)
 
 
-#: Each mode in a layout with CP and in one without; the weights of all modes in all layouts are unit tests.
-PAIRS = [
-    ("tp 2 x cp 2", "sample_mean"),
-    ("tp 2 x cp 2", "prompt_mean"),
-    ("dp 4", "prompt_mean"),
-    ("dp 4", "token_mean"),
-    ("pp 2 x cp 2", "token_mean"),
-    ("pp 2 x cp 2", "constant"),
-    ("cp 4", "constant"),
-    ("cp 4", "sample_mean"),
-]
-
-
-@pytest.mark.parametrize(("layout", "mode"), PAIRS)
-def test_a_step_is_the_same_in_every_layout(layout: str, mode: str, start: list[str], on_one_process: Any) -> None:
-    world_size, flags = LAYOUTS[layout]
-    assert_same_steps(last_rank(world_size, [*start, *flags, *MODES[mode]]), on_one_process(mode))
-
-
-POLICY_LOSSES = {
-    "gspo": ["--clip-low", "0.5", "--clip-high", "0.5"],
-    "luspo": ["--loss-aggregation", "trl:luspo", "--clip-low", "0.5", "--clip-high", "0.5"],
-    "gmpo": [],
-    "gspo_token": ["--loss-aggregation", "token_mean", "--clip-low", "0.5", "--clip-high", "0.5"],
-    "cispo": ["--loss-aggregation", "prompt_mean"],
-    "sapo": [],
+WIDE = ["--clip-low", "0.5", "--clip-high", "0.5"]
+FOUR_LAYERS = ("--num-layers", "4")
+PER_TOKEN = ["--calculate-per-token-loss", "--loss-aggregation-with-per-token-loss"]
+#: Flags of four processes beside those of one; of both.
+CASES: dict[str, tuple[list[str], list[str]]] = {
+    "tp 2 x cp 2": (LAYOUTS["tp 2 x cp 2"], MODES["prompt_mean"]),
+    "dp 4": (LAYOUTS["dp 4"], MODES["token_mean"]),
+    "pp 2 x cp 2": (LAYOUTS["pp 2 x cp 2"], MODES["constant"]),
+    "cp 4": (LAYOUTS["cp 4"], MODES["sample_mean"]),
+    "per-token carrier": ([*PER_TOKEN, CP, "2"], MODES["prompt_mean"]),
+    "average in collective": ([CP, "2", "--ddp-average-in-collective"], []),
+    "overlap": ([CP, "2", *OVERLAP, "--no-load-optim"], ["--no-load-optim"]),
+    # A sequence's ratio is a sum over CP ranks, forward and backward, between the schedule's own collectives.
+    "gspo": (LAYOUTS["tp 2 x cp 2"], ["--policy-loss", "gspo", *WIDE]),
+    "gspo, pp 2 x cp 2": (LAYOUTS["pp 2 x cp 2"], ["--policy-loss", "gspo", *WIDE]),
+    "luspo": (LAYOUTS["cp 4"], ["--policy-loss", "luspo", "--loss-aggregation", "trl:luspo", *WIDE]),
+    "gmpo": (LAYOUTS["tp 2 x cp 2"], ["--policy-loss", "gmpo"]),
+    "gspo_token": (LAYOUTS["cp 4"], ["--policy-loss", "gspo_token", *MODES["token_mean"], *WIDE]),
+    "cispo": (LAYOUTS["tp 2 x cp 2"], ["--policy-loss", "cispo", *MODES["prompt_mean"]]),
+    "sapo": (LAYOUTS["dp 4"], ["--policy-loss", "sapo"]),
 }
 
 
-@pytest.mark.parametrize("name", POLICY_LOSSES)
-def test_a_policy_loss_is_the_same_in_every_layout(name: str, start: list[str], on_one_process: Any) -> None:
-    """Sequences lie on two CP ranks, whose sums go forward and backward through the real schedule."""
-    asked = [*start, "--policy-loss", name, *POLICY_LOSSES[name]]
-    alone = last_rank(1, asked)
-    for layout in ("tp 2 x cp 2", "pp 2 x cp 2", "cp 4") if name == "gspo" else ("tp 2 x cp 2",):
-        world_size, flags = LAYOUTS[layout]
-        assert_same_steps(last_rank(world_size, [*asked, *flags]), alone)
-    ppo = on_one_process("sample_mean")[0]
-    assert abs(alone[0]["grad_norm"] - ppo["grad_norm"]) > 1e-2 * ppo["grad_norm"]
+@pytest.mark.parametrize("case", CASES)
+def test_a_step_is_the_same_in_every_layout(case: str, runs: Runs) -> None:
+    of_four, of_both = CASES[case]
+    assert_same_steps(runs.on_four(*of_four, *of_both), runs.alone(*of_both))
+    if "--policy-loss" in of_both:
+        norm, ppo = (run[0]["grad_norm"] for run in (runs.alone(*of_both), runs.alone(*MODES["sample_mean"])))
+        assert abs(norm - ppo) > 1e-2 * ppo, "another loss would not be seen"
 
 
-def test_modes_and_unit_counting_differ_on_this_data(start: list[str], on_one_process: Any) -> None:
+def test_flags_that_say_nothing_new(runs: Runs) -> None:
+    assert_same_steps(runs.on_four(CP, "2"), runs.alone(*MODES["sample_mean"]))
+    assert_same_steps(runs.on_four(CP, "2", "--calculate-per-token-loss"), runs.alone(*MODES["token_mean"]))
+
+
+def test_modes_and_unit_counting_differ_on_this_data(runs: Runs) -> None:
     """If they did not, agreement between layouts would prove nothing."""
-    active = last_rank(1, [*start, *MODES["sample_mean"], "--loss-aggregation-units", "active"])
-    steps = [on_one_process(mode)[0] for mode in MODES] + [active[0]]
-    # Losses and grad norms alike; constant's are far smaller, so compare what is left of a common factor too.
+    steps = [runs.alone(*mode)[0] for mode in MODES.values()]
+    steps.append(runs.alone(*MODES["sample_mean"], "--loss-aggregation-units", "active")[0])
     for value in ("pg_loss", "grad_norm"):
         values = sorted(abs(step[value]) for step in steps)
         assert all(b > 1.01 * a for a, b in itertools.pairwise(values)), values
     assert 0 < steps[0]["clip_fraction"] < 1
 
 
-@pytest.mark.parametrize("mode", ["prompt_mean", "constant"])
-def test_the_per_token_carrier_changes_nothing(mode: str, start: list[str], on_one_process: Any) -> None:
-    flags = ["--calculate-per-token-loss", "--loss-aggregation-with-per-token-loss", CP, "2"]
-    assert_same_steps(last_rank(4, [*start, *flags, *MODES[mode]]), on_one_process(mode))
+# ---- chunked log-probs
+
+CHUNKED = ["--log-probs", "chunked", "--log-probs-chunk-tokens", "37"]
+RECOMPUTED = ["--old-log-probs", "recomputed", "--kl-beta", "0.1"]
+#: Of losses and grad norms of stock in the same layout.
+SAME = 1e-5
 
 
-OTHER_SETTINGS = {
-    "virtual pipeline stages": (
-        4,
-        [PP, "2", CP, "2", "--num-layers-per-virtual-pipeline-stage", "1", "--num-layers", "4"],
-        ["--num-layers", "4"],
-    ),
-    "overlapped reduce, distributed optimizer": (
-        4,
-        [CP, "2", "--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather", "--no-load-optim"],
-        ["--no-load-optim"],
-    ),
-    "average in collective": (4, [CP, "2", "--ddp-average-in-collective"], []),
-    "default mode": (4, [CP, "2"], MODES["sample_mean"]),
-    "per-token flag alone": (4, [CP, "2", "--calculate-per-token-loss"], MODES["token_mean"]),
-}
+@pytest.mark.parametrize("layout", [*LAYOUTS, "overlap"])
+def test_chunked_is_stock(layout: str, runs: Runs) -> None:
+    flags = LAYOUTS.get(layout, [TP, "2", *OVERLAP, "--no-load-optim"])
+    stock, chunked = runs.on_four(*flags), runs.on_four(*flags, *CHUNKED)
+    assert_same_steps(chunked, stock, SAME)
+    assert all(0 < step["entropy"] < 3.5 for step in chunked)  # log(32)
+    assert "entropy" not in stock[0]
 
 
-@pytest.mark.parametrize(("world_size", "flags", "reference"), OTHER_SETTINGS.values(), ids=OTHER_SETTINGS.keys())
-def test_other_megatron_settings(
-    world_size: int, flags: list[str], reference: list[str], start: list[str], tmp_path: Path
-) -> None:
-    if "--num-layers" in reference:  # another model needs a checkpoint of its own
-        save = [*start[:2], *reference, "--save", str(tmp_path), "--save-interval", "1", "--train-iters", "1"]
-        run_ranks(1, train, save)
-        start = [*start[:2], "--load", str(tmp_path), *start[4:]]
-    assert_same_steps(last_rank(world_size, [*start, *flags]), last_rank(1, [*start, *reference]))
+@pytest.mark.parametrize("layout", ["tp 2 x cp 2", "pp 2 x cp 2", "dp 4"])
+def test_recomputed_log_probs_and_entropy_bonus_in_every_layout(layout: str, runs: Runs) -> None:
+    alone = runs.alone(*RECOMPUTED)
+    assert_same_steps(runs.on_four(*LAYOUTS[layout], *RECOMPUTED, *CHUNKED), alone, SAME)
+    # The old policy is the one in training before its one step; the reference is that of the launch's first step.
+    assert [step["clip_fraction"] for step in alone] == [0, 0]
+    assert alone[0]["ppo_kl"] == pytest.approx(0, abs=1e-6)
+    assert alone[0]["reference_kl"] == pytest.approx(0, abs=1e-9)
+    assert alone[1]["reference_kl"] > 1e-6
+    bonus = [*CHUNKED, *RECOMPUTED, "--entropy-bonus", "0.01", "--temperature", "0.9"]
+    assert_same_steps(runs.on_four(*LAYOUTS[layout], *bonus), runs.alone(*bonus), SAME)
+
+
+def test_virtual_pipeline_stages(runs: Runs) -> None:
+    assert_same_steps(runs.on_four(*STAGES, CP, "2", model=FOUR_LAYERS), runs.alone(model=FOUR_LAYERS))
+    recomputed = [*RECOMPUTED, *CHUNKED]
+    assert_same_steps(
+        runs.on_four(*STAGES, *recomputed, model=FOUR_LAYERS), runs.alone(*recomputed, model=FOUR_LAYERS), SAME
+    )
+
+
+def test_the_flags_change_what_they_say(runs: Runs) -> None:
+    """Negative controls: agreement would prove nothing if nothing differed."""
+    variants = [[], ["--entropy-bonus", "0.05"], ["--temperature", "0.8"], ["--kl-beta", "2"]]
+    norms = sorted(runs.alone(*CHUNKED, *more)[1]["grad_norm"] for more in variants)
+    assert all(b > (1 + 10 * SAME) * a for a, b in itertools.pairwise(norms)), norms
 
 
 # ---- launched as a user does
 
 
-def launch(processes: int, *flags: str, check: bool = True) -> str:
-    command = [str(EXAMPLES / "launch_grpo.sh"), str(processes), "--global-batch-size", "4", *flags]
-    environment = os.environ | {"PYTHON": sys.executable}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
-    assert (done.returncode == 0) == check, done.stdout[-3000:] + done.stderr[-3000:]
-    return done.stdout + done.stderr
-
-
 def test_the_launch_line_with_its_progress_and_tensorboard(tmp_path: Path) -> None:
-    parallel = [TP, "1", CP, "2"]
-    mode = ["--loss-aggregation", "constant", "--loss-aggregation-divisor", "40960"]
-    text = launch(2, *parallel, *mode, "--train-iters", "2", "--tensorboard-dir", str(tmp_path))
+    command = [str(EXAMPLES / "launch_grpo.sh"), "2", "--global-batch-size", "4", TP, "1", CP, "2", *MODES["constant"]]
+    done = subprocess.run(
+        [*command, "--train-iters", "2", "--tensorboard-dir", str(tmp_path)],
+        env=os.environ | {"PYTHON": sys.executable},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    text = done.stdout + done.stderr
+    assert done.returncode == 0, text[-3000:]
     assert "loss aggregation: constant, divisor 40960, unit counting all" in text
     progress = re.findall(r"iteration +2/ +2 \|.*pg_loss: (\S+) \|.*grad norm: (\S+) \|", text)
     alone = re.findall(r"of iteration +2 alone \| pg_loss: (\S+) \| log_prob: (-\S+) \|", text)
@@ -212,8 +225,8 @@ def test_the_launch_line_with_its_progress_and_tensorboard(tmp_path: Path) -> No
     assert {"pg_loss", "log_prob", "grad-norm"} <= set(events.Tags()["scalars"])
 
 
+#: By the example; what the package refuses is in test_bad_input.py.
 REFUSED = {
-    "unknown mode": (["--loss-aggregation", "dapo"], "there is no such mode"),  # the others: test_bad_input.py
     "micro-batches of two packs": (["--micro-batch-size", "2"], "a micro-batch is one pack"),
     "batch ramp-up": (["--rampup-batch-size", "4", "4", "8"], "--rampup-batch-size: a step's packs are fixed here"),
     "a policy loss with a mode that makes another of it": (
@@ -225,6 +238,9 @@ REFUSED = {
         "clip_high=0.28 for the policy loss sapo",
     ),
     "packs too short": (["--seq-length", "64", "--max-position-embeddings", "64"], "do not fit into 8 packs"),
+    "a temperature with the stock head": (["--temperature", "0.7"], "with --log-probs stock: it has neither"),
+    "a KL term beside an overlapped gather": (["--kl-beta", "0.1", *OVERLAP], "weights are exchanged in place"),
+    "a temperature of 0": (["--log-probs", "chunked", "--temperature", "0"], "temperature is 0"),
 }
 
 

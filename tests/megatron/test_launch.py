@@ -1,32 +1,26 @@
 """A launch: which process groups it takes, what `attached` replaces in Megatron, and the first step's line."""
 
 import contextlib
+import functools
 import io
 import re
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from ranks import run_ranks
-from table_step import Batch, aggregation, start, step_samples, table_model
+from refusals import outcome_of
+from step_samples import step_samples
+from table_step import Batch, aggregation, start, table_model
 
 from megatron_rl_loss import StepTotals
 from megatron_rl_loss.megatron import AggregationSettings, LossAggregation
 
 SAMPLES = step_samples(seed=1)
-EVERYTHING = list(range(len(SAMPLES)))
 TABLE = [float(loss) for sample in SAMPLES for loss in sample.losses] + [0.0]
-
-
-def outcome_of(call: Callable[[], Any]) -> str:
-    try:
-        call()
-    except (ValueError, TypeError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "accepted"
 
 
 def outcomes_of_groups() -> dict[str, str]:
@@ -40,10 +34,9 @@ def outcomes_of_groups() -> dict[str, str]:
     }
     found = {}
     for name, groups in options.items():
-        try:
-            found[name] = str(StepTotals.from_loss_masks([torch.ones(2)], **groups).step_tokens)
-        except ValueError as error:
-            found[name] = str(error)
+        count = functools.partial(StepTotals.from_loss_masks, [torch.ones(2)], **groups)
+        outcome = outcome_of(count)
+        found[name] = str(count().step_tokens) if outcome == "accepted" else outcome
     model = table_model([0.0], ddp=False)
     partial = LossAggregation(
         AggregationSettings.resolve(),
@@ -69,14 +62,13 @@ def groups_of_models() -> list[str]:
     whole = ProcessGroupCollection.use_mpu_process_groups(names)
     alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     one_rank = ProcessGroupCollection(**dict.fromkeys(names, alone))
-    samples = step_samples(seed=1)
     found = []
     for given, of_model in ((None, None), (one_rank, None), (None, one_rank), (whole, one_rank)):
         model = table_model([0.0], ddp=False)
         if of_model is not None:
             model.pg_collection = of_model
         step = LossAggregation(AggregationSettings.resolve(), lambda batch: batch.samples, pg_collection=given)
-        batch = Batch(samples, [0], 2 if (given or of_model or whole) is whole else 1)
+        batch = Batch(SAMPLES, [0], 2 if (given or of_model or whole) is whole else 1)
         handed = list(step.begin_step(iter([batch]), model=model, num_microbatches=1))
         found.append(len(handed[0].pg_loss.weights))
     assert state.get_context_parallel_world_size() == 2
@@ -85,70 +77,56 @@ def groups_of_models() -> list[str]:
 
 def test_the_groups_are_the_launchs_or_the_models_or_megatrons() -> None:
     """A rank that is its own context-parallel group holds all tokens of its micro-batch, one of two holds half."""
-    length = len(step_samples(seed=1)[0].mask)
+    length = len(SAMPLES[0].mask)
     halves, all_of_it = -(-length // 4) * 4 // 2, -(-length // 2) * 2
     assert run_ranks(2, groups_of_models) == [[halves, all_of_it, all_of_it, halves]] * 2
 
 
-def attached_names() -> tuple[list[bool], list[str], list[Any]]:
-    """What is in the place of Megatron's names inside and after `attached`; the lines logged; the schedule's call."""
+def attached() -> None:
+    """On a rank: what is in the place of Megatron's names inside and after `attached`."""
     from megatron.training import training
 
     start()
     lines: list[str] = []
     given: list[Any] = []
 
-    def get_schedule() -> Any:
-        return lambda **kwargs: given.append(kwargs) or "stored"
-
     def training_log(loss_dict: Any, *args: Any, **kwargs: Any) -> str:
         lines.append("Megatron's line")
         return "logged"
 
-    training.get_forward_backward_func, training.training_log = get_schedule, training_log
+    training.get_forward_backward_func = lambda: lambda **kwargs: given.append(kwargs) or "stored"  # type: ignore[func-returns-value]
+    training.training_log = training_log
     training.get_args = lambda: SimpleNamespace(log_interval=2)
     training.print_rank_last = lines.append
     before = training.get_forward_backward_func, training.training_log
-    samples = step_samples(seed=1)
-    seen = []
+    model = table_model([0.0], ddp=False)
+    options = {"num_microbatches": 2, "seq_length": 8}
     with aggregation(mode="token_mean").attached():
-        seen.append(training.get_forward_backward_func is not before[0])
-        batches = iter([Batch(samples, [0], 1), Batch(samples, [1], 1)])
-        model = table_model([0.0], ddp=False)
-        stored = training.get_forward_backward_func()(
-            forward_step_func=print, data_iterator=batches, model=model, num_microbatches=2, seq_length=8
-        )
-        seen.append(stored == "stored")
+        assert training.get_forward_backward_func is not before[0]
+        batches = iter([Batch(SAMPLES, [0], 1), Batch(SAMPLES, [1], 1)])
+        schedule = training.get_forward_backward_func()
+        assert schedule(forward_step_func=print, data_iterator=batches, model=model, **options) == "stored"
         losses = {"pg_loss": torch.tensor(-0.25), "kl": torch.tensor(2.0)}
         for iteration in (1, 2):
-            seen.append(training.training_log(losses, {}, 0.1, iteration, 1.0) == "logged")
-        seen.append(training.training_log(losses, iteration=4) == "logged")
-        try:
-            with aggregation().attached():
-                pass
-        except RuntimeError as error:
-            seen.append("attached() inside attached()" in str(error))
-    seen.append((training.get_forward_backward_func, training.training_log) == before)
-    try:
-        with aggregation().attached():
-            raise KeyError
-    except KeyError:
-        seen.append((training.get_forward_backward_func, training.training_log) == before)
+            assert training.training_log(losses, {}, 0.1, iteration, 1.0) == "logged"
+        assert training.training_log(losses, iteration=4) == "logged"
+        with pytest.raises(RuntimeError, match=r"attached\(\) inside attached\(\)"), aggregation().attached():
+            pass
+    assert (training.get_forward_backward_func, training.training_log) == before
+    with pytest.raises(KeyError), aggregation().attached():
+        raise KeyError
+    assert (training.get_forward_backward_func, training.training_log) == before
     (kwargs,) = given
-    handed = [(type(one).__name__, len(one.data.samples.loss_masks)) for one in kwargs.pop("data_iterator")]
+    assert [len(one.data.samples.loss_masks) for one in kwargs.pop("data_iterator")] == [1, 1]
     assert kwargs.pop("forward_step_func").__wrapped__ is print
-    return seen, lines, [handed, kwargs.pop("model") is model, kwargs]
-
-
-def test_attached_wraps_pretrain_and_puts_back_what_it_replaced() -> None:
-    ((seen, lines, (handed, same_model, others)),) = run_ranks(1, attached_names)
-    assert seen == [True] * 8
-    assert handed == [("Microbatch", 1)] * 2
-    assert same_model
-    assert others == {"num_microbatches": 2, "seq_length": 8}
+    assert kwargs == {"model": model, **options}
     values = "alone | pg_loss: -2.500000E-01 | kl: 2.000000E+00 |"
     of_2, of_4 = (f"   of iteration {iteration:8d} {values}" for iteration in (2, 4))
     assert lines == ["Megatron's line"] * 2 + [of_2, "Megatron's line", of_4]
+
+
+def test_attached_wraps_pretrain_and_puts_back_what_it_replaced() -> None:
+    run_ranks(1, attached)
 
 
 def announced() -> str:

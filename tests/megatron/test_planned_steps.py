@@ -11,7 +11,8 @@ import oracle
 import pytest
 import torch
 from ranks import RankError, run_ranks
-from table_step import DIVISOR, Batch, dealt, relative_error, start, step_samples, table_model
+from step_samples import DIVISOR, dealt, step_samples
+from table_step import Batch, relative_error, start, table_model
 from torch import Tensor
 
 from megatron_rl_loss import Samples, ZigzagTHD

@@ -1,13 +1,12 @@
 """``python -m megatron_rl_loss example``: what there is, copies that hold what they need, and nothing overwritten."""
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from refusals import Call, Refusal, check_refusal, each_of
-from repository import EXAMPLES, ROOT
+from repository import EXAMPLES
 
 from megatron_rl_loss.__main__ import (
     copy_example,
@@ -15,6 +14,7 @@ from megatron_rl_loss.__main__ import (
     examples_folder,
     find_example,
     format_examples,
+    main,
     with_companions,
 )
 
@@ -87,20 +87,21 @@ def test_refusals(refused: Call, error: type[Exception], text: str, accepted: Ca
     check_refusal(refused, error, text, accepted)
 
 
-@pytest.mark.slow
-def test_the_command_copies_and_overwrites_nothing(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "megatron_rl_loss", "example", "pretrain_grpo", "--to", str(tmp_path / "new")]
-    first, second = (
-        subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
-        for _ in range(2)
-    )
-    copied = first.stdout.splitlines()
+def test_the_command_copies_and_overwrites_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In an interpreter of its own: test_commands.py."""
+    monkeypatch.setattr(sys, "argv", ["megatron_rl_loss", "example", "pretrain_grpo", "--to", str(tmp_path / "new")])
+    main()
+    copied = capsys.readouterr().out.splitlines()
     assert str(tmp_path / "new" / "pretrain_grpo.py") in copied
     for file in copied:
         assert Path(file).read_bytes() == (EXAMPLES / Path(file).name).read_bytes()
     assert os.access(tmp_path / "new" / "launch_grpo.sh", os.X_OK)
-    assert (second.returncode, second.stdout) == (2, "")
-    assert "error: a copy of example 'pretrain_grpo': a copy overwrites nothing" in second.stderr
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert "error: a copy of example 'pretrain_grpo': a copy overwrites nothing" in capsys.readouterr().err
     (tmp_path / "rollouts.py").write_text("mine")  # one that it would need
     with pytest.raises(ValueError, match="overwrites nothing"):
         copy_example("pretrain_grpo", tmp_path)

@@ -161,11 +161,12 @@ def test_the_code_of_frameworks_that_needs_none_runs(monkeypatch: pytest.MonkeyP
     masks = torch.tensor([[1.0, 1, 1, 0], [1, 0, 0, 0]])
     names: dict[str, Any] = {"loss_masks": list(masks), "uids": ["a", "b"]}
     skyrl, tinker, _ = code_of("frameworks.md")
-    exec(skyrl, names)
+    for code, mode in ((RECIPES["skyrl.py"], "sequence_mean"), (skyrl, "prompt_mean")):
+        exec(code, names)
+        normalise = trainer.apply_loss_reduction_to_advantages_minibatch
+        advantages = normalise(torch.ones(2, 4), masks, mode, 1, 8, [(0, 1), (1, 2)])
+        torch.testing.assert_close(advantages, masks / torch.tensor([[6.0], [2.0]]))
     exec(tinker, names)
-    normalise = trainer.apply_loss_reduction_to_advantages_minibatch
-    advantages = normalise(torch.ones(2, 4), masks, "prompt_mean", 1, 8, [(0, 1), (1, 2)])
-    torch.testing.assert_close(advantages, masks / torch.tensor([[6.0], [2.0]]))
     assert names["datum_advantages"][1] == pytest.approx([-0.7 / 4, 0, 0, 0])
 
 

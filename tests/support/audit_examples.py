@@ -47,7 +47,7 @@ def judged(one: MeasuredStep) -> str:
 
 EXAMPLES: dict[str, Callable[[], str]] = {
     "stock": lambda: judged(stock()),
-    "terminal": lambda: in_terminal(stock(), asked=TOKEN_MEAN),
+    "terminal": lambda: in_terminal(stock(), expected=TOKEN_MEAN),
     "two bugs": lambda: judged(measured(step(C=1), lambda t: own_mean(t) * t.K)),
     "sizes coincide": lambda: judged(measured(step(K=2), lambda t: exact(t) * 2)),
     "no verdict": lambda: judged(no_verdict()),

@@ -1,10 +1,9 @@
 """A step of `tiny_gpt`'s model as an audit measures it, and what its weights should be, from the oracle alone.
 
-`run_steps` runs steps of a loss function on a rank, each in a fresh model of one layout; `weights_by` says what the
-loss functions of `STOCK` do to a token, as formulas of the counts of each micro-batch and rank.
+`run_steps` runs steps of a loss function on a rank, each in a fresh model of one layout; `expected_weights` says what
+the loss functions of `STOCK` do to a token, as formulas of the counts of each micro-batch and rank.
 """
 
-import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -15,7 +14,7 @@ import oracle
 import torch
 from gpt_oracle import Rollout
 from ranks import start_process_group
-from tiny_gpt import Batch, Case, Layout, Ready, batches_of, build, dealt, fully_masked, gather_sharded_gradients
+from tiny_gpt import Batch, Case, Layout, Ready, batches_of, build, dealt, fully_masked
 from torch import Tensor
 
 from megatron_rl_loss.megatron import AggregationSettings
@@ -64,13 +63,13 @@ class Ask(NamedTuple):
         loss: a key of `STOCK`; "ours", which is `microbatch.loss`; "several terms", its `TERMS`; or "two terms", which
             are put together by hand.
         how: "tap", "output" (nothing tapped, A = 1 and ratio 1) or "alone" (not audited).
-        with_theta: also measure by the probe parameter (see `Theta`).
+        mutation: a key of `MUTATIONS`: what breaks the one factor; "" is nothing.
     """
 
     case: Case
     loss: str = "ours"
     how: str = "tap"
-    with_theta: bool = False
+    mutation: str = ""
 
 
 def loss_of(ask: Ask, negative_log_probs: Tensor, batch: Batch) -> Tensor:
@@ -78,54 +77,6 @@ def loss_of(ask: Ask, negative_log_probs: Tensor, batch: Batch) -> Tensor:
     if ask.how == "output":
         return negative_log_probs
     return negative_log_probs * (1.5 + batch.advantages)
-
-
-class Theta:
-    """The other way to measure, an oracle: a parameter with an entry for each token of the step, added to its loss.
-
-    It is 0, so no number changes. Its finalised gradient is each token's weight by definition, whatever scaled it on
-    the way. The last entry is padding's. `installed` puts it into the model before DDP is made.
-    """
-
-    def __init__(self, rollouts: list[Rollout]) -> None:
-        self.first = [0]
-        for one in rollouts:
-            self.first.append(self.first[-1] + len(one.mask))
-        self.parameter = torch.nn.Parameter(torch.zeros(self.first[-1] + 1))
-
-    @contextlib.contextmanager
-    def installed(self) -> Iterator[None]:
-        from megatron.core import distributed
-
-        make = distributed.DistributedDataParallel
-
-        def make_with_theta(config: Any, ddp_config: Any, model: Any) -> Any:
-            if model.post_process:
-                model.theta = self.parameter
-            return make(config, ddp_config, model)
-
-        distributed.DistributedDataParallel = make_with_theta
-        try:
-            yield
-        finally:
-            distributed.DistributedDataParallel = make
-
-    def of(self, chosen: list[int], bounds: Tensor, cp_rank: int, cp_size: int) -> Tensor:
-        """Of the tokens that a rank holds of a pack, in order; [1, num_local_tokens]."""
-        lengths = [self.first[i + 1] - self.first[i] for i in chosen]
-        sizes = bounds.diff().tolist()
-        slots = oracle.padded_slots([*lengths, *[0] * (len(sizes) - len(lengths))], sizes)
-        held = oracle.zigzag(slots, cp_rank, cp_size)
-        return self.parameter[[[-1 if at is None else self.first[chosen[at[0]]] + at[1] for at in held]]]
-
-    def weights(self, ready: Ready, hands: list[list[list[int]]]) -> Any:
-        """In the order of `expected_weights`."""
-        if ready.chunks[0].ddp_config.use_distributed_optimizer:
-            gather_sharded_gradients(ready.chunks)
-        gradient = self.parameter.main_grad.double()  # type: ignore[attr-defined]
-        chosen = [i for rank in hands for hand in rank for i in hand]
-        parts = [gradient[self.first[i] : self.first[i + 1]] for i in chosen]
-        return torch.cat(parts).numpy(), float(gradient[-1])
 
 
 class Outcome(NamedTuple):
@@ -136,14 +87,12 @@ class Outcome(NamedTuple):
         expected: what each should be, as an audit of LossAggregation's own step knows it.
         deviation: on the last pipeline stage, of losses of ours.
         after: gradients, and weights after the optimizer's step.
-        by_theta: on the last stage: the weights, and that of padding.
     """
 
     steps: dict[str, Any]
     expected: dict[str, Any]
     deviation: float | None
     after: list[Any]
-    by_theta: Any
 
     @property
     def measured(self) -> Any:
@@ -151,7 +100,7 @@ class Outcome(NamedTuple):
         return self.steps.get("pg", next(iter(self.steps.values()), None))
 
 
-def run_ask(layout: Layout, ask: Ask, rollouts: list[Rollout], mutate: Callable[[Ready], None] | None) -> Outcome:
+def run_ask(layout: Layout, ask: Ask, rollouts: list[Rollout]) -> Outcome:
     from megatron.core import parallel_state as mpu
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -160,15 +109,11 @@ def run_ask(layout: Layout, ask: Ask, rollouts: list[Rollout], mutate: Callable[
     from megatron_rl_loss.reduction import Term
 
     case = ask.case
-    theta = Theta(rollouts)
-    with theta.installed() if ask.with_theta else contextlib.nullcontext():
-        ready = build(layout, case, "packed")
-    if mutate is not None:
-        mutate(ready)
+    ready = build(layout, case, "packed")
+    if ask.mutation:
+        MUTATIONS[ask.mutation][0](ready)
     dp_rank, cp_rank = mpu.get_data_parallel_rank(), mpu.get_context_parallel_rank()
     batches = [batch.cuda() for batch in batches_of(rollouts, case, layout.dp, dp_rank, layout.cp, cp_rank)]
-    hands = dealt(len(rollouts), fully_masked(rollouts), layout.dp, case.microbatches, case.lopsided)
-    number = {id(batch): m for m, batch in enumerate(batches)}
 
     def forward_step(iterator: Iterator[Any], model: Any) -> Any:
         taken = next(iterator)
@@ -179,8 +124,6 @@ def run_ask(layout: Layout, ask: Ask, rollouts: list[Rollout], mutate: Callable[
 
         def loss_func(negative_log_probs: Tensor) -> Any:
             losses = loss_of(ask, negative_log_probs, batch)
-            if ask.with_theta:
-                losses = losses + theta.of(hands[dp_rank][number[id(batch)]], batch.bounds, cp_rank, layout.cp)
             if ask.loss == "ours":
                 return taken.loss(losses)
             if ask.loss == "several terms":
@@ -191,7 +134,7 @@ def run_ask(layout: Layout, ask: Ask, rollouts: list[Rollout], mutate: Callable[
                 return taken.loss(terms)
             if ask.loss == "two terms":
                 share = taken.pg_loss(losses) + BETA * taken.token_mean(negative_log_probs.square())
-                return taken.carry(share, {"both": share})
+                return taken.carry(share, taken.report({"both": share}))
             full_count = sum(int((mask != 0).sum()) for mask in batch.samples.loss_masks)
             if ask.how == "tap":
                 tap(losses)
@@ -208,17 +151,15 @@ def run_ask(layout: Layout, ask: Ask, rollouts: list[Rollout], mutate: Callable[
         units=case.units,  # type: ignore[arg-type]
         with_per_token_loss=case.scaling == "per token",
     )
-    schedule = get_forward_backward_func()
     virtual = layout.vp > 1
 
     def step(data_iterator: Any) -> None:
-        run = schedule
+        run = get_forward_backward_func()
         if ask.loss in OURS:
             several: Any = {"terms": {"entropy": "prompt_mean"}, "term_masks": ["correct"]}
             declared = several if ask.loss == "several terms" else {}
-            run = LossAggregation(settings, lambda batch: batch.described("", correct_masks), **declared).wrap_schedule(
-                schedule
-            )
+            ours = LossAggregation(settings, lambda batch: batch.described(correct_masks), **declared)
+            run = ours.wrap_schedule(run)
         run(
             forward_step_func=forward_step,
             data_iterator=data_iterator,
@@ -229,31 +170,25 @@ def run_ask(layout: Layout, ask: Ask, rollouts: list[Rollout], mutate: Callable[
         )
 
     data_iterator = [iter(batches) for _ in range(layout.vp)] if virtual else iter(batches)
-    audit = None
+    steps, expected, deviation = {}, {}, None
     if ask.how == "alone":
         step(data_iterator)
     else:
         samples_of = None if ask.loss in OURS else (lambda batch: batch.samples)
         with Audit(ready.chunks, samples_of=samples_of) as audit:
             step(audit.watch(data_iterator))
-    by_theta = None
-    if ask.with_theta and mpu.is_pipeline_last_stage(ignore_virtual=True):
-        by_theta = theta.weights(ready, hands)
+        steps = audit.steps
+        expected = {name: audit.expected_of(name) for name in steps}
+        deviation = audit.deviation() if ask.loss in OURS else None
     grads = [parameter.main_grad.clone() for chunk in ready.chunks for parameter in chunk.parameters()]
     succeeded, _, _ = ready.optimizer.step()
     assert succeeded
     after = [parameter.detach().clone() for chunk in ready.chunks for parameter in chunk.parameters()]
-    steps = {} if audit is None else audit.steps
-    expected = {} if audit is None else {name: audit.expected_of(name) for name in steps}
-    deviation = None if audit is None or ask.loss not in OURS else audit.deviation()
-    return Outcome(steps, expected, deviation, [value.float().numpy() for value in [*grads, *after]], by_theta)
+    return Outcome(steps, expected, deviation, [value.float().numpy() for value in [*grads, *after]])
 
 
-def run_steps(
-    layout: Layout, asks: list[Ask], rollouts: dict[Any, list[Rollout]], mutation: str | None = None
-) -> list[Outcome]:
+def run_steps(layout: Layout, asks: list[Ask], rollouts: dict[Any, list[Rollout]]) -> list[Outcome]:
     """On one rank."""
-    mutate = None if mutation is None else mutations[mutation].make
     from megatron.core import parallel_state as mpu
 
     start_process_group()
@@ -263,35 +198,29 @@ def run_steps(
         virtual_pipeline_model_parallel_size=layout.vp if layout.vp > 1 else None,
         context_parallel_size=layout.cp,
     )
-    return [run_ask(layout, ask, rollouts[ask.case.shape(layout)], mutate) for ask in asks]
+    return [run_ask(layout, ask, rollouts[ask.case.shape(layout)]) for ask in asks]
 
 
 # ---- what breaks the one factor
 
 
+def scale(ready: Ready, factor: float) -> None:
+    """DDP's scaling."""
+    for bucket in (bucket for chunk in ready.chunks for buffer in chunk.buffers for bucket in buffer.buckets):
+        bucket.gradient_scaling_factor *= factor
+
+
 def scale_ranks_apart(ready: Ready) -> None:
-    """DDP's scaling, on one data-parallel rank alone."""
+    """On one data-parallel rank alone."""
     from megatron.core import parallel_state as mpu
 
-    if mpu.get_data_parallel_rank() == 1:
-        for chunk in ready.chunks:
-            for buffer in chunk.buffers:
-                for bucket in buffer.buckets:
-                    bucket.gradient_scaling_factor *= 2
+    scale(ready, 1 + mpu.get_data_parallel_rank())
 
 
 def scale_a_stage_apart(ready: Ready) -> None:
     from megatron.core import parallel_state as mpu
 
-    if mpu.is_pipeline_first_stage():
-        scale_all(ready)
-
-
-def scale_all(ready: Ready) -> None:
-    for chunk in ready.chunks:
-        for buffer in chunk.buffers:
-            for bucket in buffer.buckets:
-                bucket.gradient_scaling_factor *= 3
+    scale(ready, 3 if mpu.is_pipeline_first_stage() else 1)
 
 
 def freeze_the_anchors(ready: Ready) -> None:
@@ -325,20 +254,14 @@ def scale_losses(ready: Ready) -> None:
     ready.config.grad_scale_func = lambda loss: loss * 2.0**10
 
 
-class Mutation(NamedTuple):
-    make: Callable[[Ready], None]
-    layout: Layout
-    says: str
-
-
-_DP2, _PP2 = Layout(1, False, 1, 1, 1, 2), Layout(1, False, 2, 1, 1, 1)
-mutations = {
-    "ranks are scaled apart": Mutation(scale_ranks_apart, _DP2, "scaled apart"),
-    "stages are scaled apart": Mutation(scale_a_stage_apart, _PP2, "no weight holds for all parameters"),
-    "no anchor": Mutation(freeze_the_anchors, _DP2, "no parameter can be relied on"),
-    "graphs": Mutation(capture_graphs, _DP2, "CUDA graphs replay"),
-    "losses are scaled": Mutation(scale_losses, _DP2, ""),
-    "gradients of before": Mutation(leave_gradients, _DP2, "gradients were there before the step"),
+#: What is done, and what the audit then says.
+MUTATIONS: dict[str, tuple[Callable[[Ready], None], str]] = {
+    "ranks are scaled apart": (scale_ranks_apart, "scaled apart"),
+    "stages are scaled apart": (scale_a_stage_apart, "no weight holds for all parameters"),
+    "no anchor": (freeze_the_anchors, "no parameter can be relied on"),
+    "graphs": (capture_graphs, "CUDA graphs replay"),
+    "losses are scaled": (scale_losses, ""),
+    "gradients of before": (leave_gradients, "gradients were there before the step"),
 }
 
 

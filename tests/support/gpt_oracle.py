@@ -7,7 +7,7 @@ names and shapes of Megatron's unsharded ones, so that gathered tensors can be c
 import functools
 import math
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import oracle
 import torch
@@ -22,8 +22,6 @@ DIVISOR = 3.0  # constant must not come out near another mode, or its bfloat16 c
 # Adam's epsilon is of the size of the gradients: with a tiny one the first step is lr * sign(gradient), and rounding
 # errors of gradients near zero would be all that a comparison of weights sees.
 LEARNING_RATE, BETA1, BETA2, ADAM_EPSILON = 0.05, 0.9, 0.95, 0.1
-# A token whose ratio of old to rollout policy, or a sample whose mean of its log, is beyond: rejected.
-REJECT_ABOVE = {"": math.inf, "token": 2.0, "geometric": 1.5}
 CLIP_GRAD = 2.3  # below the norm of some steps: a wrong norm then makes wrong weights
 
 
@@ -45,9 +43,7 @@ class Rollout:
     log_ratios: list[float]  # of the policy at its first weights to the old one
     rollout_id: str
     prompt_id: str
-    mismatch: list[float]  # log-ratios of the old policy to the one that drew the tokens
     old_log_probs: list[float] = field(default_factory=list)
-    rollout_log_probs: list[float] = field(default_factory=list)
 
 
 def weights_of(shape: GptShape) -> dict[str, Tensor]:
@@ -83,8 +79,6 @@ def rollouts_without_old_policy() -> tuple[Rollout, ...]:
     joined = {2: 1, 5: 4, 9: 8, 13: 12, 14: 12}  # samples that are parts of an earlier sample's rollout
     # 4: part of a rollout with active tokens; 6 and 15: a whole rollout; 10 and 18: a whole prompt group
     fully_masked = {4, 6, 10, 15, 18}
-    far_off = {0, 3, 9, 11, 16, 17}  # samples that were drawn by quite another policy; 16 and 17 are a prompt group
-    drifts = random.Random(21)
     samples = []
     for i, (length, prompt) in enumerate(zip(lengths, prompts, strict=True)):
         tokens = [rng.randrange(VOCAB) for _ in range(length + 1)]
@@ -104,13 +98,6 @@ def rollouts_without_old_policy() -> tuple[Rollout, ...]:
                 log_ratios=[rng.choice([-0.6, -0.1, 0.1, 0.6]) + rng.uniform(-0.05, 0.05) for _ in range(length)],
                 rollout_id=f"r{joined.get(i, i)}",
                 prompt_id=f"p{prompt}",
-                # No rounding moves a token or a sample across `REJECT_ABOVE`; see `survivors`.
-                mismatch=[
-                    (0.8 if t == 0 else drifts.choice([0.55, 0.8]))
-                    if i in far_off
-                    else drifts.choice([-0.2, 0.0, 0.1, 0.1, 0.9])
-                    for t in range(length)
-                ],
             )
         )
     return tuple(samples)
@@ -167,29 +154,13 @@ def _forward(shape: GptShape) -> _Forward:
     for one in rollouts_without_old_policy():
         log_probs.append(log_probs_of(shape, weights, one.tokens, one.labels))
         old = log_probs[-1].detach() - torch.tensor(one.log_ratios, dtype=torch.float64)
-        drawn_by = old.float().double() - torch.tensor(one.mismatch, dtype=torch.float64)
-        given = {"old_log_probs": old.float().tolist(), "rollout_log_probs": drawn_by.float().tolist()}
-        rollouts.append(Rollout(**{**vars(one), **given}))
+        rollouts.append(replace(one, old_log_probs=old.float().tolist()))
     return _Forward(weights, log_probs, rollouts)
 
 
 def rollouts_of(shape: GptShape) -> list[Rollout]:
     """The step's samples, with log-probs of an old policy that some tokens are clipped against."""
     return _forward(shape).rollouts
-
-
-def survivors(one: Rollout, rejects: str) -> list[float]:
-    """The mask without rejected tokens: each looked at by itself (``token``), or the sample whole (``geometric``)."""
-    if not rejects:
-        return one.mask
-    logs = [old - drawn_by for old, drawn_by in zip(one.old_log_probs, one.rollout_log_probs, strict=True)]
-    if rejects == "geometric":
-        total = sum(one.mask)
-        mean = sum(log * entry for log, entry in zip(logs, one.mask, strict=True)) / total if total else 0.0
-        logs = [mean] * len(logs)
-    bound = math.log(REJECT_ABOVE[rejects])
-    assert all(abs(log - bound) > 0.005 for log in logs), "rounding could decide what is rejected"
-    return [0.0 if log > bound else entry for log, entry in zip(logs, one.mask, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -205,45 +176,22 @@ class Step:
 
 
 @functools.cache
-def step_of(
-    shape: GptShape, mode: str, units: str, loss_name: str = "ppo", rejects: str = "", counted: str = "after"
-) -> Step:
-    """`rejects`: whose masks are `survivors`'; counted ``before`` rejection, it makes losses 0 instead."""
+def step_of(shape: GptShape, mode: str, units: str) -> Step:
     forward = _forward(shape)
-    trained = [survivors(one, rejects) for one in forward.rollouts]
-    masks = trained if counted == "after" else [one.mask for one in forward.rollouts]
     losses, clipped, kl = [], [], []
-    for one, kept, log_probs in zip(forward.rollouts, masks, forward.log_probs, strict=True):
+    for one, log_probs in zip(forward.rollouts, forward.log_probs, strict=True):
         advantages = torch.tensor(one.advantages).double()  # float32 is what the model's side is given
         log_ratios = log_probs - torch.tensor(one.old_log_probs, dtype=torch.float64)
         ratios = log_ratios.exp()
-        mask = torch.tensor(kept).double()
-        mean = (log_ratios * mask).sum() / mask.sum().clamp(min=1e-9)
-        if loss_name == "gspo":
-            ratios = mean.exp().expand(len(mask))
-        elif loss_name == "gspo_token":
-            ratios = mean.exp().detach() * (log_probs - log_probs.detach()).exp()
-        elif loss_name == "gmpo":  # a token's own clip, of its log-ratio, before the mean
-            within = [
-                x.clamp(max=CLIP_HIGH) if a > 0 else x.clamp(min=-CLIP_LOW)
-                for x, a in zip(log_ratios, advantages.tolist(), strict=True)
-            ]
-            mean = (torch.stack(within) * mask).sum() / mask.sum().clamp(min=1e-9)
-            losses.append(-advantages * mean.exp())
-            clipped.append((torch.stack(within) != log_ratios).double().detach())
-            kl.append(-log_ratios.detach())
-            continue
         bounded = ratios.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH)
         losses.append(-torch.minimum(ratios * advantages, bounded * advantages))
         clipped.append((bounded * advantages < ratios * advantages).double())
         kl.append(-log_ratios.detach())
 
-    losses = [value * (torch.tensor(kept) != 0) for value, kept in zip(losses, trained, strict=True)]
-
     def samples(values: list[Tensor]) -> list[oracle.Sample]:
         return [
-            oracle.Sample(value, torch.tensor(kept), one.rollout_id, one.prompt_id)
-            for value, one, kept in zip(values, forward.rollouts, masks, strict=True)
+            oracle.Sample(value, torch.tensor(one.mask), one.rollout_id, one.prompt_id)
+            for value, one in zip(values, forward.rollouts, strict=True)
         ]
 
     divisor = DIVISOR if mode == "constant" else None

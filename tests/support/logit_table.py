@@ -12,6 +12,7 @@ from typing import Any
 
 import oracle
 import torch
+from table_step import table_model
 from torch import Tensor
 
 CLIP_LOW, CLIP_HIGH = 0.2, 0.28
@@ -167,32 +168,7 @@ def reject(steps: Sequence[Step]) -> Any:
 
 def logit_model(table: Tensor, *, per_token: bool = False) -> Any:
     """The table as a model, in Megatron's own DDP; the tokens are the first or the only argument it looks at."""
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-    from megatron.core.enums import ModelType
-    from megatron.core.transformer import TransformerConfig
-    from megatron.core.transformer.module import MegatronModule
-
-    config = TransformerConfig(
-        num_layers=1,
-        hidden_size=4,
-        num_attention_heads=1,
-        calculate_per_token_loss=per_token,
-        use_cpu_initialization=True,
-    )
-    config.finalize_model_grads_func = finalize_model_grads
-
-    class Logits(MegatronModule):  # type: ignore[misc]
-        def __init__(self) -> None:
-            super().__init__(config)
-            self.model_type = ModelType.encoder_or_decoder
-            self.table = torch.nn.Parameter(table.clone())
-
-        def set_input_tensor(self, _: Any) -> None: ...
-
-        def forward(self, input_ids: Tensor, *_: Any, **__: Any) -> Tensor:
-            return logits(self.table, input_ids)
-
-    return DistributedDataParallel(config, DistributedDataParallelConfig(), Logits())
+    return table_model(table.tolist(), per_token=per_token, forward=logits)
 
 
 def logits(table: Tensor, input_ids: Tensor) -> Tensor:
@@ -211,7 +187,7 @@ class KeepsGradients:
     def zero_grad(self) -> None: ...
 
     def step(self) -> tuple[bool, float, int]:
-        self.gradients.append(self.model.module.table.main_grad.clone())
+        self.gradients.append(self.model.module.losses.main_grad.clone())
         return True, 0.0, 0
 
 

@@ -1,16 +1,17 @@
 """A tiny GPT with experts and multi-token prediction, and steps of packed micro-batches through Megatron's schedule."""
 
 import functools
-import random
 from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
-import oracle
 import torch
 import torch.distributed as dist
-from ranks import start_process_group
+from gpt_oracle import rollouts_without_old_policy
+from table_step import run_schedule, start
+from tiny_gpt import Batch, Case, Layout, batches_of, tiny_config, tiny_model
 
-SEQ_LENGTH, VOCAB = 32, 24
 MOE = {
     "num_moe_experts": 4,
     "moe_router_topk": 2,
@@ -18,7 +19,6 @@ MOE = {
     "moe_router_load_balancing_type": "aux_loss",
     "moe_aux_loss_coeff": 0.5,
     "moe_z_loss_coeff": 0.1,
-    "moe_token_dispatcher_type": "alltoall",
 }
 MTP = {"mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.5}
 MODELS: dict[str, dict[str, Any]] = {"moe": MOE, "mtp": MTP, "moe and mtp": MOE | MTP}
@@ -26,15 +26,9 @@ MODELS: dict[str, dict[str, Any]] = {"moe": MOE, "mtp": MTP, "moe and mtp": MOE 
 
 def build(model: str, per_token: bool, tp: int = 1, pp: int = 1, cp: int = 1, ep: int = 1) -> Any:
     """A tiny GPT of two layers in Megatron's DDP."""
-    from types import SimpleNamespace
-
-    from megatron.core import parallel_state as mpu
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-    from megatron.core.models.gpt import GPTModel
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
-    from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-    from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.moe import token_dispatcher
     from packed_attention import layer_spec
 
@@ -45,36 +39,9 @@ def build(model: str, per_token: bool, tp: int = 1, pp: int = 1, cp: int = 1, ep
             sizes.numpy() if as_numpy and isinstance(sizes, torch.Tensor) else sizes
         )
     if not dist.is_initialized():
-        start_process_group()
-        mpu.initialize_model_parallel(tp, pp, context_parallel_size=cp, expert_model_parallel_size=ep)
-    settings = MODELS[model]
-    config = TransformerConfig(
-        num_layers=2,
-        hidden_size=16,
-        ffn_hidden_size=32,
-        num_attention_heads=4,
-        num_query_groups=2,
-        kv_channels=4,
-        init_method_std=0.3,  # large weights: routers that prefer some experts
-        tensor_model_parallel_size=tp,
-        pipeline_model_parallel_size=pp,
-        context_parallel_size=cp,
-        expert_model_parallel_size=ep,
-        sequence_parallel=tp > 1,
-        calculate_per_token_loss=per_token,
-        use_cpu_initialization=True,
-        pipeline_dtype=torch.float32,
-        normalization="RMSNorm",
-        add_bias_linear=False,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
-        gradient_accumulation_fusion=False,
-        apply_rope_fusion=False,
-        **settings,
-    )
-    config.finalize_model_grads_func = finalize_model_grads
+        start(tp, pp, cp, expert_model_parallel_size=ep)
+    settings = MODELS[model] | {"expert_model_parallel_size": ep, "init_method_std": 0.3}  # routers with a preference
+    config = tiny_config(Layout(tp, tp > 1, pp, 1, cp, 1), per_token=per_token, **settings)
     block = layer_spec(SimpleNamespace(transformer=config))
     if "num_moe_experts" in settings:
         experts = get_gpt_layer_local_spec(num_experts=config.num_moe_experts).submodules.mlp
@@ -87,82 +54,44 @@ def build(model: str, per_token: bool, tp: int = 1, pp: int = 1, cp: int = 1, ep
             layer.submodules.enorm = layer.submodules.hnorm = layer.submodules.layer_norm = block.layer_norm
     torch.manual_seed(3)
     model_parallel_cuda_manual_seed(3, force_reset_rng=True)
-    gpt = GPTModel(
-        config=config,
-        transformer_layer_spec=block,
-        mtp_block_spec=mtp,
-        vocab_size=VOCAB,
-        max_sequence_length=SEQ_LENGTH,
-        pre_process=mpu.is_pipeline_first_stage(),
-        post_process=mpu.is_pipeline_last_stage(),
-        share_embeddings_and_output_weights=False,
-        position_embedding_type="rope",
-        pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
-    )
+    gpt = tiny_model(config, block, mtp_block_spec=mtp, share_embeddings_and_output_weights=False)
     return DistributedDataParallel(config, DistributedDataParallelConfig(), gpt)
 
 
-class Packed:
-    """A micro-batch: a pack of rollouts, this CP rank's part of it cut by the oracle, and losses' weights for it."""
-
-    def __init__(self, rng: random.Random, cp_rank: int, cp_size: int, with_policy: bool) -> None:
-        from rollouts import Rollout, make_pack
-
-        rollouts = []
-        for i in range(rng.randint(2, 3)):
-            lengths = rng.randint(1, 4), rng.randint(1, 5)
-            prompt, response = ([rng.randrange(VOCAB) for _ in range(length)] for length in lengths)
-            mask = [float(rng.random() < 0.7) for _ in response]
-            rollouts.append(Rollout(prompt, response, mask, 0.0, 0, i))
-        self.pack = make_pack(rollouts, seq_length=SEQ_LENGTH, slot_multiple=2 * cp_size)
-        self.samples = self.pack.samples
-        bounds = self.pack.packed_seq_params.cu_seqlens_q.tolist()
-        slots: list[list[oracle.Token]] = [[(0, p) for p in range(a, b)] for a, b in zip(bounds, bounds[1:])]  # noqa: B905, RUF007
-        held = [token[1] for token in oracle.zigzag(slots, cp_rank, cp_size) if token is not None]
-        mask = torch.zeros(SEQ_LENGTH)
-        for start, one in zip(bounds, self.samples.loss_masks, strict=False):  # bounds has an end and filler too
-            mask[start : start + one.numel()] = one
-        self.mask = mask[held][None]
-        self.tokens, self.labels, self.position_ids = (
-            values[held][None] for values in (self.pack.tokens, self.pack.labels, self.pack.position_ids)
-        )
-        advantages = torch.tensor([rng.uniform(-4, 4) * with_policy for _ in range(SEQ_LENGTH)])
-        self.advantages = advantages[held][None]
-
-
-def step_data(num_microbatches: int, with_policy: bool) -> list[Packed]:
+def step_data(num_microbatches: int, with_policy: bool) -> list[Batch]:
+    """This rank's micro-batches: a few ragged samples of `gpt_oracle`, masks of 0 and 1, and advantages, or none."""
     from megatron.core import parallel_state as mpu
 
-    rng = random.Random(mpu.get_data_parallel_rank())  # the same on all ranks that share data
-    cp_rank, cp_size = mpu.get_context_parallel_rank(), mpu.get_context_parallel_world_size()
-    return [Packed(rng, cp_rank, cp_size, with_policy) for _ in range(num_microbatches)]
+    rollouts = [
+        replace(
+            one,
+            mask=[float(weight > 0) for weight in one.mask],
+            advantages=[with_policy * 4 * advantage for advantage in one.advantages],
+            old_log_probs=[0.0] * len(one.mask),
+        )
+        for one in rollouts_without_old_policy()[:8]
+    ]
+    case = Case(num_microbatches, "sample_mean", "all", "mean", False, "plain", False, False)
+    dp, dp_rank = mpu.get_data_parallel_world_size(), mpu.get_data_parallel_rank()
+    cp, cp_rank = mpu.get_context_parallel_world_size(), mpu.get_context_parallel_rank()
+    return batches_of(rollouts, case, dp, dp_rank, cp, cp_rank)
 
 
-def run_step(model: Any, batches: list[Packed], loss_of: Any, wrap: Any = lambda schedule: schedule) -> Any:
+def run_step(model: Any, batches: list[Batch], loss_of: Any, wrap: Any = None) -> Any:
     """One step through Megatron's schedule: the final gradient of every parameter, by name."""
-    from megatron.core.pipeline_parallel import get_forward_backward_func
 
     def forward_step(iterator: Iterator[Any], model: Any) -> Any:
         given = next(iterator)
-        batch = given if isinstance(given, Packed) else given.data
+        batch = given if isinstance(given, Batch) else given.data
         output = model(
             batch.tokens,
-            batch.position_ids,
+            batch.positions,
             attention_mask=None,
             labels=batch.labels,
             loss_mask=batch.mask,
-            packed_seq_params=batch.pack.packed_seq_params,
+            packed_seq_params=batch.packed_seq_params(),
         )
         return output, functools.partial(loss_of, given)
 
-    model.zero_grad_buffer()
-    wrap(get_forward_backward_func())(
-        forward_step_func=forward_step,
-        data_iterator=iter(batches),
-        model=model,
-        num_microbatches=len(batches),
-        seq_length=SEQ_LENGTH,
-        micro_batch_size=1,
-        forward_only=False,
-    )
+    run_schedule(forward_step, iter(batches), model, len(batches), wrap)
     return {name: parameter.main_grad.clone() for name, parameter in model.module.named_parameters()}

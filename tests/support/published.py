@@ -2,13 +2,13 @@
 
 - the audit is shown these weights and must name their shape (`tests/museum/test_audit_names.py`);
 - `check_loss` is given the function, where there is one, and must find it and measure these weights
-  (`tests/unit/audit/test_check_loss.py`);
+  (`tests/unit/audit/test_loss_check.py`);
 - the museum patches the same bugs into the package, and its checks must turn red (`tests/museum/test_museum.py`).
 
-Rows are numbered as in the table of docs/audit.md, which a test compares with `WHERE`. Formulas are written in the
-counts of `counted_steps.Counted`.
+Rows are numbered as in the table of docs/audit.md. Formulas are written in the counts of `counted_steps.Counted`.
 """
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,72 +16,14 @@ from typing import Any
 import numpy as np
 import torch
 from counted_steps import Array, Counted, Formula, Row, Step, ragged
+from repository import ROOT
 from torch import Tensor
 
 from megatron_rl_loss.audit import LossCall
 
+PAGE = (ROOT / "docs" / "audit.md").read_text()
 #: Whose bug a row is.
-WHERE = {
-    0: "verl #5983, #5993 (a fix that was proposed)",
-    1: "Megatron-LM #673, #906, #1124",
-    2: "Megatron-LM !2756",
-    3: "Megatron-LM !3139, #7452, #7513",
-    4: "Megatron-LM #1764",
-    5: "Megatron-LM !2851",
-    6: "Megatron-LM #5047",
-    7: "Megatron-LM #2237",
-    8: "Megatron-LM #2417",
-    9: "Megatron-LM adfa873",
-    10: "Megatron-LM train_rl",
-    11: "verl #141",
-    12: "verl #931",
-    13: "verl #782",
-    14: "verl #906, #5625, #5877, #3294",
-    15: "verl #436, #3332",
-    16: "verl #4250",
-    17: "verl #4510",
-    18: "verl #3741, #5417",
-    19: "verl #6609, #6836",
-    20: "verl #6957",
-    21: "verl geo_mean",
-    22: "verl seq-* modes",
-    23: "SkyRL #925 → #1296",
-    24: "SkyRL #925 review",
-    25: "SkyRL #1420 → #1751",
-    26: "open-instruct #1137, #1161",
-    27: "TRL #2647",
-    28: "TRL #3231, #3938",
-    29: "TRL #5619 → #6024",
-    30: "TRL #6439",
-    31: "transformers #34191",
-    32: "transformers #34242 → #39395",
-    33: "NeMo-RL #86",
-    34: "NeMo-RL #212 → #266",
-    35: "OpenRLHF #1249",
-    36: "AReaL #1273",
-    37: "ROLL #444",
-    38: "prime-rl #2358 → #2562",
-    39: "prime-rl #816",
-    40: "slime #364",
-    41: "slime #987, #990",
-    42: "miles #2796",
-    43: "miles DrGRPO example",
-    44: "miles #1328 review",
-    45: "agent-lightning #593",
-    46: "tunix #1662",
-    47: "twinkle #292",
-    48: "verl-omni #602",
-    49: "Megatron torch-FSDP2",
-    50: "miles #3231",
-    51: "Relax #290, Megatron-LM #5376",
-    52: "ms-swift dapo, cispo, fipo",
-    53: "NeMo-RL VAPO NLL, PR #3791",
-    54: "SkyRL Megatron KL, entropy",
-    55: "ROLL sample weights",
-    56: "verl bypass mode, #4852",
-    57: "habit",
-    58: "habit",
-}
+WHERE = {int(row): where for row, where in re.findall(r"^\| (\d+) \| (.+?) \|", PAGE, re.MULTILINE)}
 #: A float num_tokens: the last pipeline stage raises and the others wait, so no token has a weight.
 WITHOUT_WEIGHTS = {51}
 
@@ -217,8 +159,12 @@ def duplicates(t: Counted) -> Array:
 # ---- the functions, where they are functions of losses and masks
 
 
+def total(losses: Tensor, mask: Tensor) -> Tensor:
+    return (losses * mask).sum()
+
+
 def masked_mean(losses: Tensor, mask: Tensor) -> Tensor:
-    return (losses * mask).sum() / mask.sum().clamp(min=1)
+    return total(losses, mask) / mask.sum().clamp(min=1)
 
 
 def row_means(losses: Tensor, mask: Tensor) -> Tensor:
@@ -229,24 +175,16 @@ def mean_over_accumulation(losses: Tensor, mask: Tensor, num_microbatches: int) 
     return masked_mean(losses, mask) / num_microbatches
 
 
-def own_devices_count(losses: Tensor, mask: Tensor, rank_tokens: Tensor) -> Tensor:
-    return (losses * mask).sum() / rank_tokens.clamp(min=1)
-
-
 def share(losses: Tensor, mask: Tensor, step_tokens: Tensor) -> Tensor:
-    return (losses * mask).sum() / step_tokens
+    return total(losses, mask) / step_tokens
 
 
-def lists_by_rank(losses: list[Tensor], masks: list[Tensor], rank_tokens: Tensor) -> Tensor:
-    return torch.stack([(x * m).sum() for x, m in zip(losses, masks, strict=True)]).sum() / rank_tokens.clamp(min=1)
+def total_of_lists(losses: list[Tensor], masks: list[Tensor]) -> Tensor:
+    return torch.stack([total(x, m) for x, m in zip(losses, masks, strict=True)]).sum()
 
 
 def lists_by_smaller(losses: list[Tensor], masks: list[Tensor], loss_scale: Tensor) -> Tensor:
-    return torch.stack([(x * m).sum() for x, m in zip(losses, masks, strict=True)]).sum() / loss_scale.clamp(max=1)
-
-
-def rows_averaged(losses: Tensor, mask: Tensor) -> Tensor:
-    return row_means(losses, mask).mean()
+    return total_of_lists(losses, masks) / loss_scale.clamp(max=1)
 
 
 def geo_mean(log_probs: Tensor, mask: Tensor, old_log_probs: Tensor, sample_advantages: Tensor) -> Tensor:
@@ -254,44 +192,8 @@ def geo_mean(log_probs: Tensor, mask: Tensor, old_log_probs: Tensor, sample_adva
     return torch.mean(-sample_advantages * ratios)
 
 
-def sums_without_n(losses: Tensor, mask: Tensor) -> Tensor:
-    return (losses * mask).sum() / 8
-
-
-def means_for_sums(losses: Tensor, mask: Tensor, global_batch_size: int, dp_size: int) -> Tensor:
-    return row_means(losses, mask).sum() / global_batch_size * dp_size
-
-
-def phantoms(losses: Tensor, mask: Tensor, step_tokens: Tensor, step_samples: int, step_active_samples: int) -> Tensor:
-    return (losses * mask).sum() / (step_tokens + step_samples - step_active_samples)
-
-
 def rows_for_rollouts(losses: Tensor, mask: Tensor, rollout_tokens: Tensor, step_samples: int) -> Tensor:
     return ((losses * mask).sum(-1) / rollout_tokens.clamp(min=1)).sum() / step_samples
-
-
-def by_rows(losses: Tensor, mask: Tensor, step_samples: int) -> Tensor:
-    return masked_mean(losses, mask) * len(mask) / step_samples
-
-
-def fixed_accumulation(losses: Tensor, mask: Tensor) -> Tensor:
-    return masked_mean(losses, mask) / 7
-
-
-def n_times_d(losses: Tensor, mask: Tensor, step_samples: int, dp_size: int) -> Tensor:
-    return (losses * mask).sum() / (8 * step_samples * dp_size)
-
-
-def normalised_twice(losses: Tensor, mask: Tensor, step_tokens: Tensor) -> Tensor:
-    return (losses * mask).sum() / step_tokens / step_tokens
-
-
-def times_cp(losses: Tensor, mask: Tensor, step_tokens: Tensor, cp_size: int) -> Tensor:
-    return (losses * mask).sum() / step_tokens * cp_size
-
-
-def times_dp(losses: Tensor, mask: Tensor, step_tokens: Tensor, dp_size: int) -> Tensor:
-    return (losses * mask).sum() / step_tokens * dp_size
 
 
 UNCUT, MICROBATCHES = "in one micro-batch on one rank", "over micro-batches"
@@ -306,7 +208,8 @@ SOME_MASKED = cut(masked=0.3)
 # fmt: off
 BUGS = [
     Bug(1, "loss x C with DDP's 1/D, where DDP divides by D C already", times(exact, lambda t: t.C),
-        loss_fn=times_cp, call=LossCall(dp="sum", cp="sum"), cuts=(CP,)),
+        loss_fn=lambda losses, mask, step_tokens, cp_size: share(losses, mask, step_tokens) * cp_size,
+        call=LossCall(dp="sum", cp="sum"), cuts=(CP,)),
     Bug(2, "per-token loss still x C", times(exact, lambda t: t.C)),
     Bug(3, "the stock 3-tuple", own_piece,
         loss_fn=masked_mean, call=LossCall(microbatches="mean", cp="mean"), cuts=(*BOTH, CP)),
@@ -327,23 +230,28 @@ BUGS = [
         step=WITH_EMPTY),
     Bug(11, "a fixed 1/G with micro-batches of any size", mean_of_rows, "sample_mean"),
     Bug(11, "a fixed accumulation of 7", lambda t: t.m / t.n / 7,
-        loss_fn=fixed_accumulation, call=ADDED, cuts=(UNCUT, *BOTH)),
+        loss_fn=lambda losses, mask: masked_mean(losses, mask) / 7, call=ADDED, cuts=(UNCUT, *BOTH)),
     Bug(12, "seq-mean-token-sum computed a token mean", lambda t: t.m / t.M / t.N, "verl:seq-mean-token-sum",
-        loss_fn=means_for_sums, call="verl", cuts=(UNCUT,)),
+        loss_fn=lambda losses, mask, global_batch_size, dp_size:
+            row_means(losses, mask).sum() / global_batch_size * dp_size,
+        call="verl", cuts=(UNCUT,)),
     Bug(13, "masked_mean 0/0", lambda t: t.m / t.M / t.N, "sample_mean", step=SOME_MASKED,
         deviations=("nan_empty", "nan")),
     Bug(14, "sum over k of (s_k/n_k)(rows_k/rows)", lambda t: t.m / t.n * t.rows / t.ROWS,
-        loss_fn=by_rows, call=ADDED, cuts=BOTH),
+        loss_fn=lambda losses, mask, step_samples: masked_mean(losses, mask) * len(mask) / step_samples,
+        call=ADDED, cuts=BOTH),
     Bug(15, "backward before / K", times(exact, lambda t: t.K)),
     Bug(15, "rows' means, never / K", lambda t: t.m / t.M / t.rows / t.D, "sample_mean",
-        loss_fn=rows_averaged, call="trl", cuts=(MICROBATCHES,), step=cut(samples=(2,), masked=0.0)),
+        loss_fn=lambda losses, mask: row_means(losses, mask).mean(),
+        call="trl", cuts=(MICROBATCHES,), step=cut(samples=(2,), masked=0.0)),
     Bug(16, "leftover / C", times(exact, lambda t: 1 / t.C),
         loss_fn=share, call=LossCall(dp="sum", cp="mean"), cuts=(CP,)),
     Bug(17, "denominator N D, not N / D", times(exact, lambda t: t.D**-2)),
     Bug(17, "sum-norm: N D, not N / D", lambda t: t.m / (8 * t.N * t.D**2), "constant", 8.0,
-        loss_fn=n_times_d, call=LossCall(), cuts=(DP,)),
+        loss_fn=lambda losses, mask, step_samples, dp_size: total(losses, mask) / (8 * step_samples * dp_size),
+        call=LossCall(), cuts=(DP,)),
     Bug(18, "sum-norm without / N", lambda t: t.m / 8, "constant", 8.0,
-        loss_fn=sums_without_n, call=ADDED, cuts=(UNCUT,)),
+        loss_fn=lambda losses, mask: total(losses, mask) / 8, call=ADDED, cuts=(UNCUT,)),
     Bug(18, "then without x D", lambda t: t.m / (64 * t.N * t.D), "constant", 64.0),
     Bug(19, "a 2-tuple under per-token loss: no token is counted", lambda t: t.m * t.C / t.K),
     Bug(20, "the critic normalised in each micro-batch, and summed", times(own_mean, lambda t: t.K)),
@@ -354,7 +262,9 @@ BUGS = [
     Bug(22, "x m for where(m): NaN at a masked token poisons everything", lambda t: t.m * np.nan,
         step=cut(samples=(1,), masked=0.0, longest=60), deviations=("nan_masked", "nan", "nan_empty")),
     Bug(23, "micro-batch mean of means", own_mean, loss_fn=masked_mean, call=MEANS, cuts=BOTH),
-    Bug(24, "normalised twice", lambda t: t.m / t.T / t.T, loss_fn=normalised_twice, call=ADDED, cuts=(UNCUT,)),
+    Bug(24, "normalised twice", lambda t: t.m / t.T / t.T,
+        loss_fn=lambda losses, mask, step_tokens: share(losses, mask, step_tokens) / step_tokens,
+        call=ADDED, cuts=(UNCUT,)),
     Bug(25, "corrected by D C in a 2-tuple", times(exact, lambda t: t.C)),
     Bug(26, "micro-batch mean / G", own_mean, step=WITHOUT_CP,
         loss_fn=mean_over_accumulation, call=LossCall(), cuts=BOTH),
@@ -366,20 +276,25 @@ BUGS = [
     Bug(31, "sum over k of mean_k / G", own_mean, step=cut(C=1, D=1),
         loss_fn=mean_over_accumulation, call=EVEN, cuts=BOTH),
     Bug(32, "the same across devices", own_rank, step=WITHOUT_CP,
-        loss_fn=own_devices_count, call=EVEN, cuts=(DP,)),
+        loss_fn=lambda losses, mask, rank_tokens: total(losses, mask) / rank_tokens.clamp(min=1),
+        call=EVEN, cuts=(DP,)),
     Bug(33, "summed over micro-batches", times(own_mean, lambda t: t.K)),
     Bug(34, "1/K counted empty micro-batches", own_mean, step=WITH_EMPTY),
     Bug(35, "micro-batch means averaged", own_mean),
     Bug(36, "the schedule's / K not undone", times(exact, lambda t: 1 / t.K),
-        loss_fn=times_dp, call=MEANS, cuts=(MICROBATCHES,)),
+        loss_fn=lambda losses, mask, step_tokens, dp_size: share(losses, mask, step_tokens) * dp_size,
+        call=MEANS, cuts=(MICROBATCHES,)),
     Bug(37, "an unmasked numerator", lambda t: np.ones(len(t.m)) / t.T, deviations=("mask_ignored",)),
-    Bug(38, "a rank-local denominator", own_rank, loss_fn=lists_by_rank, call=LossCall(rows="lists"), cuts=(DP,)),
+    Bug(38, "a rank-local denominator", own_rank, call=LossCall(rows="lists"), cuts=(DP,),
+        loss_fn=lambda losses, masks, rank_tokens: total_of_lists(losses, masks) / rank_tokens.clamp(min=1)),
     Bug(39, "min(loss_scale, 1) for max", lambda t: t.m, loss_fn=lists_by_smaller, call="prime_rl", cuts=(UNCUT,)),
     Bug(40, "tokens from response_lengths, ignoring the mask", lambda t: t.m / t.LENGTHS),
     Bug(41, "the per-token path rescaled", times(exact, lambda t: t.C)),
     Bug(41, "then without x C", times(exact, lambda t: 1 / t.C)),
     Bug(42, "clamp(M_i, 1): phantom tokens", lambda t: t.m / (t.T + t.MASKED), step=SOME_MASKED,
-        loss_fn=phantoms, call=ADDED, cuts=(UNCUT,)),
+        loss_fn=lambda losses, mask, step_tokens, step_samples, step_active_samples:
+            total(losses, mask) / (step_tokens + step_samples - step_active_samples),
+        call=ADDED, cuts=(UNCUT,)),
     Bug(43, "divisor 1000, 40960 meant", lambda t: t.m / (1000 * t.N), "constant", 40960.0),
     Bug(44, "BSHD data sliced as THD under CP", rows_cut_as_packed, step=cut(samples=(3,), length=24),
         deviations=("misaligned",)),

@@ -1,5 +1,7 @@
 """Tables of refusals: the refused call, its error, and the nearest legal neighbour, which is accepted."""
 
+import contextlib
+import io
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -18,6 +20,34 @@ THREE_PARTS = re.compile(r"(?s).+?: .+\. .+\.")
 def each_of(table: Mapping[str, Refusal]) -> Any:
     """Decorator: a test of every row."""
     return pytest.mark.parametrize(("refused", "error", "text", "accepted"), table.values(), ids=table.keys())
+
+
+def outcome_of(call: Call) -> str:
+    """Type and text of the exception, or "accepted"; of SystemExit, what argparse printed."""
+    printed = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(printed):
+            call()
+    except SystemExit:
+        return f"SystemExit: {printed.getvalue()}"
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "accepted"
+
+
+def refusals(
+    make: Callable[..., Any], *rows: tuple[Any, str, Any], error: type[Exception] = ValueError
+) -> dict[str, Refusal]:
+    """Rows of wrong arguments, the error's text and the nearest right arguments: a dict of keywords, or a tuple."""
+
+    def calling(arguments: Any) -> Call:
+        return lambda: make(**arguments) if isinstance(arguments, dict) else make(*arguments)
+
+    called = getattr(make, "__name__", "call")
+    return {
+        f"{called}, {error.__name__} {i}: {text}": (calling(wrong), error, text, calling(right))
+        for i, (wrong, text, right) in enumerate(rows)
+    }
 
 
 def check_refusal(refused: Call, error: type[Exception], text: str, accepted: Call) -> None:

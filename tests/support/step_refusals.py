@@ -1,13 +1,13 @@
 """What is refused of a step's data, of a model's config and of losses: rows for launches on cp 2 x dp 2."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from refusals import Row
 from torch import Tensor
 
-from megatron_rl_loss import Contiguous, Samples, ZigzagBSHD, ZigzagResponse, ZigzagTHD
+from megatron_rl_loss import Contiguous, ZigzagTHD
 
 NAN, INF = float("nan"), float("inf")
 
@@ -98,41 +98,23 @@ STEP_ROWS = [
     step_row("negative mask", MASKS, put(loss_masks=masks([1.0] * 8, [1.0, -1, 1, 1, 1, 1])),
              "the loss mask of sample 1 holds -1.0", "Pass 0 for tokens that do not count",
              put(loss_masks=masks([1.0] * 8, [1.0, 0, 1, 1, 1, 1]))),
-    step_row("NaN mask", MASKS, put(loss_masks=masks([NAN] * 8, HALF)), "mask of sample 0 holds nan", "Pass 0"),
-    step_row("infinite mask", MASKS, put(loss_masks=masks([INF] * 8, HALF)), "sample 0 holds inf", "Pass 0"),
-    step_row("complex mask", MASKS, put(loss_masks=masks([1j] * 8, HALF)), "sample 0 is torch.complex64",
-             "Pass 0/1, bool or float weights", put(loss_masks=[torch.ones(8).bool(), torch.ones(6).int()])),
     step_row("2-D mask", MASKS, put(loss_masks=[torch.ones(1, 8), torch.ones(6)]), "has shape (1, 8)",
              "Pass one tensor per sample"),
-    step_row("one tensor for all masks", MASKS, put(loss_masks=torch.ones(2, 8)), "one tensor of shape (2, 8)",
-             "Pass list(loss_masks)", put(loss_masks=list(torch.ones(2, 8)))),
-    step_row("masks as lists", MASKS, put(loss_masks=[[1.0] * 8, HALF]), "the loss mask of sample 0 is a list",
-             "Wrap it in torch.tensor"),
     step_row("one prompt id too few", DISAGREE, put(prompt_ids=["p"]), "1 prompt_ids for 2 loss masks",
-             "Pass both in order"),
-    step_row("one rollout id too many", DISAGREE, put(rollout_ids=[1, 2, 3]), "3 rollout_ids for 2 loss masks",
              "Pass both in order"),
     step_row("mask of the response alone", DISAGREE, put(loss_masks=masks([1.0] * 8, [1.0] * 3)),
              "the loss mask of sample 1 has 3 entries", "ZigzagResponse"),
-    step_row("mask longer than its slot", DISAGREE, put(loss_masks=masks([1.0] * 9, HALF)),
-             "the loss mask of sample 0 has 9 entries", "total_lengths"),
     step_row("a mask for filler", DISAGREE,
              put(loss_masks=masks([1.0] * 8, HALF, [0.0] * 4), rollout_ids=[1, 2, 3], prompt_ids=[1, 1, 1],
                  layout=ZigzagTHD([0, 8, 16, 20], filler_slots=1)),
              "3 loss masks for 2 slots", "do not add masks for them",
              put(layout=ZigzagTHD([0, 8, 16, 20], [8, 6], filler_slots=1))),
-    step_row("total_lengths of another micro-batch", DISAGREE, put(layout=ZigzagTHD([0, 8, 16], [8, 6, 3])),
-             "3 total_lengths for 2 loss masks", "Pass those of this micro-batch"),
     step_row("total_length beyond its slot", DISAGREE,
              put(layout=ZigzagTHD([0, 8, 16], [8, 12]), loss_masks=masks([1.0] * 8, [1.0] * 12)),
              "sample 1 has total_length 12 in a slot of 8", "of the same micro-batch"),
     step_row("replicas with other masks", DISAGREE, put(cp_rank=1, loss_masks=masks([1.0] * 8, [0.0, 1, 1, 0.5, 1, 0])),
              "were given different samples", "Shard and seed the loader by DP rank only"),
-    step_row("replicas with other rollout ids", DISAGREE, put(cp_rank=1, rollout_ids=["1.1.0", "another"]),
-             "were given different samples", "Shard and seed the loader by DP rank only"),
     step_row("replicas with other tokens", DISAGREE, put(cp_rank=1, tokens=TOKENS.flip(0)),
-             "were given different samples", "by DP rank only"),
-    step_row("replicas in another order", DISAGREE, lambda good, dp, cp: good[:: -1 if cp else 1],
              "were given different samples", "by DP rank only"),
     step_row("replicas cut into other micro-batches", DISAGREE,
              lambda good, dp, cp: [one_sample(good[0], 0), one_sample(good[0], 1)] if cp else [good[0], EMPTY],
@@ -141,20 +123,12 @@ STEP_ROWS = [
              lambda good, dp, cp: records((dp + cp) % 2) if dp else good, "were given different samples",
              "by DP rank only"),
     step_row("slot of 6 for cp 2", CUT, put(layout=ZigzagTHD([0, 8, 14])), "slot 1 has 6 tokens", "Pad"),
-    step_row("rows of 6 for cp 2", CUT, put(layout=ZigzagBSHD(2, 6), loss_masks=masks(HALF, HALF)),
-             "row 0 has 6 tokens", "Pad", put(layout=ZigzagBSHD(2, 8), loss_masks=[torch.ones(8)] * 2)),
     step_row("contiguous buffer of 15 for cp 2", CUT, put(layout=Contiguous([0, 8, 15], [8, 6])),
              "the packed buffer has 15 tokens", "Pad it", put(layout=Contiguous([0, 8, 14]))),
     step_row("no layout under CP", "no layout with CP > 1", put(layout=None), "cp_size is 2 and no layout was given",
              "Pass one of megatron_rl_loss's layouts"),
-    step_row("prompt_mean without ids", "`prompt_mean` without prompt ids", everywhere(prompt_ids=None),
-             "'prompt_mean' and samples without prompt_ids", "Give samples_of prompt_ids", mode="prompt_mean"),
     step_row("prompt_mean without ids on one rank", "`prompt_mean` without prompt ids", put(prompt_ids=None),
-             "'prompt_mean' and samples without prompt_ids", "Give samples_of prompt_ids", mode="prompt_mean"),
-    step_row("a rollout under two prompts", "a rollout id under two prompts",
-             put(rollout_ids=[7, 7], prompt_ids=[1, 2]),
-             "one rollout id is used under two prompt ids", "Join prompt and rollout index",
-             put(rollout_ids=[7, 7], prompt_ids=[1, 1]), mode="prompt_mean"),
+             "'prompt_mean' and samples without prompt_ids", "Give the Samples prompt_ids", mode="prompt_mean"),
     step_row("a rollout under two prompts, on two ranks", "a rollout id under two prompts", same_rollout_twice,
              "one rollout id is used under two prompt ids", "Join prompt and rollout index", mode="prompt_mean"),
     step_row("rollout ids on one DP rank only", "ids on some ranks only",
@@ -162,30 +136,21 @@ STEP_ROWS = [
              "rollout_ids on 1 of the 2 DP ranks", "Pass rollout_ids everywhere", everywhere(rollout_ids=None)),
     step_row("rollout ids on some micro-batches only", "ids on some ranks only", put(None, rollout_ids=None),
              "rollout_ids on 1 of 2 micro-batches", "Pass rollout_ids with every micro-batch"),
-    step_row("ids that are floats", DISAGREE, put(prompt_ids=[0.5, 1.0]), "prompt_ids holds 0.5 (float)",
-             "Pass one each"),
     step_row("ids beyond 61 bits", DISAGREE, put(rollout_ids=[2**61, 0]), "rollout_ids go beyond 61 bits",
              "Pass them as strings", put(rollout_ids=[str(2**61), "0"])),
-    step_row("cu_seqlens without the 0", DISAGREE, made(lambda: ZigzagTHD([8, 16])), "cu_seqlens_padded is [8, 16]",
-             "0 included", made(lambda: Samples([], layout=ZigzagTHD([0])))),
-    step_row("lengths for cu_seqlens", DISAGREE, made(lambda: ZigzagTHD([0, 8, 4])), "cu_seqlens_padded is [0, 8, 4]",
-             "Pass cumulative lengths"),
-    step_row("a response without a prompt", DISAGREE, made(lambda: ZigzagResponse([8], [8])),
-             "response_length 8 and total_length 8", "Count the prompt in total_lengths"),
-    step_row("rows shorter than their samples", DISAGREE, made(lambda: ZigzagResponse([8], [4], [4])),
-             "padded length 4 and total_length 8", "Pass the padded length"),
     step_row("iterator ends", "an iterator that ends or raises", lambda good, dp, cp: good[: 2 - dp],
              "ended after 1 of the step's 2 micro-batches", "Give it more data"),
-    step_row("iterator is empty", "an iterator that ends or raises", lambda good, dp, cp: [] if dp else good,
-             "ended after 0 of the step's 2 micro-batches", "Give it more data"),
     step_row("iterator raises", "an iterator that ends or raises", late_error, "rank 2: OSError: disk gone", "",
              styled=False),
     step_row("no iterator on a DP rank", "no iterator on a rank that needs one",
              lambda good, dp, cp: None if dp else good, "no data iterator", "is_distributed = True"),
     step_row("no iterator on a CP rank", "no iterator on a rank that needs one",
              lambda good, dp, cp: None if cp else good, "no data iterator", "is_distributed = True"),
-    step_row("no iterator anywhere", "no iterator on a rank that needs one", lambda good, dp, cp: None,
-             "no data iterator", "is_distributed = True"),
+    step_row("a term's mask that is not given", "",
+             lambda good, dp, cp: good if dp else [r | {"term_masks": {"correct": r["loss_masks"]}} for r in good],
+             "a mask 'correct' of samples whose further masks are: none", "",
+             lambda good, dp, cp: [r | {"term_masks": {"correct": r["loss_masks"]}} for r in good],
+             term_masks=["correct"]),
     step_row("samples_of gives nothing", "", made(lambda: None), "samples_of returned a NoneType",
              "Wrap the masks in Samples"),
     step_row("samples_of fails", "", made(fails), "KeyError: 'loss_masks'", "", styled=False),
@@ -234,71 +199,91 @@ CONFIG_ROWS = [
 Losses = Callable[[Any, Tensor, int], Any]  # (micro-batch, this rank's losses, its number) -> what loss_func returns
 
 
-def named(*names: str) -> Losses:
-    """The first micro-batch reports "kl", the second `names`."""
-    return lambda m, losses, n: m.loss(losses, dict.fromkeys(names if n else ("kl",), losses))
-
-
-def two_reports(*names: str) -> Losses:
-    """The first micro-batch reports "kl" and "entropy", the second `names`."""
-    return lambda m, losses, n: m.loss(losses, dict.fromkeys(names if n else ("kl", "entropy"), losses))
+def reporting(first: Sequence[str], second: Sequence[str]) -> Losses:
+    """What the first micro-batch reports, and the second."""
+    return lambda m, losses, n: m.loss(losses, dict.fromkeys(second if n else first, losses))
 
 
 def loss_row(
-    name: str, covers: str, bad: Losses, given: str, todo: str, good: Losses | None = None, error: str = "ValueError"
-) -> Row:
-    return Row(name=name, covers=covers, error=error, given=given, todo=todo, bad=bad, good=good)
+    name: str, covers: str, bad: Losses, given: str, todo: str, good: Losses | None = None, error: str = "ValueError",
+    takes: int = 1,
+) -> Row:  # fmt: skip
+    options = {"takes": takes}
+    return Row(name=name, covers=covers, error=error, given=given, todo=todo, bad=bad, good=good, options=options)
 
 
-def halved(microbatch: Any, losses: Tensor, number: int) -> Any:
-    loss, count, report = microbatch.loss(losses)
-    return loss / 2, count, report
+def changing(change: Callable[[Tensor, Tensor, dict[str, Tensor]], Any]) -> Losses:
+    """What the micro-batch hands out, changed."""
+    return lambda m, losses, n: change(*m.loss(losses))
 
 
+def called_and_ignored(microbatch: Any, losses: Tensor, number: int) -> Any:
+    microbatch.loss(losses)
+    return losses.sum(), torch.tensor(1, dtype=torch.int32), {}
+
+
+def earlier_ones(microbatch: Any, losses: Tensor, number: int, kept: list[Any] = []) -> Any:  # noqa: B006
+    kept[number:] = [microbatch.loss(losses)]
+    return kept[0]
+
+
+def kl_in_the_share(microbatch: Any, losses: Tensor, number: int) -> Any:
+    share = microbatch.pg_loss(losses) + 0.1 * microbatch.sample_mean(losses.square())
+    return microbatch.carry(share, microbatch.report({"pg_loss": share}))
+
+
+HANDED_OUT = "a loss or count that the micro-batch did not hand out"
+NOT_ITS_LOSS = "a loss that this micro-batch did not hand out"
 PART = "losses or metrics that are not this rank's part of the layout (with the likely mix-up)"
 NAMES = "reports whose names change within a step"
 LOSS_ROWS = [
     loss_row("losses not cut over CP", PART, lambda m, losses, n: m.loss(torch.cat([losses, losses])),
              "per_token_loss of shape (16,)", "not cut over CP ranks"),
-    loss_row("losses cut twice", PART, lambda m, losses, n: m.loss(losses[:4]), "per_token_loss of shape (4,)",
-             "check that cp_size is right"),
-    loss_row("losses transposed", PART, lambda m, losses, n: m.loss(losses[:, None]), "of shape (8, 1)",
-             "transpose to batch first", lambda m, losses, n: m.loss(losses[None])),
-    loss_row("losses unpadded and uncut", PART, lambda m, losses, n: m.loss(torch.cat([losses, losses[:6]])),
-             "of shape (14,)", "unpadded, uncut tokens"),
-    loss_row("losses of active tokens only", PART, lambda m, losses, n: m.loss(torch.cat([losses, losses[:4]])),
-             "of shape (12,)", "pass the losses of all positions"),
-    loss_row("losses of another batch", PART, lambda m, losses, n: m.loss(losses.repeat(3)[:17]), "of shape (17,)",
-             "Pass the losses of this micro-batch"),
-    loss_row("losses already reduced", PART, lambda m, losses, n: m.loss(losses.mean()), "of shape ()", "unreduced"),
     loss_row("losses that are ints", PART, lambda m, losses, n: m.loss(losses.long()), "per_token_loss is torch.int64",
-             "Pass unreduced losses", error="TypeError"),
-    loss_row("a loss that is a number", PART, lambda m, losses, n: m.loss(0.5), "per_token_loss is float",
              "Pass unreduced losses", error="TypeError"),
     loss_row("metric not cut over CP", PART, lambda m, losses, n: m.loss(losses, {"kl": losses.repeat(2)}),
              "of shape (16,)", "not cut over CP ranks", lambda m, losses, n: m.loss(losses, {"kl": losses})),
-    loss_row("metric already reduced", PART, lambda m, losses, n: m.loss(losses, {"kl": losses.mean()}), "of shape ()",
-             "unreduced"),
-    loss_row("a report renamed", NAMES, named("entropy"), "reports ['pg_loss', 'entropy'] after one that reported",
-             "Report the same names every time", named("kl")),
-    loss_row("a report missing", NAMES, named(), "reports ['pg_loss'] after one that reported ['pg_loss', 'kl']",
-             "Report the same names every time", named("kl")),
-    loss_row("a report more", NAMES, named("kl", "entropy"), "reports ['pg_loss', 'kl', 'entropy']",
-             "Report the same names every time", named("kl")),
-    loss_row("one of two reports missing", NAMES, two_reports("kl"), "reports ['pg_loss', 'kl'] after one",
-             "Report the same names every time", two_reports("entropy", "kl")),  # Megatron reads them by name
-    loss_row("a loss divided once more", "a loss or count that the micro-batch did not hand out", halved,
-             "a loss that this micro-batch did not hand out", "Return what"),
+    loss_row("a report renamed", NAMES, reporting(["kl"], ["entropy"]),
+             "reports ['pg_loss', 'entropy'] after one that reported", "Report the same names every time",
+             reporting(["kl"], ["kl"])),
+    loss_row("one of two reports missing", NAMES, reporting(["kl", "entropy"], ["kl"]),
+             "reports ['pg_loss', 'kl'] after one", "Report the same names every time",
+             reporting(["kl", "entropy"], ["entropy", "kl"])),  # Megatron reads them by name
     loss_row("a metric that hides the loss", "", lambda m, losses, n: m.loss(losses, {"pg_loss": 2 * losses}),
              "pg_loss", "name", lambda m, losses, n: m.loss(losses, {"pg_loss_2": 2 * losses})),
-    loss_row("losses detached", "", lambda m, losses, n: m.loss(losses.detach()), "a loss without a graph",
-             "Do not detach the model's output"),
     loss_row("share detached", "", lambda m, losses, n: m.carry(m.pg_loss(losses).detach(), {}),
              "a loss without a graph", "Do not detach", lambda m, losses, n: m.carry(m.pg_loss(losses), {})),
     loss_row("share unreduced", "", lambda m, losses, n: m.carry(losses, {}), "the loss is of shape (8,)", "Reduce it",
              lambda m, losses, n: m.carry(m.sample_mean(losses), {})),
-    loss_row("report of a float", "", lambda m, losses, n: m.carry(m.pg_loss(losses), {"kl": 0.5}), "kl is 0.5",
-             "Reduce it", lambda m, losses, n: m.carry(m.pg_loss(losses), {"kl": m.sample_mean(losses)})),
-    loss_row("report unreduced", "", lambda m, losses, n: m.carry(m.pg_loss(losses), {"kl": losses}),
-             "kl is of shape (8,)", "Reduce it"),
+    loss_row("report of a float", "", lambda m, losses, n: m.carry(m.pg_loss(losses), m.report({"kl": 0.5})),
+             "kl is 0.5", "Reduce it",
+             lambda m, losses, n: m.carry(m.pg_loss(losses), m.report({"kl": m.sample_mean(losses)}))),
+    loss_row("report of a share as it is", "",
+             lambda m, losses, n: m.carry(m.pg_loss(losses), {"kl": m.pg_loss(losses)}),
+             "a report of single numbers, kl", "through microbatch.report",
+             lambda m, losses, n: m.carry(m.pg_loss(losses), m.report({"kl": m.pg_loss(losses)}))),
+    loss_row("the stock 2-tuple", HANDED_OUT, lambda m, losses, n: (losses.mean(), {}), "loss_func returned 2 values",
+             "Return microbatch.loss"),
+    loss_row("the stock 3-tuple", HANDED_OUT,
+             lambda m, losses, n: (losses.sum(), torch.tensor(losses.numel(), dtype=torch.int32), {}),
+             "neither its loss() nor its carry() was called", ""),
+    loss_row("a bare loss", HANDED_OUT, lambda m, losses, n: losses.mean(), "loss_func returned a Tensor",
+             "Return microbatch.loss"),
+    loss_row("its count dropped", HANDED_OUT, changing(lambda loss, count, report: (loss, report)),
+             "loss_func returned 2 values", "Return microbatch.loss"),
+    loss_row("divided by the number of micro-batches", HANDED_OUT,
+             changing(lambda loss, count, report: (loss / 2, count, report)), NOT_ITS_LOSS, "Return what"),
+    loss_row("a KL term on top", HANDED_OUT, changing(lambda loss, count, report: (loss + loss**2, count, report)),
+             NOT_ITS_LOSS, "put further terms into the share", kl_in_the_share),
+    loss_row("changed in place", HANDED_OUT, changing(lambda loss, count, report: (loss.mul_(0.5), count, report)),
+             "it was changed in place", "", lambda m, losses, n: (m.loss(losses), m.loss(losses))[1]),
+    loss_row("called, and something else returned", HANDED_OUT, called_and_ignored, NOT_ITS_LOSS, "Return what"),
+    loss_row("another count", HANDED_OUT, changing(lambda loss, count, report: (loss, count.clone(), report)),
+             "a token count that this micro-batch did not hand out", "Return what",
+             changing(lambda loss, count, report: (loss, count, {**report, "lr": torch.ones(())}))),
+    loss_row("an earlier micro-batch's", HANDED_OUT, earlier_ones, NOT_ITS_LOSS, "Return what"),
+    loss_row("a share of no reducer", HANDED_OUT, lambda m, losses, n: m.carry((losses * 0.1).sum(), {}),
+             "put together without this micro-batch's reducers", ""),
+    loss_row("two micro-batches taken", "", lambda m, losses, n: m.loss(losses),
+             "forward_step took 2 micro-batches from its iterator", "Call next(data_iterator) once", takes=2),
 ]  # fmt: skip

@@ -4,7 +4,6 @@ So the gradient after Megatron's whole way (schedule scaling, DDP, reduction, pe
 to be compared with the float64 oracle.
 """
 
-import random
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,42 +15,21 @@ from ranks import start_process_group
 from megatron_rl_loss import Gathered, Samples, ZigzagTHD
 from megatron_rl_loss.megatron import AggregationSettings
 
-DIVISOR = 7.0
-
-
-ALL_SETTINGS = [
-    {"mode": mode, "units": units, "divisor": DIVISOR if mode == "constant" else None}
-    for mode, units in oracle.COUNTINGS
-]
-
-
-def step_samples(seed: int) -> list[oracle.Sample]:
-    """Ragged samples with fractional, partly and fully masked tokens, split rollouts and uneven prompt groups."""
-    rng = random.Random(seed)
-    samples = []
-    for i in range(13):
-        length = rng.choice([1, 2, 3, 5, 8, 13])
-        mask = [rng.choice([0, 1, 1, 0.5]) for _ in range(length)]
-        if i in (4, 9):
-            mask = [0] * length
-        losses = [rng.uniform(-3, 3) for _ in range(length)]
-        samples.append(oracle.sample(losses, mask, rollout_id=f"r{i - i % 3 // 2}", prompt_id=f"p{min(i // 3, 2)}"))
-    return samples
-
-
-def dealt(samples: list[oracle.Sample], dp_rank: int, dp_size: int, num_microbatches: int) -> list[list[int]]:
-    """Sample numbers of each of this rank's micro-batches: uneven, so that units straddle ranks and micro-batches."""
-    slots: list[list[int]] = [[] for _ in range(dp_size * num_microbatches)]
-    rng = random.Random(5)
-    for i in range(len(samples)):
-        slots[rng.randrange(len(slots))].append(i)
-    return slots[dp_rank::dp_size]
-
 
 class Batch:
-    """A packed micro-batch: token numbers into the table (the last, unused entry is padding) and the samples."""
+    """A packed micro-batch: token numbers into the table (the last, unused entry is padding) and the samples.
 
-    def __init__(self, samples: list[oracle.Sample], chosen: list[int], cp_size: int, gathered: bool = False) -> None:
+    `of_samples`: further keyword arguments of `Samples` (term_masks, labels), by name, with a value for each sample.
+    """
+
+    def __init__(
+        self,
+        samples: list[oracle.Sample],
+        chosen: list[int],
+        cp_size: int,
+        gathered: bool = False,
+        **of_samples: dict[str, list[Any]],
+    ) -> None:
         first = [0]
         for sample in samples:
             first.append(first[-1] + len(sample.mask))
@@ -66,6 +44,10 @@ class Batch:
             layout=(Gathered if gathered else ZigzagTHD)(cu_seqlens, total_lengths=lengths),
             rollout_ids=[str(samples[i].rollout_id) for i in chosen],
             prompt_ids=[str(samples[i].prompt_id) for i in chosen],
+            **{
+                name: {key: [values[i] for i in chosen] for key, values in by_key.items()}
+                for name, by_key in of_samples.items()
+            },
         )
 
     def local_numbers(self, cp_rank: int, cp_size: int) -> torch.Tensor:
@@ -76,16 +58,24 @@ class Batch:
         return torch.tensor(held, dtype=torch.int64)
 
 
-def start(tp: int = 1, pp: int = 1, cp: int = 1) -> Any:
+def start(tp: int = 1, pp: int = 1, cp: int = 1, **more: Any) -> Any:
+    """On a rank: torch's default group and Megatron's groups, of which it gives the state."""
     from megatron.core import parallel_state
 
     start_process_group()
-    parallel_state.initialize_model_parallel(tp, pp, context_parallel_size=cp)
+    parallel_state.initialize_model_parallel(tp, pp, context_parallel_size=cp, **more)
     return parallel_state
 
 
-def table_model(table: list[float], *, per_token: bool = False, ddp: bool = True, **ddp_options: Any) -> Any:
-    """The losses of all tokens as a parameter, in Megatron's own DDP."""
+def table_model(
+    table: list[float],
+    *,
+    per_token: bool = False,
+    ddp: bool = True,
+    forward: Any = lambda losses, numbers: losses[numbers],
+    **ddp_options: Any,
+) -> Any:
+    """The losses of all tokens (or what `forward` makes of the table) as a parameter, in Megatron's own DDP."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
     from megatron.core.enums import ModelType
     from megatron.core.transformer import TransformerConfig
@@ -108,8 +98,8 @@ def table_model(table: list[float], *, per_token: bool = False, ddp: bool = True
 
         def set_input_tensor(self, _: Any) -> None: ...
 
-        def forward(self, numbers: torch.Tensor) -> torch.Tensor:
-            return self.losses[numbers]
+        def forward(self, numbers: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+            return forward(self.losses, numbers)
 
     if not ddp:
         return Table().cuda()
@@ -135,18 +125,29 @@ def aggregation(
     return LossAggregation(asked, describe, totals_of=totals_of, terms=terms, term_masks=term_masks)
 
 
-def logged_by_step(loss_aggregation: Any, forward_step: Any, batches: list[Batch], model: Any) -> dict[str, float]:
-    """Megatron's schedule over a step: what `train_step` would log."""
+def run_schedule(
+    forward_step: Any, data: Any, model: Any, num_microbatches: int, wrap: Any = None, **options: Any
+) -> Any:
+    """Megatron's schedule over a step, with fresh gradients: what it stored."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    stored = loss_aggregation.wrap_schedule(get_forward_backward_func())(
+    for chunk in model if isinstance(model, list) else [model]:
+        chunk.zero_grad_buffer()
+    schedule = get_forward_backward_func()
+    return (schedule if wrap is None else wrap(schedule))(
         forward_step_func=forward_step,
-        data_iterator=iter(batches),
+        data_iterator=data,
         model=model,
-        num_microbatches=len(batches),
-        seq_length=8,
+        num_microbatches=num_microbatches,
+        seq_length=64,
         micro_batch_size=1,
+        **options,
     )
+
+
+def logged_by_step(loss_aggregation: Any, forward_step: Any, batches: list[Batch], model: Any) -> dict[str, float]:
+    """Megatron's schedule over a step: what `train_step` would log."""
+    stored = run_schedule(forward_step, iter(batches), model, len(batches), loss_aggregation.wrap_schedule)
     return logged_means(stored)
 
 
@@ -167,7 +168,6 @@ def one_step(
 
         return losses, loss_func
 
-    model.zero_grad_buffer()
     logged = logged_by_step(loss_aggregation, forward_step, batches, model)
     return model.module.losses.main_grad.clone().cpu(), logged
 

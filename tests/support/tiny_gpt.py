@@ -1,10 +1,10 @@
-"""The rank's side of `test_matrix`: an optimizer step of a real Megatron GPTModel in a given layout, and its outcome.
+"""A tiny real Megatron GPTModel in a given layout: its config, its data, its optimizer.
 
 Imported by forked ranks after `warm_megatron`; everything of Megatron is the real one (see `megatron_on_cpu`).
 """
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -14,14 +14,9 @@ import oracle
 import torch
 import torch.distributed as dist
 from gpt_oracle import GptShape, Rollout
-from logged_means import logged_means
-from ranks import start_process_group
 from torch import Tensor
 
 from megatron_rl_loss import Samples, ZigzagTHD
-from megatron_rl_loss.losses import policy_loss, ppo_clip_loss, surviving_masks
-from megatron_rl_loss.megatron import AggregationSettings
-from megatron_rl_loss.modes.papers import vl_norm
 
 
 class Layout(NamedTuple):
@@ -47,6 +42,10 @@ class Layout(NamedTuple):
         return f"world{self.world_size}-tp{self.tp}{sp}-pp{self.pp}{vp}-cp{self.cp}-dp{self.dp}"
 
 
+#: Ways of `OutputHead`; with "main grad" as the flag that asks for a kernel of a GPU would.
+HEADS = ("two passes", "one pass", "two passes, main grad", "one pass, main grad")
+
+
 class Case(NamedTuple):
     """What varies inside a layout."""
 
@@ -58,20 +57,10 @@ class Case(NamedTuple):
     optimizer: str  # plain, distributed, overlap or distributed+overlap
     tied: bool
     lopsided: bool
-    loss: str = "ppo"  # a policy loss by name
-    rejects: str = ""  # what was drawn by quite another policy, by token or sample ("geometric"), before it is counted
+    head: str = ""  # Megatron's, or one of `HEADS`
 
     def shape(self, layout: Layout) -> GptShape:
         return GptShape(layout.num_layers, self.tied, self.bf16)
-
-
-class Outcome(NamedTuple):
-    """Of one rank: its shards by full name, with the dimension they are cut in (None: whole)."""
-
-    gradients: dict[str, tuple[Any, int | None]]
-    weights: dict[str, tuple[Any, int | None]]
-    grad_norm: float
-    metrics: dict[str, float] | None  # on the last pipeline stage
 
 
 def dealt(num_samples: int, masked: Sequence[int], dp: int, microbatches: int, lopsided: bool) -> list[list[list[int]]]:
@@ -121,21 +110,12 @@ class Batch:
         self.bounds = torch.tensor(bounds, dtype=torch.int32)
         self._rollouts = rollouts
         self._layout = ZigzagTHD(bounds, total_lengths=lengths, filler_slots=len(fillers))
-        self.samples = self.described("")
+        self.samples = self.described()
 
-    def described(self, rejects: str, correct: Callable[[Sequence[Rollout]], list[Tensor]] | None = None) -> Samples:
+    def described(self, correct: Callable[[Sequence[Rollout]], list[Tensor]] | None = None) -> Samples:
         """As a data loader would, whole samples and not what this rank holds of them; `correct`: a term's masks."""
-        loss_masks = [torch.tensor(one.mask) for one in self._rollouts]
-        if rejects:
-            old, drawn_by = (
-                [torch.tensor(getattr(one, name)) for one in self._rollouts]
-                for name in ("old_log_probs", "rollout_log_probs")
-            )
-            log_ratios = [a - b for a, b in zip(old, drawn_by, strict=True)]
-            high = gpt_oracle.REJECT_ABOVE[rejects]
-            loss_masks = surviving_masks(loss_masks, log_ratios, high=high, level=rejects)  # type: ignore[arg-type]
         return Samples(
-            loss_masks,
+            [torch.tensor(one.mask) for one in self._rollouts],
             layout=self._layout,
             rollout_ids=[one.rollout_id for one in self._rollouts],
             prompt_ids=[one.prompt_id for one in self._rollouts],
@@ -181,54 +161,83 @@ class Ready:
     optimizer: Any
 
 
+def tiny_config(layout: Layout, *, per_token: bool, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
+    """With the oracle's sizes, and without what needs a GPU."""
+    from megatron.core.distributed import finalize_model_grads
+    from megatron.core.transformer import TransformerConfig
+
+    virtual = layout.vp > 1
+    settings: dict[str, Any] = {
+        "num_layers": layout.num_layers,
+        "hidden_size": gpt_oracle.HIDDEN,
+        "ffn_hidden_size": gpt_oracle.FFN,
+        "num_attention_heads": gpt_oracle.HEADS,
+        "num_query_groups": gpt_oracle.GROUPS,
+        "kv_channels": gpt_oracle.CHANNELS,
+        "layernorm_epsilon": gpt_oracle.EPSILON,
+        "tensor_model_parallel_size": layout.tp,
+        "sequence_parallel": layout.sp,
+        "pipeline_model_parallel_size": layout.pp,
+        "virtual_pipeline_model_parallel_size": layout.vp if virtual else None,
+        "context_parallel_size": layout.cp,
+        "calculate_per_token_loss": per_token,
+        "normalization": "RMSNorm",
+        "add_bias_linear": False,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "use_cpu_initialization": True,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
+        "masked_softmax_fusion": False,
+        "bias_dropout_fusion": False,
+        "gradient_accumulation_fusion": False,
+        "apply_rope_fusion": False,
+        # Packs differ in length; Megatron asks for this dispatcher with it, even without experts.
+        "variable_seq_lengths": layout.pp > 1,
+        "moe_token_dispatcher_type": "alltoall",
+        "overlap_p2p_comm": virtual,
+        "batch_p2p_comm": not virtual,
+    }
+    config = TransformerConfig(**settings | changes)
+    config.finalize_model_grads_func = finalize_model_grads
+    return config
+
+
+def tiny_model(config: Any, block: Any, vp_stage: int | None = None, **options: Any) -> Any:
+    """This rank's part of the model."""
+    from megatron.core import parallel_state as mpu
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    stage: dict[str, Any] = {"ignore_virtual": vp_stage is None, "vp_stage": vp_stage}
+    return GPTModel(
+        config=config,
+        transformer_layer_spec=block,
+        vocab_size=gpt_oracle.VOCAB,
+        max_sequence_length=64,
+        pre_process=mpu.is_pipeline_first_stage(**stage),
+        post_process=mpu.is_pipeline_last_stage(**stage),
+        position_embedding_type="rope",
+        pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
+        vp_stage=vp_stage,
+        **options,
+    )
+
+
 def build(layout: Layout, case: Case, attention: str) -> Ready:
     from megatron.core import parallel_state as mpu
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-    from megatron.core.models.gpt import GPTModel
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-    from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-    from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.module import Float16Module
     from packed_attention import layer_spec
 
     virtual = layout.vp > 1
     dtype = torch.bfloat16 if case.bf16 else torch.float32
-    config = TransformerConfig(
-        num_layers=layout.num_layers,
-        hidden_size=gpt_oracle.HIDDEN,
-        ffn_hidden_size=gpt_oracle.FFN,
-        num_attention_heads=gpt_oracle.HEADS,
-        num_query_groups=gpt_oracle.GROUPS,
-        kv_channels=gpt_oracle.CHANNELS,
-        layernorm_epsilon=gpt_oracle.EPSILON,
-        tensor_model_parallel_size=layout.tp,
-        sequence_parallel=layout.sp,
-        pipeline_model_parallel_size=layout.pp,
-        virtual_pipeline_model_parallel_size=layout.vp if virtual else None,
-        context_parallel_size=layout.cp,
-        calculate_per_token_loss=case.scaling == "per token",
-        normalization="RMSNorm",
-        add_bias_linear=False,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        use_cpu_initialization=True,
-        params_dtype=dtype,
-        pipeline_dtype=dtype,
-        bf16=case.bf16,
-        masked_softmax_fusion=False,
-        bias_dropout_fusion=False,
-        gradient_accumulation_fusion=False,
-        apply_rope_fusion=False,
-        # Packs differ in length; Megatron asks for this dispatcher with it, even without experts.
-        variable_seq_lengths=layout.pp > 1,
-        moe_token_dispatcher_type="alltoall",
-        overlap_p2p_comm=virtual,
-        batch_p2p_comm=not virtual,
-    )
+    config = tiny_config(layout, per_token=case.scaling == "per token", dtype=dtype)
     model_parallel_cuda_manual_seed(1, force_reset_rng=True)
     weights = gpt_oracle.weights_of(case.shape(layout))
-    groups = ProcessGroupCollection.use_mpu_process_groups()
     overlap, distributed = "overlap" in case.optimizer, "distributed" in case.optimizer
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
@@ -246,18 +255,7 @@ def build(layout: Layout, case: Case, attention: str) -> Ready:
 
             for layer in block.layer_specs:
                 layer.submodules.self_attention.submodules.core_attention = TEDotProductAttention
-        model = GPTModel(
-            config=config,
-            transformer_layer_spec=block,
-            vocab_size=gpt_oracle.VOCAB,
-            max_sequence_length=64,
-            pre_process=mpu.is_pipeline_first_stage(ignore_virtual=not virtual, vp_stage=vp_stage),
-            post_process=mpu.is_pipeline_last_stage(ignore_virtual=not virtual, vp_stage=vp_stage),
-            share_embeddings_and_output_weights=case.tied,
-            position_embedding_type="rope",
-            pg_collection=groups,
-            vp_stage=vp_stage,
-        )
+        model = tiny_model(config, block, vp_stage, share_embeddings_and_output_weights=case.tied)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 full, dim = weights[full_name(name, model)], cut_dim(parameter)
@@ -284,7 +282,6 @@ def build(layout: Layout, case: Case, attention: str) -> Ready:
     )
     # As `megatron.training.training.train` sets them.
     config.grad_scale_func = optimizer.scale_loss
-    config.finalize_model_grads_func = finalize_model_grads
     if overlap:
         config.no_sync_func = [chunk.no_sync for chunk in chunks] if virtual else chunks[0].no_sync
         config.grad_sync_func = [chunk.start_grad_sync for chunk in chunks] if virtual else chunks[0].start_grad_sync
@@ -315,153 +312,3 @@ def gather_sharded_gradients(chunks: list[Any]) -> None:
             for bucket in group.buckets:
                 mine = bucket.grad_data.chunk(ranks.size())[ranks.rank()].clone()
                 dist.all_gather_into_tensor(bucket.grad_data, mine, group=ranks)
-
-
-def collect(chunks: list[Any], of_gradients: bool) -> dict[str, tuple[Any, int | None]]:
-    from megatron.core.utils import unwrap_model
-
-    found = {}
-    for chunk in chunks:
-        model = unwrap_model(chunk)
-        for name, parameter in model.named_parameters():
-            value = parameter.main_grad if of_gradients else parameter.detach()
-            key = full_name(name, model)
-            # Both copies of a tied embedding must agree with the oracle: neither may hide the other.
-            while key in found:
-                key += "'"
-            found[key] = (value.double().cpu().numpy().copy(), cut_dim(parameter))
-    return found
-
-
-def run_case(
-    layout: Layout, case: Case, rollouts: Sequence[Rollout], stock: bool, attention: str, head: str
-) -> Outcome:
-    from megatron.core import parallel_state as mpu
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-    from megatron.core.utils import unwrap_model
-
-    from megatron_rl_loss.megatron import Folded, LossAggregation, OutputHead, Tokens
-
-    ready = build(layout, case, attention)
-    for chunk in map(unwrap_model, ready.chunks):
-        if "main grad" in head and hasattr(chunk, "output_layer"):  # as the flag that asks for a kernel of a GPU would
-            chunk.output_layer.gradient_accumulation_fusion = True
-    processor = {"output_processor": OutputHead(chunk_tokens=3, entropy=True)} if head else {}
-    dp_rank, cp_rank = mpu.get_data_parallel_rank(), mpu.get_context_parallel_rank()
-    batches = [batch.cuda() for batch in batches_of(rollouts, case, layout.dp, dp_rank, layout.cp, cp_rank)]
-
-    def policy_of(negative_log_probs: Tensor, batch: Batch) -> Any:
-        return ppo_clip_loss(
-            -negative_log_probs,
-            batch.old_log_probs,
-            batch.advantages,
-            clip_low=gpt_oracle.CLIP_LOW,
-            clip_high=gpt_oracle.CLIP_HIGH,
-        )
-
-    def losses_of(log_probs: Tensor, _: Any, old_log_probs: Tensor, advantages: Tensor) -> Any:
-        policy = policy_of(-log_probs, SimpleNamespace(old_log_probs=old_log_probs, advantages=advantages))  # type: ignore[arg-type]
-        return policy.per_token_loss, {"clip_fraction": policy.clipped, "ppo_kl": policy.ppo_kl}
-
-    def forward_step(iterator: Iterator[Any], model: Any) -> Any:
-        microbatch = next(iterator)
-        batch: Batch = microbatch if stock else microbatch.data
-        context: Any = {}
-        if "one pass" in head:
-            inputs = {"old_log_probs": batch.old_log_probs, "advantages": batch.advantages}
-            folded = Folded.of(microbatch, losses_of, inputs, mask=batch.mask)
-            context = {"output_processor_context": folded}
-        elif head:
-            context = {"output_processor_context": Tokens(batch.mask)}
-        output = model(
-            batch.tokens,
-            batch.positions,
-            None,
-            labels=batch.labels,
-            packed_seq_params=batch.packed_seq_params(),
-            **processor,
-            **context,
-        )
-
-        def loss_func(output: Any) -> Any:
-            if "one pass" in head:
-                share, values = output
-                means = {name: microbatch.sample_mean(values[name]) for name in ("clip_fraction", "ppo_kl")}
-                return microbatch.carry(share, microbatch.report({"pg_loss": share, **means}))
-            log_probs = output[0] if head else -output
-            clip = {"clip_low": gpt_oracle.CLIP_LOW, "clip_high": gpt_oracle.CLIP_HIGH}
-            given = log_probs, batch.old_log_probs, batch.advantages
-            policy = policy_loss(case.loss, *given, microbatch.tokens, microbatch.cp_group, **clip)
-            return microbatch.loss(
-                policy.per_token_loss, metrics={"clip_fraction": policy.clipped, "ppo_kl": policy.ppo_kl}
-            )
-
-        def stock_loss_func(negative_log_probs: Tensor) -> Any:
-            loss = (policy_of(negative_log_probs, batch).per_token_loss * batch.mask).sum()
-            num_tokens = (batch.mask != 0).sum().int()
-            return loss, num_tokens, {"pg_loss": torch.stack([loss.detach().clone(), num_tokens.float()])}
-
-        return output, stock_loss_func if stock else loss_func
-
-    for chunk in ready.chunks:
-        chunk.zero_grad_buffer()
-    ready.optimizer.zero_grad()
-    settings = AggregationSettings.resolve(
-        mode=vl_norm if case.mode == "vl_norm" else case.mode,
-        divisor=gpt_oracle.DIVISOR if case.mode == "constant" else None,
-        units=case.units,  # type: ignore[arg-type]
-        with_per_token_loss=case.scaling == "per token",
-    )
-    schedule = get_forward_backward_func()
-    if not stock:
-        schedule = LossAggregation(settings, lambda batch: batch.described(case.rejects)).wrap_schedule(schedule)
-    virtual = layout.vp > 1
-    stored = schedule(
-        forward_step_func=forward_step,
-        data_iterator=[iter(batches) for _ in range(layout.vp)] if virtual else iter(batches),
-        model=ready.chunks if virtual else ready.chunks[0],
-        num_microbatches=len(batches),
-        seq_length=64,
-        micro_batch_size=1,
-    )
-    metrics = None
-    if mpu.is_pipeline_last_stage(ignore_virtual=True):
-        metrics = logged_means(stored)
-    if "distributed" in case.optimizer:
-        gather_sharded_gradients(ready.chunks)
-    gradients = collect(ready.chunks, of_gradients=True)
-    succeeded, grad_norm, _ = ready.optimizer.step()
-    assert succeeded
-    return Outcome(gradients, collect(ready.chunks, of_gradients=False), float(grad_norm), metrics)
-
-
-def run_layout(
-    layout: Layout,
-    cases: list[Case],
-    rollouts: dict[GptShape, list[Rollout]],
-    stock: bool = False,
-    attention: str = "packed",
-    head: str = "",
-) -> tuple[dict[str, int], list[Outcome]]:
-    """On one rank: its place, and its part of what each case gave.
-
-    `attention`: "packed" is `examples/packed_attention.py`, "te" is Transformer Engine's in its stead (GPUs, bf16).
-    `head`: "" is Megatron's output layer and cross-entropy, else `OutputHead` in "two passes" or "one pass", with or
-    without "main grad".
-    """
-    from megatron.core import parallel_state as mpu
-
-    start_process_group()
-    mpu.initialize_model_parallel(
-        layout.tp,
-        layout.pp,
-        virtual_pipeline_model_parallel_size=layout.vp if layout.vp > 1 else None,
-        context_parallel_size=layout.cp,
-    )
-    place = {
-        "tp": mpu.get_tensor_model_parallel_rank(),
-        "pp": mpu.get_pipeline_model_parallel_rank(),
-        "cp": mpu.get_context_parallel_rank(),
-        "dp": mpu.get_data_parallel_rank(),
-    }
-    return place, [run_case(layout, case, rollouts[case.shape(layout)], stock, attention, head) for case in cases]

@@ -146,7 +146,7 @@ def main(root: str, cp: int, cases: list[dict[str, Any]]) -> None:
             dist.all_gather_object(found["microbatches"], len(batches), group=parallel_state.get_data_parallel_group())
             found["stock"] = forward_step is train_rl.forward_step
             found["lm loss"] = reduced([report["lm loss"] for report in reports])
-            found["gradient"] = model.module.table.main_grad.double()
+            found["gradient"] = model.module.losses.main_grad.double()
 
         example.pretrain = one_step
         sys.argv = ["train_rl.py", *MODEL.split(), *FLAGS.split(), "--context-parallel-size", str(cp), *case["flags"]]

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from refusals import Call, Refusal, check_refusal, each_of
+from refusals import Call, check_refusal, each_of, refusals
 
 from megatron_rl_loss import errors
 
@@ -45,55 +45,48 @@ def test_a_close_name_is_proposed(given: str, said: str) -> None:
     assert errors.did_you_mean(given, ["token_mean", "sample-mean"]) == said
 
 
-def call(function: Any, *arguments: Any) -> Call:
-    return lambda: function(*arguments)
-
-
 NO, YES = torch.tensor(False), torch.tensor(True)
-REFUSALS: dict[str, Refusal] = {
-    "an int too small": (
-        call(errors.check_int, "size", 0, 1, "Pass one"),
-        ValueError,
-        "size is 0: it must be an int >= 1. Pass one",
-        call(errors.check_int, "size", 1, 1, "Pass one"),
+REFUSALS = {
+    **refusals(
+        errors.check_int,
+        (("size", 0, 1, "Pass one"), "size is 0: it must be an int >= 1. Pass one", ("size", 1, 1, "Pass one")),
+        (("size", 1.5, 1, "Pass one"), "size is 1.5", ("size", np.int32(2), 1, "Pass one")),
     ),
-    "no int": (
-        call(errors.check_int, "size", 1.5, 1, "Pass one"),
-        ValueError,
-        "size is 1.5",
-        call(errors.check_int, "size", np.int32(2), 1, "Pass one"),
+    **refusals(errors.check_count, (("n", -1), "n is -1", ("n", 0.5))),
+    **refusals(
+        errors.check_choice,
+        (
+            ("colour", "rad", ["red", "blue"]),
+            "colour 'rad': there is no such colour. Did you mean red[?] Choose one of red, blue",
+            ("colour", "red", ["red", "blue"]),
+        ),
     ),
-    "a negative count": (call(errors.check_count, "n", -1), ValueError, "n is -1", call(errors.check_count, "n", 0.5)),
-    "a choice that there is not": (
-        call(errors.check_choice, "colour", "rad", ["red", "blue"]),
-        ValueError,
-        "colour 'rad': there is no such colour. Did you mean red[?] Choose one of red, blue",
-        call(errors.check_choice, "colour", "red", ["red", "blue"]),
+    **refusals(
+        errors.check_one_each,
+        (
+            ("ids", 2, "masks", 3),
+            "2 ids for 3 masks: there must be one per sample. Pass both in order",
+            ("ids", 3, "masks", 3),
+        ),
     ),
-    "not one each": (
-        call(errors.check_one_each, "ids", 2, "masks", 3),
-        ValueError,
-        "2 ids for 3 masks: there must be one per sample. Pass both in order",
-        call(errors.check_one_each, "ids", 3, "masks", 3),
+    **refusals(
+        errors.check_callable,
+        (
+            ("the hook", 3, "it must be a function", "Pass one"),
+            "the hook is a int: it must be a function. Pass one",
+            ("the hook", print, "it must be a function", "Pass one"),
+        ),
+        error=TypeError,
     ),
-    "what cannot be called": (
-        call(errors.check_callable, "the hook", 3, "it must be a function", "Pass one"),
-        TypeError,
-        "the hook is a int: it must be a function. Pass one",
-        call(errors.check_callable, "the hook", print, "it must be a function", "Pass one"),
-    ),
-    "a CP rank outside": (
-        call(errors.check_cp, 2, 2),
-        ValueError,
-        r"cp_rank=2, cp_size=2.*Pass cp_group.rank\(\)",
-        call(errors.check_cp, 1, 2),
-    ),
-    "a CP size no int": (call(errors.check_cp, 0, True), TypeError, "cp_size=True", call(errors.check_cp, 0, 1)),
-    "what does not hold": (
-        call(errors.require, NO, lambda: "a mask of -1", "it must be 0 or 1. Mend it."),
-        ValueError,
-        "a mask of -1: it must be 0 or 1. Mend it.",
-        call(errors.require, YES, lambda: "", ""),
+    **refusals(errors.check_cp, ((2, 2), r"cp_rank=2, cp_size=2.*Pass cp_group.rank\(\)", (1, 2))),
+    **refusals(errors.check_cp, ((0, True), "cp_size=True", (0, 1)), error=TypeError),
+    **refusals(
+        errors.require,
+        (
+            (NO, lambda: "a mask of -1", "it must be 0 or 1. Mend it."),
+            "a mask of -1: it must be 0 or 1. Mend it.",
+            (YES, lambda: "", ""),
+        ),
     ),
 }
 

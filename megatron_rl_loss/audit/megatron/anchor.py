@@ -11,8 +11,6 @@ scaled alike, and large where they were not.
 """
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,48 +29,27 @@ _TOO_UNCERTAIN = 0.25
 
 @dataclass(frozen=True)
 class Factor:
-    """What one anchor says.
+    """What one anchor says."""
 
-    Attributes:
-        name: of the parameter.
-        value: f.
-        residual: |fin - f * G| / |f * G|.
-        rounding: what the residual may be by rounding alone.
-        numel: entries that it was read off; their roundings average out.
-        problem: why f cannot be relied on, or "".
-    """
-
-    name: str
-    value: float
-    residual: float
-    rounding: float
-    numel: int
-    problem: str = ""
-
-    @property
-    def uncertainty(self) -> float:
-        """What the value may be off by, relative to it."""
-        return self.rounding / math.sqrt(self.numel)
+    name: str  # of the parameter
+    value: float = math.nan  # f
+    residual: float = math.nan  # |fin - f * G| / |f * G|
+    rounding: float = math.nan  # what the residual may be by rounding alone
+    uncertainty: float = math.nan  # what f may be off by, relative to it: roundings of all entries average out
+    problem: str = ""  # why f cannot be relied on
 
 
 @dataclass
 class Anchor:
-    """A parameter, and what backward passes give it on this rank.
-
-    Attributes:
-        chunk: the model chunk, in Megatron's own DDP.
-        over_tp: whether finalisation sums its gradient over tensor-parallel ranks too (sequence parallelism).
-        gradient, magnitude: the sum of its gradients, and of their absolute values, float64 [numel].
-        num_terms: how many there were.
-    """
+    """A parameter, and what backward passes give it on this rank."""
 
     name: str
     parameter: Tensor
-    chunk: DistributedDataParallel
-    over_tp: bool
-    gradient: Tensor = field(init=False)
-    magnitude: Tensor = field(init=False)
-    num_terms: int = 0
+    chunk: DistributedDataParallel  # the model chunk
+    over_tp: bool  # whether finalisation sums its gradient over tensor-parallel ranks too (sequence parallelism)
+    gradient: Tensor = field(init=False)  # the sum of its gradients, float64 [numel]
+    magnitude: Tensor = field(init=False)  # the sum of their absolute values
+    num_terms: int = 0  # how many there were
 
     def __post_init__(self) -> None:
         self.gradient = torch.zeros(self.parameter.numel(), dtype=torch.float64, device=self.parameter.device)
@@ -103,56 +80,34 @@ class Anchor:
         for group in (dp_cp, tp) if self.over_tp else (dp_cp,):
             sums, terms = (_summed(values, group) for values in (sums, terms))
         owned = self.owned()
-        final = self.parameter.main_grad.reshape(-1)[owned].double()  # type: ignore[attr-defined]
+        main_grad: Tensor = self.parameter.main_grad  # type: ignore[attr-defined]
+        final = main_grad.reshape(-1)[owned].double()
         gradient, magnitude = sums[:, owned]
         dots = torch.stack([final @ gradient, gradient @ gradient, final @ final, magnitude @ magnitude])
         final_gradient, gradient2, final2, magnitude2 = _summed(dots, dp_cp).tolist()
-        return _fitted(
-            self.name,
-            final_gradient,
-            gradient2,
-            final2,
-            magnitude2,
-            eps=torch.finfo(self.parameter.main_grad.dtype).eps,  # type: ignore[attr-defined]
-            num_terms=int(terms) + dp_cp.size(),
-            numel=self.parameter.numel(),
-        )
-
-
-def _fitted(
-    name: str,
-    final_gradient: float,
-    gradient2: float,
-    final2: float,
-    magnitude2: float,
-    *,
-    eps: float,
-    num_terms: int,
-    numel: int,
-) -> Factor:
-    """f and its residual from <fin, G>, <G, G>, <fin, fin> and the square of the sum of absolute gradients."""
-    if not math.isfinite(final_gradient + gradient2 + final2):
-        return Factor(name, math.nan, math.nan, math.nan, numel, f"the gradient of {name} is not finite")
-    if gradient2 == 0:
-        why = f"no gradient reached {name}" if magnitude2 == 0 else f"the gradients of {name} add up to 0"
-        return Factor(name, math.nan, math.nan, math.nan, numel, why)
-    value = final_gradient / gradient2
-    # Where gradients cancel, the sum's rounding is that of its terms.
-    rounding = _SLACK * eps * math.sqrt(num_terms) * math.sqrt(magnitude2 / gradient2)
-    if final2 == 0 or value == 0:
-        why = f"the finalised gradient of {name} is 0, but not what made it"
-        return Factor(name, value, math.inf, rounding, numel, why)
-    residual = math.sqrt(max(final2 / (value * value * gradient2) - 1, 0.0))
-    problem = ""
-    if rounding > _TOO_UNCERTAIN:
-        problem = f"the gradients of {name} cancel: rounding may be {rounding:.2g} of what is left"
-    elif residual > rounding:
-        problem = (
-            f"the finalised gradient of {name} is no multiple of the sum over ranks of what backward passes gave it "
-            f"(residual {residual:.2g}, rounding {rounding:.1g}): ranks or micro-batches were scaled apart, left out, "
-            "or gradients were there before the step"
-        )
-    return Factor(name, value, residual, rounding, numel, problem)
+        name = self.name
+        if not math.isfinite(final_gradient + gradient2 + final2):
+            return Factor(name, problem=f"the gradient of {name} is not finite")
+        if gradient2 == 0:
+            nothing, cancelled = f"no gradient reached {name}", f"the gradients of {name} add up to 0"
+            return Factor(name, problem=nothing if magnitude2 == 0 else cancelled)
+        value = final_gradient / gradient2
+        # Where gradients cancel, the sum's rounding is that of its terms.
+        relative = torch.finfo(main_grad.dtype).eps * math.sqrt(magnitude2 / gradient2)
+        rounding = _SLACK * relative * math.sqrt(int(terms) + dp_cp.size())
+        residual = math.inf if value == 0 else math.sqrt(max(final2 / (value * value * gradient2) - 1, 0.0))
+        problem = ""
+        if value == 0:
+            problem = f"the finalised gradient of {name} is 0, but not what made it"
+        elif rounding > _TOO_UNCERTAIN:
+            problem = f"the gradients of {name} cancel: rounding may be {rounding:.2g} of what is left"
+        elif residual > rounding:
+            problem = (
+                f"the finalised gradient of {name} is no multiple of the sum over ranks of what backward passes gave "
+                f"it (residual {residual:.2g}, rounding {rounding:.1g}): ranks or micro-batches were scaled apart, "
+                "left out, or gradients were there before the step"
+            )
+        return Factor(name, value, residual, rounding, rounding / math.sqrt(self.parameter.numel()), problem)
 
 
 def _summed(values: Tensor, group: Group) -> Tensor:
@@ -167,17 +122,13 @@ def choose(chunk: Any, config: Any) -> Anchor | str:
     """The anchor of a model chunk, the same on all its ranks; or why there is none."""
     if not isinstance(chunk, DistributedDataParallel):
         return f"{type(chunk).__name__} is not Megatron-Core's own DistributedDataParallel: its gradients lie elsewhere"
-    found = [
-        (_preference(name, parameter), name, parameter)
-        for name, parameter in chunk.module.named_parameters()
-        if _is_usable(chunk, config, name, parameter)
-    ]
-    if not found:
+    usable = [named for named in chunk.module.named_parameters() if _is_usable(chunk, config, *named)]
+    if not usable:
         return (
             "no parameter can be relied on: it must be trainable, whole on every rank, no expert's, not shared between "
             "stages, and its gradient must not be accumulated by a fused kernel"
         )
-    _, name, parameter = min(found, key=lambda one: one[:2])
+    name, parameter = min(usable, key=_preference)
     over_tp = bool(config.sequence_parallel and getattr(parameter, "sequence_parallel", False))
     return Anchor(name, parameter, chunk, over_tp)
 
@@ -199,16 +150,7 @@ def _is_usable(chunk: Any, config: Any, name: str, parameter: Tensor) -> bool:
     )
 
 
-def _preference(name: str, parameter: Tensor) -> tuple[bool, bool, int, int]:
+def _preference(named: tuple[str, Tensor]) -> tuple[bool, bool, int, int, str]:
     """Smaller is better: the last norm, then vectors, then what is small but not tiny."""
-    return "final_layernorm" not in name, parameter.numel() < 16, parameter.dim(), parameter.numel()
-
-
-@contextmanager
-def watching(anchors: Sequence[Anchor]) -> Iterator[None]:
-    """For the duration of a ``with``, the anchors keep what backward passes give them."""
-    with ExitStack() as stack:
-        for anchor in anchors:
-            handle: Any = anchor.parameter.register_hook(anchor.keep)
-            stack.callback(handle.remove)
-        yield
+    name, parameter = named
+    return "final_layernorm" not in name, parameter.numel() < 16, parameter.dim(), parameter.numel(), name

@@ -23,8 +23,8 @@ from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from megatron_rl_loss.audit.assembly import Part, Rows
-from megatron_rl_loss.audit.megatron.anchor import Anchor, Factor, choose, watching
-from megatron_rl_loss.audit.megatron.reports import Report, assembled, facts_of, shown
+from megatron_rl_loss.audit.megatron.anchor import Anchor, Factor, choose
+from megatron_rl_loss.audit.megatron.reports import Report, assembled, shown, unreadable
 from megatron_rl_loss.audit.megatron.schedule import Watched, observe_schedule
 from megatron_rl_loss.audit.tokens import Floats, MeasuredStep, Split
 from megatron_rl_loss.megatron.flags import CHANGING_CP, REMAT_SIZES
@@ -92,7 +92,7 @@ class Audit:
         self._factors: list[Factor] = []
         chosen = [choose(chunk, self._config) for chunk in self._chunks]
         self._anchors = [one for one in chosen if isinstance(one, Anchor)]
-        self._without_anchor = [one for one in chosen if isinstance(one, str)]
+        self._without_anchor = [unreadable(why) for why in chosen if isinstance(why, str)]
         self._stack = ExitStack()
 
     @property
@@ -112,14 +112,19 @@ class Audit:
             return None
         return resolve(declared["mode"], divisor=declared["divisor"], units=declared["units"])
 
-    def agree(self, value: Any) -> Any:
-        """What the first rank gave, on all ranks; all must call it together."""
-        return spread_from_first(value, self._groups)
-
     @property
     def is_first_rank(self) -> bool:
         groups = self._groups
         return not any(group.rank() for group in (groups.tp, groups.pp, groups.cp, groups.dp))
+
+    @property
+    def computes_loss(self) -> bool:
+        """Whether this rank is on the last pipeline stage."""
+        return self._groups.pp.rank() == self._groups.pp.size() - 1
+
+    def agree(self, value: Any) -> Any:
+        """What the first rank gave, on all ranks; all must call it together."""
+        return spread_from_first(value, self._groups)
 
     def watch(self, data_iterator: Any) -> Any:
         """The iterator, or list of iterators, that notes what `samples_of` says of each batch that is taken.
@@ -134,8 +139,8 @@ class Audit:
         return [self.watch(one) if i == last else one for i, one in enumerate(data_iterator)]
 
     def _describe(self, batch: Any) -> None:
-        assert self._samples_of is not None
         describe = self._samples_of
+        assert describe is not None
         self._described.append(attempt(lambda: describe(batch)))
 
     def __enter__(self) -> "Audit":
@@ -147,7 +152,8 @@ class Audit:
             with torch.no_grad():
                 self._loss_scale = scale(self._loss_scale)
         with ExitStack() as stack:
-            stack.enter_context(watching(self._anchors))
+            for anchor in self._anchors:
+                stack.callback(anchor.parameter.register_hook(anchor.keep).remove)
             stack.enter_context(observe(self._taps))
             stack.enter_context(observe_schedule(self._begin_microbatch, self._returned))
             self._stack = stack.pop_all()
@@ -161,18 +167,15 @@ class Audit:
     def _begin_microbatch(self, output: Any) -> None:
         if isinstance(output, Tensor) and not output.requires_grad:
             return  # a probe, nothing to train on
+        number = self._taps.num_microbatches
         self._taps.begin_microbatch()
-        number = self._taps.num_microbatches - 1
-        if not isinstance(output, Tensor) or number >= len(self._described):
+        samples = self._described[number] if number < len(self._described) else None
+        if not isinstance(output, Tensor) or not isinstance(samples, Samples):
             return
-        samples = self._described[number]
-        if isinstance(samples, Samples) and output.numel() == self._num_local(samples):
+        num_local = attempt(lambda: len(samples.local(self._groups.cp.rank(), self._groups.cp.size())))
+        if output.numel() == num_local:
             self._outputs[number] = TappedLosses(tuple(output.shape), output.dtype, samples)
             output.register_hook(self._outputs[number].add_gradient)
-
-    def _num_local(self, samples: Samples) -> int | None:
-        local = attempt(lambda: len(samples.local(self._groups.cp.rank(), self._groups.cp.size())))
-        return None if isinstance(local, Exception) else local
 
     # ---- after the step
 
@@ -186,29 +189,20 @@ class Audit:
             report = Report(groups.pp.rank(), unknown=[f"a rank could not measure: {report}"])
         reports: list[Report] = gather_to_first([report], groups)
         if reports:
-            self.steps = assembled(reports, self._split(max(one.num_microbatches for one in reports)))
-
-    @property
-    def computes_loss(self) -> bool:
-        """Whether this rank is on the last pipeline stage."""
-        return self._groups.pp.rank() == self._groups.pp.size() - 1
-
-    def _split(self, num_microbatches: int) -> Split:
-        groups = self._groups
-        return Split(
-            num_microbatches=num_microbatches,
-            dp_size=groups.dp.size(),
-            cp_size=groups.cp.size(),
-            tp_size=groups.tp.size(),
-            pp_size=groups.pp.size(),
-            per_token=bool(self._config.calculate_per_token_loss),
-        )
+            split = Split(
+                num_microbatches=max(one.num_microbatches for one in reports),
+                dp_size=groups.dp.size(),
+                cp_size=groups.cp.size(),
+                tp_size=groups.tp.size(),
+                pp_size=groups.pp.size(),
+                per_token=bool(self._config.calculate_per_token_loss),
+            )
+            self.steps = assembled(reports, split)
 
     def _report(self) -> Report:
         report = Report(self._groups.pp.rank(), self._factors, float(self._loss_scale))
         report.unknown += _cannot_know(self._config)
-        without = [f"The factor of gradients cannot be read: {why}." for why in self._without_anchor]
-        (report.unknown if self.computes_loss and not self._factors else report.notes).extend(without)
+        (report.unknown if self.computes_loss and not self._factors else report.notes).extend(self._without_anchor)
         if self.computes_loss and self._groups.tp.rank() == 0:  # over TP, a token's gradient is everywhere the same
             self._add_terms(report)
         return report
@@ -223,59 +217,51 @@ class Audit:
                 "No loss was seen: nothing was tapped, and what the model returned is no loss a token of samples that "
                 "are known. Call tap(per_token_loss, samples=...) in the loss function, or give samples_of."
             )
-        taken = [max(of_term, default=-1) + 1 for of_term in terms.values()]
-        report.num_microbatches = max([self._taps.num_microbatches, *taken])
         if self._returned:
             report.facts["returned"] = " and ".join(sorted(self._returned))
         dtypes = {tapped.dtype for of_term in terms.values() for tapped in of_term.values()}
         if dtypes:
             report.facts["loss_dtypes"] = sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        report.num_microbatches = max(
+            [self._taps.num_microbatches, *(max(one, default=-1) + 1 for one in terms.values())]
+        )
         for number in range(report.num_microbatches):
-            samples = self._samples(number)
-            if samples is None:
+            tapped = {term: of_term.get(number) for term, of_term in terms.items()}
+            told = [one.samples for one in tapped.values() if one is not None and one.samples is not None]
+            described = [*told, *self._described[number : number + 1]]
+            if not described:
                 report.unknown.append(
                     "The masks are not known. Give samples_of, or say tap(per_token_loss, samples=...) each time."
                 )
-            elif isinstance(samples, Exception):
-                report.unknown.append(f"samples_of failed: {type(samples).__name__}: {samples}")
+            elif isinstance(described[0], Exception):
+                report.unknown.append(f"samples_of failed: {type(described[0]).__name__}: {described[0]}")
             else:
-                self._add_parts(report, terms, number, samples)
+                self._add_parts(report, number, tapped, described[0])
 
-    def _samples(self, number: int) -> Samples | Exception | None:
-        """Of a micro-batch: as a tap was told, else as the iterator was described."""
-        for of_term in self._taps.losses.values():
-            if number in of_term and of_term[number].samples is not None:
-                return of_term[number].samples
-        return self._described[number] if number < len(self._described) else None
-
-    def _add_parts(
-        self, report: Report, terms: dict[str, dict[int, TappedLosses]], number: int, samples: Samples
-    ) -> None:
+    def _add_parts(self, report: Report, number: int, tapped: dict[str, TappedLosses | None], samples: Samples) -> None:
         groups = self._groups
         positions = samples.local(groups.cp.rank(), groups.cp.size()).positions.cpu().numpy()
-        described: dict[int, Rows] = {}
-        for term, of_term in terms.items():
+        rows: dict[int, Rows] = {}
+        for term, losses in tapped.items():
             gradients: Floats = np.zeros(len(positions))
-            tapped = of_term.get(number)
-            # A term may have a mask of its own, over the same tokens.
-            own = samples if tapped is None or tapped.samples is None else tapped.samples
-            if groups.cp.rank() == 0 and id(own) not in described:
-                described[id(own)] = Rows.of(own, groups.cp.size())
-            if tapped is not None and tapped.term is not None:
-                facts, declared = facts_of(tapped.term), report.declared.setdefault(term, [])
-                declared.extend([facts] if facts not in declared else [])
-            if tapped is not None and tapped.gradient is not None:
-                report.reached.add(term)
-                if tapped.gradient.numel() == len(positions):
-                    gradients = tapped.gradient.cpu().numpy()
-                else:
-                    report.unknown.append(
-                        f"In micro-batch {number} losses of shape {tapped.shape} were tapped as {term!r}, but by its "
-                        f"samples and layout a rank holds {len(positions)} tokens. Tap one loss a token, in the "
-                        "layout's order, or correct the layout."
-                    )
+            own = samples  # a term may have a mask of its own, over the same tokens
+            if losses is not None:
+                own = samples if losses.samples is None else losses.samples
+                report.declare(term, losses.term)
+                if losses.gradient is not None:
+                    report.reached.add(term)
+                    if losses.gradient.numel() == len(positions):
+                        gradients = losses.gradient.cpu().numpy()
+                    else:
+                        report.unknown.append(
+                            f"In micro-batch {number} losses of shape {losses.shape} were tapped as {term!r}, but by "
+                            f"its samples and layout a rank holds {len(positions)} tokens. Tap one loss a token, in "
+                            "the layout's order, or correct the layout."
+                        )
+            if groups.cp.rank() == 0 and id(own) not in rows:
+                rows[id(own)] = Rows.of(own, groups.cp.size())
             part = Part(
-                dp_rank=groups.dp.rank(), cp_rank=groups.cp.rank(), microbatch=number, rows=described.get(id(own)),
+                dp_rank=groups.dp.rank(), cp_rank=groups.cp.rank(), microbatch=number, rows=rows.get(id(own)),
                 positions=positions, gradients=gradients,
             )  # fmt: skip
             report.terms.setdefault(term, []).append(part)
@@ -284,25 +270,30 @@ class Audit:
     def why(self) -> str:
         """Why `deviation` is not known, as far as this rank can tell."""
         reasons = [*_cannot_know(self._config), *self._without_anchor]
-        reasons += [f"The factor of gradients cannot be read: {one.problem}." for one in self._factors if one.problem]
+        reasons += [unreadable(factor.problem) for factor in self._factors if factor.problem]
         return " ".join(reasons) or "No policy loss went through a tap, or its weights are not finite."
 
     def deviation(self) -> float | None:
-        """The largest |w / asked - 1| over the step's tokens, or the largest weight where none was asked for, in units
-        of the largest asked one; None where it cannot be known. Of a loss of several terms, the worst term's. All ranks
+        """The largest |w / expected - 1| over the step's tokens, of a loss of several terms the worst term's.
+
+        A weight that should be 0 counts in units of the largest expected one. None where it cannot be known. All ranks
         of the last stage must call it together; None on other stages.
         """
         if not self.computes_loss:
             return None
         factors = [factor for factor in self._factors if not factor.problem]
-        losses = [one for of_term in self._taps.losses.values() for one in of_term.values() if one.term is not None]
-        losses += [one for one in self._taps.losses.get("pg", {}).values() if one.term is None]
-        known = bool(factors) and not _cannot_know(self._config) and bool(losses)
-        worst = torch.tensor([0.0 if known else torch.inf], dtype=torch.float64)
-        if known:
+        losses = [
+            one
+            for term, of_term in self._taps.losses.items()
+            for one in of_term.values()
+            if one.term is not None or term == "pg"
+        ]
+        worst = torch.tensor([torch.inf], dtype=torch.float64)
+        if factors and losses and not _cannot_know(self._config):
             scale = factors[-1].value / float(self._loss_scale)
             off = attempt(lambda: torch.stack([_deviation(one, scale) for one in losses]))
-            worst[0] = torch.inf if isinstance(off, Exception) else off.nan_to_num(nan=torch.inf).max()
+            if not isinstance(off, Exception):
+                worst[0] = off.nan_to_num(nan=torch.inf).max()
         group = self._groups.dp_cp
         if if_several(group) is not None:
             moved = worst.to(device_of(group))
@@ -314,12 +305,13 @@ class Audit:
 def _deviation(tapped: TappedLosses, scale: float) -> Tensor:
     """Of one micro-batch's tokens on this rank, 0-dim."""
     assert tapped.expected_weights is not None
-    asked = tapped.expected_weights()
-    if not asked.numel():
-        return asked.sum()
-    weights = asked.new_zeros(()) if tapped.gradient is None else tapped.gradient.to(asked) * scale
-    sizes = asked.abs()
-    return ((weights - asked).abs_() / torch.where(asked == 0, sizes.max().clamp(min=SMALLEST), sizes)).max()
+    expected = tapped.expected_weights()
+    if not expected.numel():
+        return expected.sum()
+    weights = expected.new_zeros(()) if tapped.gradient is None else tapped.gradient.to(expected) * scale
+    sizes = expected.abs()
+    beside = torch.where(expected == 0, sizes.max().clamp(min=SMALLEST), sizes)
+    return ((weights - expected).abs_() / beside).max()
 
 
 def _cannot_know(config: Any) -> list[str]:

@@ -41,11 +41,11 @@ class IntervalAudits:
             return
         with Audit(model, pg_collection=pg_collection, gather=False) as audit:
             yield
-        deviation = audit.deviation()
         if audit.computes_loss:
+            deviation = audit.deviation()
             self._last = UNKNOWN if deviation is None else deviation
-        if deviation is None and audit.computes_loss:
-            log_single_rank(logger, logging.WARNING, f"{METRIC} of step {self._steps} is not known. {audit.why}")
+            if deviation is None:
+                log_single_rank(logger, logging.WARNING, f"{METRIC} of step {self._steps} is not known. {audit.why}")
 
     def reported(self, reports: Any) -> Any:
         """The schedule's reports, each with the last deviation: Megatron averages values over the steps between logs,

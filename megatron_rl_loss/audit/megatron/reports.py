@@ -1,10 +1,10 @@
 """What each rank has to say of a measured step, and what all of them together make of it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_rl_loss.audit.assembly import Part, measured_step, union
+from megatron_rl_loss.audit.assembly import Part, measured_step
 from megatron_rl_loss.audit.megatron.anchor import Factor
 from megatron_rl_loss.audit.tokens import MeasuredStep, Split
 from megatron_rl_loss.modes.names import Aggregation
@@ -26,15 +26,20 @@ class Report:
     facts: dict[str, Any] = field(default_factory=dict)
     declared: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # of a term, each once
 
+    def declare(self, term: str, declared: DeclaredTerm | None) -> None:
+        """What can be sent of it, and be written as JSON; a mode of the user's own is a name."""
+        if declared is not None:
+            facts = {"expected": shown(declared.aggregation), "coefficient": float(declared.coef)}
+            known = self.declared.setdefault(term, [])
+            known += [facts] if facts not in known else []
+
 
 def assembled(reports: Sequence[Report], split: Split) -> dict[str, MeasuredStep]:
     """What all ranks said, by term."""
-    last = max(report.stage for report in reports)
-    factors = [(report.stage, factor) for report in reports for factor in report.factors]
-    factor, problems, notes = _agreed(factors, last)
+    factor, problems, notes = _agreed(reports)
+    unknown = _once([*(text for report in reports for text in report.unknown), *problems])
+    notes = _once([*(note for report in reports for note in report.notes), *notes])
     reporting = [report for report in reports if report.num_microbatches]
-    unknown = union(text for part in ([one for r in reports for one in r.unknown], problems) for text in part)
-    notes = [*union(note for report in reports for note in report.notes), *notes]
     facts = {name: value for report in reversed(reporting) for name, value in report.facts.items()}
     scale = reporting[0].loss_scale if reporting else 1.0
     if factor is not None:
@@ -47,30 +52,28 @@ def assembled(reports: Sequence[Report], split: Split) -> dict[str, MeasuredStep
             "loss_scale": scale,
         }
     facts["rounding"] = _coarsest(facts.get("loss_dtypes", ()), facts.get("uncertainty", 0.0))
+    value = 1.0 if factor is None or unknown else factor.value / scale
     if unknown:
         notes.append("Weights are up to one factor that is not known.")
-    value = 1.0 if factor is None or unknown else factor.value / scale
-    terms = list(dict.fromkeys(term for report in reports for term in report.terms))
-    reached = [term for term in terms if any(term in report.reached for report in reports)]
-    if len(reporting) < split.dp_size * split.cp_size and not unknown:
-        unknown = ("Some ranks of the last pipeline stage computed no loss.",)
-    described = _all_described(reports)
+    elif len(reporting) < split.dp_size * split.cp_size:
+        unknown.append("Some ranks of the last pipeline stage computed no loss.")
+    parts: dict[str, list[Part]] = {}
+    for report in reports:
+        for term, of_term in report.terms.items():
+            parts.setdefault(term, []).extend(of_term)
+    described = {one.place for of_term in parts.values() for one in of_term if one.rows is not None}
+    reached = [term for term in parts if any(term in report.reached for report in reports)]
     return {
         term: measured_step(
-            [part for report in reports for part in report.terms.get(term, []) if described(part)],
+            [part for part in parts.get(term, []) if part.place in described],
             value,
             split,
             unknown=unknown,
             notes=notes,
             facts=facts | _declared(reports, term),
         )
-        for term in reached or terms or ["pg"]
+        for term in reached or [*parts] or ["pg"]
     }
-
-
-def facts_of(declared: DeclaredTerm) -> dict[str, Any]:
-    """What can be sent of it, and be written as JSON; a mode of the user's own is a name."""
-    return {"expected": shown(declared.aggregation), "coefficient": float(declared.coef)}
 
 
 def shown(aggregation: Aggregation) -> dict[str, Any]:
@@ -90,31 +93,21 @@ def _coarsest(dtypes: Sequence[str], uncertainty: float) -> str:
     return next((name for name in by_type if name in (*dtypes, of_factor)), "float32")
 
 
-def _all_described(reports: Sequence[Report]) -> Callable[[Part], bool]:
-    """Whether some rank described a part's micro-batch."""
-    places = {
-        (part.dp_rank, part.microbatch)
-        for report in reports
-        for parts in report.terms.values()
-        for part in parts
-        if part.rows is not None
-    }
-    return lambda part: (part.dp_rank, part.microbatch) in places
-
-
-def _agreed(factors: Sequence[tuple[int, Factor]], last: int) -> tuple[Factor | None, list[str], list[str]]:
+def _agreed(reports: Sequence[Report]) -> tuple[Factor | None, list[str], list[str]]:
     """The factor of the stage that computes the loss, what is wrong with it, and what to know of the others."""
+    last = max(report.stage for report in reports)
+    factors = [(report.stage, factor) for report in reports for factor in report.factors]
     of_loss = [factor for stage, factor in factors if stage == last]
     if not of_loss:
         return None, [], []
     sound = [factor for factor in of_loss if not factor.problem]
     if not sound:
-        return of_loss[-1], [f"The factor of gradients cannot be read: {of_loss[-1].problem}."], []
+        return of_loss[-1], [unreadable(of_loss[-1].problem)], []
     reference = sound[-1]
     problems, notes = [], []
     for stage, factor in factors:
         if factor.problem and factor.residual > factor.rounding:
-            problems.append(f"The factor of gradients cannot be read: {factor.problem}.")
+            problems.append(unreadable(factor.problem))
         elif factor.problem:
             notes.append(f"Of pipeline stage {stage} no factor could be read: {factor.problem}.")
         elif abs(factor.value / reference.value - 1) > factor.rounding + reference.rounding:
@@ -122,4 +115,12 @@ def _agreed(factors: Sequence[tuple[int, Factor]], last: int) -> tuple[Factor | 
                 f"Gradients of {factor.name} on pipeline stage {stage} are multiplied by {factor.value:.6g}, those of "
                 f"{reference.name} on stage {last} by {reference.value:.6g}: no weight holds for all parameters."
             )
-    return reference, list(union(iter(problems))), list(union(iter(notes)))
+    return reference, problems, notes
+
+
+def unreadable(why: str) -> str:
+    return f"The factor of gradients cannot be read: {why}."
+
+
+def _once(texts: Sequence[str]) -> list[str]:
+    return list(dict.fromkeys(texts))

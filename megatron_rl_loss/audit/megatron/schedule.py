@@ -32,12 +32,19 @@ def observe_schedule(begin: Callable[[Any], None], returned: set[str]) -> Iterat
     original = schedules.forward_step_calc_loss
     signature = inspect.signature(original)
 
+    def loss_of(loss_func: Callable[..., Any], output: Any, **kwargs: Any) -> Any:
+        begin(output)
+        result = loss_func(output, **kwargs)
+        if isinstance(result, tuple):
+            returned.add(f"{len(result)}-tuple")
+        return result
+
     @functools.wraps(original)
     def calculate(*args: Any, **kwargs: Any) -> Any:
         call = signature.bind(*args, **kwargs)
         loss_func = call.arguments.get("loss_func")
         if callable(loss_func) and torch.is_grad_enabled() and not call.arguments.get("collect_non_loss_data"):
-            call.arguments["loss_func"] = functools.partial(_loss_of, loss_func, begin, returned)
+            call.arguments["loss_func"] = functools.partial(loss_of, loss_func)
         return original(*call.args, **call.kwargs)
 
     schedules.forward_step_calc_loss = calculate
@@ -45,13 +52,3 @@ def observe_schedule(begin: Callable[[Any], None], returned: set[str]) -> Iterat
         yield
     finally:
         schedules.forward_step_calc_loss = original
-
-
-def _loss_of(
-    loss_func: Callable[..., Any], begin: Callable[[Any], None], returned: set[str], output: Any, **kwargs: Any
-) -> Any:
-    begin(output)
-    result = loss_func(output, **kwargs)
-    if isinstance(result, tuple):
-        returned.add(f"{len(result)}-tuple")
-    return result

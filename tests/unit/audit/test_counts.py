@@ -40,39 +40,36 @@ STEP = StepTokens(
 CELLS = Cells(STEP, Split(num_microbatches=2, dp_size=2, cp_size=2))
 
 # Cells are (sample, CP rank): 0/0, 0/1, 1/0, 1/1, ... 5/1. What each count is, sample by sample, or cell by cell.
-TOKENS = {
-    ("step", "scope", "mask"): [10] * 6,
-    ("step", "scope", "active"): [11] * 6,
-    ("step", "scope", "length"): [16] * 6,
-    ("step", "scope", "response"): [13] * 6,
-    ("step", "scope", "total"): [16] * 6,
-    ("step", "scope", "clamped"): [11] * 6,
-    ("step", "scope", "masked_length"): [12] * 6,
-    ("step", "scope", "shifted"): [15] * 6,
-    ("step", "scope", "rectangle"): [24] * 6,
-    ("step", "scope", "clamped_microbatches"): [11] * 6,
-    ("dp_rank", "scope", "mask"): [5, 5, 5, 5, 5, 5],
-    ("microbatch", "scope", "mask"): [4, 4, 1, 5, 5, 0],
-    ("microbatch", "scope", "clamped"): [4, 4, 1, 5, 5, 1],
-    ("microbatch", "scope", "rectangle"): [8, 8, 2, 8, 8, 2],
-    ("microbatch", "scope", "width"): [4, 4, 2, 4, 4, 2],
-    ("microbatch", "scope", "padded_width"): [4] * 6,
-    ("microbatch", "scope", "padded_rectangle"): [8, 8, 4, 8, 8, 4],
-    ("microbatch_over_dp", "scope", "mask"): [9, 9, 1, 9, 9, 1],
-    ("step", "sample", "mask"): [2, 2, 1, 4, 1, 0],
-    ("step", "sample", "response"): [1, 3, 2, 4, 1, 2],
-    ("step", "rollout", "mask"): [4, 4, 1, 4, 1, 0],
-    ("step", "prompt", "mask"): [5, 5, 5, 5, 5, 5],
-    ("microbatch", "prompt", "mask"): [4, 4, 1, 5, 5, 0],
-}
-BY_CELL = {
+COUNTS: dict[tuple[str, str, str, str], list[float]] = {
+    # (what, scope, counting, unit)
+    ("tokens", "step", "mask", "scope"): [10] * 6,
+    ("tokens", "step", "active", "scope"): [11] * 6,
+    ("tokens", "step", "length", "scope"): [16] * 6,
+    ("tokens", "step", "response", "scope"): [13] * 6,
+    ("tokens", "step", "total", "scope"): [16] * 6,
+    ("tokens", "step", "clamped", "scope"): [11] * 6,
+    ("tokens", "step", "masked_length", "scope"): [12] * 6,
+    ("tokens", "step", "shifted", "scope"): [15] * 6,
+    ("tokens", "step", "rectangle", "scope"): [24] * 6,
+    ("tokens", "step", "clamped_microbatches", "scope"): [11] * 6,
+    ("tokens", "dp_rank", "mask", "scope"): [5, 5, 5, 5, 5, 5],
+    ("tokens", "microbatch", "mask", "scope"): [4, 4, 1, 5, 5, 0],
+    ("tokens", "microbatch", "clamped", "scope"): [4, 4, 1, 5, 5, 1],
+    ("tokens", "microbatch", "rectangle", "scope"): [8, 8, 2, 8, 8, 2],
+    ("tokens", "microbatch", "width", "scope"): [4, 4, 2, 4, 4, 2],
+    ("tokens", "microbatch", "padded_width", "scope"): [4] * 6,
+    ("tokens", "microbatch", "padded_rectangle", "scope"): [8, 8, 4, 8, 8, 4],
+    ("tokens", "microbatch_over_dp", "mask", "scope"): [9, 9, 1, 9, 9, 1],
+    ("tokens", "step", "mask", "sample"): [2, 2, 1, 4, 1, 0],
+    ("tokens", "step", "response", "sample"): [1, 3, 2, 4, 1, 2],
+    ("tokens", "step", "mask", "rollout"): [4, 4, 1, 4, 1, 0],
+    ("tokens", "step", "mask", "prompt"): [5, 5, 5, 5, 5, 5],
+    ("tokens", "microbatch", "mask", "prompt"): [4, 4, 1, 5, 5, 0],
     # Pieces without a token: of micro-batch (0, 1) none, of (1, 1) both; each half token of sample 2 counts as one.
-    ("step", "scope", "clamped_pieces"): [13] * 12,
-    ("cp_place", "scope", "mask"): [2, 2, 2, 2, 0.5, 0.5, 2, 3, 2, 3, 0, 0],
-    ("rank", "scope", "mask"): [2.5, 2.5, 2.5, 2.5, 2.5, 2.5, 2, 3, 2, 3, 2, 3],
-    ("cp_place", "sample", "mask"): [1, 1, 1, 1, 0.5, 0.5, 2, 2, 0, 1, 0, 0],
-}
-UNITS = {
+    ("tokens", "step", "clamped_pieces", "scope"): [13] * 12,
+    ("tokens", "cp_place", "mask", "scope"): [2, 2, 2, 2, 0.5, 0.5, 2, 3, 2, 3, 0, 0],
+    ("tokens", "rank", "mask", "scope"): [2.5, 2.5, 2.5, 2.5, 2.5, 2.5, 2, 3, 2, 3, 2, 3],
+    ("tokens", "cp_place", "mask", "sample"): [1, 1, 1, 1, 0.5, 0.5, 2, 2, 0, 1, 0, 0],
     ("sample", "step", "all", "scope"): [6] * 6,
     ("sample", "step", "active", "scope"): [5] * 6,
     ("rollout", "step", "all", "scope"): [5] * 6,
@@ -88,28 +85,15 @@ UNITS = {
 }
 
 
-@pytest.mark.parametrize("count", TOKENS, ids=str)
-def test_tokens_of_every_sample(count: tuple[str, str, str]) -> None:
-    scope, unit, counting = count
-    found = CELLS.values(Count("tokens", scope, counting, unit))
-    np.testing.assert_array_equal(found, np.repeat(TOKENS[count], 2))
-
-
-@pytest.mark.parametrize("count", BY_CELL, ids=str)
-def test_tokens_of_every_cell(count: tuple[str, str, str]) -> None:
-    scope, unit, counting = count
-    np.testing.assert_array_equal(CELLS.values(Count("tokens", scope, counting, unit)), BY_CELL[count])
-
-
-@pytest.mark.parametrize("count", UNITS, ids=str)
-def test_units(count: tuple[str, str, str, str]) -> None:
-    what, scope, counting, unit = count
-    np.testing.assert_array_equal(CELLS.values(Count(what, scope, counting, unit)), np.repeat(UNITS[count], 2))
+@pytest.mark.parametrize("count", COUNTS, ids=str)
+def test_what_is_counted_around_every_cell(count: tuple[str, str, str, str]) -> None:
+    values = COUNTS[count]
+    np.testing.assert_array_equal(CELLS.values(Count(*count)), np.repeat(values, 12 // len(values)))
 
 
 def test_every_way_of_counting_is_tried() -> None:
-    assert {counting for _, _, counting in (*TOKENS, *BY_CELL)} == set(COUNTINGS)
-    assert {scope for scope, _, _ in (*TOKENS, *BY_CELL)} == set(SCOPES)
+    assert {counting for what, _, counting, _ in COUNTS if what == "tokens"} == set(COUNTINGS)
+    assert {scope for what, scope, *_ in COUNTS if what == "tokens"} == set(SCOPES)
 
 
 def test_parts_are_those_the_step_was_split_into() -> None:

@@ -1,4 +1,4 @@
-"""`judge`: sound weights are called sound in every mode and layout; of wrong ones the facts, numbers and readings.
+"""`judge`: sound weights are called sound in every mode and layout; weight in the wrong places is told; the report.
 
 Weights that should be are the float64 oracle's; wrong ones are formulas in counts (`counted_steps`).
 """
@@ -7,7 +7,6 @@ import itertools
 import json
 import math
 import random
-import re
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,46 +17,10 @@ import oracle
 import pytest
 import torch
 from counted_steps import Array, Counted, Formula, Row, Step, measured, ragged
-from published import exact, mean_of_rows, own_mean, own_piece
-from torch import Tensor
+from judging import ASKED, asked, each_seed, first_of, judged, right_weights, seeds, sound_step
+from published import exact, own_mean
 
-from megatron_rl_loss.audit import MeasuredStep, Split, StepTokens, Verdict, judge
-from megatron_rl_loss.modes.names import resolve
-from megatron_rl_loss.modes.papers import vl_norm, weighted_token_mean
-from megatron_rl_loss.modes.table import ModeInputs
-
-DIVISORS = {"constant": 64.0, "token_sum": 32.0}
-ASKED = [(mode, units) for mode in oracle.MODES for units in ("all", "active")]
-SEEDS = [1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 8))]
-each_seed = pytest.mark.parametrize("seed", SEEDS)
-
-
-def asked(mode: str, units: Any = "all") -> Any:
-    return resolve(mode, units=units, divisor=DIVISORS.get(mode))
-
-
-def right_weights(step: Step, mode: str, units: str = "all") -> Array:
-    samples = [oracle.sample([0.0] * len(r.mask), r.mask, r.rollout, r.prompt) for r in step.counted.samples]
-    gradients = oracle.step_gradient(mode, samples, DIVISORS.get(mode), units)
-    return torch.cat([torch.zeros(0, dtype=torch.float64), *gradients]).numpy()
-
-
-def sound_step(step: Step, mode: str, units: str = "all", roundings: float = 16, seed: int = 0) -> MeasuredStep:
-    """The oracle's weights, off by at most so many roundings of float32."""
-    weights = right_weights(step, mode, units)
-    noise = np.random.default_rng(seed).uniform(-1, 1, len(weights)) * roundings * oracle.ROUNDING
-    return replace(measured(step, weights), weights=weights * (1 + noise))
-
-
-def judged(step: Step, weights: Array | Formula, mode: str = "token_mean") -> Verdict:
-    return judge(measured(step, weights), asked(mode))
-
-
-def first_of(verdict: Verdict) -> str:
-    """The simplest reading."""
-    assert verdict.readings, str(verdict)
-    return verdict.readings[0].text
-
+from megatron_rl_loss.audit import MeasuredStep, Split, StepTokens, judge
 
 # ---- no false alarm
 
@@ -143,6 +106,7 @@ DEVIATIONS: dict[str, tuple[Formula, dict[str, Any], str, str]] = {
     "nothing": (lambda t: 0 * t.m, {}, "missing", ""),
     "the prompt too": (lambda t: 0 * t.m + 1 / t.T, PROMPTS, "prompt_trained", ""),
     "the prompt too, by micro-batch": (lambda t: (0 * t.m + 1) / t.n / (t.D * t.K), PROMPTS, "prompt_trained", ""),
+    "some masked tokens too": (lambda t: np.maximum(t.m, t.t == 3) / t.T, {"masked": 0.0}, "masked_trained", ""),
     "one token later": (lambda t: later(t) * t.C, {"responses": True}, "shift", "CP"),
     "one token earlier in the buffer": (earlier_in_buffer, {}, "shift", ""),
     "some tokens twice": (lambda t: exact(t) * (1 + (t.t == 3)), {}, "odd_tokens", ""),
@@ -168,14 +132,21 @@ def test_weight_in_the_wrong_places_is_told_as_a_fact(name: str) -> None:
 
 
 @each_seed
-def test_a_turned_sign_of_one_rank_is_one_factor_for_a_rank(seed: int) -> None:
-    """It is neither a factor for each token nor a chain of causes, whatever else is wrong."""
-    for formula in (exact, own_mean):
-        verdict = judged(ragged(seed, masked=0.0), lambda t, formula=formula: formula(t) * np.where(t.d == 1, -1, 1))
+@pytest.mark.parametrize("formula", [exact, own_mean], ids=["", "own_mean"])
+def test_a_turned_sign_and_an_odd_token_are_taken_off_whatever_else_is_wrong(formula: Formula, seed: int) -> None:
+    """They are neither a factor for each token nor a chain of causes."""
+    step = ragged(seed, masked=0.0)
+    t = step.counted
+    at = int(np.flatnonzero(t.m)[20])
+    for name, factors, place in (
+        ("sign", np.where(t.d == 1, -1, 1), ("DP 1", -1)),
+        ("odd_tokens", np.where(np.arange(len(t.m)) == at, 100, 1), (f"sample {t.i[at]}, token {t.t[at]}", 100)),
+    ):
+        verdict = judged(step, factors * formula(t))
         (deviation,) = verdict.deviations
-        assert (deviation.name, deviation.factors) == ("sign", (("DP 1", -1.0),))
-        assert bool(verdict.readings) == (formula is own_mean)
-        assert all("micro-batch" in reading.text for reading in verdict.readings[:1])
+        assert deviation.name == name
+        assert dict(deviation.factors) == pytest.approx(dict([place]), rel=1e-5)
+        assert ["micro-batch" in reading.text for reading in verdict.readings[:1]] == [True] * (formula is own_mean)
 
 
 def test_weight_on_padding_is_told() -> None:
@@ -186,245 +157,10 @@ def test_weight_on_padding_is_told() -> None:
     assert "3 places, 20.0 % of all weight" in str(verdict)
 
 
-@each_seed
-def test_an_odd_token_is_pointed_at(seed: int) -> None:
-    step = ragged(seed, masked=0.0)
-    t = step.counted
-    at = int(np.flatnonzero(t.m)[20])
-    for formula in (exact, own_mean):
-        verdict = judged(step, np.where(np.arange(len(t.m)) == at, 100, 1) * formula(t))
-        (odd,) = verdict.deviations
-        assert odd.name == "odd_tokens"
-        assert dict(odd.factors) == pytest.approx({f"sample {t.i[at]}, token {t.t[at]}": 100}, rel=1e-5)
-        assert bool(verdict.readings) == (formula is own_mean)
-
-
 def test_weights_that_all_differ_have_no_reading_and_no_odd_tokens() -> None:
     verdict = judged(ragged(1), lambda t: exact(t) * (1 + np.sin(np.arange(len(t.m))) / 3))
     assert (verdict.shape, verdict.deviations, verdict.readings) == ("token", (), ())
     assert "No reading fits" in str(verdict)
-
-
-# ---- places before chains
-
-
-@pytest.mark.parametrize("seed", [*range(8), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(8, 80))])
-def test_a_second_sample_of_each_pack_counted_twice_is_no_chain_of_causes(seed: int) -> None:
-    """Packed, at CP 2: samples weigh once or twice what was asked, which some products of counts do as well."""
-    step = ragged(seed, D=1, C=2, K=random.Random(seed).choice([1, 2, 3]), samples=(2, 3), longest=12)
-    second = [i for i, one in enumerate(step.counted.i) if one in second_samples(step)]
-    twice = np.isin(np.arange(len(step.counted.m)), second)
-    verdict = judged(step, lambda t: exact(t) * (1 + twice))
-    for reading in verdict.readings:
-        apart = len(reading.counts) > 1 and not reading.places
-        assert not apart, str(verdict)
-    active = {i for i in second_samples(step) if any(step.counted.samples[i].mask)}
-    number = sum(any(row.mask) for row in step.counted.samples)
-    if verdict.shape == "sample" and 0 < 2 * len(active) < number:
-        assert verdict.readings[0].places == tuple((f"sample {i}", pytest.approx(2)) for i in sorted(active))
-
-
-def second_samples(step: Step) -> set[int]:
-    numbers = itertools.count()
-    packs = [[next(numbers) for _ in chosen] for rank in step.rows for chosen in rank]
-    return {pack[1] for pack in packs if len(pack) > 1}
-
-
-@each_seed
-@pytest.mark.parametrize("size", ["", "C"])
-def test_one_rank_apart_is_said_before_anything_else(seed: int, size: str) -> None:
-    verdict = judged(ragged(seed), lambda t: exact(t) * np.where(t.d == 0, 1.5, 1) * getattr(t, size, 1))
-    reading = verdict.readings[0]
-    assert reading.places == (("DP 0", pytest.approx(1.5)),)
-    assert (reading.formula, verdict.shape) == ("CP" if size else "", "rank")
-    assert reading.text.startswith("one factor for each rank: DP 0: x 1.5")
-
-
-def test_ranks_that_all_differ_are_numbers() -> None:
-    verdict = judged(ragged(3), lambda t: exact(t) * np.array([1.0, 0.31, 2.2])[t.d])
-    assert dict(verdict.factors) == pytest.approx({"DP 0": 1, "DP 1": 0.31, "DP 2": 2.2})
-    assert not [one for one in verdict.readings if one.counts]
-
-
-# ---- readings
-
-
-def prompts_of_samples(t: Counted) -> Array:
-    """The mean over prompts of the mean over their samples."""
-    return t.m / t.M / t.over((t.t == 0).astype(float), t.prompt) / t.P
-
-
-READINGS: dict[str, tuple[Formula, str, dict[str, Any], str]] = {
-    # name: (weights, asked, options of the step, what the first reading says)
-    "own tokens, times CP": (lambda t: own_mean(t) * t.C, "token_mean", {},
-        r"^divided by the tokens of the micro-batch, not of the step \(skyrl:token_mean_legacy, trl:bnpo.*x 2 = CP"),
-    "rows' means by micro-batch, for prompts": (mean_of_rows, "prompt_mean", {"masked": 0.0},
-        r"divided by .*tokens of the rollout.*number of rollouts of the micro-batch.*not divided by the tokens"),
-    "samples' means over what a CP rank holds": (lambda t: t.m / t.M_here / (t.N * t.C), "sample_mean",
-        {"longest": 60, "masked": 0.0}, r"tokens of the rollout of what the CP rank holds.*; not divided by"),
-    "prompts of samples": (prompts_of_samples, "sample_mean", {"uneven_prompts": True, "masked": 0.0},
-        r"^divided by the number of rollouts of the prompt"),
-    "fully masked units left out": (lambda t: t.m / t.M / (t.ROWS - t.MASKED), "sample_mean", {}, "= N/N_active: f"),
-    "by length": (lambda t: t.m / t.length / t.N, "sample_mean", {}, "mask entries, masked ones too.* of the rollout"),
-    "rows as rollouts": (lambda t: t.m / t.M / t.ROWS, "sample_mean", {"split_rollouts": True}, "tokens of the sample"),
-    "phantoms": (lambda t: t.m / (t.T + t.MASKED), "token_mean", {"masked": 0.3}, "= T/T_clamped: at least one"),
-    "a count of nothing": (lambda t: t.m / (t.T + t.K), "token_mean", {}, "as if divided by .*which is no count"),
-    "the padded width": (lambda t: t.m / (t.N * t.width), "constant", {},
-        "^divided by the longest row.* not by the divisor$"),
-    "the rectangle": (lambda t: t.m / (t.rows * t.width * t.D * t.K), "token_mean", {}, "rows x the longest row"),
-    "another mode": (lambda t: t.m / t.M / t.N, "prompt_mean", {},
-        r"^the weights of sample_mean, unit counting all \(verl:seq-mean-token-mean, skyrl:sequence_mean, trl:grpo\)$"),
-    "another mode, times CP": (lambda t: t.C * t.m / t.M / t.N, "token_mean", {}, "weights of sample_mean.*x 2 = CP"),
-    "a divisor": (lambda t: t.m / (64 * t.N), "prompt_mean", {}, "^the weights of constant with divisor 64, unit"),
-    "stock": (own_piece, "prompt_mean", {}, "tokens of what the CP rank holds of the micro-batch, not of the step"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", READINGS)
-def test_what_fits_is_said_in_words(name: str) -> None:
-    formula, mode, options, says = READINGS[name]
-    step = ragged(3, **options)
-    t = step.counted
-    verdict = judged(step, np.where(t.m == 0, 0, formula_of(formula, t)), mode)
-    assert any(re.search(says, reading.text) for reading in verdict.readings[:1]), str(verdict)
-    assert f"A reading that fits: {verdict.readings[0].text[:20]}" in str(verdict)
-
-
-def formula_of(formula: Formula, t: Counted) -> Array:
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return formula(t)
-
-
-@pytest.mark.parametrize("sizes", [(2, 2, 2), (3, 2, 2), (2, 3, 2), (2, 2, 3)], ids=str)
-def test_all_sizes_are_said_where_they_coincide(sizes: tuple[int, int, int]) -> None:
-    D, C, K = sizes
-    verdict = judged(ragged(3, D=D, C=C, K=K), lambda t: 2 * exact(t))
-    assert {one.formula for one in verdict.readings} == {
-        name for name, size in zip(("DP", "CP", "K"), sizes, strict=True) if size == 2
-    }
-
-
-@pytest.mark.parametrize(("power", "name"), [(-1, "1/PP"), (1, "PP")])
-def test_the_pipeline_size_is_tried(power: int, name: str) -> None:
-    step = measured(ragged(1), lambda t: exact(t) * 7.0**power)
-    verdict = judge(replace(step, split=replace(step.split, pp_size=7)), asked("token_mean"))
-    assert [one.formula for one in verdict.readings] == [name]
-
-
-def test_a_generation_batch_is_tried_where_its_size_is_known() -> None:
-    step = measured(ragged(1), lambda t: exact(t) * 5 / 7, steps_per_generation=7)
-    assert judge(step, asked("token_mean")).readings[0].formula == "K/steps_per_generation"
-
-
-def test_a_piece_without_an_entry_is_a_part_of_the_mean() -> None:
-    """Rows of up to 8 tokens padded to 24: the second CP rank holds padding alone of some micro-batches."""
-    step = Step(ragged(1, longest=9, samples=(1, 2)).rows, cp_size=2, length=24)
-    t = step.counted
-    verdict = judged(step, np.where(t.m == 0, 0, formula_of(own_piece, t)))
-    assert first_of(verdict).startswith(
-        "divided by the tokens of what the CP rank holds of the micro-batch, not of the"
-    )
-    assert verdict.readings[0].formula == ""
-    assert dict(verdict.factors) == pytest.approx(t.at("dkc", formula_of(own_piece, t) * t.T), rel=1e-5)
-
-
-def random_bug(rng: random.Random) -> tuple[str, Formula]:
-    """A mode over counts of some part, times some sizes."""
-    count = rng.choice(["step", "microbatch", "piece", "rank"])
-    kind = rng.choice(["tokens", "rows"])
-    power = {name: rng.choice([-1, 0, 0, 1]) for name in ("D", "C", "K")}
-
-    def bug(t: Counted) -> Array:
-        scale = math.prod(float(getattr(t, name)) ** power[name] for name in power)
-        tokens = {"step": t.T, "microbatch": t.n, "piece": t.n_here, "rank": t.n_rank}[count]
-        rows = {"step": t.ROWS, "microbatch": t.rows, "piece": t.rows, "rank": t.rows_rank}[count]
-        return scale * (t.m / tokens if kind == "tokens" else t.m / t.M / rows)
-
-    return f"{kind} of the {count}, {power}", bug
-
-
-@pytest.mark.parametrize("seed", [*range(10), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(10, 40))])
-def test_numbers_are_measured_over_asked_place_by_place(seed: int) -> None:
-    rng = random.Random(f"bugs/{seed}")
-    name, bug = random_bug(rng)
-    mode, units = rng.choice(ASKED)
-    step = ragged(seed, D=rng.choice([1, 3]), C=rng.choice([1, 2]), K=rng.choice([1, 5]))
-    t = step.counted
-    weights = np.where(t.m == 0, 0, formula_of(bug, t))
-    verdict = judge(measured(step, weights), asked(mode, units))
-    right = right_weights(step, mode, units)
-    on = right != 0
-    ratio = weights[on] / right[on]
-    assert verdict.sound == bool(np.allclose(ratio, 1, rtol=1e-5, atol=0)), f"{name}\n{verdict}"
-    assert (verdict.low, verdict.high) == pytest.approx((ratio.min(), ratio.max()), rel=1e-5)
-    shares, wanted = weights / weights.sum(), right / right.sum()
-    assert verdict.misplaced == pytest.approx(np.abs(shares - wanted).sum() / 2, abs=1e-6)
-    if not verdict.sound:
-        assert verdict.shape != "token"
-        np.testing.assert_allclose(by_place(verdict, measured(step, weights).tokens)[on], ratio, rtol=2e-5)
-
-
-PLACE = re.compile(r"(DP|CP|micro-batch|sample|rollout|prompt) (\d+)")
-COLUMNS = {"DP": "dp_rank", "CP": "cp_rank", "micro-batch": "microbatch"}
-
-
-def by_place(verdict: Verdict, tokens: StepTokens) -> Array:
-    """Measured / asked of every entry, from the verdict's places alone."""
-    found = np.full(len(tokens), np.nan)
-    for place, factor in verdict.factors:
-        here = np.ones(len(tokens), bool)
-        for kind, number in PLACE.findall(place):
-            here &= getattr(tokens, COLUMNS.get(kind, kind)) == int(number)
-        found[here] = factor
-    return found
-
-
-def test_where_nothing_is_asked_the_nearest_mode_is() -> None:
-    for mode in ("sample_mean", "prompt_mean", "token_mean"):
-        verdict = judge(sound_step(ragged(3), mode))
-        assert verdict.sound
-        assert verdict.asked.startswith(mode)
-        assert "nothing was asked for" in verdict.notes[-1]
-    verdict = judge(measured(ragged(3, masked=0.0), own_mean))
-    assert not verdict.sound
-    assert "divided by the tokens of the micro-batch" in first_of(verdict)
-
-
-def test_a_mode_of_ones_own_can_be_asked_for() -> None:
-    def late_tokens(inputs: ModeInputs) -> list[Tensor]:
-        return [torch.arange(1.0, int(n) + 1) / inputs.totals.step_tokens for n in inputs.samples.mask_lengths]
-
-    step = ragged(3)
-    t = step.counted
-    weights = t.m * (t.t + 1) / t.T
-    assert judge(measured(step, weights), resolve(late_tokens)).sound
-    verdict = judge(measured(step, weights * 2), resolve(late_tokens))
-    assert [one.formula for one in verdict.readings] == ["CP"]
-    verdict = judge(sound_step(step, "token_mean"), resolve(late_tokens))
-    assert (verdict.shape, verdict.readings) == ("token", ())
-
-
-def test_a_mode_with_sums_of_its_own_can_be_asked_for_if_masks_suffice() -> None:
-    step = ragged(3, D=2, C=2, K=2)
-    right = right_weights(step, "vl_norm")
-    assert judge(measured(step, right), resolve(vl_norm)).sound
-    assert not judge(measured(step, right * 1.01), resolve(vl_norm)).sound
-    (why,) = judge(measured(step, right), resolve(weighted_token_mean)).unknown  # by labels
-    assert re.search("weighted_token_mean asks for cannot be made from masks and ids.*'weight'", why)
-
-
-@pytest.mark.parametrize("coef", [0.05, -0.3, 7.0])
-def test_a_terms_coefficient_is_no_deviation(coef: float) -> None:
-    step = ragged(3, D=2, C=2, K=2)
-    right = right_weights(step, "prompt_mean")
-    term = measured(step, coef * right, coefficient=coef)
-    verdict = judge(term, asked("prompt_mean"))
-    assert verdict.sound, str(verdict)
-    assert f"the term's coefficient, {coef:g}, is divided out" in verdict.notes
-    assert not judge(replace(term, facts={}), asked("prompt_mean")).sound
-    assert not judge(replace(term, weights=2 * term.weights), asked("prompt_mean")).sound
-    nothing = replace(term, weights=0 * right, facts={"coefficient": 0.0})
-    assert judge(nothing, asked("prompt_mean")).unknown == ("The term's coefficient is 0: it trains nothing.",)
 
 
 # ---- the report
@@ -442,12 +178,10 @@ def test_the_report_shows_the_table_first_and_then_readings() -> None:
     verdict = judged(ragged(3, masked=0.0), lambda t: own_mean(t) * t.C)
     lines = str(verdict).splitlines()
     assert lines[0].startswith("NOT SOUND: asked token_mean; tokens weigh ")
-    assert max(map(len, lines)) <= 112
     table = lines.index("measured / asked, by micro-batch and CP rank:")
     assert lines[table + 1].split()[:3] == ["micro-batch", "DP", "0,"]
     reading = next(i for i, line in enumerate(lines) if line.startswith("A reading that fits: "))
     assert reading > table
-    assert "It is" not in str(verdict)
     data = json.loads(verdict.to_json())
     assert data["sound"] is False
     assert data["readings"][0]["constant"] == [["CP", 1]]
@@ -494,14 +228,13 @@ def spoilt(weights: Array, tokens: StepTokens, rng: random.Random) -> Array:
     noise = np.random.default_rng(rng.randrange(2**32))
     if not len(weights):
         return weights
-    samples = noise.random(int(tokens.sample.max()) + 1)
     changes: list[Callable[[], Array]] = [
         lambda: weights,
         lambda: weights * noise.choice([0, 1, 2], len(weights)),
         lambda: -weights,
         lambda: np.where(noise.random(len(weights)) < 0.1, np.nan, weights),
         lambda: np.roll(weights, rng.choice([1, -1, 3])),
-        lambda: weights * samples[tokens.sample],
+        lambda: weights * noise.random(int(tokens.sample.max()) + 1)[tokens.sample],
         lambda: weights + 0.01 * (noise.random(len(weights)) < 0.2),
         lambda: weights * np.array([1, 0, 3.0])[tokens.dp_rank],
         lambda: weights * np.array([1, -2, 3.0])[tokens.dp_rank],
@@ -512,13 +245,13 @@ def spoilt(weights: Array, tokens: StepTokens, rng: random.Random) -> Array:
     return rng.choice(changes)()
 
 
-@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in range(1, 6))])
-def test_anything_has_a_verdict(part: int) -> None:
+@seeds(0, slow=range(1, 5))
+def test_anything_has_a_verdict(seed: int) -> None:
     """No weights raise or warn (warnings are errors here), and what is not sound has numbers or a deviation."""
-    for seed in range(part, 240, 6):
-        rng = random.Random(f"spoilt/{seed}")
+    for draw in range(40):
+        rng = random.Random(f"spoilt/{seed}/{draw}")
         step = ragged(
-            seed, D=rng.choice([1, 2, 3]), C=rng.choice([1, 2]), K=rng.choice([1, 2, 3]),
+            draw, D=rng.choice([1, 2, 3]), C=rng.choice([1, 2]), K=rng.choice([1, 2, 3]),
             samples=rng.choice([(1,), (1, 2), (0, 2)]), split_rollouts=rng.random() < 0.3,
             fractional=rng.random() < 0.3, masked=rng.choice([0.0, 0.2, 0.8]), responses=rng.random() < 0.4,
             longest=rng.choice([8, 20]),
@@ -548,4 +281,4 @@ def test_one_row_is_one_row() -> None:
     """The smallest step there is."""
     step = Step([[[Row((1.0, 1.0))]]])
     assert judged(step, exact).sound
-    assert "as if divided by 1," in first_of(judged(step, lambda t: t.m)) or judged(step, lambda t: t.m).readings
+    assert first_of(judged(step, lambda t: t.m))

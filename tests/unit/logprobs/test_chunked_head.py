@@ -9,7 +9,7 @@ import pytest
 import torch
 from head_oracle import batch_of, relative
 from ranks import run_ranks, start_process_group
-from refusals import Call, Refusal, check_refusal, each_of
+from refusals import Call, check_refusal, each_of, refusals
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -277,9 +277,7 @@ def test_weights_that_float16_cannot_hold_are_not_lost() -> None:
     leaf = batch.hidden.clone().requires_grad_()
     log_probs, _ = head_oracle.log_probs_and_entropy(leaf @ batch.weight.T, batch.labels)
     (-log_probs).sum().backward()
-    assert hidden.grad is not None
-    assert leaf.grad is not None
-    assert relative(hidden.grad, leaf.grad) <= 4 * 2.0**-11
+    assert relative(hidden.grad, leaf.grad) <= 4 * 2.0**-11  # type: ignore[arg-type]
 
 
 def test_losses_that_are_nan_where_the_weight_is_0_are_ignored() -> None:
@@ -303,6 +301,16 @@ def test_losses_that_are_nan_where_the_weight_is_0_are_ignored() -> None:
     assert relative(values["log_probs"], expected) <= FP32
 
 
+def test_a_loss_of_entropy_alone_has_its_gradient() -> None:
+    batch = batch_of(TOKENS, VOCABULARY, HIDDEN)
+    hidden, weight = leaves_of(batch)
+    ones, options = torch.ones(TOKENS), {"entropy": True, "chunk_tokens": 7}
+    loss_from_hidden(hidden, weight, batch.labels, ones, lambda _, entropy: (entropy, {}), **options).share.backward()
+    leaf = batch.hidden.clone().requires_grad_()
+    head_oracle.log_probs_and_entropy(leaf @ batch.weight.T, batch.labels)[1].sum().backward()
+    assert relative(hidden.grad, leaf.grad) <= FP32  # type: ignore[arg-type]
+
+
 def test_a_chunk_whose_loss_has_no_gradient_gives_none() -> None:
     batch = batch_of(TOKENS, VOCABULARY, HIDDEN)
     hidden, weight = leaves_of(batch)
@@ -312,9 +320,8 @@ def test_a_chunk_whose_loss_has_no_gradient_gives_none() -> None:
 
     inputs, ones = {"place": torch.arange(TOKENS)}, torch.ones(TOKENS)
     loss_from_hidden(hidden, weight, batch.labels, ones, first_half, inputs, chunk_tokens=TOKENS // 4).share.backward()
-    assert hidden.grad is not None
-    assert hidden.grad[: TOKENS // 2].abs().amax(1).min() > 0
-    assert hidden.grad[TOKENS // 2 :].abs().max() == 0
+    assert hidden.grad[: TOKENS // 2].abs().amax(1).min() > 0  # type: ignore[index]
+    assert hidden.grad[TOKENS // 2 :].abs().max() == 0  # type: ignore[index]
 
 
 @both_ways
@@ -356,30 +363,36 @@ def test_hidden_states_of_three_dimensions() -> None:
 H, W, L = torch.zeros(3, 4), torch.zeros(8, 4), torch.tensor([0, 3, 7])
 
 
-def head(hidden: Tensor = H, weight: Tensor = W, labels: Tensor = L, **more: Any) -> Call:
-    return lambda: log_probs_from_hidden(hidden, weight, labels, **more)
+def head(hidden: Tensor = H, weight: Tensor = W, labels: Tensor = L, **more: Any) -> Any:
+    return log_probs_from_hidden(hidden, weight, labels, **more)
 
 
-def fold(weights: Tensor = L + 1.0, loss: Any = lambda lp, _, **more: (lp, {}), **inputs: Tensor) -> Call:
-    return lambda: loss_from_hidden(H, W, L, weights, loss, inputs)
+def fold(weights: Tensor = L + 1.0, loss: Any = lambda lp, _, **more: (lp, {}), **inputs: Tensor) -> Any:
+    return loss_from_hidden(H, W, L, weights, loss, inputs)
 
 
-WRONG: list[tuple[Call, str, Call]] = [
-    (head(H[:, None], labels=L[None]), r"hidden states they must be \(3, 1\)", head(H[:, None], labels=L[:, None])),
-    (head(weight=W[:, :3]), r"\(3, 4\).* and \(8, 3\)", head()),
-    (head(weight=W.half()), "of one dtype", head(H.half(), W.half())),
-    (head(bias=torch.zeros(7)), r"and \(7,\)", head(bias=torch.zeros(8))),
-    (head(chunk_tokens=0), "chunk_tokens is 0", head(chunk_tokens=1)),
-    (fold(torch.ones(2)), "weights: 2 values for 3 tokens", fold()),
-    (fold(old=torch.ones(4)), "old: 4 values for 3 tokens", fold(old=torch.ones(3))),
-    (fold(loss=lambda lp, _: (lp.sum(), {})), "the losses: 1 values for 3 tokens", fold()),
-    (
-        fold(loss=lambda lp, _: (lp, {"kl": lp.mean()})),
-        "kl: 1 values for 3 tokens",
-        fold(loss=lambda lp, _: (lp, {"kl": lp})),
+ROWS = H[:, None]
+REFUSALS = {
+    **refusals(
+        head,
+        ((ROWS, W, L[None]), r"hidden states they must be \(3, 1\)", (ROWS, W, L[:, None])),
+        ((H, W[:, :3]), r"\(3, 4\).* and \(8, 3\)", (H, W)),
+        ((H, W.half()), "of one dtype", (H.half(), W.half())),
+        ({"bias": torch.zeros(7)}, r"and \(7,\)", {"bias": torch.zeros(8)}),
+        ({"chunk_tokens": 0}, "chunk_tokens is 0", {"chunk_tokens": 1}),
     ),
-]
-REFUSALS: dict[str, Refusal] = {text: (bad, ValueError, text, good) for bad, text, good in WRONG}
+    **refusals(
+        fold,
+        ((torch.ones(2),), "weights: 2 values for 3 tokens", ()),
+        ({"old": torch.ones(4)}, "old: 4 values for 3 tokens", {"old": torch.ones(3)}),
+        ({"loss": lambda lp, _: (lp.sum(), {})}, "the losses: 1 values for 3 tokens", {}),
+        (
+            {"loss": lambda lp, _: (lp, {"kl": lp.mean()})},
+            "kl: 1 values for 3 tokens",
+            {"loss": lambda lp, _: (lp, {"kl": lp})},
+        ),
+    ),
+}
 
 
 @each_of(REFUSALS)

@@ -10,7 +10,7 @@ import torch
 from head_oracle import batch_of, relative
 from oracle import ROUNDING
 from ranks import run_ranks, start_process_group
-from refusals import Call, Refusal, check_refusal, each_of
+from refusals import Call, check_refusal, each_of, refusals
 from torch import Tensor
 
 from megatron_rl_loss.logprobs import KeptIds, log_probs_from_logits
@@ -272,46 +272,50 @@ def test_a_wrong_entropy_would_be_seen() -> None:
 LOGITS, LABELS = torch.zeros(3, 8), torch.tensor([0, 3, 7])
 
 
-def of(logits: Tensor = LOGITS, labels: Tensor = LABELS, **more: Any) -> Call:
-    return lambda: log_probs_from_logits(logits, labels, **more)
+def of(logits: Tensor = LOGITS, labels: Tensor = LABELS, **more: Any) -> Any:
+    return log_probs_from_logits(logits, labels, **more)
 
 
-def keep(*shape: int, dtype: torch.dtype = torch.bool) -> Call:
-    return of(keep=torch.ones(shape, dtype=dtype))
-
-
-def kept_ids(*offsets: int) -> Call:
+def kept_ids(*offsets: int) -> Any:
     return of(keep=KeptIds(LABELS, torch.tensor(offsets)))
 
 
-WRONG: dict[str, tuple[Call, str, Call]] = {
-    "a temperature of 0": (of(temperature=0), "temperature is 0", of(temperature=1e-3)),
-    "a temperature below 0": (of(temperature=-1.0), "finite number > 0", of()),
-    "a temperature of NaN": (of(temperature=float("nan")), "temperature is nan", of()),
-    "a temperature per token": (of(temperature=torch.ones(3)), "temperature is", of()),
-    "a label beyond the vocabulary": (of(labels=LABELS + 1), "a label 8 in a vocabulary of 8", of()),
-    "a label below 0": (
-        of(labels=LABELS - 100),
-        "a label -100 .*token_mask",
-        of(labels=LABELS - 100, token_mask=torch.zeros(3)),
+ONES = torch.ones(3)
+MASKED = {"labels": LABELS - 100, "token_mask": torch.zeros(3)}
+KEEP = torch.ones(3, 8, dtype=torch.bool)
+REFUSALS = {
+    **refusals(
+        of,
+        ({"temperature": 0}, "temperature is 0", {"temperature": 1e-3}),
+        ({"temperature": -1.0}, "finite number > 0", {}),
+        ({"temperature": float("nan")}, "temperature is nan", {}),
+        ({"temperature": ONES}, "temperature is", {}),
+        ({"labels": LABELS + 1}, "a label 8 in a vocabulary of 8", {}),
+        ({"labels": LABELS - 100}, "a label -100 .*token_mask", MASKED),
+        ({"vocab_size": 7}, "a label 7 in a vocabulary of 7", {"vocab_size": 8}),
+        ({"vocab_size": 9}, "vocab_size 9 for logits of 8 columns", {}),
+        ({"vocab_size": 0}, "vocab_size is 0", {}),
+        ({"labels": LABELS[:2]}, r"labels of shape \(2,\): for the logits", {}),
+        ({"token_mask": torch.ones(3, 1)}, r"a token mask of shape \(3, 1\)", {"token_mask": ONES}),
+        ({"keep": KEEP.float()}, "a keep-mask of torch.float32", {"keep": KEEP}),
+        ({"keep": KEEP[:, :4]}, r"shape \(3, 4\): it must be bool, \(3, 8\)", {"keep": KEEP[0]}),
+        ({"chunk_tokens": 0}, "chunk_tokens is 0", {"chunk_tokens": 1}),
+        *(
+            ({"labels": LABELS.to(dtype) + 8}, "a label 8 in a vocabulary of 8", {"labels": LABELS.to(dtype)})
+            for dtype in (torch.int32, torch.int16, torch.uint8)
+        ),
     ),
-    "a label in the padding": (of(vocab_size=7), "a label 7 in a vocabulary of 7", of(vocab_size=8)),
-    "more ids than columns": (of(vocab_size=9), "vocab_size 9 for logits of 8 columns", of()),
-    "an empty vocabulary": (of(vocab_size=0), "vocab_size is 0", of()),
-    "labels of another shape": (of(labels=LABELS[:2]), r"labels of shape \(2,\): for the logits", of()),
-    "a token mask of another shape": (
-        of(token_mask=torch.ones(3, 1)),
-        r"a token mask of shape \(3, 1\)",
-        of(token_mask=torch.ones(3)),
+    **refusals(kept_ids, ((0, 3), r"offsets of shape \(2,\) for 3 tokens", (0, 1, 3, 3))),
+    **refusals(
+        of,
+        ({"logits": LOGITS.long()}, "logits of torch.int64", {}),
+        *(
+            ({"labels": labels}, f"labels of {labels.dtype}", {})
+            for labels in (LABELS.float(), LABELS.half(), LABELS.cfloat(), LABELS > 0)
+        ),
+        error=TypeError,
     ),
-    "a keep-mask of numbers": (keep(3, 8, dtype=torch.float32), "a keep-mask of torch.float32", keep(3, 8)),
-    "a keep-mask of another vocabulary": (keep(3, 4), r"shape \(3, 4\): it must be bool, \(3, 8\)", keep(8)),
-    "kept ids of other tokens": (kept_ids(0, 3), r"offsets of shape \(2,\) for 3 tokens", kept_ids(0, 1, 3, 3)),
-    "chunks of no tokens": (of(chunk_tokens=0), "chunk_tokens is 0", of(chunk_tokens=1)),
 }
-REFUSALS: dict[str, Refusal] = {name: (bad, ValueError, text, good) for name, (bad, text, good) in WRONG.items()}
-REFUSALS["integer logits"] = (of(LOGITS.long()), TypeError, "logits of torch.int64", of())
-REFUSALS["float labels"] = (of(labels=LABELS.float()), TypeError, "labels of torch.float32", of())
 
 
 @each_of(REFUSALS)

@@ -9,11 +9,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from refusals import Call, Refusal, check_refusal, each_of
+from refusals import Call, check_refusal, each_of, refusals
 
 from megatron_rl_loss.losses import distillation_advantages, group_relative_advantages
 
-# test_said_at_the_door.py shows the warning.
 pytestmark = pytest.mark.filterwarnings("ignore:all rewards are equal")
 NAN, INF = float("nan"), float("inf")
 
@@ -68,17 +67,41 @@ def test_distillation_advantages() -> None:
     assert not advantages.requires_grad
 
 
-def call(rewards: Any, ids: Any, **more: Any) -> Call:
-    return lambda: group_relative_advantages(torch.tensor(rewards), ids, **more)
+def test_a_split_rollout_counts_once_in_its_group() -> None:
+    rewards, prompts = torch.tensor([1.0, 1.0, 1.0, 0.0, 5.0]), [0, 0, 0, 0, 1]
+    rollouts = ["a", "a", "a", "b", "c"]
+    whole = group_relative_advantages(torch.tensor([1.0, 0.0, 5.0]), [0, 0, 1])
+    split = group_relative_advantages(rewards, prompts, rollout_ids=rollouts)
+    assert split.tolist() == pytest.approx(whole[[0, 0, 0, 1, 2]].tolist(), rel=oracle.EXACT)
+    plain = group_relative_advantages(rewards, prompts)
+    assert plain.tolist() != pytest.approx(split.tolist(), rel=1e-3)  # negative control
 
 
-PAIR = call([1.0, 2.0], [0, 0])
-REFUSALS: dict[str, Refusal] = {
-    "2-D": (call([[1.0, 2.0]], [0, 0]), ValueError, r"shape \(1, 2\): they must be 1-D and finite", PAIR),
-    "NaN": (call([1.0, NAN], [0, 0]), ValueError, "1-D and finite", call([1.0, -1e30], [0, 0])),
-    "infinite": (call([INF], [0]), ValueError, "1-D and finite", call([1], [0])),
-    "ids of another number": (call([1.0, 2.0], [0]), ValueError, "1 prompt_ids for 2", PAIR),
-    "ids of another type": (call([1.0], [0.5]), TypeError, "prompt_ids holds 0.5", call([1.0], ["0.5"])),
+@pytest.mark.filterwarnings("default")
+def test_rewards_that_teach_nothing_are_warned_of() -> None:
+    with pytest.warns(UserWarning, match="all rewards are equal within their prompt groups"):
+        group_relative_advantages(torch.tensor([1.0, 1, 3, 3]), [0, 0, 1, 1])
+
+
+def advantages_from(rewards: Any, ids: Any, rollout_ids: Any = None) -> torch.Tensor:
+    return group_relative_advantages(torch.tensor(rewards), ids, rollout_ids=rollout_ids)
+
+
+PAIR = ([1.0, 2.0], [0, 0])
+REFUSALS = {
+    **refusals(
+        advantages_from,
+        (([[1.0, 2.0]], [0, 0]), r"shape \(1, 2\): they must be 1-D and finite", PAIR),
+        (([1.0, NAN], [0, 0]), "1-D and finite", ([1.0, -1e30], [0, 0])),
+        (([INF], [0]), "1-D and finite", ([1], [0])),
+        (([1.0, 2.0], [0]), "1 prompt_ids for 2", PAIR),
+        (
+            ([1.0, 0, 1], [0, 0, 0], ["a", "a", "b"]),
+            "rewards that differ within the rollout of sample",
+            ([1.0, 1, 0], [0, 0, 0], ["a", "a", "b"]),
+        ),
+    ),
+    **refusals(advantages_from, (([1.0], [0.5]), "prompt_ids holds 0.5", ([1.0], ["0.5"])), error=TypeError),
 }
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import oracle
 import pytest
 import torch
-from refusals import Call, Refusal, check_refusal, each_of
+from refusals import Call, check_refusal, each_of, refusals
 from steps import ids_of
 from torch import Tensor
 
@@ -111,60 +111,59 @@ def test_what_a_rejected_token_counts(mode: str, units: Any, counted: float, sur
 TWO = torch.zeros(2)
 
 
-def weights(**more: Any) -> Call:
-    return lambda: importance_weights(TWO, **{"high": 2.0, **more})
+def weights(**more: Any) -> Tensor:
+    return importance_weights(TWO, **{"high": 2.0, **more})
 
 
-def truncated(cap: float, behavior: Tensor = TWO) -> Call:
-    return lambda: truncated_importance_weights(TWO, behavior, cap=cap)
+def truncated(cap: float, behavior: Tensor = TWO) -> Tensor:
+    return truncated_importance_weights(TWO, behavior, cap=cap)
 
 
-def keep(max_kl: float = 0.1, **more: Any) -> Call:
-    return lambda: keep_sequences(TWO, max_kl=max_kl, **more)
+def keep(max_kl: float = 0.1, **more: Any) -> Tensor:
+    return keep_sequences(TWO, max_kl=max_kl, **more)
 
 
-def survive(*log_ratios: Tensor, **more: Any) -> Call:
-    return lambda: surviving_masks([torch.ones(2)], log_ratios, **{"high": 2.0, **more})
+def survive(*log_ratios: Tensor, level: Any = "token") -> list[Tensor]:
+    return surviving_masks([torch.ones(2)], log_ratios, high=2.0, level=level)
 
 
-WRONG: dict[str, tuple[Call, str, Call]] = {
-    "high 0": (weights(high=0.0), "high is 0.0: it must be finite and above 0", weights(high=0.1)),
-    "high infinite": (weights(high=math.inf), "high is inf", weights(high=1e9)),
-    "low below 0": (weights(low=-0.1), "low is -0.1: it must be at least 0", weights(low=0)),
-    "low not below high": (weights(low=2.0), "low is 2.0.+below high, 2", weights(low=1.9)),
-    "an unknown way": (
-        weights(outside="mask"),
-        "there is no such way with what is outside. Choose one of cap, drop",
-        weights(outside="drop"),
+def of_level(level: str) -> list[Tensor]:
+    return survive(TWO, level=level)
+
+
+WITH_GRAPH = torch.zeros(2, requires_grad=True)
+REFUSALS = {
+    **refusals(
+        weights,
+        ({"high": 0.0}, "high is 0.0: it must be finite and above 0", {"high": 0.1}),
+        ({"high": math.inf}, "high is inf", {"high": 1e9}),
+        ({"low": -0.1}, "low is -0.1: it must be at least 0", {"low": 0}),
+        ({"low": 2.0}, "low is 2.0.+below high, 2", {"low": 1.9}),
+        ({"outside": "mask"}, "no such way with what is outside. Choose one of cap, drop", {"outside": "drop"}),
     ),
-    "cap 0": (truncated(0), "cap is 0: it must be finite and above 0", truncated(0.5)),
-    "cap infinite": (truncated(math.inf), "cap is inf", truncated(1e9)),
-    "cap NaN": (truncated(math.nan), "cap is nan", truncated(1)),
-    "behavior of another shape": (truncated(2, torch.zeros(1)), r"\(2,\) and \(1,\)", truncated(2)),
-    "max_kl 0": (keep(0.0), "max_kl is 0.0: it must be finite and above 0", keep(1e-3)),
-    "advantages of another shape": (
-        keep(advantages=torch.zeros(3, 2)),
-        r"advantages of shape \(3, 2\)",
-        keep(advantages=torch.zeros(1)),
+    **refusals(
+        truncated,
+        ((0,), "cap is 0: it must be finite and above 0", (0.5,)),
+        ((math.inf,), "cap is inf", (1e9,)),
+        ((math.nan,), "cap is nan", (1,)),
+        ((2, torch.zeros(1)), r"\(2,\) and \(1,\)", (2,)),
     ),
-    "survivors of the policy in training": (
-        survive(torch.zeros(2, requires_grad=True)),
-        "log-ratios of sample 0 that require grad: who survives must be known before the step's first forward",
-        survive(TWO),
+    **refusals(
+        keep,
+        ((0.0,), "max_kl is 0.0: it must be finite and above 0", (1e-3,)),
+        ({"advantages": torch.zeros(3, 2)}, r"advantages of shape \(3, 2\)", {"advantages": torch.zeros(1)}),
     ),
-    "log-ratios of another length": (
-        survive(torch.zeros(3)),
-        r"mask and log-ratios of sample 0 of shapes \(2,\) and \(3,\)",
-        survive(TWO),
+    **refusals(
+        survive,
+        ((WITH_GRAPH,), "log-ratios of sample 0 that require grad: who survives must be known before", (TWO,)),
+        ((torch.zeros(3),), r"mask and log-ratios of sample 0 of shapes \(2,\) and \(3,\)", (TWO,)),
+        ((TWO, TWO), "2 log-ratios for 1 loss masks", (TWO,)),
     ),
-    "log-ratios of another number of samples": (survive(TWO, TWO), "2 log-ratios for 1 loss masks", survive(TWO)),
-    "an unknown level": (
-        survive(TWO, level="prompt"),
-        "there is no such level of rejection. Choose one of token, sequence, geometric",
-        survive(TWO, level="sequence"),
+    **refusals(
+        of_level,
+        (("prompt",), "no such level of rejection. Choose one of token, sequence, geometric", ("sequence",)),
     ),
 }
-REFUSALS: dict[str, Refusal] = {name: (bad, ValueError, text, good) for name, (bad, text, good) in WRONG.items()}
 
 
 @each_of(REFUSALS)

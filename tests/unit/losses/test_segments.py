@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks, start_process_group
-from refusals import Call, Refusal, check_refusal, each_of
+from refusals import Call, check_refusal, each_of, refusals
 from torch import Tensor
 
 from megatron_rl_loss import Gathered, Samples, StepTotals, UnitCounts, ZigzagTHD
@@ -137,54 +137,50 @@ class GroupOf:
 WHOLE = torch.ones(6)
 
 
-def sums(values: Any = WHOLE, *, cp_size: int = 1, **keywords: Any) -> Call:
+def sums(values: Any = WHOLE, *, cp_size: int = 1, **keywords: Any) -> Tensor:
     """At CP 2 all tokens are on every rank, so that the accepted neighbours exchange nothing."""
     layout = Gathered([0, 3, 5, 6]) if cp_size > 1 else None
-    return lambda: segment_sum(values, Samples(MASKS, layout=layout).local(0, cp_size), **keywords)
+    return segment_sum(values, Samples(MASKS, layout=layout).local(0, cp_size), **keywords)
 
 
-def cut() -> Call:
-    local = Samples([torch.ones(4)], layout=ZigzagTHD([0, 4])).local(0, 2)
-    return lambda: segment_sum(torch.ones(2), local)
+def of_four(layout: Any) -> Tensor:
+    local = Samples([torch.ones(4)], layout=layout).local(0, 2)
+    return segment_sum(torch.ones(len(local)), local)
 
 
-def per_rollout(tokens: float) -> Call:
+def per_rollout(tokens: float) -> Tensor:
     totals = StepTotals(rollouts=UnitCounts(all=9, tokens={"a": tokens, "b": 1}))
     local = local_of(MASKS, rollout_ids=["a", "a", "b"])
-    return lambda: segment_sum(WHOLE, local, per="rollout", totals=totals)
+    return segment_sum(WHOLE, local, per="rollout", totals=totals)
 
 
-def spread_of(shape: tuple[int, ...]) -> Call:
-    return lambda: to_tokens(torch.ones(shape), local_of(MASKS))
+def spread_of(*shape: int) -> Tensor:
+    return to_tokens(torch.ones(shape), local_of(MASKS))
 
 
-WRONG: list[tuple[Call, str, Call]] = [
-    (
-        sums(torch.ones(5)),
-        r"a segment sum's values of shape \(5,\): this rank's part of the layout is \(6,\)",
-        sums(torch.ones(1, 6)),
+TWO_RANKS, FOUR_RANKS = ({"cp_size": 2, "cp_group": GroupOf(size)} for size in (2, 4))
+REFUSALS = {
+    **refusals(
+        sums,
+        ((torch.ones(5),), r"of shape \(5,\): this rank's part of the layout is \(6,\)", (torch.ones(1, 6),)),
+        (([WHOLE, torch.ones(4)],), r"a segment sum's values of shape \(4,\)", ([WHOLE, WHOLE],)),
+        ({"per": "prompt"}, "no such unit of a segment sum. Choose one of sample, rollout", {"per": "rollout"}),
+        (FOUR_RANKS, "a cp_group of 4 ranks: the micro-batch is cut for 2", TWO_RANKS),
     ),
-    (sums([WHOLE, torch.ones(4)]), r"of shape \(4,\)", sums([WHOLE, WHOLE])),
-    (sums(per="prompt"), "there is no such unit of a segment sum. Choose one of sample, rollout", sums(per="rollout")),
-    (cut(), "no cp_group: a sample's tokens lie on 2 ranks", sums(cp_size=2)),
-    (
-        sums(cp_size=2, cp_group=GroupOf(4)),
-        "a cp_group of 4 ranks: the micro-batch is cut for 2",
-        sums(cp_size=2, cp_group=GroupOf(2)),
+    **refusals(
+        of_four,
+        ((ZigzagTHD([0, 4]),), "no cp_group: a sample's tokens lie on 2 ranks", (Gathered([0, 4]),)),
     ),
-    (
-        per_rollout(3.0),
-        "the rollout of sample 0, 2 of whose 3 mask tokens are in this micro-batch",
-        per_rollout(2.0),
+    **refusals(
+        per_rollout,
+        ((3.0,), "the rollout of sample 0, 2 of whose 3 mask tokens are in this micro-batch", (2.0,)),
     ),
-    (
-        spread_of((6,)),
-        r"a statistic of shape \(6,\): it must have one number for each of the micro-batch's 3 samples",
-        spread_of((3,)),
+    **refusals(
+        spread_of,
+        ((6,), r"a statistic of shape \(6,\): it must have one number for each of the micro-batch's 3", (3,)),
     ),
-]
-REFUSALS: dict[str, Refusal] = {text[:40]: (bad, ValueError, text, good) for bad, text, good in WRONG}
-REFUSALS["ints"] = (sums(WHOLE.int()), TypeError, "it must be a float tensor", sums(WHOLE.double()))
+    **refusals(sums, ((WHOLE.int(),), "it must be a float tensor", (WHOLE.double(),)), error=TypeError),
+}
 
 
 @each_of(REFUSALS)

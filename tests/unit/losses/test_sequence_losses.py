@@ -1,5 +1,6 @@
 """GSPO, GSPO-token and GMPO on one rank: by hand, at ratio 1, dtypes, refusals; over CP: test_losses_over_cp.py."""
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import oracle
 import pytest
 import torch
-from refusals import Call, Refusal, check_refusal, each_of
+from refusals import Call, check_refusal, each_of, refusals
 from torch import Tensor
 
 from megatron_rl_loss import Samples, StepTotals, make_pg_loss_reducer
@@ -96,41 +97,32 @@ def test_shapes_dtypes_and_large_ratios(name: str) -> None:
             assert slope is None or (log_probs.grad == slope).all()
 
 
-def call(name: str = "gspo", **changed: Any) -> Call:
+def call(name: str = "gspo", **changed: Any) -> Any:
     plain: dict[str, Any] = {"log_probs": OLD, "old_log_probs": OLD, "advantages": torch.ones(5), "local": LOCAL}
-    return lambda: ALL[name](**plain | changed)
+    return ALL[name](**plain | changed)
 
 
-WRONG: list[tuple[Call, str, Call]] = [
-    (call(old_log_probs=OLD[:1]), r"log-probs of shapes \(5,\) and \(1,\)", call(advantages=torch.ones(1))),
-    (
-        call(log_probs=OLD[:4], old_log_probs=OLD[:4], advantages=torch.ones(4)),
-        r"a segment sum's values of shape \(4,\)",
-        call(log_probs=OLD[None], old_log_probs=OLD[None]),
+SHORT = {"log_probs": OLD[:4], "old_log_probs": OLD[:4], "advantages": torch.ones(4)}
+WITH_GRAPH = torch.ones(5, requires_grad=True)
+ONES = torch.ones(5)
+REFUSALS = {
+    **refusals(
+        call,
+        ({"old_log_probs": OLD[:1]}, r"log-probs of shapes \(5,\) and \(1,\)", {"advantages": torch.ones(1)}),
+        (SHORT, r"a segment sum's values of shape \(4,\)", {"log_probs": OLD[None], "old_log_probs": OLD[None]}),
+        ({"clip_high": 1.0004}, "clip_high is 1.0004: it is a width", {"clip_high": 4e-4}),
+        ({"mean_log_ratio": torch.zeros(5)}, r"a statistic of shape \(5,\)", {"mean_log_ratio": torch.zeros(2)}),
     ),
-    (call(clip_high=1.0004), "clip_high is 1.0004: it is a width", call(clip_high=4e-4)),
-    (
-        call("gspo_token", advantages=torch.ones(5, requires_grad=True)),
-        "advantages that require grad",
-        call("gspo_token"),
+    **refusals(
+        functools.partial(call, "gspo_token"),
+        ({"advantages": WITH_GRAPH}, "advantages that require grad", {"advantages": ONES}),
     ),
-    (
-        call(mean_log_ratio=torch.zeros(5)),
-        r"a statistic of shape \(5,\)",
-        call(mean_log_ratio=torch.zeros(2)),
+    **refusals(
+        functools.partial(call, "gmpo"),
+        ({"clip_low": 0.0}, "clip_low is 0.0: it must be finite and above 0", {"clip_low": 1.2}),
+        ({"importance_weights": ONES[:2]}, r"importance_weights of shape \(2,\)", {"importance_weights": ONES}),
     ),
-    (
-        call("gmpo", clip_low=0.0),
-        "clip_low is 0.0: it must be finite and above 0",
-        call("gmpo", clip_low=1.2),
-    ),
-    (
-        call("gmpo", importance_weights=torch.ones(2)),
-        r"importance_weights of shape \(2,\)",
-        call("gmpo", importance_weights=torch.ones(5)),
-    ),
-]
-REFUSALS: dict[str, Refusal] = {text[:40]: (bad, ValueError, text, good) for bad, text, good in WRONG}
+}
 
 
 @each_of(REFUSALS)

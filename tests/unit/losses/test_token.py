@@ -8,7 +8,7 @@ from typing import Any
 import oracle
 import pytest
 import torch
-from refusals import Call, Refusal, check_refusal, each_of
+from refusals import Call, Refusal, check_refusal, each_of, refusals
 from torch import Tensor
 
 from megatron_rl_loss import StepTotals, make_pg_loss_reducer
@@ -242,61 +242,63 @@ THREE, ONE, COLUMN = torch.zeros(3), torch.zeros(1), torch.zeros(3, 1)
 Wrong = dict[str, Any]
 
 
-def call(function: Callable[..., Any], changed: Wrong) -> Call:
+def refused_by(function: Callable[..., Any], *rows: tuple[Wrong, str, Wrong]) -> dict[str, Refusal]:
+    """Rows of what is changed in a call with zeros."""
     names = {value_loss: ("values", "returns"), kl_estimate: ("log_probs", "ref_log_probs")}
     plain = dict.fromkeys(names.get(function, ("log_probs", "old_log_probs", "advantages")), THREE)
-    return lambda: function(**plain | changed)
+    return refusals(function, *((plain | wrong, text, plain | right) for wrong, text, right in rows))
 
 
-WRONG: list[tuple[Callable[..., Any], Wrong, str, Wrong]] = [
-    (cispo_loss, {"old_log_probs": torch.zeros(4)}, r"log-probs of shapes \(3,\) and \(4,\)", {}),
-    (cispo_loss, {"clip_low": 0.0}, r"clip_low is 0.0: it must be in \(0, 1\]", {"clip_low": None}),
-    (cispo_loss, {"clip_high": 0.0}, "clip_high is 0.0", {"clip_high": 1.5}),
-    (sapo_loss, {"tau_negative": 0.0}, r"tau_negative is 0.0: it must be in \[0.1, 100\]", {"tau_negative": 2.0}),
-    (
-        dppo_loss,
-        {"threshold": 1.0},
-        "threshold is 1.0: it must be above 0, and below 1 for tv",
-        {"threshold": 1.0, "divergence": "kl"},
-    ),
-    (dppo_loss, {"divergence": "js"}, "there is no such divergence. Choose one of tv, kl", {"divergence": "kl"}),
-    (value_loss, {"returns": ONE}, r"values and returns of shapes \(3,\) and \(1,\)", {"returns": torch.ones(3)}),
-    (
-        value_loss,
-        {"clip": 0.2},
-        "clip=0.2 with no old_values: values are clipped around the old ones",
-        {"clip": 0.2, "old_values": THREE},
-    ),
-    (value_loss, {"old_values": THREE}, "clip=None with some old_values", {}),
-    (
-        value_loss,
-        {"clip": 0.0, "old_values": THREE},
-        "clip is 0.0: it must be finite and above 0",
-        {"clip": 0.1, "old_values": THREE},
-    ),
-    (ppo_clip_loss, {"old_log_probs": ONE}, r"shapes \(3,\) and \(1,\): they must be equal", {"advantages": ONE}),
-    (ppo_clip_loss, {"advantages": COLUMN}, r"advantages of shape \(3, 1\)", {"advantages": ONE}),
-    (
-        ppo_clip_loss,
-        {"importance_weights": COLUMN},
-        r"importance_weights of shape \(3, 1\)",
-        {"importance_weights": torch.ones(3)},
-    ),
-    (ppo_clip_loss, {"clip_low": 0}, r"clip_low is 0: it must be in \(0, 1\]", {"clip_low": 1e-3}),
-    (ppo_clip_loss, {"clip_low": 1.01}, "clip_low is 1.01", {"clip_low": 1}),
-    (ppo_clip_loss, {"clip_low": NAN}, "clip_low is nan", {"clip_low": 0.2}),
-    (ppo_clip_loss, {"clip_high": 0.0}, "clip_high is 0.0: it must be finite and above 0", {"clip_high": 3}),
-    (ppo_clip_loss, {"clip_high": INF}, "clip_high is inf", {"clip_high": 1e9}),
-    (ppo_clip_loss, {"dual_clip": 1}, "dual_clip is 1: it must be finite and above 1", {"dual_clip": 1.001}),
-    (ppo_clip_loss, {"dual_clip": INF}, "dual_clip is inf", {"dual_clip": None}),
-    (ppo_clip_loss, {"log_probs": THREE + 0.2}, "log_probs with values up to 0.2, 100%", {"log_probs": THREE + 0.09}),
-    (ppo_clip_loss, {"old_log_probs": -THREE.log()}, "old_log_probs with values up to inf", {"log_probs": THREE.log()}),
-    (kl_estimate, {"estimator": "k4"}, "'k4': there is no such KL estimator. Choose one of k1, k2, k3", {}),
-    (kl_estimate, {"ref_log_probs": COLUMN}, r"\(3,\) and \(3, 1\)", {"estimator": "k2"}),
-]
 REFUSALS: dict[str, Refusal] = {
-    f"{function.__name__}, {i}": (call(function, wrong), ValueError, text, call(function, right))
-    for i, (function, wrong, text, right) in enumerate(WRONG)
+    **refused_by(
+        cispo_loss,
+        ({"old_log_probs": torch.zeros(4)}, r"log-probs of shapes \(3,\) and \(4,\)", {}),
+        ({"clip_low": 0.0}, r"clip_low is 0.0: it must be in \(0, 1\]", {"clip_low": None}),
+        ({"clip_high": 0.0}, "clip_high is 0.0", {"clip_high": 1.5}),
+    ),
+    **refused_by(
+        sapo_loss,
+        ({"tau_negative": 0.0}, r"tau_negative is 0.0: it must be in \[0.1, 100\]", {"tau_negative": 2.0}),
+    ),
+    **refused_by(
+        dppo_loss,
+        ({"threshold": 1.0}, "1.0: it must be above 0, and below 1 for tv", {"threshold": 1.0, "divergence": "kl"}),
+        ({"divergence": "js"}, "there is no such divergence. Choose one of tv, kl", {"divergence": "kl"}),
+    ),
+    **refused_by(
+        value_loss,
+        ({"returns": ONE}, r"values and returns of shapes \(3,\) and \(1,\)", {"returns": torch.ones(3)}),
+        ({"clip": 0.2}, "clip=0.2 with no old_values: values are clipped", {"clip": 0.2, "old_values": THREE}),
+        ({"old_values": THREE}, "clip=None with some old_values", {}),
+        (
+            {"clip": 0.0, "old_values": THREE},
+            "clip is 0.0: it must be finite and above 0",
+            {"clip": 0.1, "old_values": THREE},
+        ),
+    ),
+    **refused_by(
+        ppo_clip_loss,
+        ({"old_log_probs": ONE}, r"shapes \(3,\) and \(1,\): they must be equal", {"advantages": ONE}),
+        ({"advantages": COLUMN}, r"advantages of shape \(3, 1\)", {"advantages": ONE}),
+        ({"advantages": torch.ones(3, requires_grad=True)}, "advantages that require grad.*Detach them", {}),
+        ({"importance_weights": COLUMN}, r"importance_weights of shape \(3, 1\)", {"importance_weights": THREE}),
+        ({"clip_low": 0}, r"clip_low is 0: it must be in \(0, 1\]", {"clip_low": 1e-3}),
+        ({"clip_low": 1.01}, "clip_low is 1.01", {"clip_low": 1}),
+        ({"clip_low": NAN}, "clip_low is nan", {"clip_low": 0.2}),
+        ({"clip_high": 0.0}, "clip_high is 0.0: it must be finite and above 0", {"clip_high": 3}),
+        ({"clip_high": INF}, "clip_high is inf", {"clip_high": 1e9}),
+        ({"clip_high": 1.28}, "width: .* clipped at 2.28. Pass 0.28 for a bound of 1.28", {"clip_high": 0.28}),
+        ({"dual_clip": 1}, "dual_clip is 1: it must be finite and above 1", {"dual_clip": 1.001}),
+        ({"dual_clip": INF}, "dual_clip is inf", {"dual_clip": None}),
+        ({"log_probs": THREE + 0.2}, "log_probs with values up to 0.2, 100%", {"log_probs": THREE + 0.09}),
+        ({"log_probs": torch.tensor([0.7, -1.0, 0.2])}, "up to 0.7, 67% of them above 0.*order of the arguments", {}),
+        ({"old_log_probs": -THREE.log()}, "old_log_probs with values up to inf", {"log_probs": THREE.log()}),
+    ),
+    **refused_by(
+        kl_estimate,
+        ({"estimator": "k4"}, "'k4': there is no such KL estimator. Choose one of k1, k2, k3", {}),
+        ({"ref_log_probs": COLUMN}, r"\(3,\) and \(3, 1\)", {"estimator": "k2"}),
+    ),
 }
 
 

@@ -6,6 +6,7 @@ step, which is what they are written on. Nothing in it comes from the package.
 
 import doctest
 import runpy
+import subprocess
 import sys
 from collections.abc import Callable
 
@@ -231,6 +232,7 @@ REFUSED = {
     "another's case": ("openrlhf:token_level_loss=True", {}, "Did you mean token_level_loss=true[?]"),
     "nothing close": ("trl:xyz", {}, "trl has no such setting. Choose one of grpo, sapo, dr_grpo"),
     "no setting": ("verl:", {}, "verl has no such setting"),
+    "a number left out": ("open_instruct:<number>", {}, "<number> stands for the setting's own number"),
     "no number": ("open_instruct:many", {}, "open_instruct has no such setting. Choose one of token, <number>"),
     "divisor missing": (
         "verl:seq-mean-token-sum-norm",
@@ -284,6 +286,13 @@ def test_by_api_an_explicit_counting_is_told_from_none() -> None:
 
 
 # ---- the table
+
+
+@pytest.mark.slow
+def test_modes_may_be_read_by_head() -> None:
+    command = f"{sys.executable} -m megatron_rl_loss modes | head -n 1; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=600)
+    assert (done.stdout.splitlines()[-1], done.stderr) == ("0", "")
 
 
 def test_the_printed_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,17 +3,29 @@
 import doctest
 from typing import Any
 
+import numpy as np
 import oracle
 import pytest
 import torch
-from placements import Place, every_layout
-from refusals import check_refusal
+from placements import Place, every_layout, laid_out
+from refusals import Call, check_refusal, each_of, refusals
 from steps import assert_equals_oracle, run_step
 
-from megatron_rl_loss import Gathered, ModeInputs, StepTotals, make_pg_loss_reducer, register_pg_loss_reducer
+from megatron_rl_loss import (
+    Gathered,
+    ModeInputs,
+    Samples,
+    StepTotals,
+    make_pg_loss_reducer,
+    register_pg_loss_reducer,
+    token_weights,
+)
 from megatron_rl_loss.modes import MODES, Mode, available_modes
 from megatron_rl_loss.modes import table as modes
 from megatron_rl_loss.modes.table import ModeFunction
+
+MASK = [torch.tensor([1.0, 0, 0.5]), torch.tensor([1.0, 1])]
+NAN, INF = float("nan"), float("inf")
 
 
 @pytest.fixture(autouse=True)
@@ -50,14 +62,10 @@ def test_the_modes_are_rows_of_one_table() -> None:
     }
 
 
-@every_layout
-def test_a_registered_function_is_a_mode(place: Place, cp_size: int) -> None:
+def test_a_registered_function_is_a_mode() -> None:
     assert register_pg_loss_reducer("plain_sum")(plain_sum) is plain_sum
     assert available_modes() == (*MODES, "plain_sum")
-    step = [one.poisoned() for one in oracle.WORKED]
-    outcome = run_step(step, [[3, 1], [0, 2]], "plain_sum", place=place, cp_size=cp_size)
-    assert outcome.value == pytest.approx(27.5, rel=oracle.sum_error(13))
-    assert outcome.gradient.tolist() == torch.cat([one.mask for one in oracle.WORKED]).tolist()
+    assert token_weights("plain_sum", Samples(MASK), StepTotals()).tolist() == torch.cat(MASK).tolist()
 
 
 def test_a_mode_of_ones_own_can_be_what_a_built_in_is() -> None:
@@ -114,3 +122,98 @@ def test_what_cannot_be_called_is_refused(registry: dict[str, ModeFunction]) -> 
     check_refusal(lambda: register(3), TypeError, "mode 'x' is a int: it must be a function", lambda: None)
     assert not registry
     register(plain_sum)
+
+
+# --- weights beside the mask
+
+
+@pytest.mark.parametrize(
+    ("beside", "expected"),
+    [
+        (2, [2, 0, 1, 2, 2]),
+        (0.5, [0.5, 0, 0.25, 0.5, 0.5]),
+        (np.float32(0.5), [0.5, 0, 0.25, 0.5, 0.5]),
+        (torch.tensor(2.0), [2, 0, 1, 2, 2]),
+        (torch.tensor([2.0, 3.0]), [2, 0, 1, 3, 3]),
+        (torch.tensor([2.0, 3.0], dtype=torch.float64), [2, 0, 1, 3, 3]),
+        ([torch.tensor([4.0, 5, 6]), torch.tensor([7.0, 8])], [4, 0, 3, 7, 8]),
+        ((torch.tensor([4, 5, 6]), torch.tensor([True, False])), [4, 0, 3, 1, 0]),
+        ([torch.tensor([1.0, -2, -2]), torch.tensor([0.0, -1])], [1, 0, -1, 0, -1]),
+    ],
+    ids=["int", "float", "NumPy float", "0-dim", "a sample", "float64", "a token", "ints and bools", "of any sign"],
+)
+def test_a_mode_of_ones_own_returns_them(beside: Any, expected: list[float]) -> None:
+    assert token_weights(lambda inputs: beside, Samples(MASK), StepTotals()).tolist() == expected
+
+
+@every_layout
+def test_they_are_cut_for_the_rank_and_shared_by_copies(place: Place, cp_size: int) -> None:
+    """A weight of its own for every token: its sample times 100, plus its position, plus 1."""
+    lengths = (3, 1, 8)
+    placed = laid_out(place, lengths, cp_size)
+    masks = [torch.ones(n) for n in placed.mask_lengths or lengths]
+    samples = Samples(masks, layout=placed.layout)
+
+    def numbered(inputs: ModeInputs) -> list[torch.Tensor]:
+        return [100.0 * i + torch.arange(len(mask)) + 1 for i, mask in enumerate(inputs.samples.loss_masks)]
+
+    copies = cp_size if isinstance(placed.layout, Gathered) else 1
+    for cp_rank, held in enumerate(placed.held):
+        found = token_weights(numbered, samples, StepTotals(), cp_rank=cp_rank, cp_size=cp_size)
+        known = [(w * copies, at) for w, at in zip(found.tolist(), held, strict=True) if at is not None]
+        expected = [100 * at[0] + at[1] + 1 for _, at in known]
+        assert [w for w, _ in known] == pytest.approx(expected, rel=oracle.EXACT)
+
+
+def test_no_gradient_goes_to_them() -> None:
+    beside = torch.tensor([1.0, -2.0], requires_grad=True)
+    losses = torch.ones(5, requires_grad=True)
+    make_pg_loss_reducer(lambda inputs: beside, MASK, totals=StepTotals())(losses).backward()
+    assert beside.grad is None
+    assert losses.grad is not None
+    assert losses.grad.tolist() == [1, 0, 0.5, -2, -2]
+
+
+def test_what_is_masked_is_ignored_whatever_its_weight() -> None:
+    losses = torch.tensor([1.0, NAN, 4, INF, 2])
+    with_nan = make_pg_loss_reducer(
+        lambda inputs: [torch.tensor([1.0, 7, 1]), torch.tensor([0.0, 1])], MASK, totals=StepTotals()
+    )
+    assert float(with_nan(losses)) == 1 + 2 + 2
+
+
+def own(beside: Any) -> torch.Tensor:
+    return token_weights(lambda inputs: beside, Samples([torch.ones(3), torch.ones(2)]), StepTotals())
+
+
+def of_divisor(divisor: float) -> Any:
+    return make_pg_loss_reducer(plain_sum, MASK, totals=StepTotals(), divisor=divisor)
+
+
+INF_AT_A_TOKEN, FINITE = ([torch.ones(3), torch.tensor([1.0, last])] for last in (INF, 0))
+REFUSALS = {
+    **refusals(
+        own,
+        (([torch.ones(2), torch.ones(3)],), r"lengths \[2, 3\].*\[3, 2\].*Return one weight per mask", (FINITE,)),
+        (([torch.ones(5)],), r"lengths \[5\]", ([torch.ones(3).bool(), torch.ones(2).int()],)),
+        (([],), r"lengths \[\]", (FINITE,)),
+        ((NAN,), "token weights with NaN or Inf", (0.0,)),
+        ((INF_AT_A_TOKEN,), "token weights with NaN or Inf.*Use 0 to leave tokens out", (FINITE,)),
+    ),
+    **refusals(
+        own,
+        ((torch.ones(5),), r"returned \(5,\)", (torch.ones(2),)),
+        ((torch.ones(1, 5),), r"returned \(1, 5\)", (torch.tensor(1.0),)),
+        (([[1.0] * 3, [1.0] * 2],), "a number, a tensor of 2", (torch.ones(2),)),
+        ((None,), r"returned None \(NoneType\)", (0,)),
+        ((True,), r"returned True \(bool\)", (1,)),
+        ((torch.sum,), "must return weights beside the mask", (1.0,)),
+        error=TypeError,
+    ),
+    **refusals(of_divisor, ((0,), "divisor 0: it must be finite and above 0", (1,))),
+}
+
+
+@each_of(REFUSALS)
+def test_refusals(refused: Call, error: type[Exception], text: str, accepted: Call) -> None:
+    check_refusal(refused, error, text, accepted)

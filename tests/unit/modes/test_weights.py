@@ -14,22 +14,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from oracle import NAN
 from placements import Place, Placement, every_layout, laid_out
-from refusals import Call, Refusal, check_refusal, each_of
+from refusals import Call, Refusal, check_refusal, each_of, refusals
 from steps import Step, divisor_of, ids_of, on_both, quicker, steps, totals_of
 
 from megatron_rl_loss import (
     Gathered,
-    ModeInputs,
     Samples,
     StepTotals,
     UnitCounts,
     ZigzagTHD,
     make_pg_loss_reducer,
-    register_pg_loss_reducer,
     token_weights,
 )
 from megatron_rl_loss.modes import MODES, unit_weights, weights
-from megatron_rl_loss.modes import table as modes
 
 INF = float("inf")
 
@@ -156,69 +153,8 @@ def test_weights_inside_a_unit_are_cut_and_shared() -> None:
     assert unit_weights(Samples([], layout=ZigzagTHD([0, 4], filler_slots=1)).local(0, 2)).tolist() == [0, 0]
 
 
-def inside(size: Any, num_units: float = 1, masks: Sequence[torch.Tensor] = FRACTIONS) -> Call:
-    return lambda: unit_weights(Samples(masks).local(0, 1), size, num_units)
-
-
-# --- modes of one's own: weights beside the mask
-
-
-MASK = [torch.tensor([1.0, 0, 0.5]), torch.tensor([1.0, 1])]
-
-
-@pytest.mark.parametrize(
-    ("beside", "expected"),
-    [
-        (2, [2, 0, 1, 2, 2]),
-        (0.5, [0.5, 0, 0.25, 0.5, 0.5]),
-        (np.float32(0.5), [0.5, 0, 0.25, 0.5, 0.5]),
-        (torch.tensor(2.0), [2, 0, 1, 2, 2]),
-        (torch.tensor([2.0, 3.0]), [2, 0, 1, 3, 3]),
-        (torch.tensor([2.0, 3.0], dtype=torch.float64), [2, 0, 1, 3, 3]),
-        ([torch.tensor([4.0, 5, 6]), torch.tensor([7.0, 8])], [4, 0, 3, 7, 8]),
-        ((torch.tensor([4, 5, 6]), torch.tensor([True, False])), [4, 0, 3, 1, 0]),
-        ([torch.tensor([1.0, -2, -2]), torch.tensor([0.0, -1])], [1, 0, -1, 0, -1]),
-    ],
-    ids=["int", "float", "NumPy float", "0-dim", "a sample", "float64", "a token", "ints and bools", "of any sign"],
-)
-def test_a_mode_of_ones_own_returns_them(beside: Any, expected: list[float]) -> None:
-    assert token_weights(lambda inputs: beside, Samples(MASK), StepTotals()).tolist() == expected
-
-
-@every_layout
-def test_they_are_cut_for_the_rank_and_shared_by_copies(place: Place, cp_size: int) -> None:
-    """A weight of its own for every token: its sample times 100, plus its position, plus 1."""
-    lengths = (3, 1, 8)
-    placed = laid_out(place, lengths, cp_size)
-    masks = [torch.ones(n) for n in placed.mask_lengths or lengths]
-    samples = Samples(masks, layout=placed.layout)
-
-    def numbered(inputs: ModeInputs) -> list[torch.Tensor]:
-        return [100.0 * i + torch.arange(len(mask)) + 1 for i, mask in enumerate(inputs.samples.loss_masks)]
-
-    copies = cp_size if isinstance(placed.layout, Gathered) else 1
-    for cp_rank, held in enumerate(placed.held):
-        found = token_weights(numbered, samples, StepTotals(), cp_rank=cp_rank, cp_size=cp_size)
-        known = [(w * copies, at) for w, at in zip(found.tolist(), held, strict=True) if at is not None]
-        expected = [100 * at[0] + at[1] + 1 for _, at in known]
-        assert [w for w, _ in known] == pytest.approx(expected, rel=oracle.EXACT)
-
-
-def test_no_gradient_goes_to_them() -> None:
-    beside = torch.tensor([1.0, -2.0], requires_grad=True)
-    losses = torch.ones(5, requires_grad=True)
-    make_pg_loss_reducer(lambda inputs: beside, MASK, totals=StepTotals())(losses).backward()
-    assert beside.grad is None
-    assert losses.grad is not None
-    assert losses.grad.tolist() == [1, 0, 0.5, -2, -2]
-
-
-def test_what_is_masked_is_ignored_whatever_its_weight() -> None:
-    losses = torch.tensor([1.0, NAN, 4, INF, 2])
-    with_nan = make_pg_loss_reducer(
-        lambda inputs: [torch.tensor([1.0, 7, 1]), torch.tensor([0.0, 1])], MASK, totals=StepTotals()
-    )
-    assert float(with_nan(losses)) == 1 + 2 + 2
+def inside(size: Any, num_units: float = 1, masks: Sequence[torch.Tensor] = FRACTIONS) -> torch.Tensor:
+    return unit_weights(Samples(masks).local(0, 1), size, num_units)
 
 
 # --- totals made by hand
@@ -244,45 +180,25 @@ def totals_with(counts: dict[str, Any]) -> StepTotals:
     return StepTotals(**{k: UnitCounts(**v) if isinstance(v, dict) else v for k, v in fields.items()})
 
 
+SPLIT = {"rollouts.all": 2, "rollouts.tokens": {7: 10, 8: 1.5}}
+STRINGS = {"prompts.all": 4, "prompts.tokens": {"a": 8, "b": 5, -5: 1}}
+ACTIVE: dict[str, Any] = {"units": "active"}
+PAIR = torch.tensor([0, 0])
+
+
 @pytest.mark.parametrize(
     ("mode", "needed", "keywords", "expected"),
     [
-        pytest.param("token_mean", {"step_tokens": 20}, {}, 18 / 20, id="token_mean"),
-        pytest.param("token_mean", {"step_tokens": 20.5}, {"units": "active"}, 18 / 20.5, id="token_mean active"),
-        pytest.param("sample_mean", {"rollouts.all": 5}, {}, (2.5 + 8 / 1.5) / 5, id="sample_mean"),
-        pytest.param(
-            "sample_mean", {"rollouts.active": 3}, {"units": "active"}, (2.5 + 8 / 1.5) / 3, id="sample_mean active"
-        ),
-        pytest.param(
-            "sample_mean",
-            {"rollouts.all": 2, "rollouts.tokens": {7: 10, 8: 1.5}},
-            {"rollout_ids": [7, 8]},
-            (10 / 10 + 8 / 1.5) / 2,
-            id="sample_mean, split rollouts",
-        ),
-        pytest.param(
-            "prompt_mean",
-            {"prompts.all": 4, "prompts.tokens": {0: 11, 1: 9}},
-            {"prompt_ids": [0, 0]},
-            18 / 11 / 4,
-            id="prompt_mean, int ids",
-        ),
-        pytest.param(
-            "prompt_mean",
-            {"prompts.all": 4, "prompts.tokens": {"a": 8, "b": 5, -5: 1}},
-            {"prompt_ids": ["b", "a"]},
-            (10 / 5 + 8 / 8) / 4,
-            id="prompt_mean, string ids",
-        ),
-        pytest.param(
-            "prompt_mean",
-            {"prompts.active": 2, "prompts.tokens": {0: 11}},
-            {"prompt_ids": torch.tensor([0, 0]), "units": "active"},
-            18 / 11 / 2,
-            id="prompt_mean active",
-        ),
-        pytest.param("constant", {"rollouts.all": 5}, {"divisor": 100}, 18 / 500, id="constant"),
-        pytest.param("constant", {"rollouts.active": 4}, {"units": "active"}, 18 / 32, id="constant active"),
+        ("token_mean", {"step_tokens": 20}, {}, 18 / 20),
+        ("token_mean", {"step_tokens": 20.5}, ACTIVE, 18 / 20.5),
+        ("sample_mean", {"rollouts.all": 5}, {}, (2.5 + 8 / 1.5) / 5),
+        ("sample_mean", {"rollouts.active": 3}, ACTIVE, (2.5 + 8 / 1.5) / 3),
+        ("sample_mean", SPLIT, {"rollout_ids": [7, 8]}, (10 / 10 + 8 / 1.5) / 2),
+        ("prompt_mean", {"prompts.all": 4, "prompts.tokens": {0: 11, 1: 9}}, {"prompt_ids": [0, 0]}, 18 / 11 / 4),
+        ("prompt_mean", STRINGS, {"prompt_ids": ["b", "a"]}, (10 / 5 + 8 / 8) / 4),
+        ("prompt_mean", {"prompts.active": 2, "prompts.tokens": {0: 11}}, {"prompt_ids": PAIR, **ACTIVE}, 18 / 11 / 2),
+        ("constant", {"rollouts.all": 5}, {"divisor": 100}, 18 / 500),
+        ("constant", {"rollouts.active": 4}, ACTIVE, 18 / 32),
     ],
 )
 def test_totals_by_hand(mode: str, needed: dict[str, Any], keywords: dict[str, Any], expected: float) -> None:
@@ -293,198 +209,172 @@ def test_totals_by_hand(mode: str, needed: dict[str, Any], keywords: dict[str, A
             by_hand(mode, totals_with(rest), **keywords)
 
 
+# --- refusals, each beside its nearest legal neighbour
+
 WITH_ROLLOUTS = StepTotals.from_loss_masks(MASKS, rollout_ids=[0, 0], prompt_ids=[0, 0])
 PROMPTS = StepTotals(prompts=UnitCounts(all=2, tokens={0: 8, "a": 6}))
+NO_PROMPTS, EMPTY_PROMPT = (StepTotals(prompts=UnitCounts(all=2, tokens=tokens)) for tokens in ({}, {0: 0}))
+ONE, TWO = (StepTotals(rollouts=UnitCounts(all=n)) for n in (1, 2))
+ZERO, SIX = StepTotals(step_tokens=0), StepTotals(step_tokens=6)
+LAID_OUT = ZigzagTHD([0, 4, 8])
+ROLLOUTS: dict[str, Any] = {"rollout_ids": [0, 0]}
+IDS: dict[str, Any] = {"prompt_ids": [0, 0]}
+BOTH: dict[str, Any] = {**ROLLOUTS, **IDS}
+UNKNOWN = "has no token count"
+OTHERS = [mode for mode in MODES if mode != "token_sum"]  # which has one unit, whatever the ids
 
 
-def masked(mode: str, totals: StepTotals) -> Call:
+def reduced(mode: str, totals: Any, ids: Any = IDS, masks: Any = MASKS, **options: Any) -> Any:
+    options = {"divisor": divisor_of(mode), **ids, **options}
+    return make_pg_loss_reducer(mode, masks, totals=totals, **options)
+
+
+def masked(mode: str, totals: StepTotals) -> tuple[Any, ...]:
     """A micro-batch without an active token."""
-    return lambda: make_pg_loss_reducer(mode, [torch.zeros(2)], totals=totals, prompt_ids=[0])(torch.ones(2))
+    return mode, totals, IDS, [torch.zeros(4), torch.zeros(4)]
 
 
-def own(beside: Any) -> Call:
-    return lambda: token_weights(lambda inputs: beside, Samples([torch.ones(3), torch.ones(2)]), StepTotals())
+def placed(mode: Any, totals: StepTotals, layout: Any = None, masks: Any = MASKS, **place: Any) -> torch.Tensor:
+    return token_weights(mode, Samples(masks, layout=layout), totals, **place)
 
 
+def of_divisor(divisor: Any) -> Any:
+    return reduced("constant", TWO, {}, divisor=divisor)
+
+
+def vanishing(divisor: float) -> Any:
+    return reduced("constant", StepTotals(rollouts=UnitCounts(all=10**17)), {}, divisor=divisor)
+
+
+def totals_of_ids(count: float) -> StepTotals:
+    return StepTotals(rollouts=UnitCounts(all=1, tokens={0: count}))
+
+
+def small(weight: float) -> torch.Tensor:
+    return placed("token_mean", StepTotals(step_tokens=1e17), masks=[torch.tensor([weight, 1.0])])
+
+
+CP2 = {"cp_rank": 0, "cp_size": 2}
 REFUSALS: dict[str, Refusal] = {
-    "a unit's size of 0": (inside([3, 0, 0]), ValueError, "a unit whose size is 0", inside([3, 0, 4])),
-    "a size of 0": (inside(0), ValueError, "active tokens in a micro-batch", inside(0, 1, [torch.zeros(2)])),
-    "no units": (inside(None, 0), ValueError, "active tokens in a micro-batch", inside(None, 0, [torch.zeros(2)])),
-    "sizes of another number": (inside([3, 4]), ValueError, "2 unit sizes for 3 loss masks", inside([3, 4, 5])),
-    "a size beyond float32": (inside(1e46), ValueError, "float32 rounds to 0", inside(1e37)),
-    "unknown int id": (
-        lambda: by_hand("prompt_mean", PROMPTS, prompt_ids=[0, 1]),
-        ValueError,
-        "prompt_ids of sample 1 has no token count",
-        lambda: by_hand("prompt_mean", PROMPTS, prompt_ids=[0, "a"]),
+    **refusals(
+        inside,
+        (([3, 0, 0],), "a unit whose size is 0", ([3, 0, 4],)),
+        ((0,), "active tokens in a micro-batch", (0, 1, [torch.zeros(2)])),
+        ((None, 0), "active tokens in a micro-batch", (None, 0, [torch.zeros(2)])),
+        (([3, 4],), "2 unit sizes for 3 loss masks", ([3, 4, 5],)),
+        ((1e46,), "float32 rounds to 0", (1e37,)),
     ),
-    "unknown string id": (
-        lambda: by_hand("prompt_mean", PROMPTS, prompt_ids=["a", "b"]),
-        ValueError,
-        "has no token count",
-        lambda: by_hand("prompt_mean", PROMPTS, prompt_ids=["a", "a"]),
+    **refusals(vanishing, ((1e29,), "a token weight that float32 rounds to 0", (1e20,))),
+    **refusals(small, ((1e-30,), "a token weight that float32 rounds to 0", (1e-20,))),
+    **refusals(
+        reduced,
+        (("prompt_mean", PROMPTS, {"prompt_ids": [0, 1]}), f"prompt_ids of sample 1 {UNKNOWN}", ("token_mean", SIX)),
+        (("prompt_mean", PROMPTS, {"prompt_ids": ["a", "b"]}), UNKNOWN, ("token_mean", SIX)),
+        (
+            ("prompt_mean", PROMPTS, {"prompt_ids": ["0", "a"]}),  # an int id is not its string
+            UNKNOWN,
+            ("prompt_mean", PROMPTS, {"prompt_ids": [0, "a"]}),
+        ),
+        (("prompt_mean", NO_PROMPTS), UNKNOWN, ("prompt_mean", PROMPTS)),
+        (("prompt_mean", PROMPTS, {}), "'prompt_mean' without prompt_ids", ("prompt_mean", PROMPTS)),
+        *(
+            ((mode, WITH_ROLLOUTS), "totals made with rollout_ids, a micro-batch without", (mode, WITH_ROLLOUTS, BOTH))
+            for mode in OTHERS
+        ),
+        *(
+            (
+                (mode, WITH_ROLLOUTS, {"rollout_ids": [0, 5]}),
+                "rollout_ids of sample 1 has no token count",
+                (mode, WITH_ROLLOUTS, ROLLOUTS),
+            )
+            for mode in ("constant", "sample_mean")
+        ),
+        (
+            ("sample_mean", totals_of([]), ROLLOUTS),
+            "totals without rollouts.tokens",
+            ("sample_mean", WITH_ROLLOUTS, ROLLOUTS),
+        ),
+        (
+            ("constant", TWO, ROLLOUTS),
+            "a micro-batch with rollout_ids, totals made without",
+            ("constant", WITH_ROLLOUTS, ROLLOUTS),
+        ),
+        # --- active tokens in a step that has none
+        (("token_mean", ZERO), "step_tokens", masked("token_mean", ZERO)),
+        (("sample_mean", StepTotals(rollouts=UnitCounts(all=0))), "rollouts.all", masked("sample_mean", TWO)),
+        (("prompt_mean", EMPTY_PROMPT), "unit's tokens", masked("prompt_mean", EMPTY_PROMPT)),
+        # --- totals of a part of the step
+        (("token_mean", StepTotals(step_tokens=4)), "step_tokens alone are 5.5: the totals say 4", ("token_mean", SIX)),
+        (("constant", ONE, {}), "rollouts.all alone are 2", ("constant", TWO, {})),
+        (
+            ("sample_mean", totals_of_ids(5), ROLLOUTS),
+            "a rollout with 5.5 mask tokens in these samples: the totals say it has fewer",
+            ("sample_mean", totals_of_ids(5.5), ROLLOUTS),
+        ),
+        # --- names
+        (
+            ("dapo", SIX),
+            "'dapo': there is no such mode. Did you mean trl:dapo.*of sample_mean",
+            ("token_mean", SIX),
+        ),
     ),
-    "an int id is not its string": (
-        lambda: by_hand("prompt_mean", PROMPTS, prompt_ids=["0", "a"]),
-        ValueError,
-        "has no token count",
-        lambda: by_hand("prompt_mean", PROMPTS, prompt_ids=[0, "a"]),
+    **refusals(
+        functools.partial(reduced, "sample_mean", ids={}, units="active"),
+        (
+            {"totals": StepTotals(rollouts=UnitCounts(active=1))},
+            "rollouts.active alone are 2",
+            {"totals": StepTotals(rollouts=UnitCounts(active=2))},
+        ),
     ),
-    "unknown id among none": (
-        lambda: by_hand("prompt_mean", StepTotals(prompts=UnitCounts(all=2, tokens={})), prompt_ids=[0, 0]),
-        ValueError,
-        "has no token count",
-        lambda: by_hand("prompt_mean", PROMPTS, prompt_ids=[0, 0]),
+    **refusals(
+        functools.partial(reduced, "token_mean", SIX),
+        (
+            {"units": "some"},
+            "'some': there is no such unit counting. Choose one of all, active",
+            {"units": "active"},
+        ),
     ),
-    **{
-        f"rollout ids in the totals only, {mode}": (
-            lambda mode=mode: by_hand(mode, WITH_ROLLOUTS, prompt_ids=[0, 0]),
-            ValueError,
-            "totals made with rollout_ids, a micro-batch without",
-            lambda mode=mode: by_hand(mode, WITH_ROLLOUTS, prompt_ids=[0, 0], rollout_ids=[0, 0]),
-        )
-        for mode in MODES
-        if mode != "token_sum"  # it has one unit, whatever the ids
-    },
-    **{
-        f"active tokens in a step of no {mode} unit": (
-            lambda mode=mode, totals=totals: by_hand(mode, totals, prompt_ids=[0, 0]),
-            ValueError,
-            field,
-            masked(mode, neighbour),
-        )
-        for mode, field, totals, neighbour in [
-            ("token_mean", "step_tokens", StepTotals(step_tokens=0), StepTotals(step_tokens=0)),
-            ("sample_mean", "rollouts.all", *(StepTotals(rollouts=UnitCounts(all=n)) for n in (0, 1))),
-            ("prompt_mean", "unit's tokens", *[StepTotals(prompts=UnitCounts(all=1, tokens={0: 0}))] * 2),
-        ]
-    },
-    "rollout ids in the micro-batch only": (
-        lambda: by_hand("sample_mean", totals_of([]), rollout_ids=[0, 0]),
-        ValueError,
-        "totals without rollouts.tokens",
-        lambda: by_hand("sample_mean", WITH_ROLLOUTS, rollout_ids=[0, 0]),
+    **refusals(reduced, (("token_mean", None), "totals is None.*never guessed", ("token_mean", SIX)), error=TypeError),
+    **refusals(
+        of_divisor,
+        ((None,), "'constant' without a divisor", (1,)),
+        ((0,), "divisor 0: it must be finite and above 0", (1e-3,)),
+        ((-8,), "divisor -8", (8,)),
+        ((NAN,), "divisor nan", (8,)),
+        ((INF,), "divisor inf", (8,)),
+        ((1e30,), "below 1e30", (1e20,)),
     ),
-    **{
-        f"a rollout that is not in the totals, {mode}": (
-            lambda mode=mode: by_hand(mode, WITH_ROLLOUTS, rollout_ids=[0, 5], prompt_ids=[0, 0]),
-            ValueError,
-            "rollout_ids of sample 1 has no token count",
-            lambda mode=mode: by_hand(mode, WITH_ROLLOUTS, rollout_ids=[0, 0], prompt_ids=[0, 0]),
-        )
-        for mode in ("constant", "sample_mean")
-    },
-    "prompt_mean without prompt ids": (
-        lambda: by_hand("prompt_mean", PROMPTS),
-        ValueError,
-        "'prompt_mean' without prompt_ids",
-        lambda: by_hand("prompt_mean", PROMPTS, prompt_ids=[0, 0]),
+    **refusals(
+        of_divisor,
+        ((True,), r"divisor True \(bool\)", (1,)),
+        (("8",), r"divisor '8' \(str\)", (8,)),
+        error=TypeError,
     ),
-    "unknown mode": (
-        lambda: by_hand("dapo", WITH_ROLLOUTS),
-        ValueError,
-        "'dapo': there is no such mode. Did you mean trl:dapo\\? Choose one of sample_mean, prompt_mean, token_mean",
-        lambda: by_hand("token_mean", StepTotals(step_tokens=6)),
-    ),
-    "unknown counting": (
-        lambda: by_hand("token_mean", StepTotals(step_tokens=6), units="some"),
-        ValueError,
-        "'some': there is no such unit counting. Choose one of all, active",
-        lambda: by_hand("token_mean", StepTotals(step_tokens=6), units="active"),
-    ),
-    "constant without a divisor": (
-        lambda: by_hand("constant", StepTotals(rollouts=UnitCounts(all=2)), divisor=None),
-        ValueError,
-        "'constant' without a divisor",
-        lambda: by_hand("constant", StepTotals(rollouts=UnitCounts(all=2)), divisor=1),
-    ),
-    **{
-        f"divisor {value!r}": (
-            lambda value=value: by_hand("constant", StepTotals(rollouts=UnitCounts(all=2)), divisor=value),
-            error,
-            fragment,
-            lambda: by_hand("constant", StepTotals(rollouts=UnitCounts(all=2)), divisor=1e-3),
-        )
-        for value, error, fragment in [
-            (0, ValueError, "divisor 0: it must be finite and above 0"),
-            (-8, ValueError, "divisor -8"),
-            (NAN, ValueError, "divisor nan"),
-            (INF, ValueError, "divisor inf"),
-            (1e30, ValueError, "below 1e30"),
-            (True, TypeError, r"divisor True \(bool\)"),
-            ("8", TypeError, r"divisor '8' \(str\)"),
-        ]
-    },
     **{
         f"divisor with {mode}": (
-            lambda mode=mode: by_hand(mode, WITH_ROLLOUTS, divisor=8, rollout_ids=[0, 0], prompt_ids=[0, 0]),
+            lambda mode=mode: reduced(mode, WITH_ROLLOUTS, BOTH, divisor=8),
             ValueError,
             f"divisor 8 with loss aggregation '{mode}': only 'constant' and 'token_sum' have",
-            lambda mode=mode: by_hand(mode, WITH_ROLLOUTS, rollout_ids=[0, 0], prompt_ids=[0, 0]),
+            lambda mode=mode: reduced(mode, WITH_ROLLOUTS, BOTH),
         )
         for mode in MODES
         if not MODES[mode].takes_divisor
     },
-    "another divisor than a number or none": (
-        lambda: make_pg_loss_reducer("mine", [torch.ones(1)], totals=StepTotals(), divisor=0),
-        ValueError,
-        "divisor 0: it must be finite and above 0",
-        lambda: make_pg_loss_reducer("mine", [torch.ones(1)], totals=StepTotals(), divisor=1),
-    ),
-    "neither a name nor a function": (
-        lambda: token_weights(3, Samples(MASKS), StepTotals()),  # type: ignore[arg-type]
-        TypeError,
-        r"loss aggregation 3 \(int\)",
-        lambda: token_weights("token_sum", Samples(MASKS), StepTotals()),
-    ),
-    "rollout ids in the micro-batch only, constant": (
-        lambda: by_hand("constant", StepTotals(rollouts=UnitCounts(all=2)), rollout_ids=[0, 0]),
-        ValueError,
-        "a micro-batch with rollout_ids, totals made without",
-        lambda: by_hand("constant", WITH_ROLLOUTS, rollout_ids=[0, 0]),
-    ),
-    "CP without a layout": (
-        lambda: token_weights("token_sum", Samples(MASKS), StepTotals(), cp_rank=0, cp_size=2),
-        ValueError,
-        "cp_size is 2 and no layout was given.*Pass one of megatron_rl_loss's layouts",
-        lambda: token_weights(
-            "token_sum", Samples(MASKS, layout=ZigzagTHD([0, 4, 8])), StepTotals(), cp_rank=0, cp_size=2
+    **refusals(
+        placed,
+        (
+            {"mode": "token_sum", "totals": SIX, **CP2},
+            "cp_size is 2 and no layout was given.*Pass one of megatron_rl_loss's layouts",
+            {"mode": "token_sum", "totals": SIX, "layout": LAID_OUT, **CP2},
+        ),
+        (
+            {"mode": "token_mean", "totals": SIX, "layout": LAID_OUT, "cp_size": 2},
+            "cp_size=2 without a cp_rank: each rank holds other tokens",
+            {"mode": "token_mean", "totals": SIX, "layout": LAID_OUT},
         ),
     ),
-    "own weights of other lengths": (
-        own([torch.ones(2), torch.ones(3)]),
-        ValueError,
-        r"lengths \[2, 3\].*\[3, 2\].*Return one weight per mask entry",
-        own([torch.ones(3), torch.ones(2)]),
-    ),
-    "own weights missing": (
-        own([torch.ones(5)]),
-        ValueError,
-        r"lengths \[5\]",
-        own([torch.ones(3).bool(), torch.ones(2).int()]),
-    ),
-    "own weights of no sample": (own([]), ValueError, r"lengths \[\]", own([torch.zeros(3), torch.zeros(2)])),
-    "own weights of another number": (own(torch.ones(5)), TypeError, r"returned \(5,\)", own(torch.ones(2))),
-    "own weights 2-D": (own(torch.ones(1, 5)), TypeError, r"returned \(1, 5\)", own(torch.tensor(1.0))),
-    "own weights in lists": (own([[1.0] * 3, [1.0] * 2]), TypeError, "a number, a tensor of 2", own(torch.ones(2))),
-    "own weights forgotten": (own(None), TypeError, r"returned None \(NoneType\)", own(0)),
-    "own weights a bool": (own(True), TypeError, r"returned True \(bool\)", own(1)),
-    "own weights a reducer": (own(torch.sum), TypeError, "must return weights beside the mask", own(1.0)),
-    "own weights NaN": (own(NAN), ValueError, "token weights with NaN or Inf", own(0.0)),
-    "own weights infinite": (
-        own([torch.ones(3), torch.tensor([1.0, INF])]),
-        ValueError,
-        "token weights with NaN or Inf.*Use 0 to leave tokens out",
-        own([torch.ones(3), torch.tensor([1.0, 0.0])]),
-    ),
+    **refusals(placed, ((3, SIX), r"loss aggregation 3 \(int\)", ("token_sum", SIX)), error=TypeError),
 }
-
-
-@pytest.fixture(autouse=True)
-def registry(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A registry of its own, with one mode."""
-    monkeypatch.setattr(modes, "_REGISTERED", {})
-    register_pg_loss_reducer("mine")(lambda inputs: 1)
 
 
 @each_of(REFUSALS)

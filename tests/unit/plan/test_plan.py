@@ -7,7 +7,7 @@ from typing import Any
 import oracle
 import pytest
 import torch
-from table_step import DIVISOR, dealt, step_samples
+from step_samples import DIVISOR, dealt, step_samples
 from torch import Tensor
 
 from megatron_rl_loss import Samples, StepTotals, UnitCounts, ZigzagTHD, token_weights

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from oracle import MODES, NAN, WORKED
 from placements import Place, Placement, every_layout, thd
-from refusals import Call, Refusal, check_refusal, each_of
+from refusals import Call, check_refusal, each_of, refusals
 from steps import Outcome, Step, assert_equals_oracle, divisor_of, oracle_gradient, quick, run_step, steps
 from torch import Tensor
 
@@ -66,14 +66,30 @@ def test_worked_batch_whatever_is_masked_or_padding(poison: float, place: Place,
             assert_equals_oracle(outcome, WORKED, mode, units)
 
 
-@every_layout
-def test_what_is_active_always_surfaces(place: Place, cp_size: int) -> None:
+def test_what_is_active_always_surfaces() -> None:
     for i, t, poison in [(0, 0, NAN), (1, 1, INF), (2, 3, -INF)]:
         losses = WORKED[i].losses.clone()
         losses[t] = poison
         step = [replace(one, losses=losses) if k == i else one for k, one in enumerate(WORKED)]
-        outcome = run_step(step, HALVES, "sample_mean", place=place, cp_size=cp_size)
-        assert outcome.value == pytest.approx(poison, nan_ok=True), (i, t)
+        assert run_step(step, HALVES, "sample_mean").value == pytest.approx(poison, nan_ok=True), (i, t)
+
+
+@pytest.mark.parametrize("backward", ["sum", "slice"])
+def test_a_gather_by_its_backward(backward: Any) -> None:
+    """Two CP ranks gather their halves of 8 log-probs: a token's gradient is its weight, and the value is the loss."""
+    masks, place = [torch.ones(4), torch.tensor([1.0, 0, 1, 0])], {"cp_size": 2}
+    place |= {"layout": Gathered([0, 4, 8], backward=backward), "totals": StepTotals.from_loss_masks(masks)}
+    gradients, value = [torch.zeros(4), torch.zeros(4)], 0.0
+    for rank in range(2):
+        gathered = torch.arange(8.0, requires_grad=True)
+        share = make_pg_loss_reducer("token_mean", masks, cp_rank=rank, **place)(gathered)
+        share.backward()
+        value += float(share.detach())
+        grad = gathered.grad.view(2, 4)
+        for owner in range(2) if backward == "sum" else [rank]:
+            gradients[owner] += grad[owner]
+    assert value == pytest.approx((0 + 1 + 2 + 3 + 4 + 6) / 6, rel=oracle.EXACT)
+    torch.testing.assert_close(torch.cat(gradients), torch.cat(masks) / 6, rtol=oracle.EXACT, atol=0)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -293,94 +309,69 @@ def test_a_sum_from_first_to_last_would_be_seen() -> None:
 # --- refused losses, each beside its nearest legal neighbour
 
 
-def reduce(layout: Layout | None, lengths: list[int], losses: Any, cp_rank: int = 0, cp_size: int = 1) -> Call:
+def reduce(layout: Layout | None, lengths: list[int], losses: Any, cp_rank: int = 0, cp_size: int = 1) -> Tensor:
     masks = [torch.ones(length) for length in lengths]
-
-    def call() -> Tensor:
-        reducer = make_pg_loss_reducer(
-            "sample_mean",
-            masks,
-            totals=StepTotals.from_loss_masks(masks),
-            layout=layout,
-            cp_rank=cp_rank,
-            cp_size=cp_size,
-        )
-        return reducer(losses)
-
-    return call
+    options: dict[str, Any] = {"totals": StepTotals.from_loss_masks(masks), "layout": layout}
+    return make_pg_loss_reducer("sample_mean", masks, cp_rank=cp_rank, cp_size=cp_size, **options)(losses)
 
 
-def reduce_masked(losses: Tensor) -> Call:
+def reduce_masked(losses: Tensor) -> Tensor:
     mask = [torch.tensor([1.0, 0, 1, 1, 0, 0, 0])]
-    return lambda: make_pg_loss_reducer("token_mean", mask, totals=StepTotals.from_loss_masks(mask))(losses)
+    return make_pg_loss_reducer("token_mean", mask, totals=StepTotals.from_loss_masks(mask))(losses)
 
 
-def reduce_metric(metric: Any) -> Call:
-    reducer = make_pg_loss_reducer("token_mean", [torch.ones(3)], totals=StepTotals(step_tokens=3))
-    return lambda: reducer.with_metrics(torch.ones(3), [torch.ones(3), metric])
+THREE = make_pg_loss_reducer("token_mean", [torch.ones(3)], totals=StepTotals(step_tokens=3))
 
 
-def reduce_terms(term: Any) -> Call:
-    reducer = make_pg_loss_reducer("token_mean", [torch.ones(3)], totals=StepTotals(step_tokens=3))
-    return lambda: sums.sum_terms([Summand(torch.ones(3), reducer, 1, "pg"), Summand(term, reducer, 1, "kl")])
+def reduce_metric(metric: Any) -> Any:
+    return THREE.with_metrics(torch.ones(3), [torch.ones(3), metric])
 
 
-REFUSALS: dict[str, Refusal] = {
-    "transposed losses, [s, b]": (
-        reduce(ZigzagBSHD(2, 8), [8, 8], torch.ones(4, 2), 0, 2),
-        ValueError, r"shape \(4, 2\).*\(8,\) or \(2, 4\).*transpose to batch first",
-        reduce(ZigzagBSHD(2, 8), [8, 8], torch.ones(2, 4), 0, 2),
+def reduce_terms(term: Any) -> Any:
+    return sums.sum_terms([Summand(torch.ones(3), THREE, 1, "pg"), Summand(term, THREE, 1, "kl")])
+
+
+ROWS, PACKED, UNPADDED = ZigzagBSHD(2, 8), ZigzagTHD([0, 8]), ZigzagTHD([0, 8, 16], [5, 7])
+TOKEN = torch.ones(1)
+REFUSALS = {
+    **refusals(
+        reduce,
+        (
+            (ROWS, [8, 8], torch.ones(4, 2), 0, 2),
+            r"shape \(4, 2\).*\(8,\) or \(2, 4\).*transpose to batch first",
+            (ROWS, [8, 8], torch.ones(2, 4), 0, 2),
+        ),
+        ((PACKED, [8], torch.ones(8, 1)), "transpose", (PACKED, [8], torch.ones(1, 8))),
+        ((PACKED, [8], torch.ones(8), 0, 2), "not cut over CP ranks", (Gathered([0, 8]), [8], torch.ones(8), 0, 2)),
+        ((UNPADDED, [5, 7], torch.ones(12)), "unpadded, uncut", (UNPADDED, [5, 7], torch.ones(16))),
+        (
+            (ZigzagTHD([0, 16]), [16], torch.ones(4), 0, 2),
+            "1/4 of the micro-batch: check that cp_size is right",
+            (ZigzagTHD([0, 16]), [16], torch.ones(4), 0, 4),
+        ),
+        ((None, [4, 3], torch.ones(9)), r"shape \(9,\).*\(7,\)", (None, [4, 3], torch.ones(7))),
+        ((None, [4, 3], torch.ones(2, 4)), r"shape \(2, 4\)", (None, [4, 4], torch.ones(2, 4))),
+        ((None, [4, 4], torch.ones(4, 2)), "transpose to batch first", (None, [4, 4], torch.ones(1, 8))),
+        ((None, [1], torch.ones(())), r"shape \(\)", (None, [1], TOKEN)),
     ),
-    "packed losses, [s, 1]": (
-        reduce(ZigzagTHD([0, 8]), [8], torch.ones(8, 1)), ValueError, "transpose",
-        reduce(ZigzagTHD([0, 8]), [8], torch.ones(1, 8)),
+    **refusals(
+        reduce,
+        ((None, [1], TOKEN.long()), "torch.int64: it must be a float", (None, [1], TOKEN.double())),
+        ((None, [1], [1.0]), "per_token_loss is list", (None, [1], TOKEN)),
+        error=TypeError,
     ),
-    "losses not cut": (
-        reduce(ZigzagTHD([0, 8]), [8], torch.ones(8), 0, 2), ValueError, "not cut over CP ranks",
-        reduce(Gathered([0, 8]), [8], torch.ones(8), 0, 2),
+    **refusals(
+        reduce_masked,
+        ((torch.ones(3),), r"shape \(3,\).*the active tokens only: pass the losses of all", (torch.ones(7),)),
     ),
-    "losses neither cut nor padded": (
-        reduce(ZigzagTHD([0, 8, 16], [5, 7]), [5, 7], torch.ones(12)), ValueError, "unpadded, uncut",
-        reduce(ZigzagTHD([0, 8, 16], [5, 7]), [5, 7], torch.ones(16)),
+    **refusals(reduce_metric, ((torch.ones(4),), r"a metric of shape \(4,\)", (torch.ones(1, 3),))),
+    **refusals(reduce_terms, ((torch.ones(4),), r"a term of shape \(4,\)", (torch.ones(1, 3),))),
+    **refusals(
+        reduce_metric,
+        ((torch.ones(3).int(),), "a metric is torch.int32", (torch.ones(3).half(),)),
+        error=TypeError,
     ),
-    "losses cut for more ranks": (
-        reduce(ZigzagTHD([0, 16]), [16], torch.ones(4), 0, 2),
-        ValueError, "1/4 of the micro-batch: check that cp_size is right",
-        reduce(ZigzagTHD([0, 16]), [16], torch.ones(4), 0, 4),
-    ),
-    "losses of one sample more": (
-        reduce(None, [4, 3], torch.ones(9)), ValueError, r"shape \(9,\).*\(7,\)", reduce(None, [4, 3], torch.ones(7)),
-    ),
-    "rows of unequal samples": (
-        reduce(None, [4, 3], torch.ones(2, 4)), ValueError, r"shape \(2, 4\)", reduce(None, [4, 4], torch.ones(2, 4)),
-    ),
-    "rows transposed, without a layout": (
-        reduce(None, [4, 4], torch.ones(4, 2)), ValueError, "transpose to batch first",
-        reduce(None, [4, 4], torch.ones(1, 8)),
-    ),
-    "scalar loss": (reduce(None, [1], torch.ones(())), ValueError, r"shape \(\)", reduce(None, [1], torch.ones(1))),
-    "integer losses": (
-        reduce(None, [1], torch.ones(1).long()), TypeError, "torch.int64: it must be a float",
-        reduce(None, [1], torch.ones(1).double()),
-    ),
-    "losses that are no tensor": (
-        reduce(None, [1], [1.0]), TypeError, "per_token_loss is list", reduce(None, [1], torch.ones(1)),
-    ),
-    "active tokens only": (
-        reduce_masked(torch.ones(3)),
-        ValueError, r"shape \(3,\).*the active tokens only: pass the losses of all positions",
-        reduce_masked(torch.ones(7)),
-    ),
-    "a metric of another shape": (
-        reduce_metric(torch.ones(4)), ValueError, r"a metric of shape \(4,\)", reduce_metric(torch.ones(1, 3)),
-    ),
-    "a term of another shape": (
-        reduce_terms(torch.ones(4)), ValueError, r"a term of shape \(4,\)", reduce_terms(torch.ones(1, 3)),
-    ),
-    "integer metrics": (
-        reduce_metric(torch.ones(3).int()), TypeError, "a metric is torch.int32", reduce_metric(torch.ones(3).half()),
-    ),
-}  # fmt: skip
+}
 
 
 @each_of(REFUSALS)

@@ -2,12 +2,13 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
-from refusals import Call, Refusal, check_refusal, each_of
+from refusals import Call, check_refusal, each_of, refusals
 from steps import Step, assert_equals_oracle, quick, run_step, steps
 
 from megatron_rl_loss import Samples
@@ -75,65 +76,33 @@ def test_ids_only_group(rename: Callable[[int], int | str], step: Step) -> None:
 
 # --- refusals, each beside its nearest legal neighbour
 
-ONE, TWO = torch.ones(1), torch.ones(2)
-
-
-def of_masks(*masks: Any, **keywords: Any) -> Call:
-    return lambda: Samples(list(masks), **keywords)
-
-
-REFUSALS: dict[str, Refusal] = {
-    "too few ids": (
-        of_masks(ONE, TWO, rollout_ids=[0]),
-        ValueError,
-        "1 rollout_ids for 2 loss masks",
-        of_masks(ONE, TWO, rollout_ids=[0, 0]),
+of_one = partial(Samples, [torch.ones(1)])
+REFUSALS = {
+    **refusals(
+        of_one,
+        ({"rollout_ids": []}, "0 rollout_ids for 1 loss masks", {"rollout_ids": [0]}),
+        ({"prompt_ids": [0, 1]}, "2 prompt_ids for 1 loss masks", {"prompt_ids": [0]}),
+        ({"prompt_ids": [2**61]}, "beyond 61 bits", {"prompt_ids": [2**61 - 1]}),
+        ({"rollout_ids": [-(2**61)]}, "beyond 61 bits", {"rollout_ids": [1 - 2**61]}),
+        ({"rollout_ids": [2**70]}, "Pass them as strings", {"rollout_ids": [str(2**70)]}),
     ),
-    "too many ids": (
-        of_masks(ONE, prompt_ids=[0, 1]),
-        ValueError,
-        "2 prompt_ids for 1 loss masks",
-        of_masks(ONE, prompt_ids=[0]),
+    **refusals(
+        of_one,
+        ({"prompt_ids": [0.0]}, r"prompt_ids holds 0.0 \(float\)", {"prompt_ids": ["0.0"]}),
+        ({"rollout_ids": torch.tensor([1.0])}, "rollout_ids holds 1.0", {"rollout_ids": torch.tensor([1])}),
+        ({"rollout_ids": torch.tensor([[1]])}, r"holds \[1\] \(list\)", {"rollout_ids": torch.tensor([1])}),
+        ({"prompt_ids": [True]}, "holds True", {"prompt_ids": [1]}),
+        ({"prompt_ids": [None]}, "holds None", {"prompt_ids": None}),
+        ({"prompt_ids": [b"a"]}, r"b'a' \(bytes\)", {"prompt_ids": ["a"]}),
+        error=TypeError,
     ),
-    "ids for no sample": (of_masks(prompt_ids=[0]), ValueError, "1 prompt_ids for 0", of_masks(prompt_ids=[])),
-    "float id": (
-        of_masks(ONE, prompt_ids=[0.0]),
-        TypeError,
-        r"prompt_ids holds 0.0 \(float\)",
-        of_masks(ONE, prompt_ids=["0.0"]),
-    ),
-    "float tensor of ids": (
-        of_masks(ONE, rollout_ids=torch.tensor([1.0])),
-        TypeError,
-        "rollout_ids holds 1.0",
-        of_masks(ONE, rollout_ids=torch.tensor([1])),
-    ),
-    "2-D tensor of ids": (
-        of_masks(ONE, rollout_ids=torch.tensor([[1]])),
-        TypeError,
-        r"holds \[1\] \(list\)",
-        of_masks(ONE, rollout_ids=torch.tensor([1])),
-    ),
-    "bool id": (of_masks(ONE, prompt_ids=[True]), TypeError, "holds True", of_masks(ONE, prompt_ids=[1])),
-    "None as an id": (of_masks(ONE, prompt_ids=[None]), TypeError, "holds None", of_masks(ONE, prompt_ids=None)),
-    "bytes id": (of_masks(ONE, prompt_ids=[b"a"]), TypeError, r"b'a' \(bytes\)", of_masks(ONE, prompt_ids=["a"])),
-    "id too large": (
-        of_masks(ONE, prompt_ids=[2**61]),
-        ValueError,
-        "beyond 61 bits",
-        of_masks(ONE, prompt_ids=[2**61 - 1]),
-    ),
-    "id too small": (
-        of_masks(ONE, rollout_ids=[-(2**61)]),
-        ValueError,
-        "beyond 61 bits",
-        of_masks(ONE, rollout_ids=[1 - 2**61]),
-    ),
-    "id beyond int64": (
-        of_masks(ONE, rollout_ids=[2**70]),
-        ValueError,
-        "Pass them as strings",
-        of_masks(ONE, rollout_ids=[str(2**70)]),
+    **refusals(
+        partial(Samples, [torch.ones(1)] * 2),
+        (
+            {"prompt_ids": [0, "0"]},
+            "prompt_ids holds 0 and '0': an int and its string are two ids",
+            {"prompt_ids": [0, "1"]},
+        ),
     ),
 }
 

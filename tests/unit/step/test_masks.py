@@ -1,25 +1,19 @@
-"""Masks where they are: what a device does is what the host does. Shown on the CPU, which can do both."""
+"""Masks where they are: what a device does is what the host does. Shown on the CPU, which can do both.
 
-import random
+What a rank holds of them is compared with the oracle in test_samples.py, on both.
+"""
+
 from typing import Any
 
 import numpy as np
 import oracle
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from placements import Place, every_layout, laid_out
-from steps import on_both, quick, random_mask
+from steps import on_both
 from torch import Tensor
 
 from megatron_rl_loss import Samples, StepTotals
 from megatron_rl_loss.step import masks
-
-DTYPES = [
-    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float32, torch.float64,
-    torch.float16, torch.bfloat16,
-]  # fmt: skip
 
 
 @pytest.fixture
@@ -32,34 +26,6 @@ def assert_same(work: Any) -> Tensor:
     assert host.dtype == device.dtype
     assert torch.equal(host, device)
     return host
-
-
-@st.composite
-def microbatches(draw: st.DrawFn) -> list[Tensor]:
-    rng = random.Random(draw(st.integers(0, 2**32 - 1)))
-    kinds = draw(st.lists(st.sampled_from(["ones", "binary", "fractional", "zeros"]), max_size=6))
-    dtype = draw(st.sampled_from(DTYPES))
-    return [random_mask(kind, rng.choice([0, 1, 2, rng.randrange(3, 40)]), rng, dtype) for kind in kinds]
-
-
-@every_layout
-@quick
-@given(mask_list=microbatches())
-def test_both_do_the_same(mask_list: list[Tensor], place: Place, cp_size: int) -> None:
-    if place.__name__ == "bshd" and not mask_list:
-        return  # a batch has rows
-    placed = laid_out(place, tuple(len(mask) for mask in mask_list), cp_size)
-    lengths = placed.mask_lengths or [len(mask) for mask in mask_list]
-    padded = [torch.cat([mask, mask.new_zeros(n - len(mask))]) for mask, n in zip(mask_list, lengths, strict=True)]
-    host, device = on_both(lambda: Samples(padded, layout=placed.layout))
-    assert bool(host.sound) is bool(device.sound) is True
-    # Sums of at most 40 terms: exact for flags, to float64 for weights.
-    torch.testing.assert_close(host.mask_sums, on_both(lambda: device.mask_sums)[1], rtol=1e-14, atol=0)
-    assert_same(lambda: Samples(padded, layout=placed.layout).active_tokens)
-    for cp_rank in range(cp_size):
-        for name in ("mask", "positions", "sample_index"):
-            part = assert_same(lambda name=name, cp_rank=cp_rank: getattr(host.local(cp_rank, cp_size), name))
-            assert part.dtype == (torch.float32 if name == "mask" else torch.int64)
 
 
 @pytest.mark.parametrize("counts", [[], [0], [3], [2, 0, 5], [0, 0], [1] * 20], ids=str)

@@ -11,14 +11,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from placements import Place, every_layout, laid_out
-from refusals import Call, Refusal, check_refusal, each_of
-from steps import quick, random_mask
+from refusals import Call, check_refusal, each_of, refusals
+from steps import on_both, quick, random_mask
 from torch import Tensor
 
 from megatron_rl_loss import Gathered, Layout, Samples, ZigzagTHD
 from megatron_rl_loss.step import LocalTokens
 
 NAN, INF = float("nan"), float("inf")
+DTYPES = [
+    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float32, torch.float64,
+    torch.float16, torch.bfloat16,
+]  # fmt: skip
 
 
 def ones(*lengths: int) -> list[Tensor]:
@@ -77,9 +81,10 @@ def test_unusual_masks(masks: list[Tensor]) -> None:
 
 
 @pytest.mark.parametrize("mask", UNSOUND.values(), ids=UNSOUND)
-def test_unsound_masks_are_refused_with_their_sample(mask: Tensor) -> None:
+@pytest.mark.parametrize("beside", [None, torch.float32, torch.int64], ids=["alone", "beside floats", "beside ints"])
+def test_unsound_masks_are_refused_with_their_sample(mask: Tensor, beside: torch.dtype | None) -> None:
     with pytest.raises(ValueError, match=r"the loss mask of sample 1 holds .*token weights must be finite and >= 0"):
-        Samples([torch.ones(3, dtype=mask.dtype), mask])
+        Samples([torch.ones(3, dtype=beside or mask.dtype), mask])
 
 
 def test_masks_that_change_later_change_nothing() -> None:
@@ -122,41 +127,53 @@ def test_host_work_needs_no_default_device() -> None:
 def microbatches(draw: st.DrawFn) -> list[Tensor]:
     rng = random.Random(draw(st.integers(0, 2**32 - 1)))
     kinds = draw(st.lists(st.sampled_from(["ones", "binary", "fractional", "zeros"]), min_size=1, max_size=6))
-    return [random_mask(kind, rng.choice([0, 1, 2, rng.randrange(3, 40)]), rng, torch.float32) for kind in kinds]
+    dtype = draw(st.sampled_from(DTYPES))
+    return [random_mask(kind, rng.choice([0, 1, 2, rng.randrange(3, 40)]), rng, dtype) for kind in kinds]
 
 
 @every_layout
 @quick
 @given(masks=microbatches())
 def test_a_rank_holds_what_the_oracle_says(masks: list[Tensor], place: Place, cp_size: int) -> None:
+    """On the host, and as on a device."""
     lengths = [len(mask) for mask in masks]
     placed = laid_out(place, tuple(lengths), cp_size)
     padded = [
         torch.cat([m, m.new_zeros(n - len(m))]) for m, n in zip(masks, placed.mask_lengths or lengths, strict=True)
     ]
-    samples = Samples(padded, layout=placed.layout)
-    assert samples.mask_sums.tolist() == pytest.approx([float(mask.double().sum()) for mask in masks], rel=1e-12)
-    assert samples.active_tokens.tolist() == [int((mask != 0).sum()) for mask in masks]
-    whole = torch.arange(samples.total_tokens)
-    for cp_rank, held in enumerate(placed.held):
-        local = samples.local(cp_rank, cp_size)
-        assert isinstance(local, LocalTokens)
-        assert len(local) == len(held)
-        assert local.mask.dtype == torch.float32
-        assert local.mask.tolist() == [0 if at is None else float(masks[at[0]][at[1]]) for at in held]
-        assert local.sample_index.dtype == local.positions.dtype == torch.int64
-        # Padding has the number of a sample beside it.
-        numbers = local.sample_index.tolist()
-        assert [i for i, at in zip(numbers, held, strict=True) if at is not None] == [at[0] for at in held if at]
-        assert all(0 <= i < len(masks) for i in numbers)
-        assert numbers == sorted(numbers)
-        # The same positions cut whatever lies in the buffer, of any width.
-        assert local.of(whole).tolist() == local.positions.tolist()
-        assert local.of(torch.stack([whole, -whole], 1)).tolist() == [[p, -p] for p in local.positions.tolist()]
-        if placed.layout is not None:
-            assert local.positions.tolist() == list(placed.layout.local_indices(cp_rank, cp_size))
-        assert local.num_active.shape == ()
-        assert int(local.num_active) == sum(at is not None and bool(masks[at[0]][at[1]] != 0) for at in held)
+
+    def check() -> None:
+        samples = Samples(padded, layout=placed.layout)
+        assert bool(samples.sound)
+        # Sums of at most 40 terms: exact for flags, to float64 for weights.
+        assert samples.mask_sums.tolist() == pytest.approx([float(mask.double().sum()) for mask in masks], rel=1e-14)
+        assert samples.active_tokens.tolist() == [int((mask != 0).sum()) for mask in masks]
+        whole = torch.arange(samples.total_tokens)
+        for cp_rank, held in enumerate(placed.held):
+            check_part(samples.local(cp_rank, cp_size), masks, held, whole)
+        if placed.layout is None or not placed.layout.replicated_over_cp:
+            tokens = [at for held in placed.held for at in held if at is not None]
+            assert sorted(tokens) == [(i, t) for i, length in enumerate(lengths) for t in range(length)]
+
+    on_both(check)
+
+
+def check_part(local: LocalTokens, masks: list[Tensor], held: list[oracle.Token], whole: Tensor) -> None:
+    assert len(local) == len(held)
+    assert local.mask.dtype == torch.float32
+    assert local.mask.tolist() == [0 if at is None else float(masks[at[0]][at[1]]) for at in held]
+    assert local.sample_index.dtype == local.positions.dtype == torch.int64
+    numbers, positions = local.sample_index.tolist(), local.positions.tolist()
+    tokens = [(k, at) for k, at in enumerate(held) if at is not None]
+    assert [positions[k] for k, _ in tokens] == [local.samples.mask_starts[i] + t for _, (i, t) in tokens]
+    # Padding has the number of a sample beside it.
+    assert [numbers[k] for k, _ in tokens] == [i for _, (i, _) in tokens]
+    assert all(0 <= i < len(masks) for i in numbers)
+    assert numbers == sorted(numbers)
+    # The same positions cut whatever lies in the buffer, of any width.
+    assert local.of(whole).tolist() == positions
+    assert local.of(torch.stack([whole, -whole], 1)).tolist() == [[p, -p] for p in positions]
+    assert int(local.num_active) == sum(bool(masks[i][t] != 0) for _, (i, t) in tokens)
 
 
 @pytest.mark.parametrize("num_samples", [1, 5, 100])
@@ -253,65 +270,62 @@ def test_positions_of_a_layout_are_whole_numbers() -> None:
 # --- refusals, each beside its nearest legal neighbour
 
 
-def of_masks(*masks: Any, **keywords: Any) -> Call:
-    return lambda: Samples(list(masks), **keywords)
+def of_masks(*masks: Any) -> Samples:
+    return Samples(list(masks))
 
 
-def cut(layout: Layout | None, cp_rank: Any, cp_size: Any) -> Call:
-    return lambda: Samples(ones(4), layout=layout).local(cp_rank, cp_size)
+def cut(layout: Layout | None, cp_rank: Any, cp_size: Any) -> LocalTokens:
+    return Samples(ones(4), layout=layout).local(cp_rank, cp_size)
+
+
+def held(replicated: bool, *ranks: list[tuple[int, int]]) -> LocalTokens:
+    """By a layout of one's own: the pieces of each of two ranks."""
+    layout = Misplaced([0, 4], ranks[1], ranks[0])
+    layout.replicated_over_cp = replicated
+    return Samples(ones(4, 4), layout=layout).local(0, 2)
 
 
 TWO = torch.ones(2)
+WHOLE = [(0, 8)]
 
-REFUSALS: dict[str, Refusal] = {
-    "negative": (
-        of_masks(TWO, torch.tensor([1.0, -0.5])),
-        ValueError,
-        "sample 1 holds -0.5: token weights must be finite and >= 0",
-        of_masks(TWO, torch.tensor([1.0, 0.5])),
+REFUSALS = {
+    **refusals(
+        of_masks,
+        ((TWO, torch.tensor([1, -0.5])), "sample 1 holds -0.5: token weights", (TWO, torch.tensor([1, 0.5]))),
+        ((torch.tensor([-1]),), "sample 0 holds -1.0", (torch.tensor([1]),)),
+        ((torch.ones(0), torch.tensor([NAN])), "sample 1 holds nan", (torch.ones(0), torch.tensor([0.0]))),
+        ((torch.tensor([INF]), TWO), "sample 0 holds inf", (torch.tensor([1e30]), TWO)),
+        ((torch.ones(1, 2),), r"sample 0 has shape \(1, 2\): it must be 1-D", (TWO,)),
+        ((TWO, torch.tensor(1)), r"sample 1 has shape \(\)", (TWO, torch.tensor([1]))),
+        ((TWO, torch.ones(2, device="meta")), r"loss masks on \['cpu', 'meta'\]: they must share", (TWO, TWO)),
     ),
-    "negative int": (of_masks(torch.tensor([-1])), ValueError, "sample 0 holds -1.0", of_masks(torch.tensor([1]))),
-    "NaN": (
-        of_masks(torch.ones(0), torch.tensor([NAN])),
-        ValueError,
-        "sample 1 holds nan",
-        of_masks(torch.ones(0), torch.tensor([0.0])),
+    **refusals(
+        of_masks,
+        (([1, 1],), "sample 0 is a list", (torch.tensor([1, 1]),)),
+        ((TWO, TWO.cfloat()), "sample 1 is torch.complex64", (TWO, TWO.half())),
+        error=TypeError,
     ),
-    "Inf": (of_masks(torch.tensor([INF]), TWO), ValueError, "sample 0 holds inf", of_masks(torch.tensor([1e30]), TWO)),
-    "2-D": (
-        of_masks(torch.ones(1, 2)),
-        ValueError,
-        r"sample 0 has shape \(1, 2\): it must be 1-D",
-        of_masks(torch.ones(1, 2)[0]),
+    **refusals(
+        Samples,
+        ((torch.ones(2, 3),), r"one tensor of shape \(2, 3\).*list\(loss_masks\)", (list(torch.ones(2, 3)),)),
+        error=TypeError,
     ),
-    "0-D": (of_masks(TWO, torch.tensor(1)), ValueError, r"sample 1 has shape \(\)", of_masks(TWO, torch.tensor([1]))),
-    "a list for a mask": (of_masks([1, 1]), TypeError, "sample 0 is a list", of_masks(torch.tensor([1, 1]))),
-    "complex": (
-        of_masks(TWO, torch.ones(2, dtype=torch.complex64)),
-        TypeError,
-        "sample 1 is torch.complex64",
-        of_masks(TWO, torch.ones(2, dtype=torch.float16)),
+    **refusals(
+        cut,
+        ((None, 1, 1), "cp_rank=1, cp_size=1", (None, 0, 1)),
+        ((None, 0, 2), "cp_size is 2 and no layout.*Pass one of megatron_rl_loss's", (Gathered([0, 4]), 0, 2)),
     ),
-    "one tensor for the list": (
-        lambda: Samples(torch.ones(2, 3)),
-        TypeError,
-        r"one tensor of shape \(2, 3\).*list\(loss_masks\)",
-        lambda: Samples(list(torch.ones(2, 3))),
+    **refusals(cut, ((None, 0.0, 1), "cp_rank=0.0, cp_size=1: both must be ints", (None, 0, 1)), error=TypeError),
+    **refusals(
+        held,
+        (
+            (False, WHOLE, [(4, 8)]),
+            "position 4 of the buffer to 2 of 2 CP ranks: each token of a sample must be held by 1",
+            (False, [(0, 4)], [(4, 8)]),
+        ),
+        ((False, [(0, 4)], [(5, 8)]), "position 4 of the buffer to 0 of 2", (False, WHOLE, [])),
+        ((True, WHOLE, [(0, 4)]), "position 4 of the buffer to 1 of 2.*must be held by 2", (True, WHOLE, WHOLE)),
     ),
-    "masks of several devices": (
-        of_masks(TWO, torch.ones(2, device="meta")),
-        ValueError,
-        r"loss masks on \['cpu', 'meta'\]: they must share one device",
-        of_masks(TWO, TWO),
-    ),
-    "CP place of no group": (cut(None, 1, 1), ValueError, "cp_rank=1, cp_size=1", cut(None, 0, 1)),
-    "CP place of no layout": (
-        cut(None, 0, 2),
-        ValueError,
-        "cp_size is 2 and no layout.*Pass one of",
-        cut(Gathered([0, 4]), 0, 2),
-    ),
-    "CP place no ints": (cut(None, 0.0, 1), TypeError, "cp_rank=0.0, cp_size=1: both must be ints", cut(None, 0, 1)),
 }
 
 
