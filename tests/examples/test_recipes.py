@@ -192,7 +192,7 @@ def gradients_of_own_loop(with_kl: bool) -> dict[tuple[str, bool], tuple[Tensor,
     from recipes.kl_term import loss_with_kl
 
     state = start(cp=2)
-    cp_rank, dp_rank = state.get_context_parallel_rank(), state.get_data_parallel_rank()
+    dp_rank = state.get_data_parallel_rank()
     found = {}
     for mode, per_token in itertools.product((mode for mode in MODES if mode != "constant"), (False, True)):
         batches = []
