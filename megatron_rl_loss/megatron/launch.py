@@ -25,6 +25,7 @@ from megatron_rl_loss.megatron.iterator import MicrobatchIterator
 from megatron_rl_loss.megatron.lookahead import DataIterator, LookAhead, SamplesOf, look_ahead
 from megatron_rl_loss.megatron.planning import ranks_of
 from megatron_rl_loss.megatron.probe import check_contract, check_model
+from megatron_rl_loss.megatron.versions import iteration_of
 from megatron_rl_loss.modes.names import resolve
 from megatron_rl_loss.modes.weights import missing_counts
 from megatron_rl_loss.plan.carriers import check_returned
@@ -317,7 +318,7 @@ def patched_pretrain(wrap_schedule: Callable[[Schedule], Schedule]) -> Iterator[
     @functools.wraps(training_log)
     def log_all(loss_dict: dict[str, Tensor], *args: Any, **kwargs: Any) -> Any:
         result = training_log(loss_dict, *args, **kwargs)
-        iteration = args[2] if len(args) > 2 else kwargs["iteration"]
+        iteration = iteration_of(training_log, loss_dict, *args, **kwargs)
         if iteration % training.get_args().log_interval == 0:
             values = " | ".join(f"{name}: {float(value):.6E}" for name, value in loss_dict.items())
             training.print_rank_last(f"   of iteration {iteration:8d} alone | {values} |")

@@ -35,6 +35,7 @@ from megatron_rl_loss.logprobs.hidden import (
     loss_from_hidden,
 )
 from megatron_rl_loss.logprobs.kept_ids import Keep, KeptIds
+from megatron_rl_loss.megatron.versions import check_output_processor, remat_size
 from megatron_rl_loss.plan.microbatch import Microbatch
 
 
@@ -100,6 +101,9 @@ class OutputHead:
 
     Attributes:
         chunk_tokens, temperature, entropy, vocab_size: as in `log_probs_from_hidden`.
+
+    Raises:
+        ValueError: Megatron-Core before 0.18, whose models take no ``output_processor``.
     """
 
     chunk_tokens: int = CHUNK_TOKENS
@@ -108,6 +112,7 @@ class OutputHead:
     vocab_size: int | None = None
 
     def __post_init__(self) -> None:
+        check_output_processor()
         check_int("chunk_tokens", self.chunk_tokens, at_least=1, remedy=f"The default is {CHUNK_TOKENS}")
 
     def __call__(
@@ -179,7 +184,7 @@ def refuse_other_layers(output_layer: Any, weight: Tensor) -> None:
         raise _other_layer(type(output_layer).__name__)
     config, fused = output_layer.config, output_layer.gradient_accumulation_fusion
     refused = {
-        "one whose weight is sharded further (GTP)": output_layer.gtp_remat_size > 1,
+        "one whose weight is sharded further (GTP)": remat_size(output_layer) > 1,
         "one with defer_embedding_wgrad_compute": config.defer_embedding_wgrad_compute,
         "one with skip_bias_add": output_layer.skip_bias_add and output_layer.bias is not None,
         "one under CPU offloading": config.cpu_offloading,

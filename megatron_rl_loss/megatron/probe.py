@@ -6,7 +6,6 @@ installed `forward_step_calc_loss`, the scaling that DDP has in force is read, a
 """
 
 import copy
-import inspect
 from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any
@@ -19,6 +18,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_rl_loss.errors import ContractError
 from megatron_rl_loss.megatron.flags import check_megatron_settings
+from megatron_rl_loss.megatron.versions import cp_arguments
 from megatron_rl_loss.plan.carriers import Count, carriers_of, product
 from megatron_rl_loss.step.collectives import Group, device_of
 
@@ -76,10 +76,6 @@ def _schedule_factor(config: Any, num_microbatches: int, cp_group: Group, *, wit
         setattr(quiet, name, None)
     device = device_of(cp_group)
     count = torch.tensor(_NUM_TOKENS, dtype=torch.int32, device=device)
-    parameters = inspect.signature(schedules.forward_step_calc_loss).parameters
-    cp: dict[str, object] = {"cp_group": cp_group} if "cp_group" in parameters else {}  # later Megatrons take the group
-    if "cp_group_size" in parameters or not cp:
-        cp["cp_group_size"] = cp_group.size()
     try:
         loss, num_tokens = schedules.forward_step_calc_loss(
             model=None,
@@ -91,7 +87,7 @@ def _schedule_factor(config: Any, num_microbatches: int, cp_group: Group, *, wit
             num_microbatches=num_microbatches,
             forward_data_store=[],
             is_last_stage=True,
-            **cp,
+            **cp_arguments(cp_group),
         )
     except Exception as error:
         raise _broken("forward_step_calc_loss", f"it could not be probed ({type(error).__name__}: {error})") from error

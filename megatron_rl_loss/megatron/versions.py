@@ -1,0 +1,41 @@
+"""What differs between the versions of Megatron-Core that are supported, 0.15 to 0.19 and main: each is named here."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import megatron.core
+from megatron.core.pipeline_parallel import schedules
+
+from megatron_rl_loss.step.collectives import Group
+
+
+def cp_arguments(cp_group: Group) -> dict[str, object]:
+    """How `forward_step_calc_loss` is told the CP group: its size; main takes the group too."""
+    parameters = inspect.signature(schedules.forward_step_calc_loss).parameters
+    given: dict[str, object] = {"cp_group": cp_group} if "cp_group" in parameters else {}
+    if "cp_group_size" in parameters or not given:
+        given["cp_group_size"] = cp_group.size()
+    return given
+
+
+def remat_size(output_layer: Any) -> int:
+    """Ranks that a weight is sharded over further (GTP), which is there from 0.19 on."""
+    return int(getattr(output_layer, "gtp_remat_size", 1))
+
+
+def check_output_processor() -> None:
+    """Refuse models without an ``output_processor``, which came with 0.18."""
+    from megatron.core.models.gpt import GPTModel
+
+    if "output_processor" not in inspect.signature(GPTModel.forward).parameters:
+        raise ValueError(
+            f"an OutputHead and megatron-core {megatron.core.__version__}: its models take no output_processor, 0.18 "
+            "was the first. Call log_probs_from_hidden on the hidden states of a model with post_process=False, or use "
+            "a later Megatron."
+        )
+
+
+def iteration_of(training_log: Callable[..., Any], *args: Any, **kwargs: Any) -> int:
+    """The iteration that a call of `training_log` is of: its place among the arguments is another up to 0.15."""
+    return int(inspect.signature(training_log).bind(*args, **kwargs).arguments["iteration"])
