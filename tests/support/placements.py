@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import oracle
 import pytest
+import torch
 from oracle import Token
 
 from megatron_rl_loss import Contiguous, Gathered, Layout, ZigzagBSHD, ZigzagResponse, ZigzagTHD
@@ -116,3 +117,10 @@ LAID_OUT = [(plain, 1), *itertools.product(PLACES, CP_SIZES)]
 every_layout = pytest.mark.parametrize(
     ("place", "cp_size"), LAID_OUT, ids=[f"{place.__name__}-cp{cp_size}" for place, cp_size in LAID_OUT]
 )
+
+
+def padded_masks(chosen: Sequence[oracle.Sample], placed: Placement) -> list[torch.Tensor]:
+    lengths = placed.mask_lengths or [len(one.mask) for one in chosen]
+    return [
+        torch.cat([one.mask, one.mask.new_zeros(n - len(one.mask))]) for one, n in zip(chosen, lengths, strict=True)
+    ]

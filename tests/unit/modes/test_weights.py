@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from oracle import NAN
-from placements import Place, Placement, every_layout, laid_out
+from placements import Place, every_layout, laid_out, padded_masks
 from refusals import Call, Refusal, check_refusal, each_of, refusals
 from steps import Step, divisor_of, ids_of, on_both, quicker, steps, totals_of
 
@@ -38,13 +38,6 @@ def test_docstring_examples() -> None:
 
 
 # --- against the oracle: every mode x layout x CP size, on random ragged steps, on the host and as on a device
-
-
-def padded_masks(chosen: Sequence[oracle.Sample], placed: Placement) -> list[torch.Tensor]:
-    lengths = placed.mask_lengths or [len(one.mask) for one in chosen]
-    return [
-        torch.cat([one.mask, one.mask.new_zeros(n - len(one.mask))]) for one, n in zip(chosen, lengths, strict=True)
-    ]
 
 
 @pytest.mark.parametrize(("mode", "units"), oracle.WORKED_VALUES)
