@@ -65,7 +65,7 @@ setup(
     package_data={"": ["*"]},
     cmdclass={"build_py": BuildWithExamples},
     python_requires=">=3.10",
-    # Lengths and layouts are NumPy arrays: they are the host's, and small operations cost a third of torch's.
+    # NumPy works on masks that are on the host: its small operations cost a third of torch's.
     install_requires=["torch>=2.6", "numpy>=1.26"],
     extras_require={
         # 0.17 and 0.18 have other heads of pretrain(); only 0.19 is tested. Megatron saves checkpoints with psutil,

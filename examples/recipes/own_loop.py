@@ -1,6 +1,7 @@
 """A loop of your own over Megatron's schedule, as NeMo-RL, verl and others have: a list of batches, your own report.
 
 Three lines are this package's: the plan of the step, the share of a micro-batch, and what the loss function returns.
+The config of `model` must name Megatron's `finalize_model_grads` as `finalize_model_grads_func`, as `pretrain` does.
 """
 
 from collections.abc import Callable, Iterator

@@ -59,11 +59,11 @@ class ForwardPass:
 @contextmanager
 def _evaluating(chunks: list[Any]) -> Iterator[None]:
     """In evaluation mode, so without dropout."""
-    training = [chunk.training for chunk in chunks]
+    training = [(module, module.training) for chunk in chunks for module in chunk.modules()]
     for chunk in chunks:
         chunk.eval()
     try:
         yield
     finally:
-        for chunk, was in zip(chunks, training, strict=True):
-            chunk.train(was)
+        for module, was in training:  # each by itself: a part may be frozen in evaluation mode
+            module.training = was

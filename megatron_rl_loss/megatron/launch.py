@@ -23,13 +23,13 @@ from megatron_rl_loss.megatron.forward_pass import ForwardPass
 from megatron_rl_loss.megatron.groups import groups_of
 from megatron_rl_loss.megatron.iterator import MicrobatchIterator
 from megatron_rl_loss.megatron.lookahead import DataIterator, LookAhead, SamplesOf, look_ahead
-from megatron_rl_loss.megatron.planning import ranks_of
+from megatron_rl_loss.megatron.planning import step_groups
 from megatron_rl_loss.megatron.probe import check_contract, check_model
 from megatron_rl_loss.megatron.versions import iteration_of
 from megatron_rl_loss.modes.names import resolve
 from megatron_rl_loss.modes.weights import missing_counts
 from megatron_rl_loss.plan.carriers import check_returned
-from megatron_rl_loss.plan.plan import Plan, Ranks, check_samples, check_totals, make_plan
+from megatron_rl_loss.plan.plan import Plan, StepGroups, check_samples, check_totals, make_plan
 from megatron_rl_loss.reduction.tap import observe
 from megatron_rl_loss.step.collectives import agree_on, attempt, world_rank
 from megatron_rl_loss.step.counting import compare_totals
@@ -178,11 +178,15 @@ class LossAggregation:
             check_contract(config, chunks, groups, num_microbatches=count)
 
         iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
-        ranks = ranks_of(groups)
+        ranks = step_groups(groups)
+        if self._totals_of is not None and self._last_plan is not None and self._metric_modes is None:
+            # Of the first step, on the ranks that computed losses; before anything can fail on one rank alone.
+            names = ("sample_mean", "token_mean")
+            self._metric_modes = agree_on(self._last_plan.metric_modes, names, ranks.replicas)
 
         def describe() -> LookAhead:
             ahead = look_ahead(iterators, count, self._samples_of, groups)
-            check_samples(ahead.samples, None, self._modes, ranks, self._term_masks)
+            check_samples(ahead.samples, count, self._modes, ranks, self._term_masks)
             return ahead
 
         data = attempt(describe)
@@ -220,15 +224,13 @@ class LossAggregation:
             )
             log_single_rank(logger, logging.WARNING, notice)
 
-    def _stated_totals(self, data: LookAhead | Exception, ranks: Ranks, per_token: bool) -> StepTotals:
+    def _stated_totals(self, data: LookAhead | Exception, ranks: StepGroups, per_token: bool) -> StepTotals:
         """What `totals_of` says of the step, once compared in the first; raises a failed look-ahead."""
-        if isinstance(data, Exception):
-            raise data
-        totals = attempt(lambda: self._call_totals_of(data, per_token))
+        totals = data if isinstance(data, Exception) else attempt(lambda: self._call_totals_of(data, per_token))
         if self._last_plan is None:  # those of the first step are compared with what all ranks hold
             return compare_totals(
                 totals,
-                data.samples,
+                None if isinstance(data, Exception) else data.samples,
                 dp_group=ranks.dp_group,
                 replica_groups=ranks.replicas,
                 masks=self._term_masks,
@@ -236,9 +238,7 @@ class LossAggregation:
             )
         if isinstance(totals, Exception):
             raise totals
-        if self._metric_modes is None:
-            self._metric_modes = agree_on(self._last_plan.metric_modes, ("sample_mean", "token_mean"), ranks.replicas)
-        for mode in self._metric_modes:
+        for mode in self._metric_modes or ():
             metric = resolve(mode, units=self.settings.aggregation.units)
             if missing := missing_counts(metric, totals, with_rollout_ids=False):
                 raise ValueError(
@@ -269,8 +269,13 @@ def check_forward_step(forward_step: ForwardStep) -> ForwardStep:
 
     @functools.wraps(forward_step)
     def call(data_iterator: Any, *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(data_iterator, MicrobatchIterator):
+        if data_iterator is None:
             return forward_step(data_iterator, *args, **kwargs)  # a stage that reads no data computes no loss
+        if not isinstance(data_iterator, MicrobatchIterator):
+            raise TypeError(
+                f"forward_step was handed a {type(data_iterator).__name__}: the schedule must hand on the iterator of "
+                "begin_step. Wrap the data before the schedule, not inside it."
+            )
         position = data_iterator.position
         output, loss_func = forward_step(data_iterator, *args, **kwargs)
         if data_iterator.position != position + 1:

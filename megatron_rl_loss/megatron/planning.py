@@ -10,7 +10,7 @@ from megatron_rl_loss.megatron.groups import groups_of
 from megatron_rl_loss.megatron.probe import check_contract, check_model
 from megatron_rl_loss.modes.table import ModeFunction
 from megatron_rl_loss.plan import plan as plans
-from megatron_rl_loss.plan.plan import Plan, Ranks
+from megatron_rl_loss.plan.plan import Plan, StepGroups
 from megatron_rl_loss.step.samples import Samples
 
 
@@ -29,7 +29,8 @@ def plan_step(
         ...
         return plan[i].carry(plan[i](losses), report)          # in the loss function of micro-batch i
 
-    It first checks that the installed Megatron scales losses as the carriers rely on.
+    It first checks that the installed Megatron scales losses as the carriers rely on, for which the host waits for the
+    device.
 
     Args:
         samples, mode, num_microbatches: as there.
@@ -44,9 +45,8 @@ def plan_step(
     chunks = model if isinstance(model, list) else [model]
     config, groups = get_model_config(chunks[0]), groups_of(chunks[0], pg_collection)
     check_model(config, chunks)
-    count = num_microbatches if num_microbatches is not None else len(samples or [])
-    check_contract(config, chunks, groups, num_microbatches=max(count, 1))
-    ranks = ranks_of(groups)
+    check_contract(config, chunks, groups, num_microbatches=2)  # any number shows how the schedule scales by it
+    ranks = step_groups(groups)
     return plans.plan_step(
         samples,
         mode,
@@ -59,6 +59,6 @@ def plan_step(
     )
 
 
-def ranks_of(groups: ProcessGroupCollection) -> Ranks:
+def step_groups(groups: ProcessGroupCollection) -> StepGroups:
     """The groups that a step is counted over."""
-    return Ranks(dp_group=groups.dp, cp_group=groups.cp, replica_groups=[groups.tp, groups.pp])
+    return StepGroups(dp_group=groups.dp, cp_group=groups.cp, replica_groups=[groups.tp, groups.pp])

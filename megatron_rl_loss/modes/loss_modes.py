@@ -31,15 +31,22 @@ class LossModes:
     def with_terms(self, modes: Mapping[str, str | None]) -> "LossModes":
         """With a mode for each term by name, counting the units that the policy loss counts; None says nothing.
 
-        Raises as `megatron_rl_loss.resolve`; a mode that takes a divisor has that of the policy loss.
+        Another framework's name brings its own counting. A term by the mode of the policy loss has its divisor too.
+        Raises as `megatron_rl_loss.resolve`; ValueError for another mode that needs a divisor.
         """
         terms = dict(self.terms)
         for name, mode in modes.items():
-            if mode is not None:
-                table_mode = find_mode(mode)
-                takes_divisor = isinstance(table_mode, Mode) and table_mode.takes_divisor
-                divisor = self.policy.divisor if takes_divisor else None
-                terms[name] = resolve(mode, divisor=divisor, units=self.policy.units)
+            if mode is None:
+                continue
+            found = find_mode(mode)
+            of_policy = found == self.policy.mode
+            if isinstance(found, Mode) and found.takes_divisor and found.default_divisor is None and not of_policy:
+                raise ValueError(
+                    f"the term {name!r} by {mode} beside a policy loss by {self.policy.mode.name}: a divisor that is "
+                    f"given is the policy loss's. Pass the term with its own, Term(values, {mode!r}, divisor=...)."
+                )
+            units = None if ":" in mode else self.policy.units
+            terms[name] = resolve(mode, divisor=self.policy.divisor if of_policy else None, units=units)
         return replace(self, terms=terms)
 
     @property

@@ -47,7 +47,7 @@ def token_weights(
         ValueError, TypeError: as `make_pg_loss_reducer`.
     """
     aggregation = resolve(mode, divisor=divisor, units=units)
-    return weigh_at_the_door(aggregation, samples.local(place_in_cp(cp_rank, cp_size), cp_size), totals)
+    return checked_weights(aggregation, samples.local(place_in_cp(cp_rank, cp_size), cp_size), totals)
 
 
 def weights_column(
@@ -88,10 +88,10 @@ def weights_column(
         labels=labels,
         statistics=aggregation.mode.statistics if isinstance(aggregation.mode, OwnMode) else None,
     )
-    return list(weigh_at_the_door(aggregation, samples.local(0, 1), totals).split(samples.mask_lengths))
+    return list(checked_weights(aggregation, samples.local(0, 1), totals).split(samples.mask_lengths))
 
 
-def weigh_at_the_door(aggregation: Aggregation, local: LocalTokens, totals: StepTotals) -> Tensor:
+def checked_weights(aggregation: Aggregation, local: LocalTokens, totals: StepTotals) -> Tensor:
     """`weigh`; refuses unsound masks and totals of a part of the step, which a user may hand in."""
     if not isinstance(totals, StepTotals):
         raise TypeError(
@@ -204,7 +204,12 @@ def missing_counts(aggregation: Aggregation, totals: StepTotals, *, with_rollout
     """The counts that the mode will need and the totals do not hold, by name."""
     mode = aggregation.mode
     if isinstance(mode, OwnMode):
-        return []
+        needed = mode.statistics.items()
+        return [
+            f"the statistic {name!r}"
+            for name, statistic in needed
+            if name not in totals.statistics and (with_rollout_ids or not statistic.of_rollouts)
+        ]
     if mode.unit == "step":
         return ["step_tokens"] if totals.step_tokens is None and not mode.takes_divisor else []
     counts = _counts(mode, totals)

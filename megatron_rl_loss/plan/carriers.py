@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
+from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor
@@ -114,12 +115,12 @@ def product(powers: Powers, counts: Mapping[Count, float | None]) -> float:
 class Receipt(NamedTuple):
     """The tensors of what `Microbatch.carry` returned last, and how often each had been changed in place by then."""
 
-    tensors: tuple[Tensor, ...]
+    tensors: tuple["ReferenceType[Tensor]", ...]  # not the loss itself, which would keep its graph
     versions: tuple[int, ...]
 
     @classmethod
     def of(cls, *tensors: Tensor) -> "Receipt":
-        return cls(tensors, tuple(tensor._version for tensor in tensors))
+        return cls(tuple(map(ref, tensors)), tuple(tensor._version for tensor in tensors))
 
 
 def check_returned(returned: object, receipt: Receipt | None) -> None:
@@ -161,8 +162,9 @@ def _differences(returned: Sequence[object], receipt: Receipt | None) -> Iterato
         yield "loss", "neither its loss() nor its carry() was called"
         return
     parts = zip(("loss", "token count"), returned, receipt.tensors, receipt.versions, strict=False)
-    for part, value, carried, version in parts:
-        if value is carried and carried._version != version:
+    for part, value, reference, version in parts:
+        carried = reference()
+        if value is carried and carried is not None and carried._version != version:
             yield part, "it was changed in place"
         elif value is not carried and isinstance(value, torch.Tensor):
             yield part, "it is another aggregation, has a factor or a term on top, or is an earlier micro-batch's loss"

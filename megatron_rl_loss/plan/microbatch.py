@@ -62,7 +62,7 @@ class Microbatch:
     def __call__(self, per_token_loss: Tensor) -> Tensor:
         """Per-token policy loss -> this rank's share of the step loss, by the mode of the step."""
         share = self.pg_loss(per_token_loss)
-        self._shares = {"pg_loss": share}
+        self._shares = {"pg_loss": share.detach()}  # not the share itself, which would keep its graph
         return share
 
     @cached_property
@@ -212,7 +212,7 @@ class Microbatch:
             else:
                 part = torch.stack([next(rest) for _ in range(3)]).double()
             self._plan.parts.add(name, metric.kind, part)
-        self._shares = report
+        self._shares = {name: value.detach() for name, value in report.items()}
         return self.carry(share, None if form in ("sum", "mean") else self.report(), form=form)
 
     def _reducer_of_metric(self, name: str, metric: Metric) -> WeightedSum:
@@ -282,7 +282,8 @@ class Microbatch:
 
         Args:
             share: 0-dim, connected to the graph; shares of all ranks and micro-batches add up to the step loss.
-            report: whatever your trainer logs, as it is: any mapping, nested or not; ``report()`` for `pretrain`.
+            report: whatever your trainer logs, as it is: any mapping, nested or not; ``report()`` for `pretrain`. A
+                loss alone goes without it.
             form: ``3-tuple`` (loss, num_tokens, report) or ``2-tuple`` (loss, report) for Megatron's schedule; without
                 it the loss alone, for a trainer that adds up the gradients of ranks, ``sum``, or averages them over DP
                 and CP ranks, ``mean``.

@@ -82,22 +82,26 @@ def plan_step(
                 "other samples. Pass dp_group=..., or dp_group=None if this rank alone has the whole step."
             )
         dp_group = None
-    if num_microbatches is None and samples is None:
-        raise ValueError("neither samples nor num_microbatches: a stage without data must say how many there are.")
-    ranks = Ranks(dp_group=dp_group, cp_group=cp_group, replica_groups=replica_groups)
+    ranks = StepGroups(dp_group=dp_group, cp_group=cp_group, replica_groups=replica_groups)
     described = attempt(lambda: check_samples(samples, num_microbatches, modes, ranks, term_masks))
     if totals is not None:
         if isinstance(described, Exception):
             raise described
         check_totals(totals, described, modes, term_masks, per_token=per_token_loss, empty_step=empty_step)
-    count = num_microbatches if num_microbatches is not None else len(samples or ())
     return make_plan(
-        described, modes, ranks, count, totals, term_masks=term_masks, per_token=per_token_loss, empty_step=empty_step
+        described,
+        modes,
+        ranks,
+        num_microbatches,
+        totals,
+        term_masks=term_masks,
+        per_token=per_token_loss,
+        empty_step=empty_step,
     )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ranks:
+class StepGroups:
     """The process groups that a step is spread over.
 
     Attributes:
@@ -117,8 +121,8 @@ class Ranks:
 def make_plan(
     samples: Sequence[Samples] | Exception | None,
     modes: LossModes,
-    ranks: Ranks,
-    num_microbatches: int,
+    ranks: StepGroups,
+    num_microbatches: int | None,
     totals: StepTotals | None = None,
     *,
     term_masks: Sequence[str] = (),
@@ -141,7 +145,7 @@ def make_plan(
         samples=samples,
         modes=modes,
         totals=totals,
-        num_microbatches=num_microbatches,
+        num_microbatches=len(samples or ()) if num_microbatches is None else num_microbatches,
         cp_rank=rank_in(ranks.cp_group),
         cp_size=size_of(ranks.cp_group),
         dp_size=size_of(ranks.dp_group),
@@ -223,6 +227,7 @@ class Plan:
         """
         if self.parts.kinds:
             put_in(reports, self.parts.finish([self.dp_group, self.cp_group]))
+            self.parts.clear()  # another pass over the same plan begins anew
 
     @property
     def summary(self) -> dict[str, float]:
@@ -259,13 +264,18 @@ def check_samples(
     samples: Sequence[Samples] | None,
     num_microbatches: int | None,
     modes: LossModes,
-    ranks: Ranks,
+    ranks: StepGroups,
     term_masks: Sequence[str] = (),
 ) -> Sequence[Samples] | None:
     """The samples of a rank's micro-batches; refuses what the modes, the layouts or the schedule cannot use."""
     if num_microbatches is not None:
-        check_int("num_microbatches", num_microbatches, 0, "Pass what the schedule is called with")
+        check_int("num_microbatches", num_microbatches, 1, "Pass what the schedule is called with")
     if samples is None:
+        if num_microbatches is None:
+            raise ValueError(
+                "neither samples nor num_microbatches: a pipeline stage that reads no data must say how many "
+                "micro-batches there are. Pass num_microbatches."
+            )
         return None
     if isinstance(samples, Samples) or not isinstance(samples, Sequence):
         raise TypeError(
@@ -276,6 +286,11 @@ def check_samples(
         raise ValueError(
             f"{len(samples)} Samples for {num_microbatches} micro-batches: there must be one for each. Pass empty ones "
             "for filler micro-batches."
+        )
+    if not samples:
+        raise ValueError(
+            "an empty list of samples: every rank has at least one micro-batch. Pass an empty Samples for a rank "
+            "without data."
         )
     for number, one in enumerate(samples):
         if not isinstance(one, Samples):

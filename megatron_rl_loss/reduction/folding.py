@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from megatron_rl_loss.errors import check_one_each
+from megatron_rl_loss.modes.table import ModeFunction
 from megatron_rl_loss.modes.weights import token_weights
 from megatron_rl_loss.step.ids import Ids
-from megatron_rl_loss.step.samples import Samples
+from megatron_rl_loss.step.samples import Labels, Samples
 from megatron_rl_loss.step.totals import StepTotals, UnitCounting
 
 #: What fold_into_advantages knows by name: None if positively homogeneous, else why it is not.
@@ -36,12 +37,13 @@ def fold_into_advantages(
     advantages: Sequence[Tensor] | Sequence[float] | Tensor,
     loss_masks: Sequence[Tensor],
     *,
-    mode: str,
+    mode: str | ModeFunction,
     totals: StepTotals,
     divisor: float | None = None,
     units: UnitCounting | None = None,
     rollout_ids: Ids | None = None,
     prompt_ids: Ids | None = None,
+    labels: Labels | None = None,
     loss: str | Callable[[Tensor], Tensor] | None = None,
 ) -> list[Tensor]:
     """``w_t * A_t`` for every token, so that the plain sum of the per-token losses, over everything, is the step loss.
@@ -55,7 +57,8 @@ def fold_into_advantages(
 
     Args:
         advantages: one 1-D tensor a sample, as long as its mask; or one number a sample (a 1-D tensor or a list).
-        loss_masks, rollout_ids, prompt_ids: of all or some of the step's samples, as in `Samples`; never cut for CP.
+        loss_masks, rollout_ids, prompt_ids, labels: of all or some of the step's samples, as in `Samples`; not cut for
+            CP.
         mode, divisor, units: as in `make_pg_loss_reducer`, other frameworks' names included.
         totals: the step's denominators.
         loss: what the advantages go into, to be checked: a name of `LOSSES`, or several joined by ``+``; or a function
@@ -80,7 +83,7 @@ def fold_into_advantages(
             "advantages that were folded already: folding them again would divide by the step's counts twice. Fold "
             "once a step, before it is cut into micro-batches."
         )
-    samples = Samples(loss_masks, rollout_ids=rollout_ids, prompt_ids=prompt_ids)
+    samples = Samples(loss_masks, rollout_ids=rollout_ids, prompt_ids=prompt_ids, labels=labels)
     flat = _flat_advantages(advantages, samples)
     weights = token_weights(mode, samples, totals, divisor=divisor, units=units).to(flat.device)
     if bool((weights < 0).any()):

@@ -1,7 +1,7 @@
 """Metrics of a step that say what they are averaged over and of what kind they are: never means of means.
 
 Sums go with the loss's own pass over a micro-batch. Kinds that no sum over ranks can give (extremes, a variance) keep
-their parts until the step's last micro-batch; `finish` then reduces all of them in two collectives at most.
+their parts until the step's last micro-batch; `finish` then reduces all of them in two collectives per group at most.
 """
 
 from collections.abc import Mapping, Sequence
@@ -36,7 +36,8 @@ class Metric:
         values: one for each token this rank holds, in the layout's order; NaN where masked is ignored.
         over: ``samples``, ``tokens`` or ``prompts`` for a mean over these; ``none`` for the plain sum of m * values.
         kind: ``mean`` (with ``none`` the sum); ``min`` and ``max`` of the tokens of nonzero weight; ``variance``,
-            E[v^2] - E[v]^2; ``ess``, the effective sample size as a share, E[v]^2 / E[v^2].
+            E[v^2] - E[v]^2 of sums in float32, so to about 1e-6 of E[v^2];
+            ``ess``, the effective sample size as a share, E[v]^2 / E[v^2].
         mask: one of the samples' ``term_masks`` in place of the loss mask.
     """
 
@@ -84,6 +85,10 @@ class Parts:
         self.kinds[name] = kind
         self.of_microbatches.setdefault(name, []).append(part)
 
+    def clear(self) -> None:
+        self.kinds.clear()
+        self.of_microbatches.clear()
+
     def finish(self, groups: Sequence[Group | None]) -> dict[str, Tensor]:
         """Each metric over all micro-batches and the ranks of the groups, 0-dim; NaN without an active token."""
         extremes = [name for name, kind in self.kinds.items() if kind in ("min", "max")]
@@ -100,7 +105,8 @@ class Parts:
             _reduce(sums, groups, dist.ReduceOp.SUM)
             for name, (weight, first, second) in zip(moments, sums, strict=True):
                 mean, square = first / weight, second / weight
-                values[name] = mean.square() / square if self.kinds[name] == "ess" else square - mean.square()
+                variance = (square - mean.square()).clamp(min=0)  # float32 sums: rounding may leave less
+                values[name] = mean.square() / square if self.kinds[name] == "ess" else variance
         return values
 
 

@@ -15,11 +15,11 @@ from torch import Tensor
 from megatron_rl_loss.errors import place_in_cp
 from megatron_rl_loss.modes.names import Aggregation, resolve
 from megatron_rl_loss.modes.table import ModeFunction
-from megatron_rl_loss.modes.weights import weigh, weigh_at_the_door
+from megatron_rl_loss.modes.weights import checked_weights, weigh
 from megatron_rl_loss.reduction.tap import DeclaredTerm, is_observed, tap
 from megatron_rl_loss.step.ids import Ids
 from megatron_rl_loss.step.layouts import Layout
-from megatron_rl_loss.step.samples import LocalTokens, Samples
+from megatron_rl_loss.step.samples import Labels, LocalTokens, Samples
 from megatron_rl_loss.step.totals import StepTotals, UnitCounting
 
 Reducer = Callable[[Tensor], Tensor]
@@ -34,6 +34,7 @@ def make_pg_loss_reducer(
     units: UnitCounting | None = None,
     rollout_ids: Ids | None = None,
     prompt_ids: Ids | None = None,
+    labels: Labels | None = None,
     layout: Layout | None = None,
     cp_rank: int | None = None,
     cp_size: int = 1,
@@ -54,7 +55,7 @@ def make_pg_loss_reducer(
         mode: ``sample_mean``, ``prompt_mean``, ``token_mean``, ``constant``, ``token_sum``, a registered name, another
             framework's (``verl:token-mean``; `python -m megatron_rl_loss modes` lists them), or a function of
             `ModeInputs`.
-        loss_masks, rollout_ids, prompt_ids, layout: the micro-batch, as in `Samples`.
+        loss_masks, rollout_ids, prompt_ids, labels, layout: the micro-batch, as in `Samples`.
         totals: the step's denominators.
         divisor: L of ``constant``, in tokens (the generation budget, say), or d of ``token_sum``; with no other mode.
         units: count every unit (``all``, unless a framework's name says otherwise) or only those with a token of
@@ -71,10 +72,10 @@ def make_pg_loss_reducer(
         ValueError, TypeError: unknown mode, a divisor that is missing, unusable or without effect, totals without the
             count the mode needs, or that are smaller than this micro-batch; anything `Samples` refuses.
     """
-    samples = Samples(loss_masks, layout=layout, rollout_ids=rollout_ids, prompt_ids=prompt_ids)
+    samples = Samples(loss_masks, layout=layout, rollout_ids=rollout_ids, prompt_ids=prompt_ids, labels=labels)
     aggregation = resolve(mode, divisor=divisor, units=units)
     local = samples.local(place_in_cp(cp_rank, cp_size), cp_size)
-    return WeightedSum(weigh_at_the_door(aggregation, local, totals), local, aggregation)
+    return WeightedSum(checked_weights(aggregation, local, totals), local, aggregation)
 
 
 def reducer_of(aggregation: Aggregation, local: LocalTokens, totals: StepTotals) -> "WeightedSum":

@@ -69,7 +69,7 @@ def join(values: Sequence[Tensor], starts: Ints, lengths: Ints, total_tokens: in
 
 def on_host(values: Tensor) -> bool:
     """Whether NumPy can work on the values where they are, and nobody waits for one of them."""
-    return values.is_cpu
+    return values.is_cpu and values.dtype != torch.bfloat16  # which NumPy lacks
 
 
 def cut(buffer: Tensor, starts: Ints, lengths: Ints) -> Tensor:

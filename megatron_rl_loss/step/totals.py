@@ -178,8 +178,8 @@ class StepTotals:
         if name is not None and name not in self.by_mask:
             raise ValueError(
                 f"totals of the masks: {', '.join(self.by_mask) or 'none'}; a term by the mask {name!r}: its tokens "
-                "and units must be counted over the step too. Declare it: LossAggregation(..., term_masks=[its name]), "
-                "or reduce_step_totals(..., masks=[its name])."
+                "and units must be counted over the step too. Declare it: LossAggregation or plan_step(..., "
+                "term_masks=[its name])."
             )
         return self if name is None else self.by_mask[name]
 

@@ -75,6 +75,13 @@ def test_a_share_of_ones_own_is_carried_alike() -> None:
 # --- the cut for a CP rank
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.bool])
+def test_local_cuts_every_dtype(dtype: torch.dtype) -> None:
+    microbatch = Microbatch(samples_of([0], ZigzagTHD([0, 4])), step_with(cp_rank=1, cp_size=2))
+    values = torch.tensor([0, 1, 1, 0]).to(dtype)
+    assert torch.equal(microbatch.local(values), values[1:3])
+
+
 def test_local_cuts_what_has_a_value_a_token() -> None:
     packed = samples_of([0, 2], ZigzagTHD([0, 8, 16], [4, 6]))
     rows = Samples([torch.ones(4)] * 2, layout=ZigzagBSHD(2, 4))

@@ -13,6 +13,7 @@ from typing import Any
 import oracle
 import pytest
 import torch
+from logged_means import logged_means
 from ranks import run_ranks, start_process_group
 from torch import Tensor
 
@@ -54,10 +55,11 @@ def step_of_the_recipe(folder: str) -> tuple[dict[str, float], Tensor, Tensor]:
 
     if importlib.util.find_spec("transformer_engine") is None:
         no_transformer_engine.install()
+    from megatron.core.distributed import finalize_model_grads
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.utils import get_model_config
     from recipes.hf_checkpoint import load
-    from recipes.own_loop import train
+    from table_step import aggregation, run_schedule
 
     from megatron_rl_loss import Samples, ZigzagBSHD
     from megatron_rl_loss.megatron import next_microbatch
@@ -73,15 +75,15 @@ def step_of_the_recipe(folder: str) -> tuple[dict[str, float], Tensor, Tensor]:
 
     start_process_group()
     _, model = load(folder, transformer_layer_spec=local_layers, **LOCAL)
-    options = OptimizerConfig(optimizer="sgd", lr=0.0, weight_decay=0.0, clip_grad=0.0)
     halves = zip(*(values.chunk(2) for values in rows()), strict=True)
 
     def samples_of(batch: tuple[Tensor, ...]) -> Samples:
         return Samples(list(batch[3]), layout=ZigzagBSHD(*batch[3].shape))
 
-    sizes = {"num_microbatches": 2, "micro_batch_size": ROWS // 2, "seq_length": LENGTH}
-    optimizer = get_megatron_optimizer(options, model)
-    report = next(train(model, optimizer, iter(halves), forward_step, samples_of, mode="sample_mean", **sizes))
+    for chunk in model:
+        get_model_config(chunk).finalize_model_grads_func = finalize_model_grads
+    whole = aggregation(samples_of, mode="sample_mean")
+    report = logged_means(run_schedule(forward_step, iter(halves), model, 2, whole.wrap_schedule))
     inner = model[0].module
     inner = inner.module if hasattr(inner, "module") else inner
     embedding, output = inner.embedding.word_embeddings.weight, inner.output_layer.weight

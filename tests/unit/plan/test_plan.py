@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from typing import Any
+from weakref import ref
 
 import oracle
 import pytest
@@ -11,6 +12,8 @@ from step_samples import DIVISOR, dealt, step_samples
 from torch import Tensor
 
 from megatron_rl_loss import Samples, StepTotals, UnitCounts, ZigzagTHD, token_weights
+from megatron_rl_loss.modes import vl_norm
+from megatron_rl_loss.modes.loss_modes import LossModes
 from megatron_rl_loss.plan import CARRIERS, Carrier, Plan, plan_step
 from megatron_rl_loss.plan.carriers import Count, product
 from megatron_rl_loss.reduction import Metric, Term
@@ -133,6 +136,7 @@ WRONG: list[tuple[str, str, type[Exception], Callable[[], Any]]] = [
     ("number", "1 Samples for 2 micro-batches", ValueError,
      lambda: plan_step([described([0])], "token_mean", num_microbatches=2)),
     ("negative number", "num_microbatches is -1", ValueError, lambda: plan_step([], "token_mean", num_microbatches=-1)),
+    ("empty list", "an empty list of samples", ValueError, lambda: plan_step([], "token_mean")),
     ("nothing", "neither samples nor num_microbatches", ValueError, lambda: plan_step(None, "token_mean")),
     ("prompt ids", "samples without prompt_ids", ValueError,
      lambda: plan_step([Samples([torch.ones(2)])], "prompt_mean")),
@@ -165,6 +169,45 @@ def carried(form: Any, per_token_loss: bool = False) -> Any:
 def test_wrong_uses_are_refused(text: str, error: type[Exception], use: Callable[[], Any]) -> None:
     with pytest.raises(error, match=text.replace("(", r"\(").replace(")", r"\)")):
         use()
+
+
+def test_terms_have_the_divisor_of_their_own_mode_alone() -> None:
+    modes = LossModes.resolve("constant", divisor=8.0, terms={"kl": "constant", "value": "token_sum"})
+    assert (modes.terms["kl"].divisor, modes.terms["value"].divisor) == (8.0, 1.0)
+    assert (
+        LossModes.resolve("token_mean", terms={"kl": "openrlhf:token_level_loss=false"}).terms["kl"].units == "active"
+    )
+    for policy in ("token_mean", "token_sum"):
+        with pytest.raises(ValueError, match="the term 'kl' by constant beside a policy loss by"):
+            LossModes.resolve(policy, terms={"kl": "constant"})
+
+
+def test_no_graph_outlives_the_loss() -> None:
+    plan = planned()
+    losses = losses_of(DEALT[0])
+    loss, _, _ = plan[0].loss(losses)
+    graph = ref(loss)
+    del loss
+    assert graph() is None
+
+
+def test_a_plan_may_be_gone_through_twice() -> None:
+    plan, found = planned("token_mean"), []
+    for scale in (1.0, 3.0):
+        reports = []
+        for microbatch, chosen in zip(plan, DEALT, strict=True):
+            losses = losses_of(chosen)
+            reports.append(microbatch.loss(losses, {"most": Metric(scale * losses.detach(), "tokens", kind="max")})[2])
+        plan.finish_metrics(reports)
+        found.append(float(sum(one["most"][0] for one in reports) / sum(one["most"][1] for one in reports)))
+    assert found[1] == pytest.approx(3 * found[0])
+
+
+def test_totals_without_a_statistic_are_refused() -> None:
+    masks = [torch.ones(2)]
+    totals = StepTotals.from_loss_masks(masks)
+    with pytest.raises(ValueError, match="totals without the statistic"):
+        plan_step([Samples(masks, rollout_ids=["a"])], vl_norm, totals=totals)
 
 
 def test_weights_are_those_of_token_weights() -> None:

@@ -19,7 +19,8 @@ from step_samples import step_samples
 from steps import divisor_of, ids_of, totals_of
 from torch import Tensor
 
-from megatron_rl_loss import StepTotals
+from megatron_rl_loss import StepTotals, make_pg_loss_reducer, resolve
+from megatron_rl_loss.modes import weighted_token_mean
 from megatron_rl_loss.reduction import fold_into_advantages, folding, is_folded
 from megatron_rl_loss.reduction.folding import LOSSES
 
@@ -77,6 +78,17 @@ def test_parts_share_no_storage_and_have_no_graph() -> None:
     assert not any(one.requires_grad for one in folded)
     for one in folded:
         assert one.untyped_storage().nbytes() == one.numel() * one.element_size()
+
+
+def test_a_mode_that_reads_labels_is_folded_and_reduced() -> None:
+    masks, labels = [torch.ones(2), torch.ones(1)], {"weight": [1.0, 3.0]}
+    statistics = resolve(weighted_token_mean).mode.statistics  # type: ignore[union-attr]
+    totals = StepTotals.from_loss_masks(masks, labels=labels, statistics=statistics)
+    folded = fold_into_advantages([2.0, 1.0], masks, mode=weighted_token_mean, totals=totals, labels=labels)
+    right = [torch.tensor([0.4, 0.4]), torch.tensor([0.6])]  # weights 1, 1, 3 of 5
+    torch.testing.assert_close(folded, right)
+    reducer = make_pg_loss_reducer(weighted_token_mean, masks, totals=totals, labels=labels)
+    assert float(reducer(torch.tensor([2.0, 2.0, 1.0]))) == pytest.approx(1.4)
 
 
 def test_nothing_and_masked_nan() -> None:
