@@ -44,6 +44,11 @@ def find(module: str, name: str) -> tuple[list[str], ast.stmt]:
     raise SystemExit(f"{module} has no {name}")
 
 
+def key(module: str, name: str) -> tuple[str, ...]:
+    """The same for what is the same, by whatever module it is exported."""
+    return name, *find(module, name)[0]
+
+
 def code(lines: list[str], node: ast.stmt) -> str:
     """A signature as it is written, of a class with its fields and its constructor; or the whole statement."""
     if not isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -78,16 +83,17 @@ def entry(lines: list[str], node: ast.stmt, name: str, level: str = "##") -> str
 
 
 def pages() -> dict[Path, str]:
-    home = {name: page for page in reversed(PAGES) for module in PAGES[page] for name in names_in(module)}
+    home = {key(module, name): page for page in reversed(PAGES) for module in PAGES[page] for name in names_in(module)}
     texts = {}
     for page, modules in PAGES.items():
         parts = []
         for module in modules:
             title = f"megatron_rl_loss.{module}".rstrip(".")
             names = names_in(module)
-            links = [f"- [`{name}`]({home[name]}.md#{name.lower()})" for name in names if home[name] != page]
+            of = {name: home[key(module, name)] for name in names}
+            links = [f"- [`{name}`]({of[name]}.md#{name.lower()})" for name in names if of[name] != page]
             parts += [f"# {title}", as_markdown(ast.parse(source_of(module))), "\n".join(links)]
-            parts += [entry(*find(module, name), name) for name in names if home[name] == page]
+            parts += [entry(*find(module, name), name) for name in names if of[name] == page]
         texts[TO / f"{page}.md"] = "\n\n".join(filter(None, parts)) + "\n"
     return texts
 

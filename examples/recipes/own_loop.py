@@ -26,8 +26,11 @@ def policy_loss(batch: Batch, microbatch: Microbatch, log_probs: Tensor) -> Any:
 
 def forward_backward(model: Any, batches: list[Batch], loss: Callable[..., Any], mode: str) -> list[Any]:
     """Gradients of the step loss; the report of each micro-batch, on ranks of the last pipeline stage."""
-    samples = [Samples(b["loss_masks"], layout=b["layout"], prompt_ids=b["prompt_ids"]) for b in batches]
-    plan = plan_step(samples, mode, model=model)
+
+    def describe() -> list[Samples]:
+        return [Samples(b["loss_masks"], layout=b["layout"], prompt_ids=b["prompt_ids"]) for b in batches]
+
+    plan = plan_step(describe, mode, model=model)
 
     def forward_step(step: Iterator[tuple[Batch, Microbatch]], model: Any) -> Any:
         batch, microbatch = next(step)

@@ -1,6 +1,6 @@
 """`plan_step` for a loop that drives Megatron's schedule itself: groups and settings come from the model."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -15,7 +15,7 @@ from megatron_rl_loss.step.samples import Samples
 
 
 def plan_step(
-    samples: Sequence[Samples] | None,
+    samples: Sequence[Samples] | Callable[[], Sequence[Samples]] | None,
     mode: str | ModeFunction,
     *,
     model: Any,
@@ -25,9 +25,9 @@ def plan_step(
 ) -> Plan:
     """`megatron_rl_loss.plan.plan_step` with the groups and the `calculate_per_token_loss` of a Megatron model.
 
-        plan = plan_step(samples, "prompt_mean", model=model)  # one Samples for each micro-batch of this rank
+        plan = plan_step(describe, "prompt_mean", model=model)  # describe() gives a Samples for each micro-batch
         ...
-        return plan[i].carry(plan[i](losses), report)          # in the loss function of micro-batch i
+        return plan[i].carry(plan[i](losses), report)  # in the loss function of micro-batch i
 
     It first checks that the installed Megatron scales losses as the carriers rely on, for which the host waits for the
     device.

@@ -49,6 +49,11 @@ class LossModes:
             terms[name] = resolve(mode, divisor=self.policy.divisor if of_policy else None, units=units)
         return replace(self, terms=terms)
 
+    def describe(self) -> str:
+        """Everything that ranks must have alike, in a line."""
+        terms = [f"term {name}: {aggregation.describe()}" for name, aggregation in sorted(self.terms.items())]
+        return "; ".join([self.policy.describe(), *terms])
+
     @property
     def needs_prompt_ids(self) -> bool:
         """Whether a mode groups samples by prompt."""

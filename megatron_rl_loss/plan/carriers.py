@@ -96,7 +96,7 @@ def find_carrier(form: Form, per_token: bool) -> Carrier:
         if per_token and form in ("2-tuple", "mean"):
             raise ValueError(
                 f"form={form!r} with per-token loss: Megatron then divides by the tokens that 3-tuples count, and "
-                f"averages over no ranks. Return one of {known}, or turn calculate_per_token_loss off."
+                f"averages over no ranks. Return a 3-tuple, or turn calculate_per_token_loss off."
             )
         raise ValueError(f"form={form!r}: there is no such form. Choose one of {known}.")
     return forms[form]

@@ -1,7 +1,7 @@
 """`plan_step`: the totals of a step, made before its first micro-batch, and what its micro-batches share."""
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import EllipsisType
@@ -28,7 +28,7 @@ EmptyStep = Literal["warn", "error"]
 
 
 def plan_step(
-    samples: Sequence[Samples] | None,
+    samples: Sequence[Samples] | Callable[[], Sequence[Samples]] | None,
     mode: str | ModeFunction,
     *,
     divisor: float | None = None,
@@ -50,9 +50,10 @@ def plan_step(
     (tensor([0.2000, 0.2000]), tensor(0.6000))
 
     Args:
-        samples: one `Samples` for each micro-batch of this rank, in order; empty ones for filler micro-batches. None on
-            a pipeline stage that reads no data.
-        mode, divisor, units: as in `make_pg_loss_reducer`.
+        samples: one `Samples` for each micro-batch of this rank, in order; empty ones for filler micro-batches. Or a
+            function that makes them: then an error of a mask or of your loader raises on every rank too. None on a
+            pipeline stage that reads no data.
+        mode, divisor, units: as in `make_pg_loss_reducer`; the same on every rank, which is checked.
         terms: modes of terms of the loss by name, for `Term`s that say none. A term that needs other counts than the
             policy loss must be declared here.
         term_masks: names of the samples' ``term_masks`` that terms use; their counts travel with the others.
@@ -83,7 +84,12 @@ def plan_step(
             )
         dp_group = None
     ranks = StepGroups(dp_group=dp_group, cp_group=cp_group, replica_groups=replica_groups)
-    described = attempt(lambda: check_samples(samples, num_microbatches, modes, ranks, term_masks))
+
+    def describe() -> Sequence[Samples] | None:
+        made = samples() if callable(samples) else samples
+        return check_samples(made, num_microbatches, modes, ranks, term_masks)
+
+    described = attempt(describe)
     if totals is not None:
         if isinstance(described, Exception):
             raise described
@@ -138,6 +144,7 @@ def make_plan(
             count_prompts=modes.uses_prompt_ids,
             masks=term_masks,
             statistics=modes.statistics,
+            settings=modes.describe(),
         )
     assert not isinstance(samples, Exception)  # else it was raised
     _check_tokens(totals, per_token=per_token, empty_step=empty_step)
@@ -351,8 +358,8 @@ def _check_tokens(totals: StepTotals, *, per_token: bool, empty_step: EmptyStep)
     if tokens == 0:
         if empty_step == "error":
             raise BadBatchError(
-                "a step without one active token: --loss-aggregation-empty-step asks to stop there. Look at the masks "
-                "of the data."
+                "a step without one active token: empty_step, or --loss-aggregation-empty-step, asks to stop there. "
+                "Look at the masks of the data."
             )
         if world_rank() == 0:
             logger.warning("a step without one active token: its policy gradient is zero. Look at the masks.")

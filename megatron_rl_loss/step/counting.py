@@ -32,6 +32,7 @@ def reduce_step_totals(
     count_prompts: bool = True,
     masks: Sequence[str] = (),
     statistics: Mapping[str, Statistic] | None = None,
+    settings: str = "",
 ) -> StepTotals:
     """The totals of a step from what this rank holds in it: one collective round.
 
@@ -46,6 +47,7 @@ def reduce_step_totals(
         count_prompts: False leaves prompt ids and their exchange aside, for modes that do not use them.
         masks: names of the further masks that are counted too, in the same collectives; the same on every rank.
         statistics: further sums by key, by name; the same names on every rank.
+        settings: what else must be the same on every rank, such as the mode: a `BadBatchError` on all where it is not.
 
     Returns:
         The totals; on a stage without data, not those of units by id.
@@ -62,7 +64,15 @@ def reduce_step_totals(
     counted = microbatches if isinstance(microbatches, Exception) else attempt(lambda: count(microbatches or []))
     failure = counted if isinstance(counted, Exception) else None
     local, counts = count([]) if isinstance(counted, Exception) else counted
-    counts = _reduced(counts | {"errors": failure is not None, "ranks_with_data": microbatches is not None}, [dp_group])
+    mine = int.from_bytes(hashlib.blake2b(settings.encode(), digest_size=5).digest(), "little")
+    own = {"errors": failure is not None, "ranks_with_data": microbatches is not None, "settings": mine}
+    counts = _reduced(counts | own, [dp_group])
+    of_other_settings = ValueError(
+        f"this rank asks for {settings}, another one for something else: all ranks must aggregate alike. Pass the same "
+        "mode, divisor, units and terms on every rank."
+    )
+    if counts["settings"] != mine * size_of(dp_group):
+        counts["errors"], failure = 1, failure or of_other_settings
     has_data = counts["ranks_with_data"] > 0
     if has_data and counts["ranks_with_data"] < size_of(dp_group):
         counts["errors"] = 1
@@ -88,6 +98,8 @@ def reduce_step_totals(
     if not has_data:
         both = dict.fromkeys(both, -torch.inf) | {"errors": counts["errors"]}
     both = _reduced(both, replicas, dist.ReduceOp.MAX)
+    if has_data and both["settings"] != -both["-settings"]:
+        both["errors"], failure = 1, failure or of_other_settings
     raise_together(both["errors"] > 0, failure, groups)
     counts = {name: both[name] for name in counts}
     _check_agreement(counts, {name: -both[f"-{name}"] for name in counts})

@@ -90,7 +90,7 @@ def attached() -> None:
     lines: list[str] = []
     given: list[Any] = []
 
-    def training_log(loss_dict: Any, *args: Any, **kwargs: Any) -> str:
+    def training_log(loss_dict: Any, total: Any = None, lr: float = 0.0, iteration: int = 0, scale: float = 1.0) -> str:
         lines.append("Megatron's line")
         return "logged"
 

@@ -146,6 +146,7 @@ def bad_list(bad: str) -> None:
             "not Samples": [None] * 3,
             "without ids": [Samples([torch.ones(4)], layout=ZigzagTHD([0, 4]))] * 3,
             "too few": samples[:2],
+            "a bad mask": lambda: [Samples([-torch.ones(4)], layout=ZigzagTHD([0, 4]))] * 3,
             "uncut": [Samples([torch.ones(3)], layout=ZigzagTHD([0, 3]), prompt_ids=["a"], rollout_ids=["a"])] * 3,
         }[bad]
     plan_step(samples, "prompt_mean", model=table_model(TABLE), num_microbatches=3)
@@ -157,6 +158,7 @@ def bad_list(bad: str) -> None:
         ("not Samples", "Wrap the masks in Samples"),
         ("without ids", "Give the Samples prompt_ids"),
         ("too few", "2 Samples for 3 micro-batches"),
+        ("a bad mask", "the loss mask of sample 0 holds -1.0"),
         ("uncut", "it must be a multiple of 2 \\* cp_size"),
     ],
 )
@@ -165,6 +167,34 @@ def test_a_bad_list_on_one_rank_raises_on_all(bad: str, text: str) -> None:
         run_ranks(DP * CP, bad_list, bad)
     assert caught.value.errors.keys() == {0, 1, 2, 3}
     assert all("BadBatchError: The step was not started" in error for error in caught.value.errors.values())
+
+
+def different_settings(which: str) -> None:
+    """On a rank: rank 1, the second CP rank of DP rank 0, or DP rank 1 asks for something else."""
+    from megatron_rl_loss.megatron import plan_step
+
+    state = start(cp=CP)
+    dp_rank, cp_rank = state.get_data_parallel_rank(), state.get_context_parallel_rank()
+    samples = [batch.samples for batch in batches_of(dp_rank)]
+    mode, settings = "constant", {"divisor": 8.0}
+    if (dp_rank, cp_rank) == (0, 1) or (dp_rank == 1 and which != "a divisor of one rank"):
+        mode, settings = {
+            "a divisor of one rank": ("constant", {"divisor": 16.0}),
+            "another mode": ("token_mean", {}),
+            "units": ("constant", {"divisor": 8.0, "units": "active"}),
+            "a term": ("constant", {"divisor": 8.0, "terms": {"kl": "token_mean"}}),
+        }[which]  # type: ignore[assignment]
+    plan_step(samples, mode, model=table_model(TABLE), **settings)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("which", ["a divisor of one rank", "another mode", "units", "a term"])
+def test_settings_that_differ_between_ranks_are_refused_on_all(which: str) -> None:
+    with pytest.raises(RankError) as caught:
+        run_ranks(DP * CP, different_settings, which)
+    assert caught.value.errors.keys() == {0, 1, 2, 3}
+    for error in caught.value.errors.values():
+        assert "this rank asks for loss aggregation: constant" in error
+        assert "all ranks must aggregate alike" in error
 
 
 def per_token_pair() -> str:

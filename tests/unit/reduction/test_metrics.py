@@ -22,11 +22,11 @@ def test_a_rank_without_tokens_has_no_extreme(kind: str, expected: float) -> Non
         parts.add("x", metric.kind, metric.extreme(reducer))
         sizes.append(len(local))
     assert sorted(sizes) == [0, 3]
-    assert float(parts.finish(None)["x"]) == expected
+    assert float(parts.finish([None])["x"]) == expected
 
 
 def test_a_step_without_a_token_has_none() -> None:
     reducer = make_pg_loss_reducer("token_mean", [torch.zeros(2)], totals=StepTotals(step_tokens=0))
     parts = Parts()
     parts.add("x", "max", Metric(torch.ones(2), "tokens", kind="max").extreme(reducer))
-    assert math.isnan(parts.finish(None)["x"])
+    assert math.isnan(parts.finish([None])["x"])
