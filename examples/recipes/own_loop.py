@@ -1,6 +1,5 @@
 """A loop of your own over Megatron's schedule, as NeMo-RL, verl and others have: a list of batches, your own report.
 
-Three lines are this package's: the plan of the step, the share of a micro-batch, and what the loss function returns.
 The config of `model` must name Megatron's `finalize_model_grads` as `finalize_model_grads_func`, as `pretrain` does.
 """
 
@@ -18,7 +17,7 @@ Batch = dict[str, Any]  # loss_masks, layout, prompt_ids: of Samples; tokens, ol
 
 
 def policy_loss(batch: Batch, microbatch: Microbatch, log_probs: Tensor) -> Any:
-    """What the schedule gets, as a pair; without `form` it is (loss, num_tokens, report). The report is your own."""
+    """What the schedule gets, as a pair; without `form` it is (loss, num_tokens, report)."""
     old, advantages = (microbatch.local(batch[name]) for name in ("old_log_probs", "advantages"))
     share = microbatch(ppo_clip_loss(log_probs, old, advantages).per_token_loss)
     return microbatch.carry(share, {"actor": {"pg_loss": share.detach()}}, form="2-tuple")
