@@ -201,6 +201,7 @@ class LossAggregation:
             empty_step=self.settings.empty_step,
         )
         assert isinstance(data, LookAhead)  # else make_plan has raised
+        plan = plan.without_samples()
         if self._last_plan is None:
             self._announce(plan)
         self._last_plan = plan

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import EllipsisType
 from typing import Any, Literal, get_args
@@ -207,7 +207,12 @@ class Plan:
                 "a micro-batch of a plan without samples: a pipeline stage that reads no data computes no loss. Pass "
                 "this rank's samples to plan_step."
             )
-        return [Microbatch(samples, self) for samples in self.samples]
+        shared = self.without_samples()
+        return [Microbatch(samples, shared) for samples in self.samples]
+
+    def without_samples(self) -> "Plan":
+        """What the micro-batches share: it holds none of them, so that they are freed with the last use of the plan."""
+        return replace(self, samples=None)
 
     def factor(self, carrier: Carrier) -> float:
         """What a share is multiplied by as it is returned by that row of the table."""

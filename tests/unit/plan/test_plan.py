@@ -189,6 +189,9 @@ def test_no_graph_outlives_the_loss() -> None:
     graph = ref(loss)
     del loss
     assert graph() is None
+    held = ref(plan[0])
+    del plan
+    assert held() is None  # nor a micro-batch the plan, without the garbage collector
 
 
 def test_a_plan_may_be_gone_through_twice() -> None:
