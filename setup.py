@@ -68,9 +68,9 @@ setup(
     # NumPy works on masks that are on the host: its small operations cost a third of torch's.
     install_requires=["torch>=2.6", "numpy>=1.26"],
     extras_require={
-        # 0.17 and 0.18 have other heads of pretrain(); only 0.19 is tested. Megatron saves checkpoints with psutil,
-        # uses einops with several distributed-optimizer instances, and logs to TensorBoard when asked.
-        "megatron": ["megatron-core>=0.19,<0.20", "psutil", "einops", "tensorboard"],
+        # Loops of one's own run on all of these (tools/test_versions.sh); `pretrain` is tested on 0.19. Megatron saves
+        # checkpoints with psutil, uses einops with several distributed-optimizer instances, and logs to TensorBoard.
+        "megatron": ["megatron-core>=0.15,<0.21", "psutil", "einops", "tensorboard"],
         # Transformer Engine needs CUDA. NVIDIA Apex is optional too and only built from source: the package called
         # "apex" on the package index is an unrelated web toolkit.
         "te": ["transformer-engine[pytorch]"],

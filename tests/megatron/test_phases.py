@@ -34,8 +34,8 @@ def record_steps() -> list[tuple[int, float | None, int | None]]:
     @functools.wraps(begin_step)
     def recorded(self: Any, *args: Any, **kwargs: Any) -> Any:
         microbatches = begin_step(self, *args, **kwargs)
-        totals = self._last_step.totals
-        begun.append((self._last_step.num_microbatches, totals.step_tokens, totals.rollouts.all))
+        totals = self._last_plan.totals
+        begun.append((self._last_plan.num_microbatches, totals.step_tokens, totals.rollouts.all))
         return microbatches
 
     LossAggregation.begin_step = recorded  # type: ignore[method-assign]
