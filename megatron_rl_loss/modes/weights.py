@@ -12,6 +12,7 @@ from torch import Tensor
 from megatron_rl_loss.errors import check_one_each, place_in_cp, require
 from megatron_rl_loss.modes.names import Aggregation, resolve
 from megatron_rl_loss.modes.table import Mode, ModeFunction, ModeInputs, OwnMode, Weights
+from megatron_rl_loss.step.counting import reduce_step_totals
 from megatron_rl_loss.step.ids import Ids
 from megatron_rl_loss.step.masks import SMALLEST, inverse
 from megatron_rl_loss.step.samples import Labels, LocalTokens, Samples
@@ -80,14 +81,8 @@ def weights_column(
     """
     aggregation = resolve(mode, divisor=divisor, units=units)
     samples = Samples(loss_masks, rollout_ids=rollout_ids, prompt_ids=prompt_ids, labels=labels)
-    totals = StepTotals.from_loss_masks(
-        loss_masks,
-        rollout_ids=rollout_ids,
-        prompt_ids=prompt_ids,
-        dp_group=None,
-        labels=labels,
-        statistics=aggregation.mode.statistics if isinstance(aggregation.mode, OwnMode) else None,
-    )
+    statistics = aggregation.mode.statistics if isinstance(aggregation.mode, OwnMode) else None
+    totals = reduce_step_totals([samples], statistics=statistics)
     return list(checked_weights(aggregation, samples.local(0, 1), totals).split(samples.mask_lengths))
 
 

@@ -17,7 +17,7 @@ from megatron_rl_loss.modes.weights import missing_counts
 from megatron_rl_loss.plan.carriers import Carrier, Count, product
 from megatron_rl_loss.plan.microbatch import Microbatch
 from megatron_rl_loss.reduction.metrics import Parts, put_in
-from megatron_rl_loss.step.collectives import Group, attempt, rank_in, size_of, world_rank, world_size
+from megatron_rl_loss.step.collectives import Group, attempt, rank_in, size_of, stated_dp_group, world_rank
 from megatron_rl_loss.step.counting import reduce_step_totals
 from megatron_rl_loss.step.samples import Samples
 from megatron_rl_loss.step.totals import StepTotals, UnitCounting
@@ -76,13 +76,7 @@ def plan_step(
     """
     modes = LossModes.resolve(mode, divisor=divisor, units=units, terms=terms)
     check_choice("empty step handling", empty_step, get_args(EmptyStep))
-    if isinstance(dp_group, EllipsisType):
-        if world_size() > 1:
-            raise ValueError(
-                f"a plan of {world_size()} ranks without a dp_group: counts must be summed over the ranks that hold "
-                "other samples. Pass dp_group=..., or dp_group=None if this rank alone has the whole step."
-            )
-        dp_group = None
+    dp_group = stated_dp_group(dp_group, "a plan")
     ranks = StepGroups(dp_group=dp_group, cp_group=cp_group, replica_groups=replica_groups)
 
     def describe() -> Sequence[Samples] | None:

@@ -1,6 +1,7 @@
 """What is asked of process groups: sums over them, rows to the owner of their key, errors to every rank."""
 
 from collections.abc import Callable, Collection, Sequence
+from types import EllipsisType
 from typing import TypeVar
 
 import torch
@@ -32,6 +33,18 @@ def size_of(group: Group | None) -> int:
 def world_size() -> int:
     """Ranks of this job that `torch.distributed` knows of."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def stated_dp_group(dp_group: Group | EllipsisType | None, what: str) -> Group | None:
+    """The data-parallel group that the user named, or None for none; refuses no word of it among several ranks."""
+    if not isinstance(dp_group, EllipsisType):
+        return dp_group
+    if world_size() > 1:
+        raise ValueError(
+            f"{what} of {world_size()} ranks without a dp_group: counts must be summed over the ranks that hold other "
+            "samples. Pass dp_group=..., or dp_group=None if this rank alone has the whole step."
+        )
+    return None
 
 
 def world_rank() -> int:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl_loss.errors import check_count, require
-from megatron_rl_loss.step.collectives import Group, attempt, world_size
+from megatron_rl_loss.step.collectives import Group, attempt, stated_dp_group
 from megatron_rl_loss.step.ids import Ids, as_ids
 from megatron_rl_loss.step.masks import count_active, total
 from megatron_rl_loss.step.samples import Labels, Samples
@@ -267,13 +267,7 @@ class StepTotals:
         """
         from megatron_rl_loss.step.counting import reduce_step_totals
 
-        if isinstance(dp_group, EllipsisType):
-            if world_size() > 1:
-                raise ValueError(
-                    f"totals of {world_size()} ranks without a dp_group: counts must be summed over the ranks that "
-                    "hold other samples. Pass dp_group=..., or dp_group=None if this rank alone has the whole step."
-                )
-            dp_group = None
+        dp_group = stated_dp_group(dp_group, "totals")
         samples = attempt(lambda: [Samples(loss_masks, rollout_ids=rollout_ids, prompt_ids=prompt_ids, labels=labels)])
         return reduce_step_totals(samples, dp_group=dp_group, replica_groups=replica_groups, statistics=statistics)
 
