@@ -5,7 +5,6 @@ import io
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -20,7 +19,7 @@ pytestmark = pytest.mark.slow
 
 FLAGS = [*MODEL.split(), *DATA.split(), *TRAINING.split()]
 CP = ["--context-parallel-size", "2"]
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 
 
 def environment() -> dict[str, str]:
@@ -35,15 +34,9 @@ def run(command: list[str], **variables: str) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
-def free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
-
-
 def audit(*options: str, script: str, flags: list[str]) -> tuple[int, str]:
-    """In one process, as torchrun would start it."""
-    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    """In one process, as torchrun would start it. With port 0 the process takes a free one itself."""
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     ours = [sys.executable, "-m", "megatron_rl_loss", "audit", *options]
     return run([*ours, script, *flags], **alone)
 

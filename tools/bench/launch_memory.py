@@ -13,7 +13,6 @@ import argparse
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 import tempfile
@@ -43,14 +42,11 @@ def launch(vocabulary: int, log_probs: str, args: argparse.Namespace) -> dict[st
     flags += ["--hidden-size", str(args.hidden_size), "--prompts-per-step", str(args.prompts)]
     flags += ["--seq-length", str(args.seq_length), "--max-position-embeddings", str(args.seq_length)]
     flags += ["--log-probs", log_probs, "--log-probs-chunk-tokens", str(args.chunk_tokens)]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "examples")]),
         "OMP_NUM_THREADS": str(args.threads),
         "GLOO_SOCKET_IFNAME": "lo",
-        **{"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
+        **{"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"},
     }
     with tempfile.TemporaryFile("w+") as log:
         command = [sys.executable, str(ROOT / "examples" / "pretrain_grpo.py"), *flags]

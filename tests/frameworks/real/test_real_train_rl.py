@@ -5,13 +5,13 @@ Each test starts interpreters whose Megatron is the checkout's: see `train_rl_wo
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from checkouts import MEGATRON_LM, checkout
 from repository import EXAMPLES, ROOT
 
@@ -33,9 +33,7 @@ def case(mode: str | None, *flags: str, divisor: float | None = None, seed: int 
 def launch(world_size: int, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """What rank 0 found in each case."""
     root = checkout(MEGATRON_LM)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # in this process, as torchrun has it
     folders = [root, str(EXAMPLES), str(ROOT / "tests" / "support"), str(ROOT)]
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(folders),
@@ -43,7 +41,8 @@ def launch(world_size: int, cp: int, cases: list[dict[str, Any]]) -> list[dict[s
         "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(world_size),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
         "GLOO_SOCKET_IFNAME": "lo",
     }
     command = [sys.executable, str(ROOT / "tests" / "support" / "train_rl_worker.py"), root, str(cp), json.dumps(cases)]
