@@ -98,8 +98,8 @@ def table_model(
 
         def set_input_tensor(self, _: Any) -> None: ...
 
-        def forward(self, numbers: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-            return forward(self.losses, numbers)
+        def forward(self, input_ids: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+            return forward(self.losses, input_ids)
 
     if not ddp:
         return Table().cuda()
