@@ -71,7 +71,7 @@ ROWS = [
     Row(r"tools/audit_picture\.py", by="unit/audit/test_picture.py", named="audit_picture.main()"),
     Row(r"python tools/count_museum\.py", needs="half an hour"),
     # measurements
-    Row(r"tools/bench/reducers\.py --device cuda", needs="a GPU"),
+    Row(r"tools/gpu_proof\.sh", by="package/test_gpu_proof.py", named="gpu_proof.py"),
     Row(r"(python )?tools/bench/\w+\.py.*|python -m timeit .*", needs="a quiet machine and minutes"),
 ]  # fmt: skip
 

@@ -1,6 +1,7 @@
-"""A sequence's mean log-ratio under context parallelism (CP), beside slime's and miles's own gathers, on gloo and CPU.
+"""A sequence's mean log-ratio under context parallelism (CP), beside slime's and miles's own gathers.
 
     python tools/bench/segments.py --slime ~/slime --miles ~/miles      # writes docs/bench/segments-cpu.txt and .json
+    python tools/bench/segments.py --device cuda --cp 2                 # a GPU per rank and NCCL: segments-cuda
 
 GSPO needs mean_t (log pi - log pi_old) of every sequence, whose tokens lie on several ranks, with its gradient.
 
@@ -30,7 +31,7 @@ import torch.distributed as dist
 import torch.distributed.nn  # theirs takes it for granted
 import torch.multiprocessing as mp
 from reducers import load_theirs
-from timing import commit_of, machine, publish
+from timing import BACKENDS, commit_of, machine, publish, start_rank
 from torch import Tensor
 from totals import count_collectives
 
@@ -49,22 +50,22 @@ class Case:
 class Data:
     """This rank's log-probs, and what must come out at its tokens."""
 
-    def __init__(self, case: Case, rank: int, cp_size: int) -> None:
+    def __init__(self, case: Case, rank: int, cp_size: int, device: str) -> None:
         generator = torch.Generator().manual_seed(1)
         self.responses = [case.length] * case.sequences
         self.totals = [case.length + 300] * case.sequences
-        self.masks = [(torch.rand(n, generator=generator) < 0.8).int() for n in self.responses]
-        whole = [torch.randn(2, n, generator=generator) for n in self.responses]
+        self.masks = [(torch.rand(n, generator=generator) < 0.8).int().to(device) for n in self.responses]
+        whole = [torch.randn(2, n, generator=generator).to(device) for n in self.responses]
         samples = Samples(self.masks, layout=ZigzagResponse(self.totals, self.responses))
         self.local = samples.local(rank, cp_size)
         new, old = (self.local.of(torch.cat([pair[k] for pair in whole])) for k in range(2))
         self.log_probs, self.old_log_probs = new.requires_grad_(), old
         self.counts = self.local.counts.tolist()
-        lengths = torch.tensor([float(mask.sum()) for mask in self.masks], dtype=torch.float64)
+        lengths = torch.stack([mask.sum() for mask in self.masks]).double()
         sums = [((p[0] - p[1]).double() * mask).sum() for p, mask in zip(whole, self.masks, strict=True)]
         self.means = torch.stack(sums) / lengths
         # Of the sum over all ranks' tokens of square(mean) / 2, by each log-prob.
-        of_sample = self.means * torch.tensor([float(n) for n in self.responses], dtype=torch.float64) / lengths
+        of_sample = self.means * torch.tensor(self.responses, device=device) / lengths
         self.slopes = of_sample[self.local.sample_index] * self.local.mask
 
 
@@ -121,8 +122,7 @@ def once(data: Data, run: Run) -> None:
 
 
 def run_rank(rank: int, args: argparse.Namespace, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=args.cp)
+    wait_for_device = start_rank(args.device, rank, args.cp, folder)
     group = dist.group.WORLD
     place = SimpleNamespace(cp=SimpleNamespace(rank=rank, size=args.cp, group=group))
     checkouts = {name: getattr(args, name) for name in ("slime", "miles") if getattr(args, name)}
@@ -130,7 +130,7 @@ def run_rank(rank: int, args: argparse.Namespace, folder: str) -> None:
     gspo_kl = {name: function_of(path, "compute_gspo_kl") for name, path in checkouts.items()}
     seen, found = count_collectives(), []
     for case in args.cases:
-        data = Data(case, rank, args.cp)
+        data = Data(case, rank, args.cp, args.device)
         runs = {"ours": ours(data, group)}
         runs |= {name: theirs(module, gspo_kl[name], data) for name, module in modules.items()}
         for name, run in runs.items():
@@ -140,15 +140,17 @@ def run_rank(rank: int, args: argparse.Namespace, folder: str) -> None:
         for _ in range(args.repeats):
             for name, run in runs.items():
                 dist.barrier()
+                wait_for_device()
                 seen.update(calls=0, bytes=0)
                 start = time.perf_counter()
                 once(data, run)
+                wait_for_device()
                 times[name].append((time.perf_counter() - start) * 1e3)
                 counts[name] = [seen["calls"], seen["bytes"]]
         found.append({"times": times, "counts": counts})
     Path(folder, f"{rank}.json").write_text(json.dumps(found))
     dist.barrier()
-    os._exit(0)  # gloo's threads would wait for ranks that are gone
+    os._exit(0)  # the group's threads would wait for ranks that are gone
 
 
 def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -175,12 +177,14 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="+", default=["32x4096", "32x1024", "8x4096"], help="Sequences x tokens.")
     parser.add_argument("--cp", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--out", type=Path, default=OUT)
     args = parser.parse_args()
     args.cases = [Case(*map(int, size.split("x"))) for size in args.sizes]
     rows = measure(args)
     commits = {name: commit_of(getattr(args, name)) for name in ("slime", "miles") if getattr(args, name)}
-    publish(args.out, "segments-cpu", machine() | {"threads": 1} | commits, rows)
+    about = machine(args.device) | {"threads": 1, "backend": BACKENDS[args.device]}
+    publish(args.out, f"segments-{args.device}", about | commits, rows)
 
 
 if __name__ == "__main__":

@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from tabulate import tabulate
 
 TURN_SECONDS = 0.004
+BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
 
 def take_turns(
@@ -93,13 +95,22 @@ def machine(device: str = "cpu") -> dict[str, Any]:
 def publish(
     folder: Path, name: str, about: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], note: str = ""
 ) -> None:
-    """Print a table of what gloo's ranks measured, and keep it as NAME.txt and NAME.json."""
+    """Print a table of what ranks measured, and keep it as NAME.txt and NAME.json."""
     head = ", ".join(f"{key} {value}" for key, value in about.items())
-    text = f"{head}, gloo\n\n{tabulate(rows, headers='keys', floatfmt='.3g')}\n{note}"
+    text = f"{head}\n\n{tabulate(rows, headers='keys', floatfmt='.3g')}\n{note}"
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.txt").write_text(text)
     (folder / f"{name}.json").write_text(json.dumps({"machine": about, "results": rows}, indent=1) + "\n")
     print(text)
+
+
+def start_rank(device: str, rank: int, world_size: int, folder: str) -> Callable[[], None]:
+    """Join the group of a benchmark's ranks, each with a thread or a GPU of its own; how to wait for the device."""
+    torch.set_num_threads(1)
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(BACKENDS[device], init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
+    return torch.cuda.synchronize if device == "cuda" else lambda: None
 
 
 def commit_of(checkout: Path) -> str | None:

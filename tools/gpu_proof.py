@@ -1,0 +1,138 @@
+"""Run every part that shows this package on GPUs, keep what each says, and write it as JSON and as a page.
+
+    python tools/gpu_proof.py [--rehearse] [--out FOLDER]
+
+A part that cannot run says why. A part that fails is kept with its last lines, and the rest goes on; then the exit
+status is 1. `--rehearse` runs each part on the CPU at small sizes: it proves the commands, not their figures.
+"""
+
+import argparse
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent / "bench"))
+from timing import machine
+
+ROOT = Path(__file__).parents[1]
+LAST_LINES = 60
+
+
+@dataclass(frozen=True)
+class Part:
+    """A command, and why it cannot run here, if so."""
+
+    name: str
+    command: Sequence[str]
+    reason: str = ""
+    variables: dict[str, str] = field(default_factory=dict)
+    figures: str = ""  # the JSON file it writes
+
+
+def parts(rehearse: bool, folder: Path) -> Iterator[Part]:
+    gpus = 0 if rehearse else torch.cuda.device_count()
+    device = ["--device", "cpu" if rehearse else "cuda"]
+    without_gpu = "" if gpus or rehearse else "needs a GPU"
+    without_two = "" if gpus > 1 or rehearse else f"needs 2 GPUs, there are {gpus}"
+    peers = [f"--{name}={path}" for name in ("slime", "miles") if (path := os.environ.get(f"{name.upper()}_PATH"))]
+    pytest = ["python", "-m", "pytest", "-q", "-n0", "-rs", "-p", "no:cacheprovider"]
+    on_gpu = {} if rehearse else {"TEST_DEVICE": "cuda"}
+
+    def bench(name: str, small: str, large: str, others: Sequence[str] = peers, reason: str = without_gpu) -> Part:
+        writes = [f"--out={folder}"] if name in ("segments", "totals") else [f"--json={folder / name}.json"]
+        command = ["python", f"tools/bench/{name}.py", *device, *others, *(small if rehearse else large).split()]
+        figures = f"{name}-{device[1]}.json" if name in ("segments", "totals") else f"{name}.json"
+        return Part(name, [*command, *writes], reason, figures=figures)
+
+    yield Part("synchronisations, launches, graphs", [*pytest, "tests/cost/test_cost.py"], without_gpu, on_gpu)
+    yield Part("kernels of others", [*pytest, "tests/unit/logprobs/test_kernels.py"], without_gpu, on_gpu)
+    tests = ["tests/megatron/test_transformer_engine.py"] if rehearse else ["tests"]
+    yield Part("tests", [*pytest, *tests], without_gpu, on_gpu)
+    yield bench("reducers", "--sizes 2x64 --seconds 0.1 --passes 1", "--goals")
+    slime = [one for one in peers if one.startswith("--slime")]
+    yield bench("logprobs", "--tables time --logits 64x256 --seconds 0.1 --repeats 1", "", slime)
+    yield bench("segments", "--sizes 2x1024 --cp 2 --repeats 1", f"--cp {min(gpus, 4)}", reason=without_two)
+    ranks = " ".join(str(n) for n in (1, 2, 4, 8) if n <= gpus)
+    yield bench("totals", "--ranks 1 2 --samples 16 --repeats 1", f"--ranks {ranks}", [])
+    engine = importlib.util.find_spec("transformer_engine") is not None
+    missing = [] if gpus >= 4 else [f"4 GPUs (there are {gpus})"]
+    missing += [] if engine else ["Transformer Engine"]
+    launch = ["examples/launch_grpo.sh", "4", "--tensor-model-parallel-size", "2", "--context-parallel-size", "2"]
+    launch += ["--loss-aggregation", "prompt_mean", "--train-iters", "2" if rehearse else "20"]
+    reason = "" if rehearse or not missing else "needs " + " and ".join(missing)
+    yield Part("launch at TP 2 x CP 2", launch, reason, {"CUDA_VISIBLE_DEVICES": ""} if rehearse else {})
+
+
+def run(part: Part, folder: Path) -> dict[str, Any]:
+    """What a page says of it: the command, its outcome, its last lines, and the figures that it wrote."""
+    shown = " ".join([*(f"{name}={value}" for name, value in part.variables.items()), *part.command])
+    found: dict[str, Any] = {
+        "part": part.name,
+        "command": re.sub(rf" --(out|json)={re.escape(str(folder))}\S*", "", shown),
+    }
+    if part.reason:
+        return found | {"outcome": f"not run: {part.reason}"}
+    python = [sys.executable] if part.command[0] == "python" else [part.command[0]]
+    environment = os.environ | {"PYTHON": sys.executable, "PYTHONPATH": str(ROOT)} | part.variables
+    began = time.monotonic()
+    done = subprocess.run(
+        [*python, *part.command[1:]], cwd=ROOT, env=environment, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    found["outcome"] = "passed" if done.returncode == 0 else f"failed with exit status {done.returncode}"
+    found["seconds"] = round(time.monotonic() - began, 1)
+    lines = [line for line in done.stdout.splitlines() if "warn" not in line.lower()]
+    found["output"] = [line.replace(f"{ROOT}/", "") for line in lines[-LAST_LINES:]]
+    figures = folder / part.figures
+    return found | ({"figures": json.loads(figures.read_text())} if part.figures and figures.exists() else {})
+
+
+def page(about: dict[str, Any], found: Sequence[dict[str, Any]], rehearsed: bool) -> str:
+    """The report as Markdown: a table of parts, then what each said."""
+    title = "Rehearsal on the CPU of what a GPU is to show" if rehearsed else f"On {about['device']}"
+    command = "tools/gpu_proof.sh" + (" --rehearse" if rehearsed else "")
+    text = f"# {title}\n\nWritten by `{command}`. " + ", ".join(f"{key} {value}" for key, value in about.items())
+    text += "\n\n| part | outcome | seconds |\n|---|---|---|\n"
+    text += "".join(f"| {one['part']} | {one['outcome']} | {one.get('seconds', '')} |\n" for one in found)
+    for one in found:
+        said = "\n".join(one.get("output", [one["outcome"]]))
+        text += f"\n## {one['part']}\n\n`{one['command']}`\n\n```\n{said}\n```\n"
+    return text
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--rehearse", action="store_true", help="On the CPU, at small sizes.")
+    parser.add_argument("--out", type=Path, help="Default: docs/bench, or build/gpu_proof for a rehearsal.")
+    args = parser.parse_args()
+    on_gpu = torch.cuda.is_available() and not args.rehearse
+    about = machine("cuda" if on_gpu else "cpu") | {"GPUs": torch.cuda.device_count() if on_gpu else 0}
+    found = []
+    with tempfile.TemporaryDirectory() as folder:
+        for part in parts(args.rehearse, Path(folder)):
+            found.append(run(part, Path(folder)))
+            print(f"{part.name}: {found[-1]['outcome']}", flush=True)
+    if not (on_gpu or args.rehearse):
+        raise SystemExit("Nothing was written: there is no GPU here. --rehearse runs every part on the CPU.")
+    out = args.out or (ROOT / "build" / "gpu_proof" if args.rehearse else ROOT / "docs" / "bench")
+    out.mkdir(parents=True, exist_ok=True)
+    card = "rehearsal" if args.rehearse else re.sub(r"[^a-z0-9]+", "-", str(about["device"]).lower())
+    (out / f"gpu-{card}.json").write_text(json.dumps({"machine": about, "parts": found}, indent=1) + "\n")
+    (out / f"gpu-{card}.md").write_text(page(about, found, args.rehearse))
+    print(f"written: {out / f'gpu-{card}.md'} and .json")
+    sys.exit(any(one["outcome"].startswith("failed") for one in found))
+
+
+if __name__ == "__main__":
+    main()
