@@ -24,11 +24,9 @@ if not torch.cuda.is_available():
 
 from megatron.core import mpu
 from megatron.core.datasets import utils as dataset_utils
-from megatron.core.enums import ModelType
 from megatron.core.utils import unwrap_model
-from megatron.training import get_args, pretrain, print_rank_0
-from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
-from megatron.training.arguments import parse_and_validate_args
+from megatron.training import get_args, print_rank_0
+from pretrain_of_version import parse_args, pretrain_gpt
 from rollouts import Pack, Rollout, packs_of_rank, read_rollouts
 
 from megatron_rl_loss.losses import POLICY_LOSSES, check_goes_with, kl_estimate, policy_loss
@@ -42,6 +40,8 @@ from megatron_rl_loss.megatron import (
     add_loss_aggregation_args,
     next_microbatch,
 )
+
+DEFAULTS = {"tokenizer_type": "NullTokenizer"}
 
 
 def add_args(parser: ArgumentParser) -> ArgumentParser:
@@ -247,7 +247,7 @@ def on_device(pack: Pack) -> Any:
 
 
 def main() -> None:
-    args = parse_and_validate_args(extra_args_provider=add_args, args_defaults={"tokenizer_type": "NullTokenizer"})
+    args = parse_args(add_args, DEFAULTS)
     check_example_args(args)
     rollouts = read_rollouts(args.rollouts, vocab_size=args.vocab_size, normalize_by_std=not args.no_advantage_std)
     provider = functools.partial(data_provider, rollouts)
@@ -257,21 +257,14 @@ def main() -> None:
     aggregation = LossAggregation.from_args(args, samples_of=lambda pack: pack.samples, before_step=before_step)
     check_goes_with(args.policy_loss, aggregation.settings.aggregation, **clip_range(args))
     print_rank_0(aggregation.settings.describe())
-    model_config = gpt_config_from_args(args)
+    layer_spec = None
     if args.transformer_impl == "local":
         from packed_attention import layer_spec
-
-        model_config.transformer_layer_spec = layer_spec
     if not torch.cuda.is_available():
         megatron_on_cpu.prepare_training()
     skip_building_dataset_helpers()
     with aggregation.attached():  # (5) every step looks ahead at its data before the pipeline starts
-        pretrain(
-            pretrain_cfg_container_from_args(args, model_config),
-            provider,
-            ModelType.encoder_or_decoder,
-            forward_step,
-        )
+        pretrain_gpt(args, add_args, DEFAULTS, layer_spec, provider, forward_step)
 
 
 def check_example_args(args: Any) -> None:
