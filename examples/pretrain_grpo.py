@@ -257,7 +257,7 @@ def main() -> None:
     aggregation = LossAggregation.from_args(args, samples_of=lambda pack: pack.samples, before_step=before_step)
     check_goes_with(args.policy_loss, aggregation.settings.aggregation, **clip_range(args))
     print_rank_0(aggregation.settings.describe())
-    layer_spec = None
+    layer_spec: Any = None
     if args.transformer_impl == "local":
         from packed_attention import layer_spec
     if not torch.cuda.is_available():

@@ -27,7 +27,7 @@ def parse_args(add_args: AddArgs, args_defaults: dict[str, Any]) -> Namespace:
         args = arguments.parse_and_validate_args(extra_args_provider=add_args, args_defaults=args_defaults)
     else:
         args = arguments.validate_args(arguments.parse_args(add_args), args_defaults)
-    return args  # type: ignore[no-any-return]
+    return args
 
 
 def build_model(
