@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Builds sdist and wheel, the wheel from the sdist, and tries the wheel in an empty environment of each Python:
-#   tools/check_package.sh                      # 3.10 to 3.13, and 3.12 with the extra `megatron`
+#   tools/check_package.sh                      # 3.10 to 3.13, and 3.12 with Megatron: the newest, and 0.16.1
 #   tools/check_package.sh 3.11 3.12+megatron   # some of them
 # Each environment is made anew from the package index, PyTorch with its CUDA libraries included (some GB), and removed
 # again; a Python that is not here is named and left out. What is tried: tools/check_install.py.
@@ -21,15 +21,17 @@ done
 ls -1 "$work/dist"
 wheel=$(echo "$work"/dist/*.whl)
 
-for wanted in "${@:-3.10 3.11 3.12 3.13 3.12+megatron}"; do
+for wanted in "${@:-3.10 3.11 3.12 3.13 3.12+megatron 3.12+megatron==0.16.1}"; do
   for one in $wanted; do
     python=$(python_of "${one%+*}")
     if [[ -z $python ]]; then echo "$one: no such Python here, left out"; continue; fi
     "$python" -m venv "$work/venv"
-    extra=$([[ $one == *+* ]] && echo "[${one#*+}]" || true)
-    "$work/venv/bin/python" -m pip install -qq --no-cache-dir --no-compile "$wheel$extra"
+    extra=() release=()
+    if [[ $one == *+megatron* ]]; then extra=(megatron); fi
+    if [[ $one == *==* ]]; then release=("megatron-core==${one#*==}"); fi
+    "$work/venv/bin/python" -m pip install -qq --no-cache-dir --no-compile "$wheel${extra:+[$extra]}" "${release[@]}"
     cp tools/check_install.py "$work"
-    (cd "$work" && env -u PYTHONPATH venv/bin/python check_install.py ${extra:+--with-megatron} | sed "s/^/$one: /")
+    (cd "$work" && env -u PYTHONPATH venv/bin/python check_install.py "${extra[@]:+--with-megatron}" | sed "s/^/$one: /")
     rm -rf "$work/venv"
   done
 done

@@ -1,10 +1,11 @@
 """Exact in every layout: whole optimizer steps of a real Megatron GPTModel against a float64 oracle in one process.
 
 A covering array: every layout of TP, SP, PP, VPP, CP and DP on 1 to 8 ranks, and in it cases chosen so that all pairs
-of values of all axes occur: Megatron's own output layer and the chunked `OutputHead` are one of them. Of every case all
-gradients, the grad norm, the logged metrics and the weights after a step of Adam are compared on every rank.
-`gpt_oracle` states the step, `gpt_steps` runs it. With ``TEST_DEVICE=cuda`` the same cases run on GPUs and NCCL. Not
-exercised here: experts, Transformer Engine (see test_transformer_engine.py).
+of values of all axes occur. Megatron's own output layer or the chunked `OutputHead` is an axis; so is the adapter or a
+plan in a loop of one's own. Of every case all gradients, the grad norm, the logged metrics and the
+weights after a step of Adam are compared on every rank. `gpt_oracle` states the step, `gpt_steps` runs it. With
+``TEST_DEVICE=cuda`` the same cases run on GPUs and NCCL. Not exercised here: experts, Transformer Engine (see
+test_transformer_engine.py).
 """
 
 import functools
@@ -33,6 +34,7 @@ CASE_AXES: dict[str, tuple[Any, ...]] = {
     "tied": (False, True),
     "lopsided": (False, True),
     "head": ("", *HEADS),
+    "loop": ("adapter", "plan"),
 }
 LAYOUTS = sorted(
     (

@@ -61,7 +61,7 @@ def run_case(layout: Layout, case: Case, rollouts: Sequence[Rollout], attention:
     from megatron.core import parallel_state as mpu
     from megatron.core.utils import unwrap_model
 
-    from megatron_rl_loss.megatron import Folded, LossAggregation, OutputHead, Tokens
+    from megatron_rl_loss.megatron import Folded, LossAggregation, OutputHead, Tokens, plan_step
 
     head = case.head
     ready = build(layout, case, attention)
@@ -78,8 +78,9 @@ def run_case(layout: Layout, case: Case, rollouts: Sequence[Rollout], attention:
         return policy.per_token_loss, {"clip_fraction": policy.clipped, "ppo_kl": policy.ppo_kl}
 
     def forward_step(iterator: Iterator[Any], model: Any) -> Any:
-        microbatch = next(iterator)
-        batch: Batch = microbatch.data
+        given = next(iterator)
+        microbatch = given[1] if planned else given
+        batch: Batch = given[0] if planned else given.data
         inputs = {"old_log_probs": batch.old_log_probs, "advantages": batch.advantages}
         context: Any = {}
         if "one pass" in head:
@@ -108,23 +109,29 @@ def run_case(layout: Layout, case: Case, rollouts: Sequence[Rollout], attention:
         return output, loss_func
 
     ready.optimizer.zero_grad()
-    settings = AggregationSettings.resolve(
-        mode=case.mode,
-        divisor=gpt_oracle.DIVISOR if case.mode == "constant" else None,
-        units=case.units,  # type: ignore[arg-type]
-        with_per_token_loss=case.scaling == "per token",
-    )
-    virtual = layout.vp > 1
-    stored = run_schedule(
-        forward_step,
-        [iter(batches) for _ in range(layout.vp)] if virtual else iter(batches),
-        ready.chunks if virtual else ready.chunks[0],
-        len(batches),
-        LossAggregation(settings, Batch.described).wrap_schedule,
-    )
+    divisor = gpt_oracle.DIVISOR if case.mode == "constant" else None
+    settings: dict[str, Any] = {"mode": case.mode, "divisor": divisor, "units": case.units}
+    virtual, planned = layout.vp > 1, case.loop == "plan"
+    step: list[Any] = batches
+    if planned:
+        step = list(zip(batches, plan_step([b.samples for b in batches], model=ready.chunks, **settings), strict=True))
+        wrap = None
+    else:
+        of_flags = AggregationSettings.resolve(with_per_token_loss=case.scaling == "per token", **settings)
+        wrap = LossAggregation(of_flags, Batch.described).wrap_schedule
+
+    def run(**options: Any) -> Any:
+        data = [iter(step) for _ in range(layout.vp)] if virtual else iter(step)
+        model = ready.chunks if virtual else ready.chunks[0]
+        return run_schedule(forward_step, data, model, len(batches), wrap, **options)
+
+    with torch.no_grad():
+        evaluated = run(forward_only=True) if planned else None
+    stored = run()
     metrics = None
     if mpu.is_pipeline_last_stage(ignore_virtual=True):
         metrics = logged_means(stored)
+        assert not planned or logged_means(evaluated) == metrics
     if "distributed" in case.optimizer:
         gather_sharded_gradients(ready.chunks)
     gradients = collect(ready.chunks, of_gradients=True)

@@ -58,6 +58,7 @@ class Case(NamedTuple):
     tied: bool
     lopsided: bool
     head: str = ""  # Megatron's, or one of `HEADS`
+    loop: str = "adapter"  # around the schedule, or a "plan" that is evaluated before it is trained on
 
     def shape(self, layout: Layout) -> GptShape:
         return GptShape(layout.num_layers, self.tied, self.bf16)
