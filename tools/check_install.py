@@ -2,8 +2,8 @@
 
     python check_install.py [--with-megatron]      # in a folder of its own; tools/check_package.sh does it
 
-With Megatron it also copies `launch_grpo.sh` out of the wheel and trains two steps with it, on this machine's CPU. Wheels
-of megatron-core up to 0.16 hold no `megatron.training`: with those the adapter is imported.
+With Megatron it also copies `launch_grpo.sh` out of the wheel and trains two steps with it, on this machine's CPU.
+Wheels of megatron-core up to 0.16 hold no `megatron.training`: with those the adapter is imported.
 """
 
 import argparse
