@@ -73,6 +73,19 @@ SKYRL = Framework(
         *("ray", "rich", "skyrl_gym", "torchdata", "tqdm", "transformers", "yaml"),
     ),
 )
+NEMO_RL = Framework(
+    variable="NEMO_RL_PATH",
+    proof="nemo_rl/algorithms/loss/loss_functions.py",
+    passed_by=_packages("nemo_rl", "models", "models.megatron", "models.megatron.draft"),
+    stand_ins=(
+        *("datasets", "decord", "fastapi", "hydra", "mlflow", "omegaconf", "PIL", "prometheus_client", "pydantic"),
+        *("pynvml", "ray", "requests", "rich", "swanlab", "tensordict", "torchdata", "transformers", "uvicorn"),
+        *("wandb", "zmq", "megatron.bridge"),
+        *("nemo_rl.data.multimodal_utils", "nemo_rl.algorithms.x_token"),  # images, other tokenizers
+        *("nemo_rl.models.dtensor", "nemo_rl.models.huggingface", "nemo_rl.models.policy"),  # other workers
+        "nemo_rl.models.megatron.config",
+    ),
+)
 MEGATRON_LM = Framework(
     variable="MEGATRON_LM_PATH",
     proof="train_rl.py",

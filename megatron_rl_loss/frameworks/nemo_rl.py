@@ -1,0 +1,134 @@
+"""NeMo-RL: any mode for each term of its clipped policy-gradient loss, by one line in a copy of its run script.
+
+    from megatron_rl_loss.frameworks.nemo_rl import aggregate
+
+    loss_fn = aggregate(policy, loss_fn, "prompt_mean", kl="token_mean")  # after setup(...), before grpo_train(...)
+
+NeMo-RL adds up loss * mask over all tokens and divides by the global batch's valid tokens T, or, with
+``token_level_loss=false``, adds up the samples' means and divides by its N valid samples. The driver holds a whole
+batch, so it writes a column for each term: the mode's weights * T in place of the mask's ones, or a sample's sum of
+weights * N in place of its ``sample_mask``. The denominators cancel on the worker, whatever its micro-batches, packing
+and ranks. Metrics keep the masks; those of the terms are of the new loss.
+Source: nemo_rl 7ea279ab, algorithms/loss/loss_functions.py (ClippedPGLossFn), algorithms/utils.py (masked_mean).
+"""
+
+import copy
+import functools
+import inspect
+from typing import Any
+
+import torch
+from nemo_rl.algorithms.loss.interfaces import LossType
+from nemo_rl.algorithms.loss.loss_functions import ClippedPGLossFn
+from torch import Tensor
+
+from megatron_rl_loss.modes.table import ModeFunction
+from megatron_rl_loss.modes.weights import weights_column
+from megatron_rl_loss.step.ids import Ids
+
+__all__ = ["AggregatedPGLossFn", "aggregate"]
+
+
+def aggregate(
+    policy: Any, loss_fn: ClippedPGLossFn, mode: str | ModeFunction, *, kl: str | None = None, **settings: Any
+) -> "AggregatedPGLossFn":
+    """The loss in that mode; from now on ``policy.train`` of this driver adds its columns to every batch.
+
+    Args:
+        policy: what `grpo_train` is called with.
+        loss_fn: its loss.
+        mode: of the policy loss, and of the KL penalty unless `kl` names another. The NLL of correct samples (VAPO) is
+            a token mean over the correct samples of the global batch.
+        settings: `divisor` and `units` of the policy loss, as in `weights_column`.
+
+    Raises:
+        ValueError, TypeError: as `weights_column`, when a batch is trained on. Prompts are told apart by their tokens.
+    """
+    loss = AggregatedPGLossFn(loss_fn, {"policy": (mode, settings), **({} if kl is None else {"kl": (kl, {})})})
+    train, parameters = policy.train, inspect.signature(policy.train)
+
+    @functools.wraps(train)
+    def with_columns(*args: Any, **kwargs: Any) -> Any:
+        call = parameters.bind(*args, **kwargs)
+        if call.arguments["loss_fn"] is loss:
+            data = copy.copy(call.arguments["data"])
+            data.update(loss.columns(data, call.arguments.get("gbs") or policy.cfg["train_global_batch_size"]))
+            call.arguments["data"] = data
+        return train(*call.args, **call.kwargs)
+
+    policy.train = with_columns
+    return loss
+
+
+class AggregatedPGLossFn(ClippedPGLossFn):  # type: ignore[misc]
+    """A `ClippedPGLossFn` of the same settings, each term of which is weighted by a column of the batch."""
+
+    def __init__(self, loss_fn: ClippedPGLossFn, modes: dict[str, tuple[Any, dict[str, Any]]]) -> None:
+        vars(self).update(vars(loss_fn))
+        self._modes, self._parts = dict(modes), {name: copy.copy(loss_fn) for name in modes}
+        for name, part in self._parts.items():
+            part.positive_example_nll_weight = 0.0  # is a term of its own below
+            if name == "policy" and "kl" in modes:
+                part.reference_policy_kl_penalty = 0
+        if self.positive_example_nll_weight > 0:
+            self._modes["nll"] = ("token_mean", {})
+
+    def columns(self, data: Any, batch_size: int) -> dict[str, Tensor]:
+        """A column per term, [rows, tokens], or [rows] for losses of samples; `batch_size` rows are a step."""
+        found: dict[str, list[Tensor]] = {_column(name): [] for name in self._modes}
+        for start in range(0, len(data["sample_mask"]), batch_size):
+            rows = slice(start, start + batch_size)
+            masks = data["token_mask"][rows, 1:].float() * data["sample_mask"][rows, None]
+            for name, (mode, settings) in self._modes.items():
+                of_term = masks * (data["rewards"][rows, None] > 0) if name == "nll" else masks
+                prompts = _prompt_ids(data["input_ids"][rows], data["token_mask"][rows])
+                weights = torch.stack(weights_column(mode, list(of_term), prompt_ids=prompts, **settings))
+                if name == "nll" or self.loss_type == LossType.TOKEN_LEVEL:
+                    column = torch.nn.functional.pad(weights * masks.sum(), (1, 0))
+                else:
+                    _check_even(weights, masks)
+                    column = weights.sum(-1) * data["sample_mask"][rows].sum()
+                found[_column(name)].append(column)
+        return {name: torch.cat(columns) for name, columns in found.items()}
+
+    def __call__(
+        self, next_token_logprobs: Tensor, data: Any, global_valid_seqs: Tensor, global_valid_toks: Tensor
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """The rank's share of the step loss, and NeMo-RL's metrics. Each term and the metrics are a call of theirs."""
+        counts = {"global_valid_seqs": global_valid_seqs, "global_valid_toks": global_valid_toks}
+        with torch.no_grad():
+            _, metrics = super().__call__(next_token_logprobs.detach(), data, **counts)
+        total = next_token_logprobs.new_zeros(())
+        for name, part in self._parts.items():
+            column = data[_column(name)]
+            ones = torch.ones_like(data["sample_mask"])
+            masks = {"sample_mask": column} if column.dim() == 1 else {"token_mask": column, "sample_mask": ones}
+            nothing = {"advantages": torch.zeros_like(data["advantages"])} if name == "kl" else {}
+            share, of_part = part(next_token_logprobs, {**data, **masks, **nothing}, **counts)
+            total = total + share
+            if name == "kl" or "kl" not in self._parts:
+                metrics["kl_penalty"] = of_part["kl_penalty"]
+        if "nll" in self._modes:
+            share = -(next_token_logprobs * data[_column("nll")][:, 1:]).sum() / global_valid_toks
+            total, metrics["positive_nll_loss"] = total + self.positive_example_nll_weight * share, share.item()
+        return total, metrics | {"loss": total.item()}
+
+
+def _column(term: str) -> str:
+    return f"loss_weights_of_{term}"
+
+
+def _prompt_ids(input_ids: Tensor, token_mask: Tensor) -> Ids:
+    """The tokens before the first that is trained on, as NeMo-RL's advantages tell prompts apart."""
+    trained = token_mask != 0
+    lengths = torch.where(trained.any(-1), trained.int().argmax(-1), trained.shape[-1])
+    return [str(row[:length].tolist()) for row, length in zip(input_ids, lengths.tolist(), strict=True)]
+
+
+def _check_even(weights: Tensor, masks: Tensor) -> None:
+    """Refuse weights that no factor of a sample's mean makes."""
+    if bool((weights != weights.amax(-1, keepdim=True) * (masks != 0)).any()):
+        raise ValueError(
+            "token_level_loss=false and weights that differ within a sample, or a token mask that is not 0 and 1: "
+            "NeMo-RL then takes means of samples. Set token_level_loss=true, or choose another mode."
+        )

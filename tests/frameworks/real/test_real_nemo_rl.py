@@ -1,0 +1,232 @@
+"""NeMo-RL's own packing, loss, scaling and schedule call with our terms, from a checkout: NEMO_RL_PATH=~/RL.
+
+Real: `ClippedPGLossFn`, `process_global_batch`, `process_microbatch`, `LossPostProcessor` with its wrapper for packed
+sequences, `megatron_forward_backward`, Megatron's schedule and DDP with per-token loss, as its worker sets it. The
+model is a table of logits. Replaced: `Policy.train`, which sends batches to workers by Ray, by a function that keeps
+them.
+"""
+
+from types import SimpleNamespace
+from typing import Any
+
+import megatron_on_cpu
+import oracle
+import pytest
+import torch
+import torch.distributed as dist
+from checkouts import NEMO_RL, checkout, load
+from ranks import RankError, run_ranks
+from table_step import start, table_model
+from torch import Tensor
+
+from megatron_rl_loss import ModeInputs
+
+#: Log-probs are float32 sums over the vocabulary.
+TOLERANCE = 2e-6
+VOCABULARY, ROWS, LENGTH, BETA, MU = 11, 12, 17, 0.03, 0.4
+CUTS = [(0, 1), (1, 4), (4, 6)]  # micro-batches of a rank's six rows
+SETTINGS = {"ratio_clip_min": 0.2, "ratio_clip_max": 0.28, "reference_policy_kl_penalty": BETA}
+MODES: dict[str, dict[str, Any]] = {
+    "token_mean": {},
+    "sample_mean": {"units": "active"},
+    "prompt_mean": {"kl": "token_mean"},
+    "constant": {"divisor": 40.0, "kl": "sample_mean"},
+    "token_sum": {"divisor": 25.0},
+}
+
+pytestmark = pytest.mark.slow
+
+
+def make_batch() -> dict[str, Tensor]:
+    """Ragged rows of six prompts of one to four responses each; of two turns; one not valid, one without a reward."""
+    generator = torch.Generator().manual_seed(3)
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.rand(*shape, generator=generator)
+
+    prompts = [0, 0, 0, 0, 1, 1, 2, 3, 3, 4, 5, 5]
+    ids = torch.randint(1, VOCABULARY, (ROWS, LENGTH), generator=generator)
+    lengths = torch.randint(6, LENGTH + 1, (ROWS,), generator=generator)
+    mask = torch.zeros(ROWS, LENGTH)
+    for row, prompt in enumerate(prompts):
+        ids[row, :3] = torch.tensor([1 + prompt, 2, 1 + prompt])
+        mask[row, 3 : lengths[row]] = 1
+        mask[row, 5] = 0  # a tool's token
+    mask[10, 3 : lengths[10]] = (drawn(int(lengths[10]) - 3) < 0.3).float()
+    mask[10, 3] = 1
+    valid = torch.ones(ROWS)
+    valid[4] = 0
+    old = -2.4 + 0.3 * torch.randn(ROWS, LENGTH, generator=generator)
+    return {
+        "input_ids": ids,
+        "input_lengths": lengths,
+        "token_mask": mask,
+        "sample_mask": valid,
+        "advantages": torch.randn(ROWS, 1, generator=generator).expand(ROWS, LENGTH).clone(),
+        "rewards": (drawn(ROWS) < 0.5).float(),
+        "prev_logprobs": old,
+        "generation_logprobs": old.clone(),
+        "reference_policy_logprobs": old + 0.2 * torch.randn(ROWS, LENGTH, generator=generator),
+        "prompts": torch.tensor(prompts),
+    }
+
+
+def make_table() -> Tensor:
+    return 0.6 * torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(4))
+
+
+def expected(mode: str, settings: dict[str, Any], of_samples: bool, mu: float) -> tuple[float, Tensor, float]:
+    """Value, gradient by table entry and scale of the step's loss, in float64."""
+    batch, table = make_batch(), make_table().double().requires_grad_()
+    ids = batch["input_ids"]
+    log_probs = table.log_softmax(-1)[ids[:, :-1], ids[:, 1:]]
+    old, reference = (batch[name][:, 1:].double() for name in ("prev_logprobs", "reference_policy_logprobs"))
+    advantages = batch["advantages"][:, 1:].double()
+    masks = batch["token_mask"][:, 1:].double() * batch["sample_mask"][:, None]
+    log_ratio = log_probs - old
+    if of_samples:
+        token_mask = batch["token_mask"][:, 1:].double()
+        log_ratio = ((log_ratio * token_mask).sum(-1) / token_mask.sum(-1))[:, None].expand_as(old)
+    ratio = log_ratio.exp()
+    policy = torch.maximum(-ratio * advantages, -ratio.clamp(0.8, 1.28) * advantages)
+    difference = reference - log_probs
+    kl = (difference.exp() - difference - 1) * (log_probs - log_probs.detach()).exp()
+    of_policy = {name: value for name, value in settings.items() if name != "kl"}
+    scale = 0.0
+
+    def step(mode: str, losses: Tensor, masks: Tensor, divisor: float | None = None, units: str = "all") -> Tensor:
+        nonlocal scale
+        samples = [
+            oracle.Sample(losses[i], masks[i], None, int(prompt)) for i, prompt in enumerate(batch["prompts"].tolist())
+        ]
+        scale += oracle.step_scale(mode, samples, divisor, units)
+        return oracle.step_loss(mode, samples, divisor, units)
+
+    loss = step(mode, policy, masks, **of_policy)
+    of_kl = {} if "kl" in settings else of_policy
+    loss = loss + BETA * step(settings.get("kl", mode), kl, masks, **of_kl)
+    if mu:
+        loss = loss + mu * step("token_mean", -log_probs, masks * (batch["rewards"] > 0)[:, None])
+    (gradient,) = torch.autograd.grad(loss, table)
+    return float(loss.detach()), gradient, scale
+
+
+def let_backward_run_here(gather: Any) -> None:
+    """Its backward asks for "cuda", and torch's function modes, which redirect that, are off there."""
+    original = gather.backward
+
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        with megatron_on_cpu._CudaMeansCpu():
+            return original(ctx, gradient)
+
+    gather.backward = staticmethod(backward)
+
+
+def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, float]]:
+    """On a rank: the error of each case, and what NeMo-RL reports beside the loss."""
+    state = start(cp=cp)
+    names = ("algorithms.loss.loss_functions", "models.megatron.train", "models.megatron.data")
+    losses, worker, data_module = load(NEMO_RL, root, *(f"nemo_rl.{name}" for name in names))
+    from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+
+    from megatron_rl_loss.frameworks.nemo_rl import aggregate
+
+    let_backward_run_here(worker.allgather_cp_sharded_tensor.__globals__["AllGatherCPTensor"])
+    dp_rank, dp = state.get_data_parallel_rank(), state.get_data_parallel_world_size()
+    defaults = {name: getattr(losses.ClippedPGLossConfig, name) for name in losses.ClippedPGLossConfig.__annotations__}
+    cfg = {"sequence_packing": {"enabled": True}, "logprob_chunk_size": None}
+    found = []
+    for case in cases:
+        loss_fn = losses.ClippedPGLossFn(SimpleNamespace(**{**defaults, **SETTINGS, **case.get("cfg", {})}))
+        batch = BatchedDataDict(make_batch())
+        if not case.get("stock"):
+            sent: list[Any] = []
+
+            def send(data: Any, loss_fn: Any, timer: Any = None, gbs: Any = None, sent: list[Any] = sent) -> None:
+                sent.append(data)
+
+            policy = SimpleNamespace(cfg={"train_global_batch_size": ROWS}, train=send)
+            loss_fn = aggregate(policy, loss_fn, case["mode"], **case["settings"])
+            policy.train(batch, loss_fn, timer=None)
+            (batch,) = sent
+        mine = BatchedDataDict({name: values[dp_rank::dp] for name, values in batch.items()})
+        rows = len(mine["sample_mask"])
+        group = state.get_data_parallel_group()
+        counted = data_module.process_global_batch(mine, loss_fn, group, batch_idx=0, batch_size=rows)
+        counts = {name: counted[name] for name in ("global_valid_seqs", "global_valid_toks")}
+        cuts = [(a * rows // 6, b * rows // 6) for a, b in CUTS]
+        microbatches = []
+        for start_row, end_row in cuts:
+            part = mine.slice(start_row, end_row)
+            made = data_module.process_microbatch(part, "input_lengths", 2 * cp, pack_sequences=True)
+            microbatches.append(data_module.ProcessedMicrobatch(data_dict=part, **vars(made)))
+        model = table_model(
+            make_table().flatten().tolist(), per_token=True, forward=lambda p, ids: p.view(VOCABULARY, -1)[ids]
+        )
+        reports = worker.megatron_forward_backward(
+            model=model,
+            data_iterator=iter(microbatches),
+            num_microbatches=len(microbatches),
+            seq_length=LENGTH,
+            mbs=1,
+            post_processing_fn=worker.LossPostProcessor(loss_fn=loss_fn, cfg=cfg, num_microbatches=len(microbatches)),
+            **counts,
+        )
+        names = ("loss", "kl_penalty", "positive_nll_loss", "gen_kl_error", "probs_ratio")
+        sums = torch.tensor([sum(report[name] for report in reports) for name in names], dtype=torch.float64)
+        dist.all_reduce(sums, group=group)
+        metrics = dict(zip(names, sums.tolist(), strict=True))
+        mu = case.get("cfg", {}).get("positive_example_nll_weight", 0.0)
+        of_samples = case.get("cfg", {}).get("sequence_level_importance_ratios", False)
+        value, by_entry, scale = expected(case["mode"], case["settings"], of_samples, mu)
+        gradient = model.module.losses.main_grad.clone().view_as(by_entry).double()
+        in_gradient = float((gradient - by_entry).abs().max() / by_entry.abs().max())
+        found.append(metrics | {"in gradient": in_gradient, "in value": abs(metrics["loss"] - value) / scale})
+    return found
+
+
+OF_SAMPLES = {"token_level_loss": False, "sequence_level_importance_ratios": True}
+CASES: list[dict[str, Any]] = [
+    *({"mode": mode, "settings": settings} for mode, settings in MODES.items()),
+    {"mode": "sample_mean", "settings": {}, "cfg": OF_SAMPLES},
+    {"mode": "prompt_mean", "settings": {"kl": "sample_mean"}, "cfg": OF_SAMPLES},
+    {"mode": "prompt_mean", "settings": {}, "cfg": {"positive_example_nll_weight": MU}},
+]
+
+
+@pytest.mark.parametrize(("world_size", "cp"), [(1, 1), (4, 2)])
+def test_every_term_is_exact(world_size: int, cp: int) -> None:
+    for results in run_ranks(world_size, train, checkout(NEMO_RL), cp, CASES):
+        for case, found in zip(CASES, results, strict=True):
+            assert found["in gradient"] < TOLERANCE, (case, found)
+            assert found["in value"] < TOLERANCE, (case, found)
+
+
+def test_metrics_keep_their_masks_and_theirs_is_what_it_says() -> None:
+    """Their token mean is exact, it is none of the other modes, and their NLL is a mean of each micro-batch."""
+    token_mean: dict[str, Any] = {"mode": "token_mean", "settings": {}}
+    vapo = {"cfg": {"positive_example_nll_weight": MU}}
+    cases = [
+        token_mean | {"stock": True},
+        token_mean,
+        {"mode": "prompt_mean", "settings": {}},
+        {"mode": "prompt_mean", "settings": {}, "stock": True},
+        token_mean | vapo | {"stock": True},
+    ]
+    stock, same, other, wrong, nll = run_ranks(4, train, checkout(NEMO_RL), 2, cases)[0]
+    assert stock["in gradient"] < TOLERANCE
+    assert wrong["in gradient"] > 1e-2
+    assert nll["in gradient"] > 1e-2
+    for name in ("gen_kl_error", "probs_ratio"):
+        assert same[name] == stock[name] == other[name]
+    assert same["kl_penalty"] == pytest.approx(stock["kl_penalty"], rel=TOLERANCE)
+
+
+def later_tokens_more(inputs: ModeInputs) -> list[Tensor]:
+    return [torch.arange(1.0, length + 1) for length in inputs.samples.mask_lengths]
+
+
+def test_weights_that_differ_within_a_sample_need_a_token_level_loss() -> None:
+    case = {"mode": later_tokens_more, "settings": {}, "cfg": {"token_level_loss": False}}
+    with pytest.raises(RankError, match="Set token_level_loss=true"):
+        run_ranks(1, train, checkout(NEMO_RL), 1, [case])
