@@ -363,7 +363,7 @@ def _fold(
             slopes: Sequence[Tensor | None] = ()
             if total.requires_grad:
                 slopes = torch.autograd.grad(total, list(outputs.values()), allow_unused=True)
-            g, h, *_ = *(None if one is None else one * gain for one in slopes), None, None
+            g, h, *_ = *(None if one is None else one.masked_fill(of_loss == 0, 0) * gain for one in slopes), None, None
             read.gradient(logits, part, norm, g, h, into=logits)
             sums.add(logits, chunk, places)
         del logits  # before the next chunk's are made

@@ -289,7 +289,7 @@ def test_losses_that_are_nan_where_the_weight_is_0_are_ignored() -> None:
         weight,
         batch.labels,
         batch.weights.float(),
-        lambda log_probs, _, nan: (log_probs + nan, {}),
+        lambda log_probs, _, nan: (log_probs * (1 + nan), {}),
         {"nan": nan},
         token_mask=torch.ones(TOKENS),
     )
