@@ -25,7 +25,14 @@ from torch import Tensor
 
 from megatron_rl_loss.errors import check_int
 from megatron_rl_loss.logprobs.kept_ids import Keep
-from megatron_rl_loss.logprobs.logits import LogProbs, Reading, Settings, check_labels_shape
+from megatron_rl_loss.logprobs.logits import (
+    LogProbs,
+    Reading,
+    Settings,
+    check_labels_shape,
+    no_autocast,
+    outside_autocast,
+)
 from megatron_rl_loss.step.collectives import Group, if_several, size_of
 
 # Where torch has the newer names, it warns of the older ones.
@@ -114,7 +121,7 @@ def log_probs_from_hidden(
 
     Args:
         hidden: [..., hidden], float; with sequence parallelism its first dimension is this rank's part of the tokens.
-        weight: [vocabulary / TP, hidden], in the dtype of `hidden`.
+        weight: [vocabulary / TP, hidden], in the dtype of `hidden`; inside ``torch.autocast`` both are cast as there.
         labels: integers [...], of all tokens, in the order of the gathered hidden states.
         bias: [vocabulary / TP].
         tensor_parallel: how hidden states and vocabulary lie on the ranks.
@@ -129,6 +136,7 @@ def log_probs_from_hidden(
     Raises:
         ValueError, TypeError: as `log_probs_from_logits`; hidden states, weight and labels that do not fit each other.
     """
+    hidden, weight, bias = _as_autocast(hidden, weight, bias)
     settings = Settings(temperature, keep, vocab_size, entropy, token_mask)
     head = _Head(hidden, weight, bias, labels, settings, tensor_parallel, chunk_tokens, main_gradient)
     return head.read.in_shape(*_FromHidden.apply(hidden, weight, bias, head))  # type: ignore[no-untyped-call]
@@ -186,16 +194,29 @@ def loss_from_hidden(
     _check_per_token({"weights": weights.reshape(-1), **inputs}, labels.numel())
     if token_mask is None:
         token_mask = (weights != 0).view(labels.shape)
+    hidden, weight, bias = _as_autocast(hidden, weight, bias)
     settings = Settings(temperature, keep, vocab_size, entropy, token_mask)
     head = _Head(hidden, weight, bias, labels, settings, tensor_parallel, chunk_tokens, main_gradient)
     leaves = (hidden, weight, bias)
     wanted = [torch.is_grad_enabled() and one is not None and one.requires_grad for one in leaves]
     weights = weights.detach().reshape(-1).to(hidden.device, torch.float32)
-    with torch.no_grad():
+    with torch.no_grad(), no_autocast(hidden.device):
         share, values, gradients = _fold(head, leaves, wanted, weights, per_token_loss, inputs)
     if any(wanted):
         share = _Folded.apply(*leaves, head, share, *gradients)  # type: ignore[no-untyped-call]
     return FoldedLoss(share, {name: head.read.spread(one).view(labels.shape) for name, one in values.items()})
+
+
+def _as_autocast(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """What autocast would make of them for a product, so that backward has it too, wherever it runs."""
+    device = hidden.device.type
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+        return hidden, weight, bias
+
+    def cast(one: Tensor) -> Tensor:
+        return one if one.dtype == torch.float64 else one.to(torch.get_autocast_dtype(device))
+
+    return cast(hidden), cast(weight), None if bias is None else cast(bias)
 
 
 def _check_per_token(values: Mapping[str, Tensor], tokens: int) -> None:
@@ -301,6 +322,7 @@ def add_product(total: Tensor, of_logits: Tensor, hidden: Tensor) -> None:
 
 class _FromHidden(torch.autograd.Function):
     @staticmethod
+    @outside_autocast
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, head: _Head
     ) -> tuple[Tensor, Tensor | None]:
@@ -314,6 +336,7 @@ class _FromHidden(torch.autograd.Function):
         return read.spread(log_probs), read.spread(norm[2]) if read.entropy else None
 
     @staticmethod
+    @outside_autocast
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, norm = ctx.saved_tensors
         head: _Head = ctx.head
@@ -386,6 +409,7 @@ class _Folded(torch.autograd.Function):
         return share.clone()
 
     @staticmethod
+    @outside_autocast
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         gain, of_hidden, of_weight, of_bias = ctx.saved_tensors
         head: _Head = ctx.head
