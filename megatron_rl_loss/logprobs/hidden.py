@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl_loss.errors import check_int
+from megatron_rl_loss.errors import check_int, first_order
 from megatron_rl_loss.logprobs.kept_ids import Keep
 from megatron_rl_loss.logprobs.logits import (
     LogProbs,
@@ -336,6 +336,7 @@ class _FromHidden(torch.autograd.Function):
         return read.spread(log_probs), read.spread(norm[2]) if read.entropy else None
 
     @staticmethod
+    @first_order("log_probs_from_hidden")
     @outside_autocast
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, norm = ctx.saved_tensors
@@ -409,6 +410,7 @@ class _Folded(torch.autograd.Function):
         return share.clone()
 
     @staticmethod
+    @first_order("loss_from_hidden")
     @outside_autocast
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         gain, of_hidden, of_weight, of_bias = ctx.saved_tensors

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl_loss.errors import check_int, check_within, require
+from megatron_rl_loss.errors import check_int, check_within, first_order, require
 from megatron_rl_loss.logprobs.kept_ids import Keep, KeptIds, check_keep
 from megatron_rl_loss.step.collectives import Group, if_several, rank_in, size_of
 
@@ -360,6 +360,7 @@ class _FromLogits(torch.autograd.Function):
         return read.spread(log_probs), read.spread(norm[2]) if read.entropy else None
 
     @staticmethod
+    @first_order("log_probs_from_logits")
     @outside_autocast
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         logits, norm = ctx.saved_tensors

@@ -19,9 +19,8 @@ from typing import Any, Literal, NewType, Protocol, get_args
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from megatron_rl_loss.errors import check_choice, require
+from megatron_rl_loss.errors import check_choice, first_order, require
 from megatron_rl_loss.reduction.sums import check_values
 from megatron_rl_loss.step.collectives import Group
 from megatron_rl_loss.step.samples import LocalTokens, Samples
@@ -238,7 +237,7 @@ class _SegmentSums(torch.autograd.Function):
         return segments.add_over_cp(Partial(torch.stack([_sum_segments(row, segments.counts) for row in rows])))
 
     @staticmethod
-    @once_differentiable
+    @first_order("segment_sum or segment_mean")
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         segments: _Segments = ctx.segments
         wanted = [k for k, needed in enumerate(ctx.needs_input_grad[1:]) if needed]
@@ -260,7 +259,7 @@ class _ToTokens(torch.autograd.Function):
         return _repeat(of_samples, counts, num_tokens)
 
     @staticmethod
-    @once_differentiable
+    @first_order("to_tokens")
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         return _sum_segments(gradient.double(), ctx.counts).to(ctx.dtype), None, None
 

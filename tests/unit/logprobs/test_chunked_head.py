@@ -356,6 +356,14 @@ def test_under_autocast_it_is_as_near_as_the_naive_way(to: torch.dtype, way: Any
         assert errors[0] <= 1.2 * errors[1] + FP32, (of_hidden, of_weight, errors)
 
 
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+def test_a_second_derivative_is_refused(way: Any) -> None:
+    batch = batch_of(TOKENS, VOCABULARY, HIDDEN)
+    leaves = leaves_of(batch)
+    with pytest.raises(ValueError, match=r"create_graph=True through (log_probs_from|loss_from).+has no graph"):
+        torch.autograd.grad(way(*leaves, batch), leaves, create_graph=True)
+
+
 def test_a_loss_of_entropy_alone_has_its_gradient() -> None:
     batch = batch_of(TOKENS, VOCABULARY, HIDDEN)
     hidden, weight = leaves_of(batch)

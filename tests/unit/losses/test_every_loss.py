@@ -1,4 +1,4 @@
-"""What holds for every loss: masked tokens change no bit, and active NaN is said."""
+"""What holds for every loss: masked tokens change no bit, active NaN is said, a second derivative is exact or refused."""
 
 import functools
 import logging
@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_rl_loss import Samples
+from megatron_rl_loss import Samples, logprobs
 from megatron_rl_loss.losses import POLICY_LOSSES, kl_estimate, policy_loss, value_loss
 from megatron_rl_loss.plan import plan_step
 
@@ -103,3 +103,45 @@ def test_one_of_several_terms_is_named(caplog: pytest.LogCaptureFixture) -> None
     assert [record.message.split(" of a micro-batch")[0] for record in caplog.records] == [
         "rank 0: the term 'kl' is inf at token 3 of sample 0"
     ]
+
+
+def penalised(share_of: Callable[[Tensor], Tensor]) -> Tensor:
+    """The gradient of a share and of the square of its gradient."""
+    leaf = inputs(torch.float64)["log_probs"].requires_grad_()
+    share = share_of(leaf)
+    (gradient,) = torch.autograd.grad(share, leaf, create_graph=True)
+    (share + gradient.square().sum()).backward()
+    assert leaf.grad is not None
+    return leaf.grad
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_gradient_penalty_is_exact_or_refused(name: str) -> None:
+    given = inputs(torch.float64)
+    (microbatch,) = plan_step([Samples(MASKS)], "sample_mean", dp_group=None)
+
+    def share_of(leaf: Tensor) -> Tensor:
+        return microbatch(LOSSES[name](given | {"log_probs": leaf}, microbatch))
+
+    if name in OF_SEQUENCES - {"gspo_token"}:
+        with pytest.raises(ValueError, match=r"create_graph=True through .+: its gradient has no graph"):
+            penalised(share_of)
+        return
+    weights = microbatch.weights.double()
+    local = microbatch if name in OF_SEQUENCES else None
+    by_hand = penalised(lambda leaf: (weights * LOSSES[name](given | {"log_probs": leaf}, local)).sum())
+    torch.testing.assert_close(penalised(share_of), by_hand, rtol=1e-6, atol=1e-9)
+
+
+def test_every_node_of_the_package_was_tried() -> None:
+    """Each custom node refuses a second derivative, but for the reducer's, whose gradient is a constant."""
+    nodes = {
+        node.__name__: node
+        for node in torch.autograd.Function.__subclasses__()
+        if node.__module__.startswith("megatron_rl_loss.")
+    }
+    assert len(nodes) >= 6, logprobs
+    for name, node in nodes.items():
+        if name != "_WithGradient":
+            with torch.enable_grad(), pytest.raises(ValueError, match="create_graph=True through"):
+                node.backward(None)  # type: ignore[attr-defined]
