@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl_loss.errors import check_within
-from megatron_rl_loss.losses.ratio import check_same_shape
+from megatron_rl_loss.losses.ratio import at_least_float32, check_same_shape
 from megatron_rl_loss.step.ids import Ids, as_ids
 
 
@@ -92,4 +92,4 @@ def distillation_advantages(log_probs: Tensor, teacher_log_probs: Tensor) -> Ten
     Source: on-policy distillation, arXiv:2306.13649; as advantages, Thinking Machines Lab 2025.
     """
     check_same_shape("log-probs", log_probs, teacher_log_probs)
-    return (teacher_log_probs - log_probs).detach()
+    return at_least_float32(teacher_log_probs.detach()) - at_least_float32(log_probs.detach())

@@ -20,7 +20,7 @@ class PolicyLoss:
     """An unreduced policy loss.
 
     Attributes:
-        per_token_loss: one value per token, differentiable; a reducer aggregates it.
+        per_token_loss: one value per token, differentiable, float32 (float64 of float64); a reducer aggregates it.
         clipped: 1.0 where a clip decided the loss, so that its gradient is 0, else 0.0; detached. Its sample mean is
             the clip fraction.
         ppo_kl: ``old_log_probs - log_probs`` (estimator k1 of KL(old || new)), detached.
@@ -78,7 +78,7 @@ class RatioBounds:
 
 @dataclass(frozen=True)
 class Given:
-    """A policy loss's inputs: checked, and 0 at masked tokens where the mask is known.
+    """A policy loss's inputs: checked, float32 at least, and 0 at masked tokens where the mask is known.
 
     Attributes:
         log_ratio: ``log r`` per token, differentiable in `log_probs`.
@@ -125,17 +125,18 @@ class Given:
 def filled(
     local: Place | Tensor | None, trained: Tensor, *others: Tensor
 ) -> tuple[Tensor, list[Tensor], Callable[[Tensor], Tensor]]:
-    """The tensors with 0 at masked tokens, so that nothing there reaches an exp; and what the loss goes through.
+    """The tensors in float32 at least, 0 at masked tokens before any exp; and what the loss goes through.
 
     Where the mask is not known, it is the gradient that tells: a token whose loss gets exactly 0 hands on 0, where
     the chain rule might make NaN of it. While torch compiles nobody sees to that.
     """
+    inside, *rest = map(at_least_float32, (trained, *others))
     if local is not None:
         mask = _mask_of(local, trained) != 0
-        return torch.where(mask, trained, 0), [torch.where(mask, one, 0) for one in others], lambda loss: loss
+        return torch.where(mask, inside, 0), [torch.where(mask, one, 0) for one in rest], lambda loss: loss
     if torch.compiler.is_compiling() or not trained.requires_grad or not torch.is_grad_enabled():
-        return trained, list(others), lambda loss: loss
-    inside, unused = trained.view_as(trained), torch.zeros((), dtype=torch.bool, device=trained.device)
+        return inside, rest, lambda loss: loss
+    inside, unused = inside.view_as(trained), torch.zeros((), dtype=torch.bool, device=trained.device)
 
     def note(gradient: Tensor) -> None:
         nonlocal unused
@@ -147,7 +148,12 @@ def filled(
         return loss
 
     inside.register_hook(lambda gradient: gradient.masked_fill(unused, 0))
-    return inside, list(others), shield
+    return inside, rest, shield
+
+
+def at_least_float32(values: Tensor) -> Tensor:
+    """Half precision has 8 or 11 bits: too few for ratios near 1, and float16 no range for their exp."""
+    return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
 def _mask_of(local: Place | Tensor, values: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """Losses of single tokens: policy losses, a value loss, and KL to a reference.
 
-Each is elementwise over tokens of any shape, in the dtype of its inputs, and not reduced: sums are the reducers'
-business. What lies at masked tokens (NaN, inf) changes neither loss nor gradient: given `local`, inputs are 0 there;
-without it a token whose loss gets no gradient hands none on, unless the loss is compiled, and a value above 0 in
+Each is elementwise over tokens of any shape, and not reduced: sums are the reducers' business. Half precision is raised
+to float32 first. What lies at masked tokens (NaN, inf) changes neither loss nor gradient: given `local`, inputs are 0
+there; without it a token whose loss gets no gradient hands none on, unless the loss is compiled, and a value above 0 in
 log-probs is refused at any token.
 """
 

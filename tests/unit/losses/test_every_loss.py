@@ -1,4 +1,4 @@
-"""What holds for every loss: masked tokens change no bit, active NaN is said, a second derivative is exact or refused."""
+"""What holds for every loss: masked tokens, NaN at active ones, second derivatives, half precision."""
 
 import functools
 import logging
@@ -10,7 +10,15 @@ import torch
 from torch import Tensor
 
 from megatron_rl_loss import Samples, logprobs
-from megatron_rl_loss.losses import POLICY_LOSSES, kl_estimate, policy_loss, value_loss
+from megatron_rl_loss.losses import (
+    POLICY_LOSSES,
+    distillation_advantages,
+    importance_weights,
+    kl_estimate,
+    policy_loss,
+    truncated_importance_weights,
+    value_loss,
+)
 from megatron_rl_loss.plan import plan_step
 
 Inputs = dict[str, Tensor]
@@ -103,6 +111,28 @@ def test_one_of_several_terms_is_named(caplog: pytest.LogCaptureFixture) -> None
     assert [record.message.split(" of a micro-batch")[0] for record in caplog.records] == [
         "rank 0: the term 'kl' is inf at token 3 of sample 0"
     ]
+
+
+@pytest.mark.parametrize("where", ["micro-batch", "nothing"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", LOSSES)
+def test_half_precision_is_float32_of_the_same_inputs(name: str, dtype: torch.dtype, where: str) -> None:
+    if name in OF_SEQUENCES and where == "nothing":
+        pytest.skip("a loss of sequences always knows the mask")
+    given = inputs()
+    given["old_log_probs"][6] = -15.5  # with A < 0: its ratio, e^11.75, is more than float16 can hold
+    given["log_probs"][6] = -3.75
+    share, gradient = share_and_gradient(LOSSES[name], given, where)
+    found = share_and_gradient(LOSSES[name], {key: x.to(dtype) for key, x in given.items()}, where)
+    assert torch.equal(found[0], share)
+    assert torch.equal(found[1], gradient.to(dtype))
+
+
+def test_ratios_of_other_policies_are_made_in_float32() -> None:
+    one, other = torch.tensor([-2.0, -0.0078125]).bfloat16(), torch.tensor([-15.5, -2.0]).bfloat16()
+    for function in (distillation_advantages, truncated_importance_weights):
+        assert torch.equal(function(one, other), function(one.float(), other.float()))
+    assert torch.equal(importance_weights(other, high=9.0), importance_weights(other.float(), high=9.0))
 
 
 def penalised(share_of: Callable[[Tensor], Tensor]) -> Tensor:
