@@ -56,7 +56,7 @@ class NamedLoss:
 
 _GSPO = "max(-A s, -A clip(s)), s = exp(mean_t log r_t)"
 _DPPO = "-A r, 0 where {} > d and A (p - q) > 0"
-_DPPO_TV, _DPPO_KL = partial(dppo_loss, divergence="tv"), partial(dppo_loss, divergence="kl", threshold=0.05)
+_DPPO_TV, _DPPO_KL = partial(dppo_loss, divergence="tv"), partial(dppo_loss, divergence="kl")
 _ROWS = (
     NamedLoss("ppo", "max(-A r, -A clip(r)), at most -c A where A < 0", "arXiv:1707.06347", ppo_clip_loss),
     NamedLoss("cispo", "-sg(min(r, 1 + high)) A log pi", "arXiv:2506.13585", cispo_loss),

@@ -127,7 +127,7 @@ def dppo_loss(
     local: Place | Tensor | None = None,
     *,
     divergence: Divergence = "tv",
-    threshold: float = 0.15,
+    threshold: float | None = None,
     importance_weights: Tensor | None = None,
 ) -> PolicyLoss:
     """``-A r``, and 0 where the policy has left a trust region in the direction that A pushes it.
@@ -138,7 +138,7 @@ def dppo_loss(
 
     Args:
         old_log_probs: of the policy that sampled the tokens.
-        threshold: largest divergence; 0.15 for ``tv`` and 0.05 for ``kl`` are usual.
+        threshold: largest divergence; by default 0.15 for ``tv``, 0.05 for ``kl``.
         log_probs, advantages, local, importance_weights: as in `ppo_clip_loss`.
 
     Raises ValueError as `ppo_clip_loss`, for an unknown divergence, and for a threshold that is not above 0 (and below
@@ -146,6 +146,8 @@ def dppo_loss(
     """
     given = Given.of(log_probs, old_log_probs, advantages, importance_weights, local)
     check_choice("divergence", divergence, get_args(Divergence))
+    if threshold is None:
+        threshold = 0.15 if divergence == "tv" else 0.05
     sound = 0 < threshold < (1 if divergence == "tv" else math.inf)
     check_within("threshold", threshold, sound, "above 0, and below 1 for tv", "0.15 for tv, 0.05 for kl are usual")
     with torch.no_grad():

@@ -75,6 +75,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], Any, tuple[Any, ...]]] = {
     "SAPO, others": (sapo_loss, {"tau_positive": 0.3, "tau_negative": 7}, sapo, (0.3, 7.0)),
     "DPPO tv": (dppo_loss, {"threshold": 0.05}, dppo, ("tv", 0.05)),
     "DPPO tv, usual": (dppo_loss, {}, dppo, ("tv", 0.15)),
+    "DPPO kl, usual": (dppo_loss, {"divergence": "kl"}, dppo, ("kl", 0.05)),
     "DPPO kl": (dppo_loss, {"divergence": "kl", "threshold": 0.01}, dppo, ("kl", 0.01)),
 }
 for low, high in [(0.2, None), (0.1, None), (0.2, 0.28), (1.0, 5.0), (0.01, 0.01)]:
