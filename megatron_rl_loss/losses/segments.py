@@ -148,7 +148,7 @@ def _statistics(
     check_choice("unit of a segment sum", per, get_args(Per))
     rows = [values] if isinstance(values, Tensor) else list(values)
     local, cp_group, totals = located(local, cp_group, totals)
-    group = _exchange_group(local, cp_group)
+    group = exchange_group(local, cp_group)
     samples = local.samples
     shapes = samples.loss_shapes(len(local), local.cp_size)
     for row in rows:
@@ -171,7 +171,7 @@ def _statistics(
     return Replicated(sums[0] if isinstance(values, Tensor) else sums)
 
 
-def _exchange_group(local: LocalTokens, cp_group: Group | None) -> Group | None:
+def exchange_group(local: LocalTokens, cp_group: Group | None) -> Group | None:
     """The group to add sums over, or None where this rank has all tokens."""
     if cp_group is not None and cp_group.size() != local.cp_size:
         raise ValueError(
