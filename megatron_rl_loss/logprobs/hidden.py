@@ -180,7 +180,8 @@ def loss_from_hidden(
 
     Args:
         hidden, weight, labels: as in `log_probs_from_hidden`.
-        weights: one float per token, such as `token_weights`. The sum ignores tokens of weight 0.
+        weights: one float per token, such as `token_weights`. The sum ignores tokens of weight 0, and has their dtype,
+            float32 at least.
         per_token_loss: ``(log_probs, entropy, **inputs) -> (losses, metrics)``, all [tokens of a chunk]; entropy is
             None unless asked for. It is differentiated towards log_probs and entropy alone.
         inputs: what else it needs, one value per token, in the shape of the labels.
@@ -199,7 +200,7 @@ def loss_from_hidden(
     head = _Head(hidden, weight, bias, labels, settings, tensor_parallel, chunk_tokens, main_gradient)
     leaves = (hidden, weight, bias)
     wanted = [torch.is_grad_enabled() and one is not None and one.requires_grad for one in leaves]
-    weights = weights.detach().reshape(-1).to(hidden.device, torch.float32)
+    weights = weights.detach().reshape(-1).to(hidden.device, torch.promote_types(weights.dtype, torch.float32))
     with torch.no_grad(), no_autocast(hidden.device):
         share, values, gradients = _fold(head, leaves, wanted, weights, per_token_loss, inputs)
     if any(wanted):
@@ -415,7 +416,7 @@ class _Folded(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         gain, of_hidden, of_weight, of_bias = ctx.saved_tensors
         head: _Head = ctx.head
-        scale = (gradient / gain).to(torch.float32)
+        scale = (gradient / gain).to(torch.promote_types(ctx.dtype, torch.float32))
         of_hidden, of_bias = (_in_dtype(one, ctx.dtype, scale) for one in (of_hidden, of_bias))
         of_weight = head.weight_gradient(ctx.needs_input_grad[1], of_weight, ctx.dtype, scale)
         return of_hidden, of_weight, of_bias, *[None] * 6

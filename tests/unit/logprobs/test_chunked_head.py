@@ -281,6 +281,19 @@ def test_weights_that_float16_cannot_hold_are_not_lost() -> None:
     assert relative(hidden.grad, leaf.grad) <= 4 * 2.0**-11  # type: ignore[arg-type]
 
 
+def test_float64_stays_float64() -> None:
+    batch = batch_of(TOKENS, VOCABULARY, HIDDEN)
+    leaves, naive_leaves = ([one.clone().requires_grad_() for one in (batch.hidden, batch.weight)] for _ in range(2))
+    share, _ = loss_from_hidden(*leaves, batch.labels, batch.weights / 3, lambda log_probs, _: (-log_probs, {}))
+    log_probs, _ = head_oracle.log_probs_and_entropy(naive_leaves[0] @ naive_leaves[1].T, batch.labels)
+    expected = (batch.weights / 3 * -log_probs).sum()
+    share.backward()
+    expected.backward()
+    assert relative(share, expected) <= 1e-12
+    for leaf, right in zip(leaves, naive_leaves, strict=True):
+        assert relative(leaf.grad, right.grad) <= 1e-12  # type: ignore[arg-type]
+
+
 def test_losses_that_are_nan_where_the_weight_is_0_are_ignored() -> None:
     batch = batch_of(TOKENS, VOCABULARY, HIDDEN)
     hidden, weight = leaves_of(batch)
