@@ -159,7 +159,8 @@ def policy_losses(args: argparse.Namespace) -> Losses:
     def losses(log_probs: Tensor, microbatch: Microbatch) -> tuple[Tensor, dict[str, Tensor]]:
         rows = microbatch.data
         clip = {"clip_low": args.clip_low, "clip_high": args.clip_high}
-        loss = ppo_clip_loss(log_probs, rows.old_log_probs, microbatch.local(rows.advantages).cuda(), **clip)
+        advantages = microbatch.local(rows.advantages).cuda()
+        loss = ppo_clip_loss(log_probs, rows.old_log_probs, advantages, microbatch, **clip)
         ratio = (-loss.ppo_kl).exp()
         # Among samples of the old policy the mean ratio is 1 whatever the new one is: look at the distance too.
         metrics = {"ratio": ratio, "ratio_gap": (ratio - 1).abs(), "clip_fraction": loss.clipped, "ppo_kl": loss.ppo_kl}

@@ -124,7 +124,8 @@ def forward_step(data_iterator: Iterator[Microbatch], model: Any) -> tuple[Any, 
             return microbatch.loss(losses, {"log_prob": log_probs, "entropy": entropy, **metrics})
 
         return call_model(microbatch, model, **head, output_processor_context=Tokens(mask)), loss_of_sequences
-    context = Folded.of(microbatch, losses_of, inputs, mask=mask)  # the loss is made where its logits are
+    of_chunk = functools.partial(per_token_loss, None)  # the loss is made where its logits are
+    context = Folded.of(microbatch, of_chunk, inputs, mask=mask)
     return call_model(microbatch, model, **head, output_processor_context=context), functools.partial(
         hand_over, microbatch
     )
@@ -152,14 +153,14 @@ def output_head(args: Any, entropy: bool = False) -> OutputHead:
 
 
 def per_token_loss(
-    microbatch: Microbatch,
+    microbatch: Microbatch | None,
     log_probs: Tensor,
     entropy: Tensor | None,
     advantages: Tensor,
     old_log_probs: Tensor | None = None,
     reference_log_probs: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Unreduced losses and metrics of any tokens: all of a micro-batch, or, but for losses of a sequence, a chunk."""
+    """Unreduced losses and metrics of a micro-batch, or (losses of single tokens) of a chunk without one."""
     args = get_args()
     metrics = {"advantage_x_log_prob": advantages * log_probs}
     if old_log_probs is None and args.policy_loss == "ppo":
@@ -170,8 +171,7 @@ def per_token_loss(
             log_probs,
             log_probs.detach() if old_log_probs is None else old_log_probs,
             advantages,
-            microbatch.tokens,  # where the tokens of a sequence lie
-            microbatch.cp_group,
+            microbatch,  # knows what is masked, and where the tokens of a sequence lie
             **clip_range(args),
         )
         losses = policy.per_token_loss
@@ -228,7 +228,7 @@ def is_last_stage(model: Any) -> bool:
     return bool(unwrap_model(model).post_process)
 
 
-def clip_range(args: Any) -> dict[str, float | None]:
+def clip_range(args: Any) -> dict[str, Any]:
     """What the flags say; PPO's range is that of DAPO."""
     low, high = (0.2, 0.28) if args.policy_loss == "ppo" else (None, None)
     return {

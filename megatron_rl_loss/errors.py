@@ -3,9 +3,11 @@
 Each error says what was given, the rule it breaks, and what to do: ``given: rule. Remedy.``
 """
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
 from numbers import Real
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -98,3 +100,21 @@ def require(holds: bool | Tensor, describe: Callable[[], str], rule: str) -> Non
         torch._assert_async(holds, f"values on a device: {rule}")
     elif not holds:
         raise ValueError(f"{describe()}: {rule}")
+
+
+def first_order(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorator of the backward of a node whose gradient has no graph: refuses create_graph=True."""
+
+    def decorate(backward: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(backward)
+        def call(ctx: Any, *gradients: Any) -> Any:
+            if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+                raise ValueError(
+                    f"create_graph=True through {name}: its gradient has no graph, so nothing made of it (a gradient "
+                    "penalty) would train the model. Make that term of plain torch operations."
+                )
+            return backward(ctx, *gradients)
+
+        return call
+
+    return decorate

@@ -22,7 +22,7 @@ def loss_with_kl(
     beta: float,
 ) -> Any:
     """What a Megatron `loss_func` returns, from values of this context-parallel rank's tokens."""
-    policy = ppo_clip_loss(log_probs, old_log_probs, advantages)
-    kl = microbatch.sample_mean(kl_estimate(log_probs, ref_log_probs))
+    policy = ppo_clip_loss(log_probs, old_log_probs, advantages, microbatch)
+    kl = microbatch.sample_mean(kl_estimate(log_probs, ref_log_probs, microbatch))
     pg_loss = microbatch.pg_loss(policy.per_token_loss)
     return microbatch.carry(pg_loss + beta * kl, microbatch.report({"pg_loss": pg_loss, "kl": kl}))

@@ -19,7 +19,7 @@ Batch = dict[str, Any]  # loss_masks, layout, prompt_ids: of Samples; tokens, ol
 def policy_loss(batch: Batch, microbatch: Microbatch, log_probs: Tensor) -> Any:
     """What the schedule gets, as a pair; without `form` it is (loss, num_tokens, report)."""
     old, advantages = (microbatch.local(batch[name]) for name in ("old_log_probs", "advantages"))
-    share = microbatch(ppo_clip_loss(log_probs, old, advantages).per_token_loss)
+    share = microbatch(ppo_clip_loss(log_probs, old, advantages, microbatch).per_token_loss)
     return microbatch.carry(share, {"actor": {"pg_loss": share.detach()}}, form="2-tuple")
 
 

@@ -28,7 +28,7 @@ def train_step(model: Any, optimizer: Any, batches: list[Batch], mode: str, divi
         with contextlib.nullcontext() if number == len(plan) else model.no_sync():
             logits = model(batch["tokens"])
             log_probs = logits.log_softmax(-1).gather(-1, batch["labels"][:, None])[:, 0]
-            policy = ppo_clip_loss(log_probs, batch["old_log_probs"], batch["advantages"])
+            policy = ppo_clip_loss(log_probs, batch["old_log_probs"], batch["advantages"], microbatch)
             share = microbatch(policy.per_token_loss)
             microbatch.carry(share, form="mean").backward()
         step_loss += share.detach()

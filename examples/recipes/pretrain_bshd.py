@@ -45,7 +45,7 @@ def forward_step(data_iterator: Any, model: Any) -> Any:
     names = ("tokens", "labels", "positions", "old_log_probs", "advantages")
     tokens, labels, positions, old, advantages = (microbatch.local(batch[name]).cuda() for name in names)
     output = model(tokens, positions, None, labels=labels)
-    return output, lambda loss: microbatch.loss(ppo_clip_loss(-loss, old, advantages).per_token_loss)
+    return output, lambda loss: microbatch.loss(ppo_clip_loss(-loss, old, advantages, microbatch).per_token_loss)
 
 
 def main() -> None:

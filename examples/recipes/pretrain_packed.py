@@ -45,7 +45,7 @@ def forward_step(data_iterator: Any, model: Any) -> Any:
     bounds, longest = batch["bounds"].cuda(), int(batch["bounds"].diff().max())
     packed = PackedSeqParams("thd", bounds, bounds, bounds, bounds, longest, longest)
     output = model(tokens, positions, None, labels=labels, packed_seq_params=packed)
-    return output, lambda loss: microbatch.loss(ppo_clip_loss(-loss, old, advantages).per_token_loss)
+    return output, lambda loss: microbatch.loss(ppo_clip_loss(-loss, old, advantages, microbatch).per_token_loss)
 
 
 def main() -> None:

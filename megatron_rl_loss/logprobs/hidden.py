@@ -23,9 +23,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl_loss.errors import check_int
+from megatron_rl_loss.errors import check_int, first_order
 from megatron_rl_loss.logprobs.kept_ids import Keep
-from megatron_rl_loss.logprobs.logits import LogProbs, Reading, Settings, check_labels_shape
+from megatron_rl_loss.logprobs.logits import (
+    LogProbs,
+    Reading,
+    Settings,
+    check_labels_shape,
+    no_autocast,
+    outside_autocast,
+)
 from megatron_rl_loss.step.collectives import Group, if_several, size_of
 
 # Where torch has the newer names, it warns of the older ones.
@@ -114,7 +121,7 @@ def log_probs_from_hidden(
 
     Args:
         hidden: [..., hidden], float; with sequence parallelism its first dimension is this rank's part of the tokens.
-        weight: [vocabulary / TP, hidden], in the dtype of `hidden`.
+        weight: [vocabulary / TP, hidden], in the dtype of `hidden`; inside ``torch.autocast`` both are cast as there.
         labels: integers [...], of all tokens, in the order of the gathered hidden states.
         bias: [vocabulary / TP].
         tensor_parallel: how hidden states and vocabulary lie on the ranks.
@@ -129,6 +136,7 @@ def log_probs_from_hidden(
     Raises:
         ValueError, TypeError: as `log_probs_from_logits`; hidden states, weight and labels that do not fit each other.
     """
+    hidden, weight, bias = _as_autocast(hidden, weight, bias)
     settings = Settings(temperature, keep, vocab_size, entropy, token_mask)
     head = _Head(hidden, weight, bias, labels, settings, tensor_parallel, chunk_tokens, main_gradient)
     return head.read.in_shape(*_FromHidden.apply(hidden, weight, bias, head))  # type: ignore[no-untyped-call]
@@ -172,7 +180,8 @@ def loss_from_hidden(
 
     Args:
         hidden, weight, labels: as in `log_probs_from_hidden`.
-        weights: one float per token, such as `token_weights`. The sum ignores tokens of weight 0.
+        weights: one float per token, such as `token_weights`. The sum ignores tokens of weight 0, and has their dtype,
+            float32 at least.
         per_token_loss: ``(log_probs, entropy, **inputs) -> (losses, metrics)``, all [tokens of a chunk]; entropy is
             None unless asked for. It is differentiated towards log_probs and entropy alone.
         inputs: what else it needs, one value per token, in the shape of the labels.
@@ -186,16 +195,29 @@ def loss_from_hidden(
     _check_per_token({"weights": weights.reshape(-1), **inputs}, labels.numel())
     if token_mask is None:
         token_mask = (weights != 0).view(labels.shape)
+    hidden, weight, bias = _as_autocast(hidden, weight, bias)
     settings = Settings(temperature, keep, vocab_size, entropy, token_mask)
     head = _Head(hidden, weight, bias, labels, settings, tensor_parallel, chunk_tokens, main_gradient)
     leaves = (hidden, weight, bias)
     wanted = [torch.is_grad_enabled() and one is not None and one.requires_grad for one in leaves]
-    weights = weights.detach().reshape(-1).to(hidden.device, torch.float32)
-    with torch.no_grad():
+    weights = weights.detach().reshape(-1).to(hidden.device, torch.promote_types(weights.dtype, torch.float32))
+    with torch.no_grad(), no_autocast(hidden.device):
         share, values, gradients = _fold(head, leaves, wanted, weights, per_token_loss, inputs)
     if any(wanted):
         share = _Folded.apply(*leaves, head, share, *gradients)  # type: ignore[no-untyped-call]
     return FoldedLoss(share, {name: head.read.spread(one).view(labels.shape) for name, one in values.items()})
+
+
+def _as_autocast(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """What autocast would make of them for a product, so that backward has it too, wherever it runs."""
+    device = hidden.device.type
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+        return hidden, weight, bias
+
+    def cast(one: Tensor) -> Tensor:
+        return one if one.dtype == torch.float64 else one.to(torch.get_autocast_dtype(device))
+
+    return cast(hidden), cast(weight), None if bias is None else cast(bias)
 
 
 def _check_per_token(values: Mapping[str, Tensor], tokens: int) -> None:
@@ -301,6 +323,7 @@ def add_product(total: Tensor, of_logits: Tensor, hidden: Tensor) -> None:
 
 class _FromHidden(torch.autograd.Function):
     @staticmethod
+    @outside_autocast
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, head: _Head
     ) -> tuple[Tensor, Tensor | None]:
@@ -314,6 +337,8 @@ class _FromHidden(torch.autograd.Function):
         return read.spread(log_probs), read.spread(norm[2]) if read.entropy else None
 
     @staticmethod
+    @first_order("log_probs_from_hidden")
+    @outside_autocast
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, norm = ctx.saved_tensors
         head: _Head = ctx.head
@@ -363,7 +388,7 @@ def _fold(
             slopes: Sequence[Tensor | None] = ()
             if total.requires_grad:
                 slopes = torch.autograd.grad(total, list(outputs.values()), allow_unused=True)
-            g, h, *_ = *(None if one is None else one * gain for one in slopes), None, None
+            g, h, *_ = *(None if one is None else one.masked_fill(of_loss == 0, 0) * gain for one in slopes), None, None
             read.gradient(logits, part, norm, g, h, into=logits)
             sums.add(logits, chunk, places)
         del logits  # before the next chunk's are made
@@ -386,10 +411,12 @@ class _Folded(torch.autograd.Function):
         return share.clone()
 
     @staticmethod
+    @first_order("loss_from_hidden")
+    @outside_autocast
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         gain, of_hidden, of_weight, of_bias = ctx.saved_tensors
         head: _Head = ctx.head
-        scale = (gradient / gain).to(torch.float32)
+        scale = (gradient / gain).to(torch.promote_types(ctx.dtype, torch.float32))
         of_hidden, of_bias = (_in_dtype(one, ctx.dtype, scale) for one in (of_hidden, of_bias))
         of_weight = head.weight_gradient(ctx.needs_input_grad[1], of_weight, ctx.dtype, scale)
         return of_hidden, of_weight, of_bias, *[None] * 6

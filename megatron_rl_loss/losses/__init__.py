@@ -4,7 +4,13 @@ Each is a function of tensors, by formula or by name, for use in loss functions.
 `megatron_rl_loss.reduction`.
 """
 
-from megatron_rl_loss.losses.advantages import distillation_advantages, group_relative_advantages
+from megatron_rl_loss.losses.advantages import (
+    distillation_advantages,
+    gae,
+    group_relative_advantages,
+    rloo_advantages,
+    whiten,
+)
 from megatron_rl_loss.losses.by_name import POLICY_LOSSES, check_goes_with, policy_loss
 from megatron_rl_loss.losses.off_policy import (
     importance_weights,
@@ -24,6 +30,7 @@ __all__ = [
     "cispo_loss",
     "distillation_advantages",
     "dppo_loss",
+    "gae",
     "gmpo_loss",
     "group_relative_advantages",
     "gspo_loss",
@@ -33,6 +40,7 @@ __all__ = [
     "kl_estimate",
     "policy_loss",
     "ppo_clip_loss",
+    "rloo_advantages",
     "sapo_loss",
     "segment_mean",
     "segment_sum",
@@ -40,4 +48,5 @@ __all__ = [
     "to_tokens",
     "truncated_importance_weights",
     "value_loss",
+    "whiten",
 ]

@@ -1,12 +1,28 @@
-"""Advantages of samples within their prompt groups, and of tokens by a teacher."""
+"""Advantages: of samples within their prompt groups, of tokens by a critic or a teacher; and whitening."""
 
 import warnings
+from collections.abc import Sequence
+from types import EllipsisType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
-from megatron_rl_loss.errors import check_within
-from megatron_rl_loss.losses.ratio import check_same_shape
+from megatron_rl_loss.errors import check_one_each, check_within
+from megatron_rl_loss.losses.ratio import at_least_float32, check_same_shape
+from megatron_rl_loss.losses.segments import Place, exchange_group, located
+from megatron_rl_loss.reduction.sums import check_values
+from megatron_rl_loss.step.collectives import (
+    Group,
+    all_reduce,
+    attempt,
+    gather_parts,
+    if_several,
+    raise_together,
+    rank_in,
+    stated_dp_group,
+)
 from megatron_rl_loss.step.ids import Ids, as_ids
 
 
@@ -17,6 +33,7 @@ def group_relative_advantages(
     rollout_ids: Ids | None = None,
     normalize_by_std: bool = True,
     epsilon: float = 1e-6,
+    dp_group: Group | None = None,
 ) -> Tensor:
     """One advantage per sample: its reward less the mean of its prompt group, divided by the group's std if asked.
 
@@ -32,6 +49,7 @@ def group_relative_advantages(
         prompt_ids: one id (int or str) per sample.
         rollout_ids: one id per sample where several samples are parts of one rollout. The rollout then counts once in
             its group, and its samples share its advantage.
+        dp_group: the data-parallel group, where a prompt's samples lie on several of its ranks; all call it together.
 
     Returns:
         float32 [num_samples], on the rewards' device.
@@ -40,40 +58,87 @@ def group_relative_advantages(
     match the ids, or differ within a rollout, and for an epsilon that is not above 0.
     Source: GRPO, arXiv:2402.03300 section 4.1.2; without std, Dr. GRPO, arXiv:2503.20783 section 3.
     """
+    if normalize_by_std:
+        check_within("epsilon", epsilon, epsilon > 0, "above 0: groups of equal rewards have std 0", "1e-6 is usual")
+    groups = _Groups.of(rewards, prompt_ids, rollout_ids, dp_group)
+    if not normalize_by_std:
+        return groups.mine(groups.centred)
+    std = (groups.sum(groups.centred.square()) / (groups.size - 1).clamp(min=1)).sqrt()
+    return groups.mine(groups.centred / (std + epsilon))
+
+
+def rloo_advantages(
+    rewards: Tensor, prompt_ids: Ids, *, rollout_ids: Ids | None = None, dp_group: Group | None = None
+) -> Tensor:
+    """``A_i = r_i - mean of the other rewards of its prompt group``, the leave-one-out baseline; 0 in a group of one.
+
+    >>> rloo_advantages(torch.tensor([1.0, 0.0, 5.0]), ["a", "a", "b"])
+    tensor([ 1., -1.,  0.])
+
+    It is ``group_relative_advantages(..., normalize_by_std=False)`` times n / (n - 1), n the rollouts of the group. All
+    arguments and errors are as there. Source: RLOO, arXiv:2402.14740 section 2.2; Kool et al. 2019.
+    """
+    groups = _Groups.of(rewards, prompt_ids, rollout_ids, dp_group)
+    return groups.mine(groups.centred * groups.size / (groups.size - 1).clamp(min=1))
+
+
+class _Groups(NamedTuple):
+    """The rewards of all ranks in float64, what their groups add up to, and which of them are this rank's."""
+
+    group: Tensor  # of each sample, its number
+    counts: Tensor  # 1 / the samples of its rollout
+    size: Tensor  # of its group, in rollouts
+    centred: Tensor
+    place: slice
+    device: torch.device
+
+    @classmethod
+    def of(cls, rewards: Tensor, prompt_ids: Ids, rollout_ids: Ids | None, dp_group: Group | None) -> "_Groups":
+        def prepare() -> Tensor:
+            _check_rewards(rewards)
+            prompts = as_ids("prompt_ids", prompt_ids, rewards.numel())
+            rollouts = torch.zeros_like(prompts)
+            if rollout_ids is not None:
+                rollouts = as_ids("rollout_ids", rollout_ids, rewards.numel())
+            return torch.stack([rewards.detach().double().cpu().view(torch.int64), prompts, rollouts])
+
+        parts = gather_parts(prepare, dp_group)
+        begin = sum(part.shape[1] for part in parts[: rank_in(if_several(dp_group))])
+        bits, prompts, rollouts = torch.cat(parts, 1)
+        exact, group = bits.view(torch.float64), prompts.unique(return_inverse=True)[1]
+        counts = torch.ones_like(exact) if rollout_ids is None else _share_of_rollout(exact, group, rollouts)
+        place = slice(begin, begin + rewards.numel())
+        groups = cls(group, counts, counts, exact, place, rewards.device)
+        groups = groups._replace(size=groups.sum(torch.ones_like(exact)))
+        groups = groups._replace(centred=exact - groups.sum(exact) / groups.size)
+        if len(exact) > 1 and not groups.centred.any():
+            warnings.warn("all rewards are equal within their prompt groups: all advantages are 0", stacklevel=3)
+        return groups
+
+    def sum(self, values: Tensor) -> Tensor:
+        """At each sample, the sum over its group."""
+        return torch.zeros_like(values).index_add_(0, self.group, values * self.counts)[self.group]
+
+    def mine(self, values: Tensor) -> Tensor:
+        return values[self.place].float().to(self.device)
+
+
+def _check_rewards(rewards: object) -> None:
     if not isinstance(rewards, Tensor):
         raise TypeError(
             f"rewards is a {type(rewards).__name__}: it must be a tensor, one entry per sample. Wrap it in "
             "torch.tensor."
         )
-    if normalize_by_std:
-        check_within("epsilon", epsilon, epsilon > 0, "above 0: groups of equal rewards have std 0", "1e-6 is usual")
     if rewards.dim() != 1 or not bool(torch.isfinite(rewards).all()):
         raise ValueError(
             f"rewards of shape {tuple(rewards.shape)}: they must be 1-D and finite. Pass one finite reward per sample."
         )
-    prompts = as_ids("prompt_ids", prompt_ids, rewards.numel()).to(rewards.device)
-    unique, group = prompts.unique(return_inverse=True)
-    exact = rewards.double()
-    counts = torch.ones_like(exact) if rollout_ids is None else _share_of_rollout(exact, group, rollout_ids)
-
-    def sum_groups(values: Tensor) -> Tensor:
-        return torch.zeros_like(unique, dtype=torch.float64).index_add_(0, group, values * counts)
-
-    size = sum_groups(torch.ones_like(exact))
-    centred = exact - (sum_groups(exact) / size)[group]
-    if rewards.numel() > 1 and not centred.any():
-        warnings.warn("all rewards are equal within their prompt groups: all advantages are 0", stacklevel=2)
-    if not normalize_by_std:
-        return centred.float()
-    std = (sum_groups(centred.square()) / (size - 1).clamp(min=1)).sqrt()
-    return (centred / (std + epsilon)[group]).float()
 
 
-def _share_of_rollout(rewards: Tensor, group: Tensor, rollout_ids: Ids) -> Tensor:
+def _share_of_rollout(rewards: Tensor, group: Tensor, ids: Tensor) -> Tensor:
     """1 / the number of samples in each sample's rollout, float64 [num_samples]."""
-    ids = as_ids("rollout_ids", rollout_ids, rewards.numel()).to(rewards.device)
     unique, rollout = ids.unique(return_inverse=True)
-    first = torch.empty_like(unique).scatter_(0, rollout, torch.arange(len(rollout), device=rewards.device))[rollout]
+    first = torch.empty_like(unique).scatter_(0, rollout, torch.arange(len(rollout)))[rollout]
     unlike = (rewards[first] != rewards) | (group[first] != group)
     if bool(unlike.any()):
         raise ValueError(
@@ -92,4 +157,130 @@ def distillation_advantages(log_probs: Tensor, teacher_log_probs: Tensor) -> Ten
     Source: on-policy distillation, arXiv:2306.13649; as advantages, Thinking Machines Lab 2025.
     """
     check_same_shape("log-probs", log_probs, teacher_log_probs)
-    return (teacher_log_probs - log_probs).detach()
+    return at_least_float32(teacher_log_probs.detach()) - at_least_float32(log_probs.detach())
+
+
+def gae(
+    rewards: Tensor,
+    values: Tensor,
+    local: Place,
+    cp_group: Group | None = None,
+    *,
+    gamma: float = 1.0,
+    lam: float = 0.95,
+) -> tuple[Tensor, Tensor]:
+    """Generalised advantage estimates of tokens by a critic, and returns: ``A_t = delta_t + gamma lam A_{t+1}``.
+
+    >>> samples = Samples([torch.tensor([1, 0, 1])])
+    >>> gae(torch.tensor([0.0, 9.0, 1.0]), torch.tensor([0.5, 9.0, 0.5]), samples.local(0, 1), lam=0.5)
+    (tensor([0.2500, 0.0000, 0.5000]), tensor([0.7500, 0.0000, 1.0000]))
+
+    ``delta_t = r_t + gamma V_{t+1} - V_t``, with t + 1 the next token of the sample whose mask is not 0, and 0 behind
+    the last: add ``gamma V`` to the last reward of a response that was cut off. Returns are ``A + V``. Computed in
+    float64 on the host.
+
+    Args:
+        rewards, values: of the tokens this rank holds, in the shape of its losses; ignored where masked.
+        local, cp_group: as in `segment_mean`. Ranks of the group exchange their values, so all call it together.
+        gamma, lam: discounts in [0, 1].
+
+    Returns:
+        Advantages and returns, float32 in the shape of the values, detached, 0 where masked.
+
+    Raises ValueError for values that are not this rank's part of the layout, and discounts outside [0, 1].
+    Source: arXiv:1506.02438 eq. 16; over active tokens alone as in verl and TRL.
+    """
+    tokens, cp_group, _ = located(local, cp_group)
+    samples = tokens.samples
+    for name, one in (("rewards", rewards), ("values", values)):
+        check_values(name, one, samples.loss_shapes(len(tokens), tokens.cp_size), len(tokens), samples)
+    for name, discount in (("gamma", gamma), ("lam", lam)):
+        check_within(name, discount, 0 <= discount <= 1, "in [0, 1]", "gamma 1 and lam 0.95 are usual")
+    given = torch.stack([one.detach().reshape(-1).double().cpu() for one in (rewards, values)])
+    buffer = given.new_zeros(2, samples.total_tokens).index_copy_(1, tokens.positions.cpu(), given)
+    all_reduce(buffer, exchange_group(tokens, cp_group))
+    mask = samples.flat_mask.cpu() != 0
+    places = [
+        start + mask[start : start + length].nonzero()[:, 0]
+        for start, length in zip(samples.mask_starts, samples.mask_lengths, strict=True)
+    ]
+    estimates = torch.zeros_like(buffer)
+    if places:
+        r, v = (pad_sequence([row[place] for place in places]) for row in buffer)  # [longest, num_samples]
+        running, following, advantages = torch.zeros_like(r[:1].sum(0)), torch.zeros_like(r[:1].sum(0)), r.clone()
+        for t in range(len(r) - 1, -1, -1):
+            running = r[t] + gamma * following - v[t] + gamma * lam * running
+            following = v[t]
+            advantages[t] = running
+        for i, place in enumerate(places):
+            of_sample = advantages[: len(place), i]
+            estimates[:, place] = torch.stack([of_sample, of_sample + buffer[1, place]])
+    first, second = (tokens.of(row).float().to(values.device).view(values.shape) for row in estimates)
+    return first, second
+
+
+def whiten(
+    values: Sequence[Tensor],
+    local: Sequence[Place],
+    *,
+    dp_group: Group | EllipsisType | None = ...,
+    cp_group: Group | None = None,
+    shift_mean: bool = True,
+    epsilon: float = 1e-8,
+) -> list[Tensor]:
+    """``(x - mean) / sqrt(var + epsilon)`` over the active tokens of the whole step: micro-batches, CP and DP ranks.
+
+    >>> samples = Samples([torch.tensor([1, 1, 0])])
+    >>> whiten([torch.tensor([1.0, 3.0, 9.0])], [samples.local(0, 1)], dp_group=None)
+    [tensor([-0.7071,  0.7071,  0.0000])]
+
+    A token counts once where its mask is not 0. The variance has Bessel's correction. Computed in float64, the mean
+    first. All ranks of both groups call it together, before the step.
+
+    Args:
+        values: of each micro-batch, this rank's tokens, in the shape of its losses.
+        local: of each, the `Microbatch` (a whole `Plan` is such a list) or what this rank holds of it.
+        dp_group, cp_group: as in `plan_step`; a `Microbatch` brings the latter along.
+        shift_mean: False leaves the mean in.
+
+    Returns:
+        Float32 in the shapes of the values, detached, 0 where masked.
+
+    Raises BadBatchError on every rank (the error itself where there is one) for values that are not a rank's part.
+    Source: PPO for language models, arXiv:1909.08593, as in verl and TRL.
+    """
+    dp_group = stated_dp_group(dp_group, "whitening")
+    placed = [located(one, cp_group) for one in local]
+    groups = [group for group in (placed[0][1] if placed else cp_group, dp_group) if if_several(group) is not None]
+
+    def prepare() -> list[tuple[Tensor, Tensor]]:
+        check_one_each("values", len(values), "micro-batches", len(placed), "Pass those of every micro-batch")
+        rows = []
+        for one, (tokens, *_) in zip(values, placed, strict=True):
+            samples = tokens.samples
+            check_values("values", one, samples.loss_shapes(len(tokens), tokens.cp_size), len(tokens), samples)
+            active = tokens.mask.cpu() != 0
+            rows.append((one.detach().reshape(-1).double().cpu().masked_fill(~active, 0), active / tokens.copies))
+        return rows
+
+    rows = attempt(prepare)
+    failure = rows if isinstance(rows, Exception) else None
+    sums = torch.zeros(3, dtype=torch.float64)
+    for x, counts in [] if isinstance(rows, Exception) else rows:
+        sums += torch.stack([(x * counts).sum(), counts.double().sum(), sums[2] * 0])
+    sums[2] = float(failure is not None)
+    for group in groups:
+        all_reduce(sums, group)
+    raise_together(bool(sums[2] > 0), failure, groups)  # type: ignore[arg-type]
+    assert not isinstance(rows, Exception)
+    mean, number = sums[0] / sums[1].clamp(min=1), sums[1]
+    spread = torch.stack(
+        [torch.zeros((), dtype=torch.float64), *(((x - mean).square() * c).sum() for x, c in rows)]
+    ).sum()
+    for group in groups:
+        all_reduce(spread, group)
+    scale = (spread / (number - 1).clamp(min=1) + epsilon).rsqrt()
+    return [
+        ((x - mean * shift_mean) * scale).masked_fill(counts == 0, 0).float().to(one.device).view(one.shape)
+        for one, (x, counts) in zip(values, rows, strict=True)
+    ]

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from megatron_rl_loss.errors import check_choice
 from megatron_rl_loss.losses.ratio import PolicyLoss
+from megatron_rl_loss.losses.segments import Place
 from megatron_rl_loss.losses.sequence import gmpo_loss, gspo_loss, gspo_token_loss
 from megatron_rl_loss.losses.token import cispo_loss, dppo_loss, ppo_clip_loss, sapo_loss
 from megatron_rl_loss.modes.names import Aggregation
 from megatron_rl_loss.modes.table import OwnMode
 from megatron_rl_loss.step.collectives import Group
-from megatron_rl_loss.step.samples import LocalTokens
 
 #: Settings that no flag sets: each is a tensor or an object of the step.
 _OF_THE_STEP = ("importance_weights", "mean_log_ratio", "per", "totals")
@@ -32,7 +32,7 @@ class NamedLoss:
     Attributes:
         formula: per token, with r its ratio, s its sequence's, A its advantage, sg a stop of the gradient.
         source: the paper.
-        compute: the function. One of sequences takes `LocalTokens` and the CP group too.
+        compute: the function. One of sequences takes the CP group too.
         of_sequence: whether each token has its sequence's number.
         mode: the one mode that makes it what its paper says, or None where any does.
         divisor: of that mode.
@@ -56,7 +56,7 @@ class NamedLoss:
 
 _GSPO = "max(-A s, -A clip(s)), s = exp(mean_t log r_t)"
 _DPPO = "-A r, 0 where {} > d and A (p - q) > 0"
-_DPPO_TV, _DPPO_KL = partial(dppo_loss, divergence="tv"), partial(dppo_loss, divergence="kl", threshold=0.05)
+_DPPO_TV, _DPPO_KL = partial(dppo_loss, divergence="tv"), partial(dppo_loss, divergence="kl")
 _ROWS = (
     NamedLoss("ppo", "max(-A r, -A clip(r)), at most -c A where A < 0", "arXiv:1707.06347", ppo_clip_loss),
     NamedLoss("cispo", "-sg(min(r, 1 + high)) A log pi", "arXiv:2506.13585", cispo_loss),
@@ -76,7 +76,7 @@ def policy_loss(
     log_probs: Tensor,
     old_log_probs: Tensor,
     advantages: Tensor,
-    local: LocalTokens,
+    local: Place | Tensor | None,
     cp_group: Group | None = None,
     **settings: Any,
 ) -> PolicyLoss:
@@ -84,13 +84,15 @@ def policy_loss(
 
     Args:
         name: of `POLICY_LOSSES`.
-        local, cp_group: as in `segment_mean`; losses of single tokens do not use them.
+        local: the `Microbatch`, or what this rank holds of it. Losses of single tokens take None too, of a chunk of
+            tokens, say.
+        cp_group: as in `segment_mean`; losses of single tokens do not use it.
         settings: what the loss's own function takes by keyword; None stands for its default.
 
     Raises ValueError for an unknown name, a setting that the loss does not have, and as its own function.
     """
     loss = named_loss(name, **settings)
-    place = (local, cp_group) if loss.of_sequence else ()
+    place = (local, cp_group) if loss.of_sequence else (local,)
     own = {key: value for key, value in settings.items() if value is not None}
     return loss.compute(log_probs, old_log_probs, advantages, *place, **own)
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl_loss.errors import check_choice, check_one_each, check_within
-from megatron_rl_loss.losses.ratio import check_broadcasts, check_same_shape
+from megatron_rl_loss.losses.ratio import at_least_float32, check_broadcasts, check_same_shape
 
 Outside = Literal["cap", "drop"]
 Level = Literal["token", "sequence", "geometric"]
@@ -44,7 +44,7 @@ def importance_weights(log_ratio: Tensor, *, high: float, low: float = 0.0, outs
     check_within("high", high, 0 < high < math.inf, "finite and above 0", "2.0 is usual; 5.0 for IcePop")
     check_within("low", low, 0 <= low < high, f"at least 0 and below high, {high:g}", "0 is usual; 0.5 for IcePop")
     check_choice("way with what is outside", outside, get_args(Outside))
-    log_ratio = log_ratio.detach()
+    log_ratio = at_least_float32(log_ratio.detach())
     lowest, highest = math.log(low) if low > 0 else -math.inf, math.log(high)
     weights = log_ratio.clamp(lowest, highest).exp()
     return weights if outside == "cap" else weights.masked_fill((log_ratio < lowest) | (log_ratio > highest), 0)
@@ -60,7 +60,8 @@ def truncated_importance_weights(log_probs: Tensor, behavior_log_probs: Tensor, 
     """
     check_same_shape("log-probs", log_probs, behavior_log_probs)
     check_within("cap", cap, 0 < cap < math.inf, "finite and above 0", "2.0 is usual")
-    return (log_probs - behavior_log_probs).detach().exp().clamp(max=cap)
+    log_ratio = at_least_float32(log_probs.detach()) - at_least_float32(behavior_log_probs.detach())
+    return log_ratio.exp().clamp(max=cap)
 
 
 def keep_sequences(mean_kl: Tensor, *, max_kl: float, advantages: Tensor | None = None) -> Tensor:

@@ -1,12 +1,15 @@
-"""What the policy losses share: the ratio of two policies, its bounds, and the checks of their inputs."""
+"""What the policy losses share: their inputs, checked and filled; the ratio of two policies, and its bounds."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from megatron_rl_loss.errors import check_within, require
+from megatron_rl_loss.losses.segments import Place, located
+from megatron_rl_loss.reduction.sums import check_values
 
 #: Values above it are no log-probs. Rounding a log-prob of 0 in bfloat16 stays below it.
 _HIGHEST_LOG_PROB = 0.1
@@ -17,7 +20,7 @@ class PolicyLoss:
     """An unreduced policy loss.
 
     Attributes:
-        per_token_loss: one value per token, differentiable; a reducer aggregates it.
+        per_token_loss: one value per token, differentiable, float32 (float64 of float64); a reducer aggregates it.
         clipped: 1.0 where a clip decided the loss, so that its gradient is 0, else 0.0; detached. Its sample mean is
             the clip fraction.
         ppo_kl: ``old_log_probs - log_probs`` (estimator k1 of KL(old || new)), detached.
@@ -26,13 +29,6 @@ class PolicyLoss:
     per_token_loss: Tensor
     clipped: Tensor
     ppo_kl: Tensor
-
-    @classmethod
-    def weigh(cls, loss: Tensor, clipped: Tensor, log_ratio: Tensor, weights: Tensor | None) -> "PolicyLoss":
-        """The three parts, from a loss that importance weights still have to multiply."""
-        if weights is not None:
-            loss = loss * weights.detach()
-        return cls(loss, clipped.expand(loss.shape).to(loss.dtype), -log_ratio.detach())
 
 
 @dataclass(frozen=True)
@@ -74,26 +70,101 @@ class RatioBounds:
         highest = torch.where(falls, self.dual, log_ratio.new_full((), self.high))
         return log_ratio.clamp(lowest, highest), (advantages != 0) & ((log_ratio < lowest) | (log_ratio > highest))
 
-    def surrogate(
-        self, log_ratio: Tensor, token_log_ratio: Tensor, advantages: Tensor, weights: Tensor | None
-    ) -> PolicyLoss:
-        """``w * max(-A r, -A clip(r))``; `token_log_ratio` is for ``ppo_kl``."""
-        bounded, clipped = self.clip(log_ratio, advantages)
-        return PolicyLoss.weigh(-advantages * bounded.exp(), clipped, token_log_ratio, weights)
+    def surrogate(self, given: "Given", log_ratio: Tensor) -> PolicyLoss:
+        """``w * max(-A r, -A clip(r))`` of that log-ratio."""
+        bounded, clipped = self.clip(log_ratio, given.advantages)
+        return given.policy_loss(-given.advantages * bounded.exp(), clipped)
 
 
-def log_ratio_of(
-    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, importance_weights: Tensor | None
-) -> Tensor:
-    """``log r`` per token, differentiable in `log_probs`. Refuses inputs that no policy loss can have."""
-    check_same_shape("log-probs", log_probs, old_log_probs)
-    if advantages.requires_grad:
-        raise ValueError("advantages that require grad: they are constants of the policy loss. Detach them.")
-    _check_log_probs(log_probs.detach(), old_log_probs.detach())
-    check_broadcasts("advantages", advantages, log_probs)
-    if importance_weights is not None:
-        check_broadcasts("importance_weights", importance_weights, log_probs)
-    return log_probs - old_log_probs.detach()
+@dataclass(frozen=True)
+class Given:
+    """A policy loss's inputs: checked, float32 at least, and 0 at masked tokens where the mask is known.
+
+    Attributes:
+        log_ratio: ``log r`` per token, differentiable in `log_probs`.
+        weights: importance weights, detached.
+        shield: what every loss made of `log_probs` goes through.
+    """
+
+    log_probs: Tensor
+    old_log_probs: Tensor
+    log_ratio: Tensor
+    advantages: Tensor
+    weights: Tensor | None
+    shield: Callable[[Tensor], Tensor]
+
+    @classmethod
+    def of(
+        cls,
+        log_probs: Tensor,
+        old_log_probs: Tensor,
+        advantages: Tensor,
+        importance_weights: Tensor | None,
+        local: Place | Tensor | None,
+    ) -> "Given":
+        """Refuses what no policy loss can have."""
+        check_same_shape("log-probs", log_probs, old_log_probs)
+        if advantages.requires_grad:
+            raise ValueError("advantages that require grad: they are constants of the policy loss. Detach them.")
+        check_broadcasts("advantages", advantages, log_probs)
+        factors = [old_log_probs.detach(), advantages]
+        if importance_weights is not None:
+            check_broadcasts("importance_weights", importance_weights, log_probs)
+            factors.append(importance_weights.detach())
+        log_probs, (old, advantages, *weights), shield = filled(local, log_probs, *factors)
+        _check_log_probs(log_probs.detach(), old)
+        return cls(log_probs, old, log_probs - old, advantages, weights[0] if weights else None, shield)
+
+    def policy_loss(self, loss: Tensor, clipped: Tensor) -> PolicyLoss:
+        """The three parts, from a loss that importance weights still have to multiply."""
+        if self.weights is not None:
+            loss = loss * self.weights
+        return PolicyLoss(self.shield(loss), clipped.expand(loss.shape).to(loss.dtype), -self.log_ratio.detach())
+
+
+def filled(
+    local: Place | Tensor | None, trained: Tensor, *others: Tensor
+) -> tuple[Tensor, list[Tensor], Callable[[Tensor], Tensor]]:
+    """The tensors in float32 at least, 0 at masked tokens before any exp; and what the loss goes through.
+
+    Where the mask is not known, it is the gradient that tells: a token whose loss gets exactly 0 hands on 0, where
+    the chain rule might make NaN of it. While torch compiles nobody sees to that.
+    """
+    inside, *rest = map(at_least_float32, (trained, *others))
+    if local is not None:
+        mask = _mask_of(local, trained) != 0
+        return torch.where(mask, inside, 0), [torch.where(mask, one, 0) for one in rest], lambda loss: loss
+    if torch.compiler.is_compiling() or not trained.requires_grad or not torch.is_grad_enabled():
+        return inside, rest, lambda loss: loss
+    inside, unused = inside.view_as(trained), torch.zeros((), dtype=torch.bool, device=trained.device)
+
+    def note(gradient: Tensor) -> None:
+        nonlocal unused
+        unused = gradient == 0
+
+    def shield(loss: Tensor) -> Tensor:
+        if loss.requires_grad:
+            loss.register_hook(note)
+        return loss
+
+    inside.register_hook(lambda gradient: gradient.masked_fill(unused, 0))
+    return inside, rest, shield
+
+
+def at_least_float32(values: Tensor) -> Tensor:
+    """Half precision has 8 or 11 bits: too few for ratios near 1, and float16 no range for their exp."""
+    return values.to(torch.promote_types(values.dtype, torch.float32))
+
+
+def _mask_of(local: Place | Tensor, values: Tensor) -> Tensor:
+    """The mask of the tokens, in the shape of their values."""
+    if isinstance(local, Tensor):
+        check_same_shape("log-probs and mask", values, local)
+        return local
+    tokens = located(local)[0]
+    shapes = tokens.samples.loss_shapes(len(tokens), tokens.cp_size)
+    check_values("a loss's input", values, shapes, len(tokens), tokens.samples)
+    return tokens.mask.to(values.device, non_blocking=True).view(values.shape)
 
 
 def check_same_shape(what: str, a: Tensor, b: Tensor) -> None:

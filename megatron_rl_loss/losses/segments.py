@@ -14,14 +14,13 @@ before it goes back to tokens. Without that backward sum the values are right an
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NewType, get_args
+from typing import Any, Literal, NewType, Protocol, get_args
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from megatron_rl_loss.errors import check_choice, require
+from megatron_rl_loss.errors import check_choice, first_order, require
 from megatron_rl_loss.reduction.sums import check_values
 from megatron_rl_loss.step.collectives import Group
 from megatron_rl_loss.step.samples import LocalTokens, Samples
@@ -37,9 +36,38 @@ Replicated = NewType("Replicated", Tensor)
 Per = Literal["sample", "rollout"]
 
 
+class InMicrobatch(Protocol):
+    """What a `Microbatch` says of the place of its tokens."""
+
+    @property
+    def tokens(self) -> LocalTokens: ...
+    @property
+    def cp_group(self) -> Group | None: ...
+    @property
+    def totals(self) -> StepTotals: ...
+
+
+#: Where the tokens of a loss lie: a `Microbatch`, or what this rank holds of one.
+Place = LocalTokens | InMicrobatch
+
+
+def located(
+    local: Place, cp_group: Group | None = None, totals: StepTotals | None = None
+) -> tuple[LocalTokens, Group | None, StepTotals | None]:
+    """What this rank holds, the group and the totals: a `Microbatch` knows all three."""
+    if isinstance(local, LocalTokens):
+        return local, cp_group, totals
+    if not hasattr(local, "tokens"):
+        raise TypeError(
+            f"local is a {type(local).__name__}: it says where tokens lie. Pass the micro-batch of a plan, or "
+            "Samples(...).local(cp_rank, cp_size)."
+        )
+    return local.tokens, local.cp_group if cp_group is None else cp_group, totals or local.totals
+
+
 def segment_sum(
     values: Tensor | Sequence[Tensor],
-    local: LocalTokens,
+    local: Place,
     cp_group: Group | None = None,
     *,
     per: Per = "sample",
@@ -56,7 +84,7 @@ def segment_sum(
     Args:
         values: of the tokens this rank holds, in the shape of its losses; or several such tensors (all statistics of
             the micro-batch), which then share one collective. NaN and Inf at masked positions are ignored.
-        local: what this rank holds of the micro-batch.
+        local: the `Microbatch`, which brings its group and totals along; or what this rank holds of it.
         cp_group: the context-parallel group; may be left out where the ranks need not exchange anything.
         per: with ``rollout``, samples that share a rollout id are one: each gets the sum of all of them.
         totals: of the step. If given, a rollout that lies in several micro-batches is refused; otherwise its sum is
@@ -75,7 +103,7 @@ def segment_sum(
 
 def segment_mean(
     values: Tensor | Sequence[Tensor],
-    local: LocalTokens,
+    local: Place,
     cp_group: Group | None = None,
     *,
     per: Per = "sample",
@@ -92,12 +120,13 @@ def segment_mean(
     return _statistics(values, local, cp_group, per, totals, mean=True)
 
 
-def to_tokens(of_samples: Tensor, local: LocalTokens) -> OfTokens:
+def to_tokens(of_samples: Tensor, local: Place) -> OfTokens:
     """A statistic [num_samples] -> each sample's number at every token this rank holds, [num_local_tokens].
 
     Differentiable, without a collective: the gradient of a rank's tokens is that rank's part of a Partial, which
     `segment_sum` completes. Padding has the number of a sample beside it. Raises ValueError for another shape.
     """
+    local = located(local)[0]
     if of_samples.shape != (len(local.samples),):
         raise ValueError(
             f"a statistic of shape {tuple(of_samples.shape)}: it must have one number for each of the micro-batch's "
@@ -109,7 +138,7 @@ def to_tokens(of_samples: Tensor, local: LocalTokens) -> OfTokens:
 
 def _statistics(
     values: Tensor | Sequence[Tensor],
-    local: LocalTokens,
+    local: Place,
     cp_group: Group | None,
     per: Per,
     totals: StepTotals | None,
@@ -118,7 +147,8 @@ def _statistics(
 ) -> Replicated:
     check_choice("unit of a segment sum", per, get_args(Per))
     rows = [values] if isinstance(values, Tensor) else list(values)
-    group = _exchange_group(local, cp_group)
+    local, cp_group, totals = located(local, cp_group, totals)
+    group = exchange_group(local, cp_group)
     samples = local.samples
     shapes = samples.loss_shapes(len(local), local.cp_size)
     for row in rows:
@@ -141,7 +171,7 @@ def _statistics(
     return Replicated(sums[0] if isinstance(values, Tensor) else sums)
 
 
-def _exchange_group(local: LocalTokens, cp_group: Group | None) -> Group | None:
+def exchange_group(local: LocalTokens, cp_group: Group | None) -> Group | None:
     """The group to add sums over, or None where this rank has all tokens."""
     if cp_group is not None and cp_group.size() != local.cp_size:
         raise ValueError(
@@ -207,7 +237,7 @@ class _SegmentSums(torch.autograd.Function):
         return segments.add_over_cp(Partial(torch.stack([_sum_segments(row, segments.counts) for row in rows])))
 
     @staticmethod
-    @once_differentiable
+    @first_order("segment_sum or segment_mean")
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         segments: _Segments = ctx.segments
         wanted = [k for k, needed in enumerate(ctx.needs_input_grad[1:]) if needed]
@@ -229,7 +259,7 @@ class _ToTokens(torch.autograd.Function):
         return _repeat(of_samples, counts, num_tokens)
 
     @staticmethod
-    @once_differentiable
+    @first_order("to_tokens")
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         return _sum_segments(gradient.double(), ctx.counts).to(ctx.dtype), None, None
 

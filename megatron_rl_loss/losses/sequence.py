@@ -9,10 +9,9 @@ import math
 from torch import Tensor
 
 from megatron_rl_loss.errors import check_within
-from megatron_rl_loss.losses.ratio import PolicyLoss, RatioBounds, log_ratio_of
-from megatron_rl_loss.losses.segments import Per, segment_mean, to_tokens
+from megatron_rl_loss.losses.ratio import Given, PolicyLoss, RatioBounds
+from megatron_rl_loss.losses.segments import Per, Place, segment_mean, to_tokens
 from megatron_rl_loss.step.collectives import Group
-from megatron_rl_loss.step.samples import LocalTokens
 from megatron_rl_loss.step.totals import StepTotals
 
 
@@ -20,7 +19,7 @@ def gspo_loss(
     log_probs: Tensor,
     old_log_probs: Tensor,
     advantages: Tensor,
-    local: LocalTokens,
+    local: Place,
     cp_group: Group | None = None,
     *,
     clip_low: float = 3e-4,
@@ -45,19 +44,18 @@ def gspo_loss(
     Raises ValueError as `ppo_clip_loss` and `segment_mean`.
     Source: GSPO, arXiv:2507.18071 eq. 5 to 7; LUSPO, arXiv:2602.05261.
     """
-    log_ratio = log_ratio_of(log_probs, old_log_probs, advantages, importance_weights)
+    given = Given.of(log_probs, old_log_probs, advantages, importance_weights, local)
     bounds = RatioBounds.around_1(clip_low, clip_high)
     if mean_log_ratio is None:
-        mean_log_ratio = segment_mean(log_ratio, local, cp_group, per=per, totals=totals)
-    of_sequence = to_tokens(mean_log_ratio, local).view(log_ratio.shape)
-    return bounds.surrogate(of_sequence, log_ratio, advantages, importance_weights)
+        mean_log_ratio = segment_mean(given.log_ratio, local, cp_group, per=per, totals=totals)
+    return bounds.surrogate(given, to_tokens(mean_log_ratio, local).view(log_probs.shape))
 
 
 def gspo_token_loss(
     log_probs: Tensor,
     old_log_probs: Tensor,
     advantages: Tensor,
-    local: LocalTokens,
+    local: Place,
     cp_group: Group | None = None,
     *,
     clip_low: float = 3e-4,
@@ -72,19 +70,19 @@ def gspo_token_loss(
     With one advantage per sequence its gradient under ``sample_mean`` is GSPO's; advantages may differ by token. Takes
     no collective backward. Source: GSPO, arXiv:2507.18071 eq. 13 and 14.
     """
-    log_ratio = log_ratio_of(log_probs, old_log_probs, advantages, importance_weights)
+    given = Given.of(log_probs, old_log_probs, advantages, importance_weights, local)
     bounds = RatioBounds.around_1(clip_low, clip_high)
     if mean_log_ratio is None:
-        mean_log_ratio = segment_mean(log_ratio.detach(), local, cp_group, per=per, totals=totals)
-    of_sequence = to_tokens(mean_log_ratio.detach(), local).view(log_ratio.shape) + (log_probs - log_probs.detach())
-    return bounds.surrogate(of_sequence, log_ratio, advantages, importance_weights)
+        mean_log_ratio = segment_mean(given.log_ratio.detach(), local, cp_group, per=per, totals=totals)
+    of_sequence = to_tokens(mean_log_ratio.detach(), local).view(log_probs.shape)
+    return bounds.surrogate(given, of_sequence + (given.log_probs - given.log_probs.detach()))
 
 
 def gmpo_loss(
     log_probs: Tensor,
     old_log_probs: Tensor,
     advantages: Tensor,
-    local: LocalTokens,
+    local: Place,
     cp_group: Group | None = None,
     *,
     clip_low: float = 0.4,
@@ -106,9 +104,10 @@ def gmpo_loss(
 
     Raises ValueError as `ppo_clip_loss` and `segment_mean`. Source: GMPO, arXiv:2507.20673.
     """
-    log_ratio = log_ratio_of(log_probs, old_log_probs, advantages, importance_weights)
+    given = Given.of(log_probs, old_log_probs, advantages, importance_weights, local)
     for name, clip in (("clip_low", clip_low), ("clip_high", clip_high)):
         check_within(name, clip, 0 < clip < math.inf, "finite and above 0", "0.4, of the log-ratio, is usual")
-    bounded, clipped = RatioBounds(low=-clip_low, dual=math.inf, high=clip_high).clip(log_ratio, advantages)
+    bounds = RatioBounds(low=-clip_low, dual=math.inf, high=clip_high)
+    bounded, clipped = bounds.clip(given.log_ratio, given.advantages)
     mean = to_tokens(segment_mean(bounded, local, cp_group, per=per, totals=totals), local)
-    return PolicyLoss.weigh(-advantages * mean.view(log_ratio.shape).exp(), clipped, log_ratio, importance_weights)
+    return given.policy_loss(-given.advantages * mean.view(log_probs.shape).exp(), clipped)

@@ -1,8 +1,9 @@
 """Losses of single tokens: policy losses, a value loss, and KL to a reference.
 
-Each is elementwise over tokens of any shape, in the dtype of its inputs, and not reduced: masks and sums are the
-reducers' business. At masked positions pass log-probs that are finite and about equal (0 in both, say). A reducer
-ignores a NaN there, but on the way back to the model the chain rule may turn 0 * NaN or 0 * inf into a NaN.
+Each is elementwise over tokens of any shape, and not reduced: sums are the reducers' business. Half precision is raised
+to float32 first. What lies at masked tokens (NaN, inf) changes neither loss nor gradient: given `local`, inputs are 0
+there; without it a token whose loss gets no gradient hands none on, unless the loss is compiled, and a value above 0 in
+log-probs is refused at any token.
 """
 
 import math
@@ -12,7 +13,8 @@ import torch
 from torch import Tensor
 
 from megatron_rl_loss.errors import check_choice, check_within
-from megatron_rl_loss.losses.ratio import PolicyLoss, RatioBounds, check_same_shape, log_ratio_of
+from megatron_rl_loss.losses.ratio import Given, PolicyLoss, RatioBounds, check_same_shape, filled
+from megatron_rl_loss.losses.segments import Place
 
 KlEstimator = Literal["k1", "k2", "k3"]
 Divergence = Literal["tv", "kl"]
@@ -22,6 +24,7 @@ def ppo_clip_loss(
     log_probs: Tensor,
     old_log_probs: Tensor,
     advantages: Tensor,
+    local: Place | Tensor | None = None,
     *,
     clip_low: float = 0.2,
     clip_high: float | None = None,
@@ -40,6 +43,7 @@ def ppo_clip_loss(
         log_probs: of the policy in training; differentiable.
         old_log_probs: of the policy in the ratio's denominator, same shape.
         advantages: same shape, or broadcastable to it.
+        local: the `Microbatch`, what this rank holds of it, or its mask in the shape of the log-probs.
         clip_low, clip_high: clip range below and above 1; `clip_high` defaults to `clip_low` (DAPO: 0.28).
         dual_clip: c (3.0 in the paper), or None for none.
         importance_weights: the factor w, detached here, e.g. `truncated_importance_weights`; None for 1.
@@ -52,15 +56,16 @@ def ppo_clip_loss(
     Source: PPO, arXiv:1707.06347 eq. 7; separate bounds, DAPO, arXiv:2503.14476 eq. 10; dual clip, arXiv:1912.09729
     eq. 5.
     """
-    log_ratio = log_ratio_of(log_probs, old_log_probs, advantages, importance_weights)
+    given = Given.of(log_probs, old_log_probs, advantages, importance_weights, local)
     bounds = RatioBounds.around_1(clip_low, clip_high, dual_clip)
-    return bounds.surrogate(log_ratio, log_ratio, advantages, importance_weights)
+    return bounds.surrogate(given, given.log_ratio)
 
 
 def cispo_loss(
     log_probs: Tensor,
     old_log_probs: Tensor,
     advantages: Tensor,
+    local: Place | Tensor | None = None,
     *,
     clip_low: float | None = None,
     clip_high: float = 4.0,
@@ -71,25 +76,26 @@ def cispo_loss(
     Args:
         clip_low: width below 1; None for no lower bound, as in the paper.
         clip_high: width above 1; 4.0 bounds the ratio at 5.
-        log_probs, old_log_probs, advantages, importance_weights: as in `ppo_clip_loss`.
+        log_probs, old_log_probs, advantages, local, importance_weights: as in `ppo_clip_loss`.
 
     `PolicyLoss.clipped` is 1 where the ratio was clipped. Raises ValueError as `ppo_clip_loss`.
     Source: CISPO, MiniMax-M1, arXiv:2506.13585 eq. 4 and 5; with the prompt mean, ScaleRL, arXiv:2510.13786.
     """
-    log_ratio = log_ratio_of(log_probs, old_log_probs, advantages, importance_weights)
+    given = Given.of(log_probs, old_log_probs, advantages, importance_weights, local)
     if clip_low is not None:
         check_within("clip_low", clip_low, 0 < clip_low <= 1, "in (0, 1]", "None for no lower bound is usual")
     check_within("clip_high", clip_high, 0 < clip_high < math.inf, "finite and above 0", "4.0 is usual")
     lowest = -math.inf if clip_low in (None, 1) else math.log1p(-clip_low)
-    bounded = log_ratio.detach().clamp(lowest, math.log1p(clip_high))
-    loss = -bounded.exp() * advantages * log_probs
-    return PolicyLoss.weigh(loss, (advantages != 0) & (bounded != log_ratio), log_ratio, importance_weights)
+    bounded = given.log_ratio.detach().clamp(lowest, math.log1p(clip_high))
+    clipped = (given.advantages != 0) & (bounded != given.log_ratio)
+    return given.policy_loss(-bounded.exp() * given.advantages * given.log_probs, clipped)
 
 
 def sapo_loss(
     log_probs: Tensor,
     old_log_probs: Tensor,
     advantages: Tensor,
+    local: Place | Tensor | None = None,
     *,
     tau_positive: float = 1.0,
     tau_negative: float = 1.05,
@@ -101,26 +107,27 @@ def sapo_loss(
 
     Args:
         tau_positive, tau_negative: temperature where A > 0, and elsewhere; a larger one decays faster.
-        log_probs, old_log_probs, advantages, importance_weights: as in `ppo_clip_loss`.
+        log_probs, old_log_probs, advantages, local, importance_weights: as in `ppo_clip_loss`.
 
     Raises ValueError as `ppo_clip_loss`, and for a temperature outside [0.1, 100]. Source: SAPO, arXiv:2511.20347.
     """
-    log_ratio = log_ratio_of(log_probs, old_log_probs, advantages, importance_weights)
+    given = Given.of(log_probs, old_log_probs, advantages, importance_weights, local)
     for name, tau in (("tau_positive", tau_positive), ("tau_negative", tau_negative)):
         check_within(name, tau, 0.1 <= tau <= 100, "in [0.1, 100]", "1.0 and 1.05 are usual")
-    taus = torch.where(advantages > 0, tau_positive, log_ratio.new_full((), tau_negative))
+    taus = torch.where(given.advantages > 0, tau_positive, given.log_ratio.new_full((), tau_negative))
     # From e^10 on the gate is 1 to the last bit and its gradient 0; far beyond, the exp itself would overflow.
-    gate = torch.sigmoid(taus * torch.expm1(log_ratio.clamp(max=10))) * (4 / taus)
-    return PolicyLoss.weigh(-advantages * gate, torch.zeros_like(advantages != 0), log_ratio, importance_weights)
+    gate = torch.sigmoid(taus * torch.expm1(given.log_ratio.clamp(max=10))) * (4 / taus)
+    return given.policy_loss(-given.advantages * gate, torch.zeros_like(given.advantages != 0))
 
 
 def dppo_loss(
     log_probs: Tensor,
     old_log_probs: Tensor,
     advantages: Tensor,
+    local: Place | Tensor | None = None,
     *,
     divergence: Divergence = "tv",
-    threshold: float = 0.15,
+    threshold: float | None = None,
     importance_weights: Tensor | None = None,
 ) -> PolicyLoss:
     """``-A r``, and 0 where the policy has left a trust region in the direction that A pushes it.
@@ -131,23 +138,25 @@ def dppo_loss(
 
     Args:
         old_log_probs: of the policy that sampled the tokens.
-        threshold: largest divergence; 0.15 for ``tv`` and 0.05 for ``kl`` are usual.
-        log_probs, advantages, importance_weights: as in `ppo_clip_loss`.
+        threshold: largest divergence; by default 0.15 for ``tv``, 0.05 for ``kl``.
+        log_probs, advantages, local, importance_weights: as in `ppo_clip_loss`.
 
     Raises ValueError as `ppo_clip_loss`, for an unknown divergence, and for a threshold that is not above 0 (and below
     1 for ``tv``). Source: DPPO, arXiv:2602.04879.
     """
-    log_ratio = log_ratio_of(log_probs, old_log_probs, advantages, importance_weights)
+    given = Given.of(log_probs, old_log_probs, advantages, importance_weights, local)
     check_choice("divergence", divergence, get_args(Divergence))
+    if threshold is None:
+        threshold = 0.15 if divergence == "tv" else 0.05
     sound = 0 < threshold < (1 if divergence == "tv" else math.inf)
     check_within("threshold", threshold, sound, "above 0, and below 1 for tv", "0.15 for tv, 0.05 for kl are usual")
     with torch.no_grad():
-        now, before = log_probs.double(), old_log_probs.double()
+        now, before = given.log_probs.double(), given.old_log_probs.double()
         difference = now.exp() - before.exp()
         distance = difference.abs() if divergence == "tv" else _binary_kl(before, now)
-        left_out = (advantages * difference > 0) & (distance > threshold)
-    loss = -advantages * log_ratio.masked_fill(left_out, 0).exp()
-    return PolicyLoss.weigh(loss.masked_fill(left_out, 0), left_out, log_ratio, importance_weights)
+        left_out = (given.advantages * difference > 0) & (distance > threshold)
+    loss = -given.advantages * given.log_ratio.masked_fill(left_out, 0).exp()
+    return given.policy_loss(loss.masked_fill(left_out, 0), left_out)
 
 
 def _binary_kl(before: Tensor, now: Tensor) -> Tensor:
@@ -158,40 +167,57 @@ def _binary_kl(before: Tensor, now: Tensor) -> Tensor:
 
 
 def value_loss(
-    values: Tensor, returns: Tensor, *, old_values: Tensor | None = None, clip: float | None = None
+    values: Tensor,
+    returns: Tensor,
+    local: Place | Tensor | None = None,
+    *,
+    old_values: Tensor | None = None,
+    clip: float | None = None,
 ) -> Tensor:
     """A critic's loss, one value per token: ``max((v - R)^2, (clip(v, old - clip, old + clip) - R)^2) / 2``.
 
-    Without `clip` only the first square. Differentiable in `values`. Raises ValueError for shapes that differ, for a
-    clip without old values or old values without a clip, and for a clip that is not finite and above 0.
+    Without `clip` only the first square. Differentiable in `values`; `local` as in `ppo_clip_loss`. Raises ValueError
+    for shapes that differ, for a clip without old values or old values without a clip, and for a clip that is not
+    finite and above 0.
     Source: OpenAI's PPO2 (Baselines), as in most PPO critics.
     """
     check_same_shape("values and returns", values, returns)
-    square = (values - returns.detach()).square()
     if (clip is None) != (old_values is None):
         raise ValueError(
             f"clip={clip!r} with {'no' if old_values is None else 'some'} old_values: values are clipped around the "
             "old ones: both are needed, or neither. Pass both, or drop both."
         )
+    others = [returns.detach()]
     if clip is not None and old_values is not None:
         check_within("clip", clip, 0 < clip < math.inf, "finite and above 0", "0.2 is usual; None turns it off")
         check_same_shape("values and old values", values, old_values)
-        old = old_values.detach()
-        clipped = torch.maximum(torch.minimum(values, old + clip), old - clip)
-        square = torch.maximum(square, (clipped - returns.detach()).square())
-    return square / 2
+        others.append(old_values.detach())
+    values, (target, *old), shield = filled(local, values, *others)
+    square = (values - target).square()
+    if clip is not None:
+        clipped = torch.maximum(torch.minimum(values, old[0] + clip), old[0] - clip)
+        square = torch.maximum(square, (clipped - target).square())
+    return shield(square / 2)
 
 
-def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, *, estimator: KlEstimator = "k3") -> Tensor:
+def kl_estimate(
+    log_probs: Tensor,
+    ref_log_probs: Tensor,
+    local: Place | Tensor | None = None,
+    *,
+    estimator: KlEstimator = "k3",
+) -> Tensor:
     """Estimate of KL(policy || reference) per token, from the policy's samples; ``d = log_probs - ref_log_probs``.
 
     ``k1 = d`` (unbiased, may be negative), ``k2 = d^2 / 2`` (biased), ``k3 = exp(-d) - 1 + d`` (unbiased, >= 0).
-    Differentiable in `log_probs`; the reference is detached. Raises ValueError for an unknown estimator or shapes that
-    differ. Source: Schulman, "Approximating KL divergence" (2020); k3 in GRPO, arXiv:2402.03300 eq. 4.
+    Differentiable in `log_probs`; the reference is detached; `local` as in `ppo_clip_loss`. Raises ValueError for an
+    unknown estimator or shapes that differ. Source: Schulman, "Approximating KL divergence" (2020); k3 in GRPO,
+    arXiv:2402.03300 eq. 4.
     """
     check_same_shape("log-probs", log_probs, ref_log_probs)
     check_choice("KL estimator", estimator, get_args(KlEstimator))
-    difference = log_probs - ref_log_probs.detach()
+    log_probs, (reference,), shield = filled(local, log_probs, ref_log_probs.detach())
+    difference = log_probs - reference
     if estimator == "k1":
-        return difference
-    return difference.square() / 2 if estimator == "k2" else torch.expm1(-difference) + difference
+        return shield(difference)
+    return shield(difference.square() / 2 if estimator == "k2" else torch.expm1(-difference) + difference)

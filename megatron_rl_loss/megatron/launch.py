@@ -6,6 +6,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from megatron.core.num_microbatches_calculator import get_num_microbatches
@@ -201,7 +202,7 @@ class LossAggregation:
             empty_step=self.settings.empty_step,
         )
         assert isinstance(data, LookAhead)  # else make_plan has raised
-        plan = plan.without_samples()
+        plan = replace(plan.without_samples(), reads_device=self._last_plan is None)
         if self._last_plan is None:
             self._announce(plan)
         self._last_plan = plan

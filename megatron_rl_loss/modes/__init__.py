@@ -10,6 +10,7 @@ from megatron_rl_loss.modes.papers import (
     length_to_the_minus,
     turn_mean,
     vl_norm,
+    vl_norm_undivided,
     weighted_token_mean,
 )
 from megatron_rl_loss.modes.table import (
@@ -37,6 +38,7 @@ __all__ = [
     "turn_mean",
     "unit_weights",
     "vl_norm",
+    "vl_norm_undivided",
     "weighted_token_mean",
     "with_statistics",
 ]

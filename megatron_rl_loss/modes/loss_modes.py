@@ -40,7 +40,7 @@ class LossModes:
                 continue
             found = find_mode(mode)
             of_policy = found == self.policy.mode
-            if isinstance(found, Mode) and found.takes_divisor and found.default_divisor is None and not of_policy:
+            if found is not None and found.needs_divisor and not of_policy:
                 raise ValueError(
                     f"the term {name!r} by {mode} beside a policy loss by {self.policy.mode.name}: a divisor that is "
                     f"given is the policy loss's. Pass the term with its own, Term(values, {mode!r}, divisor=...)."

@@ -154,13 +154,13 @@ def resolve(
 
 def _divisor_of(mode: Mode | OwnMode, divisor: float | None) -> float | None:
     """The divisor that a mode gets: the user's, else the mode's own; refused if missing, unusable or without effect."""
+    if mode.needs_divisor and divisor is None:
+        raise ValueError(
+            f"loss aggregation {mode.name!r} without a divisor: it divides by a constant number of tokens. Give "
+            "one, e.g. the generation budget in tokens (--loss-aggregation-divisor 40960)."
+        )
     if isinstance(mode, Mode) and mode.takes_divisor and divisor is None:
         divisor = mode.default_divisor
-        if divisor is None:
-            raise ValueError(
-                f"loss aggregation {mode.name!r} without a divisor: it divides by a constant number of tokens. Give "
-                "one, e.g. the generation budget in tokens (--loss-aggregation-divisor 40960)."
-            )
     elif isinstance(mode, Mode) and not mode.takes_divisor and divisor is not None:
         takers = " and ".join(repr(mode.name) for mode in MODES.values() if mode.takes_divisor)
         raise ValueError(

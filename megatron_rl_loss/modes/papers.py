@@ -1,8 +1,8 @@
 """Modes of papers that need other sums than the built-in ones: a few lines each, over statistics that they declare.
 
-By flag ``--custom-pg-loss-reducer-function-path megatron_rl_loss.modes.papers.vl_norm``, in code as a mode:
-``make_pg_loss_reducer(vl_norm, ...)``. A launch counts their statistics itself; elsewhere totals are made with
-``statistics=resolve(vl_norm).mode.statistics``. They read as examples for modes of your own.
+By flag ``--custom-pg-loss-reducer-function-path megatron_rl_loss.modes.papers.balanced``, in code as a mode:
+``make_pg_loss_reducer(balanced, ...)``. A launch counts their statistics itself; elsewhere totals are made with
+``statistics=resolve(balanced).mode.statistics``. They read as examples for modes of your own.
 """
 
 import torch
@@ -18,11 +18,18 @@ def _inverse(values: Tensor) -> Tensor:
     return torch.where(values > 0, 1 / values, 0)
 
 
-def length_to_the_minus(alpha: float) -> ModeFunction:
+def length_to_the_minus(alpha: float, *, divided: bool = False) -> ModeFunction:
     """``sum_i M_i^-alpha sum_t l m / sum_j M_j^-alpha``, M a sample's mask sum: VL Norm, arXiv:2509.07558 (Delta L).
 
-    The weights of samples are those of the least variance where a sample's noise grows with its length. alpha 1 is a
-    mean of sample means over samples with an active token; alpha 0 is their sum divided by their number.
+    The weights of samples are those of the least variance where a sample's noise grows with its length. alpha 0 is the
+    mean of sample sums, over samples with an active token; alpha 1 that of sample means, times the harmonic mean of
+    the M: samples of 1 and 4 tokens whose losses are 1 give 1.6.
+
+    Args:
+        alpha: 0.75 or 1 in the paper.
+        divided: by L too, the divisor that the user must then give. So is the paper's, and Dr. GRPO's loss. The
+            authors' code is the same with the padded width of responses as L, and its sum over j is that of all
+            rollouts of a generation, which it may train on in several optimizer steps.
     """
 
     def power(samples: Samples) -> Tensor:
@@ -31,14 +38,17 @@ def length_to_the_minus(alpha: float) -> ModeFunction:
 
     @with_statistics(total=Statistic(of=power))
     def mode(inputs: ModeInputs) -> Tensor:
-        return power(inputs.samples) * _inverse(inputs.statistic("total"))
+        return power(inputs.samples) * _inverse(inputs.statistic("total")) / (inputs.divisor or 1)
 
-    mode.__qualname__ = f"length_to_the_minus_{alpha:g}".replace(".", "_")
+    mode.__qualname__ = f"{'vl_norm' if divided else 'length_to_the_minus'}_{alpha:g}".replace(".", "_")
+    mode.needs_divisor = divided  # type: ignore[attr-defined]
     return mode
 
 
-#: alpha = 0.75, as in the paper's experiments.
-vl_norm = length_to_the_minus(0.75)
+#: alpha = 0.75, as in the paper's experiments, divided by the L that the user gives, as in its equation.
+vl_norm = length_to_the_minus(0.75, divided=True)
+#: The same without L: thousands of times as large, to gradient clipping and beside other terms.
+vl_norm_undivided = length_to_the_minus(0.75)
 
 
 def _sign(samples: Samples) -> Tensor:

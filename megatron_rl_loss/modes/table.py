@@ -40,6 +40,10 @@ class Mode:
     def takes_divisor(self) -> bool:
         return self.size == "divisor"
 
+    @property
+    def needs_divisor(self) -> bool:
+        return self.takes_divisor and self.default_divisor is None
+
 
 MODES = {
     mode.name: mode
@@ -97,6 +101,11 @@ class OwnMode:
 
     name: str
     function: ModeFunction
+
+    @property
+    def needs_divisor(self) -> bool:
+        """Whether its function says so, by an attribute of that name."""
+        return bool(getattr(self.function, "needs_divisor", False))
 
     @property
     def statistics(self) -> dict[str, Statistic]:

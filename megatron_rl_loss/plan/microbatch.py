@@ -91,6 +91,7 @@ class Microbatch:
                 local = self.samples.with_mask(mask).local(self._plan.cp_rank, self._plan.cp_size)
             self._reducers[key] = reducer_of(aggregation, local, self.totals.with_mask(mask))
             self._reducers[key].name = "pg" if key == _key(self._plan.modes.policy) else name
+            self._reducers[key].reads_device = self._plan.reads_device
         return self._reducers[key]
 
     def _counted_reducer(self, name: str, aggregation: Aggregation, mask: str | None) -> WeightedSum:

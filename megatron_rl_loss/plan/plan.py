@@ -168,6 +168,7 @@ class Plan:
         cp_rank, cp_size, dp_size: this rank's place in its context-parallel group, and the sizes of the groups.
         per_token_loss: whether Megatron's `calculate_per_token_loss` is on.
         cp_group, dp_group: for what is reduced after the plan was made: whole sequences, and metrics.
+        reads_device: whether NaN losses at active tokens are looked for on a device too, which the host waits for.
     """
 
     samples: Sequence[Samples] | None
@@ -180,6 +181,7 @@ class Plan:
     per_token_loss: bool = False
     cp_group: Group | None = None
     dp_group: Group | None = None
+    reads_device: bool = False
     parts: Parts = field(default_factory=Parts)
     report_names: list[str] = field(default_factory=list)
     metric_modes: set[str] = field(default_factory=set)

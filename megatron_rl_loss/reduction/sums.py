@@ -4,6 +4,7 @@ A rank sums its own weight * loss; the plain sum of all shares, over micro-batch
 data-parallel (DP) ranks, *is* the step loss. Nothing is divided afterwards.
 """
 
+import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
@@ -17,10 +18,13 @@ from megatron_rl_loss.modes.names import Aggregation, resolve
 from megatron_rl_loss.modes.table import ModeFunction
 from megatron_rl_loss.modes.weights import checked_weights, weigh
 from megatron_rl_loss.reduction.tap import DeclaredTerm, is_observed, tap
+from megatron_rl_loss.step.collectives import world_rank
 from megatron_rl_loss.step.ids import Ids
 from megatron_rl_loss.step.layouts import Layout
 from megatron_rl_loss.step.samples import Labels, LocalTokens, Samples
 from megatron_rl_loss.step.totals import StepTotals, UnitCounting
+
+logger = logging.getLogger(__name__)
 
 Reducer = Callable[[Tensor], Tensor]
 
@@ -93,11 +97,12 @@ class WeightedSum:
     """
 
     name = "pg"
+    reads_device = False  # whether losses on a device are looked at too; the host then waits for it
 
     def __init__(self, weights: Tensor, local: LocalTokens, aggregation: Aggregation) -> None:
         self.weights = weights
         self.gradient_scale = local.gradient_scale
-        self._samples = local.samples
+        self._samples, self._local = local.samples, local
         self._aggregation = aggregation
         self._shapes = local.samples.loss_shapes(weights.numel(), local.cp_size)
 
@@ -120,6 +125,25 @@ class WeightedSum:
         if self.weights.device != device:
             self.weights = self.weights.to(device, non_blocking=True)
         return self.weights
+
+    def report_not_finite(self, term: str | None, values: Tensor, total: Tensor) -> None:
+        """A line in the log, where a sum is NaN or infinite, that names the first token to blame.
+
+        No error: other ranks may be waiting in a collective, and a loss scaler may want to skip the step.
+        """
+        if not (total.is_cpu or self.reads_device) or torch.compiler.is_compiling() or math.isfinite(float(total)):
+            return
+        what = f"the term {term!r}" if term else "per_token_loss" if self.name == "pg" else "a metric"
+        flat = values.detach().reshape(-1)
+        wrong = ((self.weights_on(flat.device) != 0) & ~flat.isfinite()).nonzero()[:1, 0].tolist()
+        for token in wrong:  # none where the sum of finite losses overflows
+            sample = int(self._local.sample_index[token])
+            place = int(self._local.positions[token]) - self._samples.mask_starts[sample]
+            logger.warning(
+                f"rank {world_rank()}: {what} is {float(flat[token])} at token {place} of sample {sample} of a "
+                "micro-batch: its mask says that it counts, so the step's sum is not finite. Look at its log-probs "
+                "and advantage, or mask it."
+            )
 
     def tap(self, values: Tensor, term: str | None, coef: float) -> Tensor:
         """What to sum, with its gradient open to an audit: a term apart from what else is made of its values."""
@@ -181,6 +205,8 @@ def sum_terms(
         reducer.check("a metric", metric)
     device, coefs = summands[0].values.device, [one.coef for one in summands]
     sums = _sums([*((one.values, one.reducer) for one in summands), *metrics], device)
+    for one, total in zip(summands, sums, strict=False):  # metrics follow
+        one.reducer.report_not_finite(one.term, one.values, total)
     share = _scaled(sums[0], coefs[0])
     for k in range(1, len(summands)):
         share = share.add(sums[k], alpha=coefs[k])

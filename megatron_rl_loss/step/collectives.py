@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Sequence
 from types import EllipsisType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -99,6 +99,20 @@ def raise_together(failed: bool, failure: Exception | None, groups: Sequence[Gro
         reasons = {rank: reason for part in gathered for rank, reason in part.items()}
     listed = "; ".join(f"rank {rank}: {reason}" for rank, reason in sorted(reasons.items()))
     raise BadBatchError(f"The step was not started, no weight was changed. {listed}") from failure
+
+
+def gather_parts(prepare: Callable[[], Result], group: Group | None) -> list[Result]:
+    """What `prepare` returns on each rank of the group; if any rank failed, all raise."""
+    mine = attempt(prepare)
+    failure = mine if isinstance(mine, Exception) else None
+    several = if_several(group)
+    if several is None:
+        raise_together(failure is not None, failure, [])
+        return [mine]  # type: ignore[list-item]
+    parts: list[Any] = [None] * several.size()
+    dist.all_gather_object(parts, mine if failure is None else None, group=several)
+    raise_together(any(part is None for part in parts), failure, [several])
+    return parts
 
 
 class Exchange:

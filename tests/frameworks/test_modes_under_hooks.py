@@ -13,7 +13,7 @@ from megatron_rl_loss import StepTotals, register_pg_loss_reducer
 from megatron_rl_loss.frameworks import skyrl, slime, verl
 from megatron_rl_loss.modes import table as modes
 from megatron_rl_loss.modes.names import resolve
-from megatron_rl_loss.modes.papers import vl_norm
+from megatron_rl_loss.modes.papers import vl_norm_undivided as vl_norm
 from megatron_rl_loss.reduction import fold_into_advantages
 
 MASKS = [torch.tensor([1.0, 1, 1, 0]), torch.tensor([1.0, 0, 0, 0]), torch.zeros(4), torch.tensor([1.0, 1, 0, 1])]

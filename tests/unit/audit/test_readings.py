@@ -20,7 +20,8 @@ from torch import Tensor
 
 from megatron_rl_loss.audit import StepTokens, Verdict, judge
 from megatron_rl_loss.modes.names import resolve
-from megatron_rl_loss.modes.papers import vl_norm, weighted_token_mean
+from megatron_rl_loss.modes.papers import vl_norm_undivided as vl_norm
+from megatron_rl_loss.modes.papers import weighted_token_mean
 from megatron_rl_loss.modes.table import ModeInputs
 
 # ---- places before chains

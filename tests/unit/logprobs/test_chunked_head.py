@@ -1,6 +1,7 @@
 """The output layer in chunks against a float64 layer of all tokens: values, gradients, ranks, memory, work."""
 
 import functools
+import itertools
 from typing import Any
 
 import head_oracle
@@ -13,7 +14,7 @@ from refusals import Call, check_refusal, each_of, refusals
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_rl_loss.logprobs import TensorParallel, log_probs_from_hidden, loss_from_hidden
+from megatron_rl_loss.logprobs import TensorParallel, log_probs_from_hidden, log_probs_from_logits, loss_from_hidden
 from megatron_rl_loss.logprobs.hidden import add_product
 from megatron_rl_loss.losses import ppo_clip_loss
 
@@ -280,6 +281,19 @@ def test_weights_that_float16_cannot_hold_are_not_lost() -> None:
     assert relative(hidden.grad, leaf.grad) <= 4 * 2.0**-11  # type: ignore[arg-type]
 
 
+def test_float64_stays_float64() -> None:
+    batch = batch_of(TOKENS, VOCABULARY, HIDDEN)
+    leaves, naive_leaves = ([one.clone().requires_grad_() for one in (batch.hidden, batch.weight)] for _ in range(2))
+    share, _ = loss_from_hidden(*leaves, batch.labels, batch.weights / 3, lambda log_probs, _: (-log_probs, {}))
+    log_probs, _ = head_oracle.log_probs_and_entropy(naive_leaves[0] @ naive_leaves[1].T, batch.labels)
+    expected = (batch.weights / 3 * -log_probs).sum()
+    share.backward()
+    expected.backward()
+    assert relative(share, expected) <= 1e-12
+    for leaf, right in zip(leaves, naive_leaves, strict=True):
+        assert relative(leaf.grad, right.grad) <= 1e-12  # type: ignore[arg-type]
+
+
 def test_losses_that_are_nan_where_the_weight_is_0_are_ignored() -> None:
     batch = batch_of(TOKENS, VOCABULARY, HIDDEN)
     hidden, weight = leaves_of(batch)
@@ -289,7 +303,7 @@ def test_losses_that_are_nan_where_the_weight_is_0_are_ignored() -> None:
         weight,
         batch.labels,
         batch.weights.float(),
-        lambda log_probs, _, nan: (log_probs + nan, {}),
+        lambda log_probs, _, nan: (log_probs * (1 + nan), {}),
         {"nan": nan},
         token_mask=torch.ones(TOKENS),
     )
@@ -299,6 +313,68 @@ def test_losses_that_are_nan_where_the_weight_is_0_are_ignored() -> None:
     assert hidden.grad is not None
     assert hidden.grad.isfinite().all()
     assert relative(values["log_probs"], expected) <= FP32
+
+
+def naive(hidden: Tensor, weight: Tensor, batch: head_oracle.Batch) -> Tensor:
+    """As one would write it, in the dtypes that it is given or that autocast chooses."""
+    log_q = (hidden @ weight.T).float().log_softmax(-1)
+    log_probs, entropy = log_q.gather(-1, batch.labels[:, None])[:, 0], -(log_q.exp() * log_q).sum(-1)
+    inputs = {"old_log_probs": batch.old_log_probs.float(), "advantages": batch.advantages.float()}
+    return (losses_of(log_probs, entropy, **inputs)[0] * batch.weights.float()).sum()
+
+
+def of_logits(hidden: Tensor, weight: Tensor, batch: head_oracle.Batch) -> Tensor:
+    log_probs, entropy = log_probs_from_logits(hidden @ weight.T, batch.labels, entropy=True)
+    inputs = {"old_log_probs": batch.old_log_probs.float(), "advantages": batch.advantages.float()}
+    return (losses_of(log_probs, entropy, **inputs)[0] * batch.weights.float()).sum()
+
+
+@functools.cache
+def sharp_batch() -> tuple[head_oracle.Batch, Tensor]:
+    """Logits that half precision rounds far; and the gradient of the hidden states."""
+    batch = batch_of(TOKENS, VOCABULARY, HIDDEN, torch.bfloat16, sharp=6)
+    leaf = batch.hidden.clone().requires_grad_()
+    values = head_oracle.log_probs_and_entropy(leaf @ batch.weight.T, batch.labels)
+    head_oracle.policy_loss(*values, batch, BONUS).backward()
+    assert leaf.grad is not None
+    return batch, leaf.grad
+
+
+AUTOCAST = {"inside": (True, True), "backward outside": (True, False), "backward inside alone": (False, True)}
+WAYS = {
+    "logits": of_logits,
+    **{f"{1 + k} pass": functools.partial(lambda one_pass, *of: run(one_pass, *of)["share"], not k) for k in (0, 1)},
+}
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.mark.parametrize("at", AUTOCAST.values(), ids=AUTOCAST)
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize("to", [torch.bfloat16, torch.float16])
+def test_under_autocast_it_is_as_near_as_the_naive_way(to: torch.dtype, way: Any, at: tuple[bool, bool]) -> None:
+    forward, backward = (torch.autocast("cpu", dtype=to, enabled=on) for on in at)
+    for of_hidden, of_weight in itertools.product(DTYPES, DTYPES):
+        if of_hidden != of_weight and not at[0]:
+            continue  # refused, as torch does
+        batch, expected = sharp_batch()
+        errors = []
+        for function in (way, naive):
+            hidden, weight = batch.hidden.to(of_hidden).requires_grad_(), batch.weight.to(of_weight).requires_grad_()
+            with forward:
+                share = function(hidden, weight, batch)
+            with backward:
+                share.backward()
+            assert hidden.grad is not None
+            errors.append(relative(hidden.grad, expected))
+        assert errors[0] <= 1.2 * errors[1] + FP32, (of_hidden, of_weight, errors)
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+def test_a_second_derivative_is_refused(way: Any) -> None:
+    batch = batch_of(TOKENS, VOCABULARY, HIDDEN)
+    leaves = leaves_of(batch)
+    with pytest.raises(ValueError, match=r"create_graph=True through (log_probs_from|loss_from).+has no graph"):
+        torch.autograd.grad(way(*leaves, batch), leaves, create_graph=True)
 
 
 def test_a_loss_of_entropy_alone_has_its_gradient() -> None:

@@ -1,5 +1,6 @@
 """Advantages against Python's statistics, and by hand."""
 
+import os
 import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -7,11 +8,15 @@ from typing import Any
 import oracle
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ranks import run_ranks, start_process_group
 from refusals import Call, check_refusal, each_of, refusals
 
-from megatron_rl_loss.losses import distillation_advantages, group_relative_advantages
+from megatron_rl_loss import BadBatchError, Gathered, Samples, ZigzagTHD
+from megatron_rl_loss.losses import distillation_advantages, gae, group_relative_advantages, rloo_advantages, whiten
+from megatron_rl_loss.plan import plan_step
 
 pytestmark = pytest.mark.filterwarnings("ignore:all rewards are equal")
 NAN, INF = float("nan"), float("inf")
@@ -83,6 +88,131 @@ def test_rewards_that_teach_nothing_are_warned_of() -> None:
         group_relative_advantages(torch.tensor([1.0, 1, 3, 3]), [0, 0, 1, 1])
 
 
+# --- leave-one-out, a critic's, and whitening, on one rank and over DP 2, CP 2
+
+REWARDS, GROUPS, ROLLOUTS = [1.0, 0.0, 5.0, 2.0, 2.0, 7.0], [0, 0, 1, 0, 0, 2], [0, 1, 2, 3, 3, 4]
+MASKS = [[1, 1, 0, 1, 1, 0, 1, 1], [0, 1, 1, 1], [1, 0, 0, 0], [0.5, 1, 1, 1, 1, 1, 0, 1]]
+STARTS = [0, 8, 12, 16, 24]
+GAMMA, LAM = 0.9, 0.8
+
+
+def of_tokens(seed: int) -> torch.Tensor:
+    drawn = torch.randn(STARTS[-1], generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return drawn.masked_fill(torch.tensor([m for mask in MASKS for m in mask]) == 0, NAN)
+
+
+def leave_one_out(rewards: Sequence[float], groups: Sequence[Any], rollouts: Sequence[Any]) -> list[float]:
+    found = []
+    for reward, group, rollout in zip(rewards, groups, rollouts, strict=True):
+        of_group = {o: r for r, g, o in zip(rewards, groups, rollouts, strict=True) if g == group}
+        others = [r for o, r in of_group.items() if o != rollout]
+        found.append(reward - statistics.fmean(others) if others else 0.0)
+    return found
+
+
+def generalised(rewards: list[float], values: list[float], masks: list[list[float]]) -> list[tuple[float, float]]:
+    """The definition, a sum over all later tokens, for the active tokens of each sample."""
+    found, begin = [], 0
+    for mask in masks:
+        active = [begin + t for t, m in enumerate(mask) if m]
+        deltas = [
+            rewards[t] + GAMMA * (values[active[k + 1]] if k + 1 < len(active) else 0) - values[t]
+            for k, t in enumerate(active)
+        ]
+        estimates = dict(
+            zip(
+                active,
+                (sum((GAMMA * LAM) ** j * d for j, d in enumerate(deltas[k:])) for k in range(len(active))),
+                strict=True,
+            )
+        )
+        found += [
+            (estimates[t], estimates[t] + values[t]) if t in estimates else (0.0, 0.0)
+            for t in range(begin, begin + len(mask))
+        ]
+        begin += len(mask)
+    return found
+
+
+def samples_of(chosen: Sequence[int], layout: Any = None) -> Samples:
+    return Samples([torch.tensor(MASKS[i]) for i in chosen], layout=layout)
+
+
+def test_leave_one_out() -> None:
+    found = rloo_advantages(torch.tensor(REWARDS), GROUPS, rollout_ids=ROLLOUTS)
+    assert found.tolist() == pytest.approx(leave_one_out(REWARDS, GROUPS, ROLLOUTS), rel=oracle.EXACT)
+
+
+def test_generalised_advantages() -> None:
+    local = samples_of(range(4)).local(0, 1)
+    advantages, returns = gae(of_tokens(1).float(), of_tokens(2).float(), local, gamma=GAMMA, lam=LAM)
+    expected = generalised(of_tokens(1).float().tolist(), of_tokens(2).float().tolist(), MASKS)
+    assert advantages.tolist() == pytest.approx([a for a, _ in expected], rel=oracle.EXACT)
+    assert returns.tolist() == pytest.approx([r for _, r in expected], rel=oracle.EXACT)
+
+
+def whitened(shift: bool = True) -> list[float]:
+    active = [x for x in of_tokens(3).tolist() if x == x]
+    mean, scale = statistics.fmean(active), (statistics.variance(active) + 1e-8) ** -0.5
+    return [(x - mean * shift) * scale if x == x else 0.0 for x in of_tokens(3).tolist()]
+
+
+def test_whitening_of_a_step_of_two_micro_batches() -> None:
+    plan = plan_step([samples_of([0, 1]), samples_of([2, 3])], "token_mean", dp_group=None)
+    for shift in (True, False):
+        found = whiten(list(of_tokens(3).split(12)), list(plan), dp_group=None, shift_mean=shift)
+        assert torch.cat(found).tolist() == pytest.approx(whitened(shift), rel=oracle.EXACT)
+    assert whiten([], [], dp_group=None) == []
+
+
+def on_rank() -> dict[str, Any]:
+    """Rank r is DP rank r // 2, with two samples, and CP rank r % 2."""
+    start_process_group()
+    rank = int(os.environ["RANK"])
+    dp_rank, cp_rank = divmod(rank, 2)
+    cp_group, dp_group = (
+        [dist.new_group(ranks) for ranks in of_kind][at]
+        for of_kind, at in (([[0, 1], [2, 3]], dp_rank), ([[0, 2], [1, 3]], cp_rank))
+    )
+    mine, few = slice(12 * dp_rank, 12 * (dp_rank + 1)), slice(3 * dp_rank, 3 * (dp_rank + 1))
+    starts = [start - 12 * dp_rank for start in STARTS[2 * dp_rank : 2 * dp_rank + 3]]
+    found: dict[str, Any] = {"refused": ""}
+    ids: dict[str, Any] = {"rollout_ids": ROLLOUTS[few], "dp_group": dp_group}
+    for function in (rloo_advantages, group_relative_advantages):
+        found[function.__name__] = function(torch.tensor(REWARDS[few]), GROUPS[few], **ids).tolist()
+    for layout in (ZigzagTHD(starts), Gathered(starts)):
+        local = samples_of([2 * dp_rank, 2 * dp_rank + 1], layout).local(cp_rank, 2)
+        r, v, x = (local.of(of_tokens(seed)[mine]) for seed in (1, 2, 3))
+        advantages, returns = gae(r, v, local, cp_group, gamma=GAMMA, lam=LAM)
+        (white,) = whiten([x], [local], dp_group=dp_group, cp_group=cp_group)
+        places = [12 * dp_rank + place for place in local.positions.tolist()]
+        rows = zip(advantages.tolist(), returns.tolist(), white.tolist(), strict=True)
+        found[type(layout).__name__] = dict(zip(places, rows, strict=True))
+    try:
+        whiten([x[rank:]], [local], dp_group=dp_group, cp_group=cp_group)
+    except (BadBatchError, ValueError) as error:
+        found["refused"] = str(error)
+    return found
+
+
+def test_over_ranks() -> None:
+    by_rank = run_ranks(4, on_rank, timeout_s=600)
+    alone = {
+        function.__name__: function(torch.tensor(REWARDS), GROUPS, rollout_ids=ROLLOUTS).tolist()
+        for function in (rloo_advantages, group_relative_advantages)
+    }
+    pairs = generalised(of_tokens(1).tolist(), of_tokens(2).tolist(), MASKS)
+    expected = [(*pair, white) for pair, white in zip(pairs, whitened(), strict=True)]
+    for name, values in alone.items():
+        assert by_rank[0][name] + by_rank[2][name] == by_rank[1][name] + by_rank[3][name] == values
+    for layout in ("ZigzagTHD", "Gathered"):
+        held = {place: row for rank in by_rank for place, row in rank[layout].items()}
+        assert sorted(held) == list(range(24))
+        for place, row in held.items():
+            assert row == pytest.approx(expected[place], rel=oracle.EXACT), (layout, place)
+    assert all("rank 1: ValueError: values of shape" in rank["refused"] for rank in by_rank)
+
+
 def advantages_from(rewards: Any, ids: Any, rollout_ids: Any = None) -> torch.Tensor:
     return group_relative_advantages(torch.tensor(rewards), ids, rollout_ids=rollout_ids)
 
@@ -103,6 +233,13 @@ REFUSALS = {
     ),
     **refusals(advantages_from, (([1.0], [0.5]), "prompt_ids holds 0.5", ([1.0], ["0.5"])), error=TypeError),
 }
+
+
+REFUSALS |= refusals(
+    lambda **more: gae(torch.zeros(12), torch.zeros(12), samples_of([0, 1]).local(0, 1), **more),
+    ({"gamma": 1.1}, r"gamma is 1.1: it must be in \[0, 1\]", {"gamma": 1.0}),
+    ({"lam": -0.1}, "lam is -0.1", {"lam": 0}),
+)
 
 
 @each_of(REFUSALS)

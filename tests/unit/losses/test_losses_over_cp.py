@@ -6,6 +6,7 @@ losses and all planted bugs (`cp_steps`). Losses of single tokens are in test_to
 
 import functools
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import cp_steps
@@ -135,12 +136,17 @@ def gspo_of_rollouts(t: Tokens) -> Tensor:
     return gspo_here(t, per="rollout", totals=t.totals)
 
 
+def microbatch_of(t: Tokens) -> Any:
+    """What a `Microbatch` says of its place: CP needs no further argument."""
+    return SimpleNamespace(tokens=t.local, cp_group=t.cp_group, totals=t.totals)
+
+
 def gspo_token_here(t: Tokens) -> Tensor:
-    return gspo_token_loss(*given(t), *place(t), **NARROW).per_token_loss
+    return gspo_token_loss(*given(t), microbatch_of(t), **NARROW).per_token_loss
 
 
 def gmpo_here(t: Tokens) -> Tensor:
-    return gmpo_loss(*given(t, "advantages"), *place(t)).per_token_loss
+    return gmpo_loss(*given(t, "advantages"), microbatch_of(t)).per_token_loss
 
 
 def sequence_tis_together(t: Tokens) -> Tensor:

@@ -32,7 +32,7 @@ def test_a_name_is_its_function(name: str) -> None:
     for part in ("per_token_loss", "clipped", "ppo_kl"):
         assert torch.equal(getattr(found, part), getattr(expected, part))
     parameters = inspect.signature(loss.compute).parameters
-    assert ("local" in parameters) == loss.of_sequence
+    assert ("cp_group" in parameters) == loss.of_sequence
     assert set(loss.settings) <= set(parameters)
     assert loss.source.startswith("arXiv:")
     assert loss.mode is None or loss.mode in MODES

@@ -43,7 +43,7 @@ def test_by_hand(loss: str, clip: Any, advantages: Any, expected: tuple[float, f
     found = ALL[loss](new, OLD, advantages_of(*advantages), LOCAL, clip_low=low, clip_high=high)
     assert found.per_token_loss[active].tolist() == pytest.approx([expected[0]] * 2 + [expected[1]] * 2)
     assert found.clipped[active].tolist() == clipped
-    assert found.ppo_kl.tolist() == pytest.approx((-LOG_RATIOS).tolist(), abs=1e-6)
+    assert found.ppo_kl[active].tolist() == pytest.approx((-LOG_RATIOS[active]).tolist(), abs=1e-6)
     assert not found.clipped.requires_grad
 
 
@@ -109,10 +109,11 @@ REFUSALS = {
     **refusals(
         call,
         ({"old_log_probs": OLD[:1]}, r"log-probs of shapes \(5,\) and \(1,\)", {"advantages": torch.ones(1)}),
-        (SHORT, r"a segment sum's values of shape \(4,\)", {"log_probs": OLD[None], "old_log_probs": OLD[None]}),
+        (SHORT, r"a loss's input of shape \(4,\)", {"log_probs": OLD[None], "old_log_probs": OLD[None]}),
         ({"clip_high": 1.0004}, "clip_high is 1.0004: it is a width", {"clip_high": 4e-4}),
         ({"mean_log_ratio": torch.zeros(5)}, r"a statistic of shape \(5,\)", {"mean_log_ratio": torch.zeros(2)}),
     ),
+    **refusals(call, ({"local": 3}, "local is a int: it says where tokens lie", {"local": LOCAL}), error=TypeError),
     **refusals(
         functools.partial(call, "gspo_token"),
         ({"advantages": WITH_GRAPH}, "advantages that require grad", {"advantages": ONES}),

@@ -75,6 +75,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], Any, tuple[Any, ...]]] = {
     "SAPO, others": (sapo_loss, {"tau_positive": 0.3, "tau_negative": 7}, sapo, (0.3, 7.0)),
     "DPPO tv": (dppo_loss, {"threshold": 0.05}, dppo, ("tv", 0.05)),
     "DPPO tv, usual": (dppo_loss, {}, dppo, ("tv", 0.15)),
+    "DPPO kl, usual": (dppo_loss, {"divergence": "kl"}, dppo, ("kl", 0.05)),
     "DPPO kl": (dppo_loss, {"divergence": "kl", "threshold": 0.01}, dppo, ("kl", 0.01)),
 }
 for low, high in [(0.2, None), (0.1, None), (0.2, 0.28), (1.0, 5.0), (0.01, 0.01)]:
@@ -142,7 +143,7 @@ def test_shapes_dtypes_and_devices(name: str) -> None:
         x = torch.zeros(shape, dtype=dtype)
         result = loss(x, x, x[..., :1])  # an advantage per row
         for got in (result.per_token_loss, result.clipped, result.ppo_kl, kl_estimate(x, x), value_loss(x, x)):
-            assert (got.shape, got.dtype) == (x.shape, dtype)
+            assert (got.shape, got.dtype) == (x.shape, torch.float32)
     elsewhere = torch.zeros(3, device="meta")  # whatever reads a value there fails, as waiting for a device would
     assert loss(elsewhere, elsewhere, elsewhere).per_token_loss.shape == (3,)
 

@@ -23,6 +23,7 @@ from megatron_rl_loss.modes.papers import (
     length_to_the_minus,
     turn_mean,
     vl_norm,
+    vl_norm_undivided,
     weighted_token_mean,
 )
 from megatron_rl_loss.modes.table import OwnMode
@@ -81,7 +82,7 @@ def adapter_rule(i: int, t: int) -> float:
 
 half = length_to_the_minus(0.5)
 MODES: dict[str, tuple[Any, Rule]] = {
-    "VL Norm": (vl_norm, norm(0.75)),
+    "VL Norm": (vl_norm_undivided, norm(0.75)),
     "VL Norm, 0.5": (half, norm(0.5)),
     "balanced": (balanced, balanced_rule),
     "turn mean": (turn_mean, turn_rule),
@@ -134,20 +135,41 @@ def test_weights_in_every_cut(mode: Any, rule: Rule) -> None:
 def test_a_sum_of_what_is_at_hand_would_be_seen() -> None:
     """Negative control: VL Norm over the micro-batch."""
     samples, part = samples_of(N), samples_of([0, 3])
-    totals = StepTotals.from_loss_masks(part.loss_masks, statistics=own_mode(vl_norm).statistics)
-    whole = StepTotals.from_loss_masks(samples.loss_masks, statistics=own_mode(vl_norm).statistics)
-    of_part, right = token_weights(vl_norm, part, totals), torch.cat([expected(norm(0.75))[i] for i in (0, 3)])
+    totals = StepTotals.from_loss_masks(part.loss_masks, statistics=own_mode(vl_norm_undivided).statistics)
+    whole = StepTotals.from_loss_masks(samples.loss_masks, statistics=own_mode(vl_norm_undivided).statistics)
+    of_part, right = (
+        token_weights(vl_norm_undivided, part, totals),
+        torch.cat([expected(norm(0.75))[i] for i in (0, 3)]),
+    )
     assert not torch.allclose(of_part.double(), right, rtol=0.1)
-    assert torch.allclose(token_weights(vl_norm, part, whole).double(), right)
+    assert torch.allclose(token_weights(vl_norm_undivided, part, whole).double(), right)
 
 
 def test_weights_by_hand() -> None:
     masks = [torch.ones(1), torch.ones(16)]
-    totals = StepTotals.from_loss_masks(masks, statistics=own_mode(vl_norm).statistics)
+    totals = StepTotals.from_loss_masks(masks, statistics=own_mode(vl_norm_undivided).statistics)
     # 16^-0.75 = 1/8
-    assert token_weights(vl_norm, Samples(masks), totals).tolist() == pytest.approx([8 / 9] + [1 / 9] * 16)
+    assert token_weights(vl_norm_undivided, Samples(masks), totals).tolist() == pytest.approx([8 / 9] + [1 / 9] * 16)
     totals = StepTotals.from_loss_masks(masks, statistics=own_mode(half).statistics)
     assert token_weights(half, Samples(masks), totals).tolist() == pytest.approx([4 / 5] + [1 / 5] * 16)
+
+
+def test_vl_norm_is_the_papers_with_its_divisor() -> None:
+    masks = [torch.ones(1), torch.ones(16)]
+    totals = StepTotals.from_loss_masks(masks, statistics=resolve(vl_norm, divisor=5).mode.statistics)  # type: ignore[union-attr]
+    found = token_weights(vl_norm, Samples(masks), totals, divisor=5)
+    assert found.tolist() == pytest.approx([8 / 45] + [1 / 45] * 16)
+    with pytest.raises(ValueError, match="vl_norm_0_75' without a divisor: it divides"):
+        resolve(vl_norm)
+
+
+def test_alpha_1_and_0() -> None:
+    """Sums of the losses 1 of samples of 1 and 4 tokens."""
+    masks = [torch.ones(1), torch.ones(4), torch.zeros(2)]
+    for alpha, expected in ((1, 1.6), (0, 2.5)):
+        mode = length_to_the_minus(alpha)
+        totals = StepTotals.from_loss_masks(masks, statistics=own_mode(mode).statistics)
+        assert float(token_weights(mode, Samples(masks), totals).sum()) == pytest.approx(expected)
 
 
 def test_turns_where_a_sample_is_a_rollout() -> None:

@@ -10,7 +10,7 @@ from step_samples import dealt, step_samples
 from steps import divisor_of, ids_of
 
 from megatron_rl_loss import Gathered, Samples, StepTotals, token_weights, weights_column
-from megatron_rl_loss.modes import vl_norm
+from megatron_rl_loss.modes import vl_norm_undivided as vl_norm
 
 STEP = step_samples(seed=2)
 

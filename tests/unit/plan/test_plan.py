@@ -12,7 +12,7 @@ from step_samples import DIVISOR, dealt, step_samples
 from torch import Tensor
 
 from megatron_rl_loss import Samples, StepTotals, UnitCounts, ZigzagTHD, token_weights
-from megatron_rl_loss.modes import vl_norm
+from megatron_rl_loss.modes import vl_norm_undivided as vl_norm
 from megatron_rl_loss.modes.loss_modes import LossModes
 from megatron_rl_loss.plan import CARRIERS, Carrier, Plan, plan_step
 from megatron_rl_loss.plan.carriers import Count, product
