@@ -8,7 +8,7 @@ NeMo-RL adds up loss * mask over all tokens and divides by the global batch's va
 ``token_level_loss=false``, adds up the samples' means and divides by its N valid samples. The driver holds a whole
 batch, so it writes a column for each term: the mode's weights * T in place of the mask's ones, or a sample's sum of
 weights * N in place of its ``sample_mask``. The denominators cancel on the worker, whatever its micro-batches, packing
-and ranks. Metrics keep the masks; those of the terms are of the new loss.
+and ranks. Metrics keep the masks; those of the terms are of the new loss. Imports no NeMo-RL.
 Source: nemo_rl 7ea279ab, algorithms/loss/loss_functions.py (ClippedPGLossFn), algorithms/utils.py (masked_mean).
 """
 
@@ -18,8 +18,6 @@ import inspect
 from typing import Any
 
 import torch
-from nemo_rl.algorithms.loss.interfaces import LossType
-from nemo_rl.algorithms.loss.loss_functions import ClippedPGLossFn
 from torch import Tensor
 
 from megatron_rl_loss.modes.table import ModeFunction
@@ -30,13 +28,13 @@ __all__ = ["AggregatedPGLossFn", "aggregate"]
 
 
 def aggregate(
-    policy: Any, loss_fn: ClippedPGLossFn, mode: str | ModeFunction, *, kl: str | None = None, **settings: Any
+    policy: Any, loss_fn: Any, mode: str | ModeFunction, *, kl: str | None = None, **settings: Any
 ) -> "AggregatedPGLossFn":
     """The loss in that mode; from now on ``policy.train`` of this driver adds its columns to every batch.
 
     Args:
         policy: what `grpo_train` is called with.
-        loss_fn: its loss.
+        loss_fn: its loss, a `ClippedPGLossFn`.
         mode: of the policy loss, and of the KL penalty unless `kl` names another. The NLL of correct samples (VAPO) is
             a token mean over the correct samples of the global batch.
         settings: `divisor` and `units` of the policy loss, as in `weights_column`.
@@ -49,29 +47,33 @@ def aggregate(
 
     @functools.wraps(train)
     def with_columns(*args: Any, **kwargs: Any) -> Any:
-        call = parameters.bind(*args, **kwargs)
-        if call.arguments["loss_fn"] is loss:
-            data = copy.copy(call.arguments["data"])
-            data.update(loss.columns(data, call.arguments.get("gbs") or policy.cfg["train_global_batch_size"]))
-            call.arguments["data"] = data
-        return train(*call.args, **call.kwargs)
+        given: dict[str, Any] = {**parameters.bind(*args, **kwargs).arguments}
+        if given["loss_fn"] is loss:
+            data = given["data"] = copy.copy(given["data"])
+            data.update(loss.columns(data, given.get("gbs") or policy.cfg["train_global_batch_size"]))
+        return train(**given)
 
     policy.train = with_columns
     return loss
 
 
-class AggregatedPGLossFn(ClippedPGLossFn):  # type: ignore[misc]
-    """A `ClippedPGLossFn` of the same settings, each term of which is weighted by a column of the batch."""
+class AggregatedPGLossFn:
+    """A `ClippedPGLossFn` each term of which a column of the batch weighs; else it has that loss's attributes."""
 
-    def __init__(self, loss_fn: ClippedPGLossFn, modes: dict[str, tuple[Any, dict[str, Any]]]) -> None:
-        vars(self).update(vars(loss_fn))
-        self._modes, self._parts = dict(modes), {name: copy.copy(loss_fn) for name in modes}
+    def __init__(self, loss_fn: Any, modes: dict[str, tuple[Any, dict[str, Any]]]) -> None:
+        self._loss_fn, self._modes = loss_fn, dict(modes)
+        self._parts = {name: copy.copy(loss_fn) for name in modes}
         for name, part in self._parts.items():
             part.positive_example_nll_weight = 0.0  # is a term of its own below
             if name == "policy" and "kl" in modes:
                 part.reference_policy_kl_penalty = 0
-        if self.positive_example_nll_weight > 0:
+        if loss_fn.positive_example_nll_weight > 0:
             self._modes["nll"] = ("token_mean", {})
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # what pickle asks for before there is a loss
+            raise AttributeError(name)
+        return getattr(self._loss_fn, name)
 
     def columns(self, data: Any, batch_size: int) -> dict[str, Tensor]:
         """A column per term, [rows, tokens], or [rows] for losses of samples; `batch_size` rows are a step."""
@@ -83,7 +85,7 @@ class AggregatedPGLossFn(ClippedPGLossFn):  # type: ignore[misc]
                 of_term = masks * (data["rewards"][rows, None] > 0) if name == "nll" else masks
                 prompts = _prompt_ids(data["input_ids"][rows], data["token_mask"][rows])
                 weights = torch.stack(weights_column(mode, list(of_term), prompt_ids=prompts, **settings))
-                if name == "nll" or self.loss_type == LossType.TOKEN_LEVEL:
+                if name == "nll" or self.loss_type.value == "token_level":
                     column = torch.nn.functional.pad(weights * masks.sum(), (1, 0))
                 else:
                     _check_even(weights, masks)
@@ -97,7 +99,7 @@ class AggregatedPGLossFn(ClippedPGLossFn):  # type: ignore[misc]
         """The rank's share of the step loss, and NeMo-RL's metrics. Each term and the metrics are a call of theirs."""
         counts = {"global_valid_seqs": global_valid_seqs, "global_valid_toks": global_valid_toks}
         with torch.no_grad():
-            _, metrics = super().__call__(next_token_logprobs.detach(), data, **counts)
+            _, metrics = self._loss_fn(next_token_logprobs.detach(), data, **counts)
         total = next_token_logprobs.new_zeros(())
         for name, part in self._parts.items():
             column = data[_column(name)]
