@@ -80,15 +80,20 @@ class Verdict:
     expected_total: float = math.nan
     pieces: tuple[Piece, ...] = ()
 
+    def to_dict(self, **more: Any) -> dict[str, Any]:
+        """Everything, and more, as plain data; numbers that are not finite are None."""
+        plain: dict[str, Any] = _finite(asdict(self) | more)
+        return plain
+
     def to_json(self, **more: Any) -> str:
-        """Everything, and more; numbers that are not finite are written as null."""
-        return json.dumps(_finite(asdict(self) | more), indent=1)
+        """The same as JSON."""
+        return json.dumps(self.to_dict(**more), indent=1)
 
     @property
     def headline(self) -> str:
         """The verdict in a line."""
         if self.unknown:
-            return "NO VERDICT"
+            return f"NO VERDICT: {self.unknown[0]}"
         if self.sound:
             return f"SOUND: {self.expected}, every token within {self.deviation:.1e} of its weight"
         return f"NOT SOUND: asked {self.expected}; {self.extent}"
@@ -109,7 +114,7 @@ class Verdict:
 
     def __str__(self) -> str:
         lines = _wrapped(self.headline, 2)
-        lines += [line for reason in self.unknown for line in _wrapped(f"  because {reason}", 4)]
+        lines += [line for reason in self.unknown[1:] for line in _wrapped(f"  also: {reason}", 4)]
         if not self.sound and not self.unknown:
             lines += self._numbers()
             for number, one in enumerate(self.deviations, 1):

@@ -64,7 +64,7 @@ def judge(measured: MeasuredStep, expected: Aggregation | None = None) -> Verdic
         notes = (*notes, f"nothing was asked for: compared with the nearest mode, {expected.mode.name}")
     try:
         step = Comparison(measured, expected, samples.weights(expected), tolerance)
-    except ValueError as error:  # a mode over labels, which a measured step does not have
+    except (ValueError, KeyError) as error:  # a mode over labels, which a measured step does not have
         if not isinstance(expected.mode, OwnMode):
             raise
         why = f"What {expected.mode.name} asks for cannot be made from masks and ids alone. {error}"

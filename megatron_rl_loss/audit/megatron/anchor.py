@@ -104,8 +104,8 @@ class Anchor:
         elif residual > rounding:
             problem = (
                 f"the finalised gradient of {name} is no multiple of the sum over ranks of what backward passes gave "
-                f"it (residual {residual:.2g}, rounding {rounding:.1g}): ranks or micro-batches were scaled apart, "
-                "left out, or gradients were there before the step"
+                f"it (residual {residual:.2g}, rounding {rounding:.1g}), as if ranks or micro-batches were scaled "
+                "apart or left out, or gradients were there before the step"
             )
         return Factor(name, value, residual, rounding, rounding / math.sqrt(self.parameter.numel()), problem)
 

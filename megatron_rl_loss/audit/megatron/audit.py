@@ -24,7 +24,7 @@ from torch import Tensor
 
 from megatron_rl_loss.audit.assembly import Part, Rows
 from megatron_rl_loss.audit.megatron.anchor import Anchor, Factor, choose
-from megatron_rl_loss.audit.megatron.reports import Report, assembled, shown, unreadable
+from megatron_rl_loss.audit.megatron.reports import NO_TAP, OUTPUT, Report, assembled, shown, unreadable
 from megatron_rl_loss.audit.megatron.schedule import Watched, observe_schedule
 from megatron_rl_loss.audit.tokens import Floats, MeasuredStep, Split
 from megatron_rl_loss.megatron.flags import CHANGING_CP, REMAT_SIZES
@@ -38,15 +38,6 @@ from megatron_rl_loss.step.masks import SMALLEST
 from megatron_rl_loss.step.samples import Samples
 
 __all__ = ["Audit", "audited", "tap"]
-
-#: The term that is measured where nothing was tapped: what the model returned to the loss function.
-OUTPUT = "output"
-_NO_TAP = (
-    "Nothing was tapped: measured is the derivative by what the model returned for a token, taken as its negative "
-    "log-prob. It is the token's weight where the loss is a weighted sum of them. Under PPO it is the weight times "
-    "advantage * ratio: clipped tokens read 0, and a token without advantage says nothing. "
-    "Call tap(per_token_loss) in the loss function to measure the weight alone."
-)
 
 
 class Audit:
@@ -211,12 +202,8 @@ class Audit:
         terms = self._taps.losses
         if not terms and self._outputs:
             terms = {OUTPUT: self._outputs}
-            report.notes.append(_NO_TAP)
         elif not terms:
-            report.unknown.append(
-                "No loss was seen: nothing was tapped, and what the model returned is no loss a token of samples that "
-                "are known. Call tap(per_token_loss, samples=...) in the loss function, or give samples_of."
-            )
+            report.unknown.append(NO_TAP)
         if self._returned:
             report.facts["returned"] = " and ".join(sorted(self._returned))
         dtypes = {tapped.dtype for of_term in terms.values() for tapped in of_term.values()}

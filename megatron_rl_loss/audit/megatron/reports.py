@@ -10,6 +10,14 @@ from megatron_rl_loss.audit.tokens import MeasuredStep, Split
 from megatron_rl_loss.modes.names import Aggregation
 from megatron_rl_loss.reduction.tap import DeclaredTerm
 
+#: The term that is measured where nothing was tapped: what the model returned to the loss function.
+OUTPUT = "output"
+NO_TAP = (
+    "Nothing was tapped. Write per_token_loss = tap(per_token_loss, samples=...) in the loss function, before masks "
+    "and means (from megatron_rl_loss.reduction import tap). Without it only the derivative by the model's output is "
+    "seen: under PPO that is the weight times advantage and ratio, and 0 for clipped tokens."
+)
+
 
 @dataclass
 class Report:
@@ -68,7 +76,7 @@ def assembled(reports: Sequence[Report], split: Split) -> dict[str, MeasuredStep
             [part for part in parts.get(term, []) if part.place in described],
             value,
             split,
-            unknown=unknown,
+            unknown=_once([*[NO_TAP] * (term == OUTPUT), *unknown]),
             notes=notes,
             facts=facts | _declared(reports, term),
         )
