@@ -14,10 +14,9 @@ import sys
 import traceback
 from argparse import REMAINDER, ArgumentParser, Namespace
 from collections.abc import Callable, Mapping, Sequence
-from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any, get_args
 
 from torch import Tensor
@@ -156,25 +155,22 @@ def when_imported(name: str, function: Callable[[ModuleType], None]) -> None:
     """Call the function with a module as soon as somebody has imported it; at once if somebody has."""
     if name in sys.modules:
         function(sys.modules[name])
-    else:
-        sys.meta_path.insert(0, _AfterImport(name, function))
+        return
 
-
-class _AfterImport(MetaPathFinder):
-    def __init__(self, name: str, function: Callable[[ModuleType], None]) -> None:
-        self._name, self._function = name, function
-
-    def find_spec(self, name: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
-        if name != self._name:
+    def find_spec(wanted: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
+        if wanted != name:
             return None
-        sys.meta_path.remove(self)
+        sys.meta_path.remove(finder)
         spec = importlib.util.find_spec(name)
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 
             def execute_and_tell(module: ModuleType) -> None:
                 execute(module)
-                self._function(module)
+                function(module)
 
             spec.loader.exec_module = execute_and_tell  # type: ignore[method-assign]
         return spec
+
+    finder: Any = SimpleNamespace(find_spec=find_spec)
+    sys.meta_path.insert(0, finder)

@@ -256,13 +256,3 @@ def places_of(kept: Kept, values: Floats, tolerance: float) -> tuple[Shape, Plac
             places = _named(tokens, entries[first], names, pattern)
             return shape, tuple(zip(places, ((low + high) / 2).tolist(), strict=True))
     return "token", (("the smallest", float(values.min())), ("the largest", float(values.max())))
-
-
-def places_apart(places: Places, tolerance: float) -> tuple[float, Places] | None:
-    """The factor that most places share, and the few that have another, relative to it; None if there are no such."""
-    values = np.array([value for _, value in places])
-    usual = float(np.median(values)) if len(values) > 2 else 1.0
-    apart = np.abs(values - usual) > tolerance * usual
-    if len(values) < 2 or not 0 < 2 * apart.sum() < len(values) + (len(values) == 2):
-        return None
-    return usual, tuple((place, value / usual) for (place, value), other in zip(places, apart, strict=True) if other)

@@ -145,7 +145,7 @@ def _readings_of(kept: Kept, cells: Cells) -> list[Reading]:
     readings = [with_words(one, fitter, of_cell) for one in fitter.readings(of_cell)]
     by_place = place_reading(*places_of(kept, kept.ratio, tolerance), fitter)
     if by_place is not None:  # one factor for each place comes before any chain of counts
-        readings = [one for one in readings if not fitter.is_chain(one)]
+        readings = [one for one in readings if fitter.num_chosen(one) <= 1]
         readings = sorted([*readings, by_place], key=lambda one: one.cost)
     return list({one.text: one for one in reversed(readings)}.values())[::-1][:3]
 
