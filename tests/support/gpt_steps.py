@@ -11,7 +11,7 @@ from gpt_oracle import GptShape, Rollout, Step
 from logged_means import logged_means
 from ranks import run_ranks
 from table_step import relative_error, run_schedule, start
-from tiny_gpt import Batch, Case, Layout, batches_of, build, cut_dim, full_name, gather_sharded_gradients
+from tiny_gpt import Batch, Case, Layout, Ready, batches_of, build, cut_dim, full_name, gather_sharded_gradients
 from torch import Tensor
 
 from megatron_rl_loss.losses import ppo_clip_loss
@@ -57,6 +57,45 @@ def collect(chunks: list[Any], of_gradients: bool) -> dict[str, tuple[Any, int |
     return found
 
 
+def start_layout(layout: Layout) -> Any:
+    """Megatron's groups on this rank: its parallel state."""
+    virtual = {"virtual_pipeline_model_parallel_size": layout.vp} if layout.vp > 1 else {}
+    return start(layout.tp, layout.pp, layout.cp, **virtual)
+
+
+def prepared(layout: Layout, case: Case, rollouts: Sequence[Rollout], attention: str) -> tuple[Ready, list[Batch]]:
+    """A fresh model, and this rank's micro-batches."""
+    from megatron.core import parallel_state as mpu
+
+    dp_rank, cp_rank = mpu.get_data_parallel_rank(), mpu.get_context_parallel_rank()
+    batches = batches_of(rollouts, case, layout.dp, dp_rank, layout.cp, cp_rank)
+    return build(layout, case, attention), [batch.cuda() for batch in batches]
+
+
+def settings_of(case: Case) -> AggregationSettings:
+    return AggregationSettings.resolve(
+        mode=case.mode,
+        divisor=gpt_oracle.DIVISOR if case.mode == "constant" else None,
+        units=case.units,  # type: ignore[arg-type]
+        with_per_token_loss=case.scaling == "per token",
+    )
+
+
+def output_of(model: Any, batch: Batch, **options: Any) -> Any:
+    params = batch.packed_seq_params()
+    return model(batch.tokens, batch.positions, None, labels=batch.labels, packed_seq_params=params, **options)
+
+
+def run_batches(
+    layout: Layout, ready: Ready, forward_step: Any, batches: list[Batch], wrap: Any = None, watch: Any = None
+) -> Any:
+    """Megatron's schedule over the step, with virtual stages where the layout has them: what it stored."""
+    ready.optimizer.zero_grad()
+    data: Any = [iter(batches) for _ in range(layout.vp)] if layout.vp > 1 else iter(batches)
+    model = ready.chunks if layout.vp > 1 else ready.chunks[0]
+    return run_schedule(forward_step, data if watch is None else watch(data), model, len(batches), wrap)
+
+
 def run_case(layout: Layout, case: Case, rollouts: Sequence[Rollout], attention: str) -> Outcome:
     from megatron.core import parallel_state as mpu
     from megatron.core.utils import unwrap_model
@@ -64,13 +103,11 @@ def run_case(layout: Layout, case: Case, rollouts: Sequence[Rollout], attention:
     from megatron_rl_loss.megatron import Folded, LossAggregation, OutputHead, Tokens
 
     head = case.head
-    ready = build(layout, case, attention)
+    ready, batches = prepared(layout, case, rollouts, attention)
     for chunk in map(unwrap_model, ready.chunks):
         if "main grad" in head and hasattr(chunk, "output_layer"):
             chunk.output_layer.gradient_accumulation_fusion = True
     processor = {"output_processor": OutputHead(chunk_tokens=3, entropy=True)} if head else {}
-    dp_rank, cp_rank = mpu.get_data_parallel_rank(), mpu.get_context_parallel_rank()
-    batches = [batch.cuda() for batch in batches_of(rollouts, case, layout.dp, dp_rank, layout.cp, cp_rank)]
 
     def losses_of(log_probs: Tensor, _: Any, old_log_probs: Tensor, advantages: Tensor) -> Any:
         clip = {"clip_low": gpt_oracle.CLIP_LOW, "clip_high": gpt_oracle.CLIP_HIGH}
@@ -87,15 +124,7 @@ def run_case(layout: Layout, case: Case, rollouts: Sequence[Rollout], attention:
             context = {"output_processor_context": folded}
         elif head:
             context = {"output_processor_context": Tokens(batch.mask)}
-        output = model(
-            batch.tokens,
-            batch.positions,
-            None,
-            labels=batch.labels,
-            packed_seq_params=batch.packed_seq_params(),
-            **processor,
-            **context,
-        )
+        output = output_of(model, batch, **processor, **context)
 
         def loss_func(output: Any) -> Any:
             if "one pass" in head:
@@ -107,21 +136,8 @@ def run_case(layout: Layout, case: Case, rollouts: Sequence[Rollout], attention:
 
         return output, loss_func
 
-    ready.optimizer.zero_grad()
-    settings = AggregationSettings.resolve(
-        mode=case.mode,
-        divisor=gpt_oracle.DIVISOR if case.mode == "constant" else None,
-        units=case.units,  # type: ignore[arg-type]
-        with_per_token_loss=case.scaling == "per token",
-    )
-    virtual = layout.vp > 1
-    stored = run_schedule(
-        forward_step,
-        [iter(batches) for _ in range(layout.vp)] if virtual else iter(batches),
-        ready.chunks if virtual else ready.chunks[0],
-        len(batches),
-        LossAggregation(settings, Batch.described).wrap_schedule,
-    )
+    aggregation = LossAggregation(settings_of(case), Batch.described)
+    stored = run_batches(layout, ready, forward_step, batches, aggregation.wrap_schedule)
     metrics = None
     if mpu.is_pipeline_last_stage(ignore_virtual=True):
         metrics = logged_means(stored)
@@ -140,8 +156,7 @@ def run_layout(
 
     `attention`: "packed" is `examples/packed_attention.py`, "te" is Transformer Engine's in its stead (GPUs, bf16).
     """
-    virtual = {"virtual_pipeline_model_parallel_size": layout.vp} if layout.vp > 1 else {}
-    mpu = start(layout.tp, layout.pp, layout.cp, **virtual)
+    mpu = start_layout(layout)
     place = {
         "tp": mpu.get_tensor_model_parallel_rank(),
         "pp": mpu.get_pipeline_model_parallel_rank(),
