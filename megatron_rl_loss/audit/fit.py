@@ -148,31 +148,26 @@ class Fitter:
         wanted, at = float(logs @ direction), signed @ direction
         close = float(np.abs(direction).sum()) * self.tolerance + 1e-9 * float(np.abs(at).max())
 
-        def counts_of(*rows: int) -> tuple[float, Counts]:
-            cost, counts = 0.0, []
-            for row in filter(None, rows):
-                of_count, count, _ = columns[(row - 1) % number]
-                counts.append((count, 1 if row <= number else -1))
-                cost += _UNDO if counts[-1] == (self.own_size, 1) else 1 + of_count
-            return cost, tuple(counts)
-
         one, other = np.triu_indices(2 * number + 1, 1)
         differ = other != one + number * (one > 0)
         one, other = one[differ], other[differ]
-        sums = at[one] + at[other]
-        order = np.argsort(sums)
+        order = np.argsort(at[one] + at[other])
+        sums = (at[one] + at[other])[order]
         fitted = False
         for third in range(2 * number + 1):
             if third == 1 and fitted:
                 return
-            ends = [wanted - at[third] - close, wanted - at[third] + close]
-            low, high = np.searchsorted(sums[order], ends)
+            low, high = np.searchsorted(sums, [wanted - at[third] - close, wanted - at[third] + close])
             for pair in (order[low:high] if third else np.sort(order[low:high])).tolist():
-                rows = (int(one[pair]), int(other[pair]), third)
+                rows = [int(one[pair]), int(other[pair]), third]
                 apart = third == 0 or (third > rows[1] and len({row % number for row in rows}) == 3)
-                if apart and fits(signed[list(rows)].sum(0)):
-                    fitted = True
-                    yield counts_of(*rows)
+                if not apart or not fits(signed[rows].sum(0)):
+                    continue
+                fitted = True
+                chosen = [(columns[(row - 1) % number], 1 if row <= number else -1) for row in rows if row]
+                counts = tuple((count, sign) for (_, count, _), sign in chosen)
+                undone = (self.own_size, 1)
+                yield sum(_UNDO if (count, sign) == undone else 1 + cost for (cost, count, _), sign in chosen), counts
 
     # ---- the constant
 
