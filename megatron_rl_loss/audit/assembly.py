@@ -63,6 +63,8 @@ class Part:
     rows: Rows | None  # the whole micro-batch's samples; of context-parallel rank 0 alone
     positions: Ints  # of the rank's tokens in the layout's buffer, [num_local_tokens]
     gradients: Floats  # of what was to be minimised, by each token's loss, [num_local_tokens]
+    reached: bool = True  # whether backward came by; else the gradients are zeros
+    declared: dict[str, Any] | None = None  # what its term should be, as facts
 
     @property
     def place(self) -> tuple[int, int]:

@@ -48,34 +48,21 @@ class LossCall:
     >>> LossCall(microbatches="mean", names={"total": "step_tokens"}).describe()
     'padded rows, micro-batches averaged, DP ranks averaged'
 
-    Attributes:
-        takes: the first thing the function is given: the ``losses`` of tokens, or ``log_probs``, of which it makes
-            losses itself; then a weight is what a policy gradient at ratio 1 puts on a token, beside its advantage.
-        rows: the shape of it: ``padded`` [batch, seq], ``packed`` [num_tokens], or ``lists`` of one tensor a row.
-            The mask has the same shape.
-        names: the function's parameters that are called otherwise than in `GIVEN`.
-        microbatches: what becomes of the micro-batches of a rank: ``sum`` where ``backward`` is called on what the
-            function returns, ``mean`` where the trainer divides that by their number.
-        dp: ``mean`` as DDP and FSDP do, ``sum`` where a trainer undoes that.
-        cp: what becomes of context-parallel ranks: ``mean``, ``sum``; None where there are none.
-        cp_cut: what a CP rank holds of every row: ``zigzag``, ``contiguous``; ``gathered``: all of it, and gradients of
-            all copies count; ``responses``: a zigzag over prompt and response, of which the response is kept (packed).
-        even_microbatches: whether all micro-batches have as many rows.
-        masked_samples: whether fully masked rows occur (a filtered or truncated response); without them micro-batches
-            have active tokens.
-        split_rollouts: whether a rollout may be several rows (turns, branches).
+    Of ``log_probs`` the function makes losses itself; then a weight is what a policy gradient at ratio 1 puts on a
+    token, beside its advantage. `cp_cut` is what a CP rank holds of every row: if ``gathered`` all, and gradients
+    of all copies count; ``responses`` is a zigzag over prompt and response, of which the response is kept (packed).
     """
 
-    takes: Literal["losses", "log_probs"] = "losses"
-    rows: Literal["padded", "packed", "lists"] = "padded"
-    names: Mapping[str, str] = field(default_factory=dict)
-    microbatches: Literal["sum", "mean"] = "sum"
-    dp: Literal["mean", "sum"] = "mean"
-    cp: Literal["mean", "sum"] | None = None
+    takes: Literal["losses", "log_probs"] = "losses"  # the first thing the function is given, of tokens
+    rows: Literal["padded", "packed", "lists"] = "padded"  # [batch, seq], [num_tokens], or one tensor a row
+    names: Mapping[str, str] = field(default_factory=dict)  # parameters that are called otherwise than in `GIVEN`
+    microbatches: Literal["sum", "mean"] = "sum"  # "mean": the trainer divides what is returned by their number
+    dp: Literal["mean", "sum"] = "mean"  # "mean" as DDP and FSDP do, "sum" where a trainer undoes that
+    cp: Literal["mean", "sum"] | None = None  # None: there are no context-parallel ranks
     cp_cut: Literal["zigzag", "contiguous", "gathered", "responses"] = "zigzag"
-    even_microbatches: bool = False
-    masked_samples: bool = True
-    split_rollouts: bool = False
+    even_microbatches: bool = False  # whether all micro-batches have as many rows
+    masked_samples: bool = True  # whether fully masked rows occur; without them micro-batches have active tokens
+    split_rollouts: bool = False  # whether a rollout may be several rows (turns, branches)
 
     def __post_init__(self) -> None:
         for name, hint in get_type_hints(LossCall).items():

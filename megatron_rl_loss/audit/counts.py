@@ -80,16 +80,11 @@ class Count:
 
 
 class Cells:
-    """The step in cells; arrays [num_cells], in the order of samples.
-
-    Attributes:
-        of_entry: the cell of each entry of the masks, [num_entries].
-        tokens, active, length: sums of masks, nonzero entries and entries of each cell.
-    """
+    """The step in cells; arrays [num_cells], in the order of samples."""
 
     def __init__(self, tokens: StepTokens, split: Split) -> None:
         self.split = split
-        self.of_entry = tokens.groups(("sample", "cp_rank"))
+        self.of_entry = tokens.groups(("sample", "cp_rank"))  # the cell of each entry of the masks, [num_entries]
         first = np.unique(self.of_entry, return_index=True)[1]
         names = ("sample", "cp_rank", "dp_rank", "microbatch", "rollout", "prompt")
         self.ids = {name: getattr(tokens, name)[first] for name in names}

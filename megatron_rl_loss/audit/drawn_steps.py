@@ -35,23 +35,14 @@ def draw_samples(rng: random.Random, split_rollouts: bool, number: int) -> list[
 
 @dataclass(frozen=True)
 class LossCase:
-    """A step and how it is split; plain data, whose `repr` makes it again.
+    """A step and how it is split; plain data, whose `repr` makes it again."""
 
-    Attributes:
-        ranks: the samples of each micro-batch of each data-parallel rank, ``[dp_size][num_microbatches][rows]``.
-        cp_size: context-parallel ranks that every micro-batch is cut for.
-        split_rollouts: whether samples of one rollout number are one rollout.
-        seed: of the losses of tokens.
-        poisoned: whether losses are NaN where the mask is 0.
-        padded_masks: whether a loss function that asks for the masks of rows gets them as long as their padded slots.
-    """
-
-    ranks: tuple[tuple[tuple[DrawnSample, ...], ...], ...]
-    cp_size: int = 1
-    split_rollouts: bool = False
-    seed: int = 0
-    poisoned: bool = False
-    padded_masks: bool = False
+    ranks: tuple[tuple[tuple[DrawnSample, ...], ...], ...]  # [dp_size][num_microbatches][rows]
+    cp_size: int = 1  # context-parallel ranks that every micro-batch is cut for
+    split_rollouts: bool = False  # whether samples of one rollout number are one rollout
+    seed: int = 0  # of the losses of tokens
+    poisoned: bool = False  # whether losses are NaN where the mask is 0
+    padded_masks: bool = False  # whether a function that asks for masks gets them as long as their padded slots
 
     @property
     def num_microbatches(self) -> int:

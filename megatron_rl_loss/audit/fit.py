@@ -45,27 +45,16 @@ _MADE = {(("CP", 1), ("K", -1), ("T", 1)): 3.0, (("DP", -1), ("T", 1)): 3.0}
 
 @dataclass(frozen=True)
 class Reading:
-    """One way in which the measured weights could have come about, which fits all tokens of the step.
+    """One way in which the measured weights could have come about, which fits all tokens of the step."""
 
-    Attributes:
-        counts: what a token's weight is multiplied by (power 1) or divided by (-1), beside what was asked.
-        baseline: in what the counts are expressed.
-        constant: sizes and amounts that the rest is made of; empty where it is 1 or has no name.
-        factor: the rest as a number.
-        named: whether `constant` is that number.
-        places: places that weigh apart from all others, with their factors, where that says it.
-        cost: how far-fetched it is.
-        text: in words.
-    """
-
-    counts: tuple[tuple[Count, int], ...] = ()
-    baseline: Baseline = "average"
-    constant: Powers = ()
-    factor: float = 1.0
-    named: bool = True
-    places: tuple[tuple[str, float], ...] = ()
-    cost: float = 0.0
-    text: str = ""
+    counts: tuple[tuple[Count, int], ...] = ()  # what a weight is multiplied by (power 1) or divided by (-1)
+    baseline: Baseline = "average"  # in what the counts are expressed
+    constant: Powers = ()  # sizes and amounts that the rest is made of; empty where it is 1 or has no name
+    factor: float = 1.0  # the rest as a number
+    named: bool = True  # whether `constant` is that number
+    places: tuple[tuple[str, float], ...] = ()  # places that weigh apart from all others, where that says it
+    cost: float = 0.0  # how far-fetched it is
+    text: str = ""  # in words
 
     @property
     def formula(self) -> str:
@@ -77,17 +66,14 @@ class Reading:
 
 
 class Fitter:
-    """Fits measured / asked of cells.
-
-    Attributes:
-        active: numbers of the cells that are judged on, [num_active]; ratios go over these.
-        expected_weight: what is asked of them beside the mask, [num_active].
-    """
+    """Fits measured / asked of cells."""
 
     def __init__(
         self, cells: Cells, active: Ints, aggregation: Aggregation, expected_weight: Floats, facts: Mapping[str, Any],
         tolerance: float,
     ) -> None:  # fmt: skip
+        # `active`: numbers of the cells that are judged on. Ratios, and `expected_weight` (what is asked beside the
+        # mask), go over these, [num_active].
         self.cells, self.active, self.tolerance = cells, active, tolerance
         self.aggregation, self.expected_weight = aggregation, expected_weight
         mode = aggregation.mode
@@ -97,8 +83,6 @@ class Fitter:
         self.scalars = _scalars(cells, aggregation.divisor, facts)
         self._constants = sorted(self._named_constants(), key=lambda one: one[0])
         self._logs = np.array([log for log, *_ in self._constants])
-
-    # ---- counts
 
     def readings(self, ratio: Floats) -> list[Reading]:
         """Of positive measured / asked, [num_active]: what fits, the simplest first, at most three."""
@@ -116,17 +100,10 @@ class Fitter:
         found = [one for one in found if one.named]
         return [one for one in found if one.cost <= found[0].cost + _LIKELY][:_SHOWN]
 
-    def is_chain(self, reading: Reading) -> bool:
-        """Whether it takes more than one count, beside what the asked mode divides by."""
-        return self._chosen(reading) > 1
-
-    def _chosen(self, reading: Reading) -> int:
+    def num_chosen(self, reading: Reading) -> int:
+        """How many counts it takes that differ from cell to cell, beside what the asked mode divides by."""
         counts = [one for one, power in reading.counts if (one, power) != (self.own_size, 1)]
         return sum(bool(np.ptp(self.value(count)) > 0) for count in counts)
-
-    def constant(self, factor: float) -> Reading:
-        """One factor for all tokens, by its simplest name."""
-        return next(iter(self.readings(np.full(len(self.active), factor))))
 
     def value(self, count: Count) -> Floats:
         """A count, of active cells."""
@@ -135,7 +112,7 @@ class Fitter:
     def _is_evident(self, logs: Floats, reading: Reading) -> bool:
         """Whether more numbers of the step are explained than were chosen to explain them."""
         distinct = 1 + int((np.diff(np.sort(logs)) > self.tolerance).sum())
-        return distinct - 1 + reading.named >= 2 * self._chosen(reading)
+        return distinct - 1 + reading.named >= 2 * self.num_chosen(reading)
 
     def _columns(self) -> Iterator[tuple[float, Count, Floats]]:
         """Logs of counts that differ from cell to cell; of those that are the same in this step the plainest."""
@@ -171,32 +148,26 @@ class Fitter:
         wanted, at = float(logs @ direction), signed @ direction
         close = float(np.abs(direction).sum()) * self.tolerance + 1e-9 * float(np.abs(at).max())
 
-        def counts_of(*rows: int) -> tuple[float, Counts]:
-            cost, counts = 0.0, []
-            for row in filter(None, rows):
-                of_count, count, _ = columns[(row - 1) % number]
-                counts.append((count, 1 if row <= number else -1))
-                cost += _UNDO if counts[-1] == (self.own_size, 1) else 1 + of_count
-            return cost, tuple(counts)
-
-        fitted = False
         one, other = np.triu_indices(2 * number + 1, 1)
         differ = other != one + number * (one > 0)
         one, other = one[differ], other[differ]
-        sums = at[one] + at[other]
-        for pair in np.flatnonzero(np.abs(sums - wanted) <= close).tolist():
-            if fits(signed[one[pair]] + signed[other[pair]]):
+        order = np.argsort(at[one] + at[other])
+        sums = (at[one] + at[other])[order]
+        fitted = False
+        for third in range(2 * number + 1):
+            if third == 1 and fitted:
+                return
+            low, high = np.searchsorted(sums, [wanted - at[third] - close, wanted - at[third] + close])
+            for pair in (order[low:high] if third else np.sort(order[low:high])).tolist():
+                rows = [int(one[pair]), int(other[pair]), third]
+                apart = third == 0 or (third > rows[1] and len({row % number for row in rows}) == 3)
+                if not apart or not fits(signed[rows].sum(0)):
+                    continue
                 fitted = True
-                yield counts_of(int(one[pair]), int(other[pair]))
-        if fitted:
-            return
-        order = np.argsort(sums)
-        for third in range(1, 2 * number + 1):
-            low, high = np.searchsorted(sums[order], [wanted - at[third] - close, wanted - at[third] + close])
-            for pair in order[low:high].tolist():
-                rows = (int(one[pair]), int(other[pair]), third)
-                if third > rows[1] and len({row % number for row in rows}) == 3 and fits(signed[list(rows)].sum(0)):
-                    yield counts_of(*rows)
+                chosen = [(columns[(row - 1) % number], 1 if row <= number else -1) for row in rows if row]
+                counts = tuple((count, sign) for (_, count, _), sign in chosen)
+                undone = (self.own_size, 1)
+                yield sum(_UNDO if (count, sign) == undone else 1 + cost for (cost, count, _), sign in chosen), counts
 
     # ---- the constant
 
@@ -258,21 +229,6 @@ class Fitter:
 
     def _log(self, powers: Powers) -> float:
         return sum(power * math.log(self.scalars[name]) for name, power in powers)
-
-    # ---- the same on any step
-
-    def ratio_of(self, reading: Reading) -> Floats:
-        """measured / asked that a reading without places says, in this step, [num_active].
-
-        A constant without a name is 1 here: the reading says nothing about it.
-        """
-        ratio = np.ones(len(self.active))
-        for count, power in reading.counts:
-            values = self.value(count)
-            ratio *= (values if reading.baseline == "plain" else values / self.cells.average(count)) ** power
-        if reading.baseline == "mean":
-            ratio /= self.expected_weight * self.scalars["T"]
-        return ratio * math.prod(self.scalars.get(name, 1.0) ** power for name, power in reading.constant)
 
 
 def _scalars(cells: Cells, divisor: float | None, facts: Mapping[str, Any]) -> dict[str, float]:

@@ -7,20 +7,22 @@ process ends, on all ranks and before the optimizer changes a weight.
 
 import functools
 import importlib.util
+import json
 import os
 import runpy
 import sys
+import traceback
 from argparse import REMAINDER, ArgumentParser, Namespace
 from collections.abc import Callable, Mapping, Sequence
-from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any, get_args
 
 from torch import Tensor
 
 from megatron_rl_loss.audit.verdict import judge
+from megatron_rl_loss.errors import check_choice
 from megatron_rl_loss.modes.function_paths import load_function
 from megatron_rl_loss.modes.names import resolve
 from megatron_rl_loss.step.collectives import attempt
@@ -33,12 +35,14 @@ _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 
 
 def add_audit_options(parser: ArgumentParser) -> None:
-    parser.add_argument("--expect", metavar="MODE", help="What it should be; default: what the script's flags ask.")
+    parser.add_argument(
+        "--expect", metavar="MODE", help="What the policy loss, or --term, should be. Default: as flags ask."
+    )
     parser.add_argument("--divisor", type=float, help="The divisor of the expected mode.")
     parser.add_argument("--units", choices=get_args(UnitCounting), help="The unit counting of the expected mode.")
-    parser.add_argument("--json", metavar="OUT", type=Path, help="Write the verdict there.")
+    parser.add_argument("--json", metavar="OUT", type=Path, help="Write the verdicts there, by term.")
     parser.add_argument("--step", type=int, default=1, help="The training step to measure, from 1 on. Default: 1.")
-    parser.add_argument("--term", default="pg", help="The loss term to judge, by its tap's name. Default: pg.")
+    parser.add_argument("--term", help="The one loss term to judge, by its tap's name. Default: every term.")
     parser.add_argument(
         "--samples-of", metavar="PATH", help="pkg.mod:fn that describes a batch of the script as Samples."
     )
@@ -47,7 +51,7 @@ def add_audit_options(parser: ArgumentParser) -> None:
 
 
 def run_audit(options: Namespace) -> int:
-    """Run the script until the step is measured. 0: as expected, 1: not, 2: no verdict. Raises what the script does."""
+    """Run the script until the step is measured. 0: as expected, 1: a term is not, 2: no verdict, for any reason."""
     when_imported(_SCHEDULES, functools.partial(_wrap_schedules, options))
     sys.argv = [options.script, *options.arguments]
     sys.path.insert(0, os.path.dirname(os.path.abspath(options.script)))
@@ -55,7 +59,10 @@ def run_audit(options: Namespace) -> int:
         runpy.run_path(options.script, run_name="__main__")
     except _Measured as measured:
         return int(measured.code)  # type: ignore[arg-type]
-    print("audit: the script ended, and no training step had gone through Megatron's schedule.", flush=True)
+    except (Exception, SystemExit) as error:  # the script's own exit status would read as a verdict
+        if isinstance(error, Exception):
+            traceback.print_exc()
+    print("NO VERDICT: The script ended before the step was measured.", flush=True)
     return NO_VERDICT
 
 
@@ -74,10 +81,12 @@ def _wrap_schedules(options: Namespace, schedules: ModuleType) -> None:
         if steps < options.step:
             return
         status = attempt(lambda: _report(options, audit)) if audit.is_first_rank else None
-        outcome = audit.agree(f"{type(status).__name__}: {status}" if isinstance(status, Exception) else status)
-        if isinstance(outcome, str):
-            raise RuntimeError(f"The first rank could not report what was measured: {outcome}")
-        raise _Measured(outcome)
+        if isinstance(status, Exception):
+            print(f"NO VERDICT: {status}", flush=True)
+            if not isinstance(status, ValueError | OSError):
+                traceback.print_exception(status)
+            status = NO_VERDICT
+        raise _Measured(audit.agree(status))
 
     @functools.wraps(get_schedule)
     def get_audited(*args: Any, **kwargs: Any) -> Any:
@@ -91,20 +100,23 @@ def _wrap_schedules(options: Namespace, schedules: ModuleType) -> None:
 
 
 def _report(options: Namespace, audit: Any) -> int:
-    """Print and write what was measured; the exit status."""
-    measured = audit.steps.get(options.term, audit.measured)
-    if options.expect is None:
-        expected = audit.expected_of(next(name for name, step in audit.steps.items() if step is measured))
-    else:
-        expected = resolve(options.expect, divisor=options.divisor, units=options.units)
-    verdict = judge(measured, expected)
-    print(verdict, flush=True)
-    others = [name for name, step in audit.steps.items() if step is not measured]
-    if others:
-        print(f"Further terms: {', '.join(others)} (--term NAME judges one).", flush=True)
+    """Print and write a verdict for each term, the policy loss first; the exit status."""
+    terms = sorted(audit.steps, key=lambda name: audit.steps[name] is not audit.measured)
+    if options.term is not None:
+        check_choice("--term", options.term, terms)
+        terms = [options.term]
+    expected = {name: audit.expected_of(name) for name in terms}
+    if options.expect is not None:
+        expected[terms[0]] = resolve(options.expect, divisor=options.divisor, units=options.units)
+    verdicts = {name: judge(audit.steps[name], expected[name]) for name in terms}
+    for name, verdict in verdicts.items():
+        print(f"Term {name}:\n{verdict}" if len(terms) > 1 else verdict, flush=True)
     if options.json is not None:
-        options.json.write_text(verdict.to_json(facts=measured.facts) + "\n")
-    return NO_VERDICT if measured.unknown else SOUND if verdict.sound else NOT_SOUND
+        found = {name: verdict.to_dict(facts=audit.steps[name].facts) for name, verdict in verdicts.items()}
+        options.json.write_text(json.dumps(found, indent=1) + "\n")
+    if any(not verdict.sound and not verdict.unknown for verdict in verdicts.values()):
+        return NOT_SOUND
+    return SOUND if all(verdict.sound for verdict in verdicts.values()) else NO_VERDICT
 
 
 def samples_of(options: Namespace) -> Callable[[Any], Samples]:
@@ -143,25 +155,22 @@ def when_imported(name: str, function: Callable[[ModuleType], None]) -> None:
     """Call the function with a module as soon as somebody has imported it; at once if somebody has."""
     if name in sys.modules:
         function(sys.modules[name])
-    else:
-        sys.meta_path.insert(0, _AfterImport(name, function))
+        return
 
-
-class _AfterImport(MetaPathFinder):
-    def __init__(self, name: str, function: Callable[[ModuleType], None]) -> None:
-        self._name, self._function = name, function
-
-    def find_spec(self, name: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
-        if name != self._name:
+    def find_spec(wanted: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
+        if wanted != name:
             return None
-        sys.meta_path.remove(self)
+        sys.meta_path.remove(finder)
         spec = importlib.util.find_spec(name)
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 
             def execute_and_tell(module: ModuleType) -> None:
                 execute(module)
-                self._function(module)
+                function(module)
 
             spec.loader.exec_module = execute_and_tell  # type: ignore[method-assign]
         return spec
+
+    finder: Any = SimpleNamespace(find_spec=find_spec)
+    sys.meta_path.insert(0, finder)

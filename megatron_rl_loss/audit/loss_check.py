@@ -2,7 +2,6 @@
 
 import functools
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -10,43 +9,32 @@ import torch
 from torch import Tensor
 
 from megatron_rl_loss.audit.calling import CALLS, LossCall
-from megatron_rl_loss.audit.search import CP, MICROBATCHES, PADDED, UNCUT, Cut, Finding, Search, plain_case
-from megatron_rl_loss.audit.simulation import CallFailed, LossFunction, Signature, measure
+from megatron_rl_loss.audit.search import CP, MICROBATCHES, PADDED, UNCUT, Cut, Finding, Search, two_rows
+from megatron_rl_loss.audit.simulation import CallFailed, LossFunction, asked_for, measure
 from megatron_rl_loss.audit.verdict import in_words
 from megatron_rl_loss.errors import check_choice, check_int
 from megatron_rl_loss.modes.names import Aggregation, resolve
-from megatron_rl_loss.modes.table import ModeFunction, OwnMode
+from megatron_rl_loss.modes.table import ModeFunction
 from megatron_rl_loss.modes.weights import weigh
 from megatron_rl_loss.step.layouts import Layout
 from megatron_rl_loss.step.samples import Samples
-from megatron_rl_loss.step.totals import Statistic, StepTotals, UnitCounting
+from megatron_rl_loss.step.totals import StepTotals, UnitCounting
 
 
 @dataclass(frozen=True)
 class LossReport:
-    """What `check_loss` found.
+    """What `check_loss` found."""
 
-    Attributes:
-        name: of the loss function, or of the mode.
-        expected: the mode it was said to be, or None.
-        call: what was assumed of the trainer.
-        draws, seed: random steps tried of each cut, and their seed.
-        findings: what is wrong; none if nothing is.
-        lowest_sum, highest_sum: the sum of all weights of an uncut step, over the draws: 1 for a mean.
-        negative: whether a weight was below 0.
-        notes: what is worth knowing beside that.
-    """
-
-    name: str
-    expected: Aggregation | None
-    call: str
-    draws: int
-    seed: int
-    findings: tuple[Finding, ...]
-    lowest_sum: float
+    name: str  # of the loss function, or of the mode
+    expected: Aggregation | None  # the mode it was said to be
+    call: str  # what was assumed of the trainer
+    draws: int  # random steps tried of each cut
+    seed: int  # of these
+    findings: tuple[Finding, ...]  # what is wrong; none if nothing is
+    lowest_sum: float  # of all weights of an uncut step, over the draws: 1 for a mean
     highest_sum: float
-    negative: bool
-    notes: tuple[str, ...] = ()
+    negative: bool  # whether a weight was below 0
+    notes: tuple[str, ...] = ()  # what is worth knowing beside that
 
     @property
     def sound(self) -> bool:
@@ -133,11 +121,11 @@ def check_loss(
         if expected is None:
             raise TypeError("check_loss of nothing: it checks a function, a mode, or both. Give loss_fn or mode.")
         return _check_mode(expected, draws, seed)
-    signature = Signature.of(loss_fn, call)
+    _, left_alone = asked_for(loss_fn, call)
     plain = loss_fn.func if isinstance(loss_fn, functools.partial) else loss_fn
     name = getattr(plain, "__name__", None) or type(plain).__name__
     try:
-        measure(loss_fn, call, plain_case(call))
+        measure(loss_fn, call, two_rows(call))
     except CallFailed as failure:
         raise ValueError(
             f"{name} with a step of two full rows: {failure}: it must return one number that gradients flow from. Give "
@@ -145,7 +133,7 @@ def check_loss(
         ) from failure.__cause__
     search = Search(loss_fn, call, expected, draws, seed)
     findings = tuple(search.findings())
-    notes = [f"parameter {parameter} was left at its default" for parameter in signature.left_alone] + search.notes()
+    notes = [f"parameter {parameter} was left at its default" for parameter in left_alone] + search.notes()
     return LossReport(name, expected, call.describe(), draws, seed, findings, *search.sums(), tuple(notes))
 
 
@@ -157,23 +145,21 @@ _CUTS_OF_MODES: dict[Literal["zigzag", "contiguous", "gathered", "responses"], t
 }
 
 
-class _ModeLoss:
+def _mode_loss(aggregation: Aggregation, split_rollouts: bool) -> LossFunction:
     """A mode as a loss function: the weighted sum of what a rank holds."""
 
-    def __init__(self, aggregation: Aggregation, split_rollouts: bool) -> None:
-        self._aggregation, self._split_rollouts = aggregation, split_rollouts
-        mode = aggregation.mode
-        #: Sums of a step that the mode declares; the simulation puts them into the totals.
-        self.statistics: Mapping[str, Statistic] = mode.statistics if isinstance(mode, OwnMode) else {}
-
-    def __call__(
-        self, losses: Tensor, mask: Tensor, *, loss_masks: list[Tensor], totals: StepTotals, layout: Layout,
-        cp_rank: int, cp_size: int, prompt_ids: list[int], rollout_ids: list[int], labels: dict[str, list[Any]],
+    def loss(
+        losses: Tensor, mask: Tensor, *, loss_masks: list[Tensor], totals: StepTotals, layout: Layout, cp_rank: int,
+        cp_size: int, prompt_ids: list[int], rollout_ids: list[int], labels: dict[str, list[Any]],
     ) -> Tensor:  # fmt: skip
-        ids: Any = {"prompt_ids": prompt_ids, "rollout_ids": rollout_ids if self._split_rollouts else None}
+        ids: Any = {"prompt_ids": prompt_ids, "rollout_ids": rollout_ids if split_rollouts else None}
         samples = Samples(loss_masks, layout=layout, labels=labels, **ids)
-        weights = weigh(self._aggregation, samples.local(cp_rank, cp_size), totals)
+        weights = weigh(aggregation, samples.local(cp_rank, cp_size), totals)
         return (torch.where(weights != 0, losses, 0) * weights).sum()
+
+    # Sums of a step that the mode declares; the simulation puts them into the totals.
+    loss.statistics = getattr(aggregation.mode, "statistics", {})  # type: ignore[attr-defined]
+    return loss
 
 
 def _check_mode(expected: Aggregation, draws: int, seed: int) -> LossReport:
@@ -183,7 +169,7 @@ def _check_mode(expected: Aggregation, draws: int, seed: int) -> LossReport:
     for layout, cuts in _CUTS_OF_MODES.items():
         split = layout in ("contiguous", "responses")  # rollouts over several samples
         call = LossCall(rows="packed", dp="sum", cp="sum", cp_cut=layout, split_rollouts=split)
-        search = Search(_ModeLoss(expected, split), call, expected, draws, seed)
+        search = Search(_mode_loss(expected, split), call, expected, draws, seed)
         for cut in cuts:
             name = f"{cut.name}, {layout}" if cut.cp else cut.name
             for found in search.of_cut(cut):

@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from megatron_rl_loss.audit.comparison import StepSamples
-from megatron_rl_loss.audit.tokens import Floats, Ints, MeasuredStep
+from megatron_rl_loss.audit.tokens import Floats, Ints, MeasuredStep, StepTokens
 from megatron_rl_loss.audit.verdict import judge
 from megatron_rl_loss.modes.names import Aggregation
 
@@ -15,22 +15,6 @@ _COLOURS = np.array(["#3b6fb6", "#e08a1e", "#4a9d6f", "#b5475b", "#7a5aa6", "#8a
 _ASKED, _MASKED, _QUIET = "#111111", "#d62728", "#8c8c8c"
 _CROWDED = 8  # micro-batches have short names where there are more
 _GAP_SAMPLE, _GAP_MICROBATCH = 1.0, 4.0  # tokens left empty
-
-
-class _Shown(NamedTuple):
-    """The tokens that have or should have weight; in units of the mean asked weight."""
-
-    entries: Ints
-    weights: Floats
-    expected: Floats
-
-    @classmethod
-    def of(cls, step: MeasuredStep, aggregation: Aggregation) -> "_Shown":
-        expected = StepSamples(step.tokens).weights(aggregation)
-        weights = np.nan_to_num(step.weights, posinf=0.0, neginf=0.0)
-        unit = float(np.abs(expected[expected != 0]).mean()) if expected.any() else 1.0
-        entries = np.flatnonzero((expected != 0) | (weights != 0))
-        return cls(entries, weights[entries] / unit, expected[entries] / unit)
 
 
 def draw(panels: Sequence[tuple[str, MeasuredStep]], path: Path, *, expected: Aggregation) -> Any:
@@ -65,14 +49,18 @@ def draw(panels: Sequence[tuple[str, MeasuredStep]], path: Path, *, expected: Ag
     places = figure.subplots(len(panels), 1, squeeze=False, sharex=False, sharey=True)[:, 0]
     highest, masked, ranks = 1.0, False, set()
     for place, (title, step) in zip(places, panels, strict=True):
-        verdict, shown = judge(step, expected), _Shown.of(step, expected)
+        verdict, asked = judge(step, expected), StepSamples(step.tokens).weights(expected)
         said = "every token weighs what was asked" if verdict.sound else verdict.extent
         place.set_title(f"{title}\n", loc="left", fontsize=10.5, fontweight="bold")
         place.text(0, 1.02, said, transform=place.transAxes, fontsize=9.5, color="#333333", va="bottom")
-        _draw_panel(place, step, shown)
-        highest = max(highest, shown.weights.max(initial=0), shown.expected.max(initial=0))
-        masked |= not shown.expected.all()
-        ranks |= set(step.tokens.cp_rank[shown.entries].tolist())
+        weights = np.nan_to_num(step.weights, posinf=0.0, neginf=0.0)
+        entries = np.flatnonzero((asked != 0) | (weights != 0))  # tokens that have or should have weight
+        unit = float(np.abs(asked[asked != 0]).mean()) if asked.any() else 1.0
+        weights, asked = weights[entries] / unit, asked[entries] / unit
+        _draw_panel(place, step.tokens, entries, weights, asked)
+        highest = max(highest, weights.max(initial=0), asked.max(initial=0))
+        masked |= not asked.all()
+        ranks |= set(step.tokens.cp_rank[entries].tolist())
     places[0].set_ylim(0, 1.12 * highest)
     places[-1].set_xlabel("the step's tokens, in order; a stroke below them is a sample", fontsize=9, labelpad=20)
     handles: list[Any] = [Line2D([], [], color=_ASKED, linewidth=1.4, label="asked")]
@@ -86,26 +74,25 @@ def draw(panels: Sequence[tuple[str, MeasuredStep]], path: Path, *, expected: Ag
     return figure
 
 
-def _draw_panel(place: Any, step: MeasuredStep, shown: _Shown) -> None:
-    tokens = step.tokens
-    cp_rank, sample = tokens.cp_rank[shown.entries], tokens.sample[shown.entries]
-    microbatch = tokens.groups(("dp_rank", "microbatch"))[shown.entries]
+def _draw_panel(place: Any, tokens: StepTokens, entries: Ints, weights: Floats, asked: Floats) -> None:
+    cp_rank, sample = tokens.cp_rank[entries], tokens.sample[entries]
+    microbatch = tokens.groups(("dp_rank", "microbatch"))[entries]
     gaps: Floats = _GAP_SAMPLE * _changes(sample)
     gaps[_changes(microbatch)] = _GAP_MICROBATCH
     gaps[:1] = 0
     at: Floats = np.arange(len(gaps), dtype=np.float64) + gaps.cumsum()
 
-    first, begin, end = _runs(at, sample, cp_rank, shown.weights, shown.expected)
-    wanted = shown.expected[first] != 0
+    first, begin, end = _runs(at, sample, cp_rank, weights, asked)
+    wanted = asked[first] != 0
     colours = np.where(wanted, _COLOURS[cp_rank[first].clip(0) % len(_COLOURS)], _MASKED)
-    place.bar(begin, shown.weights[first], end - begin, align="edge", color=colours, linewidth=0)
-    place.hlines(shown.expected[first][wanted], begin[wanted], end[wanted], color=_ASKED, linewidth=1.5)
+    place.bar(begin, weights[first], end - begin, align="edge", color=colours, linewidth=0)
+    place.hlines(asked[first][wanted], begin[wanted], end[wanted], color=_ASKED, linewidth=1.5)
     below = place.get_xaxis_transform()
     _, begin, end = _runs(at, sample)
     place.plot([begin, end], np.full((2, len(begin)), -0.03), transform=below, color=_QUIET, linewidth=2,
                clip_on=False, solid_capstyle="butt")  # fmt: skip
     first, begin, end = _runs(at, microbatch)
-    for entry, left, right in zip(shown.entries[first].tolist(), begin, end, strict=True):
+    for entry, left, right in zip(entries[first].tolist(), begin, end, strict=True):
         dp_rank, number = tokens.dp_rank[entry], tokens.microbatch[entry]
         name = f"{dp_rank}.{number}" if len(first) > _CROWDED else f"DP {dp_rank}, micro-batch {number}"
         place.text((left + right) / 2, -0.06, name, transform=below, ha="center", va="top", fontsize=8, color="#555555")

@@ -24,20 +24,20 @@ PARTITIONS: tuple[tuple[Shape, tuple[str, ...], str], ...] = (
 )
 #: What each deviation is, in words.
 _TEXTS = {
-    "nan_empty": "0/0: a part of the step without one active token is divided by its own count",
-    "nan_masked": "NaN at a masked token, multiplied by its mask: use where(mask, loss, 0), since 0 x NaN is NaN",
+    "nan_empty": "NaN as of 0/0, where a part of the step has no active token and is divided by its own count",
+    "nan_masked": "NaN as of a masked token's NaN times its mask: 0 x NaN is NaN, where(mask, loss, 0) is not",
     "nan": "weights are NaN or infinite",
     "stray": "weight lies on padding, or on other samples' slots",
     "missing": "active tokens have no weight",
-    "shift": "masks and losses are off by one",
-    "mask_ignored": "the mask is not applied to the losses",
+    "shift": "weights are off by one, as if masks and losses were",
+    "mask_ignored": "all masked tokens are trained, as if no mask were applied",
     "masked_samples_trained": "fully masked samples are trained",
     "prompt_trained": "tokens before the response are trained",
     "masked_trained": "some masked tokens are trained",
-    "misaligned": "weights lie on other tokens: masks and losses are cut or laid out differently",
+    "misaligned": "weights lie on other tokens, as if masks and losses were cut or laid out differently",
     "sign": "the sign is turned: what was to be minimised is maximised",
     "fraction_ignored": "fractional masks act as if they were 1",
-    "mask_squared": "the mask is multiplied twice",
+    "mask_squared": "fractional masks act as if they were multiplied twice",
     "odd_tokens": "a few tokens weigh apart from the others of their sample",
 }
 
@@ -123,7 +123,7 @@ def _not_finite(tokens: StepTokens, bad: Flags, wanted: Flags) -> Deviation:
         if without.any():
             empty.append(f"{int(without.sum())} {words}")
             if without[group[bad]].all():
-                return deviation("nan_empty", f"; NaN in {words} that are fully masked", tokens=number)
+                return deviation("nan_empty", f": all of it in {words} that are fully masked", tokens=number)
     if not (bad[wanted].all() and wanted.any()):
         return deviation("nan", f": {number} of {len(bad)}", tokens=number)
     if not empty:
@@ -256,13 +256,3 @@ def places_of(kept: Kept, values: Floats, tolerance: float) -> tuple[Shape, Plac
             places = _named(tokens, entries[first], names, pattern)
             return shape, tuple(zip(places, ((low + high) / 2).tolist(), strict=True))
     return "token", (("the smallest", float(values.min())), ("the largest", float(values.max())))
-
-
-def places_apart(places: Places, tolerance: float) -> tuple[float, Places] | None:
-    """The factor that most places share, and the few that have another, relative to it; None if there are no such."""
-    values = np.array([value for _, value in places])
-    usual = float(np.median(values)) if len(values) > 2 else 1.0
-    apart = np.abs(values - usual) > tolerance * usual
-    if len(values) < 2 or not 0 < 2 * apart.sum() < len(values) + (len(values) == 2):
-        return None
-    return usual, tuple((place, value / usual) for (place, value), other in zip(places, apart, strict=True) if other)

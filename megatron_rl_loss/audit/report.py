@@ -15,19 +15,12 @@ Places = tuple[tuple[str, float], ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Deviation:
-    """A fact about where weight lies: on no token, on masked tokens, on none where there should be some, turned around.
+    """A fact about where weight lies: on no token, on masked ones, not where it should be, turned around."""
 
-    Attributes:
-        name: of the kind, such as ``masked_trained``.
-        text: in a sentence.
-        factors: places, and the measured / asked that this accounts for at each.
-        tokens: how many tokens it concerns; None for all.
-    """
-
-    name: str
-    text: str
-    factors: Places = ()
-    tokens: int | None = None
+    name: str  # of the kind, such as "masked_trained"
+    text: str  # in a sentence
+    factors: Places = ()  # places, and the measured / asked that this accounts for at each
+    tokens: int | None = None  # how many tokens it concerns; None for all
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,51 +37,39 @@ class Piece:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What a loss does to the tokens of a step, against what was asked.
+    """What a loss does to the tokens of a step, against what was asked."""
 
-    Attributes:
-        expected: what was asked for, in words.
-        sound: every weight is what was asked, within rounding. False where there is no verdict.
-        deviation: the largest relative difference of a weight.
-        misplaced: share of the gradient's weight that lies on the wrong tokens, 0 to 1; a factor misplaces nothing.
-        low, high: the smallest and largest measured / asked of an active token.
-        deviations: weight in the wrong places; what is said below is about the rest.
-        shape: the coarsest parts of the step over which measured / asked is one number: ``factor`` for all tokens.
-        factors: that number at each place; the smallest and the largest where tokens of a sample differ.
-        readings: what these numbers could be, the simplest first; none if nothing fits.
-        unknown: why there is no verdict; empty if there is one.
-        notes: what the measurement can and cannot tell.
-        tokens: active tokens of the step.
-        total: the sum of all measured weights, and `expected_total` of those asked.
-        pieces: a row for each micro-batch and CP rank.
-    """
+    expected: str  # what was asked for, in words
+    sound: bool  # every weight is what was asked, within rounding; False where there is no verdict
+    deviation: float = math.nan  # the largest relative difference of a weight
+    misplaced: float = math.nan  # share of the gradient's weight on the wrong tokens, 0 to 1; of a factor 0
+    low: float = math.nan  # the smallest measured / asked of an active token
+    high: float = math.nan  # the largest
+    deviations: tuple[Deviation, ...] = ()  # weight in the wrong places; what follows is about the rest
+    shape: Shape = "factor"  # the coarsest parts of the step over which measured / asked is one number
+    factors: Places = ()  # that number at each place; the smallest and the largest where tokens of a sample differ
+    readings: tuple[Reading, ...] = ()  # what these numbers could be, the simplest first; none if nothing fits
+    unknown: tuple[str, ...] = ()  # why there is no verdict; empty if there is one
+    notes: tuple[str, ...] = ()  # what the measurement can and cannot tell
+    tokens: int = 0  # active tokens of the step
+    total: float = math.nan  # the sum of all measured weights
+    expected_total: float = math.nan  # of those asked
+    pieces: tuple[Piece, ...] = ()  # a row for each micro-batch and CP rank
 
-    expected: str
-    sound: bool
-    deviation: float = math.nan
-    misplaced: float = math.nan
-    low: float = math.nan
-    high: float = math.nan
-    deviations: tuple[Deviation, ...] = ()
-    shape: Shape = "factor"
-    factors: Places = ()
-    readings: tuple[Reading, ...] = ()
-    unknown: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
-    tokens: int = 0
-    total: float = math.nan
-    expected_total: float = math.nan
-    pieces: tuple[Piece, ...] = ()
+    def to_dict(self, **more: Any) -> dict[str, Any]:
+        """Everything, and more, as plain data; numbers that are not finite are None."""
+        plain: dict[str, Any] = _finite(asdict(self) | more)
+        return plain
 
     def to_json(self, **more: Any) -> str:
-        """Everything, and more; numbers that are not finite are written as null."""
-        return json.dumps(_finite(asdict(self) | more), indent=1)
+        """The same as JSON."""
+        return json.dumps(self.to_dict(**more), indent=1)
 
     @property
     def headline(self) -> str:
         """The verdict in a line."""
         if self.unknown:
-            return "NO VERDICT"
+            return f"NO VERDICT: {self.unknown[0]}"
         if self.sound:
             return f"SOUND: {self.expected}, every token within {self.deviation:.1e} of its weight"
         return f"NOT SOUND: asked {self.expected}; {self.extent}"
@@ -109,7 +90,7 @@ class Verdict:
 
     def __str__(self) -> str:
         lines = _wrapped(self.headline, 2)
-        lines += [line for reason in self.unknown for line in _wrapped(f"  because {reason}", 4)]
+        lines += [line for reason in self.unknown[1:] for line in _wrapped(f"  also: {reason}", 4)]
         if not self.sound and not self.unknown:
             lines += self._numbers()
             for number, one in enumerate(self.deviations, 1):

@@ -26,30 +26,23 @@ from megatron_rl_loss.step.totals import UnitCounting
 #: to a denominator.
 TOLERANCE = 1e-5
 
+#: Weights are wrong, or depend on the losses' values or on chance; a call raises, or returns no loss, a loss without a
+#: graph, or NaN.
 Kind = Literal["weights", "values", "chance", "raises", "no loss", "no graph", "NaN"]
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is wrong, on the smallest step that shows it.
+    """One thing that is wrong, on the smallest step that shows it."""
 
-    Attributes:
-        cut: how that step is cut, in words.
-        kind: ``weights`` that are not what they should be; weights that depend on the losses' ``values``, or on
-            ``chance``; a call that ``raises``, or returns ``no loss``, a loss with ``no graph``, or ``NaN``.
-        says: what it is, on a larger step that tells more of its cause.
-        case: the smallest step. `measure` of the loss function, its call and this gives `weights` again.
-        weights, expected: the weight of each mask entry of it; empty where there is none.
-        verdict: of the audit, on the larger step, with readings; None where no weights were measured.
-    """
-
-    cut: str
+    cut: str  # how that step is cut, in words
     kind: Kind
-    says: str
-    case: LossCase
-    weights: tuple[float, ...] = ()
+    says: str  # what it is, on a larger step that tells more of its cause
+    case: LossCase  # the smallest step: `measure` of the function, its call and this gives `weights` again
+    weights: tuple[float, ...] = ()  # of each mask entry of it; empty where there is none
     expected: tuple[float, ...] = ()
-    verdict: Verdict | None = None
+    verdict: Verdict | None = None  # on the larger step, with readings; None where no weights were measured
+    shape: str = ""  # of wrong weights: factor, spread, masked or padding
 
     @property
     def factors(self) -> tuple[float, float]:
@@ -59,10 +52,9 @@ class Finding:
 
     def to_json(self) -> dict[str, Any]:
         """The same as plain data; of the verdict its readings."""
-        readings = [] if self.verdict is None else [reading.text for reading in self.verdict.readings]
-        told = {name: getattr(self, name) for name in ("cut", "kind", "says")}
-        weights = {"weights": list(self.weights), "expected": list(self.expected)}
-        return told | {"readings": readings, "case": repr(self.case)} | weights
+        plain = dict(vars(self), case=repr(self.case), weights=list(self.weights), expected=list(self.expected))
+        verdict, _ = plain.pop("verdict"), plain.pop("shape")
+        return plain | {"readings": [] if verdict is None else [reading.text for reading in verdict.readings]}
 
     def __str__(self) -> str:
         lines = [f"{self.cut}: {self.says}"]
@@ -120,23 +112,13 @@ PADDED = Cut("with masks as long as padded slots", padded_masks=True)
 _TOGETHER = Cut("over all of these together", microbatches=True, dp=True, cp=True)
 
 
-def plain_case(call: LossCall) -> LossCase:
-    rows = (DrawnSample((1, 1, 1), rollout=0), DrawnSample((1, 1), rollout=1))
-    return LossCase(((rows,),), 1, call.split_rollouts)
+def two_rows(call: LossCall, first: tuple[int, ...] = (1, 1, 1), poisoned: bool = False) -> LossCase:
+    """A plain step."""
+    rows = (DrawnSample(first, rollout=0), DrawnSample((1, 1), rollout=1))
+    return LossCase(((rows,),), split_rollouts=call.split_rollouts, poisoned=poisoned)
 
 
-@dataclass(frozen=True)
-class _Fault:
-    """What is wrong with one step; the shape of wrong weights is ``factor``, ``spread``, ``masked`` or ``padding``."""
-
-    kind: Kind
-    says: str
-    shape: str = ""
-    weights: Floats | None = None
-    expected: Floats | None = None
-
-
-Look = Callable[[LossCase], _Fault | None]
+Look = Callable[[LossCase], Finding | None]
 
 
 class Search:
@@ -160,7 +142,11 @@ class Search:
             return uncut
         if uncut or self.expected is None:
             self.base, self.factor = self._what_it_is()
-            uncut = [self._if_constant(finding) for finding in uncut]
+            if self.expected is not None and self.base == self.expected:
+                # A factor that is the same on every step is no count of a step, whatever coincides with it on one.
+                says = f"all tokens weigh {self.factor:.4g} times what they should, on every step alike"
+                constant = self.expected.divisor is None
+                uncut = [replace(one, says=says, verdict=None if constant else one.verdict) for one in uncut]
         of_cuts: list[Finding] = []
         reading_cut = UNCUT
         for cut in (cut for cut in CUTS if not cut.cp or self.call.cp):
@@ -178,13 +164,6 @@ class Search:
         sums = [float(one.sum()) for one in weights if np.isfinite(one).all()] or [math.nan]
         return min(sums), max(sums), any(bool((one < 0).any()) for one in weights)
 
-    def _if_constant(self, finding: Finding) -> Finding:
-        """A factor that is the same on every step is no count of a step, whatever number coincides with it on one."""
-        if self.expected is None or self.base != self.expected:
-            return finding
-        says = f"all tokens weigh {self.factor:.4g} times what they should, on every step alike"
-        return replace(finding, says=says, verdict=None if self.expected.divisor is None else finding.verdict)
-
     def _what_it_is(self) -> tuple[Aggregation | None, float]:
         """The mode that uncut steps follow up to a factor, what they should be first; None if none of the table is."""
         cases = [self._drawn(UNCUT, draw) for draw in range(self.draws)]  # looked at already: none fails
@@ -201,10 +180,8 @@ class Search:
 
     def notes(self) -> list[str]:
         """What is no fault of the weights."""
-        rows = (DrawnSample((1, 0, 1), rollout=0), DrawnSample((1, 1), rollout=1))
-        case = LossCase(((rows,),), split_rollouts=self.call.split_rollouts, poisoned=True)
         with contextlib.suppress(CallFailed):
-            if np.isfinite(self._measure(case).weights).all():
+            if np.isfinite(self._measure(two_rows(self.call, (1, 0, 1), poisoned=True)).weights).all():
                 return []
         return ["note: a NaN at a masked token spoils the loss; select by the mask (torch.where) before multiplying"]
 
@@ -217,47 +194,45 @@ class Search:
         Readings are of steps that are cut further, over what shows nothing by itself, where that leaves less doubt.
         """
         look = look or self._differs
-        shown: dict[Kind, list[tuple[LossCase, _Fault]]] = {}
+        shown: dict[Kind, list[Finding]] = {}
         for draw in range(self.draws):
-            case = self._drawn(cut, draw)
-            if (fault := look(case)) is not None:
-                shown.setdefault(fault.kind, []).append((case, fault))
-        return [self._finding(cut, reading_cut or cut, cases, look) for cases in shown.values()]
+            if (found := look(self._drawn(cut, draw))) is not None:
+                shown.setdefault(found.kind, []).append(found)
+        return [self._smallest(cut, reading_cut or cut, found, look) for found in shown.values()]
 
-    def _finding(self, cut: Cut, reading_cut: Cut, cases: list[tuple[LossCase, _Fault]], look: Look) -> Finding:
-        kind = cases[0][1].kind
+    def _smallest(self, cut: Cut, reading_cut: Cut, found: list[Finding], look: Look) -> Finding:
+        """Of findings of one kind."""
+        kind = found[0].kind
         rng = random.Random(f"{self.seed}/{reading_cut.name}/{kind}")
-        further = [reading_cut.draw(rng, self.call, seed=self.seed + i, telling=True) for i in range(5)]
-        larger = [(case, fault) for case in further if (fault := look(case)) is not None and fault.kind == kind]
-        by_size = sorted([*larger, *cases], key=lambda one: (one[1].shape == "factor", -len(one[0].samples)))
-        largest = by_size[0][1]
+        further = [look(reading_cut.draw(rng, self.call, seed=self.seed + i, telling=True)) for i in range(5)]
+        larger = [one for one in further if one is not None and one.kind == kind]
+        by_size = sorted([*larger, *found], key=lambda one: (one.shape == "factor", -len(one.case.samples)))
+        largest = by_size[0]
 
         def shows(smaller: LossCase) -> bool:
-            fault = look(smaller)
-            return fault is not None and (fault.kind, fault.shape) == (kind, largest.shape)
+            other = look(smaller)
+            return other is not None and (other.kind, other.shape) == (kind, largest.shape)
 
-        small = [case for case, fault in cases if fault.shape == largest.shape] or [cases[0][0]]
+        small = [one.case for one in found if one.shape == largest.shape] or [found[0].case]
         smallest = min(small, key=lambda one: len(one.samples))
         smallest = shrink(smallest, shows, even=self.call.even_microbatches, masked=self.call.masked_samples)
-        fault = look(smallest)
-        if fault is None or fault.kind != kind:  # chance may show something else the next time
-            fault = largest
-        says = largest.says if kind == "weights" else fault.says
-        weights, expected = (() if part is None else tuple(part.tolist()) for part in (fault.weights, fault.expected))
-        verdict = self._verdict([case for case, _ in by_size[:5]]) if kind in ("weights", "NaN") else None
-        return Finding(cut.name, kind, says, smallest, weights, expected, verdict)
+        shown = look(smallest)
+        if shown is None or shown.kind != kind:  # chance may show something else the next time
+            shown = largest
+        says = largest.says if kind == "weights" else shown.says
+        verdict = self._verdict([one.case for one in by_size[:5]]) if kind in ("weights", "NaN") else None
+        return replace(shown, cut=cut.name, says=says, case=smallest, verdict=verdict)
 
     def _verdict(self, cases: list[LossCase]) -> Verdict:
         """On the first of the steps that give the reading which most give: sizes may coincide on one."""
-        verdicts = [self._judge(case) for case in cases]
+        verdicts = []
+        for measured in map(self._measure, cases):
+            scaled = replace(measured, weights=measured.weights / self.factor)
+            verdicts.append(judge(scaled, self.base or self.expected))
         said = [tuple((one.counts, one.formula) for one in verdict.readings[:1]) for verdict in verdicts]
         return verdicts[max(range(len(said)), key=lambda i: said.count(said[i]))]
 
-    def _judge(self, case: LossCase) -> Verdict:
-        measured = self._measure(case)
-        return judge(replace(measured, weights=measured.weights / self.factor), self.base or self.expected)
-
-    def _differs(self, case: LossCase) -> _Fault | None:
+    def _differs(self, case: LossCase) -> Finding | None:
         """From the mode that it is without a cut, or else from its own weights without a cut."""
         try:
             measured = self._measure(case)
@@ -266,32 +241,33 @@ class Search:
             else:
                 expected = weights_of(self.base, case) * self.factor
         except CallFailed as failure:
-            return _Fault(failure.kind, str(failure))
+            return Finding("", failure.kind, str(failure), case)
         weights = measured.weights
         if not np.isfinite(weights).all():
             number = int((~np.isfinite(weights)).sum())
-            return _Fault("NaN", f"the gradient is NaN or infinite at {number} of {len(weights)} tokens")
+            says = f"the gradient is NaN or infinite at {number} of {len(weights)} tokens"
+            return Finding("", "NaN", says, case)
         places, stray = measured.stray
         if places:
-            says = f"padding weighs {stray:.4g} in all, in {places} places"
-            return _Fault("weights", says, "padding", weights, expected)
-        if not np.isfinite(expected).all() or same(weights, expected):
+            shape, says = "padding", f"padding weighs {stray:.4g} in all, in {places} places"
+        elif not np.isfinite(expected).all() or same(weights, expected):
             return None
-        shape, says = describe(weights, expected)
-        return _Fault("weights", says, shape, weights, expected)
+        else:
+            shape, says = describe(weights, expected)
+        return Finding("", "weights", says, case, tuple(weights.tolist()), tuple(expected.tolist()), shape=shape)
 
-    def _depends(self, case: LossCase) -> _Fault | None:
+    def _depends(self, case: LossCase) -> Finding | None:
         """Whether the weights depend on the losses' values or on chance, which no aggregation's do."""
         try:
             first, others = (self._measure(one).weights for one in (case, replace(case, seed=case.seed + 1000)))
             if not np.isfinite([first, others]).all() or same(first, others):
                 return None
             if not same(first, self._measure(case).weights):
-                return _Fault("chance", "called twice with the same losses, it gives tokens other weights")
+                return Finding("", "chance", "called twice with the same losses, it gives tokens other weights", case)
         except CallFailed:
             return None  # looked at elsewhere
         says = "not linear in the losses: a token's weight depends on their values, so no aggregation describes it"
-        return _Fault("values", says, "", others, first)
+        return Finding("", "values", says, case, tuple(others.tolist()), tuple(first.tolist()))
 
 
 def weights_of(aggregation: Aggregation, case: LossCase) -> Floats:
@@ -309,7 +285,7 @@ def same(weights: Floats, expected: Floats) -> bool:
 
 
 def describe(weights: Floats, expected: Floats) -> tuple[str, str]:
-    """How weights differ: the shape of a `_Fault`, and a sentence."""
+    """How weights differ: the shape of a `Finding`, and a sentence."""
     active = expected != 0
     outside = np.abs(weights[~active]).sum()
     if outside > TOLERANCE * np.abs(expected).sum():
@@ -323,12 +299,10 @@ def describe(weights: Floats, expected: Floats) -> tuple[str, str]:
 
 def shrink(case: LossCase, shows: Callable[[LossCase], bool], *, even: bool, masked: bool) -> LossCase:
     """The smallest step to be had from `case` by leaving out, that still has an active token and shows it."""
-    while True:
-        smaller = (one for one in _smaller(case, even, masked) if any(any(sample.mask) for sample in one.samples))
-        found = next((one for one in smaller if shows(one)), None)
-        if found is None:
-            return case
-        case = found
+    for smaller in _smaller(case, even, masked):
+        if any(any(sample.mask) for sample in smaller.samples) and shows(smaller):
+            return shrink(smaller, shows, even=even, masked=masked)
+    return case
 
 
 def _smaller(case: LossCase, even: bool, masked: bool) -> Iterator[LossCase]:

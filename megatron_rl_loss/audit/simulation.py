@@ -8,7 +8,7 @@ where data-parallel ranks are, times 1/C where context-parallel ranks are; added
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
@@ -45,54 +45,48 @@ class CallFailed(Exception):
         self.kind: Failure = kind
 
 
-@dataclass(frozen=True)
-class Signature:
-    """What the loss function asks for beside the first two parameters: its word for it, and that of `GIVEN`."""
+def asked_for(loss_fn: Any, call: LossCall) -> tuple[dict[str, str], list[str]]:
+    """What a loss function asks for beside its first two parameters: its word for it, and that of `GIVEN`.
 
-    asks: tuple[tuple[str, str], ...]
-    left_alone: tuple[str, ...]
-
-    @classmethod
-    def of(cls, loss_fn: Any, call: LossCall) -> "Signature":
-        """Refuses a function that cannot be called with what the trainer has."""
-        check_callable(
-            "loss_fn", loss_fn, "it must be a function of losses and masks", "Pass the function, not its result"
+    Also the parameters that are left at their defaults. Refuses what cannot be called with what the trainer has.
+    """
+    check_callable("loss_fn", loss_fn, "it must be a function of losses and masks", "Pass the function, not its result")
+    try:
+        parameters = list(inspect.signature(loss_fn).parameters.values())
+    except ValueError:  # built in
+        return {}, []
+    kinds = inspect.Parameter
+    first_two = [p for p in parameters if p.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)][:2]
+    if len(first_two) < 2 and not any(p.kind == kinds.VAR_POSITIONAL for p in parameters):
+        names = ", ".join(p.name for p in parameters) or "nothing"
+        raise TypeError(
+            f"a loss function that takes {names}: its first two parameters are given the {call.takes} and the "
+            f"mask. Wrap it: lambda {call.takes}, mask: your_loss({call.takes}, mask)."
         )
-        try:
-            parameters = list(inspect.signature(loss_fn).parameters.values())
-        except ValueError:  # built in
-            return cls((), ())
-        kinds = inspect.Parameter
-        first_two = [p for p in parameters if p.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)][:2]
-        if len(first_two) < 2 and not any(p.kind == kinds.VAR_POSITIONAL for p in parameters):
-            names = ", ".join(p.name for p in parameters) or "nothing"
-            raise TypeError(
-                f"a loss function that takes {names}: its first two parameters are given the {call.takes} and the "
-                f"mask. Wrap it: lambda {call.takes}, mask: your_loss({call.takes}, mask)."
-            )
-        bound = loss_fn.keywords if isinstance(loss_fn, functools.partial) else {}
-        known = {name: name for name in GIVEN} | dict(call.names)
-        asks, left_alone = [], []
-        for parameter in parameters:
-            name, kind = parameter.name, parameter.kind
-            if parameter in first_two or kind in (kinds.VAR_KEYWORD, kinds.VAR_POSITIONAL) or name in bound:
-                continue
-            if name in known and kind != kinds.POSITIONAL_ONLY:
-                asks.append((name, known[name]))
-                if call.takes == "losses" and known[name] in ("old_log_probs", "advantages", "sample_advantages"):
-                    raise TypeError(
-                        f"a loss function that asks for {name!r}: one that is given the losses of tokens needs none. "
-                        'If it makes the losses itself, say LossCall(takes="log_probs").'
-                    )
-            elif parameter.default is kinds.empty:
+    bound = loss_fn.keywords if isinstance(loss_fn, functools.partial) else {}
+    known = {name: name for name in GIVEN} | dict(call.names)
+    asks: dict[str, str] = {}
+    left_alone = []
+    for parameter in parameters:
+        name, kind = parameter.name, parameter.kind
+        if parameter in first_two or kind in (kinds.VAR_KEYWORD, kinds.VAR_POSITIONAL) or name in bound:
+            continue
+        if name in known and kind != kinds.POSITIONAL_ONLY:
+            asks[name] = known[name]
+            if call.takes == "losses" and known[name] in ("old_log_probs", "advantages", "sample_advantages"):
                 raise TypeError(
-                    f"a loss function with a parameter {name!r} that has no default: only what a trainer has is given "
-                    "by name. Bind it with functools.partial, or say what it is with "
-                    f"LossCall(names={{{name!r}: ...}}). {did_you_mean(name, list(known))}."
+                    f"a loss function that asks for {name!r}: one that is given the losses of tokens needs none. "
+                    'If it makes the losses itself, say LossCall(takes="log_probs").'
                 )
-            else:
-                left_alone.append(name)
-        return cls(tuple(asks), tuple(left_alone))
+        elif parameter.default is kinds.empty:
+            raise TypeError(
+                f"a loss function with a parameter {name!r} that has no default: only what a trainer has is given "
+                "by name. Bind it with functools.partial, or say what it is with "
+                f"LossCall(names={{{name!r}: ...}}). {did_you_mean(name, list(known))}."
+            )
+        else:
+            left_alone.append(name)
+    return asks, left_alone
 
 
 def measure(loss_fn: LossFunction, call: LossCall, case: LossCase) -> MeasuredStep:
@@ -102,7 +96,7 @@ def measure(loss_fn: LossFunction, call: LossCall, case: LossCase) -> MeasuredSt
         CallFailed: a call that raises, or that returns no number with a gradient; the text says which call.
         ValueError, TypeError: a function that cannot be called with what the trainer has.
     """
-    asks = Signature.of(loss_fn, call).asks
+    asks, _ = asked_for(loss_fn, call)
     totals = functools.cache(functools.partial(case.totals_with, getattr(loss_fn, "statistics", {})))
     first, parts = 0, list[Part]()
     for dp_rank, rank in enumerate(case.ranks):
@@ -120,7 +114,7 @@ class _MicroBatch:
     """The calls of one micro-batch, one a context-parallel rank; `rows` are its samples of the step."""
 
     def __init__(
-        self, loss_fn: LossFunction, asks: tuple[tuple[str, str], ...], totals: Callable[[], StepTotals],
+        self, loss_fn: LossFunction, asks: dict[str, str], totals: Callable[[], StepTotals],
         call: LossCall, case: LossCase, dp_rank: int, number: int, rows: slice,
     ) -> None:  # fmt: skip
         self.loss_fn, self.asks, self.totals, self.call, self.case = loss_fn, asks, totals, call, case
@@ -146,14 +140,9 @@ class _MicroBatch:
         rows = replace(Rows.of(self.described, cp_size), response_lengths=lengths, total_lengths=lengths)
         for cp_rank in range(cp_size):
             local = self.samples.local(cp_rank, cp_size)
-            yield Part(
-                dp_rank=self.dp_rank,
-                cp_rank=cp_rank,
-                microbatch=self.number,
-                rows=rows,
-                positions=local.positions.numpy(),
-                gradients=self._derivatives(cp_rank, local),
-            )
+            place: Any = {"dp_rank": self.dp_rank, "cp_rank": cp_rank, "microbatch": self.number}
+            positions, gradients = local.positions.numpy(), self._derivatives(cp_rank, local)
+            yield Part(**place, rows=rows, positions=positions, gradients=gradients)
 
     def _derivatives(self, cp_rank: int, local: LocalTokens) -> Any:
         """Of the returned loss by the loss of each token that the CP rank holds, float64 [num_local_tokens]."""
@@ -162,7 +151,7 @@ class _MicroBatch:
         buffer[torch.from_numpy(at)] = self.case.losses(self.call.takes)[self.entries]
         leaf = local.of(buffer).clone().requires_grad_()
         advantages = self.case.advantages()[self.rows][local.sample_index]
-        given = {name: self._given(what, cp_rank, local, leaf, advantages) for name, what in self.asks}
+        given = {name: self._given(what, cp_rank, local, leaf, advantages) for name, what in self.asks.items()}
         where = self._where(cp_rank)
         try:
             loss = self.loss_fn(self._shaped(leaf * 1), self._shaped(local.mask.clone()), **given)

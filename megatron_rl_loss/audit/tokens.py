@@ -33,26 +33,17 @@ class StepTokens:
     """Every entry of the step's loss masks, masked ones too; arrays of one length, [num_entries].
 
     Entries are in order: data-parallel rank, micro-batch, sample, position.
-
-    Attributes:
-        mask: the entry of the loss mask.
-        sample: number of the sample (a row of data) in the step, over all ranks and micro-batches.
-        position: within the sample's mask.
-        dp_rank, microbatch: where the sample was; micro-batches are numbered on each rank from 0.
-        cp_rank: the context-parallel rank that holds the token; -1 where all of them do.
-        rollout, prompt: numbers of the units they belong to; `prompt` is -1 where no ids were given.
-        response_lengths, total_lengths: of each sample, [num_samples], where they are known.
     """
 
     mask: Floats
-    sample: Ints
-    position: Ints
+    sample: Ints  # number of the sample (a row of data) in the step, over all ranks and micro-batches
+    position: Ints  # within the sample's mask
     dp_rank: Ints
-    microbatch: Ints
-    cp_rank: Ints
-    rollout: Ints
-    prompt: Ints
-    response_lengths: Ints | None = None
+    microbatch: Ints  # numbered on each data-parallel rank from 0
+    cp_rank: Ints  # that holds the token; -1 where all of them do
+    rollout: Ints  # number of the unit it belongs to
+    prompt: Ints  # the same; -1 where no ids were given
+    response_lengths: Ints | None = None  # of each sample, [num_samples], where they are known
     total_lengths: Ints | None = None
 
     def __len__(self) -> int:
@@ -89,25 +80,17 @@ def extremes(group: Ints, values: Floats, number: int) -> tuple[Floats, Floats]:
 class MeasuredStep:
     """A step's tokens and the effective weight of each.
 
-    Attributes:
-        tokens: what the masks say there is.
-        weights: the effective weight of each entry, [num_entries]; NaN where the gradient was.
-        split: how the step was split.
-        stray: weight that lies on no entry (padding, other samples' slots): its places and the sum of its sizes.
-        unknown: why there can be no verdict, in sentences; empty if there can be one.
-        notes: what the measurement can and cannot tell, in sentences.
-        facts: what else is known of the step, by name. ``rounding``: "float32" (also where it is left out), "float16"
-            or "bfloat16", the type that gradients were rounded to; ``steps_per_generation`` and such numbers are tried
-            as factors; of a declared term ``coefficient``, a factor of its weights that is meant, and ``expected``, its
-            own mode, divisor and unit counting.
+    Facts by name: ``rounding``, "float32" (also where it is left out), "float16" or "bfloat16", is the type that
+    gradients were rounded to; ``steps_per_generation`` is tried as a factor; of a declared term ``coefficient`` is a
+    factor of its weights that is meant, and ``expected`` its own mode, divisor and unit counting.
     """
 
     tokens: StepTokens
-    weights: Floats
+    weights: Floats  # of each entry, [num_entries]; NaN where the gradient was
     split: Split = field(default_factory=Split)
-    stray: tuple[int, float] = (0, 0.0)
-    unknown: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
+    stray: tuple[int, float] = (0, 0.0)  # on no entry (padding, other samples' slots): places, and the sum of sizes
+    unknown: tuple[str, ...] = ()  # why there can be no verdict, in sentences; empty if there can be one
+    notes: tuple[str, ...] = ()  # what the measurement can and cannot tell, in sentences
     facts: dict[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> str:

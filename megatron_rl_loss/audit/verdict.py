@@ -64,7 +64,7 @@ def judge(measured: MeasuredStep, expected: Aggregation | None = None) -> Verdic
         notes = (*notes, f"nothing was asked for: compared with the nearest mode, {expected.mode.name}")
     try:
         step = Comparison(measured, expected, samples.weights(expected), tolerance)
-    except ValueError as error:  # a mode over labels, which a measured step does not have
+    except (ValueError, KeyError) as error:  # a mode over labels, which a measured step does not have
         if not isinstance(expected.mode, OwnMode):
             raise
         why = f"What {expected.mode.name} asks for cannot be made from masks and ids alone. {error}"
@@ -145,7 +145,7 @@ def _readings_of(kept: Kept, cells: Cells) -> list[Reading]:
     readings = [with_words(one, fitter, of_cell) for one in fitter.readings(of_cell)]
     by_place = place_reading(*places_of(kept, kept.ratio, tolerance), fitter)
     if by_place is not None:  # one factor for each place comes before any chain of counts
-        readings = [one for one in readings if not fitter.is_chain(one)]
+        readings = [one for one in readings if fitter.num_chosen(one) <= 1]
         readings = sorted([*readings, by_place], key=lambda one: one.cost)
     return list({one.text: one for one in reversed(readings)}.values())[::-1][:3]
 

@@ -6,7 +6,6 @@ import numpy as np
 
 from megatron_rl_loss.audit.counts import SCOPES, Count
 from megatron_rl_loss.audit.fit import Fitter, Reading
-from megatron_rl_loss.audit.places import places_apart
 from megatron_rl_loss.audit.report import Places, Shape
 from megatron_rl_loss.audit.tokens import Floats
 from megatron_rl_loss.modes.names import NAMES, Aggregation
@@ -52,10 +51,14 @@ def with_words(reading: Reading, fitter: Fitter, ratio: Floats) -> Reading:
 
 def place_reading(shape: Shape, places: Places, fitter: Fitter) -> Reading | None:
     """Most places weigh alike and a few apart: that as a reading, if it is so."""
-    apart = places_apart(places, fitter.tolerance) if shape != "token" else None
-    if apart is None:
+    if shape == "token" or len(places) < 2:
         return None
-    usual, odd = apart
+    values = np.array([value for _, value in places])
+    usual = float(np.median(values)) if len(values) > 2 else 1.0
+    apart = np.abs(values - usual) > fitter.tolerance * usual
+    if not 0 < 2 * apart.sum() < len(values) + (len(values) == 2):
+        return None
+    odd = tuple((place, value / usual) for (place, value), other in zip(places, apart, strict=True) if other)
     factors = np.array([factor for _, factor in odd])
     alike = np.ptp(factors) <= fitter.tolerance * factors.max()
     whole = bool((np.abs(factors - np.round(factors)) <= fitter.tolerance * factors).all() and factors.min() > 1)
@@ -66,7 +69,7 @@ def place_reading(shape: Shape, places: Places, fitter: Fitter) -> Reading | Non
     reading = Reading(places=odd, factor=usual, cost=0.5 if alike or whole else 1.5)
     if abs(usual - 1) <= fitter.tolerance:
         return replace(reading, text=f"{text}; all others as asked")
-    rest = fitter.constant(usual)
+    rest = fitter.readings(np.full(len(fitter.active), usual))[0]  # one factor for all, by its simplest name
     reading = replace(reading, constant=rest.constant, named=rest.named, cost=reading.cost + 1 + rest.cost / 4)
     return replace(reading, text=f"{text}; all{_rest(reading, fitter)}")
 

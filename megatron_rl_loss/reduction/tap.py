@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import NamedTuple
 from weakref import ReferenceType, ref
 
 import torch
@@ -28,19 +27,14 @@ class DeclaredTerm:
 
 @dataclass
 class TappedLosses:
-    """The losses of one micro-batch that went through a tap, and what the tap was told of them.
-
-    Attributes:
-        shape, dtype: of the losses.
-        gradient: float32 (float64 of float64 losses) [numel]; None before the backward pass.
-    """
+    """The losses of one micro-batch that went through a tap, and what the tap was told of them."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     samples: Samples | None = None
     expected_weights: Callable[[], Tensor] | None = None
     term: DeclaredTerm | None = None
-    gradient: Tensor | None = None
+    gradient: Tensor | None = None  # float32 (float64 of float64 losses) [numel]; None before the backward pass
     source: "ReferenceType[Tensor] | None" = None  # not the tensor itself, which would keep its graph
 
     def add_gradient(self, gradient: Tensor) -> None:
@@ -65,55 +59,51 @@ class Taps:
     def begin_microbatch(self) -> None:
         self.num_microbatches += 1
 
-    def find(self, losses: Tensor) -> TappedLosses | None:
-        """What this micro-batch has tapped of these very losses already."""
+    def of(self, losses: Tensor, name: str) -> TappedLosses:
+        """What this micro-batch has tapped of these very losses already; else they are tapped now."""
         for of_term in self.losses.values():
             for number, tapped in of_term.items():
                 is_current = self.num_microbatches in (0, number + 1)
                 if is_current and tapped.source is not None and tapped.source() is losses:
                     return tapped
-        return None
-
-    def add(self, name: str, tapped: TappedLosses) -> None:
         microbatch, number, term = self.num_microbatches - 1, 1, name
         if self.num_microbatches == 0:
             microbatch = len(self.losses.get(name, {}))
         while microbatch in self.losses.setdefault(term, {}):
             number += 1
             term = f"{name}#{number}"
+        tapped = TappedLosses(tuple(losses.shape), losses.dtype, source=ref(losses))
+        losses.register_hook(tapped.add_gradient)
         self.losses[term][microbatch] = tapped
+        return tapped
 
 
-class _Observation(NamedTuple):
-    taps: Taps | None = None
-    aggregation: Aggregation | None = None
-
-
-_NOTHING = _Observation()
-#: Belongs to whoever runs the step: `observe` sets it and puts it back. Loss functions are called by a schedule that
+#: Belong to whoever runs the step: `observe` sets them and puts them back. Loss functions are called by a schedule that
 #: knows nothing of an audit, so a tap cannot be handed its `Taps`.
-_OBSERVATION: ContextVar[_Observation] = ContextVar("observation", default=_NOTHING)
+_TAPS: ContextVar[Taps | None] = ContextVar("taps", default=None)
+_AGGREGATION: ContextVar[Aggregation | None] = ContextVar("aggregation", default=None)
 
 
 @contextmanager
 def observe(taps: Taps | None = None, aggregation: Aggregation | None = None) -> Iterator[None]:
     """In a ``with``: taps write into `taps`; the step should be aggregated by `aggregation`. None changes nothing."""
-    outer = _OBSERVATION.get()
-    token = _OBSERVATION.set(_Observation(taps or outer.taps, aggregation or outer.aggregation))
+    outer_taps = _TAPS.set(taps or _TAPS.get())
+    outer_aggregation = _AGGREGATION.set(aggregation or _AGGREGATION.get())
     try:
         yield
     finally:
-        _OBSERVATION.reset(token)
+        _AGGREGATION.reset(outer_aggregation)
+        _TAPS.reset(outer_taps)
 
 
 def expected_aggregation() -> Aggregation | None:
     """What the current step should be aggregated by, if its trainer said so."""
-    return _OBSERVATION.get().aggregation
+    return _AGGREGATION.get()
 
 
 def is_observed() -> bool:
     """Whether an audit observes the current step."""
-    return not torch.compiler.is_compiling() and _OBSERVATION.get().taps is not None
+    return not torch.compiler.is_compiling() and _TAPS.get() is not None
 
 
 def tap(
@@ -137,15 +127,10 @@ def tap(
         expected_weights: the weight each of them should have, if the caller knows.
         term: the term's own aggregation and coefficient, if it has them.
     """
-    taps = _OBSERVATION.get().taps if is_observed() else None
+    taps = _TAPS.get() if is_observed() else None
     if taps is None or not torch.is_grad_enabled() or not per_token_loss.requires_grad:
         return per_token_loss
-    tapped = taps.find(per_token_loss)
-    if tapped is None:
-        tapped = TappedLosses(tuple(per_token_loss.shape), per_token_loss.dtype, source=ref(per_token_loss))
-        per_token_loss.register_hook(tapped.add_gradient)
-        taps.add(name, tapped)
-    # This package's reducers tap losses that the user may have tapped before.
+    tapped = taps.of(per_token_loss, name)  # this package's reducers tap losses that the user may have tapped before
     tapped.samples = tapped.samples or samples
     tapped.expected_weights = tapped.expected_weights or expected_weights
     tapped.term = tapped.term or term

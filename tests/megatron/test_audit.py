@@ -86,7 +86,9 @@ def test_measured_weights_are_the_declared_ones(layout: Layout, record_property:
         first, *others = outcomes(layout, ask)
         measured = first.measured
         assert all(other.measured is None for other in others)
-        assert not measured.unknown, (ask, measured.unknown)
+        # Without a tap the weights are right here, where A = 1 and ratio 1; nobody can know that, so no verdict.
+        assert [why[:18] for why in measured.unknown] == ["Nothing was tapped"] * (ask.how == "output"), (ask, measured)
+        assert not measured.notes
         expected = expected_weights(layout, ask)
         for name, values in expected.items():
             if name != "weights":
@@ -106,7 +108,6 @@ def test_measured_weights_are_the_declared_ones(layout: Layout, record_property:
         assert split.per_token == (ask.case.scaling == "per token")
         assert measured.facts["residual"] <= measured.facts["residual_by_rounding"]
         assert measured.facts["rounding"] == "float32"
-        assert bool(measured.notes) == (ask.how == "output")
         for outcome in (first, *others):
             assert outcome.deviation is None or outcome.deviation <= EXACT
     record_property("audit_weight_error", worst)

@@ -51,13 +51,14 @@ def test_a_script_under_torchrun_is_what_its_flags_ask(tmp_path: Path) -> None:
     assert re.search(r"^SOUND: constant", text, re.MULTILINE)
     assert "iteration        1/" not in text  # it ends before the optimizer's step, and saves nothing
     assert not (tmp_path / "saved").exists()
-    found = json.loads(out.read_text())
+    (found,) = json.loads(out.read_text()).values()  # of the one term
     assert found["sound"] is True
     assert found["deviation"] < 1e-6
     assert found["facts"]["anchor"] == "decoder.final_layernorm.weight"
 
 
-#: A script without any change: the model's losses are what a mask is multiplied to, so they are heard at its output.
+#: A stock loss function; `TAP` is what an audit takes, `PPO` a correct loss whose
+#: weights the model's output does not show.
 STOCK = """
 import contextlib
 import pretrain_grpo
@@ -68,8 +69,24 @@ def forward_step(data_iterator, model):
     params = pretrain_grpo.on_device(pack)
     output = model(values[0], values[1], attention_mask=None, labels=values[2], packed_seq_params=params)
     mask = pack.samples.local(0, 1).mask[None]
-    return output, lambda losses: ((losses * mask).sum(), (mask != 0).sum().int(), {})
+    def loss_func(losses):
+        losses = per_token_loss(losses, pack.advantages[None])
+        return (losses * mask).sum(), (mask != 0).sum().int(), {}
+    return output, loss_func
 pretrain_grpo.forward_step = forward_step
+def per_token_loss(losses, advantages):
+    return losses
+"""
+TAP = """
+from megatron_rl_loss.reduction import tap
+untapped = per_token_loss
+def per_token_loss(losses, advantages):
+    return tap(untapped(losses, advantages))
+"""
+PPO = """
+def per_token_loss(losses, advantages):
+    ratio = (losses.detach() - losses + 0.1 * losses.detach().sin()).exp()
+    return -(ratio * advantages).minimum(ratio.clamp(0.95, 1.05) * advantages)
 """
 FROZEN = """
 from megatron.core.models.gpt import GPTModel
@@ -86,8 +103,15 @@ from megatron_rl_loss.reduction import Term
 from megatron_rl_loss.megatron import Microbatch
 reduce = Microbatch.loss
 def loss(self, losses, metrics=None):
-    return reduce(self, {"pg": losses, "kl": Term(losses.square(), "token_mean", coef=0.05)}, metrics)
+    return reduce(self, {"pg": losses, "kl": Term(losses.square(), "token_mean", coef=COEF)}, metrics)
 Microbatch.loss = loss
+COEF = 0.05
+"""
+OWN_MODE = """
+from megatron_rl_loss import register_pg_loss_reducer
+@register_pg_loss_reducer("by_label")
+def by_label(inputs):
+    return [float(label) for label in inputs.samples.labels["weight"]]
 """
 MAIN = "pretrain_grpo.main()"
 PER_TOKEN, SAMPLE_MEAN = ["--calculate-per-token-loss"], ["--loss-aggregation", "sample_mean"]
@@ -96,21 +120,45 @@ DIVIDED = "coefficient, 0.05, is divided out"
 LAUNCHES: dict[str, tuple[str, list[str], list[str], int, list[str]]] = {
     "the second step": (
         TERMS + MAIN, ["--expect", "sample_mean", "--step", "2"], SAMPLE_MEAN,
-        0, ["^SOUND: sample_mean", "Further terms: kl", "iteration +1/"],  # the first step was trained
+        0, ["^Term pg:\nSOUND: sample_mean", "^Term kl:\nSOUND: token_mean", DIVIDED, "iteration +1/"],  # one trained
     ),
-    "a term": (
-        TERMS + MAIN, ["--term", "kl"], SAMPLE_MEAN, 0, ["^SOUND: token_mean", "Further terms: pg", DIVIDED],
-    ),
+    "a term": (TERMS + MAIN, ["--term", "kl"], SAMPLE_MEAN, 0, ["^SOUND: token_mean", DIVIDED]),
     "a term that is not what was expected": (
         TERMS + MAIN, ["--term", "kl", "--expect", "sample_mean"], SAMPLE_MEAN,
-        1, ["^NOT SOUND: asked sample_mean", "Further terms: pg", DIVIDED],
+        1, ["^NOT SOUND: asked sample_mean", DIVIDED],
     ),
-    "stock": (STOCK + MAIN, ["--expect", "token_mean"], PER_TOKEN, 0, ["^SOUND: token_mean", "Nothing was tapped"]),
+    "one of two terms is not what was expected": (
+        TERMS + MAIN, ["--expect", "token_mean"], SAMPLE_MEAN,
+        1, ["^Term pg:\nNOT SOUND: asked token_mean", "^Term kl:\nSOUND: token_mean"],
+    ),
+    "a misspelt term": (
+        TERMS + MAIN, ["--term", "kll"], SAMPLE_MEAN,
+        2, ["^NO VERDICT: --term 'kll': .*Did you mean kl\\? Choose one of pg, kl\\."],
+    ),
+    "a term of coefficient 0": (
+        TERMS + "COEF = 0.0\n" + MAIN, [], SAMPLE_MEAN,
+        2, ["^Term pg:\nSOUND: sample_mean", "^Term kl:\nNO VERDICT: The term's coefficient is 0"],
+    ),
+    "a mode over labels": (
+        OWN_MODE + TERMS + MAIN, ["--term", "pg", "--expect", "by_label"], SAMPLE_MEAN,
+        2, ["^NO VERDICT: What by_label asks for cannot be made"],
+    ),
+    "a mode that there is not": (
+        TERMS + MAIN, ["--expect", "sample_meen"], SAMPLE_MEAN, 2, ["^NO VERDICT: .*Did you mean sample_mean\\?"],
+    ),
+    "stock": (STOCK + TAP + MAIN, ["--expect", "token_mean"], PER_TOKEN, 0, ["^SOUND: token_mean"]),
     "stock, not what was expected": (
-        STOCK + MAIN, ["--expect", "sample_mean"], PER_TOKEN, 1, ["^NOT SOUND: asked sample_mean"],
+        STOCK + TAP + MAIN, ["--expect", "sample_mean"], PER_TOKEN, 1, ["^NOT SOUND: asked sample_mean"],
     ),
-    "no anchor": (STOCK + FROZEN + MAIN, [], [], 2, ["^NO VERDICT", "no parameter can be relied on"]),
-    "nothing trained": ("print('nothing')", [], [], 2, ["no training step had gone through"]),
+    "PPO": (STOCK + PPO + TAP + MAIN, ["--expect", "token_mean"], PER_TOKEN, 0, ["^SOUND: token_mean"]),
+    "PPO without a tap": (
+        STOCK + PPO + MAIN, ["--expect", "token_mean"], PER_TOKEN,
+        2, [r"^NO VERDICT: Nothing was tapped\. Write per_token_loss = tap\(per_token_loss, samples=\.\.\.\)"],
+    ),
+    "no anchor": (STOCK + TAP + FROZEN + MAIN, [], [], 2, ["^NO VERDICT", "no parameter can be relied on"]),
+    "nothing trained": ("print('nothing')", [], [], 2, ["^NO VERDICT: The script ended"]),
+    "an end before the step": ("raise SystemExit(0)", [], [], 2, ["^NO VERDICT: The script ended"]),
+    "an error of the script": ("1 / 0", [], [], 2, ["^ZeroDivisionError", "^NO VERDICT: The script ended"]),
 }  # fmt: skip
 
 
@@ -123,7 +171,6 @@ def test_the_exit_status_says_whether_it_is_what_was_expected(name: str, tmp_pat
     assert status == expected, text[-3000:]
     for words in says:
         assert len(re.findall(words, text, re.MULTILINE)) == 1, text[-3000:]
-    assert (DIVIDED in text) == ("--term" in options)
 
 
 def own_loop(flags: list[str]) -> str:

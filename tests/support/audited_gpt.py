@@ -4,6 +4,8 @@
 the loss functions of `STOCK` do to a token, as formulas of the counts of each micro-batch and rank.
 """
 
+import functools
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -13,27 +15,9 @@ import numpy as np
 import oracle
 import torch
 from gpt_oracle import Rollout
-from ranks import start_process_group
-from tiny_gpt import Batch, Case, Layout, Ready, batches_of, build, dealt, fully_masked
+from gpt_steps import output_of, prepared, run_batches, settings_of, start_layout
+from tiny_gpt import Batch, Case, Layout, Ready, dealt, fully_masked
 from torch import Tensor
-
-from megatron_rl_loss.megatron import AggregationSettings
-
-
-def loss_2_local(losses: Tensor, mask: Tensor, **_: Any) -> Any:
-    """The mean over this rank's own active tokens."""
-    return (losses * mask).sum() / (mask != 0).sum().clamp(min=1), {}
-
-
-def loss_2_over_cp(losses: Tensor, mask: Tensor, full_count: int, **_: Any) -> Any:
-    """This rank's sum over the tokens of all context-parallel ranks."""
-    return (losses * mask).sum() / max(full_count, 1), {}
-
-
-def loss_3(losses: Tensor, mask: Tensor, **_: Any) -> Any:
-    """Megatron's own: the sum, and this rank's count."""
-    return (losses * mask).sum(), (mask != 0).sum().int(), {}
-
 
 OURS = ("ours", "two terms", "several terms")
 BETA = 0.25  # of the second term
@@ -52,8 +36,11 @@ def correct_masks(rollouts: Sequence[Rollout]) -> list[Tensor]:
 
 
 STOCK: dict[str, Callable[..., Any]] = {
-    "2-tuple, local": loss_2_local, "2-tuple, over CP": loss_2_over_cp, "3-tuple": loss_3,
-}  # fmt: skip
+    # The mean over this rank's own active tokens; its sum over the tokens of all CP ranks; Megatron's own.
+    "2-tuple, local": lambda losses, mask, **_: ((losses * mask).sum() / (mask != 0).sum().clamp(min=1), {}),
+    "2-tuple, over CP": lambda losses, mask, full_count: ((losses * mask).sum() / max(full_count, 1), {}),
+    "3-tuple": lambda losses, mask, **_: ((losses * mask).sum(), (mask != 0).sum().int(), {}),
+}
 
 
 class Ask(NamedTuple):
@@ -70,13 +57,6 @@ class Ask(NamedTuple):
     loss: str = "ours"
     how: str = "tap"
     mutation: str = ""
-
-
-def loss_of(ask: Ask, negative_log_probs: Tensor, batch: Batch) -> Tensor:
-    """Of each token: with a factor of its own, unless the model's output is all that an audit sees."""
-    if ask.how == "output":
-        return negative_log_probs
-    return negative_log_probs * (1.5 + batch.advantages)
 
 
 class Outcome(NamedTuple):
@@ -101,37 +81,28 @@ class Outcome(NamedTuple):
 
 
 def run_ask(layout: Layout, ask: Ask, rollouts: list[Rollout]) -> Outcome:
-    from megatron.core import parallel_state as mpu
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-
     from megatron_rl_loss.audit.megatron import Audit, tap
     from megatron_rl_loss.megatron import LossAggregation
     from megatron_rl_loss.reduction import Term
 
-    case = ask.case
-    ready = build(layout, case, "packed")
+    ready, batches = prepared(layout, ask.case, rollouts, "packed")
     if ask.mutation:
         MUTATIONS[ask.mutation][0](ready)
-    dp_rank, cp_rank = mpu.get_data_parallel_rank(), mpu.get_context_parallel_rank()
-    batches = [batch.cuda() for batch in batches_of(rollouts, case, layout.dp, dp_rank, layout.cp, cp_rank)]
 
     def forward_step(iterator: Iterator[Any], model: Any) -> Any:
         taken = next(iterator)
         batch: Batch = taken.data if ask.loss in OURS else taken
-        output = model(
-            batch.tokens, batch.positions, None, labels=batch.labels, packed_seq_params=batch.packed_seq_params()
-        )
 
         def loss_func(negative_log_probs: Tensor) -> Any:
-            losses = loss_of(ask, negative_log_probs, batch)
+            # With a factor of its own, unless the model's output is all that an audit sees.
+            losses = negative_log_probs * (1 if ask.how == "output" else 1.5 + batch.advantages)
             if ask.loss == "ours":
                 return taken.loss(losses)
             if ask.loss == "several terms":
-                terms = {
+                return taken.loss({
                     name: Term(losses * (k + 1), mode, coef=coef, mask=mask)
                     for k, (name, (mode, coef, mask)) in enumerate(TERMS.items())
-                }
-                return taken.loss(terms)
+                })  # fmt: skip
             if ask.loss == "two terms":
                 share = taken.pg_loss(losses) + BETA * taken.token_mean(negative_log_probs.square())
                 return taken.carry(share, taken.report({"both": share}))
@@ -140,64 +111,37 @@ def run_ask(layout: Layout, ask: Ask, rollouts: list[Rollout]) -> Outcome:
                 tap(losses)
             return STOCK[ask.loss](losses, batch.mask, full_count=full_count)
 
-        return output, loss_func
+        return output_of(model, batch), loss_func
 
-    for chunk in ready.chunks:
-        chunk.zero_grad_buffer()
-    ready.optimizer.zero_grad()
-    settings = AggregationSettings.resolve(
-        mode=case.mode,
-        divisor=gpt_oracle.DIVISOR if case.mode == "constant" else None,
-        units=case.units,  # type: ignore[arg-type]
-        with_per_token_loss=case.scaling == "per token",
-    )
-    virtual = layout.vp > 1
-
-    def step(data_iterator: Any) -> None:
-        run = get_forward_backward_func()
-        if ask.loss in OURS:
-            several: Any = {"terms": {"entropy": "prompt_mean"}, "term_masks": ["correct"]}
-            declared = several if ask.loss == "several terms" else {}
-            ours = LossAggregation(settings, lambda batch: batch.described(correct_masks), **declared)
-            run = ours.wrap_schedule(run)
-        run(
-            forward_step_func=forward_step,
-            data_iterator=data_iterator,
-            model=ready.chunks if virtual else ready.chunks[0],
-            num_microbatches=len(batches),
-            seq_length=64,
-            micro_batch_size=1,
-        )
-
-    data_iterator = [iter(batches) for _ in range(layout.vp)] if virtual else iter(batches)
+    wrap = samples_of = None
+    if ask.loss in OURS:
+        several: Any = {"terms": {"entropy": "prompt_mean"}, "term_masks": ["correct"]}
+        declared = several if ask.loss == "several terms" else {}
+        describe = functools.partial(Batch.described, correct=correct_masks)
+        wrap = LossAggregation(settings_of(ask.case), describe, **declared).wrap_schedule
+    else:
+        samples_of = operator.attrgetter("samples")
+    step = functools.partial(run_batches, layout, ready, forward_step, batches, wrap)
     steps, expected, deviation = {}, {}, None
     if ask.how == "alone":
-        step(data_iterator)
+        step()
     else:
-        samples_of = None if ask.loss in OURS else (lambda batch: batch.samples)
         with Audit(ready.chunks, samples_of=samples_of) as audit:
-            step(audit.watch(data_iterator))
+            step(audit.watch)
         steps = audit.steps
         expected = {name: audit.expected_of(name) for name in steps}
         deviation = audit.deviation() if ask.loss in OURS else None
-    grads = [parameter.main_grad.clone() for chunk in ready.chunks for parameter in chunk.parameters()]
+    parameters = [parameter for chunk in ready.chunks for parameter in chunk.parameters()]
+    after = [parameter.main_grad.clone() for parameter in parameters]
     succeeded, _, _ = ready.optimizer.step()
     assert succeeded
-    after = [parameter.detach().clone() for chunk in ready.chunks for parameter in chunk.parameters()]
-    return Outcome(steps, expected, deviation, [value.float().numpy() for value in [*grads, *after]])
+    after += [parameter.detach() for parameter in parameters]
+    return Outcome(steps, expected, deviation, [value.float().numpy().copy() for value in after])
 
 
 def run_steps(layout: Layout, asks: list[Ask], rollouts: dict[Any, list[Rollout]]) -> list[Outcome]:
     """On one rank."""
-    from megatron.core import parallel_state as mpu
-
-    start_process_group()
-    mpu.initialize_model_parallel(
-        layout.tp,
-        layout.pp,
-        virtual_pipeline_model_parallel_size=layout.vp if layout.vp > 1 else None,
-        context_parallel_size=layout.cp,
-    )
+    start_layout(layout)
     return [run_ask(layout, ask, rollouts[ask.case.shape(layout)]) for ask in asks]
 
 

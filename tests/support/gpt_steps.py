@@ -11,7 +11,7 @@ from gpt_oracle import GptShape, Rollout, Step
 from logged_means import logged_means
 from ranks import run_ranks
 from table_step import relative_error, run_schedule, start
-from tiny_gpt import Batch, Case, Layout, batches_of, build, cut_dim, full_name, gather_sharded_gradients
+from tiny_gpt import Batch, Case, Layout, Ready, batches_of, build, cut_dim, full_name, gather_sharded_gradients
 from torch import Tensor
 
 from megatron_rl_loss.losses import ppo_clip_loss
@@ -57,6 +57,51 @@ def collect(chunks: list[Any], of_gradients: bool) -> dict[str, tuple[Any, int |
     return found
 
 
+def start_layout(layout: Layout) -> Any:
+    """Megatron's groups on this rank: its parallel state."""
+    virtual = {"virtual_pipeline_model_parallel_size": layout.vp} if layout.vp > 1 else {}
+    return start(layout.tp, layout.pp, layout.cp, **virtual)
+
+
+def prepared(layout: Layout, case: Case, rollouts: Sequence[Rollout], attention: str) -> tuple[Ready, list[Batch]]:
+    """A fresh model, and this rank's micro-batches."""
+    from megatron.core import parallel_state as mpu
+
+    dp_rank, cp_rank = mpu.get_data_parallel_rank(), mpu.get_context_parallel_rank()
+    batches = batches_of(rollouts, case, layout.dp, dp_rank, layout.cp, cp_rank)
+    return build(layout, case, attention), [batch.cuda() for batch in batches]
+
+
+def mode_of(case: Case) -> dict[str, Any]:
+    divisor = gpt_oracle.DIVISOR if case.mode == "constant" else None
+    return {"mode": case.mode, "divisor": divisor, "units": case.units}
+
+
+def settings_of(case: Case) -> AggregationSettings:
+    return AggregationSettings.resolve(with_per_token_loss=case.scaling == "per token", **mode_of(case))
+
+
+def output_of(model: Any, batch: Batch, **options: Any) -> Any:
+    params = batch.packed_seq_params()
+    return model(batch.tokens, batch.positions, None, labels=batch.labels, packed_seq_params=params, **options)
+
+
+def run_batches(
+    layout: Layout,
+    ready: Ready,
+    forward_step: Any,
+    batches: list[Any],
+    wrap: Any = None,
+    watch: Any = None,
+    **options: Any,
+) -> Any:
+    """Megatron's schedule over the step, with virtual stages where the layout has them: what it stored."""
+    ready.optimizer.zero_grad()
+    data: Any = [iter(batches) for _ in range(layout.vp)] if layout.vp > 1 else iter(batches)
+    model = ready.chunks if layout.vp > 1 else ready.chunks[0]
+    return run_schedule(forward_step, data if watch is None else watch(data), model, len(batches), wrap, **options)
+
+
 def run_case(layout: Layout, case: Case, rollouts: Sequence[Rollout], attention: str) -> Outcome:
     from megatron.core import parallel_state as mpu
     from megatron.core.utils import unwrap_model
@@ -64,13 +109,11 @@ def run_case(layout: Layout, case: Case, rollouts: Sequence[Rollout], attention:
     from megatron_rl_loss.megatron import Folded, LossAggregation, OutputHead, Tokens, plan_step
 
     head = case.head
-    ready = build(layout, case, attention)
+    ready, batches = prepared(layout, case, rollouts, attention)
     for chunk in map(unwrap_model, ready.chunks):
         if "main grad" in head and hasattr(chunk, "output_layer"):
             chunk.output_layer.gradient_accumulation_fusion = True
     processor = {"output_processor": OutputHead(chunk_tokens=3, entropy=True)} if head else {}
-    dp_rank, cp_rank = mpu.get_data_parallel_rank(), mpu.get_context_parallel_rank()
-    batches = [batch.cuda() for batch in batches_of(rollouts, case, layout.dp, dp_rank, layout.cp, cp_rank)]
 
     def losses_of(log_probs: Tensor, _: Any, old_log_probs: Tensor, advantages: Tensor) -> Any:
         clip = {"clip_low": gpt_oracle.CLIP_LOW, "clip_high": gpt_oracle.CLIP_HIGH}
@@ -88,15 +131,7 @@ def run_case(layout: Layout, case: Case, rollouts: Sequence[Rollout], attention:
             context = {"output_processor_context": folded}
         elif head:
             context = {"output_processor_context": Tokens(batch.mask)}
-        output = model(
-            batch.tokens,
-            batch.positions,
-            None,
-            labels=batch.labels,
-            packed_seq_params=batch.packed_seq_params(),
-            **processor,
-            **context,
-        )
+        output = output_of(model, batch, **processor, **context)
 
         def loss_func(output: Any) -> Any:
             if "one pass" in head:
@@ -108,26 +143,17 @@ def run_case(layout: Layout, case: Case, rollouts: Sequence[Rollout], attention:
 
         return output, loss_func
 
-    ready.optimizer.zero_grad()
-    divisor = gpt_oracle.DIVISOR if case.mode == "constant" else None
-    settings: dict[str, Any] = {"mode": case.mode, "divisor": divisor, "units": case.units}
-    virtual, planned = layout.vp > 1, case.loop == "plan"
+    planned = case.loop == "plan"
     step: list[Any] = batches
+    wrap = None
     if planned:
-        step = list(zip(batches, plan_step([b.samples for b in batches], model=ready.chunks, **settings), strict=True))
-        wrap = None
+        plan = plan_step([batch.samples for batch in batches], model=ready.chunks, **mode_of(case))
+        step = list(zip(batches, plan, strict=True))
     else:
-        of_flags = AggregationSettings.resolve(with_per_token_loss=case.scaling == "per token", **settings)
-        wrap = LossAggregation(of_flags, Batch.described).wrap_schedule
-
-    def run(**options: Any) -> Any:
-        data = [iter(step) for _ in range(layout.vp)] if virtual else iter(step)
-        model = ready.chunks if virtual else ready.chunks[0]
-        return run_schedule(forward_step, data, model, len(batches), wrap, **options)
-
+        wrap = LossAggregation(settings_of(case), Batch.described).wrap_schedule
     with torch.no_grad():
-        evaluated = run(forward_only=True) if planned else None
-    stored = run()
+        evaluated = run_batches(layout, ready, forward_step, step, forward_only=True) if planned else None
+    stored = run_batches(layout, ready, forward_step, step, wrap)
     metrics = None
     if mpu.is_pipeline_last_stage(ignore_virtual=True):
         metrics = logged_means(stored)
@@ -147,8 +173,7 @@ def run_layout(
 
     `attention`: "packed" is `examples/packed_attention.py`, "te" is Transformer Engine's in its stead (GPUs, bf16).
     """
-    virtual = {"virtual_pipeline_model_parallel_size": layout.vp} if layout.vp > 1 else {}
-    mpu = start(layout.tp, layout.pp, layout.cp, **virtual)
+    mpu = start_layout(layout)
     place = {
         "tp": mpu.get_tensor_model_parallel_rank(),
         "pp": mpu.get_pipeline_model_parallel_rank(),

@@ -6,6 +6,7 @@ readings that are equally simple any may be right. A step with one factor for ea
 numbers alone, and is neither.
 """
 
+import math
 from typing import Literal
 
 import numpy as np
@@ -66,8 +67,19 @@ class Named:
     def _holds(self, reading: Reading) -> bool:
         """Whether it says of the other steps what the bug does to them."""
         for fitter, ratio in self._others:
-            rest = ratio / fitter.ratio_of(reading)
+            rest = ratio / ratio_of(fitter, reading)
             rest = rest if reading.named else rest / rest[0]
             if np.abs(rest - 1).max() > CLOSE:
                 return False
         return True
+
+
+def ratio_of(fitter: Fitter, reading: Reading) -> Array:
+    """measured / asked that a reading without places says, in this step; a constant without a name is 1."""
+    ratio = np.ones(len(fitter.active))
+    for count, power in reading.counts:
+        values = fitter.value(count)
+        ratio *= (values if reading.baseline == "plain" else values / fitter.cells.average(count)) ** power
+    if reading.baseline == "mean":
+        ratio /= fitter.expected_weight * fitter.scalars["T"]
+    return ratio * math.prod(fitter.scalars.get(name, 1.0) ** power for name, power in reading.constant)

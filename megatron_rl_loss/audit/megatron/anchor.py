@@ -15,11 +15,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
 
-from megatron_rl_loss.step.collectives import Group, device_of, if_several
+from megatron_rl_loss.step.collectives import Group, all_reduce, if_several
 
 #: A residual up to so many times what independent roundings add up to is rounding.
 _SLACK = 4
@@ -78,13 +77,15 @@ class Anchor:
         sums = torch.stack([self.gradient, self.magnitude])
         terms = torch.tensor([float(self.num_terms)], dtype=torch.float64)
         for group in (dp_cp, tp) if self.over_tp else (dp_cp,):
-            sums, terms = (_summed(values, group) for values in (sums, terms))
+            all_reduce(sums, if_several(group))
+            all_reduce(terms, if_several(group))
         owned = self.owned()
         main_grad: Tensor = self.parameter.main_grad  # type: ignore[attr-defined]
         final = main_grad.reshape(-1)[owned].double()
         gradient, magnitude = sums[:, owned]
         dots = torch.stack([final @ gradient, gradient @ gradient, final @ final, magnitude @ magnitude])
-        final_gradient, gradient2, final2, magnitude2 = _summed(dots, dp_cp).tolist()
+        all_reduce(dots, if_several(dp_cp))
+        final_gradient, gradient2, final2, magnitude2 = dots.tolist()
         name = self.name
         if not math.isfinite(final_gradient + gradient2 + final2):
             return Factor(name, problem=f"the gradient of {name} is not finite")
@@ -104,18 +105,10 @@ class Anchor:
         elif residual > rounding:
             problem = (
                 f"the finalised gradient of {name} is no multiple of the sum over ranks of what backward passes gave "
-                f"it (residual {residual:.2g}, rounding {rounding:.1g}): ranks or micro-batches were scaled apart, "
-                "left out, or gradients were there before the step"
+                f"it (residual {residual:.2g}, rounding {rounding:.1g}), as if ranks or micro-batches were scaled "
+                "apart or left out, or gradients were there before the step"
             )
         return Factor(name, value, residual, rounding, rounding / math.sqrt(self.parameter.numel()), problem)
-
-
-def _summed(values: Tensor, group: Group) -> Tensor:
-    if if_several(group) is None:
-        return values
-    moved = values.to(device_of(group), copy=True)
-    dist.all_reduce(moved, group=group)
-    return moved.to(values.device)
 
 
 def choose(chunk: Any, config: Any) -> Anchor | str:

@@ -24,29 +24,20 @@ from torch import Tensor
 
 from megatron_rl_loss.audit.assembly import Part, Rows
 from megatron_rl_loss.audit.megatron.anchor import Anchor, Factor, choose
-from megatron_rl_loss.audit.megatron.reports import Report, assembled, shown, unreadable
+from megatron_rl_loss.audit.megatron.reports import NO_TAP, OUTPUT, Report, assembled, shown, unreadable
 from megatron_rl_loss.audit.megatron.schedule import Watched, observe_schedule
-from megatron_rl_loss.audit.tokens import Floats, MeasuredStep, Split
+from megatron_rl_loss.audit.tokens import MeasuredStep, Split
 from megatron_rl_loss.megatron.flags import CHANGING_CP, REMAT_SIZES
 from megatron_rl_loss.megatron.groups import gather_to_first, groups_of, spread_from_first
 from megatron_rl_loss.megatron.iterator import MicrobatchIterator
 from megatron_rl_loss.modes.names import Aggregation, resolve
 from megatron_rl_loss.modes.table import find_mode
 from megatron_rl_loss.reduction.tap import TappedLosses, Taps, expected_aggregation, observe, tap
-from megatron_rl_loss.step.collectives import attempt, device_of, if_several
+from megatron_rl_loss.step.collectives import all_reduce, attempt, if_several
 from megatron_rl_loss.step.masks import SMALLEST
 from megatron_rl_loss.step.samples import Samples
 
 __all__ = ["Audit", "audited", "tap"]
-
-#: The term that is measured where nothing was tapped: what the model returned to the loss function.
-OUTPUT = "output"
-_NO_TAP = (
-    "Nothing was tapped: measured is the derivative by what the model returned for a token, taken as its negative "
-    "log-prob. It is the token's weight where the loss is a weighted sum of them. Under PPO it is the weight times "
-    "advantage * ratio: clipped tokens read 0, and a token without advantage says nothing. "
-    "Call tap(per_token_loss) in the loss function to measure the weight alone."
-)
 
 
 class Audit:
@@ -88,7 +79,6 @@ class Audit:
         self._taps = Taps()
         self._outputs: dict[int, TappedLosses] = {}
         self._described: list[Samples | Exception] = []
-        self._returned: set[str] = set()
         self._factors: list[Factor] = []
         chosen = [choose(chunk, self._config) for chunk in self._chunks]
         self._anchors = [one for one in chosen if isinstance(one, Anchor)]
@@ -133,15 +123,15 @@ class Audit:
         """
         if self._samples_of is None or isinstance(data_iterator, MicrobatchIterator):
             return data_iterator
-        if not isinstance(data_iterator, list):
-            return None if data_iterator is None else Watched(data_iterator, self._describe)
-        last = max((i for i, one in enumerate(data_iterator) if one is not None), default=-1)
-        return [self.watch(one) if i == last else one for i, one in enumerate(data_iterator)]
-
-    def _describe(self, batch: Any) -> None:
+        if isinstance(data_iterator, list):
+            last = max((i for i, one in enumerate(data_iterator) if one is not None), default=-1)
+            return [self.watch(one) if i == last else one for i, one in enumerate(data_iterator)]
         describe = self._samples_of
-        assert describe is not None
-        self._described.append(attempt(lambda: describe(batch)))
+
+        def show(batch: Any) -> None:
+            self._described.append(attempt(lambda: describe(batch)))
+
+        return None if data_iterator is None else Watched(data_iterator, show)
 
     def __enter__(self) -> "Audit":
         self.expected = expected_aggregation()
@@ -155,7 +145,7 @@ class Audit:
             for anchor in self._anchors:
                 stack.callback(anchor.parameter.register_hook(anchor.keep).remove)
             stack.enter_context(observe(self._taps))
-            stack.enter_context(observe_schedule(self._begin_microbatch, self._returned))
+            stack.enter_context(observe_schedule(self._begin_microbatch))
             self._stack = stack.pop_all()
         return self
 
@@ -208,23 +198,13 @@ class Audit:
         return report
 
     def _add_terms(self, report: Report) -> None:
-        terms = self._taps.losses
-        if not terms and self._outputs:
-            terms = {OUTPUT: self._outputs}
-            report.notes.append(_NO_TAP)
-        elif not terms:
-            report.unknown.append(
-                "No loss was seen: nothing was tapped, and what the model returned is no loss a token of samples that "
-                "are known. Call tap(per_token_loss, samples=...) in the loss function, or give samples_of."
-            )
-        if self._returned:
-            report.facts["returned"] = " and ".join(sorted(self._returned))
+        terms = self._taps.losses or ({OUTPUT: self._outputs} if self._outputs else {})
+        if not terms:
+            report.unknown.append(NO_TAP)
         dtypes = {tapped.dtype for of_term in terms.values() for tapped in of_term.values()}
-        if dtypes:
-            report.facts["loss_dtypes"] = sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)
-        report.num_microbatches = max(
-            [self._taps.num_microbatches, *(max(one, default=-1) + 1 for one in terms.values())]
-        )
+        report.loss_dtypes = sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        numbers = (number + 1 for of_term in terms.values() for number in of_term)
+        report.num_microbatches = max([self._taps.num_microbatches, *numbers])
         for number in range(report.num_microbatches):
             tapped = {term: of_term.get(number) for term, of_term in terms.items()}
             told = [one.samples for one in tapped.values() if one is not None and one.samples is not None]
@@ -239,31 +219,35 @@ class Audit:
                 self._add_parts(report, number, tapped, described[0])
 
     def _add_parts(self, report: Report, number: int, tapped: dict[str, TappedLosses | None], samples: Samples) -> None:
-        groups = self._groups
-        positions = samples.local(groups.cp.rank(), groups.cp.size()).positions.cpu().numpy()
-        rows: dict[int, Rows] = {}
+        """A part for each term; one may have a mask of its own, over the same tokens."""
+        dp, cp = self._groups.dp, self._groups.cp
+        positions = samples.local(cp.rank(), cp.size()).positions.cpu().numpy()
+        rows: dict[int, Rows] = {}  # once for terms of the same masks
         for term, losses in tapped.items():
-            gradients: Floats = np.zeros(len(positions))
-            own = samples  # a term may have a mask of its own, over the same tokens
+            own, gradients, declared = samples, None, None
             if losses is not None:
-                own = samples if losses.samples is None else losses.samples
-                report.declare(term, losses.term)
-                if losses.gradient is not None:
-                    report.reached.add(term)
-                    if losses.gradient.numel() == len(positions):
-                        gradients = losses.gradient.cpu().numpy()
-                    else:
-                        report.unknown.append(
-                            f"In micro-batch {number} losses of shape {losses.shape} were tapped as {term!r}, but by "
-                            f"its samples and layout a rank holds {len(positions)} tokens. Tap one loss a token, in "
-                            "the layout's order, or correct the layout."
-                        )
-            if groups.cp.rank() == 0 and id(own) not in rows:
-                rows[id(own)] = Rows.of(own, groups.cp.size())
+                own, gradients = samples if losses.samples is None else losses.samples, losses.gradient
+                if losses.term is not None:
+                    declared = {"expected": shown(losses.term.aggregation), "coefficient": float(losses.term.coef)}
+                if gradients is not None and gradients.numel() != len(positions):
+                    report.unknown.append(
+                        f"In micro-batch {number} losses of shape {losses.shape} were tapped as {term!r}, but by its "
+                        f"samples and layout a rank holds {len(positions)} tokens. Tap one loss a token, in the "
+                        "layout's order, or correct the layout."
+                    )
+                    gradients = torch.zeros(len(positions))
+            if cp.rank() == 0 and id(own) not in rows:
+                rows[id(own)] = Rows.of(own, cp.size())
             part = Part(
-                dp_rank=groups.dp.rank(), cp_rank=groups.cp.rank(), microbatch=number, rows=rows.get(id(own)),
-                positions=positions, gradients=gradients,
-            )  # fmt: skip
+                dp_rank=dp.rank(),
+                cp_rank=cp.rank(),
+                microbatch=number,
+                rows=rows.get(id(own)),
+                positions=positions,
+                gradients=np.zeros(len(positions)) if gradients is None else gradients.cpu().numpy(),
+                reached=gradients is not None,
+                declared=declared,
+            )
             report.terms.setdefault(term, []).append(part)
 
     @property
@@ -294,11 +278,7 @@ class Audit:
             off = attempt(lambda: torch.stack([_deviation(one, scale) for one in losses]))
             if not isinstance(off, Exception):
                 worst[0] = off.nan_to_num(nan=torch.inf).max()
-        group = self._groups.dp_cp
-        if if_several(group) is not None:
-            moved = worst.to(device_of(group))
-            dist.all_reduce(moved, op=dist.ReduceOp.MAX, group=group)
-            worst = moved.cpu()
+        all_reduce(worst, if_several(self._groups.dp_cp), dist.ReduceOp.MAX)
         return None if torch.isinf(worst[0]) else float(worst[0])
 
 

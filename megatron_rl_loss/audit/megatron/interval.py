@@ -51,12 +51,12 @@ class IntervalAudits:
         """The schedule's reports, each with the last deviation: Megatron averages values over the steps between logs,
         so it must be in every step's.
         """
-        if self._last is None or not isinstance(reports, list):
-            return reports
-        return [self._with_deviation(report) for report in reports]
+        last = self._last
 
-    def _with_deviation(self, report: Any) -> Any:
-        values = list(report.values()) if isinstance(report, dict) else []
-        if not values or not all(isinstance(value, Tensor) for value in values):
-            return report
-        return {**report, METRIC: torch.tensor([self._last], dtype=torch.float32, device=values[0].device)}
+        def with_deviation(report: Any) -> Any:
+            values = list(report.values()) if isinstance(report, dict) else []
+            if not values or not all(isinstance(value, Tensor) for value in values):
+                return report
+            return {**report, METRIC: torch.tensor([last], dtype=torch.float32, device=values[0].device)}
+
+        return reports if last is None or not isinstance(reports, list) else list(map(with_deviation, reports))

@@ -8,7 +8,14 @@ from megatron_rl_loss.audit.assembly import Part, measured_step
 from megatron_rl_loss.audit.megatron.anchor import Factor
 from megatron_rl_loss.audit.tokens import MeasuredStep, Split
 from megatron_rl_loss.modes.names import Aggregation
-from megatron_rl_loss.reduction.tap import DeclaredTerm
+
+#: The term that is measured where nothing was tapped: what the model returned to the loss function.
+OUTPUT = "output"
+NO_TAP = (
+    "Nothing was tapped. Write per_token_loss = tap(per_token_loss, samples=...) in the loss function, before masks "
+    "and means (from megatron_rl_loss.reduction import tap). Without it only the derivative by the model's output is "
+    "seen: under PPO that is the weight times advantage and ratio, and 0 for clipped tokens."
+)
 
 
 @dataclass
@@ -20,18 +27,9 @@ class Report:
     loss_scale: float = 1.0
     num_microbatches: int = 0
     terms: dict[str, list[Part]] = field(default_factory=dict)
-    reached: set[str] = field(default_factory=set)  # terms that a gradient came by
     unknown: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    facts: dict[str, Any] = field(default_factory=dict)
-    declared: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # of a term, each once
-
-    def declare(self, term: str, declared: DeclaredTerm | None) -> None:
-        """What can be sent of it, and be written as JSON; a mode of the user's own is a name."""
-        if declared is not None:
-            facts = {"expected": shown(declared.aggregation), "coefficient": float(declared.coef)}
-            known = self.declared.setdefault(term, [])
-            known += [facts] if facts not in known else []
+    loss_dtypes: list[str] = field(default_factory=list)
 
 
 def assembled(reports: Sequence[Report], split: Split) -> dict[str, MeasuredStep]:
@@ -40,7 +38,8 @@ def assembled(reports: Sequence[Report], split: Split) -> dict[str, MeasuredStep
     unknown = _once([*(text for report in reports for text in report.unknown), *problems])
     notes = _once([*(note for report in reports for note in report.notes), *notes])
     reporting = [report for report in reports if report.num_microbatches]
-    facts = {name: value for report in reversed(reporting) for name, value in report.facts.items()}
+    dtypes: list[str] = next((report.loss_dtypes for report in reporting if report.loss_dtypes), [])
+    facts: dict[str, Any] = {"loss_dtypes": dtypes} if dtypes else {}
     scale = reporting[0].loss_scale if reporting else 1.0
     if factor is not None:
         facts |= {
@@ -51,7 +50,7 @@ def assembled(reports: Sequence[Report], split: Split) -> dict[str, MeasuredStep
             "uncertainty": factor.uncertainty,
             "loss_scale": scale,
         }
-    facts["rounding"] = _coarsest(facts.get("loss_dtypes", ()), facts.get("uncertainty", 0.0))
+    facts["rounding"] = _coarsest(dtypes, facts.get("uncertainty", 0.0))
     value = 1.0 if factor is None or unknown else factor.value / scale
     if unknown:
         notes.append("Weights are up to one factor that is not known.")
@@ -62,27 +61,28 @@ def assembled(reports: Sequence[Report], split: Split) -> dict[str, MeasuredStep
         for term, of_term in report.terms.items():
             parts.setdefault(term, []).extend(of_term)
     described = {one.place for of_term in parts.values() for one in of_term if one.rows is not None}
-    reached = [term for term in parts if any(term in report.reached for report in reports)]
+    reached = [term for term, of_term in parts.items() if any(part.reached for part in of_term)]
     return {
         term: measured_step(
             [part for part in parts.get(term, []) if part.place in described],
             value,
             split,
-            unknown=unknown,
+            unknown=_once([*[NO_TAP] * (term == OUTPUT), *unknown]),
             notes=notes,
-            facts=facts | _declared(reports, term),
+            facts=facts | _declared(parts.get(term, [])),
         )
         for term in reached or [*parts] or ["pg"]
     }
 
 
 def shown(aggregation: Aggregation) -> dict[str, Any]:
+    """What can be sent of it, and be written as JSON; a mode of the user's own is a name."""
     return {"mode": aggregation.mode.name, "divisor": aggregation.divisor, "units": aggregation.units}
 
 
-def _declared(reports: Sequence[Report], term: str) -> dict[str, Any]:
+def _declared(parts: Sequence[Part]) -> dict[str, Any]:
     """What a term was declared to be, if that is the same in all of the step."""
-    facts = [one for report in reports for one in report.declared.get(term, [])]
+    facts = [part.declared for part in parts if part.declared is not None]
     return facts[0] if facts and all(one == facts[0] for one in facts) else {}
 
 

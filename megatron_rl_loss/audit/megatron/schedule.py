@@ -1,4 +1,4 @@
-"""What Megatron's schedule does: which batches it takes, when it computes a micro-batch's loss, what that returns."""
+"""What Megatron's schedule does: which batches it takes, and when it computes a micro-batch's loss."""
 
 import functools
 import inspect
@@ -27,24 +27,22 @@ class Watched(Iterator[Any]):
 
 
 @contextmanager
-def observe_schedule(begin: Callable[[Any], None], returned: set[str]) -> Iterator[None]:
-    """For the duration of a ``with``, say when the schedule computes a micro-batch's loss, and what that returned."""
+def observe_schedule(begin: Callable[[Any], None]) -> Iterator[None]:
+    """In a ``with``: say what the model returned whenever the schedule computes a micro-batch's loss to train on."""
     original = schedules.forward_step_calc_loss
     signature = inspect.signature(original)
-
-    def loss_of(loss_func: Callable[..., Any], output: Any, **kwargs: Any) -> Any:
-        begin(output)
-        result = loss_func(output, **kwargs)
-        if isinstance(result, tuple):
-            returned.add(f"{len(result)}-tuple")
-        return result
 
     @functools.wraps(original)
     def calculate(*args: Any, **kwargs: Any) -> Any:
         call = signature.bind(*args, **kwargs)
-        loss_func = call.arguments.get("loss_func")
+        loss_func: Any = call.arguments.get("loss_func")
+
+        def loss_of(output: Any, **further: Any) -> Any:
+            begin(output)
+            return loss_func(output, **further)
+
         if callable(loss_func) and torch.is_grad_enabled() and not call.arguments.get("collect_non_loss_data"):
-            call.arguments["loss_func"] = functools.partial(loss_of, loss_func)
+            call.arguments["loss_func"] = loss_of
         return original(*call.args, **call.kwargs)
 
     schedules.forward_step_calc_loss = calculate

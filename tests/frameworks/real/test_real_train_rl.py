@@ -101,8 +101,7 @@ def test_an_audit_measures_the_stock_loss_without_a_tap(world_size: int, cp: int
     for found in launch(world_size, cp, [case(None, *PACKED), case(None)]):
         assert found["stock"]
         assert found["audit_error"] < TOLERANCE, found
-        assert not found["unknown"]
-        assert "Nothing was tapped" in found["notes"][0]
+        assert [why[:18] for why in found["unknown"]] == ["Nothing was tapped"]  # so there is no verdict
 
 
 def test_a_launch_without_flags_is_stock_and_what_is_refused() -> None:

@@ -21,16 +21,8 @@ def parts_of(samples: Samples, cp_size: int, gradient: Any, dp_rank: int = 0, mi
         positions = samples.local(rank, cp_size).positions.numpy()
         gradients = np.array([gradient(p, rank) for p in positions], np.float32)
         rows = Rows.of(samples, cp_size) if rank == 0 else None
-        found.append(
-            Part(
-                dp_rank=dp_rank,
-                cp_rank=rank,
-                microbatch=microbatch,
-                rows=rows,
-                positions=positions,
-                gradients=gradients,
-            )
-        )
+        place = {"dp_rank": dp_rank, "cp_rank": rank, "microbatch": microbatch}
+        found.append(Part(**place, rows=rows, positions=positions, gradients=gradients))
     return found
 
 

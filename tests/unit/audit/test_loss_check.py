@@ -189,15 +189,12 @@ def ours(losses: Any, mask: Any, loss_masks: Any, totals: Any, layout: Any, cp_r
 AVERAGED = LossCall(cp="mean")
 SUMMED = LossCall(dp="sum", cp="sum")
 OURS: dict[str, tuple[str, LossCall, str]] = {
-    # name: (mode, call, what the share is multiplied by)
+    # name: (mode, call, what the share is multiplied by); modes in every layout: test_built_in_modes_are_invariant
     "padded": ("sample_mean", SUMMED, ""),
     "padded, averaged": ("prompt_mean", AVERAGED, "dp_cp"),
     "packed, averaged": ("sample_mean", replace(AVERAGED, rows="packed", split_rollouts=True), "dp_cp"),
-    "lists": ("prompt_mean", replace(SUMMED, rows="lists"), ""),
     "lists, averaged": ("constant", replace(AVERAGED, rows="lists"), "dp_cp"),
-    "contiguous": ("token_mean", replace(SUMMED, cp_cut="contiguous", split_rollouts=True), ""),
     "contiguous, averaged": ("sample_mean", replace(AVERAGED, cp_cut="contiguous", split_rollouts=True), "dp_cp"),
-    "gathered, averaged": ("prompt_mean", replace(AVERAGED, rows="packed", cp_cut="gathered"), "dp_cp"),
     "gathered": ("token_sum", replace(SUMMED, rows="packed", cp_cut="gathered"), ""),
 }
 

@@ -3,6 +3,7 @@
 import re
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import audit_picture
@@ -58,9 +59,7 @@ def test_a_character_a_token() -> None:
 
 
 def weighed(weights: Sequence[float]) -> str:
-    asked = measured(small(), exact)
-    step = MeasuredStep(tokens=asked.tokens, weights=np.array(weights) / 12, split=asked.split)
-    return in_terminal(step, expected=TOKEN_MEAN)
+    return in_terminal(replace(MEASURED, weights=np.array(weights) / 12), expected=TOKEN_MEAN)
 
 
 def test_heights_are_measured_over_asked() -> None:
