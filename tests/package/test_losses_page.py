@@ -47,6 +47,8 @@ def test_code_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     handed: list[Any] = []
     microbatch = SimpleNamespace(
         tokens=local,
+        cp_group=None,
+        totals=None,
         segment_mean=lambda values: losses.segment_mean(values, local),
         to_tokens=lambda values: losses.to_tokens(values, local),
         loss=lambda *given, **metrics: handed.append((*given, *metrics.values())),
