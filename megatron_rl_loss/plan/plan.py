@@ -168,6 +168,7 @@ class Plan:
         cp_rank, cp_size, dp_size: this rank's place in its context-parallel group, and the sizes of the groups.
         per_token_loss: whether Megatron's `calculate_per_token_loss` is on.
         cp_group, dp_group: for what is reduced after the plan was made: whole sequences, and metrics.
+        aligns_reports: whether the names of reports are compared at the step's end, not in each report.
     """
 
     samples: Sequence[Samples] | None
@@ -182,6 +183,8 @@ class Plan:
     dp_group: Group | None = None
     parts: Parts = field(default_factory=Parts)
     report_names: list[str] = field(default_factory=list)
+    report_masks: dict[str, str] = field(default_factory=dict)
+    aligns_reports: bool = False
     metric_modes: set[str] = field(default_factory=set)
     _constants: dict[torch.device, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
