@@ -88,6 +88,7 @@ def plan_step(
         if isinstance(described, Exception):
             raise described
         check_totals(totals, described, modes, term_masks, per_token=per_token_loss, empty_step=empty_step)
+        totals.check_apart(size_of(cp_group))
     return make_plan(
         described,
         modes,

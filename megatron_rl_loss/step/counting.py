@@ -104,7 +104,8 @@ def reduce_step_totals(
     counts = {name: both[name] for name in counts}
     _check_agreement(counts, {name: -both[f"-{name}"] for name in counts})
     loss_masks, *further = (_totals(counts, units, k) for k in range(1 + len(masks)))
-    return replace(loss_masks, by_mask=dict(zip(masks, further, strict=True)), statistics=units.statistics)
+    by_mask = dict(zip(masks, further, strict=True))
+    return replace(loss_masks, by_mask=by_mask, statistics=units.statistics, dp_size=size_of(dp_group))
 
 
 def compare_totals(

@@ -187,6 +187,11 @@ class Samples:
             digest.update(name.encode() + samples._mask_bytes())
         return digest.digest()
 
+    @property
+    def has_identity(self) -> bool:
+        """Whether a digest tells these samples from others: equal masks alone may be chance."""
+        return len(self) > 0 and any(one is not None for one in (self.rollout_ids, self.prompt_ids, self.tokens))
+
     def _mask_bytes(self) -> bytes:
         """The same for the same masks, whatever integer type holds flags."""
         if self.holds_flags:

@@ -16,8 +16,9 @@ from refusals import outcome_of
 from step_samples import step_samples
 from table_step import Batch, aggregation, start, table_model
 
-from megatron_rl_loss import StepTotals
+from megatron_rl_loss import Samples, StepTotals, ZigzagTHD, make_pg_loss_reducer
 from megatron_rl_loss.megatron import AggregationSettings, LossAggregation
+from megatron_rl_loss.plan import plan_step
 
 SAMPLES = step_samples(seed=1)
 TABLE = [float(loss) for sample in SAMPLES for loss in sample.losses] + [0.0]
@@ -37,6 +38,14 @@ def outcomes_of_groups() -> dict[str, str]:
         count = functools.partial(StepTotals.from_loss_masks, [torch.ones(2)], **groups)
         outcome = outcome_of(count)
         found[name] = str(count().step_tokens) if outcome == "accepted" else outcome
+    masks, cut = [torch.ones(4)], {"layout": ZigzagTHD([0, 4]), "cp_rank": 0, "cp_size": 2}
+    for name, groups in (("reducer, dp", options["dp"]), ("reducer, dp and cp", with_cp)):
+        totals = StepTotals.from_loss_masks(masks, **groups)
+        found[name] = outcome_of(functools.partial(make_pg_loss_reducer, "token_mean", masks, totals=totals, **cut))
+        by_hand = functools.partial(plan_step, [Samples(masks, layout=cut["layout"])], "token_mean", totals=totals)
+        found[f"plan, {name}"] = outcome_of(
+            functools.partial(by_hand, **options["dp"], cp_group=state.get_context_parallel_group())
+        )
     model = table_model([0.0], ddp=False)
     partial = LossAggregation(
         AggregationSettings.resolve(),
@@ -52,6 +61,9 @@ def test_the_groups_are_said() -> None:
         assert "totals of 4 ranks without a dp_group" in found["unsaid"]
         assert "shares the ranks" in found["dp and cp"]
         assert (found["said to be none"], found["dp"]) == ("2.0", "4.0")
+        assert found["reducer, dp"] == found["plan, reducer, dp"] == "accepted"
+        for name in ("reducer, dp and cp", "plan, reducer, dp and cp"):
+            assert "totals over a dp_group of 4 ranks, and cp_size=2, in a job of 4 ranks" in found[name]
         assert "a ProcessGroupCollection without tp, pp, cp, dp_cp" in found["partial"]
 
 
