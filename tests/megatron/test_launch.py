@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import io
+import logging
 import re
 from types import SimpleNamespace
 from typing import Any
@@ -169,3 +170,56 @@ def test_the_first_step_is_told_in_a_line() -> None:
     assert eval(summary) == {
         "rollouts": rollouts, "active_rollouts": rollouts - masked, "tokens": entries, "active_tokens": active,
     }  # fmt: skip
+
+
+# ---- what the first step warns of
+
+RAGGED = [[1.0] * 3, [1.0] * 5]
+SUSPICIOUS: dict[str, tuple[str, Any, str]] = {
+    # mode, (DP rank) -> samples of its two micro-batches, and what is said
+    "sound": ("prompt_mean", lambda rank: [{"prompt_ids": [f"{rank}.{i}"] * 2} for i in range(2)], ""),
+    "ids counted in each micro-batch": (
+        "prompt_mean", lambda rank: [{"prompt_ids": [0, 0], "tokens": torch.tensor(rank)}] * 2, "one prompt group",
+    ),
+    "ids of samples": (
+        "prompt_mean", lambda rank: [{"prompt_ids": [f"{rank}.{i}.{j}" for j in range(2)]} for i in range(2)],
+        "every prompt group of the step has one rollout",
+    ),
+    "ids that the mode does not look at": (
+        "sample_mean", lambda rank: [{"prompt_ids": [0, 0], "tokens": torch.tensor(rank)}] * 2, "",
+    ),
+    "the same data on two ranks": (
+        "token_mean", lambda rank: [{"tokens": torch.arange(8)}] * 2, "DP ranks 0 and 1 hold samples with the same",
+    ),
+    "the same masks, and nothing else known": ("token_mean", lambda rank: [{}] * 2, ""),
+}  # fmt: skip
+
+
+def warnings_of_steps() -> dict[str, list[list[str]]]:
+    """Of two steps of each case, on two DP ranks with groups of their own."""
+    start()
+    texts: list[str] = []
+    for name in ("plan.plan", "step.counting"):
+        logging.getLogger(f"megatron_rl_loss.{name}").addFilter(
+            lambda record: texts.append(record.getMessage()) or True
+        )
+    found = {}
+    for name, (mode, samples_of, _) in SUSPICIOUS.items():
+        group, said = dist.new_group([0, 1]), []
+        for _ in range(2):
+            masks = [torch.tensor(mask) for mask in RAGGED]
+            plan_step([Samples(masks, **ids) for ids in samples_of(dist.get_rank())], mode, dp_group=group)
+            said.append(list(texts))
+            texts.clear()
+        found[name] = said
+    return found
+
+
+def test_a_suspicious_first_step_is_warned_of_once() -> None:
+    first, second = run_ranks(2, warnings_of_steps)
+    assert not any(any(said) for said in second.values())
+    for name, (_, _, text) in SUSPICIOUS.items():
+        (said, again) = first[name]
+        assert len(said) == bool(text), name
+        assert text in "".join(said)
+        assert again == []
