@@ -22,6 +22,7 @@ from megatron_rl_loss.step.collectives import (
     rank_in,
     size_of,
 )
+from megatron_rl_loss.step.masks import check_device
 from megatron_rl_loss.step.samples import Samples
 from megatron_rl_loss.step.totals import Statistic, StepTotals, TokensById, UnitCounts
 
@@ -359,6 +360,7 @@ def _read_back(by_mask: Sequence[Sequence[Samples]]) -> tuple[Tensor, Tensor]:
     if not described:
         empty = torch.zeros(len(by_mask), 0, dtype=torch.float64, device="cpu")
         return empty, empty
+    check_device("the loss masks of a step's micro-batches", [samples.flat_mask for samples in described])
     tables = []
     for samples in described:
         sums = samples.mask_sums

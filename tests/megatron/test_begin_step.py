@@ -79,6 +79,25 @@ def looked_ahead() -> None:
         )
 
 
+def refused_iterators() -> dict[str, str]:
+    start()
+    model, step = table_model([0.0]), aggregation(mode="token_mean")
+    batches = [Batch(SAMPLES, [i], 1) for i in range(2)]
+    begin = functools.partial(step.begin_step, model=model, num_microbatches=2)
+    return {
+        "a list of batches": outcome_of(lambda: begin(batches)),
+        "a list of one": outcome_of(lambda: begin([iter(batches)])),
+        "one inside another": outcome_of(lambda: begin(begin(iter(batches)))),
+    }
+
+
+def test_other_iterators_are_refused() -> None:
+    found = run_ranks(1, refused_iterators)[0]
+    assert "a list must hold an iterator for each model chunk. Pass iter(...)" in found["a list of batches"]
+    assert found["a list of one"] == "accepted"
+    assert "that a LossAggregation has wrapped already: a step is counted once." in found["one inside another"]
+
+
 def test_the_look_ahead_takes_every_kind_of_iterator() -> None:
     run_ranks(1, looked_ahead)
 
