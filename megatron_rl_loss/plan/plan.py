@@ -312,7 +312,7 @@ def check_samples(
             )
         if modes.needs_prompt_ids and one.prompt_ids is None and len(one):
             raise ValueError(
-                f"loss aggregation {modes.policy.mode.name!r} and samples without prompt_ids: it averages inside each "
+                f"loss aggregation {modes.by_prompt} and samples without prompt_ids: it averages inside each "
                 "prompt group. Give the Samples prompt_ids."
             )
         one.local(rank_in(ranks.cp_group), size_of(ranks.cp_group))  # raises if the layout cannot be cut so
