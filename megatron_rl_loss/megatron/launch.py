@@ -1,6 +1,7 @@
 """`LossAggregation`: what a Megatron launch makes once, what happens at the beginning of each step, the step's line."""
 
 import functools
+import itertools
 import logging
 import sys
 from argparse import Namespace
@@ -14,6 +15,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config, log_single_rank
 from torch import Tensor
 
+from megatron_rl_loss.megatron.ending import ending_together
 from megatron_rl_loss.megatron.flags import (
     AggregationSettings,
     check_command_line,
@@ -46,6 +48,8 @@ ForwardStep = Callable[..., Any]
 Schedule = Callable[..., Any]
 TotalsOf = Callable[[list[Any]], StepTotals]
 BeforeStep = Callable[[ForwardPass], None]
+#: All ranks of a job make theirs in the same order, so that a number names the same one on each.
+_LAUNCHES = itertools.count()
 
 
 class LossAggregation:
@@ -91,7 +95,7 @@ class LossAggregation:
         self._totals_of = totals_of
         self._before_step = before_step
         self._last_plan: Plan | None = None
-        self._num_trained = 0
+        self._number, self._num_called, self._num_trained = next(_LAUNCHES), 0, 0
         self._names = ReportNames()
         self._audits = _interval_audits(settings.audit_interval)
         self._metric_modes: tuple[str, ...] | None = None  # not known before the first step has run
@@ -130,29 +134,31 @@ class LossAggregation:
             num_microbatches: int,
             **kwargs: Any,
         ) -> Any:
-            training = not kwargs.get("forward_only")
-            microbatches = self._begin_step(data_iterator, model, num_microbatches, training=training)
-            iterators = microbatches if isinstance(microbatches, list) else [microbatches]
-            chunks = [it.microbatches if isinstance(it, MicrobatchIterator) else None for it in iterators]
-            if self._before_step is not None and training:
-                options = {"num_microbatches": num_microbatches, **kwargs}
-                self._before_step(ForwardPass(forward_backward_func, model, chunks, **options))
-            audits = self._audits if training else None
-            audit = nullcontext() if audits is None else audits.step(model, self._pg_collection)
-            with observe(aggregation=self.settings.aggregation), audit:
-                reports = forward_backward_func(
-                    forward_step_func=check_forward_step(forward_step_func),
-                    data_iterator=microbatches,
-                    model=model,
-                    num_microbatches=num_microbatches,
-                    **kwargs,
-                )
-            assert self._last_plan is not None
-            if not kwargs.get("collect_non_loss_data"):
-                of_loss = next((chunk for chunk in reversed(chunks) if chunk), [])
-                self._names.align(reports, of_loss, self._last_plan, training=training)
-            self._last_plan.finish_metrics(reports)
-            return reports if audits is None else audits.reported(reports)
+            self._num_called += 1
+            with ending_together(f"megatron_rl_loss/{self._number}/{self._num_called}"):
+                training = not kwargs.get("forward_only")
+                microbatches = self._begin_step(data_iterator, model, num_microbatches, training=training)
+                iterators = microbatches if isinstance(microbatches, list) else [microbatches]
+                chunks = [it.microbatches if isinstance(it, MicrobatchIterator) else None for it in iterators]
+                if self._before_step is not None and training:
+                    options = {"num_microbatches": num_microbatches, **kwargs}
+                    self._before_step(ForwardPass(forward_backward_func, model, chunks, **options))
+                audits = self._audits if training else None
+                audit = nullcontext() if audits is None else audits.step(model, self._pg_collection)
+                with observe(aggregation=self.settings.aggregation), audit:
+                    reports = forward_backward_func(
+                        forward_step_func=check_forward_step(forward_step_func),
+                        data_iterator=microbatches,
+                        model=model,
+                        num_microbatches=num_microbatches,
+                        **kwargs,
+                    )
+                assert self._last_plan is not None
+                if not kwargs.get("collect_non_loss_data"):
+                    of_loss = next((chunk for chunk in reversed(chunks) if chunk), [])
+                    self._names.align(reports, of_loss, self._last_plan, training=training)
+                self._last_plan.finish_metrics(reports)
+                return reports if audits is None else audits.reported(reports)
 
         return schedule
 

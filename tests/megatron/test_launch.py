@@ -4,7 +4,13 @@ import contextlib
 import functools
 import io
 import logging
+import os
 import re
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +20,7 @@ import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from ranks import run_ranks
 from refusals import outcome_of
+from repository import EXAMPLES, ROOT
 from step_samples import step_samples
 from table_step import Batch, aggregation, start, table_model
 
@@ -223,3 +230,72 @@ def test_a_suspicious_first_step_is_warned_of_once() -> None:
         assert len(said) == bool(text), name
         assert text in "".join(said)
         assert again == []
+
+
+# ---- an error inside the pipeline on one rank
+
+FAILING = """
+import os, sys, time
+import warm_megatron  # on a machine without a GPU too
+from table_step import Batch, aggregation, logged_by_step, start, table_model
+from test_launch import SAMPLES, TABLE
+
+start()
+fails = os.environ["RANK"] == "0"  # which keeps the store, without torchrun
+
+def forward_step(iterator, model):
+    microbatch = next(iterator)
+
+    def loss_func(losses):
+        if fails:
+            raise ValueError("the reward model is gone")
+        return microbatch.loss(losses)
+
+    return model(microbatch.data.local_numbers(0, 1)), loss_func
+
+try:
+    batches = [Batch(SAMPLES, [0], 1), Batch(SAMPLES, [1], 1)]
+    logged_by_step(aggregation(mode="token_mean"), forward_step, batches, table_model(TABLE))
+finally:
+    print(f"left at {time.time()}", flush=True)
+    time.sleep(600 if fails and sys.argv[1] == "stays" else 0)
+"""
+REASON = "rank 0: ValueError: the reward model is gone"
+
+
+@pytest.mark.parametrize("case", ["torchrun", "ends", "stays"])
+def test_an_error_of_one_rank_ends_all_with_its_reason(case: str, tmp_path: Path) -> None:
+    script = tmp_path / "failing.py"
+    script.write_text(FAILING)
+    folders = [ROOT, EXAMPLES, ROOT / "tests/support", ROOT / "tests/megatron"]
+    path = os.pathsep.join(map(str, folders))
+    environment = os.environ | {"PYTHONPATH": path, "GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1"}
+    if case == "torchrun":
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        done = subprocess.run(
+            [*command, str(script), case], env=environment, capture_output=True, text=True, timeout=600
+        )
+        assert done.returncode != 0
+        assert f"rank 1: no rank can end its step. {REASON}" in done.stderr
+        return
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        environment |= {"WORLD_SIZE": "2", "MASTER_PORT": str(free.getsockname()[1])}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(script), case],
+            env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    try:
+        _, stderr = ranks[1].communicate(timeout=600)
+        ended = time.time()
+    finally:
+        ranks[0].terminate() if case == "stays" else None
+        stdout, _ = ranks[0].communicate(timeout=600)
+    assert ranks[1].returncode == 1
+    assert f"rank 1: no rank can end its step. {REASON}" in stderr
+    assert (f"BadBatchError: The step was ended, no weight was changed. {REASON}" in stderr) == (case == "ends")
+    assert ended - float(stdout.split("left at ")[1]) < 60  # gloo waits for 30 minutes
