@@ -27,8 +27,10 @@ def forward_backward(model: Any, batches: list[Batch], loss: Callable[..., Any],
     """Gradients of the step loss; the report of each micro-batch, on ranks of the last pipeline stage."""
 
     def describe() -> list[Samples]:
-        names = ("loss_masks", "layout", "prompt_ids", "tokens")
-        return [Samples(**{name: batch[name] for name in names}) for batch in batches]
+        return [
+            Samples(b["loss_masks"], layout=b["layout"], prompt_ids=b["prompt_ids"], tokens=b["tokens"])
+            for b in batches
+        ]
 
     plan = plan_step(describe, mode, model=model)
 

@@ -1,8 +1,8 @@
 """The pages say what is so: links lead somewhere, names are exported, code runs, tables are those of the code."""
 
 import argparse
-import doctest
 import ast
+import doctest
 import importlib
 import re
 import sys
