@@ -65,7 +65,7 @@ def reduce_step_totals(
     is_first = dp_group is not None and dp_group not in _COUNTED_BEFORE
     if dp_group is not None:
         _COUNTED_BEFORE.add(dp_group)
-    of_ranks = [f"digest of DP rank {rank}" for rank in range(size_of(dp_group) if is_first else 0)]
+    of_ranks = [f"samples of DP rank {rank}" for rank in range(size_of(dp_group) if is_first else 0)]
 
     def count(part: Sequence[Samples]) -> tuple[_Local, dict[str, float]]:
         local = _Local(part, count_prompts, masks, statistics or {})
@@ -81,6 +81,9 @@ def reduce_step_totals(
     mine = int.from_bytes(hashlib.blake2b(settings.encode(), digest_size=5).digest(), "little")
     own = {"errors": failure is not None, "ranks_with_data": microbatches is not None, "settings": mine}
     counts = _reduced(counts | own, [dp_group])
+    digests = [counts.pop(name) for name in of_ranks]  # replicas' DP groups may have counted before
+    if all(rank_in(group) == 0 for group in groups):
+        _warn_of_twins(digests)
     of_other_settings = ValueError(
         f"this rank asks for {settings}, another one for something else: all ranks must aggregate alike. Pass the same "
         "mode, divisor, units and terms on every rank."
@@ -117,8 +120,6 @@ def reduce_step_totals(
     raise_together(both["errors"] > 0, failure, groups)
     counts = {name: both[name] for name in counts}
     _check_agreement(counts, {name: -both[f"-{name}"] for name in counts})
-    if all(rank_in(group) == 0 for group in groups):
-        _warn_of_twins([counts[name] for name in of_ranks])
     loss_masks, *further = (_totals(counts, units, k) for k in range(1 + len(masks)))
     by_mask = dict(zip(masks, further, strict=True))
     return replace(loss_masks, by_mask=by_mask, statistics=units.statistics, dp_size=size_of(dp_group))
