@@ -87,7 +87,7 @@ def make_batches(number: int, seed: int) -> list[Batch]:
 
 def samples_of(batch: Batch) -> Samples:
     """Masks at full length, and where each sample lies in the pack."""
-    return Samples(batch["loss_masks"], layout=ZigzagTHD([0, SLOT, 2 * SLOT]))
+    return Samples(batch["loss_masks"], layout=ZigzagTHD([0, SLOT, 2 * SLOT]), tokens=batch["tokens"])
 
 
 def main() -> None:

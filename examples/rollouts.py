@@ -217,6 +217,7 @@ def make_pack(rollouts: list[Rollout], *, seq_length: int, slot_multiple: int) -
             layout=ZigzagTHD(cu, total_lengths=[rollout.num_inputs for rollout in rollouts], filler_slots=filler_slots),
             rollout_ids=[rollout.rollout_id for rollout in rollouts],
             prompt_ids=[rollout.prompt_id for rollout in rollouts],
+            tokens=tokens,
         ),
     )
 

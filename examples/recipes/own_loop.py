@@ -27,7 +27,10 @@ def forward_backward(model: Any, batches: list[Batch], loss: Callable[..., Any],
     """Gradients of the step loss; the report of each micro-batch, on ranks of the last pipeline stage."""
 
     def describe() -> list[Samples]:
-        return [Samples(b["loss_masks"], layout=b["layout"], prompt_ids=b["prompt_ids"]) for b in batches]
+        return [
+            Samples(b["loss_masks"], layout=b["layout"], prompt_ids=b["prompt_ids"], tokens=b["tokens"])
+            for b in batches
+        ]
 
     plan = plan_step(describe, mode, model=model)
 

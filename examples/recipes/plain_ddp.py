@@ -20,7 +20,7 @@ Batch = dict[str, Any]  # tokens, labels, old_log_probs, advantages: [tokens]; l
 
 def train_step(model: Any, optimizer: Any, batches: list[Batch], mode: str, divisor: float | None = None) -> Tensor:
     """One optimizer step over this rank's micro-batches, as many as it has; the step loss, alike on all ranks."""
-    samples = [Samples(batch["loss_masks"], prompt_ids=batch["prompt_ids"]) for batch in batches]
+    samples = [Samples(**{name: batch[name] for name in ("loss_masks", "prompt_ids", "tokens")}) for batch in batches]
     plan = plan_step(samples, mode, divisor=divisor, dp_group=dist.group.WORLD)
     step_loss = torch.zeros(())
     optimizer.zero_grad()

@@ -27,7 +27,7 @@ def batches(rows: int, length: int, vocab_size: int, seed: int) -> Iterator[dict
         ends = torch.randint(8, length, (rows, 1), generator=generator)
         masks = list((at >= 4) & (at < ends))  # by label: neither prompt nor padding
         layout, prompt_ids = ZigzagBSHD(rows, length), [f"{seed}/{number}"] * rows
-        yield values | {"samples": Samples(masks, layout=layout, prompt_ids=prompt_ids)}
+        yield values | {"samples": Samples(masks, layout=layout, prompt_ids=prompt_ids, tokens=tokens)}
 
 
 def provide(num_samples: Any, vp_stage: int | None = None) -> tuple[Any, None, None]:

@@ -27,7 +27,7 @@ def packs(length: int, vocab_size: int, seed: int) -> Iterator[dict[str, Any]]:
         values |= {"old_log_probs": -3 * flat, "advantages": torch.cat([flat[:half], -flat[:half]])}
         values["bounds"] = torch.tensor([0, half, length], dtype=torch.int32)
         layout, prompt_ids = ZigzagTHD(values["bounds"]), [f"{seed}/{number}"] * 2
-        yield values | {"samples": Samples([mask, mask], layout=layout, prompt_ids=prompt_ids)}
+        yield values | {"samples": Samples([mask, mask], layout=layout, prompt_ids=prompt_ids, tokens=tokens)}
 
 
 def provide(num_samples: Any, vp_stage: int | None = None) -> tuple[Any, None, None]:

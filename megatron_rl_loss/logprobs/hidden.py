@@ -371,7 +371,8 @@ def _fold(
     hidden, weight, bias = leaves
     read, tokens, differentiate = head.read, head.parallel.gather(hidden), any(wanted)
     sums = _Gradients(tokens, weight, wanted)
-    gain = 1 / weights.abs().amax().clamp_(min=torch.finfo(torch.float32).tiny) if differentiate else None
+    largest = torch.cat([weights.abs(), weights.new_full((1,), torch.finfo(torch.float32).tiny)]).amax()
+    gain = 1 / largest if differentiate else None
     totals, values = [], []
     for part, places in read.chunks(head.chunk_tokens):
         chunk, of_loss = tokens[places], weights[places]

@@ -1,6 +1,7 @@
 """`LossAggregation`: what a Megatron launch makes once, what happens at the beginning of each step, the step's line."""
 
 import functools
+import itertools
 import logging
 import sys
 from argparse import Namespace
@@ -14,6 +15,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config, log_single_rank
 from torch import Tensor
 
+from megatron_rl_loss.megatron.ending import ending_together
 from megatron_rl_loss.megatron.flags import (
     AggregationSettings,
     check_command_line,
@@ -25,7 +27,8 @@ from megatron_rl_loss.megatron.groups import groups_of
 from megatron_rl_loss.megatron.iterator import MicrobatchIterator
 from megatron_rl_loss.megatron.lookahead import DataIterator, LookAhead, SamplesOf, look_ahead
 from megatron_rl_loss.megatron.planning import step_groups
-from megatron_rl_loss.megatron.probe import check_contract, check_model
+from megatron_rl_loss.megatron.probe import check_contract, check_finalizing, check_fresh_gradients, check_model
+from megatron_rl_loss.megatron.report_names import ReportNames
 from megatron_rl_loss.megatron.versions import iteration_of
 from megatron_rl_loss.modes.names import resolve
 from megatron_rl_loss.modes.weights import missing_counts
@@ -45,6 +48,8 @@ ForwardStep = Callable[..., Any]
 Schedule = Callable[..., Any]
 TotalsOf = Callable[[list[Any]], StepTotals]
 BeforeStep = Callable[[ForwardPass], None]
+#: All ranks of a job make theirs in the same order, so that a number names the same one on each.
+_LAUNCHES = itertools.count()
 
 
 class LossAggregation:
@@ -90,6 +95,8 @@ class LossAggregation:
         self._totals_of = totals_of
         self._before_step = before_step
         self._last_plan: Plan | None = None
+        self._number, self._num_called, self._num_trained = next(_LAUNCHES), 0, 0
+        self._names = ReportNames()
         self._audits = _interval_audits(settings.audit_interval)
         self._metric_modes: tuple[str, ...] | None = None  # not known before the first step has run
 
@@ -127,26 +134,31 @@ class LossAggregation:
             num_microbatches: int,
             **kwargs: Any,
         ) -> Any:
-            microbatches = self.begin_step(data_iterator, model=model, num_microbatches=num_microbatches)
-            training = not kwargs.get("forward_only")
-            if self._before_step is not None and training:
+            self._num_called += 1
+            with ending_together(f"megatron_rl_loss/{self._number}/{self._num_called}"):
+                training = not kwargs.get("forward_only")
+                microbatches = self._begin_step(data_iterator, model, num_microbatches, training=training)
                 iterators = microbatches if isinstance(microbatches, list) else [microbatches]
                 chunks = [it.microbatches if isinstance(it, MicrobatchIterator) else None for it in iterators]
-                options = {"num_microbatches": num_microbatches, **kwargs}
-                self._before_step(ForwardPass(forward_backward_func, model, chunks, **options))
-            audits = self._audits if training else None
-            audit = nullcontext() if audits is None else audits.step(model, self._pg_collection)
-            with observe(aggregation=self.settings.aggregation), audit:
-                reports = forward_backward_func(
-                    forward_step_func=check_forward_step(forward_step_func),
-                    data_iterator=microbatches,
-                    model=model,
-                    num_microbatches=num_microbatches,
-                    **kwargs,
-                )
-            assert self._last_plan is not None
-            self._last_plan.finish_metrics(reports)
-            return reports if audits is None else audits.reported(reports)
+                if self._before_step is not None and training:
+                    options = {"num_microbatches": num_microbatches, **kwargs}
+                    self._before_step(ForwardPass(forward_backward_func, model, chunks, **options))
+                audits = self._audits if training else None
+                audit = nullcontext() if audits is None else audits.step(model, self._pg_collection)
+                with observe(aggregation=self.settings.aggregation), audit:
+                    reports = forward_backward_func(
+                        forward_step_func=check_forward_step(forward_step_func),
+                        data_iterator=microbatches,
+                        model=model,
+                        num_microbatches=num_microbatches,
+                        **kwargs,
+                    )
+                assert self._last_plan is not None
+                if not kwargs.get("collect_non_loss_data"):
+                    of_loss = next((chunk for chunk in reversed(chunks) if chunk), [])
+                    self._names.align(reports, of_loss, self._last_plan, training=training)
+                self._last_plan.finish_metrics(reports)
+                return reports if audits is None else audits.reported(reports)
 
         return schedule
 
@@ -169,12 +181,20 @@ class LossAggregation:
                 ended or raised, `samples_of` that raised, samples that disagree, prompt ids that the mode misses, or a
                 step without an active token when that is an error. No weight was changed.
         """
+        return self._begin_step(data_iterator, model, num_microbatches)
+
+    def _begin_step(
+        self, data_iterator: DataIterator, model: Any, num_microbatches: int | None, *, training: bool | None = None
+    ) -> DataIterator:
+        """`begin_step`; of the wrapped schedule, where `training` says which kind of step it is."""
         chunks = model if isinstance(model, list) else [model]
         config, groups = get_model_config(chunks[0]), groups_of(chunks[0], self._pg_collection)
         per_token = bool(config.calculate_per_token_loss)
         count = get_num_microbatches() if num_microbatches is None else num_microbatches
         check_model(config, chunks)
         check_per_token(self.settings, per_token)
+        if training:
+            check_finalizing(config, chunks, groups)
         if self._last_plan is None:
             check_contract(config, chunks, groups, num_microbatches=count)
 
@@ -186,6 +206,8 @@ class LossAggregation:
             self._metric_modes = agree_on(self._last_plan.metric_modes, names, ranks.replicas)
 
         def describe() -> LookAhead:
+            if training and self._num_trained < 2:  # what is never zeroed is seen in the second step
+                check_fresh_gradients(chunks)
             ahead = look_ahead(iterators, count, self._samples_of, groups)
             check_samples(ahead.samples, count, self._modes, ranks, self._term_masks)
             return ahead
@@ -202,10 +224,12 @@ class LossAggregation:
             empty_step=self.settings.empty_step,
         )
         assert isinstance(data, LookAhead)  # else make_plan has raised
-        plan = replace(plan.without_samples(), reads_device=self._last_plan is None)
-        if self._last_plan is None:
-            self._announce(plan)
+        is_first = self._last_plan is None
+        plan = replace(plan, samples=None, reads_device=is_first, aligns_reports=training is not None)
+        if is_first and world_rank() == 0:
+            print(plan.describe(), flush=True)  # what no check can see, without being asked
         self._last_plan = plan
+        self._num_trained += bool(training)
         microbatches = data.iterators(plan)
         return list(microbatches) if isinstance(data_iterator, list) else microbatches[0]
 
@@ -213,18 +237,6 @@ class LossAggregation:
     def summary(self) -> dict[str, float]:
         """The last step in numbers, for a logger: rollouts, prompts, tokens, and how many of them are active."""
         return {} if self._last_plan is None else self._last_plan.summary
-
-    def _announce(self, plan: Plan) -> None:
-        """The first step, in a line on rank 0 that nobody has to ask for."""
-        if world_rank() == 0:
-            print(plan.describe(), flush=True)
-        prompts = plan.totals.prompts.all
-        if self.settings.mode_name == "prompt_mean" and prompts and prompts == plan.totals.rollouts.all:
-            notice = (
-                f"prompt_mean on {prompts} prompts of one rollout each: that is the sample mean, as nothing is "
-                "grouped. Look at the prompt ids."
-            )
-            log_single_rank(logger, logging.WARNING, notice)
 
     def _stated_totals(self, data: LookAhead | Exception, ranks: StepGroups, per_token: bool) -> StepTotals:
         """What `totals_of` says of the step, once compared in the first; raises a failed look-ahead."""

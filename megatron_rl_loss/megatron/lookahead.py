@@ -73,10 +73,16 @@ def look_ahead(
 
 
 def _fetch(iterator: Iterator[Any], num_microbatches: int) -> list[Any]:
+    if isinstance(iterator, MicrobatchIterator):
+        raise TypeError(
+            "the data iterator of a schedule that a LossAggregation has wrapped already: a step is counted once. Wrap "
+            "the schedule in one LossAggregation, and none inside another."
+        )
     if not hasattr(iterator, "__next__"):
         raise TypeError(
-            f"a data iterator of type {type(iterator).__name__}: micro-batches are taken from it one by one. Pass "
-            "iter(...) of it, and the same iterator at every step."
+            f"a data iterator of type {type(iterator).__name__}: micro-batches are taken from it one by one, and a "
+            "list must hold an iterator for each model chunk. Pass iter(...) of the micro-batches, and the same "
+            "iterator at every step."
         )
     batches: list[Any] = []
     while len(batches) < num_microbatches:

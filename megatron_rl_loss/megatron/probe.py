@@ -41,6 +41,30 @@ def check_model(config: Any, chunks: Sequence[Any]) -> None:
             check_megatron_settings(Namespace(ddp_average_in_collective=average), per_token)
 
 
+def check_finalizing(config: Any, chunks: Sequence[Any], groups: ProcessGroupCollection) -> None:
+    """Refuse a model under Megatron's DDP whose schedule would leave each rank with its own gradient."""
+    several = max(group.size() for group in (groups.dp_cp, groups.tp, groups.pp)) > 1
+    ddp = any(isinstance(chunk, _BaseDataParallel) for chunk in chunks)
+    if several and ddp and config.finalize_model_grads_func is None:
+        raise ValueError(
+            "a model config without finalize_model_grads_func, on several ranks: the schedule would sum no gradients "
+            "over them, and each rank would train on its own. Set it to megatron.core.distributed.finalize_model_grads."
+        )
+
+
+def check_fresh_gradients(chunks: Sequence[Any]) -> None:
+    """Refuse gradients that were there before the step: Megatron's DDP adds to them. Waits for a device."""
+    ddp = [chunk for chunk in chunks if isinstance(chunk, DistributedDataParallel)]
+    buffers = [buffer.grad_data for chunk in ddp for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+    largest = [torch.linalg.vector_norm(buffer, torch.inf).float() for buffer in buffers if buffer.numel()]
+    if largest and bool(torch.stack(largest).any()):  # NaN is no 0 either
+        raise ValueError(
+            "gradients that are not 0 before the step's first micro-batch: those of an earlier step would be added to "
+            "its own. Call zero_grad_buffer() of each model chunk, and the optimizer's zero_grad(), before every step; "
+            "add gradients of your own after this schedule."
+        )
+
+
 def check_contract(
     config: Any, chunks: Sequence[Any], groups: ProcessGroupCollection, *, num_microbatches: int
 ) -> None:

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from megatron_rl_loss.modes.names import Aggregation, resolve
-from megatron_rl_loss.modes.table import Mode, ModeFunction, OwnMode, find_mode
+from megatron_rl_loss.modes.names import Aggregation, find_name, resolve
+from megatron_rl_loss.modes.table import MODES, Mode, ModeFunction, OwnMode, find_mode
 from megatron_rl_loss.step.totals import Statistic, UnitCounting
 
 
@@ -38,9 +38,11 @@ class LossModes:
         for name, mode in modes.items():
             if mode is None:
                 continue
-            found = find_mode(mode)
-            of_policy = found == self.policy.mode
-            if found is not None and found.needs_divisor and not of_policy:
+            alias = find_name(mode) if ":" in mode else None
+            found = find_mode(mode) if alias is None else MODES.get(alias.mode or "")
+            of_policy = found == self.policy.mode and (alias is None or isinstance(alias.divisor, str))
+            of_alias = alias is not None and isinstance(alias.divisor, float | int)
+            if found is not None and found.needs_divisor and not of_alias and not of_policy:
                 raise ValueError(
                     f"the term {name!r} by {mode} beside a policy loss by {self.policy.mode.name}: a divisor that is "
                     f"given is the policy loss's. Pass the term with its own, Term(values, {mode!r}, divisor=...)."
@@ -57,7 +59,14 @@ class LossModes:
     @property
     def needs_prompt_ids(self) -> bool:
         """Whether a mode groups samples by prompt."""
-        return any(isinstance(mode, Mode) and mode.unit == "prompt" for mode in self._all)
+        return self.by_prompt is not None
+
+    @property
+    def by_prompt(self) -> str | None:
+        """The first mode that groups samples by prompt, and of what it is, for an error; None where none does."""
+        of_what = [("", self.policy), *((f" of the term {name!r}", one) for name, one in self.terms.items())]
+        named = (f"{one.mode.name!r}{of}" for of, one in of_what if getattr(one.mode, "unit", None) == "prompt")
+        return next(named, None)
 
     @property
     def uses_prompt_ids(self) -> bool:

@@ -186,7 +186,7 @@ def _translate(
     """Our mode, divisor and unit counting of a name, and a notice; our own names pass as they are."""
     if ":" not in asked:
         return asked, divisor, units, None
-    peer = _find(asked)
+    peer = find_name(asked)
     if peer.mode is None:
         raise ValueError(
             f"loss aggregation {asked!r}: it is {peer.note}. Choose {peer.nearest!r}, the nearest that is exact."
@@ -223,7 +223,8 @@ def aliases_of(name: str) -> list[str]:
     return [peer.alias for peer in NAMES if peer.name == name]
 
 
-def _find(alias: str) -> PeerName:
+def find_name(alias: str) -> PeerName:
+    """The row of ``framework:name``; ValueError where there is none."""
     framework, _, setting = alias.partition(":")
     peers = {peer.name: peer for peer in NAMES if peer.framework == framework}
     rule, word, known = f"{framework} has no such setting", setting, list(peers)

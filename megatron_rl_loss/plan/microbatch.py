@@ -113,6 +113,11 @@ class Microbatch:
         """What this CP rank holds of the micro-batch."""
         return self.samples.local(self._plan.cp_rank, self._plan.cp_size)
 
+    def has_tokens(self, mask: str | None = None) -> bool:
+        """Whether this CP rank holds an active token of the loss mask, or of a further one. Waits for a device."""
+        local = self.samples.with_mask(mask).local(self._plan.cp_rank, self._plan.cp_size)
+        return bool(local.num_active)
+
     @property
     def cp_group(self) -> Group | None:
         """The context-parallel group."""
@@ -202,6 +207,8 @@ class Microbatch:
             summands, [(row, reducers[name]) for name, metric in of_step.items() for row in metric.rows()]
         )
         report = {"loss": share, **dict(zip(terms, own, strict=True))} if several else {"pg_loss": share}
+        masked = {name: one.mask for name, one in (*terms.items(), *of_step.items()) if isinstance(one, Term | Metric)}
+        self._plan.report_masks.update({name: mask for name, mask in masked.items() if mask is not None})
         rest = iter(sums)
         for name, metric in of_step.items():
             if metric.is_sum:
@@ -259,8 +266,8 @@ class Microbatch:
         for name, value in shares.items():
             _check_scalar(name, value)
         names = self._plan.report_names
-        if not names:
-            names.extend(shares)
+        if not names or self._plan.aligns_reports:
+            names.extend(name for name in shares if name not in names)
         elif set(names) != set(shares):
             raise ValueError(
                 f"a micro-batch that reports {list(shares)} after one that reported {names}: Megatron takes the names "

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from types import EllipsisType
 from typing import Any, Literal, get_args
 
@@ -88,6 +88,7 @@ def plan_step(
         if isinstance(described, Exception):
             raise described
         check_totals(totals, described, modes, term_masks, per_token=per_token_loss, empty_step=empty_step)
+        totals.check_apart(size_of(cp_group))
     return make_plan(
         described,
         modes,
@@ -142,6 +143,8 @@ def make_plan(
         )
     assert not isinstance(samples, Exception)  # else it was raised
     _check_tokens(totals, per_token=per_token, empty_step=empty_step)
+    if modes.needs_prompt_ids:
+        _look_at_prompts(totals)
     return Plan(
         samples=samples,
         modes=modes,
@@ -169,6 +172,7 @@ class Plan:
         per_token_loss: whether Megatron's `calculate_per_token_loss` is on.
         cp_group, dp_group: for what is reduced after the plan was made: whole sequences, and metrics.
         reads_device: whether NaN losses at active tokens are looked for on a device too, which the host waits for.
+        aligns_reports: whether the names of reports are compared at the step's end, not in each report.
     """
 
     samples: Sequence[Samples] | None
@@ -184,6 +188,8 @@ class Plan:
     reads_device: bool = False
     parts: Parts = field(default_factory=Parts)
     report_names: list[str] = field(default_factory=list)
+    report_masks: dict[str, str] = field(default_factory=dict)
+    aligns_reports: bool = False
     metric_modes: set[str] = field(default_factory=set)
     _constants: dict[torch.device, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
@@ -308,7 +314,7 @@ def check_samples(
             )
         if modes.needs_prompt_ids and one.prompt_ids is None and len(one):
             raise ValueError(
-                f"loss aggregation {modes.policy.mode.name!r} and samples without prompt_ids: it averages inside each "
+                f"loss aggregation {modes.by_prompt} and samples without prompt_ids: it averages inside each "
                 "prompt group. Give the Samples prompt_ids."
             )
         one.local(rank_in(ranks.cp_group), size_of(ranks.cp_group))  # raises if the layout cannot be cut so
@@ -351,6 +357,24 @@ def check_totals(
         one.check_masks()
         totals.check_covers(one)
     return totals
+
+
+def _look_at_prompts(totals: StepTotals) -> None:
+    """Warn, once, of prompt ids that collide or that group nothing."""
+    prompts, rollouts = totals.prompts.all, totals.rollouts.all
+    if prompts and rollouts and rollouts > 1 and prompts in (1, rollouts) and world_rank() == 0:
+        _warn_once(
+            "every prompt group of the step has one rollout: a mean over groups is then one over rollouts. Look at the "
+            "prompt ids, which must be equal for the responses to one prompt."
+            if prompts == rollouts
+            else "all rollouts of the step are one prompt group: ids that are counted anew in each micro-batch, or on "
+            "each rank, collide. Look at the prompt ids, which must tell the prompts of the whole step apart."
+        )
+
+
+@cache
+def _warn_once(notice: str) -> None:
+    logger.warning(notice)
 
 
 def _check_tokens(totals: StepTotals, *, per_token: bool, empty_step: EmptyStep) -> None:

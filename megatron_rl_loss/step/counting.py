@@ -1,8 +1,10 @@
 """The totals of a step, counted over its ranks: one round of collectives, checked on every rank."""
 
 import hashlib
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -20,8 +22,11 @@ from megatron_rl_loss.step.collectives import (
     rank_in,
     size_of,
 )
+from megatron_rl_loss.step.masks import check_device
 from megatron_rl_loss.step.samples import Samples
 from megatron_rl_loss.step.totals import Statistic, StepTotals, TokensById, UnitCounts
+
+logger = logging.getLogger(__name__)
 
 
 def reduce_step_totals(
@@ -57,9 +62,18 @@ def reduce_step_totals(
     groups = [group for group in (dp_group, *replicas) if group is not None]
     _check_apart(dp_group, replicas)
 
+    is_first = dp_group is not None and dp_group not in _COUNTED_BEFORE
+    if dp_group is not None:
+        _COUNTED_BEFORE.add(dp_group)
+    of_ranks = [f"samples of DP rank {rank}" for rank in range(size_of(dp_group) if is_first else 0)]
+
     def count(part: Sequence[Samples]) -> tuple[_Local, dict[str, float]]:
         local = _Local(part, count_prompts, masks, statistics or {})
-        return local, local.counts(_digest(part, rank_in(dp_group)) if replicas else (0, 0))
+        counts = local.counts(_digest(part, rank_in(dp_group)) if replicas else (0, 0)) | dict.fromkeys(of_ranks, 0.0)
+        if of_ranks and any(samples.has_identity for samples in part):
+            high, low = _digest(part, 0)
+            counts[of_ranks[rank_in(dp_group)]] = high * 2**21 + low // 2**11  # what a float64 holds exactly
+        return local, counts
 
     counted = microbatches if isinstance(microbatches, Exception) else attempt(lambda: count(microbatches or []))
     failure = counted if isinstance(counted, Exception) else None
@@ -67,6 +81,9 @@ def reduce_step_totals(
     mine = int.from_bytes(hashlib.blake2b(settings.encode(), digest_size=5).digest(), "little")
     own = {"errors": failure is not None, "ranks_with_data": microbatches is not None, "settings": mine}
     counts = _reduced(counts | own, [dp_group])
+    digests = [counts.pop(name) for name in of_ranks]  # replicas' DP groups may have counted before
+    if all(rank_in(group) == 0 for group in groups):
+        _warn_of_twins(digests)
     of_other_settings = ValueError(
         f"this rank asks for {settings}, another one for something else: all ranks must aggregate alike. Pass the same "
         "mode, divisor, units and terms on every rank."
@@ -104,7 +121,8 @@ def reduce_step_totals(
     counts = {name: both[name] for name in counts}
     _check_agreement(counts, {name: -both[f"-{name}"] for name in counts})
     loss_masks, *further = (_totals(counts, units, k) for k in range(1 + len(masks)))
-    return replace(loss_masks, by_mask=dict(zip(masks, further, strict=True)), statistics=units.statistics)
+    by_mask = dict(zip(masks, further, strict=True))
+    return replace(loss_masks, by_mask=by_mask, statistics=units.statistics, dp_size=size_of(dp_group))
 
 
 def compare_totals(
@@ -151,6 +169,21 @@ def _check_same(stated: StepTotals, counted: StepTotals) -> None:
                 f"{name} of {mine:g} from totals_of: the masks of all ranks have {whole:g} in this step. Count the "
                 "whole step, over all its micro-batches and DP ranks."
             )
+
+
+#: Data-parallel groups that a step was counted over: in the first, the ranks' samples are compared.
+_COUNTED_BEFORE: WeakSet[Group] = WeakSet()
+
+
+def _warn_of_twins(digests: Sequence[float]) -> None:
+    """Warn of data-parallel ranks that hold the same samples."""
+    for rank, digest in enumerate(digests):
+        if digest and digest in digests[:rank]:
+            logger.warning(
+                f"DP ranks {digests.index(digest)} and {rank} hold samples with the same masks, ids and tokens: they "
+                "count twice. Shard the loader by DP rank, and leave context-parallel ranks out of the dp_group."
+            )
+            return
 
 
 def _check_apart(dp_group: Group | None, replicas: list[Group]) -> None:
@@ -328,6 +361,7 @@ def _read_back(by_mask: Sequence[Sequence[Samples]]) -> tuple[Tensor, Tensor]:
     if not described:
         empty = torch.zeros(len(by_mask), 0, dtype=torch.float64, device="cpu")
         return empty, empty
+    check_device("the loss masks of a step's micro-batches", [samples.flat_mask for samples in described])
     tables = []
     for samples in described:
         sums = samples.mask_sums

@@ -50,6 +50,12 @@ def check_masks(loss_masks: Sequence[Tensor]) -> tuple[list[Tensor], Ints, set[t
     return masks, [length for (length,) in shapes], dtypes
 
 
+def check_device(what: str, masks: Sequence[Tensor]) -> None:
+    """Refuse masks on several devices; those without an entry may be anywhere."""
+    if len(devices := {str(mask.device) for mask in masks if mask.numel()}) > 1:
+        raise ValueError(f"{what} on {sorted(devices)}: they must share one device. Move them together.")
+
+
 def join(values: Sequence[Tensor], starts: Ints, lengths: Ints, total_tokens: int) -> Tensor:
     """One 1-D tensor per sample -> the buffer that has them at their starts, [total_tokens], 0 elsewhere; a copy.
 

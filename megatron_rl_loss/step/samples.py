@@ -91,6 +91,7 @@ class Samples:
             self.by_mask[name] = Samples(
                 further, layout=layout, labels=labels, rollout_ids=self.rollout_ids, prompt_ids=self.prompt_ids
             )
+            masks.check_device(f"loss masks and masks {name!r}", [self._buffer, self.by_mask[name]._buffer])
 
     def label(self, name: str) -> Sequence[Any] | Tensor:
         """The labels of that name; ValueError where there are none."""
@@ -125,10 +126,7 @@ class Samples:
         try:
             return self.in_buffer(self.loss_masks)
         except RuntimeError:
-            if len(devices := {str(mask.device) for mask in self.loss_masks}) > 1:
-                raise ValueError(
-                    f"loss masks on {sorted(devices)}: they must share one device. Move them together."
-                ) from None
+            masks.check_device("loss masks", self.loss_masks)
             raise
 
     @property
@@ -186,6 +184,11 @@ class Samples:
         for name, samples in sorted(self.by_mask.items()):
             digest.update(name.encode() + samples._mask_bytes())
         return digest.digest()
+
+    @property
+    def has_identity(self) -> bool:
+        """Whether a digest tells these samples from others: equal masks alone may be chance."""
+        return len(self) > 0 and any(one is not None for one in (self.rollout_ids, self.prompt_ids, self.tokens))
 
     def _mask_bytes(self) -> bytes:
         """The same for the same masks, whatever integer type holds flags."""

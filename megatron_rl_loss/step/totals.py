@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl_loss.errors import check_count, require
-from megatron_rl_loss.step.collectives import Group, attempt, stated_dp_group
+from megatron_rl_loss.step.collectives import Group, attempt, stated_dp_group, world_size
 from megatron_rl_loss.step.ids import Ids, as_ids
 from megatron_rl_loss.step.masks import count_active, total
 from megatron_rl_loss.step.samples import Labels, Samples
@@ -163,6 +163,7 @@ class StepTotals:
         prompts: for ``prompt_mean``.
         statistics: sums by key that modes of one's own have asked for, by name.
         by_mask: the same counts by each of the samples' further masks, for terms of the loss that have their own.
+        dp_size: ranks of the data-parallel group that they were summed over; None where they were given by hand.
     """
 
     step_tokens: float | None = None
@@ -172,6 +173,16 @@ class StepTotals:
     prompts: UnitCounts = UnitCounts()
     by_mask: Mapping[str, "StepTotals"] = field(default_factory=dict, hash=False)
     statistics: Mapping[str, TokensById] = field(default_factory=dict, hash=False)
+    dp_size: int | None = field(default=None, compare=False)
+
+    def check_apart(self, cp_size: int) -> None:
+        """Refuse totals of a data-parallel group so large that its ranks must be context-parallel ones too."""
+        ranks = 1 if self.dp_size is None else self.dp_size
+        if ranks > 1 and cp_size > 1 and ranks * cp_size > world_size():
+            raise ValueError(
+                f"totals over a dp_group of {ranks} ranks, and cp_size={cp_size}, in a job of {world_size()} ranks: "
+                "it has context-parallel ranks, which hold the same samples. Pass the data-parallel group without CP."
+            )
 
     def with_mask(self, name: str | None) -> "StepTotals":
         """These totals by one of the further masks, or for None as they are; ValueError for an unknown one."""
@@ -253,8 +264,9 @@ class StepTotals:
         Args:
             loss_masks: one 1-D tensor per sample, over all micro-batches of the step; none if the rank has no sample.
             rollout_ids, prompt_ids: as in `Samples`. Units may straddle micro-batches and DP ranks.
-            dp_group: the data-parallel group *without* context parallelism. None where this rank alone holds the whole
-                step; that must be said where `torch.distributed` has several ranks.
+            dp_group: the data-parallel group *without* context parallelism, else every share is 1/cp_size of what it
+                must be. None where this rank alone holds the whole step; that must be said where `torch.distributed`
+                has several ranks.
             replica_groups: groups whose ranks hold the same samples (context, tensor, pipeline parallel). Totals are
                 not summed over them; errors travel over them and their ranks are checked to agree.
             labels: as in `Samples`.

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import math
 from typing import Any
 
 import oracle
@@ -11,10 +12,11 @@ import torch.distributed as dist
 from ranks import RankError, run_ranks
 from refusals import outcome_of
 from step_samples import dealt, step_samples
-from table_step import Batch, aggregation, one_step, start, table_model
+from table_step import Batch, aggregation, logged_by_step, one_step, start, table_model
 
 from megatron_rl_loss import BadBatchError, StepTotals, UnitCounts
 from megatron_rl_loss.megatron import next_microbatch
+from megatron_rl_loss.reduction import Metric
 
 SAMPLES = step_samples(seed=1)
 EVERYTHING = list(range(len(SAMPLES)))
@@ -75,6 +77,25 @@ def looked_ahead() -> None:
         aggregation(mode="token_mean", totals_of=lambda step: StepTotals(step_tokens=300)).begin_step(
             iter(batches(0, 3)), model=model, num_microbatches=3
         )
+
+
+def refused_iterators() -> dict[str, str]:
+    start()
+    model, step = table_model([0.0]), aggregation(mode="token_mean")
+    batches = [Batch(SAMPLES, [i], 1) for i in range(2)]
+    begin = functools.partial(step.begin_step, model=model, num_microbatches=2)
+    return {
+        "a list of batches": outcome_of(lambda: begin(batches)),
+        "a list of one": outcome_of(lambda: begin([iter(batches)])),
+        "one inside another": outcome_of(lambda: begin(begin(iter(batches)))),
+    }
+
+
+def test_other_iterators_are_refused() -> None:
+    found = run_ranks(1, refused_iterators)[0]
+    assert "a list must hold an iterator for each model chunk. Pass iter(...)" in found["a list of batches"]
+    assert found["a list of one"] == "accepted"
+    assert "that a LossAggregation has wrapped already: a step is counted once." in found["one inside another"]
 
 
 def test_the_look_ahead_takes_every_kind_of_iterator() -> None:
@@ -178,6 +199,58 @@ def test_one_collective_round_a_step_and_none_a_microbatch() -> None:
         assert found == [{"all_reduce": 3, "all_to_all_single": 3}, {}]
 
 
+# ---- names of reports
+
+
+def logged_where_there_are_tokens(always: bool) -> list[dict[str, float]]:
+    """Three steps on dp 2 x cp 2: all ranks have tokens, DP rank 1 has none, a CP rank has none of a further mask.
+
+    Metrics are left out where a rank, or a micro-batch, has no token of theirs; and come in another order on DP rank 1.
+    """
+    state = start(cp=2)
+    dp_rank, cp_rank = state.get_data_parallel_rank(), state.get_context_parallel_rank()
+    logged = []
+    for order in ([0, 1, 2], [1, 2, 0], [2, 0, 1]):  # each of them is once the first step, where names are compared
+        step = aggregation(mode="token_mean", term_masks=["correct"])
+        for number in order:
+            samples = step_samples(seed=number)
+            batches = []
+            for chosen in dealt(samples, dp_rank, 2, 3):
+                for i in chosen if number == 1 and dp_rank else []:
+                    samples[i].mask.zero_()
+                correct = [sample.mask * (number != 2 or i < 4) for i, sample in enumerate(samples)]
+                batches.append(Batch(samples, chosen, 2, term_masks={"correct": correct}))
+
+            def forward_step(iterator: Any, model: Any) -> Any:
+                microbatch = next(iterator)
+                losses = model(microbatch.data.local_numbers(cp_rank, 2).cuda())
+                masks = {name: microbatch.local(microbatch.samples.with_mask(name).flat_mask) for name in MASKS}
+                names = ["twice", "most", "spread", "of correct"][:: -1 if dp_rank else 1]
+                metrics = {
+                    "twice": Metric(2 * losses),
+                    "most": Metric(losses, "tokens", kind="max"),
+                    "spread": Metric(losses, "tokens", kind="variance"),
+                    "of correct": Metric(losses, "none", mask="correct"),
+                }
+                kept = {name: metrics[name] for name in names if always or masks[metrics[name].mask].any()}
+                return losses, lambda losses: microbatch.loss(losses, kept)
+
+            model = table_model([math.sin(i) for i in range(1 + sum(len(sample.mask) for sample in samples))])
+            logged.append(logged_by_step(step, forward_step, batches, model))
+    return logged
+
+
+MASKS = (None, "correct")
+
+
+def test_a_metric_may_be_left_out_where_it_has_no_token() -> None:
+    found, expected = (run_ranks(4, logged_where_there_are_tokens, always) for always in (False, True))
+    for rank in range(4):
+        for mine, whole in zip(found[rank], expected[0], strict=True):
+            assert list(mine) == list(found[0][0])
+            assert mine == pytest.approx(whole, rel=oracle.EXACT, abs=1e-6)
+
+
 # ---- replicas
 
 
@@ -197,6 +270,34 @@ def test_a_pipeline_stage_reads_the_same_data_or_none_unless_it_computes_the_los
     others, handed = zip(*run_ranks(4, stages), strict=True)
     assert all("were given different samples" in text for text in others)
     assert handed == ("nothing", "nothing", "3 prompts", "3 prompts")
+
+
+# ---- gradients of an earlier step
+
+
+def steps_without_zeros() -> list[str]:
+    """Three steps on two DP ranks, with fresh gradients; then without on one of them, evaluated and trained on."""
+    state = start()
+    found = []
+    for forgetful in (False, True):
+        model, step = table_model(TABLE), aggregation(mode="token_mean")
+        batches = [Batch(SAMPLES, EVERYTHING[state.get_data_parallel_rank() :: 2], 1)]
+        run = functools.partial(one_step, model, batches, step)
+        run()
+        if forgetful and state.get_data_parallel_rank():
+            model.zero_grad_buffer = lambda: None
+        found += [outcome_of(run), outcome_of(run)]
+    return found
+
+
+def test_gradients_of_an_earlier_step_are_refused() -> None:
+    for fresh, again, *forgotten in run_ranks(2, steps_without_zeros):
+        assert (fresh, again) == ("accepted", "accepted")
+        for text in forgotten:
+            assert text.startswith(
+                "BadBatchError: The step was not started, no weight was changed. rank 1: ValueError: "
+            )
+            assert "gradients that are not 0 before the step's first micro-batch" in text
 
 
 # ---- totals that a user knows

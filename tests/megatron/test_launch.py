@@ -3,7 +3,14 @@
 import contextlib
 import functools
 import io
+import logging
+import os
 import re
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,11 +20,13 @@ import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from ranks import run_ranks
 from refusals import outcome_of
+from repository import EXAMPLES, ROOT
 from step_samples import step_samples
 from table_step import Batch, aggregation, start, table_model
 
-from megatron_rl_loss import StepTotals
+from megatron_rl_loss import Samples, StepTotals, ZigzagTHD, make_pg_loss_reducer
 from megatron_rl_loss.megatron import AggregationSettings, LossAggregation
+from megatron_rl_loss.plan import plan_step
 
 SAMPLES = step_samples(seed=1)
 TABLE = [float(loss) for sample in SAMPLES for loss in sample.losses] + [0.0]
@@ -37,6 +46,14 @@ def outcomes_of_groups() -> dict[str, str]:
         count = functools.partial(StepTotals.from_loss_masks, [torch.ones(2)], **groups)
         outcome = outcome_of(count)
         found[name] = str(count().step_tokens) if outcome == "accepted" else outcome
+    masks, cut = [torch.ones(4)], {"layout": ZigzagTHD([0, 4]), "cp_rank": 0, "cp_size": 2}
+    for name, groups in (("reducer, dp", options["dp"]), ("reducer, dp and cp", with_cp)):
+        totals = StepTotals.from_loss_masks(masks, **groups)
+        found[name] = outcome_of(functools.partial(make_pg_loss_reducer, "token_mean", masks, totals=totals, **cut))
+        by_hand = functools.partial(plan_step, [Samples(masks, layout=cut["layout"])], "token_mean", totals=totals)
+        found[f"plan, {name}"] = outcome_of(
+            functools.partial(by_hand, **options["dp"], cp_group=state.get_context_parallel_group())
+        )
     model = table_model([0.0], ddp=False)
     partial = LossAggregation(
         AggregationSettings.resolve(),
@@ -52,6 +69,9 @@ def test_the_groups_are_said() -> None:
         assert "totals of 4 ranks without a dp_group" in found["unsaid"]
         assert "shares the ranks" in found["dp and cp"]
         assert (found["said to be none"], found["dp"]) == ("2.0", "4.0")
+        assert found["reducer, dp"] == found["plan, reducer, dp"] == "accepted"
+        for name in ("reducer, dp and cp", "plan, reducer, dp and cp"):
+            assert "totals over a dp_group of 4 ranks, and cp_size=2, in a job of 4 ranks" in found[name]
         assert "a ProcessGroupCollection without tp, pp, cp, dp_cp" in found["partial"]
 
 
@@ -157,3 +177,125 @@ def test_the_first_step_is_told_in_a_line() -> None:
     assert eval(summary) == {
         "rollouts": rollouts, "active_rollouts": rollouts - masked, "tokens": entries, "active_tokens": active,
     }  # fmt: skip
+
+
+# ---- what the first step warns of
+
+RAGGED = [[1.0] * 3, [1.0] * 5]
+SUSPICIOUS: dict[str, tuple[str, Any, str]] = {
+    # mode, (DP rank) -> samples of its two micro-batches, and what is said
+    "sound": ("prompt_mean", lambda rank: [{"prompt_ids": [f"{rank}.{i}"] * 2} for i in range(2)], ""),
+    "ids counted in each micro-batch": (
+        "prompt_mean", lambda rank: [{"prompt_ids": [0, 0], "tokens": torch.tensor(rank)}] * 2, "one prompt group",
+    ),
+    "ids of samples": (
+        "prompt_mean", lambda rank: [{"prompt_ids": [f"{rank}.{i}.{j}" for j in range(2)]} for i in range(2)],
+        "every prompt group of the step has one rollout",
+    ),
+    "ids that the mode does not look at": (
+        "sample_mean", lambda rank: [{"prompt_ids": [0, 0], "tokens": torch.tensor(rank)}] * 2, "",
+    ),
+    "the same data on two ranks": (
+        "token_mean", lambda rank: [{"tokens": torch.arange(8)}] * 2, "DP ranks 0 and 1 hold samples with the same",
+    ),
+    "the same masks, and nothing else known": ("token_mean", lambda rank: [{}] * 2, ""),
+}  # fmt: skip
+
+
+def warnings_of_steps() -> dict[str, list[list[str]]]:
+    """Of two steps of each case, on two DP ranks with groups of their own."""
+    start()
+    texts: list[str] = []
+    for name in ("plan.plan", "step.counting"):
+        logging.getLogger(f"megatron_rl_loss.{name}").addFilter(
+            lambda record: texts.append(record.getMessage()) or True
+        )
+    found = {}
+    for name, (mode, samples_of, _) in SUSPICIOUS.items():
+        group, said = dist.new_group([0, 1]), []
+        for _ in range(2):
+            masks = [torch.tensor(mask) for mask in RAGGED]
+            plan_step([Samples(masks, **ids) for ids in samples_of(dist.get_rank())], mode, dp_group=group)
+            said.append(list(texts))
+            texts.clear()
+        found[name] = said
+    return found
+
+
+def test_a_suspicious_first_step_is_warned_of_once() -> None:
+    first, second = run_ranks(2, warnings_of_steps)
+    assert not any(any(said) for said in second.values())
+    for name, (_, _, text) in SUSPICIOUS.items():
+        (said, again) = first[name]
+        assert len(said) == bool(text), name
+        assert text in "".join(said)
+        assert again == []
+
+
+# ---- an error inside the pipeline on one rank
+
+FAILING = """
+import os, sys, time
+import warm_megatron  # on a machine without a GPU too
+from table_step import Batch, aggregation, logged_by_step, start, table_model
+from test_launch import SAMPLES, TABLE
+
+start()
+fails = os.environ["RANK"] == "0"  # which keeps the store, without torchrun
+
+def forward_step(iterator, model):
+    microbatch = next(iterator)
+
+    def loss_func(losses):
+        if fails:
+            raise ValueError("the reward model is gone")
+        return microbatch.loss(losses)
+
+    return model(microbatch.data.local_numbers(0, 1)), loss_func
+
+try:
+    batches = [Batch(SAMPLES, [0], 1), Batch(SAMPLES, [1], 1)]
+    logged_by_step(aggregation(mode="token_mean"), forward_step, batches, table_model(TABLE))
+finally:
+    print(f"left at {time.time()}", flush=True)
+    time.sleep(600 if fails and sys.argv[1] == "stays" else 0)
+"""
+REASON = "rank 0: ValueError: the reward model is gone"
+
+
+@pytest.mark.parametrize("case", ["torchrun", "ends", "stays"])
+def test_an_error_of_one_rank_ends_all_with_its_reason(case: str, tmp_path: Path) -> None:
+    script = tmp_path / "failing.py"
+    script.write_text(FAILING)
+    folders = [ROOT, EXAMPLES, ROOT / "tests/support", ROOT / "tests/megatron"]
+    path = os.pathsep.join(map(str, folders))
+    environment = os.environ | {"PYTHONPATH": path, "GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1"}
+    if case == "torchrun":
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        done = subprocess.run(
+            [*command, str(script), case], env=environment, capture_output=True, text=True, timeout=600
+        )
+        assert done.returncode != 0
+        assert f"rank 1: no rank can end its step. {REASON}" in done.stderr
+        return
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        environment |= {"WORLD_SIZE": "2", "MASTER_PORT": str(free.getsockname()[1])}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(script), case],
+            env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    try:
+        _, stderr = ranks[1].communicate(timeout=600)
+        ended = time.time()
+    finally:
+        ranks[0].terminate() if case == "stays" else None
+        stdout, _ = ranks[0].communicate(timeout=600)
+    assert ranks[1].returncode == 1
+    assert f"rank 1: no rank can end its step. {REASON}" in stderr
+    assert (f"BadBatchError: The step was ended, no weight was changed. {REASON}" in stderr) == (case == "ends")
+    assert ended - float(stdout.split("left at ")[1]) < 60  # gloo waits for 30 minutes

@@ -29,7 +29,7 @@ def record_steps() -> list[tuple[int, float | None, int | None]]:
     from megatron_rl_loss.megatron import LossAggregation
 
     begun: list[tuple[int, float | None, int | None]] = []
-    begin_step = LossAggregation.begin_step
+    begin_step = LossAggregation._begin_step
 
     @functools.wraps(begin_step)
     def recorded(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -38,7 +38,7 @@ def record_steps() -> list[tuple[int, float | None, int | None]]:
         begun.append((self._last_plan.num_microbatches, totals.step_tokens, totals.rollouts.all))
         return microbatches
 
-    LossAggregation.begin_step = recorded  # type: ignore[method-assign]
+    LossAggregation._begin_step = recorded  # type: ignore[method-assign]
     return begun
 
 

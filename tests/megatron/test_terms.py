@@ -91,6 +91,13 @@ def test_settings_of_terms() -> None:
         "entropy": "constant",
     }
     assert settings.modes.terms["entropy"] == resolve("constant", divisor=8.0, units="active")
+    of_verl = {"kl": "verl:seq-mean-token-sum-norm", "value": "verl:seq-mean-token-sum"}  # the divisor given, and 1
+    terms = AggregationSettings.resolve("constant", 8.0, terms=of_verl).modes.terms
+    assert {name: one.divisor for name, one in terms.items()} == {"kl": 8, "value": 1}
+    with pytest.raises(
+        ValueError, match="the term 'kl' by verl:seq-mean-token-sum-norm beside a policy loss by token_sum"
+    ):
+        AggregationSettings.resolve("token_sum", 8.0, terms=of_verl)
     assert not settings.modes.needs_prompt_ids
     assert settings.modes.with_terms({"kl": "prompt_mean"}).needs_prompt_ids
 

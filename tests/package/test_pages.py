@@ -1,6 +1,7 @@
 """The pages say what is so: links lead somewhere, names are exported, code runs, tables are those of the code."""
 
 import argparse
+import ast
 import doctest
 import importlib
 import re
@@ -54,6 +55,18 @@ def wrong_names(text: str) -> Iterator[str]:
 def test_names_are_those_of_folders(page: Path) -> None:
     if page.name != "CHANGELOG.md":  # which says what has moved
         assert list(wrong_names(page.read_text())) == []
+
+
+def test_every_example_compares_its_tokens() -> None:
+    """Else ranks that read other tokens under equal masks go unseen."""
+    calls = [
+        node
+        for path in EXAMPLES.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "Samples"
+    ]
+    assert len(calls) >= 8
+    assert [ast.unparse(call) for call in calls if "tokens" not in ast.unparse(call)] == []
 
 
 def test_the_files_of_the_architecture_are_there() -> None:

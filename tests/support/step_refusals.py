@@ -129,6 +129,9 @@ STEP_ROWS = [
              "Pass one of megatron_rl_loss's layouts"),
     step_row("prompt_mean without ids on one rank", "`prompt_mean` without prompt ids", put(prompt_ids=None),
              "'prompt_mean' and samples without prompt_ids", "Give the Samples prompt_ids", mode="prompt_mean"),
+    step_row("a term by prompt without ids on one rank", "`prompt_mean` without prompt ids", put(prompt_ids=None),
+             "'prompt_mean' of the term 'kl' and samples without prompt_ids", "Give the Samples prompt_ids",
+             terms={"kl": "prompt_mean"}),
     step_row("a rollout under two prompts, on two ranks", "a rollout id under two prompts", same_rollout_twice,
              "one rollout id is used under two prompt ids", "Join prompt and rollout index", mode="prompt_mean"),
     step_row("rollout ids on one DP rank only", "ids on some ranks only",
@@ -182,6 +185,9 @@ CONFIG_ROWS = [
                "Pack the samples yourself", sequence_packing_scheduler="dp_balanced"),
     config_row("config: full-iteration graphs", "`--cuda-graph-impl full_iteration`",
                "--cuda-graph-impl full_iteration", "Choose another", cuda_graph_impl="full_iteration"),
+    config_row("config: gradients that nothing sums", "a model that never sums gradients over ranks",
+               "a model config without finalize_model_grads_func", "Set it to megatron.core.distributed",
+               finalize_model_grads_func=None),
     config_row("config: per-token loss forced", "`--calculate-per-token-loss` with an explicit other mode",
                "--calculate-per-token-loss with loss aggregation: sample_mean",
                "add --loss-aggregation-with-per-token-loss", calculate_per_token_loss=True),
@@ -202,6 +208,16 @@ Losses = Callable[[Any, Tensor, int], Any]  # (micro-batch, this rank's losses, 
 def reporting(first: Sequence[str], second: Sequence[str]) -> Losses:
     """What the first micro-batch reports, and the second."""
     return lambda m, losses, n: m.loss(losses, dict.fromkeys(second if n else first, losses))
+
+
+def on_dp_rank_1(there: Sequence[str], elsewhere: Sequence[str]) -> Losses:
+    def losses_of(microbatch: Any, losses: Tensor, number: int) -> Any:
+        from megatron.core import parallel_state
+
+        names = there if parallel_state.get_data_parallel_rank() else elsewhere
+        return microbatch.loss(losses, dict.fromkeys(names, losses))
+
+    return losses_of
 
 
 def loss_row(
@@ -235,7 +251,7 @@ def kl_in_the_share(microbatch: Any, losses: Tensor, number: int) -> Any:
 HANDED_OUT = "a loss or count that the micro-batch did not hand out"
 NOT_ITS_LOSS = "a loss that this micro-batch did not hand out"
 PART = "losses or metrics that are not this rank's part of the layout (with the likely mix-up)"
-NAMES = "reports whose names change within a step"
+NAMES = "reports whose names change within a step or from rank to rank"
 LOSS_ROWS = [
     loss_row("losses not cut over CP", PART, lambda m, losses, n: m.loss(torch.cat([losses, losses])),
              "per_token_loss of shape (16,)", "not cut over CP ranks"),
@@ -244,11 +260,14 @@ LOSS_ROWS = [
     loss_row("metric not cut over CP", PART, lambda m, losses, n: m.loss(losses, {"kl": losses.repeat(2)}),
              "of shape (16,)", "not cut over CP ranks", lambda m, losses, n: m.loss(losses, {"kl": losses})),
     loss_row("a report renamed", NAMES, reporting(["kl"], ["entropy"]),
-             "reports ['pg_loss', 'entropy'] after one that reported", "Report the same names every time",
+             "a micro-batch that reports ['pg_loss', 'kl'], while", "Report the same names every time",
              reporting(["kl"], ["kl"])),
     loss_row("one of two reports missing", NAMES, reporting(["kl", "entropy"], ["kl"]),
-             "reports ['pg_loss', 'kl'] after one", "Report the same names every time",
+             "a micro-batch that reports ['pg_loss', 'kl'], while", "Report the same names every time",
              reporting(["kl", "entropy"], ["entropy", "kl"])),  # Megatron reads them by name
+    loss_row("a metric on one DP rank alone", NAMES, on_dp_rank_1(["kl"], []),
+             "a micro-batch that reports ['pg_loss'], while", "Report the same names every time, on every rank",
+             on_dp_rank_1(["kl", "entropy"], ["entropy", "kl"])),
     loss_row("a metric that hides the loss", "", lambda m, losses, n: m.loss(losses, {"pg_loss": 2 * losses}),
              "pg_loss", "name", lambda m, losses, n: m.loss(losses, {"pg_loss_2": 2 * losses})),
     loss_row("share detached", "", lambda m, losses, n: m.carry(m.pg_loss(losses).detach(), {}),

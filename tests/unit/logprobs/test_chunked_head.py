@@ -426,6 +426,16 @@ def test_no_token_at_all(one_pass: bool) -> None:
     share.backward()
     assert not one_pass or float(share.detach()) == 0
     assert all(leaf.grad is not None and leaf.grad.abs().max() == 0 for leaf in leaves)
+    hidden, weight, no_labels = batch.hidden[:0].float().requires_grad_(), leaves[1], batch.labels[:0]
+    if one_pass:
+        share, values = loss_from_hidden(
+            hidden, weight, no_labels, hidden[:, 0].detach(), lambda lp, _: (lp, {"m": lp})
+        )
+        assert values["m"].shape == (0,)
+    else:
+        share = log_probs_from_hidden(hidden, weight, no_labels).log_probs.sum()
+    share.backward()
+    assert float(share.detach()) == float(weight.grad.abs().max()) == 0
 
 
 def test_hidden_states_of_three_dimensions() -> None:

@@ -311,6 +311,10 @@ REFUSALS = {
         error=TypeError,
     ),
     **refusals(
+        lambda further: Samples([TWO], term_masks={"correct": [further]}),
+        ((torch.ones(2, device="meta"),), r"masks 'correct' on \['cpu', 'meta'\]: they must share", (TWO,)),
+    ),
+    **refusals(
         cut,
         ((None, 1, 1), "cp_rank=1, cp_size=1", (None, 0, 1)),
         ((None, 0, 2), "cp_size is 2 and no layout.*Pass one of megatron_rl_loss's", (Gathered([0, 4]), 0, 2)),

@@ -119,6 +119,7 @@ REFUSALS = {
     ),
     **refusals(
         reduce_step_totals,
+        (([ONE, Samples([torch.ones(2, device="meta")])],), r"micro-batches on \['cpu', 'meta'\]: they", ([ONE, ONE],)),
         (([BOTH, BY_PROMPT],), "rollout_ids on 1 of 2 micro-batches: they must be given on", ([BOTH, NOTHING],)),
         (([ONE, BY_PROMPT],), "prompt_ids on 1 of 2 micro-batches", ([NOTHING, BY_PROMPT],)),
     ),
