@@ -67,7 +67,6 @@ ROWS = [
     Row(r"([A-Z]+=(\S+|\".*\") )*tools/compare_modes\.sh.*",
         by="examples/test_online_tools.py", named="compare_modes.sh"),
     Row(r"python tools/plot_online\.py .*", by="examples/test_online_tools.py", named="plot_online.table"),
-    Row(r"tools/compare_layouts\.py", by="examples/test_online_tools.py", named="compare_layouts.main()"),
     Row(r"tools/audit_picture\.py", by="unit/audit/test_picture.py", named="audit_picture.main()"),
     Row(r"python tools/count_museum\.py", needs="half an hour"),
     # measurements

@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import oracle
@@ -173,7 +173,11 @@ def test_the_code_of_frameworks_that_needs_none_runs(monkeypatch: pytest.MonkeyP
         monkeypatch.setitem(sys.modules, module.__name__, module)
     masks = torch.tensor([[1.0, 1, 1, 0], [1, 0, 0, 0]])
     names: dict[str, Any] = {"loss_masks": list(masks), "uids": ["a", "b"]}
-    skyrl, tinker, _ = code_of("frameworks.md")
+    skyrl, nemo_rl, tinker, _ = code_of("frameworks.md")
+    names["policy"] = SimpleNamespace(train=lambda data, loss_fn: None)
+    names["loss_fn"] = SimpleNamespace(positive_example_nll_weight=0.0, reference_policy_kl_penalty=0.1)
+    exec(nemo_rl, names)
+    assert type(names["loss_fn"]).__name__ == "AggregatedPGLossFn"
     for code, mode in ((RECIPES["skyrl.py"], "sequence_mean"), (skyrl, "prompt_mean")):
         exec(code, names)
         normalise = trainer.apply_loss_reduction_to_advantages_minibatch
