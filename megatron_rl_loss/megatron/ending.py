@@ -1,7 +1,8 @@
 """An error inside the pipeline on one rank ends all ranks of the step, which would wait in their next collective.
 
 The rank leaves its reason in the store through which `torch.distributed` was started. A thread on each other rank looks
-there once a second while the step runs, since a rank that waits in a collective can do nothing itself.
+there once a second (less often beyond 1000 ranks) while the step runs, since a rank that waits in a collective can do
+nothing itself.
 """
 
 import os
@@ -64,8 +65,9 @@ class _Watch:
         return self._first
 
     def _look(self) -> None:
+        interval = _INTERVAL * max(1.0, world_size() / 1000)  # one process serves all looks: at most 1000 a second
         with suppress(RuntimeError):
-            while not self.left.wait(_INTERVAL):
+            while not self.left.wait(interval):
                 if self._store.check([self._reason_at]):
                     self._first = self._store.get(self._reason_at).decode()
                     print(f"rank {world_rank()}: no rank can end its step. {self._first}", file=sys.stderr, flush=True)

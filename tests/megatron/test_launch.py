@@ -6,7 +6,6 @@ import io
 import logging
 import os
 import re
-import socket
 import subprocess
 import sys
 import time
@@ -236,12 +235,23 @@ def test_a_suspicious_first_step_is_warned_of_once() -> None:
 
 FAILING = """
 import os, sys, time
+from pathlib import Path
 import warm_megatron  # on a machine without a GPU too
+import torch.distributed as dist
 from table_step import Batch, aggregation, logged_by_step, start, table_model
 from test_launch import SAMPLES, TABLE
 
+fails = os.environ["RANK"] == "0"
+if sys.argv[1] != "torchrun":  # rank 0 keeps the store, on a free port
+    port = Path(sys.argv[2])
+    if fails:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        port.with_suffix(".part").write_text(str(store.port))
+        port.with_suffix(".part").rename(port)
+    while not port.exists():
+        time.sleep(0.05)
+    os.environ |= {"MASTER_PORT": port.read_text(), "TORCHELASTIC_USE_AGENT_STORE": "True"}
 start()
-fails = os.environ["RANK"] == "0"  # which keeps the store, without torchrun
 
 def forward_step(iterator, model):
     microbatch = next(iterator)
@@ -278,13 +288,10 @@ def test_an_error_of_one_rank_ends_all_with_its_reason(case: str, tmp_path: Path
         assert done.returncode != 0
         assert f"rank 1: no rank can end its step. {REASON}" in done.stderr
         return
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        environment |= {"WORLD_SIZE": "2", "MASTER_PORT": str(free.getsockname()[1])}
     ranks = [
         subprocess.Popen(
-            [sys.executable, str(script), case],
-            env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            [sys.executable, str(script), case, str(tmp_path / "port")],
+            env=environment | {"WORLD_SIZE": "2", "RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )
         for rank in range(2)
