@@ -243,11 +243,11 @@ THREE, ONE, COLUMN = torch.zeros(3), torch.zeros(1), torch.zeros(3, 1)
 Wrong = dict[str, Any]
 
 
-def refused_by(function: Callable[..., Any], *rows: tuple[Wrong, str, Wrong]) -> dict[str, Refusal]:
+def refused_by(function: Callable[..., Any], *rows: tuple[Wrong, str, Wrong], **error: Any) -> dict[str, Refusal]:
     """Rows of what is changed in a call with zeros."""
     names = {value_loss: ("values", "returns"), kl_estimate: ("log_probs", "ref_log_probs")}
     plain = dict.fromkeys(names.get(function, ("log_probs", "old_log_probs", "advantages")), THREE)
-    return refusals(function, *((plain | wrong, text, plain | right) for wrong, text, right in rows))
+    return refusals(function, *((plain | wrong, text, plain | right) for wrong, text, right in rows), **error)
 
 
 REFUSALS: dict[str, Refusal] = {
@@ -294,6 +294,14 @@ REFUSALS: dict[str, Refusal] = {
         ({"log_probs": THREE + 0.2}, "log_probs with values up to 0.2, 100%", {"log_probs": THREE + 0.09}),
         ({"log_probs": torch.tensor([0.7, -1.0, 0.2])}, "up to 0.7, 67% of them above 0.*order of the arguments", {}),
         ({"old_log_probs": -THREE.log()}, "old_log_probs with values up to inf", {"log_probs": THREE.log()}),
+    ),
+    **refused_by(
+        ppo_clip_loss,
+        ({"log_probs": THREE.numpy()}, "log-probs with a ndarray: .+ Wrap it in torch.tensor", {}),
+        ({"old_log_probs": None}, "log-probs with a NoneType", {}),
+        ({"advantages": 1.0}, "advantages with a float", {"advantages": torch.tensor(1.0)}),
+        ({"importance_weights": 2}, "importance_weights with a int", {"importance_weights": torch.tensor(2)}),
+        error=TypeError,
     ),
     **refused_by(
         kl_estimate,
