@@ -70,6 +70,17 @@ def test_the_powers_of_each_count_cancel(row: Carrier) -> None:
     counts: dict[Count, float | None] = {"num_microbatches": 3, "dp_size": 5, "cp_size": 7, "step_active_tokens": 11}
     places = (row.returned, row.schedule, row.ddp, row.finalize)
     assert math.prod(product(powers, counts) for powers in places) == pytest.approx(1)
+    plan = Plan(
+        samples=None,
+        modes=LossModes.resolve("token_mean"),
+        totals=StepTotals(),
+        num_microbatches=3,
+        dp_size=5,
+        cp_size=7,
+    )
+    assert float(plan.constants_on(torch.device("cpu"))[1]) == pytest.approx(
+        1 / 105
+    )  # what reported shares are divided by
     without = counts | {"step_active_tokens": None}
     if row.returned.keys() & {"step_active_tokens"}:
         with pytest.raises(ValueError, match="totals without step_active_tokens"):
@@ -156,6 +167,8 @@ WRONG: list[tuple[str, str, type[Exception], Callable[[], Any]]] = [
      lambda: carried(form="mean", per_token_loss=True)),
     ("no reducer", "without this micro-batch's reducers", ValueError, lambda: planned()[0].carry(torch.ones(()))),
     ("unreduced", "the loss is of shape (2,)", ValueError, lambda: planned()[0].carry(torch.ones(2))),
+    ("coefficient", "coef='2': it must be a finite number", ValueError,
+     lambda: planned()[0].loss({"pg": Term(losses_of(DEALT[0]), coef="2")})),  # type: ignore[arg-type]
     ("report of numbers", "kl is 0.5", ValueError, lambda: planned()[0].report({"kl": 0.5})),  # type: ignore[dict-item]
 ]  # fmt: skip
 
