@@ -159,15 +159,16 @@ def test_at_ratio_1_they_have_one_gradient() -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_a_ratio_that_overflows_gives_a_finite_loss_and_gradient(dtype: torch.dtype) -> None:
     """exp overflows beyond 11 in float16, beyond 88 in the others."""
-    for far, loss in itertools.product((12.0, 90.0, 900.0), (cispo_loss, sapo_loss, ppo_clip_loss)):
+    for far, loss in itertools.product((12.0, 90.0, 900.0), (cispo_loss, sapo_loss, ppo_clip_loss, dppo_loss)):
         log_probs = torch.zeros(3, dtype=dtype, requires_grad=True)
-        advantages = torch.tensor([1.0, 0.0, -1.0 if loss is not ppo_clip_loss else 0.5], dtype=dtype)
+        advantages = torch.tensor([1.0, 0.0, -1.0 if loss in (cispo_loss, sapo_loss) else 0.5], dtype=dtype)
         found = loss(log_probs, torch.full((3,), -far, dtype=dtype), advantages)
         found.per_token_loss.sum().backward()
         assert torch.isfinite(found.per_token_loss).all()
         assert torch.isfinite(log_probs.grad).all()
         if loss is ppo_clip_loss:
             assert found.per_token_loss.tolist() == pytest.approx([-1.2, 0, -0.6], rel=2.0**-8)
+        if loss in (ppo_clip_loss, dppo_loss):
             assert log_probs.grad.tolist() == [0, 0, 0]
 
 
