@@ -246,9 +246,11 @@ def whiten(
     Returns:
         Float32 in the shapes of the values, detached, 0 where masked.
 
-    Raises BadBatchError on every rank (the error itself where there is one) for values that are not a rank's part.
+    Raises BadBatchError on every rank (the error itself where there is one) for values that are not a rank's part, or
+    are not finite at an active token; ValueError for an epsilon that is not above 0.
     Source: PPO for language models, arXiv:1909.08593, as in verl and TRL.
     """
+    check_within("epsilon", epsilon, epsilon > 0, "above 0: the variance may be 0", "1e-8 is usual")
     dp_group = stated_dp_group(dp_group, "whitening")
     placed = [located(one, cp_group) for one in local]
     groups = [group for group in (placed[0][1] if placed else cp_group, dp_group) if if_several(group) is not None]
@@ -256,11 +258,18 @@ def whiten(
     def prepare() -> list[tuple[Tensor, Tensor]]:
         check_one_each("values", len(values), "micro-batches", len(placed), "Pass those of every micro-batch")
         rows = []
-        for one, (tokens, *_) in zip(values, placed, strict=True):
+        for one, (tokens, over_cp, _) in zip(values, placed, strict=True):
             samples = tokens.samples
             check_values("values", one, samples.loss_shapes(len(tokens), tokens.cp_size), len(tokens), samples)
+            exchange_group(tokens, over_cp)  # raises if there is none and tokens are cut
             active = tokens.mask.cpu() != 0
-            rows.append((one.detach().reshape(-1).double().cpu().masked_fill(~active, 0), active / tokens.copies))
+            x = one.detach().reshape(-1).double().cpu().masked_fill(~active, 0)
+            if not bool(x.isfinite().all()):
+                raise ValueError(
+                    f"values with NaN or Inf at {int((~x.isfinite()).sum())} active tokens: they would make all others "
+                    "of the step NaN. Mask those tokens."
+                )
+            rows.append((x, active / (1 if over_cp is None else tokens.copies)))
         return rows
 
     rows = attempt(prepare)

@@ -114,13 +114,13 @@ def surviving_masks(
     check_one_each("log-ratios", len(log_ratios), "loss masks", len(loss_masks))
     survivors = []
     for i, (mask, log_ratio) in enumerate(zip(loss_masks, log_ratios, strict=True)):
+        check_same_shape(f"mask and log-ratios of sample {i}", mask, log_ratio)
         if log_ratio.requires_grad:
             raise ValueError(
                 f"log-ratios of sample {i} that require grad: who survives must be known before the step's first "
                 "forward, when the policy's log-probs are not. Reject by old_log_probs - rollout_log_probs, or let "
                 "rejected tokens count: give them importance weights of 0."
             )
-        check_same_shape(f"mask and log-ratios of sample {i}", mask, log_ratio)
         judged = log_ratio.double()
         if level != "token":
             total = torch.where(mask != 0, judged * mask, 0).sum()

@@ -104,9 +104,9 @@ class Given:
     ) -> "Given":
         """Refuses what no policy loss can have."""
         check_same_shape("log-probs", log_probs, old_log_probs)
+        check_broadcasts("advantages", advantages, log_probs)
         if advantages.requires_grad:
             raise ValueError("advantages that require grad: they are constants of the policy loss. Detach them.")
-        check_broadcasts("advantages", advantages, log_probs)
         factors = [old_log_probs.detach(), advantages]
         if importance_weights is not None:
             check_broadcasts("importance_weights", importance_weights, log_probs)
@@ -169,6 +169,7 @@ def _mask_of(local: Place | Tensor, values: Tensor) -> Tensor:
 
 def check_same_shape(what: str, a: Tensor, b: Tensor) -> None:
     """Refuse tensors of different shapes."""
+    _check_tensors(what, a, b)
     if a.shape != b.shape:
         raise ValueError(
             f"{what} of shapes {tuple(a.shape)} and {tuple(b.shape)}: they must be equal. Cut both for the same rank, "
@@ -178,6 +179,7 @@ def check_same_shape(what: str, a: Tensor, b: Tensor) -> None:
 
 def check_broadcasts(name: str, factor: Tensor, log_probs: Tensor) -> None:
     """Refuse a factor that does not broadcast to the log-probs' shape."""
+    _check_tensors(name, factor)
     shape, of_tokens = factor.shape, log_probs.shape
     pairs = zip(reversed(shape), reversed(of_tokens), strict=False)
     if len(shape) > len(of_tokens) or any(size not in (1, wanted) for size, wanted in pairs):
@@ -185,6 +187,15 @@ def check_broadcasts(name: str, factor: Tensor, log_probs: Tensor) -> None:
             f"{name} of shape {tuple(shape)} for log-probs of shape {tuple(of_tokens)}: they must have that shape or "
             "broadcast to it. Give one per token."
         )
+
+
+def _check_tensors(what: str, *values: object) -> None:
+    for one in values:
+        if not isinstance(one, Tensor):
+            raise TypeError(
+                f"{what} with a {type(one).__name__}: a loss is made of tensors, with one entry per token. Wrap it in "
+                "torch.tensor."
+            )
 
 
 def _check_log_probs(log_probs: Tensor, old_log_probs: Tensor) -> None:

@@ -57,7 +57,7 @@ def located(
     """What this rank holds, the group and the totals: a `Microbatch` knows all three."""
     if isinstance(local, LocalTokens):
         return local, cp_group, totals
-    if not hasattr(local, "tokens"):
+    if isinstance(local, Samples) or not hasattr(local, "tokens"):
         raise TypeError(
             f"local is a {type(local).__name__}: it says where tokens lie. Pass the micro-batch of a plan, or "
             "Samples(...).local(cp_rank, cp_size)."

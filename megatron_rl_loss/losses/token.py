@@ -155,7 +155,7 @@ def dppo_loss(
         difference = now.exp() - before.exp()
         distance = difference.abs() if divergence == "tv" else _binary_kl(before, now)
         left_out = (given.advantages * difference > 0) & (distance > threshold)
-    loss = -given.advantages * given.log_ratio.masked_fill(left_out, 0).exp()
+    loss = -given.advantages * given.log_ratio.masked_fill(left_out | (given.advantages == 0), 0).exp()
     return given.policy_loss(loss.masked_fill(left_out, 0), left_out)
 
 

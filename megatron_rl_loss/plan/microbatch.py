@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from numbers import Real
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
@@ -244,10 +245,10 @@ class Microbatch:
             raise ValueError(
                 f"the term {name!r} with units or a divisor and no mode: they are a mode's. Give the term the mode too."
             )
-        if not math.isfinite(term.coef):
+        if not isinstance(term.coef, Real) or not math.isfinite(term.coef):
             raise ValueError(
-                f"the term {name!r} with coef={term.coef!r}: it must be finite. Pass a number; 0 reports a term "
-                "without training on it."
+                f"the term {name!r} with coef={term.coef!r}: it must be a finite number. 0 reports a term without "
+                "training on it."
             )
         return Summand(term.values, self._counted_reducer(name, aggregation, term.mask), term.coef, name)
 

@@ -1,7 +1,7 @@
 """Ids of rollouts and prompts: ints, or strings that every rank hashes alike."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,8 @@ def as_ids(name: str, ids: Ids, num_samples: int) -> Tensor:
 
     Raises TypeError for other types, ValueError for a wrong count or an int beyond 61 bits.
     """
+    if isinstance(ids, str | bytes | set | dict) or not isinstance(ids, Iterable):
+        raise TypeError(f"{name} is {ids!r}: there must be one id per sample. Pass a list of ints or strings.")
     values: list[Any] = ids.tolist() if isinstance(ids, Tensor) else list(ids)
     check_one_each(name, len(values), "loss masks", num_samples)
     if set(map(type, values)) != {int}:
@@ -47,4 +49,7 @@ def _check_spelling(name: str, values: list[int | str]) -> None:
 
 
 def _hashed(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") % _ID_LIMIT
+    return (
+        int.from_bytes(hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).digest(), "little")
+        % _ID_LIMIT
+    )

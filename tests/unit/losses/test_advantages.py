@@ -163,6 +163,8 @@ def test_whitening_of_a_step_of_two_micro_batches() -> None:
         found = whiten(list(of_tokens(3).split(12)), list(plan), dp_group=None, shift_mean=shift)
         assert torch.cat(found).tolist() == pytest.approx(whitened(shift), rel=oracle.EXACT)
     assert whiten([], [], dp_group=None) == []
+    copies = samples_of(range(4), Gathered(STARTS)).local(0, 2)  # this rank has all tokens, and no group to ask
+    assert whiten([of_tokens(3)], [copies], dp_group=None)[0].tolist() == pytest.approx(whitened(), rel=oracle.EXACT)
 
 
 def on_rank() -> dict[str, Any]:
@@ -181,10 +183,13 @@ def on_rank() -> dict[str, Any]:
     for function in (rloo_advantages, group_relative_advantages):
         found[function.__name__] = function(torch.tensor(REWARDS[few]), GROUPS[few], **ids).tolist()
     for layout in (ZigzagTHD(starts), Gathered(starts)):
-        local = samples_of([2 * dp_rank, 2 * dp_rank + 1], layout).local(cp_rank, 2)
+        samples = samples_of([2 * dp_rank, 2 * dp_rank + 1], layout)
+        local = samples.local(cp_rank, 2)
         r, v, x = (local.of(of_tokens(seed)[mine]) for seed in (1, 2, 3))
         advantages, returns = gae(r, v, local, cp_group, gamma=GAMMA, lam=LAM)
         (white,) = whiten([x], [local], dp_group=dp_group, cp_group=cp_group)
+        plan = plan_step([samples], "token_mean", dp_group=dp_group, cp_group=cp_group)
+        assert torch.equal(whiten([x], list(plan), dp_group=dp_group)[0], white)  # a micro-batch knows its CP group
         places = [12 * dp_rank + place for place in local.positions.tolist()]
         rows = zip(advantages.tolist(), returns.tolist(), white.tolist(), strict=True)
         found[type(layout).__name__] = dict(zip(places, rows, strict=True))
@@ -230,6 +235,7 @@ REFUSALS = {
             "rewards that differ within the rollout of sample",
             ([1.0, 1, 0], [0, 0, 0], ["a", "a", "b"]),
         ),
+        (([1.0, 1], [0, 1], [2, 2]), "share its reward and its prompt", ([1.0, 1], [0, 0], [2, 2])),
     ),
     **refusals(advantages_from, (([1.0], [0.5]), "prompt_ids holds 0.5", ([1.0], ["0.5"])), error=TypeError),
 }
@@ -239,6 +245,17 @@ REFUSALS |= refusals(
     lambda **more: gae(torch.zeros(12), torch.zeros(12), samples_of([0, 1]).local(0, 1), **more),
     ({"gamma": 1.1}, r"gamma is 1.1: it must be in \[0, 1\]", {"gamma": 1.0}),
     ({"lam": -0.1}, "lam is -0.1", {"lam": 0}),
+)
+
+
+CUT = samples_of([0, 1], ZigzagTHD([0, 8, 12]))
+REFUSALS |= refusals(
+    lambda values=(1.0,) * 12, local=samples_of([0, 1]).local(0, 1), **more: whiten(  # noqa: B008
+        [torch.tensor(values)], [local], dp_group=None, **more
+    ),
+    ({"epsilon": 0}, "epsilon is 0: it must be above 0", {"epsilon": 1e-9}),
+    ({"values": (NAN,) * 12}, "values with NaN or Inf at 9 active tokens", {"values": (1.0, 1, NAN) + (1.0,) * 9}),
+    ({"values": (0.0,) * 6, "local": CUT.local(0, 2)}, "no cp_group: .+ on 2 ranks", {"local": CUT.local(0, 1)}),
 )
 
 

@@ -160,6 +160,11 @@ REFUSALS = {
         ((TWO, TWO), "2 log-ratios for 1 loss masks", (TWO,)),
     ),
     **refusals(
+        survive,
+        (([0.0, 0.0],), "mask and log-ratios of sample 0 with a list: .+ torch.tensor", (TWO,)),
+        error=TypeError,
+    ),
+    **refusals(
         of_level,
         (("prompt",), "no such level of rejection. Choose one of token, sequence, geometric", ("sequence",)),
     ),

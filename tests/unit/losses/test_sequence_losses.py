@@ -113,7 +113,12 @@ REFUSALS = {
         ({"clip_high": 1.0004}, "clip_high is 1.0004: it is a width", {"clip_high": 4e-4}),
         ({"mean_log_ratio": torch.zeros(5)}, r"a statistic of shape \(5,\)", {"mean_log_ratio": torch.zeros(2)}),
     ),
-    **refusals(call, ({"local": 3}, "local is a int: it says where tokens lie", {"local": LOCAL}), error=TypeError),
+    **refusals(
+        call,
+        ({"local": 3}, "local is a int: it says where tokens lie", {"local": LOCAL}),
+        ({"local": LOCAL.samples}, "local is a Samples: it says where tokens lie", {"local": LOCAL}),
+        error=TypeError,
+    ),
     **refusals(
         functools.partial(call, "gspo_token"),
         ({"advantages": WITH_GRAPH}, "advantages that require grad", {"advantages": ONES}),

@@ -159,15 +159,16 @@ def test_at_ratio_1_they_have_one_gradient() -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_a_ratio_that_overflows_gives_a_finite_loss_and_gradient(dtype: torch.dtype) -> None:
     """exp overflows beyond 11 in float16, beyond 88 in the others."""
-    for far, loss in itertools.product((12.0, 90.0, 900.0), (cispo_loss, sapo_loss, ppo_clip_loss)):
+    for far, loss in itertools.product((12.0, 90.0, 900.0), (cispo_loss, sapo_loss, ppo_clip_loss, dppo_loss)):
         log_probs = torch.zeros(3, dtype=dtype, requires_grad=True)
-        advantages = torch.tensor([1.0, 0.0, -1.0 if loss is not ppo_clip_loss else 0.5], dtype=dtype)
+        advantages = torch.tensor([1.0, 0.0, -1.0 if loss in (cispo_loss, sapo_loss) else 0.5], dtype=dtype)
         found = loss(log_probs, torch.full((3,), -far, dtype=dtype), advantages)
         found.per_token_loss.sum().backward()
         assert torch.isfinite(found.per_token_loss).all()
         assert torch.isfinite(log_probs.grad).all()
         if loss is ppo_clip_loss:
             assert found.per_token_loss.tolist() == pytest.approx([-1.2, 0, -0.6], rel=2.0**-8)
+        if loss in (ppo_clip_loss, dppo_loss):
             assert log_probs.grad.tolist() == [0, 0, 0]
 
 
@@ -243,11 +244,11 @@ THREE, ONE, COLUMN = torch.zeros(3), torch.zeros(1), torch.zeros(3, 1)
 Wrong = dict[str, Any]
 
 
-def refused_by(function: Callable[..., Any], *rows: tuple[Wrong, str, Wrong]) -> dict[str, Refusal]:
+def refused_by(function: Callable[..., Any], *rows: tuple[Wrong, str, Wrong], **error: Any) -> dict[str, Refusal]:
     """Rows of what is changed in a call with zeros."""
     names = {value_loss: ("values", "returns"), kl_estimate: ("log_probs", "ref_log_probs")}
     plain = dict.fromkeys(names.get(function, ("log_probs", "old_log_probs", "advantages")), THREE)
-    return refusals(function, *((plain | wrong, text, plain | right) for wrong, text, right in rows))
+    return refusals(function, *((plain | wrong, text, plain | right) for wrong, text, right in rows), **error)
 
 
 REFUSALS: dict[str, Refusal] = {
@@ -294,6 +295,14 @@ REFUSALS: dict[str, Refusal] = {
         ({"log_probs": THREE + 0.2}, "log_probs with values up to 0.2, 100%", {"log_probs": THREE + 0.09}),
         ({"log_probs": torch.tensor([0.7, -1.0, 0.2])}, "up to 0.7, 67% of them above 0.*order of the arguments", {}),
         ({"old_log_probs": -THREE.log()}, "old_log_probs with values up to inf", {"log_probs": THREE.log()}),
+    ),
+    **refused_by(
+        ppo_clip_loss,
+        ({"log_probs": THREE.numpy()}, "log-probs with a ndarray: .+ Wrap it in torch.tensor", {}),
+        ({"old_log_probs": None}, "log-probs with a NoneType", {}),
+        ({"advantages": 1.0}, "advantages with a float", {"advantages": torch.tensor(1.0)}),
+        ({"importance_weights": 2}, "importance_weights with a int", {"importance_weights": torch.tensor(2)}),
+        error=TypeError,
     ),
     **refused_by(
         kl_estimate,

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 from weakref import ref
 
@@ -11,7 +12,7 @@ import torch
 from step_samples import DIVISOR, dealt, step_samples
 from torch import Tensor
 
-from megatron_rl_loss import Samples, StepTotals, UnitCounts, ZigzagTHD, token_weights
+from megatron_rl_loss import Gathered, Samples, StepTotals, UnitCounts, ZigzagTHD, token_weights
 from megatron_rl_loss.modes import vl_norm_undivided as vl_norm
 from megatron_rl_loss.modes.loss_modes import LossModes
 from megatron_rl_loss.plan import CARRIERS, Carrier, Plan, plan_step
@@ -70,6 +71,17 @@ def test_the_powers_of_each_count_cancel(row: Carrier) -> None:
     counts: dict[Count, float | None] = {"num_microbatches": 3, "dp_size": 5, "cp_size": 7, "step_active_tokens": 11}
     places = (row.returned, row.schedule, row.ddp, row.finalize)
     assert math.prod(product(powers, counts) for powers in places) == pytest.approx(1)
+    plan = Plan(
+        samples=None,
+        modes=LossModes.resolve("token_mean"),
+        totals=StepTotals(),
+        num_microbatches=3,
+        dp_size=5,
+        cp_size=7,
+    )
+    assert float(plan.constants_on(torch.device("cpu"))[1]) == pytest.approx(
+        1 / 105
+    )  # what reported shares are divided by
     without = counts | {"step_active_tokens": None}
     if row.returned.keys() & {"step_active_tokens"}:
         with pytest.raises(ValueError, match="totals without step_active_tokens"):
@@ -96,6 +108,10 @@ def test_what_is_returned_in_each_form() -> None:
     active = sum(int((one.mask != 0).sum()) for one in STEP)
     assert float(loss.detach()) == pytest.approx(active * float(share.detach()))
     assert int(num_tokens) == sum(int((STEP[i].mask != 0).sum()) for i in DEALT[0])
+    copies = [Samples([torch.ones(4)], layout=Gathered([0, 4]))]  # counted on the first of the ranks that hold them
+    per_token = plan_step(copies, "token_mean", per_token_loss=True)
+    of_ranks = [replace(per_token, cp_rank=rank, cp_size=2) for rank in range(2)]
+    assert [int(one[0].loss(torch.ones(4, requires_grad=True))[1]) for one in of_ranks] == [4, 0]
 
 
 def test_the_report_is_of_the_last_loss_unless_shares_are_given() -> None:
@@ -110,6 +126,7 @@ def test_the_report_is_of_the_last_loss_unless_shares_are_given() -> None:
     _, _, report = plan[1].loss({"pg": losses, "kl": Term(losses, coef=0.5)}, metrics)
     assert report.keys() == {"loss", "pg", "kl", "most"}
     plan.finish_metrics([report])
+    assert not plan.parts.kinds  # another pass begins anew
     masks = torch.cat([STEP[i].mask for i in DEALT[1]])
     assert float(report["most"][0] / report["most"][1]) == pytest.approx(float(losses[masks != 0].max()))
     with pytest.raises(ValueError, match="Report the same names every time"):
@@ -147,6 +164,8 @@ WRONG: list[tuple[str, str, type[Exception], Callable[[], Any]]] = [
     ("totals", "the denominators are those of the whole step", TypeError, lambda: planned(totals=3)),
     ("missing count", "totals without step_tokens", ValueError,
      lambda: plan_step([described([0])], "token_mean", totals=StepTotals(rollouts=UnitCounts(all=3)))),
+    ("missing count of an empty step", "empty step handling 'error' needs it", ValueError,
+     lambda: planned(totals=StepTotals(rollouts=UnitCounts(all=3, tokens={0: 1})), empty_step="error")),
     ("small totals", "the totals say 1", ValueError,
      lambda: plan_step([described(DEALT[0])], "token_mean", totals=StepTotals(step_tokens=1))),
     ("unknown form", "form='tuple': there is no such form", ValueError, lambda: carried(form="tuple")),
@@ -156,6 +175,8 @@ WRONG: list[tuple[str, str, type[Exception], Callable[[], Any]]] = [
      lambda: carried(form="mean", per_token_loss=True)),
     ("no reducer", "without this micro-batch's reducers", ValueError, lambda: planned()[0].carry(torch.ones(()))),
     ("unreduced", "the loss is of shape (2,)", ValueError, lambda: planned()[0].carry(torch.ones(2))),
+    ("coefficient", "coef='2': it must be a finite number", ValueError,
+     lambda: planned()[0].loss({"pg": Term(losses_of(DEALT[0]), coef="2")})),  # type: ignore[arg-type]
     ("report of numbers", "kl is 0.5", ValueError, lambda: planned()[0].report({"kl": 0.5})),  # type: ignore[dict-item]
 ]  # fmt: skip
 

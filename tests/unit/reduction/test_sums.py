@@ -204,7 +204,7 @@ def test_terms_with_coefficients_and_metrics(num_tokens: int, copies: int) -> No
     values = [leaves[0], leaves[1].view(1, -1), leaves[0]]
     summands = [
         Summand(row, by, coef, f"term{k}")
-        for k, (row, by, coef) in enumerate(zip(values, [reducer, reducer, other], [1.0, -0.5, 3.0], strict=True))
+        for k, (row, by, coef) in enumerate(zip(values, [reducer, reducer, other], [2.0, -0.5, 3.0], strict=True))
     ]
     metrics = [(table[:, 3], reducer), (table[:, 4].double(), other), (leaves[1] * 2, other)]
     share, own, found = sums.sum_terms(summands, metrics)
@@ -218,7 +218,7 @@ def test_terms_with_coefficients_and_metrics(num_tokens: int, copies: int) -> No
     whole = torch.cat([one.values.detach().double().view(-1) * one.coef for one in summands])
     assert close(share, whole, torch.cat([by for _, by in rows[:3]]))
     share.backward()
-    slopes = [weights.double() + 3 * others, -0.5 * weights.double()]
+    slopes = [2 * weights.double() + 3 * others, -0.5 * weights.double()]
     for leaf, slope in zip(leaves, slopes, strict=True):
         assert leaf.grad.dtype == leaf.dtype
         rtol = oracle.EXACT + torch.finfo(leaf.dtype).eps

@@ -94,6 +94,9 @@ REFUSALS = {
         ({"prompt_ids": [True]}, "holds True", {"prompt_ids": [1]}),
         ({"prompt_ids": [None]}, "holds None", {"prompt_ids": None}),
         ({"prompt_ids": [b"a"]}, r"b'a' \(bytes\)", {"prompt_ids": ["a"]}),
+        ({"prompt_ids": "a"}, "prompt_ids is 'a': there must be one id per sample", {"prompt_ids": ["\ud800"]}),
+        ({"prompt_ids": {1}}, "prompt_ids is {1}", {"prompt_ids": (1,)}),
+        ({"rollout_ids": 1}, "rollout_ids is 1", {"rollout_ids": [1]}),
         error=TypeError,
     ),
     **refusals(
