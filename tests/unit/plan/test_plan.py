@@ -101,7 +101,7 @@ def test_what_is_returned_in_each_form() -> None:
     assert float(pair[0].detach()) == pytest.approx(3 * float(share.detach()))
     assert pair[1] == {}
     for form in ("sum", "mean"):
-        assert float(plan[0].carry(share, form=form)) == pytest.approx(float(share.detach()))  # type: ignore[call-overload]
+        assert plan[0].carry(share, form=form).item() == pytest.approx(float(share.detach()))  # type: ignore[call-overload]
     per_token = planned("token_mean", per_token_loss=True)
     share = per_token[0](losses)
     loss, num_tokens, _ = per_token[0].carry(share)
@@ -131,6 +131,37 @@ def test_the_report_is_of_the_last_loss_unless_shares_are_given() -> None:
     assert float(report["most"][0] / report["most"][1]) == pytest.approx(float(losses[masks != 0].max()))
     with pytest.raises(ValueError, match="Report the same names every time"):
         plan[1].loss(losses, form="2-tuple")
+
+
+def test_terms_and_metrics_count_the_units_and_masks_that_they_say() -> None:
+    """Terms that differ in nothing but their counting do not share weights; a metric's own mask has its own mean."""
+    own = [one.mask * (torch.arange(len(one.mask)) % 2 == 0) for one in STEP]
+    samples = [described(chosen, term_masks={"own": [own[i] for i in chosen]}) for chosen in DEALT]
+    plan = plan_step(samples, "sample_mean", units="active", term_masks=["own"])
+    found: dict[str, float] = {}
+    for microbatch, chosen in zip(plan, DEALT, strict=True):
+        losses = losses_of(chosen)
+        terms = {
+            "pg": losses,
+            "all": Term(losses, "sample_mean", units="all"),
+            "as policy": Term(losses, "sample_mean"),
+        }
+        _, _, report = microbatch.loss(terms, {"masked": Metric(losses.detach(), mask="own")})
+        for name, pair in report.items():
+            found[name] = found.get(name, 0.0) + float(pair[0])
+    of_own = [replace(one, mask=mask) for one, mask in zip(STEP, own, strict=True)]
+    expected = {
+        name: float(oracle.step_loss("sample_mean", step, None, units))
+        for name, step, units in (
+            ("pg", STEP, "active"), ("all", STEP, "all"), ("as policy", STEP, "active"), ("masked", of_own, "active"),
+        )
+    }  # fmt: skip
+    assert expected["pg"] != expected["all"]
+    assert found == pytest.approx(expected | {"loss": sum(found[name] for name in terms)}, rel=1e-5)
+    with pytest.raises(ValueError, match="a metric named 'loss'"):
+        planned()[0].loss(
+            {"pg": losses_of(DEALT[0]), "kl": losses_of(DEALT[0])}, {"loss": losses_of(DEALT[0]).detach()}
+        )
 
 
 def test_empty_micro_batches_and_steps() -> None:
