@@ -233,51 +233,13 @@ def test_a_suspicious_first_step_is_warned_of_once() -> None:
 
 # ---- an error inside the pipeline on one rank
 
-FAILING = """
-import os, sys, time
-from pathlib import Path
-import warm_megatron  # on a machine without a GPU too
-import torch.distributed as dist
-from table_step import Batch, aggregation, logged_by_step, start, table_model
-from test_launch import SAMPLES, TABLE
-
-fails = os.environ["RANK"] == "0"
-if sys.argv[1] != "torchrun":  # rank 0 keeps the store, on a free port
-    port = Path(sys.argv[2])
-    if fails:
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        port.with_suffix(".part").write_text(str(store.port))
-        port.with_suffix(".part").rename(port)
-    while not port.exists():
-        time.sleep(0.05)
-    os.environ |= {"MASTER_PORT": port.read_text(), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-start()
-
-def forward_step(iterator, model):
-    microbatch = next(iterator)
-
-    def loss_func(losses):
-        if fails:
-            raise ValueError("the reward model is gone")
-        return microbatch.loss(losses)
-
-    return model(microbatch.data.local_numbers(0, 1)), loss_func
-
-try:
-    batches = [Batch(SAMPLES, [0], 1), Batch(SAMPLES, [1], 1)]
-    logged_by_step(aggregation(mode="token_mean"), forward_step, batches, table_model(TABLE))
-finally:
-    print(f"left at {time.time()}", flush=True)
-    time.sleep(600 if fails and sys.argv[1] == "stays" else 0)
-"""
 REASON = "rank 0: ValueError: the reward model is gone"
 
 
 @pytest.mark.parametrize("case", ["torchrun", "ends", "stays"])
 def test_an_error_of_one_rank_ends_all_with_its_reason(case: str, tmp_path: Path) -> None:
-    script = tmp_path / "failing.py"
-    script.write_text(FAILING)
-    folders = [ROOT, EXAMPLES, ROOT / "tests/support", ROOT / "tests/megatron"]
+    script = ROOT / "tests" / "support" / "failing_rank.py"
+    folders = [ROOT, EXAMPLES, ROOT / "tests" / "support"]
     path = os.pathsep.join(map(str, folders))
     environment = os.environ | {"PYTHONPATH": path, "GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1"}
     if case == "torchrun":
