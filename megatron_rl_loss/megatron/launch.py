@@ -225,7 +225,7 @@ class LossAggregation:
         )
         assert isinstance(data, LookAhead)  # else make_plan has raised
         is_first = self._last_plan is None
-        plan = replace(plan, samples=None, reads_device=is_first, aligns_reports=training is not None)
+        plan = replace(plan.without_samples(), reads_device=is_first, aligns_reports=training is not None)
         if is_first and world_rank() == 0:
             print(plan.describe(), flush=True)  # what no check can see, without being asked
         self._last_plan = plan

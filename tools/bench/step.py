@@ -50,7 +50,7 @@ def main() -> None:
 
     time_calls(Samples, "__init__", "samples")
     time_calls(lookahead, "_fetch", "fetching")
-    time_calls(LossAggregation, "begin_step", "begin_step")
+    time_calls(LossAggregation, "_begin_step", "begin_step")  # what a wrapped schedule calls
     time_calls(Microbatch, "loss", "loss")
     time_calls(training, "train_step", "train_step")
     pretrain_grpo.main()
