@@ -8,6 +8,7 @@ It reads sources and imports nothing, so any Python makes the same pages.
 
 import argparse
 import ast
+import functools
 import re
 from pathlib import Path
 from textwrap import dedent
@@ -27,6 +28,11 @@ def source_of(module: str) -> str:
     return (path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text()
 
 
+@functools.cache
+def tree_of(module: str) -> ast.Module:
+    return ast.parse(source_of(module))
+
+
 def names_in(module: str) -> list[str]:
     """Its ``__all__``; no names without one."""
     found = re.search(r"^__all__ = (\[.*?\])", source_of(module), re.DOTALL | re.MULTILINE)
@@ -35,7 +41,7 @@ def names_in(module: str) -> list[str]:
 
 def find(module: str, name: str) -> tuple[list[str], ast.stmt]:
     """Where a name is defined, through imports: the lines of the file, and the statement."""
-    for node in reversed(ast.parse(source_of(module)).body):  # of overloads, the last
+    for node in reversed(tree_of(module).body):  # of overloads, the last
         if isinstance(node, ast.ImportFrom) and name in [alias.name for alias in node.names]:
             return find(str(node.module).partition(".")[2], name)
         targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", node)]
@@ -92,7 +98,7 @@ def pages() -> dict[Path, str]:
             names = names_in(module)
             of = {name: home[key(module, name)] for name in names}
             links = [f"- [`{name}`]({of[name]}.md#{name.lower()})" for name in names if of[name] != page]
-            parts += [f"# {title}", as_markdown(ast.parse(source_of(module))), "\n".join(links)]
+            parts += [f"# {title}", as_markdown(tree_of(module)), "\n".join(links)]
             parts += [entry(*find(module, name), name) for name in names if of[name] == page]
         texts[TO / f"{page}.md"] = "\n\n".join(filter(None, parts)) + "\n"
     return texts

@@ -1,9 +1,10 @@
 """`plan_step`: the totals of a step, made before its first micro-batch, and what its micro-batches share."""
 
 import logging
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
+from functools import cached_property
 from types import EllipsisType
 from typing import Any, Literal, get_args
 
@@ -360,21 +361,17 @@ def check_totals(
 
 
 def _look_at_prompts(totals: StepTotals) -> None:
-    """Warn, once, of prompt ids that collide or that group nothing."""
+    """Warn of prompt ids that collide or that group nothing."""
     prompts, rollouts = totals.prompts.all, totals.rollouts.all
     if prompts and rollouts and rollouts > 1 and prompts in (1, rollouts) and world_rank() == 0:
-        _warn_once(
+        warnings.warn(
             "every prompt group of the step has one rollout: a mean over groups is then one over rollouts. Look at the "
             "prompt ids, which must be equal for the responses to one prompt."
             if prompts == rollouts
             else "all rollouts of the step are one prompt group: ids that are counted anew in each micro-batch, or on "
-            "each rank, collide. Look at the prompt ids, which must tell the prompts of the whole step apart."
+            "each rank, collide. Look at the prompt ids, which must tell the prompts of the whole step apart.",
+            stacklevel=4,
         )
-
-
-@cache
-def _warn_once(notice: str) -> None:
-    logger.warning(notice)
 
 
 def _check_tokens(totals: StepTotals, *, per_token: bool, empty_step: EmptyStep) -> None:

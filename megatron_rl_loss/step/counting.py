@@ -1,10 +1,9 @@
 """The totals of a step, counted over its ranks: one round of collectives, checked on every rank."""
 
 import hashlib
-import logging
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -25,8 +24,6 @@ from megatron_rl_loss.step.collectives import (
 from megatron_rl_loss.step.masks import check_device
 from megatron_rl_loss.step.samples import Samples
 from megatron_rl_loss.step.totals import Statistic, StepTotals, TokensById, UnitCounts
-
-logger = logging.getLogger(__name__)
 
 
 def reduce_step_totals(
@@ -62,17 +59,13 @@ def reduce_step_totals(
     groups = [group for group in (dp_group, *replicas) if group is not None]
     _check_apart(dp_group, replicas)
 
-    is_first = dp_group is not None and dp_group not in _COUNTED_BEFORE
-    if dp_group is not None:
-        _COUNTED_BEFORE.add(dp_group)
-    of_ranks = [f"samples of DP rank {rank}" for rank in range(size_of(dp_group) if is_first else 0)]
+    of_ranks = [f"samples of DP rank {rank}" for rank in range(size_of(dp_group) if groups else 0)]
 
     def count(part: Sequence[Samples]) -> tuple[_Local, dict[str, float]]:
         local = _Local(part, count_prompts, masks, statistics or {})
-        counts = local.counts(_digest(part, rank_in(dp_group)) if replicas else (0, 0)) | dict.fromkeys(of_ranks, 0.0)
-        if of_ranks and any(samples.has_identity for samples in part):
-            high, low = _digest(part, 0)
-            counts[of_ranks[rank_in(dp_group)]] = high * 2**21 + low // 2**11  # what a float64 holds exactly
+        counts = local.counts() | dict.fromkeys(of_ranks, 0.0)
+        if of_ranks and any(map(len, part)):
+            counts[of_ranks[rank_in(dp_group)]] = _digest(part)
         return local, counts
 
     counted = microbatches if isinstance(microbatches, Exception) else attempt(lambda: count(microbatches or []))
@@ -81,9 +74,8 @@ def reduce_step_totals(
     mine = int.from_bytes(hashlib.blake2b(settings.encode(), digest_size=5).digest(), "little")
     own = {"errors": failure is not None, "ranks_with_data": microbatches is not None, "settings": mine}
     counts = _reduced(counts | own, [dp_group])
-    digests = [counts.pop(name) for name in of_ranks]  # replicas' DP groups may have counted before
-    if all(rank_in(group) == 0 for group in groups):
-        _warn_of_twins(digests)
+    if all(rank_in(group) == 0 for group in groups) and counts["ranks_with_identity"] == counts["ranks_with_samples"]:
+        _warn_of_twins([counts[name] for name in of_ranks])
     of_other_settings = ValueError(
         f"this rank asks for {settings}, another one for something else: all ranks must aggregate alike. Pass the same "
         "mode, divisor, units and terms on every rank."
@@ -171,17 +163,14 @@ def _check_same(stated: StepTotals, counted: StepTotals) -> None:
             )
 
 
-#: Data-parallel groups that a step was counted over: in the first, the ranks' samples are compared.
-_COUNTED_BEFORE: WeakSet[Group] = WeakSet()
-
-
 def _warn_of_twins(digests: Sequence[float]) -> None:
     """Warn of data-parallel ranks that hold the same samples."""
     for rank, digest in enumerate(digests):
         if digest and digest in digests[:rank]:
-            logger.warning(
+            warnings.warn(
                 f"DP ranks {digests.index(digest)} and {rank} hold samples with the same masks, ids and tokens: they "
-                "count twice. Shard the loader by DP rank, and leave context-parallel ranks out of the dp_group."
+                "count twice. Shard the loader by DP rank, and leave context-parallel ranks out of the dp_group.",
+                stacklevel=2,
             )
             return
 
@@ -217,7 +206,7 @@ def _check_agreement(highest: Mapping[str, float], lowest: Mapping[str, float]) 
         )
     for name, most in highest.items():
         # Sums over different DP groups may differ in the last bit for fractional masks, never by more.
-        slack = 0 if name.startswith("digest") else 1e-9
+        slack = 0 if name.startswith("samples of") else 1e-9
         if not most - lowest[name] <= slack * abs(lowest[name]):
             raise BadBatchError(
                 "ranks of one context, tensor or pipeline parallel group were given different samples for this step: "
@@ -260,12 +249,12 @@ def _totals(counts: Mapping[str, float], units: _Units, mask: int) -> StepTotals
     )
 
 
-def _digest(microbatches: Sequence[Samples], dp_rank: int) -> tuple[int, int]:
-    """Of what this rank holds, its order and its cut into micro-batches, in two numbers that add up exactly."""
-    digest = hashlib.blake2b(str(dp_rank).encode(), digest_size=8)
+def _digest(microbatches: Sequence[Samples]) -> float:
+    """Of what this rank holds, its order and its cut into micro-batches: an integer that a float64 holds."""
+    digest = hashlib.blake2b(digest_size=8)
     for samples in microbatches:
         digest.update(samples.digest())
-    return divmod(int.from_bytes(digest.digest(), "little"), 2**32)
+    return float(int.from_bytes(digest.digest(), "little") >> 11)
 
 
 class _Local:
@@ -280,6 +269,7 @@ class _Local:
     ) -> None:
         filled = [samples for samples in microbatches if len(samples)]
         by_mask = [[samples.with_mask(name) for samples in filled] for name in (None, *masks)]
+        self.has_identity = any(samples.has_identity for samples in filled)
         # Rows: the loss masks and each further mask; columns: samples.
         self.mask_sums, self.active_tokens = _read_back(by_mask)
         self.entries = [sum(sum(samples.mask_lengths) for samples in row) for row in by_mask]
@@ -293,13 +283,13 @@ class _Local:
                 self.keys[name] = _concatenated([statistic.keys(name, samples) for samples in filled])
                 self.values += [statistic.values(samples) for samples in filled]
 
-    def counts(self, digest: tuple[int, int]) -> dict[str, float]:
+    def counts(self) -> dict[str, float]:
         """What is summed over DP ranks."""
         num_samples = self.mask_sums.shape[1]
         counts: dict[str, float] = {"errors": 0, "ranks_with_data": 0, "ranks_with_samples": num_samples > 0}
         counts["ranks_with_rollout_ids"] = self.rollout_ids is not None
         counts["ranks_with_prompt_ids"] = self.prompt_ids is not None
-        counts |= {"samples": num_samples, "digest": digest[0], "digest_rest": digest[1]}
+        counts |= {"samples": num_samples, "ranks_with_identity": self.has_identity}
         for k, (sums, active) in enumerate(zip(self.mask_sums, self.active_tokens, strict=True)):
             counts |= {f"active_samples/{k}": int((sums > 0).sum()), f"tokens/{k}": float(sums.sum())}
             counts |= {f"active_tokens/{k}": float(active.sum()), f"entries/{k}": self.entries[k]}

@@ -3,12 +3,12 @@
 import contextlib
 import functools
 import io
-import logging
 import os
 import re
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -204,19 +204,16 @@ SUSPICIOUS: dict[str, tuple[str, Any, str]] = {
 def warnings_of_steps() -> dict[str, list[list[str]]]:
     """Of two steps of each case, on two DP ranks with groups of their own."""
     start()
-    texts: list[str] = []
-    for name in ("plan.plan", "step.counting"):
-        logging.getLogger(f"megatron_rl_loss.{name}").addFilter(
-            lambda record: texts.append(record.getMessage()) or True
-        )
     found = {}
     for name, (mode, samples_of, _) in SUSPICIOUS.items():
         group, said = dist.new_group([0, 1]), []
-        for _ in range(2):
-            masks = [torch.tensor(mask) for mask in RAGGED]
-            plan_step([Samples(masks, **ids) for ids in samples_of(dist.get_rank())], mode, dp_group=group)
-            said.append(list(texts))
-            texts.clear()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("default")  # as Python has it: once
+            for _ in range(2):
+                masks = [torch.tensor(mask) for mask in RAGGED]
+                plan_step([Samples(masks, **ids) for ids in samples_of(dist.get_rank())], mode, dp_group=group)
+                said.append([str(warning.message) for warning in caught])
+                caught.clear()
         found[name] = said
     return found
 
@@ -236,6 +233,7 @@ def test_a_suspicious_first_step_is_warned_of_once() -> None:
 REASON = "rank 0: ValueError: the reward model is gone"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["torchrun", "ends", "stays"])
 def test_an_error_of_one_rank_ends_all_with_its_reason(case: str, tmp_path: Path) -> None:
     script = ROOT / "tests" / "support" / "failing_rank.py"
