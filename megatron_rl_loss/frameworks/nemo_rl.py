@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_rl_loss.frameworks.columns import check_even, prompts_of
 from megatron_rl_loss.modes.table import ModeFunction
 from megatron_rl_loss.modes.weights import weights_column
-from megatron_rl_loss.step.ids import Ids
 
 __all__ = ["AggregatedPGLossFn", "aggregate"]
 
@@ -83,12 +83,13 @@ class AggregatedPGLossFn:
             masks = data["token_mask"][rows, 1:].float() * data["sample_mask"][rows, None]
             for name, (mode, settings) in self._modes.items():
                 of_term = masks * (data["rewards"][rows, None] > 0) if name == "nll" else masks
-                prompts = _prompt_ids(data["input_ids"][rows], data["token_mask"][rows])
-                weights = torch.stack(weights_column(mode, list(of_term), prompt_ids=prompts, **settings))
+                prompts = prompts_of(data["input_ids"][rows].tolist(), (data["token_mask"][rows] != 0).tolist())
+                of_rows = weights_column(mode, list(of_term), prompt_ids=prompts, **settings)
+                weights = torch.stack(of_rows)
                 if name == "nll" or self.loss_type.value == "token_level":
                     column = torch.nn.functional.pad(weights * masks.sum(), (1, 0))
                 else:
-                    _check_even(weights, masks)
+                    check_even(of_rows, list(masks), "Set token_level_loss=true")
                     column = weights.sum(-1) * data["sample_mask"][rows].sum()
                 found[_column(name)].append(column)
         return {name: torch.cat(columns) for name, columns in found.items()}
@@ -118,19 +119,3 @@ class AggregatedPGLossFn:
 
 def _column(term: str) -> str:
     return f"loss_weights_of_{term}"
-
-
-def _prompt_ids(input_ids: Tensor, token_mask: Tensor) -> Ids:
-    """The tokens before the first that is trained on, as NeMo-RL's advantages tell prompts apart."""
-    trained = token_mask != 0
-    lengths = torch.where(trained.any(-1), trained.int().argmax(-1), trained.shape[-1])
-    return [str(row[:length].tolist()) for row, length in zip(input_ids, lengths.tolist(), strict=True)]
-
-
-def _check_even(weights: Tensor, masks: Tensor) -> None:
-    """Refuse weights that no factor of a sample's mean makes."""
-    if bool((weights != weights.amax(-1, keepdim=True) * (masks != 0)).any()):
-        raise ValueError(
-            "token_level_loss=false and weights that differ within a sample, or a token mask that is not 0 and 1: "
-            "NeMo-RL then takes means of samples. Set token_level_loss=true, or choose another mode."
-        )

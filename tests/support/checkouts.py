@@ -86,6 +86,34 @@ NEMO_RL = Framework(
         "nemo_rl.models.megatron.config",
     ),
 )
+AREAL = Framework(
+    variable="AREAL_PATH",
+    proof="areal/engine/megatron_engine.py",
+    passed_by=_packages("areal", "engine", "trainer", "trainer.ppo"),
+    stand_ins=(
+        *("aiohttp", "colorlog", "httpx", "hydra", "lark", "mbridge", "numba", "omegaconf", "orjson", "pandas", "ray"),
+        *("safetensors", "tenacity", "torchdata", "transformers", "uvloop", "yaml", "megatron.bridge"),
+        *("areal.infra", "areal.experimental.training_service"),  # launchers and servers
+    ),
+)
+MS_SWIFT = Framework(
+    variable="MS_SWIFT_PATH",
+    proof="swift/megatron/trainers/grpo_trainer.py",
+    passed_by=_packages("swift", "megatron", "megatron.trainers", "rl_core", "rlhf_trainers"),
+    stand_ins=(
+        *("accelerate", "aiohttp", "dacite", "datasets", "fastapi", "huggingface_hub", "json_repair", "mcore_bridge"),
+        *("modelscope", "msgspec", "openai", "pandas", "peft", "PIL", "pydantic", "requests", "tqdm", "transformers"),
+        *("trl", "uvicorn", "swift.utils.logger", "swift.tuners", "swift.template", "swift.dataset", "swift.rewards"),
+        *(
+            "swift.dataloader",
+            "swift.infer_engine",
+            "swift.rollout",
+            "swift.trainers",
+        ),  # what generates, other trainers
+        *("swift.megatron.arguments", "swift.megatron.callbacks", "swift.megatron.model"),
+        *(f"swift.rlhf_trainers.{name}" for name in ("gkd_helpers", "grpo_trainer", "vllm_client")),
+    ),
+)
 MEGATRON_LM = Framework(
     variable="MEGATRON_LM_PATH",
     proof="train_rl.py",

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from checkouts import MEGATRON_LM, load
 from example_run import MODEL
+from gloo_gather import all_gather
 from oracle import zigzag
 
 SEQ_LENGTH, PAD = 64, 0
@@ -108,7 +109,7 @@ def main(root: str, cp: int, cases: list[dict[str, Any]]) -> None:
 
     modules = load(MEGATRON_LM, root, "megatron.rl.rl_utils", "train_rl", "train_rl_with_loss_aggregation")
     rl_utils, train_rl, example = modules
-    torch.distributed.nn.functional.all_gather = lambda values, group: Gather.apply(values, group)
+    torch.distributed.nn.functional.all_gather = all_gather
     rl_utils.HAVE_TEX, rl_utils.tex = True, SimpleNamespace(thd_get_partitioned_indices=partitioned)
     dist.init_process_group("gloo")
     parallel_state.initialize_model_parallel(context_parallel_size=cp)
@@ -189,21 +190,6 @@ def partitioned(cu_seqlens: torch.Tensor, total: int, size: int, rank: int) -> t
     edges = cu_seqlens.tolist()
     slots = [list(range(begin, end)) for begin, end in pairwise(edges)]
     return torch.tensor(zigzag(slots, rank, size), dtype=torch.int32)  # type: ignore[arg-type]
-
-
-class Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, values: torch.Tensor, group: Any) -> tuple[torch.Tensor, ...]:
-        ctx.group = group
-        gathered = [torch.empty_like(values) for _ in range(group.size())]
-        dist.all_gather(gathered, values.contiguous(), group=group)
-        return tuple(gathered)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        summed = torch.stack(gradients)
-        dist.all_reduce(summed, group=ctx.group)
-        return summed[ctx.group.rank()], None
 
 
 def groups() -> Any:

@@ -10,10 +10,23 @@ from types import SimpleNamespace
 from typing import Any
 
 import megatron_on_cpu
-import oracle
 import pytest
 import torch
 import torch.distributed as dist
+from bigram_step import (
+    BETA,
+    CLIP_HIGH,
+    CLIP_LOW,
+    CUTS,
+    LENGTH,
+    ROWS,
+    TOLERANCE,
+    VOCABULARY,
+    expected,
+    k3,
+    make_batch,
+    make_table,
+)
 from checkouts import NEMO_RL, checkout, load
 from ranks import RankError, run_ranks
 from table_step import start, table_model
@@ -21,11 +34,8 @@ from torch import Tensor
 
 from megatron_rl_loss import ModeInputs
 
-#: Log-probs are float32 sums over the vocabulary.
-TOLERANCE = 2e-6
-VOCABULARY, ROWS, LENGTH, BETA, MU = 11, 12, 17, 0.03, 0.4
-CUTS = [(0, 1), (1, 4), (4, 6)]  # micro-batches of a rank's six rows
-SETTINGS = {"ratio_clip_min": 0.2, "ratio_clip_max": 0.28, "reference_policy_kl_penalty": BETA}
+MU = 0.4
+SETTINGS = {"ratio_clip_min": CLIP_LOW, "ratio_clip_max": CLIP_HIGH, "reference_policy_kl_penalty": BETA}
 MODES: dict[str, dict[str, Any]] = {
     "token_mean": {},
     "sample_mean": {"units": "active"},
@@ -37,78 +47,9 @@ MODES: dict[str, dict[str, Any]] = {
 pytestmark = pytest.mark.slow
 
 
-def make_batch() -> dict[str, Tensor]:
-    """Ragged rows of six prompts of one to four responses each; of two turns; one not valid, one without a reward."""
-    generator = torch.Generator().manual_seed(3)
-
-    def drawn(*shape: int) -> Tensor:
-        return torch.rand(*shape, generator=generator)
-
-    prompts = [0, 0, 0, 0, 1, 1, 2, 3, 3, 4, 5, 5]
-    ids = torch.randint(1, VOCABULARY, (ROWS, LENGTH), generator=generator)
-    lengths = torch.randint(6, LENGTH + 1, (ROWS,), generator=generator)
-    mask = torch.zeros(ROWS, LENGTH)
-    for row, prompt in enumerate(prompts):
-        ids[row, :3] = torch.tensor([1 + prompt, 2, 1 + prompt])
-        mask[row, 3 : lengths[row]] = 1
-        mask[row, 5] = 0  # a tool's token
-    mask[10, 3 : lengths[10]] = (drawn(int(lengths[10]) - 3) < 0.3).float()
-    mask[10, 3] = 1
-    valid = torch.ones(ROWS)
-    valid[4] = 0
-    old = -2.4 + 0.3 * torch.randn(ROWS, LENGTH, generator=generator)
-    return {
-        "input_ids": ids,
-        "input_lengths": lengths,
-        "token_mask": mask,
-        "sample_mask": valid,
-        "advantages": torch.randn(ROWS, 1, generator=generator).expand(ROWS, LENGTH).clone(),
-        "rewards": (drawn(ROWS) < 0.5).float(),
-        "prev_logprobs": old,
-        "generation_logprobs": old.clone(),
-        "reference_policy_logprobs": old + 0.2 * torch.randn(ROWS, LENGTH, generator=generator),
-        "prompts": torch.tensor(prompts),
-    }
-
-
-def make_table() -> Tensor:
-    return 0.6 * torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(4))
-
-
-def expected(mode: str, settings: dict[str, Any], of_samples: bool, mu: float) -> tuple[float, Tensor, float]:
-    """Value, gradient by table entry and scale of the step's loss, in float64."""
-    batch, table = make_batch(), make_table().double().requires_grad_()
-    ids = batch["input_ids"]
-    log_probs = table.log_softmax(-1)[ids[:, :-1], ids[:, 1:]]
-    old, reference = (batch[name][:, 1:].double() for name in ("prev_logprobs", "reference_policy_logprobs"))
-    advantages = batch["advantages"][:, 1:].double()
-    masks = batch["token_mask"][:, 1:].double() * batch["sample_mask"][:, None]
-    log_ratio = log_probs - old
-    if of_samples:
-        token_mask = batch["token_mask"][:, 1:].double()
-        log_ratio = ((log_ratio * token_mask).sum(-1) / token_mask.sum(-1))[:, None].expand_as(old)
-    ratio = log_ratio.exp()
-    policy = torch.maximum(-ratio * advantages, -ratio.clamp(0.8, 1.28) * advantages)
-    difference = reference - log_probs
-    kl = (difference.exp() - difference - 1) * (log_probs - log_probs.detach()).exp()
-    of_policy = {name: value for name, value in settings.items() if name != "kl"}
-    scale = 0.0
-
-    def step(mode: str, losses: Tensor, masks: Tensor, divisor: float | None = None, units: str = "all") -> Tensor:
-        nonlocal scale
-        samples = [
-            oracle.Sample(losses[i], masks[i], None, int(prompt)) for i, prompt in enumerate(batch["prompts"].tolist())
-        ]
-        scale += oracle.step_scale(mode, samples, divisor, units)
-        return oracle.step_loss(mode, samples, divisor, units)
-
-    loss = step(mode, policy, masks, **of_policy)
-    of_kl = {} if "kl" in settings else of_policy
-    loss = loss + BETA * step(settings.get("kl", mode), kl, masks, **of_kl)
-    if mu:
-        loss = loss + mu * step("token_mean", -log_probs, masks * (batch["rewards"] > 0)[:, None])
-    (gradient,) = torch.autograd.grad(loss, table)
-    return float(loss.detach()), gradient, scale
+def kl_of_nemo_rl(log_probs: Tensor, reference: Tensor) -> Tensor:
+    """With the gradient of the policy that it is an expectation over."""
+    return k3(log_probs, reference) * (log_probs - log_probs.detach()).exp()
 
 
 def let_backward_run_here(gather: Any) -> None:
@@ -178,7 +119,9 @@ def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, flo
         metrics = dict(zip(names, sums.tolist(), strict=True))
         mu = case.get("cfg", {}).get("positive_example_nll_weight", 0.0)
         of_samples = case.get("cfg", {}).get("sequence_level_importance_ratios", False)
-        value, by_entry, scale = expected(case["mode"], case["settings"], of_samples, mu)
+        value, by_entry, scale = expected(
+            case["mode"], case["settings"], kl=kl_of_nemo_rl, of_samples=of_samples, mu=mu
+        )
         gradient = model.module.losses.main_grad.clone().view_as(by_entry).double()
         in_gradient = float((gradient - by_entry).abs().max() / by_entry.abs().max())
         found.append(metrics | {"in gradient": in_gradient, "in value": abs(metrics["loss"] - value) / scale})

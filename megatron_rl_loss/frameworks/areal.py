@@ -1,0 +1,65 @@
+"""AReaL: any mode for its PPO, GRPO, GSPO and SAPO losses, by one line before its trainer is made.
+
+    from areal.engine import MegatronPPOActor  # or FSDPPPOActor
+    from megatron_rl_loss.frameworks.areal import aggregate
+
+    aggregate(MegatronPPOActor, "prompt_mean")
+
+AReaL trains on the mean over the T tokens of an optimizer step, whatever its micro-batches and ranks. Its losses are
+homogeneous in the advantage. So each token's advantage is multiplied by its weight in the mode * T, which one round of
+collectives counts over the data-parallel group before the step. Penalties on rewards stay as they are; a distillation
+loss stays a token mean. Imports no AReaL.
+Source: areal 4aef98d8, trainer/ppo/actor.py (_ppo_update, grpo_loss_fn), engine/megatron_engine.py (train_batch).
+"""
+
+import functools
+from typing import Any
+
+import torch
+
+from megatron_rl_loss.frameworks.columns import check_even, prompts_of, token_mean_factors
+from megatron_rl_loss.modes.table import ModeFunction
+from megatron_rl_loss.step.totals import UnitCounting
+
+__all__ = ["aggregate"]
+
+
+def aggregate(
+    actor_class: Any, mode: str | ModeFunction, *, divisor: float | None = None, units: UnitCounting | None = None
+) -> None:
+    """From now on actors of that class train on the mode. Where a controller starts the workers, call it in these.
+
+    Args:
+        actor_class: ``MegatronPPOActor``, ``FSDPPPOActor`` or a subclass of yours; its `train_batch` is replaced.
+        mode, divisor, units: as in `make_pg_loss_reducer`. Prompts are told apart by their tokens.
+
+    Raises:
+        ValueError, TypeError: when a step is trained on: settings that are unusable; ``m2_threshold``, with which AReaL
+            divides by the tokens that are left; weights that differ within a sample for losses of sequences.
+    """
+    train_batch = actor_class.train_batch
+
+    @functools.wraps(train_batch)
+    def with_factors(self: Any, input_: Any, *args: Any, **kwargs: Any) -> Any:
+        batches = input_ if isinstance(input_, list) else [input_]
+        if getattr(self.config, "m2_threshold", None) is not None:
+            raise ValueError(
+                "m2_threshold beside a loss aggregation: AReaL then divides by the tokens that it keeps, which are "
+                "known in the training forward alone. Leave one of them out."
+            )
+        masks = [mask for batch in batches for mask in batch["loss_mask"].float()]
+        # Masks are those of the label, which is the next token.
+        trained = (mask.roll(1).bool().tolist() for mask in masks)
+        prompts = prompts_of((ids.tolist() for batch in batches for ids in batch["input_ids"]), trained)
+        factors, _ = token_mean_factors(
+            mode, masks, dp_group=self.data_parallel_group, prompt_ids=prompts, divisor=divisor, units=units
+        )
+        if getattr(self.config, "importance_sampling_level", "token") == "sequence":
+            check_even(factors, masks, "Set importance_sampling_level=token")
+        weighted, left = [], iter(factors)
+        for batch in batches:
+            rows = torch.stack([next(left) for _ in batch["loss_mask"]])
+            weighted.append({**batch, "advantages": batch["advantages"] * rows})
+        return train_batch(self, weighted if isinstance(input_, list) else weighted[0], *args, **kwargs)
+
+    actor_class.train_batch = with_factors

@@ -1,0 +1,85 @@
+"""ms-swift (Megatron-SWIFT): any mode for GRPO's policy loss, by a plugin file of two lines.
+
+    from megatron_rl_loss.frameworks.ms_swift import aggregate
+
+    aggregate("prompt_mean")  # megatron rlhf --rlhf_type grpo --loss_type dapo --external_plugins plugin.py ...
+
+With ``--loss_type dapo`` (the clipped loss of grpo, bnpo and dr_grpo too) or ``cispo`` Megatron-SWIFT sums loss * mask
+over a micro-batch and divides by a count of tokens that it hands to each micro-batch. So before each optimizer step the
+count becomes the step's tokens T over the number of micro-batches, which Megatron's schedule divides by, and each
+token's advantage is multiplied by its weight in the mode * T. A KL penalty in the loss then is the exact token mean.
+Metrics keep their masks. One round of collectives for each step.
+Source: ms-swift 3602360a, swift/megatron/trainers/grpo_trainer.py (loss_func), rollout_mixin.py, base.py (train_step).
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from megatron_rl_loss.frameworks.columns import prompts_of, token_mean_factors
+from megatron_rl_loss.modes.table import ModeFunction
+from megatron_rl_loss.step.totals import UnitCounting
+
+__all__ = ["aggregate"]
+
+
+def aggregate(mode: str | ModeFunction, *, divisor: float | None = None, units: UnitCounting | None = None) -> None:
+    """From now on ms-swift's `MegatronGRPOTrainer` trains on the mode.
+
+    Args:
+        mode, divisor, units: as in `make_pg_loss_reducer`. Prompts are told apart by their tokens.
+
+    Raises:
+        ValueError, TypeError: when a step is trained on: another ``--loss_type`` than dapo and cispo; settings that are
+            unusable; fewer tokens than micro-batches, which Megatron-SWIFT would count as more.
+    """
+    from swift.megatron.trainers import grpo_trainer
+
+    trainer, collate = grpo_trainer.MegatronGRPOTrainer, grpo_trainer.collate_to_grpo_micro_batch
+    on_step = trainer._on_train_step_batch
+
+    @functools.wraps(collate)
+    def collate_with_prompts(samples: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        encoded = [sample.encoded for sample in samples]
+        trained = [[label != -100 for label in one["labels"]] for one in encoded]
+        prompts = prompts_of([one["input_ids"] for one in encoded], trained)  # before these are padded in place
+        inputs, batch = collate(samples, *args, **kwargs)
+        batch.prompts = prompts
+        return inputs, batch
+
+    @functools.wraps(on_step)
+    def weigh_step(self: Any, microbatches: Sequence[dict[str, Any]]) -> None:
+        on_step(self, microbatches)
+        _weigh([one["grpo_batch"] for one in microbatches], self, mode, divisor=divisor, units=units)
+
+    grpo_trainer.collate_to_grpo_micro_batch = collate_with_prompts
+    trainer._on_train_step_batch = weigh_step
+
+
+def _weigh(batches: Sequence[Any], trainer: Any, mode: str | ModeFunction, **settings: Any) -> None:
+    from megatron.core import mpu
+
+    if trainer.loss_type not in ("dapo", "cispo"):
+        raise ValueError(
+            f"--loss_type {trainer.loss_type} beside a loss aggregation: the loss must be a sum over a token count. "
+            "Use --loss_type dapo, which has the loss of grpo, bnpo and dr_grpo, or cispo."
+        )
+    masks = []
+    for batch in batches:
+        kept = ~batch.truncated_mask if trainer.args.overlong_filter else torch.ones_like(batch.truncated_mask)
+        masks += list((batch.completion_mask * kept[:, None]).float())
+    prompts = [prompt for batch in batches for prompt in batch.prompts]
+    factors, tokens = token_mean_factors(
+        mode, masks, dp_group=mpu.get_data_parallel_group(), prompt_ids=prompts, **settings
+    )
+    shares = len(batches) * mpu.get_data_parallel_world_size()
+    if 0 < tokens < shares:
+        raise ValueError(
+            f"{tokens:g} tokens in {shares} micro-batches: Megatron-SWIFT counts at least one in each. Use fewer."
+        )
+    left = iter(factors)
+    for batch in batches:
+        batch.advantages = batch.advantages * torch.stack([next(left) for _ in batch.advantages])
+        batch.num_items_in_batch = batch.advantages.new_tensor(tokens / len(batches))

@@ -1,0 +1,101 @@
+"""A step for engines whose batches are padded rows, on a model that is a table of logits: one row for each token id.
+
+What must come out is stated in float64 apart from all that is tested: the clipped loss and a KL penalty, each by its
+mode, as functions of the table.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import oracle
+import torch
+from torch import Tensor
+
+VOCABULARY, ROWS, LENGTH, BETA = 11, 12, 17, 0.03
+CLIP_LOW, CLIP_HIGH = 0.2, 0.28
+CUTS = [(0, 1), (1, 4), (4, 6)]  # micro-batches of six rows
+PROMPTS = [0, 0, 0, 0, 1, 1, 2, 3, 3, 4, 5, 5]
+#: Log-probs are float32 sums over the vocabulary.
+TOLERANCE = 2e-6
+
+
+def make_batch() -> dict[str, Tensor]:
+    """Ragged rows of six prompts of one to four responses each; of two turns; one not valid, one without a reward."""
+    generator = torch.Generator().manual_seed(3)
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.rand(*shape, generator=generator)
+
+    ids = torch.randint(1, VOCABULARY, (ROWS, LENGTH), generator=generator)
+    lengths = torch.randint(6, LENGTH + 1, (ROWS,), generator=generator)
+    mask = torch.zeros(ROWS, LENGTH)
+    for row, prompt in enumerate(PROMPTS):
+        ids[row, :3] = torch.tensor([1 + prompt, 2, 1 + prompt])
+        mask[row, 3 : lengths[row]] = 1
+        mask[row, 5] = 0  # a tool's token
+    mask[10, 3 : lengths[10]] = (drawn(int(lengths[10]) - 3) < 0.3).float()
+    mask[10, 3] = 1
+    valid = torch.ones(ROWS)
+    valid[4] = 0
+    old = -2.4 + 0.3 * torch.randn(ROWS, LENGTH, generator=generator)
+    return {
+        "input_ids": ids,
+        "input_lengths": lengths,
+        "token_mask": mask,
+        "sample_mask": valid,
+        "advantages": torch.randn(ROWS, 1, generator=generator).expand(ROWS, LENGTH).clone(),
+        "rewards": (drawn(ROWS) < 0.5).float(),
+        "prev_logprobs": old,
+        "generation_logprobs": old.clone(),
+        "reference_policy_logprobs": old + 0.2 * torch.randn(ROWS, LENGTH, generator=generator),
+        "prompts": torch.tensor(PROMPTS),
+    }
+
+
+def make_table() -> Tensor:
+    return 0.6 * torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(4))
+
+
+def k3(log_probs: Tensor, reference: Tensor) -> Tensor:
+    return (reference - log_probs).exp() - (reference - log_probs) - 1
+
+
+def expected(
+    mode: str,
+    settings: dict[str, Any],
+    *,
+    kl: Callable[[Tensor, Tensor], Tensor] | None = k3,
+    of_samples: bool = False,
+    mu: float = 0,
+    beta: float = BETA,
+) -> tuple[float, Tensor, float]:
+    """Value, gradient by table entry and scale of the step's loss; `mu` is of the NLL of rows with a reward."""
+    batch, table = make_batch(), make_table().double().requires_grad_()
+    ids = batch["input_ids"]
+    log_probs = table.log_softmax(-1)[ids[:, :-1], ids[:, 1:]]
+    old, reference = (batch[name][:, 1:].double() for name in ("prev_logprobs", "reference_policy_logprobs"))
+    advantages = batch["advantages"][:, 1:].double()
+    masks = batch["token_mask"][:, 1:].double() * batch["sample_mask"][:, None]
+    log_ratio = log_probs - old
+    if of_samples:
+        token_mask = batch["token_mask"][:, 1:].double()
+        log_ratio = ((log_ratio * token_mask).sum(-1) / token_mask.sum(-1))[:, None].expand_as(old)
+    ratio = log_ratio.exp()
+    policy = torch.maximum(-ratio * advantages, -ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH) * advantages)
+    of_policy = {name: value for name, value in settings.items() if name != "kl"}
+    scale = 0.0
+
+    def step(mode: str, losses: Tensor, masks: Tensor, divisor: float | None = None, units: str = "all") -> Tensor:
+        nonlocal scale
+        samples = [oracle.Sample(losses[i], masks[i], None, prompt) for i, prompt in enumerate(PROMPTS)]
+        scale += oracle.step_scale(mode, samples, divisor, units)
+        return oracle.step_loss(mode, samples, divisor, units)
+
+    loss = step(mode, policy, masks, **of_policy)
+    if kl is not None:
+        of_kl = {} if "kl" in settings else of_policy
+        loss = loss + beta * step(settings.get("kl", mode), kl(log_probs, reference), masks, **of_kl)
+    if mu:
+        loss = loss + mu * step("token_mean", -log_probs, masks * (batch["rewards"] > 0)[:, None])
+    (gradient,) = torch.autograd.grad(loss, table)
+    return float(loss.detach()), gradient, scale
