@@ -142,7 +142,7 @@ def dppo_loss(
         log_probs, advantages, local, importance_weights: as in `ppo_clip_loss`.
 
     Raises ValueError as `ppo_clip_loss`, for an unknown divergence, and for a threshold that is not above 0 (and below
-    1 for ``tv``). Source: DPPO, arXiv:2602.04879.
+    1 for ``tv``). Source: DPPO, arXiv:2602.04879 eq. 11 to 14.
     """
     given = Given.of(log_probs, old_log_probs, advantages, importance_weights, local)
     check_choice("divergence", divergence, get_args(Divergence))

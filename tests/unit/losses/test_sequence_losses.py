@@ -12,7 +12,7 @@ from refusals import Call, check_refusal, each_of, refusals
 from torch import Tensor
 
 from megatron_rl_loss import Samples, StepTotals, make_pg_loss_reducer
-from megatron_rl_loss.losses import gmpo_loss, gspo_loss, gspo_token_loss, ppo_clip_loss
+from megatron_rl_loss.losses import gmpo_loss, gspo_loss, gspo_token_loss, ppo_clip_loss, segment_mean
 
 MASKS = [torch.tensor([1, 1, 0]), torch.tensor([1, 1])]
 LOCAL = Samples(MASKS).local(0, 1)
@@ -67,10 +67,14 @@ def test_at_ratio_1_the_gradient_is_that_of_sample_mean(name: str) -> None:
 
 
 def test_with_one_advantage_per_sequence_a_token_has_its_sequences_gradient() -> None:
-    """Off policy and inside the clip range too."""
+    """Off policy and inside the clip range too; whether the mean is given, with its graph, or not."""
     masks, old = [torch.ones(3), torch.ones(2)], OLD.double()
     local, clip = Samples(masks).local(0, 1), {"clip_low": 0.9, "clip_high": 0.9}
-    by_token, by_sequence = (
+
+    def with_mean(new: Tensor, old: Tensor, advantages: Tensor, *place: Any, **clip: Any) -> Any:
+        return gspo_token_loss(new, old, advantages, *place, mean_log_ratio=segment_mean(new - old, *place), **clip)
+
+    by_sequence, *by_token = (
         gradient_of(
             lambda *tokens, loss=loss: loss(*tokens, local, **clip),
             masks,
@@ -78,9 +82,10 @@ def test_with_one_advantage_per_sequence_a_token_has_its_sequences_gradient() ->
             old,
             advantages_of(1, -2).double(),
         )
-        for loss in (gspo_token_loss, gspo_loss)
+        for loss in (gspo_loss, gspo_token_loss, with_mean)
     )
-    torch.testing.assert_close(by_token, by_sequence, rtol=oracle.EXACT, atol=0)
+    for found in by_token:
+        torch.testing.assert_close(found, by_sequence, rtol=oracle.EXACT, atol=0)
 
 
 @pytest.mark.parametrize("name", ALL)

@@ -172,11 +172,14 @@ def test_a_ratio_that_overflows_gives_a_finite_loss_and_gradient(dtype: torch.dt
             assert log_probs.grad.tolist() == [0, 0, 0]
 
 
+NEAR = (("tv", 0.1), ("kl", 0.59))  # the KL of p = 1 and q = exp(-0.6) is 0.6
+
+
 def test_a_certain_token_has_a_divergence() -> None:
-    """p = 1 or q = 1, where the other tokens' log-probability is -inf."""
-    certain, likely, advantages = torch.zeros(2), torch.full((2,), -0.5), torch.tensor([1.0, -1.0])
-    for divergence in ("tv", "kl"):
-        settings: Any = {"divergence": divergence, "threshold": 0.1}
+    """p = 1 or q = 1, where the other tokens' log-probability is -inf; a log-prob that rounds above 0 is one of 1."""
+    likely, advantages = torch.full((2,), -0.6), torch.tensor([1.0, -1.0])
+    for certain, (divergence, threshold) in itertools.product(torch.zeros(2, 2) + torch.tensor([[0], [0.05]]), NEAR):
+        settings: Any = {"divergence": divergence, "threshold": threshold}
         assert dppo_loss(certain, likely, advantages, **settings).clipped.tolist() == [1, 0]
         assert dppo_loss(likely, certain, advantages, **settings).clipped.tolist() == [0, 1]
         same = dppo_loss(certain, certain, advantages, **settings)
