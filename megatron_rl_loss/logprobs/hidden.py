@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl_loss.errors import check_int, first_order
+from megatron_rl_loss.errors import check_callable, check_int, first_order
 from megatron_rl_loss.logprobs.kept_ids import Keep
 from megatron_rl_loss.logprobs.logits import (
     LogProbs,
@@ -176,7 +176,8 @@ def loss_from_hidden(
     """``sum_t weights[t] * loss_t`` in one pass: forward makes the gradients, backward scales them.
 
     Each token's loss may depend on its own log-prob, entropy and inputs alone. What couples tokens (a ratio of whole
-    sequences) needs `log_probs_from_hidden`. Under ``torch.no_grad`` no gradient is made.
+    sequences) needs `log_probs_from_hidden`. Under ``torch.no_grad`` no gradient is made. Of a NaN among the losses
+    nothing here says where it is: give them as a metric too, whose `Microbatch.sample_mean` names sample and token.
 
     Args:
         hidden, weight, labels: as in `log_probs_from_hidden`.
@@ -191,6 +192,7 @@ def loss_from_hidden(
     Raises:
         ValueError, TypeError: as `log_probs_from_hidden`; weights, inputs, losses or metrics of another shape.
     """
+    check_callable("per_token_loss", per_token_loss, "it must give losses and metrics of a chunk", "Pass a function")
     inputs = {name: one.reshape(-1) for name, one in (inputs or {}).items()}
     _check_per_token({"weights": weights.reshape(-1), **inputs}, labels.numel())
     if token_mask is None:

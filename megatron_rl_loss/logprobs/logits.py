@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl_loss.errors import check_int, check_within, first_order, require
+from megatron_rl_loss.errors import check_callable, check_int, check_within, first_order, require
 from megatron_rl_loss.logprobs.kept_ids import Keep, KeptIds, check_keep
 from megatron_rl_loss.step.collectives import Group, if_several, rank_in, size_of
 
@@ -113,6 +113,7 @@ def log_probs_from_logits(
             f"a kernel with {', '.join(name for name, used in extras.items() if used)}: other kernels make log-probs "
             "of plain logits alone. Leave the kernel out: plain torch can do it."
         )
+    check_callable("kernel", kernel, "it must make log-probs of logits", "Pass one of logprobs.kernels")
     rows = rows if read.rows is None else rows[read.rows]
     return read.in_shape(read.spread(kernel(rows, read.labels, read.tp_group).float()), None)
 
@@ -141,8 +142,7 @@ class Reading:
     def __init__(self, labels: Tensor, columns: int, tp_group: Group | None, settings: Settings) -> None:
         """`columns` is the number of this rank's columns of logits."""
         temperature, keep, vocab_size, self.entropy, token_mask = settings
-        sound = isinstance(temperature, int | float) and 0 < temperature < math.inf
-        check_within("temperature", temperature, sound, "a finite number > 0", "For greedy sampling there is no ratio")
+        check_within("temperature", temperature, "(0, inf)", "For greedy sampling there is no ratio")
         if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
             raise TypeError(f"labels of {labels.dtype}: they must be integers, ids of the vocabulary. Pass token ids.")
         size = columns * size_of(tp_group)

@@ -59,7 +59,7 @@ def group_relative_advantages(
     Source: GRPO, arXiv:2402.03300 section 4.1.2; without std, Dr. GRPO, arXiv:2503.20783 section 3.
     """
     if normalize_by_std:
-        check_within("epsilon", epsilon, epsilon > 0, "above 0: groups of equal rewards have std 0", "1e-6 is usual")
+        check_within("epsilon", epsilon, "(0, inf)", "1e-6 is usual")
     groups = _Groups.of(rewards, prompt_ids, rollout_ids, dp_group)
     if not normalize_by_std:
         return groups.mine(groups.centred)
@@ -195,7 +195,7 @@ def gae(
     for name, one in (("rewards", rewards), ("values", values)):
         check_values(name, one, samples.loss_shapes(len(tokens), tokens.cp_size), len(tokens), samples)
     for name, discount in (("gamma", gamma), ("lam", lam)):
-        check_within(name, discount, 0 <= discount <= 1, "in [0, 1]", "gamma 1 and lam 0.95 are usual")
+        check_within(name, discount, "[0, 1]", "gamma 1 and lam 0.95 are usual")
     given = torch.stack([one.detach().reshape(-1).double().cpu() for one in (rewards, values)])
     buffer = given.new_zeros(2, samples.total_tokens).index_copy_(1, tokens.positions.cpu(), given)
     all_reduce(buffer, exchange_group(tokens, cp_group))
@@ -250,7 +250,7 @@ def whiten(
     are not finite at an active token; ValueError for an epsilon that is not above 0.
     Source: PPO for language models, arXiv:1909.08593, as in verl and TRL.
     """
-    check_within("epsilon", epsilon, epsilon > 0, "above 0: the variance may be 0", "1e-8 is usual")
+    check_within("epsilon", epsilon, "(0, inf)", "1e-8 is usual")
     dp_group = stated_dp_group(dp_group, "whitening")
     placed = [located(one, cp_group) for one in local]
     groups = [group for group in (placed[0][1] if placed else cp_group, dp_group) if if_several(group) is not None]

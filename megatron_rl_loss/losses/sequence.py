@@ -106,7 +106,7 @@ def gmpo_loss(
     """
     given = Given.of(log_probs, old_log_probs, advantages, importance_weights, local)
     for name, clip in (("clip_low", clip_low), ("clip_high", clip_high)):
-        check_within(name, clip, 0 < clip < math.inf, "finite and above 0", "0.4, of the log-ratio, is usual")
+        check_within(name, clip, "(0, inf)", "0.4, of the log-ratio, is usual")
     bounds = RatioBounds(low=-clip_low, dual=math.inf, high=clip_high)
     bounded, clipped = bounds.clip(given.log_ratio, given.advantages)
     mean = to_tokens(segment_mean(bounded, local, cp_group, per=per, totals=totals), local)

@@ -48,6 +48,10 @@ def token_weights(
         ValueError, TypeError: as `make_pg_loss_reducer`.
     """
     aggregation = resolve(mode, divisor=divisor, units=units)
+    if not isinstance(samples, Samples):
+        raise TypeError(
+            f"samples is a {type(samples).__name__}: it describes the micro-batch's masks. Pass Samples(loss_masks)."
+        )
     return checked_weights(aggregation, samples.local(place_in_cp(cp_rank, cp_size), cp_size), totals)
 
 

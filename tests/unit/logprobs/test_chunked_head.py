@@ -478,6 +478,7 @@ REFUSALS = {
             {"loss": lambda lp, _: (lp, {"kl": lp})},
         ),
     ),
+    **refusals(fold, ({"loss": None}, "per_token_loss is a NoneType: it must give losses", {}), error=TypeError),
 }
 
 

@@ -287,7 +287,7 @@ REFUSALS = {
     **refusals(
         of,
         ({"temperature": 0}, "temperature is 0", {"temperature": 1e-3}),
-        ({"temperature": -1.0}, "finite number > 0", {}),
+        ({"temperature": -1.0}, r"it must be a number in \(0, inf\)", {}),
         ({"temperature": float("nan")}, "temperature is nan", {}),
         ({"temperature": ONES}, "temperature is", {}),
         ({"labels": LABELS + 1}, "a label 8 in a vocabulary of 8", {}),
@@ -309,6 +309,8 @@ REFUSALS = {
     **refusals(
         of,
         ({"logits": LOGITS.long()}, "logits of torch.int64", {}),
+        ({"kernel": "liger"}, "kernel is a str: it must make log-probs of logits", {}),
+        ({"tp_group": "nccl"}, "a process group of type str: it must be a ProcessGroup", {"tp_group": None}),
         *(
             ({"labels": labels}, f"labels of {labels.dtype}", {})
             for labels in (LABELS.float(), LABELS.half(), LABELS.cfloat(), LABELS > 0)

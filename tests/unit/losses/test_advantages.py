@@ -243,8 +243,9 @@ REFUSALS = {
 
 REFUSALS |= refusals(
     lambda **more: gae(torch.zeros(12), torch.zeros(12), samples_of([0, 1]).local(0, 1), **more),
-    ({"gamma": 1.1}, r"gamma is 1.1: it must be in \[0, 1\]", {"gamma": 1.0}),
+    ({"gamma": 1.1}, r"gamma is 1.1: it must be a number in \[0, 1\]", {"gamma": 1.0}),
     ({"lam": -0.1}, "lam is -0.1", {"lam": 0}),
+    ({"lam": "0.95"}, "lam is '0.95'", {"lam": 0.95}),
 )
 
 
@@ -253,7 +254,7 @@ REFUSALS |= refusals(
     lambda values=(1.0,) * 12, local=samples_of([0, 1]).local(0, 1), **more: whiten(  # noqa: B008
         [torch.tensor(values)], [local], dp_group=None, **more
     ),
-    ({"epsilon": 0}, "epsilon is 0: it must be above 0", {"epsilon": 1e-9}),
+    ({"epsilon": 0}, r"epsilon is 0: it must be a number in \(0, inf\)", {"epsilon": 1e-9}),
     ({"values": (NAN,) * 12}, "values with NaN or Inf at 9 active tokens", {"values": (1.0, 1, NAN) + (1.0,) * 9}),
     ({"values": (0.0,) * 6, "local": CUT.local(0, 2)}, "no cp_group: .+ on 2 ranks", {"local": CUT.local(0, 1)}),
 )

@@ -179,7 +179,12 @@ REFUSALS = {
         spread_of,
         ((6,), r"a statistic of shape \(6,\): it must have one number for each of the micro-batch's 3", (3,)),
     ),
-    **refusals(sums, ((WHOLE.int(),), "it must be a float tensor", (WHOLE.double(),)), error=TypeError),
+    **refusals(
+        sums,
+        ((WHOLE.int(),), "it must be a float tensor", (WHOLE.double(),)),
+        ({"cp_group": WHOLE}, "a process group of type Tensor: it must be a ProcessGroup", {"cp_group": None}),
+        error=TypeError,
+    ),
 }
 
 

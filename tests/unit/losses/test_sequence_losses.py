@@ -130,7 +130,7 @@ REFUSALS = {
     ),
     **refusals(
         functools.partial(call, "gmpo"),
-        ({"clip_low": 0.0}, "clip_low is 0.0: it must be finite and above 0", {"clip_low": 1.2}),
+        ({"clip_low": 0.0}, r"clip_low is 0.0: it must be a number in \(0, inf\)", {"clip_low": 1.2}),
         ({"importance_weights": ONES[:2]}, r"importance_weights of shape \(2,\)", {"importance_weights": ONES}),
     ),
 }

@@ -253,6 +253,10 @@ REFUSALS: dict[str, Refusal] = {
         counted(mode_over(lambda samples: torch.ones(2))), ValueError, r"that returned \(2,\) for 7 samples",
         counted(ONES),
     ),
+    "an alpha that is no number": (
+        lambda: length_to_the_minus("1"), ValueError, r"alpha is '1': it must be a number in \(-inf, inf\)",  # type: ignore[arg-type]
+        lambda: length_to_the_minus(1),
+    ),
     "a statistic that is infinite": (
         counted(INVERSE), ValueError, "a statistic that is NaN or infinite for sample 2", counted(ONES),
     ),

@@ -367,6 +367,11 @@ REFUSALS: dict[str, Refusal] = {
         ),
     ),
     **refusals(placed, ((3, SIX), r"loss aggregation 3 \(int\)", ("token_sum", SIX)), error=TypeError),
+    **refusals(
+        functools.partial(token_weights, "token_sum"),
+        ((MASKS, SIX), "samples is a list: it describes the micro-batch's masks", (Samples(MASKS), SIX)),
+        error=TypeError,
+    ),
 }
 
 
