@@ -2,17 +2,9 @@
 
 The logits of all tokens and their gradient, [tokens, vocabulary / TP] each, are the largest tensors of a training step.
 Here they never exist: the output layer runs on a chunk of tokens, `Reading` reads the chunk's logits, and they are
-dropped. There are two ways back:
-
-| function                | logits are made | for                                                                      |
-|-------------------------|-----------------|--------------------------------------------------------------------------|
-| `log_probs_from_hidden` | forward, again  | any loss, also one whose gradient needs the whole forward pass (a ratio  |
-|                         | backward        | of whole sequences, an auxiliary term)                                   |
-| `loss_from_hidden`      | once            | losses of single tokens with weights that are known beforehand, as those |
-|                         |                 | of all modes here are: forward makes the gradient too                    |
-
-The single pass is how Liger's fused linear cross-entropy and Apple's cut cross-entropy (arXiv:2411.09009) work for
-plain cross-entropy. It keeps the gradients of hidden states and weight until backward, which only scales them.
+dropped. `log_probs_from_hidden`, for any loss, makes them again backward. `loss_from_hidden` makes them once, and their
+gradient with them, for losses of single tokens whose weights are known beforehand; as Liger's fused linear
+cross-entropy and Apple's cut cross-entropy (arXiv:2411.09009) do for plain cross-entropy.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,15 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl_loss.errors import check_callable, check_int, first_order
+from megatron_rl_loss.logprobs.autocast import as_autocast, no_autocast, outside_autocast
 from megatron_rl_loss.logprobs.kept_ids import Keep
-from megatron_rl_loss.logprobs.logits import (
-    LogProbs,
-    Reading,
-    Settings,
-    check_labels_shape,
-    no_autocast,
-    outside_autocast,
-)
+from megatron_rl_loss.logprobs.logits import LogProbs, Reading, Settings, check_labels_shape
 from megatron_rl_loss.step.collectives import Group, if_several, size_of
 
 # Where torch has the newer names, it warns of the older ones.
@@ -136,7 +122,7 @@ def log_probs_from_hidden(
     Raises:
         ValueError, TypeError: as `log_probs_from_logits`; hidden states, weight and labels that do not fit each other.
     """
-    hidden, weight, bias = _as_autocast(hidden, weight, bias)
+    hidden, weight, bias = as_autocast(hidden), as_autocast(weight), None if bias is None else as_autocast(bias)
     settings = Settings(temperature, keep, vocab_size, entropy, token_mask)
     head = _Head(hidden, weight, bias, labels, settings, tensor_parallel, chunk_tokens, main_gradient)
     return head.read.in_shape(*_FromHidden.apply(hidden, weight, bias, head))  # type: ignore[no-untyped-call]
@@ -197,7 +183,7 @@ def loss_from_hidden(
     _check_per_token({"weights": weights.reshape(-1), **inputs}, labels.numel())
     if token_mask is None:
         token_mask = (weights != 0).view(labels.shape)
-    hidden, weight, bias = _as_autocast(hidden, weight, bias)
+    hidden, weight, bias = as_autocast(hidden), as_autocast(weight), None if bias is None else as_autocast(bias)
     settings = Settings(temperature, keep, vocab_size, entropy, token_mask)
     head = _Head(hidden, weight, bias, labels, settings, tensor_parallel, chunk_tokens, main_gradient)
     leaves = (hidden, weight, bias)
@@ -208,18 +194,6 @@ def loss_from_hidden(
     if any(wanted):
         share = _Folded.apply(*leaves, head, share, *gradients)  # type: ignore[no-untyped-call]
     return FoldedLoss(share, {name: head.read.spread(one).view(labels.shape) for name, one in values.items()})
-
-
-def _as_autocast(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """What autocast would make of them for a product, so that backward has it too, wherever it runs."""
-    device = hidden.device.type
-    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
-        return hidden, weight, bias
-
-    def cast(one: Tensor) -> Tensor:
-        return one if one.dtype == torch.float64 else one.to(torch.get_autocast_dtype(device))
-
-    return cast(hidden), cast(weight), None if bias is None else cast(bias)
 
 
 def _check_per_token(values: Mapping[str, Tensor], tokens: int) -> None:
@@ -287,7 +261,7 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class _Gradients:
-    """Sums of the gradients of hidden states, weight and bias, to which each chunk of tokens adds its own."""
+    """Sums of the gradients of hidden states, weight and bias over chunks of tokens."""
 
     def __init__(
         self, tokens: Tensor, weight: Tensor, wanted: Sequence[bool], main_gradient: MainGradient | None = None

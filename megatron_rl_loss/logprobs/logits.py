@@ -14,10 +14,8 @@ Reductions are in float32 (float64 of float64 logits). Megatron's own path, `cor
 makes log-probs alone, at temperature 1, and keeps the softmax.
 """
 
-import functools
 import math
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl_loss.errors import check_callable, check_int, check_within, first_order, require
+from megatron_rl_loss.logprobs.autocast import outside_autocast
 from megatron_rl_loss.logprobs.kept_ids import Keep, KeptIds, check_keep
 from megatron_rl_loss.step.collectives import Group, if_several, rank_in, size_of
 
@@ -325,23 +324,6 @@ _HOST_BLOCK, _HOST_MOST, _DEVICE_BLOCK = 2**19, 2**23, 2**25
 
 def _finite(top: Tensor) -> Tensor:
     return top.masked_fill(top == -math.inf, 0)
-
-
-def no_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """Operations in the dtypes that they are given, whatever autocast is on."""
-    known = torch.amp.is_autocast_available(device.type)
-    return torch.autocast(device.type, enabled=False) if known else nullcontext()
-
-
-def outside_autocast(step: Callable[..., Any]) -> Callable[..., Any]:
-    """A forward or backward that autocast leaves alone: logits are made twice, the same where backward runs outside."""
-
-    @functools.wraps(step)
-    def call(ctx: Any, *args: Any) -> Any:
-        with no_autocast(next((one.device for one in args if isinstance(one, Tensor)), torch.device("cpu"))):
-            return step(ctx, *args)
-
-    return call
 
 
 class _FromLogits(torch.autograd.Function):

@@ -207,13 +207,12 @@ def gae(
     estimates = torch.zeros_like(buffer)
     if places:
         r, v = (pad_sequence([row[place] for place in places]) for row in buffer)  # [longest, num_samples]
-        running, following, advantages = torch.zeros_like(r[:1].sum(0)), torch.zeros_like(r[:1].sum(0)), r.clone()
+        running = following = r.new_zeros(len(places))
         for t in range(len(r) - 1, -1, -1):
             running = r[t] + gamma * following - v[t] + gamma * lam * running
-            following = v[t]
-            advantages[t] = running
+            following, r[t] = v[t], running
         for i, place in enumerate(places):
-            of_sample = advantages[: len(place), i]
+            of_sample = r[: len(place), i]
             estimates[:, place] = torch.stack([of_sample, of_sample + buffer[1, place]])
     first, second = (tokens.of(row).float().to(values.device).view(values.shape) for row in estimates)
     return first, second
@@ -283,9 +282,7 @@ def whiten(
     raise_together(bool(sums[2] > 0), failure, groups)  # type: ignore[arg-type]
     assert not isinstance(rows, Exception)
     mean, number = sums[0] / sums[1].clamp(min=1), sums[1]
-    spread = torch.stack(
-        [torch.zeros((), dtype=torch.float64), *(((x - mean).square() * c).sum() for x, c in rows)]
-    ).sum()
+    spread = sum((((x - mean).square() * c).sum() for x, c in rows), torch.zeros_like(mean))
     for group in groups:
         all_reduce(spread, group)
     scale = (spread / (number - 1).clamp(min=1) + epsilon).rsqrt()

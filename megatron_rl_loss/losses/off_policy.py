@@ -1,8 +1,7 @@
 """Corrections where another policy drew the tokens: importance weights, and masks of what is rejected.
 
-The log-ratio is the trainer's old log-prob less the inference engine's, per token or, by `segment_sum` or
-`segment_mean`, per sequence. The results are detached and multiply a loss (``importance_weights=``); `to_tokens` takes
-those of sequences back to tokens.
+The log-ratio is the trainer's old log-prob less the inference engine's. The results are detached and multiply a loss
+(``importance_weights=``); `to_tokens` takes those of sequences back to tokens.
 
 A weight of 0 rejects a token, which still counts in every denominator. If only the survivors shall count, their masks
 must be known before the step's first forward: `surviving_masks` makes them from data, for `Samples`.
@@ -25,17 +24,8 @@ Level = Literal["token", "sequence", "geometric"]
 def importance_weights(log_ratio: Tensor, *, high: float, low: float = 0.0, outside: Outside = "cap") -> Tensor:
     """``r = exp(log_ratio)`` within [low, high], detached; outside, the bound (``cap``) or 0 (``drop``).
 
-    | correction | log_ratio | outside |
-    |---|---|---|
-    | TIS | of tokens | cap |
-    | IcePop, MIS of tokens | of tokens | drop |
-    | sequence TIS | `segment_sum` of the tokens' | cap |
-    | sequence MIS | `segment_sum` of the tokens' | drop |
-    | geometric: the same with the mean | `segment_mean` of the tokens' | either |
-
-    Args:
-        log_ratio: of any shape: of tokens, or of samples, whose weights `to_tokens` takes to tokens.
-        low, high: bounds of the ratio.
+    Of tokens, ``cap`` is TIS and ``drop`` IcePop or MIS; of `segment_sum` of the tokens', those of sequences; of
+    `segment_mean`, geometric ones. `log_ratio` has any shape, low and high bound the ratio.
 
     Raises ValueError for bounds that are not ``0 <= low < high < inf``, and an unknown `outside`.
     Source: TIS: Ionides 2008; for RL post-training, Yao et al. 2025. Sequence TIS and MIS: Liu, Li et al. 2025, "When

@@ -1,0 +1,34 @@
+"""`torch.autocast` around an output layer: its casts are made once, so that backward has them too, wherever it runs."""
+
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def as_autocast(one: Tensor) -> Tensor:
+    """What autocast would make of a product's factor."""
+    device = one.device.type
+    if one.dtype == torch.float64 or not torch.amp.is_autocast_available(device):
+        return one
+    return one.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else one
+
+
+def no_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """Operations in the dtypes that they are given, whatever autocast is on."""
+    known = torch.amp.is_autocast_available(device.type)
+    return torch.autocast(device.type, enabled=False) if known else nullcontext()
+
+
+def outside_autocast(step: Callable[..., Any]) -> Callable[..., Any]:
+    """A forward or backward that autocast leaves alone."""
+
+    @functools.wraps(step)
+    def call(ctx: Any, *args: Any) -> Any:
+        with no_autocast(next((one.device for one in args if isinstance(one, Tensor)), torch.device("cpu"))):
+            return step(ctx, *args)
+
+    return call
