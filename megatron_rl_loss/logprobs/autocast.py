@@ -1,7 +1,5 @@
 """`torch.autocast` around an output layer: its casts are made once, so that backward has them too, wherever it runs."""
 
-import functools
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -21,14 +19,3 @@ def no_autocast(device: torch.device) -> AbstractContextManager[Any]:
     """Operations in the dtypes that they are given, whatever autocast is on."""
     known = torch.amp.is_autocast_available(device.type)
     return torch.autocast(device.type, enabled=False) if known else nullcontext()
-
-
-def outside_autocast(step: Callable[..., Any]) -> Callable[..., Any]:
-    """A forward or backward that autocast leaves alone."""
-
-    @functools.wraps(step)
-    def call(ctx: Any, *args: Any) -> Any:
-        with no_autocast(next((one.device for one in args if isinstance(one, Tensor)), torch.device("cpu"))):
-            return step(ctx, *args)
-
-    return call

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl_loss.errors import check_callable, check_int, first_order
-from megatron_rl_loss.logprobs.autocast import as_autocast, no_autocast, outside_autocast
+from megatron_rl_loss.logprobs.autocast import as_autocast, no_autocast
 from megatron_rl_loss.logprobs.kept_ids import Keep
 from megatron_rl_loss.logprobs.logits import LogProbs, Reading, Settings, check_labels_shape
 from megatron_rl_loss.step.collectives import Group, if_several, size_of
@@ -189,7 +189,7 @@ def loss_from_hidden(
     leaves = (hidden, weight, bias)
     wanted = [torch.is_grad_enabled() and one is not None and one.requires_grad for one in leaves]
     weights = weights.detach().reshape(-1).to(hidden.device, torch.promote_types(weights.dtype, torch.float32))
-    with torch.no_grad(), no_autocast(hidden.device):
+    with torch.no_grad():
         share, values, gradients = _fold(head, leaves, wanted, weights, per_token_loss, inputs)
     if any(wanted):
         share = _Folded.apply(*leaves, head, share, *gradients)  # type: ignore[no-untyped-call]
@@ -299,7 +299,6 @@ def add_product(total: Tensor, of_logits: Tensor, hidden: Tensor) -> None:
 
 class _FromHidden(torch.autograd.Function):
     @staticmethod
-    @outside_autocast
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, head: _Head
     ) -> tuple[Tensor, Tensor | None]:
@@ -314,20 +313,20 @@ class _FromHidden(torch.autograd.Function):
 
     @staticmethod
     @first_order("log_probs_from_hidden")
-    @outside_autocast
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, norm = ctx.saved_tensors
         head: _Head = ctx.head
         read, tokens = head.read, head.parallel.gather(hidden)
         g, h = map(read.gather, gradients)
         sums = _Gradients(tokens, weight, ctx.needs_input_grad, head.main_gradient)
-        for part, places in read.chunks(head.chunk_tokens):
-            chunk = tokens[places]
-            logits = _logits(chunk, weight, bias)
-            of_g, of_h = (None if one is None else one[part] for one in (g, h))
-            read.gradient(logits, part, norm[:, part], of_g, of_h, into=logits)
-            sums.add(logits, chunk, places)
-            del logits  # before the next chunk's are made
+        with no_autocast(hidden.device):  # it may be on here alone
+            for part, places in read.chunks(head.chunk_tokens):
+                chunk = tokens[places]
+                logits = _logits(chunk, weight, bias)
+                of_g, of_h = (None if one is None else one[part] for one in (g, h))
+                read.gradient(logits, part, norm[:, part], of_g, of_h, into=logits)
+                sums.add(logits, chunk, places)
+                del logits  # before the next chunk's are made
         of_weight = head.weight_gradient(ctx.needs_input_grad[1], sums.of_weight, weight.dtype)
         return head.parallel.sum(sums.of_hidden, hidden), of_weight, _in_dtype(sums.of_bias, weight.dtype), None
 
@@ -389,7 +388,6 @@ class _Folded(torch.autograd.Function):
 
     @staticmethod
     @first_order("loss_from_hidden")
-    @outside_autocast
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         gain, of_hidden, of_weight, of_bias = ctx.saved_tensors
         head: _Head = ctx.head

@@ -23,7 +23,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl_loss.errors import check_callable, check_int, check_within, first_order, require
-from megatron_rl_loss.logprobs.autocast import outside_autocast
 from megatron_rl_loss.logprobs.kept_ids import Keep, KeptIds, check_keep
 from megatron_rl_loss.step.collectives import Group, if_several, rank_in, size_of
 
@@ -328,7 +327,6 @@ def _finite(top: Tensor) -> Tensor:
 
 class _FromLogits(torch.autograd.Function):
     @staticmethod
-    @outside_autocast
     def forward(
         ctx: Any, logits: Tensor, read: Reading, chunk_tokens: int | None, in_place: bool
     ) -> tuple[Tensor, Tensor | None]:
@@ -343,7 +341,6 @@ class _FromLogits(torch.autograd.Function):
 
     @staticmethod
     @first_order("log_probs_from_logits")
-    @outside_autocast
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         logits, norm = ctx.saved_tensors
         read: Reading = ctx.read

@@ -111,22 +111,14 @@ def generalised(rewards: list[float], values: list[float], masks: list[list[floa
     """The definition, a sum over all later tokens, for the active tokens of each sample."""
     found, begin = [], 0
     for mask in masks:
+        row = [(0.0, 0.0)] * len(mask)
         active = [begin + t for t, m in enumerate(mask) if m]
-        deltas = [
-            rewards[t] + GAMMA * (values[active[k + 1]] if k + 1 < len(active) else 0) - values[t]
-            for k, t in enumerate(active)
-        ]
-        estimates = dict(
-            zip(
-                active,
-                (sum((GAMMA * LAM) ** j * d for j, d in enumerate(deltas[k:])) for k in range(len(active))),
-                strict=True,
-            )
-        )
-        found += [
-            (estimates[t], estimates[t] + values[t]) if t in estimates else (0.0, 0.0)
-            for t in range(begin, begin + len(mask))
-        ]
+        following = [values[t] for t in active[1:]] + [0.0]
+        deltas = [rewards[t] + GAMMA * v - values[t] for t, v in zip(active, following, strict=True)]
+        for k, t in enumerate(active):
+            advantage = sum((GAMMA * LAM) ** j * d for j, d in enumerate(deltas[k:]))
+            row[t - begin] = (advantage, advantage + values[t])
+        found += row
         begin += len(mask)
     return found
 
