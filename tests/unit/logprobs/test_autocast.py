@@ -49,7 +49,7 @@ def from_logits(hidden: Tensor, weight: Tensor, batch: head_oracle.Batch) -> Ten
 
 
 def two_passes(hidden: Tensor, weight: Tensor, batch: head_oracle.Batch) -> Tensor:
-    return share_of(*log_probs_from_hidden(hidden, weight, batch.labels, entropy=True), batch)
+    return share_of(*log_probs_from_hidden(hidden, weight, batch.labels, entropy=True, token_mask=batch.mask), batch)
 
 
 def one_pass(hidden: Tensor, weight: Tensor, batch: head_oracle.Batch) -> Tensor:
