@@ -1,4 +1,4 @@
-"""GSPO, GSPO-token and GMPO on one rank: by hand, dtypes, refusals; over CP: test_losses_over_cp.py."""
+"""GSPO, GSPO-token and GMPO on one rank: by hand, refusals; over CP: test_losses_over_cp.py."""
 
 import functools
 import math
@@ -78,18 +78,15 @@ def test_with_one_advantage_per_sequence_a_token_has_its_sequences_gradient() ->
         torch.testing.assert_close(found, by_sequence, rtol=oracle.EXACT, atol=0)
 
 
+@pytest.mark.parametrize("old", [-1.0, -900.0])
 @pytest.mark.parametrize("name", ALL)
-def test_shapes_dtypes_and_large_ratios(name: str) -> None:
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        for old, slope in ((-1.0, None), (-900.0, 0)):
-            log_probs = torch.full((1, 5), -1.0, dtype=dtype, requires_grad=True)
-            found = ALL[name](log_probs, torch.full_like(log_probs, old).detach(), torch.ones(1, 5, dtype=dtype), LOCAL)
-            assert found.per_token_loss.shape == found.clipped.shape == (1, 5)
-            found.per_token_loss.sum().backward()
-            assert log_probs.grad.dtype == dtype
-            assert torch.isfinite(found.per_token_loss).all()
-            assert torch.isfinite(log_probs.grad).all()
-            assert slope is None or (log_probs.grad == slope).all()
+def test_shapes_and_large_ratios(name: str, old: float) -> None:
+    log_probs = torch.full((1, 5), -1.0, requires_grad=True)
+    found = ALL[name](log_probs, torch.full((1, 5), old), torch.ones(1, 5), LOCAL)
+    assert found.per_token_loss.shape == found.clipped.shape == (1, 5)
+    found.per_token_loss.sum().backward()
+    assert torch.isfinite(found.per_token_loss).all()
+    assert (log_probs.grad == 0).all() if old == -900 else torch.isfinite(log_probs.grad).all()
 
 
 def call(name: str = "gspo", **changed: Any) -> Any:
