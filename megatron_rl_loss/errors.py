@@ -40,10 +40,12 @@ def check_count(name: str, value: object) -> None:
         )
 
 
-def check_within(name: str, value: float, sound: bool, rule: str, usual: str) -> None:
-    """Refuse a setting that is out of its bounds."""
-    if not sound:
-        raise ValueError(f"{name} is {value!r}: it must be {rule}. {usual}.")
+def check_within(name: str, value: Any, interval: str, usual: str) -> None:
+    """Refuse a setting that is no number in an interval, written as (0, 1]."""
+    low, high = (float(bound) for bound in interval[1:-1].split(","))
+    sound = isinstance(value, Real) and not isinstance(value, bool) and low <= value <= high  # type: ignore[operator]
+    if not sound or (value == low and interval[0] == "(") or (value == high and interval[-1] == ")"):
+        raise ValueError(f"{name} is {value!r}: it must be a number in {interval}. {usual}.")
 
 
 def check_choice(what: str, value: object, choices: Iterable[str]) -> None:

@@ -2,17 +2,9 @@
 
 The logits of all tokens and their gradient, [tokens, vocabulary / TP] each, are the largest tensors of a training step.
 Here they never exist: the output layer runs on a chunk of tokens, `Reading` reads the chunk's logits, and they are
-dropped. There are two ways back:
-
-| function                | logits are made | for                                                                      |
-|-------------------------|-----------------|--------------------------------------------------------------------------|
-| `log_probs_from_hidden` | forward, again  | any loss, also one whose gradient needs the whole forward pass (a ratio  |
-|                         | backward        | of whole sequences, an auxiliary term)                                   |
-| `loss_from_hidden`      | once            | losses of single tokens with weights that are known beforehand, as those |
-|                         |                 | of all modes here are: forward makes the gradient too                    |
-
-The single pass is how Liger's fused linear cross-entropy and Apple's cut cross-entropy (arXiv:2411.09009) work for
-plain cross-entropy. It keeps the gradients of hidden states and weight until backward, which only scales them.
+dropped. `log_probs_from_hidden`, for any loss, makes them again backward. `loss_from_hidden` makes them once, and their
+gradient with them, for losses of single tokens whose weights are known beforehand; as Liger's fused linear
+cross-entropy and Apple's cut cross-entropy (arXiv:2411.09009) do for plain cross-entropy.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,16 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl_loss.errors import check_int, first_order
+from megatron_rl_loss.errors import check_callable, check_int, first_order
+from megatron_rl_loss.logprobs.autocast import as_autocast, no_autocast
 from megatron_rl_loss.logprobs.kept_ids import Keep
-from megatron_rl_loss.logprobs.logits import (
-    LogProbs,
-    Reading,
-    Settings,
-    check_labels_shape,
-    no_autocast,
-    outside_autocast,
-)
+from megatron_rl_loss.logprobs.logits import LogProbs, Reading, Settings, check_labels_shape
 from megatron_rl_loss.step.collectives import Group, if_several, size_of
 
 # Where torch has the newer names, it warns of the older ones.
@@ -136,7 +122,7 @@ def log_probs_from_hidden(
     Raises:
         ValueError, TypeError: as `log_probs_from_logits`; hidden states, weight and labels that do not fit each other.
     """
-    hidden, weight, bias = _as_autocast(hidden, weight, bias)
+    hidden, weight, bias = as_autocast(hidden), as_autocast(weight), None if bias is None else as_autocast(bias)
     settings = Settings(temperature, keep, vocab_size, entropy, token_mask)
     head = _Head(hidden, weight, bias, labels, settings, tensor_parallel, chunk_tokens, main_gradient)
     return head.read.in_shape(*_FromHidden.apply(hidden, weight, bias, head))  # type: ignore[no-untyped-call]
@@ -176,7 +162,8 @@ def loss_from_hidden(
     """``sum_t weights[t] * loss_t`` in one pass: forward makes the gradients, backward scales them.
 
     Each token's loss may depend on its own log-prob, entropy and inputs alone. What couples tokens (a ratio of whole
-    sequences) needs `log_probs_from_hidden`. Under ``torch.no_grad`` no gradient is made.
+    sequences) needs `log_probs_from_hidden`. Under ``torch.no_grad`` no gradient is made. Of a NaN among the losses
+    nothing here says where it is: give them as a metric too, whose `Microbatch.sample_mean` names sample and token.
 
     Args:
         hidden, weight, labels: as in `log_probs_from_hidden`.
@@ -191,33 +178,22 @@ def loss_from_hidden(
     Raises:
         ValueError, TypeError: as `log_probs_from_hidden`; weights, inputs, losses or metrics of another shape.
     """
+    check_callable("per_token_loss", per_token_loss, "it must give losses and metrics of a chunk", "Pass a function")
     inputs = {name: one.reshape(-1) for name, one in (inputs or {}).items()}
     _check_per_token({"weights": weights.reshape(-1), **inputs}, labels.numel())
     if token_mask is None:
         token_mask = (weights != 0).view(labels.shape)
-    hidden, weight, bias = _as_autocast(hidden, weight, bias)
+    hidden, weight, bias = as_autocast(hidden), as_autocast(weight), None if bias is None else as_autocast(bias)
     settings = Settings(temperature, keep, vocab_size, entropy, token_mask)
     head = _Head(hidden, weight, bias, labels, settings, tensor_parallel, chunk_tokens, main_gradient)
     leaves = (hidden, weight, bias)
     wanted = [torch.is_grad_enabled() and one is not None and one.requires_grad for one in leaves]
     weights = weights.detach().reshape(-1).to(hidden.device, torch.promote_types(weights.dtype, torch.float32))
-    with torch.no_grad(), no_autocast(hidden.device):
+    with torch.no_grad():
         share, values, gradients = _fold(head, leaves, wanted, weights, per_token_loss, inputs)
     if any(wanted):
         share = _Folded.apply(*leaves, head, share, *gradients)  # type: ignore[no-untyped-call]
     return FoldedLoss(share, {name: head.read.spread(one).view(labels.shape) for name, one in values.items()})
-
-
-def _as_autocast(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """What autocast would make of them for a product, so that backward has it too, wherever it runs."""
-    device = hidden.device.type
-    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
-        return hidden, weight, bias
-
-    def cast(one: Tensor) -> Tensor:
-        return one if one.dtype == torch.float64 else one.to(torch.get_autocast_dtype(device))
-
-    return cast(hidden), cast(weight), None if bias is None else cast(bias)
 
 
 def _check_per_token(values: Mapping[str, Tensor], tokens: int) -> None:
@@ -285,7 +261,7 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class _Gradients:
-    """Sums of the gradients of hidden states, weight and bias, to which each chunk of tokens adds its own."""
+    """Sums of the gradients of hidden states, weight and bias over chunks of tokens."""
 
     def __init__(
         self, tokens: Tensor, weight: Tensor, wanted: Sequence[bool], main_gradient: MainGradient | None = None
@@ -323,7 +299,6 @@ def add_product(total: Tensor, of_logits: Tensor, hidden: Tensor) -> None:
 
 class _FromHidden(torch.autograd.Function):
     @staticmethod
-    @outside_autocast
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, head: _Head
     ) -> tuple[Tensor, Tensor | None]:
@@ -338,20 +313,20 @@ class _FromHidden(torch.autograd.Function):
 
     @staticmethod
     @first_order("log_probs_from_hidden")
-    @outside_autocast
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, norm = ctx.saved_tensors
         head: _Head = ctx.head
         read, tokens = head.read, head.parallel.gather(hidden)
         g, h = map(read.gather, gradients)
         sums = _Gradients(tokens, weight, ctx.needs_input_grad, head.main_gradient)
-        for part, places in read.chunks(head.chunk_tokens):
-            chunk = tokens[places]
-            logits = _logits(chunk, weight, bias)
-            of_g, of_h = (None if one is None else one[part] for one in (g, h))
-            read.gradient(logits, part, norm[:, part], of_g, of_h, into=logits)
-            sums.add(logits, chunk, places)
-            del logits  # before the next chunk's are made
+        with no_autocast(hidden.device):  # it may be on here alone
+            for part, places in read.chunks(head.chunk_tokens):
+                chunk = tokens[places]
+                logits = _logits(chunk, weight, bias)
+                of_g, of_h = (None if one is None else one[part] for one in (g, h))
+                read.gradient(logits, part, norm[:, part], of_g, of_h, into=logits)
+                sums.add(logits, chunk, places)
+                del logits  # before the next chunk's are made
         of_weight = head.weight_gradient(ctx.needs_input_grad[1], sums.of_weight, weight.dtype)
         return head.parallel.sum(sums.of_hidden, hidden), of_weight, _in_dtype(sums.of_bias, weight.dtype), None
 
@@ -413,7 +388,6 @@ class _Folded(torch.autograd.Function):
 
     @staticmethod
     @first_order("loss_from_hidden")
-    @outside_autocast
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         gain, of_hidden, of_weight, of_bias = ctx.saved_tensors
         head: _Head = ctx.head

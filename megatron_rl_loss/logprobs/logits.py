@@ -14,17 +14,15 @@ Reductions are in float32 (float64 of float64 logits). Megatron's own path, `cor
 makes log-probs alone, at temperature 1, and keeps the softmax.
 """
 
-import functools
 import math
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl_loss.errors import check_int, check_within, first_order, require
+from megatron_rl_loss.errors import check_callable, check_int, check_within, first_order, require
 from megatron_rl_loss.logprobs.kept_ids import Keep, KeptIds, check_keep
 from megatron_rl_loss.step.collectives import Group, if_several, rank_in, size_of
 
@@ -113,6 +111,7 @@ def log_probs_from_logits(
             f"a kernel with {', '.join(name for name, used in extras.items() if used)}: other kernels make log-probs "
             "of plain logits alone. Leave the kernel out: plain torch can do it."
         )
+    check_callable("kernel", kernel, "it must make log-probs of logits", "Pass one of logprobs.kernels")
     rows = rows if read.rows is None else rows[read.rows]
     return read.in_shape(read.spread(kernel(rows, read.labels, read.tp_group).float()), None)
 
@@ -141,8 +140,7 @@ class Reading:
     def __init__(self, labels: Tensor, columns: int, tp_group: Group | None, settings: Settings) -> None:
         """`columns` is the number of this rank's columns of logits."""
         temperature, keep, vocab_size, self.entropy, token_mask = settings
-        sound = isinstance(temperature, int | float) and 0 < temperature < math.inf
-        check_within("temperature", temperature, sound, "a finite number > 0", "For greedy sampling there is no ratio")
+        check_within("temperature", temperature, "(0, inf)", "For greedy sampling there is no ratio")
         if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
             raise TypeError(f"labels of {labels.dtype}: they must be integers, ids of the vocabulary. Pass token ids.")
         size = columns * size_of(tp_group)
@@ -327,26 +325,8 @@ def _finite(top: Tensor) -> Tensor:
     return top.masked_fill(top == -math.inf, 0)
 
 
-def no_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """Operations in the dtypes that they are given, whatever autocast is on."""
-    known = torch.amp.is_autocast_available(device.type)
-    return torch.autocast(device.type, enabled=False) if known else nullcontext()
-
-
-def outside_autocast(step: Callable[..., Any]) -> Callable[..., Any]:
-    """A forward or backward that autocast leaves alone: logits are made twice, the same where backward runs outside."""
-
-    @functools.wraps(step)
-    def call(ctx: Any, *args: Any) -> Any:
-        with no_autocast(next((one.device for one in args if isinstance(one, Tensor)), torch.device("cpu"))):
-            return step(ctx, *args)
-
-    return call
-
-
 class _FromLogits(torch.autograd.Function):
     @staticmethod
-    @outside_autocast
     def forward(
         ctx: Any, logits: Tensor, read: Reading, chunk_tokens: int | None, in_place: bool
     ) -> tuple[Tensor, Tensor | None]:
@@ -361,7 +341,6 @@ class _FromLogits(torch.autograd.Function):
 
     @staticmethod
     @first_order("log_probs_from_logits")
-    @outside_autocast
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         logits, norm = ctx.saved_tensors
         read: Reading = ctx.read

@@ -59,7 +59,7 @@ def group_relative_advantages(
     Source: GRPO, arXiv:2402.03300 section 4.1.2; without std, Dr. GRPO, arXiv:2503.20783 section 3.
     """
     if normalize_by_std:
-        check_within("epsilon", epsilon, epsilon > 0, "above 0: groups of equal rewards have std 0", "1e-6 is usual")
+        check_within("epsilon", epsilon, "(0, inf)", "1e-6 is usual")
     groups = _Groups.of(rewards, prompt_ids, rollout_ids, dp_group)
     if not normalize_by_std:
         return groups.mine(groups.centred)
@@ -195,7 +195,7 @@ def gae(
     for name, one in (("rewards", rewards), ("values", values)):
         check_values(name, one, samples.loss_shapes(len(tokens), tokens.cp_size), len(tokens), samples)
     for name, discount in (("gamma", gamma), ("lam", lam)):
-        check_within(name, discount, 0 <= discount <= 1, "in [0, 1]", "gamma 1 and lam 0.95 are usual")
+        check_within(name, discount, "[0, 1]", "gamma 1 and lam 0.95 are usual")
     given = torch.stack([one.detach().reshape(-1).double().cpu() for one in (rewards, values)])
     buffer = given.new_zeros(2, samples.total_tokens).index_copy_(1, tokens.positions.cpu(), given)
     all_reduce(buffer, exchange_group(tokens, cp_group))
@@ -207,13 +207,12 @@ def gae(
     estimates = torch.zeros_like(buffer)
     if places:
         r, v = (pad_sequence([row[place] for place in places]) for row in buffer)  # [longest, num_samples]
-        running, following, advantages = torch.zeros_like(r[:1].sum(0)), torch.zeros_like(r[:1].sum(0)), r.clone()
+        running = following = r.new_zeros(len(places))
         for t in range(len(r) - 1, -1, -1):
             running = r[t] + gamma * following - v[t] + gamma * lam * running
-            following = v[t]
-            advantages[t] = running
+            following, r[t] = v[t], running
         for i, place in enumerate(places):
-            of_sample = advantages[: len(place), i]
+            of_sample = r[: len(place), i]
             estimates[:, place] = torch.stack([of_sample, of_sample + buffer[1, place]])
     first, second = (tokens.of(row).float().to(values.device).view(values.shape) for row in estimates)
     return first, second
@@ -250,7 +249,7 @@ def whiten(
     are not finite at an active token; ValueError for an epsilon that is not above 0.
     Source: PPO for language models, arXiv:1909.08593, as in verl and TRL.
     """
-    check_within("epsilon", epsilon, epsilon > 0, "above 0: the variance may be 0", "1e-8 is usual")
+    check_within("epsilon", epsilon, "(0, inf)", "1e-8 is usual")
     dp_group = stated_dp_group(dp_group, "whitening")
     placed = [located(one, cp_group) for one in local]
     groups = [group for group in (placed[0][1] if placed else cp_group, dp_group) if if_several(group) is not None]
@@ -283,9 +282,7 @@ def whiten(
     raise_together(bool(sums[2] > 0), failure, groups)  # type: ignore[arg-type]
     assert not isinstance(rows, Exception)
     mean, number = sums[0] / sums[1].clamp(min=1), sums[1]
-    spread = torch.stack(
-        [torch.zeros((), dtype=torch.float64), *(((x - mean).square() * c).sum() for x, c in rows)]
-    ).sum()
+    spread = sum((((x - mean).square() * c).sum() for x, c in rows), torch.zeros_like(mean))
     for group in groups:
         all_reduce(spread, group)
     scale = (spread / (number - 1).clamp(min=1) + epsilon).rsqrt()

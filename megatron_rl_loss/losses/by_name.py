@@ -30,8 +30,6 @@ class NamedLoss:
     """One row of the table.
 
     Attributes:
-        formula: per token, with r its ratio, s its sequence's, A its advantage, sg a stop of the gradient.
-        source: the paper.
         compute: the function. One of sequences takes the CP group too.
         of_sequence: whether each token has its sequence's number.
         mode: the one mode that makes it what its paper says, or None where any does.
@@ -39,8 +37,6 @@ class NamedLoss:
     """
 
     name: str
-    formula: str
-    source: str
     compute: Callable[..., PolicyLoss]
     of_sequence: bool = False
     mode: str | None = None
@@ -54,19 +50,16 @@ class NamedLoss:
         return tuple(one.name for one in parameters if one.kind is one.KEYWORD_ONLY and one.name not in fixed)
 
 
-_GSPO = "max(-A s, -A clip(s)), s = exp(mean_t log r_t)"
-_DPPO = "-A r, 0 where {} > d and A (p - q) > 0"
-_DPPO_TV, _DPPO_KL = partial(dppo_loss, divergence="tv"), partial(dppo_loss, divergence="kl")
 _ROWS = (
-    NamedLoss("ppo", "max(-A r, -A clip(r)), at most -c A where A < 0", "arXiv:1707.06347", ppo_clip_loss),
-    NamedLoss("cispo", "-sg(min(r, 1 + high)) A log pi", "arXiv:2506.13585", cispo_loss),
-    NamedLoss("sapo", "-A 4/tau sigmoid(tau (r - 1))", "arXiv:2511.20347", sapo_loss),
-    NamedLoss("dppo_tv", _DPPO.format("|p - q|"), "arXiv:2602.04879", _DPPO_TV),
-    NamedLoss("dppo_kl", _DPPO.format("kl(q, p)"), "arXiv:2602.04879", _DPPO_KL),
-    NamedLoss("gspo", _GSPO, "arXiv:2507.18071", gspo_loss, True, "sample_mean"),
-    NamedLoss("gspo_token", "gspo's, of sg(s) pi / sg(pi)", "arXiv:2507.18071", gspo_token_loss, True),
-    NamedLoss("luspo", "gspo's, times the sequence's tokens", "arXiv:2602.05261", gspo_loss, True, "constant", 1),
-    NamedLoss("gmpo", "-A exp(mean_t clip(log r_t))", "arXiv:2507.20673", gmpo_loss, True, "sample_mean"),
+    NamedLoss("ppo", ppo_clip_loss),
+    NamedLoss("cispo", cispo_loss),
+    NamedLoss("sapo", sapo_loss),
+    NamedLoss("dppo_tv", partial(dppo_loss, divergence="tv")),
+    NamedLoss("dppo_kl", partial(dppo_loss, divergence="kl")),
+    NamedLoss("gspo", gspo_loss, True, "sample_mean"),
+    NamedLoss("gspo_token", gspo_token_loss, True),
+    NamedLoss("luspo", gspo_loss, True, "constant", 1),
+    NamedLoss("gmpo", gmpo_loss, True, "sample_mean"),
 )
 POLICY_LOSSES = {loss.name: loss for loss in _ROWS}
 

@@ -1,8 +1,7 @@
 """Corrections where another policy drew the tokens: importance weights, and masks of what is rejected.
 
-The log-ratio is the trainer's old log-prob less the inference engine's, per token or, by `segment_sum` or
-`segment_mean`, per sequence. The results are detached and multiply a loss (``importance_weights=``); `to_tokens` takes
-those of sequences back to tokens.
+The log-ratio is the trainer's old log-prob less the inference engine's. The results are detached and multiply a loss
+(``importance_weights=``); `to_tokens` takes those of sequences back to tokens.
 
 A weight of 0 rejects a token, which still counts in every denominator. If only the survivors shall count, their masks
 must be known before the step's first forward: `surviving_masks` makes them from data, for `Samples`.
@@ -25,24 +24,15 @@ Level = Literal["token", "sequence", "geometric"]
 def importance_weights(log_ratio: Tensor, *, high: float, low: float = 0.0, outside: Outside = "cap") -> Tensor:
     """``r = exp(log_ratio)`` within [low, high], detached; outside, the bound (``cap``) or 0 (``drop``).
 
-    | correction | log_ratio | outside |
-    |---|---|---|
-    | TIS | of tokens | cap |
-    | IcePop, MIS of tokens | of tokens | drop |
-    | sequence TIS | `segment_sum` of the tokens' | cap |
-    | sequence MIS | `segment_sum` of the tokens' | drop |
-    | geometric: the same with the mean | `segment_mean` of the tokens' | either |
-
-    Args:
-        log_ratio: of any shape: of tokens, or of samples, whose weights `to_tokens` takes to tokens.
-        low, high: bounds of the ratio.
+    Of tokens, ``cap`` is TIS and ``drop`` IcePop or MIS; of `segment_sum` of the tokens', those of sequences; of
+    `segment_mean`, geometric ones. `log_ratio` has any shape, low and high bound the ratio.
 
     Raises ValueError for bounds that are not ``0 <= low < high < inf``, and an unknown `outside`.
     Source: TIS: Ionides 2008; for RL post-training, Yao et al. 2025. Sequence TIS and MIS: Liu, Li et al. 2025, "When
     Speed Kills Stability". IcePop: Ling Team 2025, arXiv:2510.18855.
     """
-    check_within("high", high, 0 < high < math.inf, "finite and above 0", "2.0 is usual; 5.0 for IcePop")
-    check_within("low", low, 0 <= low < high, f"at least 0 and below high, {high:g}", "0 is usual; 0.5 for IcePop")
+    check_within("high", high, "(0, inf)", "2.0 is usual; 5.0 for IcePop")
+    check_within("low", low, f"[0, {float(high)})", "0 is usual; 0.5 for IcePop")
     check_choice("way with what is outside", outside, get_args(Outside))
     log_ratio = at_least_float32(log_ratio.detach())
     lowest, highest = math.log(low) if low > 0 else -math.inf, math.log(high)
@@ -59,7 +49,7 @@ def truncated_importance_weights(log_probs: Tensor, behavior_log_probs: Tensor, 
     framework secretly brings you off-policy RL training").
     """
     check_same_shape("log-probs", log_probs, behavior_log_probs)
-    check_within("cap", cap, 0 < cap < math.inf, "finite and above 0", "2.0 is usual")
+    check_within("cap", cap, "(0, inf)", "2.0 is usual")
     log_ratio = at_least_float32(log_probs.detach()) - at_least_float32(behavior_log_probs.detach())
     return log_ratio.exp().clamp(max=cap)
 
@@ -74,7 +64,7 @@ def keep_sequences(mean_kl: Tensor, *, max_kl: float, advantages: Tensor | None 
     Source: off-policy sequence masking, DeepSeek-V3.2, arXiv:2512.02556; whole sequences for all signs, as trust region
     masking, arXiv:2512.23075, whose criterion is the largest token's divergence, not the mean.
     """
-    check_within("max_kl", max_kl, 0 < max_kl < math.inf, "finite and above 0", "around 0.05 is usual")
+    check_within("max_kl", max_kl, "(0, inf)", "around 0.05 is usual")
     rejected = mean_kl.detach() > max_kl
     if advantages is not None:
         check_broadcasts("advantages", advantages, mean_kl)

@@ -43,16 +43,15 @@ class RatioBounds:
     def around_1(cls, clip_low: float, clip_high: float | None, dual_clip: float | None = None) -> "RatioBounds":
         """From the widths that users give, checked."""
         clip_high = clip_low if clip_high is None else clip_high
-        check_within("clip_low", clip_low, 0 < clip_low <= 1, "in (0, 1]", "0.2 is usual")
-        check_within("clip_high", clip_high, 0 < clip_high < math.inf, "finite and above 0", "0.2 or 0.28 is usual")
+        check_within("clip_low", clip_low, "(0, 1]", "0.2 is usual")
+        check_within("clip_high", clip_high, "(0, inf)", "0.2 or 0.28 is usual")
         if 1 < clip_high < 2:
             raise ValueError(
                 f"clip_high is {clip_high!r}: it is a width: the ratio would be clipped at {1 + clip_high:.3g}. Pass "
                 f"{clip_high - 1:.3g} for a bound of {clip_high:.3g}."
             )
         if dual_clip is not None:
-            sound = 1 < dual_clip < math.inf
-            check_within("dual_clip", dual_clip, sound, "finite and above 1", "3.0 is usual; None turns it off")
+            check_within("dual_clip", dual_clip, "(1, inf)", "3.0 is usual; None turns it off")
         return cls(
             low=math.log1p(-clip_low) if clip_low < 1 else -math.inf,
             dual=math.inf if dual_clip is None else math.log(dual_clip),

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megatron_rl_loss.errors import check_choice, first_order, require
 from megatron_rl_loss.reduction.sums import check_values
-from megatron_rl_loss.step.collectives import Group
+from megatron_rl_loss.step.collectives import Group, size_of
 from megatron_rl_loss.step.samples import LocalTokens, Samples
 from megatron_rl_loss.step.totals import StepTotals, TokensById
 
@@ -173,9 +173,9 @@ def _statistics(
 
 def exchange_group(local: LocalTokens, cp_group: Group | None) -> Group | None:
     """The group to add sums over, or None where this rank has all tokens."""
-    if cp_group is not None and cp_group.size() != local.cp_size:
+    if cp_group is not None and size_of(cp_group) != local.cp_size:
         raise ValueError(
-            f"a cp_group of {cp_group.size()} ranks: the micro-batch is cut for {local.cp_size}. Pass the group that "
+            f"a cp_group of {size_of(cp_group)} ranks: the micro-batch is cut for {local.cp_size}. Pass the group that "
             "it is cut for."
         )
     if local.copies == local.cp_size:

@@ -42,7 +42,7 @@ def gspo_loss(
             with other statistics in one collective.
 
     Raises ValueError as `ppo_clip_loss` and `segment_mean`.
-    Source: GSPO, arXiv:2507.18071 eq. 5 to 7; LUSPO, arXiv:2602.05261.
+    Source: GSPO, arXiv:2507.18071 eq. 5 to 7; LUSPO, arXiv:2602.05261 eq. 7.
     """
     given = Given.of(log_probs, old_log_probs, advantages, importance_weights, local)
     bounds = RatioBounds.around_1(clip_low, clip_high)
@@ -102,11 +102,11 @@ def gmpo_loss(
         log_probs, old_log_probs, importance_weights: as in `ppo_clip_loss`.
         local, cp_group, per, totals: as in `segment_mean`.
 
-    Raises ValueError as `ppo_clip_loss` and `segment_mean`. Source: GMPO, arXiv:2507.20673.
+    Raises ValueError as `ppo_clip_loss` and `segment_mean`. Source: GMPO, arXiv:2507.20673 eq. 4.
     """
     given = Given.of(log_probs, old_log_probs, advantages, importance_weights, local)
     for name, clip in (("clip_low", clip_low), ("clip_high", clip_high)):
-        check_within(name, clip, 0 < clip < math.inf, "finite and above 0", "0.4, of the log-ratio, is usual")
+        check_within(name, clip, "(0, inf)", "0.4, of the log-ratio, is usual")
     bounds = RatioBounds(low=-clip_low, dual=math.inf, high=clip_high)
     bounded, clipped = bounds.clip(given.log_ratio, given.advantages)
     mean = to_tokens(segment_mean(bounded, local, cp_group, per=per, totals=totals), local)

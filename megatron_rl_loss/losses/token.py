@@ -83,8 +83,8 @@ def cispo_loss(
     """
     given = Given.of(log_probs, old_log_probs, advantages, importance_weights, local)
     if clip_low is not None:
-        check_within("clip_low", clip_low, 0 < clip_low <= 1, "in (0, 1]", "None for no lower bound is usual")
-    check_within("clip_high", clip_high, 0 < clip_high < math.inf, "finite and above 0", "4.0 is usual")
+        check_within("clip_low", clip_low, "(0, 1]", "None for no lower bound is usual")
+    check_within("clip_high", clip_high, "(0, inf)", "4.0 is usual")
     lowest = -math.inf if clip_low in (None, 1) else math.log1p(-clip_low)
     bounded = given.log_ratio.detach().clamp(lowest, math.log1p(clip_high))
     clipped = (given.advantages != 0) & (bounded != given.log_ratio)
@@ -113,7 +113,7 @@ def sapo_loss(
     """
     given = Given.of(log_probs, old_log_probs, advantages, importance_weights, local)
     for name, tau in (("tau_positive", tau_positive), ("tau_negative", tau_negative)):
-        check_within(name, tau, 0.1 <= tau <= 100, "in [0.1, 100]", "1.0 and 1.05 are usual")
+        check_within(name, tau, "[0.1, 100]", "1.0 and 1.05 are usual")
     taus = torch.where(given.advantages > 0, tau_positive, given.log_ratio.new_full((), tau_negative))
     # From e^10 on the gate is 1 to the last bit and its gradient 0; far beyond, the exp itself would overflow.
     gate = torch.sigmoid(taus * torch.expm1(given.log_ratio.clamp(max=10))) * (4 / taus)
@@ -142,14 +142,14 @@ def dppo_loss(
         log_probs, advantages, local, importance_weights: as in `ppo_clip_loss`.
 
     Raises ValueError as `ppo_clip_loss`, for an unknown divergence, and for a threshold that is not above 0 (and below
-    1 for ``tv``). Source: DPPO, arXiv:2602.04879.
+    1 for ``tv``). Source: DPPO, arXiv:2602.04879 eq. 11 to 14.
     """
     given = Given.of(log_probs, old_log_probs, advantages, importance_weights, local)
     check_choice("divergence", divergence, get_args(Divergence))
     if threshold is None:
         threshold = 0.15 if divergence == "tv" else 0.05
-    sound = 0 < threshold < (1 if divergence == "tv" else math.inf)
-    check_within("threshold", threshold, sound, "above 0, and below 1 for tv", "0.15 for tv, 0.05 for kl are usual")
+    interval = "(0, 1)" if divergence == "tv" else "(0, inf)"
+    check_within("threshold", threshold, interval, "0.15 for tv, 0.05 for kl are usual")
     with torch.no_grad():
         now, before = given.log_probs.double(), given.old_log_probs.double()
         difference = now.exp() - before.exp()
@@ -189,7 +189,7 @@ def value_loss(
         )
     others = [returns.detach()]
     if clip is not None and old_values is not None:
-        check_within("clip", clip, 0 < clip < math.inf, "finite and above 0", "0.2 is usual; None turns it off")
+        check_within("clip", clip, "(0, inf)", "0.2 is usual; None turns it off")
         check_same_shape("values and old values", values, old_values)
         others.append(old_values.detach())
     values, (target, *old), shield = filled(local, values, *others)

@@ -8,6 +8,7 @@ By flag ``--custom-pg-loss-reducer-function-path megatron_rl_loss.modes.papers.b
 import torch
 from torch import Tensor
 
+from megatron_rl_loss.errors import check_within
 from megatron_rl_loss.modes.table import ModeFunction, ModeInputs, with_statistics
 from megatron_rl_loss.step.samples import Samples
 from megatron_rl_loss.step.totals import Statistic
@@ -30,7 +31,10 @@ def length_to_the_minus(alpha: float, *, divided: bool = False) -> ModeFunction:
         divided: by L too, the divisor that the user must then give. So is the paper's, and Dr. GRPO's loss. The
             authors' code is the same with the padded width of responses as L, and its sum over j is that of all
             rollouts of a generation, which it may train on in several optimizer steps.
+
+    Raises ValueError for an alpha that is no finite number.
     """
+    check_within("alpha", alpha, "(-inf, inf)", "0.75 and 1 are usual")
 
     def power(samples: Samples) -> Tensor:
         lengths = samples.mask_sums.cpu()

@@ -44,10 +44,13 @@ def token_weights(
         float32 [num_local_tokens], on the masks' device, in the order of the layout; 0 where the mask is 0. Where every
         CP rank holds every token (`Gathered`), each has 1/cp_size of the weight.
 
-    Raises:
-        ValueError, TypeError: as `make_pg_loss_reducer`.
+    Raises ValueError and TypeError as `make_pg_loss_reducer`.
     """
     aggregation = resolve(mode, divisor=divisor, units=units)
+    if not isinstance(samples, Samples):
+        raise TypeError(
+            f"samples is a {type(samples).__name__}: it describes the micro-batch's masks. Pass Samples(loss_masks)."
+        )
     return checked_weights(aggregation, samples.local(place_in_cp(cp_rank, cp_size), cp_size), totals)
 
 
@@ -69,15 +72,8 @@ def weights_column(
     >>> weights_column("sample_mean", [torch.tensor([1, 1, 0]), torch.tensor([1])])
     [tensor([0.2500, 0.2500, 0.0000]), tensor([0.5000])]
 
-    Args:
-        mode, divisor, units: as in `make_pg_loss_reducer`.
-        loss_masks, rollout_ids, prompt_ids, labels: of all samples of the step, as in `Samples`.
-
-    Returns:
-        float32, one 1-D tensor per sample, as long as its mask, on the masks' device; 0 where the mask is 0.
-
-    Raises:
-        ValueError, TypeError: as `make_pg_loss_reducer`.
+    Masks, ids and labels are those of all samples of the step, as in `Samples`; the rest, and errors, are as in
+    `make_pg_loss_reducer`. Returns a float32 tensor per sample, as long as its mask, on the masks' device.
     """
     aggregation = resolve(mode, divisor=divisor, units=units)
     samples = Samples(loss_masks, rollout_ids=rollout_ids, prompt_ids=prompt_ids, labels=labels)
@@ -146,9 +142,7 @@ def unit_weights(
         num_units: U.
         named: how an error names a D * U of 0.
 
-    Returns:
-        float32 [num_local_tokens], on the masks' device, in the order of the layout; 0 where the mask is 0. Where every
-        CP rank holds every token (`Gathered`), each has 1/cp_size of the weight.
+    Returns what `token_weights` returns.
 
     Raises:
         ValueError: D * U is 0 for an active token; a weight that float32 rounds to 0; sizes of another number than
@@ -200,10 +194,9 @@ def missing_counts(aggregation: Aggregation, totals: StepTotals, *, with_rollout
     """The counts that the mode will need and the totals do not hold, by name."""
     mode = aggregation.mode
     if isinstance(mode, OwnMode):
-        needed = mode.statistics.items()
         return [
             f"the statistic {name!r}"
-            for name, statistic in needed
+            for name, statistic in mode.statistics.items()
             if name not in totals.statistics and (with_rollout_ids or not statistic.of_rollouts)
         ]
     if mode.unit == "step":

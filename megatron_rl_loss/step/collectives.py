@@ -19,7 +19,7 @@ Result = TypeVar("Result")
 
 def if_several(group: Group | None) -> Group | None:
     """The group, or None where it has one rank and nothing is to be exchanged."""
-    return group if group is not None and group.size() > 1 else None
+    return group if size_of(group) > 1 else None
 
 
 def rank_in(group: Group | None) -> int:
@@ -27,7 +27,15 @@ def rank_in(group: Group | None) -> int:
 
 
 def size_of(group: Group | None) -> int:
-    return 1 if group is None else group.size()
+    """Its ranks; 1 without a group. Refuses what is no group."""
+    if group is None:
+        return 1
+    if isinstance(group, Tensor) or not hasattr(group, "size"):
+        raise TypeError(
+            f"a process group of type {type(group).__name__}: it must be a ProcessGroup of torch.distributed, or None. "
+            "Pass what dist.new_group or Megatron's parallel_state returns."
+        )
+    return group.size()
 
 
 def world_size() -> int:

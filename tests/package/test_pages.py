@@ -18,6 +18,7 @@ import torch
 from pages import PAGES, broken_links, code_of
 from repository import EXAMPLES, ROOT
 
+from megatron_rl_loss import Samples
 from megatron_rl_loss.__main__ import example_files, with_companions
 from megatron_rl_loss.megatron import add_loss_aggregation_args
 from megatron_rl_loss.modes import MODES, available_modes, resolve
@@ -93,6 +94,18 @@ def test_wrong_links_and_names_would_be_seen() -> None:
 def test_examples_of_a_page_give_what_it_shows(page: str) -> None:
     example = doctest.DocTestParser().get_doctest("\n".join(code_of(page, "pycon")), {}, page, page, 0)
     assert doctest.DocTestRunner().run(example).failed == 0
+
+
+WITH_EXAMPLES = [path for path in (ROOT / "megatron_rl_loss").rglob("*.py") if ">>> " in path.read_text()]
+
+
+@pytest.mark.parametrize("path", WITH_EXAMPLES, ids=lambda path: path.stem)
+def test_examples_of_docstrings_give_what_they_show(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(modes, "_REGISTERED", {})
+    module = importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
+    result = doctest.testmod(module, extraglobs={"Samples": Samples, "torch": torch})
+    assert result.attempted > 0
+    assert result.failed == 0
 
 
 def test_the_diff_of_readme_ends_in_the_recipe() -> None:

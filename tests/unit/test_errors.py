@@ -54,6 +54,23 @@ REFUSALS = {
     ),
     **refusals(errors.check_count, (("n", -1), "n is -1", ("n", 0.5))),
     **refusals(
+        errors.check_within,
+        *(
+            (("clip", wrong, interval, "0.2 is usual"), said, ("clip", right, interval, "0.2 is usual"))
+            for interval, wrong, said, right in (
+                ("(0, 1]", 0, r"clip is 0: it must be a number in \(0, 1\]. 0.2 is usual", 1),
+                ("(0, 1]", 1.01, "clip is 1.01", 1e-9),
+                ("(0, 1]", float("nan"), "clip is nan", np.float32(0.5)),
+                ("(0, 1]", True, "clip is True", 1),
+                ("(0, 1]", "0.2", "clip is '0.2'", 0.2),
+                ("(0, 1]", None, "clip is None", 0.2),
+                ("(0, 1]", torch.ones(2), "clip is tensor", 0.2),
+                ("[0, 2.0)", 2, "clip is 2", 0),
+                ("(0, inf)", float("inf"), "clip is inf", 1e300),
+            )
+        ),
+    ),
+    **refusals(
         errors.check_choice,
         (
             ("colour", "rad", ["red", "blue"]),

@@ -23,7 +23,6 @@ from megatron_rl_loss.losses import (
     gspo_token_loss,
     importance_weights,
     keep_sequences,
-    kl_estimate,
     ppo_clip_loss,
     segment_mean,
     segment_sum,
@@ -80,27 +79,13 @@ def sequence_tis(v: Values, m: Tensor) -> Tensor:
     return (mismatch(v) * m).sum().exp().clamp(max=1.1) * gspo(v, m)
 
 
-def geometric_mis(v: Values, m: Tensor) -> Tensor:
-    weight = mean(mismatch(v), m).exp()
-    return ppo(v, m) * (weight if 0.9 <= weight <= 1.1 else 0)
-
-
 def off_policy_mask(v: Values, m: Tensor) -> Tensor:
     far = mean(-log_ratio(v), m).detach() > 0.01
     return torch.where((v["advantages"] < 0) & far, 0, ppo(v, m))
 
 
-def trust_region_mask(v: Values, m: Tensor) -> Tensor:
-    d = log_ratio(v)
-    return ppo(v, m) if mean((-d).exp() - 1 + d, m) <= 0.02 else 0 * ppo(v, m)
-
-
 def of_sum(v: Values, m: Tensor) -> Tensor:
     return ((v["log_probs"] * m).sum() / 9).sin() * v["log_probs"]
-
-
-def of_mean(v: Values, m: Tensor) -> Tensor:
-    return mean(v["log_probs"], m).sin() * v["log_probs"].square()
 
 
 def of_three(v: Values, m: Tensor) -> Tensor:
@@ -156,38 +141,14 @@ def sequence_tis_together(t: Tokens) -> Tensor:
     return gspo_here(t, mean_log_ratio=of_ratio, importance_weights=weights)
 
 
-def sequence_tis_by_sum(t: Tokens) -> Tensor:
-    weights = at_tokens(importance_weights(segment_sum(mismatch(t.values), *place(t)), high=1.1), t)
-    return gspo_here(t, importance_weights=weights)
-
-
-def geometric_mis_here(t: Tokens) -> Tensor:
-    of_mismatch = segment_mean(mismatch(t.values), *place(t))
-    return ppo_here(t, at_tokens(importance_weights(of_mismatch, low=0.9, high=1.1, outside="drop"), t))
-
-
 def off_policy_mask_here(t: Tokens) -> Tensor:
     mean_kl = segment_mean(-log_ratio(t.values).detach(), *place(t))
     return ppo_here(t, keep_sequences(at_tokens(mean_kl, t), max_kl=0.01, advantages=t.values["advantages"]))
 
 
-def trust_region_mask_here(t: Tokens) -> Tensor:
-    k3 = kl_estimate(t.values["log_probs"], t.values["old_log_probs"])
-    return ppo_here(t, at_tokens(keep_sequences(segment_mean(k3.detach(), *place(t)), max_kl=0.02), t))
-
-
 def sum_here(t: Tokens) -> Tensor:
     x = t.values["log_probs"]
     return (at_tokens(segment_sum(x, *place(t)), t) / 9).sin() * x
-
-
-def mean_here(t: Tokens, **more: Any) -> Tensor:
-    x = t.values["log_probs"]
-    return at_tokens(segment_mean(x, *place(t), **more), t).sin() * x.square()
-
-
-def mean_of_rollouts(t: Tokens) -> Tensor:
-    return mean_here(t, per="rollout", totals=t.totals)
 
 
 def three_here(t: Tokens) -> Tensor:
@@ -202,25 +163,14 @@ TABLE: dict[str, tuple[Loss, Formula, str]] = {
     "GSPO": (gspo_here, gspo, "sample_mean"),
     "GSPO of rollouts": (gspo_of_rollouts, gspo, "sample_mean"),
     "GSPO-token": (gspo_token_here, gspo_token, "sample_mean"),
-    "LUSPO": (gspo_here, gspo, "constant"),
     "GMPO": (gmpo_here, gmpo, "sample_mean"),
-    "sequence TIS, one collective": (sequence_tis_together, sequence_tis, "sample_mean"),
-    "sequence TIS": (sequence_tis_by_sum, sequence_tis, "sample_mean"),
-    "geometric MIS": (geometric_mis_here, geometric_mis, "constant"),
+    "sequence TIS": (sequence_tis_together, sequence_tis, "sample_mean"),
     "off-policy mask": (off_policy_mask_here, off_policy_mask, "sample_mean"),
-    "trust-region mask": (trust_region_mask_here, trust_region_mask, "token_mean"),
     "sum": (sum_here, of_sum, "sample_mean"),
-    "mean": (mean_here, of_mean, "sample_mean"),
-    "mean of rollouts": (mean_of_rollouts, of_mean, "sample_mean"),
     "three together": (three_here, of_three, "sample_mean"),
 }
 
-# --- planted bugs: each shows where tokens are cut, the first everywhere
-
-
-def clip_before_the_sum(t: Tokens) -> Tensor:
-    """GSPO with tokens' ratios clipped, as GMPO's are."""
-    return gspo_here(t, mean_log_ratio=segment_mean(log_ratio(t.values).clamp(-3e-4, 4e-4), *place(t)))
+# --- planted bugs: each shows where tokens are cut
 
 
 def own_part(x: Tensor, t: Tokens) -> Tensor:
@@ -228,15 +178,6 @@ def own_part(x: Tensor, t: Tokens) -> Tensor:
     number = len(t.samples)
     zeros = x.new_zeros(number + 1)  # where there is no sample, padding has the first one's index
     return zeros.index_add(0, t.local.sample_index, x.flatten() * t.local.mask)[:number]
-
-
-def gmpo_without_backward_sum(t: Tokens) -> Tensor:
-    """Each rank goes back through its own part of the mean alone."""
-    x, old, advantages = given(t, "advantages")
-    whole = gmpo_loss(x.detach(), old, advantages, *place(t)).per_token_loss
-    bounded = torch.where(advantages < 0, (x - old).clamp(min=-0.4), (x - old).clamp(max=0.4))
-    own = own_part(bounded, t) / t.samples.mask_sums.clamp(min=1e-9)
-    return whole * at_tokens(own - own.detach(), t).exp()
 
 
 def sum_without_backward_sum(t: Tokens) -> Tensor:
@@ -251,18 +192,9 @@ def no_sum_at_all(t: Tokens) -> Tensor:
     return (at_tokens(own_part(x, t), t) / 9).sin() * x
 
 
-def mean_by_local_length(t: Tokens) -> Tensor:
-    x = t.values["log_probs"]
-    here = own_part(torch.ones_like(x), t).clamp(min=1e-9)
-    return at_tokens(segment_sum(x, *place(t)) / here, t).sin() * x.square()
-
-
 PLANTED: dict[str, tuple[Loss, str]] = {
-    "clip before the sum": (clip_before_the_sum, "GSPO"),
-    "GMPO without backward sum": (gmpo_without_backward_sum, "GMPO"),
     "sum without backward sum": (sum_without_backward_sum, "sum"),
     "no sum at all": (no_sum_at_all, "sum"),
-    "mean by local length": (mean_by_local_length, "mean"),
 }
 
 
@@ -292,7 +224,7 @@ def test_value_and_gradient_in_every_layout(name: str, record_property: Callable
 @pytest.mark.parametrize("name", PLANTED)
 def test_the_comparison_sees_planted_bugs(name: str) -> None:
     for (layout, cp_size), error in errors_of(name, PLANTED[name][1]).items():
-        shows = name == "clip before the sum" or (cp_size > 1 and layout != "gathered")
+        shows = cp_size > 1 and layout != "gathered"
         assert (error > 1e-3) if shows else (error <= oracle.EXACT), (layout, cp_size, error)
 
 
@@ -309,8 +241,6 @@ def test_the_data_shows_every_branch() -> None:
         "GSPO clips": share(lambda v, m: gspo(v, m) != -v["advantages"] * mean(log_ratio(v), m).exp()),
         "GMPO clips": share(lambda v, m: log_ratio(v).abs() > 0.4),
         "sequence TIS caps": share(lambda v, m: (mismatch(v) * m).sum().exp() > 1.1),
-        "geometric MIS drops": share(lambda v, m: not 0.9 <= float(mean(mismatch(v), m).exp()) <= 1.1),
         "off-policy mask drops": share(lambda v, m: off_policy_mask(v, m) == 0),
-        "trust-region mask drops": share(lambda v, m: trust_region_mask(v, m) == 0),
     }
     assert all(0.03 < found < 0.97 for found in shares.values()), shares

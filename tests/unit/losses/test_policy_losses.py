@@ -34,7 +34,6 @@ def test_a_name_is_its_function(name: str) -> None:
     parameters = inspect.signature(loss.compute).parameters
     assert ("cp_group" in parameters) == loss.of_sequence
     assert set(loss.settings) <= set(parameters)
-    assert loss.source.startswith("arXiv:")
     assert loss.mode is None or loss.mode in MODES
 
 

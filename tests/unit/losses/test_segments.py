@@ -78,14 +78,6 @@ def test_by_hand() -> None:
     assert values.grad.tolist() == [1.5, 1.5, 0, 0, 0, 5]
 
 
-def test_fractional_masks_weigh() -> None:
-    values = torch.tensor([1.0, 5.0], requires_grad=True)
-    found = segment_mean(values, local_of([torch.tensor([1.0, 0.25])]))
-    assert found.tolist() == pytest.approx([2.25 / 1.25])
-    found.sum().backward()
-    assert values.grad.tolist() == pytest.approx([0.8, 0.2])
-
-
 def test_rollouts_share_a_sum() -> None:
     ids = {"rollout_ids": ["b", "a", "b"]}
     values = torch.tensor([1.0, 2.0, 9.0, 9.0, 9.0, 6.0], requires_grad=True)
@@ -179,7 +171,12 @@ REFUSALS = {
         spread_of,
         ((6,), r"a statistic of shape \(6,\): it must have one number for each of the micro-batch's 3", (3,)),
     ),
-    **refusals(sums, ((WHOLE.int(),), "it must be a float tensor", (WHOLE.double(),)), error=TypeError),
+    **refusals(
+        sums,
+        ((WHOLE.int(),), "it must be a float tensor", (WHOLE.double(),)),
+        ({"cp_group": WHOLE}, "a process group of type Tensor: it must be a ProcessGroup", {"cp_group": None}),
+        error=TypeError,
+    ),
 }
 
 

@@ -11,7 +11,6 @@ import torch
 from refusals import Call, Refusal, check_refusal, each_of, refusals
 from torch import Tensor
 
-from megatron_rl_loss import StepTotals, make_pg_loss_reducer
 from megatron_rl_loss.losses import cispo_loss, dppo_loss, kl_estimate, ppo_clip_loss, sapo_loss, value_loss
 
 INF, NAN = float("inf"), float("nan")
@@ -116,26 +115,6 @@ def test_policy_losses(loss: Any, keywords: dict[str, Any], formula: Any, number
         assert seen == (loss is not sapo_loss)
 
 
-@pytest.mark.parametrize(
-    ("log_ratio", "advantage", "keywords", "loss", "clipped"),
-    [
-        (1.0, 2.0, {}, -2.4, 1),
-        (1.0, 2.0, {"clip_high": 0.28}, -2.56, 1),
-        (1.0, 2.0, {"clip_low": 0.1}, -2.2, 1),  # above as below, where it is not given
-        (-1.0, -2.0, {}, 1.6, 1),
-        (-1.0, 2.0, {}, -2 * 0.36787944, 0),  # not on this side
-        (2.0, -2.0, {}, 2 * 7.3890561, 0),
-        (2.0, -2.0, {"dual_clip": 3.0}, 6.0, 1),
-        (1.0, -2.0, {"dual_clip": 3.0}, 2 * 2.7182818, 0),
-        (2.0, 2.0, {"dual_clip": 3.0}, -2.4, 1),  # the dual clip leaves A > 0 alone
-    ],
-)
-def test_ppo_by_hand(log_ratio: float, advantage: float, keywords: Any, loss: float, clipped: float) -> None:
-    old = torch.full((1,), -2.0)
-    result = ppo_clip_loss(old + log_ratio, old, torch.tensor([advantage]), **keywords)
-    assert (float(result.per_token_loss), float(result.clipped)) == (pytest.approx(loss), clipped)
-
-
 @pytest.mark.parametrize("name", POLICY_LOSSES)
 def test_shapes_dtypes_and_devices(name: str) -> None:
     loss = POLICY_LOSSES[name]
@@ -146,14 +125,6 @@ def test_shapes_dtypes_and_devices(name: str) -> None:
             assert (got.shape, got.dtype) == (x.shape, torch.float32)
     elsewhere = torch.zeros(3, device="meta")  # whatever reads a value there fails, as waiting for a device would
     assert loss(elsewhere, elsewhere, elsewhere).per_token_loss.shape == (3,)
-
-
-def test_at_ratio_1_they_have_one_gradient() -> None:
-    advantages = torch.tensor([-2.0, -0.5, 0.0, 1.0], dtype=torch.float64)
-    for name, loss in POLICY_LOSSES.items():
-        log_probs = torch.full((4,), -1.5, dtype=torch.float64, requires_grad=True)
-        loss(log_probs, log_probs.detach(), advantages).per_token_loss.sum().backward()
-        assert log_probs.grad.tolist() == pytest.approx((-advantages).tolist(), rel=1e-12), name
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
@@ -172,23 +143,18 @@ def test_a_ratio_that_overflows_gives_a_finite_loss_and_gradient(dtype: torch.dt
             assert log_probs.grad.tolist() == [0, 0, 0]
 
 
+NEAR = (("tv", 0.1), ("kl", 0.59))  # the KL of p = 1 and q = exp(-0.6) is 0.6
+
+
 def test_a_certain_token_has_a_divergence() -> None:
-    """p = 1 or q = 1, where the other tokens' log-probability is -inf."""
-    certain, likely, advantages = torch.zeros(2), torch.full((2,), -0.5), torch.tensor([1.0, -1.0])
-    for divergence in ("tv", "kl"):
-        settings: Any = {"divergence": divergence, "threshold": 0.1}
+    """p = 1 or q = 1, where the other tokens' log-probability is -inf; a log-prob that rounds above 0 is one of 1."""
+    likely, advantages = torch.full((2,), -0.6), torch.tensor([1.0, -1.0])
+    for certain, (divergence, threshold) in itertools.product(torch.zeros(2, 2) + torch.tensor([[0], [0.05]]), NEAR):
+        settings: Any = {"divergence": divergence, "threshold": threshold}
         assert dppo_loss(certain, likely, advantages, **settings).clipped.tolist() == [1, 0]
         assert dppo_loss(likely, certain, advantages, **settings).clipped.tolist() == [0, 1]
         same = dppo_loss(certain, certain, advantages, **settings)
         assert (same.clipped.tolist(), same.per_token_loss.tolist()) == ([0, 0], [-1, 1])
-
-
-def test_masked_tokens_with_finite_log_probs_leave_the_gradient_alone() -> None:
-    mask = [torch.tensor([1.0, 0.0])]
-    log_probs = torch.tensor([-0.4, 0.0], requires_grad=True)
-    reducer = make_pg_loss_reducer("token_mean", mask, totals=StepTotals.from_loss_masks(mask))
-    reducer(ppo_clip_loss(log_probs, torch.tensor([-0.5, -1e4]), torch.ones(2)).per_token_loss).backward()
-    assert log_probs.grad.tolist() == pytest.approx([-math.exp(0.1), 0])
 
 
 # --- a critic, and KL
@@ -255,16 +221,17 @@ REFUSALS: dict[str, Refusal] = {
     **refused_by(
         cispo_loss,
         ({"old_log_probs": torch.zeros(4)}, r"log-probs of shapes \(3,\) and \(4,\)", {}),
-        ({"clip_low": 0.0}, r"clip_low is 0.0: it must be in \(0, 1\]", {"clip_low": None}),
+        ({"clip_low": 0.0}, r"clip_low is 0.0: it must be a number in \(0, 1\]", {"clip_low": None}),
         ({"clip_high": 0.0}, "clip_high is 0.0", {"clip_high": 1.5}),
+        ({"clip_high": None}, r"clip_high is None: it must be a number in \(0, inf\)", {"clip_high": 1}),
     ),
     **refused_by(
         sapo_loss,
-        ({"tau_negative": 0.0}, r"tau_negative is 0.0: it must be in \[0.1, 100\]", {"tau_negative": 2.0}),
+        ({"tau_negative": 0.0}, r"tau_negative is 0.0: it must be a number in \[0.1, 100\]", {"tau_negative": 2.0}),
     ),
     **refused_by(
         dppo_loss,
-        ({"threshold": 1.0}, "1.0: it must be above 0, and below 1 for tv", {"threshold": 1.0, "divergence": "kl"}),
+        ({"threshold": 1.0}, r"1.0: it must be a number in \(0, 1\)", {"threshold": 1.0, "divergence": "kl"}),
         ({"divergence": "js"}, "there is no such divergence. Choose one of tv, kl", {"divergence": "kl"}),
     ),
     **refused_by(
@@ -274,7 +241,7 @@ REFUSALS: dict[str, Refusal] = {
         ({"old_values": THREE}, "clip=None with some old_values", {}),
         (
             {"clip": 0.0, "old_values": THREE},
-            "clip is 0.0: it must be finite and above 0",
+            r"clip is 0.0: it must be a number in \(0, inf\)",
             {"clip": 0.1, "old_values": THREE},
         ),
     ),
@@ -284,14 +251,12 @@ REFUSALS: dict[str, Refusal] = {
         ({"advantages": COLUMN}, r"advantages of shape \(3, 1\)", {"advantages": ONE}),
         ({"advantages": torch.ones(3, requires_grad=True)}, "advantages that require grad.*Detach them", {}),
         ({"importance_weights": COLUMN}, r"importance_weights of shape \(3, 1\)", {"importance_weights": THREE}),
-        ({"clip_low": 0}, r"clip_low is 0: it must be in \(0, 1\]", {"clip_low": 1e-3}),
+        ({"clip_low": 0}, r"clip_low is 0: it must be a number in \(0, 1\]", {"clip_low": 1e-3}),
         ({"clip_low": 1.01}, "clip_low is 1.01", {"clip_low": 1}),
-        ({"clip_low": NAN}, "clip_low is nan", {"clip_low": 0.2}),
-        ({"clip_high": 0.0}, "clip_high is 0.0: it must be finite and above 0", {"clip_high": 3}),
-        ({"clip_high": INF}, "clip_high is inf", {"clip_high": 1e9}),
+        ({"clip_low": "0.2"}, "clip_low is '0.2'", {"clip_low": 0.2}),
+        ({"clip_high": 0.0}, r"clip_high is 0.0: it must be a number in \(0, inf\)", {"clip_high": 3}),
         ({"clip_high": 1.28}, "width: .* clipped at 2.28. Pass 0.28 for a bound of 1.28", {"clip_high": 0.28}),
-        ({"dual_clip": 1}, "dual_clip is 1: it must be finite and above 1", {"dual_clip": 1.001}),
-        ({"dual_clip": INF}, "dual_clip is inf", {"dual_clip": None}),
+        ({"dual_clip": 1}, r"dual_clip is 1: it must be a number in \(1, inf\)", {"dual_clip": 1.001}),
         ({"log_probs": THREE + 0.2}, "log_probs with values up to 0.2, 100%", {"log_probs": THREE + 0.09}),
         ({"log_probs": torch.tensor([0.7, -1.0, 0.2])}, "up to 0.7, 67% of them above 0.*order of the arguments", {}),
         ({"old_log_probs": -THREE.log()}, "old_log_probs with values up to inf", {"log_probs": THREE.log()}),

@@ -1,6 +1,5 @@
 """The modes as data, and modes of one's own."""
 
-import doctest
 from typing import Any
 
 import numpy as np
@@ -38,12 +37,6 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModeFunction]:
 
 def plain_sum(inputs: ModeInputs) -> float:
     return 1.0
-
-
-def test_docstring_examples() -> None:
-    result = doctest.testmod(modes)
-    assert result.attempted > 0
-    assert result.failed == 0
 
 
 def test_the_modes_are_rows_of_one_table() -> None:

@@ -132,28 +132,6 @@ def test_weights_in_every_cut(mode: Any, rule: Rule) -> None:
     assert torch.equal(buffer, samples.in_buffer([token_weights(mode, samples_of([i]), totals) for i in N]))
 
 
-def test_a_sum_of_what_is_at_hand_would_be_seen() -> None:
-    """Negative control: VL Norm over the micro-batch."""
-    samples, part = samples_of(N), samples_of([0, 3])
-    totals = StepTotals.from_loss_masks(part.loss_masks, statistics=own_mode(vl_norm_undivided).statistics)
-    whole = StepTotals.from_loss_masks(samples.loss_masks, statistics=own_mode(vl_norm_undivided).statistics)
-    of_part, right = (
-        token_weights(vl_norm_undivided, part, totals),
-        torch.cat([expected(norm(0.75))[i] for i in (0, 3)]),
-    )
-    assert not torch.allclose(of_part.double(), right, rtol=0.1)
-    assert torch.allclose(token_weights(vl_norm_undivided, part, whole).double(), right)
-
-
-def test_weights_by_hand() -> None:
-    masks = [torch.ones(1), torch.ones(16)]
-    totals = StepTotals.from_loss_masks(masks, statistics=own_mode(vl_norm_undivided).statistics)
-    # 16^-0.75 = 1/8
-    assert token_weights(vl_norm_undivided, Samples(masks), totals).tolist() == pytest.approx([8 / 9] + [1 / 9] * 16)
-    totals = StepTotals.from_loss_masks(masks, statistics=own_mode(half).statistics)
-    assert token_weights(half, Samples(masks), totals).tolist() == pytest.approx([4 / 5] + [1 / 5] * 16)
-
-
 def test_vl_norm_is_the_papers_with_its_divisor() -> None:
     masks = [torch.ones(1), torch.ones(16)]
     totals = StepTotals.from_loss_masks(masks, statistics=resolve(vl_norm, divisor=5).mode.statistics)  # type: ignore[union-attr]
@@ -252,6 +230,10 @@ REFUSALS: dict[str, Refusal] = {
     "a statistic of another shape": (
         counted(mode_over(lambda samples: torch.ones(2))), ValueError, r"that returned \(2,\) for 7 samples",
         counted(ONES),
+    ),
+    "an alpha that is no number": (
+        lambda: length_to_the_minus("1"), ValueError, r"alpha is '1': it must be a number in \(-inf, inf\)",  # type: ignore[arg-type]
+        lambda: length_to_the_minus(1),
     ),
     "a statistic that is infinite": (
         counted(INVERSE), ValueError, "a statistic that is NaN or infinite for sample 2", counted(ONES),

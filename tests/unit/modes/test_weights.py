@@ -1,6 +1,5 @@
 """The weight of a token: what the modes make of the step's totals, and what is refused. `oracle` states it apart."""
 
-import doctest
 import functools
 import itertools
 from collections.abc import Sequence
@@ -26,15 +25,9 @@ from megatron_rl_loss import (
     make_pg_loss_reducer,
     token_weights,
 )
-from megatron_rl_loss.modes import MODES, unit_weights, weights
+from megatron_rl_loss.modes import MODES, unit_weights
 
 INF = float("inf")
-
-
-def test_docstring_examples() -> None:
-    result = doctest.testmod(weights)
-    assert result.attempted > 0
-    assert result.failed == 0
 
 
 # --- against the oracle: every mode x layout x CP size, on random ragged steps, on the host and as on a device
@@ -75,26 +68,6 @@ def test_they_are_the_slopes_of_the_step_loss(step: Step, units: Any, place: Pla
             for found in on_both(functools.partial(weights, cp_rank=cp_rank, cp_size=cp_size)):
                 assert found.dtype == torch.float32
                 torch.testing.assert_close(found.double(), right, rtol=oracle.EXACT, atol=0)
-
-
-def test_weights_by_counts_of_a_part_would_be_seen() -> None:
-    """Negative control: totals of each micro-batch by itself give other weights, in every mode but a plain sum."""
-    step, part = oracle.WORKED, oracle.WORKED[2:3]
-    for mode in MODES:
-        samples = Samples([part[0].mask], **ids_of(part))
-        of_part = token_weights(mode, samples, totals_of(part), divisor=divisor_of(mode))
-        right = oracle.step_gradient(mode, step, divisor_of(mode))[2]
-        assert torch.allclose(of_part.double(), right) == (mode == "token_sum")
-
-
-def test_a_reducer_has_the_same_ones() -> None:
-    step = oracle.WORKED
-    masks, ids = [one.mask for one in step], ids_of(step)
-    for mode in MODES:
-        options = {"divisor": divisor_of(mode), "units": "active"}
-        reducer = make_pg_loss_reducer(mode, masks, totals=totals_of(step), **options, **ids)  # type: ignore[arg-type]
-        found = token_weights(mode, Samples(masks, **ids), totals_of(step), **options)  # type: ignore[arg-type]
-        assert torch.equal(reducer.weights, found)
 
 
 DTYPES = [
@@ -367,6 +340,11 @@ REFUSALS: dict[str, Refusal] = {
         ),
     ),
     **refusals(placed, ((3, SIX), r"loss aggregation 3 \(int\)", ("token_sum", SIX)), error=TypeError),
+    **refusals(
+        functools.partial(token_weights, "token_sum"),
+        ((MASKS, SIX), "samples is a list: it describes the micro-batch's masks", (Samples(MASKS), SIX)),
+        error=TypeError,
+    ),
 }
 
 

@@ -5,7 +5,6 @@ micro-batches and CP cannot matter. What a rank folds is, and the totals are tho
 """
 
 import copy
-import doctest
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from megatron_rl_loss import StepTotals, make_pg_loss_reducer, resolve
 from megatron_rl_loss.modes import weighted_token_mean
-from megatron_rl_loss.reduction import fold_into_advantages, folding, is_folded
+from megatron_rl_loss.reduction import fold_into_advantages, is_folded
 from megatron_rl_loss.reduction.folding import LOSSES
 
 SAMPLES = step_samples(seed=4)
@@ -38,11 +37,6 @@ def fold(mode: str = "token_mean", part: slice = slice(None), **options: Any) ->
     """What a rank folds that has this part of the samples."""
     options = {"totals": totals_of(SAMPLES), "divisor": divisor_of(mode), **ids_of(SAMPLES[part]), **options}
     return fold_into_advantages(ADVANTAGES[part], MASKS[part], mode=mode, **options)
-
-
-def test_docstring_example() -> None:
-    result = doctest.testmod(folding)
-    assert (result.attempted, result.failed) == (3, 0)
 
 
 @pytest.mark.parametrize(("mode", "units"), COUNTINGS, ids=[f"{m}-{u}" for m, u in COUNTINGS])

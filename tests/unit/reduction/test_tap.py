@@ -2,11 +2,12 @@
 
 import gc
 import weakref
+from typing import Any
 
 import pytest
 import torch
 
-from megatron_rl_loss import Samples, StepTotals, make_pg_loss_reducer
+from megatron_rl_loss import Gathered, Samples, StepTotals, make_pg_loss_reducer
 from megatron_rl_loss.modes.names import resolve
 from megatron_rl_loss.reduction.tap import Taps, expected_aggregation, observe, tap
 
@@ -85,9 +86,13 @@ def test_no_graph_is_kept_alive() -> None:
     assert taps.losses["pg"][0].gradient is not None
 
 
-def test_a_reducer_taps_what_it_reduces_and_says_what_was_asked() -> None:
+@pytest.mark.parametrize("cp_size", [1, 2])
+def test_a_reducer_taps_what_it_reduces_and_says_what_was_asked(cp_size: int) -> None:
+    """With copies each rank's weights are a part, and their gradient is made up for by the layout's scale."""
     masks = [torch.tensor([1.0, 0, 1]), torch.tensor([1.0])]
-    reducer = make_pg_loss_reducer("sample_mean", masks, totals=StepTotals.from_loss_masks(masks))
+    place: dict[str, Any] = {"layout": Gathered([0, 3, 4], backward="slice"), "cp_rank": 0, "cp_size": cp_size}
+    reducer = make_pg_loss_reducer("sample_mean", masks, totals=StepTotals.from_loss_masks(masks), **place)
+    assert reducer.gradient_scale == cp_size
     taps, values = Taps(), losses()
     with observe(taps):
         taps.begin_microbatch()
