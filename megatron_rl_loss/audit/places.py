@@ -2,12 +2,16 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 
 from megatron_rl_loss.audit.comparison import Comparison, Flags
-from megatron_rl_loss.audit.report import Deviation, Places, Shape
 from megatron_rl_loss.audit.tokens import Floats, Ints, StepTokens, extremes
+
+Shape = Literal["factor", "microbatch", "rank", "cp_place", "sample", "rollout", "prompt", "token"]
+Places = tuple[tuple[str, float], ...]
+
 
 #: How tokens are grouped, coarsest first: the shape of what differs, by which ids, and how a place is written.
 PARTITIONS: tuple[tuple[Shape, tuple[str, ...], str], ...] = (
@@ -40,6 +44,16 @@ _TEXTS = {
     "mask_squared": "fractional masks act as if they were multiplied twice",
     "odd_tokens": "a few tokens weigh apart from the others of their sample",
 }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Deviation:
+    """A fact about where weight lies: on no token, on masked ones, not where it should be, turned around."""
+
+    name: str  # of the kind, such as "masked_trained"
+    text: str  # in a sentence
+    factors: Places = ()  # places, and the measured / asked that this accounts for at each
+    tokens: int | None = None  # how many tokens it concerns; None for all
 
 
 def deviation(name: str, text: str = "", **facts: object) -> Deviation:
