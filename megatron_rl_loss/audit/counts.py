@@ -1,7 +1,4 @@
-"""What a loss may have counted: tokens, samples, rollouts and prompts, of the step or of a part of it, in several ways.
-
-A *cell* is what one context-parallel rank holds of one sample: nothing that a loss counts differs within a cell.
-"""
+"""What a loss may have counted: tokens, samples, rollouts and prompts, of the step or of a part, in several ways."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -11,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_rl_loss.audit.tokens import Floats, Ints, Split, StepTokens, group_by
+from megatron_rl_loss.audit.tokens import CELL, Floats, Ints, Split, StepTokens, group_by
 
 #: Parts of a step, coarsest first: in words, and by what they are numbered.
 SCOPES: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -84,7 +81,7 @@ class Cells:
 
     def __init__(self, tokens: StepTokens, split: Split) -> None:
         self.split = split
-        self.of_entry = tokens.groups(("sample", "cp_rank"))  # the cell of each entry of the masks, [num_entries]
+        self.of_entry = tokens.groups(CELL)  # the cell of each entry of the masks, [num_entries]
         first = np.unique(self.of_entry, return_index=True)[1]
         names = ("sample", "cp_rank", "dp_rank", "microbatch", "rollout", "prompt")
         self.ids = {name: getattr(tokens, name)[first] for name in names}

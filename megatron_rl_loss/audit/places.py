@@ -7,7 +7,7 @@ from typing import Literal
 import numpy as np
 
 from megatron_rl_loss.audit.comparison import Comparison, Flags
-from megatron_rl_loss.audit.tokens import Floats, Ints, StepTokens, extremes
+from megatron_rl_loss.audit.tokens import CELL, Floats, Ints, StepTokens, extremes
 
 Shape = Literal["factor", "microbatch", "rank", "cp_place", "sample", "rollout", "prompt", "token"]
 Places = tuple[tuple[str, float], ...]
@@ -79,7 +79,16 @@ class Kept:
         return self.weights / self.expected
 
 
-def take_off_misplaced(step: Comparison) -> Kept:
+def take_off(step: Comparison) -> Kept:
+    """Weight in the wrong places, turned signs and odd tokens, in this order; the rest is one number for each cell."""
+    kept = _take_off_misplaced(step)
+    if len(kept.entries):
+        _take_off_signs(kept)
+        _take_off_odd_tokens(kept)
+    return kept
+
+
+def _take_off_misplaced(step: Comparison) -> Kept:
     """NaN, stray weight, shifts, masked tokens with weight and active ones without, in this order."""
     tokens, weights = step.tokens, step.weights
     deviations: list[Deviation] = []
@@ -219,7 +228,7 @@ def shown(places: list[str]) -> str:
 # ---- places that weigh apart
 
 
-def take_off_signs(kept: Kept) -> None:
+def _take_off_signs(kept: Kept) -> None:
     """Where whole places pull the other way, their sign is turned back."""
     negative = kept.ratio < 0
     if not negative.any():
@@ -233,9 +242,10 @@ def take_off_signs(kept: Kept) -> None:
     kept.weights = np.where(negative, -kept.weights, kept.weights)
 
 
-def take_off_odd_tokens(kept: Kept, cell: Ints, tolerance: float) -> None:
+def _take_off_odd_tokens(kept: Kept) -> None:
     """Leaves out tokens that weigh apart from the others of their cell, if these are few."""
-    ratio, tokens = kept.ratio, kept.step.tokens
+    ratio, tokens, tolerance = kept.ratio, kept.step.tokens, 2 * kept.step.tolerance
+    cell = tokens.groups(CELL)[kept.entries]
     by_cell = np.lexsort((ratio, cell))
     sizes = np.bincount(cell)
     middle = by_cell[(sizes.cumsum() - sizes + (sizes - 1) // 2).clip(0, len(cell) - 1)]

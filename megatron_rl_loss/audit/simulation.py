@@ -28,6 +28,41 @@ LossFunction = Callable[..., Tensor]
 Failure = Literal["raises", "no loss", "no graph"]
 
 
+#: What a loss function may ask for by the name of a parameter, beside its first two. Counts of tokens are sums of
+#: masks, 0-dim int64 tensors; a *step* is all micro-batches of all data-parallel ranks.
+GIVEN: dict[str, str] = {
+    "step_tokens": "mask tokens of the step",
+    "rank_tokens": "mask tokens of this data-parallel rank's micro-batches",
+    "microbatch_tokens": "mask tokens of this micro-batch, not cut for context parallelism",
+    "step_samples": "rows of the step, masked ones too",
+    "step_active_samples": "rows of the step with a token whose mask is not 0",
+    "rank_samples": "rows of this data-parallel rank's micro-batches",
+    "step_rollouts": "rollouts of the step",
+    "step_prompts": "prompts of the step",
+    "num_microbatches": "micro-batches of a rank",
+    "microbatch": "the number of this one, from 0",
+    "dp_size": "data-parallel ranks",
+    "dp_rank": "the number of this one",
+    "cp_size": "context-parallel ranks",
+    "cp_rank": "the number of this one",
+    "world_size": "data- times context-parallel ranks",
+    "sample_tokens": "int64 [num_samples]: mask tokens of each row, not cut for context parallelism",
+    "rollout_tokens": "int64 [num_samples]: mask tokens, in the whole step, of the rollout of each row",
+    "prompt_tokens": "int64 [num_samples]: mask tokens, in the whole step, of the prompt of each row",
+    "rollout_ids": "list [num_samples]: the rollout of each row",
+    "prompt_ids": "list [num_samples]: the prompt of each row",
+    "cu_seqlens": "int64 [num_samples + 1]: where rows begin in packed losses, not cut for context parallelism",
+    "sample_index": "int64, shaped as the losses: the row of each token",
+    "old_log_probs": "shaped as the log-probs: equal to them, without gradient",
+    "advantages": "shaped as the log-probs: equal within a row, never 0",
+    "sample_advantages": "[num_samples]: the same, one a row",
+    "loss_masks": "list [num_samples]: the 1-D mask of each row, not padded and not cut for context parallelism",
+    "labels": "a dict of lists [num_samples] of what a mode of one's own may look at, random",
+    "layout": "the `Layout` of the losses",
+    "totals": "the `StepTotals` of the step",
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class LossCall:
     """How a trainer calls its loss function, and divides afterwards. The defaults are plain PyTorch: DDP, without CP.
@@ -87,6 +122,30 @@ class LossCall:
         if self.cp:
             parts.append(f"{self.cp_cut} CP ranks {done[self.cp]}")
         return ", ".join(parts)
+
+
+#: The calls of trainers by name, from their public sources (TRL 1.10.0.dev0, verl 0.10.0.dev).
+CALLS: dict[str, LossCall] = {
+    "pytorch": LossCall(),
+    # transformers.LossCall with a `compute_loss_func` and `average_tokens_across_devices` multiplies what the function
+    # returns by the number of processes, which DDP divides by.
+    "transformers": LossCall(names={"num_items_in_batch": "step_tokens"}, dp="sum", even_microbatches=True),
+    # trl.GRPOTrainer switches off the division by accumulation steps: its loss function divides by itself. Its
+    # `num_items_in_batch` is that of a generation batch, the step's where `steps_per_generation` is the accumulation.
+    "trl": LossCall(
+        names={
+            "num_items_in_batch": "step_tokens",
+            "num_processes": "dp_size",
+            "gradient_accumulation_steps": "num_microbatches",
+            "current_gradient_accumulation_steps": "num_microbatches",
+        },
+        even_microbatches=True,
+    ),
+    # verl's `agg_loss` as its engines call it: global counts, times dp_size against averaged gradients.
+    "verl": LossCall(names={"batch_num_tokens": "step_tokens", "global_batch_size": "step_samples"}),
+    # prime-rl's `compute_loss`: lists of sequences, one global `loss_scale`; FSDP's division is undone.
+    "prime_rl": LossCall(rows="lists", names={"loss_scale": "step_tokens"}, dp="sum"),
+}
 
 
 class CallFailed(Exception):
@@ -184,7 +243,7 @@ class _Call:
             microbatch=self.number,
             rows=replace(rows, known=rows.known | {"response_lengths": lengths, "total_lengths": lengths}),
             positions=self.local.positions.numpy(),
-            gradients=self._derivatives(loss_fn, {name: _GIVEN[what][1](self) for name, what in asks.items()}),
+            gradients=self._derivatives(loss_fn, {name: self.given(what) for name, what in asks.items()}),
         )
 
     def _derivatives(self, loss_fn: LossFunction, given: dict[str, Any]) -> Any:
@@ -217,6 +276,41 @@ class _Call:
             ranks = 1 if self.call.cp_cut == "gathered" else self.case.cp_size
             return list(flat.split([size // ranks for size in self.slots]))
         return flat
+
+    def given(self, what: str) -> Any:
+        """What the function asks for, by its name in `GIVEN`."""
+        makers: dict[str, Callable[[], Any]] = {
+            "step_tokens": self.tokens.sum,
+            "rank_tokens": self.rank_tokens.sum,
+            "microbatch_tokens": self.row_tokens.sum,
+            "step_samples": lambda: len(self.tokens),
+            "step_active_samples": lambda: int((self.tokens > 0).sum()),
+            "rank_samples": lambda: len(self.rank_tokens),
+            "step_rollouts": lambda: len(set(self.rollouts)),
+            "step_prompts": lambda: len(set(self.prompts)),
+            "num_microbatches": lambda: self.case.num_microbatches,
+            "microbatch": lambda: self.number,
+            "dp_size": lambda: self.case.dp_size,
+            "dp_rank": lambda: self.dp_rank,
+            "cp_size": lambda: self.case.cp_size,
+            "cp_rank": lambda: self.cp_rank,
+            "world_size": lambda: self.case.dp_size * self.case.cp_size,
+            "sample_tokens": lambda: self.row_tokens,
+            "rollout_tokens": lambda: self.tokens_of(self.rollouts),
+            "prompt_tokens": lambda: self.tokens_of(self.prompts),
+            "rollout_ids": lambda: self.rollouts[self.rows],
+            "prompt_ids": lambda: self.prompts[self.rows],
+            "cu_seqlens": lambda: torch.tensor([0, *self.slots]).cumsum(0),
+            "sample_index": lambda: self.shaped(self.local.sample_index.clone()),
+            "old_log_probs": lambda: self.shaped(self.values.detach().clone()),
+            "advantages": lambda: self.shaped(self.advantages.clone()),
+            "sample_advantages": lambda: self.case.advantages()[self.rows],
+            "loss_masks": lambda: [mask.clone() for mask in self.samples.loss_masks],
+            "labels": lambda: self.labels,
+            "layout": lambda: self.samples.layout,
+            "totals": self.totals,
+        }
+        return makers[what]()
 
     def tokens_of(self, ids: list[int]) -> Tensor:
         """Mask tokens, in the whole step, of each row's unit; of the units of all rows of the step."""
@@ -252,74 +346,6 @@ def _layout(call: LossCall, lengths: list[int], slots: list[int], cp_size: int) 
     if call.rows == "padded":
         return layouts.ZigzagBSHD(len(lengths), bounds[1], total_lengths=lengths)
     return layouts.ZigzagTHD(bounds, total_lengths=lengths)
-
-
-#: What a loss function may ask for by the name of a parameter, beside its first two, and how it is made. Counts of
-#: tokens are sums of masks, 0-dim int64 tensors; a *step* is all micro-batches of all data-parallel ranks.
-_GIVEN: dict[str, tuple[str, Callable[["_Call"], Any]]] = {
-    "step_tokens": ("mask tokens of the step", lambda at: at.tokens.sum()),
-    "rank_tokens": ("mask tokens of this data-parallel rank's micro-batches", lambda at: at.rank_tokens.sum()),
-    "microbatch_tokens": ("mask tokens of this micro-batch, not cut for context parallelism",
-                          lambda at: at.row_tokens.sum()),
-    "step_samples": ("rows of the step, masked ones too", lambda at: len(at.tokens)),
-    "step_active_samples": ("rows of the step with a token whose mask is not 0", lambda at: int((at.tokens > 0).sum())),
-    "rank_samples": ("rows of this data-parallel rank's micro-batches", lambda at: len(at.rank_tokens)),
-    "step_rollouts": ("rollouts of the step", lambda at: len(set(at.rollouts))),
-    "step_prompts": ("prompts of the step", lambda at: len(set(at.prompts))),
-    "num_microbatches": ("micro-batches of a rank", lambda at: at.case.num_microbatches),
-    "microbatch": ("the number of this one, from 0", lambda at: at.number),
-    "dp_size": ("data-parallel ranks", lambda at: at.case.dp_size),
-    "dp_rank": ("the number of this one", lambda at: at.dp_rank),
-    "cp_size": ("context-parallel ranks", lambda at: at.case.cp_size),
-    "cp_rank": ("the number of this one", lambda at: at.cp_rank),
-    "world_size": ("data- times context-parallel ranks", lambda at: at.case.dp_size * at.case.cp_size),
-    "sample_tokens": ("int64 [num_samples]: mask tokens of each row, not cut for context parallelism",
-                      lambda at: at.row_tokens),
-    "rollout_tokens": ("int64 [num_samples]: mask tokens, in the whole step, of the rollout of each row",
-                       lambda at: at.tokens_of(at.rollouts)),
-    "prompt_tokens": ("int64 [num_samples]: mask tokens, in the whole step, of the prompt of each row",
-                      lambda at: at.tokens_of(at.prompts)),
-    "rollout_ids": ("list [num_samples]: the rollout of each row", lambda at: at.rollouts[at.rows]),
-    "prompt_ids": ("list [num_samples]: the prompt of each row", lambda at: at.prompts[at.rows]),
-    "cu_seqlens": ("int64 [num_samples + 1]: where rows begin in packed losses, not cut for context parallelism",
-                   lambda at: torch.tensor([0, *at.slots]).cumsum(0)),
-    "sample_index": ("int64, shaped as the losses: the row of each token",
-                     lambda at: at.shaped(at.local.sample_index.clone())),
-    "old_log_probs": ("shaped as the log-probs: equal to them, without gradient",
-                      lambda at: at.shaped(at.values.detach().clone())),
-    "advantages": ("shaped as the log-probs: equal within a row, never 0", lambda at: at.shaped(at.advantages.clone())),
-    "sample_advantages": ("[num_samples]: the same, one a row", lambda at: at.case.advantages()[at.rows]),
-    "loss_masks": ("list [num_samples]: the 1-D mask of each row, not padded and not cut for context parallelism",
-                   lambda at: [mask.clone() for mask in at.samples.loss_masks]),
-    "labels": ("a dict of lists [num_samples] of what a mode of one's own may look at, random", lambda at: at.labels),
-    "layout": ("the `Layout` of the losses", lambda at: at.samples.layout),
-    "totals": ("the `StepTotals` of the step", lambda at: at.totals()),
-}  # fmt: skip
-#: What a loss function may ask for, in words.
-GIVEN: dict[str, str] = {name: what for name, (what, _) in _GIVEN.items()}
-
-#: The calls of trainers by name, from their public sources (TRL 1.10.0.dev0, verl 0.10.0.dev).
-CALLS: dict[str, LossCall] = {
-    "pytorch": LossCall(),
-    # transformers.LossCall with a `compute_loss_func` and `average_tokens_across_devices` multiplies what the function
-    # returns by the number of processes, which DDP divides by.
-    "transformers": LossCall(names={"num_items_in_batch": "step_tokens"}, dp="sum", even_microbatches=True),
-    # trl.GRPOTrainer switches off the division by accumulation steps: its loss function divides by itself. Its
-    # `num_items_in_batch` is that of a generation batch, the step's where `steps_per_generation` is the accumulation.
-    "trl": LossCall(
-        names={
-            "num_items_in_batch": "step_tokens",
-            "num_processes": "dp_size",
-            "gradient_accumulation_steps": "num_microbatches",
-            "current_gradient_accumulation_steps": "num_microbatches",
-        },
-        even_microbatches=True,
-    ),
-    # verl's `agg_loss` as its engines call it: global counts, times dp_size against averaged gradients.
-    "verl": LossCall(names={"batch_num_tokens": "step_tokens", "global_batch_size": "step_samples"}),
-    # prime-rl's `compute_loss`: lists of sequences, one global `loss_scale`; FSDP's division is undone.
-    "prime_rl": LossCall(rows="lists", names={"loss_scale": "step_tokens"}, dp="sum"),
-}
 
 
 def measure(loss_fn: LossFunction, call: LossCall, case: LossCase) -> MeasuredStep:

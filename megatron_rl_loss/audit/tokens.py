@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
+#: What one context-parallel rank holds of one sample: nothing that a loss counts differs within a cell.
+CELL = ("sample", "cp_rank")
 
 
 @dataclass(frozen=True, kw_only=True)

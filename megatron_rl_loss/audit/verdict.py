@@ -16,17 +16,7 @@ import numpy as np
 from megatron_rl_loss.audit.comparison import Comparison, Piece, StepSamples
 from megatron_rl_loss.audit.counts import Cells
 from megatron_rl_loss.audit.fit import Fitter, Reading
-from megatron_rl_loss.audit.places import (
-    Deviation,
-    Kept,
-    Places,
-    Shape,
-    deviation,
-    places_of,
-    take_off_misplaced,
-    take_off_odd_tokens,
-    take_off_signs,
-)
+from megatron_rl_loss.audit.places import Deviation, Kept, Places, Shape, deviation, places_of, take_off
 from megatron_rl_loss.audit.tokens import MeasuredStep, extremes
 from megatron_rl_loss.audit.words import place_reading, with_words
 from megatron_rl_loss.modes.names import Aggregation, resolve
@@ -182,12 +172,9 @@ def in_words(expected: Aggregation) -> str:
 @np.errstate(divide="ignore", invalid="ignore")  # a count may be 0 where nothing is asked for
 def _explained(verdict: Verdict, step: Comparison) -> Verdict:
     """The verdict with deviations, numbers and readings."""
-    kept = take_off_misplaced(step)
+    kept = take_off(step)
     if len(kept.entries):
-        take_off_signs(kept)
-        cells = Cells(step.tokens, step.measured.split)
-        take_off_odd_tokens(kept, cells.of_entry[kept.entries], 2 * step.tolerance)
-        readings = _readings(kept, cells)
+        readings = _readings(kept, Cells(step.tokens, step.measured.split))
         shape, factors = places_of(kept, kept.ratio, 2 * step.tolerance)
         verdict = replace(verdict, shape=shape, factors=factors, readings=tuple(readings))
     return replace(verdict, deviations=tuple(kept.deviations))

@@ -6,8 +6,7 @@ A token's *effective weight* is the derivative of what the optimizer gets by tha
                           f   = finalised gradient / sum over ranks of what backward gave (`anchor`)
                           s   = the loss scale of fp16 training
 
-Nothing in the model changes and no number that is trained on is touched. Where f cannot be read (other wrappers than
-Megatron's DDP, CUDA graphs, no usable parameter, ranks that were scaled apart) the step says why it is `unknown`.
+No number that is trained on is touched. Where f cannot be read the step says why it is `unknown`.
 """
 
 import functools
