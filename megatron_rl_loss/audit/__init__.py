@@ -3,14 +3,14 @@
 For whoever doubts a loss function, a mode or a launch. `audit.megatron` measures a step of a real Megatron run.
 """
 
-from megatron_rl_loss.audit.calling import CALLS, GIVEN, LossCall
 from megatron_rl_loss.audit.fit import Reading
 from megatron_rl_loss.audit.loss_check import LossReport, check_loss
 from megatron_rl_loss.audit.picture import draw, in_terminal
-from megatron_rl_loss.audit.report import Deviation, Verdict
+from megatron_rl_loss.audit.places import Deviation
 from megatron_rl_loss.audit.search import Finding
+from megatron_rl_loss.audit.simulation import CALLS, GIVEN, LossCall
 from megatron_rl_loss.audit.tokens import MeasuredStep, Split, StepTokens
-from megatron_rl_loss.audit.verdict import judge
+from megatron_rl_loss.audit.verdict import Verdict, judge
 
 __all__ = [
     "CALLS",

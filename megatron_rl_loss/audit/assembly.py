@@ -1,6 +1,6 @@
 """From what each rank measured of its tokens to the one `MeasuredStep`. NumPy; nothing here communicates."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,49 +8,36 @@ import numpy as np
 
 from megatron_rl_loss.audit.tokens import Floats, Ints, MeasuredStep, Split, StepTokens
 from megatron_rl_loss.step.layouts import concatenated_ranges
-from megatron_rl_loss.step.samples import Samples
+from megatron_rl_loss.step.samples import LocalTokens
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rows:
-    """The samples of a micro-batch as arrays that can be sent, [num_samples] each."""
+    """The samples of a micro-batch as arrays that can be sent."""
 
-    starts: Ints  # of masks in the layout's buffer
-    lengths: Ints  # of masks
-    mask: Floats  # all entries, one sample after the other
-    rollouts: Ints | None
-    prompts: Ints | None
-    response_lengths: Ints | None
-    total_lengths: Ints | None
+    mask: Floats  # all entries of the masks, one sample after the other, [num_entries]
+    starts: Ints  # of each sample's in the layout's buffer, [num_samples]
+    lengths: Ints  # how many each sample has, [num_samples]
+    known: dict[str, Ints]  # rollouts, prompts, response_lengths, total_lengths: those that are known, [num_samples]
     total_tokens: int
-    replicated: bool
+    replicated: bool  # whether each context-parallel rank holds all
     copies: int  # context-parallel ranks whose gradients of a token add up to one that is so many times too large
 
     @classmethod
-    def of(cls, samples: Samples, cp_size: int) -> "Rows":
+    def of(cls, local: LocalTokens) -> "Rows":
         """Waits for a device, if the masks are on one."""
-        layout = samples.layout
-        masks = [mask.detach().double().cpu().numpy() for mask in samples.loss_masks]
-        replicated = layout is not None and layout.replicated_over_cp
-        sums = layout is None or layout.gather_sums_gradients
-        lengths: dict[str, Any] = {}
-        for name in ("response_lengths", "total_lengths"):
-            known = getattr(layout, name, None)
-            lengths[name] = None if known is None else np.array(known, np.int64)
+        samples = local.samples
+        known: dict[str, Any] = {"rollouts": samples.rollout_ids, "prompts": samples.prompt_ids}
+        known |= {name: getattr(samples.layout, name, None) for name in ("response_lengths", "total_lengths")}
         return cls(
+            mask=np.concatenate([np.zeros(0), *(mask.detach().double().cpu().numpy() for mask in samples.loss_masks)]),
             starts=np.array(samples.mask_starts, np.int64),
             lengths=np.array(samples.mask_lengths, np.int64),
-            mask=np.concatenate([np.zeros(0), *masks]),
-            rollouts=None if samples.rollout_ids is None else samples.rollout_ids.numpy(),
-            prompts=None if samples.prompt_ids is None else samples.prompt_ids.numpy(),
-            **lengths,
+            known={name: np.asarray(values, np.int64) for name, values in known.items() if values is not None},
             total_tokens=samples.total_tokens,
-            replicated=replicated,
-            copies=cp_size if replicated and not sums else 1,
+            replicated=local.copies > 1,
+            copies=local.gradient_scale,
         )
-
-    def __len__(self) -> int:
-        return len(self.lengths)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,21 +58,17 @@ class Part:
         return self.dp_rank, self.microbatch
 
 
-def measured_step(
-    parts: Sequence[Part],
-    factor: float,
-    split: Split,
-    *,
-    unknown: Sequence[str] = (),
-    notes: Sequence[str] = (),
-    facts: Mapping[str, Any] | None = None,
-) -> MeasuredStep:
-    """The step, with ``weight = factor * sum of gradients over the ranks that hold the token``."""
+def measured_step(parts: Sequence[Part], factor: float, split: Split, **said: Any) -> MeasuredStep:
+    """The step, with ``weight = factor * sum of gradients over the ranks that hold the token``.
+
+    `said` is what else a `MeasuredStep` says: unknown, notes, facts.
+    """
     by_place: dict[tuple[int, int], list[Part]] = {}
     for part in sorted(parts, key=lambda part: (part.place, part.cp_rank)):
         by_place.setdefault(part.place, []).append(part)
     stray_places, stray_weight, num_samples = 0, 0.0, 0
-    numbers: dict[str, dict[object, int]] = {"rollout": {}, "prompt": {}}
+    rollouts: dict[object, int] = {}
+    prompts: dict[object, int] = {}
     columns: dict[str, list[Any]] = {name: [] for name in ("weights", *StepTokens.__dataclass_fields__)}
     for place, here in by_place.items():
         rows = here[0].rows
@@ -95,25 +78,25 @@ def measured_step(
             weights[part.positions] += part.gradients * np.float64(factor / rows.copies)  # a position comes once
             if not rows.replicated:
                 holder[part.positions] = part.cp_rank
-        entries = concatenated_ranges(rows.starts, rows.lengths)
-        samples = np.arange(num_samples, num_samples + len(rows))
-        num_samples += len(rows)
-        ids = {
+        entries, number = concatenated_ranges(rows.starts, rows.lengths), len(rows.lengths)
+        samples = np.arange(num_samples, num_samples + number)
+        num_samples += number
+        of_samples = {
             "sample": samples,
-            "dp_rank": np.full(len(rows), place[0]),
-            "microbatch": np.full(len(rows), place[1]),
-            "rollout": _numbered(samples if rows.rollouts is None else rows.rollouts, numbers["rollout"]),
-            "prompt": np.full(len(rows), -1) if rows.prompts is None else _numbered(rows.prompts, numbers["prompt"]),
+            "dp_rank": np.full(number, place[0]),
+            "microbatch": np.full(number, place[1]),
+            "rollout": _numbered(rows.known.get("rollouts", samples), rollouts),
+            "prompt": _numbered(rows.known["prompts"], prompts) if "prompts" in rows.known else np.full(number, -1),
         }
-        found: dict[str, Any] = {name: of_sample.repeat(rows.lengths) for name, of_sample in ids.items()}
+        found: dict[str, Any] = {name: values.repeat(rows.lengths) for name, values in of_samples.items()}
         found |= {
             "weights": weights[entries],
             "mask": rows.mask,
-            "position": concatenated_ranges(np.zeros(len(rows), np.int64), rows.lengths),
-            "cp_rank": holder[entries] if split.cp_size > 1 else np.zeros(len(entries)),
+            "position": concatenated_ranges(np.zeros(number, np.int64), rows.lengths),
+            "cp_rank": holder[entries],
         }
-        if len(rows):
-            found |= {"response_lengths": rows.response_lengths, "total_lengths": rows.total_lengths}
+        if number:
+            found |= {name: rows.known.get(name) for name in ("response_lengths", "total_lengths")}
         for name, piece in found.items():
             columns[name].append(piece)
         weights[entries] = 0
@@ -124,15 +107,8 @@ def measured_step(
         dtype = np.float64 if name in ("weights", "mask") else np.int64
         unknown_length = any(piece is None for piece in pieces)
         joined[name] = None if unknown_length else np.concatenate([np.zeros(0), *pieces]).astype(dtype)
-    return MeasuredStep(
-        weights=joined.pop("weights"),
-        tokens=StepTokens(**joined),
-        split=split,
-        stray=(stray_places, stray_weight),
-        unknown=tuple(unknown),
-        notes=tuple(notes),
-        facts=dict(facts or {}),
-    )
+    weights, stray = joined.pop("weights"), (stray_places, stray_weight)
+    return MeasuredStep(tokens=StepTokens(**joined), weights=weights, split=split, stray=stray, **said)
 
 
 def _numbered(ids: Ints, numbers: dict[object, int]) -> Ints:

@@ -2,12 +2,12 @@
 
 import itertools
 import math
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from megatron_rl_loss.audit.report import Piece
 from megatron_rl_loss.audit.tokens import Floats, MeasuredStep, StepTokens, extremes
 from megatron_rl_loss.modes.names import Aggregation
 from megatron_rl_loss.modes.table import OwnMode
@@ -16,6 +16,18 @@ from megatron_rl_loss.step.counting import reduce_step_totals
 from megatron_rl_loss.step.samples import Samples
 
 Flags = NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one CP rank holds of one micro-batch: its active tokens, and the lowest and highest measured / asked."""
+
+    dp_rank: int
+    microbatch: int
+    cp_rank: int
+    tokens: int
+    low: float
+    high: float
 
 
 class Comparison:
@@ -67,12 +79,8 @@ class Comparison:
             low, high = extremes(of_wanted, self.ratio, len(first))
         counts = np.bincount(of_wanted, minlength=len(first))
         low[counts == 0] = high[counts == 0] = math.nan
-        ids = [getattr(self.tokens, name)[first] for name in names]
-        columns = [column.tolist() for column in (*ids, counts, low, high)]
-        return tuple(
-            Piece(dp_rank=dp, microbatch=k, cp_rank=cp, tokens=n, low=a, high=b)
-            for dp, k, cp, n, a, b in zip(*columns, strict=True)
-        )
+        columns = (*(getattr(self.tokens, name)[first] for name in names), counts, low, high)
+        return tuple(Piece(*row) for row in zip(*(column.tolist() for column in columns), strict=True))
 
 
 class StepSamples:

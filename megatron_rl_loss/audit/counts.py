@@ -1,7 +1,4 @@
-"""What a loss may have counted: tokens, samples, rollouts and prompts, of the step or of a part of it, in several ways.
-
-A *cell* is what one context-parallel rank holds of one sample: nothing that a loss counts differs within a cell.
-"""
+"""What a loss may have counted: tokens, samples, rollouts and prompts, of the step or of a part, in several ways."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -11,16 +8,16 @@ from typing import Any
 
 import numpy as np
 
-from megatron_rl_loss.audit.tokens import Floats, Ints, Split, StepTokens, group_by
+from megatron_rl_loss.audit.tokens import CELL, Floats, Ints, Split, StepTokens, group_by
 
-#: Parts of a step, coarsest first: in words, and by what they are numbered.
-SCOPES: dict[str, tuple[str, tuple[str, ...]]] = {
-    "step": ("the whole step", ()),
-    "dp_rank": ("the data-parallel rank", ("dp_rank",)),
-    "microbatch_over_dp": ("this micro-batch of all data-parallel ranks together", ("microbatch",)),
-    "microbatch": ("the micro-batch", ("dp_rank", "microbatch")),
-    "rank": ("the rank (its CP place, over its micro-batches)", ("dp_rank", "cp_rank")),
-    "cp_place": ("what the CP rank holds of the micro-batch", ("dp_rank", "microbatch", "cp_rank")),
+#: Parts of a step, coarsest first: in words, by what they are numbered, and how far-fetched they are.
+SCOPES: dict[str, tuple[str, tuple[str, ...], float]] = {
+    "step": ("the whole step", (), 0.0),
+    "dp_rank": ("the data-parallel rank", ("dp_rank",), 0.0),
+    "microbatch_over_dp": ("this micro-batch of all data-parallel ranks together", ("microbatch",), 0.2),
+    "microbatch": ("the micro-batch", ("dp_rank", "microbatch"), 0.0),
+    "rank": ("the rank (its CP place, over its micro-batches)", ("dp_rank", "cp_rank"), 0.2),
+    "cp_place": ("what the CP rank holds of the micro-batch", ("dp_rank", "microbatch", "cp_rank"), 0.0),
 }
 
 #: How tokens are counted, in words.
@@ -50,8 +47,6 @@ _OF_PARTS: dict[str, Callable[[Floats, Floats], Floats]] = {
     "masked_length": lambda tokens, length: np.where(tokens > 0, tokens, length),
     "shifted": lambda tokens, _: tokens + (tokens > 0),
 }
-#: Parts that are seldom counted over by mistake, and how far-fetched they are.
-_SELDOM = {"microbatch_over_dp": 0.2, "rank": 0.2}
 
 
 @dataclass(frozen=True)
@@ -84,7 +79,7 @@ class Cells:
 
     def __init__(self, tokens: StepTokens, split: Split) -> None:
         self.split = split
-        self.of_entry = tokens.groups(("sample", "cp_rank"))  # the cell of each entry of the masks, [num_entries]
+        self.of_entry = tokens.groups(CELL)  # the cell of each entry of the masks, [num_entries]
         first = np.unique(self.of_entry, return_index=True)[1]
         names = ("sample", "cp_rank", "dp_rank", "microbatch", "rollout", "prompt")
         self.ids = {name: getattr(tokens, name)[first] for name in names}
@@ -142,16 +137,16 @@ class Cells:
         parts = [scope for scope in scopes if scope != "step"]
         units = self.units
         for scope in parts:
-            yield _SELDOM.get(scope, 0.0), Count("tokens", scope)
+            yield SCOPES[scope][2], Count("tokens", scope)
         for unit in units:
             yield 0.0, Count("tokens", unit=unit)
             for counting in ("all", "active"):
                 for scope in parts:
-                    yield 0.2 + _SELDOM.get(scope, 0.0) + 0.1 * (counting == "active"), Count(unit, scope, counting)
+                    yield 0.2 + SCOPES[scope][2] + 0.1 * (counting == "active"), Count(unit, scope, counting)
                 if self.has_prompts and unit != "prompt":
                     yield 0.7, Count(unit, "step", counting, "prompt")
             for scope in parts:
-                yield 0.4 + _SELDOM.get(scope, 0.0), Count("tokens", scope, unit=unit)
+                yield 0.4 + SCOPES[scope][2], Count("tokens", scope, unit=unit)
         if "microbatch" in parts and self.groups(("dp_rank",))[1] > 1:
             yield 0.7, Count("microbatch", "dp_rank", "active")
         for counting in COUNTINGS:

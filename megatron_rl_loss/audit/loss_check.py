@@ -8,9 +8,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from megatron_rl_loss.audit.calling import CALLS, LossCall
 from megatron_rl_loss.audit.search import CP, MICROBATCHES, PADDED, UNCUT, Cut, Finding, Search, two_rows
-from megatron_rl_loss.audit.simulation import CallFailed, LossFunction, asked_for, measure
+from megatron_rl_loss.audit.simulation import CALLS, CallFailed, LossCall, LossFunction, asked_for, measure
 from megatron_rl_loss.audit.verdict import in_words
 from megatron_rl_loss.errors import check_choice, check_int
 from megatron_rl_loss.modes.names import Aggregation, resolve

@@ -2,12 +2,16 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 
 from megatron_rl_loss.audit.comparison import Comparison, Flags
-from megatron_rl_loss.audit.report import Deviation, Places, Shape
-from megatron_rl_loss.audit.tokens import Floats, Ints, StepTokens, extremes
+from megatron_rl_loss.audit.tokens import CELL, Floats, Ints, StepTokens, extremes
+
+Shape = Literal["factor", "microbatch", "rank", "cp_place", "sample", "rollout", "prompt", "token"]
+Places = tuple[tuple[str, float], ...]
+
 
 #: How tokens are grouped, coarsest first: the shape of what differs, by which ids, and how a place is written.
 PARTITIONS: tuple[tuple[Shape, tuple[str, ...], str], ...] = (
@@ -42,6 +46,16 @@ _TEXTS = {
 }
 
 
+@dataclass(frozen=True, kw_only=True)
+class Deviation:
+    """A fact about where weight lies: on no token, on masked ones, not where it should be, turned around."""
+
+    name: str  # of the kind, such as "masked_trained"
+    text: str  # in a sentence
+    factors: Places = ()  # places, and the measured / asked that this accounts for at each
+    tokens: int | None = None  # how many tokens it concerns; None for all
+
+
 def deviation(name: str, text: str = "", **facts: object) -> Deviation:
     return Deviation(name=name, text=f"{_TEXTS[name]}{text}", **facts)  # type: ignore[arg-type]
 
@@ -65,7 +79,16 @@ class Kept:
         return self.weights / self.expected
 
 
-def take_off_misplaced(step: Comparison) -> Kept:
+def take_off(step: Comparison) -> Kept:
+    """Weight in the wrong places, turned signs and odd tokens, in this order; the rest is one number for each cell."""
+    kept = _take_off_misplaced(step)
+    if len(kept.entries):
+        _take_off_signs(kept)
+        _take_off_odd_tokens(kept)
+    return kept
+
+
+def _take_off_misplaced(step: Comparison) -> Kept:
     """NaN, stray weight, shifts, masked tokens with weight and active ones without, in this order."""
     tokens, weights = step.tokens, step.weights
     deviations: list[Deviation] = []
@@ -205,7 +228,7 @@ def shown(places: list[str]) -> str:
 # ---- places that weigh apart
 
 
-def take_off_signs(kept: Kept) -> None:
+def _take_off_signs(kept: Kept) -> None:
     """Where whole places pull the other way, their sign is turned back."""
     negative = kept.ratio < 0
     if not negative.any():
@@ -219,9 +242,10 @@ def take_off_signs(kept: Kept) -> None:
     kept.weights = np.where(negative, -kept.weights, kept.weights)
 
 
-def take_off_odd_tokens(kept: Kept, cell: Ints, tolerance: float) -> None:
+def _take_off_odd_tokens(kept: Kept) -> None:
     """Leaves out tokens that weigh apart from the others of their cell, if these are few."""
-    ratio, tokens = kept.ratio, kept.step.tokens
+    ratio, tokens, tolerance = kept.ratio, kept.step.tokens, 2 * kept.step.tolerance
+    cell = tokens.groups(CELL)[kept.entries]
     by_cell = np.lexsort((ratio, cell))
     sizes = np.bincount(cell)
     middle = by_cell[(sizes.cumsum() - sizes + (sizes - 1) // 2).clip(0, len(cell) - 1)]

@@ -10,12 +10,10 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from megatron_rl_loss.audit.calling import LossCall
 from megatron_rl_loss.audit.drawn_steps import DrawnSample, LossCase, draw_samples
-from megatron_rl_loss.audit.report import Verdict
-from megatron_rl_loss.audit.simulation import CallFailed, LossFunction, measure
+from megatron_rl_loss.audit.simulation import CallFailed, LossCall, LossFunction, measure
 from megatron_rl_loss.audit.tokens import Floats
-from megatron_rl_loss.audit.verdict import judge
+from megatron_rl_loss.audit.verdict import Verdict, judge
 from megatron_rl_loss.modes.names import Aggregation, resolve
 from megatron_rl_loss.modes.table import MODES, OwnMode
 from megatron_rl_loss.modes.weights import weigh

@@ -7,9 +7,9 @@ where data-parallel ranks are, times 1/C where context-parallel ranks are; added
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
-from typing import Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, get_args, get_type_hints
 
 import numpy as np
 import torch
@@ -17,24 +17,135 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from megatron_rl_loss.audit.assembly import Part, Rows, measured_step
-from megatron_rl_loss.audit.calling import GIVEN, LossCall
 from megatron_rl_loss.audit.drawn_steps import LossCase
 from megatron_rl_loss.audit.tokens import MeasuredStep, Split
-from megatron_rl_loss.errors import check_callable, did_you_mean
-from megatron_rl_loss.step.layouts import (
-    Contiguous,
-    Gathered,
-    Layout,
-    ZigzagBSHD,
-    ZigzagResponse,
-    ZigzagTHD,
-    concatenated_ranges,
-)
-from megatron_rl_loss.step.samples import LocalTokens, Samples
+from megatron_rl_loss.errors import check_callable, check_choice, did_you_mean
+from megatron_rl_loss.step import layouts
+from megatron_rl_loss.step.samples import Samples
 from megatron_rl_loss.step.totals import StepTotals
 
 LossFunction = Callable[..., Tensor]
 Failure = Literal["raises", "no loss", "no graph"]
+
+
+#: What a loss function may ask for by the name of a parameter, beside its first two. Counts of tokens are sums of
+#: masks, 0-dim int64 tensors; a *step* is all micro-batches of all data-parallel ranks.
+GIVEN: dict[str, str] = {
+    "step_tokens": "mask tokens of the step",
+    "rank_tokens": "mask tokens of this data-parallel rank's micro-batches",
+    "microbatch_tokens": "mask tokens of this micro-batch, not cut for context parallelism",
+    "step_samples": "rows of the step, masked ones too",
+    "step_active_samples": "rows of the step with a token whose mask is not 0",
+    "rank_samples": "rows of this data-parallel rank's micro-batches",
+    "step_rollouts": "rollouts of the step",
+    "step_prompts": "prompts of the step",
+    "num_microbatches": "micro-batches of a rank",
+    "microbatch": "the number of this one, from 0",
+    "dp_size": "data-parallel ranks",
+    "dp_rank": "the number of this one",
+    "cp_size": "context-parallel ranks",
+    "cp_rank": "the number of this one",
+    "world_size": "data- times context-parallel ranks",
+    "sample_tokens": "int64 [num_samples]: mask tokens of each row, not cut for context parallelism",
+    "rollout_tokens": "int64 [num_samples]: mask tokens, in the whole step, of the rollout of each row",
+    "prompt_tokens": "int64 [num_samples]: mask tokens, in the whole step, of the prompt of each row",
+    "rollout_ids": "list [num_samples]: the rollout of each row",
+    "prompt_ids": "list [num_samples]: the prompt of each row",
+    "cu_seqlens": "int64 [num_samples + 1]: where rows begin in packed losses, not cut for context parallelism",
+    "sample_index": "int64, shaped as the losses: the row of each token",
+    "old_log_probs": "shaped as the log-probs: equal to them, without gradient",
+    "advantages": "shaped as the log-probs: equal within a row, never 0",
+    "sample_advantages": "[num_samples]: the same, one a row",
+    "loss_masks": "list [num_samples]: the 1-D mask of each row, not padded and not cut for context parallelism",
+    "labels": "a dict of lists [num_samples] of what a mode of one's own may look at, random",
+    "layout": "the `Layout` of the losses",
+    "totals": "the `StepTotals` of the step",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossCall:
+    """How a trainer calls its loss function, and divides afterwards. The defaults are plain PyTorch: DDP, without CP.
+
+    >>> LossCall(microbatches="mean", names={"total": "step_tokens"}).describe()
+    'padded rows, micro-batches averaged, DP ranks averaged'
+
+    Of ``log_probs`` the function makes losses itself; then a weight is what a policy gradient at ratio 1 puts on a
+    token, beside its advantage. `cp_cut` is what a CP rank holds of every row: if ``gathered`` all, and gradients
+    of all copies count; ``responses`` is a zigzag over prompt and response, of which the response is kept (packed).
+    """
+
+    takes: Literal["losses", "log_probs"] = "losses"  # the first thing the function is given, of tokens
+    rows: Literal["padded", "packed", "lists"] = "padded"  # [batch, seq], [num_tokens], or one tensor a row
+    names: Mapping[str, str] = field(default_factory=dict)  # parameters that are called otherwise than in `GIVEN`
+    microbatches: Literal["sum", "mean"] = "sum"  # "mean": the trainer divides what is returned by their number
+    dp: Literal["mean", "sum"] = "mean"  # "mean" as DDP and FSDP do, "sum" where a trainer undoes that
+    cp: Literal["mean", "sum"] | None = None  # None: there are no context-parallel ranks
+    cp_cut: Literal["zigzag", "contiguous", "gathered", "responses"] = "zigzag"
+    even_microbatches: bool = False  # whether all micro-batches have as many rows
+    masked_samples: bool = True  # whether fully masked rows occur; without them micro-batches have active tokens
+    split_rollouts: bool = False  # whether a rollout may be several rows (turns, branches)
+
+    def __post_init__(self) -> None:
+        for name, hint in get_type_hints(LossCall).items():
+            value = getattr(self, name)
+            if hint is bool and not isinstance(value, bool):
+                raise TypeError(f"LossCall.{name} is {value!r}: it must be True or False. Say whether it is so.")
+            if get_args(hint) and name not in ("names", "cp"):
+                check_choice(f"LossCall.{name}", value, get_args(hint))
+        if self.cp is not None:
+            check_choice("LossCall.cp", self.cp, ("mean", "sum"))
+        elif self.cp_cut != "zigzag":
+            raise ValueError(
+                f"LossCall.cp_cut is {self.cp_cut!r}, and LossCall.cp None: without context-parallel ranks nothing is "
+                'cut. Say what becomes of them: cp="sum" or cp="mean".'
+            )
+        if self.cp_cut == "responses" and self.rows != "packed":
+            raise ValueError(
+                f"LossCall.cp_cut is 'responses', and LossCall.rows {self.rows!r}: what is left of rows is packed. "
+                'Say rows="packed".'
+            )
+        if not isinstance(self.names, Mapping):
+            raise TypeError(
+                f"LossCall.names is a {type(self.names).__name__}: it must map parameters of the loss function to what "
+                'they are given. Write names={"num_items_in_batch": "step_tokens"}, say.'
+            )
+        for parameter, given in self.names.items():
+            check_choice(f"number for LossCall.names[{parameter!r}]", given, GIVEN)
+
+    def describe(self) -> str:
+        """One line of what was assumed."""
+        done = {"sum": "summed", "mean": "averaged"}
+        rows = f"{self.rows} rows" if self.rows != "lists" else "a tensor a row"
+        parts = ["log-probs"] * (self.takes == "log_probs") + [rows]
+        parts += [f"micro-batches {done[self.microbatches]}", f"DP ranks {done[self.dp]}"]
+        if self.cp:
+            parts.append(f"{self.cp_cut} CP ranks {done[self.cp]}")
+        return ", ".join(parts)
+
+
+#: The calls of trainers by name, from their public sources (TRL 1.10.0.dev0, verl 0.10.0.dev).
+CALLS: dict[str, LossCall] = {
+    "pytorch": LossCall(),
+    # transformers.LossCall with a `compute_loss_func` and `average_tokens_across_devices` multiplies what the function
+    # returns by the number of processes, which DDP divides by.
+    "transformers": LossCall(names={"num_items_in_batch": "step_tokens"}, dp="sum", even_microbatches=True),
+    # trl.GRPOTrainer switches off the division by accumulation steps: its loss function divides by itself. Its
+    # `num_items_in_batch` is that of a generation batch, the step's where `steps_per_generation` is the accumulation.
+    "trl": LossCall(
+        names={
+            "num_items_in_batch": "step_tokens",
+            "num_processes": "dp_size",
+            "gradient_accumulation_steps": "num_microbatches",
+            "current_gradient_accumulation_steps": "num_microbatches",
+        },
+        even_microbatches=True,
+    ),
+    # verl's `agg_loss` as its engines call it: global counts, times dp_size against averaged gradients.
+    "verl": LossCall(names={"batch_num_tokens": "step_tokens", "global_batch_size": "step_samples"}),
+    # prime-rl's `compute_loss`: lists of sequences, one global `loss_scale`; FSDP's division is undone.
+    "prime_rl": LossCall(rows="lists", names={"loss_scale": "step_tokens"}, dp="sum"),
+}
 
 
 class CallFailed(Exception):
@@ -89,92 +200,76 @@ def asked_for(loss_fn: Any, call: LossCall) -> tuple[dict[str, str], list[str]]:
     return asks, left_alone
 
 
-def measure(loss_fn: LossFunction, call: LossCall, case: LossCase) -> MeasuredStep:
-    """The weight of every token of a step, as the optimizer of such a trainer would get it; NaN where a loss is.
-
-    Raises:
-        CallFailed: a call that raises, or that returns no number with a gradient; the text says which call.
-        ValueError, TypeError: a function that cannot be called with what the trainer has.
-    """
-    asks, _ = asked_for(loss_fn, call)
-    totals = functools.cache(functools.partial(case.totals_with, getattr(loss_fn, "statistics", {})))
-    first, parts = 0, list[Part]()
-    for dp_rank, rank in enumerate(case.ranks):
-        for number, samples in enumerate(rank):
-            rows = slice(first, first + len(samples))
-            parts += _MicroBatch(loss_fn, asks, totals, call, case, dp_rank, number, rows).parts()
-            first = rows.stop
-    split = Split(num_microbatches=case.num_microbatches, dp_size=case.dp_size, cp_size=case.cp_size)
-    divided_by = case.num_microbatches if call.microbatches == "mean" else 1
-    divided_by *= (case.dp_size if call.dp == "mean" else 1) * (case.cp_size if call.cp == "mean" else 1)
-    return measured_step(parts, 1 / divided_by, split)
-
-
-class _MicroBatch:
-    """The calls of one micro-batch, one a context-parallel rank; `rows` are its samples of the step."""
+class _Call:
+    """One call of the loss function: of a micro-batch, on a context-parallel rank; `rows` are its samples."""
 
     def __init__(
-        self, loss_fn: LossFunction, asks: dict[str, str], totals: Callable[[], StepTotals],
-        call: LossCall, case: LossCase, dp_rank: int, number: int, rows: slice,
+        self, call: LossCall, case: LossCase, totals: Callable[[], StepTotals], rows: slice, dp_rank: int, number: int,
+        cp_rank: int,
     ) -> None:  # fmt: skip
-        self.loss_fn, self.asks, self.totals, self.call, self.case = loss_fn, asks, totals, call, case
-        self.dp_rank, self.number, self.rows = dp_rank, number, rows
-        ids, cp_size, masks = case.ids(rows), case.cp_size, case.masks[rows]
+        self.call, self.case, self.totals, self.rows = call, case, totals, rows
+        self.dp_rank, self.number, self.cp_rank = dp_rank, number, cp_rank
+        masks, ids, every_id = case.masks[rows], case.ids(rows), case.ids()
+        self.tokens = torch.tensor([sum(sample.mask) for sample in case.samples])  # of each row of the step
+        self.row_tokens = self.tokens[rows]
+        self.rank_tokens = self.tokens.split([sum(map(len, rank)) for rank in case.ranks])[dp_rank]
+        self.prompts, self.rollouts = every_id["prompt_ids"], every_id["rollout_ids"] or [*range(len(self.tokens))]
         self.lengths = list(map(len, masks))
-        begin = sum(map(len, case.masks[: rows.start]))
-        self.entries = slice(begin, begin + sum(self.lengths))
         self.labels = {name: entries[rows] for name, entries in case.labels.items()}
-        self.slots = _slots(call, self.lengths, cp_size, spare=case.padded_masks)
-        layout = _layout(call, self.lengths, self.slots, cp_size)
+        self.slots = _slots(call, self.lengths, case.cp_size, spare=case.padded_masks)
+        layout = _layout(call, self.lengths, self.slots, case.cp_size)
         #: As they are: where the entries of masks are in the layout's buffer.
         self.described = self.samples = Samples(masks, layout=layout, **ids)
         if case.padded_masks:
             turns = zip(self.labels["turns"], self.slots, strict=True)
             self.labels["turns"] = [pad(entry, (0, slot - len(entry)), value=-1) for entry, slot in turns]
             padded = [pad(mask, (0, slot - len(mask))) for mask, slot in zip(masks, self.slots, strict=True)]
-            self.samples = Samples(padded, layout=ZigzagTHD([0, *np.cumsum(self.slots).tolist()]), **ids)
-
-    def parts(self) -> Iterator[Part]:
-        """What each context-parallel rank measures."""
-        cp_size, lengths = self.case.cp_size, np.array(self.lengths)
-        rows = replace(Rows.of(self.described, cp_size), response_lengths=lengths, total_lengths=lengths)
-        for cp_rank in range(cp_size):
-            local = self.samples.local(cp_rank, cp_size)
-            place: Any = {"dp_rank": self.dp_rank, "cp_rank": cp_rank, "microbatch": self.number}
-            positions, gradients = local.positions.numpy(), self._derivatives(cp_rank, local)
-            yield Part(**place, rows=rows, positions=positions, gradients=gradients)
-
-    def _derivatives(self, cp_rank: int, local: LocalTokens) -> Any:
-        """Of the returned loss by the loss of each token that the CP rank holds, float64 [num_local_tokens]."""
+            self.samples = Samples(padded, layout=layouts.ZigzagTHD([0, *np.cumsum(self.slots).tolist()]), **ids)
+        self.local = self.samples.local(cp_rank, case.cp_size)
+        before = sum(map(len, case.masks[: rows.start]))
         buffer = torch.zeros(self.samples.total_tokens)
-        at = concatenated_ranges(np.array(self.described.mask_starts), np.array(self.lengths))
-        buffer[torch.from_numpy(at)] = self.case.losses(self.call.takes)[self.entries]
-        leaf = local.of(buffer).clone().requires_grad_()
-        advantages = self.case.advantages()[self.rows][local.sample_index]
-        given = {name: self._given(what, cp_rank, local, leaf, advantages) for name, what in self.asks.items()}
-        where = self._where(cp_rank)
+        at = layouts.concatenated_ranges(self.described.mask_starts, self.lengths)
+        buffer[torch.from_numpy(at)] = case.losses(call.takes)[before : before + sum(self.lengths)]
+        #: Losses or log-probs of the tokens that the rank holds, [num_local_tokens].
+        self.values = self.local.of(buffer).clone().requires_grad_()
+        self.advantages = case.advantages()[rows][self.local.sample_index]
+
+    def part(self, loss_fn: LossFunction, asks: dict[str, str]) -> Part:
+        """What is measured in it."""
+        rows, lengths = Rows.of(self.described.local(self.cp_rank, self.case.cp_size)), np.array(self.lengths)
+        return Part(
+            dp_rank=self.dp_rank,
+            cp_rank=self.cp_rank,
+            microbatch=self.number,
+            rows=replace(rows, known=rows.known | {"response_lengths": lengths, "total_lengths": lengths}),
+            positions=self.local.positions.numpy(),
+            gradients=self._derivatives(loss_fn, {name: self.given(what) for name, what in asks.items()}),
+        )
+
+    def _derivatives(self, loss_fn: LossFunction, given: dict[str, Any]) -> Any:
+        """Of the returned loss by the loss of each token that the rank holds, float64 [num_local_tokens]."""
         try:
-            loss = self.loss_fn(self._shaped(leaf * 1), self._shaped(local.mask.clone()), **given)
+            loss = loss_fn(self.shaped(self.values * 1), self.shaped(self.local.mask.clone()), **given)
         except Exception as error:
-            raise CallFailed("raises", f"it raises {type(error).__name__}: {error}{where}") from error
-        _check_loss(loss, where)
-        (gradient,) = torch.autograd.grad(loss, leaf, allow_unused=True)
+            raise CallFailed("raises", f"it raises {type(error).__name__}: {error}{self._where()}") from error
+        _check_loss(loss, self._where())
+        (gradient,) = torch.autograd.grad(loss, self.values, allow_unused=True)
         if gradient is None:
-            gradient = torch.zeros_like(leaf)
+            gradient = torch.zeros_like(self.values)
         if not bool(torch.isfinite(loss)):
             gradient = gradient * float("nan")
         if self.call.takes == "log_probs":
-            gradient = -gradient / advantages
+            gradient = -gradient / self.advantages
         return gradient.double().numpy()
 
-    def _where(self, cp_rank: int) -> str:
+    def _where(self) -> str:
         case = self.case
         parts = [f"micro-batch {self.number}"] * (case.num_microbatches > 1)
-        parts += [f"DP rank {self.dp_rank}"] * (case.dp_size > 1) + [f"CP rank {cp_rank}"] * (case.cp_size > 1)
+        parts += [f"DP rank {self.dp_rank}"] * (case.dp_size > 1) + [f"CP rank {self.cp_rank}"] * (case.cp_size > 1)
         return f" ({', '.join(parts)})" if parts else ""
 
-    def _shaped(self, flat: Tensor) -> Any:
-        """What the CP rank holds, as the function is given it."""
+    def shaped(self, flat: Tensor) -> Any:
+        """What the rank holds, as the function is given it."""
         if self.call.rows == "padded":
             return flat.view(len(self.lengths), -1)
         if self.call.rows == "lists":
@@ -182,50 +277,45 @@ class _MicroBatch:
             return list(flat.split([size // ranks for size in self.slots]))
         return flat
 
-    def _given(self, what: str, cp_rank: int, local: LocalTokens, values: Tensor, advantages: Tensor) -> Any:
+    def given(self, what: str) -> Any:
         """What the function asks for, by its name in `GIVEN`."""
-        case, rows, ids = self.case, self.rows, self.case.ids()
-        rank_sizes = [sum(map(len, rank)) for rank in case.ranks]
-        of_rank = slice(sum(rank_sizes[: self.dp_rank]), sum(rank_sizes[: self.dp_rank + 1]))
-        tokens = torch.tensor([sum(sample.mask) for sample in case.samples])
-        rollouts, prompts = ids["rollout_ids"] or list(range(len(tokens))), ids["prompt_ids"]
-
-        def unit_tokens(ids: list[int]) -> Tensor:
-            units = torch.tensor(ids)
-            return torch.stack([tokens[units == one].sum() for one in units[rows]])
-
         makers: dict[str, Callable[[], Any]] = {
-            "step_tokens": tokens.sum,
-            "rank_tokens": tokens[of_rank].sum,
-            "microbatch_tokens": tokens[rows].sum,
-            "step_samples": lambda: len(tokens),
-            "step_active_samples": lambda: int((tokens > 0).sum()),
-            "rank_samples": lambda: rank_sizes[self.dp_rank],
-            "step_rollouts": lambda: len(set(rollouts)),
-            "step_prompts": lambda: len(set(prompts)),
-            "num_microbatches": lambda: case.num_microbatches,
+            "step_tokens": self.tokens.sum,
+            "rank_tokens": self.rank_tokens.sum,
+            "microbatch_tokens": self.row_tokens.sum,
+            "step_samples": lambda: len(self.tokens),
+            "step_active_samples": lambda: int((self.tokens > 0).sum()),
+            "rank_samples": lambda: len(self.rank_tokens),
+            "step_rollouts": lambda: len(set(self.rollouts)),
+            "step_prompts": lambda: len(set(self.prompts)),
+            "num_microbatches": lambda: self.case.num_microbatches,
             "microbatch": lambda: self.number,
-            "dp_size": lambda: case.dp_size,
+            "dp_size": lambda: self.case.dp_size,
             "dp_rank": lambda: self.dp_rank,
-            "cp_size": lambda: case.cp_size,
-            "cp_rank": lambda: cp_rank,
-            "world_size": lambda: case.dp_size * case.cp_size,
-            "sample_tokens": lambda: tokens[rows],
-            "rollout_tokens": lambda: unit_tokens(rollouts),
-            "prompt_tokens": lambda: unit_tokens(prompts),
-            "rollout_ids": lambda: rollouts[rows],
-            "prompt_ids": lambda: prompts[rows],
+            "cp_size": lambda: self.case.cp_size,
+            "cp_rank": lambda: self.cp_rank,
+            "world_size": lambda: self.case.dp_size * self.case.cp_size,
+            "sample_tokens": lambda: self.row_tokens,
+            "rollout_tokens": lambda: self.tokens_of(self.rollouts),
+            "prompt_tokens": lambda: self.tokens_of(self.prompts),
+            "rollout_ids": lambda: self.rollouts[self.rows],
+            "prompt_ids": lambda: self.prompts[self.rows],
             "cu_seqlens": lambda: torch.tensor([0, *self.slots]).cumsum(0),
-            "sample_index": lambda: self._shaped(local.sample_index.clone()),
-            "old_log_probs": lambda: self._shaped(values.detach().clone()),
-            "advantages": lambda: self._shaped(advantages.clone()),
-            "sample_advantages": lambda: case.advantages()[rows],
+            "sample_index": lambda: self.shaped(self.local.sample_index.clone()),
+            "old_log_probs": lambda: self.shaped(self.values.detach().clone()),
+            "advantages": lambda: self.shaped(self.advantages.clone()),
+            "sample_advantages": lambda: self.case.advantages()[self.rows],
             "loss_masks": lambda: [mask.clone() for mask in self.samples.loss_masks],
             "labels": lambda: self.labels,
             "layout": lambda: self.samples.layout,
             "totals": self.totals,
         }
         return makers[what]()
+
+    def tokens_of(self, ids: list[int]) -> Tensor:
+        """Mask tokens, in the whole step, of each row's unit; of the units of all rows of the step."""
+        units = torch.tensor(ids)
+        return torch.stack([self.tokens[units == one].sum() for one in units[self.rows]])
 
 
 def _check_loss(loss: Any, where: str) -> None:
@@ -245,14 +335,36 @@ def _slots(call: LossCall, lengths: Sequence[int], cp_size: int, spare: bool) ->
     return [max(sizes)] * len(sizes) if call.rows == "padded" else sizes
 
 
-def _layout(call: LossCall, lengths: list[int], slots: list[int], cp_size: int) -> Layout:
+def _layout(call: LossCall, lengths: list[int], slots: list[int], cp_size: int) -> layouts.Layout:
     bounds = [0, *np.cumsum(slots).tolist()]
     if call.cp_cut == "gathered":
-        return Gathered(bounds, total_lengths=lengths)
+        return layouts.Gathered(bounds, total_lengths=lengths)
     if call.cp_cut == "contiguous":
-        return Contiguous(bounds, total_lengths=lengths, per_slot=True)
+        return layouts.Contiguous(bounds, total_lengths=lengths, per_slot=True)
     if call.cp_cut == "responses" and cp_size > 1:
-        return ZigzagResponse([length + 3 for length in lengths], lengths)
+        return layouts.ZigzagResponse([length + 3 for length in lengths], lengths)
     if call.rows == "padded":
-        return ZigzagBSHD(len(lengths), bounds[1], total_lengths=lengths)
-    return ZigzagTHD(bounds, total_lengths=lengths)
+        return layouts.ZigzagBSHD(len(lengths), bounds[1], total_lengths=lengths)
+    return layouts.ZigzagTHD(bounds, total_lengths=lengths)
+
+
+def measure(loss_fn: LossFunction, call: LossCall, case: LossCase) -> MeasuredStep:
+    """The weight of every token of a step, as the optimizer of such a trainer would get it; NaN where a loss is.
+
+    Raises:
+        CallFailed: a call that raises, or that returns no number with a gradient; the text says which call.
+        ValueError, TypeError: a function that cannot be called with what the trainer has.
+    """
+    asks, _ = asked_for(loss_fn, call)
+    totals = functools.cache(functools.partial(case.totals_with, getattr(loss_fn, "statistics", {})))
+    first, parts = 0, list[Part]()
+    for dp_rank, rank in enumerate(case.ranks):
+        for number, samples in enumerate(rank):
+            rows = slice(first, first + len(samples))
+            ranks = range(case.cp_size)
+            parts += [_Call(call, case, totals, rows, dp_rank, number, cp).part(loss_fn, asks) for cp in ranks]
+            first = rows.stop
+    split = Split(num_microbatches=case.num_microbatches, dp_size=case.dp_size, cp_size=case.cp_size)
+    divided_by = case.num_microbatches if call.microbatches == "mean" else 1
+    divided_by *= (case.dp_size if call.dp == "mean" else 1) * (case.cp_size if call.cp == "mean" else 1)
+    return measured_step(parts, 1 / divided_by, split)

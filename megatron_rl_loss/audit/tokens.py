@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
+#: What one context-parallel rank holds of one sample: nothing that a loss counts differs within a cell.
+CELL = ("sample", "cp_rank")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,14 +101,7 @@ class MeasuredStep:
 
     @classmethod
     def from_json(cls, text: str) -> "MeasuredStep":
-        """What `to_json` wrote.
-
-        >>> one = np.zeros(1, np.int64)
-        >>> rows = dict.fromkeys(("sample", "position", "dp_rank", "microbatch", "cp_rank", "rollout", "prompt"), one)
-        >>> step = MeasuredStep(tokens=StepTokens(mask=np.ones(1), **rows), weights=np.ones(1))
-        >>> MeasuredStep.from_json(step.to_json()).split.cp_size
-        1
-        """
+        """What `to_json` wrote."""
         data = json.loads(text)
         for name, values in data["tokens"].items():
             data["tokens"][name] = None if values is None else np.array(values, float if name == "mask" else np.int64)

@@ -6,7 +6,7 @@ import numpy as np
 
 from megatron_rl_loss.audit.counts import SCOPES, Count
 from megatron_rl_loss.audit.fit import Fitter, Reading
-from megatron_rl_loss.audit.report import Places, Shape
+from megatron_rl_loss.audit.places import Places, Shape
 from megatron_rl_loss.audit.tokens import Floats
 from megatron_rl_loss.modes.names import NAMES, Aggregation
 from megatron_rl_loss.modes.table import MODES, Mode

@@ -78,32 +78,30 @@ class Taps:
         return tapped
 
 
-#: Belong to whoever runs the step: `observe` sets them and puts them back. Loss functions are called by a schedule that
-#: knows nothing of an audit, so a tap cannot be handed its `Taps`.
-_TAPS: ContextVar[Taps | None] = ContextVar("taps", default=None)
-_AGGREGATION: ContextVar[Aggregation | None] = ContextVar("aggregation", default=None)
+#: Where taps write, and what the step should be aggregated by. Belongs to whoever runs the step: `observe` sets it and
+#: puts it back. Loss functions are called by a schedule that knows nothing of an audit, so none can hand on its `Taps`.
+_OBSERVED: ContextVar[tuple[Taps | None, Aggregation | None]] = ContextVar("observed", default=(None, None))
 
 
 @contextmanager
 def observe(taps: Taps | None = None, aggregation: Aggregation | None = None) -> Iterator[None]:
     """In a ``with``: taps write into `taps`; the step should be aggregated by `aggregation`. None changes nothing."""
-    outer_taps = _TAPS.set(taps or _TAPS.get())
-    outer_aggregation = _AGGREGATION.set(aggregation or _AGGREGATION.get())
+    outer_taps, outer_aggregation = _OBSERVED.get()
+    outer = _OBSERVED.set((taps or outer_taps, aggregation or outer_aggregation))
     try:
         yield
     finally:
-        _AGGREGATION.reset(outer_aggregation)
-        _TAPS.reset(outer_taps)
+        _OBSERVED.reset(outer)
 
 
 def expected_aggregation() -> Aggregation | None:
     """What the current step should be aggregated by, if its trainer said so."""
-    return _AGGREGATION.get()
+    return _OBSERVED.get()[1]
 
 
 def is_observed() -> bool:
     """Whether an audit observes the current step."""
-    return not torch.compiler.is_compiling() and _TAPS.get() is not None
+    return not torch.compiler.is_compiling() and _OBSERVED.get()[0] is not None
 
 
 def tap(
@@ -127,7 +125,7 @@ def tap(
         expected_weights: the weight each of them should have, if the caller knows.
         term: the term's own aggregation and coefficient, if it has them.
     """
-    taps = _TAPS.get() if is_observed() else None
+    taps = _OBSERVED.get()[0] if is_observed() else None
     if taps is None or not torch.is_grad_enabled() or not per_token_loss.requires_grad:
         return per_token_loss
     tapped = taps.of(per_token_loss, name)  # this package's reducers tap losses that the user may have tapped before

@@ -1,11 +1,12 @@
-"""How miles's hooks learn of a step: a `train_one_step` and a data iterator of miles's shape, Megatron's real groups.
+"""How the hooks of slime and miles learn of a step, over Megatron's real groups: slime's data of a rollout; a
+`train_one_step` and a data iterator of miles's shape.
 
-miles itself is run by real/test_real_slime_miles.py.
+slime and miles themselves are run by real/test_real_slime_miles.py.
 """
 
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -75,14 +76,20 @@ def args(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 # --- what is counted
 
 
-def counts_on_megatron(cp: int, bad_rank: int | None) -> list[Any]:
-    """Steps of a rank, by indices and by slices, with and without padded rows; and what is known in between."""
+def begin(cp: int) -> tuple[int, Any]:
+    """On a rank: its DP rank, and Megatron's global arguments, empty."""
     from table_step import start
 
     dp_rank = start(cp=cp).get_data_parallel_rank()
     from megatron.training import global_vars
 
-    args = global_vars._GLOBAL_ARGS = SimpleNamespace()
+    global_vars._GLOBAL_ARGS = SimpleNamespace()
+    return dp_rank, global_vars._GLOBAL_ARGS
+
+
+def counts_in_miles(cp: int, bad_rank: int | None) -> list[Any]:
+    """Steps of a rank, by indices and by slices, with and without padded rows; and what is known in between."""
+    dp_rank, args = begin(cp)
     model = install()
     miles.count_steps(args)
     miles.count_steps(args)  # once is enough
@@ -98,6 +105,24 @@ def counts_on_megatron(cp: int, bad_rank: int | None) -> list[Any]:
     return found
 
 
+def counts_in_slime(cp: int, bad_rank: int | None) -> list[Any]:
+    """The first two of these steps, as slime hands them to its postprocess hook; DP rank 1 has a micro-batch more."""
+    dp_rank, args = begin(cp)
+    mine = MASKS[dp_rank::2]
+    data = {
+        "loss_masks": mine if dp_rank != bad_rank else [-mask - 1 for mask in mine],
+        "micro_batch_indices": [[2], [0, 1], []] if dp_rank else [[2], [0], [1]],
+        "num_microbatches": [1, 2],
+        "global_batch_sizes": [7, 8],
+    }
+    slime.count_steps(args, 7, data)
+    found = []
+    for step_id in range(2):
+        slime.begin_step(args, 7, step_id, None, None, None)
+        found.append(counts_of_this_step())
+    return found
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("cp", [1, 2])
 def test_a_steps_counts_are_those_of_all_its_ranks(cp: int) -> None:
@@ -108,22 +133,23 @@ def test_a_steps_counts_are_those_of_all_its_ranks(cp: int) -> None:
             step_tokens=tokens, num_samples=samples, num_masked_samples=1, global_batch_size=7, padded_length=padded
         )
 
-    for found in run_ranks(2 * cp, counts_on_megatron, cp, None):
+    steps = [counts(2, 2, None), counts(7, 4, None)]  # of samples 4 and 5; of 0, 2, 1 and 3
+    for found in run_ranks(2 * cp, counts_in_miles, cp, None):
         assert found[1::2] == [None] * 4
-        assert found[::2] == [
-            counts(2, 2, None),  # 4 and 5
-            counts(7, 4, None),  # 0, 2, 1 and 3
-            counts(7, 4, 24),
-            counts(2, 2, 24),
-        ]
+        assert found[::2] == [*steps, counts(7, 4, 24), counts(2, 2, 24)]
+    steps[1] = replace(steps[1], global_batch_size=8)
+    assert run_ranks(2 * cp, counts_in_slime, cp, None) == [steps] * 2 * cp
 
 
 @pytest.mark.slow
-def test_a_rank_that_cannot_count_stops_all_ranks() -> None:
+@pytest.mark.parametrize(
+    ("counts", "error"), [(counts_in_miles, "rank 1: IndexError"), (counts_in_slime, "must be finite and >= 0")]
+)
+def test_a_rank_that_cannot_count_stops_all_ranks(counts: Any, error: str) -> None:
     with pytest.raises(RankError) as caught:
-        run_ranks(2, counts_on_megatron, 1, 1)
+        run_ranks(2, counts, 1, 1)
     assert set(caught.value.errors) == {0, 1}
-    assert all("rank 1: IndexError" in text for text in caught.value.errors.values())
+    assert all(error in text for text in caught.value.errors.values())
 
 
 def test_a_step_that_fails_leaves_no_counts(args: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,13 +2,13 @@
 
 `their_step` states that scaling independently (slime 624b824a, miles 31f1ca96: `loss_function`; Megatron's schedule and
 DDP), in float64, over all DP ranks, micro-batches and CP ranks, with one leaf per token, so that gradients are compared
-token by token. Not exercised: slime and miles themselves, NCCL. Megatron's groups are, at the end.
+token by token. Not exercised: slime and miles themselves, NCCL. How steps are counted: test_miles.py.
 """
 
 import functools
 import importlib
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +16,6 @@ from typing import Any
 import oracle
 import pytest
 import torch
-from ranks import RankError, run_ranks
 
 from megatron_rl_loss.frameworks import slime
 from megatron_rl_loss.frameworks.slime import StepCounts, make_hook
@@ -384,57 +383,3 @@ def test_a_step_that_was_not_counted_has_no_counts(args: SimpleNamespace) -> Non
 def test_without_parallel_state_the_cp_place_must_be_given() -> None:
     with pytest.raises(ValueError, match=r"make_hook\(\.\.\., cp_rank=\.\.\., cp_size=\.\.\.\)"):
         slime.sample_mean([5, 4], [3, 2], MASKS, False)
-
-
-# --- count_steps, with Megatron's groups and schedule
-
-STEPS = [Case("token_mean", seed=11), Case("token_mean", seed=12)]
-
-
-def rollout_data(steps: list[Step], dp_rank: int) -> dict[str, Any]:
-    """What slime hands a rank's postprocess hook: this DP rank's masks, and each step's micro-batches."""
-    chosen = [i for step in steps for i in step.dealt[dp_rank]]
-    numbers: Iterator[int] = iter(range(sum(map(len, chosen))))
-    return {
-        "loss_masks": [step.samples[i].mask for step in steps for part in step.dealt[dp_rank] for i in part],
-        "micro_batch_indices": [[next(numbers) for _ in part] for part in chosen],
-        "num_microbatches": [len(step.dealt[dp_rank]) for step in steps],
-        "global_batch_sizes": [step.num_rollouts for step in steps],
-    }
-
-
-def counts_on_megatron(cp: int, bad_rank: int | None) -> list[Any]:
-    """On a rank: the counts that a hook is told in each of two steps."""
-    from table_step import start
-
-    from megatron_rl_loss.frameworks.step_counts import counts_of_this_step
-
-    state = start(cp=cp)
-    from megatron.training import global_vars
-
-    args: Any = SimpleNamespace()
-    global_vars._GLOBAL_ARGS = args
-    data = rollout_data([step_of(case, 2) for case in STEPS], state.get_data_parallel_rank())
-    if state.get_data_parallel_rank() == bad_rank:
-        data["loss_masks"][0] = -data["loss_masks"][0] - 1
-    slime.count_steps(args, 7, data)
-    found = []
-    for step_id in range(2):
-        begin(args, step_id)
-        found.append(counts_of_this_step())
-    return found
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("cp", [1, 2])
-def test_steps_are_counted_over_all_ranks(cp: int) -> None:
-    for found in run_ranks(2 * cp, counts_on_megatron, cp, None):
-        assert found == [step_of(case, 2).counts(case) for case in STEPS]
-
-
-@pytest.mark.slow
-def test_a_rank_that_cannot_count_stops_all_ranks() -> None:
-    with pytest.raises(RankError) as caught:
-        run_ranks(2, counts_on_megatron, 1, 1)
-    assert set(caught.value.errors) == {0, 1}
-    assert all("must be finite and >= 0" in text for text in caught.value.errors.values())

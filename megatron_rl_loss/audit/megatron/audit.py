@@ -6,18 +6,19 @@ A token's *effective weight* is the derivative of what the optimizer gets by tha
                           f   = finalised gradient / sum over ranks of what backward gave (`anchor`)
                           s   = the loss scale of fp16 training
 
-Nothing in the model changes and no number that is trained on is touched. Where f cannot be read (other wrappers than
-Megatron's DDP, CUDA graphs, no usable parameter, ranks that were scaled apart) the step says why it is `unknown`.
+No number that is trained on is touched. Where f cannot be read the step says why it is `unknown`.
 """
 
 import functools
-from collections.abc import Callable
-from contextlib import ExitStack
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from megatron.core.pipeline_parallel import schedules
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 from torch import Tensor
@@ -25,19 +26,16 @@ from torch import Tensor
 from megatron_rl_loss.audit.assembly import Part, Rows
 from megatron_rl_loss.audit.megatron.anchor import Anchor, Factor, choose
 from megatron_rl_loss.audit.megatron.reports import NO_TAP, OUTPUT, Report, assembled, shown, unreadable
-from megatron_rl_loss.audit.megatron.schedule import Watched, observe_schedule
 from megatron_rl_loss.audit.tokens import MeasuredStep, Split
 from megatron_rl_loss.megatron.flags import CHANGING_CP, REMAT_SIZES
 from megatron_rl_loss.megatron.groups import gather_to_first, groups_of, spread_from_first
 from megatron_rl_loss.megatron.iterator import MicrobatchIterator
 from megatron_rl_loss.modes.names import Aggregation, resolve
 from megatron_rl_loss.modes.table import find_mode
-from megatron_rl_loss.reduction.tap import TappedLosses, Taps, expected_aggregation, observe, tap
+from megatron_rl_loss.reduction.tap import TappedLosses, Taps, expected_aggregation, observe
 from megatron_rl_loss.step.collectives import all_reduce, attempt, if_several
 from megatron_rl_loss.step.masks import SMALLEST
 from megatron_rl_loss.step.samples import Samples
-
-__all__ = ["Audit", "audited", "tap"]
 
 
 class Audit:
@@ -131,7 +129,7 @@ class Audit:
         def show(batch: Any) -> None:
             self._described.append(attempt(lambda: describe(batch)))
 
-        return None if data_iterator is None else Watched(data_iterator, show)
+        return None if data_iterator is None else _Watched(data_iterator, show)
 
     def __enter__(self) -> "Audit":
         self.expected = expected_aggregation()
@@ -145,7 +143,7 @@ class Audit:
             for anchor in self._anchors:
                 stack.callback(anchor.parameter.register_hook(anchor.keep).remove)
             stack.enter_context(observe(self._taps))
-            stack.enter_context(observe_schedule(self._begin_microbatch))
+            stack.enter_context(_observe_schedule(self._begin_microbatch))
             self._stack = stack.pop_all()
         return self
 
@@ -179,15 +177,10 @@ class Audit:
             report = Report(groups.pp.rank(), unknown=[f"a rank could not measure: {report}"])
         reports: list[Report] = gather_to_first([report], groups)
         if reports:
-            split = Split(
-                num_microbatches=max(one.num_microbatches for one in reports),
-                dp_size=groups.dp.size(),
-                cp_size=groups.cp.size(),
-                tp_size=groups.tp.size(),
-                pp_size=groups.pp.size(),
-                per_token=bool(self._config.calculate_per_token_loss),
-            )
-            self.steps = assembled(reports, split)
+            sizes = {f"{name}_size": getattr(groups, name).size() for name in ("dp", "cp", "tp", "pp")}
+            number = max(one.num_microbatches for one in reports)
+            per_token = bool(self._config.calculate_per_token_loss)
+            self.steps = assembled(reports, Split(num_microbatches=number, per_token=per_token, **sizes))
 
     def _report(self) -> Report:
         report = Report(self._groups.pp.rank(), self._factors, float(self._loss_scale))
@@ -237,7 +230,7 @@ class Audit:
                     )
                     gradients = torch.zeros(len(positions))
             if cp.rank() == 0 and id(own) not in rows:
-                rows[id(own)] = Rows.of(own, cp.size())
+                rows[id(own)] = Rows.of(own.local(0, cp.size()))
             part = Part(
                 dp_rank=dp.rank(),
                 cp_rank=cp.rank(),
@@ -266,12 +259,8 @@ class Audit:
         if not self.computes_loss:
             return None
         factors = [factor for factor in self._factors if not factor.problem]
-        losses = [
-            one
-            for term, of_term in self._taps.losses.items()
-            for one in of_term.values()
-            if one.term is not None or term == "pg"
-        ]
+        terms = self._taps.losses.items()
+        losses = [one for term, of_term in terms for one in of_term.values() if one.term or term == "pg"]
         worst = torch.tensor([torch.inf], dtype=torch.float64)
         if factors and losses and not _cannot_know(self._config):
             scale = factors[-1].value / float(self._loss_scale)
@@ -304,6 +293,48 @@ def _cannot_know(config: Any) -> list[str]:
     if any((getattr(config, name, 1) or 1) > 1 for name in REMAT_SIZES):
         reasons.append("Weight-rematerialising TP reduces over further groups, which the audit does not follow.")
     return reasons
+
+
+class _Watched(Iterator[Any]):
+    """An iterator that shows every batch to somebody; whatever else it can do, it still can."""
+
+    def __init__(self, iterator: Any, show: Callable[[Any], None]) -> None:
+        self._iterator = iterator
+        self._show = show
+
+    def __next__(self) -> Any:
+        batch = next(self._iterator)
+        self._show(batch)
+        return batch
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._iterator, name)
+
+
+@contextmanager
+def _observe_schedule(begin: Callable[[Any], None]) -> Iterator[None]:
+    """In a ``with``: say what the model returned whenever the schedule computes a micro-batch's loss to train on."""
+    original = schedules.forward_step_calc_loss
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def calculate(*args: Any, **kwargs: Any) -> Any:
+        call = signature.bind(*args, **kwargs)
+        loss_func: Any = call.arguments.get("loss_func")
+
+        def loss_of(output: Any, **further: Any) -> Any:
+            begin(output)
+            return loss_func(output, **further)
+
+        if callable(loss_func) and torch.is_grad_enabled() and not call.arguments.get("collect_non_loss_data"):
+            call.arguments["loss_func"] = loss_of
+        return original(*call.args, **call.kwargs)
+
+    schedules.forward_step_calc_loss = calculate
+    try:
+        yield
+    finally:
+        schedules.forward_step_calc_loss = original
 
 
 def audited(

@@ -21,11 +21,7 @@ UNKNOWN = -1.0
 
 
 class IntervalAudits:
-    """The audits of a training run.
-
-    Args:
-        interval: every how many steps, the first included.
-    """
+    """The audits of a training run: of every `interval`-th step, the first included."""
 
     def __init__(self, interval: int) -> None:
         self._interval = interval

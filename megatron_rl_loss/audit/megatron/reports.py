@@ -35,8 +35,8 @@ class Report:
 def assembled(reports: Sequence[Report], split: Split) -> dict[str, MeasuredStep]:
     """What all ranks said, by term."""
     factor, problems, notes = _agreed(reports)
-    unknown = _once([*(text for report in reports for text in report.unknown), *problems])
-    notes = _once([*(note for report in reports for note in report.notes), *notes])
+    unknown = [*(text for report in reports for text in report.unknown), *problems]
+    notes = [*(note for report in reports for note in report.notes), *notes]
     reporting = [report for report in reports if report.num_microbatches]
     dtypes: list[str] = next((report.loss_dtypes for report in reporting if report.loss_dtypes), [])
     facts: dict[str, Any] = {"loss_dtypes": dtypes} if dtypes else {}
@@ -67,8 +67,8 @@ def assembled(reports: Sequence[Report], split: Split) -> dict[str, MeasuredStep
             [part for part in parts.get(term, []) if part.place in described],
             value,
             split,
-            unknown=_once([*[NO_TAP] * (term == OUTPUT), *unknown]),
-            notes=notes,
+            unknown=tuple(dict.fromkeys([*[NO_TAP] * (term == OUTPUT), *unknown])),
+            notes=tuple(dict.fromkeys(notes)),
             facts=facts | _declared(parts.get(term, [])),
         )
         for term in reached or [*parts] or ["pg"]
@@ -120,7 +120,3 @@ def _agreed(reports: Sequence[Report]) -> tuple[Factor | None, list[str], list[s
 
 def unreadable(why: str) -> str:
     return f"The factor of gradients cannot be read: {why}."
-
-
-def _once(texts: Sequence[str]) -> list[str]:
-    return list(dict.fromkeys(texts))

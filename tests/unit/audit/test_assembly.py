@@ -18,9 +18,10 @@ def parts_of(samples: Samples, cp_size: int, gradient: Any, dp_rank: int = 0, mi
     """A micro-batch whose token at buffer position p has the gradient that a function of p and the rank says."""
     found = []
     for rank in range(cp_size):
-        positions = samples.local(rank, cp_size).positions.numpy()
+        local = samples.local(rank, cp_size)
+        positions = local.positions.numpy()
         gradients = np.array([gradient(p, rank) for p in positions], np.float32)
-        rows = Rows.of(samples, cp_size) if rank == 0 else None
+        rows = Rows.of(local) if rank == 0 else None
         place = {"dp_rank": dp_rank, "cp_rank": rank, "microbatch": microbatch}
         found.append(Part(**place, rows=rows, positions=positions, gradients=gradients))
     return found
@@ -78,6 +79,6 @@ def test_responses_know_their_lengths_and_nan_stays_where_it_was() -> None:
 
 
 def test_a_step_without_tokens() -> None:
-    step = measured_step([], 1.0, Split(), unknown=["nobody said"])
+    step = measured_step([], 1.0, Split(), unknown=("nobody said",))
     assert len(step.tokens) == len(step.weights) == 0
     assert step.unknown == ("nobody said",)

@@ -1,12 +1,10 @@
 """What a loss may have counted, by hand on a small step."""
 
-import doctest
 from typing import Any
 
 import numpy as np
 import pytest
 
-from megatron_rl_loss.audit import tokens
 from megatron_rl_loss.audit.counts import COUNTINGS, SCOPES, Cells, Count
 from megatron_rl_loss.audit.tokens import Split, StepTokens
 
@@ -124,9 +122,3 @@ def test_an_average_is_the_steps_count_over_the_number_of_parts() -> None:
         Count("microbatch", "dp_rank", "active"): 4 / 2,
     }.items():
         assert CELLS.average(count) == average, count
-
-
-def test_docstring_examples() -> None:
-    result = doctest.testmod(tokens)
-    assert result.attempted > 0
-    assert result.failed == 0

@@ -17,14 +17,14 @@ from refusals import Refusal, check_refusal, each_of
 from repository import ROOT
 from torch import Tensor
 
-from megatron_rl_loss.audit import CALLS, GIVEN, LossCall, calling, check_loss, drawn_steps, loss_check
+from megatron_rl_loss.audit import CALLS, GIVEN, LossCall, check_loss, drawn_steps, loss_check, simulation
 from megatron_rl_loss.audit.drawn_steps import DrawnSample, LossCase
 from megatron_rl_loss.audit.simulation import measure
 
 TOGETHER = "over all of these together"
 
 
-@pytest.mark.parametrize("module", [loss_check, calling])
+@pytest.mark.parametrize("module", [loss_check, simulation])
 def test_docstring_examples(module: Any) -> None:
     result = doctest.testmod(module)
     assert result.attempted > 0
