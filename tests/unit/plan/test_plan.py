@@ -68,8 +68,9 @@ def test_shares_add_up_to_the_step_loss(mode: str, units: str, with_totals: bool
 
 @pytest.mark.parametrize("row", CARRIERS, ids=lambda row: f"{row.form}-{row.per_token}")
 def test_the_powers_of_each_count_cancel(row: Carrier) -> None:
-    counts: dict[Count, float | None] = {"num_microbatches": 3, "dp_size": 5, "cp_size": 7, "step_active_tokens": 11}
-    places = (row.returned, row.schedule, row.ddp, row.finalize)
+    counts: dict[Count, float | None] = {"num_microbatches": 3, "dp_size": 5, "cp_size": 7}
+    counts |= {"step_active_tokens": 11, "rollouts": 13}
+    places = (row.returned, row.engine, row.schedule, row.ddp, row.finalize)
     assert math.prod(product(powers, counts) for powers in places) == pytest.approx(1)
     plan = Plan(
         samples=None,
@@ -82,10 +83,9 @@ def test_the_powers_of_each_count_cancel(row: Carrier) -> None:
     assert float(plan.constants_on(torch.device("cpu"))[1]) == pytest.approx(
         1 / 105
     )  # what reported shares are divided by
-    without = counts | {"step_active_tokens": None}
-    if row.returned.keys() & {"step_active_tokens"}:
-        with pytest.raises(ValueError, match="totals without step_active_tokens"):
-            product(row.returned, without)
+    for name in row.returned.keys() & {"step_active_tokens", "rollouts"}:
+        with pytest.raises(ValueError, match=f"totals without {name}"):
+            product(row.returned, counts | {name: None})
 
 
 def test_what_is_returned_in_each_form() -> None:
@@ -108,6 +108,16 @@ def test_what_is_returned_in_each_form() -> None:
     active = sum(int((one.mask != 0).sum()) for one in STEP)
     assert float(loss.detach()) == pytest.approx(active * float(share.detach()))
     assert int(num_tokens) == sum(int((STEP[i].mask != 0).sum()) for i in DEALT[0])
+    engines: list[tuple[Any, Plan, int]] = [
+        ("slime", plan, len({one.rollout_id for one in STEP})), ("verl", plan, 5), ("verl", per_token, 5),
+        ("nemo_rl", per_token, 1),
+    ]  # fmt: skip
+    for form, one, factor in engines:
+        microbatch = replace(one, dp_size=5)[0]
+        share = microbatch(losses)
+        loss, report = microbatch.carry(share, mine, form=form)
+        assert report is mine
+        assert float(loss.detach()) == pytest.approx(factor * float(share.detach()))
     copies = [Samples([torch.ones(4)], layout=Gathered([0, 4]))]  # counted on the first of the ranks that hold them
     per_token = plan_step(copies, "token_mean", per_token_loss=True)
     of_ranks = [replace(per_token, cp_rank=rank, cp_size=2) for rank in range(2)]
@@ -204,6 +214,9 @@ WRONG: list[tuple[str, str, type[Exception], Callable[[], Any]]] = [
      lambda: carried(form="2-tuple", per_token_loss=True)),
     ("mean with per-token loss", "form='mean' with per-token loss", ValueError,
      lambda: carried(form="mean", per_token_loss=True)),
+    ("slime with per-token loss", "form='slime' with per-token loss", ValueError,
+     lambda: carried(form="slime", per_token_loss=True)),
+    ("NeMo-RL without", "form='nemo_rl' without per-token loss", ValueError, lambda: carried(form="nemo_rl")),
     ("no reducer", "without this micro-batch's reducers", ValueError, lambda: planned()[0].carry(torch.ones(()))),
     ("unreduced", "the loss is of shape (2,)", ValueError, lambda: planned()[0].carry(torch.ones(2))),
     ("coefficient", "coef='2': it must be a finite number", ValueError,
