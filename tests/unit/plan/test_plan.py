@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 from weakref import ref
 
@@ -174,12 +175,16 @@ def test_terms_and_metrics_count_the_units_and_masks_that_they_say() -> None:
         )
 
 
-def test_empty_micro_batches_and_steps() -> None:
-    filler = Samples([], layout=ZigzagTHD([0, 4], filler_slots=1), rollout_ids=[], prompt_ids=[])
+@pytest.mark.parametrize("ids", [{}, {"rollout_ids": [], "prompt_ids": []}], ids=["without ids", "with none"])
+def test_empty_micro_batches_and_steps(ids: dict[str, Any]) -> None:
+    filler = Samples([], layout=ZigzagTHD([0, 4], filler_slots=1), **ids)
     plan = plan_step([described([0, 1]), filler], "prompt_mean")
     losses = torch.tensor([1.0, torch.nan, torch.inf, 0.0], requires_grad=True)
     plan[1].carry(plan[1](losses), form="mean").backward()
     assert torch.equal(losses.grad, torch.zeros(4))
+    alone = plan_step([described([0, 1])], "prompt_mean")
+    assert plan.summary == alone.summary
+    assert torch.equal(plan[0].weights, alone[0].weights)
     with pytest.raises(ValueError, match="a step without one active token"):
         plan_step([filler], "token_mean", empty_step="error")
     none = plan_step(None, "token_mean", num_microbatches=2, totals=StepTotals(step_tokens=3))
@@ -188,6 +193,7 @@ def test_empty_micro_batches_and_steps() -> None:
         none[0]
 
 
+OF_TWO_RANKS: Any = SimpleNamespace(size=lambda: 2, rank=lambda: 0)
 WRONG: list[tuple[str, str, type[Exception], Callable[[], Any]]] = [
     ("no list", "must be a list with one Samples", TypeError, lambda: plan_step(described([0]), "token_mean")),  # type: ignore[arg-type]
     ("no Samples", "micro-batch 0 are a dict", TypeError, lambda: plan_step([{}], "token_mean")),  # type: ignore[list-item]
@@ -209,6 +215,9 @@ WRONG: list[tuple[str, str, type[Exception], Callable[[], Any]]] = [
      lambda: planned(totals=StepTotals(rollouts=UnitCounts(all=3, tokens={0: 1})), empty_step="error")),
     ("small totals", "the totals say 1", ValueError,
      lambda: plan_step([described(DEALT[0])], "token_mean", totals=StepTotals(step_tokens=1))),
+    ("totals over CP ranks", "it has context-parallel ranks", ValueError,
+     lambda: plan_step([Samples([torch.ones(4)], layout=ZigzagTHD([0, 4]))], "token_mean", cp_group=OF_TWO_RANKS,
+                       totals=StepTotals(step_tokens=4, dp_size=2))),
     ("unknown form", "form='tuple': there is no such form", ValueError, lambda: carried(form="tuple")),
     ("pair with per-token loss", "form='2-tuple' with per-token loss", ValueError,
      lambda: carried(form="2-tuple", per_token_loss=True)),
