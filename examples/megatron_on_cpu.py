@@ -131,6 +131,7 @@ def _replace_cuda_runtime() -> None:
         "default_stream": lambda *args: stream,
         "stream": lambda *args, **kwargs: contextlib.nullcontext(),
         "memory_stats": lambda *args: {},
+        "is_current_stream_capturing": lambda: False,
         # The CPU's generator is "the CUDA generator". torch.manual_seed calls manual_seed_all: it must not recurse.
         "get_rng_state": lambda *args, **kwargs: torch.get_rng_state(),
         "set_rng_state": lambda state, *args, **kwargs: torch.set_rng_state(state),

@@ -28,7 +28,7 @@ from torch import Tensor
 #: What a CPU has not: Transformer Engine, fused kernels, NCCL.
 WITHOUT_GPU = """--transformer-impl local --no-persist-layer-norm --no-rope-fusion --no-masked-softmax-fusion
     --no-gradient-accumulation-fusion --no-bias-gelu-fusion --no-bias-dropout-fusion --distributed-backend gloo
-    --use-cpu-initialization --attention-dropout 0 --hidden-dropout 0 --disable-bias-linear"""
+    --use-cpu-initialization --attention-dropout 0 --hidden-dropout 0 --disable-bias-linear --cp-comm-type all_gather"""
 FLAGS = WITHOUT_GPU.split()
 
 

@@ -2,7 +2,7 @@
 
     --custom-pg-loss-reducer-function-path megatron_rl_loss.frameworks.slime.constant_40960
 
-Both frameworks call the hook with four arguments for each micro-batch, and scale what its closure returns themselves.
+Both call the hook with four arguments for each micro-batch, and scale what its closure returns (`plan.carriers.SLIME`).
 After their scaling and Megatron's, the step's policy loss is (sums over all micro-batches, CP and DP ranks)
 
 | ``calculate_per_token_loss`` | step loss                   | so the closure returns a share of                |

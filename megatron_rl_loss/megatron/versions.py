@@ -1,4 +1,4 @@
-"""What differs between the versions of Megatron-Core that are supported, 0.15 to 0.19 and main: each is named here."""
+"""What differs between the supported versions of Megatron-Core, 0.15 to 0.19, main and dev: each is named here."""
 
 import inspect
 from collections.abc import Callable

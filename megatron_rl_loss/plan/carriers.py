@@ -1,11 +1,12 @@
 """How a rank's share of the step loss gets past a trainer's scaling: a table with a row for each way.
 
-A trainer scales what a loss function returns in up to three places. Megatron has them all: the schedule
+A trainer scales what a loss function returns in up to four places. Megatron has three: the schedule
 (`core/pipeline_parallel/schedules.py`, `forward_step_calc_loss`), DDP
-(`core/distributed/distributed_data_parallel.py`) and `core/distributed/finalize_model_grads.py`. A row says by which
-powers of which counts a share is multiplied before it is returned, and by which each place multiplies. The powers of
-each count add up to 0, so the gradient is that of the sum of all shares. Megatron's probe (`megatron/probe.py`) checks
-the rows in force against the installed Megatron.
+(`core/distributed/distributed_data_parallel.py`) and `core/distributed/finalize_model_grads.py`. An engine with a loss
+function of its own around yours multiplies before them. A row says by which powers of which counts a share is
+multiplied before it is returned, and by which each place multiplies. The powers of each count add up to 0, so the
+gradient is that of the sum of all shares. Megatron's probe (`megatron/probe.py`) checks the rows in force against the
+installed Megatron; `tests/frameworks/real` runs the engines' rows through their code.
 """
 
 import math
@@ -17,11 +18,13 @@ from weakref import ReferenceType, ref
 import torch
 from torch import Tensor
 
-Count = Literal["num_microbatches", "dp_size", "cp_size", "step_active_tokens"]
+Count = Literal["num_microbatches", "dp_size", "cp_size", "step_active_tokens", "rollouts"]
 Powers = Mapping[Count, int]
-#: What is returned: (loss, num_tokens, report), (loss, report), or the loss alone, where gradients are summed over
-#: ranks, or where they are averaged.
-Form = Literal["3-tuple", "2-tuple", "sum", "mean"]
+#: A pair, (loss, report), for Megatron's schedule or for an engine.
+PairForm = Literal["2-tuple", "slime", "verl", "nemo_rl"]
+#: What is returned: (loss, num_tokens, report), a pair, or the loss alone, where gradients are summed over ranks, or
+#: where they are averaged.
+Form = Literal["3-tuple", "sum", "mean"] | PairForm
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,13 +36,14 @@ class Carrier:
         per_token: the value of `calculate_per_token_loss` that this row is for; None where it makes no difference.
         returned: the loss is the share times these powers of counts.
         num_tokens: what a 3-tuple has as token count: one, or the active tokens of this rank and micro-batch.
-        schedule, ddp, finalize: what each place multiplies the loss or its gradient by.
+        engine, schedule, ddp, finalize: what each place multiplies the loss or its gradient by.
     """
 
     form: Form
     per_token: bool | None
     returned: Powers = field(default_factory=dict)
     num_tokens: Literal["one", "active tokens"] = "one"
+    engine: Powers = field(default_factory=dict)
     schedule: Powers = field(default_factory=dict)
     ddp: Powers = field(default_factory=dict)
     finalize: Powers = field(default_factory=dict)
@@ -80,7 +84,38 @@ RANK_MEAN = Carrier(
     returned={"dp_size": 1, "cp_size": 1},
     ddp={"dp_size": -1, "cp_size": -1},
 )
-CARRIERS = (MEAN, PER_TOKEN, PAIR, SUM, RANK_MEAN)
+#: slime 624b824a, backends/megatron_utils/loss.py, and miles 31f1ca96, backends/training_utils/loss.py:
+#: `loss_function`. They divide by the global batch size, which counts rollouts. Without a row for per-token loss: there
+#: they divide by tokens of which each fully masked sample has one.
+SLIME = Carrier(
+    form="slime",
+    per_token=False,
+    returned={"rollouts": 1},
+    engine={"num_microbatches": 1, "rollouts": -1, "dp_size": 1, "cp_size": 1},
+    schedule={"num_microbatches": -1},
+    ddp={"dp_size": -1, "cp_size": -1},
+)
+#: verl 1dda039b, workers/engine/megatron/transformer_impl.py, `postprocess_micro_batch_func`.
+VERL = Carrier(
+    form="verl",
+    per_token=False,
+    returned={"dp_size": 1},
+    engine={"num_microbatches": 1},
+    schedule={"num_microbatches": -1, "cp_size": 1},
+    ddp={"dp_size": -1, "cp_size": -1},
+)
+#: The same function, which also multiplies by the tokens of the step that it lets Megatron divide by.
+VERL_PER_TOKEN = Carrier(form="verl", per_token=True, returned={"dp_size": 1}, engine={"dp_size": -1})
+#: NeMo-RL 7ea279ab, models/megatron/train.py, `LossPostProcessor`: a pair with per-token loss, whose count of tokens is
+#: 0, so that Megatron divides by nothing.
+NEMO_RL = Carrier(
+    form="nemo_rl",
+    per_token=True,
+    returned={"cp_size": 1},
+    engine={"num_microbatches": 1, "cp_size": -2},
+    schedule={"num_microbatches": -1, "cp_size": 1},
+)
+CARRIERS = (MEAN, PER_TOKEN, PAIR, SUM, RANK_MEAN, SLIME, VERL, VERL_PER_TOKEN, NEMO_RL)
 
 
 def carriers_of(per_token: bool) -> list[Carrier]:
@@ -93,10 +128,11 @@ def find_carrier(form: Form, per_token: bool) -> Carrier:
     forms = {row.form: row for row in carriers_of(per_token)}
     if form not in forms:
         known = ", ".join(map(repr, forms))
-        if per_token and form in ("2-tuple", "mean"):
+        if any(row.form == form for row in CARRIERS):
+            has, turn = ("with", "off") if per_token else ("without", "on")
             raise ValueError(
-                f"form={form!r} with per-token loss: Megatron then divides by the tokens that 3-tuples count, and "
-                f"averages over no ranks. Return a 3-tuple, or turn calculate_per_token_loss off."
+                f"form={form!r} {has} per-token loss: the scaling that it undoes is another one there. Turn "
+                f"calculate_per_token_loss {turn}, or choose one of {known}."
             )
         raise ValueError(f"form={form!r}: there is no such form. Choose one of {known}.")
     return forms[form]
@@ -104,12 +140,13 @@ def find_carrier(form: Form, per_token: bool) -> Carrier:
 
 def product(powers: Powers, counts: Mapping[Count, float | None]) -> float:
     """The product of the powers of the counts; ValueError where a count is not known."""
-    values = [(counts[name], power) for name, power in powers.items()]
-    if any(value is None for value, _ in values):
+    values = {name: (counts[name], power) for name, power in powers.items()}
+    if missing := [name for name, (value, _) in values.items() if value is None]:
         raise ValueError(
-            "totals without step_active_tokens: per-token loss needs it. Give the count of the whole step."
+            f"totals without {', '.join(missing)}: what is returned is multiplied by it. Give the count of the whole "
+            "step."
         )
-    return math.prod(value**power for value, power in values if value is not None)
+    return math.prod(value**power for value, power in values.values() if value is not None)
 
 
 class Receipt(NamedTuple):

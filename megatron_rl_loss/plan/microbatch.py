@@ -13,7 +13,7 @@ from megatron_rl_loss.losses.segments import OfTokens, Per, Replicated, segment_
 from megatron_rl_loss.modes.names import Aggregation, resolve
 from megatron_rl_loss.modes.table import Mode, OwnMode
 from megatron_rl_loss.modes.weights import missing_counts
-from megatron_rl_loss.plan.carriers import Form, Receipt, find_carrier
+from megatron_rl_loss.plan.carriers import Form, PairForm, Receipt, find_carrier
 from megatron_rl_loss.reduction.metrics import MODE_OF, Metric
 from megatron_rl_loss.reduction.sums import Summand, Term, WeightedSum, reducer_of, sum_terms
 from megatron_rl_loss.step.collectives import Group
@@ -164,7 +164,7 @@ class Microbatch:
     @overload
     def loss(self, losses: Losses, metrics: Metrics = None, *, form: Literal["3-tuple"] = "3-tuple") -> Carried: ...
     @overload
-    def loss(self, losses: Losses, metrics: Metrics = None, *, form: Literal["2-tuple"]) -> tuple[Tensor, Any]: ...
+    def loss(self, losses: Losses, metrics: Metrics = None, *, form: PairForm) -> tuple[Tensor, Any]: ...
     @overload
     def loss(self, losses: Losses, metrics: Metrics = None, *, form: Literal["sum", "mean"]) -> Tensor: ...
     def loss(self, losses: Losses, metrics: Metrics = None, *, form: Form = "3-tuple") -> Any:
@@ -283,7 +283,7 @@ class Microbatch:
     @overload
     def carry(self, share: Tensor, report: Any = None, *, form: Literal["3-tuple"] = "3-tuple") -> Carried: ...
     @overload
-    def carry(self, share: Tensor, report: Any = None, *, form: Literal["2-tuple"]) -> tuple[Tensor, Any]: ...
+    def carry(self, share: Tensor, report: Any = None, *, form: PairForm) -> tuple[Tensor, Any]: ...
     @overload
     def carry(self, share: Tensor, report: Any = None, *, form: Literal["sum", "mean"]) -> Tensor: ...
     def carry(self, share: Tensor, report: Any = None, *, form: Form = "3-tuple") -> Any:
@@ -295,7 +295,8 @@ class Microbatch:
                 loss alone goes without it.
             form: ``3-tuple`` (loss, num_tokens, report) or ``2-tuple`` (loss, report) for Megatron's schedule; without
                 it the loss alone, for a trainer that adds up the gradients of ranks, ``sum``, or averages them over DP
-                and CP ranks, ``mean``.
+                and CP ranks, ``mean``; (loss, report) for the loss function of an engine that scales it before
+                Megatron does: ``slime`` (and miles), ``verl``, ``nemo_rl``.
 
         Raises:
             ValueError: a share that is not a 0-dim tensor, without a graph, or of a micro-batch whose reducers were
@@ -318,7 +319,7 @@ class Microbatch:
             self.receipt = Receipt.of(loss)
             return loss
         report = {} if report is None else report
-        if form == "2-tuple":
+        if form != "3-tuple":
             self.receipt = Receipt.of(loss)
             return loss, report
         one, _ = self._plan.constants_on(share.device)

@@ -224,6 +224,7 @@ class Plan:
             "dp_size": self.dp_size,
             "cp_size": self.cp_size,
             "step_active_tokens": self.totals.step_active_tokens,
+            "rollouts": self.totals.rollouts.all,
         }
         return product(carrier.returned, counts)
 

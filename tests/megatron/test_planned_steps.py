@@ -4,36 +4,21 @@ Every form of what a loss function returns, with and without per-token loss; num
 between DP ranks; gradients added up without the schedule; evaluation; a bad list on one rank.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import oracle
 import pytest
 import torch
+from planned_steps import CP, DP, STEP, TABLE, batches_of, step
 from ranks import RankError, run_ranks
-from step_samples import DIVISOR, dealt, step_samples
+from step_samples import DIVISOR, dealt
 from table_step import Batch, relative_error, start, table_model
 from torch import Tensor
 
 from megatron_rl_loss import Samples, ZigzagTHD
 
-STEP = step_samples(8)
-TABLE = [float(loss) for one in STEP for loss in one.losses] + [0.0]
 FORMS = [("3-tuple", False), ("3-tuple", True), ("2-tuple", False), ("mean", False), ("sum", True)]
-CP, DP = 2, 2
 Found = dict[tuple[str, str, bool], tuple[Tensor, float]]
-
-
-def batches_of(dp_rank: int) -> list[Batch]:
-    """Three micro-batches; on the last DP rank two, then a filler in the place of the third where one is needed."""
-    batches = [Batch(STEP, chosen, CP) for chosen in dealt(STEP, dp_rank, DP, 3)]
-    if dp_rank == DP - 1:
-        last = Batch(STEP, [], CP)
-        last.numbers = [[len(TABLE) - 1] * 4]
-        last.samples = Samples([], layout=ZigzagTHD([0, 4], filler_slots=1), rollout_ids=[], prompt_ids=[])
-        merged = Batch(STEP, [i for chosen in dealt(STEP, dp_rank, DP, 3)[1:] for i in chosen], CP)
-        batches = [batches[0], merged, last]
-    return batches
 
 
 def gradients() -> Found:
@@ -58,44 +43,6 @@ def gradients() -> Found:
             dist.all_reduce(total)
             found[mode, form, per_token] = model.module.losses.main_grad.clone().cpu(), float(total)
     return found
-
-
-def step(model: Any, plan: Any, batches: list[Batch], cp_rank: int, form: str) -> list[Tensor]:
-    """Forward and backward of a step, with the schedule where the form is one of its; the shares."""
-    from megatron.core.distributed import finalize_model_grads
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-
-    def losses(batch: Batch) -> Tensor:
-        output: Tensor = model(batch.local_numbers(cp_rank, CP).cuda())
-        return output
-
-    if form in ("sum", "mean"):
-        shares = []
-        for batch, microbatch in zip(batches, plan, strict=True):
-            share = microbatch(losses(batch))
-            microbatch.carry(share, form=form).backward()
-            shares.append(share.detach())
-        finalize_model_grads([model], None)
-        return shares
-
-    def forward_step(iterator: Iterator[Any], model: Any) -> Any:
-        batch, microbatch = next(iterator)
-
-        def loss_func(output: Tensor) -> Any:
-            share = microbatch(output)
-            return microbatch.carry(share, {"mine": {"share": share.detach()}}, form=form)
-
-        return losses(batch), loss_func
-
-    reports = get_forward_backward_func()(
-        forward_step_func=forward_step,
-        data_iterator=iter(list(zip(batches, plan, strict=True))),
-        model=model,
-        num_microbatches=len(plan),
-        seq_length=8,
-        micro_batch_size=1,
-    )
-    return [report["mine"]["share"] for report in reports]
 
 
 def test_every_form_trains_on_the_step_loss() -> None:

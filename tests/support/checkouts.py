@@ -61,8 +61,11 @@ MILES = Framework(
 VERL = Framework(
     variable="VERL_PATH",
     proof="verl/trainer/ppo/core_algos.py",
-    passed_by=_packages("verl", "trainer", "trainer.ppo", "workers"),
-    stand_ins=("codetiming", "datasets", "omegaconf", "orjson", "pandas", "ray", "tensordict", "transformers"),
+    passed_by=_packages("verl", "trainer", "trainer.ppo", "workers", "workers.engine"),
+    stand_ins=(
+        *("codetiming", "datasets", "omegaconf", "orjson", "pandas", "ray", "tensordict", "transformers"),
+        "verl.utils.checkpoint",
+    ),
 )
 SKYRL = Framework(
     variable="SKYRL_PATH",

@@ -12,7 +12,8 @@ MODEL = """--num-layers 2 --hidden-size 32 --ffn-hidden-size 64 --num-attention-
     --no-position-embedding --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0
     --tokenizer-type NullTokenizer --vocab-size 32 --padded-vocab-size 32 --transformer-impl local
     --no-persist-layer-norm --no-rope-fusion --no-masked-softmax-fusion --no-gradient-accumulation-fusion
-    --no-bias-gelu-fusion --no-bias-dropout-fusion --distributed-backend gloo --use-cpu-initialization"""
+    --no-bias-gelu-fusion --no-bias-dropout-fusion --distributed-backend gloo --use-cpu-initialization
+    --cp-comm-type all_gather"""
 DATA = f"""--rollouts {EXAMPLES / "arithmetic.jsonl"} --prompts-per-step 4 --dataloader-type external --seq-length 256
     --max-position-embeddings 256 --micro-batch-size 1 --global-batch-size 8 --eval-iters 0 --eval-interval 1000"""
 TRAINING = """--lr 1e-3 --lr-decay-style constant --clip-grad 1.0 --weight-decay 0

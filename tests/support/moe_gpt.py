@@ -79,6 +79,9 @@ def step_data(num_microbatches: int, with_policy: bool) -> list[Batch]:
 
 def run_step(model: Any, batches: list[Batch], loss_of: Any, wrap: Any = None) -> Any:
     """One step through Megatron's schedule: the final gradient of every parameter, by name."""
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
+    MTPLossLoggingHelper.tracker.clear()  # the dev branch refuses to log per-token loss after loss of another kind
 
     def forward_step(iterator: Iterator[Any], model: Any) -> Any:
         given = next(iterator)

@@ -28,6 +28,7 @@ from bigram_step import (
     make_table,
 )
 from checkouts import NEMO_RL, checkout, load
+from planned_steps import CP, DP, errors_in
 from ranks import RankError, run_ranks
 from table_step import start, table_model
 from torch import Tensor
@@ -173,3 +174,24 @@ def test_weights_that_differ_within_a_sample_need_a_token_level_loss() -> None:
     case = {"mode": later_tokens_more, "settings": {}, "cfg": {"token_level_loss": False}}
     with pytest.raises(RankError, match="Set token_level_loss=true"):
         run_ranks(1, train, checkout(NEMO_RL), 1, [case])
+
+
+def planned(root: str) -> list[float]:
+    """On a rank: the error of a planned step in each mode, with what NeMo-RL's workers do to a loss."""
+    worker, _ = load(NEMO_RL, root, "nemo_rl.models.megatron.train", "nemo_rl.models.megatron.data")
+
+    def scale(returned: Any, batch: Any, num_microbatches: int) -> Any:
+        processor = worker.LossPostProcessor(
+            loss_fn=lambda data, **_: returned,
+            cfg={"sequence_packing": {"enabled": False}},
+            num_microbatches=num_microbatches,
+            prepare_fn=lambda logits, data, **_: ({}, data),
+        )
+        return processor(data_dict={})(torch.zeros(()))
+
+    return errors_in("nemo_rl", scale, per_token=True)
+
+
+def test_a_planned_step() -> None:
+    for errors in run_ranks(DP * CP, planned, checkout(NEMO_RL)):
+        assert max(errors) < oracle.EXACT

@@ -21,6 +21,9 @@ from logit_table import CLIP_HIGH, CLIP_LOW, KeepsGradients, Step, errors_of, lo
 from logit_table import rollout_data as data_of
 from ranks import RankError, run_ranks, start_process_group
 
+from megatron_rl_loss import Samples, ZigzagResponse
+from megatron_rl_loss.plan import plan_step
+
 #: Log-probs are float32 sums over the vocabulary.
 TOLERANCE = 2e-6
 OURS = "megatron_rl_loss.frameworks"
@@ -88,6 +91,8 @@ def train(peer: str, root: str, cp: int, cases: list[dict[str, Any]]) -> list[li
         step_arguments = setup.prepare(args, one, state.get_data_parallel_rank())
         errors = []
         for step_id, step in enumerate(steps):
+            if args.loss_type == "custom_loss":
+                plan_losses(setup.losses, step, one, state)
             model = logit_model(step.table, per_token=args.calculate_per_token_loss)
             optimizer = KeepsGradients(model)
             report, *_ = model_module.train_one_step(
@@ -106,11 +111,39 @@ def train(peer: str, root: str, cp: int, cases: list[dict[str, Any]]) -> list[li
     return found
 
 
-def setup_slime(root: str) -> Any:
-    names = ("backends.megatron_utils.model", "backends.megatron_utils.cp_utils", "backends.megatron_utils.data")
-    model, cp_utils, data_module, accelerator = load(
-        SLIME, root, *(f"slime.{n}" for n in (*names, "utils.accelerator"))
+def plan_losses(losses: Any, step: Step, one: dict[str, Any], state: Any) -> None:
+    """A function for their ``--custom-loss-function-path``: their policy loss by a planned step."""
+    mine = [[step.samples[i] for i in chosen] for chosen in step.dealt[state.get_data_parallel_rank()]]
+    plan = plan_step(
+        [
+            Samples(
+                [sample.mask for sample in samples],
+                layout=ZigzagResponse([sample.total for sample in samples], [sample.response for sample in samples]),
+                rollout_ids=[sample.rollout for sample in samples],
+            )
+            for samples in mine
+        ],
+        one["mode"],
+        divisor=one["divisor"],
+        dp_group=state.get_data_parallel_group(),
+        cp_group=state.get_context_parallel_group(),
     )
+    by_first_id = {int(samples[0].ids[0]): microbatch for samples, microbatch in zip(mine, plan, strict=True)}
+
+    def of_step(args: Any, batch: Any, logits: torch.Tensor, _: Any) -> Any:
+        microbatch = by_first_id[int(batch["unconcat_tokens"][0][0])]
+        share, log = losses.policy_loss_function(args, batch, logits, microbatch.pg_loss)
+        loss, log = microbatch.carry(share, log, form="slime")
+        return loss, log | {"pg_loss": loss.detach()}
+
+    table: Any = importlib.import_module("logit_table")
+    table.of_step = of_step
+    table.planned = lambda *given: table.of_step(*given)  # slime looks a function up once
+
+
+def setup_slime(root: str) -> Any:
+    names = (*(f"backends.megatron_utils.{n}" for n in ("model", "cp_utils", "data", "loss")), "utils.accelerator")
+    model, cp_utils, data_module, losses, accelerator = load(SLIME, root, *(f"slime.{n}" for n in names))
     cpu = torch.device("cpu")
     accelerator._ACCELERATOR = SimpleNamespace(device=lambda index: cpu, current_device=lambda: cpu)
     from megatron_rl_loss.frameworks import slime
@@ -126,13 +159,16 @@ def setup_slime(root: str) -> Any:
             "step_global_batch_size": data["global_batch_sizes"][step_id],
         }
 
-    return SimpleNamespace(model=model, prepare=prepare)
+    return SimpleNamespace(model=model, prepare=prepare, losses=losses)
 
 
 def setup_miles(root: str) -> Any:
-    names = "megatron_utils.model", "megatron_utils.parallel", "training_utils.parallel", "training_utils.cp_utils"
-    modules = load(MILES, root, *(f"miles.backends.{name}" for name in (*names, "training_utils.data")))
-    model, megatron_parallel, parallel, cp_utils, data_module = modules
+    names = (
+        *("megatron_utils.model", "megatron_utils.parallel"),
+        *(f"training_utils.{name}" for name in ("parallel", "cp_utils", "data", "loss_hub.losses")),
+    )
+    modules = load(MILES, root, *(f"miles.backends.{name}" for name in names))
+    model, megatron_parallel, parallel, cp_utils, data_module, losses = modules
     group_info = importlib.import_module("miles.utils.ft_utils.process_group_utils")
     _compute_in_float32()
 
@@ -156,7 +192,7 @@ def setup_miles(root: str) -> Any:
             "attempt": 0,
         }
 
-    return SimpleNamespace(model=model, prepare=prepare)
+    return SimpleNamespace(model=model, prepare=prepare, losses=losses)
 
 
 def _compute_in_float32() -> None:
@@ -275,6 +311,15 @@ def test_a_rollout_of_two_samples(peer: str) -> None:
     assert_exact(peer, 2, 1, constant, case(peer, "sample_mean", None, steps))
     with pytest.raises(RankError, match="Run without the hook"):
         errors(peer, 2, 1, case(peer, "sample_mean", "sample_mean", steps, counted=True))
+
+
+@each_peer
+def test_a_planned_step(peer: str) -> None:
+    """As their custom loss, with fully masked samples and with rollouts of two samples."""
+    flags = {"loss_type": "custom_loss", "custom_loss_function_path": "logit_table.planned"}
+    steps = [partial(make_step, 8, 2, split=split) for split in (False, True)]
+    modes = ("sample_mean", "constant", "token_mean")
+    assert_exact(peer, 2, 2, *(case(peer, mode, None, [one], **flags) for mode in modes for one in steps))
 
 
 @pytest.mark.parametrize(

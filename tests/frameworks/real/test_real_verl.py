@@ -1,7 +1,8 @@
 """verl's own `ppo_loss` with our `agg_loss` installed, from a checkout: VERL_PATH=~/verl.
 
 Real: `ppo_loss` with its entropy and KL terms, the registered policy losses, its `external_lib`, and verl's own
-`agg_loss` to compare with; gradients are averaged over gloo, as FSDP does. Not run: the engines and the trainers.
+`agg_loss` to compare with; gradients are averaged over gloo, as FSDP does. Of its Megatron engine: what it does to a
+loss, with Megatron's schedule and DDP. Not run: the rest of the engines, and the trainers.
 """
 
 import random
@@ -15,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from checkouts import VERL, checkout, load
+from planned_steps import CP, DP, batches_of, errors_in
 from ranks import run_ranks, start_process_group
 from torch import Tensor
 
@@ -232,3 +234,35 @@ def test_geo_mean_depends_on_the_cut_and_the_others_do_not() -> None:
     assert sorted(theirs)[-2] < TOLERANCE
     assert len(ours) == len(theirs) - 1 >= 5
     assert max(ours) < TOLERANCE
+
+
+def planned_in_its_engine(root: str, per_token: bool) -> list[float]:
+    """On a rank: the error of a planned step in each mode, with what verl's Megatron engine does to a loss."""
+    (module,) = load(VERL, root, "verl.workers.engine.megatron.transformer_impl")
+    own = module.MegatronEngineWithLMHead
+    settings = SimpleNamespace(dynamic_context_parallel=False, use_remove_padding=True, context_parallel_size=CP)
+    engine = SimpleNamespace(
+        prepare_model_outputs=lambda output, data: output,
+        get_data_parallel_group=lambda: None,
+        engine_config=settings,
+        tf_config=SimpleNamespace(calculate_per_token_loss=per_token),
+        _routed_num_tokens=lambda data: own._routed_num_tokens(None, data),
+    )
+    of_step = sum(len(slot) for rank in range(DP) for batch in batches_of(rank) for slot in batch.numbers)
+
+    def scale(returned: Any, batch: Any, num_microbatches: int) -> Any:
+        ids = torch.tensor([number for slot in batch.numbers for number in slot])
+        data = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "num_micro_batch": num_microbatches}
+        data |= {"dp_size": DP, "routed_num_tokens": of_step}
+        *carried, output = own.postprocess_micro_batch_func(
+            engine, None, data, forward_only=False, loss_function=lambda **_: returned
+        )
+        return *carried, output["metrics"]
+
+    return errors_in("verl", scale, per_token=per_token)
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+def test_a_planned_step_in_its_megatron_engine(per_token: bool) -> None:
+    for errors in run_ranks(DP * CP, planned_in_its_engine, verl_checkout(), per_token):
+        assert max(errors) < oracle.EXACT

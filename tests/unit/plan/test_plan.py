@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 from weakref import ref
 
@@ -68,8 +69,9 @@ def test_shares_add_up_to_the_step_loss(mode: str, units: str, with_totals: bool
 
 @pytest.mark.parametrize("row", CARRIERS, ids=lambda row: f"{row.form}-{row.per_token}")
 def test_the_powers_of_each_count_cancel(row: Carrier) -> None:
-    counts: dict[Count, float | None] = {"num_microbatches": 3, "dp_size": 5, "cp_size": 7, "step_active_tokens": 11}
-    places = (row.returned, row.schedule, row.ddp, row.finalize)
+    counts: dict[Count, float | None] = {"num_microbatches": 3, "dp_size": 5, "cp_size": 7}
+    counts |= {"step_active_tokens": 11, "rollouts": 13}
+    places = (row.returned, row.engine, row.schedule, row.ddp, row.finalize)
     assert math.prod(product(powers, counts) for powers in places) == pytest.approx(1)
     plan = Plan(
         samples=None,
@@ -82,10 +84,9 @@ def test_the_powers_of_each_count_cancel(row: Carrier) -> None:
     assert float(plan.constants_on(torch.device("cpu"))[1]) == pytest.approx(
         1 / 105
     )  # what reported shares are divided by
-    without = counts | {"step_active_tokens": None}
-    if row.returned.keys() & {"step_active_tokens"}:
-        with pytest.raises(ValueError, match="totals without step_active_tokens"):
-            product(row.returned, without)
+    for name in row.returned.keys() & {"step_active_tokens", "rollouts"}:
+        with pytest.raises(ValueError, match=f"totals without {name}"):
+            product(row.returned, counts | {name: None})
 
 
 def test_what_is_returned_in_each_form() -> None:
@@ -108,6 +109,16 @@ def test_what_is_returned_in_each_form() -> None:
     active = sum(int((one.mask != 0).sum()) for one in STEP)
     assert float(loss.detach()) == pytest.approx(active * float(share.detach()))
     assert int(num_tokens) == sum(int((STEP[i].mask != 0).sum()) for i in DEALT[0])
+    engines: list[tuple[Any, Plan, int]] = [
+        ("slime", plan, len({one.rollout_id for one in STEP})), ("verl", plan, 5), ("verl", per_token, 5),
+        ("nemo_rl", per_token, 1),
+    ]  # fmt: skip
+    for form, one, factor in engines:
+        microbatch = replace(one, dp_size=5)[0]
+        share = microbatch(losses)
+        loss, report = microbatch.carry(share, mine, form=form)
+        assert report is mine
+        assert float(loss.detach()) == pytest.approx(factor * float(share.detach()))
     copies = [Samples([torch.ones(4)], layout=Gathered([0, 4]))]  # counted on the first of the ranks that hold them
     per_token = plan_step(copies, "token_mean", per_token_loss=True)
     of_ranks = [replace(per_token, cp_rank=rank, cp_size=2) for rank in range(2)]
@@ -164,12 +175,16 @@ def test_terms_and_metrics_count_the_units_and_masks_that_they_say() -> None:
         )
 
 
-def test_empty_micro_batches_and_steps() -> None:
-    filler = Samples([], layout=ZigzagTHD([0, 4], filler_slots=1), rollout_ids=[], prompt_ids=[])
+@pytest.mark.parametrize("ids", [{}, {"rollout_ids": [], "prompt_ids": []}], ids=["without ids", "with none"])
+def test_empty_micro_batches_and_steps(ids: dict[str, Any]) -> None:
+    filler = Samples([], layout=ZigzagTHD([0, 4], filler_slots=1), **ids)
     plan = plan_step([described([0, 1]), filler], "prompt_mean")
     losses = torch.tensor([1.0, torch.nan, torch.inf, 0.0], requires_grad=True)
     plan[1].carry(plan[1](losses), form="mean").backward()
     assert torch.equal(losses.grad, torch.zeros(4))
+    alone = plan_step([described([0, 1])], "prompt_mean")
+    assert plan.summary == alone.summary
+    assert torch.equal(plan[0].weights, alone[0].weights)
     with pytest.raises(ValueError, match="a step without one active token"):
         plan_step([filler], "token_mean", empty_step="error")
     none = plan_step(None, "token_mean", num_microbatches=2, totals=StepTotals(step_tokens=3))
@@ -178,6 +193,7 @@ def test_empty_micro_batches_and_steps() -> None:
         none[0]
 
 
+OF_TWO_RANKS: Any = SimpleNamespace(size=lambda: 2, rank=lambda: 0)
 WRONG: list[tuple[str, str, type[Exception], Callable[[], Any]]] = [
     ("no list", "must be a list with one Samples", TypeError, lambda: plan_step(described([0]), "token_mean")),  # type: ignore[arg-type]
     ("no Samples", "micro-batch 0 are a dict", TypeError, lambda: plan_step([{}], "token_mean")),  # type: ignore[list-item]
@@ -199,11 +215,17 @@ WRONG: list[tuple[str, str, type[Exception], Callable[[], Any]]] = [
      lambda: planned(totals=StepTotals(rollouts=UnitCounts(all=3, tokens={0: 1})), empty_step="error")),
     ("small totals", "the totals say 1", ValueError,
      lambda: plan_step([described(DEALT[0])], "token_mean", totals=StepTotals(step_tokens=1))),
+    ("totals over CP ranks", "it has context-parallel ranks", ValueError,
+     lambda: plan_step([Samples([torch.ones(4)], layout=ZigzagTHD([0, 4]))], "token_mean", cp_group=OF_TWO_RANKS,
+                       totals=StepTotals(step_tokens=4, dp_size=2))),
     ("unknown form", "form='tuple': there is no such form", ValueError, lambda: carried(form="tuple")),
     ("pair with per-token loss", "form='2-tuple' with per-token loss", ValueError,
      lambda: carried(form="2-tuple", per_token_loss=True)),
     ("mean with per-token loss", "form='mean' with per-token loss", ValueError,
      lambda: carried(form="mean", per_token_loss=True)),
+    ("slime with per-token loss", "form='slime' with per-token loss", ValueError,
+     lambda: carried(form="slime", per_token_loss=True)),
+    ("NeMo-RL without", "form='nemo_rl' without per-token loss", ValueError, lambda: carried(form="nemo_rl")),
     ("no reducer", "without this micro-batch's reducers", ValueError, lambda: planned()[0].carry(torch.ones(()))),
     ("unreduced", "the loss is of shape (2,)", ValueError, lambda: planned()[0].carry(torch.ones(2))),
     ("coefficient", "coef='2': it must be a finite number", ValueError,
