@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import megatron_on_cpu
+import oracle
 import pytest
 import torch
 import torch.distributed as dist
