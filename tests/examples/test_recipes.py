@@ -258,6 +258,7 @@ def test_a_kl_term_is_added_by_the_sample_mean() -> None:
 # ---- a mode of one's own
 
 
+@pytest.mark.slow
 def test_a_mode_of_ones_own_is_tried(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(modes, "_REGISTERED", {})
     names = runpy.run_path(str(RECIPES / "own_mode.py"), run_name="__main__")

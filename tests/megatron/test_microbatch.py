@@ -121,7 +121,7 @@ REFUSALS: dict[str, Refusal] = {
     "per-token loss without its count": (
         loss_with(per_token_loss=True, totals=StepTotals(rollouts=KNOWN.rollouts)),
         ValueError,
-        "totals without step_active_tokens: per-token loss needs it",
+        "totals without step_active_tokens: what is returned is multiplied by it",
         loss_with(per_token_loss=True, totals=StepTotals(rollouts=KNOWN.rollouts, step_active_tokens=9)),
     ),
     "a cut of another number of tokens": (cut(torch.ones(5)), ValueError, r"shape \(5,\)", cut(torch.ones(4))),

@@ -19,6 +19,8 @@ from megatron_rl_loss.modes.names import Aggregation, resolve
 from megatron_rl_loss.reduction import sums
 from megatron_rl_loss.step import LocalTokens, StepTotals, counting
 
+pytestmark = pytest.mark.slow  # hundreds of random steps
+
 TOLERANCE = 1e-6
 
 

@@ -38,6 +38,7 @@ ROWS = [
     Row(r"torchrun .* pretrain_packed\.py .*", by="examples/test_pretrain_recipes.py", named="script.main()"),
     Row(r"torchrun .* pretrain_mine\.py .*", by="examples/test_pretrain_recipes.py", named="script.main()"),
     Row(r"examples/launch_grpo\.slurm", needs="Slurm"),
+    Row(r"megatron rlhf .*", needs="ms-swift"),
     Row(r"examples/launch_grpo\.sh", by="megatron/test_example.py", named='"launch_grpo.sh"'),
     Row(r"examples/recipes/(slime|miles|verl)\.sh|python3 (train\.py|-m verl\.trainer\.main_ppo) .*",
         by="examples/test_recipes.py", named="launch_line"),

@@ -36,6 +36,8 @@ from megatron_rl_loss.audit.drawn_steps import LossCase
 from megatron_rl_loss.modes import MODES
 from megatron_rl_loss.modes.table import ModeInputs
 
+pytestmark = pytest.mark.slow  # hundreds of random steps
+
 
 def rows_of(table: dict[str, Any], quick: tuple[str, ...]) -> list[Any]:
     """Of which those whose names begin so are tried in every run."""

@@ -21,6 +21,8 @@ from megatron_rl_loss.audit import CALLS, GIVEN, LossCall, check_loss, drawn_ste
 from megatron_rl_loss.audit.drawn_steps import DrawnSample, LossCase
 from megatron_rl_loss.audit.simulation import measure
 
+pytestmark = pytest.mark.slow  # hundreds of random steps
+
 TOGETHER = "over all of these together"
 
 
