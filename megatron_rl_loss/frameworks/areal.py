@@ -17,8 +17,9 @@ from typing import Any
 
 import torch
 
-from megatron_rl_loss.frameworks.columns import check_even, prompts_of, token_mean_factors
+from megatron_rl_loss.frameworks.columns import check_text, mark, prompts_of, token_mean_factors
 from megatron_rl_loss.modes.table import ModeFunction
+from megatron_rl_loss.step.samples import Samples
 from megatron_rl_loss.step.totals import UnitCounting
 
 __all__ = ["aggregate"]
@@ -34,32 +35,43 @@ def aggregate(
         mode, divisor, units: as in `make_pg_loss_reducer`. Prompts are told apart by their tokens.
 
     Raises:
-        ValueError, TypeError: when a step is trained on: settings that are unusable; ``m2_threshold``, with which AReaL
-            divides by the tokens that are left; weights that differ within a sample for losses of sequences.
+        ValueError: an actor with an aggregation.
+        BadBatchError: on every rank, when a step is trained on: settings that are unusable; ``m2_threshold``, with
+            which AReaL divides by the tokens that are left; a mode by prompt with images; weights that differ within a
+            sample for losses of sequences.
     """
     train_batch = actor_class.train_batch
 
     @functools.wraps(train_batch)
     def with_factors(self: Any, input_: Any, *args: Any, **kwargs: Any) -> Any:
         batches = input_ if isinstance(input_, list) else [input_]
-        if getattr(self.config, "m2_threshold", None) is not None:
-            raise ValueError(
-                "m2_threshold beside a loss aggregation: AReaL then divides by the tokens that it keeps, which are "
-                "known in the training forward alone. Leave one of them out."
-            )
-        masks = [mask for batch in batches for mask in batch["loss_mask"].float()]
-        # Masks are those of the label, which is the next token.
-        trained = (mask.roll(1).bool().tolist() for mask in masks)
-        prompts = prompts_of((ids.tolist() for batch in batches for ids in batch["input_ids"]), trained)
+
+        def describe() -> Samples:
+            if getattr(self.config, "m2_threshold", None) is not None:
+                raise ValueError(
+                    "m2_threshold beside a loss aggregation: AReaL then divides by the tokens that it keeps, which are "
+                    "known in the training forward alone. Leave one of them out."
+                )
+            check_text(mode, divisor, any("multi_modal_input" in batch for batch in batches))
+            prompts: list[str] = []
+            for batch in batches:  # a mask is that of the label, which is the next token
+                prompts += prompts_of(batch["input_ids"].tolist(), batch["loss_mask"].roll(1, -1).bool().tolist())
+            return Samples([mask for batch in batches for mask in batch["loss_mask"].float()], prompt_ids=prompts)
+
+        of_sequences = getattr(self.config, "importance_sampling_level", "token") == "sequence"
         factors, _ = token_mean_factors(
-            mode, masks, dp_group=self.data_parallel_group, prompt_ids=prompts, divisor=divisor, units=units
+            mode,
+            describe,
+            dp_group=self.data_parallel_group,
+            divisor=divisor,
+            units=units,
+            even="Set importance_sampling_level=token" if of_sequences else "",
         )
-        if getattr(self.config, "importance_sampling_level", "token") == "sequence":
-            check_even(factors, masks, "Set importance_sampling_level=token")
         weighted, left = [], iter(factors)
         for batch in batches:
             rows = torch.stack([next(left) for _ in batch["loss_mask"]])
             weighted.append({**batch, "advantages": batch["advantages"] * rows})
         return train_batch(self, weighted if isinstance(input_, list) else weighted[0], *args, **kwargs)
 
+    mark(with_factors, train_batch)
     actor_class.train_batch = with_factors

@@ -18,8 +18,9 @@ from typing import Any
 
 import torch
 
-from megatron_rl_loss.frameworks.columns import prompts_of, token_mean_factors
+from megatron_rl_loss.frameworks.columns import check_text, mark, prompts_of, token_mean_factors
 from megatron_rl_loss.modes.table import ModeFunction
+from megatron_rl_loss.step.samples import Samples
 from megatron_rl_loss.step.totals import UnitCounting
 
 __all__ = ["aggregate"]
@@ -32,8 +33,10 @@ def aggregate(mode: str | ModeFunction, *, divisor: float | None = None, units: 
         mode, divisor, units: as in `make_pg_loss_reducer`. Prompts are told apart by their tokens.
 
     Raises:
-        ValueError, TypeError: when a step is trained on: another ``--loss_type`` than dapo and cispo; settings that are
-            unusable; fewer tokens than micro-batches, which Megatron-SWIFT would count as more.
+        ValueError: a trainer with an aggregation.
+        BadBatchError: on every rank, when a step is trained on: another ``--loss_type`` than dapo and cispo; settings
+            that are unusable; a mode by prompt with images.
+        ValueError: fewer tokens than micro-batches, which Megatron-SWIFT would count as more.
     """
     from swift.megatron.trainers import grpo_trainer
 
@@ -47,32 +50,43 @@ def aggregate(mode: str | ModeFunction, *, divisor: float | None = None, units: 
         prompts = prompts_of([one["input_ids"] for one in encoded], trained)  # before these are padded in place
         inputs, batch = collate(samples, *args, **kwargs)
         batch.prompts = prompts
+        batch.has_media = any(getattr(one, name, None) for one in samples for name in ("images", "videos", "audios"))
         return inputs, batch
 
     @functools.wraps(on_step)
     def weigh_step(self: Any, microbatches: Sequence[dict[str, Any]]) -> None:
         on_step(self, microbatches)
-        _weigh([one["grpo_batch"] for one in microbatches], self, mode, divisor=divisor, units=units)
+        _weigh([one["grpo_batch"] for one in microbatches], self, mode, divisor, units)
 
+    mark(weigh_step, on_step)
     grpo_trainer.collate_to_grpo_micro_batch = collate_with_prompts
     trainer._on_train_step_batch = weigh_step
 
 
-def _weigh(batches: Sequence[Any], trainer: Any, mode: str | ModeFunction, **settings: Any) -> None:
+def _weigh(
+    batches: Sequence[Any],
+    trainer: Any,
+    mode: str | ModeFunction,
+    divisor: float | None,
+    units: UnitCounting | None,
+) -> None:
     from megatron.core import mpu
 
-    if trainer.loss_type not in ("dapo", "cispo"):
-        raise ValueError(
-            f"--loss_type {trainer.loss_type} beside a loss aggregation: the loss must be a sum over a token count. "
-            "Use --loss_type dapo, which has the loss of grpo, bnpo and dr_grpo, or cispo."
-        )
-    masks = []
-    for batch in batches:
-        kept = ~batch.truncated_mask if trainer.args.overlong_filter else torch.ones_like(batch.truncated_mask)
-        masks += list((batch.completion_mask * kept[:, None]).float())
-    prompts = [prompt for batch in batches for prompt in batch.prompts]
+    def describe() -> Samples:
+        if trainer.loss_type not in ("dapo", "cispo"):
+            raise ValueError(
+                f"--loss_type {trainer.loss_type} beside a loss aggregation: the loss must be a sum over a token "
+                "count. Use --loss_type dapo, which has the loss of grpo, bnpo and dr_grpo, or cispo."
+            )
+        check_text(mode, divisor, any(batch.has_media for batch in batches))
+        masks = []
+        for batch in batches:
+            kept = ~batch.truncated_mask if trainer.args.overlong_filter else torch.ones_like(batch.truncated_mask)
+            masks += list((batch.completion_mask * kept[:, None]).float())
+        return Samples(masks, prompt_ids=[prompt for batch in batches for prompt in batch.prompts])
+
     factors, tokens = token_mean_factors(
-        mode, masks, dp_group=mpu.get_data_parallel_group(), prompt_ids=prompts, **settings
+        mode, describe, dp_group=mpu.get_data_parallel_group(), divisor=divisor, units=units
     )
     shares = len(batches) * mpu.get_data_parallel_world_size()
     if 0 < tokens < shares:

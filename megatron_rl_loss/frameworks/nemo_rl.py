@@ -1,4 +1,4 @@
-"""NeMo-RL: any mode for each term of its clipped policy-gradient loss, by one line in a copy of its run script.
+"""NeMo-RL: any mode for its clipped policy loss and its KL penalty, by one line in a copy of its run script.
 
     from megatron_rl_loss.frameworks.nemo_rl import aggregate
 
@@ -6,9 +6,10 @@
 
 NeMo-RL adds up loss * mask over all tokens and divides by the global batch's valid tokens T, or, with
 ``token_level_loss=false``, adds up the samples' means and divides by its N valid samples. The driver holds a whole
-batch, so it writes a column for each term: the mode's weights * T in place of the mask's ones, or a sample's sum of
-weights * N in place of its ``sample_mask``. The denominators cancel on the worker, whatever its micro-batches, packing
-and ranks. Metrics keep the masks; those of the terms are of the new loss. Imports no NeMo-RL.
+batch, so it writes a column for each term: the mode's weights * T, or a sample's sum of weights * N. The denominators
+cancel on the worker, whatever its micro-batches, packing and ranks. The policy loss, which is proportional to the
+advantage, has advantage * column; the KL penalty has the column in place of its mask. Metrics keep the masks; those of
+the terms are of the new loss. Imports no NeMo-RL.
 Source: nemo_rl 7ea279ab, algorithms/loss/loss_functions.py (ClippedPGLossFn), algorithms/utils.py (masked_mean).
 """
 
@@ -35,14 +36,22 @@ def aggregate(
     Args:
         policy: what `grpo_train` is called with.
         loss_fn: its loss, a `ClippedPGLossFn`.
-        mode: of the policy loss, and of the KL penalty unless `kl` names another. The NLL of correct samples (VAPO) is
-            a token mean over the correct samples of the global batch.
+        mode: of the policy loss, and of the KL penalty unless `kl` names another.
         settings: `divisor` and `units` of the policy loss, as in `weights_column`.
 
     Raises:
         ValueError, TypeError: as `weights_column`, when a batch is trained on. Prompts are told apart by their tokens.
+        ValueError: a loss with ``positive_example_nll_weight``.
     """
-    loss = AggregatedPGLossFn(loss_fn, {"policy": (mode, settings), **({} if kl is None else {"kl": (kl, {})})})
+    if loss_fn.positive_example_nll_weight > 0:
+        raise ValueError(
+            f"positive_example_nll_weight={loss_fn.positive_example_nll_weight}: grpo_train passes no rewards, which "
+            "that term needs, and its mean is one of each micro-batch. Set it to 0."
+        )
+    modes = {"policy": (mode, settings)}
+    if loss_fn.reference_policy_kl_penalty != 0:
+        modes["kl"] = (mode, settings) if kl is None else (kl, {})
+    loss = AggregatedPGLossFn(loss_fn, modes)
     train, parameters = policy.train, inspect.signature(policy.train)
 
     @functools.wraps(train)
@@ -61,14 +70,9 @@ class AggregatedPGLossFn:
     """A `ClippedPGLossFn` each term of which a column of the batch weighs; else it has that loss's attributes."""
 
     def __init__(self, loss_fn: Any, modes: dict[str, tuple[Any, dict[str, Any]]]) -> None:
-        self._loss_fn, self._modes = loss_fn, dict(modes)
-        self._parts = {name: copy.copy(loss_fn) for name in modes}
-        for name, part in self._parts.items():
-            part.positive_example_nll_weight = 0.0  # is a term of its own below
-            if name == "policy" and "kl" in modes:
-                part.reference_policy_kl_penalty = 0
-        if loss_fn.positive_example_nll_weight > 0:
-            self._modes["nll"] = ("token_mean", {})
+        self._loss_fn, self._modes = loss_fn, modes
+        self._policy = copy.copy(loss_fn)
+        self._policy.reference_policy_kl_penalty = 0
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):  # what pickle asks for before there is a loss
@@ -81,12 +85,11 @@ class AggregatedPGLossFn:
         for start in range(0, len(data["sample_mask"]), batch_size):
             rows = slice(start, start + batch_size)
             masks = data["token_mask"][rows, 1:].float() * data["sample_mask"][rows, None]
+            prompts = prompts_of(data["input_ids"][rows].tolist(), (data["token_mask"][rows] != 0).tolist())
             for name, (mode, settings) in self._modes.items():
-                of_term = masks * (data["rewards"][rows, None] > 0) if name == "nll" else masks
-                prompts = prompts_of(data["input_ids"][rows].tolist(), (data["token_mask"][rows] != 0).tolist())
-                of_rows = weights_column(mode, list(of_term), prompt_ids=prompts, **settings)
+                of_rows = weights_column(mode, list(masks), prompt_ids=prompts, **settings)
                 weights = torch.stack(of_rows)
-                if name == "nll" or self.loss_type.value == "token_level":
+                if self.loss_type.value == "token_level":
                     column = torch.nn.functional.pad(weights * masks.sum(), (1, 0))
                 else:
                     check_even(of_rows, list(masks), "Set token_level_loss=true")
@@ -101,19 +104,16 @@ class AggregatedPGLossFn:
         counts = {"global_valid_seqs": global_valid_seqs, "global_valid_toks": global_valid_toks}
         with torch.no_grad():
             _, metrics = self._loss_fn(next_token_logprobs.detach(), data, **counts)
-        total = next_token_logprobs.new_zeros(())
-        for name, part in self._parts.items():
-            column = data[_column(name)]
+        column = data[_column("policy")]
+        advantages = data["advantages"] * (column[:, None] if column.dim() == 1 else column)
+        total, _ = self._policy(next_token_logprobs, {**data, "advantages": advantages}, **counts)
+        if "kl" in self._modes:
+            column = data[_column("kl")]
             ones = torch.ones_like(data["sample_mask"])
             masks = {"sample_mask": column} if column.dim() == 1 else {"token_mask": column, "sample_mask": ones}
-            nothing = {"advantages": torch.zeros_like(data["advantages"])} if name == "kl" else {}
-            share, of_part = part(next_token_logprobs, {**data, **masks, **nothing}, **counts)
-            total = total + share
-            if name == "kl" or "kl" not in self._parts:
-                metrics["kl_penalty"] = of_part["kl_penalty"]
-        if "nll" in self._modes:
-            share = -(next_token_logprobs * data[_column("nll")][:, 1:]).sum() / global_valid_toks
-            total, metrics["positive_nll_loss"] = total + self.positive_example_nll_weight * share, share.item()
+            of_kl = {**data, **masks, "advantages": torch.zeros_like(advantages)}
+            share, of_part = self._loss_fn(next_token_logprobs, of_kl, **counts)
+            total, metrics["kl_penalty"] = total + share, of_part["kl_penalty"]
         return total, metrics | {"loss": total.item()}
 
 

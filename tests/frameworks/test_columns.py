@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_rl_loss import ModeInputs
+from megatron_rl_loss import ModeInputs, Samples, weights_column
 from megatron_rl_loss.frameworks import areal, ms_swift
-from megatron_rl_loss.frameworks.columns import check_even, prompts_of, token_mean_factors
+from megatron_rl_loss.frameworks.columns import check_even, check_text, prompts_of, token_mean_factors
+from megatron_rl_loss.modes.papers import vl_norm
 
 MASKS = [[0, 0, 1, 1, 1], [0, 0, 1, 0, 0], [0, 0, 1, 1, 0], [0, 0, 1, 0, 1], [0, 0, 0, 0, 0]]
 PROMPTS = [5, 5, 6, 6, 7]
@@ -29,7 +30,7 @@ def expected(mode: str, masks: list[Tensor], prompts: list[Any]) -> list[Tensor]
 @pytest.mark.parametrize("mode", ["sample_mean", "prompt_mean", "token_mean"])
 def test_factors_are_weights_times_the_tokens(mode: str) -> None:
     masks = [torch.tensor(mask).float() for mask in MASKS]
-    factors, tokens = token_mean_factors(mode, masks, dp_group=None, prompt_ids=PROMPTS)
+    factors, tokens = token_mean_factors(mode, lambda: Samples(masks, prompt_ids=PROMPTS), dp_group=None)
     assert tokens == 8
     for found, right in zip(factors, expected(mode, masks, PROMPTS), strict=True):
         torch.testing.assert_close(found.double(), right, rtol=oracle.EXACT, atol=0)
@@ -46,6 +47,21 @@ def test_factors_of_samples_must_be_even() -> None:
     check_even([torch.tensor([0.5, 0, 0.5]), torch.zeros(0)], [mask, torch.zeros(0)], "Mend it")
     with pytest.raises(ValueError, match=r"one factor must do for a sample\. Mend it, or"):
         check_even([torch.tensor([0.5, 0, 0.4])], [mask], "Mend it")
+
+
+def test_a_mode_over_sums_of_the_step_has_factors_too() -> None:
+    masks = [torch.tensor(mask).float() for mask in MASKS]
+    factors, tokens = token_mean_factors(vl_norm, lambda: Samples(masks, prompt_ids=PROMPTS), dp_group=None, divisor=4)
+    column = weights_column(vl_norm, masks, divisor=4)
+    for found, weights in zip(factors, column, strict=True):
+        torch.testing.assert_close(found, weights * tokens)
+
+
+def test_prompts_with_images_are_not_told_apart() -> None:
+    check_text("sample_mean", None, has_media=True)
+    check_text("prompt_mean", None, has_media=False)
+    with pytest.raises(ValueError, match="prompts with images or other media"):
+        check_text("prompt_mean", None, has_media=True)
 
 
 # ---- AReaL
@@ -98,6 +114,8 @@ def test_areal_where_it_could_not_be_exact() -> None:
         areal.aggregate(actor_class, mode)
         with pytest.raises(ValueError, match=text):
             actor_class().train_batch(rows(), loss_fn=None)
+        with pytest.raises(ValueError, match="its weights would count twice"):
+            areal.aggregate(type("Mine", (actor_class,), {}), mode)
 
 
 # ---- ms-swift
@@ -163,6 +181,8 @@ def test_ms_swift_where_it_could_not_be_exact(trainers: Any) -> None:
     microbatches[0]["grpo_batch"].completion_mask[0, 2] = True
     with pytest.raises(ValueError, match="1 tokens in 2 micro-batches"):
         trainer._on_train_step_batch(microbatches)
+    with pytest.raises(ValueError, match="its weights would count twice"):
+        ms_swift.aggregate("token_mean")
     trainer.loss_type = "grpo"
     with pytest.raises(ValueError, match="--loss_type grpo beside a loss aggregation"):
         trainer._on_train_step_batch(step(trainers))

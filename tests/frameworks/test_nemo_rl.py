@@ -24,7 +24,7 @@ class Kind:
 class Loss:
     """As much of a `ClippedPGLossFn` as is asked for here."""
 
-    positive_example_nll_weight, reference_policy_kl_penalty, metric_normalizations = 0.5, 0.1, {"loss": "tokens"}
+    positive_example_nll_weight, reference_policy_kl_penalty, metric_normalizations = 0.0, 0.1, {"loss": "tokens"}
 
     def __init__(self, kind: str = "token_level") -> None:
         self.loss_type = Kind(kind)
@@ -40,9 +40,8 @@ class Policy:
 
 def batch() -> dict[str, Tensor]:
     ids = torch.tensor([[prompt, 1, *range(3)] for prompt in PROMPTS])
-    rewards = torch.tensor([1.0, 0, 0, 1, 1, 0])
     mask, valid = torch.tensor(MASKS, dtype=torch.float32), torch.tensor(VALID, dtype=torch.float32)
-    return {"input_ids": ids, "token_mask": mask, "sample_mask": valid, "rewards": rewards}
+    return {"input_ids": ids, "token_mask": mask, "sample_mask": valid}
 
 
 def later_tokens_more(inputs: ModeInputs) -> list[Tensor]:
@@ -57,12 +56,8 @@ def test_columns_are_weights_times_the_count_that_they_are_divided_by(steps: int
     assert "loss_weights_of_policy" not in given
     for rows in (slice(start, start + 6 // steps) for start in range(0, 6, 6 // steps)):
         masks = (given["token_mask"] * given["sample_mask"][:, None])[rows, 1:]
-        for name, mode, units, of_term in (
-            ("policy", "prompt_mean", "active", masks),
-            ("kl", "sample_mean", "all", masks),
-            ("nll", "token_mean", "all", masks * (given["rewards"][rows, None] > 0)),
-        ):
-            prompts = zip(of_term, PROMPTS[rows], range(6)[rows], strict=True)
+        for name, mode, units in (("policy", "prompt_mean", "active"), ("kl", "sample_mean", "all")):
+            prompts = zip(masks, PROMPTS[rows], range(6)[rows], strict=True)
             samples = [  # without a token that is trained on, the whole row is the prompt
                 oracle.Sample(torch.zeros(4).double(), mask, None, prompt if any(MASKS[row]) else f"row {row}")
                 for mask, prompt, row in prompts
@@ -90,3 +85,10 @@ def test_other_losses_go_by_and_the_loss_travels() -> None:
     sent = pickle.loads(pickle.dumps(loss))
     assert sent.metric_normalizations == {"loss": "tokens"}
     assert sent.loss_type.value == "token_level"
+
+
+def test_a_term_that_grpo_cannot_have_is_refused() -> None:
+    loss: Any = Loss()
+    loss.positive_example_nll_weight = 0.5
+    with pytest.raises(ValueError, match="grpo_train passes no rewards"):
+        aggregate(Policy(), loss, "token_mean")

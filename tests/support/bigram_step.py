@@ -20,7 +20,7 @@ TOLERANCE = 2e-6
 
 
 def make_batch() -> dict[str, Tensor]:
-    """Ragged rows of six prompts of one to four responses each; of two turns; one not valid, one without a reward."""
+    """Ragged rows of six prompts of one to four responses each; of two turns; one not valid."""
     generator = torch.Generator().manual_seed(3)
 
     def drawn(*shape: int) -> Tensor:
@@ -44,9 +44,8 @@ def make_batch() -> dict[str, Tensor]:
         "token_mask": mask,
         "sample_mask": valid,
         "advantages": torch.randn(ROWS, 1, generator=generator).expand(ROWS, LENGTH).clone(),
-        "rewards": (drawn(ROWS) < 0.5).float(),
         "prev_logprobs": old,
-        "generation_logprobs": old.clone(),
+        "generation_logprobs": old + 0.1 * torch.randn(ROWS, LENGTH, generator=torch.Generator().manual_seed(5)),
         "reference_policy_logprobs": old + 0.2 * torch.randn(ROWS, LENGTH, generator=generator),
         "prompts": torch.tensor(PROMPTS),
     }
@@ -66,10 +65,9 @@ def expected(
     *,
     kl: Callable[[Tensor, Tensor], Tensor] | None = k3,
     of_samples: bool = False,
-    mu: float = 0,
-    beta: float = BETA,
+    corrected: bool = False,
 ) -> tuple[float, Tensor, float]:
-    """Value, gradient by table entry and scale of the step's loss; `mu` is of the NLL of rows with a reward."""
+    """Value, gradient by table entry and scale of the step's loss; `corrected` for the sampler's log-probs."""
     batch, table = make_batch(), make_table().double().requires_grad_()
     ids = batch["input_ids"]
     log_probs = table.log_softmax(-1)[ids[:, :-1], ids[:, 1:]]
@@ -82,6 +80,9 @@ def expected(
         log_ratio = ((log_ratio * token_mask).sum(-1) / token_mask.sum(-1))[:, None].expand_as(old)
     ratio = log_ratio.exp()
     policy = torch.maximum(-ratio * advantages, -ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH) * advantages)
+    if corrected:
+        gap = old - batch["generation_logprobs"][:, 1:].double()
+        policy = policy * ((gap * masks).sum(-1, keepdim=True) if of_samples else gap).exp()
     of_policy = {name: value for name, value in settings.items() if name != "kl"}
     scale = 0.0
 
@@ -94,8 +95,6 @@ def expected(
     loss = step(mode, policy, masks, **of_policy)
     if kl is not None:
         of_kl = {} if "kl" in settings else of_policy
-        loss = loss + beta * step(settings.get("kl", mode), kl(log_probs, reference), masks, **of_kl)
-    if mu:
-        loss = loss + mu * step("token_mean", -log_probs, masks * (batch["rewards"] > 0)[:, None])
+        loss = loss + BETA * step(settings.get("kl", mode), kl(log_probs, reference), masks, **of_kl)
     (gradient,) = torch.autograd.grad(loss, table)
     return float(loss.detach()), gradient, scale

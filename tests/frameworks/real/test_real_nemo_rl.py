@@ -36,7 +36,6 @@ from torch import Tensor
 
 from megatron_rl_loss import ModeInputs
 
-MU = 0.4
 SETTINGS = {"ratio_clip_min": CLIP_LOW, "ratio_clip_max": CLIP_HIGH, "reference_policy_kl_penalty": BETA}
 MODES: dict[str, dict[str, Any]] = {
     "token_mean": {},
@@ -115,14 +114,15 @@ def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, flo
             post_processing_fn=worker.LossPostProcessor(loss_fn=loss_fn, cfg=cfg, num_microbatches=len(microbatches)),
             **counts,
         )
-        names = ("loss", "kl_penalty", "positive_nll_loss", "gen_kl_error", "probs_ratio")
+        names = ("loss", "kl_penalty", "gen_kl_error", "probs_ratio")
         sums = torch.tensor([sum(report[name] for report in reports) for name in names], dtype=torch.float64)
         dist.all_reduce(sums, group=group)
         metrics = dict(zip(names, sums.tolist(), strict=True))
-        mu = case.get("cfg", {}).get("positive_example_nll_weight", 0.0)
-        of_samples = case.get("cfg", {}).get("sequence_level_importance_ratios", False)
+        cfg_of_case = case.get("cfg", {})
+        of_samples = cfg_of_case.get("sequence_level_importance_ratios", False)
+        corrected = cfg_of_case.get("use_importance_sampling_correction", False)
         value, by_entry, scale = expected(
-            case["mode"], case["settings"], kl=kl_of_nemo_rl, of_samples=of_samples, mu=mu
+            case["mode"], case["settings"], kl=kl_of_nemo_rl, of_samples=of_samples, corrected=corrected
         )
         gradient = model.module.losses.main_grad.clone().view_as(by_entry).double()
         in_gradient = float((gradient - by_entry).abs().max() / by_entry.abs().max())
@@ -130,12 +130,14 @@ def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, flo
     return found
 
 
+CORRECTED = {"use_importance_sampling_correction": True}
 OF_SAMPLES = {"token_level_loss": False, "sequence_level_importance_ratios": True}
 CASES: list[dict[str, Any]] = [
     *({"mode": mode, "settings": settings} for mode, settings in MODES.items()),
     {"mode": "sample_mean", "settings": {}, "cfg": OF_SAMPLES},
     {"mode": "prompt_mean", "settings": {"kl": "sample_mean"}, "cfg": OF_SAMPLES},
-    {"mode": "prompt_mean", "settings": {}, "cfg": {"positive_example_nll_weight": MU}},
+    {"mode": "prompt_mean", "settings": {}, "cfg": {**OF_SAMPLES, **CORRECTED}},
+    {"mode": "prompt_mean", "settings": {}, "cfg": CORRECTED},
 ]
 
 
@@ -148,20 +150,17 @@ def test_every_term_is_exact(world_size: int, cp: int) -> None:
 
 
 def test_metrics_keep_their_masks_and_theirs_is_what_it_says() -> None:
-    """Their token mean is exact, it is none of the other modes, and their NLL is a mean of each micro-batch."""
+    """Their token mean is exact, and it is none of the other modes."""
     token_mean: dict[str, Any] = {"mode": "token_mean", "settings": {}}
-    vapo = {"cfg": {"positive_example_nll_weight": MU}}
     cases = [
         token_mean | {"stock": True},
         token_mean,
         {"mode": "prompt_mean", "settings": {}},
         {"mode": "prompt_mean", "settings": {}, "stock": True},
-        token_mean | vapo | {"stock": True},
     ]
-    stock, same, other, wrong, nll = run_ranks(4, train, checkout(NEMO_RL), 2, cases)[0]
+    stock, same, other, wrong = run_ranks(4, train, checkout(NEMO_RL), 2, cases)[0]
     assert stock["in gradient"] < TOLERANCE
     assert wrong["in gradient"] > 1e-2
-    assert nll["in gradient"] > 1e-2
     for name in ("gen_kl_error", "probs_ratio"):
         assert same[name] == stock[name] == other[name]
     assert same["kl_penalty"] == pytest.approx(stock["kl_penalty"], rel=TOLERANCE)
