@@ -1,4 +1,4 @@
-"""This package's two own errors, and the checks that every room needs.
+"""This package's two own errors, and the checks that every folder needs.
 
 Each error says what was given, the rule it breaks, and what to do: ``given: rule. Remedy.``
 """

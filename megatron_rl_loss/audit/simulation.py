@@ -127,7 +127,7 @@ class LossCall:
 #: The calls of trainers by name, from their public sources (TRL 1.10.0.dev0, verl 0.10.0.dev).
 CALLS: dict[str, LossCall] = {
     "pytorch": LossCall(),
-    # transformers.LossCall with a `compute_loss_func` and `average_tokens_across_devices` multiplies what the function
+    # transformers.Trainer with a `compute_loss_func` and `average_tokens_across_devices` multiplies what the function
     # returns by the number of processes, which DDP divides by.
     "transformers": LossCall(names={"num_items_in_batch": "step_tokens"}, dp="sum", even_microbatches=True),
     # trl.GRPOTrainer switches off the division by accumulation steps: its loss function divides by itself. Its

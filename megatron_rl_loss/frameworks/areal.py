@@ -1,12 +1,15 @@
-"""AReaL: any mode for its PPO, GRPO, GSPO and SAPO losses, by one line before its trainer is made.
+"""AReaL: any mode for its PPO, GRPO, GSPO and SAPO losses, by an actor of your own.
 
     from areal.engine import MegatronPPOActor  # or FSDPPPOActor
     from megatron_rl_loss.frameworks.areal import aggregate
 
-    aggregate(MegatronPPOActor, "prompt_mean")
+    class Actor(MegatronPPOActor):  # in a module that AReaL's workers can import
+        pass
+
+    aggregate(Actor, "prompt_mean")
 
 AReaL trains on the mean over the T tokens of an optimizer step, whatever its micro-batches and ranks. Its losses are
-homogeneous in the advantage. So each token's advantage is multiplied by its weight in the mode * T, which one round of
+proportional to the advantage. So each token's advantage is multiplied by its weight in the mode * T, which one round of
 collectives counts over the data-parallel group before the step. Penalties on rewards stay as they are; a distillation
 loss stays a token mean. Imports no AReaL.
 Source: areal 4aef98d8, trainer/ppo/actor.py (_ppo_update, grpo_loss_fn), engine/megatron_engine.py (train_batch).
@@ -18,6 +21,7 @@ from typing import Any
 import torch
 
 from megatron_rl_loss.frameworks.columns import check_text, mark, prompts_of, token_mean_factors
+from megatron_rl_loss.modes.names import resolve
 from megatron_rl_loss.modes.table import ModeFunction
 from megatron_rl_loss.step.samples import Samples
 from megatron_rl_loss.step.totals import UnitCounting
@@ -28,19 +32,28 @@ __all__ = ["aggregate"]
 def aggregate(
     actor_class: Any, mode: str | ModeFunction, *, divisor: float | None = None, units: UnitCounting | None = None
 ) -> None:
-    """From now on actors of that class train on the mode. Where a controller starts the workers, call it in these.
+    """From now on actors of that class train on the mode.
 
     Args:
-        actor_class: ``MegatronPPOActor``, ``FSDPPPOActor`` or a subclass of yours; its `train_batch` is replaced.
+        actor_class: a subclass of ``MegatronPPOActor`` or ``FSDPPPOActor``; its `train_batch` is replaced. Without a
+            controller (AReaL's SPMD launchers) that class itself will do.
         mode, divisor, units: as in `make_pg_loss_reducer`. Prompts are told apart by their tokens.
 
     Raises:
-        ValueError: an actor with an aggregation.
-        BadBatchError: on every rank, when a step is trained on: settings that are unusable; ``m2_threshold``, with
-            which AReaL divides by the tokens that are left; a mode by prompt with images; weights that differ within a
-            sample for losses of sequences.
+        ValueError, TypeError: an actor with an aggregation; settings that are unusable; a controller of a class that
+            workers import from AReaL or from a main script, where nothing is aggregated.
+        BadBatchError: on every rank, when a step is trained on: ``m2_threshold``, with which AReaL divides by the
+            tokens that are left; a mode by prompt with images; weights that differ within a sample for losses of
+            sequences.
     """
+    resolve(mode, divisor=divisor, units=units)
     train_batch = actor_class.train_batch
+
+    def as_controller(*_: Any, **__: Any) -> Any:
+        raise ValueError(
+            f"a controller of {actor_class.__module__}.{actor_class.__name__}: its workers import that class anew, "
+            "without the aggregation. Put a subclass, and aggregate(...) of it, into a module that workers can import."
+        )
 
     @functools.wraps(train_batch)
     def with_factors(self: Any, input_: Any, *args: Any, **kwargs: Any) -> Any:
@@ -74,4 +87,6 @@ def aggregate(
         return train_batch(self, weighted if isinstance(input_, list) else weighted[0], *args, **kwargs)
 
     mark(with_factors, train_batch)
+    if actor_class.__module__.partition(".")[0] in ("areal", "__main__"):
+        actor_class.as_controller = as_controller
     actor_class.train_batch = with_factors

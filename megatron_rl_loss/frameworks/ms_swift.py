@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from megatron_rl_loss.frameworks.columns import check_text, mark, prompts_of, token_mean_factors
+from megatron_rl_loss.modes.names import resolve
 from megatron_rl_loss.modes.table import ModeFunction
 from megatron_rl_loss.step.samples import Samples
 from megatron_rl_loss.step.totals import UnitCounting
@@ -33,13 +34,14 @@ def aggregate(mode: str | ModeFunction, *, divisor: float | None = None, units: 
         mode, divisor, units: as in `make_pg_loss_reducer`. Prompts are told apart by their tokens.
 
     Raises:
-        ValueError: a trainer with an aggregation.
-        BadBatchError: on every rank, when a step is trained on: another ``--loss_type`` than dapo and cispo; settings
-            that are unusable; a mode by prompt with images.
+        ValueError, TypeError: a trainer with an aggregation; settings that are unusable.
+        BadBatchError: on every rank, when a step is trained on: another ``--loss_type`` than dapo and cispo; a mode by
+            prompt with images.
         ValueError: fewer tokens than micro-batches, which Megatron-SWIFT would count as more.
     """
     from swift.megatron.trainers import grpo_trainer
 
+    resolve(mode, divisor=divisor, units=units)
     trainer, collate = grpo_trainer.MegatronGRPOTrainer, grpo_trainer.collate_to_grpo_micro_batch
     on_step = trainer._on_train_step_batch
 

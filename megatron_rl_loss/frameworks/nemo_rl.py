@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl_loss.frameworks.columns import check_even, prompts_of
+from megatron_rl_loss.modes.names import resolve
 from megatron_rl_loss.modes.table import ModeFunction
 from megatron_rl_loss.modes.weights import weights_column
 
@@ -40,9 +41,12 @@ def aggregate(
         settings: `divisor` and `units` of the policy loss, as in `weights_column`.
 
     Raises:
-        ValueError, TypeError: as `weights_column`, when a batch is trained on. Prompts are told apart by their tokens.
-        ValueError: a loss with ``positive_example_nll_weight``.
+        ValueError, TypeError: settings that are unusable; a loss with ``positive_example_nll_weight``. When a batch is
+            trained on, as `weights_column`. Prompts are told apart by their tokens.
     """
+    resolve(mode, **settings)
+    if kl is not None:
+        resolve(kl)
     if loss_fn.positive_example_nll_weight > 0:
         raise ValueError(
             f"positive_example_nll_weight={loss_fn.positive_example_nll_weight}: grpo_train passes no rewards, which "

@@ -3,11 +3,12 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
 from megatron_rl_loss.megatron.groups import groups_of
-from megatron_rl_loss.megatron.probe import check_contract, check_model
+from megatron_rl_loss.megatron.probe import check_contract, check_finalizing, check_model
 from megatron_rl_loss.modes.table import ModeFunction
 from megatron_rl_loss.plan import plan as plans
 from megatron_rl_loss.plan.plan import Plan, StepGroups
@@ -45,6 +46,8 @@ def plan_step(
     chunks = model if isinstance(model, list) else [model]
     config, groups = get_model_config(chunks[0]), groups_of(chunks[0], pg_collection)
     check_model(config, chunks)
+    if torch.is_grad_enabled():
+        check_finalizing(config, chunks, groups)
     check_contract(config, chunks, groups, num_microbatches=2)  # any number shows how the schedule scales by it
     ranks = step_groups(groups)
     return plans.plan_step(

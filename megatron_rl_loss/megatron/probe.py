@@ -48,7 +48,9 @@ def check_finalizing(config: Any, chunks: Sequence[Any], groups: ProcessGroupCol
     if several and ddp and config.finalize_model_grads_func is None:
         raise ValueError(
             "a model config without finalize_model_grads_func, on several ranks: the schedule would sum no gradients "
-            "over them, and each rank would train on its own. Set it to megatron.core.distributed.finalize_model_grads."
+            "over them, and each rank would train on its own. Set it to "
+            "megatron.core.distributed.finalize_model_grads; a loop that finalises gradients itself plans with "
+            "megatron_rl_loss.plan.plan_step(..., dp_group=...)."
         )
 
 

@@ -104,7 +104,7 @@ VERL = Carrier(
     schedule={"num_microbatches": -1, "cp_size": 1},
     ddp={"dp_size": -1, "cp_size": -1},
 )
-#: The same function, which also multiplies by the tokens of the step that it lets Megatron divide by.
+#: The same function. The step's tokens cancel: verl multiplies by them, Megatron divides.
 VERL_PER_TOKEN = Carrier(form="verl", per_token=True, returned={"dp_size": 1}, engine={"dp_size": -1})
 #: NeMo-RL 7ea279ab, models/megatron/train.py, `LossPostProcessor`: a pair with per-token loss, whose count of tokens is
 #: 0, so that Megatron divides by nothing.

@@ -61,7 +61,7 @@ class Microbatch:
         return self.pg_loss.weights
 
     def __call__(self, per_token_loss: Tensor) -> Tensor:
-        """Per-token policy loss -> this rank's share of the step loss, by the mode of the step."""
+        """`pg_loss`, whose share `report` then gives by default."""
         share = self.pg_loss(per_token_loss)
         self._shares = {"pg_loss": share.detach()}  # not the share itself, which would keep its graph
         return share

@@ -105,7 +105,12 @@ def raise_together(failed: bool, failure: Exception | None, groups: Sequence[Gro
         gathered: list[dict[int, str]] = [{} for _ in range(group.size())]
         dist.all_gather_object(gathered, reasons, group=group)
         reasons = {rank: reason for part in gathered for rank, reason in part.items()}
-    listed = "; ".join(f"rank {rank}: {reason}" for rank, reason in sorted(reasons.items()))
+    ranks_of: dict[str, list[int]] = {}
+    for rank, reason in sorted(reasons.items()):
+        ranks_of.setdefault(reason, []).append(rank)
+    listed = "; ".join(
+        f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: {reason}" for reason, ranks in ranks_of.items()
+    )
     raise BadBatchError(f"The step was not started, no weight was changed. {listed}") from failure
 
 

@@ -146,10 +146,10 @@ def compare_totals(
     return counted
 
 
-def _check_same(stated: StepTotals, counted: StepTotals) -> None:
+def _check_same(stated: StepTotals, counted: StepTotals, mask: str = "") -> None:
     """Refuse a count that was stated and is another one."""
-    for name, of_mask in stated.by_mask.items():
-        _check_same(of_mask, counted.with_mask(name))
+    for mask, of_mask in stated.by_mask.items():
+        _check_same(of_mask, counted.with_mask(mask), f"{mask}: ")
     for kind, field_name in (
         ("", "step_tokens"), ("", "step_active_tokens"),
         ("rollouts", "all"), ("rollouts", "active"), ("prompts", "all"), ("prompts", "active"),
@@ -158,7 +158,8 @@ def _check_same(stated: StepTotals, counted: StepTotals) -> None:
         if mine is not None and whole is not None and abs(mine - whole) > 1e-6 * whole:
             name = f"{kind}.{field_name}" if kind else field_name
             raise ValueError(
-                f"{name} of {mine:g} from totals_of: the masks of all ranks have {whole:g} in this step. Count the "
+                f"{mask}{name} of {mine:g} from totals_of: "
+                f"the masks of all ranks have {whole:g} in this step. Count the "
                 "whole step, over all its micro-batches and DP ranks."
             )
 

@@ -116,6 +116,19 @@ def test_areal_where_it_could_not_be_exact() -> None:
             actor_class().train_batch(rows(), loss_fn=None)
         with pytest.raises(ValueError, match="its weights would count twice"):
             areal.aggregate(type("Mine", (actor_class,), {}), mode)
+    with pytest.raises(ValueError, match="Did you mean prompt_mean"):
+        areal.aggregate(Actor, "prompt_meen")
+
+
+@pytest.mark.parametrize(("module", "reached"), [("areal.engine.megatron_engine", False), ("my_actor", True)])
+def test_areal_workers_that_import_another_class(module: str, reached: bool) -> None:
+    actor_class: Any = type("Mine", (Actor,), {"__module__": module, "as_controller": lambda config, scheduler: "made"})
+    areal.aggregate(actor_class, "prompt_mean")
+    if reached:
+        assert actor_class.as_controller(None, None) == "made"
+    else:
+        with pytest.raises(ValueError, match="its workers import that class anew, without the aggregation"):
+            actor_class.as_controller(None, None)
 
 
 # ---- ms-swift

@@ -186,23 +186,28 @@ def test_the_code_of_frameworks_that_needs_none_runs(monkeypatch: pytest.MonkeyP
         monkeypatch.setitem(sys.modules, module.__name__, module)
     masks = torch.tensor([[1.0, 1, 1, 0], [1, 0, 0, 0]])
     names: dict[str, Any] = {"loss_masks": list(masks), "uids": ["a", "b"]}
-    skyrl, nemo_rl, areal, ms_swift, tinker, _ = code_of("frameworks.md")
+    skyrl, nemo_rl, areal, areal_trainer, ms_swift, tinker, _ = code_of("frameworks.md")
     names["policy"] = SimpleNamespace(train=lambda data, loss_fn: None)
     names["loss_fn"] = SimpleNamespace(positive_example_nll_weight=0.0, reference_policy_kl_penalty=0.1)
     exec(nemo_rl, names)
     assert type(names["loss_fn"]).__name__ == "AggregatedPGLossFn"
-    actor, trainers = type("Actor", (), {"train_batch": None}), ModuleType("swift.megatron.trainers")
+    actor, trainers = type("Actor", (), {"train_batch": lambda: None}), ModuleType("swift.megatron.trainers")
     trainers.grpo_trainer = SimpleNamespace(  # type: ignore[attr-defined]
-        MegatronGRPOTrainer=SimpleNamespace(_on_train_step_batch=None), collate_to_grpo_micro_batch=None
+        MegatronGRPOTrainer=SimpleNamespace(_on_train_step_batch=lambda: None), collate_to_grpo_micro_batch=None
     )
     engine = ModuleType("areal.engine")
     engine.MegatronPPOActor = actor  # type: ignore[attr-defined]
-    for module in (ModuleType("areal"), engine, ModuleType("swift"), ModuleType("swift.megatron"), trainers):
+    root = ModuleType("areal")
+    root.PPOTrainer = SimpleNamespace  # type: ignore[attr-defined]
+    for module in (root, engine, ModuleType("swift"), ModuleType("swift.megatron"), trainers):
         monkeypatch.setitem(sys.modules, module.__name__, module)
     exec(areal, names)
+    exec(areal_trainer, names)
     exec(ms_swift, names)
-    assert callable(actor.train_batch)  # type: ignore[attr-defined]
-    assert callable(trainers.grpo_trainer.MegatronGRPOTrainer._on_train_step_batch)
+    assert names["Actor"].train_batch is not actor.train_batch  # type: ignore[attr-defined]
+    assert names["Trainer"]._create_train_engine
+    assert trainers.grpo_trainer.MegatronGRPOTrainer._on_train_step_batch.__name__ == "<lambda>"
+    assert hasattr(trainers.grpo_trainer.MegatronGRPOTrainer._on_train_step_batch, "__wrapped__")
     for code, mode in ((RECIPES["skyrl.py"], "sequence_mean"), (skyrl, "prompt_mean")):
         exec(code, names)
         normalise = trainer.apply_loss_reduction_to_advantages_minibatch
