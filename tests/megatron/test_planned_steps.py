@@ -4,6 +4,7 @@ Every form of what a loss function returns, with and without per-token loss; num
 between DP ranks; gradients added up without the schedule; evaluation; a bad list on one rank.
 """
 
+import functools
 from typing import Any
 
 import oracle
@@ -11,6 +12,7 @@ import pytest
 import torch
 from planned_steps import CP, DP, STEP, TABLE, batches_of, step
 from ranks import RankError, run_ranks
+from refusals import outcome_of
 from step_samples import DIVISOR, dealt
 from table_step import Batch, relative_error, start, table_model
 from torch import Tensor
@@ -158,3 +160,22 @@ def per_token_pair() -> str:
 
 def test_a_pair_with_per_token_loss_is_refused() -> None:
     assert "with per-token loss" in run_ranks(1, per_token_pair)[0]
+
+
+def without_finalize() -> tuple[str, bool]:
+    """On one of two DP ranks' model: what a plan to train says, and whether one to evaluate is made."""
+    from megatron_rl_loss.megatron import plan_step
+
+    start()
+    model = table_model(TABLE)
+    model.config.finalize_model_grads_func = None
+    plan = functools.partial(plan_step, [Samples([torch.ones(2)])], "token_mean", model=model)
+    with torch.no_grad():
+        evaluated = len(plan()) == 1
+    return outcome_of(plan), evaluated
+
+
+def test_a_schedule_that_would_sum_no_gradients_is_refused() -> None:
+    for text, evaluated in run_ranks(2, without_finalize):
+        assert "a model config without finalize_model_grads_func" in text
+        assert evaluated
