@@ -28,7 +28,7 @@ class Row:
 
 ROWS = [
     # our own entry points
-    Row(r"python -m megatron_rl_loss (modes|example|example (pretrain_\w+|on_cpu))", by="here"),
+    Row(r"python -m megatron_rl_loss (modes|example|example (pretrain_\w+|(megatron_)?on_cpu))", by="here"),
     Row(r"(torchrun .* |python )-m megatron_rl_loss audit.*",
         by="megatron/test_audit_launch.py", named='"megatron_rl_loss", "audit"'),
     Row(r"python -m megatron_rl_loss example NAME", by="package/test_example_command.py", named='"pretrain_grpo"'),
