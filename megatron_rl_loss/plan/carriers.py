@@ -10,13 +10,9 @@ installed Megatron; `tests/frameworks/real` runs the engines' rows through their
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
-from weakref import ReferenceType, ref
-
-import torch
-from torch import Tensor
+from typing import Literal
 
 Count = Literal["num_microbatches", "dp_size", "cp_size", "step_active_tokens", "rollouts"]
 Powers = Mapping[Count, int]
@@ -50,7 +46,7 @@ class Carrier:
 
 
 #: The schedule divides a loss by its token count, 1, and by the number of micro-batches; DDP averages over its ranks.
-MEAN = Carrier(
+TRIPLE = Carrier(
     form="3-tuple",
     per_token=False,
     returned={"num_microbatches": 1, "dp_size": 1, "cp_size": 1},
@@ -59,7 +55,7 @@ MEAN = Carrier(
 )
 #: At the end of the step gradients are divided by the sum of all token counts. These are the real ones, so auxiliary
 #: losses, which Megatron divides by them too, keep their scale.
-PER_TOKEN = Carrier(
+TRIPLE_PER_TOKEN = Carrier(
     form="3-tuple",
     per_token=True,
     returned={"step_active_tokens": 1},
@@ -78,7 +74,7 @@ PAIR = Carrier(
 SUM = Carrier(form="sum", per_token=None)
 #: For a trainer that averages gradients over the DP and CP ranks and adds up micro-batches: torch's DDP and FSDP, or
 #: Megatron's DDP in a loop without its schedule.
-RANK_MEAN = Carrier(
+MEAN = Carrier(
     form="mean",
     per_token=False,
     returned={"dp_size": 1, "cp_size": 1},
@@ -115,7 +111,7 @@ NEMO_RL = Carrier(
     engine={"num_microbatches": 1, "cp_size": -2},
     schedule={"num_microbatches": -1, "cp_size": 1},
 )
-CARRIERS = (MEAN, PER_TOKEN, PAIR, SUM, RANK_MEAN, SLIME, VERL, VERL_PER_TOKEN, NEMO_RL)
+CARRIERS = (TRIPLE, TRIPLE_PER_TOKEN, PAIR, SUM, MEAN, SLIME, VERL, VERL_PER_TOKEN, NEMO_RL)
 
 
 def carriers_of(per_token: bool) -> list[Carrier]:
@@ -147,63 +143,3 @@ def product(powers: Powers, counts: Mapping[Count, float | None]) -> float:
             "step."
         )
     return math.prod(value**power for value, power in values.values() if value is not None)
-
-
-class Receipt(NamedTuple):
-    """The tensors of what `Microbatch.carry` returned last, and how often each had been changed in place by then."""
-
-    tensors: tuple["ReferenceType[Tensor]", ...]  # not the loss itself, which would keep its graph
-    versions: tuple[int, ...]
-
-    @classmethod
-    def of(cls, *tensors: Tensor) -> "Receipt":
-        return cls(tuple(map(ref, tensors)), tuple(tensor._version for tensor in tensors))
-
-
-def check_returned(returned: object, receipt: Receipt | None) -> None:
-    """Refuse what a loss function returned unless it is, object by object and unchanged, what `carry` returned last.
-
-    Anything else (its own mean, a tuple without the count, an earlier micro-batch's loss, a term added on top) would
-    train on another aggregation: Megatron scales whatever it is given. So would a report of shares be logged as means
-    over the micro-batches of one rank.
-    """
-    length = 3 if receipt is None else len(receipt.tensors) + 1
-    if not isinstance(returned, tuple) or len(returned) != length:
-        shown = f"{len(returned)} values" if isinstance(returned, tuple) else f"a {type(returned).__name__}"
-        raise ValueError(
-            f"loss_func returned {shown}: Megatron must be handed what this micro-batch's loss() or carry() returned, "
-            "all of it. Return microbatch.loss(per_token_loss, metrics) as it is."
-        )
-    for part, reason in _differences(returned[:-1], receipt):
-        raise ValueError(
-            f"loss_func returned a {part} that this micro-batch did not hand out: {reason}. Return what "
-            "microbatch.loss(...) or microbatch.carry(share, report) of this micro-batch returned, unchanged; put "
-            "further terms into the share."
-        )
-    check_report(returned[-1])
-
-
-def check_report(report: Any) -> None:
-    """Refuse a report of single numbers, as shares are: `pretrain` logs their mean over one rank's micro-batches."""
-    values = list(report.values()) if isinstance(report, Mapping) else []
-    if values and all(isinstance(value, Tensor) and value.dim() == 0 for value in values):
-        raise ValueError(
-            f"a report of single numbers, {', '.join(report)}: Megatron logs their mean over the micro-batches of one "
-            "rank, and shares must be summed. Pass shares through microbatch.report({name: share})."
-        )
-
-
-def _differences(returned: Sequence[object], receipt: Receipt | None) -> Iterator[tuple[str, str]]:
-    """The part that differs, and the likely reason."""
-    if receipt is None:
-        yield "loss", "neither its loss() nor its carry() was called"
-        return
-    parts = zip(("loss", "token count"), returned, receipt.tensors, receipt.versions, strict=False)
-    for part, value, reference, version in parts:
-        carried = reference()
-        if value is carried and carried is not None and carried._version != version:
-            yield part, "it was changed in place"
-        elif value is not carried and isinstance(value, torch.Tensor):
-            yield part, "it is another aggregation, has a factor or a term on top, or is an earlier micro-batch's loss"
-        elif value is not carried:
-            yield part, f"it is a {type(value).__name__}"

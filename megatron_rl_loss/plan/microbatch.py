@@ -13,7 +13,8 @@ from megatron_rl_loss.losses.segments import OfTokens, Per, Replicated, segment_
 from megatron_rl_loss.modes.names import Aggregation, resolve
 from megatron_rl_loss.modes.table import Mode, OwnMode
 from megatron_rl_loss.modes.weights import missing_counts
-from megatron_rl_loss.plan.carriers import Form, PairForm, Receipt, find_carrier
+from megatron_rl_loss.plan.carriers import Form, PairForm, find_carrier
+from megatron_rl_loss.plan.returned import Receipt
 from megatron_rl_loss.reduction.metrics import MODE_OF, Metric
 from megatron_rl_loss.reduction.sums import Summand, Term, WeightedSum, reducer_of, sum_terms
 from megatron_rl_loss.step.collectives import Group
