@@ -1,7 +1,4 @@
-"""A loop of your own over Megatron's schedule, as NeMo-RL, verl and others have: a list of batches, your own report.
-
-The config of `model` must name Megatron's `finalize_model_grads` as `finalize_model_grads_func`, as `pretrain` does.
-"""
+"""A loop of your own over Megatron's schedule, as NeMo-RL, verl and others have: a list of batches, your own report."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
