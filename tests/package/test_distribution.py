@@ -22,7 +22,17 @@ pytestmark = pytest.mark.slow
 
 #: What a working copy may hold beside the files of the repository: .gitignore's, and its own folder.
 NOT_OURS = shutil.ignore_patterns(
-    ".git", ".venv*", "__pycache__", "*.egg-info", "build", "dist", ".*_cache", ".hypothesis", "runs", ".ci"
+    ".git",
+    ".venv*",
+    ".versions",
+    "__pycache__",
+    "*.egg-info",
+    "build",
+    "dist",
+    ".*_cache",
+    ".hypothesis",
+    "runs",
+    ".ci",
 )
 BACKEND = "import sys, setuptools.build_meta as backend; print(getattr(backend, sys.argv[1])(sys.argv[2]))"
 
