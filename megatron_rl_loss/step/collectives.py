@@ -114,6 +114,13 @@ def raise_together(failed: bool, failure: Exception | None, groups: Sequence[Gro
     raise BadBatchError(f"The step was not started, no weight was changed. {listed}") from failure
 
 
+def check_together(check: Callable[[], object], groups: Sequence[Group]) -> None:
+    """Run a check on all ranks; if it raises on any of them, all raise."""
+    outcome = attempt(check)
+    failure = outcome if isinstance(outcome, Exception) else None
+    raise_together(any(agree_on(["failed"] if failure else [], ["failed"], groups)), failure, groups)
+
+
 def gather_parts(prepare: Callable[[], Result], group: Group | None) -> list[Result]:
     """What `prepare` returns on each rank of the group; if any rank failed, all raise."""
     mine = attempt(prepare)

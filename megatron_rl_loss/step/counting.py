@@ -13,9 +13,9 @@ from megatron_rl_loss.errors import BadBatchError
 from megatron_rl_loss.step.collectives import (
     Exchange,
     Group,
-    agree_on,
     all_reduce,
     attempt,
+    check_together,
     if_several,
     raise_together,
     rank_in,
@@ -139,15 +139,13 @@ def compare_totals(
         statistics=statistics,
     )
     assert not isinstance(stated, Exception)  # reduce_step_totals has raised it
-    failure = attempt(lambda: _check_same(stated, counted))
     groups = [group for group in (dp_group, *replica_groups) if group is not None and group.size() > 1]
-    failed = any(agree_on(["failed"] if failure else [], ["failed"], groups))
-    raise_together(failed, failure, groups)
+    check_together(lambda: _check_same(stated, counted), groups)
     return counted
 
 
-def _check_same(stated: StepTotals, counted: StepTotals, mask: str = "") -> None:
-    """Refuse a count that was stated and is another one."""
+def _check_same(stated: StepTotals, counted: StepTotals, of: str = "") -> None:
+    """Refuse a count that was stated and is another one; `of` names the further mask that it is by."""
     for mask, of_mask in stated.by_mask.items():
         _check_same(of_mask, counted.with_mask(mask), f"{mask}: ")
     for kind, field_name in (
@@ -158,9 +156,8 @@ def _check_same(stated: StepTotals, counted: StepTotals, mask: str = "") -> None
         if mine is not None and whole is not None and abs(mine - whole) > 1e-6 * whole:
             name = f"{kind}.{field_name}" if kind else field_name
             raise ValueError(
-                f"{mask}{name} of {mine:g} from totals_of: "
-                f"the masks of all ranks have {whole:g} in this step. Count the "
-                "whole step, over all its micro-batches and DP ranks."
+                f"{of}{name} of {mine:g} from totals_of: the masks of all ranks have {whole:g} in this step. Count "
+                "the whole step, over all its micro-batches and DP ranks."
             )
 
 

@@ -9,7 +9,7 @@ from refusals import Call, check_refusal, each_of, refusals
 from step_counts import COUNTS, all_totals, expected_of, kinds_of, said_of
 
 from megatron_rl_loss import BadBatchError, Samples, StepTotals, UnitCounts
-from megatron_rl_loss.step.counting import reduce_step_totals
+from megatron_rl_loss.step.counting import compare_totals, reduce_step_totals
 
 STEPS: dict[str, list[Sample]] = {
     "worked batch": WORKED,
@@ -134,3 +134,11 @@ REFUSALS = {
 @each_of(REFUSALS)
 def test_refusals(refused: Call, error: type[Exception], text: str, accepted: Call) -> None:
     check_refusal(refused, error, text, accepted)
+
+
+def test_a_stated_count_that_is_wrong_is_named_with_its_mask() -> None:
+    samples = Samples([torch.ones(3)], term_masks={"correct": [torch.tensor([1.0, 0, 0])]})
+    for tokens, correct, text in ((9, 1, "^step_tokens of 9"), (3, 2, "^correct: step_tokens of 2")):
+        stated = StepTotals(step_tokens=tokens, by_mask={"correct": StepTotals(step_tokens=correct)})
+        with pytest.raises(ValueError, match=text):
+            compare_totals(stated, [samples], dp_group=None, replica_groups=[], masks=["correct"])
