@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from megatron_rl_loss.frameworks.columns import check_text, mark, prompts_of, token_mean_factors
-from megatron_rl_loss.modes.names import resolve
+from megatron_rl_loss.modes.loss_modes import LossModes
 from megatron_rl_loss.modes.table import ModeFunction
 from megatron_rl_loss.step.samples import Samples
 from megatron_rl_loss.step.totals import UnitCounting
@@ -46,7 +46,7 @@ def aggregate(
             tokens that are left; a mode by prompt with images; weights that differ within a sample for losses of
             sequences.
     """
-    resolve(mode, divisor=divisor, units=units)
+    modes = LossModes.resolve(mode, divisor=divisor, units=units)
     train_batch = actor_class.train_batch
 
     def as_controller(*_: Any, **__: Any) -> Any:
@@ -65,7 +65,7 @@ def aggregate(
                     "m2_threshold beside a loss aggregation: AReaL then divides by the tokens that it keeps, which are "
                     "known in the training forward alone. Leave one of them out."
                 )
-            check_text(mode, divisor, any("multi_modal_input" in batch for batch in batches))
+            check_text(modes, any("multi_modal_input" in batch for batch in batches))
             prompts: list[str] = []
             for batch in batches:  # a mask is that of the label, which is the next token
                 prompts += prompts_of(batch["input_ids"].tolist(), batch["loss_mask"].roll(1, -1).bool().tolist())
@@ -73,11 +73,9 @@ def aggregate(
 
         of_sequences = getattr(self.config, "importance_sampling_level", "token") == "sequence"
         factors, _ = token_mean_factors(
-            mode,
+            modes,
             describe,
             dp_group=self.data_parallel_group,
-            divisor=divisor,
-            units=units,
             even="Set importance_sampling_level=token" if of_sequences else "",
         )
         weighted, left = [], iter(factors)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from megatron_rl_loss.frameworks.columns import check_text, mark, prompts_of, token_mean_factors
-from megatron_rl_loss.modes.names import resolve
+from megatron_rl_loss.modes.loss_modes import LossModes
 from megatron_rl_loss.modes.table import ModeFunction
 from megatron_rl_loss.step.samples import Samples
 from megatron_rl_loss.step.totals import UnitCounting
@@ -41,7 +41,7 @@ def aggregate(mode: str | ModeFunction, *, divisor: float | None = None, units: 
     """
     from swift.megatron.trainers import grpo_trainer
 
-    resolve(mode, divisor=divisor, units=units)
+    modes = LossModes.resolve(mode, divisor=divisor, units=units)
     trainer, collate = grpo_trainer.MegatronGRPOTrainer, grpo_trainer.collate_to_grpo_micro_batch
     on_step = trainer._on_train_step_batch
 
@@ -58,20 +58,14 @@ def aggregate(mode: str | ModeFunction, *, divisor: float | None = None, units: 
     @functools.wraps(on_step)
     def weigh_step(self: Any, microbatches: Sequence[dict[str, Any]]) -> None:
         on_step(self, microbatches)
-        _weigh([one["grpo_batch"] for one in microbatches], self, mode, divisor, units)
+        _weigh([one["grpo_batch"] for one in microbatches], self, modes)
 
     mark(weigh_step, on_step)
     grpo_trainer.collate_to_grpo_micro_batch = collate_with_prompts
     trainer._on_train_step_batch = weigh_step
 
 
-def _weigh(
-    batches: Sequence[Any],
-    trainer: Any,
-    mode: str | ModeFunction,
-    divisor: float | None,
-    units: UnitCounting | None,
-) -> None:
+def _weigh(batches: Sequence[Any], trainer: Any, modes: LossModes) -> None:
     from megatron.core import mpu
 
     def describe() -> Samples:
@@ -80,16 +74,14 @@ def _weigh(
                 f"--loss_type {trainer.loss_type} beside a loss aggregation: the loss must be a sum over a token "
                 "count. Use --loss_type dapo, which has the loss of grpo, bnpo and dr_grpo, or cispo."
             )
-        check_text(mode, divisor, any(batch.has_media for batch in batches))
+        check_text(modes, any(batch.has_media for batch in batches))
         masks = []
         for batch in batches:
             kept = ~batch.truncated_mask if trainer.args.overlong_filter else torch.ones_like(batch.truncated_mask)
             masks += list((batch.completion_mask * kept[:, None]).float())
         return Samples(masks, prompt_ids=[prompt for batch in batches for prompt in batch.prompts])
 
-    factors, tokens = token_mean_factors(
-        mode, describe, dp_group=mpu.get_data_parallel_group(), divisor=divisor, units=units
-    )
+    factors, tokens = token_mean_factors(modes, describe, dp_group=mpu.get_data_parallel_group())
     shares = len(batches) * mpu.get_data_parallel_world_size()
     if 0 < tokens < shares:
         raise ValueError(

@@ -7,11 +7,13 @@ from typing import Any
 import oracle
 import pytest
 import torch
+from peer_steps import later_tokens_more
 from torch import Tensor
 
-from megatron_rl_loss import ModeInputs, Samples, weights_column
+from megatron_rl_loss import Samples, weights_column
 from megatron_rl_loss.frameworks import areal, ms_swift
 from megatron_rl_loss.frameworks.columns import check_even, check_text, prompts_of, token_mean_factors
+from megatron_rl_loss.modes.loss_modes import LossModes
 from megatron_rl_loss.modes.papers import vl_norm
 
 MASKS = [[0, 0, 1, 1, 1], [0, 0, 1, 0, 0], [0, 0, 1, 1, 0], [0, 0, 1, 0, 1], [0, 0, 0, 0, 0]]
@@ -30,7 +32,8 @@ def expected(mode: str, masks: list[Tensor], prompts: list[Any]) -> list[Tensor]
 @pytest.mark.parametrize("mode", ["sample_mean", "prompt_mean", "token_mean"])
 def test_factors_are_weights_times_the_tokens(mode: str) -> None:
     masks = [torch.tensor(mask).float() for mask in MASKS]
-    factors, tokens = token_mean_factors(mode, lambda: Samples(masks, prompt_ids=PROMPTS), dp_group=None)
+    modes = LossModes.resolve(mode)
+    factors, tokens = token_mean_factors(modes, lambda: Samples(masks, prompt_ids=PROMPTS), dp_group=None)
     assert tokens == 8
     for found, right in zip(factors, expected(mode, masks, PROMPTS), strict=True):
         torch.testing.assert_close(found.double(), right, rtol=oracle.EXACT, atol=0)
@@ -51,17 +54,18 @@ def test_factors_of_samples_must_be_even() -> None:
 
 def test_a_mode_over_sums_of_the_step_has_factors_too() -> None:
     masks = [torch.tensor(mask).float() for mask in MASKS]
-    factors, tokens = token_mean_factors(vl_norm, lambda: Samples(masks, prompt_ids=PROMPTS), dp_group=None, divisor=4)
+    modes = LossModes.resolve(vl_norm, divisor=4)
+    factors, tokens = token_mean_factors(modes, lambda: Samples(masks, prompt_ids=PROMPTS), dp_group=None)
     column = weights_column(vl_norm, masks, divisor=4)
     for found, weights in zip(factors, column, strict=True):
         torch.testing.assert_close(found, weights * tokens)
 
 
 def test_prompts_with_images_are_not_told_apart() -> None:
-    check_text("sample_mean", None, has_media=True)
-    check_text("prompt_mean", None, has_media=False)
+    check_text(LossModes.resolve("sample_mean"), has_media=True)
+    check_text(LossModes.resolve("prompt_mean"), has_media=False)
     with pytest.raises(ValueError, match="prompts with images or other media"):
-        check_text("prompt_mean", None, has_media=True)
+        check_text(LossModes.resolve("prompt_mean"), has_media=True)
 
 
 # ---- AReaL
@@ -98,10 +102,6 @@ def test_areal_trains_on_weighted_advantages(cut: int | None) -> None:
     prompts = [*PROMPTS[:4], "alone"]
     factors = torch.stack(expected("prompt_mean", list(given["loss_mask"].float()), prompts))
     torch.testing.assert_close(advantages.double(), factors * given["advantages"], rtol=oracle.EXACT, atol=0)
-
-
-def later_tokens_more(inputs: ModeInputs) -> list[Tensor]:
-    return [torch.arange(1.0, length + 1) for length in inputs.samples.mask_lengths]
 
 
 def test_areal_where_it_could_not_be_exact() -> None:

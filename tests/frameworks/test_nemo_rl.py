@@ -6,9 +6,9 @@ from typing import Any
 import oracle
 import pytest
 import torch
+from peer_steps import later_tokens_more
 from torch import Tensor
 
-from megatron_rl_loss import ModeInputs
 from megatron_rl_loss.frameworks.nemo_rl import aggregate
 
 PROMPTS = [5, 5, 6, 7, 7, 7]
@@ -42,10 +42,6 @@ def batch() -> dict[str, Tensor]:
     ids = torch.tensor([[prompt, 1, *range(3)] for prompt in PROMPTS])
     mask, valid = torch.tensor(MASKS, dtype=torch.float32), torch.tensor(VALID, dtype=torch.float32)
     return {"input_ids": ids, "token_mask": mask, "sample_mask": valid}
-
-
-def later_tokens_more(inputs: ModeInputs) -> list[Tensor]:
-    return [torch.arange(1.0, length + 1) for length in inputs.samples.mask_lengths]
 
 
 @pytest.mark.parametrize("steps", [1, 2])

@@ -15,11 +15,10 @@ import torch
 from bigram_step import CLIP_HIGH, CLIP_LOW, TOLERANCE, VOCABULARY, expected, make_batch, make_table
 from checkouts import AREAL, checkout, load
 from gloo_gather import all_gather
+from peer_steps import later_tokens_more
 from ranks import RankError, run_ranks
-from table_step import start, table_model
+from table_step import relative_error, start, table_model
 from torch import Tensor
-
-from megatron_rl_loss import ModeInputs
 
 MODES: dict[str, dict[str, Any]] = {
     "token_mean": {},
@@ -31,10 +30,6 @@ MODES: dict[str, dict[str, Any]] = {
 GSPO = {"importance_sampling_level": "sequence"}
 
 pytestmark = pytest.mark.slow
-
-
-def later_tokens_more(inputs: ModeInputs) -> list[Tensor]:
-    return [torch.arange(1.0, length + 1) for length in inputs.samples.mask_lengths]
 
 
 def rows_of_rank(dp_rank: int, dp: int) -> dict[str, Tensor]:
@@ -98,8 +93,7 @@ def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[float]:
         assert stats["num_micro_batches"] == 3
         of_samples = case.get("config") == GSPO
         _, by_entry, _ = expected(case["mode"], case["settings"], kl=None, of_samples=of_samples)
-        gradient = model.module.losses.main_grad.clone().view_as(by_entry).double()
-        found.append(float((gradient - by_entry).abs().max() / by_entry.abs().max()))
+        found.append(relative_error(model.module.losses.main_grad.view_as(by_entry), by_entry))
     return found
 
 

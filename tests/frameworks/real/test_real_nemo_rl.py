@@ -29,12 +29,11 @@ from bigram_step import (
     make_table,
 )
 from checkouts import NEMO_RL, checkout, load
+from peer_steps import later_tokens_more
 from planned_steps import CP, DP, errors_in
 from ranks import RankError, run_ranks
-from table_step import start, table_model
+from table_step import relative_error, start, table_model
 from torch import Tensor
-
-from megatron_rl_loss import ModeInputs
 
 SETTINGS = {"ratio_clip_min": CLIP_LOW, "ratio_clip_max": CLIP_HIGH, "reference_policy_kl_penalty": BETA}
 MODES: dict[str, dict[str, Any]] = {
@@ -124,8 +123,7 @@ def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, flo
         value, by_entry, scale = expected(
             case["mode"], case["settings"], kl=kl_of_nemo_rl, of_samples=of_samples, corrected=corrected
         )
-        gradient = model.module.losses.main_grad.clone().view_as(by_entry).double()
-        in_gradient = float((gradient - by_entry).abs().max() / by_entry.abs().max())
+        in_gradient = relative_error(model.module.losses.main_grad.view_as(by_entry), by_entry)
         found.append(metrics | {"in gradient": in_gradient, "in value": abs(metrics["loss"] - value) / scale})
     return found
 
@@ -164,10 +162,6 @@ def test_metrics_keep_their_masks_and_theirs_is_what_it_says() -> None:
     for name in ("gen_kl_error", "probs_ratio"):
         assert same[name] == stock[name] == other[name]
     assert same["kl_penalty"] == pytest.approx(stock["kl_penalty"], rel=TOLERANCE)
-
-
-def later_tokens_more(inputs: ModeInputs) -> list[Tensor]:
-    return [torch.arange(1.0, length + 1) for length in inputs.samples.mask_lengths]
 
 
 def test_weights_that_differ_within_a_sample_need_a_token_level_loss() -> None:
