@@ -133,8 +133,8 @@ class FoldedLoss(NamedTuple):
 
     Attributes:
         share: 0-dim, differentiable: the sum of weight * loss over the tokens.
-        values: detached, in the shape of the labels: ``log_probs``, ``entropy`` if asked for, and the metrics; 0 where
-            the token mask is 0.
+        values: detached, in the shape of the labels: ``log_probs``, ``entropy`` if asked for, ``losses``, and the
+            metrics; 0 where the token mask is 0.
     """
 
     share: Tensor
@@ -162,8 +162,8 @@ def loss_from_hidden(
     """``sum_t weights[t] * loss_t`` in one pass: forward makes the gradients, backward scales them.
 
     Each token's loss may depend on its own log-prob, entropy and inputs alone. What couples tokens (a ratio of whole
-    sequences) needs `log_probs_from_hidden`. Under ``torch.no_grad`` no gradient is made. Of a NaN among the losses
-    nothing here says where it is: give them as a metric too, whose `Microbatch.sample_mean` names sample and token.
+    sequences) needs `log_probs_from_hidden`. Under ``torch.no_grad`` no gradient is made. `OutputHead`
+    names the first NaN in the log; elsewhere ``reducer.report_not_finite(None, values["losses"], share)`` does.
 
     Args:
         hidden, weight, labels: as in `log_probs_from_hidden`.
@@ -176,7 +176,8 @@ def loss_from_hidden(
         others: as in `log_probs_from_hidden`.
 
     Raises:
-        ValueError, TypeError: as `log_probs_from_hidden`; weights, inputs, losses or metrics of another shape.
+        ValueError, TypeError: as `log_probs_from_hidden`; weights, inputs, losses or metrics of another shape; a metric
+            with a name that `values` has already.
     """
     check_callable("per_token_loss", per_token_loss, "it must give losses and metrics of a chunk", "Pass a function")
     inputs = {name: one.reshape(-1) for name, one in (inputs or {}).items()}
@@ -359,6 +360,11 @@ def _fold(
             own_inputs = {name: one[places] for name, one in inputs.items()}
             losses, metrics = per_token_loss(outputs["log_probs"], outputs.get("entropy"), **own_inputs)
             _check_per_token({"the losses": losses, **metrics}, len(log_probs))
+            own = {**outputs, "losses": losses}
+            if clash := sorted(own.keys() & metrics.keys()):
+                raise ValueError(
+                    f"a metric named {clash[0]!r}: the values have one of that name already. Choose another name."
+                )
             total = (losses.masked_fill(of_loss == 0, 0) * of_loss).sum()
         if gain is not None:
             slopes: Sequence[Tensor | None] = ()
@@ -369,7 +375,7 @@ def _fold(
             sums.add(logits, chunk, places)
         del logits  # before the next chunk's are made
         totals.append(total.detach())
-        values.append({name: one.detach() for name, one in {**outputs, **metrics}.items()})
+        values.append({name: one.detach() for name, one in {**own, **metrics}.items()})
     of_tokens = {name: torch.cat([of_chunk[name] for of_chunk in values]) for name in values[0]}
     gradients = gain, head.parallel.sum(sums.of_hidden, hidden), sums.of_weight, sums.of_bias
     return torch.stack(totals).sum(), of_tokens, gradients

@@ -109,7 +109,7 @@ def sapo_loss(
         tau_positive, tau_negative: temperature where A > 0, and elsewhere; a larger one decays faster.
         log_probs, old_log_probs, advantages, local, importance_weights: as in `ppo_clip_loss`.
 
-    Raises ValueError as `ppo_clip_loss`, and for a temperature outside [0.1, 100]. Source: SAPO, arXiv:2511.20347.
+    Raises ValueError as `ppo_clip_loss`, and for a temperature outside [0.1, 100]. Source: arXiv:2511.20347, eq. 6.
     """
     given = Given.of(log_probs, old_log_probs, advantages, importance_weights, local)
     for name, tau in (("tau_positive", tau_positive), ("tau_negative", tau_negative)):

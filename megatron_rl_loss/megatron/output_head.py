@@ -37,6 +37,7 @@ from megatron_rl_loss.logprobs.hidden import (
 from megatron_rl_loss.logprobs.kept_ids import Keep, KeptIds
 from megatron_rl_loss.megatron.versions import check_output_processor, remat_size
 from megatron_rl_loss.plan.microbatch import Microbatch
+from megatron_rl_loss.reduction.sums import WeightedSum
 
 
 @dataclass(frozen=True)
@@ -57,15 +58,13 @@ class Folded(Tokens):
     """Beside this, a loss to be made in the same pass: the model then gives (share, values).
 
     Attributes:
-        weights: float [tokens of this rank], in the order of [b, s]: `Microbatch.pg_loss.weights`.
-        gradient_scale: the gradient is that of so many shares (`Microbatch.pg_loss.gradient_scale`).
+        reducer: of the tokens of this rank, in the order of [b, s]: `Microbatch.pg_loss`, or `make_pg_loss_reducer`.
         per_token_loss, inputs: as in `loss_from_hidden`; inputs are [b, s].
     """
 
-    weights: Tensor = field(kw_only=True)
+    reducer: WeightedSum = field(kw_only=True)
     per_token_loss: PerTokenLoss = field(kw_only=True)
     inputs: Mapping[str, Tensor] = field(kw_only=True, default_factory=dict)
-    gradient_scale: float = field(kw_only=True, default=1)
 
     @classmethod
     def of(
@@ -80,15 +79,7 @@ class Folded(Tokens):
         """Of a micro-batch, aggregated as its launch asks. Reduce `values` with ``microbatch.sample_mean``, and give
         Megatron ``microbatch.carry(share, report)``.
         """
-        reducer = microbatch.pg_loss
-        return cls(
-            mask,
-            keep,
-            weights=reducer.weights,
-            per_token_loss=per_token_loss,
-            inputs=inputs or {},
-            gradient_scale=reducer.gradient_scale,
-        )
+        return cls(mask, keep, reducer=microbatch.pg_loss, per_token_loss=per_token_loss, inputs=inputs or {})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +88,8 @@ class OutputHead:
 
     With labels [b, s] the model gives (log_probs, entropy), float32 [b, s], of the labels this context-parallel rank
     holds; without ``entropy=True`` the entropy is None. With ``output_processor_context=Folded(...)`` the model gives
-    (share, values) of `loss_from_hidden`. Either goes through pipeline schedules, also with ``forward_only``.
+    (share, values) of `loss_from_hidden`, but for the losses. Either goes through pipeline schedules, also with
+    ``forward_only``.
 
     Attributes:
         chunk_tokens, temperature, entropy, vocab_size: as in `log_probs_from_hidden`.
@@ -159,13 +151,14 @@ class OutputHead:
             hidden_states,
             weight,
             labels.t(),
-            context.weights.to(hidden_states.device, non_blocking=True).view(labels.shape).t(),
+            context.reducer.weights_on(hidden_states.device).view(labels.shape).t(),
             context.per_token_loss,
             {name: one.reshape(labels.shape).t() for name, one in context.inputs.items()},
             **common,
         )
-        if context.gradient_scale != 1:
-            share = share + (context.gradient_scale - 1) * (share - share.detach())
+        context.reducer.report_not_finite(None, values.pop("losses").t(), share)
+        if (scale := context.reducer.gradient_scale) != 1:
+            share = share + (scale - 1) * (share - share.detach())
         return share, {name: one.t() for name, one in values.items()}
 
 

@@ -2,7 +2,10 @@
 
 import copy
 import functools
+import logging
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import gpt_oracle
@@ -119,6 +122,30 @@ def adds_to_the_main_gradient(chunk: Any, model: Any) -> list[bool]:
     return itself
 
 
+def reducer_of(weights: torch.Tensor) -> Any:
+    """Of samples as long as the rows of the weights."""
+    from megatron_rl_loss import Samples
+    from megatron_rl_loss.modes.names import resolve
+    from megatron_rl_loss.reduction.sums import WeightedSum
+
+    samples = Samples([torch.ones_like(row) for row in torch.atleast_2d(weights)])
+    return WeightedSum(weights.reshape(-1), samples.local(0, 1), resolve("token_sum", divisor=1))
+
+
+@contextmanager
+def logged_warnings() -> Iterator[list[str]]:
+    """What the package logs meanwhile."""
+    lines: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("megatron_rl_loss")
+    logger.addHandler(handler)
+    try:
+        yield lines
+    finally:
+        logger.removeHandler(handler)
+
+
 def scales_the_gradient_of_a_share(chunk: Any, model: Any) -> None:
     """As losses that a slicing gather gave need it (`Gathered`)."""
     from megatron_rl_loss.megatron import Folded, OutputHead
@@ -126,7 +153,9 @@ def scales_the_gradient_of_a_share(chunk: Any, model: Any) -> None:
     weight, shares, gradients = model.output_layer.weight, [], []
     for scale in (1, 3):
         weight.main_grad.zero_()
-        folded = Folded(weights=torch.ones(8), per_token_loss=lambda lp, _: (lp, {}), gradient_scale=scale)
+        reducer = reducer_of(torch.ones(8))
+        reducer.gradient_scale = scale
+        folded = Folded(reducer=reducer, per_token_loss=lambda lp, _: (lp, {}))
         share, _ = call(chunk, output_processor=OutputHead(chunk_tokens=5), output_processor_context=folded)
         share.backward()
         shares.append(share.detach())
@@ -154,10 +183,15 @@ def keeps_rows_apart(chunk: Any, model: Any) -> None:
     def per_token(log_probs: Any, _: Any, values: Any) -> Any:
         return log_probs * values, {"seen": values}
 
-    folded = Folded(mask, weights=weights.reshape(-1), per_token_loss=per_token, inputs={"values": values})
+    folded = Folded(mask, reducer=reducer_of(weights), per_token_loss=per_token, inputs={"values": values})
     share, of_tokens = head(**said, output_weight=None, labels=labels, context=folded)
     torch.testing.assert_close(share.double(), (expected * values * weights).sum(), rtol=1e-5, atol=1e-6)
     assert torch.equal(of_tokens["seen"], values * mask)
+
+    values[1, 3], mask[1, 3] = torch.nan, True
+    with logged_warnings() as lines:
+        head(**said, output_weight=None, labels=labels, context=folded)
+    assert ["per_token_loss is nan at token 3 of sample 1" in line for line in lines] == [True]
 
 
 def refuses(chunk: Any, model: Any) -> dict[str, str]:

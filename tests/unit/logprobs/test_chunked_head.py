@@ -78,7 +78,7 @@ def run(one_pass: bool, hidden: Tensor, weight: Tensor, batch: head_oracle.Batch
     inputs = {"old_log_probs": old, "advantages": advantages}
     if one_pass:
         share, values = loss_from_hidden(hidden, weight, labels, weights, losses_of, inputs, **options)
-        assert set(values) == {"log_probs", "entropy", "ppo_kl"}
+        assert set(values) == {"log_probs", "entropy", "losses", "ppo_kl"}
         assert not any(one.requires_grad for one in values.values())
         return {"share": share, "log_probs": values["log_probs"], "entropy": values["entropy"]}
     log_probs, entropy = log_probs_from_hidden(hidden, weight, labels, **options)
@@ -380,6 +380,11 @@ REFUSALS = {
         ((torch.ones(2),), "weights: 2 values for 3 tokens", ()),
         ({"old": torch.ones(4)}, "old: 4 values for 3 tokens", {"old": torch.ones(3)}),
         ({"loss": lambda lp, _: (lp.sum(), {})}, "the losses: 1 values for 3 tokens", {}),
+        (
+            {"loss": lambda lp, _: (lp, {"losses": lp})},
+            "a metric named 'losses'",
+            {"loss": lambda lp, _: (lp, {"k": lp})},
+        ),
         (
             {"loss": lambda lp, _: (lp, {"kl": lp.mean()})},
             "kl: 1 values for 3 tokens",
