@@ -59,23 +59,21 @@ def reduce_step_totals(
     groups = [group for group in (dp_group, *replicas) if group is not None]
     _check_apart(dp_group, replicas)
 
-    of_ranks = [f"samples of DP rank {rank}" for rank in range(size_of(dp_group) if groups else 0)]
-
-    def count(part: Sequence[Samples]) -> tuple[_Local, dict[str, float]]:
+    def count(part: Sequence[Samples]) -> tuple[_Local, dict[str, float], Tensor]:
         local = _Local(part, count_prompts, masks, statistics or {})
-        counts = local.counts() | dict.fromkeys(of_ranks, 0.0)
-        if of_ranks and any(map(len, part)):
-            counts[of_ranks[rank_in(dp_group)]] = _digest(part)
-        return local, counts
+        digests = torch.zeros(size_of(dp_group) if groups else 0, dtype=torch.float64, device="cpu")
+        if groups and any(map(len, part)):
+            digests[rank_in(dp_group)] = _digest(part)
+        return local, local.counts(), digests
 
     counted = microbatches if isinstance(microbatches, Exception) else attempt(lambda: count(microbatches or []))
     failure = counted if isinstance(counted, Exception) else None
-    local, counts = count([]) if isinstance(counted, Exception) else counted
+    local, counts, digests = count([]) if isinstance(counted, Exception) else counted
     mine = int.from_bytes(hashlib.blake2b(settings.encode(), digest_size=5).digest(), "little")
     own = {"errors": failure is not None, "ranks_with_data": microbatches is not None, "settings": mine}
-    counts = _reduced(counts | own, [dp_group])
+    counts, digests = _reduced(counts | own, digests, [dp_group])
     if all(rank_in(group) == 0 for group in groups) and counts["ranks_with_identity"] == counts["ranks_with_samples"]:
-        _warn_of_twins([counts[name] for name in of_ranks])
+        _warn_of_twins(digests)
     of_other_settings = ValueError(
         f"this rank asks for {settings}, another one for something else: all ranks must aggregate alike. Pass the same "
         "mode, divisor, units and terms on every rank."
@@ -103,15 +101,16 @@ def reduce_step_totals(
                 "a prompt. Join prompt and rollout index into one id."
             )
     # One maximum over replicas carries the errors and, as +x and -x, whether the replicas' sums differ.
-    both = counts | {f"-{name}": -value for name, value in counts.items()}
+    both, digests = counts | {f"-{name}": -value for name, value in counts.items()}, torch.stack([digests, -digests])
     if not has_data:
         both = dict.fromkeys(both, -torch.inf) | {"errors": counts["errors"]}
-    both = _reduced(both, replicas, dist.ReduceOp.MAX)
+        digests.fill_(-torch.inf)
+    both, digests = _reduced(both, digests, replicas, dist.ReduceOp.MAX)
     if has_data and both["settings"] != -both["-settings"]:
         both["errors"], failure = 1, failure or of_other_settings
     raise_together(both["errors"] > 0, failure, groups)
     counts = {name: both[name] for name in counts}
-    _check_agreement(counts, {name: -both[f"-{name}"] for name in counts})
+    _check_agreement(counts, {name: -both[f"-{name}"] for name in counts}, bool((digests[0] == -digests[1]).all()))
     loss_masks, *further = (_totals(counts, units, k) for k in range(1 + len(masks)))
     by_mask = dict(zip(masks, further, strict=True))
     return replace(loss_masks, by_mask=by_mask, statistics=units.statistics, dp_size=size_of(dp_group))
@@ -161,16 +160,18 @@ def _check_same(stated: StepTotals, counted: StepTotals, of: str = "") -> None:
             )
 
 
-def _warn_of_twins(digests: Sequence[float]) -> None:
+def _warn_of_twins(digests: Tensor) -> None:
     """Warn of data-parallel ranks that hold the same samples."""
-    for rank, digest in enumerate(digests):
-        if digest and digest in digests[:rank]:
+    rank_of: dict[float, int] = {}
+    for rank, digest in enumerate(digests.tolist()):
+        if digest and digest in rank_of:
             warnings.warn(
-                f"DP ranks {digests.index(digest)} and {rank} hold samples with the same masks, ids and tokens: they "
+                f"DP ranks {rank_of[digest]} and {rank} hold samples with the same masks, ids and tokens: they "
                 "count twice. Shard the loader by DP rank, and leave context-parallel ranks out of the dp_group.",
                 stacklevel=2,
             )
             return
+        rank_of[digest] = rank
 
 
 def _check_apart(dp_group: Group | None, replicas: list[Group]) -> None:
@@ -186,30 +187,33 @@ def _check_apart(dp_group: Group | None, replicas: list[Group]) -> None:
 
 
 def _reduced(
-    counts: Mapping[str, float], groups: Sequence[Group | None], op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
-) -> dict[str, float]:
-    """The counts, reduced over one group after the other."""
+    counts: Mapping[str, float],
+    digests: Tensor,
+    groups: Sequence[Group | None],
+    op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+) -> tuple[dict[str, float], Tensor]:
+    """The counts and the digests, reduced over one group after the other."""
     values = torch.tensor(list(counts.values()), dtype=torch.float64, device="cpu")
+    values = torch.cat([values, digests.flatten()])
     for group in groups:
         all_reduce(values, group, op)
-    return dict(zip(counts, values.tolist(), strict=True))
+    return dict(zip(counts, values.tolist(), strict=False)), values[len(counts) :].view(digests.shape)
 
 
-def _check_agreement(highest: Mapping[str, float], lowest: Mapping[str, float]) -> None:
+def _check_agreement(highest: Mapping[str, float], lowest: Mapping[str, float], same_samples: bool) -> None:
     """Refuse what the reduced counts show, alike on every rank."""
     if not highest["ranks_with_data"] > 0:
         raise BadBatchError(
             "no rank reads data for this step: there must be micro-batches. Give every rank its iterator "
             "(is_distributed = True)."
         )
-    for name, most in highest.items():
-        # Sums over different DP groups may differ in the last bit for fractional masks, never by more.
-        slack = 0 if name.startswith("samples of") else 1e-9
-        if not most - lowest[name] <= slack * abs(lowest[name]):
-            raise BadBatchError(
-                "ranks of one context, tensor or pipeline parallel group were given different samples for this step: "
-                "they must read the same data. Shard and seed the loader by DP rank only."
-            )
+    # Sums over different DP groups may differ in the last bit for fractional masks, never by more.
+    alike = all(most - lowest[name] <= 1e-9 * abs(lowest[name]) for name, most in highest.items())
+    if not (alike and same_samples):
+        raise BadBatchError(
+            "ranks of one context, tensor or pipeline parallel group were given different samples for this step: they "
+            "must read the same data. Shard and seed the loader by DP rank only."
+        )
     for kind in ("rollout_ids", "prompt_ids"):
         ranks, ranks_with_samples = int(highest[f"ranks_with_{kind}"]), int(highest["ranks_with_samples"])
         if 0 < ranks < ranks_with_samples:
