@@ -1,5 +1,6 @@
 """What is asked of process groups: sums over them, rows to the owner of their key, errors to every rank."""
 
+import math
 from collections.abc import Callable, Collection, Sequence
 from types import EllipsisType
 from typing import Any, TypeVar
@@ -135,30 +136,81 @@ def gather_parts(prepare: Callable[[], Result], group: Group | None) -> list[Res
     return parts
 
 
-class Exchange:
-    """Rows to the owner rank of their key, and answers back: three all-to-alls."""
+#: Up to so many ranks, rows go straight to their owner.
+ONE_HOP_RANKS = 64
 
-    def __init__(self, keys: Tensor, group: Group | None) -> None:
-        self._group = group
-        scrambled = keys * -7046029254386353131  # without their regularity keys spread evenly over ranks
-        owner = ((scrambled ^ (scrambled >> 32)) & (2**62 - 1)).remainder(size_of(group))
-        self._order = owner.argsort(stable=True)
-        self._sent = owner.bincount(minlength=size_of(group))
-        self._received = self._all_to_all(self._sent, torch.ones_like(self._sent), torch.ones_like(self._sent))
+
+def columns_of(ranks: int) -> int:
+    """Columns of the grid of ranks: their largest divisor up to the root of their number; one line for few ranks."""
+    if ranks <= ONE_HOP_RANKS:
+        return ranks
+    return max(columns for columns in range(1, math.isqrt(ranks) + 1) if ranks % columns == 0)
+
+
+class Exchange:
+    """Rows to the owner rank of their key, which is their first column, and answers back.
+
+    Above `ONE_HOP_RANKS` ranks are a grid. A row goes along a line of it to the column of its owner, then along that
+    column: with n ranks and c columns a rank sends to c - 1 and n / c - 1 others, not n - 1; a row travels twice.
+    """
+
+    def __init__(self, group: Group | None) -> None:
+        self._group, self._hops = group, list[_Hop]()
 
     def to_owners(self, rows: Tensor) -> Tensor:
-        return self._all_to_all(rows[self._order], self._sent, self._received)
+        ranks, columns = size_of(self._group), columns_of(size_of(self._group))
+        line, column = divmod(rank_in(self._group), columns)
+        for peers in (range(line * columns, (line + 1) * columns), range(column, ranks, columns)):
+            if self._group is not None and len(peers) > 1:
+                scrambled = rows[:, 0] * -7046029254386353131  # without their regularity keys spread evenly over ranks
+                owner = ((scrambled ^ (scrambled >> 32)) & (2**62 - 1)).remainder(ranks)
+                to = owner % columns if peers.step == 1 else owner // columns
+                self._hops.append(_Hop(to, peers, self._group))
+                rows = self._hops[-1].forth(rows)
+        return rows
 
     def answers(self, rows: Tensor) -> Tensor:
-        back = self._all_to_all(rows, self._received, self._sent)
+        for hop in reversed(self._hops):
+            rows = hop.back(rows)
+        return rows
+
+
+class _Hop:
+    """Rows to some peers of the group, numbered from 0, and as many rows back."""
+
+    def __init__(self, to: Tensor, peers: range, group: Group) -> None:
+        self._peers, self._group = peers, group
+        self._order = to.argsort(stable=True)
+        self._sent = to.bincount(minlength=len(peers))
+        ones = torch.ones_like(self._sent)
+        self._received = self._swap(self._sent, ones, ones)
+
+    def forth(self, rows: Tensor) -> Tensor:
+        return self._swap(rows[self._order], self._sent, self._received)
+
+    def back(self, rows: Tensor) -> Tensor:
+        back = self._swap(rows, self._received, self._sent)
         unsorted = torch.empty_like(back)
         unsorted[self._order] = back
         return unsorted
 
-    def _all_to_all(self, rows: Tensor, sent: Tensor, received: Tensor) -> Tensor:
-        if self._group is None:
-            return rows
-        device = device_of(self._group)
-        out = torch.empty((int(received.sum()), *rows.shape[1:]), dtype=rows.dtype, device=device)
-        dist.all_to_all_single(out, rows.contiguous().to(device), received.tolist(), sent.tolist(), group=self._group)
+    def _swap(self, rows: Tensor, sent: Tensor, received: Tensor) -> Tensor:
+        """So many rows to each peer, and from each."""
+        rows = rows.contiguous().to(device_of(self._group))
+        out = rows.new_empty(int(received.sum()), *rows.shape[1:])
+        if len(self._peers) == self._group.size():
+            dist.all_to_all_single(out, rows, received.tolist(), sent.tolist(), group=self._group)
+            return out.cpu()
+        swaps = []
+        for peer, mine, theirs in zip(
+            self._peers, rows.split(sent.tolist()), out.split(received.tolist()), strict=True
+        ):
+            if peer == self._group.rank():
+                theirs.copy_(mine)
+                continue
+            rank = dist.get_global_rank(self._group, peer)
+            pairs = (dist.isend, mine), (dist.irecv, theirs)
+            swaps += [dist.P2POp(swap, part, rank, self._group) for swap, part in pairs if part.numel()]
+        for work in dist.batch_isend_irecv(swaps) if swaps else []:
+            work.wait()
         return out.cpu()

@@ -40,7 +40,7 @@ def reduce_step_totals(
 
     In a round: one sum over `dp_group`, one maximum over each replica group and, where units are named by ids, three
     all-to-alls and a sum over `dp_group` (each id meets on one owner rank; a rank sends and receives what it holds,
-    whatever the number of ranks).
+    whatever the number of ranks). `Exchange` says how many messages an all-to-all takes.
 
     Args:
         microbatches: one `Samples` per micro-batch, all with ids of a kind or none; None if this rank reads no data (a
@@ -316,7 +316,7 @@ class _Local:
         if self.rollout_ids is not None and self.prompts_of_rollouts is not None:
             prompts[: len(self.rollout_ids)] = self.prompts_of_rollouts
         my_keys, my_sums, my_prompts, clash = _sum_by_key(keys, sums, prompts)
-        exchange = Exchange(my_keys, dp_group)
+        exchange = Exchange(dp_group)
         rows = torch.cat([my_keys[:, None], my_sums.view(torch.int64), my_prompts[:, None]], 1)
         sent_keys, sent_sums, sent_prompts = exchange.to_owners(rows).split([1, num_masks, 1], 1)
         sent_keys = sent_keys.flatten().contiguous()

@@ -22,6 +22,7 @@ from ranks import run_ranks, start_process_group
 from step_counts import all_totals, expected_of, ids_of, kinds_of, said_of
 
 from megatron_rl_loss import BadBatchError, Samples
+from megatron_rl_loss.step import collectives
 from megatron_rl_loss.step.collectives import attempt
 from megatron_rl_loss.step.counting import reduce_step_totals
 
@@ -65,6 +66,7 @@ class Case:
     shares: list[Share]  # by DP rank
     other_replicas: list[Share] | None = None  # if they differ from the first one's
     count_prompts: bool = True
+    one_hop_ranks: int = collectives.ONE_HOP_RANKS
     # For cases that must fail: fragments of the text on every rank of the grid, and the error's type.
     fails_with: Sequence[str] = ()
     error: type[Exception] = BadBatchError
@@ -143,6 +145,18 @@ CASES: dict[str, Case] = {
             ("negative and large ids", lambda i: -(2**61) + 1 + i * 2**50, True),
         ]
     },
+    **{
+        f"dp4 as a grid, {name}": Case("dp4", shares, one_hop_ranks=1)
+        for name, shares in [
+            ("rollout and prompt ids", ragged(4, int, True)),
+            ("string ids", ragged(4, lambda i: f"id/{i}", True)),
+            ("one prompt of all", [[[one((1, 1), 4 * rank + i, 0) for i in range(3)]] for rank in range(4)]),
+            ("all ids on one rank", [[[one((1, 0), i, i // 2) for i in range(9)]], [], [], []]),
+        ]
+    },
+    "dp4 as a grid, rollout under two prompts": Case(
+        "dp4", [*(named(r, "a") for r in range(3)), named(0, "b")], one_hop_ranks=1, fails_with=CLASH
+    ),
     "dp4, worked batch, a sample a rank": Case("dp4", [[[one_]] for one_ in WORKED]),
     "dp2, worked batch, all on the last rank": Case("dp2", [[], [WORKED[:1], WORKED[1:]]]),
     "dp2, no sample anywhere": Case("dp2", [[], [[]]]),
@@ -227,7 +241,7 @@ class Report:
 
 # --- on a rank
 
-KINDS = ("all_", "reduce", "broadcast", "gather", "scatter", "barrier", "send", "recv", "isend", "irecv")
+KINDS = ("all_", "reduce", "broadcast", "gather", "scatter", "barrier", "send", "recv", "batch_isend")
 COLLECTIVES = [name for name in dir(dist) if name.startswith(KINDS) and callable(getattr(dist, name))]
 
 
@@ -255,7 +269,7 @@ def run_case(case: Case, rank: int, dp_group: Any, replica_groups: list[Any]) ->
         return [Samples([one_.mask for one_ in part], **{f"{k}s": ids_of(part, k) for k in IDS}) for part in share]
 
     try:
-        with counted_collectives(calls):
+        with counted_collectives(calls), patch.object(collectives, "ONE_HOP_RANKS", case.one_hop_ranks):
             totals = reduce_step_totals(attempt(prepare), count_prompts=case.count_prompts, **groups)
     except Exception as error:
         report.error = (type(error).__name__, str(error))
@@ -304,6 +318,9 @@ def test_totals_of_every_rank_are_those_of_the_union(name: str, reports: dict[st
         share, over_dp = case.share(rank), len(grid.dp_groups[0]) > 1
         exchanged = over_dp and bool(case.kinds) and share is not None
         expected = {"all_reduce": over_dp + len(grid.replica_groups) + exchanged, "all_to_all_single": 3 * exchanged}
+        if case.one_hop_ranks == 1:  # two hops, to one other rank each: counts, rows and answers, if there are any
+            assert 2 <= report.calls.pop("batch_isend_irecv") <= 6
+            del expected["all_to_all_single"]
         assert report.calls == {call: n for call, n in expected.items() if n}
         if callable(share):
             continue
