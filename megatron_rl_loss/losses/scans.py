@@ -120,7 +120,7 @@ def _extremes(values: Tensor, active: Tensor, sign: int, runs: "_Runs", exclusiv
     before = _before(own, _join_maxima, (-torch.inf, 0.0), runs)
     here = _join_maxima(before, own)
     stays, ties = ~(active & (own[0] > before[0])), before[1] if exclusive else here[1]
-    tied = torch.where(active & (own[0] == here[0]), values, 0)
+    tied = torch.where(active & ~(own[0] < here[0]), values, 0)  # NaN too
     known = torch.where(before[1] > 0, sign * before[0] * before[1], 0)
     sums = _SumBefore.apply(runs, stays.double(), known, tied)  # type: ignore[no-untyped-call]
     return (sums if exclusive else torch.where(stays, sums, 0) + tied) / ties.clamp(min=1), active & (ties > 0)

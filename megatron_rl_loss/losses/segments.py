@@ -1,7 +1,9 @@
 """Sums over sequences whose tokens lie on several context-parallel (CP) ranks: one number per sample, differentiable.
 
-    from tokens to samples   segment_sum, segment_mean     forward a sum over CP, backward a sum over CP
-    from samples to tokens   to_tokens                     no exchange
+    from tokens to samples    segment_sum, segment_mean     forward a sum over CP, backward a sum over CP
+                              segment_extreme               forward a maximum over CP, backward a sum over CP
+    from samples to prompts   unit_reduce                   no exchange
+    from samples to tokens    to_tokens                     no exchange
 
 All statistics of one call share one collective of one float64 per sample, whatever the samples' lengths. Those that
 require grad take one more on the way back. CP 1, and layouts where every rank holds every token, take none.
@@ -86,9 +88,9 @@ def segment_sum(
             the micro-batch), which then share one collective. NaN and Inf at masked positions are ignored.
         local: the `Microbatch`, which brings its group and totals along; or what this rank holds of it.
         cp_group: the context-parallel group; may be left out where the ranks need not exchange anything.
-        per: with ``rollout``, samples that share a rollout id are one: each gets the sum of all of them.
-        totals: of the step. If given, a rollout that lies in several micro-batches is refused; otherwise its sum is
-            that of its part in this micro-batch.
+        per: with ``rollout`` or ``prompt``, samples that share such an id are one: each gets the sum of all of them.
+        totals: of the step. If given, a rollout or prompt that lies in several micro-batches is refused; otherwise its
+            sum is that of its part in this micro-batch.
 
     Returns:
         [num_samples], or [len(values), num_samples] for several values; the same on every rank of the group, added in
@@ -96,7 +98,7 @@ def segment_sum(
 
     Raises:
         ValueError: values that are not this rank's part of the layout; no CP group, or one of another size; a rollout
-            that lies in several micro-batches.
+            or prompt that lies in several micro-batches; prompts without ids, or in totals that do not count them.
     """
     return _statistics(values, local, cp_group, per, totals, mean=False)
 
@@ -154,6 +156,42 @@ def segment_extreme(
     return Replicated(found[0] if isinstance(values, Tensor) else found)
 
 
+def unit_reduce(
+    of_samples: Tensor,
+    local: Place,
+    *,
+    kind: Literal["sum", "logsumexp"] = "sum",
+    per: Per = "prompt",
+    totals: StepTotals | None = None,
+) -> Replicated:
+    """A statistic [num_samples] -> at each sample, the sum or log-sum-exp over the samples of its prompt (or rollout).
+
+    >>> local = Samples([torch.ones(2), torch.ones(1), torch.ones(1)], prompt_ids=["a", "b", "a"]).local(0, 1)
+    >>> unit_reduce(torch.tensor([1.0, 2.0, 5.0]), local)
+    tensor([6., 2., 6.])
+
+    Differentiable, without a collective. Fully masked samples are left out; 0 where there is no other. All of a prompt
+    must lie in one micro-batch: with totals, which a `Microbatch` brings along, another one is refused.
+
+    Raises ValueError for another shape, as `to_tokens`, and as `segment_sum`.
+    """
+    check_choice("kind of a sum over units", kind, ("sum", "logsumexp"))
+    local, _, totals = located(local, None, totals)
+    _check_statistic(of_samples, local)
+    device, units = of_samples.device, units_of(local.samples, per, totals)
+    units = torch.arange(len(local.samples)) if units is None else units
+    units, tokens = (one.to(device, non_blocking=True) for one in (units, local.samples.mask_sums))
+    if kind == "sum":
+        return Replicated(add_over_units(torch.where(tokens > 0, of_samples, 0), units))
+    logs = torch.where(tokens > 0, of_samples, -torch.inf)
+    top = torch.full_like(logs, -torch.inf).scatter_reduce(0, units, logs.detach(), "amax")[units]
+    top = torch.where(top.isneginf(), 0, top)
+    sums = add_over_units((logs - top).exp(), units)
+    nothing = sums == 0
+    found = (sums.masked_fill(nothing, 1).log() + top).masked_fill(nothing, -torch.inf)
+    return Replicated(found.masked_fill(add_over_units(tokens, units) == 0, 0))
+
+
 def to_tokens(of_samples: Tensor, local: Place) -> OfTokens:
     """A statistic [num_samples] -> each sample's number at every token this rank holds, [num_local_tokens].
 
@@ -161,13 +199,17 @@ def to_tokens(of_samples: Tensor, local: Place) -> OfTokens:
     `segment_sum` completes. Padding has the number of a sample beside it. Raises ValueError for another shape.
     """
     local = located(local)[0]
+    _check_statistic(of_samples, local)
+    counts = local.counts.to(of_samples.device, non_blocking=True)
+    return OfTokens(_ToTokens.apply(of_samples, counts, len(local)))  # type: ignore[no-untyped-call]
+
+
+def _check_statistic(of_samples: Tensor, local: LocalTokens) -> None:
     if of_samples.shape != (len(local.samples),):
         raise ValueError(
             f"a statistic of shape {tuple(of_samples.shape)}: it must have one number for each of the micro-batch's "
             f"{len(local.samples)} samples. Pass what segment_sum or segment_mean returned."
         )
-    counts = local.counts.to(of_samples.device, non_blocking=True)
-    return OfTokens(_ToTokens.apply(of_samples, counts, len(local)))  # type: ignore[no-untyped-call]
 
 
 def _statistics(
