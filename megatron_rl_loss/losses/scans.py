@@ -176,8 +176,7 @@ def _before(x: _State, join: _Join, identity: tuple[float, ...], runs: _Runs) ->
     """What each token finds: the joined states of those before it in its sequence, on all ranks."""
     if runs.reverse:
         last = len(runs.units) - 1
-        turned_places = [last - place for place in runs.places[::-1]]
-        turned = _Runs(runs.lengths[::-1], turned_places, runs.units[::-1], runs.group, False)
+        turned = _Runs(runs.lengths[::-1], [last - k for k in runs.places[::-1]], runs.units[::-1], runs.group, False)
         return _flip(_before(_flip(x), join, identity, turned))
     device, ends = x[0].device, list(accumulate(runs.lengths))
     done, firsts = _scan(x, [0, *ends[:-1]], join)
@@ -199,7 +198,7 @@ def _before(x: _State, join: _Join, identity: tuple[float, ...], runs: _Runs) ->
 
 def _scan(x: _State, begins: list[int], join: _Join) -> tuple[_State, Tensor]:
     """The joined states up to each place from the beginning before it, and where beginnings are."""
-    firsts = torch.zeros(x[0].shape[-1], dtype=torch.bool)
+    firsts = torch.zeros(x[0].shape[-1], dtype=torch.bool, device="cpu")
     if len(firsts):
         firsts[begins] = True
     firsts = firsts.to(x[0].device, non_blocking=True)

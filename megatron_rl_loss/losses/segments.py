@@ -179,7 +179,7 @@ def unit_reduce(
     local, _, totals = located(local, None, totals)
     _check_statistic(of_samples, local)
     device, units = of_samples.device, units_of(local.samples, per, totals)
-    units = torch.arange(len(local.samples)) if units is None else units
+    units = torch.arange(len(local.samples), device="cpu") if units is None else units
     units, tokens = (one.to(device, non_blocking=True) for one in (units, local.samples.mask_sums))
     if kind == "sum":
         return Replicated(add_over_units(torch.where(tokens > 0, of_samples, 0), units))
