@@ -1,8 +1,8 @@
 """Scans along a sequence whose tokens lie on several context-parallel (CP) ranks: from tokens to tokens, with gradient.
 
-A scan is a tree: neighbours are joined in pairs, the pairs are scanned, and their results are given to those between
-them. That is O(local tokens) work in log2(local tokens) rounds of whole-tensor operations, for any associative way to
-join two states. Nothing is subtracted or divided again, so nothing cancels and no power of a discount overflows.
+A scan is a tree: tokens are joined to pairs, pairs to fours, and so on; then what is before a block is joined to its
+first half. That is O(local tokens) work in 2 log2(local tokens) rounds of whole-tensor operations, for any associative
+way to join two states. Nothing is subtracted or divided again, so nothing cancels and no power of a discount overflows.
 Where tokens are cut, one collective exchanges the last states of the ranks' chunks; each rank then scans those of all.
 """
 
@@ -118,7 +118,7 @@ def _extremes(values: Tensor, active: Tensor, sign: int, runs: "_Runs", exclusiv
     """
     own = torch.where(active, sign * values.detach(), -torch.inf), active.double().expand_as(values).contiguous()
     before = _before(own, _join_maxima, (-torch.inf, 0.0), runs)
-    here = _join_maxima(before, own)
+    here = _join_maxima(before, tuple(row.clone() for row in own))
     stays, ties = ~(active & (own[0] > before[0])), before[1] if exclusive else here[1]
     tied = torch.where(active & ~(own[0] < here[0]), values, 0)  # NaN too
     known = torch.where(before[1] > 0, sign * before[0] * before[1], 0)
@@ -142,14 +142,16 @@ class _SumBefore(torch.autograd.Function):
 
 
 def _join_sums(x: _State, y: _State) -> _State:
-    """(product of discounts, discounted sum)."""
-    return x[0] * y[0], x[1] * y[0] + y[1]
+    """(product of discounts, discounted sum), in place of y."""
+    y[1].addcmul_(x[1], y[0])
+    return y[0].mul_(x[0]), y[1]
 
 
 def _join_maxima(x: _State, y: _State) -> _State:
-    """(largest value, how many have it); NaN is the largest."""
+    """(largest value, how many have it), in place of y; NaN is the largest."""
     best = torch.maximum(x[0], y[0])
-    return best, x[1] * ~(x[0] < best) + y[1] * ~(y[0] < best)
+    y[1].mul_(y[0].lt(best).logical_not_()).add_(x[1] * x[0].lt(best).logical_not_())
+    return y[0].copy_(best), y[1]
 
 
 @dataclass(frozen=True)
@@ -179,7 +181,7 @@ def _before(x: _State, join: _Join, identity: tuple[float, ...], runs: _Runs) ->
         turned = _Runs(runs.lengths[::-1], [last - k for k in runs.places[::-1]], runs.units[::-1], runs.group, False)
         return _flip(_before(_flip(x), join, identity, turned))
     device, ends = x[0].device, list(accumulate(runs.lengths))
-    done, firsts = _scan(x, [0, *ends[:-1]], join)
+    done, firsts = _scan(x, [0, *ends[:-1]], join, identity)
     found = _shifted(done, firsts, identity)
     if len(set(runs.units)) == len(runs.units):  # each sequence is one run
         return found
@@ -191,41 +193,36 @@ def _before(x: _State, join: _Join, identity: tuple[float, ...], runs: _Runs) ->
     parts = every.split([len(total) for total in totals])
     of_runs = tuple(part.view(*row.shape[:-1], -1) for part, row in zip(parts, done, strict=True))
     begins = [k for k, unit in enumerate(runs.units) if not k or unit != runs.units[k - 1]]
-    carried = _shifted(*_scan(of_runs, begins, join), identity)
+    carried = _shifted(*_scan(of_runs, begins, join, identity), identity)
     spread = (row[..., places].repeat_interleave(lengths, -1, output_size=len(firsts)) for row in carried)
     return join(tuple(spread), found)
 
 
-def _scan(x: _State, begins: list[int], join: _Join) -> tuple[_State, Tensor]:
+def _scan(x: _State, begins: list[int], join: _Join, identity: tuple[float, ...]) -> tuple[_State, Tensor]:
     """The joined states up to each place from the beginning before it, and where beginnings are."""
-    firsts = torch.zeros(x[0].shape[-1], dtype=torch.bool, device="cpu")
-    if len(firsts):
+    x, number = tuple(row.clone() for row in x), x[0].shape[-1]
+    firsts = torch.zeros(number, dtype=torch.bool, device="cpu")
+    if number:
         firsts[begins] = True
     firsts = firsts.to(x[0].device, non_blocking=True)
-    return _tree(x, firsts, join), firsts
+    cut = firsts.clone()  # whether a beginning is among the places that a state is of
 
+    def step(earlier: int, later: int, stride: int) -> None:
+        """Nothing passes a beginning, NaN and Inf neither."""
+        fresh = cut[later::stride]
+        rows = (row[..., earlier::stride][..., : len(fresh)] for row in x)
+        passed = tuple(row.masked_fill(fresh, one) for row, one in zip(rows, identity, strict=True))
+        join(passed, tuple(row[..., later::stride] for row in x))
 
-def _tree(x: _State, firsts: Tensor, join: _Join) -> _State:
-    number = len(firsts)
-    if number < 2:
-        return x
-    even = number - number % 2
-
-    def joined(x: _State, y: _State, firsts: Tensor) -> _State:
-        """Nothing passes where y begins anew, NaN and Inf neither."""
-        return tuple(torch.where(firsts, alone, both) for alone, both in zip(y, join(x, y), strict=True))
-
-    pairs = joined(_cut(x, 0, even), _cut(x, 1, even), firsts[1::2])
-    odd = _tree(pairs, firsts[0:even:2] | firsts[1::2], join)
-    rest = joined(_cut(odd, 0, (number - 1) // 2, 1), _cut(x, 2, number), firsts[2::2])
-    found = tuple(row.clone() for row in x)
-    for row, at_odd, at_even in zip(found, odd, rest, strict=True):
-        row[..., 1::2], row[..., 2::2] = at_odd, at_even
-    return found
-
-
-def _cut(x: _State, begin: int, end: int, step: int = 2) -> _State:
-    return tuple(row[..., begin:end:step] for row in x)
+    half = 1
+    while 2 * half <= number:  # of blocks of so many places twice as many
+        step(half - 1, 2 * half - 1, 2 * half)
+        cut[2 * half - 1 :: 2 * half].logical_or_(cut[half - 1 :: 2 * half][: number // (2 * half)])
+        half *= 2
+    while half > 1:  # what is before a block is done: it goes to the block's first half
+        half //= 2
+        step(2 * half - 1, 3 * half - 1, 2 * half)
+    return x, firsts
 
 
 def _flip(x: _State) -> _State:
