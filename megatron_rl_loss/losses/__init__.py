@@ -19,7 +19,8 @@ from megatron_rl_loss.losses.off_policy import (
     truncated_importance_weights,
 )
 from megatron_rl_loss.losses.ratio import PolicyLoss
-from megatron_rl_loss.losses.segments import segment_mean, segment_sum, to_tokens
+from megatron_rl_loss.losses.scans import segment_scan
+from megatron_rl_loss.losses.segments import segment_extreme, segment_mean, segment_sum, to_tokens, unit_reduce
 from megatron_rl_loss.losses.sequence import gmpo_loss, gspo_loss, gspo_token_loss
 from megatron_rl_loss.losses.token import cispo_loss, dppo_loss, kl_estimate, ppo_clip_loss, sapo_loss, value_loss
 
@@ -42,11 +43,14 @@ __all__ = [
     "ppo_clip_loss",
     "rloo_advantages",
     "sapo_loss",
+    "segment_extreme",
     "segment_mean",
+    "segment_scan",
     "segment_sum",
     "surviving_masks",
     "to_tokens",
     "truncated_importance_weights",
+    "unit_reduce",
     "value_loss",
     "whiten",
 ]

@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from megatron_rl_loss.errors import check_one_each, check_within
 from megatron_rl_loss.losses.ratio import at_least_float32, check_same_shape
+from megatron_rl_loss.losses.scans import segment_scan
 from megatron_rl_loss.losses.segments import Place, exchange_group, located
 from megatron_rl_loss.reduction.sums import check_values
 from megatron_rl_loss.step.collectives import (
@@ -177,11 +177,11 @@ def gae(
 
     ``delta_t = r_t + gamma V_{t+1} - V_t``, with t + 1 the next token of the sample whose mask is not 0, and 0 behind
     the last: add ``gamma V`` to the last reward of a response that was cut off. Returns are ``A + V``. Computed in
-    float64 on the host.
+    float64.
 
     Args:
         rewards, values: of the tokens this rank holds, in the shape of its losses; ignored where masked.
-        local, cp_group: as in `segment_mean`. Ranks of the group exchange their values, so all call it together.
+        local, cp_group: as in `segment_mean`. All ranks of the group call it together, as `segment_scan`.
         gamma, lam: discounts in [0, 1].
 
     Returns:
@@ -196,26 +196,13 @@ def gae(
         check_values(name, one, samples.loss_shapes(len(tokens), tokens.cp_size), len(tokens), samples)
     for name, discount in (("gamma", gamma), ("lam", lam)):
         check_within(name, discount, "[0, 1]", "gamma 1 and lam 0.95 are usual")
-    given = torch.stack([one.detach().reshape(-1).double().cpu() for one in (rewards, values)])
-    buffer = given.new_zeros(2, samples.total_tokens).index_copy_(1, tokens.positions.cpu(), given)
-    all_reduce(buffer, exchange_group(tokens, cp_group))
-    mask = samples.flat_mask.cpu() != 0
-    places = [
-        start + mask[start : start + length].nonzero()[:, 0]
-        for start, length in zip(samples.mask_starts, samples.mask_lengths, strict=True)
-    ]
-    estimates = torch.zeros_like(buffer)
-    if places:
-        r, v = (pad_sequence([row[place] for place in places]) for row in buffer)  # [longest, num_samples]
-        running = following = r.new_zeros(len(places))
-        for t in range(len(r) - 1, -1, -1):
-            running = r[t] + gamma * following - v[t] + gamma * lam * running
-            following, r[t] = v[t], running
-        for i, place in enumerate(places):
-            of_sample = r[: len(place), i]
-            estimates[:, place] = torch.stack([of_sample, of_sample + buffer[1, place]])
-    first, second = (tokens.of(row).float().to(values.device).view(values.shape) for row in estimates)
-    return first, second
+    r, v = rewards.detach().double(), values.detach().double()
+    mask = tokens.mask.to(values.device, non_blocking=True).view(values.shape)
+    following = segment_scan(  # A_t = r_t - V_t + the sum of these from t + 1 on; over the mask: each counts once
+        (gamma * lam * (r - v) + gamma * v) / mask, tokens, cp_group, gamma=gamma * lam, reverse=True, exclusive=True
+    )
+    advantages = torch.where(mask != 0, r - v + following, 0)
+    return advantages.float(), torch.where(mask != 0, advantages + v, 0).float()
 
 
 def whiten(

@@ -1,7 +1,9 @@
 """Sums over sequences whose tokens lie on several context-parallel (CP) ranks: one number per sample, differentiable.
 
-    from tokens to samples   segment_sum, segment_mean     forward a sum over CP, backward a sum over CP
-    from samples to tokens   to_tokens                     no exchange
+    from tokens to samples    segment_sum, segment_mean     forward a sum over CP, backward a sum over CP
+                              segment_extreme               forward a maximum over CP, backward a sum over CP
+    from samples to prompts   unit_reduce                   no exchange
+    from samples to tokens    to_tokens                     no exchange
 
 All statistics of one call share one collective of one float64 per sample, whatever the samples' lengths. Those that
 require grad take one more on the way back. CP 1, and layouts where every rank holds every token, take none.
@@ -33,7 +35,7 @@ Partial = NewType("Partial", Tensor)
 #: The same on every rank of the CP group; its gradient is Partial.
 Replicated = NewType("Replicated", Tensor)
 
-Per = Literal["sample", "rollout"]
+Per = Literal["sample", "rollout", "prompt"]
 
 
 class InMicrobatch(Protocol):
@@ -86,9 +88,9 @@ def segment_sum(
             the micro-batch), which then share one collective. NaN and Inf at masked positions are ignored.
         local: the `Microbatch`, which brings its group and totals along; or what this rank holds of it.
         cp_group: the context-parallel group; may be left out where the ranks need not exchange anything.
-        per: with ``rollout``, samples that share a rollout id are one: each gets the sum of all of them.
-        totals: of the step. If given, a rollout that lies in several micro-batches is refused; otherwise its sum is
-            that of its part in this micro-batch.
+        per: with ``rollout`` or ``prompt``, samples that share such an id are one: each gets the sum of all of them.
+        totals: of the step. If given, a rollout or prompt that lies in several micro-batches is refused; otherwise its
+            sum is that of its part in this micro-batch.
 
     Returns:
         [num_samples], or [len(values), num_samples] for several values; the same on every rank of the group, added in
@@ -96,7 +98,7 @@ def segment_sum(
 
     Raises:
         ValueError: values that are not this rank's part of the layout; no CP group, or one of another size; a rollout
-            that lies in several micro-batches.
+            or prompt that lies in several micro-batches; prompts without ids, or in totals that do not count them.
     """
     return _statistics(values, local, cp_group, per, totals, mean=False)
 
@@ -120,6 +122,76 @@ def segment_mean(
     return _statistics(values, local, cp_group, per, totals, mean=True)
 
 
+def segment_extreme(
+    values: Tensor | Sequence[Tensor],
+    local: Place,
+    cp_group: Group | None = None,
+    *,
+    kind: Literal["max", "min"] = "max",
+    per: Per = "sample",
+    totals: StepTotals | None = None,
+) -> Replicated:
+    """The largest (or smallest) value of a sample's active tokens, over all CP ranks; 0 for a fully masked sample.
+
+    >>> samples = Samples([torch.tensor([1, 1, 0]), torch.tensor([1])])
+    >>> segment_extreme(torch.tensor([1.0, 2.0, 9.0, 6.0]), samples.local(0, 1))
+    tensor([2., 6.])
+
+    Mask entries do not weigh it. Tokens that tie share its gradient evenly, as those of `torch.amax` do, on whatever
+    ranks they lie. One collective forward of 8 bytes per sample, one backward of 16. All else is as in `segment_sum`.
+    """
+    check_choice("kind of an extreme", kind, ("max", "min"))
+    tokens, cp_group, totals = located(local, cp_group, totals)
+    rows, _, dtype = given_rows("a segment extreme's values", values, tokens)
+    if not rows:
+        return Replicated(torch.zeros(0, len(tokens.samples)))
+    device, sign = rows[0].device, -1 if kind == "min" else 1
+    units = units_of(tokens.samples, per, totals)
+    units = None if units is None else units.to(device, non_blocking=True)
+    segments = segments_of(tokens, cp_group, device)
+    stacked = torch.stack([sign * row.reshape(-1).double() for row in rows])
+    found: Tensor = sign * _Extremes.apply(segments, units, stacked)  # type: ignore[no-untyped-call]
+    without = add_over_units(tokens.samples.mask_sums.to(device, non_blocking=True), units) == 0
+    found = found.masked_fill(without, 0).to(dtype)
+    return Replicated(found[0] if isinstance(values, Tensor) else found)
+
+
+def unit_reduce(
+    of_samples: Tensor,
+    local: Place,
+    *,
+    kind: Literal["sum", "logsumexp"] = "sum",
+    per: Per = "prompt",
+    totals: StepTotals | None = None,
+) -> Replicated:
+    """A statistic [num_samples] -> at each sample, the sum or log-sum-exp over the samples of its prompt (or rollout).
+
+    >>> local = Samples([torch.ones(2), torch.ones(1), torch.ones(1)], prompt_ids=["a", "b", "a"]).local(0, 1)
+    >>> unit_reduce(torch.tensor([1.0, 2.0, 5.0]), local)
+    tensor([6., 2., 6.])
+
+    Differentiable, without a collective. Fully masked samples are left out; 0 where there is no other. All of a prompt
+    must lie in one micro-batch: with totals, which a `Microbatch` brings along, another one is refused.
+
+    Raises ValueError for another shape, as `to_tokens`, and as `segment_sum`.
+    """
+    check_choice("kind of a sum over units", kind, ("sum", "logsumexp"))
+    local, _, totals = located(local, None, totals)
+    _check_statistic(of_samples, local)
+    device, units = of_samples.device, units_of(local.samples, per, totals)
+    units = torch.arange(len(local.samples), device="cpu") if units is None else units
+    units, tokens = (one.to(device, non_blocking=True) for one in (units, local.samples.mask_sums))
+    if kind == "sum":
+        return Replicated(add_over_units(torch.where(tokens > 0, of_samples, 0), units))
+    logs = torch.where(tokens > 0, of_samples, -torch.inf)
+    top = torch.full_like(logs, -torch.inf).scatter_reduce(0, units, logs.detach(), "amax")[units]
+    top = torch.where(top.isneginf(), 0, top)
+    sums = add_over_units((logs - top).exp(), units)
+    nothing = sums == 0
+    found = (sums.masked_fill(nothing, 1).log() + top).masked_fill(nothing, -torch.inf)
+    return Replicated(found.masked_fill(add_over_units(tokens, units) == 0, 0))
+
+
 def to_tokens(of_samples: Tensor, local: Place) -> OfTokens:
     """A statistic [num_samples] -> each sample's number at every token this rank holds, [num_local_tokens].
 
@@ -127,13 +199,17 @@ def to_tokens(of_samples: Tensor, local: Place) -> OfTokens:
     `segment_sum` completes. Padding has the number of a sample beside it. Raises ValueError for another shape.
     """
     local = located(local)[0]
+    _check_statistic(of_samples, local)
+    counts = local.counts.to(of_samples.device, non_blocking=True)
+    return OfTokens(_ToTokens.apply(of_samples, counts, len(local)))  # type: ignore[no-untyped-call]
+
+
+def _check_statistic(of_samples: Tensor, local: LocalTokens) -> None:
     if of_samples.shape != (len(local.samples),):
         raise ValueError(
             f"a statistic of shape {tuple(of_samples.shape)}: it must have one number for each of the micro-batch's "
             f"{len(local.samples)} samples. Pass what segment_sum or segment_mean returned."
         )
-    counts = local.counts.to(of_samples.device, non_blocking=True)
-    return OfTokens(_ToTokens.apply(of_samples, counts, len(local)))  # type: ignore[no-untyped-call]
 
 
 def _statistics(
@@ -145,30 +221,59 @@ def _statistics(
     *,
     mean: bool,
 ) -> Replicated:
-    check_choice("unit of a segment sum", per, get_args(Per))
-    rows = [values] if isinstance(values, Tensor) else list(values)
     local, cp_group, totals = located(local, cp_group, totals)
-    group = exchange_group(local, cp_group)
+    rows, _, dtype = given_rows("a segment sum's values", values, local)
     samples = local.samples
-    shapes = samples.loss_shapes(len(local), local.cp_size)
-    for row in rows:
-        check_values("a segment sum's values", row, shapes, len(local), samples)
     if not rows:
         return Replicated(torch.zeros(0, len(samples)))
-    device = rows[0].device
-    mask, counts, tokens = (one.to(device, non_blocking=True) for one in (local.mask, local.counts, samples.mask_sums))
-    sums: Tensor = _SegmentSums.apply(_Segments(mask, counts, group), *rows)  # type: ignore[no-untyped-call]
-    if per == "rollout" and samples.rollout_ids is not None:
-        ids, rollout = samples.rollout_ids.unique(return_inverse=True)
-        _check_whole(samples, ids, rollout, totals)
-        rollout = rollout.to(device, non_blocking=True)
-        sums, tokens = (
-            one.new_zeros(*one.shape[:-1], len(ids)).index_add(-1, rollout, one)[..., rollout] for one in (sums, tokens)
-        )
+    device, units = rows[0].device, units_of(samples, per, totals)
+    units = None if units is None else units.to(device, non_blocking=True)
+    sums: Tensor = _SegmentSums.apply(segments_of(local, cp_group, device), *rows)  # type: ignore[no-untyped-call]
+    sums = add_over_units(sums, units)
     if mean:
+        tokens = add_over_units(samples.mask_sums.to(device, non_blocking=True), units)
         sums = sums / torch.where(tokens == 0, 1, tokens)
-    sums = sums.to(torch.float64 if any(row.dtype == torch.float64 for row in rows) else torch.float32)
+    sums = sums.to(dtype)
     return Replicated(sums[0] if isinstance(values, Tensor) else sums)
+
+
+def given_rows(
+    what: str, values: Tensor | Sequence[Tensor], local: LocalTokens
+) -> tuple[list[Tensor], tuple[int, ...], torch.dtype]:
+    """The tensors of values, checked, the shape of a result for each token, and its dtype."""
+    rows = [values] if isinstance(values, Tensor) else list(values)
+    shapes = local.samples.loss_shapes(len(local), local.cp_size)
+    for row in rows:
+        check_values(what, row, shapes, len(local), local.samples)
+    shape = values.shape if isinstance(values, Tensor) else (len(rows), *(rows[0].shape if rows else ()))
+    return rows, shape, torch.float64 if any(row.dtype == torch.float64 for row in rows) else torch.float32
+
+
+def units_of(samples: Samples, per: Per, totals: StepTotals | None) -> Tensor | None:
+    """The number of each sample's rollout or prompt, int64 [num_samples] on the host; None where each is its own."""
+    check_choice("unit of a segment sum", per, get_args(Per))
+    ids = {"sample": None, "rollout": samples.rollout_ids, "prompt": samples.prompt_ids}[per]
+    if ids is None:
+        if per == "prompt":
+            raise ValueError(
+                "per='prompt' of samples without prompt_ids: they say which are one prompt's. Give Samples prompt_ids."
+            )
+        return None
+    unique, units = ids.unique(return_inverse=True)
+    _check_whole(samples, per, unique, units, totals)
+    return units
+
+
+def add_over_units(of_samples: Tensor, units: Tensor | None) -> Tensor:
+    """[..., num_samples] -> at each sample the sum over its unit; `units` on the device of the sums."""
+    if units is None:
+        return of_samples
+    return torch.zeros_like(of_samples).index_add(-1, units, of_samples)[..., units]
+
+
+def segments_of(local: LocalTokens, cp_group: Group | None, device: torch.device) -> "Segments":
+    mask, counts = (one.to(device, non_blocking=True) for one in (local.mask, local.counts))
+    return Segments(mask, counts, exchange_group(local, cp_group))
 
 
 def exchange_group(local: LocalTokens, cp_group: Group | None) -> Group | None:
@@ -188,30 +293,38 @@ def exchange_group(local: LocalTokens, cp_group: Group | None) -> Group | None:
     return cp_group
 
 
-def _check_whole(samples: Samples, ids: Tensor, rollout: Tensor, totals: StepTotals | None) -> None:
-    """Refuse a rollout that has tokens in another micro-batch or on another data-parallel rank."""
-    if totals is None or not isinstance(totals.rollouts.tokens, TokensById):
+def _check_whole(samples: Samples, per: Per, ids: Tensor, units: Tensor, totals: StepTotals | None) -> None:
+    """Refuse a rollout or prompt that has tokens in another micro-batch or on another data-parallel rank."""
+    if totals is None:
         return
+    counted = (totals.rollouts if per == "rollout" else totals.prompts).tokens
+    if not isinstance(counted, TokensById):
+        if per == "rollout":
+            return
+        raise ValueError(
+            "per='prompt' in a step whose totals count no prompts: whether all of a prompt is here cannot be seen. Use "
+            "a mode that groups by prompt, or declare a term that does, terms={'pg': 'prompt_mean'}."
+        )
     sums = samples.mask_sums
-    here = sums.new_zeros(len(ids)).index_add_(0, rollout.to(sums.device), sums)
-    whole = totals.rollouts.tokens.of("rollout_ids", ids).to(sums.device, non_blocking=True)
+    here = sums.new_zeros(len(ids)).index_add_(0, units.to(sums.device), sums)
+    whole = counted.of(f"{per}_ids", ids).to(sums.device, non_blocking=True)
     missing = whole * (1 - 1e-9) - here  # sums of fractional masks may differ in the last bit
 
     def given() -> str:
         i = int(missing.argmax())
         tokens = f"{float(here[i]):g} of whose {float(whole[i]):g} mask tokens are in this micro-batch"
-        return f"the rollout of sample {int((rollout == i).nonzero()[0])}, {tokens}"
+        return f"the {per} of sample {int((units == i).nonzero()[0])}, {tokens}"
 
     require(
         (missing <= 0).all(),
         given,
-        "a sum over a rollout needs all of it in one micro-batch. Keep a rollout's samples together, or sum per "
-        "sample.",
+        f"what is taken over a {per} needs all of it in one micro-batch. Keep a {per}'s samples together in a "
+        "micro-batch, or take it per sample.",
     )
 
 
 @dataclass(frozen=True)
-class _Segments:
+class Segments:
     """What a rank holds of each sample, on the device of the values, and the group to add its sums over."""
 
     mask: Tensor  # float32 [num_local_tokens]
@@ -229,25 +342,69 @@ class _SegmentSums(torch.autograd.Function):
     """Sums of several rows of values over samples and CP ranks: Partial -> Replicated, forward and backward."""
 
     @staticmethod
-    def forward(ctx: Any, segments: _Segments, *values: Tensor) -> Tensor:
+    def forward(ctx: Any, segments: Segments, *values: Tensor) -> Tensor:
         ctx.segments = segments
         ctx.like = [(row.shape, row.dtype) for row in values]
         mask, masked = segments.mask.double(), segments.mask == 0
         rows = [(row.detach().reshape(-1) * mask).masked_fill_(masked, 0) for row in values]
-        return segments.add_over_cp(Partial(torch.stack([_sum_segments(row, segments.counts) for row in rows])))
+        return segments.add_over_cp(Partial(torch.stack([sum_segments(row, segments.counts) for row in rows])))
 
     @staticmethod
     @first_order("segment_sum or segment_mean")
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        segments: _Segments = ctx.segments
+        segments: Segments = ctx.segments
         wanted = [k for k, needed in enumerate(ctx.needs_input_grad[1:]) if needed]
         of_samples = segments.add_over_cp(Partial(gradient[wanted].contiguous()))
         gradients: list[Tensor | None] = [None] * len(ctx.like)
         for k, row in zip(wanted, of_samples, strict=True):
             shape, dtype = ctx.like[k]
-            of_tokens = _repeat(row, segments.counts, len(segments.mask)) * segments.mask
+            of_tokens = repeat_each(row, segments.counts, len(segments.mask)) * segments.mask
             gradients[k] = of_tokens.to(dtype).view(shape)
         return None, *gradients
+
+
+class _Extremes(torch.autograd.Function):
+    """The largest of each sample: a maximum over CP forward; backward gradients and ties are added over CP."""
+
+    @staticmethod
+    def forward(ctx: Any, segments: Segments, units: Tensor | None, values: Tensor) -> Tensor:
+        counts, active = segments.counts, segments.mask != 0
+        rows = values.masked_fill(values.isnan(), torch.nan).masked_fill_(~active, -torch.inf)
+        found = torch.stack([_largest(row, counts) for row in rows])
+        if segments.group is not None and found.numel():
+            keys = _keys(found.view(torch.int64))
+            dist.all_reduce(keys, op=dist.ReduceOp.MAX, group=segments.group)
+            found = _keys(keys).view(torch.float64)
+        if units is not None:
+            index = units.expand_as(found)
+            found = torch.full_like(found, -torch.inf).scatter_reduce_(1, index, found, "amax").gather(1, index)
+        at_tokens = torch.stack([repeat_each(row, counts, len(active)) for row in found])
+        ctx.segments, ctx.units, ctx.is_best = segments, units, (at_tokens == rows) & active
+        return found
+
+    @staticmethod
+    @first_order("segment_extreme")
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, Tensor]:
+        counts, is_best = ctx.segments.counts, ctx.is_best
+        ties = torch.stack([sum_segments(row.double(), counts) for row in is_best])
+        slopes, ties = add_over_units(ctx.segments.add_over_cp(Partial(torch.stack([gradient, ties]))), ctx.units)
+        shares = slopes / ties.clamp(min=1)
+        return None, None, torch.stack([repeat_each(row, counts, is_best.shape[1]) for row in shares]) * is_best
+
+
+def _largest(values: Tensor, counts: Tensor) -> Tensor:
+    """Of the first ``counts[0]`` values, of the next ``counts[1]``, and so on; -inf of none."""
+    if not values.numel():
+        return values.new_full((len(counts),), -torch.inf)
+    return torch.segment_reduce(values, "max", lengths=counts, unsafe=True, initial=-torch.inf)
+
+
+def _keys(bits: Tensor) -> Tensor:
+    """The bits of float64 numbers as ints in the numbers' order, NaN largest; its own inverse.
+
+    A collective's maximum of floats may lose a NaN.
+    """
+    return bits ^ ((bits >> 63) & (2**63 - 1))
 
 
 class _ToTokens(torch.autograd.Function):
@@ -256,22 +413,22 @@ class _ToTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, of_samples: Tensor, counts: Tensor, num_tokens: int) -> Tensor:
         ctx.counts, ctx.dtype = counts, of_samples.dtype
-        return _repeat(of_samples, counts, num_tokens)
+        return repeat_each(of_samples, counts, num_tokens)
 
     @staticmethod
     @first_order("to_tokens")
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return _sum_segments(gradient.double(), ctx.counts).to(ctx.dtype), None, None
+        return sum_segments(gradient.double(), ctx.counts).to(ctx.dtype), None, None
 
 
-def _sum_segments(values: Tensor, counts: Tensor) -> Tensor:
+def sum_segments(values: Tensor, counts: Tensor) -> Tensor:
     """The sums of the first ``counts[0]`` values, of the next ``counts[1]``, and so on; float64."""
     if not values.numel():
         return values.new_zeros(len(counts))
     return torch.segment_reduce(values, "sum", lengths=counts, unsafe=True)
 
 
-def _repeat(values: Tensor, counts: Tensor, num_tokens: int) -> Tensor:
+def repeat_each(values: Tensor, counts: Tensor, num_tokens: int) -> Tensor:
     if not len(counts):
         return values.new_zeros(num_tokens)
     return values.repeat_interleave(counts, output_size=num_tokens)

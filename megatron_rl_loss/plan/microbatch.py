@@ -126,11 +126,11 @@ class Microbatch:
         return self._plan.cp_group
 
     def segment_sum(self, values: Tensor | Sequence[Tensor], *, per: Per = "sample") -> Replicated:
-        """`losses.segment_sum` over the whole samples or rollouts of this micro-batch: one number per sample."""
+        """`losses.segment_sum` over whole samples, rollouts or prompts of this micro-batch: one number per sample."""
         return segment_sum(values, self.tokens, self.cp_group, per=per, totals=self.totals)
 
     def segment_mean(self, values: Tensor | Sequence[Tensor], *, per: Per = "sample") -> Replicated:
-        """`losses.segment_mean` over the whole samples or rollouts of this micro-batch: one number per sample."""
+        """`losses.segment_mean` over whole samples, rollouts or prompts of this micro-batch: one number per sample."""
         return segment_mean(values, self.tokens, self.cp_group, per=per, totals=self.totals)
 
     def to_tokens(self, of_samples: Tensor) -> OfTokens:

@@ -106,7 +106,7 @@ def sum_each(buffer: Tensor, starts: Ints, lengths: Ints, flags: bool) -> Tensor
         return buffer.new_zeros(0, dtype=torch.float64)
     to_next = [end - start for start, end in pairwise([*starts, len(buffer)])]  # what lies between masks is 0
     values = buffer[starts[0] :] if flags else buffer[starts[0] :].double()
-    return torch.segment_reduce(values, "sum", lengths=_ints_on(buffer.device, to_next), unsafe=True).double()
+    return torch.segment_reduce(values, "sum", lengths=ints_on(buffer.device, to_next), unsafe=True).double()
 
 
 def are_sound(buffer: Tensor, flags: bool) -> bool | Tensor:
@@ -127,7 +127,7 @@ def repeat(values: Tensor, counts: Ints) -> Tensor:
     """Each value as often as its count says."""
     if on_host(values):
         return torch.from_numpy(values.numpy().repeat(counts))
-    return values.repeat_interleave(_ints_on(values.device, counts), output_size=sum(counts))
+    return values.repeat_interleave(ints_on(values.device, counts), output_size=sum(counts))
 
 
 def inverse(sizes: Tensor, number: float) -> Tensor:
@@ -148,6 +148,6 @@ def count_active(sums: Tensor) -> int | Tensor:
     return sums.numel() - sums.tolist().count(0) if on_host(sums) else sums.count_nonzero()
 
 
-def _ints_on(device: torch.device, values: Ints) -> Tensor:
+def ints_on(device: torch.device, values: Ints) -> Tensor:
     """int64 on the device, which does not wait for them."""
     return torch.tensor(values, dtype=torch.int64, device="cpu").to(device, non_blocking=True)

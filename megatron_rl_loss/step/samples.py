@@ -299,21 +299,39 @@ class LocalTokens:
         return masks.repeat(of_samples, self._counts)
 
     @cached_property
-    def _counts(self) -> Ints:
-        """How many of the rank's tokens go with each sample: padding with the sample before it, or the first one."""
-        samples = self.samples
-        if len(samples) < 2:
-            return [sum(self._lengths)] * len(samples)
-        counts, i = [0] * len(samples), 0
+    def runs(self) -> list[tuple[int, int, int]]:
+        """First position, number of tokens and sample of each run: tokens of one piece that go with one sample.
+
+        In the order of the tokens, none empty. Padding goes with the sample before it, or the first one.
+        """
+        samples, i, runs = self.samples, 0, []
         next_starts = [*samples.mask_starts[1:], samples.total_tokens]
         for start, length in zip(self._starts, self._lengths, strict=True):
             end = start + length
             while end > next_starts[i]:  # pieces are in the order of the buffer, as samples are
                 if start < next_starts[i]:
-                    counts[i] += next_starts[i] - start
+                    runs.append((start, next_starts[i] - start, i))
                     start = next_starts[i]
                 i += 1
-            counts[i] += end - start
+            if end > start:
+                runs.append((start, end - start, i))
+        return runs
+
+    @cached_property
+    def runs_of_ranks(self) -> list[tuple[int, int, int]]:
+        """Those of all CP ranks, in the order of the buffer; of this rank alone where it holds everything."""
+        if self.copies == self.cp_size:
+            return self.runs
+        return sorted(run for rank in range(self.cp_size) for run in self.samples.local(rank, self.cp_size).runs)
+
+    @cached_property
+    def _counts(self) -> Ints:
+        """How many of the rank's tokens go with each sample."""
+        if len(self.samples) < 2:
+            return [sum(self._lengths)] * len(self.samples)
+        counts = [0] * len(self.samples)
+        for _, length, i in self.runs:
+            counts[i] += length
         return counts
 
 

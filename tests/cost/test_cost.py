@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.profiler import ProfilerActivity, profile
 
 from megatron_rl_loss import Samples, StepTotals, ZigzagTHD, make_pg_loss_reducer
+from megatron_rl_loss.losses import segment_scan
 from megatron_rl_loss.modes.loss_modes import LossModes
 from megatron_rl_loss.plan import Plan
 
@@ -95,6 +96,16 @@ def test_launches_grow_neither_with_samples_nor_with_metrics(mode: str) -> None:
 
     assert launches(2, 5) == launches(64, 5) == launches(1024, 5)
     assert len(launches(64, 40)) == len(launches(64, 5)) <= 20
+
+
+@pytest.mark.parametrize("kind", ["sum", "max"])
+def test_launches_of_a_scan_do_not_grow_with_samples(kind: Any) -> None:
+    def launches(num_samples: int) -> list[str]:
+        local = Samples([torch.ones(4096 // num_samples)] * num_samples).local(0, 1)
+        values = torch.randn(4096, requires_grad=True)
+        return operations(lambda: torch.autograd.grad(segment_scan(values, local, kind=kind).sum(), values))
+
+    assert launches(2) == launches(1024)
 
 
 def test_launches_are_counted() -> None:

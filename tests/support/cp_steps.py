@@ -187,6 +187,7 @@ def expected(formula: Formula, mode: str, per: str) -> tuple[float, dict[Token, 
     for members in units.values():
         joined = {name: torch.cat([step[i].values[name] for i in members]) for name in step[0].values}
         joined["log_probs"] = torch.cat([leaves[i] for i in members])
+        joined["sample"] = torch.cat([torch.full(step[i].mask.shape, i) for i in members])
         losses = formula(joined, torch.cat([step[i].mask for i in members]).double())
         for i, loss in zip(members, losses.split([len(step[i].mask) for i in members]), strict=True):
             samples[i] = oracle.Sample(loss, step[i].mask, step[i].rollout_id, step[i].prompt_id)

@@ -1,13 +1,14 @@
-"""A sequence's mean log-ratio under context parallelism (CP), beside slime's and miles's own gathers.
+"""A sequence's mean log-ratio, and its sums up to each token, under context parallelism (CP), beside others' gathers.
 
     python tools/bench/segments.py --slime ~/slime --miles ~/miles      # writes docs/bench/segments-cpu.txt and .json
     python tools/bench/segments.py --device cuda --cp 2                 # a GPU per rank and NCCL: segments-cuda
 
 GSPO needs mean_t (log pi - log pi_old) of every sequence, whose tokens lie on several ranks, with its gradient.
 
-- *ours*: `segment_mean` and `to_tokens`, forward and backward.
+- *ours*: `segment_mean` and `to_tokens`, forward and backward; *ours, scan*: `segment_scan`.
 - *slime*, *miles*: `all_gather_with_cp` of the log-probs and of the old ones, sample by sample, and `compute_gspo_kl`,
-  as their `policy_loss_function` calls them; run from their checkouts, with stand-ins that know the CP group.
+  as their `policy_loss_function` calls them; run from their checkouts, with stand-ins that know the CP group. *slime,
+  scan*: the same gather of the log-ratio, and `cumsum` of each whole response.
 
 Masks are made before, and so is our `Samples`, which a step makes once for everything. All are first compared with
 float64, values and gradient. Then they take turns: after a barrier each rank runs forward and backward once, and a
@@ -36,7 +37,7 @@ from torch import Tensor
 from totals import count_collectives
 
 from megatron_rl_loss import Samples, ZigzagResponse
-from megatron_rl_loss.losses import segment_mean, to_tokens
+from megatron_rl_loss.losses import segment_mean, segment_scan, to_tokens
 
 OUT = Path(__file__).parents[2] / "docs" / "bench"
 
@@ -67,15 +68,42 @@ class Data:
         # Of the sum over all ranks' tokens of square(mean) / 2, by each log-prob.
         of_sample = self.means * torch.tensor(self.responses, device=device) / lengths
         self.slopes = of_sample[self.local.sample_index] * self.local.mask
+        terms = [(p[0] - p[1]).double() * mask for p, mask in zip(whole, self.masks, strict=True)]
+        up_to = [term.cumsum(0) * mask for term, mask in zip(terms, self.masks, strict=True)]
+        behind = [one.flip(0).cumsum(0).flip(0) * mask for one, mask in zip(up_to, self.masks, strict=True)]
+        mean = self.means[self.local.sample_index]
+        #: Of what runs: the right result at this rank's tokens, and the slopes of the sum of squares / 2.
+        self.right = {"": (mean, self.slopes), ", scan": tuple(self.local.of(torch.cat(x)) for x in (up_to, behind))}
 
 
-Run = Callable[[], Tensor]  # the sequence's mean at this rank's tokens
+Run = Callable[[], Tensor]  # the sequence's mean, or its sum up to the token, at this rank's tokens
 
 
 def ours(data: Data, group: Any) -> Run:
     def run() -> Tensor:
         log_ratio = data.log_probs - data.old_log_probs
         return to_tokens(segment_mean(log_ratio, data.local, group), data.local)
+
+    return run
+
+
+def our_scan(data: Data, group: Any) -> Run:
+    return lambda: segment_scan(data.log_probs - data.old_log_probs, data.local, group)
+
+
+def their_scan(module: ModuleType, data: Data) -> Run:
+    starts = data.local.samples.mask_starts
+    mine = [at - start for at, start in zip(data.local.positions.split(data.counts), starts, strict=True)]
+
+    def run() -> Tensor:
+        log_ratios = (data.log_probs - data.old_log_probs).split(data.counts)
+        found = []
+        for part, total, response, mask, places in zip(
+            log_ratios, data.totals, data.responses, data.masks, mine, strict=True
+        ):
+            whole = module.all_gather_with_cp(part, total, response)
+            found.append(((whole * mask).cumsum(0) * mask)[places])
+        return torch.cat(found)
 
     return run
 
@@ -106,14 +134,14 @@ def function_of(checkout: Path, name: str) -> Callable[..., Tensor]:
 def check(name: str, data: Data, run: Run) -> None:
     """Refuse to time what computes something else."""
     data.log_probs.grad = None
-    means = run()
-    (means.square().sum() / 2).backward()
+    found = run()
+    (found.square().sum() / 2).backward()
     assert data.log_probs.grad is not None
-    right = data.means[data.local.sample_index]
-    in_value = float((means.detach() - right).abs().max() / right.abs().max())
-    in_slope = float((data.log_probs.grad - data.slopes).abs().max() / data.slopes.abs().max())
+    right, slopes = data.right[", scan" if name.endswith(", scan") else ""]
+    in_value = float((found.detach() - right).abs().max() / right.abs().max())
+    in_slope = float((data.log_probs.grad - slopes).abs().max() / slopes.abs().max())
     if not max(in_value, in_slope) < 1e-5:
-        raise SystemExit(f"{name} does not agree with float64: {in_value} in the mean, {in_slope} in its gradient")
+        raise SystemExit(f"{name} does not agree with float64: {in_value} in the value, {in_slope} in its gradient")
 
 
 def once(data: Data, run: Run) -> None:
@@ -131,8 +159,9 @@ def run_rank(rank: int, args: argparse.Namespace, folder: str) -> None:
     seen, found = count_collectives(), []
     for case in args.cases:
         data = Data(case, rank, args.cp, args.device)
-        runs = {"ours": ours(data, group)}
+        runs = {"ours": ours(data, group), "ours, scan": our_scan(data, group)}
         runs |= {name: theirs(module, gspo_kl[name], data) for name, module in modules.items()}
+        runs |= {f"{name}, scan": their_scan(module, data) for name, module in modules.items()}
         for name, run in runs.items():
             check(name, data, run)
         times: dict[str, list[float]] = {name: [] for name in runs}
@@ -165,8 +194,9 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
             fastest[name] = min(max(turn) for turn in turns)
         for name, ms in fastest.items():
             calls, sent = ranks[0][k]["counts"][name]
+            ours = "ours, scan" if name.endswith(", scan") else "ours"
             row = {"sequences": case.sequences, "tokens": case.length, "CP": args.cp, "whose": name, "ms": ms}
-            rows.append(row | {"collectives": calls, "bytes a rank": sent, "ours to it": fastest["ours"] / ms})
+            rows.append(row | {"collectives": calls, "bytes a rank": sent, "ours to it": fastest[ours] / ms})
     return rows
 
 

@@ -1,5 +1,7 @@
-"""Sums over sequences: collectives over gloo, and by hand on one rank; test_losses_over_cp.py has layouts over CP."""
+"""Sums, extremes and scans: collectives over gloo, and by hand on one rank. Layouts: test_losses_over_cp.py."""
 
+import functools
+import itertools
 import math
 import os
 from typing import Any
@@ -13,16 +15,31 @@ from refusals import Call, check_refusal, each_of, refusals
 from torch import Tensor
 
 from megatron_rl_loss import Gathered, Samples, StepTotals, UnitCounts, ZigzagTHD
-from megatron_rl_loss.losses import segment_mean, segment_sum, to_tokens
+from megatron_rl_loss.losses import segment_extreme, segment_mean, segment_scan, segment_sum, to_tokens, unit_reduce
 
 NUM_SAMPLES = 6
 ROWS: dict[str, tuple[int, int]] = {"one": (1, 0), "four": (4, 0), "two of data": (0, 2), "one and two of data": (1, 2)}
+CHUNKS = 4 * NUM_SAMPLES  # zigzag, of two ranks
+#: Bytes forward and backward, of so many rows, of which so many need a gradient.
+BYTES: dict[str, tuple[Any, Any]] = {
+    "sum": (segment_sum, lambda n, g: (8 * n * NUM_SAMPLES, 8 * g * NUM_SAMPLES)),
+    "extreme": (segment_extreme, lambda n, g: (8 * n * NUM_SAMPLES, 16 * n * NUM_SAMPLES)),
+    "scan": (segment_scan, lambda n, g: (8 * (n + 1) * CHUNKS, 8 * (n + 1) * CHUNKS)),
+    "running max": (functools.partial(segment_scan, kind="max"), lambda n, g: (16 * n * CHUNKS, 16 * n * CHUNKS)),
+}
 
 
-def count_on_rank(lengths: tuple[int, ...]) -> dict[tuple[str, int, str], tuple[list[int], list[int]]]:
-    """Bytes of each call of `all_reduce`, forward and backward, by layout, length of the samples, and rows."""
+Counted = dict[tuple[str, int, str, str], tuple[list[int], list[int]]]
+
+
+def count_on_rank(lengths: tuple[int, ...]) -> tuple[Counted, list[float]]:
+    """Bytes of each call of `all_reduce`, forward and backward, by layout, length of the samples, rows and mechanism.
+
+    And the largest of two samples, where one rank has a NaN in the first.
+    """
     start_process_group()
-    rank, found, all_reduce = int(os.environ["RANK"]), {}, dist.all_reduce
+    found: Counted = {}
+    rank, all_reduce = int(os.environ["RANK"]), dist.all_reduce
     sent: list[int] = []
 
     def counting(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -35,25 +52,29 @@ def count_on_rank(lengths: tuple[int, ...]) -> dict[tuple[str, int, str], tuple[
         for layout, cp_size in ((ZigzagTHD(cu_seqlens), 2), (Gathered(cu_seqlens), 2), (Gathered(cu_seqlens), 1)):
             samples = Samples([torch.ones(length)] * NUM_SAMPLES, layout=layout)
             local = samples.local(rank % cp_size, cp_size)
-            for name, (with_gradient, data) in ROWS.items():
+            for (name, (with_gradient, data)), what in itertools.product(ROWS.items(), BYTES):
                 rows = [torch.randn(len(local), requires_grad=k < with_gradient) for k in range(with_gradient + data)]
-                sums = segment_sum(rows[::-1], local, dist.group.WORLD if cp_size > 1 else None)
+                sums = BYTES[what][0](rows[::-1], local, dist.group.WORLD if cp_size > 1 else None)
                 forward, sent[:] = [*sent], []
                 if sums.requires_grad:
                     sums.square().sum().backward()
-                found[type(layout).__name__, length * cp_size, name] = forward, [*sent]
+                found[type(layout).__name__, length * cp_size, name, what] = forward, [*sent]
                 sent.clear()
-    return found
+    local = Samples([torch.ones(8)] * 2, layout=ZigzagTHD([0, 8, 16])).local(rank, 2)
+    values = torch.tensor([math.nan if rank else 1.0, *[2.0] * 7])
+    return found, segment_extreme(values, local, dist.group.WORLD).tolist()
 
 
 def test_one_collective_whose_bytes_do_not_depend_on_lengths() -> None:
-    for found in run_ranks(2, count_on_rank, (4, 64), timeout_s=600):
-        for (layout, _, name), collectives in found.items():
+    for found, largest in run_ranks(2, count_on_rank, (4, 64), timeout_s=600):
+        assert math.isnan(largest[0]), "a maximum over ranks has lost a NaN"
+        assert largest[1] == 2
+        for (layout, _, name, what), collectives in found.items():
             with_gradient, data = ROWS[name]
-            one = 8 * NUM_SAMPLES
-            forward, backward = [one * (with_gradient + data)], [one * with_gradient] if with_gradient else []
-            assert collectives == ((forward, backward) if layout == "ZigzagTHD" else ([], [])), (layout, name)
-        assert len(found) == 3 * 2 * len(ROWS)
+            forward, backward = BYTES[what][1](with_gradient + data, with_gradient)
+            expected = ([forward], [backward] if with_gradient else [])
+            assert collectives == (expected if layout == "ZigzagTHD" else ([], [])), (layout, name, what)
+        assert len(found) == 3 * 2 * len(ROWS) * len(BYTES)
 
 
 # --- on one rank
@@ -113,6 +134,76 @@ def test_a_long_sum_is_exact() -> None:
     assert float(segment_mean(values, local)) == pytest.approx(float(values[0]), rel=oracle.ROUNDING)
 
 
+def test_prompts_share_sums_and_extremes() -> None:
+    local = local_of([*MASKS, torch.zeros(1)], prompt_ids=["b", "a", "b", "c"])
+    values = torch.tensor([1.0, 2.0, math.nan, math.inf, -math.inf, 2.0, math.nan], requires_grad=True)
+    assert segment_sum(values, local, per="prompt").tolist() == [5, 0, 5, 0]
+    highest = segment_extreme(values, local, per="prompt")
+    assert highest.tolist() == [2, 0, 2, 0]
+    (highest * torch.tensor([1.0, 5, 3, 5])).sum().backward()
+    assert values.grad.tolist() == [0, 2, 0, 0, 0, 2, 0]
+    logs = torch.tensor([1.0, 700, 2, 700], dtype=torch.float64, requires_grad=True)
+    found = unit_reduce(logs, local, kind="logsumexp")
+    assert found.tolist() == pytest.approx(
+        [math.log(math.exp(1) + math.exp(2)), 0, math.log(math.exp(1) + math.exp(2)), 0]
+    )
+    found[0].backward()
+    assert logs.grad.tolist() == pytest.approx([1 / (1 + math.e), 0, math.e / (1 + math.e), 0])
+    far = unit_reduce(logs.detach() * 1e5 - 1e9, local, kind="logsumexp")
+    assert far[0] == pytest.approx(-1e9 + 2e5)
+    of_nothing = torch.tensor([-math.inf, 0, -math.inf, 0], requires_grad=True)
+    unit_reduce(of_nothing, local, kind="logsumexp").exp().sum().backward()
+    assert of_nothing.grad.tolist() == [0] * 4
+
+
+def test_scans_go_on_over_the_samples_of_a_rollout() -> None:
+    """Which need not be neighbours."""
+    local = local_of(MASKS, rollout_ids=["b", "a", "b"])
+    values = torch.tensor([1.0, 2.0, math.nan, math.inf, -math.inf, 6.0], requires_grad=True)
+    assert segment_scan(values, local, per="rollout").tolist() == [1, 3, 0, 0, 0, 9]
+    later = segment_scan(values, local, per="rollout", gamma=0.5, reverse=True, exclusive=True, empty=7)
+    assert later.tolist() == [5, 6, 7, 7, 7, 0]
+    later[0].backward()
+    assert values.grad.tolist() == [0, 1, 0, 0, 0, 0.5]
+
+
+@pytest.mark.parametrize("kind", ["sum", "max", "min"])
+def test_what_is_not_finite_stays_in_its_sequence(kind: Any) -> None:
+    for bad in (math.nan, math.inf, -math.inf):
+        values = torch.tensor([1.0, bad, 2, 3, 4, bad, 5])
+        local = local_of([torch.ones(4), torch.ones(1), torch.tensor([0, 1])])
+        found = segment_scan(values, local, kind=kind)
+        assert found.isnan().tolist() == [False, *[math.isnan(bad)] * 3, False, False, False]
+        assert found[[0, 4, 5, 6]].tolist() == [1, 4, 0, 5]
+        if kind != "sum":
+            highest = segment_extreme(values, local, kind=kind)
+            expected = torch.stack([getattr(values[:4], f"a{kind}")(), *values[[4, 6]]])
+            torch.testing.assert_close(highest, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_long_discount_neither_overflows_nor_vanishes() -> None:
+    """0.9 ** 100,000 is 0 in float64, and what is divided by it no number."""
+    local = local_of([torch.ones(100_000)])
+    found = segment_scan(torch.ones(100_000), local, gamma=0.9, reverse=True)
+    assert found[[0, 50_000, -2, -1]].tolist() == pytest.approx([10, 10, 1.9, 1], rel=oracle.ROUNDING)
+
+
+def test_nothing_is_read_back_from_a_device() -> None:
+    """The meta device has nothing to read."""
+    samples = Samples(
+        [torch.ones(9, device="meta"), torch.ones(4, device="meta")], rollout_ids=[0, 0], layout=Gathered([0, 9, 13])
+    )
+    values = torch.ones(13, device="meta", requires_grad=True)
+    for per in ("sample", "rollout"):
+        for kind in ("sum", "max", "min"):
+            found = segment_scan(values, samples.local(0, 1), kind=kind, per=per, reverse=True)
+            found.sum().backward()
+        for kind in ("max", "min"):
+            found = segment_extreme(values, samples.local(0, 1), kind=kind, per=per)
+            unit_reduce(found, samples.local(0, 1), kind="logsumexp", per=per).sum().backward()
+    assert values.grad.shape == (13,)
+
+
 # --- refusals, each beside its nearest legal neighbour
 
 
@@ -146,6 +237,15 @@ def per_rollout(tokens: float) -> Tensor:
     return segment_sum(WHOLE, local, per="rollout", totals=totals)
 
 
+def per_prompt(tokens: dict[int | str, float] | None) -> Tensor:
+    totals = StepTotals(prompts=UnitCounts(all=9, tokens=tokens))
+    return segment_sum(WHOLE, local_of(MASKS, prompt_ids=["a", "a", "b"]), per="prompt", totals=totals)
+
+
+def scan(**how: Any) -> Tensor:
+    return segment_scan(WHOLE, local_of(MASKS), **how)
+
+
 def spread_of(*shape: int) -> Tensor:
     return to_tokens(torch.ones(shape), local_of(MASKS))
 
@@ -156,7 +256,8 @@ REFUSALS = {
         sums,
         ((torch.ones(5),), r"of shape \(5,\): this rank's part of the layout is \(6,\)", (torch.ones(1, 6),)),
         (([WHOLE, torch.ones(4)],), r"a segment sum's values of shape \(4,\)", ([WHOLE, WHOLE],)),
-        ({"per": "prompt"}, "no such unit of a segment sum. Choose one of sample, rollout", {"per": "rollout"}),
+        ({"per": "step"}, "no such unit of a segment sum. Choose one of sample, rollout", {"per": "rollout"}),
+        ({"per": "prompt"}, "per='prompt' of samples without prompt_ids", {"per": "rollout"}),
         (FOUR_RANKS, "a cp_group of 4 ranks: the micro-batch is cut for 2", TWO_RANKS),
     ),
     **refusals(
@@ -166,6 +267,19 @@ REFUSALS = {
     **refusals(
         per_rollout,
         ((3.0,), "the rollout of sample 0, 2 of whose 3 mask tokens are in this micro-batch", (2.0,)),
+    ),
+    **refusals(
+        per_prompt,
+        (({"a": 2, "b": 2},), "the prompt of sample 2, 1 .+ Keep a prompt's samples together", ({"a": 2, "b": 1},)),
+        ((None,), "in a step whose totals count no prompts", ({"a": 2, "b": 1},)),
+    ),
+    **refusals(
+        scan,
+        ({"kind": "mean"}, "no such kind of a scan", {"kind": "min"}),
+        ({"per": "prompt"}, "no such unit of a scan", {"per": "rollout"}),
+        ({"gamma": 1.1}, r"gamma is 1.1: it must be a number in \[0, 1\]", {"gamma": 0}),
+        ({"kind": "max", "gamma": 0.5}, "only sums are discounted", {"kind": "max"}),
+        ({"kind": "max", "exclusive": True}, "nothing before it", {"kind": "max", "exclusive": True, "empty": 0.0}),
     ),
     **refusals(
         spread_of,
