@@ -188,7 +188,7 @@ def test_the_code_of_frameworks_that_needs_none_runs(monkeypatch: pytest.MonkeyP
         monkeypatch.setitem(sys.modules, module.__name__, module)
     masks = torch.tensor([[1.0, 1, 1, 0], [1, 0, 0, 0]])
     names: dict[str, Any] = {"loss_masks": list(masks), "uids": ["a", "b"]}
-    skyrl, nemo_rl, areal, areal_trainer, ms_swift, tinker, _ = code_of("frameworks.md")
+    skyrl, nemo_rl, areal, areal_trainer, ms_swift, bridge, tinker, _ = code_of("frameworks.md")
     names["policy"] = SimpleNamespace(train=lambda data, loss_fn: None)
     names["loss_fn"] = SimpleNamespace(positive_example_nll_weight=0.0, reference_policy_kl_penalty=0.1)
     exec(nemo_rl, names)
@@ -206,6 +206,7 @@ def test_the_code_of_frameworks_that_needs_none_runs(monkeypatch: pytest.MonkeyP
     exec(areal, names)
     exec(areal_trainer, names)
     exec(ms_swift, names)
+    compile(bridge, "frameworks.md", "exec")
     assert names["Actor"].train_batch is not actor.train_batch  # type: ignore[attr-defined]
     assert names["Trainer"]._create_train_engine
     assert trainers.grpo_trainer.MegatronGRPOTrainer._on_train_step_batch.__name__ == "<lambda>"

@@ -126,6 +126,18 @@ MS_SWIFT = Framework(
         *(f"swift.rlhf_trainers.{name}" for name in ("gkd_helpers", "grpo_trainer", "vllm_client")),
     ),
 )
+_UNREAD = ("checkpointing", "config", "initialize", "nvrx_straggler", "state", "tensor_inspect", "utils.mlflow_utils")
+BRIDGE = Framework(
+    variable="BRIDGE_PATH",
+    proof="megatron/bridge/training/train.py",
+    passed_by=("megatron.bridge", *(f"megatron.bridge.{name}" for name in ("data", "training", "utils"))),
+    stand_ins=(
+        *("datasets", "huggingface_hub", "hydra", "modelopt", "omegaconf", "PIL", "pydantic", "rich", "safetensors"),
+        *("tqdm", "transformers", "wandb", "yaml", "megatron.bridge.models", "megatron.bridge.peft"),
+        *(f"megatron.bridge.training.{name}" for name in _UNREAD),
+        "megatron.bridge.training.utils.flop_utils",  # names of a newer megatron-core
+    ),
+)
 MEGATRON_LM = Framework(
     variable="MEGATRON_LM_PATH",
     proof="train_rl.py",
