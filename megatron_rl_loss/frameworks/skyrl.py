@@ -128,8 +128,7 @@ class AggregatedPolicyLoss:
             both = real[held, :-shift] & real[held, shift:]
             further[name] = list(torch.nn.functional.pad(both, (0, shift)))
         end = real.shape[1] - batch["loss_mask"].shape[1]
-        rows = zip(batch["sequences"][held, :end], real[held, :end], strict=True)
-        prompts = [str(ids[at].tolist()) for ids, at in rows]
+        prompts = [str(ids) for ids in batch["sequences"][held, :end].tolist()]
         return Samples(list(masks), prompt_ids=prompts, term_masks=further)
 
 

@@ -21,7 +21,7 @@ def install() -> None:
     if module is None or hasattr(module, WEIGHTS):
         return
     found = []
-    for owner, name, make, parameters in (
+    for owner, name, replacement, parameters in (
         (module, "masked_mean", _mean, {"tensor", "mask", "dim"}),
         (module, "vocab_parallel_entropy_packed_sequences", _entropy, {"loss_mask"}),
         (module, "from_parallel_hidden_to_entropy_packed_sequences", _entropy, {"loss_mask"}),
@@ -37,39 +37,41 @@ def install() -> None:
                 f"a SkyRL without {name}({', '.join(sorted(parameters))}): this package replaces it. Use a9564572, "
                 "or 0.4.0."
             )
-        found.append((owner, name, functools.wraps(stock)(make(stock))))
-    for owner, name, replacement in found:
-        setattr(owner, name, replacement)
+        found.append((owner, name, _replaced(stock, replacement)))
+    for owner, name, replaced in found:
+        setattr(owner, name, replaced)
     setattr(module, WEIGHTS, True)
 
 
-def _mini_batch(stock: Any) -> Any:
-    def forward_backward_mini_batch(self: Any, *args: Any, **kwargs: Any) -> Any:
-        given = inspect.signature(stock).bind(self, *args, **kwargs).arguments
-        by_name, losses = given.get("loss_fn"), sys.modules[_MODULE].PolicyLossRegistry
-        loss = self.policy_loss_fn if by_name is None else losses.get(by_name)
-        if hasattr(loss, "weigh"):
-            given["micro_batches"] = loss.weigh(self, given["micro_batches"])
-        return stock(**given)
+def _replaced(stock: Any, replacement: Any) -> Any:
+    @functools.wraps(stock)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return replacement(stock, *args, **kwargs)
 
-    return forward_backward_mini_batch
+    return call
 
 
-def _schedule(stock: Any) -> Any:
-    def get_forward_backward_func(*args: Any, **kwargs: Any) -> Any:
-        schedule = stock(*args, **kwargs)
+def _mini_batch(stock: Any, *args: Any, **kwargs: Any) -> Any:
+    given = inspect.signature(stock).bind(*args, **kwargs).arguments
+    by_name, losses = given.get("loss_fn"), sys.modules[_MODULE].PolicyLossRegistry
+    loss = given["self"].policy_loss_fn if by_name is None else losses.get(by_name)
+    if hasattr(loss, "weigh"):
+        given["micro_batches"] = loss.weigh(given["self"], given["micro_batches"])
+    return stock(**given)
 
-        def run(*, forward_step_func: Any, **options: Any) -> Any:
-            def forward_step(iterator: Any, model: Any) -> Any:
-                output, loss_func = forward_step_func(iterator, model)
-                of_batch = WEIGHTS in loss_func.keywords["data"]
-                return output, functools.partial(_loss, loss_func) if of_batch else loss_func
 
-            return schedule(forward_step_func=forward_step, **options)
+def _schedule(stock: Any, *args: Any, **kwargs: Any) -> Any:
+    schedule = stock(*args, **kwargs)
 
-        return run
+    def run(*, forward_step_func: Any, **options: Any) -> Any:
+        def forward_step(iterator: Any, model: Any) -> Any:
+            output, loss_func = forward_step_func(iterator, model)
+            of_batch = WEIGHTS in loss_func.keywords["data"]
+            return output, functools.partial(_loss, loss_func) if of_batch else loss_func
 
-    return get_forward_backward_func
+        return schedule(forward_step_func=forward_step, **options)
+
+    return run
 
 
 def _loss(loss_func: Any, logits: Tensor) -> Any:
@@ -90,51 +92,38 @@ def _loss(loss_func: Any, logits: Tensor) -> Any:
     return loss, metrics
 
 
-def _mean(stock: Any) -> Any:
-    def masked_mean(tensor: Tensor, mask: Tensor | None, dim: int | None = None) -> Any:
-        weights = getattr(mask, WEIGHTS, None)
-        if weights is None:
-            return stock(tensor, mask, dim)
-        if dim is None:
-            return (tensor * weights["entropy"]).sum()
-        return (tensor * weights["kl"]).sum(dim) * len(tensor)  # the mean over rows follows
-
-    return masked_mean
+def _mean(stock: Any, tensor: Tensor, mask: Tensor | None, dim: int | None = None) -> Any:
+    weights = getattr(mask, WEIGHTS, None)
+    if weights is None:
+        return stock(tensor, mask, dim)
+    if dim is None:
+        return (tensor * weights["entropy"]).sum()
+    return (tensor * weights["kl"]).sum(dim) * len(tensor)  # the mean over rows follows
 
 
-def _entropy(stock: Any) -> Any:
-    def entropy(*args: Any, **kwargs: Any) -> Any:
-        given = inspect.signature(stock).bind(*args, **kwargs).arguments
-        weights = getattr(given["loss_mask"], WEIGHTS, None)
-        if weights is None:
-            return stock(**given)
-        total = weights["entropy"].sum()  # what the stock function divides by is then 1
-        whole, mine = (
-            value * total for value in stock(**given | {"loss_mask": weights["entropy"] / (total.where(total != 0, 1))})
-        )
-        return whole, whole.detach() + mine - mine.detach()  # the gradient is that of this CP rank's tokens
-
-    return entropy
-
-
-def _shift(stock: Any) -> Any:
-    def shift_mask_for_mtp(mask: Tensor, mtp_layer_number: int = 0, *args: Any, **kwargs: Any) -> Tensor:
-        shifted: Tensor = stock(mask, mtp_layer_number, *args, **kwargs)
-        if hasattr(mask, WEIGHTS):
-            column = torch.zeros_like(shifted, dtype=torch.float32)
-            column[shifted != 0] = getattr(mask, WEIGHTS)[mtp_layer_number]
-            setattr(column, WEIGHTS, True)
-            return column
-        return shifted
-
-    return shift_mask_for_mtp
-
-
-def _draft(stock: Any) -> Any:
-    def draft_loss(*args: Any, **kwargs: Any) -> Any:
-        given = inspect.signature(stock).bind(*args, **kwargs).arguments
-        if hasattr(given["mask"], WEIGHTS):
-            given["global_normalization_factor"] = given["mask"].new_ones(())
+def _entropy(stock: Any, *args: Any, **kwargs: Any) -> Any:
+    given = inspect.signature(stock).bind(*args, **kwargs).arguments
+    weights = getattr(given["loss_mask"], WEIGHTS, None)
+    if weights is None:
         return stock(**given)
+    total = weights["entropy"].sum()  # what the stock function divides by is then 1
+    given["loss_mask"] = weights["entropy"] / total.where(total != 0, 1)
+    whole, mine = (value * total for value in stock(**given))
+    return whole, whole.detach() + mine - mine.detach()  # the gradient is that of this CP rank's tokens
 
-    return draft_loss
+
+def _shift(stock: Any, mask: Tensor, mtp_layer_number: int = 0, *args: Any, **kwargs: Any) -> Any:
+    shifted = stock(mask, mtp_layer_number, *args, **kwargs)
+    if not hasattr(mask, WEIGHTS):
+        return shifted
+    column = torch.zeros_like(shifted, dtype=torch.float32)
+    column[shifted != 0] = getattr(mask, WEIGHTS)[mtp_layer_number]
+    setattr(column, WEIGHTS, True)
+    return column
+
+
+def _draft(stock: Any, *args: Any, **kwargs: Any) -> Any:
+    given = inspect.signature(stock).bind(*args, **kwargs).arguments
+    if hasattr(given["mask"], WEIGHTS):
+        given["global_normalization_factor"] = given["mask"].new_ones(())
+    return stock(**given)
