@@ -1,7 +1,10 @@
-"""SkyRL: one assignment, in the process that its trainer runs in; `trainer.algorithm.loss_reduction` says the mode."""
+"""SkyRL: one line where the run script registers its losses, before Ray starts; then two settings say to use it.
 
-from skyrl.train import trainer
+trainer.algorithm.policy_loss_type=mine trainer.algorithm.loss_reduction=token_mean
+"""
 
-from megatron_rl_loss.frameworks.skyrl import apply_loss_reduction_to_advantages_minibatch
+from skyrl.backends.skyrl_train.utils.ppo_utils import PolicyLossRegistry
 
-trainer.apply_loss_reduction_to_advantages_minibatch = apply_loss_reduction_to_advantages_minibatch
+from megatron_rl_loss.frameworks.skyrl import AggregatedPolicyLoss
+
+PolicyLossRegistry.register("mine", AggregatedPolicyLoss("regular", "prompt_mean", kl="token_mean"))

@@ -1,87 +1,138 @@
-"""SkyRL: its normalisation of advantages before a step, by the weights of any of its loss reductions, exact.
+"""SkyRL on Megatron: any mode for the policy loss, KL penalty, entropy bonus and MTP loss, by a policy loss.
 
-    from skyrl.train import trainer
-    from megatron_rl_loss.frameworks.skyrl import apply_loss_reduction_to_advantages_minibatch
+    from skyrl.backends.skyrl_train.utils.ppo_utils import PolicyLossRegistry
+    from megatron_rl_loss.frameworks.skyrl import AggregatedPolicyLoss
 
-    trainer.apply_loss_reduction_to_advantages_minibatch = apply_loss_reduction_to_advantages_minibatch
+    PolicyLossRegistry.register("mine", AggregatedPolicyLoss("regular", "prompt_mean", kl="token_mean"))
+    # trainer.algorithm.policy_loss_type=mine trainer.algorithm.loss_reduction=token_mean
 
-In the process of the trainer (SkyRL's entry point runs in a Ray task of its own). Imports no SkyRL.
+SkyRL adds up the policy loss of a mini-batch. It averages other terms and metrics over each micro-batch, then over a
+rank's micro-batches that hold samples, then over ranks. Its registry hands the loss to each worker; there one round of
+collectives before a mini-batch gives the tokens' weights. A term becomes the sum of weight * loss times the number of
+those micro-batches and ranks, so its mean is exact. Imports no SkyRL.
+Source: SkyRL a9564572, workers/megatron/megatron_model_wrapper.py (forward_backward_mini_batch), worker_utils.py.
 """
 
-from collections.abc import Sequence
+import copy
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_rl_loss.modes.table import check_no_declared_sums
-from megatron_rl_loss.reduction.folding import fold_into_advantages
-from megatron_rl_loss.step.totals import StepTotals
+from megatron_rl_loss.frameworks.columns import check_text
+from megatron_rl_loss.frameworks.skyrl_install import WEIGHTS, install
+from megatron_rl_loss.modes.loss_modes import LossModes
+from megatron_rl_loss.modes.table import ModeFunction
+from megatron_rl_loss.modes.weights import checked_weights
+from megatron_rl_loss.step.collectives import attempt
+from megatron_rl_loss.step.counting import reduce_step_totals
+from megatron_rl_loss.step.samples import Samples
+from megatron_rl_loss.step.totals import UnitCounting
 
-__all__ = ["apply_loss_reduction_to_advantages_minibatch"]
+__all__ = ["AggregatedPolicyLoss"]
 
 
-def apply_loss_reduction_to_advantages_minibatch(
-    advantages: Tensor,
-    loss_mask: Tensor,
-    loss_reduction: str,
-    micro_batch_size: int,
-    max_seq_len: int,
-    prompt_boundaries: Sequence[tuple[int, int]] | None = None,
-) -> Tensor:
-    """``A * w / mask``: SkyRL's sum of loss * mask over the mini-batch's tokens then is its loss in that reduction.
+class AggregatedPolicyLoss:
+    """One of SkyRL's policy losses, in a mode; the other terms of the loss follow it, or their own.
 
     Args:
-        advantages, loss_mask: [rows, tokens] of one mini-batch, an optimizer step; the mask 0/1, bool or weights >= 0.
-        loss_reduction: ``token_mean``, ``sequence_mean``, ``seq_mean_token_sum_norm`` or ``prompt_mean``.
-        micro_batch_size: has no effect: no reduction here depends on it.
-        max_seq_len: L of ``seq_mean_token_sum_norm``.
-        prompt_boundaries: (start, end) rows of each prompt, for ``prompt_mean``; ignored otherwise.
-
-    Returns:
-        [rows, tokens], as the advantages, 0 where the mask is.
+        loss: its name in SkyRL's registry, such as ``regular``.
+        mode, divisor, units: of the policy loss, as in `make_pg_loss_reducer`. Prompts are told apart by their tokens.
+        kl, entropy, mtp: the modes of these terms; default: that of the policy loss.
 
     Raises:
-        ValueError: ``token_mean_legacy``, a mode that declares sums, or an unknown reduction; ``prompt_mean`` without
-            boundaries, or with some that leave out or repeat a row; shapes that are not one [rows, tokens]; anything
-            `fold_into_advantages` refuses.
-
-    Source: SkyRL a9564572, skyrl/backends/skyrl_train/utils/ppo_utils.py, the function of that name.
+        ValueError, TypeError: settings that are unusable; a SkyRL without the functions that are replaced.
+        BadBatchError: on every rank, when a step is trained on: another ``loss_reduction`` than ``token_mean``; packed
+            rows of several samples; a mini-batch of more than one call; a mode by prompt with images.
     """
-    if advantages.dim() != 2 or advantages.shape != loss_mask.shape:
-        raise ValueError(
-            f"advantages of shape {tuple(advantages.shape)}, loss_mask of shape {tuple(loss_mask.shape)}: both must be "
-            "[rows, tokens] of one mini-batch. Pass the matrices that the trainer holds."
-        )
-    check_no_declared_sums(loss_reduction, "SkyRL")
-    prompt_ids = None
-    if loss_reduction == "prompt_mean":
-        if prompt_boundaries is None:
+
+    def __init__(
+        self, loss: str, mode: str | ModeFunction, *, divisor: float | None = None, units: UnitCounting | None = None,
+        kl: str | None = None, entropy: str | None = None, mtp: str | None = None,
+    ) -> None:  # fmt: skip
+        from skyrl.backends.skyrl_train.utils.ppo_utils import PolicyLossRegistry
+
+        terms = {"kl": kl, "entropy": entropy, "mtp": mtp}
+        self._modes = LossModes.resolve(mode, divisor=divisor, units=units, terms=terms)
+        self._name, self._loss = loss, PolicyLossRegistry.get(loss)
+        install()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        install()
+
+    def __call__(self, log_probs: Tensor, old: Tensor, advantages: Tensor, config: Any, **inputs: Any) -> Any:
+        """SkyRL's loss of that name, of a micro-batch."""
+        if not hasattr(inputs["loss_mask"], WEIGHTS):
             raise ValueError(
-                f"loss aggregation {'prompt_mean'!r} of SkyRL without prompt_ids: it averages inside each prompt "
-                "group. Pass prompt_boundaries."
+                "a mini-batch without weights: they come with SkyRL's MegatronModelWrapper. Set "
+                "trainer.strategy=megatron."
             )
-        prompt_ids = _prompt_of_each_row(prompt_boundaries, len(advantages))
-    loss_masks = list(loss_mask)
-    folded = fold_into_advantages(
-        list(advantages),
-        loss_masks,
-        mode=f"skyrl:{loss_reduction}",
-        totals=StepTotals.from_loss_masks(loss_masks, prompt_ids=prompt_ids, dp_group=None),
-        divisor=max_seq_len if loss_reduction == "seq_mean_token_sum_norm" else None,
-        prompt_ids=prompt_ids,
-    )
-    if not folded:
-        return torch.zeros_like(advantages)
-    return (torch.stack(folded) / loss_mask.where(loss_mask != 0, 1)).to(advantages.dtype)
+        config = copy.copy(config)
+        config.policy_loss_type = self._name
+        return self._loss(log_probs, old, advantages, config=config, **inputs)
+
+    def weigh(self, wrapper: Any, batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The micro-batches of a mini-batch, with weighed advantages and the weights of the other terms."""
+        from megatron.core import mpu
+        from megatron.core.utils import get_model_config
+
+        depths = [f"mtp {i}" for i in range(get_model_config(wrapper.actor_module[0]).mtp_num_layers or 0)]
+        group, modes = mpu.get_data_parallel_group(with_context_parallel=False), self._modes
+        described = attempt(lambda: [self._describe(wrapper, batch, depths) for batch in batches])
+        of_step = {"dp_group": group, "count_prompts": modes.uses_prompt_ids, "statistics": modes.statistics}
+        totals = reduce_step_totals(described, masks=depths, settings=modes.describe(), **of_step)
+        assert not isinstance(described, Exception)  # else it was raised
+        tokens, rollouts = max(totals.step_tokens or 0, 1), max(totals.rollouts.all or 0, 1)
+        shares = group.size() * max(1, batches[0].get("num_real_microbatches", len(batches)))
+
+        def weights_of(term: str, samples: Samples, mask: str | None = None) -> Tensor:
+            local, by_mask = samples.with_mask(mask).local(0, 1), totals.with_mask(mask)
+            weights = checked_weights(modes.terms.get(term, modes.policy), local, by_mask)
+            return weights if mask is None else weights[local.mask != 0]
+
+        weighed = []
+        for batch, samples in zip(batches, described, strict=True):
+            mask, held = batch["loss_mask"], _held(batch)
+            columns = {name: mask.new_zeros(mask.shape, dtype=torch.float32) for name in ("policy", "kl", "entropy")}
+            for name, column in columns.items():
+                rows = weights_of(name, samples).view(len(samples), batch["attention_mask"].shape[1])
+                column[held] = rows[:, -mask.shape[1] :]
+            of_policy, of_kl = (columns[name] / mask.where(mask != 0, 1) for name in ("policy", "kl"))
+            weights = {
+                "kl": of_kl * shares,
+                "entropy": columns["entropy"] * shares,
+                "mtp": [weights_of("mtp", samples, depth) * shares for depth in depths],
+                "tokens": float(mask.sum()) * shares / tokens,
+                "rows": len(mask) * shares / rollouts,
+            }  # SkyRL has divided advantages by the tokens
+            weighed.append({**batch, "advantages": batch["advantages"] * of_policy * tokens, WEIGHTS: weights})
+        return weighed
+
+    def _describe(self, wrapper: Any, batch: dict[str, Any], depths: list[str]) -> Samples:
+        if wrapper.cfg.algorithm.loss_reduction != "token_mean":
+            raise ValueError(
+                f"loss_reduction={wrapper.cfg.algorithm.loss_reduction} beside a loss aggregation: the advantages are "
+                "divided by the mini-batch's tokens first. Set trainer.algorithm.loss_reduction=token_mean."
+            )
+        if batch.get("sub_seq_lengths") is not None or wrapper._pending_grad_sync is not None:
+            raise ValueError(
+                "rows of several samples, or gradients of another call: a mini-batch must be one call of "
+                "forward_backward, a row a sample. Leave sequences unpacked, and call optim_step after each."
+            )
+        check_text(self._modes, batch.get("pixel_values") is not None)
+        held, real = _held(batch), batch["attention_mask"] != 0
+        masks = torch.nn.functional.pad(batch["loss_mask"], (real.shape[1] - batch["loss_mask"].shape[1], 0))[held]
+        further = {}
+        for shift, name in enumerate(depths, 1):  # where a token and the one that is predicted are real
+            both = real[held, :-shift] & real[held, shift:]
+            further[name] = list(torch.nn.functional.pad(both, (0, shift)))
+        end = real.shape[1] - batch["loss_mask"].shape[1]
+        prompts = [str(ids) for ids in batch["sequences"][held, :end].tolist()]
+        return Samples(list(masks), prompt_ids=prompts, term_masks=further)
 
 
-def _prompt_of_each_row(boundaries: Sequence[tuple[int, int]], rows: int) -> list[int]:
-    """The number of the prompt that each row belongs to."""
-    ordered = sorted((int(start), int(end)) for start, end in boundaries)
-    edges = [edge for pair in ordered for edge in pair]
-    if [0, *edges[1::2]] != [*edges[::2], rows] or any(start >= end for start, end in ordered):
-        raise ValueError(
-            f"prompt_boundaries {ordered[:8]} for {rows} rows: every row must belong to one prompt. Pass those of "
-            "compute_prompt_boundaries, relative to the mini-batch."
-        )
-    return [number for number, (start, end) in enumerate(ordered) for _ in range(start, end)]
+def _held(batch: dict[str, Any]) -> Tensor:
+    """The rows that are samples: a row that SkyRL adds has one real token and an empty mask."""
+    held: Tensor = (batch["attention_mask"].sum(-1) > 1) | (batch["loss_mask"] != 0).any(-1)
+    return held

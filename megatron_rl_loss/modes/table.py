@@ -139,7 +139,6 @@ def with_statistics(**statistics: Statistic) -> Callable[[ModeFunction], ModeFun
 _ON_FOLDED_ADVANTAGES = {
     "slime or miles": "multiply them by the global batch size, and use ...slime.constant_1",
     "verl": "and use token-sum",
-    "SkyRL": "in the place of this function: SkyRL only sums",
 }
 
 

@@ -7,10 +7,9 @@ import oracle
 import pytest
 import torch
 from refusals import Refusal, check_refusal, each_of
-from torch import Tensor
 
 from megatron_rl_loss import StepTotals, register_pg_loss_reducer
-from megatron_rl_loss.frameworks import skyrl, slime, verl
+from megatron_rl_loss.frameworks import slime, verl
 from megatron_rl_loss.modes import table as modes
 from megatron_rl_loss.modes.names import resolve
 from megatron_rl_loss.modes.papers import vl_norm_undivided as vl_norm
@@ -27,10 +26,6 @@ MATRIX = torch.stack(MASKS)
 def registered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(modes, "_REGISTERED", {})
     register_pg_loss_reducer(NAME)(vl_norm)
-
-
-def apply(reduction: Any) -> Tensor:
-    return skyrl.apply_loss_reduction_to_advantages_minibatch(MATRIX, MATRIX, reduction, 1, 4)
 
 
 def hook(named: Callable[..., Any]) -> Any:
@@ -57,7 +52,6 @@ REFUSALS: dict[str, Refusal] = {
     "verl": refusal(
         lambda mode: verl.agg_loss(MATRIX, MATRIX, mode), NAME, f"{NAMED}verl", "verl", "token-sum", "token-sum"
     ),
-    "SkyRL": refusal(apply, NAME, f"{NAMED}SkyRL", "SkyRL", "only sums", "sequence_mean"),
 }
 
 
@@ -75,12 +69,12 @@ def test_the_ways_out_are_the_mode() -> None:
     plain = [one * advantage for one, advantage in zip(losses, ADVANTAGES, strict=True)]
     expected = float(oracle.vl_norm([oracle.Sample(one, mask) for one, mask in zip(plain, MASKS, strict=True)]))
     size = len(MASKS)
-    of_slime, of_verl, of_skyrl = 0.0, 0.0, 0.0
+    of_slime, of_verl, of_sums = 0.0, 0.0, 0.0
     for part in (slice(0, 2), slice(2, 4)):
         weighted = losses[part] * torch.stack(folded[part])
         reducer = SOUND(TOTALS[part], LENGTHS[part], MASKS[part], False)
         of_slime += float(reducer(weighted.flatten() * size)) / size
         of_verl += float(verl.agg_loss(weighted, MATRIX[part], "token-sum"))
-        of_skyrl += float((weighted * MATRIX[part]).sum())
-    for found in (of_slime, of_verl, of_skyrl):
+        of_sums += float((weighted * MATRIX[part]).sum())
+    for found in (of_slime, of_verl, of_sums):
         assert abs(found / expected - 1) <= oracle.sum_error(MATRIX.numel()) * 8

@@ -180,13 +180,15 @@ def test_versions_are_the_same_on_all_pages() -> None:
 
 
 def test_the_code_of_frameworks_that_needs_none_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer, package = ModuleType("skyrl.train.trainer"), ModuleType("skyrl.train")
-    package.trainer = trainer  # type: ignore[attr-defined]
-    for module in (ModuleType("skyrl"), package, trainer):
+    losses, ppo_utils = {}, ModuleType("skyrl.backends.skyrl_train.utils.ppo_utils")
+    registry = SimpleNamespace(register=losses.__setitem__, get=lambda name: name)
+    ppo_utils.PolicyLossRegistry = registry  # type: ignore[attr-defined]
+    parents = [ppo_utils.__name__.rsplit(".", levels)[0] for levels in range(1, 5)]
+    for module in (*map(ModuleType, parents), ppo_utils):
         monkeypatch.setitem(sys.modules, module.__name__, module)
     masks = torch.tensor([[1.0, 1, 1, 0], [1, 0, 0, 0]])
     names: dict[str, Any] = {"loss_masks": list(masks), "uids": ["a", "b"]}
-    skyrl, nemo_rl, areal, areal_trainer, ms_swift, tinker, _ = code_of("frameworks.md")
+    skyrl, nemo_rl, areal, areal_trainer, ms_swift, bridge, tinker, _ = code_of("frameworks.md")
     names["policy"] = SimpleNamespace(train=lambda data, loss_fn: None)
     names["loss_fn"] = SimpleNamespace(positive_example_nll_weight=0.0, reference_policy_kl_penalty=0.1)
     exec(nemo_rl, names)
@@ -204,15 +206,14 @@ def test_the_code_of_frameworks_that_needs_none_runs(monkeypatch: pytest.MonkeyP
     exec(areal, names)
     exec(areal_trainer, names)
     exec(ms_swift, names)
+    compile(bridge, "frameworks.md", "exec")
     assert names["Actor"].train_batch is not actor.train_batch  # type: ignore[attr-defined]
     assert names["Trainer"]._create_train_engine
     assert trainers.grpo_trainer.MegatronGRPOTrainer._on_train_step_batch.__name__ == "<lambda>"
     assert hasattr(trainers.grpo_trainer.MegatronGRPOTrainer._on_train_step_batch, "__wrapped__")
-    for code, mode in ((RECIPES["skyrl.py"], "sequence_mean"), (skyrl, "prompt_mean")):
+    for code in (RECIPES["skyrl.py"], skyrl):
         exec(code, names)
-        normalise = trainer.apply_loss_reduction_to_advantages_minibatch
-        advantages = normalise(torch.ones(2, 4), masks, mode, 1, 8, [(0, 1), (1, 2)])
-        torch.testing.assert_close(advantages, masks / torch.tensor([[6.0], [2.0]]))
+        assert type(losses.pop("mine")).__name__ == "AggregatedPolicyLoss"
     exec(tinker, names)
     assert names["datum_advantages"][1] == pytest.approx([-0.7 / 4, 0, 0, 0])
 

@@ -66,8 +66,12 @@ def expected(
     kl: Callable[[Tensor, Tensor], Tensor] | None = k3,
     of_samples: bool = False,
     corrected: bool = False,
+    entropy: float = 0.0,
 ) -> tuple[float, Tensor, float]:
-    """Value, gradient by table entry and scale of the step's loss; `corrected` for the sampler's log-probs."""
+    """Value, gradient by table entry and scale of the step's loss; `corrected` for the sampler's log-probs.
+
+    `entropy`: the coefficient of its bonus.
+    """
     batch, table = make_batch(), make_table().double().requires_grad_()
     ids = batch["input_ids"]
     log_probs = table.log_softmax(-1)[ids[:, :-1], ids[:, 1:]]
@@ -83,7 +87,7 @@ def expected(
     if corrected:
         gap = old - batch["generation_logprobs"][:, 1:].double()
         policy = policy * ((gap * masks).sum(-1, keepdim=True) if of_samples else gap).exp()
-    of_policy = {name: value for name, value in settings.items() if name != "kl"}
+    of_policy = {name: value for name, value in settings.items() if name in ("divisor", "units")}
     scale = 0.0
 
     def step(mode: str, losses: Tensor, masks: Tensor, divisor: float | None = None, units: str = "all") -> Tensor:
@@ -96,5 +100,9 @@ def expected(
     if kl is not None:
         of_kl = {} if "kl" in settings else of_policy
         loss = loss + BETA * step(settings.get("kl", mode), kl(log_probs, reference), masks, **of_kl)
+    if entropy:
+        of_entropy = {} if "entropy" in settings else of_policy
+        rows = table[ids[:, :-1]].log_softmax(-1)
+        loss = loss - entropy * step(settings.get("entropy", mode), -(rows.exp() * rows).sum(-1), masks, **of_entropy)
     (gradient,) = torch.autograd.grad(loss, table)
     return float(loss.detach()), gradient, scale

@@ -67,13 +67,22 @@ VERL = Framework(
         "verl.utils.checkpoint",
     ),
 )
+_MEGATRON_OF_SKYRL = "skyrl.backends.skyrl_train.distributed.megatron"
 SKYRL = Framework(
     variable="SKYRL_PATH",
     proof="skyrl/backends/skyrl_train/utils/ppo_utils.py",
-    passed_by=_packages("skyrl", "backends", "backends.skyrl_train", "backends.skyrl_train.utils", "train"),
+    passed_by=(
+        *_packages("skyrl", "train", "backends", "backends.skyrl_train"),
+        *_packages("skyrl.backends.skyrl_train", "utils", "mtp", "distributed", "distributed.megatron")[1:],
+        *_packages("skyrl.backends.skyrl_train", "workers", "workers.megatron")[1:],
+    ),
     stand_ins=(
-        *("aiohttp", "datasets", "httpx", "jaxtyping", "loguru", "omegaconf", "orjson", "pybase64", "pydantic"),
-        *("ray", "rich", "skyrl_gym", "torchdata", "tqdm", "transformers", "yaml"),
+        *("aiohttp", "datasets", "httpx", "huggingface_hub", "jaxtyping", "loguru", "megatron.bridge", "omegaconf"),
+        *("orjson", "peft", "pybase64", "pydantic", "ray", "rich", "safetensors", "skyrl_gym", "torchdata", "tqdm"),
+        *("transformers", "yaml"),
+        *(f"{_MEGATRON_OF_SKYRL}.{name}" for name in ("megatron_strategy", "optimizer")),  # checkpoints, optimizers
+        *(f"skyrl.backends.skyrl_train.{name}" for name in ("inference_servers", "patches", "weight_sync")),
+        *(f"skyrl.backends.skyrl_train.workers.megatron.{name}" for name in ("adapter_store", "model_bridges")),
     ),
 )
 NEMO_RL = Framework(
@@ -115,6 +124,18 @@ MS_SWIFT = Framework(
         ),  # what generates, other trainers
         *("swift.megatron.arguments", "swift.megatron.callbacks", "swift.megatron.model"),
         *(f"swift.rlhf_trainers.{name}" for name in ("gkd_helpers", "grpo_trainer", "vllm_client")),
+    ),
+)
+_UNREAD = ("checkpointing", "config", "initialize", "nvrx_straggler", "state", "tensor_inspect", "utils.mlflow_utils")
+BRIDGE = Framework(
+    variable="BRIDGE_PATH",
+    proof="megatron/bridge/training/train.py",
+    passed_by=("megatron.bridge", *(f"megatron.bridge.{name}" for name in ("data", "training", "utils"))),
+    stand_ins=(
+        *("datasets", "huggingface_hub", "hydra", "modelopt", "omegaconf", "PIL", "pydantic", "rich", "safetensors"),
+        *("tqdm", "transformers", "wandb", "yaml", "megatron.bridge.models", "megatron.bridge.peft"),
+        *(f"megatron.bridge.training.{name}" for name in _UNREAD),
+        "megatron.bridge.training.utils.flop_utils",  # names of a newer megatron-core
     ),
 )
 MEGATRON_LM = Framework(

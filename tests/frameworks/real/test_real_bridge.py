@@ -1,4 +1,9 @@
-"""The recipe for a Hugging Face checkpoint with the real Megatron-Bridge, against Hugging Face's own model.
+"""Megatron-Bridge's own `train_step` with our modes, from a checkout: BRIDGE_PATH=~/Megatron-Bridge/src.
+
+Real: `train_step` with its reports, `masked_next_token_loss`, Megatron's schedule and DDP. The model is a table of
+losses. Replaced: what its modules import for checkpoints, configuration, logs and models (`checkouts.BRIDGE`).
+
+And the recipe for a Hugging Face checkpoint with the installed Megatron-Bridge, against Hugging Face's own model.
 
 A tiny random Qwen2 checkpoint, float32, one process; local layers in the place of Transformer Engine's. The step of
 the recipe's loop gives the loss and gradients that `transformers` and the oracle give.
@@ -18,10 +23,7 @@ from ranks import run_ranks, start_process_group
 from torch import Tensor
 
 MISSING = [name for name in ("megatron.bridge", "transformers") if importlib.util.find_spec(name) is None]
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(bool(MISSING), reason=f"needs Megatron-Bridge: no {' and no '.join(MISSING)}"),
-]
+pytestmark = pytest.mark.slow
 
 ROWS, LENGTH, VOCABULARY = 4, 16, 64
 #: Of Megatron's local layers on a CPU: what is fused elsewhere, and float32 throughout.
@@ -90,6 +92,7 @@ def step_of_the_recipe(folder: str) -> tuple[dict[str, float], Tensor, Tensor]:
     return report, embedding.main_grad[:VOCABULARY].clone(), output.main_grad[:VOCABULARY].clone()
 
 
+@pytest.mark.skipif(bool(MISSING), reason=f"needs Megatron-Bridge: no {' and no '.join(MISSING)}")
 def test_the_step_is_that_of_hugging_faces_model(tmp_path: Path) -> None:
     model = hugging_face_model()
     model.save_pretrained(tmp_path)
@@ -105,3 +108,81 @@ def test_the_step_is_that_of_hugging_faces_model(tmp_path: Path) -> None:
     assert report["pg_loss"] == pytest.approx(float(loss.detach()), rel=bound)
     for found, expected in ((embedding, model.model.embed_tokens.weight.grad), (output, model.lm_head.weight.grad)):
         assert float((found - expected).abs().max() / expected.abs().max()) < bound
+
+
+def steps_of_bridge(root: str, per_token: bool) -> dict[str, list[float]]:
+    """On a rank: errors of the gradient and of the logged loss in `train_step`, of its loss and of ours by mode."""
+    from types import SimpleNamespace
+
+    from checkouts import BRIDGE, load
+    from planned_steps import CP, DP, STEP, TABLE, batches_of
+    from step_samples import DIVISOR
+    from table_step import aggregation, relative_error, start, table_model
+
+    state = start(cp=CP)
+    train, losses = load(BRIDGE, root, *(f"megatron.bridge.training.{name}" for name in ("train", "losses")))
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    from megatron_rl_loss.frameworks.bridge import attached
+    from megatron_rl_loss.megatron import next_microbatch
+
+    cp_rank, batches = state.get_context_parallel_rank(), batches_of(state.get_data_parallel_rank())
+    # It counts tokens in integers.
+    flags = [oracle.Sample(one.losses, (one.mask != 0).float(), one.rollout_id, one.prompt_id) for one in STEP]
+    masks = torch.cat([*(one.mask for one in flags), torch.zeros(1)])
+    train.get_num_microbatches = lambda: len(batches)
+    nothing = SimpleNamespace(start=lambda **_: None, stop=lambda: None)
+    cfg = SimpleNamespace(
+        train=SimpleNamespace(
+            empty_unused_memory_level=0, check_optimizer_step_success=False, skip_sync_grad_norm_across_mp=True,
+            micro_batch_size=1,
+        ),
+        optimizer=SimpleNamespace(
+            reuse_grad_buf_for_mxfp8_param_ag=False, barrier_with_L1_time=False, log_num_zeros_in_grad=False
+        ),
+        ddp=SimpleNamespace(overlap_param_gather=False), dataset=SimpleNamespace(dataloader_type="single"),
+        model=SimpleNamespace(seq_length=8), dist=SimpleNamespace(use_decentralized_pg=True), data_parallel_size=DP,
+    )  # fmt: skip
+    optimizer = SimpleNamespace(zero_grad=lambda: None, step=lambda: (True, 0.0, 0))
+
+    def stock(iterator: Iterator[Any], model: Any) -> Any:
+        numbers = next(iterator).local_numbers(cp_rank, CP)
+        loss = losses.create_masked_next_token_loss_function(masks[numbers], False, False)
+        return model(numbers.cuda()), loss
+
+    def ours(iterator: Iterator[Any], model: Any) -> Any:
+        microbatch = next_microbatch(iterator)
+        return model(microbatch.data.local_numbers(cp_rank, CP).cuda()), microbatch.loss
+
+    def errors(mode: str, forward_step: Any, samples: list[oracle.Sample]) -> list[float]:
+        model, divisor = table_model(TABLE, per_token=per_token), DIVISOR if mode == "constant" else None
+        logged, *_ = train.train_step(
+            forward_step, iter(batches), [model], optimizer, SimpleNamespace(step=lambda increment: None),
+            SimpleNamespace(cfg=cfg, timers=lambda *_, **__: nothing), ProcessGroupCollection.use_mpu_process_groups(),
+            train.get_forward_backward_func(pp_size=1, vp_size=None), None,
+        )  # fmt: skip
+        expected = torch.cat([*oracle.step_gradient(mode, samples, divisor), torch.zeros(1)])
+        value = float(oracle.step_loss(mode, samples, divisor))
+        (name,) = {"pg_loss", "lm loss"} & set(logged)
+        in_value = abs(float(logged[name]) - value) / oracle.step_scale(mode, samples, divisor)
+        return [relative_error(model.module.losses.main_grad.cpu(), expected), in_value]
+
+    found = {"theirs": errors("token_mean", stock, flags)}
+    for mode in oracle.MODES:
+        divisor = DIVISOR if mode == "constant" else None
+        with attached(aggregation(mode=mode, divisor=divisor, with_per_token_loss=per_token)):
+            found[mode] = errors(mode, ours, STEP)
+    return found
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+def test_its_train_step_is_exact_in_every_mode(per_token: bool) -> None:
+    """Its own loss is the token mean with per-token loss, which it forces for finetuning under CP, and not without."""
+    from checkouts import BRIDGE, checkout
+
+    for found in run_ranks(4, steps_of_bridge, checkout(BRIDGE), per_token):
+        print(found)
+        theirs, *_ = found.pop("theirs")
+        assert theirs < 2e-6 if per_token else theirs > 1e-2
+        for errors in found.values():
+            assert max(errors) < 2e-6

@@ -1,150 +1,244 @@
-"""SkyRL's own trainer and losses with our normalisation of advantages, from a checkout: SKYRL_PATH=~/SkyRL.
+"""SkyRL's own worker, loss, packing, scaling and metrics with our policy loss, from a checkout: SKYRL_PATH=~/SkyRL.
 
-Real: `RayPPOTrainer._normalize_advantages` over several mini-batches, `compute_prompt_boundaries`, the policy loss and
-its sum; gradients are averaged over gloo and multiplied as its workers do. Not run: Ray, the workers, an engine.
+Real: `MegatronPolicyWorkerBase.forward_backward` with both of its cuts into micro-batches, `MegatronModelWrapper` with
+its packed rows, context-parallel log-probs and entropy, KL penalty, MTP loss and deferred `finalize_model_grads`; its
+reductions of metrics; Megatron's schedule and DDP. The model is a table of logits, with a second one as draft head.
+Replaced: Ray, by pickling the loss; the model's forward on packed rows; the MTP block, which captures hidden states of
+a GPT; the strategy, whose imports fail (`megatron.core.dist_checkpointing.strategies.base`), but not its `all_reduce`.
 """
 
-import random
+import contextlib
+import pickle
 from types import SimpleNamespace
 from typing import Any
 
 import oracle
 import pytest
 import torch
-import torch.distributed as dist
+from bigram_step import (
+    BETA,
+    CLIP_HIGH,
+    CLIP_LOW,
+    LENGTH,
+    PROMPTS,
+    ROWS,
+    TOLERANCE,
+    VOCABULARY,
+    expected,
+    k3,
+    make_batch,
+    make_table,
+)
 from checkouts import SKYRL, checkout, load
-from ranks import RankError, run_ranks, start_process_group
+from ranks import RankError, run_ranks
+from table_step import relative_error, start, table_model
 from torch import Tensor
 
-TOLERANCE = 2e-6
-MAX_SEQ_LEN = 48
-MODES: dict[str, tuple[str, float | None]] = {
-    "token_mean": ("token_mean", None),
-    "sequence_mean": ("sample_mean", None),
-    "seq_mean_token_sum_norm": ("constant", float(MAX_SEQ_LEN)),
-    "prompt_mean": ("prompt_mean", None),
+LEFT, PROMPT, ENTROPY, MTP = 2, 3, 0.02, 0.4  # padding to the left, length of prompts, coefficients
+TEACHERS = 2  # depths of the draft head
+MODES: dict[str, dict[str, Any]] = {
+    "token_mean": {},
+    "sample_mean": {"units": "active", "kl": "token_mean"},
+    "prompt_mean": {"entropy": "token_mean", "mtp": "sample_mean"},
+    "constant": {"divisor": 40.0, "kl": "sample_mean", "entropy": "prompt_mean", "mtp": "prompt_mean"},
+    "token_sum": {"divisor": 25.0},
 }
-MINI_BATCHES = [(0, 6), (6, 14)]
-UIDS = ["a", "a", "b", "b", "b", "b", "c", "d", "d", "d", "e", "e", "f", "f"]  # the last two are masked
 
 pytestmark = pytest.mark.slow
 
 
-class Batch(dict[str, Any]):
-    """As much of a TrainingInputBatch as the trainer asks for."""
-
-    def __getitem__(self, key: Any) -> Any:
-        return (
-            Batch({name: values[key] for name, values in self.items()})
-            if isinstance(key, slice)
-            else super().__getitem__(key)
-        )
+def draft(table: Tensor, ids: Tensor) -> list[Tensor]:
+    return [table[ids], 0.5 * table[ids]]
 
 
-def make_batch(seed: int) -> dict[str, Tensor]:
-    rng = random.Random(seed)
-    torch.manual_seed(seed)
-    rows, tokens = len(UIDS), 11
-    mask = torch.zeros(rows, tokens)
-    for i in range(rows - 2):
-        length = rng.randint(1, tokens)
-        mask[i, :length] = (torch.rand(length) < 0.7).float()
-        mask[i, rng.randrange(length)] = 1
-    mask[3] = 0
-    log_probs = -torch.rand(rows, tokens)
-    return {
+def expected_draft(mode: str, settings: dict[str, Any]) -> tuple[float, Tensor]:
+    """Value and gradient of the draft head's loss, a mean over its depths."""
+    batch, policy = make_batch(), make_table().double()
+    table = policy.flip(0).requires_grad_()
+    own = {name: settings[name] for name in ("divisor", "units") if name in settings and "mtp" not in settings}
+    losses = []
+    for depth, students in enumerate(draft(table, batch["input_ids"])):
+        samples = []
+        for row, (ids, length) in enumerate(zip(batch["input_ids"], batch["input_lengths"].tolist(), strict=True)):
+            teacher = policy[ids[depth + 1 : length]].softmax(-1)
+            losses_of_row = -(teacher * students[row, : length - depth - 1].log_softmax(-1)).sum(-1)
+            samples.append(oracle.Sample(losses_of_row, torch.ones(len(losses_of_row)), None, PROMPTS[row]))
+        losses.append(oracle.step_loss(settings.get("mtp", mode), samples, own.get("divisor"), own.get("units", "all")))
+    loss = MTP * torch.stack(losses).mean()
+    (gradient,) = torch.autograd.grad(loss, table)
+    return float(loss.detach()), gradient
+
+
+def data_of(rank_rows: slice, normalize: Any) -> dict[str, Tensor]:
+    """A rank's rows: prompts after their padding, responses before; advantages as the trainer normalises them."""
+    batch = make_batch()
+    mask = batch["token_mask"][:, PROMPT:] * batch["sample_mask"][:, None]
+    real = torch.arange(LENGTH) < batch["input_lengths"][:, None]
+    whole = {
+        "sequences": torch.nn.functional.pad(batch["input_ids"], (LEFT, 0)),
+        "attention_mask": torch.nn.functional.pad(real.long(), (LEFT, 0)),
+        "action_log_probs": batch["prev_logprobs"][:, PROMPT:],
+        "base_action_log_probs": batch["reference_policy_logprobs"][:, PROMPT:],
+        "rollout_logprobs": batch["generation_logprobs"][:, PROMPT:],
+        "advantages": normalize(batch["advantages"][:, PROMPT:], mask, "token_mean", 2, LENGTH, None),
         "loss_mask": mask,
-        "response_mask": torch.ones(rows, tokens),
-        "advantages": torch.randn(rows, 1).expand(rows, tokens).clone(),
-        "log_probs": log_probs,
-        "old_log_probs": log_probs + 0.4 * torch.randn(rows, tokens),
+        "response_mask": mask,
     }
+    return {name: values[rank_rows].clone() for name, values in whole.items()}
 
 
-def expected(batch: dict[str, Tensor], mode: str, rows: slice) -> tuple[float, Tensor, float]:
-    """Value, gradient by log-prob and scale of a mini-batch, in float64."""
-    ours, divisor = MODES[mode]
-    table = batch["log_probs"].double().requires_grad_()
-    ratio, advantages = (table - batch["old_log_probs"].double()).exp(), batch["advantages"].double()
-    losses = torch.maximum(-ratio * advantages, -ratio.clamp(0.8, 1.28) * advantages)
-    samples = [oracle.Sample(losses[i], batch["loss_mask"][i], None, UIDS[i]) for i in range(len(UIDS))[rows]]
-    value = oracle.step_loss(ours, samples, divisor)
-    (gradient,) = torch.autograd.grad(value, table)
-    return float(value.detach()), gradient, oracle.step_scale(ours, samples, divisor)
-
-
-def step_errors(root: str, seed: int, modes: list[str], drop_in: bool) -> list[float]:
-    """On a rank: the worst error over two steps in each mode."""
-    start_process_group()
-    names = "train.trainer", "backends.skyrl_train.utils.ppo_utils", "train.dataset.preprocess"
-    trainer, ppo_utils, preprocess = load(SKYRL, root, *(f"skyrl.{name}" for name in names))
-    if drop_in:
-        from megatron_rl_loss.frameworks.skyrl import apply_loss_reduction_to_advantages_minibatch
-
-        trainer.apply_loss_reduction_to_advantages_minibatch = apply_loss_reduction_to_advantages_minibatch
-    rank, dp = dist.get_rank(), dist.get_world_size()
-    batch = make_batch(seed)
+def config(case: dict[str, Any]) -> Any:
+    none = ("tis_ratio_type", "sequence_mask_metric", "outlier_token_is_threshold_low", "token_mask_is_threshold_low")
+    off = dict.fromkeys((*none, "outlier_token_is_threshold_high", "token_mask_is_threshold_high"))
+    off |= case.get("off", {})
+    terms, times = case.get("terms", ("kl", "entropy")), case.get("times", 1)
     algorithm = SimpleNamespace(
-        advantage_batch_normalize=False,
-        loss_reduction=None,
-        max_seq_len=MAX_SEQ_LEN,
-        policy_loss_type="regular",
-        eps_clip_low=0.2,
-        eps_clip_high=0.28,
-        off_policy_correction=SimpleNamespace(
-            tis_ratio_type=None, sequence_mask_metric=None, outlier_token_is_threshold_low=None,
-            outlier_token_is_threshold_high=None, token_mask_is_threshold_low=None, token_mask_is_threshold_high=None,
-        ),
+        policy_loss_type=case.get("stock", "mine"), loss_reduction=case.get("reduction", "token_mean"),
+        eps_clip_low=CLIP_LOW, eps_clip_high=CLIP_HIGH, off_policy_correction=SimpleNamespace(**off),
+        use_kl_loss=True, kl_loss_coef=BETA * times * ("kl" in terms), kl_estimator_type="k3", temperature=1.0,
+        use_entropy_loss=True, entropy_loss_coef=ENTROPY * times * ("entropy" in terms),
+        enable_sample_support_replay=False,
     )  # fmt: skip
+    megatron = SimpleNamespace(
+        mtp_loss_weight=MTP, mtp_loss_chunk_size=case.get("chunk"), mtp_loss_topk=case.get("topk")
+    )
+    return SimpleNamespace(
+        algorithm=algorithm, policy=SimpleNamespace(megatron_config=megatron, sequence_parallel_size=1),
+        remove_microbatch_padding=case.get("packed", True), logprobs_chunk_size=None, vocab_entropy_chunk_size=None,
+        vocab_entropy_chunk_memory_mb=512, max_tokens_per_microbatch=case.get("tokens", 0),
+        micro_train_batch_size_per_gpu=case.get("rows", 4),
+    )  # fmt: skip
+
+
+def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, float]]:
+    """On a rank: the errors of each case."""
+    state = start(cp=cp)
+    below = "skyrl.backends.skyrl_train"
+    names = ("workers.megatron.megatron_worker", "utils.ppo_utils", "training_batch", "distributed.strategy")
+    workers, ppo_utils, batches, strategies = load(SKYRL, root, *(f"{below}.{name}" for name in names))
+    module = workers.__dict__["MegatronModelWrapper"].forward_backward_mini_batch.__globals__
+
+    from megatron.core.distributed import finalize_model_grads
+
+    from megatron_rl_loss.frameworks.skyrl import AggregatedPolicyLoss
+
+    seen: list[Any] = []
+
+    @contextlib.contextmanager
+    def capture(model: Any, enabled: bool) -> Any:
+        yield SimpleNamespace(compute_student_hidden_states=lambda: seen[-1], model=model) if enabled else None
+
+    module["maybe_capture_mtp_hidden"] = capture
+    module["project_mtp_hidden_to_logits"] = lambda ids, model: draft(
+        model.module.losses.view(2, VOCABULARY, -1)[1], ids
+    )
+    module["finalize_model_grads_with_expert_adapter_sync"] = finalize_model_grads  # 0.4.0 has it of Megatron-Bridge
+    module["_copy_tensor_dict_to_device"] = lambda batch, device: batch
+    dp_rank, dp = state.get_data_parallel_rank(), state.get_data_parallel_world_size()
+    both = torch.stack([make_table(), make_table().flip(0)])
+
+    def forward(table: Tensor, ids: Tensor) -> Tensor:
+        seen.append(ids % VOCABULARY)  # the ids of a micro-batch of padding are drawn from 100
+        return table.view(2, VOCABULARY, -1)[0][seen[-1]]
+
     found = []
-    for mode in modes:
-        algorithm.loss_reduction = mode
-        cfg = SimpleNamespace(trainer=SimpleNamespace(algorithm=algorithm, micro_train_batch_size_per_gpu=2))
-        normalized = trainer.RayPPOTrainer._normalize_advantages(
-            SimpleNamespace(cfg=cfg), Batch(batch), MINI_BATCHES, preprocess.compute_prompt_boundaries(UIDS)
-        )["advantages"]
-        errors = []
-        for start, end in MINI_BATCHES:
-            table = batch["log_probs"].clone().requires_grad_()
-            mine, total = list(range(start + rank, end, dp)), torch.zeros(())
-            for chosen in (mine[:1], mine[1:]):
-                if not chosen:
-                    continue
-                policy_loss = ppo_utils.PolicyLossRegistry.get("regular")
-                loss, _ = policy_loss(
-                    table[chosen],
-                    batch["old_log_probs"][chosen],
-                    normalized[chosen],
-                    config=algorithm,
-                    loss_mask=batch["loss_mask"][chosen],
-                    rollout_logprobs=None,
-                )
-                (loss * dp).backward()  # grad_sum_correction_factor of its workers
-                total += loss.detach()
-            gradient = torch.zeros_like(table) if table.grad is None else table.grad
-            for values in (gradient, total):
-                dist.all_reduce(values)
-            value, by_token, scale = expected(batch, mode, slice(start, end))
-            in_gradient = float((gradient.double() / dp - by_token).abs().max() / by_token.abs().max())
-            errors.append(oracle.worst_error(abs(float(total) - value) / scale, in_gradient, table.numel()))
-        found.append(max(errors))
+    for case in cases:
+        cfg = config(case)
+        if case.get("stock"):
+            loss = ppo_utils.PolicyLossRegistry.get(case["stock"])
+        else:
+            loss = AggregatedPolicyLoss("regular", case["mode"], **case["settings"])
+            loss._loss = ppo_utils.ppo_policy_loss  # cloudpickle, which SkyRL has, pickles a decorated function too
+            loss = pickle.loads(pickle.dumps(loss))
+        model = table_model(both.flatten().tolist(), forward=forward)
+        model.config.mtp_num_layers = TEACHERS if cp == 1 else None
+        worker: Any = object.__new__(workers.MegatronPolicyWorkerBase)
+        worker.cfg, worker.actor_module = cfg, [model]
+        worker.enable_router_replay = worker.enable_sample_support_replay = worker.empty_cuda_cache = False
+        worker.model = workers.MegatronModelWrapper(cfg, [model], policy_loss_fn=loss)
+        steps = SimpleNamespace(optimizer_step=lambda *_, **__: None)
+        steps.all_reduce = lambda data, op, group, on=steps: strategies.DistributedStrategy.all_reduce(
+            on, data, op, group
+        )
+        worker.strategy, worker.scheduler = steps, None
+        worker.optimizer = SimpleNamespace(param_groups=[{"lr": 0.0}])
+        normalize = ppo_utils.apply_loss_reduction_to_advantages_minibatch
+        data = batches.TrainingInputBatch(data_of(slice(dp_rank, None, dp), normalize))
+        data.metadata = {"response_length": LENGTH - PROMPT}
+        for _ in range(case.get("calls", 1)):
+            metrics = worker.forward_backward(data).metrics
+        kept = {}
+        worker.strategy.optimizer_step = lambda *_, kept=kept, model=model, **__: kept.update(
+            gradient=model.module.losses.main_grad.view(2, VOCABULARY, -1).clone()
+        )
+        worker.optim_step()
+        settings, algorithm = case["settings"], cfg.algorithm
+        times = algorithm.kl_loss_coef / BETA
+        value, by_entry, scale = expected(
+            case["mode"],
+            settings,
+            kl=lambda *given, times=times: times * k3(*given),
+            entropy=algorithm.entropy_loss_coef,
+        )
+        errors = {"gradient": relative_error(kept["gradient"][0], by_entry)}
+        if cp == 1:
+            of_draft, by_draft = expected_draft(case["mode"], settings)
+            errors["mtp"] = relative_error(kept["gradient"][1], by_draft)
+            errors["mtp value"] = abs(metrics["mtp_loss"] * MTP - of_draft) / of_draft
+            value, scale = value + of_draft, scale + of_draft
+        found.append(errors | {"value": abs(metrics["final_loss"] - value) / scale} | {"metrics": metrics})
     return found
 
 
-@pytest.mark.parametrize("dp", [1, 2, 4])
-def test_steps_are_exact_with_ours_and_with_theirs(dp: int) -> None:
-    for drop_in in (True, False):
-        for errors in run_ranks(dp, step_errors, checkout(SKYRL), 1, list(MODES), drop_in):
-            assert max(errors) < TOLERANCE
+SIZES: list[dict[str, Any]] = [{"rows": 4}, {"tokens": 24}]  # two equal and unequal micro-batches, and as many as fit
+CASES = [{"mode": mode, "settings": settings, **sizes} for mode, settings in MODES.items() for sizes in SIZES]
 
 
-def test_the_legacy_mean_is_refused_and_theirs_depends_on_the_cut() -> None:
-    """Negative control of the refusal: their value is none of the step's token mean."""
-    with pytest.raises(RankError, match=r"skyrl:token_mean_legacy.*a mean of micro-batch means"):
-        run_ranks(1, legacy_error, checkout(SKYRL), True)
-    assert run_ranks(1, legacy_error, checkout(SKYRL), False)[0] > 1e-2
+@pytest.mark.parametrize(("world_size", "cp"), [(1, 1), (2, 1), (4, 2)])
+def test_every_term_is_exact(world_size: int, cp: int) -> None:
+    unpacked: list[dict[str, Any]] = [{"packed": False}, {"chunk": 4}, {"topk": VOCABULARY, "packed": False}]
+    cases = CASES + [case | one for case in CASES for one in unpacked if cp == 1]
+    for results in run_ranks(world_size, train, checkout(SKYRL), cp, cases):
+        for case, found in zip(cases, results, strict=True):
+            del found["metrics"]
+            assert max(found.values()) < TOLERANCE, (case, found)
 
 
-def legacy_error(root: str, drop_in: bool) -> float:
-    MODES["token_mean_legacy"] = MODES["token_mean"]
-    return step_errors(root, 1, ["token_mean_legacy"], drop_in)[0]
+def test_theirs_are_means_of_means() -> None:
+    """SkyRL's policy loss is exact; its other terms are not, in their own counting of rows or of tokens."""
+    stock: dict[str, Any] = {"stock": "regular", "mode": "token_mean", "settings": {"kl": "sample_mean"}, "times": 1e4}
+    cases = [{**stock, "terms": [term], **sizes} for term in ("no", "kl", "entropy") for sizes in SIZES]
+    results = run_ranks(2, train, checkout(SKYRL), 1, cases)[0]
+    exact, also, *others = (found["gradient"] for found in results)
+    assert max(exact, also) < TOLERANCE
+    assert min(*others, *(found["mtp"] for found in results)) > 1e-2
+
+
+def test_metrics_are_those_of_one_micro_batch() -> None:
+    """In which SkyRL's own are right: its means of micro-batches' means of ranks' are not."""
+    off = {"sequence_mask_metric": "geometric", "geo_mask_high": 1.01, "geo_mask_low": 0.99}
+    case: dict[str, Any] = {"mode": "token_mean", "settings": {"kl": "sample_mean"}, "off": off}
+    whole = run_ranks(1, train, checkout(SKYRL), 1, [case | {"stock": "regular", "rows": ROWS}])[0][0]["metrics"]
+    *ours, theirs = run_ranks(
+        2, train, checkout(SKYRL), 1, [*(case | one for one in SIZES), case | {"stock": "regular"}]
+    )[0]
+    of_all = [name for name in whole if not name.endswith(("_std", "_lr", "microbatches"))]
+    assert len(of_all) > 12
+    for name in of_all:
+        for found in ours:
+            assert found["metrics"][name] == pytest.approx(whole[name], rel=1e-5, abs=1e-7), name
+    wrong = [name for name in of_all if theirs["metrics"][name] != pytest.approx(whole[name], rel=1e-3)]
+    assert len(wrong) > 5
+
+
+@pytest.mark.parametrize(
+    ("changed", "error"),
+    [
+        ({"reduction": "sequence_mean"}, "loss_reduction=sequence_mean beside a loss aggregation"),
+        ({"calls": 2}, "gradients of another call.*call optim_step after each"),
+    ],
+)
+def test_refused_on_all_ranks(changed: dict[str, Any], error: str) -> None:
+    with pytest.raises(RankError, match=error) as caught:
+        run_ranks(2, train, checkout(SKYRL), 1, [{"mode": "token_mean", "settings": {}} | changed])
+    assert set(caught.value.errors) == {0, 1}
