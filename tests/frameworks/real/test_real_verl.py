@@ -9,7 +9,6 @@ the trainers.
 import random
 import sys
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -52,13 +51,6 @@ class Rows(dict[str, Any]):
 def load_verl(root: str, *modules: str) -> list[Any]:
     names = ("trainer.ppo.core_algos", "workers.utils.losses", "workers.config", "utils.import_utils", *modules)
     return load(VERL, root, *(f"verl.{name}" for name in names))
-
-
-def verl_checkout() -> str:
-    root = checkout(VERL)
-    if not Path(root, "verl", "trainer", "distillation", "losses.py").exists():
-        pytest.skip(f"{root} is older than what was read, verl 1dda039b (2026-08-22): it has no trainer.distillation")
-    return root
 
 
 def actor_config(config_module: Any, **options: Any) -> Any:
@@ -170,7 +162,7 @@ def _flat(values: Tensor, attention: Tensor) -> Tensor:
 @pytest.mark.parametrize("dp", [1, 2, 4])
 def test_ppo_loss_is_exact_with_ours_and_with_theirs(dp: int) -> None:
     for install in (True, False):
-        for errors in run_ranks(dp, step_errors, verl_checkout(), 1, list(MODES), install):
+        for errors in run_ranks(dp, step_errors, checkout(VERL), 1, list(MODES), install):
             assert max(errors) < TOLERANCE
 
 
@@ -209,7 +201,7 @@ def installer(root: str) -> None:
 
 
 def test_the_installer() -> None:
-    run_ranks(1, installer, verl_checkout())
+    run_ranks(1, installer, checkout(VERL))
 
 
 def cut_in_two(root: str) -> tuple[list[float], list[float]]:
@@ -238,7 +230,7 @@ def cut_in_two(root: str) -> tuple[list[float], list[float]]:
 
 def test_geo_mean_depends_on_the_cut_and_the_others_do_not() -> None:
     """Negative control of the installer's one refusal."""
-    ((theirs, ours),) = run_ranks(1, cut_in_two, verl_checkout())
+    ((theirs, ours),) = run_ranks(1, cut_in_two, checkout(VERL))
     assert sorted(theirs)[-1] > 0.1
     assert sorted(theirs)[-2] < TOLERANCE
     assert len(ours) == len(theirs) - 1 >= 5
@@ -284,7 +276,7 @@ def planned_in_its_engine(root: str, per_token: bool) -> list[float]:
 
 @pytest.mark.parametrize("per_token", [False, True])
 def test_a_planned_step_in_its_megatron_engine(per_token: bool) -> None:
-    for errors in run_ranks(DP * CP, planned_in_its_engine, verl_checkout(), per_token):
+    for errors in run_ranks(DP * CP, planned_in_its_engine, checkout(VERL), per_token):
         assert max(errors) < oracle.EXACT
 
 
@@ -341,7 +333,7 @@ def modes_in_its_engine(root: str, per_token: bool, install: bool) -> dict[str, 
 @pytest.mark.parametrize("per_token", [False, True])
 def test_every_mode_in_its_megatron_engine(per_token: bool, install: bool) -> None:
     """Until 0.9.1 (verl#7915) the engine refused one with per-token loss; its gather of whole rows allows it."""
-    for found in run_ranks(DP * CP, modes_in_its_engine, verl_checkout(), per_token, install):
+    for found in run_ranks(DP * CP, modes_in_its_engine, checkout(VERL), per_token, install):
         refused = [name for name, error in found.items() if isinstance(error, str)]
         assert refused in ([], ["seq-mean-token-mean"] * per_token)
         assert max(error for error in found.values() if isinstance(error, float)) < oracle.EXACT
