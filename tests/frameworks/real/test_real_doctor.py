@@ -1,6 +1,5 @@
-"""What the doctor says of engines' real sources: of the checkouts that environment variables name, and installed ones."""
+"""What the doctor says of engines by their real sources: checkouts that environment variables name, and packages."""
 
-import importlib.util
 import sys
 
 import pytest
