@@ -173,7 +173,7 @@ def screen(found: dict[str, Any]) -> list[str]:
             by_verdict.setdefault((setting["verdict"], setting["says"]), []).append(setting["name"])
         for (verdict, says), names in by_verdict.items():
             lines += _wrapped(f"  {verdict}", ", ".join(names) + (f": {says}" if says else ""))
-        lines += _wrapped("  ours", engine["mend"])
+        lines += _wrapped("  ours" if engine["known"] else "  ours, not run with this version", engine["mend"])
     return lines + _wrapped("not found", ", ".join(found["not_found"]) or "none")
 
 

@@ -93,6 +93,7 @@ def test_one_screen(stand_in: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) <= 24
     assert max(map(len, lines)) <= 120
+    assert any(line.startswith("  ours, not run with this version: from megatron_rl_loss") for line in lines)
     assert "nemo-rl of unknown version (read or run here was 7ea279ab)" in lines
     assert any(line.startswith("  cannot judge: default: TypeError: ppo_actor_loss_fn() takes 0") for line in lines)
     assert "not found: slime, miles, verl, skyrl, ms-swift, megatron-bridge, trl" in lines
