@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_rl_loss.audit.launch import add_audit_options, run_audit
+from megatron_rl_loss.doctor.report import run_doctor
 from megatron_rl_loss.errors import did_you_mean
 from megatron_rl_loss.modes.names import format_modes
 
@@ -26,10 +27,14 @@ def main() -> None:
     example = commands.add_parser("example", help="list the examples, or copy one out with the files it needs")
     example.add_argument("name", metavar="NAME", nargs="?", help="a file of the list, also without suffix or folder")
     example.add_argument("--to", metavar="FOLDER", type=Path, default=Path(), help="where to; default: here")
+    doctor = commands.add_parser("doctor", help="say which engines are installed and what their settings compute")
+    doctor.add_argument("--json", action="store_true", help="print plain data")
     add_audit_options(commands.add_parser("audit", help="run your training script until one step of it is measured"))
     options = parser.parse_args()
     if options.command == "audit":
         sys.exit(run_audit(options))
+    if options.command == "doctor":
+        sys.exit(run_doctor(options))
     try:
         if options.command == "modes":
             text = format_modes()

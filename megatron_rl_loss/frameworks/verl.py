@@ -60,7 +60,7 @@ def agg_loss(
             own; an unknown mode; shapes that are not one [rows, response_length].
         TypeError: losses that are not floats.
 
-    Source: verl 0.10.0.dev, verl/trainer/ppo/core_algos.py `agg_loss`.
+    Source: verl 0.9.1, verl/trainer/ppo/core_algos.py `agg_loss`.
     """
     if not loss_mat.is_floating_point():
         raise TypeError(f"loss_mat is {loss_mat.dtype}: it must be a float tensor. Pass unreduced losses.")
@@ -150,7 +150,7 @@ def install() -> Installed:
         if theirs != ours:
             raise ValueError(
                 f"a verl whose agg_loss takes {', '.join(theirs)}: the one that this package replaces takes "
-                f"{', '.join(ours)}. Use a verl like 1dda039b (2026-08-22), or aggregate with make_pg_loss_reducer."
+                f"{', '.join(ours)}. Use verl 0.9.1, or 1dda039b (2026-08-22), or aggregate with make_pg_loss_reducer."
             )
         core_algos.verls_own_agg_loss = core_algos.agg_loss
     for module in _modules_with(core_algos.verls_own_agg_loss):

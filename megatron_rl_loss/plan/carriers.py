@@ -91,7 +91,7 @@ SLIME = Carrier(
     schedule={"num_microbatches": -1},
     ddp={"dp_size": -1, "cp_size": -1},
 )
-#: verl 1dda039b, workers/engine/megatron/transformer_impl.py, `postprocess_micro_batch_func`.
+#: verl 1dda039b and 0.9.1, workers/engine/megatron/transformer_impl.py, `postprocess_micro_batch_func`.
 VERL = Carrier(
     form="verl",
     per_token=False,

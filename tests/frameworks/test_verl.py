@@ -311,7 +311,7 @@ def test_geo_mean_is_refused_when_it_is_used(core_algos: Any) -> None:
 def test_older_verls(core_algos: Any) -> None:
     """Another signature is refused; a verl without geo_mean can be patched."""
     core_algos.agg_loss = of_an_older_verl
-    with pytest.raises(ValueError, match=r"takes loss_mat, loss_mask, loss_agg_mode: .*Use a verl like 1dda039b"):
+    with pytest.raises(ValueError, match=r"takes loss_mat, loss_mask, loss_agg_mode: .*Use verl 0.9.1, or 1dda039b"):
         verl.install()
     assert core_algos.agg_loss is of_an_older_verl
     core_algos.agg_loss = verls_own

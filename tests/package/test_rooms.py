@@ -20,6 +20,7 @@ ORDER = [
     "megatron",
     "frameworks",
     "audit",
+    "doctor",
     "__main__",
 ]
 FILES = {

@@ -28,12 +28,14 @@ class Framework:
         proof: a file that a checkout has.
         passed_by: packages whose ``__init__`` does not run.
         stand_ins: packages that get one where they are not installed, and single modules (with a dot) that always do.
+        since: a file that older checkouts lack, which are skipped; and the oldest that was read.
     """
 
     variable: str
     proof: str
     passed_by: tuple[str, ...]
     stand_ins: tuple[str, ...]
+    since: tuple[str, str] | None = None
 
 
 def _packages(name: str, *below: str) -> tuple[str, ...]:
@@ -66,6 +68,7 @@ VERL = Framework(
         *("codetiming", "datasets", "omegaconf", "orjson", "pandas", "ray", "tensordict", "transformers"),
         "verl.utils.checkpoint",
     ),
+    since=("verl/trainer/distillation/losses.py", "verl 1dda039b (2026-08-22)"),
 )
 _MEGATRON_OF_SKYRL = "skyrl.backends.skyrl_train.distributed.megatron"
 SKYRL = Framework(
@@ -156,6 +159,8 @@ def checkout(framework: Framework) -> str:
         pytest.skip(f"set {framework.variable} to a checkout to run its real code")
     if not (Path(path) / framework.proof).exists():
         pytest.fail(f"{framework.variable}={path} has no {framework.proof}")
+    if framework.since is not None and not (Path(path) / framework.since[0]).exists():
+        pytest.skip(f"{path} is older than what was read, {framework.since[1]}: it has no {framework.since[0]}")
     return path
 
 

@@ -1,13 +1,14 @@
 """verl's own `ppo_loss` with our `agg_loss` installed, from a checkout: VERL_PATH=~/verl.
 
-Real: `ppo_loss` with its entropy and KL terms, the registered policy losses, its `external_lib`, and verl's own
-`agg_loss` to compare with; gradients are averaged over gloo, as FSDP does. Of its Megatron engine: what it does to a
-loss, with Megatron's schedule and DDP. Not run: the rest of the engines, and the trainers.
+Real: `ppo_loss` with its entropy and KL terms, `value_loss`, the registered policy losses, its `external_lib`, and
+verl's own `agg_loss` to compare with; gradients are averaged over gloo, as FSDP does. Of its Megatron engine: its
+gather of CP ranks and what it does to a loss, with Megatron's schedule and DDP. Not run: the rest of the engines, and
+the trainers.
 """
 
 import random
 import sys
-from pathlib import Path
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,8 +17,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from checkouts import VERL, checkout, load
-from planned_steps import CP, DP, batches_of, errors_in
+from planned_steps import CP, DP, STEP, TABLE, batches_of, errors_in
 from ranks import run_ranks, start_process_group
+from step_samples import dealt
+from table_step import Batch, relative_error, run_schedule, start, table_model
 from torch import Tensor
 
 #: exp() of a float32 difference of log-probs.
@@ -50,13 +53,6 @@ def load_verl(root: str, *modules: str) -> list[Any]:
     return load(VERL, root, *(f"verl.{name}" for name in names))
 
 
-def verl_checkout() -> str:
-    root = checkout(VERL)
-    if not Path(root, "verl", "trainer", "distillation", "losses.py").exists():
-        pytest.skip(f"{root} is older than what was read, verl 1dda039b (2026-08-22): it has no trainer.distillation")
-    return root
-
-
 def actor_config(config_module: Any, **options: Any) -> Any:
     return config_module.ActorConfig(strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1, **options)
 
@@ -79,11 +75,12 @@ def make_rows(seed: int, count: int = 10) -> dict[str, Tensor]:
         "ref_log_prob": log_probs + torch.randn(count, 9) * 0.2,
         "advantages": torch.randn(count, 9),
         "entropy": torch.rand(count, 9),
+        "returns": torch.randn(count, 9),
     }
 
 
 def expected(rows: dict[str, Tensor], mode: str) -> tuple[float, Tensor, float]:
-    """Value, gradient by log-prob and scale, in float64: all three terms follow the mode."""
+    """Value, gradient by log-prob and scale, in float64: all terms, the critic's too, follow the mode."""
     ours, divisor = MODES[mode]
     table = rows["log_probs"].double().requires_grad_()
     old, ref, advantages = (rows[name].double() for name in ("old_log_probs", "ref_log_prob", "advantages"))
@@ -91,6 +88,7 @@ def expected(rows: dict[str, Tensor], mode: str) -> tuple[float, Tensor, float]:
     policy = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(0.8, 1.2))
     policy = torch.where(advantages < 0, torch.minimum(-advantages * CLIP_C, policy), policy)
     losses = policy - ENTROPY_COEFF * rows["entropy"].double() + KL_COEF * (table - ref)
+    losses = losses + 0.5 * (table - rows["returns"].double()) ** 2
     samples = [oracle.Sample(loss, mask) for loss, mask in zip(losses, rows["response_mask"], strict=True)]
     value = oracle.step_loss(ours, samples, divisor)
     (gradient,) = torch.autograd.grad(value, table)
@@ -126,7 +124,8 @@ def step_errors(root: str, seed: int, modes: list[str], install: bool) -> list[f
             part = {name: values[chosen] for name, values in rows.items()}
             data = Rows(
                 **{name: part[name] for name in ("attention_mask", "response_mask", "old_log_probs")},
-                **{name: part[name] for name in ("ref_log_prob", "advantages")},
+                **{name: part[name] for name in ("ref_log_prob", "advantages", "returns")},
+                values=table[chosen].detach(),
                 prompts=torch.zeros(len(chosen), 4),
                 responses=torch.zeros(len(chosen), 9),
                 dp_size=dp,
@@ -137,7 +136,9 @@ def step_errors(root: str, seed: int, modes: list[str], install: bool) -> list[f
                 "log_probs": _flat(table[chosen], part["attention_mask"]),
                 "entropy": _flat(part["entropy"], part["attention_mask"]),
             }
-            loss, _ = losses.ppo_loss(config, output, data)
+            critic = SimpleNamespace(loss_agg_mode=mode, loss_scale_factor=scale_factor, cliprange_value=0.5)
+            output["values"] = output["log_probs"]  # the same table, for a critic
+            loss = losses.ppo_loss(config, output, data)[0] + losses.value_loss(critic, output, data)[0]
             loss.backward()
             total += loss.detach()
         for values in (table.grad, total):
@@ -161,7 +162,7 @@ def _flat(values: Tensor, attention: Tensor) -> Tensor:
 @pytest.mark.parametrize("dp", [1, 2, 4])
 def test_ppo_loss_is_exact_with_ours_and_with_theirs(dp: int) -> None:
     for install in (True, False):
-        for errors in run_ranks(dp, step_errors, verl_checkout(), 1, list(MODES), install):
+        for errors in run_ranks(dp, step_errors, checkout(VERL), 1, list(MODES), install):
             assert max(errors) < TOLERANCE
 
 
@@ -200,7 +201,7 @@ def installer(root: str) -> None:
 
 
 def test_the_installer() -> None:
-    run_ranks(1, installer, verl_checkout())
+    run_ranks(1, installer, checkout(VERL))
 
 
 def cut_in_two(root: str) -> tuple[list[float], list[float]]:
@@ -229,15 +230,15 @@ def cut_in_two(root: str) -> tuple[list[float], list[float]]:
 
 def test_geo_mean_depends_on_the_cut_and_the_others_do_not() -> None:
     """Negative control of the installer's one refusal."""
-    ((theirs, ours),) = run_ranks(1, cut_in_two, verl_checkout())
+    ((theirs, ours),) = run_ranks(1, cut_in_two, checkout(VERL))
     assert sorted(theirs)[-1] > 0.1
     assert sorted(theirs)[-2] < TOLERANCE
     assert len(ours) == len(theirs) - 1 >= 5
     assert max(ours) < TOLERANCE
 
 
-def planned_in_its_engine(root: str, per_token: bool) -> list[float]:
-    """On a rank: the error of a planned step in each mode, with what verl's Megatron engine does to a loss."""
+def scaling_of(root: str, per_token: bool) -> Any:
+    """(what a loss function returns, tokens of the micro-batch, of the step, ...) -> what Megatron is given."""
     (module,) = load(VERL, root, "verl.workers.engine.megatron.transformer_impl")
     own = module.MegatronEngineWithLMHead
     settings = SimpleNamespace(dynamic_context_parallel=False, use_remove_padding=True, context_parallel_size=CP)
@@ -248,21 +249,91 @@ def planned_in_its_engine(root: str, per_token: bool) -> list[float]:
         tf_config=SimpleNamespace(calculate_per_token_loss=per_token),
         _routed_num_tokens=lambda data: own._routed_num_tokens(None, data),
     )
-    of_step = sum(len(slot) for rank in range(DP) for batch in batches_of(rank) for slot in batch.numbers)
 
-    def scale(returned: Any, batch: Any, num_microbatches: int) -> Any:
-        ids = torch.tensor([number for slot in batch.numbers for number in slot])
+    def scale(returned: Any, tokens: int, of_step: int, num_microbatches: int, mode: str = "") -> Any:
+        ids = torch.zeros(tokens, dtype=torch.int64)
         data = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "num_micro_batch": num_microbatches}
         data |= {"dp_size": DP, "routed_num_tokens": of_step}
+        loss_function = partial(lambda config, **_: returned, config=SimpleNamespace(loss_agg_mode=mode))
         *carried, output = own.postprocess_micro_batch_func(
-            engine, None, data, forward_only=False, loss_function=lambda **_: returned
+            engine, None, data, forward_only=False, loss_function=loss_function
         )
         return *carried, output["metrics"]
 
-    return errors_in("verl", scale, per_token=per_token)
+    return scale
+
+
+def planned_in_its_engine(root: str, per_token: bool) -> list[float]:
+    """On a rank: the error of a planned step in each mode, with what verl's Megatron engine does to a loss."""
+    scale = scaling_of(root, per_token)
+    of_step = sum(len(slot) for rank in range(DP) for batch in batches_of(rank) for slot in batch.numbers)
+
+    def engine(returned: Any, batch: Any, num_microbatches: int) -> Any:
+        return scale(returned, sum(map(len, batch.numbers)), of_step, num_microbatches)
+
+    return errors_in("verl", engine, per_token=per_token)
 
 
 @pytest.mark.parametrize("per_token", [False, True])
 def test_a_planned_step_in_its_megatron_engine(per_token: bool) -> None:
-    for errors in run_ranks(DP * CP, planned_in_its_engine, verl_checkout(), per_token):
+    for errors in run_ranks(DP * CP, planned_in_its_engine, checkout(VERL), per_token):
         assert max(errors) < oracle.EXACT
+
+
+def modes_in_its_engine(root: str, per_token: bool, install: bool) -> dict[str, float | str]:
+    """On a rank: each mode's error by `agg_loss`, with verl's gather of CP ranks and its engine's factors.
+
+    Per-token counts are rounded down for each CP rank: the gradient is expected to be too large by that.
+    """
+    state = start(cp=CP)
+    core_algos, _, _, import_utils, util = load_verl(root, "models.mcore.util")
+    if install:
+        import_utils.import_external_libs(INSTALL)
+    samples = [oracle.sample(one.losses.tolist(), one.mask.tolist(), rollout_id=i) for i, one in enumerate(STEP)]
+    scale, cp_rank = scaling_of(root, per_token), state.get_context_parallel_rank()
+    chosen = [dealt(STEP, rank, DP, 3) for rank in range(DP)]
+    routed = [[sum(len(STEP[i].mask) for i in rows) for rows in rank] for rank in chosen]
+    of_step = sum(map(sum, routed))
+    factor = of_step / sum(CP * (count // CP) for rank in routed for count in rank) if per_token else 1.0
+    counts = {"dp_size": DP, "batch_num_tokens": float(torch.cat([one.mask for one in STEP]).sum())}
+    counts |= {"global_batch_size": len(STEP), "loss_scale_factor": MODES["seq-mean-token-sum-norm"][1]}
+    found: dict[str, float | str] = {}
+    for name, (mode, divisor) in MODES.items():
+        model = table_model(TABLE, per_token=per_token)
+
+        def forward_step(iterator: Any, model: Any, name: str = name) -> Any:
+            rows, tokens = next(iterator)
+            batch = Batch(STEP, rows, CP)
+
+            def loss_func(output: Tensor) -> Any:
+                masks = [STEP[i].mask for i in rows]
+                edges = torch.tensor([0, *(len(slot) for slot in batch.numbers)]).cumsum(0)
+                ids = torch.nested.nested_tensor(masks, layout=torch.jagged)
+                packed = SimpleNamespace(cu_seqlens_q_padded=edges)
+                whole = util.postprocess_thd_engine(output[None], packed, ids, len(rows))
+                padded = [torch.nested.to_padded_tensor(one, 0.0) for one in (whole, ids)]
+                loss = core_algos.agg_loss(*padded, name, **counts)
+                return scale((loss, {}), tokens, of_step, len(chosen[0]), name)
+
+            return model(batch.local_numbers(cp_rank, CP).cuda()), loss_func
+
+        dp_rank = state.get_data_parallel_rank()
+        steps = iter(list(zip(chosen[dp_rank], routed[dp_rank], strict=True)))
+        try:
+            run_schedule(forward_step, steps, model, len(chosen[0]))
+        except ValueError as refusal:
+            found[name] = str(refusal)
+            continue
+        expected = torch.cat([*oracle.step_gradient(mode, samples, divisor), torch.zeros(1)])
+        found[name] = relative_error(model.module.losses.main_grad.cpu(), expected * factor)
+    return found
+
+
+@pytest.mark.parametrize("install", [False, True])
+@pytest.mark.parametrize("per_token", [False, True])
+def test_every_mode_in_its_megatron_engine(per_token: bool, install: bool) -> None:
+    """Until 0.9.1 (verl#7915) the engine refused one with per-token loss; its gather of whole rows allows it."""
+    for found in run_ranks(DP * CP, modes_in_its_engine, checkout(VERL), per_token, install):
+        refused = [name for name, error in found.items() if isinstance(error, str)]
+        assert refused in ([], ["seq-mean-token-mean"] * per_token)
+        assert max(error for error in found.values() if isinstance(error, float)) < oracle.EXACT
