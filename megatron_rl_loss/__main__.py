@@ -12,7 +12,7 @@ from argparse import ArgumentParser
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_rl_loss.audit.launch import add_audit_options, run_audit
+from megatron_rl_loss.audit.launch import add_audit_options, add_script, run_audit
 from megatron_rl_loss.errors import did_you_mean
 from megatron_rl_loss.modes.names import format_modes
 
@@ -26,7 +26,9 @@ def main() -> None:
     example = commands.add_parser("example", help="list the examples, or copy one out with the files it needs")
     example.add_argument("name", metavar="NAME", nargs="?", help="a file of the list, also without suffix or folder")
     example.add_argument("--to", metavar="FOLDER", type=Path, default=Path(), help="where to; default: here")
-    add_audit_options(commands.add_parser("audit", help="run your training script until one step of it is measured"))
+    audit = commands.add_parser("audit", help="run your training script until one step of it is measured")
+    add_audit_options(audit)
+    add_script(audit)
     options = parser.parse_args()
     if options.command == "audit":
         sys.exit(run_audit(options))

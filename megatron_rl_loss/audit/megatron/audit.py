@@ -57,6 +57,8 @@ class Audit:
     Attributes:
         steps: a `MeasuredStep` for each term, on the first rank; empty elsewhere.
         expected: the aggregation that the flags ask for, where a `LossAggregation` began the step.
+        finalized_later: set it inside the ``with`` where the schedule leaves gradients as backward made them; whoever
+            finalises them then calls `measure`, on all ranks.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class Audit:
     ) -> None:
         self.steps: dict[str, MeasuredStep] = {}
         self.expected: Aggregation | None = None
+        self.finalized_later = False
         self._samples_of = samples_of
         self._gather = gather
         self._chunks = model if isinstance(model, list) else [model]
@@ -149,8 +152,8 @@ class Audit:
 
     def __exit__(self, kind: Any, *rest: Any) -> None:
         self._stack.close()
-        if kind is None:
-            self._measure()
+        if kind is None and not self.finalized_later:
+            self.measure()
 
     def _begin_microbatch(self, output: Any) -> None:
         if isinstance(output, Tensor) and not output.requires_grad:
@@ -167,7 +170,8 @@ class Audit:
 
     # ---- after the step
 
-    def _measure(self) -> None:
+    def measure(self) -> None:
+        """Reads finalised gradients and makes `steps`; leaving the ``with`` has done so, unless `finalized_later`."""
         groups = self._groups
         self._factors = [anchor.factor(groups.dp_cp, groups.tp) for anchor in self._anchors]
         if not self._gather:
