@@ -119,6 +119,9 @@ def report_verdicts(options: Namespace, audit: Any) -> int:
     verdicts = {name: judge(audit.steps[name], expected[name]) for name in terms}
     for name, verdict in verdicts.items():
         print(f"Term {name}:\n{verdict}" if len(terms) > 1 else verdict, flush=True)
+    gap = audit.log_prob_gap
+    if gap is not None:
+        print(gap, flush=True)
     if options.json is not None:
         found = {name: verdict.to_dict(facts=audit.steps[name].facts) for name, verdict in verdicts.items()}
         options.json.write_text(json.dumps(found, indent=1) + "\n")

@@ -3,6 +3,7 @@
 import importlib
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,8 @@ def test_the_first_step_is_judged_and_training_goes_on(
     assert verdict["unknown"] == []
     printed = [text for _, text, _ in audited]
     assert f"training goes on:\n{headline} token_mean" in printed[0]
+    tokens = verdict["tokens"]
+    assert re.search(rf"log-probs of {tokens} tokens: .*\n  fits: no more than rounding to bfloat16", printed[0])
     assert not any(printed[1:])
     assert all(clean for _, _, clean in audited)
     alone = launch(scaling, None, out)

@@ -61,7 +61,8 @@ def train(
 
             def loss_func(losses: Tensor) -> Any:
                 samples = Samples(masks, layout=batch.samples.layout)
-                losses = tap(losses * (1.5 + batch.advantages), samples=samples)
+                both = -losses, -losses.bfloat16()  # as if a sampler's were stored so
+                losses = tap(losses * (1.5 + batch.advantages), samples=samples, log_probs=both)
                 return STOCK["3-tuple"](losses, (batch.mask != 0).float())
 
             return output_of(model, batch), loss_func
