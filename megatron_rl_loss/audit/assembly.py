@@ -121,14 +121,15 @@ def log_prob_gap(parts: Sequence[Part]) -> LogProbGap | None:
     for one in sorted(parts, key=lambda part: part.place):
         if (rows := one.rows) is None:
             continue
-        values = np.full((2, rows.total_tokens), np.nan)
+        values, given = np.zeros((2, rows.total_tokens)), np.zeros(rows.total_tokens, np.bool_)
         for part in parts:
             if part.place == one.place:
-                values[:, part.positions] = part.log_probs
+                values[:, part.positions], given[part.positions] = part.log_probs, True
         masks = torch.from_numpy(rows.mask).split(rows.lengths.tolist())
         for start, mask in zip(rows.starts.tolist(), masks, strict=True):
-            ours, theirs = torch.from_numpy(values[:, start : start + len(mask)])
-            if not (ours + theirs).isnan().any():
+            here = slice(start, start + len(mask))
+            ours, theirs = torch.from_numpy(values[:, here])
+            if given[here].all():
                 found.append((ours, theirs, mask))
     return compare_log_probs(*zip(*found, strict=True)) if found else None
 

@@ -122,7 +122,7 @@ PLANTED: dict[str, tuple[Callable[[Step], Rows], str]] = {
 
 
 @pytest.mark.parametrize("name", PLANTED)
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(3))
 def test_a_planted_pattern_is_named_alone(name: str, seed: int) -> None:
     step = drawn(seed)
     plant, expected = PLANTED[name]
@@ -139,7 +139,7 @@ def test_a_planted_pattern_is_named_alone(name: str, seed: int) -> None:
         assert names(step.ours, noise(theirs, 0.5, seed), step.masks, **logits, **usual) == []
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(3))
 def test_samples_in_another_order(seed: int) -> None:
     """Of equal lengths, as rows of a padded batch are."""
     step = drawn(seed)
@@ -149,7 +149,7 @@ def test_samples_in_another_order(seed: int) -> None:
     assert names(rows, [rows[k] for k in (3, 1, 0, 2, 6, 4, 5)], masks) == ["sample_order"]
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(3))
 def test_padding_on_the_other_side(seed: int) -> None:
     step = drawn(seed, padding=3)
     ours, theirs, masks = [], [], []
@@ -195,10 +195,11 @@ def test_two_patterns_that_fit_are_both_named() -> None:
 def test_random_gaps_have_no_name() -> None:
     for seed in range(200):
         step = drawn(seed)
-        theirs = noise(step.ours, [0.1, 0.4, 2.0][seed % 3], seed)
+        ours = [row * (row < [0, -8][seed % 2]) for row in step.ours]  # of most tokens nearly sure, or not
+        theirs = noise(ours, [0.1, 0.4, 2.0][seed % 3], seed)
         totals = [len(row) + seed % 9 for row in step.ours]
         given = {"total_lengths": totals, "logits": step.logits, "labels": step.labels}
-        gap = compare_log_probs(step.ours, theirs, step.masks, repeat=step.ours, **given)  # type: ignore[arg-type]
+        gap = compare_log_probs(ours, theirs, step.masks, repeat=ours, **given)  # type: ignore[arg-type]
         assert gap.patterns == ()
         assert not gap.equal
 
