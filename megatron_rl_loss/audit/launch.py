@@ -103,7 +103,7 @@ def _wrap_schedules(options: Namespace, schedules: ModuleType) -> None:
 def replace_everywhere(function: Callable[..., Any], by: Callable[..., Any]) -> None:
     """In every module that has Megatron's function, or what stood for it, by its name: where it is defined too."""
     for module in list(sys.modules.values()):
-        if getattr(module, function.__name__, None) is function:
+        if getattr(module, "__dict__", {}).get(function.__name__) is function:  # a lazy module loads nothing by this
             setattr(module, function.__name__, by)
 
 
