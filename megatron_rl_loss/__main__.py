@@ -12,7 +12,7 @@ from argparse import ArgumentParser
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_rl_loss.audit.launch import add_audit_options, run_audit
+from megatron_rl_loss.audit.launch import add_audit_options, add_script, run_audit
 from megatron_rl_loss.doctor.report import run_doctor
 from megatron_rl_loss.errors import did_you_mean
 from megatron_rl_loss.modes.names import format_modes
@@ -29,7 +29,9 @@ def main() -> None:
     example.add_argument("--to", metavar="FOLDER", type=Path, default=Path(), help="where to; default: here")
     doctor = commands.add_parser("doctor", help="say which engines are installed and what their settings compute")
     doctor.add_argument("--json", action="store_true", help="print plain data")
-    add_audit_options(commands.add_parser("audit", help="run your training script until one step of it is measured"))
+    audit = commands.add_parser("audit", help="run your training script until one step of it is measured")
+    add_audit_options(audit)
+    add_script(audit)
     options = parser.parse_args()
     if options.command == "audit":
         sys.exit(run_audit(options))

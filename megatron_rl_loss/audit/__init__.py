@@ -4,6 +4,7 @@ For whoever doubts a loss function, a mode or a launch. `audit.megatron` measure
 """
 
 from megatron_rl_loss.audit.fit import Reading
+from megatron_rl_loss.audit.log_prob_gap import GapPattern, LogProbGap, compare_log_probs
 from megatron_rl_loss.audit.loss_check import LossReport, check_loss
 from megatron_rl_loss.audit.picture import draw, in_terminal
 from megatron_rl_loss.audit.places import Deviation
@@ -17,6 +18,8 @@ __all__ = [
     "GIVEN",
     "Deviation",
     "Finding",
+    "GapPattern",
+    "LogProbGap",
     "LossCall",
     "LossReport",
     "MeasuredStep",
@@ -25,6 +28,7 @@ __all__ = [
     "StepTokens",
     "Verdict",
     "check_loss",
+    "compare_log_probs",
     "draw",
     "in_terminal",
     "judge",

@@ -5,7 +5,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
+from megatron_rl_loss.audit.log_prob_gap import LogProbGap, compare_log_probs
 from megatron_rl_loss.audit.tokens import Floats, Ints, MeasuredStep, Split, StepTokens
 from megatron_rl_loss.step.layouts import concatenated_ranges
 from megatron_rl_loss.step.samples import LocalTokens
@@ -52,6 +55,7 @@ class Part:
     gradients: Floats  # of what was to be minimised, by each token's loss, [num_local_tokens]
     reached: bool = True  # whether backward came by; else the gradients are zeros
     declared: dict[str, Any] | None = None  # what its term should be, as facts
+    log_probs: Floats | None = None  # of both sides, [2, num_local_tokens], where they are to be compared
 
     @property
     def place(self) -> tuple[int, int]:
@@ -109,6 +113,25 @@ def measured_step(parts: Sequence[Part], factor: float, split: Split, **said: An
         joined[name] = None if unknown_length else np.concatenate([np.zeros(0), *pieces]).astype(dtype)
     weights, stray = joined.pop("weights"), (stray_places, stray_weight)
     return MeasuredStep(tokens=StepTokens(**joined), weights=weights, split=split, stray=stray, **said)
+
+
+def log_prob_gap(parts: Sequence[Part]) -> LogProbGap | None:
+    """The gap between the log-probs that parts have, of the samples of which all ranks gave them; None without any."""
+    found: list[tuple[Tensor, Tensor, Tensor]] = []
+    for one in sorted(parts, key=lambda part: part.place):
+        if (rows := one.rows) is None:
+            continue
+        values, given = np.zeros((2, rows.total_tokens)), np.zeros(rows.total_tokens, np.bool_)
+        for part in parts:
+            if part.place == one.place:
+                values[:, part.positions], given[part.positions] = part.log_probs, True
+        masks = torch.from_numpy(rows.mask).split(rows.lengths.tolist())
+        for start, mask in zip(rows.starts.tolist(), masks, strict=True):
+            here = slice(start, start + len(mask))
+            ours, theirs = torch.from_numpy(values[:, here])
+            if given[here].all():
+                found.append((ours, theirs, mask))
+    return compare_log_probs(*zip(*found, strict=True)) if found else None
 
 
 def _numbered(ids: Ints, numbers: dict[object, int]) -> Ints:

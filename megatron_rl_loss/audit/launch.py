@@ -31,7 +31,7 @@ from megatron_rl_loss.step.samples import Samples
 from megatron_rl_loss.step.totals import UnitCounting
 
 SOUND, NOT_SOUND, NO_VERDICT = 0, 1, 2
-_SCHEDULES = "megatron.core.pipeline_parallel.schedules"
+SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 
 
 def add_audit_options(parser: ArgumentParser) -> None:
@@ -46,13 +46,16 @@ def add_audit_options(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--samples-of", metavar="PATH", help="pkg.mod:fn that describes a batch of the script as Samples."
     )
+
+
+def add_script(parser: ArgumentParser) -> None:
     parser.add_argument("script", metavar="SCRIPT", help="Your training script.")
     parser.add_argument("arguments", metavar="ARGS", nargs=REMAINDER, help="Its own flags.")
 
 
 def run_audit(options: Namespace) -> int:
     """Run the script until the step is measured. 0: as expected, 1: a term is not, 2: no verdict, for any reason."""
-    when_imported(_SCHEDULES, functools.partial(_wrap_schedules, options))
+    when_imported(SCHEDULES, functools.partial(_wrap_schedules, options))
     sys.argv = [options.script, *options.arguments]
     sys.path.insert(0, os.path.dirname(os.path.abspath(options.script)))
     try:
@@ -80,7 +83,7 @@ def _wrap_schedules(options: Namespace, schedules: ModuleType) -> None:
         steps += 1
         if steps < options.step:
             return
-        status = attempt(lambda: _report(options, audit)) if audit.is_first_rank else None
+        status = attempt(lambda: report_verdicts(options, audit)) if audit.is_first_rank else None
         if isinstance(status, Exception):
             print(f"NO VERDICT: {status}", flush=True)
             if not isinstance(status, ValueError | OSError):
@@ -94,12 +97,17 @@ def _wrap_schedules(options: Namespace, schedules: ModuleType) -> None:
 
         return audited(get_schedule(*args, **kwargs), report, samples_of=samples_of(options))
 
-    for module in list(sys.modules.values()):  # schedules itself, and whoever imported the function before
-        if getattr(module, "get_forward_backward_func", None) is get_schedule:
-            module.get_forward_backward_func = get_audited  # type: ignore[attr-defined]
+    replace_everywhere(get_schedule, get_audited)
 
 
-def _report(options: Namespace, audit: Any) -> int:
+def replace_everywhere(function: Callable[..., Any], by: Callable[..., Any]) -> None:
+    """In every module that has Megatron's function, or what stood for it, by its name: where it is defined too."""
+    for module in list(sys.modules.values()):
+        if getattr(module, "__dict__", {}).get(function.__name__) is function:  # a lazy module loads nothing by this
+            setattr(module, function.__name__, by)
+
+
+def report_verdicts(options: Namespace, audit: Any) -> int:
     """Print and write a verdict for each term, the policy loss first; the exit status."""
     terms = sorted(audit.steps, key=lambda name: audit.steps[name] is not audit.measured)
     if options.term is not None:
@@ -111,6 +119,9 @@ def _report(options: Namespace, audit: Any) -> int:
     verdicts = {name: judge(audit.steps[name], expected[name]) for name in terms}
     for name, verdict in verdicts.items():
         print(f"Term {name}:\n{verdict}" if len(terms) > 1 else verdict, flush=True)
+    gap = audit.log_prob_gap
+    if gap is not None:
+        print(gap, flush=True)
     if options.json is not None:
         found = {name: verdict.to_dict(facts=audit.steps[name].facts) for name, verdict in verdicts.items()}
         options.json.write_text(json.dumps(found, indent=1) + "\n")

@@ -34,6 +34,7 @@ class TappedLosses:
     samples: Samples | None = None
     expected_weights: Callable[[], Tensor] | None = None
     term: DeclaredTerm | None = None
+    log_probs: tuple[Tensor, ...] = ()  # float32 [numel] of both sides, where they are to be compared
     gradient: Tensor | None = None  # float32 (float64 of float64 losses) [numel]; None before the backward pass
     source: "ReferenceType[Tensor] | None" = None  # not the tensor itself, which would keep its graph
 
@@ -111,6 +112,7 @@ def tap(
     samples: Samples | None = None,
     expected_weights: Callable[[], Tensor] | None = None,
     term: DeclaredTerm | None = None,
+    log_probs: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """The losses as they are; while an audit observes the step, the gradient that reaches them is written down.
 
@@ -124,6 +126,7 @@ def tap(
         samples: what they are the losses of; may be left out where the audit has `samples_of`.
         expected_weights: the weight each of them should have, if the caller knows.
         term: the term's own aggregation and coefficient, if it has them.
+        log_probs: the trainer's and the batch's old ones, in the order of the losses, for an audit to compare.
     """
     taps = _OBSERVED.get()[0] if is_observed() else None
     if taps is None or not torch.is_grad_enabled() or not per_token_loss.requires_grad:
@@ -132,4 +135,7 @@ def tap(
     tapped.samples = tapped.samples or samples
     tapped.expected_weights = tapped.expected_weights or expected_weights
     tapped.term = tapped.term or term
+    tapped.log_probs = tapped.log_probs or tuple(
+        one.detach().reshape(-1).to(torch.float32, copy=True) for one in log_probs or ()
+    )
     return per_token_loss

@@ -30,7 +30,7 @@ ON_GPUS = os.environ.get("TEST_DEVICE") == "cuda"
 
 #: Where ranks find the modules of the functions they are handed: every folder of tests, support, the example.
 _TESTS = sorted({str(path.parent) for path in (ROOT / "tests").rglob("test_*.py")})
-_PYTHONPATH = os.pathsep.join([*_TESTS, str(ROOT / "tests" / "support"), str(EXAMPLES), str(ROOT)])
+PYTHONPATH = os.pathsep.join([*_TESTS, str(ROOT / "tests" / "support"), str(EXAMPLES), str(ROOT)])
 _context: Any = multiprocessing.get_context("spawn" if ON_GPUS else "forkserver")
 if not ON_GPUS:
     _context.set_forkserver_preload(["warm_megatron"])
@@ -39,7 +39,7 @@ if not ON_GPUS:
 def warm_up() -> None:
     """Start the process that forks ranks, without waiting for what it imports."""
     if not ON_GPUS:
-        os.environ["PYTHONPATH"] = _PYTHONPATH  # the server and its children find the same modules as this process
+        os.environ["PYTHONPATH"] = PYTHONPATH  # the server and its children find the same modules as this process
         multiprocessing.forkserver.ensure_running()
 
 
@@ -63,22 +63,13 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
     # In this process, as torchrun has it: a port that is chosen here for a rank may be taken before the rank is there.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     # The server keeps the environment it was started in; ranks get that of now.
-    environment = dict(os.environ) | {
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(store.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_RESTART_COUNT": "0",
-        "GLOO_SOCKET_IFNAME": "lo",
-        "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # Megatron asks for it with tensor or context parallelism
-    }
+    variables = dict(os.environ) | environment(world_size, store.port)
     pipes: dict[Connection, int] = {}
     processes = []
     with tempfile.NamedTemporaryFile(mode="r", suffix=".log") as log:
         for rank in range(world_size):
             receive, send = _context.Pipe(duplex=False)
-            call = (send, log.name, environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, function, args)
+            call = (send, log.name, variables | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, function, args)
             process = _context.Process(target=_rank_main, args=call, daemon=False)
             process.start()
             send.close()
@@ -105,6 +96,20 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
         if errors:
             raise RankError(errors, Path(log.name).read_text(errors="replace"))
     return [results[rank] for rank in range(world_size)]
+
+
+def environment(world_size: int, port: int) -> dict[str, str]:
+    """That of torchrun, but for a rank's number, whose store listens at `port`."""
+    return {
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # Megatron asks for it with tensor or context parallelism
+    }
 
 
 def start_process_group() -> None:

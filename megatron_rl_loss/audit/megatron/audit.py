@@ -23,7 +23,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
-from megatron_rl_loss.audit.assembly import Part, Rows
+from megatron_rl_loss.audit.assembly import Part, Rows, log_prob_gap
+from megatron_rl_loss.audit.log_prob_gap import LogProbGap
 from megatron_rl_loss.audit.megatron.anchor import Anchor, Factor, choose
 from megatron_rl_loss.audit.megatron.reports import NO_TAP, OUTPUT, Report, assembled, shown, unreadable
 from megatron_rl_loss.audit.tokens import MeasuredStep, Split
@@ -57,6 +58,9 @@ class Audit:
     Attributes:
         steps: a `MeasuredStep` for each term, on the first rank; empty elsewhere.
         expected: the aggregation that the flags ask for, where a `LossAggregation` began the step.
+        log_prob_gap: between the two sides' log-probs that taps of the policy loss were given, on the first rank.
+        finalized_later: set it inside the ``with`` where the schedule leaves gradients as backward made them; whoever
+            finalises them then calls `measure`, on all ranks.
     """
 
     def __init__(
@@ -69,6 +73,8 @@ class Audit:
     ) -> None:
         self.steps: dict[str, MeasuredStep] = {}
         self.expected: Aggregation | None = None
+        self.log_prob_gap: LogProbGap | None = None
+        self.finalized_later = False
         self._samples_of = samples_of
         self._gather = gather
         self._chunks = model if isinstance(model, list) else [model]
@@ -149,8 +155,8 @@ class Audit:
 
     def __exit__(self, kind: Any, *rest: Any) -> None:
         self._stack.close()
-        if kind is None:
-            self._measure()
+        if kind is None and not self.finalized_later:
+            self.measure()
 
     def _begin_microbatch(self, output: Any) -> None:
         if isinstance(output, Tensor) and not output.requires_grad:
@@ -167,7 +173,8 @@ class Audit:
 
     # ---- after the step
 
-    def _measure(self) -> None:
+    def measure(self) -> None:
+        """Reads finalised gradients and makes `steps`; leaving the ``with`` has done so, unless `finalized_later`."""
         groups = self._groups
         self._factors = [anchor.factor(groups.dp_cp, groups.tp) for anchor in self._anchors]
         if not self._gather:
@@ -181,6 +188,8 @@ class Audit:
             number = max(one.num_microbatches for one in reports)
             per_token = bool(self._config.calculate_per_token_loss)
             self.steps = assembled(reports, Split(num_microbatches=number, per_token=per_token, **sizes))
+            parts = [part for one in reports for of_term in one.terms.values() for part in of_term]
+            self.log_prob_gap = log_prob_gap([part for part in parts if part.log_probs is not None])
 
     def _report(self) -> Report:
         report = Report(self._groups.pp.rank(), self._factors, float(self._loss_scale))
@@ -231,6 +240,11 @@ class Audit:
                     gradients = torch.zeros(len(positions))
             if cp.rank() == 0 and id(own) not in rows:
                 rows[id(own)] = Rows.of(own.local(0, cp.size()))
+            log_probs = [] if losses is None else [one.cpu().numpy() for one in losses.log_probs]
+            if any(len(one) != len(positions) for one in log_probs):
+                counts = " and ".join(str(len(one)) for one in log_probs)
+                report.notes.append(f"log-probs of {counts} tokens were tapped where a rank holds {len(positions)}")
+                log_probs = []
             part = Part(
                 dp_rank=dp.rank(),
                 cp_rank=cp.rank(),
@@ -240,6 +254,7 @@ class Audit:
                 gradients=np.zeros(len(positions)) if gradients is None else gradients.cpu().numpy(),
                 reached=gradients is not None,
                 declared=declared,
+                log_probs=np.stack(log_probs) if log_probs else None,
             )
             report.terms.setdefault(term, []).append(part)
 

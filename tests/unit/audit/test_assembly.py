@@ -1,5 +1,6 @@
 """From gradients of ranks to one step: places, sums over ranks that hold copies, strays and ids, worked out by hand."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -7,7 +8,7 @@ import pytest
 import torch
 
 from megatron_rl_loss import Contiguous, Gathered, Samples, ZigzagResponse, ZigzagTHD
-from megatron_rl_loss.audit.assembly import Part, Rows, measured_step
+from megatron_rl_loss.audit.assembly import Part, Rows, log_prob_gap, measured_step
 from megatron_rl_loss.audit.tokens import Split
 
 CU = [0, 4, 12]
@@ -50,6 +51,17 @@ def test_copies_add_up_unless_a_gather_hands_back_slices(backward: Any, expected
     step = measured_step(parts_of(samples, 2, lambda p, rank: 3 + rank), 1.0, Split(cp_size=2))
     assert set(step.weights.tolist()) == {expected}
     assert set(step.tokens.cp_rank.tolist()) == {-1}
+
+
+@pytest.mark.parametrize("layout", [ZigzagTHD(CU, total_lengths=[3, 5]), Gathered(CU, total_lengths=[3, 5])])
+def test_log_probs_of_ranks_are_put_together(layout: Any) -> None:
+    parts = parts_of(samples_of(layout), 2, lambda p, rank: 0)
+    parts = [replace(part, log_probs=np.stack([-part.positions, -part.positions * 1.5])) for part in parts]
+    gap = log_prob_gap(parts)
+    assert gap is not None
+    assert [one.tolist() for one in gap.gaps] == [[0, -0.5, -1], [-2, -2.5, -3, -3.5, -4]]
+    assert gap.num_tokens.tolist() == [2, 4]
+    assert log_prob_gap([]) is None
 
 
 def test_order_and_numbers_over_ranks_and_microbatches() -> None:

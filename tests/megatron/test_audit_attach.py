@@ -1,0 +1,100 @@
+"""`audit.attach` in workers that an engine starts: the verdict comes, and training goes on as if nobody had looked."""
+
+import importlib
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+from attached_engine import ATTACH, LAYOUT, train
+from ranks import PYTHONPATH, environment, run_ranks
+
+pytestmark = pytest.mark.slow
+
+Trained = list[tuple[list[Any], str, bool]]
+VARIABLE = "MEGATRON_RL_LOSS_AUDIT"
+EXPECT = "--expect token_mean --json "
+
+
+def in_ranks(scaling: str, options: str | None, out: Path) -> Trained:
+    plugin = None if options is None else ATTACH
+    return run_ranks(LAYOUT.world_size, train, scaling, {VARIABLE: f"{options}{out}"}, plugin)
+
+
+def in_ranks_and_later(scaling: str, options: str | None, out: Path) -> Trained:
+    """Of an engine that finalises gradients after the schedule."""
+    plugin = None if options is None else ATTACH
+    return run_ranks(LAYOUT.world_size, train, scaling, {VARIABLE: f"{options}{out}"}, plugin, True)
+
+
+def in_ray(scaling: str, options: str | None, out: Path) -> Trained:
+    """A local cluster; a worker imports the module because the job says so, and the engine knows nothing of it."""
+    ray = pytest.importorskip("ray", reason="ray is not installed")
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    world_size = LAYOUT.world_size
+    variables = environment(world_size, store.port) | {"PYTHONPATH": PYTHONPATH, "CUDA_VISIBLE_DEVICES": ""}
+    job: dict[str, Any] = {"env_vars": variables | {VARIABLE: f"{options}{out}"}}
+    if options is not None:
+        job["worker_process_setup_hook"] = f"{ATTACH}.attach"
+
+    @ray.remote(num_cpus=1)  # type: ignore[untyped-decorator]
+    class Worker:
+        def train(self, rank: int) -> Any:
+            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            importlib.import_module("warm_megatron")
+            return importlib.import_module("attached_engine").train(scaling, {})
+
+    ray.init(num_cpus=world_size, runtime_env=job, include_dashboard=False, log_to_driver=False)
+    try:
+        workers = [Worker.remote() for _ in range(world_size)]
+        found: Trained = ray.get([worker.train.remote(rank) for rank, worker in enumerate(workers)], timeout=600)
+        return found
+    finally:
+        ray.shutdown()
+
+
+LAUNCHES = pytest.mark.parametrize("launch", [in_ranks, in_ranks_and_later, in_ray])
+
+
+def same(left: Trained, right: Trained) -> bool:
+    pairs = zip(left, right, strict=True)
+    return all(np.array_equal(a, b) for one, other in pairs for a, b in zip(one[0], other[0], strict=True))
+
+
+@LAUNCHES
+@pytest.mark.parametrize(("scaling", "headline"), [("mean", "NOT SOUND: asked"), ("per token", "SOUND:")])
+def test_the_first_step_is_judged_and_training_goes_on(
+    launch: Any, scaling: str, headline: str, tmp_path: Path
+) -> None:
+    out = tmp_path / "verdict.json"
+    audited = launch(scaling, EXPECT, out)
+    verdict = json.loads(out.read_text())["pg"]
+    assert verdict["sound"] is headline.startswith("SOUND")
+    assert verdict["unknown"] == []
+    printed = [text for _, text, _ in audited]
+    assert f"training goes on:\n{headline} token_mean" in printed[0]
+    tokens = verdict["tokens"]
+    assert re.search(rf"log-probs of {tokens} tokens: .*\n  fits: no more than rounding to bfloat16", printed[0])
+    assert not any(printed[1:])
+    assert all(clean for _, _, clean in audited)
+    alone = launch(scaling, None, out)
+    assert same(audited, alone)  # to the bit
+
+
+def test_an_audit_that_fails_says_so_and_training_goes_on(tmp_path: Path) -> None:
+    out = tmp_path / "verdict.json"
+    audited = in_ranks("mean", "--samples-of nowhere.at:all --json ", out)
+    assert "NO VERDICT: The audit failed, and training goes on. ValueError: --samples-of" in audited[0][1]
+    assert "nowhere" in json.loads(out.read_text())["error"]
+    assert all(clean for _, _, clean in audited)
+    assert same(audited, in_ranks("mean", None, out))
+
+
+def test_misspelt_options_are_refused_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(os.environ, VARIABLE, "--expct token_mean")
+    with pytest.raises(ValueError, match="'--expct token_mean': unrecognized arguments: --expct token_mean"):
+        importlib.import_module(ATTACH)
