@@ -204,7 +204,7 @@ ENGINES = (
            f'{_FROM}.nemo_rl import aggregate; loss_fn = aggregate(policy, loss_fn, "sample_mean")'),
     Engine("areal", "areal", _areal, ("4aef98d8",), f'{_FROM}.areal import aggregate; aggregate(Actor, "sample_mean")'),
     Engine("swift", "ms-swift", partial(_by_loss_type, "megatron/trainers/grpo_trainer.py", "loss_func", _SWIFT),
-           ("3602360a",), f'--loss_type dapo, and {_FROM}.ms_swift import aggregate; aggregate("sample_mean")'),
+           ("4.6.0", "3602360a"), f'--loss_type dapo, and {_FROM}.ms_swift import aggregate; aggregate("sample_mean")'),
     Engine("megatron.bridge", "megatron-bridge", _bridge, ("067f987d", "0.6.2"),
            f"{_FROM}.bridge import attached; with attached(LossAggregation(settings, samples_of)): pretrain(...)"),
     Engine("roll", "roll", _roll, ("8eb27cc2",), 'apply_loss_scale; plan_step(...); carry(share, form="sum")'),

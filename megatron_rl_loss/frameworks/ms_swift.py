@@ -6,13 +6,14 @@
 
 With ``--loss_type dapo`` (the clipped loss of grpo, bnpo and dr_grpo too) or ``cispo`` Megatron-SWIFT sums loss * mask
 over a micro-batch and divides by a count of tokens that it hands to each micro-batch. So before each optimizer step the
-count becomes the step's tokens T over the number of micro-batches, which Megatron's schedule divides by, and each
-token's advantage is multiplied by its weight in the mode * T. A KL penalty in the loss then is the exact token mean.
-Metrics keep their masks. One round of collectives for each step.
-Source: ms-swift 3602360a, swift/megatron/trainers/grpo_trainer.py (loss_func), rollout_mixin.py, base.py (train_step).
+count becomes the step's tokens T, and each token's advantage is multiplied by its weight in the mode * T. Megatron's
+schedule divides by the number of micro-batches: 4.6.0 multiplies by it first; for older trainers the count is T over
+it. A KL penalty in the loss then is the exact token mean. Metrics keep their masks. One round of collectives per step.
+Source: ms-swift 4.6.0, 3602360a, swift/megatron/trainers/grpo_trainer.py (loss_func), rollout_mixin.py, base.py.
 """
 
 import functools
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -37,13 +38,14 @@ def aggregate(mode: str | ModeFunction, *, divisor: float | None = None, units: 
         ValueError, TypeError: a trainer with an aggregation; settings that are unusable.
         BadBatchError: on every rank, when a step is trained on: another ``--loss_type`` than dapo and cispo; a mode by
             prompt with images.
-        ValueError: fewer tokens than micro-batches, which Megatron-SWIFT would count as more.
+        ValueError: fewer tokens than micro-batches or ranks, which Megatron-SWIFT would count as more.
     """
     from swift.megatron.trainers import grpo_trainer
 
     modes = LossModes.resolve(mode, divisor=divisor, units=units)
     trainer, collate = grpo_trainer.MegatronGRPOTrainer, grpo_trainer.collate_to_grpo_micro_batch
     on_step = trainer._on_train_step_batch
+    undoes_mean = "loss * self.args.num_microbatches" in inspect.getsource(trainer.loss_func)
 
     @functools.wraps(collate)
     def collate_with_prompts(samples: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
@@ -58,14 +60,14 @@ def aggregate(mode: str | ModeFunction, *, divisor: float | None = None, units: 
     @functools.wraps(on_step)
     def weigh_step(self: Any, microbatches: Sequence[dict[str, Any]]) -> None:
         on_step(self, microbatches)
-        _weigh([one["grpo_batch"] for one in microbatches], self, modes)
+        _weigh([one["grpo_batch"] for one in microbatches], self, modes, undoes_mean=undoes_mean)
 
     mark(weigh_step, on_step)
     grpo_trainer.collate_to_grpo_micro_batch = collate_with_prompts
     trainer._on_train_step_batch = weigh_step
 
 
-def _weigh(batches: Sequence[Any], trainer: Any, modes: LossModes) -> None:
+def _weigh(batches: Sequence[Any], trainer: Any, modes: LossModes, *, undoes_mean: bool) -> None:
     from megatron.core import mpu
 
     def describe() -> Samples:
@@ -82,12 +84,14 @@ def _weigh(batches: Sequence[Any], trainer: Any, modes: LossModes) -> None:
         return Samples(masks, prompt_ids=[prompt for batch in batches for prompt in batch.prompts])
 
     factors, tokens = token_mean_factors(modes, describe, dp_group=mpu.get_data_parallel_group())
-    shares = len(batches) * mpu.get_data_parallel_world_size()
+    parts = 1 if undoes_mean else len(batches)
+    shares = parts * mpu.get_data_parallel_world_size()
     if 0 < tokens < shares:
         raise ValueError(
-            f"{tokens:g} tokens in {shares} micro-batches: Megatron-SWIFT counts at least one in each. Use fewer."
+            f"{tokens:g} tokens in {shares} parts of the step: Megatron-SWIFT counts at least one in each. Use fewer "
+            "ranks or micro-batches."
         )
     left = iter(factors)
     for batch in batches:
         batch.advantages = batch.advantages * torch.stack([next(left) for _ in batch.advantages])
-        batch.num_items_in_batch = batch.advantages.new_tensor(tokens / len(batches))
+        batch.num_items_in_batch = batch.advantages.new_tensor(tokens / parts)

@@ -124,6 +124,7 @@ def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, flo
                 padding_free=True, context_parallel_size=cp, pipeline_model_parallel_size=1, overlong_filter=True,
                 delta=None, num_microbatches=len(microbatches), seq_length=64, micro_batch_size=1,
                 global_batch_size=1, task_type="causal_lm", is_multimodal=False, report_to=(),
+                cp_partition_mode="zigzag",
             ),
             "loss_type": case.get("loss_type", "dapo"), "beta": BETA, "kl_in_reward": False, "temperature": 1.0,
             "epsilon_low": CLIP_LOW, "epsilon_high": CLIP_HIGH, "importance_sampling_level": "token",
