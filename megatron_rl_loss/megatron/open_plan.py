@@ -84,6 +84,13 @@ def auxiliary_losses(config: Any) -> list[str]:
     return [name for name, value in values.items() if any(value if isinstance(value, list) else [value])]
 
 
+def _refuse(*_: Any, **__: Any) -> None:
+    raise ValueError(
+        "gradients that are reduced or zeroed while a plan is open: calls before would count several times, or not at "
+        "all. Leave finalize_model_grads and zero_grad_buffer() to close() and abandon()."
+    )
+
+
 class OpenMegatronPlan(OpenPlan):
     """An open plan that holds back the reduction of a model's gradients; as a context it is abandoned if not closed."""
 
@@ -105,9 +112,12 @@ class OpenMegatronPlan(OpenPlan):
         self._hooks = {name: getattr(config, name) for name in _HOOKS}
         config.finalize_model_grads_func, config.grad_sync_func = self._hold, None
         config.no_sync_func = contextlib.nullcontext  # a schedule's own would end the one below
-        self._no_sync = contextlib.ExitStack()
+        self._held = contextlib.ExitStack()
         for chunk in chunks:
-            self._no_sync.enter_context(chunk.no_sync())
+            self._held.enter_context(chunk.no_sync())
+            for name in ("finish_grad_sync", "zero_grad_buffer"):
+                setattr(chunk, name, _refuse)
+                self._held.callback(delattr, chunk, name)
 
     def __enter__(self) -> "OpenMegatronPlan":
         return self
@@ -129,21 +139,14 @@ class OpenMegatronPlan(OpenPlan):
                 f"{self._num_runs} runs of the schedule for {len(self._calls)} calls of add: each call's micro-batches "
                 "are trained on once. Abandon this plan, and run each call's once."
             )
-        groups = [one for chunk in self._chunks for one in chunk.bucket_groups + chunk.expert_parallel_bucket_groups]
-        if any(group.is_last_microbatch for group in groups):
-            raise ValueError(
-                "gradients that were zeroed or reduced while the plan was open: calls before that are lost or would "
-                "count twice. Leave zero_grad_buffer() and finalize_model_grads to the plan."
-            )
         return super()._described()
 
     def close(self) -> ClosedPlan:
         """Count the step, reduce the gradients and scale them; all ranks call it together, before clipping.
 
         Raises:
-            BadBatchError: on every rank, as in `OpenPlan.close`; calls that were not trained on once each; gradients
-                that were zeroed in between; auxiliary losses and masks that are not 0 or 1. The plan stays open, and
-                no gradient was changed.
+            BadBatchError: on every rank, as in `OpenPlan.close`; calls that were not trained on once each; auxiliary
+                losses beside masks that are not 0 or 1. The plan stays open, and no gradient was changed.
         """
         closed = self._closed()
         if closed.factor != 1 and (auxiliary := auxiliary_losses(self._config)):
@@ -172,6 +175,6 @@ class OpenMegatronPlan(OpenPlan):
 
     def _restore(self) -> None:
         self._is_open = False
-        self._no_sync.close()
+        self._held.close()
         for name, hook in self._hooks.items():
             setattr(self._config, name, hook)

@@ -194,7 +194,7 @@ class OpenPlan:
                 if not isinstance(of_both[0], TokensById):
                     continue  # units of the kind are not counted
                 here, whole = (tokens.of(f"{kind}_ids", torch.cat(of_samples)) for tokens in of_both)
-                for at in ((whole - here).abs() > 1e-9 * whole).nonzero()[:1, 0].tolist():
+                for at in ((here > 0) & (whole - here > 1e-9 * whole)).nonzero()[:1, 0].tolist():
                     return (
                         f"a {kind} with {float(here[at]):g} mask tokens in call {number} of this rank and "
                         f"{float(whole[at]):g} in the step: its weights were made without the rest. Add all samples of "

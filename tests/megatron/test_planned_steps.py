@@ -5,6 +5,7 @@ between DP ranks; gradients added up without the schedule; evaluation; a bad lis
 """
 
 import functools
+import re
 from typing import Any
 
 import gpt_oracle
@@ -275,3 +276,72 @@ def test_calls_of_a_real_model_are_one_step(layout: Layout, record_property: Any
         assert not beyond_bounds(case, errors), (case, errors)
     for key, error in worst.items():
         record_property(key, error)
+
+
+@pytest.mark.parametrize("planted", ["factor twice", "factor after clipping"])
+def test_the_comparison_sees_a_misplaced_factor(planted: str) -> None:
+    cases = [Case(2, "token_mean", "all", "mean", False, "plain", False, False, "", f"open plan, {planted}")]
+    for case, outcomes in outcomes_in(Layout(1, False, 1, 1, 1, 2), cases):
+        errors = errors_of(outcomes, gpt_oracle.step_of(case.shape(OPEN_LAYOUTS[0]), case.mode, case.units))
+        assert {"gradients", "grad_norm", "weights"} <= set(beyond_bounds(case, errors))
+
+
+def misused(wrong: str) -> tuple[str, float, bool]:
+    """On a rank: what an open plan says of a wrong use, the gradient's error, whether abandoning it leaves no trace."""
+    from megatron_rl_loss.megatron import open_plan
+
+    state = start(cp=CP)
+    cp_rank, dp_rank = state.get_context_parallel_rank(), state.get_data_parallel_rank()
+    split = wrong == "a rollout in two calls"
+    batches, mode = batches_of(dp_rank), "sample_mean" if split else "token_mean"
+    model = table_model(TABLE, per_token=True)  # sums gradients: to average an average again changes nothing
+    hooks = [model.config.finalize_model_grads_func, model.config.no_sync_func, model.config.grad_sync_func]
+    plan = open_plan(mode, model=model)
+
+    def calls() -> None:
+        for number, batch in enumerate(batches):
+            if wrong == "a context-parallel rank with fewer calls" and number and (cp_rank, dp_rank) == (1, 1):
+                continue
+            call = plan.add([batch.samples])
+            if wrong == "a call that is not trained on" and number == 1 and dp_rank == 1:
+                continue
+            step(model, call, [batch], cp_rank, "3-tuple", is_call=True)
+            if wrong == "a reduction in between":
+                model.finish_grad_sync()
+            if wrong == "gradients zeroed in between":
+                model.zero_grad_buffer()
+            if wrong == "a double reduction":
+                type(model).finish_grad_sync(model)
+        if wrong == "a second plan":
+            open_plan("token_mean", model=model)
+        plan.close()
+
+    outcome = outcome_of(calls)
+    expected = torch.cat([*oracle.step_gradient(mode, STEP), torch.zeros(1)])
+    error = relative_error(model.module.losses.main_grad.cpu(), expected)
+    if outcome != "accepted":
+        plan.abandon()
+    after = [model.config.finalize_model_grads_func, model.config.no_sync_func, model.config.grad_sync_func]
+    fresh = outcome == "accepted" or not model.module.losses.main_grad.any()
+    return outcome, error, fresh and hooks == after
+
+
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        ("a rollout in two calls", "a rollout with .* Add all samples of a rollout in one call"),
+        ("a context-parallel rank with fewer calls", "were given different samples"),
+        ("a call that is not trained on", "runs of the schedule for 3 calls of add"),
+        ("a reduction in between", "reduced or zeroed while a plan is open"),
+        ("gradients zeroed in between", "reduced or zeroed while a plan is open"),
+        ("a second plan", "a model with an open plan"),
+        ("a double reduction", ""),
+        ("nothing", ""),
+    ],
+)
+def test_a_misused_open_plan_is_refused_on_all_ranks(wrong: str, text: str) -> None:
+    """Or, where nothing can see it, by the comparison. A plan that was abandoned leaves no gradient and no hook."""
+    for outcome, error, is_clean in run_ranks(DP * CP, misused, wrong):
+        assert is_clean
+        assert re.search(text, outcome) if text else outcome == "accepted", outcome
+        assert (error < oracle.EXACT) == (wrong == "nothing") or text

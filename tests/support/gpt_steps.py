@@ -143,7 +143,7 @@ def run_case(layout: Layout, case: Case, rollouts: Sequence[Rollout], attention:
 
         return output, loss_func
 
-    planned = case.loop != "adapter"
+    planned, opens = case.loop != "adapter", case.loop.startswith("open plan")
     step: list[Any] = batches
     wrap = None
     if case.loop == "plan":
@@ -154,7 +154,7 @@ def run_case(layout: Layout, case: Case, rollouts: Sequence[Rollout], attention:
     evaluates = case.loop == "plan"
     with torch.no_grad():
         evaluated = run_batches(layout, ready, forward_step, step, forward_only=True) if evaluates else None
-    if case.loop == "open plan":
+    if opens:
         num = layout.pp if layout.vp > 1 else 1  # Megatron's interleaved schedule wants whole rounds
         stored = []
         with open_plan(model=ready.chunks, nominal=100, **mode_of(case)) as opened:
@@ -162,7 +162,11 @@ def run_case(layout: Layout, case: Case, rollouts: Sequence[Rollout], attention:
                 call = opened.add([batch.samples for batch in batches[at : at + num]])
                 step = list(zip(batches[at : at + num], call, strict=True))
                 stored += run_batches(layout, ready, forward_step, step, fresh=False)
-            stored = [opened.close().report(stored)]
+            closed = opened.close()
+        stored = [closed.report(stored)]
+        planted = {"open plan, factor twice": closed.factor, "open plan, factor after clipping": 1 / closed.factor}
+        for chunk in ready.chunks:
+            chunk.scale_gradients(planted.get(case.loop, 1.0))
     else:
         stored = run_batches(layout, ready, forward_step, step, wrap)
     metrics = None

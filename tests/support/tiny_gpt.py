@@ -150,7 +150,7 @@ def fully_masked(rollouts: Sequence[Rollout]) -> list[int]:
 
 def batches_of(rollouts: Sequence[Rollout], case: Case, dp: int, dp_rank: int, cp: int, cp_rank: int) -> list[Batch]:
     hands = dealt(len(rollouts), fully_masked(rollouts), dp, case.microbatches, case.lopsided)
-    if case.loop == "open plan":  # a prompt group comes as a whole: where its first sample is
+    if case.loop.startswith("open plan"):  # a prompt group comes as a whole: where its first sample is
         first = {one.prompt_id: i for i, one in reversed(list(enumerate(rollouts)))}
         groups = [[j for j, one in enumerate(rollouts) if first[one.prompt_id] == i] for i in range(len(rollouts))]
         hands = [[[j for i in hand for j in groups[i]] for hand in of_rank] for of_rank in hands]
