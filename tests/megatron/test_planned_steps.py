@@ -13,6 +13,7 @@ import oracle
 import pytest
 import torch
 from gpt_steps import beyond_bounds, errors_of, outcomes_in
+from pages import code_of
 from planned_steps import CP, DP, STEP, TABLE, batches_of, step, units_dealt
 from ranks import RankError, run_ranks
 from refusals import outcome_of
@@ -254,6 +255,28 @@ def test_calls_of_an_open_plan_add_up_to_the_step(mode: str) -> None:
             loss = float(oracle.step_loss(mode, STEP, divisor))
             assert numerator / normaliser == pytest.approx(loss, abs=of_sum), case
         assert len({pair[1] for _, _, pair, _ in found}) == 1
+
+
+def shown() -> Tensor:
+    """On a rank: the gradient after the code that recipes.md shows."""
+    state = start(cp=CP)
+    cp_rank, dp_rank = state.get_context_parallel_rank(), state.get_data_parallel_rank()
+    model = table_model(TABLE)
+
+    def run_schedule(model: Any, batches: list[Batch], microbatches: Any) -> list[Any]:
+        shares = step(model, microbatches, batches, cp_rank, "3-tuple", is_call=True)
+        return [one.report({"pg_loss": share}) for one, share in zip(microbatches, shares, strict=True)]
+
+    names = {"model": model, "arriving": calls_of(dp_rank, "token_mean"), "describe": lambda batch: batch.samples}
+    (code,) = (code for code in code_of("recipes.md") if "open_plan" in code)
+    exec(code, names | {"run_schedule": run_schedule, "optimizer": torch.optim.SGD(model.parameters(), lr=0.0)})
+    return model.module.losses.main_grad.clone().cpu()
+
+
+def test_the_code_of_recipes_trains_on_the_step_loss() -> None:
+    expected = torch.cat([*oracle.step_gradient("token_mean", STEP), torch.zeros(1)])
+    for gradient in run_ranks(DP * CP, shown):
+        assert relative_error(gradient, expected) < oracle.EXACT
 
 
 OPEN_LAYOUTS = [Layout(1, False, 1, 1, 2, 2), Layout(1, False, 2, 2, 1, 2), Layout(2, True, 1, 1, 1, 2)]
