@@ -17,7 +17,7 @@ from megatron_rl_loss.errors import BadBatchError
 from megatron_rl_loss.megatron.planning import checked_model
 from megatron_rl_loss.megatron.probe import check_fresh_gradients
 from megatron_rl_loss.modes.loss_modes import LossModes
-from megatron_rl_loss.plan.late_counts import ClosedPlan
+from megatron_rl_loss.plan.late_counts import ClosedPlan, LateCount
 from megatron_rl_loss.plan.open_plan import OpenPlan
 from megatron_rl_loss.plan.plan import StepGroups
 from megatron_rl_loss.step.samples import Samples
@@ -82,6 +82,17 @@ def auxiliary_losses(config: Any) -> list[str]:
         names += ["moe_aux_loss_coeff", "moe_z_loss_coeff"]
     values = {name: getattr(config, name, None) for name in names}
     return [name for name, value in values.items() if any(value if isinstance(value, list) else [value])]
+
+
+def _saved(samples: Samples) -> dict[str, Any]:
+    """What is counted of them, as arguments of `Samples`."""
+    return {
+        "loss_masks": list(samples.loss_masks),
+        "rollout_ids": samples.rollout_ids,
+        "prompt_ids": samples.prompt_ids,
+        "tokens": samples.tokens,
+        "term_masks": {name: list(further.loss_masks) for name, further in samples.by_mask.items()},
+    }
 
 
 def _refuse(*_: Any, **__: Any) -> None:
@@ -172,6 +183,46 @@ class OpenMegatronPlan(OpenPlan):
         self._restore()
         for chunk in self._chunks:
             chunk.zero_grad_buffer()
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's part of an open step, in tensors and plain values: calls so far and the sums of their gradients.
+
+        Save it with the model's checkpoint, a file per rank: gradients are not reduced yet.
+        """
+        self._require_open()
+        return {
+            "settings": self.settings,
+            "calls": [samples and [_saved(one) for one in samples] for samples, _ in self._calls],
+            "form": self.form,
+            "whole": sorted(self._whole),
+            "late_counts": {name: (late.name, late.mask, late.whole) for name, late in self.late_counts.items()},
+            "num_runs": self._num_runs,
+            "num_tokens": self._num_tokens.clone(),
+            "gradients": [gradient.clone() for gradient in self._gradients],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with a step that was saved on this rank, in the same layout; ValueError for one of other settings."""
+        if state["settings"] != self.settings or self._calls:
+            raise ValueError(
+                f"a saved step by {state['settings']}, a plan by {self.settings} with {len(self._calls)} calls: it "
+                "must be of the same settings, and without calls. Open one with those of the saved step."
+            )
+        for saved in state["calls"]:
+            samples = saved and [Samples(**one) for one in saved]
+            self._calls.append((samples, self._count(samples or [])))
+        self.form, self._num_runs = state["form"], state["num_runs"]
+        self.late_counts = {name: LateCount(*late) for name, late in state["late_counts"].items()}
+        self._whole = set(state["whole"])
+        self._num_tokens.copy_(state["num_tokens"])
+        for gradient, saved in zip(self._gradients, state["gradients"], strict=True):
+            gradient.copy_(saved)
+
+    @property
+    def _gradients(self) -> list[Tensor]:
+        """All that is added to in a backward pass."""
+        buffers = [one for chunk in self._chunks for one in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+        return [one for buffer in buffers for one in (buffer.grad_data, *getattr(buffer, "extra_main_grads", ()))]
 
     def _restore(self) -> None:
         self._is_open = False

@@ -72,7 +72,7 @@ class ClosedPlan:
         factor: what all gradients are multiplied by.
         totals: denominators of the whole step.
         divides_by_tokens: whether `factor` counts on Megatron's division by the step's active tokens.
-        numerator_scale, num_ranks, late_counts, split: what `report` goes by.
+        numerator_scale, num_ranks, late_counts, split_units: what `report` goes by.
     """
 
     factor: float
@@ -81,7 +81,7 @@ class ClosedPlan:
     numerator_scale: int
     num_ranks: int
     late_counts: Mapping[str, LateCount]
-    split: Sequence[str]
+    split_units: Sequence[str]
 
     def report(self, reports: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
         """What `Microbatch.loss` reported in all calls on this rank -> by name [numerator, normaliser], float64.
@@ -101,7 +101,7 @@ class ClosedPlan:
             late = self.late_counts[name]
             numerator = torch.stack([report[name][0].double() for report in reports if name in report]).sum()
             count = late.in_step(self.totals)
-            if count is None or late.whole in self.split:
+            if count is None or late.whole in self.split_units:
                 count = torch.nan
             normaliser = torch.full_like(numerator, count / self.num_ranks)
             found[name] = torch.stack([numerator * (self.numerator_scale if late.name else 1), normaliser])

@@ -81,11 +81,12 @@ class OpenPlan:
     ) -> None:
         check_int("nominal", nominal, 1, "Pass about what the mode divides by, or leave it out")
         self.modes, self.nominal = modes, nominal
+        self.settings = f"{modes.describe()}; per-token loss {per_token}; nominal {nominal}"
         self._ranks, self._term_masks, self._per_token = ranks, tuple(term_masks), per_token
-        self.late = LateCount.of(modes.policy.mode, modes.policy.units)
+        self.late_count = LateCount.of(modes.policy.mode, modes.policy.units)
         self.form: str | None = None  # of what the loss function returned
-        self.reported = {"pg_loss": self.late, "loss": self.late}
-        self._whole = {self.late.whole}  # kinds of units that are trained on by their tokens
+        self.late_counts = {"pg_loss": self.late_count, "loss": self.late_count}
+        self._whole = {self.late_count.whole}  # kinds of units that are trained on by their tokens
         self._calls: list[tuple[Sequence[Samples] | None, StepTotals]] = []
         self._is_open = True
         for name, aggregation in modes.terms.items():
@@ -93,11 +94,10 @@ class OpenPlan:
 
     def check_term(self, name: str, late: LateCount) -> None:
         """Refuse to train on a term that divides by another count than the policy loss."""
-        if late != self.late:
+        if late != self.late_count:
             raise ValueError(
-                f"the term {name!r} divides by {late}, the policy loss by {self.late}: one factor at the end of the "
-                "step scales all gradients. Give it a mode with the policy loss's count, coef=0 to report it alone, or "
-                "use plan_step."
+                f"the term {name!r} divides by {late}, the policy loss by {self.late_count}: one factor at the end "
+                "scales all gradients. Use a mode with the policy loss's count, coef=0 to report it, or plan_step."
             )
         self._whole.add(late.whole)
 
@@ -105,12 +105,8 @@ class OpenPlan:
         """The micro-batches of a call, to be trained on before `close`; its gradients are added to those before it.
 
         A rollout, for ``sample_mean``, or a prompt group, for ``prompt_mean``, must come as a whole: in one call, on
-        one DP rank. `close` finds out on which rank one did not.
-
-        Args:
-            samples, num_microbatches: as in `plan_step`, of this call on this rank.
-
-        Raises ValueError and TypeError as `plan_step`, on this rank alone: it asks no other one.
+        one DP rank. `close` finds out on which rank one did not. `samples` and `num_microbatches` are as in
+        `plan_step`, of this call on this rank. Raises ValueError and TypeError as `plan_step`, on this rank alone.
         """
         self._require_open()
         samples = check_samples(samples, num_microbatches, self.modes, self._ranks, self._term_masks)
@@ -126,16 +122,14 @@ class OpenPlan:
             per_token_loss=self._per_token,
             cp_group=self._ranks.cp_group,
             dp_group=self._ranks.dp_group,
-            opened=self,
+            open_plan=self,
         )
         self._calls.append((samples, totals))
         return call
 
     def _count(self, samples: Sequence[Samples] | Exception | None, **groups: Any) -> StepTotals:
-        uses_prompts, settings = self.modes.uses_prompt_ids, f"{self.modes.describe()}; nominal {self.nominal}"
-        return reduce_step_totals(
-            samples, count_prompts=uses_prompts, masks=self._term_masks, settings=settings, **groups
-        )
+        groups |= {"masks": self._term_masks, "settings": self.settings}
+        return reduce_step_totals(samples, count_prompts=self.modes.uses_prompt_ids, **groups)
 
     def close(self) -> ClosedPlan:
         """Count the step over all calls and ranks, in one round of collectives; all ranks call it together.
@@ -157,7 +151,7 @@ class OpenPlan:
         parts = {kind: self._part(kind, totals) for kind in ("rollout", "prompt")}
         failure = next((ValueError(text) for kind, text in parts.items() if text and kind in self._whole), None)
         # A stage that reads no data does not know units by id, nor one without a loss what its function returned.
-        late, divides = self.late.in_step(totals), self._per_token and self.form == "3-tuple"
+        late, divides = self.late_count.in_step(totals), self._per_token and self.form == "3-tuple"
         found = torch.tensor(
             [failure is not None, divides, -1 if late is None else late], dtype=torch.float64, device="cpu"
         )
@@ -166,7 +160,7 @@ class OpenPlan:
             all_reduce(found, group, dist.ReduceOp.MAX)
         failed, divides, late = found.tolist()
         raise_together(failed > 0, failure, groups)
-        factor = self.nominal / late if self.late.name and late else 1.0
+        factor = self.nominal / late if self.late_count.name and late else 1.0
         if divides:  # Megatron divides by the tokens of the step, a share was multiplied by the nominal ones
             factor *= max(totals.step_active_tokens or 0, 1) / self.nominal
         return ClosedPlan(
@@ -175,8 +169,8 @@ class OpenPlan:
             divides_by_tokens=bool(divides),
             numerator_scale=self.nominal,
             num_ranks=size_of(ranks.dp_group) * size_of(ranks.cp_group),
-            late_counts=dict(self.reported),
-            split=[kind for kind, text in parts.items() if text],
+            late_counts=dict(self.late_counts),
+            split_units=[kind for kind, text in parts.items() if text],
         )
 
     def _described(self) -> list[Samples] | None:
@@ -186,7 +180,7 @@ class OpenPlan:
         return [one for samples, _ in self._calls for one in samples or ()]
 
     def _part(self, kind: str, totals: StepTotals) -> str | None:
-        """What to say of a unit that a call on this rank held a part of, by any mask; None where there is none."""
+        """What to say of a unit that a call on this rank held a part of; None where there is none."""
         for number, (samples, of_call) in enumerate(self._calls):
             of_samples = [ids for one in samples or () if (ids := getattr(one, f"{kind}_ids")) is not None]
             for mask in (None, *self._term_masks) if of_samples else ():
@@ -211,7 +205,7 @@ class OpenPlan:
 class _Call(Plan):
     """A call's micro-batches."""
 
-    opened: OpenPlan
+    open_plan: OpenPlan
 
 
 class _OpenMicrobatch(Microbatch):
@@ -227,8 +221,8 @@ class _OpenMicrobatch(Microbatch):
         summand = super()._summand(name, term)
         late = self._late(summand.reducer)
         if summand.coef:
-            self._plan.opened.check_term(name, late)
-        self._plan.opened.reported[name] = late
+            self._plan.open_plan.check_term(name, late)
+        self._plan.open_plan.late_counts[name] = late
         return summand
 
     def _reducer_of_metric(self, name: str, metric: Metric) -> WeightedSum:
@@ -238,12 +232,12 @@ class _OpenMicrobatch(Microbatch):
                 "is one call. Report a mean, or use plan_step."
             )
         reducer = super()._reducer_of_metric(name, metric)
-        self._plan.opened.reported[name] = self._late(reducer)
+        self._plan.open_plan.late_counts[name] = self._late(reducer)
         return reducer
 
     def carry(self, share: Tensor, report: Any = None, *, form: Any = "3-tuple") -> Any:
         """As `Microbatch.carry`; a plan's calls all return one form, and none of an engine."""
-        opened = self._plan.opened
+        opened = self._plan.open_plan
         if form not in _FORMS or opened.form not in (None, form):
             given = f"form={form!r} in an open plan" + (f" that has returned {opened.form!r}" if opened.form else "")
             raise ValueError(

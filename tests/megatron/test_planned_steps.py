@@ -5,6 +5,7 @@ between DP ranks; gradients added up without the schedule; evaluation; a bad lis
 """
 
 import functools
+import io
 import re
 from typing import Any
 
@@ -255,6 +256,36 @@ def test_calls_of_an_open_plan_add_up_to_the_step(mode: str) -> None:
             loss = float(oracle.step_loss(mode, STEP, divisor))
             assert numerator / normaliser == pytest.approx(loss, abs=of_sum), case
         assert len({pair[1] for _, _, pair, _ in found}) == 1
+
+
+def resumed() -> tuple[str, Tensor]:
+    """On a rank: a step whose plan was saved after its first call, and which another model and plan went on with."""
+    from megatron_rl_loss.megatron import open_plan
+
+    state = start(cp=CP)
+    cp_rank, dp_rank = state.get_context_parallel_rank(), state.get_data_parallel_rank()
+    calls, file = calls_of(dp_rank, "token_mean"), io.BytesIO()
+    for part in (calls[:1], calls[1:]):
+        model = table_model(TABLE, per_token=True)
+        with open_plan("token_mean", model=model, nominal=5) as plan:
+            if part == calls[1:]:
+                file.seek(0)
+                plan.load_state_dict(torch.load(file, weights_only=True))
+            for batches in part:
+                step(model, plan.add([batch.samples for batch in batches]), batches, cp_rank, "3-tuple", is_call=True)
+            torch.save(saved := plan.state_dict(), file)
+            if part == calls[1:]:
+                plan.close()
+    with open_plan("token_mean", model=table_model(TABLE)) as plan:
+        refused = outcome_of(lambda: plan.load_state_dict(saved))
+    return refused, model.module.losses.main_grad.clone().cpu()
+
+
+def test_a_saved_plan_goes_on() -> None:
+    expected = torch.cat([*oracle.step_gradient("token_mean", STEP), torch.zeros(1)])
+    for refused, gradient in run_ranks(DP * CP, resumed):
+        assert "a saved step by loss aggregation: token_mean" in refused
+        assert relative_error(gradient, expected) < oracle.EXACT
 
 
 def shown() -> Tensor:
