@@ -310,7 +310,7 @@ def test_the_code_of_recipes_trains_on_the_step_loss() -> None:
         assert relative_error(gradient, expected) < oracle.EXACT
 
 
-OPEN_LAYOUTS = [Layout(1, False, 1, 1, 2, 2), Layout(1, False, 2, 2, 1, 2), Layout(2, True, 1, 1, 1, 2)]
+OPEN_LAYOUTS = [Layout(1, False, 1, 1, 2, 2), Layout(1, False, 2, 2, 1, 2), Layout(2, True, 2, 1, 1, 1)]
 WAYS = [("mean", "plain"), ("averaged in collective", "overlap"), ("per token", "distributed+overlap")]
 OPEN_CASES = [
     Case(4, mode, units, WAYS[k % 3][0], k % 2 == 1, WAYS[k % 3][1], k > 4, False, "", "open plan")
