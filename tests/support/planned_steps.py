@@ -86,8 +86,8 @@ def step(
 
 def units_dealt(mode: str, num_calls: int) -> list[list[list[int]]]:
     """By DP rank and call the numbers of samples: whole units of the mode; single samples where it has none."""
-    kinds = {"sample_mean": "sample_mean", "prompt_mean": "prompt_mean"}
-    units = oracle.units_of(kinds[mode], STEP) if mode in kinds else [[i] for i in range(len(STEP))]
+    by_tokens = mode in ("sample_mean", "prompt_mean")
+    units = oracle.units_of(mode, STEP) if by_tokens else [[i] for i in range(len(STEP))]
     hands: list[list[list[int]]] = [[[] for _ in range(num_calls)] for _ in range(DP)]
     for number, unit in enumerate(units):
         hands[number % DP][(number // DP) % num_calls] += unit

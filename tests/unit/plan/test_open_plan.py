@@ -5,16 +5,16 @@ from typing import Any
 import oracle
 import pytest
 import torch
-from planned_steps import STEP, units_dealt
 from refusals import Refusal, check_refusal, each_of
-from step_samples import DIVISOR
+from step_samples import DIVISOR, step_samples
 from torch import Tensor
 
 from megatron_rl_loss import Samples
 from megatron_rl_loss.plan import OpenPlan, open_plan
 from megatron_rl_loss.reduction import Metric, Term
 
-CALLS = [chosen for (chosen,) in units_dealt("prompt_mean", 1)]
+STEP = step_samples(8)
+CALLS = oracle.units_of("prompt_mean", STEP)
 
 
 def described(chosen: list[int]) -> Samples:
