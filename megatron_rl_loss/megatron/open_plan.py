@@ -123,12 +123,12 @@ class OpenMegatronPlan(OpenPlan):
         self._hooks = {name: getattr(config, name) for name in _HOOKS}
         config.finalize_model_grads_func, config.grad_sync_func = self._hold, None
         config.no_sync_func = contextlib.nullcontext  # a schedule's own would end the one below
-        self._held = contextlib.ExitStack()
+        self._contexts = contextlib.ExitStack()
         for chunk in chunks:
-            self._held.enter_context(chunk.no_sync())
+            self._contexts.enter_context(chunk.no_sync())
             for name in ("finish_grad_sync", "zero_grad_buffer"):
                 setattr(chunk, name, _refuse)
-                self._held.callback(delattr, chunk, name)
+                self._contexts.callback(delattr, chunk, name)
 
     def __enter__(self) -> "OpenMegatronPlan":
         return self
@@ -226,6 +226,6 @@ class OpenMegatronPlan(OpenPlan):
 
     def _restore(self) -> None:
         self._is_open = False
-        self._held.close()
+        self._contexts.close()
         for name, hook in self._hooks.items():
             setattr(self._config, name, hook)

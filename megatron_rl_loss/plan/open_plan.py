@@ -160,9 +160,10 @@ class OpenPlan:
             all_reduce(found, group, dist.ReduceOp.MAX)
         failed, divides, late = found.tolist()
         raise_together(failed > 0, failure, groups)
-        factor = self.nominal / late if self.late_count.name and late else 1.0
-        if divides:  # Megatron divides by the tokens of the step, a share was multiplied by the nominal ones
-            factor *= max(totals.step_active_tokens or 0, 1) / self.nominal
+        # With per-token loss Megatron divides by the tokens of the step; a share was multiplied by the nominal ones.
+        numerator = totals.step_active_tokens if divides else self.nominal
+        denominator = late if self.late_count.name else self.nominal
+        factor = numerator / denominator if numerator and denominator else 1.0
         return ClosedPlan(
             factor=factor,
             totals=totals,
@@ -239,10 +240,9 @@ class _OpenMicrobatch(Microbatch):
         """As `Microbatch.carry`; a plan's calls all return one form, and none of an engine."""
         opened = self._plan.open_plan
         if form not in _FORMS or opened.form not in (None, form):
-            given = f"form={form!r} in an open plan" + (f" that has returned {opened.form!r}" if opened.form else "")
             raise ValueError(
-                f"{given}: what is returned is scaled at the end of the step, all alike. Choose one of "
-                f"{', '.join(map(repr, _FORMS))} for all calls."
+                f"form={form!r} in an open plan that has returned {opened.form!r}: what is returned is scaled at the "
+                f"step's end, all alike. Choose one of {', '.join(map(repr, _FORMS))} for all calls."
             )
         opened.form = form
         return super().carry(share, report, form=form)
