@@ -21,6 +21,7 @@ from megatron_rl_loss.megatron.flags import (
 from megatron_rl_loss.megatron.forward_pass import ForwardPass
 from megatron_rl_loss.megatron.iterator import next_microbatch
 from megatron_rl_loss.megatron.launch import LossAggregation
+from megatron_rl_loss.megatron.open_plan import OpenMegatronPlan, open_plan
 from megatron_rl_loss.megatron.output_head import Folded, OutputHead, Tokens
 from megatron_rl_loss.megatron.planning import plan_step
 from megatron_rl_loss.plan import Microbatch, Plan
@@ -32,11 +33,13 @@ __all__ = [
     "ForwardPass",
     "LossAggregation",
     "Microbatch",
+    "OpenMegatronPlan",
     "OutputHead",
     "Plan",
     "Tokens",
     "add_loss_aggregation_args",
     "next_microbatch",
+    "open_plan",
     "plan_step",
     "validate_loss_aggregation_args",
 ]

@@ -43,13 +43,7 @@ def plan_step(
         ContractError: Megatron scales losses in another way.
         BadBatchError, ValueError, TypeError: as there; a model config under which the loss would not be exact.
     """
-    chunks = model if isinstance(model, list) else [model]
-    config, groups = get_model_config(chunks[0]), groups_of(chunks[0], pg_collection)
-    check_model(config, chunks)
-    if torch.is_grad_enabled():
-        check_finalizing(config, chunks, groups)
-    check_contract(config, chunks, groups, num_microbatches=2)  # any number shows how the schedule scales by it
-    ranks = step_groups(groups)
+    config, _, ranks = checked_model(model, pg_collection)
     return plans.plan_step(
         samples,
         mode,
@@ -65,3 +59,14 @@ def plan_step(
 def step_groups(groups: ProcessGroupCollection) -> StepGroups:
     """The groups that a step is counted over."""
     return StepGroups(dp_group=groups.dp, cp_group=groups.cp, replica_groups=[groups.tp, groups.pp])
+
+
+def checked_model(model: Any, pg_collection: ProcessGroupCollection | None) -> tuple[Any, list[Any], StepGroups]:
+    """The config, the chunks and the groups of a model under which the loss is exact; raises as `plan_step`."""
+    chunks = model if isinstance(model, list) else [model]
+    config, groups = get_model_config(chunks[0]), groups_of(chunks[0], pg_collection)
+    check_model(config, chunks)
+    if torch.is_grad_enabled():
+        check_finalizing(config, chunks, groups)
+    check_contract(config, chunks, groups, num_microbatches=2)  # any number shows how the schedule scales by it
+    return config, chunks, step_groups(groups)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import EllipsisType
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -180,6 +180,7 @@ class Plan:
     modes: LossModes
     totals: StepTotals
     num_microbatches: int
+    microbatch_class: ClassVar[type[Microbatch]] = Microbatch
     cp_rank: int = 0
     cp_size: int = 1
     dp_size: int = 1
@@ -211,7 +212,7 @@ class Plan:
                 "this rank's samples to plan_step."
             )
         shared = self.without_samples()
-        return [Microbatch(samples, shared) for samples in self.samples]
+        return [self.microbatch_class(samples, shared) for samples in self.samples]
 
     def without_samples(self) -> "Plan":
         """What the micro-batches share: it holds none of them, so that they are freed with the last use of the plan."""

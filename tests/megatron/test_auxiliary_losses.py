@@ -12,6 +12,7 @@ the sequence-wise and global load-balancing losses, virtual pipeline stages, gro
 """
 
 import functools
+import sys
 from typing import Any
 
 import oracle
@@ -20,6 +21,7 @@ import torch
 import torch.distributed as dist
 from moe_gpt import build, run_step, step_data
 from ranks import run_ranks
+from refusals import outcome_of
 from tiny_gpt import Batch
 
 from megatron_rl_loss.megatron import AggregationSettings
@@ -37,15 +39,30 @@ LAYOUTS: dict[str, tuple[int, dict[str, int], list[str]]] = {
 }
 
 
-def ours(model: Any, batches: list[Batch]) -> Any:
+def ours(model: Any, batches: list[Batch], mode: str = "sample_mean") -> Any:
     from megatron_rl_loss.megatron import LossAggregation
 
     def loss_of(microbatch: Any, losses: torch.Tensor) -> Any:
         return microbatch.loss(microbatch.data.advantages * losses)
 
-    settings = AggregationSettings.resolve("sample_mean", with_per_token_loss=True)
+    settings = AggregationSettings.resolve(mode, with_per_token_loss=True)
     wrap = LossAggregation(settings, lambda batch: batch.samples).wrap_schedule
     return run_step(model, batches, loss_of, wrap)
+
+
+def opened(model: Any, batches: list[Batch], mode: str = "token_mean") -> Any:
+    """A call of an open plan for each micro-batch."""
+    from megatron_rl_loss.megatron import open_plan
+
+    def loss_of(given: Any, losses: torch.Tensor) -> Any:
+        return given[1].loss(given[0].advantages * losses)
+
+    model.zero_grad_buffer()
+    with open_plan(mode, model=model, nominal=7) as plan:
+        for batch in batches:
+            run_step(model, list(zip([batch], plan.add([batch.samples]), strict=True)), loss_of, fresh=False)
+        plan.close()
+    return {name: parameter.main_grad.clone() for name, parameter in model.module.named_parameters()}
 
 
 def stock(model: Any, batches: list[Batch], *, counts: bool) -> Any:
@@ -98,6 +115,9 @@ def cases_of(model_name: str, layout: dict[str, int]) -> list[dict[str, Any]]:
                 )
             batches = step_data(num_microbatches, with_policy=True)
             both = ours(model, batches)
+            if per_token:
+                in_calls = worst_error(opened(model, batches), ours(model, batches, "token_mean"))
+                found.append(case | {"what": "calls of an open plan", "error": in_calls})
             kept = without_auxiliary_losses(model.config)
             policy = ours(model, batches)
             vars(model.config).update(kept)
@@ -115,12 +135,12 @@ def test_auxiliary_gradients_are_those_of_megatron_alone(layout: str, model: str
     world_size, sizes, _ = LAYOUTS[layout]
     ranks = run_ranks(world_size, functools.partial(cases_of, model, sizes))
     for rank, cases in enumerate(ranks):
-        assert len(cases) == 10
+        assert len(cases) == 12
         for case in cases:
             assert case["error"] < oracle.chain_error(3, 64), (rank, case)  # two layers and MTP's, 64 tokens at most
             if case["what"] == "sum":  # both parts matter, or adding them would prove nothing
                 assert min(case["without auxiliary"], case["without policy"]) > 0.01, (rank, case)
-            else:
+            elif "smallest" in case:
                 assert case["smallest"] > 1e-3, (rank, case)
     # Every rank has routers; MTP is on the last pipeline stage.
     assert all(case["routers"] > 0 for case in ranks[0] if "routers" in case) == ("moe" in model)
@@ -151,3 +171,20 @@ def error_of_wrong_adapter(wrong: str, model_name: str, layout: dict[str, int]) 
 def test_the_comparison_sees_an_adapter_that_rescales_auxiliary_losses(wrong: str, model: str) -> None:
     world_size, sizes, _ = LAYOUTS["cp 2 x dp 2"]
     assert min(run_ranks(world_size, functools.partial(error_of_wrong_adapter, wrong, model, sizes))) > 0.1
+
+
+def inherited_factor(model_name: str, layout: dict[str, int]) -> tuple[str, float]:
+    """What an open plan by token_sum says, and the error where nothing refuses it: a factor on auxiliary losses."""
+    model = build(model_name, True, **layout)
+    batches = step_data(3, with_policy=False)
+    refused = outcome_of(lambda: opened(model, batches, "token_sum"))
+    sys.modules["megatron_rl_loss.megatron.open_plan"].auxiliary_losses = lambda config: []  # type: ignore[attr-defined]
+    return refused, worst_error(opened(model, batches, "token_sum"), stock(model, batches, counts=True))
+
+
+@pytest.mark.parametrize("model", ["moe", "mtp"])
+def test_an_open_plan_refuses_a_factor_on_auxiliary_losses(model: str) -> None:
+    world_size, sizes, _ = LAYOUTS["dp 2"]
+    for refused, error in run_ranks(world_size, functools.partial(inherited_factor, model, sizes)):
+        assert "the factor at the end of the step would scale these losses too" in refused
+        assert error > 0.1

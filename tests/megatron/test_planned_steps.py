@@ -5,16 +5,22 @@ between DP ranks; gradients added up without the schedule; evaluation; a bad lis
 """
 
 import functools
+import io
+import re
 from typing import Any
 
+import gpt_oracle
 import oracle
 import pytest
 import torch
-from planned_steps import CP, DP, STEP, TABLE, batches_of, step
+from gpt_steps import beyond_bounds, errors_of, outcomes_in
+from pages import code_of
+from planned_steps import CP, DP, STEP, TABLE, batches_of, step, units_dealt
 from ranks import RankError, run_ranks
 from refusals import outcome_of
 from step_samples import DIVISOR, dealt
 from table_step import Batch, relative_error, start, table_model
+from tiny_gpt import Case, Layout
 from torch import Tensor
 
 from megatron_rl_loss import Samples, ZigzagTHD
@@ -179,3 +185,217 @@ def test_a_schedule_that_would_sum_no_gradients_is_refused() -> None:
     for text, evaluated in run_ranks(2, without_finalize):
         assert "a model config without finalize_model_grads_func" in text
         assert evaluated
+
+
+# ---- denominators that are known at the end
+
+
+def calls_of(dp_rank: int, mode: str) -> list[list[Batch]]:
+    """Two calls on DP rank 0, of two micro-batches and one; four on rank 1, of one each, the last one a filler."""
+    hands = units_dealt(mode, 3)[dp_rank]
+    batches = [Batch(STEP, sorted(chosen), CP) for chosen in hands]
+    if dp_rank == 0:
+        return [batches[:2], batches[2:]]
+    filler = batches_of(1)[-1]
+    return [[one] for one in batches] + [[filler]]
+
+
+DDP_OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"overlap_grad_reduce": True},
+    {"use_distributed_optimizer": True},
+    {"use_distributed_optimizer": True, "overlap_grad_reduce": True},
+    {"average_in_collective": True},
+]
+
+
+def opened(mode: str) -> list[tuple[str, Tensor, tuple[float, float], float]]:
+    """On a rank: in every form, with every way that DDP reduces, a step's gradient, report and factor."""
+    import torch.distributed as dist
+    from tiny_gpt import gather_sharded_gradients
+
+    from megatron_rl_loss.megatron import open_plan
+
+    state = start(cp=CP)
+    cp_rank, dp_rank = state.get_context_parallel_rank(), state.get_data_parallel_rank()
+    found = []
+    for form, per_token in FORMS:
+        for options in DDP_OPTIONS if form == "3-tuple" else DDP_OPTIONS[:1]:
+            if per_token and "average_in_collective" in options:
+                continue
+            model = table_model(TABLE, per_token=per_token, **options)
+            for nominal in (1, 300):  # the second step meets DDP after its first one
+                model.zero_grad_buffer()
+                divisor = DIVISOR if mode == "constant" else None
+                reports = []
+                with open_plan(mode, divisor=divisor, model=model, nominal=nominal) as plan:
+                    for batches in calls_of(dp_rank, mode):
+                        call = plan.add([batch.samples for batch in batches])
+                        shares = step(model, call, batches, cp_rank, form, is_call=True)
+                        for microbatch, share in zip(call, shares, strict=True):
+                            reports.append(microbatch.report({"pg_loss": share}))
+                    closed = plan.close()
+                if "use_distributed_optimizer" in options:
+                    gather_sharded_gradients([model])
+                pair = closed.report(reports)["pg_loss"]
+                dist.all_reduce(pair)
+                case = f"{form}, per token {per_token}, {options}, nominal {nominal}"
+                found.append((case, model.module.losses.main_grad.clone().cpu(), tuple(pair.tolist()), closed.factor))
+    return found
+
+
+@pytest.mark.parametrize("mode", oracle.MODES)
+def test_calls_of_an_open_plan_add_up_to_the_step(mode: str) -> None:
+    divisor = DIVISOR if mode == "constant" else None
+    expected = torch.cat([*oracle.step_gradient(mode, STEP, divisor), torch.zeros(1)])
+    of_sum = oracle.sum_error(oracle.num_tokens(STEP)) * oracle.step_scale(mode, STEP, divisor)
+    for found in run_ranks(DP * CP, opened, mode):
+        assert len(found) == 24
+        for case, gradient, (numerator, normaliser), _ in found:
+            assert relative_error(gradient, expected) < oracle.EXACT, case
+            loss = float(oracle.step_loss(mode, STEP, divisor))
+            assert numerator / normaliser == pytest.approx(loss, abs=of_sum), case
+        assert len({pair[1] for _, _, pair, _ in found}) == 1
+
+
+def resumed() -> tuple[str, Tensor]:
+    """On a rank: a step whose plan was saved after its first call, and which another model and plan went on with."""
+    from megatron_rl_loss.megatron import open_plan
+
+    state = start(cp=CP)
+    cp_rank, dp_rank = state.get_context_parallel_rank(), state.get_data_parallel_rank()
+    calls, file = calls_of(dp_rank, "token_mean"), io.BytesIO()
+    for part in (calls[:1], calls[1:]):
+        model = table_model(TABLE, per_token=True)
+        with open_plan("token_mean", model=model, nominal=5) as plan:
+            if part == calls[1:]:
+                file.seek(0)
+                plan.load_state_dict(torch.load(file, weights_only=True))
+            for batches in part:
+                step(model, plan.add([batch.samples for batch in batches]), batches, cp_rank, "3-tuple", is_call=True)
+            torch.save(saved := plan.state_dict(), file)
+            if part == calls[1:]:
+                plan.close()
+    with open_plan("token_mean", model=table_model(TABLE)) as plan:
+        refused = outcome_of(lambda: plan.load_state_dict(saved))
+    return refused, model.module.losses.main_grad.clone().cpu()
+
+
+def test_a_saved_plan_goes_on() -> None:
+    expected = torch.cat([*oracle.step_gradient("token_mean", STEP), torch.zeros(1)])
+    for refused, gradient in run_ranks(DP * CP, resumed):
+        assert "a saved step by loss aggregation: token_mean" in refused
+        assert relative_error(gradient, expected) < oracle.EXACT
+
+
+def shown() -> Tensor:
+    """On a rank: the gradient after the code that recipes.md shows."""
+    state = start(cp=CP)
+    cp_rank, dp_rank = state.get_context_parallel_rank(), state.get_data_parallel_rank()
+    model = table_model(TABLE)
+
+    def run_schedule(model: Any, batches: list[Batch], microbatches: Any) -> list[Any]:
+        shares = step(model, microbatches, batches, cp_rank, "3-tuple", is_call=True)
+        return [one.report({"pg_loss": share}) for one, share in zip(microbatches, shares, strict=True)]
+
+    names = {"model": model, "arriving": calls_of(dp_rank, "token_mean"), "describe": lambda batch: batch.samples}
+    (code,) = (code for code in code_of("recipes.md") if "open_plan" in code)
+    exec(code, names | {"run_schedule": run_schedule, "optimizer": torch.optim.SGD(model.parameters(), lr=0.0)})
+    return model.module.losses.main_grad.clone().cpu()
+
+
+def test_the_code_of_recipes_trains_on_the_step_loss() -> None:
+    expected = torch.cat([*oracle.step_gradient("token_mean", STEP), torch.zeros(1)])
+    for gradient in run_ranks(DP * CP, shown):
+        assert relative_error(gradient, expected) < oracle.EXACT
+
+
+OPEN_LAYOUTS = [Layout(1, False, 1, 1, 2, 2), Layout(1, False, 2, 2, 1, 2), Layout(2, True, 2, 1, 1, 1)]
+WAYS = [("mean", "plain"), ("averaged in collective", "overlap"), ("per token", "distributed+overlap")]
+OPEN_CASES = [
+    Case(4, mode, units, WAYS[k % 3][0], k % 2 == 1, WAYS[k % 3][1], k > 4, False, "", "open plan")
+    for k, (mode, units) in enumerate(oracle.COUNTINGS)
+]
+
+
+@pytest.mark.parametrize("layout", OPEN_LAYOUTS, ids=str)
+def test_calls_of_a_real_model_are_one_step(layout: Layout, record_property: Any) -> None:
+    """A GPT in every mode and way to reduce: gradients, norm, reports and the weights after clipping and Adam."""
+    worst: dict[str, float] = {}
+    for case, outcomes in outcomes_in(layout, OPEN_CASES):
+        errors = errors_of(outcomes, gpt_oracle.step_of(case.shape(layout), case.mode, case.units))
+        for what, error in errors.items():
+            key = f"{'bf16' if case.bf16 else 'fp32'}_{what}_error"
+            worst[key] = max(worst.get(key, 0.0), error)
+        assert not beyond_bounds(case, errors), (case, errors)
+    for key, error in worst.items():
+        record_property(key, error)
+
+
+@pytest.mark.parametrize("planted", ["factor twice", "factor after clipping"])
+def test_the_comparison_sees_a_misplaced_factor(planted: str) -> None:
+    cases = [Case(2, "token_mean", "all", "mean", False, "plain", False, False, "", f"open plan, {planted}")]
+    for case, outcomes in outcomes_in(Layout(1, False, 1, 1, 1, 2), cases):
+        errors = errors_of(outcomes, gpt_oracle.step_of(case.shape(OPEN_LAYOUTS[0]), case.mode, case.units))
+        assert {"gradients", "grad_norm", "weights"} <= set(beyond_bounds(case, errors))
+
+
+def misused(wrong: str) -> tuple[str, float, bool]:
+    """On a rank: what an open plan says of a wrong use, the gradient's error, whether abandoning it leaves no trace."""
+    from megatron_rl_loss.megatron import open_plan
+
+    state = start(cp=CP)
+    cp_rank, dp_rank = state.get_context_parallel_rank(), state.get_data_parallel_rank()
+    split = wrong == "a rollout in two calls"
+    batches, mode = batches_of(dp_rank), "sample_mean" if split else "token_mean"
+    model = table_model(TABLE, per_token=True)  # sums gradients: to average an average again changes nothing
+    hooks = [model.config.finalize_model_grads_func, model.config.no_sync_func, model.config.grad_sync_func]
+    plan = open_plan(mode, model=model)
+
+    def calls() -> None:
+        for number, batch in enumerate(batches):
+            if wrong == "a context-parallel rank with fewer calls" and number and (cp_rank, dp_rank) == (1, 1):
+                continue
+            call = plan.add([batch.samples])
+            if wrong == "a call that is not trained on" and number == 1 and dp_rank == 1:
+                continue
+            step(model, call, [batch], cp_rank, "3-tuple", is_call=True)
+            if wrong == "a reduction in between":
+                model.finish_grad_sync()
+            if wrong == "gradients zeroed in between":
+                model.zero_grad_buffer()
+            if wrong == "a double reduction":
+                type(model).finish_grad_sync(model)
+        if wrong == "a second plan":
+            open_plan("token_mean", model=model)
+        plan.close()
+
+    outcome = outcome_of(calls)
+    expected = torch.cat([*oracle.step_gradient(mode, STEP), torch.zeros(1)])
+    error = relative_error(model.module.losses.main_grad.cpu(), expected)
+    if outcome != "accepted":
+        plan.abandon()
+    after = [model.config.finalize_model_grads_func, model.config.no_sync_func, model.config.grad_sync_func]
+    fresh = outcome == "accepted" or not model.module.losses.main_grad.any()
+    return outcome, error, fresh and hooks == after
+
+
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        ("a rollout in two calls", "a rollout with .* Add all samples of a rollout in one call"),
+        ("a context-parallel rank with fewer calls", "were given different samples"),
+        ("a call that is not trained on", "runs of the schedule for 3 calls of add"),
+        ("a reduction in between", "reduced or zeroed while a plan is open"),
+        ("gradients zeroed in between", "reduced or zeroed while a plan is open"),
+        ("a second plan", "a model with an open plan"),
+        ("a double reduction", ""),
+        ("nothing", ""),
+    ],
+)
+def test_a_misused_open_plan_is_refused_on_all_ranks(wrong: str, text: str) -> None:
+    """Or, where nothing can see it, by the comparison. A plan that was abandoned leaves no gradient and no hook."""
+    for outcome, error, is_clean in run_ranks(DP * CP, misused, wrong):
+        assert is_clean
+        assert re.search(text, outcome) if text else outcome == "accepted", outcome
+        assert (error < oracle.EXACT) == (wrong == "nothing") or text

@@ -126,12 +126,19 @@ def aggregation(
 
 
 def run_schedule(
-    forward_step: Any, data: Any, model: Any, num_microbatches: int, wrap: Any = None, **options: Any
+    forward_step: Any,
+    data: Any,
+    model: Any,
+    num_microbatches: int,
+    wrap: Any = None,
+    *,
+    fresh: bool = True,
+    **options: Any,
 ) -> Any:
-    """Megatron's schedule over a step, with fresh gradients: what it stored."""
+    """Megatron's schedule over a step, with fresh gradients, or over a call of one: what it stored."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    for chunk in model if isinstance(model, list) else [model]:
+    for chunk in (model if isinstance(model, list) else [model]) if fresh else []:
         chunk.zero_grad_buffer()
     schedule = get_forward_backward_func()
     return (schedule if wrap is None else wrap(schedule))(

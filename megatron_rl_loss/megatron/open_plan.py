@@ -1,0 +1,231 @@
+"""`open_plan` for a loop that calls Megatron's schedule several times per optimizer step.
+
+Between `open_plan` and `close` nothing is reduced: each schedule's own finalising is held back, and so is what DDP
+reduces during a backward pass. `close` finalises once and scales the gradient buffers by one factor.
+"""
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from torch import Tensor
+
+from megatron_rl_loss.errors import BadBatchError
+from megatron_rl_loss.megatron.planning import checked_model
+from megatron_rl_loss.megatron.probe import check_fresh_gradients
+from megatron_rl_loss.modes.loss_modes import LossModes
+from megatron_rl_loss.plan.late_counts import ClosedPlan, LateCount
+from megatron_rl_loss.plan.open_plan import OpenPlan
+from megatron_rl_loss.plan.plan import StepGroups
+from megatron_rl_loss.step.samples import Samples
+from megatron_rl_loss.step.totals import UnitCounting
+
+#: What a schedule or DDP reduces gradients by, in the model's config.
+_HOOKS = ("finalize_model_grads_func", "no_sync_func", "grad_sync_func")
+
+
+def open_plan(
+    mode: str,
+    *,
+    model: Any,
+    pg_collection: ProcessGroupCollection | None = None,
+    divisor: float | None = None,
+    units: UnitCounting | None = None,
+    terms: Mapping[str, str | None] | None = None,
+    term_masks: Sequence[str] = (),
+    nominal: int = 1,
+) -> "OpenMegatronPlan":
+    """`megatron_rl_loss.plan.open_plan` of a Megatron model, whose gradients `OpenMegatronPlan.close` makes final.
+
+        with open_plan("token_mean", model=model) as plan:
+            for batches in arriving:
+                microbatches = plan.add(describe(batches))
+                stored += forward_backward(...)  # Megatron's schedule over batches and microbatches, as ever
+            closed = plan.close()
+        optimizer.step()
+
+    All else is as there; `model` and `pg_collection` as in `plan_step`.
+
+    Raises:
+        ContractError, ValueError, TypeError: as there and as `plan_step`; chunks that are not in Megatron's
+            DistributedDataParallel; gradients that are not 0; a plan that is open on this model; MoE auxiliary losses
+            or multi-token prediction with another mode than ``token_mean`` or without per-token loss: the factor would
+            scale them too.
+    """
+    config, chunks, ranks = checked_model(model, pg_collection)
+    modes = LossModes.resolve(mode, divisor=divisor, units=units, terms=terms)
+    if isinstance(getattr(config.finalize_model_grads_func, "__self__", None), OpenMegatronPlan):
+        raise ValueError("a model with an open plan: its gradients are that step's. Close or abandon that plan first.")
+    if config.finalize_model_grads_func is None or not all(isinstance(one, DistributedDataParallel) for one in chunks):
+        raise ValueError(
+            f"an open plan of a {type(chunks[0]).__name__}: it scales the gradient buffers of Megatron's "
+            "DistributedDataParallel, after the config's finalize_model_grads_func. Set both, or use "
+            "megatron_rl_loss.plan.open_plan and scale the gradients by its factor yourself."
+        )
+    auxiliary, by = auxiliary_losses(config), modes.policy.mode.name
+    if auxiliary and not (by == "token_mean" and config.calculate_per_token_loss):
+        raise ValueError(
+            f"{', '.join(auxiliary)} in an open plan by {by}: the factor at the end of the step would scale these "
+            "losses too. Use token_mean with calculate_per_token_loss, turn them off, or use plan_step."
+        )
+    check_fresh_gradients(chunks)
+    return OpenMegatronPlan(modes, ranks, term_masks, config=config, chunks=chunks, nominal=nominal)
+
+
+def auxiliary_losses(config: Any) -> list[str]:
+    """The losses that Megatron adds to the backward pass, by the setting that turns them on."""
+    names = ["mtp_num_layers", "dsa_indexer_loss_coeff"]
+    if config.num_moe_experts:
+        names += ["moe_aux_loss_coeff", "moe_z_loss_coeff"]
+    values = {name: getattr(config, name, None) for name in names}
+    return [name for name, value in values.items() if any(value if isinstance(value, list) else [value])]
+
+
+def _saved(samples: Samples) -> dict[str, Any]:
+    """What is counted of them, as arguments of `Samples`."""
+    return {
+        "loss_masks": list(samples.loss_masks),
+        "rollout_ids": samples.rollout_ids,
+        "prompt_ids": samples.prompt_ids,
+        "tokens": samples.tokens,
+        "term_masks": {name: list(further.loss_masks) for name, further in samples.by_mask.items()},
+    }
+
+
+def _refuse(*_: Any, **__: Any) -> None:
+    raise ValueError(
+        "gradients that are reduced or zeroed while a plan is open: calls before would count several times, or not at "
+        "all. Leave finalize_model_grads and zero_grad_buffer() to close() and abandon()."
+    )
+
+
+class OpenMegatronPlan(OpenPlan):
+    """An open plan that holds back the reduction of a model's gradients; as a context it is abandoned if not closed."""
+
+    def __init__(
+        self,
+        modes: LossModes,
+        ranks: StepGroups,
+        term_masks: Sequence[str],
+        *,
+        config: Any,
+        chunks: list[Any],
+        nominal: int,
+    ) -> None:
+        super().__init__(modes, ranks, term_masks, per_token=bool(config.calculate_per_token_loss), nominal=nominal)
+        self._config, self._chunks = config, chunks
+        self._num_runs = 0
+        self._num_tokens = torch.zeros((), dtype=torch.int64, device=next(chunks[0].parameters()).device)
+        self._options: dict[str, Any] = {}  # of the schedule's finalising
+        self._hooks = {name: getattr(config, name) for name in _HOOKS}
+        config.finalize_model_grads_func, config.grad_sync_func = self._hold, None
+        config.no_sync_func = contextlib.nullcontext  # a schedule's own would end the one below
+        self._contexts = contextlib.ExitStack()
+        for chunk in chunks:
+            self._contexts.enter_context(chunk.no_sync())
+            for name in ("finish_grad_sync", "zero_grad_buffer"):
+                setattr(chunk, name, _refuse)
+                self._contexts.callback(delattr, chunk, name)
+
+    def __enter__(self) -> "OpenMegatronPlan":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._is_open:
+            self.abandon()
+
+    def _hold(self, model: Any, num_tokens: Tensor | None = None, **options: Any) -> None:
+        """What a schedule calls at its end in the place of `finalize_model_grads`."""
+        self._num_runs += 1
+        self._options = options
+        if num_tokens is not None:
+            self._num_tokens += num_tokens.to(self._num_tokens)
+
+    def _described(self) -> list[Samples] | None:
+        if self._num_runs not in (0, len(self._calls)):
+            raise ValueError(
+                f"{self._num_runs} runs of the schedule for {len(self._calls)} calls of add: each call's micro-batches "
+                "are trained on once. Abandon this plan, and run each call's once."
+            )
+        return super()._described()
+
+    def close(self) -> ClosedPlan:
+        """Count the step, reduce the gradients and scale them; all ranks call it together, before clipping.
+
+        Raises:
+            BadBatchError: on every rank, as in `OpenPlan.close`; calls that were not trained on once each; auxiliary
+                losses beside masks that are not 0 or 1. The plan stays open, and no gradient was changed.
+        """
+        closed = self._closed()
+        if closed.factor != 1 and (auxiliary := auxiliary_losses(self._config)):
+            raise BadBatchError(
+                f"masks of {closed.totals.step_tokens:g} in {closed.totals.step_active_tokens} tokens beside "
+                f"{', '.join(auxiliary)}: the factor between them would scale the auxiliary losses too. Use masks of 0 "
+                "and 1, or plan_step."
+            )
+        self._restore()
+        for chunk in self._chunks:
+            if chunk.ddp_config.overlap_grad_reduce:
+                chunk.start_grad_sync()  # what the last backward pass would have begun
+        num_tokens = self._num_tokens if closed.divides_by_tokens else None
+        self._config.finalize_model_grads_func(self._chunks, num_tokens, **self._options)
+        if closed.factor != 1:
+            for chunk in self._chunks:
+                chunk.scale_gradients(closed.factor)
+        return closed
+
+    def abandon(self) -> None:
+        """Zero the gradients and give Megatron its hooks back; each rank may do so alone."""
+        self._require_open()
+        self._restore()
+        for chunk in self._chunks:
+            chunk.zero_grad_buffer()
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's part of an open step, in tensors and plain values: calls so far and the sums of their gradients.
+
+        Save it with the model's checkpoint, a file per rank: gradients are not reduced yet.
+        """
+        self._require_open()
+        return {
+            "settings": self.settings,
+            "calls": [samples and [_saved(one) for one in samples] for samples, _ in self._calls],
+            "form": self.form,
+            "whole": sorted(self._whole),
+            "late_counts": {name: (late.name, late.mask, late.whole) for name, late in self.late_counts.items()},
+            "num_runs": self._num_runs,
+            "num_tokens": self._num_tokens.clone(),
+            "gradients": [gradient.clone() for gradient in self._gradients],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with a step that was saved on this rank, in the same layout; ValueError for one of other settings."""
+        if state["settings"] != self.settings or self._calls:
+            raise ValueError(
+                f"a saved step by {state['settings']}, a plan by {self.settings} with {len(self._calls)} calls: it "
+                "must be of the same settings, and without calls. Open one with those of the saved step."
+            )
+        for saved in state["calls"]:
+            samples = saved and [Samples(**one) for one in saved]
+            self._calls.append((samples, self._count(samples or [])))
+        self.form, self._num_runs = state["form"], state["num_runs"]
+        self.late_counts = {name: LateCount(*late) for name, late in state["late_counts"].items()}
+        self._whole = set(state["whole"])
+        self._num_tokens.copy_(state["num_tokens"])
+        for gradient, saved in zip(self._gradients, state["gradients"], strict=True):
+            gradient.copy_(saved)
+
+    @property
+    def _gradients(self) -> list[Tensor]:
+        """All that is added to in a backward pass."""
+        buffers = [one for chunk in self._chunks for one in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+        return [one for buffer in buffers for one in (buffer.grad_data, *getattr(buffer, "extra_main_grads", ()))]
+
+    def _restore(self) -> None:
+        self._is_open = False
+        self._contexts.close()
+        for name, hook in self._hooks.items():
+            setattr(self._config, name, hook)

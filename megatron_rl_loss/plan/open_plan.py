@@ -1,0 +1,251 @@
+"""`open_plan`: a step whose denominators are known at its end, for samples that arrive call by call.
+
+A weight is m / (D * U). D comes with the samples of a unit. U, the number of units (or the tokens) of the step, is
+known when the last call has been trained on. Until then a *nominal* number stands for it. A gradient is linear in 1/U,
+so it is exact once it is multiplied by nominal / U, if all that was added to it was divided by that one U.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import EllipsisType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_rl_loss.errors import check_int
+from megatron_rl_loss.modes.loss_modes import LossModes
+from megatron_rl_loss.plan.late_counts import ClosedPlan, LateCount, nominal_totals
+from megatron_rl_loss.plan.microbatch import Microbatch
+from megatron_rl_loss.plan.plan import Plan, StepGroups, check_samples
+from megatron_rl_loss.reduction.metrics import Metric
+from megatron_rl_loss.reduction.sums import Summand, Term, WeightedSum
+from megatron_rl_loss.step.collectives import (
+    Group,
+    all_reduce,
+    attempt,
+    raise_together,
+    rank_in,
+    size_of,
+    stated_dp_group,
+)
+from megatron_rl_loss.step.counting import reduce_step_totals
+from megatron_rl_loss.step.samples import Samples
+from megatron_rl_loss.step.totals import StepTotals, TokensById, UnitCounting
+
+#: What returns a share past factors that hang on no count of the step, but for the tokens of per-token loss.
+_FORMS = ("3-tuple", "2-tuple", "mean", "sum")
+
+
+def open_plan(
+    mode: str,
+    *,
+    divisor: float | None = None,
+    units: UnitCounting | None = None,
+    terms: Mapping[str, str | None] | None = None,
+    term_masks: Sequence[str] = (),
+    dp_group: Group | EllipsisType | None = ...,
+    cp_group: Group | None = None,
+    replica_groups: Sequence[Group] = (),
+    per_token_loss: bool = False,
+    nominal: int = 1,
+) -> "OpenPlan":
+    """A step that is planned call by call: `OpenPlan.add`, forward and backward, as often as you like; then `close`.
+
+    >>> plan = open_plan("token_mean", dp_group=None)
+    >>> shares = [plan.add([Samples([torch.ones(n)])])[0](torch.ones(n)) for n in (2, 3)]
+    >>> float(sum(shares)) * plan.close().factor
+    1.0
+
+    Args:
+        mode, divisor, units, terms, term_masks, dp_group, cp_group, replica_groups, per_token_loss: as in `plan_step`.
+        nominal: stands for the count that the mode divides by, the same on all ranks. About its size keeps gradients
+            in the range of a narrow dtype; the result does not depend on it.
+
+    Raises:
+        ValueError, TypeError: unusable settings; a mode of one's own; a term that divides by another late count than
+            the policy loss: one factor on the gradients cannot mend both.
+    """
+    modes = LossModes.resolve(mode, divisor=divisor, units=units, terms=terms)
+    dp_group = stated_dp_group(dp_group, "an open plan")
+    ranks = StepGroups(dp_group=dp_group, cp_group=cp_group, replica_groups=replica_groups)
+    return OpenPlan(modes, ranks, term_masks, per_token=per_token_loss, nominal=nominal)
+
+
+class OpenPlan:
+    """A step of which some calls were planned. `add` asks no other rank; ranks may differ in their numbers of calls."""
+
+    def __init__(
+        self, modes: LossModes, ranks: StepGroups, term_masks: Sequence[str], *, per_token: bool, nominal: int
+    ) -> None:
+        check_int("nominal", nominal, 1, "Pass about what the mode divides by, or leave it out")
+        self.modes, self.nominal = modes, nominal
+        self.settings = f"{modes.describe()}; per-token loss {per_token}; nominal {nominal}"
+        self._ranks, self._term_masks, self._per_token = ranks, tuple(term_masks), per_token
+        self.late_count = LateCount.of(modes.policy.mode, modes.policy.units)
+        self.form: str | None = None  # of what the loss function returned
+        self.late_counts = {"pg_loss": self.late_count, "loss": self.late_count}
+        self._whole = {self.late_count.whole}  # kinds of units that are trained on by their tokens
+        self._calls: list[tuple[Sequence[Samples] | None, StepTotals]] = []
+        self._is_open = True
+        for name, aggregation in modes.terms.items():
+            self.check_term(name, LateCount.of(aggregation.mode, aggregation.units))
+
+    def check_term(self, name: str, late: LateCount) -> None:
+        """Refuse to train on a term that divides by another count than the policy loss."""
+        if late != self.late_count:
+            raise ValueError(
+                f"the term {name!r} divides by {late}, the policy loss by {self.late_count}: one factor at the end "
+                "scales all gradients. Use a mode with the policy loss's count, coef=0 to report it, or plan_step."
+            )
+        self._whole.add(late.whole)
+
+    def add(self, samples: Sequence[Samples] | None, *, num_microbatches: int | None = None) -> Plan:
+        """The micro-batches of a call, to be trained on before `close`; its gradients are added to those before it.
+
+        A rollout, for ``sample_mean``, or a prompt group, for ``prompt_mean``, must come as a whole: in one call, on
+        one DP rank. `close` finds out on which rank one did not. `samples` and `num_microbatches` are as in
+        `plan_step`, of this call on this rank. Raises ValueError and TypeError as `plan_step`, on this rank alone.
+        """
+        self._require_open()
+        samples = check_samples(samples, num_microbatches, self.modes, self._ranks, self._term_masks)
+        totals = self._count(samples or [])
+        call = _Call(
+            samples=samples,
+            modes=self.modes,
+            totals=nominal_totals(totals, self.nominal),
+            num_microbatches=len(samples or ()) if num_microbatches is None else num_microbatches,
+            cp_rank=rank_in(self._ranks.cp_group),
+            cp_size=size_of(self._ranks.cp_group),
+            dp_size=size_of(self._ranks.dp_group),
+            per_token_loss=self._per_token,
+            cp_group=self._ranks.cp_group,
+            dp_group=self._ranks.dp_group,
+            open_plan=self,
+        )
+        self._calls.append((samples, totals))
+        return call
+
+    def _count(self, samples: Sequence[Samples] | Exception | None, **groups: Any) -> StepTotals:
+        groups |= {"masks": self._term_masks, "settings": self.settings}
+        return reduce_step_totals(samples, count_prompts=self.modes.uses_prompt_ids, **groups)
+
+    def close(self) -> ClosedPlan:
+        """Count the step over all calls and ranks, in one round of collectives; all ranks call it together.
+
+        Then multiply all gradients by `ClosedPlan.factor`, once they are summed over ranks and before they are clipped.
+
+        Raises:
+            BadBatchError: on every rank, as `plan_step`, and where a unit did not come as a whole. The plan stays open.
+        """
+        closed = self._closed()
+        self._is_open = False
+        return closed
+
+    def _closed(self) -> ClosedPlan:
+        self._require_open()
+        ranks = self._ranks
+        described = attempt(self._described)
+        totals = self._count(described, dp_group=ranks.dp_group, replica_groups=ranks.replicas)
+        parts = {kind: self._part(kind, totals) for kind in ("rollout", "prompt")}
+        failure = next((ValueError(text) for kind, text in parts.items() if text and kind in self._whole), None)
+        # A stage that reads no data does not know units by id, nor one without a loss what its function returned.
+        late, divides = self.late_count.in_step(totals), self._per_token and self.form == "3-tuple"
+        found = torch.tensor(
+            [failure is not None, divides, -1 if late is None else late], dtype=torch.float64, device="cpu"
+        )
+        groups = [one for one in (ranks.dp_group, *ranks.replicas) if one is not None and one.size() > 1]
+        for group in groups:
+            all_reduce(found, group, dist.ReduceOp.MAX)
+        failed, divides, late = found.tolist()
+        raise_together(failed > 0, failure, groups)
+        # With per-token loss Megatron divides by the tokens of the step; a share was multiplied by the nominal ones.
+        numerator = totals.step_active_tokens if divides else self.nominal
+        denominator = late if self.late_count.name else self.nominal
+        factor = numerator / denominator if numerator and denominator else 1.0
+        return ClosedPlan(
+            factor=factor,
+            totals=totals,
+            divides_by_tokens=bool(divides),
+            numerator_scale=self.nominal,
+            num_ranks=size_of(ranks.dp_group) * size_of(ranks.cp_group),
+            late_counts=dict(self.late_counts),
+            split_units=[kind for kind, text in parts.items() if text],
+        )
+
+    def _described(self) -> list[Samples] | None:
+        """The samples of all calls, None on a stage without data. Raises what is to be raised on all ranks."""
+        if self._calls and all(samples is None for samples, _ in self._calls):
+            return None
+        return [one for samples, _ in self._calls for one in samples or ()]
+
+    def _part(self, kind: str, totals: StepTotals) -> str | None:
+        """What to say of a unit that a call on this rank held a part of; None where there is none."""
+        for number, (samples, of_call) in enumerate(self._calls):
+            of_samples = [ids for one in samples or () if (ids := getattr(one, f"{kind}_ids")) is not None]
+            for mask in (None, *self._term_masks) if of_samples else ():
+                of_both = [getattr(one.with_mask(mask), f"{kind}s").tokens for one in (of_call, totals)]
+                if not isinstance(of_both[0], TokensById):
+                    continue  # units of the kind are not counted
+                here, whole = (tokens.of(f"{kind}_ids", torch.cat(of_samples)) for tokens in of_both)
+                for at in ((here > 0) & (whole - here > 1e-9 * whole)).nonzero()[:1, 0].tolist():
+                    return (
+                        f"a {kind} with {float(here[at]):g} mask tokens in call {number} of this rank and "
+                        f"{float(whole[at]):g} in the step: its weights were made without the rest. Add all samples of "
+                        f"a {kind} in one call on one DP rank, or use plan_step."
+                    )
+        return None
+
+    def _require_open(self) -> None:
+        if not self._is_open:
+            raise ValueError("a plan that was closed or abandoned: its step is over. Open one for the next step.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Call(Plan):
+    """A call's micro-batches."""
+
+    open_plan: OpenPlan
+
+
+class _OpenMicrobatch(Microbatch):
+    """A micro-batch whose shares are by the nominal count."""
+
+    _plan: _Call
+
+    def _late(self, reducer: WeightedSum) -> LateCount:
+        mode, _, units, mask = next(key for key, one in self._reducers.items() if one is reducer)
+        return LateCount.of(mode, units, mask)
+
+    def _summand(self, name: str, term: Tensor | Term) -> Summand:
+        summand = super()._summand(name, term)
+        late = self._late(summand.reducer)
+        if summand.coef:
+            self._plan.open_plan.check_term(name, late)
+        self._plan.open_plan.late_counts[name] = late
+        return summand
+
+    def _reducer_of_metric(self, name: str, metric: Metric) -> WeightedSum:
+        if not metric.is_sum:
+            raise ValueError(
+                f"the metric {name!r} of kind {metric.kind!r} in an open plan: its parts are finished with a step that "
+                "is one call. Report a mean, or use plan_step."
+            )
+        reducer = super()._reducer_of_metric(name, metric)
+        self._plan.open_plan.late_counts[name] = self._late(reducer)
+        return reducer
+
+    def carry(self, share: Tensor, report: Any = None, *, form: Any = "3-tuple") -> Any:
+        """As `Microbatch.carry`; a plan's calls all return one form, and none of an engine."""
+        opened = self._plan.open_plan
+        if form not in _FORMS or opened.form not in (None, form):
+            raise ValueError(
+                f"form={form!r} in an open plan that has returned {opened.form!r}: what is returned is scaled at the "
+                f"step's end, all alike. Choose one of {', '.join(map(repr, _FORMS))} for all calls."
+            )
+        opened.form = form
+        return super().carry(share, report, form=form)
+
+
+_Call.microbatch_class = _OpenMicrobatch
