@@ -202,7 +202,7 @@ ENGINES = (
            '"regular", "sample_mean")); policy_loss_type=mine loss_reduction=token_mean'),
     Engine("nemo_rl", "nemo-rl", _nemo_rl, ("7ea279ab",),
            f'{_FROM}.nemo_rl import aggregate; loss_fn = aggregate(policy, loss_fn, "sample_mean")'),
-    Engine("areal", "areal", _areal, ("4aef98d8",), f'{_FROM}.areal import aggregate; aggregate(Actor, "sample_mean")'),
+    Engine("areal", "areal", _areal, ("1.0.4", "4aef98d8"), f'{_FROM}.areal import aggregate; aggregate(Actor, "sample_mean")'),
     Engine("swift", "ms-swift", partial(_by_loss_type, "megatron/trainers/grpo_trainer.py", "loss_func", _SWIFT),
            ("4.6.0", "3602360a"), f'--loss_type dapo, and {_FROM}.ms_swift import aggregate; aggregate("sample_mean")'),
     Engine("megatron.bridge", "megatron-bridge", _bridge, ("067f987d", "0.6.2"),

@@ -81,7 +81,7 @@ def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[float]:
         names = ("pipeline_parallel_size", "context_parallel_size", "tensor_parallel_size")
         actor.parallel_strategy = SimpleNamespace(**dict(zip(names, (1, cp, 1), strict=True)))
         actor.process_group_initialized = True
-        actor.enable_tree_training = actor.enable_fp8 = actor.is_vision_model = False
+        actor.enable_tree_training = actor.enable_fp8 = actor.is_vision_model = actor.use_padded_seq = False
         actor.logger, actor.device = logging.getLogger("actor"), torch.device("cpu")
         loss_fn = functools.partial(
             actors.grpo_loss_fn, eps_clip=CLIP_LOW, eps_clip_higher=CLIP_HIGH, c_clip=None,
