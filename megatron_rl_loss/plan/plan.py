@@ -16,6 +16,7 @@ from megatron_rl_loss.modes.loss_modes import LossModes
 from megatron_rl_loss.modes.table import ModeFunction
 from megatron_rl_loss.modes.weights import missing_counts
 from megatron_rl_loss.plan.carriers import Carrier, Count, product
+from megatron_rl_loss.plan.measure import Measured, OfTokens, keep
 from megatron_rl_loss.plan.microbatch import Microbatch
 from megatron_rl_loss.reduction.metrics import Parts, put_in
 from megatron_rl_loss.step.collectives import Group, attempt, rank_in, size_of, stated_dp_group, world_rank
@@ -157,6 +158,7 @@ def make_plan(
         per_token_loss=per_token,
         cp_group=ranks.cp_group,
         dp_group=ranks.dp_group,
+        replica_groups=ranks.replica_groups,
     )
 
 
@@ -171,7 +173,8 @@ class Plan:
         num_microbatches: of this step on this rank.
         cp_rank, cp_size, dp_size: this rank's place in its context-parallel group, and the sizes of the groups.
         per_token_loss: whether Megatron's `calculate_per_token_loss` is on.
-        cp_group, dp_group: for what is reduced after the plan was made: whole sequences, and metrics.
+        cp_group, dp_group, replica_groups: for what is reduced after the plan was made: whole sequences, metrics, and
+            what `measure` and `keep` find.
         reads_device: whether NaN losses at active tokens are looked for on a device too, which the host waits for.
         aligns_reports: whether the names of reports are compared at the step's end, not in each report.
     """
@@ -186,6 +189,7 @@ class Plan:
     per_token_loss: bool = False
     cp_group: Group | None = None
     dp_group: Group | None = None
+    replica_groups: Sequence[Group] = ()
     reads_device: bool = False
     parts: Parts = field(default_factory=Parts)
     report_names: list[str] = field(default_factory=list)
@@ -216,6 +220,46 @@ class Plan:
     def without_samples(self) -> "Plan":
         """What the micro-batches share: it holds none of them, so that they are freed with the last use of the plan."""
         return replace(self, samples=None)
+
+    def holding(self, microbatches: list[Microbatch]) -> "Plan":
+        """The plan of these micro-batches, where others than its own are trained on."""
+        plan = replace(self, samples=[one.samples for one in microbatches])
+        plan.__dict__["_microbatches"] = microbatches
+        return plan
+
+    def measure(self, values: OfTokens | None, *, mask: str | None = None) -> Measured:
+        """Sums, mean and thresholds of one value per token, over the whole step; all ranks call it together.
+
+        Args:
+            values: a micro-batch -> what this rank's tokens have, finite floats, float32 or rounded to it, in one of
+                the shapes of its losses; log-probs that a forward pass gave, say. None on a rank that computes no loss
+                (an earlier pipeline stage): it is told the results.
+            mask: one of the samples' further masks in place of the loss mask.
+
+        One round: 24 bytes over each of the data-, context-, tensor- and pipeline-parallel groups.
+
+        Raises:
+            BadBatchError: on every rank (the error itself where there is one), if `values` raises on any or gives
+                anything but a finite float for each token.
+            ValueError: no rank gives values.
+        """
+        return Measured(self, values, mask)
+
+    def keep(self, name: str, flags: OfTokens | None) -> None:
+        """Count the step anew by the tokens that are kept; all ranks call it together.
+
+        Then every micro-batch has a further mask of that name, for ``Term(losses, mask=name)`` and `Metric`: the loss
+        mask where the flags are true. Its tokens, rollouts and prompt groups are those of the whole step's survivors.
+
+        Args:
+            name: of the mask; one of this name is replaced.
+            flags: a micro-batch -> bools, in one of the shapes of its losses; None as in `measure`.
+
+        Costs a byte per token over the context-parallel group, and the round of collectives that `plan_step` has.
+
+        Raises BadBatchError as `measure`.
+        """
+        keep(self, name, flags)
 
     def factor(self, carrier: Carrier) -> float:
         """What a share is multiplied by as it is returned by that row of the table."""

@@ -4,6 +4,7 @@ The host checks lengths, ids and layouts; masks stay on their device (see masks.
 tensor that nobody waits for: the step's totals carry it, or `torch._assert_async` stops the device.
 """
 
+import copy
 import hashlib
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -88,10 +89,26 @@ class Samples:
         self.by_mask: dict[str, Samples] = {}
         for name, further in (term_masks or {}).items():
             check_one_each(f"masks {name!r}", len(further), "loss masks", n)
-            self.by_mask[name] = Samples(
-                further, layout=layout, labels=labels, rollout_ids=self.rollout_ids, prompt_ids=self.prompt_ids
-            )
+            self.by_mask[name] = self._with_masks(further)
             masks.check_device(f"loss masks and masks {name!r}", [self._buffer, self.by_mask[name]._buffer])
+
+    def _with_masks(self, loss_masks: Sequence[Tensor]) -> "Samples":
+        return Samples(
+            loss_masks,
+            layout=self.layout,
+            labels=self.labels,
+            rollout_ids=self.rollout_ids,
+            prompt_ids=self.prompt_ids,
+        )
+
+    def keeping(self, name: str, kept: Tensor) -> "Samples":
+        """These samples with a further mask: the loss mask where ``kept``, bools [total_tokens], is true, else 0."""
+        kept = kept.to(self._buffer.device)
+        places = zip(self.loss_masks, self.mask_starts, self.mask_lengths, strict=True)
+        further = [torch.where(kept[start : start + n], mask, torch.zeros_like(mask)) for mask, start, n in places]
+        samples = copy.copy(self)
+        samples.by_mask = {**self.by_mask, name: self._with_masks(further)}
+        return samples
 
     def label(self, name: str) -> Sequence[Any] | Tensor:
         """The labels of that name; ValueError where there are none."""
