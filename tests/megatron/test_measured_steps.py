@@ -52,8 +52,7 @@ def measure_entropy(plan: Any) -> None:
     plan.keep("top", lambda one: one.log_probs["entropy"] > bound)
 
 
-# --- the same stated for all tokens of the step: mask entries, factors of losses, and how far a number may be off before
-# another token goes
+# --- the same stated for all tokens of the step: mask entries, factors of losses, and how near a threshold a number is
 
 
 class Tokens(NamedTuple):
