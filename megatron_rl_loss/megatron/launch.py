@@ -146,7 +146,7 @@ class LossAggregation:
                     pp = groups_of(model[0] if isinstance(model, list) else model, self._pg_collection).pp
                     plan = self._last_plan
                     if pp.rank() == pp.size() - 1:  # computes the loss
-                        plan = plan.holding(chunks[-1] or [])
+                        plan = plan.with_microbatches(chunks[-1] or [])
                     self._before_step(ForwardPass(forward_backward_func, model, chunks, plan, **options))
                 audits = self._audits if training else None
                 audit = nullcontext() if audits is None else audits.step(model, self._pg_collection)

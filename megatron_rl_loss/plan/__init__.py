@@ -5,8 +5,8 @@ the form in which a micro-batch returns its share, so that the trainer's own sca
 """
 
 from megatron_rl_loss.plan.carriers import CARRIERS, Carrier, Form
-from megatron_rl_loss.plan.measure import Measured
+from megatron_rl_loss.plan.measure import Measurement
 from megatron_rl_loss.plan.microbatch import Microbatch
 from megatron_rl_loss.plan.plan import Plan, plan_step
 
-__all__ = ["CARRIERS", "Carrier", "Form", "Measured", "Microbatch", "Plan", "plan_step"]
+__all__ = ["CARRIERS", "Carrier", "Form", "Measurement", "Microbatch", "Plan", "plan_step"]

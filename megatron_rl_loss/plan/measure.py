@@ -1,8 +1,8 @@
 """Statistics of the policy in training over the whole step, before it is trained on: `Plan.measure`, `Plan.keep`."""
 
 import math
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -11,9 +11,9 @@ from torch import Tensor
 from megatron_rl_loss.errors import check_within
 from megatron_rl_loss.plan.microbatch import Microbatch
 from megatron_rl_loss.reduction.sums import check_values
-from megatron_rl_loss.step.collectives import Group, all_reduce, attempt, if_several, raise_together
+from megatron_rl_loss.step.collectives import Group, all_reduce, attempt, if_several, raise_together, size_of
 from megatron_rl_loss.step.counting import reduce_step_totals
-from megatron_rl_loss.step.samples import LocalTokens, Samples
+from megatron_rl_loss.step.samples import LocalTokens
 
 if TYPE_CHECKING:
     from megatron_rl_loss.plan.plan import Plan
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 OfTokens = Callable[[Microbatch], Tensor]
 
 
-class Measured:
+class Measurement:
     """One value per token, over all active tokens of the step: the same numbers on every rank, in every layout.
 
     Attributes:
@@ -31,18 +31,12 @@ class Measured:
     """
 
     def __init__(self, plan: "Plan", values: OfTokens | None, mask: str | None = None) -> None:
-        values = None if plan.samples is None else values
-        self._plan, self._has_values = plan, values is not None
+        self._plan = plan
+        outcome = _call(plan, values, lambda of_tokens: _active_tokens(plan, of_tokens, mask))
         nothing = torch.zeros(2, 0, dtype=torch.float64, device="cpu")
-        made = attempt(lambda: nothing if values is None else _active(plan, values, mask))
-        failure = made if isinstance(made, Exception) else None
-        self._values, self._entries = nothing if isinstance(made, Exception) else made
-        sums = torch.stack([self._entries.sum(), self._entries @ self._values, nothing.sum() + (failure is not None)])
-        self.tokens, self.sum, failed = self._over_step(sums).tolist()
-        groups = [group for group in (plan.dp_group, *_replicas(plan)) if group is not None and group.size() > 1]
-        raise_together(failed > 0, failure, groups)
-        if failed < 0:
-            raise ValueError("no rank gives values: those that compute the loss must. Pass None on other stages alone.")
+        self._values, self._entries = outcome if isinstance(outcome, Tensor) else nothing
+        sums = [float(self._entries.sum()), float(self._entries @ self._values)]
+        self._takes_part, self.tokens, self.sum = _begin(plan, outcome, sums)
 
     @property
     def mean(self) -> float:
@@ -74,7 +68,7 @@ class Measured:
         for shift in (24, 16, 8, 0):
             bins = (keys >> shift) & 255
             of_bins = entries.new_zeros(256, 2).index_add_(0, bins, torch.stack([entries, entries * values], 1))
-            table = self._over_step(of_bins)
+            table = _tell_stages(self._plan, _sum_over_ranks(self._plan, of_bins), self._takes_part)
             filled = table[:, 0].nonzero().flatten().tolist()
             sums = (table.cumsum(0) + table.new_tensor(before)).tolist()
             found = next((k for k in filled if where(*sums[k])), None)
@@ -87,48 +81,78 @@ class Measured:
             values, entries, keys = (of[bins == found] for of in (values, entries, keys))
         return _value(key)
 
-    def _over_step(self, numbers: Tensor) -> Tensor:
-        """Sums over the ranks that hold different tokens, told to those that hold none."""
-        for group in (self._plan.dp_group, self._plan.cp_group):
-            all_reduce(numbers, if_several(group))
-        if not self._has_values:
-            numbers.fill_(-math.inf)
-        for group in self._plan.replica_groups:
-            all_reduce(numbers, if_several(group), dist.ReduceOp.MAX)
-        return numbers
-
 
 def keep(plan: "Plan", name: str, flags: OfTokens | None) -> None:
     """`Plan.keep`."""
-    described: list[Samples] | Exception | None = None
-    if flags is not None and plan.samples is not None:
-        made = attempt(lambda: _kept(plan, flags))
-        sizes = [one.samples.total_tokens for one in plan]
-        kept = torch.zeros(sum(sizes), dtype=torch.uint8, device="cpu") if isinstance(made, Exception) else made
-        all_reduce(kept, if_several(plan.cp_group), dist.ReduceOp.MAX)
-        of_each = zip(plan, kept.bool().split(sizes), strict=True)
-        described = made if isinstance(made, Exception) else [one.samples.keeping(name, of) for one, of in of_each]
+    outcome = _call(plan, flags, lambda of_tokens: _flags_in_buffer(plan, of_tokens))
+    _begin(plan, outcome)
+    samples = None
+    if isinstance(outcome, Tensor):
+        all_reduce(outcome, if_several(plan.cp_group), dist.ReduceOp.MAX)
+        of_each = outcome.bool().split([one.samples.total_tokens for one in plan])
+        samples = [one.samples.with_kept_tokens(name, kept) for one, kept in zip(plan, of_each, strict=True)]
     totals = reduce_step_totals(
-        described,
+        samples,
         dp_group=plan.dp_group,
         replica_groups=_replicas(plan),
         count_prompts=plan.modes.uses_prompt_ids,
         masks=[name],
     )
-    assert not isinstance(described, Exception)  # else it was raised
-    for microbatch, samples in zip(plan, described, strict=True) if described is not None else ():
-        microbatch.add_mask(name, samples, totals.by_mask[name])
+    for microbatch, of_microbatch in zip(plan, samples, strict=True) if samples is not None else ():
+        microbatch._add_mask(name, of_microbatch, totals.by_mask[name])
+
+
+# --- over the step
+
+
+def _call(plan: "Plan", given: OfTokens | None, make: Callable[[OfTokens], Tensor]) -> Tensor | Exception | None:
+    """What this rank makes of a user's function; None where it computes no loss."""
+    return None if given is None or plan.samples is None else attempt(lambda: make(given))
+
+
+def _begin(plan: "Plan", outcome: Tensor | Exception | None, sums: Sequence[float] = ()) -> tuple[Any, ...]:
+    """One round: whether the ranks of this stage take part, and the sums over all that do; errors go to every rank."""
+    failure = outcome if isinstance(outcome, Exception) else None
+    numbers = torch.tensor([failure is not None, outcome is not None, *sums], dtype=torch.float64, device="cpu")
+    _sum_over_ranks(plan, numbers)
+    takes_part = bool(numbers[1] > 0)
+    if takes_part and numbers[1] < size_of(plan.dp_group) * size_of(plan.cp_group):
+        numbers[0] = 1
+        if outcome is None:
+            failure = ValueError("None on this rank alone: all ranks of a stage give values, or none. Pass a function.")
+    _tell_stages(plan, numbers, takes_part)
+    groups = [group for group in (plan.dp_group, *_replicas(plan)) if group is not None and group.size() > 1]
+    raise_together(bool(numbers[0] > 0), failure, groups)
+    if numbers[0] < 0:
+        raise ValueError("no rank gives values: those that compute the loss must. Pass None on other stages alone.")
+    return takes_part, *numbers[2:].tolist()
+
+
+def _sum_over_ranks(plan: "Plan", numbers: Tensor) -> Tensor:
+    """Over the ranks that hold different tokens."""
+    for group in (plan.dp_group, plan.cp_group):
+        all_reduce(numbers, if_several(group))
+    return numbers
+
+
+def _tell_stages(plan: "Plan", numbers: Tensor, takes_part: bool) -> Tensor:
+    """The sums, also on ranks that hold no tokens."""
+    if not takes_part:
+        numbers.fill_(-math.inf)
+    for group in plan.replica_groups:
+        all_reduce(numbers, if_several(group), dist.ReduceOp.MAX)
+    return numbers
 
 
 def _replicas(plan: "Plan") -> list[Group]:
     return [group for group in (plan.cp_group, *plan.replica_groups) if group is not None]
 
 
-def _active(plan: "Plan", values: OfTokens, mask: str | None) -> Tensor:
+def _active_tokens(plan: "Plan", values: OfTokens, mask: str | None) -> Tensor:
     """Value and mask entry of each active token of this rank, float64 [2, active tokens] on the host."""
     parts = [torch.zeros(2, 0, dtype=torch.float64, device="cpu")]
     for microbatch in plan:
-        local = microbatch.tokens_of(mask)
+        local = microbatch._tokens_of(mask)
         given = _of_tokens("values to measure", values(microbatch), local).float()
         if local.copies > 1 and plan.cp_rank > 0:
             continue  # counted on the first of the ranks that all hold them
@@ -143,7 +167,7 @@ def _active(plan: "Plan", values: OfTokens, mask: str | None) -> Tensor:
     return active
 
 
-def _kept(plan: "Plan", flags: OfTokens) -> Tensor:
+def _flags_in_buffer(plan: "Plan", flags: OfTokens) -> Tensor:
     """1 for each token that this rank keeps, uint8, in the buffers of all its micro-batches, on the host."""
     parts = []
     for microbatch in plan:

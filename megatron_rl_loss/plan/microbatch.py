@@ -91,7 +91,7 @@ class Microbatch:
         """Made once for each mode and mask; the one of the policy loss is named pg, whoever needs it first."""
         key = _key(aggregation, mask)
         if key not in self._reducers:
-            self._reducers[key] = reducer_of(aggregation, self.tokens_of(mask), self.totals.with_mask(mask))
+            self._reducers[key] = reducer_of(aggregation, self._tokens_of(mask), self.totals.with_mask(mask))
             self._reducers[key].name = "pg" if key == _key(self._plan.modes.policy) else name
             self._reducers[key].reads_device = self._plan.reads_device
         return self._reducers[key]
@@ -115,7 +115,7 @@ class Microbatch:
         """What this CP rank holds of the micro-batch."""
         return self.samples.local(self._plan.cp_rank, self._plan.cp_size)
 
-    def tokens_of(self, mask: str | None) -> LocalTokens:
+    def _tokens_of(self, mask: str | None) -> LocalTokens:
         """`tokens` by one of the further masks; for None by the loss mask."""
         if mask is None:
             return self.tokens
@@ -123,9 +123,9 @@ class Microbatch:
 
     def has_tokens(self, mask: str | None = None) -> bool:
         """Whether this CP rank holds an active token of the loss mask, or of a further one. Waits for a device."""
-        return bool(self.tokens_of(mask).num_active)
+        return bool(self._tokens_of(mask).num_active)
 
-    def add_mask(self, name: str, samples: Samples, counted: StepTotals) -> None:
+    def _add_mask(self, name: str, samples: Samples, counted: StepTotals) -> None:
         """`Plan.keep`: go on with samples that have a further mask, and with its counts over the step."""
         totals = replace(self.totals, by_mask={**self.totals.by_mask, name: counted})
         self.samples, self._plan = samples, replace(self._plan, totals=totals)

@@ -16,7 +16,7 @@ from megatron_rl_loss.modes.loss_modes import LossModes
 from megatron_rl_loss.modes.table import ModeFunction
 from megatron_rl_loss.modes.weights import missing_counts
 from megatron_rl_loss.plan.carriers import Carrier, Count, product
-from megatron_rl_loss.plan.measure import Measured, OfTokens, keep
+from megatron_rl_loss.plan.measure import Measurement, OfTokens, keep
 from megatron_rl_loss.plan.microbatch import Microbatch
 from megatron_rl_loss.reduction.metrics import Parts, put_in
 from megatron_rl_loss.step.collectives import Group, attempt, rank_in, size_of, stated_dp_group, world_rank
@@ -221,13 +221,13 @@ class Plan:
         """What the micro-batches share: it holds none of them, so that they are freed with the last use of the plan."""
         return replace(self, samples=None)
 
-    def holding(self, microbatches: list[Microbatch]) -> "Plan":
+    def with_microbatches(self, microbatches: list[Microbatch]) -> "Plan":
         """The plan of these micro-batches, where others than its own are trained on."""
         plan = replace(self, samples=[one.samples for one in microbatches])
         plan.__dict__["_microbatches"] = microbatches
         return plan
 
-    def measure(self, values: OfTokens | None, *, mask: str | None = None) -> Measured:
+    def measure(self, values: OfTokens | None, *, mask: str | None = None) -> Measurement:
         """Sums, mean and thresholds of one value per token, over the whole step; all ranks call it together.
 
         Args:
@@ -236,14 +236,14 @@ class Plan:
                 (an earlier pipeline stage): it is told the results.
             mask: one of the samples' further masks in place of the loss mask.
 
-        One round: 24 bytes over each of the data-, context-, tensor- and pipeline-parallel groups.
+        One round: 32 bytes over each of the data-, context-, tensor- and pipeline-parallel groups.
 
         Raises:
             BadBatchError: on every rank (the error itself where there is one), if `values` raises on any or gives
                 anything but a finite float for each token.
             ValueError: no rank gives values.
         """
-        return Measured(self, values, mask)
+        return Measurement(self, values, mask)
 
     def keep(self, name: str, flags: OfTokens | None) -> None:
         """Count the step anew by the tokens that are kept; all ranks call it together.
@@ -255,7 +255,9 @@ class Plan:
             name: of the mask; one of this name is replaced.
             flags: a micro-batch -> bools, in one of the shapes of its losses; None as in `measure`.
 
-        Costs a byte per token over the context-parallel group, and the round of collectives that `plan_step` has.
+        Micro-batches that nothing was measured for (of an evaluation, before which no `before_step` runs) have no such
+        mask. Costs a byte per token over the context-parallel group, 16 bytes over each group, and the round of
+        collectives that `plan_step` has.
 
         Raises BadBatchError as `measure`.
         """

@@ -101,7 +101,7 @@ class Samples:
             prompt_ids=self.prompt_ids,
         )
 
-    def keeping(self, name: str, kept: Tensor) -> "Samples":
+    def with_kept_tokens(self, name: str, kept: Tensor) -> "Samples":
         """These samples with a further mask: the loss mask where ``kept``, bools [total_tokens], is true, else 0."""
         kept = kept.to(self._buffer.device)
         places = zip(self.loss_masks, self.mask_starts, self.mask_lengths, strict=True)

@@ -150,7 +150,7 @@ def parts_of(plan: Any, over: str) -> list[Any]:
     if over == "step" or plan.samples is None:
         return [plan]
     alone = replace(plan, dp_group=None, cp_group=None, replica_groups=())
-    return [alone.holding(list(plan))] if over == "rank" else [alone.holding([one]) for one in plan]
+    return [alone.with_microbatches(list(plan))] if over == "rank" else [alone.with_microbatches([one]) for one in plan]
 
 
 def trained(layout: Layout, runs: list[tuple[str, str]], rollouts: list[Rollout], dropout: float = 0.0) -> list[Any]:

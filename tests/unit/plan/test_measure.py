@@ -1,5 +1,6 @@
 """`Plan.measure` and `Plan.keep`: against sorted float64 lists, in every layout, over ranks and in one process."""
 
+import functools
 import math
 import os
 import random
@@ -148,7 +149,7 @@ def collectives() -> tuple[dict[str, list[int]], list[str], bool]:
         return all_reduce(tensor, *args, **kwargs)
 
     dist.all_reduce = counting  # type: ignore[assignment]  # in a process of its own
-    found, world = {}, dist.group.WORLD
+    found, errors, world = {}, [], dist.group.WORLD
     samples = Samples([torch.ones(6), torch.ones(2)], layout=ZigzagTHD([0, 8, 12], total_lengths=[6, 2]))
     for name, options in {"dp": {"dp_group": world}, "cp": {"dp_group": None, "cp_group": world}}.items():
         plan = plan_step([samples, samples], "sample_mean", **options)  # type: ignore[arg-type]
@@ -159,7 +160,10 @@ def collectives() -> tuple[dict[str, list[int]], list[str], bool]:
         found[f"{name} quantile"], sent[:] = [*sent], []
         plan.keep("kept", lambda one: torch.ones(len(one.tokens), dtype=torch.bool))
         found[f"{name} keep"], sent[:] = [*sent], []
-    errors = []
+        for call in (plan.measure, functools.partial(plan.keep, "kept")):
+            alone = outcome_of(lambda call=call: call(None if rank else lambda one: torch.ones(len(one.tokens)) > 0))
+            errors.append(alone)
+        sent.clear()
     of_stage = [Samples([torch.ones(2)])] if rank else None
     plan = plan_step(of_stage, "token_mean", dp_group=None, replica_groups=[world], num_microbatches=1)
     for values in (lambda one: torch.tensor([1.0, math.nan]), None):
@@ -174,14 +178,18 @@ def collectives() -> tuple[dict[str, list[int]], list[str], bool]:
 def test_rounds_and_bytes_and_errors_on_every_rank() -> None:
     for found, errors, known in run_ranks(2, collectives):
         for name in ("dp", "cp"):
-            assert found[f"{name} measure"] == [24]
+            assert found[f"{name} measure"] == [32]
             assert found[f"{name} quantile"] == [4096] * 4
-        assert len(found["dp keep"]) == len(found["dp plan"])
-        assert found["cp keep"][0] == 2 * 12  # a byte per position of the buffers
-        assert len(found["cp keep"]) == 1 + len(found["cp plan"])
-        assert "a value to measure of nan at an active token" in errors[0]
-        assert "no rank gives values" in errors[1]
-        assert "tokens to keep are torch.float32" in errors[2]
+        assert len(found["dp keep"]) == 1 + len(found["dp plan"])
+        assert found["cp keep"][:2] == [16, 2 * 12]  # a byte per position of the buffers
+        assert len(found["cp keep"]) == 2 + len(found["cp plan"])
+        alone = "rank 1: ValueError: None on this rank alone"
+        texts = [alone] * 4 + [
+            "a value to measure of nan at an active token",
+            "no rank gives values",
+            "are torch.float32",
+        ]
+        assert all(text in error for text, error in zip(texts, errors, strict=True)), errors
         assert known
 
 
