@@ -24,8 +24,8 @@ class ForwardPass:
 
     Attributes:
         model: the model chunk, or the list of chunks.
-        plan: of the step: its `measure` and `keep` look at what a pass gave, before the step is trained on. On stages
-            that compute no loss it has no micro-batches, and the functions that it is given are not called.
+        plan: of the step, to `measure` what a pass gave. On stages that compute no loss it has no micro-batches, and
+            calls no function that it is given.
     """
 
     def __init__(
@@ -46,17 +46,14 @@ class ForwardPass:
         """Run `call_model` on every micro-batch, and keep the log-probs as ``microbatch.log_probs[name]``.
 
         All ranks call it together. On the last pipeline stage it keeps them; on others there are none, as there is no
-        loss there. ``("now", "entropy")`` names all that an `OutputHead` with ``entropy=True`` gives. It warns of a
-        model that trains with dropout: the pass runs without.
+        loss there. ``("now", "entropy")`` names all that an `OutputHead` with ``entropy=True`` gives. The pass runs
+        without dropout, and warns of a model that trains with it.
         """
         names = (name,) if isinstance(name, str) else tuple(name)
         config = get_model_config(self.model[0] if isinstance(self.model, list) else self.model)
         if dropout := max(config.hidden_dropout, config.attention_dropout):
-            warnings.warn(
-                f"a forward pass without dropout, of a model that trains with {dropout:g}: its log-probs are not those "
-                "of the training pass. Switch dropout off.",
-                stacklevel=2,
-            )
+            text = f"a forward pass without dropout, of a model that trains with {dropout:g}: its log-probs differ from"
+            warnings.warn(f"{text} those of the training pass. Switch dropout off.", stacklevel=2)
 
         def forward_step(data_iterator: Iterator[Microbatch], model: Any) -> tuple[Any, Any]:
             return call_model(next(data_iterator), model), lambda output, non_loss_data: output

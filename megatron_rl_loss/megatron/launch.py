@@ -144,9 +144,8 @@ class LossAggregation:
                 if self._before_step is not None and training:
                     options = {"num_microbatches": num_microbatches, **kwargs}
                     pp = groups_of(model[0] if isinstance(model, list) else model, self._pg_collection).pp
-                    plan = self._last_plan
-                    if pp.rank() == pp.size() - 1:  # computes the loss
-                        plan = plan.with_microbatches(chunks[-1] or [])
+                    computes_loss = pp.rank() == pp.size() - 1
+                    plan = self._last_plan.with_microbatches(chunks[-1] or []) if computes_loss else self._last_plan
                     self._before_step(ForwardPass(forward_backward_func, model, chunks, plan, **options))
                 audits = self._audits if training else None
                 audit = nullcontext() if audits is None else audits.step(model, self._pg_collection)

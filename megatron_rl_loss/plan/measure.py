@@ -1,8 +1,8 @@
 """Statistics of the policy in training over the whole step, before it is trained on: `Plan.measure`, `Plan.keep`."""
 
 import math
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -31,12 +31,11 @@ class Measurement:
     """
 
     def __init__(self, plan: "Plan", values: OfTokens | None, mask: str | None = None) -> None:
-        self._plan = plan
-        outcome = _call(plan, values, lambda of_tokens: _active_tokens(plan, of_tokens, mask))
+        tokens = None if values is None or plan.samples is None else attempt(lambda: _active_tokens(plan, values, mask))
         nothing = torch.zeros(2, 0, dtype=torch.float64, device="cpu")
-        self._values, self._entries = outcome if isinstance(outcome, Tensor) else nothing
-        sums = [float(self._entries.sum()), float(self._entries @ self._values)]
-        self._takes_part, self.tokens, self.sum = _begin(plan, outcome, sums)
+        self._values, self._entries = tokens if isinstance(tokens, Tensor) else nothing
+        self._plan = plan
+        self.tokens, self.sum = _begin(plan, tokens, self._entries.sum(), self._entries @ self._values)
 
     @property
     def mean(self) -> float:
@@ -46,10 +45,8 @@ class Measurement:
     def quantile(self, q: float) -> float:
         """The smallest value that at least a share q of the tokens does not exceed; `inf` without an active token.
 
-        Of N tokens that count 1 it is the ceil(q N)-th smallest, never a mean of two. At most a share 1 - q lies above
-        it; tokens that tie with it do not. Costs what `smallest` does.
-
-        Raises ValueError for a q that is not in (0, 1].
+        Of N tokens that count 1 it is the ceil(q N)-th smallest, never a mean of two; at most a share 1 - q is larger.
+        Costs what `smallest` does. Raises ValueError for a q that is not in (0, 1].
         """
         check_within("q", q, "(0, 1]", "0.8 has at most 20 % of the tokens above it")
         share = q * self.tokens * (1 - 1e-12)  # in floating point 0.07 * 100 is above 7
@@ -58,24 +55,22 @@ class Measurement:
     def smallest(self, where: Callable[[float, float], bool]) -> float:
         """The smallest value v where ``where(tokens, sum)`` of all values up to v is true; `inf` if it never is.
 
-        Where it is true it must be so for all larger values. ``lambda tokens, sum: sum > 0.04 * tokens`` is the value
-        from which on tokens must go if the mean of the others is to be at most 0.04. The value is found by its bits,
-        exactly, in four rounds of 4 kB in each group. Sums are float64: a bound that is met to the last bit may fall on
-        either side.
+        It must stay true for larger values. ``lambda tokens, sum: sum > 0.04 * tokens`` gives the value from which on
+        tokens must go if the mean of the others is to be at most 0.04. Exact, but for the rounding of float64 sums. It
+        takes four rounds of 4 kB in each group: eight bits of the value in each.
         """
         values, entries, before, key = self._values, self._entries, [0.0, 0.0], 0
         keys = _keys(values)
         for shift in (24, 16, 8, 0):
             bins = (keys >> shift) & 255
             of_bins = entries.new_zeros(256, 2).index_add_(0, bins, torch.stack([entries, entries * values], 1))
-            table = _tell_stages(self._plan, _sum_over_ranks(self._plan, of_bins), self._takes_part)
-            filled = table[:, 0].nonzero().flatten().tolist()
+            table = _over_step(self._plan, of_bins)
+            filled = (table[:, 0] > 0).nonzero().flatten().tolist()
             sums = (table.cumsum(0) + table.new_tensor(before)).tolist()
             found = next((k for k in filled if where(*sums[k])), None)
-            if found is None:
-                if shift == 24:
-                    return math.inf
-                found = filled[-1]  # sums in another order differ in the last bit
+            if found is None and shift == 24:
+                return math.inf
+            found = filled[-1] if found is None else found  # sums in another order differ in the last bit
             before = sums[found - 1] if found else before
             key = key << 8 | found
             values, entries, keys = (of[bins == found] for of in (values, entries, keys))
@@ -84,17 +79,17 @@ class Measurement:
 
 def keep(plan: "Plan", name: str, flags: OfTokens | None) -> None:
     """`Plan.keep`."""
-    outcome = _call(plan, flags, lambda of_tokens: _flags_in_buffer(plan, of_tokens))
-    _begin(plan, outcome)
+    flagged = None if flags is None or plan.samples is None else attempt(lambda: _flags_in_buffer(plan, flags))
+    _begin(plan, flagged)
     samples = None
-    if isinstance(outcome, Tensor):
-        all_reduce(outcome, if_several(plan.cp_group), dist.ReduceOp.MAX)
-        of_each = outcome.bool().split([one.samples.total_tokens for one in plan])
+    if isinstance(flagged, Tensor):
+        all_reduce(flagged, if_several(plan.cp_group), dist.ReduceOp.MAX)
+        of_each = flagged.bool().split([one.samples.total_tokens for one in plan])
         samples = [one.samples.with_kept_tokens(name, kept) for one, kept in zip(plan, of_each, strict=True)]
     totals = reduce_step_totals(
         samples,
         dp_group=plan.dp_group,
-        replica_groups=_replicas(plan),
+        replica_groups=_several(plan.cp_group, *plan.replica_groups),
         count_prompts=plan.modes.uses_prompt_ids,
         masks=[name],
     )
@@ -105,47 +100,32 @@ def keep(plan: "Plan", name: str, flags: OfTokens | None) -> None:
 # --- over the step
 
 
-def _call(plan: "Plan", given: OfTokens | None, make: Callable[[OfTokens], Tensor]) -> Tensor | Exception | None:
-    """What this rank makes of a user's function; None where it computes no loss."""
-    return None if given is None or plan.samples is None else attempt(lambda: make(given))
+def _begin(plan: "Plan", mine: Tensor | Exception | None, *sums: Tensor) -> list[float]:
+    """One round: the sums of all ranks that compute the loss; an error of any raises on all."""
+    failure = mine if isinstance(mine, Exception) else None
+    of_rank = torch.tensor([mine is not None, failure is not None, *sums], dtype=torch.float64, device="cpu")
+    ranks, failures, *totals = _over_step(plan, of_rank).tolist()
+    raise_together(failures > 0, failure, _several(plan.dp_group, plan.cp_group, *plan.replica_groups))
+    if ranks != (expected := size_of(plan.dp_group) * size_of(plan.cp_group)):
+        given = f"values of {max(ranks, 0):.0f} of {expected} ranks of a pipeline stage"
+        raise ValueError(f"{given}: all that compute the loss must give theirs. Pass None on other stages alone.")
+    return totals
 
 
-def _begin(plan: "Plan", outcome: Tensor | Exception | None, sums: Sequence[float] = ()) -> tuple[Any, ...]:
-    """One round: whether the ranks of this stage take part, and the sums over all that do; errors go to every rank."""
-    failure = outcome if isinstance(outcome, Exception) else None
-    numbers = torch.tensor([failure is not None, outcome is not None, *sums], dtype=torch.float64, device="cpu")
-    _sum_over_ranks(plan, numbers)
-    takes_part = bool(numbers[1] > 0)
-    if takes_part and numbers[1] < size_of(plan.dp_group) * size_of(plan.cp_group):
-        numbers[0] = 1
-        if outcome is None:
-            failure = ValueError("None on this rank alone: all ranks of a stage give values, or none. Pass a function.")
-    _tell_stages(plan, numbers, takes_part)
-    groups = [group for group in (plan.dp_group, *_replicas(plan)) if group is not None and group.size() > 1]
-    raise_together(bool(numbers[0] > 0), failure, groups)
-    if numbers[0] < 0:
-        raise ValueError("no rank gives values: those that compute the loss must. Pass None on other stages alone.")
-    return takes_part, *numbers[2:].tolist()
-
-
-def _sum_over_ranks(plan: "Plan", numbers: Tensor) -> Tensor:
-    """Over the ranks that hold different tokens."""
-    for group in (plan.dp_group, plan.cp_group):
-        all_reduce(numbers, if_several(group))
-    return numbers
-
-
-def _tell_stages(plan: "Plan", numbers: Tensor, takes_part: bool) -> Tensor:
-    """The sums, also on ranks that hold no tokens."""
-    if not takes_part:
+def _over_step(plan: "Plan", numbers: Tensor) -> Tensor:
+    """Sums over the ranks of a stage, told to stages that have none; the first number, or column, is a count."""
+    for group in _several(plan.dp_group, plan.cp_group):
+        all_reduce(numbers, group)
+    if not numbers[..., 0].sum() > 0:
         numbers.fill_(-math.inf)
-    for group in plan.replica_groups:
-        all_reduce(numbers, if_several(group), dist.ReduceOp.MAX)
+    for group in _several(*plan.replica_groups):
+        all_reduce(numbers, group, dist.ReduceOp.MAX)
     return numbers
 
 
-def _replicas(plan: "Plan") -> list[Group]:
-    return [group for group in (plan.cp_group, *plan.replica_groups) if group is not None]
+def _several(*groups: Group | None) -> list[Group]:
+    """Those of several ranks."""
+    return [group for group in groups if group is not None and group.size() > 1]
 
 
 def _active_tokens(plan: "Plan", values: OfTokens, mask: str | None) -> Tensor:
@@ -159,11 +139,8 @@ def _active_tokens(plan: "Plan", values: OfTokens, mask: str | None) -> Tensor:
         entries = local.mask.cpu()
         parts.append(torch.stack([given, entries])[:, entries != 0].double())
     active = torch.cat(parts, 1)
-    if not active.isfinite().all():
-        wrong = active[~active.isfinite()][0]
-        raise ValueError(
-            f"a value to measure of {float(wrong)} at an active token: it would hide all others. Clamp it, or mask it."
-        )
+    for wrong in active[~active.isfinite()]:
+        raise ValueError(f"a value of {wrong:g} at an active token: it would hide all others. Clamp it, or mask it.")
     return active
 
 
@@ -174,10 +151,9 @@ def _flags_in_buffer(plan: "Plan", flags: OfTokens) -> Tensor:
         given = flags(microbatch)
         if given.dtype != torch.bool:
             raise TypeError(f"tokens to keep are {given.dtype}: they must be bools. Pass a comparison.")
-        buffer = torch.zeros(microbatch.samples.total_tokens, dtype=torch.uint8, device="cpu")
-        of_tokens = _of_tokens("tokens to keep", given.float(), microbatch.tokens)
-        buffer[microbatch.tokens.positions.cpu()] = of_tokens.byte()
-        parts.append(buffer)
+        of_tokens = _of_tokens("tokens to keep", given.float(), microbatch.tokens).byte()
+        parts.append(of_tokens.new_zeros(microbatch.samples.total_tokens))
+        parts[-1][microbatch.tokens.positions.cpu()] = of_tokens
     return torch.cat(parts)
 
 
@@ -194,5 +170,5 @@ def _keys(values: Tensor) -> Tensor:
 
 
 def _value(key: int) -> float:
-    bits = key - 2**31 if key >= 2**31 else ~key
-    return float(torch.tensor(bits, dtype=torch.int32, device="cpu").view(torch.float32))
+    bits = torch.tensor(key - 2**31 if key >= 2**31 else ~key, dtype=torch.int32, device="cpu")
+    return float(bits.view(torch.float32))

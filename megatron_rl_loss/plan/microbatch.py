@@ -134,17 +134,13 @@ class Microbatch:
     def gap(self, name: str, values: Tensor) -> Tensor:
         """The largest ``|values - log_probs[name]|`` at this rank's active tokens, 0-dim; 0 without one.
 
-        Of the training pass's log-probs to those that a forward pass gave before the step: 0 where both passes run the
-        same kernels without dropout. Where values are on the host, and in a launch's first step, it warns of a gap
-        above 1e-4: what was measured is then of another policy than the one that is trained.
-
-        Raises ValueError for values of another shape.
+        0 where the training pass runs the kernels of the forward pass before the step, without dropout. Above 1e-4 it
+        warns: what was measured is of another policy than the one in training. (On a device in a launch's first step
+        alone, for which the host waits.) Raises ValueError for values of another shape.
         """
-        measured = self.log_probs[name]
-        check_same_shape(f"values and log_probs[{name!r}]", values, measured)
-        active = self.tokens.mask.to(values.device) != 0
-        of_tokens = (values.detach().float() - measured.float()).abs().flatten()
-        gap = torch.cat([of_tokens.new_zeros(1), of_tokens[active]]).max()
+        check_same_shape(f"values and log_probs[{name!r}]", values, self.log_probs[name])
+        gaps = (values.detach().float() - self.log_probs[name].float()).abs().flatten()
+        gap = torch.cat([gaps.new_zeros(1), gaps[self.tokens.mask.to(gaps.device) != 0]]).max()
         if (values.is_cpu or self._plan.reads_device) and not gap <= 1e-4:
             warnings.warn(
                 f"{name}: the training pass and the forward pass before it differ by up to {float(gap):.2g} at a "

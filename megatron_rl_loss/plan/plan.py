@@ -231,35 +231,22 @@ class Plan:
         """Sums, mean and thresholds of one value per token, over the whole step; all ranks call it together.
 
         Args:
-            values: a micro-batch -> what this rank's tokens have, finite floats, float32 or rounded to it, in one of
-                the shapes of its losses; log-probs that a forward pass gave, say. None on a rank that computes no loss
-                (an earlier pipeline stage): it is told the results.
+            values: a micro-batch -> a finite float, rounded to float32, for each token of this rank, shaped as losses.
+                None on a pipeline stage that computes no loss: it is told the results.
             mask: one of the samples' further masks in place of the loss mask.
 
-        One round: 32 bytes over each of the data-, context-, tensor- and pipeline-parallel groups.
-
-        Raises:
-            BadBatchError: on every rank (the error itself where there is one), if `values` raises on any or gives
-                anything but a finite float for each token.
-            ValueError: no rank gives values.
+        One round of 32 bytes over the data-, context-, tensor- and pipeline-parallel groups. Raises BadBatchError on
+        every rank (the error itself where there is one) if `values` raises or gives anything else on any, and
+        ValueError if it is None on a part of a stage.
         """
         return Measurement(self, values, mask)
 
     def keep(self, name: str, flags: OfTokens | None) -> None:
-        """Count the step anew by the tokens that are kept; all ranks call it together.
+        """Count the step anew by the tokens for which `flags` gives true; all ranks call it together.
 
-        Then every micro-batch has a further mask of that name, for ``Term(losses, mask=name)`` and `Metric`: the loss
-        mask where the flags are true. Its tokens, rollouts and prompt groups are those of the whole step's survivors.
-
-        Args:
-            name: of the mask; one of this name is replaced.
-            flags: a micro-batch -> bools, in one of the shapes of its losses; None as in `measure`.
-
-        Micro-batches that nothing was measured for (of an evaluation, before which no `before_step` runs) have no such
-        mask. Costs a byte per token over the context-parallel group, 16 bytes over each group, and the round of
-        collectives that `plan_step` has.
-
-        Raises BadBatchError as `measure`.
+        Every micro-batch then has a further mask `name`, for `Term` and `Metric`: the loss mask at tokens that are
+        kept, else 0. In evaluation, which no `before_step` precedes, there is none. Costs a byte per token over the
+        context-parallel group, and 16 bytes and the round of `plan_step` over all. `flags` and errors as in `measure`.
         """
         keep(self, name, flags)
 

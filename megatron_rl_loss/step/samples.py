@@ -89,25 +89,18 @@ class Samples:
         self.by_mask: dict[str, Samples] = {}
         for name, further in (term_masks or {}).items():
             check_one_each(f"masks {name!r}", len(further), "loss masks", n)
-            self.by_mask[name] = self._with_masks(further)
+            self.by_mask[name] = Samples(
+                further, layout=layout, labels=labels, rollout_ids=self.rollout_ids, prompt_ids=self.prompt_ids
+            )
             masks.check_device(f"loss masks and masks {name!r}", [self._buffer, self.by_mask[name]._buffer])
-
-    def _with_masks(self, loss_masks: Sequence[Tensor]) -> "Samples":
-        return Samples(
-            loss_masks,
-            layout=self.layout,
-            labels=self.labels,
-            rollout_ids=self.rollout_ids,
-            prompt_ids=self.prompt_ids,
-        )
 
     def with_kept_tokens(self, name: str, kept: Tensor) -> "Samples":
         """These samples with a further mask: the loss mask where ``kept``, bools [total_tokens], is true, else 0."""
-        kept = kept.to(self._buffer.device)
-        places = zip(self.loss_masks, self.mask_starts, self.mask_lengths, strict=True)
-        further = [torch.where(kept[start : start + n], mask, torch.zeros_like(mask)) for mask, start, n in places]
+        pieces = zip(self.loss_masks, self.mask_starts, self.mask_lengths, strict=True)
+        further = [mask * kept[start : start + length].to(mask.device) for mask, start, length in pieces]
+        ids: dict[str, Any] = {"rollout_ids": self.rollout_ids, "prompt_ids": self.prompt_ids}
         samples = copy.copy(self)
-        samples.by_mask = {**self.by_mask, name: self._with_masks(further)}
+        samples.by_mask = {**self.by_mask, name: Samples(further, layout=self.layout, labels=self.labels, **ids)}
         return samples
 
     def label(self, name: str) -> Sequence[Any] | Tensor:

@@ -160,9 +160,12 @@ def collectives() -> tuple[dict[str, list[int]], list[str], bool]:
         found[f"{name} quantile"], sent[:] = [*sent], []
         plan.keep("kept", lambda one: torch.ones(len(one.tokens), dtype=torch.bool))
         found[f"{name} keep"], sent[:] = [*sent], []
-        for call in (plan.measure, functools.partial(plan.keep, "kept")):
-            alone = outcome_of(lambda call=call: call(None if rank else lambda one: torch.ones(len(one.tokens)) > 0))
-            errors.append(alone)
+        ones = None if rank else lambda one: torch.ones(len(one.tokens))
+        flags = None if rank else lambda one: torch.ones(len(one.tokens)) > 0
+        errors += [
+            outcome_of(functools.partial(plan.measure, ones)),
+            outcome_of(functools.partial(plan.keep, "x", flags)),
+        ]
         sent.clear()
     of_stage = [Samples([torch.ones(2)])] if rank else None
     plan = plan_step(of_stage, "token_mean", dp_group=None, replica_groups=[world], num_microbatches=1)
@@ -183,12 +186,8 @@ def test_rounds_and_bytes_and_errors_on_every_rank() -> None:
         assert len(found["dp keep"]) == 1 + len(found["dp plan"])
         assert found["cp keep"][:2] == [16, 2 * 12]  # a byte per position of the buffers
         assert len(found["cp keep"]) == 2 + len(found["cp plan"])
-        alone = "rank 1: ValueError: None on this rank alone"
-        texts = [alone] * 4 + [
-            "a value to measure of nan at an active token",
-            "no rank gives values",
-            "are torch.float32",
-        ]
+        alone = ["ValueError: values of 1 of 2 ranks of a pipeline stage"] * 4
+        texts = [*alone, "a value of nan at an active token", "values of 0 of 1 ranks", "are torch.float32"]
         assert all(text in error for text, error in zip(texts, errors, strict=True)), errors
         assert known
 
@@ -263,7 +262,7 @@ def refused(values: Any = None, flags: Any = None, q: float = 0.5) -> Call:
 REFUSALS: dict[str, Refusal] = {
     "a share of nothing": (refused(q=0.0), ValueError, r"q is 0.0: it must be a number in \(0, 1\]", refused(q=1e-9)),
     "other tokens": (refused(torch.ones(3)), ValueError, r"values to measure of shape \(3,\)", refused(X[None])),
-    "infinite": (refused(X / 0), ValueError, "a value to measure of inf at an active token", refused(X)),
+    "infinite": (refused(X / 0), ValueError, "a value of inf at an active token", refused(X)),
     "ints": (refused(X.long()), TypeError, "values to measure is torch.int64", refused(X.double())),
     "flags as floats": (refused(flags=X), TypeError, "they must be bools. Pass a comparison", refused(flags=X > 0)),
 }
