@@ -165,7 +165,8 @@ def trained(layout: Layout, runs: list[tuple[str, str]], rollouts: list[Rollout]
     head, found = OutputHead(chunk_tokens=3, entropy=True), []
     for name, over in runs:
         example = EXAMPLES[name]
-        case = Case(3, example.mode, "all", "mean", False, "plain", tied=False, lopsided=False)
+        scaling = "per token" if layout.tp > 1 else "mean"
+        case = Case(3, example.mode, "all", scaling, False, "plain", tied=False, lopsided=False)
         ready, batches = prepared(layout, case, rollouts, "packed")
         for module in ready.chunks[0].modules() if dropout else ():
             if hasattr(module, "hidden_dropout"):
