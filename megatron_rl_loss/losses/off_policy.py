@@ -4,7 +4,8 @@ The log-ratio is the trainer's old log-prob less the inference engine's. The res
 (``importance_weights=``); `to_tokens` takes those of sequences back to tokens.
 
 A weight of 0 rejects a token, which still counts in every denominator. If only the survivors shall count, their masks
-must be known before the step's first forward: `surviving_masks` makes them from data, for `Samples`.
+must be known before the step is trained on: `surviving_masks` makes them from data, for `Samples`, and `Plan.keep` from
+the policy in training.
 """
 
 import math
@@ -98,7 +99,8 @@ def surviving_masks(
 
     Raises:
         ValueError: log-ratios that require grad: those of the policy in training are not known before the step's first
-            forward, so give them weights of 0 instead; lengths that differ; bounds as in `importance_weights`.
+            forward, so give them weights of 0 or use `Plan.keep`; lengths that differ; bounds as in
+            `importance_weights`.
     """
     check_choice("level of rejection", level, get_args(Level))
     check_one_each("log-ratios", len(log_ratios), "loss masks", len(loss_masks))

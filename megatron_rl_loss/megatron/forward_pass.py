@@ -4,14 +4,16 @@ It goes through Megatron's own schedule with ``forward_only``, so through every 
 evaluation mode. What it gives lies with each micro-batch, for the loss function.
 """
 
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from megatron.core.utils import get_model_config
 
 from megatron_rl_loss.plan.microbatch import Microbatch
+from megatron_rl_loss.plan.plan import Plan
 
 #: (micro-batch, model) -> what the model gives: (log_probs, ...) with an `OutputHead`, log-probs, or hidden states.
 CallModel = Callable[[Microbatch, Any], Any]
@@ -22,27 +24,39 @@ class ForwardPass:
 
     Attributes:
         model: the model chunk, or the list of chunks.
+        plan: of the step, to `measure` what a pass gave. On stages that compute no loss it has no micro-batches, and
+            calls no function that it is given.
     """
 
     def __init__(
-        self, schedule: Callable[..., Any], model: Any, chunks: list[list[Microbatch] | None], **options: Any
+        self,
+        schedule: Callable[..., Any],
+        model: Any,
+        chunks: list[list[Microbatch] | None],
+        plan: Plan,
+        **options: Any,
     ) -> None:
         self.model = model
+        self.plan = plan
         self._schedule = schedule
         self._chunks = chunks
         self._options = options | {"forward_only": True, "collect_non_loss_data": True}
 
-    def log_probs(self, name: str, call_model: CallModel) -> None:
+    def log_probs(self, name: str | Sequence[str], call_model: CallModel) -> None:
         """Run `call_model` on every micro-batch, and keep the log-probs as ``microbatch.log_probs[name]``.
 
         All ranks call it together. On the last pipeline stage it keeps them; on others there are none, as there is no
-        loss there.
+        loss there. ``("now", "entropy")`` names all that an `OutputHead` with ``entropy=True`` gives. The pass runs
+        without dropout, and warns of a model that trains with it.
         """
+        names = (name,) if isinstance(name, str) else tuple(name)
+        config = get_model_config(self.model[0] if isinstance(self.model, list) else self.model)
+        if dropout := max(config.hidden_dropout, config.attention_dropout):
+            text = f"a forward pass without dropout, of a model that trains with {dropout:g}: its log-probs differ from"
+            warnings.warn(f"{text} those of the training pass. Switch dropout off.", stacklevel=2)
 
-        def forward_step(data_iterator: Iterator[Microbatch], model: Any) -> tuple[Tensor, Any]:
-            output = call_model(next(data_iterator), model)
-            output = output[0] if isinstance(output, tuple) else output
-            return output, lambda output, non_loss_data: output.detach()
+        def forward_step(data_iterator: Iterator[Microbatch], model: Any) -> tuple[Any, Any]:
+            return call_model(next(data_iterator), model), lambda output, non_loss_data: output
 
         iterators = [None if chunk is None else iter(chunk) for chunk in self._chunks]
         with torch.no_grad(), _evaluating(self.model if isinstance(self.model, list) else [self.model]):
@@ -52,8 +66,9 @@ class ForwardPass:
                 model=self.model,
                 **self._options,
             )
-        for microbatch, log_probs in zip(self._chunks[-1] or [], outputs, strict=bool(outputs)):
-            microbatch.log_probs[name] = log_probs
+        for microbatch, output in zip(self._chunks[-1] or [], outputs, strict=bool(outputs)):
+            given = output if isinstance(output, tuple) else (output,)
+            microbatch.log_probs |= {name: given[k].detach() for k, name in enumerate(names)}
 
 
 @contextmanager

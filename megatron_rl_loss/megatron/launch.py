@@ -140,9 +140,13 @@ class LossAggregation:
                 microbatches = self._begin_step(data_iterator, model, num_microbatches, training=training)
                 iterators = microbatches if isinstance(microbatches, list) else [microbatches]
                 chunks = [it.microbatches if isinstance(it, MicrobatchIterator) else None for it in iterators]
+                assert self._last_plan is not None
                 if self._before_step is not None and training:
                     options = {"num_microbatches": num_microbatches, **kwargs}
-                    self._before_step(ForwardPass(forward_backward_func, model, chunks, **options))
+                    pp = groups_of(model[0] if isinstance(model, list) else model, self._pg_collection).pp
+                    computes_loss = pp.rank() == pp.size() - 1
+                    plan = self._last_plan.with_microbatches(chunks[-1] or []) if computes_loss else self._last_plan
+                    self._before_step(ForwardPass(forward_backward_func, model, chunks, plan, **options))
                 audits = self._audits if training else None
                 audit = nullcontext() if audits is None else audits.step(model, self._pg_collection)
                 with observe(aggregation=self.settings.aggregation), audit:
@@ -153,7 +157,6 @@ class LossAggregation:
                         num_microbatches=num_microbatches,
                         **kwargs,
                     )
-                assert self._last_plan is not None
                 if not kwargs.get("collect_non_loss_data"):
                     of_loss = next((chunk for chunk in reversed(chunks) if chunk), [])
                     self._names.align(reports, of_loss, self._last_plan, training=training)

@@ -7,6 +7,7 @@ the trainer's own scaling cancels.
 
 from megatron_rl_loss.plan.carriers import CARRIERS, Carrier, Form
 from megatron_rl_loss.plan.late_counts import ClosedPlan
+from megatron_rl_loss.plan.measure import Measurement
 from megatron_rl_loss.plan.microbatch import Microbatch
 from megatron_rl_loss.plan.open_plan import OpenPlan, open_plan
 from megatron_rl_loss.plan.plan import Plan, plan_step
@@ -16,6 +17,7 @@ __all__ = [
     "Carrier",
     "ClosedPlan",
     "Form",
+    "Measurement",
     "Microbatch",
     "OpenPlan",
     "Plan",

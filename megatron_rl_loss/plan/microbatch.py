@@ -1,7 +1,9 @@
 """A micro-batch of a step: reduces its losses, and returns their sum in the form that the trainer takes."""
 
 import math
+import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from numbers import Real
 from typing import TYPE_CHECKING, Any, Literal, overload
@@ -9,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 from torch import Tensor
 
+from megatron_rl_loss.losses.ratio import check_same_shape
 from megatron_rl_loss.losses.segments import OfTokens, Per, Replicated, segment_mean, segment_sum, to_tokens
 from megatron_rl_loss.modes.names import Aggregation, resolve
 from megatron_rl_loss.modes.table import Mode, OwnMode
@@ -88,10 +91,7 @@ class Microbatch:
         """Made once for each mode and mask; the one of the policy loss is named pg, whoever needs it first."""
         key = _key(aggregation, mask)
         if key not in self._reducers:
-            local = self.tokens
-            if mask is not None:
-                local = self.samples.with_mask(mask).local(self._plan.cp_rank, self._plan.cp_size)
-            self._reducers[key] = reducer_of(aggregation, local, self.totals.with_mask(mask))
+            self._reducers[key] = reducer_of(aggregation, self._tokens_of(mask), self.totals.with_mask(mask))
             self._reducers[key].name = "pg" if key == _key(self._plan.modes.policy) else name
             self._reducers[key].reads_device = self._plan.reads_device
         return self._reducers[key]
@@ -115,10 +115,39 @@ class Microbatch:
         """What this CP rank holds of the micro-batch."""
         return self.samples.local(self._plan.cp_rank, self._plan.cp_size)
 
+    def _tokens_of(self, mask: str | None) -> LocalTokens:
+        """`tokens` by one of the further masks; for None by the loss mask."""
+        if mask is None:
+            return self.tokens
+        return self.samples.with_mask(mask).local(self._plan.cp_rank, self._plan.cp_size)
+
     def has_tokens(self, mask: str | None = None) -> bool:
         """Whether this CP rank holds an active token of the loss mask, or of a further one. Waits for a device."""
-        local = self.samples.with_mask(mask).local(self._plan.cp_rank, self._plan.cp_size)
-        return bool(local.num_active)
+        return bool(self._tokens_of(mask).num_active)
+
+    def _add_mask(self, name: str, samples: Samples, counted: StepTotals) -> None:
+        """`Plan.keep`: go on with samples that have a further mask, and with its counts over the step."""
+        totals = replace(self.totals, by_mask={**self.totals.by_mask, name: counted})
+        self.samples, self._plan = samples, replace(self._plan, totals=totals)
+        self._reducers = {key: reducer for key, reducer in self._reducers.items() if key[-1] != name}
+
+    def gap(self, name: str, values: Tensor) -> Tensor:
+        """The largest ``|values - log_probs[name]|`` at this rank's active tokens, 0-dim; 0 without one.
+
+        0 where the training pass runs the kernels of the forward pass before the step, without dropout. Above 1e-4 it
+        warns: what was measured is of another policy than the one in training. (On a device in a launch's first step
+        alone, for which the host waits.) Raises ValueError for values of another shape.
+        """
+        check_same_shape(f"values and log_probs[{name!r}]", values, self.log_probs[name])
+        gaps = (values.detach().float() - self.log_probs[name].float()).abs().flatten()
+        gap = torch.cat([gaps.new_zeros(1), gaps[self.tokens.mask.to(gaps.device) != 0]]).max()
+        if (values.is_cpu or self._plan.reads_device) and not gap <= 1e-4:
+            warnings.warn(
+                f"{name}: the training pass and the forward pass before it differ by up to {float(gap):.2g} at a "
+                "token. Thresholds and survivors are the earlier pass's. Switch dropout off, and run the same kernels.",
+                stacklevel=2,
+            )
+        return gap
 
     @property
     def cp_group(self) -> Group | None:

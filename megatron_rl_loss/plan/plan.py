@@ -16,6 +16,7 @@ from megatron_rl_loss.modes.loss_modes import LossModes
 from megatron_rl_loss.modes.table import ModeFunction
 from megatron_rl_loss.modes.weights import missing_counts
 from megatron_rl_loss.plan.carriers import Carrier, Count, product
+from megatron_rl_loss.plan.measure import Measurement, OfTokens, keep
 from megatron_rl_loss.plan.microbatch import Microbatch
 from megatron_rl_loss.reduction.metrics import Parts, put_in
 from megatron_rl_loss.step.collectives import Group, attempt, rank_in, size_of, stated_dp_group, world_rank
@@ -157,6 +158,7 @@ def make_plan(
         per_token_loss=per_token,
         cp_group=ranks.cp_group,
         dp_group=ranks.dp_group,
+        replica_groups=ranks.replica_groups,
     )
 
 
@@ -171,7 +173,8 @@ class Plan:
         num_microbatches: of this step on this rank.
         cp_rank, cp_size, dp_size: this rank's place in its context-parallel group, and the sizes of the groups.
         per_token_loss: whether Megatron's `calculate_per_token_loss` is on.
-        cp_group, dp_group: for what is reduced after the plan was made: whole sequences, and metrics.
+        cp_group, dp_group, replica_groups: for what is reduced after the plan was made: whole sequences, metrics, and
+            what `measure` and `keep` find.
         reads_device: whether NaN losses at active tokens are looked for on a device too, which the host waits for.
         aligns_reports: whether the names of reports are compared at the step's end, not in each report.
     """
@@ -187,6 +190,7 @@ class Plan:
     per_token_loss: bool = False
     cp_group: Group | None = None
     dp_group: Group | None = None
+    replica_groups: Sequence[Group] = ()
     reads_device: bool = False
     parts: Parts = field(default_factory=Parts)
     report_names: list[str] = field(default_factory=list)
@@ -217,6 +221,35 @@ class Plan:
     def without_samples(self) -> "Plan":
         """What the micro-batches share: it holds none of them, so that they are freed with the last use of the plan."""
         return replace(self, samples=None)
+
+    def with_microbatches(self, microbatches: list[Microbatch]) -> "Plan":
+        """The plan of these micro-batches, where others than its own are trained on."""
+        plan = replace(self, samples=[one.samples for one in microbatches])
+        plan.__dict__["_microbatches"] = microbatches
+        return plan
+
+    def measure(self, values: OfTokens | None, *, mask: str | None = None) -> Measurement:
+        """Sums, mean and thresholds of one value per token, over the whole step; all ranks call it together.
+
+        Args:
+            values: a micro-batch -> a finite float, rounded to float32, for each token of this rank, shaped as losses.
+                None on a pipeline stage that computes no loss: it is told the results.
+            mask: one of the samples' further masks in place of the loss mask.
+
+        One round of 32 bytes over the data-, context-, tensor- and pipeline-parallel groups. Raises BadBatchError on
+        every rank (the error itself where there is one) if `values` raises or gives anything else on any, and
+        ValueError if it is None on a part of a stage.
+        """
+        return Measurement(self, values, mask)
+
+    def keep(self, name: str, flags: OfTokens | None) -> None:
+        """Count the step anew by the tokens for which `flags` gives true; all ranks call it together.
+
+        Every micro-batch then has a further mask `name`, for `Term` and `Metric`: the loss mask at tokens that are
+        kept, else 0. In evaluation, which no `before_step` precedes, there is none. Costs a byte per token over the
+        context-parallel group, and 16 bytes and the round of `plan_step` over all. `flags` and errors as in `measure`.
+        """
+        keep(self, name, flags)
 
     def factor(self, carrier: Carrier) -> float:
         """What a share is multiplied by as it is returned by that row of the table."""

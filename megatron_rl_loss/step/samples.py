@@ -4,6 +4,7 @@ The host checks lengths, ids and layouts; masks stay on their device (see masks.
 tensor that nobody waits for: the step's totals carry it, or `torch._assert_async` stops the device.
 """
 
+import copy
 import hashlib
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -92,6 +93,15 @@ class Samples:
                 further, layout=layout, labels=labels, rollout_ids=self.rollout_ids, prompt_ids=self.prompt_ids
             )
             masks.check_device(f"loss masks and masks {name!r}", [self._buffer, self.by_mask[name]._buffer])
+
+    def with_kept_tokens(self, name: str, kept: Tensor) -> "Samples":
+        """These samples with a further mask: the loss mask where ``kept``, bools [total_tokens], is true, else 0."""
+        pieces = zip(self.loss_masks, self.mask_starts, self.mask_lengths, strict=True)
+        further = [mask * kept[start : start + length].to(mask.device) for mask, start, length in pieces]
+        ids: dict[str, Any] = {"rollout_ids": self.rollout_ids, "prompt_ids": self.prompt_ids}
+        samples = copy.copy(self)
+        samples.by_mask = {**self.by_mask, name: Samples(further, layout=self.layout, labels=self.labels, **ids)}
+        return samples
 
     def label(self, name: str) -> Sequence[Any] | Tensor:
         """The labels of that name; ValueError where there are none."""

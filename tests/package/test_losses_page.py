@@ -13,6 +13,7 @@ from repository import EXAMPLES, ROOT
 from megatron_rl_loss import Samples, StepTotals, losses, reduction, resolve, token_weights
 from megatron_rl_loss.megatron import add_loss_aggregation_args
 from megatron_rl_loss.modes import table as modes
+from megatron_rl_loss.plan import plan_step
 
 PAGE = (ROOT / "docs/losses.md").read_text()
 ROWS = [line for line in PAGE.splitlines() if line.startswith("| ") and "---" not in line]
@@ -42,7 +43,7 @@ def test_what_a_row_combines_goes_together_and_its_flags_are_the_examples() -> N
 
 def test_code_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(modes, "_REGISTERED", {})
-    terms, own_mode, metrics, block, _ = code_of("losses.md")  # the last: unit/losses/test_losses_over_cp.py
+    terms, own_mode, metrics, block, _, over_step = code_of("losses.md")  # _: unit/losses/test_losses_over_cp.py
     local = Samples([torch.ones(3), torch.ones(2)]).local(0, 1)
     handed: list[Any] = []
     microbatch = SimpleNamespace(
@@ -81,3 +82,11 @@ def test_code_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert loss.tolist() == [pytest.approx([-1.0004] * 3 + [0] * 2, rel=1e-3)]
     loss.sum().backward()
     assert names["log_probs"].grad.shape == (1, 5)
+    plan = plan_step([Samples([torch.ones(5)])], "token_mean", dp_group=None)
+    passes = (torch.zeros(5), torch.arange(5.0))
+    forward = SimpleNamespace(plan=plan, log_probs=lambda names, _: plan[0].log_probs.update(zip(names, passes)))  # noqa: B905
+    names = {"call_model": None}
+    exec(over_step, names)
+    names["before_step"](forward)
+    loss, _, _ = names["policy_loss"](plan[0], passes[0], torch.arange(5.0).requires_grad_())
+    assert float(loss.detach()) == 4

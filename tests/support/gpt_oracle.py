@@ -105,6 +105,11 @@ def rollouts_without_old_policy() -> tuple[Rollout, ...]:
 
 def log_probs_of(shape: GptShape, weights: dict[str, Tensor], tokens: list[int], labels: list[int]) -> Tensor:
     """Log-probability of each label, float64 [length]."""
+    return distributions_of(shape, weights, tokens)[torch.arange(len(tokens)), torch.tensor(labels)]
+
+
+def distributions_of(shape: GptShape, weights: dict[str, Tensor], tokens: list[int]) -> Tensor:
+    """Log-probabilities of the whole vocabulary, float64 [length, VOCAB]."""
     length = len(tokens)
     embedding = weights["embedding.word_embeddings.weight"]
     x = embedding[torch.tensor(tokens)]
@@ -137,7 +142,7 @@ def log_probs_of(shape: GptShape, weights: dict[str, Tensor], tokens: list[int],
         x = x + F.gelu(inner) @ layer["mlp.linear_fc2.weight"].T
     x = normed(x, weights["decoder.final_layernorm.weight"])
     logits = x @ (embedding if shape.tied else weights["output_layer.weight"]).T
-    return logits.log_softmax(-1)[torch.arange(length), torch.tensor(labels)]
+    return logits.log_softmax(-1)
 
 
 @dataclass(frozen=True)

@@ -308,7 +308,7 @@ def gae_here(t: Tokens) -> Tensor:
 
 #: The page's code.
 OWN: dict[str, Any] = {}
-exec(code_of("losses.md")[-1], OWN)
+exec(code_of("losses.md")[-2], OWN)
 
 
 def own(name: str, t: Tokens, advantages: str = "token_advantages", **per: Any) -> Tensor:

@@ -1,0 +1,250 @@
+"""Losses with thresholds or survivors of the policy in training, over the whole step, in real Megatron.
+
+A `ForwardPass` measures a small GPT before it is trained on; the gradient is compared with a float64 statement.
+"""
+
+import functools
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import gpt_oracle
+import oracle
+import pytest
+import torch
+from gpt_oracle import GptShape, Rollout
+from gpt_steps import FP32_BOUNDS, Outcome, collect, output_of, prepared, run_batches, settings_of, start_layout, whole
+from logged_means import logged_means
+from ranks import run_ranks
+from table_step import relative_error
+from tiny_gpt import Batch, Case, Layout
+from torch import Tensor
+
+from megatron_rl_loss.reduction import Term
+
+LAYOUTS = {
+    "one process": Layout(tp=1, sp=False, pp=1, vp=1, cp=1, dp=1),
+    "dp 2, cp 2": Layout(tp=1, sp=False, pp=1, vp=1, cp=2, dp=2),
+    "pp 2": Layout(tp=1, sp=False, pp=2, vp=1, cp=1, dp=1),
+    "tp 2, pp 2": Layout(tp=2, sp=False, pp=2, vp=1, cp=1, dp=1),
+}
+SHAPE = GptShape(num_layers=2, tied=False, bf16=False)
+LOW, HIGH, M2, TOP = 0.8, 1.28, 0.1, 0.8
+
+# --- a user's code: what is measured of a plan, and the policy loss of a micro-batch
+
+
+def log_ratio(one: Any) -> Tensor:
+    return one.log_probs["now"] - one.data.old_log_probs
+
+
+def measure_survivors(plan: Any) -> None:
+    plan.keep("survivors", lambda one: (log_ratio(one).exp() > LOW) & (log_ratio(one).exp() < HIGH))
+
+
+def measure_second_moment(plan: Any) -> float:
+    return plan.measure(lambda one: log_ratio(one).square()).smallest(lambda tokens, total: total > M2 * tokens)
+
+
+def measure_entropy(plan: Any) -> None:
+    bound = plan.measure(lambda one: one.log_probs["entropy"]).quantile(TOP)
+    plan.keep("top", lambda one: one.log_probs["entropy"] > bound)
+
+
+# --- the same stated for all tokens of the step: mask entries, factors of losses, and how near a threshold a number is
+
+
+class Tokens(NamedTuple):
+    mask: Tensor
+    log_ratios: Tensor
+    entropies: Tensor
+
+
+Stated = tuple[Tensor, Tensor, float]
+
+
+def state_survivors(step: Tokens) -> Stated:
+    r = step.log_ratios.exp()
+    margin = torch.minimum((r - LOW).abs(), (r - HIGH).abs())[step.mask > 0].min()
+    return step.mask * ((r > LOW) & (r < HIGH)), torch.ones_like(r), float(margin)
+
+
+def state_second_moment(step: Tokens) -> Stated:
+    """The largest go, one by one, while the mean of those left is above the bound."""
+    m2, m = step.log_ratios.square(), step.mask
+    left = [int(i) for i in m2.argsort() if m[i] > 0]
+    of_left = [excess_of(m2, m, left)]
+    gone = left[-1]
+    while of_left[-1] > 0:
+        gone = left.pop()
+        of_left.append(excess_of(m2, m, left))
+    factors = torch.zeros_like(m).index_fill(0, torch.tensor(left), 1)
+    return m, factors, min(float(m2[gone] - m2[left[-1]]), *map(abs, of_left[-2:]))
+
+
+def excess_of(m2: Tensor, m: Tensor, left: list[int]) -> float:
+    return float((m2[left] * m[left]).sum() - M2 * m[left].sum())
+
+
+def state_entropy(step: Tokens) -> Stated:
+    order = [int(i) for i in step.entropies.argsort() if step.mask[i] > 0]
+    upto = step.mask[order].cumsum(0) - TOP * step.mask.sum()
+    at = int((upto >= 0).nonzero()[0])
+    kept = torch.zeros_like(step.mask).index_fill(0, torch.tensor(order[at + 1 :]), 1)
+    beside = float(step.entropies[order[at + 1]] - step.entropies[order[at]])
+    return step.mask * kept, torch.ones_like(kept), min(beside, float(upto.abs().min()))
+
+
+class Example(NamedTuple):
+    mode: str
+    measure: Callable[[Any], float | None]
+    loss: Callable[[Any, Tensor, Any], Tensor | Term]  # micro-batch, losses, what was measured
+    stated: Callable[[Tokens], Stated]
+
+
+EXAMPLES = {
+    "survivors": Example(
+        "token_mean", measure_survivors, lambda one, losses, _: Term(losses, mask="survivors"), state_survivors
+    ),
+    "second moment": Example(
+        "token_mean",
+        measure_second_moment,
+        lambda one, losses, bound: losses * (log_ratio(one).square() < bound),
+        state_second_moment,
+    ),
+    "entropy": Example("prompt_mean", measure_entropy, lambda one, losses, _: Term(losses, mask="top"), state_entropy),
+}
+
+
+@functools.cache
+def expected(name: str) -> tuple[float, dict[str, Tensor], float]:
+    """The step loss, its gradient, and the margin."""
+    example, rollouts = EXAMPLES[name], gpt_oracle.rollouts_of(SHAPE)
+    weights = {key: weight.requires_grad_() for key, weight in gpt_oracle.weights_of(SHAPE).items()}
+    of_rollouts = [gpt_oracle.distributions_of(SHAPE, weights, one.tokens) for one in rollouts]
+    sizes = [len(one.tokens) for one in rollouts]
+
+    def joined(field: str) -> Tensor:
+        return torch.tensor([value for one in rollouts for value in getattr(one, field)]).double()
+
+    spread = torch.cat(of_rollouts)
+    log_ratios = spread[torch.arange(len(spread)), joined("labels").long()] - joined("old_log_probs")
+    tokens = Tokens(joined("mask"), log_ratios.detach(), -(spread.exp() * spread).sum(-1).detach())
+    masks, factors, margin = example.stated(tokens)
+    losses = -factors * log_ratios.exp() * joined("advantages")
+    samples = [
+        oracle.Sample(loss, mask, one.rollout_id, one.prompt_id)
+        for one, loss, mask in zip(rollouts, losses.split(sizes), masks.split(sizes), strict=True)
+    ]
+    step_loss = oracle.step_loss(example.mode, samples)
+    gradients = torch.autograd.grad(step_loss, list(weights.values()))
+    return float(step_loss.detach()), dict(zip(weights, gradients, strict=True)), margin
+
+
+# --- on ranks
+
+
+def parts_of(plan: Any, over: str) -> list[Any]:
+    """Plans of what is measured together: the step, as it must be, or a planted part of it."""
+    if over == "step" or plan.samples is None:
+        return [plan]
+    alone = replace(plan, dp_group=None, cp_group=None, replica_groups=())
+    return [alone.with_microbatches(list(plan))] if over == "rank" else [alone.with_microbatches([one]) for one in plan]
+
+
+def trained(layout: Layout, runs: list[tuple[str, str]], rollouts: list[Rollout], dropout: float = 0.0) -> list[Any]:
+    """On a rank: its place, and of each run its gradients, the logged loss, the gap of the passes, and warnings."""
+    from megatron.core import parallel_state as mpu
+
+    from megatron_rl_loss.megatron import LossAggregation, OutputHead, Tokens
+
+    start_layout(layout)
+    place = {"tp": mpu.get_tensor_model_parallel_rank(), "pp": mpu.get_pipeline_model_parallel_rank()}
+    place |= {"cp": mpu.get_context_parallel_rank(), "dp": mpu.get_data_parallel_rank()}
+    head, found = OutputHead(chunk_tokens=3, entropy=True), []
+    for name, over in runs:
+        example = EXAMPLES[name]
+        scaling = "per token" if layout.tp > 1 else "mean"
+        case = Case(3, example.mode, "all", scaling, False, "plain", tied=False, lopsided=False)
+        ready, batches = prepared(layout, case, rollouts, "packed")
+        for module in ready.chunks[0].modules() if dropout else ():
+            if hasattr(module, "hidden_dropout"):
+                module.hidden_dropout = dropout
+        ready.config.hidden_dropout = dropout
+        measured: dict[int, float | None] = {}
+        gaps = [0.0]
+
+        def call_model(one: Any, model: Any) -> Any:
+            return output_of(model, one.data, output_processor=head, output_processor_context=Tokens(one.data.mask))
+
+        def before_step(forward: Any, measured: Any = measured, example: Example = example, over: str = over) -> None:
+            forward.log_probs(("now", "entropy"), call_model)
+            for plan in parts_of(forward.plan, over):
+                bound = example.measure(plan)
+                measured |= {id(one): bound for one in (plan if plan.samples else ())}
+
+        def forward_step(
+            iterator: Iterator[Any], model: Any, measured: Any = measured, example: Example = example, gaps: Any = gaps
+        ) -> Any:
+            one = next(iterator)
+
+            def loss_func(output: Any) -> Any:
+                gaps.append(float(one.gap("now", output[0])))
+                losses = -(output[0] - one.data.old_log_probs).exp() * one.data.advantages
+                return one.loss({"pg": example.loss(one, losses, measured[id(one)])})
+
+            return call_model(one, model), loss_func
+
+        wrap = LossAggregation(settings_of(case), Batch.described, before_step=before_step).wrap_schedule
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            stored = run_batches(layout, ready, forward_step, batches, wrap)
+        last = mpu.is_pipeline_last_stage(ignore_virtual=True)
+        outcome = Outcome(collect(ready.chunks, of_gradients=True), {}, 0.0, logged_means(stored) if last else None)
+        found.append((place, outcome, max(gaps), [str(one.message) for one in caught]))
+    return found
+
+
+def errors_of(by_rank: list[Any], number: int, name: str) -> tuple[float, float]:
+    """The worst relative error of a gradient, and that of the logged loss."""
+    loss, gradients, _ = expected(name)
+    outcomes = [found[number][:2] for found in by_rank]
+    errors = [relative_error(gradient, gradients[key]) for key, gradient in whole(outcomes, "gradients")]
+    logged = [outcome.metrics["pg"] for _, outcome in outcomes if outcome.metrics is not None]
+    return oracle.worst_of(*errors), oracle.worst_of(*(abs(value - loss) for value in logged))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_gradient_is_that_of_the_step(layout: str) -> None:
+    runs = [(name, "step") for name in EXAMPLES]
+    by_rank = run_ranks(LAYOUTS[layout].world_size, trained, LAYOUTS[layout], runs, gpt_oracle.rollouts_of(SHAPE))
+    for number, name in enumerate(EXAMPLES):
+        assert expected(name)[2] > 1e-5, name  # rounding to float32 moves no token across a threshold
+        in_gradient, in_loss = errors_of(by_rank, number, name)
+        print(f"{layout}, {name}: gradient {in_gradient:.1e}, loss {in_loss:.1e}")
+        assert in_gradient < FP32_BOUNDS["gradients"], name
+        assert in_loss < FP32_BOUNDS["metrics"], name
+        for found in by_rank:
+            _, _, gap, warned = found[number]
+            assert gap == 0
+            assert not [text for text in warned if "forward pass" in text]
+
+
+def test_thresholds_of_a_part_of_the_step_are_seen() -> None:
+    layout = LAYOUTS["dp 2, cp 2"]
+    runs = [(name, over) for name in EXAMPLES for over in ("rank", "micro-batch")]
+    by_rank = run_ranks(layout.world_size, trained, layout, runs, gpt_oracle.rollouts_of(SHAPE))
+    for number, (name, over) in enumerate(runs):
+        in_gradient, _ = errors_of(by_rank, number, name)
+        print(f"{name} of a {over}: {in_gradient:.2f}")
+        assert in_gradient > 100 * FP32_BOUNDS["gradients"], (name, over)
+
+
+def test_dropout_is_warned_of() -> None:
+    layout = LAYOUTS["one process"]
+    (found,) = run_ranks(1, trained, layout, [("survivors", "step")], gpt_oracle.rollouts_of(SHAPE), 0.3)
+    _, _, gap, warned = found[0]
+    assert gap > 0.01
+    assert any("a forward pass without dropout, of a model that trains with 0.3" in text for text in warned)
+    assert any("now: the training pass and the forward pass before it differ by up to" in text for text in warned)
