@@ -60,8 +60,9 @@ def plan_step(
         term_masks: names of the samples' ``term_masks`` that terms use; their counts travel with the others.
         totals: the step's denominators, where you know them: spares the collectives, and with them the errors' way to
             other ranks.
-        dp_group: the data-parallel group *without* context parallelism; None where this rank holds the whole step,
-            which must be said where `torch.distributed` has several ranks.
+        dp_group: the data-parallel group *without* context parallelism, or with it where `Samples` have a `cp_group`
+            of their own; None where this rank holds the whole step, which must be said where `torch.distributed` has
+            several ranks.
         cp_group: the context-parallel group; None where tokens are not cut.
         replica_groups: further groups whose ranks hold the same samples (tensor, pipeline parallel).
         per_token_loss: whether Megatron's `calculate_per_token_loss` is on.
@@ -157,6 +158,7 @@ def make_plan(
         per_token_loss=per_token,
         cp_group=ranks.cp_group,
         dp_group=ranks.dp_group,
+        dynamic_cp=totals.dynamic_cp or any(one.cp_group is not None for one in samples or ()),
     )
 
 
@@ -172,6 +174,7 @@ class Plan:
         cp_rank, cp_size, dp_size: this rank's place in its context-parallel group, and the sizes of the groups.
         per_token_loss: whether Megatron's `calculate_per_token_loss` is on.
         cp_group, dp_group: for what is reduced after the plan was made: whole sequences, and metrics.
+        dynamic_cp: whether context-parallel groups change between micro-batches.
         reads_device: whether NaN losses at active tokens are looked for on a device too, which the host waits for.
         aligns_reports: whether the names of reports are compared at the step's end, not in each report.
     """
@@ -186,6 +189,7 @@ class Plan:
     per_token_loss: bool = False
     cp_group: Group | None = None
     dp_group: Group | None = None
+    dynamic_cp: bool = False
     reads_device: bool = False
     parts: Parts = field(default_factory=Parts)
     report_names: list[str] = field(default_factory=list)
@@ -221,7 +225,7 @@ class Plan:
         """What a share is multiplied by as it is returned by that row of the table."""
         counts: dict[Count, float | None] = {
             "num_microbatches": self.num_microbatches,
-            "dp_size": self.dp_size,
+            "dp_size": 1 if self.dynamic_cp else self.dp_size,  # as verl says there
             "cp_size": self.cp_size,
             "step_active_tokens": self.totals.step_active_tokens,
             "rollouts": self.totals.rollouts.all,
@@ -319,7 +323,7 @@ def check_samples(
                 f"loss aggregation {modes.by_prompt} and samples without prompt_ids: it averages inside each "
                 "prompt group. Give the Samples prompt_ids."
             )
-        one.local(rank_in(ranks.cp_group), size_of(ranks.cp_group))  # raises if the layout cannot be cut so
+        one.local(*one.place_in(ranks.cp_group))  # raises if the layout cannot be cut so
         for name in term_masks:
             one.with_mask(name)  # raises if there is none of that name
     return samples
