@@ -6,7 +6,6 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import unwrap_model
-
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 

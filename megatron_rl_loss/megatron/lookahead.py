@@ -56,8 +56,8 @@ def look_ahead(
     if all(batches is None for batches in fetched):
         if groups.pp.rank() == groups.pp.size() - 1:
             raise ValueError(
-                f"no data iterator on TP rank {groups.tp.rank()} of the last pipeline stage: every rank there computes the "
-                "loss, in evaluation too. Set is_distributed = True on the provider; without validation data pass "
+                f"no data iterator on TP rank {groups.tp.rank()} of the last pipeline stage: every rank there computes "
+                "the loss, in evaluation too. Set is_distributed = True on the provider; without validation data pass "
                 "--eval-iters 0; where a scheduler gives one to TP rank 0 alone, plan_step with from_first_tp_rank."
             )
         return LookAhead(fetched, None)
