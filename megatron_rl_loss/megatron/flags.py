@@ -198,11 +198,8 @@ def check_per_token(settings: AggregationSettings, per_token: bool) -> None:
 
 
 def check_megatron_settings(settings: Any, per_token: bool, *, own_loop: bool = False) -> None:
-    """Refuse Megatron settings (of a Namespace or a model config) under which the loss would not be exact.
-
-    A loop of one's own plans a step after its samples were dealt to ranks and groups.
-    """
-    for name in () if own_loop else CHANGING_CP:
+    """Refuse Megatron settings (of a Namespace or a model config) under which the loss would not be exact."""
+    for name in () if own_loop else CHANGING_CP:  # one's own loop plans after samples were dealt to groups
         if getattr(settings, name, False):
             raise ValueError(
                 f"--{name.replace('_', '-')}: the context-parallel group changes between micro-batches, which "

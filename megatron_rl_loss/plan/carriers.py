@@ -103,8 +103,7 @@ VERL = Carrier(
     schedule={"num_microbatches": -1, "cp_size": 1},
     ddp={"dp_size": -1, "cp_size": -1},
 )
-#: The same function. The step's tokens cancel: verl multiplies by them, Megatron divides. Under dynamic CP its dp_size
-#: is 1.
+#: The same function. The step's tokens cancel: verl multiplies by them, Megatron divides. In dynamic CP dp_size is 1.
 VERL_PER_TOKEN = Carrier(form="verl", per_token=True, returned={"dp_size": 1}, engine={"dp_size": -1}, dynamic_cp=True)
 #: NeMo-RL 7ea279ab, models/megatron/train.py, `LossPostProcessor`: a pair with per-token loss, whose count of tokens is
 #: 0, so that Megatron divides by nothing.

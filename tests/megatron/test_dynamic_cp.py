@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -21,6 +22,7 @@ import oracle
 import pytest
 import torch
 import torch.distributed as dist
+from checkouts import VERL, checkout, load
 from gpt_steps import FP32_BOUNDS, collect, mode_of, output_of
 from ranks import run_ranks
 from refusals import outcome_of
@@ -166,10 +168,34 @@ def run_loop(hybrid: bool, model: Any, groups: Groups, hands: Any, forward_step:
     return run_schedule(forward_step, whole if first else None, model, 1)
 
 
+def engine_of_verl(root: str) -> Callable[[Any, Tensor], Any]:
+    """What verl's Megatron engine does to what a loss function returned, for a rank's tokens."""
+    (module,) = load(VERL, root, "verl.workers.engine.megatron.transformer_impl")
+    engine = SimpleNamespace(
+        prepare_model_outputs=lambda output, data: output,
+        get_data_parallel_group=lambda: None,
+        engine_config=SimpleNamespace(dynamic_context_parallel=True, use_remove_padding=True),
+        tf_config=SimpleNamespace(calculate_per_token_loss=True),
+    )
+
+    def scale(returned: Any, numbers: Tensor) -> Any:
+        here = int((numbers < len(TABLE) - 1).sum())
+        data = {"input_ids": numbers, "num_micro_batch": 4, "dp_size": 1, "routed_num_tokens": sum(LENGTHS)}
+        data |= {module.DCP_LOCAL_NUM_TOKENS: here}
+        *carried, output = module.MegatronEngineWithLMHead.postprocess_micro_batch_func(
+            engine, None, data, forward_only=False, loss_function=lambda **_: returned
+        )
+        return *carried, output["metrics"]
+
+    return scale
+
+
 Found = dict[tuple[str, str, str], tuple[float, float]]
 
 
-def errors(loop: str, tp: int = 1, packs: Groups | None = None, planted: str = "") -> tuple[Found, list[Any]]:
+def errors(
+    loop: str, tp: int = 1, packs: Groups | None = None, planted: str = "", verl: str = ""
+) -> tuple[Found, list[Any]]:
     """On a rank: of every mode and loss the errors of gradient and logged loss; and the audits of every mode."""
     from logged_means import logged_means
 
@@ -179,7 +205,7 @@ def errors(loop: str, tp: int = 1, packs: Groups | None = None, planted: str = "
 
     warnings.filterwarnings("error", message=".*hold samples with the same")
     _, dp_cp, group_of = start_dynamic(tp)
-    hybrid = loop == "hybrid"
+    hybrid, engine = loop == "hybrid", engine_of_verl(verl) if verl else None
     groups = balanced(dp_cp, LENGTHS) if hybrid else of_dev(dp_cp) if loop == "dev" else packs or PACKS
     hands = hands_of(groups, dp_cp.rank(), hybrid)
     batches = [Batch(STEP, ids, size, cp_group=group_of(size)) for ids, size in hands]
@@ -212,7 +238,10 @@ def errors(loop: str, tp: int = 1, packs: Groups | None = None, planted: str = "
             def loss_func(output: Tensor) -> Any:
                 if loss == "gspo":
                     output = gspo_loss(output, OLD[numbers], ADVANTAGES[numbers], microbatch).per_token_loss
-                return microbatch.loss(output, {"most": Metric(output.detach(), kind="max")})
+                metrics = {"most": Metric(output.detach(), kind="max")}
+                if engine is None:
+                    return microbatch.loss(output, metrics)
+                return engine(microbatch.loss(output, metrics, form="verl"), numbers)
 
             return model(numbers.cuda()), loss_func
 
@@ -234,13 +263,21 @@ def errors(loop: str, tp: int = 1, packs: Groups | None = None, planted: str = "
 
 @pytest.mark.parametrize(
     ("loop", "tp", "packs"),
-    [("hybrid", 1, None), ("hybrid", 2, None), ("packs", 1, PACKS), ("packs", 2, FEW), ("dev", 1, None)],
+    [
+        ("hybrid", 1, None),
+        ("hybrid", 2, None),
+        ("packs", 1, PACKS),
+        ("packs", 2, FEW),
+        ("dev", 1, None),
+        ("verl", 1, None),
+    ],
 )
 def test_every_mode_is_exact(loop: str, tp: int, packs: Groups | None, record_property: Any) -> None:
     if (loop == "hybrid" and not has(*HYBRID)) or (loop == "dev" and not has(*OF_DEV)):
         pytest.skip("not in this Megatron-Core: see tools/test_versions.sh")
     of_sum = oracle.sum_error(oracle.num_tokens(STEP))
-    for rank, (found, verdicts) in enumerate(run_ranks(RANKS, errors, loop, tp, packs)):
+    verl = checkout(VERL) if loop == "verl" else ""
+    for rank, (found, verdicts) in enumerate(run_ranks(RANKS, errors, loop, tp, packs, "", verl)):
         for case, (of_gradient, of_value) in found.items():
             assert of_gradient < oracle.EXACT, (case, of_gradient)
             assert of_value < of_sum, (case, of_value)
@@ -341,7 +378,7 @@ def packed_errors(scheduler: str, tp: int, cp: int) -> list[tuple[int, float]]:
     multiple, tp_group = 2 * dp_cp.size(), state.get_tensor_model_parallel_group()
     firsts = list(itertools.accumulate(LENGTHS, initial=0))
     found = []
-    for (mode, units), step in itertools.product(oracle.COUNTINGS, [range(len(STEP)), [1, 2, 3, 7]]):
+    for (mode, units), step in itertools.product(oracle.COUNTINGS, [range(len(STEP)), [0, 2, 3, 7]]):
         model = table_model(TABLE, per_token=True)
         model.config.sequence_packing_scheduler = scheduler
         model.config.max_seqlen_per_dp_cp_rank = 64 // (dp_cp.size() if dynamic else cp)

@@ -200,8 +200,7 @@ class Audit:
             )
         if self._dynamic_cp:
             report.notes.append(
-                "Context-parallel groups change: a DP number is that of a group's first rank, and micro-batches are "
-                "numbered by the group's size and turn."
+                "Context-parallel groups change: a DP rank is a group's first, a micro-batch its size and turn."
             )
         (report.unknown if self.computes_loss and not self._factors else report.notes).extend(self._without_anchor)
         if self.computes_loss and self._groups.tp.rank() == 0:  # over TP, a token's gradient is everywhere the same
