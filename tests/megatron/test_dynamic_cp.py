@@ -34,7 +34,7 @@ from torch import Tensor
 
 from megatron_rl_loss import Samples, ZigzagTHD
 from megatron_rl_loss.audit import judge
-from megatron_rl_loss.losses import gspo_loss, ppo_clip_loss
+from megatron_rl_loss.losses import gspo_loss, ppo_clip_loss, whiten
 from megatron_rl_loss.plan import plan as plans
 from megatron_rl_loss.reduction import Metric
 from megatron_rl_loss.step.counting import reduce_step_totals
@@ -226,6 +226,12 @@ def errors(
             totals = reduce_step_totals(each, dp_group=dp_cp, statistics=plan.modes.statistics)
             plan = replace(plan, totals=replace(totals, step_active_tokens=plan.totals.step_active_tokens))
         assert [one.cp_size for one in plan] == [size for _, size in hands]
+        if (mode, loss) == ("token_mean", "plain"):
+            held = [batch.local_numbers(one.cp_rank, one.cp_size) for batch, one in zip(batches, plan, strict=True)]
+            whole = torch.cat([one.mask for one in STEP] + [torch.zeros(1)]) != 0
+            active, white = OLD[whole], whiten([OLD[one] for one in held], plan, dp_group=dp_cp)
+            for numbers, values in zip(held, white, strict=True):
+                torch.testing.assert_close(values, ((OLD[numbers] - active.mean()) / active.std()) * whole[numbers])
         turns = iter(zip(batches, plan, strict=True))
 
         def forward_step(iterator: Iterator[Any] | None, model: Any, turns: Any = turns, loss: str = loss) -> Any:
