@@ -56,19 +56,19 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
         if packed_seq_params is None:
             raise ValueError("PackedAttention needs packed sequences: pass packed_seq_params to the model.")
         bounds = packed_seq_params.cu_seqlens_q_padded.tolist()
-        layout, cp_size = ZigzagTHD(bounds), self.cp_group.size()
+        cp_group = packed_seq_params.cp_group or self.cp_group  # that of the micro-batch, where groups change
+        layout, cp_size = ZigzagTHD(bounds), cp_group.size()
         held = [torch.from_numpy(layout.local_indices(rank, cp_size)).to(query.device) for rank in range(cp_size)]
         if cp_size > 1:
             in_order = torch.cat(held).argsort()
             key, value = (
-                gather_from_sequence_parallel_region(x.contiguous(), group=self.cp_group)[in_order]
-                for x in (key, value)
+                gather_from_sequence_parallel_region(x.contiguous(), group=cp_group)[in_order] for x in (key, value)
             )
         queries_per_key = query.size(1) // key.size(1)
         if queries_per_key > 1:
             key, value = (x.repeat_interleave(queries_per_key, dim=1) for x in (key, value))
         q, k, v = (x.transpose(0, 1) for x in (query, key, value))
-        mine = held[self.cp_group.rank()]
+        mine = held[cp_group.rank()]
         outputs = []
         for start, end in itertools.pairwise(bounds):
             local = slice(start // cp_size, end // cp_size)

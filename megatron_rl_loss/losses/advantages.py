@@ -239,7 +239,8 @@ def whiten(
     check_within("epsilon", epsilon, "(0, inf)", "1e-8 is usual")
     dp_group = stated_dp_group(dp_group, "whitening")
     placed = [located(one, cp_group) for one in local]
-    groups = [group for group in (placed[0][1] if placed else cp_group, dp_group) if if_several(group) is not None]
+    of_launch = None if any(one.samples.cp_group for one, *_ in placed) else placed[0][1] if placed else cp_group
+    groups = [group for group in (of_launch, dp_group) if if_several(group) is not None]
 
     def prepare() -> list[tuple[Tensor, Tensor]]:
         check_one_each("values", len(values), "micro-batches", len(placed), "Pass those of every micro-batch")

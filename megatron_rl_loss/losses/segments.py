@@ -58,7 +58,7 @@ def located(
 ) -> tuple[LocalTokens, Group | None, StepTotals | None]:
     """What this rank holds, the group and the totals: a `Microbatch` knows all three."""
     if isinstance(local, LocalTokens):
-        return local, cp_group, totals
+        return local, local.samples.cp_group if cp_group is None else cp_group, totals
     if isinstance(local, Samples) or not hasattr(local, "tokens"):
         raise TypeError(
             f"local is a {type(local).__name__}: it says where tokens lie. Pass the micro-batch of a plan, or "

@@ -19,6 +19,7 @@ from megatron_rl_loss.megatron.flags import (
     validate_loss_aggregation_args,
 )
 from megatron_rl_loss.megatron.forward_pass import ForwardPass
+from megatron_rl_loss.megatron.groups import from_first_tp_rank
 from megatron_rl_loss.megatron.iterator import next_microbatch
 from megatron_rl_loss.megatron.launch import LossAggregation
 from megatron_rl_loss.megatron.open_plan import OpenMegatronPlan, open_plan
@@ -38,6 +39,7 @@ __all__ = [
     "Plan",
     "Tokens",
     "add_loss_aggregation_args",
+    "from_first_tp_rank",
     "next_microbatch",
     "open_plan",
     "plan_step",

@@ -197,13 +197,13 @@ def check_per_token(settings: AggregationSettings, per_token: bool) -> None:
         )
 
 
-def check_megatron_settings(settings: Any, per_token: bool) -> None:
+def check_megatron_settings(settings: Any, per_token: bool, *, own_loop: bool = False) -> None:
     """Refuse Megatron settings (of a Namespace or a model config) under which the loss would not be exact."""
-    for name in CHANGING_CP:
+    for name in () if own_loop else CHANGING_CP:  # one's own loop plans after samples were dealt to groups
         if getattr(settings, name, False):
             raise ValueError(
-                f"--{name.replace('_', '-')}: the context-parallel group changes from micro-batch to micro-batch, "
-                "which is not supported. Use a fixed --context-parallel-size."
+                f"--{name.replace('_', '-')}: the context-parallel group changes between micro-batches, which "
+                "LossAggregation cannot look ahead at. Use a fixed --context-parallel-size, or plan_step in a loop."
             )
     if any((getattr(settings, name, 1) or 1) > 1 for name in REMAT_SIZES):
         raise ValueError(
@@ -215,10 +215,10 @@ def check_megatron_settings(settings: Any, per_token: bool) -> None:
             "--cuda-graph-impl full_iteration: a captured iteration cannot look ahead at its step's samples. Choose "
             "another --cuda-graph-impl."
         )
-    if scheduler := getattr(settings, "sequence_packing_scheduler", None):
+    if (scheduler := getattr(settings, "sequence_packing_scheduler", None)) and not own_loop:
         raise ValueError(
             f"--sequence-packing-scheduler {scheduler}: it deals samples to ranks and micro-batches anew after they "
-            "were looked at. Pack the samples yourself, or leave it out."
+            "were looked at. Pack the samples yourself, leave it out, or plan_step in a loop."
         )
     if per_token and getattr(settings, "use_torch_fsdp2", False):
         raise ValueError(

@@ -1,13 +1,17 @@
 """Which process groups a model trains over, and objects sent over them."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import unwrap_model
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
-from megatron_rl_loss.step.collectives import Group, if_several
+from megatron_rl_loss.step.collectives import Group, attempt, if_several
 
+Made = TypeVar("Made")
 _NEEDED = ("tp", "pp", "cp", "dp", "dp_cp")
 
 
@@ -27,6 +31,21 @@ def groups_of(chunk: Any, of_user: ProcessGroupCollection | None) -> ProcessGrou
             f"a ProcessGroupCollection without {', '.join(missing)}: the step's totals need them. Set those groups."
         )
     return groups
+
+
+def from_first_tp_rank(make: Callable[[], Made], tp_group: Group) -> Made:
+    """What `make` gives on the first tensor-parallel rank, on all of them, tensors on the host; or its error.
+
+    For the batches of a packing scheduler, whose iterator is None on the other ranks: call it on all of them inside the
+    ``samples`` of `plan_step`.
+    """
+    made = [attempt(make) if tp_group.rank() == 0 else None]
+    if if_several(tp_group) is not None:
+        made = tree_map_only(Tensor, Tensor.cpu, made)
+        dist.broadcast_object_list(made, src=dist.get_global_rank(tp_group, 0), group=tp_group)
+    if isinstance(made[0], Exception):
+        raise made[0]
+    return made[0]  # type: ignore[return-value]
 
 
 def gather_to_first(values: list[Any], groups: ProcessGroupCollection) -> list[Any]:

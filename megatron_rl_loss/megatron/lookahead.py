@@ -56,8 +56,9 @@ def look_ahead(
     if all(batches is None for batches in fetched):
         if groups.pp.rank() == groups.pp.size() - 1:
             raise ValueError(
-                "no data iterator on a rank of the last pipeline stage: it computes the loss, in evaluation too. Set "
-                "is_distributed = True on the provider; without validation data pass --eval-iters 0."
+                f"no data iterator on TP rank {groups.tp.rank()} of the last pipeline stage: every rank there computes "
+                "the loss, in evaluation too. Set is_distributed = True on the provider; without validation data pass "
+                "--eval-iters 0; where a scheduler gives one to TP rank 0 alone, plan_step with from_first_tp_rank."
             )
         return LookAhead(fetched, None)
     samples = [_describe(batch, samples_of) for batch in LookAhead(fetched, None).batches]

@@ -7,6 +7,7 @@ import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
+from megatron_rl_loss.megatron.flags import CHANGING_CP
 from megatron_rl_loss.megatron.groups import groups_of
 from megatron_rl_loss.megatron.probe import check_contract, check_finalizing, check_model
 from megatron_rl_loss.modes.table import ModeFunction
@@ -22,6 +23,7 @@ def plan_step(
     model: Any,
     pg_collection: ProcessGroupCollection | None = None,
     num_microbatches: int | None = None,
+    dynamic_cp: bool = False,
     **options: Any,
 ) -> Plan:
     """`megatron_rl_loss.plan.plan_step` with the groups and the `calculate_per_token_loss` of a Megatron model.
@@ -37,13 +39,15 @@ def plan_step(
         samples, mode, num_microbatches: as there.
         model: the model chunk or list of chunks that the schedule is called with.
         pg_collection: the process groups; default: the model's, else Megatron's parallel state.
+        dynamic_cp: whether context-parallel groups change between micro-batches, each of which says its own:
+            ``Samples(..., cp_group=...)``. Counts are then summed over DP x CP. On where the model's config says so.
         options: its other keyword arguments, but for groups and `per_token_loss`.
 
     Raises:
         ContractError: Megatron scales losses in another way.
         BadBatchError, ValueError, TypeError: as there; a model config under which the loss would not be exact.
     """
-    config, _, ranks = checked_model(model, pg_collection)
+    config, _, ranks = checked_model(model, pg_collection, dynamic_cp=dynamic_cp)
     return plans.plan_step(
         samples,
         mode,
@@ -56,17 +60,30 @@ def plan_step(
     )
 
 
-def step_groups(groups: ProcessGroupCollection) -> StepGroups:
+def step_groups(groups: ProcessGroupCollection, dynamic_cp: bool = False) -> StepGroups:
     """The groups that a step is counted over."""
-    return StepGroups(dp_group=groups.dp, cp_group=groups.cp, replica_groups=[groups.tp, groups.pp])
+    dp_group, cp_group = (groups.dp_cp, None) if dynamic_cp else (groups.dp, groups.cp)
+    return StepGroups(dp_group=dp_group, cp_group=cp_group, replica_groups=[groups.tp, groups.pp])
 
 
-def checked_model(model: Any, pg_collection: ProcessGroupCollection | None) -> tuple[Any, list[Any], StepGroups]:
-    """The config, the chunks and the groups of a model under which the loss is exact; raises as `plan_step`."""
+def checked_model(
+    model: Any, pg_collection: ProcessGroupCollection | None, *, dynamic_cp: bool | None = None
+) -> tuple[Any, list[Any], StepGroups]:
+    """The config, the chunks and the groups of a model under which the loss is exact; raises as `plan_step`.
+
+    Without `dynamic_cp` a model whose context-parallel groups change is refused.
+    """
     chunks = model if isinstance(model, list) else [model]
     config, groups = get_model_config(chunks[0]), groups_of(chunks[0], pg_collection)
-    check_model(config, chunks)
+    own_loop = dynamic_cp is not None
+    dynamic_cp = dynamic_cp or any(getattr(config, name, False) for name in CHANGING_CP)
+    if dynamic_cp and not config.calculate_per_token_loss:
+        raise ValueError(
+            "dynamic context parallelism without per-token loss: numbers of micro-batches and sizes of groups differ "
+            "between ranks, so no loss may be divided by them. Turn calculate_per_token_loss on."
+        )
+    check_model(config, chunks, own_loop=own_loop)
     if torch.is_grad_enabled():
         check_finalizing(config, chunks, groups)
     check_contract(config, chunks, groups, num_microbatches=2)  # any number shows how the schedule scales by it
-    return config, chunks, step_groups(groups)
+    return config, chunks, step_groups(groups, dynamic_cp)

@@ -26,10 +26,10 @@ _LOSS = 3.0
 _NUM_TOKENS = 1
 
 
-def check_model(config: Any, chunks: Sequence[Any]) -> None:
+def check_model(config: Any, chunks: Sequence[Any], *, own_loop: bool = False) -> None:
     """Refuse a model configuration under which the loss would not be exact; at each step, since it may change."""
     per_token = bool(config.calculate_per_token_loss)
-    check_megatron_settings(config, per_token)
+    check_megatron_settings(config, per_token, own_loop=own_loop)
     for chunk in chunks:
         if per_token and isinstance(chunk, _BaseDataParallel):
             if type(chunk).scale_gradients is _BaseDataParallel.scale_gradients:

@@ -89,7 +89,8 @@ def checked_weights(aggregation: Aggregation, local: LocalTokens, totals: StepTo
             f"totals is {totals!r}: the denominators are those of the whole step, and never guessed from a "
             "micro-batch. Pass StepTotals.from_loss_masks(...) of all the step's masks."
         )
-    totals.check_apart(local.cp_size)
+    if local.samples.cp_group is None:
+        totals.check_apart(local.cp_size)
     local.samples.check_masks()
     weights = weigh(aggregation, local, totals)
     totals.check_covers(local.samples)

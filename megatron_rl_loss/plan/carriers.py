@@ -33,6 +33,7 @@ class Carrier:
         returned: the loss is the share times these powers of counts.
         num_tokens: what a 3-tuple has as token count: one, or the active tokens of this rank and micro-batch.
         engine, schedule, ddp, finalize: what each place multiplies the loss or its gradient by.
+        dynamic_cp: whether it holds where the context-parallel group changes between micro-batches.
     """
 
     form: Form
@@ -43,6 +44,7 @@ class Carrier:
     schedule: Powers = field(default_factory=dict)
     ddp: Powers = field(default_factory=dict)
     finalize: Powers = field(default_factory=dict)
+    dynamic_cp: bool = False
 
 
 #: The schedule divides a loss by its token count, 1, and by the number of micro-batches; DDP averages over its ranks.
@@ -61,6 +63,7 @@ TRIPLE_PER_TOKEN = Carrier(
     returned={"step_active_tokens": 1},
     num_tokens="active tokens",
     finalize={"step_active_tokens": -1},
+    dynamic_cp=True,
 )
 #: The schedule multiplies the loss of a pair by the CP size, and divides it by the number of micro-batches.
 PAIR = Carrier(
@@ -71,7 +74,7 @@ PAIR = Carrier(
     ddp={"dp_size": -1, "cp_size": -1},
 )
 #: For a trainer that adds up the gradients of ranks and micro-batches and divides by nothing.
-SUM = Carrier(form="sum", per_token=None)
+SUM = Carrier(form="sum", per_token=None, dynamic_cp=True)
 #: For a trainer that averages gradients over the DP and CP ranks and adds up micro-batches: torch's DDP and FSDP, or
 #: Megatron's DDP in a loop without its schedule.
 MEAN = Carrier(
@@ -100,8 +103,8 @@ VERL = Carrier(
     schedule={"num_microbatches": -1, "cp_size": 1},
     ddp={"dp_size": -1, "cp_size": -1},
 )
-#: The same function. The step's tokens cancel: verl multiplies by them, Megatron divides.
-VERL_PER_TOKEN = Carrier(form="verl", per_token=True, returned={"dp_size": 1}, engine={"dp_size": -1})
+#: The same function. The step's tokens cancel: verl multiplies by them, Megatron divides. In dynamic CP dp_size is 1.
+VERL_PER_TOKEN = Carrier(form="verl", per_token=True, returned={"dp_size": 1}, engine={"dp_size": -1}, dynamic_cp=True)
 #: NeMo-RL 7ea279ab, models/megatron/train.py, `LossPostProcessor`: a pair with per-token loss, whose count of tokens is
 #: 0, so that Megatron divides by nothing.
 NEMO_RL = Carrier(
@@ -119,8 +122,8 @@ def carriers_of(per_token: bool) -> list[Carrier]:
     return [row for row in CARRIERS if row.per_token in (None, per_token)]
 
 
-def find_carrier(form: Form, per_token: bool) -> Carrier:
-    """The row of a form. Raises ValueError for a form that is unknown, or not exact with per-token loss."""
+def find_carrier(form: Form, per_token: bool, dynamic_cp: bool = False) -> Carrier:
+    """The row of a form. Raises ValueError for one that is unknown, or not exact with per-token loss or dynamic CP."""
     forms = {row.form: row for row in carriers_of(per_token)}
     if form not in forms:
         known = ", ".join(map(repr, forms))
@@ -131,6 +134,13 @@ def find_carrier(form: Form, per_token: bool) -> Carrier:
                 f"calculate_per_token_loss {turn}, or choose one of {known}."
             )
         raise ValueError(f"form={form!r}: there is no such form. Choose one of {known}.")
+    if dynamic_cp and not forms[form].dynamic_cp:
+        has = "with" if per_token else "without"
+        raise ValueError(
+            f"form={form!r} {has} per-token loss, in a step whose cp_groups change between micro-batches: what is "
+            "scaled by sizes of groups and numbers of micro-batches, which differ between ranks, is wrong. Plan with "
+            "per-token loss, and return '3-tuple', 'sum' or 'verl'."
+        )
     return forms[form]
 
 

@@ -79,6 +79,11 @@ class Measurement:
 
 def keep(plan: "Plan", name: str, flags: OfTokens | None) -> None:
     """`Plan.keep`."""
+    if plan.dynamic_cp:
+        raise ValueError(
+            "tokens to keep in a step whose context-parallel groups change: what other ranks keep is not gathered over "
+            "each micro-batch's own group. Multiply losses by 0 there, or use a fixed cp_group."
+        )
     flagged = None if flags is None or plan.samples is None else attempt(lambda: _flags_in_buffer(plan, flags))
     _begin(plan, flagged)
     samples = None
@@ -134,7 +139,7 @@ def _active_tokens(plan: "Plan", values: OfTokens, mask: str | None) -> Tensor:
     for microbatch in plan:
         local = microbatch._tokens_of(mask)
         given = _of_tokens("values to measure", values(microbatch), local).float()
-        if local.copies > 1 and plan.cp_rank > 0:
+        if local.copies > 1 and microbatch.cp_rank > 0:
             continue  # counted on the first of the ranks that all hold them
         entries = local.mask.cpu()
         parts.append(torch.stack([given, entries])[:, entries != 0].double())

@@ -113,13 +113,13 @@ class Microbatch:
     @cached_property
     def tokens(self) -> LocalTokens:
         """What this CP rank holds of the micro-batch."""
-        return self.samples.local(self._plan.cp_rank, self._plan.cp_size)
+        return self.samples.local(*self._place)
 
     def _tokens_of(self, mask: str | None) -> LocalTokens:
         """`tokens` by one of the further masks; for None by the loss mask."""
         if mask is None:
             return self.tokens
-        return self.samples.with_mask(mask).local(self._plan.cp_rank, self._plan.cp_size)
+        return self.samples.with_mask(mask).local(*self._place)
 
     def has_tokens(self, mask: str | None = None) -> bool:
         """Whether this CP rank holds an active token of the loss mask, or of a further one. Waits for a device."""
@@ -150,9 +150,24 @@ class Microbatch:
         return gap
 
     @property
+    def _place(self) -> tuple[int, int]:
+        own = self.samples.cp_group
+        return (self._plan.cp_rank, self._plan.cp_size) if own is None else (own.rank(), own.size())
+
+    @property
+    def cp_rank(self) -> int:
+        """This rank's place in `cp_group`."""
+        return self._place[0]
+
+    @property
+    def cp_size(self) -> int:
+        """Ranks that the micro-batch is cut for."""
+        return self._place[1]
+
+    @property
     def cp_group(self) -> Group | None:
-        """The context-parallel group."""
-        return self._plan.cp_group
+        """The context-parallel group: the micro-batch's own, else the launch's."""
+        return self._plan.cp_group if self.samples.cp_group is None else self.samples.cp_group
 
     def segment_sum(self, values: Tensor | Sequence[Tensor], *, per: Per = "sample") -> Replicated:
         """`losses.segment_sum` over whole samples, rollouts or prompts of this micro-batch: one number per sample."""
@@ -183,7 +198,7 @@ class Microbatch:
         if tensor.dim() < 2 or tensor.shape[0] == total_tokens:
             return self.tokens.of(tensor)
         rows, num_local = tensor.shape[0], len(self.tokens)
-        of_rows = self.samples.loss_shapes(num_local, self._plan.cp_size)  # a cut of the whole buffer would mix rows
+        of_rows = self.samples.loss_shapes(num_local, self.cp_size)  # a cut of the whole buffer would mix rows
         if tensor.shape[:2].numel() != total_tokens or (rows, num_local // rows) not in [(1, num_local), *of_rows]:
             raise ValueError(
                 f"a tensor of shape {tuple(tensor.shape)}: it must have a value for each of the micro-batch's "
@@ -330,7 +345,7 @@ class Microbatch:
 
         Raises:
             ValueError: a share that is not a 0-dim tensor, without a graph, or of a micro-batch whose reducers were
-                never used; a form that is not exact with per-token loss.
+                never used; a form that is not exact with per-token loss, or in a step whose cp_groups change.
         """
         _check_scalar("the loss", share)
         if not self._reducers:
@@ -343,7 +358,7 @@ class Microbatch:
                 "a loss without a graph: Megatron would skip the backward pass, or hang in it with pipeline stages. Do "
                 "not detach the model's output."
             )
-        carrier = find_carrier(form, self._plan.per_token_loss)
+        carrier = find_carrier(form, self._plan.per_token_loss, self._plan.dynamic_cp)
         loss = share * self._plan.factor(carrier)
         if form in ("sum", "mean"):
             self.receipt = Receipt.of(loss)
@@ -359,7 +374,7 @@ class Microbatch:
 
     def _local_active_tokens(self) -> Tensor:
         layout = self.samples.layout
-        if layout is not None and layout.replicated_over_cp and self._plan.cp_rank > 0:
+        if layout is not None and layout.replicated_over_cp and self.cp_rank > 0:
             return torch.zeros((), dtype=torch.int32)  # counted on the first of the ranks that all hold them
         return self.tokens.num_active.to(torch.int32)
 

@@ -110,6 +110,11 @@ class OpenPlan:
         """
         self._require_open()
         samples = check_samples(samples, num_microbatches, self.modes, self._ranks, self._term_masks)
+        if any(one.cp_group is not None for one in samples or ()):
+            raise ValueError(
+                "Samples with a cp_group of their own in an open plan: a call's units are counted before its ranks "
+                "meet. Use plan_step, or a fixed cp_group."
+            )
         totals = self._count(samples or [])
         call = _Call(
             samples=samples,

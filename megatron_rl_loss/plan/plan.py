@@ -61,8 +61,9 @@ def plan_step(
         term_masks: names of the samples' ``term_masks`` that terms use; their counts travel with the others.
         totals: the step's denominators, where you know them: spares the collectives, and with them the errors' way to
             other ranks.
-        dp_group: the data-parallel group *without* context parallelism; None where this rank holds the whole step,
-            which must be said where `torch.distributed` has several ranks.
+        dp_group: the data-parallel group *without* context parallelism, or with it where `Samples` have a `cp_group`
+            of their own; None where this rank holds the whole step, which must be said where `torch.distributed` has
+            several ranks.
         cp_group: the context-parallel group; None where tokens are not cut.
         replica_groups: further groups whose ranks hold the same samples (tensor, pipeline parallel).
         per_token_loss: whether Megatron's `calculate_per_token_loss` is on.
@@ -159,6 +160,7 @@ def make_plan(
         cp_group=ranks.cp_group,
         dp_group=ranks.dp_group,
         replica_groups=ranks.replica_groups,
+        dynamic_cp=totals.dynamic_cp or any(one.cp_group is not None for one in samples or ()),
     )
 
 
@@ -175,6 +177,7 @@ class Plan:
         per_token_loss: whether Megatron's `calculate_per_token_loss` is on.
         cp_group, dp_group, replica_groups: for what is reduced after the plan was made: whole sequences, metrics, and
             what `measure` and `keep` find.
+        dynamic_cp: whether context-parallel groups change between micro-batches.
         reads_device: whether NaN losses at active tokens are looked for on a device too, which the host waits for.
         aligns_reports: whether the names of reports are compared at the step's end, not in each report.
     """
@@ -191,6 +194,7 @@ class Plan:
     cp_group: Group | None = None
     dp_group: Group | None = None
     replica_groups: Sequence[Group] = ()
+    dynamic_cp: bool = False
     reads_device: bool = False
     parts: Parts = field(default_factory=Parts)
     report_names: list[str] = field(default_factory=list)
@@ -255,7 +259,7 @@ class Plan:
         """What a share is multiplied by as it is returned by that row of the table."""
         counts: dict[Count, float | None] = {
             "num_microbatches": self.num_microbatches,
-            "dp_size": self.dp_size,
+            "dp_size": 1 if self.dynamic_cp else self.dp_size,  # as verl says there
             "cp_size": self.cp_size,
             "step_active_tokens": self.totals.step_active_tokens,
             "rollouts": self.totals.rollouts.all,
@@ -353,7 +357,7 @@ def check_samples(
                 f"loss aggregation {modes.by_prompt} and samples without prompt_ids: it averages inside each "
                 "prompt group. Give the Samples prompt_ids."
             )
-        one.local(rank_in(ranks.cp_group), size_of(ranks.cp_group))  # raises if the layout cannot be cut so
+        one.local(*one.place_in(ranks.cp_group))  # raises if the layout cannot be cut so
         for name in term_masks:
             one.with_mask(name)  # raises if there is none of that name
     return samples

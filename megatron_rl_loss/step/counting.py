@@ -2,6 +2,7 @@
 
 import hashlib
 import warnings
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -62,9 +63,10 @@ def reduce_step_totals(
     def count(part: Sequence[Samples]) -> tuple[_Local, dict[str, float], Tensor]:
         local = _Local(part, count_prompts, masks, statistics or {})
         digests = torch.zeros(size_of(dp_group) if groups else 0, dtype=torch.float64, device="cpu")
-        if groups and any(map(len, part)):
-            digests[rank_in(dp_group)] = _digest(part)
-        return local, local.counts(), digests
+        counted = [samples for samples in part if rank_in(samples.cp_group) == 0]
+        if groups and any(map(len, counted)):
+            digests[rank_in(dp_group)] = _digest(counted)
+        return local, local.counts() | {"unlike_in_cp_groups": _unlike_in_cp_groups(part, dp_group)}, digests
 
     counted = microbatches if isinstance(microbatches, Exception) else attempt(lambda: count(microbatches or []))
     failure = counted if isinstance(counted, Exception) else None
@@ -113,7 +115,13 @@ def reduce_step_totals(
     _check_agreement(counts, {name: -both[f"-{name}"] for name in counts}, bool((digests[0] == -digests[1]).all()))
     loss_masks, *further = (_totals(counts, units, k) for k in range(1 + len(masks)))
     by_mask = dict(zip(masks, further, strict=True))
-    return replace(loss_masks, by_mask=by_mask, statistics=units.statistics, dp_size=size_of(dp_group))
+    return replace(
+        loss_masks,
+        by_mask=by_mask,
+        statistics=units.statistics,
+        dp_size=size_of(dp_group),
+        dynamic_cp=counts["ranks_with_cp_groups"] > 0,
+    )
 
 
 def compare_totals(
@@ -214,6 +222,11 @@ def _check_agreement(highest: Mapping[str, float], lowest: Mapping[str, float], 
             "ranks of one context, tensor or pipeline parallel group were given different samples for this step: they "
             "must read the same data. Shard and seed the loader by DP rank only."
         )
+    if highest["unlike_in_cp_groups"]:
+        raise BadBatchError(
+            "ranks of a micro-batch's cp_group were given different samples for it, or in another order: each of them "
+            "must have all of its samples. Make the same Samples on every rank of the group."
+        )
     for kind in ("rollout_ids", "prompt_ids"):
         ranks, ranks_with_samples = int(highest[f"ranks_with_{kind}"]), int(highest["ranks_with_samples"])
         if 0 < ranks < ranks_with_samples:
@@ -259,6 +272,30 @@ def _digest(microbatches: Sequence[Samples]) -> float:
     return float(int.from_bytes(digest.digest(), "little") >> 11)
 
 
+def _unlike_in_cp_groups(microbatches: Sequence[Samples], dp_group: Group | None) -> float:
+    """What adds up to 0 over the ranks if all ranks of each micro-batch's own cp_group hold the same micro-batches.
+
+    The first rank of n adds n - 1 times what the others subtract: 32 bits of a digest, so that sums are exact.
+    """
+    numbers: Counter[tuple[int, ...]] = Counter()
+    unlike = 0
+    for samples in microbatches:
+        if (group := if_several(samples.cp_group)) is None:
+            continue
+        ranks = tuple(dist.get_process_group_ranks(group))
+        known = {dist.get_rank()} if dp_group is None else set(dist.get_process_group_ranks(dp_group))
+        if not known.issuperset(ranks):
+            raise ValueError(
+                f"a micro-batch with a cp_group of the ranks {list(ranks)}, and a dp_group of {sorted(known)}: where "
+                "groups change between micro-batches, counts are summed over all ranks. Pass the group over DP x CP as "
+                "dp_group, and no cp_group to the plan."
+            )
+        numbers[ranks] += 1
+        digest = hashlib.blake2b(repr((ranks, numbers[ranks])).encode() + samples.digest(), digest_size=4).digest()
+        unlike += int.from_bytes(digest, "little") * (len(ranks) - 1 if group.rank() == 0 else -1)
+    return float(unlike)
+
+
 class _Local:
     """Sums and ids of the samples this rank holds in the step; the one place that reads masks back from a device."""
 
@@ -272,9 +309,13 @@ class _Local:
         filled = [samples for samples in microbatches if len(samples)]
         by_mask = [[samples.with_mask(name) for samples in filled] for name in (None, *masks)]
         self.has_identity = any(samples.has_identity for samples in filled)
+        # 1 for samples that this rank counts: the first one of the micro-batch's own cp_group does.
+        counted = [rank_in(samples.cp_group) == 0 for samples in filled for _ in range(len(samples))]
+        self.counted = torch.tensor(counted, dtype=torch.float64, device="cpu")
+        self.has_cp_groups = any(samples.cp_group is not None for samples in microbatches)
         # Rows: the loss masks and each further mask; columns: samples.
-        self.mask_sums, self.active_tokens = _read_back(by_mask)
-        self.entries = [sum(sum(samples.mask_lengths) for samples in row) for row in by_mask]
+        self.mask_sums, self.active_tokens = (table * self.counted for table in _read_back(by_mask))
+        self.entries = [sum(sum(one.mask_lengths) for one in row if rank_in(one.cp_group) == 0) for row in by_mask]
         self.rollout_ids = _join_ids("rollout_ids", [samples.rollout_ids for samples in filled])
         self.prompts_of_rollouts = _join_ids("prompt_ids", [samples.prompt_ids for samples in filled])
         self.prompt_ids = self.prompts_of_rollouts if count_prompts else None
@@ -283,12 +324,14 @@ class _Local:
         for name, statistic in statistics.items():
             if not (statistic.of_rollouts and self.rollout_ids is None):
                 self.keys[name] = _concatenated([statistic.keys(name, samples) for samples in filled])
-                self.values += [statistic.values(samples) for samples in filled]
+                values = [statistic.values(samples) * (rank_in(samples.cp_group) == 0) for samples in filled]
+                self.values += values
 
     def counts(self) -> dict[str, float]:
         """What is summed over DP ranks."""
-        num_samples = self.mask_sums.shape[1]
-        counts: dict[str, float] = {"errors": 0, "ranks_with_data": 0, "ranks_with_samples": num_samples > 0}
+        num_samples = int(self.counted.sum())
+        counts: dict[str, float] = {"errors": 0, "ranks_with_data": 0, "ranks_with_samples": len(self.counted) > 0}
+        counts["ranks_with_cp_groups"] = self.has_cp_groups
         counts["ranks_with_rollout_ids"] = self.rollout_ids is not None
         counts["ranks_with_prompt_ids"] = self.prompt_ids is not None
         counts |= {"samples": num_samples, "ranks_with_identity": self.has_identity}

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megatron_rl_loss.errors import check_cp, check_one_each, require
 from megatron_rl_loss.step import masks
+from megatron_rl_loss.step.collectives import Group, rank_in, size_of
 from megatron_rl_loss.step.ids import Ids, as_ids
 from megatron_rl_loss.step.layouts import Ints, Layout, as_ints, concatenated_ranges, starts_of
 
@@ -37,9 +38,12 @@ class Samples:
         labels: whatever else your own modes look at, by name: lists or tensors with one entry per sample (the sign of
             the advantage, a task, the turn of each token).
         term_masks: further masks by name, as `loss_masks`, for terms of the loss that have their own (`Term`).
+        cp_group: the context-parallel group of this micro-batch, where groups change between micro-batches (dynamic or
+            hybrid context parallelism): each of its ranks has these `Samples`, the first one counts them. None: that of
+            the launch.
 
     Attributes:
-        loss_masks, layout, tokens, labels: as given.
+        loss_masks, layout, tokens, labels, cp_group: as given.
         by_mask: the same samples with each of the further masks.
         mask_lengths: ints [num_samples].
         mask_starts: first position of each mask in the layout's buffer, ints [num_samples].
@@ -64,7 +68,10 @@ class Samples:
         tokens: Tensor | None = None,
         term_masks: Mapping[str, Sequence[Tensor]] | None = None,
         labels: Labels | None = None,
+        cp_group: Group | None = None,
     ) -> None:
+        self.cp_group = cp_group
+        size_of(cp_group)  # refuses what is no group
         self.loss_masks, self.mask_lengths, self._dtypes = masks.check_masks(loss_masks)
         self.layout = layout
         self.tokens = tokens
@@ -90,7 +97,12 @@ class Samples:
         for name, further in (term_masks or {}).items():
             check_one_each(f"masks {name!r}", len(further), "loss masks", n)
             self.by_mask[name] = Samples(
-                further, layout=layout, labels=labels, rollout_ids=self.rollout_ids, prompt_ids=self.prompt_ids
+                further,
+                layout=layout,
+                labels=labels,
+                rollout_ids=self.rollout_ids,
+                prompt_ids=self.prompt_ids,
+                cp_group=cp_group,
             )
             masks.check_device(f"loss masks and masks {name!r}", [self._buffer, self.by_mask[name]._buffer])
 
@@ -205,6 +217,11 @@ class Samples:
         if self.holds_flags:
             return np.packbits((self._buffer != 0).numpy(force=True)).tobytes()
         return self.flat_mask.numpy(force=True).tobytes()
+
+    def place_in(self, cp_group: Group | None) -> tuple[int, int]:
+        """(cp_rank, cp_size) of this rank in the micro-batch's own context-parallel group, else in the launch's."""
+        group = cp_group if self.cp_group is None else self.cp_group
+        return rank_in(group), size_of(group)
 
     def local(self, cp_rank: int, cp_size: int) -> "LocalTokens":
         """The tokens that this CP rank holds.

@@ -164,6 +164,7 @@ class StepTotals:
         statistics: sums by key that modes of one's own have asked for, by name.
         by_mask: the same counts by each of the samples' further masks, for terms of the loss that have their own.
         dp_size: ranks of the data-parallel group that they were summed over; None where they were given by hand.
+        dynamic_cp: whether some micro-batches of the step have a context-parallel group of their own.
     """
 
     step_tokens: float | None = None
@@ -174,6 +175,7 @@ class StepTotals:
     by_mask: Mapping[str, "StepTotals"] = field(default_factory=dict, hash=False)
     statistics: Mapping[str, TokensById] = field(default_factory=dict, hash=False)
     dp_size: int | None = field(default=None, compare=False)
+    dynamic_cp: bool = field(default=False, compare=False)
 
     def check_apart(self, cp_size: int) -> None:
         """Refuse totals of a data-parallel group so large that its ranks must be context-parallel ones too."""

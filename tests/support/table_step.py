@@ -28,6 +28,7 @@ class Batch:
         chosen: list[int],
         cp_size: int,
         gathered: bool = False,
+        cp_group: Any = None,
         **of_samples: dict[str, list[Any]],
     ) -> None:
         first = [0]
@@ -44,6 +45,7 @@ class Batch:
             layout=(Gathered if gathered else ZigzagTHD)(cu_seqlens, total_lengths=lengths),
             rollout_ids=[str(samples[i].rollout_id) for i in chosen],
             prompt_ids=[str(samples[i].prompt_id) for i in chosen],
+            cp_group=cp_group,
             **{
                 name: {key: [values[i] for i in chosen] for key, values in by_key.items()}
                 for name, by_key in of_samples.items()

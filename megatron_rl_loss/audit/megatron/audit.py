@@ -11,6 +11,7 @@ No number that is trained on is touched. Where f cannot be read the step says wh
 
 import functools
 import inspect
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -34,7 +35,7 @@ from megatron_rl_loss.megatron.iterator import MicrobatchIterator
 from megatron_rl_loss.modes.names import Aggregation, resolve
 from megatron_rl_loss.modes.table import find_mode
 from megatron_rl_loss.reduction.tap import TappedLosses, Taps, expected_aggregation, observe
-from megatron_rl_loss.step.collectives import all_reduce, attempt, if_several
+from megatron_rl_loss.step.collectives import agree_on, all_reduce, attempt, if_several
 from megatron_rl_loss.step.masks import SMALLEST
 from megatron_rl_loss.step.samples import Samples
 
@@ -84,6 +85,8 @@ class Audit:
         self._outputs: dict[int, TappedLosses] = {}
         self._described: list[Samples | Exception] = []
         self._factors: list[Factor] = []
+        self._dynamic_cp = False  # whether micro-batches have cp_groups of their own
+        self._turns: Counter[tuple[int, int]] = Counter()
         chosen = [choose(chunk, self._config) for chunk in self._chunks]
         self._anchors = [one for one in chosen if isinstance(one, Anchor)]
         self._without_anchor = [unreadable(why) for why in chosen if isinstance(why, str)]
@@ -166,7 +169,7 @@ class Audit:
         samples = self._described[number] if number < len(self._described) else None
         if not isinstance(output, Tensor) or not isinstance(samples, Samples):
             return
-        num_local = attempt(lambda: len(samples.local(self._groups.cp.rank(), self._groups.cp.size())))
+        num_local = attempt(lambda: len(samples.local(*samples.place_in(self._groups.cp))))
         if output.numel() == num_local:
             self._outputs[number] = TappedLosses(tuple(output.shape), output.dtype, samples)
             output.register_hook(self._outputs[number].add_gradient)
@@ -179,12 +182,17 @@ class Audit:
         self._factors = [anchor.factor(groups.dp_cp, groups.tp) for anchor in self._anchors]
         if not self._gather:
             return
+        told = [one.samples for of_term in self._taps.losses.values() for one in of_term.values()]
+        own = [one for one in [*told, *self._described] if isinstance(one, Samples) and one.cp_group is not None]
+        self._dynamic_cp = bool(agree_on(["yes"] if own else [], ["yes"], [groups.dp_cp, groups.pp]))
         report = attempt(self._report)
         if isinstance(report, Exception):
             report = Report(groups.pp.rank(), unknown=[f"a rank could not measure: {report}"])
         reports: list[Report] = gather_to_first([report], groups)
         if reports:
             sizes = {f"{name}_size": getattr(groups, name).size() for name in ("dp", "cp", "tp", "pp")}
+            if self._dynamic_cp:
+                sizes |= {"dp_size": groups.dp_cp.size(), "cp_size": 1}
             number = max(one.num_microbatches for one in reports)
             per_token = bool(self._config.calculate_per_token_loss)
             self.steps = assembled(reports, Split(num_microbatches=number, per_token=per_token, **sizes))
@@ -194,6 +202,15 @@ class Audit:
     def _report(self) -> Report:
         report = Report(self._groups.pp.rank(), self._factors, float(self._loss_scale))
         report.unknown += _cannot_know(self._config)
+        if any(getattr(self._config, name, False) for name in CHANGING_CP) and not self._dynamic_cp:
+            report.unknown.append(
+                "The context-parallel group changes between micro-batches: a token's place is not known. Say each "
+                "one's group, Samples(..., cp_group=...)."
+            )
+        if self._dynamic_cp:
+            report.notes.append(
+                "Context-parallel groups change: a DP rank is a group's first, a micro-batch its size and turn."
+            )
         (report.unknown if self.computes_loss and not self._factors else report.notes).extend(self._without_anchor)
         if self.computes_loss and self._groups.tp.rank() == 0:  # over TP, a token's gradient is everywhere the same
             self._add_terms(report)
@@ -222,8 +239,15 @@ class Audit:
 
     def _add_parts(self, report: Report, number: int, tapped: dict[str, TappedLosses | None], samples: Samples) -> None:
         """A part for each term; one may have a mask of its own, over the same tokens."""
-        dp, cp = self._groups.dp, self._groups.cp
-        positions = samples.local(cp.rank(), cp.size()).positions.cpu().numpy()
+        dp_rank, (cp_rank, cp_size) = self._groups.dp.rank(), samples.place_in(self._groups.cp)
+        if self._dynamic_cp:  # the place of a group: its first rank, its size, and its turn
+            dp_cp, (cp_rank, cp_size) = self._groups.dp_cp, samples.place_in(None)
+            dp_rank = dp_cp.rank()
+            if samples.cp_group is not None:
+                dp_rank = dist.get_group_rank(dp_cp, dist.get_global_rank(samples.cp_group, 0))
+            number = self._turns[dp_rank, cp_size] * dp_cp.size() + cp_size - 1
+            self._turns[dp_rank, cp_size] += 1
+        positions = samples.local(cp_rank, cp_size).positions.cpu().numpy()
         rows: dict[int, Rows] = {}  # once for terms of the same masks
         for term, losses in tapped.items():
             own, gradients, declared = samples, None, None
@@ -238,16 +262,16 @@ class Audit:
                         "layout's order, or correct the layout."
                     )
                     gradients = torch.zeros(len(positions))
-            if cp.rank() == 0 and id(own) not in rows:
-                rows[id(own)] = Rows.of(own.local(0, cp.size()))
+            if cp_rank == 0 and id(own) not in rows:
+                rows[id(own)] = Rows.of(own.local(0, cp_size))
             log_probs = [] if losses is None else [one.cpu().numpy() for one in losses.log_probs]
             if any(len(one) != len(positions) for one in log_probs):
                 counts = " and ".join(str(len(one)) for one in log_probs)
                 report.notes.append(f"log-probs of {counts} tokens were tapped where a rank holds {len(positions)}")
                 log_probs = []
             part = Part(
-                dp_rank=dp.rank(),
-                cp_rank=cp.rank(),
+                dp_rank=dp_rank,
+                cp_rank=cp_rank,
                 microbatch=number,
                 rows=rows.get(id(own)),
                 positions=positions,
@@ -303,8 +327,6 @@ def _cannot_know(config: Any) -> list[str]:
     reasons = []
     if getattr(config, "cuda_graph_impl", None) not in (None, "none") or getattr(config, "enable_cuda_graph", False):
         reasons.append("CUDA graphs replay a backward pass without its hooks. Audit a step without them.")
-    if any(getattr(config, name, False) for name in CHANGING_CP):
-        reasons.append("The context-parallel group changes between micro-batches: a token's place is not known.")
     if any((getattr(config, name, 1) or 1) > 1 for name in REMAT_SIZES):
         reasons.append("Weight-rematerialising TP reduces over further groups, which the audit does not follow.")
     return reasons
