@@ -319,7 +319,7 @@ def _check_whole(samples: Samples, per: Per, ids: Tensor, units: Tensor, totals:
         (missing <= 0).all(),
         given,
         f"what is taken over a {per} needs all of it in one micro-batch. Keep a {per}'s samples together in a "
-        "micro-batch, or take it per sample.",
+        "micro-batch, take it per sample, or sum it before the step by plan.sum_by.",
     )
 
 

@@ -14,12 +14,15 @@ from megatron_rl_loss.reduction.sums import check_values
 from megatron_rl_loss.step.collectives import Group, all_reduce, attempt, if_several, raise_together, size_of
 from megatron_rl_loss.step.counting import reduce_step_totals
 from megatron_rl_loss.step.samples import LocalTokens
+from megatron_rl_loss.step.totals import By, Statistic
 
 if TYPE_CHECKING:
     from megatron_rl_loss.plan.plan import Plan
 
 #: A micro-batch -> a value for each token that this rank holds; or whether to keep it.
 OfTokens = Callable[[Microbatch], Tensor]
+#: A micro-batch -> a number for each of its samples, [num_samples].
+OfSamples = Callable[[Microbatch], Tensor]
 
 
 class Measurement:
@@ -100,6 +103,28 @@ def keep(plan: "Plan", name: str, flags: OfTokens | None) -> None:
     )
     for microbatch, of_microbatch in zip(plan, samples, strict=True) if samples is not None else ():
         microbatch._add_mask(name, of_microbatch, totals.by_mask[name])
+
+
+def sum_by(plan: "Plan", by: By, values: OfSamples | None) -> list[Tensor]:
+    """`Plan.sum_by`."""
+    microbatches = [] if values is None or plan.samples is None else list(plan)
+    samples = None if values is None or plan.samples is None else [one.samples for one in microbatches]
+    given = attempt(lambda: {id(one.samples): values(one) for one in microbatches} if values else {})
+    of_each = {} if isinstance(given, Exception) else given
+    statistic = Statistic(of=lambda one: of_each[id(one)], by=by)
+    totals = reduce_step_totals(
+        given if isinstance(given, Exception) else samples,
+        dp_group=plan.dp_group,
+        replica_groups=_several(plan.cp_group, *plan.replica_groups),
+        count_prompts=False,
+        statistics={"sums": statistic},
+        settings=f"sums by {by}" if isinstance(by, str) else "sums by a function",
+    )
+    found = []
+    for one in samples or ():
+        mine, sums = of_each[id(one)], totals.statistics.get("sums")  # none where each sample is a rollout
+        found.append(mine if sums is None else sums.of("key", statistic.keys("sums", one)).to(mine))
+    return found
 
 
 # --- over the step

@@ -16,13 +16,13 @@ from megatron_rl_loss.modes.loss_modes import LossModes
 from megatron_rl_loss.modes.table import ModeFunction
 from megatron_rl_loss.modes.weights import missing_counts
 from megatron_rl_loss.plan.carriers import Carrier, Count, product
-from megatron_rl_loss.plan.measure import Measurement, OfTokens, keep
+from megatron_rl_loss.plan.measure import Measurement, OfSamples, OfTokens, keep, sum_by
 from megatron_rl_loss.plan.microbatch import Microbatch
 from megatron_rl_loss.reduction.metrics import Parts, put_in
 from megatron_rl_loss.step.collectives import Group, attempt, rank_in, size_of, stated_dp_group, world_rank
 from megatron_rl_loss.step.counting import reduce_step_totals
 from megatron_rl_loss.step.samples import Samples
-from megatron_rl_loss.step.totals import StepTotals, UnitCounting
+from megatron_rl_loss.step.totals import By, StepTotals, UnitCounting
 
 logger = logging.getLogger(__name__)
 
@@ -254,6 +254,20 @@ class Plan:
         context-parallel group, and 16 bytes and the round of `plan_step` over all. `flags` and errors as in `measure`.
         """
         keep(self, name, flags)
+
+    def sum_by(self, by: By, values: OfSamples | None) -> list[Tensor]:
+        """At each sample of each micro-batch the sum over its unit in the step; all ranks call it together.
+
+            sums = plan.sum_by("prompt", lambda one: one.segment_sum(one.log_probs["now"]))  # of micro-batch i: sums[i]
+
+        Args:
+            by: ``prompt``, ``rollout``, ``step``, or a function that gives the `Samples` of a micro-batch ids.
+            values: a micro-batch -> a finite number for each of its samples, not differentiated, the same on all CP
+                ranks. None as in `measure`; such a stage gets an empty list.
+
+        One round of collectives, as of `plan_step` with ids. Errors as in `measure`.
+        """
+        return sum_by(self, by, values)
 
     def factor(self, carrier: Carrier) -> float:
         """What a share is multiplied by as it is returned by that row of the table."""

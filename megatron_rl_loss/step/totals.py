@@ -20,6 +20,8 @@ from megatron_rl_loss.step.masks import count_active, total
 from megatron_rl_loss.step.samples import Labels, Samples
 
 UnitCounting = Literal["all", "active"]
+#: Over what a sum is taken: samples of one id are summed.
+By = Literal["step", "rollout", "prompt"] | Callable[[Samples], Ids]
 
 
 class TokensById:
@@ -73,7 +75,7 @@ class Statistic:
     """
 
     of: Callable[[Samples], Tensor]
-    by: Literal["step", "rollout", "prompt"] | Callable[[Samples], Ids] = "step"
+    by: By = "step"
 
     def values(self, samples: Samples) -> Tensor:
         """Of each sample, float64 on the host."""

@@ -54,6 +54,10 @@ def found_in(plan: Plan, values: Any) -> list[float]:
     return [measured.tokens, measured.sum, *quantiles, measured.smallest(lambda n, total: total > -2 * n)]
 
 
+def sum_of_unit(step: Sequence[Any], name: str, key: str, unit: Any) -> float:
+    return sum(float((one.values[name] * one.mask).sum()) for one in step if getattr(one, key) == unit)
+
+
 # --- over ranks, in every layout
 
 
@@ -89,6 +93,11 @@ def on_ranks() -> dict[int, tuple[list[float], Outcome]]:
         for one, (_, tokens, _) in zip(plan, hands, strict=True):
             one.log_probs = tokens.values
         numbers = found_in(plan, lambda one, name=name: one.log_probs[name])
+        for by, key in (("prompt", "prompt_id"), ("rollout", "rollout_id")):
+            sums = plan.sum_by(by, lambda one, name=name: one.segment_sum(one.log_probs[name].float()))  # type: ignore[arg-type]
+            for of_microbatch, (chosen, _, _) in zip(sums, hands, strict=True):
+                expected = [sum_of_unit(step, name, key, getattr(step[i], key)) for i in chosen]
+                assert of_microbatch.tolist() == pytest.approx(expected, rel=1e-5, abs=1e-5)
         plan.keep("above", lambda one, name=name, half=numbers[4]: one.log_probs[name].float() > half)
         share, slopes = 0.0, {}
         for one, (chosen, tokens, held) in zip(plan, hands, strict=True):
