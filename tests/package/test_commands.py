@@ -63,7 +63,6 @@ ROWS = [
     Row(r"python tools/show_recipes\.py", by="package/test_pages.py", named="show_recipes.with_code"),
     Row(r"python tools/api_reference\.py", by="package/test_api_reference.py", named="api_reference.pages()"),
     Row(r"pip install (-e \.|-e '\.\[\w+\]')", needs="a package index; test_distribution.py installs without"),
-    Row(r"pip install apex", needs="nobody to do it: it is what not to install"),
     # what the online example and the audit show
     Row(r"(torchrun .* |python )examples/online_grpo\.py .*",
         by="examples/test_online.py", named="online_grpo.main(flags)"),
