@@ -199,8 +199,8 @@ ENGINES = (
            "actor_rollout_ref.model.external_lib=megatron_rl_loss.frameworks.verl_install"),
     Engine("skyrl", "skyrl", _skyrl, ("a9564572", "0.4.0"),
            f'{_FROM}.skyrl import AggregatedPolicyLoss; PolicyLossRegistry.register("mine", AggregatedPolicyLoss('
-           '"regular", "sample_mean")); trainer.algorithm.policy_loss_type=mine '
-           "trainer.algorithm.loss_reduction=token_mean"),
+           '"regular", "sample_mean")); trainer.algorithm: policy_loss_type=mine '
+           "loss_reduction=token_mean"),
     Engine("nemo_rl", "nemo-rl", _nemo_rl, ("7ea279ab",),
            f'{_FROM}.nemo_rl import aggregate; loss_fn = aggregate(policy, loss_fn, "sample_mean")'),
     Engine("areal", "areal", _areal, ("1.0.4", "4aef98d8"),
