@@ -93,10 +93,13 @@ def compare_log_probs(
         tolerance: absolute, further noise that counts as rounding.
 
     Raises:
-        ValueError: samples or lengths that do not go together; logits without labels.
+        ValueError: one tensor for all samples; samples or lengths that do not go together; logits without labels.
     """
-    lengths = [len(one) for one in ours]
     given = {"theirs": theirs, "loss_masks": loss_masks, "repeat": repeat, "logits": logits, "labels": labels}
+    for name, values in {"ours": ours, **given}.items():
+        if values is not None and any(one.ndim == 0 for one in values):
+            raise ValueError(f"{name} is one row of numbers: it must be one tensor per sample. Split it.")
+    lengths = [len(one) for one in ours]
     for name, values in given.items():
         if values is None:
             continue

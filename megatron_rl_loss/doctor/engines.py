@@ -199,13 +199,16 @@ ENGINES = (
            "actor_rollout_ref.model.external_lib=megatron_rl_loss.frameworks.verl_install"),
     Engine("skyrl", "skyrl", _skyrl, ("a9564572", "0.4.0"),
            f'{_FROM}.skyrl import AggregatedPolicyLoss; PolicyLossRegistry.register("mine", AggregatedPolicyLoss('
-           '"regular", "sample_mean")); policy_loss_type=mine loss_reduction=token_mean'),
+           '"regular", "sample_mean")); trainer.algorithm: policy_loss_type=mine '
+           "loss_reduction=token_mean"),
     Engine("nemo_rl", "nemo-rl", _nemo_rl, ("7ea279ab",),
            f'{_FROM}.nemo_rl import aggregate; loss_fn = aggregate(policy, loss_fn, "sample_mean")'),
     Engine("areal", "areal", _areal, ("1.0.4", "4aef98d8"),
            f'{_FROM}.areal import aggregate; aggregate(Actor, "sample_mean")'),
     Engine("swift", "ms-swift", partial(_by_loss_type, "megatron/trainers/grpo_trainer.py", "loss_func", _SWIFT),
-           ("4.6.0", "3602360a"), f'--loss_type dapo, and {_FROM}.ms_swift import aggregate; aggregate("sample_mean")'),
+           ("4.6.0", "3602360a"),
+           f'--loss_type dapo, and in a file of --external_plugins {_FROM}.ms_swift import aggregate; '
+           'aggregate("sample_mean")'),
     Engine("megatron.bridge", "megatron-bridge", _bridge, ("067f987d", "0.6.2"),
            f"{_FROM}.bridge import attached; with attached(LossAggregation(settings, samples_of)): pretrain(...)"),
     Engine("roll", "roll", _roll, ("8eb27cc2",), 'apply_loss_scale; plan_step(...); carry(share, form="sum")'),

@@ -206,6 +206,8 @@ def test_random_gaps_have_no_name() -> None:
 
 def test_what_does_not_go_together_is_refused() -> None:
     row = torch.zeros(3)
+    with pytest.raises(ValueError, match=r"ours is one row.* Split it"):
+        compare_log_probs(row, [row], [row])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="theirs"):
         compare_log_probs([row], [row, row], [row])
     with pytest.raises(ValueError, match=r"loss_masks of lengths \[2\], ours \[3\]"):
