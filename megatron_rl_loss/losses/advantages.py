@@ -21,6 +21,7 @@ from megatron_rl_loss.step.collectives import (
     if_several,
     raise_together,
     rank_in,
+    several,
     stated_dp_group,
 )
 from megatron_rl_loss.step.ids import Ids, as_ids
@@ -240,7 +241,7 @@ def whiten(
     dp_group = stated_dp_group(dp_group, "whitening")
     placed = [located(one, cp_group) for one in local]
     of_launch = None if any(one.samples.cp_group for one, *_ in placed) else placed[0][1] if placed else cp_group
-    groups = [group for group in (of_launch, dp_group) if if_several(group) is not None]
+    groups = several(of_launch, dp_group)
 
     def prepare() -> list[tuple[Tensor, Tensor]]:
         check_one_each("values", len(values), "micro-batches", len(placed), "Pass those of every micro-batch")
@@ -267,7 +268,7 @@ def whiten(
     sums[2] = float(failure is not None)
     for group in groups:
         all_reduce(sums, group)
-    raise_together(bool(sums[2] > 0), failure, groups)  # type: ignore[arg-type]
+    raise_together(bool(sums[2] > 0), failure, groups)
     assert not isinstance(rows, Exception)
     mean, number = sums[0] / sums[1].clamp(min=1), sums[1]
     spread = sum((((x - mean).square() * c).sum() for x, c in rows), torch.zeros_like(mean))

@@ -372,9 +372,9 @@ class _Extremes(torch.autograd.Function):
         rows = values.masked_fill(values.isnan(), torch.nan).masked_fill_(~active, -torch.inf)
         found = torch.stack([_largest(row, counts) for row in rows])
         if segments.group is not None and found.numel():
-            keys = _keys(found.view(torch.int64))
+            keys = in_order(found.view(torch.int64))
             dist.all_reduce(keys, op=dist.ReduceOp.MAX, group=segments.group)
-            found = _keys(keys).view(torch.float64)
+            found = in_order(keys).view(torch.float64)
         if units is not None:
             index = units.expand_as(found)
             found = torch.full_like(found, -torch.inf).scatter_reduce_(1, index, found, "amax").gather(1, index)
@@ -399,12 +399,12 @@ def _largest(values: Tensor, counts: Tensor) -> Tensor:
     return torch.segment_reduce(values, "max", lengths=counts, unsafe=True, initial=-torch.inf)
 
 
-def _keys(bits: Tensor) -> Tensor:
-    """The bits of float64 numbers as ints in the numbers' order, NaN largest; its own inverse.
+def in_order(bits: Tensor) -> Tensor:
+    """The bits of floats, as ints of their size, to ints in the floats' order, NaN largest; its own inverse.
 
     A collective's maximum of floats may lose a NaN.
     """
-    return bits ^ ((bits >> 63) & (2**63 - 1))
+    return torch.where(bits < 0, bits ^ torch.iinfo(bits.dtype).max, bits)
 
 
 class _ToTokens(torch.autograd.Function):

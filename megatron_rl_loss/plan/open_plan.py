@@ -27,6 +27,7 @@ from megatron_rl_loss.step.collectives import (
     attempt,
     raise_together,
     rank_in,
+    several,
     size_of,
     stated_dp_group,
 )
@@ -160,7 +161,7 @@ class OpenPlan:
         found = torch.tensor(
             [failure is not None, divides, -1 if late is None else late], dtype=torch.float64, device="cpu"
         )
-        groups = [one for one in (ranks.dp_group, *ranks.replicas) if one is not None and one.size() > 1]
+        groups = several(ranks.dp_group, *ranks.replicas)
         for group in groups:
             all_reduce(found, group, dist.ReduceOp.MAX)
         failed, divides, late = found.tolist()

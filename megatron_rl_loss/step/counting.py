@@ -20,6 +20,7 @@ from megatron_rl_loss.step.collectives import (
     if_several,
     raise_together,
     rank_in,
+    several,
     size_of,
 )
 from megatron_rl_loss.step.masks import check_device
@@ -56,8 +57,8 @@ def reduce_step_totals(
         The totals; on a stage without data, not those of units by id.
     """
     dp_group = if_several(dp_group)
-    replicas = [group for group in replica_groups if if_several(group) is not None]
-    groups = [group for group in (dp_group, *replicas) if group is not None]
+    replicas = several(*replica_groups)
+    groups = several(dp_group, *replicas)
     _check_apart(dp_group, replicas)
 
     def count(part: Sequence[Samples]) -> tuple[_Local, dict[str, float], Tensor]:
@@ -146,8 +147,7 @@ def compare_totals(
         statistics=statistics,
     )
     assert not isinstance(stated, Exception)  # reduce_step_totals has raised it
-    groups = [group for group in (dp_group, *replica_groups) if group is not None and group.size() > 1]
-    check_together(lambda: _check_same(stated, counted), groups)
+    check_together(lambda: _check_same(stated, counted), several(dp_group, *replica_groups))
     return counted
 
 
