@@ -15,7 +15,7 @@ import torch.distributed as dist
 from cp_steps import CASES as ALL_CASES
 from cp_steps import DIVISOR, RANKS, Outcome, dealt, error_of, hand_of, rollouts
 from placements import CP_SIZES, bshd
-from ranks import run_ranks, start_process_group
+from ranks import bytes_reduced, run_ranks, start_process_group
 from refusals import Call, Refusal, check_refusal, each_of, outcome_of
 from torch import Tensor
 
@@ -142,13 +142,7 @@ def collectives() -> tuple[dict[str, list[int]], list[str], bool]:
     Last, rank 0 is a pipeline stage without a loss.
     """
     start_process_group()
-    rank, all_reduce, sent = int(os.environ["RANK"]), dist.all_reduce, []
-
-    def counting(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        sent.append(tensor.nbytes)
-        return all_reduce(tensor, *args, **kwargs)
-
-    dist.all_reduce = counting  # type: ignore[assignment]  # in a process of its own
+    rank, sent = int(os.environ["RANK"]), bytes_reduced()
     found, errors, world = {}, [], dist.group.WORLD
     samples = Samples([torch.ones(6), torch.ones(2)], layout=ZigzagTHD([0, 8, 12], total_lengths=[6, 2]))
     for name, options in {"dp": {"dp_group": world}, "cp": {"dp_group": None, "cp_group": world}}.items():
