@@ -8,7 +8,7 @@ so it is exact once it is multiplied by nominal / U, if all that was added to it
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import EllipsisType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -213,6 +213,15 @@ class _Call(Plan):
     """A call's micro-batches."""
 
     open_plan: OpenPlan
+
+    def measure(self, *_: Any, **__: Any) -> NoReturn:
+        """Refused, and `keep` too: a call is not the step, and ranks may differ in their numbers of calls."""
+        raise ValueError(
+            "measure or keep in an open plan: they are of the whole step, which is not known before close(). Use "
+            "plan_step."
+        )
+
+    keep = measure
 
 
 class _OpenMicrobatch(Microbatch):
