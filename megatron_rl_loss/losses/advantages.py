@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from megatron_rl_loss.errors import check_one_each, check_within
+from megatron_rl_loss.losses.place import Place, exchange_group, located
 from megatron_rl_loss.losses.ratio import at_least_float32, check_same_shape
 from megatron_rl_loss.losses.scans import segment_scan
-from megatron_rl_loss.losses.segments import Place, exchange_group, located
 from megatron_rl_loss.reduction.sums import check_values
 from megatron_rl_loss.step.collectives import (
     Group,
