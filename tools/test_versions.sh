@@ -32,7 +32,8 @@ export PYTHONPATH=$PWD
 [[ $# -gt 0 ]] || set -- 0.15.3
 declare -A TESTS=(
   [loop]=test_planned_steps.py [probe]=test_probe.py [step]=test_begin_step.py [moe]=test_auxiliary_losses.py
-  [audit]=test_audit.py [dynamic]=test_dynamic_cp.py [pretrain]="test_example.py -k same_in_every_layout"
+  [audit]=test_audit.py [dynamic]="test_dynamic_cp.py tests/megatron/test_dynamic_packs.py"
+  [pretrain]="test_example.py -k same_in_every_layout"
 )
 PARTS=${PARTS:-loop}
 [[ $PARTS != all ]] || PARTS="loop probe step moe audit dynamic pretrain"

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from megatron_rl_loss.errors import check_one_each, check_within
+from megatron_rl_loss.losses.place import Place, exchange_group, located
 from megatron_rl_loss.losses.ratio import at_least_float32, check_same_shape
 from megatron_rl_loss.losses.scans import segment_scan
-from megatron_rl_loss.losses.segments import Place, exchange_group, located
 from megatron_rl_loss.reduction.sums import check_values
 from megatron_rl_loss.step.collectives import (
     Group,
@@ -21,6 +21,7 @@ from megatron_rl_loss.step.collectives import (
     if_several,
     raise_together,
     rank_in,
+    several,
     stated_dp_group,
 )
 from megatron_rl_loss.step.ids import Ids, as_ids
@@ -240,7 +241,7 @@ def whiten(
     dp_group = stated_dp_group(dp_group, "whitening")
     placed = [located(one, cp_group) for one in local]
     of_launch = None if any(one.samples.cp_group for one, *_ in placed) else placed[0][1] if placed else cp_group
-    groups = [group for group in (of_launch, dp_group) if if_several(group) is not None]
+    groups = several(of_launch, dp_group)
 
     def prepare() -> list[tuple[Tensor, Tensor]]:
         check_one_each("values", len(values), "micro-batches", len(placed), "Pass those of every micro-batch")
@@ -267,7 +268,7 @@ def whiten(
     sums[2] = float(failure is not None)
     for group in groups:
         all_reduce(sums, group)
-    raise_together(bool(sums[2] > 0), failure, groups)  # type: ignore[arg-type]
+    raise_together(bool(sums[2] > 0), failure, groups)
     assert not isinstance(rows, Exception)
     mean, number = sums[0] / sums[1].clamp(min=1), sums[1]
     spread = sum((((x - mean).square() * c).sum() for x, c in rows), torch.zeros_like(mean))

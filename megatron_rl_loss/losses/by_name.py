@@ -13,8 +13,8 @@ from typing import Any
 from torch import Tensor
 
 from megatron_rl_loss.errors import check_choice
+from megatron_rl_loss.losses.place import Place
 from megatron_rl_loss.losses.ratio import PolicyLoss
-from megatron_rl_loss.losses.segments import Place
 from megatron_rl_loss.losses.sequence import gmpo_loss, gspo_loss, gspo_token_loss
 from megatron_rl_loss.losses.token import cispo_loss, dppo_loss, ppo_clip_loss, sapo_loss
 from megatron_rl_loss.modes.names import Aggregation

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl_loss.errors import check_within, require
-from megatron_rl_loss.losses.segments import Place, located
+from megatron_rl_loss.losses.place import Place, located
 from megatron_rl_loss.reduction.sums import check_values
 
 #: Values above it are no log-probs. Rounding a log-prob of 0 in bfloat16 stays below it.

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl_loss.errors import check_choice, check_within, first_order
-from megatron_rl_loss.losses.segments import OfTokens, Place, exchange_group, given_rows, located, units_of
+from megatron_rl_loss.losses.place import OfTokens, Place, exchange_group, given_rows, located, units_of
 from megatron_rl_loss.step.collectives import Group
 from megatron_rl_loss.step.masks import ints_on
 from megatron_rl_loss.step.samples import LocalTokens

@@ -8,63 +8,33 @@
 All statistics of one call share one collective of one float64 per sample, whatever the samples' lengths. Those that
 require grad take one more on the way back. CP 1, and layouts where every rank holds every token, take none.
 
-The types say what a tensor is over the ranks of a CP group. `OfTokens`: each rank has values of its own tokens.
-`Partial`: the ranks' tensors add up to the value. `Replicated`: every rank has the same value. Every rank uses a
-replicated statistic for its own share of the loss, so the statistic's gradient is Partial: it must be summed over CP
-before it goes back to tokens. Without that backward sum the values are right and the gradient is wrong.
+Every rank uses a `Replicated` statistic for its own share of the loss, so the statistic's gradient is `Partial`: it is
+summed over CP before it goes back to tokens. Without that sum the values are right and the gradient is wrong.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NewType, Protocol, get_args
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl_loss.errors import check_choice, first_order, require
-from megatron_rl_loss.reduction.sums import check_values
-from megatron_rl_loss.step.collectives import Group, size_of
-from megatron_rl_loss.step.samples import LocalTokens, Samples
-from megatron_rl_loss.step.totals import StepTotals, TokensById
-
-#: Values of the tokens that this rank holds.
-OfTokens = NewType("OfTokens", Tensor)
-#: To be added over the CP group.
-Partial = NewType("Partial", Tensor)
-#: The same on every rank of the CP group; its gradient is Partial.
-Replicated = NewType("Replicated", Tensor)
-
-Per = Literal["sample", "rollout", "prompt"]
-
-
-class InMicrobatch(Protocol):
-    """What a `Microbatch` says of the place of its tokens."""
-
-    @property
-    def tokens(self) -> LocalTokens: ...
-    @property
-    def cp_group(self) -> Group | None: ...
-    @property
-    def totals(self) -> StepTotals: ...
-
-
-#: Where the tokens of a loss lie: a `Microbatch`, or what this rank holds of one.
-Place = LocalTokens | InMicrobatch
-
-
-def located(
-    local: Place, cp_group: Group | None = None, totals: StepTotals | None = None
-) -> tuple[LocalTokens, Group | None, StepTotals | None]:
-    """What this rank holds, the group and the totals: a `Microbatch` knows all three."""
-    if isinstance(local, LocalTokens):
-        return local, local.samples.cp_group if cp_group is None else cp_group, totals
-    if isinstance(local, Samples) or not hasattr(local, "tokens"):
-        raise TypeError(
-            f"local is a {type(local).__name__}: it says where tokens lie. Pass the micro-batch of a plan, or "
-            "Samples(...).local(cp_rank, cp_size)."
-        )
-    return local.tokens, local.cp_group if cp_group is None else cp_group, totals or local.totals
+from megatron_rl_loss.errors import check_choice, first_order
+from megatron_rl_loss.losses.place import (
+    OfTokens,
+    Partial,
+    Per,
+    Place,
+    Replicated,
+    exchange_group,
+    given_rows,
+    located,
+    units_of,
+)
+from megatron_rl_loss.step.collectives import Group
+from megatron_rl_loss.step.samples import LocalTokens
+from megatron_rl_loss.step.totals import StepTotals
 
 
 def segment_sum(
@@ -237,33 +207,6 @@ def _statistics(
     return Replicated(sums[0] if isinstance(values, Tensor) else sums)
 
 
-def given_rows(
-    what: str, values: Tensor | Sequence[Tensor], local: LocalTokens
-) -> tuple[list[Tensor], tuple[int, ...], torch.dtype]:
-    """The tensors of values, checked, the shape of a result for each token, and its dtype."""
-    rows = [values] if isinstance(values, Tensor) else list(values)
-    shapes = local.samples.loss_shapes(len(local), local.cp_size)
-    for row in rows:
-        check_values(what, row, shapes, len(local), local.samples)
-    shape = values.shape if isinstance(values, Tensor) else (len(rows), *(rows[0].shape if rows else ()))
-    return rows, shape, torch.float64 if any(row.dtype == torch.float64 for row in rows) else torch.float32
-
-
-def units_of(samples: Samples, per: Per, totals: StepTotals | None) -> Tensor | None:
-    """The number of each sample's rollout or prompt, int64 [num_samples] on the host; None where each is its own."""
-    check_choice("unit of a segment sum", per, get_args(Per))
-    ids = {"sample": None, "rollout": samples.rollout_ids, "prompt": samples.prompt_ids}[per]
-    if ids is None:
-        if per == "prompt":
-            raise ValueError(
-                "per='prompt' of samples without prompt_ids: they say which are one prompt's. Give Samples prompt_ids."
-            )
-        return None
-    unique, units = ids.unique(return_inverse=True)
-    _check_whole(samples, per, unique, units, totals)
-    return units
-
-
 def add_over_units(of_samples: Tensor, units: Tensor | None) -> Tensor:
     """[..., num_samples] -> at each sample the sum over its unit; `units` on the device of the sums."""
     if units is None:
@@ -274,53 +217,6 @@ def add_over_units(of_samples: Tensor, units: Tensor | None) -> Tensor:
 def segments_of(local: LocalTokens, cp_group: Group | None, device: torch.device) -> "Segments":
     mask, counts = (one.to(device, non_blocking=True) for one in (local.mask, local.counts))
     return Segments(mask, counts, exchange_group(local, cp_group))
-
-
-def exchange_group(local: LocalTokens, cp_group: Group | None) -> Group | None:
-    """The group to add sums over, or None where this rank has all tokens."""
-    if cp_group is not None and size_of(cp_group) != local.cp_size:
-        raise ValueError(
-            f"a cp_group of {size_of(cp_group)} ranks: the micro-batch is cut for {local.cp_size}. Pass the group that "
-            "it is cut for."
-        )
-    if local.copies == local.cp_size:
-        return None
-    if cp_group is None:
-        raise ValueError(
-            f"no cp_group: a sample's tokens lie on {local.cp_size} ranks, and their sums must be added up. Pass "
-            "cp_group=, the context-parallel group."
-        )
-    return cp_group
-
-
-def _check_whole(samples: Samples, per: Per, ids: Tensor, units: Tensor, totals: StepTotals | None) -> None:
-    """Refuse a rollout or prompt that has tokens in another micro-batch or on another data-parallel rank."""
-    if totals is None:
-        return
-    counted = (totals.rollouts if per == "rollout" else totals.prompts).tokens
-    if not isinstance(counted, TokensById):
-        if per == "rollout":
-            return
-        raise ValueError(
-            "per='prompt' in a step whose totals count no prompts: whether all of a prompt is here cannot be seen. Use "
-            "a mode that groups by prompt, or declare a term that does, terms={'pg': 'prompt_mean'}."
-        )
-    sums = samples.mask_sums
-    here = sums.new_zeros(len(ids)).index_add_(0, units.to(sums.device), sums)
-    whole = counted.of(f"{per}_ids", ids).to(sums.device, non_blocking=True)
-    missing = whole * (1 - 1e-9) - here  # sums of fractional masks may differ in the last bit
-
-    def given() -> str:
-        i = int(missing.argmax())
-        tokens = f"{float(here[i]):g} of whose {float(whole[i]):g} mask tokens are in this micro-batch"
-        return f"the {per} of sample {int((units == i).nonzero()[0])}, {tokens}"
-
-    require(
-        (missing <= 0).all(),
-        given,
-        f"what is taken over a {per} needs all of it in one micro-batch. Keep a {per}'s samples together in a "
-        "micro-batch, take it per sample, or sum it before the step by plan.sum_by.",
-    )
 
 
 @dataclass(frozen=True)
@@ -372,9 +268,9 @@ class _Extremes(torch.autograd.Function):
         rows = values.masked_fill(values.isnan(), torch.nan).masked_fill_(~active, -torch.inf)
         found = torch.stack([_largest(row, counts) for row in rows])
         if segments.group is not None and found.numel():
-            keys = _keys(found.view(torch.int64))
+            keys = in_order(found.view(torch.int64))
             dist.all_reduce(keys, op=dist.ReduceOp.MAX, group=segments.group)
-            found = _keys(keys).view(torch.float64)
+            found = in_order(keys).view(torch.float64)
         if units is not None:
             index = units.expand_as(found)
             found = torch.full_like(found, -torch.inf).scatter_reduce_(1, index, found, "amax").gather(1, index)
@@ -399,12 +295,12 @@ def _largest(values: Tensor, counts: Tensor) -> Tensor:
     return torch.segment_reduce(values, "max", lengths=counts, unsafe=True, initial=-torch.inf)
 
 
-def _keys(bits: Tensor) -> Tensor:
-    """The bits of float64 numbers as ints in the numbers' order, NaN largest; its own inverse.
+def in_order(bits: Tensor) -> Tensor:
+    """The bits of floats, as ints of their size, to ints in the floats' order, NaN largest; its own inverse.
 
     A collective's maximum of floats may lose a NaN.
     """
-    return bits ^ ((bits >> 63) & (2**63 - 1))
+    return torch.where(bits < 0, bits ^ torch.iinfo(bits.dtype).max, bits)
 
 
 class _ToTokens(torch.autograd.Function):

@@ -9,8 +9,9 @@ import math
 from torch import Tensor
 
 from megatron_rl_loss.errors import check_within
+from megatron_rl_loss.losses.place import Per, Place
 from megatron_rl_loss.losses.ratio import Given, PolicyLoss, RatioBounds
-from megatron_rl_loss.losses.segments import Per, Place, segment_mean, to_tokens
+from megatron_rl_loss.losses.segments import segment_mean, to_tokens
 from megatron_rl_loss.step.collectives import Group
 from megatron_rl_loss.step.totals import StepTotals
 

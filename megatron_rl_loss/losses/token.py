@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from megatron_rl_loss.errors import check_choice, check_within
+from megatron_rl_loss.losses.place import Place
 from megatron_rl_loss.losses.ratio import Given, PolicyLoss, RatioBounds, check_same_shape, filled
-from megatron_rl_loss.losses.segments import Place
 
 KlEstimator = Literal["k1", "k2", "k3"]
 Divergence = Literal["tv", "kl"]

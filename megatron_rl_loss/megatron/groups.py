@@ -9,7 +9,7 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from megatron_rl_loss.step.collectives import Group, attempt, if_several
+from megatron_rl_loss.step.collectives import Group, attempt, several
 
 Made = TypeVar("Made")
 _NEEDED = ("tp", "pp", "cp", "dp", "dp_cp")
@@ -40,7 +40,7 @@ def from_first_tp_rank(make: Callable[[], Made], tp_group: Group) -> Made:
     ``samples`` of `plan_step`.
     """
     made = [attempt(make) if tp_group.rank() == 0 else None]
-    if if_several(tp_group) is not None:
+    if several(tp_group):
         made = tree_map_only(Tensor, Tensor.cpu, made)
         dist.broadcast_object_list(made, src=dist.get_global_rank(tp_group, 0), group=tp_group)
     if isinstance(made[0], Exception):
@@ -50,23 +50,16 @@ def from_first_tp_rank(make: Callable[[], Made], tp_group: Group) -> Made:
 
 def gather_to_first(values: list[Any], groups: ProcessGroupCollection) -> list[Any]:
     """The values of all ranks, on the rank that is first in every group; an empty list elsewhere. All must call it."""
-    for group in (groups.cp, groups.dp, groups.tp, groups.pp):
-        values = _gather(values, group)
+    for group in several(groups.cp, groups.dp, groups.tp, groups.pp):
+        gathered: list[list[Any]] | None = [[] for _ in range(group.size())] if group.rank() == 0 else None
+        dist.gather_object(values, gathered, dst=dist.get_global_rank(group, 0), group=group)
+        values = [value for part in gathered or [] for value in part]
     return values
-
-
-def _gather(values: list[Any], group: Group) -> list[Any]:
-    if if_several(group) is None:
-        return values
-    gathered: list[list[Any]] | None = [[] for _ in range(group.size())] if group.rank() == 0 else None
-    dist.gather_object(values, gathered, dst=dist.get_global_rank(group, 0), group=group)
-    return [value for part in gathered or [] for value in part]
 
 
 def spread_from_first(value: Any, groups: ProcessGroupCollection) -> Any:
     """The value of the rank that is first in every group, on all ranks. All must call it."""
     values = [value]
-    for group in (groups.pp, groups.tp, groups.dp, groups.cp):
-        if if_several(group) is not None:
-            dist.broadcast_object_list(values, src=dist.get_global_rank(group, 0), group=group)
+    for group in several(groups.pp, groups.tp, groups.dp, groups.cp):
+        dist.broadcast_object_list(values, src=dist.get_global_rank(group, 0), group=group)
     return values[0]

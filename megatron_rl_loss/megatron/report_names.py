@@ -10,7 +10,7 @@ from torch import Tensor
 from megatron_rl_loss.plan.microbatch import Microbatch
 from megatron_rl_loss.plan.plan import Plan
 from megatron_rl_loss.reduction.metrics import Kind
-from megatron_rl_loss.step.collectives import if_several
+from megatron_rl_loss.step.collectives import several
 
 
 class _Reported(NamedTuple):
@@ -82,11 +82,10 @@ def _reorder(values: dict[str, Any], names: _Names) -> None:
 
 def _agreed(mine: list[tuple[_Names, list[str | None]]], plan: Plan) -> _Names:
     """What any rank reports, from each micro-batch's names and the masks that it has tokens of."""
-    for group in (plan.dp_group, plan.cp_group):
-        if (several := if_several(group)) is not None:
-            gathered: list[Any] = [None] * several.size()
-            dist.all_gather_object(gathered, mine, group=several)
-            mine = [one for part in gathered for one in part]
+    for group in several(plan.dp_group, plan.cp_group):
+        gathered: list[Any] = [None] * group.size()
+        dist.all_gather_object(gathered, mine, group=group)
+        mine = [one for part in gathered for one in part]
     union = _union(names for names, _ in mine)
     for names, masks in mine:
         _check({name: one for name, one in union.items() if name not in names}, names, union, masks)

@@ -9,9 +9,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl_loss.errors import check_within
+from megatron_rl_loss.losses.segments import in_order
 from megatron_rl_loss.plan.microbatch import Microbatch
 from megatron_rl_loss.reduction.sums import check_values
-from megatron_rl_loss.step.collectives import Group, all_reduce, attempt, if_several, raise_together, size_of
+from megatron_rl_loss.step.collectives import all_reduce, attempt, if_several, raise_together, several, size_of
 from megatron_rl_loss.step.counting import reduce_step_totals
 from megatron_rl_loss.step.samples import LocalTokens
 from megatron_rl_loss.step.totals import By, Statistic
@@ -20,9 +21,9 @@ if TYPE_CHECKING:
     from megatron_rl_loss.plan.plan import Plan
 
 #: A micro-batch -> a value for each token that this rank holds; or whether to keep it.
-OfTokens = Callable[[Microbatch], Tensor]
+TokenFunction = Callable[[Microbatch], Tensor]
 #: A micro-batch -> a number for each of its samples, [num_samples].
-OfSamples = Callable[[Microbatch], Tensor]
+SampleFunction = Callable[[Microbatch], Tensor]
 
 
 class Measurement:
@@ -33,7 +34,7 @@ class Measurement:
         sum: of entry times value, in float64.
     """
 
-    def __init__(self, plan: "Plan", values: OfTokens | None, mask: str | None = None) -> None:
+    def __init__(self, plan: "Plan", values: TokenFunction | None, mask: str | None = None) -> None:
         tokens = None if values is None or plan.samples is None else attempt(lambda: _active_tokens(plan, values, mask))
         nothing = torch.zeros(2, 0, dtype=torch.float64, device="cpu")
         self._values, self._entries = tokens if isinstance(tokens, Tensor) else nothing
@@ -80,7 +81,7 @@ class Measurement:
         return _value(key)
 
 
-def keep(plan: "Plan", name: str, flags: OfTokens | None) -> None:
+def keep(plan: "Plan", name: str, flags: TokenFunction | None) -> None:
     """`Plan.keep`."""
     if plan.dynamic_cp:
         raise ValueError(
@@ -97,7 +98,7 @@ def keep(plan: "Plan", name: str, flags: OfTokens | None) -> None:
     totals = reduce_step_totals(
         samples,
         dp_group=plan.dp_group,
-        replica_groups=_several(plan.cp_group, *plan.replica_groups),
+        replica_groups=several(plan.cp_group, *plan.replica_groups),
         count_prompts=plan.modes.uses_prompt_ids,
         masks=[name],
     )
@@ -105,7 +106,7 @@ def keep(plan: "Plan", name: str, flags: OfTokens | None) -> None:
         microbatch._add_mask(name, of_microbatch, totals.by_mask[name])
 
 
-def sum_by(plan: "Plan", by: By, values: OfSamples | None) -> list[Tensor]:
+def sum_by(plan: "Plan", by: By, values: SampleFunction | None) -> list[Tensor]:
     """`Plan.sum_by`."""
     microbatches = [] if values is None or plan.samples is None else list(plan)
     samples = None if values is None or plan.samples is None else [one.samples for one in microbatches]
@@ -115,7 +116,7 @@ def sum_by(plan: "Plan", by: By, values: OfSamples | None) -> list[Tensor]:
     totals = reduce_step_totals(
         given if isinstance(given, Exception) else samples,
         dp_group=plan.dp_group,
-        replica_groups=_several(plan.cp_group, *plan.replica_groups),
+        replica_groups=several(plan.cp_group, *plan.replica_groups),
         count_prompts=False,
         statistics={"sums": statistic},
         settings=f"sums by {by}" if isinstance(by, str) else "sums by a function",
@@ -135,7 +136,7 @@ def _begin(plan: "Plan", mine: Tensor | Exception | None, *sums: Tensor) -> list
     failure = mine if isinstance(mine, Exception) else None
     of_rank = torch.tensor([mine is not None, failure is not None, *sums], dtype=torch.float64, device="cpu")
     ranks, failures, *totals = _over_step(plan, of_rank).tolist()
-    raise_together(failures > 0, failure, _several(plan.dp_group, plan.cp_group, *plan.replica_groups))
+    raise_together(failures > 0, failure, several(plan.dp_group, plan.cp_group, *plan.replica_groups))
     if ranks != (expected := size_of(plan.dp_group) * size_of(plan.cp_group)):
         given = f"values of {max(ranks, 0):.0f} of {expected} ranks of a pipeline stage"
         raise ValueError(f"{given}: all that compute the loss must give theirs. Pass None on other stages alone.")
@@ -144,21 +145,16 @@ def _begin(plan: "Plan", mine: Tensor | Exception | None, *sums: Tensor) -> list
 
 def _over_step(plan: "Plan", numbers: Tensor) -> Tensor:
     """Sums over the ranks of a stage, told to stages that have none; the first number, or column, is a count."""
-    for group in _several(plan.dp_group, plan.cp_group):
+    for group in several(plan.dp_group, plan.cp_group):
         all_reduce(numbers, group)
     if not numbers[..., 0].sum() > 0:
         numbers.fill_(-math.inf)
-    for group in _several(*plan.replica_groups):
+    for group in several(*plan.replica_groups):
         all_reduce(numbers, group, dist.ReduceOp.MAX)
     return numbers
 
 
-def _several(*groups: Group | None) -> list[Group]:
-    """Those of several ranks."""
-    return [group for group in groups if group is not None and group.size() > 1]
-
-
-def _active_tokens(plan: "Plan", values: OfTokens, mask: str | None) -> Tensor:
+def _active_tokens(plan: "Plan", values: TokenFunction, mask: str | None) -> Tensor:
     """Value and mask entry of each active token of this rank, float64 [2, active tokens] on the host."""
     parts = [torch.zeros(2, 0, dtype=torch.float64, device="cpu")]
     for microbatch in plan:
@@ -174,7 +170,7 @@ def _active_tokens(plan: "Plan", values: OfTokens, mask: str | None) -> Tensor:
     return active
 
 
-def _flags_in_buffer(plan: "Plan", flags: OfTokens) -> Tensor:
+def _flags_in_buffer(plan: "Plan", flags: TokenFunction) -> Tensor:
     """1 for each token that this rank keeps, uint8, in the buffers of all its micro-batches, on the host."""
     parts = []
     for microbatch in plan:
@@ -195,10 +191,8 @@ def _of_tokens(what: str, given: Tensor, local: LocalTokens) -> Tensor:
 
 def _keys(values: Tensor) -> Tensor:
     """float32 values -> ints from 0 to 2^32 - 1 in the same order."""
-    bits = (values.float() + 0.0).view(torch.int32).long()  # -0.0 becomes 0.0
-    return torch.where(bits < 0, ~bits, bits + 2**31)
+    return in_order((values.float() + 0.0).view(torch.int32)).long() + 2**31  # -0.0 becomes 0.0
 
 
 def _value(key: int) -> float:
-    bits = torch.tensor(key - 2**31 if key >= 2**31 else ~key, dtype=torch.int32, device="cpu")
-    return float(bits.view(torch.float32))
+    return float(in_order(torch.tensor(key - 2**31, dtype=torch.int32, device="cpu")).view(torch.float32))

@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
 from numbers import Real
@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from megatron_rl_loss.losses.ratio import check_same_shape
-from megatron_rl_loss.losses.segments import OfTokens, Per, Replicated, segment_mean, segment_sum, to_tokens
 from megatron_rl_loss.modes.names import Aggregation, resolve
 from megatron_rl_loss.modes.table import Mode, OwnMode
 from megatron_rl_loss.modes.weights import missing_counts
@@ -168,18 +167,6 @@ class Microbatch:
     def cp_group(self) -> Group | None:
         """The context-parallel group: the micro-batch's own, else the launch's."""
         return self._plan.cp_group if self.samples.cp_group is None else self.samples.cp_group
-
-    def segment_sum(self, values: Tensor | Sequence[Tensor], *, per: Per = "sample") -> Replicated:
-        """`losses.segment_sum` over whole samples, rollouts or prompts of this micro-batch: one number per sample."""
-        return segment_sum(values, self.tokens, self.cp_group, per=per, totals=self.totals)
-
-    def segment_mean(self, values: Tensor | Sequence[Tensor], *, per: Per = "sample") -> Replicated:
-        """`losses.segment_mean` over whole samples, rollouts or prompts of this micro-batch: one number per sample."""
-        return segment_mean(values, self.tokens, self.cp_group, per=per, totals=self.totals)
-
-    def to_tokens(self, of_samples: Tensor) -> OfTokens:
-        """One number per sample -> the number of its sample at each token of this rank, [num_local_tokens]."""
-        return to_tokens(of_samples, self.tokens)
 
     def local(self, tensor: Tensor) -> Tensor:
         """This CP rank's part of a model input, or of anything else with a value per token.

@@ -8,7 +8,7 @@ so it is exact once it is multiplied by nominal / U, if all that was added to it
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import EllipsisType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,7 @@ from megatron_rl_loss.step.collectives import (
     attempt,
     raise_together,
     rank_in,
+    several,
     size_of,
     stated_dp_group,
 )
@@ -160,7 +161,7 @@ class OpenPlan:
         found = torch.tensor(
             [failure is not None, divides, -1 if late is None else late], dtype=torch.float64, device="cpu"
         )
-        groups = [one for one in (ranks.dp_group, *ranks.replicas) if one is not None and one.size() > 1]
+        groups = several(ranks.dp_group, *ranks.replicas)
         for group in groups:
             all_reduce(found, group, dist.ReduceOp.MAX)
         failed, divides, late = found.tolist()
@@ -212,6 +213,15 @@ class _Call(Plan):
     """A call's micro-batches."""
 
     open_plan: OpenPlan
+
+    def measure(self, *_: Any, **__: Any) -> NoReturn:
+        """Refused, and `keep` too: a call is not the step, and ranks may differ in their numbers of calls."""
+        raise ValueError(
+            "measure or keep in an open plan: they are of the whole step, which is not known before close(). Use "
+            "plan_step."
+        )
+
+    keep = measure
 
 
 class _OpenMicrobatch(Microbatch):

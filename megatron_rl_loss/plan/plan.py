@@ -16,7 +16,7 @@ from megatron_rl_loss.modes.loss_modes import LossModes
 from megatron_rl_loss.modes.table import ModeFunction
 from megatron_rl_loss.modes.weights import missing_counts
 from megatron_rl_loss.plan.carriers import Carrier, Count, product
-from megatron_rl_loss.plan.measure import Measurement, OfSamples, OfTokens, keep, sum_by
+from megatron_rl_loss.plan.measure import Measurement, SampleFunction, TokenFunction, keep, sum_by
 from megatron_rl_loss.plan.microbatch import Microbatch
 from megatron_rl_loss.reduction.metrics import Parts, put_in
 from megatron_rl_loss.step.collectives import Group, attempt, rank_in, size_of, stated_dp_group, world_rank
@@ -232,7 +232,7 @@ class Plan:
         plan.__dict__["_microbatches"] = microbatches
         return plan
 
-    def measure(self, values: OfTokens | None, *, mask: str | None = None) -> Measurement:
+    def measure(self, values: TokenFunction | None, *, mask: str | None = None) -> Measurement:
         """Sums, mean and thresholds of one value per token, over the whole step; all ranks call it together.
 
         Args:
@@ -246,7 +246,7 @@ class Plan:
         """
         return Measurement(self, values, mask)
 
-    def keep(self, name: str, flags: OfTokens | None) -> None:
+    def keep(self, name: str, flags: TokenFunction | None) -> None:
         """Count the step anew by the tokens for which `flags` gives true; all ranks call it together.
 
         Every micro-batch then has a further mask `name`, for `Term` and `Metric`: the loss mask at tokens that are
@@ -255,10 +255,10 @@ class Plan:
         """
         keep(self, name, flags)
 
-    def sum_by(self, by: By, values: OfSamples | None) -> list[Tensor]:
+    def sum_by(self, by: By, values: SampleFunction | None) -> list[Tensor]:
         """At each sample of each micro-batch the sum over its unit in the step; all ranks call it together.
 
-            sums = plan.sum_by("prompt", lambda one: one.segment_sum(one.log_probs["now"]))  # of micro-batch i: sums[i]
+            sums = plan.sum_by("prompt", lambda one: segment_sum(one.log_probs["now"], one))  # [i]: of plan[i]
 
         Args:
             by: ``prompt``, ``rollout``, ``step``, or a function that gives the `Samples` of a micro-batch ids.

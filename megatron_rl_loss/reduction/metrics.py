@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_rl_loss.errors import check_choice
 from megatron_rl_loss.reduction.sums import WeightedSum
-from megatron_rl_loss.step.collectives import Group, if_several
+from megatron_rl_loss.step.collectives import Group, several
 
 Over = Literal["samples", "tokens", "prompts", "none"]
 Kind = Literal["mean", "min", "max", "variance", "ess"]
@@ -111,9 +111,8 @@ class Parts:
 
 
 def _reduce(values: Tensor, groups: Sequence[Group | None], op: dist.ReduceOp.RedOpType) -> None:
-    for group in groups:
-        if (several := if_several(group)) is not None:
-            dist.all_reduce(values, op=op, group=several)
+    for group in several(*groups):
+        dist.all_reduce(values, op=op, group=group)
 
 
 def put_in(reports: Sequence[dict[str, Tensor]], values: Mapping[str, Tensor]) -> None:

@@ -23,6 +23,11 @@ def if_several(group: Group | None) -> Group | None:
     return group if size_of(group) > 1 else None
 
 
+def several(*groups: Group | None) -> list[Group]:
+    """Those of the groups that have several ranks."""
+    return [group for group in groups if group is not None and size_of(group) > 1]
+
+
 def rank_in(group: Group | None) -> int:
     return 0 if group is None else group.rank()
 
@@ -79,8 +84,8 @@ def all_reduce(values: Tensor, group: Group | None, op: dist.ReduceOp.RedOpType 
 def agree_on(mine: Collection[str], names: Sequence[str], groups: Sequence[Group]) -> tuple[str, ...]:
     """Those of the names that some rank of the groups has."""
     flags = torch.tensor([float(name in mine) for name in names], dtype=torch.float64, device="cpu")
-    for group in groups:
-        all_reduce(flags, if_several(group), dist.ReduceOp.MAX)
+    for group in several(*groups):
+        all_reduce(flags, group, dist.ReduceOp.MAX)
     return tuple(name for name, flag in zip(names, flags, strict=True) if flag > 0)
 
 
@@ -126,13 +131,13 @@ def gather_parts(prepare: Callable[[], Result], group: Group | None) -> list[Res
     """What `prepare` returns on each rank of the group; if any rank failed, all raise."""
     mine = attempt(prepare)
     failure = mine if isinstance(mine, Exception) else None
-    several = if_several(group)
-    if several is None:
+    group = if_several(group)
+    if group is None:
         raise_together(failure is not None, failure, [])
         return [mine]  # type: ignore[list-item]
-    parts: list[Any] = [None] * several.size()
-    dist.all_gather_object(parts, mine if failure is None else None, group=several)
-    raise_together(any(part is None for part in parts), failure, [several])
+    parts: list[Any] = [None] * group.size()
+    dist.all_gather_object(parts, mine if failure is None else None, group=group)
+    raise_together(any(part is None for part in parts), failure, [group])
     return parts
 
 

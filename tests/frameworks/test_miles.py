@@ -1,7 +1,7 @@
 """How the hooks of slime and miles learn of a step, over Megatron's real groups: slime's data of a rollout; a
 `train_one_step` and a data iterator of miles's shape.
 
-slime and miles themselves are run by real/test_real_slime_miles.py.
+slime and miles themselves are run by real/test_real_slime_miles.py and test_real_miles_fsdp.py.
 """
 
 import sys

@@ -14,7 +14,18 @@ import oracle
 import pytest
 import torch
 from gpt_oracle import GptShape, Rollout
-from gpt_steps import FP32_BOUNDS, Outcome, collect, output_of, prepared, run_batches, settings_of, start_layout, whole
+from gpt_steps import (
+    FP32_BOUNDS,
+    Outcome,
+    collect,
+    output_of,
+    place_in,
+    prepared,
+    run_batches,
+    settings_of,
+    start_layout,
+    whole,
+)
 from logged_means import logged_means
 from ranks import run_ranks
 from table_step import relative_error
@@ -155,13 +166,10 @@ def parts_of(plan: Any, over: str) -> list[Any]:
 
 def trained(layout: Layout, runs: list[tuple[str, str]], rollouts: list[Rollout], dropout: float = 0.0) -> list[Any]:
     """On a rank: its place, and of each run its gradients, the logged loss, the gap of the passes, and warnings."""
-    from megatron.core import parallel_state as mpu
-
     from megatron_rl_loss.megatron import LossAggregation, OutputHead, Tokens
 
-    start_layout(layout)
-    place = {"tp": mpu.get_tensor_model_parallel_rank(), "pp": mpu.get_pipeline_model_parallel_rank()}
-    place |= {"cp": mpu.get_context_parallel_rank(), "dp": mpu.get_data_parallel_rank()}
+    mpu = start_layout(layout)
+    place = place_in(mpu)
     head, found = OutputHead(chunk_tokens=3, entropy=True), []
     for name, over in runs:
         example = EXAMPLES[name]
@@ -215,6 +223,7 @@ def errors_of(by_rank: list[Any], number: int, name: str) -> tuple[float, float]
     return oracle.worst_of(*errors), oracle.worst_of(*(abs(value - loss) for value in logged))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_gradient_is_that_of_the_step(layout: str) -> None:
     runs = [(name, "step") for name in EXAMPLES]
@@ -231,6 +240,7 @@ def test_the_gradient_is_that_of_the_step(layout: str) -> None:
             assert not [text for text in warned if "forward pass" in text]
 
 
+@pytest.mark.slow
 def test_thresholds_of_a_part_of_the_step_are_seen() -> None:
     layout = LAYOUTS["dp 2, cp 2"]
     runs = [(name, over) for name in EXAMPLES for over in ("rank", "micro-batch")]

@@ -15,7 +15,7 @@ import pytest
 import torch
 from gpt_steps import beyond_bounds, errors_of, outcomes_in
 from pages import code_of
-from planned_steps import CP, DP, STEP, TABLE, batches_of, step, units_dealt
+from planned_steps import CP, DP, STEP, TABLE, batches_of, gradient_of, start_ranks, step, units_dealt
 from ranks import RankError, run_ranks
 from refusals import outcome_of
 from step_samples import DIVISOR, dealt
@@ -35,8 +35,7 @@ def gradients() -> Found:
 
     from megatron_rl_loss.megatron import plan_step
 
-    state = start(cp=CP)
-    cp_rank, dp_rank = state.get_context_parallel_rank(), state.get_data_parallel_rank()
+    cp_rank, dp_rank = start_ranks()
     found: Found = {}
     for mode in oracle.MODES:
         for number, (form, per_token) in enumerate(FORMS):
@@ -58,8 +57,7 @@ def test_every_form_trains_on_the_step_loss() -> None:
         assert len(found) == len(oracle.MODES) * len(FORMS)
         for (mode, form, per_token), (gradient, total) in found.items():
             divisor = DIVISOR if mode == "constant" else None
-            expected = torch.cat(oracle.step_gradient(mode, STEP, divisor))
-            assert relative_error(gradient[:-1], expected) < oracle.EXACT, (mode, form, per_token)
+            assert relative_error(gradient, gradient_of(mode)) < oracle.EXACT, (mode, form, per_token)
             assert gradient[-1] == 0
             of_sum = oracle.sum_error(oracle.num_tokens(STEP)) * oracle.step_scale(mode, STEP, divisor)
             assert total == pytest.approx(float(oracle.step_loss(mode, STEP, divisor)), abs=of_sum)
@@ -128,8 +126,7 @@ def different_settings(which: str) -> None:
     """On a rank: rank 1, the second CP rank of DP rank 0, or DP rank 1 asks for something else."""
     from megatron_rl_loss.megatron import plan_step
 
-    state = start(cp=CP)
-    dp_rank, cp_rank = state.get_data_parallel_rank(), state.get_context_parallel_rank()
+    cp_rank, dp_rank = start_ranks()
     samples = [batch.samples for batch in batches_of(dp_rank)]
     mode, settings = "constant", {"divisor": 8.0}
     if (dp_rank, cp_rank) == (0, 1) or (dp_rank == 1 and which != "a divisor of one rank"):
@@ -150,22 +147,6 @@ def test_settings_that_differ_between_ranks_are_refused_on_all(which: str) -> No
     for error in caught.value.errors.values():
         assert "this rank asks for loss aggregation: constant" in error
         assert "all ranks must aggregate alike" in error
-
-
-def per_token_pair() -> str:
-    from megatron_rl_loss.megatron import plan_step
-
-    start()
-    plan = plan_step([Samples([torch.ones(2)])], "token_mean", model=table_model(TABLE, per_token=True))
-    try:
-        plan[0].loss(torch.ones(2, requires_grad=True), form="2-tuple")
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-def test_a_pair_with_per_token_loss_is_refused() -> None:
-    assert "with per-token loss" in run_ranks(1, per_token_pair)[0]
 
 
 def without_finalize() -> tuple[str, bool]:
@@ -216,8 +197,7 @@ def opened(mode: str) -> list[tuple[str, Tensor, tuple[float, float], float]]:
 
     from megatron_rl_loss.megatron import open_plan
 
-    state = start(cp=CP)
-    cp_rank, dp_rank = state.get_context_parallel_rank(), state.get_data_parallel_rank()
+    cp_rank, dp_rank = start_ranks()
     found = []
     for form, per_token in FORMS:
         for options in DDP_OPTIONS if form == "3-tuple" else DDP_OPTIONS[:1]:
@@ -247,7 +227,7 @@ def opened(mode: str) -> list[tuple[str, Tensor, tuple[float, float], float]]:
 @pytest.mark.parametrize("mode", oracle.MODES)
 def test_calls_of_an_open_plan_add_up_to_the_step(mode: str) -> None:
     divisor = DIVISOR if mode == "constant" else None
-    expected = torch.cat([*oracle.step_gradient(mode, STEP, divisor), torch.zeros(1)])
+    expected = gradient_of(mode)
     of_sum = oracle.sum_error(oracle.num_tokens(STEP)) * oracle.step_scale(mode, STEP, divisor)
     for found in run_ranks(DP * CP, opened, mode):
         assert len(found) == 24
@@ -262,8 +242,7 @@ def resumed() -> tuple[str, Tensor]:
     """On a rank: a step whose plan was saved after its first call, and which another model and plan went on with."""
     from megatron_rl_loss.megatron import open_plan
 
-    state = start(cp=CP)
-    cp_rank, dp_rank = state.get_context_parallel_rank(), state.get_data_parallel_rank()
+    cp_rank, dp_rank = start_ranks()
     calls, file = calls_of(dp_rank, "token_mean"), io.BytesIO()
     for part in (calls[:1], calls[1:]):
         model = table_model(TABLE, per_token=True)
@@ -282,7 +261,7 @@ def resumed() -> tuple[str, Tensor]:
 
 
 def test_a_saved_plan_goes_on() -> None:
-    expected = torch.cat([*oracle.step_gradient("token_mean", STEP), torch.zeros(1)])
+    expected = gradient_of("token_mean")
     for refused, gradient in run_ranks(DP * CP, resumed):
         assert "a saved step by loss aggregation: token_mean" in refused
         assert relative_error(gradient, expected) < oracle.EXACT
@@ -290,8 +269,7 @@ def test_a_saved_plan_goes_on() -> None:
 
 def shown() -> Tensor:
     """On a rank: the gradient after the code that recipes.md shows."""
-    state = start(cp=CP)
-    cp_rank, dp_rank = state.get_context_parallel_rank(), state.get_data_parallel_rank()
+    cp_rank, dp_rank = start_ranks()
     model = table_model(TABLE)
 
     def run_schedule(model: Any, batches: list[Batch], microbatches: Any) -> list[Any]:
@@ -305,7 +283,7 @@ def shown() -> Tensor:
 
 
 def test_the_code_of_recipes_trains_on_the_step_loss() -> None:
-    expected = torch.cat([*oracle.step_gradient("token_mean", STEP), torch.zeros(1)])
+    expected = gradient_of("token_mean")
     for gradient in run_ranks(DP * CP, shown):
         assert relative_error(gradient, expected) < oracle.EXACT
 
@@ -318,6 +296,7 @@ OPEN_CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", OPEN_LAYOUTS, ids=str)
 def test_calls_of_a_real_model_are_one_step(layout: Layout, record_property: Any) -> None:
     """A GPT in every mode and way to reduce: gradients, norm, reports and the weights after clipping and Adam."""
@@ -332,6 +311,7 @@ def test_calls_of_a_real_model_are_one_step(layout: Layout, record_property: Any
         record_property(key, error)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("planted", ["factor twice", "factor after clipping"])
 def test_the_comparison_sees_a_misplaced_factor(planted: str) -> None:
     cases = [Case(2, "token_mean", "all", "mean", False, "plain", False, False, "", f"open plan, {planted}")]
@@ -344,8 +324,7 @@ def misused(wrong: str) -> tuple[str, float, bool]:
     """On a rank: what an open plan says of a wrong use, the gradient's error, whether abandoning it leaves no trace."""
     from megatron_rl_loss.megatron import open_plan
 
-    state = start(cp=CP)
-    cp_rank, dp_rank = state.get_context_parallel_rank(), state.get_data_parallel_rank()
+    cp_rank, dp_rank = start_ranks()
     split = wrong == "a rollout in two calls"
     batches, mode = batches_of(dp_rank), "sample_mean" if split else "token_mean"
     model = table_model(TABLE, per_token=True)  # sums gradients: to average an average again changes nothing
@@ -371,7 +350,7 @@ def misused(wrong: str) -> tuple[str, float, bool]:
         plan.close()
 
     outcome = outcome_of(calls)
-    expected = torch.cat([*oracle.step_gradient(mode, STEP), torch.zeros(1)])
+    expected = gradient_of(mode)
     error = relative_error(model.module.losses.main_grad.cpu(), expected)
     if outcome != "accepted":
         plan.abandon()

@@ -50,8 +50,6 @@ def test_code_runs(monkeypatch: pytest.MonkeyPatch) -> None:
         tokens=local,
         cp_group=None,
         totals=None,
-        segment_mean=lambda values: losses.segment_mean(values, local),
-        to_tokens=lambda values: losses.to_tokens(values, local),
         loss=lambda *given, **metrics: handed.append((*given, *metrics.values())),
     )
     old = torch.full((1, 5), -2.0)

@@ -63,6 +63,15 @@ def start_layout(layout: Layout) -> Any:
     return start(layout.tp, layout.pp, layout.cp, **virtual)
 
 
+def place_in(mpu: Any) -> dict[str, int]:
+    return {
+        "tp": mpu.get_tensor_model_parallel_rank(),
+        "pp": mpu.get_pipeline_model_parallel_rank(),
+        "cp": mpu.get_context_parallel_rank(),
+        "dp": mpu.get_data_parallel_rank(),
+    }
+
+
 def prepared(layout: Layout, case: Case, rollouts: Sequence[Rollout], attention: str) -> tuple[Ready, list[Batch]]:
     """A fresh model, and this rank's micro-batches."""
     from megatron.core import parallel_state as mpu
@@ -188,13 +197,7 @@ def run_layout(
 
     `attention`: "packed" is `examples/packed_attention.py`, "te" is Transformer Engine's in its stead (GPUs, bf16).
     """
-    mpu = start_layout(layout)
-    place = {
-        "tp": mpu.get_tensor_model_parallel_rank(),
-        "pp": mpu.get_pipeline_model_parallel_rank(),
-        "cp": mpu.get_context_parallel_rank(),
-        "dp": mpu.get_data_parallel_rank(),
-    }
+    place = place_in(start_layout(layout))
     return place, [run_case(layout, case, rollouts[case.shape(layout)], attention) for case in cases]
 
 

@@ -33,6 +33,18 @@ def batches_of(dp_rank: int) -> list[Batch]:
     return batches
 
 
+def start_ranks() -> tuple[int, int]:
+    """On a rank: its place among the context- and among the data-parallel ranks."""
+    state = start(cp=CP)
+    return state.get_context_parallel_rank(), state.get_data_parallel_rank()
+
+
+def gradient_of(mode: str) -> Tensor:
+    """Of the step loss by each entry of the table, float64."""
+    divisor = DIVISOR if mode == "constant" else None
+    return torch.cat([*oracle.step_gradient(mode, STEP, divisor), torch.zeros(1)])
+
+
 def step(
     model: Any,
     plan: Any,
@@ -98,14 +110,12 @@ def errors_in(form: str, engine: Engine, *, per_token: bool) -> list[float]:
     """On a rank: the largest error of a token's gradient in the step of each mode, relative to the largest one."""
     from megatron_rl_loss.megatron import plan_step
 
-    state = start(cp=CP)
-    cp_rank, batches = state.get_context_parallel_rank(), batches_of(state.get_data_parallel_rank())
-    found = []
+    cp_rank, dp_rank = start_ranks()
+    batches, found = batches_of(dp_rank), []
     for mode in oracle.MODES:
         divisor = DIVISOR if mode == "constant" else None
         model = table_model(TABLE, per_token=per_token)
         plan = plan_step([batch.samples for batch in batches], mode, divisor=divisor, model=model)
         step(model, plan, batches, cp_rank, form, engine)
-        expected = torch.cat([*oracle.step_gradient(mode, STEP, divisor), torch.zeros(1)])
-        found.append(relative_error(model.module.losses.main_grad.cpu(), expected))
+        found.append(relative_error(model.module.losses.main_grad.cpu(), gradient_of(mode)))
     return found

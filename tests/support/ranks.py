@@ -119,6 +119,18 @@ def start_process_group() -> None:
     dist.init_process_group("nccl" if ON_GPUS else "gloo")
 
 
+def bytes_reduced() -> list[int]:
+    """On a rank, whose process ends with the test: the bytes of each later call of `all_reduce`."""
+    sent, all_reduce = list[int](), dist.all_reduce
+
+    def counting(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        sent.append(tensor.nbytes)
+        return all_reduce(tensor, *args, **kwargs)
+
+    dist.all_reduce = counting  # type: ignore[assignment]
+    return sent
+
+
 def _rank_main(
     send: Connection, log: str, environment: dict[str, str], function: Callable[..., Any], args: tuple[Any, ...]
 ) -> None:

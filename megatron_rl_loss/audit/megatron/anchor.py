@@ -18,7 +18,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
 
-from megatron_rl_loss.step.collectives import Group, all_reduce, if_several
+from megatron_rl_loss.step.collectives import Group, all_reduce, if_several, several
 
 #: A residual up to so many times what independent roundings add up to is rounding.
 _SLACK = 4
@@ -76,9 +76,9 @@ class Anchor:
         """f, once gradients are finalised. All ranks of the groups must call it together."""
         sums = torch.stack([self.gradient, self.magnitude])
         terms = torch.tensor([float(self.num_terms)], dtype=torch.float64)
-        for group in (dp_cp, tp) if self.over_tp else (dp_cp,):
-            all_reduce(sums, if_several(group))
-            all_reduce(terms, if_several(group))
+        for group in several(dp_cp, tp) if self.over_tp else several(dp_cp):
+            all_reduce(sums, group)
+            all_reduce(terms, group)
         owned = self.owned()
         main_grad: Tensor = self.parameter.main_grad  # type: ignore[attr-defined]
         final = main_grad.reshape(-1)[owned].double()

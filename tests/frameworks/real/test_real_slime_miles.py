@@ -1,68 +1,31 @@
 """slime's and miles's own training steps with our hooks, from checkouts: SLIME_PATH=~/slime MILES_PATH=~/miles.
 
 Real: their data iterator, `get_batch`, `policy_loss_function`, `loss_function`, `train_one_step`, log-probs, reports,
-and miles's FSDP actor, with Megatron's schedule, groups and DDP, on CPU and gloo. The model is a table of logits, the
-optimizer keeps gradients. Replaced: Megatron's fused cross entropy, whose backward rounds to bfloat16, by its plain
-one.
+with Megatron's schedule, groups and DDP, on gloo. The model is a table of logits; the optimizer keeps gradients.
+Replaced: Megatron's fused cross entropy, whose backward rounds to bfloat16, by its plain one.
 """
 
 import importlib
-from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from checkouts import MILES, SLIME, checkout, load
-from logit_table import CLIP_HIGH, CLIP_LOW, KeepsGradients, Step, errors_of, logit_model, logits, make_step, reject
+from logit_table import KeepsGradients, Step, errors_of, logit_model, make_step, reject
 from logit_table import rollout_data as data_of
-from ranks import RankError, run_ranks, start_process_group
+from ranks import RankError, run_ranks
+from slime_launches import OURS, TOLERANCE, MakeStep, arguments, case, compute_in_float32, with_steps
 
 from megatron_rl_loss import Samples, ZigzagResponse
 from megatron_rl_loss.plan import plan_step
 
-#: Log-probs are float32 sums over the vocabulary.
-TOLERANCE = 2e-6
-OURS = "megatron_rl_loss.frameworks"
 PEERS = {"slime": SLIME, "miles": MILES}
 
 pytestmark = pytest.mark.slow
-MakeStep = Callable[[], Step]
 each_peer = pytest.mark.parametrize("peer", PEERS)
-
-NONE = """custom_megatron_before_train_step_hook_path custom_megatron_init_path custom_pg_loss_reducer_function_path
-    custom_tis_function_path decoder_seq_length dump_details eps_clip_c save_debug_train_data"""
-OFF = """allgather_cp calculate_per_token_loss ci_test compress_ratios debug_disable_optimizer enable_mtp_training
-    enable_witness get_mismatch_metrics multi_lora observe_training_entropy recompute_loss_function
-    save_local_weight_checksum skip_actor_forward_only true_on_policy_mode use_dynamic_global_batch_size use_kl_loss
-    use_opsm use_rollout_logprobs use_rollout_top_p_replay use_tis vocab_size"""
-VALUES = {
-    "data_pad_size_multiplier": 8,
-    "seq_length": 8,
-    "micro_batch_size": 1,
-    "loss_type": "policy_loss",
-    "advantage_estimator": "grpo",
-    "eps_clip": CLIP_LOW,
-    "eps_clip_high": CLIP_HIGH,
-    "entropy_coef": 0.0,
-    "rollout_temperature": 1.0,
-    "rollout_top_p": 1.0,
-    "log_probs_chunk_size": -1,
-    "qkv_format": "thd",
-    "check_for_nan_in_loss_and_grad": True,
-}
-
-
-def arguments(**changed: Any) -> Any:
-    return SimpleNamespace(**dict.fromkeys(NONE.split()) | dict.fromkeys(OFF.split(), False) | VALUES | changed)
-
-
-def with_steps(one: dict[str, Any]) -> dict[str, Any]:
-    """Tensors are made on the rank: a process is handed few of them."""
-    return one | {"steps": [make() for make in one["steps"]]}
 
 
 def train(peer: str, root: str, cp: int, cases: list[dict[str, Any]]) -> list[list[float]]:
@@ -170,7 +133,7 @@ def setup_miles(root: str) -> Any:
     modules = load(MILES, root, *(f"miles.backends.{name}" for name in names))
     model, megatron_parallel, parallel, cp_utils, data_module, losses = modules
     group_info = importlib.import_module("miles.utils.ft_utils.process_group_utils")
-    _compute_in_float32()
+    compute_in_float32()
 
     def prepare(args: Any, one: dict[str, Any], dp_rank: int) -> Any:
         alone = group_info.GroupInfo(rank=0, size=one.get("replicas", 1), group=None)
@@ -195,15 +158,6 @@ def setup_miles(root: str) -> Any:
     return SimpleNamespace(model=model, prepare=prepare, losses=losses)
 
 
-def _compute_in_float32() -> None:
-    from megatron.core.fusions import fused_cross_entropy
-
-    def plain(logits: torch.Tensor, target: torch.Tensor, group: Any) -> torch.Tensor:
-        return -logits.log_softmax(-1).gather(-1, target[..., None]).squeeze(-1)
-
-    fused_cross_entropy.fused_vocab_parallel_cross_entropy = plain
-
-
 def audit_error(measured: Any, one: dict[str, Any], step: Step) -> float:
     """Of an audit of their step, whose loss our hook taps: the largest relative error of a weight."""
     if measured.unknown:
@@ -214,27 +168,6 @@ def audit_error(measured: Any, one: dict[str, Any], step: Step) -> float:
     size = {"sample_mean": sums, "token_mean": in_step / step.num_rollouts, "constant": one["divisor"]}[one["mode"]]
     expected = tokens.mask / size / step.num_rollouts
     return float(np.abs(measured.weights - expected).max() / expected.max())
-
-
-def case(
-    peer: str,
-    mode: str,
-    hook: str | None,
-    steps: list[MakeStep],
-    *,
-    counted: bool = False,
-    replicas: int = 1,
-    **flags: Any,
-) -> dict[str, Any]:
-    """A launch with a hook of ours; without, with their own reducer."""
-    flags["custom_pg_loss_reducer_function_path"] = hook and f"{OURS}.slime.{hook}"
-    if counted and peer == "slime":
-        flags["custom_megatron_before_train_step_hook_path"] = f"{OURS}.slime.begin_step"
-    elif counted:
-        flags["custom_megatron_init_path"] = f"{OURS}.miles.count_steps"
-    padded = 24 if flags.get("qkv_format") == "bshd" else None
-    divisor = 40.0 if mode == "constant" else None
-    return {"mode": mode, "divisor": divisor, "flags": flags, "steps": steps, "padded": padded, "replicas": replicas}
 
 
 def three(peer: str, steps: list[MakeStep], counted: bool = False, **flags: Any) -> list[dict[str, Any]]:
@@ -347,75 +280,3 @@ def test_negative_controls(peer: str) -> None:
             assert (token_mean[0] > 1e-2) == masked
             assert sample_mean[0] < TOLERANCE
             assert constant[0] > 1e-2
-
-
-# --- miles's FSDP backend
-
-
-def train_on_fsdp(root: str, *cases: dict[str, Any]) -> list[list[float]]:
-    """On a rank: the error of a step of their FSDP actor in each case."""
-    from torch.distributed.fsdp import fully_shard
-
-    start_process_group()
-    names = "fsdp_utils.actor", "fsdp_utils.parallel", "training_utils.parallel", "training_utils.data"
-    modules = load(MILES, root, *(f"miles.backends.{name}" for name in names))
-    actor_module, fsdp_parallel, parallel, data_module = modules
-    distributed = importlib.import_module("miles.utils.distributed_utils")
-    _compute_in_float32()
-    distributed.GLOO_GROUP = dist.group.WORLD
-    mesh_of = fsdp_parallel.init_device_mesh
-    fsdp_parallel.init_device_mesh = lambda device_type, **kwargs: mesh_of("cpu", **kwargs)
-    state = fsdp_parallel.create_fsdp_parallel_state(SimpleNamespace(dp_replicate_size=1))
-    parallel.set_parallel_state(state)
-    found = []
-    for one in map(with_steps, cases):
-        (step,) = one["steps"]
-        args = arguments(global_batch_size=step.num_rollouts, **one["flags"])
-        data = data_of([step], state.intra_dp.rank, lambda values, total, response: values)
-        iterators, num_microbatches = data_module.get_data_iterator(args, None, data)
-        model = ShardedTable(step.table)
-        fully_shard(model, mesh=state.get_mesh("fsdp"))
-        actor = SimpleNamespace(
-            args=args,
-            model=model,
-            precision_policy=SimpleNamespace(autocast_dtype=None),
-            _get_model_inputs_args=lambda batch: {"input_ids": batch["tokens"]},
-        )
-        keys = ("tokens", "loss_masks", "total_lengths", "response_lengths", "log_probs", "advantages", "max_seq_lens")
-        reports = []
-        for _ in range(num_microbatches[0]):
-            batch = data_module.get_batch(
-                iterators[0], [*keys, "rollout_log_probs"], args.data_pad_size_multiplier, args.qkv_format
-            )
-            train_step = actor_module.FSDPTrainRayActor._train_step
-            reports.append(train_step(actor, batch, step_id=0, num_microbatches=num_microbatches[0]))
-        report = importlib.import_module("miles.backends.training_utils.log_utils").aggregate_train_losses(reports)
-        gradient = model.table.grad.full_tensor()  # type: ignore[operator, union-attr]
-        value = report["pg_loss"] * len(step.samples) / step.num_rollouts  # it reports a mean over samples
-        found.append([errors_of(step, one["mode"], one["divisor"], value, gradient)])
-    return found
-
-
-class Output(NamedTuple):  # what FSDP2 can look into for tensors
-    logits: torch.Tensor
-
-
-class ShardedTable(torch.nn.Module):
-    def __init__(self, table: torch.Tensor) -> None:
-        super().__init__()
-        self.table = torch.nn.Parameter(table.clone())
-
-    def forward(self, input_ids: torch.Tensor) -> Output:
-        return Output(logits(self.table, input_ids))
-
-
-@pytest.mark.parametrize("dp", [1, 2, 4])
-def test_fsdp_of_miles(dp: int) -> None:
-    root, steps = checkout(MILES), [partial(make_step, 10, dp)]
-    sound = case("miles", "sample_mean", "sample_mean", steps), case("miles", "constant", "constant_40", steps)
-    for of_rank in run_ranks(dp, train_on_fsdp, root, *sound):
-        assert max(max(of_rank)) < TOLERANCE
-    for per_token in (True, False):
-        refused = case("miles", "token_mean", "token_mean", steps, calculate_per_token_loss=per_token)
-        with pytest.raises(RankError, match=r"it never divides by the step's tokens.*--train-backend megatron"):
-            run_ranks(dp, train_on_fsdp, root, refused)

@@ -10,7 +10,7 @@ import oracle
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks, start_process_group
+from ranks import bytes_reduced, run_ranks, start_process_group
 from refusals import Call, check_refusal, each_of, refusals
 from torch import Tensor
 
@@ -39,14 +39,7 @@ def count_on_rank(lengths: tuple[int, ...]) -> tuple[Counted, list[float]]:
     """
     start_process_group()
     found: Counted = {}
-    rank, all_reduce = int(os.environ["RANK"]), dist.all_reduce
-    sent: list[int] = []
-
-    def counting(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        sent.append(tensor.nbytes)
-        return all_reduce(tensor, *args, **kwargs)
-
-    dist.all_reduce = counting  # in a process of its own
+    rank, sent = int(os.environ["RANK"]), bytes_reduced()
     for length in lengths:
         cu_seqlens = [length * i for i in range(NUM_SAMPLES + 1)]
         for layout, cp_size in ((ZigzagTHD(cu_seqlens), 2), (Gathered(cu_seqlens), 2), (Gathered(cu_seqlens), 1)):

@@ -15,11 +15,12 @@ import torch.distributed as dist
 from cp_steps import CASES as ALL_CASES
 from cp_steps import DIVISOR, RANKS, Outcome, dealt, error_of, hand_of, rollouts
 from placements import CP_SIZES, bshd
-from ranks import run_ranks, start_process_group
+from ranks import bytes_reduced, run_ranks, start_process_group
 from refusals import Call, Refusal, check_refusal, each_of, outcome_of
 from torch import Tensor
 
 from megatron_rl_loss import Samples, ZigzagTHD
+from megatron_rl_loss.losses import segment_sum
 from megatron_rl_loss.plan import Plan, plan_step
 from megatron_rl_loss.reduction import Term
 
@@ -94,7 +95,7 @@ def on_ranks() -> dict[int, tuple[list[float], Outcome]]:
             one.log_probs = tokens.values
         numbers = found_in(plan, lambda one, name=name: one.log_probs[name])
         for by, key in (("prompt", "prompt_id"), ("rollout", "rollout_id")):
-            sums = plan.sum_by(by, lambda one, name=name: one.segment_sum(one.log_probs[name].float()))  # type: ignore[arg-type]
+            sums = plan.sum_by(by, lambda one, name=name: segment_sum(one.log_probs[name].float(), one))  # type: ignore[arg-type]
             for of_microbatch, (chosen, _, _) in zip(sums, hands, strict=True):
                 expected = [sum_of_unit(step, name, key, getattr(step[i], key)) for i in chosen]
                 assert of_microbatch.tolist() == pytest.approx(expected, rel=1e-5, abs=1e-5)
@@ -151,13 +152,7 @@ def collectives() -> tuple[dict[str, list[int]], list[str], bool]:
     Last, rank 0 is a pipeline stage without a loss.
     """
     start_process_group()
-    rank, all_reduce, sent = int(os.environ["RANK"]), dist.all_reduce, []
-
-    def counting(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        sent.append(tensor.nbytes)
-        return all_reduce(tensor, *args, **kwargs)
-
-    dist.all_reduce = counting  # type: ignore[assignment]  # in a process of its own
+    rank, sent = int(os.environ["RANK"]), bytes_reduced()
     found, errors, world = {}, [], dist.group.WORLD
     samples = Samples([torch.ones(6), torch.ones(2)], layout=ZigzagTHD([0, 8, 12], total_lengths=[6, 2]))
     for name, options in {"dp": {"dp_group": world}, "cp": {"dp_group": None, "cp_group": world}}.items():

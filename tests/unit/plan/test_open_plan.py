@@ -10,7 +10,7 @@ from step_samples import DIVISOR, step_samples
 from torch import Tensor
 
 from megatron_rl_loss import Samples
-from megatron_rl_loss.plan import OpenPlan, open_plan
+from megatron_rl_loss.plan import OpenPlan, open_plan, plan_step
 from megatron_rl_loss.reduction import Metric, Term
 
 STEP = step_samples(8)
@@ -154,6 +154,12 @@ REFUSALS: dict[str, Refusal] = {
         ValueError,
         "a plan that was closed or abandoned",
         lambda: open_plan("token_mean").add([described([0])]),
+    ),
+    "a threshold of the step": (
+        lambda: open_plan("token_mean").add([described([0])]).measure(lambda one: one.weights),
+        ValueError,
+        "measure or keep in an open plan",
+        lambda: plan_step([described([0])], "token_mean").measure(lambda one: one.weights),
     ),
     "a nominal 0": (
         lambda: open_plan("token_mean", nominal=0),

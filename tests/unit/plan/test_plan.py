@@ -13,7 +13,7 @@ import torch
 from step_samples import DIVISOR, dealt, step_samples
 from torch import Tensor
 
-from megatron_rl_loss import Gathered, Samples, StepTotals, UnitCounts, ZigzagTHD, token_weights
+from megatron_rl_loss import BadBatchError, Gathered, Samples, StepTotals, UnitCounts, ZigzagTHD, token_weights
 from megatron_rl_loss.modes import vl_norm_undivided as vl_norm
 from megatron_rl_loss.modes.loss_modes import LossModes
 from megatron_rl_loss.plan import CARRIERS, Carrier, Plan, plan_step
@@ -193,6 +193,15 @@ def test_empty_micro_batches_and_steps(ids: dict[str, Any]) -> None:
         none[0]
 
 
+def of_tokens(number: int) -> StepTotals:
+    return StepTotals(step_tokens=number, step_active_tokens=number)
+
+
+def test_as_many_tokens_as_megatron_counts() -> None:
+    for per_token, number in ((True, 2**31 - 1), (False, 2**31), (False, 2**33)):
+        assert planned("token_mean", per_token_loss=per_token, totals=of_tokens(number)).totals.step_tokens == number
+
+
 OF_TWO_RANKS: Any = SimpleNamespace(size=lambda: 2, rank=lambda: 0)
 WRONG: list[tuple[str, str, type[Exception], Callable[[], Any]]] = [
     ("no list", "must be a list with one Samples", TypeError, lambda: plan_step(described([0]), "token_mean")),  # type: ignore[arg-type]
@@ -211,6 +220,8 @@ WRONG: list[tuple[str, str, type[Exception], Callable[[], Any]]] = [
     ("totals", "the denominators are those of the whole step", TypeError, lambda: planned(totals=3)),
     ("missing count", "totals without step_tokens", ValueError,
      lambda: plan_step([described([0])], "token_mean", totals=StepTotals(rollouts=UnitCounts(all=3)))),
+    ("2^31 tokens with per-token loss", "Megatron sums token counts as int32", BadBatchError,
+     lambda: planned("token_mean", per_token_loss=True, totals=of_tokens(2**31))),
     ("missing count of an empty step", "empty step handling 'error' needs it", ValueError,
      lambda: planned(totals=StepTotals(rollouts=UnitCounts(all=3, tokens={0: 1})), empty_step="error")),
     ("small totals", "the totals say 1", ValueError,

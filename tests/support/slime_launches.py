@@ -1,0 +1,75 @@
+"""Launches of slime and miles: their flags, with a hook of ours or without, and steps of `logit_table`."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from logit_table import CLIP_HIGH, CLIP_LOW, Step
+
+#: Log-probs are float32 sums over the vocabulary.
+TOLERANCE = 2e-6
+OURS = "megatron_rl_loss.frameworks"
+MakeStep = Callable[[], Step]
+
+NONE = """custom_megatron_before_train_step_hook_path custom_megatron_init_path custom_pg_loss_reducer_function_path
+    custom_tis_function_path decoder_seq_length dump_details eps_clip_c save_debug_train_data"""
+OFF = """allgather_cp calculate_per_token_loss ci_test compress_ratios debug_disable_optimizer enable_mtp_training
+    enable_witness get_mismatch_metrics multi_lora observe_training_entropy recompute_loss_function
+    save_local_weight_checksum skip_actor_forward_only true_on_policy_mode use_dynamic_global_batch_size use_kl_loss
+    use_opsm use_rollout_logprobs use_rollout_top_p_replay use_tis vocab_size"""
+VALUES = {
+    "data_pad_size_multiplier": 8,
+    "seq_length": 8,
+    "micro_batch_size": 1,
+    "loss_type": "policy_loss",
+    "advantage_estimator": "grpo",
+    "eps_clip": CLIP_LOW,
+    "eps_clip_high": CLIP_HIGH,
+    "entropy_coef": 0.0,
+    "rollout_temperature": 1.0,
+    "rollout_top_p": 1.0,
+    "log_probs_chunk_size": -1,
+    "qkv_format": "thd",
+    "check_for_nan_in_loss_and_grad": True,
+}
+
+
+def arguments(**changed: Any) -> Any:
+    return SimpleNamespace(**dict.fromkeys(NONE.split()) | dict.fromkeys(OFF.split(), False) | VALUES | changed)
+
+
+def with_steps(one: dict[str, Any]) -> dict[str, Any]:
+    """Tensors are made on the rank: a process is handed few of them."""
+    return one | {"steps": [make() for make in one["steps"]]}
+
+
+def compute_in_float32() -> None:
+    """Megatron's fused cross entropy rounds to bfloat16 on its way back."""
+    from megatron.core.fusions import fused_cross_entropy
+
+    def plain(logits: torch.Tensor, target: torch.Tensor, group: Any) -> torch.Tensor:
+        return -logits.log_softmax(-1).gather(-1, target[..., None]).squeeze(-1)
+
+    fused_cross_entropy.fused_vocab_parallel_cross_entropy = plain
+
+
+def case(
+    peer: str,
+    mode: str,
+    hook: str | None,
+    steps: list[MakeStep],
+    *,
+    counted: bool = False,
+    replicas: int = 1,
+    **flags: Any,
+) -> dict[str, Any]:
+    """A launch with a hook of ours; without, with their own reducer."""
+    flags["custom_pg_loss_reducer_function_path"] = hook and f"{OURS}.slime.{hook}"
+    if counted and peer == "slime":
+        flags["custom_megatron_before_train_step_hook_path"] = f"{OURS}.slime.begin_step"
+    elif counted:
+        flags["custom_megatron_init_path"] = f"{OURS}.miles.count_steps"
+    padded = 24 if flags.get("qkv_format") == "bshd" else None
+    divisor = 40.0 if mode == "constant" else None
+    return {"mode": mode, "divisor": divisor, "flags": flags, "steps": steps, "padded": padded, "replicas": replicas}
