@@ -8,7 +8,7 @@ so it is exact once it is multiplied by nominal / U, if all that was added to it
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import EllipsisType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -212,6 +212,15 @@ class _Call(Plan):
     """A call's micro-batches."""
 
     open_plan: OpenPlan
+
+    def measure(self, *_: Any, **__: Any) -> NoReturn:
+        """ValueError: what is measured, or kept, is of a whole step."""
+        raise ValueError(
+            "measure or keep in an open plan: both are of the whole step, of which a call is a part, and ranks may "
+            "differ in calls. Use plan_step."
+        )
+
+    keep = measure
 
 
 class _OpenMicrobatch(Microbatch):

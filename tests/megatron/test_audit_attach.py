@@ -94,7 +94,15 @@ def test_an_audit_that_fails_says_so_and_training_goes_on(tmp_path: Path) -> Non
     assert same(audited, in_ranks("mean", None, out))
 
 
-def test_misspelt_options_are_refused_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(os.environ, VARIABLE, "--expct token_mean")
-    with pytest.raises(ValueError, match="'--expct token_mean': unrecognized arguments: --expct token_mean"):
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ("--expct token_mean", "'--expct token_mean': unrecognized arguments: --expct token_mean"),
+        ("--json it's", ": No closing quotation"),
+        ("--step 0", "argument --step: invalid step_number value: '0'"),
+    ],
+)
+def test_misspelt_options_are_refused_before_training(options: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(os.environ, VARIABLE, options)
+    with pytest.raises(ValueError, match=text):
         importlib.import_module(ATTACH)

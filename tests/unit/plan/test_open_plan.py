@@ -10,7 +10,7 @@ from step_samples import DIVISOR, step_samples
 from torch import Tensor
 
 from megatron_rl_loss import Samples
-from megatron_rl_loss.plan import OpenPlan, open_plan
+from megatron_rl_loss.plan import OpenPlan, open_plan, plan_step
 from megatron_rl_loss.reduction import Metric, Term
 
 STEP = step_samples(8)
@@ -148,6 +148,18 @@ REFUSALS: dict[str, Refusal] = {
         ValueError,
         "a report named 'mine'",
         lambda: open_plan("token_mean").close().report([{"pg_loss": torch.ones(2)}]),
+    ),
+    "a measurement": (
+        lambda: open_plan("token_mean").add([described([0])]).measure(lambda one: one.tokens.mask),
+        ValueError,
+        "measure or keep in an open plan",
+        lambda: plan_step([described([0])], "token_mean").measure(lambda one: one.tokens.mask),
+    ),
+    "tokens to keep": (
+        lambda: open_plan("token_mean").add([described([0])]).keep("kept", lambda one: one.tokens.mask > 0),
+        ValueError,
+        "measure or keep in an open plan",
+        lambda: plan_step([described([0])], "token_mean").keep("kept", lambda one: one.tokens.mask > 0),
     ),
     "a closed plan": (
         lambda: closed().add([described([0])]),
