@@ -326,7 +326,7 @@ def _deviation(tapped: TappedLosses, scale: float) -> Tensor:
 def _cannot_know(config: Any) -> list[str]:
     """Model configurations under which hooks see nothing or groups change."""
     reasons = []
-    if isinstance(getattr(config.finalize_model_grads_func, "__self__", None), OpenMegatronPlan):
+    if isinstance(getattr(getattr(config, "finalize_model_grads_func", None), "__self__", None), OpenMegatronPlan):
         reasons.append("A plan is open: its gradients are final when it is closed. Audit a step of plan_step.")
     if getattr(config, "cuda_graph_impl", None) not in (None, "none") or getattr(config, "enable_cuda_graph", False):
         reasons.append("CUDA graphs replay a backward pass without its hooks. Audit a step without them.")
