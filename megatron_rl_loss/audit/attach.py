@@ -46,7 +46,11 @@ class _Parser(ArgumentParser):
 def _arm() -> None:
     parser = _Parser(add_help=False)
     add_audit_options(parser)
-    options = parser.parse_args(shlex.split(os.environ.get(VARIABLE, "")))
+    try:
+        words = shlex.split(os.environ.get(VARIABLE, ""))
+    except ValueError as error:
+        parser.error(str(error))
+    options = parser.parse_args(words)
     when_imported(SCHEDULES, functools.partial(_wrap_schedules, options))
 
 

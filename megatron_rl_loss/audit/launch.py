@@ -41,11 +41,19 @@ def add_audit_options(parser: ArgumentParser) -> None:
     parser.add_argument("--divisor", type=float, help="The divisor of the expected mode.")
     parser.add_argument("--units", choices=get_args(UnitCounting), help="The unit counting of the expected mode.")
     parser.add_argument("--json", metavar="OUT", type=Path, help="Write the verdicts there, by term.")
-    parser.add_argument("--step", type=int, default=1, help="The training step to measure, from 1 on. Default: 1.")
+    parser.add_argument(
+        "--step", type=step_number, default=1, help="The training step to measure, from 1 on. Default: 1."
+    )
     parser.add_argument("--term", help="The one loss term to judge, by its tap's name. Default: every term.")
     parser.add_argument(
         "--samples-of", metavar="PATH", help="pkg.mod:fn that describes a batch of the script as Samples."
     )
+
+
+def step_number(text: str) -> int:
+    if (step := int(text)) < 1:
+        raise ValueError
+    return step
 
 
 def add_script(parser: ArgumentParser) -> None:

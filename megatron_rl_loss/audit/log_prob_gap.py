@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from megatron_rl_loss.errors import check_one_each
+from megatron_rl_loss.errors import check_int, check_one_each
 from megatron_rl_loss.step.layouts import starts_of
 
 #: So many tokens at least must be beyond rounding, and within it by a pattern.
@@ -52,7 +52,7 @@ class LogProbGap:
     equal: bool  # within float32 rounding, at active tokens
 
     def __str__(self) -> str:
-        tokens, largest = int(self.num_tokens.sum()), max([0.0, *self.largest.tolist()])
+        tokens, largest = int(self.num_tokens.sum()), max([0.0, *self.largest.tolist()], key=lambda x: (x != x, x))
         mean = float((self.mean * self.num_tokens).sum()) / max(tokens, 1)
         lines = [f"log-probs of {tokens} tokens: |gap| {mean:.3g} on average, {largest:.3g} at most"]
         for one in self.patterns:
@@ -95,20 +95,24 @@ def compare_log_probs(
     Raises:
         ValueError: one tensor for all samples; samples or lengths that do not go together; logits without labels.
     """
-    given = {"theirs": theirs, "loss_masks": loss_masks, "repeat": repeat, "logits": logits, "labels": labels}
-    for name, values in {"ours": ours, **given}.items():
-        if values is not None and any(one.ndim == 0 for one in values):
-            raise ValueError(f"{name} is one row of numbers: it must be one tensor per sample. Split it.")
-    lengths = [len(one) for one in ours]
+    given = {"ours": ours, "theirs": theirs, "loss_masks": loss_masks, "repeat": repeat, "logits": logits}
+    given |= {"labels": labels}
     for name, values in given.items():
         if values is None:
             continue
+        if any(one.dim() != 1 + (name == "logits") for one in values):
+            shapes = [tuple(one.shape) for one in values]
+            raise ValueError(f"{name} of shapes {shapes}: a sample has one entry per token. Pass a row of each.")
+        lengths = [len(one) for one in ours]
         check_one_each(name, len(values), "samples of ours", len(lengths))
         if (found := [len(one) for one in values]) != lengths:
             raise ValueError(f"{name} of lengths {found}, ours {lengths}: all must be of the same tokens. Cut them.")
     if (logits is None) != (labels is None):
         raise ValueError("logits without labels, or labels without logits: a log-prob needs both. Pass both.")
     totals = lengths if total_lengths is None else list(total_lengths)
+    check_one_each("total_lengths", len(totals), "samples of ours", len(lengths))
+    for cp_size in cp_sizes:
+        check_int("a CP size", cp_size, 1, "2, 4 and 8 are usual")
     pair = _Pair(lengths, totals, _flat(ours), _flat(theirs), _flat(loss_masks) != 0, tolerance)
     patterns: list[GapPattern] = []
     if logits is not None and labels is not None:
@@ -275,7 +279,7 @@ def _by_logits(pair: _Pair, logits: Sequence[Tensor], labels: Sequence[Tensor]) 
     """One side is the logits' log-softmax, the other is of the same logits read otherwise."""
     if pair.is_rounding:
         return
-    flat_labels = torch.cat([one.reshape(-1).cpu() for one in labels])
+    flat_labels = torch.cat([one.cpu() for one in labels]).where(pair.active, 0)  # -100 is usual at others
 
     def read(change: Reading) -> Tensor:
         of = zip(logits, flat_labels.split(pair.lengths), strict=True)

@@ -57,7 +57,7 @@ def _root(package: str) -> Path | None:
     """The folder of a package, which is not imported."""
     try:
         spec = importlib.util.find_spec(package)
-    except ModuleNotFoundError:  # the package it lies in
+    except Exception:  # of the package it lies in, which is imported: it is not there, or fails
         return None
     places = [Path(place) for place in (spec.submodule_search_locations or ())] if spec is not None else []
     places += [place / package for place in places]  # in a checkout's folder of the same name
@@ -116,7 +116,7 @@ def _version(engine: Engine, root: Path) -> str:
     files = [root / "version/version", *(root / f"{name}.py" for name in ("version", "package_info", "__init__"))]
     files += [folder / name for folder in above for name in ("pyproject.toml", "setup.py")]
     pattern = r"""(?:version\w*\s*=\s*["']|^)(\d+\.[\w.]+)"""
-    said = [re.search(pattern, file.read_text()) for file in files if file.is_file()]
+    said = [re.search(pattern, file.read_text(errors="replace")) for file in files if file.is_file()]
     version = next((found[1] for found in said if found), "of unknown version")
     if any((folder / ".git").exists() for folder in above):
         command = ["git", "-C", str(root), "rev-parse", "--short=8", "HEAD"]
@@ -126,8 +126,11 @@ def _version(engine: Engine, root: Path) -> str:
 
 def _probe() -> dict[str, str]:
     """What the probe says of the installed Megatron, in a process that sees no GPU and may take its time or crash."""
-    if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.core") is None:
-        return {"verdict": "none", "says": "there is no megatron.core"}
+    try:
+        if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.core") is None:
+            return {"verdict": "none", "says": "there is no megatron.core"}
+    except Exception as error:  # of the package megatron
+        return _failure(error)
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     run = partial(subprocess.run, env=environment, capture_output=True, text=True, timeout=_PROBE_SECONDS, check=False)
     try:

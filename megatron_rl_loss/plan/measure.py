@@ -101,6 +101,7 @@ def keep(plan: "Plan", name: str, flags: TokenFunction | None) -> None:
         replica_groups=several(plan.cp_group, *plan.replica_groups),
         count_prompts=plan.modes.uses_prompt_ids,
         masks=[name],
+        settings=f"tokens to keep as {name!r}",
     )
     for microbatch, of_microbatch in zip(plan, samples, strict=True) if samples is not None else ():
         microbatch._add_mask(name, of_microbatch, totals.by_mask[name])
@@ -175,8 +176,8 @@ def _flags_in_buffer(plan: "Plan", flags: TokenFunction) -> Tensor:
     parts = []
     for microbatch in plan:
         given = flags(microbatch)
-        if given.dtype != torch.bool:
-            raise TypeError(f"tokens to keep are {given.dtype}: they must be bools. Pass a comparison.")
+        if (kind := getattr(given, "dtype", type(given).__name__)) != torch.bool:
+            raise TypeError(f"tokens to keep are {kind}: they must be bools. Pass a comparison.")
         of_tokens = _of_tokens("tokens to keep", given.float(), microbatch.tokens).byte()
         parts.append(of_tokens.new_zeros(microbatch.samples.total_tokens))
         parts[-1][microbatch.tokens.positions.cpu()] = of_tokens

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 from torch import Tensor
 
+from megatron_rl_loss.errors import check_choice
 from megatron_rl_loss.losses.ratio import check_same_shape
 from megatron_rl_loss.modes.names import Aggregation, resolve
 from megatron_rl_loss.modes.table import Mode, OwnMode
@@ -137,6 +138,7 @@ class Microbatch:
         warns: what was measured is of another policy than the one in training. (On a device in a launch's first step
         alone, for which the host waits.) Raises ValueError for values of another shape.
         """
+        check_choice("forward pass", name, self.log_probs)
         check_same_shape(f"values and log_probs[{name!r}]", values, self.log_probs[name])
         gaps = (values.detach().float() - self.log_probs[name].float()).abs().flatten()
         gap = torch.cat([gaps.new_zeros(1), gaps[self.tokens.mask.to(gaps.device) != 0]]).max()

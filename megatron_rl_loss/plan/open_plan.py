@@ -215,13 +215,13 @@ class _Call(Plan):
     open_plan: OpenPlan
 
     def measure(self, *_: Any, **__: Any) -> NoReturn:
-        """Refused, and `keep` too: a call is not the step, and ranks may differ in their numbers of calls."""
+        """Refused, and `keep` and `sum_by` too: a call is not the step, and ranks may differ in their calls."""
         raise ValueError(
-            "measure or keep in an open plan: they are of the whole step, which is not known before close(). Use "
-            "plan_step."
+            "measure, keep or sum_by in an open plan: they are of the whole step, which is not known before close(). "
+            "Use plan_step."
         )
 
-    keep = measure
+    keep = sum_by = measure
 
 
 class _OpenMicrobatch(Microbatch):

@@ -371,6 +371,12 @@ def check_samples(
                 f"loss aggregation {modes.by_prompt} and samples without prompt_ids: it averages inside each "
                 "prompt group. Give the Samples prompt_ids."
             )
+        if one.cp_group is not None and size_of(ranks.cp_group) > 1:
+            raise ValueError(
+                f"the samples of micro-batch {number} with a cp_group of their own, in a plan with a cp_group of "
+                f"{size_of(ranks.cp_group)} ranks: these would each count them. Pass the group over DP x CP as "
+                "dp_group, and no cp_group to the plan."
+            )
         one.local(*one.place_in(ranks.cp_group))  # raises if the layout cannot be cut so
         for name in term_masks:
             one.with_mask(name)  # raises if there is none of that name
@@ -408,6 +414,11 @@ def check_totals(
             f"totals without {', '.join(missing)}: {user} needs it. Give these counts of the whole step too."
         )
     for one in samples:
+        if one.cp_group is not None and not totals.dynamic_cp:
+            raise ValueError(
+                "totals that say nothing of Samples with a cp_group of their own: ranks without such samples would "
+                "scale as in other steps. Give all ranks StepTotals(..., dynamic_cp=True)."
+            )
         one.check_masks()
         totals.check_covers(one)
     return totals

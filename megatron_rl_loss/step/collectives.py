@@ -165,11 +165,12 @@ class Exchange:
     def to_owners(self, rows: Tensor) -> Tensor:
         ranks, columns = size_of(self._group), columns_of(size_of(self._group))
         line, column = divmod(rank_in(self._group), columns)
-        for peers in (range(line * columns, (line + 1) * columns), range(column, ranks, columns)):
+        of_line, of_column = range(line * columns, (line + 1) * columns), range(column, ranks, columns)
+        for peers in (of_line, of_column):
             if self._group is not None and len(peers) > 1:
                 scrambled = rows[:, 0] * -7046029254386353131  # without their regularity keys spread evenly over ranks
                 owner = ((scrambled ^ (scrambled >> 32)) & (2**62 - 1)).remainder(ranks)
-                to = owner % columns if peers.step == 1 else owner // columns
+                to = owner % columns if peers is of_line else owner // columns
                 self._hops.append(_Hop(to, peers, self._group))
                 rows = self._hops[-1].forth(rows)
         return rows

@@ -5,6 +5,7 @@ import json
 import os
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -94,7 +95,24 @@ def test_an_audit_that_fails_says_so_and_training_goes_on(tmp_path: Path) -> Non
     assert same(audited, in_ranks("mean", None, out))
 
 
-def test_misspelt_options_are_refused_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(os.environ, VARIABLE, "--expct token_mean")
-    with pytest.raises(ValueError, match="'--expct token_mean': unrecognized arguments: --expct token_mean"):
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ("--expct token_mean", "'--expct token_mean': unrecognized arguments: --expct token_mean"),
+        ("--json it's", ": No closing quotation"),
+        ("--step 0", "argument --step: invalid step_number value: '0'"),
+    ],
+)
+def test_misspelt_options_are_refused_before_training(options: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(os.environ, VARIABLE, options)
+    with pytest.raises(ValueError, match=text):
         importlib.import_module(ATTACH)
+
+
+def test_an_open_plan_has_no_verdict() -> None:
+    from megatron_rl_loss.audit.megatron.audit import _cannot_know
+    from megatron_rl_loss.megatron.open_plan import OpenMegatronPlan
+
+    held = object.__new__(OpenMegatronPlan)._hold
+    assert _cannot_know(SimpleNamespace(finalize_model_grads_func=held))[0].startswith("A plan is open")
+    assert not _cannot_know(SimpleNamespace(finalize_model_grads_func=None))

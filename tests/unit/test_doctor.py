@@ -118,6 +118,18 @@ class Trainer:
     assert of_samples["says"].startswith("with fully masked samples, over micro-batches: tokens weigh ")
 
 
+def test_broken_packages_do_not_end_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that fails where a package in it is looked for, and a version file that is not UTF-8."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "megatron", raising=False)
+    (tmp_path / "megatron").mkdir()
+    (tmp_path / "megatron/__init__.py").write_text("raise RuntimeError('out of order')")
+    (tmp_path / "__init__.py").write_bytes(b"# \xff")
+    assert report._root("megatron.bridge") is None
+    assert report._probe() == {"verdict": "cannot judge", "says": "RuntimeError: out of order"}
+    assert report._version(ENGINES[0], tmp_path) == "of unknown version"
+
+
 @pytest.mark.slow
 def test_the_probe_of_the_installed_megatron(monkeypatch: pytest.MonkeyPatch) -> None:
     """Real, and with a planted change of the schedule; without a Megatron there is nothing to say."""

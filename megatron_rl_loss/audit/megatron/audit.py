@@ -32,6 +32,7 @@ from megatron_rl_loss.audit.tokens import MeasuredStep, Split
 from megatron_rl_loss.megatron.flags import CHANGING_CP, REMAT_SIZES
 from megatron_rl_loss.megatron.groups import gather_to_first, groups_of, spread_from_first
 from megatron_rl_loss.megatron.iterator import MicrobatchIterator
+from megatron_rl_loss.megatron.open_plan import OpenMegatronPlan
 from megatron_rl_loss.modes.names import Aggregation, resolve
 from megatron_rl_loss.modes.table import find_mode
 from megatron_rl_loss.reduction.tap import TappedLosses, Taps, expected_aggregation, observe
@@ -325,6 +326,8 @@ def _deviation(tapped: TappedLosses, scale: float) -> Tensor:
 def _cannot_know(config: Any) -> list[str]:
     """Model configurations under which hooks see nothing or groups change."""
     reasons = []
+    if isinstance(getattr(getattr(config, "finalize_model_grads_func", None), "__self__", None), OpenMegatronPlan):
+        reasons.append("A plan is open: its gradients are final when it is closed. Audit a step of plan_step.")
     if getattr(config, "cuda_graph_impl", None) not in (None, "none") or getattr(config, "enable_cuda_graph", False):
         reasons.append("CUDA graphs replay a backward pass without its hooks. Audit a step without them.")
     if any((getattr(config, name, 1) or 1) > 1 for name in REMAT_SIZES):

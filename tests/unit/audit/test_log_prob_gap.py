@@ -127,7 +127,8 @@ def test_a_planted_pattern_is_named_alone(name: str, seed: int) -> None:
     step = drawn(seed)
     plant, expected = PLANTED[name]
     theirs = plant(step)
-    logits = {"logits": step.logits, "labels": step.labels}
+    labels = [label.where(mask != 0, -100) for label, mask in zip(step.labels, step.masks, strict=True)]
+    logits = {"logits": step.logits, "labels": labels}
     assert names(step.ours, theirs, step.masks, **logits) == [expected]
     back = names(theirs, step.ours, step.masks, **logits)  # it is the other side that is odd
     assert back == [expected.replace("later", "x").replace("earlier", "later").replace("x", "earlier")]
@@ -206,7 +207,7 @@ def test_random_gaps_have_no_name() -> None:
 
 def test_what_does_not_go_together_is_refused() -> None:
     row = torch.zeros(3)
-    with pytest.raises(ValueError, match=r"ours is one row.* Split it"):
+    with pytest.raises(ValueError, match=r"ours of shapes .*one entry per token. Pass a row"):
         compare_log_probs(row, [row], [row])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="theirs"):
         compare_log_probs([row], [row, row], [row])
@@ -214,3 +215,14 @@ def test_what_does_not_go_together_is_refused() -> None:
         compare_log_probs([row], [row], [row[:2]])
     with pytest.raises(ValueError, match="logits without labels"):
         compare_log_probs([row], [row], [row], logits=[torch.zeros(3, 4)])
+    with pytest.raises(ValueError, match=r"theirs of shapes \[\(1, 3\)\]: a sample has one entry per token"):
+        compare_log_probs([row], [row[None]], [row])
+    with pytest.raises(ValueError, match=r"2 total_lengths for 1 samples"):
+        compare_log_probs([row], [row], [row], total_lengths=[3, 3])
+    with pytest.raises(ValueError, match="a CP size is 0"):
+        compare_log_probs([row], [row], [row], cp_sizes=[0])
+
+
+def test_nan_is_the_largest_gap() -> None:
+    row = torch.zeros(3)
+    assert "|gap| nan on average, nan at most" in str(compare_log_probs([row, row], [row / 0, row], [row + 1] * 2))

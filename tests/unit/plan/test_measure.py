@@ -169,6 +169,7 @@ def collectives() -> tuple[dict[str, list[int]], list[str], bool]:
         errors += [
             outcome_of(functools.partial(plan.measure, ones)),
             outcome_of(functools.partial(plan.keep, "x", flags)),
+            outcome_of(functools.partial(plan.keep, f"x{rank}", lambda one: torch.ones(len(one.tokens)) > 0)),
         ]
         sent.clear()
     of_stage = [Samples([torch.ones(2)])] if rank else None
@@ -190,8 +191,16 @@ def test_rounds_and_bytes_and_errors_on_every_rank() -> None:
         assert len(found["dp keep"]) == 1 + len(found["dp plan"])
         assert found["cp keep"][:2] == [16, 2 * 12]  # a byte per position of the buffers
         assert len(found["cp keep"]) == 2 + len(found["cp plan"])
-        alone = ["ValueError: values of 1 of 2 ranks of a pipeline stage"] * 4
-        texts = [*alone, "a value of nan at an active token", "values of 0 of 1 ranks", "are torch.float32"]
+        alone = ["ValueError: values of 1 of 2 ranks of a pipeline stage"] * 2
+        texts = [
+            *alone,
+            "asks for tokens to keep as 'x",
+            *alone,
+            "asks for tokens to keep as 'x",
+            "a value of nan at an active token",
+            "values of 0 of 1 ranks",
+            "are torch.float32",
+        ]
         assert all(text in error for text, error in zip(texts, errors, strict=True)), errors
         assert known
 
@@ -268,6 +277,13 @@ REFUSALS: dict[str, Refusal] = {
     "other tokens": (refused(torch.ones(3)), ValueError, r"values to measure of shape \(3,\)", refused(X[None])),
     "infinite": (refused(X / 0), ValueError, "a value of inf at an active token", refused(X)),
     "ints": (refused(X.long()), TypeError, "values to measure is torch.int64", refused(X.double())),
+    "no flags": (
+        lambda: plan_of([X]).keep("kept", lambda one: None),  # type: ignore[arg-type, return-value]
+        TypeError,
+        "tokens to keep are NoneType",
+        refused(flags=X > 0),
+    ),
+    "no forward pass": (lambda: plan_of([X])[0].gap("now", X), ValueError, "forward pass 'now'", refused(X)),
     "flags as floats": (refused(flags=X), TypeError, "they must be bools. Pass a comparison", refused(flags=X > 0)),
 }
 

@@ -149,17 +149,23 @@ REFUSALS: dict[str, Refusal] = {
         "a report named 'mine'",
         lambda: open_plan("token_mean").close().report([{"pg_loss": torch.ones(2)}]),
     ),
+    "a measurement": (
+        lambda: open_plan("token_mean").add([described([0])]).measure(lambda one: one.tokens.mask),
+        ValueError,
+        "measure, keep or sum_by in an open plan",
+        lambda: plan_step([described([0])], "token_mean").measure(lambda one: one.tokens.mask),
+    ),
+    "tokens to keep": (
+        lambda: open_plan("token_mean").add([described([0])]).keep("kept", lambda one: one.tokens.mask > 0),
+        ValueError,
+        "measure, keep or sum_by in an open plan",
+        lambda: plan_step([described([0])], "token_mean").keep("kept", lambda one: one.tokens.mask > 0),
+    ),
     "a closed plan": (
         lambda: closed().add([described([0])]),
         ValueError,
         "a plan that was closed or abandoned",
         lambda: open_plan("token_mean").add([described([0])]),
-    ),
-    "a threshold of the step": (
-        lambda: open_plan("token_mean").add([described([0])]).measure(lambda one: one.weights),
-        ValueError,
-        "measure or keep in an open plan",
-        lambda: plan_step([described([0])], "token_mean").measure(lambda one: one.weights),
     ),
     "a nominal 0": (
         lambda: open_plan("token_mean", nominal=0),

@@ -202,6 +202,7 @@ def test_as_many_tokens_as_megatron_counts() -> None:
         assert planned("token_mean", per_token_loss=per_token, totals=of_tokens(number)).totals.step_tokens == number
 
 
+OF_ONE_RANK: Any = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
 OF_TWO_RANKS: Any = SimpleNamespace(size=lambda: 2, rank=lambda: 0)
 WRONG: list[tuple[str, str, type[Exception], Callable[[], Any]]] = [
     ("no list", "must be a list with one Samples", TypeError, lambda: plan_step(described([0]), "token_mean")),  # type: ignore[arg-type]
@@ -229,6 +230,12 @@ WRONG: list[tuple[str, str, type[Exception], Callable[[], Any]]] = [
     ("totals over CP ranks", "it has context-parallel ranks", ValueError,
      lambda: plan_step([Samples([torch.ones(4)], layout=ZigzagTHD([0, 4]))], "token_mean", cp_group=OF_TWO_RANKS,
                        totals=StepTotals(step_tokens=4, dp_size=2))),
+    ("cp_groups of plan and samples", "0 with a cp_group of their own, in a plan with a cp_group of 2", ValueError,
+     lambda: plan_step([Samples([torch.ones(4)], cp_group=OF_ONE_RANK)], "token_mean", cp_group=OF_TWO_RANKS,
+                       totals=StepTotals(step_tokens=4, dynamic_cp=True))),
+    ("totals without a word of cp_groups", "ranks without such samples would scale as in other steps", ValueError,
+     lambda: plan_step([Samples([torch.ones(4)], cp_group=OF_ONE_RANK)], "token_mean",
+                       totals=StepTotals(step_tokens=4))),
     ("unknown form", "form='tuple': there is no such form", ValueError, lambda: carried(form="tuple")),
     ("pair with per-token loss", "form='2-tuple' with per-token loss", ValueError,
      lambda: carried(form="2-tuple", per_token_loss=True)),

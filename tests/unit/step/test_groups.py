@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -299,6 +300,25 @@ def reports_of_rank() -> dict[str, Report]:
             reports[name] = run_case(case, rank, dp_group, replicas)
         dist.barrier()
     return reports
+
+
+@pytest.mark.parametrize("ranks", [64, 65, 67, 134])
+def test_every_peer_of_a_hop_is_sent_rows(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 67 ranks, a prime number, too."""
+    sent: list[tuple[int, int]] = []
+
+    class Hop:
+        def __init__(self, to: torch.Tensor, peers: range, _: Any) -> None:
+            sent.append((len(to.unique()), len(peers)))
+
+        def forth(self, rows: torch.Tensor) -> torch.Tensor:
+            return rows
+
+    monkeypatch.setattr(collectives, "_Hop", Hop)
+    group: Any = SimpleNamespace(size=lambda: ranks, rank=lambda: 3)
+    collectives.Exchange(group).to_owners(torch.arange(100 * ranks)[:, None])
+    assert sent
+    assert all(reached == peers for reached, peers in sent)
 
 
 @pytest.fixture(scope="module")
