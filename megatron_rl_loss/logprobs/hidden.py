@@ -133,8 +133,7 @@ class FoldedLoss(NamedTuple):
 
     Attributes:
         share: 0-dim, differentiable: the sum of weight * loss over the tokens.
-        values: detached, in the shape of the labels: ``log_probs``, ``entropy`` if asked for, ``losses``, and the
-            metrics; 0 where the token mask is 0.
+        values: detached, as labels: ``log_probs``, ``entropy`` if asked for, ``losses``, metrics; 0 where masked.
     """
 
     share: Tensor
@@ -362,9 +361,7 @@ def _fold(
             _check_per_token({"the losses": losses, **metrics}, len(log_probs))
             own = {**outputs, "losses": losses}
             if clash := sorted(own.keys() & metrics.keys()):
-                raise ValueError(
-                    f"a metric named {clash[0]!r}: the values have one of that name already. Choose another name."
-                )
+                raise ValueError(f"a metric named {clash[0]!r}: values have one of that name. Choose another name.")
             total = (losses.masked_fill(of_loss == 0, 0) * of_loss).sum()
         if gain is not None:
             slopes: Sequence[Tensor | None] = ()

@@ -11,7 +11,7 @@ from megatron_rl_loss.modes.function_paths import load_function
 from megatron_rl_loss.modes.loss_modes import LossModes
 from megatron_rl_loss.modes.names import Aggregation
 from megatron_rl_loss.modes.table import MODES, ModeFunction
-from megatron_rl_loss.plan.plan import EmptyStep
+from megatron_rl_loss.plan.checks import EmptyStep
 from megatron_rl_loss.step.totals import UnitCounting
 
 #: Terms of the loss whose mode has a flag.

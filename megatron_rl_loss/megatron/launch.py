@@ -32,7 +32,8 @@ from megatron_rl_loss.megatron.report_names import ReportNames
 from megatron_rl_loss.megatron.versions import iteration_of
 from megatron_rl_loss.modes.names import resolve
 from megatron_rl_loss.modes.weights import missing_counts
-from megatron_rl_loss.plan.plan import Plan, StepGroups, check_samples, check_totals, make_plan
+from megatron_rl_loss.plan.checks import StepGroups, check_samples, check_totals
+from megatron_rl_loss.plan.plan import Plan, make_plan
 from megatron_rl_loss.plan.returned import check_returned
 from megatron_rl_loss.reduction.tap import observe
 from megatron_rl_loss.step.collectives import agree_on, attempt, world_rank

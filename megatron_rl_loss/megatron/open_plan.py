@@ -17,9 +17,9 @@ from megatron_rl_loss.errors import BadBatchError
 from megatron_rl_loss.megatron.planning import checked_model
 from megatron_rl_loss.megatron.probe import check_fresh_gradients
 from megatron_rl_loss.modes.loss_modes import LossModes
+from megatron_rl_loss.plan.checks import StepGroups
 from megatron_rl_loss.plan.late_counts import ClosedPlan, LateCount
 from megatron_rl_loss.plan.open_plan import OpenPlan
-from megatron_rl_loss.plan.plan import StepGroups
 from megatron_rl_loss.step.samples import Samples
 from megatron_rl_loss.step.totals import UnitCounting
 

@@ -12,7 +12,8 @@ from megatron_rl_loss.megatron.groups import groups_of
 from megatron_rl_loss.megatron.probe import check_contract, check_finalizing, check_model
 from megatron_rl_loss.modes.table import ModeFunction
 from megatron_rl_loss.plan import plan as plans
-from megatron_rl_loss.plan.plan import Plan, StepGroups
+from megatron_rl_loss.plan.checks import StepGroups
+from megatron_rl_loss.plan.plan import Plan
 from megatron_rl_loss.step.samples import Samples
 
 

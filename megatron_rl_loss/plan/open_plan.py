@@ -16,9 +16,10 @@ from torch import Tensor
 
 from megatron_rl_loss.errors import check_int
 from megatron_rl_loss.modes.loss_modes import LossModes
+from megatron_rl_loss.plan.checks import StepGroups, check_samples
 from megatron_rl_loss.plan.late_counts import ClosedPlan, LateCount, nominal_totals
 from megatron_rl_loss.plan.microbatch import Microbatch
-from megatron_rl_loss.plan.plan import Plan, StepGroups, check_samples
+from megatron_rl_loss.plan.plan import Plan
 from megatron_rl_loss.reduction.metrics import Metric
 from megatron_rl_loss.reduction.sums import Summand, Term, WeightedSum
 from megatron_rl_loss.step.collectives import (
