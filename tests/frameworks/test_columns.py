@@ -143,6 +143,9 @@ def trainers(monkeypatch: pytest.MonkeyPatch) -> Any:
 
         def _on_train_step_batch(self, microbatches: Any) -> None: ...
 
+        def loss_func(self, loss: Any) -> Any:
+            return loss
+
     def collate(samples: Any) -> Any:
         masks = torch.tensor([one.mask for one in samples]).bool()
         return {}, SimpleNamespace(
@@ -174,7 +177,15 @@ def step(trainers: Any) -> list[dict[str, Any]]:
     return [{"grpo_batch": trainers.collate_to_grpo_micro_batch(part)[1]} for part in (samples[:2], samples[2:])]
 
 
-def test_ms_swift_trains_on_weighted_advantages(trainers: Any) -> None:
+def undoing_loss_func(self: Any, loss: Any) -> Any:
+    loss = loss * self.args.num_microbatches
+    return loss
+
+
+@pytest.mark.parametrize("undoes_mean", [False, True])
+def test_ms_swift_trains_on_weighted_advantages(undoes_mean: bool, trainers: Any) -> None:
+    if undoes_mean:  # as 4.6.0 does
+        trainers.MegatronGRPOTrainer.loss_func = undoing_loss_func
     ms_swift.aggregate("prompt_mean")
     microbatches = step(trainers)
     trainers.MegatronGRPOTrainer()._on_train_step_batch(microbatches)
@@ -182,7 +193,7 @@ def test_ms_swift_trains_on_weighted_advantages(trainers: Any) -> None:
     found = [row for one in microbatches for row in one["grpo_batch"].advantages]
     for row, factors in zip(found, expected("prompt_mean", masks, [*PROMPTS[:4], "alone"]), strict=True):
         torch.testing.assert_close(row.double(), factors, rtol=oracle.EXACT, atol=0)
-    assert [float(one["grpo_batch"].num_items_in_batch) for one in microbatches] == [6 / 2] * 2
+    assert [float(one["grpo_batch"].num_items_in_batch) for one in microbatches] == [6 if undoes_mean else 6 / 2] * 2
 
 
 def test_ms_swift_where_it_could_not_be_exact(trainers: Any) -> None:
@@ -192,7 +203,7 @@ def test_ms_swift_where_it_could_not_be_exact(trainers: Any) -> None:
     for one in microbatches:
         one["grpo_batch"].completion_mask[:] = False
     microbatches[0]["grpo_batch"].completion_mask[0, 2] = True
-    with pytest.raises(ValueError, match="1 tokens in 2 micro-batches"):
+    with pytest.raises(ValueError, match="1 tokens in 2 parts of the step"):
         trainer._on_train_step_batch(microbatches)
     with pytest.raises(ValueError, match="its weights would count twice"):
         ms_swift.aggregate("token_mean")
