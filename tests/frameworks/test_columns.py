@@ -178,8 +178,7 @@ def step(trainers: Any) -> list[dict[str, Any]]:
 
 
 def undoing_loss_func(self: Any, loss: Any) -> Any:
-    loss = loss * self.args.num_microbatches
-    return loss
+    return loss * self.args.num_microbatches
 
 
 @pytest.mark.parametrize("undoes_mean", [False, True])
