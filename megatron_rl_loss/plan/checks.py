@@ -4,12 +4,12 @@ import logging
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from megatron_rl_loss.errors import BadBatchError, check_int
 from megatron_rl_loss.modes.loss_modes import LossModes
 from megatron_rl_loss.modes.weights import missing_counts
-from megatron_rl_loss.step.collectives import Group, size_of, world_rank
+from megatron_rl_loss.step.collectives import Group, rank_in, size_of, world_rank
 from megatron_rl_loss.step.samples import Samples
 from megatron_rl_loss.step.totals import StepTotals
 
@@ -34,6 +34,18 @@ class StepGroups:
     def replicas(self) -> list[Group]:
         """All groups whose ranks hold the same samples."""
         return [group for group in (self.cp_group, *self.replica_groups) if group is not None]
+
+    @property
+    def of_plan(self) -> dict[str, Any]:
+        """The fields of a `Plan` that say where this rank is."""
+        return {
+            "cp_rank": rank_in(self.cp_group),
+            "cp_size": size_of(self.cp_group),
+            "dp_size": size_of(self.dp_group),
+            "cp_group": self.cp_group,
+            "dp_group": self.dp_group,
+            "replica_groups": self.replica_groups,
+        }
 
 
 def check_samples(

@@ -1,8 +1,8 @@
 """Statistics of the policy in training over the whole step, before it is trained on: `Plan.measure`, `Plan.keep`."""
 
 import math
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -14,8 +14,8 @@ from megatron_rl_loss.plan.microbatch import Microbatch
 from megatron_rl_loss.reduction.sums import check_values
 from megatron_rl_loss.step.collectives import all_reduce, attempt, if_several, raise_together, several, size_of
 from megatron_rl_loss.step.counting import reduce_step_totals
-from megatron_rl_loss.step.samples import LocalTokens
-from megatron_rl_loss.step.totals import By, Statistic
+from megatron_rl_loss.step.samples import LocalTokens, Samples
+from megatron_rl_loss.step.totals import By, Statistic, StepTotals
 
 if TYPE_CHECKING:
     from megatron_rl_loss.plan.plan import Plan
@@ -95,10 +95,9 @@ def keep(plan: "Plan", name: str, flags: TokenFunction | None) -> None:
         all_reduce(flagged, if_several(plan.cp_group), dist.ReduceOp.MAX)
         of_each = flagged.bool().split([one.samples.total_tokens for one in plan])
         samples = [one.samples.with_kept_tokens(name, kept) for one, kept in zip(plan, of_each, strict=True)]
-    totals = reduce_step_totals(
+    totals = _count_anew(
+        plan,
         samples,
-        dp_group=plan.dp_group,
-        replica_groups=several(plan.cp_group, *plan.replica_groups),
         count_prompts=plan.modes.uses_prompt_ids,
         masks=[name],
         settings=f"tokens to keep as {name!r}",
@@ -109,24 +108,28 @@ def keep(plan: "Plan", name: str, flags: TokenFunction | None) -> None:
 
 def sum_by(plan: "Plan", by: By, values: SampleFunction | None) -> list[Tensor]:
     """`Plan.sum_by`."""
-    microbatches = [] if values is None or plan.samples is None else list(plan)
-    samples = None if values is None or plan.samples is None else [one.samples for one in microbatches]
-    given = attempt(lambda: {id(one.samples): values(one) for one in microbatches} if values else {})
+    microbatches = None if values is None or plan.samples is None else list(plan)
+    given = attempt(lambda: {id(one.samples): values(one) for one in microbatches or ()} if values else {})
     of_each = {} if isinstance(given, Exception) else given
-    statistic = Statistic(of=lambda one: of_each[id(one)], by=by)
-    totals = reduce_step_totals(
-        given if isinstance(given, Exception) else samples,
-        dp_group=plan.dp_group,
-        replica_groups=several(plan.cp_group, *plan.replica_groups),
-        count_prompts=False,
-        statistics={"sums": statistic},
-        settings=f"sums by {by}" if isinstance(by, str) else "sums by a function",
+    statistic = Statistic(of=lambda samples: of_each[id(samples)], by=by)
+    samples = None if microbatches is None else [one.samples for one in microbatches]
+    settings = f"sums by {by}" if isinstance(by, str) else "sums by a function"
+    totals = _count_anew(
+        plan, given if isinstance(given, Exception) else samples, statistics={"sums": statistic}, settings=settings
     )
-    found = []
-    for one in samples or ():
-        mine, sums = of_each[id(one)], totals.statistics.get("sums")  # none where each sample is a rollout
-        found.append(mine if sums is None else sums.of("key", statistic.keys("sums", one)).to(mine))
-    return found
+    sums = totals.statistics.get("sums")  # None where each sample is a rollout
+    if sums is None:
+        return list(of_each.values())
+    return [sums.of("key", statistic.keys("sums", one)).to(of_each[id(one)]) for one in samples or ()]
+
+
+def _count_anew(
+    plan: "Plan", samples: Sequence[Samples] | Exception | None, *, count_prompts: bool = False, **options: Any
+) -> StepTotals:
+    """`reduce_step_totals` over the groups of the plan."""
+    replicas = several(plan.cp_group, *plan.replica_groups)
+    groups: dict[str, Any] = {"dp_group": plan.dp_group, "replica_groups": replicas}
+    return reduce_step_totals(samples, count_prompts=count_prompts, **groups, **options)
 
 
 # --- over the step

@@ -27,7 +27,6 @@ from megatron_rl_loss.step.collectives import (
     all_reduce,
     attempt,
     raise_together,
-    rank_in,
     several,
     size_of,
     stated_dp_group,
@@ -123,12 +122,8 @@ class OpenPlan:
             modes=self.modes,
             totals=nominal_totals(totals, self.nominal),
             num_microbatches=len(samples or ()) if num_microbatches is None else num_microbatches,
-            cp_rank=rank_in(self._ranks.cp_group),
-            cp_size=size_of(self._ranks.cp_group),
-            dp_size=size_of(self._ranks.dp_group),
             per_token_loss=self._per_token,
-            cp_group=self._ranks.cp_group,
-            dp_group=self._ranks.dp_group,
+            **self._ranks.of_plan,
             open_plan=self,
         )
         self._calls.append((samples, totals))

@@ -24,7 +24,7 @@ from megatron_rl_loss.plan.checks import (
 from megatron_rl_loss.plan.measure import Measurement, SampleFunction, TokenFunction, keep, sum_by
 from megatron_rl_loss.plan.microbatch import Microbatch
 from megatron_rl_loss.reduction.metrics import Parts, put_in
-from megatron_rl_loss.step.collectives import Group, attempt, rank_in, size_of, stated_dp_group
+from megatron_rl_loss.step.collectives import Group, attempt, size_of, stated_dp_group
 from megatron_rl_loss.step.counting import reduce_step_totals
 from megatron_rl_loss.step.samples import Samples
 from megatron_rl_loss.step.totals import By, StepTotals, UnitCounting
@@ -136,13 +136,8 @@ def make_plan(
         modes=modes,
         totals=totals,
         num_microbatches=len(samples or ()) if num_microbatches is None else num_microbatches,
-        cp_rank=rank_in(ranks.cp_group),
-        cp_size=size_of(ranks.cp_group),
-        dp_size=size_of(ranks.dp_group),
         per_token_loss=per_token,
-        cp_group=ranks.cp_group,
-        dp_group=ranks.dp_group,
-        replica_groups=ranks.replica_groups,
+        **ranks.of_plan,
         dynamic_cp=totals.dynamic_cp or any(one.cp_group is not None for one in samples or ()),
     )
 

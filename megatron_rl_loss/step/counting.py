@@ -63,7 +63,7 @@ def reduce_step_totals(
     def count(part: Sequence[Samples]) -> tuple[HeldSamples, dict[str, float], Tensor]:
         local = HeldSamples(part, count_prompts, masks, statistics or {})
         digests = torch.zeros(size_of(dp_group) if groups else 0, dtype=torch.float64, device="cpu")
-        counted = [samples for samples in part if rank_in(samples.cp_group) == 0]
+        counted = [samples for samples in part if samples.counts_here]
         if groups and any(map(len, counted)):
             digests[rank_in(dp_group)] = _digest(counted)
         return local, local.counts() | {"unlike_in_cp_groups": _unlike_in_cp_groups(part, dp_group)}, digests

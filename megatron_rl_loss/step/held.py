@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from megatron_rl_loss.step.collectives import Exchange, Group, all_reduce, rank_in
+from megatron_rl_loss.step.collectives import Exchange, Group, all_reduce
 from megatron_rl_loss.step.masks import check_device
 from megatron_rl_loss.step.samples import Samples
 from megatron_rl_loss.step.totals import Statistic, TokensById, UnitCounts
@@ -35,13 +35,12 @@ class HeldSamples:
         filled = [samples for samples in microbatches if len(samples)]
         by_mask = [[samples.with_mask(name) for samples in filled] for name in (None, *masks)]
         self.has_identity = any(samples.has_identity for samples in filled)
-        # 1 for samples that this rank counts: the first one of the micro-batch's own cp_group does.
-        counted = [rank_in(samples.cp_group) == 0 for samples in filled for _ in range(len(samples))]
+        counted = [samples.counts_here for samples in filled for _ in range(len(samples))]
         self.counted = torch.tensor(counted, dtype=torch.float64, device="cpu")
         self.has_cp_groups = any(samples.cp_group is not None for samples in microbatches)
         # Rows: the loss masks and each further mask; columns: samples.
         self.mask_sums, self.active_tokens = (table * self.counted for table in _read_back(by_mask))
-        self.entries = [sum(sum(one.mask_lengths) for one in row if rank_in(one.cp_group) == 0) for row in by_mask]
+        self.entries = [sum(sum(one.mask_lengths) for one in row if one.counts_here) for row in by_mask]
         self.rollout_ids = _join_ids("rollout_ids", [samples.rollout_ids for samples in filled])
         self.prompts_of_rollouts = _join_ids("prompt_ids", [samples.prompt_ids for samples in filled])
         self.prompt_ids = self.prompts_of_rollouts if count_prompts else None
@@ -50,8 +49,7 @@ class HeldSamples:
         for name, statistic in statistics.items():
             if not (statistic.of_rollouts and self.rollout_ids is None):
                 self.keys[name] = _concatenated([statistic.keys(name, samples) for samples in filled])
-                values = [statistic.values(samples) * (rank_in(samples.cp_group) == 0) for samples in filled]
-                self.values += values
+                self.values += [statistic.values(samples) * samples.counts_here for samples in filled]
 
     def counts(self) -> dict[str, float]:
         """What is summed over DP ranks."""

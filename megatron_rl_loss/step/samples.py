@@ -218,6 +218,11 @@ class Samples:
             return np.packbits((self._buffer != 0).numpy(force=True)).tobytes()
         return self.flat_mask.numpy(force=True).tobytes()
 
+    @property
+    def counts_here(self) -> bool:
+        """Whether this rank counts them for the step: the first rank of the micro-batch's own cp_group does."""
+        return rank_in(self.cp_group) == 0
+
     def place_in(self, cp_group: Group | None) -> tuple[int, int]:
         """(cp_rank, cp_size) of this rank in the micro-batch's own context-parallel group, else in the launch's."""
         group = cp_group if self.cp_group is None else self.cp_group
