@@ -21,17 +21,33 @@ SUM, EVEN = LossCall(dp="sum"), LossCall(dp="sum", even_microbatches=True)  # th
 
 @dataclass(frozen=True)
 class Setting:
-    """A setting of an engine: its name there, the mode it is meant to be, what computes it, how that is called.
-
-    `loss_fn` is given losses, mask and an object with the numbers of `GIVEN`, docs/audit.md.
-    """
+    """A setting of an engine: its name there, the mode it is meant to be, what computes it, how that is called."""
 
     name: str
     mode: str
-    loss_fn: Callable[[Tensor, Tensor, Any], Any]
-    call: LossCall = SUM
+    loss_fn: Callable[..., Any]  # of losses, mask and what it asks for, `GIVEN` in docs/audit.md
+    call: LossCall
     divisor: float | None = None
     units: UnitCounting = "all"
+
+
+#: The modes that settings are meant to be, with the divisor of `constant`.
+Modes = dict[str, tuple[str, float | None]]
+TOKEN_MEAN, SAMPLE_MEAN, DR_GRPO = ("token_mean", None), ("sample_mean", None), ("constant", LENGTH)
+_VERL_MODES: Modes = {
+    "token-mean": TOKEN_MEAN,
+    "seq-mean-token-mean": SAMPLE_MEAN,
+    "seq-mean-token-sum": ("constant", 1),
+    "seq-mean-token-sum-norm": DR_GRPO,
+}
+
+
+def _settings(
+    loss: Callable[..., Any], modes: Modes, call: LossCall = SUM, units: UnitCounting = "all"
+) -> Iterator[Setting]:
+    """Of a function that is given their names first."""
+    for name, (mode, divisor) in modes.items():
+        yield Setting(name, mode, partial(loss, name), call, divisor, units)
 
 
 def _verl(root: Path) -> Iterator[Setting]:
@@ -47,38 +63,29 @@ def _verl(root: Path) -> Iterator[Setting]:
         tf_config=Named(calculate_per_token_loss=True), _routed_num_tokens=lambda data: data["input_ids"].sum(),
     )  # fmt: skip
 
-    def loss(name: str, losses: Tensor, mask: Tensor, step: Any) -> Any:
-        return agg_loss(losses, mask, name, step.dp_size, step.step_tokens, step.step_samples, LENGTH)
+    def loss(name: str, losses: Tensor, mask: Tensor, dp_size: int, step_tokens: int, step_samples: int) -> Any:
+        return agg_loss(losses, mask, name, dp_size, step_tokens, step_samples, LENGTH)
 
-    def per_token(name: str, losses: Tensor, mask: Tensor, step: Any) -> Any:
-        made: Any = loss(name, losses, mask, step), {}
-        data = {"input_ids": mask, "num_micro_batch": 1, "dp_size": step.dp_size, "routed_num_tokens": step.step_tokens}
-        loss_function: Any = partial(lambda config, **_: made, config=Named(loss_agg_mode=name))
+    def per_token(name: str, losses: Tensor, mask: Tensor, dp_size: int, step_tokens: int, step_samples: int) -> Any:
+        mode = name.removesuffix(" (per-token)")
+        made = loss(mode, losses, mask, dp_size, step_tokens, step_samples), dict[str, Any]()
+        data = {"input_ids": mask, "num_micro_batch": 1, "dp_size": dp_size, "routed_num_tokens": step_tokens}
+        loss_function: Any = partial(lambda config, **_: made, config=Named(loss_agg_mode=mode))
         loss_sum, _, _ = scale(engine, None, data, forward_only=False, loss_function=loss_function)
-        return loss_sum / step.step_tokens  # as Megatron divides at the end of the step
+        return loss_sum / step_tokens  # as Megatron divides at the end of the step
 
-    for name, (mode, divisor) in _VERL_MODES.items():
-        yield Setting(name, mode, partial(loss, name), CALLS["verl"], divisor)
-        yield Setting(f"{name} (per-token)", mode, partial(per_token, name), SUM, divisor)
-
-
-_VERL_MODES: dict[str, tuple[str, float | None]] = {
-    "token-mean": ("token_mean", None),
-    "seq-mean-token-mean": ("sample_mean", None),
-    "seq-mean-token-sum": ("constant", 1),
-    "seq-mean-token-sum-norm": ("constant", LENGTH),
-}
+    yield from _settings(loss, _VERL_MODES, CALLS["verl"])
+    yield from _settings(per_token, {f"{name} (per-token)": mode for name, mode in _VERL_MODES.items()})
 
 
 def _roll(root: Path) -> Iterator[Setting]:
     """`agg_loss` of log-probs that are 0 where the mask is; samples count that have a token."""
     agg_loss = lift(root / "utils/functionals.py", "agg_loss")
 
-    def loss(name: str, losses: Tensor, mask: Tensor, step: Any) -> Any:
-        return agg_loss(losses * mask, mask, name, step.step_tokens, step.step_active_samples)
+    def loss(name: str, losses: Tensor, mask: Tensor, step_tokens: int, step_active_samples: int) -> Any:
+        return agg_loss(losses * mask, mask, name, step_tokens, step_active_samples)
 
-    for name, (mode, divisor) in _VERL_MODES.items():
-        yield Setting(name, mode, partial(loss, name), SUM, divisor, "active")
+    return _settings(loss, _VERL_MODES, units="active")
 
 
 def _slime(file: str, root: Path) -> Iterator[Setting]:
@@ -87,95 +94,96 @@ def _slime(file: str, root: Path) -> Iterator[Setting]:
     mpu = Named(get_context_parallel_rank=lambda: cp.rank, get_context_parallel_world_size=lambda: cp.size)
     reducer = lift(root / file, "get_sum_of_sample_mean", mpu=mpu, get_parallel_state=lambda: Named(cp=cp))
 
-    def loss(per_token: bool, losses: Tensor, mask: Tensor, step: Any) -> Any:
-        cp.rank, cp.size = step.cp_rank, step.cp_size
-        lengths, prompt = [*map(len, step.loss_masks)], 3 * (cp.size > 1)  # that `responses` has
-        totals = [length + prompt for length in lengths]
-        counted = step.step_tokens + step.step_samples - step.step_active_samples if per_token else step.step_samples
-        return reducer(totals, lengths, step.loss_masks, calculate_per_token_loss=per_token)(losses) / counted
+    def loss(
+        name: str, losses: Tensor, mask: Tensor, loss_masks: list[Tensor], step_tokens: int, step_samples: int,
+        step_active_samples: int, cp_rank: int, cp_size: int,
+    ) -> Any:  # fmt: skip
+        cp.rank, cp.size = cp_rank, cp_size
+        lengths, prompt = [*map(len, loss_masks)], 3 * (cp_size > 1)  # that `responses` has
+        totals, per_token = [length + prompt for length in lengths], name != "default"
+        counted = step_tokens + step_samples - step_active_samples if per_token else step_samples
+        return reducer(totals, lengths, loss_masks, calculate_per_token_loss=per_token)(losses) / counted
 
     call = LossCall(rows="packed", dp="sum", cp="sum", cp_cut="responses")
-    yield Setting("default", "sample_mean", partial(loss, False), call)
-    yield Setting("--calculate-per-token-loss", "token_mean", partial(loss, True), call)
+    return _settings(loss, {"default": SAMPLE_MEAN, "--calculate-per-token-loss": TOKEN_MEAN}, call)
 
 
 def _skyrl(root: Path) -> Iterator[Setting]:
     """The driver weighs the advantages of the whole step, sorted by prompt; ranks add up."""
     weigh = lift(root / "backends/skyrl_train/utils/ppo_utils.py", "apply_loss_reduction_to_advantages_minibatch")
 
-    def loss(name: str, losses: Tensor, mask: Tensor, step: Any) -> Any:
-        order = sorted(range(len(step.step_masks)), key=lambda row: step.step_prompt_ids[row])
-        prompts = [step.step_prompt_ids[row] for row in order]
+    def loss(
+        name: str, losses: Tensor, mask: Tensor, step_masks: list[Tensor], step_prompt_ids: list[int], first_row: int
+    ) -> Any:
+        order = sorted(range(len(step_masks)), key=lambda row: step_prompt_ids[row])
+        prompts = sorted(step_prompt_ids)
         edges = [prompts.index(prompt) for prompt in sorted(set(prompts))] + [len(prompts)]
-        masks = pad_sequence([step.step_masks[row] for row in order], batch_first=True)
+        masks = pad_sequence([step_masks[row] for row in order], batch_first=True)
         weights = masks * weigh(masks * 0 + 1, masks, name, len(losses), LENGTH, list(pairwise(edges)))
-        places = [order.index(step.first_row + i) for i in range(len(losses))]
+        places = [order.index(first_row + i) for i in range(len(losses))]
         return (losses * weights[places][:, : losses.shape[1]]).sum()
 
-    for name in ("token_mean", "token_mean_legacy", "prompt_mean"):
-        yield Setting(name, name.removesuffix("_legacy"), partial(loss, name), EVEN)
-    yield Setting("sequence_mean", "sample_mean", partial(loss, "sequence_mean"), EVEN)
-    name = "seq_mean_token_sum_norm"
-    yield Setting(name, "constant", partial(loss, name), EVEN, LENGTH)
+    modes: Modes = {"token_mean": TOKEN_MEAN, "token_mean_legacy": TOKEN_MEAN, "prompt_mean": ("prompt_mean", None)}
+    return _settings(loss, modes | {"sequence_mean": SAMPLE_MEAN, "seq_mean_token_sum_norm": DR_GRPO}, EVEN)
 
 
 def _nemo_rl(root: Path) -> Iterator[Setting]:
     mean = lift(root / "algorithms/utils.py", "masked_mean")
 
-    def by_sample(losses: Tensor, mask: Tensor, step: Any) -> Any:
+    def loss(name: str, losses: Tensor, mask: Tensor, step_tokens: int, step_samples: int) -> Any:
+        if name == "token_level_loss: true":
+            return mean(losses, mask, None, step_tokens)
         rows = mean(losses, mask, dim=-1)
-        return mean(rows, rows.detach() * 0 + 1, None, step.step_samples)
+        return mean(rows, rows.detach() * 0 + 1, None, step_samples)
 
-    by_token: Any = lambda losses, mask, step: mean(losses, mask, None, step.step_tokens)  # noqa: E731
-    yield Setting("token_level_loss: true", "token_mean", by_token)
-    yield Setting("token_level_loss: false", "sample_mean", by_sample)
+    return _settings(loss, {"token_level_loss: true": TOKEN_MEAN, "token_level_loss: false": SAMPLE_MEAN})
 
 
 def _areal(root: Path) -> Iterator[Setting]:
     """The mean of a micro-batch, times its share of the step's tokens."""
     ppo = lift(root / "utils/functional/functional.py", "ppo_actor_loss_fn")
 
-    def loss(log_probs: Tensor, mask: Tensor, step: Any) -> Any:
-        mean, _ = ppo(log_probs, step.old_log_probs, step.old_log_probs, step.advantages, 0.2, mask.bool())
-        return mean * step.microbatch_tokens / step.step_tokens
+    def loss(
+        _: str, log_probs: Tensor, mask: Tensor, old_log_probs: Tensor, advantages: Tensor, microbatch_tokens: int,
+        step_tokens: int,
+    ) -> Any:  # fmt: skip
+        mean, _stats = ppo(log_probs, old_log_probs, old_log_probs, advantages, 0.2, mask.bool())
+        return mean * microbatch_tokens / step_tokens
 
-    yield Setting("default", "token_mean", loss, LossCall(takes="log_probs", dp="sum"))
+    return _settings(loss, {"default": TOKEN_MEAN}, LossCall(takes="log_probs", dp="sum"))
 
 
 def _by_loss_type(file: str, function: str, call: LossCall, root: Path) -> Iterator[Setting]:
     """TRL's and ms-swift's branches by `loss_type`; rollouts for one step at a time."""
     aggregate = lift_branches(root / file, function, "self.loss_type", "loss")
 
-    def loss(name: str, losses: Tensor, mask: Tensor, step: Any) -> Any:
-        losses, mask, count = losses.repeat(1, TIMES), mask.repeat(1, TIMES), step.step_tokens * TIMES
-        number = step.num_microbatches
+    def loss(name: str, losses: Tensor, mask: Tensor, step_tokens: int, num_microbatches: int, dp_size: int) -> Any:
+        losses, mask, count = losses.repeat(1, TIMES), mask.repeat(1, TIMES), step_tokens * TIMES
         trainer = Named(
-            loss_type=name, args=Named(steps_per_generation=number, num_microbatches=number),
+            loss_type=name, args=Named(steps_per_generation=num_microbatches, num_microbatches=num_microbatches),
             model=Named(training=True), max_completion_length=LENGTH * TIMES,
-            accelerator=Named(num_processes=step.dp_size), current_gradient_accumulation_steps=number,
+            accelerator=Named(num_processes=dp_size), current_gradient_accumulation_steps=num_microbatches,
         )  # fmt: skip
         return aggregate(
             self=trainer, mode="train", per_token_loss=losses, mask=mask, completion_mask=mask,
             inputs={"num_items_in_batch": count}, grpo_batch=Named(num_items_in_batch=count),
-            micro_batch_size=len(losses), mpu=Named(get_data_parallel_world_size=lambda: step.dp_size),
+            micro_batch_size=len(losses), mpu=Named(get_data_parallel_world_size=lambda: dp_size),
         )  # fmt: skip
 
-    for name, mode in (("grpo", "sample_mean"), ("bnpo", "token_mean"), ("dapo", "token_mean")):
-        yield Setting(name, mode, partial(loss, name), call)
-    yield Setting("dr_grpo", "constant", partial(loss, "dr_grpo"), call, LENGTH)
+    return _settings(loss, {"grpo": SAMPLE_MEAN, "bnpo": TOKEN_MEAN, "dapo": TOKEN_MEAN, "dr_grpo": DR_GRPO}, call)
 
 
 def _bridge(root: Path) -> Iterator[Setting]:
     """Its next-token loss, divided by Megatron: by the tokens of a rank's micro-batch, or of the step."""
     masked = lift(root / "training/losses.py", "masked_next_token_loss", get_rerun_state_machine=lambda: None)
 
-    def loss(per_token: bool, losses: Tensor, mask: Tensor, step: Any) -> Any:
+    def loss(name: str, losses: Tensor, mask: Tensor, step_tokens: int) -> Any:
         total, num_tokens, _ = masked(mask, losses, check_for_nan_in_loss=False)
-        return total / (step.step_tokens if per_token else num_tokens.clamp(min=1))
+        return total / (num_tokens.clamp(min=1) if name == "default" else step_tokens)
 
     mean = LossCall(microbatches="mean", cp="mean", even_microbatches=True)
-    yield Setting("default", "token_mean", partial(loss, False), mean)
-    yield Setting("calculate_per_token_loss", "token_mean", partial(loss, True), LossCall(dp="sum", cp="sum"))
+    yield from _settings(loss, {"default": TOKEN_MEAN}, mean)
+    yield from _settings(loss, {"calculate_per_token_loss": TOKEN_MEAN}, LossCall(dp="sum", cp="sum"))
 
 
 @dataclass(frozen=True)

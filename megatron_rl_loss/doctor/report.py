@@ -2,7 +2,6 @@
 
 import importlib.metadata
 import importlib.util
-import inspect
 import json
 import os
 import platform
@@ -17,17 +16,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from megatron_rl_loss.audit.launch import NO_VERDICT, NOT_SOUND, SOUND
 from megatron_rl_loss.audit.loss_check import check_loss
-from megatron_rl_loss.audit.simulation import GIVEN
 from megatron_rl_loss.doctor.engines import ENGINES, Engine, Setting
-from megatron_rl_loss.doctor.source import Named
 
 _PROBE = "from megatron_rl_loss.doctor.report import probe_megatron; probe_megatron()"
 _PROBE_SECONDS = 300
-_LOSS_MAKERS = ("old_log_probs", "advantages", "sample_advantages")  # what only a function of log-probs may ask for
 
 
 def run_doctor(options: Namespace) -> int:
@@ -78,26 +72,17 @@ def _examined(engine: Engine, root: Path) -> dict[str, Any]:
 
 def _judged(setting: Setting) -> dict[str, str]:
     """What `check_loss` says of a setting; where it is not exact, whether fully masked samples are why."""
-
-    def loss_fn(losses: Tensor, mask: Tensor, **step: Any) -> Any:
-        return setting.loss_fn(losses, mask, Named(**step))
-
-    asked = [name for name in GIVEN if setting.call.takes == "log_probs" or name not in _LOSS_MAKERS]
-    kinds = inspect.Parameter
-    parameters = [kinds(name, kinds.POSITIONAL_OR_KEYWORD) for name in ("losses", "mask")]
-    parameters += [kinds(name, kinds.KEYWORD_ONLY) for name in asked]
-    loss_fn.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    check = partial(check_loss, loss_fn, setting.mode, divisor=setting.divisor, units=setting.units)
+    check = partial(check_loss, setting.loss_fn, setting.mode, divisor=setting.divisor, units=setting.units)
     said = {"name": setting.name, "meant": setting.mode}
     try:
         findings = check(call=setting.call, draws=8).findings
         if not findings:
             return {**said, "verdict": "exact", "says": ""}
         other = check(call=replace(setting.call, masked_samples=False), draws=4).findings
-        only = "" if other else "with fully masked samples, "
     except Exception as error:
         return {**said, **_failure(error)}
     widest = max(findings, key=lambda one: (one.kind == "weights") + (one.shape == "spread"))
+    only = "" if other else "with fully masked samples, "
     return {**said, "verdict": "not exact", "says": f"{only}{widest.cut}: {widest.says}"}
 
 

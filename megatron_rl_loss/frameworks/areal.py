@@ -8,17 +8,13 @@
 
     aggregate(Actor, "prompt_mean")
 
-AReaL trains on the mean over the T tokens of an optimizer step, whatever its micro-batches and ranks. Its losses are
-proportional to the advantage. So each token's advantage is multiplied by its weight in the mode * T, which one round of
-collectives counts over the data-parallel group before the step. Penalties on rewards stay as they are; a distillation
-loss stays a token mean. Imports no AReaL.
+AReaL trains on the mean over the T tokens of an optimizer step; its losses are proportional to the advantage. So each
+token's advantage is multiplied by its weight in the mode * T. Imports no AReaL.
 Source: areal 4aef98d8, trainer/ppo/actor.py (_ppo_update, grpo_loss_fn), engine/megatron_engine.py (train_batch).
 """
 
 import functools
 from typing import Any
-
-import torch
 
 from megatron_rl_loss.frameworks.columns import check_text, mark, prompts_of, token_mean_factors
 from megatron_rl_loss.modes.loss_modes import LossModes
@@ -42,9 +38,8 @@ def aggregate(
     Raises:
         ValueError, TypeError: an actor with an aggregation; settings that are unusable; a controller of a class that
             workers import from AReaL or from a main script, where nothing is aggregated.
-        BadBatchError: on every rank, when a step is trained on: ``m2_threshold``, with which AReaL divides by the
-            tokens that are left; a mode by prompt with images; weights that differ within a sample for losses of
-            sequences.
+        BadBatchError: on every rank, when a step is trained on: ``m2_threshold``; a mode by prompt with images; weights
+            that differ within a sample for losses of sequences.
     """
     modes = LossModes.resolve(mode, divisor=divisor, units=units)
     train_batch = actor_class.train_batch
@@ -59,29 +54,27 @@ def aggregate(
     def with_factors(self: Any, input_: Any, *args: Any, **kwargs: Any) -> Any:
         batches = input_ if isinstance(input_, list) else [input_]
 
-        def describe() -> Samples:
+        def describe() -> list[Samples]:
             if getattr(self.config, "m2_threshold", None) is not None:
                 raise ValueError(
                     "m2_threshold beside a loss aggregation: AReaL then divides by the tokens that it keeps, which are "
                     "known in the training forward alone. Leave one of them out."
                 )
             check_text(modes, any("multi_modal_input" in batch for batch in batches))
-            prompts: list[str] = []
+            described = []
             for batch in batches:  # a mask is that of the label, which is the next token
-                prompts += prompts_of(batch["input_ids"].tolist(), batch["loss_mask"].roll(1, -1).bool().tolist())
-            return Samples([mask for batch in batches for mask in batch["loss_mask"].float()], prompt_ids=prompts)
+                trained = batch["loss_mask"].roll(1, -1).bool().tolist()
+                prompts = prompts_of(batch["input_ids"].tolist(), trained)
+                described.append(Samples(list(batch["loss_mask"].float()), prompt_ids=prompts))
+            return described
 
         of_sequences = getattr(self.config, "importance_sampling_level", "token") == "sequence"
-        factors, _ = token_mean_factors(
-            modes,
-            describe,
-            dp_group=self.data_parallel_group,
-            even="Set importance_sampling_level=token" if of_sequences else "",
-        )
-        weighted, left = [], iter(factors)
-        for batch in batches:
-            rows = torch.stack([next(left) for _ in batch["loss_mask"]])
-            weighted.append({**batch, "advantages": batch["advantages"] * rows})
+        even = "Set importance_sampling_level=token" if of_sequences else ""
+        factors, _ = token_mean_factors(modes, describe, dp_group=self.data_parallel_group, even=even)
+        weighted = [
+            {**batch, "advantages": batch["advantages"] * of_batch.view_as(batch["loss_mask"])}
+            for batch, of_batch in zip(batches, factors, strict=True)
+        ]
         return train_batch(self, weighted if isinstance(input_, list) else weighted[0], *args, **kwargs)
 
     mark(with_factors, train_batch)

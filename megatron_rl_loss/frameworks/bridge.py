@@ -6,8 +6,7 @@
         pretrain(config, forward_step)  # which returns microbatch.loss(...), of next_microbatch(data_iterator)
 
 Bridge's loops of training and of evaluation fetch Megatron's schedule themselves. Inside the ``with`` they get one that
-plans each step before its first micro-batch. Its own `masked_next_token_loss` is the token mean with per-token loss,
-which Bridge sets for finetuning under CP, and else a mean of micro-batches' means.
+plans each step before its first micro-batch.
 Source: Megatron-Bridge 067f987d, training/train.py (train, train_step), training/eval.py (evaluate).
 """
 
@@ -34,20 +33,17 @@ def attached(aggregation: "LossAggregation") -> Iterator[None]:
     from megatron.bridge.training import eval as evaluation
     from megatron.bridge.training import train
 
-    stock = [(module, module.get_forward_backward_func) for module in (train, evaluation)]
+    stock = {module: module.get_forward_backward_func for module in (train, evaluation)}
+    for module, get_schedule in stock.items():
 
-    def wrapped(get_schedule: Any) -> Any:
         @functools.wraps(get_schedule)
-        def get_wrapped_schedule(*args: Any, **kwargs: Any) -> Any:
+        def get_wrapped_schedule(*args: Any, get_schedule: Any = get_schedule, **kwargs: Any) -> Any:
             return aggregation.wrap_schedule(get_schedule(*args, **kwargs))
 
         mark(get_wrapped_schedule, get_schedule)
-        return get_wrapped_schedule
-
-    for module, get_schedule in [(module, wrapped(get_schedule)) for module, get_schedule in stock]:
-        module.get_forward_backward_func = get_schedule
+        module.get_forward_backward_func = get_wrapped_schedule
     try:
         yield
     finally:
-        for module, get_schedule in stock:
+        for module, get_schedule in stock.items():
             module.get_forward_backward_func = get_schedule

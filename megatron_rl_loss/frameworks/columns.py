@@ -1,4 +1,4 @@
-"""What adapters that weigh advantages share: a factor for each token, prompts told apart, checks."""
+"""What adapters that weigh advantages share: a step's weights, prompts told apart, checks."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -6,37 +6,40 @@ from typing import Any
 from torch import Tensor
 
 from megatron_rl_loss.modes.loss_modes import LossModes
-from megatron_rl_loss.modes.weights import checked_weights
+from megatron_rl_loss.plan.checks import StepGroups
+from megatron_rl_loss.plan.plan import Plan, make_plan
 from megatron_rl_loss.step.collectives import Group, attempt, check_together
-from megatron_rl_loss.step.counting import reduce_step_totals
 from megatron_rl_loss.step.samples import Samples
 
 _MARK = "_aggregated_by_megatron_rl_loss"
 
 
+def plan_of(
+    modes: LossModes, describe: Callable[[], list[Samples]], dp_group: Group | None, term_masks: Sequence[str] = ()
+) -> Plan:
+    """`plan_step` of uncut samples, one for each micro-batch; what one rank refuses raises on all of the group."""
+    ranks = StepGroups(dp_group=dp_group, cp_group=None)
+    return make_plan(attempt(describe), modes, ranks, None, term_masks=term_masks)
+
+
 def token_mean_factors(
-    modes: LossModes, describe: Callable[[], Samples], *, dp_group: Group | None, even: str = ""
+    modes: LossModes, describe: Callable[[], list[Samples]], *, dp_group: Group | None, even: str = ""
 ) -> tuple[list[Tensor], float]:
-    """``w * T`` for each token of each sample of this rank, and T, the active tokens of the step.
+    """``w * T`` for the tokens of each micro-batch of this rank, 1-D, and T, the active tokens of the step.
 
     The mean over T tokens of factor * loss is the step loss of the policy's mode. With `even`, a remedy, factors that
-    differ within a sample are refused. What one rank refuses raises on all ranks of the group.
+    differ within a sample are refused, on all ranks of the group.
     """
-    described = attempt(describe)
-    totals = reduce_step_totals(
-        described if isinstance(described, Exception) else [described],
-        dp_group=dp_group,
-        count_prompts=modes.uses_prompt_ids,
-        statistics=modes.statistics,
-        settings=modes.describe(),
-    )
-    assert isinstance(described, Samples)  # else it was raised
-    tokens = float(totals.step_active_tokens or 0)
-    weights = checked_weights(modes.policy, described.local(0, 1), totals)
-    factors = list((weights * tokens).split(described.mask_lengths))
+    plan = plan_of(modes, describe, dp_group)
+    tokens = float(plan.totals.step_active_tokens or 0)
+    factors = [one.weights * tokens for one in plan]
+
+    def check() -> None:
+        for one, flat in zip(plan, factors, strict=True):
+            check_even(flat.split(one.samples.mask_lengths), one.samples.loss_masks, even)
+
     if even:
-        groups = [] if dp_group is None else [dp_group]
-        check_together(lambda: check_even(factors, described.loss_masks, even), groups)
+        check_together(check, [] if dp_group is None else [dp_group])
     return factors, tokens
 
 

@@ -1,16 +1,13 @@
 """Megatron-LM's own RL, `train_rl.py` (0.19 and main): its `loss_func` with the aggregation of your choice, unpatched.
 
-The stock `loss_func` returns a bin's token sum and its token count, so Megatron trains on the *mean over bins of their
-token means*, whatever share of the tokens a bin holds: the loss changes with the packing. Here the same per-token
-losses, from the unchanged `forward_step`, follow the mode that the flags name, under the same report keys.
+The stock `loss_func` returns a bin's token sum and its token count, so Megatron trains on the mean over bins of their
+token means. Here the same per-token losses, from the unchanged `forward_step`, follow the mode that the flags name.
 
     aggregation = loss_aggregation(args)
     with aggregation.attached():
         pretrain(..., with_loss_aggregation(train_rl.forward_step), ...)
 
-`examples/train_rl_with_loss_aggregation.py` is the whole script; without a flag of this package it trains as stock.
-In `train_rl.py` position p of a row of S tokens stands for the log-prob of token p + 1, so rows have S - 1 losses and
-masks are shifted by one.
+Position p of a row of S tokens stands for the log-prob of token p + 1: rows have S - 1 losses, masks shift by one.
 """
 
 import inspect
@@ -48,27 +45,20 @@ IdsOf = Callable[[Any], Ids]
 
 
 def is_asked_for(args: Namespace) -> bool:
-    """Whether a flag of this package was given. Without one, let `train_rl.py` train as it does.
-
-    Raises:
-        ValueError: flags that were never registered, or that are misspelt on the command line.
-    """
+    """Whether a flag of this package was given. Raises ValueError for flags that were never registered, or misspelt."""
     check_command_line(args, sys.argv[1:])
     return any_flag_given(args)
 
 
 def loss_aggregation(
-    args: Namespace,
-    *,
-    cp_losses: CpLosses = "gathered",
-    rollout_ids_of: IdsOf | None = None,
+    args: Namespace, *, cp_losses: CpLosses = "gathered", rollout_ids_of: IdsOf | None = None,
     prompt_ids_of: IdsOf | None = None,
-) -> LossAggregation:
+) -> LossAggregation:  # fmt: skip
     """The `LossAggregation` of a `train_rl.py` launch, from Megatron's parsed and validated `args`.
 
     Args:
-        cp_losses: ``gathered`` if every context-parallel rank gets all S - 1 losses of a row (main),
-            ``sliced`` if it gets its S / cp zigzag positions of it (what `loss_func` of 0.19 was written for).
+        cp_losses: ``gathered`` if every context-parallel rank gets all S - 1 losses of a row (main), ``sliced`` if it
+            gets its S / cp zigzag positions of it (what `loss_func` of 0.19 was written for).
         rollout_ids_of, prompt_ids_of: a batch of `train_rl.py`'s iterator -> an id for each of its rows. By default a
             row is a rollout (one that `train_rl.py` splits into turns is several); ``prompt_mean`` needs prompt ids.
 
@@ -98,13 +88,10 @@ def loss_aggregation(
 
 
 def with_loss_aggregation(forward_step: Callable[..., Any]) -> Callable[..., Any]:
-    """`train_rl.forward_step`, unchanged but for `loss_func` in the place of its own.
+    """`train_rl.forward_step`, unchanged but for `loss_func` in the place of its own; for use inside `attached()`.
 
-    The iterator must be one of a `LossAggregation` (inside `attached()`), which hands out `Microbatch` objects.
-
-    Raises, at the first micro-batch:
-        TypeError: an iterator of something else.
-        ValueError: a `forward_step` whose loss function is not the one this module knows.
+    Raises, at the first micro-batch, TypeError for an iterator of other things than `Microbatch`, ValueError for a
+    `forward_step` whose loss function is not the one this module knows.
     """
     known = tuple(inspect.signature(loss_func).parameters)[1:]
 
@@ -128,22 +115,14 @@ def with_loss_aggregation(forward_step: Callable[..., Any]) -> Callable[..., Any
 
 
 def loss_func(
-    microbatch: Microbatch,
-    loss_mask: Tensor,
-    kl_term: Tensor,
-    ratios: Tensor,
-    entropy_term: Tensor,
-    truncated_from_above: Tensor,
-    truncated_from_below: Tensor,
-    output_tensor: Tensor,
-) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    microbatch: Microbatch, loss_mask: Tensor, kl_term: Tensor, ratios: Tensor, entropy_term: Tensor,
+    truncated_from_above: Tensor, truncated_from_below: Tensor, output_tensor: Tensor,
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:  # fmt: skip
     """What Megatron gets for a micro-batch of `train_rl.py`; the arguments after the first are its own.
 
     Reports ``lm loss``, the step loss that is trained on, and the five ``rl/`` metrics as token means over the step.
-
-    Raises:
-        ValueError: losses that are not this rank's part of the micro-batch.
-        RuntimeError: a NaN loss, under Megatron's ``--check-for-nan-in-loss-and-grad``.
+    Raises ValueError for losses that are not this rank's part of the micro-batch, RuntimeError for a NaN loss under
+    Megatron's ``--check-for-nan-in-loss-and-grad``.
     """
     share = microbatch.pg_loss(output_tensor.reshape(-1))
     if get_args().check_for_nan_in_loss_and_grad:
@@ -155,31 +134,21 @@ def loss_func(
             fatal=True,
         )
     per_token = {
-        "rl/kl_term": kl_term,
-        "rl/pi_over_pi_old": ratios,
-        "rl/entropy_term": entropy_term,
-        "rl/truncated_from_above": truncated_from_above,
-        "rl/truncated_from_below": truncated_from_below,
-    }
-    flat = {name: values.detach().float().reshape(-1).to(share.device) for name, values in per_token.items()}
+        "kl_term": kl_term, "pi_over_pi_old": ratios, "entropy_term": entropy_term,
+        "truncated_from_above": truncated_from_above, "truncated_from_below": truncated_from_below,
+    }  # fmt: skip
+    flat = {f"rl/{name}": values.detach().float().reshape(-1).to(share.device) for name, values in per_token.items()}
     means = {name: microbatch.token_mean(values) for name, values in flat.items()}
     return microbatch.carry(share, microbatch.report({"lm loss": share, **means}))
 
 
 def samples_of(
-    batch: Any,
-    *,
-    cp_losses: CpLosses = "gathered",
-    rollout_ids: Ids | None = None,
-    prompt_ids: Ids | None = None,
+    batch: Any, *, cp_losses: CpLosses = "gathered", rollout_ids: Ids | None = None, prompt_ids: Ids | None = None
 ) -> Samples:
     """The samples of a batch of `train_rl.py`'s iterator: a packed bin's number, or the seven tensors of unpacked rows.
 
-    The bin is looked up in Megatron's RL runtime state.
-
-    Raises:
-        ValueError: a batch of neither kind; sequences that leave their bin; a mask that is set on a sequence's first
-            token, for which there is no log-prob.
+    The bin is looked up in Megatron's RL runtime state. Raises ValueError for a batch of neither kind, sequences that
+    leave their bin, a mask that is set on a sequence's first token.
     """
     if isinstance(batch, Sequence) and len(batch) == 1 and batch[0].numel() == 1:
         from megatron.rl.rl_utils import get_rl_runtime_state

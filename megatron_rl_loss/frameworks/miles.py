@@ -2,9 +2,8 @@
 
     --custom-megatron-init-path megatron_rl_loss.frameworks.miles.count_steps
 
-With it `token_mean` is exact whatever is masked or rejected, with or without per-token loss; the padded rows of
-``--qkv-format bshd`` may be cut for context parallelism; `sample_mean` refuses rollouts that are split over samples.
-Without it `sample_mean` and `constant` are exact where rows are not padded.
+With it `token_mean` is exact whatever is masked or rejected, the padded rows of ``--qkv-format bshd`` may be cut for
+context parallelism, and `sample_mean` refuses rollouts that are split over samples.
 """
 
 import functools
@@ -12,13 +11,11 @@ import inspect
 import os
 from argparse import Namespace
 from collections.abc import Callable
-from dataclasses import asdict
 from typing import Any
 
 from torch import Tensor
 
 from megatron_rl_loss.frameworks import step_counts
-from megatron_rl_loss.frameworks.step_counts import StepCounts
 
 __all__ = ["count_steps"]
 
@@ -29,9 +26,8 @@ _NO_COUNTS_NEEDED = "Drop --custom-megatron-init-path; ...slime.sample_mean and 
 def count_steps(args: Namespace) -> None:
     """Have each step counted before its first micro-batch, for ``--custom-megatron-init-path`` of miles.
 
-    miles calls it once on every rank. It puts one collective round per step before `train_one_step` in
-    `miles.backends.megatron_utils.model`, where the step's data are; the function itself runs unchanged. Masks are
-    counted as they are before any rejection. If your own function has that flag, call this from it.
+    miles calls it once on every rank. It puts one collective round per step before `train_one_step`, where the step's
+    data are. Masks are counted as they are before any rejection. If your own function has that flag, call this from it.
 
     Raises:
         ValueError: a miles whose `train_one_step` has other parameters; multi-LoRA, whose adapters have steps of their
@@ -65,7 +61,7 @@ def _counting(train_one_step: Callable[..., Any]) -> Callable[..., Any]:
     def counted(*args: Any, **kwargs: Any) -> Any:
         arguments = signature.bind(*args, **kwargs).arguments
         launch, iterators, num_microbatches, num_rollouts = (arguments[name] for name in _NEEDED)
-        step_counts.begin(launch, asdict(_counts(iterators[0], num_microbatches, num_rollouts)))
+        step_counts.begin(launch, _counts(iterators[0], num_microbatches, num_rollouts))
         try:
             return train_one_step(*args, **kwargs)
         finally:
@@ -75,7 +71,7 @@ def _counting(train_one_step: Callable[..., Any]) -> Callable[..., Any]:
     return counted
 
 
-def _counts(iterator: Any, num_microbatches: int, num_rollouts: int) -> StepCounts:
+def _counts(iterator: Any, num_microbatches: int, num_rollouts: int) -> dict[str, Any]:
     """Of the step that miles's `DataIterator` stands before."""
     from miles.backends.training_utils.parallel import get_parallel_state
 

@@ -4,20 +4,17 @@
 
     aggregate("prompt_mean")  # megatron rlhf --rlhf_type grpo --loss_type dapo --external_plugins plugin.py ...
 
-With ``--loss_type dapo`` (the clipped loss of grpo, bnpo and dr_grpo too) or ``cispo`` Megatron-SWIFT sums loss * mask
-over a micro-batch and divides by a count of tokens that it hands to each micro-batch. So before each optimizer step the
-count becomes the step's tokens T, and each token's advantage is multiplied by its weight in the mode * T. Megatron's
-schedule divides by the number of micro-batches: 4.6.0 multiplies by it first; for older trainers the count is T over
-it. A KL penalty in the loss then is the exact token mean. Metrics keep their masks. One round of collectives per step.
-Source: ms-swift 4.6.0, 3602360a, swift/megatron/trainers/grpo_trainer.py (loss_func), rollout_mixin.py, base.py.
+With ``--loss_type dapo`` or ``cispo`` Megatron-SWIFT sums loss * mask over a micro-batch and divides by a count of
+tokens that it hands to each micro-batch. Before each optimizer step the count becomes the step's tokens T, and each
+token's advantage is multiplied by its weight in the mode * T; a KL penalty in the loss is then the token mean.
+Megatron's schedule divides by the number of micro-batches: 4.6.0 multiplies by it first; for older trainers the count
+is T over it. Source: ms-swift 4.6.0, 3602360a, swift/megatron/trainers/grpo_trainer.py (loss_func), rollout_mixin.py.
 """
 
 import functools
 import inspect
 from collections.abc import Sequence
 from typing import Any
-
-import torch
 
 from megatron_rl_loss.frameworks.columns import check_text, mark, prompts_of, token_mean_factors
 from megatron_rl_loss.modes.loss_modes import LossModes
@@ -35,10 +32,10 @@ def aggregate(mode: str | ModeFunction, *, divisor: float | None = None, units: 
         mode, divisor, units: as in `make_pg_loss_reducer`. Prompts are told apart by their tokens.
 
     Raises:
-        ValueError, TypeError: a trainer with an aggregation; settings that are unusable.
+        ValueError, TypeError: a trainer with an aggregation; settings that are unusable. When a step is trained on,
+            fewer tokens than micro-batches or ranks, which Megatron-SWIFT would count as more.
         BadBatchError: on every rank, when a step is trained on: another ``--loss_type`` than dapo and cispo; a mode by
             prompt with images.
-        ValueError: fewer tokens than micro-batches or ranks, which Megatron-SWIFT would count as more.
     """
     from swift.megatron.trainers import grpo_trainer
 
@@ -70,18 +67,19 @@ def aggregate(mode: str | ModeFunction, *, divisor: float | None = None, units: 
 def _weigh(batches: Sequence[Any], trainer: Any, modes: LossModes, *, undoes_mean: bool) -> None:
     from megatron.core import mpu
 
-    def describe() -> Samples:
+    def describe() -> list[Samples]:
         if trainer.loss_type not in ("dapo", "cispo"):
             raise ValueError(
                 f"--loss_type {trainer.loss_type} beside a loss aggregation: the loss must be a sum over a token "
                 "count. Use --loss_type dapo, which has the loss of grpo, bnpo and dr_grpo, or cispo."
             )
         check_text(modes, any(batch.has_media for batch in batches))
-        masks = []
+        described = []
         for batch in batches:
-            kept = ~batch.truncated_mask if trainer.args.overlong_filter else torch.ones_like(batch.truncated_mask)
-            masks += list((batch.completion_mask * kept[:, None]).float())
-        return Samples(masks, prompt_ids=[prompt for batch in batches for prompt in batch.prompts])
+            dropped = batch.truncated_mask & trainer.args.overlong_filter
+            masks = (batch.completion_mask & ~dropped[:, None]).float()
+            described.append(Samples(list(masks), prompt_ids=batch.prompts))
+        return described
 
     factors, tokens = token_mean_factors(modes, describe, dp_group=mpu.get_data_parallel_group())
     parts = 1 if undoes_mean else len(batches)
@@ -91,7 +89,6 @@ def _weigh(batches: Sequence[Any], trainer: Any, modes: LossModes, *, undoes_mea
             f"{tokens:g} tokens in {shares} parts of the step: Megatron-SWIFT counts at least one in each. Use fewer "
             "ranks or micro-batches."
         )
-    left = iter(factors)
-    for batch in batches:
-        batch.advantages = batch.advantages * torch.stack([next(left) for _ in batch.advantages])
+    for batch, of_batch in zip(batches, factors, strict=True):
+        batch.advantages = batch.advantages * of_batch.view_as(batch.completion_mask)
         batch.num_items_in_batch = batch.advantages.new_tensor(tokens / parts)

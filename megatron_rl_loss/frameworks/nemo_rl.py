@@ -4,12 +4,10 @@
 
     loss_fn = aggregate(policy, loss_fn, "prompt_mean", kl="token_mean")  # after setup(...), before grpo_train(...)
 
-NeMo-RL adds up loss * mask over all tokens and divides by the global batch's valid tokens T, or, with
-``token_level_loss=false``, adds up the samples' means and divides by its N valid samples. The driver holds a whole
-batch, so it writes a column for each term: the mode's weights * T, or a sample's sum of weights * N. The denominators
-cancel on the worker, whatever its micro-batches, packing and ranks. The policy loss, which is proportional to the
-advantage, has advantage * column; the KL penalty has the column in place of its mask. Metrics keep the masks; those of
-the terms are of the new loss. Imports no NeMo-RL.
+NeMo-RL divides a sum over all tokens by the global batch's T valid tokens, or, with ``token_level_loss=false``, that of
+samples' means by its N valid samples. The driver holds a whole batch, so it writes a column for each term: the mode's
+weights * T, or a sample's sum of weights * N. The policy loss has advantage * column, the KL penalty has the column in
+place of its mask; metrics keep the masks. Imports no NeMo-RL.
 Source: nemo_rl 7ea279ab, algorithms/loss/loss_functions.py (ClippedPGLossFn), algorithms/utils.py (masked_mean).
 """
 

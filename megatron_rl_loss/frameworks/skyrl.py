@@ -6,9 +6,8 @@
     PolicyLossRegistry.register("mine", AggregatedPolicyLoss("regular", "prompt_mean", kl="token_mean"))
     # trainer.algorithm.policy_loss_type=mine trainer.algorithm.loss_reduction=token_mean
 
-SkyRL adds up the policy loss of a mini-batch. It averages other terms and metrics over each micro-batch, then over a
-rank's micro-batches that hold samples, then over ranks. Its registry hands the loss to each worker; there one round of
-collectives before a mini-batch gives the tokens' weights. A term becomes the sum of weight * loss times the number of
+SkyRL adds up the policy loss of a mini-batch, and averages other terms and metrics over each micro-batch, then over a
+rank's micro-batches that hold samples, then over ranks. Here a term is the sum of weight * loss times the number of
 those micro-batches and ranks, so its mean is exact. Imports no SkyRL.
 Source: SkyRL a9564572, workers/megatron/megatron_model_wrapper.py (forward_backward_mini_batch), worker_utils.py.
 """
@@ -19,13 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rl_loss.frameworks.columns import check_text
+from megatron_rl_loss.frameworks.columns import check_text, plan_of
 from megatron_rl_loss.frameworks.skyrl_install import WEIGHTS, install
 from megatron_rl_loss.modes.loss_modes import LossModes
 from megatron_rl_loss.modes.table import ModeFunction
-from megatron_rl_loss.modes.weights import checked_weights
-from megatron_rl_loss.step.collectives import attempt
-from megatron_rl_loss.step.counting import reduce_step_totals
+from megatron_rl_loss.modes.weights import weigh
 from megatron_rl_loss.step.samples import Samples
 from megatron_rl_loss.step.totals import UnitCounting
 
@@ -79,25 +76,23 @@ class AggregatedPolicyLoss:
 
         depths = [f"mtp {i}" for i in range(get_model_config(wrapper.actor_module[0]).mtp_num_layers or 0)]
         group, modes = mpu.get_data_parallel_group(with_context_parallel=False), self._modes
-        described = attempt(lambda: [self._describe(wrapper, batch, depths) for batch in batches])
-        of_step = {"dp_group": group, "count_prompts": modes.uses_prompt_ids, "statistics": modes.statistics}
-        totals = reduce_step_totals(described, masks=depths, settings=modes.describe(), **of_step)
-        assert not isinstance(described, Exception)  # else it was raised
+        plan = plan_of(modes, lambda: [self._describe(wrapper, batch, depths) for batch in batches], group, depths)
+        totals = plan.totals
         tokens, rollouts = max(totals.step_tokens or 0, 1), max(totals.rollouts.all or 0, 1)
         shares = group.size() * max(1, batches[0].get("num_real_microbatches", len(batches)))
 
         def weights_of(term: str, samples: Samples, mask: str | None = None) -> Tensor:
-            local, by_mask = samples.with_mask(mask).local(0, 1), totals.with_mask(mask)
-            weights = checked_weights(modes.terms.get(term, modes.policy), local, by_mask)
+            local = samples.with_mask(mask).local(0, 1)
+            weights = weigh(modes.terms.get(term, modes.policy), local, totals.with_mask(mask))
             return weights if mask is None else weights[local.mask != 0]
 
         weighed = []
-        for batch, samples in zip(batches, described, strict=True):
-            mask, held = batch["loss_mask"], _held(batch)
+        for batch, microbatch in zip(batches, plan, strict=True):
+            mask, samples = batch["loss_mask"], microbatch.samples
             columns = {name: mask.new_zeros(mask.shape, dtype=torch.float32) for name in ("policy", "kl", "entropy")}
             for name, column in columns.items():
                 rows = weights_of(name, samples).view(len(samples), batch["attention_mask"].shape[1])
-                column[held] = rows[:, -mask.shape[1] :]
+                column[_held(batch)] = rows[:, -mask.shape[1] :]
             of_policy, of_kl = (columns[name] / mask.where(mask != 0, 1) for name in ("policy", "kl"))
             weights = {
                 "kl": of_kl * shares,
@@ -122,13 +117,13 @@ class AggregatedPolicyLoss:
             )
         check_text(self._modes, batch.get("pixel_values") is not None)
         held, real = _held(batch), batch["attention_mask"] != 0
-        masks = torch.nn.functional.pad(batch["loss_mask"], (real.shape[1] - batch["loss_mask"].shape[1], 0))[held]
+        start = real.shape[1] - batch["loss_mask"].shape[1]
+        masks = torch.nn.functional.pad(batch["loss_mask"], (start, 0))[held]
         further = {}
         for shift, name in enumerate(depths, 1):  # where a token and the one that is predicted are real
             both = real[held, :-shift] & real[held, shift:]
             further[name] = list(torch.nn.functional.pad(both, (0, shift)))
-        end = real.shape[1] - batch["loss_mask"].shape[1]
-        prompts = [str(ids) for ids in batch["sequences"][held, :end].tolist()]
+        prompts = [str(ids) for ids in batch["sequences"][held, :start].tolist()]
         return Samples(list(masks), prompt_ids=prompts, term_masks=further)
 
 

@@ -6,6 +6,7 @@ The weights travel in the micro-batch to SkyRL's loss function, and on its masks
 import functools
 import inspect
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -43,25 +44,30 @@ def install() -> None:
     setattr(module, WEIGHTS, True)
 
 
-def _replaced(stock: Any, replacement: Any) -> Any:
-    @functools.wraps(stock)
+Stock = Callable[[], Any]  # SkyRL's function of the arguments that were given, as they are by now
+
+
+def _replaced(function: Any, replacement: Callable[[Stock, dict[str, Any]], Any]) -> Any:
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        return replacement(stock, *args, **kwargs)
+        bound = signature.bind(*args, **kwargs)
+        return replacement(lambda: function(*bound.args, **bound.kwargs), bound.arguments)
 
     return call
 
 
-def _mini_batch(stock: Any, *args: Any, **kwargs: Any) -> Any:
-    given = inspect.signature(stock).bind(*args, **kwargs).arguments
+def _mini_batch(stock: Stock, given: dict[str, Any]) -> Any:
     by_name, losses = given.get("loss_fn"), sys.modules[_MODULE].PolicyLossRegistry
     loss = given["self"].policy_loss_fn if by_name is None else losses.get(by_name)
     if hasattr(loss, "weigh"):
         given["micro_batches"] = loss.weigh(given["self"], given["micro_batches"])
-    return stock(**given)
+    return stock()
 
 
-def _schedule(stock: Any, *args: Any, **kwargs: Any) -> Any:
-    schedule = stock(*args, **kwargs)
+def _schedule(stock: Stock, given: dict[str, Any]) -> Any:
+    schedule = stock()
 
     def run(*, forward_step_func: Any, **options: Any) -> Any:
         def forward_step(iterator: Any, model: Any) -> Any:
@@ -92,38 +98,36 @@ def _loss(loss_func: Any, logits: Tensor) -> Any:
     return loss, metrics
 
 
-def _mean(stock: Any, tensor: Tensor, mask: Tensor | None, dim: int | None = None) -> Any:
-    weights = getattr(mask, WEIGHTS, None)
+def _mean(stock: Stock, given: dict[str, Any]) -> Any:
+    values, weights = given["tensor"], getattr(given["mask"], WEIGHTS, None)
     if weights is None:
-        return stock(tensor, mask, dim)
-    if dim is None:
-        return (tensor * weights["entropy"]).sum()
-    return (tensor * weights["kl"]).sum(dim) * len(tensor)  # the mean over rows follows
+        return stock()
+    if given.get("dim") is None:
+        return (values * weights["entropy"]).sum()
+    return (values * weights["kl"]).sum(given["dim"]) * len(values)  # the mean over rows follows
 
 
-def _entropy(stock: Any, *args: Any, **kwargs: Any) -> Any:
-    given = inspect.signature(stock).bind(*args, **kwargs).arguments
+def _entropy(stock: Stock, given: dict[str, Any]) -> Any:
     weights = getattr(given["loss_mask"], WEIGHTS, None)
     if weights is None:
-        return stock(**given)
+        return stock()
     total = weights["entropy"].sum()  # what the stock function divides by is then 1
     given["loss_mask"] = weights["entropy"] / total.where(total != 0, 1)
-    whole, mine = (value * total for value in stock(**given))
+    whole, mine = (value * total for value in stock())
     return whole, whole.detach() + mine - mine.detach()  # the gradient is that of this CP rank's tokens
 
 
-def _shift(stock: Any, mask: Tensor, mtp_layer_number: int = 0, *args: Any, **kwargs: Any) -> Any:
-    shifted = stock(mask, mtp_layer_number, *args, **kwargs)
-    if not hasattr(mask, WEIGHTS):
+def _shift(stock: Stock, given: dict[str, Any]) -> Any:
+    shifted, weights = stock(), getattr(given["mask"], WEIGHTS, None)
+    if weights is None:
         return shifted
     column = torch.zeros_like(shifted, dtype=torch.float32)
-    column[shifted != 0] = getattr(mask, WEIGHTS)[mtp_layer_number]
+    column[shifted != 0] = weights[given.get("mtp_layer_number", 0)]
     setattr(column, WEIGHTS, True)
     return column
 
 
-def _draft(stock: Any, *args: Any, **kwargs: Any) -> Any:
-    given = inspect.signature(stock).bind(*args, **kwargs).arguments
+def _draft(stock: Stock, given: dict[str, Any]) -> Any:
     if hasattr(given["mask"], WEIGHTS):
         given["global_normalization_factor"] = given["mask"].new_ones(())
-    return stock(**given)
+    return stock()

@@ -2,28 +2,19 @@
 
     --custom-pg-loss-reducer-function-path megatron_rl_loss.frameworks.slime.constant_40960
 
-Both call the hook with four arguments for each micro-batch, and scale what its closure returns (`plan.carriers.SLIME`).
-After their scaling and Megatron's, the step's policy loss is (sums over all micro-batches, CP and DP ranks)
-
-| ``calculate_per_token_loss`` | step loss                   | so the closure returns a share of                |
-|------------------------------|-----------------------------|--------------------------------------------------|
-| False                        | sum of returned values / G  | `sample_mean`: sum of means; `constant`: sum / L |
-| True                         | sum of returned values / T' | `token_mean`: sum over tokens                    |
-
-with G their global batch size (rollouts of the step) and T' = sum_i max(M_i, 1): a fully masked sample adds a phantom
-token to T'. Four arguments show neither the step nor the masks before rejection. So `token_mean` refuses a sample
-without a token, unless `StepCounts` say how many the step had: slime's `count_steps` and `begin_step` provide them,
-under miles `megatron_rl_loss.frameworks.miles.count_steps`.
-
-The layout under context parallelism is `ZigzagResponse`, as in their `cp_utils.py`; all-gather context parallelism
-comes back to it before the loss. miles's padded rows (``qkv_format bshd``) need their length from `StepCounts`.
+Both call a hook for each micro-batch. After their scaling and Megatron's, the step's policy loss is the sum of what its
+closure returned, over micro-batches and ranks, divided by G, their global batch size (rollouts of the step), or with
+``calculate_per_token_loss`` by T' = sum_i max(M_i, 1), in which a fully masked sample is a phantom token. So a closure
+returns a share of the sum of means (`sample_mean`), of sum / L (`constant`), or of the sum over tokens (`token_mean`).
+Four arguments show neither the step nor the masks before rejection: `StepCounts` do. The layout is `ZigzagResponse`, as
+in their `cp_utils.py`; all-gather context parallelism comes back to it before the loss.
 """
 
 import re
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache
 from itertools import chain, islice
 from typing import Any
@@ -84,12 +75,11 @@ class Hook:
             total_lengths, response_lengths: tokens of each sample, with and without its prompt.
             loss_masks: masks over the whole response (never cut for a CP rank), one 1-D tensor per sample.
             calculate_per_token_loss: as Megatron's flag.
-            rollout_mask_sums: mask sum of each sample's whole rollout, as in their batch of that name; for
-                `sample_mean` of rollouts that are split over samples. Neither framework passes it; your own loss may.
+            rollout_mask_sums: mask sum of each sample's whole rollout, for `sample_mean` of rollouts that are split
+                over samples. Neither framework passes it; your own loss may.
 
-        Raises:
-            ValueError, TypeError: a mode that ``calculate_per_token_loss`` contradicts, a step that four arguments do
-                not suffice for, masks and lengths that disagree.
+        Raises ValueError and TypeError for a mode that ``calculate_per_token_loss`` contradicts, a step that four
+        arguments do not suffice for, masks and lengths that disagree.
         """
         if not isinstance(calculate_per_token_loss, bool):
             raise TypeError(
@@ -162,7 +152,7 @@ def _weights_in_step(local: LocalTokens, counts: StepCounts | None, per_token: b
     """``m / T`` times what slime and miles divide by themselves: T' or G."""
     mask_sums = local.samples.mask_sums
 
-    def check(found: Tensor, rule: str) -> None:
+    def refuse(found: Tensor, rule: str) -> None:
         def first() -> str:
             i = int(found.nonzero()[0])
             return f"sample {i} has {float(mask_sums[i]):g} mask tokens"
@@ -171,9 +161,9 @@ def _weights_in_step(local: LocalTokens, counts: StepCounts | None, per_token: b
 
     if per_token:
         rule = "they count it as 1 token, in a sum over the step that the hook cannot correct. Use masks of 0 and 1."
-        check((mask_sums > 0) & (mask_sums < 1), rule)
+        refuse((mask_sums > 0) & (mask_sums < 1), rule)
     if counts is None:
-        check(
+        refuse(
             mask_sums == 0,
             "they count it as 1 token if it was masked from the start, and as the tokens it had if rejection (TIS) "
             "emptied it; a hook sees only what is left. Leave samples without a token out of the batch; with "
@@ -198,16 +188,13 @@ def make_hook(
     >>> dr_grpo = make_hook("constant", divisor=40960)
 
     Args:
-        mode: ``sample_mean``, ``token_mean`` or ``constant``.
-        divisor: L of ``constant``, in tokens.
-        cp_rank, cp_size: this rank's place in its context-parallel group; default: Megatron's parallel state, read at
-            each call.
+        mode, divisor: ``sample_mean``, ``token_mean``, or ``constant`` with its L in tokens.
+        cp_rank, cp_size: this rank's place in its context-parallel group; default: as Megatron says at each call.
         step_counts: returns the counts of the step that is being trained, or None; default: those that `count_steps` of
             this module or of `miles` made.
 
-    Raises:
-        ValueError, TypeError: ``prompt_mean``, a mode that declares sums over the step, or an unknown mode, a divisor
-            that is missing, unusable or without effect, half a CP place.
+    Raises ValueError and TypeError for another mode, a divisor that is missing, unusable or without effect, half a CP
+    place.
     """
     if mode == "prompt_mean":
         raise ValueError(f"a slime or miles hook for prompt_mean: {_NO_PROMPTS}")
@@ -247,19 +234,17 @@ def _constant(divisor: int) -> Hook:
 def count_steps(args: Namespace, rollout_id: int, rollout_data: Mapping[str, Any]) -> None:
     """Count each step of a rollout, for ``--rollout-data-postprocess-path`` of slime: one collective round per step.
 
-    With `begin_step` it makes `token_mean` exact whatever is masked, with or without ``calculate_per_token_loss``, and
-    lets `sample_mean` refuse rollouts that are split over samples. Counts masks as they are before any rejection.
-
-    Raises:
-        BadBatchError: on every rank, if one cannot count its samples.
+    With `begin_step` it makes `token_mean` exact whatever is masked, and lets `sample_mean` refuse rollouts that are
+    split over samples. Counts masks as they are before any rejection. Raises BadBatchError on every rank, if one cannot
+    count its samples.
     """
     microbatches, masks = iter(rollout_data["micro_batch_indices"]), rollout_data["loss_masks"]
     args.megatron_rl_loss_steps = steps = {}
     sizes = zip(rollout_data["num_microbatches"], rollout_data["global_batch_sizes"], strict=True)
     for step_id, (num_microbatches, global_batch_size) in enumerate(sizes):
-        mine = chain.from_iterable(islice(microbatches, num_microbatches))
+        mine = list(chain.from_iterable(islice(microbatches, num_microbatches)))
         counts = step_counts.count_step(lambda mine=mine: [masks[i] for i in mine], global_batch_size)  # type: ignore[misc]
-        steps[rollout_id, step_id] = asdict(counts)
+        steps[rollout_id, step_id] = counts
 
 
 def begin_step(

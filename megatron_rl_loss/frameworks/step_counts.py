@@ -1,7 +1,6 @@
 """What slime's and miles's hooks must know of a whole step, and where it is: in the `args` of the launch.
 
 A hook's four arguments do not tell the step, and no other object reaches both a hook and what runs before the step.
-`slime.begin_step` and `miles.count_steps` write the counts of each step there before its first micro-batch.
 """
 
 import sys
@@ -20,17 +19,13 @@ from megatron_rl_loss.step.samples import Samples
 
 @dataclass(frozen=True, kw_only=True)
 class StepCounts:
-    """What a hook must know of the whole step. Counts are over all DP ranks.
+    """What a hook must know of the whole step, over all DP ranks. Raises ValueError for what is no count.
 
     Attributes:
         step_tokens: sum of all mask entries, as they are before any rejection.
-        num_samples: samples, fully masked ones included.
-        num_masked_samples: samples without a mask entry above 0: the phantom tokens of their token count.
+        num_samples, num_masked_samples: samples, and those without a mask entry above 0, the phantom tokens.
         global_batch_size: what their loss function divides by: the step's rollouts.
         padded_length: tokens of a row of this rank, where rows are padded (``qkv_format bshd``).
-
-    Raises:
-        ValueError: a count that is no finite number from 0 on.
     """
 
     step_tokens: float
@@ -62,11 +57,10 @@ def counts_of_this_step() -> StepCounts | None:
 
 def count_step(
     masks_of_step: Callable[[], list[Tensor]], global_batch_size: int, padded_length: int | None = None
-) -> StepCounts:
-    """The counts of a step from the masks this rank holds in it: a collective round over Megatron's groups.
+) -> dict[str, Any]:
+    """The fields of a step's `StepCounts`, from the masks this rank holds: a collective round over Megatron's groups.
 
-    Raises:
-        BadBatchError: on every rank, if one cannot count its samples.
+    Raises BadBatchError on every rank, if one cannot count its samples.
     """
     from megatron.core import parallel_state
 
@@ -79,14 +73,11 @@ def count_step(
             parallel_state.get_pipeline_model_parallel_group(),
         ],
     )
-    tokens, num_samples, active = totals.step_tokens, totals.rollouts.all, totals.rollouts.active
-    assert tokens is not None  # all are counted where samples have no ids
-    assert num_samples is not None
-    assert active is not None
-    return StepCounts(
-        step_tokens=tokens,
-        num_samples=num_samples,
-        num_masked_samples=num_samples - active,
-        global_batch_size=global_batch_size,
-        padded_length=padded_length,
-    )
+    num_samples = totals.rollouts.all or 0
+    return {
+        "step_tokens": totals.step_tokens or 0.0,
+        "num_samples": num_samples,
+        "num_masked_samples": num_samples - (totals.rollouts.active or 0),
+        "global_batch_size": global_batch_size,
+        "padded_length": padded_length,
+    }

@@ -2,8 +2,7 @@
 
     actor_rollout_ref.model.external_lib=megatron_rl_loss.frameworks.verl_install
 
-Importing this module imports no verl; `install` does. Only a verl that passes global counts can use it (its engine
-does: `global_batch_info`); see docs/frameworks/verl.md.
+Importing this module imports no verl; `install` does. verl must pass global counts, as its engine does.
 """
 
 import inspect
@@ -45,14 +44,12 @@ def agg_loss(
 
     Args:
         loss_mat, loss_mask: [rows, response_length], whole rows (gathered over CP); the mask 0/1, bool or weights >= 0.
-        loss_agg_mode: one of the above.
+            Losses at masked positions are never looked at.
         dp_size: ranks over which gradients are averaged afterwards.
-        batch_num_tokens: mask tokens of the whole step, all ranks and micro-batches.
-        global_batch_size: sequences of the whole step. verl's engine counts all of them, masked ones too.
+        batch_num_tokens, global_batch_size: mask tokens and sequences (masked ones too) of the whole step.
         loss_scale_factor: L of ``seq-mean-token-sum-norm``; with other modes it has no effect, as in verl.
 
-    Returns:
-        A 0-dim tensor, at least float32, connected to the graph. Losses at masked positions are never looked at.
+    Returns a 0-dim tensor, at least float32, connected to the graph.
 
     Raises:
         ValueError: a count the mode needs is None (verl then takes the micro-batch's own, or its padded length, and the
@@ -110,12 +107,7 @@ def _count(name: str, value: float | Tensor | None, mode: str, here: Tensor) -> 
 
 @dataclass(frozen=True)
 class Installed:
-    """What `install` has found.
-
-    Attributes:
-        patched: modules whose `agg_loss` is this package's.
-        left: modules that keep verl's: trainers, which have the entropy of a whole batch, and no counts, for a metric.
-    """
+    """Modules whose `agg_loss` is this package's, and trainers, which keep verl's for a metric of a whole batch."""
 
     patched: tuple[str, ...]
     left: tuple[str, ...]
@@ -125,7 +117,6 @@ class Installed:
         return f"megatron_rl_loss aggregates verl's losses in {', '.join(self.patched)}{left}."
 
 
-#: They aggregate the entropy of all rows at once, for a metric.
 _TRAINERS = (
     "verl.trainer.ppo.ray_trainer",
     "verl.trainer.ppo.v1.trainer_base",
@@ -136,12 +127,9 @@ _TRAINERS = (
 def install() -> Installed:
     """Put this package's `agg_loss` into verl, and into every loaded module that took verl's by name.
 
-    Modules that are loaded later take it from verl. The policy loss ``geo_mean``, which averages each micro-batch by
-    itself and calls no `agg_loss`, is refused when it is used. A second call finds what was loaded meanwhile.
-
-    Raises:
-        ValueError: a verl whose `agg_loss` has other parameters.
-        ImportError: no verl.
+    Modules that are loaded later take it from verl. The policy loss ``geo_mean``, which calls no `agg_loss`, is refused
+    when it is used. A second call finds what was loaded meanwhile. Raises ValueError for a verl whose `agg_loss` has
+    other parameters, ImportError without verl.
     """
     from verl.trainer.ppo import core_algos
 
@@ -162,11 +150,7 @@ def install() -> Installed:
 
 
 def check_installed() -> Installed:
-    """Say where this package's `agg_loss` is active.
-
-    Raises:
-        ValueError: nowhere, or not everywhere: a module took verl's by name and is no trainer.
-    """
+    """Say where this package's `agg_loss` is active. Raises ValueError where a module but a trainer has verl's."""
     from verl.trainer.ppo import core_algos
 
     if core_algos.agg_loss is not agg_loss:

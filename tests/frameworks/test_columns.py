@@ -33,9 +33,9 @@ def expected(mode: str, masks: list[Tensor], prompts: list[Any]) -> list[Tensor]
 def test_factors_are_weights_times_the_tokens(mode: str) -> None:
     masks = [torch.tensor(mask).float() for mask in MASKS]
     modes = LossModes.resolve(mode)
-    factors, tokens = token_mean_factors(modes, lambda: Samples(masks, prompt_ids=PROMPTS), dp_group=None)
+    factors, tokens = token_mean_factors(modes, lambda: [Samples(masks, prompt_ids=PROMPTS)], dp_group=None)
     assert tokens == 8
-    for found, right in zip(factors, expected(mode, masks, PROMPTS), strict=True):
+    for found, right in zip(factors[0].split(5), expected(mode, masks, PROMPTS), strict=True):
         torch.testing.assert_close(found.double(), right, rtol=oracle.EXACT, atol=0)
 
 
@@ -55,9 +55,9 @@ def test_factors_of_samples_must_be_even() -> None:
 def test_a_mode_over_sums_of_the_step_has_factors_too() -> None:
     masks = [torch.tensor(mask).float() for mask in MASKS]
     modes = LossModes.resolve(vl_norm, divisor=4)
-    factors, tokens = token_mean_factors(modes, lambda: Samples(masks, prompt_ids=PROMPTS), dp_group=None)
+    factors, tokens = token_mean_factors(modes, lambda: [Samples(masks, prompt_ids=PROMPTS)], dp_group=None)
     column = weights_column(vl_norm, masks, divisor=4)
-    for found, weights in zip(factors, column, strict=True):
+    for found, weights in zip(factors[0].split(5), column, strict=True):
         torch.testing.assert_close(found, weights * tokens)
 
 

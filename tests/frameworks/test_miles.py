@@ -153,11 +153,11 @@ def test_a_rank_that_cannot_count_stops_all_ranks(counts: Any, error: str) -> No
 
 
 def test_a_step_that_fails_leaves_no_counts(args: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    counts = StepCounts(step_tokens=1, num_samples=1, num_masked_samples=0, global_batch_size=1)
+    counts = {"step_tokens": 1, "num_samples": 1, "num_masked_samples": 0, "global_batch_size": 1}
     monkeypatch.setattr(miles, "_counts", lambda iterator, num_microbatches, num_rollouts: counts)
     model = install()
     miles.count_steps(args)
-    assert model.train_one_step(args, 0, 0, [None], None, 1, 1) == counts
+    assert model.train_one_step(args, 0, 0, [None], None, 1, 1) == StepCounts(**counts)
     with pytest.raises(RuntimeError, match="the step failed"):
         model.train_one_step(args, 0, 13, [None], None, 1, 1)
     assert counts_of_this_step() is None
