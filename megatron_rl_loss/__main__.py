@@ -35,9 +35,10 @@ def main() -> None:
     options = parser.parse_args()
     if options.command == "audit":
         sys.exit(run_audit(options))
-    if options.command == "doctor":
-        sys.exit(run_doctor(options))
     try:
+        sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]  # a terminal may know ASCII alone
+        if options.command == "doctor":
+            sys.exit(run_doctor(options))
         if options.command == "modes":
             text = format_modes()
         elif options.name is None:

@@ -167,4 +167,5 @@ def screen(found: dict[str, Any]) -> list[str]:
 
 def _wrapped(name: str, text: str) -> list[str]:
     """At most two lines."""
-    return textwrap.wrap(f"{name}: {text}", 120, subsequent_indent="    ", max_lines=2, placeholder=" ...")
+    options: Any = {"subsequent_indent": "    ", "max_lines": 2, "placeholder": " ...", "break_on_hyphens": False}
+    return textwrap.wrap(f"{name}: {text}", 120, **options)

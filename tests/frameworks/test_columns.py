@@ -29,14 +29,18 @@ def expected(mode: str, masks: list[Tensor], prompts: list[Any]) -> list[Tensor]
     return [weights * tokens for weights in oracle.step_gradient(mode, samples)]
 
 
-@pytest.mark.parametrize("mode", ["sample_mean", "prompt_mean", "token_mean"])
-def test_factors_are_weights_times_the_tokens(mode: str) -> None:
-    masks = [torch.tensor(mask).float() for mask in MASKS]
-    modes = LossModes.resolve(mode)
-    factors, tokens = token_mean_factors(modes, lambda: [Samples(masks, prompt_ids=PROMPTS)], dp_group=None)
+@pytest.mark.parametrize("mode", ["sample_mean", "prompt_mean", "token_mean", vl_norm])
+def test_factors_are_weights_times_the_tokens(mode: Any) -> None:
+    """Of a mode over sums of the step too."""
+    masks, divisor = [torch.tensor(mask).float() for mask in MASKS], 4 if mode is vl_norm else None
+    if divisor is None:
+        right = torch.cat(expected(mode, masks, PROMPTS))
+    else:
+        right = torch.cat(weights_column(mode, masks, divisor=divisor)).double() * 8
+    modes = LossModes.resolve(mode, divisor=divisor)
+    (factors,), tokens = token_mean_factors(modes, lambda: [Samples(masks, prompt_ids=PROMPTS)], dp_group=None)
     assert tokens == 8
-    for found, right in zip(factors[0].split(5), expected(mode, masks, PROMPTS), strict=True):
-        torch.testing.assert_close(found.double(), right, rtol=oracle.EXACT, atol=0)
+    torch.testing.assert_close(factors.double(), right, rtol=oracle.EXACT, atol=0)
 
 
 def test_prompts_are_the_tokens_before_the_first_that_is_trained() -> None:
@@ -45,23 +49,11 @@ def test_prompts_are_the_tokens_before_the_first_that_is_trained() -> None:
     assert first == second == masked != third
 
 
-def test_factors_of_samples_must_be_even() -> None:
+def test_what_is_refused_of_factors_and_prompts() -> None:
     mask = torch.tensor([1.0, 0, 1])
     check_even([torch.tensor([0.5, 0, 0.5]), torch.zeros(0)], [mask, torch.zeros(0)], "Mend it")
     with pytest.raises(ValueError, match=r"one factor must do for a sample\. Mend it, or"):
         check_even([torch.tensor([0.5, 0, 0.4])], [mask], "Mend it")
-
-
-def test_a_mode_over_sums_of_the_step_has_factors_too() -> None:
-    masks = [torch.tensor(mask).float() for mask in MASKS]
-    modes = LossModes.resolve(vl_norm, divisor=4)
-    factors, tokens = token_mean_factors(modes, lambda: [Samples(masks, prompt_ids=PROMPTS)], dp_group=None)
-    column = weights_column(vl_norm, masks, divisor=4)
-    for found, weights in zip(factors[0].split(5), column, strict=True):
-        torch.testing.assert_close(found, weights * tokens)
-
-
-def test_prompts_with_images_are_not_told_apart() -> None:
     check_text(LossModes.resolve("sample_mean"), has_media=True)
     check_text(LossModes.resolve("prompt_mean"), has_media=False)
     with pytest.raises(ValueError, match="prompts with images or other media"):

@@ -205,40 +205,25 @@ def test_unit_counting_all_is_refused(mode: str, monkeypatch: pytest.MonkeyPatch
     with pytest.raises(ValueError, match="Add --loss-aggregation-units active"):
         megatron_rl.loss_aggregation(parsed(*flags))
     assert megatron_rl.loss_aggregation(parsed(*flags, "--loss-aggregation-units", "active")).settings.mode_name == mode
-    assert megatron_rl.loss_aggregation(parsed("--loss-aggregation", "token_mean")).settings.mode_name == "token_mean"
 
 
-def test_without_a_flag_train_rl_is_to_train_as_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whether_it_is_asked_for_and_other_unusable_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron's ignore_unknown_args lets a misspelt flag pass."""
     monkeypatch.setattr(sys, "argv", ["train_rl.py"])
-    assert not megatron_rl.is_asked_for(parsed())
     assert not megatron_rl.is_asked_for(parsed(calculate_per_token_loss=True))  # that is Megatron's
-    for flags in (
-        ["--loss-aggregation", "sample_mean"],
-        ["--loss-aggregation-units", "active"],
-        ["--loss-aggregation-divisor", "8"],
-        ["--loss-aggregation-empty-step", "error"],
-        ["--custom-pg-loss-reducer-function-path", "a.b"],
-    ):
+    for flags in (["--loss-aggregation-units", "active"], ["--custom-pg-loss-reducer-function-path", "a.b"]):
         assert megatron_rl.is_asked_for(parsed(*flags)), flags
-
-
-def test_a_misspelt_flag_does_not_train_as_stock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Megatron's ignore_unknown_args lets it pass."""
-    monkeypatch.setattr(sys, "argv", ["train_rl.py", "--loss-agregation", "sample_mean"])
-    with pytest.raises(ValueError, match="Write --loss-aggregation"):
-        megatron_rl.is_asked_for(parsed())
-    monkeypatch.setattr(sys, "argv", ["train_rl.py"])
     with pytest.raises(ValueError, match="the flags were never registered"):
         megatron_rl.is_asked_for(Namespace())
-
-
-def test_other_unusable_settings_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["train_rl.py"])
     args = parsed("--loss-aggregation", "token_mean")
+    assert megatron_rl.loss_aggregation(args).settings.mode_name == "token_mean"
     with pytest.raises(ValueError, match="Choose one of gathered, sliced"):
         megatron_rl.loss_aggregation(args, cp_losses="zigzag")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="a policy loss is around 0"):
         megatron_rl.loss_aggregation(parsed("--loss-aggregation", "token_mean", check_for_spiky_loss=True))
+    monkeypatch.setattr(sys, "argv", ["train_rl.py", "--loss-agregation", "sample_mean"])
+    with pytest.raises(ValueError, match="Write --loss-aggregation"):
+        megatron_rl.is_asked_for(parsed())
 
 
 @pytest.mark.parametrize(
@@ -283,13 +268,6 @@ def test_a_row_that_ends_with_its_bin_and_an_empty_bin(monkeypatch: pytest.Monke
         assert len(empty.local(0, 1)) == size
 
 
-def microbatch_of(share: float) -> Any:
-    """As much of a `Microbatch` as `loss_func` looks at."""
-    return SimpleNamespace(
-        pg_loss=lambda losses: torch.tensor(share), token_mean=torch.sum, carry=lambda *one: one, report=dict
-    )
-
-
 def test_a_nan_share_is_handed_to_megatrons_rerun_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     rejected: list[bool] = []
 
@@ -302,7 +280,10 @@ def test_a_nan_share_is_handed_to_megatrons_rerun_machine(monkeypatch: pytest.Mo
         args = Namespace(check_for_nan_in_loss_and_grad=check)
         monkeypatch.setattr(megatron_rl, "get_args", lambda args=args: args)
         for share in (1.0, math.nan):
-            megatron_rl.loss_func(microbatch_of(share), *[torch.ones(3)] * 7)
+            microbatch: Any = SimpleNamespace(  # as much of one as `loss_func` looks at
+                pg_loss=torch.tensor(share).mul, token_mean=torch.sum, carry=lambda *one: one, report=dict
+            )
+            megatron_rl.loss_func(microbatch, *[torch.ones(1)] * 7)
     assert rejected == [False, True]
 
 

@@ -41,22 +41,19 @@ def train_one_step(
 
 def install(*, step: Any = train_one_step, replicas: int = 1, meshes: Any = ()) -> Any:
     """Modules of miles's names; returns that of `train_one_step`."""
-    names = ["backends", "backends.megatron_utils", "backends.megatron_utils.model", "backends.training_utils"]
-    names += ["backends.training_utils.parallel", "utils", "utils.multi_lora"]
-    modules = {"miles": ModuleType("miles")} | {f"miles.{name}": ModuleType(f"miles.{name}") for name in names}
-    sys.modules.update(modules)
-    model = modules["miles.backends.megatron_utils.model"]
-    modules["miles.backends.megatron_utils"].model = model  # type: ignore[attr-defined]
-    state = SimpleNamespace(
-        indep_dp=SimpleNamespace(size=replicas), cp=SimpleNamespace(rank=0, size=1), meshes=dict.fromkeys(meshes)
-    )
-    values = {
-        "backends.megatron_utils.model": {"train_one_step": step},
-        "backends.training_utils.parallel": {"_parallel_state": state, "get_parallel_state": lambda: state},
-        "utils.multi_lora": {"is_multi_lora_enabled": lambda args: getattr(args, "multi_lora", False)},
-    }
+    size = SimpleNamespace(rank=0, size=1)
+    state = SimpleNamespace(indep_dp=SimpleNamespace(size=replicas), cp=size, meshes=dict.fromkeys(meshes))
+    values: dict[str, dict[str, Any]] = {
+        "miles": {}, "miles.backends": {}, "miles.backends.megatron_utils": {}, "miles.backends.training_utils": {},
+        "miles.utils": {}, "miles.backends.megatron_utils.model": {"train_one_step": step},
+        "miles.backends.training_utils.parallel": {"_parallel_state": state, "get_parallel_state": lambda: state},
+        "miles.utils.multi_lora": {"is_multi_lora_enabled": lambda args: getattr(args, "multi_lora", False)},
+    }  # fmt: skip
     for name, attributes in values.items():
-        vars(modules[f"miles.{name}"]).update(attributes)
+        sys.modules[name] = ModuleType(name)
+        vars(sys.modules[name]).update(attributes)
+    model = sys.modules["miles.backends.megatron_utils.model"]
+    vars(sys.modules["miles.backends.megatron_utils"])["model"] = model
     return model
 
 

@@ -107,8 +107,7 @@ def runtime_state(bins: list[Bin], rows: list[Row]) -> SimpleNamespace:
 
 
 def install_state(state: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = ModuleType("megatron.rl.rl_utils")
-    module.get_rl_runtime_state = lambda: state  # type: ignore[attr-defined]
+    module: Any = SimpleNamespace(get_rl_runtime_state=lambda: state)
     for name, value in (("megatron.rl", ModuleType("megatron.rl")), ("megatron.rl.rl_utils", module)):
         monkeypatch.setitem(sys.modules, name, value)
 
@@ -122,14 +121,9 @@ def batch_of(one: Bin, rows: list[Row], index: int) -> Any:
 
 
 def loss_func(
-    loss_mask: Tensor,
-    kl_term: Tensor,
-    ratios: Tensor,
-    entropy_term: Tensor,
-    truncated_from_above: Tensor,
-    truncated_from_below: Tensor,
-    output_tensor: Tensor,
-) -> Any:
+    loss_mask: Tensor, kl_term: Tensor, ratios: Tensor, entropy_term: Tensor, truncated_from_above: Tensor,
+    truncated_from_below: Tensor, output_tensor: Tensor,
+) -> Any:  # fmt: skip
     """train_rl.py's (0.19 at cp 1, main): a bin's token sum and its token count, of at least 1."""
     total = loss_mask.sum().clamp(min=1)
     losses = torch.nan_to_num(output_tensor)
@@ -156,11 +150,9 @@ def step_of(seed: int, dp: int, cp: int, *, packed: bool, cp_losses: str) -> tup
             if not packed or Bin.pack(rows, [*numbers, i], multiple).starts[-1] <= SEQ_LENGTH
         ]
         rng.choice(fits).append(i)
-    if not packed:  # every unpacked micro-batch has a row
-        everyone = [numbers for bins in dealt for numbers in bins]
-        for numbers in everyone:
-            if not numbers:
-                numbers.append(max(everyone, key=len).pop())
-    return rows, [
-        [Bin.pack(rows, numbers, multiple) if packed else Bin(numbers, [], False) for numbers in bins] for bins in dealt
-    ]
+    everyone = [numbers for bins in dealt for numbers in bins]
+    for numbers in everyone:
+        if not packed and not numbers:  # every unpacked micro-batch has a row
+            numbers.append(max(everyone, key=len).pop())
+    pack = partial(Bin.pack, rows, slot_multiple=multiple) if packed else partial(Bin, starts=[], packed=False)
+    return rows, [[pack(numbers=numbers) for numbers in bins] for bins in dealt]

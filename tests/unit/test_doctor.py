@@ -1,12 +1,14 @@
 """The doctor, on stand-ins of engines: packages that fail when they are imported, and the functions that it judges."""
 
 import json
+import os
 import sys
 from argparse import Namespace
 from pathlib import Path
 
 import pytest
 
+from megatron_rl_loss.__main__ import main
 from megatron_rl_loss.doctor import report
 from megatron_rl_loss.doctor.engines import ENGINES
 
@@ -129,6 +131,22 @@ def test_broken_packages_do_not_end_it(tmp_path: Path, monkeypatch: pytest.Monke
     assert report._root("megatron.bridge") is None
     assert report._probe() == {"verdict": "cannot judge", "says": "RuntimeError: out of order"}
     assert report._version(ENGINES[0], tmp_path) == "of unknown version"
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_a_terminal_of_ascii_and_a_reader_that_is_gone(closed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {"versions": {"a package": "ü"}, "probe": {"verdict": "none", "says": "é"}, "engines": [], "not_found": []}
+    monkeypatch.setattr(report, "examine", lambda: found)
+    monkeypatch.setattr(sys, "argv", ["megatron_rl_loss", "doctor"])
+    read, write = os.pipe()
+    monkeypatch.setattr(sys, "stdout", os.fdopen(write, "w", encoding="ascii"))
+    if closed:
+        os.close(read)
+        main()
+        return
+    with pytest.raises(SystemExit, match="0"):
+        main()
+    assert os.read(read, 1000).startswith(b"a package ?\nmegatron: none: ?\n")
 
 
 @pytest.mark.slow
