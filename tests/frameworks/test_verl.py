@@ -6,6 +6,7 @@ averages over DP and CP. verl gathers log-probs over CP so that each rank's grad
 """
 
 import importlib
+import inspect
 import sys
 from collections.abc import Callable
 from types import ModuleType
@@ -245,6 +246,8 @@ def test_importing_the_installer_puts_ours_everywhere_but_into_trainers(
     core_algos: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RANK", "0")
+    defaults = [[one.default for one in inspect.signature(its).parameters.values()] for its in (verls_own, agg_loss)]
+    assert defaults[0] == defaults[1]
     with pytest.raises(ValueError, match=r"nothing of this package is active.*external_lib=megatron_rl_loss\.framewo"):
         verl.check_installed()
     importlib.import_module("megatron_rl_loss.frameworks.verl_install")

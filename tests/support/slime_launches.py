@@ -55,14 +55,7 @@ def compute_in_float32() -> None:
 
 
 def case(
-    peer: str,
-    mode: str,
-    hook: str | None,
-    steps: list[MakeStep],
-    *,
-    counted: bool = False,
-    replicas: int = 1,
-    **flags: Any,
+    peer: str, mode: str, hook: str | None, steps: list[MakeStep], *, counted: bool = False, **flags: Any
 ) -> dict[str, Any]:
     """A launch with a hook of ours; without, with their own reducer."""
     flags["custom_pg_loss_reducer_function_path"] = hook and f"{OURS}.slime.{hook}"
@@ -72,4 +65,4 @@ def case(
         flags["custom_megatron_init_path"] = f"{OURS}.miles.count_steps"
     padded = 24 if flags.get("qkv_format") == "bshd" else None
     divisor = 40.0 if mode == "constant" else None
-    return {"mode": mode, "divisor": divisor, "flags": flags, "steps": steps, "padded": padded, "replicas": replicas}
+    return {"mode": mode, "divisor": divisor, "flags": flags, "steps": steps, "padded": padded}

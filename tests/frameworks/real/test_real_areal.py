@@ -15,8 +15,7 @@ import torch
 from bigram_step import CLIP_HIGH, CLIP_LOW, TOLERANCE, VOCABULARY, expected, make_batch, make_table
 from checkouts import AREAL, checkout, load
 from gloo_gather import all_gather
-from peer_steps import later_tokens_more
-from ranks import RankError, run_ranks
+from ranks import run_ranks
 from table_step import relative_error, start, table_model
 from torch import Tensor
 
@@ -115,15 +114,3 @@ def test_theirs_is_the_token_mean_and_no_other() -> None:
     same, other = run_ranks(4, train, checkout(AREAL), 2, cases)[0]
     assert same < TOLERANCE
     assert other > 1e-2
-
-
-@pytest.mark.parametrize(
-    ("mode", "config", "text"),
-    [
-        ("token_mean", {"m2_threshold": 0.1}, "m2_threshold beside a loss aggregation"),
-        (later_tokens_more, GSPO, "Set importance_sampling_level=token"),
-    ],
-)
-def test_what_could_not_be_exact_is_refused(mode: Any, config: dict[str, Any], text: str) -> None:
-    with pytest.raises(RankError, match=text):
-        run_ranks(1, train, checkout(AREAL), 1, [{"mode": mode, "settings": {}, "config": config}])

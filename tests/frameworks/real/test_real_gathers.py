@@ -50,53 +50,50 @@ def their_means(framework: Framework, root: str, cp_utils: str, math_utils: str)
 
 
 def compare(name: str, root: str, lengths: tuple[int, ...]) -> list[dict[str, Any]]:
-    """On a rank: for samples of each length, both results, gradients and (calls, bytes)."""
+    """On a rank: for samples of each length, both results."""
     start_process_group()
     framework, *modules = MODULES[name]
-    theirs, found = their_means(framework, root, *modules), []
-    for length in lengths:
-        generator = torch.Generator().manual_seed(length)
-        responses = [length + i for i in range(NUM_SAMPLES)]
-        totals = [n + 3 for n in responses]
-        masks = [(torch.rand(n, generator=generator) < 0.8).int() for n in responses]
-        layout = ZigzagResponse(totals, responses)
-        local = Samples(masks, layout=layout).local(dist.get_rank(), CP_SIZE)
-        new, old = (local.of(torch.randn(layout.total_tokens, generator=generator)) for _ in range(2))
-        slopes = local.of(torch.randn(layout.total_tokens, generator=generator))
-        new.requires_grad_()
-        counts = local.counts.tolist()
-
-        def ours(new: Tensor = new, old: Tensor = old, local: Any = local) -> Tensor:
-            return to_tokens(segment_mean(new - old, local, dist.group.WORLD), local)
-
-        def gathered(
-            new: Tensor = new,
-            old: Tensor = old,
-            counts: Any = counts,
-            totals: Any = totals,
-            responses: Any = responses,
-            masks: Any = masks,
-        ) -> Tensor:
-            return theirs(list(new.split(counts)), list(old.split(counts)), totals, responses, masks)
-
-        results: dict[str, Any] = {}
-        for whose, compute in (("ours", ours), ("theirs", gathered)):
-            exchanged: list[int] = []
-            all_reduce = dist.all_reduce
-
-            def counting(tensor: Tensor, *args: Any, exchanged: Any = exchanged, **kwargs: Any) -> Any:
-                exchanged.append(tensor.nbytes)
-                return all_reduce(tensor, *args, **kwargs)  # noqa: B023
-
-            dist.all_reduce = counting
-            means = compute()
-            forward = len(exchanged)
-            (gradient,) = torch.autograd.grad((means * slopes).sum(), new)
-            dist.all_reduce = all_reduce
-            results[whose] = {"means": means.detach(), "gradient": gradient, "bytes": exchanged, "forward": forward}
-        found.append(results)
+    theirs = their_means(framework, root, *modules)
+    found = [results_at(length, theirs) for length in lengths]
     dist.barrier()
     return found
+
+
+def results_at(length: int, theirs: Callable[..., Tensor]) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(length)
+    responses = [length + i for i in range(NUM_SAMPLES)]
+    totals = [n + 3 for n in responses]
+    masks = [(torch.rand(n, generator=generator) < 0.8).int() for n in responses]
+    layout = ZigzagResponse(totals, responses)
+    local = Samples(masks, layout=layout).local(dist.get_rank(), CP_SIZE)
+    new, old, slopes = (local.of(torch.randn(layout.total_tokens, generator=generator)) for _ in range(3))
+    new.requires_grad_()
+    counts = local.counts.tolist()
+
+    def ours() -> Tensor:
+        return to_tokens(segment_mean(new - old, local, dist.group.WORLD), local)
+
+    def gathered() -> Tensor:
+        return theirs(list(new.split(counts)), list(old.split(counts)), totals, responses, masks)
+
+    return {"ours": measured(ours, new, slopes), "theirs": measured(gathered, new, slopes)}
+
+
+def measured(compute: Callable[[], Tensor], leaf: Tensor, slopes: Tensor) -> dict[str, Any]:
+    """Means, gradient, the bytes of each collective, and how many of these are of the forward pass."""
+    exchanged: list[int] = []
+    all_reduce = dist.all_reduce
+
+    def counting(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        exchanged.append(tensor.nbytes)
+        return all_reduce(tensor, *args, **kwargs)
+
+    dist.all_reduce = counting
+    means = compute()
+    forward = len(exchanged)
+    (gradient,) = torch.autograd.grad((means * slopes).sum(), leaf)
+    dist.all_reduce = all_reduce
+    return {"means": means.detach(), "gradient": gradient, "bytes": exchanged, "forward": forward}
 
 
 @pytest.mark.parametrize("name", MODULES)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from bigram_step import BETA, CLIP_HIGH, CLIP_LOW, CUTS, TOLERANCE, VOCABULARY, expected, k3, make_batch, make_table
 from checkouts import MS_SWIFT, checkout, load
 from oracle import zigzag
-from ranks import RankError, run_ranks
+from ranks import run_ranks
 from table_step import relative_error, start, table_model
 from torch import Tensor
 
@@ -179,9 +179,3 @@ def test_theirs_is_none_of_the_modes() -> None:
     cases = [{"mode": mode, "settings": {}, "loss_type": kind, "stock": True} for kind, mode in kinds.items()]
     for found in run_ranks(4, train, checkout(MS_SWIFT), 2, cases)[0]:
         assert found["gradient"] > 1e-2
-
-
-def test_a_loss_that_is_no_sum_over_a_count_is_refused() -> None:
-    case = {"mode": "token_mean", "settings": {}, "loss_type": "grpo"}
-    with pytest.raises(RankError, match="--loss_type grpo beside a loss aggregation"):
-        run_ranks(1, train, checkout(MS_SWIFT), 1, [case])

@@ -29,9 +29,8 @@ from bigram_step import (
     make_table,
 )
 from checkouts import NEMO_RL, checkout, load
-from peer_steps import later_tokens_more
 from planned_steps import CP, DP, errors_in
-from ranks import RankError, run_ranks
+from ranks import run_ranks
 from table_step import relative_error, start, table_model
 from torch import Tensor
 
@@ -162,12 +161,6 @@ def test_metrics_keep_their_masks_and_theirs_is_what_it_says() -> None:
     for name in ("gen_kl_error", "probs_ratio"):
         assert same[name] == stock[name] == other[name]
     assert same["kl_penalty"] == pytest.approx(stock["kl_penalty"], rel=TOLERANCE)
-
-
-def test_weights_that_differ_within_a_sample_need_a_token_level_loss() -> None:
-    case = {"mode": later_tokens_more, "settings": {}, "cfg": {"token_level_loss": False}}
-    with pytest.raises(RankError, match="Set token_level_loss=true"):
-        run_ranks(1, train, checkout(NEMO_RL), 1, [case])
 
 
 def planned(root: str) -> list[float]:

@@ -17,7 +17,7 @@ from checkouts import MILES, SLIME, checkout, load
 from logit_table import KeepsGradients, Step, errors_of, logit_model, make_step, reject
 from logit_table import rollout_data as data_of
 from ranks import RankError, run_ranks
-from slime_launches import OURS, TOLERANCE, MakeStep, arguments, case, compute_in_float32, with_steps
+from slime_launches import TOLERANCE, MakeStep, arguments, case, compute_in_float32, with_steps
 
 from megatron_rl_loss import Samples, ZigzagResponse
 from megatron_rl_loss.plan import plan_step
@@ -136,7 +136,7 @@ def setup_miles(root: str) -> Any:
     compute_in_float32()
 
     def prepare(args: Any, one: dict[str, Any], dp_rank: int) -> Any:
-        alone = group_info.GroupInfo(rank=0, size=one.get("replicas", 1), group=None)
+        alone = group_info.GroupInfo(rank=0, size=1, group=None)
         parallel.set_parallel_state(megatron_parallel.create_megatron_parallel_state(indep_dp=alone))
         if args.custom_megatron_init_path is not None:  # as their `init` does
             importlib.import_module("miles.utils.misc").load_function(args.custom_megatron_init_path)(args)
@@ -212,10 +212,10 @@ def test_hooks_are_exact(peer: str, dp: int, cp: int) -> None:
 
 
 def test_padded_rows_of_unknown_length() -> None:
-    uncounted = case("miles", "sample_mean", "sample_mean", [partial(make_step, 9, 1)], qkv_format="bshd")
-    with pytest.raises(RankError, match=rf"--custom-megatron-init-path {OURS}.miles.count_steps"):
-        errors("miles", 1, 2, uncounted)
-    assert_exact("miles", 1, 1, uncounted)
+    """At CP 1 it is not needed."""
+    assert_exact(
+        "miles", 1, 1, case("miles", "sample_mean", "sample_mean", [partial(make_step, 9, 1)], qkv_format="bshd")
+    )
 
 
 @each_peer
@@ -253,20 +253,6 @@ def test_a_planned_step(peer: str) -> None:
     steps = [partial(make_step, 8, 2, split=split) for split in (False, True)]
     modes = ("sample_mean", "constant", "token_mean")
     assert_exact(peer, 2, 2, *(case(peer, mode, None, [one], **flags) for mode in modes for one in steps))
-
-
-@pytest.mark.parametrize(
-    ("options", "error"),
-    [
-        ({"multi_lora": True}, "steps to be counted with multi-LoRA"),
-        ({"replicas": 2}, "independent data-parallel replicas"),
-    ],
-)
-def test_steps_of_miles_that_cannot_be_counted(options: dict[str, Any], error: str) -> None:
-    with pytest.raises(RankError, match=error):
-        errors(
-            "miles", 1, 1, case("miles", "constant", "constant_40", [partial(make_step, 1, 1)], counted=True, **options)
-        )
 
 
 @each_peer
