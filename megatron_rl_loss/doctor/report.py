@@ -116,10 +116,9 @@ def _probe() -> dict[str, str]:
             return {"verdict": "none", "says": "there is no megatron.core"}
     except Exception as error:  # of the package megatron
         return _failure(error)
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    run = partial(subprocess.run, env=environment, capture_output=True, text=True, timeout=_PROBE_SECONDS, check=False)
+    options: Any = {"env": {**os.environ, "CUDA_VISIBLE_DEVICES": ""}, "capture_output": True, "text": True}
     try:
-        process = run([sys.executable, "-c", _PROBE])
+        process = subprocess.run([sys.executable, "-c", _PROBE], timeout=_PROBE_SECONDS, check=False, **options)
     except subprocess.TimeoutExpired:
         return {"verdict": "cannot judge", "says": f"it took more than {_PROBE_SECONDS} s"}
     if process.returncode == 0:

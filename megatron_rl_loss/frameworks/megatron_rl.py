@@ -62,9 +62,8 @@ def loss_aggregation(
         rollout_ids_of, prompt_ids_of: a batch of `train_rl.py`'s iterator -> an id for each of its rows. By default a
             row is a rollout (one that `train_rl.py` splits into turns is several); ``prompt_mean`` needs prompt ids.
 
-    Raises:
-        ValueError, TypeError: as `LossAggregation.from_args`; an unknown `cp_losses`; unit counting ``all``, since
-            `train_rl.py` fills the batch up with fully masked rows; ``--check-for-spiky-loss``.
+    Raises ValueError and TypeError as `LossAggregation.from_args`, and for an unknown `cp_losses`, unit counting
+    ``all`` (`train_rl.py` fills the batch up with fully masked rows), ``--check-for-spiky-loss``.
     """
     check_choice("layout of losses", cp_losses, ("gathered", "sliced"))
 

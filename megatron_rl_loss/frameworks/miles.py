@@ -29,10 +29,8 @@ def count_steps(args: Namespace) -> None:
     miles calls it once on every rank. It puts one collective round per step before `train_one_step`, where the step's
     data are. Masks are counted as they are before any rejection. If your own function has that flag, call this from it.
 
-    Raises:
-        ValueError: a miles whose `train_one_step` has other parameters; multi-LoRA, whose adapters have steps of their
-            own. At a step, independent data-parallel replicas.
-        BadBatchError: at a step, on every rank, if one cannot count its samples.
+    Raises ValueError for a miles whose `train_one_step` has other parameters, multi-LoRA, and at a step for independent
+    data-parallel replicas; BadBatchError at a step, on every rank, if one cannot count its samples.
     """
     from miles.backends.megatron_utils import model
     from miles.utils.multi_lora import is_multi_lora_enabled

@@ -33,14 +33,12 @@ def aggregate(
     """The loss in that mode; from now on ``policy.train`` of this driver adds its columns to every batch.
 
     Args:
-        policy: what `grpo_train` is called with.
-        loss_fn: its loss, a `ClippedPGLossFn`.
-        mode: of the policy loss, and of the KL penalty unless `kl` names another.
+        policy, loss_fn: what `grpo_train` is called with, a `ClippedPGLossFn`.
+        mode: of the policy loss, and of the KL penalty unless `kl` names another. Prompts are told apart by tokens.
         settings: `divisor` and `units` of the policy loss, as in `weights_column`.
 
-    Raises:
-        ValueError, TypeError: settings that are unusable; a loss with ``positive_example_nll_weight``. When a batch is
-            trained on, as `weights_column`. Prompts are told apart by their tokens.
+    Raises ValueError and TypeError for settings that are unusable and ``positive_example_nll_weight``; when a batch is
+    trained on, as `weights_column`.
     """
     resolve(mode, **settings)
     if kl is not None:

@@ -51,11 +51,8 @@ def agg_loss(
 
     Returns a 0-dim tensor, at least float32, connected to the graph.
 
-    Raises:
-        ValueError: a count the mode needs is None (verl then takes the micro-batch's own, or its padded length, and the
-            loss depends on how the step is cut), is not above 0 while tokens are active, or is below this micro-batch's
-            own; an unknown mode; shapes that are not one [rows, response_length].
-        TypeError: losses that are not floats.
+    Raises ValueError for a count that the mode needs and that is None (verl takes the micro-batch's own) or below this
+    micro-batch's own, an unknown mode, other shapes; TypeError for losses that are not floats.
 
     Source: verl 0.9.1, verl/trainer/ppo/core_algos.py `agg_loss`.
     """
