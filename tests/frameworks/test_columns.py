@@ -73,7 +73,7 @@ class Actor:
 
 def rows() -> dict[str, Tensor]:
     """Masks are those of the next token."""
-    ids = torch.tensor([[prompt, 1, *range(3)] for prompt in PROMPTS])
+    ids = torch.tensor([[1, prompt, *range(3)] for prompt in PROMPTS])
     return {
         "input_ids": ids,
         "loss_mask": torch.tensor(MASKS).roll(-1, 1),
