@@ -142,22 +142,6 @@ def test_weights_that_float16_cannot_hold_are_not_lost() -> None:
     assert relative(hidden.grad, leaf.grad) <= 4 * 2.0**-11  # type: ignore[arg-type]
 
 
-def test_losses_that_are_nan_where_the_weight_is_0_are_ignored() -> None:
-    batch = batch_of(TOKENS, VOCABULARY, HIDDEN)
-    hidden, weight = leaves_of(batch)
-    nan = torch.where(batch.weights == 0, torch.nan, 0.0)
-    share, values = loss_from_hidden(
-        hidden, weight, batch.labels, batch.weights.float(), lambda lp, _, nan: (lp * (1 + nan), {}), {"nan": nan},
-        token_mask=torch.ones(TOKENS),
-    )  # fmt: skip
-    share.backward()
-    expected, _ = head_oracle.log_probs_and_entropy(batch.hidden @ batch.weight.T, batch.labels)
-    assert relative(share, (batch.weights * expected).sum()) <= FP32
-    assert hidden.grad is not None
-    assert hidden.grad.isfinite().all()
-    assert relative(values["log_probs"], expected) <= FP32
-
-
 def test_a_chunk_whose_loss_has_no_gradient_gives_none() -> None:
     batch = batch_of(TOKENS, VOCABULARY, HIDDEN)
     hidden, weight = leaves_of(batch)

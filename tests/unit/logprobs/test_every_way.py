@@ -54,6 +54,7 @@ def found_of(
     loss = functools.partial(losses_of, wanted=wanted)
     if way == "one pass":
         at = {"bias": bias, "tensor_parallel": TensorParallel(**parallel), **options}
+        near = near.masked_fill(weights == 0, torch.nan)  # is ignored there
         share, values = loss_from_hidden(hidden, weight, labels, weights, loss, {"near": near}, **at)
         assert set(values) - {"entropy"} == {"log_probs", "losses", "mixed"}
         assert not any(one.requires_grad for one in values.values())

@@ -259,7 +259,7 @@ REFUSALS = {
     ),
     **refusals(
         per_rollout,
-        ((3.0,), "the rollout of sample 0, 2 of whose 3 mask tokens are in this micro-batch", (2.0,)),
+        ((2.125,), "the rollout of sample 0, 2 of whose 2.125 mask tokens are in this micro-batch", (2.0,)),
     ),
     **refusals(
         per_prompt,
