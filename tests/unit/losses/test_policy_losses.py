@@ -66,14 +66,6 @@ def test_modes(name: str) -> None:
     check_goes_with(name, resolve(lambda inputs: 1.0))  # a user's own mode
 
 
-@pytest.mark.parametrize(
-    ("name", "mode"),
-    [("luspo", "trl:luspo"), ("gspo", "verl:seq-mean-token-mean"), ("cispo", "trl:cispo"), ("sapo", "trl:sapo")],
-)
-def test_other_frameworks_settings(name: str, mode: str) -> None:
-    check_goes_with(name, resolve(mode))
-
-
 def goes(name: str, mode: str = "sample_mean", divisor: float | None = None, **settings: Any) -> None:
     check_goes_with(name, resolve(mode, divisor=divisor), **settings)
 
