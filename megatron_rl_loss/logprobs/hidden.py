@@ -1,10 +1,9 @@
 """From hidden states to log-probs, entropy or a whole loss, a chunk of tokens at a time.
 
-The logits of all tokens and their gradient, [tokens, vocabulary / TP] each, are the largest tensors of a training step.
-Here they never exist: the output layer runs on a chunk of tokens, `Reading` reads the chunk's logits, and they are
-dropped. `log_probs_from_hidden`, for any loss, makes them again backward. `loss_from_hidden` makes them once, and their
-gradient with them, for losses of single tokens whose weights are known beforehand; as Liger's fused linear
-cross-entropy and Apple's cut cross-entropy (arXiv:2411.09009) do for plain cross-entropy.
+The logits of all tokens and their gradient are the largest tensors of a training step. Here they never exist: the
+output layer runs on a chunk of tokens, whose logits are read and dropped. `log_probs_from_hidden`, for any loss, makes
+them again backward. `loss_from_hidden` makes them once, and their gradient with them, for losses of single tokens whose
+weights are known beforehand; as Liger's fused linear cross-entropy and Apple's (arXiv:2411.09009) do.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -39,10 +38,10 @@ class MainGradient(Protocol):
     """Takes the gradient of the weight instead of autograd, as Megatron's gradient-accumulation fusion does."""
 
     def add_product(self, of_logits: Tensor, hidden: Tensor) -> None:
-        """Add ``of_logits.T @ hidden``, of [tokens, vocabulary / TP] and [tokens, hidden]."""
+        """Add ``of_logits.T @ hidden``."""
 
     def add_scaled(self, gradient: Tensor, scale: Tensor) -> None:
-        """Add ``scale * gradient``, a number and float32 [vocabulary / TP, hidden]."""
+        """Add ``scale * gradient``."""
 
     def placeholder(self) -> Tensor | None:
         """What autograd gets as the gradient."""
@@ -110,22 +109,18 @@ def log_probs_from_hidden(
         weight: [vocabulary / TP, hidden], in the dtype of `hidden`; inside ``torch.autocast`` both are cast as there.
         labels: integers [...], of all tokens, in the order of the gathered hidden states.
         bias: [vocabulary / TP].
-        tensor_parallel: how hidden states and vocabulary lie on the ranks.
         temperature, keep, vocab_size, entropy: as in `log_probs_from_logits`.
         token_mask: as there; the output layer does not run on tokens with 0 either.
         chunk_tokens: tokens whose logits are held at a time; they, in float32, are the peak of memory.
         main_gradient: takes the weight's gradient. Without it, autograd gets that gradient, summed in float32.
 
-    Returns:
-        `LogProbs`, differentiable towards hidden, weight and bias. Under ``torch.no_grad`` nothing is kept.
-
-    Raises:
-        ValueError, TypeError: as `log_probs_from_logits`; hidden states, weight and labels that do not fit each other.
+    Differentiable towards hidden, weight and bias. Raises ValueError and TypeError as `log_probs_from_logits`, and for
+    hidden states, weight and labels that do not fit each other.
     """
-    hidden, weight, bias = as_autocast(hidden), as_autocast(weight), None if bias is None else as_autocast(bias)
+    leaves = as_autocast(hidden), as_autocast(weight), as_autocast(bias)
     settings = Settings(temperature, keep, vocab_size, entropy, token_mask)
-    head = _Head(hidden, weight, bias, labels, settings, tensor_parallel, chunk_tokens, main_gradient)
-    return head.read.in_shape(*_FromHidden.apply(hidden, weight, bias, head))  # type: ignore[no-untyped-call]
+    head = _Head(leaves, labels, settings, tensor_parallel, chunk_tokens, main_gradient)
+    return head.read.in_shape(*_FromHidden.apply(head, *leaves))  # type: ignore[no-untyped-call]
 
 
 class FoldedLoss(NamedTuple):
@@ -160,39 +155,37 @@ def loss_from_hidden(
 ) -> FoldedLoss:
     """``sum_t weights[t] * loss_t`` in one pass: forward makes the gradients, backward scales them.
 
-    Each token's loss may depend on its own log-prob, entropy and inputs alone. What couples tokens (a ratio of whole
-    sequences) needs `log_probs_from_hidden`. Under ``torch.no_grad`` no gradient is made. `OutputHead`
-    names the first NaN in the log; elsewhere ``reducer.report_not_finite(None, values["losses"], share)`` does.
+    Each token's loss may depend on its own log-prob, entropy and inputs alone. Under ``torch.no_grad`` no gradient is
+    made. `OutputHead` names the first NaN in the log; elsewhere ``reducer.report_not_finite(None, values["losses"],
+    share)`` does.
 
     Args:
         hidden, weight, labels: as in `log_probs_from_hidden`.
         weights: one float per token, such as `token_weights`. The sum ignores tokens of weight 0, and has their dtype,
             float32 at least.
-        per_token_loss: ``(log_probs, entropy, **inputs) -> (losses, metrics)``, all [tokens of a chunk]; entropy is
-            None unless asked for. It is differentiated towards log_probs and entropy alone.
+        per_token_loss: ``(log_probs, entropy, **inputs) -> (losses, metrics)``, all [tokens of a chunk], differentiated
+            towards log_probs and entropy alone; entropy is None unless asked for.
         inputs: what else it needs, one value per token, in the shape of the labels.
         token_mask: default: where `weights` are not 0. Pass the loss mask to have metrics at other tokens too.
         others: as in `log_probs_from_hidden`.
 
-    Raises:
-        ValueError, TypeError: as `log_probs_from_hidden`; weights, inputs, losses or metrics of another shape; a metric
-            with a name that `values` has already.
+    Raises ValueError and TypeError as `log_probs_from_hidden`, for weights, inputs, losses or metrics of another shape,
+    and for a metric with a name that `values` has already.
     """
     check_callable("per_token_loss", per_token_loss, "it must give losses and metrics of a chunk", "Pass a function")
     inputs = {name: one.reshape(-1) for name, one in (inputs or {}).items()}
     _check_per_token({"weights": weights.reshape(-1), **inputs}, labels.numel())
     if token_mask is None:
         token_mask = (weights != 0).view(labels.shape)
-    hidden, weight, bias = as_autocast(hidden), as_autocast(weight), None if bias is None else as_autocast(bias)
+    leaves = as_autocast(hidden), as_autocast(weight), as_autocast(bias)
     settings = Settings(temperature, keep, vocab_size, entropy, token_mask)
-    head = _Head(hidden, weight, bias, labels, settings, tensor_parallel, chunk_tokens, main_gradient)
-    leaves = (hidden, weight, bias)
+    head = _Head(leaves, labels, settings, tensor_parallel, chunk_tokens, main_gradient)
     wanted = [torch.is_grad_enabled() and one is not None and one.requires_grad for one in leaves]
     weights = weights.detach().reshape(-1).to(hidden.device, torch.promote_types(weights.dtype, torch.float32))
     with torch.no_grad():
         share, values, gradients = _fold(head, leaves, wanted, weights, per_token_loss, inputs)
     if any(wanted):
-        share = _Folded.apply(*leaves, head, share, *gradients)  # type: ignore[no-untyped-call]
+        share = _Folded.apply(head, share, gradients, *leaves)  # type: ignore[no-untyped-call]
     return FoldedLoss(share, {name: head.read.spread(one).view(labels.shape) for name, one in values.items()})
 
 
@@ -205,14 +198,17 @@ def _check_per_token(values: Mapping[str, Tensor], tokens: int) -> None:
             )
 
 
+#: Hidden states, weight and bias, as autocast has them; or their gradients.
+_Leaves = tuple[Tensor, Tensor, Tensor | None]
+_Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
+
+
 class _Head:
     """How an output layer runs in chunks, and where its weight's gradient goes."""
 
     def __init__(
         self,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
+        leaves: _Leaves,
         labels: Tensor,
         settings: Settings,
         parallel: TensorParallel,
@@ -220,13 +216,12 @@ class _Head:
         main_gradient: MainGradient | None,
     ) -> None:
         check_int("chunk_tokens", chunk_tokens, at_least=1, remedy=f"The default is {CHUNK_TOKENS}")
+        hidden, weight, bias = leaves
         ranks = size_of(parallel.group) if parallel.sequence_parallel else 1
         check_labels_shape(labels, (hidden.shape[0] * ranks, *hidden.shape[1:-1]), "the hidden states")
         fits = weight.dim() == 2 and hidden.shape[-1:] == weight.shape[1:] and hidden.dtype == weight.dtype
         if not fits or (bias is not None and bias.shape != weight.shape[:1]):
-            shapes = " and ".join(
-                f"{tuple(one.shape)} ({one.dtype})" for one in (hidden, weight, bias) if one is not None
-            )
+            shapes = " and ".join(f"{tuple(one.shape)} ({one.dtype})" for one in leaves if one is not None)
             raise ValueError(
                 f"hidden states, weight and bias of {shapes}: they must be [..., hidden], [vocabulary / TP, hidden] "
                 "and [vocabulary / TP], hidden states and weight of one dtype. Cast one of them, or pass the weight as "
@@ -235,15 +230,18 @@ class _Head:
         self.read = Reading(labels, len(weight), parallel.group, settings)
         self.parallel, self.chunk_tokens, self.main_gradient = parallel, chunk_tokens, main_gradient
 
-    def weight_gradient(
-        self, wanted: bool, total: Tensor | None, dtype: torch.dtype, scale: Tensor | None = None
-    ) -> Tensor | None:
-        """What autograd gets as the weight's gradient, `total` times `scale`."""
-        if not wanted or self.main_gradient is None:
-            return _in_dtype(total, dtype, scale)
-        if total is not None and scale is not None:
-            self.main_gradient.add_scaled(total, scale)
-        return self.main_gradient.placeholder()
+    def hand_on(
+        self, gradients: _Gradients, wanted: Sequence[bool], dtype: torch.dtype, scale: Tensor | None = None
+    ) -> _Gradients:
+        """What autograd gets: the gradients times `scale`, the weight's elsewhere if there is a main gradient."""
+        of_hidden, of_weight, of_bias = gradients
+        if self.main_gradient is None or not wanted[1]:
+            of_weight = _in_dtype(of_weight, dtype, scale)
+        else:
+            if of_weight is not None and scale is not None:
+                self.main_gradient.add_scaled(of_weight, scale)
+            of_weight = self.main_gradient.placeholder()
+        return _in_dtype(of_hidden, dtype, scale), of_weight, _in_dtype(of_bias, dtype, scale)
 
 
 def _in_dtype(gradient: Tensor | None, dtype: torch.dtype, scale: Tensor | None = None) -> Tensor | None:
@@ -254,37 +252,40 @@ def _in_dtype(gradient: Tensor | None, dtype: torch.dtype, scale: Tensor | None 
     return None if gradient is None else gradient.to(dtype)
 
 
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """As Megatron's linear layers: the product in their dtype, the bias added to what that rounds to."""
-    logits = hidden @ weight.t()
-    return logits if bias is None else logits.add_(bias)
+def _sum_gradients(
+    head: _Head,
+    leaves: _Leaves,
+    wanted: Sequence[bool],
+    slopes_of: Callable[[Tensor, slice, Tensor | slice], tuple[Tensor | None, ...]],
+    main_gradient: MainGradient | None = None,
+) -> _Gradients:
+    """Of hidden states, weight and bias, over all chunks; none are made where `slopes_of` gives none.
 
-
-class _Gradients:
-    """Sums of the gradients of hidden states, weight and bias over chunks of tokens."""
-
-    def __init__(
-        self, tokens: Tensor, weight: Tensor, wanted: Sequence[bool], main_gradient: MainGradient | None = None
-    ) -> None:
-        exact = torch.promote_types(weight.dtype, torch.float32)
-        own = wanted[1] and main_gradient is None
-        self.of_hidden = torch.zeros_like(tokens) if wanted[0] else None
-        self.of_weight = torch.zeros_like(weight, dtype=exact) if own else None
-        self.of_bias = torch.zeros_like(weight[:, 0], dtype=exact) if wanted[2] else None
-        self._weight, self._main = weight, main_gradient if wanted[1] else None
-
-    def add(self, of_logits: Tensor, hidden: Tensor, places: Tensor | slice) -> None:
-        """Add a chunk's, whose gradient of the logits is `of_logits`."""
-        if self.of_bias is not None:
-            self.of_bias += of_logits.sum(0, dtype=self.of_bias.dtype)
-        if self.of_hidden is not None and isinstance(places, slice):
-            torch.mm(of_logits, self._weight, out=self.of_hidden[places])
-        elif self.of_hidden is not None:
-            self.of_hidden[places] = of_logits @ self._weight
-        if self.of_weight is not None:
-            add_product(self.of_weight, of_logits, hidden)
-        elif self._main is not None:
-            self._main.add_product(of_logits, hidden)
+    It reads a chunk's logits, and gives their norm and the gradients of log-probs and entropies.
+    """
+    hidden, weight, bias = leaves
+    tokens, exact = head.parallel.gather(hidden), torch.promote_types(weight.dtype, torch.float32)
+    of_hidden = torch.zeros_like(tokens) if wanted[0] else None
+    of_weight = torch.zeros_like(weight, dtype=exact) if wanted[1] and main_gradient is None else None
+    of_bias = torch.zeros_like(weight[:, 0], dtype=exact) if wanted[2] else None
+    for part, places in head.read.chunks(head.chunk_tokens):
+        chunk = tokens[places]
+        logits = chunk @ weight.t()
+        if bias is not None:
+            logits += bias  # to what the product rounds to, as Megatron's linear layers
+        norm, g, h = slopes_of(logits, part, places)
+        if norm is not None:
+            head.read.gradient(logits, part, norm, g, h, into=logits)
+            if of_bias is not None:
+                of_bias += logits.sum(0, dtype=exact)
+            if of_hidden is not None:
+                of_hidden[places] = logits @ weight
+            if of_weight is not None:
+                add_product(of_weight, logits, chunk)
+            elif main_gradient is not None and wanted[1]:
+                main_gradient.add_product(logits, chunk)
+        del logits  # before the next chunk's are made
+    return head.parallel.sum(of_hidden, hidden), of_weight, of_bias
 
 
 def add_product(total: Tensor, of_logits: Tensor, hidden: Tensor) -> None:
@@ -299,14 +300,16 @@ def add_product(total: Tensor, of_logits: Tensor, hidden: Tensor) -> None:
 
 class _FromHidden(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, head: _Head
-    ) -> tuple[Tensor, Tensor | None]:
-        read, tokens = head.read, head.parallel.gather(hidden)
-        chunks = read.chunks(head.chunk_tokens)
-        statistics = [read.statistics(_logits(tokens[places], weight, bias), part) for part, places in chunks]
+    def forward(ctx: Any, head: _Head, *leaves: Any) -> tuple[Tensor, Tensor | None]:
+        read, statistics = head.read, list[Tensor]()
+
+        def look(logits: Tensor, part: slice, _: Tensor | slice) -> tuple[None, ...]:
+            statistics.append(read.statistics(logits, part))
+            return None, None, None
+
+        _sum_gradients(head, leaves, (False, False, False), look)
         log_probs, norm = read.combine(torch.cat(statistics, 1))
-        ctx.save_for_backward(hidden, weight, bias, norm)
+        ctx.save_for_backward(norm, *leaves)
         ctx.head = head
         ctx.set_materialize_grads(False)
         return read.spread(log_probs), read.spread(norm[2]) if read.entropy else None
@@ -314,26 +317,21 @@ class _FromHidden(torch.autograd.Function):
     @staticmethod
     @first_order("log_probs_from_hidden")
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, norm = ctx.saved_tensors
-        head: _Head = ctx.head
-        read, tokens = head.read, head.parallel.gather(hidden)
-        g, h = map(read.gather, gradients)
-        sums = _Gradients(tokens, weight, ctx.needs_input_grad, head.main_gradient)
-        with no_autocast(hidden.device):  # it may be on here alone
-            for part, places in read.chunks(head.chunk_tokens):
-                chunk = tokens[places]
-                logits = _logits(chunk, weight, bias)
-                of_g, of_h = (None if one is None else one[part] for one in (g, h))
-                read.gradient(logits, part, norm[:, part], of_g, of_h, into=logits)
-                sums.add(logits, chunk, places)
-                del logits  # before the next chunk's are made
-        of_weight = head.weight_gradient(ctx.needs_input_grad[1], sums.of_weight, weight.dtype)
-        return head.parallel.sum(sums.of_hidden, hidden), of_weight, _in_dtype(sums.of_bias, weight.dtype), None
+        norm, *leaves = ctx.saved_tensors
+        head, (_, *wanted) = ctx.head, ctx.needs_input_grad
+        g, h = map(head.read.gather, gradients)
+
+        def slopes_of(_: Tensor, part: slice, __: Tensor | slice) -> tuple[Tensor | None, ...]:
+            return norm[:, part], None if g is None else g[part], None if h is None else h[part]
+
+        with no_autocast(norm.device):  # it may be on here alone
+            found = _sum_gradients(head, leaves, wanted, slopes_of, head.main_gradient)
+        return None, *head.hand_on(found, wanted, leaves[1].dtype)
 
 
 def _fold(
     head: _Head,
-    leaves: tuple[Tensor, Tensor, Tensor | None],
+    leaves: _Leaves,
     wanted: Sequence[bool],
     weights: Tensor,
     per_token_loss: PerTokenLoss,
@@ -343,15 +341,12 @@ def _fold(
 
     The gain brings the largest weight to 1: small weights would vanish in float16.
     """
-    hidden, weight, bias = leaves
-    read, tokens, differentiate = head.read, head.parallel.gather(hidden), any(wanted)
-    sums = _Gradients(tokens, weight, wanted)
-    largest = torch.cat([weights.abs(), weights.new_full((1,), torch.finfo(torch.float32).tiny)]).amax()
-    gain = 1 / largest if differentiate else None
-    totals, values = [], []
-    for part, places in read.chunks(head.chunk_tokens):
-        chunk, of_loss = tokens[places], weights[places]
-        logits = _logits(chunk, weight, bias)
+    read, differentiate = head.read, any(wanted)
+    gain = 1 / torch.cat([weights.abs(), weights.new_full((1,), torch.finfo(torch.float32).tiny)]).amax()
+    totals, values = list[Tensor](), list[dict[str, Tensor]]()
+
+    def slopes_of(logits: Tensor, part: slice, places: Tensor | slice) -> tuple[Tensor | None, ...]:
+        of_loss = weights[places]
         log_probs, norm = read.combine(read.statistics(logits, part), part)
         with torch.set_grad_enabled(differentiate):
             outputs = {"log_probs": log_probs} | ({"entropy": norm[2]} if read.entropy else {})
@@ -363,38 +358,31 @@ def _fold(
             if clash := sorted(own.keys() & metrics.keys()):
                 raise ValueError(f"a metric named {clash[0]!r}: values have one of that name. Choose another name.")
             total = (losses.masked_fill(of_loss == 0, 0) * of_loss).sum()
-        if gain is not None:
-            slopes: Sequence[Tensor | None] = ()
-            if total.requires_grad:
-                slopes = torch.autograd.grad(total, list(outputs.values()), allow_unused=True)
-            g, h, *_ = *(None if one is None else one.masked_fill(of_loss == 0, 0) * gain for one in slopes), None, None
-            read.gradient(logits, part, norm, g, h, into=logits)
-            sums.add(logits, chunk, places)
-        del logits  # before the next chunk's are made
         totals.append(total.detach())
         values.append({name: one.detach() for name, one in {**own, **metrics}.items()})
+        slopes: Sequence[Tensor | None] = ()
+        if total.requires_grad:
+            slopes = torch.autograd.grad(total, list(outputs.values()), allow_unused=True)
+        g, h, *_ = *(None if one is None else one.masked_fill(of_loss == 0, 0) * gain for one in slopes), None, None
+        return norm if differentiate else None, g, h
+
+    gradients = _sum_gradients(head, leaves, wanted, slopes_of)
     of_tokens = {name: torch.cat([of_chunk[name] for of_chunk in values]) for name in values[0]}
-    gradients = gain, head.parallel.sum(sums.of_hidden, hidden), sums.of_weight, sums.of_bias
-    return torch.stack(totals).sum(), of_tokens, gradients
+    return torch.stack(totals).sum(), of_tokens, (gain, *gradients)
 
 
 class _Folded(torch.autograd.Function):
     """The share, with the gradients that `_fold` has made."""
 
     @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, head: _Head, share: Tensor, *gradients: Tensor
-    ) -> Tensor:
+    def forward(ctx: Any, head: _Head, share: Tensor, gradients: tuple[Tensor | None, ...], *leaves: Any) -> Tensor:
         ctx.save_for_backward(*gradients)
-        ctx.head, ctx.dtype = head, weight.dtype
+        ctx.head, ctx.dtype = head, leaves[1].dtype
         return share.clone()
 
     @staticmethod
     @first_order("loss_from_hidden")
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        gain, of_hidden, of_weight, of_bias = ctx.saved_tensors
-        head: _Head = ctx.head
+        gain, *gradients = ctx.saved_tensors
         scale = (gradient / gain).to(torch.promote_types(ctx.dtype, torch.float32))
-        of_hidden, of_bias = (_in_dtype(one, ctx.dtype, scale) for one in (of_hidden, of_bias))
-        of_weight = head.weight_gradient(ctx.needs_input_grad[1], of_weight, ctx.dtype, scale)
-        return of_hidden, of_weight, of_bias, *[None] * 6
+        return None, None, None, *ctx.head.hand_on(gradients, ctx.needs_input_grad[3:], ctx.dtype, scale)

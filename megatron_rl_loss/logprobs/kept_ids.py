@@ -35,7 +35,7 @@ Keep = Tensor | KeptIds
 
 
 def check_keep(keep: Keep | None, shape: torch.Size, columns: int) -> Keep | None:
-    """Refuse what does not fit the tokens; a mask becomes bool [tokens, columns], or [1, columns] for all."""
+    """A mask becomes bool [tokens, columns], or [1, columns] for all."""
     if isinstance(keep, KeptIds):
         if keep.offsets.shape != (shape.numel() + 1,):
             raise ValueError(

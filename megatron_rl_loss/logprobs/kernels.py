@@ -3,15 +3,7 @@
     log_probs_from_logits(logits, labels, tp_group=group, kernel=flash_attn)
 
 Plain torch (no kernel) is the default, and what these are compared with. All are Triton kernels, so for a GPU; all read
-logits of float32, bfloat16 or float16, sum in float32 and make log-probs alone, without entropy.
-
-| kernel               | of                                        | TP  | the logits                                |
-|----------------------|-------------------------------------------|-----|-------------------------------------------|
-| `liger`              | liger-kernel, `liger_cross_entropy`       | no  | copied, since it overwrites them          |
-| `transformer_engine` | its `parallel_cross_entropy`              | yes | kept; overwritten by their gradient       |
-| `flash_attn`         | flash-attn, `ops.triton.cross_entropy`    | yes | kept                                      |
-
-They are looked up when they are called, with the arguments that their signatures ask for.
+logits of float32, bfloat16 or float16, sum in float32 and make log-probs alone. They are looked up when called.
 """
 
 from importlib import import_module
@@ -33,20 +25,19 @@ def _module(name: str, kernel: str) -> Any:
 
 
 def liger(logits: Tensor, labels: Tensor, tp_group: Group | None) -> Tensor:
-    """Liger-Kernel's cross-entropy; it overwrites the logits in its forward pass where they need a gradient."""
+    """Liger-Kernel's cross-entropy, of one rank; it copies the logits, which it would overwrite."""
     if size_of(tp_group) > 1:
         raise ValueError(
             f"the kernel liger with a vocabulary on {size_of(tp_group)} ranks: it knows one rank alone. Take "
             "transformer_engine or flash_attn, or leave the kernel out."
         )
     functional = _module("liger_kernel.transformers.functional", "liger")
-    # The sum with 0 is a tensor of its own: the caller's logits are not its to overwrite.
     loss: Tensor = functional.liger_cross_entropy(logits + 0, labels, reduction="none")
     return -loss
 
 
 def transformer_engine(logits: Tensor, labels: Tensor, tp_group: Group | None) -> Tensor:
-    """Transformer Engine's parallel cross-entropy."""
+    """Transformer Engine's parallel cross-entropy; the gradient overwrites the logits."""
     module = _module("transformer_engine.pytorch.cross_entropy", "transformer_engine")
     loss: Tensor = module.parallel_cross_entropy(logits[:, None], labels[:, None], 0.0, False, tp_group)
     return -loss.reshape(-1)

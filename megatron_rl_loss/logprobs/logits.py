@@ -5,10 +5,9 @@ With z = logits / temperature and q = softmax(z) over the vocabulary of all tens
     log_prob = z[label] - logsumexp(z)        d log_prob / d z[j] = [j = label] - q[j]
     entropy  = - sum_j q[j] log q[j]          d entropy / d z[j]  = - q[j] (log q[j] + entropy)
 
-No [tokens, vocabulary] tensor is made or kept beside the logits and their gradient. Forward reads a block of tokens,
-small enough for a CPU's caches, once, each rank against its own maximum; the ranks then take one maximum and one sum of
-a few numbers per token, whatever the number of blocks. Backward reads the block once more, makes the softmax again from
-the logits, and takes no collective.
+No [tokens, vocabulary] tensor is made or kept beside the logits and their gradient. Forward reads a block of tokens
+once, each rank against its own maximum; the ranks then take one maximum and one sum of a few numbers per token.
+Backward makes the softmax again from the logits, and takes no collective.
 
 Reductions are in float32 (float64 of float64 logits). Megatron's own path, `core/tensor_parallel/cross_entropy.py`,
 makes log-probs alone, at temperature 1, and keeps the softmax.
@@ -34,7 +33,7 @@ class LogProbs(NamedTuple):
     entropy: Tensor | None
 
 
-#: Another maker of log-probs: (logits [n, vocabulary / TP], int64 labels [n], tp_group) -> float32 [n], differentiable.
+#: (logits [n, vocabulary / TP], int64 labels [n], tp_group) -> log-probs, float32 [n], differentiable.
 LogProbKernel = Callable[[Tensor, Tensor, Group | None], Tensor]
 
 
@@ -80,12 +79,10 @@ def log_probs_from_logits(
         entropy: whether to make it. Backward does no work for it where nobody uses it.
         token_mask: [...], bool or numbers; at 0 a token is passed over: its log-prob, entropy and gradient are 0, and
             its label may be anything. The host waits for a mask on a device; pass it on the host where you can.
-        chunk_tokens: tokens to work on at a time; default: by the size of the vocabulary. Changes results by rounding
-            alone.
+        chunk_tokens: tokens to work on at a time; default: by the size of the vocabulary.
         gradient_in_place: the gradient overwrites the logits. Autograd then refuses a second backward, and any later
             use of the logits that needs them.
-        kernel: makes the log-probs in this function's place: one of `kernels`, where it is installed, or your own. It
-            makes log-probs of plain logits alone.
+        kernel: makes the log-probs of plain logits in this function's place: one of `kernels`, or your own.
 
     Raises:
         ValueError, TypeError: a temperature that is not finite and > 0; labels of another shape, not integers or
@@ -117,7 +114,6 @@ def log_probs_from_logits(
 
 
 def check_labels_shape(labels: Tensor, expected: tuple[int, ...], what: str) -> None:
-    """Refuse labels that are not one per token."""
     if tuple(labels.shape) != tuple(expected):
         raise ValueError(
             f"labels of shape {tuple(labels.shape)}: for {what} they must be {tuple(expected)}. Labels are in the "
@@ -128,17 +124,11 @@ def check_labels_shape(labels: Tensor, expected: tuple[int, ...], what: str) -> 
 class Reading:
     """Which tokens of a batch are read, and how; all makers of log-probs share it.
 
-    Its three steps: `statistics` of a chunk's logits, `combine` over the ranks, and `gradient` back.
-
-    Attributes:
-        labels: int64 [num_read], of the tokens that are read.
-        rows: int64 [num_read], where they are in the batch; None if all tokens are read.
-        shape: of all labels.
-        entropy: whether entropies are made.
+    Its three steps: `statistics` of a chunk's logits, `combine` over the ranks, and `gradient` back. `labels` are those
+    of the tokens read, `rows` their places in the batch, None for all; `columns` are this rank's of the logits.
     """
 
     def __init__(self, labels: Tensor, columns: int, tp_group: Group | None, settings: Settings) -> None:
-        """`columns` is the number of this rank's columns of logits."""
         temperature, keep, vocab_size, self.entropy, token_mask = settings
         check_within("temperature", temperature, "(0, inf)", "For greedy sampling there is no ratio")
         if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
@@ -199,10 +189,10 @@ class Reading:
         return LogProbs(log_probs.view(self.shape), None if entropy is None else entropy.view(self.shape))
 
     def statistics(self, logits: Tensor, part: slice) -> Tensor:
-        """[4, chunk] of this rank's columns, with z = scale * (logits - top), in one pass.
+        """[4, chunk] of this rank's columns: top, the largest logit; sum exp z; z[label]; sum z exp z.
 
-        They are top, the largest logit; sum exp z; z[label]; and sum z exp z. The third is arbitrary where another rank
-        has the label, the fourth 0 unless entropy is asked for. Where no id counts here, top is -inf and the sums 0.
+        z = scale * (logits - top). The third is arbitrary where another rank has the label, the fourth 0 unless entropy
+        is asked for. Where no id counts here, top is -inf and the sums 0.
         """
         column, here = self._columns(self.labels[part])
         statistics = logits.new_zeros(4, len(column), dtype=torch.promote_types(logits.dtype, torch.float32))
@@ -222,10 +212,7 @@ class Reading:
         return statistics
 
     def combine(self, statistics: Tensor, part: slice = slice(None)) -> tuple[Tensor, Tensor]:
-        """Log_prob [tokens], and the norm [3, tokens]: top and sum exp z of the whole vocabulary, and the entropy.
-
-        Takes one maximum and one sum over the ranks. The entropy is arbitrary unless asked for.
-        """
+        """Log_prob [tokens], and the norm [3, tokens]: top and sum exp z of the whole vocabulary, and the entropy."""
         top, total, label, weighted = statistics
         if self.tp_group is not None and top.numel():
             own, top = top, top.clone()
@@ -242,10 +229,9 @@ class Reading:
     def gradient(
         self, logits: Tensor, part: slice, norm: Tensor, g: Tensor | None, h: Tensor | None, into: Tensor
     ) -> None:
-        """Write a chunk's gradient towards its logits into `into`, [chunk, columns], which may be the logits.
+        """Write ``scale (g [j = label] - q (g + h (log q + entropy)))`` into `into`, which may be the logits.
 
-        With g and h, [chunk], the gradients of log-prob and entropy (None for 0), and `norm` the chunk's, it is
-        scale (g [j = label] - q (g + h (log q + entropy))).
+        g and h, [chunk], are the gradients of log-prob and entropy, None for 0; `norm` is the chunk's.
         """
         top, total, entropy = norm
         column, here = self._columns(self.labels[part])
@@ -274,7 +260,7 @@ class Reading:
     def _blocks(
         self, logits: Tensor, dtype: torch.dtype, into: Tensor | None = None
     ) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """Rows at a time, with two pieces of scratch of their size; the first is a part of `into` where that can be."""
+        """Rows at a time, with two pieces of scratch; the first is a part of `into` where that can be."""
         size = min(self.block_tokens(logits.device), max(len(logits), 1))
         in_place = into is not None and into.dtype == dtype
         scratch = logits.new_empty(1 if in_place else 2, size, self._held, dtype=dtype)
@@ -285,7 +271,6 @@ class Reading:
             yield rows, z, scratch[-1, :number]
 
     def block_tokens(self, device: torch.device) -> int:
-        """Tokens whose logits are worked on at a time."""
         entries, threads = _DEVICE_BLOCK, torch.get_num_threads()
         if device.type == "cpu":  # threads wait for each other after each operation: for several, fewer and larger ones
             entries = _HOST_BLOCK if threads == 1 else min(2 * threads * _HOST_BLOCK, _HOST_MOST)

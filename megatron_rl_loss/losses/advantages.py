@@ -1,25 +1,22 @@
 """Advantages: of samples within their prompt groups, of tokens by a critic or a teacher; and whitening."""
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import EllipsisType
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron_rl_loss.errors import check_one_each, check_within
-from megatron_rl_loss.losses.place import Place, exchange_group, located
+from megatron_rl_loss.losses.place import Place, check_of_tokens, exchange_group, located
 from megatron_rl_loss.losses.ratio import at_least_float32, check_same_shape
 from megatron_rl_loss.losses.scans import segment_scan
-from megatron_rl_loss.reduction.sums import check_values
 from megatron_rl_loss.step.collectives import (
     Group,
     all_reduce,
-    attempt,
+    check_together,
     gather_parts,
     if_several,
-    raise_together,
     rank_in,
     several,
     stated_dp_group,
@@ -52,16 +49,14 @@ def group_relative_advantages(
             its group, and its samples share its advantage.
         dp_group: the data-parallel group, where a prompt's samples lie on several of its ranks; all call it together.
 
-    Returns:
-        float32 [num_samples], on the rewards' device.
-
-    Raises TypeError for rewards that are no tensor. Raises ValueError for rewards that are not 1-D and finite, do not
-    match the ids, or differ within a rollout, and for an epsilon that is not above 0.
+    Returns float32 [num_samples], on the rewards' device. Raises TypeError for rewards that are no tensor, ValueError
+    for rewards that are not 1-D and finite, do not match the ids, or differ within a rollout, and for an epsilon that
+    is not above 0.
     Source: GRPO, arXiv:2402.03300 section 4.1.2; without std, Dr. GRPO, arXiv:2503.20783 section 3.
     """
     if normalize_by_std:
         check_within("epsilon", epsilon, "(0, inf)", "1e-6 is usual")
-    groups = _Groups.of(rewards, prompt_ids, rollout_ids, dp_group)
+    groups = _Groups(rewards, prompt_ids, rollout_ids, dp_group)
     if not normalize_by_std:
         return groups.mine(groups.centred)
     std = (groups.sum(groups.centred.square()) / (groups.size - 1).clamp(min=1)).sqrt()
@@ -79,49 +74,38 @@ def rloo_advantages(
     It is ``group_relative_advantages(..., normalize_by_std=False)`` times n / (n - 1), n the rollouts of the group. All
     arguments and errors are as there. Source: RLOO, arXiv:2402.14740 section 2.2; Kool et al. 2019.
     """
-    groups = _Groups.of(rewards, prompt_ids, rollout_ids, dp_group)
+    groups = _Groups(rewards, prompt_ids, rollout_ids, dp_group)
     return groups.mine(groups.centred * groups.size / (groups.size - 1).clamp(min=1))
 
 
-class _Groups(NamedTuple):
+class _Groups:
     """The rewards of all ranks in float64, what their groups add up to, and which of them are this rank's."""
 
-    group: Tensor  # of each sample, its number
-    counts: Tensor  # 1 / the samples of its rollout
-    size: Tensor  # of its group, in rollouts
-    centred: Tensor
-    place: slice
-    device: torch.device
-
-    @classmethod
-    def of(cls, rewards: Tensor, prompt_ids: Ids, rollout_ids: Ids | None, dp_group: Group | None) -> "_Groups":
+    def __init__(self, rewards: Tensor, prompt_ids: Ids, rollout_ids: Ids | None, dp_group: Group | None) -> None:
         def prepare() -> Tensor:
             _check_rewards(rewards)
             prompts = as_ids("prompt_ids", prompt_ids, rewards.numel())
-            rollouts = torch.zeros_like(prompts)
-            if rollout_ids is not None:
-                rollouts = as_ids("rollout_ids", rollout_ids, rewards.numel())
+            rollouts = prompts if rollout_ids is None else as_ids("rollout_ids", rollout_ids, rewards.numel())
             return torch.stack([rewards.detach().double().cpu().view(torch.int64), prompts, rollouts])
 
         parts = gather_parts(prepare, dp_group)
         begin = sum(part.shape[1] for part in parts[: rank_in(if_several(dp_group))])
         bits, prompts, rollouts = torch.cat(parts, 1)
-        exact, group = bits.view(torch.float64), prompts.unique(return_inverse=True)[1]
-        counts = torch.ones_like(exact) if rollout_ids is None else _share_of_rollout(exact, group, rollouts)
-        place = slice(begin, begin + rewards.numel())
-        groups = cls(group, counts, counts, exact, place, rewards.device)
-        groups = groups._replace(size=groups.sum(torch.ones_like(exact)))
-        groups = groups._replace(centred=exact - groups.sum(exact) / groups.size)
-        if len(exact) > 1 and not groups.centred.any():
+        exact = bits.view(torch.float64)
+        self._mine, self._device = slice(begin, begin + rewards.numel()), rewards.device
+        self._group = prompts.unique(return_inverse=True)[1]
+        self._counts = torch.ones_like(exact) if rollout_ids is None else _share_of_rollout(exact, prompts, rollouts)
+        self.size = self.sum(torch.ones_like(exact))  # of each sample's group, in rollouts
+        self.centred = exact - self.sum(exact) / self.size
+        if len(exact) > 1 and not self.centred.any():
             warnings.warn("all rewards are equal within their prompt groups: all advantages are 0", stacklevel=3)
-        return groups
 
     def sum(self, values: Tensor) -> Tensor:
         """At each sample, the sum over its group."""
-        return torch.zeros_like(values).index_add_(0, self.group, values * self.counts)[self.group]
+        return torch.zeros_like(values).index_add_(0, self._group, values * self._counts)[self._group]
 
     def mine(self, values: Tensor) -> Tensor:
-        return values[self.place].float().to(self.device)
+        return values[self._mine].float().to(self._device)
 
 
 def _check_rewards(rewards: object) -> None:
@@ -136,11 +120,11 @@ def _check_rewards(rewards: object) -> None:
         )
 
 
-def _share_of_rollout(rewards: Tensor, group: Tensor, ids: Tensor) -> Tensor:
+def _share_of_rollout(rewards: Tensor, prompts: Tensor, ids: Tensor) -> Tensor:
     """1 / the number of samples in each sample's rollout, float64 [num_samples]."""
     unique, rollout = ids.unique(return_inverse=True)
     first = torch.empty_like(unique).scatter_(0, rollout, torch.arange(len(rollout)))[rollout]
-    unlike = (rewards[first] != rewards) | (group[first] != group)
+    unlike = (rewards[first] != rewards) | (prompts[first] != prompts)
     if bool(unlike.any()):
         raise ValueError(
             f"rewards that differ within the rollout of sample {int(unlike.nonzero()[0])}: samples of one rollout "
@@ -185,16 +169,13 @@ def gae(
         local, cp_group: as in `segment_mean`. All ranks of the group call it together, as `segment_scan`.
         gamma, lam: discounts in [0, 1].
 
-    Returns:
-        Advantages and returns, float32 in the shape of the values, detached, 0 where masked.
-
-    Raises ValueError for values that are not this rank's part of the layout, and discounts outside [0, 1].
+    Returns advantages and returns, float32 in the shape of the values, detached, 0 where masked. Raises ValueError for
+    values that are not this rank's part of the layout, and discounts outside [0, 1].
     Source: arXiv:1506.02438 eq. 16; over active tokens alone as in verl and TRL.
     """
     tokens, cp_group, _ = located(local, cp_group)
-    samples = tokens.samples
     for name, one in (("rewards", rewards), ("values", values)):
-        check_values(name, one, samples.loss_shapes(len(tokens), tokens.cp_size), len(tokens), samples)
+        check_of_tokens(name, one, tokens)
     for name, discount in (("gamma", gamma), ("lam", lam)):
         check_within(name, discount, "[0, 1]", "gamma 1 and lam 0.95 are usual")
     r, v = rewards.detach().double(), values.detach().double()
@@ -230,25 +211,21 @@ def whiten(
         dp_group, cp_group: as in `plan_step`; a `Microbatch` brings the latter along.
         shift_mean: False leaves the mean in.
 
-    Returns:
-        Float32 in the shapes of the values, detached, 0 where masked.
-
-    Raises BadBatchError on every rank (the error itself where there is one) for values that are not a rank's part, or
-    are not finite at an active token; ValueError for an epsilon that is not above 0.
+    Returns float32 in the shapes of the values, detached, 0 where masked. Raises BadBatchError on every rank (the error
+    itself where there is one) for values that are not a rank's part, or are not finite at an active token; ValueError
+    for an epsilon that is not above 0.
     Source: PPO for language models, arXiv:1909.08593, as in verl and TRL.
     """
     check_within("epsilon", epsilon, "(0, inf)", "1e-8 is usual")
     dp_group = stated_dp_group(dp_group, "whitening")
     placed = [located(one, cp_group) for one in local]
     of_launch = None if any(one.samples.cp_group for one, *_ in placed) else placed[0][1] if placed else cp_group
-    groups = several(of_launch, dp_group)
+    groups, rows = several(of_launch, dp_group), list[tuple[Tensor, Tensor]]()
 
-    def prepare() -> list[tuple[Tensor, Tensor]]:
+    def prepare() -> None:
         check_one_each("values", len(values), "micro-batches", len(placed), "Pass those of every micro-batch")
-        rows = []
         for one, (tokens, over_cp, _) in zip(values, placed, strict=True):
-            samples = tokens.samples
-            check_values("values", one, samples.loss_shapes(len(tokens), tokens.cp_size), len(tokens), samples)
+            check_of_tokens("values", one, tokens)
             exchange_group(tokens, over_cp)  # raises if there is none and tokens are cut
             active = tokens.mask.cpu() != 0
             x = one.detach().reshape(-1).double().cpu().masked_fill(~active, 0)
@@ -257,24 +234,19 @@ def whiten(
                     f"values with NaN or Inf at {int((~x.isfinite()).sum())} active tokens: they would make all others "
                     "of the step NaN. Mask those tokens."
                 )
-            rows.append((x, active / (1 if over_cp is None else tokens.copies)))
-        return rows
+            rows.append((x, active.double() / (1 if over_cp is None else tokens.copies)))
 
-    rows = attempt(prepare)
-    failure = rows if isinstance(rows, Exception) else None
-    sums = torch.zeros(3, dtype=torch.float64)
-    for x, counts in [] if isinstance(rows, Exception) else rows:
-        sums += torch.stack([(x * counts).sum(), counts.double().sum(), sums[2] * 0])
-    sums[2] = float(failure is not None)
-    for group in groups:
-        all_reduce(sums, group)
-    raise_together(bool(sums[2] > 0), failure, groups)
-    assert not isinstance(rows, Exception)
-    mean, number = sums[0] / sums[1].clamp(min=1), sums[1]
-    spread = sum((((x - mean).square() * c).sum() for x, c in rows), torch.zeros_like(mean))
-    for group in groups:
-        all_reduce(spread, group)
-    scale = (spread / (number - 1).clamp(min=1) + epsilon).rsqrt()
+    def over_step(value: Callable[[Tensor], Tensor]) -> Tensor:
+        """The sum of a value of tokens."""
+        total = sum(((value(x) * counts).sum() for x, counts in rows), torch.zeros((), dtype=torch.float64))
+        for group in groups:
+            all_reduce(total, group)
+        return total
+
+    check_together(prepare, groups)
+    number = over_step(torch.ones_like)
+    mean = over_step(lambda x: x) / number.clamp(min=1)
+    scale = (over_step(lambda x: (x - mean).square()) / (number - 1).clamp(min=1) + epsilon).rsqrt()
     return [
         ((x - mean * shift_mean) * scale).masked_fill(counts == 0, 0).float().to(one.device).view(one.shape)
         for one, (x, counts) in zip(values, rows, strict=True)

@@ -27,19 +27,12 @@ _OF_THE_STEP = ("importance_weights", "mean_log_ratio", "per", "totals")
 
 @dataclass(frozen=True)
 class NamedLoss:
-    """One row of the table.
-
-    Attributes:
-        compute: the function. One of sequences takes the CP group too.
-        of_sequence: whether each token has its sequence's number.
-        mode: the one mode that makes it what its paper says, or None where any does.
-        divisor: of that mode.
-    """
+    """One row of the table."""
 
     name: str
     compute: Callable[..., PolicyLoss]
-    of_sequence: bool = False
-    mode: str | None = None
+    of_sequence: bool = False  # whether each token has its sequence's number; compute then takes the CP group too
+    mode: str | None = None  # the one that makes it what its paper says, or None where any does
     divisor: float | None = None
 
     @property

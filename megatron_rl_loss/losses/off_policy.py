@@ -46,8 +46,7 @@ def truncated_importance_weights(log_probs: Tensor, behavior_log_probs: Tensor, 
 
     Usually `log_probs` are the trainer's recomputed old log-probs, and `behavior_log_probs` those that the inference
     engine sampled with. Raises ValueError for shapes that differ and for a cap that is not finite and above 0.
-    Source: truncated importance sampling, Ionides 2008; for RL post-training, Yao et al. 2025 ("Your efficient RL
-    framework secretly brings you off-policy RL training").
+    Source: Ionides 2008; for RL post-training, Yao et al. 2025.
     """
     check_same_shape("log-probs", log_probs, behavior_log_probs)
     check_within("cap", cap, "(0, inf)", "2.0 is usual")
@@ -87,9 +86,6 @@ def surviving_masks(
     >>> surviving_masks(masks, log_ratios, high=5.0)
     [tensor([1, 0, 0])]
 
-    Rejected tokens are then in no denominator, nor, with ``--loss-aggregation-units active``, are rollouts and prompt
-    groups without a survivor.
-
     Args:
         loss_masks: one 1-D tensor per sample.
         log_ratios: per sample, ``old_log_probs - rollout_log_probs`` of its tokens, as long as its mask.
@@ -97,10 +93,8 @@ def surviving_masks(
         level: ``token`` judges each token. ``sequence`` judges exp of the sum over the sample's mask, ``geometric`` exp
             of the mean; both reject whole samples.
 
-    Raises:
-        ValueError: log-ratios that require grad: those of the policy in training are not known before the step's first
-            forward, so give them weights of 0 or use `Plan.keep`; lengths that differ; bounds as in
-            `importance_weights`.
+    Raises ValueError for log-ratios that require grad (those of the policy in training are not known before the step's
+    first forward: give them weights of 0, or use `Plan.keep`), lengths that differ, and as `importance_weights`.
     """
     check_choice("level of rejection", level, get_args(Level))
     check_one_each("log-ratios", len(log_ratios), "loss masks", len(loss_masks))

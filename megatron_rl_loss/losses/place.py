@@ -1,7 +1,8 @@
 """Where the tokens of a loss lie: what this rank holds of a micro-batch, the group it exchanges over, units by id."""
 
 from collections.abc import Sequence
-from typing import Literal, NewType, Protocol, get_args
+from dataclasses import dataclass
+from typing import Literal, Protocol, get_args
 
 import torch
 from torch import Tensor
@@ -11,13 +12,6 @@ from megatron_rl_loss.reduction.sums import check_values
 from megatron_rl_loss.step.collectives import Group, size_of
 from megatron_rl_loss.step.samples import LocalTokens, Samples
 from megatron_rl_loss.step.totals import StepTotals, TokensById
-
-#: Values of the tokens that this rank holds.
-OfTokens = NewType("OfTokens", Tensor)
-#: To be added over the CP group.
-Partial = NewType("Partial", Tensor)
-#: The same on every rank of the CP group; its gradient is Partial.
-Replicated = NewType("Replicated", Tensor)
 
 Per = Literal["sample", "rollout", "prompt"]
 
@@ -51,20 +45,63 @@ def located(
     return local.tokens, local.cp_group if cp_group is None else cp_group, totals or local.totals
 
 
-def given_rows(
-    what: str, values: Tensor | Sequence[Tensor], local: LocalTokens
-) -> tuple[list[Tensor], tuple[int, ...], torch.dtype]:
-    """The tensors of values, checked, the shape of a result for each token, and its dtype."""
-    rows = [values] if isinstance(values, Tensor) else list(values)
-    shapes = local.samples.loss_shapes(len(local), local.cp_size)
-    for row in rows:
-        check_values(what, row, shapes, len(local), local.samples)
-    shape = values.shape if isinstance(values, Tensor) else (len(rows), *(rows[0].shape if rows else ()))
-    return rows, shape, torch.float64 if any(row.dtype == torch.float64 for row in rows) else torch.float32
+def check_of_tokens(what: str, values: Tensor, local: LocalTokens) -> None:
+    """Refuse what is not one float for each token that this rank holds."""
+    check_values(what, values, local.samples.loss_shapes(len(local), local.cp_size), len(local), local.samples)
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """Values of this rank's tokens, checked, and where the rest of their sequences is.
+
+    Attributes:
+        rows: float64 [len(values), num_local_tokens]; None of no values.
+        wanted: the rows that require grad.
+        mask: float64 [num_local_tokens], on the device of the values.
+        units: the number of each sample's rollout or prompt, int64 [num_samples] on the host; None if each is its own.
+        group: to exchange over; None where this rank has all tokens.
+        shape, dtype: of a result for each token.
+    """
+
+    tokens: LocalTokens
+    rows: Tensor | None
+    wanted: list[int]
+    mask: Tensor
+    units: Tensor | None
+    group: Group | None
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(
+        cls,
+        what: str,
+        values: Tensor | Sequence[Tensor],
+        local: Place,
+        cp_group: Group | None,
+        per: Per,
+        totals: StepTotals | None,
+    ) -> "Sequences":
+        tokens, cp_group, totals = located(local, cp_group, totals)
+        given = [values] if isinstance(values, Tensor) else list(values)
+        for row in given:
+            check_of_tokens(f"a segment {what}'s values", row, tokens)
+        shape = values.shape if isinstance(values, Tensor) else (len(given), *(given[0].shape if given else ()))
+        device = given[0].device if given else tokens.mask.device
+        return cls(
+            tokens,
+            torch.stack([row.reshape(-1).double() for row in given]) if given else None,
+            [k for k, row in enumerate(given) if row.requires_grad],
+            tokens.mask.to(device, non_blocking=True).double(),
+            units_of(tokens.samples, per, totals),
+            exchange_group(tokens, cp_group),
+            shape,
+            torch.float64 if any(row.dtype == torch.float64 for row in given) else torch.float32,
+        )
 
 
 def units_of(samples: Samples, per: Per, totals: StepTotals | None) -> Tensor | None:
-    """The number of each sample's rollout or prompt, int64 [num_samples] on the host; None where each is its own."""
+    """As `Sequences.units`; with totals, all of a unit must be here."""
     check_choice("unit of a segment sum", per, get_args(Per))
     ids = {"sample": None, "rollout": samples.rollout_ids, "prompt": samples.prompt_ids}[per]
     if ids is None:

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl_loss.errors import check_within, require
-from megatron_rl_loss.losses.place import Place, located
-from megatron_rl_loss.reduction.sums import check_values
+from megatron_rl_loss.losses.place import Place, check_of_tokens, located
 
 #: Values above it are no log-probs. Rounding a log-prob of 0 in bfloat16 stays below it.
 _HIGHEST_LOG_PROB = 0.1
@@ -41,7 +40,7 @@ class RatioBounds:
 
     @classmethod
     def around_1(cls, clip_low: float, clip_high: float | None, dual_clip: float | None = None) -> "RatioBounds":
-        """From the widths that users give, checked."""
+        """From widths, checked."""
         clip_high = clip_low if clip_high is None else clip_high
         check_within("clip_low", clip_low, "(0, 1]", "0.2 is usual")
         check_within("clip_high", clip_high, "(0, inf)", "0.2 or 0.28 is usual")
@@ -52,11 +51,8 @@ class RatioBounds:
             )
         if dual_clip is not None:
             check_within("dual_clip", dual_clip, "(1, inf)", "3.0 is usual; None turns it off")
-        return cls(
-            low=math.log1p(-clip_low) if clip_low < 1 else -math.inf,
-            dual=math.inf if dual_clip is None else math.log(dual_clip),
-            high=math.log1p(clip_high),
-        )
+        dual = math.inf if dual_clip is None else math.log(dual_clip)
+        return cls(math.log1p(-clip_low) if clip_low < 1 else -math.inf, dual, math.log1p(clip_high))
 
     def clip(self, log_ratio: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
         """The log-ratio bounded on the side that A pushes to, and where the bound changed it.
@@ -77,20 +73,14 @@ class RatioBounds:
 
 @dataclass(frozen=True)
 class Given:
-    """A policy loss's inputs: checked, float32 at least, and 0 at masked tokens where the mask is known.
-
-    Attributes:
-        log_ratio: ``log r`` per token, differentiable in `log_probs`.
-        weights: importance weights, detached.
-        shield: what every loss made of `log_probs` goes through.
-    """
+    """A policy loss's inputs: checked, float32 at least, and 0 at masked tokens where the mask is known."""
 
     log_probs: Tensor
     old_log_probs: Tensor
-    log_ratio: Tensor
+    log_ratio: Tensor  # differentiable in log_probs
     advantages: Tensor
-    weights: Tensor | None
-    shield: Callable[[Tensor], Tensor]
+    weights: Tensor | None  # importance weights, detached
+    shield: Callable[[Tensor], Tensor]  # what every loss made of log_probs goes through
 
     @classmethod
     def of(
@@ -101,7 +91,6 @@ class Given:
         importance_weights: Tensor | None,
         local: Place | Tensor | None,
     ) -> "Given":
-        """Refuses what no policy loss can have."""
         check_same_shape("log-probs", log_probs, old_log_probs)
         check_broadcasts("advantages", advantages, log_probs)
         if advantages.requires_grad:
@@ -115,7 +104,7 @@ class Given:
         return cls(log_probs, old, log_probs - old, advantages, weights[0] if weights else None, shield)
 
     def policy_loss(self, loss: Tensor, clipped: Tensor) -> PolicyLoss:
-        """The three parts, from a loss that importance weights still have to multiply."""
+        """Of a loss that importance weights still have to multiply."""
         if self.weights is not None:
             loss = loss * self.weights
         return PolicyLoss(self.shield(loss), clipped.expand(loss.shape).to(loss.dtype), -self.log_ratio.detach())
@@ -135,18 +124,14 @@ def filled(
         return torch.where(mask, inside, 0), [torch.where(mask, one, 0) for one in rest], lambda loss: loss
     if torch.compiler.is_compiling() or not trained.requires_grad or not torch.is_grad_enabled():
         return inside, rest, lambda loss: loss
-    inside, unused = inside.view_as(trained), torch.zeros((), dtype=torch.bool, device=trained.device)
-
-    def note(gradient: Tensor) -> None:
-        nonlocal unused
-        unused = gradient == 0
+    inside, of_loss = inside.view_as(trained), [torch.ones((), device=trained.device)]
 
     def shield(loss: Tensor) -> Tensor:
         if loss.requires_grad:
-            loss.register_hook(note)
+            loss.register_hook(of_loss.append)
         return loss
 
-    inside.register_hook(lambda gradient: gradient.masked_fill(unused, 0))
+    inside.register_hook(lambda gradient: gradient.masked_fill(of_loss[-1] == 0, 0))
     return inside, rest, shield
 
 
@@ -161,13 +146,11 @@ def _mask_of(local: Place | Tensor, values: Tensor) -> Tensor:
         check_same_shape("log-probs and mask", values, local)
         return local
     tokens = located(local)[0]
-    shapes = tokens.samples.loss_shapes(len(tokens), tokens.cp_size)
-    check_values("a loss's input", values, shapes, len(tokens), tokens.samples)
+    check_of_tokens("a loss's input", values, tokens)
     return tokens.mask.to(values.device, non_blocking=True).view(values.shape)
 
 
 def check_same_shape(what: str, a: Tensor, b: Tensor) -> None:
-    """Refuse tensors of different shapes."""
     _check_tensors(what, a, b)
     if a.shape != b.shape:
         raise ValueError(
@@ -177,7 +160,6 @@ def check_same_shape(what: str, a: Tensor, b: Tensor) -> None:
 
 
 def check_broadcasts(name: str, factor: Tensor, log_probs: Tensor) -> None:
-    """Refuse a factor that does not broadcast to the log-probs' shape."""
     _check_tensors(name, factor)
     shape, of_tokens = factor.shape, log_probs.shape
     pairs = zip(reversed(shape), reversed(of_tokens), strict=False)
@@ -198,7 +180,6 @@ def _check_tensors(what: str, *values: object) -> None:
 
 
 def _check_log_probs(log_probs: Tensor, old_log_probs: Tensor) -> None:
-    """Refuse values that cannot be log-probs; on a device nobody waits for the answer."""
     if not log_probs.numel() or torch.compiler.is_compiling():
         return
     highest = torch.maximum(log_probs, old_log_probs).amax()

@@ -8,12 +8,11 @@
 All statistics of one call share one collective of one float64 per sample, whatever the samples' lengths. Those that
 require grad take one more on the way back. CP 1, and layouts where every rank holds every token, take none.
 
-Every rank uses a `Replicated` statistic for its own share of the loss, so the statistic's gradient is `Partial`: it is
-summed over CP before it goes back to tokens. Without that sum the values are right and the gradient is wrong.
+Every rank uses a statistic for its own share of the loss, so the statistic's gradient is one rank's part: it is summed
+over CP before it goes back to tokens. Without that sum the values are right and the gradient is wrong.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -21,20 +20,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl_loss.errors import check_choice, first_order
-from megatron_rl_loss.losses.place import (
-    OfTokens,
-    Partial,
-    Per,
-    Place,
-    Replicated,
-    exchange_group,
-    given_rows,
-    located,
-    units_of,
-)
+from megatron_rl_loss.losses.place import Per, Place, Sequences, located, units_of
 from megatron_rl_loss.step.collectives import Group
 from megatron_rl_loss.step.samples import LocalTokens
 from megatron_rl_loss.step.totals import StepTotals
+
+_Statistic = Literal["sum", "mean", "max", "min"]
 
 
 def segment_sum(
@@ -44,7 +35,7 @@ def segment_sum(
     *,
     per: Per = "sample",
     totals: StepTotals | None = None,
-) -> Replicated:
+) -> Tensor:
     """``S_i = sum_t m_it v_it`` of every sample of the micro-batch, over all CP ranks, differentiable.
 
     >>> samples = Samples([torch.tensor([1, 1, 0]), torch.tensor([1])])
@@ -54,8 +45,8 @@ def segment_sum(
     All ranks of the CP group must call it together, and go backward through its result together.
 
     Args:
-        values: of the tokens this rank holds, in the shape of its losses; or several such tensors (all statistics of
-            the micro-batch), which then share one collective. NaN and Inf at masked positions are ignored.
+        values: of the tokens this rank holds, in the shape of its losses; or several such tensors, which then share one
+            collective. NaN and Inf at masked positions are ignored.
         local: the `Microbatch`, which brings its group and totals along; or what this rank holds of it.
         cp_group: the context-parallel group; may be left out where the ranks need not exchange anything.
         per: with ``rollout`` or ``prompt``, samples that share such an id are one: each gets the sum of all of them.
@@ -66,11 +57,10 @@ def segment_sum(
         [num_samples], or [len(values), num_samples] for several values; the same on every rank of the group, added in
         float64 and rounded to float32 (float64 if a value is float64). On the device of the values.
 
-    Raises:
-        ValueError: values that are not this rank's part of the layout; no CP group, or one of another size; a rollout
-            or prompt that lies in several micro-batches; prompts without ids, or in totals that do not count them.
+    Raises ValueError for values that are not this rank's part of the layout; no CP group, or one of another size; a
+    rollout or prompt that lies in several micro-batches; prompts without ids, or in totals that do not count them.
     """
-    return _statistics(values, local, cp_group, per, totals, mean=False)
+    return _statistic("sum", values, Sequences.of("sum", values, local, cp_group, per, totals))
 
 
 def segment_mean(
@@ -80,7 +70,7 @@ def segment_mean(
     *,
     per: Per = "sample",
     totals: StepTotals | None = None,
-) -> Replicated:
+) -> Tensor:
     """``S_i / M_i``: `segment_sum` divided by the mask sum of the whole sample; 0 for a fully masked sample.
 
     >>> samples = Samples([torch.tensor([1, 1, 0]), torch.tensor([1])])
@@ -89,7 +79,7 @@ def segment_mean(
 
     Every rank knows M_i without a collective. All else is as in `segment_sum`.
     """
-    return _statistics(values, local, cp_group, per, totals, mean=True)
+    return _statistic("mean", values, Sequences.of("sum", values, local, cp_group, per, totals))
 
 
 def segment_extreme(
@@ -100,7 +90,7 @@ def segment_extreme(
     kind: Literal["max", "min"] = "max",
     per: Per = "sample",
     totals: StepTotals | None = None,
-) -> Replicated:
+) -> Tensor:
     """The largest (or smallest) value of a sample's active tokens, over all CP ranks; 0 for a fully masked sample.
 
     >>> samples = Samples([torch.tensor([1, 1, 0]), torch.tensor([1])])
@@ -111,19 +101,7 @@ def segment_extreme(
     ranks they lie. One collective forward of 8 bytes per sample, one backward of 16. All else is as in `segment_sum`.
     """
     check_choice("kind of an extreme", kind, ("max", "min"))
-    tokens, cp_group, totals = located(local, cp_group, totals)
-    rows, _, dtype = given_rows("a segment extreme's values", values, tokens)
-    if not rows:
-        return Replicated(torch.zeros(0, len(tokens.samples)))
-    device, sign = rows[0].device, -1 if kind == "min" else 1
-    units = units_of(tokens.samples, per, totals)
-    units = None if units is None else units.to(device, non_blocking=True)
-    segments = segments_of(tokens, cp_group, device)
-    stacked = torch.stack([sign * row.reshape(-1).double() for row in rows])
-    found: Tensor = sign * _Extremes.apply(segments, units, stacked)  # type: ignore[no-untyped-call]
-    without = add_over_units(tokens.samples.mask_sums.to(device, non_blocking=True), units) == 0
-    found = found.masked_fill(without, 0).to(dtype)
-    return Replicated(found[0] if isinstance(values, Tensor) else found)
+    return _statistic(kind, values, Sequences.of("extreme", values, local, cp_group, per, totals))
 
 
 def unit_reduce(
@@ -133,7 +111,7 @@ def unit_reduce(
     kind: Literal["sum", "logsumexp"] = "sum",
     per: Per = "prompt",
     totals: StepTotals | None = None,
-) -> Replicated:
+) -> Tensor:
     """A statistic [num_samples] -> at each sample, the sum or log-sum-exp over the samples of its prompt (or rollout).
 
     >>> local = Samples([torch.ones(2), torch.ones(1), torch.ones(1)], prompt_ids=["a", "b", "a"]).local(0, 1)
@@ -148,30 +126,30 @@ def unit_reduce(
     check_choice("kind of a sum over units", kind, ("sum", "logsumexp"))
     local, _, totals = located(local, None, totals)
     _check_statistic(of_samples, local)
-    device, units = of_samples.device, units_of(local.samples, per, totals)
-    units = torch.arange(len(local.samples), device="cpu") if units is None else units
-    units, tokens = (one.to(device, non_blocking=True) for one in (units, local.samples.mask_sums))
+    units = units_of(local.samples, per, totals)
+    tokens = local.samples.mask_sums.to(of_samples.device, non_blocking=True)
     if kind == "sum":
-        return Replicated(add_over_units(torch.where(tokens > 0, of_samples, 0), units))
+        return _over_units(torch.where(tokens > 0, of_samples, 0), units)
     logs = torch.where(tokens > 0, of_samples, -torch.inf)
-    top = torch.full_like(logs, -torch.inf).scatter_reduce(0, units, logs.detach(), "amax")[units]
+    top = _over_units(logs.detach(), units, "amax")
     top = torch.where(top.isneginf(), 0, top)
-    sums = add_over_units((logs - top).exp(), units)
+    sums = _over_units((logs - top).exp(), units)
     nothing = sums == 0
     found = (sums.masked_fill(nothing, 1).log() + top).masked_fill(nothing, -torch.inf)
-    return Replicated(found.masked_fill(add_over_units(tokens, units) == 0, 0))
+    return found.masked_fill(_over_units(tokens, units) == 0, 0)
 
 
-def to_tokens(of_samples: Tensor, local: Place) -> OfTokens:
+def to_tokens(of_samples: Tensor, local: Place) -> Tensor:
     """A statistic [num_samples] -> each sample's number at every token this rank holds, [num_local_tokens].
 
-    Differentiable, without a collective: the gradient of a rank's tokens is that rank's part of a Partial, which
-    `segment_sum` completes. Padding has the number of a sample beside it. Raises ValueError for another shape.
+    Differentiable, without a collective: the gradient of a rank's tokens is that rank's part of it, which `segment_sum`
+    completes. Padding has the number of a sample beside it. Raises ValueError for another shape.
     """
     local = located(local)[0]
     _check_statistic(of_samples, local)
     counts = local.counts.to(of_samples.device, non_blocking=True)
-    return OfTokens(_ToTokens.apply(of_samples, counts, len(local)))  # type: ignore[no-untyped-call]
+    spread: Tensor = _ToTokens.apply(of_samples, counts, len(local))  # type: ignore[no-untyped-call]
+    return spread
 
 
 def _check_statistic(of_samples: Tensor, local: LocalTokens) -> None:
@@ -182,117 +160,71 @@ def _check_statistic(of_samples: Tensor, local: LocalTokens) -> None:
         )
 
 
-def _statistics(
-    values: Tensor | Sequence[Tensor],
-    local: Place,
-    cp_group: Group | None,
-    per: Per,
-    totals: StepTotals | None,
-    *,
-    mean: bool,
-) -> Replicated:
-    local, cp_group, totals = located(local, cp_group, totals)
-    rows, _, dtype = given_rows("a segment sum's values", values, local)
-    samples = local.samples
-    if not rows:
-        return Replicated(torch.zeros(0, len(samples)))
-    device, units = rows[0].device, units_of(samples, per, totals)
-    units = None if units is None else units.to(device, non_blocking=True)
-    sums: Tensor = _SegmentSums.apply(segments_of(local, cp_group, device), *rows)  # type: ignore[no-untyped-call]
-    sums = add_over_units(sums, units)
-    if mean:
-        tokens = add_over_units(samples.mask_sums.to(device, non_blocking=True), units)
-        sums = sums / torch.where(tokens == 0, 1, tokens)
-    sums = sums.to(dtype)
-    return Replicated(sums[0] if isinstance(values, Tensor) else sums)
+def _statistic(kind: _Statistic, values: Tensor | Sequence[Tensor], given: Sequences) -> Tensor:
+    if given.rows is None:
+        return torch.zeros(0, len(given.tokens.samples))
+    found: Tensor = _OfSamples.apply(given, kind, given.rows)  # type: ignore[no-untyped-call]
+    return (found[0] if isinstance(values, Tensor) else found).to(given.dtype)
 
 
-def add_over_units(of_samples: Tensor, units: Tensor | None) -> Tensor:
-    """[..., num_samples] -> at each sample the sum over its unit; `units` on the device of the sums."""
+class _OfSamples(torch.autograd.Function):
+    """Rows of tokens -> a number per sample of each, the same on all CP ranks; backward, gradients are added over CP.
+
+    A token's slope is its part of the sample's gradient: its mask entry, or for an extreme 1 where it ties for it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, given: Sequences, kind: _Statistic, rows: Tensor) -> Tensor:
+        active, group, units = given.mask != 0, given.group, given.units
+        counts, tokens = (
+            one.to(rows.device, non_blocking=True) for one in (given.tokens.counts, given.tokens.samples.mask_sums)
+        )
+        tokens = _over_units(tokens, units)
+        ctx.given, ctx.counts, ctx.divisor, ctx.ties = given, counts, None, kind in ("max", "min")
+        if not ctx.ties:
+            ctx.slopes = given.mask.expand_as(rows)
+            sums = _over_cp(_segments(torch.where(active, rows * given.mask, 0), counts), group)
+            if kind == "mean":
+                ctx.divisor = torch.where(tokens == 0, 1, tokens)
+            return _over_units(sums, units) / (1 if ctx.divisor is None else ctx.divisor)
+        rows = -rows if kind == "min" else rows
+        rows = torch.where(active, rows.masked_fill(rows.isnan(), torch.nan), -torch.inf)
+        keys = _over_cp(in_order(_segments(rows, counts, "max").view(torch.int64)), group, dist.ReduceOp.MAX)
+        best = _over_units(in_order(keys).view(torch.float64), units, "amax")
+        ctx.slopes = ((_at_tokens(best, counts, len(active)) == rows) & active).double()
+        return (-best if kind == "min" else best).masked_fill(tokens == 0, 0)
+
+    @staticmethod
+    @first_order("segment_sum, segment_mean or segment_extreme")
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, Tensor]:
+        given: Sequences = ctx.given
+        slopes, wanted = ctx.slopes[given.wanted], gradient[given.wanted]
+        if ctx.ties:
+            wanted = torch.stack([wanted, _segments(slopes, ctx.counts)])
+        wanted = _over_units(_over_cp(wanted, given.group), given.units)
+        if ctx.ties:
+            wanted = wanted[0] / wanted[1].clamp(min=1)
+        elif ctx.divisor is not None:
+            wanted = wanted / ctx.divisor
+        of_tokens = torch.zeros_like(ctx.slopes)
+        of_tokens[given.wanted] = torch.where(slopes != 0, _at_tokens(wanted, ctx.counts, len(given.mask)) * slopes, 0)
+        return None, None, of_tokens
+
+
+def _over_cp(of_samples: Tensor, group: Group | None, op: Any = dist.ReduceOp.SUM) -> Tensor:
+    """The one collective, in place."""
+    if group is not None and of_samples.numel():
+        dist.all_reduce(of_samples, op=op, group=group)
+    return of_samples
+
+
+def _over_units(of_samples: Tensor, units: Tensor | None, how: Literal["sum", "amax"] = "sum") -> Tensor:
+    """[..., num_samples] -> at each sample the sum or largest of its unit."""
     if units is None:
         return of_samples
-    return torch.zeros_like(of_samples).index_add(-1, units, of_samples)[..., units]
-
-
-def segments_of(local: LocalTokens, cp_group: Group | None, device: torch.device) -> "Segments":
-    mask, counts = (one.to(device, non_blocking=True) for one in (local.mask, local.counts))
-    return Segments(mask, counts, exchange_group(local, cp_group))
-
-
-@dataclass(frozen=True)
-class Segments:
-    """What a rank holds of each sample, on the device of the values, and the group to add its sums over."""
-
-    mask: Tensor  # float32 [num_local_tokens]
-    counts: Tensor  # int64 [num_samples]: this rank's tokens lie in the order of the samples
-    group: Group | None
-
-    def add_over_cp(self, sums: Partial) -> Replicated:
-        """The one collective, in place."""
-        if self.group is not None and sums.numel():
-            dist.all_reduce(sums, group=self.group)
-        return Replicated(sums)
-
-
-class _SegmentSums(torch.autograd.Function):
-    """Sums of several rows of values over samples and CP ranks: Partial -> Replicated, forward and backward."""
-
-    @staticmethod
-    def forward(ctx: Any, segments: Segments, *values: Tensor) -> Tensor:
-        ctx.segments = segments
-        ctx.like = [(row.shape, row.dtype) for row in values]
-        mask, masked = segments.mask.double(), segments.mask == 0
-        rows = [(row.detach().reshape(-1) * mask).masked_fill_(masked, 0) for row in values]
-        return segments.add_over_cp(Partial(torch.stack([sum_segments(row, segments.counts) for row in rows])))
-
-    @staticmethod
-    @first_order("segment_sum or segment_mean")
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        segments: Segments = ctx.segments
-        wanted = [k for k, needed in enumerate(ctx.needs_input_grad[1:]) if needed]
-        of_samples = segments.add_over_cp(Partial(gradient[wanted].contiguous()))
-        gradients: list[Tensor | None] = [None] * len(ctx.like)
-        for k, row in zip(wanted, of_samples, strict=True):
-            shape, dtype = ctx.like[k]
-            of_tokens = repeat_each(row, segments.counts, len(segments.mask)) * segments.mask
-            gradients[k] = of_tokens.to(dtype).view(shape)
-        return None, *gradients
-
-
-class _Extremes(torch.autograd.Function):
-    """The largest of each sample: a maximum over CP forward; backward gradients and ties are added over CP."""
-
-    @staticmethod
-    def forward(ctx: Any, segments: Segments, units: Tensor | None, values: Tensor) -> Tensor:
-        counts, active = segments.counts, segments.mask != 0
-        rows = values.masked_fill(values.isnan(), torch.nan).masked_fill_(~active, -torch.inf)
-        found = torch.stack([_largest(row, counts) for row in rows])
-        if segments.group is not None and found.numel():
-            keys = in_order(found.view(torch.int64))
-            dist.all_reduce(keys, op=dist.ReduceOp.MAX, group=segments.group)
-            found = in_order(keys).view(torch.float64)
-        if units is not None:
-            index = units.expand_as(found)
-            found = torch.full_like(found, -torch.inf).scatter_reduce_(1, index, found, "amax").gather(1, index)
-        at_tokens = torch.stack([repeat_each(row, counts, len(active)) for row in found])
-        ctx.segments, ctx.units, ctx.is_best = segments, units, (at_tokens == rows) & active
-        return found
-
-    @staticmethod
-    @first_order("segment_extreme")
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, Tensor]:
-        counts, is_best = ctx.segments.counts, ctx.is_best
-        ties = torch.stack([sum_segments(row.double(), counts) for row in is_best])
-        slopes, ties = add_over_units(ctx.segments.add_over_cp(Partial(torch.stack([gradient, ties]))), ctx.units)
-        shares = slopes / ties.clamp(min=1)
-        return None, None, torch.stack([repeat_each(row, counts, is_best.shape[1]) for row in shares]) * is_best
-
-
-def _largest(values: Tensor, counts: Tensor) -> Tensor:
-    """Of the first ``counts[0]`` values, of the next ``counts[1]``, and so on; -inf of none."""
-    if not values.numel():
-        return values.new_full((len(counts),), -torch.inf)
-    return torch.segment_reduce(values, "max", lengths=counts, unsafe=True, initial=-torch.inf)
+    index = units.to(of_samples.device, non_blocking=True).expand_as(of_samples)
+    start = torch.full_like(of_samples, 0 if how == "sum" else -torch.inf)
+    return start.scatter_reduce(-1, index, of_samples, how).gather(-1, index)
 
 
 def in_order(bits: Tensor) -> Tensor:
@@ -309,22 +241,24 @@ class _ToTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, of_samples: Tensor, counts: Tensor, num_tokens: int) -> Tensor:
         ctx.counts, ctx.dtype = counts, of_samples.dtype
-        return repeat_each(of_samples, counts, num_tokens)
+        return _at_tokens(of_samples, counts, num_tokens)
 
     @staticmethod
     @first_order("to_tokens")
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return sum_segments(gradient.double(), ctx.counts).to(ctx.dtype), None, None
+        return _segments(gradient.double()[None], ctx.counts)[0].to(ctx.dtype), None, None
 
 
-def sum_segments(values: Tensor, counts: Tensor) -> Tensor:
-    """The sums of the first ``counts[0]`` values, of the next ``counts[1]``, and so on; float64."""
-    if not values.numel():
-        return values.new_zeros(len(counts))
-    return torch.segment_reduce(values, "sum", lengths=counts, unsafe=True)
+def _segments(rows: Tensor, counts: Tensor, how: Literal["sum", "max"] = "sum") -> Tensor:
+    """Of each row's first ``counts[0]`` values, of its next ``counts[1]``, and so on."""
+    nothing = 0.0 if how == "sum" else -torch.inf
+    if not rows.numel():
+        return rows.new_full((len(rows), len(counts)), nothing)
+    return torch.stack([torch.segment_reduce(row, how, lengths=counts, unsafe=True, initial=nothing) for row in rows])
 
 
-def repeat_each(values: Tensor, counts: Tensor, num_tokens: int) -> Tensor:
+def _at_tokens(of_samples: Tensor, counts: Tensor, num_tokens: int) -> Tensor:
+    """[..., num_samples] -> [..., num_tokens]"""
     if not len(counts):
-        return values.new_zeros(num_tokens)
-    return values.repeat_interleave(counts, output_size=num_tokens)
+        return of_samples.new_zeros(*of_samples.shape[:-1], num_tokens)
+    return of_samples.repeat_interleave(counts, -1, output_size=num_tokens)

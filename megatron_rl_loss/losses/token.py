@@ -48,11 +48,9 @@ def ppo_clip_loss(
         dual_clip: c (3.0 in the paper), or None for none.
         importance_weights: the factor w, detached here, e.g. `truncated_importance_weights`; None for 1.
 
-    Raises:
-        ValueError: log-probs of different shapes; factors that do not broadcast to them; values above 0.1, which are no
-            log-probs (a device stops at them later, nobody waits); advantages that require grad; ``clip_low`` outside
-            (0, 1]; ``clip_high`` <= 0, or from 1 to 2, which looks like a bound of the ratio; ``dual_clip`` <= 1.
-
+    Raises ValueError for log-probs of different shapes; factors that do not broadcast to them; values above 0.1, which
+    are no log-probs (a device stops at them later); advantages that require grad; ``clip_low`` outside (0, 1];
+    ``clip_high`` <= 0, or from 1 to 2, which looks like a bound of the ratio; ``dual_clip`` <= 1.
     Source: PPO, arXiv:1707.06347 eq. 7; separate bounds, DAPO, arXiv:2503.14476 eq. 10; dual clip, arXiv:1912.09729
     eq. 5.
     """
@@ -132,9 +130,8 @@ def dppo_loss(
 ) -> PolicyLoss:
     """``-A r``, and 0 where the policy has left a trust region in the direction that A pushes it.
 
-    With p and q the sampled token's probability now and before, a token has loss 0 where ``A (p - q) > 0`` and its
-    binary divergence (this token against all others) is above `threshold`: ``tv = |p - q|``, or
-    ``kl = q log(q / p) + (1 - q) log((1 - q) / (1 - p))``.
+    With p and q the sampled token's probability now and before, that is where ``A (p - q) > 0`` and its binary
+    divergence is above `threshold`: ``tv = |p - q|``, or ``kl = q log(q / p) + (1 - q) log((1 - q) / (1 - p))``.
 
     Args:
         old_log_probs: of the policy that sampled the tokens.

@@ -4,17 +4,8 @@
     log_probs, entropy = model(tokens, positions, None, labels=labels, output_processor=head)  # [b, s] each
 
 On the last pipeline stage the model calls its ``output_processor`` in place of output layer and cross-entropy
-(`core/models/gpt/gpt_model.py` `_postprocess`); on other stages it gives hidden states as ever. What the output layer
-would do is read off it, and done by `chunked_head`:
-
-| of the output layer (`core/tensor_parallel/layers.py`) | here                                                |
-|--------------------------------------------------------|-----------------------------------------------------|
-| `sequence_parallel`                                    | hidden states gathered, gradients reduce-scattered  |
-| `allreduce_dgrad`, `disable_grad_reduce`               | their gradient is summed over TP, or not            |
-| `gradient_accumulation_fusion`                         | the weight's is added to `weight.main_grad`         |
-| a weight that is given (tied to the embedding)         | used, `zero_out_wgrad` as Megatron does             |
-| columns of a padded vocabulary                         | count as they do in Megatron, or see `vocab_size`   |
-| MuP's scale of logits                                  | a part of the temperature                           |
+(`core/models/gpt/gpt_model.py` `_postprocess`). What the output layer (`core/tensor_parallel/layers.py`) would do under
+its settings is read off it, and done by `logprobs.hidden`. MuP's scale of logits is a part of the temperature.
 """
 
 from collections.abc import Mapping
@@ -55,7 +46,7 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Folded(Tokens):
-    """Beside this, a loss to be made in the same pass: the model then gives (share, values).
+    """A loss to be made in the same pass: the model then gives (share, values).
 
     Attributes:
         reducer: of the tokens of this rank, in the order of [b, s]: `Microbatch.pg_loss`, or `make_pg_loss_reducer`.
@@ -88,8 +79,7 @@ class OutputHead:
 
     With labels [b, s] the model gives (log_probs, entropy), float32 [b, s], of the labels this context-parallel rank
     holds; without ``entropy=True`` the entropy is None. With ``output_processor_context=Folded(...)`` the model gives
-    (share, values) of `loss_from_hidden`, but for the losses. Either goes through pipeline schedules, also with
-    ``forward_only``.
+    (share, values) of `loss_from_hidden`, but for the losses.
 
     Attributes:
         chunk_tokens, temperature, entropy, vocab_size: as in `log_probs_from_hidden`.
@@ -118,7 +108,7 @@ class OutputHead:
         scale_logits: Any = None,
         **_: Any,
     ) -> tuple[Tensor, Tensor | None] | tuple[Tensor, dict[str, Tensor]]:
-        """What `GPTModel` calls with hidden states [s, b, h], or [s / TP, b, h] under sequence parallelism."""
+        """Of hidden states [s, b, h], or [s / TP, b, h] under sequence parallelism."""
         if labels is None:
             raise ValueError(
                 "a model called with output_processor=OutputHead(...) and without labels: the head makes log-probs of "
@@ -129,6 +119,7 @@ class OutputHead:
         run_pre_hooks(output_layer, hidden_states)
         context = context or Tokens()
         fused = output_layer.gradient_accumulation_fusion and hasattr(weight, "main_grad")
+        mup = 1.0 if scale_logits is None else float(scale_logits(torch.ones((), device="cpu")))
         common: dict[str, Any] = {
             "bias": output_layer.bias,
             "tensor_parallel": TensorParallel(
@@ -136,7 +127,7 @@ class OutputHead:
                 sequence_parallel=output_layer.sequence_parallel,
                 sum_gradient=not output_layer.disable_grad_reduce,
             ),
-            "temperature": self.temperature / mup_scale(scale_logits),
+            "temperature": self.temperature / mup,
             "keep": _sequence_first(context.keep),
             "vocab_size": self.vocab_size,
             "entropy": self.entropy,
@@ -164,11 +155,6 @@ class OutputHead:
 
 def _sequence_first(keep: Keep | None) -> Keep | None:
     return keep if keep is None or isinstance(keep, KeptIds) or keep.dim() < 3 else keep.transpose(0, 1)
-
-
-def mup_scale(scale_logits: Any) -> float:
-    """The factor that the model multiplies its logits by: 1, unless MuP is used."""
-    return 1.0 if scale_logits is None else float(scale_logits(torch.ones((), device="cpu")))
 
 
 def refuse_other_layers(output_layer: Any, weight: Tensor) -> None:
@@ -203,23 +189,21 @@ def _other_layer(kind: str) -> ValueError:
 
 
 class FusedMainGradient:
-    """`weight.main_grad`, to which the weight's gradient is added, as with `--gradient-accumulation-fusion`.
-
-    Megatron's own kernel adds it where there is one (`fused_weight_gradient_mlp_cuda`), plain torch elsewhere.
-    """
+    """The weight's gradient goes to `weight.main_grad`, by Megatron's kernel where there is one."""
 
     def __init__(self, weight: Any) -> None:
         self._weight = weight
         self._main_grad: Tensor = weight.main_grad
 
     def add_product(self, of_logits: Tensor, hidden: Tensor) -> None:
-        kernel = getattr(layers, "fused_weight_gradient_mlp_cuda", None) if self._main_grad.is_cuda else None
-        if kernel is None or hidden.dtype == self._main_grad.dtype:
-            add_product(self._main_grad, of_logits, hidden)
-        elif self._main_grad.dtype == torch.float32:
-            kernel.wgrad_gemm_accum_fp32(hidden, of_logits, self._main_grad)
+        total = self._main_grad
+        kernel = getattr(layers, "fused_weight_gradient_mlp_cuda", None) if total.is_cuda else None
+        if kernel is None or hidden.dtype == total.dtype:
+            add_product(total, of_logits, hidden)
+        elif total.dtype == torch.float32:
+            kernel.wgrad_gemm_accum_fp32(hidden, of_logits, total)
         else:
-            kernel.wgrad_gemm_accum_fp16(hidden, of_logits, self._main_grad)
+            kernel.wgrad_gemm_accum_fp16(hidden, of_logits, total)
 
     def add_scaled(self, gradient: Tensor, scale: Tensor) -> None:
         self._main_grad.addcmul_(gradient, scale)

@@ -1,8 +1,11 @@
 """Log-probs, entropy and a weighted loss of an output layer, stated a second time: float64, naive, one process."""
 
+import functools
 import math
 from dataclasses import dataclass
+from typing import Any
 
+import oracle
 import torch
 from torch import Tensor
 
@@ -71,15 +74,60 @@ def log_probs_and_entropy(
     return torch.stack(log_probs), torch.stack(entropies)
 
 
-def policy_loss(log_probs: Tensor, entropy: Tensor, batch: Batch, entropy_bonus: float) -> Tensor:
-    """sum_t weight_t (clipped surrogate - bonus * entropy), float64."""
-    ratio = (log_probs - batch.old_log_probs).exp()
-    clipped = ratio.clamp(0.8, 1.28)
-    losses = -torch.minimum(ratio * batch.advantages, clipped * batch.advantages) - entropy_bonus * entropy
-    return (batch.weights * losses).sum()
-
-
 def relative(actual: Tensor, expected: Tensor) -> float:
     """The largest error, relative to the largest entry; infinite if anything is NaN."""
     error = float((actual.detach().double() - expected.detach()).abs().max() / expected.detach().abs().max())
     return math.inf if math.isnan(error) else error
+
+
+# --- a loss in some cases
+
+TOKENS, VOCABULARY, HIDDEN = 48, 24, 16
+#: Sums over tokens, hidden and vocabulary; in bfloat16, products are rounded four times in a row.
+BOUNDS = {torch.float64: 1e-12, torch.float32: oracle.chain_error(1, TOKENS), torch.bfloat16: 4 * 2.0**-8}
+FP32 = BOUNDS[torch.float32]
+assert FP32 < 2e-5
+Found = dict[str, Tensor]
+Wanted = tuple[float, float]
+#: Of log-probs and entropy, in the loss.
+WANTED = {"log-probs": (1.0, 0.0), "entropy": (0.0, 1.0), "both": (1.0, -0.3)}
+BOTH = WANTED["both"]
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "cold, bias": {"temperature": 0.3, "bias": True},
+    "hot, all tokens": {"temperature": 1.7, "mask": torch.ones},
+    "kept ids": {"keep": True, "temperature": 0.6},
+    "kept ids, all tokens": {"keep": True, "mask": torch.ones},
+    "padded vocabulary": {"vocab_size": 17, "bias": True},
+    "padded to several ranks": {"vocab_size": 5},
+    "no token counts": {"mask": torch.zeros},
+}
+
+
+def given(name: str, dtype: torch.dtype = torch.float32) -> tuple[Batch, Tensor, Tensor, dict[str, Any]]:
+    """The batch, labels, mask, and what both sides are told."""
+    batch, case = batch_of(TOKENS, VOCABULARY, HIDDEN, dtype), CASES[name]
+    mask = case["mask"](TOKENS).bool() if "mask" in case else batch.mask
+    options = {key: case[key] for key in ("temperature", "vocab_size") if key in case}
+    return batch, batch.labels % case.get("vocab_size", VOCABULARY), mask, options
+
+
+def losses_of(log_probs: Tensor, entropy: Tensor | None, near: Tensor, *, wanted: Wanted) -> tuple[Tensor, Found]:
+    """A loss whose slope depends on its values, and a metric."""
+    mixed = wanted[0] * log_probs + (0 if entropy is None else wanted[1] * entropy)
+    return (mixed - near).square(), {"mixed": mixed}
+
+
+@functools.cache
+def expected_of(name: str, dtype: torch.dtype, wanted: Wanted = BOTH) -> Found:
+    """The loss, its values and gradients."""
+    (batch, labels, mask, options), case = given(name, dtype), CASES[name]
+    leaves = {key: getattr(batch, key).clone().requires_grad_() for key in ("hidden", "weight", "bias")}
+    logits = leaves["hidden"] @ leaves["weight"].T + leaves["bias"] * case.get("bias", False)
+    keep = batch.keep if case.get("keep") else None
+    log_probs, entropy = (one * mask for one in log_probs_and_entropy(logits, labels, keep=keep, **options))
+    share = (losses_of(log_probs, entropy, batch.advantages, wanted=wanted)[0] * batch.weights * mask).sum()
+    share.backward()
+    found = {"log_probs": log_probs, "entropy": entropy, "share": share}
+    found |= {key: leaf.grad for key, leaf in leaves.items() if key != "bias" or case.get("bias")}  # type: ignore[misc]
+    return {key: one.detach() for key, one in found.items() if wanted[1] or key != "entropy"}

@@ -1,171 +1,37 @@
-"""The output layer in chunks against a float64 layer of all tokens: values, gradients, ranks, memory, work."""
+"""What the output layer in chunks costs, and where its gradients go; values: test_every_way.py."""
 
-import functools
 from dataclasses import replace
 from typing import Any
 
 import head_oracle
-import oracle
 import pytest
 import torch
-from head_oracle import batch_of, relative
-from ranks import run_ranks, start_process_group
+from head_oracle import BOTH, BOUNDS, FP32, HIDDEN, TOKENS, VOCABULARY, batch_of, expected_of, losses_of, relative
 from refusals import Call, check_refusal, each_of, refusals
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_rl_loss.logprobs import TensorParallel, log_probs_from_hidden, loss_from_hidden
+from megatron_rl_loss.logprobs import log_probs_from_hidden, loss_from_hidden
 from megatron_rl_loss.logprobs.hidden import add_product
-from megatron_rl_loss.losses import ppo_clip_loss
 
-TOKENS, VOCABULARY, HIDDEN = 48, 24, 16
-BONUS = 0.05
-#: Sums over tokens, hidden and vocabulary; in bfloat16, products are rounded four times in a row.
-BOUNDS = {torch.float64: 1e-12, torch.float32: oracle.chain_error(1, TOKENS), torch.bfloat16: 4 * 2.0**-8}
-FP32 = BOUNDS[torch.float32]
-assert FP32 < 2e-5
-Found = dict[str, Tensor]
 both_ways = pytest.mark.parametrize("one_pass", [False, True], ids=["two passes", "one pass"])
 
-CASES: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "cold, bias": {"temperature": 0.5, "bias": True},
-    "kept ids": {"keep": True},
-    "padded": {"vocab_size": 17, "bias": True},
-    "all tokens": {"token_mask": False},
-}
 
+def share_of(one_pass: bool, hidden: Tensor, weight: Tensor, batch: head_oracle.Batch, **options: Any) -> Tensor:
+    options = {"entropy": True, "token_mask": batch.mask} | options
+    exact = torch.promote_types(hidden.dtype, torch.float32)
+    weights, near = batch.weights.to(exact), batch.advantages.to(exact)
 
-def labels_of(name: str, dtype: torch.dtype = torch.float32) -> Tensor:
-    return batch_of(TOKENS, VOCABULARY, HIDDEN, dtype).labels % CASES[name].get("vocab_size", VOCABULARY)
+    def loss(log_probs: Tensor, entropy: Tensor | None, near: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        return losses_of(log_probs, entropy, near, wanted=BOTH)
 
-
-@functools.cache
-def expected_of(name: str, dtype: torch.dtype) -> Found:
-    """The loss, its values and gradients."""
-    batch, case = batch_of(TOKENS, VOCABULARY, HIDDEN, dtype), CASES[name]
-    leaves = {key: getattr(batch, key).clone().requires_grad_() for key in ("hidden", "weight", "bias")}
-    logits = leaves["hidden"] @ leaves["weight"].T + leaves["bias"] * case.get("bias", False)
-    options = {key: case[key] for key in ("temperature", "vocab_size") if key in case}
-    keep = batch.keep if case.get("keep") else None
-    log_probs, entropy = head_oracle.log_probs_and_entropy(logits, labels_of(name, dtype), keep=keep, **options)
-    share = head_oracle.policy_loss(log_probs, entropy, batch, BONUS)
-    share.backward()
-    mask = batch.mask if case.get("token_mask", True) else 1
-    found = {"log_probs": log_probs * mask, "entropy": entropy * mask, "share": share}
-    found |= {key: leaf.grad for key, leaf in leaves.items() if key != "bias" or case.get("bias")}  # type: ignore[misc]
-    return {key: one.detach() for key, one in found.items()}
-
-
-def losses_of(
-    log_probs: Tensor, entropy: Tensor | None, old_log_probs: Tensor, advantages: Tensor
-) -> tuple[Tensor, dict[str, Tensor]]:
-    assert entropy is not None
-    policy = ppo_clip_loss(log_probs, old_log_probs, advantages, clip_low=0.2, clip_high=0.28)
-    return policy.per_token_loss - BONUS * entropy, {"ppo_kl": policy.ppo_kl}
-
-
-def exact(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
-
-
-def run(one_pass: bool, hidden: Tensor, weight: Tensor, batch: head_oracle.Batch, **options: Any) -> Found:
-    """The share and the values by either function; `losses_of` is the loss."""
-    labels, options = options.pop("labels", batch.labels), {"entropy": True, "token_mask": batch.mask} | options
-    weights, old, advantages = (
-        one.to(exact(hidden.dtype)) for one in (batch.weights, batch.old_log_probs, batch.advantages)
-    )
-    inputs = {"old_log_probs": old, "advantages": advantages}
     if one_pass:
-        share, values = loss_from_hidden(hidden, weight, labels, weights, losses_of, inputs, **options)
-        assert set(values) == {"log_probs", "entropy", "losses", "ppo_kl"}
-        assert not any(one.requires_grad for one in values.values())
-        return {"share": share, "log_probs": values["log_probs"], "entropy": values["entropy"]}
-    log_probs, entropy = log_probs_from_hidden(hidden, weight, labels, **options)
-    assert entropy is not None
-    share = (losses_of(log_probs, entropy, **inputs)[0] * weights).sum()
-    return {"share": share, "log_probs": log_probs, "entropy": entropy}
+        return loss_from_hidden(hidden, weight, batch.labels, weights, loss, {"near": near}, **options).share
+    return (loss(*log_probs_from_hidden(hidden, weight, batch.labels, **options), near)[0] * weights).sum()
 
 
 def leaves_of(batch: head_oracle.Batch, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
     return batch.hidden.to(dtype).requires_grad_(), batch.weight.to(dtype).requires_grad_()
-
-
-def found_of(name: str, dtype: torch.dtype, one_pass: bool, chunk_tokens: int, **parallel: Any) -> Found:
-    """The same of the code under test: this rank's part of the vocabulary and, with sequence parallelism, of tokens."""
-    batch, case = batch_of(TOKENS, VOCABULARY, HIDDEN, dtype), CASES[name]
-    group = parallel.get("group")
-    rank, size = (0, 1) if group is None else (group.rank(), group.size())
-    columns = slice(rank * VOCABULARY // size, (rank + 1) * VOCABULARY // size)
-    mine = slice(rank * TOKENS // size, (rank + 1) * TOKENS // size)
-    mine = mine if parallel.get("sequence_parallel") else slice(None)
-    leaves = {"hidden": batch.hidden[mine], "weight": batch.weight[columns], "bias": batch.bias[columns]}
-    leaves = {key: one.to(dtype).requires_grad_() for key, one in leaves.items() if key != "bias" or case.get("bias")}
-    mask = batch.mask if case.get("token_mask", True) else torch.ones_like(batch.mask)
-    options = {key: case[key] for key in ("temperature", "vocab_size") if key in case}
-    found = run(
-        one_pass,
-        leaves["hidden"],
-        leaves["weight"],
-        batch,
-        labels=labels_of(name, dtype).masked_fill(~mask, -100),
-        bias=leaves.get("bias"),
-        tensor_parallel=TensorParallel(**parallel),
-        keep=batch.keep[:, columns] if case.get("keep") else None,
-        token_mask=mask,
-        chunk_tokens=chunk_tokens,
-        **options,
-    )
-    assert {one.dtype for one in found.values()} == {exact(dtype)}
-    (found["share"] * 3).backward()
-    assert all(leaf.grad is not None and leaf.grad.dtype == dtype for leaf in leaves.values())
-    found |= {key: leaf.grad.double() / 3 for key, leaf in leaves.items()}  # type: ignore[union-attr]
-    return {key: one.detach() for key, one in found.items()}
-
-
-def check(found: Found, expected: Found, dtype: torch.dtype) -> None:
-    assert set(found) == set(expected)
-    for key, value in expected.items():
-        assert relative(found[key], value) <= BOUNDS[dtype], key
-
-
-@both_ways
-@pytest.mark.parametrize("dtype", BOUNDS)
-@pytest.mark.parametrize("name", CASES)
-def test_values_and_gradients_in_any_chunks(name: str, dtype: torch.dtype, one_pass: bool) -> None:
-    for chunk_tokens in (1, 7, TOKENS):
-        check(found_of(name, dtype, one_pass, chunk_tokens), expected_of(name, dtype), dtype)
-
-
-def on_tp_rank() -> dict[tuple[bool, str, bool], dict[str, Any]]:
-    start_process_group()
-    found: dict[tuple[bool, str, bool], Found] = {}
-    for sequence_parallel in (False, True):
-        parallel = {"group": torch.distributed.group.WORLD, "sequence_parallel": sequence_parallel}
-        for name in CASES:
-            for one_pass in (False, True):
-                of = found_of(name, torch.float32, one_pass, 7, **parallel)
-                found[sequence_parallel, name, one_pass] = of
-    alone = found_of("plain", torch.float32, False, 7, group=torch.distributed.group.WORLD, sum_gradient=False)
-    found[False, "not summed", False] = {"hidden": alone["hidden"]}
-    return {at: {key: one.tolist() for key, one in of.items()} for at, of in found.items()}
-
-
-@pytest.mark.parametrize("tp", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_vocabulary_and_tokens_over_several_ranks(tp: int) -> None:
-    by_rank = run_ranks(tp, on_tp_rank, timeout_s=600)
-    for at in by_rank[0]:
-        sequence_parallel, name, _ = at
-        parts = [{key: torch.tensor(one, dtype=torch.float64) for key, one in rank[at].items()} for rank in by_rank]
-        if name == "not summed":  # as Megatron's `disable_grad_reduce`; one rank's part is far off
-            expected = expected_of("plain", torch.float32)["hidden"]
-            assert relative(torch.stack([part["hidden"] for part in parts]).sum(0), expected) <= FP32
-            assert relative(parts[0]["hidden"], expected) > 1000 * FP32
-            continue
-        cut = ("weight", "bias", "hidden") if sequence_parallel else ("weight", "bias")
-        whole = {key: torch.cat([part[key] for part in parts]) for key in cut if key in parts[0]}
-        for part in parts:
-            check(part | whole, expected_of(name, torch.float32), torch.float32)
 
 
 # --- what it costs
@@ -191,7 +57,7 @@ def watched(one_pass: bool, chunk_tokens: int, mask: Tensor, differentiate: bool
     batch = batch_of(TOKENS, VOCABULARY, HIDDEN)
     hidden, weight = (one.detach().requires_grad_(differentiate) for one in leaves_of(batch))
     with Watching() as seen:
-        share = run(one_pass, hidden, weight, batch, token_mask=mask, chunk_tokens=chunk_tokens)["share"]
+        share = share_of(one_pass, hidden, weight, batch, token_mask=mask, chunk_tokens=chunk_tokens)
         if differentiate:
             share.backward()
     return seen
@@ -224,7 +90,7 @@ class Kept:
     """A main gradient of the test."""
 
     def __init__(self, weight: Tensor) -> None:
-        self.total = torch.ones(weight.shape, dtype=exact(weight.dtype))
+        self.total = torch.ones(weight.shape, dtype=torch.promote_types(weight.dtype, torch.float32))
 
     def add_product(self, of_logits: Tensor, hidden: Tensor) -> None:
         add_product(self.total, of_logits, hidden)
@@ -242,7 +108,7 @@ def test_the_weights_gradient_is_added_to_the_main_gradient(dtype: torch.dtype, 
     batch = batch_of(TOKENS, VOCABULARY, HIDDEN, dtype)
     hidden, weight = leaves_of(batch, dtype)
     main = Kept(weight)
-    (2 * run(one_pass, hidden, weight, batch, chunk_tokens=7, main_gradient=main)["share"]).backward()
+    (2 * share_of(one_pass, hidden, weight, batch, chunk_tokens=7, main_gradient=main)).backward()
     expected = expected_of("plain", dtype)
     assert weight.grad is None
     assert hidden.grad is not None
@@ -256,7 +122,7 @@ def test_a_frozen_side_gets_no_gradient(frozen: int, one_pass: bool) -> None:
     batch = batch_of(TOKENS, VOCABULARY, HIDDEN)
     leaves = leaves_of(batch)
     leaves[frozen].requires_grad_(False)
-    run(one_pass, *leaves, batch, chunk_tokens=7)["share"].backward()
+    share_of(one_pass, *leaves, batch, chunk_tokens=7).backward()
     trained, name = leaves[1 - frozen], ("weight", "hidden")[frozen]
     assert leaves[frozen].grad is None
     assert trained.grad is not None
@@ -274,32 +140,6 @@ def test_weights_that_float16_cannot_hold_are_not_lost() -> None:
     log_probs, _ = head_oracle.log_probs_and_entropy(leaf @ batch.weight.T, batch.labels)
     (-log_probs).sum().backward()
     assert relative(hidden.grad, leaf.grad) <= 4 * 2.0**-11  # type: ignore[arg-type]
-
-
-def test_losses_that_are_nan_where_the_weight_is_0_are_ignored() -> None:
-    batch = batch_of(TOKENS, VOCABULARY, HIDDEN)
-    hidden, weight = leaves_of(batch)
-    nan = torch.where(batch.weights == 0, torch.nan, 0.0)
-    share, values = loss_from_hidden(
-        hidden, weight, batch.labels, batch.weights.float(), lambda lp, _, nan: (lp * (1 + nan), {}), {"nan": nan},
-        token_mask=torch.ones(TOKENS),
-    )  # fmt: skip
-    share.backward()
-    expected, _ = head_oracle.log_probs_and_entropy(batch.hidden @ batch.weight.T, batch.labels)
-    assert relative(share, (batch.weights * expected).sum()) <= FP32
-    assert hidden.grad is not None
-    assert hidden.grad.isfinite().all()
-    assert relative(values["log_probs"], expected) <= FP32
-
-
-def test_a_loss_of_entropy_alone_has_its_gradient() -> None:
-    batch = batch_of(TOKENS, VOCABULARY, HIDDEN)
-    hidden, weight = leaves_of(batch)
-    ones, options = torch.ones(TOKENS), {"entropy": True, "chunk_tokens": 7}
-    loss_from_hidden(hidden, weight, batch.labels, ones, lambda _, entropy: (entropy, {}), **options).share.backward()
-    leaf = batch.hidden.clone().requires_grad_()
-    head_oracle.log_probs_and_entropy(leaf @ batch.weight.T, batch.labels)[1].sum().backward()
-    assert relative(hidden.grad, leaf.grad) <= FP32  # type: ignore[arg-type]
 
 
 def test_a_chunk_whose_loss_has_no_gradient_gives_none() -> None:
@@ -340,7 +180,7 @@ def test_no_token_at_all(tokens: int, one_pass: bool) -> None:
     of_tokens = ("hidden", "labels", "weights", "old_log_probs", "advantages")
     batch = replace(whole, **{name: getattr(whole, name)[:tokens] for name in of_tokens})
     leaves = leaves_of(batch)
-    share = run(one_pass, *leaves, batch, token_mask=torch.zeros(tokens))["share"]
+    share = share_of(one_pass, *leaves, batch, token_mask=torch.zeros(tokens))
     share.backward()
     assert float(share.detach()) == 0 or (tokens and not one_pass)
     assert all(leaf.grad is not None and leaf.grad.count_nonzero() == 0 for leaf in leaves)

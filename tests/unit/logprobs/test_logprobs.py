@@ -1,174 +1,48 @@
-"""Log-probs and entropy of logits against float64 sums over single tokens, on one rank and on several."""
+"""Log-probs and entropy of logits: rounding, extremes, kept ids, memory, refusals; values: test_every_way.py."""
 
-import functools
-import itertools
 from typing import Any
 
 import head_oracle
 import pytest
 import torch
-from head_oracle import batch_of, relative
-from oracle import ROUNDING
+from head_oracle import TOKENS, VOCABULARY, batch_of, given, relative
 from ranks import run_ranks, start_process_group
 from refusals import Call, check_refusal, each_of, refusals
 from torch import Tensor
 
 from megatron_rl_loss.logprobs import KeptIds, log_probs_from_logits
 
-TOKENS, VOCABULARY = 37, 24
-#: Sums over the vocabulary, an exponential and a logarithm.
+#: Sums over the vocabulary, an exponential and a logarithm, in float32.
 FP32 = 1e-6
-assert VOCABULARY * ROUNDING < 2 * FP32
 
 
 def logits_of(batch: head_oracle.Batch) -> Tensor:
     return batch.hidden @ batch.weight.T + batch.bias
 
 
-CASES: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "cold": {"temperature": 0.3},
-    "hot": {"temperature": 1.7},
-    "kept ids": {"keep": True},
-    "kept ids, cold": {"keep": True, "temperature": 0.6},
-    "padded vocabulary": {"vocab_size": 17},
-    "padded to several ranks": {"vocab_size": 5},
-    "masked tokens": {"token_mask": True},
-    "masked tokens, kept ids": {"token_mask": True, "keep": True, "temperature": 0.8},
-    "all tokens masked": {"token_mask": False},
-}
-WANTED = {"log-probs": (1.0, 0.0), "entropy": (0.0, 1.0), "both": (1.0, -0.3)}
-
-
-def expected_of(batch: head_oracle.Batch, case: dict[str, Any], wanted: tuple[float, float]) -> tuple[Tensor, ...]:
-    """Log-probs, entropy, and the gradient of a weighted sum of both."""
-    logits = logits_of(batch).requires_grad_()
-    labels, options = labels_of(batch, case), dict(case)
-    mask = mask_of(batch, options.pop("token_mask", None))
-    options["keep"] = batch.keep if options.get("keep") else None
-    log_probs, entropy = (one * mask for one in head_oracle.log_probs_and_entropy(logits, labels, **options))
-    total = ((wanted[0] * log_probs + wanted[1] * entropy) * slopes()).sum()
-    (gradient,) = torch.autograd.grad(total, logits)
-    return log_probs, entropy, gradient
-
-
-def labels_of(batch: head_oracle.Batch, case: dict[str, Any]) -> Tensor:
-    return batch.labels % case.get("vocab_size", VOCABULARY)
-
-
-def mask_of(batch: head_oracle.Batch, masked: bool | None) -> Tensor:
-    return batch.mask if masked else torch.full((TOKENS,), masked is None)
-
-
-def slopes() -> Tensor:
-    return torch.linspace(-2, 3, TOKENS).double()
-
-
-def found_of(
-    batch: head_oracle.Batch,
-    case: dict[str, Any],
-    wanted: tuple[float, float],
-    dtype: torch.dtype,
-    columns: slice = slice(None),
-    group: Any = None,
-    **more: Any,
-) -> tuple[Tensor, ...]:
-    logits = logits_of(batch)[:, columns].to(dtype).requires_grad_()
-    options, labels = dict(case), labels_of(batch, case)
-    if "token_mask" in options:
-        options["token_mask"] = mask_of(batch, options["token_mask"])
-        labels = labels.masked_fill(~options["token_mask"], -100)
-    if options.get("keep"):
-        options["keep"] = batch.keep[:, columns]
-    with_entropy = wanted[1] != 0
-    log_probs, entropy = log_probs_from_logits(logits, labels, tp_group=group, entropy=with_entropy, **options, **more)
-    assert (entropy is None) == (not with_entropy)
-    total = wanted[0] * log_probs + (0 if entropy is None else wanted[1] * entropy)
-    (gradient,) = torch.autograd.grad((total * slopes().to(total.dtype)).sum(), logits)
-    assert gradient.dtype == dtype
-    return log_probs.detach(), log_probs.detach() * 0 if entropy is None else entropy.detach(), gradient.detach()
-
-
-def check(found: tuple[Tensor, ...], expected: tuple[Tensor, ...], bound: float, with_entropy: bool) -> None:
-    for name, one, other in zip(("log_probs", "entropy", "gradient"), found, expected, strict=True):
-        if (name != "entropy" or with_entropy) and other.abs().max() > 0:
-            assert relative(one, other) <= bound, name
-        elif name != "entropy":
-            assert one.abs().max() == 0
-
-
-@pytest.mark.parametrize("wanted", WANTED.values(), ids=WANTED)
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_float32_and_float64(case: dict[str, Any], wanted: tuple[float, float]) -> None:
-    batch = batch_of(TOKENS, VOCABULARY, 8)
-    expected = expected_of(batch, case, wanted)
-    for dtype, bound in ((torch.float32, FP32), (torch.float64, 1e-13)):
-        for more in ({}, {"chunk_tokens": 1}, {"chunk_tokens": 5}, {"gradient_in_place": True}):
-            leaf = found_of(batch, case, wanted, dtype, **more)
-            check(leaf, expected, bound, with_entropy=wanted[1] != 0)
-    assert {leaf[0].dtype, leaf[1].dtype} == {torch.float64}
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_reductions_of_low_precision_logits_are_float32(case: dict[str, Any], dtype: torch.dtype) -> None:
-    """Nothing is lost but what rounding logits and their gradient to the dtype loses."""
-    batch = batch_of(TOKENS, VOCABULARY, 8)
-    rounded = logits_of(batch).to(dtype).double()
-    same = head_oracle.Batch(**{**vars(batch), "hidden": rounded, "weight": torch.eye(VOCABULARY).double(),
-                                "bias": torch.zeros(VOCABULARY).double()})  # fmt: skip
-    expected = expected_of(same, case, WANTED["both"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["plain", "cold, bias", "kept ids", "padded vocabulary"])
+def test_only_logits_and_their_gradient_are_rounded_to_their_dtype(name: str, dtype: torch.dtype) -> None:
+    batch, labels, mask, options = given(name)
+    keep, slopes = batch.keep if "kept" in name else None, torch.linspace(-2, 3, TOKENS).double() * mask
+    leaf = logits_of(batch).to(dtype).double().requires_grad_()
+    expected = [one * mask for one in head_oracle.log_probs_and_entropy(leaf, labels, keep=keep, **options)]
+    (gradient,) = torch.autograd.grad(((expected[0] - 0.3 * expected[1]) * slopes).sum(), leaf)
     for more in ({}, {"gradient_in_place": True}, {"chunk_tokens": 3}):
-        log_probs, entropy, gradient = found_of(same, case, WANTED["both"], dtype, **more)
-        assert log_probs.dtype == entropy.dtype == torch.float32
-        check((log_probs, entropy, expected[2]), expected, FP32, with_entropy=True)
-        if expected[2].abs().max() > 0:
-            assert relative(gradient, expected[2]) <= torch.finfo(dtype).eps
-
-
-def on_tp_rank() -> tuple[dict[Any, list[list[Any]]], dict[Any, list[tuple[str, int]]], list[list[Any]]]:
-    """Values and gradients of every case, what each exchanges, and `far`."""
-    start_process_group()
-    dist, group = torch.distributed, torch.distributed.group.WORLD
-    assert group is not None
-    sent, all_reduce = [], dist.all_reduce
-
-    def counting(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None) -> None:
-        sent.append((str(op), tensor.numel()))
-        all_reduce(tensor, op=op, group=group)
-
-    dist.all_reduce = counting  # type: ignore[assignment]
-    held, batch, found, exchanged = VOCABULARY // group.size(), batch_of(TOKENS, VOCABULARY, 8), {}, {}
-    columns = slice(group.rank() * held, (group.rank() + 1) * held)
-    for at in itertools.product(CASES, WANTED, (None, 4)):
-        name, wanted, chunk_tokens = at
-        of = found_of(batch, CASES[name], WANTED[wanted], torch.float32, columns, group, chunk_tokens=chunk_tokens)
-        found[at], exchanged[at] = [one.tolist() for one in of], [*sent]
-        sent.clear()
-    pair = slice(2 * group.rank(), 2 * group.rank() + 2)
-    return found, exchanged, far(pair, group) if group.size() == 2 else []
-
-
-@functools.cache
-def by_tp_rank(tp: int) -> list[Any]:
-    return run_ranks(tp, on_tp_rank, timeout_s=600)
-
-
-@pytest.mark.parametrize("tp", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_vocabulary_over_several_ranks(tp: int) -> None:
-    batch = batch_of(TOKENS, VOCABULARY, 8)
-    for name, wanted, chunk_tokens in itertools.product(CASES, WANTED, (None, 4)):
-        at, with_entropy = (name, wanted, chunk_tokens), WANTED[wanted][1] != 0
-        parts = [[torch.tensor(one, dtype=torch.float64) for one in found[at]] for found, _, _ in by_tp_rank(tp)]
-        assert all(torch.equal(part[0], parts[0][0]) for part in parts)
-        found = (parts[0][0], parts[0][1], torch.cat([part[2] for part in parts], 1))
-        check(found, expected_of(batch, CASES[name], WANTED[wanted]), FP32, with_entropy)
-        tokens = int(mask_of(batch, CASES[name].get("token_mask")).sum())
-        for _, exchanged, _ in by_tp_rank(tp):  # one maximum and one sum, whatever the chunks
-            assert [numbers for _, numbers in exchanged[at]] == [tokens, (2 + with_entropy) * tokens][
-                : 2 * bool(tokens)
-            ]
-            assert ["MAX" in op for op, _ in exchanged[at]] == [True, False][: 2 * bool(tokens)]
+        logits = leaf.detach().to(dtype).requires_grad_() * 1
+        options |= {"keep": keep, "entropy": True, "token_mask": mask, **more}
+        found = log_probs_from_logits(logits, labels, **options)
+        for one, other in zip(found, expected, strict=True):
+            assert one is not None
+            assert one.dtype == torch.promote_types(dtype, torch.float32)
+            assert relative(one, other) <= (1e-13 if dtype == torch.float64 else FP32)
+        assert found.entropy is not None
+        total = ((found.log_probs - 0.3 * found.entropy) * slopes.to(found.entropy.dtype)).sum()
+        (of_logits,) = torch.autograd.grad(total, logits)
+        assert relative(of_logits, gradient) <= {torch.float64: 1e-13, torch.float32: FP32}.get(
+            dtype, torch.finfo(dtype).eps
+        )
+        options.pop(next(iter(more), None), None)
 
 
 #: Others mask ids with it; times log2 e, it is -inf.
@@ -188,11 +62,18 @@ def far(columns: slice = slice(None), group: Any = None) -> list[list[Any]]:
     return [one.tolist() for one in (log_probs, entropy, gradient.T)]
 
 
+def far_on_rank() -> list[list[Any]]:
+    start_process_group()
+    group = torch.distributed.group.WORLD
+    assert group is not None
+    return far(slice(2 * group.rank(), 2 * group.rank() + 2), group)
+
+
 def test_logits_far_apart_and_infinite_ones() -> None:
     leaf = torch.tensor(FAR, dtype=torch.float64).clamp(min=-1e5).requires_grad_()
     expected = head_oracle.log_probs_and_entropy(leaf, torch.tensor(FAR_LABELS))
     (gradient,) = torch.autograd.grad((expected[0] - expected[1]).sum(), leaf)
-    alone, (first, second) = far(), (of_far for _, _, of_far in by_tp_rank(2))
+    alone, (first, second) = far(), run_ranks(2, far_on_rank, timeout_s=600)
     assert first[:2] == second[:2]
     for found in (alone, [*first[:2], first[2] + second[2]]):
         log_probs, entropy, of_logits = (torch.tensor(one, dtype=torch.float64) for one in found)

@@ -23,7 +23,7 @@ CHUNKS = 4 * NUM_SAMPLES  # zigzag, of two ranks
 #: Bytes forward and backward, of so many rows, of which so many need a gradient.
 BYTES: dict[str, tuple[Any, Any]] = {
     "sum": (segment_sum, lambda n, g: (8 * n * NUM_SAMPLES, 8 * g * NUM_SAMPLES)),
-    "extreme": (segment_extreme, lambda n, g: (8 * n * NUM_SAMPLES, 16 * n * NUM_SAMPLES)),
+    "extreme": (segment_extreme, lambda n, g: (8 * n * NUM_SAMPLES, 16 * g * NUM_SAMPLES)),
     "scan": (segment_scan, lambda n, g: (8 * (n + 1) * CHUNKS, 8 * (n + 1) * CHUNKS)),
     "running max": (functools.partial(segment_scan, kind="max"), lambda n, g: (16 * n * CHUNKS, 16 * n * CHUNKS)),
 }
@@ -259,7 +259,7 @@ REFUSALS = {
     ),
     **refusals(
         per_rollout,
-        ((3.0,), "the rollout of sample 0, 2 of whose 3 mask tokens are in this micro-batch", (2.0,)),
+        ((2.125,), "the rollout of sample 0, 2 of whose 2.125 mask tokens are in this micro-batch", (2.0,)),
     ),
     **refusals(
         per_prompt,
