@@ -150,9 +150,9 @@ def seen_by_mypy(python: Path, folder: Path) -> str:
 def test_users_get_types(python: Path, tmp_path: Path) -> None:
     shutil.copytree(ROOT, tmp_path / "checkout", ignore=NOT_OURS)
     editable = environment(tmp_path / "venv", "--editable", tmp_path / "checkout")
-    for installed in (editable, python):
-        said = seen_by_mypy(installed, tmp_path / "elsewhere")
+    for name, installed in (("of a checkout", editable), ("of the wheel", python)):
+        said = seen_by_mypy(installed, tmp_path / name)
         assert 'Revealed type is "megatron_rl_loss.reduction.sums.WeightedSum"' in said, said
         assert not re.search("import-untyped|import-not-found", said)
-    listed = run(editable, "-m", "megatron_rl_loss", "example", cwd=tmp_path / "elsewhere").stdout
+    listed = run(editable, "-m", "megatron_rl_loss", "example", cwd=tmp_path).stdout
     assert "recipes/own_mode.py" in listed
