@@ -1,12 +1,10 @@
 """Write the API reference, docs/api: one page per folder of the package, made of signatures and docstrings.
 
-python tools/api_reference.py            # writes the pages
-python tools/api_reference.py --check    # writes nothing; fails if a page is not current
+python tools/api_reference.py
 
 It reads sources and imports nothing, so any Python makes the same pages.
 """
 
-import argparse
 import ast
 import functools
 import re
@@ -104,17 +102,7 @@ def pages() -> dict[Path, str]:
     return texts
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="Write nothing; fail if a page is not current.")
-    check = parser.parse_args().check
-    stale = {page: text for page, text in pages().items() if not page.exists() or page.read_text() != text}
-    if check and stale:
-        raise SystemExit(f"not current: {', '.join(page.name for page in stale)}. Run python tools/api_reference.py.")
-    TO.mkdir(exist_ok=True)
-    for page, text in stale.items():
-        page.write_text(text)
-
-
 if __name__ == "__main__":
-    main()
+    TO.mkdir(exist_ok=True)
+    for page, text in pages().items():
+        page.write_text(text)

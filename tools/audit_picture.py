@@ -22,14 +22,13 @@ STOCK = "Megatron's stock loss function, (sum, num_tokens, report), without --ca
 OURS = "megatron_rl_loss, token_mean: the same step, the same Megatron"
 
 
-def measure(folder: Path, *, exact: bool, microbatches: int, seed: int) -> Path:
-    """Run the loop on 4 processes; the file that it wrote the measured step to."""
-    written = folder / ("ours.json" if exact else "stock.json")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", str(LOOP)]
-    command += ["--context-parallel-size", "2", "--num-microbatches", str(microbatches), "--seed", str(seed)]
-    command += ["--measured", str(written), *(["--exact"] if exact else [])]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    return written
+def measure(*flags: str) -> MeasuredStep:
+    """Run the loop on 4 processes."""
+    with tempfile.NamedTemporaryFile() as written:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", str(LOOP)]
+        command += ["--context-parallel-size", "2", "--num-microbatches", "3", "--measured", written.name, *flags]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        return MeasuredStep.from_json(Path(written.name).read_text())
 
 
 def main() -> None:
@@ -38,22 +37,16 @@ def main() -> None:
     parser.add_argument("--terminal", action="store_true", help="Print the picture as text, too.")
     parser.add_argument("--stock", type=Path, help="A step measured before, as JSON; with --ours.")
     parser.add_argument("--ours", type=Path, help="The step beside it.")
-    parser.add_argument("--num-microbatches", type=int, default=3)
-    parser.add_argument("--seed", type=int, default=0, help="Of the batches.")
     options = parser.parse_args()
     if (options.stock is None) != (options.ours is None):
         parser.error("--stock and --ours go together")
     if options.out is None and not options.terminal:
         parser.error("say --out FILE, or --terminal")
     expected = resolve("token_mean")
-    with tempfile.TemporaryDirectory() as folder:
-        files = [options.stock, options.ours]
-        if options.stock is None:
-            files = [
-                measure(Path(folder), exact=exact, microbatches=options.num_microbatches, seed=options.seed)
-                for exact in (False, True)
-            ]
-        steps = [MeasuredStep.from_json(file.read_text()) for file in files]
+    if options.stock is None:
+        steps = [measure(), measure("--exact")]
+    else:
+        steps = [MeasuredStep.from_json(file.read_text()) for file in (options.stock, options.ours)]
     panels = list(zip((STOCK, OURS), steps, strict=True))
     if options.out is not None:
         draw(panels, options.out, expected=expected)

@@ -57,10 +57,8 @@ def main() -> None:
     check("examples are listed", "pretrain_grpo.py" in ours("example"))
     with tempfile.TemporaryDirectory() as folder:
         copied = ours("example", "launch_grpo.sh", "--to", folder).splitlines()
-        check(
-            "an example comes with what it needs",
-            {Path(file).name for file in copied} >= {"pretrain_grpo.py", "rollouts.py"},
-        )
+        names = {Path(file).name for file in copied}
+        check("an example comes with what it needs", names >= {"pretrain_grpo.py", "rollouts.py"})
         if options.with_megatron:
             print(trained(f"{folder}/launch_grpo.sh") if find_spec("megatron.training") else imported())
     print(f"Python {platform.python_version()}, torch {version('torch')}, numpy {version('numpy')}: all is so")
@@ -68,9 +66,8 @@ def main() -> None:
 
 def imported() -> str:
     """What the adapter offers a loop of one's own under this Megatron, imported in a process of its own."""
-    offered = run(
-        sys.executable, "-W", "ignore", "-c", "import megatron_rl_loss.megatron as m; print(m.plan_step.__module__)"
-    )
+    code = "import megatron_rl_loss.megatron as m; print(m.plan_step.__module__)"
+    offered = run(sys.executable, "-W", "ignore", "-c", code)
     return f"megatron-core {version('megatron-core')} has no megatron.training; imported {offered.strip()}"
 
 
@@ -78,9 +75,8 @@ def trained(launcher: str) -> str:
     """The line that says what was aggregated, of two steps with that launcher."""
     printed = run(launcher, "1", "--train-iters", "2", "--loss-aggregation", "prompt_mean")
     check("two steps were trained", "iteration        2/       2" in printed)
-    return next(
-        line for line in printed.splitlines() if line.startswith("loss aggregation: prompt_mean") and "|" in line
-    )
+    lines = (line for line in printed.splitlines() if line.startswith("loss aggregation: prompt_mean"))
+    return next(line for line in lines if "|" in line)
 
 
 if __name__ == "__main__":

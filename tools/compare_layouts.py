@@ -46,17 +46,14 @@ def steps_of(run: Path, name: str) -> list[float]:
 
 def relative(values: list[float], reference: list[float]) -> float:
     """Largest difference, relative to the largest value of the reference."""
-    differences = [abs(a - b) for a, b in zip(values, reference, strict=True)]
-    return max(differences) / max(map(abs, reference))
+    return max(abs(a - b) for a, b in zip(values, reference, strict=True)) / max(map(abs, reference))
 
 
 def layout_of(run: Path) -> str:
     settings: dict[str, Any] = json.loads((run / "settings.json").read_text())
     tp, cp = settings["tensor_model_parallel_size"], settings["context_parallel_size"]
     sizes = {"TP": tp, "CP": cp, "DP": settings["world_size"] // (tp * cp)}
-    name = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "1 process"
-    parts = settings["samples_per_rollout"]
-    return name if parts == 1 else f"{name}, rollouts in {parts} samples"
+    return " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "1 process"
 
 
 def differences(run: Path, reference: Path, start: dict[str, torch.Tensor]) -> dict[str, float]:

@@ -50,10 +50,9 @@ def parts(rehearse: bool, folder: Path) -> Iterator[Part]:
     on_gpu = {} if rehearse else {"TEST_DEVICE": "cuda"}
 
     def bench(name: str, small: str, large: str, others: Sequence[str] = peers, reason: str = without_gpu) -> Part:
-        writes = [f"--out={folder}"] if name in ("segments", "totals") else [f"--json={folder / name}.json"]
-        command = ["python", f"tools/bench/{name}.py", *device, *others, *(small if rehearse else large).split()]
-        figures = f"{name}-{device[1]}.json" if name in ("segments", "totals") else f"{name}.json"
-        return Part(name, [*command, *writes], reason, figures=figures)
+        sizes = (small if rehearse else large).split()
+        command = ["python", f"tools/bench/{name}.py", *device, *others, *sizes, f"--out={folder}"]
+        return Part(name, command, reason, figures=f"{name}-{device[1]}.json")
 
     yield Part("synchronisations, launches, graphs", [*pytest, "tests/cost/test_cost.py"], without_gpu, on_gpu)
     yield Part("kernels of others", [*pytest, "tests/unit/logprobs/test_kernels.py"], without_gpu, on_gpu)
@@ -61,7 +60,7 @@ def parts(rehearse: bool, folder: Path) -> Iterator[Part]:
     yield Part("tests", [*pytest, *tests], without_gpu, on_gpu)
     yield bench("reducers", "--sizes 2x64 --seconds 0.1 --passes 1", "--goals")
     slime = [one for one in peers if one.startswith("--slime")]
-    yield bench("logprobs", "--tables time --logits 64x256 --seconds 0.1 --repeats 1", "", slime)
+    yield bench("logprobs", "--tables logits --sizes 64x256 --seconds 0.1 --repeats 1", "", slime)
     yield bench("segments", "--sizes 2x1024 --cp 2 --repeats 1", f"--cp {min(gpus, 4)}", reason=without_two)
     ranks = " ".join(str(n) for n in (1, 2, 4, 8) if n <= gpus)
     yield bench("totals", "--ranks 1 2 --samples 16 --repeats 1", f"--ranks {ranks}", [])
@@ -77,10 +76,7 @@ def parts(rehearse: bool, folder: Path) -> Iterator[Part]:
 def run(part: Part, folder: Path) -> dict[str, Any]:
     """What a page says of it: the command, its outcome, its last lines, and the figures that it wrote."""
     shown = " ".join([*(f"{name}={value}" for name, value in part.variables.items()), *part.command])
-    found: dict[str, Any] = {
-        "part": part.name,
-        "command": re.sub(rf" --(out|json)={re.escape(str(folder))}\S*", "", shown),
-    }
+    found: dict[str, Any] = {"part": part.name, "command": shown.replace(f" --out={folder}", "")}
     if part.reason:
         return found | {"outcome": f"not run: {part.reason}"}
     python = [sys.executable] if part.command[0] == "python" else [part.command[0]]

@@ -16,12 +16,11 @@ import json
 import random
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 END = 0
 CHARACTERS = "0123456789+=?;"
 TOKEN_OF = {character: i + 1 for i, character in enumerate(CHARACTERS)}
-#: Token ids are below this; a few are spare, so that the vocabulary divides by common tensor-parallel sizes.
-VOCAB_SIZE = 32
 
 
 @dataclass
@@ -37,10 +36,10 @@ def solve(a: int, b: int, budget: int, rng: random.Random) -> Response:
     slips, verbosity = rng.random() * 0.25, rng.random()
     while True:
         digits, carry = [], 0
-        for x, y in zip_columns(a, b):
+        width = max(len(str(a)), len(str(b)))
+        for x, y in (map(int, pair) for pair in zip(f"{a:0{width}d}"[::-1], f"{b:0{width}d}"[::-1], strict=True)):
             column = x + y + carry
-            written = column + rng.choice([-1, 1, 10]) if rng.random() < slips else column
-            written = max(written, 0)
+            written = max(column + rng.choice([-1, 1, 10]) if rng.random() < slips else column, 0)
             terms = f"{x}+{y}+{carry}" if carry else f"{x}+{y}"
             if rng.random() < 0.3:
                 pieces += [(f"{terms}?", True), (str(column), False), (";", True)]
@@ -59,12 +58,6 @@ def solve(a: int, b: int, budget: int, rng: random.Random) -> Response:
     return Response(text[:budget], written_by_policy[:budget], truncated)
 
 
-def zip_columns(a: int, b: int) -> list[tuple[int, int]]:
-    """Digits of both numbers, units first."""
-    width = max(len(str(a)), len(str(b)))
-    return [(int(x), int(y)) for x, y in zip(f"{a:0{width}d}"[::-1], f"{b:0{width}d}"[::-1], strict=True)]
-
-
 def reward(a: int, b: int, response: Response) -> float:
     """The verifier: is the number after the last "=" the sum?"""
     if response.truncated:
@@ -73,11 +66,9 @@ def reward(a: int, b: int, response: Response) -> float:
     return float(final.isdigit() and int(final) == a + b)
 
 
-def make_rollouts(
-    num_prompts: int, responses_per_prompt: int, budget: int, seed: int
-) -> list[dict[str, list[int] | float | str]]:
+def make_rollouts(num_prompts: int, responses_per_prompt: int, budget: int, seed: int) -> list[dict[str, Any]]:
     rng = random.Random(seed)
-    records: list[dict[str, list[int] | float | str]] = []
+    records = []
     for prompt in range(num_prompts):
         a, b = (rng.randrange(10 ** rng.randint(1, 5)) for _ in range(2))
         for i in range(responses_per_prompt):
@@ -108,16 +99,10 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
-    if min(args.prompts, args.responses_per_prompt, args.generation_budget) < 1:
-        parser.error("--prompts, --responses-per-prompt and --generation-budget must be at least 1")
     records = make_rollouts(args.prompts, args.responses_per_prompt, args.generation_budget, args.seed)
     args.output.write_text("".join(json.dumps(record, separators=(",", ":")) + "\n" for record in records))
-    lengths = [len(record["response_tokens"]) for record in records]  # type: ignore[arg-type]
-    masked = sum(not any(record["loss_mask"]) for record in records)  # type: ignore[arg-type]
-    correct = sum(record["reward"] for record in records)  # type: ignore[misc]
     print(
-        f"{args.output}: {len(records)} rollouts of {args.prompts} prompts, {correct:.0f} correct, "
-        f"{masked} cut off and masked, response lengths {min(lengths)} to {max(lengths)}"
+        f"{args.output}: {len(records)} rollouts, {sum(bool(record['reward']) for record in records)} of them correct"
     )
 
 

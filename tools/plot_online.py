@@ -21,6 +21,7 @@ PANELS = {
     "held_out_working": "share with working",
     "held_out_entropy": "entropy, nats a token",
 }
+PATHS = ("output", "load", "save", "save_start", "save_rollouts", "replay_rollouts")
 #: What the other modes are compared with in the last panel.
 REFERENCE = "token_mean"
 #: Okabe and Ito's colours, told apart without red and green.
@@ -28,7 +29,7 @@ STYLES = [("#0072B2", "-"), ("#E69F00", "-"), ("#009E73", "-"), ("#D55E00", "-")
 
 
 def collect(folders: list[Path]) -> list[dict[str, Any]]:
-    """Of every run its settings, and what was seen at each evaluation."""
+    """Of every run its settings, without paths, and what was seen at each evaluation."""
     runs = []
     for folder in folders:
         settings = json.loads((folder / "settings.json").read_text())
@@ -41,9 +42,6 @@ def collect(folders: list[Path]) -> list[dict[str, Any]]:
         ]
         runs.append({"settings": kept, "seconds": steps[-1]["seconds"], "evaluations": seen})
     return runs
-
-
-PATHS = ("output", "load", "save", "save_start", "save_rollouts", "replay_rollouts")
 
 
 def mode_of(run: dict[str, Any]) -> str:
@@ -88,18 +86,13 @@ def plot(runs: list[dict[str, Any]], png: Path) -> None:
             draw(axis, values_by_step(of_mode, name), mode)
         axis.set_title(title, fontsize=10)
         axis.set_ylim(bottom=0)
-    if REFERENCE in by_mode and len(by_mode) > 1:
-        # Warm starts differ more than modes do: what a mode changes is seen within one.
-        reference = values_by_step(by_mode[REFERENCE], "held_out_reward")
-        for mode, of_mode in by_mode.items():
-            values = values_by_step(of_mode, "held_out_reward")
-            draw(
-                last,
-                {step: {seed: of[seed] - reference[step][seed] for seed in of} for step, of in values.items()},
-                mode,
-            )
+    # Warm starts differ more than modes do: what a mode changes is seen within one.
+    reference = values_by_step(by_mode.get(REFERENCE, []), "held_out_reward")
+    for mode, of_mode in by_mode.items() if reference and len(by_mode) > 1 else ():
+        values = values_by_step(of_mode, "held_out_reward")
+        draw(last, {step: {k: of[k] - reference[step][k] for k in of} for step, of in values.items()}, mode)
         last.set_title(f"reward less {REFERENCE}'s, same warm start", fontsize=10)
-    else:
+    if not last.lines:
         last.axis("off")
     for axis in grid.flat:
         axis.set_xlabel("step")
@@ -117,15 +110,15 @@ def plot(runs: list[dict[str, Any]], png: Path) -> None:
 def table(runs: list[dict[str, Any]]) -> str:
     """Held-out reward of every run, a row a mode and learning rate, the seeds beside each other."""
     rows: dict[tuple[str, float], list[list[str]]] = defaultdict(list)
-    for run in sorted(runs, key=lambda run: run["settings"]["seed"]):
-        steps = run["settings"]["steps"]
-        reward = {seen["step"]: seen["held_out_reward"] for seen in run["evaluations"]}
-        early = [value for step, value in reward.items() if 0 < step <= steps // 2]
-        late = [value for step, value in reward.items() if steps // 2 < step]
-        values = reward[0], sum(early) / len(early), sum(late) / len(late), reward[steps]
-        rows[mode_of(run), run["settings"]["lr"]].append([f"{value:.2f}" for value in values])
     last = runs[0]["settings"]["steps"]
     half = last // 2
+    for run in sorted(runs, key=lambda run: run["settings"]["seed"]):
+        reward = {seen["step"]: seen["held_out_reward"] for seen in run["evaluations"]}
+        early, late = (
+            [value for step, value in reward.items() if step and (step > half) == of] for of in (False, True)
+        )
+        values = reward[0], sum(early) / len(early), sum(late) / len(late), reward[last]
+        rows[mode_of(run), run["settings"]["lr"]].append([f"{value:.2f}" for value in values])
     headers = ["mode", "lr", "at the start", f"mean to step {half}", f"mean after step {half}", f"at step {last}"]
     body = [[*key, *(" ".join(of) for of in zip(*seeds, strict=True))] for key, seeds in rows.items()]
     return tabulate(body, headers=headers, tablefmt="github", disable_numparse=True)

@@ -1,10 +1,8 @@
 """Put the recipes' code into docs/recipes.md: below a paragraph that links to a file, the fenced block shows it whole.
 
-python tools/show_recipes.py            # writes the page
-python tools/show_recipes.py --check    # writes nothing; fails if a block is not its file
+python tools/show_recipes.py
 """
 
-import argparse
 import re
 from pathlib import Path
 
@@ -26,16 +24,5 @@ def with_code(page: str) -> str:
     return SHOWN.sub(lambda found: found[1] + (ROOT / found["file"]).read_text(), page)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="Write nothing; fail if a block is not its file.")
-    check = parser.parse_args().check
-    page = PAGE.read_text()
-    if not check:
-        PAGE.write_text(with_code(page))
-    elif with_code(page) != page:
-        raise SystemExit(f"{PAGE} does not show the files as they are. Run python tools/show_recipes.py.")
-
-
 if __name__ == "__main__":
-    main()
+    PAGE.write_text(with_code(PAGE.read_text()))

@@ -192,22 +192,6 @@ def test_the_first_ratio_is_one_and_the_second_is_not(tmp_path: Path) -> None:
         assert step["ppo_kl"] != 0
 
 
-def run_with_foreign_old_log_probs(flags: list[str]) -> None:
-    """As if the trainer had taken the made-up log-probs of the file for its own."""
-    import online_grpo
-
-    online_grpo.old_log_probs = lambda policy, rows: rows.sampler_log_probs
-    online_grpo.main(flags)
-
-
-@pytest.mark.slow
-def test_old_log_probs_of_another_policy_would_be_seen(tmp_path: Path) -> None:
-    """Negative control."""
-    flags = [*SHORT, *replayed(tmp_path / "rollouts", 1, empty=0), "--output", str(tmp_path)]
-    run_ranks(1, run_with_foreign_old_log_probs, flags)
-    assert steps_of(tmp_path)[1]["ratio_gap"] > 0.1
-
-
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:all rewards are equal")  # a policy that was hardly warmed is never right
 def test_sampled_rollouts_have_the_trainer_s_log_probs(tmp_path: Path) -> None:

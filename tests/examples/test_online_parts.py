@@ -86,14 +86,10 @@ def test_every_sample_is_dealt_once_and_groups_straddle_ranks(dp_size: int, num_
         hand = deal(rollouts, num_microbatches=num_microbatches, dp_rank=dp_rank, dp_size=dp_size, cp_size=1)
         for microbatch, rows in enumerate(hand):
             dealt[dp_rank, microbatch] = ["".join(map(str, row)) for row in rows.tokens.tolist()]
+            if dp_size * num_microbatches > 1:
+                assert len({int(i) for i in rows.samples.prompt_ids}) > 1  # type: ignore[union-attr]
     assert len(dealt) == dp_size * num_microbatches
     assert sum(map(len, dealt.values())) == len(rollouts)
-    if dp_size * num_microbatches > 1:
-        prompts = [
-            {int(i) for i in rows.samples.prompt_ids}  # type: ignore[union-attr]
-            for rows in deal(rollouts, num_microbatches=num_microbatches, dp_rank=0, dp_size=dp_size, cp_size=1)
-        ]
-        assert all(len(of_hand) > 1 for of_hand in prompts)
 
 
 def test_too_few_samples_are_refused() -> None:
@@ -131,21 +127,13 @@ def test_written_rollouts_are_read_back(tmp_path: Path) -> None:
 
 
 def answered(response: str, reward: float, prompt: int) -> Rollout:
-    n = len(response)
-    return Rollout(
-        encode("347+586="), encode(response), [1.0] * n, reward, prompt_id=prompt, rollout_id=f"{response}{n}"
-    )
+    return Rollout(encode("347+586="), encode(response), [1.0] * len(response), reward, prompt, response)
 
 
 def test_a_step_in_numbers() -> None:
     rollouts = [answered("933$", 1, 0), answered("<13,13,09>933$", 1, 0), answered("<9$", 0, 1), answered("9$", 0, 1)]
-    assert describe(rollouts) == {
-        "reward": 0.5,
-        "length": (4 + 14 + 3 + 2) / 4,
-        "length_right": 9,
-        "length_wrong": 2.5,
-        "working": 0.5,
-    }
+    lengths = {"length": (4 + 14 + 3 + 2) / 4, "length_right": 9, "length_wrong": 2.5}
+    assert describe(rollouts) == {"reward": 0.5, "working": 0.5} | lengths
     assert "length_right" not in describe(rollouts[2:])
     assert zero_variance_groups(rollouts) == 2
     assert zero_variance_groups([*rollouts, answered("1$", 0, 0)]) == 1
@@ -158,10 +146,8 @@ def test_where_a_step_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     run = types.SimpleNamespace(
         log=lambda numbers, step: logged.append((step, numbers)), finish=lambda: logged.append("finished")
     )
-    stub = types.ModuleType("wandb")
-    stub.__spec__ = types.SimpleNamespace()  # type: ignore[assignment]  # find_spec asks for it
-    stub.init = lambda **settings: logged.append(settings["project"]) or run  # type: ignore[attr-defined, func-returns-value]
-    monkeypatch.setitem(sys.modules, "wandb", stub)
+    stub = {"__spec__": types.SimpleNamespace(), "init": lambda **settings: logged.append(settings["project"]) or run}
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(**stub))
     with Report(tmp_path, {"seed": 3, "path": tmp_path}, tensorboard=True, wandb_project="adding") as report:
         report.write(1, {"reward": 0.5})
         report.write(2, {"reward": 0.75})

@@ -90,15 +90,12 @@ def plain_oracle(mode: str) -> tuple[float, float, list[Tensor]]:
     return float(loss.detach()), scale, list(torch.autograd.grad(loss, list(model.parameters())))
 
 
-def plain_steps(recipe: str, scaled: bool) -> dict[str, tuple[float, list[Tensor]]]:
+def plain_steps(recipe: str) -> dict[str, tuple[float, list[Tensor]]]:
     """On a rank: the recipe's step in every mode."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    code = (RECIPES / f"{recipe}.py").read_text()
-    assert 'form="mean"' in code
-    names: dict[str, Any] = {}
-    exec(code if scaled else code.replace('form="mean"', 'form="sum"'), names)
+    names = runpy.run_path(str(RECIPES / f"{recipe}.py"))
     start_process_group()
     rank, ranks = dist.get_rank(), dist.get_world_size()
     chosen = dealt(SAMPLES, rank, ranks, 2)
@@ -124,20 +121,12 @@ PLAIN_ERROR = oracle.chain_error(2, oracle.num_tokens(SAMPLES))
 
 @pytest.mark.parametrize("recipe", ["plain_ddp", "plain_fsdp2"])
 def test_plain_torch_trains_on_the_step_loss(recipe: str) -> None:
-    for found in run_ranks(3, plain_steps, recipe, True):
+    for found in run_ranks(3, plain_steps, recipe):
         for mode in MODES:
             loss, scale, gradients = plain_oracle(mode)
             assert found[mode][0] == pytest.approx(loss, abs=PLAIN_ERROR * scale), mode
             for gradient, expected in zip(found[mode][1], gradients, strict=True):
                 assert relative_error(gradient, expected) < PLAIN_ERROR, mode
-
-
-def test_without_the_factor_the_gradient_is_one_of_three_ranks() -> None:
-    """Negative control."""
-    for found in run_ranks(3, plain_steps, "plain_ddp", False):
-        for gradient, expected in zip(found["sample_mean"][1], plain_oracle("sample_mean")[2], strict=True):
-            assert relative_error(3 * gradient, expected) < PLAIN_ERROR
-            assert relative_error(gradient, expected) > 0.6
 
 
 @pytest.mark.slow
@@ -166,9 +155,7 @@ def of_tokens(seed: int, scale: float, shift: float) -> Tensor:
 
 def as_samples(losses: Tensor) -> list[oracle.Sample]:
     parts = losses[:-1].split([len(one.mask) for one in SAMPLES])
-    return [
-        oracle.Sample(part, one.mask, one.rollout_id, one.prompt_id) for part, one in zip(parts, SAMPLES, strict=True)
-    ]
+    return [oracle.Sample(part, one.mask, None, one.prompt_id) for part, one in zip(parts, SAMPLES, strict=True)]
 
 
 BETA = 0.3
@@ -186,73 +173,55 @@ def advantages() -> Tensor:
     return of_tokens(3, 1.0, 0.0)
 
 
-def gradients_of_own_loop(with_kl: bool) -> dict[tuple[str, bool], tuple[Tensor, dict[str, float]]]:
-    """On a rank: of every mode, with and without per-token loss, the recipe's gradient, and what was reported."""
+def gradients_of_own_loop() -> dict[tuple[str, str], tuple[Tensor, dict[str, float]]]:
+    """On a rank: of every mode and form of loss, the recipe's gradient, and what was reported."""
     from recipes import own_loop
     from recipes.kl_term import loss_with_kl
 
+    def loss(batch: Any, microbatch: Any, log_probs: Tensor) -> Any:
+        return microbatch.loss(-log_probs)  # the pair of the recipe is for models without per-token loss
+
+    def with_kl(batch: Any, microbatch: Any, log_probs: Tensor) -> Any:
+        values = (microbatch.local(batch[name]) for name in of_tokens)
+        return loss_with_kl(microbatch, log_probs, *values, beta=BETA)
+
     state = start(cp=2)
-    dp_rank = state.get_data_parallel_rank()
+    of_tokens = {"old_log_probs": old_log_probs(), "ref_log_probs": ref_log_probs(), "advantages": advantages()}
+    forms = {"pair": (own_loop.policy_loss, False), "per token": (loss, True)}
+    forms |= {"kl": (with_kl, False), "kl per token": (with_kl, True)}
     found = {}
-    for mode, per_token in itertools.product((mode for mode in MODES if mode != "constant"), (False, True)):
+    for mode, form in itertools.product((mode for mode in MODES if mode != "constant"), forms):
         batches = []
-        for part in dealt(SAMPLES, dp_rank, 2, 3):
+        for part in dealt(SAMPLES, state.get_data_parallel_rank(), 2, 3):
             packed = Batch(SAMPLES, part, 2)
             given, numbers = packed.samples, packed.local_numbers(0, 1)
             batch = {"loss_masks": given.loss_masks, "layout": given.layout, "prompt_ids": given.prompt_ids}
-            of_tokens = {"old_log_probs": old_log_probs(), "ref_log_probs": ref_log_probs(), "advantages": advantages()}
             batches.append(batch | {"tokens": numbers} | {name: of[numbers] for name, of in of_tokens.items()})
-
-        def loss(batch: Any, microbatch: Any, log_probs: Tensor, per_token: bool = per_token) -> Any:
-            if with_kl:
-                names = ("old_log_probs", "ref_log_probs", "advantages")
-                return loss_with_kl(
-                    microbatch, log_probs, *(microbatch.local(batch[name]) for name in names), beta=BETA
-                )
-            if per_token:  # the pair of the recipe is for models without
-                return microbatch.loss(-log_probs)
-            return own_loop.policy_loss(batch, microbatch, log_probs)
-
+        function, per_token = forms[form]
         model = table_model(table(), per_token=per_token)
-        reports = own_loop.forward_backward(model, batches, loss, mode)
-        logged = logged_means(reports) if with_kl or per_token else {}
-        assert logged or all(report["actor"]["pg_loss"].dim() == 0 for report in reports)
-        found[mode, per_token] = model.module.losses.main_grad.clone(), logged
+        reports = own_loop.forward_backward(model, batches, function, mode)
+        assert form != "pair" or all(report["actor"]["pg_loss"].dim() == 0 for report in reports)
+        logged = {} if form == "pair" else logged_means(reports)
+        found[mode, form] = model.module.losses.main_grad.clone(), logged
     return found
 
 
-def own_samples(losses: Tensor) -> list[oracle.Sample]:
-    """Without rollout ids, which the recipe does not pass: each sample is one."""
-    return [dataclasses.replace(one, rollout_id=None) for one in as_samples(losses)]
-
-
-def test_a_loop_of_ones_own_has_the_oracles_gradient() -> None:
+def test_a_loop_of_ones_own_and_a_kl_term_have_the_oracles_gradient() -> None:
     bound = oracle.chain_error(1, oracle.num_tokens(SAMPLES))
-    for found in run_ranks(4, gradients_of_own_loop, False):
-        for (mode, per_token), (gradient, logged) in found.items():
-            log_probs = torch.tensor(table()).double().requires_grad_()
-            losses = -log_probs
-            if not per_token:
-                losses = clipped(log_probs, old_log_probs().double(), advantages().double())
-            expected = oracle.step_loss(mode, own_samples(losses))
-            assert relative_error(gradient, torch.autograd.grad(expected, log_probs)[0]) < bound, (mode, per_token)
-            if logged:
-                assert logged["pg_loss"] == pytest.approx(float(expected.detach()), rel=bound)
-
-
-def test_a_kl_term_is_added_by_the_sample_mean() -> None:
     old, ref, of_tokens = (values.double() for values in (old_log_probs(), ref_log_probs(), advantages()))
-    bound = oracle.chain_error(1, oracle.num_tokens(SAMPLES))
-    for found in run_ranks(4, gradients_of_own_loop, True):
-        for (mode, _), (gradient, logged) in found.items():
+    for found in run_ranks(4, gradients_of_own_loop):
+        for (mode, form), (gradient, logged) in found.items():
             log_probs = torch.tensor(table()).double().requires_grad_()
-            difference = log_probs - ref
-            pg_loss = oracle.step_loss(mode, own_samples(clipped(log_probs, old, of_tokens)))
-            kl = oracle.step_loss("sample_mean", own_samples((-difference).exp() - 1 + difference))
-            expected = torch.autograd.grad(pg_loss + BETA * kl, log_probs)[0]
-            assert logged["kl"] == pytest.approx(float(kl.detach()), rel=bound)
-            assert logged["pg_loss"] == pytest.approx(float(pg_loss.detach()), rel=bound)
-            assert relative_error(gradient, expected) < bound, mode
+            losses = -log_probs if form == "per token" else clipped(log_probs, old, of_tokens)
+            # Without rollout ids, which the recipe does not pass: each sample is one.
+            expected = {"pg_loss": oracle.step_loss(mode, as_samples(losses))}
+            if "kl" in form:
+                k3 = (ref - log_probs).exp() - 1 + log_probs - ref
+                expected["kl"] = oracle.step_loss("sample_mean", as_samples(k3))
+            whole = expected["pg_loss"] + BETA * expected.get("kl", torch.zeros(()))
+            assert relative_error(gradient, torch.autograd.grad(whole, log_probs)[0]) < bound, (mode, form)
+            for name, value in expected.items() if logged else ():
+                assert logged[name] == pytest.approx(float(value.detach()), rel=bound)
 
 
 # ---- a mode of one's own

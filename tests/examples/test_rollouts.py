@@ -1,6 +1,5 @@
 """The example's JSONL reader, its advantages and its packing; and the tool that writes such files."""
 
-import importlib
 import json
 import sys
 from pathlib import Path
@@ -161,39 +160,27 @@ def test_more_prompts_than_the_file_has_are_refused() -> None:
 # ---- tools/make_rollouts.py
 
 
+def test_the_committed_file_is_what_the_tool_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    output = tmp_path / "arithmetic.jsonl"
+    monkeypatch.setattr(sys, "argv", ["make_rollouts.py", "--output", str(output)])
+    make_rollouts.main()
+    assert output.read_text() == (EXAMPLES / "arithmetic.jsonl").read_text()
+
+
 def decoded(tokens: list[int]) -> str:
     return "".join("" if token == make_rollouts.END else make_rollouts.CHARACTERS[token - 1] for token in tokens)
 
 
-def test_the_committed_file_is_what_the_tool_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    output = tmp_path / "arithmetic.jsonl"
-    command = ["make_rollouts.py", "--prompts", "32", "--seed", "0", "--output", str(output)]
-    monkeypatch.setattr(sys, "argv", command)
-    importlib.reload(make_rollouts).main()
-    committed = EXAMPLES / "arithmetic.jsonl"
-    assert output.read_text() == committed.read_text()
-
-
 def test_rewards_are_those_of_a_verifier() -> None:
-    records = make_rollouts.make_rollouts(num_prompts=40, responses_per_prompt=8, budget=64, seed=3)
-    rewards, ends, lengths, tool_tokens = [], [], set(), 0
-    for record in records:
-        prompt, response = decoded(record["prompt_tokens"]), decoded(record["response_tokens"])
-        a, b = prompt.removesuffix("=").split("+")
-        ended = record["response_tokens"][-1] == make_rollouts.END
-        correct = ended and response.rpartition("=")[2] == str(int(a) + int(b))
-        assert record["reward"] == float(correct)
-        assert len(record["response_tokens"]) == len(record["loss_mask"]) <= 64
-        if not ended:
-            assert not any(record["loss_mask"]), "cut off responses are fully masked"
-        tool_tokens += ended and record["loss_mask"].count(0)
-        rewards.append(record["reward"])
-        ends.append(ended)
-        lengths.add(len(response))
-    assert 0.3 < sum(rewards) / len(rewards) < 0.9
-    assert 0 < ends.count(False) < len(ends) / 2
-    assert len(lengths) > 20, "ragged"
-    assert tool_tokens > 0, "what the calculator wrote is masked"
+    rollouts = read_rollouts(EXAMPLES / "arithmetic.jsonl", vocab_size=32)
+    for one in rollouts:
+        a, b = decoded(one.prompt_tokens).removesuffix("=").split("+")
+        ended = one.response_tokens[-1] == make_rollouts.END
+        assert one.reward == (ended and decoded(one.response_tokens).rpartition("=")[2] == str(int(a) + int(b)))
+        assert ended or not any(one.loss_mask), "cut off responses are fully masked"
+    assert 0.3 < sum(one.reward for one in rollouts) / len(rollouts) < 0.9
+    assert len({len(one.response_tokens) for one in rollouts}) > 20, "ragged"
+    assert any(0 < sum(one.loss_mask) < len(one.loss_mask) for one in rollouts), "what the calculator wrote is masked"
 
 
 def test_packs_of_the_committed_file_train_one_loss_per_token() -> None:

@@ -53,10 +53,8 @@ def test_a_file_goes_with_what_it_imports_or_names_and_they_do(folder: Path) -> 
 
 
 def test_a_name_may_leave_out_suffix_and_folder(folder: Path) -> None:
-    for name in ("cpu", "cpu.py"):
-        assert find_example(name, folder) == "cpu.py"
-    assert find_example("shapes/round", folder) == "shapes/round.py"
-    assert find_example("edges", folder) == "shapes/edges.txt"
+    names = {"cpu": "cpu.py", "cpu.py": "cpu.py", "shapes/round": "shapes/round.py", "edges": "shapes/edges.txt"}
+    assert {name: find_example(name, folder) for name in names} == names
     assert find_example("train.py", folder) == "train.py"
 
 

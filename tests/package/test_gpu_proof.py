@@ -24,8 +24,7 @@ def test_the_rehearsal_runs_every_part(tmp_path: Path) -> None:
     for name in ("reducers", "logprobs", "segments", "totals"):
         assert found[name]["figures"]
     assert "pg_loss" in "\n".join(found["launch at TP 2 x CP 2"]["output"])
-    text = (tmp_path / "gpu-rehearsal.md").read_text()
-    assert all(f"\n## {name}\n" in text for name in found)
+    assert all(f"\n## {name}\n" in (tmp_path / "gpu-rehearsal.md").read_text() for name in found)
 
 
 def test_a_part_that_fails_or_cannot_run_is_told(tmp_path: Path) -> None:

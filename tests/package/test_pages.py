@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import audit_examples
 import oracle
 import pytest
 import show_recipes
@@ -20,6 +21,7 @@ from repository import EXAMPLES, ROOT
 
 from megatron_rl_loss import Samples
 from megatron_rl_loss.__main__ import example_files, with_companions
+from megatron_rl_loss.audit.verdict import TOLERANCES
 from megatron_rl_loss.megatron import add_loss_aggregation_args
 from megatron_rl_loss.modes import MODES, available_modes, resolve
 from megatron_rl_loss.modes import names as mode_names
@@ -30,11 +32,6 @@ README, USING, NAMES, FRAMEWORKS, PERFORMANCE = (
     for name in ("../README.md", "using.md", "names.md", "frameworks.md", "performance.md")
 )
 RECIPES = {path.name: path.read_text() for path in sorted((EXAMPLES / "recipes").iterdir()) if path.is_file()}
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_somewhere(page: Path) -> None:
-    assert broken_links(page, page.read_text()) == []
 
 
 def wrong_names(text: str) -> Iterator[str]:
@@ -57,7 +54,8 @@ def wrong_names(text: str) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_names_are_those_of_folders(page: Path) -> None:
+def test_links_lead_somewhere_and_names_are_those_of_folders(page: Path) -> None:
+    assert broken_links(page, page.read_text()) == []
     if page.name != "CHANGELOG.md":  # which says what has moved
         assert list(wrong_names(page.read_text())) == []
 
@@ -155,8 +153,10 @@ def test_each_recipe_is_shown_as_it_is_and_stands_alone() -> None:
     page = show_recipes.PAGE.read_text()
     assert show_recipes.with_code(page) == page
     assert show_recipes.with_code(page.replace("reducer(policy.per_token_loss)", "reducer(policy.ppo_kl)")) == page
-    assert sorted(show_recipes.shown_files(page)) == [f"examples/recipes/{name}" for name in RECIPES]
+    shown = {*show_recipes.shown_files(page), "examples/recipes/pretrain_bshd.py", "examples/recipes/plain_fsdp2.py"}
+    assert shown == {f"examples/recipes/{name}" for name in RECIPES}, "those two differ from others in few lines"
     for name, text in RECIPES.items():
+        assert f"](../examples/recipes/{name})" in page
         assert len(text.splitlines()) <= 60
         assert with_companions(f"recipes/{name}", EXAMPLES) == [f"recipes/{name}"]
         assert f"recipes/{name}" in example_files(EXAMPLES)
@@ -173,6 +173,16 @@ def test_every_name_of_a_mode_is_in_its_frameworks_section_and_no_other() -> Non
         for alias in named:
             if peers[alias].mode:
                 resolve(alias, divisor=4096.0 if isinstance(peers[alias].divisor, str) else None)
+
+
+def test_the_examples_and_tolerances_of_the_audit_are_the_codes() -> None:
+    page = audit_examples.PAGE.read_text()
+    assert audit_examples.with_examples(page) == page, f"python {audit_examples.__name__}.py --write renews them"
+    assert set(dict(audit_examples.BLOCK.findall(page))) == set(audit_examples.EXAMPLES)
+    said = re.search(r"(\S+) for float32 gradients, (\S+) for float16, (\S+) for bfloat16", " ".join(page.split()))
+    assert said is not None
+    tolerances = [TOLERANCES[name] for name in ("float32", "float16", "bfloat16")]
+    assert [float(number) for number in said.groups()] == pytest.approx(tolerances, rel=0.05)
 
 
 def test_versions_are_the_same_on_all_pages() -> None:

@@ -9,20 +9,8 @@ import pytest
 from repository import ROOT
 
 PACKAGE = "megatron_rl_loss"
-ORDER = [
-    "errors",
-    "step",
-    "modes",
-    "reduction",
-    "losses",
-    "logprobs",
-    "plan",
-    "megatron",
-    "frameworks",
-    "audit",
-    "doctor",
-    "__main__",
-]
+ORDER = ["errors", "step", "modes", "reduction", "losses", "logprobs", "plan"]
+ORDER += ["megatron", "frameworks", "audit", "doctor", "__main__"]
 FILES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
     for path in (ROOT / PACKAGE).rglob("*.py")
@@ -72,8 +60,6 @@ def test_negative_control() -> None:
     (name,) = imports_of(tree)
     assert wrong_way(f"{PACKAGE}.step.layouts", name)
     assert list(imports_of(tree, in_functions=True)) == [f"{PACKAGE}.losses"]
-    with pytest.raises(graphlib.CycleError):
-        graphlib.TopologicalSorter({"a": {"b"}, "b": {"a"}}).prepare()
 
 
 @pytest.mark.parametrize("folder", FOLDERS)

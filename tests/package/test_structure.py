@@ -1,6 +1,7 @@
 """How the tests are laid out: what they share is in `support`, and `unit` runs without Megatron."""
 
 import ast
+import functools
 import re
 from pathlib import Path
 
@@ -10,6 +11,12 @@ TESTS = sorted((ROOT / "tests").rglob("test_*.py"))
 SUPPORT = {path.stem: path for path in (ROOT / "tests" / "support").glob("*.py")}
 
 
+def of_tests(code: str) -> list[str]:
+    """What a file imports from modules of tests."""
+    return [name for name in imported(code) if any(part.startswith("test_") for part in name.split("."))]
+
+
+@functools.cache
 def imported(code: str) -> set[str]:
     """Modules that a file imports anywhere, and what it imports from them."""
     names: set[str] = set()
@@ -19,10 +26,6 @@ def imported(code: str) -> set[str]:
         elif isinstance(node, ast.ImportFrom) and node.module is not None:
             names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
     return names
-
-
-def of_tests(code: str) -> list[str]:
-    return [name for name in imported(code) if any(part.startswith("test_") for part in name.split("."))]
 
 
 def test_nothing_is_imported_from_a_module_of_tests() -> None:

@@ -9,7 +9,6 @@ the first rank. On a machine without a GPU it runs on the CPU. Not measured: col
 docs/audit.md for their number and size).
 """
 
-import argparse
 import contextlib
 import sys
 import tempfile
@@ -34,7 +33,7 @@ from megatron.core.enums import ModelType
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
-from timing import keep_freed_memory, machine, take_turns
+from timing import BACKENDS, flags, keep_freed_memory, publish, take_turns
 from torch import Tensor
 
 from megatron_rl_loss import Samples
@@ -63,15 +62,15 @@ def make_model(hidden: int) -> Any:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = flags(__doc__)
+    parser.set_defaults(device=DEVICE)
     parser.add_argument("--tokens", type=int, default=2**20, help="Of the whole step.")
     parser.add_argument("--microbatches", type=int, default=16)
     parser.add_argument("--hidden", type=int, default=4096)
     parser.add_argument("--seconds", type=float, default=20)
     options = parser.parse_args()
     folder = tempfile.TemporaryDirectory()
-    backend = "nccl" if DEVICE == "cuda" else "gloo"
-    dist.init_process_group(backend, init_method=f"file://{folder.name}/store", rank=0, world_size=1)
+    dist.init_process_group(BACKENDS[DEVICE], init_method=f"file://{folder.name}/store", rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
     keep_freed_memory()
     model = make_model(options.hidden)
@@ -86,17 +85,13 @@ def main() -> None:
         microbatch = next(data_iterator)
         return model(losses), microbatch.loss
 
+    arguments = {"forward_step_func": forward_step, "model": model, "num_microbatches": len(batches)}
+    arguments |= {"seq_length": LENGTH, "micro_batch_size": 1}
+
     def step(audit: Any) -> Any:
         model.zero_grad_buffer()
         with audit:
-            schedule(
-                forward_step_func=forward_step,
-                data_iterator=iter(batches),
-                model=model,
-                num_microbatches=len(batches),
-                seq_length=LENGTH,
-                micro_batch_size=1,
-            )
+            schedule(data_iterator=iter(batches), **arguments)
         return audit
 
     ways = {
@@ -110,11 +105,9 @@ def main() -> None:
         step(contextlib.nullcontext())
     tapped = [one for of_term in audit._taps.losses.values() for one in of_term.values()]
     kept = sum(one.gradient.nbytes for one in tapped if one.gradient is not None)
-    sizes = f"{options.tokens} tokens, {options.microbatches} micro-batches, anchor of {options.hidden} entries"
-    print(f"{sizes}; {machine(DEVICE)}")
-    for name, milliseconds in times.items():
-        print(f"{name:<12} {milliseconds:8.2f} ms a step, the fastest, {milliseconds - times['not audited']:+.2f} ms")
-    print(f"kept: {kept / options.tokens:.1f} bytes a local token")
+    rows = [{"": name, "ms a step": ms, "more": ms - times["not audited"]} for name, ms in times.items()]
+    sizes = {"tokens": options.tokens, "micro-batches": options.microbatches, "anchor": options.hidden}
+    publish("audit", options, {f"kept: {kept / options.tokens:.1f} bytes a local token": rows}, **sizes)
 
 
 if __name__ == "__main__":

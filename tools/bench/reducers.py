@@ -2,60 +2,51 @@
 
     python tools/bench/reducers.py --slime ~/slime --miles ~/miles --goals     # every size, about two minutes
     python tools/bench/reducers.py --slime ~/slime --sizes 8x4096 64x1024      # some sizes
-    python tools/bench/reducers.py                                             # ours and the floor only
+    python tools/bench/reducers.py                                             # ours alone
 
 *build* makes the reducer from the loss masks, *fwd+bwd* reduces the losses (and metrics) and differentiates, *whole* is
 both, measured as one. What is counted once a step is outside, for all: our `StepTotals`, and their denominators where
 they are given any.
 
-- *slime*, *miles*: their `get_sum_of_sample_mean`, called plainly (``--denominators own``), so that it sums its masks,
-  or as their `loss_function` calls it, with the step's mask sums (``--denominators step``). A metric is one more call
-  of the closure and `.clone().detach()`. What their file imports gets stand-ins that know the CP rank and nothing else,
-  and answer sooner than the real ones. Also left out in their favour: the scaling of the loss, the count of tokens, and
-  what keeps NaN out of the metrics.
-- *floor*: one read of the masks and one write of this rank's weights (build); one read of the losses, one write of the
-  gradient and one read of each metric (fwd+bwd).
+*slime*, *miles*: their `get_sum_of_sample_mean`, called plainly, so that it sums its masks, or with
+``--step-denominators`` as their `loss_function` calls it, with the step's mask sums. A metric is one more call of the
+closure and `.clone().detach()`. Their parallel state is a stand-in, which answers sooner than the real one. Also left
+out in their favour: the scaling of the loss, the count of tokens, and what keeps NaN out of the metrics.
 
 Losses are a float32 leaf, masks int32, metrics float32 without gradient, and there are no ids. All are first checked
-against float64. Then they take turns, in several passes over all cases, because a shared machine is slower for a while
-at a time. A turn of one of them is as many calls as fill 4 ms (at least one), timed as one, after one call that warms
-the caches; ratios are of the fastest turns. *Busy elsewhere* is how many cores other processes kept busy meanwhile:
-repeat a run where that is not near 0.
+against float64. Then they take turns (`timing.take_turns`), in several passes over all cases, because a shared machine
+is slower for a while at a time; ratios are of the fastest turns. *Busy elsewhere* is how many cores other processes
+kept busy meanwhile: repeat a run where that is not near 0.
 """
 
 import argparse
-import importlib.util
-import json
 import math
-import statistics
-import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from tabulate import tabulate
-from timing import busy_elsewhere, commit_of, keep_freed_memory, machine, take_turns
+from timing import Others, flags, keep_freed_memory, peers, publish, take_turns
 from torch import Tensor
 
-import megatron_rl_loss
 from megatron_rl_loss import StepTotals, ZigzagResponse, make_pg_loss_reducer
 
 PARTS = ("whole", "build", "fwd+bwd")
-DENOMINATORS = {"own": "theirs sum their masks, a plain call", "step": "theirs are given the step's mask sums"}
 Reduce = Callable[[], tuple[Tensor, Sequence[Tensor]]]  # the reduced loss, connected to its graph, and the metrics
+Build = Callable[[], Reduce]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Case:
     samples: int
     length: int
     cp_size: int = 4
     metrics: int = 0
-    goal: float | None = field(default=None, compare=False)  # whole, ours to the faster of theirs
+    goal: float | None = None  # whole, ours to the faster of theirs
+    times: dict[str, list[float]] = field(default_factory=dict)
+    busy: list[float] = field(default_factory=list)
 
     @property
     def size(self) -> str:
@@ -74,26 +65,17 @@ CASES = (
 )
 
 
-@dataclass(frozen=True)
-class Contestant:
-    """Someone's reducer: `build` makes it, and what it returns runs it; `scale` turns the result into a step loss."""
-
-    build: Callable[[], Reduce]
-    scale: float = 1.0
-
-
 class Data:
     """A micro-batch as slime and miles hold it, this rank's losses, and what must come out, in float64."""
 
-    def __init__(self, case: Case, device: str, equal: bool) -> None:
+    def __init__(self, case: Case, device: str) -> None:
         generator = torch.Generator().manual_seed(1)
 
         def integers(low: int, high: int) -> list[int]:
             return torch.randint(low, high + 1, (case.samples,), generator=generator).tolist()
 
-        self.response_lengths = integers(case.length if equal else case.length // 2, case.length)
-        prompts = [300] * case.samples if equal else integers(100, 500)
-        self.total_lengths = [p + r for p, r in zip(prompts, self.response_lengths, strict=True)]
+        self.response_lengths = integers(case.length // 2, case.length)
+        self.total_lengths = [p + r for p, r in zip(integers(100, 500), self.response_lengths, strict=True)]
         self.cp_size, self.cp_rank = case.cp_size, min(1, case.cp_size - 1)  # rank 1 has two chunks of responses, apart
         masks = [(torch.rand(n, generator=generator) < 0.8).int() for n in self.response_lengths]
         self.weights = torch.cat(list(map(self._weights, masks, self.total_lengths))) / case.samples
@@ -118,264 +100,95 @@ class Data:
         loss.backward()
         return loss, metrics
 
-    def check(self, name: str, contestant: Contestant) -> None:
-        """Refuse to time what computes something else."""
-        loss, metrics = self.run(contestant.build())
-        weights = self.weights.to(self.losses.device)
-        if len(metrics) != len(self.metrics):
-            raise SystemExit(f"{name} returned {len(metrics)} metrics of {len(self.metrics)}")
-        for what, found, values in zip(
-            ("loss", *("metric" for _ in metrics)), (loss, *metrics), (self.losses, *self.metrics), strict=True
-        ):
+    def check(self, name: str, build: Build) -> None:
+        """Refuse to time what computes something else; theirs is the sum over samples, ours their mean."""
+        loss, metrics = self.run(build())
+        scale, weights = 1 if name == "ours" else 1 / len(self.masks), self.weights.to(self.losses.device)
+        errors = []
+        for found, values in zip((loss, *metrics), (self.losses, *self.metrics), strict=True):
             terms = values.detach().double() * weights
-            error = abs(float(found.detach()) * contestant.scale - float(terms.sum())) / float(terms.abs().sum())
-            if not error < 1e-6:
-                raise SystemExit(f"{name} does not agree with float64 in a {what}: error {error}")
-        gradient = self.losses.grad
-        assert gradient is not None
-        error = float((gradient.double() * contestant.scale - weights).abs().max() / weights.max())
-        if not error < 1e-6:
-            raise SystemExit(f"{name} does not agree with float64 in the gradient: error {error}")
+            errors.append(abs(float(found.detach()) * scale - float(terms.sum())) / float(terms.abs().sum()))
+        assert self.losses.grad is not None
+        errors.append(float((self.losses.grad.double() * scale - weights).abs().max() / weights.max()))
+        if not max(errors) < 1e-6:
+            raise SystemExit(f"{name} does not agree with float64 in the loss, each metric or the gradient: {errors}")
 
 
-def ours(data: Data) -> Contestant:
+def ours(data: Data) -> Reduce:
+    layout = ZigzagResponse(data.total_lengths, data.response_lengths)
     place: dict[str, Any] = {"totals": data.totals, "cp_rank": data.cp_rank, "cp_size": data.cp_size}
-
-    def build() -> Reduce:
-        layout = ZigzagResponse(data.total_lengths, data.response_lengths)
-        reducer = make_pg_loss_reducer("sample_mean", data.masks, layout=layout, **place)
-        if data.metrics:
-            return lambda: reducer.with_metrics(data.losses, data.metrics)
-        return lambda: (reducer(data.losses), ())
-
-    return Contestant(build)
+    reducer = make_pg_loss_reducer("sample_mean", data.masks, layout=layout, **place)
+    if data.metrics:
+        return lambda: reducer.with_metrics(data.losses, data.metrics)
+    return lambda: (reducer(data.losses), ())
 
 
-def theirs(name: str, module: ModuleType, data: Data, denominators: str) -> Contestant:
+def theirs(cp_utils: Any, data: Data, **given: Any) -> Reduce:
     """Their function as their `loss_function` and `policy_loss_function` use it."""
-    keyword = {"slime": "sample_denoms", "miles": "denominators"}[name]
-    given = {keyword: data.mask_sums} if denominators == "step" else {}
-
-    def build() -> Reduce:
-        reducer = module.get_sum_of_sample_mean(data.total_lengths, data.response_lengths, data.masks, **given)
-        return lambda: (reducer(data.losses), [reducer(values).clone().detach() for values in data.metrics])
-
-    return Contestant(build, scale=1 / len(data.masks))
+    reducer = cp_utils.get_sum_of_sample_mean(data.total_lengths, data.response_lengths, data.masks, **given)
+    return lambda: (reducer(data.losses), [reducer(values).clone().detach() for values in data.metrics])
 
 
-def load_theirs(name: str, checkout: Path, place: SimpleNamespace) -> ModuleType:
-    """Run the one file of a checkout that defines their function, with stand-ins for all but torch that it imports."""
-    found = [path for path in checkout.rglob("cp_utils.py") if "def get_sum_of_sample_mean(" in path.read_text()]
-    if len(found) != 1:
-        raise SystemExit(f"--{name} {checkout}: {len(found)} files cp_utils.py with get_sum_of_sample_mean, not 1")
-    package, parallel = ModuleType(f"{name}_checkout"), ModuleType(f"{name}_checkout.parallel")
-    vars(parallel)["get_parallel_state"] = lambda: place
-    core = ModuleType("megatron.core")
-    vars(core)["mpu"] = SimpleNamespace(
-        get_context_parallel_rank=lambda: place.cp.rank,
-        get_context_parallel_world_size=lambda: place.cp.size,
-        get_context_parallel_group=lambda: place.cp.group,
-    )
-    stand_ins: dict[str, Any] = {module.__name__: module for module in (package, parallel, core)}
-    stand_ins |= {"megatron": ModuleType("megatron"), "fla": None}  # None: cannot be imported, which is foreseen
-    before = {key: sys.modules[key] for key in stand_ins if key in sys.modules}
-    spec = importlib.util.spec_from_file_location(f"{name}_checkout.cp_utils", found[0])
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules.update(stand_ins)
-    try:
-        spec.loader.exec_module(module)
-    finally:
-        for key in stand_ins:
-            del sys.modules[key]
-        sys.modules.update(before)
-    return module
+def measure(case: Case, modules: dict[str, tuple[Any, Any]], place: SimpleNamespace, args: argparse.Namespace) -> None:
+    """One more pass over a case."""
+    data = Data(case, args.device)
+    place.cp.rank, place.cp.size = data.cp_rank, data.cp_size
+    builds: dict[str, Build] = {"ours": partial(ours, data)}
+    for name, (cp_utils, _) in modules.items():
+        keyword = {"slime": "sample_denoms", "miles": "denominators"}[name]
+        builds[name] = partial(theirs, cp_utils, data, **({keyword: data.mask_sums} if args.step_denominators else {}))
+    functions: dict[str, Callable[[], object]] = {}
+    for name, build in builds.items():
+        data.check(name, build)
+        functions[f"{name} whole"] = lambda build=build: data.run(build())  # type: ignore[misc]
+        functions[f"{name} build"] = build
+        functions[f"{name} fwd+bwd"] = partial(data.run, build())
+    others = Others()
+    for name, times in take_turns(functions, args.seconds / args.passes, 3, args.device).items():
+        case.times.setdefault(name, []).extend(times)
+    case.busy.append(others.busy())
 
 
-def floor(data: Data) -> dict[str, Callable[[], object]]:
-    masks = torch.cat(data.masks).float()  # as many bytes as the int32 masks
-    weights, losses = data.weights.float().to(masks.device), data.losses.detach()
-    gradient = torch.ones((), device=masks.device)
-
-    def build() -> None:
-        torch.dot(masks, masks)
-        torch.ones_like(weights)
-
-    def run() -> None:
-        for values in (losses, *data.metrics):
-            torch.dot(values, weights)
-        torch.mul(weights, gradient)
-
-    return {"whole": lambda: (build(), run()), "build": build, "fwd+bwd": run}  # type: ignore[func-returns-value]
+def row(case: Case, part: str, *, goals: bool) -> dict[str, Any]:
+    ms = {name.split()[0]: min(times) for name, times in case.times.items() if name.endswith(part)}
+    found: dict[str, Any] = {"size": case.size, "cp": case.cp_size, "metrics": case.metrics} | ms
+    if len(ms) > 1:
+        found["ours to the faster"] = ratio = ms["ours"] / min(ms[name] for name in ms if name != "ours")
+        if goals and part == "whole" and case.goal is not None:
+            found |= {"at most": case.goal, "goal": "met" if ratio <= case.goal else "MISSED"}
+    return found | {"turns": len(case.times[f"ours {part}"]), "busy elsewhere": sum(case.busy) / len(case.busy)}
 
 
-def parts(data: Data, contestant: Contestant) -> dict[str, Callable[[], object]]:
-    build, reduce = contestant.build, contestant.build()
-    return {"whole": lambda: data.run(build()), "build": build, "fwd+bwd": lambda: data.run(reduce)}
-
-
-@dataclass
-class Measured:
-    """What all passes over a case have found."""
-
-    case: Case
-    tokens: int = 0
-    local_tokens: int = 0
-    times: dict[str, list[float]] = field(default_factory=dict)
-    seconds: float = 0
-    elsewhere: float = 0
-
-    def once_more(self, modules: Mapping[str, ModuleType], place: SimpleNamespace, args: argparse.Namespace) -> None:
-        data = Data(self.case, args.device, args.equal)
-        self.tokens, self.local_tokens = sum(data.response_lengths), data.losses.numel()
-        place.cp.rank, place.cp.size = data.cp_rank, data.cp_size
-        contestants = {"ours": ours(data)}
-        contestants |= {name: theirs(name, module, data, args.denominators) for name, module in modules.items()}
-        functions: dict[str, Callable[[], object]] = {}
-        for name, contestant in contestants.items():
-            data.check(name, contestant)
-            functions |= {f"{name} {part}": function for part, function in parts(data, contestant).items()}
-        functions |= {f"floor {part}": function for part, function in floor(data).items()}
-        began, elsewhere = time.perf_counter(), busy_elsewhere()
-        for name, times in take_turns(functions, args.seconds / args.passes, args.repeats, args.device).items():
-            self.times.setdefault(name, []).extend(times)
-        self.seconds += time.perf_counter() - began
-        self.elsewhere += math.nan if elsewhere is None else (busy_elsewhere() or 0) - elsewhere
-
-    def result(self) -> dict[str, Any]:
-        busy = round(self.elsewhere / self.seconds, 2)
-        found: dict[str, Any] = {"size": self.case.size} | asdict(self.case)
-        found |= {"tokens": self.tokens, "local_tokens": self.local_tokens, "turns": len(self.times["ours whole"])}
-        found |= {"busy_elsewhere": busy, "ms": {}, "ratios": {}}
-        for part in PARTS:
-            of = {name.removesuffix(f" {part}"): times for name, times in self.times.items() if name.endswith(part)}
-            ms = {name: {"min": min(times), "median": statistics.median(times)} for name, times in of.items()}
-            found["ms"][part] = ms
-            found["ratios"][part] = {name: ms["ours"]["min"] / ms[name]["min"] for name in ms if name != "ours"}
-        return found
-
-
-def to_faster(result: dict[str, Any]) -> float | None:
-    """Whole, ours to the faster of theirs: the greatest of the ratios."""
-    ratios = result["ratios"]["whole"]
-    return max((ratios[name] for name in ratios if name != "floor"), default=None)
-
-
-def table(results: Sequence[dict[str, Any]], part: str) -> str:
-    rows = []
-    for result in results:
-        row = {"size": result["size"], "cp": result["cp_size"]}
-        row |= {"metrics": result["metrics"], "tokens": result["tokens"], "of this rank": result["local_tokens"]}
-        for name, ms in result["ms"][part].items():
-            row |= {name: ms["min"], f"{name} median": ms["median"]}
-        row |= {"turns": result["turns"], "busy elsewhere": result["busy_elsewhere"]}
-        rows.append(row | {f"ours/{name}": ratio for name, ratio in result["ratios"][part].items()})
-    title = f"{part}: fastest and median turn, ms; ratios of the fastest"
-    return f"{title}\n{tabulate(rows, headers='keys', floatfmt='.3g')}\n"
-
-
-def goals(results: Sequence[dict[str, Any]]) -> str:
-    rows = []
-    for result in results:
-        ratio, goal = to_faster(result), result["goal"]
-        if goal is not None:
-            outcome = "not measured" if ratio is None else "met" if ratio <= goal else "MISSED"
-            case = f"{result['size']} cp{result['cp_size']}, {result['metrics']} metrics"
-            rows.append({"whole, ours / faster of theirs": case, "at most": goal, "is": ratio, "": outcome})
-    return f"goals\n{tabulate(rows, headers='keys', floatfmt='.3g')}\n"
-
-
-def plot(results: Sequence[dict[str, Any]], about: Mapping[str, Any], path: Path) -> None:
-    """One marker a size and kind, of its ratio, and a bar at its goal; without a checkout, of our time."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    compared = to_faster(results[0]) is not None
-    figure, axis = pyplot.subplots(figsize=(6, 4.5))
-    axis.set(yscale="log", xlabel="samples x longest response")
-    kinds = {(result["cp_size"], result["metrics"]) for result in results}
-    for cp_size, metrics in sorted(kinds, key=lambda kind: (-kind[0], kind[1])):
-        of = [result for result in results if (result["cp_size"], result["metrics"]) == (cp_size, metrics)]
-        color = "C1" if cp_size == 1 else "C0"
-        axis.scatter(
-            [result["size"] for result in of],
-            [to_faster(result) if compared else result["ms"]["whole"]["ours"]["min"] for result in of],
-            label=f"CP {cp_size}, {metrics} metrics",
-            marker="s" if cp_size == 1 else "o",
-            facecolors="none" if metrics else color,
-            edgecolors=color,
-        )
-    if compared:
-        of = [result for result in results if result["goal"] is not None]
-        sizes, wanted = [result["size"] for result in of], [result["goal"] for result in of]
-        axis.scatter(sizes, wanted, label="at most (goal)", marker="_", s=200, color="gray")
-    axis.set_ylabel("ours / faster of theirs, build + fwd + bwd" if compared else "build + fwd + bwd, ms")
-    axis.grid(visible=True, which="both", alpha=0.3)
-    axis.tick_params(axis="x", labelrotation=30)
-    axis.legend(loc="center left", bbox_to_anchor=(1.02, 0.5))
-    axis.set_title(f"{about['device']}, {about['threads']} threads", fontsize=9)
-    figure.savefig(path, dpi=110, bbox_inches="tight")
-
-
-def chosen(sizes: Sequence[str] | None) -> list[Case]:
+def chosen(sizes: Sequence[str]) -> list[Case]:
     """The cases of these sizes; a size that is not among them is measured at CP 4 without metrics and with 5."""
     found: list[Case] = []
-    for size in sizes or dict.fromkeys(case.size for case in CASES):
+    for size in sizes:
         samples, length = map(int, size.split("x"))
         known = [case for case in CASES if case.size == size]
         found += known or [Case(samples, length, metrics=metrics) for metrics in (0, 5)]
     return found
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
-    for name in ("slime", "miles"):
-        parser.add_argument(f"--{name}", type=Path, metavar="PATH", help=f"A checkout of {name}.")
-        parser.add_argument(f"--{name}-commit", metavar="HASH", help="Its commit, if the checkout has no .git.")
-    parser.add_argument("--sizes", nargs="+", metavar="SAMPLESxLENGTH", help="Only these, as in 8x4096.")
-    parser.add_argument("--equal", action="store_true", help="Equal lengths, not 50 to 100 %% of the nominal one.")
-    parser.add_argument("--denominators", choices=DENOMINATORS, default="own",
-                        help="; ".join(map(": ".join, DENOMINATORS.items())))  # fmt: skip
+def main() -> None:
+    parser = flags(__doc__, "slime", "miles")
+    sizes = list(dict.fromkeys(case.size for case in CASES))
+    parser.add_argument("--sizes", nargs="+", default=sizes, metavar="SAMPLESxLENGTH", help="Only these, as in 8x4096.")
+    parser.add_argument("--step-denominators", action="store_true", help="Theirs are given the step's mask sums.")
     parser.add_argument("--seconds", type=float, default=10, help="For each case in all, at least.")
     parser.add_argument("--passes", type=int, default=3, help="Over all cases, which share their seconds.")
-    parser.add_argument("--repeats", type=int, default=3, help="Turns in each pass, at least.")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads of torch.")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--goals", action="store_true", help="Say of each goal whether it is met.")
-    parser.add_argument("--json", type=Path, metavar="OUT", help="Write the figures there.")
-    parser.add_argument("--plot", type=Path, metavar="OUT", help="Draw them there (needs matplotlib).")
-    args = parser.parse_args(arguments)
+    args = parser.parse_args()
     torch.set_num_threads(args.threads)
     if args.device == "cpu":
         keep_freed_memory()
-    about = machine(args.device) | {"denominators": args.denominators, "equal lengths": args.equal}
-    commits = {"ours": commit_of(Path(megatron_rl_loss.__file__).parents[1])}
-    place = SimpleNamespace(cp=SimpleNamespace(rank=0, size=1))
-    modules: dict[str, ModuleType] = {}
-    for name in ("slime", "miles"):
-        checkout = getattr(args, name)
-        if checkout is None:
-            print(f"{name} is not measured: give a checkout with --{name} PATH.")
-            continue
-        modules[name] = load_theirs(name, checkout, place)
-        commits[name] = commit_of(checkout) or getattr(args, f"{name}_commit")
-    print(", ".join(f"{key} {value}" for key, value in about.items()), f"({DENOMINATORS[args.denominators]})", sep="\n")
-    print(", ".join(f"{key} {value or 'of an unknown commit'}" for key, value in commits.items()), flush=True)
-    measured = [Measured(case) for case in chosen(args.sizes)]
-    for _ in range(args.passes):
-        for one in measured:
-            one.once_more(modules, place, args)
-    results = [one.result() for one in measured]
-    print("", *(table(results, part) for part in PARTS), sep="\n")
-    if args.goals:
-        print(goals(results))
-    if args.json:
-        args.json.write_text(json.dumps({"machine": about, "commits": commits, "cases": results}, indent=1) + "\n")
-    if args.plot:
-        plot(results, about, args.plot)
+    place = SimpleNamespace(cp=SimpleNamespace(rank=0, size=1, group=None))
+    modules, cases = peers(args, place), chosen(args.sizes)
+    for case in cases * args.passes:
+        measure(case, modules, place, args)
+    titles = {part: f"{part}: fastest turn, ms" for part in PARTS}
+    tables = {titles[part]: [row(case, part, goals=args.goals) for case in cases] for part in PARTS}
+    publish("reducers", args, tables, step_denominators=args.step_denominators)
 
 
 if __name__ == "__main__":

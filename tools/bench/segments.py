@@ -1,14 +1,14 @@
 """A sequence's mean log-ratio, and its sums up to each token, under context parallelism (CP), beside others' gathers.
 
-    python tools/bench/segments.py --slime ~/slime --miles ~/miles      # writes docs/bench/segments-cpu.txt and .json
-    python tools/bench/segments.py --device cuda --cp 2                 # a GPU per rank and NCCL: segments-cuda
+    python tools/bench/segments.py --slime ~/slime --miles ~/miles --out docs/bench
+    python tools/bench/segments.py --device cuda --cp 2                 # a GPU per rank and NCCL
 
 GSPO needs mean_t (log pi - log pi_old) of every sequence, whose tokens lie on several ranks, with its gradient.
 
 - *ours*: `segment_mean` and `to_tokens`, forward and backward; *ours, scan*: `segment_scan`.
 - *slime*, *miles*: `all_gather_with_cp` of the log-probs and of the old ones, sample by sample, and `compute_gspo_kl`,
-  as their `policy_loss_function` calls them; run from their checkouts, with stand-ins that know the CP group. *slime,
-  scan*: the same gather of the log-ratio, and `cumsum` of each whole response.
+  as their `policy_loss_function` calls them; run from their checkouts. *slime, scan*: the same gather of the log-ratio,
+  and `cumsum` of each whole response.
 
 Masks are made before, and so is our `Samples`, which a step makes once for everything. All are first compared with
 float64, values and gradient. Then they take turns: after a barrier each rank runs forward and backward once, and a
@@ -16,119 +16,74 @@ turn's time is that of the slowest rank. Bytes are what a rank hands to collecti
 """
 
 import argparse
-import ast
-import json
-import os
-import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.nn  # theirs takes it for granted
-import torch.multiprocessing as mp
-from reducers import load_theirs
-from timing import BACKENDS, commit_of, machine, publish, start_rank
+from timing import BACKENDS, count_collectives, flags, on_ranks, peers, publish, synchronize
 from torch import Tensor
-from totals import count_collectives
 
 from megatron_rl_loss import Samples, ZigzagResponse
 from megatron_rl_loss.losses import segment_mean, segment_scan, to_tokens
 
-OUT = Path(__file__).parents[2] / "docs" / "bench"
-
-
-@dataclass(frozen=True)
-class Case:
-    sequences: int
-    length: int
+Run = Callable[[], Tensor]  # the sequence's mean, or its sum up to the token, at this rank's tokens
 
 
 class Data:
     """This rank's log-probs, and what must come out at its tokens."""
 
-    def __init__(self, case: Case, rank: int, cp_size: int, device: str) -> None:
+    def __init__(self, sequences: int, length: int, rank: int, cp_size: int, device: str) -> None:
         generator = torch.Generator().manual_seed(1)
-        self.responses = [case.length] * case.sequences
-        self.totals = [case.length + 300] * case.sequences
+        self.responses, self.totals = [length] * sequences, [length + 300] * sequences
         self.masks = [(torch.rand(n, generator=generator) < 0.8).int().to(device) for n in self.responses]
         whole = [torch.randn(2, n, generator=generator).to(device) for n in self.responses]
         samples = Samples(self.masks, layout=ZigzagResponse(self.totals, self.responses))
         self.local = samples.local(rank, cp_size)
-        new, old = (self.local.of(torch.cat([pair[k] for pair in whole])) for k in range(2))
-        self.log_probs, self.old_log_probs = new.requires_grad_(), old
+        new, self.old_log_probs = (self.local.of(torch.cat([pair[k] for pair in whole])) for k in range(2))
+        self.log_probs = new.requires_grad_()
         self.counts = self.local.counts.tolist()
-        lengths = torch.stack([mask.sum() for mask in self.masks]).double()
-        sums = [((p[0] - p[1]).double() * mask).sum() for p, mask in zip(whole, self.masks, strict=True)]
-        self.means = torch.stack(sums) / lengths
-        # Of the sum over all ranks' tokens of square(mean) / 2, by each log-prob.
-        of_sample = self.means * torch.tensor(self.responses, device=device) / lengths
-        self.slopes = of_sample[self.local.sample_index] * self.local.mask
         terms = [(p[0] - p[1]).double() * mask for p, mask in zip(whole, self.masks, strict=True)]
+        lengths = torch.stack([mask.sum() for mask in self.masks]).double()
+        means = torch.stack([term.sum() for term in terms]) / lengths
+        of_sample = means * length / lengths
         up_to = [term.cumsum(0) * mask for term, mask in zip(terms, self.masks, strict=True)]
         behind = [one.flip(0).cumsum(0).flip(0) * mask for one, mask in zip(up_to, self.masks, strict=True)]
-        mean = self.means[self.local.sample_index]
-        #: Of what runs: the right result at this rank's tokens, and the slopes of the sum of squares / 2.
-        self.right = {"": (mean, self.slopes), ", scan": tuple(self.local.of(torch.cat(x)) for x in (up_to, behind))}
+        index = self.local.sample_index
+        #: By whether it is a scan: the right result, and by each log-prob the slope of the sum of its squares / 2.
+        self.right = {
+            False: (means[index], of_sample[index] * self.local.mask),
+            True: tuple(self.local.of(torch.cat(one)) for one in (up_to, behind)),
+        }
 
 
-Run = Callable[[], Tensor]  # the sequence's mean, or its sum up to the token, at this rank's tokens
+def ours(data: Data, group: Any) -> Tensor:
+    return to_tokens(segment_mean(data.log_probs - data.old_log_probs, data.local, group), data.local)
 
 
-def ours(data: Data, group: Any) -> Run:
-    def run() -> Tensor:
-        log_ratio = data.log_probs - data.old_log_probs
-        return to_tokens(segment_mean(log_ratio, data.local, group), data.local)
-
-    return run
+def our_scan(data: Data, group: Any) -> Tensor:
+    return segment_scan(data.log_probs - data.old_log_probs, data.local, group)
 
 
-def our_scan(data: Data, group: Any) -> Run:
-    return lambda: segment_scan(data.log_probs - data.old_log_probs, data.local, group)
+def gathered(cp_utils: Any, data: Data, values: Tensor) -> list[Tensor]:
+    parts = zip(values.split(data.counts), data.totals, data.responses, strict=True)
+    return [cp_utils.all_gather_with_cp(*one) for one in parts]
 
 
-def their_scan(module: ModuleType, data: Data) -> Run:
-    starts = data.local.samples.mask_starts
-    mine = [at - start for at, start in zip(data.local.positions.split(data.counts), starts, strict=True)]
-
-    def run() -> Tensor:
-        log_ratios = (data.log_probs - data.old_log_probs).split(data.counts)
-        found = []
-        for part, total, response, mask, places in zip(
-            log_ratios, data.totals, data.responses, data.masks, mine, strict=True
-        ):
-            whole = module.all_gather_with_cp(part, total, response)
-            found.append(((whole * mask).cumsum(0) * mask)[places])
-        return torch.cat(found)
-
-    return run
+def theirs(cp_utils: Any, formulas: Any, data: Data) -> Tensor:
+    new, old = (gathered(cp_utils, data, values) for values in (data.log_probs, data.old_log_probs))
+    return -formulas.compute_gspo_kl(new, old, data.log_probs.split(data.counts), data.masks)
 
 
-def theirs(module: ModuleType, gspo_kl: Callable[..., Tensor], data: Data) -> Run:
-    def gathered(values: Sequence[Tensor]) -> list[Tensor]:
-        lengths = zip(values, data.totals, data.responses, strict=True)
-        return [module.all_gather_with_cp(*one) for one in lengths]
-
-    def run() -> Tensor:
-        new, old = data.log_probs.split(data.counts), data.old_log_probs.split(data.counts)
-        return -gspo_kl(gathered(new), gathered(old), new, data.masks)
-
-    return run
-
-
-def function_of(checkout: Path, name: str) -> Callable[..., Tensor]:
-    """One function of a checkout that needs torch alone, whatever its file imports."""
-    for path in sorted(checkout.rglob("*_utils.py")):
-        if f"def {name}(" in (text := path.read_text()):
-            found = [node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef) and node.name == name]
-            names: dict[str, Any] = {"torch": torch}
-            exec(compile(ast.Module(list(found), []), str(path), "exec"), names)
-            return names[name]
-    raise SystemExit(f"{checkout}: no {name}")
+def their_scan(cp_utils: Any, data: Data) -> Tensor:
+    wholes = gathered(cp_utils, data, data.log_probs - data.old_log_probs)
+    places = zip(data.local.positions.split(data.counts), data.local.samples.mask_starts, strict=True)
+    found = zip(wholes, data.masks, places, strict=True)
+    return torch.cat([((whole * mask).cumsum(0) * mask)[at - start] for whole, mask, (at, start) in found])
 
 
 def check(name: str, data: Data, run: Run) -> None:
@@ -137,84 +92,61 @@ def check(name: str, data: Data, run: Run) -> None:
     found = run()
     (found.square().sum() / 2).backward()
     assert data.log_probs.grad is not None
-    right, slopes = data.right[", scan" if name.endswith(", scan") else ""]
-    in_value = float((found.detach() - right).abs().max() / right.abs().max())
-    in_slope = float((data.log_probs.grad - slopes).abs().max() / slopes.abs().max())
-    if not max(in_value, in_slope) < 1e-5:
-        raise SystemExit(f"{name} does not agree with float64: {in_value} in the value, {in_slope} in its gradient")
+    for one, right in zip((found.detach(), data.log_probs.grad), data.right[name.endswith("scan")], strict=True):
+        if not (error := float((one - right).abs().max() / right.abs().max())) < 1e-5:
+            raise SystemExit(f"{name} does not agree with float64: {error}")
 
 
-def once(data: Data, run: Run) -> None:
-    data.log_probs.grad = None
-    run().sum().backward()
-
-
-def run_rank(rank: int, args: argparse.Namespace, folder: str) -> None:
-    wait_for_device = start_rank(args.device, rank, args.cp, folder)
+def measure(rank: int, args: argparse.Namespace) -> list[dict[str, list[tuple[float, int, int]]]]:
+    """On a rank: of each case, whose and turn, milliseconds, the number of collectives and their bytes."""
     group = dist.group.WORLD
-    place = SimpleNamespace(cp=SimpleNamespace(rank=rank, size=args.cp, group=group))
-    checkouts = {name: getattr(args, name) for name in ("slime", "miles") if getattr(args, name)}
-    modules = {name: load_theirs(name, path, place) for name, path in checkouts.items()}
-    gspo_kl = {name: function_of(path, "compute_gspo_kl") for name, path in checkouts.items()}
+    modules = peers(args, SimpleNamespace(cp=SimpleNamespace(rank=rank, size=args.cp, group=group)))
     seen, found = count_collectives(), []
-    for case in args.cases:
-        data = Data(case, rank, args.cp, args.device)
-        runs = {"ours": ours(data, group), "ours, scan": our_scan(data, group)}
-        runs |= {name: theirs(module, gspo_kl[name], data) for name, module in modules.items()}
-        runs |= {f"{name}, scan": their_scan(module, data) for name, module in modules.items()}
+    for sequences, length in args.cases:
+        data = Data(sequences, length, rank, args.cp, args.device)
+        runs: dict[str, Run] = {"ours": partial(ours, data, group), "ours, scan": partial(our_scan, data, group)}
+        for name, (cp_utils, formulas) in modules.items():
+            runs |= {name: partial(theirs, cp_utils, formulas, data)}
+            runs |= {f"{name}, scan": partial(their_scan, cp_utils, data)}
         for name, run in runs.items():
             check(name, data, run)
-        times: dict[str, list[float]] = {name: [] for name in runs}
-        counts: dict[str, list[int]] = {}
+        turns: dict[str, list[tuple[float, int, int]]] = {name: [] for name in runs}
         for _ in range(args.repeats):
             for name, run in runs.items():
                 dist.barrier()
-                wait_for_device()
+                synchronize(args.device)
                 seen.update(calls=0, bytes=0)
                 start = time.perf_counter()
-                once(data, run)
-                wait_for_device()
-                times[name].append((time.perf_counter() - start) * 1e3)
-                counts[name] = [seen["calls"], seen["bytes"]]
-        found.append({"times": times, "counts": counts})
-    Path(folder, f"{rank}.json").write_text(json.dumps(found))
-    dist.barrier()
-    os._exit(0)  # the group's threads would wait for ranks that are gone
+                data.log_probs.grad = None
+                run().sum().backward()
+                synchronize(args.device)
+                turns[name].append(((time.perf_counter() - start) * 1e3, seen["calls"], seen["bytes"]))
+        found.append(turns)
+    return found
 
 
-def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(run_rank, args=(args, folder), nprocs=args.cp)  # type: ignore[attr-defined, no-untyped-call]
-        ranks = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(args.cp)]
+def table(args: argparse.Namespace, ranks: Sequence[Any]) -> list[dict[str, Any]]:
     rows = []
-    for k, case in enumerate(args.cases):
-        fastest = {}
-        for name in ranks[0][k]["times"]:
-            turns = zip(*(of_rank[k]["times"][name] for of_rank in ranks), strict=True)
-            fastest[name] = min(max(turn) for turn in turns)
+    for k, (sequences, length) in enumerate(args.cases):
+        turns = {name: zip(*(of_rank[k][name] for of_rank in ranks), strict=True) for name in ranks[0][k]}
+        fastest = {name: min(max(ms for ms, *_ in turn) for turn in of) for name, of in turns.items()}
         for name, ms in fastest.items():
-            calls, sent = ranks[0][k]["counts"][name]
-            ours = "ours, scan" if name.endswith(", scan") else "ours"
-            row = {"sequences": case.sequences, "tokens": case.length, "CP": args.cp, "whose": name, "ms": ms}
-            rows.append(row | {"collectives": calls, "bytes a rank": sent, "ours to it": fastest[ours] / ms})
+            _, calls, sent = ranks[0][k][name][0]
+            ours = fastest["ours, scan" if name.endswith("scan") else "ours"]
+            row = {"sequences": sequences, "tokens": length, "CP": args.cp, "whose": name, "ms": ms}
+            rows.append(row | {"collectives": calls, "bytes a rank": sent, "ours to it": ours / ms})
     return rows
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--slime", type=Path, help="A checkout.")
-    parser.add_argument("--miles", type=Path, help="A checkout.")
+    parser = flags(__doc__, "slime", "miles")
     parser.add_argument("--sizes", nargs="+", default=["32x4096", "32x1024", "8x4096"], help="Sequences x tokens.")
     parser.add_argument("--cp", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--out", type=Path, default=OUT)
     args = parser.parse_args()
-    args.cases = [Case(*map(int, size.split("x"))) for size in args.sizes]
-    rows = measure(args)
-    commits = {name: commit_of(getattr(args, name)) for name in ("slime", "miles") if getattr(args, name)}
-    about = machine(args.device) | {"threads": 1, "backend": BACKENDS[args.device]}
-    publish(args.out, f"segments-{args.device}", about | commits, rows)
+    args.cases = [tuple(map(int, size.split("x"))) for size in args.sizes]
+    rows = table(args, on_ranks(args.cp, args.device, measure, args))
+    publish("segments", args, {"forward and backward": rows}, threads=1, backend=BACKENDS[args.device])
 
 
 if __name__ == "__main__":

@@ -1,23 +1,68 @@
-"""How the benchmarks take times, what they say of the machine they ran on, and how ranks' tables are kept."""
+"""What the benchmarks share: flags, other frameworks' code, turns, ranks, and how tables are printed and kept."""
 
+import argparse
 import ctypes
 import gc
 import json
 import os
 import platform
 import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import date
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
 from tabulate import tabulate
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "tests" / "support"))
+
+from checkouts import MILES, SLIME, load  # type: ignore
 
 TURN_SECONDS = 0.004
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
+#: Of a framework: how it is imported, its cuts and gathers of sequences under CP, and its formulas.
+PEERS = {
+    "slime": (SLIME, "slime.backends.megatron_utils.cp_utils", "slime.utils.ppo_utils"),
+    "miles": (MILES, "miles.backends.training_utils.cp_utils", "miles.backends.training_utils.loss_hub.math_utils"),
+}
+COUNTED = ("all_reduce", "all_to_all_single", "all_gather_object", "all_gather", "broadcast", "batch_isend_irecv")
+
+
+def flags(doc: str | None, *peers: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
+    for name in peers:
+        parser.add_argument(f"--{name}", type=Path, metavar="PATH", help=f"A checkout of {name}.")
+    parser.add_argument("--device", choices=BACKENDS, default="cpu")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="Keep the tables there, as text and JSON.")
+    return parser
+
+
+def peers(args: argparse.Namespace, place: SimpleNamespace) -> dict[str, tuple[Any, Any]]:
+    """The two modules of each checkout that is given; of their parallel state all they know is `place.cp`."""
+    found = {}
+    for name, (framework, *modules) in PEERS.items():
+        if root := getattr(args, name, None):
+            found[name] = cp_utils, _ = load(framework, str(root), *modules)
+            cp_utils.get_parallel_state = lambda: place
+            cp_utils.mpu = SimpleNamespace(
+                get_context_parallel_rank=lambda: place.cp.rank,
+                get_context_parallel_world_size=lambda: place.cp.size,
+                get_context_parallel_group=lambda: place.cp.group,
+            )
+    return found
+
+
+def synchronize(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
 
 
 def take_turns(
@@ -34,24 +79,23 @@ def take_turns(
     the times: `time.process_time` counts this process's CPU seconds, whatever others do meanwhile.
     """
     times: dict[str, list[float]] = {name: [] for name in functions}
-    synchronize: Callable[[], None] = torch.cuda.synchronize if device == "cuda" else lambda: None
     order, began, rounds = list(functions), time.perf_counter(), 0
+
+    def timed(function: Callable[[], object], calls: int) -> float:
+        synchronize(device)
+        start = clock()
+        for _ in range(calls):
+            function()
+        synchronize(device)
+        return clock() - start
+
     gc.collect()
     gc.disable()
     try:
         while rounds < repeats or time.perf_counter() - began < seconds:
             for name in order:
-                function = functions[name]
-                synchronize()
-                start = clock()
-                function()
-                synchronize()
-                calls = max(1, min(1000, int(TURN_SECONDS / (clock() - start))))
-                start = clock()
-                for _ in range(calls):
-                    function()
-                synchronize()
-                times[name].append((clock() - start) / calls * 1e3)
+                calls = max(1, min(1000, int(TURN_SECONDS / timed(functions[name], 1))))
+                times[name].append(timed(functions[name], calls) / calls * 1e3)
             order = order[1:] + order[:1]
             rounds += 1
     finally:
@@ -59,12 +103,18 @@ def take_turns(
     return times
 
 
-def busy_elsewhere() -> float | None:
-    """CPU seconds that other processes, and other guests of the host, have taken so far."""
-    if not Path("/proc/stat").exists():
-        return None
-    user, nice, system, _, _, irq, soft_irq, steal = map(int, Path("/proc/stat").read_text().split()[1:9])
-    return (user + nice + system + irq + soft_irq + steal) / os.sysconf("SC_CLK_TCK") - time.process_time()
+class Others:
+    """How many cores other processes, and other guests of the host, have kept busy since it was made."""
+
+    def __init__(self) -> None:
+        self.began, self.seconds = time.monotonic(), self._seconds()
+
+    def _seconds(self) -> float:
+        user, nice, system, _, _, irq, soft_irq, steal = map(int, Path("/proc/stat").read_text().split()[1:9])
+        return (user + nice + system + irq + soft_irq + steal) / os.sysconf("SC_CLK_TCK") - time.process_time()
+
+    def busy(self) -> float:
+        return (self._seconds() - self.seconds) / (time.monotonic() - self.began)
 
 
 def keep_freed_memory() -> None:
@@ -76,6 +126,59 @@ def keep_freed_memory() -> None:
         libc = ctypes.CDLL(None)
         assert libc.mallopt(-4, 0)
         assert libc.mallopt(-1, 2**31 - 1)
+
+
+def count_collectives() -> dict[str, int]:
+    """Wrap torch's collectives; the dict counts calls, messages and bytes from now on."""
+    seen = {"calls": 0, "messages": 0, "bytes": 0}
+    for name in COUNTED:
+        original = getattr(dist, name)
+
+        def counted(*args: Any, original: Any = original, name: str = name, **kwargs: Any) -> Any:
+            sent = [args[1] if name == "all_to_all_single" else args[0]]
+            messages = kwargs["group"].size() - 1 if name == "all_to_all_single" else 0
+            if name == "batch_isend_irecv":
+                sent = [swap.tensor for swap in args[0] if swap.op is dist.isend]
+                messages = len(sent)
+            seen["calls"] += 1
+            seen["messages"] += messages
+            seen["bytes"] += sum(one.numel() * one.element_size() for one in sent)
+            return original(*args, **kwargs)
+
+        setattr(dist, name, counted)
+    return seen
+
+
+def on_ranks(world_size: int, device: str, measure: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """What `measure(rank, *arguments)` returns on each rank of a group, which has a thread or a GPU of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        given = (world_size, device, folder, measure, arguments)
+        start = "fork" if device == "cpu" else "spawn"  # a fork shares the memory of what is imported
+        mp.start_processes(_run_rank, args=given, nprocs=world_size, start_method=start)  # type: ignore[attr-defined, no-untyped-call]
+        return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(world_size)]
+
+
+def _run_rank(
+    rank: int, world_size: int, device: str, folder: str, measure: Callable[..., Any], given: Sequence[Any]
+) -> None:
+    torch.set_num_threads(1)
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(BACKENDS[device], init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
+    Path(folder, f"{rank}.json").write_text(json.dumps(measure(rank, *given)))
+    dist.barrier()
+    os._exit(0)  # the group's threads would wait for ranks that are gone
+
+
+def commit_of(checkout: Path) -> str:
+    """Without a .git of its own unknown: git would answer for a repository further up."""
+    if not (checkout / ".git").exists():
+        return "of an unknown commit"
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", "-C", checkout, *arguments], capture_output=True, text=True).stdout.strip()
+
+    return git("rev-parse", "HEAD") + (" and changes" if git("status", "--porcelain", "-uno") else "")
 
 
 def machine(device: str = "cpu") -> dict[str, Any]:
@@ -93,32 +196,16 @@ def machine(device: str = "cpu") -> dict[str, Any]:
 
 
 def publish(
-    folder: Path, name: str, about: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], note: str = ""
+    name: str, args: argparse.Namespace, tables: Mapping[str, Sequence[Mapping[str, Any]]], **about: Any
 ) -> None:
-    """Print a table of what ranks measured, and keep it as NAME.txt and NAME.json."""
-    head = ", ".join(f"{key} {value}" for key, value in about.items())
-    text = f"{head}\n\n{tabulate(rows, headers='keys', floatfmt='.3g')}\n{note}"
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{name}.txt").write_text(text)
-    (folder / f"{name}.json").write_text(json.dumps({"machine": about, "results": rows}, indent=1) + "\n")
+    """Print tables by title; with --out keep them there, as NAME-DEVICE.txt and NAME-DEVICE.json."""
+    about = machine(args.device) | about | {"ours": commit_of(ROOT)}
+    about |= {peer: commit_of(root) for peer in PEERS if (root := getattr(args, peer, None))}
+    parts = [", ".join(f"{key} {value}" for key, value in about.items())]
+    parts += [f"{title}\n{tabulate(rows, headers='keys', floatfmt='.3g')}" for title, rows in tables.items()]
+    text = "\n\n".join(parts) + "\n"
     print(text)
-
-
-def start_rank(device: str, rank: int, world_size: int, folder: str) -> Callable[[], None]:
-    """Join the group of a benchmark's ranks, each with a thread or a GPU of its own; how to wait for the device."""
-    torch.set_num_threads(1)
-    if device == "cuda":
-        torch.cuda.set_device(rank)
-    dist.init_process_group(BACKENDS[device], init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
-    return torch.cuda.synchronize if device == "cuda" else lambda: None
-
-
-def commit_of(checkout: Path) -> str | None:
-    """None without a .git of its own: git would answer for a repository further up."""
-    if not (checkout / ".git").exists():
-        return None
-
-    def git(*arguments: str) -> str:
-        return subprocess.run(["git", "-C", checkout, *arguments], capture_output=True, text=True).stdout.strip()
-
-    return git("rev-parse", "HEAD") + (" and changes" if git("status", "--porcelain", "-uno") else "")
+    if args.out:
+        args.out.mkdir(parents=True, exist_ok=True)
+        (args.out / f"{name}-{args.device}.txt").write_text(text)
+        (args.out / f"{name}-{args.device}.json").write_text(json.dumps({"machine": about, **tables}, indent=1) + "\n")

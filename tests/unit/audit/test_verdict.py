@@ -183,7 +183,7 @@ def test_no_verdict_where_it_cannot_be_known() -> None:
 
 
 def test_the_report_is_plain_data_too() -> None:
-    """`tests/package/test_audit_page.py` compares its text."""
+    """`tests/package/test_pages.py` compares its text."""
     data = json.loads(judged(ragged(3, masked=0.0), lambda t: own_mean(t) * t.C).to_json())
     assert data["sound"] is False
     assert data["readings"][0]["constant"] == [["CP", 1]]
