@@ -50,19 +50,10 @@ def open_plan(
 ) -> "OpenMegatronPlan":
     """`megatron_rl_loss.plan.open_plan` of a Megatron model, whose gradients `OpenMegatronPlan.close` makes final.
 
-        with open_plan("token_mean", model=model) as plan:
-            for batches in arriving:
-                microbatches = plan.add(describe(batches))
-                stored += forward_backward(...)  # Megatron's schedule over batches and microbatches, as ever
-            closed = plan.close()
-        optimizer.step()
-
     All else is as there, `options` too; `model` and `pg_collection` as in `plan_step`. Declared `terms` may divide by
-    other counts: then each call is trained on in `OpenMegatronPlan.passes`.
-
-    Megatron divides MoE auxiliary losses and multi-token prediction by the tokens of the step. ``token_mean`` leaves
-    them so, and so does a mode whose factor is 1 because `nominal` and `nominal_tokens` are the step's. Else they take
-    a pass of their own.
+    other counts: then each call is trained on in `OpenMegatronPlan.passes`. So it is beside MoE auxiliary losses and
+    multi-token prediction, which Megatron divides by the tokens of the step, unless the mode is ``token_mean`` or
+    `nominal_tokens` is given.
 
     Raises:
         ContractError, ValueError, TypeError: as there and as `plan_step`; chunks that are not in Megatron's
@@ -161,13 +152,10 @@ class OpenMegatronPlan(OpenPlan):
             self._num_tokens += num_tokens.to(self._num_tokens)
 
     def passes(self, call: Plan) -> Iterator[Plan]:
-        """The call, once for each count that something of the loss divides by; on all ranks.
+        """The call, once for each count that a part of the loss divides by, on all ranks: run the schedule each time.
 
-            for microbatches in plan.passes(plan.add(describe(batches))):
-                stored += forward_backward(...)
-
-        Each pass is a forward and a backward pass, whose gradients are added to buffers of its count; the first one
-        reports. Megatron's kernels overwrite what a backward pass saved, so that one forward pass does not serve two.
+        Gradients of a pass are added to buffers of its count; the first one reports. (Megatron's kernels overwrite what
+        a backward pass saved, so that one forward pass does not serve two.)
         """
         kept = {name: value for name, value in vars(self._config).items() if name in _OFF}
         for late, apart in zip(self.counts, [None, *self._apart], strict=True):
