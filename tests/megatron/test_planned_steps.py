@@ -370,13 +370,16 @@ def misused(wrong: str) -> tuple[str, float, bool]:
     batches, mode = batches_of(dp_rank), "sample_mean" if split else "token_mean"
     model = table_model(TABLE, per_token=True)  # sums gradients: to average an average again changes nothing
     hooks = [model.config.finalize_model_grads_func, model.config.no_sync_func, model.config.grad_sync_func]
-    plan = open_plan(mode, model=model)
+    terms = {"sample_mean": "sample_mean"} if wrong in ("a pass left out", "a share by hand") else {}
+    plan = open_plan(mode, model=model, terms=terms)
 
     def calls() -> None:
         for number, batch in enumerate(batches):
             if wrong == "a context-parallel rank with fewer calls" and number and (cp_rank, dp_rank) == (1, 1):
                 continue
-            call = plan.add([batch.samples])
+            call: Any = plan.add([batch.samples])
+            if wrong == "a pass left out":
+                call = [WithTerms(one, list(terms)) for one in call]
             if wrong == "a call that is not trained on" and number == 1 and dp_rank == 1:
                 continue
             step(model, call, [batch], cp_rank, "3-tuple", is_call=True)
@@ -406,6 +409,8 @@ def misused(wrong: str) -> tuple[str, float, bool]:
         ("a rollout in two calls", "a rollout with .* Add all samples of a rollout in one call"),
         ("a context-parallel rank with fewer calls", "were given different samples"),
         ("a call that is not trained on", "runs of the schedule for 3 calls of add"),
+        ("a pass left out", "runs of the schedule for 3 calls of add"),
+        ("a share by hand", "a share that was put together by hand"),
         ("a reduction in between", "reduced or zeroed while a plan is open"),
         ("gradients zeroed in between", "reduced or zeroed while a plan is open"),
         ("a second plan", "a model with an open plan"),
