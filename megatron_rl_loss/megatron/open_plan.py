@@ -1,11 +1,13 @@
 """`open_plan` for a loop that calls Megatron's schedule several times per optimizer step.
 
 Between `open_plan` and `close` nothing is reduced: each schedule's own finalising is held back, and so is what DDP
-reduces during a backward pass. `close` finalises once and scales the gradient buffers by one factor.
+reduces during a backward pass. `close` finalises once and scales the gradient buffers by one factor. What is divided by
+another count has buffers of its own, and a run of the schedule of its own.
 """
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from dataclasses import astuple
 from typing import Any
 
 import torch
@@ -17,14 +19,23 @@ from megatron_rl_loss.errors import BadBatchError
 from megatron_rl_loss.megatron.planning import checked_model
 from megatron_rl_loss.megatron.probe import check_fresh_gradients
 from megatron_rl_loss.modes.loss_modes import LossModes
-from megatron_rl_loss.plan.checks import StepGroups
 from megatron_rl_loss.plan.late_counts import ClosedPlan, LateCount
 from megatron_rl_loss.plan.open_plan import OpenPlan
+from megatron_rl_loss.plan.plan import Plan
 from megatron_rl_loss.step.samples import Samples
 from megatron_rl_loss.step.totals import UnitCounting
 
 #: What a schedule or DDP reduces gradients by, in the model's config.
 _HOOKS = ("finalize_model_grads_func", "no_sync_func", "grad_sync_func")
+#: What turns auxiliary losses off; Megatron reads it in each forward pass.
+_OFF = {
+    "moe_aux_loss_coeff": 0.0,
+    "moe_z_loss_coeff": None,
+    "mtp_loss_scaling_factor": 0.0,
+    "dsa_indexer_loss_coeff": 0.0,
+}
+#: What Megatron divides auxiliary losses by, with per-token loss.
+_AUXILIARY = LateCount("step_active_tokens")
 
 
 def open_plan(
@@ -35,25 +46,19 @@ def open_plan(
     divisor: float | None = None,
     units: UnitCounting | None = None,
     terms: Mapping[str, str | None] | None = None,
-    term_masks: Sequence[str] = (),
-    nominal: int = 1,
+    **options: Any,
 ) -> "OpenMegatronPlan":
     """`megatron_rl_loss.plan.open_plan` of a Megatron model, whose gradients `OpenMegatronPlan.close` makes final.
 
-        with open_plan("token_mean", model=model) as plan:
-            for batches in arriving:
-                microbatches = plan.add(describe(batches))
-                stored += forward_backward(...)  # Megatron's schedule over batches and microbatches, as ever
-            closed = plan.close()
-        optimizer.step()
-
-    All else is as there; `model` and `pg_collection` as in `plan_step`.
+    All else is as there, `options` too; `model` and `pg_collection` as in `plan_step`. Declared `terms` may divide by
+    other counts: then each call is trained on in `OpenMegatronPlan.passes`. So it is beside MoE auxiliary losses and
+    multi-token prediction, which Megatron divides by the tokens of the step, unless the mode is ``token_mean`` or
+    `nominal_tokens` is given.
 
     Raises:
         ContractError, ValueError, TypeError: as there and as `plan_step`; chunks that are not in Megatron's
-            DistributedDataParallel; gradients that are not 0; a plan that is open on this model; MoE auxiliary losses
-            or multi-token prediction with another mode than ``token_mean`` or without per-token loss: the factor would
-            scale them too.
+            DistributedDataParallel; gradients that are not 0; a plan that is open on this model; auxiliary losses
+            without per-token loss, or in several passes with CUDA graphs.
     """
     config, chunks, ranks = checked_model(model, pg_collection)
     modes = LossModes.resolve(mode, divisor=divisor, units=units, terms=terms)
@@ -65,14 +70,8 @@ def open_plan(
             "DistributedDataParallel, after the config's finalize_model_grads_func. Set both, or use "
             "megatron_rl_loss.plan.open_plan and scale the gradients by its factor yourself."
         )
-    auxiliary, by = auxiliary_losses(config), modes.policy.mode.name
-    if auxiliary and not (by == "token_mean" and config.calculate_per_token_loss):
-        raise ValueError(
-            f"{', '.join(auxiliary)} in an open plan by {by}: the factor at the end of the step would scale these "
-            "losses too. Use token_mean with calculate_per_token_loss, turn them off, or use plan_step."
-        )
     check_fresh_gradients(chunks)
-    return OpenMegatronPlan(modes, ranks, term_masks, config=config, chunks=chunks, nominal=nominal)
+    return OpenMegatronPlan(config, chunks, modes, ranks, bool(config.calculate_per_token_loss), **options)
 
 
 def auxiliary_losses(config: Any) -> list[str]:
@@ -82,6 +81,11 @@ def auxiliary_losses(config: Any) -> list[str]:
         names += ["moe_aux_loss_coeff", "moe_z_loss_coeff"]
     values = {name: getattr(config, name, None) for name in names}
     return [name for name, value in values.items() if any(value if isinstance(value, list) else [value])]
+
+
+def _off(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Without auxiliary losses; a list of coefficients stays one."""
+    return {name: [0.0] * len(value) if isinstance(value, list) else _OFF[name] for name, value in values.items()}
 
 
 def _saved(samples: Samples) -> dict[str, Any]:
@@ -105,20 +109,23 @@ def _refuse(*_: Any, **__: Any) -> None:
 class OpenMegatronPlan(OpenPlan):
     """An open plan that holds back the reduction of a model's gradients; as a context it is abandoned if not closed."""
 
-    def __init__(
-        self,
-        modes: LossModes,
-        ranks: StepGroups,
-        term_masks: Sequence[str],
-        *,
-        config: Any,
-        chunks: list[Any],
-        nominal: int,
-    ) -> None:
-        super().__init__(modes, ranks, term_masks, per_token=bool(config.calculate_per_token_loss), nominal=nominal)
+    splits = True
+
+    def __init__(self, config: Any, chunks: list[Any], *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        auxiliary, by = auxiliary_losses(config), self.modes.policy.mode.name
+        if auxiliary and by != "token_mean" and options.get("nominal_tokens") is None:
+            self.counts.append(_AUXILIARY)
+        graphs = getattr(config, "cuda_graph_impl", None) not in (None, "none")
+        if auxiliary and (not self._per_token or (len(self.counts) > 1 and graphs)):
+            raise ValueError(
+                f"{', '.join(auxiliary)} in an open plan by {by}: the factor at the end of the step would scale these "
+                "losses too. Use calculate_per_token_loss, no CUDA graphs, turn them off, or use plan_step."
+            )
         self._config, self._chunks = config, chunks
-        self._num_runs = 0
+        self._num_runs = self._num_passes = 0
         self._num_tokens = torch.zeros((), dtype=torch.int64, device=next(chunks[0].parameters()).device)
+        self._apart = [[torch.zeros_like(one) for one in self._gradients] for _ in self.counts[1:]]
         self._options: dict[str, Any] = {}  # of the schedule's finalising
         self._hooks = {name: getattr(config, name) for name in _HOOKS}
         config.finalize_model_grads_func, config.grad_sync_func = self._hold, None
@@ -141,14 +148,43 @@ class OpenMegatronPlan(OpenPlan):
         """What a schedule calls at its end in the place of `finalize_model_grads`."""
         self._num_runs += 1
         self._options = options
-        if num_tokens is not None:
+        if num_tokens is not None and self.trained == self.late_count:
             self._num_tokens += num_tokens.to(self._num_tokens)
 
+    def passes(self, call: Plan) -> Iterator[Plan]:
+        """The call, once for each count that a part of the loss divides by, on all ranks: run the schedule each time.
+
+        Gradients of a pass are added to buffers of its count; the first one reports. (Megatron's kernels overwrite what
+        a backward pass saved, so that one forward pass does not serve two.)
+        """
+        kept = {name: value for name, value in vars(self._config).items() if name in _OFF}
+        for late, apart in zip(self.counts, [None, *self._apart], strict=True):
+            has_auxiliary = late == (_AUXILIARY if _AUXILIARY in self.counts else self.late_count)
+            self.trained = late
+            vars(self._config).update({} if has_auxiliary else _off(kept))
+            self._exchange(apart)
+            try:
+                yield call
+            finally:
+                self._exchange(apart)
+                self.trained = self.late_count
+                vars(self._config).update(kept)
+            self._num_passes += 1
+
+    def _exchange(self, apart: list[Tensor] | None) -> None:
+        """What the buffers hold for what a further count has."""
+        for gradient, other in zip(self._gradients, apart, strict=True) if apart else ():
+            held = gradient.clone()
+            gradient.copy_(other)
+            other.copy_(held)
+
     def _described(self) -> list[Samples] | None:
-        if self._num_runs not in (0, len(self._calls)):
+        passes = len(self._calls) * len(self.counts)
+        if self._num_runs not in (0, passes) or (len(self.counts) > 1 and self._num_passes != passes):
             raise ValueError(
                 f"{self._num_runs} runs of the schedule for {len(self._calls)} calls of add: each call's micro-batches "
-                "are trained on once. Abandon this plan, and run each call's once."
+                f"are trained on once, in plan.passes(call) for each of {', '.join(map(str, self.counts))}. Abandon "
+                "this plan, and run each call's so."
             )
         return super()._described()
 
@@ -157,16 +193,20 @@ class OpenMegatronPlan(OpenPlan):
 
         Raises:
             BadBatchError: on every rank, as in `OpenPlan.close`; calls that were not trained on once each; auxiliary
-                losses beside masks that are not 0 or 1. The plan stays open, and no gradient was changed.
+                losses beside another factor than 1. The plan stays open, and no gradient was changed.
         """
         closed = self._closed()
-        if closed.factor != 1 and (auxiliary := auxiliary_losses(self._config)):
+        auxiliary, count = auxiliary_losses(self._config), closed.counts[self.late_count]
+        if closed.factor != 1 and auxiliary and _AUXILIARY not in self.counts:
             raise BadBatchError(
-                f"masks of {closed.totals.step_tokens:g} in {closed.totals.step_active_tokens} tokens beside "
-                f"{', '.join(auxiliary)}: the factor between them would scale the auxiliary losses too. Use masks of 0 "
-                "and 1, or plan_step."
+                f"{closed.totals.step_active_tokens} active tokens to {count:g} of {self.late_count}, not "
+                f"{self.nominal_tokens} to {self.nominal}, beside {', '.join(auxiliary)}: the factor between would "
+                "scale them too. State what the step will have, use token_mean with masks of 0 and 1, or plan_step."
             )
         self._restore()
+        for late, apart in zip(self.counts[1:], self._apart, strict=True):
+            for gradient, other in zip(self._gradients, apart, strict=True):
+                gradient.add_(other, alpha=count / (closed.counts[late] or count))
         for chunk in self._chunks:
             if chunk.ddp_config.overlap_grad_reduce:
                 chunk.start_grad_sync()  # what the last backward pass would have begun
@@ -195,10 +235,11 @@ class OpenMegatronPlan(OpenPlan):
             "calls": [samples and [_saved(one) for one in samples] for samples, _ in self._calls],
             "form": self.form,
             "whole": sorted(self._whole),
-            "late_counts": {name: (late.name, late.mask, late.whole) for name, late in self.late_counts.items()},
+            "late_counts": {name: astuple(late) for name, late in self.late_counts.items()},
             "num_runs": self._num_runs,
+            "num_passes": self._num_passes,
             "num_tokens": self._num_tokens.clone(),
-            "gradients": [gradient.clone() for gradient in self._gradients],
+            "gradients": [[one.clone() for one in of_count] for of_count in (self._gradients, *self._apart)],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -211,12 +252,13 @@ class OpenMegatronPlan(OpenPlan):
         for saved in state["calls"]:
             samples = saved and [Samples(**one) for one in saved]
             self._calls.append((samples, self._count(samples or [])))
-        self.form, self._num_runs = state["form"], state["num_runs"]
+        self.form, self._num_runs, self._num_passes = state["form"], state["num_runs"], state["num_passes"]
         self.late_counts = {name: LateCount(*late) for name, late in state["late_counts"].items()}
         self._whole = set(state["whole"])
         self._num_tokens.copy_(state["num_tokens"])
-        for gradient, saved in zip(self._gradients, state["gradients"], strict=True):
-            gradient.copy_(saved)
+        for gradients, saved in zip((self._gradients, *self._apart), state["gradients"], strict=True):
+            for gradient, value in zip(gradients, saved, strict=True):
+                gradient.copy_(value)
 
     @property
     def _gradients(self) -> list[Tensor]:

@@ -52,15 +52,15 @@ class _NominalTotals(StepTotals):
     def __post_init__(self) -> None: ...
 
 
-def nominal_totals(totals: StepTotals, nominal: int) -> StepTotals:
-    """The nominal number for every count of the step; the tokens of units as they are."""
+def nominal_totals(totals: StepTotals, nominal: int, tokens: int) -> StepTotals:
+    """The nominal numbers for every count of the step and its active tokens; the tokens of units as they are."""
     units = [UnitCounts(all=nominal, active=nominal, tokens=one.tokens) for one in (totals.rollouts, totals.prompts)]
     return _NominalTotals(
         step_tokens=nominal,
-        step_active_tokens=nominal,
+        step_active_tokens=tokens,
         rollouts=units[0],
         prompts=units[1],
-        by_mask={name: nominal_totals(one, nominal) for name, one in totals.by_mask.items()},
+        by_mask={name: nominal_totals(one, nominal, tokens) for name, one in totals.by_mask.items()},
     )
 
 
@@ -69,14 +69,16 @@ class ClosedPlan:
     """What the end of a step knows.
 
     Attributes:
-        factor: what all gradients are multiplied by.
+        factor: what all gradients are multiplied by, but for those that an `OpenMegatronPlan` splits off.
         totals: denominators of the whole step.
+        counts: what the policy loss, and what else has gradients of its own, is divided by.
         divides_by_tokens: whether `factor` counts on Megatron's division by the step's active tokens.
         numerator_scale, num_ranks, late_counts, split_units: what `report` goes by.
     """
 
     factor: float
     totals: StepTotals
+    counts: Mapping[LateCount, float]
     divides_by_tokens: bool
     numerator_scale: int
     num_ranks: int

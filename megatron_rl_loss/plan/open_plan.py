@@ -8,7 +8,7 @@ so it is exact once it is multiplied by nominal / U, if all that was added to it
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import EllipsisType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -16,9 +16,10 @@ from torch import Tensor
 
 from megatron_rl_loss.errors import check_int
 from megatron_rl_loss.modes.loss_modes import LossModes
+from megatron_rl_loss.modes.names import Aggregation
 from megatron_rl_loss.plan.checks import StepGroups, check_samples
 from megatron_rl_loss.plan.late_counts import ClosedPlan, LateCount, nominal_totals
-from megatron_rl_loss.plan.microbatch import Microbatch
+from megatron_rl_loss.plan.microbatch import Losses, Metrics, Microbatch
 from megatron_rl_loss.plan.plan import Plan
 from megatron_rl_loss.reduction.metrics import Metric
 from megatron_rl_loss.reduction.sums import Summand, Term, WeightedSum
@@ -51,6 +52,7 @@ def open_plan(
     replica_groups: Sequence[Group] = (),
     per_token_loss: bool = False,
     nominal: int = 1,
+    nominal_tokens: int | None = None,
 ) -> "OpenPlan":
     """A step that is planned call by call: `OpenPlan.add`, forward and backward, as often as you like; then `close`.
 
@@ -63,6 +65,8 @@ def open_plan(
         mode, divisor, units, terms, term_masks, dp_group, cp_group, replica_groups, per_token_loss: as in `plan_step`.
         nominal: stands for the count that the mode divides by, the same on all ranks. About its size keeps gradients
             in the range of a narrow dtype; the result does not depend on it.
+        nominal_tokens: stands for the active tokens of the step, by which Megatron divides per-token loss; default:
+            `nominal`. `ClosedPlan.factor` is 1 where tokens and count are in the step as they are here.
 
     Raises:
         ValueError, TypeError: unusable settings; a mode of one's own; a term that divides by another late count than
@@ -71,18 +75,30 @@ def open_plan(
     modes = LossModes.resolve(mode, divisor=divisor, units=units, terms=terms)
     dp_group = stated_dp_group(dp_group, "an open plan")
     ranks = StepGroups(dp_group=dp_group, cp_group=cp_group, replica_groups=replica_groups)
-    return OpenPlan(modes, ranks, term_masks, per_token=per_token_loss, nominal=nominal)
+    return OpenPlan(modes, ranks, per_token_loss, term_masks, nominal, nominal_tokens)
 
 
 class OpenPlan:
     """A step of which some calls were planned. `add` asks no other rank; ranks may differ in their numbers of calls."""
 
+    splits = False  # whether there are gradients of their own for terms by other counts
+
     def __init__(
-        self, modes: LossModes, ranks: StepGroups, term_masks: Sequence[str], *, per_token: bool, nominal: int
+        self,
+        modes: LossModes,
+        ranks: StepGroups,
+        per_token: bool,
+        term_masks: Sequence[str] = (),
+        nominal: int = 1,
+        nominal_tokens: int | None = None,
     ) -> None:
-        check_int("nominal", nominal, 1, "Pass about what the mode divides by, or leave it out")
         self.modes, self.nominal = modes, nominal
-        self.settings = f"{modes.describe()}; per-token loss {per_token}; nominal {nominal}"
+        self.nominal_tokens = nominal if nominal_tokens is None else nominal_tokens
+        for name in ("nominal", "nominal_tokens"):
+            check_int(name, getattr(self, name), 1, "Pass about what the step will have, or leave it out")
+        self.settings = (
+            f"{modes.describe()}; per-token loss {per_token}; nominal {nominal}, {self.nominal_tokens} tokens"
+        )
         self._ranks, self._term_masks, self._per_token = ranks, tuple(term_masks), per_token
         self.late_count = LateCount.of(modes.policy.mode, modes.policy.units)
         self.form: str | None = None  # of what the loss function returned
@@ -90,15 +106,19 @@ class OpenPlan:
         self._whole = {self.late_count.whole}  # kinds of units that are trained on by their tokens
         self._calls: list[tuple[Sequence[Samples] | None, StepTotals]] = []
         self._is_open = True
-        for name, aggregation in modes.terms.items():
-            self.check_term(name, LateCount.of(aggregation.mode, aggregation.units))
+        of_terms = {name: LateCount.of(one.mode, one.units) for name, one in modes.terms.items()}
+        self.counts = list(dict.fromkeys([self.late_count, *(of_terms.values() if self.splits else ())]))
+        self.trained = self.late_count  # of the counts, that by which terms are trained on in this pass
+        for name, late in of_terms.items():
+            self.check_term(name, late)
 
     def check_term(self, name: str, late: LateCount) -> None:
-        """Refuse to train on a term that divides by another count than the policy loss."""
-        if late != self.late_count:
+        """Refuse to train on a term by another count than the policy loss's, unless it has gradients of its own."""
+        if late not in self.counts:
             raise ValueError(
                 f"the term {name!r} divides by {late}, the policy loss by {self.late_count}: one factor at the end "
-                "scales all gradients. Use a mode with the policy loss's count, coef=0 to report it, or plan_step."
+                "scales all gradients. Use a mode with the policy loss's count, coef=0 to report it, plan_step, or "
+                "megatron_rl_loss.megatron.open_plan, which is told the term's mode."
             )
         self._whole.add(late.whole)
 
@@ -120,7 +140,7 @@ class OpenPlan:
         call = _Call(
             samples=samples,
             modes=self.modes,
-            totals=nominal_totals(totals, self.nominal),
+            totals=nominal_totals(totals, self.nominal, self.nominal_tokens),
             num_microbatches=len(samples or ()) if num_microbatches is None else num_microbatches,
             per_token_loss=self._per_token,
             **self._ranks.of_plan,
@@ -153,22 +173,22 @@ class OpenPlan:
         parts = {kind: self._part(kind, totals) for kind in ("rollout", "prompt")}
         failure = next((ValueError(text) for kind, text in parts.items() if text and kind in self._whole), None)
         # A stage that reads no data does not know units by id, nor one without a loss what its function returned.
-        late, divides = self.late_count.in_step(totals), self._per_token and self.form == "3-tuple"
-        found = torch.tensor(
-            [failure is not None, divides, -1 if late is None else late], dtype=torch.float64, device="cpu"
-        )
+        divides = self._per_token and self.form == "3-tuple"
+        counts = [-1 if (count := late.in_step(totals)) is None else count for late in self.counts]
+        found = torch.tensor([failure is not None, divides, *counts], dtype=torch.float64, device="cpu")
         groups = several(ranks.dp_group, *ranks.replicas)
         for group in groups:
             all_reduce(found, group, dist.ReduceOp.MAX)
-        failed, divides, late = found.tolist()
+        failed, divides, *counts = found.tolist()
         raise_together(failed > 0, failure, groups)
         # With per-token loss Megatron divides by the tokens of the step; a share was multiplied by the nominal ones.
-        numerator = totals.step_active_tokens if divides else self.nominal
-        denominator = late if self.late_count.name else self.nominal
-        factor = numerator / denominator if numerator and denominator else 1.0
+        numerator = self.nominal * (totals.step_active_tokens or 0) / self.nominal_tokens if divides else self.nominal
+        by = {late: count if late.name else self.nominal for late, count in zip(self.counts, counts, strict=True)}
+        count = by[self.late_count]
         return ClosedPlan(
-            factor=factor,
+            factor=numerator / count if numerator and count else 1.0,
             totals=totals,
+            counts=by,
             divides_by_tokens=bool(divides),
             numerator_scale=self.nominal,
             num_ranks=size_of(ranks.dp_group) * size_of(ranks.cp_group),
@@ -225,17 +245,31 @@ class _OpenMicrobatch(Microbatch):
 
     _plan: _Call
 
+    _is_split = False  # whether the share at hand is of the terms by one count alone
+
     def _late(self, reducer: WeightedSum) -> LateCount:
         mode, _, units, mask = next(key for key, one in self._reducers.items() if one is reducer)
         return LateCount.of(mode, units, mask)
 
+    def loss(self, losses: Losses, metrics: Metrics = None, *, form: Any = "3-tuple") -> Any:
+        """As `Microbatch.loss`; of terms by several counts, those by the one that is trained on in this pass."""
+        if len(self._plan.open_plan.counts) > 1 and isinstance(losses, Tensor):
+            losses = cast(Tensor, Term(losses))
+        return super().loss(losses, metrics, form=form)
+
+    def _counted_reducer(self, name: str, aggregation: Aggregation, mask: str | None) -> WeightedSum:
+        if not len(self.samples):  # of a filler, whose call may have counted no units
+            return self._reducer(name, aggregation, mask)
+        return super()._counted_reducer(name, aggregation, mask)
+
     def _summand(self, name: str, term: Tensor | Term) -> Summand:
         summand = super()._summand(name, term)
-        late = self._late(summand.reducer)
+        late, opened = self._late(summand.reducer), self._plan.open_plan
         if summand.coef:
-            self._plan.open_plan.check_term(name, late)
-        self._plan.open_plan.late_counts[name] = late
-        return summand
+            opened.check_term(name, late)
+        opened.late_counts[name] = late
+        self._is_split = True
+        return summand if late == opened.trained else summand._replace(coef=0.0)
 
     def _reducer_of_metric(self, name: str, metric: Metric) -> WeightedSum:
         if not metric.is_sum:
@@ -256,7 +290,13 @@ class _OpenMicrobatch(Microbatch):
                 f"step's end, all alike. Choose one of {', '.join(map(repr, _FORMS))} for all calls."
             )
         opened.form = form
-        return super().carry(share, report, form=form)
+        is_split, self._is_split = self._is_split, False
+        if len(opened.counts) > 1 and not is_split:
+            raise ValueError(
+                "a share that was put together by hand in an open plan of several counts: which part divides by which "
+                "is not known. Return microbatch.loss({name: Term(...)})."
+            )
+        return super().carry(share, report if opened.trained == opened.late_count else {}, form=form)
 
 
 _Call.microbatch_class = _OpenMicrobatch

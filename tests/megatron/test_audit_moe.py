@@ -3,6 +3,7 @@
 Expected weights are formulas of the step's masks: the sample mean of our carriers, and Megatron's own 3-tuple.
 """
 
+import contextlib
 import functools
 from typing import Any
 
@@ -12,6 +13,8 @@ import torch
 from moe_gpt import build, run_step, step_data
 from ranks import run_ranks
 
+from megatron_rl_loss import resolve
+from megatron_rl_loss.audit import judge
 from megatron_rl_loss.megatron import AggregationSettings
 
 pytestmark = pytest.mark.slow
@@ -77,3 +80,63 @@ def test_auxiliary_losses_change_no_tokens_weight(layout: str) -> None:
     # The masks are ragged: these three are not one and the same.
     assert np.abs(ours.weights - stock.weights).max() > 0.01 * ours.weights.max()
     assert np.abs(stock_per_token.weights - stock.weights).max() > 0.01 * stock.weights.max()
+
+
+# ---- what the auxiliary losses weigh, in a step that is counted at its end
+
+
+def audited_calls(loop: str) -> tuple[Any, float]:
+    """A step of a call for each micro-batch: what was measured, and the step's tokens for each rollout.
+
+    "nemo_rl" does what its split step does (7ea279ab, `_finish_train_step_body`): sums without a token count, gradients
+    that are scaled by 1 / rollouts, those of auxiliary losses among them, and then reduced.
+    """
+    from megatron_rl_loss.audit.megatron import Audit, tap
+    from megatron_rl_loss.megatron import open_plan, plan_step
+
+    def ours(given: Any, losses: torch.Tensor) -> Any:
+        return given[1].loss(given[0].advantages * losses)
+
+    def sums(batch: Any, losses: torch.Tensor) -> Any:
+        tapped = tap(batch.advantages * losses, samples=batch.samples)
+        return (tapped * batch.mask).sum(), torch.zeros((), dtype=torch.int32), {}
+
+    model = build("moe and mtp", True, cp=2)
+    batches = step_data(MICROBATCHES, with_policy=True)
+    totals = plan_step([batch.samples for batch in batches], "sample_mean", model=model).totals
+    assert totals.step_active_tokens
+    assert totals.rollouts.all
+    model.zero_grad_buffer()
+    with Audit(model) as audit:
+        if loop == "ours":
+            with open_plan("token_mean", model=model) as plan:
+                for batch in batches:
+                    call = list(zip([batch], plan.add([batch.samples]), strict=True))
+                    run_step(model, call, ours, fresh=False)  # type: ignore[arg-type]
+                plan.close()
+        else:
+            finalize, model.config.finalize_model_grads_func = model.config.finalize_model_grads_func, hold
+            model.config.no_sync_func = contextlib.nullcontext
+            with model.no_sync():
+                for batch in batches:
+                    run_step(model, [batch], sums, fresh=False)
+            model.scale_gradients(1 / totals.rollouts.all)
+            finalize([model], None)
+    return audit.measured, totals.step_active_tokens / totals.rollouts.all
+
+
+def hold(*_: Any, **__: Any) -> None: ...
+
+
+@pytest.mark.parametrize("loop", ["ours", "nemo_rl"])
+def test_an_inherited_scale_of_auxiliary_losses_is_measured(loop: str) -> None:
+    (measured, tokens_per_rollout), *_ = run_ranks(4, functools.partial(audited_calls, loop))
+    assert not measured.unknown, measured.unknown
+    times, mode = (1, "token_mean") if loop == "ours" else (tokens_per_rollout, "token_sum")
+    settings = ("mtp_num_layers", "moe_aux_loss_coeff", "moe_z_loss_coeff")
+    assert measured.facts["auxiliary"] == {name: pytest.approx((times, times), rel=EXACT) for name in settings}
+    divisor = None if loop == "ours" else float(len(set(measured.tokens.rollout)))
+    verdict = judge(measured, resolve(mode, divisor=divisor))
+    assert verdict.sound, verdict
+    said = [f"Of {name} the auxiliary loss weighs {times:.4g} times what it should." for name in settings]
+    assert list(measured.notes) == (said if loop == "nemo_rl" else [])

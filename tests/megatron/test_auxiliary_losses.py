@@ -28,6 +28,7 @@ from megatron_rl_loss.megatron import AggregationSettings
 
 pytestmark = pytest.mark.slow
 
+DIVISOR = 5.0
 LAYOUTS: dict[str, tuple[int, dict[str, int], list[str]]] = {
     "1 process": (1, {}, ["moe and mtp"]),
     "dp 2": (2, {}, ["moe", "mtp"]),
@@ -45,12 +46,13 @@ def ours(model: Any, batches: list[Batch], mode: str = "sample_mean") -> Any:
     def loss_of(microbatch: Any, losses: torch.Tensor) -> Any:
         return microbatch.loss(microbatch.data.advantages * losses)
 
-    settings = AggregationSettings.resolve(mode, with_per_token_loss=True)
+    divisor = DIVISOR if mode == "constant" else None
+    settings = AggregationSettings.resolve(mode, divisor=divisor, with_per_token_loss=True)
     wrap = LossAggregation(settings, lambda batch: batch.samples).wrap_schedule
     return run_step(model, batches, loss_of, wrap)
 
 
-def opened(model: Any, batches: list[Batch], mode: str = "token_mean") -> Any:
+def opened(model: Any, batches: list[Batch], mode: str = "token_mean", nominal: int = 7, **options: Any) -> Any:
     """A call of an open plan for each micro-batch."""
     from megatron_rl_loss.megatron import open_plan
 
@@ -58,11 +60,21 @@ def opened(model: Any, batches: list[Batch], mode: str = "token_mean") -> Any:
         return given[1].loss(given[0].advantages * losses)
 
     model.zero_grad_buffer()
-    with open_plan(mode, model=model, nominal=7) as plan:
+    divisor = DIVISOR if mode == "constant" else None
+    with open_plan(mode, divisor=divisor, model=model, nominal=nominal, **options) as plan:
         for batch in batches:
-            run_step(model, list(zip([batch], plan.add([batch.samples]), strict=True)), loss_of, fresh=False)
+            for call in plan.passes(plan.add([batch.samples])):
+                run_step(model, list(zip([batch], call, strict=True)), loss_of, fresh=False)
         plan.close()
     return {name: parameter.main_grad.clone() for name, parameter in model.module.named_parameters()}
+
+
+def counts_of(model: Any, batches: list[Batch]) -> dict[str, int]:
+    """What `opened` may be told of the step beforehand."""
+    from megatron_rl_loss.megatron import plan_step
+
+    summary = plan_step([batch.samples for batch in batches], "sample_mean", model=model).summary
+    return {"nominal": int(summary["rollouts"]), "nominal_tokens": int(summary["active_tokens"])}
 
 
 def stock(model: Any, batches: list[Batch], *, counts: bool) -> Any:
@@ -116,8 +128,12 @@ def cases_of(model_name: str, layout: dict[str, int]) -> list[dict[str, Any]]:
             batches = step_data(num_microbatches, with_policy=True)
             both = ours(model, batches)
             if per_token:
-                in_calls = worst_error(opened(model, batches), ours(model, batches, "token_mean"))
-                found.append(case | {"what": "calls of an open plan", "error": in_calls})
+                in_calls = [worst_error(opened(model, batches), ours(model, batches, "token_mean"))]
+                stated = counts_of(model, batches)
+                by_rollouts = ours(model, batches, "constant")
+                for options in (stated, {}):  # with a factor of 1, and in two passes
+                    in_calls.append(worst_error(opened(model, batches, "constant", **options), by_rollouts))
+                found.append(case | {"what": "calls of an open plan", "error": max(in_calls)})
             kept = without_auxiliary_losses(model.config)
             policy = ours(model, batches)
             vars(model.config).update(kept)
@@ -173,18 +189,25 @@ def test_the_comparison_sees_an_adapter_that_rescales_auxiliary_losses(wrong: st
     assert min(run_ranks(world_size, functools.partial(error_of_wrong_adapter, wrong, model, sizes))) > 0.1
 
 
-def inherited_factor(model_name: str, layout: dict[str, int]) -> tuple[str, float]:
-    """What an open plan by token_sum says, and the error where nothing refuses it: a factor on auxiliary losses."""
+def inherited_factor(model_name: str, layout: dict[str, int]) -> tuple[str, str, float]:
+    """What an open plan by token_sum says where no second pass can be run, and of counts that are not the step's; and
+    the error where nothing refuses it: a factor on auxiliary losses.
+    """
     model = build(model_name, True, **layout)
     batches = step_data(3, with_policy=False)
+    model.config.cuda_graph_impl = "local"
     refused = outcome_of(lambda: opened(model, batches, "token_sum"))
+    model.config.cuda_graph_impl = "none"
+    wrong = {name: count + 1 for name, count in counts_of(model, batches).items()}
+    unlike = outcome_of(lambda: opened(model, batches, "constant", **wrong))
     sys.modules["megatron_rl_loss.megatron.open_plan"].auxiliary_losses = lambda config: []  # type: ignore[attr-defined]
-    return refused, worst_error(opened(model, batches, "token_sum"), stock(model, batches, counts=True))
+    return refused, unlike, worst_error(opened(model, batches, "token_sum"), stock(model, batches, counts=True))
 
 
 @pytest.mark.parametrize("model", ["moe", "mtp"])
 def test_an_open_plan_refuses_a_factor_on_auxiliary_losses(model: str) -> None:
     world_size, sizes, _ = LAYOUTS["dp 2"]
-    for refused, error in run_ranks(world_size, functools.partial(inherited_factor, model, sizes)):
+    for refused, unlike, error in run_ranks(world_size, functools.partial(inherited_factor, model, sizes)):
         assert "the factor at the end of the step would scale these losses too" in refused
+        assert "the factor between would scale them too" in unlike
         assert error > 0.1

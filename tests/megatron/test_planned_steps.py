@@ -25,6 +25,7 @@ from tiny_gpt import Case, Layout
 from torch import Tensor
 
 from megatron_rl_loss import Samples, ZigzagTHD
+from megatron_rl_loss.reduction import Term
 
 FORMS = [("3-tuple", False), ("3-tuple", True), ("2-tuple", False), ("mean", False), ("sum", True)]
 Found = dict[tuple[str, str, bool], tuple[Tensor, float]]
@@ -191,7 +192,29 @@ DDP_OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-def opened(mode: str) -> list[tuple[str, Tensor, tuple[float, float], float]]:
+#: The modes of the terms beside a policy loss by each mode; not constant, which needs a divisor of its own.
+FURTHER = {mode: [one for one in oracle.MODES if one not in (mode, "constant")][-2:] for mode in oracle.MODES}
+COEF = 0.5  # of these terms
+
+
+class WithTerms:
+    """A micro-batch whose loss has further terms of the same values, by modes of their own."""
+
+    def __init__(self, microbatch: Any, modes: list[str]) -> None:
+        self.microbatch, self.modes = microbatch, modes
+        self.report = lambda _: self.reported
+
+    def __call__(self, losses: Tensor) -> Tensor:
+        self.terms = {"pg_loss": losses, **{mode: Term(losses, mode, coef=COEF) for mode in self.modes}}
+        return losses.detach().sum()
+
+    def carry(self, share: Tensor, report: Any = None, *, form: str) -> Any:
+        returned = self.microbatch.loss(self.terms, form=form)
+        self.reported = self.microbatch.report() if isinstance(returned, Tensor) else returned[-1]
+        return returned if isinstance(returned, Tensor) else (*returned[:-1], report)
+
+
+def opened(mode: str, further: list[str]) -> list[tuple[str, Tensor, tuple[float, float], float]]:
     """On a rank: in every form, with every way that DDP reduces, a step's gradient, report and factor."""
     import torch.distributed as dist
     from tiny_gpt import gather_sharded_gradients
@@ -209,12 +232,16 @@ def opened(mode: str) -> list[tuple[str, Tensor, tuple[float, float], float]]:
                 model.zero_grad_buffer()
                 divisor = DIVISOR if mode == "constant" else None
                 reports = []
-                with open_plan(mode, divisor=divisor, model=model, nominal=nominal) as plan:
-                    for batches in calls_of(dp_rank, mode):
-                        call = plan.add([batch.samples for batch in batches])
-                        shares = step(model, call, batches, cp_rank, form, is_call=True)
-                        for microbatch, share in zip(call, shares, strict=True):
-                            reports.append(microbatch.report({"pg_loss": share}))
+                options_of = {"divisor": divisor, "terms": {one: one for one in further}, "nominal": nominal}
+                with open_plan(mode, model=model, **options_of) as plan:  # type: ignore[arg-type]
+                    for batches in calls_of(dp_rank, "prompt_mean" if further else mode):
+                        call: Any = plan.add([batch.samples for batch in batches])
+                        for number, part in enumerate(plan.passes(call) if further else [call]):
+                            part = [WithTerms(one, further) for one in part] if further else part
+                            shares = step(model, part, batches, cp_rank, form, is_call=True)
+                            for microbatch, share in zip(part, shares, strict=True):
+                                if number == 0 or form not in ("sum", "mean"):
+                                    reports.append(microbatch.report({"pg_loss": share}))
                     closed = plan.close()
                 if "use_distributed_optimizer" in options:
                     gather_sharded_gradients([model])
@@ -226,11 +253,14 @@ def opened(mode: str) -> list[tuple[str, Tensor, tuple[float, float], float]]:
 
 
 @pytest.mark.parametrize("mode", oracle.MODES)
-def test_calls_of_an_open_plan_add_up_to_the_step(mode: str) -> None:
+@pytest.mark.parametrize("with_terms", [False, True])
+def test_calls_of_an_open_plan_add_up_to_the_step(mode: str, with_terms: bool) -> None:
+    """Also of terms that each divide by another count that is known at the end."""
     divisor = DIVISOR if mode == "constant" else None
-    expected = gradient_of(mode)
+    further = FURTHER[mode] if with_terms else []
+    expected = sum([COEF * gradient_of(other) for other in further], gradient_of(mode))
     of_sum = oracle.sum_error(oracle.num_tokens(STEP)) * oracle.step_scale(mode, STEP, divisor)
-    for found in run_ranks(DP * CP, opened, mode):
+    for found in run_ranks(DP * CP, opened, mode, further):
         assert len(found) == 24
         for case, gradient, (numerator, normaliser), _ in found:
             assert relative_error(gradient, expected) < oracle.EXACT, case
@@ -244,15 +274,17 @@ def resumed() -> tuple[str, Tensor]:
     from megatron_rl_loss.megatron import open_plan
 
     cp_rank, dp_rank = start_ranks()
-    calls, file = calls_of(dp_rank, "token_mean"), io.BytesIO()
+    calls, file = calls_of(dp_rank, "prompt_mean"), io.BytesIO()
     for part in (calls[:1], calls[1:]):
         model = table_model(TABLE, per_token=True)
-        with open_plan("token_mean", model=model, nominal=5) as plan:
+        with open_plan("token_mean", model=model, nominal=5, terms={"sample_mean": "sample_mean"}) as plan:
             if part == calls[1:]:
                 file.seek(0)
                 plan.load_state_dict(torch.load(file, weights_only=True))
             for batches in part:
-                step(model, plan.add([batch.samples for batch in batches]), batches, cp_rank, "3-tuple", is_call=True)
+                for call in plan.passes(plan.add([batch.samples for batch in batches])):
+                    terms = [WithTerms(one, ["sample_mean"]) for one in call]
+                    step(model, terms, batches, cp_rank, "3-tuple", is_call=True)
             torch.save(saved := plan.state_dict(), file)
             if part == calls[1:]:
                 plan.close()
@@ -262,7 +294,7 @@ def resumed() -> tuple[str, Tensor]:
 
 
 def test_a_saved_plan_goes_on() -> None:
-    expected = gradient_of("token_mean")
+    expected = gradient_of("token_mean") + COEF * gradient_of("sample_mean")
     for refused, gradient in run_ranks(DP * CP, resumed):
         assert "a saved step by loss aggregation: token_mean" in refused
         assert relative_error(gradient, expected) < oracle.EXACT
@@ -338,13 +370,16 @@ def misused(wrong: str) -> tuple[str, float, bool]:
     batches, mode = batches_of(dp_rank), "sample_mean" if split else "token_mean"
     model = table_model(TABLE, per_token=True)  # sums gradients: to average an average again changes nothing
     hooks = [model.config.finalize_model_grads_func, model.config.no_sync_func, model.config.grad_sync_func]
-    plan = open_plan(mode, model=model)
+    terms = {"sample_mean": "sample_mean"} if wrong in ("a pass left out", "a share by hand") else {}
+    plan = open_plan(mode, model=model, terms=terms)
 
     def calls() -> None:
         for number, batch in enumerate(batches):
             if wrong == "a context-parallel rank with fewer calls" and number and (cp_rank, dp_rank) == (1, 1):
                 continue
-            call = plan.add([batch.samples])
+            call: Any = plan.add([batch.samples])
+            if wrong == "a pass left out":
+                call = [WithTerms(one, list(terms)) for one in call]
             if wrong == "a call that is not trained on" and number == 1 and dp_rank == 1:
                 continue
             step(model, call, [batch], cp_rank, "3-tuple", is_call=True)
@@ -374,6 +409,8 @@ def misused(wrong: str) -> tuple[str, float, bool]:
         ("a rollout in two calls", "a rollout with .* Add all samples of a rollout in one call"),
         ("a context-parallel rank with fewer calls", "were given different samples"),
         ("a call that is not trained on", "runs of the schedule for 3 calls of add"),
+        ("a pass left out", "runs of the schedule for 3 calls of add"),
+        ("a share by hand", "a share that was put together by hand"),
         ("a reduction in between", "reduced or zeroed while a plan is open"),
         ("gradients zeroed in between", "reduced or zeroed while a plan is open"),
         ("a second plan", "a model with an open plan"),

@@ -21,6 +21,8 @@ import torch
 import torch.distributed as dist
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
@@ -32,13 +34,20 @@ from megatron_rl_loss.audit.tokens import MeasuredStep, Split
 from megatron_rl_loss.megatron.flags import CHANGING_CP, REMAT_SIZES
 from megatron_rl_loss.megatron.groups import gather_to_first, groups_of, spread_from_first
 from megatron_rl_loss.megatron.iterator import MicrobatchIterator
-from megatron_rl_loss.megatron.open_plan import OpenMegatronPlan
+from megatron_rl_loss.megatron.open_plan import OpenMegatronPlan, auxiliary_losses
 from megatron_rl_loss.modes.names import Aggregation, resolve
 from megatron_rl_loss.modes.table import find_mode
 from megatron_rl_loss.reduction.tap import TappedLosses, Taps, expected_aggregation, observe
 from megatron_rl_loss.step.collectives import agree_on, all_reduce, attempt, if_several
 from megatron_rl_loss.step.masks import SMALLEST
 from megatron_rl_loss.step.samples import Samples
+
+#: By what Megatron scales the backward pass of an auxiliary loss, by the setting that turns it on.
+_SCALERS: dict[str, Any] = {
+    "moe_aux_loss_coeff": MoEAuxLossAutoScaler,
+    "moe_z_loss_coeff": MoEAuxLossAutoScaler,
+    "mtp_num_layers": MTPLossAutoScaler,
+}
 
 
 class Audit:
@@ -86,6 +95,7 @@ class Audit:
         self._outputs: dict[int, TappedLosses] = {}
         self._described: list[Samples | Exception] = []
         self._factors: list[Factor] = []
+        self._auxiliary: dict[str, list[Tensor]] = {}  # what _SCALERS held, by setting
         self._dynamic_cp = False  # whether micro-batches have cp_groups of their own
         self._turns: Counter[tuple[int, int]] = Counter()
         chosen = [choose(chunk, self._config) for chunk in self._chunks]
@@ -153,7 +163,7 @@ class Audit:
             for anchor in self._anchors:
                 stack.callback(anchor.parameter.register_hook(anchor.keep).remove)
             stack.enter_context(observe(self._taps))
-            stack.enter_context(_observe_schedule(self._begin_microbatch))
+            stack.enter_context(_observe_schedule(self._begin_microbatch, self._end_microbatch))
             self._stack = stack.pop_all()
         return self
 
@@ -174,6 +184,12 @@ class Audit:
         if output.numel() == num_local:
             self._outputs[number] = TappedLosses(tuple(output.shape), output.dtype, samples)
             output.register_hook(self._outputs[number].add_gradient)
+
+    def _end_microbatch(self) -> None:
+        for name in auxiliary_losses(self._config):
+            scale = _SCALERS[name].main_loss_backward_scale if name in _SCALERS else None
+            if scale is not None:
+                self._auxiliary.setdefault(name, []).append(scale.detach().clone().reshape(()))
 
     # ---- after the step
 
@@ -225,6 +241,8 @@ class Audit:
         report.loss_dtypes = sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)
         numbers = (number + 1 for of_term in terms.values() for number in of_term)
         report.num_microbatches = max([self._taps.num_microbatches, *numbers])
+        if all(one.num_terms == report.num_microbatches for one in self._anchors[-1:]):
+            report.auxiliary = {name: self._of_one_call(name, scales) for name, scales in self._auxiliary.items()}
         for number in range(report.num_microbatches):
             tapped = {term: of_term.get(number) for term, of_term in terms.items()}
             told = [one.samples for one in tapped.values() if one is not None and one.samples is not None]
@@ -282,6 +300,12 @@ class Audit:
                 log_probs=np.stack(log_probs) if log_probs else None,
             )
             report.terms.setdefault(term, []).append(part)
+
+    def _of_one_call(self, name: str, scales: list[Tensor]) -> list[float]:
+        """The scales of micro-batches over those of Megatron's schedule in one call: 1, with the loss scale."""
+        by_cp = self._groups.cp.size() if _SCALERS[name] is MoEAuxLossAutoScaler else 1
+        own = 1 if self._config.calculate_per_token_loss else by_cp / self._taps.num_microbatches
+        return [scale / own for scale in torch.stack(scales).tolist()]
 
     @property
     def why(self) -> str:
@@ -352,8 +376,9 @@ class _Watched(Iterator[Any]):
 
 
 @contextmanager
-def _observe_schedule(begin: Callable[[Any], None]) -> Iterator[None]:
-    """In a ``with``: say what the model returned whenever the schedule computes a micro-batch's loss to train on."""
+def _observe_schedule(begin: Callable[[Any], None], end: Callable[[], None]) -> Iterator[None]:
+    """In a ``with``: say what the model returned whenever the schedule computes a micro-batch's loss to train on, and
+    when it has set the scales of auxiliary losses."""
     original = schedules.forward_step_calc_loss
     signature = inspect.signature(original)
 
@@ -366,9 +391,12 @@ def _observe_schedule(begin: Callable[[Any], None]) -> Iterator[None]:
             begin(output)
             return loss_func(output, **further)
 
-        if callable(loss_func) and torch.is_grad_enabled() and not call.arguments.get("collect_non_loss_data"):
-            call.arguments["loss_func"] = loss_of
-        return original(*call.args, **call.kwargs)
+        if not callable(loss_func) or not torch.is_grad_enabled() or call.arguments.get("collect_non_loss_data"):
+            return original(*args, **kwargs)
+        call.arguments["loss_func"] = loss_of
+        result = original(*call.args, **call.kwargs)
+        end()
+        return result
 
     schedules.forward_step_calc_loss = calculate
     try:

@@ -1,14 +1,17 @@
 """What each rank has to say of a measured step, and what all of them together make of it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
 
 from megatron_rl_loss.audit.assembly import Part, measured_step
 from megatron_rl_loss.audit.megatron.anchor import Factor
 from megatron_rl_loss.audit.tokens import MeasuredStep, Split
 from megatron_rl_loss.modes.names import Aggregation
 
+_ROUNDING = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-18}
 #: The term that is measured where nothing was tapped: what the model returned to the loss function.
 OUTPUT = "output"
 NO_TAP = (
@@ -30,6 +33,7 @@ class Report:
     unknown: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     loss_dtypes: list[str] = field(default_factory=list)
+    auxiliary: dict[str, list[float]] = field(default_factory=dict)  # scales of each micro-batch, by setting
 
 
 def assembled(reports: Sequence[Report], split: Split) -> dict[str, MeasuredStep]:
@@ -61,6 +65,13 @@ def assembled(reports: Sequence[Report], split: Split) -> dict[str, MeasuredStep
         for term, of_term in report.terms.items():
             parts.setdefault(term, []).extend(of_term)
     described = {one.place for of_term in parts.values() for one in of_term if one.rows is not None}
+    if factor is not None and not unknown:
+        by_setting = _auxiliary(reporting, parts, value, split)
+        facts |= {"auxiliary": by_setting} if by_setting else {}
+        for name, (low, high) in by_setting.items():
+            if max(abs(low - 1), abs(high - 1)) > _ROUNDING[facts["rounding"]]:
+                weigh = f"{low:.4g}" if high - low < 1e-5 * high else f"{low:.4g} to {high:.4g}"
+                notes.append(f"Of {name} the auxiliary loss weighs {weigh} times what it should.")
     reached = [term for term, of_term in parts.items() if any(part.reached for part in of_term)]
     return {
         term: measured_step(
@@ -73,6 +84,24 @@ def assembled(reports: Sequence[Report], split: Split) -> dict[str, MeasuredStep
         )
         for term in reached or [*parts] or ["pg"]
     }
+
+
+def _auxiliary(
+    reports: Sequence[Report], parts: Mapping[str, Sequence[Part]], factor: float, split: Split
+) -> dict[str, tuple[float, float]]:
+    """What auxiliary losses weigh of what they should, lowest and highest, by the setting that turns them on.
+
+    With per-token loss they should be divided by the active tokens of the step, as each micro-batch's was multiplied by
+    its own; else averaged over micro-batches and ranks, as in one call of Megatron's schedule.
+    """
+    of_policy = parts.get("pg", next(iter(parts.values()), []))
+    tokens = sum(np.count_nonzero(part.rows.mask) for part in of_policy if part.rows is not None)
+    denominator = tokens if split.per_token else split.dp_size * split.cp_size
+    by_setting: dict[str, list[float]] = {}
+    for report in reports:
+        for name, scales in report.auxiliary.items():
+            by_setting.setdefault(name, []).extend(scale * factor * denominator for scale in scales)
+    return {name: (min(values), max(values)) for name, values in by_setting.items()}
 
 
 def shown(aggregation: Aggregation) -> dict[str, Any]:
@@ -88,9 +117,8 @@ def _declared(parts: Sequence[Part]) -> dict[str, Any]:
 
 def _coarsest(dtypes: Sequence[str], uncertainty: float) -> str:
     """The floating-point type whose rounding the weights have."""
-    by_type = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-18}
-    of_factor = next((name for name in ("float32", "float16") if uncertainty <= by_type[name]), "bfloat16")
-    return next((name for name in by_type if name in (*dtypes, of_factor)), "float32")
+    of_factor = next((name for name in ("float32", "float16") if uncertainty <= _ROUNDING[name]), "bfloat16")
+    return next((name for name in _ROUNDING if name in (*dtypes, of_factor)), "float32")
 
 
 def _agreed(reports: Sequence[Report]) -> tuple[Factor | None, list[str], list[str]]:

@@ -167,6 +167,12 @@ REFUSALS: dict[str, Refusal] = {
         "a plan that was closed or abandoned",
         lambda: open_plan("token_mean").add([described([0])]),
     ),
+    "nominal_tokens of 0": (
+        lambda: open_plan("token_mean", nominal_tokens=0),
+        ValueError,
+        "nominal_tokens is 0",
+        lambda: open_plan("token_mean", nominal_tokens=10),
+    ),
     "a nominal 0": (
         lambda: open_plan("token_mean", nominal=0),
         ValueError,
