@@ -79,7 +79,7 @@ def look_ahead(
             raise ValueError(
                 f"no data iterator on TP rank {groups.tp.rank()} of the last pipeline stage: every rank there computes "
                 "the loss, in evaluation too. Set is_distributed = True on the provider; without validation data pass "
-                "--eval-iters 0; where a scheduler deals data to TP rank 0, set the config's sequence_packing_scheduler."
+                "--eval-iters 0; where a scheduler gives TP rank 0 data, set the config's sequence_packing_scheduler."
             )
         return LookAhead(fetched, None)
     samples = [_describe(batch, samples_of) for batch in LookAhead(fetched, None).batches]

@@ -73,7 +73,7 @@ def step_groups(config: Any, groups: ProcessGroupCollection, dynamic_cp: bool = 
     if hybrid and not dynamic and groups.pp.size() > 1:
         raise ValueError(
             f"--hybrid-context-parallel with {groups.pp.size()} pipeline stages: Megatron's schedules of stages do not "
-            "deal samples to groups, and would take the step for one micro-batch. Use a packing scheduler, or one stage."
+            "deal samples to groups, and take the step for one micro-batch. Use a packing scheduler, or one stage."
         )
     dp_group, cp_group = (groups.dp_cp, None) if dynamic_cp else (groups.dp, groups.cp)
     return StepGroups(dp_group=dp_group, cp_group=cp_group, replica_groups=[groups.tp, groups.pp])
