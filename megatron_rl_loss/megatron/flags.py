@@ -16,6 +16,8 @@ from megatron_rl_loss.step.totals import UnitCounting
 
 #: Terms of the loss whose mode has a flag.
 _TERMS = ("kl", "entropy", "value")
+#: Settings under which the context-parallel group changes between micro-batches.
+CHANGING_CP = ("hybrid_context_parallel", "dynamic_context_parallel")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,13 +199,17 @@ def check_per_token(settings: AggregationSettings, per_token: bool) -> None:
         )
 
 
-def check_megatron_settings(settings: Any, per_token: bool, *, own_loop: bool = False) -> None:
-    """Refuse Megatron settings (of a Namespace or a model config) under which the loss would not be exact."""
-    for name in () if own_loop else CHANGING_CP:  # one's own loop plans after samples were dealt to groups
+def check_megatron_settings(settings: Any, per_token: bool, refused_cp: Sequence[str] = CHANGING_CP[:1]) -> None:
+    """Refuse Megatron settings (of a Namespace or a model config) under which the loss would not be exact.
+
+    `refused_cp`: those of `CHANGING_CP` that are. By default the one that deals samples inside the schedule, after
+    `LossAggregation` looked at them.
+    """
+    for name in refused_cp:
         if getattr(settings, name, False):
             raise ValueError(
-                f"--{name.replace('_', '-')}: the context-parallel group changes between micro-batches, which "
-                "LossAggregation cannot look ahead at. Use a fixed --context-parallel-size, or plan_step in a loop."
+                f"--{name.replace('_', '-')}: the context-parallel group changes between micro-batches, which cannot "
+                "be looked ahead at here. Use a fixed --context-parallel-size, or plan_step in a loop."
             )
     if any((getattr(settings, name, 1) or 1) > 1 for name in REMAT_SIZES):
         raise ValueError(
@@ -214,11 +220,6 @@ def check_megatron_settings(settings: Any, per_token: bool, *, own_loop: bool = 
         raise ValueError(
             "--cuda-graph-impl full_iteration: a captured iteration cannot look ahead at its step's samples. Choose "
             "another --cuda-graph-impl."
-        )
-    if (scheduler := getattr(settings, "sequence_packing_scheduler", None)) and not own_loop:
-        raise ValueError(
-            f"--sequence-packing-scheduler {scheduler}: it deals samples to ranks and micro-batches anew after they "
-            "were looked at. Pack the samples yourself, leave it out, or plan_step in a loop."
         )
     if per_token and getattr(settings, "use_torch_fsdp2", False):
         raise ValueError(
@@ -232,8 +233,6 @@ def check_megatron_settings(settings: Any, per_token: bool, *, own_loop: bool = 
         )
 
 
-#: Settings under which the context-parallel group changes between micro-batches.
-CHANGING_CP = ("hybrid_context_parallel", "dynamic_context_parallel")
 #: Sizes of weight-rematerialising TP (GTP).
 REMAT_SIZES = ("gtp_weight_remat_size", "expert_gtp_weight_remat_size")
 

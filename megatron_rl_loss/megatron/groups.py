@@ -1,5 +1,7 @@
 """Which process groups a model trains over, and objects sent over them."""
 
+import functools
+import operator
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -9,7 +11,7 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from megatron_rl_loss.step.collectives import Group, attempt, several
+from megatron_rl_loss.step.collectives import Group, attempt, gather_parts, several
 
 Made = TypeVar("Made")
 _NEEDED = ("tp", "pp", "cp", "dp", "dp_cp")
@@ -33,19 +35,25 @@ def groups_of(chunk: Any, of_user: ProcessGroupCollection | None) -> ProcessGrou
     return groups
 
 
-def from_first_tp_rank(make: Callable[[], Made], tp_group: Group) -> Made:
+def from_first_tp_rank(make: Callable[[], Made], tp_group: Group, pp_group: Group | None = None) -> Made:
     """What `make` gives on the first tensor-parallel rank, on all of them, tensors on the host; or its error.
 
     For the batches of a packing scheduler, whose iterator is None on the other ranks: call it on all of them inside the
-    ``samples`` of `plan_step`.
+    ``samples`` of `plan_step`. With `pp_group` they are a list of dicts, of which each pipeline stage has its own keys
+    (tokens on the first, labels and loss mask on the last one): all stages get all keys.
     """
-    made = [attempt(make) if tp_group.rank() == 0 else None]
+
+    def of_all_stages() -> Any:
+        stages: Any = gather_parts(lambda: tree_map_only(Tensor, Tensor.cpu, make()), pp_group)
+        return [functools.reduce(operator.or_, batches) for batches in zip(*stages, strict=True)]
+
+    made: list[Any] = [attempt(make if pp_group is None else of_all_stages) if tp_group.rank() == 0 else None]
     if several(tp_group):
         made = tree_map_only(Tensor, Tensor.cpu, made)
         dist.broadcast_object_list(made, src=dist.get_global_rank(tp_group, 0), group=tp_group)
     if isinstance(made[0], Exception):
         raise made[0]
-    return made[0]  # type: ignore[return-value]
+    return made[0]
 
 
 def gather_to_first(values: list[Any], groups: ProcessGroupCollection) -> list[Any]:

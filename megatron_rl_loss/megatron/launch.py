@@ -203,16 +203,17 @@ class LossAggregation:
             check_contract(config, chunks, groups, num_microbatches=count)
 
         iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
-        ranks = step_groups(groups)
+        ranks = step_groups(config, groups)
         if self._totals_of is not None and self._last_plan is not None and self._metric_modes is None:
             # Of the first step, on the ranks that computed losses; before anything can fail on one rank alone.
             names = ("sample_mean", "token_mean")
             self._metric_modes = agree_on(self._last_plan.metric_modes, names, ranks.replicas)
 
         def describe() -> LookAhead:
+            scheduled = bool(getattr(config, "sequence_packing_scheduler", None))
+            ahead = look_ahead(iterators, count, self._samples_of, groups, scheduled=scheduled)
             if training and self._num_trained < 2:  # what is never zeroed is seen in the second step
                 check_fresh_gradients(chunks)
-            ahead = look_ahead(iterators, count, self._samples_of, groups)
             check_samples(ahead.samples, count, self._modes, ranks, self._term_masks)
             return ahead
 

@@ -1,11 +1,14 @@
 """The look-ahead: all of a step's micro-batches are fetched and described before the first one is trained on."""
 
+import functools
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from megatron_rl_loss.megatron.groups import from_first_tp_rank
 from megatron_rl_loss.megatron.iterator import MicrobatchIterator
 from megatron_rl_loss.plan.microbatch import Microbatch
 from megatron_rl_loss.plan.plan import Plan
@@ -50,15 +53,33 @@ def look_ahead(
     num_microbatches: int,
     samples_of: SamplesOf,
     groups: ProcessGroupCollection,
+    *,
+    scheduled: bool,
 ) -> LookAhead:
-    """Fetch a step and describe it. Raises whatever is wrong with the data, on this rank alone: see `attempt`."""
-    fetched = [None if iterator is None else _fetch(iterator, num_microbatches) for iterator in iterators]
+    """Fetch a step and describe it. Raises whatever is wrong with the data, on this rank alone: see `attempt`.
+
+    A step that a packing scheduler dealt (`scheduled`) is on the first tensor-parallel ranks, and of each batch a chunk
+    has the keys that it needs: all chunks of all stages get all of it.
+    """
+
+    def whole_batches() -> list[dict[str, Any]]:
+        chunks = [_fetch(iterator, num_microbatches) for iterator in iterators if iterator is not None]
+        return [
+            functools.reduce(operator.or_, parts, {}) for parts in zip(*chunks, [{}] * num_microbatches, strict=True)
+        ]
+
+    fetched: list[list[Any] | None]
+    if scheduled:
+        whole = from_first_tp_rank(whole_batches, groups.tp, groups.pp)
+        fetched = [[dict(batch) for batch in whole] if any(whole) else None for _ in iterators]
+    else:
+        fetched = [None if iterator is None else _fetch(iterator, num_microbatches) for iterator in iterators]
     if all(batches is None for batches in fetched):
         if groups.pp.rank() == groups.pp.size() - 1:
             raise ValueError(
                 f"no data iterator on TP rank {groups.tp.rank()} of the last pipeline stage: every rank there computes "
                 "the loss, in evaluation too. Set is_distributed = True on the provider; without validation data pass "
-                "--eval-iters 0; where a scheduler gives one to TP rank 0 alone, plan_step with from_first_tp_rank."
+                "--eval-iters 0; where a scheduler gives TP rank 0 data, set the config's sequence_packing_scheduler."
             )
         return LookAhead(fetched, None)
     samples = [_describe(batch, samples_of) for batch in LookAhead(fetched, None).batches]

@@ -61,8 +61,20 @@ def plan_step(
     )
 
 
-def step_groups(groups: ProcessGroupCollection, dynamic_cp: bool = False) -> StepGroups:
-    """The groups that a step is counted over."""
+def step_groups(config: Any, groups: ProcessGroupCollection, dynamic_cp: bool = False) -> StepGroups:
+    """The groups that a step is counted over: DP x CP where context-parallel groups change between micro-batches."""
+    dynamic_cp = dynamic_cp or any(getattr(config, name, False) for name in CHANGING_CP)
+    if dynamic_cp and not config.calculate_per_token_loss:
+        raise ValueError(
+            "dynamic context parallelism without per-token loss: numbers of micro-batches and sizes of groups differ "
+            "between ranks, so no loss may be divided by them. Turn calculate_per_token_loss on."
+        )
+    hybrid, dynamic = (getattr(config, name, False) for name in CHANGING_CP)
+    if hybrid and not dynamic and groups.pp.size() > 1:
+        raise ValueError(
+            f"--hybrid-context-parallel with {groups.pp.size()} pipeline stages: Megatron's schedules of stages do not "
+            "deal samples to groups, and take the step for one micro-batch. Use a packing scheduler, or one stage."
+        )
     dp_group, cp_group = (groups.dp_cp, None) if dynamic_cp else (groups.dp, groups.cp)
     return StepGroups(dp_group=dp_group, cp_group=cp_group, replica_groups=[groups.tp, groups.pp])
 
@@ -76,15 +88,9 @@ def checked_model(
     """
     chunks = model if isinstance(model, list) else [model]
     config, groups = get_model_config(chunks[0]), groups_of(chunks[0], pg_collection)
-    own_loop = dynamic_cp is not None
-    dynamic_cp = dynamic_cp or any(getattr(config, name, False) for name in CHANGING_CP)
-    if dynamic_cp and not config.calculate_per_token_loss:
-        raise ValueError(
-            "dynamic context parallelism without per-token loss: numbers of micro-batches and sizes of groups differ "
-            "between ranks, so no loss may be divided by them. Turn calculate_per_token_loss on."
-        )
-    check_model(config, chunks, own_loop=own_loop)
+    ranks = step_groups(config, groups, bool(dynamic_cp))
+    check_model(config, chunks, CHANGING_CP if dynamic_cp is None else ())
     if torch.is_grad_enabled():
         check_finalizing(config, chunks, groups)
     check_contract(config, chunks, groups, num_microbatches=2)  # any number shows how the schedule scales by it
-    return config, chunks, step_groups(groups, dynamic_cp)
+    return config, chunks, ranks

@@ -17,7 +17,7 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_rl_loss.errors import ContractError
-from megatron_rl_loss.megatron.flags import check_megatron_settings
+from megatron_rl_loss.megatron.flags import CHANGING_CP, check_megatron_settings
 from megatron_rl_loss.megatron.versions import cp_arguments
 from megatron_rl_loss.plan.carriers import Count, carriers_of, product
 from megatron_rl_loss.step.collectives import Group, device_of
@@ -26,10 +26,10 @@ _LOSS = 3.0
 _NUM_TOKENS = 1
 
 
-def check_model(config: Any, chunks: Sequence[Any], *, own_loop: bool = False) -> None:
+def check_model(config: Any, chunks: Sequence[Any], refused_cp: Sequence[str] = CHANGING_CP[:1]) -> None:
     """Refuse a model configuration under which the loss would not be exact; at each step, since it may change."""
     per_token = bool(config.calculate_per_token_loss)
-    check_megatron_settings(config, per_token, own_loop=own_loop)
+    check_megatron_settings(config, per_token, refused_cp)
     for chunk in chunks:
         if per_token and isinstance(chunk, _BaseDataParallel):
             if type(chunk).scale_gradients is _BaseDataParallel.scale_gradients:

@@ -83,18 +83,14 @@ class Measurement:
 
 def keep(plan: "Plan", name: str, flags: TokenFunction | None) -> None:
     """`Plan.keep`."""
-    if plan.dynamic_cp:
-        raise ValueError(
-            "tokens to keep in a step whose context-parallel groups change: what other ranks keep is not gathered over "
-            "each micro-batch's own group. Multiply losses by 0 there, or use a fixed cp_group."
-        )
     flagged = None if flags is None or plan.samples is None else attempt(lambda: _flags_in_buffer(plan, flags))
     _begin(plan, flagged)
     samples = None
     if isinstance(flagged, Tensor):
-        all_reduce(flagged, if_several(plan.cp_group), dist.ReduceOp.MAX)
-        of_each = flagged.bool().split([one.samples.total_tokens for one in plan])
-        samples = [one.samples.with_kept_tokens(name, kept) for one, kept in zip(plan, of_each, strict=True)]
+        of_each = flagged.split([one.samples.total_tokens for one in plan])
+        for one, kept in zip(plan, of_each, strict=True):
+            all_reduce(kept, if_several(one.cp_group), dist.ReduceOp.MAX)
+        samples = [one.samples.with_kept_tokens(name, kept.bool()) for one, kept in zip(plan, of_each, strict=True)]
     totals = _count_anew(
         plan,
         samples,

@@ -229,7 +229,8 @@ class Plan:
 
         Every micro-batch then has a further mask `name`, for `Term` and `Metric`: the loss mask at tokens that are
         kept, else 0. In evaluation, which no `before_step` precedes, there is none. Costs a byte per token over the
-        context-parallel group, and 16 bytes and the round of `plan_step` over all. `flags` and errors as in `measure`.
+        micro-batch's context-parallel group, and 16 bytes and the round of `plan_step` over all. `flags` and errors as
+        in `measure`.
         """
         keep(self, name, flags)
 

@@ -110,9 +110,11 @@ class Samples:
         """These samples with a further mask: the loss mask where ``kept``, bools [total_tokens], is true, else 0."""
         pieces = zip(self.loss_masks, self.mask_starts, self.mask_lengths, strict=True)
         further = [mask * kept[start : start + length].to(mask.device) for mask, start, length in pieces]
-        ids: dict[str, Any] = {"rollout_ids": self.rollout_ids, "prompt_ids": self.prompt_ids}
+        fields: dict[str, Any] = {
+            key: getattr(self, key) for key in ("rollout_ids", "prompt_ids", "layout", "labels", "cp_group")
+        }
         samples = copy.copy(self)
-        samples.by_mask = {**self.by_mask, name: Samples(further, layout=self.layout, labels=self.labels, **ids)}
+        samples.by_mask = {**self.by_mask, name: Samples(further, **fields)}
         return samples
 
     def label(self, name: str) -> Sequence[Any] | Tensor:

@@ -43,7 +43,7 @@ from megatron_rl_loss import Samples
 from megatron_rl_loss.audit import judge
 from megatron_rl_loss.losses import gspo_loss, whiten
 from megatron_rl_loss.plan import plan as plans
-from megatron_rl_loss.reduction import Metric
+from megatron_rl_loss.reduction import Metric, Term
 from megatron_rl_loss.step.counting import reduce_step_totals
 
 #: Packs as `DefaultDynamicCPScheduler` makes them: one for each rank, the same for the ranks of a group.
@@ -59,7 +59,10 @@ _rng = random.Random(3)
 #: What GSPO takes beside log-probs; float32 numbers.
 OLD = torch.tensor([x + _rng.uniform(-0.002, 0.002) for x in TABLE])
 ADVANTAGES = torch.tensor([_rng.choice([-1, 1]) * _rng.uniform(0.5, 2) for _ in STEP] + [0.0])
-ADVANTAGES = ADVANTAGES.repeat_interleave(torch.tensor([*LENGTHS, 1]))
+SIZES = [*LENGTHS, 1]
+ADVANTAGES = ADVANTAGES.repeat_interleave(torch.tensor(SIZES))
+#: Tokens that `Plan.keep` keeps.
+KEPT = torch.arange(len(TABLE)) % 3 > 0
 
 
 OF_DEV = ("datasets/data_schedule.py", "class DefaultDynamicCPScheduler")
@@ -79,7 +82,10 @@ def gspo_of_step() -> list[tuple[Tensor, oracle.Sample]]:
 def expected(mode: str, units: str, loss: str) -> tuple[Tensor, float, float]:
     """Of the step: the gradient by each entry of the table, the loss, and what its error is relative to."""
     leaves = [one.losses.float().double().requires_grad_() for one in STEP]
-    samples = [replace(one, losses=leaf) for one, leaf in zip(STEP, leaves, strict=True)]
+    masks = [
+        one.mask * kept if loss == "kept" else one.mask for one, kept in zip(STEP, KEPT.split(SIZES), strict=False)
+    ]
+    samples = [replace(one, losses=leaf, mask=mask) for one, leaf, mask in zip(STEP, leaves, masks, strict=True)]
     if loss == "gspo":
         leaves, samples = map(list, zip(*gspo_of_step(), strict=True))  # type: ignore[assignment]
     divisor = DIVISOR if mode == "constant" else None
@@ -95,7 +101,7 @@ def of_dev(dp_cp: Any) -> Groups:
     from megatron.core.datasets.data_schedule import DefaultDynamicCPScheduler
 
     groups: Groups
-    scheduler = DefaultDynamicCPScheduler(16, 2, dp_cp.size() // 2, None)
+    scheduler = DefaultDynamicCPScheduler(64 // dp_cp.size(), 2, dp_cp.size() // 2, None)
     groups = scheduler.get_groups_and_subsamples(list(enumerate(LENGTHS)))
     return groups
 
@@ -142,8 +148,8 @@ def errors(
     hands = hands_of(groups, dp_cp.rank(), hybrid)
     batches = [Batch(STEP, ids, size, cp_group=group_of(size)) for ids, size in hands]
     found, verdicts = {}, []
-    for (mode, units), loss in itertools.product([*oracle.COUNTINGS, ("vl_norm", "all")], ("plain", "gspo")):
-        if units == "active" and loss == "gspo":
+    for (mode, units), loss in itertools.product([*oracle.COUNTINGS, ("vl_norm", "all")], ("plain", "gspo", "kept")):
+        if loss != "plain" and (units == "active" or (mode, loss) == ("vl_norm", "kept")):
             continue
         model = table_model(TABLE, per_token=True)
         if hybrid:
@@ -164,6 +170,11 @@ def errors(
             active, white = OLD[whole], whiten([OLD[one] for one in held], plan, dp_group=dp_cp)
             for numbers, values in zip(held, white, strict=True):
                 torch.testing.assert_close(values, ((OLD[numbers] - active.mean()) / active.std()) * whole[numbers])
+        if loss == "kept":
+            numbers_of = {
+                id(one): batch.local_numbers(one.cp_rank, one.cp_size) for batch, one in zip(batches, plan, strict=True)
+            }
+            plan.keep("kept", lambda one, numbers_of=numbers_of: KEPT[numbers_of[id(one)]])  # type: ignore[misc]
         turns = iter(zip(batches, plan, strict=True))
 
         def forward_step(iterator: Iterator[Any] | None, model: Any, turns: Any = turns, loss: str = loss) -> Any:
@@ -177,9 +188,10 @@ def errors(
                 if loss == "gspo":
                     output = gspo_loss(output, OLD[numbers], ADVANTAGES[numbers], microbatch).per_token_loss
                 metrics = {"most": Metric(output.detach(), kind="max")}
+                losses = {"pg": Term(output, mask="kept")} if loss == "kept" else output
                 if engine is None:
-                    return microbatch.loss(output, metrics)
-                return engine(microbatch.loss(output, metrics, form="verl"), numbers)
+                    return microbatch.loss(losses, metrics)
+                return engine(microbatch.loss(losses, metrics, form="verl"), numbers)
 
             return model(numbers.cuda()), loss_func
 
@@ -189,7 +201,7 @@ def errors(
         gradient, value, scale = expected(mode, units, loss)
         logged = logged_means(stored)
         in_gradient = relative_error(model.module.losses.main_grad.cpu(), gradient)
-        found[mode, units, loss] = in_gradient, abs(logged["pg_loss"] - value) / scale
+        found[mode, units, loss] = in_gradient, abs(logged["pg" if loss == "kept" else "pg_loss"] - value) / scale
         if loss == "plain":
             assert logged["most"] == pytest.approx(
                 max(float(one.losses[one.mask != 0].max()) for one in STEP if one.mask.any())
@@ -201,22 +213,23 @@ def errors(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("loop", "tp", "packs"),
+    ("loop", "tp", "packs", "ranks"),
     [
-        ("hybrid", 1, None),
-        ("hybrid", 2, None),
-        ("packs", 1, PACKS),
-        ("packs", 2, FEW),
-        ("dev", 1, None),
-        ("verl", 1, None),
+        ("hybrid", 1, None, RANKS),
+        ("hybrid", 2, None, RANKS),
+        ("packs", 1, PACKS, RANKS),
+        ("packs", 2, FEW, RANKS),
+        ("dev", 1, None, RANKS),
+        ("dev", 1, None, 8),
+        ("verl", 1, None, RANKS),
     ],
 )
-def test_every_mode_is_exact(loop: str, tp: int, packs: Groups | None, record_property: Any) -> None:
+def test_every_mode_is_exact(loop: str, tp: int, packs: Groups | None, ranks: int, record_property: Any) -> None:
     if (loop == "hybrid" and not has(*HYBRID)) or (loop == "dev" and not has(*OF_DEV)):
         pytest.skip("not in this Megatron-Core: see tools/test_versions.sh")
     of_sum = oracle.sum_error(oracle.num_tokens(STEP))
     verl = checkout(VERL) if loop == "verl" else ""
-    for rank, (found, verdicts) in enumerate(run_ranks(RANKS, errors, loop, tp, packs, "", verl)):
+    for rank, (found, verdicts) in enumerate(run_ranks(ranks, errors, loop, tp, packs, "", verl)):
         for case, (of_gradient, of_value) in found.items():
             assert of_gradient < oracle.EXACT, (case, of_gradient)
             assert of_value < of_sum, (case, of_value)
@@ -229,7 +242,8 @@ def test_every_mode_is_exact(loop: str, tp: int, packs: Groups | None, record_pr
 def test_a_sequence_counted_on_each_rank_of_its_group_is_seen() -> None:
     (found, verdicts), *_ = run_ranks(RANKS, errors, "packs", 1, None, "counted on each rank")
     for (mode, units, loss), (of_gradient, _) in found.items():
-        right = mode in ("constant", "token_sum")  # rollouts are told apart by their ids
+        # Rollouts are told apart by their ids; what is kept is counted anew.
+        right = loss == "kept" or mode in ("constant", "token_sum")
         assert (of_gradient < oracle.EXACT) if right else (of_gradient > 0.05), (mode, units, loss, of_gradient)
     assert [verdict.sound for verdict in verdicts] == [False, False, False, True, True]
 
@@ -255,6 +269,9 @@ def refused() -> dict[str, str]:
         return given
 
     static = [Batch(STEP, ids, 4).samples for ids, _ in hands]
+    staged = SimpleNamespace(tp=dist.group.WORLD, pp=dp_cp, cp=dp_cp, dp=dp_cp, dp_cp=dp_cp)
+    hybrid = table_model(TABLE, per_token=True)
+    hybrid.config.hybrid_context_parallel = True
     plan = plan_step(samples(), "token_mean", model=model, dynamic_cp=True)
     mean = plans.plan_step(samples(), "token_mean", dp_group=dp_cp)
     batch, microbatch = Batch(STEP, *hands[0]), plan[0]
@@ -265,6 +282,7 @@ def refused() -> dict[str, str]:
         "DP alone": lambda: plans.plan_step(samples(), "token_mean", dp_group=state.get_data_parallel_group()),
         "the launch's group": lambda: plan_step(static, "token_mean", model=model),
         "no per-token loss": lambda: plan_step(samples(), "token_mean", model=table_model(TABLE), dynamic_cp=True),
+        "hybrid over stages": lambda: plan_step(None, "token_mean", model=hybrid, pg_collection=staged),
         "a pair": lambda: plan[0].loss(losses, form="nemo_rl"),
         "a mean": lambda: mean[0].loss(losses, form="mean"),
         "a 3-tuple": lambda: mean[0].loss(losses),
@@ -282,6 +300,7 @@ REFUSED = {
     "DP alone": "Pass the group over DP x CP",
     "the launch's group": "were given different samples for this step",
     "no per-token loss": "Turn calculate_per_token_loss on",
+    "hybrid over stages": "--hybrid-context-parallel with 4 pipeline stages",
     "a pair": "form='nemo_rl' with per-token loss, in a step whose cp_groups change",
     "a mean": "form='mean' without per-token loss, in a step whose cp_groups change",
     "a 3-tuple": "form='3-tuple' without per-token loss, in a step whose cp_groups change",

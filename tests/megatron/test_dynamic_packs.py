@@ -1,7 +1,11 @@
 """Steps that Megatron's schedulers pack anew, and a GPT, over context-parallel groups that may change."""
 
+import functools
 import itertools
-from typing import Any
+import operator
+import sys
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import gpt_oracle
 import oracle
@@ -9,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from dynamic_steps import HYBRID, LENGTHS, RANKS, STEP, TABLE, balanced, hands_of, has, run_loop, start_dynamic
+from example_run import MODEL, TRAINING
 from gpt_steps import FP32_BOUNDS, collect, mode_of, output_of
 from ranks import run_ranks
 from step_samples import DIVISOR
@@ -18,95 +23,274 @@ from torch import Tensor
 
 from megatron_rl_loss import Samples, ZigzagTHD
 from megatron_rl_loss.losses import ppo_clip_loss
+from megatron_rl_loss.plan import plan as plans
+from megatron_rl_loss.step.counting import reduce_step_totals
 
 pytestmark = pytest.mark.slow
+FIRSTS = list(itertools.accumulate(LENGTHS, initial=0))
 
-SCHEDULED = [("dp_balanced", 2, 1), ("dp_balanced", 1, 2), ("default_dynamic_cp", 2, 1), ("default_dynamic_cp", 1, 2)]
+
+class Launch(NamedTuple):
+    """A step of a packing scheduler in a loop: one's own, or Megatron's schedule in a `LossAggregation`."""
+
+    scheduler: str
+    loop: str
+    tp: int = 1
+    cp: int = 1
+    pp: int = 1
+    vp: int = 1
+    ranks: int = RANKS
+
+    def __str__(self) -> str:
+        return f"{self.scheduler}-{self.loop}-tp{self.tp}cp{self.cp}pp{self.pp}v{self.vp}of{self.ranks}"
+
+    def start(self) -> tuple[Any, Any]:
+        """On a rank: Megatron's state, and its group of each size."""
+        more = {"pp": self.pp} | ({"virtual_pipeline_model_parallel_size": self.vp} if self.vp > 1 else {})
+        if self.is_dynamic:
+            state, _, group_of = start_dynamic(self.tp, self.cp, **more)
+            return state, group_of
+        return start(self.tp, cp=self.cp, **more), lambda size: None
+
+    @property
+    def is_dynamic(self) -> bool:
+        return self.scheduler == "default_dynamic_cp"
+
+    @property
+    def per_token(self) -> bool:
+        return self.is_dynamic or self.loop == "own"
+
+    def chunks(self, size: int) -> list[Any]:
+        """A table for each stage, whose entries the stages add up."""
+        found = []
+        for _ in range(self.vp):
+            found.append(
+                table_model(
+                    TABLE, per_token=self.per_token, forward=lambda losses, numbers: losses[numbers][:, None, None]
+                )
+            )
+            config = found[-1].config
+            config.sequence_packing_scheduler = self.scheduler
+            config.dynamic_context_parallel = self.is_dynamic
+            config.max_seqlen_per_dp_cp_rank = 64 // (size if self.is_dynamic else self.cp)
+            config.min_dynamic_context_parallel_size = 1
+            config.pipeline_model_parallel_size, config.pipeline_dtype = self.pp, torch.float32
+            config.variable_seq_lengths = True
+            if self.vp > 1:
+                config.virtual_pipeline_model_parallel_size = self.vp
+                config.microbatch_group_size_per_vp_stage = self.pp
+                config.overlap_p2p_comm, config.batch_p2p_comm = True, False
+        return found
 
 
-def packed_errors(scheduler: str, tp: int, cp: int) -> list[tuple[int, float]]:
-    """On a rank: of two steps in every mode, the number of micro-batches and the error of the gradient."""
+#: The scheduler fills whole rounds of virtual stages, one in each step.
+IN_ROUNDS = Launch("dp_balanced", "adapter", pp=2, vp=2)
+SCHEDULED = [
+    IN_ROUNDS,
+    Launch("dp_balanced", "own", tp=2),
+    Launch("dp_balanced", "own", cp=2),
+    Launch("dp_balanced", "own", pp=2),
+    Launch("dp_balanced", "adapter", tp=2),
+    Launch("dp_balanced", "adapter", cp=2),
+    Launch("dp_balanced", "adapter", tp=2, pp=2),
+    Launch("dp_balanced", "adapter", pp=4),
+    Launch("default_dynamic_cp", "own", tp=2),
+    Launch("default_dynamic_cp", "own", cp=2),
+    Launch("default_dynamic_cp", "own", pp=2, vp=2),
+    Launch("default_dynamic_cp", "adapter", tp=2),
+    Launch("default_dynamic_cp", "adapter", cp=2),
+    Launch("default_dynamic_cp", "adapter", pp=2),
+    Launch("default_dynamic_cp", "adapter", pp=2, vp=2),
+]
+OF_DEV = has("datasets/data_schedule.py", "vpp_needs_data")
+
+
+def rows_of(ids: Sequence[int], multiple: int) -> list[dict[str, Tensor]]:
+    """What a data set gives of sequences, padded for the largest context-parallel group."""
+    rows = []
+    for i in ids:
+        size = -(-LENGTHS[i] // multiple) * multiple
+        numbers = torch.full((size,), len(TABLE) - 1)
+        numbers[: LENGTHS[i]] = torch.arange(FIRSTS[i], FIRSTS[i + 1])
+        mask = torch.zeros(size)
+        mask[: LENGTHS[i]] = STEP[i].mask
+        row = {"tokens": numbers, "labels": numbers, "position_ids": torch.arange(size), "loss_mask": mask}
+        row |= {"original_seq_len": torch.tensor([LENGTHS[i]]), "padded_seq_len": torch.tensor([size])}
+        rows.append({name: value.cuda() for name, value in row.items()})
+    return rows
+
+
+def packed_errors(launch: Launch, planted: str = "") -> list[tuple[str, int, float]]:
+    """On a rank: of two steps in every mode, the mode, the number of micro-batches and the error of the gradient."""
     from megatron.core.datasets.data_schedule import wrap_data_iterator
 
-    from megatron_rl_loss.megatron import from_first_tp_rank, plan_step
+    from megatron_rl_loss.megatron import AggregationSettings, LossAggregation, from_first_tp_rank, plan_step
 
-    dynamic = scheduler == "default_dynamic_cp"
-    if dynamic:
-        state, dp_cp, group_of = start_dynamic(tp)
-    else:
-        state = start(tp=tp, cp=cp)
-        dp_cp = state.get_data_parallel_group(with_context_parallel=True)
+    state, group_of = launch.start()
     dp, dp_rank = state.get_data_parallel_world_size(), state.get_data_parallel_rank()
-    multiple, tp_group = 2 * dp_cp.size(), state.get_tensor_model_parallel_group()
-    firsts = list(itertools.accumulate(LENGTHS, initial=0))
-    found = []
-    for (mode, units), step in itertools.product(oracle.COUNTINGS, [range(len(STEP)), [0, 2, 3, 7]]):
-        model = table_model(TABLE, per_token=True)
-        model.config.sequence_packing_scheduler = scheduler
-        model.config.max_seqlen_per_dp_cp_rank = 64 // (dp_cp.size() if dynamic else cp)
-        model.config.min_dynamic_context_parallel_size = 1
-        mine = list(step)[dp_rank::dp]
-        rows = []
-        for i in mine:
-            size = -(-LENGTHS[i] // multiple) * multiple
-            numbers = torch.full((size,), len(TABLE) - 1)
-            numbers[: LENGTHS[i]] = torch.arange(firsts[i], firsts[i + 1])
-            mask = torch.zeros(size)
-            mask[: LENGTHS[i]] = STEP[i].mask
-            row = {"tokens": numbers, "labels": numbers, "position_ids": torch.arange(size), "loss_mask": mask}
-            row |= {"original_seq_len": torch.tensor([LENGTHS[i]]), "padded_seq_len": torch.tensor([size])}
-            rows.append({name: value.cuda() for name, value in row.items()})
-        given = iter(rows) if tp_group.rank() == 0 else None
-        iterator, count, *_ = wrap_data_iterator(given, model.config, len(mine))
-        assert (iterator is None) == (tp_group.rank() > 0)
-        batches: list[Any] = []
+    tp_group, pp_group = state.get_tensor_model_parallel_group(), state.get_pipeline_model_parallel_group()
+    size = dp * launch.cp
+    reads = tp_group.rank() == 0 and (OF_DEV or pp_group.rank() in (0, launch.pp - 1))
+    if planted:
+        wrong = {"dp_group": PLANTED[planted](), "replica_groups": []}
+        plans.reduce_step_totals = lambda samples, **options: reduce_step_totals(samples, **options | wrong)
 
-        def describe(batches: Any = batches, iterator: Any = iterator, count: int = count) -> list[Samples]:
-            batches += from_first_tp_rank(lambda: [next(iterator) for _ in range(count)], tp_group)
-            samples = []
-            for batch in batches:
-                bounds = batch["cu_seqlens_padded"].tolist()
-                ids = [firsts.index(int(batch["tokens"][start])) for start in bounds[:-1]]
-                size = int(batch["local_cp_size"]) if dynamic else 1
-                samples.append(
-                    Samples(
-                        [batch["loss_mask"][a:b].cpu() for a, b in itertools.pairwise(bounds)],
-                        layout=ZigzagTHD(bounds),
-                        rollout_ids=[str(STEP[i].rollout_id) for i in ids],
-                        prompt_ids=[str(STEP[i].prompt_id) for i in ids],
-                        cp_group=group_of(size) if dynamic else None,
-                    )
-                )
-            return samples
-
-        divisor = DIVISOR if mode == "constant" else None
-        plan = plan_step(
-            describe, mode, units=units, divisor=divisor, model=model, dynamic_cp=dynamic, num_microbatches=count
+    def samples_of(batch: dict[str, Tensor]) -> Samples:
+        bounds = batch["cu_seqlens_padded"].int().tolist()
+        ids = [FIRSTS.index(int(batch["tokens"][start])) for start in bounds[:-1]]
+        return Samples(
+            [batch["loss_mask"][a:b].cpu() for a, b in itertools.pairwise(bounds)],
+            layout=ZigzagTHD(bounds),
+            rollout_ids=[str(STEP[i].rollout_id) for i in ids],
+            prompt_ids=[str(STEP[i].prompt_id) for i in ids],
+            cp_group=group_of(int(batch["local_cp_size"])) if launch.is_dynamic else None,
         )
-        turns = iter(zip(batches, plan, strict=True))
 
-        def forward_step(_: Any, model: Any, turns: Any = turns) -> Any:
-            batch, microbatch = next(turns)
-            return model(microbatch.local(batch["tokens"]).cuda()), microbatch.loss
+    def forward_step(iterator: Any, model: Any) -> Any:
+        given = next(iterator)
+        batch, microbatch = given if launch.loop == "own" else (given.data, given)
+        return model(microbatch.local(batch["tokens"]).cuda()), lambda output: microbatch.loss(output.flatten())
 
-        run_schedule(forward_step, None, model, count)
-        chosen = [STEP[i] for i in step]
-        right = [torch.zeros(length, dtype=torch.float64) for length in LENGTHS]
-        for i, slope in zip(step, oracle.step_gradient(mode, chosen, divisor, units), strict=True):
-            right[i] = slope
-        gradient = model.module.losses.main_grad.cpu()
-        found.append((count, relative_error(gradient, torch.cat([*right, torch.zeros(1)]))))
+    found = []
+    for mode, units in oracle.COUNTINGS:
+        chunks = launch.chunks(size)
+        model = chunks if launch.vp > 1 else chunks[0]
+        named = {"mode": mode, "units": units, "divisor": DIVISOR if mode == "constant" else None}
+        wrap = None
+        if launch.loop == "adapter":
+            settings = AggregationSettings.resolve(with_per_token_loss=launch.per_token, **named)
+            wrap = LossAggregation(settings, samples_of).wrap_schedule
+        for step in (range(len(STEP)), [0, 2, 3, 7, 8, 12]):
+            mine = list(step)[dp_rank::dp]
+            given = [iter(rows_of(mine, 2 * size)) if reads else None for _ in range(launch.vp)]
+            data, count, *_ = wrap_data_iterator(given if launch.vp > 1 else given[0], chunks[0].config, len(mine))
+            if launch.loop == "own":
+                iterators = data if launch.vp > 1 else [data]
+
+                def whole(iterators: Any = iterators, count: int = count) -> list[Any]:
+                    of_steps = ([next(one) for one in iterators] for _ in range(count))
+                    return [functools.reduce(operator.or_, of_chunks) for of_chunks in of_steps]
+
+                batches = from_first_tp_rank(whole, tp_group, pp_group)
+                plan = plan_step([samples_of(one) for one in batches], model=model, num_microbatches=count, **named)
+                data = [iter(list(zip(batches, plan, strict=True))) for _ in chunks]
+                data = data if launch.vp > 1 else data[0]
+            run_schedule(forward_step, data, model, count, wrap)
+            right = [torch.zeros(length, dtype=torch.float64) for length in LENGTHS]
+            of_step = oracle.step_gradient(mode, [STEP[i] for i in step], named["divisor"], units)
+            for i, slope in zip(step, of_step, strict=True):
+                right[i] = slope
+            expected = torch.cat([*right, torch.zeros(1)])
+            for chunk in chunks:
+                found.append((mode, count, relative_error(chunk.module.losses.main_grad.cpu(), expected)))
     return found
 
 
-@pytest.mark.parametrize(("scheduler", "tp", "cp"), SCHEDULED)
-def test_a_step_that_a_scheduler_packed(scheduler: str, tp: int, cp: int, record_property: Any) -> None:
+def skip_without(scheduler: str) -> None:
     if not has("datasets/data_schedule.py", f'"{scheduler}"'):
         pytest.skip("not in this Megatron-Core: see tools/test_versions.sh")
-    for found in run_ranks(RANKS, packed_errors, scheduler, tp, cp):
-        assert len({count for count, _ in found}) == 2  # it changes from step to step
-        assert max(error for _, error in found) < oracle.EXACT, found
-        record_property("dynamic_cp_error", max(error for _, error in found))
+
+
+@pytest.mark.parametrize("launch", SCHEDULED, ids=str)
+def test_a_step_that_a_scheduler_packed(launch: Launch, record_property: Any) -> None:
+    skip_without(launch.scheduler)
+    for found in run_ranks(launch.ranks, packed_errors, launch):
+        assert len({count for _, count, _ in found}) == 2 - (launch == IN_ROUNDS)  # it changes from step to step
+        assert max(error for *_, error in found) < oracle.EXACT, found
+        record_property("dynamic_cp_error", max(error for *_, error in found))
+
+
+PLANTED = {"totals of one rank": lambda: None, "counted on each TP rank": lambda: dist.group.WORLD}
+
+
+@pytest.mark.parametrize("planted", PLANTED)
+def test_what_is_counted_too_rarely_or_too_often_is_seen(planted: str) -> None:
+    skip_without("dp_balanced")
+    for found in run_ranks(RANKS, packed_errors, Launch("dp_balanced", "adapter", tp=2), planted):
+        assert min(error for mode, _, error in found if mode == "token_mean") > 0.05, found
+
+
+# --- pretrain
+
+
+def pretrained(flags: list[str]) -> list[dict[str, float]]:
+    """On a rank: `pretrain` of Megatron-Core dev, whose `train_step` runs the scheduler; what it logged."""
+    import megatron_on_cpu
+    from megatron.core import parallel_state
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.transformer import transformer_config
+    from megatron.training import training
+    from packed_attention import layer_spec
+    from pretrain_grpo import skip_building_dataset_helpers
+    from pretrain_of_version import parse_args, pretrain_gpt
+
+    from megatron_rl_loss.megatron import LossAggregation, add_loss_aggregation_args, next_microbatch
+
+    barrier = dist.barrier
+    transformer_config.is_te_min_version = lambda *_, **__: True  # a scheduler asks for Transformer Engine 2.9
+    dist.barrier = lambda group=None, **_: barrier(group)  # it names a device: gloo refuses it
+    sys.argv = ["pretrain", *MODEL.split(), *TRAINING.split(), *STEPS.split(), *flags]
+    args = parse_args(add_loss_aggregation_args, {})
+
+    def provide(*_: Any, **__: Any) -> Any:
+        rows = rows_of([*range(len(STEP)), 0, 2], 8)
+        for row in rows:
+            row["tokens"], row["labels"] = (row["tokens"] * 7 + 3) % 32, (row["tokens"] * 5 + 1) % 32
+        return rows, None, None
+
+    def samples_of(batch: dict[str, Tensor]) -> Samples:
+        bounds = batch["cu_seqlens_padded"].tolist()
+        masks = [batch["loss_mask"][a:b] for a, b in itertools.pairwise(bounds)]
+        return Samples(masks, layout=ZigzagTHD(bounds), cp_group=cp_group_of(batch))
+
+    def cp_group_of(batch: dict[str, Tensor]) -> Any:
+        size = int(batch.get("local_cp_size", 0))
+        return parallel_state.get_dynamic_data_context_parallel_groups(group_size=size) if size else None
+
+    def forward_step(iterator: Any, model: Any) -> Any:
+        microbatch = next_microbatch(iterator)
+        batch = microbatch.data
+        names = ("tokens", "position_ids", "labels")
+        tokens, positions, labels = (microbatch.local(batch[name])[None].cuda() for name in names)
+        bounds, longest, cp_group = batch["cu_seqlens_padded"], int(batch["max_seqlen"]), cp_group_of(batch)
+        packed = PackedSeqParams("thd", bounds, bounds, bounds, bounds, longest, longest)
+        if cp_group is not None:
+            packed.cp_group, packed.local_cp_size = cp_group, cp_group.size()
+        return model(tokens, positions, None, labels=labels, packed_seq_params=packed), microbatch.loss
+
+    logged: list[dict[str, float]] = []
+    training_log = training.training_log
+
+    def catch(loss_dict: dict[str, Any], *given: Any, **named: Any) -> Any:
+        logged.append({name: float(value) for name, value in loss_dict.items()} | {"grad_norm": float(given[6])})
+        return training_log(loss_dict, *given, **named)
+
+    training.training_log = catch
+    megatron_on_cpu.prepare_training()
+    skip_building_dataset_helpers()
+    with LossAggregation.from_args(args, samples_of).attached():
+        pretrain_gpt(args, add_loss_aggregation_args, {}, layer_spec, provide, forward_step)
+    return logged
+
+
+STEPS = """--dataloader-type single --num-workers 0 --seq-length 64 --max-position-embeddings 64 --micro-batch-size 1
+    --global-batch-size 8 --eval-iters 0 --eval-interval 1000 --train-iters 2"""
+BALANCED = ["--sequence-packing-scheduler", "dp_balanced"]
+DYNAMIC = ["--dynamic-context-parallel", "--max-seqlen-per-dp-cp-rank", "32", "--loss-aggregation", "sample_mean"]
+DYNAMIC += ["--calculate-per-token-loss", "--loss-aggregation-with-per-token-loss"]
+TP, PP = (f"--{axis}-model-parallel-size 2".split() for axis in ("tensor", "pipeline"))
+
+
+@pytest.mark.parametrize(
+    ("alone", "flags"), [((), [*BALANCED, *TP]), ((), [*DYNAMIC, *TP]), (PP, [*BALANCED, *PP])], ids=str
+)
+def test_pretrain_that_schedules_trains_alike_on_four_ranks(alone: Sequence[str], flags: list[str]) -> None:
+    if not OF_DEV:
+        pytest.skip("pretrain runs no scheduler in this Megatron-Core: see tools/test_versions.sh")
+    expected = run_ranks(2 if alone else 1, pretrained, [*BALANCED, *alone])[-1]  # stages draw weights of their own
+    assert len(expected) == 2
+    for step, reference in zip(run_ranks(RANKS, pretrained, flags)[-1], expected, strict=True):
+        assert step == pytest.approx(reference, rel=2 * oracle.chain_error(2, 256))
 
 
 # --- a GPT

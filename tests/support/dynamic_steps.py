@@ -44,7 +44,7 @@ def has(file: str, text: str) -> bool:
 HYBRID = ("pipeline_parallel/schedules.py", "hybrid_context_parallel_forward_backward(")
 
 
-def start_dynamic(tp: int = 1) -> tuple[Any, Any, Callable[[int], Any]]:
+def start_dynamic(tp: int = 1, cp: int | None = None, **more: Any) -> tuple[Any, Any, Callable[[int], Any]]:
     """On a rank: Megatron's state, its group over DP x CP, and its group of each size."""
     from megatron.core import parallel_state
 
@@ -52,7 +52,7 @@ def start_dynamic(tp: int = 1) -> tuple[Any, Any, Callable[[int], Any]]:
     name = "dynamic" if "dynamic_context_parallel" in known else "hybrid"
     barrier = dist.barrier
     with patch.object(dist, "barrier", lambda group=None, **_: barrier(group)):  # dev names a device: gloo refuses it
-        state = start(tp=tp, cp=2 // tp, **{f"{name}_context_parallel": True})
+        state = start(tp=tp, cp=cp or 2 // tp, **{f"{name}_context_parallel": True}, **more)
     of_size = getattr(state, f"get_{name}_data_context_parallel_groups")
     dp_cp = state.get_data_parallel_group(with_context_parallel=True)
     return state, dp_cp, lambda size: None if size == 1 else of_size(group_size=size)  # before dev there is none of one

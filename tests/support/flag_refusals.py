@@ -104,7 +104,7 @@ FLAG_ROWS = [
     flag("per-token loss averaged in the collective", "per-token loss with Torch FSDP2",
          "--calculate-per-token-loss --ddp-average-in-collective", "per-token loss with --ddp-average-in-collective",
          "Drop --ddp-average-in-collective or --calculate-per-token-loss", "--ddp-average-in-collective"),
-    flag("hybrid context parallelism", "hybrid or dynamic context parallelism",
+    flag("hybrid context parallelism", "hybrid context parallelism",
          f"{HYBRID} --calculate-per-token-loss", "--hybrid-context-parallel", "Use a fixed --context-parallel-size",
          "--calculate-per-token-loss"),
     flag("GTP", "weight-rematerialising TP (GTP)", "--tensor-parallel-num-weight-shards 2", "(GTP)", "Turn it off",

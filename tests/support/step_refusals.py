@@ -174,15 +174,13 @@ def config_row(name: str, covers: str, given: str, todo: str, mode: str = "sampl
 
 
 CONFIG_ROWS = [
-    config_row("config: hybrid CP", "hybrid or dynamic context parallelism", "--hybrid-context-parallel", "Use a fixed",
+    config_row("config: hybrid CP", "hybrid context parallelism", "--hybrid-context-parallel", "Use a fixed",
                hybrid_context_parallel=True),
-    config_row("config: dynamic CP", "hybrid or dynamic context parallelism", "--dynamic-context-parallel",
-               "Use a fixed", dynamic_context_parallel=True),
+    config_row("config: dynamic CP", "dynamic without per-token loss", "dynamic context parallelism without per-token",
+               "Turn calculate_per_token_loss on", dynamic_context_parallel=True),
     config_row("config: GTP", "weight-rematerialising TP (GTP)", "(GTP)", "Turn it off", gtp_weight_remat_size=2),
     config_row("config: GTP of experts", "weight-rematerialising TP (GTP)", "(GTP)", "Turn it off",
                expert_gtp_weight_remat_size=2),
-    config_row("config: a scheduler that packs anew", "", "--sequence-packing-scheduler dp_balanced",
-               "Pack the samples yourself", sequence_packing_scheduler="dp_balanced"),
     config_row("config: full-iteration graphs", "`--cuda-graph-impl full_iteration`",
                "--cuda-graph-impl full_iteration", "Choose another", cuda_graph_impl="full_iteration"),
     config_row("config: gradients that nothing sums", "a model that never sums gradients over ranks",

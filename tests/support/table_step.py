@@ -96,12 +96,16 @@ def table_model(
         def __init__(self) -> None:
             super().__init__(config)
             self.model_type = ModelType.encoder_or_decoder
+            self.pre_process = self.share_embeddings_and_output_weights = False
+            self.received: Any = [None]  # from an earlier pipeline stage, to which this one adds its own
             self.losses = torch.nn.Parameter(torch.tensor(table))
 
-        def set_input_tensor(self, _: Any) -> None: ...
+        def set_input_tensor(self, received: Any) -> None:
+            self.received = received if isinstance(received, list) else [received]
 
-        def forward(self, input_ids: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-            return forward(self.losses, input_ids)
+        def forward(self, input_ids: torch.Tensor, *_: Any, **__: Any) -> Any:
+            own = forward(self.losses, input_ids)
+            return own if self.received[0] is None else own + self.received[0]
 
     if not ddp:
         return Table().cuda()
