@@ -1,5 +1,6 @@
 """`audit.attach` in workers that an engine starts: the verdict comes, and training goes on as if nobody had looked."""
 
+import functools
 import importlib
 import json
 import os
@@ -21,15 +22,10 @@ VARIABLE = "MEGATRON_RL_LOSS_AUDIT"
 EXPECT = "--expect token_mean --json "
 
 
-def in_ranks(scaling: str, options: str | None, out: Path) -> Trained:
+def in_ranks(scaling: str, options: str | None, out: Path, later: bool = False) -> Trained:
+    """`later`: of an engine that finalises gradients after the schedule."""
     plugin = None if options is None else ATTACH
-    return run_ranks(LAYOUT.world_size, train, scaling, {VARIABLE: f"{options}{out}"}, plugin)
-
-
-def in_ranks_and_later(scaling: str, options: str | None, out: Path) -> Trained:
-    """Of an engine that finalises gradients after the schedule."""
-    plugin = None if options is None else ATTACH
-    return run_ranks(LAYOUT.world_size, train, scaling, {VARIABLE: f"{options}{out}"}, plugin, True)
+    return run_ranks(LAYOUT.world_size, train, scaling, {VARIABLE: f"{options}{out}"}, plugin, later)
 
 
 def in_ray(scaling: str, options: str | None, out: Path) -> Trained:
@@ -58,7 +54,9 @@ def in_ray(scaling: str, options: str | None, out: Path) -> Trained:
         ray.shutdown()
 
 
-LAUNCHES = pytest.mark.parametrize("launch", [in_ranks, in_ranks_and_later, in_ray])
+LAUNCHES = pytest.mark.parametrize(
+    "launch", [in_ranks, functools.partial(in_ranks, later=True), in_ray], ids=["ranks", "later", "ray"]
+)
 
 
 def same(left: Trained, right: Trained) -> bool:
