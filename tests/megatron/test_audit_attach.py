@@ -54,9 +54,7 @@ def in_ray(scaling: str, options: str | None, out: Path) -> Trained:
         ray.shutdown()
 
 
-LAUNCHES = pytest.mark.parametrize(
-    "launch", [in_ranks, functools.partial(in_ranks, later=True), in_ray], ids=["ranks", "later", "ray"]
-)
+LAUNCHES = {"ranks": in_ranks, "later": functools.partial(in_ranks, later=True), "ray": in_ray}
 
 
 def same(left: Trained, right: Trained) -> bool:
@@ -64,7 +62,7 @@ def same(left: Trained, right: Trained) -> bool:
     return all(np.array_equal(a, b) for one, other in pairs for a, b in zip(one[0], other[0], strict=True))
 
 
-@LAUNCHES
+@pytest.mark.parametrize("launch", LAUNCHES.values(), ids=LAUNCHES)
 @pytest.mark.parametrize(("scaling", "headline"), [("mean", "NOT SOUND: asked"), ("per token", "SOUND:")])
 def test_the_first_step_is_judged_and_training_goes_on(
     launch: Any, scaling: str, headline: str, tmp_path: Path
