@@ -114,6 +114,7 @@ def measured_step(parts: Sequence[Part], factor: float, split: Split, **said: An
 def log_prob_gap(parts: Sequence[Part]) -> LogProbGap | None:
     """The gap between the log-probs that parts have, of the samples of which all ranks gave them; None without any."""
     found: list[tuple[Tensor, Tensor, Tensor]] = []
+    parts = [part for part in parts if part.log_probs is not None]
     for one in sorted(parts, key=lambda part: part.place):
         if (rows := one.rows) is None:
             continue
