@@ -93,12 +93,8 @@ def measured_step(parts: Sequence[Part], factor: float, split: Split, **said: An
             "prompt": _numbered(rows.known["prompts"], prompts) if "prompts" in rows.known else np.full(number, -1),
         }
         found: dict[str, Any] = {name: values.repeat(rows.lengths) for name, values in of_samples.items()}
-        found |= {
-            "weights": weights[entries],
-            "mask": rows.mask,
-            "position": concatenated_ranges(np.zeros(number, np.int64), rows.lengths),
-            "cp_rank": holder[entries],
-        }
+        positions = concatenated_ranges(np.zeros(number, np.int64), rows.lengths)
+        found |= {"weights": weights[entries], "mask": rows.mask, "position": positions, "cp_rank": holder[entries]}
         if number:
             found |= {name: rows.known.get(name) for name in ("response_lengths", "total_lengths")}
         for name, piece in found.items():
@@ -118,6 +114,7 @@ def measured_step(parts: Sequence[Part], factor: float, split: Split, **said: An
 def log_prob_gap(parts: Sequence[Part]) -> LogProbGap | None:
     """The gap between the log-probs that parts have, of the samples of which all ranks gave them; None without any."""
     found: list[tuple[Tensor, Tensor, Tensor]] = []
+    parts = [part for part in parts if part.log_probs is not None]
     for one in sorted(parts, key=lambda part: part.place):
         if (rows := one.rows) is None:
             continue

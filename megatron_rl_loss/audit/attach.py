@@ -14,13 +14,12 @@ import traceback
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from contextlib import ExitStack
-from types import ModuleType
 from typing import Any, NoReturn
 
 from megatron_rl_loss.audit.launch import (
     SCHEDULES,
     add_audit_options,
-    replace_everywhere,
+    measure_once,
     report_verdicts,
     samples_of,
     when_imported,
@@ -51,28 +50,7 @@ def _arm() -> None:
     except ValueError as error:
         parser.error(str(error))
     options = parser.parse_args(words)
-    when_imported(SCHEDULES, functools.partial(_wrap_schedules, options))
-
-
-def _wrap_schedules(options: Namespace, schedules: ModuleType) -> None:
-    """Whoever asks Megatron for its schedule gets one that is measured, until the step was."""
-    get_schedule = schedules.get_forward_backward_func
-    steps = 0
-
-    def once(schedule: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        nonlocal steps
-        steps += not kwargs.get("forward_only")
-        if steps != options.step or kwargs.get("forward_only"):
-            return schedule(*args, **kwargs)
-        replace_everywhere(get_attached, get_schedule)
-        return _measured(options, schedule, *args, **kwargs)
-
-    @functools.wraps(get_schedule)
-    def get_attached(*args: Any, **kwargs: Any) -> Any:
-        schedule = get_schedule(*args, **kwargs)
-        return functools.wraps(schedule)(functools.partial(once, schedule))
-
-    replace_everywhere(get_schedule, get_attached)
+    when_imported(SCHEDULES, functools.partial(measure_once, options, _measured))
 
 
 def _measured(options: Namespace, schedule: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -116,12 +94,12 @@ def _finalizer(model: Any) -> Any:
 
 def _conclude(options: Namespace, audit: Any, failure: Exception | None) -> None:
     """Print and write what was found, on the first rank; or that the audit failed, on any."""
+    outcome: Any = failure
     if failure is None and audit.is_first_rank:
         print(f"The audit of training step {options.step} of this process; training goes on:", flush=True)
         outcome = attempt(lambda: report_verdicts(options, audit))
-        failure = outcome if isinstance(outcome, Exception) else None
-    if failure is not None:
-        attempt(lambda: _say(options, failure))
+    if isinstance(outcome, Exception):
+        attempt(lambda: _say(options, outcome))
 
 
 def _say(options: Namespace, failure: Exception) -> None:

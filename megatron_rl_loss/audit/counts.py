@@ -41,6 +41,8 @@ COUNTINGS = {
 WIDTHS = ("width", "padded_width")
 #: What a part counts as, by its mask tokens and its entries.
 _OF_PARTS: dict[str, Callable[[Floats, Floats], Floats]] = {
+    "mask": lambda tokens, _: tokens,
+    "length": lambda _, length: length,
     "all": lambda tokens, _: np.ones_like(tokens),
     "active": lambda tokens, _: np.where(tokens > 0, 1.0, 0.0),
     "clamped": lambda tokens, _: np.maximum(tokens, 1),
@@ -175,17 +177,15 @@ class Cells:
     def values(self, count: Count) -> Floats:
         """The quantity, for each cell, [num_cells]."""
         group, counting = self.groups(count.within)[0], count.counting
+        if count.what == "tokens" and counting == "active":
+            return _sums(group, self.active)[group]
+        # Of a sample what lies in the scope: the whole sample unless that is a CP place.
+        names: tuple[str, ...] = (*SCOPES[count.scope][1], "sample")
         if count.what != "tokens":
             names = tuple(dict.fromkeys((*count.within, count.what)))
-            return self._over_parts(group, self.groups(names)[0], counting)
-        columns = {"mask": self.tokens, "active": self.active, "length": self.length}
-        if counting in columns:
-            return _sums(group, columns[counting])[group]
-        if counting in ("clamped_pieces", "clamped_microbatches"):
-            names = ("dp_rank", "microbatch", "cp_rank")[: 3 if counting == "clamped_pieces" else 2]
-            return self._over_parts(group, self.groups(names)[0], "clamped")
-        # The others count samples: of a sample what lies in the scope, whole samples unless that is a CP place.
-        part = self.groups((*SCOPES[count.scope][1], "sample"))[0]
+        elif counting in ("clamped_pieces", "clamped_microbatches"):
+            names, counting = SCOPES["cp_place" if counting == "clamped_pieces" else "microbatch"][1], "clamped"
+        part = self.groups(names)[0]
         if counting in _OF_PARTS or counting in self.lengths_known:
             return self._over_parts(group, part, counting)
         longest = np.zeros(int(group.max(initial=-1)) + 1)

@@ -63,7 +63,7 @@ def add_script(parser: ArgumentParser) -> None:
 
 def run_audit(options: Namespace) -> int:
     """Run the script until the step is measured. 0: as expected, 1: a term is not, 2: no verdict, for any reason."""
-    when_imported(SCHEDULES, functools.partial(_wrap_schedules, options))
+    when_imported(SCHEDULES, functools.partial(measure_once, options, _measure_and_end))
     sys.argv = [options.script, *options.arguments]
     sys.path.insert(0, os.path.dirname(os.path.abspath(options.script)))
     try:
@@ -81,31 +81,41 @@ class _Measured(SystemExit):
     """Ends the script, with the exit status of the audit."""
 
 
-def _wrap_schedules(options: Namespace, schedules: ModuleType) -> None:
-    """Whoever asks Megatron for its schedule from now on gets one that is measured."""
+def measure_once(options: Namespace, measure: Callable[..., Any], schedules: ModuleType) -> None:
+    """Whoever asks Megatron for its schedule gets one that ``measure(options, schedule, ...)`` calls at the step."""
     get_schedule = schedules.get_forward_backward_func
     steps = 0
 
-    def report(audit: Any) -> None:
+    def run(schedule: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         nonlocal steps
-        steps += 1
-        if steps < options.step:
-            return
-        status = attempt(lambda: report_verdicts(options, audit)) if audit.is_first_rank else None
-        if isinstance(status, Exception):
-            print(f"NO VERDICT: {status}", flush=True)
-            if not isinstance(status, ValueError | OSError):
-                traceback.print_exception(status)
-            status = NO_VERDICT
-        raise _Measured(audit.agree(status))
+        steps += not kwargs.get("forward_only")
+        if steps != options.step or kwargs.get("forward_only"):
+            return schedule(*args, **kwargs)
+        replace_everywhere(get_wrapped, get_schedule)
+        return measure(options, schedule, *args, **kwargs)
 
     @functools.wraps(get_schedule)
-    def get_audited(*args: Any, **kwargs: Any) -> Any:
-        from megatron_rl_loss.audit.megatron.audit import audited
+    def get_wrapped(*args: Any, **kwargs: Any) -> Any:
+        schedule = get_schedule(*args, **kwargs)
+        return functools.wraps(schedule)(functools.partial(run, schedule))
 
-        return audited(get_schedule(*args, **kwargs), report, samples_of=samples_of(options))
+    replace_everywhere(get_schedule, get_wrapped)
 
-    replace_everywhere(get_schedule, get_audited)
+
+def _measure_and_end(options: Namespace, schedule: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    from megatron_rl_loss.audit.megatron.audit import audited
+
+    return audited(schedule, functools.partial(_end, options), samples_of=samples_of(options))(*args, **kwargs)
+
+
+def _end(options: Namespace, audit: Any) -> None:
+    status = attempt(lambda: report_verdicts(options, audit)) if audit.is_first_rank else None
+    if isinstance(status, Exception):
+        print(f"NO VERDICT: {status}", flush=True)
+        if not isinstance(status, ValueError | OSError):
+            traceback.print_exception(status)
+        status = NO_VERDICT
+    raise _Measured(audit.agree(status))
 
 
 def replace_everywhere(function: Callable[..., Any], by: Callable[..., Any]) -> None:

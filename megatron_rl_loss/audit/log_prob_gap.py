@@ -95,11 +95,15 @@ def compare_log_probs(
     Raises:
         ValueError: one tensor for all samples; samples or lengths that do not go together; logits without labels.
     """
-    given = {"ours": ours, "theirs": theirs, "loss_masks": loss_masks, "repeat": repeat, "logits": logits}
-    given |= {"labels": labels}
-    for name, values in given.items():
-        if values is None:
-            continue
+    given = {
+        "ours": ours,
+        "theirs": theirs,
+        "loss_masks": loss_masks,
+        "repeat": repeat,
+        "logits": logits,
+        "labels": labels,
+    }
+    for name, values in ((name, values) for name, values in given.items() if values is not None):
         if any(one.dim() != 1 + (name == "logits") for one in values):
             shapes = [tuple(one.shape) for one in values]
             raise ValueError(f"{name} of shapes {shapes}: a sample has one entry per token. Pass a row of each.")
@@ -146,7 +150,6 @@ class _Pair:
     ) -> None:
         self.lengths, self.totals, self.starts = lengths, totals, starts_of(lengths)
         self.ours, self.theirs, self.active, self.gap = ours, theirs, active, theirs - ours
-        self.sample = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths, dtype=torch.long))
         self.size = torch.maximum(ours.abs(), theirs.abs()).clamp(min=1)
         self.rounding = noise + _BF16 * self.size
 
@@ -231,13 +234,10 @@ def _moves(pair: _Pair, cp_sizes: Sequence[int]) -> Iterator[tuple[str, str, Ten
         pieces = f"the zigzag pieces of {cp_size} context-parallel ranks, one rank after the other"
         for shift in range(1 + (pair.totals != pair.lengths)):
             of = zip(pair.lengths, pair.totals, strict=True)
-            orders = [_rank_order(length, total, cp_size, shift) for length, total in of]
-            back = [torch.full_like(one, -1) for one in orders]
-            for one, other in zip(orders, back, strict=True):
-                at = (one >= 0).nonzero().flatten()
-                other[one[at]] = at
-            yield "cp_order", f"theirs are {pieces}", placed(orders), True
-            yield "cp_order", f"ours are {pieces}", placed(back), True
+            order = placed([_rank_order(length, total, cp_size, shift) for length, total in of])
+            at = (order >= 0).nonzero().flatten()
+            yield "cp_order", f"theirs are {pieces}", order, True
+            yield "cp_order", f"ours are {pieces}", torch.full_like(order, -1).index_copy(0, order[at], at), True
     if (source := _sample_order(pair)) is not None:
         yield "sample_order", "theirs are ours with samples in another order", source, True
 
@@ -257,18 +257,19 @@ def _rank_order(length: int, total: int, cp_size: int, shift: int) -> Tensor:
 
 def _sample_order(pair: _Pair) -> Tensor | None:
     """Where each sample of theirs is in ours, if every one has a place of its own."""
-    rows = [torch.arange(start, start + length) for start, length in zip(pair.starts, pair.lengths, strict=True)]
+
+    def fits(here: Tensor, there: Tensor) -> bool:
+        if len(there) != len(here):
+            return False
+        apart = (pair.theirs[here] - pair.ours[there]).abs() > pair.rounding[here]
+        return not (apart & pair.active[here] & pair.active[there]).any()
+
+    rows = torch.arange(len(pair.ours)).split(pair.lengths)
     left, found = list(rows), []
     for here in rows:
-        for number, there in enumerate(left):
-            if len(there) != len(here):
-                continue
-            apart = (pair.theirs[here] - pair.ours[there]).abs() > pair.rounding[here]
-            if not (apart & pair.active[here] & pair.active[there]).any():
-                found.append(left.pop(number))
-                break
-        else:
+        if (number := next((k for k, there in enumerate(left) if fits(here, there)), None)) is None:
             return None
+        found.append(left.pop(number))
     return torch.cat(found)
 
 
@@ -288,8 +289,8 @@ def _by_logits(pair: _Pair, logits: Sequence[Tensor], labels: Sequence[Tensor]) 
     plain = read(_log_prob)
     few = pair.active.nonzero().flatten()
     few = few[torch.linspace(0, len(few) - 1, min(len(few), _FEW)).long()]
-    z = torch.stack([logits[s][t - pair.starts[s]].detach().double().cpu() for t, s in
-                     zip(few.tolist(), pair.sample[few].tolist(), strict=True)])  # fmt: skip
+    rows = [row for of_sample in logits for row in of_sample.detach()]  # views
+    z = torch.stack([rows[at].double().cpu() for at in few.tolist()])
     for right, other in (("ours", "theirs"), ("theirs", "ours")):
         wanted = getattr(pair, other)
         if ((getattr(pair, right) - plain).abs() <= pair.rounding)[pair.active].all():
@@ -300,17 +301,12 @@ def _by_logits(pair: _Pair, logits: Sequence[Tensor], labels: Sequence[Tensor]) 
 
 def _changes(z: Tensor, label: Tensor, wanted: Tensor) -> Iterator[tuple[str, str, Reading]]:
     """What log-probs `wanted` of a few tokens, [num_few], may be of logits z, [num_few, vocabulary]."""
-    betas = torch.logspace(-2, 2, 81, base=2).tolist()
-
-    def apart(beta: float) -> float:
-        return float((_log_prob(beta * z, label) - wanted).abs().max())
-
-    best = min(range(1, 80), key=lambda k: apart(betas[k]))
-    low, high = betas[best - 1], betas[best + 1]
-    for _ in range(60):
-        third = (high - low) / 3
-        low, high = (low, high - third) if apart(low + third) < apart(high - third) else (low + third, high)
-    yield "temperature", f"at temperature {1 / low:.4g}", lambda z, y: _log_prob(low * z, y)
+    low, high = 0.25, 4.0
+    for _ in range(12):  # the nearest of a grid, then a grid between its neighbours
+        betas = torch.linspace(low, high, 41, dtype=torch.float64)
+        best = int(torch.stack([(_log_prob(beta * z, label) - wanted).abs().max() for beta in betas]).argmin())
+        low, beta, high = betas[max(best - 1, 0)].item(), betas[best].item(), betas[min(best + 1, 40)].item()
+    yield "temperature", f"at temperature {1 / beta:.4g}", lambda z, y: _log_prob(beta * z, y)
     chosen = z.gather(1, label[:, None])
     columns = 1 + int((z.logcumsumexp(-1) - chosen + wanted[:, None]).abs().amax(0).argmin())
     text = f"over columns 0 to {columns - 1} of {z.shape[1]}"

@@ -15,8 +15,7 @@ from megatron_rl_loss.errors import check_choice, check_int
 from megatron_rl_loss.modes.names import Aggregation, resolve
 from megatron_rl_loss.modes.table import ModeFunction
 from megatron_rl_loss.modes.weights import weigh
-from megatron_rl_loss.step.layouts import Layout
-from megatron_rl_loss.step.samples import Samples
+from megatron_rl_loss.step.samples import LocalTokens
 from megatron_rl_loss.step.totals import StepTotals, UnitCounting
 
 
@@ -144,16 +143,11 @@ _CUTS_OF_MODES: dict[Literal["zigzag", "contiguous", "gathered", "responses"], t
 }
 
 
-def _mode_loss(aggregation: Aggregation, split_rollouts: bool) -> LossFunction:
+def _mode_loss(aggregation: Aggregation) -> LossFunction:
     """A mode as a loss function: the weighted sum of what a rank holds."""
 
-    def loss(
-        losses: Tensor, mask: Tensor, *, loss_masks: list[Tensor], totals: StepTotals, layout: Layout, cp_rank: int,
-        cp_size: int, prompt_ids: list[int], rollout_ids: list[int], labels: dict[str, list[Any]],
-    ) -> Tensor:  # fmt: skip
-        ids: Any = {"prompt_ids": prompt_ids, "rollout_ids": rollout_ids if split_rollouts else None}
-        samples = Samples(loss_masks, layout=layout, labels=labels, **ids)
-        weights = weigh(aggregation, samples.local(cp_rank, cp_size), totals)
+    def loss(losses: Tensor, mask: Tensor, local: LocalTokens, totals: StepTotals) -> Tensor:
+        weights = weigh(aggregation, local, totals)
         return (torch.where(weights != 0, losses, 0) * weights).sum()
 
     # Sums of a step that the mode declares; the simulation puts them into the totals.
@@ -168,7 +162,7 @@ def _check_mode(expected: Aggregation, draws: int, seed: int) -> LossReport:
     for layout, cuts in _CUTS_OF_MODES.items():
         split = layout in ("contiguous", "responses")  # rollouts over several samples
         call = LossCall(rows="packed", dp="sum", cp="sum", cp_cut=layout, split_rollouts=split)
-        search = Search(_mode_loss(expected, split), call, expected, draws, seed)
+        search = Search(_mode_loss(expected), call, expected, draws, seed)
         for cut in cuts:
             name = f"{cut.name}, {layout}" if cut.cp else cut.name
             for found in search.of_cut(cut):

@@ -182,14 +182,11 @@ def _shifts(tokens: StepTokens) -> Iterator[tuple[str, Ints, Flags]]:
 def _masked(step: Comparison, extra: Flags) -> Deviation:
     tokens = step.tokens
     number, masked = int(extra.sum()), ~step.wanted
-    active = np.bincount(tokens.sample, weights=step.wanted)
-    in_masked_sample = active[tokens.sample] == 0
-    first = np.full(len(active), np.iinfo(np.int64).max)
-    np.minimum.at(first, tokens.sample[step.wanted], tokens.position[step.wanted])
-    before = tokens.position < first[tokens.sample]
-    if in_masked_sample[extra].all():
+    of_wanted, positions = tokens.sample[step.wanted], tokens.position[step.wanted].astype(np.float64)
+    first = extremes(of_wanted, positions, int(tokens.sample.max()) + 1)[0][tokens.sample]  # inf: fully masked
+    if np.isinf(first[extra]).all():
         name = "masked_samples_trained"
-    elif (before & ~in_masked_sample)[extra].all():
+    elif (np.isfinite(first) & (tokens.position < first))[extra].all():
         name = "prompt_trained"
     else:
         name = "mask_ignored" if extra[masked].all() else "masked_trained"

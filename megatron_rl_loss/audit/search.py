@@ -2,9 +2,10 @@
 
 import contextlib
 import functools
+import itertools
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
@@ -95,12 +96,32 @@ class Cut:
             nothing = not any(any(one.mask) for one in samples)
             if not any(sample.mask) and (not call.masked_samples or nothing):
                 samples[i] = replace(sample, mask=(1, *sample.mask[1:]))
-        parts = [tuple(samples[sum(rows[:i]) : sum(rows[: i + 1])]) for i in range(number)]
-        ranks = tuple(tuple(parts[i : i + num_microbatches]) for i in range(0, number, num_microbatches))
         cp_size = (2 if telling else rng.choice([2, 3, 4])) if self.cp else 1
+        return self._dealt(samples, rows, num_microbatches, cp_size, call, seed)
+
+    def small(self, call: LossCall, seed: int) -> Iterator[LossCase]:
+        """The smallest steps cut so, into two where it is cut; one or two rows a part, of one or two tokens."""
+        one_each = (1,) * ((1 + self.dp) * (1 + self.microbatches))
+        uneven = [] if call.even_microbatches else [(*one_each[1:], 2)]
+        for rows in (one_each, *uneven, (2,) * len(one_each)):
+            for masks in itertools.islice(itertools.product(_SMALL, repeat=sum(rows)), 60):
+                if all(map(any, masks)) or (call.masked_samples and any(map(any, masks))):
+                    rollouts = [i // 2 if call.split_rollouts else i for i in range(len(masks))]
+                    samples = [DrawnSample(mask, rollouts[i], i // 2) for i, mask in enumerate(masks)]
+                    yield self._dealt(samples, rows, 1 + self.microbatches, 1 + self.cp, call, seed)
+
+    def _dealt(
+        self, samples: Sequence[DrawnSample], rows: Sequence[int], num_microbatches: int, cp_size: int, call: LossCall,
+        seed: int,
+    ) -> LossCase:  # fmt: skip
+        """So many rows in each micro-batch, rank by rank."""
+        left = iter(samples)
+        parts = [tuple(itertools.islice(left, number)) for number in rows]
+        ranks = tuple(tuple(parts[i : i + num_microbatches]) for i in range(0, len(parts), num_microbatches))
         return LossCase(ranks, cp_size, call.split_rollouts, seed, padded_masks=self.padded_masks)
 
 
+_SMALL = ((1,), (1, 1), (1, 0), (0, 1), (0,))
 UNCUT = Cut("in one micro-batch on one rank")
 MICROBATCHES = Cut("over micro-batches", microbatches=True)
 CP = Cut("over context-parallel ranks", cp=True)
@@ -207,19 +228,15 @@ class Search:
         by_size = sorted([*larger, *found], key=lambda one: (one.shape == "factor", -len(one.case.samples)))
         largest = by_size[0]
 
-        def shows(smaller: LossCase) -> bool:
-            other = look(smaller)
+        def alike(other: Finding | None) -> bool:
             return other is not None and (other.kind, other.shape) == (kind, largest.shape)
 
-        small = [one.case for one in found if one.shape == largest.shape] or [found[0].case]
-        smallest = min(small, key=lambda one: len(one.samples))
-        smallest = shrink(smallest, shows, even=self.call.even_microbatches, masked=self.call.masked_samples)
-        shown = look(smallest)
-        if shown is None or shown.kind != kind:  # chance may show something else the next time
-            shown = largest
-        says = largest.says if kind == "weights" else shown.says
+        drawn = [*filter(alike, found)] or found
+        smallest = next(filter(alike, map(look, cut.small(self.call, self.seed))), None)
+        smallest = smallest or min(drawn, key=lambda one: len(one.case.samples))
+        says = largest.says if kind == "weights" else smallest.says
         verdict = self._verdict([one.case for one in by_size[:5]]) if kind in ("weights", "NaN") else None
-        return replace(shown, cut=cut.name, says=says, case=smallest, verdict=verdict)
+        return replace(smallest, cut=cut.name, says=says, verdict=verdict)
 
     def _verdict(self, cases: list[LossCase]) -> Verdict:
         """On the first of the steps that give the reading which most give: sizes may coincide on one."""
@@ -293,52 +310,6 @@ def describe(weights: Floats, expected: Floats) -> tuple[str, str]:
     if high - low <= TOLERANCE * abs(high):
         return "factor", f"all tokens weigh {ratios.mean():.4g} times what they should"
     return "spread", f"tokens weigh {low:.4g} to {high:.4g} times what they should"
-
-
-def shrink(case: LossCase, shows: Callable[[LossCase], bool], *, even: bool, masked: bool) -> LossCase:
-    """The smallest step to be had from `case` by leaving out, that still has an active token and shows it."""
-    for smaller in _smaller(case, even, masked):
-        if any(any(sample.mask) for sample in smaller.samples) and shows(smaller):
-            return shrink(smaller, shows, even=even, masked=masked)
-    return case
-
-
-def _smaller(case: LossCase, even: bool, masked: bool) -> Iterator[LossCase]:
-    """Steps with a part left out: the prompts, a rank, a micro-batch, a row, tokens, a zero of a mask."""
-    ranks = case.ranks
-    if any(sample.prompt for sample in case.samples):
-        one_prompt = [[tuple(replace(one, prompt=0) for one in microbatch) for microbatch in rank] for rank in ranks]
-        yield replace(case, ranks=tuple(map(tuple, one_prompt)))
-    for cp_size in range(1, case.cp_size):
-        yield replace(case, cp_size=cp_size)
-    for i in range(case.dp_size) if case.dp_size > 1 else ():
-        yield replace(case, ranks=_with(ranks, i))
-    for i in range(case.num_microbatches) if case.num_microbatches > 1 else ():
-        yield replace(case, ranks=tuple(_with(rank, i) for rank in ranks))
-    num_rows = len(ranks[0][0])
-    for i in range(num_rows) if even and num_rows > 1 else ():
-        yield replace(case, ranks=tuple(tuple(_with(microbatch, i) for microbatch in rank) for rank in ranks))
-    for r, rank in enumerate(ranks):
-        for k, microbatch in enumerate(rank):
-            for other in _smaller_microbatches(microbatch, even, masked):
-                yield replace(case, ranks=_with(ranks, r, _with(rank, k, other)))
-
-
-def _smaller_microbatches(
-    microbatch: tuple[DrawnSample, ...], even: bool, masked: bool
-) -> Iterator[tuple[DrawnSample, ...]]:
-    for i in range(len(microbatch)) if not even and len(microbatch) > 1 else ():
-        yield _with(microbatch, i)
-    for i, sample in enumerate(microbatch):
-        mask = sample.mask
-        smaller = [mask[: len(mask) // 2], mask[:-1], mask[1:]] if len(mask) > 1 else []
-        smaller += [_with(mask, at, 1) for at, entry in enumerate(mask) if not entry]
-        yield from (_with(microbatch, i, replace(sample, mask=one)) for one in smaller if masked or any(one))
-
-
-def _with(parts: tuple[Any, ...], i: int, *others: Any) -> tuple[Any, ...]:
-    """With others, or nothing, in the place of part i."""
-    return (*parts[:i], *others, *parts[i + 1 :])
 
 
 def _shown(weights: tuple[float, ...]) -> str:

@@ -62,6 +62,7 @@ GIVEN: dict[str, str] = {
     "first_row": "the number, in the step, of this micro-batch's first row",
     "labels": "a dict of lists [num_samples] of what a mode of one's own may look at, random",
     "layout": "the `Layout` of the losses",
+    "local": "the `LocalTokens` that this rank holds: `Samples.local`",
     "totals": "the `StepTotals` of the step",
 }
 
@@ -222,12 +223,15 @@ class _Call:
         self.slots = _slots(call, self.lengths, case.cp_size, spare=case.padded_masks)
         layout = _layout(call, self.lengths, self.slots, case.cp_size)
         #: As they are: where the entries of masks are in the layout's buffer.
-        self.described = self.samples = Samples(masks, layout=layout, **ids)
+        self.described = self.samples = Samples(masks, layout=layout, labels=self.labels, **ids)
         if case.padded_masks:
-            turns = zip(self.labels["turns"], self.slots, strict=True)
-            self.labels["turns"] = [pad(entry, (0, slot - len(entry)), value=-1) for entry, slot in turns]
-            padded = [pad(mask, (0, slot - len(mask))) for mask, slot in zip(masks, self.slots, strict=True)]
-            self.samples = Samples(padded, layout=layouts.ZigzagTHD([0, *np.cumsum(self.slots).tolist()]), **ids)
+
+            def padded(rows: list[Tensor], value: int) -> list[Tensor]:
+                return [pad(row, (0, slot - len(row)), value=value) for row, slot in zip(rows, self.slots, strict=True)]
+
+            self.labels = self.labels | {"turns": padded(self.labels["turns"], -1)}
+            layout = layouts.ZigzagTHD([0, *np.cumsum(self.slots).tolist()])
+            self.samples = Samples(padded(masks, 0), layout=layout, labels=self.labels, **ids)
         self.local = self.samples.local(cp_rank, case.cp_size)
         before = sum(map(len, case.masks[: rows.start]))
         buffer = torch.zeros(self.samples.total_tokens)
@@ -314,6 +318,7 @@ class _Call:
             "first_row": lambda: self.rows.start,
             "labels": lambda: self.labels,
             "layout": lambda: self.samples.layout,
+            "local": lambda: self.local,
             "totals": self.totals,
         }
         return makers[what]()

@@ -60,13 +60,8 @@ def group_by(columns: Sequence[Ints], length: int) -> Ints:
     """Rows that agree in all columns: the group of each, numbered from 0 in lexicographic order, [length]."""
     group = np.zeros(length, np.int64)
     for ids in columns:
-        low = ids.min(initial=0)
-        keys = group * (ids.max(initial=0) - low + 1) + ids - low
-        # Entries come in the order of most ids: then no sort is needed.
-        if length and (np.diff(keys) >= 0).all():
-            group = np.cumsum(np.diff(keys, prepend=keys[0]) != 0)
-        else:
-            group = np.unique(keys, return_inverse=True)[1].reshape(-1)
+        low, high = ids.min(initial=0), ids.max(initial=0)
+        group = np.unique(group * (high - low + 1) + ids - low, return_inverse=True)[1].reshape(-1)
     return group
 
 

@@ -131,8 +131,7 @@ def judge(measured: MeasuredStep, expected: Aggregation | None = None) -> Verdic
         notes = (*notes, f"the term's coefficient, {coef:g}, is divided out")
     tolerance = TOLERANCES[measured.facts.get("rounding", "float32")]
     samples = StepSamples(tokens)
-    unseen = int(tokens.sample.max(initial=-1)) + 1 - len(np.unique(tokens.sample))
-    if unseen:
+    if unseen := int(tokens.sample.max(initial=-1)) + 1 - len(np.unique(tokens.sample)):
         notes = (*notes, f"{unseen} samples have no mask entry and are not seen: a mode that counts them looks off")
     if expected is None:
         expected = _nearest(measured, samples, tolerance)

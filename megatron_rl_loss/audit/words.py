@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from megatron_rl_loss.audit.counts import SCOPES, Count
+from megatron_rl_loss.audit.counts import COUNTINGS, SCOPES, Count
 from megatron_rl_loss.audit.fit import Fitter, Reading
 from megatron_rl_loss.audit.places import Places, Shape
 from megatron_rl_loss.audit.tokens import Floats
@@ -26,16 +26,6 @@ _HINTS = {
     "CP·T/K": "a 2-tuple under per-token loss: no token is counted, so nothing divides by their number",
     "1/T": "divided by the number of tokens twice",
     "N": "never divided by the number of units",
-    "T/T_clamped": "at least one token was counted for every sample, fully masked ones too",
-    "T/T_clamped_pieces": "at least one token was counted for every CP rank's piece of a micro-batch",
-    "T/T_clamped_microbatches": "at least one token was counted for every micro-batch",
-    "T/T_length": "tokens were counted by length, ignoring the mask",
-    "T/T_response": "tokens were counted by response length, ignoring the mask",
-    "T/T_total": "tokens were counted by total length, prompts too",
-    "T/T_masked_length": "tokens of fully masked samples (truncated ones, say) were counted",
-    "T/T_shifted": "one token more was counted for each sample than is trained",
-    "T/T_rectangle": "padding was counted: rows times the longest row",
-    "T/T_active": "tokens were counted where their (fractional) masks were to be added up",
     "N/rows": "rows were counted, not rollouts",
     "N/N_active": "fully masked units were left out",
     "N_active/N": "fully masked units were counted",
@@ -141,7 +131,9 @@ def _rest(reading: Reading, fitter: Fitter) -> str:
     if reading.formula == "L":
         return ", not by the divisor"
     hint = _HINTS.get(reading.formula, "")
-    if not reading.named:
+    if reading.formula.startswith("T/T_"):
+        hint = f"counted were {COUNTINGS[reading.formula.removeprefix('T/T_')]}"
+    elif not reading.named:
         hint = _as_count(reading, fitter)
     elif reading.counts and reading.formula in ("K", "DP·K", "DP·CP·K", "DP"):
         hint = "the parts' means are added up, not averaged"

@@ -4,11 +4,12 @@ The gradient at a token's unreduced loss is everything that the loss function an
 rank: its weight, their factors and the loss scale. What happens to gradients afterwards a tap does not see.
 """
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from weakref import ReferenceType, ref
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -36,7 +37,7 @@ class TappedLosses:
     term: DeclaredTerm | None = None
     log_probs: tuple[Tensor, ...] = ()  # float32 [numel] of both sides, where they are to be compared
     gradient: Tensor | None = None  # float32 (float64 of float64 losses) [numel]; None before the backward pass
-    source: "ReferenceType[Tensor] | None" = None  # not the tensor itself, which would keep its graph
+    source: Callable[[], Tensor | None] = lambda: None  # a weak reference: the tensor would keep its graph
 
     def add_gradient(self, gradient: Tensor) -> None:
         """A tensor hook: returns nothing, so that the gradient goes on as it is."""
@@ -64,15 +65,11 @@ class Taps:
         """What this micro-batch has tapped of these very losses already; else they are tapped now."""
         for of_term in self.losses.values():
             for number, tapped in of_term.items():
-                is_current = self.num_microbatches in (0, number + 1)
-                if is_current and tapped.source is not None and tapped.source() is losses:
+                if self.num_microbatches in (0, number + 1) and tapped.source() is losses:
                     return tapped
-        microbatch, number, term = self.num_microbatches - 1, 1, name
-        if self.num_microbatches == 0:
-            microbatch = len(self.losses.get(name, {}))
-        while microbatch in self.losses.setdefault(term, {}):
-            number += 1
-            term = f"{name}#{number}"
+        microbatch = self.num_microbatches - 1 if self.num_microbatches else len(self.losses.get(name, {}))
+        terms = itertools.chain([name], (f"{name}#{number}" for number in itertools.count(2)))
+        term = next(term for term in terms if microbatch not in self.losses.setdefault(term, {}))
         tapped = TappedLosses(tuple(losses.shape), losses.dtype, source=ref(losses))
         losses.register_hook(tapped.add_gradient)
         self.losses[term][microbatch] = tapped
@@ -88,11 +85,11 @@ _OBSERVED: ContextVar[tuple[Taps | None, Aggregation | None]] = ContextVar("obse
 def observe(taps: Taps | None = None, aggregation: Aggregation | None = None) -> Iterator[None]:
     """In a ``with``: taps write into `taps`; the step should be aggregated by `aggregation`. None changes nothing."""
     outer_taps, outer_aggregation = _OBSERVED.get()
-    outer = _OBSERVED.set((taps or outer_taps, aggregation or outer_aggregation))
+    token = _OBSERVED.set((taps or outer_taps, aggregation or outer_aggregation))
     try:
         yield
     finally:
-        _OBSERVED.reset(outer)
+        _OBSERVED.reset(token)
 
 
 def expected_aggregation() -> Aggregation | None:

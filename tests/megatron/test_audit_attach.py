@@ -1,5 +1,6 @@
 """`audit.attach` in workers that an engine starts: the verdict comes, and training goes on as if nobody had looked."""
 
+import functools
 import importlib
 import json
 import os
@@ -21,15 +22,10 @@ VARIABLE = "MEGATRON_RL_LOSS_AUDIT"
 EXPECT = "--expect token_mean --json "
 
 
-def in_ranks(scaling: str, options: str | None, out: Path) -> Trained:
+def in_ranks(scaling: str, options: str | None, out: Path, later: bool = False) -> Trained:
+    """`later`: of an engine that finalises gradients after the schedule."""
     plugin = None if options is None else ATTACH
-    return run_ranks(LAYOUT.world_size, train, scaling, {VARIABLE: f"{options}{out}"}, plugin)
-
-
-def in_ranks_and_later(scaling: str, options: str | None, out: Path) -> Trained:
-    """Of an engine that finalises gradients after the schedule."""
-    plugin = None if options is None else ATTACH
-    return run_ranks(LAYOUT.world_size, train, scaling, {VARIABLE: f"{options}{out}"}, plugin, True)
+    return run_ranks(LAYOUT.world_size, train, scaling, {VARIABLE: f"{options}{out}"}, plugin, later)
 
 
 def in_ray(scaling: str, options: str | None, out: Path) -> Trained:
@@ -58,7 +54,7 @@ def in_ray(scaling: str, options: str | None, out: Path) -> Trained:
         ray.shutdown()
 
 
-LAUNCHES = pytest.mark.parametrize("launch", [in_ranks, in_ranks_and_later, in_ray])
+LAUNCHES = {"ranks": in_ranks, "later": functools.partial(in_ranks, later=True), "ray": in_ray}
 
 
 def same(left: Trained, right: Trained) -> bool:
@@ -66,7 +62,7 @@ def same(left: Trained, right: Trained) -> bool:
     return all(np.array_equal(a, b) for one, other in pairs for a, b in zip(one[0], other[0], strict=True))
 
 
-@LAUNCHES
+@pytest.mark.parametrize("launch", LAUNCHES.values(), ids=LAUNCHES)
 @pytest.mark.parametrize(("scaling", "headline"), [("mean", "NOT SOUND: asked"), ("per token", "SOUND:")])
 def test_the_first_step_is_judged_and_training_goes_on(
     launch: Any, scaling: str, headline: str, tmp_path: Path

@@ -147,9 +147,6 @@ LAUNCHES: dict[str, tuple[str, list[str], list[str], int, list[str]]] = {
         TERMS + MAIN, ["--expect", "sample_meen"], SAMPLE_MEAN, 2, ["^NO VERDICT: .*Did you mean sample_mean\\?"],
     ),
     "stock": (STOCK + TAP + MAIN, ["--expect", "token_mean"], PER_TOKEN, 0, ["^SOUND: token_mean"]),
-    "stock, not what was expected": (
-        STOCK + TAP + MAIN, ["--expect", "sample_mean"], PER_TOKEN, 1, ["^NOT SOUND: asked sample_mean"],
-    ),
     "PPO": (STOCK + PPO + TAP + MAIN, ["--expect", "token_mean"], PER_TOKEN, 0, ["^SOUND: token_mean"]),
     "PPO without a tap": (
         STOCK + PPO + MAIN, ["--expect", "token_mean"], PER_TOKEN,

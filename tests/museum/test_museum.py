@@ -2,8 +2,7 @@
 
 An exhibit names a row of `published.WHERE`, a layout, the modes it concerns and a mutant: a few lines patched into the
 real package. Every mutant goes the way the sound code goes: the real schedule, DDP and `finalize_model_grads` on four
-forked gloo ranks, several micro-batches each. `test_planted_weights.py` plants every published bug as the weights that
-it gives.
+forked gloo ranks, several micro-batches each. `test_audit_names.py` has every published bug as its weights.
 
 The model is a table with one parameter a token, which is that token's loss; so the gradient is the tokens' weights.
 A mutant is *caught* when `disagreement` with the float64 oracle, the worst of the relative errors of gradient and

@@ -19,8 +19,7 @@ from gpt_steps import output_of, prepared, run_batches, settings_of, start_layou
 from tiny_gpt import Batch, Case, Layout, Ready, dealt, fully_masked
 from torch import Tensor
 
-OURS = ("ours", "two terms", "several terms")
-BETA = 0.25  # of the second term
+OURS = ("ours", "several terms")
 #: Of "several terms": mode (None: the policy loss's), coefficient and mask of each.
 TERMS: dict[str, tuple[str | None, float, str | None]] = {
     "pg": (None, 1.0, None),
@@ -47,8 +46,7 @@ class Ask(NamedTuple):
     """A step to run.
 
     Attributes:
-        loss: a key of `STOCK`; "ours", which is `microbatch.loss`; "several terms", its `TERMS`; or "two terms", which
-            are put together by hand.
+        loss: a key of `STOCK`; "ours", which is `microbatch.loss`; or "several terms", its `TERMS`.
         how: "tap", "output" (nothing tapped, A = 1 and ratio 1) or "alone" (not audited).
         mutation: a key of `MUTATIONS`: what breaks the one factor; "" is nothing.
     """
@@ -103,9 +101,6 @@ def run_ask(layout: Layout, ask: Ask, rollouts: list[Rollout]) -> Outcome:
                     name: Term(losses * (k + 1), mode, coef=coef, mask=mask)
                     for k, (name, (mode, coef, mask)) in enumerate(TERMS.items())
                 })  # fmt: skip
-            if ask.loss == "two terms":
-                share = taken.pg_loss(losses) + BETA * taken.token_mean(negative_log_probs.square())
-                return taken.carry(share, taken.report({"both": share}))
             full_count = sum(int((mask != 0).sum()) for mask in batch.samples.loss_masks)
             if ask.how == "tap":
                 tap(losses)

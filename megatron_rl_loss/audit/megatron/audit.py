@@ -14,6 +14,7 @@ import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,7 @@ from torch import Tensor
 from megatron_rl_loss.audit.assembly import Part, Rows, log_prob_gap
 from megatron_rl_loss.audit.log_prob_gap import LogProbGap
 from megatron_rl_loss.audit.megatron.anchor import Anchor, Factor, choose
-from megatron_rl_loss.audit.megatron.reports import NO_TAP, OUTPUT, Report, assembled, shown, unreadable
+from megatron_rl_loss.audit.megatron.reports import NO_TAP, OUTPUT, Report, assembled, declared, shown, unreadable
 from megatron_rl_loss.audit.tokens import MeasuredStep, Split
 from megatron_rl_loss.megatron.flags import CHANGING_CP, REMAT_SIZES
 from megatron_rl_loss.megatron.groups import gather_to_first, groups_of, spread_from_first
@@ -116,9 +117,8 @@ class Audit:
         declared = self.steps[term].facts.get("expected") if term in self.steps else None
         if declared is None or (self.expected is not None and shown(self.expected) == declared):
             return self.expected
-        if find_mode(declared["mode"]) is None:
-            return None
-        return resolve(declared["mode"], divisor=declared["divisor"], units=declared["units"])
+        known = find_mode(declared["mode"]) is not None
+        return resolve(declared["mode"], divisor=declared["divisor"], units=declared["units"]) if known else None
 
     @property
     def is_first_rank(self) -> bool:
@@ -144,21 +144,13 @@ class Audit:
         if isinstance(data_iterator, list):
             last = max((i for i, one in enumerate(data_iterator) if one is not None), default=-1)
             return [self.watch(one) if i == last else one for i, one in enumerate(data_iterator)]
-        describe = self._samples_of
-
-        def show(batch: Any) -> None:
-            self._described.append(attempt(lambda: describe(batch)))
-
-        return None if data_iterator is None else _Watched(data_iterator, show)
+        return None if data_iterator is None else _Watched(data_iterator, self._samples_of, self._described)
 
     def __enter__(self) -> "Audit":
         self.expected = expected_aggregation()
-        scale = getattr(self._config, "grad_scale_func", None)
-        device = self._anchors[0].parameter.device if self._anchors else "cpu"
-        self._loss_scale = torch.ones((), device=device)
-        if scale is not None:
-            with torch.no_grad():
-                self._loss_scale = scale(self._loss_scale)
+        one = torch.ones((), device=self._anchors[0].parameter.device if self._anchors else "cpu")
+        with torch.no_grad():
+            self._loss_scale = (getattr(self._config, "grad_scale_func", None) or torch.clone)(one)
         with ExitStack() as stack:
             for anchor in self._anchors:
                 stack.callback(anchor.parameter.register_hook(anchor.keep).remove)
@@ -177,11 +169,10 @@ class Audit:
             return  # a probe, nothing to train on
         number = self._taps.num_microbatches
         self._taps.begin_microbatch()
-        samples = self._described[number] if number < len(self._described) else None
+        samples = next(iter(self._described[number:]), None)
         if not isinstance(output, Tensor) or not isinstance(samples, Samples):
             return
-        num_local = attempt(lambda: len(samples.local(*samples.place_in(self._groups.cp))))
-        if output.numel() == num_local:
+        if output.numel() == attempt(lambda: len(samples.local(*samples.place_in(self._groups.cp)))):
             self._outputs[number] = TappedLosses(tuple(output.shape), output.dtype, samples)
             output.register_hook(self._outputs[number].add_gradient)
 
@@ -199,9 +190,9 @@ class Audit:
         self._factors = [anchor.factor(groups.dp_cp, groups.tp) for anchor in self._anchors]
         if not self._gather:
             return
-        told = [one.samples for of_term in self._taps.losses.values() for one in of_term.values()]
-        own = [one for one in [*told, *self._described] if isinstance(one, Samples) and one.cp_group is not None]
-        self._dynamic_cp = bool(agree_on(["yes"] if own else [], ["yes"], [groups.dp_cp, groups.pp]))
+        known = [*(one.samples for one in chain(*map(dict.values, self._taps.losses.values()))), *self._described]
+        own = any(isinstance(one, Samples) and one.cp_group is not None for one in known)
+        self._dynamic_cp = bool(agree_on(["own"] * own, ["own"], [groups.dp_cp, groups.pp]))
         report = attempt(self._report)
         if isinstance(report, Exception):
             report = Report(groups.pp.rank(), unknown=[f"a rank could not measure: {report}"])
@@ -213,20 +204,19 @@ class Audit:
             number = max(one.num_microbatches for one in reports)
             per_token = bool(self._config.calculate_per_token_loss)
             self.steps = assembled(reports, Split(num_microbatches=number, per_token=per_token, **sizes))
-            parts = [part for one in reports for of_term in one.terms.values() for part in of_term]
-            self.log_prob_gap = log_prob_gap([part for part in parts if part.log_probs is not None])
+            self.log_prob_gap = log_prob_gap([part for one in reports for part in chain(*one.terms.values())])
 
     def _report(self) -> Report:
         report = Report(self._groups.pp.rank(), self._factors, float(self._loss_scale))
         report.unknown += _cannot_know(self._config)
-        if any(getattr(self._config, name, False) for name in CHANGING_CP) and not self._dynamic_cp:
-            report.unknown.append(
-                "The context-parallel group changes between micro-batches: a token's place is not known. Say each "
-                "one's group, Samples(..., cp_group=...)."
-            )
         if self._dynamic_cp:
             report.notes.append(
                 "Context-parallel groups change: a DP rank is a group's first, a micro-batch its size and turn."
+            )
+        elif any(getattr(self._config, name, False) for name in CHANGING_CP):
+            report.unknown.append(
+                "The context-parallel group changes between micro-batches: a token's place is not known. Say each "
+                "one's group, Samples(..., cp_group=...)."
             )
         (report.unknown if self.computes_loss and not self._factors else report.notes).extend(self._without_anchor)
         if self.computes_loss and self._groups.tp.rank() == 0:  # over TP, a token's gradient is everywhere the same
@@ -268,22 +258,20 @@ class Audit:
             self._turns[dp_rank, cp_size] += 1
         positions = samples.local(cp_rank, cp_size).positions.cpu().numpy()
         rows: dict[int, Rows] = {}  # once for terms of the same masks
-        for term, losses in tapped.items():
-            own, gradients, declared = samples, None, None
-            if losses is not None:
-                own, gradients = samples if losses.samples is None else losses.samples, losses.gradient
-                if losses.term is not None:
-                    declared = {"expected": shown(losses.term.aggregation), "coefficient": float(losses.term.coef)}
-                if gradients is not None and gradients.numel() != len(positions):
-                    report.unknown.append(
-                        f"In micro-batch {number} losses of shape {losses.shape} were tapped as {term!r}, but by its "
-                        f"samples and layout a rank holds {len(positions)} tokens. Tap one loss a token, in the "
-                        "layout's order, or correct the layout."
-                    )
-                    gradients = torch.zeros(len(positions))
+        for term, of_term in tapped.items():
+            losses = of_term or TappedLosses((0,), torch.float32, samples)
+            own = samples if losses.samples is None else losses.samples
+            gradient, term_of = losses.gradient, losses.term
+            if gradient is not None and gradient.numel() != len(positions):
+                report.unknown.append(
+                    f"In micro-batch {number} losses of shape {losses.shape} were tapped as {term!r}, but by its "
+                    f"samples and layout a rank holds {len(positions)} tokens. Tap one loss a token, in the "
+                    "layout's order, or correct the layout."
+                )
+                gradient = torch.zeros(len(positions))
             if cp_rank == 0 and id(own) not in rows:
                 rows[id(own)] = Rows.of(own.local(0, cp_size))
-            log_probs = [] if losses is None else [one.cpu().numpy() for one in losses.log_probs]
+            log_probs = [one.cpu().numpy() for one in losses.log_probs]
             if any(len(one) != len(positions) for one in log_probs):
                 counts = " and ".join(str(len(one)) for one in log_probs)
                 report.notes.append(f"log-probs of {counts} tokens were tapped where a rank holds {len(positions)}")
@@ -294,9 +282,9 @@ class Audit:
                 microbatch=number,
                 rows=rows.get(id(own)),
                 positions=positions,
-                gradients=np.zeros(len(positions)) if gradients is None else gradients.cpu().numpy(),
-                reached=gradients is not None,
-                declared=declared,
+                gradients=np.zeros(len(positions)) if gradient is None else gradient.cpu().numpy(),
+                reached=gradient is not None,
+                declared=None if term_of is None else declared(term_of),
                 log_probs=np.stack(log_probs) if log_probs else None,
             )
             report.terms.setdefault(term, []).append(part)
@@ -322,12 +310,12 @@ class Audit:
         """
         if not self.computes_loss:
             return None
-        factors = [factor for factor in self._factors if not factor.problem]
+        factors = [factor.value for factor in self._factors if not factor.problem]
         terms = self._taps.losses.items()
         losses = [one for term, of_term in terms for one in of_term.values() if one.term or term == "pg"]
         worst = torch.tensor([torch.inf], dtype=torch.float64)
         if factors and losses and not _cannot_know(self._config):
-            scale = factors[-1].value / float(self._loss_scale)
+            scale = factors[-1] / float(self._loss_scale)
             off = attempt(lambda: torch.stack([_deviation(one, scale) for one in losses]))
             if not isinstance(off, Exception):
                 worst[0] = off.nan_to_num(nan=torch.inf).max()
@@ -360,15 +348,14 @@ def _cannot_know(config: Any) -> list[str]:
 
 
 class _Watched(Iterator[Any]):
-    """An iterator that shows every batch to somebody; whatever else it can do, it still can."""
+    """An iterator of which every batch is described; whatever else it can do, it still can."""
 
-    def __init__(self, iterator: Any, show: Callable[[Any], None]) -> None:
-        self._iterator = iterator
-        self._show = show
+    def __init__(self, iterator: Any, samples_of: Callable[[Any], Samples], into: list[Samples | Exception]) -> None:
+        self._iterator, self._samples_of, self._into = iterator, samples_of, into
 
     def __next__(self) -> Any:
         batch = next(self._iterator)
-        self._show(batch)
+        self._into.append(attempt(lambda: self._samples_of(batch)))
         return batch
 
     def __getattr__(self, name: str) -> Any:

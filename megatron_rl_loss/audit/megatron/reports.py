@@ -10,6 +10,7 @@ from megatron_rl_loss.audit.assembly import Part, measured_step
 from megatron_rl_loss.audit.megatron.anchor import Factor
 from megatron_rl_loss.audit.tokens import MeasuredStep, Split
 from megatron_rl_loss.modes.names import Aggregation
+from megatron_rl_loss.reduction.tap import DeclaredTerm
 
 _ROUNDING = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-18}
 #: The term that is measured where nothing was tapped: what the model returned to the loss function.
@@ -42,7 +43,7 @@ def assembled(reports: Sequence[Report], split: Split) -> dict[str, MeasuredStep
     unknown = [*(text for report in reports for text in report.unknown), *problems]
     notes = [*(note for report in reports for note in report.notes), *notes]
     reporting = [report for report in reports if report.num_microbatches]
-    dtypes: list[str] = next((report.loss_dtypes for report in reporting if report.loss_dtypes), [])
+    dtypes = reporting[0].loss_dtypes if reporting else []
     facts: dict[str, Any] = {"loss_dtypes": dtypes} if dtypes else {}
     scale = reporting[0].loss_scale if reporting else 1.0
     if factor is not None:
@@ -72,18 +73,19 @@ def assembled(reports: Sequence[Report], split: Split) -> dict[str, MeasuredStep
             if max(abs(low - 1), abs(high - 1)) > _ROUNDING[facts["rounding"]]:
                 weigh = f"{low:.4g}" if high - low < 1e-5 * high else f"{low:.4g} to {high:.4g}"
                 notes.append(f"Of {name} the auxiliary loss weighs {weigh} times what it should.")
-    reached = [term for term, of_term in parts.items() if any(part.reached for part in of_term)]
-    return {
-        term: measured_step(
-            [part for part in parts.get(term, []) if part.place in described],
+    steps = {}
+    for term in [term for term, of_term in parts.items() if any(one.reached for one in of_term)] or [*parts] or ["pg"]:
+        of_term = [part for part in parts.get(term, []) if part.place in described]
+        told = [part.declared for part in of_term if part.declared is not None]
+        steps[term] = measured_step(
+            of_term,
             value,
             split,
             unknown=tuple(dict.fromkeys([*[NO_TAP] * (term == OUTPUT), *unknown])),
             notes=tuple(dict.fromkeys(notes)),
-            facts=facts | _declared(parts.get(term, [])),
+            facts=facts | (told[0] if told and all(one == told[0] for one in told) else {}),
         )
-        for term in reached or [*parts] or ["pg"]
-    }
+    return steps
 
 
 def _auxiliary(
@@ -109,16 +111,15 @@ def shown(aggregation: Aggregation) -> dict[str, Any]:
     return {"mode": aggregation.mode.name, "divisor": aggregation.divisor, "units": aggregation.units}
 
 
-def _declared(parts: Sequence[Part]) -> dict[str, Any]:
-    """What a term was declared to be, if that is the same in all of the step."""
-    facts = [part.declared for part in parts if part.declared is not None]
-    return facts[0] if facts and all(one == facts[0] for one in facts) else {}
+def declared(term: DeclaredTerm) -> dict[str, Any]:
+    """The same of a term's own aggregation and coefficient, as facts."""
+    return {"expected": shown(term.aggregation), "coefficient": float(term.coef)}
 
 
 def _coarsest(dtypes: Sequence[str], uncertainty: float) -> str:
-    """The floating-point type whose rounding the weights have."""
-    of_factor = next((name for name in ("float32", "float16") if uncertainty <= _ROUNDING[name]), "bfloat16")
-    return next((name for name in _ROUNDING if name in (*dtypes, of_factor)), "float32")
+    """The floating-point type whose rounding the weights have: of the losses, or of the factor if that is coarser."""
+    coarser = {"bfloat16": 2.0**-11, "float16": 2.0**-18, "float32": -1.0}  # where the factor is as uncertain as this
+    return next(name for name, least in coarser.items() if name in dtypes or not uncertainty <= least)
 
 
 def _agreed(reports: Sequence[Report]) -> tuple[Factor | None, list[str], list[str]]:

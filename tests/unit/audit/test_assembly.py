@@ -57,7 +57,7 @@ def test_copies_add_up_unless_a_gather_hands_back_slices(backward: Any, expected
 def test_log_probs_of_ranks_are_put_together(layout: Any) -> None:
     parts = parts_of(samples_of(layout), 2, lambda p, rank: 0)
     parts = [replace(part, log_probs=np.stack([-part.positions, -part.positions * 1.5])) for part in parts]
-    gap = log_prob_gap(parts)
+    gap = log_prob_gap([*parts, *parts_of(samples_of(layout), 2, lambda p, rank: 0)])  # another term has none
     assert gap is not None
     assert [one.tolist() for one in gap.gaps] == [[0, -0.5, -1], [-2, -2.5, -3, -3.5, -4]]
     assert gap.num_tokens.tolist() == [2, 4]

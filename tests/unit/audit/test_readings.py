@@ -79,7 +79,7 @@ READINGS: dict[str, tuple[Formula, str, dict[str, Any], str]] = {
     "fully masked units left out": (lambda t: t.m / t.M / (t.ROWS - t.MASKED), "sample_mean", {}, "= N/N_active: f"),
     "by length": (lambda t: t.m / t.length / t.N, "sample_mean", {}, "mask entries, masked ones too.* of the rollout"),
     "rows as rollouts": (lambda t: t.m / t.M / t.ROWS, "sample_mean", {"split_rollouts": True}, "tokens of the sample"),
-    "phantoms": (lambda t: t.m / (t.T + t.MASKED), "token_mean", {"masked": 0.3}, "= T/T_clamped: at least one"),
+    "phantoms": (lambda t: t.m / (t.T + t.MASKED), "token_mean", {"masked": 0.3}, "= T/T_clamped: counted were mask"),
     "a count of nothing": (lambda t: t.m / (t.T + t.K), "token_mean", {}, "as if divided by .*which is no count"),
     "the padded width": (lambda t: t.m / (t.N * t.width), "constant", {},
         "^divided by the longest row.* not by the divisor$"),
