@@ -8,8 +8,8 @@ from torch import Tensor
 from megatron_rl_loss.modes.loss_modes import LossModes
 from megatron_rl_loss.modes.weights import checked_weights
 from megatron_rl_loss.step.collectives import Group, attempt, check_together
-from megatron_rl_loss.step.counting import reduce_step_totals
 from megatron_rl_loss.step.samples import Samples
+from megatron_rl_loss.step.totals import reduce_step_totals
 
 _MARK = "_aggregated_by_megatron_rl_loss"
 

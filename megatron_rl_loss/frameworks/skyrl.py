@@ -25,9 +25,8 @@ from megatron_rl_loss.modes.loss_modes import LossModes
 from megatron_rl_loss.modes.table import ModeFunction
 from megatron_rl_loss.modes.weights import checked_weights
 from megatron_rl_loss.step.collectives import attempt
-from megatron_rl_loss.step.counting import reduce_step_totals
 from megatron_rl_loss.step.samples import Samples
-from megatron_rl_loss.step.totals import UnitCounting
+from megatron_rl_loss.step.totals import UnitCounting, reduce_step_totals
 
 __all__ = ["AggregatedPolicyLoss"]
 

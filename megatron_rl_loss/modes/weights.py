@@ -12,11 +12,10 @@ from torch import Tensor
 from megatron_rl_loss.errors import check_one_each, place_in_cp, require
 from megatron_rl_loss.modes.names import Aggregation, resolve
 from megatron_rl_loss.modes.table import Mode, ModeFunction, ModeInputs, OwnMode, Weights
-from megatron_rl_loss.step.counting import reduce_step_totals
 from megatron_rl_loss.step.ids import Ids
 from megatron_rl_loss.step.masks import SMALLEST, inverse
 from megatron_rl_loss.step.samples import Labels, LocalTokens, Samples
-from megatron_rl_loss.step.totals import StepTotals, TokensById, UnitCounting, UnitCounts
+from megatron_rl_loss.step.totals import StepTotals, TokensById, UnitCounting, UnitCounts, reduce_step_totals
 
 
 def token_weights(

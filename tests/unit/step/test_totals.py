@@ -9,7 +9,7 @@ from refusals import Call, check_refusal, each_of, refusals
 from step_counts import COUNTS, all_totals, expected_of, kinds_of, said_of
 
 from megatron_rl_loss import BadBatchError, Samples, StepTotals, UnitCounts
-from megatron_rl_loss.step.counting import compare_totals, reduce_step_totals
+from megatron_rl_loss.step.totals import compare_totals, reduce_step_totals
 
 STEPS: dict[str, list[Sample]] = {
     "worked batch": WORKED,
