@@ -130,30 +130,9 @@ class StepTotals:
             return
         if self.step_tokens is not None:
             _check_fits("step_tokens", total(samples.mask_sums), self.step_tokens)
-        self._check_units("rollout", samples, samples.rollout_ids, self.rollouts)
+        _check_units("rollout", samples.mask_sums, samples.rollout_ids, self.rollouts)
         if samples.prompt_ids is not None:
-            self._check_units("prompt", samples, samples.prompt_ids, self.prompts)
-
-    @staticmethod
-    def _check_units(name: str, samples: Samples, ids: Tensor | None, units: "UnitCounts") -> None:
-        """`check_covers` of one kind of units; without ids a sample is one."""
-        sums = samples.mask_sums
-        if ids is not None:
-            unique, unit = ids.unique(return_inverse=True)
-            sums = sums.new_zeros(len(unique)).index_add_(0, unit.to(sums.device), sums)
-            if isinstance(units.tokens, TokensById):
-                whole = units.tokens.of(f"{name}_ids", unique).to(sums.device, non_blocking=True) * _SLACK
-                excess = sums - whole
-                require(
-                    (excess <= 0).all(),
-                    lambda: f"a {name} with {float(sums[int(excess.argmax())]):g} mask tokens in these samples",
-                    "the totals say it has fewer in the whole step. Make the totals from all samples of the step, on "
-                    "all ranks.",
-                )
-        if units.all is not None:
-            _check_fits(f"{name}s.all", sums.numel(), units.all)
-        if units.active is not None:
-            _check_fits(f"{name}s.active", count_active(sums), units.active)
+            _check_units("prompt", samples.mask_sums, samples.prompt_ids, self.prompts)
 
     @classmethod
     def from_loss_masks(
@@ -188,6 +167,25 @@ class StepTotals:
         dp_group = stated_dp_group(dp_group, "totals")
         samples = attempt(lambda: [Samples(loss_masks, rollout_ids=rollout_ids, prompt_ids=prompt_ids, labels=labels)])
         return reduce_step_totals(samples, dp_group=dp_group, replica_groups=replica_groups, statistics=statistics)
+
+
+def _check_units(name: str, sums: Tensor, ids: Tensor | None, units: UnitCounts) -> None:
+    """Refuse counts of the units of one kind below what samples of these mask sums have; without ids each is one."""
+    if ids is not None:
+        unique, unit = ids.unique(return_inverse=True)
+        sums = sums.new_zeros(len(unique)).index_add_(0, unit.to(sums.device), sums)
+        if isinstance(units.tokens, TokensById):
+            excess = sums - units.tokens.of(f"{name}_ids", unique).to(sums.device, non_blocking=True) * _SLACK
+            require(
+                (excess <= 0).all(),
+                lambda: f"a {name} with {float(sums[int(excess.argmax())]):g} mask tokens in these samples",
+                "the totals say it has fewer in the whole step. Make the totals from all samples of the step, on all "
+                "ranks.",
+            )
+    if units.all is not None:
+        _check_fits(f"{name}s.all", sums.numel(), units.all)
+    if units.active is not None:
+        _check_fits(f"{name}s.active", count_active(sums), units.active)
 
 
 #: Sums of fractional masks may differ in the last bit.
