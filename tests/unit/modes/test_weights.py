@@ -243,7 +243,6 @@ def small(weight: float) -> torch.Tensor:
     return placed("token_mean", StepTotals(step_tokens=1e17), masks=[torch.tensor([weight, 1.0])])
 
 
-CP2 = {"cp_rank": 0, "cp_size": 2}
 REFUSALS: dict[str, Refusal] = {
     **refusals(
         inside,
@@ -351,11 +350,6 @@ REFUSALS: dict[str, Refusal] = {
     },
     **refusals(
         placed,
-        (
-            {"mode": "token_sum", "totals": SIX, **CP2},
-            "cp_size is 2 and no layout was given.*Pass one of megatron_rl_loss's layouts",
-            {"mode": "token_sum", "totals": SIX, "layout": LAID_OUT, **CP2},
-        ),
         (
             {"mode": "token_mean", "totals": SIX, "layout": LAID_OUT, "cp_size": 2},
             "cp_size=2 without a cp_rank: each rank holds other tokens",

@@ -123,11 +123,6 @@ REFUSALS = {
         (([BOTH, BY_PROMPT],), "rollout_ids on 1 of 2 micro-batches: they must be given on", ([BOTH, NOTHING],)),
         (([ONE, BY_PROMPT],), "prompt_ids on 1 of 2 micro-batches", ([NOTHING, BY_PROMPT],)),
     ),
-    **refusals(
-        StepTotals.from_loss_masks,
-        ((torch.ones(2, 3),), r"one tensor of shape \(2, 3\).*Pass list\(loss_masks\)", (list(torch.ones(2, 3)),)),
-        error=TypeError,
-    ),
 }
 
 
