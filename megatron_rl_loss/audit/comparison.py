@@ -12,8 +12,8 @@ from megatron_rl_loss.audit.tokens import Floats, MeasuredStep, StepTokens, extr
 from megatron_rl_loss.modes.names import Aggregation
 from megatron_rl_loss.modes.table import OwnMode
 from megatron_rl_loss.modes.weights import weigh
-from megatron_rl_loss.step.counting import reduce_step_totals
 from megatron_rl_loss.step.samples import Samples
+from megatron_rl_loss.step.totals import reduce_step_totals
 
 Flags = NDArray[np.bool_]
 

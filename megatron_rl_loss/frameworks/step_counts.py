@@ -13,8 +13,8 @@ from torch import Tensor
 
 from megatron_rl_loss.errors import check_count
 from megatron_rl_loss.step.collectives import attempt
-from megatron_rl_loss.step.counting import reduce_step_totals
 from megatron_rl_loss.step.samples import Samples
+from megatron_rl_loss.step.totals import reduce_step_totals
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -37,8 +37,7 @@ from megatron_rl_loss.plan.plan import Plan, make_plan
 from megatron_rl_loss.plan.returned import check_returned
 from megatron_rl_loss.reduction.tap import observe
 from megatron_rl_loss.step.collectives import agree_on, attempt, world_rank
-from megatron_rl_loss.step.counting import compare_totals
-from megatron_rl_loss.step.totals import StepTotals
+from megatron_rl_loss.step.totals import StepTotals, compare_totals
 
 if TYPE_CHECKING:
     from megatron_rl_loss.audit.megatron.interval import IntervalAudits

@@ -138,14 +138,15 @@ def resolve(
         name, divisor, units, notice = _translate(asked, divisor, units)
         mode = find_mode(name)
     elif callable(asked):
-        mode = OwnMode(_name_of(asked), asked)
+        own = getattr(asked, "__qualname__", None)
+        mode = OwnMode(repr(asked) if own is None else f"{asked.__module__}.{own}", asked)
     else:
         raise TypeError(
             f"loss aggregation {asked!r} ({type(asked).__name__}): it must be a mode's name or a function of "
             "ModeInputs. Pass one of them."
         )
     if mode is None:
-        known = [*available_modes(), *aliases_of(str(asked))]
+        known = [*available_modes(), *(peer.alias for peer in NAMES if peer.name == asked)]
         raise ValueError(f"loss aggregation {asked!r}: there is no such mode. {did_you_mean(str(asked), known)}.")
     if units is not None:
         check_choice("unit counting", units, get_args(UnitCounting))
@@ -211,16 +212,6 @@ def _translate(
             f"Drop the counting, or write {peer.mode!r} with it."
         )
     return peer.mode, divisor, peer.units or units, f"{asked}: {peer.note}." if peer.note else None
-
-
-def _name_of(function: ModeFunction) -> str:
-    name = getattr(function, "__qualname__", None)
-    return repr(function) if name is None else f"{function.__module__}.{name}"
-
-
-def aliases_of(name: str) -> list[str]:
-    """``framework:name`` of every setting that is spelt `name` without a prefix."""
-    return [peer.alias for peer in NAMES if peer.name == name]
 
 
 def find_name(alias: str) -> PeerName:

@@ -12,11 +12,10 @@ from torch import Tensor
 from megatron_rl_loss.errors import check_one_each, place_in_cp, require
 from megatron_rl_loss.modes.names import Aggregation, resolve
 from megatron_rl_loss.modes.table import Mode, ModeFunction, ModeInputs, OwnMode, Weights
-from megatron_rl_loss.step.counting import reduce_step_totals
 from megatron_rl_loss.step.ids import Ids
-from megatron_rl_loss.step.masks import SMALLEST, inverse
+from megatron_rl_loss.step.masks import inverse
 from megatron_rl_loss.step.samples import Labels, LocalTokens, Samples
-from megatron_rl_loss.step.totals import StepTotals, TokensById, UnitCounting, UnitCounts
+from megatron_rl_loss.step.totals import StepTotals, TokensById, UnitCounting, UnitCounts, reduce_step_totals
 
 
 def token_weights(
@@ -153,38 +152,28 @@ def unit_weights(
     if not len(samples):
         return local.mask
     sums, number = samples.mask_sums, num_units * local.copies
-    kept: bool | Tensor = True
+    sizes = sums
     if isinstance(size, int | float):
-        _require_units(size * number > 0 or (sums == 0).all(), named)
-        one_weight = 1 / max(size * number, SMALLEST)
-        weights, kept = local.mask * one_weight, one_weight >= _TINY
-    else:
-        sizes = sums
-        if size is not None:
-            of_host = size if isinstance(size, Tensor) else torch.tensor(size, dtype=torch.float64, device="cpu")
-            sizes = of_host.to(sums.device, torch.float64, non_blocking=True)
-            check_one_each("unit sizes", len(sizes), "loss masks", len(samples))
-        if size is not None or number == 0:  # a sample's own sum is 0 only where it has no active token
-            _require_units(((sizes * number > 0) | (sums == 0)).all(), named)
-        of_samples = inverse(sizes, number)
-        weights = local.mask * (of_samples if len(samples) == 1 else local.spread(of_samples))
-    if not samples.holds_flags:
-        kept = ((weights == 0) == (local.mask == 0)).all()
-    require(
-        kept,
-        lambda: "a token weight that float32 rounds to 0",
-        "the token would silently not be trained. Use a smaller divisor, or masks that are not so small.",
-    )
+        sizes = torch.full_like(sums, size)
+    elif size is not None:
+        of_host = size if isinstance(size, Tensor) else torch.tensor(size, dtype=torch.float64, device="cpu")
+        sizes = of_host.to(sums.device, torch.float64, non_blocking=True)
+        check_one_each("unit sizes", len(sizes), "loss masks", len(samples))
+    if size is not None or number == 0:  # a sample's own sum is 0 only where it has no active token
+        require(
+            ((sizes * number > 0) | (sums == 0)).all(),
+            lambda: f"active tokens in a micro-batch, and {named}",
+            "the totals must be those of the whole step. Make them from all its masks.",
+        )
+    of_samples = inverse(sizes, number)
+    weights = local.mask * local.spread(of_samples)
+    if size is not None or not samples.holds_flags:  # a sample's own sum is no reason to vanish
+        require(
+            (of_samples >= _TINY).all() if samples.holds_flags else ((weights == 0) == (local.mask == 0)).all(),
+            lambda: "a token weight that float32 rounds to 0",
+            "the token would silently not be trained. Use a smaller divisor, or masks that are not so small.",
+        )
     return weights
-
-
-def _require_units(holds: bool | Tensor, named: str) -> None:
-    """Refuse a size or a number of units that is 0 where this micro-batch has active tokens."""
-    require(
-        holds,
-        lambda: f"active tokens in a micro-batch, and {named}",
-        "the totals must be those of the whole step. Make them from all its masks.",
-    )
 
 
 #: The smallest float32 that is not rounded to fewer bits.

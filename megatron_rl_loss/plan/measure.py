@@ -13,9 +13,8 @@ from megatron_rl_loss.losses.segments import in_order
 from megatron_rl_loss.plan.microbatch import Microbatch
 from megatron_rl_loss.reduction.sums import check_values
 from megatron_rl_loss.step.collectives import all_reduce, attempt, if_several, raise_together, several, size_of
-from megatron_rl_loss.step.counting import reduce_step_totals
 from megatron_rl_loss.step.samples import LocalTokens, Samples
-from megatron_rl_loss.step.totals import By, Statistic, StepTotals
+from megatron_rl_loss.step.totals import By, Statistic, StepTotals, reduce_step_totals
 
 if TYPE_CHECKING:
     from megatron_rl_loss.plan.plan import Plan

@@ -32,9 +32,8 @@ from megatron_rl_loss.step.collectives import (
     size_of,
     stated_dp_group,
 )
-from megatron_rl_loss.step.counting import reduce_step_totals
 from megatron_rl_loss.step.samples import Samples
-from megatron_rl_loss.step.totals import StepTotals, TokensById, UnitCounting
+from megatron_rl_loss.step.totals import StepTotals, TokensById, UnitCounting, reduce_step_totals
 
 #: What returns a share past factors that hang on no count of the step, but for the tokens of per-token loss.
 _FORMS = ("3-tuple", "2-tuple", "mean", "sum")

@@ -25,9 +25,8 @@ from megatron_rl_loss.plan.measure import Measurement, SampleFunction, TokenFunc
 from megatron_rl_loss.plan.microbatch import Microbatch
 from megatron_rl_loss.reduction.metrics import Parts, put_in
 from megatron_rl_loss.step.collectives import Group, attempt, size_of, stated_dp_group
-from megatron_rl_loss.step.counting import reduce_step_totals
 from megatron_rl_loss.step.samples import Samples
-from megatron_rl_loss.step.totals import By, StepTotals, UnitCounting
+from megatron_rl_loss.step.totals import By, StepTotals, UnitCounting, reduce_step_totals
 
 
 def plan_step(

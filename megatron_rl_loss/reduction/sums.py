@@ -244,18 +244,17 @@ def _sums(rows: Sequence[tuple[Tensor, WeightedSum]], device: torch.device) -> l
     for values, reducer in rows:
         tables.setdefault(reducer, []).append(values.detach().reshape(-1))
     sums = {
-        reducer: iter(_sums_of_rows(torch.stack(table), reducer.weights_on(device)).unbind())
-        for reducer, table in tables.items()
+        reducer: iter(_sums_of_rows(table, reducer.weights_on(device)).unbind()) for reducer, table in tables.items()
     }
     return [next(sums[reducer]) for _, reducer in rows]
 
 
-def _sums_of_rows(table: Tensor, weights: Tensor) -> Tensor:
-    """``sum_t w_t * table[:, t]``, float32, without the tokens of weight 0, where 0 * NaN would be NaN.
+def _sums_of_rows(rows: list[Tensor], weights: Tensor) -> Tensor:
+    """``sum_t w_t * row_t`` of each row, float32, without the tokens of weight 0, where 0 * NaN would be NaN.
 
     torch's own sum adds in few-term blocks on every CPU. A BLAS dot product may add 4 million products one by one.
     """
-    products = table.float().mul_(weights)
+    products = rows[0][None].float() * weights if len(rows) == 1 else torch.stack(rows).float().mul_(weights)
     if products.is_cpu and not torch.compiler.is_compiling():
         # Leaving tokens out takes several times as long as the sum. A device would be waited for.
         sums = products.sum(1)

@@ -35,9 +35,10 @@ def as_ints(name: str, values: IntList) -> Ints:
     """`values` as a list of ints; TypeError for anything that is not whole numbers in a row."""
     if type(values) is list and set(map(type, values)) == {int}:  # sound, found fast
         return values.copy()
-    if isinstance(values, np.ndarray | Tensor):
-        whole = values.dtype.kind in "iu" if isinstance(values, np.ndarray) else not _is_inexact(values)
-        if values.ndim != 1 or not whole:
+    if isinstance(values, np.ndarray):
+        values = torch.from_numpy(values)
+    if isinstance(values, Tensor):
+        if values.ndim != 1 or values.is_floating_point() or values.is_complex() or values.dtype == torch.bool:
             raise TypeError(
                 f"{name} is {values.dtype} of shape {tuple(values.shape)}: it must be a 1-D tensor of ints. Convert it "
                 "first."
@@ -48,17 +49,9 @@ def as_ints(name: str, values: IntList) -> Ints:
             f"{name} is {values!r} ({type(values).__name__}): it must be a list or tensor of ints. Pass one entry a "
             "sample or slot."
         )
-    odd = [value for value in values if not is_int(value)]
-    if odd:
-        raise TypeError(
-            f"{name} holds {odd[0]!r} ({type(odd[0]).__name__}): it must hold whole numbers. Pass ints or an int "
-            "tensor."
-        )
+    for odd in (value for value in values if not is_int(value)):
+        raise TypeError(f"{name} holds {odd!r} ({type(odd).__name__}): it must hold whole numbers. Pass an int tensor.")
     return list(map(int, values))
-
-
-def _is_inexact(values: Tensor) -> bool:
-    return values.is_floating_point() or values.is_complex() or values.dtype == torch.bool
 
 
 def starts_of(lengths: Iterable[int]) -> Ints:
@@ -143,6 +136,8 @@ class _PackedSlots(Layout):
     (padding to a fixed pack size). Do not give those as masked samples: they would count as units.
     """
 
+    _slot = "slot {}"  # what an error calls one that is to be cut
+
     def __init__(self, cu_seqlens_padded: IntList, total_lengths: IntList | None = None, filler_slots: int = 0) -> None:
         cu = as_ints("cu_seqlens_padded", cu_seqlens_padded)
         if not cu or cu[0] != 0:
@@ -157,7 +152,7 @@ class _PackedSlots(Layout):
         check_int("filler_slots", filler_slots, 0, "Count the last slots that hold no sample")
         self.filler_slots = filler_slots
         self._total_tokens = cu.pop()
-        self._starts, self._sizes = cu, sizes
+        self._starts, self._sizes = self._cut_slots = cu, sizes
         self.total_lengths = None if total_lengths is None else as_ints("total_lengths", total_lengths)
 
     @property
@@ -200,27 +195,30 @@ class _PackedSlots(Layout):
                 )
         return [self._starts[slot] for slot in slots]
 
+    def _chunks(self, cp_rank: int, cp_size: int) -> tuple[int, Sequence[int]]:
+        """Into how many chunks each slot is cut, and which of them the rank holds."""
+        return 2 * cp_size, (cp_rank, 2 * cp_size - 1 - cp_rank)
+
+    def local_segments(self, cp_rank: int, cp_size: int) -> tuple[Ints, Ints]:
+        check_cp(cp_rank, cp_size)
+        if cp_size == 1:
+            return self._starts, self._sizes
+        chunks, held = self._chunks(cp_rank, cp_size)
+        starts, lengths = Ints(), Ints()
+        for i, (start, size) in enumerate(zip(*self._cut_slots, strict=True)):
+            chunk, rest = divmod(size, chunks)
+            if rest:
+                rule = "cp_size" if chunks == cp_size else "2 * cp_size"
+                raise ValueError(
+                    f"{self._slot.format(i)} has {size} tokens: it must be a multiple of {rule} = {chunks}, or the cut "
+                    "repeats and drops tokens. Pad it."
+                )
+            starts += [start + number * chunk for number in held]
+            lengths += [chunk] * len(held)
+        return starts, lengths
+
 
 _SAME_MICROBATCH = "Pass those of this micro-batch"
-
-
-def _zigzag(starts: Ints, sizes: Ints, cp_rank: int, cp_size: int, slot: str) -> tuple[Ints, Ints]:
-    """Chunks cp_rank and 2 * cp_size - 1 - cp_rank of every slot; the slots stay in order."""
-    check_cp(cp_rank, cp_size)
-    if cp_size == 1:
-        return starts, sizes
-    pieces: Ints = []
-    lengths: Ints = []
-    for i, (start, size) in enumerate(zip(starts, sizes, strict=True)):
-        chunk, rest = divmod(size, 2 * cp_size)
-        if rest:
-            raise ValueError(
-                f"{slot} {i} has {size} tokens: it must be a multiple of 2 * cp_size = {2 * cp_size}, or the zigzag "
-                f"cut repeats and drops tokens. Pad every {slot}."
-            )
-        pieces += start + cp_rank * chunk, start + (2 * cp_size - 1 - cp_rank) * chunk
-        lengths += chunk, chunk
-    return pieces, lengths
 
 
 class ZigzagTHD(_PackedSlots):
@@ -235,9 +233,6 @@ class ZigzagTHD(_PackedSlots):
     [0, 1, 6, 7, 8, 9, 14, 15]
     """
 
-    def local_segments(self, cp_rank: int, cp_size: int) -> tuple[Ints, Ints]:
-        return _zigzag(self._starts, self._sizes, cp_rank, cp_size, "slot")
-
 
 class ZigzagBSHD(_PackedSlots):
     """An unpacked batch ``[batch_size, seq_length]`` cut along the sequence, zigzag, row by row.
@@ -248,6 +243,8 @@ class ZigzagBSHD(_PackedSlots):
     Source: Megatron `core/utils.py`, `get_batch_on_this_cp_rank`.
     """
 
+    _slot = "row {}"
+
     def __init__(
         self, batch_size: int, seq_length: int, total_lengths: IntList | None = None, filler_slots: int = 0
     ) -> None:
@@ -256,9 +253,6 @@ class ZigzagBSHD(_PackedSlots):
         super().__init__([row * seq_length for row in range(batch_size + 1)], total_lengths, filler_slots)
         self.batch_size = batch_size
         self.seq_length = seq_length
-
-    def local_segments(self, cp_rank: int, cp_size: int) -> tuple[Ints, Ints]:
-        return _zigzag(self._starts, self._sizes, cp_rank, cp_size, "row")
 
     def loss_shapes(self, num_local_tokens: int, cp_size: int) -> list[tuple[int, ...]]:
         return [(num_local_tokens,), (self.batch_size, self.seq_length // cp_size)]
@@ -280,16 +274,11 @@ class Contiguous(_PackedSlots):
     ) -> None:
         super().__init__(cu_seqlens_padded, total_lengths, filler_slots)
         self.per_slot = per_slot
+        if not per_slot:
+            self._slot, self._cut_slots = "the packed buffer", ([0], [self.total_tokens])
 
-    def local_segments(self, cp_rank: int, cp_size: int) -> tuple[Ints, Ints]:
-        check_cp(cp_rank, cp_size)
-        starts, sizes = (self._starts, self._sizes) if self.per_slot else ([0], [self.total_tokens])
-        for i, size in enumerate(sizes):
-            if size % cp_size:
-                what = f"slot {i}" if self.per_slot else "the packed buffer"
-                raise ValueError(f"{what} has {size} tokens: it must be a multiple of cp_size = {cp_size}. Pad it.")
-        pieces = [size // cp_size for size in sizes]
-        return [start + cp_rank * piece for start, piece in zip(starts, pieces, strict=True)], pieces
+    def _chunks(self, cp_rank: int, cp_size: int) -> tuple[int, Sequence[int]]:
+        return cp_size, [cp_rank]
 
 
 class Gathered(_PackedSlots):
@@ -315,9 +304,8 @@ class Gathered(_PackedSlots):
         check_choice("backward of a gather", backward, ("sum", "slice"))
         self.gather_sums_gradients = backward == "sum"
 
-    def local_segments(self, cp_rank: int, cp_size: int) -> tuple[Ints, Ints]:
-        check_cp(cp_rank, cp_size)
-        return self._starts, self._sizes
+    def _chunks(self, cp_rank: int, cp_size: int) -> tuple[int, Sequence[int]]:
+        return 1, [0]
 
 
 class ZigzagResponse(Layout):
@@ -375,8 +363,7 @@ class ZigzagResponse(Layout):
         check_cp(cp_rank, cp_size)
         if cp_size == 1:
             return self._starts, self.response_lengths
-        starts: Ints = []
-        lengths: Ints = []
+        starts, lengths = Ints(), Ints()
         of_samples = zip(self.total_lengths, self.response_lengths, self._padded_lengths, self._starts, strict=True)
         for total, response, padded, start in of_samples:
             chunk = -(-padded // (2 * cp_size))

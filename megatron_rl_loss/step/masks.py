@@ -6,7 +6,7 @@ Lengths, starts and counts are plain ints.
 """
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import numpy as np
 import torch
@@ -19,8 +19,8 @@ SMALLEST, LARGEST = 1e-30, 1e30
 _COMPLEX = {torch.complex32, torch.complex64, torch.complex128}
 
 
-def check_masks(loss_masks: Sequence[Tensor]) -> tuple[list[Tensor], Ints, set[torch.dtype]]:
-    """The masks in a list, their lengths and dtypes: no more is read of each, as function modes see every look."""
+def check_masks(loss_masks: Sequence[Tensor]) -> tuple[list[Tensor], Ints]:
+    """The masks in a list, and their lengths; few facts of each are read, as function modes see every look."""
     if isinstance(loss_masks, Tensor):
         raise TypeError(
             f"loss_masks is one tensor of shape {tuple(loss_masks.shape)}: it must be a list of 1-D tensors, one per "
@@ -40,14 +40,13 @@ def check_masks(loss_masks: Sequence[Tensor]) -> tuple[list[Tensor], Ints, set[t
                 f"the loss mask of sample {i} has shape {tuple(shape)}: it must be 1-D, one entry per token. Pass one "
                 "tensor per sample."
             )
-    dtypes = {mask.dtype for mask in masks}
-    for dtype in dtypes & _COMPLEX:
+    for dtype in {mask.dtype for mask in masks} & _COMPLEX:
         i = next(i for i, mask in enumerate(masks) if mask.dtype == dtype)
         raise TypeError(
             f"the loss mask of sample {i} is {dtype}: token weights must be real numbers. Pass 0/1, bool or float "
             "weights."
         )
-    return masks, [length for (length,) in shapes], dtypes
+    return masks, [length for (length,) in shapes]
 
 
 def check_device(what: str, masks: Sequence[Tensor]) -> None:
@@ -82,13 +81,11 @@ def cut(buffer: Tensor, starts: Ints, lengths: Ints) -> Tensor:
     """Pieces of the buffer, one after the other; they are in its order and apart."""
     if sum(lengths) == buffer.shape[0]:
         return buffer
-    bounds = [0]
-    for start, length in zip(starts, lengths, strict=True):
-        bounds += start, start + length
+    places = [(start, start + length) for start, length in zip(starts, lengths, strict=True)]
     if on_host(buffer) and not buffer.requires_grad:
-        array, places = buffer.numpy(), zip(starts, lengths, strict=True)
-        pieces = [array[start : start + length] for start, length in places]
-        return torch.from_numpy(np.concatenate([array[:0], *pieces]))
+        array = buffer.numpy()
+        return torch.from_numpy(np.concatenate([array[:0], *(array[start:end] for start, end in places)]))
+    bounds = [0, *chain.from_iterable(places)]
     gaps_and_pieces = buffer.split([end - begin for begin, end in pairwise([*bounds, len(buffer)])])
     return torch.cat([buffer[:0], *gaps_and_pieces[1::2]])
 
@@ -96,11 +93,10 @@ def cut(buffer: Tensor, starts: Ints, lengths: Ints) -> Tensor:
 def sum_each(buffer: Tensor, starts: Ints, lengths: Ints, flags: bool) -> Tensor:
     """The sum of each mask, float64 [num_samples]. Of flags in float32: below 2**24 of them are exact."""
     if on_host(buffer):
-        filled = [i for i, length in enumerate(lengths) if length]
-        sums = np.zeros(len(starts))
-        if filled:
-            dtype = np.float32 if flags else np.float64
-            sums[filled] = np.add.reduceat(buffer.numpy(), [starts[i] for i in filled], dtype=dtype)
+        sums, dtype = np.zeros(len(starts)), np.float32 if flags else np.float64
+        if filled := [start for start, length in zip(starts, lengths, strict=True) if length]:
+            is_filled = slice(None) if len(filled) == len(starts) else np.array(lengths) > 0
+            sums[is_filled] = np.add.reduceat(buffer.numpy(), filled, dtype=dtype)
         return torch.from_numpy(sums)
     if not starts:
         return buffer.new_zeros(0, dtype=torch.float64)

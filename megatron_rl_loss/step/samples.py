@@ -72,7 +72,7 @@ class Samples:
     ) -> None:
         self.cp_group = cp_group
         size_of(cp_group)  # refuses what is no group
-        self.loss_masks, self.mask_lengths, self._dtypes = masks.check_masks(loss_masks)
+        self.loss_masks, self.mask_lengths = masks.check_masks(loss_masks)
         self.layout = layout
         self.tokens = tokens
         self.labels = {} if labels is None else dict(labels)
@@ -86,35 +86,33 @@ class Samples:
         n = len(self.loss_masks)
         self.rollout_ids = None if rollout_ids is None else as_ids("rollout_ids", rollout_ids, n)
         self.prompt_ids = None if prompt_ids is None else as_ids("prompt_ids", prompt_ids, n)
-        joined = self._joined_masks()
+        try:
+            joined = self.in_buffer(self.loss_masks)
+        except RuntimeError:
+            masks.check_device("loss masks", self.loss_masks)
+            raise
         self.holds_flags = not joined.is_floating_point()
         self._buffer = joined if joined.dtype == torch.float64 else joined.float()
         if joined.is_cpu:
             self.check_masks()
         for name, entries in self.labels.items():
             check_one_each(f"labels {name!r}", len(entries), "loss masks", n)
-        self.by_mask: dict[str, Samples] = {}
-        for name, further in (term_masks or {}).items():
-            check_one_each(f"masks {name!r}", len(further), "loss masks", n)
-            self.by_mask[name] = Samples(
-                further,
-                layout=layout,
-                labels=labels,
-                rollout_ids=self.rollout_ids,
-                prompt_ids=self.prompt_ids,
-                cp_group=cp_group,
-            )
-            masks.check_device(f"loss masks and masks {name!r}", [self._buffer, self.by_mask[name]._buffer])
+        self.by_mask = {name: self._with(name, further) for name, further in (term_masks or {}).items()}
+
+    def _with(self, name: str, further: Sequence[Tensor]) -> "Samples":
+        """These samples by other masks."""
+        check_one_each(f"masks {name!r}", len(further), "loss masks", len(self))
+        ids: dict[str, Any] = {"rollout_ids": self.rollout_ids, "prompt_ids": self.prompt_ids}
+        samples = Samples(further, layout=self.layout, labels=self.labels, cp_group=self.cp_group, **ids)
+        masks.check_device(f"loss masks and masks {name!r}", [self._buffer, samples._buffer])
+        return samples
 
     def with_kept_tokens(self, name: str, kept: Tensor) -> "Samples":
         """These samples with a further mask: the loss mask where ``kept``, bools [total_tokens], is true, else 0."""
         pieces = zip(self.loss_masks, self.mask_starts, self.mask_lengths, strict=True)
         further = [mask * kept[start : start + length].to(mask.device) for mask, start, length in pieces]
-        fields: dict[str, Any] = {
-            key: getattr(self, key) for key in ("rollout_ids", "prompt_ids", "layout", "labels", "cp_group")
-        }
         samples = copy.copy(self)
-        samples.by_mask = {**self.by_mask, name: Samples(further, **fields)}
+        samples.by_mask = {**self.by_mask, name: self._with(name, further)}
         return samples
 
     def label(self, name: str) -> Sequence[Any] | Tensor:
@@ -146,13 +144,6 @@ class Samples:
         """
         return masks.join(values, self.mask_starts, self.mask_lengths, self.total_tokens)
 
-    def _joined_masks(self) -> Tensor:
-        try:
-            return self.in_buffer(self.loss_masks)
-        except RuntimeError:
-            masks.check_device("loss masks", self.loss_masks)
-            raise
-
     @property
     def flat_mask(self) -> Tensor:
         """The masks in the layout's buffer, float32 [total_tokens], 0 in padding, on their device."""
@@ -174,27 +165,28 @@ class Samples:
     def sound(self) -> bool | Tensor:
         """Whether every mask entry is a usable weight: a bool, or on a device 0-dim, and nobody waits for it."""
         sound = masks.are_sound(self._buffer, self.holds_flags)
-        mixed = len(self._dtypes) > 1 and not self.holds_flags
-        for mask in self.loss_masks if mixed else []:  # ints beside floats are flags all the same
-            sound = sound if mask.is_floating_point() else sound & (mask <= 1).all()
+        for mask in [] if self.holds_flags else self.loss_masks:
+            if not mask.is_floating_point():  # ints beside floats are flags all the same
+                sound = sound & (mask <= 1).all()
         return sound
 
     def check_masks(self, wait: bool = False) -> None:
         """Refuse masks that are not sound. On a device without waiting, unless told to: then the error says which."""
+
+        def first_unsound() -> str:
+            for i, mask in enumerate(self.loss_masks):
+                largest = masks.LARGEST if mask.is_floating_point() else 1
+                unsound = mask[(mask < 0) | ~(mask <= largest) | (mask != 0) & ~(mask >= masks.SMALLEST)]
+                if unsound.numel():
+                    return f"the loss mask of sample {i} holds {float(unsound[0])}"
+            raise AssertionError("all masks are sound")
+
         require(
             bool(self.sound) if wait else self.sound,
-            self._first_unsound,
+            first_unsound,
             "token weights must be finite and >= 0 (0, or from 1e-30 to 1e+30), and those of integer masks 0 or 1. "
             "Pass 0 for tokens that do not count, 1 or a float weight for those that do.",
         )
-
-    def _first_unsound(self) -> str:
-        for i, mask in enumerate(self.loss_masks):
-            largest = masks.LARGEST if mask.is_floating_point() else 1
-            unsound = mask[(mask < 0) | ~(mask <= largest) | (mask != 0) & ~(mask >= masks.SMALLEST)]
-            if unsound.numel():
-                return f"the loss mask of sample {i} holds {float(unsound[0])}"
-        raise AssertionError("all masks are sound")
 
     def digest(self) -> bytes:
         """Of masks, their order, ids and tokens: equal where all of these are. Waits for a device."""

@@ -1,153 +1,57 @@
-"""StepTotals: the step-global denominators of one optimizer step, as data; counting.py makes them.
+"""StepTotals: the step-global denominators of one optimizer step, and how they are made from what each rank holds.
 
 A *step* is everything that goes into one optimizer update: all micro-batches of all data-parallel (DP) ranks. Masks
 are replicated over context-, tensor- and pipeline-parallel ranks, so counts are summed over DP alone.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from numbers import Real
+from operator import attrgetter
 from types import EllipsisType
-from typing import Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl_loss.errors import check_count, require
-from megatron_rl_loss.step.collectives import Group, attempt, stated_dp_group, world_size
-from megatron_rl_loss.step.ids import Ids, as_ids
+from megatron_rl_loss.step.collectives import (
+    Group,
+    attempt,
+    check_together,
+    if_several,
+    raise_together,
+    rank_in,
+    several,
+    size_of,
+    stated_dp_group,
+    world_size,
+)
+from megatron_rl_loss.step.counting import (
+    CountedUnits,
+    HeldSamples,
+    check_agreement,
+    check_apart,
+    reduced,
+    warn_of_twins,
+)
+from megatron_rl_loss.step.ids import Ids
 from megatron_rl_loss.step.masks import count_active, total
 from megatron_rl_loss.step.samples import Labels, Samples
+from megatron_rl_loss.step.units import By, Statistic, TokensById, UnitCounting, UnitCounts
 
-UnitCounting = Literal["all", "active"]
-#: Over what a sum is taken: samples of one id are summed.
-By = Literal["step", "rollout", "prompt"] | Callable[[Samples], Ids]
-
-
-class TokensById:
-    """Mask tokens of units (rollouts or prompt groups) by id: at least those of the samples this rank holds."""
-
-    def __init__(self, ids: Tensor, tokens: Tensor) -> None:
-        order = ids.argsort()
-        self._ids, self._tokens = ids[order], tokens.double()[order]
-
-    @classmethod
-    def from_mapping(cls, tokens: Mapping[int | str, float]) -> "TokensById":
-        for unit, count in tokens.items():
-            check_count(f"the token count of id {unit!r}", count)
-        counts = torch.tensor(list(tokens.values()), dtype=torch.float64, device="cpu")
-        return cls(as_ids("the ids of token counts", list(tokens), len(tokens)), counts)
-
-    def __len__(self) -> int:
-        return len(self._ids)
-
-    def __repr__(self) -> str:
-        return f"<tokens of {len(self)} ids, {float(self.total):g} in all>"
-
-    @property
-    def total(self) -> float:
-        """Mask tokens of all these units."""
-        return float(self._tokens.sum())
-
-    def among(self, name: str, ids: Tensor) -> "TokensById":
-        """Those of these ids alone."""
-        return TokensById(ids.unique(), self.of(name, ids.unique()))
-
-    def of(self, name: str, ids: Tensor) -> Tensor:
-        """Tokens of the unit of each id, float64; ValueError for an id that is not among them."""
-        unknown = ~torch.isin(ids, self._ids)
-        if bool(unknown.any()):
-            raise ValueError(
-                f"the {name} of sample {int(unknown.nonzero()[0])} has no token count in the step's totals: every "
-                "unit of the micro-batch must be in them. Make the totals from the whole step, with the same ids."
-            )
-        return self._tokens[torch.searchsorted(self._ids, ids)]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Statistic:
-    """A sum over the step, by key, that a mode of one's own asks for; it travels with the step's counts.
-
-    Attributes:
-        of: one number per sample, [num_samples]; of the samples with their loss masks.
-        by: over what is summed: the ``step``, each ``rollout``, each ``prompt``; or a function that gives each sample
-            an id (int or str): those of one id are summed.
-    """
-
-    of: Callable[[Samples], Tensor]
-    by: By = "step"
-
-    def values(self, samples: Samples) -> Tensor:
-        """Of each sample, float64 on the host."""
-        values = self.of(samples)
-        if not isinstance(values, Tensor) or values.shape != (len(samples),):
-            shown = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
-            raise ValueError(
-                f"a statistic that returned {shown} for {len(samples)} samples: it must return a tensor with one "
-                "number per sample. Return a tensor of shape [num_samples]."
-            )
-        values = values.detach().double().cpu()
-        if not bool(torch.isfinite(values).all()):
-            raise ValueError(
-                f"a statistic that is NaN or infinite for sample {int((~torch.isfinite(values)).nonzero()[0])}: it "
-                "must be finite, for fully masked samples too. Return 0 where there is nothing to add."
-            )
-        return values
-
-    @property
-    def of_rollouts(self) -> bool:
-        """Whether it is a sum over rollouts, which are samples where these have no rollout ids."""
-        return self.by == "rollout"
-
-    def keys(self, name: str, samples: Samples) -> Tensor:
-        """The key of each sample, the same on every rank, int64."""
-        if callable(self.by):
-            ids: Ids | None = self.by(samples)
-        elif self.by == "step":
-            ids = [0] * len(samples)
-        else:
-            ids = samples.rollout_ids if self.by == "rollout" else samples.prompt_ids
-        if ids is None:
-            raise ValueError(
-                f"the statistic {name} by {self.by} of samples without {self.by}_ids: it is summed over those of one "
-                f"id. Give Samples {self.by}_ids."
-            )
-        numbers = as_ids(f"keys of {name}", ids, len(samples)).tolist()
-        return as_ids(f"keys of {name}", [f"{name}/{number}" for number in numbers], len(samples))
-
-
-@dataclass(frozen=True, kw_only=True)
-class UnitCounts:
-    """The step's units of one kind, rollouts or prompt groups. Give what the mode needs, leave the rest None.
-
-    Attributes:
-        all: how many there are, fully masked ones included.
-        active: how many have a token of nonzero weight.
-        tokens: mask tokens of each unit that this rank holds a part of, by id (a mapping is accepted). Needed by
-            ``prompt_mean``, and by ``sample_mean`` for rollouts that are split over samples.
-    """
-
-    all: int | None = None
-    active: int | None = None
-    tokens: TokensById | Mapping[int | str, float] | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("all", "active"):
-            if (count := getattr(self, name)) is not None:
-                check_count(f"UnitCounts.{name}", count)
-        if None not in (self.all, self.active) and self.active > self.all:  # type: ignore[operator]
-            raise ValueError(
-                f"{self.active} active units of {self.all}: active ones are among all of them. Count the whole step "
-                "for both."
-            )
-        if isinstance(self.tokens, Mapping):
-            object.__setattr__(self, "tokens", TokensById.from_mapping(self.tokens))
-        elif self.tokens is not None and not isinstance(self.tokens, TokensById):
-            raise TypeError(f"UnitCounts.tokens is {self.tokens!r}: it must map ids to token counts. Pass a dict.")
-
-    def counted(self, units: UnitCounting) -> int | None:
-        """How many units count."""
-        return self.all if units == "all" else self.active
+__all__ = [
+    "By",
+    "Statistic",
+    "StepTotals",
+    "TokensById",
+    "UnitCounting",
+    "UnitCounts",
+    "compare_totals",
+    "reduce_step_totals",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,8 +76,8 @@ class StepTotals:
     step_tokens: float | None = None
     step_active_tokens: int | None = None
     step_entries: int | None = None
-    rollouts: UnitCounts = UnitCounts()
-    prompts: UnitCounts = UnitCounts()
+    rollouts: UnitCounts = field(default_factory=UnitCounts)
+    prompts: UnitCounts = field(default_factory=UnitCounts)
     by_mask: Mapping[str, "StepTotals"] = field(default_factory=dict, hash=False)
     statistics: Mapping[str, TokensById] = field(default_factory=dict, hash=False)
     dp_size: int | None = field(default=None, compare=False)
@@ -226,30 +130,9 @@ class StepTotals:
             return
         if self.step_tokens is not None:
             _check_fits("step_tokens", total(samples.mask_sums), self.step_tokens)
-        self._check_units("rollout", samples, samples.rollout_ids, self.rollouts)
+        _check_units("rollout", samples.mask_sums, samples.rollout_ids, self.rollouts)
         if samples.prompt_ids is not None:
-            self._check_units("prompt", samples, samples.prompt_ids, self.prompts)
-
-    @staticmethod
-    def _check_units(name: str, samples: Samples, ids: Tensor | None, units: "UnitCounts") -> None:
-        """`check_covers` of one kind of units; without ids a sample is one."""
-        sums = samples.mask_sums
-        if ids is not None:
-            unique, unit = ids.unique(return_inverse=True)
-            sums = sums.new_zeros(len(unique)).index_add_(0, unit.to(sums.device), sums)
-            if isinstance(units.tokens, TokensById):
-                whole = units.tokens.of(f"{name}_ids", unique).to(sums.device, non_blocking=True) * _SLACK
-                excess = sums - whole
-                require(
-                    (excess <= 0).all(),
-                    lambda: f"a {name} with {float(sums[int(excess.argmax())]):g} mask tokens in these samples",
-                    "the totals say it has fewer in the whole step. Make the totals from all samples of the step, on "
-                    "all ranks.",
-                )
-        if units.all is not None:
-            _check_fits(f"{name}s.all", sums.numel(), units.all)
-        if units.active is not None:
-            _check_fits(f"{name}s.active", count_active(sums), units.active)
+            _check_units("prompt", samples.mask_sums, samples.prompt_ids, self.prompts)
 
     @classmethod
     def from_loss_masks(
@@ -281,11 +164,28 @@ class StepTotals:
             ValueError: no word of a dp_group among several ranks; a dp_group that overlaps a replica group.
             BadBatchError: with groups, on every rank, naming the rank that failed and why.
         """
-        from megatron_rl_loss.step.counting import reduce_step_totals
-
         dp_group = stated_dp_group(dp_group, "totals")
         samples = attempt(lambda: [Samples(loss_masks, rollout_ids=rollout_ids, prompt_ids=prompt_ids, labels=labels)])
         return reduce_step_totals(samples, dp_group=dp_group, replica_groups=replica_groups, statistics=statistics)
+
+
+def _check_units(name: str, sums: Tensor, ids: Tensor | None, units: UnitCounts) -> None:
+    """Refuse counts of the units of one kind below what samples of these mask sums have; without ids each is one."""
+    if ids is not None:
+        unique, unit = ids.unique(return_inverse=True)
+        sums = sums.new_zeros(len(unique)).index_add_(0, unit.to(sums.device), sums)
+        if isinstance(units.tokens, TokensById):
+            excess = sums - units.tokens.of(f"{name}_ids", unique).to(sums.device, non_blocking=True) * _SLACK
+            require(
+                (excess <= 0).all(),
+                lambda: f"a {name} with {float(sums[int(excess.argmax())]):g} mask tokens in these samples",
+                "the totals say it has fewer in the whole step. Make the totals from all samples of the step, on all "
+                "ranks.",
+            )
+    if units.all is not None:
+        _check_fits(f"{name}s.all", sums.numel(), units.all)
+    if units.active is not None:
+        _check_fits(f"{name}s.active", count_active(sums), units.active)
 
 
 #: Sums of fractional masks may differ in the last bit.
@@ -301,3 +201,158 @@ def _check_fits(name: str, here: float | Tensor, whole: float) -> None:
         lambda: f"samples whose {name} alone are {float(here):g}",
         f"the totals say {whole:g}. Make the totals from all samples of the step, on all ranks.",
     )
+
+
+def reduce_step_totals(
+    microbatches: Sequence[Samples] | Exception | None,
+    *,
+    dp_group: Group | None = None,
+    replica_groups: Sequence[Group] = (),
+    count_prompts: bool = True,
+    masks: Sequence[str] = (),
+    statistics: Mapping[str, Statistic] | None = None,
+    settings: str = "",
+) -> StepTotals:
+    """The totals of a step from what this rank holds in it: one collective round.
+
+    In a round: one sum over `dp_group`, one maximum over each replica group and, where units are named by ids, three
+    all-to-alls and a sum over `dp_group` (each id meets on one owner rank; a rank sends and receives what it holds,
+    whatever the number of ranks). `Exchange` says how many messages an all-to-all takes.
+
+    Args:
+        microbatches: one `Samples` per micro-batch, all with ids of a kind or none; None if this rank reads no data (a
+            pipeline stage that needs none), which then must hold for its whole `dp_group`; or the exception that kept
+            the rank from it, which becomes a `BadBatchError` on all ranks of the groups.
+        count_prompts: False leaves prompt ids and their exchange aside, for modes that do not use them.
+        masks: names of the further masks that are counted too, in the same collectives; the same on every rank.
+        statistics: further sums by key, by name; the same names on every rank.
+        settings: what else must be the same on every rank, such as the mode: a `BadBatchError` on all where it is not.
+
+    Returns:
+        The totals; on a stage without data, not those of units by id.
+    """
+    dp_group = if_several(dp_group)
+    replicas = several(*replica_groups)
+    groups = several(dp_group, *replicas)
+    check_apart(dp_group, replicas)
+
+    hold = partial(
+        HeldSamples, count_prompts=count_prompts, masks=masks, statistics=statistics or {}, dp_group=dp_group,
+        is_compared=bool(groups),
+    )  # fmt: skip
+    attempted = microbatches if isinstance(microbatches, Exception) else attempt(lambda: hold(microbatches or []))
+    failure = attempted if isinstance(attempted, Exception) else None
+    held = hold([]) if isinstance(attempted, Exception) else attempted
+    digests = torch.zeros(size_of(dp_group), dtype=torch.float64, device="cpu")
+    digests[rank_in(dp_group)] = held.digest
+    mine = int.from_bytes(hashlib.blake2b(settings.encode(), digest_size=5).digest(), "little")
+    own = {"errors": failure is not None, "ranks_with_data": microbatches is not None, "settings": mine}
+    counts, digests = reduced(held.counts | own, digests, [dp_group])
+    if all(rank_in(group) == 0 for group in groups) and counts["ranks_with_identity"] == counts["ranks_with_samples"]:
+        warn_of_twins(digests)
+    of_other_settings = ValueError(
+        f"this rank asks for {settings}, another one for something else: all ranks must aggregate alike. Pass the same "
+        "mode, divisor, units and terms on every rank."
+    )
+    if counts["settings"] != mine * size_of(dp_group):
+        counts["errors"], failure = 1, failure or of_other_settings
+    has_data = counts["ranks_with_data"] > 0
+    if has_data and counts["ranks_with_data"] < size_of(dp_group):
+        counts["errors"] = 1
+        if microbatches is None:
+            failure = ValueError(
+                "this rank was given no data iterator, other DP ranks of its pipeline stage were: all must read data. "
+                "Give every rank one (is_distributed = True)."
+            )
+    units = CountedUnits()
+    ranks_with_ids = {counts["ranks_with_rollout_ids"], counts["ranks_with_prompt_ids"]}
+    # Ids on some ranks only are refused below; exchanged, they would look like clashes.
+    all_or_none = ranks_with_ids <= {0, counts["ranks_with_samples"]}
+    if (any(ranks_with_ids) or (statistics and has_data)) and all_or_none and not counts["errors"]:
+        units, clash = held.sum_units(dp_group)
+        counts["errors"] = float(units.num_clashes > 0)
+        if clash:
+            failure = ValueError(
+                "one rollout id is used under two prompt ids: rollout ids must be unique in the step, not only within "
+                "a prompt. Join prompt and rollout index into one id."
+            )
+    # One maximum over replicas carries the errors and, as +x and -x, whether the replicas' sums differ.
+    both, digests = counts | {f"-{name}": -value for name, value in counts.items()}, torch.stack([digests, -digests])
+    if not has_data:
+        both = dict.fromkeys(both, -torch.inf) | {"errors": counts["errors"]}
+        digests.fill_(-torch.inf)
+    both, digests = reduced(both, digests, replicas, dist.ReduceOp.MAX)
+    if has_data and both["settings"] != -both["-settings"]:
+        both["errors"], failure = 1, failure or of_other_settings
+    raise_together(both["errors"] > 0, failure, groups)
+    counts = {name: both[name] for name in counts}
+    check_agreement(counts, {name: -both[f"-{name}"] for name in counts}, bool((digests[0] == -digests[1]).all()))
+    of_loss_masks, *further = (_totals(counts, units, k) for k in range(1 + len(masks)))
+    return replace(
+        of_loss_masks,
+        by_mask=dict(zip(masks, further, strict=True)),
+        statistics=units.statistics,
+        dp_size=size_of(dp_group),
+        dynamic_cp=counts["ranks_with_cp_groups"] > 0,
+    )
+
+
+def _totals(counts: Mapping[str, float], units: CountedUnits, mask: int) -> StepTotals:
+    """The counts of the loss masks (0) or of a further mask."""
+    rollouts, prompts = UnitCounts(), UnitCounts()
+    if not counts["ranks_with_rollout_ids"]:
+        rollouts = UnitCounts(all=int(counts["samples"]), active=int(counts[f"active_samples/{mask}"]))
+    elif units.rollouts:
+        rollouts = units.rollouts[mask]
+    if counts["ranks_with_prompt_ids"] and units.prompts:
+        prompts = units.prompts[mask]
+    return StepTotals(
+        step_tokens=counts[f"tokens/{mask}"],
+        step_active_tokens=int(counts[f"active_tokens/{mask}"]),
+        step_entries=int(counts[f"entries/{mask}"]),
+        rollouts=rollouts,
+        prompts=prompts,
+    )
+
+
+def compare_totals(
+    stated: StepTotals | Exception,
+    microbatches: Sequence[Samples] | None,
+    *,
+    dp_group: Group | None,
+    replica_groups: Sequence[Group],
+    masks: Sequence[str] = (),
+    statistics: Mapping[str, Statistic] | None = None,
+) -> StepTotals:
+    """The counted totals of the step, once the stated ones were found to agree with them, on every rank.
+
+    Raises:
+        BadBatchError: counts that differ, on all ranks, naming the one that saw it and both numbers.
+    """
+    counted = reduce_step_totals(
+        stated if isinstance(stated, Exception) else microbatches,
+        dp_group=dp_group,
+        replica_groups=replica_groups,
+        masks=masks,
+        statistics=statistics,
+    )
+    assert not isinstance(stated, Exception)  # reduce_step_totals has raised it
+    check_together(lambda: _check_same(stated, counted), several(dp_group, *replica_groups))
+    return counted
+
+
+#: What is compared of totals that were stated.
+_STATED = "step_tokens", "step_active_tokens", "rollouts.all", "rollouts.active", "prompts.all", "prompts.active"
+
+
+def _check_same(stated: StepTotals, counted: StepTotals, of: str = "") -> None:
+    """Refuse a count that was stated and is another one; `of` names the further mask that it is by."""
+    for mask, of_mask in stated.by_mask.items():
+        _check_same(of_mask, counted.with_mask(mask), f"{mask}: ")
+    for name in _STATED:
+        mine, whole = (attrgetter(name)(totals) for totals in (stated, counted))
+        if mine is not None and whole is not None and abs(mine - whole) > 1e-6 * whole:
+            raise ValueError(
+                f"{of}{name} of {mine:g} from totals_of: the masks of all ranks have {whole:g} in this step. Count "
+                "the whole step, over all its micro-batches and DP ranks."
+            )

@@ -44,7 +44,7 @@ from megatron_rl_loss.audit import judge
 from megatron_rl_loss.losses import gspo_loss, whiten
 from megatron_rl_loss.plan import plan as plans
 from megatron_rl_loss.reduction import Metric, Term
-from megatron_rl_loss.step.counting import reduce_step_totals
+from megatron_rl_loss.step.totals import reduce_step_totals
 
 #: Packs as `DefaultDynamicCPScheduler` makes them: one for each rank, the same for the ranks of a group.
 PACKS: Groups = [

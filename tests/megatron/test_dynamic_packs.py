@@ -24,7 +24,7 @@ from torch import Tensor
 from megatron_rl_loss import Samples, ZigzagTHD
 from megatron_rl_loss.losses import ppo_clip_loss
 from megatron_rl_loss.plan import plan as plans
-from megatron_rl_loss.step.counting import reduce_step_totals
+from megatron_rl_loss.step.totals import reduce_step_totals
 
 pytestmark = pytest.mark.slow
 FIRSTS = list(itertools.accumulate(LENGTHS, initial=0))

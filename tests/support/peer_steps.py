@@ -5,7 +5,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from step_samples import random_samples
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,14 +26,14 @@ class Batch:
 def random_batch(seed: int) -> Batch:
     """Ragged rows and prompt groups. Two rows are fully masked, one of them alone in its group; losses everywhere."""
     rng = random.Random(seed)
-    torch.manual_seed(seed)
-    rows, width = rng.randint(6, 11), rng.randint(5, 13)
-    masks = torch.zeros(rows, width)
-    for row in range(2, rows):
-        length = rng.randint(1, width)
-        masks[row, :length] = (torch.rand(length) < 0.7).float()
-        masks[row, rng.randrange(length)] = 1
-    return Batch(torch.randn(rows, width) * 3, masks, [0, *(1 + rng.randrange(3) for _ in range(rows - 1))])
+    prompts = [0, *(1 + rng.randrange(3) for _ in range(rng.randint(5, 10)))]
+    samples = random_samples(rng, [(None, prompt) for prompt in prompts], range(3, rng.randint(6, 14)), (0, 1, 1))
+    for i, one in enumerate(samples):
+        one.mask[0] = 1  # of those that are not
+        one.mask.mul_(i > 1)
+    masks = pad_sequence([one.mask for one in samples], batch_first=True)
+    losses = pad_sequence([one.losses.float() for one in samples], batch_first=True, padding_value=7.0)
+    return Batch(losses, masks, prompts)
 
 
 def deal(rows: int, dp_size: int, seed: int) -> list[list[list[int]]]:

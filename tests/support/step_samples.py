@@ -1,29 +1,34 @@
 """The samples of a step that most tests share, and how they are dealt out: nothing of the package, or of Megatron."""
 
 import random
+from collections.abc import Iterable, Sequence
 
 import oracle
 
 DIVISOR = 7.0
 
 
-ALL_SETTINGS = [
-    {"mode": mode, "units": units, "divisor": DIVISOR if mode == "constant" else None}
-    for mode, units in oracle.COUNTINGS
-]
+def random_samples(
+    rng: random.Random,
+    ids: Iterable[tuple[int | str | None, int | str]],
+    lengths: Sequence[int] = (1, 2, 3, 5, 8, 13),
+    weights: Sequence[float] = (0, 1, 1, 0.5),
+) -> list[oracle.Sample]:
+    """A ragged sample for each pair of a rollout's and a prompt's id: the one maker of random steps."""
+    samples = []
+    for rollout_id, prompt_id in ids:
+        length = rng.choice(lengths)
+        mask = [rng.choice(weights) for _ in range(length)]
+        samples.append(oracle.sample([rng.uniform(-3, 3) for _ in range(length)], mask, rollout_id, prompt_id))
+    return samples
 
 
 def step_samples(seed: int) -> list[oracle.Sample]:
-    """Ragged samples with fractional, partly and fully masked tokens, split rollouts and uneven prompt groups."""
-    rng = random.Random(seed)
-    samples = []
-    for i in range(13):
-        length = rng.choice([1, 2, 3, 5, 8, 13])
-        mask = [rng.choice([0, 1, 1, 0.5]) for _ in range(length)]
-        if i in (4, 9):
-            mask = [0] * length
-        losses = [rng.uniform(-3, 3) for _ in range(length)]
-        samples.append(oracle.sample(losses, mask, rollout_id=f"r{i - i % 3 // 2}", prompt_id=f"p{min(i // 3, 2)}"))
+    """With fractional, partly and fully masked tokens, split rollouts and uneven prompt groups."""
+    ids = [(f"r{i - i % 3 // 2}", f"p{min(i // 3, 2)}") for i in range(13)]
+    samples = random_samples(random.Random(seed), ids)
+    for i in (4, 9):
+        samples[i].mask.zero_()
     return samples
 
 

@@ -7,7 +7,7 @@ the shares and the gradients.
 import itertools
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import oracle
@@ -15,8 +15,9 @@ import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
-from oracle import COUNTINGS, NAN, WORKED_DIVISOR, Sample
-from placements import Place, laid_out, plain
+from oracle import NAN, WORKED_DIVISOR, Sample
+from placements import Place, laid_out, padded_masks, plain
+from step_samples import random_samples
 from torch import Tensor
 
 from megatron_rl_loss import StepTotals, make_pg_loss_reducer
@@ -24,7 +25,6 @@ from megatron_rl_loss.step import masks
 
 quick = settings(deadline=None, derandomize=True, max_examples=8)
 quicker = settings(quick, max_examples=4)
-every_counting = pytest.mark.parametrize(("mode", "units"), COUNTINGS, ids=[f"{m}-{u}" for m, u in COUNTINGS])
 
 
 def ids_of(samples: Sequence[Sample]) -> dict[str, Any]:
@@ -78,15 +78,10 @@ def run_step(
     for microbatch in microbatches:
         samples = [step[i] for i in microbatch]
         placed = laid_out(place, tuple(len(one.losses) for one in samples), cp_size)
-        lengths = placed.mask_lengths or [len(one.mask) for one in samples]
-        masks = [
-            torch.cat([one.mask, one.mask.new_zeros(n - len(one.mask))])
-            for one, n in zip(samples, lengths, strict=True)
-        ]
         for rank, held in enumerate(placed.held):
             reducer = make_pg_loss_reducer(
                 mode,
-                masks,
+                padded_masks(samples, placed),
                 totals=totals,
                 divisor=divisor_of(mode) if divisor is None else divisor,
                 units=units,  # type: ignore[arg-type]
@@ -138,25 +133,16 @@ def value_error(step: Sequence[Sample], mode: str, units: str = "all") -> float:
     return oracle.sum_error(oracle.num_tokens(step)) * oracle.step_scale(mode, step, divisor_of(mode), units)
 
 
-MASK_KINDS = ("ones", "binary", "fractional", "zeros")
-MASK_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int32, torch.uint8, torch.bool)
+MASK_DTYPES = (
+    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float32, torch.float64,
+    torch.float16, torch.bfloat16,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Step:
     samples: list[Sample]
     microbatches: list[list[int]]
-
-
-def random_mask(kind: str, length: int, rng: random.Random, dtype: torch.dtype) -> Tensor:
-    weights = {
-        "ones": lambda: 1.0,
-        "binary": lambda: float(rng.random() < 0.6),
-        "fractional": lambda: rng.choice([0.0, rng.uniform(0.001, 0.1), rng.uniform(0.1, 3.0)]),
-        "zeros": lambda: 0.0,
-    }[kind]
-    mask = torch.tensor([weights() for _ in range(length)])
-    return mask.to(dtype) if dtype.is_floating_point else mask.clamp(max=1).to(dtype)  # ints are zeros and ones
 
 
 @st.composite
@@ -169,12 +155,14 @@ def steps(draw: st.DrawFn, dtype: torch.dtype = torch.float32) -> Step:
     samples, rollouts = [], itertools.count()
     for prompt, group_size in enumerate(draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))):
         for _ in range(group_size):
-            rollout = next(rollouts)
+            rollout = ids(next(rollouts)) if split else None
             for _ in range(rng.choice([1, 1, 2, 3]) if split else 1):
-                kind, length = rng.choice(MASK_KINDS), rng.choice([0, 1, 2, rng.randrange(3, 14)])
-                mask = random_mask(kind, length, rng, mask_dtype or rng.choice(MASK_DTYPES))
-                losses = torch.tensor([rng.gauss(0.3, 1) for _ in range(length)]).to(dtype).double()
-                samples.append(Sample(losses, mask, ids(rollout) if split else None, ids(prompt)).poisoned())
+                fractions = [0.0, rng.uniform(0.001, 0.1), rng.uniform(0.1, 3.0)]
+                weights = rng.choice([[1.0], [0.0, 1.0, 1.0], fractions, [0.0]])
+                (one,) = random_samples(rng, [(rollout, ids(prompt))], [0, 1, 2, rng.randrange(3, 14)], weights)
+                as_type = mask_dtype or rng.choice(MASK_DTYPES)
+                mask = (one.mask if as_type.is_floating_point else one.mask.clamp(max=1)).to(as_type)
+                samples.append(replace(one, losses=one.losses.to(dtype).double(), mask=mask).poisoned())
     order = list(range(len(samples)))
     rng.shuffle(order)
     cuts = sorted({0, len(order), *(rng.randrange(len(order) + 1) for _ in range(rng.randrange(5)))})

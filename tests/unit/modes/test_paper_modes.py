@@ -28,7 +28,7 @@ from megatron_rl_loss.modes.papers import (
 )
 from megatron_rl_loss.modes.table import OwnMode
 from megatron_rl_loss.step.collectives import attempt
-from megatron_rl_loss.step.counting import reduce_step_totals
+from megatron_rl_loss.step.totals import reduce_step_totals
 
 MASKS = [
     torch.tensor(mask, dtype=torch.float32)

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from oracle import NAN
 from placements import Place, every_layout, laid_out, padded_masks
 from refusals import Call, Refusal, check_refusal, each_of, refusals
-from steps import Step, divisor_of, ids_of, on_both, quicker, steps, totals_of
+from step_samples import dealt, step_samples
+from steps import MASK_DTYPES, Step, divisor_of, ids_of, on_both, quicker, steps, totals_of
 
 from megatron_rl_loss import (
     Gathered,
@@ -24,8 +25,9 @@ from megatron_rl_loss import (
     ZigzagTHD,
     make_pg_loss_reducer,
     token_weights,
+    weights_column,
 )
-from megatron_rl_loss.modes import MODES, unit_weights
+from megatron_rl_loss.modes import MODES, unit_weights, vl_norm_undivided
 
 INF = float("inf")
 
@@ -70,13 +72,7 @@ def test_they_are_the_slopes_of_the_step_loss(step: Step, units: Any, place: Pla
                 torch.testing.assert_close(found.double(), right, rtol=oracle.EXACT, atol=0)
 
 
-DTYPES = [
-    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float32, torch.float64,
-    torch.float16, torch.bfloat16,
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", MASK_DTYPES, ids=str)
 def test_they_are_those_of_numpy_whatever_the_masks_are_made_of(dtype: torch.dtype) -> None:
     """Bit by bit: a mode's float64 weight of each sample rounded once, times the mask."""
     generator = np.random.default_rng(3)
@@ -87,6 +83,33 @@ def test_they_are_those_of_numpy_whatever_the_masks_are_made_of(dtype: torch.dty
     found = token_weights(lambda inputs: torch.from_numpy(beside), Samples(masks), StepTotals())
     expected = np.repeat(beside.astype(np.float32), lengths) * np.concatenate(flags).astype(np.float32)
     assert np.array_equal(found.numpy(), expected)
+
+
+# --- of a whole step, as a data column
+
+
+@every_layout
+def test_a_column_cut_as_a_layout_cuts_is_what_a_rank_weighs(place: Place, cp_size: int) -> None:
+    """Bit by bit; 1/cp_size of it where every CP rank holds all tokens."""
+    step = step_samples(seed=2)
+    for (mode, units), chosen in itertools.product(oracle.COUNTINGS, dealt(step, 0, 1, 3)):
+        settings: Any = {"divisor": divisor_of(mode), "units": units}
+        column = weights_column(mode, [one.mask for one in step], **settings, **ids_of(step))
+        placed = laid_out(place, tuple(len(step[i].mask) for i in chosen), cp_size)
+        masks = padded_masks([step[i] for i in chosen], placed)
+        samples = Samples(masks, layout=placed.layout, **ids_of([step[i] for i in chosen]))
+        copies = cp_size if isinstance(placed.layout, Gathered) else 1
+        for cp_rank, held in enumerate(placed.held):
+            cut = [0.0 if at is None else float(column[chosen[at[0]]][at[1]]) / copies for at in held]
+            weights = token_weights(mode, samples, totals_of(step), **settings, cp_rank=cp_rank, cp_size=cp_size)
+            assert torch.equal(weights, torch.tensor(cut)), (mode, units, cp_rank)
+
+
+def test_a_column_of_a_mode_over_its_own_sums() -> None:
+    column = weights_column(vl_norm_undivided, [torch.ones(4), torch.zeros(2), torch.ones(1)])
+    powers = [4**-0.75, 0.0, 1.0]
+    expected = [torch.full((length,), power / sum(powers)) for length, power in zip((4, 2, 1), powers, strict=True)]
+    torch.testing.assert_close(column, expected)
 
 
 # --- inside a unit, without the number of units
@@ -220,7 +243,6 @@ def small(weight: float) -> torch.Tensor:
     return placed("token_mean", StepTotals(step_tokens=1e17), masks=[torch.tensor([weight, 1.0])])
 
 
-CP2 = {"cp_rank": 0, "cp_size": 2}
 REFUSALS: dict[str, Refusal] = {
     **refusals(
         inside,
@@ -328,11 +350,6 @@ REFUSALS: dict[str, Refusal] = {
     },
     **refusals(
         placed,
-        (
-            {"mode": "token_sum", "totals": SIX, **CP2},
-            "cp_size is 2 and no layout was given.*Pass one of megatron_rl_loss's layouts",
-            {"mode": "token_sum", "totals": SIX, "layout": LAID_OUT, **CP2},
-        ),
         (
             {"mode": "token_mean", "totals": SIX, "layout": LAID_OUT, "cp_size": 2},
             "cp_size=2 without a cp_rank: each rank holds other tokens",

@@ -25,7 +25,7 @@ from step_counts import all_totals, expected_of, ids_of, kinds_of, said_of
 from megatron_rl_loss import BadBatchError, Samples
 from megatron_rl_loss.step import collectives
 from megatron_rl_loss.step.collectives import attempt
-from megatron_rl_loss.step.counting import reduce_step_totals
+from megatron_rl_loss.step.totals import reduce_step_totals
 
 WORLD_SIZE = 4
 

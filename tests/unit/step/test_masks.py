@@ -16,11 +16,6 @@ from megatron_rl_loss import Samples, StepTotals
 from megatron_rl_loss.step import masks
 
 
-@pytest.fixture
-def as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(masks, "on_host", lambda values: False)
-
-
 def assert_same(work: Any) -> Tensor:
     host, device = on_both(work)
     assert host.dtype == device.dtype
@@ -50,19 +45,6 @@ def test_both_count_alike() -> None:
         assert [float(found) for found in on_both(lambda work=work: work(sums))] == [expected] * 2
 
 
-@pytest.mark.parametrize(
-    ("values", "flags"),
-    [
-        ([1, 2], True), ([1, -1], True), ([255], True), ([1.0, -1], False), ([1, float("nan")], False),
-        ([float("inf")], False), ([1e-31], False), ([1e31], False), ([1, 0.5], None), ([-0.0, 1], None),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_both_see_what_is_unsound(values: list[float], flags: bool | None) -> None:
-    buffer = torch.tensor(values, dtype=torch.float64)
-    assert {bool(sound) for sound in on_both(lambda: masks.are_sound(buffer, bool(flags)))} == {flags is None}
-
-
 @pytest.mark.parametrize(("inside", "outside"), [(1e-30, 0.9e-30), (1e30, 1.1e30)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
 def test_both_know_how_small_and_large_a_weight_may_be(inside: float, outside: float, dtype: torch.dtype) -> None:
@@ -73,9 +55,9 @@ def test_both_know_how_small_and_large_a_weight_may_be(inside: float, outside: f
         assert [bool(sound) for sound in found] == [expected] * 2
 
 
-@pytest.mark.usefixtures("as_on_a_device")
-def test_totals_of_masks_on_a_device() -> None:
+def test_totals_of_masks_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are where a device is waited for, and where unsound masks are named."""
+    monkeypatch.setattr(masks, "on_host", lambda values: False)
     totals = StepTotals.from_loss_masks([torch.tensor([1.0, 0.5]), torch.tensor([0.0])])
     assert (totals.step_tokens, totals.step_active_tokens) == (1.5, 2)
     assert (totals.rollouts.all, totals.rollouts.active) == (2, 1)

@@ -1,7 +1,6 @@
 """Samples: what is known of a micro-batch's masks, which tokens a CP rank holds, and what is refused."""
 
 import itertools
-import random
 from typing import Any
 
 import numpy as np
@@ -9,20 +8,15 @@ import oracle
 import pytest
 import torch
 from hypothesis import given
-from hypothesis import strategies as st
-from placements import Place, every_layout, laid_out
+from placements import Place, every_layout, laid_out, padded_masks
 from refusals import Call, check_refusal, each_of, refusals
-from steps import on_both, quick, random_mask
+from steps import Step, on_both, quick, steps
 from torch import Tensor
 
 from megatron_rl_loss import Gathered, Layout, Samples, ZigzagTHD
-from megatron_rl_loss.step import LocalTokens
+from megatron_rl_loss.step import LocalTokens, masks
 
 NAN, INF = float("nan"), float("inf")
-DTYPES = [
-    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float32, torch.float64,
-    torch.float16, torch.bfloat16,
-]  # fmt: skip
 
 
 def ones(*lengths: int) -> list[Tensor]:
@@ -30,6 +24,12 @@ def ones(*lengths: int) -> list[Tensor]:
 
 
 # --- masks
+
+
+@pytest.fixture(params=[True, False], ids=["on the host", "as on a device"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not request.param:
+        monkeypatch.setattr(masks, "on_host", lambda values: False)
 
 
 def as_view(mask: Tensor) -> Tensor:
@@ -65,13 +65,14 @@ UNSOUND = {
 }
 
 
-@pytest.mark.parametrize("masks", UNUSUAL.values(), ids=UNUSUAL)
-def test_unusual_masks(masks: list[Tensor]) -> None:
-    samples = Samples(masks)
-    expected = torch.cat([mask.detach().double() for mask in masks])
-    assert samples.mask_lengths == [mask.numel() for mask in masks]
-    assert samples.mask_sums.tolist() == [float(mask.detach().double().sum()) for mask in masks]
-    assert samples.active_tokens.tolist() == [int((mask != 0).sum()) for mask in masks]
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("unusual", UNUSUAL.values(), ids=UNUSUAL)
+def test_unusual_masks(unusual: list[Tensor]) -> None:
+    samples = Samples(unusual)
+    expected = torch.cat([mask.detach().double() for mask in unusual])
+    assert samples.mask_lengths == [mask.numel() for mask in unusual]
+    assert samples.mask_sums.tolist() == [float(mask.detach().double().sum()) for mask in unusual]
+    assert samples.active_tokens.tolist() == [int((mask != 0).sum()) for mask in unusual]
     assert samples.mask_sums.dtype == samples.active_tokens.dtype == torch.float64
     assert set(map(type, samples.mask_lengths)) <= {int}
     for mask in (samples.local(0, 1).mask, samples.flat_mask):
@@ -80,6 +81,7 @@ def test_unusual_masks(masks: list[Tensor]) -> None:
         assert not mask.requires_grad
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("mask", UNSOUND.values(), ids=UNSOUND)
 @pytest.mark.parametrize("beside", [None, torch.float32, torch.int64], ids=["alone", "beside floats", "beside ints"])
 def test_unsound_masks_are_refused_with_their_sample(mask: Tensor, beside: torch.dtype | None) -> None:
@@ -123,29 +125,20 @@ def test_host_work_needs_no_default_device() -> None:
 # --- what a CP rank holds
 
 
-@st.composite
-def microbatches(draw: st.DrawFn) -> list[Tensor]:
-    rng = random.Random(draw(st.integers(0, 2**32 - 1)))
-    kinds = draw(st.lists(st.sampled_from(["ones", "binary", "fractional", "zeros"]), min_size=1, max_size=6))
-    dtype = draw(st.sampled_from(DTYPES))
-    return [random_mask(kind, rng.choice([0, 1, 2, rng.randrange(3, 40)]), rng, dtype) for kind in kinds]
-
-
 @every_layout
 @quick
-@given(masks=microbatches())
-def test_a_rank_holds_what_the_oracle_says(masks: list[Tensor], place: Place, cp_size: int) -> None:
+@given(step=steps())
+def test_a_rank_holds_what_the_oracle_says(step: Step, place: Place, cp_size: int) -> None:
     """On the host, and as on a device."""
+    masks = [one.mask for one in step.samples]
     lengths = [len(mask) for mask in masks]
     placed = laid_out(place, tuple(lengths), cp_size)
-    padded = [
-        torch.cat([m, m.new_zeros(n - len(m))]) for m, n in zip(masks, placed.mask_lengths or lengths, strict=True)
-    ]
+    padded = padded_masks(step.samples, placed)
 
     def check() -> None:
         samples = Samples(padded, layout=placed.layout)
         assert bool(samples.sound)
-        # Sums of at most 40 terms: exact for flags, to float64 for weights.
+        # Sums of at most 13 terms: exact for flags, to float64 for weights.
         assert samples.mask_sums.tolist() == pytest.approx([float(mask.double().sum()) for mask in masks], rel=1e-14)
         assert samples.active_tokens.tolist() == [int((mask != 0).sum()) for mask in masks]
         whole = torch.arange(samples.total_tokens)

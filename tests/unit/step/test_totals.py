@@ -9,7 +9,7 @@ from refusals import Call, check_refusal, each_of, refusals
 from step_counts import COUNTS, all_totals, expected_of, kinds_of, said_of
 
 from megatron_rl_loss import BadBatchError, Samples, StepTotals, UnitCounts
-from megatron_rl_loss.step.counting import compare_totals, reduce_step_totals
+from megatron_rl_loss.step.totals import compare_totals, reduce_step_totals
 
 STEPS: dict[str, list[Sample]] = {
     "worked batch": WORKED,
@@ -122,11 +122,6 @@ REFUSALS = {
         (([ONE, Samples([torch.ones(2, device="meta")])],), r"micro-batches on \['cpu', 'meta'\]: they", ([ONE, ONE],)),
         (([BOTH, BY_PROMPT],), "rollout_ids on 1 of 2 micro-batches: they must be given on", ([BOTH, NOTHING],)),
         (([ONE, BY_PROMPT],), "prompt_ids on 1 of 2 micro-batches", ([NOTHING, BY_PROMPT],)),
-    ),
-    **refusals(
-        StepTotals.from_loss_masks,
-        ((torch.ones(2, 3),), r"one tensor of shape \(2, 3\).*Pass list\(loss_masks\)", (list(torch.ones(2, 3)),)),
-        error=TypeError,
     ),
 }
 
