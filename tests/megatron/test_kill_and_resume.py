@@ -1,15 +1,14 @@
-"""Launches that die: one rank is killed or gets a bad batch in the middle of a run, and the run is resumed elsewhere.
+"""Launches that die: one rank is killed in the middle of a run, and the run is resumed in another layout.
 
-The example, a real `megatron.training.pretrain`, saves a checkpoint after every step. What a
-resumed run does must equal what a run that nobody interrupted does: losses, metrics and grad norms of the steps after
-the checkpoint, which depend on all weights and on the optimizer's state.
+The example, a real `megatron.training.pretrain`, saves a checkpoint after every step. What a resumed run does must equal
+what a run that nobody interrupted does: losses, metrics and grad norms of the steps after the checkpoint, which depend
+on all weights and on the optimizer's state.
 
 Killed is SIGKILL: the rank says nothing. The others must end by the broken connection (gloo here; with NCCL that is its
 watchdog's work, not tested), not by the timeout of a collective.
 """
 
 import contextlib
-import itertools
 import os
 import re
 import signal
@@ -23,11 +22,8 @@ from typing import Any
 import oracle
 import psutil
 import pytest
-import torch
 from example_run import DATA, EXAMPLES, MODEL, TRAINING, train
 from ranks import RankError, run_ranks
-
-from megatron_rl_loss import BadBatchError
 
 pytestmark = pytest.mark.slow
 
@@ -35,9 +31,8 @@ TP, PP, CP = (f"--{axis}-parallel-size" for axis in ("tensor-model", "pipeline-m
 #: On four processes.
 LAYOUTS = {"tp 2 x cp 2": [TP, "2", CP, "2", "--sequence-parallel"], "pp 2 x cp 2": [PP, "2", CP, "2"]}
 RESUME = ["--no-load-rng", "--override-opt-param-scheduler"]
-LAST_STEP = 8
+LAST_STEP = 6
 SECONDS_TO_END = 300.0  # half of the time-out of a collective; measured: 0.1 to 2
-
 
 Uninterrupted = tuple[str, dict[int, dict[str, float]]]
 
@@ -78,9 +73,9 @@ def assert_resumes(folder: Path, layout: str, uninterrupted: Uninterrupted) -> i
 def test_a_killed_torchrun_launch_ends_and_resumes_in_another_layout(
     uninterrupted: Uninterrupted, tmp_path: Path, record_property: Any
 ) -> None:
-    command = [str(EXAMPLES / "launch_grpo.sh"), "4", *MODEL.split(), *DATA.split(), *TRAINING.split()]
+    command = [str(EXAMPLES / "launch_grpo.sh"), "2", *MODEL.split(), *DATA.split(), *TRAINING.split()]
     saved = tmp_path / "saved"
-    command += [*LAYOUTS["tp 2 x cp 2"], "--load", uninterrupted[0], *RESUME]
+    command += [CP, "2", "--load", uninterrupted[0], *RESUME]
     command += ["--save", str(saved), "--save-interval", "1"]
     # Into a file: a helper process of the killed rank's checkpointing (a multiprocessing manager) survives it, and
     # would keep a pipe open for ever.
@@ -99,7 +94,7 @@ def test_a_killed_torchrun_launch_ends_and_resumes_in_another_layout(
         assert launcher.poll() is None, log.read_text(errors="replace")[-3000:]
         workers = psutil.Process(launcher.pid).children()  # the launcher became torchrun (exec)
         ranks = {process.environ()["RANK"]: process for process in workers if _is_rank(process)}
-        assert len(ranks) == 4
+        assert len(ranks) == 2
         left_behind = ranks["1"].children(recursive=True)
         ranks["1"].kill()
         killed = time.monotonic()
@@ -154,59 +149,3 @@ def test_a_rank_killed_before_the_collectives_of_a_step_loses_that_step(
     assert "ended without a result" in caught.value.errors[1]
     assert last_saved(saved) == 3
     record_property("cases", assert_resumes(saved, "tp 2 x cp 2", uninterrupted))
-
-
-# ---- a bad batch on one rank
-
-
-def train_on_bad_batch(flags: list[str], bad_rank: int, moment: Path) -> dict[str, Any]:
-    """`train`, but one rank cannot read the third pack of step 2: the error, and whether the weights are step 1's."""
-    import pretrain_grpo
-    from megatron.training import training
-
-    packs_of_rank, forward_step, training_log = (
-        pretrain_grpo.packs_of_rank,
-        pretrain_grpo.forward_step,
-        training.training_log,
-    )
-
-    def packs(*args: Any, packs_per_step: int, dp_size: int, **kwargs: Any) -> Iterator[Any]:
-        good = packs_of_rank(*args, packs_per_step=packs_per_step, dp_size=dp_size, **kwargs)
-        yield from itertools.islice(good, packs_per_step // dp_size + 2)
-        moment.write_text(str(time.time()))
-        raise OSError("disk gone")
-
-    models: list[Any] = []
-    weights: list[list[torch.Tensor]] = []
-
-    def forward(iterator: Any, model: Any) -> Any:
-        models[:] = [model]
-        return forward_step(iterator, model)
-
-    def log(*args: Any, **kwargs: Any) -> Any:
-        weights.append([p.detach().clone() for p in models[0].parameters()])
-        return training_log(*args, **kwargs)
-
-    if int(os.environ["RANK"]) == bad_rank:
-        pretrain_grpo.packs_of_rank = packs
-    pretrain_grpo.forward_step, training.training_log = forward, log
-    with pytest.raises(BadBatchError) as caught:
-        train(flags)
-    pairs = zip(models[0].parameters(), weights[-1], strict=True)
-    same = all(bool((now == before).all()) for now, before in pairs)
-    return {"error": str(caught.value), "steps": len(weights), "same weights": same}
-
-
-def test_a_bad_batch_on_one_rank_stops_all_before_the_step(tmp_path: Path, record_property: Any) -> None:
-    """What else may be wrong with a batch is in test_bad_input.py."""
-    moment, saved = tmp_path / "moment", tmp_path / "saved"
-    layout = [CP, "2", "--loss-aggregation", "prompt_mean", "--train-iters", "4"]
-    outcomes = run_ranks(4, train_on_bad_batch, [*layout, "--save", str(saved), "--save-interval", "1"], 2, moment)
-    record_property("seconds_to_end", seconds := time.time() - float(moment.read_text()))
-    assert seconds < SECONDS_TO_END
-    for outcome in outcomes:
-        assert "no weight was changed" in outcome["error"]
-        assert re.findall(r"rank (\d+): OSError: disk gone", outcome["error"]) == ["2"]
-        assert (outcome["steps"], outcome["same weights"]) == (1, True)
-    assert last_saved(saved) == 1
-    record_property("cases", len(outcomes))
