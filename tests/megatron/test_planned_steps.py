@@ -127,10 +127,15 @@ def refused_plans() -> dict[str, str]:
         changed = (dp_rank, cp_rank) == (0, 1) or (dp_rank == 1 and name != "a divisor of one rank")
         asked = CONSTANT | (changes if changed else {})
         found[name] = outcome_of(functools.partial(plan_step, good, model=model, **asked))
+    model.config.finalize_model_grads_func = None
+    plan = functools.partial(plan_step, good, "token_mean", model=model)
+    found["to train"] = outcome_of(plan)
+    with torch.no_grad():
+        found["to evaluate"] = outcome_of(plan)
     return found
 
 
-def test_a_list_or_setting_of_one_rank_is_refused_on_all() -> None:
+def test_a_list_or_setting_of_one_rank_and_a_schedule_that_sums_no_gradients_are_refused_on_all() -> None:
     for found in run_ranks(DP * CP, refused_plans):
         for name, (_, text) in BAD_LISTS.items():
             assert found[name].startswith("BadBatchError: The step was not started"), found[name]
@@ -138,25 +143,8 @@ def test_a_list_or_setting_of_one_rank_is_refused_on_all() -> None:
         for name in DIFFERENT:
             assert "this rank asks for loss aggregation: constant" in found[name]
             assert "all ranks must aggregate alike" in found[name]
-
-
-def without_finalize() -> tuple[str, bool]:
-    """On one of two DP ranks' model: what a plan to train says, and whether one to evaluate is made."""
-    from megatron_rl_loss.megatron import plan_step
-
-    start()
-    model = table_model(TABLE)
-    model.config.finalize_model_grads_func = None
-    plan = functools.partial(plan_step, [Samples([torch.ones(2)])], "token_mean", model=model)
-    with torch.no_grad():
-        evaluated = len(plan()) == 1
-    return outcome_of(plan), evaluated
-
-
-def test_a_schedule_that_would_sum_no_gradients_is_refused() -> None:
-    for text, evaluated in run_ranks(2, without_finalize):
-        assert "a model config without finalize_model_grads_func" in text
-        assert evaluated
+        assert "a model config without finalize_model_grads_func" in found["to train"]
+        assert found["to evaluate"] == "accepted"
 
 
 # ---- denominators that are known at the end
