@@ -14,7 +14,6 @@ import pytest
 import torch
 from graphs import graph_nodes
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from torch.profiler import ProfilerActivity, profile
 
 from megatron_rl_loss import Samples, StepTotals, ZigzagTHD, make_pg_loss_reducer
@@ -148,27 +147,6 @@ def test_one_float32_a_local_token_is_kept(mode: str) -> None:
     assert weights is microbatch.pg_loss.weights
     # The loss and its metrics share the weights where they are the same.
     assert (microbatch.pg_loss is microbatch.sample_mean) == (mode == "sample_mean")
-
-
-class Counting(TorchFunctionMode):
-    """Counts the torch calls that pass through it, as they all would through `torch.set_default_device`."""
-
-    calls = 0
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.calls += 1
-        return func(*args, **(kwargs or {}))
-
-
-def test_function_modes_see_a_build_read_few_facts_of_each_mask() -> None:
-    calls = []
-    for num_samples in (2, 1024):
-        masks = [torch.ones(8)] * num_samples
-        totals = StepTotals.from_loss_masks(masks)
-        with Counting() as mode:
-            make_pg_loss_reducer("sample_mean", masks, totals=totals)
-        calls.append(mode.calls)
-    assert calls[1] - calls[0] <= 3 * 1022  # shape, dtype, whether it is a float
 
 
 def test_it_compiles_whole(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,26 +73,17 @@ def parsed(
     return LossAggregation.from_args(args, lambda batch: batch)
 
 
-def prepare_parsing() -> None:
-    """Read YAML files without PyYAML where it is not installed, and --help texts of the dataclasses only once."""
-    from megatron.training import argument_utils, yaml_arguments
+def read_yaml() -> None:
+    """Without PyYAML where it is not installed: the files here are JSON, which is YAML."""
+    from megatron.training import yaml_arguments
 
     if not yaml_arguments.HAVE_YAML:
         yaml_arguments.HAVE_YAML = True
-        yaml_arguments.yaml = SimpleNamespace(safe_load=json.load)  # the files here are JSON, which is YAML
-    factory = argument_utils.ArgumentGroupFactory
-    docstrings, known = factory._get_field_docstrings, {}
-
-    def get_field_docstrings(self: Any, config: type) -> Any:
-        if config not in known:
-            known[config] = docstrings(self, config)
-        return known[config]
-
-    factory._get_field_docstrings = get_field_docstrings
+        yaml_arguments.yaml = SimpleNamespace(safe_load=json.load)
 
 
 def flag_verdicts() -> dict[str, Verdict]:
-    prepare_parsing()
+    read_yaml()
     os.chdir(os.environ["TMPDIR"])
     Path("broken_modes.py").write_text("import a_package_that_is_not_installed\n")
     sys.path.insert(0, os.getcwd())

@@ -31,7 +31,6 @@ def looked_ahead() -> None:
     from megatron.core import num_microbatches_calculator as calculator
     from megatron.core.rerun_state_machine import RerunDataIterator, RerunMode, get_rerun_state_machine
 
-    start()
     samples = step_samples(seed=2)
     model = table_model([0.0])
     step = aggregation(mode="token_mean")
@@ -79,13 +78,8 @@ def looked_ahead() -> None:
         )
 
 
-def test_the_look_ahead_takes_every_kind_of_iterator() -> None:
-    run_ranks(1, looked_ahead)
-
-
 def last_chunk_described() -> None:
     """Two chunks of the same masks, described by layouts of two kinds: the last one that reads data counts."""
-    start()
     model = table_model(TABLE)
     for given, without_data in itertools.product((False, True), (None, 0, 1)):
         described_batches: list[Any] = []
@@ -108,13 +102,9 @@ def last_chunk_described() -> None:
         assert described_batches == ([described] if given else [])
 
 
-def test_the_last_chunk_that_reads_data_is_described() -> None:
-    """With virtual pipeline stages the last chunk computes the loss; all chunks get what it was described by."""
-    run_ranks(1, last_chunk_described)
-
-
 def outcomes_of_iterators() -> dict[str, str]:
     start()
+    last_chunk_described()
     model = table_model(TABLE)
 
     def begin(*iterators: Any) -> Any:
@@ -125,7 +115,7 @@ def outcomes_of_iterators() -> dict[str, str]:
     def of(sample: int) -> Any:
         return iter([Batch(SAMPLES, [sample], 1)])
 
-    return {
+    found = {
         "a data set": outcome_of(lambda: begin([Batch(SAMPLES, [0], 1)])),
         "a list of one": outcome_of(lambda: begin([of(0)])),
         "one inside another": outcome_of(lambda: begin(begin(of(0)))),
@@ -135,9 +125,11 @@ def outcomes_of_iterators() -> dict[str, str]:
         "two chunks": outcome_of(lambda: begin(of(0), of(0))),
         "two chunks of other data": outcome_of(lambda: begin(of(0), of(1))),
     }
+    looked_ahead()
+    return found
 
 
-def test_what_is_no_iterator_of_micro_batches_is_refused() -> None:
+def test_the_look_ahead_takes_iterators_of_micro_batches_alone() -> None:
     found = run_ranks(1, outcomes_of_iterators)[0]
     assert "a data iterator of type Batch: micro-batches are taken from it one by one" in found["a data set"]
     assert "a list must hold an iterator for each model chunk. Pass iter(...)" in found["a data set"]
@@ -150,7 +142,6 @@ def test_what_is_no_iterator_of_micro_batches_is_refused() -> None:
 
 def collectives_of_steps() -> list[dict[str, int]]:
     """Of a step by ids, and of one whose counts are known, with their losses and metrics."""
-    start(cp=2)
     model = table_model([0.0], ddp=False)
     counts: dict[str, int] = {}
     for name in ("all_reduce", "all_gather", "all_to_all_single", "all_gather_object", "broadcast"):
@@ -178,21 +169,14 @@ def collectives_of_steps() -> list[dict[str, int]]:
     return found
 
 
-def test_one_collective_round_a_step_and_none_a_microbatch() -> None:
-    # A sum over dp, a maximum over cp (tp and pp have one rank), and the exchange by id; the rounds: test_totals.py.
-    for found in run_ranks(4, collectives_of_steps):
-        assert found == [{"all_reduce": 3, "all_to_all_single": 3}, {}]
-
-
 # ---- names of reports
 
 
-def logged_where_there_are_tokens(always: bool) -> list[dict[str, float]]:
+def logged_where_there_are_tokens(state: Any, always: bool) -> list[dict[str, float]]:
     """Three steps on dp 2 x cp 2: all ranks have tokens, DP rank 1 has none, a CP rank has none of a further mask.
 
     Metrics are left out where a rank, or a micro-batch, has no token of theirs; and come in another order on DP rank 1.
     """
-    state = start(cp=2)
     dp_rank, cp_rank = state.get_data_parallel_rank(), state.get_context_parallel_rank()
     logged = []
     for order in ([0, 1, 2], [1, 2, 0], [2, 0, 1]):  # each of them is once the first step, where names are compared
@@ -228,12 +212,21 @@ def logged_where_there_are_tokens(always: bool) -> list[dict[str, float]]:
 MASKS = (None, "correct")
 
 
-def test_a_metric_may_be_left_out_where_it_has_no_token() -> None:
-    found, expected = (run_ranks(4, logged_where_there_are_tokens, always) for always in (False, True))
-    for rank in range(4):
-        for mine, whole in zip(found[rank], expected[0], strict=True):
-            assert list(mine) == list(found[0][0])
+def on_four() -> tuple[list[dict[str, float]], list[dict[str, float]], list[dict[str, int]]]:
+    state = start(cp=2)
+    left_out, whole = (logged_where_there_are_tokens(state, always) for always in (False, True))
+    return left_out, whole, collectives_of_steps()
+
+
+def test_a_metric_may_be_left_out_where_it_has_no_token_and_takes_no_collective() -> None:
+    by_rank = run_ranks(4, on_four)
+    (names, *_), expected, _ = by_rank[0]
+    for found, _, collectives in by_rank:
+        for mine, whole in zip(found, expected, strict=True):
+            assert list(mine) == list(names)
             assert mine == pytest.approx(whole, rel=oracle.EXACT, abs=1e-6)
+        # A sum over dp, a maximum over cp (tp and pp have one rank), and the exchange by id: test_totals.py.
+        assert collectives == [{"all_reduce": 3, "all_to_all_single": 3}, {}]
 
 
 # ---- replicas
@@ -260,9 +253,8 @@ def test_a_pipeline_stage_reads_the_same_data_or_none_unless_it_computes_the_los
 # ---- gradients of an earlier step
 
 
-def steps_without_zeros() -> list[str]:
+def steps_without_zeros(state: Any) -> list[str]:
     """Three steps on two DP ranks, with fresh gradients; then without on one of them, evaluated and trained on."""
-    state = start()
     found = []
     for forgetful in (False, True):
         model, step = table_model(TABLE), aggregation(mode="token_mean")
@@ -273,16 +265,6 @@ def steps_without_zeros() -> list[str]:
             model.zero_grad_buffer = lambda: None
         found += [outcome_of(run), outcome_of(run)]
     return found
-
-
-def test_gradients_of_an_earlier_step_are_refused() -> None:
-    for fresh, again, *forgotten in run_ranks(2, steps_without_zeros):
-        assert (fresh, again) == ("accepted", "accepted")
-        for text in forgotten:
-            assert text.startswith(
-                "BadBatchError: The step was not started, no weight was changed. rank 1: ValueError: "
-            )
-            assert "gradients that are not 0 before the step's first micro-batch" in text
 
 
 # ---- totals that a user knows
@@ -328,9 +310,8 @@ TOTALS = {
 }
 
 
-def outcomes_of_totals() -> dict[str, str]:
+def outcomes_of_totals(state: Any) -> dict[str, str]:
     """Two steps on two DP ranks with totals by hand, for each case."""
-    state = start()
     half = (EVERYTHING[:6], EVERYTHING[6:])[state.get_data_parallel_rank()]
     found = {}
     for name, ((changes, mode, per_token, metric, empty_step), _) in TOTALS.items():
@@ -347,8 +328,19 @@ def outcomes_of_totals() -> dict[str, str]:
     return found
 
 
-def test_totals_that_a_user_knows() -> None:
-    for found in run_ranks(2, outcomes_of_totals):
+def on_two() -> tuple[list[str], dict[str, str]]:
+    state = start()
+    return steps_without_zeros(state), outcomes_of_totals(state)
+
+
+def test_gradients_of_an_earlier_step_and_wrong_totals_are_refused() -> None:
+    for (fresh, again, *forgotten), found in run_ranks(2, on_two):
+        assert (fresh, again) == ("accepted", "accepted")
+        for text in forgotten:
+            assert text.startswith(
+                "BadBatchError: The step was not started, no weight was changed. rank 1: ValueError: "
+            )
+            assert "gradients that are not 0 before the step's first micro-batch" in text
         for name, (_, text) in TOTALS.items():
             assert text in found[name] if text else found[name] == "accepted", (name, found[name])
 

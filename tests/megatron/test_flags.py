@@ -126,14 +126,6 @@ def test_defaults_of_megatron_may_be_absent() -> None:
     assert validate_loss_aggregation_args(Namespace(**flags)) == AggregationSettings.resolve()
 
 
-def test_describe() -> None:
-    by_prompt = AggregationSettings.resolve(mode="prompt_mean", units="active")
-    assert by_prompt.describe() == "loss aggregation: prompt_mean, unit counting active"
-    constant = AggregationSettings.resolve(mode="constant", divisor=40960.0)
-    assert constant.describe() == "loss aggregation: constant, divisor 40960, unit counting all"
-    assert (by_prompt.modes.uses_prompt_ids, constant.modes.uses_prompt_ids) == (True, False)
-
-
 # --- the user's own mode
 
 

@@ -1,15 +1,14 @@
-"""Launches that die: one rank is killed or gets a bad batch in the middle of a run, and the run is resumed elsewhere.
+"""Launches that die: one rank is killed in the middle of a run, and the run is resumed in another layout.
 
-The example, a real `megatron.training.pretrain`, saves a checkpoint after every step. What a
-resumed run does must equal what a run that nobody interrupted does: losses, metrics and grad norms of the steps after
-the checkpoint, which depend on all weights and on the optimizer's state.
+The example, a real `megatron.training.pretrain`, saves a checkpoint after every step. What a resumed run does must
+equal what a run that nobody interrupted does: losses, metrics and grad norms of the steps after the checkpoint, which
+depend on all weights and on the optimizer's state.
 
 Killed is SIGKILL: the rank says nothing. The others must end by the broken connection (gloo here; with NCCL that is its
 watchdog's work, not tested), not by the timeout of a collective.
 """
 
 import contextlib
-import itertools
 import os
 import re
 import signal
@@ -23,60 +22,47 @@ from typing import Any
 import oracle
 import psutil
 import pytest
-import torch
 from example_run import DATA, EXAMPLES, MODEL, TRAINING, train
 from ranks import RankError, run_ranks
-
-from megatron_rl_loss import BadBatchError
 
 pytestmark = pytest.mark.slow
 
 TP, PP, CP = (f"--{axis}-parallel-size" for axis in ("tensor-model", "pipeline-model", "context"))
-LAYOUTS: dict[str, tuple[int, list[str]]] = {
-    "1 process": (1, []),
-    "dp 2": (2, []),
-    "dp 4": (4, []),
-    "tp 2 x cp 2": (4, [TP, "2", CP, "2", "--sequence-parallel"]),
-    "pp 2 x cp 2": (4, [PP, "2", CP, "2"]),
-}
+#: On four processes.
+LAYOUTS = {"tp 2 x cp 2": [TP, "2", CP, "2", "--sequence-parallel"], "pp 2 x cp 2": [PP, "2", CP, "2"]}
 RESUME = ["--no-load-rng", "--override-opt-param-scheduler"]
-LAST_STEP = 8
+LAST_STEP = 6
 SECONDS_TO_END = 300.0  # half of the time-out of a collective; measured: 0.1 to 2
 
+Uninterrupted = tuple[str, dict[int, dict[str, float]]]
+
 
 @pytest.fixture(scope="module")
-def first_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """After one step by one process: all layouts start from the same weights."""
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Uninterrupted:
+    """A run of one process that nothing happens to: where its first step is saved, and its later steps."""
     folder = str(tmp_path_factory.mktemp("first"))
     run_ranks(1, train, ["--save", folder, "--save-interval", "1", "--train-iters", "1"])
-    return folder
-
-
-@pytest.fixture(scope="module")
-def uninterrupted(first_checkpoint: str) -> dict[int, dict[str, float]]:
-    """Steps 2 to LAST_STEP of a run that nothing happens to."""
-    steps = run_ranks(1, train, ["--load", first_checkpoint, *RESUME, "--train-iters", str(LAST_STEP)])[-1]
+    steps = run_ranks(1, train, ["--load", folder, *RESUME, "--train-iters", str(LAST_STEP)])[-1]
     found = {int(step["iteration"]): step for step in steps}
     assert list(found) == list(range(2, LAST_STEP + 1))
     # Steps differ, or resuming at a wrong one would not be seen.
     assert len({round(step["grad_norm"], 4) for step in steps}) == len(steps)
-    return found
+    return folder, found
 
 
 def last_saved(folder: Path) -> int:
     return int((folder / "latest_checkpointed_iteration.txt").read_text())
 
 
-def assert_resumes(folder: Path, layout: str, uninterrupted: dict[int, dict[str, float]]) -> int:
+def assert_resumes(folder: Path, layout: str, uninterrupted: Uninterrupted) -> int:
     """Two steps from the last complete checkpoint, as if nothing had happened; the number of values compared."""
     saved = last_saved(folder)
-    world_size, flags = LAYOUTS[layout]
-    resumed = ["--load", str(folder), *RESUME, *flags, "--train-iters", str(saved + 2)]
-    steps = run_ranks(world_size, train, resumed)[-1]
+    resumed = ["--load", str(folder), *RESUME, *LAYOUTS[layout], "--train-iters", str(saved + 2)]
+    steps = run_ranks(4, train, resumed)[-1]
     assert [step["iteration"] for step in steps] == [saved + 1, saved + 2]
     for step in steps:
         # Two layers of sums over 256 tokens; then a second step of Adam.
-        expected = uninterrupted[int(step["iteration"])]
+        expected = uninterrupted[1][int(step["iteration"])]
         assert step == pytest.approx(expected, rel=2 * oracle.chain_error(4, 256), abs=1e-9)
     return sum(len(step) for step in steps)
 
@@ -85,12 +71,12 @@ def assert_resumes(folder: Path, layout: str, uninterrupted: dict[int, dict[str,
 
 
 def test_a_killed_torchrun_launch_ends_and_resumes_in_another_layout(
-    first_checkpoint: str, uninterrupted: dict[int, dict[str, float]], tmp_path: Path, record_property: Any
+    uninterrupted: Uninterrupted, tmp_path: Path, record_property: Any
 ) -> None:
-    world_size, flags = LAYOUTS["tp 2 x cp 2"]
-    command = [str(EXAMPLES / "launch_grpo.sh"), str(world_size), *MODEL.split(), *DATA.split(), *TRAINING.split()]
+    command = [str(EXAMPLES / "launch_grpo.sh"), "2", *MODEL.split(), *DATA.split(), *TRAINING.split()]
     saved = tmp_path / "saved"
-    command += [*flags, "--load", first_checkpoint, "--save", str(saved), "--save-interval", "1", *RESUME]
+    command += [CP, "2", "--load", uninterrupted[0], *RESUME]
+    command += ["--save", str(saved), "--save-interval", "1"]
     # Into a file: a helper process of the killed rank's checkpointing (a multiprocessing manager) survives it, and
     # would keep a pipe open for ever.
     log = tmp_path / "log"
@@ -108,7 +94,7 @@ def test_a_killed_torchrun_launch_ends_and_resumes_in_another_layout(
         assert launcher.poll() is None, log.read_text(errors="replace")[-3000:]
         workers = psutil.Process(launcher.pid).children()  # the launcher became torchrun (exec)
         ranks = {process.environ()["RANK"]: process for process in workers if _is_rank(process)}
-        assert len(ranks) == world_size
+        assert len(ranks) == 2
         left_behind = ranks["1"].children(recursive=True)
         ranks["1"].kill()
         killed = time.monotonic()
@@ -132,123 +118,34 @@ def _is_rank(process: psutil.Process) -> bool:
     return "pretrain_grpo.py" in " ".join(process.cmdline())
 
 
-def train_and_die(flags: list[str], where: str, dying_rank: int, moment: Path) -> list[dict[str, float]]:
-    """`train`, but one rank is killed `where` it is in step 4."""
+def train_and_die(flags: list[str], moment: Path) -> list[dict[str, float]]:
+    """`train`, but rank 1 is killed as it reads data for step 4."""
     import pretrain_grpo
-    from megatron.training import checkpointing, get_args
+    from megatron.training import get_args
 
-    def die(step: int) -> None:
-        if step == 4 and int(os.environ["RANK"]) == dying_rank:
-            moment.write_text(str(time.time()))
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    packs_of_rank, forward_step = pretrain_grpo.packs_of_rank, pretrain_grpo.forward_step
-    save = checkpointing.dist_checkpointing.save
+    packs_of_rank = pretrain_grpo.packs_of_rank
 
     def packs(*args: Any, **kwargs: Any) -> Iterator[Any]:
         for pack in packs_of_rank(*args, **kwargs):
-            die(get_args().curr_iteration + 1)
+            if get_args().curr_iteration + 1 == 4 and os.environ["RANK"] == "1":
+                moment.write_text(str(time.time()))
+                os.kill(os.getpid(), signal.SIGKILL)
             yield pack
 
-    def forward(*args: Any) -> Any:
-        die(get_args().curr_iteration + 1)
-        return forward_step(*args)
-
-    def saving(state: Any, folder: str, *args: Any, **kwargs: Any) -> Any:
-        die(int(folder[-7:]))
-        return save(state, folder, *args, **kwargs)
-
-    if where == "reading data":
-        pretrain_grpo.packs_of_rank = packs
-    elif where == "in the forward pass":
-        pretrain_grpo.forward_step = forward
-    else:
-        checkpointing.dist_checkpointing.save = saving
+    pretrain_grpo.packs_of_rank = packs
     return train(flags)
 
 
-KILLS = [
-    ("reading data", "dp 2", "tp 2 x cp 2"),
-    ("in the forward pass", "pp 2 x cp 2", "dp 4"),
-    ("saving", "tp 2 x cp 2", "1 process"),
-]
-
-
-@pytest.mark.parametrize(("where", "killed_on", "resumed_on"), KILLS)
-def test_a_rank_killed_at_any_point_loses_at_most_its_step(
-    where: str,
-    killed_on: str,
-    resumed_on: str,
-    first_checkpoint: str,
-    uninterrupted: dict[int, dict[str, float]],
-    tmp_path: Path,
-    record_property: Any,
+def test_a_rank_killed_before_the_collectives_of_a_step_loses_that_step(
+    uninterrupted: Uninterrupted, tmp_path: Path, record_property: Any
 ) -> None:
-    world_size, flags = LAYOUTS[killed_on]
     moment, saved = tmp_path / "moment", tmp_path / "saved"
-    all_flags = ["--load", first_checkpoint, *RESUME, "--save", str(saved), "--save-interval", "1", *flags]
+    flags = ["--load", uninterrupted[0], *RESUME, "--save", str(saved), "--save-interval", "1", "--train-iters", "8"]
     with pytest.raises(RankError) as caught:
-        run_ranks(world_size, train_and_die, [*all_flags, "--train-iters", "8"], where, 1, moment)
+        run_ranks(2, train_and_die, flags, moment)
     record_property("seconds_to_end", seconds := time.time() - float(moment.read_text()))
     assert seconds < SECONDS_TO_END
-    assert set(caught.value.errors) == set(range(world_size))
-    for rank, text in caught.value.errors.items():
-        assert ("ended without a result" if rank == 1 else "onnection") in text, (rank, text)
+    assert "onnection" in caught.value.errors[0]
+    assert "ended without a result" in caught.value.errors[1]
     assert last_saved(saved) == 3
-    record_property("cases", assert_resumes(saved, resumed_on, uninterrupted))
-
-
-# ---- a bad batch on one rank
-
-
-def train_on_bad_batch(flags: list[str], bad_rank: int, moment: Path) -> dict[str, Any]:
-    """`train`, but one rank cannot read the third pack of step 2: the error, and whether the weights are step 1's."""
-    import pretrain_grpo
-    from megatron.training import training
-
-    packs_of_rank, forward_step, training_log = (
-        pretrain_grpo.packs_of_rank,
-        pretrain_grpo.forward_step,
-        training.training_log,
-    )
-
-    def packs(*args: Any, packs_per_step: int, dp_size: int, **kwargs: Any) -> Iterator[Any]:
-        good = packs_of_rank(*args, packs_per_step=packs_per_step, dp_size=dp_size, **kwargs)
-        yield from itertools.islice(good, packs_per_step // dp_size + 2)
-        moment.write_text(str(time.time()))
-        raise OSError("disk gone")
-
-    models: list[Any] = []
-    weights: list[list[torch.Tensor]] = []
-
-    def forward(iterator: Any, model: Any) -> Any:
-        models[:] = [model]
-        return forward_step(iterator, model)
-
-    def log(*args: Any, **kwargs: Any) -> Any:
-        weights.append([p.detach().clone() for p in models[0].parameters()])
-        return training_log(*args, **kwargs)
-
-    if int(os.environ["RANK"]) == bad_rank:
-        pretrain_grpo.packs_of_rank = packs
-    pretrain_grpo.forward_step, training.training_log = forward, log
-    with pytest.raises(BadBatchError) as caught:
-        train(flags)
-    pairs = zip(models[0].parameters(), weights[-1], strict=True)
-    same = all(bool((now == before).all()) for now, before in pairs)
-    return {"error": str(caught.value), "steps": len(weights), "same weights": same}
-
-
-def test_a_bad_batch_on_one_rank_stops_all_before_the_step(tmp_path: Path, record_property: Any) -> None:
-    """What else may be wrong with a batch is in test_bad_input.py."""
-    moment, saved = tmp_path / "moment", tmp_path / "saved"
-    layout = [TP, "2", CP, "2", "--sequence-parallel", "--loss-aggregation", "prompt_mean", "--train-iters", "4"]
-    outcomes = run_ranks(8, train_on_bad_batch, [*layout, "--save", str(saved), "--save-interval", "1"], 2, moment)
-    record_property("seconds_to_end", seconds := time.time() - float(moment.read_text()))
-    assert seconds < SECONDS_TO_END
-    for outcome in outcomes:
-        assert "no weight was changed" in outcome["error"]
-        assert re.findall(r"rank (\d+): OSError: disk gone", outcome["error"]) == ["2"]
-        assert (outcome["steps"], outcome["same weights"]) == (1, True)
-    assert last_saved(saved) == 1
-    record_property("cases", len(outcomes))
+    record_property("cases", assert_resumes(saved, "tp 2 x cp 2", uninterrupted))

@@ -102,10 +102,9 @@ def test_the_groups_are_the_launchs_or_the_models_or_megatrons() -> None:
 
 
 def attached() -> None:
-    """On a rank: what is in the place of Megatron's names inside and after `attached`."""
+    """What is in the place of Megatron's names inside and after `attached`."""
     from megatron.training import training
 
-    start()
     lines: list[str] = []
     given: list[Any] = []
 
@@ -144,11 +143,8 @@ def attached() -> None:
     assert lines == ["Megatron's line"] * 2 + [of_2, "Megatron's line", of_4]
 
 
-def test_attached_wraps_pretrain_and_puts_back_what_it_replaced() -> None:
-    run_ranks(1, attached)
-
-
 def announced() -> str:
+    """What the first of two steps prints, and its summary; then `attached`."""
     start()
     model = table_model(TABLE)
     step = aggregation(mode="constant", divisor=40960)
@@ -156,10 +152,11 @@ def announced() -> str:
     with contextlib.redirect_stdout(out):
         for _ in range(2):
             step.begin_step(iter([Batch(SAMPLES, list(range(13)), 1)]), model=model, num_microbatches=1)
+    attached()
     return f"{out.getvalue()}|{step.summary}"
 
 
-def test_the_first_step_is_told_in_a_line() -> None:
+def test_the_first_step_is_told_in_a_line_and_attached_puts_back_what_it_replaced() -> None:
     text, _, summary = run_ranks(1, announced)[0].rpartition("|")
     assert text.count("\n") == 1
     rollouts = len({sample.rollout_id for sample in SAMPLES})

@@ -1,11 +1,10 @@
 """Exact in every layout: whole optimizer steps of a real Megatron GPTModel against a float64 oracle in one process.
 
-A covering array: every layout of TP, SP, PP, VPP, CP and DP on 1 to 8 ranks, and in it cases chosen so that all pairs
-of values of all axes occur. Megatron's own output layer or the chunked `OutputHead` is an axis; so is the adapter or a
-plan in a loop of one's own. Of every case all gradients, the grad norm, the logged metrics and the
-weights after a step of Adam are compared on every rank. `gpt_oracle` states the step, `gpt_steps` runs it. With
-``TEST_DEVICE=cuda`` the same cases run on GPUs and NCCL. Not exercised here: experts, Transformer Engine (see
-test_transformer_engine.py).
+A covering array: layouts of TP, SP, PP, VPP, CP and DP on 1 to 8 ranks, and in them cases, chosen so that all pairs of
+values of all axes occur. Megatron's own output layer or the chunked `OutputHead` is an axis; so is the adapter or a
+plan in a loop of one's own. Of every case all gradients, the grad norm, the logged metrics and the weights after a step
+of Adam are compared on every rank. `gpt_oracle` states the step, `gpt_steps` runs it. With ``TEST_DEVICE=cuda`` the
+same cases run on GPUs and NCCL. Not exercised here: experts, Transformer Engine (see test_transformer_engine.py).
 """
 
 import functools
@@ -36,16 +35,22 @@ CASE_AXES: dict[str, tuple[Any, ...]] = {
     "head": ("", *HEADS),
     "loop": ("adapter", "plan"),
 }
-LAYOUTS = sorted(
-    (
-        Layout(tp, sp, pp, vp, cp, dp)
-        for tp, pp, cp, dp in itertools.product((1, 2), (1, 2, 4), (1, 2, 4), (1, 2, 4, 8))
-        for sp in ((False, True) if tp > 1 else (False,))
-        for vp in ((1, 2) if pp > 1 else (1,))
-        if tp * pp * cp * dp <= 8
-    ),
-    key=lambda layout: (layout.world_size, layout),
-)
+#: All pairs of sizes 1 and 2 of two axes; then CP, DP and PP over four ranks.
+LAYOUTS = [
+    Layout(tp=1, sp=False, pp=1, vp=1, cp=1, dp=1),
+    Layout(tp=2, sp=False, pp=1, vp=1, cp=1, dp=1),
+    Layout(tp=1, sp=False, pp=2, vp=1, cp=2, dp=1),
+    Layout(tp=1, sp=False, pp=2, vp=2, cp=1, dp=2),
+    Layout(tp=2, sp=True, pp=2, vp=1, cp=1, dp=1),
+    Layout(tp=2, sp=True, pp=2, vp=2, cp=1, dp=1),
+    Layout(tp=2, sp=False, pp=2, vp=1, cp=1, dp=2),
+    Layout(tp=2, sp=False, pp=2, vp=2, cp=2, dp=1),
+    Layout(tp=2, sp=True, pp=1, vp=1, cp=2, dp=2),
+    Layout(tp=1, sp=False, pp=1, vp=1, cp=4, dp=1),
+    Layout(tp=1, sp=False, pp=1, vp=1, cp=1, dp=4),
+    Layout(tp=1, sp=False, pp=4, vp=1, cp=1, dp=1),
+    Layout(tp=1, sp=False, pp=4, vp=2, cp=1, dp=1),
+]
 
 
 # ---- the array
@@ -73,25 +78,26 @@ def pairs_in(layout: Layout, case: Case) -> set[Any]:
 @functools.cache
 def covering_array() -> dict[Layout, list[Case]]:
     """Cases by layout: greedily, of some random candidates the one with the most pairs that are still missing."""
-    rng = random.Random(2)
+    rng = random.Random(7)
     missing = set().union(*(pairs_of(axes_in(layout)) for layout in LAYOUTS))
     array: dict[Layout, list[Case]] = {layout: [] for layout in LAYOUTS}
-    for turn in range(20):
-        for layout, axes in ((layout, axes_in(layout)) for layout in LAYOUTS if turn < 3 or missing):
+    while missing:
+        for layout, axes in ((layout, axes_in(layout)) for layout in LAYOUTS):
             drawn = {Case(*(rng.choice(axes[name]) for name in CASE_AXES)) for _ in range(40)} - set(array[layout])
             gains = {case: pairs_in(layout, case) & missing for case in sorted(drawn)}
             best = max(gains, key=lambda case: len(gains[case]))
-            if turn < 3 or gains[best]:
+            if gains[best]:
                 array[layout].append(best)
                 missing -= gains[best]
     return array
 
 
-def test_the_array_covers_every_pair() -> None:
-    chosen = [(layout, case) for layout, cases in covering_array().items() for case in cases]
-    assert len(set(chosen)) == len(chosen) >= 150
-    possible = set().union(*(pairs_of(axes_in(layout)) for layout in LAYOUTS))
-    assert possible == set().union(*(pairs_in(*one) for one in chosen))
+def test_the_layouts_hold_every_pair_of_sizes_1_and_2() -> None:
+    def pairs(sizes: Any) -> set[Any]:
+        return set(itertools.combinations(enumerate(sizes), 2))
+
+    sizes = itertools.product(((1, False), (2, False), (2, True)), ((1, 1), (2, 1), (2, 2)), (1, 2), (1, 2))
+    assert set().union(*map(pairs, sizes)) <= set().union(*(pairs((x[:2], x[2:4], *x[4:])) for x in LAYOUTS))
     assert {layout.world_size for layout in LAYOUTS} == {1, 2, 4, 8}
 
 
@@ -149,9 +155,9 @@ def test_a_whole_step_equals_the_oracle(layout: Layout, record_property: Callabl
     assert not failed, "\n".join(failed[:5])
 
 
-@pytest.mark.parametrize("layout", [Layout(1, False, 1, 1, 2, 1), Layout(2, True, 2, 1, 1, 1)], ids=str)
-def test_bf16_bounds_would_see_another_mode(layout: Layout) -> None:
+def test_bf16_bounds_would_see_another_mode() -> None:
     """Every mode and unit counting against the oracle of each other one: beyond the bound that the right one keeps."""
+    layout = Layout(1, False, 1, 1, 2, 1)
     cases = [Case(2, mode, units, "mean", True, "plain", False, False) for mode, units in oracle.COUNTINGS]
     for case, outcomes in outcomes_in(layout, cases):
         for mode, units in oracle.COUNTINGS:

@@ -17,7 +17,7 @@ import torch
 from gpt_steps import beyond_bounds, errors_of, outcomes_in
 from pages import code_of
 from planned_steps import CP, DP, STEP, TABLE, batches_of, gradient_of, start_ranks, step, units_dealt
-from ranks import RankError, run_ranks
+from ranks import run_ranks
 from refusals import outcome_of
 from step_samples import DIVISOR, dealt
 from table_step import Batch, relative_error, start, table_model
@@ -90,84 +90,62 @@ def test_a_stage_without_data_plans_too() -> None:
     assert total == pytest.approx(float(oracle.step_loss("prompt_mean", STEP)), abs=of_sum)
 
 
-def bad_list(bad: str) -> None:
-    """On a rank: DP rank 1 plans something that is unusable."""
-    from megatron_rl_loss.megatron import plan_step
-
-    state = start(cp=CP)
-    samples: Any = [batch.samples for batch in batches_of(0)]
-    if state.get_data_parallel_rank() == 1:
-        samples = {
-            "not Samples": [None] * 3,
-            "without ids": [Samples([torch.ones(4)], layout=ZigzagTHD([0, 4]))] * 3,
-            "too few": samples[:2],
-            "a bad mask": lambda: [Samples([-torch.ones(4)], layout=ZigzagTHD([0, 4]))] * 3,
-            "uncut": [Samples([torch.ones(3)], layout=ZigzagTHD([0, 3]), prompt_ids=["a"], rollout_ids=["a"])] * 3,
-        }[bad]
-    plan_step(samples, "prompt_mean", model=table_model(TABLE), num_microbatches=3)
-
-
-@pytest.mark.parametrize(
-    ("bad", "text"),
-    [
-        ("not Samples", "Wrap the masks in Samples"),
-        ("without ids", "Give the Samples prompt_ids"),
-        ("too few", "2 Samples for 3 micro-batches"),
-        ("a bad mask", "the loss mask of sample 0 holds -1.0"),
-        ("uncut", "it must be a multiple of 2 \\* cp_size"),
-    ],
-)
-def test_a_bad_list_on_one_rank_raises_on_all(bad: str, text: str) -> None:
-    with pytest.raises(RankError, match=text) as caught:
-        run_ranks(DP * CP, bad_list, bad)
-    assert caught.value.errors.keys() == {0, 1, 2, 3}
-    assert all("BadBatchError: The step was not started" in error for error in caught.value.errors.values())
+BAD_LISTS: dict[str, tuple[Any, str]] = {
+    # what DP rank 1 plans; said on all ranks
+    "not Samples": ([None] * 3, "Wrap the masks in Samples"),
+    "without ids": ([Samples([torch.ones(4)], layout=ZigzagTHD([0, 4]))] * 3, "Give the Samples prompt_ids"),
+    "too few": ([batch.samples for batch in batches_of(0)][:2], "2 Samples for 3 micro-batches"),
+    "a bad mask": (
+        lambda: [Samples([-torch.ones(4)], layout=ZigzagTHD([0, 4]))] * 3,
+        "the loss mask of sample 0 holds -1.0",
+    ),
+    "uncut": (
+        [Samples([torch.ones(3)], layout=ZigzagTHD([0, 3]), prompt_ids=["a"], rollout_ids=["a"])] * 3,
+        "it must be a multiple of 2 * cp_size",
+    ),
+}
+CONSTANT: dict[str, Any] = {"mode": "constant", "divisor": 8.0}
+#: What the second CP rank of DP rank 0 asks for, and all of DP rank 1 but in the first case; the others for `CONSTANT`.
+DIFFERENT: dict[str, dict[str, Any]] = {
+    "a divisor of one rank": {"divisor": 16.0},
+    "another mode": {"mode": "token_mean", "divisor": None},
+    "units": {"units": "active"},
+    "a term": {"terms": {"kl": "token_mean"}},
+}
 
 
-def different_settings(which: str) -> None:
-    """On a rank: rank 1, the second CP rank of DP rank 0, or DP rank 1 asks for something else."""
+def refused_plans() -> dict[str, str]:
+    """On a rank: what each list and each difference comes to."""
     from megatron_rl_loss.megatron import plan_step
 
     cp_rank, dp_rank = start_ranks()
-    samples = [batch.samples for batch in batches_of(dp_rank)]
-    mode, settings = "constant", {"divisor": 8.0}
-    if (dp_rank, cp_rank) == (0, 1) or (dp_rank == 1 and which != "a divisor of one rank"):
-        mode, settings = {
-            "a divisor of one rank": ("constant", {"divisor": 16.0}),
-            "another mode": ("token_mean", {}),
-            "units": ("constant", {"divisor": 8.0, "units": "active"}),
-            "a term": ("constant", {"divisor": 8.0, "terms": {"kl": "token_mean"}}),
-        }[which]  # type: ignore[assignment]
-    plan_step(samples, mode, model=table_model(TABLE), **settings)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("which", ["a divisor of one rank", "another mode", "units", "a term"])
-def test_settings_that_differ_between_ranks_are_refused_on_all(which: str) -> None:
-    with pytest.raises(RankError) as caught:
-        run_ranks(DP * CP, different_settings, which)
-    assert caught.value.errors.keys() == {0, 1, 2, 3}
-    for error in caught.value.errors.values():
-        assert "this rank asks for loss aggregation: constant" in error
-        assert "all ranks must aggregate alike" in error
-
-
-def without_finalize() -> tuple[str, bool]:
-    """On one of two DP ranks' model: what a plan to train says, and whether one to evaluate is made."""
-    from megatron_rl_loss.megatron import plan_step
-
-    start()
-    model = table_model(TABLE)
+    model, found = table_model(TABLE), {}
+    good = [batch.samples for batch in batches_of(0)]
+    for name, (bad, _) in BAD_LISTS.items():
+        samples = bad if dp_rank == 1 else good
+        found[name] = outcome_of(functools.partial(plan_step, samples, "prompt_mean", model=model, num_microbatches=3))
+    for name, changes in DIFFERENT.items():
+        changed = (dp_rank, cp_rank) == (0, 1) or (dp_rank == 1 and name != "a divisor of one rank")
+        asked = CONSTANT | (changes if changed else {})
+        found[name] = outcome_of(functools.partial(plan_step, good, model=model, **asked))
     model.config.finalize_model_grads_func = None
-    plan = functools.partial(plan_step, [Samples([torch.ones(2)])], "token_mean", model=model)
+    plan = functools.partial(plan_step, good, "token_mean", model=model)
+    found["to train"] = outcome_of(plan)
     with torch.no_grad():
-        evaluated = len(plan()) == 1
-    return outcome_of(plan), evaluated
+        found["to evaluate"] = outcome_of(plan)
+    return found
 
 
-def test_a_schedule_that_would_sum_no_gradients_is_refused() -> None:
-    for text, evaluated in run_ranks(2, without_finalize):
-        assert "a model config without finalize_model_grads_func" in text
-        assert evaluated
+def test_a_list_or_setting_of_one_rank_and_a_schedule_that_sums_no_gradients_are_refused_on_all() -> None:
+    for found in run_ranks(DP * CP, refused_plans):
+        for name, (_, text) in BAD_LISTS.items():
+            assert found[name].startswith("BadBatchError: The step was not started"), found[name]
+            assert text in found[name]
+        for name in DIFFERENT:
+            assert "this rank asks for loss aggregation: constant" in found[name]
+            assert "all ranks must aggregate alike" in found[name]
+        assert "a model config without finalize_model_grads_func" in found["to train"]
+        assert found["to evaluate"] == "accepted"
 
 
 # ---- denominators that are known at the end

@@ -3,8 +3,6 @@
 import sys
 from typing import Any
 
-import pytest
-from ranks import RankError, run_ranks
 from repository import EXAMPLES
 
 MODEL = """--num-layers 2 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 4 --group-query-attention
@@ -39,12 +37,3 @@ def train(flags: list[str]) -> list[dict[str, float]]:
     sys.argv = ["pretrain_grpo.py", *MODEL.split(), *DATA.split(), *TRAINING.split(), *flags]
     pretrain_grpo.main()
     return logged
-
-
-def check_refused_on_every_rank(flags: list[str], reason: str) -> None:
-    """A launch of two ranks with these flags ends with that reason on both."""
-    with pytest.raises(RankError) as caught:
-        run_ranks(2, train, flags)
-    assert set(caught.value.errors) == {0, 1}, "every rank says it"
-    for text in caught.value.errors.values():
-        assert reason in text
