@@ -33,6 +33,10 @@ def batches_of(dp_rank: int) -> list[Batch]:
     return batches
 
 
+#: What a loss function returns, and whether with per-token loss.
+FORMS = [("3-tuple", False), ("3-tuple", True), ("2-tuple", False), ("mean", False), ("sum", True)]
+
+
 def start_ranks() -> tuple[int, int]:
     """On a rank: its place among the context- and among the data-parallel ranks."""
     state = start(cp=CP)

@@ -10,17 +10,15 @@ No number that is trained on is touched. Where f cannot be read the step says wh
 """
 
 import functools
-import inspect
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from itertools import chain
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core.pipeline_parallel import schedules
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
@@ -30,6 +28,7 @@ from torch import Tensor
 from megatron_rl_loss.audit.assembly import Part, Rows, log_prob_gap
 from megatron_rl_loss.audit.log_prob_gap import LogProbGap
 from megatron_rl_loss.audit.megatron.anchor import Anchor, Factor, choose
+from megatron_rl_loss.audit.megatron.observation import Watched, observe_schedule
 from megatron_rl_loss.audit.megatron.reports import NO_TAP, OUTPUT, Report, assembled, declared, shown, unreadable
 from megatron_rl_loss.audit.tokens import MeasuredStep, Split
 from megatron_rl_loss.megatron.flags import CHANGING_CP, REMAT_SIZES
@@ -144,7 +143,7 @@ class Audit:
         if isinstance(data_iterator, list):
             last = max((i for i, one in enumerate(data_iterator) if one is not None), default=-1)
             return [self.watch(one) if i == last else one for i, one in enumerate(data_iterator)]
-        return None if data_iterator is None else _Watched(data_iterator, self._samples_of, self._described)
+        return None if data_iterator is None else Watched(data_iterator, self._samples_of, self._described)
 
     def __enter__(self) -> "Audit":
         self.expected = expected_aggregation()
@@ -155,7 +154,7 @@ class Audit:
             for anchor in self._anchors:
                 stack.callback(anchor.parameter.register_hook(anchor.keep).remove)
             stack.enter_context(observe(self._taps))
-            stack.enter_context(_observe_schedule(self._begin_microbatch, self._end_microbatch))
+            stack.enter_context(observe_schedule(self._begin_microbatch, self._end_microbatch))
             self._stack = stack.pop_all()
         return self
 
@@ -345,51 +344,6 @@ def _cannot_know(config: Any) -> list[str]:
     if any((getattr(config, name, 1) or 1) > 1 for name in REMAT_SIZES):
         reasons.append("Weight-rematerialising TP reduces over further groups, which the audit does not follow.")
     return reasons
-
-
-class _Watched(Iterator[Any]):
-    """An iterator of which every batch is described; whatever else it can do, it still can."""
-
-    def __init__(self, iterator: Any, samples_of: Callable[[Any], Samples], into: list[Samples | Exception]) -> None:
-        self._iterator, self._samples_of, self._into = iterator, samples_of, into
-
-    def __next__(self) -> Any:
-        batch = next(self._iterator)
-        self._into.append(attempt(lambda: self._samples_of(batch)))
-        return batch
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._iterator, name)
-
-
-@contextmanager
-def _observe_schedule(begin: Callable[[Any], None], end: Callable[[], None]) -> Iterator[None]:
-    """In a ``with``: say what the model returned whenever the schedule computes a micro-batch's loss to train on, and
-    when it has set the scales of auxiliary losses."""
-    original = schedules.forward_step_calc_loss
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def calculate(*args: Any, **kwargs: Any) -> Any:
-        call = signature.bind(*args, **kwargs)
-        loss_func: Any = call.arguments.get("loss_func")
-
-        def loss_of(output: Any, **further: Any) -> Any:
-            begin(output)
-            return loss_func(output, **further)
-
-        if not callable(loss_func) or not torch.is_grad_enabled() or call.arguments.get("collect_non_loss_data"):
-            return original(*args, **kwargs)
-        call.arguments["loss_func"] = loss_of
-        result = original(*call.args, **call.kwargs)
-        end()
-        return result
-
-    schedules.forward_step_calc_loss = calculate
-    try:
-        yield
-    finally:
-        schedules.forward_step_calc_loss = original
 
 
 def audited(
