@@ -21,6 +21,7 @@ from megatron_rl_loss import (
 )
 from megatron_rl_loss.modes import MODES, Mode, available_modes
 from megatron_rl_loss.modes import table as modes
+from megatron_rl_loss.modes.loss_modes import LossModes
 from megatron_rl_loss.modes.table import ModeFunction
 
 MASK = [torch.tensor([1.0, 0, 0.5]), torch.tensor([1.0, 1])]
@@ -203,3 +204,19 @@ REFUSALS = {
 @each_of(REFUSALS)
 def test_refusals(refused: Call, error: type[Exception], text: str, accepted: Call) -> None:
     check_refusal(refused, error, text, accepted)
+
+
+def test_terms_have_the_divisor_of_their_own_mode_alone() -> None:
+    modes = LossModes.resolve("constant", divisor=8.0, terms={"kl": "constant", "value": "token_sum"})
+    assert (modes.terms["kl"].divisor, modes.terms["value"].divisor) == (8.0, 1.0)
+    assert (
+        LossModes.resolve("token_mean", terms={"kl": "openrlhf:token_level_loss=false"}).terms["kl"].units == "active"
+    )
+    of_verl = {"kl": "verl:seq-mean-token-sum-norm", "value": "verl:seq-mean-token-sum", "other": None}
+    modes = LossModes.resolve("constant", divisor=8.0, terms=of_verl)
+    assert {name: one.divisor for name, one in modes.terms.items()} == {"kl": 8, "value": 1}
+    assert not modes.needs_prompt_ids
+    assert modes.with_terms({"kl": "prompt_mean"}).needs_prompt_ids
+    for policy in ("token_mean", "token_sum"):
+        with pytest.raises(ValueError, match="the term 'kl' by constant beside a policy loss by"):
+            LossModes.resolve(policy, terms={"kl": "constant"})

@@ -358,22 +358,6 @@ def test_wrong_uses_are_refused(text: str, error: type[Exception], use: Callable
         use()
 
 
-def test_terms_have_the_divisor_of_their_own_mode_alone() -> None:
-    modes = LossModes.resolve("constant", divisor=8.0, terms={"kl": "constant", "value": "token_sum"})
-    assert (modes.terms["kl"].divisor, modes.terms["value"].divisor) == (8.0, 1.0)
-    assert (
-        LossModes.resolve("token_mean", terms={"kl": "openrlhf:token_level_loss=false"}).terms["kl"].units == "active"
-    )
-    of_verl = {"kl": "verl:seq-mean-token-sum-norm", "value": "verl:seq-mean-token-sum", "other": None}
-    modes = LossModes.resolve("constant", divisor=8.0, terms=of_verl)
-    assert {name: one.divisor for name, one in modes.terms.items()} == {"kl": 8, "value": 1}
-    assert not modes.needs_prompt_ids
-    assert modes.with_terms({"kl": "prompt_mean"}).needs_prompt_ids
-    for policy in ("token_mean", "token_sum"):
-        with pytest.raises(ValueError, match="the term 'kl' by constant beside a policy loss by"):
-            LossModes.resolve(policy, terms={"kl": "constant"})
-
-
 def test_no_graph_outlives_the_loss() -> None:
     plan = planned()
     losses = losses_of(DEALT[0])
