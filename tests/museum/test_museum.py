@@ -160,7 +160,7 @@ def stock(patch: pytest.MonkeyPatch) -> None:
 
 
 def multiplied_by_mask(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(reduction, "_sums_of_rows", lambda table, weights: (table.float() * weights).sum(1))
+    patch.setattr(reduction, "_sums_of_rows", lambda rows, weights: (torch.stack(rows).float() * weights).sum(1))
 
 
 def at_least_one_token_each(patch: pytest.MonkeyPatch) -> None:
