@@ -87,8 +87,9 @@ def keep(plan: "Plan", name: str, flags: TokenFunction | None) -> None:
     samples = None
     if isinstance(flagged, Tensor):
         of_each = flagged.split([one.samples.total_tokens for one in plan])
-        for one, kept in zip(plan, of_each, strict=True):
-            all_reduce(kept, if_several(one.cp_group), dist.ReduceOp.MAX)
+        by_group = [(kept, one.cp_group) for kept, one in zip(of_each, plan, strict=True)]
+        for kept, group in by_group if plan.dynamic_cp else [(flagged, plan.cp_group)]:
+            all_reduce(kept, if_several(group), dist.ReduceOp.MAX)
         samples = [one.samples.with_kept_tokens(name, kept.bool()) for one, kept in zip(plan, of_each, strict=True)]
     totals = _count_anew(
         plan,
