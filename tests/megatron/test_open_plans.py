@@ -105,6 +105,7 @@ def opened_by(mode: str, with_terms: bool, cp_rank: int, dp_rank: int) -> Iterat
                 yield mode, case, model.module.losses.main_grad.clone().cpu(), tuple(pair.tolist())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("with_terms", [False, True])
 def test_calls_add_up_to_the_step(with_terms: bool) -> None:
     """Also of terms that each divide by another count that is known at the end."""

@@ -35,6 +35,8 @@ from megatron_rl_loss.losses import (
     to_tokens,
 )
 
+pytestmark = pytest.mark.slow
+
 NARROW: dict[str, Any] = {"clip_low": 3e-4, "clip_high": 4e-4}
 
 # --- the same from the package, on a rank's tokens

@@ -115,6 +115,7 @@ def on_ranks() -> dict[int, tuple[list[float], Outcome]]:
     return found
 
 
+@pytest.mark.slow
 def test_in_every_layout_over_ranks() -> None:
     step, by_rank = rollouts(), run_ranks(RANKS, on_ranks)
     by_hand = {
