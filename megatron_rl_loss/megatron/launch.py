@@ -189,7 +189,7 @@ class LossAggregation:
     def _begin_step(
         self, data_iterator: DataIterator, model: Any, num_microbatches: int | None, *, training: bool | None = None
     ) -> DataIterator:
-        """`begin_step`; of the wrapped schedule, where `training` says which kind of step it is."""
+        """`begin_step`; the wrapped schedule knows whether the step trains or evaluates, a direct call does not."""
         chunks = model if isinstance(model, list) else [model]
         config, groups = get_model_config(chunks[0]), groups_of(chunks[0], self._pg_collection)
         per_token = bool(config.calculate_per_token_loss)
@@ -204,7 +204,7 @@ class LossAggregation:
         iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
         ranks = step_groups(config, groups)
         if self._totals_of is not None and self._last_plan is not None and self._metric_modes is None:
-            # Of the first step, on the ranks that computed losses; before anything can fail on one rank alone.
+            # Ranks that computed losses know them from the first step. Here, before one rank alone can fail.
             names = ("sample_mean", "token_mean")
             self._metric_modes = agree_on(self._last_plan.metric_modes, names, ranks.replicas)
 
