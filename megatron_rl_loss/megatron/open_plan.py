@@ -212,8 +212,8 @@ class OpenMegatronPlan(OpenPlan):
             raise BadBatchError(
                 f"{', '.join(auxiliary)} in a step of {closed.totals.step_active_tokens} active tokens and "
                 f"{count:g} of {self.late_count}, planned as {self.nominal_tokens} and {self.nominal}: the factor "
-                "between would scale them too. Give the step's as nominal_tokens and nominal, use token_mean with masks "
-                "of 0 and 1, or plan_step."
+                "between would scale them too. Give the step's as nominal_tokens and nominal, use token_mean with "
+                "masks of 0 and 1, or plan_step."
             )
         self._restore()
         for late, apart in zip(self.counts[1:], self._further_gradients, strict=True):
