@@ -32,14 +32,14 @@ class ForwardPass:
         self,
         schedule: Callable[..., Any],
         model: Any,
-        chunks: list[list[Microbatch] | None],
+        by_chunk: list[list[Microbatch] | None],
         plan: Plan,
         **options: Any,
     ) -> None:
         self.model = model
         self.plan = plan
         self._schedule = schedule
-        self._chunks = chunks
+        self._by_chunk = by_chunk
         self._options = options | {"forward_only": True, "collect_non_loss_data": True}
 
     def log_probs(self, name: str | Sequence[str], call_model: CallModel) -> None:
@@ -58,7 +58,7 @@ class ForwardPass:
         def forward_step(data_iterator: Iterator[Microbatch], model: Any) -> tuple[Any, Any]:
             return call_model(next(data_iterator), model), lambda output, non_loss_data: output
 
-        iterators = [None if chunk is None else iter(chunk) for chunk in self._chunks]
+        iterators = [None if chunk is None else iter(chunk) for chunk in self._by_chunk]
         with torch.no_grad(), _evaluating(self.model if isinstance(self.model, list) else [self.model]):
             outputs = self._schedule(
                 forward_step_func=forward_step,
@@ -66,7 +66,7 @@ class ForwardPass:
                 model=self.model,
                 **self._options,
             )
-        for microbatch, output in zip(self._chunks[-1] or [], outputs, strict=bool(outputs)):
+        for microbatch, output in zip(self._by_chunk[-1] or [], outputs, strict=bool(outputs)):
             given = output if isinstance(output, tuple) else (output,)
             microbatch.log_probs |= {name: given[k].detach() for k, name in enumerate(names)}
 

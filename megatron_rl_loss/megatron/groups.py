@@ -38,9 +38,10 @@ def groups_of(chunk: Any, of_user: ProcessGroupCollection | None) -> ProcessGrou
 def from_first_tp_rank(make: Callable[[], Made], tp_group: Group, pp_group: Group | None = None) -> Made:
     """What `make` gives on the first tensor-parallel rank, on all of them, tensors on the host; or its error.
 
-    For the batches of a packing scheduler, whose iterator is None on the other ranks: call it on all of them inside the
-    ``samples`` of `plan_step`. With `pp_group` they are a list of dicts, of which each pipeline stage has its own keys
-    (tokens on the first, labels and loss mask on the last one): all stages get all keys.
+    For the batches of a packing scheduler, whose iterator is None on the other ranks. All ranks call it, inside the
+    function that `plan_step` gets as ``samples``: so an error of `make` raises on every rank of the step. With
+    `pp_group`, `make` returns a list of dicts; each pipeline stage may have keys of its own (tokens on the first,
+    labels and loss mask on the last one), and all stages get all keys.
     """
 
     def of_all_stages() -> Any:

@@ -95,7 +95,7 @@ class LossAggregation:
         self._totals_of = totals_of
         self._before_step = before_step
         self._last_plan: Plan | None = None
-        self._number, self._num_called, self._num_trained = next(_LAUNCHES), 0, 0
+        self._launch_number, self._num_called, self._num_trained = next(_LAUNCHES), 0, 0
         self._names = ReportNames()
         self._audits = _interval_audits(settings.audit_interval)
         self._metric_modes: tuple[str, ...] | None = None  # not known before the first step has run
@@ -135,18 +135,18 @@ class LossAggregation:
             **kwargs: Any,
         ) -> Any:
             self._num_called += 1
-            with ending_together(f"megatron_rl_loss/{self._number}/{self._num_called}"):
+            with ending_together(f"megatron_rl_loss/{self._launch_number}/{self._num_called}"):
                 training = not kwargs.get("forward_only")
                 microbatches = self._begin_step(data_iterator, model, num_microbatches, training=training)
                 iterators = microbatches if isinstance(microbatches, list) else [microbatches]
-                chunks = [it.microbatches if isinstance(it, MicrobatchIterator) else None for it in iterators]
+                by_chunk = [it.microbatches if isinstance(it, MicrobatchIterator) else None for it in iterators]
                 assert self._last_plan is not None
                 if self._before_step is not None and training:
                     options = {"num_microbatches": num_microbatches, **kwargs}
                     pp = groups_of(model[0] if isinstance(model, list) else model, self._pg_collection).pp
                     computes_loss = pp.rank() == pp.size() - 1
-                    plan = self._last_plan.with_microbatches(chunks[-1] or []) if computes_loss else self._last_plan
-                    self._before_step(ForwardPass(forward_backward_func, model, chunks, plan, **options))
+                    plan = self._last_plan.with_microbatches(by_chunk[-1] or []) if computes_loss else self._last_plan
+                    self._before_step(ForwardPass(forward_backward_func, model, by_chunk, plan, **options))
                 audits = self._audits if training else None
                 audit = nullcontext() if audits is None else audits.step(model, self._pg_collection)
                 with observe(aggregation=self.settings.aggregation), audit:
@@ -158,7 +158,7 @@ class LossAggregation:
                         **kwargs,
                     )
                 if not kwargs.get("collect_non_loss_data"):
-                    of_loss = next((chunk for chunk in reversed(chunks) if chunk), [])
+                    of_loss = next((chunk for chunk in reversed(by_chunk) if chunk), [])
                     self._names.align(reports, of_loss, self._last_plan, training=training)
                 self._last_plan.finish_metrics(reports)
                 return reports if audits is None else audits.reported(reports)
@@ -189,7 +189,7 @@ class LossAggregation:
     def _begin_step(
         self, data_iterator: DataIterator, model: Any, num_microbatches: int | None, *, training: bool | None = None
     ) -> DataIterator:
-        """`begin_step`; of the wrapped schedule, where `training` says which kind of step it is."""
+        """`begin_step`; the wrapped schedule knows whether the step trains or evaluates, a direct call does not."""
         chunks = model if isinstance(model, list) else [model]
         config, groups = get_model_config(chunks[0]), groups_of(chunks[0], self._pg_collection)
         per_token = bool(config.calculate_per_token_loss)
@@ -204,7 +204,7 @@ class LossAggregation:
         iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
         ranks = step_groups(config, groups)
         if self._totals_of is not None and self._last_plan is not None and self._metric_modes is None:
-            # Of the first step, on the ranks that computed losses; before anything can fail on one rank alone.
+            # Ranks that computed losses know them from the first step. Here, before one rank alone can fail.
             names = ("sample_mean", "token_mean")
             self._metric_modes = agree_on(self._last_plan.metric_modes, names, ranks.replicas)
 

@@ -35,7 +35,7 @@ _OFF = {
     "dsa_indexer_loss_coeff": 0.0,
 }
 #: What Megatron divides auxiliary losses by, with per-token loss.
-_AUXILIARY = LateCount("step_active_tokens")
+_AUXILIARY_COUNT = LateCount("step_active_tokens")
 
 
 def open_plan(
@@ -51,9 +51,9 @@ def open_plan(
     """`megatron_rl_loss.plan.open_plan` of a Megatron model, whose gradients `OpenMegatronPlan.close` makes final.
 
     All else is as there, `options` too; `model` and `pg_collection` as in `plan_step`. Declared `terms` may divide by
-    other counts: then each call is trained on in `OpenMegatronPlan.passes`. So it is beside MoE auxiliary losses and
-    multi-token prediction, which Megatron divides by the tokens of the step, unless the mode is ``token_mean`` or
-    `nominal_tokens` is given.
+    other counts: then train on each call in `OpenMegatronPlan.passes`. Do the same where the model has MoE auxiliary
+    losses or multi-token prediction, which Megatron divides by the tokens of the step, unless the mode is
+    ``token_mean`` or `nominal_tokens` is given.
 
     Raises:
         ContractError, ValueError, TypeError: as there and as `plan_step`; chunks that are not in Megatron's
@@ -62,7 +62,7 @@ def open_plan(
     """
     config, chunks, ranks = checked_model(model, pg_collection)
     modes = LossModes.resolve(mode, divisor=divisor, units=units, terms=terms)
-    if isinstance(getattr(config.finalize_model_grads_func, "__self__", None), OpenMegatronPlan):
+    if plan_open_on(config) is not None:
         raise ValueError("a model with an open plan: its gradients are that step's. Close or abandon that plan first.")
     if config.finalize_model_grads_func is None or not all(isinstance(one, DistributedDataParallel) for one in chunks):
         raise ValueError(
@@ -72,6 +72,12 @@ def open_plan(
         )
     check_fresh_gradients(chunks)
     return OpenMegatronPlan(config, chunks, modes, ranks, bool(config.calculate_per_token_loss), **options)
+
+
+def plan_open_on(config: Any) -> "OpenMegatronPlan | None":
+    """The plan that is open on the model of this config, if any."""
+    holder = getattr(getattr(config, "finalize_model_grads_func", None), "__self__", None)
+    return holder if isinstance(holder, OpenMegatronPlan) else None
 
 
 def auxiliary_losses(config: Any) -> list[str]:
@@ -109,23 +115,28 @@ def _refuse(*_: Any, **__: Any) -> None:
 class OpenMegatronPlan(OpenPlan):
     """An open plan that holds back the reduction of a model's gradients; as a context it is abandoned if not closed."""
 
-    splits = True
+    has_passes = True
 
     def __init__(self, config: Any, chunks: list[Any], *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         auxiliary, by = auxiliary_losses(config), self.modes.policy.mode.name
         if auxiliary and by != "token_mean" and options.get("nominal_tokens") is None:
-            self.counts.append(_AUXILIARY)
+            self.counts.append(_AUXILIARY_COUNT)
         graphs = getattr(config, "cuda_graph_impl", None) not in (None, "none")
-        if auxiliary and (not self._per_token or (len(self.counts) > 1 and graphs)):
+        if auxiliary and not self._per_token:
             raise ValueError(
-                f"{', '.join(auxiliary)} in an open plan by {by}: the factor at the end of the step would scale these "
-                "losses too. Use calculate_per_token_loss, no CUDA graphs, turn them off, or use plan_step."
+                f"{', '.join(auxiliary)} in an open plan without per-token loss: the factor at the end of the step "
+                "would scale these losses too. Turn calculate_per_token_loss on, these losses off, or use plan_step."
+            )
+        if auxiliary and len(self.counts) > 1 and graphs:
+            raise ValueError(
+                f"{', '.join(auxiliary)} and CUDA graphs in an open plan of several passes: graphs replay these losses "
+                "in every pass, and one must train them. Turn graphs off, or use plan_step."
             )
         self._config, self._chunks = config, chunks
         self._num_runs = self._num_passes = 0
         self._num_tokens = torch.zeros((), dtype=torch.int64, device=next(chunks[0].parameters()).device)
-        self._apart = [[torch.zeros_like(one) for one in self._gradients] for _ in self.counts[1:]]
+        self._further_gradients = [[torch.zeros_like(one) for one in self._gradients] for _ in self.counts[1:]]
         self._options: dict[str, Any] = {}  # of the schedule's finalising
         self._hooks = {name: getattr(config, name) for name in _HOOKS}
         config.finalize_model_grads_func, config.grad_sync_func = self._hold, None
@@ -148,7 +159,7 @@ class OpenMegatronPlan(OpenPlan):
         """What a schedule calls at its end in the place of `finalize_model_grads`."""
         self._num_runs += 1
         self._options = options
-        if num_tokens is not None and self.trained == self.late_count:
+        if num_tokens is not None and self.current_count == self.late_count:
             self._num_tokens += num_tokens.to(self._num_tokens)
 
     def passes(self, call: Plan) -> Iterator[Plan]:
@@ -158,16 +169,16 @@ class OpenMegatronPlan(OpenPlan):
         a backward pass saved, so that one forward pass does not serve two.)
         """
         kept = {name: value for name, value in vars(self._config).items() if name in _OFF}
-        for late, apart in zip(self.counts, [None, *self._apart], strict=True):
-            has_auxiliary = late == (_AUXILIARY if _AUXILIARY in self.counts else self.late_count)
-            self.trained = late
+        for late, apart in zip(self.counts, [None, *self._further_gradients], strict=True):
+            has_auxiliary = late == (_AUXILIARY_COUNT if _AUXILIARY_COUNT in self.counts else self.late_count)
+            self.current_count = late
             vars(self._config).update({} if has_auxiliary else _off(kept))
             self._exchange(apart)
             try:
                 yield call
             finally:
                 self._exchange(apart)
-                self.trained = self.late_count
+                self.current_count = self.late_count
                 vars(self._config).update(kept)
             self._num_passes += 1
 
@@ -182,9 +193,9 @@ class OpenMegatronPlan(OpenPlan):
         passes = len(self._calls) * len(self.counts)
         if self._num_runs not in (0, passes) or (len(self.counts) > 1 and self._num_passes != passes):
             raise ValueError(
-                f"{self._num_runs} runs of the schedule for {len(self._calls)} calls of add: each call's micro-batches "
-                f"are trained on once, in plan.passes(call) for each of {', '.join(map(str, self.counts))}. Abandon "
-                "this plan, and run each call's so."
+                f"{self._num_runs} runs of the schedule for {len(self._calls)} calls of add: the loss divides by "
+                f"{' and by '.join(map(str, self.counts))}, and the schedule must run once for each call and count. "
+                "Abandon this plan, and run the schedule on what plan.passes(plan.add(...)) yields."
             )
         return super()._described()
 
@@ -197,14 +208,15 @@ class OpenMegatronPlan(OpenPlan):
         """
         closed = self._closed()
         auxiliary, count = auxiliary_losses(self._config), closed.counts[self.late_count]
-        if closed.factor != 1 and auxiliary and _AUXILIARY not in self.counts:
+        if closed.factor != 1 and auxiliary and _AUXILIARY_COUNT not in self.counts:
             raise BadBatchError(
-                f"{closed.totals.step_active_tokens} active tokens to {count:g} of {self.late_count}, not "
-                f"{self.nominal_tokens} to {self.nominal}, beside {', '.join(auxiliary)}: the factor between would "
-                "scale them too. State what the step will have, use token_mean with masks of 0 and 1, or plan_step."
+                f"{', '.join(auxiliary)} in a step of {closed.totals.step_active_tokens} active tokens and "
+                f"{count:g} of {self.late_count}, planned as {self.nominal_tokens} and {self.nominal}: the factor "
+                "between would scale them too. Give the step's as nominal_tokens and nominal, use token_mean with "
+                "masks of 0 and 1, or plan_step."
             )
         self._restore()
-        for late, apart in zip(self.counts[1:], self._apart, strict=True):
+        for late, apart in zip(self.counts[1:], self._further_gradients, strict=True):
             for gradient, other in zip(self._gradients, apart, strict=True):
                 gradient.add_(other, alpha=count / (closed.counts[late] or count))
         for chunk in self._chunks:
@@ -234,12 +246,14 @@ class OpenMegatronPlan(OpenPlan):
             "settings": self.settings,
             "calls": [samples and [_saved(one) for one in samples] for samples, _ in self._calls],
             "form": self.form,
-            "whole": sorted(self._whole),
+            "whole": sorted(self._whole_kinds),
             "late_counts": {name: astuple(late) for name, late in self.late_counts.items()},
             "num_runs": self._num_runs,
             "num_passes": self._num_passes,
             "num_tokens": self._num_tokens.clone(),
-            "gradients": [[one.clone() for one in of_count] for of_count in (self._gradients, *self._apart)],
+            "gradients": [
+                [one.clone() for one in of_count] for of_count in (self._gradients, *self._further_gradients)
+            ],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -254,9 +268,9 @@ class OpenMegatronPlan(OpenPlan):
             self._calls.append((samples, self._count(samples or [])))
         self.form, self._num_runs, self._num_passes = state["form"], state["num_runs"], state["num_passes"]
         self.late_counts = {name: LateCount(*late) for name, late in state["late_counts"].items()}
-        self._whole = set(state["whole"])
+        self._whole_kinds = set(state["whole"])
         self._num_tokens.copy_(state["num_tokens"])
-        for gradients, saved in zip((self._gradients, *self._apart), state["gradients"], strict=True):
+        for gradients, saved in zip((self._gradients, *self._further_gradients), state["gradients"], strict=True):
             for gradient, value in zip(gradients, saved, strict=True):
                 gradient.copy_(value)
 

@@ -80,7 +80,7 @@ def open_plan(
 class OpenPlan:
     """A step of which some calls were planned. `add` asks no other rank; ranks may differ in their numbers of calls."""
 
-    splits = False  # whether there are gradients of their own for terms by other counts
+    has_passes = False  # whether terms by other counts are trained on in passes, with gradients of their own
 
     def __init__(
         self,
@@ -102,12 +102,12 @@ class OpenPlan:
         self.late_count = LateCount.of(modes.policy.mode, modes.policy.units)
         self.form: str | None = None  # of what the loss function returned
         self.late_counts = {"pg_loss": self.late_count, "loss": self.late_count}
-        self._whole = {self.late_count.whole}  # kinds of units that are trained on by their tokens
+        self._whole_kinds = {self.late_count.whole}  # kinds of units that are trained on by their tokens
         self._calls: list[tuple[Sequence[Samples] | None, StepTotals]] = []
         self._is_open = True
         of_terms = {name: LateCount.of(one.mode, one.units) for name, one in modes.terms.items()}
-        self.counts = list(dict.fromkeys([self.late_count, *(of_terms.values() if self.splits else ())]))
-        self.trained = self.late_count  # of the counts, that by which terms are trained on in this pass
+        self.counts = list(dict.fromkeys([self.late_count, *(of_terms.values() if self.has_passes else ())]))
+        self.current_count = self.late_count  # of the counts, the one whose terms this pass trains on
         for name, late in of_terms.items():
             self.check_term(name, late)
 
@@ -119,7 +119,7 @@ class OpenPlan:
                 "scales all gradients. Use a mode with the policy loss's count, coef=0 to report it, plan_step, or "
                 "megatron_rl_loss.megatron.open_plan, which is told the term's mode."
             )
-        self._whole.add(late.whole)
+        self._whole_kinds.add(late.whole)
 
     def add(self, samples: Sequence[Samples] | None, *, num_microbatches: int | None = None) -> Plan:
         """The micro-batches of a call, to be trained on before `close`; its gradients are added to those before it.
@@ -170,7 +170,7 @@ class OpenPlan:
         described = attempt(self._described)
         totals = self._count(described, dp_group=ranks.dp_group, replica_groups=ranks.replicas)
         parts = {kind: self._part(kind, totals) for kind in ("rollout", "prompt")}
-        failure = next((ValueError(text) for kind, text in parts.items() if text and kind in self._whole), None)
+        failure = next((ValueError(text) for kind, text in parts.items() if text and kind in self._whole_kinds), None)
         # A stage that reads no data does not know units by id, nor one without a loss what its function returned.
         divides = self._per_token and self.form == "3-tuple"
         counts = [-1 if (count := late.in_step(totals)) is None else count for late in self.counts]
@@ -268,7 +268,7 @@ class _OpenMicrobatch(Microbatch):
             opened.check_term(name, late)
         opened.late_counts[name] = late
         self._is_split = True
-        return summand if late == opened.trained else summand._replace(coef=0.0)
+        return summand if late == opened.current_count else summand._replace(coef=0.0)
 
     def _reducer_of_metric(self, name: str, metric: Metric) -> WeightedSum:
         if not metric.is_sum:
@@ -295,7 +295,7 @@ class _OpenMicrobatch(Microbatch):
                 "a share that was put together by hand in an open plan of several counts: which part divides by which "
                 "is not known. Return microbatch.loss({name: Term(...)})."
             )
-        return super().carry(share, report if opened.trained == opened.late_count else {}, form=form)
+        return super().carry(share, report if opened.current_count == opened.late_count else {}, form=form)
 
 
 _Call.microbatch_class = _OpenMicrobatch

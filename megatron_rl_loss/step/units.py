@@ -12,7 +12,7 @@ from megatron_rl_loss.step.ids import Ids, as_ids
 from megatron_rl_loss.step.samples import Samples
 
 UnitCounting = Literal["all", "active"]
-#: Over what a sum is taken: samples of one id are summed.
+#: What a sum goes over: samples of one id are summed.
 By = Literal["step", "rollout", "prompt"] | Callable[[Samples], Ids]
 
 
@@ -58,8 +58,8 @@ class Statistic:
 
     Attributes:
         of: one number per sample, [num_samples]; of the samples with their loss masks.
-        by: over what is summed: the ``step``, each ``rollout``, each ``prompt``; or a function that gives each sample
-            an id (int or str): those of one id are summed.
+        by: what a sum goes over: the ``step``, each ``rollout``, each ``prompt``; or a function that gives each sample
+            an id (int or str), where samples of one id are summed.
     """
 
     of: Callable[[Samples], Tensor]

@@ -108,11 +108,12 @@ def audited_calls(loop: str) -> tuple[Any, float]:
     assert totals.rollouts.all
     model.zero_grad_buffer()
     with Audit(model) as audit:
-        if loop == "ours":
-            with open_plan("token_mean", model=model) as plan:
+        if loop in ("ours", "passes"):
+            with open_plan("token_mean" if loop == "ours" else "token_sum", model=model) as plan:
                 for batch in batches:
-                    call = list(zip([batch], plan.add([batch.samples]), strict=True))
-                    run_step(model, call, ours, fresh=False)  # type: ignore[arg-type]
+                    for microbatches in plan.passes(plan.add([batch.samples])):
+                        call = list(zip([batch], microbatches, strict=True))
+                        run_step(model, call, ours, fresh=False)  # type: ignore[arg-type]
                 plan.close()
         else:
             finalize, model.config.finalize_model_grads_func = model.config.finalize_model_grads_func, hold
@@ -126,6 +127,11 @@ def audited_calls(loop: str) -> tuple[Any, float]:
 
 
 def hold(*_: Any, **__: Any) -> None: ...
+
+
+def test_passes_of_an_open_plan_have_no_verdict() -> None:
+    (measured, _), *_ = run_ranks(4, functools.partial(audited_calls, "passes"))
+    assert any("in several passes" in why for why in measured.unknown), measured.unknown
 
 
 @pytest.mark.parametrize("loop", ["ours", "nemo_rl"])

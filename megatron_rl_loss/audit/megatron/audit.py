@@ -34,7 +34,7 @@ from megatron_rl_loss.audit.tokens import MeasuredStep, Split
 from megatron_rl_loss.megatron.flags import CHANGING_CP, REMAT_SIZES
 from megatron_rl_loss.megatron.groups import gather_to_first, groups_of, spread_from_first
 from megatron_rl_loss.megatron.iterator import MicrobatchIterator
-from megatron_rl_loss.megatron.open_plan import OpenMegatronPlan, auxiliary_losses
+from megatron_rl_loss.megatron.open_plan import auxiliary_losses, plan_open_on
 from megatron_rl_loss.modes.names import Aggregation, resolve
 from megatron_rl_loss.modes.table import find_mode
 from megatron_rl_loss.reduction.tap import TappedLosses, Taps, expected_aggregation, observe
@@ -96,6 +96,7 @@ class Audit:
         self._described: list[Samples | Exception] = []
         self._factors: list[Factor] = []
         self._auxiliary: dict[str, list[Tensor]] = {}  # what _SCALERS held, by setting
+        self._in_passes = False  # whether an open plan computes each loss several times
         self._dynamic_cp = False  # whether micro-batches have cp_groups of their own
         self._turns: Counter[tuple[int, int]] = Counter()
         chosen = [choose(chunk, self._config) for chunk in self._chunks]
@@ -166,7 +167,8 @@ class Audit:
     def _begin_microbatch(self, output: Any) -> None:
         if isinstance(output, Tensor) and not output.requires_grad:
             return  # a probe, nothing to train on
-        number = self._taps.num_microbatches
+        opened, number = plan_open_on(self._config), self._taps.num_microbatches
+        self._in_passes |= opened is not None and len(opened.counts) > 1
         self._taps.begin_microbatch()
         samples = next(iter(self._described[number:]), None)
         if not isinstance(output, Tensor) or not isinstance(samples, Samples):
@@ -190,8 +192,8 @@ class Audit:
         if not self._gather:
             return
         known = [*(one.samples for one in chain(*map(dict.values, self._taps.losses.values()))), *self._described]
-        own = any(isinstance(one, Samples) and one.cp_group is not None for one in known)
-        self._dynamic_cp = bool(agree_on(["own"] * own, ["own"], [groups.dp_cp, groups.pp]))
+        changes = any(isinstance(one, Samples) and one.cp_group is not None for one in known)
+        self._dynamic_cp = bool(agree_on(["changes"] * changes, ["changes"], [groups.dp_cp, groups.pp]))
         report = attempt(self._report)
         if isinstance(report, Exception):
             report = Report(groups.pp.rank(), unknown=[f"a rank could not measure: {report}"])
@@ -207,7 +209,7 @@ class Audit:
 
     def _report(self) -> Report:
         report = Report(self._groups.pp.rank(), self._factors, float(self._loss_scale))
-        report.unknown += _cannot_know(self._config)
+        report.unknown += _cannot_know(self._config, in_passes=self._in_passes)
         if self._dynamic_cp:
             report.notes.append(
                 "Context-parallel groups change: a DP rank is a group's first, a micro-batch its size and turn."
@@ -291,13 +293,13 @@ class Audit:
     def _of_one_call(self, name: str, scales: list[Tensor]) -> list[float]:
         """The scales of micro-batches over those of Megatron's schedule in one call: 1, with the loss scale."""
         by_cp = self._groups.cp.size() if _SCALERS[name] is MoEAuxLossAutoScaler else 1
-        own = 1 if self._config.calculate_per_token_loss else by_cp / self._taps.num_microbatches
-        return [scale / own for scale in torch.stack(scales).tolist()]
+        usual = 1 if self._config.calculate_per_token_loss else by_cp / self._taps.num_microbatches
+        return [scale / usual for scale in torch.stack(scales).tolist()]
 
     @property
     def why(self) -> str:
         """Why `deviation` is not known, as far as this rank can tell."""
-        reasons = [*_cannot_know(self._config), *self._without_anchor]
+        reasons = [*_cannot_know(self._config, in_passes=self._in_passes), *self._without_anchor]
         reasons += [unreadable(factor.problem) for factor in self._factors if factor.problem]
         return " ".join(reasons) or "No policy loss went through a tap, or its weights are not finite."
 
@@ -313,7 +315,7 @@ class Audit:
         terms = self._taps.losses.items()
         losses = [one for term, of_term in terms for one in of_term.values() if one.term or term == "pg"]
         worst = torch.tensor([torch.inf], dtype=torch.float64)
-        if factors and losses and not _cannot_know(self._config):
+        if factors and losses and not _cannot_know(self._config, in_passes=self._in_passes):
             scale = factors[-1] / float(self._loss_scale)
             off = attempt(lambda: torch.stack([_deviation(one, scale) for one in losses]))
             if not isinstance(off, Exception):
@@ -334,10 +336,12 @@ def _deviation(tapped: TappedLosses, scale: float) -> Tensor:
     return ((weights - expected).abs_() / beside).max()
 
 
-def _cannot_know(config: Any) -> list[str]:
-    """Model configurations under which hooks see nothing or groups change."""
+def _cannot_know(config: Any, *, in_passes: bool = False) -> list[str]:
+    """Model configurations under which hooks see nothing or groups change, and steps whose losses run several times."""
     reasons = []
-    if isinstance(getattr(getattr(config, "finalize_model_grads_func", None), "__self__", None), OpenMegatronPlan):
+    if in_passes:
+        reasons.append("An open plan computed each loss in several passes. Audit a step of plan_step.")
+    if plan_open_on(config) is not None:
         reasons.append("A plan is open: its gradients are final when it is closed. Audit a step of plan_step.")
     if getattr(config, "cuda_graph_impl", None) not in (None, "none") or getattr(config, "enable_cuda_graph", False):
         reasons.append("CUDA graphs replay a backward pass without its hooks. Audit a step without them.")

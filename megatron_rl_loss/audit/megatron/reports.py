@@ -97,7 +97,7 @@ def _auxiliary(
     its own; else averaged over micro-batches and ranks, as in one call of Megatron's schedule.
     """
     of_policy = parts.get("pg", next(iter(parts.values()), []))
-    tokens = sum(np.count_nonzero(part.rows.mask) for part in of_policy if part.rows is not None)
+    tokens = sum(int(np.count_nonzero(part.rows.mask)) for part in of_policy if part.rows is not None)
     denominator = tokens if split.per_token else split.dp_size * split.cp_size
     by_setting: dict[str, list[float]] = {}
     for report in reports:
