@@ -227,9 +227,9 @@ class Plan:
         """Count the step anew by the tokens for which `flags` gives true; all ranks call it together.
 
         Every micro-batch then has a further mask `name`, for `Term` and `Metric`: the loss mask at tokens that are
-        kept, else 0. In evaluation, which no `before_step` precedes, there is none. Costs a byte per token over each
-        micro-batch's context-parallel group, one collective each, and 16 bytes and the round of `plan_step` over all.
-        `flags` and errors as in `measure`.
+        kept, else 0. In evaluation, which no `before_step` precedes, there is none. Costs a byte per token over the
+        context-parallel group, in one collective (one per micro-batch where groups change), and 16 bytes and the round
+        of `plan_step` over all. `flags` and errors as in `measure`.
         """
         keep(self, name, flags)
 
