@@ -6,6 +6,7 @@ another count has buffers of its own, and a run of the schedule of its own.
 """
 
 import contextlib
+import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import astuple
 from typing import Any
@@ -157,6 +158,7 @@ class OpenMegatronPlan(OpenPlan):
         Gradients of a pass are added to buffers of its count; the first one reports. (Megatron's kernels overwrite what
         a backward pass saved, so that one forward pass does not serve two.)
         """
+        self._require_open()
         kept = {name: value for name, value in vars(self._config).items() if name in _OFF}
         for late, apart in zip(self.counts, [None, *self._apart], strict=True):
             has_auxiliary = late == (_AUXILIARY if _AUXILIARY in self.counts else self.late_count)
@@ -184,7 +186,7 @@ class OpenMegatronPlan(OpenPlan):
             raise ValueError(
                 f"{self._num_runs} runs of the schedule for {len(self._calls)} calls of add: each call's micro-batches "
                 f"are trained on once, in plan.passes(call) for each of {', '.join(map(str, self.counts))}. Abandon "
-                "this plan, and run each call's so."
+                "this plan and run each call's so, or save it between two calls."
             )
         return super()._described()
 
@@ -221,15 +223,19 @@ class OpenMegatronPlan(OpenPlan):
         """Zero the gradients and give Megatron its hooks back; each rank may do so alone."""
         self._require_open()
         self._restore()
+        for gradient in itertools.chain(*self._apart):  # which a pass that is not over will put back
+            gradient.zero_()
         for chunk in self._chunks:
             chunk.zero_grad_buffer()
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part of an open step, in tensors and plain values: calls so far and the sums of their gradients.
 
-        Save it with the model's checkpoint, a file per rank: gradients are not reduced yet.
+        Save it with the model's checkpoint, a file per rank: gradients are not reduced yet. Raises ValueError within a
+        call, whose rest cannot be gone on with.
         """
         self._require_open()
+        self._described()
         return {
             "settings": self.settings,
             "calls": [samples and [_saved(one) for one in samples] for samples, _ in self._calls],

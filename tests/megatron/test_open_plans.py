@@ -221,7 +221,8 @@ def misused(wrong: str, cp_rank: int, dp_rank: int) -> tuple[str, float, bool]:
     batches, mode = batches_of(dp_rank), "sample_mean" if split else "token_mean"
     model = table_model(TABLE, per_token=True)  # sums gradients: to average an average again changes nothing
     hooks = [model.config.finalize_model_grads_func, model.config.no_sync_func, model.config.grad_sync_func]
-    terms = {"sample_mean": "sample_mean"} if wrong in ("a pass left out", "a share by hand") else {}
+    in_passes = wrong in ("a plan saved in a pass", "a plan abandoned in a pass")
+    terms = {"sample_mean": "sample_mean"} if in_passes or wrong in ("a pass left out", "a share by hand") else {}
     plan = open_plan(mode, model=model, terms=terms)
 
     def calls() -> None:
@@ -233,7 +234,11 @@ def misused(wrong: str, cp_rank: int, dp_rank: int) -> tuple[str, float, bool]:
                 call = [WithTerms(one, list(terms)) for one in call]
             if wrong == "a call that is not trained on" and number == 1 and dp_rank == 1:
                 continue
-            step(model, call, [batch], cp_rank, "3-tuple", is_call=True)
+            for of_pass in plan.passes(call) if in_passes else [call]:
+                part = [WithTerms(one, list(terms)) for one in of_pass] if in_passes else of_pass
+                step(model, part, [batch], cp_rank, "3-tuple", is_call=True)
+                if plan.trained != plan.late_count:
+                    plan.state_dict() if wrong == "a plan saved in a pass" else plan.abandon()
             if wrong == "a reduction in between":
                 model.finish_grad_sync()
             if wrong == "gradients zeroed in between":
@@ -248,7 +253,7 @@ def misused(wrong: str, cp_rank: int, dp_rank: int) -> tuple[str, float, bool]:
     expected = gradient_of(mode)
     error = relative_error(model.module.losses.main_grad.cpu(), expected)
     if outcome != "accepted":
-        plan.abandon()
+        plan.__exit__()  # abandons it if it is open
     after = [model.config.finalize_model_grads_func, model.config.no_sync_func, model.config.grad_sync_func]
     fresh = outcome == "accepted" or not model.module.losses.main_grad.any()
     return outcome, error, fresh and hooks == after
@@ -259,6 +264,8 @@ MISUSES = {
     "a context-parallel rank with fewer calls": "were given different samples",
     "a call that is not trained on": "runs of the schedule for 3 calls of add",
     "a pass left out": "runs of the schedule for 3 calls of add",
+    "a plan saved in a pass": "2 runs of the schedule for 1 calls of add: .* or save it between two calls",
+    "a plan abandoned in a pass": "a plan that was closed or abandoned",
     "a share by hand": "a share that was put together by hand",
     "a reduction in between": "reduced or zeroed while a plan is open",
     "gradients zeroed in between": "reduced or zeroed while a plan is open",
