@@ -208,7 +208,7 @@ class OpenMegatronPlan(OpenPlan):
         self._restore()
         for late, apart in zip(self.counts[1:], self._apart, strict=True):
             for gradient, other in zip(self._gradients, apart, strict=True):
-                gradient.add_(other, alpha=count / (closed.counts[late] or count))
+                gradient.add_(other, alpha=count / (closed.counts[late] or count or 1))
         for chunk in self._chunks:
             if chunk.ddp_config.overlap_grad_reduce:
                 chunk.start_grad_sync()  # what the last backward pass would have begun
