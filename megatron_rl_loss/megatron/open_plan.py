@@ -6,6 +6,7 @@ another count has buffers of its own, and a run of the schedule of its own.
 """
 
 import contextlib
+import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import astuple
 from typing import Any
@@ -168,6 +169,7 @@ class OpenMegatronPlan(OpenPlan):
         Gradients of a pass are added to buffers of its count; the first one reports. (Megatron's kernels overwrite what
         a backward pass saved, so that one forward pass does not serve two.)
         """
+        self._require_open()
         kept = {name: value for name, value in vars(self._config).items() if name in _OFF}
         for late, apart in zip(self.counts, [None, *self._further_gradients], strict=True):
             has_auxiliary = late == (_AUXILIARY_COUNT if _AUXILIARY_COUNT in self.counts else self.late_count)
@@ -195,7 +197,8 @@ class OpenMegatronPlan(OpenPlan):
             raise ValueError(
                 f"{self._num_runs} runs of the schedule for {len(self._calls)} calls of add: the loss divides by "
                 f"{' and by '.join(map(str, self.counts))}, and the schedule must run once for each call and count. "
-                "Abandon this plan, and run the schedule on what plan.passes(plan.add(...)) yields."
+                "Abandon this plan, and run the schedule on what plan.passes(plan.add(...)) yields, or save it between "
+                "two calls."
             )
         return super()._described()
 
@@ -218,7 +221,7 @@ class OpenMegatronPlan(OpenPlan):
         self._restore()
         for late, apart in zip(self.counts[1:], self._further_gradients, strict=True):
             for gradient, other in zip(self._gradients, apart, strict=True):
-                gradient.add_(other, alpha=count / (closed.counts[late] or count))
+                gradient.add_(other, alpha=count / (closed.counts[late] or count or 1))
         for chunk in self._chunks:
             if chunk.ddp_config.overlap_grad_reduce:
                 chunk.start_grad_sync()  # what the last backward pass would have begun
@@ -233,15 +236,19 @@ class OpenMegatronPlan(OpenPlan):
         """Zero the gradients and give Megatron its hooks back; each rank may do so alone."""
         self._require_open()
         self._restore()
+        for gradient in itertools.chain(*self._apart):  # which a pass that is not over will put back
+            gradient.zero_()
         for chunk in self._chunks:
             chunk.zero_grad_buffer()
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part of an open step, in tensors and plain values: calls so far and the sums of their gradients.
 
-        Save it with the model's checkpoint, a file per rank: gradients are not reduced yet.
+        Save it with the model's checkpoint, a file per rank: gradients are not reduced yet. Raises ValueError within a
+        call, whose rest cannot be gone on with.
         """
         self._require_open()
+        self._described()
         return {
             "settings": self.settings,
             "calls": [samples and [_saved(one) for one in samples] for samples, _ in self._calls],

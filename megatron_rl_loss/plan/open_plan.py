@@ -173,7 +173,7 @@ class OpenPlan:
         failure = next((ValueError(text) for kind, text in parts.items() if text and kind in self._whole_kinds), None)
         # A stage that reads no data does not know units by id, nor one without a loss what its function returned.
         divides = self._per_token and self.form == "3-tuple"
-        counts = [-1 if (count := late.in_step(totals)) is None else count for late in self.counts]
+        counts = [late.in_step(totals) or 0 for late in self.counts]
         found = torch.tensor([failure is not None, divides, *counts], dtype=torch.float64, device="cpu")
         groups = several(ranks.dp_group, *ranks.replicas)
         for group in groups:

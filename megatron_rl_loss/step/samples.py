@@ -105,6 +105,11 @@ class Samples:
         ids: dict[str, Any] = {"rollout_ids": self.rollout_ids, "prompt_ids": self.prompt_ids}
         samples = Samples(further, layout=self.layout, labels=self.labels, cp_group=self.cp_group, **ids)
         masks.check_device(f"loss masks and masks {name!r}", [self._buffer, samples._buffer])
+        if samples.mask_lengths != self.mask_lengths:
+            raise ValueError(
+                f"masks {name!r} of {samples.mask_lengths} tokens beside loss masks of {self.mask_lengths}: they must "
+                "be of the same tokens. Pass an entry for each, 0 where it does not count."
+            )
         return samples
 
     def with_kept_tokens(self, name: str, kept: Tensor) -> "Samples":

@@ -21,6 +21,7 @@ from tiny_gpt import Case, Layout
 from torch import Tensor
 
 from megatron_rl_loss.reduction import Term
+from megatron_rl_loss.step import Samples
 
 
 def calls_of(dp_rank: int, mode: str) -> list[list[Batch]]:
@@ -218,23 +219,32 @@ def misused(wrong: str, cp_rank: int, dp_rank: int) -> tuple[str, float, bool]:
     """On a rank: what an open plan says of a wrong use, the gradient's error, whether abandoning it leaves no trace."""
     from megatron_rl_loss.megatron import open_plan
 
-    split = wrong == "a rollout in two calls"
-    batches, mode = batches_of(dp_rank), "sample_mean" if split else "token_mean"
+    split, masked = wrong == "a rollout in two calls", wrong == "no active token"
+    batches, mode = batches_of(dp_rank), "sample_mean" if split or masked else "token_mean"
     model = table_model(TABLE, per_token=True)  # sums gradients: to average an average again changes nothing
     hooks = [model.config.finalize_model_grads_func, model.config.no_sync_func, model.config.grad_sync_func]
-    terms = {"sample_mean": "sample_mean"} if wrong in ("a pass left out", "a share by hand") else {}
-    plan = open_plan(mode, model=model, terms=terms)
+    in_passes = masked or wrong in ("a plan saved in a pass", "a plan abandoned in a pass")
+    other = "token_mean" if masked else "sample_mean"
+    terms = {other: other} if in_passes or wrong in ("a pass left out", "a share by hand") else {}
+    plan = open_plan(mode, model=model, terms=terms, units="active" if masked else None)
 
     def calls() -> None:
         for number, batch in enumerate(batches):
             if wrong == "a context-parallel rank with fewer calls" and number and (cp_rank, dp_rank) == (1, 1):
                 continue
-            call: Any = plan.add([batch.samples])
+            samples = batch.samples
+            if masked:
+                samples = Samples([torch.zeros_like(mask) for mask in samples.loss_masks], layout=samples.layout)
+            call: Any = plan.add([samples])
             if wrong == "a pass left out":
                 call = [WithTerms(one, list(terms)) for one in call]
             if wrong == "a call that is not trained on" and number == 1 and dp_rank == 1:
                 continue
-            step(model, call, [batch], cp_rank, "3-tuple", is_call=True)
+            for of_pass in plan.passes(call) if in_passes else [call]:
+                part = [WithTerms(one, list(terms)) for one in of_pass] if in_passes else of_pass
+                step(model, part, [batch], cp_rank, "3-tuple", is_call=True)
+                if plan.trained != plan.late_count and not masked:
+                    plan.state_dict() if wrong == "a plan saved in a pass" else plan.abandon()
             if wrong == "a reduction in between":
                 model.finish_grad_sync()
             if wrong == "gradients zeroed in between":
@@ -249,7 +259,7 @@ def misused(wrong: str, cp_rank: int, dp_rank: int) -> tuple[str, float, bool]:
     expected = gradient_of(mode)
     error = relative_error(model.module.losses.main_grad.cpu(), expected)
     if outcome != "accepted":
-        plan.abandon()
+        plan.__exit__()  # abandons it if it is open
     after = [model.config.finalize_model_grads_func, model.config.no_sync_func, model.config.grad_sync_func]
     fresh = outcome == "accepted" or not model.module.losses.main_grad.any()
     return outcome, error, fresh and hooks == after
@@ -260,11 +270,14 @@ MISUSES = {
     "a context-parallel rank with fewer calls": "were given different samples",
     "a call that is not trained on": "runs of the schedule for 3 calls of add",
     "a pass left out": "runs of the schedule for 3 calls of add",
+    "a plan saved in a pass": "2 runs of the schedule for 1 calls of add: .* or save it between two calls",
+    "a plan abandoned in a pass": "a plan that was closed or abandoned",
     "a share by hand": "a share that was put together by hand",
     "a reduction in between": "reduced or zeroed while a plan is open",
     "gradients zeroed in between": "reduced or zeroed while a plan is open",
     "a second plan": "a model with an open plan",
     "a double reduction": "",
+    "no active token": "",
     "nothing": "",
 }
 

@@ -66,6 +66,12 @@ def test_calls_add_up_to_the_step(mode: str, units: Any) -> None:
     assert closed.report(reports)["of_tokens"][1] == oracle.mask_tokens(STEP)
 
 
+def test_a_step_of_fillers_has_factor_1() -> None:
+    plan = open_plan("prompt_mean", dp_group=None)
+    plan.add([Samples([])])
+    assert plan.close().factor == 1
+
+
 def test_a_split_rollout_is_refused_and_not_reported() -> None:
     halves = [Samples([torch.ones(2)], rollout_ids=["a"]), Samples([torch.ones(3)], rollout_ids=["a"])]
     plans = {mode: open_plan(mode) for mode in ("sample_mean", "token_mean")}

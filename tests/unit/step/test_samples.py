@@ -306,6 +306,7 @@ REFUSALS = {
     **refusals(
         lambda further: Samples([TWO], term_masks={"correct": [further]}),
         ((torch.ones(2, device="meta"),), r"masks 'correct' on \['cpu', 'meta'\]: they must share", (TWO,)),
+        ((torch.ones(3),), r"masks 'correct' of \[3\] tokens beside loss masks of \[2\]", (TWO,)),
     ),
     **refusals(
         cut,
