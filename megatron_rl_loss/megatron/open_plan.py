@@ -236,7 +236,7 @@ class OpenMegatronPlan(OpenPlan):
         """Zero the gradients and give Megatron its hooks back; each rank may do so alone."""
         self._require_open()
         self._restore()
-        for gradient in itertools.chain(*self._apart):  # which a pass that is not over will put back
+        for gradient in itertools.chain(*self._further_gradients):  # which a pass that is not over will put back
             gradient.zero_()
         for chunk in self._chunks:
             chunk.zero_grad_buffer()

@@ -243,7 +243,7 @@ def misused(wrong: str, cp_rank: int, dp_rank: int) -> tuple[str, float, bool]:
             for of_pass in plan.passes(call) if in_passes else [call]:
                 part = [WithTerms(one, list(terms)) for one in of_pass] if in_passes else of_pass
                 step(model, part, [batch], cp_rank, "3-tuple", is_call=True)
-                if plan.trained != plan.late_count and not masked:
+                if plan.current_count != plan.late_count and not masked:
                     plan.state_dict() if wrong == "a plan saved in a pass" else plan.abandon()
             if wrong == "a reduction in between":
                 model.finish_grad_sync()
