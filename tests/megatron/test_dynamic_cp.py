@@ -34,14 +34,14 @@ from dynamic_steps import (
 )
 from ranks import run_ranks
 from refusals import outcome_of
-from sequence_formulas import gspo
+from sequence_formulas import along, discounted, gspo
 from step_samples import DIVISOR
 from table_step import Batch, relative_error, table_model
 from torch import Tensor
 
 from megatron_rl_loss import Samples
 from megatron_rl_loss.audit import judge
-from megatron_rl_loss.losses import gspo_loss, whiten
+from megatron_rl_loss.losses import gspo_loss, segment_scan, whiten
 from megatron_rl_loss.plan import plan as plans
 from megatron_rl_loss.reduction import Metric, Term
 from megatron_rl_loss.step.totals import reduce_step_totals
@@ -61,6 +61,7 @@ OLD = torch.tensor([x + _rng.uniform(-0.002, 0.002) for x in TABLE])
 ADVANTAGES = torch.tensor([_rng.choice([-1, 1]) * _rng.uniform(0.5, 2) for _ in STEP] + [0.0])
 SIZES = [*LENGTHS, 1]
 ADVANTAGES = ADVANTAGES.repeat_interleave(torch.tensor(SIZES))
+GAMMA = 0.9  # of a loss of discounted sums along each sequence
 #: Tokens that `Plan.keep` keeps.
 KEPT = torch.arange(len(TABLE)) % 3 > 0
 
@@ -85,7 +86,10 @@ def expected(mode: str, units: str, loss: str) -> tuple[Tensor, float, float]:
     masks = [
         one.mask * kept if loss == "kept" else one.mask for one, kept in zip(STEP, KEPT.split(SIZES), strict=False)
     ]
-    samples = [replace(one, losses=leaf, mask=mask) for one, leaf, mask in zip(STEP, leaves, masks, strict=True)]
+    losses = leaves
+    if loss == "scan":
+        losses = [along(mask, discounted(leaf, mask, GAMMA)) for leaf, mask in zip(leaves, masks, strict=True)]
+    samples = [replace(one, losses=of, mask=mask) for one, of, mask in zip(STEP, losses, masks, strict=True)]
     if loss == "gspo":
         leaves, samples = map(list, zip(*gspo_of_step(), strict=True))  # type: ignore[assignment]
     divisor = DIVISOR if mode == "constant" else None
@@ -148,7 +152,9 @@ def errors(
     hands = hands_of(groups, dp_cp.rank(), hybrid)
     batches = [Batch(STEP, ids, size, cp_group=group_of(size)) for ids, size in hands]
     found, verdicts = {}, []
-    for (mode, units), loss in itertools.product([*oracle.COUNTINGS, ("vl_norm", "all")], ("plain", "gspo", "kept")):
+    for (mode, units), loss in itertools.product(
+        [*oracle.COUNTINGS, ("vl_norm", "all")], ("plain", "gspo", "scan", "kept")
+    ):
         if loss != "plain" and (units == "active" or (mode, loss) == ("vl_norm", "kept")):
             continue
         model = table_model(TABLE, per_token=True)
@@ -187,6 +193,8 @@ def errors(
             def loss_func(output: Tensor) -> Any:
                 if loss == "gspo":
                     output = gspo_loss(output, OLD[numbers], ADVANTAGES[numbers], microbatch).per_token_loss
+                if loss == "scan":
+                    output = segment_scan(output, microbatch, gamma=GAMMA)
                 metrics = {"most": Metric(output.detach(), kind="max")}
                 losses = {"pg": Term(output, mask="kept")} if loss == "kept" else output
                 if engine is None:
