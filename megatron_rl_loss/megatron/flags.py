@@ -16,6 +16,8 @@ from megatron_rl_loss.step.totals import UnitCounting
 
 #: Terms of the loss whose mode has a flag.
 _TERMS = ("kl", "entropy", "value")
+#: Sizes of weight-rematerialising TP (GTP).
+REMAT_SIZES = ("gtp_weight_remat_size", "expert_gtp_weight_remat_size")
 #: Settings under which the context-parallel group changes between micro-batches.
 CHANGING_CP = ("hybrid_context_parallel", "dynamic_context_parallel")
 
@@ -233,8 +235,9 @@ def check_megatron_settings(settings: Any, per_token: bool, refused_cp: Sequence
         )
 
 
-#: Sizes of weight-rematerialising TP (GTP).
-REMAT_SIZES = ("gtp_weight_remat_size", "expert_gtp_weight_remat_size")
+def has_cuda_graphs(config: Any) -> bool:
+    """Whether a model replays its passes by CUDA graphs, as a config of any supported version says it."""
+    return getattr(config, "cuda_graph_impl", None) not in (None, "none") or getattr(config, "enable_cuda_graph", False)
 
 
 def load_mode_function(path: str) -> ModeFunction:

@@ -45,8 +45,7 @@ def from_first_tp_rank(make: Callable[[], Made], tp_group: Group, pp_group: Grou
     """
 
     def of_all_stages() -> Any:
-        stages: Any = gather_parts(lambda: tree_map_only(Tensor, Tensor.cpu, make()), pp_group)
-        return [functools.reduce(operator.or_, batches) for batches in zip(*stages, strict=True)]
+        return joined(gather_parts(lambda: tree_map_only(Tensor, Tensor.cpu, make()), pp_group))
 
     made: list[Any] = [attempt(make if pp_group is None else of_all_stages) if tp_group.rank() == 0 else None]
     if several(tp_group):
@@ -55,6 +54,11 @@ def from_first_tp_rank(make: Callable[[], Made], tp_group: Group, pp_group: Grou
     if isinstance(made[0], Exception):
         raise made[0]
     return made[0]
+
+
+def joined(parts: Any) -> list[Any]:
+    """Lists of dicts, one dict for each micro-batch -> the same with all keys of all lists."""
+    return [functools.reduce(operator.or_, batches) for batches in zip(*parts, strict=True)]
 
 
 def gather_to_first(values: list[Any], groups: ProcessGroupCollection) -> list[Any]:

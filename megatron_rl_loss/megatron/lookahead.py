@@ -1,14 +1,12 @@
 """The look-ahead: all of a step's micro-batches are fetched and described before the first one is trained on."""
 
-import functools
-import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from megatron_rl_loss.megatron.groups import from_first_tp_rank
+from megatron_rl_loss.megatron.groups import from_first_tp_rank, joined
 from megatron_rl_loss.megatron.iterator import MicrobatchIterator
 from megatron_rl_loss.plan.microbatch import Microbatch
 from megatron_rl_loss.plan.plan import Plan
@@ -64,9 +62,7 @@ def look_ahead(
 
     def whole_batches() -> list[dict[str, Any]]:
         chunks = [_fetch(iterator, num_microbatches) for iterator in iterators if iterator is not None]
-        return [
-            functools.reduce(operator.or_, parts, {}) for parts in zip(*chunks, [{}] * num_microbatches, strict=True)
-        ]
+        return joined([[{}] * num_microbatches, *chunks])
 
     fetched: list[list[Any] | None]
     if scheduled:

@@ -17,6 +17,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
 from megatron_rl_loss.errors import BadBatchError
+from megatron_rl_loss.megatron.flags import has_cuda_graphs
 from megatron_rl_loss.megatron.planning import checked_model
 from megatron_rl_loss.megatron.probe import check_fresh_gradients
 from megatron_rl_loss.modes.loss_modes import LossModes
@@ -123,13 +124,12 @@ class OpenMegatronPlan(OpenPlan):
         auxiliary, by = auxiliary_losses(config), self.modes.policy.mode.name
         if auxiliary and by != "token_mean" and options.get("nominal_tokens") is None:
             self.counts.append(_AUXILIARY_COUNT)
-        graphs = getattr(config, "cuda_graph_impl", None) not in (None, "none")
         if auxiliary and not self._per_token:
             raise ValueError(
                 f"{', '.join(auxiliary)} in an open plan without per-token loss: the factor at the end of the step "
                 "would scale these losses too. Turn calculate_per_token_loss on, these losses off, or use plan_step."
             )
-        if auxiliary and len(self.counts) > 1 and graphs:
+        if auxiliary and len(self.counts) > 1 and has_cuda_graphs(config):
             raise ValueError(
                 f"{', '.join(auxiliary)} and CUDA graphs in an open plan of several passes: graphs replay these losses "
                 "in every pass, and one must train them. Turn graphs off, or use plan_step."

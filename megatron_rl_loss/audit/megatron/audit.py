@@ -31,7 +31,7 @@ from megatron_rl_loss.audit.megatron.anchor import Anchor, Factor, choose
 from megatron_rl_loss.audit.megatron.observation import Watched, observe_schedule
 from megatron_rl_loss.audit.megatron.reports import NO_TAP, OUTPUT, Report, assembled, declared, shown, unreadable
 from megatron_rl_loss.audit.tokens import MeasuredStep, Split
-from megatron_rl_loss.megatron.flags import CHANGING_CP, REMAT_SIZES
+from megatron_rl_loss.megatron.flags import CHANGING_CP, REMAT_SIZES, has_cuda_graphs
 from megatron_rl_loss.megatron.groups import gather_to_first, groups_of, spread_from_first
 from megatron_rl_loss.megatron.iterator import MicrobatchIterator
 from megatron_rl_loss.megatron.open_plan import auxiliary_losses, plan_open_on
@@ -343,7 +343,7 @@ def _cannot_know(config: Any, *, in_passes: bool = False) -> list[str]:
         reasons.append("An open plan computed each loss in several passes. Audit a step of plan_step.")
     if plan_open_on(config) is not None:
         reasons.append("A plan is open: its gradients are final when it is closed. Audit a step of plan_step.")
-    if getattr(config, "cuda_graph_impl", None) not in (None, "none") or getattr(config, "enable_cuda_graph", False):
+    if has_cuda_graphs(config):
         reasons.append("CUDA graphs replay a backward pass without its hooks. Audit a step without them.")
     if any((getattr(config, name, 1) or 1) > 1 for name in REMAT_SIZES):
         reasons.append("Weight-rematerialising TP reduces over further groups, which the audit does not follow.")
