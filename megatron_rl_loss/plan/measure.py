@@ -82,7 +82,7 @@ class Measurement:
 
 def keep(plan: "Plan", name: str, flags: TokenFunction | None) -> None:
     """`Plan.keep`."""
-    flagged = None if flags is None or plan.samples is None else attempt(lambda: _flags_in_buffer(plan, flags))
+    flagged = None if flags is None or plan.samples is None else attempt(lambda: _flags_in_buffer(plan, name, flags))
     _begin(plan, flagged)
     samples = None
     if isinstance(flagged, Tensor):
@@ -170,9 +170,13 @@ def _active_tokens(plan: "Plan", values: TokenFunction, mask: str | None) -> Ten
     return active
 
 
-def _flags_in_buffer(plan: "Plan", flags: TokenFunction) -> Tensor:
+def _flags_in_buffer(plan: "Plan", name: str, flags: TokenFunction) -> Tensor:
     """1 for each token that this rank keeps, uint8, in the buffers of all its micro-batches, on the host."""
     parts = []
+    if any(name in one.by_mask for one in plan.samples or ()):
+        raise ValueError(
+            f"tokens to keep as {name!r}, which is a mask of the Samples: it would be replaced. Choose another name."
+        )
     for microbatch in plan:
         given = flags(microbatch)
         if (kind := getattr(given, "dtype", type(given).__name__)) != torch.bool:

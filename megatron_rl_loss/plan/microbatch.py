@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from megatron_rl_loss.plan.plan import Plan
 
 #: Policy losses, or the terms of the loss by name; metrics by name.
-Losses = Tensor | Mapping[str, Tensor | Term]
+Losses = Tensor | Term | Mapping[str, Tensor | Term]
 Metrics = Mapping[str, Tensor | Metric] | None
 #: What Megatron's schedule takes from a loss function: loss, token count, report.
 Carried = tuple[Tensor, Tensor, Any]

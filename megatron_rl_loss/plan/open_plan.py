@@ -8,7 +8,7 @@ so it is exact once it is multiplied by nominal / U, if all that was added to it
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import EllipsisType
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -253,7 +253,7 @@ class _OpenMicrobatch(Microbatch):
     def loss(self, losses: Losses, metrics: Metrics = None, *, form: Any = "3-tuple") -> Any:
         """As `Microbatch.loss`; of terms by several counts, those by the one that is trained on in this pass."""
         if len(self._plan.open_plan.counts) > 1 and isinstance(losses, Tensor):
-            losses = cast(Tensor, Term(losses))
+            losses = Term(losses)
         return super().loss(losses, metrics, form=form)
 
     def _counted_reducer(self, name: str, aggregation: Aggregation, mask: str | None) -> WeightedSum:

@@ -117,7 +117,7 @@ def raise_together(failed: bool, failure: Exception | None, groups: Sequence[Gro
     listed = "; ".join(
         f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: {reason}" for reason, ranks in ranks_of.items()
     )
-    raise BadBatchError(f"The step was not started, no weight was changed. {listed}") from failure
+    raise BadBatchError(f"All ranks stopped here, no weight was changed. {listed}") from failure
 
 
 def check_together(check: Callable[[], object], groups: Sequence[Group]) -> None:

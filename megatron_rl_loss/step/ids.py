@@ -21,7 +21,8 @@ def as_ids(name: str, ids: Ids, num_samples: int) -> Tensor:
 
     Raises TypeError for other types, ValueError for a wrong count or an int beyond 61 bits.
     """
-    if isinstance(ids, str | bytes | set | dict) or not isinstance(ids, Iterable):
+    scalar = isinstance(ids, Tensor) and not ids.dim()
+    if scalar or isinstance(ids, str | bytes | set | dict) or not isinstance(ids, Iterable):
         raise TypeError(f"{name} is {ids!r}: there must be one id per sample. Pass a list of ints or strings.")
     values: list[Any] = ids.tolist() if isinstance(ids, Tensor) else list(ids)
     check_one_each(name, len(values), "loss masks", num_samples)

@@ -5,7 +5,7 @@ and sums and repetitions are faster too. On a device nothing waits and launches 
 Lengths, starts and counts are plain ints.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain, pairwise
 
 import numpy as np
@@ -21,10 +21,11 @@ _COMPLEX = {torch.complex32, torch.complex64, torch.complex128}
 
 def check_masks(loss_masks: Sequence[Tensor]) -> tuple[list[Tensor], Ints]:
     """The masks in a list, and their lengths; few facts of each are read, as function modes see every look."""
-    if isinstance(loss_masks, Tensor):
+    if isinstance(loss_masks, Tensor) or not isinstance(loss_masks, Iterable):
+        shape = tuple(loss_masks.shape) if isinstance(loss_masks, Tensor) else ()
+        shown = f"one tensor of shape {shape}" if shape else f"one {type(loss_masks).__name__}"
         raise TypeError(
-            f"loss_masks is one tensor of shape {tuple(loss_masks.shape)}: it must be a list of 1-D tensors, one per "
-            "sample. Pass list(loss_masks)."
+            f"loss_masks is {shown}: it must be a list of 1-D tensors, one per sample. Pass list(loss_masks)."
         )
     masks = list(loss_masks)
     for i, mask in enumerate(masks if set(map(type, masks)) != {Tensor} else []):

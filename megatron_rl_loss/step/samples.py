@@ -101,7 +101,7 @@ class Samples:
 
     def _with(self, name: str, further: Sequence[Tensor]) -> "Samples":
         """These samples by other masks."""
-        check_one_each(f"masks {name!r}", len(further), "loss masks", len(self))
+        check_one_each(f"masks {name!r}", len(masks.check_masks(further)[0]), "loss masks", len(self))
         ids: dict[str, Any] = {"rollout_ids": self.rollout_ids, "prompt_ids": self.prompt_ids}
         samples = Samples(further, layout=self.layout, labels=self.labels, cp_group=self.cp_group, **ids)
         masks.check_device(f"loss masks and masks {name!r}", [self._buffer, samples._buffer])

@@ -337,9 +337,7 @@ def test_gradients_of_an_earlier_step_and_wrong_totals_are_refused() -> None:
     for (fresh, again, *forgotten), found in run_ranks(2, on_two):
         assert (fresh, again) == ("accepted", "accepted")
         for text in forgotten:
-            assert text.startswith(
-                "BadBatchError: The step was not started, no weight was changed. rank 1: ValueError: "
-            )
+            assert text.startswith("BadBatchError: All ranks stopped here, no weight was changed. rank 1: ValueError: ")
             assert "gradients that are not 0 before the step's first micro-batch" in text
         for name, (_, text) in TOTALS.items():
             assert text in found[name] if text else found[name] == "accepted", (name, found[name])

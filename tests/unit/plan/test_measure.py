@@ -285,6 +285,14 @@ REFUSALS: dict[str, Refusal] = {
         refused(flags=X > 0),
     ),
     "no forward pass": (lambda: plan_of([X])[0].gap("now", X), ValueError, "forward pass 'now'", refused(X)),
+    "a mask of the samples": (
+        lambda: plan_step([Samples([X], term_masks={"ok": [X]})], "token_mean", dp_group=None).keep(
+            "ok", lambda one: X > 0
+        ),
+        ValueError,
+        "tokens to keep as 'ok', which is a mask of the Samples",
+        refused(flags=X > 0),
+    ),
     "flags as floats": (refused(flags=X), TypeError, "they must be bools. Pass a comparison", refused(flags=X > 0)),
 }
 

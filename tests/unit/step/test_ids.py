@@ -97,6 +97,7 @@ REFUSALS = {
         ({"prompt_ids": "a"}, "prompt_ids is 'a': there must be one id per sample", {"prompt_ids": ["\ud800"]}),
         ({"prompt_ids": {1}}, "prompt_ids is {1}", {"prompt_ids": (1,)}),
         ({"rollout_ids": 1}, "rollout_ids is 1", {"rollout_ids": [1]}),
+        ({"rollout_ids": torch.tensor(1)}, r"rollout_ids is tensor\(1\)", {"rollout_ids": [1]}),
         error=TypeError,
     ),
     **refusals(

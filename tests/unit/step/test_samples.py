@@ -301,6 +301,7 @@ REFUSALS = {
     **refusals(
         Samples,
         ((torch.ones(2, 3),), r"one tensor of shape \(2, 3\).*list\(loss_masks\)", (list(torch.ones(2, 3)),)),
+        ((None,), "loss_masks is one NoneType: it must be a list", ([],)),
         error=TypeError,
     ),
     **refusals(
