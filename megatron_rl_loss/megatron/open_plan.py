@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from torch import Tensor
 
 from megatron_rl_loss.errors import BadBatchError
@@ -96,6 +97,11 @@ def _off(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: [0.0] * len(value) if isinstance(value, list) else _OFF[name] for name, value in values.items()}
 
 
+def _logged() -> dict[str, Tensor]:
+    """What Megatron has summed up of multi-token prediction for its log: every pass adds to it."""
+    return {name: value for name, value in MTPLossLoggingHelper.tracker.items() if isinstance(value, Tensor)}
+
+
 def _saved(samples: Samples) -> dict[str, Any]:
     """What is counted of them, as arguments of `Samples`."""
     return {
@@ -175,6 +181,7 @@ class OpenMegatronPlan(OpenPlan):
             has_auxiliary = late == (_AUXILIARY_COUNT if _AUXILIARY_COUNT in self.counts else self.late_count)
             self.current_count = late
             vars(self._config).update({} if has_auxiliary else _off(kept))
+            logged = {name: value.clone() for name, value in _logged().items()}
             self._exchange(apart)
             try:
                 yield call
@@ -182,6 +189,8 @@ class OpenMegatronPlan(OpenPlan):
                 self._exchange(apart)
                 self.current_count = self.late_count
                 vars(self._config).update(kept)
+                for name, value in () if has_auxiliary else _logged().items():
+                    value.copy_(logged.get(name, torch.zeros_like(value)))
             self._num_passes += 1
 
     def _exchange(self, apart: list[Tensor] | None) -> None:

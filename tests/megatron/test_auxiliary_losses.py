@@ -52,12 +52,15 @@ def ours(model: Any, batches: list[Batch], mode: str = "sample_mean") -> Any:
 
 def opened(model: Any, batches: list[Batch], mode: str = "token_mean", nominal: int = 7, **options: Any) -> Any:
     """A call of an open plan for each micro-batch."""
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
     from megatron_rl_loss.megatron import open_plan
 
     def loss_of(given: Any, losses: torch.Tensor) -> Any:
         return given[1].loss(given[0].advantages * losses)
 
     model.zero_grad_buffer()
+    MTPLossLoggingHelper.tracker.clear()
     divisor = DIVISOR if mode == "constant" else None
     with open_plan(mode, divisor=divisor, model=model, nominal=nominal, **options) as plan:
         for batch in batches:
@@ -65,6 +68,14 @@ def opened(model: Any, batches: list[Batch], mode: str = "token_mean", nominal: 
                 run_step(model, list(zip([batch], call, strict=True)), loss_of, fresh=False)
         plan.close()
     return {name: parameter.main_grad.clone() for name, parameter in model.module.named_parameters()}
+
+
+def logged() -> dict[str, list[float]]:
+    """What Megatron has summed up of MTP for its log."""
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
+    tracker = MTPLossLoggingHelper.tracker
+    return {name: value.tolist() for name, value in tracker.items() if isinstance(value, torch.Tensor)}
 
 
 def counts_of(model: Any, batches: list[Batch]) -> dict[str, int]:
@@ -129,8 +140,11 @@ def cases_of(model_name: str, layout: dict[str, int]) -> list[dict[str, Any]]:
                 in_calls = [worst_error(opened(model, batches), ours(model, batches, "token_mean"))]
                 stated = counts_of(model, batches)
                 by_rollouts = ours(model, batches, "constant")
+                logs = []
                 for options in (stated, {}):  # with a factor of 1, and in two passes
                     in_calls.append(worst_error(opened(model, batches, "constant", **options), by_rollouts))
+                    logs.append(logged())
+                assert logs[0] == logs[1]  # each loss once, whatever the passes
                 found.append(case | {"what": "calls of an open plan", "error": max(in_calls)})
             kept = without_auxiliary_losses(model.config)
             policy = ours(model, batches)

@@ -81,7 +81,8 @@ def run_step(model: Any, batches: list[Batch], loss_of: Any, wrap: Any = None, *
     """One step through Megatron's schedule, or a call of one: the gradient of every parameter, by name."""
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
-    MTPLossLoggingHelper.tracker.clear()  # the dev branch refuses to log per-token loss after loss of another kind
+    if fresh:
+        MTPLossLoggingHelper.tracker.clear()  # the dev branch refuses to log per-token loss after loss of another kind
 
     def forward_step(iterator: Iterator[Any], model: Any) -> Any:
         given = next(iterator)
