@@ -18,8 +18,8 @@ def plan_of(
     modes: LossModes, describe: Callable[[], list[Samples]], dp_group: Group | None, term_masks: Sequence[str] = ()
 ) -> Plan:
     """`plan_step` of uncut samples, one for each micro-batch; what one rank refuses raises on all of the group."""
-    ranks = StepGroups(dp_group=dp_group, cp_group=None)
-    return make_plan(attempt(describe), modes, ranks, None, term_masks=term_masks)
+    groups = StepGroups(dp_group=dp_group, cp_group=None)
+    return make_plan(attempt(describe), modes, groups, None, term_masks=term_masks)
 
 
 def token_mean_factors(

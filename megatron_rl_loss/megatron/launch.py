@@ -26,7 +26,7 @@ from megatron_rl_loss.megatron.forward_pass import ForwardPass
 from megatron_rl_loss.megatron.groups import groups_of
 from megatron_rl_loss.megatron.iterator import MicrobatchIterator
 from megatron_rl_loss.megatron.lookahead import DataIterator, LookAhead, SamplesOf, look_ahead
-from megatron_rl_loss.megatron.planning import step_groups
+from megatron_rl_loss.megatron.planning import find_step_groups
 from megatron_rl_loss.megatron.probe import check_contract, check_finalizing, check_fresh_gradients, check_model
 from megatron_rl_loss.megatron.report_names import ReportNames
 from megatron_rl_loss.megatron.versions import iteration_of
@@ -202,27 +202,27 @@ class LossAggregation:
             check_contract(config, chunks, groups, num_microbatches=count)
 
         iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
-        ranks = step_groups(config, groups)
+        step_groups = find_step_groups(config, groups)
         if self._totals_of is not None and self._last_plan is not None and self._metric_modes is None:
             # Ranks that computed losses know them from the first step. Here, before one rank alone can fail.
             names = ("sample_mean", "token_mean")
-            self._metric_modes = agree_on(self._last_plan.metric_modes, names, ranks.replicas)
+            self._metric_modes = agree_on(self._last_plan.metric_modes, names, step_groups.replicas)
 
         def describe() -> LookAhead:
             scheduled = bool(getattr(config, "sequence_packing_scheduler", None))
             ahead = look_ahead(iterators, count, self._samples_of, groups, scheduled=scheduled)
             if training and self._num_trained < 2:  # what is never zeroed is seen in the second step
                 check_fresh_gradients(chunks)
-            check_samples(ahead.samples, count, self._modes, ranks, self._term_masks)
+            check_samples(ahead.samples, count, self._modes, step_groups, self._term_masks)
             return ahead
 
         data = attempt(describe)
         plan = make_plan(
             data if isinstance(data, Exception) else data.samples,
             self._modes,
-            ranks,
+            step_groups,
             count,
-            None if self._totals_of is None else self._stated_totals(data, ranks, per_token),
+            None if self._totals_of is None else self._stated_totals(data, step_groups, per_token),
             term_masks=self._term_masks,
             per_token=per_token,
             empty_step=self.settings.empty_step,
@@ -242,15 +242,15 @@ class LossAggregation:
         """The last step in numbers, for a logger: rollouts, prompts, tokens, and how many of them are active."""
         return {} if self._last_plan is None else self._last_plan.summary
 
-    def _stated_totals(self, data: LookAhead | Exception, ranks: StepGroups, per_token: bool) -> StepTotals:
+    def _stated_totals(self, data: LookAhead | Exception, step_groups: StepGroups, per_token: bool) -> StepTotals:
         """What `totals_of` says of the step, once compared in the first; raises a failed look-ahead."""
         totals = data if isinstance(data, Exception) else attempt(lambda: self._call_totals_of(data, per_token))
         if self._last_plan is None:  # those of the first step are compared with what all ranks hold
             return compare_totals(
                 totals,
                 None if isinstance(data, Exception) else data.samples,
-                dp_group=ranks.dp_group,
-                replica_groups=ranks.replicas,
+                dp_group=step_groups.dp_group,
+                replica_groups=step_groups.replicas,
                 masks=self._term_masks,
                 statistics=self._modes.statistics,
             )

@@ -63,7 +63,7 @@ def open_plan(
             DistributedDataParallel; gradients that are not 0; a plan that is open on this model; auxiliary losses
             without per-token loss, or in several passes with CUDA graphs.
     """
-    config, chunks, ranks = checked_model(model, pg_collection)
+    config, chunks, step_groups = checked_model(model, pg_collection)
     modes = LossModes.resolve(mode, divisor=divisor, units=units, terms=terms)
     if plan_open_on(config) is not None:
         raise ValueError("a model with an open plan: its gradients are that step's. Close or abandon that plan first.")
@@ -74,7 +74,7 @@ def open_plan(
             "megatron_rl_loss.plan.open_plan and scale the gradients by its factor yourself."
         )
     check_fresh_gradients(chunks)
-    return OpenMegatronPlan(config, chunks, modes, ranks, bool(config.calculate_per_token_loss), **options)
+    return OpenMegatronPlan(config, chunks, modes, step_groups, bool(config.calculate_per_token_loss), **options)
 
 
 def plan_open_on(config: Any) -> "OpenMegatronPlan | None":

@@ -48,20 +48,20 @@ def plan_step(
         ContractError: Megatron scales losses in another way.
         BadBatchError, ValueError, TypeError: as there; a model config under which the loss would not be exact.
     """
-    config, _, ranks = checked_model(model, pg_collection, dynamic_cp=dynamic_cp)
+    config, _, step_groups = checked_model(model, pg_collection, dynamic_cp=dynamic_cp)
     return plans.plan_step(
         samples,
         mode,
-        dp_group=ranks.dp_group,
-        cp_group=ranks.cp_group,
-        replica_groups=ranks.replica_groups,
+        dp_group=step_groups.dp_group,
+        cp_group=step_groups.cp_group,
+        replica_groups=step_groups.replica_groups,
         per_token_loss=bool(config.calculate_per_token_loss),
         num_microbatches=num_microbatches,
         **options,
     )
 
 
-def step_groups(config: Any, groups: ProcessGroupCollection, dynamic_cp: bool = False) -> StepGroups:
+def find_step_groups(config: Any, groups: ProcessGroupCollection, dynamic_cp: bool = False) -> StepGroups:
     """The groups that a step is counted over: DP x CP where context-parallel groups change between micro-batches."""
     dynamic_cp = dynamic_cp or any(getattr(config, name, False) for name in CHANGING_CP)
     if dynamic_cp and not config.calculate_per_token_loss:
@@ -88,9 +88,9 @@ def checked_model(
     """
     chunks = model if isinstance(model, list) else [model]
     config, groups = get_model_config(chunks[0]), groups_of(chunks[0], pg_collection)
-    ranks = step_groups(config, groups, bool(dynamic_cp))
+    step_groups = find_step_groups(config, groups, bool(dynamic_cp))
     check_model(config, chunks, CHANGING_CP if dynamic_cp is None else ())
     if torch.is_grad_enabled():
         check_finalizing(config, chunks, groups)
     check_contract(config, chunks, groups, num_microbatches=2)  # any number shows how the schedule scales by it
-    return config, chunks, ranks
+    return config, chunks, step_groups

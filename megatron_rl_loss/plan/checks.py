@@ -52,7 +52,7 @@ def check_samples(
     samples: Sequence[Samples] | None,
     num_microbatches: int | None,
     modes: LossModes,
-    ranks: StepGroups,
+    groups: StepGroups,
     term_masks: Sequence[str] = (),
 ) -> Sequence[Samples] | None:
     """The samples of a rank's micro-batches; refuses what the modes, the layouts or the schedule cannot use."""
@@ -91,13 +91,13 @@ def check_samples(
                 f"loss aggregation {modes.by_prompt} and samples without prompt_ids: it averages inside each "
                 "prompt group. Give the Samples prompt_ids."
             )
-        if one.cp_group is not None and size_of(ranks.cp_group) > 1:
+        if one.cp_group is not None and size_of(groups.cp_group) > 1:
             raise ValueError(
                 f"the samples of micro-batch {number} with a cp_group of their own, in a plan with a cp_group of "
-                f"{size_of(ranks.cp_group)} ranks: these would each count them. Pass the group over DP x CP as "
+                f"{size_of(groups.cp_group)} ranks: these would each count them. Pass the group over DP x CP as "
                 "dp_group, and no cp_group to the plan."
             )
-        one.local(*one.place_in(ranks.cp_group))  # raises if the layout cannot be cut so
+        one.local(*one.place_in(groups.cp_group))  # raises if the layout cannot be cut so
         for name in term_masks:
             one.with_mask(name)  # raises if there is none of that name
     return samples

@@ -73,8 +73,8 @@ def open_plan(
     """
     modes = LossModes.resolve(mode, divisor=divisor, units=units, terms=terms)
     dp_group = stated_dp_group(dp_group, "an open plan")
-    ranks = StepGroups(dp_group=dp_group, cp_group=cp_group, replica_groups=replica_groups)
-    return OpenPlan(modes, ranks, per_token_loss, term_masks, nominal, nominal_tokens)
+    groups = StepGroups(dp_group=dp_group, cp_group=cp_group, replica_groups=replica_groups)
+    return OpenPlan(modes, groups, per_token_loss, term_masks, nominal, nominal_tokens)
 
 
 class OpenPlan:
@@ -85,7 +85,7 @@ class OpenPlan:
     def __init__(
         self,
         modes: LossModes,
-        ranks: StepGroups,
+        groups: StepGroups,
         per_token: bool,
         term_masks: Sequence[str] = (),
         nominal: int = 1,
@@ -98,7 +98,7 @@ class OpenPlan:
         self.settings = (
             f"{modes.describe()}; per-token loss {per_token}; nominal {nominal}, {self.nominal_tokens} tokens"
         )
-        self._ranks, self._term_masks, self._per_token = ranks, tuple(term_masks), per_token
+        self._groups, self._term_masks, self._per_token = groups, tuple(term_masks), per_token
         self.late_count = LateCount.of(modes.policy.mode, modes.policy.units)
         self.form: str | None = None  # of what the loss function returned
         self.late_counts = {"pg_loss": self.late_count, "loss": self.late_count}
@@ -129,7 +129,7 @@ class OpenPlan:
         `plan_step`, of this call on this rank. Raises ValueError and TypeError as `plan_step`, on this rank alone.
         """
         self._require_open()
-        samples = check_samples(samples, num_microbatches, self.modes, self._ranks, self._term_masks)
+        samples = check_samples(samples, num_microbatches, self.modes, self._groups, self._term_masks)
         if any(one.cp_group is not None for one in samples or ()):
             raise ValueError(
                 "Samples with a cp_group of their own in an open plan: a call's units are counted before its ranks "
@@ -142,7 +142,7 @@ class OpenPlan:
             totals=nominal_totals(totals, self.nominal, self.nominal_tokens),
             num_microbatches=len(samples or ()) if num_microbatches is None else num_microbatches,
             per_token_loss=self._per_token,
-            **self._ranks.of_plan,
+            **self._groups.of_plan,
             open_plan=self,
         )
         self._calls.append((samples, totals))
@@ -166,20 +166,20 @@ class OpenPlan:
 
     def _closed(self) -> ClosedPlan:
         self._require_open()
-        ranks = self._ranks
+        groups = self._groups
         described = attempt(self._described)
-        totals = self._count(described, dp_group=ranks.dp_group, replica_groups=ranks.replicas)
+        totals = self._count(described, dp_group=groups.dp_group, replica_groups=groups.replicas)
         parts = {kind: self._part(kind, totals) for kind in ("rollout", "prompt")}
         failure = next((ValueError(text) for kind, text in parts.items() if text and kind in self._whole_kinds), None)
         # A stage that reads no data does not know units by id, nor one without a loss what its function returned.
         divides = self._per_token and self.form == "3-tuple"
         counts = [late.in_step(totals) or 0 for late in self.counts]
         found = torch.tensor([failure is not None, divides, *counts], dtype=torch.float64, device="cpu")
-        groups = several(ranks.dp_group, *ranks.replicas)
-        for group in groups:
+        every_group = several(groups.dp_group, *groups.replicas)
+        for group in every_group:
             all_reduce(found, group, dist.ReduceOp.MAX)
         failed, divides, *counts = found.tolist()
-        raise_together(failed > 0, failure, groups)
+        raise_together(failed > 0, failure, every_group)
         # With per-token loss Megatron divides by the tokens of the step; a share was multiplied by the nominal ones.
         numerator = self.nominal * (totals.step_active_tokens or 0) / self.nominal_tokens if divides else self.nominal
         by = {late: count if late.name else self.nominal for late, count in zip(self.counts, counts, strict=True)}
@@ -190,7 +190,7 @@ class OpenPlan:
             counts=by,
             divides_by_tokens=bool(divides),
             numerator_scale=self.nominal,
-            num_ranks=size_of(ranks.dp_group) * size_of(ranks.cp_group),
+            num_ranks=size_of(groups.dp_group) * size_of(groups.cp_group),
             late_counts=dict(self.late_counts),
             split_units=[kind for kind, text in parts.items() if text],
         )

@@ -80,11 +80,11 @@ def plan_step(
     modes = LossModes.resolve(mode, divisor=divisor, units=units, terms=terms)
     check_choice("empty step handling", empty_step, get_args(EmptyStep))
     dp_group = stated_dp_group(dp_group, "a plan")
-    ranks = StepGroups(dp_group=dp_group, cp_group=cp_group, replica_groups=replica_groups)
+    groups = StepGroups(dp_group=dp_group, cp_group=cp_group, replica_groups=replica_groups)
 
     def describe() -> Sequence[Samples] | None:
         made = samples() if callable(samples) else samples
-        return check_samples(made, num_microbatches, modes, ranks, term_masks)
+        return check_samples(made, num_microbatches, modes, groups, term_masks)
 
     described = attempt(describe)
     if totals is not None:
@@ -95,7 +95,7 @@ def plan_step(
     return make_plan(
         described,
         modes,
-        ranks,
+        groups,
         num_microbatches,
         totals,
         term_masks=term_masks,
@@ -107,7 +107,7 @@ def plan_step(
 def make_plan(
     samples: Sequence[Samples] | Exception | None,
     modes: LossModes,
-    ranks: StepGroups,
+    groups: StepGroups,
     num_microbatches: int | None,
     totals: StepTotals | None = None,
     *,
@@ -119,8 +119,8 @@ def make_plan(
     if totals is None:
         totals = reduce_step_totals(
             samples,
-            dp_group=ranks.dp_group,
-            replica_groups=ranks.replicas,
+            dp_group=groups.dp_group,
+            replica_groups=groups.replicas,
             count_prompts=modes.uses_prompt_ids,
             masks=term_masks,
             statistics=modes.statistics,
@@ -136,7 +136,7 @@ def make_plan(
         totals=totals,
         num_microbatches=len(samples or ()) if num_microbatches is None else num_microbatches,
         per_token_loss=per_token,
-        **ranks.of_plan,
+        **groups.of_plan,
         dynamic_cp=totals.dynamic_cp or any(one.cp_group is not None for one in samples or ()),
     )
 
