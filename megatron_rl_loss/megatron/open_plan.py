@@ -141,7 +141,7 @@ class OpenMegatronPlan(OpenPlan):
                 "in every pass, and one must train them. Turn graphs off, or use plan_step."
             )
         self._config, self._chunks = config, chunks
-        self._num_runs = self._num_passes = 0
+        self._num_runs = 0
         self._num_tokens = torch.zeros((), dtype=torch.int64, device=next(chunks[0].parameters()).device)
         self._further_gradients = [[torch.zeros_like(one) for one in self._gradients] for _ in self.counts[1:]]
         self._options: dict[str, Any] = {}  # of the schedule's finalising
@@ -191,7 +191,6 @@ class OpenMegatronPlan(OpenPlan):
                 vars(self._config).update(kept)
                 for name, value in () if has_auxiliary else _logged().items():
                     value.copy_(logged.get(name, torch.zeros_like(value)))
-            self._num_passes += 1
 
     def _exchange(self, apart: list[Tensor] | None) -> None:
         """What the buffers hold for what a further count has."""
@@ -201,10 +200,13 @@ class OpenMegatronPlan(OpenPlan):
             other.copy_(held)
 
     def _described(self) -> list[Samples] | None:
-        passes = len(self._calls) * len(self.counts)
-        if self._num_runs not in (0, passes) or (len(self.counts) > 1 and self._num_passes != passes):
+        expected = [len(samples or ()) * len(self.counts) for samples, _ in self._calls]
+        wrong = any(self.num_losses) and self.num_losses != expected
+        wrong |= self._num_runs not in (0, len(self._calls) * len(self.counts))
+        if wrong or self.current_count != self.late_count:  # or within a pass
             raise ValueError(
-                f"{self._num_runs} runs of the schedule for {len(self._calls)} calls of add: the loss divides by "
+                f"{self._num_runs} runs of the schedule for {len(self._calls)} calls of add, in which micro-batches "
+                f"returned {self.num_losses} losses where {expected} are expected: the loss divides by "
                 f"{' and by '.join(map(str, self.counts))}, and the schedule must run once for each call and count. "
                 "Abandon this plan, and run the schedule on what plan.passes(plan.add(...)) yields, or save it between "
                 "two calls."
@@ -265,7 +267,7 @@ class OpenMegatronPlan(OpenPlan):
             "whole": sorted(self._whole_kinds),
             "late_counts": {name: astuple(late) for name, late in self.late_counts.items()},
             "num_runs": self._num_runs,
-            "num_passes": self._num_passes,
+            "num_losses": self.num_losses.copy(),
             "num_tokens": self._num_tokens.clone(),
             "gradients": [
                 [one.clone() for one in of_count] for of_count in (self._gradients, *self._further_gradients)
@@ -282,7 +284,7 @@ class OpenMegatronPlan(OpenPlan):
         for saved in state["calls"]:
             samples = saved and [Samples(**one) for one in saved]
             self._calls.append((samples, self._count(samples or [])))
-        self.form, self._num_runs, self._num_passes = state["form"], state["num_runs"], state["num_passes"]
+        self.form, self._num_runs, self.num_losses = state["form"], state["num_runs"], state["num_losses"].copy()
         self.late_counts = {name: LateCount(*late) for name, late in state["late_counts"].items()}
         self._whole_kinds = set(state["whole"])
         self._num_tokens.copy_(state["num_tokens"])

@@ -104,6 +104,7 @@ class OpenPlan:
         self.late_counts = {"pg_loss": self.late_count, "loss": self.late_count}
         self._whole_kinds = {self.late_count.whole}  # kinds of units that are trained on by their tokens
         self._calls: list[tuple[Sequence[Samples] | None, StepTotals]] = []
+        self.num_losses: list[int] = []  # that micro-batches of each call returned on this rank
         self._is_open = True
         of_terms = {name: LateCount.of(one.mode, one.units) for name, one in modes.terms.items()}
         self.counts = list(dict.fromkeys([self.late_count, *(of_terms.values() if self.has_passes else ())]))
@@ -144,8 +145,10 @@ class OpenPlan:
             per_token_loss=self._per_token,
             **self._groups.of_plan,
             open_plan=self,
+            number=len(self._calls),
         )
         self._calls.append((samples, totals))
+        self.num_losses.append(0)
         return call
 
     def _count(self, samples: Sequence[Samples] | Exception | None, **groups: Any) -> StepTotals:
@@ -228,6 +231,7 @@ class _Call(Plan):
     """A call's micro-batches."""
 
     open_plan: OpenPlan
+    number: int
 
     def measure(self, *_: Any, **__: Any) -> NoReturn:
         """Refused, and `keep` and `sum_by` too: a call is not the step, and ranks may differ in their calls."""
@@ -295,6 +299,7 @@ class _OpenMicrobatch(Microbatch):
                 "a share that was put together by hand in an open plan of several counts: which part divides by which "
                 "is not known. Return microbatch.loss({name: Term(...)})."
             )
+        opened.num_losses[self._plan.number] += 1
         return super().carry(share, report if opened.current_count == opened.late_count else {}, form=form)
 
 

@@ -229,6 +229,7 @@ def misused(wrong: str, cp_rank: int, dp_rank: int) -> tuple[str, float, bool]:
     plan = open_plan(mode, model=model, terms=terms, units="active" if masked else None)
 
     def calls() -> None:
+        trained: list[Any] = []
         for number, batch in enumerate(batches):
             if wrong == "a context-parallel rank with fewer calls" and number and (cp_rank, dp_rank) == (1, 1):
                 continue
@@ -240,6 +241,9 @@ def misused(wrong: str, cp_rank: int, dp_rank: int) -> tuple[str, float, bool]:
                 call = [WithTerms(one, list(terms)) for one in call]
             if wrong == "a call that is not trained on" and number == 1 and dp_rank == 1:
                 continue
+            if wrong == "one call twice, another never" and dp_rank == 1:
+                trained.append((call, batch))
+                call, batch = trained[0 if number == 1 else -1]
             for of_pass in plan.passes(call) if in_passes else [call]:
                 part = [WithTerms(one, list(terms)) for one in of_pass] if in_passes else of_pass
                 step(model, part, [batch], cp_rank, "3-tuple", is_call=True)
@@ -269,8 +273,9 @@ MISUSES = {
     "a rollout in two calls": "a rollout with .* Add all samples of a rollout in one call",
     "a context-parallel rank with fewer calls": "were given different samples",
     "a call that is not trained on": "runs of the schedule for 3 calls of add",
+    "one call twice, another never": r"returned \[2, 0, 1\] losses where \[1, 1, 1\] are expected",
     "a pass left out": "runs of the schedule for 3 calls of add",
-    "a plan saved in a pass": "2 runs of the schedule for 1 calls of add: .* or save it between two calls",
+    "a plan saved in a pass": "2 runs of the schedule for 1 calls of add.* or save it between two calls",
     "a plan abandoned in a pass": "a plan that was closed or abandoned",
     "a share by hand": "a share that was put together by hand",
     "a reduction in between": "reduced or zeroed while a plan is open",
