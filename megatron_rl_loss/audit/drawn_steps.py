@@ -69,7 +69,7 @@ class LossCase:
 
     @cached_property
     def labels(self) -> dict[str, list[Any]]:
-        """What modes over declared sums look at (`paper_modes`): one entry a sample, turns one a token."""
+        """What modes over declared sums look at (`modes.papers`): one entry a sample, turns one a token."""
         numbers = range(len(self.samples))
         return {
             "advantage": [1.0 if (i * 7 + sample.prompt) % 3 else -1.0 for i, sample in enumerate(self.samples)],

@@ -1,7 +1,7 @@
 """The tokens of one optimizer step, with the weight that was measured for each: what an audit is about.
 
 A token's *effective weight* is the derivative of what the optimizer gets, the reduced and finalised gradient, with
-respect to that token's unreduced loss. How it is measured is others' affair (`megatron.audit`, `check_loss`).
+respect to that token's unreduced loss. How it is measured is others' affair (`audit.megatron`, `check_loss`).
 """
 
 import json

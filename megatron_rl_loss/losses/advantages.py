@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from megatron_rl_loss.errors import check_one_each, check_within
-from megatron_rl_loss.losses.place import Place, check_of_tokens, exchange_group, located
+from megatron_rl_loss.losses.place import Place, exchange_group, located
 from megatron_rl_loss.losses.ratio import at_least_float32, check_same_shape
 from megatron_rl_loss.losses.scans import segment_scan
+from megatron_rl_loss.reduction.sums import check_values
 from megatron_rl_loss.step.collectives import (
     Group,
     all_reduce,
@@ -175,7 +176,7 @@ def gae(
     """
     tokens, cp_group, _ = located(local, cp_group)
     for name, one in (("rewards", rewards), ("values", values)):
-        check_of_tokens(name, one, tokens)
+        check_values(name, one, tokens)
     for name, discount in (("gamma", gamma), ("lam", lam)):
         check_within(name, discount, "[0, 1]", "gamma 1 and lam 0.95 are usual")
     r, v = rewards.detach().double(), values.detach().double()
@@ -225,7 +226,7 @@ def whiten(
     def prepare() -> None:
         check_one_each("values", len(values), "micro-batches", len(placed), "Pass those of every micro-batch")
         for one, (tokens, over_cp, _) in zip(values, placed, strict=True):
-            check_of_tokens("values", one, tokens)
+            check_values("values", one, tokens)
             exchange_group(tokens, over_cp)  # raises if there is none and tokens are cut
             active = tokens.mask.cpu() != 0
             x = one.detach().reshape(-1).double().cpu().masked_fill(~active, 0)

@@ -45,11 +45,6 @@ def located(
     return local.tokens, local.cp_group if cp_group is None else cp_group, totals or local.totals
 
 
-def check_of_tokens(what: str, values: Tensor, local: LocalTokens) -> None:
-    """Refuse what is not one float for each token that this rank holds."""
-    check_values(what, values, local.samples.loss_shapes(len(local), local.cp_size), len(local), local.samples)
-
-
 @dataclass(frozen=True)
 class Sequences:
     """Values of this rank's tokens, checked, and where the rest of their sequences is.
@@ -85,7 +80,7 @@ class Sequences:
         tokens, cp_group, totals = located(local, cp_group, totals)
         given = [values] if isinstance(values, Tensor) else list(values)
         for row in given:
-            check_of_tokens(f"a segment {what}'s values", row, tokens)
+            check_values(f"a segment {what}'s values", row, tokens)
         shape = values.shape if isinstance(values, Tensor) else (len(given), *(given[0].shape if given else ()))
         device = given[0].device if given else tokens.mask.device
         return cls(

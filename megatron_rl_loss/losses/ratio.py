@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from megatron_rl_loss.errors import check_within, require
-from megatron_rl_loss.losses.place import Place, check_of_tokens, located
+from megatron_rl_loss.losses.place import Place, located
+from megatron_rl_loss.reduction.sums import check_values
 
 #: Values above it are no log-probs. Rounding a log-prob of 0 in bfloat16 stays below it.
 _HIGHEST_LOG_PROB = 0.1
@@ -146,7 +147,7 @@ def _mask_of(local: Place | Tensor, values: Tensor) -> Tensor:
         check_same_shape("log-probs and mask", values, local)
         return local
     tokens = located(local)[0]
-    check_of_tokens("a loss's input", values, tokens)
+    check_values("a loss's input", values, tokens)
     return tokens.mask.to(values.device, non_blocking=True).view(values.shape)
 
 

@@ -4,13 +4,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl_loss.plan.microbatch import Microbatch
 from megatron_rl_loss.plan.plan import Plan
 from megatron_rl_loss.reduction.metrics import Kind
-from megatron_rl_loss.step.collectives import several
+from megatron_rl_loss.step.collectives import gather_objects, several
 
 
 class _Reported(NamedTuple):
@@ -83,9 +82,7 @@ def _reorder(values: dict[str, Any], names: _Names) -> None:
 def _agreed(mine: list[tuple[_Names, list[str | None]]], plan: Plan) -> _Names:
     """What any rank reports, from each micro-batch's names and the masks that it has tokens of."""
     for group in several(plan.dp_group, plan.cp_group):
-        gathered: list[Any] = [None] * group.size()
-        dist.all_gather_object(gathered, mine, group=group)
-        mine = [one for part in gathered for one in part]
+        mine = [one for part in gather_objects(mine, group) for one in part]
     union = _union(names for names, _ in mine)
     for names, masks in mine:
         _check({name: one for name, one in union.items() if name not in names}, names, union, masks)

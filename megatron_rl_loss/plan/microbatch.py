@@ -187,7 +187,7 @@ class Microbatch:
         if tensor.dim() < 2 or tensor.shape[0] == total_tokens:
             return self.tokens.of(tensor)
         rows, num_local = tensor.shape[0], len(self.tokens)
-        of_rows = self.samples.loss_shapes(num_local, self.cp_size)  # a cut of the whole buffer would mix rows
+        of_rows = self.tokens.loss_shapes  # a cut of the whole buffer would mix rows
         if tensor.shape[:2].numel() != total_tokens or (rows, num_local // rows) not in [(1, num_local), *of_rows]:
             raise ValueError(
                 f"a tensor of shape {tuple(tensor.shape)}: it must have a value for each of the micro-batch's "

@@ -104,7 +104,6 @@ class WeightedSum:
         self.gradient_scale = local.gradient_scale
         self._samples, self._local = local.samples, local
         self._aggregation = aggregation
-        self._shapes = local.samples.loss_shapes(weights.numel(), local.cp_size)
 
     def __call__(self, per_token_loss: Tensor) -> Tensor:
         return sum_terms([Summand(per_token_loss, self)])[0]
@@ -118,7 +117,7 @@ class WeightedSum:
 
     def check(self, what: str, values: Tensor) -> None:
         """Refuse what is not one float for each token that this rank holds."""
-        check_values(what, values, self._shapes, self.weights.numel(), self._samples)
+        check_values(what, values, self._local)
 
     def weights_on(self, device: torch.device) -> Tensor:
         """The weights, moved to the device once."""
@@ -263,16 +262,14 @@ def _sums_of_rows(rows: list[Tensor], weights: Tensor) -> Tensor:
     return products.masked_fill_(weights == 0, 0).sum(1)
 
 
-def check_values(
-    what: str, values: Tensor, shapes: Sequence[tuple[int, ...]], num_local: int, samples: Samples
-) -> None:
+def check_values(what: str, values: Tensor, local: LocalTokens) -> None:
     """Refuse what is not one float for each token that a rank holds."""
     if not isinstance(values, Tensor) or not values.is_floating_point():
         kind = values.dtype if isinstance(values, Tensor) else type(values).__name__
         raise TypeError(f"{what} is {kind}: it must be a float tensor. Pass unreduced losses.")
-    if values.shape not in shapes:
-        hint = _layout_hint(values.numel(), num_local, samples)
-        shown = " or ".join(map(str, shapes))
+    if values.shape not in local.loss_shapes:
+        hint = _layout_hint(values.numel(), len(local), local.samples)
+        shown = " or ".join(map(str, local.loss_shapes))
         raise ValueError(f"{what} of shape {tuple(values.shape)}: this rank's part of the layout is {shown}. {hint}.")
 
 

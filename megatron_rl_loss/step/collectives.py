@@ -89,6 +89,13 @@ def agree_on(mine: Collection[str], names: Sequence[str], groups: Sequence[Group
     return tuple(name for name, flag in zip(names, flags, strict=True) if flag > 0)
 
 
+def gather_objects(value: Result, group: Group) -> list[Result]:
+    """The values of all ranks of the group, on each of them."""
+    values: list[Any] = [None] * group.size()
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
 # --- errors to every rank
 
 
@@ -108,9 +115,7 @@ def raise_together(failed: bool, failure: Exception | None, groups: Sequence[Gro
         raise failure
     reasons = {} if failure is None else {dist.get_rank(): f"{type(failure).__name__}: {failure}"}
     for group in groups:
-        gathered: list[dict[int, str]] = [{} for _ in range(group.size())]
-        dist.all_gather_object(gathered, reasons, group=group)
-        reasons = {rank: reason for part in gathered for rank, reason in part.items()}
+        reasons = {rank: reason for part in gather_objects(reasons, group) for rank, reason in part.items()}
     ranks_of: dict[str, list[int]] = {}
     for rank, reason in sorted(reasons.items()):
         ranks_of.setdefault(reason, []).append(rank)
@@ -135,8 +140,7 @@ def gather_parts(prepare: Callable[[], Result], group: Group | None) -> list[Res
     if group is None:
         raise_together(failure is not None, failure, [])
         return [mine]  # type: ignore[list-item]
-    parts: list[Any] = [None] * group.size()
-    dist.all_gather_object(parts, mine if failure is None else None, group=group)
+    parts: list[Any] = gather_objects(mine if failure is None else None, group)
     raise_together(any(part is None for part in parts), failure, [group])
     return parts
 

@@ -248,14 +248,6 @@ class Samples:
             _check_parts(self, layout, cp_size)
         return LocalTokens(self, cp_size, starts, lengths)
 
-    def loss_shapes(self, num_local_tokens: int, cp_size: int) -> list[tuple[int, ...]]:
-        """Shapes this rank's ``per_token_loss`` may have."""
-        if self.layout is not None:
-            return self.layout.loss_shapes(num_local_tokens, cp_size)
-        shapes: list[tuple[int, ...]] = [(num_local_tokens,), (1, num_local_tokens)]
-        lengths = set(self.mask_lengths)
-        return shapes + [(len(self), length) for length in lengths if len(lengths) == 1]
-
 
 class LocalTokens:
     """The tokens of a micro-batch that one CP rank holds, in the order of its losses; tensors on the masks' device.
@@ -272,6 +264,15 @@ class LocalTokens:
 
     def __len__(self) -> int:
         return sum(self._lengths)
+
+    @cached_property
+    def loss_shapes(self) -> list[tuple[int, ...]]:
+        """Shapes this rank's ``per_token_loss`` may have."""
+        if self.samples.layout is not None:
+            return self.samples.layout.loss_shapes(len(self), self.cp_size)
+        shapes: list[tuple[int, ...]] = [(len(self),), (1, len(self))]
+        lengths = set(self.samples.mask_lengths)
+        return shapes + [(len(self.samples), length) for length in lengths if len(lengths) == 1]
 
     @property
     def copies(self) -> int:

@@ -301,7 +301,7 @@ class Audit:
         """Why `deviation` is not known, as far as this rank can tell."""
         reasons = [*_cannot_know(self._config, in_passes=self._in_passes), *self._without_anchor]
         reasons += [unreadable(factor.problem) for factor in self._factors if factor.problem]
-        return " ".join(reasons) or "No policy loss went through a tap, or its weights are not finite."
+        return " ".join(reasons) or "A policy loss went through no reducer of this package, or its weights are not finite."
 
     def deviation(self) -> float | None:
         """The largest |w / expected - 1| over the step's tokens, of a loss of several terms the worst term's.
