@@ -1,4 +1,4 @@
-"""Did the same steps in other layouts come to the same? A row a layout, from runs of examples/online_grpo.py.
+"""Did the same steps in other layouts come to the same? A row per layout, from runs of examples/online_grpo.py.
 
     python tools/compare_layouts.py --start runs/demo/start runs/demo/alone runs/demo/tp2cp2 runs/demo/dp2
 

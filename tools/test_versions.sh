@@ -3,7 +3,7 @@
 #
 #   tools/test_versions.sh [VERSION...]            by default the oldest that is supported, and of the parts the loop
 #   PARTS="loop probe step" tools/test_versions.sh 0.18.2 checkout
-#   PARTS=all tools/test_versions.sh 0.17.1        some ten minutes a version
+#   PARTS=all tools/test_versions.sh 0.17.1        some ten minutes per version
 #
 # VERSION is a release, or "checkout" for the Megatron-LM that MEGATRON_LM_PATH holds. Each has a venv of its own in
 # .versions/, which shares all packages but Megatron with .venv. Its `pretrain` is there from 0.17 on.

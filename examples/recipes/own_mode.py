@@ -1,6 +1,6 @@
 """A mode of your own, tried before it trains: `python own_mode.py`. Import this file before the flags are parsed.
 
-A mode returns weights *beside* the mask: a number, a tensor with one weight a sample, or a list with a tensor a sample.
+A mode returns weights *beside* the mask: a number, a tensor with one per sample, or a list with a tensor per sample.
 It counts over the whole step (`inputs.totals`), never over the micro-batch in hand.
 """
 

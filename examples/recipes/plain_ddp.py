@@ -15,7 +15,7 @@ from megatron_rl_loss import Samples
 from megatron_rl_loss.losses import ppo_clip_loss
 from megatron_rl_loss.plan import plan_step
 
-Batch = dict[str, Any]  # tokens, labels, old_log_probs, advantages: [tokens]; loss_masks, prompt_ids: one a sample
+Batch = dict[str, Any]  # tokens, labels, old_log_probs, advantages: [tokens]; loss_masks, prompt_ids: 1 per sample
 
 
 def train_step(model: Any, optimizer: Any, batches: list[Batch], mode: str, divisor: float | None = None) -> Tensor:

@@ -70,7 +70,7 @@ class Comparison:
         return min(1.0, float(apart + stray / total) / 2)
 
     def pieces(self) -> tuple[Piece, ...]:
-        """A row a micro-batch and CP rank."""
+        """A row per micro-batch and CP rank."""
         names = ("dp_rank", "microbatch", "cp_rank")
         group = self.tokens.groups(names)
         first = np.unique(group, return_index=True)[1]

@@ -59,7 +59,7 @@ class LossCase:
 
     @cached_property
     def masks(self) -> list[Tensor]:
-        """Loss masks, float32, a 1-D tensor a sample."""
+        """Loss masks, float32, a 1-D tensor per sample."""
         return [torch.tensor(sample.mask, dtype=torch.float32) for sample in self.samples]
 
     def ids(self, rows: slice = slice(None)) -> dict[str, Any]:
@@ -69,7 +69,7 @@ class LossCase:
 
     @cached_property
     def labels(self) -> dict[str, list[Any]]:
-        """What modes over declared sums look at (`modes.papers`): one entry a sample, turns one a token."""
+        """What modes over declared sums look at (`modes.papers`): one entry per sample, turns one per token."""
         numbers = range(len(self.samples))
         return {
             "advantage": [1.0 if (i * 7 + sample.prompt) % 3 else -1.0 for i, sample in enumerate(self.samples)],
@@ -88,7 +88,7 @@ class LossCase:
         return replace(self, ranks=((self.samples,),), cp_size=1, padded_masks=False)
 
     def losses(self, takes: str = "losses") -> Tensor:
-        """A random number a mask entry, float32 [num_entries]: of both signs, or below 0 for log-probs."""
+        """A random number per mask entry, float32 [num_entries]: of both signs, or below 0 for log-probs."""
         generator = torch.Generator().manual_seed(self.seed)
         masks = torch.cat(self.masks)
         values = 3 * torch.randn(len(masks), generator=generator)
@@ -96,7 +96,7 @@ class LossCase:
         return values.masked_fill(masks == 0, float("nan")) if self.poisoned else values
 
     def advantages(self) -> Tensor:
-        """A random number a sample, float32 [num_samples], of both signs and at least 0.5 in size."""
+        """A random number per sample, float32 [num_samples], of both signs and at least 0.5 in size."""
         generator = torch.Generator().manual_seed(self.seed + 1)
         values = torch.randn(len(self.samples), generator=generator)
         return values + 0.5 * torch.where(values < 0, -1.0, 1.0)

@@ -50,7 +50,7 @@ class LossReport:
         below = ", some weights are below 0" if self.negative else ""
         lines = [
             f"{self.name}: {mode}{verdict}",
-            f"  assumed: {self.call}; {self.draws} random steps a cut, seed {self.seed}",
+            f"  assumed: {self.call}; {self.draws} random steps per cut, seed {self.seed}",
             f"  weights of a step sum to {self.lowest_sum:.6g} to {self.highest_sum:.6g}{below}",
         ]
         return "\n".join([*lines, *map(str, self.findings), *self.notes])

@@ -125,7 +125,7 @@ _ANSI = (34, 33, 32, 31, 35, 36)
 
 
 def in_terminal(step: MeasuredStep, *, expected: Aggregation, width: int = 100, colour: bool = False) -> str:
-    """A line a micro-batch, a character a token: ▄ weighs what was asked, █ twice that or more, - nothing.
+    """A line per micro-batch, a character per token: ▄ weighs what was asked, █ twice that or more, - nothing.
 
     Masked tokens are left out unless they are trained (!). Samples are parted by |. Where a line would be too long a
     character is the mean of several tokens.

@@ -55,7 +55,7 @@ GIVEN: dict[str, str] = {
     "sample_index": "int64, shaped as the losses: the row of each token",
     "old_log_probs": "shaped as the log-probs: equal to them, without gradient",
     "advantages": "shaped as the log-probs: equal within a row, never 0",
-    "sample_advantages": "[num_samples]: the same, one a row",
+    "sample_advantages": "[num_samples]: the same, one per row",
     "loss_masks": "list [num_samples]: the 1-D mask of each row, not padded and not cut for context parallelism",
     "step_masks": "list [step_samples]: the 1-D mask of each row of the step",
     "step_prompt_ids": "list [step_samples]: the prompt of each row of the step",
@@ -80,7 +80,7 @@ class LossCall:
     """
 
     takes: Literal["losses", "log_probs"] = "losses"  # the first thing the function is given, of tokens
-    rows: Literal["padded", "packed", "lists"] = "padded"  # [batch, seq], [num_tokens], or one tensor a row
+    rows: Literal["padded", "packed", "lists"] = "padded"  # [batch, seq], [num_tokens], or one tensor per row
     names: Mapping[str, str] = field(default_factory=dict)  # parameters that are called otherwise than in `GIVEN`
     microbatches: Literal["sum", "mean"] = "sum"  # "mean": the trainer divides what is returned by their number
     dp: Literal["mean", "sum"] = "mean"  # "mean" as DDP and FSDP do, "sum" where a trainer undoes that
@@ -120,7 +120,7 @@ class LossCall:
     def describe(self) -> str:
         """One line of what was assumed."""
         done = {"sum": "summed", "mean": "averaged"}
-        rows = f"{self.rows} rows" if self.rows != "lists" else "a tensor a row"
+        rows = f"{self.rows} rows" if self.rows != "lists" else "a tensor per row"
         parts = ["log-probs"] * (self.takes == "log_probs") + [rows]
         parts += [f"micro-batches {done[self.microbatches]}", f"DP ranks {done[self.dp]}"]
         if self.cp:

@@ -113,7 +113,7 @@ class AggregatedPolicyLoss:
         if batch.get("sub_seq_lengths") is not None or wrapper._pending_grad_sync is not None:
             raise ValueError(
                 "rows of several samples, or gradients of another call: a mini-batch must be one call of "
-                "forward_backward, a row a sample. Leave sequences unpacked, and call optim_step after each."
+                "forward_backward, a row per sample. Leave sequences unpacked, and call optim_step after each."
             )
         check_text(self._modes, batch.get("pixel_values") is not None)
         held, real = _held(batch), batch["attention_mask"] != 0

@@ -142,6 +142,6 @@ def _adapter(samples: Samples) -> list[int | str]:
 def adapter_token_mean(inputs: ModeInputs) -> Tensor:
     """``sum_a (sum_{i of a} sum_t l m / M_a)``, M_a the mask tokens of adapter a: each adapter has its own token mean.
 
-    For several adapters that train side by side: ``labels={"adapter": ...}``, an id a sample.
+    For several adapters that train side by side: ``labels={"adapter": ...}``, an id per sample.
     """
     return _inverse(inputs.statistic("tokens"))

@@ -1,6 +1,6 @@
 """Folding the aggregation into the advantages, for trainers that only sum (Tinker, SkyRL).
 
-Every mode is one weight a token, w; the step loss is ``sum_t w_t * loss_t``. A loss that is positively homogeneous in
+Every mode is one weight per token, w; the step loss is ``sum_t w_t * loss_t``. A loss that is positively homogeneous in
 the advantage, ``loss(w * A) = w * loss(A)`` for w >= 0, can be given ``w * A``: its plain sum then *is* the step loss.
 """
 
@@ -56,7 +56,7 @@ def fold_into_advantages(
     The weight includes the mask: a 0/1 mask may be applied again in the sum, fractional weights may not.
 
     Args:
-        advantages: one 1-D tensor a sample, as long as its mask; or one number a sample (a 1-D tensor or a list).
+        advantages: one 1-D tensor per sample, as long as its mask; or one number per sample (a 1-D tensor or a list).
         loss_masks, rollout_ids, prompt_ids, labels: of all or some of the step's samples, as in `Samples`; not cut for
             CP.
         mode, divisor, units: as in `make_pg_loss_reducer`, other frameworks' names included.
@@ -66,7 +66,7 @@ def fold_into_advantages(
             the caller.
 
     Returns:
-        One tensor a sample, float32 (float64 if given so), on the advantages' device, 0 where the weight is 0.
+        One tensor per sample, float32 (float64 if given so), on the advantages' device, 0 where the weight is 0.
         `is_folded` knows them.
 
     Raises:
@@ -81,7 +81,7 @@ def fold_into_advantages(
     if is_folded(advantages):
         raise ValueError(
             "advantages that were folded already: folding them again would divide by the step's counts twice. Fold "
-            "once a step, before it is cut into micro-batches."
+            "once per step, before it is cut into micro-batches."
         )
     samples = Samples(loss_masks, rollout_ids=rollout_ids, prompt_ids=prompt_ids, labels=labels)
     flat = _flat_advantages(advantages, samples)
@@ -132,10 +132,10 @@ def _check_loss_name(loss: str) -> None:
 
 
 def _flat_advantages(advantages: Sequence[Tensor] | Sequence[float] | Tensor, samples: Samples) -> Tensor:
-    """Advantages end to end, a value a mask entry, float32 or float64."""
+    """Advantages end to end, a value per mask entry, float32 or float64."""
     if isinstance(advantages, Tensor) and advantages.dim() != 1:
         raise ValueError(
-            f"advantages is a tensor of shape {tuple(advantages.shape)}: it must hold one number a sample. Pass "
+            f"advantages is a tensor of shape {tuple(advantages.shape)}: it must hold one number per sample. Pass "
             "list(advantages) for rows of tokens."
         )
     check_one_each("advantages", len(advantages), "loss masks", len(samples))
@@ -146,7 +146,7 @@ def _flat_advantages(advantages: Sequence[Tensor] | Sequence[float] | Tensor, sa
             shown = tuple(one.shape) if isinstance(one, Tensor) else one
             raise ValueError(
                 f"the advantages of sample {i} are {shown!r}: they must be a 1-D tensor of its loss mask's {length} "
-                "entries. Pass a value a token for every sample, or a number for every one."
+                "entries. Pass a value per token for every sample, or a number for every one."
             )
     if tensors:
         flat = torch.cat(tensors)
@@ -166,7 +166,7 @@ def _check_homogeneous(loss: Callable[[Tensor], Tensor], flat: Tensor, folded: T
     if plain.shape != flat.shape or of_folded.shape != flat.shape:
         raise ValueError(
             f"a loss that returns shape {tuple(plain.shape)} for advantages of shape {tuple(flat.shape)}: it must "
-            "return one value a token. Return unreduced losses."
+            "return one value per token. Return unreduced losses."
         )
     active = weights != 0
     if not bool(active.any()):

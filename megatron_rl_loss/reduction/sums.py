@@ -276,7 +276,7 @@ def check_values(what: str, values: Tensor, local: LocalTokens) -> None:
 def _layout_hint(num_losses: int, num_local: int, samples: Samples) -> str:
     """What a wrong number of losses most likely means."""
     if num_losses == 1:
-        return "Pass unreduced losses, one a token"
+        return "Pass unreduced losses, one per token"
     if num_losses == num_local:
         return "The number of tokens fits: transpose to batch first if it is [s, b], or flatten in the layout's order"
     layout = samples.layout

@@ -46,7 +46,7 @@ def as_ints(name: str, values: IntList) -> Ints:
         return values.tolist()
     if not isinstance(values, Sequence):
         raise TypeError(
-            f"{name} is {values!r} ({type(values).__name__}): it must be a list or tensor of ints. Pass one entry a "
+            f"{name} is {values!r} ({type(values).__name__}): it must be a list or tensor of ints. Pass one entry per "
             "sample or slot."
         )
     for odd in (value for value in values if not is_int(value)):
@@ -73,7 +73,7 @@ def _shown(values: Ints, most: int = 8) -> str:
 
 
 class Layout(ABC):
-    """Common to all layouts. A value object: made once a micro-batch, never changed.
+    """Common to all layouts. A value object: made once per micro-batch, never changed.
 
     A layout of your own answers the two abstract methods; lists, arrays and tensors of ints will do.
     """

@@ -5,7 +5,7 @@
     python tools/bench/reducers.py                                             # ours alone
 
 *build* makes the reducer from the loss masks, *fwd+bwd* reduces the losses (and metrics) and differentiates, *whole* is
-both, measured as one. What is counted once a step is outside, for all: our `StepTotals`, and their denominators where
+both, measured as one. What is counted once per step is outside, for all: our `StepTotals`, and their denominators where
 they are given any.
 
 *slime*, *miles*: their `get_sum_of_sample_mean`, called plainly, so that it sums its masks, or with

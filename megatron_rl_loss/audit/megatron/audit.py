@@ -266,7 +266,7 @@ class Audit:
             if gradient is not None and gradient.numel() != len(positions):
                 report.unknown.append(
                     f"In micro-batch {number} losses of shape {losses.shape} were tapped as {term!r}, but by its "
-                    f"samples and layout a rank holds {len(positions)} tokens. Tap one loss a token, in the "
+                    f"samples and layout a rank holds {len(positions)} tokens. Tap one loss per token, in the "
                     "layout's order, or correct the layout."
                 )
                 gradient = torch.zeros(len(positions))
@@ -301,7 +301,9 @@ class Audit:
         """Why `deviation` is not known, as far as this rank can tell."""
         reasons = [*_cannot_know(self._config, in_passes=self._in_passes), *self._without_anchor]
         reasons += [unreadable(factor.problem) for factor in self._factors if factor.problem]
-        return " ".join(reasons) or "A policy loss went through no reducer of this package, or its weights are not finite."
+        return (
+            " ".join(reasons) or "A policy loss went through no reducer of this package, or its weights are not finite."
+        )
 
     def deviation(self) -> float | None:
         """The largest |w / expected - 1| over the step's tokens, of a loss of several terms the worst term's.
