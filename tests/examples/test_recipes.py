@@ -130,11 +130,10 @@ def test_plain_torch_trains_on_the_step_loss(recipe: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["plain_ddp", "plain_fsdp2"])
-def test_plain_torch_runs_as_it_is_launched(recipe: str) -> None:
+def test_plain_torch_runs_as_it_is_launched() -> None:
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
-    done = subprocess.run([*launch, RECIPES / f"{recipe}.py"], capture_output=True, text=True, env=environment)
+    done = subprocess.run([*launch, RECIPES / "plain_ddp.py"], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     losses = [float(value) for value in re.findall(r"-?\d\.\d{6,}", done.stdout)]
     assert len(losses) == 6

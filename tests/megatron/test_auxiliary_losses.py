@@ -30,7 +30,6 @@ pytestmark = pytest.mark.slow
 
 DIVISOR = 5.0
 LAYOUTS: dict[str, tuple[int, dict[str, int], str]] = {
-    "dp 2": (2, {}, "moe and mtp"),
     "cp 2 x dp 2": (4, {"cp": 2}, "moe and mtp"),
     "tp 2 with sequence parallelism": (2, {"tp": 2}, "moe and mtp"),
     "ep 2": (2, {"ep": 2}, "moe"),
@@ -108,7 +107,7 @@ def cases_of(model_name: str, layout: dict[str, int]) -> list[dict[str, Any]]:
     found = []
     for per_token in (False, True):
         model = build(model_name, per_token, **layout)
-        for num_microbatches in (1, 3):
+        for num_microbatches in (1, 3) if per_token else (3,):
             case = {"case": f"per_token={per_token}, {num_microbatches} micro-batches"}
             zero = step_data(num_microbatches, with_policy=False)
             auxiliary = ours(model, zero)
@@ -149,7 +148,6 @@ def test_auxiliary_gradients_are_those_of_megatron_alone(layout: str, record_pro
     world_size, sizes, model = LAYOUTS[layout]
     ranks = run_ranks(world_size, functools.partial(cases_of, model, sizes))
     for rank, cases in enumerate(ranks):
-        assert len(cases) == 12
         for case in cases:
             assert case["error"] < oracle.chain_error(3, 64), (rank, case)  # two layers and MTP's, 64 tokens at most
             if case["what"] == "sum":  # both parts matter, or adding them would prove nothing
@@ -193,11 +191,11 @@ def test_the_comparison_sees_adapters_that_rescale_auxiliary_losses() -> None:
         assert min(errors) > 0.1, errors
 
 
-def inherited_factor(model_name: str, layout: dict[str, int]) -> tuple[list[str], str, float]:
+def inherited_factor(model_name: str) -> tuple[list[str], str, float]:
     """What an open plan by token_sum says where no second pass can be run, and of counts that are not the step's; and
     the error where nothing refuses it: a factor on auxiliary losses.
     """
-    model = build(model_name, True, **layout)
+    model = build(model_name, True)
     batches = step_data(3, with_policy=False)
     refused = []
     for name, on, off in (("cuda_graph_impl", "local", "none"), ("enable_cuda_graph", True, False)):
@@ -212,8 +210,7 @@ def inherited_factor(model_name: str, layout: dict[str, int]) -> tuple[list[str]
 
 @pytest.mark.parametrize("model", ["moe", "mtp"])
 def test_an_open_plan_refuses_a_factor_on_auxiliary_losses(model: str) -> None:
-    world_size, sizes, _ = LAYOUTS["dp 2"]
-    for refused, unlike, error in run_ranks(world_size, functools.partial(inherited_factor, model, sizes)):
+    for refused, unlike, error in run_ranks(2, inherited_factor, model):
         assert all("graphs replay these losses in every pass" in one for one in refused)
         assert "the factor between would scale them too" in unlike
         assert error > 0.1

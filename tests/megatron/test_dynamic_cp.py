@@ -152,11 +152,9 @@ def errors(
     hands = hands_of(groups, dp_cp.rank(), hybrid)
     batches = [Batch(STEP, ids, size, cp_group=group_of(size)) for ids, size in hands]
     found, verdicts = {}, []
-    for (mode, units), loss in itertools.product(
-        [*oracle.COUNTINGS, ("vl_norm", "all")], ("plain", "gspo", "scan", "kept")
-    ):
-        if loss != "plain" and (units == "active" or (mode, loss) == ("vl_norm", "kept")):
-            continue
+    further = itertools.product((("token_mean", "all"), ("prompt_mean", "all")), ("gspo", "scan", "kept"))
+    plain = [((mode, units), "plain") for mode, units in (*oracle.COUNTINGS, ("vl_norm", "all"))]
+    for (mode, units), loss in [*plain, *further]:
         model = table_model(TABLE, per_token=True)
         if hybrid:
             model.config.hybrid_context_parallel = True

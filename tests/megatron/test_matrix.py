@@ -24,18 +24,18 @@ from tiny_gpt import HEADS, Case, Layout, batches_of, dealt, fully_masked
 pytestmark = [pytest.mark.slow, pytest.mark.gpus]
 
 CASE_AXES: dict[str, tuple[Any, ...]] = {
-    "microbatches": (1, 2, 3, 8),
+    "microbatches": (1, 3, 4),
     "mode": oracle.MODES,
     "units": ("all", "active"),
     "scaling": ("mean", "averaged in collective", "per token"),
     "bf16": (False, True),
-    "optimizer": ("plain", "distributed", "overlap", "distributed+overlap"),
+    "optimizer": ("plain", "overlap", "distributed+overlap"),
     "tied": (False, True),
     "lopsided": (False, True),
     "head": ("", *HEADS),
     "loop": ("adapter", "plan"),
 }
-#: All pairs of sizes 1 and 2 of two axes; then CP, DP and PP over four ranks.
+#: All pairs of sizes 1 and 2 of two axes; then CP and PP over four ranks.
 LAYOUTS = [
     Layout(tp=1, sp=False, pp=1, vp=1, cp=1, dp=1),
     Layout(tp=2, sp=False, pp=1, vp=1, cp=1, dp=1),
@@ -47,8 +47,6 @@ LAYOUTS = [
     Layout(tp=2, sp=False, pp=2, vp=2, cp=2, dp=1),
     Layout(tp=2, sp=True, pp=1, vp=1, cp=2, dp=2),
     Layout(tp=1, sp=False, pp=1, vp=1, cp=4, dp=1),
-    Layout(tp=1, sp=False, pp=1, vp=1, cp=1, dp=4),
-    Layout(tp=1, sp=False, pp=4, vp=1, cp=1, dp=1),
     Layout(tp=1, sp=False, pp=4, vp=2, cp=1, dp=1),
 ]
 
@@ -157,7 +155,7 @@ def test_a_whole_step_equals_the_oracle(layout: Layout, record_property: Callabl
 
 def test_bf16_bounds_would_see_another_mode() -> None:
     """Every mode and unit counting against the oracle of each other one: beyond the bound that the right one keeps."""
-    layout = Layout(1, False, 1, 1, 2, 1)
+    layout = Layout(1, False, 1, 1, 1, 1)
     cases = [Case(2, mode, units, "mean", True, "plain", False, False) for mode, units in oracle.COUNTINGS]
     for case, outcomes in outcomes_in(layout, cases):
         for mode, units in oracle.COUNTINGS:

@@ -43,7 +43,7 @@ class Layout(NamedTuple):
 
 
 #: Ways of `OutputHead`; with "main grad" as the flag that asks for a kernel of a GPU would.
-HEADS = ("two passes", "one pass", "two passes, main grad", "one pass, main grad")
+HEADS = ("two passes", "one pass", "one pass, main grad")
 
 
 class Case(NamedTuple):
