@@ -66,7 +66,7 @@ def test_layouts_are_compared(capsys: pytest.CaptureFixture[str], monkeypatch: p
 @pytest.mark.slow
 def test_modes_are_compared_by_one_command(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    flags = "--steps 1 --warm-start-reward 0 --eval-prompts 16 --prompts-per-step 4 --eval-interval 1"
+    flags = "--steps 2 --warm-start-reward 0 --eval-prompts 16 --prompts-per-step 4 --eval-interval 1"
     chosen = {"SEEDS": "3", "MODES": "sample_mean constant", "RUNS": str(tmp_path), "TO": str(tmp_path / "all")}
     done = subprocess.run(
         [str(ROOT / "tools" / "compare_modes.sh"), *flags.split()], capture_output=True, text=True, timeout=600,
@@ -77,7 +77,7 @@ def test_modes_are_compared_by_one_command(tmp_path: Path) -> None:
     assert [(run["settings"]["seed"], run["settings"]["loss_aggregation"]) for run in runs] == [
         (3, mode) for mode in ("sample_mean", "constant")
     ]
-    assert all([seen["step"] for seen in run["evaluations"]] == [0, 1] for run in runs)
+    assert all([seen["step"] for seen in run["evaluations"]] == [0, 1, 2] for run in runs)
     assert runs[0]["evaluations"][0] == runs[1]["evaluations"][0], "modes share a warm start"
     assert (tmp_path / "all.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     assert "| constant, divisor 24 |" in done.stdout

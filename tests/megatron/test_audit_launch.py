@@ -33,7 +33,6 @@ def audited(*words: str) -> tuple[int, str]:
 
 
 def test_a_script_on_two_ranks_is_what_its_flags_ask(tmp_path: Path) -> None:
-    """Under torchrun: test_pretrain_recipes.py."""
     out, saved = tmp_path / "verdict.json", tmp_path / "saved"
     mode = ["--loss-aggregation", "constant", "--loss-aggregation-divisor", "400"]
     words = ["--json", str(out), str(EXAMPLES / "pretrain_grpo.py"), *FLAGS, *CP, *mode]

@@ -1,11 +1,7 @@
-"""A launch dies: one rank is killed in the middle of a run, and the run is resumed in another layout.
+"""A rank is killed (SIGKILL) in the middle of a run of the example, which is resumed in another layout.
 
-The example, a real `megatron.training.pretrain`, saves a checkpoint after every step. What a resumed run does must
-equal what a run that nobody interrupted does: losses, metrics and grad norms of the steps after the checkpoint, which
-depend on all weights and on the optimizer's state.
-
-Killed is SIGKILL: the rank says nothing. The others must end by the broken connection (gloo here; with NCCL that is its
-watchdog's work, not tested), not by the timeout of a collective.
+The others must end by the broken connection (gloo here; with NCCL that is its watchdog's work, not tested), not by the
+timeout of a collective. A resumed run's losses, metrics and grad norms must equal those of a run nobody interrupted.
 """
 
 import os

@@ -1,8 +1,7 @@
 """Long runs do not grow: memory, open files, live tensors and the autograd graph of a step stay what they were.
 
-Every step draws new shapes (numbers and lengths of samples, masks, layouts, CP sizes and ranks), so whatever is kept by
-shape would pile up too. Growth is measured after a warm-up, between the means of two later windows, in a process that
-did nothing before: one that did has free heap, into which a leak goes unseen.
+Every step draws new shapes, so whatever is kept by shape would pile up too. Growth is measured after a warm-up, in a
+process that did nothing before: one that did has free heap, into which a leak goes unseen.
 """
 
 import gc

@@ -23,6 +23,8 @@ from torch import Tensor
 from megatron_rl_loss.reduction import Term
 from megatron_rl_loss.step import Samples
 
+pytestmark = pytest.mark.slow
+
 
 def calls_of(dp_rank: int, mode: str) -> list[list[Batch]]:
     """Two calls on DP rank 0, of two micro-batches and one; four on rank 1, of one each, the last one a filler."""
@@ -107,7 +109,6 @@ def opened_by(mode: str, with_terms: bool, cp_rank: int, dp_rank: int) -> Iterat
                 yield mode, case, model.module.losses.main_grad.clone().cpu(), tuple(pair.tolist())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("with_terms", [False, True])
 def test_calls_add_up_to_the_step(with_terms: bool) -> None:
     """Also of terms that each divide by another count that is known at the end."""
@@ -189,7 +190,6 @@ needs_gpt = pytest.mark.skipif(
 )
 
 
-@pytest.mark.slow
 @needs_gpt
 @pytest.mark.parametrize("layout", OPEN_LAYOUTS, ids=str)
 def test_calls_of_a_real_model_are_one_step(layout: Layout, record_property: Any) -> None:
@@ -205,13 +205,13 @@ def test_calls_of_a_real_model_are_one_step(layout: Layout, record_property: Any
         record_property(key, error)
 
 
-@pytest.mark.slow
 @needs_gpt
 def test_the_comparison_sees_a_misplaced_factor() -> None:
     case = Case(2, "token_mean", "all", "mean", False, "plain", False, False)
     cases = [case._replace(loop=f"open plan, {wrong}") for wrong in ("factor twice", "factor after clipping")]
-    for case, outcomes in outcomes_in(Layout(1, False, 1, 1, 1, 2), cases):
-        errors = errors_of(outcomes, gpt_oracle.step_of(case.shape(OPEN_LAYOUTS[0]), case.mode, case.units))
+    layout = Layout(1, False, 1, 1, 1, 2)
+    for case, outcomes in outcomes_in(layout, cases):
+        errors = errors_of(outcomes, gpt_oracle.step_of(case.shape(layout), case.mode, case.units))
         assert {"gradients", "grad_norm", "weights"} <= set(beyond_bounds(case, errors))
 
 

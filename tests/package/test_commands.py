@@ -32,7 +32,7 @@ ROWS = [
     # our own entry points
     Row(r"python -m megatron_rl_loss (modes|example|example (pretrain_\w+|(megatron_)?on_cpu))", by="here"),
     Row(r"(torchrun .* |python )-m megatron_rl_loss audit.*",
-        by="examples/test_pretrain_recipes.py", named="-m megatron_rl_loss audit"),
+        by="megatron/test_audit_launch.py", named='"megatron_rl_loss", "audit"'),
     Row(r'export MEGATRON_RL_LOSS_AUDIT=".*"', by="megatron/test_audit_attach.py", named="MEGATRON_RL_LOSS_AUDIT"),
     Row(r"python -m megatron_rl_loss doctor", by="unit/test_doctor.py", named="run_doctor"),
     Row(r"python -m megatron_rl_loss example NAME", by="package/test_example_command.py", named='"pretrain_grpo"'),
