@@ -2,8 +2,8 @@
 
 Lengths go from 1 to 64. On four ranks `BalancedCPScheduler` deals sequences to groups of 1, 2 and 4 ranks, so that
 numbers of micro-batches differ between ranks. Two loops: Megatron's `hybrid_context_parallel` schedule, one sequence a
-micro-batch; and its usual schedule over packs that were dealt beforehand, as verl does. Schedulers that pack anew, and
-a GPT: test_dynamic_packs.py.
+micro-batch; and its usual schedule over packs that were dealt beforehand, as verl does. Schedulers that pack anew:
+test_dynamic_packs.py.
 """
 
 import itertools
