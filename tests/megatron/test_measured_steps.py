@@ -155,6 +155,9 @@ def trained(layout: Layout, runs: list[tuple[str, str]], rollouts: list[Rollout]
 
         def before_step(forward: Any, example: Example = example, over: str = over) -> None:
             forward.log_probs(("now", "entropy"), call_model)
+            if dropout:  # the pass itself has none
+                forward.log_probs("again", call_model)
+                assert all(torch.equal(one.log_probs["now"], one.log_probs["again"]) for one in forward.plan)
             for plan in parts_of(forward.plan, over):
                 example.keep(plan)
 
