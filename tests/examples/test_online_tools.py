@@ -33,14 +33,6 @@ def test_the_page_has_the_numbers_of_the_files() -> None:
     assert f"{min(seconds):.0f} to {max(seconds):.0f} seconds a run" in PAGE
 
 
-@pytest.mark.slow
-def test_a_picture_is_drawn(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    for name, some in {"all.png": RUNS, "one.png": RUNS[:1]}.items():
-        plot_online.plot(some, tmp_path / name)
-        assert (tmp_path / name).read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-
-
 def test_what_a_run_left_is_collected(tmp_path: Path) -> None:
     (tmp_path / "settings.json").write_text(json.dumps({"seed": 4, "aggregation": "loss aggregation: x", "load": "/a"}))
     lines = [{"step": 0, "held_out_reward": 0.25, "seconds": 3}, {"step": 1, "reward": 1.0, "seconds": 5}]
@@ -75,7 +67,7 @@ def test_layouts_are_compared(capsys: pytest.CaptureFixture[str], monkeypatch: p
 def test_modes_are_compared_by_one_command(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     flags = "--steps 2 --warm-start-reward 0 --eval-prompts 16 --prompts-per-step 4 --eval-interval 1"
-    chosen = {"SEEDS": "3 4", "MODES": "sample_mean constant", "RUNS": str(tmp_path), "TO": str(tmp_path / "all")}
+    chosen = {"SEEDS": "3", "MODES": "sample_mean constant", "RUNS": str(tmp_path), "TO": str(tmp_path / "all")}
     done = subprocess.run(
         [str(ROOT / "tools" / "compare_modes.sh"), *flags.split()], capture_output=True, text=True, timeout=600,
         env=os.environ | chosen | {"PYTHON": sys.executable},
@@ -83,11 +75,9 @@ def test_modes_are_compared_by_one_command(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     runs = json.loads((tmp_path / "all.json").read_text())
     assert [(run["settings"]["seed"], run["settings"]["loss_aggregation"]) for run in runs] == [
-        (seed, mode) for seed in (3, 4) for mode in ("sample_mean", "constant")
+        (3, mode) for mode in ("sample_mean", "constant")
     ]
     assert all([seen["step"] for seen in run["evaluations"]] == [0, 1, 2] for run in runs)
-    for one, other in (runs[:2], runs[2:]):
-        assert one["evaluations"][0] == other["evaluations"][0], "modes share a warm start"
-    assert runs[0]["evaluations"][0] != runs[2]["evaluations"][0], "seeds do not"
-    assert (tmp_path / "all.png").exists()
+    assert runs[0]["evaluations"][0] == runs[1]["evaluations"][0], "modes share a warm start"
+    assert (tmp_path / "all.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     assert "| constant, divisor 24 |" in done.stdout

@@ -54,19 +54,29 @@ def in_ray(scaling: str, options: str | None, out: Path) -> Trained:
         ray.shutdown()
 
 
-LAUNCHES = {"ranks": in_ranks, "later": functools.partial(in_ranks, later=True), "ray": in_ray}
+LAUNCHES: dict[str, tuple[Any, str, str]] = {
+    "ranks": (in_ranks, "mean", "NOT SOUND: asked"),
+    "later": (functools.partial(in_ranks, later=True), "per token", "SOUND:"),
+    "ray": (in_ray, "mean", "NOT SOUND: asked"),
+}
+
+
+@functools.cache
+def alone(name: str) -> Trained:
+    launch, scaling, _ = LAUNCHES[name]
+    trained: Trained = launch(scaling, None, Path())
+    return trained
 
 
 def same(left: Trained, right: Trained) -> bool:
+    """To the bit."""
     pairs = zip(left, right, strict=True)
     return all(np.array_equal(a, b) for one, other in pairs for a, b in zip(one[0], other[0], strict=True))
 
 
-@pytest.mark.parametrize("launch", LAUNCHES.values(), ids=LAUNCHES)
-@pytest.mark.parametrize(("scaling", "headline"), [("mean", "NOT SOUND: asked"), ("per token", "SOUND:")])
-def test_the_first_step_is_judged_and_training_goes_on(
-    launch: Any, scaling: str, headline: str, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_the_first_step_is_judged_and_training_goes_on(name: str, tmp_path: Path) -> None:
+    launch, scaling, headline = LAUNCHES[name]
     out = tmp_path / "verdict.json"
     audited = launch(scaling, EXPECT, out)
     verdict = json.loads(out.read_text())["pg"]
@@ -78,8 +88,7 @@ def test_the_first_step_is_judged_and_training_goes_on(
     assert re.search(rf"log-probs of {tokens} tokens: .*\n  fits: no more than rounding to bfloat16", printed[0])
     assert not any(printed[1:])
     assert all(clean for _, _, clean in audited)
-    alone = launch(scaling, None, out)
-    assert same(audited, alone)  # to the bit
+    assert same(audited, alone(name))
 
 
 def test_an_audit_that_fails_says_so_and_training_goes_on(tmp_path: Path) -> None:
@@ -88,7 +97,7 @@ def test_an_audit_that_fails_says_so_and_training_goes_on(tmp_path: Path) -> Non
     assert "NO VERDICT: The audit failed, and training goes on. ValueError: --samples-of" in audited[0][1]
     assert "nowhere" in json.loads(out.read_text())["error"]
     assert all(clean for _, _, clean in audited)
-    assert same(audited, in_ranks("mean", None, out))
+    assert same(audited, alone("ranks"))
 
 
 @pytest.mark.parametrize(

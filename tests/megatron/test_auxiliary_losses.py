@@ -1,20 +1,16 @@
 """Auxiliary losses keep Megatron's scale: MoE load balancing and router z-loss, and multi-token prediction (MTP).
 
-A real GPTModel, DDP, schedule and `finalize_model_grads`. With a policy loss of zero weight, all gradients are those of
-the auxiliary losses, and must equal what stock Megatron gives in the same layout, bit for bit but for rounding. All
-parameters of all ranks are compared, with per-token loss off and on.
-
-What Megatron divides by hangs on what a loss function returns only with per-token loss: there gradients are divided by
-the summed token counts, so the stock loss function must count the active tokens as they are. Local layers stand in for
-Transformer Engine: experts one after the other (no grouped GEMM), `examples/packed_attention.py` for attention. Expert
-parallelism takes one conversion on a CPU, see `build`; nothing that MoE or MTP needs had to be left out. Not covered:
-the sequence-wise and global load-balancing losses, virtual pipeline stages, grouped GEMM, other token dispatchers.
+With a policy loss of zero weight, all gradients are those of the auxiliary losses, and must equal what stock Megatron
+gives in the same layout. What it divides by hangs on what a loss function returns only with per-token loss: there the
+stock one must count the active tokens as they are. Expert parallelism takes one conversion on a CPU, see `build`. Not
+covered: sequence-wise and global balancing losses, virtual stages, grouped GEMM, other token dispatchers.
 """
 
-import functools
+import contextlib
 import sys
 from typing import Any
 
+import numpy as np
 import oracle
 import pytest
 import torch
@@ -24,13 +20,14 @@ from ranks import run_ranks
 from refusals import outcome_of
 from tiny_gpt import Batch
 
+from megatron_rl_loss import resolve
+from megatron_rl_loss.audit import judge
 from megatron_rl_loss.megatron import AggregationSettings
 
 pytestmark = pytest.mark.slow
 
 DIVISOR = 5.0
 LAYOUTS: dict[str, tuple[int, dict[str, int], str]] = {
-    "dp 2": (2, {}, "moe and mtp"),
     "cp 2 x dp 2": (4, {"cp": 2}, "moe and mtp"),
     "tp 2 with sequence parallelism": (2, {"tp": 2}, "moe and mtp"),
     "ep 2": (2, {"ep": 2}, "moe"),
@@ -119,7 +116,7 @@ def cases_of(model_name: str, layout: dict[str, int]) -> list[dict[str, Any]]:
     found = []
     for per_token in (False, True):
         model = build(model_name, per_token, **layout)
-        for num_microbatches in (1, 3):
+        for num_microbatches in (1, 3) if per_token else (3,):
             case = {"case": f"per_token={per_token}, {num_microbatches} micro-batches"}
             zero = step_data(num_microbatches, with_policy=False)
             auxiliary = ours(model, zero)
@@ -161,9 +158,8 @@ def cases_of(model_name: str, layout: dict[str, int]) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_auxiliary_gradients_are_those_of_megatron_alone(layout: str, record_property: Any) -> None:
     world_size, sizes, model = LAYOUTS[layout]
-    ranks = run_ranks(world_size, functools.partial(cases_of, model, sizes))
+    ranks = run_ranks(world_size, cases_of, model, sizes)
     for rank, cases in enumerate(ranks):
-        assert len(cases) == 12
         for case in cases:
             assert case["error"] < oracle.chain_error(3, 64), (rank, case)  # two layers and MTP's, 64 tokens at most
             if case["what"] == "sum":  # both parts matter, or adding them would prove nothing
@@ -207,11 +203,11 @@ def test_the_comparison_sees_adapters_that_rescale_auxiliary_losses() -> None:
         assert min(errors) > 0.1, errors
 
 
-def inherited_factor(model_name: str, layout: dict[str, int]) -> tuple[list[str], str, float]:
+def inherited_factor(model_name: str) -> tuple[list[str], str, float]:
     """What an open plan by token_sum says where no second pass can be run, and of counts that are not the step's; and
     the error where nothing refuses it: a factor on auxiliary losses.
     """
-    model = build(model_name, True, **layout)
+    model = build(model_name, True)
     batches = step_data(3, with_policy=False)
     refused = []
     for name, on, off in (("cuda_graph_impl", "local", "none"), ("enable_cuda_graph", True, False)):
@@ -226,8 +222,103 @@ def inherited_factor(model_name: str, layout: dict[str, int]) -> tuple[list[str]
 
 @pytest.mark.parametrize("model", ["moe", "mtp"])
 def test_an_open_plan_refuses_a_factor_on_auxiliary_losses(model: str) -> None:
-    world_size, sizes, _ = LAYOUTS["dp 2"]
-    for refused, unlike, error in run_ranks(world_size, functools.partial(inherited_factor, model, sizes)):
+    for refused, unlike, error in run_ranks(2, inherited_factor, model):
         assert all("graphs replay these losses in every pass" in one for one in refused)
         assert "the factor between would scale them too" in unlike
         assert error > 0.1
+
+
+# ---- an audit beside them: they change no token's weight
+
+
+def tapped(model: Any, batches: list[Batch], *, counted: bool = True, fresh: bool = True) -> None:
+    """Megatron's own 3-tuple; or, as NeMo-RL returns it, without its count."""
+    from megatron_rl_loss.audit.megatron import tap
+
+    def loss_of(batch: Batch, losses: torch.Tensor) -> Any:
+        losses = tap(batch.advantages * losses, samples=batch.samples)
+        return (losses * batch.mask).sum(), batch.mask.sum().int() * counted, {}
+
+    run_step(model, batches, loss_of, fresh=fresh)
+
+
+def audited(model_name: str, layout: dict[str, int]) -> list[Any]:
+    """With per-token loss off and on: our sample mean, and the stock 3-tuple."""
+    from megatron_rl_loss.audit.megatron import Audit
+
+    found = []
+    for per_token in (False, True):
+        model = build(model_name, per_token, **layout)
+        for step in (ours, tapped):
+            with Audit(model) as audit:
+                step(model, step_data(3, with_policy=True))
+            found.append(audit.measured)
+    return found
+
+
+@pytest.mark.parametrize("layout", ["ep 2", "pp 2"])
+def test_measured_weights_are_those_of_the_policy_loss(layout: str) -> None:
+    """Formulas of the step's masks: the sample mean of our carriers, and Megatron's own 3-tuple."""
+    world_size, sizes, model = LAYOUTS[layout]
+    first, *others = run_ranks(world_size, audited, model, sizes)
+    assert not any(step for steps in others for step in steps)
+    assert not any(step.unknown for step in first), [step.unknown for step in first]
+    tokens, split = first[0].tokens, first[0].split
+    sums = np.bincount(tokens.rollout, tokens.mask, minlength=tokens.rollout.max() + 1)
+    sample_mean = tokens.mask / np.maximum(sums, 1)[tokens.rollout] / len(sums)
+    place = tokens.dp_rank * 3 + tokens.microbatch
+    by_microbatch = tokens.mask / np.bincount(place, tokens.mask)[place].clip(1) / (3 * split.dp_size)
+    token_mean = tokens.mask / tokens.mask.sum()
+    for step, expected in zip(first, (sample_mean, by_microbatch, sample_mean, token_mean), strict=True):
+        np.testing.assert_allclose(step.weights, expected, rtol=1e-6, atol=0)
+    # The masks are ragged: these three are not one and the same.
+    for one, other in ((sample_mean, by_microbatch), (token_mean, by_microbatch)):
+        assert np.abs(one - other).max() > 0.01 * one.max()
+
+
+def audited_calls() -> tuple[dict[str, Any], float]:
+    """A step of a call for each micro-batch: what was measured, and the step's tokens for each rollout.
+
+    "nemo_rl" does what its split step does (7ea279ab, `_finish_train_step_body`): sums without a token count, gradients
+    that are scaled by 1 / rollouts, those of auxiliary losses among them, and then reduced.
+    """
+    from megatron_rl_loss.audit.megatron import Audit
+
+    found = {}
+    for loop, mode in (("ours", "token_mean"), ("passes", "token_sum"), ("nemo_rl", "")):
+        model = build("moe and mtp", True, cp=2)
+        batches = step_data(3, with_policy=True)
+        counts = counts_of(model, batches)
+        model.zero_grad_buffer()
+        with Audit(model) as audit:
+            if mode:
+                opened(model, batches, mode)
+            else:
+                finalize, model.config.finalize_model_grads_func = model.config.finalize_model_grads_func, hold
+                model.config.no_sync_func = contextlib.nullcontext
+                with model.no_sync():
+                    for batch in batches:
+                        tapped(model, [batch], counted=False, fresh=False)
+                model.scale_gradients(1 / counts["nominal"])
+                finalize([model], None)
+        found[loop] = audit.measured
+    return found, counts["nominal_tokens"] / counts["nominal"]
+
+
+def hold(*_: Any, **__: Any) -> None: ...
+
+
+def test_an_inherited_scale_of_auxiliary_losses_is_measured() -> None:
+    (found, tokens_per_rollout), *_ = run_ranks(2, audited_calls)
+    unknown = found.pop("passes").unknown
+    assert any("in several passes" in why for why in unknown), unknown
+    for loop, measured in found.items():
+        assert not measured.unknown, measured.unknown
+        times, mode = (1, "token_mean") if loop == "ours" else (tokens_per_rollout, "token_sum")
+        settings = ("mtp_num_layers", "moe_aux_loss_coeff", "moe_z_loss_coeff")
+        assert measured.facts["auxiliary"] == {name: pytest.approx((times, times), rel=1e-6) for name in settings}
+        divisor = None if loop == "ours" else float(len(set(measured.tokens.rollout)))
+        verdict = judge(measured, resolve(mode, divisor=divisor))
+        assert verdict.sound, verdict
+        said = [f"Of {name} the auxiliary loss weighs {times:.4g} times what it should." for name in settings]
+        assert list(measured.notes) == (said if loop == "nemo_rl" else [])

@@ -30,6 +30,8 @@ from torch import Tensor
 
 from megatron_rl_loss import Samples
 
+pytestmark = pytest.mark.slow
+
 ACCEPTED = "accepted"
 
 

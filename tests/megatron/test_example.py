@@ -7,7 +7,6 @@ carriers, optimizers and output layers over all layouts: test_matrix.py. Losses 
 
 import functools
 import itertools
-import json
 import os
 import random
 import re
@@ -18,49 +17,20 @@ from pathlib import Path
 import oracle
 import pytest
 from example_run import EXAMPLES, train
+from online.rows import split_over_samples
+from online_rollouts import some_rollouts
 from ranks import RankError, run_ranks
+from rollouts import write_rollouts
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 pytestmark = pytest.mark.slow
 
 MODES = {
-    "sample_mean": ["--loss-aggregation", "sample_mean"],
-    "prompt_mean": ["--loss-aggregation", "prompt_mean"],
-    "token_mean": ["--loss-aggregation", "token_mean"],
-    "constant": ["--loss-aggregation", "constant", "--loss-aggregation-divisor", "40960"],
+    mode: ["--loss-aggregation", mode, *(["--loss-aggregation-divisor", "40960"] if mode == "constant" else [])]
+    for mode in ("sample_mean", "prompt_mean", "token_mean", "constant")
 }
-TP, PP, CP = (f"--{axis}-parallel-size" for axis in ("tensor-model", "pipeline-model", "context"))
+TP, PP, CP = ([f"--{axis}-parallel-size", "2"] for axis in ("tensor-model", "pipeline-model", "context"))
 OVERLAP = ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"]
-STAGES = [PP, "2", "--num-layers-per-virtual-pipeline-stage", "1"]
-TP2_CP2 = [TP, "2", CP, "2", "--sequence-parallel"]
-PP2_CP2 = [PP, "2", CP, "2"]
-
-
-def write_rollouts(path: Path) -> None:
-    """Ragged responses, fractional and empty masks, rollouts of one to three samples, prompt groups of 2 to 6, old
-    log-probs that make the ratio clip on both sides."""
-    rng = random.Random(11)
-    lines = []
-    for prompt in range(8):
-        prompt_tokens = [rng.randrange(1, 32) for _ in range(rng.randint(1, 9))]
-        for attempt in range(rng.randint(2, 6)):
-            reward = rng.random()
-            for _ in range(rng.choice([1, 1, 1, 2, 3])):
-                length = rng.choice([1, 2, 5, 12, 31])
-                mask = [rng.choice([0, 0.5, 1, 1, 1]) for _ in range(length)]
-                record = {
-                    "prompt_tokens": prompt_tokens,
-                    "response_tokens": [rng.randrange(32) for _ in range(length)],
-                    "loss_mask": mask if rng.random() > 0.15 else [0] * length,
-                    "reward": reward,
-                    "prompt_id": prompt,
-                    "rollout_id": f"{prompt}.{attempt}",
-                    "old_log_probs": [-rng.uniform(2.5, 4.5) for _ in range(length)],
-                }
-                lines.append(json.dumps(record))
-    path.write_text("\n".join(lines))
-
-
 Steps = list[dict[str, float]]
 
 
@@ -68,8 +38,11 @@ class Runs:
     """Two steps from a checkpoint of one step of each model; every launch is run once."""
 
     def __init__(self, folder: Path) -> None:
+        rng = random.Random(11)
+        uneven = [one for i, one in enumerate(some_rollouts(8, 6, seed=11)) if i % 6 < 2 + i // 6 % 5]
+        rollouts = [split_over_samples(one, rng.choice([1, 1, 2, 3])) for one in uneven]
+        write_rollouts(folder / "rollouts.jsonl", list(itertools.chain(*rollouts)))
         self.folder = folder
-        write_rollouts(folder / "rollouts.jsonl")
         self.steps = functools.cache(self._steps)
         self._saved = functools.cache(self._save)
 
@@ -83,11 +56,8 @@ class Runs:
     def _steps(self, world_size: int, flags: tuple[str, ...], model: tuple[str, ...]) -> Steps:
         return run_ranks(world_size, train, [*self._saved(model), *flags])[-1]
 
-    def alone(self, *flags: str, model: tuple[str, ...] = ()) -> Steps:
-        return self.steps(1, flags, model)
-
-    def on_four(self, *flags: str, model: tuple[str, ...] = ()) -> Steps:
-        return self.steps(4, flags, model)
+    def on(self, world_size: int, *flags: str, model: tuple[str, ...] = ()) -> Steps:
+        return self.steps(world_size, flags, model)
 
 
 @pytest.fixture(scope="module")
@@ -110,36 +80,38 @@ FOUR_LAYERS = ("--num-layers", "4")
 PER_TOKEN = ["--calculate-per-token-loss", "--loss-aggregation-with-per-token-loss"]
 CHUNKED = ["--log-probs", "chunked", "--log-probs-chunk-tokens", "37"]
 RECOMPUTED = ["--old-log-probs", "recomputed", "--kl-beta", "0.1"]
-#: Flags of four processes beside those of one; of both.
-CASES: dict[str, tuple[list[str], list[str]]] = {
-    "constant, pp 2 x cp 2": (PP2_CP2, MODES["constant"]),
-    "per-token carrier": ([*PER_TOKEN, CP, "2"], MODES["prompt_mean"]),
-    "average in collective": ([CP, "2", "--ddp-average-in-collective"], MODES["sample_mean"]),
-    "per-token loss alone": ([CP, "2", "--calculate-per-token-loss"], MODES["token_mean"]),
-    "overlap, chunked": ([TP, "2", *OVERLAP, *CHUNKED, "--no-load-optim"], ["--no-load-optim"]),
+BONUS = [*CHUNKED, "--entropy-bonus", "0.05", "--temperature", "0.8"]
+#: Processes, flags of theirs beside those of one; of both.
+CASES: dict[str, tuple[int, list[str], list[str]]] = {
+    "constant": (2, PP, MODES["constant"]),
+    "per-token carrier": (2, [*PER_TOKEN, *CP], MODES["prompt_mean"]),
+    "overlap, chunked, per-token loss alone": (
+        2, [*OVERLAP, *CHUNKED, "--calculate-per-token-loss", "--no-load-optim"],
+        [*MODES["token_mean"], "--no-load-optim"],
+    ),
     # A sequence's ratio is a sum over CP ranks, forward and backward, between the schedule's own collectives.
-    "gspo": (PP2_CP2, ["--policy-loss", "gspo", *WIDE]),
-    "gmpo": (TP2_CP2, ["--policy-loss", "gmpo"]),
-}
+    "gspo": (4, [*PP, *CP], ["--policy-loss", "gspo", *WIDE]),
+    "gmpo": (4, [*TP, *CP, "--sequence-parallel"], ["--policy-loss", "gmpo"]),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_step_is_the_same_in_every_layout(case: str, runs: Runs) -> None:
-    of_four, of_both = CASES[case]
-    assert_same_steps(runs.on_four(*of_four, *of_both), runs.alone(*of_both))
+    world_size, of_several, of_both = CASES[case]
+    assert_same_steps(runs.on(world_size, *of_several, *of_both), runs.on(1, *of_both))
 
 
 def test_modes_losses_and_flags_differ_on_this_data(runs: Runs) -> None:
     """If they did not, agreement between layouts would prove nothing."""
-    steps = [runs.alone(*mode)[0] for mode in MODES.values()]
-    steps.append(runs.alone(*MODES["sample_mean"], "--loss-aggregation-units", "active")[0])
+    of_token_mean = CASES["overlap, chunked, per-token loss alone"][2]
+    modes = [MODES["sample_mean"], MODES["prompt_mean"], of_token_mean, MODES["constant"]]
+    steps = [runs.on(1, *mode)[0] for mode in modes]
     for value in ("pg_loss", "grad_norm"):
         values = sorted(abs(step[value]) for step in steps)
         assert all(b > 1.01 * a for a, b in itertools.pairwise(values)), values
     assert 0 < steps[0]["clip_fraction"] < 1
-    changes = [CASES["gspo"][1], CASES["gmpo"][1], [*CHUNKED, "--entropy-bonus", "0.05", "--temperature", "0.8"]]
-    for changed in changes:
-        norm, ppo = runs.alone(*changed)[0]["grad_norm"], steps[0]["grad_norm"]
+    for changed in (CASES["gspo"][2], CASES["gmpo"][2], BONUS):
+        norm, ppo = runs.on(1, *changed)[0]["grad_norm"], steps[0]["grad_norm"]
         assert abs(norm - ppo) > 1e-2 * ppo, changed
 
 
@@ -147,31 +119,26 @@ def test_modes_losses_and_flags_differ_on_this_data(runs: Runs) -> None:
 SAME = 1e-5
 
 
-def test_recomputed_log_probs_and_entropy_bonus(runs: Runs) -> None:
-    alone = runs.alone(*RECOMPUTED)
+def test_recomputed_log_probs_and_entropy_bonus_over_virtual_stages(runs: Runs) -> None:
+    alone = runs.on(1, *RECOMPUTED, model=FOUR_LAYERS)
     # The old policy is the one in training before its one step; the reference is that of the launch's first step.
     assert [step["clip_fraction"] for step in alone] == [0, 0]
     assert alone[0]["ppo_kl"] == pytest.approx(0, abs=1e-6)
     assert alone[0]["reference_kl"] == pytest.approx(0, abs=1e-9)
     assert alone[1]["reference_kl"] > 1e-6
-    assert_same_steps(runs.alone(*RECOMPUTED, *CHUNKED), alone, SAME)
-    bonus = [*CHUNKED, *RECOMPUTED, "--entropy-bonus", "0.01", "--temperature", "0.9"]
-    expected = runs.alone(*bonus)
+    assert_same_steps(runs.on(1, *RECOMPUTED, *CHUNKED, model=FOUR_LAYERS), alone, SAME)
+    bonus = [*RECOMPUTED, *BONUS]
+    expected = runs.on(1, *bonus, model=FOUR_LAYERS)
     assert all(0 < step["entropy"] < 3.5 for step in expected)  # log(32)
-    assert_same_steps(runs.on_four(*TP2_CP2, *bonus), expected, SAME)
-
-
-def test_virtual_pipeline_stages(runs: Runs) -> None:
-    recomputed = [*RECOMPUTED, *CHUNKED]
-    expected = runs.alone(*recomputed, model=FOUR_LAYERS)
-    assert_same_steps(runs.on_four(*STAGES, CP, "2", *recomputed, model=FOUR_LAYERS), expected, SAME)
+    stages = [*PP, "--num-layers-per-virtual-pipeline-stage", "1", *TP, "--sequence-parallel"]
+    assert_same_steps(runs.on(4, *stages, *bonus, model=FOUR_LAYERS), expected, SAME)
 
 
 # ---- launched as a user does
 
 
 def test_the_launch_line_with_its_progress_and_tensorboard(tmp_path: Path) -> None:
-    command = [str(EXAMPLES / "launch_grpo.sh"), "2", "--global-batch-size", "4", TP, "1", CP, "2", *MODES["constant"]]
+    command = [str(EXAMPLES / "launch_grpo.sh"), "2", "--num-layers", "2", *CP, *MODES["constant"]]
     done = subprocess.run(
         [*command, "--train-iters", "2", "--tensorboard-dir", str(tmp_path)],
         env=os.environ | {"PYTHON": sys.executable},

@@ -5,8 +5,6 @@ import functools
 import io
 import os
 import re
-import subprocess
-import sys
 import time
 import warnings
 from pathlib import Path
@@ -17,11 +15,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
-from ranks import run_ranks
+from ranks import RankError, run_ranks
 from refusals import outcome_of
-from repository import EXAMPLES, ROOT
 from step_samples import step_samples
-from table_step import Batch, aggregation, start, table_model
+from table_step import Batch, aggregation, logged_by_step, start, table_model
 
 from megatron_rl_loss import Samples, StepTotals, ZigzagTHD, make_pg_loss_reducer
 from megatron_rl_loss.megatron import AggregationSettings, LossAggregation
@@ -230,36 +227,49 @@ def test_a_suspicious_first_step_is_warned_of_once() -> None:
 REASON = "rank 0: ValueError: the reward model is gone"
 
 
+def failing(case: str, port: Path) -> None:
+    """On a rank of two: rank 0's loss function fails. It keeps the store, but for torchrun's, and in one case stays."""
+    fails, waits = os.environ["RANK"] == "0", port.with_suffix(".pid")
+    if not fails:
+        waits.write_text(str(os.getpid()))
+    if case != "torchrun":
+        if fails:
+            store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            port.with_suffix(".part").write_text(str(store.port))
+            port.with_suffix(".part").rename(port)
+        while not port.exists():
+            time.sleep(0.05)
+        os.environ["MASTER_PORT"] = port.read_text()
+    start()
+
+    def forward_step(iterator: Any, model: Any) -> Any:
+        microbatch = next(iterator)
+
+        def loss_func(losses: torch.Tensor) -> Any:
+            if fails:
+                raise ValueError("the reward model is gone")
+            return microbatch.loss(losses)
+
+        return model(microbatch.data.local_numbers(0, 1)), loss_func
+
+    try:
+        batches = [Batch(SAMPLES, [0], 1), Batch(SAMPLES, [1], 1)]
+        logged_by_step(aggregation(mode="token_mean"), forward_step, batches, table_model(TABLE))
+    finally:
+        while fails and case == "stays" and Path("/proc", waits.read_text()).exists():
+            time.sleep(0.1)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["torchrun", "ends", "stays"])
 def test_an_error_of_one_rank_ends_all_with_its_reason(case: str, tmp_path: Path) -> None:
-    script = ROOT / "tests" / "support" / "failing_rank.py"
-    folders = [ROOT, EXAMPLES, ROOT / "tests" / "support"]
-    path = os.pathsep.join(map(str, folders))
-    environment = os.environ | {"PYTHONPATH": path, "GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1"}
-    if case == "torchrun":
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        done = subprocess.run(
-            [*command, str(script), case], env=environment, capture_output=True, text=True, timeout=600
-        )
-        assert done.returncode != 0
-        assert f"rank 1: no rank can end its step. {REASON}" in done.stderr
-        return
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(script), case, str(tmp_path / "port")],
-            env=environment | {"WORLD_SIZE": "2", "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    try:
-        _, stderr = ranks[1].communicate(timeout=600)
-        ended = time.time()
-    finally:
-        ranks[0].terminate() if case == "stays" else None
-        stdout, _ = ranks[0].communicate(timeout=600)
-    assert ranks[1].returncode == 1
-    assert f"rank 1: no rank can end its step. {REASON}" in stderr
-    assert (f"BadBatchError: The step was ended, no weight was changed. {REASON}" in stderr) == (case == "ends")
-    assert ended - float(stdout.split("left at ")[1]) < 60  # gloo waits for 30 minutes
+    """Within seconds: gloo waits for 30 minutes."""
+    began = time.monotonic()
+    with pytest.raises(RankError, match=f"rank 1: no rank can end its step. {REASON}") as caught:
+        run_ranks(2, failing, case, tmp_path / "port")
+    assert time.monotonic() - began < 60
+    assert REASON.removeprefix("rank 0: ") in caught.value.errors[0]
+    if case == "stays":  # rank 1 waits in a collective: its process is ended
+        assert caught.value.errors[1] == "ended without a result"
+    else:
+        assert f"BadBatchError: The step was ended, no weight was changed. {REASON}" in caught.value.errors[1]

@@ -1,10 +1,9 @@
 """Exact in every layout: whole optimizer steps of a real Megatron GPTModel against a float64 oracle in one process.
 
-A covering array: layouts of TP, SP, PP, VPP, CP and DP on 1 to 8 ranks, and in them cases, chosen so that all pairs of
-values of all axes occur. Megatron's own output layer or the chunked `OutputHead` is an axis; so is the adapter or a
-plan in a loop of one's own. Of every case all gradients, the grad norm, the logged metrics and the weights after a step
-of Adam are compared on every rank. `gpt_oracle` states the step, `gpt_steps` runs it. With ``TEST_DEVICE=cuda`` the
-same cases run on GPUs and NCCL. Not exercised here: experts, Transformer Engine (see test_transformer_engine.py).
+A covering array: layouts on 1 to 8 ranks, and in them cases, chosen so that all pairs of values of all axes occur. Of
+every case all gradients, the grad norm, the logged metrics and the weights after a step of Adam are compared on every
+rank. `gpt_oracle` states the step, `gpt_steps` runs it. Not exercised: experts, Transformer Engine (see
+test_transformer_engine.py).
 """
 
 import functools
@@ -17,25 +16,24 @@ from typing import Any
 import gpt_oracle
 import oracle
 import pytest
-from gpt_oracle import GptShape
 from gpt_steps import BF16_BOUNDS, beyond_bounds, errors_of, outcomes_in
-from tiny_gpt import HEADS, Case, Layout, batches_of, dealt, fully_masked
+from tiny_gpt import HEADS, Case, Layout
 
 pytestmark = [pytest.mark.slow, pytest.mark.gpus]
 
 CASE_AXES: dict[str, tuple[Any, ...]] = {
-    "microbatches": (1, 2, 3, 8),
+    "microbatches": (1, 3, 4),
     "mode": oracle.MODES,
     "units": ("all", "active"),
     "scaling": ("mean", "averaged in collective", "per token"),
     "bf16": (False, True),
-    "optimizer": ("plain", "distributed", "overlap", "distributed+overlap"),
+    "optimizer": ("plain", "overlap", "distributed+overlap"),
     "tied": (False, True),
     "lopsided": (False, True),
     "head": ("", *HEADS),
     "loop": ("adapter", "plan"),
 }
-#: All pairs of sizes 1 and 2 of two axes; then CP, DP and PP over four ranks.
+#: All pairs of sizes 1 and 2 of two axes; then CP and PP over four ranks.
 LAYOUTS = [
     Layout(tp=1, sp=False, pp=1, vp=1, cp=1, dp=1),
     Layout(tp=2, sp=False, pp=1, vp=1, cp=1, dp=1),
@@ -47,8 +45,6 @@ LAYOUTS = [
     Layout(tp=2, sp=False, pp=2, vp=2, cp=2, dp=1),
     Layout(tp=2, sp=True, pp=1, vp=1, cp=2, dp=2),
     Layout(tp=1, sp=False, pp=1, vp=1, cp=4, dp=1),
-    Layout(tp=1, sp=False, pp=1, vp=1, cp=1, dp=4),
-    Layout(tp=1, sp=False, pp=4, vp=1, cp=1, dp=1),
     Layout(tp=1, sp=False, pp=4, vp=2, cp=1, dp=1),
 ]
 
@@ -101,39 +97,6 @@ def test_the_layouts_hold_every_pair_of_sizes_1_and_2() -> None:
     assert {layout.world_size for layout in LAYOUTS} == {1, 2, 4, 8}
 
 
-def test_the_data_has_what_breaks_wrong_aggregation() -> None:
-    """The same samples for every layout; seen from it, everything that a step can look like."""
-    rollouts = gpt_oracle.rollouts_of(GptShape(2, False, False))
-    masked = set(fully_masked(rollouts))
-    units: dict[str, dict[str, set[int]]] = {"rollout_id": defaultdict(set), "prompt_id": defaultdict(set)}
-    assert sorted({len(one.tokens) for one in rollouts})[:2] == [1, 2]
-    assert any(0 < weight < 1 for one in rollouts for weight in one.mask)
-    for kind, members in units.items():
-        for i, one in enumerate(rollouts):
-            members[getattr(one, kind)].add(i)
-        assert any(unit <= masked for unit in members.values())  # a whole unit that counts by one unit counting only
-    assert len({len(members) for members in units["prompt_id"].values()}) > 2
-    assert any(members & masked and not members <= masked for members in units["rollout_id"].values())
-    seen: dict[str, int] = defaultdict(int)
-    for layout, case in ((layout, case) for layout, cases in covering_array().items() for case in cases):
-        hands = dealt(len(rollouts), sorted(masked), layout.dp, case.microbatches, case.lopsided)
-        slots = [(d, m, set(hand)) for d, rank in enumerate(hands) for m, hand in enumerate(rank)]
-        assert sorted(i for _, _, hand in slots for i in hand) == list(range(len(rollouts)))
-        seen["a rank without samples"] += any(not any(rank) for rank in hands)
-        seen["a fully masked micro-batch"] += any(hand and hand <= masked for _, _, hand in slots)
-        for kind, members in units.items():
-            homes = [[(d, m) for d, m, hand in slots if unit & hand] for unit in members.values()]
-            seen[f"a {kind} on several ranks"] += any(len({d for d, _ in home}) > 1 for home in homes)
-            seen[f"a {kind} in several micro-batches"] += any(sum(d == 0 for d, _ in home) > 1 for home in homes)
-        for dp_rank in range(layout.dp if layout.cp > 1 else 0):
-            parts = [batches_of(rollouts, case, layout.dp, dp_rank, layout.cp, rank) for rank in range(layout.cp)]
-            active = [{bool(part.mask.any()) for part in of_ranks} for of_ranks in zip(*parts, strict=True)]
-            seen[f"of CP {layout.cp}, a rank without an active token"] += {True, False} in active
-    assert len(seen) == 8
-    assert all(seen.values()), seen
-    assert all(len(rollouts) % dp for dp in (2, 4, 8))
-
-
 # ---- the comparison
 
 
@@ -157,7 +120,7 @@ def test_a_whole_step_equals_the_oracle(layout: Layout, record_property: Callabl
 
 def test_bf16_bounds_would_see_another_mode() -> None:
     """Every mode and unit counting against the oracle of each other one: beyond the bound that the right one keeps."""
-    layout = Layout(1, False, 1, 1, 2, 1)
+    layout = Layout(1, False, 1, 1, 1, 1)
     cases = [Case(2, mode, units, "mean", True, "plain", False, False) for mode, units in oracle.COUNTINGS]
     for case, outcomes in outcomes_in(layout, cases):
         for mode, units in oracle.COUNTINGS:

@@ -23,6 +23,8 @@ from torch import Tensor
 from megatron_rl_loss.reduction import Term
 from megatron_rl_loss.step import Samples
 
+pytestmark = pytest.mark.slow
+
 
 def calls_of(dp_rank: int, mode: str) -> list[list[Batch]]:
     """Two calls on DP rank 0, of two micro-batches and one; four on rank 1, of one each, the last one a filler."""
@@ -79,11 +81,12 @@ def opened_by(mode: str, with_terms: bool, cp_rank: int, dp_rank: int) -> Iterat
 
     further = FURTHER[mode] if with_terms else []
     for form, per_token in FORMS:
-        for options in DDP_OPTIONS if form == "3-tuple" and mode in REDUCED_IN_EVERY_WAY else DDP_OPTIONS[:1]:
+        in_every_way = form == "3-tuple" and mode in REDUCED_IN_EVERY_WAY and not with_terms
+        for options in DDP_OPTIONS if in_every_way else DDP_OPTIONS[:1]:
             if per_token and "average_in_collective" in options:
                 continue
             model = table_model(TABLE, per_token=per_token, **options)
-            for nominal in (1, 300):  # the second step meets DDP after its first one
+            for nominal in (1, 300) if in_every_way else (300,):  # the second step meets DDP after its first one
                 model.zero_grad_buffer()
                 divisor = DIVISOR if mode == "constant" else None
                 reports = []
@@ -106,12 +109,10 @@ def opened_by(mode: str, with_terms: bool, cp_rank: int, dp_rank: int) -> Iterat
                 yield mode, case, model.module.losses.main_grad.clone().cpu(), tuple(pair.tolist())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("with_terms", [False, True])
 def test_calls_add_up_to_the_step(with_terms: bool) -> None:
     """Also of terms that each divide by another count that is known at the end."""
     for found in run_ranks(DP * CP, opened, with_terms):
-        assert len(found) == 10 * len(oracle.MODES) + 14 * len(REDUCED_IN_EVERY_WAY)
         for mode, case, gradient, (numerator, normaliser) in found:
             divisor = DIVISOR if mode == "constant" else None
             further = FURTHER[mode] if with_terms else []
@@ -175,11 +176,11 @@ def test_the_code_of_recipes_trains_on_the_step_loss() -> None:
         assert relative_error(gradient, expected) < oracle.EXACT
 
 
-OPEN_LAYOUTS = [Layout(1, False, 1, 1, 2, 2), Layout(1, False, 2, 2, 1, 2), Layout(2, True, 2, 1, 1, 1)]
+OPEN_LAYOUTS = [Layout(1, False, 2, 2, 1, 2), Layout(2, True, 1, 1, 2, 1)]
 WAYS = [("mean", "plain"), ("averaged in collective", "overlap"), ("per token", "distributed+overlap")]
 OPEN_CASES = [
     Case(4, mode, units, WAYS[k % 3][0], k % 2 == 1, WAYS[k % 3][1], k > 4, False, "", "open plan")
-    for k, (mode, units) in enumerate(oracle.COUNTINGS)
+    for k, (mode, units) in enumerate(oracle.COUNTINGS[::2] + oracle.COUNTINGS[1::2][:2])
 ]
 
 
@@ -189,7 +190,6 @@ needs_gpt = pytest.mark.skipif(
 )
 
 
-@pytest.mark.slow
 @needs_gpt
 @pytest.mark.parametrize("layout", OPEN_LAYOUTS, ids=str)
 def test_calls_of_a_real_model_are_one_step(layout: Layout, record_property: Any) -> None:
@@ -205,13 +205,13 @@ def test_calls_of_a_real_model_are_one_step(layout: Layout, record_property: Any
         record_property(key, error)
 
 
-@pytest.mark.slow
 @needs_gpt
-@pytest.mark.parametrize("planted", ["factor twice", "factor after clipping"])
-def test_the_comparison_sees_a_misplaced_factor(planted: str) -> None:
-    cases = [Case(2, "token_mean", "all", "mean", False, "plain", False, False, "", f"open plan, {planted}")]
-    for case, outcomes in outcomes_in(Layout(1, False, 1, 1, 1, 2), cases):
-        errors = errors_of(outcomes, gpt_oracle.step_of(case.shape(OPEN_LAYOUTS[0]), case.mode, case.units))
+def test_the_comparison_sees_a_misplaced_factor() -> None:
+    case = Case(2, "token_mean", "all", "mean", False, "plain", False, False)
+    cases = [case._replace(loop=f"open plan, {wrong}") for wrong in ("factor twice", "factor after clipping")]
+    layout = Layout(1, False, 1, 1, 1, 2)
+    for case, outcomes in outcomes_in(layout, cases):
+        errors = errors_of(outcomes, gpt_oracle.step_of(case.shape(layout), case.mode, case.units))
         assert {"gradients", "grad_norm", "weights"} <= set(beyond_bounds(case, errors))
 
 

@@ -1,11 +1,7 @@
 """The parts of the output layer in chunks, in a real Megatron GPTModel; whole steps with it are in test_matrix.py."""
 
 import copy
-import functools
 import logging
-import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import gpt_oracle
@@ -18,7 +14,7 @@ from tiny_gpt import Case, Layout
 
 
 def on_models() -> dict[str, Any]:
-    """What each check returns, or its traceback, on a model of its own."""
+    """What each check returns, on a model of its own."""
     from megatron.core.utils import unwrap_model
     from tiny_gpt import build
 
@@ -27,10 +23,7 @@ def on_models() -> dict[str, Any]:
     found: dict[str, Any] = {}
     for check in CHECKS:
         chunk = build(Layout(1, False, 1, 1, 1, 1), case, "packed").chunks[0]
-        try:
-            found[check.__name__] = check(chunk, unwrap_model(chunk))
-        except Exception:
-            found[check.__name__] = traceback.format_exc()
+        found[check.__name__] = check(chunk, unwrap_model(chunk))
     return found
 
 
@@ -132,20 +125,6 @@ def reducer_of(weights: torch.Tensor) -> Any:
     return WeightedSum(weights.reshape(-1), samples.local(0, 1), resolve("token_sum", divisor=1))
 
 
-@contextmanager
-def logged_warnings() -> Iterator[list[str]]:
-    """What the package logs meanwhile."""
-    lines: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("megatron_rl_loss")
-    logger.addHandler(handler)
-    try:
-        yield lines
-    finally:
-        logger.removeHandler(handler)
-
-
 def scales_the_gradient_of_a_share(chunk: Any, model: Any) -> None:
     """As losses that a slicing gather gave need it (`Gathered`)."""
     from megatron_rl_loss.megatron import Folded, OutputHead
@@ -189,8 +168,11 @@ def keeps_rows_apart(chunk: Any, model: Any) -> None:
     assert torch.equal(of_tokens["seen"], values * mask)
 
     values[1, 3], mask[1, 3] = torch.nan, True
-    with logged_warnings() as lines:
-        head(**said, output_weight=None, labels=labels, context=folded)
+    lines: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("megatron_rl_loss").addHandler(handler)
+    head(**said, output_weight=None, labels=labels, context=folded)
     assert ["per_token_loss is nan at token 3 of sample 1" in line for line in lines] == [True]
 
 
@@ -241,26 +223,11 @@ CHECKS = (
 )
 
 
-@functools.cache
-def outcomes() -> dict[str, Any]:
-    (found,) = run_ranks(1, on_models, timeout_s=600)
-    return found  # type: ignore[no-any-return]
-
-
-@pytest.mark.parametrize(
-    ("check", "expected"),
-    [
-        ("gives_megatrons_log_probs", None),
-        ("applies_mups_scale", None),
-        ("scales_the_gradient_of_a_share", None),
-        ("keeps_rows_apart", None),
-        ("waits_for_its_weight", ["ColumnParallelLinear"]),
-        ("leaves_gradients_to_a_caller_who_sums_them", [True, False]),  # what follows: unit/logprobs, "not summed"
-        ("adds_to_the_main_gradient", [False, True]),
-    ],
-)
-def test_the_head_of_a_model(check: str, expected: Any) -> None:
-    assert outcomes()[check] == expected, outcomes()[check]
+EXPECTED = {
+    "waits_for_its_weight": ["ColumnParallelLinear"],
+    "leaves_gradients_to_a_caller_who_sums_them": [True, False],  # what follows: unit/logprobs, "not summed"
+    "adds_to_the_main_gradient": [False, True],
+}
 
 
 #: What the text must say of each layer or call.
@@ -271,8 +238,10 @@ REFUSED = {
 }
 
 
-def test_output_layers_that_do_more_are_refused() -> None:
-    said = outcomes()["refuses"]
+def test_the_head_of_a_model_and_output_layers_that_do_more() -> None:
+    (found,) = run_ranks(1, on_models)
+    said = found.pop("refuses")
+    assert {name: value for name, value in found.items() if value is not None} == EXPECTED
     assert set(said) == set(REFUSED)
     for name, text in REFUSED.items():
         assert text in said[name]

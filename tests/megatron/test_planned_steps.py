@@ -84,15 +84,10 @@ def test_a_stage_without_data_plans_too() -> None:
 BAD_LISTS: dict[str, tuple[Any, str]] = {
     # what DP rank 1 plans; said on all ranks
     "not Samples": ([None] * 3, "Wrap the masks in Samples"),
-    "without ids": ([Samples([torch.ones(4)], layout=ZigzagTHD([0, 4]))] * 3, "Give the Samples prompt_ids"),
     "too few": ([batch.samples for batch in batches_of(0)][:2], "2 Samples for 3 micro-batches"),
     "a bad mask": (
         lambda: [Samples([-torch.ones(4)], layout=ZigzagTHD([0, 4]))] * 3,
         "the loss mask of sample 0 holds -1.0",
-    ),
-    "uncut": (
-        [Samples([torch.ones(3)], layout=ZigzagTHD([0, 3]), prompt_ids=["a"], rollout_ids=["a"])] * 3,
-        "it must be a multiple of 2 * cp_size",
     ),
 }
 CONSTANT: dict[str, Any] = {"mode": "constant", "divisor": 8.0}

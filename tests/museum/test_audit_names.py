@@ -14,7 +14,7 @@ from repository import ROOT
 from megatron_rl_loss.audit import judge
 from megatron_rl_loss.modes.names import resolve
 
-STEPS = 6
+STEPS = 3
 
 
 @pytest.mark.parametrize("bug", [pytest.param(bug, id=bug.id) for bug in BUGS])
