@@ -1,21 +1,28 @@
-"""Steps that Megatron's schedulers pack anew, over context-parallel groups that may change."""
+"""Steps that Megatron's schedulers pack anew, and a GPT, over context-parallel groups that may change."""
 
 import functools
 import itertools
 import operator
+import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import gpt_oracle
 import oracle
 import pytest
 import torch
-from dynamic_steps import LENGTHS, RANKS, STEP, TABLE, has, start_dynamic
+import torch.distributed as dist
+from dynamic_steps import HYBRID, LENGTHS, RANKS, STEP, TABLE, balanced, hands_of, has, run_loop, start_dynamic
+from example_run import MODEL, TRAINING
+from gpt_steps import FP32_BOUNDS, collect, mode_of, output_of
 from ranks import run_ranks
 from step_samples import DIVISOR
 from table_step import relative_error, run_schedule, start, table_model
+from tiny_gpt import Batch, Case, Layout, build
 from torch import Tensor
 
 from megatron_rl_loss import Samples, ZigzagTHD
+from megatron_rl_loss.losses import ppo_clip_loss
 from megatron_rl_loss.plan import plan as plans
 from megatron_rl_loss.step.totals import reduce_step_totals
 
@@ -81,12 +88,18 @@ IN_ROUNDS = Launch("dp_balanced", "adapter", pp=2, vp=2)
 SCHEDULED = [
     IN_ROUNDS,
     Launch("dp_balanced", "own", tp=2),
+    Launch("dp_balanced", "own", cp=2),
     Launch("dp_balanced", "own", pp=2),
+    Launch("dp_balanced", "adapter", tp=2),
     Launch("dp_balanced", "adapter", cp=2),
     Launch("dp_balanced", "adapter", tp=2, pp=2),
+    Launch("dp_balanced", "adapter", pp=4),
     Launch("default_dynamic_cp", "own", tp=2),
+    Launch("default_dynamic_cp", "own", cp=2),
     Launch("default_dynamic_cp", "own", pp=2, vp=2),
+    Launch("default_dynamic_cp", "adapter", tp=2),
     Launch("default_dynamic_cp", "adapter", cp=2),
+    Launch("default_dynamic_cp", "adapter", pp=2),
     Launch("default_dynamic_cp", "adapter", pp=2, vp=2),
 ]
 OF_DEV = has("datasets/data_schedule.py", "vpp_needs_data")
@@ -107,7 +120,7 @@ def rows_of(ids: Sequence[int], multiple: int) -> list[dict[str, Tensor]]:
     return rows
 
 
-def packed_errors(launch: Launch, planted: bool = False) -> list[tuple[str, int, float]]:
+def packed_errors(launch: Launch, planted: str = "") -> list[tuple[str, int, float]]:
     """On a rank: of two steps in every mode, the mode, the number of micro-batches and the error of the gradient."""
     from megatron.core.datasets.data_schedule import wrap_data_iterator
 
@@ -119,7 +132,8 @@ def packed_errors(launch: Launch, planted: bool = False) -> list[tuple[str, int,
     size = dp * launch.cp
     reads = tp_group.rank() == 0 and (OF_DEV or pp_group.rank() in (0, launch.pp - 1))
     if planted:
-        plans.reduce_step_totals = lambda samples, **_: reduce_step_totals(samples, dp_group=None)
+        wrong = {"dp_group": PLANTED[planted](), "replica_groups": []}
+        plans.reduce_step_totals = lambda samples, **options: reduce_step_totals(samples, **options | wrong)
 
     def samples_of(batch: dict[str, Tensor]) -> Samples:
         bounds = batch["cu_seqlens_padded"].int().tolist()
@@ -186,7 +200,157 @@ def test_a_step_that_a_scheduler_packed(launch: Launch, record_property: Any) ->
         record_property("dynamic_cp_error", max(error for *_, error in found))
 
 
-def test_totals_of_one_rank_are_seen() -> None:
+PLANTED = {"totals of one rank": lambda: None, "counted on each TP rank": lambda: dist.group.WORLD}
+
+
+@pytest.mark.parametrize("planted", PLANTED)
+def test_what_is_counted_too_rarely_or_too_often_is_seen(planted: str) -> None:
     skip_without("dp_balanced")
-    for found in run_ranks(RANKS, packed_errors, Launch("dp_balanced", "adapter", tp=2), True):
+    for found in run_ranks(RANKS, packed_errors, Launch("dp_balanced", "adapter", tp=2), planted):
         assert min(error for mode, _, error in found if mode == "token_mean") > 0.05, found
+
+
+# --- pretrain
+
+
+def pretrained(flags: list[str]) -> list[dict[str, float]]:
+    """On a rank: `pretrain` of Megatron-Core dev, whose `train_step` runs the scheduler; what it logged."""
+    import megatron_on_cpu
+    from megatron.core import parallel_state
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.transformer import transformer_config
+    from megatron.training import training
+    from packed_attention import layer_spec
+    from pretrain_grpo import skip_building_dataset_helpers
+    from pretrain_of_version import parse_args, pretrain_gpt
+
+    from megatron_rl_loss.megatron import LossAggregation, add_loss_aggregation_args, next_microbatch
+
+    barrier = dist.barrier
+    transformer_config.is_te_min_version = lambda *_, **__: True  # a scheduler asks for Transformer Engine 2.9
+    dist.barrier = lambda group=None, **_: barrier(group)  # it names a device: gloo refuses it
+    sys.argv = ["pretrain", *MODEL.split(), *TRAINING.split(), *STEPS.split(), *flags]
+    args = parse_args(add_loss_aggregation_args, {})
+
+    def provide(*_: Any, **__: Any) -> Any:
+        rows = rows_of([*range(len(STEP)), 0, 2], 8)
+        for row in rows:
+            row["tokens"], row["labels"] = (row["tokens"] * 7 + 3) % 32, (row["tokens"] * 5 + 1) % 32
+        return rows, None, None
+
+    def samples_of(batch: dict[str, Tensor]) -> Samples:
+        bounds = batch["cu_seqlens_padded"].tolist()
+        masks = [batch["loss_mask"][a:b] for a, b in itertools.pairwise(bounds)]
+        return Samples(masks, layout=ZigzagTHD(bounds), cp_group=cp_group_of(batch))
+
+    def cp_group_of(batch: dict[str, Tensor]) -> Any:
+        size = int(batch.get("local_cp_size", 0))
+        return parallel_state.get_dynamic_data_context_parallel_groups(group_size=size) if size else None
+
+    def forward_step(iterator: Any, model: Any) -> Any:
+        microbatch = next_microbatch(iterator)
+        batch = microbatch.data
+        names = ("tokens", "position_ids", "labels")
+        tokens, positions, labels = (microbatch.local(batch[name])[None].cuda() for name in names)
+        bounds, longest, cp_group = batch["cu_seqlens_padded"], int(batch["max_seqlen"]), cp_group_of(batch)
+        packed = PackedSeqParams("thd", bounds, bounds, bounds, bounds, longest, longest)
+        if cp_group is not None:
+            packed.cp_group, packed.local_cp_size = cp_group, cp_group.size()
+        return model(tokens, positions, None, labels=labels, packed_seq_params=packed), microbatch.loss
+
+    logged: list[dict[str, float]] = []
+    training_log = training.training_log
+
+    def catch(loss_dict: dict[str, Any], *given: Any, **named: Any) -> Any:
+        logged.append({name: float(value) for name, value in loss_dict.items()} | {"grad_norm": float(given[6])})
+        return training_log(loss_dict, *given, **named)
+
+    training.training_log = catch
+    megatron_on_cpu.prepare_training()
+    skip_building_dataset_helpers()
+    with LossAggregation.from_args(args, samples_of).attached():
+        pretrain_gpt(args, add_loss_aggregation_args, {}, layer_spec, provide, forward_step)
+    return logged
+
+
+STEPS = """--dataloader-type single --num-workers 0 --seq-length 64 --max-position-embeddings 64 --micro-batch-size 1
+    --global-batch-size 8 --eval-iters 0 --eval-interval 1000 --train-iters 2"""
+BALANCED = ["--sequence-packing-scheduler", "dp_balanced"]
+DYNAMIC = ["--dynamic-context-parallel", "--max-seqlen-per-dp-cp-rank", "32", "--loss-aggregation", "sample_mean"]
+DYNAMIC += ["--calculate-per-token-loss", "--loss-aggregation-with-per-token-loss"]
+TP, PP = (f"--{axis}-model-parallel-size 2".split() for axis in ("tensor", "pipeline"))
+
+
+@pytest.mark.parametrize(
+    ("alone", "flags"), [((), [*BALANCED, *TP]), ((), [*DYNAMIC, *TP]), (PP, [*BALANCED, *PP])], ids=str
+)
+def test_pretrain_that_schedules_trains_alike_on_four_ranks(alone: Sequence[str], flags: list[str]) -> None:
+    if not OF_DEV:
+        pytest.skip("pretrain runs no scheduler in this Megatron-Core: see tools/test_versions.sh")
+    expected = run_ranks(2 if alone else 1, pretrained, [*BALANCED, *alone])[-1]  # stages draw weights of their own
+    assert len(expected) == 2
+    for step, reference in zip(run_ranks(RANKS, pretrained, flags)[-1], expected, strict=True):
+        assert step == pytest.approx(reference, rel=2 * oracle.chain_error(2, 256))
+
+
+# --- a GPT
+
+
+GPT_CASES = [
+    Case(1, mode, "all", "per token", bf16=False, optimizer="plain", tied=False, lopsided=False)
+    for mode in oracle.MODES
+]
+LAYOUT = Layout(1, False, 1, 1, 2, 2)
+
+
+def gpt_errors(rollouts: list[gpt_oracle.Rollout]) -> list[dict[str, Any]]:
+    """On a rank: the gradients of PPO in each mode, sequences dealt by Megatron's scheduler."""
+    from megatron_rl_loss.megatron import plan_step
+
+    _, dp_cp, group_of = start_dynamic()
+    groups = balanced(dp_cp, [len(one.tokens) for one in rollouts])
+    hands = hands_of(groups, dp_cp.rank(), one_by_one=True)
+    found = []
+    for case in GPT_CASES:
+        ready = build(LAYOUT, case, "packed")
+        (model,) = ready.chunks
+        places = [(0 if size == 1 else group_of(size).rank(), size, group_of(size)) for _, size in hands]
+        batches = [
+            Batch([rollouts[i] for i in ids], cp_rank, size, filler=False, cp_group=group)
+            for (ids, _), (cp_rank, size, group) in zip(hands, places, strict=True)
+        ]
+        alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+        plan = plan_step([one.samples for one in batches], model=model, dynamic_cp=True, **mode_of(case))
+        turns = iter(zip(batches, plan, strict=True))
+
+        def forward_step(iterator: Any, model: Any, turns: Any = turns, alone: Any = alone) -> Any:
+            next(iterator)
+            batch, microbatch = next(turns)
+            batch.cp_group = batch.cp_group or alone
+            for layer in model.module.decoder.layers:  # Megatron-Core dev does so itself, for RoPE
+                layer.self_attention.pg_collection.cp = batch.cp_group
+
+            def loss_func(output: Tensor) -> Any:
+                clip = {"clip_low": gpt_oracle.CLIP_LOW, "clip_high": gpt_oracle.CLIP_HIGH}
+                return microbatch.loss(
+                    ppo_clip_loss(-output, batch.old_log_probs, batch.advantages, **clip).per_token_loss
+                )
+
+            return output_of(model, batch.cuda()), loss_func
+
+        run_loop(has(*HYBRID), model, groups, hands, forward_step)
+        found.append(
+            {name: torch.from_numpy(value) for name, (value, _) in collect([model], of_gradients=True).items()}
+        )
+    return found
+
+
+def test_a_gpt_trains_on_the_step_of_one_process(record_property: Any) -> None:
+    shape = GPT_CASES[0].shape(LAYOUT)
+    for found in run_ranks(RANKS, gpt_errors, gpt_oracle.rollouts_of(shape)):
+        for case, gradients in zip(GPT_CASES, found, strict=True):
+            right = gpt_oracle.step_of(shape, case.mode, case.units).gradients
+            assert gradients.keys() == right.keys()
+            worst = max(relative_error(gradients[name], right[name]) for name in right)
+            record_property("dynamic_cp_gpt_error", worst)
+            assert worst < FP32_BOUNDS["gradients"], (case.mode, worst)
