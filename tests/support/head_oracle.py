@@ -25,6 +25,7 @@ class Batch:
     advantages: Tensor
 
 
+@functools.cache
 def batch_of(
     tokens: int, vocabulary: int, hidden: int, dtype: torch.dtype = torch.float32, seed: int = 0, sharp: float = 1.0
 ) -> Batch:

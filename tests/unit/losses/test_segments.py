@@ -80,27 +80,33 @@ def local_of(masks: list[Tensor], **ids: Any) -> Any:
     return Samples(masks, **ids).local(0, 1)
 
 
-def test_by_hand() -> None:
-    values = torch.tensor([1.0, 2.0, math.nan, math.inf, -math.inf, 6.0], requires_grad=True)
-    local = local_of(MASKS)
-    assert segment_sum(values, local).tolist() == [3, 0, 6]
-    means = segment_mean(values, local)
-    assert means.tolist() == [1.5, 0, 6]
-    tokens = to_tokens(means, local)
-    assert tokens.tolist() == [1.5, 1.5, 1.5, 0, 0, 6]
-    (tokens * torch.arange(6)).sum().backward()
-    assert values.grad.tolist() == [1.5, 1.5, 0, 0, 0, 5]
+INF, NAN = math.inf, math.nan
+VALUES = [1.0, 2.0, NAN, INF, -INF, 2.0]
+SCANNED = {"per": "rollout", "gamma": 0.5, "reverse": True, "exclusive": True, "empty": 7}
+#: What is found of them, and the gradient where the n-th result has the slope n, from 1 on.
+BY_HAND: list[tuple[Any, dict[str, Any], list[float], list[float]]] = [
+    (segment_sum, {}, [3, 0, 2], [1, 1, 0, 0, 0, 3]),
+    (segment_mean, {}, [1.5, 0, 2], [0.5, 0.5, 0, 0, 0, 3]),
+    (segment_extreme, {"kind": "min"}, [1, 0, 2], [1, 0, 0, 0, 0, 3]),
+    (lambda x, at: to_tokens(segment_mean(x, at), at), {}, [1.5, 1.5, 1.5, 0, 0, 2], [3, 3, 0, 0, 0, 6]),
+    (segment_scan, {"kind": "max", "exclusive": True, "empty": -1}, [-1, 1, -1, -1, -1, -1], [2, 0, 0, 0, 0, 0]),
+    # of rollouts and prompts that need not be neighbours
+    (segment_sum, {"per": "rollout"}, [5, 0, 5], [4, 4, 0, 0, 0, 4]),
+    (segment_mean, {"per": "rollout"}, [5 / 3, 0, 5 / 3], [4 / 3, 4 / 3, 0, 0, 0, 4 / 3]),
+    (segment_sum, {"per": "prompt"}, [5, 0, 5], [4, 4, 0, 0, 0, 4]),
+    (segment_extreme, {"per": "prompt"}, [2, 0, 2], [0, 2, 0, 0, 0, 2]),
+    (segment_scan, {"per": "rollout"}, [1, 3, 0, 0, 0, 5], [9, 8, 0, 0, 0, 6]),
+    (segment_scan, SCANNED, [3, 2, 7, 7, 7, 0], [0, 1, 0, 0, 0, 2.5]),
+]
 
 
-def test_rollouts_share_a_sum() -> None:
-    ids = {"rollout_ids": ["b", "a", "b"]}
-    values = torch.tensor([1.0, 2.0, 9.0, 9.0, 9.0, 6.0], requires_grad=True)
-    local = local_of(MASKS, **ids)
-    assert segment_sum(values, local, per="rollout").tolist() == [9, 0, 9]
-    assert segment_mean(values, local, per="rollout").tolist() == [3, 0, 3]
-    assert segment_mean(values, local).tolist() == [1.5, 0, 6]
-    segment_mean(values, local, per="rollout")[2].backward()
-    assert values.grad.tolist() == pytest.approx([1 / 3, 1 / 3, 0, 0, 0, 1 / 3])
+@pytest.mark.parametrize(("function", "how", "expected", "gradient"), BY_HAND)
+def test_by_hand(function: Any, how: dict[str, Any], expected: list[float], gradient: list[float]) -> None:
+    values = torch.tensor(VALUES, requires_grad=True)
+    found = function(values, local_of(MASKS, rollout_ids=["b", "a", "b"], prompt_ids=["q", "p", "q"]), **how)
+    assert found.tolist() == pytest.approx(expected)
+    (found * torch.arange(1, len(found) + 1)).sum().backward()
+    assert values.grad.tolist() == pytest.approx(gradient)
 
 
 def test_dtypes_and_none() -> None:
@@ -127,37 +133,17 @@ def test_a_long_sum_is_exact() -> None:
     assert float(segment_mean(values, local)) == pytest.approx(float(values[0]), rel=oracle.ROUNDING)
 
 
-def test_prompts_share_sums_and_extremes() -> None:
-    local = local_of([*MASKS, torch.zeros(1)], prompt_ids=["b", "a", "b", "c"])
-    values = torch.tensor([1.0, 2.0, math.nan, math.inf, -math.inf, 2.0, math.nan], requires_grad=True)
-    assert segment_sum(values, local, per="prompt").tolist() == [5, 0, 5, 0]
-    highest = segment_extreme(values, local, per="prompt")
-    assert highest.tolist() == [2, 0, 2, 0]
-    (highest * torch.tensor([1.0, 5, 3, 5])).sum().backward()
-    assert values.grad.tolist() == [0, 2, 0, 0, 0, 2, 0]
+def test_log_sums_of_prompts() -> None:
+    local = local_of([torch.ones(1), torch.zeros(1), torch.ones(1), torch.zeros(1)], prompt_ids=["b", "a", "b", "c"])
     logs = torch.tensor([1.0, 700, 2, 700], dtype=torch.float64, requires_grad=True)
     found = unit_reduce(logs, local, kind="logsumexp")
-    assert found.tolist() == pytest.approx(
-        [math.log(math.exp(1) + math.exp(2)), 0, math.log(math.exp(1) + math.exp(2)), 0]
-    )
+    assert found.tolist() == pytest.approx([math.log(math.e + math.e**2), 0] * 2)
     found[0].backward()
     assert logs.grad.tolist() == pytest.approx([1 / (1 + math.e), 0, math.e / (1 + math.e), 0])
-    far = unit_reduce(logs.detach() * 1e5 - 1e9, local, kind="logsumexp")
-    assert far[0] == pytest.approx(-1e9 + 2e5)
-    of_nothing = torch.tensor([-math.inf, 0, -math.inf, 0], requires_grad=True)
+    assert unit_reduce(logs.detach() * 1e5 - 1e9, local, kind="logsumexp")[0] == pytest.approx(-1e9 + 2e5)
+    of_nothing = torch.tensor([-INF, 0, -INF, 0], requires_grad=True)
     unit_reduce(of_nothing, local, kind="logsumexp").exp().sum().backward()
     assert of_nothing.grad.tolist() == [0] * 4
-
-
-def test_scans_go_on_over_the_samples_of_a_rollout() -> None:
-    """Which need not be neighbours."""
-    local = local_of(MASKS, rollout_ids=["b", "a", "b"])
-    values = torch.tensor([1.0, 2.0, math.nan, math.inf, -math.inf, 6.0], requires_grad=True)
-    assert segment_scan(values, local, per="rollout").tolist() == [1, 3, 0, 0, 0, 9]
-    later = segment_scan(values, local, per="rollout", gamma=0.5, reverse=True, exclusive=True, empty=7)
-    assert later.tolist() == [5, 6, 7, 7, 7, 0]
-    later[0].backward()
-    assert values.grad.tolist() == [0, 1, 0, 0, 0, 0.5]
 
 
 @pytest.mark.parametrize("kind", ["sum", "max", "min"])
@@ -210,40 +196,23 @@ class GroupOf:
         return self._size
 
 
-WHOLE = torch.ones(6)
+WHOLE, MASKED = torch.ones(6), local_of(MASKS)
+AT_CP_2 = Samples(MASKS, layout=Gathered([0, 3, 5, 6])).local(0, 2)  # where all tokens are on every rank
+CUT = Samples(MASKS, layout=ZigzagTHD([0, 4, 8, 12], total_lengths=[3, 2, 1])).local(0, 2)
 
 
-def sums(values: Any = WHOLE, *, cp_size: int = 1, **keywords: Any) -> Tensor:
-    """At CP 2 all tokens are on every rank, so that the accepted neighbours exchange nothing."""
-    layout = Gathered([0, 3, 5, 6]) if cp_size > 1 else None
-    return segment_sum(values, Samples(MASKS, layout=layout).local(0, cp_size), **keywords)
+def sums(values: Any = WHOLE, local: Any = MASKED, **more: Any) -> Tensor:
+    return segment_sum(values, local, **more)
 
 
-def of_four(layout: Any) -> Tensor:
-    local = Samples([torch.ones(4)], layout=layout).local(0, 2)
-    return segment_sum(torch.ones(len(local)), local)
+def of_units(per: str, tokens: dict[int | str, float] | None) -> Tensor:
+    """Of a step in which rollouts and prompts have so many tokens."""
+    totals = StepTotals(**{f"{per}s": UnitCounts(all=9, tokens=tokens)})
+    local = local_of(MASKS, **{f"{per}_ids": ["a", "a", "b"]})
+    return segment_sum(WHOLE, local, per=per, totals=totals)  # type: ignore[arg-type]
 
 
-def per_rollout(tokens: float) -> Tensor:
-    totals = StepTotals(rollouts=UnitCounts(all=9, tokens={"a": tokens, "b": 1}))
-    local = local_of(MASKS, rollout_ids=["a", "a", "b"])
-    return segment_sum(WHOLE, local, per="rollout", totals=totals)
-
-
-def per_prompt(tokens: dict[int | str, float] | None) -> Tensor:
-    totals = StepTotals(prompts=UnitCounts(all=9, tokens=tokens))
-    return segment_sum(WHOLE, local_of(MASKS, prompt_ids=["a", "a", "b"]), per="prompt", totals=totals)
-
-
-def scan(**how: Any) -> Tensor:
-    return segment_scan(WHOLE, local_of(MASKS), **how)
-
-
-def spread_of(*shape: int) -> Tensor:
-    return to_tokens(torch.ones(shape), local_of(MASKS))
-
-
-TWO_RANKS, FOUR_RANKS = ({"cp_size": 2, "cp_group": GroupOf(size)} for size in (2, 4))
+TWO_RANKS, FOUR_RANKS = ({"local": AT_CP_2, "cp_group": GroupOf(size)} for size in (2, 4))
 REFUSALS = {
     **refusals(
         sums,
@@ -252,22 +221,24 @@ REFUSALS = {
         ({"per": "step"}, "no such unit of a segment sum. Choose one of sample, rollout", {"per": "rollout"}),
         ({"per": "prompt"}, "per='prompt' of samples without prompt_ids", {"per": "rollout"}),
         (FOUR_RANKS, "a cp_group of 4 ranks: the micro-batch is cut for 2", TWO_RANKS),
+        ({"local": CUT}, "no cp_group: a sample's tokens lie on 2 ranks", {"local": AT_CP_2}),
     ),
     **refusals(
-        of_four,
-        ((ZigzagTHD([0, 4]),), "no cp_group: a sample's tokens lie on 2 ranks", (Gathered([0, 4]),)),
+        of_units,
+        (
+            ("rollout", {"a": 2.125, "b": 1}),
+            "the rollout of sample 0, 2 of whose 2.125 mask tokens are in this micro-batch",
+            ("rollout", {"a": 2, "b": 1}),
+        ),
+        (
+            ("prompt", {"a": 2, "b": 2}),
+            "the prompt of sample 2, 1 .+ Keep a prompt's samples together",
+            ("prompt", {"a": 2, "b": 1}),
+        ),
+        (("prompt", None), "in a step whose totals count no prompts", ("rollout", None)),
     ),
     **refusals(
-        per_rollout,
-        ((2.125,), "the rollout of sample 0, 2 of whose 2.125 mask tokens are in this micro-batch", (2.0,)),
-    ),
-    **refusals(
-        per_prompt,
-        (({"a": 2, "b": 2},), "the prompt of sample 2, 1 .+ Keep a prompt's samples together", ({"a": 2, "b": 1},)),
-        ((None,), "in a step whose totals count no prompts", ({"a": 2, "b": 1},)),
-    ),
-    **refusals(
-        scan,
+        functools.partial(segment_scan, WHOLE, MASKED),
         ({"kind": "mean"}, "no such kind of a scan", {"kind": "min"}),
         ({"per": "prompt"}, "no such unit of a scan", {"per": "rollout"}),
         ({"gamma": 1.1}, r"gamma is 1.1: it must be a number in \[0, 1\]", {"gamma": 0}),
@@ -275,7 +246,7 @@ REFUSALS = {
         ({"kind": "max", "exclusive": True}, "nothing before it", {"kind": "max", "exclusive": True, "empty": 0.0}),
     ),
     **refusals(
-        spread_of,
+        lambda *shape: to_tokens(torch.ones(shape), MASKED),
         ((6,), r"a statistic of shape \(6,\): it must have one number for each of the micro-batch's 3", (3,)),
     ),
     **refusals(
