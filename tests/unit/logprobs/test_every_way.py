@@ -23,10 +23,8 @@ from head_oracle import (
     WANTED,
     Found,
     Wanted,
-    batch_of,
     expected_of,
     given,
-    losses_of,
     relative,
 )
 from ranks import run_ranks, start_process_group
@@ -68,7 +66,7 @@ def values_of(
     near = batch.advantages.to(exact)
     keep = batch.keep[:, first : first + len(weight)] if CASES[name].get("keep") else None
     options |= {"keep": keep, "entropy": wanted[1] != 0, "token_mask": mask, **more}
-    loss = functools.partial(losses_of, wanted=wanted)
+    loss = functools.partial(head_oracle.losses_of, wanted=wanted)
     if way == "logits":
         logits = hidden @ weight.T if bias is None else hidden @ weight.T + bias
         log_probs, entropy = log_probs_from_logits(logits, labels, tp_group=group, **options)
@@ -143,7 +141,7 @@ def on_tp_rank() -> dict[Any, tuple[dict[str, Any], Exchanged]]:
 
 
 def test_vocabulary_and_tokens_over_several_ranks() -> None:
-    by_rank = run_ranks(3, on_tp_rank, timeout_s=600)
+    by_rank = run_ranks(4, on_tp_rank, timeout_s=600)
     for at in by_rank[0]:
         parts = [{key: torch.tensor(one, dtype=torch.float64) for key, one in rank[at][0].items()} for rank in by_rank]
         summed = torch.stack([part["hidden"] for part in parts]).sum(0)
@@ -280,7 +278,7 @@ def test_a_frozen_side_gets_no_gradient(frozen: str, trained: str, way: str) -> 
 
 def test_weights_that_float16_cannot_hold_are_not_lost() -> None:
     """1e-9 per token, scaled up afterwards as a carrier and a loss scale do."""
-    batch, leaves = batch_of(TOKENS, VOCABULARY, HIDDEN, torch.float16), leaves_of("plain", torch.float16)
+    batch, leaves = given("plain", torch.float16)[0], leaves_of("plain", torch.float16)
     weights = torch.full((TOKENS,), 1e-9)
     share, _ = loss_from_hidden(*leaves.values(), batch.labels, weights, lambda log_probs, _: (-log_probs, {}))
     (share * 1e9).backward()

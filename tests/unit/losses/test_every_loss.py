@@ -9,16 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_rl_loss import Samples, logprobs
-from megatron_rl_loss.losses import (
-    POLICY_LOSSES,
-    distillation_advantages,
-    importance_weights,
-    kl_estimate,
-    policy_loss,
-    truncated_importance_weights,
-    value_loss,
-)
+from megatron_rl_loss import Samples, logprobs, losses
+from megatron_rl_loss.losses import POLICY_LOSSES, kl_estimate, policy_loss, value_loss
 from megatron_rl_loss.plan import plan_step
 
 Inputs = dict[str, Tensor]
@@ -122,9 +114,9 @@ def test_half_precision_is_float32_of_the_same_inputs(name: str, where: str) -> 
 
 def test_ratios_of_other_policies_are_made_in_float32() -> None:
     one, other = torch.tensor([-2.0, -0.0078125]).bfloat16(), torch.tensor([-15.5, -2.0]).bfloat16()
-    for function in (distillation_advantages, truncated_importance_weights):
+    for function in (losses.distillation_advantages, losses.truncated_importance_weights):
         assert torch.equal(function(one, other), function(one.float(), other.float()))
-    assert torch.equal(importance_weights(other, high=9.0), importance_weights(other.float(), high=9.0))
+    assert torch.equal(losses.importance_weights(other, high=9.0), losses.importance_weights(other.float(), high=9.0))
 
 
 def penalised(share_of: Callable[[Tensor], Tensor]) -> Tensor:

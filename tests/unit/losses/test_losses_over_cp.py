@@ -21,20 +21,8 @@ from ranks import run_ranks
 from sequence_formulas import Values, along, discounted, log_ratio
 from torch import Tensor
 
-from megatron_rl_loss.losses import (
-    gae,
-    gmpo_loss,
-    gspo_loss,
-    gspo_token_loss,
-    importance_weights,
-    keep_sequences,
-    ppo_clip_loss,
-    segment_extreme,
-    segment_mean,
-    segment_scan,
-    segment_sum,
-    to_tokens,
-)
+from megatron_rl_loss import losses
+from megatron_rl_loss.losses import segment_extreme, segment_mean, segment_scan, segment_sum, to_tokens
 
 pytestmark = pytest.mark.slow
 
@@ -62,23 +50,28 @@ def at_tokens(of_samples: Tensor, t: Tokens) -> Tensor:
 
 def ppo_here(t: Tokens, weights: Tensor | None = None) -> Tensor:
     clip: dict[str, Any] = {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 1.5}
-    return ppo_clip_loss(*given(t, "token_advantages"), **clip, importance_weights=weights).per_token_loss
+    return losses.ppo_clip_loss(*given(t, "token_advantages"), **clip, importance_weights=weights).per_token_loss
 
 
 def gspo_here(t: Tokens, **more: Any) -> Tensor:
-    return gspo_loss(*given(t), *place(t), **NARROW, **more).per_token_loss
+    return losses.gspo_loss(*given(t), *place(t), **NARROW, **more).per_token_loss
+
+
+def gspo_token_here(t: Tokens, **more: Any) -> Tensor:
+    tokens = given(t, "token_advantages")
+    return losses.gspo_token_loss(*tokens, microbatch_of(t), **NARROW, **more).per_token_loss
 
 
 def sequence_tis_together(t: Tokens) -> Tensor:
     """Its two statistics in one collective: a sum is a mean times the sample's mask sum."""
     of_ratio, of_mismatch = segment_mean([log_ratio(t.values), stated.mismatch(t.values)], *place(t))
-    weights = at_tokens(importance_weights(of_mismatch * t.samples.mask_sums, high=1.1), t)
+    weights = at_tokens(losses.importance_weights(of_mismatch * t.samples.mask_sums, high=1.1), t)
     return gspo_here(t, mean_log_ratio=of_ratio, importance_weights=weights)
 
 
 def off_policy_mask_here(t: Tokens) -> Tensor:
     mean_kl = segment_mean(-log_ratio(t.values).detach(), *place(t))
-    return ppo_here(t, keep_sequences(at_tokens(mean_kl, t), max_kl=0.01, advantages=t.values["advantages"]))
+    return ppo_here(t, losses.keep_sequences(at_tokens(mean_kl, t), max_kl=0.01, advantages=t.values["advantages"]))
 
 
 def three_here(t: Tokens) -> Tensor:
@@ -105,7 +98,8 @@ def extremes_here(t: Tokens, **per: Any) -> Tensor:
 
 def gae_here(t: Tokens) -> Tensor:
     values = t.values["token_advantages"], t.values["old_log_probs"]
-    return gae(*values, *place(t), gamma=0.9, lam=0.8)[0] * t.values["log_probs"]
+    advantages, returns = losses.gae(*values, *place(t), gamma=0.9, lam=0.8)
+    return (advantages + 0.3 * returns) * t.values["log_probs"]
 
 
 #: The page's code.
@@ -158,11 +152,12 @@ TABLE: dict[str, tuple[Loss, Formula, str]] = {
     "PPO": (ppo_here, stated.ppo, "prompt_mean"),
     "GSPO": (gspo_here, stated.gspo, "sample_mean"),
     "GSPO of rollouts": (lambda t: gspo_here(t, per="rollout", totals=t.totals), stated.gspo, "sample_mean"),
-    "GSPO-token": (
-        lambda t: gspo_token_loss(*given(t, "token_advantages"), microbatch_of(t), **NARROW).per_token_loss,
+    "GSPO-token": (gspo_token_here, stated.gspo_token, "sample_mean"),
+    "GSPO-token, its mean given": (
+        lambda t: gspo_token_here(t, mean_log_ratio=segment_mean(log_ratio(t.values), *place(t))),
         stated.gspo_token, "sample_mean",
     ),
-    "GMPO": (lambda t: gmpo_loss(*given(t), microbatch_of(t)).per_token_loss, stated.gmpo, "sample_mean"),
+    "GMPO": (lambda t: losses.gmpo_loss(*given(t), microbatch_of(t)).per_token_loss, stated.gmpo, "sample_mean"),
     "sequence TIS": (sequence_tis_together, stated.sequence_tis, "sample_mean"),
     "off-policy mask": (off_policy_mask_here, stated.off_policy_mask, "sample_mean"),
     "GAE": (gae_here, stated.generalised, "sample_mean"),
@@ -184,8 +179,7 @@ WHERE = {
 
 
 def on_rank() -> dict[tuple[str, str, int], cp_steps.Outcome]:
-    losses, modes = ({name: row[part] for name, row in TABLE.items()} for part in (0, 2))
-    return cp_steps.run_on_ranks(losses, modes, WHERE)
+    return cp_steps.run_on_ranks(*({name: row[part] for name, row in TABLE.items()} for part in (0, 2)), WHERE)
 
 
 @functools.cache

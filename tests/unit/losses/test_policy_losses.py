@@ -7,7 +7,6 @@ import functools
 import inspect
 import itertools
 import math
-from collections.abc import Callable
 from typing import Any
 
 import oracle
@@ -17,19 +16,8 @@ from refusals import Call, check_refusal, each_of, refusals
 from torch import Tensor
 
 from megatron_rl_loss import Samples, losses, resolve
-from megatron_rl_loss.losses import (
-    POLICY_LOSSES,
-    check_goes_with,
-    dppo_loss,
-    gspo_loss,
-    gspo_token_loss,
-    kl_estimate,
-    policy_loss,
-    segment_mean,
-    value_loss,
-)
+from megatron_rl_loss.losses import POLICY_LOSSES, check_goes_with, dppo_loss, kl_estimate, policy_loss, value_loss
 from megatron_rl_loss.modes import MODES
-from megatron_rl_loss.plan import plan_step
 
 INF, NAN = float("inf"), float("nan")
 
@@ -222,23 +210,6 @@ def test_what_is_clipped(name: str, clip: Any, advantages: Any, clipped: list[fl
     found = policy_loss(name, *place, clip_low=clip[0], clip_high=clip[1])
     assert found.clipped[active].tolist() == clipped
     assert found.ppo_kl[active].tolist() == pytest.approx((-LOG_RATIOS[active]).tolist(), abs=1e-6)
-
-
-def test_with_one_advantage_per_sequence_a_token_has_its_sequences_gradient() -> None:
-    """Off policy and inside the clip range too; whether the mean is given, with its graph, or not."""
-    (microbatch,) = plan_step([Samples([torch.ones(3), torch.ones(2)])], "sample_mean", dp_group=None)
-    old, advantages = OLDS.double(), advantages_of(1, -2).double()
-
-    def gradient_of(loss: Callable[..., Any], given: bool) -> Tensor:
-        leaf = (old + LOG_RATIOS.double()).requires_grad_()
-        mean = {"mean_log_ratio": segment_mean(leaf - old, microbatch)} if given else {}
-        found = loss(leaf, old, advantages, microbatch, clip_low=0.9, clip_high=0.9, **mean)
-        microbatch(found.per_token_loss).backward()
-        assert leaf.grad is not None
-        return leaf.grad
-
-    for loss, given in ((gspo_loss, True), (gspo_token_loss, False), (gspo_token_loss, True)):
-        torch.testing.assert_close(gradient_of(loss, given), gradient_of(gspo_loss, False), rtol=oracle.EXACT, atol=0)
 
 
 # --- by name
