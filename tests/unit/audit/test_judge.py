@@ -3,7 +3,6 @@
 Weights that should be are the float64 oracle's; wrong ones are formulas in counts (`counted_steps`).
 """
 
-import itertools
 import json
 import math
 import random
@@ -222,21 +221,6 @@ def test_weight_on_padding_is_told() -> None:
 # ---- readings: places before chains of counts
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_a_second_sample_of_each_pack_counted_twice_is_no_chain_of_causes(seed: int) -> None:
-    """Packed, at CP 2: samples weigh once or twice what was asked, which some products of counts do as well."""
-    step = ragged(seed, D=1, C=2, K=random.Random(seed).choice([1, 2, 3]), samples=(2, 3), longest=12)
-    numbers = itertools.count()
-    second = {[next(numbers) for _ in chosen][1] for rank in step.rows for chosen in rank}
-    verdict = judged(step, lambda t: exact(t) * (1 + np.isin(t.i, list(second))))
-    for reading in verdict.readings:
-        assert len(reading.counts) <= 1 or reading.places, str(verdict)
-    active = {i for i, row in enumerate(step.counted.samples) if any(row.mask)}
-    if verdict.shape == "sample" and 0 < 2 * len(active & second) < len(active):
-        twice = tuple((f"sample {i}", pytest.approx(2)) for i in sorted(active & second))
-        assert verdict.readings[0].places == twice
-
-
 @pytest.mark.parametrize("seed", range(1, 4))
 @pytest.mark.parametrize("size", ["", "C"])
 def test_one_rank_apart_is_said_before_anything_else(seed: int, size: str) -> None:
@@ -263,8 +247,6 @@ def prompts_of_samples(t: Counted) -> Array:
 
 READINGS: dict[str, tuple[Formula, str, dict[str, Any], str]] = {
     # name: (weights, asked, options of the step, what the first reading says)
-    "own tokens, times CP": (lambda t: own_mean(t) * t.C, "token_mean", {},
-        r"^divided by the tokens of the micro-batch, not of the step \(skyrl:token_mean_legacy, trl:bnpo.*x 2 = CP"),
     "rows' means by micro-batch, for prompts": (mean_of_rows, "prompt_mean", {"masked": 0.0},
         r"divided by .*tokens of the rollout.*number of rollouts of the micro-batch.*not divided by the tokens"),
     "samples' means over what a CP rank holds": (lambda t: t.m / t.M_here / (t.N * t.C), "sample_mean",
@@ -283,27 +265,11 @@ READINGS: dict[str, tuple[Formula, str, dict[str, Any], str]] = {
         r"^the weights of sample_mean, unit counting all \(verl:seq-mean-token-mean, skyrl:sequence_mean, trl:grpo\)$"),
     "another mode, times CP": (lambda t: t.C * t.m / t.M / t.N, "token_mean", {}, "weights of sample_mean.*x 2 = CP"),
     "a divisor": (lambda t: t.m / (64 * t.N), "prompt_mean", {}, "^the weights of constant with divisor 64, unit"),
-    "stock": (own_piece, "prompt_mean", {}, "tokens of what the CP rank holds of the micro-batch, not of the step"),
 }  # fmt: skip
 
 
-PLACE = re.compile(r"(DP|CP|micro-batch|sample|rollout|prompt) (\d+)")
-COLUMNS = {"DP": "dp_rank", "CP": "cp_rank", "micro-batch": "microbatch"}
-
-
-def by_place(verdict: Verdict, tokens: StepTokens) -> Array:
-    """Measured / asked of every entry, from the verdict's places alone."""
-    found = np.full(len(tokens), np.nan)
-    for place, factor in verdict.factors:
-        here = np.ones(len(tokens), bool)
-        for kind, number in PLACE.findall(place):
-            here &= getattr(tokens, COLUMNS.get(kind, kind)) == int(number)
-        found[here] = factor
-    return found
-
-
 @pytest.mark.parametrize("name", READINGS)
-def test_what_fits_is_said_in_words_and_numbers_are_those_of_every_place(name: str) -> None:
+def test_what_fits_is_said_in_words_and_numbers(name: str) -> None:
     formula, mode, options, says = READINGS[name]
     step = ragged(3, **options)
     t = step.counted
@@ -313,11 +279,10 @@ def test_what_fits_is_said_in_words_and_numbers_are_those_of_every_place(name: s
     assert any(re.search(says, reading.text) for reading in verdict.readings[:1]), str(verdict)
     assert f"A reading that fits: {verdict.readings[0].text[:20]}" in str(verdict)
     right = right_weights(step, mode)
-    ratio = (weights[right != 0]) / right[right != 0]
+    ratio = weights[right != 0] / right[right != 0]
     assert (verdict.low, verdict.high) == pytest.approx((ratio.min(), ratio.max()), rel=1e-5)
     apart = np.abs(weights / weights.sum() - right / right.sum()).sum() / 2
     assert verdict.misplaced == pytest.approx(apart, abs=1e-6)
-    np.testing.assert_allclose(by_place(verdict, measured(step, weights).tokens)[right != 0], ratio, rtol=2e-5)
 
 
 # name: (factor, sizes DP, CP, K, what else is known of the step, all readings)
@@ -431,12 +396,11 @@ def test_the_report_and_a_measured_step_are_plain_data_too() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("samples", "shortest", "longest"), [(512, 100, 300), (50_000, 2, 3)])
-def test_a_large_step_is_judged_at_once(samples: int, shortest: int, longest: int) -> None:
-    """100 thousand tokens: a second or two on one core, with room for a machine that is busy otherwise."""
-    lengths = np.random.default_rng(0).integers(shortest, longest, samples)
-    sample = np.repeat(np.arange(samples), lengths)
-    position = np.concatenate([np.arange(n) for n in lengths])
+def test_a_large_step_is_judged_at_once() -> None:
+    """40 thousand tokens: in less than a second on a free core, with room for a machine that is busy otherwise."""
+    samples = 20_000
+    sample = np.repeat(np.arange(samples), 2)
+    position = np.arange(len(sample)) % 2
     mask = (np.random.default_rng(1).random(len(sample)) < 0.7).astype(float)
     piece = sample * 64 // samples
     tokens = StepTokens(
@@ -448,5 +412,5 @@ def test_a_large_step_is_judged_at_once(samples: int, shortest: int, longest: in
     for mode in ("prompt_mean", None):
         begin = time.process_time()
         verdict = judge(step, None if mode is None else asked(mode))
-        assert time.process_time() - begin < 10
+        assert time.process_time() - begin < 4
         assert "the tokens of the micro-batch, not of the step" in verdict.readings[0].text

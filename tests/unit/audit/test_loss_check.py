@@ -32,7 +32,7 @@ from megatron_rl_loss.modes.table import ModeInputs
 
 pytestmark = pytest.mark.slow  # hundreds of random steps
 
-ADDED, TOGETHER = LossCall(dp="sum"), "over all of these together"
+ADDED, PADDED, TOGETHER = LossCall(dp="sum"), "with masks as long as padded slots", "over all of these together"
 
 # ---- published formulas that are not what they are meant to be
 
@@ -72,46 +72,38 @@ def test_a_published_function_is_found(bug: published.Bug) -> None:
 # ---- exact ones
 
 
-PACKED = LossCall(rows="packed", dp="sum")
-OF_PROMPTS = {"rollout_tokens": "prompt_tokens", "step_samples": "step_prompts"}
+ROLLOUTS = {"step_samples": "step_rollouts"}
+PROMPTS = {"rollout_tokens": "prompt_tokens", "step_samples": "step_prompts"}
 #: The loss function, its mode, its call, and a divisor.
 EXACT: dict[str, tuple[Callable[..., Tensor], str, LossCall | str, float | None]] = {
     "TRL dr_grpo": (
-        lambda losses, mask, gradient_accumulation_steps:
-            ((losses * mask).sum(-1) / 16).mean() / gradient_accumulation_steps,
+        lambda x, m, gradient_accumulation_steps: ((x * m).sum(-1) / 16).mean() / gradient_accumulation_steps,
         "trl:dr_grpo", "trl", 16,
     ),
     "transformers": (
-        lambda losses, mask, num_items_in_batch: share(losses, mask, num_items_in_batch),
-        "token_mean", "transformers", None,
+        lambda x, m, num_items_in_batch: share(x, m, num_items_in_batch), "token_mean", "transformers", None
     ),
     "prime-rl": (
-        lambda losses, masks, loss_scale: published.total_of_lists(losses, masks) / loss_scale.clamp(min=1),
+        lambda xs, ms, loss_scale: published.total_of_lists(xs, ms) / loss_scale.clamp(min=1),
         "token_mean", "prime_rl", None,
     ),
     "open-instruct, OpenRLHF, CP and all": (
-        lambda losses, mask, step_tokens, world_size: share(losses, mask, step_tokens) * world_size,
+        lambda x, m, step_tokens, world_size: share(x, m, step_tokens) * world_size,
         "token_mean", LossCall(cp="mean"), None,
     ),
-    "rollouts": (
-        published.rows_for_rollouts, "sample_mean",
-        replace(ADDED, split_rollouts=True, names={"step_samples": "step_rollouts"}), None,
-    ),
-    "prompts": (published.rows_for_rollouts, "prompt_mean", replace(ADDED, names=OF_PROMPTS), None),
+    "rollouts": (published.rows_for_rollouts, "sample_mean", replace(ADDED, split_rollouts=True, names=ROLLOUTS), None),
+    "prompts": (published.rows_for_rollouts, "prompt_mean", replace(ADDED, names=PROMPTS), None),
     "packed, by index, CP": (
-        lambda losses, mask, sample_index, sample_tokens, step_samples:
-            (losses * mask / sample_tokens.clamp(min=1)[sample_index]).sum() / step_samples,
-        "sample_mean", replace(PACKED, cp="sum"), None,
+        lambda x, m, sample_index, sample_tokens, step_samples:
+            (x * m / sample_tokens.clamp(min=1)[sample_index]).sum() / step_samples,
+        "sample_mean", LossCall(rows="packed", dp="sum", cp="sum"), None,
     ),
     "PPO": (
-        lambda log_probs, mask, old_log_probs, advantages, step_tokens:
-            share(-(log_probs - old_log_probs).exp() * advantages, mask, step_tokens),
+        lambda new, m, old_log_probs, advantages, step_tokens:
+            share(-(new - old_log_probs).exp() * advantages, m, step_tokens),
         "token_mean", replace(ADDED, takes="log_probs"), None,
     ),
-    "in place": (
-        lambda losses, mask, step_tokens: losses.mul_(mask.clamp_(max=1)).sum() / step_tokens,
-        "token_mean", ADDED, None,
-    ),
+    "in place": (lambda x, m, step_tokens: x.mul_(m.clamp_(max=1)).sum() / step_tokens, "token_mean", ADDED, None),
 }  # fmt: skip
 
 
@@ -164,12 +156,6 @@ def test_built_in_modes_are_invariant(mode: str, units: Any) -> None:
         assert 0 < report.lowest_sum < report.highest_sum <= 1 + 1e-6
 
 
-def needs_two(inputs: ModeInputs) -> float:
-    if len(inputs.samples) < 2:
-        raise RuntimeError("needs two samples")
-    return 1.0
-
-
 def sum_by_prompts(inputs: ModeInputs) -> Tensor:
     return torch.full((len(inputs.samples),), 1 / inputs.totals.prompts.all)
 
@@ -179,11 +165,7 @@ def sum_by_prompts(inputs: ModeInputs) -> Tensor:
     [
         (lambda of: 1 / max(1.0, float(of.samples.mask_sums.sum())), MICROBATCHES, 2),
         (lambda of: torch.full((len(of.samples),), 1 / max(1, len(of.samples))), MICROBATCHES, 3),
-        (
-            lambda of: [torch.full((int(n),), 1 / int(n)) for n in of.samples.mask_lengths],
-            "with masks as long as padded slots",
-            2,
-        ),
+        (lambda of: [torch.full((int(n),), 1 / int(n)) for n in of.samples.mask_lengths], PADDED, 2),
     ],
     ids=["tokens here", "samples here", "padded lengths"],
 )
@@ -198,14 +180,10 @@ def test_what_a_mode_depends_on_is_found(mode: Any, cut: str, most: int) -> None
 
 
 def test_modes_of_ones_own_and_functions_beside_them() -> None:
-    report = check_loss(mode=needs_two, draws=6)
-    assert {finding.kind for finding in report.findings} == {"raises"}
-    assert "it raises RuntimeError: needs two samples" in str(report)
     report = check_loss(mode=lambda of: [torch.arange(-1.0, int(n) - 1) for n in of.samples.mask_lengths], draws=6)
     assert (report.sound, report.negative) == (True, True)
     assert check_loss(mode=sum_by_prompts, draws=6).sound
-    sums = lambda losses, mask, step_prompts: total(losses, mask) / step_prompts  # noqa: E731
-    assert check_loss(sums, sum_by_prompts, call=ADDED, draws=6).sound
+    assert check_loss(lambda x, m, step_prompts: total(x, m) / step_prompts, sum_by_prompts, call=ADDED, draws=6).sound
     report = check_loss(share, sum_by_prompts, draws=6)
     assert not report.sound
     assert "sum_by_prompts" in str(report)
@@ -237,44 +215,26 @@ def zero_by_zero(losses: Tensor, mask: Tensor) -> Tensor:
 
 
 FAULTS: dict[str, tuple[Callable[..., Any], str, str]] = {
-    "clipped": (
-        lambda losses, mask, step_tokens: share(losses.clamp(max=1), mask, step_tokens),
-        "values", "not linear in the losses",
-    ),
-    "normalised by the losses": (
-        lambda losses, mask: total(losses, mask) / total(losses, mask).abs().detach().clamp(min=1e-3),
-        "values", "not linear in the losses",
-    ),
-    "dropout": (
-        lambda losses, mask, step_tokens: share(torch.nn.functional.dropout(losses, 0.5), mask, step_tokens),
-        "chance", "called twice with the same losses",
-    ),
+    "clipped": (lambda x, m, step_tokens: share(x.clamp(max=1), m, step_tokens), "values", "not linear in the losses"),
+    "normalised by the losses": (lambda x, m: total(x, m) / total(x, m).abs().detach(), "values", "not linear in the"),
+    "dropout": (lambda x, m: total(torch.nn.functional.dropout(x), m), "chance", "called twice with the same losses"),
     "raises": (needs_two_rows, "raises", "it raises RuntimeError: cannot normalise one row"),
-    "no graph": (
-        lambda losses, mask, step_tokens: share(losses, mask, step_tokens) if mask.any() else torch.zeros(()),
-        "no graph", "what it returns has no graph, so nothing is trained",
-    ),
-    "a number for nothing": (
-        lambda losses, mask, step_tokens: share(losses, mask, step_tokens) if mask.any() else 0,
-        "no loss", "it returns a int, no tensor",
-    ),
+    "no graph": (lambda x, m: total(x, m) if m.any() else torch.zeros(()), "no graph", "has no graph, so nothing is "),
+    "a number for nothing": (lambda x, m: total(x, m) if m.any() else 0, "no loss", "it returns a int, no tensor"),
     "0/0": (zero_by_zero, "NaN", "the gradient is NaN or infinite at 2 of 2 tokens"),
     "an infinite gradient": (
-        lambda losses, mask: total(losses, mask) - total(losses, 1 - mask).mul(0).abs().sqrt(),
+        lambda x, m: total(x, m) - total(x, 1 - m).mul(0).abs().sqrt(),
         "NaN", "the gradient is NaN or infinite at 1 of 1 tokens",
     ),
-    "masked tokens trained": (
-        lambda losses, mask, step_tokens: losses.sum() / step_tokens, "weights", "padding weighs|masked tokens weigh",
-    ),
-    "the mask off by one": (
-        lambda losses, mask, step_tokens: share(losses, mask.roll(1, -1), step_tokens), "weights", "weigh",
-    ),
+    "masked tokens trained": (lambda x, m, step_tokens: x.sum() / step_tokens, "weights", "(padding|tokens) weighs?"),
+    "the mask off by one": (lambda x, m, step_tokens: share(x, m.roll(1, -1), step_tokens), "weights", "weigh"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(("loss_fn", "kind", "text"), FAULTS.values(), ids=FAULTS.keys())
 def test_a_fault_is_told(loss_fn: Callable[..., Any], kind: str, text: str) -> None:
-    report = check_loss(loss_fn, "token_mean", call=ADDED, draws=6)
+    of_step = "step_tokens" in inspect.signature(loss_fn).parameters
+    report = check_loss(loss_fn, "token_mean" if of_step else "token_sum", call=ADDED, draws=6)
     assert not report.sound
     assert not report.invariant or kind == "weights"
     finding = next(finding for finding in report.findings if finding.kind == kind)
@@ -286,19 +246,17 @@ def test_a_fault_is_told(loss_fn: Callable[..., Any], kind: str, text: str) -> N
 def test_what_is_no_fault_where_the_call_is_another() -> None:
     every_row = LossCall(dp="mean", microbatches="mean", masked_samples=False, even_microbatches=True)
     assert check_loss(zero_by_zero, "sample_mean", call=every_row, draws=4).sound
-    with_option = lambda losses, mask, step_tokens, num_item=None: share(losses, mask, step_tokens)  # noqa: E731
-    default, note = check_loss(with_option, "token_mean", call=ADDED, draws=4).notes
+    default, note = check_loss(lambda x, m, num_item=None: total(x, m), "token_sum", call=ADDED, draws=4).notes
     assert default == "parameter num_item was left at its default"
     assert "NaN at a masked token" in note
-    selecting = lambda losses, mask, step_tokens: torch.where(mask != 0, losses, 0).sum() / step_tokens  # noqa: E731
-    assert not check_loss(selecting, "token_mean", call=ADDED, draws=4).notes
+    assert not check_loss(lambda x, m: torch.where(m != 0, x, 0).sum(), "token_sum", call=ADDED, draws=4).notes
 
 
 #: Function, its mode, its call, the cut that shows it, what is said, and how many times too much tokens weigh.
 TOLD: dict[str, tuple[Callable[..., Any], str, LossCall, str, str, Any]] = {
-    "nothing trained": (lambda losses, mask: 0 * losses.sum(), "token_mean", LossCall(), UNCUT, "", (0, 0)),
+    "nothing trained": (lambda x, m: 0 * x.sum(), "token_mean", LossCall(), UNCUT, "", (0, 0)),
     "the wrong way round": (
-        lambda losses, mask, step_tokens: -share(losses, mask, step_tokens),
+        lambda x, m, step_tokens: -share(x, m, step_tokens),
         "token_mean", ADDED, UNCUT, "all tokens weigh -1 times what they should, on every step alike$", (-1, -1),
     ),
     "one call fails": (
@@ -306,9 +264,8 @@ TOLD: dict[str, tuple[Callable[..., Any], str, LossCall, str, str, Any]] = {
         r"it raises KeyError: 'here' \(micro-batch 1, DP rank 1, CP rank 1\)$", None,
     ),
     "what breaks only together": (
-        lambda losses, mask, step_tokens, num_microbatches, dp_size:
-            share(losses, mask, step_tokens) * (1 + (min(num_microbatches, dp_size) > 1)),
-        "token_mean", ADDED, TOGETHER, "", (2, 2),
+        lambda x, m, num_microbatches, dp_size: total(x, m) * (1 + (min(num_microbatches, dp_size) > 1)),
+        "token_sum", ADDED, TOGETHER, "", (2, 2),
     ),
 }  # fmt: skip
 
