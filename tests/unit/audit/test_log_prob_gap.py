@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from refusals import Call, check_refusal, each_of, refusals
+from refusals import refusal_test, refusals
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -210,7 +210,4 @@ REFUSALS = refusals(
     ({"cp_sizes": [0]}, "a CP size is 0", {"cp_sizes": [1]}),
 )
 
-
-@each_of(REFUSALS)
-def test_what_does_not_go_together_is_refused(refused: Call, error: Any, text: str, accepted: Call) -> None:
-    check_refusal(refused, error, text, accepted)
+test_refusals = refusal_test(REFUSALS)

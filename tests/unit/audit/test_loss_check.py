@@ -20,7 +20,7 @@ import pytest
 import torch
 from counted_steps import Row, Step
 from published import DP, MICROBATCHES, UNCUT, masked_mean, share, total
-from refusals import Call, check_refusal, each_of, refusals
+from refusals import refusal_test, refusals
 from repository import ROOT
 from torch import Tensor
 
@@ -410,10 +410,7 @@ REFUSALS = {
     ),
 }
 
-
-@each_of(REFUSALS)
-def test_refused(refused: Call, error: type[Exception], text: str, accepted: Call) -> None:
-    check_refusal(refused, error, text, accepted)
+test_refusals = refusal_test(REFUSALS)
 
 
 def test_the_functions_own_error_is_the_cause() -> None:

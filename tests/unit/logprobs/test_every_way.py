@@ -28,7 +28,7 @@ from head_oracle import (
     relative,
 )
 from ranks import run_ranks, start_process_group
-from refusals import Call, check_refusal, each_of, refusals
+from refusals import refusal_test, refusals
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -365,7 +365,4 @@ REFUSALS = {
     **refusals(fold, ({"loss": None}, "per_token_loss is a NoneType: it must give losses", {}), error=TypeError),
 }
 
-
-@each_of(REFUSALS)
-def test_refusals(refused: Call, error: type[Exception], text: str, accepted: Call) -> None:
-    check_refusal(refused, error, text, accepted)
+test_refusals = refusal_test(REFUSALS)

@@ -15,7 +15,7 @@ import pytest
 import torch
 from head_oracle import VOCABULARY, batch_of, relative
 from interpreter import begin, finish
-from refusals import Call, check_refusal, each_of, refusals
+from refusals import refusal_test, refusals
 from repository import ROOT
 from torch import Tensor
 
@@ -98,7 +98,4 @@ REFUSALS = {
     ),
 }
 
-
-@each_of(REFUSALS)
-def test_refusals(refused: Call, error: type[Exception], text: str, accepted: Call) -> None:
-    check_refusal(refused, error, text, accepted)
+test_refusals = refusal_test(REFUSALS)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from head_oracle import TOKENS, VOCABULARY, batch_of, given, relative
 from ranks import run_ranks, start_process_group
-from refusals import Call, check_refusal, each_of, refusals
+from refusals import refusal_test, refusals
 from torch import Tensor
 
 from megatron_rl_loss.logprobs import KeptIds, log_probs_from_logits
@@ -175,7 +175,4 @@ REFUSALS = {
     ),
 }
 
-
-@each_of(REFUSALS)
-def test_refusals(refused: Call, error: type[Exception], text: str, accepted: Call) -> None:
-    check_refusal(refused, error, text, accepted)
+test_refusals = refusal_test(REFUSALS)

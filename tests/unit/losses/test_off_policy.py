@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from refusals import Call, check_refusal, each_of, refusals
+from refusals import refusal_test, refusals
 from torch import Tensor
 
 from megatron_rl_loss.losses import importance_weights, keep_sequences, surviving_masks, truncated_importance_weights
@@ -108,7 +108,4 @@ REFUSALS = {
     **refusals(survive, (([0.0, 0.0],), "mask and log-ratios of sample 0 with a list: .+ tensor", ()), error=TypeError),
 }
 
-
-@each_of(REFUSALS)
-def test_refusals(refused: Call, error: type[Exception], text: str, accepted: Call) -> None:
-    check_refusal(refused, error, text, accepted)
+test_refusals = refusal_test(REFUSALS)

@@ -11,63 +11,51 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import bytes_reduced, run_ranks, start_process_group
-from refusals import Call, check_refusal, each_of, refusals
+from refusals import refusal_test, refusals
 from torch import Tensor
 
 from megatron_rl_loss import Gathered, Samples, StepTotals, UnitCounts, ZigzagTHD
 from megatron_rl_loss.losses import segment_extreme, segment_mean, segment_scan, segment_sum, to_tokens, unit_reduce
 
-NUM_SAMPLES = 6
-ROWS: dict[str, tuple[int, int]] = {"one": (1, 0), "four": (4, 0), "two of data": (0, 2), "one and two of data": (1, 2)}
+INF, NAN, NUM_SAMPLES = math.inf, math.nan, 6
 CHUNKS = 4 * NUM_SAMPLES  # zigzag, of two ranks
 #: Bytes forward and backward, of so many rows, of which so many need a gradient.
-BYTES: dict[str, tuple[Any, Any]] = {
-    "sum": (segment_sum, lambda n, g: (8 * n * NUM_SAMPLES, 8 * g * NUM_SAMPLES)),
-    "extreme": (segment_extreme, lambda n, g: (8 * n * NUM_SAMPLES, 16 * g * NUM_SAMPLES)),
-    "scan": (segment_scan, lambda n, g: (8 * (n + 1) * CHUNKS, 8 * (n + 1) * CHUNKS)),
-    "running max": (functools.partial(segment_scan, kind="max"), lambda n, g: (16 * n * CHUNKS, 16 * n * CHUNKS)),
-}
+BYTES: list[tuple[Any, Any]] = [
+    (segment_sum, lambda n, g: (8 * n * NUM_SAMPLES, 8 * g * NUM_SAMPLES)),
+    (segment_extreme, lambda n, g: (8 * n * NUM_SAMPLES, 16 * g * NUM_SAMPLES)),
+    (segment_scan, lambda n, g: (8 * (n + 1) * CHUNKS, 8 * (n + 1) * CHUNKS)),
+    (functools.partial(segment_scan, kind="max"), lambda n, g: (16 * n * CHUNKS, 16 * n * CHUNKS)),
+]
 
 
-Counted = dict[tuple[str, int, str, str], tuple[list[int], list[int]]]
-
-
-def count_on_rank(lengths: tuple[int, ...]) -> tuple[Counted, list[float]]:
-    """Bytes of each call of `all_reduce`, forward and backward, by layout, length of the samples, rows and mechanism.
-
-    And the largest of two samples, where one rank has a NaN in the first.
-    """
+def count_on_rank() -> list[float]:
+    """Holds each call of `all_reduce` against these; the largest of two samples, where one rank has a NaN in one."""
     start_process_group()
-    found: Counted = {}
     rank, sent = int(os.environ["RANK"]), bytes_reduced()
-    for length in lengths:
+    for length in (4, 64):
         cu_seqlens = [length * i for i in range(NUM_SAMPLES + 1)]
         for layout, cp_size in ((ZigzagTHD(cu_seqlens), 2), (Gathered(cu_seqlens), 2), (Gathered(cu_seqlens), 1)):
-            samples = Samples([torch.ones(length)] * NUM_SAMPLES, layout=layout)
-            local = samples.local(rank % cp_size, cp_size)
-            for (name, (with_gradient, data)), what in itertools.product(ROWS.items(), BYTES):
-                rows = [torch.randn(len(local), requires_grad=k < with_gradient) for k in range(with_gradient + data)]
-                sums = BYTES[what][0](rows[::-1], local, dist.group.WORLD if cp_size > 1 else None)
+            local = Samples([torch.ones(length)] * NUM_SAMPLES, layout=layout).local(rank % cp_size, cp_size)
+            group = dist.group.WORLD if cp_size > 1 else None
+            for (trained, data), (function, sizes) in itertools.product([(1, 0), (4, 0), (0, 2), (1, 2)], BYTES):
+                rows = [torch.randn(len(local), requires_grad=k < trained) for k in range(trained + data)]
+                found = function(rows[::-1], local, group)
                 forward, sent[:] = [*sent], []
-                if sums.requires_grad:
-                    sums.square().sum().backward()
-                found[type(layout).__name__, length * cp_size, name, what] = forward, [*sent]
+                if trained:
+                    found.square().sum().backward()
+                expected = [[size] for size in sizes(trained + data, trained)]
+                expected = [expected[0], expected[1] if trained else []] if isinstance(layout, ZigzagTHD) else [[], []]
+                assert [forward, sent] == expected, (layout, length, trained, data, function)
                 sent.clear()
     local = Samples([torch.ones(8)] * 2, layout=ZigzagTHD([0, 8, 16])).local(rank, 2)
-    values = torch.tensor([math.nan if rank else 1.0, *[2.0] * 7])
-    return found, segment_extreme(values, local, dist.group.WORLD).tolist()
+    values = torch.tensor([NAN if rank else 1.0, *[2.0] * 7])
+    return segment_extreme(values, local, dist.group.WORLD).tolist()
 
 
 def test_one_collective_whose_bytes_do_not_depend_on_lengths() -> None:
-    for found, largest in run_ranks(2, count_on_rank, (4, 64), timeout_s=600):
+    for largest in run_ranks(2, count_on_rank, timeout_s=600):
         assert math.isnan(largest[0]), "a maximum over ranks has lost a NaN"
         assert largest[1] == 2
-        for (layout, _, name, what), collectives in found.items():
-            with_gradient, data = ROWS[name]
-            forward, backward = BYTES[what][1](with_gradient + data, with_gradient)
-            expected = ([forward], [backward] if with_gradient else [])
-            assert collectives == (expected if layout == "ZigzagTHD" else ([], [])), (layout, name, what)
-        assert len(found) == 3 * 2 * len(ROWS) * len(BYTES)
 
 
 # --- on one rank
@@ -80,7 +68,6 @@ def local_of(masks: list[Tensor], **ids: Any) -> Any:
     return Samples(masks, **ids).local(0, 1)
 
 
-INF, NAN = math.inf, math.nan
 VALUES = [1.0, 2.0, NAN, INF, -INF, 2.0]
 SCANNED = {"per": "rollout", "gamma": 0.5, "reverse": True, "exclusive": True, "empty": 7}
 #: What is found of them, and the gradient where the n-th result has the slope n, from 1 on.
@@ -257,7 +244,4 @@ REFUSALS = {
     ),
 }
 
-
-@each_of(REFUSALS)
-def test_refusals(refused: Call, error: type[Exception], text: str, accepted: Call) -> None:
-    check_refusal(refused, error, text, accepted)
+test_refusals = refusal_test(REFUSALS)
