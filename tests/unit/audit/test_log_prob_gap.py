@@ -188,7 +188,7 @@ def test_random_gaps_have_no_name() -> None:
         theirs = noise(ours, [0.1, 0.4, 2.0][seed % 3], seed)
         totals = [len(row) + seed % 9 for row in step.ours]
         given = {"total_lengths": totals, "logits": step.logits, "labels": step.labels}
-        gap = compare_log_probs(ours, theirs, step.masks, repeat=ours, **given)  # type: ignore[arg-type]
+        gap = compare_log_probs(ours, theirs, step.masks, repeat=ours, **given)
         assert (gap.patterns, gap.equal) == ((), False)
 
 

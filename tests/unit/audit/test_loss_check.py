@@ -317,11 +317,11 @@ def test_everything_that_can_be_asked_for_is_given() -> None:
 
     parameters = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in GIVEN]
     two = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in ("log_probs", "mask")]
-    asks_for_all.__signature__ = inspect.Signature([*two, *parameters])  # type: ignore[attr-defined]
+    asks_for_all.__signature__ = inspect.Signature([*two, *parameters])
     rows = (DrawnSample((1, 0, 1)), DrawnSample((0, 0)))
     for shape in ("padded", "packed", "lists"):
         seen.clear()
-        call = LossCall(takes="log_probs", rows=shape, cp="sum")  # type: ignore[arg-type]
+        call = LossCall(takes="log_probs", rows=shape, cp="sum")
         measure(asks_for_all, call, LossCase(((rows,), (rows[:1],)), 2))
         assert set(seen) == set(GIVEN)
         assert (int(seen["step_tokens"]), int(seen["rank_tokens"]), seen["step_samples"]) == (4, 2, 3)

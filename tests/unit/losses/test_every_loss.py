@@ -78,7 +78,7 @@ def test_without_a_mask_other_uses_of_the_log_probs_keep_their_gradient() -> Non
     given = inputs()
     leaf = given["log_probs"].clone().requires_grad_()
     ((LOSSES["ppo"](given | {"log_probs": leaf}, None) * 0).sum() + leaf.sum()).backward()
-    assert leaf.grad.tolist() == [1] * len(leaf)  # type: ignore[union-attr]
+    assert leaf.grad.tolist() == [1] * len(leaf)
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -154,4 +154,4 @@ def test_every_node_of_the_package_was_tried() -> None:
     for node in nodes:
         if node.__name__ != "_WithGradient":
             with torch.enable_grad(), pytest.raises(ValueError, match="create_graph=True through"):
-                node.backward(None)  # type: ignore[attr-defined]
+                node.backward(None)

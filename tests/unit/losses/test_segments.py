@@ -196,7 +196,7 @@ def of_units(per: str, tokens: dict[int | str, float] | None) -> Tensor:
     """Of a step in which rollouts and prompts have so many tokens."""
     totals = StepTotals(**{f"{per}s": UnitCounts(all=9, tokens=tokens)})
     local = local_of(MASKS, **{f"{per}_ids": ["a", "a", "b"]})
-    return segment_sum(WHOLE, local, per=per, totals=totals)  # type: ignore[arg-type]
+    return segment_sum(WHOLE, local, per=per, totals=totals)
 
 
 TWO_RANKS, FOUR_RANKS = ({"local": AT_CP_2, "cp_group": GroupOf(size)} for size in (2, 4))
