@@ -83,7 +83,7 @@ def relative(actual: Tensor, expected: Tensor) -> float:
 
 # --- a loss in some cases
 
-TOKENS, VOCABULARY, HIDDEN = 48, 24, 16
+TOKENS, VOCABULARY, HIDDEN = 32, 24, 16
 #: Sums over tokens, hidden and vocabulary; in bfloat16, products are rounded four times in a row.
 BOUNDS = {torch.float64: 1e-12, torch.float32: oracle.chain_error(1, TOKENS), torch.bfloat16: 4 * 2.0**-8}
 FP32 = BOUNDS[torch.float32]
