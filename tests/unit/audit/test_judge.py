@@ -231,13 +231,15 @@ def test_one_rank_apart_is_said_before_anything_else(seed: int, size: str) -> No
     assert reading.text.startswith("one factor for each rank: DP 0: x 1.5")
 
 
-def test_what_has_no_reading_is_numbers() -> None:
+def test_what_has_no_reading_is_numbers_and_copies_are_said() -> None:
     verdict = judged(ragged(3), lambda t: exact(t) * np.array([1.0, 0.31, 2.2])[t.d])
     assert dict(verdict.factors) == pytest.approx({"DP 0": 1, "DP 1": 0.31, "DP 2": 2.2})
     assert not [one for one in verdict.readings if one.counts]
     verdict = judged(ragged(1), lambda t: exact(t) * (1 + np.sin(np.arange(len(t.m))) / 3))
     assert (verdict.shape, verdict.deviations, verdict.readings) == ("token", (), ())
     assert "No reading fits" in str(verdict)
+    twice = judged(ragged(3), lambda t: exact(t) * np.where(t.d == 0, 2, 1))
+    assert "DP 0: x 2, as if counted several times" in twice.readings[0].text
 
 
 def prompts_of_samples(t: Counted) -> Array:
@@ -278,6 +280,9 @@ def test_what_fits_is_said_in_words_and_numbers(name: str) -> None:
     verdict = judged(step, weights, mode)
     assert any(re.search(says, reading.text) for reading in verdict.readings[:1]), str(verdict)
     assert f"A reading that fits: {verdict.readings[0].text[:20]}" in str(verdict)
+    ends = re.search(r"one number for each \w+: (\S+) \(.+?\) to (\S+) \(", " ".join(str(verdict).split()))
+    assert (ends is not None) == (verdict.shape in ("sample", "rollout", "prompt"))
+    assert ends is None or float(ends[1]) < float(ends[2])
     right = right_weights(step, mode)
     ratio = weights[right != 0] / right[right != 0]
     assert (verdict.low, verdict.high) == pytest.approx((ratio.min(), ratio.max()), rel=1e-5)
