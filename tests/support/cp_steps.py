@@ -111,8 +111,10 @@ def flat(step: Sequence[Rollout], chosen: Sequence[int], held: Sequence[Token], 
     return torch.tensor(numbers, dtype=torch.float64)
 
 
-def run_on_ranks(losses: dict[str, Loss], modes: dict[str, str]) -> dict[tuple[str, str, int], Outcome]:
-    """On a rank: every loss in every layout and CP size, differentiated by the log-probs."""
+def run_on_ranks(
+    losses: dict[str, Loss], modes: dict[str, str], cases: dict[str, set[tuple[str, int]]]
+) -> dict[tuple[str, str, int], Outcome]:
+    """On a rank: every loss in its layouts and CP sizes, differentiated by the log-probs."""
     start_process_group()
     # Of consecutive ranks; every rank must make every group.
     groups = {size: [dist.new_group(list(range(k, k + size))) for k in range(0, RANKS, size)] for size in CP_SIZES}
@@ -127,6 +129,8 @@ def run_on_ranks(losses: dict[str, Loss], modes: dict[str, str]) -> dict[tuple[s
             if chosen or place is not bshd  # there are no batches of no rows
         ]
         for name, loss in losses.items():
+            if (place.__name__, cp_size) not in cases[name]:
+                continue
             share, mode = 0.0, modes.get(name, "sample_mean")
             slopes: dict[Token, float] = {}
             for members, chosen, tokens, held in hands:

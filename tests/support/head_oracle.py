@@ -25,6 +25,7 @@ class Batch:
     advantages: Tensor
 
 
+@functools.cache
 def batch_of(
     tokens: int, vocabulary: int, hidden: int, dtype: torch.dtype = torch.float32, seed: int = 0, sharp: float = 1.0
 ) -> Batch:
@@ -82,7 +83,7 @@ def relative(actual: Tensor, expected: Tensor) -> float:
 
 # --- a loss in some cases
 
-TOKENS, VOCABULARY, HIDDEN = 48, 24, 16
+TOKENS, VOCABULARY, HIDDEN = 32, 24, 16
 #: Sums over tokens, hidden and vocabulary; in bfloat16, products are rounded four times in a row.
 BOUNDS = {torch.float64: 1e-12, torch.float32: oracle.chain_error(1, TOKENS), torch.bfloat16: 4 * 2.0**-8}
 FP32 = BOUNDS[torch.float32]

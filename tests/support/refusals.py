@@ -58,6 +58,16 @@ def check_refusal(refused: Call, error: type[Exception], text: str, accepted: Ca
     accepted()
 
 
+def refusal_test(table: Mapping[str, Refusal]) -> Any:
+    """The test of a table: ``test_refusals = refusal_test(REFUSALS)``."""
+
+    @each_of(table)
+    def test(refused: Call, error: type[Exception], text: str, accepted: Call) -> None:
+        check_refusal(refused, error, text, accepted)
+
+    return test
+
+
 # --- rows of launches, which more is known of
 
 

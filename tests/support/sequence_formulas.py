@@ -159,7 +159,8 @@ def generalised(v: Values, m: Tensor) -> Tensor:
         ]
         return sum(0.72**j * delta for j, delta in enumerate(reversed(deltas)))
 
-    return along(m, estimate, reverse=True) * v["log_probs"]
+    advantages = along(m, estimate, reverse=True)
+    return (advantages + 0.3 * torch.where(m != 0, advantages + values, 0)) * v["log_probs"]
 
 
 def members(v: Values, m: Tensor) -> list[Tensor]:

@@ -1,124 +1,97 @@
-"""What a loss may have counted, by hand on a small step."""
+"""What a loss may have counted: every count that a reading can be made of, against plain loops on random steps."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+from counted_steps import Array, measured, ragged
 
 from megatron_rl_loss.audit.counts import COUNTINGS, SCOPES, Cells, Count
 from megatron_rl_loss.audit.tokens import Split, StepTokens
 
-# DP 2 x CP 2, 2 micro-batches. Of a sample the first half of its positions is CP rank 0's.
-#   sample      0       1      2        3         4        5 (fully masked)
-#   DP, mb     0, 0    0, 0   0, 1     1, 0      1, 0     1, 1
-#   rollout     0       0      1        2         3        4
-#   prompt      0       0      0        1         1        1
-MASKS = [[1, 1], [1, 0, 0, 1], [0.5, 0.5], [1, 1, 1, 1], [0, 1], [0, 0]]
-PLACES = [(0, 0), (0, 0), (0, 1), (1, 0), (1, 0), (1, 1)]
-ROLLOUTS, PROMPTS = [0, 0, 1, 2, 3, 4], [0, 0, 0, 1, 1, 1]
-LENGTHS = [len(mask) for mask in MASKS]
+#: By what ids the parts of a step are told apart.
+IDS: dict[str, tuple[str, ...]] = {
+    "step": (), "dp_rank": ("dp_rank",), "microbatch_over_dp": ("microbatch",), "microbatch": ("dp_rank", "microbatch"),
+    "rank": ("dp_rank", "cp_rank"), "cp_place": ("dp_rank", "microbatch", "cp_rank"),
+}  # fmt: skip
+#: What mask entries of a sample, or of another part, count as.
+RULES: dict[str, Any] = {
+    "mask": sum, "length": len, "all": lambda m: 1, "active": any, "clamped": lambda m: max(sum(m), 1),
+    "masked_length": lambda m: sum(m) or len(m), "shifted": lambda m: sum(m) + any(m),
+}  # fmt: skip
 
 
-def each(values: list[int]) -> Any:
-    return np.repeat(np.array(values), LENGTHS)
+def by_loops(tokens: StepTokens, count: Count, cp_size: int) -> Array:
+    """The count around every entry of the masks."""
+    rows = [{name: int(getattr(tokens, name)[i]) for name in IDS["cp_place"] + ("sample", "rollout", "prompt")}
+            for i in range(len(tokens))]  # fmt: skip
+    around = IDS[count.scope] + (() if count.unit == "scope" else (count.unit,))
+    part = (*IDS[count.scope], "sample") if count.what == "tokens" else (*around, count.what)
+    part = {"clamped_pieces": IDS["cp_place"], "clamped_microbatches": IDS["microbatch"]}.get(count.counting, part)
+    parts: dict[Any, dict[Any, list[float]]] = {}
+    keys = [tuple(row[name] for name in around) for row in rows]
+    for key, row, m in zip(keys, rows, tokens.mask.tolist(), strict=True):
+        parts.setdefault(key, {}).setdefault(tuple(row[name] for name in part), []).append(m)
+    found = {}
+    for key, members in parts.items():
+        longest = max(map(len, members.values()))
+        padded = -(-longest // (2 * cp_size)) * 2 * cp_size if count.counting.startswith("padded") else longest
+        if count.counting.endswith(("width", "rectangle")):
+            found[key] = padded * (1 if count.counting.endswith("width") else len(members))
+        elif count.counting in ("response", "total"):
+            lengths = getattr(tokens, f"{count.counting}_lengths")
+            found[key] = sum(lengths[sample] for *_, sample in members)
+        elif count.what == "tokens" and count.counting == "active":
+            found[key] = sum(m != 0 for one in members.values() for m in one)
+        else:
+            found[key] = sum(RULES[count.counting.removesuffix("_pieces").removesuffix("_microbatches")](one)
+                             for one in members.values())  # fmt: skip
+    return np.array([found[key] for key in keys], float)
 
 
-STEP = StepTokens(
-    mask=np.concatenate([np.array(mask, float) for mask in MASKS]),
-    sample=each([0, 1, 2, 3, 4, 5]),
-    position=np.concatenate([np.arange(n) for n in LENGTHS]),
-    dp_rank=each([d for d, _ in PLACES]),
-    microbatch=each([k for _, k in PLACES]),
-    cp_rank=np.concatenate([np.arange(n) // (n // 2) for n in LENGTHS]),
-    rollout=each(ROLLOUTS),
-    prompt=each(PROMPTS),
-    response_lengths=np.array([1, 3, 2, 4, 1, 2]),
-    total_lengths=np.array([2, 4, 2, 4, 2, 2]),
-)
-CELLS = Cells(STEP, Split(num_microbatches=2, dp_size=2, cp_size=2))
-
-# Cells are (sample, CP rank): 0/0, 0/1, 1/0, 1/1, ... 5/1. What each count is, sample by sample, or cell by cell.
-COUNTS: dict[tuple[str, str, str, str], list[float]] = {
-    # (what, scope, counting, unit)
-    ("tokens", "step", "mask", "scope"): [10] * 6,
-    ("tokens", "step", "active", "scope"): [11] * 6,
-    ("tokens", "step", "length", "scope"): [16] * 6,
-    ("tokens", "step", "response", "scope"): [13] * 6,
-    ("tokens", "step", "total", "scope"): [16] * 6,
-    ("tokens", "step", "clamped", "scope"): [11] * 6,
-    ("tokens", "step", "masked_length", "scope"): [12] * 6,
-    ("tokens", "step", "shifted", "scope"): [15] * 6,
-    ("tokens", "step", "rectangle", "scope"): [24] * 6,
-    ("tokens", "step", "clamped_microbatches", "scope"): [11] * 6,
-    ("tokens", "dp_rank", "mask", "scope"): [5, 5, 5, 5, 5, 5],
-    ("tokens", "microbatch", "mask", "scope"): [4, 4, 1, 5, 5, 0],
-    ("tokens", "microbatch", "clamped", "scope"): [4, 4, 1, 5, 5, 1],
-    ("tokens", "microbatch", "rectangle", "scope"): [8, 8, 2, 8, 8, 2],
-    ("tokens", "microbatch", "width", "scope"): [4, 4, 2, 4, 4, 2],
-    ("tokens", "microbatch", "padded_width", "scope"): [4] * 6,
-    ("tokens", "microbatch", "padded_rectangle", "scope"): [8, 8, 4, 8, 8, 4],
-    ("tokens", "microbatch_over_dp", "mask", "scope"): [9, 9, 1, 9, 9, 1],
-    ("tokens", "step", "mask", "sample"): [2, 2, 1, 4, 1, 0],
-    ("tokens", "step", "response", "sample"): [1, 3, 2, 4, 1, 2],
-    ("tokens", "step", "mask", "rollout"): [4, 4, 1, 4, 1, 0],
-    ("tokens", "step", "mask", "prompt"): [5, 5, 5, 5, 5, 5],
-    ("tokens", "microbatch", "mask", "prompt"): [4, 4, 1, 5, 5, 0],
-    # Pieces without a token: of micro-batch (0, 1) none, of (1, 1) both; each half token of sample 2 counts as one.
-    ("tokens", "step", "clamped_pieces", "scope"): [13] * 12,
-    ("tokens", "cp_place", "mask", "scope"): [2, 2, 2, 2, 0.5, 0.5, 2, 3, 2, 3, 0, 0],
-    ("tokens", "rank", "mask", "scope"): [2.5, 2.5, 2.5, 2.5, 2.5, 2.5, 2, 3, 2, 3, 2, 3],
-    ("tokens", "cp_place", "mask", "sample"): [1, 1, 1, 1, 0.5, 0.5, 2, 2, 0, 1, 0, 0],
-    ("sample", "step", "all", "scope"): [6] * 6,
-    ("sample", "step", "active", "scope"): [5] * 6,
-    ("rollout", "step", "all", "scope"): [5] * 6,
-    ("rollout", "step", "active", "scope"): [4] * 6,
-    ("prompt", "step", "all", "scope"): [2] * 6,
-    ("sample", "dp_rank", "all", "scope"): [3] * 6,
-    ("sample", "microbatch", "all", "scope"): [2, 2, 1, 2, 2, 1],
-    ("sample", "microbatch", "active", "scope"): [2, 2, 1, 2, 2, 0],
-    ("rollout", "microbatch", "all", "scope"): [1, 1, 1, 2, 2, 1],
-    ("rollout", "step", "all", "prompt"): [2, 2, 2, 3, 3, 3],
-    ("sample", "step", "active", "prompt"): [3, 3, 3, 2, 2, 2],
-    ("microbatch", "dp_rank", "active", "scope"): [2, 2, 2, 1, 1, 1],
-}
+def step_of(seed: int, **how: Any) -> tuple[StepTokens, Cells]:
+    how = {"samples": (1, 2), "fractional": True, "masked": 0.4, "longest": 12, "uneven_prompts": True} | how
+    step = measured(ragged(seed, **how), lambda t: t.m)
+    tokens = replace(step.tokens, response_lengths=np.arange(int(step.tokens.sample.max()) + 1) % 4 + 1)
+    return tokens, Cells(tokens, step.split)
 
 
-@pytest.mark.parametrize("count", COUNTS, ids=str)
-def test_what_is_counted_around_every_cell(count: tuple[str, str, str, str]) -> None:
-    values = COUNTS[count]
-    np.testing.assert_array_equal(CELLS.values(Count(*count)), np.repeat(values, 12 // len(values)))
-
-
-def test_every_way_of_counting_is_tried() -> None:
-    assert {counting for what, _, counting, _ in COUNTS if what == "tokens"} == set(COUNTINGS)
-    assert {scope for what, scope, *_ in COUNTS if what == "tokens"} == set(SCOPES)
+@pytest.mark.parametrize("seed", range(3))
+def test_every_count_is_what_loops_say(seed: int) -> None:
+    tokens, cells = step_of(seed, D=2, C=2, K=3, split_rollouts=True)
+    counts = {count for _, count in cells.features()}
+    counts |= {Count("tokens", counting=counting) for counting in COUNTINGS}
+    counts |= {Count(unit, "step", how) for unit in cells.units for how in ("all", "active")}
+    assert len(counts) > 150
+    for count in counts:
+        np.testing.assert_array_equal(cells.values(count)[cells.of_entry], by_loops(tokens, count, 2), str(count))
+    rest = {"sample": tokens.sample, "rollout": tokens.rollout, "prompt": tokens.prompt}
+    numbers = {name: len(np.unique(ids)) for name, ids in rest.items()}
+    total = float(tokens.mask.sum())
+    for count, average in {
+        Count("tokens", "microbatch"): total / 6, Count("tokens", "cp_place"): total / 12,
+        Count("tokens", unit="rollout"): total / numbers["rollout"],
+        Count("sample", "dp_rank", "all"): numbers["sample"] / 2,
+        Count("sample", counting="active", unit="prompt"): numbers["sample"] / numbers["prompt"],
+        Count("microbatch", "dp_rank", "active"): 6 / 2,
+    }.items():  # fmt: skip
+        assert cells.average(count) == average, count
 
 
 def test_parts_are_those_the_step_was_split_into() -> None:
-    assert CELLS.scopes() == list(SCOPES)
-    alone = {name: np.zeros_like(STEP.sample) for name in ("dp_rank", "microbatch", "cp_rank")}
-    columns = {**vars(STEP), **alone}
-    assert Cells(StepTokens(**columns), Split()).scopes() == ["step"]
-    columns["microbatch"] = STEP.microbatch
-    assert Cells(StepTokens(**columns), Split(num_microbatches=2)).scopes() == ["step", "microbatch"]
+    for sizes, scopes in {
+        (1, 1, 1): ["step"], (1, 1, 2): ["step", "microbatch"], (2, 1, 1): ["step", "microbatch"],
+        (1, 2, 1): ["step", "cp_place"], (2, 2, 2): list(SCOPES),
+    }.items():  # fmt: skip
+        assert step_of(0, **dict(zip("DCK", sizes, strict=True)))[1].scopes() == scopes
 
 
 def test_parts_without_a_token_or_an_entry_are_parts() -> None:
-    """DP 2 x CP 2 x 3 micro-batches, the third of both ranks without a mask entry."""
-    cells = Cells(STEP, Split(num_microbatches=3, dp_size=2, cp_size=2))
-    pieces, microbatches = ("dp_rank", "microbatch", "cp_rank"), ("dp_rank", "microbatch")
-    assert [cells.number_of_parts(names) for names in (pieces, microbatches, ("rollout",))] == [12, 6, 5]
-    everywhere = StepTokens(**{**vars(STEP), "cp_rank": np.full_like(STEP.sample, -1)})  # every CP rank holds all
-    assert Cells(everywhere, Split(cp_size=2)).number_of_parts(pieces) == 4
-
-
-def test_an_average_is_the_steps_count_over_the_number_of_parts() -> None:
-    for count, average in {
-        Count("tokens", "microbatch"): 10 / 4,
-        Count("tokens", "cp_place"): 10 / 8,
-        Count("tokens", unit="rollout"): 10 / 5,
-        Count("sample", "dp_rank", "all"): 6 / 2,
-        Count("sample", counting="active", unit="prompt"): 6 / 2,
-        Count("microbatch", "dp_rank", "active"): 4 / 2,
-    }.items():
-        assert CELLS.average(count) == average, count
+    """A third micro-batch of both ranks has no mask entry; where every CP rank holds all, CP makes no parts."""
+    tokens, _ = step_of(1, D=2, C=2, K=2)
+    cells = Cells(tokens, Split(num_microbatches=3, dp_size=2, cp_size=2))
+    everywhere = Cells(replace(tokens, cp_rank=np.full_like(tokens.sample, -1)), Split(cp_size=2, dp_size=2))
+    pieces = ("dp_rank", "microbatch", "cp_rank")
+    found = [cells.number_of_parts(names) for names in (pieces, pieces[:2], ("sample",))]
+    assert [*found, everywhere.number_of_parts(pieces)] == [12, 6, len(np.unique(tokens.sample)), 4]

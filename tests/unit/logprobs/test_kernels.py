@@ -1,4 +1,4 @@
-"""Other makers of log-probs behind `log_probs_from_logits`, against plain torch and float64.
+"""Other makers of log-probs behind `log_probs_from_logits`, against float64.
 
 Liger runs where liger-kernel and Triton are installed, in Triton's interpreter, so without a GPU. Transformer Engine's
 and flash-attn's need a GPU, and run with TEST_DEVICE=cuda where they are installed.
@@ -6,17 +6,37 @@ and flash-attn's need a GPU, and run with TEST_DEVICE=cuda where they are instal
 
 import importlib.util
 import os
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
+import head_oracle
 import pytest
 import torch
+from head_oracle import VOCABULARY, batch_of, relative
 from interpreter import begin, finish
-from kernel_check import check
-from refusals import Call, Refusal, check_refusal, each_of
+from refusals import refusal_test, refusals
 from repository import ROOT
 from torch import Tensor
 
 from megatron_rl_loss.logprobs import kernels, log_probs_from_logits
+
+
+def check(kernel: Any, device: str = "cpu", bound: float = 1e-6) -> None:
+    """Value and gradient."""
+    batch = batch_of(19, VOCABULARY, 8)
+    leaf = (batch.hidden @ batch.weight.T).requires_grad_()
+    expected, slopes = head_oracle.log_probs_and_entropy(leaf, batch.labels)[0] * batch.mask, torch.linspace(-1, 2, 19)
+    (gradient,) = torch.autograd.grad((expected * slopes).sum(), leaf)
+    logits = leaf.detach().float().to(device).requires_grad_()
+    labels = batch.labels.masked_fill(~batch.mask, -7).int().to(device)
+    before = logits.detach().clone()
+    found = log_probs_from_logits(logits, labels, token_mask=batch.mask, kernel=kernel)
+    (given,) = torch.autograd.grad((found.log_probs * slopes.to(device)).sum(), logits)
+    assert found.entropy is None
+    assert relative(found.log_probs.cpu(), expected) <= bound
+    assert relative(given.cpu(), gradient) <= bound
+    assert torch.equal(logits.detach(), before)
 
 
 def plain(logits: Tensor, labels: Tensor, tp_group: Any) -> Tensor:
@@ -33,10 +53,9 @@ def test_a_kernel_of_ones_own() -> None:
 
 IN_THE_INTERPRETER = f"""
 import sys
-sys.path[:0] = [{str(ROOT / "tests" / "support")!r}, {str(ROOT)!r}]
-from kernel_check import check
-from megatron_rl_loss.logprobs.kernels import liger
-check(liger)
+sys.path[:0] = [{str(ROOT / "tests" / "support")!r}, {str(ROOT / "tests" / "unit" / "logprobs")!r}, {str(ROOT)!r}]
+from test_kernels import check, kernels
+check(kernels.liger)
 print("the same")
 """
 
@@ -58,42 +77,25 @@ def test_kernels_on_a_gpu(name: str) -> None:
     check(kernels.KERNELS[name], "cuda", 1e-5)
 
 
-class TwoRanks:
-    """The part of a group that the kernel uses."""
-
-    def size(self) -> int:
-        return 2
-
-
 LOGITS, LABELS = torch.zeros(2, 4), torch.tensor([0, 3])
-
-
-def with_plain(**more: Any) -> Call:
-    return lambda: log_probs_from_logits(LOGITS, LABELS, kernel=plain, **more)
-
-
-def module(name: str) -> Call:
-    return lambda: kernels._module(f"megatron_rl_loss.{name}", "no_such")
-
-
-REFUSALS: dict[str, Refusal] = {
-    "a temperature": (with_plain(temperature=0.5), ValueError, "a kernel with temperature", with_plain()),
-    "entropy and kept ids": (
-        with_plain(entropy=True, keep=LOGITS == 0),
-        ValueError,
-        "a kernel with keep, entropy",
-        with_plain(),
+TWO_RANKS = SimpleNamespace(size=lambda: 2)  # the part of a group that the kernel uses
+REFUSALS = {
+    **refusals(
+        partial(log_probs_from_logits, LOGITS, LABELS, kernel=plain),
+        ({"temperature": 0.5}, "a kernel with temperature", {}),
+        ({"entropy": True, "keep": LOGITS == 0}, "a kernel with keep, entropy", {}),
     ),
     "Liger on two ranks": (
-        lambda: kernels.liger(LOGITS, LABELS, TwoRanks()),  # type: ignore[arg-type]
+        partial(kernels.liger, LOGITS, LABELS, TWO_RANKS),
         ValueError,
         "liger with a vocabulary on 2 ranks",
-        with_plain(),
+        partial(plain, LOGITS, LABELS, TWO_RANKS),
     ),
-    "not installed": (module("no_such"), RuntimeError, "no_such does not import here", module("logprobs.kernels")),
+    **refusals(
+        lambda name: kernels._module(f"megatron_rl_loss.{name}", "no_such"),
+        (("no_such",), "no_such does not import here", ("logprobs.kernels",)),
+        error=RuntimeError,
+    ),
 }
 
-
-@each_of(REFUSALS)
-def test_refusals(refused: Call, error: type[Exception], text: str, accepted: Call) -> None:
-    check_refusal(refused, error, text, accepted)
+test_refusals = refusal_test(REFUSALS)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from head_oracle import TOKENS, VOCABULARY, batch_of, given, relative
 from ranks import run_ranks, start_process_group
-from refusals import Call, check_refusal, each_of, refusals
+from refusals import refusal_test, refusals
 from torch import Tensor
 
 from megatron_rl_loss.logprobs import KeptIds, log_probs_from_logits
@@ -33,10 +33,8 @@ def test_only_logits_and_their_gradient_are_rounded_to_their_dtype(name: str, dt
         options |= {"keep": keep, "entropy": True, "token_mask": mask, **more}
         found = log_probs_from_logits(logits, labels, **options)
         for one, other in zip(found, expected, strict=True):
-            assert one is not None
             assert one.dtype == torch.promote_types(dtype, torch.float32)
             assert relative(one, other) <= (1e-13 if dtype == torch.float64 else FP32)
-        assert found.entropy is not None
         total = ((found.log_probs - 0.3 * found.entropy) * slopes.to(found.entropy.dtype)).sum()
         (of_logits,) = torch.autograd.grad(total, logits)
         assert relative(of_logits, gradient) <= {torch.float64: 1e-13, torch.float32: FP32}.get(
@@ -57,7 +55,6 @@ FAR_LABELS = [0, 1, 2, 0, 3, 0, 3]
 def far(columns: slice = slice(None), group: Any = None) -> list[list[Any]]:
     leaf = torch.tensor(FAR)[:, columns].requires_grad_()
     log_probs, entropy = log_probs_from_logits(leaf, torch.tensor(FAR_LABELS), entropy=True, tp_group=group)
-    assert entropy is not None
     (gradient,) = torch.autograd.grad((log_probs - entropy).sum(), leaf)
     return [one.tolist() for one in (log_probs, entropy, gradient.T)]
 
@@ -65,7 +62,6 @@ def far(columns: slice = slice(None), group: Any = None) -> list[list[Any]]:
 def far_on_rank() -> list[list[Any]]:
     start_process_group()
     group = torch.distributed.group.WORLD
-    assert group is not None
     return far(slice(2 * group.rank(), 2 * group.rank() + 2), group)
 
 
@@ -90,10 +86,7 @@ def test_kept_ids_are_their_mask() -> None:
     for part in (slice(0, VOCABULARY), slice(8, 16)):
         assert torch.equal(kept.mask(torch.arange(TOKENS), part.start, part.stop), batch.keep[:, part])
     for more in ({}, {"token_mask": batch.mask}, {"chunk_tokens": 3}):
-        both = [
-            log_probs_from_logits(logits_of(batch), batch.labels, keep=keep, **more)  # type: ignore[arg-type]
-            for keep in (kept, batch.keep)
-        ]
+        both = [log_probs_from_logits(logits_of(batch), batch.labels, keep=keep, **more) for keep in (kept, batch.keep)]
         assert torch.equal(both[0].log_probs, both[1].log_probs)
     one = torch.arange(VOCABULARY) < 9  # for all tokens
     both = [log_probs_from_logits(logits_of(batch), batch.labels, keep=keep) for keep in (one, one.expand(TOKENS, -1))]
@@ -175,7 +168,4 @@ REFUSALS = {
     ),
 }
 
-
-@each_of(REFUSALS)
-def test_refusals(refused: Call, error: type[Exception], text: str, accepted: Call) -> None:
-    check_refusal(refused, error, text, accepted)
+test_refusals = refusal_test(REFUSALS)

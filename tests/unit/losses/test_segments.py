@@ -11,63 +11,51 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import bytes_reduced, run_ranks, start_process_group
-from refusals import Call, check_refusal, each_of, refusals
+from refusals import refusal_test, refusals
 from torch import Tensor
 
 from megatron_rl_loss import Gathered, Samples, StepTotals, UnitCounts, ZigzagTHD
 from megatron_rl_loss.losses import segment_extreme, segment_mean, segment_scan, segment_sum, to_tokens, unit_reduce
 
-NUM_SAMPLES = 6
-ROWS: dict[str, tuple[int, int]] = {"one": (1, 0), "four": (4, 0), "two of data": (0, 2), "one and two of data": (1, 2)}
+INF, NAN, NUM_SAMPLES = math.inf, math.nan, 6
 CHUNKS = 4 * NUM_SAMPLES  # zigzag, of two ranks
 #: Bytes forward and backward, of so many rows, of which so many need a gradient.
-BYTES: dict[str, tuple[Any, Any]] = {
-    "sum": (segment_sum, lambda n, g: (8 * n * NUM_SAMPLES, 8 * g * NUM_SAMPLES)),
-    "extreme": (segment_extreme, lambda n, g: (8 * n * NUM_SAMPLES, 16 * g * NUM_SAMPLES)),
-    "scan": (segment_scan, lambda n, g: (8 * (n + 1) * CHUNKS, 8 * (n + 1) * CHUNKS)),
-    "running max": (functools.partial(segment_scan, kind="max"), lambda n, g: (16 * n * CHUNKS, 16 * n * CHUNKS)),
-}
+BYTES: list[tuple[Any, Any]] = [
+    (segment_sum, lambda n, g: (8 * n * NUM_SAMPLES, 8 * g * NUM_SAMPLES)),
+    (segment_extreme, lambda n, g: (8 * n * NUM_SAMPLES, 16 * g * NUM_SAMPLES)),
+    (segment_scan, lambda n, g: (8 * (n + 1) * CHUNKS, 8 * (n + 1) * CHUNKS)),
+    (functools.partial(segment_scan, kind="max"), lambda n, g: (16 * n * CHUNKS, 16 * n * CHUNKS)),
+]
 
 
-Counted = dict[tuple[str, int, str, str], tuple[list[int], list[int]]]
-
-
-def count_on_rank(lengths: tuple[int, ...]) -> tuple[Counted, list[float]]:
-    """Bytes of each call of `all_reduce`, forward and backward, by layout, length of the samples, rows and mechanism.
-
-    And the largest of two samples, where one rank has a NaN in the first.
-    """
+def count_on_rank() -> list[float]:
+    """Holds each call of `all_reduce` against these; the largest of two samples, where one rank has a NaN in one."""
     start_process_group()
-    found: Counted = {}
     rank, sent = int(os.environ["RANK"]), bytes_reduced()
-    for length in lengths:
+    for length in (4, 64):
         cu_seqlens = [length * i for i in range(NUM_SAMPLES + 1)]
         for layout, cp_size in ((ZigzagTHD(cu_seqlens), 2), (Gathered(cu_seqlens), 2), (Gathered(cu_seqlens), 1)):
-            samples = Samples([torch.ones(length)] * NUM_SAMPLES, layout=layout)
-            local = samples.local(rank % cp_size, cp_size)
-            for (name, (with_gradient, data)), what in itertools.product(ROWS.items(), BYTES):
-                rows = [torch.randn(len(local), requires_grad=k < with_gradient) for k in range(with_gradient + data)]
-                sums = BYTES[what][0](rows[::-1], local, dist.group.WORLD if cp_size > 1 else None)
+            local = Samples([torch.ones(length)] * NUM_SAMPLES, layout=layout).local(rank % cp_size, cp_size)
+            group = dist.group.WORLD if cp_size > 1 else None
+            for (trained, data), (function, sizes) in itertools.product([(1, 0), (4, 0), (0, 2), (1, 2)], BYTES):
+                rows = [torch.randn(len(local), requires_grad=k < trained) for k in range(trained + data)]
+                found = function(rows[::-1], local, group)
                 forward, sent[:] = [*sent], []
-                if sums.requires_grad:
-                    sums.square().sum().backward()
-                found[type(layout).__name__, length * cp_size, name, what] = forward, [*sent]
+                if trained:
+                    found.square().sum().backward()
+                expected = [[size] for size in sizes(trained + data, trained)]
+                expected = [expected[0], expected[1] if trained else []] if isinstance(layout, ZigzagTHD) else [[], []]
+                assert [forward, sent] == expected, (layout, length, trained, data, function)
                 sent.clear()
     local = Samples([torch.ones(8)] * 2, layout=ZigzagTHD([0, 8, 16])).local(rank, 2)
-    values = torch.tensor([math.nan if rank else 1.0, *[2.0] * 7])
-    return found, segment_extreme(values, local, dist.group.WORLD).tolist()
+    values = torch.tensor([NAN if rank else 1.0, *[2.0] * 7])
+    return segment_extreme(values, local, dist.group.WORLD).tolist()
 
 
 def test_one_collective_whose_bytes_do_not_depend_on_lengths() -> None:
-    for found, largest in run_ranks(2, count_on_rank, (4, 64), timeout_s=600):
+    for largest in run_ranks(2, count_on_rank, timeout_s=600):
         assert math.isnan(largest[0]), "a maximum over ranks has lost a NaN"
         assert largest[1] == 2
-        for (layout, _, name, what), collectives in found.items():
-            with_gradient, data = ROWS[name]
-            forward, backward = BYTES[what][1](with_gradient + data, with_gradient)
-            expected = ([forward], [backward] if with_gradient else [])
-            assert collectives == (expected if layout == "ZigzagTHD" else ([], [])), (layout, name, what)
-        assert len(found) == 3 * 2 * len(ROWS) * len(BYTES)
 
 
 # --- on one rank
@@ -80,27 +68,32 @@ def local_of(masks: list[Tensor], **ids: Any) -> Any:
     return Samples(masks, **ids).local(0, 1)
 
 
-def test_by_hand() -> None:
-    values = torch.tensor([1.0, 2.0, math.nan, math.inf, -math.inf, 6.0], requires_grad=True)
-    local = local_of(MASKS)
-    assert segment_sum(values, local).tolist() == [3, 0, 6]
-    means = segment_mean(values, local)
-    assert means.tolist() == [1.5, 0, 6]
-    tokens = to_tokens(means, local)
-    assert tokens.tolist() == [1.5, 1.5, 1.5, 0, 0, 6]
-    (tokens * torch.arange(6)).sum().backward()
-    assert values.grad.tolist() == [1.5, 1.5, 0, 0, 0, 5]
+VALUES = [1.0, 2.0, NAN, INF, -INF, 2.0]
+SCANNED = {"per": "rollout", "gamma": 0.5, "reverse": True, "exclusive": True, "empty": 7}
+#: What is found of them, and the gradient where the n-th result has the slope n, from 1 on.
+BY_HAND: list[tuple[Any, dict[str, Any], list[float], list[float]]] = [
+    (segment_sum, {}, [3, 0, 2], [1, 1, 0, 0, 0, 3]),
+    (segment_mean, {}, [1.5, 0, 2], [0.5, 0.5, 0, 0, 0, 3]),
+    (segment_extreme, {"kind": "min"}, [1, 0, 2], [1, 0, 0, 0, 0, 3]),
+    (lambda x, at: to_tokens(segment_mean(x, at), at), {}, [1.5, 1.5, 1.5, 0, 0, 2], [3, 3, 0, 0, 0, 6]),
+    (segment_scan, {"kind": "max", "exclusive": True, "empty": -1}, [-1, 1, -1, -1, -1, -1], [2, 0, 0, 0, 0, 0]),
+    # of rollouts and prompts that need not be neighbours
+    (segment_sum, {"per": "rollout"}, [5, 0, 5], [4, 4, 0, 0, 0, 4]),
+    (segment_mean, {"per": "rollout"}, [5 / 3, 0, 5 / 3], [4 / 3, 4 / 3, 0, 0, 0, 4 / 3]),
+    (segment_sum, {"per": "prompt"}, [5, 0, 5], [4, 4, 0, 0, 0, 4]),
+    (segment_extreme, {"per": "prompt"}, [2, 0, 2], [0, 2, 0, 0, 0, 2]),
+    (segment_scan, {"per": "rollout"}, [1, 3, 0, 0, 0, 5], [9, 8, 0, 0, 0, 6]),
+    (segment_scan, SCANNED, [3, 2, 7, 7, 7, 0], [0, 1, 0, 0, 0, 2.5]),
+]
 
 
-def test_rollouts_share_a_sum() -> None:
-    ids = {"rollout_ids": ["b", "a", "b"]}
-    values = torch.tensor([1.0, 2.0, 9.0, 9.0, 9.0, 6.0], requires_grad=True)
-    local = local_of(MASKS, **ids)
-    assert segment_sum(values, local, per="rollout").tolist() == [9, 0, 9]
-    assert segment_mean(values, local, per="rollout").tolist() == [3, 0, 3]
-    assert segment_mean(values, local).tolist() == [1.5, 0, 6]
-    segment_mean(values, local, per="rollout")[2].backward()
-    assert values.grad.tolist() == pytest.approx([1 / 3, 1 / 3, 0, 0, 0, 1 / 3])
+@pytest.mark.parametrize(("function", "how", "expected", "gradient"), BY_HAND)
+def test_by_hand(function: Any, how: dict[str, Any], expected: list[float], gradient: list[float]) -> None:
+    values = torch.tensor(VALUES, requires_grad=True)
+    found = function(values, local_of(MASKS, rollout_ids=["b", "a", "b"], prompt_ids=["q", "p", "q"]), **how)
+    assert found.tolist() == pytest.approx(expected)
+    (found * torch.arange(1, len(found) + 1)).sum().backward()
+    assert values.grad.tolist() == pytest.approx(gradient)
 
 
 def test_dtypes_and_none() -> None:
@@ -127,37 +120,17 @@ def test_a_long_sum_is_exact() -> None:
     assert float(segment_mean(values, local)) == pytest.approx(float(values[0]), rel=oracle.ROUNDING)
 
 
-def test_prompts_share_sums_and_extremes() -> None:
-    local = local_of([*MASKS, torch.zeros(1)], prompt_ids=["b", "a", "b", "c"])
-    values = torch.tensor([1.0, 2.0, math.nan, math.inf, -math.inf, 2.0, math.nan], requires_grad=True)
-    assert segment_sum(values, local, per="prompt").tolist() == [5, 0, 5, 0]
-    highest = segment_extreme(values, local, per="prompt")
-    assert highest.tolist() == [2, 0, 2, 0]
-    (highest * torch.tensor([1.0, 5, 3, 5])).sum().backward()
-    assert values.grad.tolist() == [0, 2, 0, 0, 0, 2, 0]
+def test_log_sums_of_prompts() -> None:
+    local = local_of([torch.ones(1), torch.zeros(1), torch.ones(1), torch.zeros(1)], prompt_ids=["b", "a", "b", "c"])
     logs = torch.tensor([1.0, 700, 2, 700], dtype=torch.float64, requires_grad=True)
     found = unit_reduce(logs, local, kind="logsumexp")
-    assert found.tolist() == pytest.approx(
-        [math.log(math.exp(1) + math.exp(2)), 0, math.log(math.exp(1) + math.exp(2)), 0]
-    )
+    assert found.tolist() == pytest.approx([math.log(math.e + math.e**2), 0] * 2)
     found[0].backward()
     assert logs.grad.tolist() == pytest.approx([1 / (1 + math.e), 0, math.e / (1 + math.e), 0])
-    far = unit_reduce(logs.detach() * 1e5 - 1e9, local, kind="logsumexp")
-    assert far[0] == pytest.approx(-1e9 + 2e5)
-    of_nothing = torch.tensor([-math.inf, 0, -math.inf, 0], requires_grad=True)
+    assert unit_reduce(logs.detach() * 1e5 - 1e9, local, kind="logsumexp")[0] == pytest.approx(-1e9 + 2e5)
+    of_nothing = torch.tensor([-INF, 0, -INF, 0], requires_grad=True)
     unit_reduce(of_nothing, local, kind="logsumexp").exp().sum().backward()
     assert of_nothing.grad.tolist() == [0] * 4
-
-
-def test_scans_go_on_over_the_samples_of_a_rollout() -> None:
-    """Which need not be neighbours."""
-    local = local_of(MASKS, rollout_ids=["b", "a", "b"])
-    values = torch.tensor([1.0, 2.0, math.nan, math.inf, -math.inf, 6.0], requires_grad=True)
-    assert segment_scan(values, local, per="rollout").tolist() == [1, 3, 0, 0, 0, 9]
-    later = segment_scan(values, local, per="rollout", gamma=0.5, reverse=True, exclusive=True, empty=7)
-    assert later.tolist() == [5, 6, 7, 7, 7, 0]
-    later[0].backward()
-    assert values.grad.tolist() == [0, 1, 0, 0, 0, 0.5]
 
 
 @pytest.mark.parametrize("kind", ["sum", "max", "min"])
@@ -210,40 +183,23 @@ class GroupOf:
         return self._size
 
 
-WHOLE = torch.ones(6)
+WHOLE, MASKED = torch.ones(6), local_of(MASKS)
+AT_CP_2 = Samples(MASKS, layout=Gathered([0, 3, 5, 6])).local(0, 2)  # where all tokens are on every rank
+CUT = Samples(MASKS, layout=ZigzagTHD([0, 4, 8, 12], total_lengths=[3, 2, 1])).local(0, 2)
 
 
-def sums(values: Any = WHOLE, *, cp_size: int = 1, **keywords: Any) -> Tensor:
-    """At CP 2 all tokens are on every rank, so that the accepted neighbours exchange nothing."""
-    layout = Gathered([0, 3, 5, 6]) if cp_size > 1 else None
-    return segment_sum(values, Samples(MASKS, layout=layout).local(0, cp_size), **keywords)
+def sums(values: Any = WHOLE, local: Any = MASKED, **more: Any) -> Tensor:
+    return segment_sum(values, local, **more)
 
 
-def of_four(layout: Any) -> Tensor:
-    local = Samples([torch.ones(4)], layout=layout).local(0, 2)
-    return segment_sum(torch.ones(len(local)), local)
+def of_units(per: str, tokens: dict[int | str, float] | None) -> Tensor:
+    """Of a step in which rollouts and prompts have so many tokens."""
+    totals = StepTotals(**{f"{per}s": UnitCounts(all=9, tokens=tokens)})
+    local = local_of(MASKS, **{f"{per}_ids": ["a", "a", "b"]})
+    return segment_sum(WHOLE, local, per=per, totals=totals)
 
 
-def per_rollout(tokens: float) -> Tensor:
-    totals = StepTotals(rollouts=UnitCounts(all=9, tokens={"a": tokens, "b": 1}))
-    local = local_of(MASKS, rollout_ids=["a", "a", "b"])
-    return segment_sum(WHOLE, local, per="rollout", totals=totals)
-
-
-def per_prompt(tokens: dict[int | str, float] | None) -> Tensor:
-    totals = StepTotals(prompts=UnitCounts(all=9, tokens=tokens))
-    return segment_sum(WHOLE, local_of(MASKS, prompt_ids=["a", "a", "b"]), per="prompt", totals=totals)
-
-
-def scan(**how: Any) -> Tensor:
-    return segment_scan(WHOLE, local_of(MASKS), **how)
-
-
-def spread_of(*shape: int) -> Tensor:
-    return to_tokens(torch.ones(shape), local_of(MASKS))
-
-
-TWO_RANKS, FOUR_RANKS = ({"cp_size": 2, "cp_group": GroupOf(size)} for size in (2, 4))
+TWO_RANKS, FOUR_RANKS = ({"local": AT_CP_2, "cp_group": GroupOf(size)} for size in (2, 4))
 REFUSALS = {
     **refusals(
         sums,
@@ -252,22 +208,24 @@ REFUSALS = {
         ({"per": "step"}, "no such unit of a segment sum. Choose one of sample, rollout", {"per": "rollout"}),
         ({"per": "prompt"}, "per='prompt' of samples without prompt_ids", {"per": "rollout"}),
         (FOUR_RANKS, "a cp_group of 4 ranks: the micro-batch is cut for 2", TWO_RANKS),
+        ({"local": CUT}, "no cp_group: a sample's tokens lie on 2 ranks", {"local": AT_CP_2}),
     ),
     **refusals(
-        of_four,
-        ((ZigzagTHD([0, 4]),), "no cp_group: a sample's tokens lie on 2 ranks", (Gathered([0, 4]),)),
+        of_units,
+        (
+            ("rollout", {"a": 2.125, "b": 1}),
+            "the rollout of sample 0, 2 of whose 2.125 mask tokens are in this micro-batch",
+            ("rollout", {"a": 2, "b": 1}),
+        ),
+        (
+            ("prompt", {"a": 2, "b": 2}),
+            "the prompt of sample 2, 1 .+ Keep a prompt's samples together",
+            ("prompt", {"a": 2, "b": 1}),
+        ),
+        (("prompt", None), "in a step whose totals count no prompts", ("rollout", None)),
     ),
     **refusals(
-        per_rollout,
-        ((2.125,), "the rollout of sample 0, 2 of whose 2.125 mask tokens are in this micro-batch", (2.0,)),
-    ),
-    **refusals(
-        per_prompt,
-        (({"a": 2, "b": 2},), "the prompt of sample 2, 1 .+ Keep a prompt's samples together", ({"a": 2, "b": 1},)),
-        ((None,), "in a step whose totals count no prompts", ({"a": 2, "b": 1},)),
-    ),
-    **refusals(
-        scan,
+        functools.partial(segment_scan, WHOLE, MASKED),
         ({"kind": "mean"}, "no such kind of a scan", {"kind": "min"}),
         ({"per": "prompt"}, "no such unit of a scan", {"per": "rollout"}),
         ({"gamma": 1.1}, r"gamma is 1.1: it must be a number in \[0, 1\]", {"gamma": 0}),
@@ -275,7 +233,7 @@ REFUSALS = {
         ({"kind": "max", "exclusive": True}, "nothing before it", {"kind": "max", "exclusive": True, "empty": 0.0}),
     ),
     **refusals(
-        spread_of,
+        lambda *shape: to_tokens(torch.ones(shape), MASKED),
         ((6,), r"a statistic of shape \(6,\): it must have one number for each of the micro-batch's 3", (3,)),
     ),
     **refusals(
@@ -286,7 +244,4 @@ REFUSALS = {
     ),
 }
 
-
-@each_of(REFUSALS)
-def test_refusals(refused: Call, error: type[Exception], text: str, accepted: Call) -> None:
-    check_refusal(refused, error, text, accepted)
+test_refusals = refusal_test(REFUSALS)
