@@ -58,6 +58,15 @@ def check_refusal(refused: Call, error: type[Exception], text: str, accepted: Ca
     accepted()
 
 
+def refusal_tests(table: Mapping[str, Refusal]) -> Any:
+    """A test of every row."""
+
+    def test(refused: Call, error: type[Exception], text: str, accepted: Call) -> None:
+        check_refusal(refused, error, text, accepted)
+
+    return each_of(table)(test)
+
+
 # --- rows of launches, which more is known of
 
 
