@@ -5,7 +5,7 @@ from typing import Any
 import oracle
 import pytest
 import torch
-from refusals import Refusal, check_refusal, each_of
+from refusals import refusal_tests, refusals
 from step_samples import DIVISOR, step_samples
 from torch import Tensor
 
@@ -112,82 +112,71 @@ def of_two_forms(second: str) -> None:
         plan.add([described([0, 1])])[0].loss(values(), form=form)  # type: ignore[call-overload]
 
 
-REFUSALS: dict[str, Refusal] = {
-    "a mode of one's own": (
-        lambda: open_plan(own_mode),  # type: ignore[arg-type]
-        ValueError,
-        "the mode .*own_mode' in an open plan",
-        lambda: open_plan("token_mean"),
-    ),
-    "a declared term": (
-        lambda: open_plan("token_mean", terms={"kl": "sample_mean"}),
-        ValueError,
-        "the term 'kl' divides by rollouts.all, the policy loss by step_tokens",
-        lambda: open_plan("sample_mean", terms={"kl": "sample_mean"}),
-    ),
-    "a term": (
-        lambda: with_loss(lambda: {"pg": values(), "kl": Term(values(), "sample_mean")}),
-        ValueError,
-        "the term 'kl' divides by rollouts.all, the policy loss by step_tokens",
-        lambda: with_loss(lambda: {"pg": values(), "kl": Term(values(), "token_mean", coef=0.1)}),
-    ),
-    "a metric": (
-        lambda: with_loss(values, lambda: {"largest": Metric(values(), kind="max")}),
-        ValueError,
-        "the metric 'largest' of kind 'max' in an open plan",
-        lambda: with_loss(values, lambda: {"largest": Metric(values())}),
-    ),
-    "an engine's form": (
-        lambda: with_loss(values, form="slime"),
-        ValueError,
-        "form='slime' in an open plan",
-        lambda: with_loss(values, form="2-tuple"),
-    ),
-    "two forms": (
-        lambda: of_two_forms("2-tuple"),
-        ValueError,
-        "form='2-tuple' in an open plan that has returned '3-tuple'",
-        lambda: of_two_forms("3-tuple"),
-    ),
-    "a report of one's own": (
-        lambda: open_plan("token_mean").close().report([{"mine": torch.ones(2)}]),
-        ValueError,
-        "a report named 'mine'",
-        lambda: open_plan("token_mean").close().report([{"pg_loss": torch.ones(2)}]),
-    ),
-    "a measurement": (
-        lambda: open_plan("token_mean").add([described([0])]).measure(lambda one: one.tokens.mask),
-        ValueError,
-        "measure, keep or sum_by in an open plan",
-        lambda: plan_step([described([0])], "token_mean").measure(lambda one: one.tokens.mask),
-    ),
-    "tokens to keep": (
-        lambda: open_plan("token_mean").add([described([0])]).keep("kept", lambda one: one.tokens.mask > 0),
-        ValueError,
-        "measure, keep or sum_by in an open plan",
-        lambda: plan_step([described([0])], "token_mean").keep("kept", lambda one: one.tokens.mask > 0),
-    ),
-    "a closed plan": (
-        lambda: closed().add([described([0])]),
-        ValueError,
-        "a plan that was closed or abandoned",
-        lambda: open_plan("token_mean").add([described([0])]),
-    ),
-    "nominal_tokens of 0": (
-        lambda: open_plan("token_mean", nominal_tokens=0),
-        ValueError,
-        "nominal_tokens is 0",
-        lambda: open_plan("token_mean", nominal_tokens=10),
-    ),
-    "a nominal 0": (
-        lambda: open_plan("token_mean", nominal=0),
-        ValueError,
-        "nominal is 0",
-        lambda: open_plan("token_mean", nominal=10),
-    ),
-}
+def call(**options: Any) -> Any:
+    return open_plan("token_mean", **options).add([described([0])])
 
 
-@each_of(REFUSALS)
-def test_refusals(refused: Any, error: type[Exception], text: str, accepted: Any) -> None:
-    check_refusal(refused, error, text, accepted)
+def in_plan() -> Any:
+    return plan_step([described([0])], "token_mean")
+
+
+def mask_of(one: Any) -> Tensor:
+    return one.tokens.mask  # type: ignore[no-any-return]
+
+
+def flags_of(one: Any) -> Tensor:
+    return mask_of(one) > 0
+
+
+BY_SAMPLE = "the term 'kl' divides by rollouts.all, the policy loss by step_tokens"
+OF_WHOLE = "measure, keep or sum_by in an open plan"
+test_refusals = refusal_tests(
+    refusals(
+        lambda use: use(),
+        *(
+            ((refused,), text, (accepted,))
+            for refused, text, accepted in (
+                (lambda: open_plan(own_mode), "the mode .*own_mode' in an open plan", call),  # type: ignore[arg-type]
+                (
+                    lambda: open_plan("token_mean", terms={"kl": "sample_mean"}),
+                    BY_SAMPLE,
+                    lambda: open_plan("sample_mean", terms={"kl": "sample_mean"}),
+                ),
+                (
+                    lambda: with_loss(lambda: {"pg": values(), "kl": Term(values(), "sample_mean")}),
+                    BY_SAMPLE,
+                    lambda: with_loss(lambda: {"pg": values(), "kl": Term(values(), "token_mean", coef=0.1)}),
+                ),
+                (
+                    lambda: with_loss(values, lambda: {"largest": Metric(values(), kind="max")}),
+                    "the metric 'largest' of kind 'max' in an open plan",
+                    lambda: with_loss(values, lambda: {"largest": Metric(values())}),
+                ),
+                (
+                    lambda: with_loss(values, form="slime"),
+                    "form='slime' in an open plan",
+                    lambda: with_loss(values, form="2-tuple"),
+                ),
+                (
+                    lambda: of_two_forms("2-tuple"),
+                    "form='2-tuple' in an open plan that has returned '3-tuple'",
+                    lambda: of_two_forms("3-tuple"),
+                ),
+                (
+                    lambda: open_plan("token_mean").close().report([{"mine": torch.ones(2)}]),
+                    "a report named 'mine'",
+                    lambda: open_plan("token_mean").close().report([{"pg_loss": torch.ones(2)}]),
+                ),
+                (lambda: call().measure(mask_of), OF_WHOLE, lambda: in_plan().measure(mask_of)),
+                (
+                    lambda: call().keep("x", mask_of),
+                    OF_WHOLE,
+                    lambda: in_plan().keep("x", flags_of),
+                ),
+                (lambda: closed().add([described([0])]), "a plan that was closed or abandoned", call),
+                (lambda: call(nominal_tokens=0), "nominal_tokens is 0", lambda: call(nominal_tokens=10)),
+                (lambda: call(nominal=0), "nominal is 0", lambda: call(nominal=10)),
+            )
+        ),
+    )
+)
