@@ -20,6 +20,7 @@ from torch import Tensor
 
 from megatron_rl_loss.frameworks import verl
 from megatron_rl_loss.frameworks.verl import agg_loss
+from megatron_rl_loss.modes import table, vl_norm_undivided
 
 FACTOR = 5.5
 
@@ -93,10 +94,10 @@ def error_of(mode: str, seed: int, dp_size: int, cp_size: int, aggregate: Aggreg
     return oracle.worst_error(abs(value - float(expected.detach())) / scale, float(worst), losses.numel())
 
 
-@pytest.mark.parametrize(("dp_size", "cp_size"), [(1, 1), (2, 1), (1, 2), (2, 4), (4, 2)])
+@pytest.mark.parametrize(("dp_size", "cp_size"), [(1, 1), (2, 4)])
 @pytest.mark.parametrize("mode", THEIRS)
 def test_the_engines_step_is_the_formula(mode: str, dp_size: int, cp_size: int, record_property: Any) -> None:
-    worst = max(error_of(mode, seed, dp_size, cp_size) for seed in range(4))
+    worst = max(error_of(mode, seed, dp_size, cp_size) for seed in range(2))
     assert worst < oracle.EXACT
     record_property("verl_agg_loss_error", worst)
 
@@ -162,8 +163,6 @@ def test_worked_by_hand(mode: str, value: float) -> None:
     [
         ("token-mean", {"batch_num_tokens": None}, "token-mean without batch_num_tokens: verl would take this micro-"),
         ("seq-mean-token-sum", {"global_batch_size": None}, "without global_batch_size: verl would take"),
-        ("seq-mean-token-sum-norm", {"global_batch_size": None}, "without global_batch_size"),
-        ("seq-mean-token-mean", {"global_batch_size": None}, "without global_batch_size"),
         ("seq-mean-token-sum-norm", {"loss_scale_factor": None}, "without loss_scale_factor.*Set actor.loss_scale_fac"),
         ("seq-mean-token-sum-norm", {"loss_scale_factor": 0}, "divisor 0: it must be finite and above 0"),
         ("token-mean", {"batch_num_tokens": 2}, "batch_num_tokens is 2 where this micro-batch alone has 3"),
@@ -175,12 +174,14 @@ def test_worked_by_hand(mode: str, value: float) -> None:
         ("seq-mean-token-sum", {"global_batch_size": 1, "mask": MASK * 0.25}, "this micro-batch alone has 2"),
         ("seq-mean-token-mean", {"global_batch_size": 1, "mask": MASK * 0.25}, "this micro-batch alone has 2"),
         ("token_mean", {}, "verl has no such setting. Did you mean token-mean"),
+        ("its_name", {}, "the mode its_name in verl.*token-sum"),
         ("token-mean", {"dp_size": 0}, "dp_size is 0"),
         ("token-mean", {"mask": MASK[:, :2]}, r"loss_mask of shape \(2, 2\)"),
         ("token-mean", {"losses": LOSSES[0], "mask": MASK[0]}, r"both must be \[rows, response_length\]"),
     ],
 )
-def test_refused(mode: str, changes: dict[str, Any], text: str) -> None:
+def test_refused(mode: str, changes: dict[str, Any], text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(table, "_REGISTERED", {"its_name": vl_norm_undivided})
     with pytest.raises(ValueError, match=text):
         call(mode, **changes)
 
@@ -195,26 +196,16 @@ def test_integer_losses_are_refused_and_masked_rows_need_no_count() -> None:
 
 
 @pytest.mark.parametrize("mode", THEIRS)
-def test_what_a_mode_does_not_use_may_be_missing(mode: str) -> None:
+def test_missing_counts_steps_without_tokens_and_devices(mode: str) -> None:
+    """The meta device stands in for a GPU: it has no values, so whatever asks for one on the host raises."""
     unused = {"loss_scale_factor": None} if mode != "seq-mean-token-sum-norm" else {}
     unused["global_batch_size" if mode.startswith("token") else "batch_num_tokens"] = None
-    assert float(call(mode, **unused)) == float(call(mode))
-
-
-@pytest.mark.parametrize("mode", THEIRS)
-def test_a_step_without_active_tokens_is_zero_and_connected(mode: str) -> None:
+    assert float(call(mode, **unused)) == float(call(mode)), "what a mode does not use may be missing"
     for counts in (WHOLE, {"batch_num_tokens": 0, "global_batch_size": 0}):
         losses = torch.full((2, 3), float("nan"), requires_grad=True)
         loss = call(mode, losses, torch.zeros(2, 3), **counts)
-        loss.backward()
         assert float(loss.detach()) == 0
-        assert losses.grad is not None
-        assert not losses.grad.any()
-
-
-@pytest.mark.parametrize("mode", THEIRS)
-def test_the_host_waits_for_no_device(mode: str) -> None:
-    """The meta device stands in for a GPU: it has no values, so whatever asks for one on the host raises."""
+        assert not torch.autograd.grad(loss, losses)[0].any()
     losses = torch.ones(2, 3, device="meta", requires_grad=True)
     loss = call(mode, losses, torch.ones(2, 3, dtype=torch.bool, device="meta"))
     loss.backward()
