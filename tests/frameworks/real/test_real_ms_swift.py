@@ -115,7 +115,8 @@ def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, Any
     base.RerunDataIterator = trainers.RerunDataIterator = iter
     dp_rank, dp = state.get_data_parallel_rank(), state.get_data_parallel_world_size()
     stock = trainers.collate_to_grpo_micro_batch, trainers.MegatronGRPOTrainer._on_train_step_batch
-    mine = type("Mine", (trainers.MegatronGRPOTrainer,), {"__getattr__": Settings.__getattr__})
+    off = "kl_in_reward _has_teacher log_entropy rollout_importance_sampling_mode log_rollout_offpolicy_metrics "
+    off += "off_policy_sequence_mask_delta compute_entropy enable_routing_replay micro_batch_size"
     template = SimpleNamespace(padding_free=True, data_collator=collate(cp))
     found = []
     for case in cases:
@@ -124,7 +125,7 @@ def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, Any
             aggregate(case["mode"], **{name: value for name, value in case["settings"].items() if name != "kl"})
         model = bigram_model()
         microbatches = microbatches_of(trainers, dp_rank, dp, cp, template)
-        trainer: Any = object.__new__(mine)
+        trainer: Any = object.__new__(trainers.MegatronGRPOTrainer)
         vars(trainer).update(
             args=Settings(
                 padding_free=True, context_parallel_size=cp, pipeline_model_parallel_size=1, overlong_filter=True,
@@ -137,7 +138,7 @@ def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, Any
             unwrapped_models=[model.module], wrapped_models=[model], max_completion_length=20,
             _build_rollout_buffer=lambda _, made=microbatches: [made], _flush_log_completions=lambda: None,
             optimizer=Settings(zero_grad=lambda: None, step=lambda: (True, 0.0, None)), _all_reduce_metric=averaged,
-            opt_param_scheduler=Settings(step=lambda increment: None),
+            opt_param_scheduler=Settings(step=lambda increment: None), **dict.fromkeys(off.split()),
         )  # fmt: skip
         sizes, forward_step = iter([len(one["grpo_batch"].advantages) for one in microbatches]), trainer.forward_step
 
