@@ -9,6 +9,7 @@ a GPT; the strategy, whose imports fail (`megatron.core.dist_checkpointing.strat
 
 import contextlib
 import pickle
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -148,7 +149,7 @@ def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, Any
         model, kept = table_model(both.flatten().tolist(), forward=forward), list[Tensor]()
         model.config.mtp_num_layers = TEACHERS if cp == 1 else None
         strategy: Any = SimpleNamespace()
-        strategy.all_reduce = lambda *given, on=strategy: strategies.DistributedStrategy.all_reduce(on, *given)
+        strategy.all_reduce = partial(strategies.DistributedStrategy.all_reduce, strategy)
         strategy.optimizer_step = lambda *_, model=model, kept=kept, **__: kept.append(
             model.module.losses.main_grad.view(2, VOCABULARY, -1).clone()
         )
