@@ -16,6 +16,7 @@ from typing import Any
 import oracle
 import pytest
 import torch
+from refusals import refusal_tests, refusals
 
 from megatron_rl_loss import StepTotals
 from megatron_rl_loss.frameworks import slime, verl
@@ -224,6 +225,8 @@ def test_a_mode_over_its_own_sums_by_way_of_folded_advantages() -> None:
         assert abs(found / expected - 1) <= oracle.sum_error(masks.numel()) * 8
 
 
+MASKS = [torch.tensor([1, 0, 1]), torch.tensor([0, 0])]
+
 # --- how mode and divisor are said
 
 
@@ -250,31 +253,36 @@ def test_a_path_without_a_hook_names_the_way_out(name: str, way_out: str) -> Non
         load_function(f"megatron_rl_loss.frameworks.slime.{name}")
 
 
-@pytest.mark.parametrize(
-    ("mode", "options", "error"),
-    [
-        ("prompt_mean", {}, "constant_1"),
-        ("dapo", {}, "Choose one of sample_mean, token_mean, constant"),
-        ("constant", {}, "without a divisor"),
-        ("constant", {"divisor": 0}, "above 0"),
-        ("sample_mean", {"divisor": 8}, "only 'constant'"),
-        ("sample_mean", {"cp_rank": 0}, "both or neither"),
-        ("sample_mean", {"cp_rank": 2, "cp_size": 2}, "0 <= cp_rank < cp_size"),
-        (vl_norm, {}, "the mode length_to_the_minus_0_75 in slime or miles.*constant_1"),
-        ("its_name", {}, "the mode its_name in slime or miles.*constant_1"),
-    ],
+def hook_of(mode: Any, **options: Any) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(table, "_REGISTERED", {"its_name": vl_norm})
+        return vl_norm(**options) if mode is None else make_hook(mode, **options)  # type: ignore[arg-type]
+
+
+SOUND: Any = {"mode": "sample_mean", "cp_rank": 1, "cp_size": 2}
+test_make_hook_refuses = refusal_tests(
+    refusals(
+        hook_of,
+        ({"mode": "prompt_mean"}, "constant_1", {"mode": "token_mean"}),
+        ({"mode": "dapo"}, "Choose one of sample_mean, token_mean, constant", SOUND),
+        ({"mode": "constant"}, "without a divisor", {"mode": "constant", "divisor": 8}),
+        ({"mode": "constant", "divisor": 0}, "above 0", {"mode": "constant", "divisor": 8}),
+        (SOUND | {"divisor": 8}, "only 'constant'", SOUND),
+        ({"mode": "sample_mean", "cp_rank": 0}, "both or neither", SOUND),
+        (SOUND | {"cp_rank": 2}, "0 <= cp_rank < cp_size", SOUND),
+        ({"mode": vl_norm}, "the mode length_to_the_minus_0_75 in slime or miles.*constant_1", SOUND),
+        ({"mode": "its_name"}, "the mode its_name in slime or miles.*constant_1", SOUND),
+        (
+            {"mode": None, "masks": MASKS, "per_token": False},
+            "called with 2 arguments.*constant_1",
+            SOUND,
+        ),  # by their flag
+    )
 )
-def test_make_hook_refuses(mode: Any, options: dict[str, Any], error: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(table, "_REGISTERED", {"its_name": vl_norm})
-    with pytest.raises(ValueError, match=error):
-        make_hook(mode, **options)
-    with pytest.raises(ValueError, match=r"called with 4 arguments.*constant_1"):
-        vl_norm([6], [4], [torch.ones(4)], False)  # as by their flag
 
 
 # --- what a hook refuses
 
-MASKS = [torch.tensor([1, 0, 1]), torch.tensor([0, 0])]
 FULL = [MASKS[0], MASKS[0][:2]]
 COUNTS = {"step_tokens": 2.5, "num_samples": 2, "num_masked_samples": 0, "global_batch_size": 2}
 
@@ -289,44 +297,39 @@ def call(
 
 
 CONSTANT, SAMPLE_MEAN, TOKEN_MEAN = ({"mode": mode} for mode in ("constant", "sample_mean", "token_mean"))
-PER_TOKEN = TOKEN_MEAN | {"per_token": True}
-FRACTION = [torch.ones(3), torch.tensor([0.5, 0])]
-
-
-def test_legal_neighbours_of_what_is_refused() -> None:
-    for options in (
-        SAMPLE_MEAN,
-        CONSTANT,
-        SAMPLE_MEAN | {"rollout_mask_sums": [2.0, 4.0]},
-        PER_TOKEN | {"masks": FULL},
-    ):
-        call(**options)
-    call("token_mean", FULL, True, counts=COUNTS)
-
-
-@pytest.mark.parametrize(
-    ("options", "error"),
-    [
-        (CONSTANT | {"per_token": True}, r"Drop --calculate-per-token-loss, or use .*token_mean"),
-        (TOKEN_MEAN, "Add --calculate-per-token-loss"),
-        (PER_TOKEN, r"sample 1 has 0 mask tokens.*rejection \(TIS\).*slime\.count_steps.*miles\.cou"),
-        (PER_TOKEN | {"counts": COUNTS, "masks": FRACTION}, r"sample 1 has 0\.5 mask tokens.*Use masks of 0 and 1"),
-        (TOKEN_MEAN | {"counts": COUNTS | {"step_tokens": 0}}, "active tokens .*step_tokens are 0"),
-        (SAMPLE_MEAN | {"counts": COUNTS | {"num_samples": 3}}, "Run without the hook"),
-        # slime's own reducer has denominators in the fourth place, miles's has the flag
-        (SAMPLE_MEAN | {"per_token": torch.tensor([2.0, 2.0])}, "the fourth argument must be a bool"),
-        (SAMPLE_MEAN | {"rollout_mask_sums": [2.0]}, "one a sample|one per sample"),
-        (SAMPLE_MEAN | {"rollout_mask_sums": [1.0, 4.0]}, "all its samples' tokens"),
-        *(
-            (TOKEN_MEAN | {"counts": COUNTS | {name: wrong}}, "finite number >= 0")
-            for name, wrong in (("num_samples", -1), ("global_batch_size", True), ("padded_length", -8))
+COUNTED, PER_TOKEN = SAMPLE_MEAN | {"counts": COUNTS}, TOKEN_MEAN | {"per_token": True}
+FULL_STEP = PER_TOKEN | {"masks": FULL}
+ALONE, FRACTION = PER_TOKEN | {"counts": COUNTS}, [torch.ones(3), torch.tensor([0.5, 0])]
+OF_ROLLOUTS = SAMPLE_MEAN | {"rollout_mask_sums": [2.0, 4.0]}
+test_refused = refusal_tests(
+    {
+        **refusals(
+            call,
+            (CONSTANT | {"per_token": True}, r"Drop --calculate-per-token-loss, or use .*token_mean", CONSTANT),
+            (TOKEN_MEAN, "Add --calculate-per-token-loss", FULL_STEP),
+            (PER_TOKEN, r"sample 1 has 0 mask tokens.*rejection \(TIS\).*slime\.count_steps.*miles\.cou", FULL_STEP),
+            (
+                ALONE | {"masks": FRACTION},
+                r"sample 1 has 0\.5 mask tokens.*Use masks of 0 and 1",
+                ALONE | {"masks": FULL},
+            ),
+            (TOKEN_MEAN | {"counts": COUNTS | {"step_tokens": 0}}, "active tokens .*step_tokens are 0", COUNTED),
+            (SAMPLE_MEAN | {"counts": COUNTS | {"num_samples": 3}}, "Run without the hook", SAMPLE_MEAN),
+            (OF_ROLLOUTS | {"rollout_mask_sums": [2.0]}, "one a sample|one per sample", OF_ROLLOUTS),
+            (OF_ROLLOUTS | {"rollout_mask_sums": [1.0, 4.0]}, "all its samples' tokens", OF_ROLLOUTS),
+            *(
+                (TOKEN_MEAN | {"counts": COUNTS | {name: wrong}}, "finite number >= 0", COUNTED)
+                for name, wrong in (("num_samples", -1), ("global_batch_size", True), ("padded_length", -8))
+            ),
+            (SAMPLE_MEAN | {"totals": [3, 4]}, "must leave a prompt token", SAMPLE_MEAN),
         ),
-        (SAMPLE_MEAN | {"totals": [3, 4]}, "must leave a prompt token"),
-    ],
+        **refusals(  # slime's own reducer has denominators in the fourth place, miles's has the flag
+            call,
+            (SAMPLE_MEAN | {"per_token": torch.ones(2)}, "the fourth argument must be a bool", SAMPLE_MEAN),
+            error=TypeError,
+        ),
+    }
 )
-def test_refused(options: dict[str, Any], error: str) -> None:
-    with pytest.raises((ValueError, TypeError), match=error):
-        call(**options)
 
 
 # --- Megatron's parallel state and args

@@ -162,8 +162,8 @@ test_refusals = refusal_tests(
 def test_terms_have_the_divisor_of_their_own_mode_alone() -> None:
     modes = LossModes.resolve("constant", divisor=8.0, terms={"kl": "constant", "value": "token_sum"})
     assert (modes.terms["kl"].divisor, modes.terms["value"].divisor) == (8.0, 1.0)
-    other = LossModes.resolve("token_mean", terms={"kl": "openrlhf:token_level_loss=false"})
-    assert other.terms["kl"].units == "active"
+    for units, mode in ((None, "openrlhf:token_level_loss=false"), ("active", "sample_mean")):
+        assert LossModes.resolve("token_mean", units=units, terms={"kl": mode}).terms["kl"].units == "active"  # type: ignore[arg-type]
     of_verl = {"kl": "verl:seq-mean-token-sum-norm", "value": "verl:seq-mean-token-sum", "other": None}
     modes = LossModes.resolve("constant", divisor=8.0, terms=of_verl)
     assert {name: one.divisor for name, one in modes.terms.items()} == {"kl": 8, "value": 1}

@@ -244,6 +244,7 @@ REFUSALS = {
         ((None, 0), "active tokens in a micro-batch", (None, 0, [torch.zeros(2)])),
         (([3, 4],), "2 unit sizes for 3 loss masks", ([3, 4, 5],)),
         ((1e46,), "float32 rounds to 0", (1e37,)),
+        ((1e46, 1, [torch.ones(2).int()]), "float32 rounds to 0", (1e37, 1, [torch.ones(2).int()])),
     ),
     **refusals(vanishing, ((1e29,), "a token weight that float32 rounds to 0", (1e20,))),
     **refusals(small, ((1e-30,), "a token weight that float32 rounds to 0", (1e-20,))),
