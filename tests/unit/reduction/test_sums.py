@@ -229,8 +229,9 @@ def test_weights_that_the_losses_cannot_hold_are_not_lost(dtype: torch.dtype) ->
     weight = 2e-8
     assert (torch.tensor(weight, dtype=torch.float16) == 0).all()
     losses = torch.tensor([2.0, -0.5, 4.0], dtype=dtype, requires_grad=True)
-    share, (metric,) = with_weights(torch.full((3,), weight)).with_metrics(losses, [losses.detach()])
-    for value in (share.detach(), metric):
+    reducer = with_weights(torch.full((3,), weight))
+    share, (metric,) = reducer.with_metrics(losses, [losses.detach()])
+    for value in (share.detach(), metric, reducer(losses.detach())):
         assert float(value) == pytest.approx(5.5 * weight, rel=oracle.sum_error(3))
     (share * 2**16).backward()
     expected = torch.full((3,), weight * 2**16, dtype=torch.float64)
