@@ -14,7 +14,7 @@ from oracle import NAN
 from placements import Place, every_layout, laid_out, padded_masks
 from refusals import refusal_tests, refusals
 from step_samples import step_samples
-from steps import Step, divisor_of, ids_of, on_both, quicker, steps, totals_of
+from steps import Step, divisor_of, ids_of, on_both, quick, steps, totals_of
 
 from megatron_rl_loss import (
     Gathered,
@@ -52,7 +52,7 @@ def numbered(inputs: ModeInputs) -> list[torch.Tensor]:
 
 
 @every_layout
-@quicker
+@quick
 @given(step=steps(), units=st.sampled_from(["all", "active"]))
 def test_they_are_the_slopes_of_the_step_loss(step: Step, units: Any, place: Place, cp_size: int) -> None:
     """For every token that a rank holds, 0 in padding; over the ranks, every copy has its part."""

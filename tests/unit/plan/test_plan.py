@@ -35,17 +35,14 @@ DEALT = dealt(STEP, 0, 1, 3)
 
 
 def described(chosen: list[int], **options: Any) -> Samples:
-    ids: Any = {
-        "rollout_ids": [str(STEP[i].rollout_id) for i in chosen],
-        "prompt_ids": [str(STEP[i].prompt_id) for i in chosen],
-    }
-    return Samples([STEP[i].mask for i in chosen], **ids, **options)
+    for kind in ("rollout", "prompt"):
+        options[f"{kind}_ids"] = [str(getattr(STEP[i], f"{kind}_id")) for i in chosen]
+    return Samples([STEP[i].mask for i in chosen], **options)
 
 
 def planned(mode: str = "sample_mean", **options: Any) -> Plan:
-    return plan_step(
-        [described(chosen) for chosen in DEALT], mode, divisor=DIVISOR if mode == "constant" else None, **options
-    )
+    divisor = DIVISOR if mode == "constant" else None
+    return plan_step([described(chosen) for chosen in DEALT], mode, divisor=divisor, **options)
 
 
 def losses_of(chosen: list[int]) -> Tensor:
@@ -80,52 +77,34 @@ def test_the_powers_of_each_count_cancel(row: Carrier) -> None:
     counts |= {"step_active_tokens": 11, "rollouts": 13}
     places = (row.returned, row.engine, row.schedule, row.ddp, row.finalize)
     assert math.prod(product(powers, counts) for powers in places) == pytest.approx(1)
-    plan = Plan(
-        samples=None,
-        modes=LossModes.resolve("token_mean"),
-        totals=StepTotals(),
-        num_microbatches=3,
-        dp_size=5,
-        cp_size=7,
-    )
-    assert float(plan.constants_on(torch.device("cpu"))[1]) == pytest.approx(
-        1 / 105
-    )  # what reported shares are divided by
+    sizes = {"num_microbatches": 3, "dp_size": 5, "cp_size": 7}
+    plan = Plan(samples=None, modes=LossModes.resolve("token_mean"), totals=StepTotals(), **sizes)  # type: ignore[arg-type]
+    reported_by = plan.constants_on(torch.device("cpu"))[1]  # what reported shares are divided by
+    assert float(reported_by) == pytest.approx(1 / 105)
     for name in row.returned.keys() & {"step_active_tokens", "rollouts"}:
         with pytest.raises(ValueError, match=f"totals without {name}"):
             product(row.returned, counts | {name: None})
 
 
 def test_what_is_returned_in_each_form() -> None:
-    plan = planned("token_mean")
-    losses = losses_of(DEALT[0])
-    share = plan[0](losses)
-    mine = {"nested": {"loss": share.detach(), "list": [1, "two"]}, "lr": 1e-6}
-    loss, num_tokens, report = plan[0].carry(share, mine)
-    assert report is mine
-    assert (num_tokens.dtype, int(num_tokens)) == (torch.int32, 1)
-    assert float(loss.detach()) == pytest.approx(3 * float(share.detach()))  # micro-batches
-    pair = plan[0].carry(share, form="2-tuple")
-    assert float(pair[0].detach()) == pytest.approx(3 * float(share.detach()))
-    assert pair[1] == {}
-    for form in ("sum", "mean"):
-        assert plan[0].carry(share, form=form).item() == pytest.approx(float(share.detach()))  # type: ignore[call-overload]
-    per_token = planned("token_mean", per_token_loss=True)
-    share = per_token[0](losses)
-    loss, num_tokens, _ = per_token[0].carry(share)
-    active = sum(int((one.mask != 0).sum()) for one in STEP)
-    assert float(loss.detach()) == pytest.approx(active * float(share.detach()))
-    assert int(num_tokens) == sum(int((STEP[i].mask != 0).sum()) for i in DEALT[0])
-    engines: list[tuple[Any, Plan, int]] = [
-        ("slime", plan, len({one.rollout_id for one in STEP})), ("verl", plan, 5), ("verl", per_token, 5),
-        ("nemo_rl", per_token, 1),
+    plan, per_token = planned("token_mean"), planned("token_mean", per_token_loss=True)
+    losses, active = losses_of(DEALT[0]), [sum(int((STEP[i].mask != 0).sum()) for i in chosen) for chosen in DEALT]
+    mine = {"nested": {"loss": 1, "list": [1, "two"]}, "lr": 1e-6}
+    forms: list[tuple[Any, Plan, int]] = [
+        ("3-tuple", plan, 3 * 5), ("2-tuple", plan, 3 * 5), ("sum", plan, 1), ("mean", plan, 5),  # 3 micro-batches
+        ("3-tuple", per_token, sum(active)), ("slime", plan, len({one.rollout_id for one in STEP})),
+        ("verl", plan, 5), ("verl", per_token, 5), ("nemo_rl", per_token, 1),
     ]  # fmt: skip
-    for form, one, factor in engines:
+    for form, one, factor in forms:
         microbatch = replace(one, dp_size=5)[0]
         share = microbatch(losses)
-        loss, report = microbatch.carry(share, mine, form=form)
-        assert report is mine
+        returned = microbatch.carry(share, mine, form=form)
+        loss, *num_tokens, report = (returned, mine) if isinstance(returned, Tensor) else returned
         assert float(loss.detach()) == pytest.approx(factor * float(share.detach()))
+        assert report is mine
+        assert num_tokens == ([active[0] if one is per_token else 1] if form == "3-tuple" else [])
+        assert all(number.dtype == torch.int32 for number in num_tokens)
+    assert plan[0].carry(plan[0](losses), form="2-tuple")[1] == {}
     copies = [Samples([torch.ones(4)], layout=Gathered([0, 4]))]  # counted on the first of the ranks that hold them
     per_token = plan_step(copies, "token_mean", per_token_loss=True)
     of_ranks = [replace(per_token, cp_rank=rank, cp_size=2) for rank in range(2)]

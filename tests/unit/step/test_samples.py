@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from placements import Place, every_layout, laid_out, padded_masks
 from refusals import refusal_tests, refusals
-from steps import Step, on_both, quicker, steps
+from steps import Step, on_both, quick, steps
 from torch import Tensor
 
 from megatron_rl_loss import Gathered, Layout, Samples, ZigzagTHD
@@ -132,7 +132,7 @@ def test_whether_masks_of_a_device_are_sound_is_a_tensor() -> None:
 
 
 @every_layout
-@quicker
+@quick
 @given(step=steps())
 def test_a_rank_holds_what_the_oracle_says(step: Step, place: Place, cp_size: int) -> None:
     """On the host, and as on a device."""
