@@ -342,10 +342,8 @@ def test_wrong_uses_are_refused(text: str, error: type[Exception], use: Callable
 def test_no_graph_outlives_the_loss() -> None:
     plan = planned()
     losses = losses_of(DEALT[0])
-    loss, _, _ = plan[0].loss(losses)
-    graph = ref(loss)
-    del loss
-    assert graph() is None
+    graphs = [ref(plan[0].loss(losses)[0]), ref(plan[0](losses))]
+    assert [graph() for graph in graphs] == [None, None]
     held = ref(plan[0])
     del plan
     assert held() is None  # nor a micro-batch the plan, without the garbage collector
