@@ -1,5 +1,6 @@
-"""Factors of engines that train on a token mean, as the adapters of AReaL and ms-swift use them; see `real` too."""
+"""Weights as factors of advantages and as columns: AReaL, ms-swift, NeMo-RL and SkyRL; see `real` too."""
 
+import pickle
 import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -11,36 +12,38 @@ from peer_steps import later_tokens_more
 from torch import Tensor
 
 from megatron_rl_loss import Samples, weights_column
-from megatron_rl_loss.frameworks import areal, ms_swift
+from megatron_rl_loss.frameworks import areal, ms_swift, nemo_rl
 from megatron_rl_loss.frameworks.columns import check_even, check_text, prompts_of, token_mean_factors
+from megatron_rl_loss.frameworks.skyrl import AggregatedPolicyLoss
 from megatron_rl_loss.modes.loss_modes import LossModes
 from megatron_rl_loss.modes.papers import vl_norm
 
-MASKS = [[0, 0, 1, 1, 1], [0, 0, 1, 0, 0], [0, 0, 1, 1, 0], [0, 0, 1, 0, 1], [0, 0, 0, 0, 0]]
-PROMPTS = [5, 5, 6, 6, 7]
+MASKS = torch.tensor([[0, 0, 1, 1, 1], [0, 0, 1, 0, 0], [0, 0, 1, 1, 0], [0, 0, 1, 0, 1], [0, 0, 0, 0, 0]])
+PROMPTS: list[Any] = [5, 5, 6, 6, 7]
+ALONE = [*PROMPTS[:4], "alone"]  # without a token that is trained on, the whole row is the prompt
 
 
-def expected(mode: str, masks: list[Tensor], prompts: list[Any]) -> list[Tensor]:
+def expected(mode: str, masks: Any, prompts: list[Any], units: str = "all") -> Tensor:
+    """The weights, [rows, tokens]."""
     samples = [
-        oracle.Sample(torch.zeros(len(mask)).double(), mask, None, prompt)
-        for mask, prompt in zip(masks, prompts, strict=True)
+        oracle.Sample(mask.double(), mask.float(), None, prompt) for mask, prompt in zip(masks, prompts, strict=True)
     ]
-    tokens = oracle.mask_tokens(samples)
-    return [weights * tokens for weights in oracle.step_gradient(mode, samples)]
+    return torch.stack(oracle.step_gradient(mode, samples, None, units))
+
+
+def assert_close(found: Tensor, right: Tensor) -> None:
+    torch.testing.assert_close(found.double(), right, rtol=oracle.EXACT, atol=0)
 
 
 @pytest.mark.parametrize("mode", ["sample_mean", "prompt_mean", "token_mean", vl_norm])
 def test_factors_are_weights_times_the_tokens(mode: Any) -> None:
     """Of a mode over sums of the step too."""
-    masks, divisor = [torch.tensor(mask).float() for mask in MASKS], 4 if mode is vl_norm else None
-    if divisor is None:
-        right = torch.cat(expected(mode, masks, PROMPTS))
-    else:
-        right = torch.cat(weights_column(mode, masks, divisor=divisor)).double() * 8
+    masks, divisor = list(MASKS.float()), 4 if mode is vl_norm else None
     modes = LossModes.resolve(mode, divisor=divisor)
     (factors,), tokens = token_mean_factors(modes, lambda: [Samples(masks, prompt_ids=PROMPTS)], dp_group=None)
     assert tokens == 8
-    torch.testing.assert_close(factors.double(), right, rtol=oracle.EXACT, atol=0)
+    right = torch.stack(weights_column(mode, masks, divisor=divisor)) if divisor else expected(mode, MASKS, PROMPTS)
+    assert_close(factors, 8 * right.double().flatten())
 
 
 def test_prompts_are_the_tokens_before_the_first_that_is_trained() -> None:
@@ -74,11 +77,7 @@ class Actor:
 def rows() -> dict[str, Tensor]:
     """Masks are those of the next token."""
     ids = torch.tensor([[1, prompt, *range(3)] for prompt in PROMPTS])
-    return {
-        "input_ids": ids,
-        "loss_mask": torch.tensor(MASKS).roll(-1, 1),
-        "advantages": torch.arange(25.0).view(5, 5),
-    }
+    return {"input_ids": ids, "loss_mask": MASKS.roll(-1, 1), "advantages": torch.arange(25.0).view(5, 5)}
 
 
 @pytest.mark.parametrize("cut", [None, 2])
@@ -86,14 +85,11 @@ def test_areal_trains_on_weighted_advantages(cut: int | None) -> None:
     actor_class: Any = type("Mine", (Actor,), {})
     areal.aggregate(actor_class, "prompt_mean")
     given = rows()
-    parts = {name: list(values.split([2, 3])) for name, values in given.items()}
-    listed = [{name: values[i] for name, values in parts.items()} for i in range(2)]
+    listed = [{name: values.split([2, 3])[i] for name, values in given.items()} for i in range(2)]
     found = actor_class().train_batch(given if cut is None else listed, loss_fn=None)
     advantages = torch.cat([part["advantages"] for part in ([found] if cut is None else found)])
     assert given["advantages"].equal(rows()["advantages"])
-    prompts = [*PROMPTS[:4], "alone"]
-    factors = torch.stack(expected("prompt_mean", list(given["loss_mask"].float()), prompts))
-    torch.testing.assert_close(advantages.double(), factors * given["advantages"], rtol=oracle.EXACT, atol=0)
+    assert_close(advantages, 8 * expected("prompt_mean", given["loss_mask"], ALONE) * given["advantages"])
 
 
 def test_areal_where_it_could_not_be_exact() -> None:
@@ -110,15 +106,13 @@ def test_areal_where_it_could_not_be_exact() -> None:
             areal.aggregate(type("Mine", (actor_class,), {}), mode)
     with pytest.raises(ValueError, match="Did you mean prompt_mean"):
         areal.aggregate(Actor, "prompt_meen")
-
-
-@pytest.mark.parametrize(("module", "reached"), [("areal.engine.megatron_engine", False), ("my_actor", True)])
-def test_areal_workers_that_import_another_class(module: str, reached: bool) -> None:
-    actor_class: Any = type("Mine", (Actor,), {"__module__": module, "as_controller": lambda config, scheduler: "made"})
-    areal.aggregate(actor_class, "prompt_mean")
-    if reached:
-        assert actor_class.as_controller(None, None) == "made"
-    else:
+    for module in ("my_actor", "areal.engine.megatron_engine"):
+        made = {"__module__": module, "as_controller": lambda config, scheduler: "made"}
+        actor_class = type("Mine", (Actor,), made)
+        areal.aggregate(actor_class, "prompt_mean")
+        if module == "my_actor":
+            assert actor_class.as_controller(None, None) == "made"
+            continue
         with pytest.raises(ValueError, match="its workers import that class anew, without the aggregation"):
             actor_class.as_controller(None, None)
 
@@ -139,18 +133,15 @@ def trainers(monkeypatch: pytest.MonkeyPatch) -> Any:
             return loss
 
     def collate(samples: Any) -> Any:
-        masks = torch.tensor([one.mask for one in samples]).bool()
-        return {}, SimpleNamespace(
-            completion_mask=masks, advantages=torch.ones(masks.shape),
-            truncated_mask=torch.tensor([one.truncated for one in samples]),
-        )  # fmt: skip
+        masks = torch.stack([one.mask for one in samples]).bool()
+        truncated = torch.tensor([one.truncated for one in samples])
+        advantages = torch.ones(masks.shape)
+        return {}, SimpleNamespace(completion_mask=masks, advantages=advantages, truncated_mask=truncated)
 
     module: Any = ModuleType("swift.megatron.trainers.grpo_trainer")
     module.MegatronGRPOTrainer, module.collate_to_grpo_micro_batch = MegatronGRPOTrainer, collate
     state: Any = SimpleNamespace(get_data_parallel_group=lambda: None, get_data_parallel_world_size=lambda: 1)
-    for name in ("swift", "swift.megatron", "swift.megatron.trainers"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    for name in ("megatron", "megatron.core"):
+    for name in ("swift", "swift.megatron", "swift.megatron.trainers", "megatron", "megatron.core"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setitem(sys.modules, module.__name__, module)
     sys.modules["swift.megatron.trainers"].grpo_trainer = module  # type: ignore[attr-defined]
@@ -159,13 +150,10 @@ def trainers(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def step(trainers: Any) -> list[dict[str, Any]]:
-    samples = [
-        SimpleNamespace(
-            encoded={"input_ids": [prompt, 1, 0, 1, 2], "labels": [1 if on else -100 for on in mask]},
-            mask=mask, truncated=i == 3,
-        )
-        for i, (mask, prompt) in enumerate(zip(MASKS, PROMPTS, strict=True))
-    ]  # fmt: skip
+    samples = []
+    for i, (mask, prompt) in enumerate(zip(MASKS, PROMPTS, strict=True)):
+        encoded = {"input_ids": [prompt, 1, 0, 1, 2], "labels": [1 if on else -100 for on in mask]}
+        samples.append(SimpleNamespace(encoded=encoded, mask=mask, truncated=i == 3))
     return [{"grpo_batch": trainers.collate_to_grpo_micro_batch(part)[1]} for part in (samples[:2], samples[2:])]
 
 
@@ -180,10 +168,9 @@ def test_ms_swift_trains_on_weighted_advantages(undoes_mean: bool, trainers: Any
     ms_swift.aggregate("prompt_mean")
     microbatches = step(trainers)
     trainers.MegatronGRPOTrainer()._on_train_step_batch(microbatches)
-    masks = [torch.tensor(mask).float() * (i != 3) for i, mask in enumerate(MASKS)]
-    found = [row for one in microbatches for row in one["grpo_batch"].advantages]
-    for row, factors in zip(found, expected("prompt_mean", masks, [*PROMPTS[:4], "alone"]), strict=True):
-        torch.testing.assert_close(row.double(), factors, rtol=oracle.EXACT, atol=0)
+    masks = MASKS * torch.tensor([1, 1, 1, 0, 1])[:, None]
+    found = torch.cat([one["grpo_batch"].advantages for one in microbatches])
+    assert_close(found, 6 * expected("prompt_mean", masks, ALONE))
     assert [float(one["grpo_batch"].num_items_in_batch) for one in microbatches] == [6 if undoes_mean else 6 / 2] * 2
 
 
@@ -201,3 +188,91 @@ def test_ms_swift_where_it_could_not_be_exact(trainers: Any) -> None:
     trainer.loss_type = "grpo"
     with pytest.raises(ValueError, match="--loss_type grpo beside a loss aggregation"):
         trainer._on_train_step_batch(step(trainers))
+
+
+# ---- NeMo-RL: the columns that a driver sends, and the loss that goes to its workers
+
+VALID = torch.tensor([1.0, 1, 1, 0])
+
+
+class Kind:
+    def __init__(self, value: str) -> None:
+        self.value = value
+
+
+class Loss:
+    """As much of a `ClippedPGLossFn` as is asked for here."""
+
+    positive_example_nll_weight, reference_policy_kl_penalty, metric_normalizations = 0.0, 0.1, {"loss": "tokens"}
+
+    def __init__(self, kind: str = "token_level") -> None:
+        self.loss_type = Kind(kind)
+
+
+def policy() -> Any:
+    return SimpleNamespace(
+        cfg={"train_global_batch_size": 4}, train=lambda data, loss_fn, eval_mode=False, gbs=None: data
+    )
+
+
+def batch() -> dict[str, Tensor]:
+    return {"input_ids": rows()["input_ids"][1:], "token_mask": MASKS[1:].float(), "sample_mask": VALID.clone()}
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_columns_are_weights_times_the_count_that_they_are_divided_by(steps: int) -> None:
+    driver, given = policy(), batch()
+    loss = nemo_rl.aggregate(driver, Loss(), "prompt_mean", kl="sample_mean", units="active")
+    found = driver.train(given, loss, gbs=4 // steps)
+    assert "loss_weights_of_policy" not in given
+    for begin in range(0, 4, 4 // steps):
+        rows = slice(begin, begin + 4 // steps)
+        masks = (given["token_mask"] * given["sample_mask"][:, None])[rows, 1:]
+        for name, mode, units in (("policy", "prompt_mean", "active"), ("kl", "sample_mean", "all")):
+            column = found[f"loss_weights_of_{name}"][rows]
+            assert not column[:, 0].any()
+            assert_close(column[:, 1:], expected(mode, masks, ALONE[1:][rows], units) * masks.sum())
+
+
+def test_losses_of_samples_get_one_weight_each() -> None:
+    driver = policy()
+    loss = nemo_rl.aggregate(driver, Loss("sequence_level"), "token_mean")
+    column = driver.train(batch(), loss_fn=loss)["loss_weights_of_policy"]
+    torch.testing.assert_close(column, 3 * torch.tensor([1.0, 2, 2, 0]) / 5)
+    uneven = nemo_rl.aggregate(driver, Loss("sequence_level"), later_tokens_more)
+    with pytest.raises(ValueError, match="Set token_level_loss=true"):
+        driver.train(batch(), uneven)
+
+
+def test_other_losses_go_by_and_the_loss_travels() -> None:
+    driver, given = policy(), batch()
+    loss: Any = nemo_rl.aggregate(driver, Loss(), "token_mean")
+    assert driver.train(given, Loss()) is given
+    sent = pickle.loads(pickle.dumps(loss))
+    assert (sent.metric_normalizations, sent.loss_type.value) == ({"loss": "tokens"}, "token_level")
+    loss = Loss()
+    loss.positive_example_nll_weight = 0.5
+    with pytest.raises(ValueError, match="grpo_train passes no rewards"):
+        nemo_rl.aggregate(driver, loss, "token_mean")
+
+
+# ---- SkyRL: what its policy loss refuses
+
+
+def test_skyrl_where_it_could_not_be_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mini-batch that no Megatron worker weighs; another SkyRL."""
+    below = "skyrl.backends.skyrl_train"
+    names = ["skyrl", "skyrl.backends", below, f"{below}.utils", f"{below}.utils.ppo_utils"]
+    for name in names:
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    registry = SimpleNamespace(get=lambda name: lambda *_, **__: name)
+    sys.modules[names[-1]].PolicyLossRegistry = registry  # type: ignore[attr-defined]
+    loss, ones = AggregatedPolicyLoss("regular", "token_mean"), torch.ones(2, 3)
+    with pytest.raises(ValueError, match=r"a mini-batch without weights.*trainer.strategy=megatron"):
+        loss(ones, ones, ones, SimpleNamespace(), loss_mask=ones)
+    worker: Any = SimpleNamespace(masked_mean=lambda values, weights: values, MegatronModelWrapper=None)
+    monkeypatch.setitem(sys.modules, f"{below}.workers.megatron.megatron_model_wrapper", worker)
+    with pytest.raises(ValueError, match=r"a SkyRL without masked_mean\(dim, mask, tensor\).*Use a9564572"):
+        AggregatedPolicyLoss("regular", "token_mean")
+    with pytest.raises(ValueError, match="divisor"):
+        AggregatedPolicyLoss("regular", "constant")

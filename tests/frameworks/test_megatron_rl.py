@@ -18,7 +18,7 @@ import oracle
 import pytest
 import torch
 from logged_means import logged_means
-from ranks import RankError, run_ranks
+from ranks import run_ranks
 from torch import Tensor
 from train_rl_in_small import (
     SEQ_LENGTH,
@@ -59,7 +59,6 @@ class Case:
     cp_losses: Any = "gathered"
     seed: int = 3
     masks_by: int = 0  # positions that masks are wrong by
-    described_as: str | None = None
 
     def step(self, dp: int, cp: int) -> tuple[list[Row], list[list[Bin]]]:
         return step_of(self.seed, dp, cp, packed=self.packed, cp_losses=self.cp_losses)
@@ -72,11 +71,8 @@ def run_on_megatron(cp: int, cases: list[Case]) -> list[tuple[Tensor, dict[str, 
     from table_step import start, table_model
 
     state = start(cp=cp)
-    dp_rank, dp, cp_rank = (
-        state.get_data_parallel_rank(),
-        state.get_data_parallel_world_size(),
-        state.get_context_parallel_rank(),
-    )
+    dp_rank, cp_rank = state.get_data_parallel_rank(), state.get_context_parallel_rank()
+    dp = state.get_data_parallel_world_size()
     monkeypatch.setattr(sys, "argv", ["train_rl.py"])
     rows_of = megatron_rl.rows_of
 
@@ -112,19 +108,12 @@ def run_on_megatron(cp: int, cases: list[Case]) -> list[tuple[Tensor, dict[str, 
         if case.mode is not None:
             flags = ["--loss-aggregation", case.mode, "--loss-aggregation-units", "active"]
             flags += ["--loss-aggregation-divisor", str(case.divisor)] if case.divisor else []
-            described = case.described_as or case.cp_losses
-            aggregation = megatron_rl.loss_aggregation(parsed(*flags), cp_losses=described, prompt_ids_of=prompts)
+            aggregation = megatron_rl.loss_aggregation(parsed(*flags), cp_losses=case.cp_losses, prompt_ids_of=prompts)
             schedule, wrapped = aggregation.wrap_schedule(schedule), megatron_rl.with_loss_aggregation(forward_step)
         model = table_model(table)
         model.zero_grad_buffer()
-        stored = schedule(
-            forward_step_func=wrapped,
-            data_iterator=iter(batches),
-            model=model,
-            num_microbatches=len(batches),
-            seq_length=8,
-            micro_batch_size=1,
-        )
+        sizes = {"num_microbatches": len(batches), "seq_length": 8, "micro_batch_size": 1}
+        stored = schedule(forward_step_func=wrapped, data_iterator=iter(batches), model=model, **sizes)
         return model.module.losses.main_grad.double().cpu(), logged_means(stored)
 
     return [run(case) for case in cases]
@@ -136,9 +125,10 @@ def error_of(gradient: Tensor, expected: list[Tensor]) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cp", [1, 2, 4])
-@pytest.mark.parametrize("packed", [True, False], ids=["packed", "unpacked"])
-@pytest.mark.parametrize("cp_losses", ["gathered", "sliced"])
+@pytest.mark.parametrize(
+    ("cp", "packed", "cp_losses"),
+    [(1, True, "gathered"), (2, True, "sliced"), (2, False, "gathered"), (4, False, "sliced")],
+)
 def test_every_mode_is_exact(cp: int, packed: bool, cp_losses: str) -> None:
     """The gradient is the mode's; reports are the loss that is trained on, and token means over the step."""
     modes = [("sample_mean", None), ("prompt_mean", None), ("token_mean", None), ("constant", 7.0)]
@@ -182,13 +172,6 @@ def test_negative_controls() -> None:
     assert error_of(of_stock.nan_to_num(), expected) < oracle.EXACT
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("cp_losses", "described_as"), [("gathered", "sliced"), ("sliced", "gathered")])
-def test_gathered_losses_taken_for_sliced_are_refused(cp_losses: str, described_as: str) -> None:
-    with pytest.raises(RankError, match="per_token_loss of shape"):
-        run_ranks(2, run_on_megatron, 2, [Case("token_mean", cp_losses=cp_losses, described_as=described_as)])
-
-
 # --- refusals
 
 
@@ -198,58 +181,65 @@ def parsed(*flags: str, **megatron: Any) -> Namespace:
     return args
 
 
-@pytest.mark.parametrize("mode", ["sample_mean", "prompt_mean", "constant"])
-def test_unit_counting_all_is_refused(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def asked(mode: str, *flags: str, cp_losses: Any = "gathered", **megatron: Any) -> str:
+    args = parsed("--loss-aggregation", mode, *flags, **megatron)
+    return megatron_rl.loss_aggregation(args, cp_losses=cp_losses).settings.mode_name
+
+
+ACTIVE, DIVISOR = ("--loss-aggregation-units", "active"), ("--loss-aggregation-divisor", "8")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "error"),
+    [
+        *((one, {}, "Add --loss-aggregation-units active") for one in (["sample_mean"], ["constant", *DIVISOR])),
+        (["token_mean"], {"cp_losses": "zigzag"}, "Choose one of gathered, sliced"),
+        (["token_mean"], {"check_for_spiky_loss": True}, "a policy loss is around 0"),
+    ],
+)
+def test_unusable_settings(arguments: Any, options: Any, error: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["train_rl.py"])
-    flags = ["--loss-aggregation", mode, *(["--loss-aggregation-divisor", "8"] if mode == "constant" else [])]
-    with pytest.raises(ValueError, match="Add --loss-aggregation-units active"):
-        megatron_rl.loss_aggregation(parsed(*flags))
-    assert megatron_rl.loss_aggregation(parsed(*flags, "--loss-aggregation-units", "active")).settings.mode_name == mode
+    with pytest.raises(ValueError, match=error):
+        asked(*arguments, **options)
+    assert asked(*arguments, *ACTIVE) == arguments[0]
+    assert asked("token_mean") == "token_mean"
 
 
-def test_whether_it_is_asked_for_and_other_unusable_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whether_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Megatron's ignore_unknown_args lets a misspelt flag pass."""
     monkeypatch.setattr(sys, "argv", ["train_rl.py"])
     assert not megatron_rl.is_asked_for(parsed(calculate_per_token_loss=True))  # that is Megatron's
-    for flags in (["--loss-aggregation-units", "active"], ["--custom-pg-loss-reducer-function-path", "a.b"]):
+    for flags in (ACTIVE, ["--custom-pg-loss-reducer-function-path", "a.b"]):
         assert megatron_rl.is_asked_for(parsed(*flags)), flags
     with pytest.raises(ValueError, match="the flags were never registered"):
         megatron_rl.is_asked_for(Namespace())
-    args = parsed("--loss-aggregation", "token_mean")
-    assert megatron_rl.loss_aggregation(args).settings.mode_name == "token_mean"
-    with pytest.raises(ValueError, match="Choose one of gathered, sliced"):
-        megatron_rl.loss_aggregation(args, cp_losses="zigzag")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="a policy loss is around 0"):
-        megatron_rl.loss_aggregation(parsed("--loss-aggregation", "token_mean", check_for_spiky_loss=True))
     monkeypatch.setattr(sys, "argv", ["train_rl.py", "--loss-agregation", "sample_mean"])
     with pytest.raises(ValueError, match="Write --loss-aggregation"):
         megatron_rl.is_asked_for(parsed())
 
 
+ON_FIRST, NUMBER = make_rows(1, 2), (torch.tensor(0),)
+ON_FIRST[1].token_mask[0] = 1
+UNPACKED = Bin([0, 1], [], False)
+
+
 @pytest.mark.parametrize(
-    ("batch", "edges", "error"),
+    ("batch", "one", "error"),
     [
-        ([torch.zeros(2)] * 5, None, "a batch of 5"),
-        (torch.zeros(3), None, "a batch of Tensor"),
-        ((torch.tensor(0),), [0, 99], "from 0 to 99 in a bin of 96"),
-        ((torch.tensor(0),), [2, 40], "from 2 to 40"),
+        ([torch.zeros(2)] * 5, Bin([0], [0, 4], True), "a batch of 5"),
+        (torch.zeros(3), Bin([0], [0, 4], True), "a batch of Tensor"),
+        (NUMBER, Bin([0], [0, 99], True), "from 0 to 99 in a bin of 96"),
+        (NUMBER, Bin([0], [2, 40], True), "from 2 to 40"),
+        (NUMBER, Bin.pack(ON_FIRST, [0, 1], 1), "set on a sequence's first token"),
+        (batch_of(UNPACKED, ON_FIRST, 0), UNPACKED, "set on a sequence's first token"),
     ],
 )
-def test_unknown_batches_are_refused(batch: Any, edges: Any, error: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    state = runtime_state([Bin([0], edges or [0, 4], True)], make_rows(1, 3))
-    install_state(state, monkeypatch)
+def test_unknown_batches_and_masks_on_first_tokens(
+    batch: Any, one: Bin, error: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install_state(runtime_state([one], ON_FIRST), monkeypatch)
     with pytest.raises(ValueError, match=error):
         megatron_rl.samples_of(batch)
-
-
-@pytest.mark.parametrize("packed", [True, False])
-def test_a_mask_on_a_first_token_is_refused(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = make_rows(1, 2)
-    rows[1].token_mask[0] = 1
-    one = Bin.pack(rows, [0, 1], 1) if packed else Bin([0, 1], [], False)
-    install_state(runtime_state([one], rows), monkeypatch)
-    with pytest.raises(ValueError, match="set on a sequence's first token"):
-        megatron_rl.samples_of(batch_of(one, rows, 0))
 
 
 def test_a_row_that_ends_with_its_bin_and_an_empty_bin(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -180,28 +180,18 @@ def test_launches_that_cannot_be_counted_are_refused(args: Any) -> None:
         model.train_one_step(args, 0, 0, [DataIterator({"loss_masks": MASKS}, 6)], None, 1, 1)
 
 
-# --- the FSDP backend has no Megatron to ask
-
-
-def test_fsdp_is_asked_for_its_own_place(args: Any) -> None:
-    for meshes in ([], ["dp", "fsdp"], []):  # without FSDP's meshes it is another backend's state
+def test_fsdp_is_asked_for_its_own_place_and_has_no_token_mean(args: Any) -> None:
+    """It has no Megatron to ask, and never divides by the step's tokens. Without its meshes it is another backend's."""
+    sample, losses = ([5], [3], MASKS[:1]), torch.tensor([1.0, 2.0, 4.0])
+    for meshes in ([], ["dp", "fsdp"]):
         install(meshes=meshes)
-        if meshes:
-            assert float(slime.sample_mean([5], [3], MASKS[:1], False)(torch.tensor([1.0, 2.0, 4.0]))) == 2.5
-        else:
+        if not meshes:
             with pytest.raises(ValueError, match="no parallel state in Megatron"):
-                slime.sample_mean([5], [3], MASKS[:1], False)
-
-
-@pytest.mark.parametrize("per_token", [True, False])
-def test_a_token_mean_on_fsdp_is_refused(args: Any, per_token: bool) -> None:
-    install(meshes=["dp", "fsdp"])
-    with pytest.raises(ValueError, match=r"never divides by the step's tokens.*--train-backend megatron"):
-        slime.token_mean([5], [3], MASKS[:1], per_token)
+                slime.sample_mean(*sample, False)
+    assert float(slime.sample_mean(*sample, False)(losses)) == 2.5
     counts = StepCounts(step_tokens=4, num_samples=1, num_masked_samples=0, global_batch_size=2)
-    hook = slime.make_hook("token_mean", step_counts=lambda: counts)  # whoever knows the step may say so
-    if per_token:
-        with pytest.raises(ValueError, match="never divides"):
-            hook([5], [3], MASKS[:1], True)
-    else:
-        assert float(hook([5], [3], MASKS[:1], False)(torch.tensor([1.0, 2.0, 4.0]))) == 5.0 * 2 / 4
+    counted = slime.make_hook("token_mean", step_counts=lambda: counts)  # whoever knows the step may say so
+    assert float(counted(*sample, False)(losses)) == 5.0 * 2 / 4
+    for hook, per_token in ((slime.token_mean, True), (slime.token_mean, False), (counted, True)):
+        with pytest.raises(ValueError, match=r"never divides by the step's tokens.*--train-backend megatron"):
+            hook(*sample, per_token)

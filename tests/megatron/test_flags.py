@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from refusals import Call, Refusal, check_refusal, each_of
+from refusals import Call, Refusal, refusal_tests
 
 from megatron_rl_loss import StepTotals, make_pg_loss_reducer, register_pg_loss_reducer
 from megatron_rl_loss.audit.launch import samples_of
@@ -189,9 +189,7 @@ REFUSALS: dict[str, Refusal] = {
 }
 
 
-@each_of(REFUSALS)
-def test_refusals(refused: Call, error: type[Exception], text: str, accepted: Call) -> None:
-    check_refusal(refused, error, text, accepted)
+test_refusals = refusal_tests(REFUSALS)
 
 
 def test_missing_flags_are_named() -> None:

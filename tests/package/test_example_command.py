@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from refusals import Call, Refusal, check_refusal, each_of
+from refusals import Refusal, refusal_tests
 from repository import EXAMPLES
 
 from megatron_rl_loss.__main__ import (
@@ -80,9 +80,7 @@ REFUSALS: dict[str, Refusal] = {
 }
 
 
-@each_of(REFUSALS)
-def test_refusals(refused: Call, error: type[Exception], text: str, accepted: Call) -> None:
-    check_refusal(refused, error, text, accepted)
+test_refusals = refusal_tests(REFUSALS)
 
 
 def test_the_command_copies_and_overwrites_nothing(

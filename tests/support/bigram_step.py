@@ -4,11 +4,14 @@ What must come out is stated in float64 apart from all that is tested: the clipp
 mode, as functions of the table.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import oracle
 import torch
+from checkouts import Framework, checkout
+from ranks import run_ranks
+from table_step import relative_error, table_model
 from torch import Tensor
 
 VOCABULARY, ROWS, LENGTH, BETA = 11, 12, 17, 0.03
@@ -53,6 +56,15 @@ def make_batch() -> dict[str, Tensor]:
 
 def make_table() -> Tensor:
     return 0.6 * torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(4))
+
+
+def bigram_model(**options: Any) -> Any:
+    """The table as a model, in Megatron's own DDP."""
+
+    def forward(table: Tensor, ids: Tensor) -> Tensor:
+        return table.view(VOCABULARY, -1)[ids.long()]
+
+    return table_model(make_table().flatten().tolist(), forward=forward, **options)
 
 
 def k3(log_probs: Tensor, reference: Tensor) -> Tensor:
@@ -106,3 +118,23 @@ def expected(
         loss = loss - entropy * step(settings.get("entropy", mode), -(rows.exp() * rows).sum(-1), masks, **of_entropy)
     (gradient,) = torch.autograd.grad(loss, table)
     return float(loss.detach()), gradient, scale
+
+
+def errors_of(model: Any, case: dict[str, Any], value: float | None = None, **options: Any) -> dict[str, float]:
+    """Of the gradient that Megatron arrived at, and of what was reported as the loss; `options` as in `expected`."""
+    right, by_entry, scale = expected(case["mode"], case["settings"], **options)
+    in_gradient = relative_error(model.module.losses.main_grad.view_as(by_entry), by_entry)
+    return {"gradient": in_gradient} | ({} if value is None else {"value": abs(value - right) / scale})
+
+
+def assert_exact(
+    train: Any,
+    framework: Framework,
+    cases: Sequence[dict[str, Any]],
+    worlds: Sequence[tuple[int, int]] = ((1, 1), (4, 2)),
+) -> None:
+    """Every error on every rank, of launches of (ranks, context-parallel ranks)."""
+    for ranks, cp in worlds:
+        for results in run_ranks(ranks, train, checkout(framework), cp, cases):
+            for case, found in zip(cases, results, strict=True):
+                assert max(found["errors"].values()) < TOLERANCE, (case, found)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import FunctionType, ModuleType
+from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -176,6 +176,14 @@ def load(framework: Framework, root: str, *modules: str) -> list[Any]:
     missing = [name for name in framework.stand_ins if "." in name or importlib.util.find_spec(name) is None]
     sys.meta_path.insert(0, _StandIns(missing))
     return [importlib.import_module(name) for name in modules]
+
+
+class Settings(SimpleNamespace):
+    """Of an engine: what is not set is None, which is off."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
 
 
 class _StandIns:

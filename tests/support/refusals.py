@@ -17,11 +17,6 @@ Refusal = tuple[Call, type[Exception], str, Call]
 THREE_PARTS = re.compile(r"(?s).+?: .+\. .+\.")
 
 
-def each_of(table: Mapping[str, Refusal]) -> Any:
-    """Decorator: a test of every row."""
-    return pytest.mark.parametrize(("refused", "error", "text", "accepted"), table.values(), ids=table.keys())
-
-
 def outcome_of(call: Call) -> str:
     """Type and text of the exception, or "accepted"; of SystemExit, what argparse printed."""
     printed = io.StringIO()
@@ -58,10 +53,10 @@ def check_refusal(refused: Call, error: type[Exception], text: str, accepted: Ca
     accepted()
 
 
-def refusal_test(table: Mapping[str, Refusal]) -> Any:
-    """The test of a table: ``test_refusals = refusal_test(REFUSALS)``."""
+def refusal_tests(table: Mapping[str, Refusal]) -> Any:
+    """A test of every row: ``test_refusals = refusal_tests(TABLE)``."""
 
-    @each_of(table)
+    @pytest.mark.parametrize(("refused", "error", "text", "accepted"), table.values(), ids=table.keys())
     def test(refused: Call, error: type[Exception], text: str, accepted: Call) -> None:
         check_refusal(refused, error, text, accepted)
 

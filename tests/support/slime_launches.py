@@ -1,10 +1,10 @@
 """Launches of slime and miles: their flags, with a hook of ours or without, and steps of `logit_table`."""
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import torch
+from checkouts import Settings
 from logit_table import CLIP_HIGH, CLIP_LOW, Step
 
 #: Log-probs are float32 sums over the vocabulary.
@@ -12,12 +12,6 @@ TOLERANCE = 2e-6
 OURS = "megatron_rl_loss.frameworks"
 MakeStep = Callable[[], Step]
 
-NONE = """custom_megatron_before_train_step_hook_path custom_megatron_init_path custom_pg_loss_reducer_function_path
-    custom_tis_function_path decoder_seq_length dump_details eps_clip_c save_debug_train_data"""
-OFF = """allgather_cp calculate_per_token_loss ci_test compress_ratios debug_disable_optimizer enable_mtp_training
-    enable_witness get_mismatch_metrics multi_lora observe_training_entropy recompute_loss_function
-    save_local_weight_checksum skip_actor_forward_only true_on_policy_mode use_dynamic_global_batch_size use_kl_loss
-    use_opsm use_rollout_logprobs use_rollout_top_p_replay use_tis vocab_size"""
 VALUES = {
     "data_pad_size_multiplier": 8,
     "seq_length": 8,
@@ -32,11 +26,12 @@ VALUES = {
     "log_probs_chunk_size": -1,
     "qkv_format": "thd",
     "check_for_nan_in_loss_and_grad": True,
+    **dict.fromkeys(("calculate_per_token_loss", "use_dynamic_global_batch_size"), False),
 }
 
 
 def arguments(**changed: Any) -> Any:
-    return SimpleNamespace(**dict.fromkeys(NONE.split()) | dict.fromkeys(OFF.split(), False) | VALUES | changed)
+    return Settings(**VALUES | changed)
 
 
 def with_steps(one: dict[str, Any]) -> dict[str, Any]:

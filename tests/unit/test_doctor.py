@@ -151,7 +151,7 @@ def test_a_terminal_of_ascii_and_a_reader_that_is_gone(closed: bool, monkeypatch
 
 @pytest.mark.slow
 def test_the_probe_of_the_installed_megatron(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Real, and with a planted change of the schedule; without a Megatron there is nothing to say."""
+    """Real, and with a planted change of the schedule."""
     pytest.importorskip("megatron.core")
     assert report._probe()["verdict"] == "exact"
     plant = """
@@ -164,8 +164,9 @@ def changed(**given):
     return 2 * loss, count
 schedules.forward_step_calc_loss = changed
 """
-    monkeypatch.setattr(report, "_PROBE", plant + report._PROBE)
-    found = report._probe()
+    with monkeypatch.context() as patch:
+        patch.setattr(report, "_PROBE", plant + report._PROBE)
+        found = report._probe()
     assert found["verdict"] == "not exact"
     assert "it scales by 0.666666667 where 0.333333333 is relied on" in found["says"]
     monkeypatch.setattr(report, "_PROBE", "raise SystemExit(3)")

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from refusals import Call, check_refusal, each_of, refusals
+from refusals import refusal_tests, refusals
 
 from megatron_rl_loss import errors
 
@@ -45,25 +45,22 @@ def test_a_close_name_is_proposed(given: str, said: str) -> None:
     assert errors.did_you_mean(given, ["token_mean", "sample-mean"]) == said
 
 
-REFUSALS = refusals(
-    errors.check_within,
-    *(
-        (("clip", wrong, interval, "0.2 is usual"), said, ("clip", right, interval, "0.2 is usual"))
-        for interval, wrong, said, right in (
-            ("(0, 1]", 0, r"clip is 0: it must be a number in \(0, 1\]. 0.2 is usual", 1),
-            ("(0, 1]", 1.01, "clip is 1.01", 1e-9),
-            ("(0, 1]", float("nan"), "clip is nan", np.float32(0.5)),
-            ("(0, 1]", True, "clip is True", 1),
-            ("(0, 1]", "0.2", "clip is '0.2'", 0.2),
-            ("(0, 1]", None, "clip is None", 0.2),
-            ("(0, 1]", torch.ones(2), "clip is tensor", 0.2),
-            ("[0, 2.0)", 2, "clip is 2", 0),
-            ("(0, inf)", float("inf"), "clip is inf", 1e300),
-        )
-    ),
+test_refusals = refusal_tests(
+    refusals(
+        errors.check_within,
+        *(
+            (("clip", wrong, interval, "0.2 is usual"), said, ("clip", right, interval, "0.2 is usual"))
+            for interval, wrong, said, right in (
+                ("(0, 1]", 0, r"clip is 0: it must be a number in \(0, 1\]. 0.2 is usual", 1),
+                ("(0, 1]", 1.01, "clip is 1.01", 1e-9),
+                ("(0, 1]", float("nan"), "clip is nan", np.float32(0.5)),
+                ("(0, 1]", True, "clip is True", 1),
+                ("(0, 1]", "0.2", "clip is '0.2'", 0.2),
+                ("(0, 1]", None, "clip is None", 0.2),
+                ("(0, 1]", torch.ones(2), "clip is tensor", 0.2),
+                ("[0, 2.0)", 2, "clip is 2", 0),
+                ("(0, inf)", float("inf"), "clip is inf", 1e300),
+            )
+        ),
+    )
 )
-
-
-@each_of(REFUSALS)
-def test_refusals(refused: Call, error: type[Exception], text: str, accepted: Call) -> None:
-    check_refusal(refused, error, text, accepted)

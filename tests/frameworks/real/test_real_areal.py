@@ -7,16 +7,15 @@ what Megatron hands it; torch's gather of log-probs is one for gloo.
 
 import functools
 import logging
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from bigram_step import CLIP_HIGH, CLIP_LOW, TOLERANCE, VOCABULARY, expected, make_batch, make_table
-from checkouts import AREAL, checkout, load
+from bigram_step import CLIP_HIGH, CLIP_LOW, TOLERANCE, assert_exact, bigram_model, errors_of, make_batch
+from checkouts import AREAL, Settings, checkout, load
 from gloo_gather import all_gather
 from ranks import run_ranks
-from table_step import relative_error, start, table_model
+from table_step import start
 from torch import Tensor
 
 MODES: dict[str, dict[str, Any]] = {
@@ -47,7 +46,7 @@ def rows_of_rank(dp_rank: int, dp: int) -> dict[str, Tensor]:
     return {name: value[:, : int(lengths.max())] for name, value in rows.items()}
 
 
-def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[float]:
+def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """On a rank: the error of each case's gradient."""
     state = start(cp=cp)
     engine, actors = load(AREAL, root, "areal.engine.megatron_engine", "areal.trainer.ppo.actor")
@@ -57,7 +56,7 @@ def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[float]:
     from megatron_rl_loss.frameworks.areal import aggregate
 
     packed_context_parallel.dist_F.all_gather = all_gather
-    dp_rank, dp = state.get_data_parallel_rank(), state.get_data_parallel_world_size()
+    rows = rows_of_rank(state.get_data_parallel_rank(), state.get_data_parallel_world_size())
     found = []
     for case in cases:
 
@@ -68,49 +67,31 @@ def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[float]:
 
         if not case.get("stock"):
             aggregate(Actor, case["mode"], **case["settings"])
-        model = table_model(make_table().flatten().tolist(), forward=lambda p, ids: p.view(VOCABULARY, -1)[ids.long()])
-        actor = Actor()
-        actor.model = [model]
-        actor.optimizer = SimpleNamespace(
-            zero_grad=lambda: None, get_loss_scale=lambda: torch.ones(()), step=lambda: (True, 0.0, None),
-            param_groups=[{"lr": 0.0}],
+        model, config, actor = bigram_model(), case.get("config", {}), Actor()
+        sizes = {"pipeline_parallel_size": 1, "context_parallel_size": cp, "tensor_parallel_size": 1}
+        optimizer = {"get_loss_scale": lambda: torch.ones(()), "step": lambda: (True, 0.0, None)}
+        vars(actor).update(
+            model=[model], process_group_initialized=True, logger=logging.getLogger("actor"),
+            device=torch.device("cpu"), parallel_strategy=Settings(**sizes),
+            config=Settings(mb_spec=MicroBatchSpec(n_mbs=3), temperature=1.0, **config),
+            optimizer=Settings(zero_grad=lambda: None, param_groups=[{"lr": 0.0}], **optimizer),
+            **dict.fromkeys(("enable_tree_training", "enable_fp8", "is_vision_model", "use_padded_seq"), False),
         )  # fmt: skip
-        settings = {"mb_spec": MicroBatchSpec(n_mbs=3), "pad_to_maximum": False, "temperature": 1.0, "is_critic": False}
-        actor.config = SimpleNamespace(**settings, **case.get("config", {}))
-        names = ("pipeline_parallel_size", "context_parallel_size", "tensor_parallel_size")
-        actor.parallel_strategy = SimpleNamespace(**dict(zip(names, (1, cp, 1), strict=True)))
-        actor.process_group_initialized = True
-        actor.enable_tree_training = actor.enable_fp8 = actor.is_vision_model = actor.use_padded_seq = False
-        actor.logger, actor.device = logging.getLogger("actor"), torch.device("cpu")
-        loss_fn = functools.partial(
-            actors.grpo_loss_fn, eps_clip=CLIP_LOW, eps_clip_higher=CLIP_HIGH, c_clip=None,
-            importance_sampling_level=case.get("config", {}).get("importance_sampling_level", "token"),
-        )  # fmt: skip
-        stats = actor.train_batch(
-            rows_of_rank(dp_rank, dp), loss_fn, loss_weight_fn=lambda x: x["loss_mask"].count_nonzero()
-        )
+        clip = {"eps_clip": CLIP_LOW, "eps_clip_higher": CLIP_HIGH, "c_clip": None}
+        loss_fn = functools.partial(actors.grpo_loss_fn, **clip, **{"importance_sampling_level": "token", **config})
+        stats = actor.train_batch(rows, loss_fn, loss_weight_fn=lambda x: x["loss_mask"].count_nonzero())
         assert stats["num_micro_batches"] == 3
-        of_samples = case.get("config") == GSPO
-        _, by_entry, _ = expected(case["mode"], case["settings"], kl=None, of_samples=of_samples)
-        found.append(relative_error(model.module.losses.main_grad.view_as(by_entry), by_entry))
+        found.append({"errors": errors_of(model, case, kl=None, of_samples=config == GSPO)})
     return found
 
 
-CASES: list[dict[str, Any]] = [
-    *({"mode": mode, "settings": settings} for mode, settings in MODES.items()),
-    {"mode": "sample_mean", "settings": {}, "config": GSPO},
-]
-
-
-@pytest.mark.parametrize(("world_size", "cp"), [(1, 1), (4, 2)])
-def test_every_mode_is_exact(world_size: int, cp: int) -> None:
-    for errors in run_ranks(world_size, train, checkout(AREAL), cp, CASES):
-        for case, error in zip(CASES, errors, strict=True):
-            assert error < TOLERANCE, (case, error)
+def test_every_mode_is_exact() -> None:
+    of_tokens = [{"mode": mode, "settings": settings} for mode, settings in MODES.items()]
+    assert_exact(train, AREAL, [*of_tokens, {"mode": "sample_mean", "settings": {}, "config": GSPO}])
 
 
 def test_theirs_is_the_token_mean_and_no_other() -> None:
     cases = [{"mode": mode, "settings": MODES[mode], "stock": True} for mode in ("token_mean", "prompt_mean")]
     same, other = run_ranks(4, train, checkout(AREAL), 2, cases)[0]
-    assert same < TOLERANCE
-    assert other > 1e-2
+    assert same["errors"]["gradient"] < TOLERANCE
+    assert other["errors"]["gradient"] > 1e-2

@@ -112,9 +112,7 @@ def test_the_step_is_that_of_hugging_faces_model(tmp_path: Path) -> None:
 
 def steps_of_bridge(root: str, per_token: bool) -> dict[str, list[float]]:
     """On a rank: errors of the gradient and of the logged loss in `train_step`, of its loss and of ours by mode."""
-    from types import SimpleNamespace
-
-    from checkouts import BRIDGE, load
+    from checkouts import BRIDGE, Settings, load
     from planned_steps import CP, DP, STEP, TABLE, batches_of
     from step_samples import DIVISOR
     from table_step import aggregation, relative_error, start, table_model
@@ -130,19 +128,13 @@ def steps_of_bridge(root: str, per_token: bool) -> dict[str, list[float]]:
     # It counts tokens in integers.
     flags = [oracle.Sample(one.losses, (one.mask != 0).float(), one.rollout_id, one.prompt_id) for one in STEP]
     train.get_num_microbatches = lambda: len(batches)
-    nothing = SimpleNamespace(start=lambda **_: None, stop=lambda: None)
-    cfg = SimpleNamespace(
-        train=SimpleNamespace(
-            empty_unused_memory_level=0, check_optimizer_step_success=False, skip_sync_grad_norm_across_mp=True,
-            micro_batch_size=1,
-        ),
-        optimizer=SimpleNamespace(
-            reuse_grad_buf_for_mxfp8_param_ag=False, barrier_with_L1_time=False, log_num_zeros_in_grad=False
-        ),
-        ddp=SimpleNamespace(overlap_param_gather=False), dataset=SimpleNamespace(dataloader_type="single"),
-        model=SimpleNamespace(seq_length=8), dist=SimpleNamespace(use_decentralized_pg=True), data_parallel_size=DP,
+    cfg = Settings(
+        train=Settings(empty_unused_memory_level=0, skip_sync_grad_norm_across_mp=True, micro_batch_size=1),
+        optimizer=Settings(), ddp=Settings(), dataset=Settings(dataloader_type="single"), data_parallel_size=DP,
+        model=Settings(seq_length=8), dist=Settings(use_decentralized_pg=True),
     )  # fmt: skip
-    optimizer = SimpleNamespace(zero_grad=lambda: None, step=lambda: (True, 0.0, 0))
+    timer = Settings(start=lambda **_: None, stop=lambda: None)
+    optimizer = Settings(zero_grad=lambda: None, step=lambda: (True, 0.0, 0))
 
     def stock(samples: list[oracle.Sample]) -> Any:
         masks = torch.cat([*(one.mask for one in samples), torch.zeros(1)])
@@ -161,8 +153,8 @@ def steps_of_bridge(root: str, per_token: bool) -> dict[str, list[float]]:
     def errors(mode: str, forward_step: Any, samples: list[oracle.Sample]) -> list[float]:
         model, divisor = table_model(TABLE, per_token=per_token), DIVISOR if mode == "constant" else None
         logged, *_ = train.train_step(
-            forward_step, iter(batches), [model], optimizer, SimpleNamespace(step=lambda increment: None),
-            SimpleNamespace(cfg=cfg, timers=lambda *_, **__: nothing), ProcessGroupCollection.use_mpu_process_groups(),
+            forward_step, iter(batches), [model], optimizer, Settings(step=lambda increment: None),
+            Settings(cfg=cfg, timers=lambda *_, **__: timer), ProcessGroupCollection.use_mpu_process_groups(),
             train.get_forward_backward_func(pp_size=1, vp_size=None), None,
         )  # fmt: skip
         expected = torch.cat([*oracle.step_gradient(mode, samples, divisor), torch.zeros(1)])
@@ -171,8 +163,10 @@ def steps_of_bridge(root: str, per_token: bool) -> dict[str, list[float]]:
         in_value = abs(float(logged[name]) - value) / oracle.step_scale(mode, samples, divisor)
         return [relative_error(model.module.losses.main_grad.cpu(), expected), in_value]
 
-    own = {"theirs": flags, "fractional": STEP}
-    found = {name: errors("token_mean", stock(samples), samples) for name, samples in own.items()}
+    found = {
+        name: errors("token_mean", stock(samples), samples)
+        for name, samples in (("of their own loss", flags), ("of their own loss of fractional masks", STEP))
+    }
     for mode in oracle.MODES:
         divisor = DIVISOR if mode == "constant" else None
         with attached(aggregation(mode=mode, divisor=divisor, with_per_token_loss=per_token)):
@@ -186,11 +180,9 @@ def test_its_train_step_is_exact_in_every_mode(per_token: bool, record_property:
     from checkouts import BRIDGE, checkout
 
     results = run_ranks(4, steps_of_bridge, checkout(BRIDGE), per_token)
-    (theirs, _), (fractional, _) = results[0]["theirs"], results[0]["fractional"]
-    assert theirs < 2e-6 if per_token else theirs > 1e-2
-    assert fractional > 1e-2
-    said = "with" if per_token else "without"
-    record_property(f"error of Bridge's own loss {said} per-token loss", theirs)
-    record_property(f"error of Bridge's own loss {said} per-token loss of fractional masks", fractional)
-    for found in results:
-        assert max(max(found[mode]) for mode in oracle.MODES) < 2e-6
+    assert max(max(found[mode]) for found in results for mode in oracle.MODES) < 2e-6
+    theirs = {name: error for name, (error, _) in results[0].items() if name not in oracle.MODES}
+    assert [error < 2e-6 for error in theirs.values()] == [per_token, False]
+    assert all(error < 2e-6 or error > 1e-2 for error in theirs.values())
+    for name, error in theirs.items():
+        record_property(f"error {name}, Bridge, per-token loss {per_token}", error)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from checkouts import MILES, checkout, load
+from checkouts import MILES, Settings, checkout, load
 from logit_table import errors_of, logits, make_step
 from logit_table import rollout_data as data_of
 from ranks import run_ranks, start_process_group
@@ -40,18 +40,13 @@ def train_on_fsdp(root: str, *cases: dict[str, Any]) -> list[list[float]]:
         iterators, num_microbatches = data_module.get_data_iterator(args, None, data)
         model = ShardedTable(step.table)
         fully_shard(model, mesh=state.get_mesh("fsdp"))
-        actor = SimpleNamespace(
-            args=args,
-            model=model,
-            precision_policy=SimpleNamespace(autocast_dtype=None),
-            _get_model_inputs_args=lambda batch: {"input_ids": batch["tokens"]},
-        )
+        actor = Settings(args=args, model=model, precision_policy=Settings())
+        actor._get_model_inputs_args = lambda batch: {"input_ids": batch["tokens"]}
         keys = ("tokens", "loss_masks", "total_lengths", "response_lengths", "log_probs", "advantages", "max_seq_lens")
         reports = []
         for _ in range(num_microbatches[0]):
-            batch = data_module.get_batch(
-                iterators[0], [*keys, "rollout_log_probs"], args.data_pad_size_multiplier, args.qkv_format
-            )
+            pad = args.data_pad_size_multiplier, args.qkv_format
+            batch = data_module.get_batch(iterators[0], [*keys, "rollout_log_probs"], *pad)
             train_step = actor_module.FSDPTrainRayActor._train_step
             reports.append(train_step(actor, batch, step_id=0, num_microbatches=num_microbatches[0]))
         report = importlib.import_module("miles.backends.training_utils.log_utils").aggregate_train_losses(reports)
@@ -74,7 +69,7 @@ class ShardedTable(torch.nn.Module):
         return Output(logits(self.table, input_ids))
 
 
-@pytest.mark.parametrize("dp", [1, 2, 4])
+@pytest.mark.parametrize("dp", [1, 4])
 def test_fsdp_of_miles(dp: int) -> None:
     root, steps = checkout(MILES), [partial(make_step, 10, dp)]
     sound = case("miles", "sample_mean", "sample_mean", steps), case("miles", "constant", "constant_40", steps)

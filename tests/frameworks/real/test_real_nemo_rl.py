@@ -22,16 +22,16 @@ from bigram_step import (
     LENGTH,
     ROWS,
     TOLERANCE,
-    VOCABULARY,
-    expected,
+    assert_exact,
+    bigram_model,
+    errors_of,
     k3,
     make_batch,
-    make_table,
 )
 from checkouts import NEMO_RL, checkout, load
 from planned_steps import CP, DP, errors_in
 from ranks import run_ranks
-from table_step import relative_error, start, table_model
+from table_step import start
 from torch import Tensor
 
 SETTINGS = {"ratio_clip_min": CLIP_LOW, "ratio_clip_max": CLIP_HIGH, "reference_policy_kl_penalty": BETA}
@@ -62,8 +62,8 @@ def let_backward_run_here(gather: Any) -> None:
     gather.backward = staticmethod(backward)
 
 
-def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, float]]:
-    """On a rank: the error of each case, and what NeMo-RL reports beside the loss."""
+def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """On a rank: the errors of each case, and what NeMo-RL reports beside the loss."""
     state = start(cp=cp)
     names = ("algorithms.loss.loss_functions", "models.megatron.train", "models.megatron.data")
     losses, worker, data_module = load(NEMO_RL, root, *(f"nemo_rl.{name}" for name in names))
@@ -73,57 +73,42 @@ def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, flo
 
     let_backward_run_here(worker.allgather_cp_sharded_tensor.__globals__["AllGatherCPTensor"])
     dp_rank, dp = state.get_data_parallel_rank(), state.get_data_parallel_world_size()
-    defaults = {name: getattr(losses.ClippedPGLossConfig, name) for name in losses.ClippedPGLossConfig.__annotations__}
+    group, config = state.get_data_parallel_group(), losses.ClippedPGLossConfig
+    defaults = {name: getattr(config, name) for name in config.__annotations__}
     cfg = {"sequence_packing": {"enabled": True}, "logprob_chunk_size": None}
     found = []
     for case in cases:
-        loss_fn = losses.ClippedPGLossFn(SimpleNamespace(**{**defaults, **SETTINGS, **case.get("cfg", {})}))
+        of_case = case.get("cfg", {})
+        loss_fn = losses.ClippedPGLossFn(SimpleNamespace(**{**defaults, **SETTINGS, **of_case}))
         batch = BatchedDataDict(make_batch())
         if not case.get("stock"):
-            sent: list[Any] = []
-
-            def send(data: Any, loss_fn: Any, timer: Any = None, gbs: Any = None, sent: list[Any] = sent) -> None:
-                sent.append(data)
-
-            policy = SimpleNamespace(cfg={"train_global_batch_size": ROWS}, train=send)
+            policy: Any = SimpleNamespace(
+                cfg={"train_global_batch_size": ROWS}, train=lambda data, loss_fn, timer=None, gbs=None: data
+            )
             loss_fn = aggregate(policy, loss_fn, case["mode"], **case["settings"])
-            policy.train(batch, loss_fn, timer=None)
-            (batch,) = sent
+            batch = policy.train(batch, loss_fn, timer=None)
         mine = BatchedDataDict({name: values[dp_rank::dp] for name, values in batch.items()})
         rows = len(mine["sample_mask"])
-        group = state.get_data_parallel_group()
         counted = data_module.process_global_batch(mine, loss_fn, group, batch_idx=0, batch_size=rows)
-        counts = {name: counted[name] for name in ("global_valid_seqs", "global_valid_toks")}
-        cuts = [(a * rows // 6, b * rows // 6) for a, b in CUTS]
         microbatches = []
-        for start_row, end_row in cuts:
-            part = mine.slice(start_row, end_row)
+        for first, last in CUTS:
+            part = mine.slice(first * rows // 6, last * rows // 6)
             made = data_module.process_microbatch(part, "input_lengths", 2 * cp, pack_sequences=True)
             microbatches.append(data_module.ProcessedMicrobatch(data_dict=part, **vars(made)))
-        model = table_model(
-            make_table().flatten().tolist(), per_token=True, forward=lambda p, ids: p.view(VOCABULARY, -1)[ids]
-        )
+        model, number = bigram_model(per_token=True), {"num_microbatches": len(microbatches)}
         reports = worker.megatron_forward_backward(
-            model=model,
-            data_iterator=iter(microbatches),
-            num_microbatches=len(microbatches),
-            seq_length=LENGTH,
-            mbs=1,
-            post_processing_fn=worker.LossPostProcessor(loss_fn=loss_fn, cfg=cfg, num_microbatches=len(microbatches)),
-            **counts,
-        )
+            model=model, data_iterator=iter(microbatches), seq_length=LENGTH, mbs=1, **number,
+            post_processing_fn=worker.LossPostProcessor(loss_fn=loss_fn, cfg=cfg, **number),
+            **{name: counted[name] for name in ("global_valid_seqs", "global_valid_toks")},
+        )  # fmt: skip
         names = ("loss", "kl_penalty", "gen_kl_error", "probs_ratio")
         sums = torch.tensor([sum(report[name] for report in reports) for name in names], dtype=torch.float64)
         dist.all_reduce(sums, group=group)
         metrics = dict(zip(names, sums.tolist(), strict=True))
-        cfg_of_case = case.get("cfg", {})
-        of_samples = cfg_of_case.get("sequence_level_importance_ratios", False)
-        corrected = cfg_of_case.get("use_importance_sampling_correction", False)
-        value, by_entry, scale = expected(
-            case["mode"], case["settings"], kl=kl_of_nemo_rl, of_samples=of_samples, corrected=corrected
-        )
-        in_gradient = relative_error(model.module.losses.main_grad.view_as(by_entry), by_entry)
-        found.append(metrics | {"in gradient": in_gradient, "in value": abs(metrics["loss"] - value) / scale})
+        options = {"of_samples": of_case.get("sequence_level_importance_ratios", False)}
+        options["corrected"] = of_case.get("use_importance_sampling_correction", False)
+        errors = errors_of(model, case, metrics["loss"], kl=kl_of_nemo_rl, **options)
+        found.append(metrics | {"errors": errors})
     return found
 
 
@@ -138,26 +123,18 @@ CASES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize(("world_size", "cp"), [(1, 1), (4, 2)])
-def test_every_term_is_exact(world_size: int, cp: int) -> None:
-    for results in run_ranks(world_size, train, checkout(NEMO_RL), cp, CASES):
-        for case, found in zip(CASES, results, strict=True):
-            assert found["in gradient"] < TOLERANCE, (case, found)
-            assert found["in value"] < TOLERANCE, (case, found)
+def test_every_term_is_exact() -> None:
+    assert_exact(train, NEMO_RL, CASES)
 
 
 def test_metrics_keep_their_masks_and_theirs_is_what_it_says() -> None:
     """Their token mean is exact, and it is none of the other modes."""
-    token_mean: dict[str, Any] = {"mode": "token_mean", "settings": {}}
     cases = [
-        token_mean | {"stock": True},
-        token_mean,
-        {"mode": "prompt_mean", "settings": {}},
-        {"mode": "prompt_mean", "settings": {}, "stock": True},
+        {"mode": mode, "settings": {}, "stock": stock} for mode in ("token_mean", "prompt_mean") for stock in (1, 0)
     ]
-    stock, same, other, wrong = run_ranks(4, train, checkout(NEMO_RL), 2, cases)[0]
-    assert stock["in gradient"] < TOLERANCE
-    assert wrong["in gradient"] > 1e-2
+    stock, same, wrong, other = run_ranks(4, train, checkout(NEMO_RL), 2, cases)[0]
+    assert stock["errors"]["gradient"] < TOLERANCE
+    assert wrong["errors"]["gradient"] > 1e-2
     for name in ("gen_kl_error", "probs_ratio"):
         assert same[name] == stock[name] == other[name]
     assert same["kl_penalty"] == pytest.approx(stock["kl_penalty"], rel=TOLERANCE)

@@ -7,7 +7,6 @@ import json
 import math
 import random
 import re
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -20,7 +19,7 @@ from counted_steps import Array, Counted, Formula, Row, Step, measured, ragged
 from published import exact, mean_of_rows, own_mean, own_piece
 from torch import Tensor
 
-from megatron_rl_loss.audit import MeasuredStep, Split, StepTokens, Verdict, judge
+from megatron_rl_loss.audit import MeasuredStep, StepTokens, Verdict, judge
 from megatron_rl_loss.modes.names import resolve
 from megatron_rl_loss.modes.papers import vl_norm_undivided as vl_norm
 from megatron_rl_loss.modes.papers import weighted_token_mean
@@ -398,24 +397,3 @@ def test_the_report_and_a_measured_step_are_plain_data_too() -> None:
     np.testing.assert_array_equal(np.nan_to_num(back.weights), step.weights)
     for name in vars(step.tokens):
         np.testing.assert_array_equal(getattr(back.tokens, name), getattr(step.tokens, name))
-
-
-@pytest.mark.slow
-def test_a_large_step_is_judged_at_once() -> None:
-    """40 thousand tokens: in less than a second on a free core, with room for a machine that is busy otherwise."""
-    samples = 20_000
-    sample = np.repeat(np.arange(samples), 2)
-    position = np.arange(len(sample)) % 2
-    mask = (np.random.default_rng(1).random(len(sample)) < 0.7).astype(float)
-    piece = sample * 64 // samples
-    tokens = StepTokens(
-        mask=mask, sample=sample, position=position, dp_rank=piece // 16, microbatch=piece % 16, cp_rank=position % 2,
-        rollout=sample, prompt=sample // 5,
-    )  # fmt: skip
-    own = np.bincount(piece, weights=mask)[piece]
-    step = MeasuredStep(tokens=tokens, weights=mask / own, split=Split(num_microbatches=16, dp_size=4, cp_size=2))
-    for mode in ("prompt_mean", None):
-        begin = time.process_time()
-        verdict = judge(step, None if mode is None else asked(mode))
-        assert time.process_time() - begin < 4
-        assert "the tokens of the micro-batch, not of the step" in verdict.readings[0].text

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from refusals import refusal_test, refusals
+from refusals import refusal_tests, refusals
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -209,4 +209,4 @@ REFUSALS = refusals(
     ({"cp_sizes": [0]}, "a CP size is 0", {"cp_sizes": [1]}),
 )
 
-test_refusals = refusal_test(REFUSALS)
+test_refusals = refusal_tests(REFUSALS)

@@ -20,15 +20,13 @@ import pytest
 import torch
 from counted_steps import Row, Step
 from published import DP, MICROBATCHES, UNCUT, masked_mean, share, total
-from refusals import refusal_test, refusals
+from refusals import refusal_tests, refusals
 from repository import ROOT
 from torch import Tensor
 
 from megatron_rl_loss.audit import CALLS, GIVEN, LossCall, check_loss, drawn_steps
 from megatron_rl_loss.audit.drawn_steps import DrawnSample, LossCase
 from megatron_rl_loss.audit.simulation import measure
-from megatron_rl_loss.modes import MODES
-from megatron_rl_loss.modes.table import ModeInputs
 
 pytestmark = pytest.mark.slow  # hundreds of random steps
 
@@ -140,59 +138,6 @@ def test_methods_objects_and_partials_are_functions_too() -> None:
         assert check_loss(function, "token_sum", call=ADDED, draws=3).sound
     assert check_loss(Loss().of_step, "token_mean", call=ADDED, draws=3).sound
     assert not check_loss(share, "token_sum", call=ADDED, draws=3).sound
-
-
-# ---- modes, ours and one's own
-
-
-@pytest.mark.parametrize("units", ["all", "active"])
-@pytest.mark.parametrize("mode", MODES)
-def test_built_in_modes_are_invariant(mode: str, units: Any) -> None:
-    report = check_loss(mode=mode, divisor=8 if MODES[mode].takes_divisor else None, units=units, draws=4)
-    assert (report.sound, report.negative) == (True, False), str(report)
-    if mode == "token_mean" or (mode in ("sample_mean", "prompt_mean") and units == "active"):
-        assert (report.lowest_sum, report.highest_sum) == pytest.approx((1, 1))
-    elif mode in ("sample_mean", "prompt_mean"):
-        assert 0 < report.lowest_sum < report.highest_sum <= 1 + 1e-6
-
-
-def sum_by_prompts(inputs: ModeInputs) -> Tensor:
-    return torch.full((len(inputs.samples),), 1 / inputs.totals.prompts.all)
-
-
-@pytest.mark.parametrize(
-    ("mode", "cut", "most"),
-    [
-        (lambda of: 1 / max(1.0, float(of.samples.mask_sums.sum())), MICROBATCHES, 2),
-        (lambda of: torch.full((len(of.samples),), 1 / max(1, len(of.samples))), MICROBATCHES, 3),
-        (lambda of: [torch.full((int(n),), 1 / int(n)) for n in of.samples.mask_lengths], PADDED, 2),
-    ],
-    ids=["tokens here", "samples here", "padded lengths"],
-)
-def test_what_a_mode_depends_on_is_found(mode: Any, cut: str, most: int) -> None:
-    report = check_loss(mode=mode, draws=8)
-    (finding,) = report.findings
-    assert finding.cut == cut
-    assert not report.invariant
-    assert "NOT invariant" in str(report)
-    assert len(finding.case.samples) <= most
-    assert finding.weights != pytest.approx(finding.expected)
-
-
-def test_modes_of_ones_own_and_functions_beside_them() -> None:
-    report = check_loss(mode=lambda of: [torch.arange(-1.0, int(n) - 1) for n in of.samples.mask_lengths], draws=6)
-    assert (report.sound, report.negative) == (True, True)
-    assert check_loss(mode=sum_by_prompts, draws=6).sound
-    assert check_loss(lambda x, m, step_prompts: total(x, m) / step_prompts, sum_by_prompts, call=ADDED, draws=6).sound
-    report = check_loss(share, sum_by_prompts, draws=6)
-    assert not report.sound
-    assert "sum_by_prompts" in str(report)
-
-
-def test_without_a_mode_invariance_is_all_that_is_asked() -> None:
-    assert check_loss(lambda losses, mask: total(losses, mask) / 8, call=ADDED, draws=4).sound
-    assert check_loss(published.lists_by_smaller, call="prime_rl", draws=4).sound
-    assert not check_loss(masked_mean, call=ADDED, draws=4).invariant
 
 
 # ---- other faults
@@ -410,7 +355,7 @@ REFUSALS = {
     ),
 }
 
-test_refusals = refusal_test(REFUSALS)
+test_refusals = refusal_tests(REFUSALS)
 
 
 def test_the_functions_own_error_is_the_cause() -> None:

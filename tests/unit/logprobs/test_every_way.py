@@ -27,7 +27,7 @@ from head_oracle import (
     relative,
 )
 from ranks import run_ranks, start_process_group
-from refusals import refusal_test, refusals
+from refusals import refusal_tests, refusals
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -360,4 +360,4 @@ REFUSALS = {
     **refusals(fold, ({"loss": None}, "per_token_loss is a NoneType: it must give losses", {}), error=TypeError),
 }
 
-test_refusals = refusal_test(REFUSALS)
+test_refusals = refusal_tests(REFUSALS)

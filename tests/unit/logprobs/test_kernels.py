@@ -15,7 +15,7 @@ import pytest
 import torch
 from head_oracle import VOCABULARY, batch_of, relative
 from interpreter import begin, finish
-from refusals import refusal_test, refusals
+from refusals import refusal_tests, refusals
 from repository import ROOT
 from torch import Tensor
 
@@ -98,4 +98,4 @@ REFUSALS = {
     ),
 }
 
-test_refusals = refusal_test(REFUSALS)
+test_refusals = refusal_tests(REFUSALS)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from head_oracle import TOKENS, VOCABULARY, batch_of, given, relative
 from ranks import run_ranks, start_process_group
-from refusals import refusal_test, refusals
+from refusals import refusal_tests, refusals
 from torch import Tensor
 
 from megatron_rl_loss.logprobs import KeptIds, log_probs_from_logits
@@ -168,4 +168,4 @@ REFUSALS = {
     ),
 }
 
-test_refusals = refusal_test(REFUSALS)
+test_refusals = refusal_tests(REFUSALS)

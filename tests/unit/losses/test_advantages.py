@@ -13,7 +13,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import run_ranks, start_process_group
-from refusals import refusal_test, refusals
+from refusals import refusal_tests, refusals
 
 from megatron_rl_loss import BadBatchError, Gathered, Samples, ZigzagTHD
 from megatron_rl_loss.losses import distillation_advantages, gae, group_relative_advantages, rloo_advantages, whiten
@@ -181,4 +181,4 @@ REFUSALS = {
     ),
 }
 
-test_refusals = refusal_test(REFUSALS)
+test_refusals = refusal_tests(REFUSALS)

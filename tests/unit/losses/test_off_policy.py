@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from refusals import refusal_test, refusals
+from refusals import refusal_tests, refusals
 from torch import Tensor
 
 from megatron_rl_loss.losses import importance_weights, keep_sequences, surviving_masks, truncated_importance_weights
@@ -108,4 +108,4 @@ REFUSALS = {
     **refusals(survive, (([0.0, 0.0],), "mask and log-ratios of sample 0 with a list: .+ tensor", ()), error=TypeError),
 }
 
-test_refusals = refusal_test(REFUSALS)
+test_refusals = refusal_tests(REFUSALS)

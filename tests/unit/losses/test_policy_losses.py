@@ -12,7 +12,7 @@ from typing import Any
 import oracle
 import pytest
 import torch
-from refusals import refusal_test, refusals
+from refusals import refusal_tests, refusals
 from torch import Tensor
 
 from megatron_rl_loss import Samples, losses, resolve
@@ -329,4 +329,4 @@ REFUSALS = {
     ),
 }  # fmt: skip
 
-test_refusals = refusal_test(REFUSALS)
+test_refusals = refusal_tests(REFUSALS)

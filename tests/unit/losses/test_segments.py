@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import bytes_reduced, run_ranks, start_process_group
-from refusals import refusal_test, refusals
+from refusals import refusal_tests, refusals
 from torch import Tensor
 
 from megatron_rl_loss import Gathered, Samples, StepTotals, UnitCounts, ZigzagTHD
@@ -244,4 +244,4 @@ REFUSALS = {
     ),
 }
 
-test_refusals = refusal_test(REFUSALS)
+test_refusals = refusal_tests(REFUSALS)

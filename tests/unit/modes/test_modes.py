@@ -6,8 +6,7 @@ import numpy as np
 import oracle
 import pytest
 import torch
-from placements import Place, every_layout, laid_out
-from refusals import Call, check_refusal, each_of, refusals
+from refusals import refusal_tests, refusals
 from steps import assert_equals_oracle, run_step
 
 from megatron_rl_loss import (
@@ -42,10 +41,7 @@ def plain_sum(inputs: ModeInputs) -> float:
 
 def test_the_modes_are_rows_of_one_table() -> None:
     assert tuple(MODES) == oracle.MODES == available_modes()
-    for name, mode in MODES.items():
-        assert isinstance(mode, Mode)
-        assert mode.name == name
-        assert mode.formula
+    assert all(isinstance(mode, Mode) and mode.name == name and mode.formula for name, mode in MODES.items())
 
 
 def test_a_registered_function_is_a_mode() -> None:
@@ -68,16 +64,11 @@ def test_a_mode_of_ones_own_can_be_what_a_built_in_is() -> None:
 
 def test_a_mode_of_ones_own_is_given_everything() -> None:
     seen: list[ModeInputs] = []
-
-    @register_pg_loss_reducer("spy")
-    def spy(inputs: ModeInputs) -> int:
-        seen.append(inputs)
-        return 1
-
     totals, layout = StepTotals(), Gathered([0, 1])
     ids: dict[str, Any] = {"rollout_ids": [4], "prompt_ids": ["a"]}
     place: dict[str, Any] = {"layout": layout, "cp_rank": 1, "cp_size": 2}
-    make_pg_loss_reducer("spy", [torch.ones(1)], totals=totals, divisor=3.0, units="active", **ids, **place)
+    spy: Any = lambda inputs: seen.append(inputs) or 1  # noqa: E731
+    make_pg_loss_reducer(spy, [torch.ones(1)], totals=totals, divisor=3.0, units="active", **ids, **place)
     (inputs,) = seen
     assert (inputs.divisor, inputs.units) == (3.0, "active")
     assert inputs.totals is totals
@@ -87,31 +78,7 @@ def test_a_mode_of_ones_own_is_given_everything() -> None:
     assert inputs.samples.prompt_ids is not None
 
 
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("mine", "'mine': it is taken"),
-        ("token_mean", "'token_mean': it is taken"),
-        ("my-sum", "'my-sum': it must be a Python identifier"),
-        ("", "''"),
-        (plain_sum, "identifier"),
-    ],
-)
-def test_refused_names(name: Any, text: str, registry: dict[str, ModeFunction]) -> None:
-    registry["mine"] = plain_sum
-    check_refusal(lambda: register_pg_loss_reducer(name), ValueError, text, lambda: None)
-    assert list(registry) == ["mine"]
-    register_pg_loss_reducer("my_sum")(plain_sum)
-
-
-def test_what_cannot_be_called_is_refused(registry: dict[str, ModeFunction]) -> None:
-    register: Any = register_pg_loss_reducer("x")
-    check_refusal(lambda: register(3), TypeError, "mode 'x' is a int: it must be a function", lambda: None)
-    assert not registry
-    register(plain_sum)
-
-
-# --- weights beside the mask
+# --- weights beside the mask; cut over CP ranks: test_weights.py
 
 
 @pytest.mark.parametrize(
@@ -133,40 +100,14 @@ def test_a_mode_of_ones_own_returns_them(beside: Any, expected: list[float]) -> 
     assert token_weights(lambda inputs: beside, Samples(MASK), StepTotals()).tolist() == expected
 
 
-@every_layout
-def test_they_are_cut_for_the_rank_and_shared_by_copies(place: Place, cp_size: int) -> None:
-    """A weight of its own for every token: its sample times 100, plus its position, plus 1."""
-    lengths = (3, 1, 8)
-    placed = laid_out(place, lengths, cp_size)
-    masks = [torch.ones(n) for n in placed.mask_lengths or lengths]
-    samples = Samples(masks, layout=placed.layout)
-
-    def numbered(inputs: ModeInputs) -> list[torch.Tensor]:
-        return [100.0 * i + torch.arange(len(mask)) + 1 for i, mask in enumerate(inputs.samples.loss_masks)]
-
-    copies = cp_size if isinstance(placed.layout, Gathered) else 1
-    for cp_rank, held in enumerate(placed.held):
-        found = token_weights(numbered, samples, StepTotals(), cp_rank=cp_rank, cp_size=cp_size)
-        known = [(w * copies, at) for w, at in zip(found.tolist(), held, strict=True) if at is not None]
-        expected = [100 * at[0] + at[1] + 1 for _, at in known]
-        assert [w for w, _ in known] == pytest.approx(expected, rel=oracle.EXACT)
-
-
-def test_no_gradient_goes_to_them() -> None:
+def test_no_gradient_goes_to_them_and_what_is_masked_is_ignored() -> None:
     beside = torch.tensor([1.0, -2.0], requires_grad=True)
-    losses = torch.ones(5, requires_grad=True)
-    make_pg_loss_reducer(lambda inputs: beside, MASK, totals=StepTotals())(losses).backward()
+    losses = torch.tensor([1.0, NAN, 4, 3, 2], requires_grad=True)
+    share = make_pg_loss_reducer(lambda inputs: beside, MASK, totals=StepTotals())(losses)
+    share.backward()
+    assert float(share.detach()) == 1 + 2 - 6 - 4
     assert beside.grad is None
-    assert losses.grad is not None
     assert losses.grad.tolist() == [1, 0, 0.5, -2, -2]
-
-
-def test_what_is_masked_is_ignored_whatever_its_weight() -> None:
-    losses = torch.tensor([1.0, NAN, 4, INF, 2])
-    with_nan = make_pg_loss_reducer(
-        lambda inputs: [torch.tensor([1.0, 7, 1]), torch.tensor([0.0, 1])], MASK, totals=StepTotals()
-    )
-    assert float(with_nan(losses)) == 1 + 2 + 2
 
 
 def own(beside: Any) -> torch.Tensor:
@@ -177,41 +118,52 @@ def of_divisor(divisor: float) -> Any:
     return make_pg_loss_reducer(plain_sum, MASK, totals=StepTotals(), divisor=divisor)
 
 
+def register(name: Any, function: Any = plain_sum) -> None:
+    modes._REGISTERED.clear()
+    modes._REGISTERED["mine"] = plain_sum
+    register_pg_loss_reducer(name)(function)
+
+
 INF_AT_A_TOKEN, FINITE = ([torch.ones(3), torch.tensor([1.0, last])] for last in (INF, 0))
-REFUSALS = {
-    **refusals(
-        own,
-        (([torch.ones(2), torch.ones(3)],), r"lengths \[2, 3\].*\[3, 2\].*Return one weight per mask", (FINITE,)),
-        (([torch.ones(5)],), r"lengths \[5\]", ([torch.ones(3).bool(), torch.ones(2).int()],)),
-        (([],), r"lengths \[\]", (FINITE,)),
-        ((NAN,), "token weights with NaN or Inf", (0.0,)),
-        ((INF_AT_A_TOKEN,), "token weights with NaN or Inf.*Use 0 to leave tokens out", (FINITE,)),
-    ),
-    **refusals(
-        own,
-        ((torch.ones(5),), r"returned \(5,\)", (torch.ones(2),)),
-        ((torch.ones(1, 5),), r"returned \(1, 5\)", (torch.tensor(1.0),)),
-        (([[1.0] * 3, [1.0] * 2],), "a number, a tensor of 2", (torch.ones(2),)),
-        ((None,), r"returned None \(NoneType\)", (0,)),
-        ((True,), r"returned True \(bool\)", (1,)),
-        ((torch.sum,), "must return weights beside the mask", (1.0,)),
-        error=TypeError,
-    ),
-    **refusals(of_divisor, ((0,), "divisor 0: it must be finite and above 0", (1,))),
-}
-
-
-@each_of(REFUSALS)
-def test_refusals(refused: Call, error: type[Exception], text: str, accepted: Call) -> None:
-    check_refusal(refused, error, text, accepted)
+test_refusals = refusal_tests(
+    {
+        **refusals(
+            own,
+            (([torch.ones(2), torch.ones(3)],), r"lengths \[2, 3\].*\[3, 2\].*Return one weight per mask", (FINITE,)),
+            (([torch.ones(5)],), r"lengths \[5\]", ([torch.ones(3).bool(), torch.ones(2).int()],)),
+            (([],), r"lengths \[\]", (FINITE,)),
+            ((NAN,), "token weights with NaN or Inf", (0.0,)),
+            ((INF_AT_A_TOKEN,), "token weights with NaN or Inf.*Use 0 to leave tokens out", (FINITE,)),
+        ),
+        **refusals(
+            own,
+            ((torch.ones(5),), r"returned \(5,\)", (torch.ones(2),)),
+            ((torch.ones(1, 5),), r"returned \(1, 5\)", (torch.tensor(1.0),)),
+            (([[1.0] * 3, [1.0] * 2],), "a number, a tensor of 2", (torch.ones(2),)),
+            ((None,), r"returned None \(NoneType\)", (0,)),
+            ((True,), r"returned True \(bool\)", (1,)),
+            ((torch.sum,), "must return weights beside the mask", (1.0,)),
+            error=TypeError,
+        ),
+        **refusals(of_divisor, ((0,), "divisor 0: it must be finite and above 0", (1,))),
+        **refusals(
+            register,
+            (("mine",), "'mine': it is taken", ("my_sum",)),
+            (("token_mean",), "'token_mean': it is taken", ("my_sum",)),
+            (("my-sum",), "'my-sum': it must be a Python identifier", ("my_sum",)),
+            (("",), "''", ("my_sum",)),
+            ((plain_sum,), "identifier", ("my_sum",)),
+        ),
+        **refusals(register, (("x", 3), "mode 'x' is a int: it must be a function", ("x",)), error=TypeError),
+    }
+)
 
 
 def test_terms_have_the_divisor_of_their_own_mode_alone() -> None:
     modes = LossModes.resolve("constant", divisor=8.0, terms={"kl": "constant", "value": "token_sum"})
     assert (modes.terms["kl"].divisor, modes.terms["value"].divisor) == (8.0, 1.0)
-    assert (
-        LossModes.resolve("token_mean", terms={"kl": "openrlhf:token_level_loss=false"}).terms["kl"].units == "active"
-    )
+    for units, mode in ((None, "openrlhf:token_level_loss=false"), ("active", "sample_mean")):
+        assert LossModes.resolve("token_mean", units=units, terms={"kl": mode}).terms["kl"].units == "active"  # type: ignore[arg-type]
     of_verl = {"kl": "verl:seq-mean-token-sum-norm", "value": "verl:seq-mean-token-sum", "other": None}
     modes = LossModes.resolve("constant", divisor=8.0, terms=of_verl)
     assert {name: one.divisor for name, one in modes.terms.items()} == {"kl": 8, "value": 1}

@@ -6,13 +6,14 @@ import math
 import os
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock, patch
 
 import oracle
 import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks, start_process_group
-from refusals import Call, Refusal, check_refusal, each_of
+from refusals import Call, refusal_tests, refusals
 from torch import Tensor
 
 from megatron_rl_loss import Samples, Statistic, StepTotals, ZigzagTHD, token_weights, with_statistics
@@ -171,33 +172,23 @@ def weights_on_rank(hands: list[list[int]]) -> dict[str, Any]:
     """Of this rank's samples, from totals made together in one round; and how many collectives that took."""
     start_process_group()
     mine = hands[int(os.environ["RANK"])]
-    calls = []
-    for name in ("all_reduce", "all_to_all_single"):
-        sound = getattr(dist, name)
-
-        def counting(*args: Any, sound: Any = sound, name: str = name, **kwargs: Any) -> Any:
-            calls.append(name)
-            return sound(*args, **kwargs)
-
-        setattr(dist, name, counting)
-    held = attempt(lambda: [samples_of(mine[:1]), samples_of(mine[1:])])
-    totals = reduce_step_totals(held, dp_group=dist.group.WORLD, statistics=all_statistics())
-    with_all = list(calls)
-    calls.clear()
-    reduce_step_totals(held, dp_group=dist.group.WORLD)
-    found: dict[str, Any] = {"calls": (with_all, list(calls))}
+    names = ("all_reduce", "all_to_all_single")
+    held, found = attempt(lambda: [samples_of(mine[:1]), samples_of(mine[1:])]), {}
+    for statistics in ({}, all_statistics()):
+        counted = {name: Mock(wraps=getattr(dist, name)) for name in names}
+        with patch.multiple(dist, **counted):
+            totals = reduce_step_totals(held, dp_group=dist.group.WORLD, statistics=statistics)
+        found[f"calls {bool(statistics)}"] = [mock.call_count for mock in counted.values()]
     for name, (mode, _) in MODES.items():
         found[name] = token_weights(mode, samples_of(mine), totals).tolist()
     dist.barrier()
     return found
 
 
-@pytest.mark.parametrize("hands", [[[0, 1, 2, 3], [4, 5, 6]], [[], [6, 5, 3], [0], [4, 1, 2]]], ids=["2", "4"])
-def test_over_ranks(hands: list[list[int]]) -> None:
-    of_ranks = run_ranks(len(hands), weights_on_rank, hands)
-    for mine, found in zip(hands, of_ranks, strict=True):
-        with_all, without = found["calls"]
-        assert with_all == without, "they travel in the collectives that count ids"
+def test_over_ranks() -> None:
+    hands: list[list[int]] = [[], [6, 5, 3], [0], [4, 1, 2]]
+    for mine, found in zip(hands, run_ranks(4, weights_on_rank, hands), strict=True):
+        assert found["calls True"] == found["calls False"], "they travel in the collectives that count ids"
         for name, (_, rule) in MODES.items():
             right = [float(x) for i in mine for x in expected(rule)[i]]
             assert found[name] == pytest.approx(right, rel=oracle.EXACT, abs=0)
@@ -226,42 +217,44 @@ def used(mode: Any, labels: Any = LABELS, **statistics: Any) -> Call:
 ONES = mode_over(lambda samples: torch.ones(len(samples)))
 BY_PROMPT = mode_over(lambda samples: torch.ones(len(samples)), "prompt")
 INVERSE = mode_over(lambda samples: 1 / samples.mask_sums)
-REFUSALS: dict[str, Refusal] = {
-    "a statistic of another shape": (
-        counted(mode_over(lambda samples: torch.ones(2))), ValueError, r"that returned \(2,\) for 7 samples",
-        counted(ONES),
-    ),
-    "an alpha that is no number": (
-        lambda: length_to_the_minus("1"), ValueError, r"alpha is '1': it must be a number in \(-inf, inf\)",  # type: ignore[arg-type]
-        lambda: length_to_the_minus(1),
-    ),
-    "a statistic that is infinite": (
-        counted(INVERSE), ValueError, "a statistic that is NaN or infinite for sample 2", counted(ONES),
-    ),
-    "a statistic by prompt without prompt ids": (
-        counted(BY_PROMPT), ValueError, "by prompt of samples without prompt_ids",
-        counted(BY_PROMPT, prompt_ids=PROMPTS),
-    ),
-    "keys that are no ids": (
-        counted(mode_over(lambda samples: torch.ones(len(samples)), lambda samples: [math.nan] * len(samples))),
-        TypeError, "holds nan",
-        counted(mode_over(lambda samples: torch.ones(len(samples)), lambda samples: ["a"] * len(samples))),
-    ),
-    "totals without the statistic": (
-        used(ONES), ValueError, "totals without the statistic 'x' of the mode",
-        used(ONES, statistics=own_mode(ONES).statistics),
-    ),
-    "labels that are not there": (
-        used(weighted_token_mean, {}), ValueError, "a label 'weight' of samples whose labels are: none",
-        used(weighted_token_mean, statistics=own_mode(weighted_token_mean).statistics),
-    ),
-    "labels of another number": (
-        lambda: Samples(MASKS, labels={"task": [1, 2]}), ValueError, "2 labels 'task' for 7 loss masks",
-        lambda: Samples(MASKS, labels={"task": [1] * 7}),
-    ),
-}  # fmt: skip
 
 
-@each_of(REFUSALS)
-def test_refusals(refused: Call, error: type[Exception], text: str, accepted: Call) -> None:
-    check_refusal(refused, error, text, accepted)
+def by_key(key: Any) -> Any:
+    return counted(mode_over(lambda samples: torch.ones(len(samples)), lambda samples: [key] * len(samples)))
+
+
+def with_labels(number: int) -> Samples:
+    return Samples(MASKS, labels={"task": [1] * number})
+
+
+test_refusals = refusal_tests(
+    {
+        **refusals(
+            lambda use: use(),
+            (
+                (counted(mode_over(lambda samples: torch.ones(2))),),
+                r"that returned \(2,\) for 7 samples",
+                (counted(ONES),),
+            ),
+            ((counted(INVERSE),), "a statistic that is NaN or infinite for sample 2", (counted(ONES),)),
+            (
+                (counted(BY_PROMPT),),
+                "by prompt of samples without prompt_ids",
+                (counted(BY_PROMPT, prompt_ids=PROMPTS),),
+            ),
+            (
+                (used(ONES),),
+                "totals without the statistic 'x' of the mode",
+                (used(ONES, statistics=own_mode(ONES).statistics),),
+            ),
+            (
+                (used(weighted_token_mean, {}),),
+                "a label 'weight' of samples whose labels are: none",
+                (used(weighted_token_mean, statistics=own_mode(weighted_token_mean).statistics),),
+            ),
+        ),
+        **refusals(lambda use: use(), ((by_key(math.nan),), "holds nan", (by_key("a"),)), error=TypeError),
+        **refusals(length_to_the_minus, (("1",), r"alpha is '1': it must be a number in \(-inf, inf\)", (1,))),
+        **refusals(with_labels, ((2,), "2 labels 'task' for 7 loss masks", (7,))),
+    }
+)

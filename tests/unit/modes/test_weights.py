@@ -5,7 +5,6 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import oracle
 import pytest
 import torch
@@ -13,12 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from oracle import NAN
 from placements import Place, every_layout, laid_out, padded_masks
-from refusals import Call, Refusal, check_refusal, each_of, refusals
-from step_samples import dealt, step_samples
-from steps import MASK_DTYPES, Step, divisor_of, ids_of, on_both, quicker, steps, totals_of
+from refusals import refusal_tests, refusals
+from step_samples import step_samples
+from steps import Step, divisor_of, ids_of, on_both, quick, steps, totals_of
 
 from megatron_rl_loss import (
     Gathered,
+    ModeInputs,
     Samples,
     StepTotals,
     UnitCounts,
@@ -40,69 +40,63 @@ def test_the_oracle_and_the_weights_give_what_is_worked_out_by_hand(mode: str, u
     """README shows these values."""
     value, divisor = oracle.WORKED_VALUES[mode, units], divisor_of(mode)
     assert float(oracle.step_loss(mode, oracle.WORKED, divisor, units)) == pytest.approx(value, rel=1e-14)
-    masks = [one.mask for one in oracle.WORKED]
-    samples = Samples(masks, prompt_ids=[one.prompt_id for one in oracle.WORKED])
-    totals = StepTotals.from_loss_masks(masks, prompt_ids=[one.prompt_id for one in oracle.WORKED])
-    weights = token_weights(mode, samples, totals, divisor=divisor, units=units)
+    samples = Samples([one.mask for one in oracle.WORKED], **ids_of(oracle.WORKED))
+    weights = token_weights(mode, samples, totals_of(oracle.WORKED), divisor=divisor, units=units)
     losses = torch.cat([one.losses for one in oracle.WORKED])
     assert float(weights.double() @ losses.double()) == pytest.approx(value, rel=1e-6)
 
 
+def numbered(inputs: ModeInputs) -> list[torch.Tensor]:
+    """A mode of one's own: another weight for every token of the micro-batch."""
+    return [100.0 * i + torch.arange(len(mask)) + 1 for i, mask in enumerate(inputs.samples.loss_masks)]
+
+
 @every_layout
-@quicker
+@quick
 @given(step=steps(), units=st.sampled_from(["all", "active"]))
 def test_they_are_the_slopes_of_the_step_loss(step: Step, units: Any, place: Place, cp_size: int) -> None:
     """For every token that a rank holds, 0 in padding; over the ranks, every copy has its part."""
     totals = totals_of(step.samples)
-    expected = {mode: oracle.step_gradient(mode, step.samples, divisor_of(mode), units) for mode in oracle.MODES}
+    slopes = {mode: oracle.step_gradient(mode, step.samples, divisor_of(mode), units) for mode in oracle.MODES}
     for microbatch in step.microbatches:
         chosen = [step.samples[i] for i in microbatch]
         placed = laid_out(place, tuple(len(one.mask) for one in chosen), cp_size)
         masks, copies = padded_masks(chosen, placed), cp_size if isinstance(placed.layout, Gathered) else 1
-        for mode, (cp_rank, held) in itertools.product(oracle.MODES, enumerate(placed.held)):
-            slopes = [0.0 if at is None else float(expected[mode][microbatch[at[0]]][at[1]]) / copies for at in held]
-            right = torch.tensor(slopes, dtype=torch.float64)
+        right: dict[Any, Any] = {mode: [of_mode[i].tolist() for i in microbatch] for mode, of_mode in slopes.items()}
+        right[numbered] = [
+            [(100.0 * i + t + 1) * m for t, m in enumerate(mask.tolist())] for i, mask in enumerate(masks)
+        ]
+        expected = [
+            0.0 if at is None else of_mode[at[0]][at[1]] / copies
+            for of_mode, held in itertools.product(right.values(), placed.held)
+            for at in held
+        ]
 
-            def weights(mode: str = mode, masks: Any = masks, layout: Any = placed.layout, **cp: int) -> torch.Tensor:
-                samples = Samples(masks, layout=layout, **ids_of(chosen))  # noqa: B023
-                return token_weights(mode, samples, totals, divisor=divisor_of(mode), units=units, **cp)
+        def weights(masks: Any = masks, placed: Any = placed, right: Any = right, chosen: Any = chosen) -> Any:
+            samples = Samples(masks, layout=placed.layout, **ids_of(chosen))
+            asked = functools.partial(token_weights, samples=samples, totals=totals, cp_size=cp_size)
+            options = {
+                mode: {"divisor": None if mode is numbered else divisor_of(mode), "units": units} for mode in right
+            }
+            ranks = range(len(placed.held))
+            return torch.cat([asked(mode, cp_rank=r, **options[mode]) for mode, r in itertools.product(right, ranks)])
 
-            for found in on_both(functools.partial(weights, cp_rank=cp_rank, cp_size=cp_size)):
-                assert found.dtype == torch.float32
-                torch.testing.assert_close(found.double(), right, rtol=oracle.EXACT, atol=0)
-
-
-@pytest.mark.parametrize("dtype", MASK_DTYPES, ids=str)
-def test_they_are_those_of_numpy_whatever_the_masks_are_made_of(dtype: torch.dtype) -> None:
-    """Bit by bit: a mode's float64 weight of each sample rounded once, times the mask."""
-    generator = np.random.default_rng(3)
-    lengths = [0, 5, 1, 0, 40, 7, 300]
-    flags = [generator.integers(0, 2, n) for n in lengths]
-    masks = [torch.from_numpy(one).to(dtype) for one in flags]
-    beside = generator.random(len(lengths))
-    found = token_weights(lambda inputs: torch.from_numpy(beside), Samples(masks), StepTotals())
-    expected = np.repeat(beside.astype(np.float32), lengths) * np.concatenate(flags).astype(np.float32)
-    assert np.array_equal(found.numpy(), expected)
-
-
-# --- of a whole step, as a data column
+        for found in on_both(weights):
+            assert found.dtype == torch.float32
+            torch.testing.assert_close(
+                found.double(), torch.tensor(expected, dtype=torch.float64), rtol=oracle.EXACT, atol=0
+            )
 
 
-@every_layout
-def test_a_column_cut_as_a_layout_cuts_is_what_a_rank_weighs(place: Place, cp_size: int) -> None:
-    """Bit by bit; 1/cp_size of it where every CP rank holds all tokens."""
-    step = step_samples(seed=2)
-    for (mode, units), chosen in itertools.product(oracle.COUNTINGS, dealt(step, 0, 1, 3)):
-        settings: Any = {"divisor": divisor_of(mode), "units": units}
-        column = weights_column(mode, [one.mask for one in step], **settings, **ids_of(step))
-        placed = laid_out(place, tuple(len(step[i].mask) for i in chosen), cp_size)
-        masks = padded_masks([step[i] for i in chosen], placed)
-        samples = Samples(masks, layout=placed.layout, **ids_of([step[i] for i in chosen]))
-        copies = cp_size if isinstance(placed.layout, Gathered) else 1
-        for cp_rank, held in enumerate(placed.held):
-            cut = [0.0 if at is None else float(column[chosen[at[0]]][at[1]]) / copies for at in held]
-            weights = token_weights(mode, samples, totals_of(step), **settings, cp_rank=cp_rank, cp_size=cp_size)
-            assert torch.equal(weights, torch.tensor(cut)), (mode, units, cp_rank)
+@pytest.mark.parametrize(("mode", "units"), oracle.COUNTINGS)
+def test_a_column_is_what_the_tokens_of_the_whole_step_weigh(mode: str, units: Any) -> None:
+    """Bit by bit; however it is cut, as above."""
+    step, settings = step_samples(seed=2), {"divisor": divisor_of(mode), "units": units}
+    masks = [one.mask for one in step]
+    column = weights_column(mode, masks, **settings, **ids_of(step))
+    assert list(map(len, column)) == list(map(len, masks))
+    weights = token_weights(mode, Samples(masks, **ids_of(step)), totals_of(step), **settings)
+    assert torch.equal(torch.cat(column), weights)
 
 
 def test_a_column_of_a_mode_over_its_own_sums() -> None:
@@ -159,13 +153,10 @@ def by_hand(mode: str, totals: StepTotals, **keywords: Any) -> float:
 
 def totals_with(counts: dict[str, Any]) -> StepTotals:
     """From counts by their full names, as error texts give them: step_tokens, rollouts.all, prompts.tokens, ..."""
-    fields: dict[str, Any] = {}
+    fields: dict[str, Any] = {"rollouts": {}, "prompts": {}}
     for name, count in counts.items():
-        kind, _, which = name.partition(".")
-        if which:
-            fields.setdefault(kind, {})[which] = count
-        else:
-            fields[kind] = count
+        kind, _, which = name.rpartition(".")
+        (fields[kind] if kind else fields)[which] = count
     return StepTotals(**{k: UnitCounts(**v) if isinstance(v, dict) else v for k, v in fields.items()})
 
 
@@ -210,12 +201,10 @@ ROLLOUTS: dict[str, Any] = {"rollout_ids": [0, 0]}
 IDS: dict[str, Any] = {"prompt_ids": [0, 0]}
 BOTH: dict[str, Any] = {**ROLLOUTS, **IDS}
 UNKNOWN = "has no token count"
-OTHERS = [mode for mode in MODES if mode != "token_sum"]  # which has one unit, whatever the ids
 
 
-def reduced(mode: str, totals: Any, ids: Any = IDS, masks: Any = MASKS, **options: Any) -> Any:
-    options = {"divisor": divisor_of(mode), **ids, **options}
-    return make_pg_loss_reducer(mode, masks, totals=totals, **options)
+def reduced(mode: str, totals: Any, ids: Any = IDS, masks: Any = MASKS, units: Any = None) -> Any:
+    return make_pg_loss_reducer(mode, masks, totals=totals, units=units, **{"divisor": divisor_of(mode), **ids})
 
 
 def masked(mode: str, totals: StepTotals) -> tuple[Any, ...]:
@@ -223,27 +212,31 @@ def masked(mode: str, totals: StepTotals) -> tuple[Any, ...]:
     return mode, totals, IDS, [torch.zeros(4), torch.zeros(4)]
 
 
-def placed(mode: Any, totals: StepTotals, layout: Any = None, masks: Any = MASKS, **place: Any) -> torch.Tensor:
-    return token_weights(mode, Samples(masks, layout=layout), totals, **place)
+def placed(mode: Any, totals: StepTotals, layout: Any = None, cp_size: int = 1, masks: Any = MASKS) -> torch.Tensor:
+    return token_weights(mode, Samples(masks, layout=layout), totals, cp_size=cp_size)
 
 
 def of_divisor(divisor: Any) -> Any:
-    return reduced("constant", TWO, {}, divisor=divisor)
+    return reduced("constant", TWO, {"divisor": divisor})
 
 
 def vanishing(divisor: float) -> Any:
-    return reduced("constant", StepTotals(rollouts=UnitCounts(all=10**17)), {}, divisor=divisor)
+    return reduced("constant", StepTotals(rollouts=UnitCounts(all=10**17)), {"divisor": divisor})
 
 
 def totals_of_ids(count: float) -> StepTotals:
     return StepTotals(rollouts=UnitCounts(all=1, tokens={0: count}))
 
 
+def active_ones(count: int) -> StepTotals:
+    return StepTotals(rollouts=UnitCounts(active=count))
+
+
 def small(weight: float) -> torch.Tensor:
     return placed("token_mean", StepTotals(step_tokens=1e17), masks=[torch.tensor([weight, 1.0])])
 
 
-REFUSALS: dict[str, Refusal] = {
+REFUSALS = {
     **refusals(
         inside,
         (([3, 0, 0],), "a unit whose size is 0", ([3, 0, 4],)),
@@ -251,41 +244,33 @@ REFUSALS: dict[str, Refusal] = {
         ((None, 0), "active tokens in a micro-batch", (None, 0, [torch.zeros(2)])),
         (([3, 4],), "2 unit sizes for 3 loss masks", ([3, 4, 5],)),
         ((1e46,), "float32 rounds to 0", (1e37,)),
+        ((1e46, 1, [torch.ones(2).int()]), "float32 rounds to 0", (1e37, 1, [torch.ones(2).int()])),
     ),
     **refusals(vanishing, ((1e29,), "a token weight that float32 rounds to 0", (1e20,))),
     **refusals(small, ((1e-30,), "a token weight that float32 rounds to 0", (1e-20,))),
     **refusals(
         reduced,
-        (("prompt_mean", PROMPTS, {"prompt_ids": [0, 1]}), f"prompt_ids of sample 1 {UNKNOWN}", ("token_mean", SIX)),
-        (("prompt_mean", PROMPTS, {"prompt_ids": ["a", "b"]}), UNKNOWN, ("token_mean", SIX)),
-        (
-            ("prompt_mean", PROMPTS, {"prompt_ids": ["0", "a"]}),  # an int id is not its string
-            UNKNOWN,
-            ("prompt_mean", PROMPTS, {"prompt_ids": [0, "a"]}),
+        *(
+            (("prompt_mean", PROMPTS, {"prompt_ids": unknown}), f"sample {i} {UNKNOWN}", ("prompt_mean", PROMPTS))
+            for i, unknown in ((1, [0, 1]), (1, ["a", "b"]), (0, ["0", "a"]))  # an int id is not its string
         ),
-        (("prompt_mean", NO_PROMPTS), UNKNOWN, ("prompt_mean", PROMPTS)),
+        (("prompt_mean", NO_PROMPTS), UNKNOWN, ("prompt_mean", PROMPTS, {"prompt_ids": [0, "a"]})),
         (("prompt_mean", PROMPTS, {}), "'prompt_mean' without prompt_ids", ("prompt_mean", PROMPTS)),
         *(
             ((mode, WITH_ROLLOUTS), "totals made with rollout_ids, a micro-batch without", (mode, WITH_ROLLOUTS, BOTH))
-            for mode in OTHERS
+            for mode in MODES
+            if mode != "token_sum"  # which has one unit, whatever the ids
         ),
         *(
-            (
-                (mode, WITH_ROLLOUTS, {"rollout_ids": [0, 5]}),
-                "rollout_ids of sample 1 has no token count",
-                (mode, WITH_ROLLOUTS, ROLLOUTS),
-            )
+            ((mode, WITH_ROLLOUTS, {"rollout_ids": [0, 5]}), f"sample 1 {UNKNOWN}", (mode, WITH_ROLLOUTS, ROLLOUTS))
             for mode in ("constant", "sample_mean")
         ),
-        (
-            ("sample_mean", totals_of([]), ROLLOUTS),
-            "totals without rollouts.tokens",
-            ("sample_mean", WITH_ROLLOUTS, ROLLOUTS),
-        ),
-        (
-            ("constant", TWO, ROLLOUTS),
-            "a micro-batch with rollout_ids, totals made without",
-            ("constant", WITH_ROLLOUTS, ROLLOUTS),
+        *(
+            ((mode, totals, ROLLOUTS), text, (mode, WITH_ROLLOUTS, ROLLOUTS))
+            for mode, totals, text in (
+                ("sample_mean", totals_of([]), "totals without rollouts.tokens"),
+                ("constant", TWO, "a micro-batch with rollout_ids, totals made without"),
+            )
         ),
         # --- active tokens in a step that has none
         (("token_mean", ZERO), "step_tokens", masked("token_mean", ZERO)),
@@ -299,27 +284,16 @@ REFUSALS: dict[str, Refusal] = {
             "a rollout with 5.5 mask tokens in these samples: the totals say it has fewer",
             ("sample_mean", totals_of_ids(5.5), ROLLOUTS),
         ),
-        # --- names
-        (
-            ("dapo", SIX),
-            "'dapo': there is no such mode. Did you mean trl:dapo.*of sample_mean",
-            ("token_mean", SIX),
-        ),
-    ),
-    **refusals(
-        functools.partial(reduced, "sample_mean", ids={}, units="active"),
-        (
-            {"totals": StepTotals(rollouts=UnitCounts(active=1))},
-            "rollouts.active alone are 2",
-            {"totals": StepTotals(rollouts=UnitCounts(active=2))},
-        ),
-    ),
-    **refusals(
-        functools.partial(reduced, "token_mean", SIX),
-        (
-            {"units": "some"},
-            "'some': there is no such unit counting. Choose one of all, active",
-            {"units": "active"},
+        (("sample_mean", active_ones(1), {}, MASKS, "active"), "rollouts.active alone are 2", ("constant", TWO, {})),
+        # --- names and settings
+        (("dapo", SIX), "'dapo': there is no such mode. Did you mean trl:dapo.*of sample_mean", ("token_mean", SIX)),
+        (("token_mean", SIX, IDS, MASKS, "some"), "'some': there is no such unit counting. Choose one of all, active",
+         ("sample_mean", active_ones(2), {}, MASKS, "active")),
+        *(
+            ((mode, WITH_ROLLOUTS, {**BOTH, "divisor": 8}),
+             f"divisor 8 with loss aggregation '{mode}': only 'constant' and 'token_sum' have",
+             (mode, WITH_ROLLOUTS, BOTH))
+            for mode in MODES if not MODES[mode].takes_divisor
         ),
     ),
     **refusals(reduced, (("token_mean", None), "totals is None.*never guessed", ("token_mean", SIX)), error=TypeError),
@@ -338,23 +312,9 @@ REFUSALS: dict[str, Refusal] = {
         (("8",), r"divisor '8' \(str\)", (8,)),
         error=TypeError,
     ),
-    **{
-        f"divisor with {mode}": (
-            lambda mode=mode: reduced(mode, WITH_ROLLOUTS, BOTH, divisor=8),
-            ValueError,
-            f"divisor 8 with loss aggregation '{mode}': only 'constant' and 'token_sum' have",
-            lambda mode=mode: reduced(mode, WITH_ROLLOUTS, BOTH),
-        )
-        for mode in MODES
-        if not MODES[mode].takes_divisor
-    },
     **refusals(
         placed,
-        (
-            {"mode": "token_mean", "totals": SIX, "layout": LAID_OUT, "cp_size": 2},
-            "cp_size=2 without a cp_rank: each rank holds other tokens",
-            {"mode": "token_mean", "totals": SIX, "layout": LAID_OUT},
-        ),
+        (("token_mean", SIX, LAID_OUT, 2), "cp_size=2 without a cp_rank: each rank holds other", ("token_mean", SIX)),
     ),
     **refusals(placed, ((3, SIX), r"loss aggregation 3 \(int\)", ("token_sum", SIX)), error=TypeError),
     **refusals(
@@ -362,9 +322,5 @@ REFUSALS: dict[str, Refusal] = {
         ((MASKS, SIX), "samples is a list: it describes the micro-batch's masks", (Samples(MASKS), SIX)),
         error=TypeError,
     ),
-}
-
-
-@each_of(REFUSALS)
-def test_refusals(refused: Call, error: type[Exception], text: str, accepted: Call) -> None:
-    check_refusal(refused, error, text, accepted)
+}  # fmt: skip
+test_refusals = refusal_tests(REFUSALS)

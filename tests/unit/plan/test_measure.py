@@ -16,7 +16,7 @@ from cp_steps import CASES as ALL_CASES
 from cp_steps import DIVISOR, RANKS, Outcome, dealt, error_of, hand_of, rollouts
 from placements import CP_SIZES, bshd
 from ranks import bytes_reduced, run_ranks, start_process_group
-from refusals import Call, Refusal, check_refusal, each_of, outcome_of
+from refusals import outcome_of, refusal_tests, refusals
 from torch import Tensor
 
 from megatron_rl_loss import Samples, ZigzagTHD
@@ -26,7 +26,7 @@ from megatron_rl_loss.reduction import Term
 
 SHARES = (0.01, 0.2, 0.5, 0.8, 1.0)
 NAMES = ("log_probs", "advantages")  # the latter tie within a sample
-CASES = [(place, cp_size) for place, cp_size in ALL_CASES if place is not bshd or cp_size > 1]  # else a rank has no row
+CASES = [(place, cp_size) for place, cp_size in ALL_CASES if cp_size > 1]  # alone: test_against_sorted_lists
 Pairs = Sequence[tuple[float, float]]  # value and mask entry of each token
 
 
@@ -39,19 +39,19 @@ def smallest(pairs: Pairs, where: Any) -> float:
     return math.inf
 
 
-def found_by_hand(pairs: Pairs) -> list[float]:
+def found_by_hand(pairs: Pairs, shares: Sequence[float] = SHARES) -> list[float]:
     """What `found_in` finds."""
     pairs = [(value, entry) for value, entry in pairs if entry]
     tokens = sum(Fraction(entry) for _, entry in pairs)
     total = sum(Fraction(entry) * Fraction(value) for value, entry in pairs)
-    quantiles = [smallest(pairs, lambda n, _, q=q: n >= Fraction(str(q)) * tokens) for q in SHARES]
+    quantiles = [smallest(pairs, lambda n, _, q=q: n >= Fraction(str(q)) * tokens) for q in shares]
     return [float(tokens), float(total), *quantiles, smallest(pairs, lambda n, total: total > -2 * n)]
 
 
-def found_in(plan: Plan, values: Any) -> list[float]:
+def found_in(plan: Plan, values: Any, shares: Sequence[float] = SHARES) -> list[float]:
     measured = plan.measure(values)
     assert math.isnan(measured.mean) or measured.mean == measured.sum / measured.tokens
-    quantiles = [measured.quantile(q) for q in SHARES]
+    quantiles = [measured.quantile(q) for q in shares]
     return [measured.tokens, measured.sum, *quantiles, measured.smallest(lambda n, total: total > -2 * n)]
 
 
@@ -71,7 +71,7 @@ def on_ranks() -> dict[int, tuple[list[float], Outcome]]:
     start_process_group()
     rank, step, found = int(os.environ["RANK"]), rollouts(), {}
     groups: dict[tuple[str, int], list[Any]] = {}
-    for size in CP_SIZES:
+    for size in CP_SIZES[1:]:
         groups["cp", size] = [dist.new_group(list(range(k, k + size))) for k in range(0, RANKS, size)]
         groups["dp", size] = [dist.new_group(list(range(k, RANKS, size))) for k in range(size)]
     for number, (place, cp_size) in enumerate(CASES):
@@ -93,13 +93,13 @@ def on_ranks() -> dict[int, tuple[list[float], Outcome]]:
         )
         for one, (_, tokens, _) in zip(plan, hands, strict=True):
             one.log_probs = tokens.values
-        numbers = found_in(plan, lambda one, name=name: one.log_probs[name])
-        for by, key in (("prompt", "prompt_id"), ("rollout", "rollout_id")):
-            sums = plan.sum_by(by, lambda one, name=name: segment_sum(one.log_probs[name].float(), one))  # type: ignore[arg-type]
-            for of_microbatch, (chosen, _, _) in zip(sums, hands, strict=True):
-                expected = [sum_of_unit(step, name, key, getattr(step[i], key)) for i in chosen]
-                assert of_microbatch.tolist() == pytest.approx(expected, rel=1e-5, abs=1e-5)
-        plan.keep("above", lambda one, name=name, half=numbers[4]: one.log_probs[name].float() > half)
+        numbers = found_in(plan, lambda one, name=name: one.log_probs[name], [0.5])
+        by: Any = ("prompt", "rollout")[number % 2]
+        sums = plan.sum_by(by, lambda one, name=name: segment_sum(one.log_probs[name].float(), one))
+        for of_microbatch, (chosen, _, _) in zip(sums, hands, strict=True):
+            expected = [sum_of_unit(step, name, f"{by}_id", getattr(step[i], f"{by}_id")) for i in chosen]
+            assert of_microbatch.tolist() == pytest.approx(expected, rel=1e-5, abs=1e-5)
+        plan.keep("above", lambda one, name=name, half=numbers[2]: one.log_probs[name].float() > half)
         share, slopes = 0.0, {}
         for one, (chosen, tokens, held) in zip(plan, hands, strict=True):
             leaf = tokens.values["token_advantages"].float().requires_grad_()
@@ -118,22 +118,15 @@ def on_ranks() -> dict[int, tuple[list[float], Outcome]]:
 @pytest.mark.slow
 def test_in_every_layout_over_ranks() -> None:
     step, by_rank = rollouts(), run_ranks(RANKS, on_ranks)
-    by_hand = {
-        name: found_by_hand([pair for one in step for pair in zip(one.values[name].tolist(), one.mask.tolist())])  # noqa: B905
-        for name in NAMES
-    }
-    survivors = {
-        name: [
-            oracle.Sample(
-                one.values["token_advantages"],
-                one.mask * (one.values[name] > by_hand[name][4]),
-                one.rollout_id,
-                one.prompt_id,
-            )
-            for one in step
+    by_hand, survivors = {}, {}
+    for name in NAMES:
+        of_tokens = torch.cat([torch.stack([one.values[name], one.mask.double()], 1) for one in step])
+        by_hand[name] = found_by_hand(of_tokens.tolist(), [0.5])
+        kept = [one.mask * (one.values[name] > by_hand[name][2]) for one in step]
+        survivors[name] = [
+            oracle.Sample(one.values["token_advantages"], mask, one.rollout_id, one.prompt_id)
+            for one, mask in zip(step, kept, strict=True)
         ]
-        for name in NAMES
-    }
     for number in range(len(CASES)):
         name, (mode, units) = NAMES[number % 2], mode_of(number // 2)
         divisor = DIVISOR if mode == "constant" else None
@@ -142,9 +135,9 @@ def test_in_every_layout_over_ranks() -> None:
             assert total == pytest.approx(by_hand[name][1], rel=1e-13)
         value = float(oracle.step_loss(mode, survivors[name], divisor, units))
         slopes = oracle.step_gradient(mode, survivors[name], divisor, units)
-        of_tokens: Any = {(i, t): x for i, of_sample in enumerate(slopes) for t, x in enumerate(of_sample.tolist())}
+        by_token: Any = {(i, t): x for i, of_sample in enumerate(slopes) for t, x in enumerate(of_sample.tolist())}
         scale = oracle.step_scale(mode, survivors[name], divisor, units)
-        assert error_of([found[number][1] for found in by_rank], value, of_tokens, scale) < oracle.EXACT, CASES[number]
+        assert error_of([found[number][1] for found in by_rank], value, by_token, scale) < oracle.EXACT, CASES[number]
 
 
 def collectives() -> tuple[dict[str, list[int]], list[str], bool]:
@@ -266,37 +259,33 @@ def test_the_gap_between_two_passes() -> None:
 X = torch.ones(2)
 
 
-def refused(values: Any = None, flags: Any = None, q: float = 0.5) -> Call:
-    plan = plan_of([torch.ones(2)])
-    if flags is not None:
-        return lambda: plan.keep("kept", lambda one: flags)
-    return lambda: plan.measure(lambda one: torch.ones(2) if values is None else values).quantile(q)
+def measured(values: Any = X, q: float = 0.5) -> float:
+    return plan_of([torch.ones(2)]).measure(lambda one: values).quantile(q)
 
 
-REFUSALS: dict[str, Refusal] = {
-    "a share of nothing": (refused(q=0.0), ValueError, r"q is 0.0: it must be a number in \(0, 1\]", refused(q=1e-9)),
-    "other tokens": (refused(torch.ones(3)), ValueError, r"values to measure of shape \(3,\)", refused(X[None])),
-    "infinite": (refused(X / 0), ValueError, "a value of inf at an active token", refused(X)),
-    "ints": (refused(X.long()), TypeError, "values to measure is torch.int64", refused(X.double())),
-    "no flags": (
-        lambda: plan_of([X]).keep("kept", lambda one: None),  # type: ignore[arg-type, return-value]
-        TypeError,
-        "tokens to keep are NoneType",
-        refused(flags=X > 0),
-    ),
-    "no forward pass": (lambda: plan_of([X])[0].gap("now", X), ValueError, "forward pass 'now'", refused(X)),
-    "a mask of the samples": (
-        lambda: plan_step([Samples([X], term_masks={"ok": [X]})], "token_mean", dp_group=None).keep(
-            "ok", lambda one: X > 0
+def kept(flags: Any, name: str = "kept") -> None:
+    plan_step([Samples([X], term_masks={"ok": [X]})], "token_mean", dp_group=None).keep(name, lambda one: flags)
+
+
+test_refusals = refusal_tests(
+    {
+        **refusals(
+            measured,
+            ((X, 0.0), r"q is 0.0: it must be a number in \(0, 1\]", (X, 1e-9)),
+            ((torch.ones(3),), r"values to measure of shape \(3,\)", (X[None],)),
+            ((X / 0,), "a value of inf at an active token", (X,)),
         ),
-        ValueError,
-        "tokens to keep as 'ok', which is a mask of the Samples",
-        refused(flags=X > 0),
-    ),
-    "flags as floats": (refused(flags=X), TypeError, "they must be bools. Pass a comparison", refused(flags=X > 0)),
-}
-
-
-@each_of(REFUSALS)
-def test_refusals(refused: Call, error: type[Exception], text: str, accepted: Call) -> None:
-    check_refusal(refused, error, text, accepted)
+        **refusals(measured, ((X.long(),), "values to measure is torch.int64", (X.double(),)), error=TypeError),
+        **refusals(
+            kept,
+            ((None,), "tokens to keep are NoneType", (X > 0,)),
+            ((X,), "they must be bools. Pass a comparison", (X > 0,)),
+            error=TypeError,
+        ),
+        **refusals(kept, ((X > 0, "ok"), "tokens to keep as 'ok', which is a mask of the Samples", (X > 0, "good"))),
+        **refusals(
+            lambda plan, name: (plan[0].log_probs.update(then=X), plan[0].gap(name, X)),
+            ((plan_of([X]), "now"), "forward pass 'now'", (plan_of([X]), "then")),
+        ),
+    }
+)

@@ -5,12 +5,12 @@ from typing import Any
 import oracle
 import pytest
 import torch
-from refusals import Refusal, check_refusal, each_of
+from refusals import refusal_tests, refusals
 from step_samples import DIVISOR, step_samples
 from torch import Tensor
 
 from megatron_rl_loss import Samples
-from megatron_rl_loss.plan import OpenPlan, open_plan, plan_step
+from megatron_rl_loss.plan import open_plan, plan_step
 from megatron_rl_loss.reduction import Metric, Term
 
 STEP = step_samples(8)
@@ -88,22 +88,27 @@ def own_mode(inputs: Any) -> float:
     return 1.0
 
 
-def with_loss(losses: Any, metrics: Any = None, **options: Any) -> Any:
-    """The report of a step of one call of one micro-batch."""
-    plan = open_plan("token_mean")
-    returned = plan.add([described([0, 1])])[0].loss(losses(), metrics and metrics(), **options)
-    return plan.close().report([returned[-1]])
-
-
 def values() -> Tensor:
     return torch.zeros(sum(len(STEP[i].mask) for i in (0, 1)), requires_grad=True)
 
 
-def closed() -> OpenPlan:
+def with_loss(losses: Any, metrics: Any = None, form: Any = "3-tuple") -> Any:
+    """The report of a step of one call of one micro-batch."""
     plan = open_plan("token_mean")
-    plan.add([described([0])])
-    plan.close()
-    return plan
+    returned: Any = plan.add([described([0, 1])])[0].loss(losses, metrics, form=form)
+    return plan.close().report([returned[-1]])
+
+
+def with_term(mode: str) -> Any:
+    return with_loss({"pg": values(), "kl": Term(values(), mode, coef=0.1)})
+
+
+def with_metric(kind: Any) -> Any:
+    return with_loss(values(), {"largest": Metric(values(), kind=kind)})
+
+
+def with_form(form: str) -> Any:
+    return with_loss(values(), form=form)
 
 
 def of_two_forms(second: str) -> None:
@@ -112,82 +117,41 @@ def of_two_forms(second: str) -> None:
         plan.add([described([0, 1])])[0].loss(values(), form=form)  # type: ignore[call-overload]
 
 
-REFUSALS: dict[str, Refusal] = {
-    "a mode of one's own": (
-        lambda: open_plan(own_mode),  # type: ignore[arg-type]
-        ValueError,
-        "the mode .*own_mode' in an open plan",
-        lambda: open_plan("token_mean"),
-    ),
-    "a declared term": (
-        lambda: open_plan("token_mean", terms={"kl": "sample_mean"}),
-        ValueError,
-        "the term 'kl' divides by rollouts.all, the policy loss by step_tokens",
-        lambda: open_plan("sample_mean", terms={"kl": "sample_mean"}),
-    ),
-    "a term": (
-        lambda: with_loss(lambda: {"pg": values(), "kl": Term(values(), "sample_mean")}),
-        ValueError,
-        "the term 'kl' divides by rollouts.all, the policy loss by step_tokens",
-        lambda: with_loss(lambda: {"pg": values(), "kl": Term(values(), "token_mean", coef=0.1)}),
-    ),
-    "a metric": (
-        lambda: with_loss(values, lambda: {"largest": Metric(values(), kind="max")}),
-        ValueError,
-        "the metric 'largest' of kind 'max' in an open plan",
-        lambda: with_loss(values, lambda: {"largest": Metric(values())}),
-    ),
-    "an engine's form": (
-        lambda: with_loss(values, form="slime"),
-        ValueError,
-        "form='slime' in an open plan",
-        lambda: with_loss(values, form="2-tuple"),
-    ),
-    "two forms": (
-        lambda: of_two_forms("2-tuple"),
-        ValueError,
-        "form='2-tuple' in an open plan that has returned '3-tuple'",
-        lambda: of_two_forms("3-tuple"),
-    ),
-    "a report of one's own": (
-        lambda: open_plan("token_mean").close().report([{"mine": torch.ones(2)}]),
-        ValueError,
-        "a report named 'mine'",
-        lambda: open_plan("token_mean").close().report([{"pg_loss": torch.ones(2)}]),
-    ),
-    "a measurement": (
-        lambda: open_plan("token_mean").add([described([0])]).measure(lambda one: one.tokens.mask),
-        ValueError,
-        "measure, keep or sum_by in an open plan",
-        lambda: plan_step([described([0])], "token_mean").measure(lambda one: one.tokens.mask),
-    ),
-    "tokens to keep": (
-        lambda: open_plan("token_mean").add([described([0])]).keep("kept", lambda one: one.tokens.mask > 0),
-        ValueError,
-        "measure, keep or sum_by in an open plan",
-        lambda: plan_step([described([0])], "token_mean").keep("kept", lambda one: one.tokens.mask > 0),
-    ),
-    "a closed plan": (
-        lambda: closed().add([described([0])]),
-        ValueError,
-        "a plan that was closed or abandoned",
-        lambda: open_plan("token_mean").add([described([0])]),
-    ),
-    "nominal_tokens of 0": (
-        lambda: open_plan("token_mean", nominal_tokens=0),
-        ValueError,
-        "nominal_tokens is 0",
-        lambda: open_plan("token_mean", nominal_tokens=10),
-    ),
-    "a nominal 0": (
-        lambda: open_plan("token_mean", nominal=0),
-        ValueError,
-        "nominal is 0",
-        lambda: open_plan("token_mean", nominal=10),
-    ),
-}
+def with_report(name: str) -> Any:
+    return open_plan("token_mean").close().report([{name: torch.ones(2)}])
 
 
-@each_of(REFUSALS)
-def test_refusals(refused: Any, error: type[Exception], text: str, accepted: Any) -> None:
-    check_refusal(refused, error, text, accepted)
+def call(mode: Any = "token_mean", closed: bool = False, **options: Any) -> Any:
+    plan = open_plan(mode, **options)
+    if closed:
+        plan.close()
+    return plan.add([described([0])])
+
+
+def over_step(plan: Any, flags: bool) -> Any:
+    return plan.keep("x", lambda one: one.tokens.mask > 0) if flags else plan.measure(lambda one: one.tokens.mask)
+
+
+BY_SAMPLE, OF_WHOLE = (
+    "the term 'kl' divides by rollouts.all, the policy loss by step_tokens",
+    "measure, keep or sum_by in",
+)
+WHOLE, DECLARED = plan_step([described([0])], "token_mean"), {"terms": {"kl": "sample_mean"}}
+test_refusals = refusal_tests(
+    {
+        **refusals(
+            call,
+            ((own_mode,), "the mode .*own_mode' in an open plan", ("token_mean",)),
+            (DECLARED, BY_SAMPLE, DECLARED | {"mode": "sample_mean"}),
+            ({"closed": True}, "a plan that was closed or abandoned", {}),
+            ({"nominal_tokens": 0}, "nominal_tokens is 0", {"nominal_tokens": 10}),
+            ({"nominal": 0}, "nominal is 0", {"nominal": 10}),
+        ),
+        **refusals(with_term, (("sample_mean",), BY_SAMPLE, ("token_mean",))),
+        **refusals(with_metric, (("max",), "the metric 'largest' of kind 'max' in an open plan", ("mean",))),
+        **refusals(with_form, (("slime",), "form='slime' in an open plan", ("2-tuple",))),
+        **refusals(of_two_forms, (("2-tuple",), "form='2-tuple' in .* that has returned '3-tuple'", ("3-tuple",))),
+        **refusals(with_report, (("mine",), "a report named 'mine'", ("pg_loss",))),
+        **refusals(over_step, *(((call(), flags), OF_WHOLE, (WHOLE, flags)) for flags in (True, False))),
+    }
+)

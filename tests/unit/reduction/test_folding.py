@@ -1,7 +1,7 @@
 """Advantages with the aggregation folded in: each is times its token's weight in the step loss, or folding is refused.
 
-Losses are written out apart from the package, weights are the oracle's. A plain sum has no layout: cuts over
-micro-batches and CP cannot matter. What a rank folds is, and the totals are those of all ranks.
+Weights are the oracle's. A plain sum has no layout: cuts over micro-batches and CP cannot matter. What a rank folds is,
+and the totals are those of all ranks.
 """
 
 import copy
@@ -13,12 +13,13 @@ import oracle
 import pytest
 import torch
 from oracle import COUNTINGS, MODES
-from refusals import Call, check_refusal, each_of, refusals
+from refusals import refusal_tests, refusals
 from step_samples import step_samples
 from steps import divisor_of, ids_of, totals_of
 from torch import Tensor
 
-from megatron_rl_loss import StepTotals, make_pg_loss_reducer, resolve
+from megatron_rl_loss import Samples, StepTotals, make_pg_loss_reducer, resolve
+from megatron_rl_loss.losses import policy_loss, segment_sum, to_tokens
 from megatron_rl_loss.modes import weighted_token_mean
 from megatron_rl_loss.reduction import fold_into_advantages, is_folded
 from megatron_rl_loss.reduction.folding import LOSSES
@@ -124,32 +125,18 @@ def test_folding_twice_is_refused(passed: Callable[[list[Tensor]], Any]) -> None
 # ---- losses of all tokens, by their advantages
 
 RATIO = (LOG_PROBS - OLD).exp()
-ACTIVE = torch.cat(MASKS) != 0
+LOCAL = Samples(MASKS).local(0, 1)
+OfAdvantages = Callable[[Tensor], Tensor]
 
 
-def of_samples(log_ratio: Tensor, mean: bool) -> Tensor:
-    """The sum or mean of each sample, at its tokens."""
-    parts = zip(log_ratio.split(LENGTHS), ACTIVE.split(LENGTHS), strict=True)
-    return torch.cat([(x * m).sum().expand(len(x)) / (m.sum().clamp(min=1) if mean else 1) for x, m in parts])
-
-
-def clipped(a: Tensor, ratio: Tensor = RATIO) -> Tensor:
-    return torch.maximum(-a * ratio, -a * ratio.clamp(0.8, 1.28))
-
-
-def dppo(a: Tensor) -> Tensor:
-    moved = LOG_PROBS.exp() - OLD.exp()
-    return -a * RATIO.clamp(max=20) * torch.where(a > 0, moved <= 0.05, moved >= -0.05)
-
-
-def sapo(a: Tensor) -> Tensor:
-    tau = torch.where(a > 0, 1.0, 1.05)
-    return -torch.sigmoid(tau * (RATIO - 1)) * 4 / tau * a
+def ours(name: str, **settings: Any) -> OfAdvantages:
+    """A loss of this package, whose formula tests/unit/losses proves."""
+    return lambda a: policy_loss(name, LOG_PROBS, OLD, a, LOCAL, **settings).per_token_loss
 
 
 def vespo(a: Tensor) -> Tensor:
     """A Gamma-shaped weight of the sequence's ratio, its parameters by the sign of the advantage."""
-    log_ratio, power = of_samples(LOG_PROBS - OLD, mean=False), torch.where(a >= 0, 2.0, 3.0)
+    log_ratio, power = to_tokens(segment_sum(LOG_PROBS - OLD, LOCAL), LOCAL), torch.where(a >= 0, 2.0, 3.0)
     return -(power + power * log_ratio - power * log_ratio.exp()).exp() * a * LOG_PROBS
 
 
@@ -162,25 +149,25 @@ def kl_cov(a: Tensor) -> Tensor:
     return -a * RATIO + torch.where(found >= found.median(), kl, 0.0)
 
 
-OfAdvantages = Callable[[Tensor], Tensor]
+PPO = ours("ppo", clip_high=0.28)
 HOMOGENEOUS: dict[str, OfAdvantages] = {
-    "ppo_clip": clipped,
-    "dual_clip": lambda a: torch.where(a < 0, torch.minimum(clipped(a), -1.5 * a), clipped(a)),
-    "cispo": lambda a: -RATIO.clamp(max=1.28) * a * LOG_PROBS,
-    "sapo": sapo,
-    "gspo": lambda a: clipped(a, of_samples(LOG_PROBS - OLD, mean=True).exp()),
+    "ppo_clip": PPO,
+    "dual_clip": ours("ppo", dual_clip=1.5),
+    "cispo": ours("cispo"),
+    "sapo": ours("sapo"),
+    "gspo": ours("gspo", clip_low=0.2, clip_high=0.28),
+    "dppo": ours("dppo_tv"),
+    "vespo": vespo,
     "reinforce": lambda a: -a * LOG_PROBS,
     "importance_sampling": lambda a: -a * RATIO,
     "rollout_is": lambda a: -torch.where((RATIO > 0.8) & (RATIO < 1.28), RATIO, 0.0) * a * LOG_PROBS,
-    "dppo": dppo,
-    "vespo": vespo,
 }
 OTHER_NAMES = {"ppo", "regular", "vanilla", "gpg"}
 REFUSED_LOSSES: dict[str, OfAdvantages] = {
-    "ppo_clip+kl": lambda a: clipped(a) + 0.001 * ((OLD - LOG_PROBS).expm1() - OLD + LOG_PROBS),
-    "ppo_clip + entropy": lambda a: clipped(a) + 0.001 * LOG_PROBS.exp() * LOG_PROBS,
+    "ppo_clip+kl": lambda a: PPO(a) + 0.001 * ((OLD - LOG_PROBS).expm1() - OLD + LOG_PROBS),
+    "ppo_clip + entropy": lambda a: PPO(a) + 0.001 * LOG_PROBS.exp() * LOG_PROBS,
     "dro": lambda a: -(LOG_PROBS * a - 0.5 * 0.05 * (LOG_PROBS - OLD).square()),
-    "clip_cov": lambda a: clipped(a) * ((covariance(a) < 0.1) | (covariance(a) > 5)),
+    "clip_cov": lambda a: PPO(a) * ((covariance(a) < 0.1) | (covariance(a) > 5)),
     "kl_cov": kl_cov,
 }
 
@@ -211,29 +198,16 @@ def tried(loss: OfAdvantages) -> list[Tensor]:
     return fold_into_advantages(advantages, THREE, mode="token_mean", totals=StepTotals(step_tokens=3), loss=loss)
 
 
-#: In bfloat16 a product is rounded to 2^-8.
-TRIED = refusals(
-    tried,
-    ((lambda a: -a * torch.tensor([1, float("nan"), 1]),), "a loss whose value is nan", (lambda a: -a / THREE[0],)),
-    # Beyond the rounding of float32.
-    (
-        (lambda a: -a * (1 + 1e-3 * (a.abs() < 0.4)),),
-        "not positively homogeneous",
-        (lambda a: -a * a.isfinite().all(),),
-    ),
-    (
-        (lambda a: (-a * (1 + 0.05 * (a.abs() < 0.4))).bfloat16(),),
-        "not positively homogeneous",
-        (lambda a: (-a * 1.3).bfloat16(),),
-    ),
-    (
-        (lambda a: a.sum(),),
-        r"shape \(\) for advantages of shape.*Return unreduced losses",
-        (lambda a: a.exp() * 0,),
-    ),
-)
+def of_nan(a: Tensor) -> Tensor:
+    return -a * torch.tensor([1, float("nan"), 1])
 
 
+def kinked(by: float, dtype: torch.dtype) -> tuple[OfAdvantages]:
+    return (lambda a: (-1.3 * a * (1 + by * (a.abs() < 0.4))).to(dtype),)
+
+
+HALF = torch.bfloat16  # in which a product is rounded to 2^-8
+NOT_HOMOGENEOUS = "not positively homogeneous"
 # ---- bad input
 
 PAIR = [torch.tensor([1, 0]), torch.tensor([1])]
@@ -250,7 +224,13 @@ def with_totals(mode: str, part: slice) -> list[Tensor]:
 
 
 REFUSALS = {
-    **TRIED,
+    **refusals(
+        tried,
+        ((of_nan,), "a loss whose value is nan", (lambda a: -a / THREE[0],)),
+        (kinked(1e-3, torch.float32), NOT_HOMOGENEOUS, (lambda a: -a * a.isfinite().all(),)),
+        (kinked(0.05, HALF), NOT_HOMOGENEOUS, kinked(0.0, HALF)),
+        ((torch.sum,), r"shape \(\) for advantages of shape.*Return unreduced losses", (lambda a: a.exp() * 0,)),
+    ),
     **refusals(with_totals, *(((mode, slice(4)), "Make the totals from", (mode, slice(None))) for mode in MODES)),
     **refusals(
         of_two,
@@ -261,11 +241,7 @@ REFUSALS = {
         (([torch.ones(2), torch.tensor(1.0)],), r"advantages of sample 1 are \(\)", SOUND),
         (([float("nan"), 1.0],), "NaN or Inf at active tokens", ([torch.tensor([1, float("nan")]), torch.ones(1)],)),
         (([1.0, float("inf")],), "NaN or Inf at active tokens", SOUND),
-        (
-            ([1.0, 1.0], "token_mean", "ppoclip"),
-            "no 'ppoclip' among the known ones. Choose one of ppo_clip,",
-            SOUND,
-        ),
+        (([1.0, 1.0], "token_mean", "ppoclip"), "no 'ppoclip' among the known ones. Choose one of ppo_clip,", SOUND),
         (([1.0, 1.0], "token_mean", "geo_mean"), "it averages a sequence's advantages itself", SOUND),
         (
             ([1.0, 3.0], lambda inputs: torch.tensor([2.0, -1.0])),
@@ -282,6 +258,4 @@ REFUSALS = {
 }
 
 
-@each_of(REFUSALS)
-def test_refusals(refused: Call, error: type[Exception], text: str, accepted: Call) -> None:
-    check_refusal(refused, error, text, accepted)
+test_refusals = refusal_tests(REFUSALS)

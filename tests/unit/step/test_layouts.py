@@ -3,96 +3,59 @@
 The cut that the oracle makes of every layout is compared in test_samples.py.
 """
 
-import doctest
 import functools
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from refusals import Call, Refusal, check_refusal, each_of, refusals
+from refusals import refusal_tests, refusals
 
 from megatron_rl_loss import Contiguous, Gathered, Layout, Samples, ZigzagBSHD, ZigzagResponse, ZigzagTHD
-from megatron_rl_loss.step import layouts
 
 
-def indices(layout: Layout, cp_size: int) -> list[list[int]]:
-    held = [layout.local_indices(rank, cp_size) for rank in range(cp_size)]
-    assert {positions.dtype for positions in held} == {np.dtype(np.int64)}
-    return [positions.tolist() for positions in held]
+class NumpyLike:
+    """NumPy's ints are no int, but have __index__."""
+
+    def __index__(self) -> int:
+        return 8
 
 
-def masks(*lengths: int) -> list[torch.Tensor]:
-    return [torch.ones(length) for length in lengths]
-
-
-def test_docstring_examples() -> None:
-    result = doctest.testmod(layouts)
-    assert result.attempted > 0
-    assert result.failed == 0
-
-
-# --- literal vectors
+TE = [[0, 1, 6, 7, 8, 9, 14, 15], [2, 3, 4, 5, 10, 11, 12, 13]]  # Transformer Engine's own expected vector
 
 
 @pytest.mark.parametrize(
     ("layout", "expected"),
     [
-        pytest.param(  # Transformer Engine's own expected vector
-            ZigzagTHD([0, 8, 16]), [[0, 1, 6, 7, 8, 9, 14, 15], [2, 3, 4, 5, 10, 11, 12, 13]], id="THD, TE's vector"
-        ),
-        pytest.param(ZigzagTHD([0, 4, 4, 12, 12, 12]), [[0, 3, 4, 5, 10, 11], [1, 2, 6, 7, 8, 9]], id="THD, ragged"),
-        pytest.param(
-            ZigzagBSHD(1, 16),  # Megatron's get_batch_on_this_cp_rank
-            [[0, 1, 2, 3, 12, 13, 14, 15], [4, 5, 6, 7, 8, 9, 10, 11]],
-            id="BSHD, one row",
-        ),
-        pytest.param(ZigzagBSHD(2, 4), [[0, 3, 4, 7], [1, 2, 5, 6]], id="BSHD, two rows"),
-        pytest.param(Contiguous([0, 2, 8]), [[0, 1, 2, 3], [4, 5, 6, 7]], id="contiguous"),
-        pytest.param(Contiguous([0, 2, 8], per_slot=True), [[0, 2, 3, 4], [1, 5, 6, 7]], id="contiguous per slot"),
-        pytest.param(ZigzagTHD([0, 6]), [[0, 5], [1, 4], [2, 3]], id="THD, three ranks"),
-        pytest.param(ZigzagTHD([0, 16]), [[i, 15 - i] for i in range(8)], id="THD, eight ranks"),
-        pytest.param(Gathered([0, 2, 5]), [[0, 1, 2, 3, 4]] * 2, id="gathered"),
+        *((ZigzagTHD(cu), TE) for cu in ([0, 8, 16], (0, 8, 16), torch.tensor([0, 8, 16]).int(), [0, NumpyLike(), 16])),
+        (ZigzagBSHD(1, 16), [[0, 1, 2, 3, 12, 13, 14, 15], [4, 5, 6, 7, 8, 9, 10, 11]]),  # get_batch_on_this_cp_rank
+        (ZigzagTHD([0, 4, 4, 12, 12, 12]), [[0, 3, 4, 5, 10, 11], [1, 2, 6, 7, 8, 9]]),
+        (ZigzagTHD([0, 6]), [[0, 5], [1, 4], [2, 3]]),
+        (ZigzagTHD([0, 16]), [[i, 15 - i] for i in range(8)]),
         # 8 tokens, chunks of 2, logits 4..6 predict the response 5..7: logits 4, 5 are rank 1's, logit 6 rank 0's.
-        pytest.param(ZigzagResponse([8], [3]), [[2], [0, 1]], id="response"),
+        (ZigzagResponse([8], [3]), [[2], [0, 1]]),
         # The same padded to 12: chunks of 3, logits 4 and 5 lie in chunk 1 (rank 1), logit 6 in chunk 2 (rank 1).
-        pytest.param(ZigzagResponse([8], [3], [12]), [[], [0, 1, 2]], id="response, padded row"),
+        (ZigzagResponse([8], [3], [12]), [[], [0, 1, 2]]),
     ],
 )
 def test_literal_vectors(layout: Layout, expected: list[list[int]]) -> None:
-    assert indices(layout, len(expected)) == expected
-
-
-def test_integers_of_any_kind_are_accepted() -> None:
-    class NumpyLike:  # NumPy's ints are no int, but have __index__
-        def __index__(self) -> int:
-            return 8
-
-    expected = indices(ZigzagTHD([0, 8, 16]), 2)
-    for cu in ((0, 8, 16), torch.tensor([0, 8, 16], dtype=torch.int32), [0, NumpyLike(), 16]):
-        assert indices(ZigzagTHD(cu), 2) == expected
-
-
-# --- where the masks lie
+    held = [layout.local_indices(rank, len(expected)) for rank in range(len(expected))]
+    assert [positions.tolist() for positions in held] == expected
+    assert {positions.dtype for positions in held} == {np.dtype(np.int64)}
 
 
 @pytest.mark.parametrize(
     ("layout", "lengths", "expected"),
     [
-        pytest.param(ZigzagTHD([0, 4, 12]), [4, 8], [0, 4], id="padded masks"),
-        pytest.param(ZigzagTHD([0, 4, 12], [3, 5]), [3, 5], [0, 4], id="unpadded masks"),
-        pytest.param(ZigzagTHD([0, 4, 12], [3, 5]), [3, 8], [0, 4], id="both kinds"),
-        pytest.param(ZigzagTHD([0, 4, 12, 12, 12]), [4, 8], [0, 4], id="repeated ends hold no sample"),
-        pytest.param(ZigzagTHD([0, 0, 4, 4, 12]), [4, 8], [0, 4], id="zero-length slots hold no sample"),
-        pytest.param(ZigzagTHD([0, 0, 4, 4, 12]), [0, 4, 0, 8], [0, 0, 4, 4], id="or an empty one"),
-        pytest.param(ZigzagTHD([0, 4, 12, 20], filler_slots=1), [4, 8], [0, 4], id="filler slot"),
-        pytest.param(ZigzagTHD([0, 4, 12, 20, 20], filler_slots=2), [4], [0], id="filler slots before repeated ends"),
-        pytest.param(ZigzagTHD([0]), [], [], id="no slot"),
-        pytest.param(ZigzagTHD([0, 8], filler_slots=1), [], [], id="filler alone"),
-        pytest.param(ZigzagBSHD(2, 8), [8, 8], [0, 8], id="rows"),
-        pytest.param(ZigzagBSHD(2, 8, [3, 0]), [3, 0], [0, 8], id="rows, unpadded masks"),
-        pytest.param(ZigzagResponse([8, 5], [3, 4]), [3, 4], [0, 3], id="responses"),
-        pytest.param(ZigzagResponse([8, 5], [0, 4]), [0, 4], [0, 0], id="empty response"),
+        (ZigzagTHD([0, 4, 12], [3, 5]), [3, 8], [0, 4]),  # an unpadded mask, and a padded one
+        (ZigzagTHD([0, 4, 12, 12, 12]), [4, 8], [0, 4]),  # repeated ends hold no sample
+        (ZigzagTHD([0, 0, 4, 4, 12]), [4, 8], [0, 4]),  # slots of length 0 hold none
+        (ZigzagTHD([0, 0, 4, 4, 12]), [0, 4, 0, 8], [0, 0, 4, 4]),  # or an empty one
+        (ZigzagTHD([0, 4, 12, 20, 20], filler_slots=2), [4], [0]),  # fillers before repeated ends
+        (ZigzagTHD([0, 8], filler_slots=1), [], []),
+        (ZigzagTHD([0]), [], []),
+        (ZigzagBSHD(2, 8, [3, 0]), [3, 0], [0, 8]),
+        (ZigzagResponse([8, 5], [0, 4]), [0, 4], [0, 0]),
     ],
 )
 def test_mask_starts(layout: Layout, lengths: list[int], expected: list[int]) -> None:
@@ -103,7 +66,7 @@ def test_mask_starts(layout: Layout, lengths: list[int], expected: list[int]) ->
 
 
 def fit(layout: Layout, *lengths: int) -> Any:
-    return Samples(masks(*lengths), layout=layout)
+    return Samples([torch.ones(length) for length in lengths], layout=layout)
 
 
 def cut(layout: Layout, cp_rank: Any = 0, cp_size: Any = 2) -> Any:
@@ -124,7 +87,7 @@ def at_each(places: list[Any]) -> list[Any]:
     return [((one, *bad), text, (one, *good)) for one in EACH for bad, text, good in places]
 
 
-REFUSALS: dict[str, Refusal] = {
+REFUSALS = {
     **refusals(
         cut,
         ((ZigzagTHD([0, 6, 16]),), r"slot 0 has 6 tokens.*multiple of 2 \* cp_size = 4", (ZigzagTHD([0, 8, 16]),)),
@@ -194,6 +157,4 @@ REFUSALS: dict[str, Refusal] = {
 }
 
 
-@each_of(REFUSALS)
-def test_refusals(refused: Call, error: type[Exception], text: str, accepted: Call) -> None:
-    check_refusal(refused, error, text, accepted)
+test_refusals = refusal_tests(REFUSALS)
