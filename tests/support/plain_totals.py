@@ -1,9 +1,10 @@
 """What the totals of a step must be, by plain sums, beside what they are."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
+import torch
 from oracle import Sample, mask_tokens, num_tokens, units_of
 
 from megatron_rl_loss import StepTotals
@@ -58,3 +59,24 @@ def said_of(totals: StepTotals, mine: Sequence[Sample]) -> dict[str, Any]:
 
 def all_totals(step: Sequence[Sample], **groups: Any) -> StepTotals:
     return StepTotals.from_loss_masks([one.mask for one in step], **all_ids(step), **groups)
+
+
+Share = list[list[Sample]] | Callable[[], Any] | None
+"""A rank's micro-batches; or what it does instead of preparing some; or None if its stage reads no data."""
+
+
+def ragged(num_ranks: int, ids: Callable[[int], int | str] | None, split: bool) -> list[Share]:
+    """Ranks of 5, 0, 7, ... samples: prompt groups of 3, and rollouts of 1 or 2 samples, straddle ranks."""
+    generator = torch.Generator().manual_seed(num_ranks)
+    sizes = {1: [6], 2: [7, 4], 4: [5, 0, 7, 3]}[num_ranks]
+    samples = []
+    for i in range(sum(sizes)):
+        length = int(torch.randint(0, 6, (), generator=generator))
+        mask = torch.rand(length, generator=generator) * (torch.rand(length, generator=generator) < 0.7) * (i % 4 != 2)
+        rollout = ids(100 + i * 2 // 3) if ids and split else None
+        samples.append(Sample(mask.double(), mask, rollout, ids(i * 2 // 3 // 2) if ids else None))
+    shares: list[Share] = []
+    for size in sizes:
+        mine, samples = samples[:size], samples[size:]
+        shares.append([mine[:2], mine[2:]] if size > 2 else [mine])
+    return shares

@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from oracle import WORKED, Sample, sample
-from plain_totals import KINDS, all_ids, all_totals, expected_of, ids_of, said_of
+from plain_totals import KINDS, Share, all_ids, all_totals, expected_of, ids_of, ragged, said_of
 from ranks import run_ranks, start_process_group
 from refusals import refusal_tests, refusals
 from steps import on_both
@@ -26,27 +26,6 @@ from megatron_rl_loss import BadBatchError, Samples, StepTotals, UnitCounts
 from megatron_rl_loss.step import collectives
 from megatron_rl_loss.step.collectives import attempt
 from megatron_rl_loss.step.totals import compare_totals, reduce_step_totals
-
-Share = list[list[Sample]] | Callable[[], Any] | None
-"""A rank's micro-batches; or what it does instead of preparing some; or None if its stage reads no data."""
-
-
-def ragged(num_ranks: int, ids: Callable[[int], int | str] | None, split: bool) -> list[Share]:
-    """Ranks of 5, 0, 7, ... samples: prompt groups of 3, and rollouts of 1 or 2 samples, straddle ranks."""
-    generator = torch.Generator().manual_seed(num_ranks)
-    sizes = {1: [6], 2: [7, 4], 4: [5, 0, 7, 3]}[num_ranks]
-    samples = []
-    for i in range(sum(sizes)):
-        length = int(torch.randint(0, 6, (), generator=generator))
-        mask = torch.rand(length, generator=generator) * (torch.rand(length, generator=generator) < 0.7) * (i % 4 != 2)
-        rollout = ids(100 + i * 2 // 3) if ids and split else None
-        samples.append(Sample(mask.double(), mask, rollout, ids(i * 2 // 3 // 2) if ids else None))
-    shares: list[Share] = []
-    for size in sizes:
-        mine, samples = samples[:size], samples[size:]
-        shares.append([mine[:2], mine[2:]] if size > 2 else [mine])
-    return shares
-
 
 # --- one rank
 
