@@ -40,6 +40,13 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return min(4, len(os.sched_getaffinity(0)))
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Where slow tests are deselected, a file that holds no others is not imported."""
+    if config.option.markexpr != "not slow" or not collection_path.is_file():
+        return None
+    return "\npytestmark = pytest.mark.slow" in collection_path.read_text(errors="replace") or None
+
+
 @pytest.hookimpl(trylast=True)  # of those that are left
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if ON_GPUS:
