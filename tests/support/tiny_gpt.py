@@ -89,7 +89,9 @@ def dealt(num_samples: int, masked: Sequence[int], dp: int, microbatches: int, l
 class Batch:
     """A packed micro-batch, and the part of it that a context-parallel rank holds (by the oracle's zigzag)."""
 
-    def __init__(self, rollouts: Sequence[Rollout], cp_rank: int, cp_size: int, filler: bool) -> None:
+    def __init__(
+        self, rollouts: Sequence[Rollout], cp_rank: int, cp_size: int, filler: bool, cp_group: Any = None
+    ) -> None:
         multiple = 2 * cp_size
         lengths = [len(one.tokens) for one in rollouts]
         sizes = [-(-length // multiple) * multiple for length in lengths]
@@ -109,7 +111,7 @@ class Batch:
         )
         self.positions = torch.tensor([[0 if at is None else at[1] for at in held]])
         self.bounds = torch.tensor(bounds, dtype=torch.int32)
-        self._rollouts = rollouts
+        self._rollouts, self.cp_group = rollouts, cp_group
         self._layout = ZigzagTHD(bounds, total_lengths=lengths, filler_slots=len(fillers))
         self.samples = self.described()
 
@@ -120,6 +122,7 @@ class Batch:
             layout=self._layout,
             rollout_ids=[one.rollout_id for one in self._rollouts],
             prompt_ids=[one.prompt_id for one in self._rollouts],
+            cp_group=self.cp_group,
             term_masks=None if correct is None else {"correct": correct(self._rollouts)},
         )
 
@@ -141,6 +144,7 @@ class Batch:
             cu_seqlens_kv_padded=self.bounds,
             max_seqlen_q=longest,
             max_seqlen_kv=longest,
+            **({} if self.cp_group is None else {"cp_group": self.cp_group}),
         )
 
 
