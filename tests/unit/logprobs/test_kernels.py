@@ -10,33 +10,15 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-import head_oracle
 import pytest
 import torch
-from head_oracle import VOCABULARY, batch_of, relative
 from interpreter import begin, finish
+from kernel_check import check
 from refusals import refusal_tests, refusals
 from repository import ROOT
 from torch import Tensor
 
 from megatron_rl_loss.logprobs import kernels, log_probs_from_logits
-
-
-def check(kernel: Any, device: str = "cpu", bound: float = 1e-6) -> None:
-    """Value and gradient."""
-    batch = batch_of(19, VOCABULARY, 8)
-    leaf = (batch.hidden @ batch.weight.T).requires_grad_()
-    expected, slopes = head_oracle.log_probs_and_entropy(leaf, batch.labels)[0] * batch.mask, torch.linspace(-1, 2, 19)
-    (gradient,) = torch.autograd.grad((expected * slopes).sum(), leaf)
-    logits = leaf.detach().float().to(device).requires_grad_()
-    labels = batch.labels.masked_fill(~batch.mask, -7).int().to(device)
-    before = logits.detach().clone()
-    found = log_probs_from_logits(logits, labels, token_mask=batch.mask, kernel=kernel)
-    (given,) = torch.autograd.grad((found.log_probs * slopes.to(device)).sum(), logits)
-    assert found.entropy is None
-    assert relative(found.log_probs.cpu(), expected) <= bound
-    assert relative(given.cpu(), gradient) <= bound
-    assert torch.equal(logits.detach(), before)
 
 
 def plain(logits: Tensor, labels: Tensor, tp_group: Any) -> Tensor:
@@ -53,8 +35,9 @@ def test_a_kernel_of_ones_own() -> None:
 
 IN_THE_INTERPRETER = f"""
 import sys
-sys.path[:0] = [{str(ROOT / "tests" / "support")!r}, {str(ROOT / "tests" / "unit" / "logprobs")!r}, {str(ROOT)!r}]
-from test_kernels import check, kernels
+sys.path[:0] = [{str(ROOT / "tests" / "support")!r}, {str(ROOT)!r}]
+from kernel_check import check
+from megatron_rl_loss.logprobs import kernels
 check(kernels.liger)
 print("the same")
 """
