@@ -45,7 +45,7 @@ def from_first_tp_rank(make: Callable[[], Made], tp_group: Group, pp_group: Grou
     """
 
     def of_all_stages() -> Any:
-        return joined(gather_parts(lambda: tree_map_only(Tensor, Tensor.cpu, make()), pp_group))
+        return join_batches(gather_parts(lambda: tree_map_only(Tensor, Tensor.cpu, make()), pp_group))
 
     made: list[Any] = [attempt(make if pp_group is None else of_all_stages) if tp_group.rank() == 0 else None]
     if several(tp_group):
@@ -56,7 +56,7 @@ def from_first_tp_rank(make: Callable[[], Made], tp_group: Group, pp_group: Grou
     return made[0]
 
 
-def joined(parts: Any) -> list[Any]:
+def join_batches(parts: Any) -> list[Any]:
     """Lists of dicts, one dict for each micro-batch -> the same with all keys of all lists."""
     return [functools.reduce(operator.or_, batches) for batches in zip(*parts, strict=True)]
 

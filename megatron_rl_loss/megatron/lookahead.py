@@ -6,7 +6,7 @@ from typing import Any
 
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from megatron_rl_loss.megatron.groups import from_first_tp_rank, joined
+from megatron_rl_loss.megatron.groups import from_first_tp_rank, join_batches
 from megatron_rl_loss.megatron.iterator import MicrobatchIterator
 from megatron_rl_loss.plan.microbatch import Microbatch
 from megatron_rl_loss.plan.plan import Plan
@@ -62,7 +62,7 @@ def look_ahead(
 
     def whole_batches() -> list[dict[str, Any]]:
         chunks = [_fetch(iterator, num_microbatches) for iterator in iterators if iterator is not None]
-        return joined([[{}] * num_microbatches, *chunks])
+        return join_batches([[{}] * num_microbatches, *chunks])
 
     fetched: list[list[Any] | None]
     if scheduled:

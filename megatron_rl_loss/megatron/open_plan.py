@@ -189,8 +189,9 @@ class OpenMegatronPlan(OpenPlan):
                 self._exchange(apart)
                 self.current_count = self.late_count
                 vars(self._config).update(kept)
-                for name, value in () if has_auxiliary else _logged().items():
-                    value.copy_(logged.get(name, torch.zeros_like(value)))
+                if not has_auxiliary:
+                    for name, value in _logged().items():
+                        value.copy_(logged.get(name, torch.zeros_like(value)))
 
     def _exchange(self, apart: list[Tensor] | None) -> None:
         """What the buffers hold for what a further count has."""
