@@ -8,22 +8,15 @@ from megatron_rl_loss.errors import check_callable
 
 
 def load_function(path: str, flag: str, rule: str, remedy: str) -> Callable[..., Any]:
-    """The function at the path that a flag was given.
+    """The function at the path that a flag was given; rule and remedy are for what cannot be called.
 
-    Args:
-        rule, remedy: what to say of something there that cannot be called.
-
-    Raises:
-        ValueError: a path that names no module and function, or that does not load.
-        TypeError: a path that is no string; what is there cannot be called.
+    Raises ValueError for a path that names no module and function or does not load, TypeError for what is no function.
     """
-    if not isinstance(path, str):
-        raise TypeError(f"{flag} {path!r}: it must be a string. Write pkg.mod.fn or pkg.mod:fn.")
-    module_name, separator, name = path.partition(":") if ":" in path else path.rpartition(".")
-    if module_name.startswith(".") or not separator or not module_name or not name:
+    module, separator, name = path.partition(":") if ":" in path else path.rpartition(".")
+    if module.startswith(".") or not separator or not module or not name:
         raise ValueError(f"{flag} {path!r}: it must name a module and a function. Write pkg.mod.fn or pkg.mod:fn.")
     try:
-        function = getattr(importlib.import_module(module_name), name)
+        function = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise ValueError(
             f"{flag} {path!r}: it does not load ({error}). Check the spelling, and that the module's folder is on "

@@ -1,17 +1,18 @@
-"""`LossModes`: how the policy loss and each further term of a loss are aggregated, and what a step counts for them."""
+"""`LossModes`: the aggregation of the policy loss and of each further term, and what a step counts for them."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from megatron_rl_loss.modes.names import Aggregation, find_name, resolve
-from megatron_rl_loss.modes.table import MODES, Mode, ModeFunction, OwnMode, find_mode
-from megatron_rl_loss.step.totals import Statistic, UnitCounting
+from megatron_rl_loss.modes.names import Aggregation, resolve
+from megatron_rl_loss.modes.table import Mode, ModeFunction
+from megatron_rl_loss.modes.weights import rehearse
+from megatron_rl_loss.step.samples import Samples
+from megatron_rl_loss.step.units import Sum, UnitCounting
 
 
 @dataclass(frozen=True)
 class LossModes:
-    """The aggregation of the policy loss, and by name those of terms; a term without one is aggregated as the policy
-    loss."""
+    """The aggregation of the policy loss, and by name those of terms; a term without one has the policy loss's."""
 
     policy: Aggregation
     terms: Mapping[str, Aggregation] = field(default_factory=dict)
@@ -19,37 +20,48 @@ class LossModes:
     @classmethod
     def resolve(
         cls,
-        mode: str | ModeFunction,
+        mode: str | Mode | ModeFunction,
         *,
         divisor: float | None = None,
         units: UnitCounting | None = None,
-        terms: Mapping[str, str | None] | None = None,
+        terms: Mapping[str, str | Mode | ModeFunction | None] | None = None,
     ) -> "LossModes":
         """From names, or functions, and what else the user gave; raises as `megatron_rl_loss.resolve`."""
         return cls(resolve(mode, divisor=divisor, units=units)).with_terms(terms or {})
 
-    def with_terms(self, modes: Mapping[str, str | None]) -> "LossModes":
-        """With a mode for each term by name, counting the units that the policy loss counts; None says nothing.
+    def with_terms(self, modes: Mapping[str, str | Mode | ModeFunction | None]) -> "LossModes":
+        """With a mode for each term by name; None leaves the term the policy loss's."""
+        declared = {name: self.of_term(name, mode) for name, mode in modes.items() if mode is not None}
+        return replace(self, terms={**self.terms, **declared})
 
-        Another framework's name brings its own counting. A term by the mode of the policy loss has its divisor too.
-        Raises as `megatron_rl_loss.resolve`; ValueError for another mode that needs a divisor.
+    def of_term(
+        self,
+        name: str,
+        mode: str | Mode | ModeFunction | None = None,
+        *,
+        divisor: float | None = None,
+        units: UnitCounting | None = None,
+    ) -> Aggregation:
+        """The aggregation of a term: the declared one, or that of the mode that the term itself names.
+
+        It counts the units that the policy loss counts; another framework's name brings its own counting. A term by
+        the mode of the policy loss has its divisor too. ValueError for a divisor or a counting without a mode.
         """
-        terms = dict(self.terms)
-        for name, mode in modes.items():
-            if mode is None:
-                continue
-            alias = find_name(mode) if ":" in mode else None
-            found = find_mode(mode) if alias is None else MODES.get(alias.mode or "")
-            of_policy = found == self.policy.mode and (alias is None or isinstance(alias.divisor, str))
-            of_alias = alias is not None and isinstance(alias.divisor, float | int)
-            if found is not None and found.needs_divisor and not of_alias and not of_policy:
+        if mode is None:
+            if divisor is not None or units is not None:
                 raise ValueError(
-                    f"the term {name!r} by {mode} beside a policy loss by {self.policy.mode.name}: a divisor that is "
-                    f"given is the policy loss's. Pass the term with its own, Term(values, {mode!r}, divisor=...)."
+                    f"the term {name!r} with units or a divisor and no mode: they are a mode's. Give the term the mode "
+                    "too."
                 )
-            units = None if ":" in mode else self.policy.units
-            terms[name] = resolve(mode, divisor=self.policy.divisor if of_policy else None, units=units)
-        return replace(self, terms=terms)
+            return self.terms.get(name, self.policy)
+        is_peer = isinstance(mode, str) and ":" in mode
+        if divisor is None and mode in (self.policy.mode, self.policy.mode.name):
+            divisor = self.policy.divisor
+        try:
+            return resolve(mode, divisor=divisor, units=units or (None if is_peer else self.policy.units))
+        except ValueError as error:
+            hint = f" A term has a divisor of its own: Term(values, {mode!r}, divisor=...)." if divisor is None else ""
+            raise ValueError(f"the term {name!r}: {error}{hint}") from error
 
     def describe(self) -> str:
         """Everything that ranks must have alike, in a line."""
@@ -57,28 +69,15 @@ class LossModes:
         return "; ".join([self.policy.describe(), *terms])
 
     @property
-    def needs_prompt_ids(self) -> bool:
-        """Whether a mode groups samples by prompt."""
-        return self.by_prompt is not None
+    def sums(self) -> list[Sum]:
+        """The sums that the modes declare, each once, in the same order on every rank."""
+        modes = [self.policy.mode, *(one.mode for _, one in sorted(self.terms.items()))]
+        return list(dict.fromkeys(one for mode in modes for _, one in sorted(mode.sums.items())))
 
-    @property
-    def by_prompt(self) -> str | None:
-        """The first mode that groups samples by prompt, and of what it is, for an error; None where none does."""
-        of_what = [("", self.policy), *((f" of the term {name!r}", one) for name, one in self.terms.items())]
-        named = (f"{one.mode.name!r}{of}" for of, one in of_what if getattr(one.mode, "unit", None) == "prompt")
-        return next(named, None)
-
-    @property
-    def uses_prompt_ids(self) -> bool:
-        """Whether a mode groups samples by prompt, or is the user's own, which may."""
-        return self.needs_prompt_ids or any(isinstance(mode, OwnMode) for mode in self._all)
-
-    @property
-    def statistics(self) -> dict[str, Statistic]:
-        """What the user's own modes need to be counted."""
-        own = [mode.statistics for mode in self._all if isinstance(mode, OwnMode)]
-        return {name: statistic for statistics in own for name, statistic in statistics.items()}
-
-    @property
-    def _all(self) -> list[Mode | OwnMode]:
-        return [one.mode for one in (self.policy, *self.terms.values())]
+    def rehearse(self, samples: Samples, masks: Sequence[str] = ()) -> set[str]:
+        """The keys that the modes ask for; refuses samples that miss one, or a label, before they are counted."""
+        asked = rehearse(self.policy, samples)
+        for aggregation in self.terms.values():
+            for name in (None, *masks):
+                asked |= rehearse(aggregation, samples.with_mask(name))
+        return asked

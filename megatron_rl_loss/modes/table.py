@@ -1,205 +1,198 @@
-"""The modes, as data: what a unit is, and what a unit's sum is divided by. Every mode is one weight per token,
+"""Modes: the weight of a token beside its mask, as an expression over counts of the whole step.
 
-    w = mask / (D * U),    D the size of the token's unit, U the number of units, both over the whole step.
+Built-in modes and a user's own are written alike: a function of `ModeInputs`, registered under a name.
 
-L is the divisor of `constant`, d that of `token_sum`; l a token's loss, m its mask, M a sum of masks.
+    sample_mean  = 1 / (tokens("rollout") * units("rollout"))
+    session_mean = 1 / (tokens("sample") * samples("session") * units("session"))
 """
 
-import functools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Literal, TypeVar
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
-from torch import Tensor
+import numpy as np
 
 from megatron_rl_loss.errors import check_callable
+from megatron_rl_loss.step.masks import SMALLEST, Floats
 from megatron_rl_loss.step.samples import Samples
-from megatron_rl_loss.step.totals import Statistic, StepTotals, UnitCounting
+from megatron_rl_loss.step.totals import StepTotals
+from megatron_rl_loss.step.units import ByKey, Sum, UnitCounting, Units
 
-Unit = Literal["step", "rollout", "prompt"]
+#: Weights beside the mask: a number; one per sample, [num_samples]; or a row per sample, one number per mask entry.
+Weights = Any
+ModeFunction = Callable[["ModeInputs"], Weights]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mode:
-    """One row of the table.
+    """One way to turn token losses into a step loss: ``sum_t m_t * weight_t * loss_t``.
 
     Attributes:
-        unit: what is averaged over: its number in the step is U.
-        size: D: the mask ``tokens`` of the unit, or the ``divisor`` that the user gives.
-        formula: the step loss.
-        default_divisor: the divisor where the user gives none; None if one must be given.
+        function: `ModeInputs` -> the weights beside the mask.
+        formula: the step loss, for tables.
+        divisor: ``required``, ``optional`` or ``refused``.
+        sums: further sums over the step that it asks for, by name (`ModeInputs.sum`).
     """
-
-    name: str
-    unit: Unit
-    size: Literal["tokens", "divisor"]
-    formula: str
-    default_divisor: float | None = None
-
-    @functools.cached_property
-    def takes_divisor(self) -> bool:
-        return self.size == "divisor"
-
-    @property
-    def needs_divisor(self) -> bool:
-        return self.takes_divisor and self.default_divisor is None
-
-
-MODES = {
-    mode.name: mode
-    for mode in (
-        Mode(name="sample_mean", unit="rollout", size="tokens", formula="1/N sum_i (sum_t l*m / M_i)"),
-        Mode(name="prompt_mean", unit="prompt", size="tokens", formula="1/P sum_g (sum_{t in g} l*m / M_g)"),
-        Mode(name="token_mean", unit="step", size="tokens", formula="sum l*m / sum m"),
-        Mode(name="constant", unit="rollout", size="divisor", formula="sum l*m / (L*N)"),
-        Mode(name="token_sum", unit="step", size="divisor", formula="sum l*m / d", default_divisor=1.0),
-    )
-}
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModeInputs:
-    """What a mode of one's own is given: a micro-batch and the step it belongs to.
-
-    Attributes:
-        samples: masks, ids and layout of the micro-batch.
-        totals: denominators of the whole step.
-        divisor: ``--loss-aggregation-divisor``, or None.
-        units: whether fully masked units count (``all``) or not (``active``).
-        mode: the mode that is asked, whose statistics `statistic` looks up.
-    """
-
-    samples: Samples
-    totals: StepTotals
-    divisor: float | None = None
-    units: UnitCounting = "all"
-    mode: "OwnMode | None" = None
-
-    def statistic(self, name: str) -> Tensor:
-        """What the step's samples of each sample's key add up to, float64 [num_samples] on the host."""
-        assert self.mode is not None
-        statistic, full_name = statistics_of(self.mode.function)[name], f"{self.mode.name}.{name}"
-        if statistic.of_rollouts and self.samples.rollout_ids is None:
-            return statistic.values(self.samples)
-        if full_name not in self.totals.statistics:
-            raise ValueError(
-                f"totals without the statistic {name!r} of the mode {self.mode.name}: it is counted with the step, "
-                "before its first micro-batch. Make the totals with statistics=resolve(mode).mode.statistics, or let "
-                "LossAggregation make them."
-            )
-        return self.totals.statistics[full_name].of(full_name, statistic.keys(full_name, self.samples))
-
-
-#: Weights beside the mask: a number, one per sample [num_samples], or a tensor per sample, one per token of its mask.
-Weights = float | Tensor | Sequence[Tensor]
-ModeFunction = Callable[[ModeInputs], Weights]
-
-
-@dataclass(frozen=True)
-class OwnMode:
-    """A mode that a user's function makes."""
 
     name: str
     function: ModeFunction
-
-    @property
-    def needs_divisor(self) -> bool:
-        """Whether its function says so, by an attribute of that name."""
-        return bool(getattr(self.function, "needs_divisor", False))
-
-    @property
-    def statistics(self) -> dict[str, Statistic]:
-        """What it needs to be counted over the step, by names that are its own."""
-        return {f"{self.name}.{name}": statistic for name, statistic in statistics_of(self.function).items()}
+    formula: str = ""
+    divisor: Literal["required", "optional", "refused"] = "optional"
+    sums: Mapping[str, Sum] = field(default_factory=dict, hash=False)
 
 
-def with_statistics(**statistics: Statistic) -> Callable[[ModeFunction], ModeFunction]:
-    """Decorator: sums over the step that a mode of one's own needs; `ModeInputs.statistic` gives them by name.
+class ModeInputs:
+    """A micro-batch, and counts of the whole step at each of its samples: the argument of a mode.
 
-    >>> @with_statistics(tokens=Statistic(of=lambda samples: samples.mask_sums))
-    ... def my_token_mean(inputs):
-    ...     return 1 / inputs.statistic("tokens").clamp(min=1)
+    A key is ``step``, ``sample``, ``rollout``, ``prompt`` or another name of the samples' ids; samples without rollout
+    ids are rollouts.
+
+    Attributes:
+        batch: masks, ids, labels and layout of the micro-batch.
+        totals: of the step; None in a rehearsal, before the step is counted: the micro-batch then stands for it.
+        divisor: as the user gave it, or None.
+        counting: count units of which every token is masked (``all``) or not (``active``).
+        asked: the keys that the mode has asked for.
     """
 
-    def declare(function: ModeFunction) -> ModeFunction:
-        @functools.wraps(function)
-        def mode(*args: ModeInputs, **kwargs: object) -> Weights:
-            if len(args) != 1 or kwargs:  # slime's and miles's flag for hooks has the name of ours
-                call = f"the mode {function.__qualname__} called with {len(args) + len(kwargs)} arguments"
-                raise _no_sums_in_hooks(call, "slime or miles")
-            return function(*args)
+    def __init__(
+        self, mode: Mode, batch: Samples, totals: StepTotals | None, divisor: float | None, counting: UnitCounting
+    ) -> None:
+        self._mode, self.batch, self.totals, self.divisor, self.counting = mode, batch, totals, divisor, counting
+        self.asked = set[str]()
 
-        mode.statistics = statistics  # type: ignore[attr-defined]
-        return mode
+    def tokens(self, key: str) -> Floats | float:
+        """Mask tokens of each sample's unit, float64 [num_samples], or of the step; at least 1e-30."""
+        if key == "step":
+            tokens = self.batch.mask_sums.sum() if self.totals is None else self.totals.step_tokens
+            return max(self._known(tokens, "step_tokens"), SMALLEST)
+        return self._at_samples(key, lambda units: units.tokens, self.batch.mask_sums, "tokens").clip(min=SMALLEST)
 
-    return declare
+    def samples(self, key: str) -> Floats:
+        """Number of samples that each sample's unit has, float64 [num_samples]."""
+        return self._at_samples(key, lambda units: units.samples, np.ones(len(self.batch)), "samples")
+
+    def sum(self, name: str) -> Floats:
+        """A declared sum over each sample's unit, float64 [num_samples]."""
+        declared = self._mode.sums[name]
+        own = declared.values(self.batch)
+        return self._at_samples(declared.by, lambda units: units.sums.get(declared), own, f"the sum {name!r}")
+
+    def units(self, key: str) -> int:
+        """Number of such units in the step, all or active; at least 1."""
+        if self._is_sample(key) or self.totals is None:
+            self._check(key)
+        if self.totals is None or key == "step":
+            return 1
+        units, has_ids = self.totals.units.get(key, Units()), key in self.batch.ids
+        count = self._known(units.counted(self.counting), f"{key} units ({self.counting})")
+        if has_ids != (units.tokens is not None) and key != "sample":
+            with_ids, without = ("a micro-batch", "totals") if has_ids else ("totals", "a micro-batch")
+            raise ValueError(
+                f"{with_ids} with {key} ids, {without} without: units cannot be told. Give both the same ids, or "
+                "neither."
+            )
+        return max(count, 1)
+
+    def label(self, name: str) -> Any:
+        """The samples' labels of that name, one per sample; ValueError where there are none."""
+        return self.batch.label(name)
+
+    def _is_sample(self, key: str) -> bool:
+        return key == "sample" or (key == "rollout" and key not in self.batch.ids)
+
+    def _check(self, key: str) -> None:
+        self.asked.add(key)
+        if not self._is_sample(key) and key not in self.batch.ids and key != "step":
+            argument = f"{key}_ids" if key == "prompt" else f'ids={{"{key}": [...]}}'
+            raise ValueError(
+                f"loss aggregation {self._mode.name!r} and samples without {key}_ids (they have "
+                f"{', '.join(self.batch.ids) or 'none'}): it asks for units by that key. Give the Samples {argument}."
+            )
+
+    def _at_samples(self, key: str, part: Callable[[Units], Any], own: Floats, what: str) -> Floats:
+        self._check(key)
+        if self._is_sample(key) or self.totals is None:
+            if self.totals is not None and self.totals.units.get(key, Units()).tokens is not None:
+                self.units(key)  # refuses totals by id
+            return own
+        units = self.totals.units.get(key, Units())
+        known: ByKey = self._known(part(units), f"{what} by {key}")
+        keys = self.batch.ids[key] if key != "step" else np.zeros(len(own), np.int64)
+        return known.of(f"{key}_ids", keys)
+
+    def _known(self, value: Any, what: str) -> Any:
+        if value is None:
+            raise ValueError(
+                f"totals without {what}: {self._mode.name!r} needs it. Make the totals with the samples' ids "
+                "(StepTotals.from_loss_masks, for declared sums with sums=), declare the mode to the plan "
+                "(terms=), or give the count yourself."
+            )
+        return value
 
 
-#: By framework: how to train on folded advantages.
-_ON_FOLDED_ADVANTAGES = {
-    "slime or miles": "multiply them by the global batch size, and use ...slime.constant_1",
-    "verl": "and use token-sum",
-}
+_MODES: dict[str, Mode] = {}
 
 
-def _no_sums_in_hooks(given: str, framework: str) -> ValueError:
-    return ValueError(
-        f"{given}: this mode declares sums over the whole step, which {framework} does not let a hook make. Fold its "
-        "weights into the advantages (fold_into_advantages, with totals that hold its statistics), "
-        f"{_ON_FOLDED_ADVANTAGES[framework]}."
-    )
+def register_pg_loss_reducer(
+    name: str,
+    *,
+    formula: str = "",
+    divisor: Literal["required", "optional", "refused"] = "optional",
+    sums: Mapping[str, Sum] | None = None,
+) -> Callable[[ModeFunction], Mode]:
+    """Decorator: make a function of `ModeInputs` a mode, a choice of ``--loss-aggregation`` and wherever modes go.
 
+    The mask is multiplied to the returned weights, so that no mode can train what is masked. Register before flags are
+    parsed. Arguments as the attributes of `Mode`.
 
-def check_no_declared_sums(mode: object, framework: str) -> None:
-    """Refuse a mode, by name or itself, whose statistics a framework's hook cannot count."""
-    function = _REGISTERED.get(mode) if isinstance(mode, str) else mode
-    if callable(function) and statistics_of(function):
-        name = mode if isinstance(mode, str) else getattr(mode, "__qualname__", mode)
-        raise _no_sums_in_hooks(f"the mode {name} in {framework}", framework)
+    >>> @register_pg_loss_reducer("session_mean")
+    ... def session_mean(step):
+    ...     return 1 / (step.tokens("sample") * step.samples("session") * step.units("session"))
 
-
-def statistics_of(function: ModeFunction) -> dict[str, Statistic]:
-    """What `with_statistics` declared; none without."""
-    return dict(getattr(function, "statistics", {}))
-
-
-_REGISTERED: dict[str, ModeFunction] = {}
-_Function = TypeVar("_Function", bound=ModeFunction)
-
-
-def register_pg_loss_reducer(name: str) -> Callable[[_Function], _Function]:
-    """Decorator: make a function a mode, a choice of ``--loss-aggregation`` and of everything that takes a mode.
-
-    The function takes `ModeInputs` and returns `Weights` beside the mask; the mask is multiplied to them, so that no
-    mode can train what is masked. Sums of weight * mask * loss over everything must be the step loss. Register before
-    the flags are parsed.
-
-    >>> @register_pg_loss_reducer("half_sum")
-    ... def half_sum(inputs):
-    ...     return 0.5
-
-    Raises:
-        ValueError: the name is taken or no identifier.
-        TypeError: what is registered cannot be called.
+    Raises ValueError for a name that is taken or no identifier, TypeError for an object that cannot be called.
     """
-    if not isinstance(name, str) or not name.isidentifier():
-        raise ValueError(f"mode name {name!r}: it must be a Python identifier. Choose a plain name.")
-    if name in available_modes():
-        raise ValueError(f"mode name {name!r}: it is taken. Choose another name.")
+    if not isinstance(name, str) or not name.isidentifier() or name in _MODES:
+        raise ValueError(f"mode name {name!r}: it must be a Python identifier that is not taken. Choose another name.")
 
-    def register(function: _Function) -> _Function:
+    def register(function: ModeFunction) -> Mode:
         check_callable(f"mode {name!r}", function, "it must be a function of ModeInputs", "Register a function")
-        _REGISTERED[name] = function
-        return function
+        _MODES[name] = Mode(name=name, function=function, formula=formula, divisor=divisor, sums=sums or {})
+        return _MODES[name]
 
     return register
 
 
 def available_modes() -> tuple[str, ...]:
     """The built-in modes and every registered one."""
-    return (*MODES, *_REGISTERED)
+    return tuple(_MODES)
 
 
-def find_mode(name: str) -> Mode | OwnMode | None:
+def find_mode(name: str) -> Mode | None:
     """The mode of that name, or None."""
-    return OwnMode(name, _REGISTERED[name]) if name in _REGISTERED else MODES.get(name)
+    return _MODES.get(name)
+
+
+@register_pg_loss_reducer("sample_mean", formula="1/N sum_i (sum_t l*m / M_i)", divisor="refused")
+def sample_mean(step: ModeInputs) -> Weights:
+    return 1 / (step.tokens("rollout") * step.units("rollout"))
+
+
+@register_pg_loss_reducer("prompt_mean", formula="1/P sum_g (sum_{t in g} l*m / M_g)", divisor="refused")
+def prompt_mean(step: ModeInputs) -> Weights:
+    return 1 / (step.tokens("prompt") * step.units("prompt"))
+
+
+@register_pg_loss_reducer("token_mean", formula="sum l*m / sum m", divisor="refused")
+def token_mean(step: ModeInputs) -> Weights:
+    return 1 / step.tokens("step")
+
+
+@register_pg_loss_reducer("constant", formula="sum l*m / (L*N)", divisor="required")
+def constant(step: ModeInputs) -> Weights:
+    return 1 / ((step.divisor or 0) * step.units("rollout"))
+
+
+@register_pg_loss_reducer("token_sum", formula="sum l*m / d")
+def token_sum(step: ModeInputs) -> Weights:
+    return 1 / (step.divisor or 1.0)

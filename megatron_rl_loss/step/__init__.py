@@ -1,11 +1,9 @@
-"""What an optimizer step is made of: its samples, where their tokens lie, and how many there are in all.
-
-For whoever describes a batch. A weight is made from nothing else.
-"""
+"""What an optimizer step is made of: its samples, where their tokens lie, and how many there are in all."""
 
 from megatron_rl_loss.step.layouts import Contiguous, Gathered, Layout, ZigzagBSHD, ZigzagResponse, ZigzagTHD
 from megatron_rl_loss.step.samples import LocalTokens, Samples
-from megatron_rl_loss.step.totals import Statistic, StepTotals, UnitCounts
+from megatron_rl_loss.step.totals import StepTotals
+from megatron_rl_loss.step.units import Sum, Units
 
 __all__ = [
     "Contiguous",
@@ -13,9 +11,9 @@ __all__ = [
     "Layout",
     "LocalTokens",
     "Samples",
-    "Statistic",
     "StepTotals",
-    "UnitCounts",
+    "Sum",
+    "Units",
     "ZigzagBSHD",
     "ZigzagResponse",
     "ZigzagTHD",

@@ -1,10 +1,12 @@
-"""What is asked of process groups: sums over them, rows to the owner of their key, errors to every rank."""
+"""Collectives on the host: sums over process groups, rows of all ranks, errors carried to every rank."""
 
-import math
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from types import EllipsisType
 from typing import Any, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -15,12 +17,18 @@ Group = dist.ProcessGroup
 Result = TypeVar("Result")
 
 
-# --- groups
+def rank_in(group: Group | None) -> int:
+    return 0 if group is None else group.rank()
 
 
-def if_several(group: Group | None) -> Group | None:
-    """The group, or None where it has one rank and nothing is to be exchanged."""
-    return group if size_of(group) > 1 else None
+def size_of(group: Group | None) -> int:
+    """Ranks of the group; 1 without one. Refuses what is no group."""
+    if group is not None and (isinstance(group, Tensor) or not hasattr(group, "size")):
+        raise TypeError(
+            f"a process group of type {type(group).__name__}: it must be a ProcessGroup of torch.distributed, or None. "
+            "Pass what dist.new_group or Megatron's parallel_state returns."
+        )
+    return 1 if group is None else group.size()
 
 
 def several(*groups: Group | None) -> list[Group]:
@@ -28,29 +36,52 @@ def several(*groups: Group | None) -> list[Group]:
     return [group for group in groups if group is not None and size_of(group) > 1]
 
 
-def rank_in(group: Group | None) -> int:
-    return 0 if group is None else group.rank()
+@dataclass(frozen=True)
+class StepGroups:
+    """The process groups that a step is spread over.
+
+    Attributes:
+        dp_group: its ranks hold other samples: the data-parallel group without context parallelism, or with it where
+            `Samples` have a `cp_group` of their own.
+        cp_group: the context-parallel group, whose ranks hold other tokens of the same samples.
+        replica_groups: further groups whose ranks hold the same samples (tensor, pipeline parallel).
+    """
+
+    dp_group: Group | None = None
+    cp_group: Group | None = None
+    replica_groups: Sequence[Group] = ()
+
+    @property
+    def replicas(self) -> list[Group]:
+        """Groups of several ranks that hold the same samples."""
+        return several(self.cp_group, *self.replica_groups)
+
+    @property
+    def all(self) -> list[Group]:
+        """All of these groups that have several ranks."""
+        return several(self.dp_group, self.cp_group, *self.replica_groups)
+
+    @property
+    def of_loss(self) -> list[Group]:
+        """Groups of several ranks whose shares of the loss add up."""
+        return several(self.dp_group, self.cp_group)
 
 
-def size_of(group: Group | None) -> int:
-    """Its ranks; 1 without a group. Refuses what is no group."""
-    if group is None:
-        return 1
-    if isinstance(group, Tensor) or not hasattr(group, "size"):
-        raise TypeError(
-            f"a process group of type {type(group).__name__}: it must be a ProcessGroup of torch.distributed, or None. "
-            "Pass what dist.new_group or Megatron's parallel_state returns."
-        )
-    return group.size()
+def ranks_of(group: Group | None) -> list[int]:
+    """Global ranks of the group; this one without a group."""
+    return [world_rank()] if group is None else dist.get_process_group_ranks(group)
 
 
 def world_size() -> int:
-    """Ranks of this job that `torch.distributed` knows of."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
+def world_rank() -> int:
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
 def stated_dp_group(dp_group: Group | EllipsisType | None, what: str) -> Group | None:
-    """The data-parallel group that the user named, or None for none; refuses no word of it among several ranks."""
+    """The data-parallel group that the user named, or None; refuses to guess one among several ranks."""
     if not isinstance(dp_group, EllipsisType):
         return dp_group
     if world_size() > 1:
@@ -61,16 +92,12 @@ def stated_dp_group(dp_group: Group | EllipsisType | None, what: str) -> Group |
     return None
 
 
-def world_rank() -> int:
-    """This rank's number among all of this job."""
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-
-
 def device_of(group: Group) -> torch.device:
     """Where the group's backends take tensors: the host if one of them does ("cpu:gloo,cuda:nccl")."""
-    if "cpu:" in dist.get_backend_config(group):
+    devices = [one.partition(":")[0] for one in dist.get_backend_config(group).split(",")]
+    if "cpu" in devices or not devices[0]:
         return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device())
+    return torch.device(devices[0], getattr(torch, devices[0]).current_device())
 
 
 def all_reduce(values: Tensor, group: Group | None, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
@@ -81,12 +108,25 @@ def all_reduce(values: Tensor, group: Group | None, op: dist.ReduceOp.RedOpType 
         values.copy_(moved)
 
 
-def agree_on(mine: Collection[str], names: Sequence[str], groups: Sequence[Group]) -> tuple[str, ...]:
-    """Those of the names that some rank of the groups has."""
-    flags = torch.tensor([float(name in mine) for name in names], dtype=torch.float64, device="cpu")
-    for group in several(*groups):
-        all_reduce(flags, group, dist.ReduceOp.MAX)
-    return tuple(name for name, flag in zip(names, flags, strict=True) if flag > 0)
+def gather_rows(
+    rows: npt.NDArray[np.int64], group: Group | None, counts: Sequence[int] | None = None
+) -> npt.NDArray[np.int64]:
+    """Rows of all ranks, in rank order, from one all-gather.
+
+    Args:
+        rows: int64 [num_rows, num_columns]; the same number of columns on every rank.
+        counts: num_rows of each rank where they differ.
+    """
+    if group is None or size_of(group) == 1:
+        return rows
+    counts = [len(rows)] * size_of(group) if counts is None else counts
+    sent = torch.zeros(max(counts), rows.shape[1], dtype=torch.int64, device="cpu")
+    sent[: len(rows)] = torch.from_numpy(rows)
+    sent = sent.to(device_of(group))
+    received = sent.new_empty(len(counts) * len(sent), rows.shape[1])
+    dist.all_gather_into_tensor(received, sent, group=group)
+    parts = received.cpu().numpy().reshape(len(counts), len(sent), -1)
+    return np.concatenate([part[:count] for part, count in zip(parts, counts, strict=True)])
 
 
 def gather_objects(value: Result, group: Group) -> list[Result]:
@@ -96,7 +136,12 @@ def gather_objects(value: Result, group: Group) -> list[Result]:
     return values
 
 
-# --- errors to every rank
+def agree_on(mine: Collection[str], names: Sequence[str], groups: Sequence[Group]) -> tuple[str, ...]:
+    """Those of the names that some rank of the groups has."""
+    flags = torch.tensor([float(name in mine) for name in names], dtype=torch.float64, device="cpu")
+    for group in several(*groups):
+        all_reduce(flags, group, dist.ReduceOp.MAX)
+    return tuple(name for name, flag in zip(names, flags, strict=True) if flag > 0)
 
 
 def attempt(prepare: Callable[[], Result]) -> Result | Exception:
@@ -113,16 +158,17 @@ def raise_together(failed: bool, failure: Exception | None, groups: Sequence[Gro
         return
     if failure is not None and not groups:
         raise failure
-    reasons = {} if failure is None else {dist.get_rank(): f"{type(failure).__name__}: {failure}"}
+    reasons = {} if failure is None else {world_rank(): f"{type(failure).__name__}: {failure}"}
     for group in groups:
         reasons = {rank: reason for part in gather_objects(reasons, group) for rank, reason in part.items()}
-    ranks_of: dict[str, list[int]] = {}
+    ranks_by_reason: dict[str, list[int]] = {}
     for rank, reason in sorted(reasons.items()):
-        ranks_of.setdefault(reason, []).append(rank)
+        ranks_by_reason.setdefault(reason, []).append(rank)
     listed = "; ".join(
-        f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: {reason}" for reason, ranks in ranks_of.items()
+        f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: {reason}"
+        for reason, ranks in ranks_by_reason.items()
     )
-    raise BadBatchError(f"All ranks stopped here, no weight was changed. {listed}") from failure
+    raise BadBatchError(f"Step aborted on all ranks before the optimizer ran. {listed}") from failure
 
 
 def check_together(check: Callable[[], object], groups: Sequence[Group]) -> None:
@@ -136,91 +182,7 @@ def gather_parts(prepare: Callable[[], Result], group: Group | None) -> list[Res
     """What `prepare` returns on each rank of the group; if any rank failed, all raise."""
     mine = attempt(prepare)
     failure = mine if isinstance(mine, Exception) else None
-    group = if_several(group)
-    if group is None:
-        raise_together(failure is not None, failure, [])
-        return [mine]  # type: ignore[list-item]
-    parts: list[Any] = gather_objects(mine if failure is None else None, group)
-    raise_together(any(part is None for part in parts), failure, [group])
+    groups = several(group)
+    parts: list[Any] = gather_objects(None if failure else mine, groups[0]) if groups else [mine]
+    raise_together(failure is not None or any(part is None for part in parts), failure, groups)
     return parts
-
-
-#: Up to so many ranks, rows go straight to their owner.
-ONE_HOP_RANKS = 64
-
-
-def columns_of(ranks: int) -> int:
-    """Columns of the grid of ranks: their largest divisor up to the root of their number; one line for few ranks."""
-    if ranks <= ONE_HOP_RANKS:
-        return ranks
-    return max(columns for columns in range(1, math.isqrt(ranks) + 1) if ranks % columns == 0)
-
-
-class Exchange:
-    """Rows to the owner rank of their key, which is their first column, and answers back.
-
-    Above `ONE_HOP_RANKS` ranks are a grid. A row goes along a line of it to the column of its owner, then along that
-    column: with n ranks and c columns a rank sends to c - 1 and n / c - 1 others, not n - 1; a row travels twice.
-    """
-
-    def __init__(self, group: Group | None) -> None:
-        self._group, self._hops = group, list[_Hop]()
-
-    def to_owners(self, rows: Tensor) -> Tensor:
-        ranks, columns = size_of(self._group), columns_of(size_of(self._group))
-        line, column = divmod(rank_in(self._group), columns)
-        of_line, of_column = range(line * columns, (line + 1) * columns), range(column, ranks, columns)
-        for peers in (of_line, of_column):
-            if self._group is not None and len(peers) > 1:
-                scrambled = rows[:, 0] * -7046029254386353131  # without their regularity keys spread evenly over ranks
-                owner = ((scrambled ^ (scrambled >> 32)) & (2**62 - 1)).remainder(ranks)
-                to = owner % columns if peers is of_line else owner // columns
-                self._hops.append(_Hop(to, peers, self._group))
-                rows = self._hops[-1].forth(rows)
-        return rows
-
-    def answers(self, rows: Tensor) -> Tensor:
-        for hop in reversed(self._hops):
-            rows = hop.back(rows)
-        return rows
-
-
-class _Hop:
-    """Rows to some peers of the group, numbered from 0, and as many rows back."""
-
-    def __init__(self, to: Tensor, peers: range, group: Group) -> None:
-        self._peers, self._group = peers, group
-        self._order = to.argsort(stable=True)
-        self._sent = to.bincount(minlength=len(peers))
-        ones = torch.ones_like(self._sent)
-        self._received = self._swap(self._sent, ones, ones)
-
-    def forth(self, rows: Tensor) -> Tensor:
-        return self._swap(rows[self._order], self._sent, self._received)
-
-    def back(self, rows: Tensor) -> Tensor:
-        back = self._swap(rows, self._received, self._sent)
-        unsorted = torch.empty_like(back)
-        unsorted[self._order] = back
-        return unsorted
-
-    def _swap(self, rows: Tensor, sent: Tensor, received: Tensor) -> Tensor:
-        """So many rows to each peer, and from each."""
-        rows = rows.contiguous().to(device_of(self._group))
-        out = rows.new_empty(int(received.sum()), *rows.shape[1:])
-        if len(self._peers) == self._group.size():
-            dist.all_to_all_single(out, rows, received.tolist(), sent.tolist(), group=self._group)
-            return out.cpu()
-        swaps = []
-        for peer, mine, theirs in zip(
-            self._peers, rows.split(sent.tolist()), out.split(received.tolist()), strict=True
-        ):
-            if peer == self._group.rank():
-                theirs.copy_(mine)
-                continue
-            rank = dist.get_global_rank(self._group, peer)
-            pairs = (dist.isend, mine), (dist.irecv, theirs)
-            swaps += [dist.P2POp(swap, part, rank, self._group) for swap, part in pairs if part.numel()]
-        for work in dist.batch_isend_irecv(swaps) if swaps else []:
-            work.wait()
-        return out.cpu()

@@ -1,271 +1,345 @@
-"""What a rank holds of a step, and the rounds of collectives that add it up over ranks, checked on every rank."""
+"""Counting a step: what each rank holds, gathered once over the data-parallel group and summed by key on every rank.
 
-import hashlib
+A rank's header says how many it holds, whether it failed, and digests of its data and settings. Rows follow, one for
+each key that the rank holds. Every rank then makes the same sums of the same rows, to the bit.
+"""
+
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from hashlib import blake2b
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from megatron_rl_loss.errors import BadBatchError
-from megatron_rl_loss.step.collectives import Exchange, Group, all_reduce, if_several
-from megatron_rl_loss.step.masks import check_device
-from megatron_rl_loss.step.samples import Samples
-from megatron_rl_loss.step.units import Statistic, TokensById, UnitCounts
+from megatron_rl_loss.step.collectives import (
+    Group,
+    StepGroups,
+    all_reduce,
+    attempt,
+    gather_rows,
+    raise_together,
+    ranks_of,
+    several,
+    size_of,
+    world_rank,
+)
+from megatron_rl_loss.step.ids import Keys, hashed
+from megatron_rl_loss.step.masks import Floats
+from megatron_rl_loss.step.samples import Samples, read_masks
+from megatron_rl_loss.step.units import ByKey, Sum, Units
+
+#: What is known of a rank before any row: flags, digests, numbers.
+_HEADER = ("failed", "has_data", "settings", "kinds", "data", "identity", "unlike", "has_cp_groups", "num_rows")
+#: Columns of a row, after the number of samples, for each mask; the declared sums follow.
+_OF_MASK = ("tokens", "active_tokens", "entries", "active_samples")
+#: Units that every rank knows by name, with samples or without; there is one step.
+_KNOWN = ("step", "rollout", "prompt")
 
 
-@dataclass(frozen=True)
-class CountedUnits:
-    """What the exchange of ids gave: units by mask (the loss masks, then each further mask), and statistics by name."""
+@dataclass
+class Counts:
+    """A step's counts by the loss masks, or by one of the samples' further masks; fields as of `StepTotals`."""
 
-    rollouts: Sequence[UnitCounts] = ()
-    prompts: Sequence[UnitCounts] = ()
-    statistics: Mapping[str, TokensById] = field(default_factory=dict)
-    num_clashes: int = 0  # ranks that saw an id under two prompts
-
-
-#: The last two bits of a key tell these apart; a statistic's keys hold its name already.
-_ROLLOUTS, _PROMPTS, _STATISTICS = range(3)
+    step_tokens: float
+    step_active_tokens: int
+    step_entries: int
+    units: Mapping[str, Units]
+    dynamic_cp: bool = False
 
 
-class HeldSamples:
-    """Sums and ids of the samples this rank holds in the step; the one place that reads masks back from a device.
+def gather_counts(
+    microbatches: Sequence[Samples] | Exception | None,
+    groups: StepGroups,
+    *,
+    masks: Sequence[str] = (),
+    sums: Sequence[Sum] = (),
+    settings: str = "",
+) -> list[Counts]:
+    """The counts of a step from what this rank holds in it, by the loss masks and by each further mask.
 
-    Attributes:
-        counts: what is summed over DP ranks.
-        digest: of the samples that this rank counts, their order and their cut: an integer that a float64 holds; or 0.
+    Over the data-parallel group an all-gather of nine numbers per rank, and where these agree another of the rows; then
+    a maximum over each group of replicas (two where some pipeline stages read no data).
+
+    Args:
+        microbatches: one `Samples` per micro-batch; None if this rank reads no data (a pipeline stage that needs none),
+            which then must hold for its whole data-parallel group; or the exception that kept the rank from it.
+        masks: names of the further masks that are counted too; the same on every rank.
+        sums: further sums by key; the same on every rank, in the same order.
+        settings: what else must be the same on every rank, such as the mode.
+
+    Returns:
+        The counts; on a stage without data, not those by key.
+
+    Raises:
+        BadBatchError: on all ranks of the groups, if any failed or they do not agree, with each failing rank's reason.
     """
+    over_dp = next(iter(several(groups.dp_group)), None)
+    _check_apart(over_dp, groups.replicas)
+    settings = "; ".join([settings, *(f"mask {name}" for name in masks), *(f"sum by {one.by}" for one in sums)])
 
-    def __init__(
-        self,
-        microbatches: Sequence[Samples],
-        *,
-        count_prompts: bool,
-        masks: Sequence[str],
-        statistics: Mapping[str, Statistic],
-        dp_group: Group | None,
-        is_compared: bool,
-    ) -> None:
-        filled = [samples for samples in microbatches if len(samples)]
-        self._by_mask = [[samples.with_mask(name) for samples in filled] for name in (None, *masks)]
-        counted = [samples.counts_here for samples in filled for _ in range(len(samples))]
-        counts_here = torch.tensor(counted, dtype=torch.float64, device="cpu")
-        # Rows: the loss masks and each further mask; columns: samples.
-        mask_sums, active_tokens = (table * counts_here for table in _read_back(self._by_mask))
-        rollout_ids, prompt_ids = (_join_ids(name, filled) for name in ("rollout_ids", "prompt_ids"))
-        self._prompts_of_rollouts = None if rollout_ids is None else prompt_ids
-        prompt_ids = prompt_ids if count_prompts else None
-        #: By name: the kind of its keys, a key of each sample, and what is summed by these, [num_samples, num_masks].
-        self._columns: dict[str, tuple[int, Tensor, Tensor]] = {}
-        for name, kind, ids in (("rollouts", _ROLLOUTS, rollout_ids), ("prompts", _PROMPTS, prompt_ids)):
-            if ids is not None:
-                self._columns[name] = kind, ids, mask_sums.T
-        for name, statistic in statistics.items():
-            if not (statistic.of_rollouts and rollout_ids is None):
-                values = torch.zeros_like(mask_sums.T)
-                values[:, 0] = _joined([statistic.values(samples) for samples in filled], torch.float64) * counts_here
-                self._columns[name] = _STATISTICS, _joined([statistic.keys(name, one) for one in filled]), values
-        self.counts: dict[str, float] = {
-            "errors": 0,
-            "ranks_with_data": 0,
-            "ranks_with_samples": bool(filled),
-            "ranks_with_cp_groups": any(samples.cp_group is not None for samples in microbatches),
-            "ranks_with_rollout_ids": rollout_ids is not None,
-            "ranks_with_prompt_ids": prompt_ids is not None,
-            "ranks_with_identity": any(samples.has_identity for samples in filled),
-            "unlike_in_cp_groups": _unlike_in_cp_groups(microbatches, dp_group),
-            "samples": float(counts_here.sum()),
-        }
-        for k, (sums, active, row) in enumerate(zip(mask_sums, active_tokens, self._by_mask, strict=True)):
-            self.counts[f"tokens/{k}"] = float(sums.sum())
-            self.counts[f"active_tokens/{k}"] = float(active.sum())
-            self.counts[f"active_samples/{k}"] = float((sums > 0).sum())
-            self.counts[f"entries/{k}"] = sum(sum(one.mask_lengths) for one in row if one.counts_here)
-        self.digest = 0.0
-        if is_compared and any(counted):
-            digest = hashlib.blake2b(digest_size=8)
-            for samples in microbatches:
-                if samples.counts_here:
-                    digest.update(samples.digest())
-            self.digest = float(int.from_bytes(digest.digest(), "little") >> 11)
+    def hold() -> _Held:
+        if isinstance(microbatches, Exception):
+            raise microbatches
+        return _Held(microbatches, masks, sums, groups)
 
-    def sum_units(self, dp_group: Group | None) -> tuple[CountedUnits, bool]:
-        """Sums over the DP group by the keys that this rank holds, and how many rollouts and prompt groups there are.
-
-        Also whether an id under two prompts was seen here. Every key has an owner rank, which adds up what it is sent
-        and answers.
-        """
-        num_masks = len(self._by_mask)
-        keys = _joined([ids * 4 + kind for kind, ids, _ in self._columns.values()])
-        sums = _joined([values.flatten() for _, _, values in self._columns.values()], torch.float64)
-        # A rollout's row also says its prompt, so that the owner sees an id that is used under two prompts.
-        prompts = keys.clone()
-        if self._prompts_of_rollouts is not None:  # rollouts come first
-            prompts[: len(self._prompts_of_rollouts)] = self._prompts_of_rollouts
-        my_keys, my_sums, my_prompts, clash = _sum_by_key(keys, sums.view(-1, num_masks), prompts)
-        exchange = Exchange(dp_group)
-        rows = exchange.to_owners(torch.cat([my_keys[:, None], my_prompts[:, None], my_sums.view(torch.int64)], 1))
-        sent_sums = rows[:, 2:].contiguous().view(torch.float64)
-        owned_keys, owned_sums, _, owner_clash = _sum_by_key(rows[:, 0].contiguous(), sent_sums, rows[:, 1])
-        sums_of_step = exchange.answers(owned_sums[torch.searchsorted(owned_keys, rows[:, 0].contiguous())])
-
-        numbers = [int(clash or owner_clash)]
-        for kind in (_ROLLOUTS, _PROMPTS):  # of each how many there are, and how many are active by each mask
-            of_kind = owned_sums[owned_keys.remainder(4) == kind]
-            numbers += len(of_kind), *(of_kind > 0).sum(0).tolist()
-        of_step = torch.tensor(numbers, dtype=torch.int64, device="cpu")
-        all_reduce(of_step, dp_group)
-        num_clashes, *table = of_step.tolist()
-
-        def of_column(name: str, mask: int = 0) -> TokensById:
-            kind, ids, _ = self._columns.get(name, (0, keys[:0], sums))
-            unique = ids.unique()
-            return TokensById(unique, sums_of_step[torch.searchsorted(my_keys, unique * 4 + kind), mask])
-
-        def of_units(name: str, count: int, *active: int) -> list[UnitCounts]:
-            return [UnitCounts(all=count, active=active[k], tokens=of_column(name, k)) for k in range(num_masks)]
-
-        units = CountedUnits(
-            rollouts=of_units("rollouts", *table[: 1 + num_masks]),
-            prompts=of_units("prompts", *table[1 + num_masks :]),
-            statistics={name: of_column(name) for name, (kind, _, _) in self._columns.items() if kind == _STATISTICS},
-            num_clashes=num_clashes,
-        )
-        return units, clash or owner_clash
-
-
-def _read_back(by_mask: Sequence[Sequence[Samples]]) -> tuple[Tensor, Tensor]:
-    """Mask sums and active tokens on the host, float64 [num_masks, num_samples]; refuses masks that are not sound."""
-    described = [samples for row in by_mask for samples in row]
-    if not described:
-        empty = torch.zeros(len(by_mask), 0, dtype=torch.float64, device="cpu")
-        return empty, empty
-    check_device("the loss masks of a step's micro-batches", [samples.flat_mask for samples in described])
-    tables = []
-    for samples in described:
-        sums = samples.mask_sums
-        tables.append(torch.stack([sums, samples.active_tokens, torch.zeros_like(sums) + samples.sound]))
-    mask_sums, active_tokens, sound = torch.cat(tables, 1).cpu().view(3, len(by_mask), -1)
-    if not sound.all():
-        for samples in described:
-            samples.check_masks(wait=True)
-    return mask_sums, active_tokens
-
-
-def _joined(parts: Sequence[Tensor], dtype: torch.dtype = torch.int64) -> Tensor:
-    return torch.cat([torch.zeros(0, dtype=dtype, device="cpu"), *parts])
-
-
-def _join_ids(name: str, filled: Sequence[Samples]) -> Tensor | None:
-    """The ids of all micro-batches, or None where none has any."""
-    some = [ids for samples in filled if (ids := getattr(samples, name)) is not None]
-    if 0 < len(some) < len(filled):
-        raise ValueError(
-            f"{name} on {len(some)} of {len(filled)} micro-batches: they must be given on all or none. Pass {name} "
-            "with every micro-batch."
-        )
-    return torch.cat(some) if some else None
-
-
-def _sum_by_key(keys: Tensor, sums: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor, bool]:
-    """Sorted unique keys, the sums and one label of each, and whether a key came with two labels."""
-    unique, at = keys.unique(return_inverse=True)
-    total = sums.new_zeros(len(unique), sums.shape[1]).index_add_(0, at, sums)
-    label = torch.zeros_like(unique)
-    label[at] = labels
-    return unique, total, label, bool((label[at] != labels).any())
-
-
-def _unlike_in_cp_groups(microbatches: Sequence[Samples], dp_group: Group | None) -> float:
-    """What adds up to 0 over the ranks if all ranks of each micro-batch's own cp_group hold the same micro-batches.
-
-    The first rank of n adds n - 1 times what the others subtract: 32 bits of a digest, so that sums are exact.
-    """
-    numbers: Counter[tuple[int, ...]] = Counter()
-    unlike = 0
-    for samples in microbatches:
-        if (group := if_several(samples.cp_group)) is None:
-            continue
-        ranks = tuple(dist.get_process_group_ranks(group))
-        known = {dist.get_rank()} if dp_group is None else set(dist.get_process_group_ranks(dp_group))
-        if not known.issuperset(ranks):
-            raise ValueError(
-                f"a micro-batch with a cp_group of the ranks {list(ranks)}, and a dp_group of {sorted(known)}: where "
-                "groups change between micro-batches, counts are summed over all ranks. Pass the group over DP x CP as "
-                "dp_group, and no cp_group to the plan."
-            )
-        numbers[ranks] += 1
-        digest = hashlib.blake2b(repr((ranks, numbers[ranks])).encode() + samples.digest(), digest_size=4).digest()
-        unlike += int.from_bytes(digest, "little") * (len(ranks) - 1 if group.rank() == 0 else -1)
-    return float(unlike)
-
-
-def reduced(
-    counts: Mapping[str, float],
-    digests: Tensor,
-    groups: Sequence[Group | None],
-    op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
-) -> tuple[dict[str, float], Tensor]:
-    """The counts and the digests, reduced over one group after the other."""
-    values = torch.tensor(list(counts.values()), dtype=torch.float64, device="cpu")
-    values = torch.cat([values, digests.flatten()])
-    for group in groups:
-        all_reduce(values, group, op)
-    return dict(zip(counts, values.tolist(), strict=False)), values[len(counts) :].view(digests.shape)
-
-
-def warn_of_twins(digests: Tensor) -> None:
-    """Warn of data-parallel ranks that hold the same samples."""
-    rank_of: dict[float, int] = {}
-    for rank, digest in enumerate(digests.tolist()):
-        if digest and digest in rank_of:
-            warnings.warn(
-                f"DP ranks {rank_of[digest]} and {rank} hold samples with the same masks, ids and tokens: they "
-                "count twice. Shard the loader by DP rank, and leave context-parallel ranks out of the dp_group.",
-                stacklevel=2,
-            )
-            return
-        rank_of[digest] = rank
-
-
-def check_apart(dp_group: Group | None, replicas: list[Group]) -> None:
-    """Refuse a data-parallel group that has ranks in common with a group of replicas, but for this rank itself."""
-    for group in replicas if dp_group is not None else []:
-        shared = set(dist.get_process_group_ranks(dp_group)) & set(dist.get_process_group_ranks(group))
-        if len(shared) > 1:
-            raise ValueError(
-                f"a dp_group that shares the ranks {sorted(shared)} with a replica group: replicas hold the same "
-                "samples, which would be counted more than once. Pass the data-parallel group without context "
-                "parallelism."
-            )
-
-
-def check_agreement(highest: Mapping[str, float], lowest: Mapping[str, float], same_samples: bool) -> None:
-    """Refuse what the reduced counts show, alike on every rank."""
-    if not highest["ranks_with_data"] > 0:
+    attempted = attempt(hold)
+    failure = attempted if isinstance(attempted, Exception) else None
+    held = _Held(None, masks, sums, StepGroups()) if isinstance(attempted, Exception) else attempted
+    mine = hashed(settings, 48)
+    held.header["failed"], held.header["settings"] = failure is not None, mine
+    header = np.array([[held.header[name] for name in _HEADER]], np.float64)
+    of_ranks = dict(zip(_HEADER, gather_rows(header.view(np.int64), over_dp).view(np.float64).T, strict=True))
+    failed, rows = bool(of_ranks["failed"].any()), held.rows
+    if not failed:
+        failure, failed = _disagreement(of_ranks, held, settings)
+    if not failed and of_ranks["num_rows"].any():
+        rows = gather_rows(rows, over_dp, of_ranks["num_rows"].astype(int).tolist())
+    counts, has_clash = _sum_rows(rows, held.kinds, 1 + len(masks), sums)
+    if has_clash and not failed:
+        failed, failure = True, _two_prompts()
+    data = np.concatenate([of_ranks["data"], of_ranks["kinds"]]).tobytes() + rows.tobytes()
+    digest, has_data = int.from_bytes(blake2b(data, digest_size=6).digest(), "little"), bool(of_ranks["has_data"].any())
+    of_stage = [has_data, -has_data, of_ranks["has_cp_groups"].max(), digest, -digest]
+    if not has_data:
+        of_stage[3:] = [-np.inf, -np.inf]
+    agreed = torch.tensor([failed, mine, -mine, *of_stage], dtype=torch.float64, device="cpu")
+    for group in groups.replicas:
+        all_reduce(agreed, group, dist.ReduceOp.MAX)
+    any_failed, highest, lowest, any_data, all_data, dynamic_cp, top, bottom = agreed.tolist()
+    if highest != -lowest:
+        any_failed, failure = 1, failure or _other_settings(settings)
+    raise_together(any_failed > 0, failure, groups.all)
+    if not any_data:
         raise BadBatchError(
             "no rank reads data for this step: there must be micro-batches. Give every rank its iterator "
             "(is_distributed = True)."
         )
-    # Sums over different DP groups may differ in the last bit for fractional masks, never by more.
-    alike = all(most - lowest[name] <= 1e-9 * abs(lowest[name]) for name, most in highest.items())
-    if not (alike and same_samples):
+    if top != -bottom:
         raise BadBatchError(
-            "ranks of one context, tensor or pipeline parallel group were given different samples for this step: they "
-            "must read the same data. Shard and seed the loader by DP rank only."
+            "ranks of one context, tensor or pipeline parallel group were given different samples for this step, or "
+            "layouts that differ: they must read the same data, and cut it alike. Shard and seed the loader by DP rank "
+            "only."
         )
-    if highest["unlike_in_cp_groups"]:
-        raise BadBatchError(
+    if not -all_data:  # stages without data are told the counts
+        told = torch.tensor([_told(one) for one in counts], dtype=torch.float64, device="cpu")
+        told = told if has_data else torch.full_like(told, -torch.inf)
+        for group in groups.replicas:
+            all_reduce(told, group, dist.ReduceOp.MAX)
+        counts = counts if has_data else [_heard(row) for row in told.tolist()]
+    counts[0].dynamic_cp = bool(dynamic_cp)
+    return counts
+
+
+class _Held:
+    """What this rank holds of a step.
+
+    Attributes:
+        header: a number for each name of `_HEADER`.
+        kinds: names of the ids of its samples.
+        rows: int64 [num_keys, ...]: hash of the kind, key, prompt of a rollout; then as float64 the number of samples,
+            and for each mask what `_OF_MASK` says and the declared sums.
+    """
+
+    def __init__(
+        self,
+        microbatches: Sequence[Samples] | None,
+        masks: Sequence[str],
+        sums: Sequence[Sum],
+        groups: StepGroups,
+    ) -> None:
+        read_masks(microbatches or ())
+        filled = [samples for samples in microbatches or () if len(samples)]
+        kinds = {samples.kinds_of_ids for samples in filled}
+        if len(kinds) > 1:
+            shown = " and of ".join(str(dict(one)) for one in sorted(kinds))
+            raise ValueError(
+                f"micro-batches with ids of {shown}: each kind must be given on all or none, as ints on all or as "
+                "strings on all. Pass the same ids with every micro-batch."
+            )
+        of_ids = dict(next(iter(kinds), ()))
+        self.kinds = tuple(of_ids)
+        counted = [samples for samples in filled if samples.counts_here]
+        columns = [np.ones(sum(map(len, counted)))]
+        for name in (None, *masks):
+            of_mask = [samples.with_mask(name) for samples in counted]
+            tokens = _joined([samples.mask_sums for samples in of_mask])
+            active, entries = (
+                _joined([getattr(one, of) for one in of_mask]) for of in ("active_tokens", "mask_lengths")
+            )
+            declared = (_joined([one.values(samples) for samples in of_mask]) for one in sums)
+            columns += [tokens, active, entries, (tokens > 0).astype(np.float64), *declared]
+        ids = {name: np.concatenate([one.ids[name] for one in counted]) for name in self.kinds if counted}
+        rows = [np.zeros((0, 3 + len(columns)), np.int64)]
+        for name, keys in {"step": np.zeros(len(columns[0]), np.int64), **ids}.items():
+            labels = ids.get("prompt", keys) if name == "rollout" else keys
+            unique, label, table, has_clash = sum_by_key(keys, np.stack(columns, 1), labels)
+            if has_clash:
+                raise _two_prompts()
+            kind = np.full(len(unique), hashed(name))
+            rows.append(np.concatenate([np.stack([kind, unique, label], 1), table.view(np.int64)], 1))
+        self.rows = np.concatenate(rows)
+        is_compared = bool(groups.all)
+        data = blake2b(b"".join(samples.digest() for samples in counted if is_compared), digest_size=6)
+        self.header: dict[str, float] = {
+            "has_data": microbatches is not None,
+            "kinds": hashed(str(of_ids), 48) if filled else 0,
+            "data": int.from_bytes(data.digest(), "little") if counted and is_compared else 0,
+            # Equal masks alone may be chance.
+            "identity": 2
+            if "rollout" in of_ids
+            else 1
+            if self.kinds or any(s.tokens is not None for s in counted)
+            else 0,
+            "unlike": _unlike_in_cp_groups(microbatches or (), groups.dp_group),
+            "has_cp_groups": any(samples.cp_group is not None for samples in microbatches or ()),
+            "num_rows": len(self.rows),
+        }
+
+
+def _joined(parts: Sequence[Floats | list[int]]) -> Floats:
+    return np.concatenate([np.zeros(0), *parts])
+
+
+def sum_by_key(keys: Keys, values: Floats, labels: Keys) -> tuple[Keys, Keys, Floats, bool]:
+    """Sorted unique keys, a label of each and the sums [num_keys, num_columns]; whether a key came with two labels."""
+    unique, at = np.unique(keys, return_inverse=True)
+    sums, label = np.stack([np.bincount(at, column, len(unique)) for column in values.T], 1), np.zeros_like(unique)
+    label[at] = labels
+    return unique, label, sums, bool((label[at] != labels).any())
+
+
+def _sum_rows(
+    rows: npt.NDArray[np.int64], kinds: Sequence[str], num_masks: int, sums: Sequence[Sum]
+) -> tuple[list[Counts], bool]:
+    """The counts by each mask, and True where a rollout came under two prompts."""
+    units, step = [dict[str, Units]() for _ in range(num_masks)], np.zeros((num_masks, len(_OF_MASK)))
+    width, num_samples, has_clash = len(_OF_MASK) + len(sums), 0, False
+    for name in dict.fromkeys((*_KNOWN, *kinds)):
+        part = rows[rows[:, 0] == hashed(name)]
+        if not len(part):
+            continue
+        keys, _, table, clashes = sum_by_key(part[:, 1], part[:, 3:].copy().view(np.float64), part[:, 2])
+        has_clash |= clashes
+        for k, of_mask in enumerate(units):
+            columns = table[:, 1 + k * width :].T[:width]
+            of_sums = zip(sums, columns[len(_OF_MASK) :], strict=True)
+            of_mask[name] = Units(
+                all=len(keys),
+                active=int((columns[0] > 0).sum()),
+                tokens=ByKey(keys, columns[0]),
+                samples=ByKey(keys, table[:, 0]),
+                sums={one: ByKey(keys, values) for one, values in of_sums if one.by == name},
+            )
+            if name == "step":
+                step[k], num_samples = columns[: len(_OF_MASK), 0], int(table[0, 0])
+    counts = []
+    for (tokens, *numbers), of_mask in zip(step.tolist(), units, strict=True):
+        active_tokens, entries, active = map(int, numbers)
+        samples = Units(all=num_samples, active=active)
+        counts.append(Counts(tokens, active_tokens, entries, {"sample": samples, "rollout": samples, **of_mask}))
+    return counts, has_clash
+
+
+#: Units whose numbers a stage that reads no data is told too.
+_TOLD = ("sample", "rollout", "prompt")
+
+
+def _told(counts: Counts) -> list[float]:
+    """What a stage that reads no data is told; -1 for units that the step does not count."""
+    units = [counts.units.get(name, Units()) for name in _TOLD]
+    of_units = [-1 if number is None else number for one in units for number in (one.all, one.active)]
+    return [counts.step_tokens, counts.step_active_tokens, counts.step_entries, *of_units]
+
+
+def _heard(told: Sequence[float]) -> Counts:
+    """The counts on a stage that reads no data."""
+    active_tokens, entries, *numbers = map(int, told[1:])
+    pairs = zip(_TOLD, numbers[::2], numbers[1::2], strict=True)
+    units = {name: Units(all=number, active=active) for name, number, active in pairs if number >= 0}
+    return Counts(told[0], active_tokens, entries, units)
+
+
+def _two_prompts() -> ValueError:
+    return ValueError(
+        "one rollout id is used under two prompt ids: rollout ids must be unique in the step, not only within a "
+        "prompt. Join prompt and rollout index into one id."
+    )
+
+
+def _other_settings(settings: str) -> ValueError:
+    return ValueError(
+        f"this rank asks for {settings}, another one for something else: all ranks must aggregate alike. Pass the same "
+        "mode, divisor, units, terms and per_token_loss on every rank."
+    )
+
+
+def _disagreement(of_ranks: Mapping[str, Floats], held: _Held, settings: str) -> tuple[ValueError | None, bool]:
+    """What this rank has to say of headers that do not agree, and whether they do not."""
+    has_data, kinds, data = of_ranks["has_data"], of_ranks["kinds"], of_ranks["data"]
+    if len(set(of_ranks["settings"])) > 1:
+        return _other_settings(settings), True
+    if 0 < has_data.sum() < len(has_data):
+        return None if held.header["has_data"] else ValueError(
+            "this rank was given no data iterator, other DP ranks of its pipeline stage were: all must read data. "
+            "Give every rank one (is_distributed = True)."
+        ), True  # fmt: skip
+    if len(set(kinds[kinds != 0])) > 1:
+        return ValueError(
+            f"samples with ids of {list(held.kinds)}, and other ids on other ranks: each kind must be given on all DP "
+            "ranks or none, as ints on all or as strings on all. Pass the same ids everywhere."
+        ), True
+    if of_ranks["unlike"].sum():
+        return ValueError(
             "ranks of a micro-batch's cp_group were given different samples for it, or in another order: each of them "
             "must have all of its samples. Make the same Samples on every rank of the group."
+        ), True
+    _, first, of_digest = np.unique(data, return_index=True, return_inverse=True)
+    twins = np.flatnonzero((data != 0) & (of_ranks["identity"] > 0) & (first[of_digest] != np.arange(len(data))))
+    if len(twins):
+        text = (
+            f"DP ranks {first[of_digest][twins[0]]} and {twins[0]} hold samples with the same masks, ids and tokens: "
+            "they count twice. Shard the loader by DP rank, and leave CP ranks out of the dp_group."
         )
-    for kind in ("rollout_ids", "prompt_ids"):
-        ranks, ranks_with_samples = int(highest[f"ranks_with_{kind}"]), int(highest["ranks_with_samples"])
-        if 0 < ranks < ranks_with_samples:
-            raise BadBatchError(
-                f"{kind} on {ranks} of the {ranks_with_samples} DP ranks that hold samples: they must be given on all "
-                f"or none. Pass {kind} everywhere."
+        if of_ranks["identity"][twins].max() == 2:  # a rollout's id is its own
+            return ValueError(text), True
+        if world_rank() == 0:
+            warnings.warn(text, stacklevel=4)
+    return None, False
+
+
+def _unlike_in_cp_groups(microbatches: Sequence[Samples], dp_group: Group | None) -> int:
+    """What adds up to 0 over the ranks if all ranks of each micro-batch's own cp_group hold the same micro-batches.
+
+    The first rank of n adds n - 1 times what the others subtract: 32 bits of a digest, so that sums are exact.
+    """
+    numbers, unlike = Counter[tuple[int, ...]](), 0
+    for samples in microbatches:
+        if samples.cp_group is None or size_of(samples.cp_group) == 1:
+            continue
+        ranks = tuple(ranks_of(samples.cp_group))
+        if not set(ranks) <= set(ranks_of(dp_group)):
+            raise ValueError(
+                f"a micro-batch with a cp_group of the ranks {list(ranks)}, and a dp_group of {ranks_of(dp_group)}: "
+                "where groups change between micro-batches, counts are summed over all ranks. Pass the group over DP x "
+                "CP as dp_group, and no cp_group to the plan."
+            )
+        numbers[ranks] += 1
+        digest = blake2b(repr((ranks, numbers[ranks])).encode() + samples.digest(), digest_size=4).digest()
+        unlike += int.from_bytes(digest, "little") * (len(ranks) - 1 if samples.counts_here else -1)
+    return unlike
+
+
+def _check_apart(dp_group: Group | None, replicas: Sequence[Group]) -> None:
+    """Refuse a data-parallel group that has ranks in common with a group of replicas, but for this rank itself."""
+    for group in replicas if dp_group is not None else []:
+        if len(shared := set(ranks_of(dp_group)) & set(ranks_of(group))) > 1:
+            raise ValueError(
+                f"a dp_group that shares the ranks {sorted(shared)} with a replica group: replicas hold the same "
+                "samples, which would be counted more than once. Pass the data-parallel group without context "
+                "parallelism."
             )

@@ -1,138 +1,110 @@
-"""Units of a step, rollouts and prompt groups, as they are counted; and further sums by key that modes ask for."""
+"""Units of a step (rollouts, prompt groups, ...) as they are counted, and further sums by key that modes declare."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal
 
-import torch
+import numpy as np
 from torch import Tensor
 
 from megatron_rl_loss.errors import check_count
-from megatron_rl_loss.step.ids import Ids, as_ids
+from megatron_rl_loss.step.ids import Keys, as_ids
+from megatron_rl_loss.step.masks import Floats
 from megatron_rl_loss.step.samples import Samples
 
 UnitCounting = Literal["all", "active"]
-#: What a sum goes over: samples of one id are summed.
-By = Literal["step", "rollout", "prompt"] | Callable[[Samples], Ids]
 
 
-class TokensById:
-    """Mask tokens of units (rollouts or prompt groups) by id: at least those of the samples this rank holds."""
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Sum:
+    """A sum over the step, by key, that a mode declares; it is counted with the step's tokens and units.
 
-    def __init__(self, ids: Tensor, tokens: Tensor) -> None:
-        order = ids.argsort()
-        self._ids, self._tokens = ids[order], tokens.double()[order]
-
-    @classmethod
-    def from_mapping(cls, tokens: Mapping[int | str, float]) -> "TokensById":
-        for unit, count in tokens.items():
-            check_count(f"the token count of id {unit!r}", count)
-        counts = torch.tensor(list(tokens.values()), dtype=torch.float64, device="cpu")
-        return cls(as_ids("the ids of token counts", list(tokens), len(tokens)), counts)
-
-    def __len__(self) -> int:
-        return len(self._ids)
-
-    def __repr__(self) -> str:
-        return f"<tokens of {len(self)} ids, {float(self.total):g} in all>"
-
-    @property
-    def total(self) -> float:
-        """Mask tokens of all these units."""
-        return float(self._tokens.sum())
-
-    def of(self, name: str, ids: Tensor) -> Tensor:
-        """Tokens of the unit of each id, float64; ValueError for an id that is not among them."""
-        unknown = ~torch.isin(ids, self._ids)
-        if bool(unknown.any()):
-            raise ValueError(
-                f"the {name} of sample {int(unknown.nonzero()[0])} has no token count in the step's totals: every "
-                "unit of the micro-batch must be in them. Make the totals from the whole step, with the same ids."
-            )
-        return self._tokens[torch.searchsorted(self._ids, ids)]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Statistic:
-    """A sum over the step, by key, that a mode of one's own asks for; it travels with the step's counts.
+    Two sums are never taken for one another: counts hold the values of each under the `Sum` itself.
 
     Attributes:
-        of: one number per sample, [num_samples]; of the samples with their loss masks.
-        by: what a sum goes over: the ``step``, each ``rollout``, each ``prompt``; or a function that gives each sample
-            an id (int or str), where samples of one id are summed.
+        of: one finite number per sample, [num_samples], of samples with the masks that the mode aggregates by.
+        by: what a sum goes over: ``step``, ``rollout``, ``prompt`` or another name of the samples' ids.
     """
 
-    of: Callable[[Samples], Tensor]
-    by: By = "step"
+    of: Callable[[Samples], Any]
+    by: str = "step"
 
-    def values(self, samples: Samples) -> Tensor:
-        """Of each sample, float64 on the host."""
-        values = self.of(samples)
-        if not isinstance(values, Tensor) or values.shape != (len(samples),):
-            shown = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
+    def values(self, samples: Samples) -> Floats:
+        """Of each sample, float64 [num_samples]."""
+        returned = self.of(samples)
+        values = np.asarray(returned.cpu() if isinstance(returned, Tensor) else returned, np.float64)
+        if values.shape != (len(samples),) or not np.isfinite(values).all():
             raise ValueError(
-                f"a statistic that returned {shown} for {len(samples)} samples: it must return a tensor with one "
-                "number per sample. Return a tensor of shape [num_samples]."
-            )
-        values = values.detach().double().cpu()
-        if not bool(torch.isfinite(values).all()):
-            raise ValueError(
-                f"a statistic that is NaN or infinite for sample {int((~torch.isfinite(values)).nonzero()[0])}: it "
-                "must be finite, for fully masked samples too. Return 0 where there is nothing to add."
+                f"a declared sum of {values.tolist()} for {len(samples)} samples: it must be one finite number per "
+                "sample, of fully masked ones too. Return 0 where there is nothing to add."
             )
         return values
 
-    @property
-    def of_rollouts(self) -> bool:
-        """Whether it is a sum over rollouts, which are samples where these have no rollout ids."""
-        return self.by == "rollout"
 
-    def keys(self, name: str, samples: Samples) -> Tensor:
-        """The key of each sample, the same on every rank, int64."""
-        if callable(self.by):
-            ids: Ids | None = self.by(samples)
-        elif self.by == "step":
-            ids = [0] * len(samples)
-        else:
-            ids = samples.rollout_ids if self.by == "rollout" else samples.prompt_ids
-        if ids is None:
+class ByKey:
+    """One number for each key: sorted int64 keys [num_keys], float64 values."""
+
+    def __init__(self, keys: Keys, values: Floats) -> None:
+        self._keys, self._values = keys, values
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[int | str, float]) -> "ByKey":
+        for unit, count in values.items():
+            check_count(f"the token count of id {unit!r}", count)
+        keys = as_ids("the ids of token counts", list(values), len(values))
+        order = keys.argsort()
+        return cls(keys[order], np.array(list(values.values()), np.float64)[order])
+
+    @cached_property
+    def total(self) -> float:
+        return float(self._values.sum())
+
+    def __repr__(self) -> str:
+        return f"<{len(self._keys)} keys, {self.total:g} in all>"
+
+    def of(self, name: str, keys: Keys) -> Floats:
+        """The value of each key; ValueError for one that is not known."""
+        places = np.searchsorted(self._keys, keys).clip(max=max(len(self._keys) - 1, 0))
+        unknown = self._keys[places] != keys if len(self._keys) else np.ones(len(keys), bool)
+        if unknown.any():
             raise ValueError(
-                f"the statistic {name} by {self.by} of samples without {self.by}_ids: it is summed over those of one "
-                f"id. Give Samples {self.by}_ids."
+                f"the {name} of sample {int(unknown.argmax())} has no count in the step's totals: every unit of the "
+                "micro-batch must be in them. Make the totals from the whole step, with the same ids."
             )
-        numbers = as_ids(f"keys of {name}", ids, len(samples)).tolist()
-        return as_ids(f"keys of {name}", [f"{name}/{number}" for number in numbers], len(samples))
+        return self._values[places] if len(keys) else np.zeros(0)
 
 
 @dataclass(frozen=True, kw_only=True)
-class UnitCounts:
-    """The step's units of one kind, rollouts or prompt groups. Give what the mode needs, leave the rest None.
+class Units:
+    """The step's units of one kind: rollouts, prompt groups, ... Give what the mode needs, leave the rest None.
 
     Attributes:
         all: how many there are, fully masked ones included.
         active: how many have a token of nonzero weight.
-        tokens: mask tokens of each unit that this rank holds a part of, by id (a mapping is accepted). Needed by
-            ``prompt_mean``, and by ``sample_mean`` for rollouts that are split over samples.
+        tokens: mask tokens of each unit, by id (a mapping is accepted).
+        samples: how many samples each unit has, by id.
+        sums: values by id of each declared sum.
     """
 
     all: int | None = None
     active: int | None = None
-    tokens: TokensById | Mapping[int | str, float] | None = None
+    tokens: ByKey | Mapping[int | str, float] | None = None
+    samples: ByKey | Mapping[int | str, float] | None = None
+    sums: Mapping[Sum, ByKey] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name in ("all", "active"):
-            if (count := getattr(self, name)) is not None:
-                check_count(f"UnitCounts.{name}", count)
-        if None not in (self.all, self.active) and self.active > self.all:  # type: ignore[operator]
-            raise ValueError(
-                f"{self.active} active units of {self.all}: active ones are among all of them. Count the whole step "
-                "for both."
-            )
-        if isinstance(self.tokens, Mapping):
-            object.__setattr__(self, "tokens", TokensById.from_mapping(self.tokens))
-        elif self.tokens is not None and not isinstance(self.tokens, TokensById):
-            raise TypeError(f"UnitCounts.tokens is {self.tokens!r}: it must map ids to token counts. Pass a dict.")
+            if getattr(self, name) is not None:
+                check_count(f"Units.{name}", getattr(self, name))
+        if self.all is not None and self.active is not None and self.active > self.all:
+            raise ValueError(f"{self.active} active units of {self.all}: active ones are among all. Count the step.")
+        for name in ("tokens", "samples"):
+            value = getattr(self, name)
+            if isinstance(value, Mapping):
+                object.__setattr__(self, name, ByKey.from_mapping(value))
+            elif not isinstance(value, ByKey | None):
+                raise TypeError(f"Units.{name} is {value!r}: it must map ids to counts. Pass a dict.")
 
-    def counted(self, units: UnitCounting) -> int | None:
-        """How many units count."""
-        return self.all if units == "all" else self.active
+    def counted(self, counting: UnitCounting) -> int | None:
+        return self.all if counting == "all" else self.active
