@@ -67,7 +67,7 @@ def read_together(masks: Sequence[Tensor | Array]) -> list[Array]:
 
 
 def fill_buffer(masks: Sequence[Array], places: Sequence[tuple[int, int]], total_tokens: int) -> tuple[Array, bool]:
-    """The buffer [total_tokens] that holds each mask at its [begin, end), 0 elsewhere; float32, or float64 where one is.
+    """The buffer [total_tokens] that holds each mask at its [begin, end), 0 elsewhere; float32, or float64 as masks are.
 
     And True where all masks are ints or bools. Raises ValueError for entries that are no usable weights.
     """

@@ -1,0 +1,38 @@
+"""Values of tokens, checked: one float for each token that a rank holds."""
+
+from torch import Tensor
+
+from megatron_rl_loss.step.samples import LocalTokens, Samples
+
+
+def check_values(what: str, values: object, local: LocalTokens) -> None:
+    """Refuse an object that is not one float for each token that a rank holds; `what` names it in the error."""
+    if not isinstance(values, Tensor) or not values.is_floating_point():
+        if isinstance(getattr(values, "per_token_loss", None), Tensor):
+            raise TypeError(
+                f"{what} is a {type(values).__name__}: it must be a float tensor. Pass its .per_token_loss."
+            )
+        kind = values.dtype if isinstance(values, Tensor) else type(values).__name__
+        raise TypeError(f"{what} is {kind}: it must be a float tensor. Pass unreduced losses.")
+    if values.shape not in local.loss_shapes:
+        hint = _layout_hint(values.numel(), len(local), local.samples)
+        shown = " or ".join(map(str, local.loss_shapes))
+        raise ValueError(f"{what} of shape {tuple(values.shape)}: this rank's part of the layout is {shown}. {hint}.")
+
+
+def _layout_hint(num_values: int, num_local: int, samples: Samples) -> str:
+    """The most likely reason for a wrong number of values."""
+    if num_values == 1:
+        return "Pass unreduced losses, one per token"
+    if num_values == num_local:
+        return "The number of tokens fits: transpose to batch first if it is [s, b], or flatten in the layout's order"
+    layout = samples.layout
+    if layout is not None and num_values == layout.total_tokens:
+        return "These are all tokens of the micro-batch: if losses are not cut over CP ranks, the layout is Gathered"
+    if num_values == sum(samples.mask_lengths):
+        return "These are the unpadded, uncut tokens: cut and pad them as the layout says, or change the layout"
+    if num_values == int(samples.active_tokens.sum()):
+        return "These are the active tokens only: pass the losses of all positions, or ZigzagResponse for responses"
+    if layout is not None and num_values and layout.total_tokens % num_values == 0:
+        return f"These are 1/{layout.total_tokens // num_values} of the micro-batch: check that cp_size is right"
+    return "Pass the losses of this micro-batch, cut as its layout says"
