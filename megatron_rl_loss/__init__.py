@@ -16,11 +16,16 @@ _HOMES = {
     "logprobs": ("log_probs_from_hidden", "log_probs_from_logits", "loss_from_hidden"),
     "losses": (),
     "megatron": (
+        "AggregationSettings",
+        "Folded",
+        "ForwardPass",
         "LossAggregation",
         "OutputHead",
+        "Tokens",
         "add_loss_aggregation_args",
         "from_first_tp_rank",
         "next_microbatch",
+        "validate_loss_aggregation_args",
     ),
     "modes": (
         "Mode",
@@ -30,6 +35,7 @@ _HOMES = {
         "token_weights",
         "weights_column",
     ),
+    "plan": ("Microbatch",),
     "planning": ("plan_step",),
     "reduction": ("Metric", "Term", "fold_into_advantages", "make_pg_loss_reducer", "tap"),
     "step": (

@@ -37,7 +37,7 @@ class Microbatch:
 
     Attributes:
         samples: its masks, ids and layout.
-        data: the user's own batch, where `LossAggregation` took it from an iterator.
+        data: the user's own batch, where `LossAggregation` took it from an iterator, until its loss was computed.
         receipt: of what `loss` or `carry` returned last, or None.
         log_probs: by name, the values of a forward pass before the step for this rank's tokens (see `ForwardPass`).
         cp_rank, cp_size: this rank's place among the ranks that the micro-batch is cut for.
@@ -297,20 +297,20 @@ class Microbatch:
             self._facts.carry(self._number)
             for reducer in self._reducers.values():
                 reducer.num_uses = 0
-        loss = share * self._facts.factor(carrier)
+        loss, noted = share * self._facts.factor(carrier), self._facts.notes[self._number]
         if form in ("sum", "mean"):
-            self.receipt = Receipt.of(loss)
+            self.receipt = Receipt.of(loss, noted=noted)
             return loss
         report = {} if report is None else report
         if form != "3-tuple":
-            self.receipt = Receipt.of(loss)
+            self.receipt = Receipt.of(loss, noted=noted)
             return loss, report
         num_tokens = self._facts.one_on(share.device)
         if carrier.num_tokens != "one":
             # Where all CP ranks hold all tokens, they are counted on the first of them.
             count = 0 if self.tokens.copies > 1 and self.cp_rank > 0 else self.tokens.num_active
             num_tokens = torch.full((), count, dtype=torch.int32, device=share.device)
-        self.receipt = Receipt.of(loss, num_tokens)
+        self.receipt = Receipt.of(loss, num_tokens, noted=noted)
         return loss, num_tokens, report
 
     def gap(self, name: str, values: Tensor) -> Tensor:
