@@ -12,6 +12,7 @@ except ImportError as error:
         "or put your own checkout on PYTHONPATH; the rest of megatron_rl_loss works without it."
     ) from error
 
+from megatron_rl_loss import refuse_names
 from megatron_rl_loss.megatron.flags import (
     AggregationSettings,
     add_loss_aggregation_args,
@@ -35,3 +36,5 @@ __all__ = [
     "next_microbatch",
     "validate_loss_aggregation_args",
 ]
+
+__getattr__ = refuse_names(__name__)
