@@ -3,36 +3,33 @@
 import math
 import warnings
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import cached_property
 from numbers import Real
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import Any, Literal, NoReturn, overload
 
 import torch
 from torch import Tensor
 
 from megatron_rl_loss.errors import check_choice
-from megatron_rl_loss.losses.ratio import check_same_shape
 from megatron_rl_loss.modes.names import Aggregation, resolve
-from megatron_rl_loss.modes.table import Mode, OwnMode
-from megatron_rl_loss.modes.weights import missing_counts
+from megatron_rl_loss.modes.table import Mode
 from megatron_rl_loss.plan.carriers import Form, PairForm, find_carrier
+from megatron_rl_loss.plan.facts import StepFacts
 from megatron_rl_loss.plan.returned import Receipt
-from megatron_rl_loss.reduction.metrics import MODE_OF, Metric
+from megatron_rl_loss.reduction.metrics import MODE_OF, Metric, Note
 from megatron_rl_loss.reduction.sums import Summand, Term, WeightedSum, reducer_of, sum_terms
 from megatron_rl_loss.step.collectives import Group
 from megatron_rl_loss.step.samples import LocalTokens, Samples
-from megatron_rl_loss.step.totals import StepTotals, UnitCounting
-
-if TYPE_CHECKING:
-    from megatron_rl_loss.plan.plan import Plan
+from megatron_rl_loss.step.totals import StepTotals
+from megatron_rl_loss.step.units import UnitCounting
+from megatron_rl_loss.step.values import check_values
 
 #: Policy losses, or the terms of the loss by name; metrics by name.
 Losses = Tensor | Term | Mapping[str, Tensor | Term]
 Metrics = Mapping[str, Tensor | Metric] | None
 #: What Megatron's schedule takes from a loss function: loss, token count, report.
 Carried = tuple[Tensor, Tensor, Any]
-_Key = tuple[Mode | OwnMode, float | None, UnitCounting, str | None]
+_Key = tuple[Mode, float | None, UnitCounting, str | None]
 
 
 class Microbatch:
@@ -40,135 +37,45 @@ class Microbatch:
 
     Attributes:
         samples: its masks, ids and layout.
-        data: what the user's iterator gave, where `LossAggregation` took it from one.
-        receipt: what `loss` or `carry` returned last, or None.
-        log_probs: by name, what a forward pass before the step gave for this rank's tokens (see `ForwardPass`).
+        data: the user's own batch, where `LossAggregation` took it from an iterator.
+        receipt: of what `loss` or `carry` returned last, or None.
+        log_probs: by name, the values of a forward pass before the step for this rank's tokens (see `ForwardPass`).
+        cp_rank, cp_size: this rank's place among the ranks that the micro-batch is cut for.
     """
 
-    def __init__(self, samples: Samples, plan: "Plan", data: Any = None) -> None:
+    def __init__(self, samples: Samples, number: int, facts: StepFacts, data: Any = None) -> None:
         self.samples = samples
         self.data = data
         self.receipt: Receipt | None = None
         self.log_probs: dict[str, Tensor] = {}
-        self._plan = plan
+        self.cp_rank, self.cp_size = samples.place_in(facts.groups.cp_group)
+        self._number, self._facts = number, facts
         self._reducers: dict[_Key, WeightedSum] = {}
-        self._shares: dict[str, Tensor] = {}
+
+    def __getitem__(self, key: object) -> NoReturn:
+        raise TypeError(
+            f"microbatch[{key!r}]: a Microbatch is not your batch. Write microbatch = next_microbatch(data_iterator), "
+            "then batch = microbatch.data."
+        )
 
     @property
     def totals(self) -> StepTotals:
         """Denominators of the whole step."""
-        return self._plan.totals
-
-    @property
-    def weights(self) -> Tensor:
-        """What each token that this rank holds counts in the step loss, float32 [num_local_tokens]."""
-        return self.pg_loss.weights
-
-    def __call__(self, per_token_loss: Tensor) -> Tensor:
-        """`pg_loss`, whose share `report` then gives by default."""
-        share = self.pg_loss(per_token_loss)
-        self._shares = {"pg_loss": share.detach()}  # not the share itself, which would keep its graph
-        return share
-
-    @cached_property
-    def pg_loss(self) -> WeightedSum:
-        """Per-token policy loss -> this rank's share of the step loss, by the mode of the step."""
-        return self._reducer("pg", self._plan.modes.policy)
-
-    @cached_property
-    def sample_mean(self) -> WeightedSum:
-        """Per-token values -> this rank's share of their sample mean: for metrics, whatever the mode."""
-        self._plan.metric_modes.add("sample_mean")
-        return self._reducer("sample_mean", resolve("sample_mean", units=self._plan.modes.policy.units))
-
-    @cached_property
-    def token_mean(self) -> WeightedSum:
-        """Per-token values -> this rank's share of their token mean: for metrics, whatever the mode."""
-        self._plan.metric_modes.add("token_mean")
-        return self._reducer("token_mean", resolve("token_mean"))
-
-    def _reducer(self, name: str, aggregation: Aggregation, mask: str | None = None) -> WeightedSum:
-        """Made once for each mode and mask; the one of the policy loss is named pg, whoever needs it first."""
-        key = _key(aggregation, mask)
-        if key not in self._reducers:
-            self._reducers[key] = reducer_of(aggregation, self._tokens_of(mask), self.totals.with_mask(mask))
-            self._reducers[key].name = "pg" if key == _key(self._plan.modes.policy) else name
-            self._reducers[key].reads_device = self._plan.reads_device
-        return self._reducers[key]
-
-    def _counted_reducer(self, name: str, aggregation: Aggregation, mask: str | None) -> WeightedSum:
-        """The reducer of a term or a metric, if the step counted what it needs."""
-        if _key(aggregation, mask) == _key(self._plan.modes.policy):
-            return self.pg_loss
-        totals = self.totals.with_mask(mask)
-        with_rollout_ids = self.samples.rollout_ids is not None
-        if missing := missing_counts(aggregation, totals, with_rollout_ids=with_rollout_ids):
-            raise ValueError(
-                f"{name!r} by {aggregation.mode.name} and totals without {', '.join(missing)}: what a term or a metric "
-                "needs is counted with the step, before its first micro-batch. Declare its mode to LossAggregation or "
-                f"plan_step, terms={{{name!r}: {aggregation.mode.name!r}}}, or by its flag."
-            )
-        return self._reducer(name, aggregation, mask)
-
-    @cached_property
-    def tokens(self) -> LocalTokens:
-        """What this CP rank holds of the micro-batch."""
-        return self.samples.local(*self._place)
-
-    def _tokens_of(self, mask: str | None) -> LocalTokens:
-        """`tokens` by one of the further masks; for None by the loss mask."""
-        if mask is None:
-            return self.tokens
-        return self.samples.with_mask(mask).local(*self._place)
-
-    def has_tokens(self, mask: str | None = None) -> bool:
-        """Whether this CP rank holds an active token of the loss mask, or of a further one. Waits for a device."""
-        return bool(self._tokens_of(mask).num_active)
-
-    def _add_mask(self, name: str, samples: Samples, counted: StepTotals) -> None:
-        """`Plan.keep`: go on with samples that have a further mask, and with its counts over the step."""
-        totals = replace(self.totals, by_mask={**self.totals.by_mask, name: counted})
-        self.samples, self._plan = samples, replace(self._plan, totals=totals)
-        self._reducers = {key: reducer for key, reducer in self._reducers.items() if key[-1] != name}
-
-    def gap(self, name: str, values: Tensor) -> Tensor:
-        """The largest ``|values - log_probs[name]|`` at this rank's active tokens, 0-dim; 0 without one.
-
-        0 where the training pass runs the kernels of the forward pass before the step, without dropout. Above 1e-4 it
-        warns: what was measured is of another policy than the one in training. (On a device in a launch's first step
-        alone, for which the host waits.) Raises ValueError for values of another shape.
-        """
-        check_choice("forward pass", name, self.log_probs)
-        check_same_shape(f"values and log_probs[{name!r}]", values, self.log_probs[name])
-        gaps = (values.detach().float() - self.log_probs[name].float()).abs().flatten()
-        gap = torch.cat([gaps.new_zeros(1), gaps[self.tokens.mask.to(gaps.device) != 0]]).max()
-        if (values.is_cpu or self._plan.reads_device) and not gap <= 1e-4:
-            warnings.warn(
-                f"{name}: the training pass and the forward pass before it differ by up to {float(gap):.2g} at a "
-                "token. Thresholds and survivors are the earlier pass's. Switch dropout off, and run the same kernels.",
-                stacklevel=2,
-            )
-        return gap
-
-    @property
-    def _place(self) -> tuple[int, int]:
-        own = self.samples.cp_group
-        return (self._plan.cp_rank, self._plan.cp_size) if own is None else (own.rank(), own.size())
-
-    @property
-    def cp_rank(self) -> int:
-        """This rank's place in `cp_group`."""
-        return self._place[0]
-
-    @property
-    def cp_size(self) -> int:
-        """Ranks that the micro-batch is cut for."""
-        return self._place[1]
+        return self._facts.totals
 
     @property
     def cp_group(self) -> Group | None:
         """The context-parallel group: the micro-batch's own, else the launch's."""
-        return self._plan.cp_group if self.samples.cp_group is None else self.samples.cp_group
+        return self._facts.groups.cp_group if self.samples.cp_group is None else self.samples.cp_group
+
+    @cached_property
+    def tokens(self) -> LocalTokens:
+        """The tokens of the micro-batch that this CP rank holds."""
+        return self.samples.local(self.cp_rank, self.cp_size)
+
+    def tokens_of(self, mask: str | None) -> LocalTokens:
+        """`tokens` by one of the further masks; for None by the loss mask."""
+        return self.tokens if mask is None else self.samples.with_mask(mask).local(self.cp_rank, self.cp_size)
 
     def local(self, tensor: Tensor) -> Tensor:
         """This CP rank's part of a model input, or of anything else with a value per token.
@@ -195,6 +102,70 @@ class Microbatch:
             )
         return self.tokens.of(tensor.flatten(0, 1)).unflatten(0, (rows, -1))
 
+    def check_tokens(self, tokens: Tensor) -> None:
+        """Compare the model's local tokens with the plan's cut of ``Samples(tokens=...)``: the layouts must agree.
+
+        A difference raises ValueError: at once on the host; of tokens on a device in `Plan.finish`, since nothing is
+        read back before.
+        """
+        if self.samples.tokens is None:
+            raise ValueError(
+                "check_tokens of Samples without tokens: there is nothing to compare. Give Samples tokens."
+            )
+        whole = torch.as_tensor(self.samples.tokens, device=tokens.device).reshape(-1)
+        cut = self.local(whole)
+        if cut.numel() != tokens.numel():
+            raise ValueError(
+                f"{tokens.numel()} local tokens: this rank's part of the layout is {cut.numel()}. Cut the model's "
+                "input as the layout says, or change the layout."
+            )
+        differ = (cut != tokens.reshape(-1)).sum()
+        self._facts.wrong_tokens.append(differ)
+        if differ.is_cpu:
+            self._facts.check_tokens()
+
+    # --- reducers
+
+    @property
+    def weights(self) -> Tensor:
+        """The weight of each token that this rank holds in the step loss, float32 [num_local_tokens]."""
+        return self.pg_loss.weights
+
+    def __call__(self, per_token_loss: Tensor) -> Tensor:
+        """`pg_loss`, whose share is noted as the step's ``pg_loss``."""
+        share = self.pg_loss(per_token_loss)
+        self._note({"pg_loss": Note("mean", share.detach().double()[None])})
+        return share
+
+    @cached_property
+    def pg_loss(self) -> WeightedSum:
+        """Per-token policy loss -> this rank's share of the step loss, by the mode of the step."""
+        return self._reducer("pg", self._facts.modes.policy)
+
+    @cached_property
+    def sample_mean(self) -> WeightedSum:
+        """Per-token values -> this rank's share of their sample mean: for metrics, whatever the mode."""
+        return self._reducer("sample_mean", resolve("sample_mean", units=self._facts.modes.policy.units))
+
+    @cached_property
+    def token_mean(self) -> WeightedSum:
+        """Per-token values -> this rank's share of their token mean: for metrics, whatever the mode."""
+        return self._reducer("token_mean", resolve("token_mean"))
+
+    def _reducer(self, name: str, aggregation: Aggregation, mask: str | None = None) -> WeightedSum:
+        """Made once for each mode and mask; the one of the policy loss is named pg, whoever needs it first."""
+        key = _key(aggregation, mask)
+        if key not in self._reducers:
+            try:
+                reducer = reducer_of(aggregation, self.tokens_of(mask), self.totals.with_mask(mask))
+            except ValueError as error:
+                raise ValueError(f"{name!r}: {error}") from error
+            reducer.name = "pg" if key == _key(self._facts.modes.policy) else name
+            self._reducers[key] = reducer
+        return self._reducers[key]
+
+    # --- what a loss function returns
+
     @overload
     def loss(self, losses: Losses, metrics: Metrics = None, *, form: Literal["3-tuple"] = "3-tuple") -> Carried: ...
     @overload
@@ -202,7 +173,7 @@ class Microbatch:
     @overload
     def loss(self, losses: Losses, metrics: Metrics = None, *, form: Literal["sum", "mean"]) -> Tensor: ...
     def loss(self, losses: Losses, metrics: Metrics = None, *, form: Form = "3-tuple") -> Any:
-        """What a Megatron ``loss_func`` returns: the aggregated loss, a token count, and the report.
+        """The return value of a Megatron ``loss_func``: the aggregated loss, a token count, and the report.
 
         Args:
             losses: this CP rank's unreduced policy losses, in the layout's order; or the terms of the loss by name,
@@ -212,12 +183,11 @@ class Microbatch:
             form: as in `carry`.
 
         Reported are the loss as ``pg_loss``, or for several terms as ``loss`` and each term, without its coefficient,
-        by its own name. Extremes and variances are NaN until `Plan.finish_metrics`, which `LossAggregation` calls.
+        by its own name. All are NaN until `Plan.finish`, which `LossAggregation` calls after the schedule.
 
         Raises:
             ValueError: losses or metrics that are not this rank's part of the layout; a metric with the name of the
-                loss or of a term; no term; a term's mode or mask that nothing was counted for; metrics whose names
-                differ from those of the step's first micro-batch (Megatron would miss them).
+                loss or of a term; no term; a term's mode or mask that nothing was counted for.
         """
         several = isinstance(losses, Mapping)
         terms = losses if isinstance(losses, Mapping) else {"pg_loss": losses}
@@ -238,81 +208,55 @@ class Microbatch:
             else [Summand(losses, self.pg_loss)]
         )
         reducers = {name: self._reducer_of_metric(name, metric) for name, metric in of_step.items()}
+        rows = {name: metric.rows() for name, metric in of_step.items()}
         share, own, sums = sum_terms(
-            summands, [(row, reducers[name]) for name, metric in of_step.items() for row in metric.rows()]
+            summands, [(f"the metric {name!r}", row, reducers[name]) for name in rows for row in rows[name]]
         )
-        report = {"loss": share, **dict(zip(terms, own, strict=True))} if several else {"pg_loss": share}
-        masked = {name: one.mask for name, one in (*terms.items(), *of_step.items()) if isinstance(one, Term | Metric)}
-        self._plan.report_masks.update({name: mask for name, mask in masked.items() if mask is not None})
+        if not share.is_cpu:
+            for one, total in zip(summands, own, strict=True):
+                self._facts.watched.append((one.what, one.values.detach(), total, one.reducer))
+        parts = {"loss": share, **dict(zip(terms, own, strict=True))} if several else {"pg_loss": share}
+        masks = {name: one.mask for name, one in terms.items() if isinstance(one, Term)}
+        notes = {name: Note("mean", part.detach().double()[None], masks.get(name)) for name, part in parts.items()}
         rest = iter(sums)
         for name, metric in of_step.items():
-            if metric.is_sum:
-                report[name] = next(rest)
-                continue
-            report[name] = torch.full_like(share.detach(), math.nan)  # until the step is finished
-            if metric.is_extreme:
-                part = metric.extreme(reducers[name])
-            else:
-                part = torch.stack([next(rest) for _ in range(3)]).double()
-            self._plan.parts.add(name, metric.kind, part)
-        self._shares = {name: value.detach() for name, value in report.items()}
-        return self.carry(share, None if form in ("sum", "mean") else self.report(), form=form)
+            notes[name] = metric.note([next(rest) for _ in rows[name]], reducers[name])
+        return self.carry(share, None if form in ("sum", "mean") else self._note(notes), form=form)
 
     def _reducer_of_metric(self, name: str, metric: Metric) -> WeightedSum:
-        if metric.over == "samples" and metric.mask is None:
-            reducer = self.sample_mean
-        else:
-            aggregation = resolve(MODE_OF[metric.over], units=self._plan.modes.policy.units)
-            reducer = self._counted_reducer(name, aggregation, metric.mask)
-        reducer.check("a metric", metric.values)
+        aggregation = resolve(MODE_OF[metric.over], units=self._facts.modes.policy.units)
+        reducer = self._reducer(name, aggregation, metric.mask)
+        check_values(f"the metric {name!r}", metric.values, self.tokens)
         return reducer
 
     def _summand(self, name: str, term: Tensor | Term) -> Summand:
         """A term with the reducer of its mode and mask; those that share both share the weights."""
         term = term if isinstance(term, Term) else Term(term)
-        policy = self._plan.modes.policy
-        if term.mode is not None:
-            aggregation = resolve(term.mode, divisor=term.divisor, units=term.units or policy.units)
-        elif term.units is None and term.divisor is None:
-            aggregation = self._plan.modes.terms.get(name, policy)
-        else:
-            raise ValueError(
-                f"the term {name!r} with units or a divisor and no mode: they are a mode's. Give the term the mode too."
-            )
-        if not isinstance(term.coef, Real) or not math.isfinite(term.coef):
+        if isinstance(term.coef, bool) or not isinstance(term.coef, Real) or not math.isfinite(term.coef):
             raise ValueError(
                 f"the term {name!r} with coef={term.coef!r}: it must be a finite number. 0 reports a term without "
                 "training on it."
             )
-        return Summand(term.values, self._counted_reducer(name, aggregation, term.mask), term.coef, name)
+        aggregation = self._facts.modes.of_term(name, term.mode, divisor=term.divisor, units=term.units)
+        return Summand(term.values, self._reducer(name, aggregation, term.mask), term.coef, name)
 
-    def report(self, shares: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-        """What Megatron's `pretrain` logs as the sum of shares over all ranks and micro-batches: pairs by name.
+    def _note(self, notes: Mapping[str, Note]) -> dict[str, Tensor]:
+        """Note parts of the step's values, in the place of earlier ones; a report that `Plan.finish` fills in."""
+        self._facts.notes[self._number] = dict(notes)
+        return {name: torch.full((), math.nan, device=note.part.device) for name, note in notes.items()}
 
-        Each is ``[share, 1 / number of shares]``: `pretrain` sums both over micro-batches and ranks, and divides.
+    def report(self, shares: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """A report for `carry`, of shares that add up to the step's values: NaN until `Plan.finish` fills them in.
 
         Args:
-            shares: 0-dim, by name; by default those of the last `loss` or call of this micro-batch.
+            shares: 0-dim, by name, each from a reducer of this micro-batch.
 
         Raises:
-            ValueError: values that are not 0-dim tensors; names that differ from those of the step's first micro-batch.
+            ValueError: values that are not 0-dim tensors.
         """
-        shares = self._shares if shares is None else shares
         for name, value in shares.items():
             _check_scalar(name, value)
-        names = self._plan.report_names
-        if not names or self._plan.aligns_reports:
-            names.extend(name for name in shares if name not in names)
-        elif set(names) != set(shares):
-            raise ValueError(
-                f"a micro-batch that reports {list(shares)} after one that reported {names}: Megatron takes the names "
-                "from a step's first micro-batch. Report the same names every time."
-            )
-        if not shares:
-            return {}
-        _, denominator = self._plan.constants_on(next(iter(shares.values())).device)
-        halves = [half for value in shares.values() for half in (value.detach().to(denominator), denominator)]
-        return dict(zip(shares, torch.stack(halves).view(-1, 2), strict=True))
+        return self._note({name: Note("mean", value.detach().double()[None]) for name, value in shares.items()})
 
     @overload
     def carry(self, share: Tensor, report: Any = None, *, form: Literal["3-tuple"] = "3-tuple") -> Carried: ...
@@ -321,34 +265,39 @@ class Microbatch:
     @overload
     def carry(self, share: Tensor, report: Any = None, *, form: Literal["sum", "mean"]) -> Tensor: ...
     def carry(self, share: Tensor, report: Any = None, *, form: Form = "3-tuple") -> Any:
-        """What a loss function returns for its share, so that the trainer's own scaling cancels.
+        """The return value of a loss function for its share, so that the trainer's own scaling cancels.
 
         Args:
             share: 0-dim, connected to the graph; shares of all ranks and micro-batches add up to the step loss.
-            report: whatever your trainer logs, as it is: any mapping, nested or not; ``report()`` for `pretrain`. A
-                loss alone goes without it.
+            report: any mapping that your trainer logs, or ``report(...)``. A loss alone goes without it.
             form: ``3-tuple`` (loss, num_tokens, report) or ``2-tuple`` (loss, report) for Megatron's schedule; without
                 it the loss alone, for a trainer that adds up the gradients of ranks, ``sum``, or averages them over DP
                 and CP ranks, ``mean``; (loss, report) for the loss function of an engine that scales it before
                 Megatron does: ``slime`` (and miles), ``verl``, ``nemo_rl``.
 
         Raises:
-            ValueError: a share that is not a 0-dim tensor, without a graph, or of a micro-batch whose reducers were
-                never used; a form that is not exact with per-token loss, or in a step whose cp_groups change.
+            ValueError: a share that is not a 0-dim tensor, without a graph, or not made by this micro-batch's
+                reducers; a micro-batch that was carried for training before (`Plan.restart`); a form that is not exact
+                with per-token loss, or in a step whose cp_groups change.
         """
         _check_scalar("the loss", share)
-        if not self._reducers:
-            raise ValueError(
-                "a share that was put together without this micro-batch's reducers: it cannot be a share of this "
-                "step's loss. Reduce per-token losses with pg_loss, sample_mean or token_mean of this micro-batch."
-            )
-        if torch.is_grad_enabled() and not share.requires_grad:
+        trains = torch.is_grad_enabled()
+        if trains and not share.requires_grad:
             raise ValueError(
                 "a loss without a graph: Megatron would skip the backward pass, or hang in it with pipeline stages. Do "
                 "not detach the model's output."
             )
-        carrier = find_carrier(form, self._plan.per_token_loss, self._plan.dynamic_cp)
-        loss = share * self._plan.factor(carrier)
+        if not self._reducers or (trains and not any(one.num_uses for one in self._reducers.values())):
+            raise ValueError(
+                "a share that was put together without this micro-batch's reducers: it cannot be a share of this "
+                "step's loss. Reduce per-token losses with pg_loss, sample_mean or token_mean of this micro-batch."
+            )
+        carrier = find_carrier(form, self._facts.per_token_loss, self._facts.dynamic_cp)
+        if trains:
+            self._facts.carry(self._number)
+            for reducer in self._reducers.values():
+                reducer.num_uses = 0
+        loss = share * self._facts.factor(carrier)
         if form in ("sum", "mean"):
             self.receipt = Receipt.of(loss)
             return loss
@@ -356,16 +305,39 @@ class Microbatch:
         if form != "3-tuple":
             self.receipt = Receipt.of(loss)
             return loss, report
-        one, _ = self._plan.constants_on(share.device)
-        num_tokens = one if carrier.num_tokens == "one" else self._local_active_tokens().to(share.device)
+        num_tokens = self._facts.one_on(share.device)
+        if carrier.num_tokens != "one":
+            # Where all CP ranks hold all tokens, they are counted on the first of them.
+            count = 0 if self.tokens.copies > 1 and self.cp_rank > 0 else self.tokens.num_active
+            num_tokens = torch.full((), count, dtype=torch.int32, device=share.device)
         self.receipt = Receipt.of(loss, num_tokens)
         return loss, num_tokens, report
 
-    def _local_active_tokens(self) -> Tensor:
-        layout = self.samples.layout
-        if layout is not None and layout.replicated_over_cp and self.cp_rank > 0:
-            return torch.zeros((), dtype=torch.int32)  # counted on the first of the ranks that all hold them
-        return self.tokens.num_active.to(torch.int32)
+    def gap(self, name: str, values: Tensor) -> Tensor:
+        """The largest ``|values - log_probs[name]|`` at this rank's active tokens, 0-dim; 0 without one.
+
+        0 where the training pass runs the kernels of the forward pass before the step, without dropout. Above 1e-4 it
+        warns, on the host: what was measured is of another policy than the one in training. Raises ValueError for
+        values of another shape.
+        """
+        check_choice("forward pass", name, self.log_probs)
+        check_values(f"values beside log_probs[{name!r}]", values, self.tokens)
+        gaps = (values.detach().float() - self.log_probs[name].float().view_as(values)).abs().flatten()
+        active = torch.from_numpy(self.tokens.mask != 0).to(gaps.device)
+        gap = torch.cat([gaps.new_zeros(1), gaps.masked_fill(~active, 0)]).max()
+        if gap.is_cpu and not gap <= 1e-4:
+            warnings.warn(
+                f"{name}: the training pass and the forward pass before it differ by up to {float(gap):.2g} at a "
+                "token. Thresholds and survivors are the earlier pass's. Switch dropout off, and run the same kernels.",
+                stacklevel=2,
+            )
+        return gap
+
+    def keep(self, name: str, samples: Samples) -> None:
+        """Go on with samples that have a further mask of that name."""
+        self.samples = samples
+        self.__dict__.pop("tokens", None)
+        self._reducers = {key: reducer for key, reducer in self._reducers.items() if key[-1] != name}
 
 
 def _key(aggregation: Aggregation, mask: str | None = None) -> _Key:

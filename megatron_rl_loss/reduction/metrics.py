@@ -1,12 +1,12 @@
-"""Metrics of a step that say what they are averaged over and of what kind they are: never means of means.
+"""Metrics of a step: averaged over samples, tokens, prompts or any key, and reduced once, after its last micro-batch.
 
-Sums go with the loss's own pass over a micro-batch. Kinds that no sum over ranks can give (extremes, a variance) keep
-their parts until the step's last micro-batch; `finish` then reduces all of them in two collectives per group at most.
+A micro-batch notes what it measured (`Note`). `reduce_notes` makes the step's values of the notes of all micro-batches
+and ranks: names travel along, so a rank or micro-batch without a metric adds nothing to it.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field
-from typing import Literal, get_args
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
+from typing import Literal, NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
@@ -14,7 +14,8 @@ from torch import Tensor
 
 from megatron_rl_loss.errors import check_choice
 from megatron_rl_loss.reduction.sums import WeightedSum
-from megatron_rl_loss.step.collectives import Group, several
+from megatron_rl_loss.step.collectives import Group, all_reduce, device_of, gather_objects, raise_together
+from megatron_rl_loss.step.ids import hashed
 
 Over = Literal["samples", "tokens", "prompts", "none"]
 Kind = Literal["mean", "min", "max", "variance", "ess"]
@@ -51,73 +52,110 @@ class Metric:
         check_choice("normaliser of a metric", self.over, get_args(Over))
         check_choice("kind of metric", self.kind, get_args(Kind))
 
-    @property
-    def is_sum(self) -> bool:
-        """Whether ranks' shares add up to it."""
-        return self.kind == "mean"
-
-    @property
-    def is_extreme(self) -> bool:
-        return self.kind in ("min", "max")
-
     def rows(self) -> list[Tensor]:
-        """What is summed by the weights: the values, or for moments 1, v and v^2."""
-        if self.is_extreme:
-            return []
+        """The rows to sum by the weights: the values, or for moments 1, v and v^2."""
         values = self.values.detach()
-        return [values] if self.is_sum else [torch.ones_like(values), values, values.square()]
+        if self.kind in ("mean", "min", "max"):
+            return [values]
+        return [torch.ones_like(values), values, values.square()]
 
-    def extreme(self, reducer: WeightedSum) -> Tensor:
-        """The largest of this rank's values (of min: of their negatives), float64 0-dim; -inf where none is active."""
+    def note(self, sums: Sequence[Tensor], reducer: WeightedSum) -> "Note":
+        """The note of this rank's part, of the sums of its rows."""
+        if self.kind not in ("min", "max"):
+            return Note(self.kind, torch.stack(list(sums)).double(), self.mask)
         values = self.values.detach().reshape(-1).double() * (-1 if self.kind == "min" else 1)
-        left_out = reducer.weights_on(values.device) == 0
-        return torch.cat([values.masked_fill(left_out, -torch.inf), values.new_full((1,), -torch.inf)]).amax()
+        active = values.masked_fill(reducer.weights_on(values.device) == 0, -torch.inf)
+        return Note(self.kind, torch.cat([active, values.new_full((1,), -torch.inf)]).amax()[None], self.mask)
 
 
-@dataclass
-class Parts:
-    """What a step's micro-batches have left to reduce: of each metric its kind, and a part per micro-batch."""
+class Note(NamedTuple):
+    """A part of a step's value, from one micro-batch: float64 [1], of moments [3]; by one of the samples' masks."""
 
-    kinds: dict[str, Kind] = field(default_factory=dict)
-    of_microbatches: dict[str, list[Tensor]] = field(default_factory=dict)
-
-    def add(self, name: str, kind: Kind, part: Tensor) -> None:
-        self.kinds[name] = kind
-        self.of_microbatches.setdefault(name, []).append(part)
-
-    def clear(self) -> None:
-        self.kinds.clear()
-        self.of_microbatches.clear()
-
-    def finish(self, groups: Sequence[Group | None]) -> dict[str, Tensor]:
-        """Each metric over all micro-batches and the ranks of the groups, 0-dim; NaN without an active token."""
-        extremes = [name for name, kind in self.kinds.items() if kind in ("min", "max")]
-        moments = [name for name in self.kinds if name not in extremes]
-        values: dict[str, Tensor] = {}
-        if extremes:
-            largest = torch.stack([torch.stack(self.of_microbatches[name]).amax(0) for name in extremes])
-            _reduce(largest, groups, dist.ReduceOp.MAX)
-            for name, value in zip(extremes, largest, strict=True):
-                value = value.masked_fill(value == -torch.inf, torch.nan)
-                values[name] = -value if self.kinds[name] == "min" else value
-        if moments:
-            sums = torch.stack([torch.stack(self.of_microbatches[name]).sum(0) for name in moments])
-            _reduce(sums, groups, dist.ReduceOp.SUM)
-            for name, (weight, first, second) in zip(moments, sums, strict=True):
-                mean, square = first / weight, second / weight
-                variance = (square - mean.square()).clamp(min=0)  # float32 sums: rounding may leave less
-                values[name] = mean.square() / square if self.kinds[name] == "ess" else variance
-        return values
+    kind: Kind
+    part: Tensor
+    mask: str | None = None
 
 
-def _reduce(values: Tensor, groups: Sequence[Group | None], op: dist.ReduceOp.RedOpType) -> None:
-    for group in several(*groups):
-        dist.all_reduce(values, op=op, group=group)
+def reduce_notes(
+    of_microbatches: Sequence[Mapping[str, Note]],
+    groups: Sequence[Group],
+    has_tokens: Callable[[int, str | None], bool],
+    failure: Exception | None = None,
+) -> dict[str, Tensor]:
+    """The step's value of each metric, 0-dim float32, the same on all ranks of the groups, which call it together.
+
+    One collective compares names, one adds up sums, one takes maxima, each over every group. Extremes and variances
+    are NaN without an active token.
+
+    Args:
+        has_tokens: (micro-batch, mask) -> True where this rank holds active tokens of it.
+        failure: an error of this rank that all ranks are to raise.
+
+    Raises:
+        BadBatchError: on all ranks (the error itself where there is one), for a failure of any; for a micro-batch that
+            has active tokens and lacks a metric; ValueError for a name of two kinds.
+    """
+    mine = {(name, one.kind, one.mask) for notes in of_microbatches for name, one in notes.items()}
+    known = _agree_on(sorted(mine, key=repr), groups)
+    device = next((one.part.device for notes in of_microbatches for one in notes.values()), None)
+    device = device or (device_of(groups[0]) if groups else torch.device("cpu"))
+    for name, _, mask in known if failure is None else []:
+        for number, notes in enumerate(of_microbatches):
+            if name not in notes and has_tokens(number, mask):
+                failure = ValueError(
+                    f"micro-batch {number} reports {list(notes)}, while another one, maybe of another rank, reports "
+                    f"{name!r}: its tokens would count as 0. Report the same names every time; only a metric of tokens "
+                    "that a micro-batch has none of may be left out there."
+                )
+    sizes = {name: 1 if kind in ("mean", "min", "max") else 3 for name, kind, _ in known}
+    of_max = [name for name, kind, _ in known if kind in ("min", "max")]
+    of_sum = [name for name, kind, _ in known if kind not in ("min", "max")]
+    nothing = {name: torch.zeros(sizes[name], dtype=torch.float64, device=device) for name in of_sum}
+    nothing |= {name: torch.full((1,), -torch.inf, dtype=torch.float64, device=device) for name in of_max}
+    parts = {
+        name: torch.stack([nothing[name], *(n[name].part for n in of_microbatches if name in n)]) for name in sizes
+    }
+    failed = torch.full((1,), float(failure is not None), dtype=torch.float64, device=device)
+    sums = torch.cat([failed, *(parts[name].sum(0) for name in of_sum)])
+    maxima = torch.cat([failed[:0], *(parts[name].amax(0) for name in of_max)])
+    for values, op in ((sums, dist.ReduceOp.SUM), (maxima, dist.ReduceOp.MAX)):
+        for group in groups if len(values) else []:
+            all_reduce(values, group, op)
+    raise_together(float(sums[0]) > 0, failure, groups)
+    of_each = dict(zip(of_sum, sums[1:].split([sizes[name] for name in of_sum]), strict=True))
+    of_each |= dict(zip(of_max, maxima.split(1), strict=True))
+    return {name: _value(kind, of_each[name]).float() for name, kind, _ in known}
 
 
-def put_in(reports: Sequence[dict[str, Tensor]], values: Mapping[str, Tensor]) -> None:
-    """In the reports that Megatron sums and divides: pairs whose quotient is the value, on every rank."""
-    for report in reports:
-        for name, value in values.items():
-            denominator = report[name][1]
-            report[name] = torch.stack([value.to(denominator) * denominator, denominator])
+def _value(kind: Kind, part: Tensor) -> Tensor:
+    if kind == "mean":
+        return part[0]
+    if kind in ("min", "max"):
+        value = part[0].masked_fill(part[0] == -torch.inf, torch.nan)
+        return -value if kind == "min" else value
+    mean, square = part[1] / part[0], part[2] / part[0]
+    # float32 sums: rounding may leave a variance below 0
+    return mean.square() / square if kind == "ess" else (square - mean.square()).clamp(min=0)
+
+
+_Names = list[tuple[str, Kind, str | None]]
+
+
+def _agree_on(mine: _Names, groups: Sequence[Group]) -> _Names:
+    """Name, kind and mask of each metric that some rank reports, in one order on all ranks."""
+    if groups:
+        digest = float(hashed(repr(mine), 48))
+        agreed = torch.tensor([digest, -digest], dtype=torch.float64, device="cpu")
+        for group in groups:
+            all_reduce(agreed, group, dist.ReduceOp.MAX)
+        if float(agreed[0]) != -float(agreed[1]):
+            known = set(mine)
+            for group in groups:
+                known |= {one for part in gather_objects(known, group) for one in part}
+            mine = sorted(known, key=repr)
+    if len({name for name, _, _ in mine}) < len(mine):
+        raise ValueError(
+            f"metrics {mine}: a name with two kinds or masks in one step. Report a metric alike in every micro-batch "
+            "and on every rank."
+        )
+    return mine

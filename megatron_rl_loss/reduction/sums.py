@@ -1,12 +1,12 @@
 """Reducers turn a rank's per-token losses into its share of the step loss.
 
 A rank sums its own weight * loss; the plain sum of all shares, over micro-batches, context-parallel (CP) and
-data-parallel (DP) ranks, *is* the step loss. Nothing is divided afterwards.
+data-parallel (DP) ranks, *is* the step loss. Nothing is divided afterwards, and nothing is read back from a device.
 """
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, NamedTuple
 
@@ -15,14 +15,17 @@ from torch import Tensor
 
 from megatron_rl_loss.errors import place_in_cp
 from megatron_rl_loss.modes.names import Aggregation, resolve
-from megatron_rl_loss.modes.table import ModeFunction
+from megatron_rl_loss.modes.table import Mode, ModeFunction
 from megatron_rl_loss.modes.weights import checked_weights, weigh
 from megatron_rl_loss.reduction.tap import DeclaredTerm, is_observed, tap
 from megatron_rl_loss.step.collectives import world_rank
 from megatron_rl_loss.step.ids import Ids
 from megatron_rl_loss.step.layouts import Layout
+from megatron_rl_loss.step.masks import Mask
 from megatron_rl_loss.step.samples import Labels, LocalTokens, Samples
-from megatron_rl_loss.step.totals import StepTotals, UnitCounting
+from megatron_rl_loss.step.totals import StepTotals
+from megatron_rl_loss.step.units import UnitCounting
+from megatron_rl_loss.step.values import check_values
 
 logger = logging.getLogger(__name__)
 
@@ -30,14 +33,15 @@ Reducer = Callable[[Tensor], Tensor]
 
 
 def make_pg_loss_reducer(
-    mode: str | ModeFunction,
-    loss_masks: Sequence[Tensor],
+    mode: str | Mode | ModeFunction,
+    loss_masks: Iterable[Mask],
     *,
     totals: StepTotals,
     divisor: float | None = None,
     units: UnitCounting | None = None,
     rollout_ids: Ids | None = None,
     prompt_ids: Ids | None = None,
+    ids: Mapping[str, Ids] | None = None,
     labels: Labels | None = None,
     layout: Layout | None = None,
     cp_rank: int | None = None,
@@ -45,12 +49,10 @@ def make_pg_loss_reducer(
 ) -> "WeightedSum":
     """``reducer(per_token_loss) -> share``: this rank's share of the step loss of one micro-batch.
 
-    >>> masks = [torch.tensor([1, 1, 0]), torch.tensor([1])]
+    >>> masks = [[1, 1, 0], [1]]
     >>> totals = StepTotals.from_loss_masks(masks)
     >>> make_pg_loss_reducer("token_mean", masks, totals=totals)(torch.tensor([1.0, 2.0, 9.0, 6.0]))
     tensor(3.)
-
-    The same factory serves metrics (clip fraction, KL, entropy), which keep ``sample_mean`` whatever the loss does.
 
     Shares add up. Where gradients are averaged over ranks instead (plain `DistributedDataParallel`, FSDP), train on
     ``world_size * share``, with the ranks that are averaged over.
@@ -59,7 +61,7 @@ def make_pg_loss_reducer(
         mode: ``sample_mean``, ``prompt_mean``, ``token_mean``, ``constant``, ``token_sum``, a registered name, another
             framework's (``verl:token-mean``; `python -m megatron_rl_loss modes` lists them), or a function of
             `ModeInputs`.
-        loss_masks, rollout_ids, prompt_ids, labels, layout: the micro-batch, as in `Samples`.
+        loss_masks, rollout_ids, prompt_ids, ids, labels, layout: the micro-batch, as in `Samples`.
         totals: the step's denominators.
         divisor: L of ``constant``, in tokens (the generation budget, say), or d of ``token_sum``; with no other mode.
         units: count every unit (``all``, unless a framework's name says otherwise) or only those with a token of
@@ -76,7 +78,7 @@ def make_pg_loss_reducer(
         ValueError, TypeError: unknown mode, a divisor that is missing, unusable or without effect, totals without the
             count the mode needs, or that are smaller than this micro-batch; anything `Samples` refuses.
     """
-    samples = Samples(loss_masks, layout=layout, rollout_ids=rollout_ids, prompt_ids=prompt_ids, labels=labels)
+    samples = Samples(loss_masks, layout=layout, rollout_ids=rollout_ids, prompt_ids=prompt_ids, ids=ids, labels=labels)
     aggregation = resolve(mode, divisor=divisor, units=units)
     local = samples.local(place_in_cp(cp_rank, cp_size), cp_size)
     return WeightedSum(checked_weights(aggregation, local, totals), local, aggregation)
@@ -88,22 +90,22 @@ def reducer_of(aggregation: Aggregation, local: LocalTokens, totals: StepTotals)
 
 
 class WeightedSum:
-    """``sum_t w_t * loss_t`` over the tokens this rank holds, with w_t = 0 meaning "ignore the token".
+    """``sum_t w_t * loss_t`` over the tokens this rank holds; w_t = 0 leaves the token out.
 
     Attributes:
         weights: float32 [num_local_tokens], in the order of the losses. They move to the device of the losses.
         gradient_scale: the gradient is that of so many sums (see `Gathered`).
         name: of the loss term, for an audit.
+        num_uses: sums that were made with a gradient.
     """
 
     name = "pg"
-    reads_device = False  # whether losses on a device are looked at too; the host then waits for it
 
     def __init__(self, weights: Tensor, local: LocalTokens, aggregation: Aggregation) -> None:
         self.weights = weights
         self.gradient_scale = local.gradient_scale
-        self._samples, self._local = local.samples, local
-        self._aggregation = aggregation
+        self.num_uses = 0
+        self._local, self._aggregation = local, aggregation
 
     def __call__(self, per_token_loss: Tensor) -> Tensor:
         return sum_terms([Summand(per_token_loss, self)])[0]
@@ -112,32 +114,26 @@ class WeightedSum:
         self, per_token_loss: Tensor, metrics: Sequence[Tensor], metric_sum: "WeightedSum | None" = None
     ) -> tuple[Tensor, list[Tensor]]:
         """This sum of the losses, and sums of further values, not differentiated, by `metric_sum` (by default this)."""
-        share, _, sums = sum_terms([Summand(per_token_loss, self)], [(row, metric_sum or self) for row in metrics])
+        rows = [("a metric", row, metric_sum or self) for row in metrics]
+        share, _, sums = sum_terms([Summand(per_token_loss, self)], rows)
         return share, sums
-
-    def check(self, what: str, values: Tensor) -> None:
-        """Refuse what is not one float for each token that this rank holds."""
-        check_values(what, values, self._local)
 
     def weights_on(self, device: torch.device) -> Tensor:
         """The weights, moved to the device once."""
         if self.weights.device != device:
-            self.weights = self.weights.to(device, non_blocking=True)
+            self.weights = self.weights.to(device)
         return self.weights
 
-    def report_not_finite(self, term: str | None, values: Tensor, total: Tensor) -> None:
-        """A line in the log, where a sum is NaN or infinite, that names the first token to blame.
+    def report_not_finite(self, what: str, values: Tensor) -> None:
+        """A line in the log that names the first active token whose value is NaN or infinite; reads the device.
 
         No error: other ranks may be waiting in a collective, and a loss scaler may want to skip the step.
         """
-        if not (total.is_cpu or self.reads_device) or torch.compiler.is_compiling() or math.isfinite(float(total)):
-            return
-        what = f"the term {term!r}" if term else "per_token_loss" if self.name == "pg" else "a metric"
         flat = values.detach().reshape(-1)
         wrong = ((self.weights_on(flat.device) != 0) & ~flat.isfinite()).nonzero()[:1, 0].tolist()
         for token in wrong:  # none where the sum of finite losses overflows
             sample = int(self._local.sample_index[token])
-            place = int(self._local.positions[token]) - self._samples.mask_starts[sample]
+            place = int(self._local.positions[token]) - self._local.samples.mask_starts[sample]
             logger.warning(
                 f"rank {world_rank()}: {what} is {float(flat[token])} at token {place} of sample {sample} of a "
                 "micro-batch: its mask says that it counts, so the step's sum is not finite. Look at its log-probs "
@@ -145,7 +141,7 @@ class WeightedSum:
             )
 
     def tap(self, values: Tensor, term: str | None, coef: float) -> Tensor:
-        """What to sum, with its gradient open to an audit: a term apart from what else is made of its values."""
+        """The values to sum, with their gradient open to an audit: a term apart from what else is made of them."""
         if not is_observed():
             return values
         declared = None if term is None else DeclaredTerm(self._aggregation, coef)
@@ -153,7 +149,7 @@ class WeightedSum:
         return tap(
             values if term is None else values.view_as(values),
             term or self.name,
-            samples=self._samples,
+            samples=self._local.samples,
             expected_weights=lambda: self.weights * factor,
             term=declared,
         )
@@ -165,15 +161,15 @@ class Term:
 
     Attributes:
         values: one for each token this rank holds, in the layout's order, not reduced; NaN where masked is ignored.
-        mode: how they are aggregated, as ``--loss-aggregation``; None for the one that was declared for the term's name
-            (`LossAggregation`'s ``terms``, ``--kl-loss-aggregation``), or else the policy loss's.
+        mode: as ``--loss-aggregation``; None for the one that was declared for the term's name (`plan_step`'s
+            ``terms``, ``--kl-loss-aggregation``), or else the policy loss's.
         coef: the factor; negative for a bonus.
         mask: one of the samples' ``term_masks`` in place of the loss mask: its own tokens, its own counts.
         units, divisor: as in `make_pg_loss_reducer`; only with a `mode`.
     """
 
     values: Tensor
-    mode: str | ModeFunction | None = None
+    mode: str | Mode | ModeFunction | None = None
     _: KW_ONLY
     coef: float = 1.0
     mask: str | None = None
@@ -182,30 +178,38 @@ class Term:
 
 
 class Summand(NamedTuple):
-    """What a loss adds up: ``coef`` times the sum of the values; a term of several has a name."""
+    """One part of a loss: ``coef`` times the sum of the values; a term of several has a name."""
 
     values: Tensor
     reducer: WeightedSum
     coef: float = 1.0
     term: str | None = None
 
+    @property
+    def what(self) -> str:
+        return f"the term {self.term!r}" if self.term else "per_token_loss" if self.reducer.name == "pg" else "a metric"
+
 
 def sum_terms(
-    summands: Sequence[Summand], metrics: Sequence[tuple[Tensor, WeightedSum]] = ()
+    summands: Sequence[Summand], metrics: Sequence[tuple[str, Tensor, WeightedSum]] = ()
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     """This rank's share of the loss, differentiable; and the sums of its terms, without coefficients, and of metrics.
+
+    A metric is a description for errors, values, and the reducer that they are summed by.
 
     Raises:
         ValueError, TypeError: values that are not one float for each token that this rank holds.
     """
     for one in summands:
-        one.reducer.check("per_token_loss" if one.term is None else "a term", one.values)
-    for metric, reducer in metrics:
-        reducer.check("a metric", metric)
+        check_values(one.what, one.values, one.reducer._local)
+    for what, row, reducer in metrics:
+        check_values(what, row, reducer._local)
     device, coefs = summands[0].values.device, [one.coef for one in summands]
-    sums = _sums([*((one.values, one.reducer) for one in summands), *metrics], device)
+    sums = _sums([*((one.values, one.reducer) for one in summands), *((row, by) for _, row, by in metrics)], device)
     for one, total in zip(summands, sums, strict=False):  # metrics follow
-        one.reducer.report_not_finite(one.term, one.values, total)
+        one.reducer.num_uses += torch.is_grad_enabled()
+        if total.is_cpu and not torch.compiler.is_compiling() and not math.isfinite(float(total)):
+            one.reducer.report_not_finite(one.what, one.values)
     share = _scaled(sums[0], coefs[0])
     for k in range(1, len(summands)):
         share = share.add(sums[k], alpha=coefs[k])
@@ -226,13 +230,22 @@ class _WithGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, loss: Tensor, weights: list[Tensor], slopes: list[float], *values: Tensor) -> Tensor:
         # Not save_for_backward: weights are the reducer's and no graph's, and to save them takes as long as to sum.
-        ctx.rows = [(one, slope, row.shape, row.dtype) for one, slope, row in zip(weights, slopes, values, strict=True)]
+        ctx.rows = [
+            (one, one._version, slope, row.shape, row.dtype)
+            for one, slope, row in zip(weights, slopes, values, strict=True)
+        ]
         return loss.clone()  # the caller may change it in place
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         of_values: list[Tensor | None] = [None, None, None]
-        for (weights, slope, shape, dtype), is_needed in zip(ctx.rows, ctx.needs_input_grad[3:], strict=True):
+        for (weights, version, slope, shape, dtype), is_needed in zip(ctx.rows, ctx.needs_input_grad[3:], strict=True):
+            if weights._version != version:
+                raise RuntimeError(
+                    "reducer.weights were changed in place between a forward pass and its backward pass: the losses "
+                    "would be trained by the weights of another micro-batch. Copy new weights after the backward pass, "
+                    "or keep a reducer for each micro-batch in flight."
+                )
             of_values.append((_scaled(gradient, slope) * weights).to(dtype).view(shape) if is_needed else None)
         return tuple(of_values)
 
@@ -260,32 +273,3 @@ def _sums_of_rows(rows: list[Tensor], weights: Tensor) -> Tensor:
         if all(map(math.isfinite, sums.tolist())):
             return sums
     return products.masked_fill_(weights == 0, 0).sum(1)
-
-
-def check_values(what: str, values: Tensor, local: LocalTokens) -> None:
-    """Refuse what is not one float for each token that a rank holds."""
-    if not isinstance(values, Tensor) or not values.is_floating_point():
-        kind = values.dtype if isinstance(values, Tensor) else type(values).__name__
-        raise TypeError(f"{what} is {kind}: it must be a float tensor. Pass unreduced losses.")
-    if values.shape not in local.loss_shapes:
-        hint = _layout_hint(values.numel(), len(local), local.samples)
-        shown = " or ".join(map(str, local.loss_shapes))
-        raise ValueError(f"{what} of shape {tuple(values.shape)}: this rank's part of the layout is {shown}. {hint}.")
-
-
-def _layout_hint(num_losses: int, num_local: int, samples: Samples) -> str:
-    """What a wrong number of losses most likely means."""
-    if num_losses == 1:
-        return "Pass unreduced losses, one per token"
-    if num_losses == num_local:
-        return "The number of tokens fits: transpose to batch first if it is [s, b], or flatten in the layout's order"
-    layout = samples.layout
-    if layout is not None and num_losses == layout.total_tokens:
-        return "These are all tokens of the micro-batch: if losses are not cut over CP ranks, the layout is Gathered"
-    if num_losses == sum(samples.mask_lengths):
-        return "These are the unpadded, uncut tokens: cut and pad them as the layout says, or change the layout"
-    if samples.flat_mask.is_cpu and num_losses == int(samples.active_tokens.sum()):
-        return "These are the active tokens only: pass the losses of all positions, or ZigzagResponse for responses"
-    if layout is not None and num_losses and layout.total_tokens % num_losses == 0:
-        return f"These are 1/{layout.total_tokens // num_losses} of the micro-batch: check that cp_size is right"
-    return "Pass the losses of this micro-batch, cut as its layout says"

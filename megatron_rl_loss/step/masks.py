@@ -67,9 +67,9 @@ def read_together(masks: Sequence[Tensor | Array]) -> list[Array]:
 
 
 def fill_buffer(masks: Sequence[Array], places: Sequence[tuple[int, int]], total_tokens: int) -> tuple[Array, bool]:
-    """The buffer [total_tokens] that holds each mask at its [begin, end), 0 elsewhere; float32, or float64 as masks are.
+    """The buffer [total_tokens] that has the masks at their [begin, end), 0 elsewhere; True where all are ints.
 
-    And True where all masks are ints or bools. Raises ValueError for entries that are no usable weights.
+    float32, or float64 where a mask is. Raises ValueError for entries that are no usable weights.
     """
     kinds = {mask.dtype.kind for mask in masks if len(mask)}
     holds_flags = "f" not in kinds

@@ -259,7 +259,7 @@ class LocalTokens:
             return self.samples.layout.loss_shapes(len(self), self.cp_size)
         lengths = set(self.samples.mask_lengths)
         rows = [(len(self.samples), length) for length in lengths if len(lengths) == 1]
-        return [(len(self),), (1, len(self)), *rows]
+        return list(dict.fromkeys([(len(self),), (1, len(self)), *rows]))
 
     @property
     def copies(self) -> int:

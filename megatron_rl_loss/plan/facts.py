@@ -1,0 +1,121 @@
+"""`StepFacts`: everything that the micro-batches of a step share on this rank."""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from megatron_rl_loss.modes.loss_modes import LossModes
+from megatron_rl_loss.plan.carriers import Carrier, Count, product
+from megatron_rl_loss.reduction.metrics import Note
+from megatron_rl_loss.reduction.sums import WeightedSum
+from megatron_rl_loss.step.collectives import StepGroups, rank_in, size_of
+from megatron_rl_loss.step.totals import StepTotals
+
+
+@dataclass(eq=False)
+class StepFacts:
+    """The facts of one step on this rank, and what its micro-batches have noted so far.
+
+    Attributes:
+        modes: of the policy loss and of further terms.
+        totals: denominators of the whole step.
+        num_microbatches: of this step on this rank.
+        groups: that the step is spread over.
+        per_token_loss: Megatron's `calculate_per_token_loss`.
+        notes: of each micro-batch, what it measured, by name.
+        is_carried: of each micro-batch, True once its share was returned for training.
+        watched: on a device, values whose sum is looked at after the step: description, values, sum, reducer.
+        wrong_tokens: on a device, for each comparison with local tokens, how many differ.
+    """
+
+    modes: LossModes
+    totals: StepTotals
+    num_microbatches: int
+    groups: StepGroups = field(default_factory=StepGroups)
+    per_token_loss: bool = False
+    notes: list[dict[str, Note]] = field(init=False)
+    is_carried: list[bool] = field(init=False)
+    watched: list[tuple[str, Tensor, Tensor, WeightedSum]] = field(default_factory=list, init=False)
+    wrong_tokens: list[Tensor] = field(default_factory=list, init=False)
+
+    def __post_init__(self) -> None:
+        self._ones: dict[torch.device, Tensor] = {}
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget what was noted and carried."""
+        self.notes = [{} for _ in range(self.num_microbatches)]
+        self.is_carried = [False] * self.num_microbatches
+        self.watched.clear()
+        self.wrong_tokens.clear()
+
+    @property
+    def cp_rank(self) -> int:
+        return rank_in(self.groups.cp_group)
+
+    @property
+    def cp_size(self) -> int:
+        return size_of(self.groups.cp_group)
+
+    @property
+    def dp_size(self) -> int:
+        return size_of(self.groups.dp_group)
+
+    @property
+    def dynamic_cp(self) -> bool:
+        """True where context-parallel groups change between micro-batches."""
+        return self.totals.dynamic_cp
+
+    def factor(self, carrier: Carrier) -> float:
+        """The factor of a share as it is returned by that row of the table of carriers."""
+        rollouts = self.totals.units.get("rollout")
+        counts: dict[Count, float | None] = {
+            "num_microbatches": self.num_microbatches,
+            "dp_size": 1 if self.dynamic_cp else self.dp_size,  # as verl says there
+            "cp_size": self.cp_size,
+            "step_active_tokens": self.totals.step_active_tokens,
+            "rollouts": None if rollouts is None else rollouts.all,
+        }
+        return product(carrier.returned, counts)
+
+    def one_on(self, device: torch.device) -> Tensor:
+        """A token count of 1, int32, made once."""
+        if device not in self._ones:
+            self._ones[device] = torch.ones((), dtype=torch.int32, device=device)
+        return self._ones[device]
+
+    def carry(self, number: int) -> None:
+        """Note that a micro-batch was handed over for training; refuse a second time."""
+        if self.is_carried[number]:
+            state = "was trained on already, all of it" if all(self.is_carried) else "is being trained on"
+            raise ValueError(
+                f"micro-batch {number} of a plan, carried a second time: its step {state}. Plan each step anew; to "
+                "train on the same samples once more (another epoch, or after an error), call plan.restart() first."
+            )
+        self.is_carried[number] = True
+
+    def check_finished(self) -> None:
+        """Refuse a step of which some micro-batches were trained on and others were not."""
+        if any(self.is_carried) and not all(self.is_carried):
+            left = [number for number, is_carried in enumerate(self.is_carried) if not is_carried]
+            raise ValueError(
+                f"a plan of {self.num_microbatches} micro-batches, of which {left[:8]} were not trained on: the others "
+                "were scaled as parts of the whole step. Give one call of the schedule all micro-batches of the plan."
+            )
+
+    def check_tokens(self) -> None:
+        """Refuse local tokens that are not the plan's cut of the samples' tokens; reads the device."""
+        if wrong := sum(int(count) for count in self.wrong_tokens):
+            raise ValueError(
+                f"{wrong} local tokens that are not those of the plan's layout: the model cuts the micro-batch in "
+                "another way, and losses would meet the weights of other tokens. Give Samples the layout that the "
+                "model cuts by: ZigzagTHD for Megatron's packed sequences, ZigzagBSHD for its rows."
+            )
+
+    def report_not_finite(self) -> None:
+        """Log the first token that is to blame for each sum on a device that is NaN or infinite; reads the device."""
+        for what, values, total, reducer in self.watched:
+            if not bool(total.isfinite()):
+                reducer.report_not_finite(what, values)
+        self.watched.clear()

@@ -1,0 +1,105 @@
+"""`plan_step`: a step counted before its first micro-batch, with the groups of a Megatron model or with given ones."""
+
+from collections.abc import Callable, Mapping, Sequence
+from types import EllipsisType
+from typing import Any, get_args
+
+from megatron_rl_loss.errors import check_choice
+from megatron_rl_loss.modes.loss_modes import LossModes
+from megatron_rl_loss.modes.table import Mode, ModeFunction
+from megatron_rl_loss.plan.checks import EmptyStep, check_samples
+from megatron_rl_loss.plan.plan import Plan, make_plan
+from megatron_rl_loss.step.collectives import Group, StepGroups, attempt, stated_dp_group
+from megatron_rl_loss.step.samples import Samples
+from megatron_rl_loss.step.units import UnitCounting
+
+
+def plan_step(
+    samples: Sequence[Samples] | Callable[[], Sequence[Samples]] | None,
+    mode: str | Mode | ModeFunction,
+    *,
+    model: Any = None,
+    pg_collection: Any = None,
+    dynamic_cp: bool = False,
+    divisor: float | None = None,
+    units: UnitCounting | None = None,
+    terms: Mapping[str, str | Mode | ModeFunction | None] | None = None,
+    term_masks: Sequence[str] = (),
+    dp_group: Group | EllipsisType | None = ...,
+    cp_group: Group | None = None,
+    replica_groups: Sequence[Group] = (),
+    per_token_loss: bool = False,
+    num_microbatches: int | None = None,
+    empty_step: EmptyStep = "warn",
+) -> Plan:
+    """Count a step over all ranks, in one round of collectives; all ranks call it together, before any is trained on.
+
+    >>> plan = plan_step([Samples([[1, 1]]), Samples([[1, 1, 1]])], "token_mean", dp_group=None)
+    >>> plan[0].weights, plan[1](torch.ones(3))
+    (tensor([0.2000, 0.2000]), tensor(0.6000))
+
+    In a loop that drives Megatron's schedule itself, groups and `per_token_loss` come from the model:
+
+        plan = plan_step(describe, "prompt_mean", model=model)  # describe() gives a Samples for each micro-batch
+        ...
+        return plan[i].loss(losses)  # in the loss function of micro-batch i
+
+    Args:
+        samples: one `Samples` for each micro-batch of this rank, in order; empty ones for filler micro-batches. Or a
+            function that makes them: then an error of a mask or of your loader raises on every rank too. None on a
+            pipeline stage that reads no data.
+        mode, divisor, units: as in `make_pg_loss_reducer`; the same on every rank, which is checked.
+        model: the Megatron model chunk or list of chunks that the schedule is called with. It is checked that the
+            installed Megatron scales losses as the carriers rely on.
+        pg_collection: Megatron's process groups; default: the model's, else its parallel state.
+        dynamic_cp: with a model, context-parallel groups change between micro-batches, each of which says its own:
+            ``Samples(..., cp_group=...)``. Counts are then summed over DP x CP. On where the model's config says so.
+        terms: modes of terms of the loss by name, for `Term`s that say none. A term whose mode declares sums of its
+            own must be declared here.
+        term_masks: names of the samples' ``term_masks`` that terms use; their counts travel with the others.
+        dp_group: the data-parallel group *without* context parallelism, or with it where `Samples` have a `cp_group`
+            of their own; None where this rank holds the whole step, which must be said where `torch.distributed` has
+            several ranks.
+        cp_group: the context-parallel group; None where tokens are not cut.
+        replica_groups: further groups whose ranks hold the same samples (tensor, pipeline parallel).
+        per_token_loss: Megatron's `calculate_per_token_loss`.
+        num_microbatches: what the schedule is called with; by default the number of `samples`. It may differ between DP
+            ranks where the schedule allows that.
+        empty_step: of a step without one active token: ``warn`` and go on with zero gradients, or ``error``.
+
+    Raises:
+        BadBatchError: on every rank (the error itself where there is one), if any rank's samples are unusable, do not
+            agree with those of its replicas or miss the ids that a mode needs.
+        ContractError: Megatron scales losses in another way.
+        ValueError, TypeError: settings that are unusable; no word of a `dp_group` among several ranks; groups beside a
+            model; a model config under which the loss would not be exact.
+    """
+    modes = LossModes.resolve(mode, divisor=divisor, units=units, terms=terms)
+    check_choice("empty step handling", empty_step, get_args(EmptyStep))
+    if model is None:
+        if pg_collection is not None or dynamic_cp:
+            raise ValueError("pg_collection or dynamic_cp without a model: they are the model's. Pass model= too.")
+        groups = StepGroups(stated_dp_group(dp_group, "a plan"), cp_group, tuple(replica_groups))
+    else:
+        if not isinstance(dp_group, EllipsisType) or cp_group is not None or replica_groups or per_token_loss:
+            raise ValueError(
+                "model= beside groups or per_token_loss: these come from the model. Pass the model alone, with "
+                "pg_collection= for other groups."
+            )
+        from megatron_rl_loss.megatron.planning import settings_of
+
+        groups, per_token_loss = settings_of(model, pg_collection, dynamic_cp=dynamic_cp)
+
+    def describe() -> Sequence[Samples] | None:
+        made = samples() if callable(samples) else samples
+        return check_samples(made, num_microbatches, modes, groups, term_masks)
+
+    return make_plan(
+        attempt(describe),
+        modes,
+        groups,
+        num_microbatches,
+        term_masks=term_masks,
+        per_token_loss=per_token_loss,
+        empty_step=empty_step,
+    )
