@@ -223,6 +223,13 @@ class Microbatch:
             notes[name] = metric.note([next(rest) for _ in rows[name]], reducers[name])
         return self.carry(share, None if form in ("sum", "mean") else self._note(notes), form=form)
 
+    def folded(self, share: Tensor, per_token_loss: Tensor) -> Tensor:
+        """A share that was summed by `weights` elsewhere, from losses [num_local_tokens], as `pg_loss` makes it."""
+        reducer, scale = self.pg_loss, self.pg_loss.gradient_scale
+        reducer.num_uses += torch.is_grad_enabled()
+        self._facts.watched.append(("per_token_loss", per_token_loss.detach(), share.detach(), reducer))
+        return share if scale == 1 else share + (scale - 1) * (share - share.detach())
+
     def _reducer_of_metric(self, name: str, metric: Metric) -> WeightedSum:
         aggregation = resolve(MODE_OF[metric.over], units=self._facts.modes.policy.units)
         reducer = self._reducer(name, aggregation, metric.mask)
