@@ -1,6 +1,6 @@
 """What a loss function returned must be what its micro-batch handed out: another loss would train silently."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 from weakref import ReferenceType, ref
 
@@ -9,14 +9,23 @@ from torch import Tensor
 
 
 class Receipt(NamedTuple):
-    """The tensors of what `Microbatch.carry` returned last, and how often each had been changed in place by then."""
+    """The tensors of what `Microbatch.carry` returned last, and how often each had been changed in place by then.
+
+    Attributes:
+        noted: names that `Plan.finish` fills into the report.
+    """
 
     tensors: tuple["ReferenceType[Tensor]", ...]  # not the loss itself, which would keep its graph
     versions: tuple[int, ...]
+    noted: frozenset[str]
 
     @classmethod
-    def of(cls, *tensors: Tensor) -> "Receipt":
-        return cls(tuple(map(ref, tensors)), tuple(tensor._version for tensor in tensors))
+    def of(cls, *tensors: Tensor, noted: Iterable[str] = ()) -> "Receipt":
+        return cls(tuple(map(ref, tensors)), tuple(map(_version, tensors)), frozenset(noted))
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def check_returned(returned: object, receipt: Receipt | None) -> None:
@@ -39,13 +48,16 @@ def check_returned(returned: object, receipt: Receipt | None) -> None:
             "microbatch.loss(...) or microbatch.carry(share, report) of this micro-batch returned, unchanged; put "
             "further terms into the share."
         )
-    check_report(returned[-1])
+    check_report(returned[-1], receipt.noted if receipt else frozenset())
 
 
-def check_report(report: Any) -> None:
-    """Refuse a report of single numbers, as shares are: `pretrain` logs their mean over one rank's micro-batches."""
-    values = list(report.values()) if isinstance(report, Mapping) else []
-    if values and all(isinstance(value, Tensor) and value.dim() == 0 for value in values):
+def check_report(report: Any, noted: Collection[str]) -> None:
+    """Refuse a report of single numbers, as shares are: `pretrain` logs their mean over one rank's micro-batches.
+
+    Those that `Plan.finish` fills in are the step's on every rank.
+    """
+    values = dict(report) if isinstance(report, Mapping) else {}
+    if values.keys() - noted and all(isinstance(value, Tensor) and value.dim() == 0 for value in values.values()):
         raise ValueError(
             f"a report of single numbers, {', '.join(report)}: Megatron logs their mean over the micro-batches of one "
             "rank, and shares must be summed. Pass shares through microbatch.report({name: share})."
@@ -60,7 +72,7 @@ def _differences(returned: Sequence[object], receipt: Receipt | None) -> Iterato
     parts = zip(("loss", "token count"), returned, receipt.tensors, receipt.versions, strict=False)
     for part, value, reference, version in parts:
         carried = reference()
-        if value is carried and carried is not None and carried._version != version:
+        if value is carried and carried is not None and _version(carried) != version:
             yield part, "it was changed in place"
         elif value is not carried and isinstance(value, torch.Tensor):
             yield part, "it is another aggregation, has a factor or a term on top, or is an earlier micro-batch's loss"
