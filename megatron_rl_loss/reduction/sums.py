@@ -121,7 +121,8 @@ class WeightedSum:
     def weights_on(self, device: torch.device) -> Tensor:
         """The weights, moved to the device once."""
         if self.weights.device != device:
-            self.weights = self.weights.to(device)
+            with torch.inference_mode(False):  # they serve in training too
+                self.weights = self.weights.to(device)
         return self.weights
 
     def report_not_finite(self, what: str, values: Tensor) -> None:
