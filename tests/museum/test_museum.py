@@ -48,7 +48,7 @@ def carrier(formula: Callable[[Tensor, Any, Tensor], tuple[Any, ...]]) -> Plant:
             return (*formula(share, self._facts, count), report)
 
         patch.setattr(Microbatch, "carry", carry)
-        patch.setattr(launch, "check_returned", lambda *_: None)  # the door, which would refuse them all
+        patch.setattr(launch, "check_returned", lambda *_, **__: None)  # the door, which would refuse them all
 
     return plant
 
