@@ -138,8 +138,8 @@ def _applied(local: LocalTokens, beside: npt.NDArray[Any], of: str, *, per_token
 
     Refuses weights of active tokens that are not finite, or that float32 rounds to 0.
     """
-    is_active = (local.mask if per_token else local.samples.mask_sums) != 0
-    exact = np.where(is_active, beside / local.copies, 0)
+    exact = beside / local.copies
+    exact[(local.mask if per_token else local.samples.mask_sums) == 0] = 0
     if not np.isfinite(rounded := exact.astype(np.float32)).all():
         raise ValueError(
             f"token weights with NaN or Inf from {of}: they must be finite where a mask is not 0. Use 0 to leave "
@@ -169,4 +169,4 @@ def _beside(mode: Mode, returned: Any, samples: Samples) -> npt.NDArray[np.float
             f"mask: a number, {len(samples)} numbers (one per sample), or a list of rows (one per sample, one weight "
             "per token). Leave the mask out, the library multiplies by it."
         )
-    return np.broadcast_to(array.astype(np.float64), len(samples))
+    return array.astype(np.float64) if array.ndim else np.full(len(samples), float(array))

@@ -40,7 +40,7 @@ class StepFacts:
     wrong_tokens: list[Tensor] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
-        self._ones: dict[torch.device, Tensor] = {}
+        self._constants: dict[tuple[float, torch.device], Tensor] = {}
         self.restart()
 
     def restart(self) -> None:
@@ -79,11 +79,12 @@ class StepFacts:
         }
         return product(carrier.returned, counts)
 
-    def one_on(self, device: torch.device) -> Tensor:
-        """A token count of 1, int32, made once."""
-        if device not in self._ones:
-            self._ones[device] = torch.ones((), dtype=torch.int32, device=device)
-        return self._ones[device]
+    def constant(self, value: float, device: torch.device) -> Tensor:
+        """A number on the device, 0-dim, int32 or float32, made once."""
+        if (value, device) not in self._constants:
+            dtype = torch.int32 if isinstance(value, int) else torch.float32
+            self._constants[value, device] = torch.full((), value, dtype=dtype, device=device)
+        return self._constants[value, device]
 
     def carry(self, number: int) -> None:
         """Note that a micro-batch was handed over for training; refuse a second time."""

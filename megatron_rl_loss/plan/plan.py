@@ -36,7 +36,8 @@ def make_plan(
     totals = count_step(samples, groups, masks=term_masks, sums=modes.sums, settings=settings)
     assert not isinstance(samples, Exception)  # else it was raised
     check_active_tokens(totals, per_token_loss=per_token_loss, empty_step=empty_step)
-    if any("prompt" in modes.rehearse(one) for one in (samples or ())[:1]):
+    filled = next((one for one in samples or () if len(one)), None)
+    if filled is not None and "prompt" in modes.rehearse(filled):
         check_prompts(totals)
     count = len(samples or ()) if num_microbatches is None else num_microbatches
     return Plan(samples, StepFacts(modes, totals, count, groups, per_token_loss))
