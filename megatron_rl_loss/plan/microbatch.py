@@ -37,7 +37,7 @@ class Microbatch:
 
     Attributes:
         samples: its masks, ids and layout.
-        data: the user's own batch, where `LossAggregation` took it from an iterator.
+        data: the user's own batch, where `LossAggregation` took it from an iterator, until its loss was computed.
         receipt: of what `loss` or `carry` returned last, or None.
         log_probs: by name, the values of a forward pass before the step for this rank's tokens (see `ForwardPass`).
         cp_rank, cp_size: this rank's place among the ranks that the micro-batch is cut for.
@@ -223,6 +223,13 @@ class Microbatch:
             notes[name] = metric.note([next(rest) for _ in rows[name]], reducers[name])
         return self.carry(share, None if form in ("sum", "mean") else self._note(notes), form=form)
 
+    def folded(self, share: Tensor, per_token_loss: Tensor) -> Tensor:
+        """A share that was summed by `weights` elsewhere, from losses [num_local_tokens], as `pg_loss` makes it."""
+        reducer, scale = self.pg_loss, self.pg_loss.gradient_scale
+        reducer.num_uses += torch.is_grad_enabled()
+        self._facts.watched.append(("per_token_loss", per_token_loss.detach(), share.detach(), reducer))
+        return share if scale == 1 else share + (scale - 1) * (share - share.detach())
+
     def _reducer_of_metric(self, name: str, metric: Metric) -> WeightedSum:
         aggregation = resolve(MODE_OF[metric.over], units=self._facts.modes.policy.units)
         reducer = self._reducer(name, aggregation, metric.mask)
@@ -297,19 +304,19 @@ class Microbatch:
             self._facts.carry(self._number)
             for reducer in self._reducers.values():
                 reducer.num_uses = 0
-        loss = share * self._facts.factor(carrier)
+        loss, noted = share * self._facts.factor(carrier), self._facts.notes[self._number]
         if form in ("sum", "mean"):
-            self.receipt = Receipt.of(loss)
+            self.receipt = Receipt.of(loss, noted=noted)
             return loss
         report = {} if report is None else report
         if form != "3-tuple":
-            self.receipt = Receipt.of(loss)
+            self.receipt = Receipt.of(loss, noted=noted)
             return loss, report
         count = 1
         if carrier.num_tokens != "one":  # where all CP ranks hold all tokens, the first of them counts them
             count = 0 if self.tokens.copies > 1 and self.cp_rank > 0 else self.tokens.num_active
         num_tokens = self._facts.constant(count, share.device)
-        self.receipt = Receipt.of(loss, num_tokens)
+        self.receipt = Receipt.of(loss, num_tokens, noted=noted)
         return loss, num_tokens, report
 
     def gap(self, name: str, values: Tensor) -> Tensor:

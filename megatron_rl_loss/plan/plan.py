@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megatron_rl_loss.modes.loss_modes import LossModes
 from megatron_rl_loss.plan.checks import EmptyStep, check_active_tokens, check_prompts
-from megatron_rl_loss.plan.facts import StepFacts
+from megatron_rl_loss.plan.facts import StepFacts, check_finished
 from megatron_rl_loss.plan.measure import Measurement, TokenFunction, keep
 from megatron_rl_loss.plan.microbatch import Microbatch
 from megatron_rl_loss.reduction.metrics import reduce_notes
@@ -135,7 +135,7 @@ class Plan:
         return values
 
     def _check_end(self) -> None:
-        self.facts.check_finished()
+        check_finished(self.facts.is_carried)
         self.facts.check_tokens()
 
     def _has_tokens(self, number: int, mask: str | None) -> bool:
