@@ -293,7 +293,7 @@ def _disagreement(of_ranks: Mapping[str, Floats], held: _Held, settings: str) ->
             f"samples with ids of {list(held.kinds)}, and other ids on other ranks: each kind must be given on all DP "
             "ranks or none, as ints on all or as strings on all. Pass the same ids everywhere."
         ), True
-    if of_ranks["unlike"].sum():
+    if of_ranks["unlike"].astype(np.int64).sum():  # exact, over any number of ranks
         return ValueError(
             "ranks of a micro-batch's cp_group were given different samples for it, or in another order: each of them "
             "must have all of its samples. Make the same Samples on every rank of the group."
