@@ -19,7 +19,7 @@ from table_step import Batch, aggregation, one_step, start, table_model
 from torch import Tensor
 
 from megatron_rl_loss import Samples, StepTotals
-from megatron_rl_loss.plan import Microbatch
+from megatron_rl_loss import Microbatch
 from megatron_rl_loss.plan import plan as planning
 from megatron_rl_loss.reduction import sums as reduction
 from megatron_rl_loss.step.collectives import StepGroups
@@ -58,7 +58,7 @@ def multiplied_by_mask(patch: pytest.MonkeyPatch) -> None:
 
 
 def at_least_one_token_each(patch: pytest.MonkeyPatch) -> None:
-    count = vars(Samples)["mask_sums"].func
+    count = vars(Samples)["mask_sums"].fget
     patch.setattr(Samples, "mask_sums", property(lambda self: count(self).clip(min=1)))
 
 
