@@ -18,8 +18,7 @@ from step_samples import DIVISOR, dealt, step_samples
 from table_step import Batch, aggregation, one_step, start, table_model
 from torch import Tensor
 
-from megatron_rl_loss import Samples, StepTotals
-from megatron_rl_loss import Microbatch
+from megatron_rl_loss import Microbatch, Samples, StepTotals
 from megatron_rl_loss.plan import plan as planning
 from megatron_rl_loss.reduction import sums as reduction
 from megatron_rl_loss.step.collectives import StepGroups
