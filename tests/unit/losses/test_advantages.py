@@ -189,7 +189,7 @@ def test_surviving_masks(level: Any, bounds: dict[str, float], expected: list[li
 
 
 def advantages_from(rewards: Any = (1.0, 2.0), ids: Any = (0, 0), rollout_ids: Any = None) -> Tensor:
-    return group_relative_advantages(torch.tensor(rewards), list(ids), rollout_ids=rollout_ids)
+    return group_relative_advantages(rewards, list(ids), rollout_ids=rollout_ids)
 
 
 LOCAL = Samples([[1, 1, 0]]).local(0, 1)

@@ -64,7 +64,7 @@ def gspo_here(t: Tokens, at: Any = None, **more: Any) -> Tensor:
 
 def gspo_token_here(t: Tokens, **more: Any) -> Tensor:
     tokens = given(t, "token_advantages")
-    return losses.gspo_token_loss(*tokens, microbatch_of(t), **NARROW, **more).per_token_loss
+    return losses.gspo_loss(*tokens, microbatch_of(t), level="token", **NARROW, **more).per_token_loss
 
 
 def sequence_tis_together(t: Tokens) -> Tensor:
