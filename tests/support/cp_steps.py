@@ -56,7 +56,7 @@ def rollouts(seed: int = 3) -> list[Rollout]:
             return torch.tensor([rng.uniform(low, high) for _ in range(length)])
 
         old = drawn(-4, -1)
-        width = rng.choice([0.002, 0.1, 0.8])  # GSPO's ranges are narrow, PPO's are not
+        width = rng.choice([0.002, 0.1, 0.8, 2])  # GSPO's ranges are narrow, PPO's are not
         values = {
             "log_probs": old + drawn(-width, width) + rng.uniform(-width, width) / 3,
             "old_log_probs": old,
