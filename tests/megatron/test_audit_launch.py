@@ -81,7 +81,7 @@ def per_token_loss(losses, advantages):
 TERMS = """
 import pretrain_grpo
 from megatron_rl_loss.reduction import Term
-from megatron_rl_loss.megatron import Microbatch
+from megatron_rl_loss import Microbatch
 reduce = Microbatch.loss
 def loss(self, losses, metrics=None):
     return reduce(self, {"pg": losses, "kl": Term(losses.square(), "token_mean", coef=COEF)}, metrics)
