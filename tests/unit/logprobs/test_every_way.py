@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_rl_loss.logprobs import TensorParallel, log_probs_from_hidden, log_probs_from_logits, loss_from_hidden
-from megatron_rl_loss.logprobs.hidden import add_product
+from megatron_rl_loss.logprobs.hidden import WeightGradient
 
 WAYS = ("logits", "two passes", "one pass")
 of_hidden = pytest.mark.parametrize("way", WAYS[1:])
@@ -239,19 +239,13 @@ def test_the_output_layer_does_not_run_on_masked_tokens(chunk_tokens: int) -> No
 # --- gradients that go elsewhere, or nowhere
 
 
-class Kept:
+class Kept(WeightGradient):
     """A main gradient of the test."""
 
     def __init__(self, weight: Tensor) -> None:
-        self.total = torch.ones(weight.shape, dtype=torch.promote_types(weight.dtype, torch.float32))
+        super().__init__(torch.ones(weight.shape, dtype=torch.promote_types(weight.dtype, torch.float32)))
 
-    def add_product(self, of_logits: Tensor, hidden: Tensor) -> None:
-        add_product(self.total, of_logits, hidden)
-
-    def add_scaled(self, gradient: Tensor, scale: Tensor) -> None:
-        self.total.addcmul_(gradient, scale)
-
-    def placeholder(self) -> Tensor | None:
+    def for_autograd(self) -> Tensor | None:
         return None
 
 

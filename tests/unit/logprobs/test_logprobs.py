@@ -3,6 +3,7 @@
 from typing import Any
 
 import head_oracle
+import numpy as np
 import pytest
 import torch
 from head_oracle import TOKENS, VOCABULARY, batch_of, given, relative
@@ -84,7 +85,7 @@ def test_kept_ids_are_their_mask() -> None:
     counts = batch.keep.sum(1)
     kept = KeptIds(batch.keep.nonzero()[:, 1], torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)]))
     for part in (slice(0, VOCABULARY), slice(8, 16)):
-        assert torch.equal(kept.mask(torch.arange(TOKENS), part.start, part.stop), batch.keep[:, part])
+        assert torch.equal(kept.mask(np.arange(TOKENS), part.start, part.stop, batch.keep.device), batch.keep[:, part])
     for more in ({}, {"token_mask": batch.mask}, {"chunk_tokens": 3}):
         both = [log_probs_from_logits(logits_of(batch), batch.labels, keep=keep, **more) for keep in (kept, batch.keep)]
         assert torch.equal(both[0].log_probs, both[1].log_probs)
