@@ -39,13 +39,13 @@ except ImportError as error:
         "and in the megatron-core wheel from 0.19."
     ) from error
 
-#: Where a context-parallel rank's per-token losses are: all on every rank, or its zigzag part of every slot.
+#: Per-token losses of a context-parallel rank: all on every rank, or its zigzag part of every slot.
 CpLosses = Literal["gathered", "sliced"]
 IdsOf = Callable[[Any], Ids]
 
 
 def is_asked_for(args: Namespace) -> bool:
-    """Whether a flag of this package was given. Raises ValueError for flags that were never registered, or misspelt."""
+    """True where a flag of this package was given; ValueError for flags that were never registered, or misspelt."""
     check_command_line(args, sys.argv[1:])
     return any_flag_given(args)
 
@@ -117,7 +117,7 @@ def loss_func(
     microbatch: Microbatch, loss_mask: Tensor, kl_term: Tensor, ratios: Tensor, entropy_term: Tensor,
     truncated_from_above: Tensor, truncated_from_below: Tensor, output_tensor: Tensor,
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:  # fmt: skip
-    """What Megatron gets for a micro-batch of `train_rl.py`; the arguments after the first are its own.
+    """The return value that Megatron gets for a micro-batch; the arguments after the first are `train_rl.py`'s own.
 
     Reports ``lm loss``, the step loss that is trained on, and the five ``rl/`` metrics as token means over the step.
     Raises ValueError for losses that are not this rank's part of the micro-batch, RuntimeError for a NaN loss under
@@ -174,6 +174,7 @@ def rows_of(loss_masks: Tensor, edges: Sequence[int], cp_losses: CpLosses) -> tu
 
     Gathered rows have S - 1 positions, sliced ones S, of which the last predicts nothing.
     """
+    loss_masks = loss_masks.cpu()  # in one copy
     num_rows, seq_length = loss_masks.shape
     if edges[0] != 0 or edges[-1] > seq_length:
         raise ValueError(
