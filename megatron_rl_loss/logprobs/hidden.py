@@ -7,94 +7,30 @@ weights are known beforehand; as Liger's fused linear cross-entropy and Apple's 
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl_loss.errors import check_callable, check_int, first_order
 from megatron_rl_loss.logprobs.kept_ids import Keep
-from megatron_rl_loss.logprobs.logits import Gradients, Places, make_log_probs
-from megatron_rl_loss.logprobs.reading import LogProbs, Reading, Settings, TokenMask, check_labels_shape
-from megatron_rl_loss.step.collectives import Group, several, size_of
-
-# Where torch has the newer names, it warns of the older ones.
-_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+from megatron_rl_loss.logprobs.layer import (
+    ALONE,
+    Chunks,
+    Gradients,
+    TensorParallel,
+    WeightGradient,
+    in_autocast,
+    make_log_probs,
+)
+from megatron_rl_loss.logprobs.reading import LogProbs, Reading, Settings, TokenMask
+from megatron_rl_loss.step.collectives import size_of
 
 #: Tokens of a chunk: enough that products with the weight run at full speed.
 CHUNK_TOKENS = 1024
 
-#: Rows of the weight's gradient that are made in a lower precision before they are added.
-_PRODUCT_ROWS = 4096
-
 #: (log_probs, entropy or None, **inputs), each [tokens] of a chunk -> the tokens' losses, and metrics by name.
 PerTokenLoss = Callable[..., tuple[Tensor, Mapping[str, Tensor]]]
-
-
-class WeightGradient:
-    """The sum of the weight's gradient over chunks, in `total`.
-
-    As ``main_gradient`` it takes that gradient instead of autograd, like Megatron's gradient-accumulation fusion.
-    """
-
-    def __init__(self, total: Tensor) -> None:
-        self.total = total
-
-    def add_product(self, of_logits: Tensor, hidden: Tensor) -> None:
-        """``total += of_logits.T @ hidden``; with other dtypes, a block of rows at a time through their own."""
-        if self.total.dtype == hidden.dtype:
-            self.total.addmm_(of_logits.t(), hidden)
-            return
-        for begin in range(0, len(self.total), _PRODUCT_ROWS):
-            rows = slice(begin, begin + _PRODUCT_ROWS)
-            self.total[rows] += of_logits[:, rows].t() @ hidden
-
-    def for_autograd(self) -> Tensor | None:
-        """The gradient that autograd gets: the sum, unless it stays here."""
-        return self.total
-
-
-@dataclass(frozen=True, kw_only=True)
-class TensorParallel:
-    """The layout of hidden states and vocabulary on the ranks of a tensor-parallel group.
-
-    Attributes:
-        group: the ranks that hold the vocabulary together; None for one.
-        sequence_parallel: each rank has its part of the tokens' hidden states: they are gathered, and their gradient is
-            summed and scattered. Otherwise all ranks have all tokens, and their gradient is summed.
-        sum_gradient: False leaves the sum of the gradient over the ranks to the caller; without sequence parallelism.
-    """
-
-    group: Group | None = None
-    sequence_parallel: bool = False
-    sum_gradient: bool = True
-
-    def gather(self, hidden: Tensor) -> Tensor:
-        """The hidden states of all tokens, [tokens, hidden]."""
-        for group in several(self.group) if self.sequence_parallel else ():
-            mine = hidden.contiguous()
-            hidden = mine.new_empty(len(mine) * group.size(), *mine.shape[1:])
-            _all_gather(hidden, mine, group=group)
-        return hidden.reshape(-1, hidden.shape[-1])
-
-    def sum(self, gradient: Tensor, hidden: Tensor) -> Tensor:
-        """The gradient of all tokens -> that of this rank's hidden states, in their shape."""
-        gradient = gradient.view(-1, *hidden.shape[1:])
-        for group in several(self.group):
-            if self.sequence_parallel:
-                whole, gradient = gradient, gradient.new_empty(hidden.shape)
-                _reduce_scatter(gradient, whole, group=group)
-            elif self.sum_gradient:
-                dist.all_reduce(gradient, group=group)
-        return gradient
-
-
-ALONE = TensorParallel()
 
 
 def log_probs_from_hidden(
@@ -127,22 +63,10 @@ def log_probs_from_hidden(
     Differentiable towards hidden, weight and bias. Raises ValueError and TypeError as `log_probs_from_logits`, and for
     hidden states, weight and labels that do not fit each other.
     """
-    leaves = [_in_autocast(one) for one in (hidden, weight, bias)]
+    leaves = [in_autocast(one) for one in (hidden, weight, bias)]
     settings = Settings(temperature, keep, vocab_size, entropy, token_mask)
     read = _read(leaves, labels, settings, tensor_parallel, chunk_tokens)
-    return make_log_probs(read, partial(_Layer, tensor_parallel, main_gradient), chunk_tokens, *leaves)
-
-
-class FoldedLoss(NamedTuple):
-    """The results of one pass.
-
-    Attributes:
-        share: 0-dim, differentiable: the sum of weight * loss over the tokens.
-        values: detached, as labels: ``log_probs``, ``entropy`` if asked for, ``losses``, metrics; 0 where masked.
-    """
-
-    share: Tensor
-    values: dict[str, Tensor]
+    return make_log_probs(read, chunk_tokens, leaves, tensor_parallel, main_gradient)
 
 
 def loss_from_hidden(
@@ -162,11 +86,11 @@ def loss_from_hidden(
     token_mask: TokenMask | None = None,
     chunk_tokens: int = CHUNK_TOKENS,
     main_gradient: WeightGradient | None = None,
-) -> FoldedLoss:
+) -> tuple[Tensor, dict[str, Tensor]]:
     """``sum_t weights[t] * loss_t`` in one pass: forward makes the gradients, backward scales them.
 
     Each token's loss may depend on its own log-prob, entropy and inputs alone. Under ``torch.no_grad`` no gradient is
-    made. `OutputHead` names the first NaN in the log.
+    made.
 
     Args:
         hidden, weight, labels: as in `log_probs_from_hidden`.
@@ -179,13 +103,17 @@ def loss_from_hidden(
             mask to have metrics at other tokens too.
         others: as in `log_probs_from_hidden`.
 
+    Returns:
+        The share, 0-dim, differentiable; and values, detached, in the labels' shape, 0 where masked: ``log_probs``,
+        ``entropy`` if asked for, ``losses``, and the metrics.
+
     Raises ValueError and TypeError as `log_probs_from_hidden`, for weights, inputs, losses or metrics of another shape,
     and for a metric with a name that `values` has already.
     """
     check_callable("per_token_loss", per_token_loss, "it must give losses and metrics of a chunk", "Pass a function")
     inputs = {name: one.reshape(-1) for name, one in (inputs or {}).items()}
     _check_per_token({"weights": weights.reshape(-1), **inputs}, labels.numel())
-    leaves = [_in_autocast(one) for one in (hidden, weight, bias)]
+    leaves = [in_autocast(one) for one in (hidden, weight, bias)]
     token_mask = (weights != 0).view(labels.shape) if token_mask is None else token_mask
     settings = Settings(temperature, keep, vocab_size, entropy, token_mask)
     read = _read(leaves, labels, settings, tensor_parallel, chunk_tokens)
@@ -196,9 +124,9 @@ def loss_from_hidden(
     gain = 1 / torch.cat([weights.abs(), weights.new_full((1,), torch.finfo(torch.float32).tiny)]).amax()
     totals, values = list[Tensor](), list[dict[str, Tensor]]()
     with torch.no_grad():
-        layer = _Layer(tensor_parallel, None, leaves, wanted)
+        chunks = Chunks(tensor_parallel, None, leaves, wanted)
         for part, places in read.chunks(chunk_tokens):
-            logits, of_loss = layer.logits(places), weights[places]
+            logits, of_loss = chunks.logits(places), weights[places]
             log_probs, norm = read.combine(read.statistics(logits, part), part)
             outputs = {"log_probs": log_probs} | ({"entropy": norm[2]} if entropy else {})
             with torch.set_grad_enabled(any(wanted)):
@@ -216,13 +144,13 @@ def loss_from_hidden(
                 slopes = torch.autograd.grad(total, list(outputs.values()), allow_unused=True)
                 g, h, *_ = *(None if one is None else one.masked_fill(of_loss == 0, 0) * gain for one in slopes), None
                 read.differentiate(logits, part, norm, g, h)
-                layer.add(logits, places)
+                chunks.add(logits, places)
             del logits  # before the next chunk's are made
         share = torch.stack(totals).sum()
     if any(wanted):
-        share = _Folded.apply(share, (gain, *layer.gradients()), main_gradient, *leaves)  # type: ignore[no-untyped-call]
+        share = _Folded.apply(share, (gain, *chunks.gradients(read)), main_gradient, *leaves)  # type: ignore[no-untyped-call]
     joined = {name: torch.cat([of_chunk[name] for of_chunk in values]) for name in values[0]}
-    return FoldedLoss(share, {name: read.spread(one) for name, one in joined.items()})
+    return share, {name: read.spread(one) for name, one in joined.items()}
 
 
 def _check_per_token(values: Mapping[str, Tensor], tokens: int) -> None:
@@ -240,8 +168,6 @@ def _read(
     """The tokens to read; refuses leaves and labels that do not fit each other."""
     check_int("chunk_tokens", chunk_tokens, at_least=1, remedy=f"The default is {CHUNK_TOKENS}")
     hidden, weight, *biases = (one for one in leaves if one is not None)
-    ranks = size_of(parallel.group) if parallel.sequence_parallel else 1
-    check_labels_shape(labels, (hidden.shape[0] * ranks, *hidden.shape[1:-1]), "the hidden states")
     fits = weight.dim() == 2 and hidden.shape[-1:] == weight.shape[1:] and hidden.dtype == weight.dtype
     if not fits or any(bias.shape != weight.shape[:1] for bias in biases):
         shapes = " and ".join(f"{tuple(one.shape)} ({one.dtype})" for one in (hidden, weight, *biases))
@@ -250,42 +176,9 @@ def _read(
             "[vocabulary / TP], hidden states and weight of one dtype. Cast one of them, or pass the weight as the "
             "output layer has it."
         )
-    return Reading(labels, len(weight), parallel.group, settings)
-
-
-class _Layer:
-    """The output layer on chunks of the gathered hidden states, and the sums of the gradients that are wanted."""
-
-    def __init__(
-        self, parallel: TensorParallel, main: WeightGradient | None, leaves: Sequence[Any], wanted: Sequence[bool]
-    ) -> None:
-        self._parallel, self._main = parallel, main
-        self._hidden, self._weight, self._bias = leaves
-        self._tokens, exact = parallel.gather(self._hidden), torch.promote_types(self._weight.dtype, torch.float32)
-        self._of_hidden = torch.zeros_like(self._tokens) if wanted[0] else None
-        self._of_weight = main if wanted[1] else None
-        if wanted[1] and main is None:
-            self._of_weight = WeightGradient(torch.zeros_like(self._weight, dtype=exact))
-        self._of_bias = torch.zeros_like(self._weight[:, 0], dtype=exact) if wanted[2] else None
-
-    def logits(self, places: Places) -> Tensor:
-        with _no_autocast(self._weight.device):
-            logits: Tensor = self._tokens[places] @ self._weight.t()
-            return logits if self._bias is None else logits.add_(self._bias)  # rounded as in Megatron's linear layers
-
-    def add(self, gradient: Tensor, places: Places) -> None:
-        with _no_autocast(self._weight.device):
-            if self._of_bias is not None:
-                self._of_bias += gradient.sum(0, dtype=self._of_bias.dtype)
-            if self._of_hidden is not None:
-                self._of_hidden[places] = gradient @ self._weight
-            if self._of_weight is not None:
-                self._of_weight.add_product(gradient, self._tokens[places])
-
-    def gradients(self) -> Gradients:
-        of_hidden = None if self._of_hidden is None else self._parallel.sum(self._of_hidden, self._hidden)
-        of_weight = None if self._of_weight is None else self._of_weight.for_autograd()
-        return of_hidden, of_weight, self._of_bias
+    ranks = size_of(parallel.group) if parallel.sequence_parallel else 1
+    shape = (hidden.shape[0] * ranks, *hidden.shape[1:-1])
+    return Reading(labels, shape, len(weight), parallel.group, settings)
 
 
 class _Folded(torch.autograd.Function):
@@ -313,17 +206,3 @@ class _Folded(torch.autograd.Function):
 def _scaled(gradient: Tensor | None, scale: Tensor) -> Tensor | None:
     """The product, rounded once, in place: autograd then refuses a second backward."""
     return gradient if gradient is None else torch.mul(gradient, scale[None], out=gradient)
-
-
-def _in_autocast(one: Tensor | None) -> Tensor | None:
-    """A product's factor as `torch.autocast` casts it: once, so that backward has the same, wherever it runs."""
-    if one is None or one.dtype == torch.float64 or not torch.amp.is_autocast_available(one.device.type):
-        return one
-    device = one.device.type
-    return one.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else one
-
-
-def _no_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """Products in the dtypes of their factors, whatever autocast is on."""
-    known = torch.amp.is_autocast_available(device.type)
-    return torch.autocast(device.type, enabled=False) if known else nullcontext()

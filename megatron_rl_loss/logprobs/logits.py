@@ -4,23 +4,18 @@ Reductions are in float32 (float64 of float64 logits). Megatron's own path, `cor
 makes log-probs alone, at temperature 1, and keeps the softmax.
 """
 
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any, Protocol
+from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
-from megatron_rl_loss.errors import check_callable, check_int, first_order
+from megatron_rl_loss.errors import check_callable, check_int
 from megatron_rl_loss.logprobs.kept_ids import Keep
-from megatron_rl_loss.logprobs.reading import LogProbs, Reading, Settings, TokenMask, check_labels_shape
+from megatron_rl_loss.logprobs.layer import make_log_probs
+from megatron_rl_loss.logprobs.reading import LogProbs, Reading, Settings, TokenMask
 from megatron_rl_loss.step.collectives import Group
 
 #: (logits [n, vocabulary / TP], int64 labels [n], tp_group) -> log-probs, float32 [n], differentiable.
 LogProbKernel = Callable[[Tensor, Tensor, Group | None], Tensor]
-
-Places = Tensor | slice
-Gradients = tuple[Tensor | None, ...]
 
 
 def log_probs_from_logits(
@@ -70,89 +65,19 @@ def log_probs_from_logits(
             f"logits of {logits.dtype}, shape {tuple(logits.shape)}: they must be floating, [..., vocabulary / TP]. "
             "Pass what the output layer gives."
         )
-    check_labels_shape(labels, logits.shape[:-1], "the logits")
     rows = logits.reshape(-1, logits.shape[-1])
-    read = Reading(labels, rows.shape[1], tp_group, Settings(temperature, keep, vocab_size, entropy, token_mask))
+    settings = Settings(temperature, keep, vocab_size, entropy, token_mask)
+    read = Reading(labels, logits.shape[:-1], rows.shape[1], tp_group, settings)
     if chunk_tokens is not None:
         check_int("chunk_tokens", chunk_tokens, at_least=1, remedy="Leave it out for a default")
     if kernel is None:
-        whole = len(rows) if read.rows is None else read.block_tokens(rows.device)
-        return make_log_probs(read, partial(_Rows, read, gradient_in_place), chunk_tokens or max(whole, 1), rows)
-    extras = {"temperature": temperature != 1, "keep": keep is not None, "vocab_size": vocab_size is not None}
-    extras |= {"entropy": entropy, "chunk_tokens": chunk_tokens is not None, "gradient_in_place": gradient_in_place}
-    if any(extras.values()):
+        chunk_tokens = chunk_tokens or read.block_tokens(rows.device)
+        return make_log_probs(read, chunk_tokens, (rows, None, None), in_place=gradient_in_place)
+    if (temperature, keep, vocab_size, entropy, chunk_tokens, gradient_in_place) != (1, None, None, False, None, False):
         raise ValueError(
-            f"a kernel with {', '.join(name for name, used in extras.items() if used)}: other kernels make log-probs "
-            "of plain logits alone. Leave the kernel out: plain torch can do it."
+            "a kernel with a temperature, kept ids, vocab_size, entropy, chunk_tokens or gradient_in_place: other "
+            "kernels make log-probs of plain logits alone. Leave the kernel out: plain torch can do it."
         )
     check_callable("kernel", kernel, "it must make log-probs of logits", "Pass one of logprobs.kernels")
     rows = rows if read.rows is None else rows[read.rows]
     return LogProbs(read.spread(kernel(rows, read.labels, read.tp_group).float()), None)
-
-
-class Source(Protocol):
-    """Leaves of the graph: the logits of tokens at some places of the batch, and the sums of gradients made of theirs.
-
-    Between `logits` and `add` the logits may be overwritten, by their gradient.
-    """
-
-    def logits(self, places: Places) -> Tensor: ...
-    def add(self, gradient: Tensor, places: Places) -> None: ...
-    def gradients(self) -> Gradients: ...
-
-
-#: (leaves, True for those that want a gradient) -> a source.
-OpenSource = Callable[[Sequence[Any], Sequence[bool]], Source]
-
-
-def make_log_probs(read: Reading, source: OpenSource, chunk_tokens: int, *leaves: Tensor | None) -> LogProbs:
-    """Log-probs and entropy, in the labels' shape, of logits that are made a chunk at a time, and again backward."""
-    return LogProbs(*_MakeLogProbs.apply(read, source, chunk_tokens, *leaves))  # type: ignore[no-untyped-call]
-
-
-class _MakeLogProbs(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, read: Reading, source: OpenSource, chunk_tokens: int, *leaves: Any) -> Gradients:
-        opened = source(leaves, [False] * len(leaves))
-        parts = [read.statistics(opened.logits(places), part) for part, places in read.chunks(chunk_tokens)]
-        log_probs, norm = read.combine(torch.cat(parts, 1))
-        ctx.save_for_backward(norm, *leaves)
-        ctx.read, ctx.source, ctx.chunk_tokens = read, source, chunk_tokens
-        ctx.set_materialize_grads(False)
-        return read.spread(log_probs), read.spread(norm[2]) if read.entropy else None
-
-    @staticmethod
-    @first_order("log-probs")
-    def backward(ctx: Any, *gradients: Tensor | None) -> Gradients:
-        norm, *leaves = ctx.saved_tensors
-        read: Reading = ctx.read
-        g, h = map(read.select, gradients)
-        source: Source = ctx.source(leaves, ctx.needs_input_grad[3:])
-        for part, places in read.chunks(ctx.chunk_tokens):
-            logits = source.logits(places)
-            of_g, of_h = (None if one is None else one[part] for one in (g, h))
-            read.differentiate(logits, part, norm[:, part], of_g, of_h)
-            source.add(logits, places)
-            del logits  # before the next chunk's are made
-        return None, None, None, *source.gradients()
-
-
-class _Rows:
-    """Logits that are there; in the end their gradient is in their place, or in a copy's."""
-
-    def __init__(self, read: Reading, in_place: bool, leaves: Sequence[Any], wanted: Sequence[bool]) -> None:
-        self._read = read
-        self._rows: Tensor = leaves[0].clone() if wanted[0] and not in_place else leaves[0]
-
-    def logits(self, places: Places) -> Tensor:
-        return self._rows[places]
-
-    def add(self, gradient: Tensor, places: Places) -> None:
-        if not isinstance(places, slice):  # a slice is a view
-            self._rows[places] = gradient
-
-    def gradients(self) -> Gradients:
-        if self._read.rows is not None:
-            masked = torch.ones(len(self._rows), dtype=torch.bool, device=self._rows.device)
-            self._rows.masked_fill_(masked.index_fill_(0, self._read.rows, False)[:, None], 0)
-        return (self._rows,)

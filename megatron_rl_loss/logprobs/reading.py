@@ -20,12 +20,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl_loss.errors import check_int, check_within, require
+from megatron_rl_loss.errors import check_within, is_int, require
 from megatron_rl_loss.logprobs.kept_ids import Keep, KeptIds, check_keep
 from megatron_rl_loss.step.collectives import Group, rank_in, several, size_of
 
 #: Bool or numbers, in the labels' shape. On the host best: one on a device is read, and the host waits for it.
 TokenMask = Tensor | npt.NDArray[Any] | Sequence[Any]
+
+#: Some tokens of the batch.
+Places = Tensor | slice
 
 _LN_2 = math.log(2)
 
@@ -53,14 +56,6 @@ class Settings(NamedTuple):
     token_mask: TokenMask | None
 
 
-def check_labels_shape(labels: Tensor, expected: tuple[int, ...], what: str) -> None:
-    if tuple(labels.shape) != tuple(expected):
-        raise ValueError(
-            f"labels of shape {tuple(labels.shape)}: for {what} they must be {tuple(expected)}. Labels are in the "
-            "order of the tokens, one each: transpose them to [s, b] where hidden states are [s, b, h]."
-        )
-
-
 class Reading:
     """The tokens of a batch that are read, and the arithmetic on a chunk of their logits.
 
@@ -71,18 +66,25 @@ class Reading:
         rows: their places in the batch, on the labels' device; None for all.
     """
 
-    def __init__(self, labels: Tensor, columns: int, tp_group: Group | None, settings: Settings) -> None:
+    def __init__(
+        self, labels: Tensor, shape: tuple[int, ...], columns: int, tp_group: Group | None, settings: Settings
+    ) -> None:
         temperature, keep, vocab_size, self.entropy, token_mask = settings
         check_within("temperature", temperature, "(0, inf)", "For greedy sampling there is no ratio")
+        if tuple(labels.shape) != tuple(shape):
+            raise ValueError(
+                f"labels of shape {tuple(labels.shape)}: for these tokens they must be {tuple(shape)}. Labels are in "
+                "the order of the tokens, one each: transpose them to [s, b] where hidden states are [s, b, h]."
+            )
         if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
             raise TypeError(f"labels of {labels.dtype}: they must be integers, ids of the vocabulary. Pass token ids.")
         size = columns * size_of(tp_group)
         if vocab_size is not None:
-            check_int("vocab_size", vocab_size, at_least=1, remedy="Leave it out if all columns count")
-            if vocab_size > size:
+            if not is_int(vocab_size) or not 1 <= vocab_size <= size:
                 raise ValueError(
-                    f"vocab_size {vocab_size} for logits of {size} columns on all TP ranks: it is the size without "
-                    "padding. Leave it out if all columns count, and pass the tp_group if the vocabulary is cut."
+                    f"vocab_size {vocab_size!r} for logits of {size} columns on all TP ranks: it must be an int from 1 "
+                    "to that, the size without padding. Leave it out if all columns count, and pass the tp_group if "
+                    "the vocabulary is cut."
                 )
             size = vocab_size
         self.shape, self.tp_group = labels.shape, next(iter(several(tp_group)), None)
@@ -107,7 +109,7 @@ class Reading:
 
     # --- tokens
 
-    def chunks(self, chunk_tokens: int) -> Iterator[tuple[slice, Tensor | slice]]:
+    def chunks(self, chunk_tokens: int) -> Iterator[tuple[slice, Places]]:
         """Places among the tokens that are read, and the same tokens' places in the batch; at least one chunk."""
         for begin in range(0, max(len(self.labels), 1), chunk_tokens):
             part = slice(begin, min(begin + chunk_tokens, len(self.labels)))

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megatron_rl_loss.modes.loss_modes import LossModes
 from megatron_rl_loss.plan.checks import EmptyStep, check_active_tokens, check_prompts
-from megatron_rl_loss.plan.facts import StepFacts
+from megatron_rl_loss.plan.facts import StepFacts, check_finished
 from megatron_rl_loss.plan.measure import Measurement, TokenFunction, keep
 from megatron_rl_loss.plan.microbatch import Microbatch
 from megatron_rl_loss.reduction.metrics import reduce_notes
@@ -36,7 +36,8 @@ def make_plan(
     totals = count_step(samples, groups, masks=term_masks, sums=modes.sums, settings=settings)
     assert not isinstance(samples, Exception)  # else it was raised
     check_active_tokens(totals, per_token_loss=per_token_loss, empty_step=empty_step)
-    if any("prompt" in modes.rehearse(one) for one in (samples or ())[:1]):
+    filled = next((one for one in samples or () if len(one)), None)
+    if filled is not None and "prompt" in modes.rehearse(filled):
         check_prompts(totals)
     count = len(samples or ()) if num_microbatches is None else num_microbatches
     return Plan(samples, StepFacts(modes, totals, count, groups, per_token_loss))
@@ -134,7 +135,7 @@ class Plan:
         return values
 
     def _check_end(self) -> None:
-        self.facts.check_finished()
+        check_finished(self.facts.is_carried)
         self.facts.check_tokens()
 
     def _has_tokens(self, number: int, mask: str | None) -> bool:

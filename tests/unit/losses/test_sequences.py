@@ -291,7 +291,9 @@ def test_the_future_kl_of_fipo_counts_positions() -> None:
     mask = [1, 0, 0, 0, 0, 0, 0, 1]
     found = segment_scan(torch.tensor([0.1] * 8), local_of([mask]), gamma=0.9, steps="all", reverse=True)
     assert float(found[0]) == pytest.approx(0.1 + 0.9**7 * 0.1)
-    assert float(segment_scan(torch.full((8,), 0.1), local_of([mask]), gamma=0.9, reverse=True)[0]) == pytest.approx(0.19)
+    assert float(segment_scan(torch.full((8,), 0.1), local_of([mask]), gamma=0.9, reverse=True)[0]) == pytest.approx(
+        0.19
+    )
 
 
 def test_dtypes_and_none() -> None:
