@@ -43,13 +43,16 @@ def value_of(module: str, name: str) -> Any:
     return None
 
 
+STUB = (ROOT / "megatron_rl_loss" / "__init__.pyi").read_text()
 #: The names that are importable from `megatron_rl_loss`, by the module that each comes from.
-PUBLIC: dict[str, tuple[str, ...]] = value_of("", "_HOMES")
+PUBLIC: dict[str, list[str]] = {}
+for _module, _name in re.findall(r"^from megatron_rl_loss\.(\S+) import (\w+) as", STUB, re.MULTILINE):
+    PUBLIC.setdefault(_module, []).append(_name)
 
 
 def names_in(module: str) -> list[str]:
     """The public names of a module, then what else it exports: classes that are only returned, say."""
-    names = PUBLIC.get(module, ())
+    names = PUBLIC.get(module, [])
     return [*names, *(name for name in value_of(module, "__all__") or () if name not in names)]
 
 

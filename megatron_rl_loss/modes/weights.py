@@ -1,4 +1,4 @@
-"""Where a token's weight is computed: the mask times what its mode says, for the tokens that this rank holds."""
+"""The weight of each token that this rank holds: its mask entry times the number that the mode returned."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -159,7 +159,7 @@ def _applied(local: LocalTokens, beside: npt.NDArray[Any], of: str, *, per_token
 
 
 def _beside(mode: Mode, returned: Any, samples: Samples) -> npt.NDArray[np.float64]:
-    """What a mode returned: one number per sample, [num_samples], or per token, [1, total_tokens]."""
+    """The weights that a mode returned: one per sample, [num_samples], or per token, [1, total_tokens]."""
     if isinstance(returned, list | tuple) and all(getattr(row, "ndim", 0) == 1 for row in returned):
         return samples.in_buffer([to_array(row) for row in returned])[None]
     array = to_array(returned)
