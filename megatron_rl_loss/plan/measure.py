@@ -131,7 +131,7 @@ def _over_step(facts: StepFacts, numbers: Tensor) -> Tensor:
     """Sums over the ranks of a stage, told to stages that have none, whose numbers are all 0."""
     for group in facts.groups.of_loss:
         all_reduce(numbers, group)
-    if not numbers.sum() > 0:
+    if not numbers.max() > 0:  # a sum of values may be negative
         numbers.fill_(-math.inf)
     for group in several(*facts.groups.replica_groups):
         all_reduce(numbers, group, dist.ReduceOp.MAX)

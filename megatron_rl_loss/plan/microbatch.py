@@ -12,7 +12,6 @@ from torch import Tensor
 
 from megatron_rl_loss.errors import check_choice
 from megatron_rl_loss.modes.names import Aggregation, resolve
-from megatron_rl_loss.modes.table import Mode
 from megatron_rl_loss.plan.carriers import Form, PairForm, find_carrier
 from megatron_rl_loss.plan.facts import StepFacts
 from megatron_rl_loss.plan.returned import Receipt
@@ -29,7 +28,7 @@ Losses = Tensor | Term | Mapping[str, Tensor | Term]
 Metrics = Mapping[str, Tensor | Metric] | None
 #: What Megatron's schedule takes from a loss function: loss, token count, report.
 Carried = tuple[Tensor, Tensor, Any]
-_Key = tuple[Mode, float | None, UnitCounting, str | None]
+_Key = tuple[str, int, float | None, UnitCounting, str | None]
 
 
 class Microbatch:
@@ -347,7 +346,8 @@ class Microbatch:
 
 
 def _key(aggregation: Aggregation, mask: str | None = None) -> _Key:
-    return aggregation.mode, aggregation.divisor, aggregation.units, mask
+    mode = aggregation.mode  # a callable object need not be hashable; the reducer keeps it
+    return mode.name, id(mode.function), aggregation.divisor, aggregation.units, mask
 
 
 def _check_scalar(name: str, value: object) -> None:

@@ -156,13 +156,13 @@ class Plan:
     def describe(self) -> str:
         """The step in a line of the log that shows what no check can: wrong ids, masks or numbers of ranks."""
         facts, counts = self.facts, self.summary
-        rollouts = counts["rollouts"]
-        parts = [f"{rollouts:,.0f} rollouts"]
-        for key in facts.totals.units:
-            if key not in ("step", "sample", "rollout"):
-                number = counts[f"{key}s"]
-                parts.append(f"{number:,.0f} {key}s ({rollouts / number:.1f} each)" if number else f"0 {key}s")
-        parts.append(f"{counts['active_tokens']:,.0f} of {counts['tokens']:,.0f} tokens active")
-        parts.append(f"{rollouts - counts['active_rollouts']:,.0f} rollouts fully masked")
+        parts = ["counts not known on this rank"]
+        if rollouts := counts.get("rollouts"):
+            parts = [f"{rollouts:,.0f} rollouts"]
+            for key in facts.totals.units:
+                if key not in ("step", "sample", "rollout"):
+                    parts.append(f"{counts[f'{key}s']:,.0f} {key}s ({rollouts / counts[f'{key}s']:.1f} each)")
+            parts.append(f"{counts['active_tokens']:,.0f} of {counts['tokens']:,.0f} tokens active")
+            parts.append(f"{rollouts - counts['active_rollouts']:,.0f} rollouts fully masked")
         split = f"{facts.num_microbatches} micro-batches x DP {facts.dp_size}, CP {facts.cp_size}"
         return " | ".join([facts.modes.policy.describe(), ", ".join(parts), split])

@@ -16,7 +16,11 @@ class Receipt(NamedTuple):
 
     @classmethod
     def of(cls, *tensors: Tensor, noted: Iterable[str] = ()) -> "Receipt":
-        return cls(tuple(map(ref, tensors)), tuple(tensor._version for tensor in tensors), frozenset(noted))
+        return cls(tuple(map(ref, tensors)), tuple(map(_version, tensors)), frozenset(noted))
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def check_returned(returned: object, receipt: Receipt | None, *, trains: bool = False) -> None:
@@ -66,7 +70,7 @@ def _differences(returned: Sequence[object], receipt: Receipt | None) -> Iterato
     parts = zip(("loss", "token count"), returned, receipt.tensors, receipt.versions, strict=False)
     for part, value, reference, version in parts:
         carried = reference()
-        if value is carried and carried is not None and carried._version != version:
+        if value is carried and carried is not None and _version(carried) != version:
             yield part, "it was changed in place"
         elif value is not carried and isinstance(value, Tensor):
             yield part, "it is another aggregation, has a factor or a term on top, or is an earlier micro-batch's loss"

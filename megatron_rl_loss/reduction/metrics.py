@@ -123,7 +123,7 @@ def reduce_notes(
             all_reduce(values, group, op)
     raise_together(float(sums[0]) > 0, failure, groups)
     of_each = dict(zip(of_sum, sums[1:].split([sizes[name] for name in of_sum]), strict=True))
-    of_each |= dict(zip(of_max, maxima.split(1), strict=True))
+    of_each |= {name: maxima[k : k + 1] for k, name in enumerate(of_max)}  # `split` makes one part of nothing
     return {name: _value(kind, of_each[name]).float() for name, kind, _ in known}
 
 

@@ -121,7 +121,8 @@ class WeightedSum:
     def weights_on(self, device: torch.device) -> Tensor:
         """The weights, moved to the device once."""
         if self.weights.device != device:
-            self.weights = self.weights.to(device, non_blocking=True)  # host memory that nobody changes
+            with torch.inference_mode(False):  # they serve in training too, and nobody changes their host memory
+                self.weights = self.weights.to(device, non_blocking=True)
         return self.weights
 
     def report_not_finite(self, what: str, values: Tensor) -> None:

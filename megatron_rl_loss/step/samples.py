@@ -191,8 +191,11 @@ class Samples:
         return _named("label", name, self.labels, "labels")
 
     def with_mask(self, name: str | None) -> "Samples":
-        """These samples with one of the further masks, or for None as they are; ValueError for an unknown one."""
-        return self if name is None else _named("mask", name, self.by_mask, "term_masks")
+        """These samples with one of the further masks, or for None as they are; ValueError for an unknown one.
+
+        No samples have every mask.
+        """
+        return self if name is None or not len(self) else _named("mask", name, self.by_mask, "term_masks")
 
     @property
     def counts_here(self) -> bool:
@@ -375,7 +378,7 @@ def _plain(label: Any) -> Any:
     if isinstance(label, list | tuple):
         return [_plain(one) for one in label]
     if isinstance(label, dict):
-        return sorted((repr(_plain(key)), _plain(value)) for key, value in label.items())
+        return sorted(repr((_plain(key), _plain(value))) for key, value in label.items())
     if isinstance(label, set | frozenset):
         return sorted(repr(_plain(one)) for one in label)
     if isinstance(label, np.generic):

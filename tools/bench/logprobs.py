@@ -105,7 +105,7 @@ def from_logits(args: argparse.Namespace) -> dict[str, FromLogits]:
 
 
 def per_token(log_probs: Tensor, entropy: Tensor | None, old: Tensor, advantages: Tensor) -> tuple[Tensor, Any]:
-    losses = ppo_clip_loss(log_probs, old, advantages).per_token_loss
+    losses = ppo_clip_loss(log_probs, old, advantages, torch.ones_like(old)).per_token_loss
     return losses if entropy is None else losses - BONUS * entropy, {}
 
 
