@@ -148,7 +148,7 @@ def _weights_in_rollouts(
             f"sample {i} has {samples.mask_sums[i]:g} mask tokens, its rollout {sizes[i]:g}: a rollout has all its "
             "samples' tokens. Sum the masks of the whole step."
         )
-    return unit_weights(local, sizes)
+    return unit_weights(local, sizes.tolist())
 
 
 def _weights_in_step(local: LocalTokens, counts: StepCounts | None, per_token: bool) -> Tensor:
