@@ -132,7 +132,7 @@ def gather_counts(
 
 
 class _Held:
-    """What this rank holds of a step.
+    """The part of a step that this rank holds.
 
     Attributes:
         header: a number for each name of `_HEADER`.
@@ -256,7 +256,7 @@ def _other_settings(settings: str) -> ValueError:
 
 
 def _disagreement(of_ranks: Mapping[str, Floats], held: _Held, settings: str) -> tuple[ValueError | None, bool]:
-    """What this rank has to say of headers that do not agree, and whether they do not."""
+    """This rank's error about headers that do not agree, and True if they do not."""
     has_data, kinds, data = of_ranks["has_data"], of_ranks["kinds"], of_ranks["data"]
     if len(set(of_ranks["settings"])) > 1:
         return _other_settings(settings), True
@@ -290,7 +290,7 @@ def _disagreement(of_ranks: Mapping[str, Floats], held: _Held, settings: str) ->
 
 
 def _unlike_in_cp_groups(microbatches: Sequence[Samples], dp_group: Group | None) -> int:
-    """What adds up to 0 over the ranks if all ranks of each micro-batch's own cp_group hold the same micro-batches.
+    """Numbers that add up to 0 over the ranks if all ranks of each micro-batch's own cp_group hold the same ones.
 
     The first rank of n adds n - 1 times what the others subtract: 32 bits of a digest, so that sums are exact.
     """
