@@ -108,6 +108,12 @@ def all_reduce(values: Tensor, group: Group | None, op: dist.ReduceOp.RedOpType 
         values.copy_(moved)
 
 
+def all_gather_single(received: Tensor, sent: Tensor, group: Group) -> None:
+    """torch's, by the name that its version has."""
+    name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+    getattr(dist, name)(received, sent, group=group)
+
+
 def gather_rows(rows: npt.NDArray[np.int64], group: Group | None, most: int) -> npt.NDArray[np.int64]:
     """Rows of all ranks, in rank order, from one all-gather; those of a rank with fewer than the most end with zeros.
 
@@ -121,7 +127,7 @@ def gather_rows(rows: npt.NDArray[np.int64], group: Group | None, most: int) -> 
     sent[: len(rows)] = torch.from_numpy(rows)
     sent = sent.to(device_of(group))
     received = sent.new_empty(size_of(group) * most, rows.shape[1])
-    dist.all_gather_into_tensor(received, sent, group=group)
+    all_gather_single(received, sent, group=group)
     return received.cpu().numpy()
 
 
