@@ -138,8 +138,8 @@ def errors(loop: str, tp: int = 1, planted: bool = False, verl: str = "") -> tup
     """On a rank: of every mode and loss the errors of gradient and logged loss; and the audits of every mode."""
     from logged_means import logged_means
 
-    from megatron_rl_loss.audit.megatron import Audit
     from megatron_rl_loss import plan_step
+    from megatron_rl_loss.audit.megatron import Audit
     from megatron_rl_loss.modes import vl_norm_undivided as vl_norm
 
     warnings.filterwarnings("error", message=".*hold samples with the same")
