@@ -139,11 +139,11 @@ def test_a_token_of_weight_0_has_loss_and_gradient_0(name: str, unlikely: float)
 def test_factors_are_constants_and_multiply_the_loss_alone(name: str) -> None:
     """A rejected token of a finite ratio counts in its sequence's."""
     plain = LOSSES[name](inputs() | {"importance_weights": torch.ones(8)}, LOCAL)
-    given = inputs() | {"importance_weights": torch.tensor([2.0, 0, 1, 1, 1, 1, 0.5, 1])}
+    given = inputs() | {"importance_weights": torch.tensor([0, 2.0, 1, 1, 1, 1, 0.5, 1])}
     leaves = [given[key].requires_grad_() for key in given if key != "advantages"]
     found = policy_loss(name, *list(given.values())[:3], LOCAL, importance_weights=given["importance_weights"])
     assert torch.equal(found.per_token_loss, plain * given["importance_weights"])
-    assert (found.clipped.requires_grad, found.ppo_kl.requires_grad) == (False, False)
+    assert (found.clipped[0], found.clipped.requires_grad, found.ppo_kl.requires_grad) == (0, False, False)
     found.per_token_loss.sum().backward()
     assert [leaf.grad is None for leaf in leaves] == [False, True, True]
 
