@@ -53,10 +53,9 @@ def gspo_loss(
     """
     check_choice("level of GSPO", level, get_args(Level))
     given = Given.of(log_probs, old_log_probs, advantages, importance_weights, local)
-    bounds, log_ratio = RatioBounds.around_1(clip_low, clip_high), given.log_ratio
+    bounds = RatioBounds.around_1(clip_low, clip_high)
     if mean_log_ratio is None:
-        log_ratio = log_ratio if level == "sequence" else log_ratio.detach()
-        mean_log_ratio = segment_mean(log_ratio, local, cp_group, per=per)
+        mean_log_ratio = segment_mean(given.log_ratio, local, cp_group, per=per)
     of_sequence = to_tokens(mean_log_ratio, local).view(log_probs.shape)
     if level == "token":
         of_sequence = of_sequence.detach() + (given.log_probs - given.log_probs.detach())
