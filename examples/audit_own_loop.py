@@ -34,9 +34,8 @@ from megatron.core.transformer import TransformerConfig
 from packed_attention import layer_spec
 from torch import Tensor
 
-from megatron_rl_loss import Samples, StepTotals, ZigzagTHD, make_pg_loss_reducer, resolve
+from megatron_rl_loss import Audit, Samples, StepTotals, ZigzagTHD, make_pg_loss_reducer, resolve, tap  # (1)
 from megatron_rl_loss.audit import judge
-from megatron_rl_loss.audit.megatron import Audit, tap  # (1)
 
 SLOT, VOCABULARY = 32, 64
 Batch = dict[str, Any]
