@@ -9,6 +9,10 @@ from megatron_rl_loss.errors import ContractError as ContractError
 from megatron_rl_loss.logprobs import log_probs_from_hidden as log_probs_from_hidden
 from megatron_rl_loss.logprobs import log_probs_from_logits as log_probs_from_logits
 from megatron_rl_loss.logprobs import loss_from_hidden as loss_from_hidden
+from megatron_rl_loss.losses import group_relative_advantages as group_relative_advantages
+from megatron_rl_loss.losses import kl_estimate as kl_estimate
+from megatron_rl_loss.losses import policy_loss as policy_loss
+from megatron_rl_loss.losses import ppo_clip_loss as ppo_clip_loss
 from megatron_rl_loss.megatron import AggregationSettings as AggregationSettings
 from megatron_rl_loss.megatron import Folded as Folded
 from megatron_rl_loss.megatron import ForwardPass as ForwardPass

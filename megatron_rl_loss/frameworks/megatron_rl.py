@@ -22,8 +22,9 @@ import torch
 from torch import Tensor
 
 from megatron_rl_loss.errors import check_choice
-from megatron_rl_loss.megatron import LossAggregation, Microbatch
+from megatron_rl_loss.megatron import LossAggregation
 from megatron_rl_loss.megatron.flags import any_flag_given, check_command_line
+from megatron_rl_loss.plan import Microbatch
 from megatron_rl_loss.step.ids import Ids
 from megatron_rl_loss.step.layouts import Gathered, Layout, ZigzagTHD
 from megatron_rl_loss.step.samples import Samples
@@ -72,10 +73,10 @@ def loss_aggregation(
         return samples_of(batch, cp_losses=cp_losses, rollout_ids=rollout_ids, prompt_ids=prompt_ids)
 
     aggregation = LossAggregation.from_args(args, describe)
-    settings = aggregation.settings
-    if settings.mode_name != "token_mean" and settings.aggregation.units == "all":
+    policy = aggregation.settings.modes.policy
+    if policy.mode.name != "token_mean" and policy.units == "all":
         raise ValueError(
-            f"{settings.describe()} in train_rl.py: it fills the batch up with fully masked rows, which would count as "
+            f"{policy.describe()} in train_rl.py: it fills the batch up with fully masked rows, which would count as "
             "rollouts. Add --loss-aggregation-units active."
         )
     if getattr(args, "check_for_spiky_loss", False):

@@ -40,16 +40,6 @@ class Mode:
     divisor: Literal["required", "optional", "refused"] = "optional"
     sums: Mapping[str, Sum] = field(default_factory=dict, hash=False)
 
-    def __call__(self, *inputs: Any) -> Weights:
-        """The function's weights; refuses a call of slime or miles, whose flag for a hook has the name of ours."""
-        if len(inputs) != 1:
-            raise TypeError(
-                f"the mode {self.name!r} called with {len(inputs)} arguments: it is a function of ModeInputs, and no "
-                "hook of slime or miles. Fold its weights into the advantages (fold_into_advantages), multiply them by "
-                "the global batch size, and use megatron_rl_loss.frameworks.slime.constant_1."
-            )
-        return self.function(*inputs)
-
 
 _NONE = Units()  # of a key that the totals do not know
 

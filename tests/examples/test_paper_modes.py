@@ -14,7 +14,7 @@ from ranks import run_ranks, start_process_group
 from repository import EXAMPLES
 from torch import Tensor
 
-from megatron_rl_loss import Samples, ZigzagTHD, plan_step, weights_column
+from megatron_rl_loss import Mode, Samples, ZigzagTHD, plan_step, weights_column
 from megatron_rl_loss.modes.function_paths import load_function
 
 sys.path.append(str(EXAMPLES / "recipes"))  # a launch from that folder has it first
@@ -89,7 +89,7 @@ RULES: dict[str, Rule] = {
 
 def mode_of(name: str) -> Any:
     flag = "--custom-pg-loss-reducer-function-path"
-    return load_function(f"paper_modes.{name}", flag, "it must be a function of ModeInputs", "Name one")
+    return load_function(f"paper_modes.{name}", flag, "it must be a mode", "Name one", Mode)
 
 
 def samples_of(chosen: Sequence[int], cp: int = 1) -> Samples:

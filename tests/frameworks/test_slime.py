@@ -255,11 +255,6 @@ def test_a_path_without_a_hook_names_the_way_out(name: str, way_out: str) -> Non
         load_function(f"megatron_rl_loss.frameworks.slime.{name}")
 
 
-def test_a_mode_that_their_flag_names_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"'by_length' called with 4 arguments: .*constant_1"):
-        BY_LENGTH([5], [3], MASKS, False)
-
-
 SOUND: Any = {"mode": "sample_mean", "cp_rank": 1, "cp_size": 2}
 test_make_hook_refuses = refusal_tests(
     refusals(

@@ -10,7 +10,7 @@ from repository import ROOT
 
 PACKAGE = "megatron_rl_loss"
 ORDER = ["errors", "step", "modes", "reduction", "losses", "logprobs", "plan"]
-ORDER += ["megatron", "frameworks", "audit", "doctor", "__main__"]
+ORDER += ["megatron", "frameworks", "audit", "__main__"]
 FILES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
     for path in (ROOT / PACKAGE).rglob("*.py")
