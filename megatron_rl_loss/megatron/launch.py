@@ -6,7 +6,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
@@ -33,9 +33,6 @@ from megatron_rl_loss.plan.returned import check_returned
 from megatron_rl_loss.reduction.tap import observe
 from megatron_rl_loss.step.collectives import attempt, world_rank
 from megatron_rl_loss.step.samples import Samples
-
-if TYPE_CHECKING:
-    from megatron_rl_loss.audit.megatron.interval import IntervalAudits
 
 logger = logging.getLogger(__name__)
 
@@ -194,7 +191,7 @@ class LossAggregation:
         return plan if computes_loss else Plan(None, plan.facts), of_chunks
 
 
-def _interval_audits(interval: int | None) -> "IntervalAudits | None":
+def _interval_audits(interval: int | None) -> Any:
     """Imported only where a launch asks for it: the audit imports this folder."""
     if interval is None:
         return None

@@ -1,4 +1,4 @@
-"""Where a token's weight is computed: the mask times what its mode says, for the tokens that this rank holds."""
+"""The weight of each token that this rank holds: its mask entry times the number that the mode returned."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any

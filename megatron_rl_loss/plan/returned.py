@@ -1,4 +1,4 @@
-"""What a loss function returned must be what its micro-batch handed out: another loss would train silently."""
+"""Checks that a loss function returned what its micro-batch handed out: another loss would train silently."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""What an optimizer step is made of: its samples, where their tokens lie, and how many there are in all."""
+"""The parts of an optimizer step: its samples, their layout, and the counts of the whole step."""
 
 from megatron_rl_loss import refuse_names
 from megatron_rl_loss.step.layouts import Contiguous, Gathered, Layout, ZigzagBSHD, ZigzagResponse, ZigzagTHD

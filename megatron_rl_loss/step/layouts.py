@@ -76,7 +76,7 @@ class Layout(ABC):
         return [(num_local_tokens,), (1, num_local_tokens)]
 
     def describe(self) -> str:
-        """What replicas must have alike."""
+        """The facts that replicas must have alike."""
         plain = {name: value for name, value in vars(self).items() if isinstance(value, int | str | list)}
         return f"{type(self).__name__} {self.total_tokens} {sorted(plain.items())}"
 

@@ -208,7 +208,7 @@ class Samples:
         return rank_in(group), size_of(group)
 
     def digest(self) -> bytes:
-        """Of masks, ids, layout, labels and tokens with their shape: equal where all of these are."""
+        """A hash of masks, ids, layout, labels and tokens with their shape."""
         digest = blake2b(repr(self.mask_lengths).encode(), digest_size=8)
         digest.update(b"" if self.layout is None else self.layout.describe().encode())
         for name, samples in [("", self), *sorted(self.by_mask.items())]:
@@ -282,7 +282,7 @@ class LocalTokens:
 
     @property
     def gradient_scale(self) -> int:
-        """What the gradient of a share must be multiplied by: a slicing gather loses that of the other copies."""
+        """The factor of a share's gradient: a slicing gather loses the gradients of the other copies."""
         layout = self.samples.layout
         return 1 if layout is None or layout.gather_sums_gradients else self.copies
 
@@ -330,7 +330,7 @@ class LocalTokens:
 
     @cached_property
     def counts(self) -> npt.NDArray[np.int64]:
-        """How many of these tokens go with each sample, in order, int64 [num_samples]."""
+        """The number of these tokens that each sample has, in order, int64 [num_samples]."""
         if not len(self.samples):
             return np.zeros(0, np.int64)
         begins, ends = np.array(self.pieces, np.int64).T
@@ -354,7 +354,7 @@ class LocalTokens:
 
     @cached_property
     def num_active(self) -> int:
-        """How many of these tokens have a nonzero mask."""
+        """The number of these tokens with a nonzero mask."""
         return int(np.count_nonzero(self.mask))
 
     def spread(self, of_samples: Array) -> Array:
