@@ -8,6 +8,7 @@ More layouts, where a loss is one policy loss: test_matrix.py.
 """
 
 import functools
+import importlib
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -23,7 +24,6 @@ from table_step import table_model as model_of
 from torch import Tensor
 
 from megatron_rl_loss import Metric, Term
-from megatron_rl_loss.modes.function_paths import load_function
 
 slow = pytest.mark.slow
 SAMPLES = step_samples(seed=1)
@@ -124,7 +124,7 @@ OWN: dict[str, Callable[[int], float]] = {
 
 
 def mode_of(name: str) -> Any:
-    return load_function(f"recipes.paper_modes:{name}", "--mode", "", "") if name in OWN else name
+    return getattr(importlib.import_module("recipes.paper_modes"), name) if name in OWN else name
 
 
 @dataclass(frozen=True)
