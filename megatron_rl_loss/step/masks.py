@@ -15,6 +15,7 @@ Mask = Tensor | Array | Sequence[float]
 
 #: Beyond these the float32 weight of a token could vanish or be infinite.
 SMALLEST, LARGEST = 1e-30, 1e30
+_ROUNDED = 1 + 1e-6
 _COMPLEX = {torch.complex32, torch.complex64, torch.complex128}
 
 
@@ -93,11 +94,12 @@ def _is_sound(mask: Array, largest: float) -> bool:
     """True if every entry is a usable weight; NaN is none."""
     if not mask.size:
         return True
-    in_range = mask.min() >= 0 and mask.max() <= mask.dtype.type(largest)
+    # float16 has no 1e30, float32 one that is rounded up
+    in_range = mask.min() >= 0 and float(mask.max()) <= largest * _ROUNDED
     return bool(in_range) and (largest == 1 or not ((mask < SMALLEST) & (mask != 0)).any())
 
 
 def _first_unsound(mask: Array) -> float:
     values, largest = mask.astype(np.float64), LARGEST if mask.dtype.kind == "f" else 1
-    sound = (values == 0) | ((values >= SMALLEST) & (values <= largest * (1 + 1e-6)))
+    sound = (values == 0) | ((values >= SMALLEST) & (values <= largest * _ROUNDED))
     return float(values[~sound][0])
