@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_rl_loss.audit.launch import add_audit_options, add_script, run_audit
-from megatron_rl_loss.doctor.report import run_doctor
 from megatron_rl_loss.errors import did_you_mean
 from megatron_rl_loss.modes.names import format_modes
 
@@ -27,8 +26,6 @@ def main() -> None:
     example = commands.add_parser("example", help="list the examples, or copy one out with the files it needs")
     example.add_argument("name", metavar="NAME", nargs="?", help="a file of the list, also without suffix or folder")
     example.add_argument("--to", metavar="FOLDER", type=Path, default=Path(), help="where to; default: here")
-    doctor = commands.add_parser("doctor", help="say which engines are installed and what their settings compute")
-    doctor.add_argument("--json", action="store_true", help="print plain data")
     audit = commands.add_parser("audit", help="run your training script until one step of it is measured")
     add_audit_options(audit)
     add_script(audit)
@@ -37,8 +34,6 @@ def main() -> None:
         sys.exit(run_audit(options))
     try:
         sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]  # a terminal may know ASCII alone
-        if options.command == "doctor":
-            sys.exit(run_doctor(options))
         if options.command == "modes":
             text = format_modes()
         elif options.name is None:

@@ -55,7 +55,7 @@ class LossModes:
                 )
             return self.terms.get(name, self.policy)
         is_peer = isinstance(mode, str) and ":" in mode
-        if divisor is None and mode in (self.policy.mode, self.policy.mode.name):
+        if divisor is None and mode in (self.policy.mode, self.policy.mode.name, self.policy.mode.function):
             divisor = self.policy.divisor
         try:
             return resolve(mode, divisor=divisor, units=units or (None if is_peer else self.policy.units))

@@ -1,4 +1,4 @@
-"""Where a token's weight is computed: the mask times what its mode says, for the tokens that this rank holds."""
+"""The weight of each token that this rank holds: its mask entry times the number that the mode returned."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -103,7 +103,7 @@ def rehearse(aggregation: Aggregation, samples: Samples) -> set[str]:
     """
     inputs = ModeInputs(aggregation.mode, samples, None, aggregation.divisor, aggregation.units)
     if len(samples):
-        _weigh(inputs, aggregation.mode, LocalTokens(samples, 1, [(0, samples.total_tokens)]))
+        _beside(aggregation.mode, inputs)  # of part of a step they need not be finite
     return inputs.asked
 
 
@@ -112,15 +112,8 @@ def weigh(aggregation: Aggregation, local: LocalTokens, totals: StepTotals) -> T
     if not len(local.samples):
         return torch.zeros(len(local), dtype=torch.float32, device="cpu")
     inputs = ModeInputs(aggregation.mode, local.samples, totals, aggregation.divisor, aggregation.units)
-    return _weigh(inputs, aggregation.mode, local)
-
-
-def _weigh(inputs: ModeInputs, mode: Mode, local: LocalTokens) -> Tensor:
-    with np.errstate(divide="ignore", invalid="ignore"):
-        beside = _beside(mode, mode.function(inputs), local.samples)
-        if beside.ndim == 2:
-            return _applied(local, local.of(beside[0]), f"the mode {mode.name!r}", per_token=True)
-        return _applied(local, beside, f"the mode {mode.name!r}")
+    beside, of = _beside(aggregation.mode, inputs), f"the mode {aggregation.mode.name!r}"
+    return _applied(local, beside, of) if beside.ndim == 1 else _applied(local, local.of(beside[0]), of, per_token=True)
 
 
 def unit_weights(local: LocalTokens, sizes: Sequence[float] | None = None) -> Tensor:
@@ -129,38 +122,45 @@ def unit_weights(local: LocalTokens, sizes: Sequence[float] | None = None) -> Te
     For a trainer that divides by that number itself. ``sizes``: D of each sample; None for its own mask sum.
     """
     of_samples = local.samples.mask_sums if sizes is None else np.asarray(sizes, np.float64)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return _applied(local, 1 / of_samples, "unit sizes")
+    with np.errstate(divide="ignore"):
+        beside = 1 / of_samples
+    return _applied(local, beside, "unit sizes")
 
 
+@np.errstate(all="ignore")  # what is not finite is refused
 def _applied(local: LocalTokens, beside: npt.NDArray[Any], of: str, *, per_token: bool = False) -> Tensor:
     """The mask times what is beside it, one per sample or per token, as float32 and shared by CP copies.
 
     Refuses weights of active tokens that are not finite, or that float32 rounds to 0.
     """
-    is_active = (local.mask if per_token else local.samples.mask_sums) != 0
-    exact = np.where(is_active, beside / local.copies, 0)
-    if not np.isfinite(rounded := exact.astype(np.float32)).all():
+    exact = beside / local.copies
+    exact[(local.mask if per_token else local.samples.mask_sums) == 0] = 0
+    rounded = exact.astype(np.float32)
+    of_tokens = rounded if per_token else local.spread(rounded)
+    weights = local.mask.astype(np.float32, copy=False) * of_tokens
+    is_finite, vanishes = np.isfinite(rounded).all(), ((np.abs(exact) < _TINY) & (exact != 0)).any()
+    if not local.samples.holds_flags:  # a product of two large or small numbers need not be what they are
+        is_finite &= np.isfinite(weights).all()
+        vanishes |= ((weights == 0) & (local.mask != 0) & (of_tokens != 0)).any()
+    if not is_finite:
         raise ValueError(
             f"token weights with NaN or Inf from {of}: they must be finite where a mask is not 0. Use 0 to leave "
             "tokens out."
         )
-    of_tokens = rounded if per_token else local.spread(rounded)
-    weights = local.mask.astype(np.float32, copy=False) * of_tokens
-    vanishes = ((np.abs(exact) < _TINY) & (exact != 0)).any()
-    if not local.samples.holds_flags:  # a product of two small numbers may vanish too
-        vanishes |= ((weights == 0) & (local.mask != 0) & (of_tokens != 0)).any()
     if vanishes:
         raise ValueError(
             f"a token weight from {of} that float32 rounds to 0: the token would silently not be trained. Use a "
             "smaller divisor, or masks that are not so small."
         )
-    return torch.from_numpy(weights)
+    with torch.inference_mode(False):  # they serve in training too
+        return torch.from_numpy(weights)
 
 
-def _beside(mode: Mode, returned: Any, samples: Samples) -> npt.NDArray[np.float64]:
-    """What a mode returned: one number per sample, [num_samples], or per token, [1, total_tokens]."""
-    if isinstance(returned, list | tuple) and all(getattr(row, "ndim", 0) == 1 for row in returned):
+@np.errstate(all="ignore")
+def _beside(mode: Mode, inputs: ModeInputs) -> npt.NDArray[np.float64]:
+    """Weights that a mode returns: one number per sample, [num_samples], or per token, [1, total_tokens]."""
+    returned, samples = mode.function(inputs), inputs.batch
+    if isinstance(returned, list | tuple) and all(np.ndim(row) == 1 for row in returned):
         return samples.in_buffer([to_array(row) for row in returned])[None]
     array = to_array(returned)
     if array.dtype.kind not in "fiu" or array.shape not in ((), (len(samples),)):
@@ -169,4 +169,4 @@ def _beside(mode: Mode, returned: Any, samples: Samples) -> npt.NDArray[np.float
             f"mask: a number, {len(samples)} numbers (one per sample), or a list of rows (one per sample, one weight "
             "per token). Leave the mask out, the library multiplies by it."
         )
-    return np.broadcast_to(array.astype(np.float64), len(samples))
+    return array.astype(np.float64) if array.ndim else np.full(len(samples), float(array))

@@ -59,7 +59,7 @@ def fold_into_advantages(
         )
     samples = Samples(loss_masks, **of_samples)
     check_one_each("advantages", len(advantages), "loss masks", len(samples))
-    rows = [torch.as_tensor(one).detach() for one in advantages]
+    rows = [one.detach() if isinstance(one, Tensor) else torch.tensor(one, device="cpu") for one in advantages]
     lengths = zip(rows, samples.mask_lengths, strict=True)
     flat = samples.in_buffer([row.expand(length) if row.dim() == 0 else row for row, length in lengths])
     flat = flat.to(torch.promote_types(flat.dtype, torch.float32))

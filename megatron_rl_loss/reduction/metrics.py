@@ -62,14 +62,14 @@ class Metric:
     def note(self, sums: Sequence[Tensor], reducer: WeightedSum) -> "Note":
         """The note of this rank's part, of the sums of its rows."""
         if self.kind not in ("min", "max"):
-            return Note(self.kind, torch.stack(list(sums)).double(), self.mask)
-        values = self.values.detach().reshape(-1).double() * (-1 if self.kind == "min" else 1)
+            return Note(self.kind, sums[0][None] if len(sums) == 1 else torch.stack(list(sums)), self.mask)
+        values = self.values.detach().reshape(-1).float() * (-1 if self.kind == "min" else 1)
         active = values.masked_fill(reducer.weights_on(values.device) == 0, -torch.inf)
         return Note(self.kind, torch.cat([active, values.new_full((1,), -torch.inf)]).amax()[None], self.mask)
 
 
 class Note(NamedTuple):
-    """A part of a step's value, from one micro-batch: float64 [1], of moments [3]; by one of the samples' masks."""
+    """A part of a step's value, from one micro-batch: float32 [1], of moments [3]; by one of the samples' masks."""
 
     kind: Kind
     part: Tensor
@@ -123,7 +123,7 @@ def reduce_notes(
             all_reduce(values, group, op)
     raise_together(float(sums[0]) > 0, failure, groups)
     of_each = dict(zip(of_sum, sums[1:].split([sizes[name] for name in of_sum]), strict=True))
-    of_each |= dict(zip(of_max, maxima.split(1), strict=True))
+    of_each |= {name: maxima[k : k + 1] for k, name in enumerate(of_max)}  # `split` makes one part of nothing
     return {name: _value(kind, of_each[name]).float() for name, kind, _ in known}
 
 

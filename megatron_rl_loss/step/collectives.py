@@ -93,7 +93,7 @@ def stated_dp_group(dp_group: Group | EllipsisType | None, what: str) -> Group |
 
 
 def device_of(group: Group) -> torch.device:
-    """Where the group's backends take tensors: the host if one of them does ("cpu:gloo,cuda:nccl")."""
+    """The device whose tensors the group's backends take: the host if one of them does ("cpu:gloo,cuda:nccl")."""
     devices = [one.partition(":")[0] for one in dist.get_backend_config(group).split(",")]
     if "cpu" in devices or not devices[0]:
         return torch.device("cpu")
@@ -108,25 +108,27 @@ def all_reduce(values: Tensor, group: Group | None, op: dist.ReduceOp.RedOpType 
         values.copy_(moved)
 
 
-def gather_rows(
-    rows: npt.NDArray[np.int64], group: Group | None, counts: Sequence[int] | None = None
-) -> npt.NDArray[np.int64]:
-    """Rows of all ranks, in rank order, from one all-gather.
+def all_gather_single(received: Tensor, sent: Tensor, group: Group) -> None:
+    """torch's, by the name that its version has."""
+    name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+    getattr(dist, name)(received, sent, group=group)
+
+
+def gather_rows(rows: npt.NDArray[np.int64], group: Group | None, most: int) -> npt.NDArray[np.int64]:
+    """Rows of all ranks, in rank order, from one all-gather; those of a rank with fewer than the most end with zeros.
 
     Args:
         rows: int64 [num_rows, num_columns]; the same number of columns on every rank.
-        counts: num_rows of each rank where they differ.
+        most: the largest num_rows of a rank.
     """
     if group is None or size_of(group) == 1:
         return rows
-    counts = [len(rows)] * size_of(group) if counts is None else counts
-    sent = torch.zeros(max(counts), rows.shape[1], dtype=torch.int64, device="cpu")
+    sent = torch.zeros(most, rows.shape[1], dtype=torch.int64, device="cpu")
     sent[: len(rows)] = torch.from_numpy(rows)
     sent = sent.to(device_of(group))
-    received = sent.new_empty(len(counts) * len(sent), rows.shape[1])
-    dist.all_gather_into_tensor(received, sent, group=group)
-    parts = received.cpu().numpy().reshape(len(counts), len(sent), -1)
-    return np.concatenate([part[:count] for part, count in zip(parts, counts, strict=True)])
+    received = sent.new_empty(size_of(group) * most, rows.shape[1])
+    all_gather_single(received, sent, group=group)
+    return received.cpu().numpy()
 
 
 def gather_objects(value: Result, group: Group) -> list[Result]:
@@ -145,7 +147,7 @@ def agree_on(mine: Collection[str], names: Sequence[str], groups: Sequence[Group
 
 
 def attempt(prepare: Callable[[], Result]) -> Result | Exception:
-    """What `prepare` returns, or raises: a failure that is to travel to the other ranks first."""
+    """The result of `prepare`, or its error, which is to travel to the other ranks first."""
     try:
         return prepare()
     except Exception as error:
@@ -179,7 +181,7 @@ def check_together(check: Callable[[], object], groups: Sequence[Group]) -> None
 
 
 def gather_parts(prepare: Callable[[], Result], group: Group | None) -> list[Result]:
-    """What `prepare` returns on each rank of the group; if any rank failed, all raise."""
+    """The results of `prepare` on each rank of the group; if any rank failed, all raise."""
     mine = attempt(prepare)
     failure = mine if isinstance(mine, Exception) else None
     groups = several(group)

@@ -15,7 +15,7 @@ from step_samples import dealt, step_samples
 from table_step import Batch, aggregation, logged_by_step, one_step, start, table_model
 
 from megatron_rl_loss import StepTotals, UnitCounts
-from megatron_rl_loss.megatron import next_microbatch
+from megatron_rl_loss import next_microbatch
 from megatron_rl_loss.reduction import Metric
 
 SAMPLES = step_samples(seed=1)

@@ -139,7 +139,7 @@ def errors(loop: str, tp: int = 1, planted: bool = False, verl: str = "") -> tup
     from logged_means import logged_means
 
     from megatron_rl_loss.audit.megatron import Audit
-    from megatron_rl_loss.megatron import plan_step
+    from megatron_rl_loss import plan_step
     from megatron_rl_loss.modes import vl_norm_undivided as vl_norm
 
     warnings.filterwarnings("error", message=".*hold samples with the same")
@@ -245,7 +245,7 @@ def test_a_sequence_counted_on_each_rank_of_its_group_is_seen() -> None:
 
 def refused() -> dict[str, str]:
     """On a rank: what is said of each wrong step."""
-    from megatron_rl_loss.megatron import plan_step
+    from megatron_rl_loss import plan_step
 
     state, dp_cp, group_of = start_dynamic()
     model = table_model(TABLE, per_token=True)

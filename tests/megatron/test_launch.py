@@ -21,7 +21,7 @@ from step_samples import step_samples
 from table_step import Batch, aggregation, logged_by_step, start, table_model
 
 from megatron_rl_loss import Samples, StepTotals, ZigzagTHD, make_pg_loss_reducer
-from megatron_rl_loss.megatron import AggregationSettings, LossAggregation
+from megatron_rl_loss import AggregationSettings, LossAggregation
 from megatron_rl_loss.plan import plan_step
 
 SAMPLES = step_samples(seed=1)
