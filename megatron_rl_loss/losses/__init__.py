@@ -15,7 +15,7 @@ from megatron_rl_loss.losses.by_name import POLICY_LOSSES, check_goes_with, poli
 from megatron_rl_loss.losses.off_policy import importance_weights, keep_sequences, surviving_masks
 from megatron_rl_loss.losses.scans import segment_scan
 from megatron_rl_loss.losses.segments import segment_mean, segment_sum, to_tokens
-from megatron_rl_loss.losses.sequence import gmpo_loss, gspo_loss, gspo_token_loss
+from megatron_rl_loss.losses.sequence import gmpo_loss, gspo_loss
 from megatron_rl_loss.losses.token import cispo_loss, dppo_loss, kl_estimate, ppo_clip_loss, sapo_loss, value_loss
 
 __all__ = [
@@ -28,7 +28,6 @@ __all__ = [
     "gmpo_loss",
     "group_relative_advantages",
     "gspo_loss",
-    "gspo_token_loss",
     "importance_weights",
     "keep_sequences",
     "kl_estimate",

@@ -1,6 +1,7 @@
 """Advantages: of samples within their prompt groups, of tokens by a critic or a teacher; and whitening."""
 
 import warnings
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -12,13 +13,15 @@ from megatron_rl_loss.losses.ratio import at_least_float32, check_shape, masked
 from megatron_rl_loss.losses.scans import segment_scan
 from megatron_rl_loss.step.collectives import Group, gather_parts, rank_in
 from megatron_rl_loss.step.ids import Ids, Keys, as_ids
-from megatron_rl_loss.step.masks import Array, Floats
+from megatron_rl_loss.step.masks import Array, Floats, to_array
 from megatron_rl_loss.step.values import check_values
+
+Rewards = Tensor | Array | Sequence[float]
 
 
 @torch.inference_mode(False)
 def group_relative_advantages(
-    rewards: Tensor,
+    rewards: Rewards,
     prompt_ids: Ids,
     *,
     rollout_ids: Ids | None = None,
@@ -36,15 +39,14 @@ def group_relative_advantages(
     where all rewards are equal within their groups, so that all advantages are 0.
 
     Args:
-        rewards: float [num_samples].
+        rewards: [num_samples], a tensor, array or list.
         prompt_ids: one id (int or str) per sample.
         rollout_ids: one id per sample where several samples are parts of one rollout. The rollout then counts once in
             its group, and its samples share its advantage.
         dp_group: the data-parallel group, where a prompt's samples lie on several of its ranks; all call it together.
 
-    Returns float32 [num_samples], on the rewards' device. Raises TypeError for rewards that are no tensor, ValueError
-    for rewards that are not 1-D and finite, do not match the ids, or differ within a rollout, and for an epsilon that
-    is not above 0.
+    Returns float32 [num_samples], on the rewards' device. Raises ValueError for rewards that are not 1-D and finite, do
+    not match the ids, or differ within a rollout, and for an epsilon that is not above 0.
     Source: GRPO, arXiv:2402.03300 section 4.1.2; without std, Dr. GRPO, arXiv:2503.20783 section 3.
     """
     if normalize_by_std:
@@ -58,7 +60,7 @@ def group_relative_advantages(
 
 @torch.inference_mode(False)
 def rloo_advantages(
-    rewards: Tensor, prompt_ids: Ids, *, rollout_ids: Ids | None = None, dp_group: Group | None = None
+    rewards: Rewards, prompt_ids: Ids, *, rollout_ids: Ids | None = None, dp_group: Group | None = None
 ) -> Tensor:
     """``A_i = r_i - mean of the other rewards of its prompt group``, the leave-one-out baseline; 0 in a group of one.
 
@@ -75,16 +77,20 @@ def rloo_advantages(
 class _Groups:
     """The rewards of all ranks in float64, the sums over their groups, and which of them are this rank's."""
 
-    def __init__(self, rewards: Tensor, prompt_ids: Ids, rollout_ids: Ids | None, dp_group: Group | None) -> None:
+    def __init__(self, rewards: Rewards, prompt_ids: Ids, rollout_ids: Ids | None, dp_group: Group | None) -> None:
         def prepare() -> tuple[Floats, Keys, Keys]:
-            _check_rewards(rewards)
-            prompts = as_ids("prompt_ids", prompt_ids, len(rewards))
-            rollouts = prompts if rollout_ids is None else as_ids("rollout_ids", rollout_ids, len(rewards))
-            return rewards.double().numpy(force=True), prompts, rollouts
+            mine = to_array(rewards).astype(np.float64)
+            if mine.ndim != 1 or not np.isfinite(mine).all():
+                raise ValueError(
+                    f"rewards of shape {mine.shape}: they must be 1-D and finite. Pass one finite reward per sample."
+                )
+            prompts = as_ids("prompt_ids", prompt_ids, len(mine))
+            return mine, prompts, prompts if rollout_ids is None else as_ids("rollout_ids", rollout_ids, len(mine))
 
         parts = gather_parts(prepare, dp_group)
         begin = sum(len(part[0]) for part in parts[: rank_in(dp_group)])
-        self._mine, self._device = slice(begin, begin + len(rewards)), rewards.device
+        self._mine = slice(begin, begin + len(rewards))
+        self._device = rewards.device if isinstance(rewards, Tensor) else torch.device("cpu")
         exact, prompts, rollouts = map(np.concatenate, zip(*parts, strict=True))
         self._group = np.unique(prompts, return_inverse=True)[1]
         self._counts = np.ones(len(exact)) if rollout_ids is None else _share_of_rollout(exact, prompts, rollouts)
@@ -100,18 +106,6 @@ class _Groups:
 
     def mine(self, values: Floats) -> Tensor:
         return torch.from_numpy(values[self._mine]).float().to(self._device)
-
-
-def _check_rewards(rewards: object) -> None:
-    if not isinstance(rewards, Tensor):
-        raise TypeError(
-            f"rewards is a {type(rewards).__name__}: it must be a tensor, one entry per sample. Wrap it in "
-            "torch.tensor."
-        )
-    if rewards.dim() != 1 or not bool(torch.isfinite(rewards).all()):
-        raise ValueError(
-            f"rewards of shape {tuple(rewards.shape)}: they must be 1-D and finite. Pass one finite reward per sample."
-        )
 
 
 def _share_of_rollout(rewards: Floats, prompts: Keys, ids: Keys) -> Floats:
@@ -142,13 +136,7 @@ def distillation_advantages(log_probs: Tensor, teacher_log_probs: Tensor) -> Ten
 
 @torch.inference_mode(False)
 def gae(
-    rewards: Tensor,
-    values: Tensor,
-    local: Place,
-    cp_group: Group | None = None,
-    *,
-    gamma: float = 1.0,
-    lam: float = 0.95,
+    rewards: Tensor, values: Tensor, local: Place, cp_group: Group | None = None, *, gamma: float = 1, lam: float = 0.95
 ) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimates of tokens by a critic, and returns: ``A_t = delta_t + gamma lam A_{t+1}``.
 

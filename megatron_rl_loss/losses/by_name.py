@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_rl_loss.errors import check_choice
 from megatron_rl_loss.losses.ratio import Masked, PolicyLoss
-from megatron_rl_loss.losses.sequence import gmpo_loss, gspo_loss, gspo_token_loss
+from megatron_rl_loss.losses.sequence import gmpo_loss, gspo_loss
 from megatron_rl_loss.losses.token import cispo_loss, dppo_loss, ppo_clip_loss, sapo_loss
 from megatron_rl_loss.modes.names import Aggregation
 from megatron_rl_loss.modes.table import Mode
@@ -44,9 +44,9 @@ _ROWS = (
     NamedLoss("sapo", sapo_loss),
     NamedLoss("dppo_tv", partial(dppo_loss, divergence="tv")),
     NamedLoss("dppo_kl", partial(dppo_loss, divergence="kl")),
-    NamedLoss("gspo", gspo_loss, True, "sample_mean"),
-    NamedLoss("gspo_token", gspo_token_loss, True),
-    NamedLoss("luspo", gspo_loss, True, "constant", 1),
+    NamedLoss("gspo", partial(gspo_loss, level="sequence"), True, "sample_mean"),
+    NamedLoss("gspo_token", partial(gspo_loss, level="token"), True),
+    NamedLoss("luspo", partial(gspo_loss, level="sequence"), True, "constant", 1),
     NamedLoss("gmpo", gmpo_loss, True, "sample_mean"),
 )
 POLICY_LOSSES = {loss.name: loss for loss in _ROWS}

@@ -106,7 +106,7 @@ class Given:
             check_shape("importance_weights", importance_weights, log_probs, broadcasts=True)
             factors.append(importance_weights.detach())
         log_probs, old, advantages, *weights = masked(local, log_probs, *factors)
-        _check_log_probs(log_probs.detach(), old)
+        _check_log_probs(log_probs=log_probs.detach(), old_log_probs=old)
         log_ratio = log_probs - old
         if weights:  # else 0 * inf of a rejected token would be NaN
             log_ratio = log_ratio.masked_fill((weights[0] == 0) & ~log_ratio.isfinite(), 0)
@@ -160,20 +160,12 @@ def check_shape(name: str, factor: Tensor, values: Tensor, *, broadcasts: bool =
         )
 
 
-def _check_log_probs(log_probs: Tensor, old_log_probs: Tensor) -> None:
-    if not log_probs.numel() or torch.compiler.is_compiling():
-        return
-    highest = torch.maximum(log_probs, old_log_probs).amax()
-
-    def given() -> str:
-        wrong = log_probs.amax() > _HIGHEST_LOG_PROB
-        name, values = ("log_probs", log_probs) if wrong else ("old_log_probs", old_log_probs)
-        share = float((values > 0).float().mean())
-        return f"{name} with values up to {float(values.amax()):.3g}, {share:.0%} of them above 0"
-
-    require(
-        ~(highest > _HIGHEST_LOG_PROB),  # NaN passes: masked tokens may have it
-        given,
-        "log-probs are 0 at the most. Megatron's loss is minus the log-prob: pass -loss, and look at the order of the "
-        "arguments: advantages come third.",
-    )
+def _check_log_probs(**given: Tensor) -> None:
+    for name, values in given.items():
+        if values.numel() and not torch.compiler.is_compiling():
+            require(
+                ~(values.amax() > _HIGHEST_LOG_PROB),  # NaN passes
+                lambda: f"{name} with values up to {values.amax():.3g}",  # noqa: B023
+                "log-probs are 0 at the most. Megatron's loss is minus the log-prob: pass -loss, and look at the order "
+                "of the arguments: advantages come third.",
+            )

@@ -6,14 +6,17 @@ alone: a rejected token counts in its sequence's ratio, unless its own is infini
 """
 
 import math
+from typing import Literal, get_args
 
 from torch import Tensor
 
-from megatron_rl_loss.errors import check_within
+from megatron_rl_loss.errors import check_choice, check_within
 from megatron_rl_loss.losses.place import Place
 from megatron_rl_loss.losses.ratio import Given, PolicyLoss, RatioBounds
 from megatron_rl_loss.losses.segments import segment_mean, to_tokens
 from megatron_rl_loss.step.collectives import Group
+
+Level = Literal["sequence", "token"]
 
 
 def gspo_loss(
@@ -23,6 +26,7 @@ def gspo_loss(
     local: Place,
     cp_group: Group | None = None,
     *,
+    level: Level = "sequence",
     clip_low: float = 3e-4,
     clip_high: float | None = 4e-4,
     importance_weights: Tensor | None = None,
@@ -38,43 +42,25 @@ def gspo_loss(
         log_probs, old_log_probs, advantages, clip_low, clip_high, importance_weights: as in `ppo_clip_loss`; the clip
             range is that of s_i, much narrower than a token's.
         local, cp_group, per: as in `segment_mean`.
+        level: ``token`` for GSPO-token, ``s_it = sg(s_i) * pi_t / sg(pi_t)``: the same value, and a gradient that stays
+            with the token, which takes no collective. Advantages may then differ by token; with one per sequence the
+            gradient under ``sample_mean`` is GSPO's.
         mean_log_ratio: `segment_mean` of ``log_probs - old_log_probs``, [num_samples], if you have computed it together
             with other statistics in one collective.
 
-    Raises ValueError as `ppo_clip_loss` and `segment_mean`.
-    Source: GSPO, arXiv:2507.18071 eq. 5 to 7; LUSPO, arXiv:2602.05261 eq. 7.
+    Raises ValueError as `ppo_clip_loss` and `segment_mean`, and for an unknown level.
+    Source: GSPO, arXiv:2507.18071 eq. 5 to 7, 13 and 14; LUSPO, arXiv:2602.05261 eq. 7.
     """
+    check_choice("level of GSPO", level, get_args(Level))
     given = Given.of(log_probs, old_log_probs, advantages, importance_weights, local)
-    bounds = RatioBounds.around_1(clip_low, clip_high)
+    bounds, by_token = RatioBounds.around_1(clip_low, clip_high), level == "token"
     if mean_log_ratio is None:
-        mean_log_ratio = segment_mean(given.log_ratio, local, cp_group, per=per)
-    return bounds.surrogate(given, to_tokens(mean_log_ratio, local).view(log_probs.shape))
-
-
-def gspo_token_loss(
-    log_probs: Tensor,
-    old_log_probs: Tensor,
-    advantages: Tensor,
-    local: Place,
-    cp_group: Group | None = None,
-    *,
-    clip_low: float = 3e-4,
-    clip_high: float | None = 4e-4,
-    importance_weights: Tensor | None = None,
-    mean_log_ratio: Tensor | None = None,
-    per: str = "sample",
-) -> PolicyLoss:
-    """`gspo_loss` with ``s_it = sg(s_i) * pi_t / sg(pi_t)``: the same value, and a gradient that stays with the token.
-
-    With one advantage per sequence its gradient under ``sample_mean`` is GSPO's; advantages may differ by token. Takes
-    no collective backward. Source: GSPO, arXiv:2507.18071 eq. 13 and 14.
-    """
-    given = Given.of(log_probs, old_log_probs, advantages, importance_weights, local)
-    bounds = RatioBounds.around_1(clip_low, clip_high)
-    if mean_log_ratio is None:
-        mean_log_ratio = segment_mean(given.log_ratio.detach(), local, cp_group, per=per)
-    of_sequence = to_tokens(mean_log_ratio.detach(), local).view(log_probs.shape)
-    return bounds.surrogate(given, of_sequence + (given.log_probs - given.log_probs.detach()))
+        log_ratio = given.log_ratio.detach() if by_token else given.log_ratio
+        mean_log_ratio = segment_mean(log_ratio, local, cp_group, per=per)
+    of_sequence = to_tokens(mean_log_ratio.detach() if by_token else mean_log_ratio, local).view(log_probs.shape)
+    if by_token:
+        of_sequence = of_sequence + (given.log_probs - given.log_probs.detach())
+    return bounds.surrogate(given, of_sequence)
 
 
 def gmpo_loss(

@@ -44,7 +44,7 @@ def ppo_clip_loss(
         local: the `Microbatch`, this rank's tokens of it, or the mask of the tokens in the shape of the log-probs.
         clip_low, clip_high: clip range below and above 1; `clip_high` defaults to `clip_low` (DAPO: 0.28).
         dual_clip: c (3.0 in the paper), or None for none.
-        importance_weights: the factor w, detached here, e.g. `importance_weights`; None for 1.
+        importance_weights: the factor w, detached here; None for 1.
 
     Raises ValueError for log-probs of different shapes; factors that do not broadcast to them; values above 0.1, which
     are no log-probs (a device stops at them later); advantages that require grad; ``clip_low`` outside (0, 1];
@@ -162,12 +162,7 @@ def _binary_kl(before: Tensor, now: Tensor) -> Tensor:
 
 
 def value_loss(
-    values: Tensor,
-    returns: Tensor,
-    local: Masked,
-    *,
-    old_values: Tensor | None = None,
-    clip: float | None = None,
+    values: Tensor, returns: Tensor, local: Masked, *, old_values: Tensor | None = None, clip: float | None = None
 ) -> Tensor:
     """A critic's loss, one value per token: ``max((v - R)^2, (clip(v, old - clip, old + clip) - R)^2) / 2``.
 
@@ -195,13 +190,7 @@ def value_loss(
     return square / 2
 
 
-def kl_estimate(
-    log_probs: Tensor,
-    ref_log_probs: Tensor,
-    local: Masked,
-    *,
-    estimator: KlEstimator = "k3",
-) -> Tensor:
+def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, local: Masked, *, estimator: KlEstimator = "k3") -> Tensor:
     """Estimate of KL(policy || reference) per token, from the policy's samples; ``d = log_probs - ref_log_probs``.
 
     ``k1 = d`` (unbiased, may be negative), ``k2 = d^2 / 2`` (biased), ``k3 = exp(-d) - 1 + d`` (unbiased, >= 0).

@@ -121,8 +121,9 @@ class WeightedSum:
     def weights_on(self, device: torch.device) -> Tensor:
         """The weights, moved to the device once."""
         if self.weights.device != device:
-            with torch.inference_mode(False):  # they serve in training too, and nobody changes their host memory
-                self.weights = self.weights.to(device, non_blocking=True)
+            with torch.inference_mode(False):  # they serve in training too
+                # Nobody changes them on the host while they are copied; from a device the host has to wait.
+                self.weights = self.weights.to(device, non_blocking=self.weights.is_cpu)
         return self.weights
 
     def report_not_finite(self, what: str, values: Tensor) -> None:

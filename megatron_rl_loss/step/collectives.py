@@ -108,25 +108,27 @@ def all_reduce(values: Tensor, group: Group | None, op: dist.ReduceOp.RedOpType 
         values.copy_(moved)
 
 
-def gather_rows(
-    rows: npt.NDArray[np.int64], group: Group | None, counts: Sequence[int] | None = None
-) -> npt.NDArray[np.int64]:
-    """Rows of all ranks, in rank order, from one all-gather.
+def all_gather_single(received: Tensor, sent: Tensor, group: Group) -> None:
+    """torch's, by the name that its version has."""
+    name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+    getattr(dist, name)(received, sent, group=group)
+
+
+def gather_rows(rows: npt.NDArray[np.int64], group: Group | None, most: int) -> npt.NDArray[np.int64]:
+    """Rows of all ranks, in rank order, from one all-gather; those of a rank with fewer than the most end with zeros.
 
     Args:
         rows: int64 [num_rows, num_columns]; the same number of columns on every rank.
-        counts: num_rows of each rank where they differ.
+        most: the largest num_rows of a rank.
     """
     if group is None or size_of(group) == 1:
         return rows
-    counts = [len(rows)] * size_of(group) if counts is None else counts
-    sent = torch.zeros(max(counts), rows.shape[1], dtype=torch.int64, device="cpu")
+    sent = torch.zeros(most, rows.shape[1], dtype=torch.int64, device="cpu")
     sent[: len(rows)] = torch.from_numpy(rows)
     sent = sent.to(device_of(group))
-    received = sent.new_empty(len(counts) * len(sent), rows.shape[1])
-    dist.all_gather_into_tensor(received, sent, group=group)
-    parts = received.cpu().numpy().reshape(len(counts), len(sent), -1)
-    return np.concatenate([part[:count] for part, count in zip(parts, counts, strict=True)])
+    received = sent.new_empty(size_of(group) * most, rows.shape[1])
+    all_gather_single(received, sent, group=group)
+    return received.cpu().numpy()
 
 
 def gather_objects(value: Result, group: Group) -> list[Result]:

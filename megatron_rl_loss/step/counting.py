@@ -93,16 +93,17 @@ def gather_counts(
     mine = hashed(settings, 48)
     held.header["failed"], held.header["settings"] = failure is not None, mine
     header = np.array([[held.header[name] for name in _HEADER]], np.float64)
-    of_ranks = dict(zip(_HEADER, gather_rows(header.view(np.int64), over_dp).view(np.float64).T, strict=True))
+    of_ranks = dict(zip(_HEADER, gather_rows(header.view(np.int64), over_dp, 1).view(np.float64).T, strict=True))
     failed, rows = bool(of_ranks["failed"].any()), held.rows
     if not failed:
         failure, failed = _disagreement(of_ranks, held, settings)
     if not failed and of_ranks["num_rows"].any():
-        rows = gather_rows(rows, over_dp, of_ranks["num_rows"].astype(int).tolist())
+        rows = gather_rows(rows, over_dp, int(of_ranks["num_rows"].max()))
     counts, has_clash = _sum_rows(rows, held.kinds, 1 + len(masks), sums)
     if has_clash and not failed:
         failed, failure = True, _two_prompts()
-    data = np.concatenate([of_ranks["data"], of_ranks["kinds"]]).tobytes() + rows.tobytes()
+    # Rows are made of the data, but for what the functions of declared sums return.
+    data = np.concatenate([of_ranks["data"], of_ranks["kinds"]]).tobytes() + (rows.tobytes() if sums else b"")
     digest, has_data = int.from_bytes(blake2b(data, digest_size=6).digest(), "little"), bool(of_ranks["has_data"].any())
     of_stage = [has_data, of_ranks["has_cp_groups"].max(), digest, -digest, counts[0].step_active_tokens]
     if not has_data:

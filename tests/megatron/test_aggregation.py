@@ -22,9 +22,7 @@ from table_step import Batch, aggregation, logged_by_step, relative_error, run_s
 from table_step import table_model as model_of
 from torch import Tensor
 
-from megatron_rl_loss.modes.papers import adapter_token_mean, balanced
-from megatron_rl_loss.modes.papers import vl_norm_undivided as vl_norm
-from megatron_rl_loss.reduction import Metric, Term
+from megatron_rl_loss import Metric, Term
 
 slow = pytest.mark.slow
 SAMPLES = step_samples(seed=1)

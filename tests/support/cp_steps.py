@@ -1,8 +1,8 @@
 """Steps on real context-parallel (CP) groups over gloo: token losses and their gradient, to be compared with float64.
 
 Four ranks hold a step: 4 / cp_size data-parallel ranks of two micro-batches each, laid out by `placements`, so that the
-oracle says which tokens a rank holds. A loss is a function of a micro-batch's tokens, here and in the oracle; the step's
-is the sum of its tokens' times fixed coefficients and mask entries. All in float64.
+oracle says which tokens a rank holds. A loss is a function of a micro-batch's tokens, here and in the oracle; the
+step's is the sum of its tokens' times fixed coefficients and mask entries. All in float64.
 """
 
 import itertools
@@ -56,7 +56,7 @@ def rollouts(seed: int = 3) -> list[Rollout]:
             return torch.tensor([rng.uniform(low, high) for _ in range(length)])
 
         old = drawn(-4, -1)
-        width = rng.choice([0.002, 0.1, 0.8])  # GSPO's ranges are narrow, PPO's are not
+        width = rng.choice([0.002, 0.1, 0.8, 2])  # GSPO's ranges are narrow, PPO's are not
         values = {
             "log_probs": old + drawn(-width, width) + rng.uniform(-width, width) / 3,
             "old_log_probs": old,

@@ -124,16 +124,16 @@ def run_case(layout: Layout, case: Case, rollouts: Sequence[Rollout], attention:
             chunk.output_layer.gradient_accumulation_fusion = True
     processor = {"output_processor": OutputHead(chunk_tokens=3, entropy=True)} if head else {}
 
-    def losses_of(log_probs: Tensor, _: Any, old_log_probs: Tensor, advantages: Tensor) -> Any:
+    def losses_of(log_probs: Tensor, _: Any, old_log_probs: Tensor, advantages: Tensor, mask: Tensor) -> Any:
         clip = {"clip_low": gpt_oracle.CLIP_LOW, "clip_high": gpt_oracle.CLIP_HIGH}
-        policy = ppo_clip_loss(log_probs, old_log_probs, advantages, **clip)
+        policy = ppo_clip_loss(log_probs, old_log_probs, advantages, mask, **clip)
         return policy.per_token_loss, {"clip_fraction": policy.clipped, "ppo_kl": policy.ppo_kl}
 
     def forward_step(iterator: Iterator[Any], model: Any) -> Any:
         given = next(iterator)
         microbatch = given[1] if planned else given
         batch: Batch = given[0] if planned else given.data
-        inputs = {"old_log_probs": batch.old_log_probs, "advantages": batch.advantages}
+        inputs = {"old_log_probs": batch.old_log_probs, "advantages": batch.advantages, "mask": batch.mask}
         context: Any = {}
         if "one pass" in head:
             folded = Folded.of(microbatch, losses_of, inputs, mask=batch.mask)

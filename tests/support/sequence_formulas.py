@@ -31,8 +31,29 @@ def surrogate(ratio: Tensor, advantages: Tensor, low: float, high: float, dual: 
     return loss
 
 
-def ppo(v: Values, m: Tensor) -> Tensor:
-    return surrogate(log_ratio(v).exp(), v["token_advantages"], 0.2, 0.28, 1.5)
+def ppo(v: Values, m: Tensor, low: float = 0.2, high: float = 0.28, dual: float | None = 1.5) -> Tensor:
+    return surrogate(log_ratio(v).exp(), v["token_advantages"], low, high, dual)
+
+
+def cispo(v: Values, m: Tensor, low: float = 0.2, high: float = 0.28) -> Tensor:
+    return -log_ratio(v).detach().exp().clamp(1 - low, 1 + high) * v["token_advantages"] * v["log_probs"]
+
+
+def sapo(v: Values, m: Tensor, positive: float = 1.0, negative: float = 1.05) -> Tensor:
+    tau = negative + (positive - negative) * (v["token_advantages"] > 0).double()
+    return -v["token_advantages"] * torch.sigmoid(tau * (log_ratio(v).exp() - 1)) * 4 / tau
+
+
+def dppo(v: Values, m: Tensor, divergence: str, threshold: float) -> Tensor:
+    p, q, a = v["log_probs"].detach().exp(), v["old_log_probs"].exp(), v["token_advantages"]
+    far = (p - q).abs() if divergence == "tv" else q * (q / p).log() + (1 - q) * ((1 - q) / (1 - p)).log()
+    return torch.where((far > threshold) & (a * (p - q) > 0), 0, -a * log_ratio(v).exp())
+
+
+def critic(v: Values, m: Tensor, clip: float) -> Tensor:
+    value, old, target = v["log_probs"], v["old_log_probs"], v["rollout_log_probs"]
+    bounded = torch.where((value - old).abs() > clip, old + clip * (value - old).sign(), value)
+    return torch.maximum((value - target) ** 2, (bounded - target) ** 2) / 2
 
 
 def gspo(v: Values, m: Tensor) -> Tensor:

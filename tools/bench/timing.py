@@ -33,7 +33,9 @@ PEERS = {
     "slime": (SLIME, "slime.backends.megatron_utils.cp_utils", "slime.utils.ppo_utils"),
     "miles": (MILES, "miles.backends.training_utils.cp_utils", "miles.backends.training_utils.loss_hub.math_utils"),
 }
-COUNTED = ("all_reduce", "all_to_all_single", "all_gather_object", "all_gather", "broadcast", "batch_isend_irecv")
+#: By the name that torch's version has.
+ALL_GATHERS = [name for name in ("all_gather_single", "all_gather_into_tensor") if hasattr(dist, name)][:1]
+COUNTED = ("all_reduce", *ALL_GATHERS, "all_to_all_single", "all_gather_object", "all_gather", "broadcast")
 
 
 def flags(doc: str | None, *peers: str) -> argparse.ArgumentParser:
@@ -129,20 +131,14 @@ def keep_freed_memory() -> None:
 
 
 def count_collectives() -> dict[str, int]:
-    """Wrap torch's collectives; the dict counts calls, messages and bytes from now on."""
-    seen = {"calls": 0, "messages": 0, "bytes": 0}
+    """Wrap torch's collectives; the dict counts calls and bytes sent from now on."""
+    seen = {"calls": 0, "bytes": 0}
     for name in COUNTED:
-        original = getattr(dist, name)
+        original, sent = getattr(dist, name), int(name in ("all_to_all_single", *ALL_GATHERS))
 
-        def counted(*args: Any, original: Any = original, name: str = name, **kwargs: Any) -> Any:
-            sent = [args[1] if name == "all_to_all_single" else args[0]]
-            messages = kwargs["group"].size() - 1 if name == "all_to_all_single" else 0
-            if name == "batch_isend_irecv":
-                sent = [swap.tensor for swap in args[0] if swap.op is dist.isend]
-                messages = len(sent)
+        def counted(*args: Any, original: Any = original, sent: int = sent, **kwargs: Any) -> Any:
             seen["calls"] += 1
-            seen["messages"] += messages
-            seen["bytes"] += sum(one.numel() * one.element_size() for one in sent)
+            seen["bytes"] += args[sent].numel() * args[sent].element_size()
             return original(*args, **kwargs)
 
         setattr(dist, name, counted)

@@ -1,104 +1,109 @@
 """What the totals of a step cost as data parallelism (DP) grows: bytes, collectives and time.
 
-    python tools/bench/totals.py --out docs/bench       # 1, 2, 4 and 8 ranks, gloo
+    python tools/bench/totals.py --out docs/bench       # 1, 2, 4 and 8 ranks over gloo, and one of 10,000
     python tools/bench/totals.py --device cuda --ranks 1 2      # a GPU per rank and NCCL
-    python tools/bench/totals.py --hops --ranks 16 64           # straight and as a grid: totals-hops
 
-Bytes are what one rank hands to collectives, the largest rank's; messages, what it sends to other ranks in all-to-alls.
-Times are those of the slowest rank in its fastest round, in milliseconds; with more ranks than cores they mostly show
-the machine. Masks are short, so that little else is timed. ``--hops`` adds a rank among 10,000 that do not exist: it
-gets back what it sends. Its time is the CPU time of the host; messages are to be added, at the network's price.
+Bytes are what one rank hands to collectives, and what it gets back. Times are those of the slowest rank in its fastest
+round, in milliseconds; with more ranks than cores they mostly show the machine. Masks are short, so that little else is
+timed. The rank of 10,000 is alone, with the others' rows in memory: its time is the CPU time of the host.
 """
 
 import time
-from collections import namedtuple
 from collections.abc import Callable, Sequence
-from itertools import pairwise, product
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import torch
 import torch.distributed as dist
-from timing import BACKENDS, COUNTED, count_collectives, flags, on_ranks, publish, synchronize
+from timing import ALL_GATHERS, BACKENDS, count_collectives, flags, on_ranks, publish, synchronize
 
-from megatron_rl_loss import StepTotals
-from megatron_rl_loss.step import collectives
+from megatron_rl_loss import Samples
+from megatron_rl_loss.step import collectives, counting
+from megatron_rl_loss.step.collectives import StepGroups
+from megatron_rl_loss.step.ids import hashed
+from megatron_rl_loss.step.totals import count_step
 
-#: Ranks that rows go to straight, by the name of the way.
-WAYS = {"as it is": collectives.ONE_HOP_RANKS, "straight": 2**31, "grid": 1}
-Case = tuple[bool, int, str]  # with ids, samples a rank, way
+Case = tuple[bool, int]  # with ids, samples a rank
+SIMULATED, SAMPLES = 10_000, 16
 
 
-def measure(rank: int, cases: list[Case], repeats: int, device: str) -> list[tuple[float, int, int, int]]:
-    """On a rank: of each case milliseconds of the fastest round, and its calls, messages and bytes."""
-    seen = count_collectives()
-    return [time_case(case, rank, dist.group.WORLD, seen, repeats, device) for case in cases]
+def samples_of(rank: int, ranks: int, case: Case, device: str = "cpu") -> list[Samples]:
+    """Prompt groups of eight, split over ranks: every rank holds a part of many groups."""
+    with_ids, number = case
+    rollouts = [i * ranks + rank for i in range(number)]
+    ids: Any = {"rollout_ids": rollouts, "prompt_ids": [one // 8 for one in rollouts]} if with_ids else {}
+    return [Samples([torch.ones(16, device=device)] * number, **ids)]
+
+
+def measure(rank: int, cases: list[Case], repeats: int, device: str) -> list[tuple[float, int, int]]:
+    """On a rank: of each case milliseconds of the fastest round, and its calls and bytes."""
+    seen, group = count_collectives(), dist.group.WORLD
+
+    def describe(case: Case) -> list[Samples]:
+        made = samples_of(rank, dist.get_world_size(), case, device)
+        dist.barrier()
+        return made
+
+    return [time_case(lambda case=case: describe(case), group, seen, repeats, device) for case in cases]  # type: ignore[misc]
 
 
 def time_case(
-    case: Case,
-    rank: int,
+    describe: Callable[[], list[Samples]],
     group: Any,
     seen: dict[str, int],
     repeats: int,
-    device: str,
+    device: str = "cpu",
     clock: Callable[[], float] = time.perf_counter,
-) -> tuple[float, int, int, int]:
-    with_ids, samples, way = case
-    collectives.ONE_HOP_RANKS = WAYS[way]
-    masks = [torch.ones(16, device=device)] * samples
-    # Prompt groups of eight, split over ranks: every rank holds a part of every second group.
-    rollouts = [i * group.size() + rank for i in range(samples)]
-    ids: Any = {"rollout_ids": rollouts, "prompt_ids": [rollout // 8 for rollout in rollouts]} if with_ids else {}
+) -> tuple[float, int, int]:
     times = []
     for _ in range(repeats):
-        if group is dist.group.WORLD:
-            dist.barrier()
+        made = describe()
         seen.update(dict.fromkeys(seen, 0))
         start = clock()
-        StepTotals.from_loss_masks(masks, dp_group=group, **ids)
+        count_step(made, StepGroups(dp_group=group))
         synchronize(device)
         times.append((clock() - start) * 1e3)
-    return min(times), seen["calls"], seen["messages"], seen["bytes"]
+    return min(times), seen["calls"], seen["bytes"]
 
 
-def row(world_size: int, case: Case, by_rank: Sequence[Sequence[Any]]) -> dict[str, Any]:
-    with_ids, samples, way = case
+def row(ranks: int, case: Case, by_rank: Sequence[Sequence[Any]]) -> dict[str, Any]:
+    sent = max(of_rank[2] for of_rank in by_rank)
     return {
-        "DP": world_size,
-        "samples a rank": samples,
-        "ids": "rollouts and prompts" if with_ids else "none",
-        **({} if way == "as it is" else {"rows go": way}),
+        "DP": ranks,
+        "samples a rank": case[1],
+        "ids": "rollouts and prompts" if case[0] else "none",
         "ms": max(of_rank[0] for of_rank in by_rank),
         "collectives": by_rank[0][1],
-        "messages a rank": max(of_rank[2] for of_rank in by_rank),
-        "bytes a rank": max(of_rank[3] for of_rank in by_rank),
+        "bytes sent": sent,
+        "bytes received": sent * ranks,
     }
 
 
-def simulate(ranks: int, cases: list[Case], repeats: int) -> list[dict[str, Any]]:
-    """The work of the host on a rank of so many, and what it sends: collectives give back what they are given."""
+def simulate(case: Case, repeats: int) -> dict[str, Any]:
+    """The work of the host on a rank of so many: what the others send was made before."""
+    group: Any = SimpleNamespace(size=lambda: SIMULATED, rank=lambda: 0)
+    groups = StepGroups(dp_group=group)
+    parts = [counting._Held(samples_of(rank, SIMULATED, case), [], [], groups) for rank in range(SIMULATED)]
+    agreed = {"failed": 0.0, "settings": hashed("", 48)}
+    headers = np.array([[(part.header | agreed)[name] for name in counting._HEADER] for part in parts])
+    received = {len(counting._HEADER): headers.view(np.int64), parts[0].rows.shape[1]: joined(parts)}
 
-    def swap(swaps: Sequence[Any]) -> list[Any]:
-        for mine, theirs in pairwise(swaps):
-            if mine.op is dist.isend and theirs.op is dist.irecv and len(mine.tensor) == len(theirs.tensor):
-                theirs.tensor.copy_(mine.tensor)
-        return []
+    def answer(out: torch.Tensor, mine: torch.Tensor, group: Any) -> None:
+        out.copy_(torch.from_numpy(received[mine.shape[1]]))
 
-    group = SimpleNamespace(size=lambda: ranks, rank=lambda: 0)
-    standing_in: dict[str, Any] = {
-        "all_reduce": lambda values, **_: values.mul_(ranks),
-        "all_to_all_single": lambda out, rows, *_, **__: out.copy_(rows),
-        "batch_isend_irecv": swap,
-        "get_global_rank": lambda _, rank: rank,
-        "P2POp": namedtuple("P2POp", "op tensor peer group"),
-    }
-    with patch.multiple(dist, **standing_in), patch.object(collectives, "device_of", lambda _: torch.device("cpu")):
-        counted: dict[str, Any] = {name: getattr(dist, name) for name in COUNTED}
-        with patch.multiple(dist, **counted):  # undoes what counting puts there
-            parts = (0, group, count_collectives(), repeats, "cpu", time.process_time)
-            return [row(ranks, case, [time_case(case, *parts)]) for case in cases]
+    to_host = patch.object(collectives, "device_of", lambda _: torch.device("cpu"))
+    with to_host, patch.multiple(dist, **dict.fromkeys(ALL_GATHERS, answer)):
+        seen, describe = count_collectives(), lambda: samples_of(0, SIMULATED, case)
+        return row(SIMULATED, case, [time_case(describe, group, seen, repeats, clock=time.process_time)])
+
+
+def joined(parts: Sequence[Any]) -> Any:
+    """The rows of all ranks, as many of each."""
+    most = max(len(part.rows) for part in parts)
+    return np.concatenate([np.pad(part.rows, ((0, most - len(part.rows)), (0, 0))) for part in parts])
 
 
 def main() -> None:
@@ -106,19 +111,14 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--samples", type=int, nargs="+", default=[64, 512, 4096], help="A rank.")
     parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--hops", action="store_true", help="Rows with ids straight and as a grid; and 10,000 ranks.")
     args = parser.parse_args()
-    cases: list[Case] = list(product((False, True), args.samples, ["as it is"]))
-    if args.hops:
-        cases = [(True, args.samples[0], way) for way in ("straight", "grid")]
+    cases: list[Case] = list(product((False, True), args.samples))
     rows = []
     for ranks in args.ranks:
         by_rank = on_ranks(ranks, args.device, measure, cases, args.repeats, args.device)
         rows += [row(ranks, case, found) for case, found in zip(cases, zip(*by_rank, strict=True), strict=True)]
-    if args.hops:
-        rows += simulate(10_000, cases, args.repeats)
-    name = "totals-hops" if args.hops else "totals"
-    publish(name, args, {"totals of a step": rows}, threads=1, backend=BACKENDS[args.device])
+    rows += [simulate((with_ids, SAMPLES), args.repeats) for with_ids in (False, True)]
+    publish("totals", args, {"totals of a step": rows}, threads=1, backend=BACKENDS[args.device])
 
 
 if __name__ == "__main__":

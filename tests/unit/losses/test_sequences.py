@@ -8,6 +8,7 @@ import itertools
 import math
 import os
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +22,7 @@ from cp_steps import CASES, Formula, Loss, Tokens
 from pages import code_of
 from ranks import bytes_reduced, run_ranks, start_process_group
 from refusals import refusal_tests, refusals
-from sequence_formulas import Values, log_ratio
+from sequence_formulas import log_ratio
 from torch import Tensor
 
 from megatron_rl_loss import losses
@@ -51,20 +52,26 @@ def at_tokens(of_samples: Tensor, t: Tokens) -> Tensor:
     return to_tokens(of_samples, t.local).view(t.values["log_probs"].shape)
 
 
+def named(name: str, advantages: str = "token_advantages", **settings: Any) -> Loss:
+    return lambda t: losses.policy_loss(name, *given(t, advantages), microbatch_of(t), **settings).per_token_loss
+
+
 def ppo_here(t: Tokens, weights: Tensor | None = None) -> Tensor:
-    clip: dict[str, Any] = {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 1.5}
-    tokens = given(t, "token_advantages")
-    return losses.ppo_clip_loss(*tokens, t.local, **clip, importance_weights=weights).per_token_loss
+    return named("ppo", clip_high=0.28, dual_clip=1.5, importance_weights=weights)(t)
+
+
+def value_here(t: Tokens) -> Tensor:
+    x, old, target = (t.values[name] for name in ("log_probs", "old_log_probs", "rollout_log_probs"))
+    return losses.value_loss(x, target, t.local, old_values=old, clip=0.2)
+
+
+def kl_here(estimator: Any) -> Loss:
+    return lambda t: losses.kl_estimate(*given(t)[:2], t.local, estimator=estimator)
 
 
 def gspo_here(t: Tokens, at: Any = None, **more: Any) -> Tensor:
     at = place(t) if at is None else (at,)
     return losses.gspo_loss(*given(t), *at, **NARROW, **more).per_token_loss
-
-
-def gspo_token_here(t: Tokens, **more: Any) -> Tensor:
-    tokens = given(t, "token_advantages")
-    return losses.gspo_token_loss(*tokens, microbatch_of(t), **NARROW, **more).per_token_loss
 
 
 def sequence_tis_together(t: Tokens) -> Tensor:
@@ -148,12 +155,31 @@ TABLE: dict[str, tuple[Loss, Formula]] = {
     "GSPO of rollouts": (lambda t: gspo_here(t, microbatch_of(t), per="rollout"), stated.gspo),
     "scans of rollouts": (scans_of_rollouts_here, stated.of_prefix_sum),
     "GSPO": (gspo_here, stated.gspo),
-    "PPO": (ppo_here, stated.ppo),
-    "GSPO-token": (gspo_token_here, stated.gspo_token),
+    "GSPO-token": (named("gspo_token"), stated.gspo_token),
     "GSPO-token, its mean given": (
-        lambda t: gspo_token_here(t, mean_log_ratio=segment_mean(log_ratio(t.values), *place(t))), stated.gspo_token
+        lambda t: named("gspo_token", mean_log_ratio=segment_mean(log_ratio(t.values), *place(t)))(t), stated.gspo_token
     ),
-    "GMPO": (lambda t: losses.gmpo_loss(*given(t), microbatch_of(t)).per_token_loss, stated.gmpo),
+    "GMPO": (named("gmpo", "advantages"), stated.gmpo),
+    "PPO": (ppo_here, stated.ppo),
+    "PPO, bounds": (
+        named("ppo", clip_low=1, clip_high=5, dual_clip=1.01), partial(stated.ppo, low=1, high=5, dual=1.01)
+    ),
+    "PPO, no dual clip": (named("ppo", clip_low=0.1), partial(stated.ppo, low=0.1, high=0.1, dual=None)),
+    "CISPO": (named("cispo"), partial(stated.cispo, low=1, high=4)),
+    "CISPO, bounds": (named("cispo", clip_low=0.2, clip_high=0.28), stated.cispo),
+    "SAPO": (named("sapo"), stated.sapo),
+    "SAPO, temperatures": (
+        named("sapo", tau_positive=0.3, tau_negative=7), partial(stated.sapo, positive=0.3, negative=7)
+    ),
+    "DPPO-TV": (named("dppo_tv"), partial(stated.dppo, divergence="tv", threshold=0.15)),
+    "DPPO-KL": (named("dppo_kl"), partial(stated.dppo, divergence="kl", threshold=0.05)),
+    "DPPO-KL, threshold": (
+        named("dppo_kl", threshold=0.01), partial(stated.dppo, divergence="kl", threshold=0.01)
+    ),
+    "value": (value_here, partial(stated.critic, clip=0.2)),
+    "k1": (kl_here("k1"), lambda v, m: log_ratio(v)),
+    "k2": (kl_here("k2"), lambda v, m: log_ratio(v).square() / 2),
+    "k3": (kl_here("k3"), lambda v, m: (-log_ratio(v)).exp() - 1 + log_ratio(v)),
     "sequence TIS": (sequence_tis_together, stated.sequence_tis),
     "off-policy mask": (off_policy_mask_here, stated.off_policy_mask),
     "GAE": (gae_here, stated.generalised),
@@ -195,25 +221,25 @@ def test_value_and_gradient_in_every_layout(name: str, record_property: Callable
 
 
 def test_the_data_shows_every_branch() -> None:
-    """Clips, masks and caps bind on some tokens and not on others."""
-    branches: dict[str, Callable[[Values, Tensor], Any]] = {
-        "PPO clips": lambda v, m: stated.ppo(v, m) != -v["token_advantages"] * log_ratio(v).exp(),
-        "GSPO clips": lambda v, m: stated.gspo(v, m) != -v["advantages"] * stated.mean(log_ratio(v), m).exp(),
-        "GMPO clips": lambda v, m: log_ratio(v).abs() > 0.4,
-        "sequence TIS caps": lambda v, m: (stated.mismatch(v) * m).sum().exp() > 1.1,
-        "FIPO's weight clips": lambda v, m: (
-            (stated.scan(log_ratio(v), m, 0.9, "all", reverse=True).exp() - 1).abs() > 0.2
-        ),
-        "CTPO clips": lambda v, m: (
-            stated.prefix_ratio(v, m) != -v["token_advantages"] * stated.scan(log_ratio(v), m, 1).exp()
-        ),
-        "CPPO drops": lambda v, m: (stated.prefix_budget(v, m) == 0) & (m != 0),
-        "off-policy mask drops": lambda v, m: stated.off_policy_mask(v, m) == 0,
-    }
-    for name, binds in branches.items():
-        shown = [
-            torch.as_tensor(binds(one.values, one.mask.double())).expand(len(one.mask)) for one in cp_steps.rollouts()
-        ]
+    """Clips, masks and caps bind on some tokens and not on others: those change the loss."""
+    wide, huge = {"low": 1, "high": 1e9}, 1e9
+    pairs: dict[str, tuple[Formula, Formula]] = {
+        "clip": (stated.ppo, partial(stated.ppo, **wide)),
+        "dual clip": (stated.ppo, partial(stated.ppo, dual=None)),
+        "CISPO's": (stated.cispo, partial(stated.cispo, **wide)),
+        "DPPO's TV": (partial(stated.dppo, divergence="tv", threshold=t) for t in (0.15, huge)),
+        "DPPO's KL": (partial(stated.dppo, divergence="kl", threshold=t) for t in (0.05, huge)),
+        "value": (partial(stated.critic, clip=t) for t in (0.2, huge)),
+        "GSPO's": (stated.gspo, lambda v, m: -v["advantages"] * stated.mean(log_ratio(v), m).exp()),
+        "GMPO's": (stated.gmpo, lambda v, m: -v["advantages"] * stated.mean(log_ratio(v), m).exp()),
+        "sequence TIS": (stated.sequence_tis, lambda v, m: (stated.mismatch(v) * m).sum().exp() * stated.gspo(v, m)),
+        "off-policy mask": (stated.off_policy_mask, stated.ppo),
+        "CTPO's": (stated.prefix_ratio, lambda v, m: -v["token_advantages"] * stated.scan(log_ratio(v), m, 1).exp()),
+        "CPPO's": (stated.prefix_budget, lambda v, m: -v["token_advantages"] * log_ratio(v).exp()),
+    }  # fmt: skip
+    for name, (bounded, free) in pairs.items():
+        shown = [(bounded(one.values, one.mask.double()) - free(one.values, one.mask.double())).abs() > 1e-9
+                 for one in cp_steps.rollouts()]  # fmt: skip
         assert 0.03 < float(torch.cat(shown).double().mean()) < 0.97, name
 
 
@@ -383,7 +409,7 @@ REFUSALS = {
         ),
     ),
     **refusals(
-        functools.partial(segment_scan, WHOLE, MASKED),
+        partial(segment_scan, WHOLE, MASKED),
         ({"steps": "none"}, "no such choice of steps. .*Choose one of active, all", {"steps": "all"}),
         ({"gamma": 1.1}, r"gamma is 1.1: it must be a number in \[0, 1\]", {"gamma": 0}),
     ),
