@@ -43,7 +43,7 @@ def test_what_a_row_combines_goes_together_and_its_flags_are_the_examples() -> N
 
 def test_code_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(modes, "_REGISTERED", {})
-    terms, own_mode, metrics, block, _, over_step = code_of("losses.md")  # _: unit/losses/test_losses_over_cp.py
+    terms, own_mode, metrics, block, _, over_step = code_of("losses.md")  # _: unit/losses/test_formulas.py
     local = Samples([torch.ones(3), torch.ones(2)]).local(0, 1)
     handed: list[Any] = []
     microbatch = SimpleNamespace(
