@@ -51,7 +51,7 @@ FLAG_ROWS = [
     flag("divisor whose weights are infinite in float32", UNUSABLE, f"{LIMITED} 1e-40", "divisor 1e-40",
          "Pass a number of tokens", f"{LIMITED} 1e-3"),
     flag("divisor with another mode", UNUSABLE, f"{AGGREGATE} token_mean {AGGREGATE}-divisor 8",
-         "divisor 8.0 with loss aggregation 'token_mean'", "Drop the divisor or choose one of them", f"{LIMITED} 8"),
+         "divisor 8.0 with loss aggregation 'token_mean'", "Drop the divisor, or choose constant or token_sum", f"{LIMITED} 8"),
     flag("unknown mode", UNKNOWN, f"{AGGREGATE} dapo", "loss aggregation 'dapo'",
          "Choose one of sample_mean, prompt_mean, token_mean, constant", f"{AGGREGATE} token_mean"),
     flag("unknown empty-step handling", UNKNOWN, f"{AGGREGATE}-empty-step skip",
