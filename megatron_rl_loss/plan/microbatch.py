@@ -220,7 +220,7 @@ class Microbatch:
         rest = iter(sums)
         for name, metric in of_step.items():
             notes[name] = metric.note([next(rest) for _ in rows[name]], reducers[name])
-        return self.carry(share, None if form in ("sum", "mean") else self._note(notes), form=form)
+        return self.carry(share, self._note(notes), form=form)
 
     def _reducer_of_metric(self, name: str, metric: Metric) -> WeightedSum:
         aggregation = resolve(MODE_OF[metric.over], units=self._facts.modes.policy.units)
