@@ -34,9 +34,8 @@ from megatron.core.transformer import TransformerConfig
 from packed_attention import layer_spec
 from torch import Tensor
 
-from megatron_rl_loss import Samples, StepTotals, ZigzagTHD, make_pg_loss_reducer, resolve
+from megatron_rl_loss import Audit, Samples, StepTotals, ZigzagTHD, make_pg_loss_reducer, resolve, tap  # (1)
 from megatron_rl_loss.audit import judge
-from megatron_rl_loss.audit.megatron import Audit, tap  # (1)
 
 SLOT, VOCABULARY = 32, 64
 Batch = dict[str, Any]
@@ -132,7 +131,7 @@ def main() -> None:
                 place = {"layout": layout, "cp_rank": cp_rank, "cp_size": cp_size}
                 share = make_pg_loss_reducer("token_mean", masks, totals=totals, **place)(per_token_loss)
                 return share * options.num_microbatches * dist.get_world_size(), torch.tensor(1).int().cuda(), {}
-            mask = held.mask[None].cuda()
+            mask = torch.from_numpy(held.mask)[None].cuda()
             return (per_token_loss * mask).sum(), mask.sum().int(), {}  # Megatron's own
 
         return output, loss_func

@@ -4,11 +4,12 @@ from functools import partial
 
 from torch import Tensor
 
-from megatron_rl_loss.audit import LossCall, check_loss
+from megatron_rl_loss import check_loss
+from megatron_rl_loss.audit import LossCall
 
 
 def bnpo(losses: Tensor, mask: Tensor, gradient_accumulation_steps: int) -> Tensor:
-    """What `trl` calls bnpo: the token mean of each local batch, averaged."""
+    """`trl`'s bnpo: the token mean of each local batch, averaged."""
     return (losses * mask).sum() / mask.sum().clamp(min=1) / gradient_accumulation_steps
 
 

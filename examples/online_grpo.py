@@ -34,11 +34,11 @@ from online.task import VOCABULARY, Problem, decode, draw_problems, encode
 from online.warm_start import warm_start
 from rollouts import Rollout, read_rollouts, with_advantages, write_rollouts
 
-from megatron_rl_loss.losses import ppo_clip_loss
-from megatron_rl_loss.megatron import (
+from megatron_rl_loss import (
     AggregationSettings,
     Microbatch,
     add_loss_aggregation_args,
+    ppo_clip_loss,
     validate_loss_aggregation_args,
 )
 
@@ -139,7 +139,7 @@ def draw_rollouts(
 
 
 def rewarded_on_training_prompts(policy: Policy, step: int, args: argparse.Namespace) -> float:
-    """What the warm start waits for."""
+    """The reward that the warm start waits for."""
     problems = draw_problems("training", 256, random.Random(f"tried {args.seed} {step}"))
     seed = one_seed(args.seed, WARM_START, step)
     return draw_rollouts(policy, problems, responses=1, seed=seed, sampler=args.sampler)[1]["reward"]
@@ -233,7 +233,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
     settings = validate_loss_aggregation_args(args)
     start_processes(args)
-    chosen = {**vars(args), "aggregation": settings.describe(), "world_size": dist.get_world_size()}
+    chosen = {**vars(args), "aggregation": settings.modes.describe(), "world_size": dist.get_world_size()}
     with Report(args.output, chosen, tensorboard=args.tensorboard, wandb_project=args.wandb_project) as report:
         policy = build_policy(args.seed)
         if args.load is not None:

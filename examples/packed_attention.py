@@ -58,7 +58,8 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
         bounds = packed_seq_params.cu_seqlens_q_padded.tolist()
         cp_group = packed_seq_params.cp_group or self.cp_group  # that of the micro-batch, where groups change
         layout, cp_size = ZigzagTHD(bounds), cp_group.size()
-        held = [torch.from_numpy(layout.local_indices(rank, cp_size)).to(query.device) for rank in range(cp_size)]
+        cuts = [layout.pieces(rank, cp_size) for rank in range(cp_size)]
+        held = [torch.cat([torch.arange(*piece, device=query.device) for piece in pieces]) for pieces in cuts]
         if cp_size > 1:
             in_order = torch.cat(held).argsort()
             key, value = (

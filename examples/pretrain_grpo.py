@@ -29,8 +29,7 @@ from megatron.training import get_args, print_rank_0
 from pretrain_of_version import parse_args, pretrain_gpt
 from rollouts import Pack, Rollout, packs_of_rank, read_rollouts
 
-from megatron_rl_loss.losses import POLICY_LOSSES, check_goes_with, kl_estimate, policy_loss
-from megatron_rl_loss.megatron import (
+from megatron_rl_loss import (
     Folded,
     ForwardPass,
     LossAggregation,
@@ -38,8 +37,11 @@ from megatron_rl_loss.megatron import (
     OutputHead,
     Tokens,
     add_loss_aggregation_args,
+    kl_estimate,
     next_microbatch,
+    policy_loss,
 )
+from megatron_rl_loss.losses import POLICY_LOSSES, check_goes_with
 
 DEFAULTS = {"tokenizer_type": "NullTokenizer"}
 
@@ -104,7 +106,7 @@ def forward_step(data_iterator: Iterator[Microbatch], model: Any) -> tuple[Any, 
     inputs = {"advantages": local(pack.advantages)} | microbatch.log_probs
     if pack.old_log_probs is not None and args.old_log_probs == "file":
         inputs["old_log_probs"] = local(pack.old_log_probs)
-    losses_of = functools.partial(per_token_loss, microbatch)
+    losses_of = functools.partial(per_token_loss, microbatch)  # which says what is masked, and where sequences lie
     if args.log_probs == "stock":
 
         def loss_func(negative_log_probs: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -114,7 +116,6 @@ def forward_step(data_iterator: Iterator[Microbatch], model: Any) -> tuple[Any, 
 
         return call_model(microbatch, model), loss_func
 
-    mask = microbatch.local(pack.loss_mask)[None]  # on the host, where it is looked at
     head = {"output_processor": output_head(args, entropy=True)}
     if POLICY_LOSSES[args.policy_loss].of_sequence:  # its chunks are not losses of their own
 
@@ -123,9 +124,14 @@ def forward_step(data_iterator: Iterator[Microbatch], model: Any) -> tuple[Any, 
             losses, metrics = losses_of(log_probs, entropy, **inputs)
             return microbatch.loss(losses, {"log_prob": log_probs, "entropy": entropy, **metrics})
 
-        return call_model(microbatch, model, **head, output_processor_context=Tokens(mask)), loss_of_sequences
-    of_chunk = functools.partial(per_token_loss, None)  # the loss is made where its logits are
-    context = Folded.of(microbatch, of_chunk, inputs, mask=mask)
+        return call_model(
+            microbatch, model, **head, output_processor_context=Tokens(microbatch.tokens.mask)
+        ), loss_of_sequences
+
+    def losses_of_chunk(log_probs: Tensor, entropy: Tensor, **inputs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        return per_token_loss(torch.ones_like(log_probs), log_probs, entropy, **inputs)  # masked tokens are in no chunk
+
+    context = Folded(microbatch, losses_of_chunk, inputs)  # the loss is made where its logits are
     return call_model(microbatch, model, **head, output_processor_context=context), functools.partial(
         hand_over, microbatch
     )
@@ -153,14 +159,14 @@ def output_head(args: Any, entropy: bool = False) -> OutputHead:
 
 
 def per_token_loss(
-    microbatch: Microbatch | None,
+    local: Microbatch | Tensor,
     log_probs: Tensor,
     entropy: Tensor | None,
     advantages: Tensor,
     old_log_probs: Tensor | None = None,
     reference_log_probs: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Unreduced losses and metrics of a micro-batch, or (losses of single tokens) of a chunk without one."""
+    """Unreduced losses and metrics of a micro-batch, or of some of its tokens and their mask."""
     args = get_args()
     metrics = {"advantage_x_log_prob": advantages * log_probs}
     if old_log_probs is None and args.policy_loss == "ppo":
@@ -171,13 +177,13 @@ def per_token_loss(
             log_probs,
             log_probs.detach() if old_log_probs is None else old_log_probs,
             advantages,
-            microbatch,  # knows what is masked, and where the tokens of a sequence lie
+            local,
             **clip_range(args),
         )
         losses = policy.per_token_loss
         metrics |= {"clip_fraction": policy.clipped, "ppo_kl": policy.ppo_kl}
     if reference_log_probs is not None:
-        kl = kl_estimate(log_probs, reference_log_probs, estimator="k3")
+        kl = kl_estimate(log_probs, reference_log_probs, local, estimator="k3")
         losses, metrics["reference_kl"] = losses + args.kl_beta * kl, kl.detach()
     if entropy is not None and args.entropy_bonus:
         losses = losses - args.entropy_bonus * entropy
@@ -229,7 +235,7 @@ def is_last_stage(model: Any) -> bool:
 
 
 def clip_range(args: Any) -> dict[str, Any]:
-    """What the flags say; PPO's range is that of DAPO."""
+    """The clip range of the flags; PPO's default is that of DAPO."""
     low, high = (0.2, 0.28) if args.policy_loss == "ppo" else (None, None)
     return {
         "clip_low": low if args.clip_low is None else args.clip_low,
@@ -255,8 +261,8 @@ def main() -> None:
     # (4) validates the flags, before the model's config is made; knows how to find the masks and ids in a batch
     before_step = OtherPolicies() if args.old_log_probs == "recomputed" or args.kl_beta else None
     aggregation = LossAggregation.from_args(args, samples_of=lambda pack: pack.samples, before_step=before_step)
-    check_goes_with(args.policy_loss, aggregation.settings.aggregation, **clip_range(args))
-    print_rank_0(aggregation.settings.describe())
+    check_goes_with(args.policy_loss, aggregation.settings.modes.policy, **clip_range(args))
+    print_rank_0(aggregation.settings.modes.describe())
     layer_spec: Any = None
     if args.transformer_impl == "local":
         from packed_attention import layer_spec
@@ -268,7 +274,7 @@ def main() -> None:
 
 
 def check_example_args(args: Any) -> None:
-    """What this example cannot do, said before anything is built."""
+    """Refuse what this example cannot do, before anything is built."""
     if args.micro_batch_size != 1:
         raise ValueError(f"--micro-batch-size {args.micro_batch_size}: a micro-batch is one pack. Give 1.")
     if args.dataloader_type != "external":

@@ -25,8 +25,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from megatron_rl_loss import Samples, ZigzagTHD
-from megatron_rl_loss.losses import group_relative_advantages
+from megatron_rl_loss import Samples, ZigzagTHD, group_relative_advantages
 
 _KEYS = {"prompt_tokens", "response_tokens", "loss_mask", "reward", "prompt_id", "rollout_id"}
 _OPTIONAL_KEYS = {"old_log_probs"}
@@ -164,7 +163,6 @@ class Pack:
     position_ids: Tensor
     advantages: Tensor
     old_log_probs: Tensor | None
-    loss_mask: Tensor
     packed_seq_params: PackedSeqParams
     samples: Samples
 
@@ -174,7 +172,7 @@ def make_pack(rollouts: list[Rollout], *, seq_length: int, slot_multiple: int) -
     cu_seqlens, masks = [0], []
     tokens = torch.zeros(seq_length, dtype=torch.int64)
     labels, position_ids = torch.zeros_like(tokens), torch.zeros_like(tokens)
-    advantages, old_log_probs, loss_mask = (torch.zeros(seq_length) for _ in range(3))
+    advantages, old_log_probs = torch.zeros(2, seq_length)
     for rollout in rollouts:
         start, n = cu_seqlens[-1], rollout.num_inputs
         end = start + _padded(n, slot_multiple)
@@ -184,7 +182,6 @@ def make_pack(rollouts: list[Rollout], *, seq_length: int, slot_multiple: int) -
         mask = torch.zeros(n)
         mask[first_response:] = torch.tensor(rollout.loss_mask)
         masks.append(mask)
-        loss_mask[start : start + n] = mask
         advantages[start : start + n] = rollout.advantage
         if rollout.old_log_probs is not None:
             old_log_probs[start + first_response : start + n] = torch.tensor(rollout.old_log_probs)
@@ -202,7 +199,6 @@ def make_pack(rollouts: list[Rollout], *, seq_length: int, slot_multiple: int) -
         position_ids=position_ids,
         advantages=advantages,
         old_log_probs=old_log_probs if rollouts and rollouts[0].old_log_probs is not None else None,
-        loss_mask=loss_mask,
         packed_seq_params=PackedSeqParams(
             qkv_format="thd",
             cu_seqlens_q=cu,

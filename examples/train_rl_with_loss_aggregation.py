@@ -27,8 +27,8 @@ from megatron.training.arguments import parse_and_validate_args
 from megatron.training.utils import is_hybrid_model
 from model_provider import model_provider
 
+from megatron_rl_loss import add_loss_aggregation_args
 from megatron_rl_loss.frameworks.megatron_rl import is_asked_for, loss_aggregation, with_loss_aggregation
-from megatron_rl_loss.megatron import add_loss_aggregation_args
 
 
 def add_args(parser: ArgumentParser) -> ArgumentParser:
@@ -51,7 +51,7 @@ def main() -> None:
         aggregation = loss_aggregation(args)  # (2) validates the flags, before the model's config is made
         attached = aggregation.attached()  # (3) every step looks ahead at its data before the pipeline starts
         forward_step = with_loss_aggregation(forward_step)  # (4) its forward_step, our loss_func
-        print_rank_0(aggregation.settings.describe())
+        print_rank_0(aggregation.settings.modes.describe())
     else:
         print_rank_0("no --loss-aggregation: stock train_rl.py, the mean over bins of their token means")
     config_of = hybrid_config_from_args if is_hybrid_model(args) else gpt_config_from_args

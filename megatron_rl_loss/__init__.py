@@ -1,62 +1,44 @@
 """Policy-gradient loss aggregation for Megatron-Core, exact in every parallel layout.
 
-Every name that a user types is importable from here. Importing the package loads none of its folders, and no Megatron.
+Every name that a user types is importable from here: `__init__.pyi` lists them. Importing the package loads none of its
+folders, and no Megatron.
 """
 
+import re
+from collections.abc import Callable
+from difflib import get_close_matches
 from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 __version__ = "0.1.0"
 
-#: Names by the module that defines them.
-_HOMES = {
-    "audit": ("check_loss", "compare_log_probs"),
-    "audit.megatron": ("Audit",),
-    "errors": ("BadBatchError", "ContractError"),
-    "logprobs": ("log_probs_from_hidden", "log_probs_from_logits", "loss_from_hidden"),
-    "losses": (),
-    "megatron": (
-        "LossAggregation",
-        "OutputHead",
-        "add_loss_aggregation_args",
-        "from_first_tp_rank",
-        "next_microbatch",
-    ),
-    "modes": (
-        "Mode",
-        "ModeInputs",
-        "register_pg_loss_reducer",
-        "resolve",
-        "token_weights",
-        "weights_column",
-    ),
-    "planning": ("plan_step",),
-    "reduction": ("Metric", "Term", "fold_into_advantages", "make_pg_loss_reducer", "tap"),
-    "step": (
-        "Contiguous",
-        "Gathered",
-        "Layout",
-        "Samples",
-        "StepTotals",
-        "Sum",
-        "Units",
-        "ZigzagBSHD",
-        "ZigzagResponse",
-        "ZigzagTHD",
-    ),
-}
-_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+_LISTED = re.findall(r"^from (megatron_rl_loss\S*) import (\w+) as", Path(__file__ + "i").read_text(), re.MULTILINE)
+_HOME_OF = {name: home for home, name in _LISTED}
 
 __all__ = sorted(_HOME_OF)
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOME_OF:
-        from megatron_rl_loss.errors import did_you_mean
+def refuse_names(module: str) -> Callable[[str], Any]:
+    """The `__getattr__` of a module: a name that is public elsewhere raises ImportError with the right import."""
 
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}. {did_you_mean(name, __all__)}.")
-    return getattr(import_module(f"{__name__}.{_HOME_OF[name]}"), name)
+    def refuse(name: str) -> Any:
+        if name in _HOME_OF:
+            raise ImportError(f"{name} is not in {module}. Write: from {__name__} import {name}")
+        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+
+    return refuse
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME_OF:
+        return getattr(import_module(_HOME_OF[name]), name)
+    close = get_close_matches(name, _HOME_OF, n=1)
+    if close and not find_spec(f"{__name__}.{name}"):
+        raise ImportError(f"{__name__} has no name {name!r}. Did you mean {close[0]}?")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return [*globals(), *__all__]
+    return sorted({*globals(), *__all__})

@@ -8,10 +8,14 @@ from megatron_rl_loss.errors import check_choice
 from megatron_rl_loss.modes.loss_modes import LossModes
 from megatron_rl_loss.modes.table import Mode, ModeFunction
 from megatron_rl_loss.plan.checks import EmptyStep, check_samples
+from megatron_rl_loss.plan.facts import check_finished
 from megatron_rl_loss.plan.plan import Plan, make_plan
 from megatron_rl_loss.step.collectives import Group, StepGroups, attempt, stated_dp_group
 from megatron_rl_loss.step.samples import Samples
 from megatron_rl_loss.step.units import UnitCounting
+
+#: With a model's first chunk: of each micro-batch of its last plan, True once it was trained on.
+_LAST = "_carried_by_megatron_rl_loss"
 
 
 def plan_step(
@@ -69,7 +73,8 @@ def plan_step(
 
     Raises:
         BadBatchError: on every rank (the error itself where there is one), if any rank's samples are unusable, do not
-            agree with those of its replicas or miss the ids that a mode needs.
+            agree with those of its replicas or miss the ids that a mode needs; with a model, if some micro-batches of
+            its last plan were trained on, and others not.
         ContractError: Megatron scales losses in another way.
         ValueError, TypeError: settings that are unusable; no word of a `dp_group` among several ranks; groups beside a
             model; a model config under which the loss would not be exact.
@@ -89,12 +94,14 @@ def plan_step(
         from megatron_rl_loss.megatron.planning import settings_of
 
         groups, per_token_loss = settings_of(model, pg_collection, dynamic_cp=dynamic_cp)
+    first_chunk = model[0] if isinstance(model, list) else model
 
     def describe() -> Sequence[Samples] | None:
+        check_finished(first_chunk.__dict__.pop(_LAST, ()) if model is not None else ())
         made = samples() if callable(samples) else samples
         return check_samples(made, num_microbatches, modes, groups, term_masks)
 
-    return make_plan(
+    plan = make_plan(
         attempt(describe),
         modes,
         groups,
@@ -103,3 +110,6 @@ def plan_step(
         per_token_loss=per_token_loss,
         empty_step=empty_step,
     )
+    if model is not None:
+        first_chunk.__dict__[_LAST] = plan.facts.is_carried
+    return plan

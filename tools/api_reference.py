@@ -1,22 +1,25 @@
-"""Write the API reference, docs/api: one page per folder of the package, made of signatures and docstrings.
+"""Write the API reference into a folder: an index, and a page per room of the package, of signatures and docstrings.
 
-python tools/api_reference.py
+    python tools/api_reference.py build/pages/docs/api      # tools/docs.sh does it
 
 It reads sources and imports nothing, so any Python makes the same pages.
 """
 
 import ast
+import contextlib
 import functools
 import re
+import sys
 from pathlib import Path
 from textwrap import dedent
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
-TO = ROOT / "docs" / "api"
 FRAMEWORKS = sorted(f"frameworks.{file.stem}" for file in ROOT.glob("megatron_rl_loss/frameworks/[a-z]*.py"))
-#: A page, and the modules that it shows. A name that several folders export stands on the first page that has it.
-PAGES = {room: [room] for room in ("step", "modes", "reduction", "losses", "logprobs", "plan", "megatron")}
-PAGES |= {"frameworks": ["frameworks", *FRAMEWORKS], "audit": ["audit", "audit.megatron"], "README": [""]}
+#: A page, and the modules that it shows. A name that several rooms export stands on the first page that has it.
+PAGES = {room: [room] for room in ("step", "modes", "reduction", "losses", "logprobs", "plan")}
+PAGES |= {"megatron": ["planning", "megatron"], "frameworks": ["frameworks", *FRAMEWORKS]}
+PAGES |= {"audit": ["audit", "audit.megatron"], "errors": ["errors"]}
 SECTION = re.compile(r"^(Args|Attributes|Raises[^\n:]*|Returns):\n((?:(?:    .*)?(?:\n|$))+)", re.MULTILINE)
 BLOCK = re.compile(r"^(>>>|===).*(?:\n.+)*", re.MULTILINE)
 
@@ -31,10 +34,26 @@ def tree_of(module: str) -> ast.Module:
     return ast.parse(source_of(module))
 
 
+def value_of(module: str, name: str) -> Any:
+    """What a module assigns to a name, if it is a literal; else None."""
+    for node in tree_of(module).body:
+        if isinstance(node, ast.Assign) and name in [getattr(target, "id", None) for target in node.targets]:
+            with contextlib.suppress(ValueError):
+                return ast.literal_eval(node.value)
+    return None
+
+
+STUB = (ROOT / "megatron_rl_loss" / "__init__.pyi").read_text()
+#: The names that are importable from `megatron_rl_loss`, by the module that each comes from.
+PUBLIC: dict[str, list[str]] = {}
+for _module, _name in re.findall(r"^from megatron_rl_loss\.(\S+) import (\w+) as", STUB, re.MULTILINE):
+    PUBLIC.setdefault(_module, []).append(_name)
+
+
 def names_in(module: str) -> list[str]:
-    """Its ``__all__``; no names without one."""
-    found = re.search(r"^__all__ = (\[.*?\])", source_of(module), re.DOTALL | re.MULTILINE)
-    return ast.literal_eval(found[1]) if found else []
+    """The public names of a module, then what else it exports: classes that are only returned, say."""
+    names = PUBLIC.get(module, [])
+    return [*names, *(name for name in value_of(module, "__all__") or () if name not in names)]
 
 
 def find(module: str, name: str) -> tuple[list[str], ast.stmt]:
@@ -86,23 +105,30 @@ def entry(lines: list[str], node: ast.stmt, name: str, level: str = "##") -> str
     return "\n\n".join(filter(None, parts))
 
 
-def pages() -> dict[Path, str]:
+def pages() -> dict[str, str]:
+    """The text of each page, by the name of its file."""
     home = {key(module, name): page for page in reversed(PAGES) for module in PAGES[page] for name in names_in(module)}
-    texts = {}
+
+    def link(module: str, name: str) -> str:
+        return f"- [`{name}`]({home[key(module, name)]}.md#{name.lower()})"
+
+    public = sorted((name, module) for module, names in PUBLIC.items() for name in names)
+    listed = "\n".join(link(module, name) for name, module in public)
+    texts = {"README.md": f"# megatron_rl_loss\n\n{as_markdown(tree_of(''))}\n\n{listed}\n"}
     for page, modules in PAGES.items():
         parts = []
         for module in modules:
-            title = f"megatron_rl_loss.{module}".rstrip(".")
             names = names_in(module)
-            of = {name: home[key(module, name)] for name in names}
-            links = [f"- [`{name}`]({of[name]}.md#{name.lower()})" for name in names if of[name] != page]
-            parts += [f"# {title}", as_markdown(tree_of(module)), "\n".join(links)]
-            parts += [entry(*find(module, name), name) for name in names if of[name] == page]
-        texts[TO / f"{page}.md"] = "\n\n".join(filter(None, parts)) + "\n"
+            mine = [name for name in names if home[key(module, name)] == page]
+            others = "\n".join(link(module, name) for name in names if name not in mine)
+            parts += [f"# megatron_rl_loss.{module}", as_markdown(tree_of(module)), others]
+            parts += [entry(*find(module, name), name) for name in mine]
+        texts[f"{page}.md"] = "\n\n".join(filter(None, parts)) + "\n"
     return texts
 
 
 if __name__ == "__main__":
-    TO.mkdir(exist_ok=True)
-    for page, text in pages().items():
-        page.write_text(text)
+    folder = Path(sys.argv[1])
+    folder.mkdir(parents=True, exist_ok=True)
+    for file, text in pages().items():
+        (folder / file).write_text(text)

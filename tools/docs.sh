@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Builds the pages of this repository as a site in build/site. It is strict: a link or an anchor that leads nowhere fails
+# Builds the pages of this repository, and an API reference, as a site in build/site. It is strict: a link or an anchor that leads nowhere fails
 # it. Sets up .venv-docs, some 50 MB. Set DOCS_PYTHON to a Python that has the extra `docs` to use that instead.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -29,5 +29,6 @@ rm -rf "$pages"
 mkdir -p "$pages"
 cp -r ./*.md LICENSE docs examples tools tests "$pages"
 find "$pages" -name __pycache__ -prune -exec rm -rf {} +
+"$DOCS_PYTHON" tools/api_reference.py "$pages/docs/api"
 NO_MKDOCS_2_WARNING=1 "$DOCS_PYTHON" -m mkdocs build --strict
 echo "build/site/index.html"

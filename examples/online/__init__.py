@@ -1,4 +1,4 @@
-"""What `examples/online_grpo.py` is made of; each file can be replaced by one of your own.
+"""The parts of `examples/online_grpo.py`; each file can be replaced by one of your own.
 
 | file            | holds                                                                                          |
 |-----------------|------------------------------------------------------------------------------------------------|

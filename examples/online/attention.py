@@ -48,7 +48,8 @@ class RowAttention(MegatronModule):  # type: ignore[misc]
         """All keys and values in the order they were gathered, their positions, and those of this rank's queries."""
         rank, size = self.cp_group.rank(), self.cp_group.size()
         row = ZigzagBSHD(1, key.size(0) * size)
-        held = [torch.from_numpy(row.local_indices(each, size)).to(key.device) for each in range(size)]
+        cuts = [row.pieces(each, size) for each in range(size)]
+        held = [torch.cat([torch.arange(*piece, device=key.device) for piece in pieces]) for pieces in cuts]
         if size > 1:
             key, value = (
                 gather_from_sequence_parallel_region(x.contiguous(), group=self.cp_group) for x in (key, value)

@@ -1,6 +1,6 @@
 """The policy: Megatron's GPTModel under Megatron's DDP, its optimizer, a training step, and checkpoints."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
-from megatron_rl_loss.megatron import AggregationSettings, LossAggregation, Microbatch, next_microbatch
+from megatron_rl_loss import AggregationSettings, LossAggregation, Microbatch, next_microbatch
 from online.attention import row_layer_spec
 from online.rows import Rows
 from online.task import MAX_RESPONSE, PROMPT_LENGTH, VOCABULARY
@@ -75,7 +75,7 @@ def build_policy(seed: int) -> Policy:
 
 
 def log_probs_of(model: Any, rows: Rows, local: Callable[[Tensor], Tensor]) -> Tensor:
-    """Of the tokens that this context-parallel rank holds, [rows, local positions]; `local` cuts a tensor for it."""
+    """Log-probs of this context-parallel rank's tokens, [rows, local positions]; `local` cuts a tensor for it."""
     tokens, position_ids, labels = (local(x).cuda() for x in (rows.tokens, rows.position_ids, rows.labels))
     return -model(tokens, position_ids, None, labels=labels)
 
@@ -141,13 +141,7 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = self.lr * lr_factor
         self.optimizer.step()
-        return {**self._summed(reports), "grad_norm": grad_norm}
-
-    def _summed(self, reports: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
-        """As Megatron's `train_step` sums reports of two elements, over micro-batches and ranks."""
-        pairs = torch.stack([torch.stack([report[name] for report in reports]).sum(0) for name in reports[0]])
-        dist.all_reduce(pairs, group=self.policy.groups.dp_cp)
-        return dict(zip(reports[0], (pairs[:, 0] / pairs[:, 1]).tolist(), strict=True))
+        return {**{name: float(value) for name, value in reports[0].items()}, "grad_norm": grad_norm}
 
 
 def save_policy(policy: Policy, folder: Path) -> None:

@@ -95,7 +95,7 @@ class Report(AbstractContextManager["Report"]):
 
 
 def progress_line(step: int, steps: int, numbers: Numbers, seconds: float) -> str:
-    """What to see of a step while waiting; `seconds` since the first step began.
+    """A step in a line, to look at while waiting; `seconds` since the first step began.
 
     The last step's held-out reward is left to the line that ends the run.
     """

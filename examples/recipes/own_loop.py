@@ -1,4 +1,4 @@
-"""A loop of your own over Megatron's schedule, as NeMo-RL, verl and others have: a list of batches, your own report."""
+"""A loop of your own over Megatron's schedule, as NeMo-RL, verl and others have, over a list of batches."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -6,22 +6,19 @@ from typing import Any
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from megatron_rl_loss import Samples
-from megatron_rl_loss.losses import ppo_clip_loss
-from megatron_rl_loss.megatron import Microbatch, plan_step
+from megatron_rl_loss import Microbatch, Samples, plan_step, ppo_clip_loss
 
 Batch = dict[str, Any]  # loss_masks, layout, prompt_ids: of Samples; tokens, old_log_probs, advantages: [total_tokens]
 
 
 def policy_loss(batch: Batch, microbatch: Microbatch, log_probs: Tensor) -> Any:
-    """What the schedule gets, as a pair; without `form` it is (loss, num_tokens, report)."""
+    """A pair for the schedule, (loss, report); without `form` it is (loss, num_tokens, report)."""
     old, advantages = (microbatch.local(batch[name]) for name in ("old_log_probs", "advantages"))
-    share = microbatch(ppo_clip_loss(log_probs, old, advantages, microbatch).per_token_loss)
-    return microbatch.carry(share, {"actor": {"pg_loss": share.detach()}}, form="2-tuple")
+    return microbatch.loss(ppo_clip_loss(log_probs, old, advantages, microbatch).per_token_loss, form="2-tuple")
 
 
-def forward_backward(model: Any, batches: list[Batch], loss: Callable[..., Any], mode: str) -> list[Any]:
-    """Gradients of the step loss; the report of each micro-batch, on ranks of the last pipeline stage."""
+def forward_backward(model: Any, batches: list[Batch], loss: Callable[..., Any], mode: str) -> dict[str, Tensor]:
+    """Gradients of the step loss; the step's values by name, on ranks of the last pipeline stage."""
 
     def describe() -> list[Samples]:
         return [
@@ -37,4 +34,6 @@ def forward_backward(model: Any, batches: list[Batch], loss: Callable[..., Any],
 
     step = iter(list(zip(batches, plan, strict=True)))
     sizes = {"num_microbatches": len(plan), "seq_length": batches[0]["tokens"].numel(), "micro_batch_size": 1}
-    return get_forward_backward_func()(forward_step_func=forward_step, data_iterator=step, model=model, **sizes)
+    schedule = get_forward_backward_func()
+    reports = schedule(forward_step_func=forward_step, data_iterator=step, model=model, **sizes)
+    return plan.finish(reports) if reports else {}  # one report for each micro-batch, where losses were computed

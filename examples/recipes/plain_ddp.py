@@ -11,9 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from megatron_rl_loss import Samples
-from megatron_rl_loss.losses import ppo_clip_loss
-from megatron_rl_loss.plan import plan_step
+from megatron_rl_loss import Samples, plan_step, ppo_clip_loss
 
 Batch = dict[str, Any]  # tokens, labels, old_log_probs, advantages: [tokens]; loss_masks, prompt_ids: 1 per sample
 
@@ -22,19 +20,16 @@ def train_step(model: Any, optimizer: Any, batches: list[Batch], mode: str, divi
     """One optimizer step over this rank's micro-batches, as many as it has; the step loss, alike on all ranks."""
     samples = [Samples(**{name: batch[name] for name in ("loss_masks", "prompt_ids", "tokens")}) for batch in batches]
     plan = plan_step(samples, mode, divisor=divisor, dp_group=dist.group.WORLD)
-    step_loss = torch.zeros(())
     optimizer.zero_grad()
     for number, (batch, microbatch) in enumerate(zip(batches, plan, strict=True), start=1):
         with contextlib.nullcontext() if number == len(plan) else model.no_sync():
             logits = model(batch["tokens"])
             log_probs = logits.log_softmax(-1).gather(-1, batch["labels"][:, None])[:, 0]
             policy = ppo_clip_loss(log_probs, batch["old_log_probs"], batch["advantages"], microbatch)
-            share = microbatch(policy.per_token_loss)
-            microbatch.carry(share, form="mean").backward()
-        step_loss += share.detach()
+            microbatch.loss(policy.per_token_loss, form="mean").backward()
+    values = plan.finish()
     optimizer.step()
-    dist.all_reduce(step_loss)  # a sum: shares are added up, never averaged
-    return step_loss
+    return values["pg_loss"]
 
 
 def main() -> None:

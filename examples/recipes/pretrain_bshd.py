@@ -11,9 +11,14 @@ from megatron.training import get_args, pretrain
 from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
 from megatron.training.arguments import parse_and_validate_args
 
-from megatron_rl_loss import Samples, ZigzagBSHD
-from megatron_rl_loss.losses import ppo_clip_loss
-from megatron_rl_loss.megatron import LossAggregation, add_loss_aggregation_args, next_microbatch
+from megatron_rl_loss import (
+    LossAggregation,
+    Samples,
+    ZigzagBSHD,
+    add_loss_aggregation_args,
+    next_microbatch,
+    ppo_clip_loss,
+)
 
 
 def batches(rows: int, length: int, vocab_size: int, seed: int) -> Iterator[dict[str, Any]]:

@@ -3,6 +3,7 @@
 For whoever doubts a loss function, a mode or a launch. `audit.megatron` measures a step of a real Megatron run.
 """
 
+from megatron_rl_loss import refuse_names
 from megatron_rl_loss.audit.fit import Reading
 from megatron_rl_loss.audit.log_prob_gap import GapPattern, LogProbGap, compare_log_probs
 from megatron_rl_loss.audit.loss_check import LossReport, check_loss
@@ -33,3 +34,5 @@ __all__ = [
     "in_terminal",
     "judge",
 ]
+
+__getattr__ = refuse_names(__name__)

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from megatron_rl_loss.audit.log_prob_gap import LogProbGap, compare_log_probs
 from megatron_rl_loss.audit.tokens import Floats, Ints, MeasuredStep, Split, StepTokens
-from megatron_rl_loss.step.layouts import concatenated_ranges
 from megatron_rl_loss.step.samples import LocalTokens
 
 
@@ -28,12 +27,11 @@ class Rows:
 
     @classmethod
     def of(cls, local: LocalTokens) -> "Rows":
-        """Waits for a device, if the masks are on one."""
         samples = local.samples
-        known: dict[str, Any] = {"rollouts": samples.rollout_ids, "prompts": samples.prompt_ids}
+        known: dict[str, Any] = {"rollouts": samples.ids.get("rollout"), "prompts": samples.ids.get("prompt")}
         known |= {name: getattr(samples.layout, name, None) for name in ("response_lengths", "total_lengths")}
         return cls(
-            mask=np.concatenate([np.zeros(0), *(mask.detach().double().cpu().numpy() for mask in samples.loss_masks)]),
+            mask=np.concatenate([np.zeros(0), *samples.loss_masks]),
             starts=np.array(samples.mask_starts, np.int64),
             lengths=np.array(samples.mask_lengths, np.int64),
             known={name: np.asarray(values, np.int64) for name, values in known.items() if values is not None},
@@ -82,7 +80,9 @@ def measured_step(parts: Sequence[Part], factor: float, split: Split, **said: An
             weights[part.positions] += part.gradients * np.float64(factor / rows.copies)  # a position comes once
             if not rows.replicated:
                 holder[part.positions] = part.cp_rank
-        entries, number = concatenated_ranges(rows.starts, rows.lengths), len(rows.lengths)
+        number = len(rows.lengths)
+        positions = np.arange(len(rows.mask)) - (rows.lengths.cumsum() - rows.lengths).repeat(rows.lengths)
+        entries = positions + rows.starts.repeat(rows.lengths)
         samples = np.arange(num_samples, num_samples + number)
         num_samples += number
         of_samples = {
@@ -93,7 +93,6 @@ def measured_step(parts: Sequence[Part], factor: float, split: Split, **said: An
             "prompt": _numbered(rows.known["prompts"], prompts) if "prompts" in rows.known else np.full(number, -1),
         }
         found: dict[str, Any] = {name: values.repeat(rows.lengths) for name, values in of_samples.items()}
-        positions = concatenated_ranges(np.zeros(number, np.int64), rows.lengths)
         found |= {"weights": weights[entries], "mask": rows.mask, "position": positions, "cp_rank": holder[entries]}
         if number:
             found |= {name: rows.known.get(name) for name in ("response_lengths", "total_lengths")}

@@ -5,15 +5,14 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from megatron_rl_loss.audit.tokens import Floats, MeasuredStep, StepTokens, extremes
 from megatron_rl_loss.modes.names import Aggregation
-from megatron_rl_loss.modes.table import OwnMode
 from megatron_rl_loss.modes.weights import weigh
+from megatron_rl_loss.step.collectives import StepGroups
 from megatron_rl_loss.step.samples import Samples
-from megatron_rl_loss.step.totals import reduce_step_totals
+from megatron_rl_loss.step.totals import count_step
 
 Flags = NDArray[np.bool_]
 
@@ -88,8 +87,7 @@ class StepSamples:
 
     def __init__(self, tokens: StepTokens) -> None:
         starts = np.flatnonzero(np.diff(tokens.sample, prepend=-1))
-        lengths = np.diff(np.append(starts, len(tokens)))
-        masks = torch.from_numpy(np.ascontiguousarray(tokens.mask)).split(lengths.tolist())
+        masks = np.split(tokens.mask, starts[1:])
         microbatch = tokens.groups(("dp_rank", "microbatch"))[starts]
         cuts = [0, *(np.flatnonzero(np.diff(microbatch)) + 1).tolist(), len(starts)]
         rollouts = tokens.rollout[starts]
@@ -104,15 +102,15 @@ class StepSamples:
             for begin, end in itertools.pairwise(cuts)
             if end > begin
         ]
-        self.totals = reduce_step_totals(self.microbatches)
+        self.totals = count_step(self.microbatches, StepGroups())
 
     def weights(self, aggregation: Aggregation) -> Floats:
         """The weight of every entry that an aggregation asks for, mask included, [num_entries].
 
         Raises ValueError for a mode of one's own that looks at what masks and ids do not say (labels).
         """
-        totals, mode = self.totals, aggregation.mode
-        if isinstance(mode, OwnMode) and mode.statistics:
-            totals = reduce_step_totals(self.microbatches, statistics=mode.statistics)
+        totals, sums = self.totals, list(aggregation.mode.sums.values())
+        if sums:
+            totals = count_step(self.microbatches, StepGroups(), sums=sums)
         weights = [weigh(aggregation, samples.local(0, 1), totals) for samples in self.microbatches]
-        return torch.cat(weights).double().numpy() if weights else np.zeros(0)
+        return np.concatenate([np.zeros(0), *weights])

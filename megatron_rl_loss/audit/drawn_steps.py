@@ -1,7 +1,7 @@
 """Random ragged steps, for checks that try something on many of them and then look for the smallest that shows it."""
 
 import random
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rl_loss.step.totals import Statistic, StepTotals
+from megatron_rl_loss.step.totals import StepTotals
+from megatron_rl_loss.step.units import Sum
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ class LossCase:
 
     @cached_property
     def labels(self) -> dict[str, list[Any]]:
-        """What modes over declared sums look at (`modes.papers`): one entry per sample, turns one per token."""
+        """What modes of one's own may look at: one entry per sample, turns one per token."""
         numbers = range(len(self.samples))
         return {
             "advantage": [1.0 if (i * 7 + sample.prompt) % 3 else -1.0 for i, sample in enumerate(self.samples)],
@@ -78,10 +79,9 @@ class LossCase:
             "turns": [torch.arange(len(mask)) // 3 for mask in self.masks],
         }
 
-    def totals_with(self, statistics: Mapping[str, Statistic]) -> StepTotals:
+    def totals_with(self, sums: Sequence[Sum]) -> StepTotals:
         """The step's totals, with sums that a mode declares."""
-        further: Any = {"labels": self.labels, "statistics": statistics}
-        return StepTotals.from_loss_masks(self.masks, **self.ids(), dp_group=None, **further)
+        return StepTotals.from_loss_masks(self.masks, **self.ids(), labels=self.labels, sums=sums, dp_group=None)
 
     def uncut(self) -> "LossCase":
         """The same samples in one micro-batch on one rank."""

@@ -15,9 +15,9 @@ from typing import Any, Literal
 import numpy as np
 
 from megatron_rl_loss.audit.counts import COUNTINGS, WIDTHS, Cells, Count
+from megatron_rl_loss.audit.mode_table import row_of
 from megatron_rl_loss.audit.tokens import Floats, Ints
 from megatron_rl_loss.modes.names import Aggregation
-from megatron_rl_loss.modes.table import Mode
 
 Powers = tuple[tuple[str, int], ...]
 Counts = tuple[tuple[Count, int], ...]
@@ -76,10 +76,10 @@ class Fitter:
         # mask), go over these, [num_active].
         self.cells, self.active, self.tolerance = cells, active, tolerance
         self.aggregation, self.expected_weight = aggregation, expected_weight
-        mode = aggregation.mode
+        self.mode = row_of(aggregation.mode)
         self.own_size: Count | None = None  # what the asked mode divides by, which differs from cell to cell
-        if isinstance(mode, Mode) and mode.unit != "step" and not mode.takes_divisor:
-            self.own_size = Count("tokens", unit=mode.unit)
+        if self.mode is not None and self.mode.unit != "step" and not self.mode.takes_divisor:
+            self.own_size = Count("tokens", unit=self.mode.unit)
         self.scalars = _scalars(cells, aggregation.divisor, facts)
         self._constants = sorted(self._named_constants(), key=lambda one: one[0])
         self._logs = np.array([log for log, *_ in self._constants])
@@ -179,8 +179,7 @@ class Fitter:
         average = float(np.median(plain)) + sum(power * math.log(self.cells.average(count)) for count, power in counts)
         if not by_width:
             numbers["average"] = (average, 0.0)
-        mode = self.aggregation.mode
-        if isinstance(mode, Mode) and mode.takes_divisor and counts and not by_width:
+        if self.mode is not None and self.mode.takes_divisor and counts and not by_width:
             numbers["mean"] = (average + math.log(float(self.expected_weight[0]) * self.scalars["T"]), 0.1)
         if counts:
             numbers["plain"] = (float(np.median(plain)), 0.4)
@@ -194,7 +193,7 @@ class Fitter:
     def _amounts(self) -> Iterator[tuple[Powers, float]]:
         """Counts of the whole step that a wrong denominator leaves over."""
         scalars = self.scalars
-        own = "P" if isinstance(self.aggregation.mode, Mode) and self.aggregation.mode.unit == "prompt" else "N"
+        own = "P" if self.mode is not None and self.mode.unit == "prompt" else "N"
         for name in ("T", "N", "rows", "P", "N_active", "rows_active", "P_active"):
             if name in scalars:
                 cost = 2.0 if name == "T" else 2.1 + 0.1 * name.endswith("_active") + 0.5 * (name[0] != own)

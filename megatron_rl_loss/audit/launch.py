@@ -28,7 +28,7 @@ from megatron_rl_loss.modes.names import resolve
 from megatron_rl_loss.step.collectives import attempt
 from megatron_rl_loss.step.layouts import ZigzagBSHD
 from megatron_rl_loss.step.samples import Samples
-from megatron_rl_loss.step.totals import UnitCounting
+from megatron_rl_loss.step.units import UnitCounting
 
 SOUND, NOT_SOUND, NO_VERDICT = 0, 1, 2
 SCHEDULES = "megatron.core.pipeline_parallel.schedules"

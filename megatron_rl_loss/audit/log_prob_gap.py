@@ -9,12 +9,12 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from megatron_rl_loss.errors import check_int, check_one_each
-from megatron_rl_loss.step.layouts import starts_of
 
 #: So many tokens at least must be beyond rounding, and within it by a pattern.
 FEWEST = 8
@@ -148,7 +148,7 @@ class _Pair:
     def __init__(
         self, lengths: list[int], totals: list[int], ours: Tensor, theirs: Tensor, active: Tensor, noise: float
     ) -> None:
-        self.lengths, self.totals, self.starts = lengths, totals, starts_of(lengths)
+        self.lengths, self.totals, self.starts = lengths, totals, [0, *accumulate(lengths)][:-1]
         self.ours, self.theirs, self.active, self.gap = ours, theirs, active, theirs - ours
         self.size = torch.maximum(ours.abs(), theirs.abs()).clamp(min=1)
         self.rounding = noise + _BF16 * self.size

@@ -16,7 +16,8 @@ from megatron_rl_loss.modes.names import Aggregation, resolve
 from megatron_rl_loss.modes.table import ModeFunction
 from megatron_rl_loss.modes.weights import weigh
 from megatron_rl_loss.step.samples import LocalTokens
-from megatron_rl_loss.step.totals import StepTotals, UnitCounting
+from megatron_rl_loss.step.totals import StepTotals
+from megatron_rl_loss.step.units import UnitCounting
 
 
 @dataclass(frozen=True)
@@ -150,8 +151,7 @@ def _mode_loss(aggregation: Aggregation) -> LossFunction:
         weights = weigh(aggregation, local, totals)
         return (torch.where(weights != 0, losses, 0) * weights).sum()
 
-    # Sums of a step that the mode declares; the simulation puts them into the totals.
-    loss.statistics = getattr(aggregation.mode, "statistics", {})  # type: ignore[attr-defined]
+    loss.sums = list(aggregation.mode.sums.values())  # type: ignore[attr-defined]  # `measure` counts them too
     return loss
 
 

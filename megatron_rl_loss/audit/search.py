@@ -12,14 +12,14 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from megatron_rl_loss.audit.drawn_steps import DrawnSample, LossCase, draw_samples
+from megatron_rl_loss.audit.mode_table import MODE_TABLE
 from megatron_rl_loss.audit.simulation import CallFailed, LossCall, LossFunction, measure
 from megatron_rl_loss.audit.tokens import Floats
 from megatron_rl_loss.audit.verdict import Verdict, judge
 from megatron_rl_loss.modes.names import Aggregation, resolve
-from megatron_rl_loss.modes.table import MODES, OwnMode
 from megatron_rl_loss.modes.weights import weigh
 from megatron_rl_loss.step.samples import Samples
-from megatron_rl_loss.step.totals import UnitCounting
+from megatron_rl_loss.step.units import UnitCounting
 
 #: What weights may be off by, relatively: float32 over some hundred tokens, and the small constants that trainers add
 #: to a denominator.
@@ -187,7 +187,7 @@ class Search:
         """The mode that uncut steps follow up to a factor, what they should be first; None if none of the table is."""
         cases = [self._drawn(UNCUT, draw) for draw in range(self.draws)]  # looked at already: none fails
         measured = [(case, self._measure(case).weights) for case in cases]
-        modes = [resolve(name, divisor=1.0 if mode.takes_divisor else None) for name, mode in MODES.items()]
+        modes = [resolve(name, divisor=1.0 if row.takes_divisor else None) for name, row in MODE_TABLE.items()]
         choices = [replace(mode, units=units) for mode in modes for units in get_args(UnitCounting)]
         for base in choices if self.expected is None else [self.expected, *choices]:
             weights = weights_of(base, cases[0])
@@ -287,8 +287,8 @@ class Search:
 
 def weights_of(aggregation: Aggregation, case: LossCase) -> Floats:
     """What an aggregation gives each mask entry of a step, [num_entries]."""
-    mode, samples = aggregation.mode, Samples(case.masks, labels=case.labels, **case.ids())
-    totals = case.totals_with(mode.statistics if isinstance(mode, OwnMode) else {})
+    samples = Samples(case.masks, labels=case.labels, **case.ids())
+    totals = case.totals_with(list(aggregation.mode.sums.values()))
     return weigh(aggregation, samples.local(0, 1), totals).double().numpy()
 
 

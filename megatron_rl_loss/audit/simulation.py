@@ -233,13 +233,13 @@ class _Call:
             layout = layouts.ZigzagTHD([0, *np.cumsum(self.slots).tolist()])
             self.samples = Samples(padded(masks, 0), layout=layout, labels=self.labels, **ids)
         self.local = self.samples.local(cp_rank, case.cp_size)
+        self.sample_index = torch.from_numpy(self.local.sample_index)
         before = sum(map(len, case.masks[: rows.start]))
-        buffer = torch.zeros(self.samples.total_tokens)
-        at = layouts.concatenated_ranges(self.described.mask_starts, self.lengths)
-        buffer[torch.from_numpy(at)] = case.losses(call.takes)[before : before + sum(self.lengths)]
+        values = case.losses(call.takes)[before : before + sum(self.lengths)]
+        buffer = self.described.in_buffer(values.split(self.lengths))
         #: Losses or log-probs of the tokens that the rank holds, [num_local_tokens].
         self.values = self.local.of(buffer).clone().requires_grad_()
-        self.advantages = case.advantages()[rows][self.local.sample_index]
+        self.advantages = case.advantages()[rows][self.sample_index]
 
     def part(self, loss_fn: LossFunction, asks: dict[str, str]) -> Part:
         """What is measured in it."""
@@ -249,14 +249,14 @@ class _Call:
             cp_rank=self.cp_rank,
             microbatch=self.number,
             rows=replace(rows, known=rows.known | {"response_lengths": lengths, "total_lengths": lengths}),
-            positions=self.local.positions.numpy(),
+            positions=self.local.positions,
             gradients=self._derivatives(loss_fn, {name: self.given(what) for name, what in asks.items()}),
         )
 
     def _derivatives(self, loss_fn: LossFunction, given: dict[str, Any]) -> Any:
         """Of the returned loss by the loss of each token that the rank holds, float64 [num_local_tokens]."""
         try:
-            loss = loss_fn(self.shaped(self.values * 1), self.shaped(self.local.mask.clone()), **given)
+            loss = loss_fn(self.shaped(self.values * 1), self.shaped(torch.from_numpy(self.local.mask.copy())), **given)
         except Exception as error:
             raise CallFailed("raises", f"it raises {type(error).__name__}: {error}{self._where()}") from error
         _check_loss(loss, self._where())
@@ -308,11 +308,11 @@ class _Call:
             "rollout_ids": lambda: self.rollouts[self.rows],
             "prompt_ids": lambda: self.prompts[self.rows],
             "cu_seqlens": lambda: torch.tensor([0, *self.slots]).cumsum(0),
-            "sample_index": lambda: self.shaped(self.local.sample_index.clone()),
+            "sample_index": lambda: self.shaped(self.sample_index.clone()),
             "old_log_probs": lambda: self.shaped(self.values.detach().clone()),
             "advantages": lambda: self.shaped(self.advantages.clone()),
             "sample_advantages": lambda: self.case.advantages()[self.rows],
-            "loss_masks": lambda: [mask.clone() for mask in self.samples.loss_masks],
+            "loss_masks": lambda: [torch.from_numpy(mask.copy()) for mask in self.samples.loss_masks],
             "step_masks": lambda: [mask.clone() for mask in self.case.masks],
             "step_prompt_ids": lambda: list(self.prompts),
             "first_row": lambda: self.rows.start,
@@ -367,7 +367,7 @@ def measure(loss_fn: LossFunction, call: LossCall, case: LossCase) -> MeasuredSt
         ValueError, TypeError: a function that cannot be called with what the trainer has.
     """
     asks, _ = asked_for(loss_fn, call)
-    totals = functools.cache(functools.partial(case.totals_with, getattr(loss_fn, "statistics", {})))
+    totals = functools.cache(functools.partial(case.totals_with, getattr(loss_fn, "sums", ())))
     first, parts = 0, list[Part]()
     for dp_rank, rank in enumerate(case.ranks):
         for number, samples in enumerate(rank):

@@ -16,12 +16,12 @@ import numpy as np
 from megatron_rl_loss.audit.comparison import Comparison, Piece, StepSamples
 from megatron_rl_loss.audit.counts import Cells
 from megatron_rl_loss.audit.fit import Fitter, Reading
+from megatron_rl_loss.audit.mode_table import MODE_TABLE, row_of
 from megatron_rl_loss.audit.places import Deviation, Kept, Places, Shape, deviation, places_of, take_off
 from megatron_rl_loss.audit.tokens import MeasuredStep, extremes
 from megatron_rl_loss.audit.words import place_reading, with_words
 from megatron_rl_loss.modes.names import Aggregation, resolve
-from megatron_rl_loss.modes.table import MODES, Mode, OwnMode
-from megatron_rl_loss.step.totals import UnitCounting
+from megatron_rl_loss.step.units import UnitCounting
 
 #: What a weight that is measured and one that is asked for may differ by, relative, by the type that gradients were
 #: rounded to. Of float32: some ten products on either side, and what a measurement's own residual may be. Of half
@@ -139,7 +139,7 @@ def judge(measured: MeasuredStep, expected: Aggregation | None = None) -> Verdic
     try:
         step = Comparison(measured, expected, samples.weights(expected), tolerance)
     except (ValueError, KeyError) as error:  # a mode over labels, which a measured step does not have
-        if not isinstance(expected.mode, OwnMode):
+        if row_of(expected.mode) is not None:
             raise
         why = f"What {expected.mode.name} asks for cannot be made from masks and ids alone. {error}"
         return Verdict(expected=words, sound=False, unknown=(why,), notes=notes)
@@ -162,10 +162,10 @@ def judge(measured: MeasuredStep, expected: Aggregation | None = None) -> Verdic
 
 def in_words(expected: Aggregation) -> str:
     """The mode, its divisor if it has one, and its unit counting where it has units."""
-    mode = expected.mode
+    row = row_of(expected.mode)
     divisor = "" if expected.divisor is None else f" with divisor {expected.divisor:g}"
-    counting = f", unit counting {expected.units}" if isinstance(mode, Mode) and mode.unit != "step" else ""
-    return f"{mode.name}{divisor}{counting}"
+    counting = f", unit counting {expected.units}" if row is not None and row.unit != "step" else ""
+    return f"{expected.mode.name}{divisor}{counting}"
 
 
 @np.errstate(divide="ignore", invalid="ignore")  # a count may be 0 where nothing is asked for
@@ -224,7 +224,8 @@ def _readings_of(kept: Kept, cells: Cells) -> list[Reading]:
 def _nearest(measured: MeasuredStep, samples: StepSamples, tolerance: float) -> Aggregation:
     """The mode without a divisor that misplaces least."""
     with_prompts = len(measured.tokens) > 0 and (measured.tokens.prompt >= 0).all()
-    modes = [mode for mode in MODES.values() if not mode.takes_divisor and (mode.unit != "prompt" or with_prompts)]
+    rows = MODE_TABLE.items()
+    modes = [name for name, row in rows if not row.takes_divisor and (row.unit != "prompt" or with_prompts)]
 
     def distance(mode: Aggregation) -> tuple[float, float, bool]:
         step = Comparison(measured, mode, samples.weights(mode), tolerance)
@@ -234,7 +235,7 @@ def _nearest(measured: MeasuredStep, samples: StepSamples, tolerance: float) -> 
         # Where nothing tells two apart (a step of one sample) the plainest is meant: token_mean.
         return misplaced, step.deviation(), mode.mode.name != "token_mean"
 
-    return min((resolve(mode.name, units=units) for mode in modes for units in get_args(UnitCounting)), key=distance)
+    return min((resolve(name, units=units) for name in modes for units in get_args(UnitCounting)), key=distance)
 
 
 # ---- the report

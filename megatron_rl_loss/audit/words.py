@@ -6,10 +6,9 @@ import numpy as np
 
 from megatron_rl_loss.audit.counts import COUNTINGS, SCOPES, Count
 from megatron_rl_loss.audit.fit import Fitter, Reading
+from megatron_rl_loss.audit.mode_table import MODE_TABLE, peers_of
 from megatron_rl_loss.audit.places import Places, Shape
 from megatron_rl_loss.audit.tokens import Floats
-from megatron_rl_loss.modes.names import NAMES, Aggregation
-from megatron_rl_loss.modes.table import MODES, Mode
 
 #: Where a constant often comes from.
 _HINTS = {
@@ -66,8 +65,8 @@ def place_reading(shape: Shape, places: Places, fitter: Fitter) -> Reading | Non
 
 def _as_mode(reading: Reading, fitter: Fitter, weights: Floats) -> str:
     """The mode of the table that the weights are, perhaps times the reading's constant."""
-    for mode in MODES.values():
-        if mode == fitter.aggregation.mode or (mode.unit == "prompt" and not fitter.cells.has_prompts):
+    for name, mode in MODE_TABLE.items():
+        if name == fitter.aggregation.mode.name or (mode.unit == "prompt" and not fitter.cells.has_prompts):
             continue
         for counting in ("all", "active"):
             shape = np.ones(len(weights))
@@ -87,8 +86,8 @@ def _as_mode(reading: Reading, fitter: Fitter, weights: Floats) -> str:
             if exact or (reading.named and abs(times / reading.factor - 1) <= fitter.tolerance):
                 given = "" if divisor is None else f" with divisor {divisor:g}"
                 units = f", unit counting {counting}" if mode.unit != "step" else ""
-                names = _also(aliases(mode.name, counting, divisor)[:3])
-                return f"the weights of {mode.name}{given}{units}{names}{'' if exact else _rest(reading, fitter)}"
+                names = _also(aliases(name, counting, divisor)[:3])
+                return f"the weights of {name}{given}{units}{names}{'' if exact else _rest(reading, fitter)}"
     return ""
 
 
@@ -110,17 +109,17 @@ def _counts(reading: Reading, fitter: Fitter) -> str:
     if not parts:
         return "all tokens"
     plainly = reading.baseline != "plain" and not times
-    return "; ".join(parts) + _also(_known_as(divided, fitter.aggregation) if plainly else [])
+    return "; ".join(parts) + _also(_known_as(divided, fitter) if plainly else [])
 
 
-def _known_as(divided: list[Count], expected: Aggregation) -> list[str]:
+def _known_as(divided: list[Count], fitter: Fitter) -> list[str]:
     """What other frameworks call such counts of a part."""
     local = [count for count in divided if count.scope != "step"]
-    if len(divided) != 1 or not local or not isinstance(expected.mode, Mode):
+    if len(divided) != 1 or not local or fitter.mode is None:
         return []
-    mode = "token_mean" if local[0].what == "tokens" and local[0].unit == "scope" else expected.mode.name
+    mode = "token_mean" if local[0].what == "tokens" and local[0].unit == "scope" else fitter.aggregation.mode.name
     by_design = local[0] == Count("tokens", "microbatch")
-    names = [peer.alias for peer in NAMES if by_design and peer.nearest == mode and not peer.names_a_loss]
+    names = [f"{peer.framework}:{peer.name}" for peer in peers_of(mode, refused=True) if by_design]
     return [*names, *(f"{alias} over the counts of {SCOPES[local[0].scope][0]}" for alias in aliases(mode, "all")[:1])]
 
 
@@ -156,11 +155,9 @@ def _as_count(reading: Reading, fitter: Fitter) -> str:
 def aliases(mode: str, counting: str, divisor: float | None = None) -> list[str]:
     """What other frameworks call a mode with that unit counting and divisor."""
     return [
-        peer.alias
-        for peer in NAMES
-        if peer.mode == mode
-        and not peer.names_a_loss
-        and (MODES[mode].unit == "step" or peer.units in (None, counting))
+        f"{peer.framework}:{peer.name}"
+        for peer in peers_of(mode)
+        if (MODE_TABLE[mode].unit == "step" or peer.units in (None, counting))
         and (divisor is None or peer.divisor == divisor or (isinstance(peer.divisor, str) and divisor != 1))
     ]
 

@@ -18,15 +18,19 @@ from typing import Any
 
 from megatron_rl_loss.frameworks.columns import check_text, mark, prompts_of, token_mean_factors
 from megatron_rl_loss.modes.loss_modes import LossModes
-from megatron_rl_loss.modes.table import ModeFunction
+from megatron_rl_loss.modes.table import Mode, ModeFunction
 from megatron_rl_loss.step.samples import Samples
-from megatron_rl_loss.step.totals import UnitCounting
+from megatron_rl_loss.step.units import UnitCounting
 
 __all__ = ["aggregate"]
 
 
 def aggregate(
-    actor_class: Any, mode: str | ModeFunction, *, divisor: float | None = None, units: UnitCounting | None = None
+    actor_class: Any,
+    mode: str | Mode | ModeFunction,
+    *,
+    divisor: float | None = None,
+    units: UnitCounting | None = None,
 ) -> None:
     """From now on actors of that class train on the mode.
 
@@ -60,19 +64,22 @@ def aggregate(
                     "m2_threshold beside a loss aggregation: AReaL then divides by the tokens that it keeps, which are "
                     "known in the training forward alone. Leave one of them out."
                 )
-            check_text(modes, any("multi_modal_input" in batch for batch in batches))
             described = []
             for batch in batches:  # a mask is that of the label, which is the next token
                 trained = batch["loss_mask"].roll(1, -1).bool().tolist()
                 prompts = prompts_of(batch["input_ids"].tolist(), trained)
                 described.append(Samples(list(batch["loss_mask"].float()), prompt_ids=prompts))
+            check_text(modes, described, any("multi_modal_input" in batch for batch in batches))
             return described
 
         of_sequences = getattr(self.config, "importance_sampling_level", "token") == "sequence"
         even = "Set importance_sampling_level=token" if of_sequences else ""
         factors, _ = token_mean_factors(modes, describe, dp_group=self.data_parallel_group, even=even)
         weighted = [
-            {**batch, "advantages": batch["advantages"] * of_batch.view_as(batch["loss_mask"])}
+            {
+                **batch,
+                "advantages": batch["advantages"] * of_batch.to(batch["loss_mask"].device).view_as(batch["loss_mask"]),
+            }
             for batch, of_batch in zip(batches, factors, strict=True)
         ]
         return train_batch(self, weighted if isinstance(input_, list) else weighted[0], *args, **kwargs)

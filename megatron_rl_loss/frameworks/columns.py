@@ -1,14 +1,15 @@
-"""What adapters that weigh advantages share: a step's weights, prompts told apart, checks."""
+"""Shared by adapters that weigh advantages: a step's weights, prompts told apart, checks."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from megatron_rl_loss.modes.loss_modes import LossModes
-from megatron_rl_loss.plan.checks import StepGroups
+from megatron_rl_loss.plan.checks import check_samples
 from megatron_rl_loss.plan.plan import Plan, make_plan
-from megatron_rl_loss.step.collectives import Group, attempt, check_together
+from megatron_rl_loss.step.collectives import Group, StepGroups, attempt, check_together
 from megatron_rl_loss.step.samples import Samples
 
 _MARK = "_aggregated_by_megatron_rl_loss"
@@ -17,15 +18,16 @@ _MARK = "_aggregated_by_megatron_rl_loss"
 def plan_of(
     modes: LossModes, describe: Callable[[], list[Samples]], dp_group: Group | None, term_masks: Sequence[str] = ()
 ) -> Plan:
-    """`plan_step` of uncut samples, one for each micro-batch; what one rank refuses raises on all of the group."""
-    groups = StepGroups(dp_group=dp_group, cp_group=None)
-    return make_plan(attempt(describe), modes, groups, None, term_masks=term_masks)
+    """`plan_step` of uncut samples, one for each micro-batch; errors of one rank raise on all of the group."""
+    groups = StepGroups(dp_group)
+    samples = attempt(lambda: check_samples(describe(), None, modes, groups, term_masks))
+    return make_plan(samples, modes, groups, term_masks=term_masks)
 
 
 def token_mean_factors(
     modes: LossModes, describe: Callable[[], list[Samples]], *, dp_group: Group | None, even: str = ""
 ) -> tuple[list[Tensor], float]:
-    """``w * T`` for the tokens of each micro-batch of this rank, 1-D, and T, the active tokens of the step.
+    """``w * T`` for the tokens of each micro-batch of this rank, 1-D on the host, and T, the step's active tokens.
 
     The mean over T tokens of factor * loss is the step loss of the policy's mode. With `even`, a remedy, factors that
     differ within a sample are refused, on all ranks of the group.
@@ -49,19 +51,19 @@ def prompts_of(token_ids: Iterable[Sequence[int]], trained: Iterable[Sequence[bo
     return [str(list(ids[: list(of_sample).index(True)]) if any(of_sample) else list(ids)) for ids, of_sample in pairs]
 
 
-def check_text(modes: LossModes, has_media: bool) -> None:
+def check_text(modes: LossModes, samples: Sequence[Samples], has_media: bool) -> None:
     """Refuse a mode by prompt where tokens do not tell prompts apart."""
-    if has_media and modes.needs_prompt_ids:
+    if has_media and any("prompt" in modes.rehearse(one) for one in samples):
         raise ValueError(
-            f"loss aggregation {modes.by_prompt} and prompts with images or other media: they are told apart by their "
-            "tokens, which are placeholders there. Choose a mode that does not group by prompt."
+            f"{modes.describe()}, and prompts with images or other media: they are told apart by their tokens, which "
+            "are placeholders there. Choose a mode that does not group by prompt."
         )
 
 
-def check_even(factors: Sequence[Tensor], loss_masks: Sequence[Tensor], remedy: str) -> None:
+def check_even(factors: Sequence[Tensor], loss_masks: Sequence[Any], remedy: str) -> None:
     """Refuse factors that differ within a sample, where an engine takes means of samples."""
-    for factor, mask in zip(factors, loss_masks, strict=True):
-        if factor.numel() and bool((factor != factor.amax() * (mask != 0)).any()):
+    for factor, mask in zip(map(np.asarray, factors), map(np.asarray, loss_masks), strict=True):
+        if factor.size and (factor != factor.max() * (mask != 0)).any():
             raise ValueError(
                 "weights that differ within a sample, or a token mask that is not 0 and 1, for a loss that takes means "
                 f"of samples: one factor must do for a sample. {remedy}, or choose another mode."

@@ -22,8 +22,9 @@ import torch
 from torch import Tensor
 
 from megatron_rl_loss.errors import check_choice
-from megatron_rl_loss.megatron import LossAggregation, Microbatch
+from megatron_rl_loss.megatron import LossAggregation
 from megatron_rl_loss.megatron.flags import any_flag_given, check_command_line
+from megatron_rl_loss.plan import Microbatch
 from megatron_rl_loss.step.ids import Ids
 from megatron_rl_loss.step.layouts import Gathered, Layout, ZigzagTHD
 from megatron_rl_loss.step.samples import Samples
@@ -39,13 +40,13 @@ except ImportError as error:
         "and in the megatron-core wheel from 0.19."
     ) from error
 
-#: Where a context-parallel rank's per-token losses are: all on every rank, or its zigzag part of every slot.
+#: Per-token losses of a context-parallel rank: all on every rank, or its zigzag part of every slot.
 CpLosses = Literal["gathered", "sliced"]
 IdsOf = Callable[[Any], Ids]
 
 
 def is_asked_for(args: Namespace) -> bool:
-    """Whether a flag of this package was given. Raises ValueError for flags that were never registered, or misspelt."""
+    """True where a flag of this package was given; ValueError for flags that were never registered, or misspelt."""
     check_command_line(args, sys.argv[1:])
     return any_flag_given(args)
 
@@ -72,10 +73,10 @@ def loss_aggregation(
         return samples_of(batch, cp_losses=cp_losses, rollout_ids=rollout_ids, prompt_ids=prompt_ids)
 
     aggregation = LossAggregation.from_args(args, describe)
-    settings = aggregation.settings
-    if settings.mode_name != "token_mean" and settings.aggregation.units == "all":
+    policy = aggregation.settings.modes.policy
+    if policy.mode.name != "token_mean" and policy.units == "all":
         raise ValueError(
-            f"{settings.describe()} in train_rl.py: it fills the batch up with fully masked rows, which would count as "
+            f"{policy.describe()} in train_rl.py: it fills the batch up with fully masked rows, which would count as "
             "rollouts. Add --loss-aggregation-units active."
         )
     if getattr(args, "check_for_spiky_loss", False):
@@ -117,7 +118,7 @@ def loss_func(
     microbatch: Microbatch, loss_mask: Tensor, kl_term: Tensor, ratios: Tensor, entropy_term: Tensor,
     truncated_from_above: Tensor, truncated_from_below: Tensor, output_tensor: Tensor,
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:  # fmt: skip
-    """What Megatron gets for a micro-batch of `train_rl.py`; the arguments after the first are its own.
+    """The return value that Megatron gets for a micro-batch; the arguments after the first are `train_rl.py`'s own.
 
     Reports ``lm loss``, the step loss that is trained on, and the five ``rl/`` metrics as token means over the step.
     Raises ValueError for losses that are not this rank's part of the micro-batch, RuntimeError for a NaN loss under
@@ -174,6 +175,7 @@ def rows_of(loss_masks: Tensor, edges: Sequence[int], cp_losses: CpLosses) -> tu
 
     Gathered rows have S - 1 positions, sliced ones S, of which the last predicts nothing.
     """
+    loss_masks = loss_masks.cpu()  # in one copy
     num_rows, seq_length = loss_masks.shape
     if edges[0] != 0 or edges[-1] > seq_length:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""miles: what the hooks of `megatron_rl_loss.frameworks.slime` must know of a step, which miles hands to no hook.
+"""miles: steps counted for the hooks of `megatron_rl_loss.frameworks.slime`, to which miles hands no counts.
 
     --custom-megatron-init-path megatron_rl_loss.frameworks.miles.count_steps
 
@@ -70,7 +70,7 @@ def _counting(train_one_step: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _counts(iterator: Any, num_microbatches: int, num_rollouts: int) -> dict[str, Any]:
-    """Of the step that miles's `DataIterator` stands before."""
+    """The counts of the step that miles's `DataIterator` stands before."""
     from miles.backends.training_utils.parallel import get_parallel_state
 
     if get_parallel_state().indep_dp.size > 1:
@@ -87,4 +87,4 @@ def _counts(iterator: Any, num_microbatches: int, num_rollouts: int) -> dict[str
         return [masks[i] for indices in microbatches for i in indices]
 
     rows = iterator.rollout_data.get("max_seq_lens")  # a rank pads all its rows alike
-    return step_counts.count_step(masks_of_step, num_rollouts, int(rows[0]) if rows else None)
+    return step_counts.count_masks(masks_of_step, num_rollouts, int(rows[0]) if rows else None)

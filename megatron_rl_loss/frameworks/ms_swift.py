@@ -18,14 +18,16 @@ from typing import Any
 
 from megatron_rl_loss.frameworks.columns import check_text, mark, prompts_of, token_mean_factors
 from megatron_rl_loss.modes.loss_modes import LossModes
-from megatron_rl_loss.modes.table import ModeFunction
+from megatron_rl_loss.modes.table import Mode, ModeFunction
 from megatron_rl_loss.step.samples import Samples
-from megatron_rl_loss.step.totals import UnitCounting
+from megatron_rl_loss.step.units import UnitCounting
 
 __all__ = ["aggregate"]
 
 
-def aggregate(mode: str | ModeFunction, *, divisor: float | None = None, units: UnitCounting | None = None) -> None:
+def aggregate(
+    mode: str | Mode | ModeFunction, *, divisor: float | None = None, units: UnitCounting | None = None
+) -> None:
     """From now on ms-swift's `MegatronGRPOTrainer` trains on the mode.
 
     Args:
@@ -73,12 +75,12 @@ def _weigh(batches: Sequence[Any], trainer: Any, modes: LossModes, *, undoes_mea
                 f"--loss_type {trainer.loss_type} beside a loss aggregation: the loss must be a sum over a token "
                 "count. Use --loss_type dapo, which has the loss of grpo, bnpo and dr_grpo, or cispo."
             )
-        check_text(modes, any(batch.has_media for batch in batches))
         described = []
         for batch in batches:
             dropped = batch.truncated_mask & trainer.args.overlong_filter
             masks = (batch.completion_mask & ~dropped[:, None]).float()
             described.append(Samples(list(masks), prompt_ids=batch.prompts))
+        check_text(modes, described, any(batch.has_media for batch in batches))
         return described
 
     factors, tokens = token_mean_factors(modes, describe, dp_group=mpu.get_data_parallel_group())
@@ -90,5 +92,6 @@ def _weigh(batches: Sequence[Any], trainer: Any, modes: LossModes, *, undoes_mea
             "ranks or micro-batches."
         )
     for batch, of_batch in zip(batches, factors, strict=True):
-        batch.advantages = batch.advantages * of_batch.view_as(batch.completion_mask)
+        of_tokens = of_batch.to(batch.advantages.device).view_as(batch.completion_mask)
+        batch.advantages = batch.advantages * of_tokens
         batch.num_items_in_batch = batch.advantages.new_tensor(tokens / parts)

@@ -21,14 +21,14 @@ from torch import Tensor
 
 from megatron_rl_loss.frameworks.columns import check_even, prompts_of
 from megatron_rl_loss.modes.names import resolve
-from megatron_rl_loss.modes.table import ModeFunction
+from megatron_rl_loss.modes.table import Mode, ModeFunction
 from megatron_rl_loss.modes.weights import weights_column
 
 __all__ = ["AggregatedPGLossFn", "aggregate"]
 
 
 def aggregate(
-    policy: Any, loss_fn: Any, mode: str | ModeFunction, *, kl: str | None = None, **settings: Any
+    policy: Any, loss_fn: Any, mode: str | Mode | ModeFunction, *, kl: str | None = None, **settings: Any
 ) -> "AggregatedPGLossFn":
     """The loss in that mode; from now on ``policy.train`` of this driver adds its columns to every batch.
 
@@ -84,7 +84,7 @@ class AggregatedPGLossFn:
         found: dict[str, list[Tensor]] = {_column(name): [] for name in self._modes}
         for start in range(0, len(data["sample_mask"]), batch_size):
             rows = slice(start, start + batch_size)
-            masks = data["token_mask"][rows, 1:].float() * data["sample_mask"][rows, None]
+            masks = (data["token_mask"][rows, 1:].float() * data["sample_mask"][rows, None]).cpu()
             prompts = prompts_of(data["input_ids"][rows].tolist(), (data["token_mask"][rows] != 0).tolist())
             for name, (mode, settings) in self._modes.items():
                 of_rows = weights_column(mode, list(masks), prompt_ids=prompts, **settings)

@@ -21,10 +21,10 @@ from torch import Tensor
 from megatron_rl_loss.frameworks.columns import check_text, plan_of
 from megatron_rl_loss.frameworks.skyrl_install import WEIGHTS, install
 from megatron_rl_loss.modes.loss_modes import LossModes
-from megatron_rl_loss.modes.table import ModeFunction
+from megatron_rl_loss.modes.table import Mode, ModeFunction
 from megatron_rl_loss.modes.weights import weigh
 from megatron_rl_loss.step.samples import Samples
-from megatron_rl_loss.step.totals import UnitCounting
+from megatron_rl_loss.step.units import UnitCounting
 
 __all__ = ["AggregatedPolicyLoss"]
 
@@ -44,8 +44,8 @@ class AggregatedPolicyLoss:
     """
 
     def __init__(
-        self, loss: str, mode: str | ModeFunction, *, divisor: float | None = None, units: UnitCounting | None = None,
-        kl: str | None = None, entropy: str | None = None, mtp: str | None = None,
+        self, loss: str, mode: str | Mode | ModeFunction, *, divisor: float | None = None,
+        units: UnitCounting | None = None, kl: str | None = None, entropy: str | None = None, mtp: str | None = None,
     ) -> None:  # fmt: skip
         from skyrl.backends.skyrl_train.utils.ppo_utils import PolicyLossRegistry
 
@@ -78,13 +78,16 @@ class AggregatedPolicyLoss:
         group, modes = mpu.get_data_parallel_group(with_context_parallel=False), self._modes
         plan = plan_of(modes, lambda: [self._describe(wrapper, batch, depths) for batch in batches], group, depths)
         totals = plan.totals
-        tokens, rollouts = max(totals.step_tokens or 0, 1), max(totals.rollouts.all or 0, 1)
-        shares = group.size() * max(1, batches[0].get("num_real_microbatches", len(batches)))
+        tokens, rollouts = max(totals.step_tokens or 0, 1), max(totals.units["rollout"].all or 0, 1)
+        device, shares = (
+            batches[0]["loss_mask"].device,
+            group.size() * max(1, batches[0].get("num_real_microbatches", len(batches))),
+        )
 
         def weights_of(term: str, samples: Samples, mask: str | None = None) -> Tensor:
             local = samples.with_mask(mask).local(0, 1)
             weights = weigh(modes.terms.get(term, modes.policy), local, totals.with_mask(mask))
-            return weights if mask is None else weights[local.mask != 0]
+            return (weights if mask is None else weights[local.mask != 0]).to(device)
 
         weighed = []
         for batch, microbatch in zip(batches, plan, strict=True):
@@ -115,7 +118,6 @@ class AggregatedPolicyLoss:
                 "rows of several samples, or gradients of another call: a mini-batch must be one call of "
                 "forward_backward, a row per sample. Leave sequences unpacked, and call optim_step after each."
             )
-        check_text(self._modes, batch.get("pixel_values") is not None)
         held, real = _held(batch), batch["attention_mask"] != 0
         start = real.shape[1] - batch["loss_mask"].shape[1]
         masks = torch.nn.functional.pad(batch["loss_mask"], (start, 0))[held]
@@ -124,7 +126,9 @@ class AggregatedPolicyLoss:
             both = real[held, :-shift] & real[held, shift:]
             further[name] = list(torch.nn.functional.pad(both, (0, shift)))
         prompts = [str(ids) for ids in batch["sequences"][held, :start].tolist()]
-        return Samples(list(masks), prompt_ids=prompts, term_masks=further)
+        samples = Samples(list(masks), prompt_ids=prompts, term_masks=further)
+        check_text(self._modes, [samples], batch.get("pixel_values") is not None)
+        return samples
 
 
 def _held(batch: dict[str, Any]) -> Tensor:

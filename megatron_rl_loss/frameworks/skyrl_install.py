@@ -1,4 +1,4 @@
-"""What `skyrl.AggregatedPolicyLoss` replaces in the process of one of SkyRL's Megatron workers. Imports no SkyRL.
+"""Replacements by `skyrl.AggregatedPolicyLoss` in the process of one of SkyRL's Megatron workers. Imports no SkyRL.
 
 The weights travel in the micro-batch to SkyRL's loss function, and on its masks to what averages a term.
 """

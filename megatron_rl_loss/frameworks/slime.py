@@ -19,16 +19,19 @@ from functools import cache
 from itertools import chain, islice
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+import torch
 from torch import Tensor
 
-from megatron_rl_loss.errors import check_choice, check_cp, check_one_each, require
+from megatron_rl_loss.errors import check_cp, check_one_each
 from megatron_rl_loss.frameworks import step_counts
 from megatron_rl_loss.frameworks.step_counts import StepCounts, counts_of_this_step
 from megatron_rl_loss.modes.names import Aggregation, resolve
-from megatron_rl_loss.modes.table import check_no_declared_sums
 from megatron_rl_loss.modes.weights import unit_weights
 from megatron_rl_loss.reduction.sums import Reducer, WeightedSum
 from megatron_rl_loss.step.layouts import IntList, ZigzagResponse
+from megatron_rl_loss.step.masks import Floats, to_array
 from megatron_rl_loss.step.samples import LocalTokens, Samples
 
 __all__ = ["Hook", "StepCounts", "begin_step", "count_steps", "make_hook", "sample_mean", "token_mean"]
@@ -38,9 +41,10 @@ _HAVE_STEPS_COUNTED = (
     "--custom-megatron-before-train-step-hook-path megatron_rl_loss.frameworks.slime.begin_step, under miles by "
     "--custom-megatron-init-path megatron_rl_loss.frameworks.miles.count_steps."
 )
-_NO_PROMPTS = (
-    "its weights need the prompt of every sample, which a hook's four arguments do not carry. Fold them into the "
-    "advantages (fold_into_advantages), multiply by the global batch size, and use ...slime.constant_1."
+_HOOKS = (
+    "there are ...slime.sample_mean, ...slime.token_mean and ...slime.constant_40960 (your divisor for 40960, a whole "
+    "number of tokens above 0). Other modes' weights need more of the step than a hook's four arguments carry: fold "
+    "them into the advantages (fold_into_advantages), multiply by the global batch size, and use ...slime.constant_1."
 )
 
 
@@ -92,14 +96,13 @@ class Hook:
         cp_rank, cp_size = self.cp or _context_parallel_place(padded is not None)
         rows = None if padded is None else [padded] * len(total_lengths)
         samples = Samples(loss_masks, layout=ZigzagResponse(total_lengths, response_lengths, rows))
-        samples.check_masks()
         local = samples.local(cp_rank, cp_size)
         if self.mode == "sample_mean":
             weights = _weights_in_rollouts(local, counts, rollout_mask_sums)
         elif self.mode == "token_mean":
             weights = _weights_in_step(local, counts, calculate_per_token_loss)
         else:
-            weights = unit_weights(local, self.aggregation.divisor)
+            weights = unit_weights(local, [self.aggregation.divisor or 0] * len(samples))
         return WeightedSum(weights, local, self.aggregation)
 
     def _check_flag(self, per_token: bool, counts: StepCounts | None) -> None:
@@ -137,27 +140,24 @@ def _weights_in_rollouts(
                 "whole rollouts by rollout_mask_sums."
             )
         return unit_weights(local)
-    sizes = [float(value) for value in rollout_mask_sums]
+    given = list(rollout_mask_sums)
+    sizes: Floats = to_array(torch.stack(given) if given and isinstance(given[0], Tensor) else given)  # one copy
     check_one_each("rollout_mask_sums", len(sizes), "loss masks", len(samples), "Pass those of one micro-batch")
-    for i, (of_rollout, of_sample) in enumerate(zip(sizes, samples.mask_sums.tolist(), strict=True)):
-        if not of_rollout >= of_sample:
-            raise ValueError(
-                f"sample {i} has {of_sample:g} mask tokens, its rollout {of_rollout:g}: a rollout has all its samples' "
-                "tokens. Sum the masks of the whole step."
-            )
-    return unit_weights(local, sizes)
+    for i in np.flatnonzero(~(sizes >= samples.mask_sums))[:1]:
+        raise ValueError(
+            f"sample {i} has {samples.mask_sums[i]:g} mask tokens, its rollout {sizes[i]:g}: a rollout has all its "
+            "samples' tokens. Sum the masks of the whole step."
+        )
+    return unit_weights(local, sizes.tolist())
 
 
 def _weights_in_step(local: LocalTokens, counts: StepCounts | None, per_token: bool) -> Tensor:
     """``m / T`` times what slime and miles divide by themselves: T' or G."""
     mask_sums = local.samples.mask_sums
 
-    def refuse(found: Tensor, rule: str) -> None:
-        def first() -> str:
-            i = int(found.nonzero()[0])
-            return f"sample {i} has {float(mask_sums[i]):g} mask tokens"
-
-        require(~found.any(), first, rule)
+    def refuse(found: npt.NDArray[np.bool_], rule: str) -> None:
+        for i in np.flatnonzero(found)[:1]:
+            raise ValueError(f"sample {i} has {mask_sums[i]:g} mask tokens: {rule}")
 
     if per_token:
         rule = "they count it as 1 token, in a sum over the step that the hook cannot correct. Use masks of 0 and 1."
@@ -169,10 +169,15 @@ def _weights_in_step(local: LocalTokens, counts: StepCounts | None, per_token: b
             "emptied it; a hook sees only what is left. Leave samples without a token out of the batch; with "
             f"rejection, or if you cannot, {_HAVE_STEPS_COUNTED}",
         )
-        return unit_weights(local, 1.0)
+        return unit_weights(local, [1.0] * len(mask_sums))
+    if (here := float(mask_sums.sum())) > counts.step_tokens * (1 + 1e-6):
+        raise ValueError(
+            f"a micro-batch of {here:g} active tokens, and a step whose step_tokens are {counts.step_tokens:g}: counts "
+            "must be of the whole step. Count the masks of all ranks, as they are before any rejection."
+        )
     divided_by = counts.step_tokens + counts.num_masked_samples if per_token else counts.global_batch_size
     size = counts.step_tokens / divided_by if divided_by else 0.0
-    return unit_weights(local, size, named="step counts whose step_tokens are 0")
+    return unit_weights(local, [size] * len(mask_sums))
 
 
 def make_hook(
@@ -196,10 +201,8 @@ def make_hook(
     Raises ValueError and TypeError for another mode, a divisor that is missing, unusable or without effect, half a CP
     place.
     """
-    if mode == "prompt_mean":
-        raise ValueError(f"a slime or miles hook for prompt_mean: {_NO_PROMPTS}")
-    check_no_declared_sums(mode, "slime or miles")
-    check_choice("slime or miles hook", mode, ("sample_mean", "token_mean", "constant"))
+    if mode not in ("sample_mean", "token_mean", "constant"):
+        raise ValueError(f"a slime or miles hook for {getattr(mode, 'name', mode)}: {_HOOKS}")
     cp = None
     if cp_rank is not None and cp_size is not None:
         check_cp(cp_rank, cp_size)
@@ -219,11 +222,7 @@ def __getattr__(name: str) -> Hook:
     """`constant_<L>`, for any L; an AttributeError with the way out for every other name."""
     if match := re.fullmatch(r"constant_([1-9]\d*)", name):
         return _constant(int(match[1]))
-    rule = (
-        "there is no such hook. Write ...slime.sample_mean, ...slime.token_mean or ...slime.constant_40960 (your "
-        "divisor for 40960, a whole number of tokens above 0)."
-    )
-    raise AttributeError(f"megatron_rl_loss.frameworks.slime.{name}: {_NO_PROMPTS if name == 'prompt_mean' else rule}")
+    raise AttributeError(f"megatron_rl_loss.frameworks.slime.{name}: {_HOOKS}")
 
 
 @cache
@@ -243,7 +242,7 @@ def count_steps(args: Namespace, rollout_id: int, rollout_data: Mapping[str, Any
     sizes = zip(rollout_data["num_microbatches"], rollout_data["global_batch_sizes"], strict=True)
     for step_id, (num_microbatches, global_batch_size) in enumerate(sizes):
         mine = list(chain.from_iterable(islice(microbatches, num_microbatches)))
-        counts = step_counts.count_step(lambda mine=mine: [masks[i] for i in mine], global_batch_size)  # type: ignore[misc]
+        counts = step_counts.count_masks(lambda mine=mine: [masks[i] for i in mine], global_batch_size)  # type: ignore[misc]
         steps[rollout_id, step_id] = counts
 
 

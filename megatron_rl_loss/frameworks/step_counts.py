@@ -1,4 +1,4 @@
-"""What slime's and miles's hooks must know of a whole step, and where it is: in the `args` of the launch.
+"""Facts of a whole step that slime's and miles's hooks need, in the `args` of the launch.
 
 A hook's four arguments do not tell the step, and no other object reaches both a hook and what runs before the step.
 """
@@ -12,14 +12,14 @@ from typing import Any
 from torch import Tensor
 
 from megatron_rl_loss.errors import check_count
-from megatron_rl_loss.step.collectives import attempt
+from megatron_rl_loss.step.collectives import StepGroups, attempt
 from megatron_rl_loss.step.samples import Samples
-from megatron_rl_loss.step.totals import reduce_step_totals
+from megatron_rl_loss.step.totals import count_step
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepCounts:
-    """What a hook must know of the whole step, over all DP ranks. Raises ValueError for what is no count.
+    """Counts of the whole step, over all DP ranks, for a hook. Raises ValueError for what is no count.
 
     Attributes:
         step_tokens: sum of all mask entries, as they are before any rejection.
@@ -49,13 +49,13 @@ def begin(args: Namespace, counts: Mapping[str, Any] | None) -> None:
 
 
 def counts_of_this_step() -> StepCounts | None:
-    """Of the step that is being trained; None where nobody counted it."""
+    """The counts of the step that is being trained; None where nobody counted it."""
     global_vars = sys.modules.get("megatron.training.global_vars")  # miles's FSDP backend starts no Megatron
     counts = getattr(getattr(global_vars, "_GLOBAL_ARGS", None), "megatron_rl_loss_step", None)
     return counts and StepCounts(**counts)
 
 
-def count_step(
+def count_masks(
     masks_of_step: Callable[[], list[Tensor]], global_batch_size: int, padded_length: int | None = None
 ) -> dict[str, Any]:
     """The fields of a step's `StepCounts`, from the masks this rank holds: a collective round over Megatron's groups.
@@ -64,20 +64,17 @@ def count_step(
     """
     from megatron.core import parallel_state
 
-    totals = reduce_step_totals(
-        attempt(lambda: [Samples(masks_of_step())]),
-        dp_group=parallel_state.get_data_parallel_group(with_context_parallel=False),
-        replica_groups=[
-            parallel_state.get_context_parallel_group(),
-            parallel_state.get_tensor_model_parallel_group(),
-            parallel_state.get_pipeline_model_parallel_group(),
-        ],
+    groups = StepGroups(
+        parallel_state.get_data_parallel_group(with_context_parallel=False),
+        parallel_state.get_context_parallel_group(),
+        [parallel_state.get_tensor_model_parallel_group(), parallel_state.get_pipeline_model_parallel_group()],
     )
-    num_samples = totals.rollouts.all or 0
+    totals = count_step(attempt(lambda: [Samples(masks_of_step())]), groups)
+    num_samples = totals.units["rollout"].all or 0
     return {
         "step_tokens": totals.step_tokens or 0.0,
         "num_samples": num_samples,
-        "num_masked_samples": num_samples - (totals.rollouts.active or 0),
+        "num_masked_samples": num_samples - (totals.units["rollout"].active or 0),
         "global_batch_size": global_batch_size,
         "padded_length": padded_length,
     }

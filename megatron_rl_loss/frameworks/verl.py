@@ -15,9 +15,10 @@ from torch import Tensor
 
 from megatron_rl_loss.errors import check_int, require
 from megatron_rl_loss.modes.names import resolve
-from megatron_rl_loss.modes.table import check_no_declared_sums
+from megatron_rl_loss.modes.table import find_mode
 from megatron_rl_loss.modes.weights import unit_weights
 from megatron_rl_loss.reduction.sums import WeightedSum
+from megatron_rl_loss.step.masks import to_array
 from megatron_rl_loss.step.samples import Samples
 
 __all__ = ["Installed", "agg_loss", "check_installed", "install"]
@@ -64,7 +65,11 @@ def agg_loss(
             "[rows, response_length]. Pass unreduced losses and their mask."
         )
     check_int("dp_size", dp_size, 1, "Pass the data-parallel size")
-    check_no_declared_sums(loss_agg_mode, "verl")
+    if (own := find_mode(loss_agg_mode)) is not None and own.sums:
+        raise ValueError(
+            f"the mode {own.name} in verl: it declares sums over the whole step, which agg_loss cannot make. Fold its "
+            "weights into the advantages (fold_into_advantages, with totals of the step), and use token-sum."
+        )
     norm = loss_agg_mode == "seq-mean-token-sum-norm"
     if norm and loss_scale_factor is None:
         raise ValueError(
@@ -72,21 +77,21 @@ def agg_loss(
             "Set actor.loss_scale_factor, e.g. to the maximal response length."
         )
     aggregation = resolve(f"verl:{loss_agg_mode}", divisor=loss_scale_factor if norm else None)
-    samples = Samples(list(loss_mask))
-    samples.check_masks()
+    samples = Samples(list(to_array(loss_mask)))  # one copy
     local = samples.local(0, 1)
-    own_size = 1.0 if loss_agg_mode == "token-mean" else aggregation.divisor  # None: each row's own
-    share = WeightedSum(unit_weights(local, own_size), local, aggregation)(loss_mat)
+    own_size = 1.0 if loss_agg_mode == "token-mean" else aggregation.divisor
+    weights = unit_weights(local, None if own_size is None else [own_size] * len(samples))  # None: each row's own
+    share = WeightedSum(weights, local, aggregation)(loss_mat)
     share = share.to(torch.promote_types(loss_mat.dtype, torch.float32)) * dp_size
     if loss_agg_mode == "token-mean":
-        return share / _count("batch_num_tokens", batch_num_tokens, loss_agg_mode, samples.mask_sums.sum())
+        return share / _count("batch_num_tokens", batch_num_tokens, loss_agg_mode, float(samples.mask_sums.sum()))
     if loss_agg_mode == "token-sum":
         return share
-    rows = (samples.active_tokens > 0).sum()
+    rows = int((samples.active_tokens > 0).sum())
     return share / _count("global_batch_size", global_batch_size, loss_agg_mode, rows)
 
 
-def _count(name: str, value: float | Tensor | None, mode: str, here: Tensor) -> float | Tensor:
+def _count(name: str, value: float | Tensor | None, mode: str, here: float) -> float | Tensor:
     """A count of the whole step, at least this micro-batch's own; 1 for a step without anything to count."""
     remedy = "Pass the count of the whole step, over all its micro-batches and DP ranks."
     if value is None:
@@ -96,7 +101,7 @@ def _count(name: str, value: float | Tensor | None, mode: str, here: Tensor) -> 
         )
     require(
         value * (1 + 1e-6) >= here,  # on a device without making it wait
-        lambda: f"{name} is {float(value):g} where this micro-batch alone has {float(here):g}",
+        lambda: f"{name} is {float(value):g} where this micro-batch alone has {here:g}",
         f"it must be the step's. {remedy}",
     )
     return torch.where(value == 0, 1, value) if isinstance(value, Tensor) else value or 1

@@ -4,12 +4,14 @@ For models whose logits do not fit in memory, and for tensor parallelism. `kerne
 `log_probs_from_logits` can call in place of plain torch.
 """
 
-from megatron_rl_loss.logprobs.hidden import FoldedLoss, TensorParallel, log_probs_from_hidden, loss_from_hidden
+from megatron_rl_loss import refuse_names
+from megatron_rl_loss.logprobs.hidden import log_probs_from_hidden, loss_from_hidden
 from megatron_rl_loss.logprobs.kept_ids import KeptIds
-from megatron_rl_loss.logprobs.logits import LogProbs, log_probs_from_logits
+from megatron_rl_loss.logprobs.layer import TensorParallel
+from megatron_rl_loss.logprobs.logits import log_probs_from_logits
+from megatron_rl_loss.logprobs.reading import LogProbs
 
 __all__ = [
-    "FoldedLoss",
     "KeptIds",
     "LogProbs",
     "TensorParallel",
@@ -17,3 +19,5 @@ __all__ = [
     "log_probs_from_logits",
     "loss_from_hidden",
 ]
+
+__getattr__ = refuse_names(__name__)

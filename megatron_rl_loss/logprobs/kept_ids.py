@@ -1,7 +1,10 @@
-"""Which ids of the vocabulary count for each token: those that sampling kept."""
+"""Ids of the vocabulary that count for each token: those that sampling kept."""
 
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -11,26 +14,35 @@ class KeptIds:
     """The ids of the vocabulary that sampling kept for each token (top-p, top-k), as a rollout engine records them.
 
     Attributes:
-        ids: int64 [all kept], those of the first token, then of the second, and so on.
-        offsets: int64 [tokens + 1]; token t has ``ids[offsets[t]:offsets[t + 1]]``.
+        ids: int64 [all kept], those of the first token, then of the second, and so on; on the host or the device of
+            the logits.
+        offsets: int64 [tokens + 1], on the host; token t has ``ids[offsets[t]:offsets[t + 1]]``. Offsets on a device
+            are read when this is made.
     """
 
     ids: Tensor
-    offsets: Tensor
+    offsets: Tensor | npt.NDArray[Any]
 
-    def mask(self, tokens: Tensor, first: int, last: int) -> Tensor:
-        """bool [len(tokens), last - first]: which of the ids first to last are kept."""
-        counts = self.offsets[tokens + 1] - self.offsets[tokens]
-        row = torch.repeat_interleave(torch.arange(len(tokens), device=counts.device), counts)
-        before = counts.cumsum(0) - counts
-        columns = self.ids[self.offsets[tokens][row] + torch.arange(len(row), device=row.device) - before[row]] - first
-        here = (columns >= 0) & (columns < last - first)
-        kept = torch.zeros(len(tokens), last - first, dtype=torch.bool, device=columns.device)
-        kept[row[here], columns[here]] = True
-        return kept
+    def __post_init__(self) -> None:
+        offsets = self.offsets.numpy(force=True) if isinstance(self.offsets, Tensor) else np.asarray(self.offsets)
+        object.__setattr__(self, "offsets", offsets)
+
+    def mask(self, tokens: npt.NDArray[np.intp], first: int, last: int, device: torch.device) -> Tensor:
+        """bool [len(tokens), last - first]: True for those of the ids first to last that are kept."""
+        offsets = np.asarray(self.offsets)
+        counts = offsets[tokens + 1] - offsets[tokens]
+        rows = np.repeat(np.arange(len(tokens)), counts)
+        places = np.arange(len(rows)) + (offsets[tokens] - (counts.cumsum() - counts))[rows]
+        ids = self.ids[torch.from_numpy(places).to(self.ids.device, non_blocking=True)]
+        column = ids.to(device, non_blocking=ids.is_cpu) - first
+        width = last - first
+        column = column.where((column >= 0) & (column < width), width)  # ids of other ranks have a column of their own
+        kept = torch.zeros(len(tokens), width + 1, dtype=torch.bool, device=device)
+        kept[torch.from_numpy(rows).to(device, non_blocking=True), column] = True
+        return kept[:, :width]
 
 
-#: Which ids count: bool [tokens..., vocabulary / TP] or [vocabulary / TP], or `KeptIds`. A label always does.
+#: Ids that count: bool [tokens..., vocabulary / TP] or [vocabulary / TP], or `KeptIds`. A label always does.
 Keep = Tensor | KeptIds
 
 

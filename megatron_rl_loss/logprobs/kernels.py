@@ -6,22 +6,12 @@ Plain torch (no kernel) is the default, and what these are compared with. All ar
 logits of float32, bfloat16 or float16, sum in float32 and make log-probs alone. They are looked up when called.
 """
 
+from collections.abc import Callable
 from importlib import import_module
-from typing import Any
 
 from torch import Tensor
 
 from megatron_rl_loss.step.collectives import Group, size_of
-
-
-def _module(name: str, kernel: str) -> Any:
-    try:
-        return import_module(name)
-    except (ImportError, OSError, RuntimeError) as error:  # a CUDA library that is missing is an OSError
-        raise RuntimeError(
-            f"the kernel {kernel}: {name} does not import here ({error}). Install it, or leave the kernel out: plain "
-            "torch does the same."
-        ) from error
 
 
 def liger(logits: Tensor, labels: Tensor, tp_group: Group | None) -> Tensor:
@@ -31,24 +21,32 @@ def liger(logits: Tensor, labels: Tensor, tp_group: Group | None) -> Tensor:
             f"the kernel liger with a vocabulary on {size_of(tp_group)} ranks: it knows one rank alone. Take "
             "transformer_engine or flash_attn, or leave the kernel out."
         )
-    functional = _module("liger_kernel.transformers.functional", "liger")
-    loss: Tensor = functional.liger_cross_entropy(logits + 0, labels, reduction="none")
-    return -loss
+    loss = _look_up("liger_kernel.transformers.functional", "liger_cross_entropy")
+    return -loss(logits + 0, labels, reduction="none")
 
 
 def transformer_engine(logits: Tensor, labels: Tensor, tp_group: Group | None) -> Tensor:
     """Transformer Engine's parallel cross-entropy; the gradient overwrites the logits."""
-    module = _module("transformer_engine.pytorch.cross_entropy", "transformer_engine")
-    loss: Tensor = module.parallel_cross_entropy(logits[:, None], labels[:, None], 0.0, False, tp_group)
-    return -loss.reshape(-1)
+    loss = _look_up("transformer_engine.pytorch.cross_entropy", "parallel_cross_entropy")
+    return -loss(logits[:, None], labels[:, None], 0.0, False, tp_group).reshape(-1)
 
 
 def flash_attn(logits: Tensor, labels: Tensor, tp_group: Group | None) -> Tensor:
-    """flash-attn's Triton cross-entropy."""
-    module = _module("flash_attn.ops.triton.cross_entropy", "flash_attn")
-    losses: Tensor
-    losses, _ = module.cross_entropy_loss(logits, labels, process_group=tp_group)
-    return -losses
+    """flash-attn's Triton cross-entropy; the first of what it returns are the losses."""
+    return -_look_up("flash_attn.ops.triton.cross_entropy", "cross_entropy_loss")(
+        logits, labels, process_group=tp_group
+    )[0]
+
+
+def _look_up(module: str, name: str) -> Callable[..., Tensor]:
+    try:
+        function: Callable[..., Tensor] = getattr(import_module(module), name)
+    except (ImportError, OSError, RuntimeError) as error:  # a CUDA library that is missing is an OSError
+        raise RuntimeError(
+            f"a kernel of {module}: it does not import here ({error}). Install it, or leave the kernel out: plain "
+            "torch does the same."
+        ) from error
+    return function
 
 
 #: By name.

@@ -1,4 +1,4 @@
-"""Per-token policy losses, and what they are made of: KL, advantages, importance weights, sums over sequences.
+"""Per-token policy losses, and their parts: KL, advantages, importance weights, sums over sequences.
 
 Each is a function of tensors, by formula or by name, for use in loss functions. None of them aggregates: that is
 `megatron_rl_loss.reduction`.
@@ -12,21 +12,14 @@ from megatron_rl_loss.losses.advantages import (
     whiten,
 )
 from megatron_rl_loss.losses.by_name import POLICY_LOSSES, check_goes_with, policy_loss
-from megatron_rl_loss.losses.off_policy import (
-    importance_weights,
-    keep_sequences,
-    surviving_masks,
-    truncated_importance_weights,
-)
-from megatron_rl_loss.losses.ratio import PolicyLoss
+from megatron_rl_loss.losses.off_policy import importance_weights, keep_sequences, surviving_masks
 from megatron_rl_loss.losses.scans import segment_scan
-from megatron_rl_loss.losses.segments import segment_extreme, segment_mean, segment_sum, to_tokens, unit_reduce
-from megatron_rl_loss.losses.sequence import gmpo_loss, gspo_loss, gspo_token_loss
+from megatron_rl_loss.losses.segments import segment_mean, segment_sum, to_tokens
+from megatron_rl_loss.losses.sequence import gmpo_loss, gspo_loss
 from megatron_rl_loss.losses.token import cispo_loss, dppo_loss, kl_estimate, ppo_clip_loss, sapo_loss, value_loss
 
 __all__ = [
     "POLICY_LOSSES",
-    "PolicyLoss",
     "check_goes_with",
     "cispo_loss",
     "distillation_advantages",
@@ -35,7 +28,6 @@ __all__ = [
     "gmpo_loss",
     "group_relative_advantages",
     "gspo_loss",
-    "gspo_token_loss",
     "importance_weights",
     "keep_sequences",
     "kl_estimate",
@@ -43,14 +35,11 @@ __all__ = [
     "ppo_clip_loss",
     "rloo_advantages",
     "sapo_loss",
-    "segment_extreme",
     "segment_mean",
     "segment_scan",
     "segment_sum",
     "surviving_masks",
     "to_tokens",
-    "truncated_importance_weights",
-    "unit_reduce",
     "value_loss",
     "whiten",
 ]

@@ -1,32 +1,27 @@
 """Advantages: of samples within their prompt groups, of tokens by a critic or a teacher; and whitening."""
 
 import warnings
-from collections.abc import Callable, Sequence
-from types import EllipsisType
+from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_rl_loss.errors import check_one_each, check_within
-from megatron_rl_loss.losses.place import Place, exchange_group, located
-from megatron_rl_loss.losses.ratio import at_least_float32, check_same_shape
+from megatron_rl_loss.errors import check_within
+from megatron_rl_loss.losses.place import Place, on_device, tokens_of
+from megatron_rl_loss.losses.ratio import at_least_float32, check_shape, masked
 from megatron_rl_loss.losses.scans import segment_scan
-from megatron_rl_loss.reduction.sums import check_values
-from megatron_rl_loss.step.collectives import (
-    Group,
-    all_reduce,
-    check_together,
-    gather_parts,
-    if_several,
-    rank_in,
-    several,
-    stated_dp_group,
-)
-from megatron_rl_loss.step.ids import Ids, as_ids
+from megatron_rl_loss.step.collectives import Group, gather_parts, rank_in
+from megatron_rl_loss.step.ids import Ids, Keys, as_ids
+from megatron_rl_loss.step.masks import Array, Floats, to_array
+from megatron_rl_loss.step.values import check_values
+
+Rewards = Tensor | Array | Sequence[float]
 
 
+@torch.inference_mode(False)
 def group_relative_advantages(
-    rewards: Tensor,
+    rewards: Rewards,
     prompt_ids: Ids,
     *,
     rollout_ids: Ids | None = None,
@@ -44,15 +39,14 @@ def group_relative_advantages(
     where all rewards are equal within their groups, so that all advantages are 0.
 
     Args:
-        rewards: float [num_samples].
+        rewards: [num_samples], a tensor, array or list.
         prompt_ids: one id (int or str) per sample.
         rollout_ids: one id per sample where several samples are parts of one rollout. The rollout then counts once in
             its group, and its samples share its advantage.
         dp_group: the data-parallel group, where a prompt's samples lie on several of its ranks; all call it together.
 
-    Returns float32 [num_samples], on the rewards' device. Raises TypeError for rewards that are no tensor, ValueError
-    for rewards that are not 1-D and finite, do not match the ids, or differ within a rollout, and for an epsilon that
-    is not above 0.
+    Returns float32 [num_samples], on the rewards' device. Raises ValueError for rewards that are not 1-D and finite, do
+    not match the ids, or differ within a rollout, and for an epsilon that is not above 0.
     Source: GRPO, arXiv:2402.03300 section 4.1.2; without std, Dr. GRPO, arXiv:2503.20783 section 3.
     """
     if normalize_by_std:
@@ -60,12 +54,13 @@ def group_relative_advantages(
     groups = _Groups(rewards, prompt_ids, rollout_ids, dp_group)
     if not normalize_by_std:
         return groups.mine(groups.centred)
-    std = (groups.sum(groups.centred.square()) / (groups.size - 1).clamp(min=1)).sqrt()
+    std = np.sqrt(groups.sum(groups.centred**2) / (groups.size - 1).clip(min=1))
     return groups.mine(groups.centred / (std + epsilon))
 
 
+@torch.inference_mode(False)
 def rloo_advantages(
-    rewards: Tensor, prompt_ids: Ids, *, rollout_ids: Ids | None = None, dp_group: Group | None = None
+    rewards: Rewards, prompt_ids: Ids, *, rollout_ids: Ids | None = None, dp_group: Group | None = None
 ) -> Tensor:
     """``A_i = r_i - mean of the other rewards of its prompt group``, the leave-one-out baseline; 0 in a group of one.
 
@@ -76,64 +71,57 @@ def rloo_advantages(
     arguments and errors are as there. Source: RLOO, arXiv:2402.14740 section 2.2; Kool et al. 2019.
     """
     groups = _Groups(rewards, prompt_ids, rollout_ids, dp_group)
-    return groups.mine(groups.centred * groups.size / (groups.size - 1).clamp(min=1))
+    return groups.mine(groups.centred * groups.size / (groups.size - 1).clip(min=1))
 
 
 class _Groups:
-    """The rewards of all ranks in float64, what their groups add up to, and which of them are this rank's."""
+    """The rewards of all ranks in float64, the sums over their groups, and which of them are this rank's."""
 
-    def __init__(self, rewards: Tensor, prompt_ids: Ids, rollout_ids: Ids | None, dp_group: Group | None) -> None:
-        def prepare() -> Tensor:
-            _check_rewards(rewards)
-            prompts = as_ids("prompt_ids", prompt_ids, rewards.numel())
-            rollouts = prompts if rollout_ids is None else as_ids("rollout_ids", rollout_ids, rewards.numel())
-            return torch.stack([rewards.detach().double().cpu().view(torch.int64), prompts, rollouts])
+    def __init__(self, rewards: Rewards, prompt_ids: Ids, rollout_ids: Ids | None, dp_group: Group | None) -> None:
+        def prepare() -> tuple[Floats, Keys, Keys]:
+            mine = to_array(rewards).astype(np.float64)
+            if mine.ndim != 1 or not np.isfinite(mine).all():
+                raise ValueError(
+                    f"rewards of shape {mine.shape}: they must be 1-D and finite. Pass one finite reward per sample."
+                )
+            prompts = as_ids("prompt_ids", prompt_ids, len(mine))
+            return mine, prompts, prompts if rollout_ids is None else as_ids("rollout_ids", rollout_ids, len(mine))
 
         parts = gather_parts(prepare, dp_group)
-        begin = sum(part.shape[1] for part in parts[: rank_in(if_several(dp_group))])
-        bits, prompts, rollouts = torch.cat(parts, 1)
-        exact = bits.view(torch.float64)
-        self._mine, self._device = slice(begin, begin + rewards.numel()), rewards.device
-        self._group = prompts.unique(return_inverse=True)[1]
-        self._counts = torch.ones_like(exact) if rollout_ids is None else _share_of_rollout(exact, prompts, rollouts)
-        self.size = self.sum(torch.ones_like(exact))  # of each sample's group, in rollouts
+        begin = sum(len(part[0]) for part in parts[: rank_in(dp_group)])
+        self._mine = slice(begin, begin + len(rewards))
+        self._device = rewards.device if isinstance(rewards, Tensor) else torch.device("cpu")
+        exact, prompts, rollouts = map(np.concatenate, zip(*parts, strict=True))
+        self._group = np.unique(prompts, return_inverse=True)[1]
+        self._counts = np.ones(len(exact)) if rollout_ids is None else _share_of_rollout(exact, prompts, rollouts)
+        self.size = self.sum(np.ones(len(exact)))  # of each sample's group, in rollouts
         self.centred = exact - self.sum(exact) / self.size
         if len(exact) > 1 and not self.centred.any():
-            warnings.warn("all rewards are equal within their prompt groups: all advantages are 0", stacklevel=3)
+            warnings.warn("all rewards are equal within their prompt groups: all advantages are 0", stacklevel=4)
 
-    def sum(self, values: Tensor) -> Tensor:
+    def sum(self, values: Floats) -> Floats:
         """At each sample, the sum over its group."""
-        return torch.zeros_like(values).index_add_(0, self._group, values * self._counts)[self._group]
+        sums: Floats = np.bincount(self._group, values * self._counts)[self._group]
+        return sums
 
-    def mine(self, values: Tensor) -> Tensor:
-        return values[self._mine].float().to(self._device)
-
-
-def _check_rewards(rewards: object) -> None:
-    if not isinstance(rewards, Tensor):
-        raise TypeError(
-            f"rewards is a {type(rewards).__name__}: it must be a tensor, one entry per sample. Wrap it in "
-            "torch.tensor."
-        )
-    if rewards.dim() != 1 or not bool(torch.isfinite(rewards).all()):
-        raise ValueError(
-            f"rewards of shape {tuple(rewards.shape)}: they must be 1-D and finite. Pass one finite reward per sample."
-        )
+    def mine(self, values: Floats) -> Tensor:
+        return torch.from_numpy(values[self._mine]).float().to(self._device)
 
 
-def _share_of_rollout(rewards: Tensor, prompts: Tensor, ids: Tensor) -> Tensor:
+def _share_of_rollout(rewards: Floats, prompts: Keys, ids: Keys) -> Floats:
     """1 / the number of samples in each sample's rollout, float64 [num_samples]."""
-    unique, rollout = ids.unique(return_inverse=True)
-    first = torch.empty_like(unique).scatter_(0, rollout, torch.arange(len(rollout)))[rollout]
-    unlike = (rewards[first] != rewards) | (prompts[first] != prompts)
-    if bool(unlike.any()):
+    _, first, rollout = np.unique(ids, return_index=True, return_inverse=True)
+    unlike = (rewards[first][rollout] != rewards) | (prompts[first][rollout] != prompts)
+    if unlike.any():
         raise ValueError(
-            f"rewards that differ within the rollout of sample {int(unlike.nonzero()[0])}: samples of one rollout "
-            "share its reward and its prompt. Give every part the rollout's reward and prompt id."
+            f"rewards that differ within the rollout of sample {int(unlike.argmax())}: samples of one rollout share "
+            "its reward and its prompt. Give every part the rollout's reward and prompt id."
         )
-    return 1 / rollout.bincount().double()[rollout]
+    share: Floats = 1 / np.bincount(rollout)[rollout]
+    return share
 
 
+@torch.inference_mode(False)
 def distillation_advantages(log_probs: Tensor, teacher_log_probs: Tensor) -> Tensor:
     """``log pi_teacher - log pi`` per sampled token, detached: minus a one-sample estimate of KL(pi || teacher).
 
@@ -142,18 +130,13 @@ def distillation_advantages(log_probs: Tensor, teacher_log_probs: Tensor) -> Ten
     is left out. Raises ValueError for shapes that differ.
     Source: on-policy distillation, arXiv:2306.13649; as advantages, Thinking Machines Lab 2025.
     """
-    check_same_shape("log-probs", log_probs, teacher_log_probs)
+    check_shape("teacher_log_probs", teacher_log_probs, log_probs)
     return at_least_float32(teacher_log_probs.detach()) - at_least_float32(log_probs.detach())
 
 
+@torch.inference_mode(False)
 def gae(
-    rewards: Tensor,
-    values: Tensor,
-    local: Place,
-    cp_group: Group | None = None,
-    *,
-    gamma: float = 1.0,
-    lam: float = 0.95,
+    rewards: Tensor, values: Tensor, local: Place, cp_group: Group | None = None, *, gamma: float = 1, lam: float = 0.95
 ) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimates of tokens by a critic, and returns: ``A_t = delta_t + gamma lam A_{t+1}``.
 
@@ -174,81 +157,39 @@ def gae(
     values that are not this rank's part of the layout, and discounts outside [0, 1].
     Source: arXiv:1506.02438 eq. 16; over active tokens alone as in verl and TRL.
     """
-    tokens, cp_group, _ = located(local, cp_group)
+    tokens = tokens_of(local)
     for name, one in (("rewards", rewards), ("values", values)):
         check_values(name, one, tokens)
     for name, discount in (("gamma", gamma), ("lam", lam)):
         check_within(name, discount, "[0, 1]", "gamma 1 and lam 0.95 are usual")
     r, v = rewards.detach().double(), values.detach().double()
-    mask = tokens.mask.to(values.device, non_blocking=True).view(values.shape)
+    mask = on_device(tokens.mask, v.device).view(v.shape)
     following = segment_scan(  # A_t = r_t - V_t + the sum of these from t + 1 on; over the mask: each counts once
-        (gamma * lam * (r - v) + gamma * v) / mask, tokens, cp_group, gamma=gamma * lam, reverse=True, exclusive=True
+        (gamma * lam * (r - v) + gamma * v) / mask, local, cp_group, gamma=gamma * lam, reverse=True, exclusive=True
     )
-    advantages = torch.where(mask != 0, r - v + following, 0)
-    return advantages.float(), torch.where(mask != 0, advantages + v, 0).float()
+    advantages = (r - v + following).masked_fill(mask == 0, 0)
+    return advantages.float(), (advantages + v).masked_fill(mask == 0, 0).float()
 
 
-def whiten(
-    values: Sequence[Tensor],
-    local: Sequence[Place],
-    *,
-    dp_group: Group | EllipsisType | None = ...,
-    cp_group: Group | None = None,
-    shift_mean: bool = True,
-    epsilon: float = 1e-8,
-) -> list[Tensor]:
-    """``(x - mean) / sqrt(var + epsilon)`` over the active tokens of the whole step: micro-batches, CP and DP ranks.
+@torch.inference_mode(False)
+def whiten(values: Tensor, mask: Tensor | Array, *, shift_mean: bool = True, epsilon: float = 1e-8) -> Tensor:
+    """``(x - mean) / sqrt(var + epsilon)`` over the active tokens of the values given, which are to be all of the step.
 
-    >>> samples = Samples([torch.tensor([1, 1, 0])])
-    >>> whiten([torch.tensor([1.0, 3.0, 9.0])], [samples.local(0, 1)], dp_group=None)
-    [tensor([-0.7071,  0.7071,  0.0000])]
+    >>> whiten(torch.tensor([1.0, 3.0, 9.0]), torch.tensor([1, 1, 0]))
+    tensor([-0.7071,  0.7071,  0.0000])
 
-    A token counts once where its mask is not 0. The variance has Bessel's correction. Computed in float64, the mean
-    first. All ranks of both groups call it together, before the step.
+    With ``shift_mean=False`` the mean is added again. A token counts once where its mask is not 0; the variance has
+    Bessel's correction. Computed in float64. Where ranks or micro-batches hold the step, take mean and variance of the
+    step from `Plan.measure`.
 
-    Args:
-        values: of each micro-batch, this rank's tokens, in the shape of its losses.
-        local: of each, the `Microbatch` (a whole `Plan` is such a list) or what this rank holds of it.
-        dp_group, cp_group: as in `plan_step`; a `Microbatch` brings the latter along.
-        shift_mean: False leaves the mean in.
-
-    Returns float32 in the shapes of the values, detached, 0 where masked. Raises BadBatchError on every rank (the error
-    itself where there is one) for values that are not a rank's part, or are not finite at an active token; ValueError
-    for an epsilon that is not above 0.
-    Source: PPO for language models, arXiv:1909.08593, as in verl and TRL.
+    Returns float32 in the shape of the values, detached, 0 where masked. Raises ValueError for a mask of another shape,
+    and an epsilon that is not above 0. Source: PPO for language models, arXiv:1909.08593, as in verl and TRL.
     """
     check_within("epsilon", epsilon, "(0, inf)", "1e-8 is usual")
-    dp_group = stated_dp_group(dp_group, "whitening")
-    placed = [located(one, cp_group) for one in local]
-    of_launch = None if any(one.samples.cp_group for one, *_ in placed) else placed[0][1] if placed else cp_group
-    groups, rows = several(of_launch, dp_group), list[tuple[Tensor, Tensor]]()
-
-    def prepare() -> None:
-        check_one_each("values", len(values), "micro-batches", len(placed), "Pass those of every micro-batch")
-        for one, (tokens, over_cp, _) in zip(values, placed, strict=True):
-            check_values("values", one, tokens)
-            exchange_group(tokens, over_cp)  # raises if there is none and tokens are cut
-            active = tokens.mask.cpu() != 0
-            x = one.detach().reshape(-1).double().cpu().masked_fill(~active, 0)
-            if not bool(x.isfinite().all()):
-                raise ValueError(
-                    f"values with NaN or Inf at {int((~x.isfinite()).sum())} active tokens: they would make all others "
-                    "of the step NaN. Mask those tokens."
-                )
-            rows.append((x, active.double() / (1 if over_cp is None else tokens.copies)))
-
-    def over_step(value: Callable[[Tensor], Tensor]) -> Tensor:
-        """The sum of a value of tokens."""
-        total = sum(((value(x) * counts).sum() for x, counts in rows), torch.zeros((), dtype=torch.float64))
-        for group in groups:
-            all_reduce(total, group)
-        return total
-
-    check_together(prepare, groups)
-    number = over_step(torch.ones_like)
-    mean = over_step(lambda x: x) / number.clamp(min=1)
-    scale = (over_step(lambda x: (x - mean).square()) / (number - 1).clamp(min=1) + epsilon).rsqrt()
-    return [
-        ((x - mean * shift_mean) * scale).masked_fill(counts == 0, 0).float().to(one.device).view(one.shape)
-        for one, (x, counts) in zip(values, rows, strict=True)
-    ]
+    (x,) = masked(mask, values.detach().double())
+    active = (mask if isinstance(mask, Tensor) else on_device(mask, x.device)) != 0
+    number = active.sum()
+    mean = x.sum() / number.clamp(min=1)
+    centred = (x - mean).masked_fill(~active, 0)
+    scaled = centred * (centred.square().sum() / (number - 1).clamp(min=1) + epsilon).rsqrt()
+    return (scaled if shift_mean else scaled + mean).masked_fill(~active, 0).float()

@@ -16,17 +16,19 @@ import torch
 from torch import Tensor
 
 from megatron_rl_loss.errors import check_choice, check_one_each, check_within
-from megatron_rl_loss.losses.ratio import at_least_float32, check_broadcasts, check_same_shape
+from megatron_rl_loss.losses.ratio import at_least_float32, check_shape
+from megatron_rl_loss.step.masks import Mask
 
 Outside = Literal["cap", "drop"]
 Level = Literal["token", "sequence", "geometric"]
 
 
+@torch.inference_mode(False)
 def importance_weights(log_ratio: Tensor, *, high: float, low: float = 0.0, outside: Outside = "cap") -> Tensor:
     """``r = exp(log_ratio)`` within [low, high], detached; outside, the bound (``cap``) or 0 (``drop``).
 
     Of tokens, ``cap`` is TIS and ``drop`` IcePop or MIS; of `segment_sum` of the tokens', those of sequences; of
-    `segment_mean`, geometric ones. `log_ratio` has any shape, low and high bound the ratio.
+    `segment_mean`, geometric ones. `log_ratio` has any shape; subtract log-probs in float32 at least.
 
     Raises ValueError for bounds that are not ``0 <= low < high < inf``, and an unknown `outside`.
     Source: TIS: Ionides 2008; for RL post-training, Yao et al. 2025. Sequence TIS and MIS: Liu, Li et al. 2025, "When
@@ -41,19 +43,7 @@ def importance_weights(log_ratio: Tensor, *, high: float, low: float = 0.0, outs
     return weights if outside == "cap" else weights.masked_fill((log_ratio < lowest) | (log_ratio > highest), 0)
 
 
-def truncated_importance_weights(log_probs: Tensor, behavior_log_probs: Tensor, *, cap: float = 2.0) -> Tensor:
-    """``min(exp(log_probs - behavior_log_probs), cap)``, detached: corrects for samples that another policy drew.
-
-    Usually `log_probs` are the trainer's recomputed old log-probs, and `behavior_log_probs` those that the inference
-    engine sampled with. Raises ValueError for shapes that differ and for a cap that is not finite and above 0.
-    Source: Ionides 2008; for RL post-training, Yao et al. 2025.
-    """
-    check_same_shape("log-probs", log_probs, behavior_log_probs)
-    check_within("cap", cap, "(0, inf)", "2.0 is usual")
-    log_ratio = at_least_float32(log_probs.detach()) - at_least_float32(behavior_log_probs.detach())
-    return log_ratio.exp().clamp(max=cap)
-
-
+@torch.inference_mode(False)
 def keep_sequences(mean_kl: Tensor, *, max_kl: float, advantages: Tensor | None = None) -> Tensor:
     """1.0 where a sequence's mean KL is at most `max_kl`, else 0.0; detached, of the shape of `mean_kl`.
 
@@ -67,27 +57,21 @@ def keep_sequences(mean_kl: Tensor, *, max_kl: float, advantages: Tensor | None 
     check_within("max_kl", max_kl, "(0, inf)", "around 0.05 is usual")
     rejected = mean_kl.detach() > max_kl
     if advantages is not None:
-        check_broadcasts("advantages", advantages, mean_kl)
+        check_shape("advantages", advantages, mean_kl, broadcasts=True)
         rejected = rejected & (advantages < 0)
     return (~rejected).to(mean_kl.dtype)
 
 
 def surviving_masks(
-    loss_masks: Sequence[Tensor],
-    log_ratios: Sequence[Tensor],
-    *,
-    high: float,
-    low: float = 0.0,
-    level: Level = "token",
+    loss_masks: Sequence[Mask], log_ratios: Sequence[Mask], *, high: float, low: float = 0.0, level: Level = "token"
 ) -> list[Tensor]:
     """Loss masks with 0 where a token is rejected: of whole samples, uncut, for `Samples`, so only survivors count.
 
-    >>> masks, log_ratios = [torch.tensor([1, 1, 0])], [torch.tensor([0.1, 3.0, 0.0])]
-    >>> surviving_masks(masks, log_ratios, high=5.0)
+    >>> surviving_masks([torch.tensor([1, 1, 0])], [torch.tensor([0.1, 3.0, 0.0])], high=5.0)
     [tensor([1, 0, 0])]
 
     Args:
-        loss_masks: one 1-D tensor per sample.
+        loss_masks: one per sample: a 1-D tensor, array or list.
         log_ratios: per sample, ``old_log_probs - rollout_log_probs`` of its tokens, as long as its mask.
         low, high: bounds of the ratio.
         level: ``token`` judges each token. ``sequence`` judges exp of the sum over the sample's mask, ``geometric`` exp
@@ -99,8 +83,9 @@ def surviving_masks(
     check_choice("level of rejection", level, get_args(Level))
     check_one_each("log-ratios", len(log_ratios), "loss masks", len(loss_masks))
     survivors = []
-    for i, (mask, log_ratio) in enumerate(zip(loss_masks, log_ratios, strict=True)):
-        check_same_shape(f"mask and log-ratios of sample {i}", mask, log_ratio)
+    for i, pair in enumerate(zip(loss_masks, log_ratios, strict=True)):
+        mask, log_ratio = (one if isinstance(one, Tensor) else torch.as_tensor(one, device="cpu") for one in pair)
+        check_shape(f"the log-ratios of sample {i}", log_ratio, mask)
         if log_ratio.requires_grad:
             raise ValueError(
                 f"log-ratios of sample {i} that require grad: who survives must be known before the step's first "
@@ -109,8 +94,8 @@ def surviving_masks(
             )
         judged = log_ratio.double()
         if level != "token":
-            total = torch.where(mask != 0, judged * mask, 0).sum()
-            judged = total if level == "sequence" else total / mask.double().sum().clamp(min=1e-30)
+            judged = (judged * mask).masked_fill(mask == 0, 0).sum()
+            judged = judged if level == "sequence" else judged / mask.double().sum().clamp(min=1e-30)
         kept = importance_weights(judged, low=low, high=high, outside="drop") > 0
-        survivors.append(torch.where(kept, mask, torch.zeros_like(mask)))
+        survivors.append(mask.masked_fill(~kept, 0))
     return survivors

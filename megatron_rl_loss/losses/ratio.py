@@ -1,16 +1,19 @@
-"""What the policy losses share: their inputs, checked and filled; the ratio of two policies, and its bounds."""
+"""The common part of the policy losses: their inputs, checked and masked; the ratio of two policies, and its bounds."""
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from megatron_rl_loss.errors import check_within, require
-from megatron_rl_loss.losses.place import Place, located
-from megatron_rl_loss.reduction.sums import check_values
+from megatron_rl_loss.losses.place import Place, on_device, tokens_of
+from megatron_rl_loss.step.masks import Array
+from megatron_rl_loss.step.values import check_values
 
+#: The tokens of a loss, or their mask in the shape of its values.
+Masked = Place | Tensor | Array
 #: Values above it are no log-probs. Rounding a log-prob of 0 in bfloat16 stays below it.
 _HIGHEST_LOG_PROB = 0.1
 
@@ -61,79 +64,71 @@ class RatioBounds:
         ``-A exp`` of it is ``max(-A r, -A clip(r))``. Its gradient is 0 beyond the bound, where that of the formula as
         written may be 0 * inf.
         """
-        falls = advantages < 0
-        lowest = torch.where(falls, self.low, log_ratio.new_full((), -math.inf))
-        highest = torch.where(falls, self.dual, log_ratio.new_full((), self.high))
-        return log_ratio.clamp(lowest, highest), (advantages != 0) & ((log_ratio < lowest) | (log_ratio > highest))
+        bounded = torch.where(advantages < 0, log_ratio.clamp(self.low, self.dual), log_ratio.clamp(max=self.high))
+        return bounded, (advantages != 0) & (bounded != log_ratio)
 
     def surrogate(self, given: "Given", log_ratio: Tensor) -> PolicyLoss:
         """``w * max(-A r, -A clip(r))`` of that log-ratio."""
-        bounded, clipped = self.clip(log_ratio, given.advantages)
+        bounded, clipped = self.clip(given.kept(log_ratio), given.advantages)
         return given.policy_loss(-given.advantages * bounded.exp(), clipped)
 
 
 @dataclass(frozen=True)
 class Given:
-    """A policy loss's inputs: checked, float32 at least, and 0 at masked tokens where the mask is known."""
+    """A policy loss's inputs: checked, float32 at least, and 0 at masked tokens.
+
+    Attributes:
+        log_ratio: differentiable in `log_probs`; 0 where a token of weight 0 has an infinite one.
+        weights: importance weights, detached, or None.
+    """
 
     log_probs: Tensor
     old_log_probs: Tensor
-    log_ratio: Tensor  # differentiable in log_probs
+    log_ratio: Tensor
     advantages: Tensor
-    weights: Tensor | None  # importance weights, detached
-    shield: Callable[[Tensor], Tensor]  # what every loss made of log_probs goes through
+    weights: Tensor | None
 
     @classmethod
     def of(
-        cls,
-        log_probs: Tensor,
-        old_log_probs: Tensor,
-        advantages: Tensor,
-        importance_weights: Tensor | None,
-        local: Place | Tensor | None,
+        cls, log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, weights: Tensor | None, local: Masked
     ) -> "Given":
-        check_same_shape("log-probs", log_probs, old_log_probs)
-        check_broadcasts("advantages", advantages, log_probs)
+        check_shape("old_log_probs", old_log_probs, log_probs)
+        check_shape("advantages", advantages, log_probs, broadcasts=True)
         if advantages.requires_grad:
             raise ValueError("advantages that require grad: they are constants of the policy loss. Detach them.")
-        factors = [old_log_probs.detach(), advantages]
-        if importance_weights is not None:
-            check_broadcasts("importance_weights", importance_weights, log_probs)
-            factors.append(importance_weights.detach())
-        log_probs, (old, advantages, *weights), shield = filled(local, log_probs, *factors)
-        _check_log_probs(log_probs.detach(), old)
-        return cls(log_probs, old, log_probs - old, advantages, weights[0] if weights else None, shield)
+        if weights is not None:
+            check_shape("importance_weights", weights, log_probs, broadcasts=True)
+        factors = [] if weights is None else [weights.detach()]
+        log_probs, old, advantages, *factors = masked(local, log_probs, old_log_probs.detach(), advantages, *factors)
+        _check_log_probs(log_probs=log_probs.detach(), old_log_probs=old)
+        log_ratio = log_probs - old
+        if factors:  # else 0 * inf of a rejected token would be NaN
+            log_ratio = log_ratio.masked_fill((factors[0] == 0) & ~log_ratio.isfinite(), 0)
+        return cls(log_probs, old, log_ratio, advantages, factors[0] if factors else None)
+
+    def kept(self, values: Tensor) -> Tensor:
+        """The values, and 0 at tokens of weight 0: before an exp that may overflow."""
+        return values if self.weights is None else values.masked_fill(self.weights == 0, 0)
 
     def policy_loss(self, loss: Tensor, clipped: Tensor) -> PolicyLoss:
-        """Of a loss that importance weights still have to multiply."""
+        """The loss times the importance weights."""
         if self.weights is not None:
-            loss = loss * self.weights
-        return PolicyLoss(self.shield(loss), clipped.expand(loss.shape).to(loss.dtype), -self.log_ratio.detach())
+            loss, clipped = self.kept(loss * self.weights), clipped & (self.weights != 0)
+        return PolicyLoss(loss, clipped.to(loss.dtype), -self.log_ratio.detach())
 
 
-def filled(
-    local: Place | Tensor | None, trained: Tensor, *others: Tensor
-) -> tuple[Tensor, list[Tensor], Callable[[Tensor], Tensor]]:
-    """The tensors in float32 at least, 0 at masked tokens before any exp; and what the loss goes through.
-
-    Where the mask is not known, it is the gradient that tells: a token whose loss gets exactly 0 hands on 0, where
-    the chain rule might make NaN of it. While torch compiles nobody sees to that.
-    """
-    inside, *rest = map(at_least_float32, (trained, *others))
-    if local is not None:
-        mask = _mask_of(local, trained) != 0
-        return torch.where(mask, inside, 0), [torch.where(mask, one, 0) for one in rest], lambda loss: loss
-    if torch.compiler.is_compiling() or not trained.requires_grad or not torch.is_grad_enabled():
-        return inside, rest, lambda loss: loss
-    inside, of_loss = inside.view_as(trained), [torch.ones((), device=trained.device)]
-
-    def shield(loss: Tensor) -> Tensor:
-        if loss.requires_grad:
-            loss.register_hook(of_loss.append)
-        return loss
-
-    inside.register_hook(lambda gradient: gradient.masked_fill(of_loss[-1] == 0, 0))
-    return inside, rest, shield
+def masked(local: Masked, *values: Tensor) -> list[Tensor]:
+    """The tensors in float32 at least, and 0 at masked tokens, in the shape of the first."""
+    trained = values[0]
+    if isinstance(local, Tensor | np.ndarray):
+        given = torch.from_numpy(local) if isinstance(local, np.ndarray) else local
+        check_shape("a mask", given, trained)
+        nothing = (given == 0).to(trained.device, non_blocking=given.is_cpu)
+    else:
+        tokens = tokens_of(local)
+        check_values("a loss's input", trained, tokens)
+        nothing = on_device(tokens.mask == 0, trained.device).view(trained.shape)
+    return [at_least_float32(one).masked_fill(nothing, 0) for one in values]
 
 
 def at_least_float32(values: Tensor) -> Tensor:
@@ -141,59 +136,30 @@ def at_least_float32(values: Tensor) -> Tensor:
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
-def _mask_of(local: Place | Tensor, values: Tensor) -> Tensor:
-    """The mask of the tokens, in the shape of their values."""
-    if isinstance(local, Tensor):
-        check_same_shape("log-probs and mask", values, local)
-        return local
-    tokens = located(local)[0]
-    check_values("a loss's input", values, tokens)
-    return tokens.mask.to(values.device, non_blocking=True).view(values.shape)
-
-
-def check_same_shape(what: str, a: Tensor, b: Tensor) -> None:
-    _check_tensors(what, a, b)
-    if a.shape != b.shape:
-        raise ValueError(
-            f"{what} of shapes {tuple(a.shape)} and {tuple(b.shape)}: they must be equal. Cut both for the same rank, "
-            "in the same order."
-        )
-
-
-def check_broadcasts(name: str, factor: Tensor, log_probs: Tensor) -> None:
-    _check_tensors(name, factor)
-    shape, of_tokens = factor.shape, log_probs.shape
-    pairs = zip(reversed(shape), reversed(of_tokens), strict=False)
-    if len(shape) > len(of_tokens) or any(size not in (1, wanted) for size, wanted in pairs):
-        raise ValueError(
-            f"{name} of shape {tuple(shape)} for log-probs of shape {tuple(of_tokens)}: they must have that shape or "
-            "broadcast to it. Give one per token."
-        )
-
-
-def _check_tensors(what: str, *values: object) -> None:
-    for one in values:
+def check_shape(name: str, factor: Tensor, values: Tensor, *, broadcasts: bool = False) -> None:
+    """Refuse a factor of another shape than the values, or, where it may, that does not broadcast to it."""
+    for what, one in ((name, factor), (f"the tensor beside {name}", values)):
         if not isinstance(one, Tensor):
             raise TypeError(
-                f"{what} with a {type(one).__name__}: a loss is made of tensors, with one entry per token. Wrap it in "
+                f"{what} is a {type(one).__name__}: a loss is made of tensors, with one entry per token. Wrap it in "
                 "torch.tensor."
             )
+    fits = factor.shape == values.shape
+    if broadcasts and factor.dim() <= values.dim():
+        fits = all(n in (1, m) for n, m in zip(factor.shape[::-1], values.shape[::-1], strict=False))
+    if not fits:
+        raise ValueError(
+            f"{name} of shape {tuple(factor.shape)} for values of shape {tuple(values.shape)}: they must have that "
+            f"shape{' or broadcast to it' * broadcasts}. Cut both for the same rank, in the same order."
+        )
 
 
-def _check_log_probs(log_probs: Tensor, old_log_probs: Tensor) -> None:
-    if not log_probs.numel() or torch.compiler.is_compiling():
-        return
-    highest = torch.maximum(log_probs, old_log_probs).amax()
-
-    def given() -> str:
-        wrong = log_probs.amax() > _HIGHEST_LOG_PROB
-        name, values = ("log_probs", log_probs) if wrong else ("old_log_probs", old_log_probs)
-        share = float((values > 0).float().mean())
-        return f"{name} with values up to {float(values.amax()):.3g}, {share:.0%} of them above 0"
-
-    require(
-        ~(highest > _HIGHEST_LOG_PROB),  # NaN passes: masked tokens may have it
-        given,
-        "log-probs are 0 at the most. Megatron's loss is minus the log-prob: pass -loss, and look at the order of the "
-        "arguments: advantages come third.",
-    )
+def _check_log_probs(**given: Tensor) -> None:
+    for name, values in given.items():
+        if values.numel() and not torch.compiler.is_compiling():
+            require(
+                ~(values.amax() > _HIGHEST_LOG_PROB),  # NaN passes
+                lambda: f"{name} with values up to {values.amax():.3g}",  # noqa: B023
+                "log-probs are 0 at the most. Megatron's loss is minus the log-prob: pass -loss, and look at the order "
+                "of the arguments: advantages come third.",
+            )

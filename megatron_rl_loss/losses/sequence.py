@@ -1,19 +1,22 @@
 """Policy losses of sequences: one ratio for all tokens of a sequence, which may lie on several context-parallel ranks.
 
 Each token gets its sequence's loss, so a mode that averages within the sequence (``sample_mean``) returns that loss.
-Each takes one collective forward, and one backward where its ratio has a gradient.
+Each takes one collective forward, and one backward where its ratio has a gradient. Importance weights multiply the loss
+alone: a rejected token counts in its sequence's ratio, unless its own is infinite.
 """
 
 import math
+from typing import Literal, get_args
 
 from torch import Tensor
 
-from megatron_rl_loss.errors import check_within
-from megatron_rl_loss.losses.place import Per, Place
+from megatron_rl_loss.errors import check_choice, check_within
+from megatron_rl_loss.losses.place import Place
 from megatron_rl_loss.losses.ratio import Given, PolicyLoss, RatioBounds
 from megatron_rl_loss.losses.segments import segment_mean, to_tokens
 from megatron_rl_loss.step.collectives import Group
-from megatron_rl_loss.step.totals import StepTotals
+
+Level = Literal["sequence", "token"]
 
 
 def gspo_loss(
@@ -23,12 +26,12 @@ def gspo_loss(
     local: Place,
     cp_group: Group | None = None,
     *,
+    level: Level = "sequence",
     clip_low: float = 3e-4,
     clip_high: float | None = 4e-4,
     importance_weights: Tensor | None = None,
     mean_log_ratio: Tensor | None = None,
-    per: Per = "sample",
-    totals: StepTotals | None = None,
+    per: str = "sample",
 ) -> PolicyLoss:
     """``max(-A s_i, -A clip(s_i))`` at each token of sequence i, ``s_i = exp(1/M_i sum_t m_t log r_t)``.
 
@@ -38,45 +41,25 @@ def gspo_loss(
     Args:
         log_probs, old_log_probs, advantages, clip_low, clip_high, importance_weights: as in `ppo_clip_loss`; the clip
             range is that of s_i, much narrower than a token's.
-        local, cp_group, per, totals: as in `segment_mean`.
+        local, cp_group, per: as in `segment_mean`.
+        level: ``token`` for GSPO-token, ``s_it = sg(s_i) * pi_t / sg(pi_t)``: the same value, and a gradient that stays
+            with the token, which takes no collective. Advantages may then differ by token; with one per sequence the
+            gradient under ``sample_mean`` is GSPO's.
         mean_log_ratio: `segment_mean` of ``log_probs - old_log_probs``, [num_samples], if you have computed it together
             with other statistics in one collective.
 
-    Raises ValueError as `ppo_clip_loss` and `segment_mean`.
-    Source: GSPO, arXiv:2507.18071 eq. 5 to 7; LUSPO, arXiv:2602.05261 eq. 7.
+    Raises ValueError as `ppo_clip_loss` and `segment_mean`, and for an unknown level.
+    Source: GSPO, arXiv:2507.18071 eq. 5 to 7, 13 and 14; LUSPO, arXiv:2602.05261 eq. 7.
     """
+    check_choice("level of GSPO", level, get_args(Level))
     given = Given.of(log_probs, old_log_probs, advantages, importance_weights, local)
     bounds = RatioBounds.around_1(clip_low, clip_high)
     if mean_log_ratio is None:
-        mean_log_ratio = segment_mean(given.log_ratio, local, cp_group, per=per, totals=totals)
-    return bounds.surrogate(given, to_tokens(mean_log_ratio, local).view(log_probs.shape))
-
-
-def gspo_token_loss(
-    log_probs: Tensor,
-    old_log_probs: Tensor,
-    advantages: Tensor,
-    local: Place,
-    cp_group: Group | None = None,
-    *,
-    clip_low: float = 3e-4,
-    clip_high: float | None = 4e-4,
-    importance_weights: Tensor | None = None,
-    mean_log_ratio: Tensor | None = None,
-    per: Per = "sample",
-    totals: StepTotals | None = None,
-) -> PolicyLoss:
-    """`gspo_loss` with ``s_it = sg(s_i) * pi_t / sg(pi_t)``: the same value, and a gradient that stays with the token.
-
-    With one advantage per sequence its gradient under ``sample_mean`` is GSPO's; advantages may differ by token. Takes
-    no collective backward. Source: GSPO, arXiv:2507.18071 eq. 13 and 14.
-    """
-    given = Given.of(log_probs, old_log_probs, advantages, importance_weights, local)
-    bounds = RatioBounds.around_1(clip_low, clip_high)
-    if mean_log_ratio is None:
-        mean_log_ratio = segment_mean(given.log_ratio.detach(), local, cp_group, per=per, totals=totals)
-    of_sequence = to_tokens(mean_log_ratio.detach(), local).view(log_probs.shape)
-    return bounds.surrogate(given, of_sequence + (given.log_probs - given.log_probs.detach()))
+        mean_log_ratio = segment_mean(given.log_ratio, local, cp_group, per=per)
+    of_sequence = to_tokens(mean_log_ratio, local).view(log_probs.shape)
+    if level == "token":
+        of_sequence = of_sequence.detach() + (given.log_probs - given.log_probs.detach())
+    return bounds.surrogate(given, of_sequence)
 
 
 def gmpo_loss(
@@ -89,8 +72,7 @@ def gmpo_loss(
     clip_low: float = 0.4,
     clip_high: float = 0.4,
     importance_weights: Tensor | None = None,
-    per: Per = "sample",
-    totals: StepTotals | None = None,
+    per: str = "sample",
 ) -> PolicyLoss:
     """``-A exp(1/M_i sum_t m_t c_t)``, the geometric mean of ratios that are clipped per token, *before* the mean.
 
@@ -101,7 +83,7 @@ def gmpo_loss(
         advantages: one per sequence in the paper; each token's sign decides its own clip.
         clip_low, clip_high: of the *log*-ratio: 0.4 bounds the ratio by exp(-0.4) and exp(0.4).
         log_probs, old_log_probs, importance_weights: as in `ppo_clip_loss`.
-        local, cp_group, per, totals: as in `segment_mean`.
+        local, cp_group, per: as in `segment_mean`.
 
     Raises ValueError as `ppo_clip_loss` and `segment_mean`. Source: GMPO, arXiv:2507.20673 eq. 4.
     """
@@ -110,5 +92,5 @@ def gmpo_loss(
         check_within(name, clip, "(0, inf)", "0.4, of the log-ratio, is usual")
     bounds = RatioBounds(low=-clip_low, dual=math.inf, high=clip_high)
     bounded, clipped = bounds.clip(given.log_ratio, given.advantages)
-    mean = to_tokens(segment_mean(bounded, local, cp_group, per=per, totals=totals), local)
-    return given.policy_loss(-given.advantages * mean.view(log_probs.shape).exp(), clipped)
+    mean = to_tokens(segment_mean(bounded, local, cp_group, per=per), local).view(log_probs.shape)
+    return given.policy_loss(-given.advantages * given.kept(mean).exp(), clipped)

@@ -1,9 +1,8 @@
 """Losses of single tokens: policy losses, a value loss, and KL to a reference.
 
-Each is elementwise over tokens of any shape, and not reduced: sums are the reducers' business. Half precision is raised
-to float32 first. What lies at masked tokens (NaN, inf) changes neither loss nor gradient: given `local`, inputs are 0
-there; without it a token whose loss gets no gradient hands none on, unless the loss is compiled, and a value above 0 in
-log-probs is refused at any token.
+Each is elementwise over tokens of any shape, and not reduced: reducers sum. Half precision is raised to float32 first.
+Inputs are 0 at masked tokens, whatever lies there (NaN, inf). A token of importance weight 0 has loss and gradient 0,
+whatever its ratio. No function waits for a device.
 """
 
 import math
@@ -13,8 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl_loss.errors import check_choice, check_within
-from megatron_rl_loss.losses.place import Place
-from megatron_rl_loss.losses.ratio import Given, PolicyLoss, RatioBounds, check_same_shape, filled
+from megatron_rl_loss.losses.ratio import Given, Masked, PolicyLoss, RatioBounds, check_shape, masked
 
 KlEstimator = Literal["k1", "k2", "k3"]
 Divergence = Literal["tv", "kl"]
@@ -24,7 +22,7 @@ def ppo_clip_loss(
     log_probs: Tensor,
     old_log_probs: Tensor,
     advantages: Tensor,
-    local: Place | Tensor | None = None,
+    local: Masked,
     *,
     clip_low: float = 0.2,
     clip_high: float | None = None,
@@ -34,7 +32,7 @@ def ppo_clip_loss(
     """Clipped surrogate, one value per token: ``w * max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))``.
 
     >>> log_probs, old_log_probs = torch.tensor([-1.0, -1.0]), torch.tensor([-1.0, -2.0])
-    >>> ppo_clip_loss(log_probs, old_log_probs, torch.tensor([1.0, 1.0])).per_token_loss
+    >>> ppo_clip_loss(log_probs, old_log_probs, torch.ones(2), torch.ones(2)).per_token_loss
     tensor([-1.0000, -1.2000])
 
     ``r = exp(log_probs - old_log_probs)``. With `dual_clip` c > 1, the value is at most ``-c A`` where A < 0.
@@ -43,10 +41,10 @@ def ppo_clip_loss(
         log_probs: of the policy in training; differentiable.
         old_log_probs: of the policy in the ratio's denominator, same shape.
         advantages: same shape, or broadcastable to it.
-        local: the `Microbatch`, what this rank holds of it, or its mask in the shape of the log-probs.
+        local: the `Microbatch`, this rank's tokens of it, or the mask of the tokens in the shape of the log-probs.
         clip_low, clip_high: clip range below and above 1; `clip_high` defaults to `clip_low` (DAPO: 0.28).
         dual_clip: c (3.0 in the paper), or None for none.
-        importance_weights: the factor w, detached here, e.g. `truncated_importance_weights`; None for 1.
+        importance_weights: the factor w, detached here; None for 1.
 
     Raises ValueError for log-probs of different shapes; factors that do not broadcast to them; values above 0.1, which
     are no log-probs (a device stops at them later); advantages that require grad; ``clip_low`` outside (0, 1];
@@ -63,7 +61,7 @@ def cispo_loss(
     log_probs: Tensor,
     old_log_probs: Tensor,
     advantages: Tensor,
-    local: Place | Tensor | None = None,
+    local: Masked,
     *,
     clip_low: float | None = None,
     clip_high: float = 4.0,
@@ -93,7 +91,7 @@ def sapo_loss(
     log_probs: Tensor,
     old_log_probs: Tensor,
     advantages: Tensor,
-    local: Place | Tensor | None = None,
+    local: Masked,
     *,
     tau_positive: float = 1.0,
     tau_negative: float = 1.05,
@@ -112,7 +110,7 @@ def sapo_loss(
     given = Given.of(log_probs, old_log_probs, advantages, importance_weights, local)
     for name, tau in (("tau_positive", tau_positive), ("tau_negative", tau_negative)):
         check_within(name, tau, "[0.1, 100]", "1.0 and 1.05 are usual")
-    taus = torch.where(given.advantages > 0, tau_positive, given.log_ratio.new_full((), tau_negative))
+    taus = torch.full_like(given.log_ratio, tau_negative).masked_fill(given.advantages > 0, tau_positive)
     # From e^10 on the gate is 1 to the last bit and its gradient 0; far beyond, the exp itself would overflow.
     gate = torch.sigmoid(taus * torch.expm1(given.log_ratio.clamp(max=10))) * (4 / taus)
     return given.policy_loss(-given.advantages * gate, torch.zeros_like(given.advantages != 0))
@@ -122,7 +120,7 @@ def dppo_loss(
     log_probs: Tensor,
     old_log_probs: Tensor,
     advantages: Tensor,
-    local: Place | Tensor | None = None,
+    local: Masked,
     *,
     divergence: Divergence = "tv",
     threshold: float | None = None,
@@ -152,24 +150,19 @@ def dppo_loss(
         difference = now.exp() - before.exp()
         distance = difference.abs() if divergence == "tv" else _binary_kl(before, now)
         left_out = (given.advantages * difference > 0) & (distance > threshold)
-    loss = -given.advantages * given.log_ratio.masked_fill(left_out | (given.advantages == 0), 0).exp()
+    loss = -given.advantages * given.kept(given.log_ratio).masked_fill(left_out | (given.advantages == 0), 0).exp()
     return given.policy_loss(loss.masked_fill(left_out, 0), left_out)
 
 
 def _binary_kl(before: Tensor, now: Tensor) -> Tensor:
     """KL of two coins, float64, from their log-probs of heads; 0 * log 0 is 0."""
     tails_before, tails_now = (torch.expm1(heads.clamp(max=0)).abs() for heads in (before, now))
-    of_tails = torch.where(tails_before > 0, tails_before * (tails_before / tails_now).log(), 0)
-    return before.exp() * (before - now) + of_tails
+    of_tails = tails_before * (tails_before / tails_now).log()
+    return before.exp() * (before - now) + of_tails.masked_fill(tails_before == 0, 0)
 
 
 def value_loss(
-    values: Tensor,
-    returns: Tensor,
-    local: Place | Tensor | None = None,
-    *,
-    old_values: Tensor | None = None,
-    clip: float | None = None,
+    values: Tensor, returns: Tensor, local: Masked, *, old_values: Tensor | None = None, clip: float | None = None
 ) -> Tensor:
     """A critic's loss, one value per token: ``max((v - R)^2, (clip(v, old - clip, old + clip) - R)^2) / 2``.
 
@@ -178,7 +171,7 @@ def value_loss(
     finite and above 0.
     Source: OpenAI's PPO2 (Baselines), as in most PPO critics.
     """
-    check_same_shape("values and returns", values, returns)
+    check_shape("returns", returns, values)
     if (clip is None) != (old_values is None):
         raise ValueError(
             f"clip={clip!r} with {'no' if old_values is None else 'some'} old_values: values are clipped around the "
@@ -187,23 +180,17 @@ def value_loss(
     others = [returns.detach()]
     if clip is not None and old_values is not None:
         check_within("clip", clip, "(0, inf)", "0.2 is usual; None turns it off")
-        check_same_shape("values and old values", values, old_values)
+        check_shape("old_values", old_values, values)
         others.append(old_values.detach())
-    values, (target, *old), shield = filled(local, values, *others)
+    values, target, *old = masked(local, values, *others)
     square = (values - target).square()
     if clip is not None:
         clipped = torch.maximum(torch.minimum(values, old[0] + clip), old[0] - clip)
         square = torch.maximum(square, (clipped - target).square())
-    return shield(square / 2)
+    return square / 2
 
 
-def kl_estimate(
-    log_probs: Tensor,
-    ref_log_probs: Tensor,
-    local: Place | Tensor | None = None,
-    *,
-    estimator: KlEstimator = "k3",
-) -> Tensor:
+def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, local: Masked, *, estimator: KlEstimator = "k3") -> Tensor:
     """Estimate of KL(policy || reference) per token, from the policy's samples; ``d = log_probs - ref_log_probs``.
 
     ``k1 = d`` (unbiased, may be negative), ``k2 = d^2 / 2`` (biased), ``k3 = exp(-d) - 1 + d`` (unbiased, >= 0).
@@ -211,10 +198,10 @@ def kl_estimate(
     unknown estimator or shapes that differ. Source: Schulman, "Approximating KL divergence" (2020); k3 in GRPO,
     arXiv:2402.03300 eq. 4.
     """
-    check_same_shape("log-probs", log_probs, ref_log_probs)
+    check_shape("ref_log_probs", ref_log_probs, log_probs)
     check_choice("KL estimator", estimator, get_args(KlEstimator))
-    log_probs, (reference,), shield = filled(local, log_probs, ref_log_probs.detach())
+    log_probs, reference = masked(local, log_probs, ref_log_probs.detach())
     difference = log_probs - reference
     if estimator == "k1":
-        return shield(difference)
-    return shield(difference.square() / 2 if estimator == "k2" else torch.expm1(-difference) + difference)
+        return difference
+    return difference.square() / 2 if estimator == "k2" else torch.expm1(-difference) + difference

@@ -3,16 +3,15 @@
 import difflib
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, get_args
 
-from megatron_rl_loss.errors import check_choice, is_int
+from megatron_rl_loss.errors import check_choice, check_int
 from megatron_rl_loss.modes.function_paths import load_function
 from megatron_rl_loss.modes.loss_modes import LossModes
-from megatron_rl_loss.modes.names import Aggregation
-from megatron_rl_loss.modes.table import MODES, ModeFunction
+from megatron_rl_loss.modes.table import Mode, ModeFunction, available_modes, token_mean
 from megatron_rl_loss.plan.checks import EmptyStep
-from megatron_rl_loss.step.totals import UnitCounting
+from megatron_rl_loss.step.units import UnitCounting
 
 #: Terms of the loss whose mode has a flag.
 _TERMS = ("kl", "entropy", "value")
@@ -24,63 +23,43 @@ CHANGING_CP = ("hybrid_context_parallel", "dynamic_context_parallel")
 
 @dataclass(frozen=True, kw_only=True)
 class AggregationSettings:
-    """What the flags ask for, validated; made by `resolve`.
+    """The flags' settings, validated; made by `resolve`.
 
     Attributes:
         modes: of the policy loss and of terms that say no mode themselves; another framework's names are translated.
         empty_step: of a step without one active token: ``warn`` and go on with zero gradients, or ``error``.
         with_per_token_loss: the mode may run on a model whose config calculates per-token loss.
         audit_interval: every how many steps the weights are measured; None for never.
-        notices: what the user should be told.
     """
 
-    modes: LossModes = field(default_factory=lambda: LossModes.resolve("sample_mean"))
+    modes: LossModes
     empty_step: EmptyStep = "warn"
     with_per_token_loss: bool = False
     audit_interval: int | None = None
-    notices: tuple[str, ...] = ()
 
     @classmethod
     def resolve(
         cls,
-        mode: str | ModeFunction = "sample_mean",
+        mode: str | Mode | ModeFunction = "sample_mean",
         divisor: float | None = None,
         units: UnitCounting | None = None,
         *,
         empty_step: EmptyStep = "warn",
         with_per_token_loss: bool = False,
         audit_interval: int | None = None,
-        notice: str | None = None,
         terms: Mapping[str, str | None] | None = None,
     ) -> "AggregationSettings":
-        """From a mode's name (another framework's, or a function) and what else the user gave; raises as `resolve`."""
+        """From a mode, its name (another framework's, too) or its function; raises as `megatron_rl_loss.resolve`."""
         check_choice("empty step handling", empty_step, get_args(EmptyStep))
-        if audit_interval is not None and not (is_int(audit_interval) and audit_interval > 0):
-            raise ValueError(
-                f"--loss-aggregation-audit-interval {audit_interval!r}: it must be a whole number of steps, from 1 on. "
-                "Give 100, say, or leave it out: then no step is audited."
-            )
-        modes = LossModes.resolve(mode, divisor=divisor, units=units, terms=terms)
+        if audit_interval is not None:
+            remedy = "Give 100, say, or leave it out: then no step is audited"
+            check_int("--loss-aggregation-audit-interval", audit_interval, 1, remedy)
         return cls(
-            modes=modes,
+            modes=LossModes.resolve(mode, divisor=divisor, units=units, terms=terms),
             empty_step=empty_step,
             with_per_token_loss=with_per_token_loss,
             audit_interval=audit_interval,
-            notices=tuple(text for text in (notice, modes.policy.notice) if text),
         )
-
-    @property
-    def aggregation(self) -> Aggregation:
-        """Mode, divisor and unit counting of the policy loss."""
-        return self.modes.policy
-
-    @property
-    def mode_name(self) -> str:
-        return self.aggregation.mode.name
-
-    def describe(self) -> str:
-        """One line for the log."""
-        return self.aggregation.describe()
 
 
 def add_loss_aggregation_args(parser: ArgumentParser) -> ArgumentParser:
@@ -90,8 +69,8 @@ def add_loss_aggregation_args(parser: ArgumentParser) -> ArgumentParser:
         "--loss-aggregation",
         metavar="MODE",
         default=None,
-        help=f"How per-token losses become the step's loss: {', '.join(MODES)}, a registered name or another "
-        "framework's (verl:token-mean; python -m megatron_rl_loss modes lists them). "
+        help=f"How per-token losses become the step's loss: {', '.join(available_modes())}, or a name of "
+        "another framework (verl:token-mean; python -m megatron_rl_loss modes lists them). "
         "Default: sample_mean, or token_mean with --calculate-per-token-loss.",
     )
     group.add_argument(
@@ -156,29 +135,21 @@ def validate_loss_aggregation_args(args: Namespace) -> AggregationSettings:
     _check_present(args)
     per_token = bool(getattr(args, "calculate_per_token_loss", False))
     check_megatron_settings(args, per_token)
-    mode: str | ModeFunction | None = args.loss_aggregation
-    path = args.custom_pg_loss_reducer_function_path
-    notice = None
+    mode: str | Mode | ModeFunction | None = args.loss_aggregation
+    path, flag = args.custom_pg_loss_reducer_function_path, "--custom-pg-loss-reducer-function-path"
     if path is not None:
         if mode not in (None, "sample_mean"):
             raise ValueError(
-                f"--custom-pg-loss-reducer-function-path {path} with --loss-aggregation {mode}: only one can make the "
-                "loss. Drop one of them."
+                f"{flag} {path} with --loss-aggregation {mode}: only one can make the loss. Drop one of them."
             )
-        mode = load_mode_function(path)
-    elif mode is None and per_token:
-        mode = "token_mean"
-        notice = "--calculate-per-token-loss without --loss-aggregation: aggregating by token_mean."
-    elif mode is None:
-        mode = "sample_mean"
+        mode = load_function(path, flag, "it must be a function of ModeInputs", "Name one that returns weights", Mode)
     settings = AggregationSettings.resolve(
-        mode,
+        mode or ("token_mean" if per_token else "sample_mean"),
         args.loss_aggregation_divisor,
         args.loss_aggregation_units,
         empty_step=args.loss_aggregation_empty_step,
         with_per_token_loss=args.loss_aggregation_with_per_token_loss,
         audit_interval=args.loss_aggregation_audit_interval,
-        notice=notice,
         terms={name: getattr(args, f"{name}_loss_aggregation") for name in _TERMS},
     )
     check_per_token(settings, per_token)
@@ -186,33 +157,32 @@ def validate_loss_aggregation_args(args: Namespace) -> AggregationSettings:
 
 
 def any_flag_given(args: Namespace) -> bool:
-    """Whether one of the flags says something else than its default; ValueError where they were not registered."""
+    """True if one of the flags says something else than its default; ValueError where they were not registered."""
     _check_present(args)
     return any(getattr(args, name) != default for name, default in _DEFAULTS.items())
 
 
 def check_per_token(settings: AggregationSettings, per_token: bool) -> None:
     """Refuse a mode other than token_mean on a model that calculates per-token loss, unless it was opted in."""
-    if per_token and settings.aggregation.mode != MODES["token_mean"] and not settings.with_per_token_loss:
+    policy = settings.modes.policy
+    if per_token and policy.mode != token_mean and not settings.with_per_token_loss:
         raise ValueError(
-            f"--calculate-per-token-loss with {settings.describe()}: the flag alone means token_mean, and beside "
+            f"--calculate-per-token-loss with {policy.describe()}: the flag alone means token_mean, and beside "
             "another mode one of the two is a mistake. Drop one; if the model forces per-token loss, add "
             "--loss-aggregation-with-per-token-loss, which keeps the mode exact."
         )
 
 
-def check_megatron_settings(settings: Any, per_token: bool, refused_cp: Sequence[str] = CHANGING_CP[:1]) -> None:
+def check_megatron_settings(settings: Any, per_token: bool, *, looks_ahead: bool = True) -> None:
     """Refuse Megatron settings (of a Namespace or a model config) under which the loss would not be exact.
 
-    `refused_cp`: those of `CHANGING_CP` that are. By default the one that deals samples inside the schedule, after
-    `LossAggregation` looked at them.
+    `looks_ahead`: `LossAggregation` looks at micro-batches before the schedule, which then must not deal them anew.
     """
-    for name in refused_cp:
-        if getattr(settings, name, False):
-            raise ValueError(
-                f"--{name.replace('_', '-')}: the context-parallel group changes between micro-batches, which cannot "
-                "be looked ahead at here. Use a fixed --context-parallel-size, or plan_step in a loop."
-            )
+    if looks_ahead and getattr(settings, CHANGING_CP[0], False):
+        raise ValueError(
+            "--hybrid-context-parallel: the schedule deals samples to groups that change between micro-batches, which "
+            "cannot be looked ahead at here. Use a fixed --context-parallel-size, or plan_step in a loop."
+        )
     if any((getattr(settings, name, 1) or 1) > 1 for name in REMAT_SIZES):
         raise ValueError(
             "weight-rematerialising tensor parallelism (GTP): its ranks hold further data-parallel shares, and how "
@@ -236,14 +206,8 @@ def check_megatron_settings(settings: Any, per_token: bool, refused_cp: Sequence
 
 
 def has_cuda_graphs(config: Any) -> bool:
-    """Whether a model replays its passes by CUDA graphs, as a config of any supported version says it."""
+    """True for a model that replays its passes by CUDA graphs, as a config of any supported version says it."""
     return getattr(config, "cuda_graph_impl", None) not in (None, "none") or getattr(config, "enable_cuda_graph", False)
-
-
-def load_mode_function(path: str) -> ModeFunction:
-    """The function at ``pkg.mod.fn`` or ``pkg.mod:fn``. Raises ValueError or TypeError if there is none."""
-    rule, remedy = "it must be a function of ModeInputs", "Name a function that returns weights"
-    return load_function(path, "--custom-pg-loss-reducer-function-path", rule, remedy)
 
 
 def check_command_line(args: Namespace, argv: Sequence[str]) -> None:

@@ -1,7 +1,7 @@
 """A forward pass over a step's micro-batches before it is trained on: log-probs of the old policy, or of a reference.
 
 It goes through Megatron's own schedule with ``forward_only``, so through every pipeline stage, without gradients and in
-evaluation mode. What it gives lies with each micro-batch, for the loss function.
+evaluation mode. Its values lie with each micro-batch, for the loss function.
 """
 
 import warnings
@@ -12,15 +12,18 @@ from typing import Any
 import torch
 from megatron.core.utils import get_model_config
 
+from megatron_rl_loss.megatron.iterator import MicrobatchIterator
 from megatron_rl_loss.plan.microbatch import Microbatch
 from megatron_rl_loss.plan.plan import Plan
 
-#: (micro-batch, model) -> what the model gives: (log_probs, ...) with an `OutputHead`, log-probs, or hidden states.
+#: (micro-batch, model) -> the model's output: (log_probs, ...) with an `OutputHead`, log-probs, or hidden states.
 CallModel = Callable[[Microbatch, Any], Any]
+#: For each model chunk the step's micro-batches, or None where no data is read.
+Chunks = list[list[Microbatch] | None]
 
 
 class ForwardPass:
-    """What `before_step` of `LossAggregation` is given: the step's micro-batches, and a way to put them through.
+    """The argument of `before_step` of `LossAggregation`: the step's micro-batches, and a way to put them through.
 
     Attributes:
         model: the model chunk, or the list of chunks.
@@ -28,18 +31,9 @@ class ForwardPass:
             calls no function that it is given.
     """
 
-    def __init__(
-        self,
-        schedule: Callable[..., Any],
-        model: Any,
-        by_chunk: list[list[Microbatch] | None],
-        plan: Plan,
-        **options: Any,
-    ) -> None:
-        self.model = model
-        self.plan = plan
-        self._schedule = schedule
-        self._by_chunk = by_chunk
+    def __init__(self, schedule: Callable[..., Any], model: Any, chunks: Chunks, plan: Plan, **options: Any) -> None:
+        self.model, self.plan = model, plan
+        self._schedule, self._chunks = schedule, chunks
         self._options = options | {"forward_only": True, "collect_non_loss_data": True}
 
     def log_probs(self, name: str | Sequence[str], call_model: CallModel) -> None:
@@ -50,7 +44,8 @@ class ForwardPass:
         without dropout, and warns of a model that trains with it.
         """
         names = (name,) if isinstance(name, str) else tuple(name)
-        config = get_model_config(self.model[0] if isinstance(self.model, list) else self.model)
+        several = isinstance(self.model, list)
+        config = get_model_config(self.model[0] if several else self.model)
         if dropout := max(config.hidden_dropout, config.attention_dropout):
             text = f"a forward pass without dropout, of a model that trains with {dropout:g}: its log-probs differ from"
             warnings.warn(f"{text} those of the training pass. Switch dropout off.", stacklevel=2)
@@ -58,15 +53,15 @@ class ForwardPass:
         def forward_step(data_iterator: Iterator[Microbatch], model: Any) -> tuple[Any, Any]:
             return call_model(next(data_iterator), model), lambda output, non_loss_data: output
 
-        iterators = [None if chunk is None else iter(chunk) for chunk in self._by_chunk]
-        with torch.no_grad(), _evaluating(self.model if isinstance(self.model, list) else [self.model]):
+        iterators = [None if one is None else MicrobatchIterator(one) for one in self._chunks]
+        with torch.no_grad(), _evaluating(self.model if several else [self.model]):
             outputs = self._schedule(
                 forward_step_func=forward_step,
-                data_iterator=iterators if isinstance(self.model, list) and len(iterators) > 1 else iterators[0],
+                data_iterator=iterators if several and len(iterators) > 1 else iterators[0],
                 model=self.model,
                 **self._options,
             )
-        for microbatch, output in zip(self._by_chunk[-1] or [], outputs, strict=bool(outputs)):
+        for microbatch, output in zip(self._chunks[-1] or [], outputs, strict=bool(outputs)):
             given = output if isinstance(output, tuple) else (output,)
             microbatch.log_probs |= {name: given[k].detach() for k, name in enumerate(names)}
 

@@ -1,8 +1,9 @@
-"""Which process groups a model trains over, and objects sent over them."""
+"""Process groups that a model trains over, and objects sent over them."""
 
 import functools
 import operator
-from collections.abc import Callable
+import pickle
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -11,6 +12,7 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from megatron_rl_loss.errors import BadBatchError
 from megatron_rl_loss.step.collectives import Group, attempt, gather_parts, several
 
 Made = TypeVar("Made")
@@ -30,39 +32,48 @@ def groups_of(chunk: Any, of_user: ProcessGroupCollection | None) -> ProcessGrou
     missing = [name for name in _NEEDED if getattr(groups, name, None) is None]
     if missing:
         raise ValueError(
-            f"a ProcessGroupCollection without {', '.join(missing)}: the step's totals need them. Set those groups."
+            f"a ProcessGroupCollection without {', '.join(missing)}: a step is counted over them. Set those groups."
         )
     return groups
 
 
 def from_first_tp_rank(make: Callable[[], Made], tp_group: Group, pp_group: Group | None = None) -> Made:
-    """What `make` gives on the first tensor-parallel rank, on all of them, tensors on the host; or its error.
+    """The result of `make` on the first tensor-parallel rank, on all of them, tensors on the host; or its error.
 
     For the batches of a packing scheduler, whose iterator is None on the other ranks. All ranks call it, inside the
     function that `plan_step` gets as ``samples``: so an error of `make` raises on every rank of the step. With
     `pp_group`, `make` returns a list of dicts; each pipeline stage may have keys of its own (tokens on the first,
     labels and loss mask on the last one), and all stages get all keys.
+
+    Raises, beside the errors of `make`, those of pickle for a result that cannot be sent.
     """
+    if not several(tp_group, pp_group):
+        return make()
 
-    def of_all_stages() -> Any:
-        return join_batches(gather_parts(lambda: tree_map_only(Tensor, Tensor.cpu, make()), pp_group))
+    def sent() -> bytes:
+        parts = gather_parts(lambda: pickle.dumps(tree_map_only(Tensor, Tensor.cpu, make())), pp_group)
+        return parts[0] if pp_group is None else pickle.dumps(join_batches(map(pickle.loads, parts)))
 
-    made: list[Any] = [attempt(make if pp_group is None else of_all_stages) if tp_group.rank() == 0 else None]
+    is_first = tp_group.rank() == 0
+    mine = attempt(sent) if is_first else None
+    told: list[Any] = [f"{type(mine).__name__}: {mine}" if isinstance(mine, Exception) else mine]
     if several(tp_group):
-        made = tree_map_only(Tensor, Tensor.cpu, made)
-        dist.broadcast_object_list(made, src=dist.get_global_rank(tp_group, 0), group=tp_group)
-    if isinstance(made[0], Exception):
-        raise made[0]
-    return made[0]
+        dist.broadcast_object_list(told, src=dist.get_global_rank(tp_group, 0), group=tp_group)
+    if isinstance(mine, Exception):
+        raise mine
+    if isinstance(told[0], str):
+        raise BadBatchError(f"the first tensor-parallel rank could not make its batches, {told[0]}")
+    made: Made = pickle.loads(told[0])
+    return made
 
 
-def join_batches(parts: Any) -> list[Any]:
-    """Lists of dicts, one dict for each micro-batch -> the same with all keys of all lists."""
+def join_batches(parts: Iterable[Any]) -> list[Any]:
+    """Lists of dicts, one dict for each micro-batch -> one list of dicts with the keys of all lists."""
     return [functools.reduce(operator.or_, batches) for batches in zip(*parts, strict=True)]
 
 
 def gather_to_first(values: list[Any], groups: ProcessGroupCollection) -> list[Any]:
-    """The values of all ranks, on the rank that is first in every group; an empty list elsewhere. All must call it."""
+    """All ranks' values, on the rank that is first in every group; an empty list elsewhere. All must call it."""
     for group in several(groups.cp, groups.dp, groups.tp, groups.pp):
         gathered: list[list[Any]] | None = [[] for _ in range(group.size())] if group.rank() == 0 else None
         dist.gather_object(values, gathered, dst=dist.get_global_rank(group, 0), group=group)

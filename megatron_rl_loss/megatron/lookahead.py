@@ -1,49 +1,15 @@
 """The look-ahead: all of a step's micro-batches are fetched and described before the first one is trained on."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_rl_loss.megatron.groups import from_first_tp_rank, join_batches
 from megatron_rl_loss.megatron.iterator import MicrobatchIterator
-from megatron_rl_loss.plan.microbatch import Microbatch
-from megatron_rl_loss.plan.plan import Plan
 from megatron_rl_loss.step.samples import Samples
 
 SamplesOf = Callable[[Any], Samples]
-DataIterator = Iterator[Any] | list[Iterator[Any] | None] | None
-
-
-@dataclass(frozen=True)
-class LookAhead:
-    """A step's micro-batches on this rank.
-
-    Attributes:
-        fetched: what the iterators gave, one list for each model chunk; None for a chunk that reads no data.
-        samples: of each micro-batch, from the last chunk that reads data: with virtual stages, that one computes the
-            loss. None on a pipeline stage that reads none.
-    """
-
-    fetched: list[list[Any] | None]
-    samples: list[Samples] | None
-
-    @property
-    def batches(self) -> list[Any]:
-        """What `samples` describe."""
-        return next((batches for batches in reversed(self.fetched) if batches is not None), [])
-
-    def iterators(self, plan: Plan) -> list[MicrobatchIterator | None]:
-        """An iterator over micro-batches for each chunk."""
-        return [
-            None
-            if batches is None
-            else MicrobatchIterator(
-                [Microbatch(samples, plan, data) for samples, data in zip(self.samples or [], batches, strict=True)]
-            )
-            for batches in self.fetched
-        ]
 
 
 def look_ahead(
@@ -53,11 +19,16 @@ def look_ahead(
     groups: ProcessGroupCollection,
     *,
     scheduled: bool,
-) -> LookAhead:
+) -> tuple[list[list[Any] | None], list[Samples] | None]:
     """Fetch a step and describe it. Raises whatever is wrong with the data, on this rank alone: see `attempt`.
 
-    A step that a packing scheduler dealt (`scheduled`) is on the first tensor-parallel ranks, and of each batch a chunk
-    has the keys that it needs: all chunks of all stages get all of it.
+    Args:
+        scheduled: a packing scheduler dealt the step: it is on the first tensor-parallel ranks, and of each batch a
+            chunk has the keys that it needs. All chunks of all stages get all of it.
+
+    Returns:
+        A list of batches for each model chunk, None for a chunk that reads no data; and the samples of each batch of
+        the last chunk that reads data, None on a pipeline stage that reads none.
     """
 
     def whole_batches() -> list[dict[str, Any]]:
@@ -70,15 +41,16 @@ def look_ahead(
         fetched = [[dict(batch) for batch in whole] if any(whole) else None for _ in iterators]
     else:
         fetched = [None if iterator is None else _fetch(iterator, num_microbatches) for iterator in iterators]
-    if all(batches is None for batches in fetched):
+    reading = [batches for batches in fetched if batches is not None]
+    if not reading:
         if groups.pp.rank() == groups.pp.size() - 1:
             raise ValueError(
                 f"no data iterator on TP rank {groups.tp.rank()} of the last pipeline stage: every rank there computes "
                 "the loss, in evaluation too. Set is_distributed = True on the provider; without validation data pass "
                 "--eval-iters 0; where a scheduler gives TP rank 0 data, set the config's sequence_packing_scheduler."
             )
-        return LookAhead(fetched, None)
-    samples = [_describe(batch, samples_of) for batch in LookAhead(fetched, None).batches]
+        return fetched, None
+    samples = [_describe(batch, samples_of) for batch in reading[-1]]
     for chunk, batches in enumerate(fetched[:-1]):
         for i, (batch, expected) in enumerate(zip(batches or [], samples, strict=False)):
             if samples_of(batch).digest() != expected.digest():
@@ -87,7 +59,7 @@ def look_ahead(
                     f"micro-batch {i} on: virtual pipeline stages must read the same data. Make every chunk's iterator "
                     "from the same data, in the same order."
                 )
-    return LookAhead(fetched, samples)
+    return fetched, samples
 
 
 def _fetch(iterator: Iterator[Any], num_microbatches: int) -> list[Any]:

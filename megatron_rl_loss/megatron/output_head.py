@@ -4,12 +4,12 @@
     log_probs, entropy = model(tokens, positions, None, labels=labels, output_processor=head)  # [b, s] each
 
 On the last pipeline stage the model calls its ``output_processor`` in place of output layer and cross-entropy
-(`core/models/gpt/gpt_model.py` `_postprocess`). What the output layer (`core/tensor_parallel/layers.py`) would do under
-its settings is read off it, and done by `logprobs.hidden`. MuP's scale of logits is a part of the temperature.
+(`core/models/gpt/gpt_model.py` `_postprocess`). The settings of the output layer (`core/tensor_parallel/layers.py`) are
+read off it, and followed by `logprobs.hidden`. MuP's scale of logits is a part of the temperature.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 import torch
@@ -17,60 +17,46 @@ from megatron.core.tensor_parallel import layers
 from torch import Tensor
 
 from megatron_rl_loss.errors import check_int
-from megatron_rl_loss.logprobs.hidden import (
-    CHUNK_TOKENS,
-    PerTokenLoss,
-    TensorParallel,
-    add_product,
-    log_probs_from_hidden,
-    loss_from_hidden,
-)
-from megatron_rl_loss.logprobs.kept_ids import Keep, KeptIds
+from megatron_rl_loss.logprobs.hidden import CHUNK_TOKENS, PerTokenLoss, log_probs_from_hidden, loss_from_hidden
+from megatron_rl_loss.logprobs.kept_ids import Keep
+from megatron_rl_loss.logprobs.layer import TensorParallel, WeightGradient
 from megatron_rl_loss.megatron.versions import check_output_processor, remat_size
 from megatron_rl_loss.plan.microbatch import Microbatch
-from megatron_rl_loss.reduction.sums import WeightedSum
+from megatron_rl_loss.step.masks import Array
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """What an `OutputHead` needs of a micro-batch beside its labels: the ``output_processor_context``.
+    """The ``output_processor_context`` of an `OutputHead`, where it needs more of a micro-batch than the labels.
 
     Attributes:
-        mask: [b, s]: tokens with 0 are passed over; their log-prob and entropy are 0. Best on the host.
-        keep: bool [b, s, vocabulary / TP], or `KeptIds` in the order of [s, b]: which ids sampling kept.
+        mask: [b, s], or in that order: tokens with 0 are passed over; their log-prob and entropy are 0. On the host
+            (``microbatch.tokens.mask`` is): for a mask on a device the host waits.
+        keep: bool [b, s, vocabulary / TP], or `KeptIds` in the order of [s, b]: the ids that sampling kept.
     """
 
-    mask: Tensor | None = None
+    mask: Tensor | Array | None = None
     keep: Keep | None = None
 
 
 @dataclass(frozen=True)
-class Folded(Tokens):
-    """A loss to be made in the same pass: the model then gives (share, values).
+class Folded:
+    """An ``output_processor_context`` that has the loss made in the same pass: the model then gives (share, values).
+
+    Reduce `values` with ``microbatch.sample_mean``, and give Megatron ``microbatch.carry(share, report)``.
 
     Attributes:
-        reducer: of the tokens of this rank, in the order of [b, s]: `Microbatch.pg_loss`, or `make_pg_loss_reducer`.
+        microbatch: aggregates the losses as its step asks.
         per_token_loss, inputs: as in `loss_from_hidden`; inputs are [b, s].
+        mask, keep: as in `Tokens`; by default the loss mask.
     """
 
-    reducer: WeightedSum = field(kw_only=True)
-    per_token_loss: PerTokenLoss = field(kw_only=True)
-    inputs: Mapping[str, Tensor] = field(kw_only=True, default_factory=dict)
-
-    @classmethod
-    def of(
-        cls,
-        microbatch: Microbatch,
-        per_token_loss: PerTokenLoss,
-        inputs: Mapping[str, Tensor] | None = None,
-        *,
-        mask: Tensor | None = None,
-        keep: Keep | None = None,
-    ) -> "Folded":
-        """Of a micro-batch, aggregated as its launch asks. Reduce `values` with ``microbatch.sample_mean``, and give
-        Megatron ``microbatch.carry(share, report)``.
-        """
-        return cls(mask, keep, reducer=microbatch.pg_loss, per_token_loss=per_token_loss, inputs=inputs or {})
+    microbatch: Microbatch
+    per_token_loss: PerTokenLoss
+    inputs: Mapping[str, Tensor] = field(default_factory=dict)
+    _: KW_ONLY
+    mask: Tensor | Array | None = None
+    keep: Keep | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,13 +65,14 @@ class OutputHead:
 
     With labels [b, s] the model gives (log_probs, entropy), float32 [b, s], of the labels this context-parallel rank
     holds; without ``entropy=True`` the entropy is None. With ``output_processor_context=Folded(...)`` the model gives
-    (share, values) of `loss_from_hidden`, but for the losses.
+    (share, values) of `loss_from_hidden`, but for the losses. Nothing is read back from a device.
 
     Attributes:
         chunk_tokens, temperature, entropy, vocab_size: as in `log_probs_from_hidden`.
 
     Raises:
-        ValueError: Megatron-Core before 0.18, whose models take no ``output_processor``.
+        ValueError: Megatron-Core before 0.18, whose models take no ``output_processor``; when called, an output layer
+            that does more than Megatron's ColumnParallelLinear, by a hook too.
     """
 
     chunk_tokens: int = CHUNK_TOKENS
@@ -104,20 +91,22 @@ class OutputHead:
         output_layer: Any,
         output_weight: Tensor | None,
         labels: Tensor | None,
-        context: Tokens | None = None,
+        context: Tokens | Folded | None = None,
         scale_logits: Any = None,
         **_: Any,
     ) -> tuple[Tensor, Tensor | None] | tuple[Tensor, dict[str, Tensor]]:
-        """Of hidden states [s, b, h], or [s / TP, b, h] under sequence parallelism."""
+        """Run on hidden states [s, b, h], or [s / TP, b, h] under sequence parallelism."""
         if labels is None:
             raise ValueError(
                 "a model called with output_processor=OutputHead(...) and without labels: the head makes log-probs of "
                 "labels. Pass labels=..., or leave the output_processor out for logits."
             )
         weight = output_layer.weight if output_weight is None else output_weight
-        refuse_other_layers(output_layer, weight)
-        run_pre_hooks(output_layer, hidden_states)
+        check_layer(output_layer, weight)
+        run_pre_hooks(output_layer, hidden_states, weight)
         context = context or Tokens()
+        mask = context.microbatch.tokens.mask if isinstance(context, Folded) and context.mask is None else context.mask
+        keep = context.keep
         fused = output_layer.gradient_accumulation_fusion and hasattr(weight, "main_grad")
         mup = 1.0 if scale_logits is None else float(scale_logits(torch.ones((), device="cpu")))
         common: dict[str, Any] = {
@@ -128,56 +117,53 @@ class OutputHead:
                 sum_gradient=not output_layer.disable_grad_reduce,
             ),
             "temperature": self.temperature / mup,
-            "keep": _sequence_first(context.keep),
+            "keep": keep.transpose(0, 1) if isinstance(keep, Tensor) and keep.dim() == 3 else keep,
             "vocab_size": self.vocab_size,
             "entropy": self.entropy,
-            "token_mask": None if context.mask is None else context.mask.reshape(labels.shape).t(),
+            "token_mask": None if mask is None else mask.reshape(labels.shape).T,
             "chunk_tokens": self.chunk_tokens,
             "main_gradient": FusedMainGradient(weight) if fused else None,
         }
         if not isinstance(context, Folded):
             log_probs, entropy = log_probs_from_hidden(hidden_states, weight, labels.t(), **common)
             return log_probs.t(), None if entropy is None else entropy.t()
+        weights = context.microbatch.pg_loss.weights_on(hidden_states.device)
+        inputs = {name: one.reshape(labels.shape).t() for name, one in context.inputs.items()}
         share, values = loss_from_hidden(
-            hidden_states,
-            weight,
-            labels.t(),
-            context.reducer.weights_on(hidden_states.device).view(labels.shape).t(),
-            context.per_token_loss,
-            {name: one.reshape(labels.shape).t() for name, one in context.inputs.items()},
-            **common,
+            hidden_states, weight, labels.t(), weights.view(labels.shape).t(), context.per_token_loss, inputs, **common
         )
-        context.reducer.report_not_finite(None, values.pop("losses").t(), share)
-        if (scale := context.reducer.gradient_scale) != 1:
-            share = share + (scale - 1) * (share - share.detach())
-        return share, {name: one.t() for name, one in values.items()}
+        values = {name: one.t() for name, one in values.items()}
+        return context.microbatch.folded(share, values.pop("losses")), values
 
 
-def _sequence_first(keep: Keep | None) -> Keep | None:
-    return keep if keep is None or isinstance(keep, KeptIds) or keep.dim() < 3 else keep.transpose(0, 1)
-
-
-def refuse_other_layers(output_layer: Any, weight: Tensor) -> None:
-    """Refuse output layers that do what is not done here."""
-    if type(output_layer).forward is not layers.ColumnParallelLinear.forward:
-        raise _other_layer(type(output_layer).__name__)
+def check_layer(output_layer: Any, weight: Tensor) -> None:
+    """Refuse output layers that do more than is done here."""
     config, fused = output_layer.config, output_layer.gradient_accumulation_fusion
+    hooks = [*output_layer._forward_hooks.values(), *output_layer._backward_hooks.values()]
+    hooks += output_layer._backward_pre_hooks.values()
     refused = {
+        type(output_layer).__name__: type(output_layer).forward is not layers.ColumnParallelLinear.forward,
         "one whose weight is sharded further (GTP)": remat_size(output_layer) > 1,
         "one with defer_embedding_wgrad_compute": config.defer_embedding_wgrad_compute,
         "one with skip_bias_add": output_layer.skip_bias_add and output_layer.bias is not None,
         "one under CPU offloading": config.cpu_offloading,
         "one of Megatron-FSDP with gradient-accumulation fusion": fused and hasattr(weight, "__fsdp_param__"),
+        # Megatron-FSDP's own hook that is let through frees memory, and changes nothing.
+        "one with a forward or backward hook": any(
+            getattr(hook, "__name__", "") != "_release_module_fp8_transpose_cache" for hook in hooks
+        ),
     }
-    for kind, present in refused.items():
-        if present:
+    for kind, is_present in refused.items():
+        if is_present:
             raise _other_layer(kind)
 
 
-def run_pre_hooks(output_layer: Any, hidden_states: Tensor) -> None:
-    """What runs before the layer's forward: with `--overlap-param-gather` it waits for the weight."""
-    for hook in output_layer._forward_pre_hooks.values():
-        if hook(output_layer, (hidden_states,)) is not None:
+def run_pre_hooks(output_layer: Any, hidden_states: Tensor, weight: Tensor) -> None:
+    """Run the hooks before the layer's forward: with `--overlap-param-gather` one waits for the weight."""
+    for key, hook in output_layer._forward_pre_hooks.items():
+        takes_kwargs = key in output_layer._forward_pre_hooks_with_kwargs
+        given = ({"weight": weight},) if takes_kwargs else ()
+        if hook(output_layer, (hidden_states,), *given) is not None:
             raise _other_layer("one with a hook that changes its input")
 
 
@@ -188,27 +174,23 @@ def _other_layer(kind: str) -> ValueError:
     )
 
 
-class FusedMainGradient:
+class FusedMainGradient(WeightGradient):
     """The weight's gradient goes to `weight.main_grad`, by Megatron's kernel where there is one."""
 
     def __init__(self, weight: Any) -> None:
+        super().__init__(weight.main_grad)
         self._weight = weight
-        self._main_grad: Tensor = weight.main_grad
 
     def add_product(self, of_logits: Tensor, hidden: Tensor) -> None:
-        total = self._main_grad
-        kernel = getattr(layers, "fused_weight_gradient_mlp_cuda", None) if total.is_cuda else None
-        if kernel is None or hidden.dtype == total.dtype:
-            add_product(total, of_logits, hidden)
-        elif total.dtype == torch.float32:
-            kernel.wgrad_gemm_accum_fp32(hidden, of_logits, total)
+        kernel = getattr(layers, "fused_weight_gradient_mlp_cuda", None) if self.total.is_cuda else None
+        if kernel is None or hidden.dtype == self.total.dtype:
+            super().add_product(of_logits, hidden)
+        elif self.total.dtype == torch.float32:
+            kernel.wgrad_gemm_accum_fp32(hidden, of_logits, self.total)
         else:
-            kernel.wgrad_gemm_accum_fp16(hidden, of_logits, total)
+            kernel.wgrad_gemm_accum_fp16(hidden, of_logits, self.total)
 
-    def add_scaled(self, gradient: Tensor, scale: Tensor) -> None:
-        self._main_grad.addcmul_(gradient, scale)
-
-    def placeholder(self) -> Tensor | None:
+    def for_autograd(self) -> Tensor | None:
         """Something that makes the hooks of `DistributedDataParallel` run; zeros if it is added to what is there."""
         weight = self._weight
         if not hasattr(weight, "grad_added_to_main_grad"):

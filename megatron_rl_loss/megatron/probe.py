@@ -1,4 +1,4 @@
-"""Whether a launch is safe: what the installed Megatron does to a loss, measured, and how the model is configured.
+"""Refusals before a launch's first step: another scaling of losses than the carriers undo, and unsafe model configs.
 
 A change of Megatron's scaling would be silent: every gradient off by a constant. So a known scalar goes through the
 installed `forward_step_calc_loss`, the scaling that DDP has in force is read, and both are compared with the row of
@@ -17,19 +17,20 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_rl_loss.errors import ContractError
-from megatron_rl_loss.megatron.flags import CHANGING_CP, check_megatron_settings
+from megatron_rl_loss.megatron.flags import check_megatron_settings
 from megatron_rl_loss.megatron.versions import cp_arguments
 from megatron_rl_loss.plan.carriers import Count, carriers_of, product
 from megatron_rl_loss.step.collectives import Group, device_of
 
 _LOSS = 3.0
 _NUM_TOKENS = 1
+_NUM_MICROBATCHES = 3
 
 
-def check_model(config: Any, chunks: Sequence[Any], refused_cp: Sequence[str] = CHANGING_CP[:1]) -> None:
+def check_model(config: Any, chunks: Sequence[Any], *, looks_ahead: bool) -> None:
     """Refuse a model configuration under which the loss would not be exact; at each step, since it may change."""
     per_token = bool(config.calculate_per_token_loss)
-    check_megatron_settings(config, per_token, refused_cp)
+    check_megatron_settings(config, per_token, looks_ahead=looks_ahead)
     for chunk in chunks:
         if per_token and isinstance(chunk, _BaseDataParallel):
             if type(chunk).scale_gradients is _BaseDataParallel.scale_gradients:
@@ -50,13 +51,16 @@ def check_finalizing(config: Any, chunks: Sequence[Any], groups: ProcessGroupCol
             "a model config without finalize_model_grads_func, on several ranks: the schedule would sum no gradients "
             "over them, and each rank would train on its own. Set it to "
             "megatron.core.distributed.finalize_model_grads; a loop that finalises gradients itself plans with "
-            "megatron_rl_loss.plan.plan_step(..., dp_group=...)."
+            "plan_step(..., dp_group=...) in the place of model=."
         )
 
 
 def check_fresh_gradients(chunks: Sequence[Any]) -> None:
-    """Refuse gradients that were there before the step: Megatron's DDP adds to them. Waits for a device."""
-    ddp = [chunk for chunk in chunks if isinstance(chunk, DistributedDataParallel)]
+    """Refuse gradients that were there before the step: Megatron's DDP adds to them. Waits for a device.
+
+    Not where the buffers hold parameters at that time (mxfp8, gathered while the forward pass runs).
+    """
+    ddp = [one for one in chunks if isinstance(one, DistributedDataParallel) and not _holds_parameters(one.ddp_config)]
     buffers = [buffer.grad_data for chunk in ddp for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
     largest = [torch.linalg.vector_norm(buffer, torch.inf).float() for buffer in buffers if buffer.numel()]
     if largest and bool(torch.stack(largest).any()):  # NaN is no 0 either
@@ -67,9 +71,11 @@ def check_fresh_gradients(chunks: Sequence[Any]) -> None:
         )
 
 
-def check_contract(
-    config: Any, chunks: Sequence[Any], groups: ProcessGroupCollection, *, num_microbatches: int
-) -> None:
+def _holds_parameters(ddp_config: Any) -> bool:
+    return ddp_config.overlap_param_gather and getattr(ddp_config, "reuse_grad_buf_for_mxfp8_param_ag", False)
+
+
+def check_contract(config: Any, chunks: Sequence[Any], groups: ProcessGroupCollection) -> None:
     """Refuse a Megatron whose schedule or DDP scales losses in another way than the carriers for this config undo.
 
     Only Megatron-Core's own DDP says its scaling; of other wrappers the schedule alone is checked. All ranks of a
@@ -79,13 +85,13 @@ def check_contract(
         ContractError: with the factor that a carrier relies on and the one that Megatron has.
     """
     counts: dict[Count, float | None] = {
-        "num_microbatches": num_microbatches,
+        "num_microbatches": _NUM_MICROBATCHES,
         "dp_size": groups.dp.size(),
         "cp_size": groups.cp.size(),
     }
     rows = [row for row in carriers_of(bool(config.calculate_per_token_loss)) if row.form in ("3-tuple", "2-tuple")]
     for carrier in rows:
-        factor = _schedule_factor(config, num_microbatches, groups.cp, with_count=carrier.form == "3-tuple")
+        factor = _schedule_factor(config, groups.cp, with_count=carrier.form == "3-tuple")
         _compare(f"schedule (forward_step_calc_loss, {carrier.form})", factor, product(carrier.schedule, counts))
     for chunk in chunks:
         for buffer in chunk.buffers if isinstance(chunk, DistributedDataParallel) else []:
@@ -94,8 +100,8 @@ def check_contract(
             _compare("DDP (gradient_scaling_factor)", factor, product(rows[0].ddp, counts))
 
 
-def _schedule_factor(config: Any, num_microbatches: int, cp_group: Group, *, with_count: bool) -> float:
-    """What the loss of a 3-tuple, or of a 2-tuple, is multiplied by on its way through the installed schedule."""
+def _schedule_factor(config: Any, cp_group: Group, *, with_count: bool) -> float:
+    """The factor that the installed schedule multiplies the loss of a 3-tuple, or of a 2-tuple, by."""
     # A copy without timers and auxiliary losses: their scales are global and the probe must not set them.
     quiet = copy.copy(config)
     for name in ("timers", "num_moe_experts", "mtp_num_layers", "experimental_attention_variant"):
@@ -110,7 +116,7 @@ def _schedule_factor(config: Any, num_microbatches: int, cp_group: Group, *, wit
             config=quiet,
             vp_stage=None,
             collect_non_loss_data=False,
-            num_microbatches=num_microbatches,
+            num_microbatches=_NUM_MICROBATCHES,
             forward_data_store=[],
             is_last_stage=True,
             **cp_arguments(cp_group),

@@ -1,4 +1,4 @@
-"""What differs between the supported versions of Megatron-Core, 0.15 to 0.19, main and dev: each is named here."""
+"""Differences between the supported versions of Megatron-Core: 0.15 to 0.19, main and dev."""
 
 import inspect
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from megatron_rl_loss.step.collectives import Group
 
 
 def cp_arguments(cp_group: Group) -> dict[str, object]:
-    """How `forward_step_calc_loss` is told the CP group: its size; main takes the group too."""
+    """The CP arguments of `forward_step_calc_loss`: the size of the group; main takes the group too."""
     parameters = inspect.signature(schedules.forward_step_calc_loss).parameters
     given: dict[str, object] = {"cp_group": cp_group} if "cp_group" in parameters else {}
     if "cp_group_size" in parameters or not given:

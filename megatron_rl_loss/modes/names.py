@@ -78,7 +78,7 @@ NAMES = tuple(
 
 @dataclass(frozen=True, kw_only=True)
 class Aggregation:
-    """What was asked for; checked when it is made.
+    """A mode, a divisor and a unit counting; validated when it is made.
 
     Attributes:
         mode: how token losses become a step loss.

@@ -41,6 +41,9 @@ class Mode:
     sums: Mapping[str, Sum] = field(default_factory=dict, hash=False)
 
 
+_NONE = Units()  # of a key that the totals do not know
+
+
 class ModeInputs:
     """A micro-batch, and counts of the whole step at each of its samples: the argument of a mode.
 
@@ -84,7 +87,7 @@ class ModeInputs:
             self._check(key)
         if self.totals is None or key == "step":
             return 1
-        units, has_ids = self.totals.units.get(key, Units()), key in self.batch.ids
+        units, has_ids = self.totals.units.get(key, _NONE), key in self.batch.ids
         count = self._known(units.counted(self.counting), f"{key} units ({self.counting})")
         if has_ids != (units.tokens is not None) and key != "sample":
             with_ids, without = ("a micro-batch", "totals") if has_ids else ("totals", "a micro-batch")
@@ -113,10 +116,10 @@ class ModeInputs:
     def _at_samples(self, key: str, part: Callable[[Units], Any], own: Floats, what: str) -> Floats:
         self._check(key)
         if self._is_sample(key) or self.totals is None:
-            if self.totals is not None and self.totals.units.get(key, Units()).tokens is not None:
+            if self.totals is not None and self.totals.units.get(key, _NONE).tokens is not None:
                 self.units(key)  # refuses totals by id
             return own
-        units = self.totals.units.get(key, Units())
+        units = self.totals.units.get(key, _NONE)
         known: ByKey = self._known(part(units), f"{what} by {key}")
         keys = self.batch.ids[key] if key != "step" else np.zeros(len(own), np.int64)
         return known.of(f"{key}_ids", keys)

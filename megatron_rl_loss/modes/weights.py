@@ -1,4 +1,4 @@
-"""Where a token's weight is computed: the mask times what its mode says, for the tokens that this rank holds."""
+"""The weight of each token that this rank holds: its mask entry times the number that the mode returned."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -133,8 +133,8 @@ def _applied(local: LocalTokens, beside: npt.NDArray[Any], of: str, *, per_token
 
     Refuses weights of active tokens that are not finite, or that float32 rounds to 0.
     """
-    is_active = (local.mask if per_token else local.samples.mask_sums) != 0
-    exact = np.where(is_active, beside / local.copies, 0)
+    exact = beside / local.copies
+    exact[(local.mask if per_token else local.samples.mask_sums) == 0] = 0
     rounded = exact.astype(np.float32)
     of_tokens = rounded if per_token else local.spread(rounded)
     weights = local.mask.astype(np.float32, copy=False) * of_tokens
@@ -169,4 +169,4 @@ def _beside(mode: Mode, inputs: ModeInputs) -> npt.NDArray[np.float64]:
             f"mask: a number, {len(samples)} numbers (one per sample), or a list of rows (one per sample, one weight "
             "per token). Leave the mask out, the library multiplies by it."
         )
-    return np.broadcast_to(array.astype(np.float64), len(samples))
+    return array.astype(np.float64) if array.ndim else np.full(len(samples), float(array))

@@ -1,4 +1,4 @@
-"""How a rank's share of the step loss gets past a trainer's scaling: a table with a row for each way.
+"""Carriers: forms of a share that cancel a trainer's own scaling, a row of one table each.
 
 A trainer scales what a loss function returns in up to four places. Megatron has three: the schedule
 (`core/pipeline_parallel/schedules.py`, `forward_step_calc_loss`), DDP

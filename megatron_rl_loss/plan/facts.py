@@ -1,5 +1,6 @@
 """`StepFacts`: everything that the micro-batches of a step share on this rank."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -13,6 +14,17 @@ from megatron_rl_loss.step.collectives import StepGroups, rank_in, size_of
 from megatron_rl_loss.step.totals import StepTotals
 
 
+def check_finished(is_carried: Sequence[bool]) -> None:
+    """Refuse a step of which some micro-batches were trained on and others were not."""
+    if any(is_carried) and not all(is_carried):
+        left = [number for number, one in enumerate(is_carried) if not one]
+        raise ValueError(
+            f"a plan of {len(is_carried)} micro-batches, of which {left[:8]} were not trained on: the others were "
+            "scaled as parts of the whole step. Give one call of the schedule all micro-batches of the plan; after an "
+            "error in the step call plan.restart()."
+        )
+
+
 @dataclass(eq=False)
 class StepFacts:
     """The facts of one step on this rank, and what its micro-batches have noted so far.
@@ -24,7 +36,7 @@ class StepFacts:
         groups: that the step is spread over.
         per_token_loss: Megatron's `calculate_per_token_loss`.
         notes: of each micro-batch, what it measured, by name.
-        is_carried: of each micro-batch, True once its share was returned for training.
+        is_carried: of each micro-batch, True once its share was returned for training; always this list.
         watched: on a device, values whose sum is looked at after the step: description, values, sum, reducer.
         wrong_tokens: on a device, for each comparison with local tokens, how many differ.
     """
@@ -35,18 +47,18 @@ class StepFacts:
     groups: StepGroups = field(default_factory=StepGroups)
     per_token_loss: bool = False
     notes: list[dict[str, Note]] = field(init=False)
-    is_carried: list[bool] = field(init=False)
+    is_carried: list[bool] = field(default_factory=list, init=False)
     watched: list[tuple[str, Tensor, Tensor, WeightedSum]] = field(default_factory=list, init=False)
     wrong_tokens: list[Tensor] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
-        self._ones: dict[torch.device, Tensor] = {}
+        self._constants: dict[tuple[float, torch.device], Tensor] = {}
         self.restart()
 
     def restart(self) -> None:
         """Forget what was noted and carried."""
         self.notes = [{} for _ in range(self.num_microbatches)]
-        self.is_carried = [False] * self.num_microbatches
+        self.is_carried[:] = [False] * self.num_microbatches
         self.watched.clear()
         self.wrong_tokens.clear()
 
@@ -79,11 +91,12 @@ class StepFacts:
         }
         return product(carrier.returned, counts)
 
-    def one_on(self, device: torch.device) -> Tensor:
-        """A token count of 1, int32, made once."""
-        if device not in self._ones:
-            self._ones[device] = torch.ones((), dtype=torch.int32, device=device)
-        return self._ones[device]
+    def constant(self, value: float, device: torch.device) -> Tensor:
+        """A number on the device, 0-dim, int32 or float32, made once."""
+        if (value, device) not in self._constants:
+            dtype = torch.int32 if isinstance(value, int) else torch.float32
+            self._constants[value, device] = torch.full((), value, dtype=dtype, device=device)
+        return self._constants[value, device]
 
     def carry(self, number: int) -> None:
         """Note that a micro-batch was handed over for training; refuse a second time."""
@@ -94,15 +107,6 @@ class StepFacts:
                 "train on the same samples once more (another epoch, or after an error), call plan.restart() first."
             )
         self.is_carried[number] = True
-
-    def check_finished(self) -> None:
-        """Refuse a step of which some micro-batches were trained on and others were not."""
-        if any(self.is_carried) and not all(self.is_carried):
-            left = [number for number, is_carried in enumerate(self.is_carried) if not is_carried]
-            raise ValueError(
-                f"a plan of {self.num_microbatches} micro-batches, of which {left[:8]} were not trained on: the others "
-                "were scaled as parts of the whole step. Give one call of the schedule all micro-batches of the plan."
-            )
 
     def check_tokens(self) -> None:
         """Refuse local tokens that are not the plan's cut of the samples' tokens; reads the device."""

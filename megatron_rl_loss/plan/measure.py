@@ -1,5 +1,6 @@
 """Statistics of the policy in training over the whole step, before it is trained on: `Plan.measure`, `Plan.keep`."""
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -38,7 +39,12 @@ class Measurement:
         mask: str | None = None,
     ) -> None:
         self._facts = facts
-        tokens = _attempt(facts, None if values is None else lambda: _active_tokens(microbatches or (), values, mask))
+        given = (
+            None
+            if values is None or microbatches is None
+            else functools.partial(_active_tokens, microbatches, values, mask)
+        )
+        tokens = _attempt(facts, given)
         self._values, self._entries = tokens if isinstance(tokens, np.ndarray) else np.zeros((2, 0))
         self.tokens, self.sum = _begin(facts, tokens, self._entries.sum(), self._entries @ self._values)
 
@@ -74,7 +80,12 @@ class Measurement:
 
 def keep(facts: StepFacts, microbatches: Sequence[Microbatch] | None, name: str, flags: TokenFunction | None) -> None:
     """`Plan.keep`."""
-    kept = _attempt(facts, None if flags is None else lambda: _flags_in_buffer(microbatches or (), name, flags))
+    given = (
+        None
+        if flags is None or microbatches is None
+        else functools.partial(_flags_in_buffer, microbatches, name, flags)
+    )
+    kept = _attempt(facts, given)
     _begin(facts, kept)
     samples = None
     if isinstance(kept, np.ndarray) and microbatches is not None:

@@ -36,7 +36,7 @@ class Microbatch:
 
     Attributes:
         samples: its masks, ids and layout.
-        data: the user's own batch, where `LossAggregation` took it from an iterator.
+        data: the user's own batch, where `LossAggregation` took it from an iterator, until its loss was computed.
         receipt: of what `loss` or `carry` returned last, or None.
         log_probs: by name, the values of a forward pass before the step for this rank's tokens (see `ForwardPass`).
         cp_rank, cp_size: this rank's place among the ranks that the micro-batch is cut for.
@@ -133,7 +133,7 @@ class Microbatch:
     def __call__(self, per_token_loss: Tensor) -> Tensor:
         """`pg_loss`, whose share is noted as the step's ``pg_loss``."""
         share = self.pg_loss(per_token_loss)
-        self._note({"pg_loss": Note("mean", share.detach().double()[None])})
+        self._note({"pg_loss": Note("mean", share.detach()[None])})
         return share
 
     @cached_property
@@ -216,11 +216,18 @@ class Microbatch:
                 self._facts.watched.append((one.what, one.values.detach(), total, one.reducer))
         parts = {"loss": share, **dict(zip(terms, own, strict=True))} if several else {"pg_loss": share}
         masks = {name: one.mask for name, one in terms.items() if isinstance(one, Term)}
-        notes = {name: Note("mean", part.detach().double()[None], masks.get(name)) for name, part in parts.items()}
+        notes = {name: Note("mean", part.detach()[None], masks.get(name)) for name, part in parts.items()}
         rest = iter(sums)
         for name, metric in of_step.items():
             notes[name] = metric.note([next(rest) for _ in rows[name]], reducers[name])
         return self.carry(share, self._note(notes), form=form)
+
+    def folded(self, share: Tensor, per_token_loss: Tensor) -> Tensor:
+        """A share that was summed by `weights` elsewhere, from losses [num_local_tokens], as `pg_loss` makes it."""
+        reducer, scale = self.pg_loss, self.pg_loss.gradient_scale
+        reducer.num_uses += torch.is_grad_enabled()
+        self._facts.watched.append(("per_token_loss", per_token_loss.detach(), share.detach(), reducer))
+        return share if scale == 1 else share + (scale - 1) * (share - share.detach())
 
     def _reducer_of_metric(self, name: str, metric: Metric) -> WeightedSum:
         aggregation = resolve(MODE_OF[metric.over], units=self._facts.modes.policy.units)
@@ -242,7 +249,7 @@ class Microbatch:
     def _note(self, notes: Mapping[str, Note]) -> dict[str, Tensor]:
         """Note parts of the step's values, in the place of earlier ones; a report that `Plan.finish` fills in."""
         self._facts.notes[self._number] = dict(notes)
-        return {name: torch.full((), math.nan, device=note.part.device) for name, note in notes.items()}
+        return {name: self._facts.constant(math.nan, note.part.device) for name, note in notes.items()}
 
     def report(self, shares: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """A report for `carry`, of shares that add up to the step's values: NaN until `Plan.finish` fills them in.
@@ -255,7 +262,7 @@ class Microbatch:
         """
         for name, value in shares.items():
             _check_scalar(name, value)
-        return self._note({name: Note("mean", value.detach().double()[None]) for name, value in shares.items()})
+        return self._note({name: Note("mean", value.detach()[None]) for name, value in shares.items()})
 
     @overload
     def carry(self, share: Tensor, report: Any = None, *, form: Literal["3-tuple"] = "3-tuple") -> Carried: ...
@@ -296,20 +303,19 @@ class Microbatch:
             self._facts.carry(self._number)
             for reducer in self._reducers.values():
                 reducer.num_uses = 0
-        loss = share * self._facts.factor(carrier)
+        loss, noted = share * self._facts.factor(carrier), self._facts.notes[self._number]
         if form in ("sum", "mean"):
-            self.receipt = Receipt.of(loss)
+            self.receipt = Receipt.of(loss, noted=noted)
             return loss
         report = {} if report is None else report
         if form != "3-tuple":
-            self.receipt = Receipt.of(loss, noted=self._facts.notes[self._number])
+            self.receipt = Receipt.of(loss, noted=noted)
             return loss, report
-        num_tokens = self._facts.one_on(share.device)
-        if carrier.num_tokens != "one":
-            # Where all CP ranks hold all tokens, they are counted on the first of them.
+        count = 1
+        if carrier.num_tokens != "one":  # where all CP ranks hold all tokens, the first of them counts them
             count = 0 if self.tokens.copies > 1 and self.cp_rank > 0 else self.tokens.num_active
-            num_tokens = torch.full((), count, dtype=torch.int32, device=share.device)
-        self.receipt = Receipt.of(loss, num_tokens, noted=self._facts.notes[self._number])
+        num_tokens = self._facts.constant(count, share.device)
+        self.receipt = Receipt.of(loss, num_tokens, noted=noted)
         return loss, num_tokens, report
 
     def gap(self, name: str, values: Tensor) -> Tensor:
@@ -322,7 +328,7 @@ class Microbatch:
         check_choice("forward pass", name, self.log_probs)
         check_values(f"values beside log_probs[{name!r}]", values, self.tokens)
         gaps = (values.detach().float() - self.log_probs[name].float().view_as(values)).abs().flatten()
-        active = torch.from_numpy(self.tokens.mask != 0).to(gaps.device)
+        active = torch.from_numpy(self.tokens.mask != 0).to(gaps.device, non_blocking=True)
         gap = torch.cat([gaps.new_zeros(1), gaps.masked_fill(~active, 0)]).max()
         if gap.is_cpu and not gap <= 1e-4:
             warnings.warn(

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megatron_rl_loss.modes.loss_modes import LossModes
 from megatron_rl_loss.plan.checks import EmptyStep, check_active_tokens, check_prompts
-from megatron_rl_loss.plan.facts import StepFacts
+from megatron_rl_loss.plan.facts import StepFacts, check_finished
 from megatron_rl_loss.plan.measure import Measurement, TokenFunction, keep
 from megatron_rl_loss.plan.microbatch import Microbatch
 from megatron_rl_loss.reduction.metrics import reduce_notes
@@ -36,7 +36,8 @@ def make_plan(
     totals = count_step(samples, groups, masks=term_masks, sums=modes.sums, settings=settings)
     assert not isinstance(samples, Exception)  # else it was raised
     check_active_tokens(totals, per_token_loss=per_token_loss, empty_step=empty_step)
-    if any("prompt" in modes.rehearse(one) for one in (samples or ())[:1]):
+    filled = next((one for one in samples or () if len(one)), None)
+    if filled is not None and "prompt" in modes.rehearse(filled):
         check_prompts(totals)
     count = len(samples or ()) if num_microbatches is None else num_microbatches
     return Plan(samples, StepFacts(modes, totals, count, groups, per_token_loss))
@@ -134,7 +135,7 @@ class Plan:
         return values
 
     def _check_end(self) -> None:
-        self.facts.check_finished()
+        check_finished(self.facts.is_carried)
         self.facts.check_tokens()
 
     def _has_tokens(self, number: int, mask: str | None) -> bool:
@@ -155,13 +156,13 @@ class Plan:
     def describe(self) -> str:
         """The step in a line of the log that shows what no check can: wrong ids, masks or numbers of ranks."""
         facts, counts = self.facts, self.summary
-        rollouts = counts["rollouts"]
-        parts = [f"{rollouts:,.0f} rollouts"]
-        for key in facts.totals.units:
-            if key not in ("step", "sample", "rollout"):
-                number = counts[f"{key}s"]
-                parts.append(f"{number:,.0f} {key}s ({rollouts / number:.1f} each)" if number else f"0 {key}s")
-        parts.append(f"{counts['active_tokens']:,.0f} of {counts['tokens']:,.0f} tokens active")
-        parts.append(f"{rollouts - counts['active_rollouts']:,.0f} rollouts fully masked")
+        parts = ["counts not known on this rank"]
+        if rollouts := counts.get("rollouts"):
+            parts = [f"{rollouts:,.0f} rollouts"]
+            for key in facts.totals.units:
+                if key not in ("step", "sample", "rollout"):
+                    parts.append(f"{counts[f'{key}s']:,.0f} {key}s ({rollouts / counts[f'{key}s']:.1f} each)")
+            parts.append(f"{counts['active_tokens']:,.0f} of {counts['tokens']:,.0f} tokens active")
+            parts.append(f"{rollouts - counts['active_rollouts']:,.0f} rollouts fully masked")
         split = f"{facts.num_microbatches} micro-batches x DP {facts.dp_size}, CP {facts.cp_size}"
         return " | ".join([facts.modes.policy.describe(), ", ".join(parts), split])

@@ -1,23 +1,18 @@
-"""What a loss function returned must be what its micro-batch handed out: another loss would train silently."""
+"""Checks that a loss function returned what its micro-batch handed out: another loss would train silently."""
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 from weakref import ReferenceType, ref
 
-import torch
 from torch import Tensor
 
 
 class Receipt(NamedTuple):
-    """The tensors of what `Microbatch.carry` returned last, and how often each had been changed in place by then.
-
-    Attributes:
-        noted: names that `Plan.finish` fills into the report.
-    """
+    """The tensors of what `Microbatch.carry` returned last, how often each had been changed in place, and its names."""
 
     tensors: tuple["ReferenceType[Tensor]", ...]  # not the loss itself, which would keep its graph
     versions: tuple[int, ...]
-    noted: frozenset[str]
+    noted: frozenset[str]  # names of the values that `Plan.finish` will fill into the report
 
     @classmethod
     def of(cls, *tensors: Tensor, noted: Iterable[str] = ()) -> "Receipt":
@@ -28,7 +23,7 @@ def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def check_returned(returned: object, receipt: Receipt | None) -> None:
+def check_returned(returned: object, receipt: Receipt | None, *, trains: bool = False) -> None:
     """Refuse what a loss function returned unless it is, object by object and unchanged, what `carry` returned last.
 
     Anything else (its own mean, a tuple without the count, an earlier micro-batch's loss, a term added on top) would
@@ -36,6 +31,11 @@ def check_returned(returned: object, receipt: Receipt | None) -> None:
     over the micro-batches of one rank.
     """
     length = 3 if receipt is None else len(receipt.tensors) + 1
+    if isinstance(returned, Tensor) and receipt is not None:
+        raise ValueError(
+            "loss_func returned a loss alone, as form='sum' and form='mean' give it: Megatron's schedule takes (loss, "
+            "num_tokens, report). Return microbatch.loss(per_token_loss, metrics), without a form."
+        )
     if not isinstance(returned, tuple) or len(returned) != length:
         shown = f"{len(returned)} values" if isinstance(returned, tuple) else f"a {type(returned).__name__}"
         raise ValueError(
@@ -48,16 +48,14 @@ def check_returned(returned: object, receipt: Receipt | None) -> None:
             "microbatch.loss(...) or microbatch.carry(share, report) of this micro-batch returned, unchanged; put "
             "further terms into the share."
         )
-    check_report(returned[-1], receipt.noted if receipt else frozenset())
-
-
-def check_report(report: Any, noted: Collection[str]) -> None:
-    """Refuse a report of single numbers, as shares are: `pretrain` logs their mean over one rank's micro-batches.
-
-    Those that `Plan.finish` fills in are the step's on every rank.
-    """
-    values = dict(report) if isinstance(report, Mapping) else {}
-    if values.keys() - noted and all(isinstance(value, Tensor) and value.dim() == 0 for value in values.values()):
+    if trains and not returned[0].requires_grad:
+        raise ValueError(
+            "loss_func made a loss without gradients in a step that is trained on: it would train nothing. Leave "
+            "torch.no_grad() out of the loss function."
+        )
+    report = returned[-1] if isinstance(returned[-1], Mapping) else {}
+    own = [name for name, value in report.items() if isinstance(value, Tensor) and value.dim() == 0]
+    if own and len(own) == len(report) and not (receipt and receipt.noted & report.keys()):
         raise ValueError(
             f"a report of single numbers, {', '.join(report)}: Megatron logs their mean over the micro-batches of one "
             "rank, and shares must be summed. Pass shares through microbatch.report({name: share})."
@@ -74,7 +72,7 @@ def _differences(returned: Sequence[object], receipt: Receipt | None) -> Iterato
         carried = reference()
         if value is carried and carried is not None and _version(carried) != version:
             yield part, "it was changed in place"
-        elif value is not carried and isinstance(value, torch.Tensor):
+        elif value is not carried and isinstance(value, Tensor):
             yield part, "it is another aggregation, has a factor or a term on top, or is an earlier micro-batch's loss"
         elif value is not carried:
             yield part, f"it is a {type(value).__name__}"

@@ -62,14 +62,14 @@ class Metric:
     def note(self, sums: Sequence[Tensor], reducer: WeightedSum) -> "Note":
         """The note of this rank's part, of the sums of its rows."""
         if self.kind not in ("min", "max"):
-            return Note(self.kind, torch.stack(list(sums)).double(), self.mask)
-        values = self.values.detach().reshape(-1).double() * (-1 if self.kind == "min" else 1)
+            return Note(self.kind, sums[0][None] if len(sums) == 1 else torch.stack(list(sums)), self.mask)
+        values = self.values.detach().reshape(-1).float() * (-1 if self.kind == "min" else 1)
         active = values.masked_fill(reducer.weights_on(values.device) == 0, -torch.inf)
         return Note(self.kind, torch.cat([active, values.new_full((1,), -torch.inf)]).amax()[None], self.mask)
 
 
 class Note(NamedTuple):
-    """A part of a step's value, from one micro-batch: float64 [1], of moments [3]; by one of the samples' masks."""
+    """A part of a step's value, from one micro-batch: float32 [1], of moments [3]; by one of the samples' masks."""
 
     kind: Kind
     part: Tensor

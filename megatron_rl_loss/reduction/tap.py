@@ -20,7 +20,7 @@ from megatron_rl_loss.step.samples import Samples
 
 @dataclass(frozen=True)
 class DeclaredTerm:
-    """What a term of a loss should be: ``coef`` times the aggregation of its values."""
+    """The declaration of a term of a loss: ``coef`` times the aggregation of its values."""
 
     aggregation: Aggregation
     coef: float
@@ -48,7 +48,7 @@ class TappedLosses:
 
 @dataclass
 class Taps:
-    """What was tapped of one step on this rank.
+    """Everything that was tapped of one step on this rank.
 
     Attributes:
         num_microbatches: how many were begun. At 0, each tap of a name counts as another micro-batch.
@@ -62,7 +62,7 @@ class Taps:
         self.num_microbatches += 1
 
     def of(self, losses: Tensor, name: str) -> TappedLosses:
-        """What this micro-batch has tapped of these very losses already; else they are tapped now."""
+        """The tap of these very losses in this micro-batch; made if there is none yet."""
         for of_term in self.losses.values():
             for number, tapped in of_term.items():
                 if self.num_microbatches in (0, number + 1) and tapped.source() is losses:
@@ -93,12 +93,12 @@ def observe(taps: Taps | None = None, aggregation: Aggregation | None = None) ->
 
 
 def expected_aggregation() -> Aggregation | None:
-    """What the current step should be aggregated by, if its trainer said so."""
+    """The aggregation of the current step, if its trainer said so."""
     return _OBSERVED.get()[1]
 
 
 def is_observed() -> bool:
-    """Whether an audit observes the current step."""
+    """True while an audit observes the current step."""
     return not torch.compiler.is_compiling() and _OBSERVED.get()[0] is not None
 
 

@@ -1,5 +1,6 @@
-"""What an optimizer step is made of: its samples, where their tokens lie, and how many there are in all."""
+"""The parts of an optimizer step: its samples, their layout, and the counts of the whole step."""
 
+from megatron_rl_loss import refuse_names
 from megatron_rl_loss.step.layouts import Contiguous, Gathered, Layout, ZigzagBSHD, ZigzagResponse, ZigzagTHD
 from megatron_rl_loss.step.samples import LocalTokens, Samples
 from megatron_rl_loss.step.totals import StepTotals
@@ -18,3 +19,5 @@ __all__ = [
     "ZigzagResponse",
     "ZigzagTHD",
 ]
+
+__getattr__ = refuse_names(__name__)

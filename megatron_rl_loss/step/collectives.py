@@ -93,7 +93,7 @@ def stated_dp_group(dp_group: Group | EllipsisType | None, what: str) -> Group |
 
 
 def device_of(group: Group) -> torch.device:
-    """Where the group's backends take tensors: the host if one of them does ("cpu:gloo,cuda:nccl")."""
+    """The device whose tensors the group's backends take: the host if one of them does ("cpu:gloo,cuda:nccl")."""
     devices = [one.partition(":")[0] for one in dist.get_backend_config(group).split(",")]
     if "cpu" in devices or not devices[0]:
         return torch.device("cpu")
@@ -147,7 +147,7 @@ def agree_on(mine: Collection[str], names: Sequence[str], groups: Sequence[Group
 
 
 def attempt(prepare: Callable[[], Result]) -> Result | Exception:
-    """What `prepare` returns, or raises: a failure that is to travel to the other ranks first."""
+    """The result of `prepare`, or its error, which is to travel to the other ranks first."""
     try:
         return prepare()
     except Exception as error:
@@ -181,7 +181,7 @@ def check_together(check: Callable[[], object], groups: Sequence[Group]) -> None
 
 
 def gather_parts(prepare: Callable[[], Result], group: Group | None) -> list[Result]:
-    """What `prepare` returns on each rank of the group; if any rank failed, all raise."""
+    """The results of `prepare` on each rank of the group; if any rank failed, all raise."""
     mine = attempt(prepare)
     failure = mine if isinstance(mine, Exception) else None
     groups = several(group)

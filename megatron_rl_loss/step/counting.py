@@ -45,10 +45,10 @@ _KNOWN = ("step", "rollout", "prompt")
 class Counts:
     """A step's counts by the loss masks, or by one of the samples' further masks; fields as of `StepTotals`."""
 
-    step_tokens: float
-    step_active_tokens: int
-    step_entries: int
     units: Mapping[str, Units]
+    step_active_tokens: int
+    step_tokens: float | None = None
+    step_entries: int | None = None
     dynamic_cp: bool = False
 
 
@@ -63,7 +63,7 @@ def gather_counts(
     """The counts of a step from what this rank holds in it, by the loss masks and by each further mask.
 
     Over the data-parallel group an all-gather of nine numbers per rank, and where these agree another of the rows; then
-    a maximum over each group of replicas (two where some pipeline stages read no data).
+    a maximum over each group of replicas.
 
     Args:
         microbatches: one `Samples` per micro-batch; None if this rank reads no data (a pipeline stage that needs none),
@@ -73,7 +73,7 @@ def gather_counts(
         settings: what else must be the same on every rank, such as the mode.
 
     Returns:
-        The counts; on a stage without data, not those by key.
+        The counts; on a stage without data, the number of active tokens alone.
 
     Raises:
         BadBatchError: on all ranks of the groups, if any failed or they do not agree, with each failing rank's reason.
@@ -105,13 +105,13 @@ def gather_counts(
     # Rows are made of the data, but for what the functions of declared sums return.
     data = np.concatenate([of_ranks["data"], of_ranks["kinds"]]).tobytes() + (rows.tobytes() if sums else b"")
     digest, has_data = int.from_bytes(blake2b(data, digest_size=6).digest(), "little"), bool(of_ranks["has_data"].any())
-    of_stage = [has_data, -has_data, of_ranks["has_cp_groups"].max(), digest, -digest]
+    of_stage = [has_data, of_ranks["has_cp_groups"].max(), digest, -digest, counts[0].step_active_tokens]
     if not has_data:
-        of_stage[3:] = [-np.inf, -np.inf]
+        of_stage[2:] = [-np.inf] * 3
     agreed = torch.tensor([failed, mine, -mine, *of_stage], dtype=torch.float64, device="cpu")
     for group in groups.replicas:
         all_reduce(agreed, group, dist.ReduceOp.MAX)
-    any_failed, highest, lowest, any_data, all_data, dynamic_cp, top, bottom = agreed.tolist()
+    any_failed, highest, lowest, any_data, dynamic_cp, top, bottom, active_tokens = agreed.tolist()
     if highest != -lowest:
         any_failed, failure = 1, failure or _other_settings(settings)
     raise_together(any_failed > 0, failure, groups.all)
@@ -126,18 +126,14 @@ def gather_counts(
             "layouts that differ: they must read the same data, and cut it alike. Shard and seed the loader by DP rank "
             "only."
         )
-    if not -all_data:  # stages without data are told the counts
-        told = torch.tensor([_told(one) for one in counts], dtype=torch.float64, device="cpu")
-        told = told if has_data else torch.full_like(told, -torch.inf)
-        for group in groups.replicas:
-            all_reduce(told, group, dist.ReduceOp.MAX)
-        counts = counts if has_data else [_heard(row) for row in told.tolist()]
+    if not has_data:
+        counts = [Counts(units={}, step_active_tokens=int(active_tokens)) for _ in counts]
     counts[0].dynamic_cp = bool(dynamic_cp)
     return counts
 
 
 class _Held:
-    """What this rank holds of a step.
+    """The part of a step that this rank holds.
 
     Attributes:
         header: a number for each name of `_HEADER`.
@@ -242,27 +238,8 @@ def _sum_rows(
     for (tokens, *numbers), of_mask in zip(step.tolist(), units, strict=True):
         active_tokens, entries, active = map(int, numbers)
         samples = Units(all=num_samples, active=active)
-        counts.append(Counts(tokens, active_tokens, entries, {"sample": samples, "rollout": samples, **of_mask}))
+        counts.append(Counts({"sample": samples, "rollout": samples, **of_mask}, active_tokens, tokens, entries))
     return counts, has_clash
-
-
-#: Units whose numbers a stage that reads no data is told too.
-_TOLD = ("sample", "rollout", "prompt")
-
-
-def _told(counts: Counts) -> list[float]:
-    """What a stage that reads no data is told; -1 for units that the step does not count."""
-    units = [counts.units.get(name, Units()) for name in _TOLD]
-    of_units = [-1 if number is None else number for one in units for number in (one.all, one.active)]
-    return [counts.step_tokens, counts.step_active_tokens, counts.step_entries, *of_units]
-
-
-def _heard(told: Sequence[float]) -> Counts:
-    """The counts on a stage that reads no data."""
-    active_tokens, entries, *numbers = map(int, told[1:])
-    pairs = zip(_TOLD, numbers[::2], numbers[1::2], strict=True)
-    units = {name: Units(all=number, active=active) for name, number, active in pairs if number >= 0}
-    return Counts(told[0], active_tokens, entries, units)
 
 
 def _two_prompts() -> ValueError:
@@ -280,7 +257,7 @@ def _other_settings(settings: str) -> ValueError:
 
 
 def _disagreement(of_ranks: Mapping[str, Floats], held: _Held, settings: str) -> tuple[ValueError | None, bool]:
-    """What this rank has to say of headers that do not agree, and whether they do not."""
+    """This rank's error about headers that do not agree, and True if they do not."""
     has_data, kinds, data = of_ranks["has_data"], of_ranks["kinds"], of_ranks["data"]
     if len(set(of_ranks["settings"])) > 1:
         return _other_settings(settings), True
@@ -314,7 +291,7 @@ def _disagreement(of_ranks: Mapping[str, Floats], held: _Held, settings: str) ->
 
 
 def _unlike_in_cp_groups(microbatches: Sequence[Samples], dp_group: Group | None) -> int:
-    """What adds up to 0 over the ranks if all ranks of each micro-batch's own cp_group hold the same micro-batches.
+    """Numbers that add up to 0 over the ranks if all ranks of each micro-batch's own cp_group hold the same ones.
 
     The first rank of n adds n - 1 times what the others subtract: 32 bits of a digest, so that sums are exact.
     """

@@ -30,6 +30,8 @@ _SAME_MICROBATCH = "Pass those of this micro-batch"
 
 def as_ints(name: str, values: IntList) -> list[int]:
     """`values` as a list; TypeError for anything but whole numbers in a row."""
+    if type(values) is list and set(map(type, values)) <= {int}:
+        return values.copy()
     try:
         array = np.asarray(values.tolist() if isinstance(values, Tensor) else values)
     except ValueError:  # ragged
@@ -74,7 +76,7 @@ class Layout(ABC):
         return [(num_local_tokens,), (1, num_local_tokens)]
 
     def describe(self) -> str:
-        """What replicas must have alike."""
+        """The facts that replicas must have alike."""
         plain = {name: value for name, value in vars(self).items() if isinstance(value, int | str | list)}
         return f"{type(self).__name__} {self.total_tokens} {sorted(plain.items())}"
 
@@ -282,7 +284,11 @@ class ZigzagResponse(Layout):
         for total, response, padded, start in lengths:
             size, first_logit = -(-padded // (2 * cp_size)), total - response - 1  # the one that predicts a response
             for chunk in (cp_rank, 2 * cp_size - 1 - cp_rank):
-                begin, end = (min(max(at * size - first_logit, 0), response) for at in (chunk, chunk + 1))
+                begin = chunk * size - first_logit
+                end = begin + size
+                # min and max would take as long as all the rest
+                begin = 0 if begin < 0 else response if begin > response else begin
+                end = 0 if end < 0 else response if end > response else end
                 pieces.append((start + begin, start + end))
         return pieces
 

@@ -1,6 +1,7 @@
 """Loss masks on their way into a buffer on the host: what may be given, and which entries are usable weights."""
 
 from collections.abc import Iterable, Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -19,32 +20,37 @@ _ROUNDED = 1 + 1e-6
 _COMPLEX = {torch.complex32, torch.complex64, torch.complex128}
 
 
-def check_masks(loss_masks: Iterable[Mask]) -> list[Tensor | Array]:
-    """The masks as arrays, or as tensors where they lie on a device; refuses what is no list of real 1-D masks."""
+def check_masks(loss_masks: Iterable[Mask]) -> tuple[list[Tensor], list[int]]:
+    """The masks as tensors, where they lie, and their lengths; refuses what is no list of real 1-D masks."""
     if isinstance(loss_masks, Tensor | np.ndarray | str) or not isinstance(loss_masks, Iterable):
         raise TypeError(
             f"loss_masks is one {type(loss_masks).__name__}: it must be a list of 1-D masks, one per sample. Pass "
             "list(loss_masks)."
         )
-    masks = list[Tensor | Array]()
-    for i, given in enumerate(loss_masks):
-        try:
-            mask = given if isinstance(given, Tensor) and not given.is_cpu else to_array(given)
-        except ValueError:  # ragged
-            mask = np.empty(0, object)
-        is_empty = isinstance(given, Sequence) and not len(given)
-        if mask.dtype in _COMPLEX if isinstance(mask, Tensor) else mask.dtype.kind not in "biuf" and not is_empty:
-            shown = given.dtype if isinstance(given, Tensor | np.ndarray) else f"a {type(given).__name__}"
-            raise TypeError(
-                f"the loss mask of sample {i} is {shown}: it must hold one real number per token. Pass 0/1 or weights."
-            )
-        if mask.ndim != 1:
+    masks = [mask if isinstance(mask, Tensor) else _as_tensor(i, mask) for i, mask in enumerate(loss_masks)]
+    shapes = [mask.shape for mask in masks]
+    for i, shape in enumerate(shapes if set(map(len, shapes)) - {1} else []):
+        if len(shape) != 1:
             raise ValueError(
-                f"the loss mask of sample {i} has shape {tuple(mask.shape)}: it must be 1-D, one entry per token. Pass "
-                "one mask per sample."
+                f"the loss mask of sample {i} has shape {tuple(shape)}: it must be 1-D, one entry per token. Pass one "
+                "mask per sample."
             )
-        masks.append(mask)
-    return masks
+    for dtype in {mask.dtype for mask in masks} & _COMPLEX:
+        raise TypeError(f"loss masks of {dtype}: each must hold one real number per token. Pass 0/1 or weights.")
+    return masks, [length for (length,) in shapes]
+
+
+def _as_tensor(i: int, mask: Any) -> Tensor:
+    try:
+        array = np.asarray(mask)
+    except ValueError:  # ragged
+        array = np.empty(0, object)
+    if array.dtype.kind not in "biufc" or isinstance(mask, int | float):
+        raise TypeError(
+            f"the loss mask of sample {i} is a {type(mask).__name__}: it must hold one real number per token. Pass 0/1 "
+            "or weights."
+        )
+    return torch.from_numpy(array.astype(np.float32) if not array.size else array)
 
 
 def to_array(values: Any) -> Array:
@@ -54,40 +60,40 @@ def to_array(values: Any) -> Array:
     return (values.float() if values.dtype == torch.bfloat16 else values).numpy(force=True)
 
 
-def read_together(masks: Sequence[Tensor | Array]) -> list[Array]:
-    """The masks on the host: one transfer for each device and dtype."""
-    kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+def join_on_host(masks: Sequence[Tensor]) -> Array:
+    """The masks end to end, on the host, with their dtypes promoted: one transfer for each device."""
+    if not masks:
+        return np.zeros(0, np.float32)
+    devices = {mask.device for mask in masks}
+    if len(devices) == 1:
+        return to_array(torch.cat(list(masks)))
+    parts = {device: join_on_host([mask for mask in masks if mask.device == device]) for device in devices}
+    ends = dict.fromkeys(devices, 0)
+    joined = []
     for mask in masks:
-        if isinstance(mask, Tensor):
-            kinds.setdefault((mask.device, mask.dtype), []).append(mask.detach())
-    read = {
-        kind: iter(np.split(to_array(torch.cat(some)), np.cumsum([len(mask) for mask in some])[:-1]))
-        for kind, some in kinds.items()
-    }
-    return [next(read[mask.device, mask.dtype]) if isinstance(mask, Tensor) else mask for mask in masks]
+        begin, ends[mask.device] = ends[mask.device], ends[mask.device] + len(mask)
+        joined.append(parts[mask.device][begin : ends[mask.device]])
+    return np.concatenate(joined)
 
 
-def fill_buffer(masks: Sequence[Array], places: Sequence[tuple[int, int]], total_tokens: int) -> tuple[Array, bool]:
-    """The buffer [total_tokens] that has the masks at their [begin, end), 0 elsewhere; True where all are ints.
-
-    float32, or float64 where a mask is. Raises ValueError for entries that are no usable weights.
-    """
-    kinds = {mask.dtype.kind for mask in masks if len(mask)}
-    holds_flags = "f" not in kinds
-    dtype = np.float64 if any(mask.dtype == np.float64 for mask in masks) else np.float32
-    buffer = np.zeros(total_tokens, dtype)
-    for (begin, end), mask in zip(places, masks, strict=True):
-        buffer[begin:end] = mask
-    is_mixed = len(kinds) > 1 and not holds_flags
-    if is_mixed or not _is_sound(buffer, 1 if holds_flags else LARGEST):
-        for i, mask in enumerate(masks):
-            if not _is_sound(mask, LARGEST if mask.dtype.kind == "f" else 1):
-                raise ValueError(
-                    f"the loss mask of sample {i} holds {_first_unsound(mask)}: token weights must be finite and "
-                    ">= 0 (0, or from 1e-30 to 1e+30), and those of integer masks 0 or 1. Pass 0 for tokens that do "
-                    "not count, 1 or a float weight for those that do."
-                )
-    return buffer, holds_flags
+def check_entries(joined: Array, masks: Sequence[Tensor]) -> bool:
+    """True where all masks are ints or bools, whose entries must be 0 or 1; refuses entries that are no weights."""
+    has_floats = {dtype.is_floating_point for dtype in {mask.dtype for mask in masks if mask.shape[0]}}
+    holds_flags = True not in has_floats
+    if len(has_floats) < 2 and _is_sound(joined, 1 if holds_flags else LARGEST):
+        return holds_flags
+    ends = np.cumsum([0, *map(len, masks)])
+    for i, (begin, end) in enumerate(pairwise(ends.tolist())):
+        largest = LARGEST if masks[i].dtype.is_floating_point else 1
+        if not _is_sound(mask := joined[begin:end], largest):
+            values = mask.astype(np.float64)
+            sound = (values == 0) | ((values >= SMALLEST) & (values <= largest * _ROUNDED))
+            raise ValueError(
+                f"the loss mask of sample {i} holds {float(values[~sound][0])}: token weights must be finite and >= 0 "
+                "(0, or from 1e-30 to 1e+30), and those of integer masks 0 or 1. Pass 0 for tokens that do not count, "
+                "1 or a float weight for those that do."
+            )
+    return holds_flags
 
 
 def _is_sound(mask: Array, largest: float) -> bool:
@@ -99,7 +105,23 @@ def _is_sound(mask: Array, largest: float) -> bool:
     return bool(in_range) and (largest == 1 or not ((mask < SMALLEST) & (mask != 0)).any())
 
 
-def _first_unsound(mask: Array) -> float:
-    values, largest = mask.astype(np.float64), LARGEST if mask.dtype.kind == "f" else 1
-    sound = (values == 0) | ((values >= SMALLEST) & (values <= largest * _ROUNDED))
-    return float(values[~sound][0])
+def place(joined: Array, places: Sequence[tuple[int, int]], total_tokens: int) -> Array:
+    """Rows that lie end to end -> a buffer [total_tokens] that has them at their [begin, end), 0 elsewhere."""
+    if len(joined) == total_tokens:
+        return joined
+    buffer, at = np.zeros(total_tokens, joined.dtype), 0
+    for begin, end in places:
+        buffer[begin:end] = joined[at : at + end - begin]
+        at += end - begin
+    return buffer
+
+
+def sum_each(joined: Array, lengths: Sequence[int]) -> Floats:
+    """The sum of each row of so many entries, float64 [num_rows]."""
+    starts = [0, *accumulate(lengths)][:-1]
+    if all(lengths):
+        return np.add.reduceat(joined, starts, dtype=np.float64) if starts else np.zeros(0)
+    sums, filled = np.zeros(len(lengths)), np.array(lengths) > 0
+    if filled.any():
+        sums[filled] = np.add.reduceat(joined, np.array(starts)[filled], dtype=np.float64)
+    return sums

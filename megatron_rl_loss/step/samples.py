@@ -20,7 +20,17 @@ from megatron_rl_loss.errors import check_cp, check_one_each
 from megatron_rl_loss.step.collectives import Group, rank_in, size_of
 from megatron_rl_loss.step.ids import Ids, Keys, as_ids, kind_of_ids
 from megatron_rl_loss.step.layouts import Layout, Pieces, as_ints, check_cut, check_pieces
-from megatron_rl_loss.step.masks import Array, Floats, Mask, check_masks, fill_buffer, read_together, to_array
+from megatron_rl_loss.step.masks import (
+    Array,
+    Floats,
+    Mask,
+    check_entries,
+    check_masks,
+    join_on_host,
+    place,
+    sum_each,
+    to_array,
+)
 
 Labels = Mapping[str, Sequence[Any] | Tensor]
 
@@ -68,8 +78,7 @@ class Samples:
         cp_group: Group | None = None,
     ) -> None:
         size_of(cp_group)  # refuses what is no group
-        self._given = check_masks(loss_masks)
-        self.mask_lengths = [len(mask) for mask in self._given]
+        self._given, self.mask_lengths = check_masks(loss_masks)
         self.layout, self.tokens, self.labels, self.cp_group = layout, tokens, dict(labels or {}), cp_group
         bounds = [0, *accumulate(self.mask_lengths)]
         self.total_tokens, self.mask_starts = bounds.pop(), bounds
@@ -88,19 +97,17 @@ class Samples:
             check_one_each(f"labels {name!r}", len(entries), "loss masks", len(self))
         self._buffer: Array | None = None
         self._fill_on_host()
-        self.by_mask = {name: self._with(name, check_masks(further)) for name, further in (term_masks or {}).items()}
+        self.by_mask = {name: self._with(name, *check_masks(further)) for name, further in (term_masks or {}).items()}
 
-    def _with(self, name: str, masks: list[Tensor | Array]) -> "Samples":
+    def _with(self, name: str, masks: list[Tensor], lengths: list[int]) -> "Samples":
         """These samples by other masks."""
         check_one_each(f"masks {name!r}", len(masks), "loss masks", len(self))
-        if (lengths := [len(mask) for mask in masks]) != self.mask_lengths:
+        if lengths != self.mask_lengths:
             raise ValueError(
                 f"masks {name!r} of {lengths[:8]} tokens beside loss masks of {self.mask_lengths[:8]}: they must be of "
                 "the same tokens. Pass an entry for each, 0 where it does not count."
             )
         samples = copy.copy(self)
-        for cached in ("mask_sums", "active_tokens"):
-            samples.__dict__.pop(cached, None)
         samples._given, samples._buffer, samples.by_mask = masks, None, {}
         samples._fill_on_host()
         return samples
@@ -113,41 +120,44 @@ class Samples:
         return [(start, start + n) for start, n in zip(self.mask_starts, self.mask_lengths, strict=True)]
 
     def _fill_on_host(self) -> None:
-        if not any(isinstance(mask, Tensor) for mask in self._given):
-            self._fill(self._given)  # type: ignore[arg-type]
+        if all(mask.is_cpu for mask in self._given):
+            self._fill(join_on_host(self._given))
 
-    def _fill(self, masks: Sequence[Array]) -> None:
-        self._buffer, self.holds_flags = fill_buffer(masks, self._places, self.total_tokens)
-        self._given = []
+    def _fill(self, joined: Array) -> None:
+        """Take the masks, which lie end to end on the host; refuse entries that are no usable weights."""
+        self.holds_flags = check_entries(joined, self._given)
+        weights = joined if joined.dtype == np.float64 else joined.astype(np.float32)
+        self._mask_sums = sum_each(weights, self.mask_lengths)
+        self._active_tokens = self._mask_sums if self.holds_flags else sum_each(weights != 0, self.mask_lengths)
+        self._buffer, self._given = place(weights, self._places, self.total_tokens), []
+
+    def _read(self) -> "Samples":
+        """These samples, with masks on the host."""
+        if self._buffer is None:
+            read_masks([self])
+        return self
 
     @property
     def buffer(self) -> Array:
         """The masks in the layout's buffer, float32 or float64 [total_tokens], 0 in padding. Not to be changed."""
-        if self._buffer is None:
-            read_masks([self])
-        assert self._buffer is not None
-        return self._buffer
+        buffer = self._read()._buffer
+        assert buffer is not None
+        return buffer
 
     @property
     def loss_masks(self) -> list[Array]:
         """The mask of each sample on the host, views of `buffer`."""
         return [self.buffer[begin:end] for begin, end in self._places]
 
-    @cached_property
+    @property
     def mask_sums(self) -> Floats:
         """M_i, the sum of each sample's mask, float64 [num_samples]."""
-        return self._sum_each(self.buffer)
+        return self._read()._mask_sums
 
-    @cached_property
+    @property
     def active_tokens(self) -> Floats:
         """Number of tokens of nonzero weight in each sample, float64 [num_samples]."""
-        return self._sum_each(self.buffer != 0)
-
-    def _sum_each(self, buffer: Array) -> Floats:
-        sums, filled = np.zeros(len(self)), np.array(self.mask_lengths, np.int64) > 0
-        if filled.any():  # between masks the buffer is 0
-            sums[filled] = np.add.reduceat(buffer, np.array(self.mask_starts)[filled], dtype=np.float64)
-        return sums
+        return self._read()._active_tokens
 
     def in_buffer(self, values: Sequence[Any]) -> Any:
         """One row of values per sample, each as long as its mask -> the layout's buffer [total_tokens], 0 in padding.
@@ -161,10 +171,8 @@ class Samples:
                 "sample's mask. Pass one value per mask entry."
             )
         if not any(isinstance(row, Tensor) for row in values):
-            buffer = np.zeros(self.total_tokens)
-            for (begin, end), row in zip(self._places, values, strict=True):
-                buffer[begin:end] = row
-            return buffer
+            joined = np.concatenate([np.zeros(0), *values])
+            return place(joined, self._places, self.total_tokens)
         parts, at = list[Tensor](), 0
         for (begin, end), row in zip(self._places, values, strict=True):
             parts += [row.new_zeros(begin - at), row]
@@ -174,7 +182,8 @@ class Samples:
     def with_kept_tokens(self, name: str, kept: Array) -> "Samples":
         """These samples with a further mask: the loss mask where ``kept``, bools [total_tokens], is true, else 0."""
         samples, kept_mask = copy.copy(self), self.buffer * kept
-        samples.by_mask = {**self.by_mask, name: self._with(name, [kept_mask[b:e] for b, e in self._places])}
+        further = [torch.from_numpy(kept_mask[begin:end]) for begin, end in self._places]
+        samples.by_mask = {**self.by_mask, name: self._with(name, further, self.mask_lengths)}
         return samples
 
     def label(self, name: str) -> Any:
@@ -199,7 +208,7 @@ class Samples:
         return rank_in(group), size_of(group)
 
     def digest(self) -> bytes:
-        """Of masks, ids, layout, labels and tokens with their shape: equal where all of these are."""
+        """A hash of masks, ids, layout, labels and tokens with their shape."""
         digest = blake2b(repr(self.mask_lengths).encode(), digest_size=8)
         digest.update(b"" if self.layout is None else self.layout.describe().encode())
         for name, samples in [("", self), *sorted(self.by_mask.items())]:
@@ -232,11 +241,12 @@ class Samples:
 
 
 def read_masks(microbatches: Iterable[Samples]) -> None:
-    """Copy masks that are still on a device to the host, in one transfer per device and dtype; errors as `Samples`."""
+    """Copy masks that are still on a device to the host, in one transfer per device; errors as `Samples`."""
     waiting = [one for samples in microbatches for one in (samples, *samples.by_mask.values()) if one._buffer is None]
-    arrays = iter(read_together([mask for samples in waiting for mask in samples._given]))
-    for samples in waiting:
-        samples._fill([next(arrays) for _ in samples.mask_lengths])
+    joined = join_on_host([mask for samples in waiting for mask in samples._given])
+    ends = np.cumsum([0, *(sum(samples.mask_lengths) for samples in waiting)])
+    for samples, begin, end in zip(waiting, ends, ends[1:], strict=False):
+        samples._fill(joined[begin:end])
 
 
 class LocalTokens:
@@ -272,7 +282,7 @@ class LocalTokens:
 
     @property
     def gradient_scale(self) -> int:
-        """What the gradient of a share must be multiplied by: a slicing gather loses that of the other copies."""
+        """The factor of a share's gradient: a slicing gather loses the gradients of the other copies."""
         layout = self.samples.layout
         return 1 if layout is None or layout.gather_sums_gradients else self.copies
 
@@ -320,9 +330,15 @@ class LocalTokens:
 
     @cached_property
     def counts(self) -> npt.NDArray[np.int64]:
-        """How many of these tokens go with each sample, in order, int64 [num_samples]."""
-        of_runs = np.array([(length, i) for _, length, i in self.runs], np.int64).reshape(-1, 2)
-        return np.bincount(of_runs[:, 1], of_runs[:, 0], len(self.samples)).astype(np.int64)
+        """The number of these tokens that each sample has, in order, int64 [num_samples]."""
+        if not len(self.samples):
+            return np.zeros(0, np.int64)
+        begins, ends = np.array(self.pieces, np.int64).T
+        held = np.cumsum(ends - begins)
+        bounds = np.array([*self.samples.mask_starts[1:], self.samples.total_tokens])
+        piece = np.searchsorted(begins, bounds, "right") - 1  # the last that begins up to the bound
+        until = np.where(piece < 0, 0, held[piece] - np.maximum(ends[piece] - bounds, 0))
+        return np.diff(until, prepend=0)
 
     @cached_property
     def sample_index(self) -> npt.NDArray[np.int64]:
@@ -338,7 +354,7 @@ class LocalTokens:
 
     @cached_property
     def num_active(self) -> int:
-        """How many of these tokens have a nonzero mask."""
+        """The number of these tokens with a nonzero mask."""
         return int(np.count_nonzero(self.mask))
 
     def spread(self, of_samples: Array) -> Array:

@@ -97,8 +97,8 @@ class StepTotals:
                 sums = samples.mask_sums
             else:
                 continue
-            for counting, here in (("all", len(sums)), ("active", int((sums > 0).sum()))):
-                _check_fits(f"{name} units ({counting})", here, getattr(units, counting))
+            _check_fits(f"{name} units (all)", len(sums), units.all)
+            _check_fits(f"{name} units (active)", int(np.count_nonzero(sums)), units.active)
 
     @classmethod
     def from_loss_masks(

@@ -31,7 +31,7 @@ class Sum:
     by: str = "step"
 
     def values(self, samples: Samples) -> Floats:
-        """Of each sample, float64 [num_samples]."""
+        """The values of each sample, float64 [num_samples]."""
         returned = self.of(samples)
         values = np.asarray(returned.cpu() if isinstance(returned, Tensor) else returned, np.float64)
         if values.shape != (len(samples),) or not np.isfinite(values).all():

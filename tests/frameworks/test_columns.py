@@ -11,13 +11,17 @@ import torch
 from peer_steps import later_tokens_more
 from torch import Tensor
 
-from megatron_rl_loss import Samples, weights_column
+from megatron_rl_loss import Mode, Samples, Sum, weights_column
 from megatron_rl_loss.frameworks import areal, ms_swift, nemo_rl
 from megatron_rl_loss.frameworks.columns import check_even, check_text, prompts_of, token_mean_factors
 from megatron_rl_loss.frameworks.skyrl import AggregatedPolicyLoss
 from megatron_rl_loss.modes.loss_modes import LossModes
-from megatron_rl_loss.modes.papers import vl_norm
 
+BY_LENGTH = Mode(
+    name="by_length",
+    function=lambda step: step.tokens("sample") / step.sum("all"),
+    sums={"all": Sum(of=lambda samples: samples.mask_sums**2)},
+)
 MASKS = torch.tensor([[0, 0, 1, 1, 1], [0, 0, 1, 0, 0], [0, 0, 1, 1, 0], [0, 0, 1, 0, 1], [0, 0, 0, 0, 0]])
 PROMPTS: list[Any] = [5, 5, 6, 6, 7]
 ALONE = [*PROMPTS[:4], "alone"]  # without a token that is trained on, the whole row is the prompt
@@ -35,14 +39,15 @@ def assert_close(found: Tensor, right: Tensor) -> None:
     torch.testing.assert_close(found.double(), right, rtol=oracle.EXACT, atol=0)
 
 
-@pytest.mark.parametrize("mode", ["sample_mean", "prompt_mean", "token_mean", vl_norm])
+@pytest.mark.parametrize("mode", ["sample_mean", "prompt_mean", "token_mean", BY_LENGTH])
 def test_factors_are_weights_times_the_tokens(mode: Any) -> None:
-    """Of a mode over sums of the step too."""
-    masks, divisor = list(MASKS.float()), 4 if mode is vl_norm else None
-    modes = LossModes.resolve(mode, divisor=divisor)
-    (factors,), tokens = token_mean_factors(modes, lambda: [Samples(masks, prompt_ids=PROMPTS)], dp_group=None)
+    """For a mode over sums of the step too."""
+    masks = list(MASKS.float())
+    (factors,), tokens = token_mean_factors(
+        LossModes.resolve(mode), lambda: [Samples(masks, prompt_ids=PROMPTS)], dp_group=None
+    )
     assert tokens == 8
-    right = torch.stack(weights_column(mode, masks, divisor=divisor)) if divisor else expected(mode, MASKS, PROMPTS)
+    right = torch.stack(weights_column(mode, masks)) if mode is BY_LENGTH else expected(mode, MASKS, PROMPTS)
     assert_close(factors, 8 * right.double().flatten())
 
 
@@ -57,10 +62,11 @@ def test_what_is_refused_of_factors_and_prompts() -> None:
     check_even([torch.tensor([0.5, 0, 0.5]), torch.zeros(0)], [mask, torch.zeros(0)], "Mend it")
     with pytest.raises(ValueError, match=r"one factor must do for a sample\. Mend it, or"):
         check_even([torch.tensor([0.5, 0, 0.4])], [mask], "Mend it")
-    check_text(LossModes.resolve("sample_mean"), has_media=True)
-    check_text(LossModes.resolve("prompt_mean"), has_media=False)
+    samples = [Samples([[1]], prompt_ids=["p"])]
+    check_text(LossModes.resolve("sample_mean"), samples, has_media=True)
+    check_text(LossModes.resolve("prompt_mean"), samples, has_media=False)
     with pytest.raises(ValueError, match="prompts with images or other media"):
-        check_text(LossModes.resolve("prompt_mean"), has_media=True)
+        check_text(LossModes.resolve("prompt_mean"), samples, has_media=True)
 
 
 # ---- AReaL

@@ -1,4 +1,4 @@
-"""How the hooks of slime and miles learn of a step, over Megatron's real groups: slime's data of a rollout; a
+"""Steps counted for the hooks of slime and miles, over Megatron's real groups: slime's data of a rollout; a
 `train_one_step` and a data iterator of miles's shape.
 
 slime and miles themselves are run by real/test_real_slime_miles.py and test_real_miles_fsdp.py.
@@ -33,7 +33,7 @@ class DataIterator:
 def train_one_step(
     args: Any, rollout_id: int, step_id: int, data_iterator: Any, model: Any, num_microbatches: int, num_rollouts: int
 ) -> Any:
-    """Of miles's shape: what the hooks know while it runs; or it fails."""
+    """As miles's: returns the counts that the hooks know while it runs; or it fails."""
     if step_id == 13:
         raise RuntimeError("the step failed")
     return counts_of_this_step()
@@ -59,7 +59,7 @@ def install(*, step: Any = train_one_step, replicas: int = 1, meshes: Any = ()) 
 
 @pytest.fixture
 def args(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Of the launch; modules of miles's names go when the test ends."""
+    """The launch's args; modules of miles's names go when the test ends."""
     from megatron.training import global_vars
 
     before = dict(sys.modules)

@@ -20,6 +20,7 @@ from ranks import run_ranks
 from tiny_gpt import Case, Layout
 
 from megatron_rl_loss.audit import judge
+from megatron_rl_loss.modes.names import resolve
 
 pytestmark = pytest.mark.slow
 
@@ -163,12 +164,13 @@ def test_declared_terms_are_judged_as_their_own_modes(layout: Layout) -> None:
         assert not step.unknown
         np.testing.assert_array_equal(step.tokens.mask, expected["mask"], err_msg=name)
         np.testing.assert_allclose(step.weights, coef * expected["weights"], rtol=EXACT, atol=0, err_msg=name)
-        assert first.expected[name].mode.name == own.mode
-        verdict = judge(step, first.expected[name])
+        asked = {term: resolve(one["mode"], units=one["units"]) for term, one in first.expected.items()}
+        assert asked[name].mode.name == own.mode
+        verdict = judge(step, asked[name])
         assert verdict.sound, str(verdict)
         assert any("coefficient" in note for note in verdict.notes) == (coef != 1)
         other = next(one for one, (mode, *_) in TERMS.items() if (mode or ask.case.mode) != own.mode)
-        assert not judge(step, first.expected[other]).sound, (name, other)
+        assert not judge(step, asked[other]).sound, (name, other)
     deviations = [outcome.deviation for outcome in (first, *others) if outcome.deviation is not None]
     assert deviations
     assert max(deviations) <= EXACT

@@ -51,6 +51,7 @@ def test_a_script_on_two_ranks_is_what_its_flags_ask(tmp_path: Path) -> None:
 #: weights the model's output does not show.
 STOCK = """
 import contextlib
+import torch
 import pretrain_grpo
 pretrain_grpo.LossAggregation.attached = lambda self: contextlib.nullcontext()  # stock: no look-ahead
 def forward_step(data_iterator, model):
@@ -58,7 +59,7 @@ def forward_step(data_iterator, model):
     values = [getattr(pack, name)[None] for name in ("tokens", "position_ids", "labels")]
     params = pretrain_grpo.on_device(pack)
     output = model(values[0], values[1], attention_mask=None, labels=values[2], packed_seq_params=params)
-    mask = pack.samples.local(0, 1).mask[None]
+    mask = torch.from_numpy(pack.samples.local(0, 1).mask)[None]
     def loss_func(losses):
         losses = per_token_loss(losses, pack.advantages[None])
         return (losses * mask).sum(), (mask != 0).sum().int(), {}
@@ -81,7 +82,7 @@ def per_token_loss(losses, advantages):
 TERMS = """
 import pretrain_grpo
 from megatron_rl_loss.reduction import Term
-from megatron_rl_loss.megatron import Microbatch
+from megatron_rl_loss import Microbatch
 reduce = Microbatch.loss
 def loss(self, losses, metrics=None):
     return reduce(self, {"pg": losses, "kl": Term(losses.square(), "token_mean", coef=COEF)}, metrics)
@@ -91,8 +92,8 @@ COEF = 0.05
 OWN_MODE = """
 from megatron_rl_loss import register_pg_loss_reducer
 @register_pg_loss_reducer("by_label")
-def by_label(inputs):
-    return [float(label) for label in inputs.samples.labels["weight"]]
+def by_label(step):
+    return [float(label) for label in step.label("weight")]
 """
 MAIN = "pretrain_grpo.main()"
 PER_TOKEN, SAMPLE_MEAN = ["--calculate-per-token-loss"], ["--loss-aggregation", "sample_mean"]

@@ -20,9 +20,8 @@ from ranks import run_ranks
 from refusals import outcome_of
 from tiny_gpt import Batch
 
-from megatron_rl_loss import resolve
+from megatron_rl_loss import AggregationSettings, resolve
 from megatron_rl_loss.audit import judge
-from megatron_rl_loss.megatron import AggregationSettings
 
 pytestmark = pytest.mark.slow
 
@@ -36,7 +35,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, int], str]] = {
 
 
 def ours(model: Any, batches: list[Batch], mode: str = "sample_mean") -> Any:
-    from megatron_rl_loss.megatron import LossAggregation
+    from megatron_rl_loss import LossAggregation
 
     def loss_of(microbatch: Any, losses: torch.Tensor) -> Any:
         return microbatch.loss(microbatch.data.advantages * losses)
@@ -51,7 +50,7 @@ def opened(model: Any, batches: list[Batch], mode: str = "token_mean", nominal: 
     """A call of an open plan for each micro-batch."""
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
-    from megatron_rl_loss.megatron import open_plan
+    from megatron_rl_loss import open_plan
 
     def loss_of(given: Any, losses: torch.Tensor) -> Any:
         return given[1].loss(given[0].advantages * losses)
@@ -77,7 +76,7 @@ def logged() -> dict[str, list[float]]:
 
 def counts_of(model: Any, batches: list[Batch]) -> dict[str, int]:
     """What `opened` may be told of the step beforehand."""
-    from megatron_rl_loss.megatron import plan_step
+    from megatron_rl_loss import plan_step
 
     summary = plan_step([batch.samples for batch in batches], "sample_mean", model=model).summary
     return {"nominal": int(summary["rollouts"]), "nominal_tokens": int(summary["active_tokens"])}
@@ -180,7 +179,7 @@ CONTROLLED = ("router", "mtp.")
 
 def errors_of_wrong_adapters(layout: dict[str, int]) -> list[float]:
     """Of routers and of MTP's layer."""
-    from megatron_rl_loss.megatron import Microbatch
+    from megatron_rl_loss import Microbatch
 
     found = []
     for wrong in ("scales by grad_scale_func", "counts samples"):

@@ -55,7 +55,7 @@ def parsed(
     from megatron.core import num_microbatches_calculator
     from megatron.training import arguments, global_vars
 
-    from megatron_rl_loss.megatron import LossAggregation
+    from megatron_rl_loss import LossAggregation
 
     os.environ |= {"WORLD_SIZE": str(world), "CUDA_DEVICE_MAX_CONNECTIONS": connections}
     launch = [*MODEL.split(), *DATA.split(), *TRAINING.split()] if registered else [*MODEL.split(), *TRAINING.split()]

@@ -124,7 +124,7 @@ def packed_errors(launch: Launch, planted: str = "") -> list[tuple[str, int, flo
     """On a rank: of two steps in every mode, the mode, the number of micro-batches and the error of the gradient."""
     from megatron.core.datasets.data_schedule import wrap_data_iterator
 
-    from megatron_rl_loss.megatron import AggregationSettings, LossAggregation, from_first_tp_rank, plan_step
+    from megatron_rl_loss import AggregationSettings, LossAggregation, from_first_tp_rank, plan_step
 
     state, group_of = launch.start()
     dp, dp_rank = state.get_data_parallel_world_size(), state.get_data_parallel_rank()
@@ -224,7 +224,7 @@ def pretrained(flags: list[str]) -> list[dict[str, float]]:
     from pretrain_grpo import skip_building_dataset_helpers
     from pretrain_of_version import parse_args, pretrain_gpt
 
-    from megatron_rl_loss.megatron import LossAggregation, add_loss_aggregation_args, next_microbatch
+    from megatron_rl_loss import LossAggregation, add_loss_aggregation_args, next_microbatch
 
     barrier = dist.barrier
     transformer_config.is_te_min_version = lambda *_, **__: True  # a scheduler asks for Transformer Engine 2.9
@@ -305,7 +305,7 @@ LAYOUT = Layout(1, False, 1, 1, 2, 2)
 
 def gpt_errors(rollouts: list[gpt_oracle.Rollout]) -> list[dict[str, Any]]:
     """On a rank: the gradients of PPO in each mode, sequences dealt by Megatron's scheduler."""
-    from megatron_rl_loss.megatron import plan_step
+    from megatron_rl_loss import plan_step
 
     _, dp_cp, group_of = start_dynamic()
     groups = balanced(dp_cp, [len(one.tokens) for one in rollouts])

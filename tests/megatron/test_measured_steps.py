@@ -134,7 +134,7 @@ def parts_of(plan: Any, over: str) -> list[Any]:
 
 def trained(layout: Layout, runs: list[tuple[str, str]], rollouts: list[Rollout], dropout: float = 0.0) -> list[Any]:
     """On a rank: its place, and of each run its gradients, the logged loss, the gap of the passes, and warnings."""
-    from megatron_rl_loss.megatron import LossAggregation, OutputHead, Tokens
+    from megatron_rl_loss import LossAggregation, OutputHead, Tokens
 
     mpu = start_layout(layout)
     place = place_in(mpu)

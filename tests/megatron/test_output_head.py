@@ -39,7 +39,7 @@ def call(chunk: Any, **more: Any) -> Any:
 
 
 def gives_megatrons_log_probs(chunk: Any, model: Any) -> None:
-    from megatron_rl_loss.megatron import OutputHead, Tokens
+    from megatron_rl_loss import OutputHead, Tokens
 
     stock = call(chunk)
     log_probs, entropy = call(chunk, output_processor=OutputHead(chunk_tokens=3, entropy=True))
@@ -62,7 +62,7 @@ def gives_megatrons_log_probs(chunk: Any, model: Any) -> None:
 
 
 def applies_mups_scale(chunk: Any, model: Any) -> None:
-    from megatron_rl_loss.megatron import OutputHead
+    from megatron_rl_loss import OutputHead
 
     model.config.use_mup, model.config.mup_output_mult = True, 0.25
     log_probs, _ = call(chunk, output_processor=OutputHead())
@@ -73,7 +73,7 @@ def applies_mups_scale(chunk: Any, model: Any) -> None:
 
 def waits_for_its_weight(chunk: Any, model: Any) -> list[str]:
     """As DDP's hook does with --overlap-param-gather."""
-    from megatron_rl_loss.megatron import OutputHead
+    from megatron_rl_loss import OutputHead
 
     ran: list[str] = []
     model.output_layer.register_forward_pre_hook(lambda module, *_: ran.append(type(module).__name__))
@@ -83,7 +83,7 @@ def waits_for_its_weight(chunk: Any, model: Any) -> list[str]:
 
 def leaves_gradients_to_a_caller_who_sums_them(chunk: Any, model: Any) -> list[bool]:
     """Whether the gradient of the hidden states is summed over TP, as the layer says."""
-    from megatron_rl_loss.megatron import OutputHead, output_head
+    from megatron_rl_loss import OutputHead, output_head
 
     summed, plain = [], output_head.log_probs_from_hidden
 
@@ -101,7 +101,7 @@ def leaves_gradients_to_a_caller_who_sums_them(chunk: Any, model: Any) -> list[b
 
 def adds_to_the_main_gradient(chunk: Any, model: Any) -> list[bool]:
     """Whether the head itself did, and not a hook on the parameter's own gradient."""
-    from megatron_rl_loss.megatron import OutputHead
+    from megatron_rl_loss import OutputHead
 
     weight, itself, sums = model.output_layer.weight, [], []
     for fused in (False, True):
@@ -127,7 +127,7 @@ def reducer_of(weights: torch.Tensor) -> Any:
 
 def scales_the_gradient_of_a_share(chunk: Any, model: Any) -> None:
     """As losses that a slicing gather gave need it (`Gathered`)."""
-    from megatron_rl_loss.megatron import Folded, OutputHead
+    from megatron_rl_loss import Folded, OutputHead
 
     weight, shares, gradients = model.output_layer.weight, [], []
     for scale in (1, 3):
@@ -145,7 +145,7 @@ def scales_the_gradient_of_a_share(chunk: Any, model: Any) -> None:
 
 def keeps_rows_apart(chunk: Any, model: Any) -> None:
     """Hidden states are [s, b, h]; labels, masks, weights and inputs [b, s], and so is what comes out."""
-    from megatron_rl_loss.megatron import Folded, OutputHead, Tokens
+    from megatron_rl_loss import Folded, OutputHead, Tokens
 
     rows, length = 2, 5
     generator = torch.Generator().manual_seed(1)
@@ -178,7 +178,7 @@ def keeps_rows_apart(chunk: Any, model: Any) -> None:
 
 def refuses(chunk: Any, model: Any) -> dict[str, str]:
     """What is said of output layers that do more."""
-    from megatron_rl_loss.megatron import OutputHead
+    from megatron_rl_loss import OutputHead
 
     head, layer, said = OutputHead(), model.output_layer, {}
     layer.config = copy.copy(layer.config)  # that of other layers stays as it is

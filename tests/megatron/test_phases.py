@@ -63,7 +63,7 @@ def test_an_evaluation_step_is_the_training_step_on_its_data() -> None:
 
 def record_steps() -> list[float | None]:
     """Filled with the tokens of every step that is begun."""
-    from megatron_rl_loss.megatron import LossAggregation
+    from megatron_rl_loss import LossAggregation
 
     begun: list[float | None] = []
     begin_step = LossAggregation._begin_step

@@ -26,7 +26,7 @@ def gradients() -> Found:
     """On a rank: of every mode in every form, the reduced gradient and the step loss from the reports."""
     import torch.distributed as dist
 
-    from megatron_rl_loss.megatron import plan_step
+    from megatron_rl_loss import plan_step
 
     cp_rank, dp_rank = start_ranks()
     found: Found = {}
@@ -58,7 +58,7 @@ def test_every_form_trains_on_the_step_loss() -> None:
 
 def evaluated() -> tuple[float, bool]:
     """On a rank of two pipeline stages: the loss of an evaluation step on the last, where alone there are samples."""
-    from megatron_rl_loss.megatron import plan_step
+    from megatron_rl_loss import plan_step
 
     state = start(pp=2)
     last = state.get_pipeline_model_parallel_rank() == 1
@@ -102,7 +102,7 @@ DIFFERENT: dict[str, dict[str, Any]] = {
 
 def refused_plans() -> dict[str, str]:
     """On a rank: what each list and each difference comes to."""
-    from megatron_rl_loss.megatron import plan_step
+    from megatron_rl_loss import plan_step
 
     cp_rank, dp_rank = start_ranks()
     model, found = table_model(TABLE), {}

@@ -5,7 +5,6 @@ factor: a least-squares ratio to the oracle's gradient, and nothing but it. All 
 weight: test_audit_names.py.
 """
 
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -19,8 +18,10 @@ from step_samples import DIVISOR, dealt, step_samples
 from table_step import Batch, aggregation, one_step, start, table_model
 from torch import Tensor
 
-from megatron_rl_loss import Samples
+from megatron_rl_loss import Microbatch, Samples, StepTotals
+from megatron_rl_loss.plan import plan as planning
 from megatron_rl_loss.reduction import sums as reduction
+from megatron_rl_loss.step.collectives import StepGroups
 
 pytestmark = pytest.mark.slow
 
@@ -36,16 +37,17 @@ def carrier(formula: Callable[[Tensor, Any, Tensor], tuple[Any, ...]]) -> Plant:
     """Hand Megatron ``formula(share, step, local tokens)`` instead of the carrier's loss and token count."""
 
     def plant(patch: pytest.MonkeyPatch) -> None:
-        from megatron_rl_loss.megatron import Microbatch, launch
+        from megatron_rl_loss.megatron import launch
 
         sound = Microbatch.carry
 
         def carry(self: Any, share: Tensor, report: Any, **form: Any) -> tuple[Any, ...]:
             sound(self, share, report, **form)
-            return (*formula(share, self._plan, self._local_active_tokens()), report)
+            count = torch.tensor(self.tokens.num_active, dtype=torch.int32)
+            return (*formula(share, self._facts, count), report)
 
         patch.setattr(Microbatch, "carry", carry)
-        patch.setattr(launch, "check_returned", lambda *_: None)  # the door, which would refuse them all
+        patch.setattr(launch, "check_returned", lambda *_, **__: None)  # the door, which would refuse them all
 
     return plant
 
@@ -55,15 +57,18 @@ def multiplied_by_mask(patch: pytest.MonkeyPatch) -> None:
 
 
 def at_least_one_token_each(patch: pytest.MonkeyPatch) -> None:
-    count = vars(Samples)["mask_sums"].func
+    count = vars(Samples)["mask_sums"].fget
     patch.setattr(Samples, "mask_sums", property(lambda self: count(self).clip(min=1)))
 
 
-def changed_totals(change: Callable[[Any], Any], **groups: Any) -> Plant:
+def changed_totals(change: Callable[[StepTotals], StepTotals], of_rank: bool = False) -> Plant:
     def plant(patch: pytest.MonkeyPatch) -> None:
-        planning = sys.modules["megatron_rl_loss.plan.plan"]
-        sound = planning.reduce_step_totals
-        patch.setattr(planning, "reduce_step_totals", lambda held, **given: change(sound(held, **(groups or given))))
+        sound = planning.count_step
+
+        def count(held: Any, groups: StepGroups, **given: Any) -> StepTotals:
+            return change(sound(held, StepGroups() if of_rank else groups, **given))
+
+        patch.setattr(planning, "count_step", count)
 
     return plant
 
@@ -106,8 +111,10 @@ MUSEUM = [
     Exhibit(22, "x m for where(m): NaN at masked tokens", multiplied_by_mask, float("nan")),
     Exhibit(42, "clamp(M_i, 1): phantom tokens", at_least_one_token_each, ACTIVE / (ACTIVE + MASKED)),
     Exhibit(18, "sum-norm without /N", changed_totals(
-        lambda totals: replace(totals, rollouts=replace(totals.rollouts, all=1, active=1))), ROLLOUTS, "constant"),
-    Exhibit(58, "totals of the rank given as the step's", changed_totals(lambda totals: totals, dp_group=None), None,
+        lambda totals: replace(totals, units={
+            **totals.units, "rollout": replace(totals.units["rollout"], all=1, active=1)})),
+        ROLLOUTS, "constant"),
+    Exhibit(58, "totals of the rank given as the step's", changed_totals(lambda totals: totals, of_rank=True), None,
             cp=1),
     Exhibit(0, "token count summed over D C, where CP ranks hold full masks",
             changed_totals(lambda totals: replace(totals, step_tokens=2 * totals.step_tokens)), 1 / C),

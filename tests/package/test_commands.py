@@ -34,7 +34,6 @@ ROWS = [
     Row(r"(torchrun .* |python )-m megatron_rl_loss audit.*",
         by="megatron/test_audit_launch.py", named='"megatron_rl_loss", "audit"'),
     Row(r'export MEGATRON_RL_LOSS_AUDIT=".*"', by="megatron/test_audit_attach.py", named="MEGATRON_RL_LOSS_AUDIT"),
-    Row(r"python -m megatron_rl_loss doctor", by="unit/test_doctor.py", named="run_doctor"),
     Row(r"python -m megatron_rl_loss example NAME", by="package/test_example_command.py", named='"pretrain_grpo"'),
     Row(r"python own_mode\.py", by="examples/test_recipes.py", named='"own_mode.py"'),
     Row(r"torchrun --nproc-per-node 2 plain_ddp\.py", by="examples/test_recipes.py", named='"--nproc-per-node", "2"'),

@@ -1,65 +1,110 @@
-"""The folders of the package: imports run one way and in no circle, and each folder says what it holds."""
+"""The rooms of the package: imports run one way and in no circle, one door has all public names, files are short."""
 
 import ast
 import graphlib
 import importlib
+import re
 from collections.abc import Iterator
 
 import pytest
 from repository import ROOT
 
+import megatron_rl_loss
+
 PACKAGE = "megatron_rl_loss"
-ORDER = ["errors", "step", "modes", "reduction", "losses", "logprobs", "plan"]
-ORDER += ["megatron", "frameworks", "audit", "doctor", "__main__"]
+#: Each room, after all that it may import.
+ORDER = ["errors", "step", "modes", "reduction", "plan", "losses", "logprobs"]
+ORDER += ["megatron", "planning", "frameworks", "audit", "__main__"]
+#: Rooms that may import less than all before them.
+NARROW = {room: {room, "errors", "step", "modes"} for room in ("losses", "logprobs")}
+#: Imports that run the other way, inside a function: a launch that asks for an audit imports it then.
+LATE = {("megatron", "audit")}
 FILES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
     for path in (ROOT / PACKAGE).rglob("*.py")
 }
 TREES = {module: ast.parse(path.read_text()) for module, path in FILES.items()}
+HOME_OF = megatron_rl_loss._HOME_OF
 FOLDERS = [module for module, path in FILES.items() if path.name == "__init__.py" and module != PACKAGE]
 
 
-def imports_of(tree: ast.AST, *, in_functions: bool = False) -> Iterator[str]:
-    """Modules of the package that a file imports at module level, or only those inside its functions."""
+def imports_of(tree: ast.AST) -> Iterator[tuple[str, bool]]:
+    """Modules of the package that a file imports, under TYPE_CHECKING too; True for those inside its functions."""
     for node in ast.iter_child_nodes(tree):
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
-            continue
         is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-        if is_function and in_functions:
-            yield from imports_of(ast.Module(node.body, []))
-        elif not is_function:
-            yield from imports_of(node, in_functions=in_functions)
-        if isinstance(node, ast.ImportFrom) and node.module and not in_functions:
+        yield from ((name, late or is_function) for name, late in imports_of(node))
+        if isinstance(node, ast.ImportFrom) and node.module:
             names = [f"{node.module}.{alias.name}" for alias in node.names]
-            yield from (name if name in FILES else node.module for name in names if name.startswith(PACKAGE))
-        elif isinstance(node, ast.Import) and not in_functions:
-            yield from (alias.name for alias in node.names if alias.name.startswith(PACKAGE))
+            found = [name if name in FILES else node.module for name in names]
+        else:
+            found = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        yield from ((name, False) for name in found if name.split(".")[0] == PACKAGE)
 
 
-def wrong_way(module: str, imported: str) -> bool:
-    """Whether a module imports a room that stands above its own, or the front door."""
-    own, other = (name.split(".")[1:2] for name in (module, imported))
-    return bool(own) and (not other or ORDER.index(other[0]) > ORDER.index(own[0]))
+def room_of(module: str) -> str:
+    """The room; empty for the front door."""
+    return [*module.split("."), ""][1]
 
 
-def test_imports_run_one_way_and_in_no_circle() -> None:
-    graph = {module: set(imports_of(tree)) for module, tree in TREES.items()}
-    assert [(module, name) for module, names in graph.items() for name in names if wrong_way(module, name)] == []
+def is_allowed(module: str, imported: str, *, late: bool) -> bool:
+    own, other = room_of(module), room_of(imported)
+    if not other:  # `refuse_names`, for a room's own names
+        return module in FOLDERS
+    if (own, other) in LATE:
+        return late
+    return other in NARROW.get(own, ORDER[: ORDER.index(own) + 1])
+
+
+def test_imports_run_one_way() -> None:
+    found = [(module, name, late) for module, tree in TREES.items() for name, late in imports_of(tree)]
+    assert [one for one in found if not is_allowed(one[0], one[1], late=one[2])] == []
+
+
+def test_no_circle() -> None:
+    graph = {module: {name for name, late in imports_of(tree) if not late} for module, tree in TREES.items()}
     assert list(graphlib.TopologicalSorter(graph).static_order())
 
 
-def test_one_import_inside_a_function_goes_the_other_way() -> None:
-    """A launch that asks for an audit every so many steps imports the audit then."""
-    late = [(module, name) for module, tree in TREES.items() for name in imports_of(tree, in_functions=True)]
-    assert {module.split(".")[1] for module, name in late if wrong_way(module, name)} <= {"megatron"}
-    assert sum(wrong_way(*pair) for pair in late) <= 1
-
-
 def test_negative_control() -> None:
-    tree = ast.parse(f"if True:\n    from {PACKAGE}.audit import judge\ndef f():\n    from {PACKAGE} import losses\n")
-    (name,) = imports_of(tree)
-    assert wrong_way(f"{PACKAGE}.step.layouts", name)
-    assert list(imports_of(tree, in_functions=True)) == [f"{PACKAGE}.losses"]
+    code = f"if TYPE_CHECKING:\n    from {PACKAGE}.audit import judge\ndef f():\n    from {PACKAGE} import losses\n"
+    (audit, losses) = imports_of(ast.parse(code))
+    assert (audit, losses) == ((f"{PACKAGE}.audit", False), (f"{PACKAGE}.losses", True))
+    assert not is_allowed(f"{PACKAGE}.step.layouts", audit[0], late=False)
+    assert not is_allowed(f"{PACKAGE}.losses.token", f"{PACKAGE}.reduction.sums", late=True)
+    assert not is_allowed(f"{PACKAGE}.megatron.launch", audit[0], late=False)
+    assert is_allowed(f"{PACKAGE}.megatron.launch", audit[0], late=True)
+    assert not is_allowed(f"{PACKAGE}.plan.plan", PACKAGE, late=True)
+
+
+def test_no_file_is_long() -> None:
+    """With -s it prints the lines of each room."""
+    lengths = {module: len(path.read_text().splitlines()) for module, path in FILES.items()}
+    rooms = {room: sum(n for module, n in lengths.items() if room_of(module) == room) for room in ["", *ORDER]}
+    print("", *(f"{room or 'front door':<12}{lines:>6,}" for room, lines in rooms.items()), sep="\n")
+    assert {module: length for module, length in lengths.items() if length > 390} == {}
+
+
+def test_no_docstring_begins_with_a_clause() -> None:
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    texts = [
+        (module, ast.get_docstring(node) or "")
+        for module, tree in TREES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, kinds)
+    ]
+    wrong = [(module, text[:60]) for module, text in texts if re.match(r"(What|Whether|Of|Where|How)\b", text)]
+    assert len(texts) > 500
+    assert [one for one in wrong if room_of(one[0]) not in ("audit", "frameworks", "__main__")] == []
+
+
+# --- the front door
+
+
+def test_there_are_few_public_names_and_all_are_importable_from_one_place() -> None:
+    names = megatron_rl_loss.__all__
+    assert len(set(names)) == len(names) <= 50
+    for name in names:
+        assert getattr(megatron_rl_loss, name) is getattr(importlib.import_module(HOME_OF[name]), name)
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
@@ -67,3 +112,22 @@ def test_a_folder_says_what_it_holds_and_exports_it(folder: str) -> None:
     module = importlib.import_module(folder)
     assert module.__doc__
     assert all(hasattr(module, name) for name in getattr(module, "__all__", ()))
+
+
+@pytest.mark.parametrize("folder", [one for one in FOLDERS if one in HOME_OF.values() and one.count(".") == 1])
+def test_an_import_from_the_wrong_place_says_the_right_one(folder: str) -> None:
+    wrong = next(name for name in HOME_OF if not hasattr_of(folder, name))
+    with pytest.raises(ImportError, match=f"from {PACKAGE} import {wrong}"):
+        exec(f"from {folder} import {wrong}")
+    with pytest.raises(ImportError):
+        exec(f"from {folder} import no_such_name")
+
+
+def hasattr_of(folder: str, name: str) -> bool:
+    return name in vars(importlib.import_module(folder))
+
+
+def test_a_misspelt_name_is_guessed() -> None:
+    with pytest.raises(ImportError, match="Did you mean Samples"):
+        exec(f"from {PACKAGE} import Smaples")
+    assert not hasattr(megatron_rl_loss, "no_such_name")

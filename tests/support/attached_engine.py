@@ -57,7 +57,7 @@ def train(
         def forward_step(iterator: Iterator[Any], model: Any) -> Any:
             batch = next(iterator)
 
-            masks = [(mask != 0).float() for mask in batch.samples.loss_masks]  # whole, since tokens are counted
+            masks = [mask != 0 for mask in batch.samples.loss_masks]  # whole, since tokens are counted
 
             def loss_func(losses: Tensor) -> Any:
                 samples = Samples(masks, layout=batch.samples.layout)

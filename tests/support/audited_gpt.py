@@ -62,7 +62,7 @@ class Outcome(NamedTuple):
 
     Attributes:
         steps: what was measured of each term, on the first rank.
-        expected: what each should be, as an audit of LossAggregation's own step knows it.
+        expected: mode, divisor and unit counting of each, as an audit of LossAggregation's own step knows it.
         deviation: on the last pipeline stage, of losses of ours.
         after: gradients, and weights after the optimizer's step.
     """
@@ -79,8 +79,9 @@ class Outcome(NamedTuple):
 
 
 def run_ask(layout: Layout, ask: Ask, rollouts: list[Rollout]) -> Outcome:
+    from megatron_rl_loss import LossAggregation
     from megatron_rl_loss.audit.megatron import Audit, tap
-    from megatron_rl_loss.megatron import LossAggregation
+    from megatron_rl_loss.audit.megatron.reports import shown
     from megatron_rl_loss.reduction import Term
 
     ready, batches = prepared(layout, ask.case, rollouts, "packed")
@@ -124,7 +125,7 @@ def run_ask(layout: Layout, ask: Ask, rollouts: list[Rollout]) -> Outcome:
         with Audit(ready.chunks, samples_of=samples_of) as audit:
             step(audit.watch)
         steps = audit.steps
-        expected = {name: audit.expected_of(name) for name in steps}
+        expected = {name: shown(audit.expected_of(name)) for name in steps if audit.expected_of(name) is not None}
         deviation = audit.deviation() if ask.loss in OURS else None
     parameters = [parameter for chunk in ready.chunks for parameter in chunk.parameters()]
     after = [parameter.main_grad.clone() for parameter in parameters]

@@ -1,7 +1,8 @@
-"""Whole steps on real context-parallel (CP) groups over gloo: a loss's value and gradient, to be compared with float64.
+"""Steps on real context-parallel (CP) groups over gloo: token losses and their gradient, to be compared with float64.
 
-Four ranks hold a step: 4 / cp_size data-parallel ranks of two micro-batches each, laid out by `placements`, so that
-what a rank holds is the oracle's word. A loss is a function of a micro-batch's tokens, here and in the oracle.
+Four ranks hold a step: 4 / cp_size data-parallel ranks of two micro-batches each, laid out by `placements`, so that the
+oracle says which tokens a rank holds. A loss is a function of a micro-batch's tokens, here and in the oracle; the
+step's is the sum of its tokens' times fixed coefficients and mask entries. All in float64.
 """
 
 import itertools
@@ -19,8 +20,7 @@ from placements import CP_SIZES, PLACES, Place, bshd, laid_out
 from ranks import start_process_group
 from torch import Tensor
 
-from megatron_rl_loss import Samples, StepTotals, make_pg_loss_reducer
-from megatron_rl_loss.step import LocalTokens
+from megatron_rl_loss.step import LocalTokens, Samples, StepTotals
 
 RANKS = 4
 NUM_MICROBATCHES = 2
@@ -56,13 +56,14 @@ def rollouts(seed: int = 3) -> list[Rollout]:
             return torch.tensor([rng.uniform(low, high) for _ in range(length)])
 
         old = drawn(-4, -1)
-        width = rng.choice([0.002, 0.1, 0.8])  # GSPO's ranges are narrow, PPO's are not
+        width = rng.choice([0.002, 0.1, 0.8, 2])  # GSPO's ranges are narrow, PPO's are not
         values = {
             "log_probs": old + drawn(-width, width) + rng.uniform(-width, width) / 3,
             "old_log_probs": old,
             "rollout_log_probs": old + drawn(-0.6, 0.6),
             "advantages": rng.choice([-1, 1]) * rng.uniform(0.3, 2) * torch.ones(length),
             "token_advantages": drawn(-2, 2),
+            "coefficients": drawn(-1, 1),
         }
         joined = {5: 4, 8: 7}.get(i, i)
         exact = {name: value.double() for name, value in values.items()}
@@ -112,7 +113,7 @@ def flat(step: Sequence[Rollout], chosen: Sequence[int], held: Sequence[Token], 
 
 
 def run_on_ranks(
-    losses: dict[str, Loss], modes: dict[str, str], cases: dict[str, set[tuple[str, int]]]
+    losses: dict[str, Loss], cases: dict[str, set[tuple[str, int]]]
 ) -> dict[tuple[str, str, int], Outcome]:
     """On a rank: every loss in its layouts and CP sizes, differentiated by the log-probs."""
     start_process_group()
@@ -124,28 +125,20 @@ def run_on_ranks(
         dp_rank, cp_rank = divmod(rank, cp_size)
         group = groups[cp_size][dp_rank] if cp_size > 1 else None
         hands = [
-            ([step[i] for i in chosen], chosen, *hand_of(step, chosen, place, cp_size, cp_rank, group, totals))
+            (chosen, *hand_of(step, chosen, place, cp_size, cp_rank, group, totals))
             for chosen in dealt(len(step), RANKS // cp_size)[dp_rank]
             if chosen or place is not bshd  # there are no batches of no rows
         ]
         for name, loss in losses.items():
             if (place.__name__, cp_size) not in cases[name]:
                 continue
-            share, mode = 0.0, modes.get(name, "sample_mean")
+            share = 0.0
             slopes: dict[Token, float] = {}
-            for members, chosen, tokens, held in hands:
+            for chosen, tokens, held in hands:
                 leaf = tokens.values["log_probs"].detach().requires_grad_()
-                reducer = make_pg_loss_reducer(
-                    mode,
-                    tokens.samples.loss_masks,
-                    totals=totals,
-                    divisor=DIVISOR if mode == "constant" else None,
-                    layout=tokens.samples.layout,
-                    cp_rank=cp_rank,
-                    cp_size=cp_size,
-                    **ids_of(members),
-                )
-                part = reducer(loss(replace(tokens, values={**tokens.values, "log_probs": leaf})))
+                losses_here = loss(replace(tokens, values={**tokens.values, "log_probs": leaf}))
+                mask = torch.from_numpy(tokens.local.mask).view(leaf.shape) / tokens.local.copies
+                part = (losses_here.masked_fill(mask == 0, 0) * mask * tokens.values["coefficients"]).sum()
                 part.backward()
                 share += float(part.detach())
                 for at, slope in zip(held, leaf.grad.flatten().tolist(), strict=True):
@@ -180,31 +173,27 @@ def hand_of(
     return Tokens(samples.local(cp_rank, cp_size), group, values, totals, samples), held
 
 
-def expected(formula: Formula, mode: str, per: str) -> tuple[float, dict[Token, float], float]:
-    """Value, slope at each token, and scale of the step's loss in float64; `per` rollout joins its samples."""
+def expected(formula: Formula, per: str) -> tuple[float, dict[Token, float], float]:
+    """Value, slope at each token, and scale of the step's loss; `per` rollout joins its samples."""
     step = rollouts()
     leaves = [one.values["log_probs"].clone().requires_grad_() for one in step]
     units: dict[object, list[int]] = {}
     for i, one in enumerate(step):
         units.setdefault(one.rollout_id if per == "rollout" else i, []).append(i)
-    samples: dict[int, oracle.Sample] = {}
+    terms = list[Tensor]()
     for members in units.values():
         joined = {name: torch.cat([step[i].values[name] for i in members]) for name in step[0].values}
         joined["log_probs"] = torch.cat([leaves[i] for i in members])
-        joined["sample"] = torch.cat([torch.full(step[i].mask.shape, i) for i in members])
-        losses = formula(joined, torch.cat([step[i].mask for i in members]).double())
-        for i, loss in zip(members, losses.split([len(step[i].mask) for i in members]), strict=True):
-            samples[i] = oracle.Sample(loss, step[i].mask, step[i].rollout_id, step[i].prompt_id)
-    ordered, divisor = [samples[i] for i in range(len(step))], DIVISOR if mode == "constant" else None
-    loss = oracle.step_loss(mode, ordered, divisor)
-    slopes = torch.autograd.grad(loss, leaves, materialize_grads=True)
+        mask = torch.cat([step[i].mask for i in members]).double()
+        terms.append((formula(joined, mask) * mask * joined["coefficients"])[mask != 0])
+    loss = torch.cat(terms)
+    slopes = torch.autograd.grad(loss.sum(), leaves, materialize_grads=True)
     of_tokens: dict[Token, float] = {(i, t): x for i, slope in enumerate(slopes) for t, x in enumerate(slope.tolist())}
-    detached = [replace(one, losses=one.losses.detach()) for one in ordered]
-    return float(loss.detach()), of_tokens, oracle.step_scale(mode, detached, divisor)
+    return float(loss.detach().sum()), of_tokens, float(loss.detach().abs().sum())
 
 
 def error_of(parts: Sequence[Outcome], value: float, slopes: dict[Token, float], scale: float) -> float:
-    """The worse of value's and gradient's error of what all ranks add up to, as `oracle.worst_error`."""
+    """The worse of value's and gradient's error of the sum over all ranks, as `oracle.worst_error`."""
     found: dict[Token, float] = {}
     for at, slope in (item for part in parts for item in part.slopes.items()):
         found[at] = found.get(at, 0) + slope

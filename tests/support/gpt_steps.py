@@ -14,8 +14,8 @@ from table_step import relative_error, run_schedule, start
 from tiny_gpt import Batch, Case, Layout, Ready, batches_of, build, cut_dim, full_name, gather_sharded_gradients
 from torch import Tensor
 
+from megatron_rl_loss import AggregationSettings
 from megatron_rl_loss.losses import ppo_clip_loss
-from megatron_rl_loss.megatron import AggregationSettings
 
 # gradients, weights: the worst tensor's largest error, relative to its largest entry. updates: the same of what Adam's
 # step added to the weights. overall: the norm of the error of all gradients, relative to the norm. grad_norm: relative.
@@ -115,7 +115,7 @@ def run_case(layout: Layout, case: Case, rollouts: Sequence[Rollout], attention:
     from megatron.core import parallel_state as mpu
     from megatron.core.utils import unwrap_model
 
-    from megatron_rl_loss.megatron import Folded, LossAggregation, OutputHead, Tokens, open_plan, plan_step
+    from megatron_rl_loss import Folded, LossAggregation, OutputHead, Tokens, plan_step
 
     head = case.head
     ready, batches = prepared(layout, case, rollouts, attention)
@@ -124,19 +124,19 @@ def run_case(layout: Layout, case: Case, rollouts: Sequence[Rollout], attention:
             chunk.output_layer.gradient_accumulation_fusion = True
     processor = {"output_processor": OutputHead(chunk_tokens=3, entropy=True)} if head else {}
 
-    def losses_of(log_probs: Tensor, _: Any, old_log_probs: Tensor, advantages: Tensor) -> Any:
+    def losses_of(log_probs: Tensor, _: Any, old_log_probs: Tensor, advantages: Tensor, mask: Tensor) -> Any:
         clip = {"clip_low": gpt_oracle.CLIP_LOW, "clip_high": gpt_oracle.CLIP_HIGH}
-        policy = ppo_clip_loss(log_probs, old_log_probs, advantages, **clip)
+        policy = ppo_clip_loss(log_probs, old_log_probs, advantages, mask, **clip)
         return policy.per_token_loss, {"clip_fraction": policy.clipped, "ppo_kl": policy.ppo_kl}
 
     def forward_step(iterator: Iterator[Any], model: Any) -> Any:
         given = next(iterator)
         microbatch = given[1] if planned else given
         batch: Batch = given[0] if planned else given.data
-        inputs = {"old_log_probs": batch.old_log_probs, "advantages": batch.advantages}
+        inputs = {"old_log_probs": batch.old_log_probs, "advantages": batch.advantages, "mask": batch.mask}
         context: Any = {}
         if "one pass" in head:
-            folded = Folded.of(microbatch, losses_of, inputs, mask=batch.mask)
+            folded = Folded(microbatch, losses_of, inputs)
             context = {"output_processor_context": folded}
         elif head:
             context = {"output_processor_context": Tokens(batch.mask)}
@@ -152,36 +152,26 @@ def run_case(layout: Layout, case: Case, rollouts: Sequence[Rollout], attention:
 
         return output, loss_func
 
-    planned, opens = case.loop != "adapter", case.loop.startswith("open plan")
+    planned = case.loop == "plan"
     step: list[Any] = batches
     wrap = None
-    if case.loop == "plan":
+    if planned:
         plan = plan_step([batch.samples for batch in batches], model=ready.chunks, **mode_of(case))
         step = list(zip(batches, plan, strict=True))
-    elif not planned:
-        wrap = LossAggregation(settings_of(case), Batch.described).wrap_schedule
-    evaluates = case.loop == "plan"
-    with torch.no_grad():
-        evaluated = run_batches(layout, ready, forward_step, step, forward_only=True) if evaluates else None
-    if opens:
-        num = layout.pp if layout.vp > 1 else 1  # Megatron's interleaved schedule wants whole rounds
-        stored = []
-        with open_plan(model=ready.chunks, nominal=100, **mode_of(case)) as opened:
-            for at in range(0, len(batches), num):
-                call = opened.add([batch.samples for batch in batches[at : at + num]])
-                step = list(zip(batches[at : at + num], call, strict=True))
-                stored += run_batches(layout, ready, forward_step, step, fresh=False)
-            closed = opened.close()
-        stored = [closed.report(stored)]
-        planted = {"open plan, factor twice": closed.factor, "open plan, factor after clipping": 1 / closed.factor}
-        for chunk in ready.chunks:
-            chunk.scale_gradients(planted.get(case.loop, 1.0))
     else:
-        stored = run_batches(layout, ready, forward_step, step, wrap)
-    metrics = None
-    if mpu.is_pipeline_last_stage(ignore_virtual=True):
+        wrap = LossAggregation(settings_of(case), Batch.described).wrap_schedule
+    metrics, evaluated, is_last = None, None, mpu.is_pipeline_last_stage(ignore_virtual=True)
+    with torch.no_grad():
+        stored = run_batches(layout, ready, forward_step, step, forward_only=True) if planned else None
+    if planned and is_last:
+        plan.finish(stored)
+        evaluated = logged_means(stored)
+    stored = run_batches(layout, ready, forward_step, step, wrap)
+    if is_last:
+        if planned:
+            plan.finish(stored)
         metrics = logged_means(stored)
-        assert not evaluates or logged_means(evaluated) == metrics
+        assert evaluated in (None, metrics)
     if "distributed" in case.optimizer:
         gather_sharded_gradients(ready.chunks)
     gradients = collect(ready.chunks, of_gradients=True)

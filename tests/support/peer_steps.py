@@ -47,4 +47,4 @@ def deal(rows: int, dp_size: int, seed: int) -> list[list[list[int]]]:
 
 def later_tokens_more(inputs: Any) -> list[Tensor]:
     """A mode of one's own whose weights differ within a sample."""
-    return [torch.arange(1.0, length + 1) for length in inputs.samples.mask_lengths]
+    return [torch.arange(1.0, length + 1) for length in inputs.batch.mask_lengths]

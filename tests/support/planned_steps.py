@@ -56,13 +56,8 @@ def step(
     cp_rank: int,
     form: str,
     engine: Engine = lambda returned, batch, num_microbatches: returned,
-    *,
-    is_call: bool = False,
 ) -> list[Tensor]:
-    """Forward and backward of a step, with the schedule where the form is one of its; the shares.
-
-    `is_call`: of an open plan, which reduces gradients itself.
-    """
+    """Forward and backward of a step, with the schedule where the form is one of its; the shares."""
     from megatron.core.distributed import finalize_model_grads
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -76,8 +71,7 @@ def step(
             share = microbatch(losses(batch))
             microbatch.carry(share, form=form).backward()
             shares.append(share.detach())
-        if not is_call:
-            finalize_model_grads([model], None)
+        finalize_model_grads([model], None)
         return shares
 
     def forward_step(iterator: Iterator[Any], model: Any) -> Any:
@@ -100,19 +94,9 @@ def step(
     return [report["mine"]["share"] for report in reports]
 
 
-def units_dealt(mode: str, num_calls: int) -> list[list[list[int]]]:
-    """By DP rank and call the numbers of samples: whole units of the mode; single samples where it has none."""
-    by_tokens = mode in ("sample_mean", "prompt_mean")
-    units = oracle.units_of(mode, STEP) if by_tokens else [[i] for i in range(len(STEP))]
-    hands: list[list[list[int]]] = [[[] for _ in range(num_calls)] for _ in range(DP)]
-    for number, unit in enumerate(units):
-        hands[number % DP][(number // DP) % num_calls] += unit
-    return hands
-
-
 def errors_in(form: str, engine: Engine, *, per_token: bool) -> list[float]:
     """On a rank: the largest error of a token's gradient in the step of each mode, relative to the largest one."""
-    from megatron_rl_loss.megatron import plan_step
+    from megatron_rl_loss import plan_step
 
     cp_rank, dp_rank = start_ranks()
     batches, found = batches_of(dp_rank), []

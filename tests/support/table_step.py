@@ -12,8 +12,7 @@ import torch
 from logged_means import logged_means
 from ranks import start_process_group
 
-from megatron_rl_loss import Gathered, Samples, ZigzagTHD
-from megatron_rl_loss.megatron import AggregationSettings
+from megatron_rl_loss import AggregationSettings, Gathered, LossAggregation, Samples, ZigzagTHD
 
 
 class Batch:
@@ -118,17 +117,14 @@ def table_model(
 def aggregation(
     samples_of: Any = None,
     *,
-    totals_of: Any = None,
     terms: Any = None,
     term_masks: Any = (),
     prepared: AggregationSettings | None = None,
     **settings: Any,
 ) -> Any:
-    from megatron_rl_loss.megatron import LossAggregation
-
     describe = samples_of or (lambda batch: batch.samples)
     asked = prepared or AggregationSettings.resolve(**settings)
-    return LossAggregation(asked, describe, totals_of=totals_of, terms=terms, term_masks=term_masks)
+    return LossAggregation(asked, describe, terms=terms, term_masks=term_masks)
 
 
 def run_schedule(

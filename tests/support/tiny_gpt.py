@@ -58,7 +58,7 @@ class Case(NamedTuple):
     tied: bool
     lopsided: bool
     head: str = ""  # Megatron's, or one of `HEADS`
-    loop: str = "adapter"  # around the schedule; a "plan", evaluated before it is trained on; an "open plan", in calls
+    loop: str = "adapter"  # around the schedule; or a "plan", evaluated before it is trained on
 
     def shape(self, layout: Layout) -> GptShape:
         return GptShape(layout.num_layers, self.tied, self.bf16)
@@ -154,10 +154,6 @@ def fully_masked(rollouts: Sequence[Rollout]) -> list[int]:
 
 def batches_of(rollouts: Sequence[Rollout], case: Case, dp: int, dp_rank: int, cp: int, cp_rank: int) -> list[Batch]:
     hands = dealt(len(rollouts), fully_masked(rollouts), dp, case.microbatches, case.lopsided)
-    if case.loop.startswith("open plan"):  # a prompt group comes as a whole: where its first sample is
-        first = {one.prompt_id: i for i, one in reversed(list(enumerate(rollouts)))}
-        groups = [[j for j, one in enumerate(rollouts) if first[one.prompt_id] == i] for i in range(len(rollouts))]
-        hands = [[[j for i in hand for j in groups[i]] for hand in of_rank] for of_rank in hands]
     return [Batch([rollouts[i] for i in hand], cp_rank, cp, filler=m % 3 == 1) for m, hand in enumerate(hands[dp_rank])]
 
 

@@ -36,9 +36,7 @@ from megatron.core.transformer.module import MegatronModule
 from timing import BACKENDS, flags, keep_freed_memory, publish, take_turns
 from torch import Tensor
 
-from megatron_rl_loss import Samples
-from megatron_rl_loss.audit.megatron import Audit
-from megatron_rl_loss.megatron import AggregationSettings, LossAggregation
+from megatron_rl_loss import AggregationSettings, Audit, LossAggregation, Samples
 
 LENGTH = 4096  # of a sample
 

@@ -42,7 +42,7 @@ from timing import BACKENDS, Others, flags, keep_freed_memory, peers, publish, t
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from megatron_rl_loss.logprobs import log_probs_from_hidden, log_probs_from_logits, loss_from_hidden
+from megatron_rl_loss import log_probs_from_hidden, log_probs_from_logits, loss_from_hidden
 from megatron_rl_loss.losses import ppo_clip_loss
 
 MB = 2**20
@@ -105,7 +105,7 @@ def from_logits(args: argparse.Namespace) -> dict[str, FromLogits]:
 
 
 def per_token(log_probs: Tensor, entropy: Tensor | None, old: Tensor, advantages: Tensor) -> tuple[Tensor, Any]:
-    losses = ppo_clip_loss(log_probs, old, advantages).per_token_loss
+    losses = ppo_clip_loss(log_probs, old, advantages, torch.ones_like(old)).per_token_loss
     return losses if entropy is None else losses - BONUS * entropy, {}
 
 
@@ -140,7 +140,7 @@ def hidden_passes(
         return reduced(*log_probs_from_hidden(hidden, weight, labels, **more))
 
     def one_pass(**more: Any) -> Tensor:
-        return loss_from_hidden(hidden, weight, labels, weights, per_token, inputs, **more).share
+        return loss_from_hidden(hidden, weight, labels, weights, per_token, inputs, **more)[0]
 
     shares: dict[str, Callable[[], Tensor]] = {name: partial(whole, way) for name, way in ways.items()}
     for entropy, name in ENTROPY.items():

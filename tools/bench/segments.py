@@ -47,17 +47,18 @@ class Data:
         new, self.old_log_probs = (self.local.of(torch.cat([pair[k] for pair in whole])) for k in range(2))
         self.log_probs = new.requires_grad_()
         self.counts = self.local.counts.tolist()
+        self.positions = torch.from_numpy(self.local.positions)
         terms = [(p[0] - p[1]).double() * mask for p, mask in zip(whole, self.masks, strict=True)]
         lengths = torch.stack([mask.sum() for mask in self.masks]).double()
         means = torch.stack([term.sum() for term in terms]) / lengths
         of_sample = means * length / lengths
         up_to = [term.cumsum(0) * mask for term, mask in zip(terms, self.masks, strict=True)]
         behind = [one.flip(0).cumsum(0).flip(0) * mask for one, mask in zip(up_to, self.masks, strict=True)]
-        index = self.local.sample_index
+        index, mask = torch.from_numpy(self.local.sample_index), torch.from_numpy(self.local.mask).double()
         #: By whether it is a scan: the right result, and by each log-prob the slope of the sum of its squares / 2.
         self.right = {
-            False: (means[index], of_sample[index] * self.local.mask),
-            True: tuple(self.local.of(torch.cat(one)) for one in (up_to, behind)),
+            False: (means[index].cpu(), of_sample[index].cpu() * mask),
+            True: tuple(self.local.of(torch.cat(one).cpu()) for one in (up_to, behind)),
         }
 
 
@@ -81,7 +82,7 @@ def theirs(cp_utils: Any, formulas: Any, data: Data) -> Tensor:
 
 def their_scan(cp_utils: Any, data: Data) -> Tensor:
     wholes = gathered(cp_utils, data, data.log_probs - data.old_log_probs)
-    places = zip(data.local.positions.split(data.counts), data.local.samples.mask_starts, strict=True)
+    places = zip(data.positions.split(data.counts), data.local.samples.mask_starts, strict=True)
     found = zip(wholes, data.masks, places, strict=True)
     return torch.cat([((whole * mask).cumsum(0) * mask)[at - start] for whole, mask, (at, start) in found])
 
@@ -93,7 +94,7 @@ def check(name: str, data: Data, run: Run) -> None:
     (found.square().sum() / 2).backward()
     assert data.log_probs.grad is not None
     for one, right in zip((found.detach(), data.log_probs.grad), data.right[name.endswith("scan")], strict=True):
-        if not (error := float((one - right).abs().max() / right.abs().max())) < 1e-5:
+        if not (error := float((one.cpu() - right).abs().max() / right.abs().max())) < 1e-5:
             raise SystemExit(f"{name} does not agree with float64: {error}")
 
 

@@ -18,7 +18,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
 
-from megatron_rl_loss.step.collectives import Group, all_reduce, if_several, several
+from megatron_rl_loss.step.collectives import Group, all_reduce, several
 
 #: A residual up to so many times what independent roundings add up to is rounding.
 _SLACK = 4
@@ -84,7 +84,8 @@ class Anchor:
         final = main_grad.reshape(-1)[owned].double()
         gradient, magnitude = sums[:, owned]
         dots = torch.stack([final @ gradient, gradient @ gradient, final @ final, magnitude @ magnitude])
-        all_reduce(dots, if_several(dp_cp))
+        for group in several(dp_cp):
+            all_reduce(dots, group)
         final_gradient, gradient2, final2, magnitude2 = dots.tolist()
         name = self.name
         if not math.isfinite(final_gradient + gradient2 + final2):

@@ -34,11 +34,10 @@ from megatron_rl_loss.audit.tokens import MeasuredStep, Split
 from megatron_rl_loss.megatron.flags import CHANGING_CP, REMAT_SIZES, has_cuda_graphs
 from megatron_rl_loss.megatron.groups import gather_to_first, groups_of, spread_from_first
 from megatron_rl_loss.megatron.iterator import MicrobatchIterator
-from megatron_rl_loss.megatron.open_plan import auxiliary_losses, plan_open_on
 from megatron_rl_loss.modes.names import Aggregation, resolve
 from megatron_rl_loss.modes.table import find_mode
 from megatron_rl_loss.reduction.tap import TappedLosses, Taps, expected_aggregation, observe
-from megatron_rl_loss.step.collectives import agree_on, all_reduce, attempt, if_several
+from megatron_rl_loss.step.collectives import agree_on, all_reduce, attempt, several
 from megatron_rl_loss.step.masks import SMALLEST
 from megatron_rl_loss.step.samples import Samples
 
@@ -96,7 +95,6 @@ class Audit:
         self._described: list[Samples | Exception] = []
         self._factors: list[Factor] = []
         self._auxiliary: dict[str, list[Tensor]] = {}  # what _SCALERS held, by setting
-        self._in_passes = False  # whether an open plan computes each loss several times
         self._dynamic_cp = False  # whether micro-batches have cp_groups of their own
         self._turns: Counter[tuple[int, int]] = Counter()
         chosen = [choose(chunk, self._config) for chunk in self._chunks]
@@ -167,8 +165,7 @@ class Audit:
     def _begin_microbatch(self, output: Any) -> None:
         if isinstance(output, Tensor) and not output.requires_grad:
             return  # a probe, nothing to train on
-        opened, number = plan_open_on(self._config), self._taps.num_microbatches
-        self._in_passes |= opened is not None and len(opened.counts) > 1
+        number = self._taps.num_microbatches
         self._taps.begin_microbatch()
         samples = next(iter(self._described[number:]), None)
         if not isinstance(output, Tensor) or not isinstance(samples, Samples):
@@ -178,10 +175,13 @@ class Audit:
             output.register_hook(self._outputs[number].add_gradient)
 
     def _end_microbatch(self) -> None:
-        for name in auxiliary_losses(self._config):
-            scale = _SCALERS[name].main_loss_backward_scale if name in _SCALERS else None
-            if scale is not None:
-                self._auxiliary.setdefault(name, []).append(scale.detach().clone().reshape(()))
+        for name, scaler in _SCALERS.items():
+            coefs = getattr(self._config, name, None)
+            is_on = any(coefs if isinstance(coefs, list) else [coefs])
+            if is_on and (self._config.num_moe_experts or not name.startswith("moe_")):
+                scale = scaler.main_loss_backward_scale
+                if scale is not None:
+                    self._auxiliary.setdefault(name, []).append(scale.detach().clone().reshape(()))
 
     # ---- after the step
 
@@ -209,7 +209,7 @@ class Audit:
 
     def _report(self) -> Report:
         report = Report(self._groups.pp.rank(), self._factors, float(self._loss_scale))
-        report.unknown += _cannot_know(self._config, in_passes=self._in_passes)
+        report.unknown += _cannot_know(self._config)
         if self._dynamic_cp:
             report.notes.append(
                 "Context-parallel groups change: a DP rank is a group's first, a micro-batch its size and turn."
@@ -257,7 +257,7 @@ class Audit:
                 dp_rank = dist.get_group_rank(dp_cp, dist.get_global_rank(samples.cp_group, 0))
             number = self._turns[dp_rank, cp_size] * dp_cp.size() + cp_size - 1
             self._turns[dp_rank, cp_size] += 1
-        positions = samples.local(cp_rank, cp_size).positions.cpu().numpy()
+        positions = samples.local(cp_rank, cp_size).positions
         rows: dict[int, Rows] = {}  # once for terms of the same masks
         for term, of_term in tapped.items():
             losses = of_term or TappedLosses((0,), torch.float32, samples)
@@ -299,7 +299,7 @@ class Audit:
     @property
     def why(self) -> str:
         """Why `deviation` is not known, as far as this rank can tell."""
-        reasons = [*_cannot_know(self._config, in_passes=self._in_passes), *self._without_anchor]
+        reasons = [*_cannot_know(self._config), *self._without_anchor]
         reasons += [unreadable(factor.problem) for factor in self._factors if factor.problem]
         return (
             " ".join(reasons) or "A policy loss went through no reducer of this package, or its weights are not finite."
@@ -317,12 +317,13 @@ class Audit:
         terms = self._taps.losses.items()
         losses = [one for term, of_term in terms for one in of_term.values() if one.term or term == "pg"]
         worst = torch.tensor([torch.inf], dtype=torch.float64)
-        if factors and losses and not _cannot_know(self._config, in_passes=self._in_passes):
+        if factors and losses and not _cannot_know(self._config):
             scale = factors[-1] / float(self._loss_scale)
             off = attempt(lambda: torch.stack([_deviation(one, scale) for one in losses]))
             if not isinstance(off, Exception):
                 worst[0] = off.nan_to_num(nan=torch.inf).max()
-        all_reduce(worst, if_several(self._groups.dp_cp), dist.ReduceOp.MAX)
+        for group in several(self._groups.dp_cp):
+            all_reduce(worst, group, dist.ReduceOp.MAX)
         return None if torch.isinf(worst[0]) else float(worst[0])
 
 
@@ -338,13 +339,9 @@ def _deviation(tapped: TappedLosses, scale: float) -> Tensor:
     return ((weights - expected).abs_() / beside).max()
 
 
-def _cannot_know(config: Any, *, in_passes: bool = False) -> list[str]:
-    """Model configurations under which hooks see nothing or groups change, and steps whose losses run several times."""
+def _cannot_know(config: Any) -> list[str]:
+    """Model configurations under which hooks see nothing or groups change."""
     reasons = []
-    if in_passes:
-        reasons.append("An open plan computed each loss in several passes. Audit a step of plan_step.")
-    if plan_open_on(config) is not None:
-        reasons.append("A plan is open: its gradients are final when it is closed. Audit a step of plan_step.")
     if has_cuda_graphs(config):
         reasons.append("CUDA graphs replay a backward pass without its hooks. Audit a step without them.")
     if any((getattr(config, name, 1) or 1) > 1 for name in REMAT_SIZES):

@@ -53,6 +53,6 @@ class IntervalAudits:
             values = list(report.values()) if isinstance(report, dict) else []
             if not values or not all(isinstance(value, Tensor) for value in values):
                 return report
-            return {**report, METRIC: torch.tensor([last], dtype=torch.float32, device=values[0].device)}
+            return {**report, METRIC: torch.tensor(last, dtype=torch.float32, device=values[0].device)}
 
         return reports if last is None or not isinstance(reports, list) else list(map(with_deviation, reports))

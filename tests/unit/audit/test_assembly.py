@@ -21,7 +21,7 @@ def parts_of(layout: Any, gradient: Any, cp_size: int = 2, masks: Any = MASKS, i
     samples = Samples(masks, layout=layout, **(ids or {}))
     for rank in range(cp_size):
         local = samples.local(rank, cp_size)
-        positions = local.positions.numpy()
+        positions = local.positions
         gradients = np.array([gradient(p, rank) for p in positions], np.float32)
         place = {"dp_rank": 0, "microbatch": 0, "cp_rank": rank} | at
         yield Part(**place, rows=Rows.of(local) if rank == 0 else None, positions=positions, gradients=gradients)

@@ -19,11 +19,11 @@ from counted_steps import Array, Counted, Formula, Row, Step, measured, ragged
 from published import exact, mean_of_rows, own_mean, own_piece
 from torch import Tensor
 
+from megatron_rl_loss import Samples
 from megatron_rl_loss.audit import MeasuredStep, StepTokens, Verdict, judge
 from megatron_rl_loss.modes.names import resolve
-from megatron_rl_loss.modes.papers import vl_norm_undivided as vl_norm
-from megatron_rl_loss.modes.papers import weighted_token_mean
-from megatron_rl_loss.modes.table import ModeInputs
+from megatron_rl_loss.modes.table import Mode, ModeInputs
+from megatron_rl_loss.step.units import Sum
 
 DIVISORS = {"constant": 64.0, "token_sum": 32.0}
 
@@ -334,7 +334,18 @@ def test_where_nothing_is_asked_the_nearest_mode_is() -> None:
 
 
 def late_tokens(inputs: ModeInputs) -> list[Tensor]:
-    return [torch.arange(1.0, int(n) + 1) / inputs.totals.step_tokens for n in inputs.samples.mask_lengths]
+    return [torch.arange(1.0, int(n) + 1) / inputs.tokens("step") for n in inputs.batch.mask_lengths]
+
+
+def powers(batch: Samples) -> Array:
+    return np.where(batch.mask_sums > 0, np.maximum(batch.mask_sums, 1.0) ** -0.75, 0.0)
+
+
+VL_NORM = Mode(name="vl_norm", function=lambda of: powers(of.batch) / of.sum("powers"), sums={"powers": Sum(of=powers)})
+
+
+def weighted_token_mean(of: ModeInputs) -> Any:
+    return np.array(of.label("weight")) / of.tokens("step")
 
 
 def test_a_mode_of_ones_own_can_be_asked_for_if_masks_suffice() -> None:
@@ -347,8 +358,8 @@ def test_a_mode_of_ones_own_can_be_asked_for_if_masks_suffice() -> None:
     verdict = judge(sound_step(step, "token_mean"), resolve(late_tokens))
     assert (verdict.shape, verdict.readings) == ("token", ())
     right = right_weights(step, "vl_norm")
-    assert judge(measured(step, right), resolve(vl_norm)).sound
-    assert not judge(measured(step, right * 1.01), resolve(vl_norm)).sound
+    assert judge(measured(step, right), resolve(VL_NORM)).sound
+    assert not judge(measured(step, right * 1.01), resolve(VL_NORM)).sound
     (why,) = judge(measured(step, right), resolve(weighted_token_mean)).unknown  # by labels
     assert re.search("weighted_token_mean asks for cannot be made from masks and ids.*'weight'", why)
 

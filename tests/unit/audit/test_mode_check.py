@@ -6,10 +6,9 @@ import published
 import pytest
 import torch
 from published import MICROBATCHES, masked_mean, share, total
-from torch import Tensor
 
 from megatron_rl_loss.audit import LossCall, check_loss
-from megatron_rl_loss.modes import MODES
+from megatron_rl_loss.audit.mode_table import MODE_TABLE
 from megatron_rl_loss.modes.table import ModeInputs
 
 pytestmark = pytest.mark.slow  # hundreds of random steps
@@ -18,9 +17,9 @@ ADDED, PADDED = LossCall(dp="sum"), "with masks as long as padded slots"
 
 
 @pytest.mark.parametrize("units", ["all", "active"])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", MODE_TABLE)
 def test_built_in_modes_are_invariant(mode: str, units: Any) -> None:
-    report = check_loss(mode=mode, divisor=8 if MODES[mode].takes_divisor else None, units=units, draws=4)
+    report = check_loss(mode=mode, divisor=8 if MODE_TABLE[mode].takes_divisor else None, units=units, draws=4)
     assert (report.sound, report.negative) == (True, False), str(report)
     if mode == "token_mean" or (mode in ("sample_mean", "prompt_mean") and units == "active"):
         assert (report.lowest_sum, report.highest_sum) == pytest.approx((1, 1))
@@ -28,16 +27,16 @@ def test_built_in_modes_are_invariant(mode: str, units: Any) -> None:
         assert 0 < report.lowest_sum < report.highest_sum <= 1 + 1e-6
 
 
-def sum_by_prompts(inputs: ModeInputs) -> Tensor:
-    return torch.full((len(inputs.samples),), 1 / inputs.totals.prompts.all)
+def sum_by_prompts(step: ModeInputs) -> float:
+    return 1 / step.units("prompt")
 
 
 @pytest.mark.parametrize(
     ("mode", "cut", "most"),
     [
-        (lambda of: 1 / max(1.0, float(of.samples.mask_sums.sum())), MICROBATCHES, 2),
-        (lambda of: torch.full((len(of.samples),), 1 / max(1, len(of.samples))), MICROBATCHES, 3),
-        (lambda of: [torch.full((int(n),), 1 / int(n)) for n in of.samples.mask_lengths], PADDED, 2),
+        (lambda of: 1 / max(1.0, float(of.batch.mask_sums.sum())), MICROBATCHES, 2),
+        (lambda of: 1 / max(1, len(of.batch)), MICROBATCHES, 3),
+        (lambda of: [torch.full((int(n),), 1 / int(n)) for n in of.batch.mask_lengths], PADDED, 2),
     ],
     ids=["tokens here", "samples here", "padded lengths"],
 )
@@ -52,7 +51,7 @@ def test_what_a_mode_depends_on_is_found(mode: Any, cut: str, most: int) -> None
 
 
 def test_modes_of_ones_own_and_functions_beside_them() -> None:
-    report = check_loss(mode=lambda of: [torch.arange(-1.0, int(n) - 1) for n in of.samples.mask_lengths], draws=6)
+    report = check_loss(mode=lambda of: [torch.arange(-1.0, int(n) - 1) for n in of.batch.mask_lengths], draws=6)
     assert (report.sound, report.negative) == (True, True)
     assert check_loss(mode=sum_by_prompts, draws=6).sound
     assert check_loss(lambda x, m, step_prompts: total(x, m) / step_prompts, sum_by_prompts, call=ADDED, draws=6).sound

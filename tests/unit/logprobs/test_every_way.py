@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_rl_loss.logprobs import TensorParallel, log_probs_from_hidden, log_probs_from_logits, loss_from_hidden
-from megatron_rl_loss.logprobs.hidden import add_product
+from megatron_rl_loss.logprobs.layer import WeightGradient
 
 WAYS = ("logits", "two passes", "one pass")
 of_hidden = pytest.mark.parametrize("way", WAYS[1:])
@@ -239,19 +239,13 @@ def test_the_output_layer_does_not_run_on_masked_tokens(chunk_tokens: int) -> No
 # --- gradients that go elsewhere, or nowhere
 
 
-class Kept:
+class Kept(WeightGradient):
     """A main gradient of the test."""
 
     def __init__(self, weight: Tensor) -> None:
-        self.total = torch.ones(weight.shape, dtype=torch.promote_types(weight.dtype, torch.float32))
+        super().__init__(torch.ones(weight.shape, dtype=torch.promote_types(weight.dtype, torch.float32)))
 
-    def add_product(self, of_logits: Tensor, hidden: Tensor) -> None:
-        add_product(self.total, of_logits, hidden)
-
-    def add_scaled(self, gradient: Tensor, scale: Tensor) -> None:
-        self.total.addcmul_(gradient, scale)
-
-    def placeholder(self) -> Tensor | None:
+    def for_autograd(self) -> Tensor | None:
         return None
 
 
@@ -281,7 +275,7 @@ def test_weights_that_float16_cannot_hold_are_not_lost() -> None:
     labels, gradients = given("plain")[1], []
     for scale in (1.0, 1e9):
         leaves, weights = leaves_of("plain", torch.float16), torch.full((TOKENS,), 1 / scale)
-        (loss_from_hidden(*leaves.values(), labels, weights, lambda lp, _: (-lp, {})).share * scale).backward()
+        (loss_from_hidden(*leaves.values(), labels, weights, lambda lp, _: (-lp, {}))[0] * scale).backward()
         gradients.append(leaves["hidden"].grad)
     assert gradients[0].abs().max() > 0.1
     torch.testing.assert_close(*gradients, rtol=4 * 2.0**-11, atol=2.0**-14)
@@ -293,7 +287,7 @@ def test_a_chunk_whose_loss_has_no_gradient_gives_none() -> None:
 
     (hidden, weight), labels = leaves_of("plain").values(), given("plain")[1]
     inputs, ones = {"place": torch.arange(TOKENS)}, torch.ones(TOKENS)
-    loss_from_hidden(hidden, weight, labels, ones, first_half, inputs, chunk_tokens=TOKENS // 4).share.backward()
+    loss_from_hidden(hidden, weight, labels, ones, first_half, inputs, chunk_tokens=TOKENS // 4)[0].backward()
     assert hidden.grad[: TOKENS // 2].abs().amax(1).min() > 0
     assert hidden.grad[TOKENS // 2 :].abs().max() == 0
 
@@ -305,9 +299,7 @@ def test_the_weights_gradient_is_summed_in_float32_over_chunks(number: int, way:
     hidden = torch.ones(number, 4, dtype=torch.bfloat16, requires_grad=True)
     weight, labels = torch.zeros(8, 4, dtype=torch.bfloat16, requires_grad=True), torch.zeros(number).long()
     if way == "one pass":
-        share = loss_from_hidden(
-            hidden, weight, labels, torch.ones(number), lambda lp, _: (lp, {}), chunk_tokens=1
-        ).share
+        share = loss_from_hidden(hidden, weight, labels, torch.ones(number), lambda lp, _: (lp, {}), chunk_tokens=1)[0]
     else:
         share = log_probs_from_hidden(hidden, weight, labels, chunk_tokens=1).log_probs.sum()
     share.backward()
@@ -343,7 +335,7 @@ ROWS = H[:, None]
 REFUSALS = {
     **refusals(
         head,
-        ((ROWS, W, L[None]), r"hidden states they must be \(3, 1\)", (ROWS, W, L[:, None])),
+        ((ROWS, W, L[None]), r"for these tokens they must be \(3, 1\)", (ROWS, W, L[:, None])),
         ((H, W[:, :3]), r"\(3, 4\).* and \(8, 3\)", (H, W)),
         ((H, W.half()), "of one dtype", (H.half(), W.half())),
         ({"bias": torch.zeros(7)}, r"and \(7,\)", {"bias": torch.zeros(8)}),

@@ -65,8 +65,8 @@ TWO_RANKS = SimpleNamespace(size=lambda: 2)  # the part of a group that the kern
 REFUSALS = {
     **refusals(
         partial(log_probs_from_logits, LOGITS, LABELS, kernel=plain),
-        ({"temperature": 0.5}, "a kernel with temperature", {}),
-        ({"entropy": True, "keep": LOGITS == 0}, "a kernel with keep, entropy", {}),
+        ({"temperature": 0.5}, "a kernel with a temperature", {}),
+        ({"entropy": True, "keep": LOGITS == 0}, "a kernel with a temperature, kept ids", {}),
     ),
     "Liger on two ranks": (
         partial(kernels.liger, LOGITS, LABELS, TWO_RANKS),
@@ -75,8 +75,8 @@ REFUSALS = {
         partial(plain, LOGITS, LABELS, TWO_RANKS),
     ),
     **refusals(
-        lambda name: kernels._module(f"megatron_rl_loss.{name}", "no_such"),
-        (("no_such",), "no_such does not import here", ("logprobs.kernels",)),
+        lambda name: kernels._look_up(f"megatron_rl_loss.{name}", "KERNELS"),
+        (("no_such",), "no_such: it does not import here", ("logprobs.kernels",)),
         error=RuntimeError,
     ),
 }

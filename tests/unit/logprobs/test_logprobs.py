@@ -3,6 +3,7 @@
 from typing import Any
 
 import head_oracle
+import numpy as np
 import pytest
 import torch
 from head_oracle import TOKENS, VOCABULARY, batch_of, given, relative
@@ -84,7 +85,7 @@ def test_kept_ids_are_their_mask() -> None:
     counts = batch.keep.sum(1)
     kept = KeptIds(batch.keep.nonzero()[:, 1], torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)]))
     for part in (slice(0, VOCABULARY), slice(8, 16)):
-        assert torch.equal(kept.mask(torch.arange(TOKENS), part.start, part.stop), batch.keep[:, part])
+        assert torch.equal(kept.mask(np.arange(TOKENS), part.start, part.stop, batch.keep.device), batch.keep[:, part])
     for more in ({}, {"token_mask": batch.mask}, {"chunk_tokens": 3}):
         both = [log_probs_from_logits(logits_of(batch), batch.labels, keep=keep, **more) for keep in (kept, batch.keep)]
         assert torch.equal(both[0].log_probs, both[1].log_probs)
@@ -143,8 +144,8 @@ REFUSALS = {
         ({"labels": LABELS - 100}, "a label -100 .*token_mask", MASKED),
         ({"vocab_size": 7}, "a label 7 in a vocabulary of 7", {"vocab_size": 8}),
         ({"vocab_size": 9}, "vocab_size 9 for logits of 8 columns", {}),
-        ({"vocab_size": 0}, "vocab_size is 0", {}),
-        ({"labels": LABELS[:2]}, r"labels of shape \(2,\): for the logits", {}),
+        ({"vocab_size": 0}, "vocab_size 0 for logits of 8", {}),
+        ({"labels": LABELS[:2]}, r"labels of shape \(2,\): for these tokens", {}),
         ({"token_mask": torch.ones(3, 1)}, r"a token mask of shape \(3, 1\)", {"token_mask": ONES}),
         ({"keep": KEEP.float()}, "a keep-mask of torch.float32", {"keep": KEEP}),
         ({"keep": KEEP[:, :4]}, r"shape \(3, 4\): it must be bool, \(3, 8\)", {"keep": KEEP[0]}),

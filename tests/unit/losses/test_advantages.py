@@ -1,5 +1,6 @@
-"""Advantages and whitening against Python's statistics, on one rank and over DP 2, CP 2."""
+"""Advantages against Python's statistics, on one rank and over DP 2; whitening; importance weights and rejection."""
 
+import math
 import os
 import random
 import statistics
@@ -13,18 +14,27 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import run_ranks, start_process_group
-from refusals import refusal_tests, refusals
+from refusals import outcome_of, refusal_tests, refusals
+from torch import Tensor
 
-from megatron_rl_loss import BadBatchError, Gathered, Samples, ZigzagTHD
-from megatron_rl_loss.losses import distillation_advantages, gae, group_relative_advantages, rloo_advantages, whiten
-from megatron_rl_loss.plan import plan_step
+from megatron_rl_loss.losses import (
+    distillation_advantages,
+    gae,
+    group_relative_advantages,
+    importance_weights,
+    keep_sequences,
+    rloo_advantages,
+    surviving_masks,
+    whiten,
+)
+from megatron_rl_loss.step import Samples
 
 pytestmark = pytest.mark.filterwarnings("ignore:all rewards are equal")
-NAN, INF = float("nan"), float("inf")
+NAN = float("nan")
 
 
 def stated(batch: Sequence[tuple[float, Any, Any]], kind: str, epsilon: float = 1e-6) -> list[float]:
-    """Of each sample's (reward, prompt, rollout); a rollout counts once in its group."""
+    """From each sample's (reward, prompt, rollout); a rollout counts once in its group."""
     found = []
     for reward, group, rollout in batch:
         of_group = {o: r for r, g, o in batch if g == group}
@@ -66,118 +76,165 @@ def test_advantages_of_samples(
         assert found.tolist() == pytest.approx(stated(batch, kind, epsilon), rel=2 * oracle.ROUNDING, abs=1e-6)
 
 
-def test_distillation_advantages() -> None:
-    log_probs = torch.tensor([-1.0, -2.0], requires_grad=True)
-    advantages = distillation_advantages(log_probs, torch.tensor([-0.5, -4.0]))
-    assert (advantages.tolist(), advantages.requires_grad) == ([0.5, -2.0], False)
-
-
 @pytest.mark.filterwarnings("default")
 def test_rewards_that_teach_nothing_are_warned_of() -> None:
-    with pytest.warns(UserWarning, match="all rewards are equal within their prompt groups"):
+    with pytest.warns(UserWarning, match="all rewards are equal within their prompt groups") as caught:
         group_relative_advantages(torch.tensor([1.0, 1, 3, 3]), [0, 0, 1, 1])
+    assert caught[0].filename == __file__
 
-
-# --- of samples whose groups lie on several ranks; whitening
 
 BATCH = [(1.0, 0, 0), (0.0, 0, 1), (5.0, 1, 2), (2.0, 0, 3), (2.0, 0, 3), (7.0, 2, 4)]
-MASKS = [[1, 1, 0, 1, 1, 0, 1, 1], [0, 1, 1, 1], [1, 0, 0, 0], [0.5, 1, 1, 1, 1, 1, 0, 1]]
-STARTS = [0, 8, 12, 16, 24]
-
-
-def of_tokens() -> torch.Tensor:
-    drawn = torch.randn(STARTS[-1], generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-    return drawn.masked_fill(torch.tensor([m for mask in MASKS for m in mask]) == 0, NAN)
-
-
-def samples_of(chosen: Sequence[int], layout: Any = None) -> Samples:
-    return Samples([torch.tensor(MASKS[i]) for i in chosen], layout=layout)
-
-
-def whitened(shift: bool = True) -> list[float]:
-    active = [x for x in of_tokens().tolist() if x == x]
-    mean, scale = statistics.fmean(active), (statistics.variance(active) + 1e-8) ** -0.5
-    return [(x - mean * shift) * scale if x == x else 0.0 for x in of_tokens().tolist()]
-
-
-def test_whitening_of_a_step_of_two_micro_batches() -> None:
-    plan = plan_step([samples_of([0, 1]), samples_of([2, 3])], "token_mean", dp_group=None)
-    for shift in (True, False):
-        found = whiten(list(of_tokens().split(12)), list(plan), dp_group=None, shift_mean=shift)
-        assert torch.cat(found).tolist() == pytest.approx(whitened(shift), rel=oracle.EXACT)
-    assert whiten([], [], dp_group=None) == []
-    copies = samples_of(range(4), Gathered(STARTS)).local(0, 2)  # this rank has all tokens, and no group to ask
-    assert whiten([of_tokens()], [copies], dp_group=None)[0].tolist() == pytest.approx(whitened(), rel=oracle.EXACT)
 
 
 def on_rank() -> dict[str, Any]:
-    """Rank r is DP rank r // 2, with two samples, and CP rank r % 2."""
     start_process_group()
     rank = int(os.environ["RANK"])
-    dp_rank, cp_rank = divmod(rank, 2)
-    cp_group = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])][dp_rank]
-    dp_group = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])][cp_rank]
-    mine = slice(12 * dp_rank, 12 * (dp_rank + 1))
-    starts = [start - 12 * dp_rank for start in STARTS[2 * dp_rank : 2 * dp_rank + 3]]
-    found: dict[str, Any] = {"refused": ""}
-    rewards, prompts, rollouts = map(list, zip(*BATCH[3 * dp_rank : 3 * dp_rank + 3], strict=True))
+    rewards, prompts, rollouts = map(list, zip(*BATCH[3 * rank : 3 * rank + 3], strict=True))
+    found: dict[str, Any] = {}
     for kind, function in {"by std": group_relative_advantages, "leave one out": rloo_advantages}.items():
-        found[kind] = function(torch.tensor(rewards), prompts, rollout_ids=rollouts, dp_group=dp_group).tolist()
-    for layout in (ZigzagTHD(starts), Gathered(starts)):
-        samples = samples_of([2 * dp_rank, 2 * dp_rank + 1], layout)
-        local = samples.local(cp_rank, 2)
-        x = local.of(of_tokens()[mine])
-        (white,) = whiten([x], [local], dp_group=dp_group, cp_group=cp_group)
-        plan = plan_step([samples], "token_mean", dp_group=dp_group, cp_group=cp_group)
-        assert torch.equal(whiten([x], list(plan), dp_group=dp_group)[0], white)  # a micro-batch knows its CP group
-        places = [12 * dp_rank + place for place in local.positions.tolist()]
-        found[type(layout).__name__] = dict(zip(places, white.tolist(), strict=True))
-    try:
-        whiten([x[rank:]], [local], dp_group=dp_group, cp_group=cp_group)
-    except (BadBatchError, ValueError) as error:
-        found["refused"] = str(error)
+        how: dict[str, Any] = {"rollout_ids": rollouts, "dp_group": dist.group.WORLD}
+        found[kind] = function(torch.tensor(rewards), prompts, **how).tolist()
+        found["refused"] = outcome_of(lambda: function(torch.tensor(rewards), prompts[rank:], **how))  # noqa: B023
     return found
 
 
 def test_over_ranks() -> None:
-    by_rank = run_ranks(4, on_rank, timeout_s=600)
+    by_rank = run_ranks(2, on_rank, timeout_s=600)
     for kind in ("by std", "leave one out"):
-        found = [by_rank[rank][kind] + by_rank[rank + 2][kind] for rank in (0, 1)]
-        assert found[0] == found[1] == pytest.approx(stated(BATCH, kind), rel=oracle.EXACT)
-    for layout in ("ZigzagTHD", "Gathered"):
-        held = {place: white for rank in by_rank for place, white in rank[layout].items()}
-        assert [held[place] for place in range(24)] == pytest.approx(whitened(), rel=oracle.EXACT)
-    assert all("rank 1: ValueError: values of shape" in rank["refused"] for rank in by_rank)
+        assert by_rank[0][kind] + by_rank[1][kind] == pytest.approx(stated(BATCH, kind), rel=oracle.EXACT)
+    assert all("rank 1: ValueError: 2 prompt_ids for 3" in rank["refused"] for rank in by_rank)
 
 
-def advantages_from(rewards: Any = (1.0, 2.0), ids: Any = (0, 0), rollout_ids: Any = None) -> torch.Tensor:
-    return group_relative_advantages(torch.tensor(rewards), list(ids), rollout_ids=rollout_ids)
+def test_distillation_advantages() -> None:
+    log_probs, teacher = torch.tensor([-1.0, -2.0], requires_grad=True), torch.tensor([-0.5, -4.0])
+    advantages = distillation_advantages(log_probs, teacher)
+    assert (advantages.tolist(), advantages.requires_grad) == ([0.5, -2.0], False)
+    near = torch.tensor([-2.0, -0.0078125]).bfloat16(), torch.tensor([-15.5, -2.0]).bfloat16()
+    assert torch.equal(distillation_advantages(*near), near[1].float() - near[0].float())
 
 
-WHOLE, CUT = samples_of([0, 1]).local(0, 1), samples_of([0, 1], ZigzagTHD([0, 8, 12]))
-ONES = (1.0,) * 12
+def test_whitening() -> None:
+    """``shift_mean=False`` leaves the mean where it was: a constant column stays (TRL, verl)."""
+    x, mask = torch.tensor([3.0, NAN, -1.0, 7.0]), torch.tensor([0.5, 0, 1, 1])
+    active = [3.0, -1.0, 7.0]
+    mean, scale = statistics.fmean(active), (statistics.variance(active) + 1e-8) ** -0.5
+    for shift in (True, False):
+        expected = [(one - mean) * scale + mean * (not shift) if one == one else 0 for one in x.tolist()]
+        assert whiten(x, mask, shift_mean=shift).tolist() == pytest.approx(expected, rel=oracle.EXACT)
+    assert whiten(torch.ones(3), torch.ones(3), shift_mean=False).tolist() == [1] * 3
+    assert whiten(x, torch.zeros(4)).tolist() == [0] * 4
+
+
+# --- off-policy corrections
+
+LOG_RATIOS = torch.tensor([-9.0, math.log(0.5), -0.1, 0.0, 0.4, math.log(2.0), 3.0, 200.0], dtype=torch.float64)
+INSIDE = [math.exp(-0.1), 1, math.exp(0.4), 2]
+
+
+@pytest.mark.parametrize(
+    ("low", "outside", "expected"),
+    [
+        (0.0, "cap", [math.exp(-9), 0.5, *INSIDE, 2, 2]),
+        (0.0, "drop", [math.exp(-9), 0.5, *INSIDE, 0, 0]),
+        (0.5, "cap", [0.5, 0.5, *INSIDE, 2, 2]),
+        (0.5, "drop", [0, 0.5, *INSIDE, 0, 0]),
+    ],
+)
+def test_importance_weights(low: float, outside: Any, expected: list[float]) -> None:
+    weights = importance_weights(LOG_RATIOS.clone().requires_grad_(), low=low, high=2.0, outside=outside)
+    assert weights.tolist() == pytest.approx(expected)
+    assert not weights.requires_grad
+    half = torch.tensor([-15.5, 2.0]).bfloat16()
+    assert torch.equal(importance_weights(half, high=9.0), importance_weights(half.float(), high=9.0))
+
+
+def test_keep_sequences() -> None:
+    mean_kl = torch.tensor([0.01, 0.2, 0.2, 0.05], requires_grad=True)
+    advantages = torch.tensor([-1.0, -1.0, 1.0, 0.0])
+    assert keep_sequences(mean_kl, max_kl=0.02, advantages=advantages).tolist() == [1, 0, 1, 1]
+    assert keep_sequences(mean_kl, max_kl=0.05).tolist() == [1, 0, 0, 1]  # at the bound it stays
+    assert not keep_sequences(mean_kl, max_kl=0.1).requires_grad
+
+
+MASKS = [torch.tensor([1, 1, 0, 1]), torch.tensor([1, 1]), torch.tensor([0, 1, 1]), torch.tensor([0.5, 0.25, 1.0])]
+RATIOS = [
+    torch.tensor([0.1, 3.0, 9.0, -0.2]),  # its masked 9.0 must not matter
+    torch.tensor([1.0, -1.2]),
+    torch.tensor([math.nan, 1.0, 1.0]),
+    torch.tensor([0.0, 1.0, 0.0]),  # a weighted mean of 0.25 / 1.75, not 1 / 3
+]
+FRACTIONS, NONE = [0.5, 0.25, 1.0], [0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("level", "bounds", "expected"),
+    [
+        ("token", {"high": 5.0}, [[1, 0, 0, 1], [1, 1], [0, 1, 1], FRACTIONS]),
+        ("token", {"low": 0.5, "high": 2.0}, [[1, 0, 0, 1], [0, 0], NONE, [0.5, 0, 1]]),
+        ("sequence", {"high": 5.0}, [[0, 0, 0, 0], [1, 1], NONE, FRACTIONS]),  # sums 2.9, -0.2, 2.0, 0.25
+        ("geometric", {"high": 2.7}, [[1, 1, 0, 1], [1, 1], NONE, FRACTIONS]),  # means 0.97, -0.1, 1.0, 0.14
+        ("geometric", {"low": 0.95, "high": 3.0}, [[1, 1, 0, 1], [0, 0], [0, 1, 1], FRACTIONS]),
+        ("geometric", {"high": 1.2}, [[0, 0, 0, 0], [1, 1], NONE, FRACTIONS]),
+    ],
+)
+def test_surviving_masks(level: Any, bounds: dict[str, float], expected: list[list[float]]) -> None:
+    before = [one.clone() for one in MASKS]
+    survivors = surviving_masks(MASKS, RATIOS, level=level, **bounds)
+    assert [one.tolist() for one in survivors] == expected
+    assert [one.dtype for one in survivors] == [one.dtype for one in MASKS]
+    assert all(map(torch.equal, MASKS, before))
+
+
+# --- refusals
+
+
+def advantages_from(rewards: Any = (1.0, 2.0), ids: Any = (0, 0), rollout_ids: Any = None) -> Tensor:
+    return group_relative_advantages(rewards, list(ids), rollout_ids=rollout_ids)
+
+
+LOCAL = Samples([[1, 1, 0]]).local(0, 1)
+TWO, WITH_GRAPH, IN = torch.zeros(2), torch.zeros(2, requires_grad=True), "it must be a number in"
+
+
+def survive(*log_ratios: Any, level: Any = "token") -> list[Tensor]:
+    return surviving_masks([torch.ones(2)], log_ratios or [TWO], high=2.0, level=level)
+
+
 REFUSALS = {
     **refusals(
         advantages_from,
         (([[1.0, 2.0]],), r"shape \(1, 2\): they must be 1-D and finite", ()),
         (([1.0, NAN],), "1-D and finite", ([1.0, -1e30],)),
-        (([INF], [0]), "1-D and finite", ([1], [0])),
-        (([1.0, 2.0], [0]), "1 prompt_ids for 2", ()),
         (([1.0, 0], [0, 0], ["a", "a"]), "differ within the rollout of sample", ([1.0, 1], [0, 0], ["a", "a"])),
-        (([1.0, 1], [0, 1], [2, 2]), "share its reward and its prompt", ([1.0, 1], [0, 0], [2, 2])),
     ),
     **refusals(advantages_from, (([1.0], [0.5]), "prompt_ids holds 0.5", ([1.0], ["0.5"])), error=TypeError),
     **refusals(
-        lambda **more: gae(torch.zeros(12), torch.zeros(12), WHOLE, **more),
+        lambda **more: gae(torch.zeros(3), torch.zeros(3), LOCAL, **more),
         ({"gamma": 1.1}, r"gamma is 1.1: it must be a number in \[0, 1\]", {"gamma": 1.0}),
-        ({"lam": -0.1}, "lam is -0.1", {"lam": 0}),
         ({"lam": "0.95"}, "lam is '0.95'", {"lam": 0.95}),
     ),
     **refusals(
-        lambda x=ONES, at=WHOLE, **more: whiten([torch.tensor(x)], [at], dp_group=None, **more),
+        lambda x=TWO, **more: whiten(x, torch.ones(2), **more),
         ({"epsilon": 0}, r"epsilon is 0: it must be a number in \(0, inf\)", {"epsilon": 1e-9}),
-        ({"x": (NAN,) * 12}, "values with NaN or Inf at 9 active tokens", {"x": (1.0, 1, NAN) + (1.0,) * 9}),
-        ({"x": ONES[:6], "at": CUT.local(0, 2)}, "no cp_group: .+ on 2 ranks", {"at": WHOLE}),
+        ({"x": torch.zeros(3)}, r"a mask of shape \(2,\) for values of shape \(3,\)", {}),
+    ),
+    **refusals(
+        lambda **more: importance_weights(TWO, **{"high": 2.0} | more),
+        ({"high": 0.0}, rf"high is 0.0: {IN} \(0, inf\)", {"high": 0.1}),
+        ({"low": 2.0}, rf"low is 2.0: {IN} \[0, 2.0\)", {"low": 1.9}),
+        ({"outside": "mask"}, "no such way with what is outside. Choose one of cap, drop", {"outside": "drop"}),
+    ),
+    **refusals(
+        lambda **more: keep_sequences(TWO, **{"max_kl": 1} | more),
+        ({"max_kl": 0.0}, rf"max_kl is 0.0: {IN} \(0, inf\)", {"max_kl": 1e-3}),
+        ({"advantages": torch.zeros(3, 2)}, r"advantages of shape \(3, 2\)", {}),
+    ),
+    **refusals(
+        survive,
+        ((WITH_GRAPH,), "log-ratios of sample 0 that require grad: who survives must be known before", ()),
+        ((torch.zeros(3),), r"the log-ratios of sample 0 of shape \(3,\) for values of shape \(2,\)", ([0.0, 0.0],)),
+        ((TWO, TWO), "2 log-ratios for 1 loss masks", ()),
+        ({"level": "prompt"}, "no such level of rejection. Choose one of token, sequence, geom", {"level": "sequence"}),
     ),
 }
 

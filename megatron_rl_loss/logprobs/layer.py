@@ -1,0 +1,191 @@
+"""Logits of a chunk of tokens, by an output layer or given; and the way of their gradient back to its leaves."""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_rl_loss.errors import first_order
+from megatron_rl_loss.logprobs.reading import LogProbs, Places, Reading
+from megatron_rl_loss.step.collectives import Group, several
+
+# Where torch has the newer names, it warns of the older ones.
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+#: Rows of the weight's gradient that are made in a lower precision before they are added.
+_PRODUCT_ROWS = 4096
+
+Gradients = tuple[Tensor | None, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorParallel:
+    """The layout of hidden states and vocabulary on the ranks of a tensor-parallel group.
+
+    Attributes:
+        group: the ranks that hold the vocabulary together; None for one.
+        sequence_parallel: each rank has its part of the tokens' hidden states: they are gathered, and their gradient is
+            summed and scattered. Otherwise all ranks have all tokens, and their gradient is summed.
+        sum_gradient: False leaves the sum of the gradient over the ranks to the caller; without sequence parallelism.
+    """
+
+    group: Group | None = None
+    sequence_parallel: bool = False
+    sum_gradient: bool = True
+
+    def gather(self, hidden: Tensor) -> Tensor:
+        """The hidden states of all tokens, [tokens, hidden]."""
+        for group in several(self.group) if self.sequence_parallel else ():
+            mine = hidden.contiguous()
+            hidden = mine.new_empty(len(mine) * group.size(), *mine.shape[1:])
+            _all_gather(hidden, mine, group=group)
+        return hidden.reshape(-1, hidden.shape[-1])
+
+    def sum(self, gradient: Tensor, hidden: Tensor) -> Tensor:
+        """The gradient of all tokens -> that of this rank's hidden states, in their shape."""
+        gradient = gradient.view(-1, *hidden.shape[1:])
+        for group in several(self.group):
+            if self.sequence_parallel:
+                whole, gradient = gradient, gradient.new_empty(hidden.shape)
+                _reduce_scatter(gradient, whole, group=group)
+            elif self.sum_gradient:
+                dist.all_reduce(gradient, group=group)
+        return gradient
+
+
+ALONE = TensorParallel()
+
+
+class WeightGradient:
+    """The sum of the weight's gradient over chunks, in `total`.
+
+    As ``main_gradient`` it takes that gradient instead of autograd, like Megatron's gradient-accumulation fusion.
+    """
+
+    def __init__(self, total: Tensor) -> None:
+        self.total = total
+
+    def add_product(self, of_logits: Tensor, hidden: Tensor) -> None:
+        """``total += of_logits.T @ hidden``; with other dtypes, a block of rows at a time through their own."""
+        if self.total.dtype == hidden.dtype:
+            self.total.addmm_(of_logits.t(), hidden)
+            return
+        for begin in range(0, len(self.total), _PRODUCT_ROWS):
+            rows = slice(begin, begin + _PRODUCT_ROWS)
+            self.total[rows] += of_logits[:, rows].t() @ hidden
+
+    def for_autograd(self) -> Tensor | None:
+        """The gradient that autograd gets: the sum, unless it stays here."""
+        return self.total
+
+
+class Chunks:
+    """The output layer on chunks of the gathered hidden states, and the sums of the gradients that are wanted.
+
+    Leaves are hidden states, weight and bias; without a weight, the hidden states are the logits.
+    """
+
+    def __init__(
+        self,
+        parallel: TensorParallel,
+        main_gradient: WeightGradient | None,
+        leaves: Sequence[Any],
+        wanted: Sequence[bool] = (False, False, False),
+        in_place: bool = False,
+    ) -> None:
+        self._hidden, self._weight, self._bias = leaves
+        self._parallel, self._tokens, self._in_place = parallel, parallel.gather(self._hidden), in_place
+        exact = torch.promote_types(self._tokens.dtype, torch.float32)
+        self._of_hidden = self._of_weight = self._of_bias = None
+        if wanted[0]:
+            self._of_hidden = self._tokens if in_place else torch.zeros_like(self._tokens)
+        if wanted[1]:
+            self._of_weight = main_gradient or WeightGradient(torch.zeros_like(self._weight, dtype=exact))
+        if wanted[2]:
+            self._of_bias = torch.zeros_like(self._weight[:, 0], dtype=exact)
+
+    def logits(self, places: Places) -> Tensor:
+        """Logits that may be overwritten, but in a forward pass without a weight."""
+        tokens = self._tokens[places]
+        if self._weight is None:
+            return tokens if self._of_hidden is None else tokens.clone()
+        with _no_autocast(tokens.device):
+            logits: Tensor = tokens @ self._weight.t()
+            return logits if self._bias is None else logits.add_(self._bias)  # rounded as in Megatron's linear layers
+
+    def add(self, gradient: Tensor, places: Places) -> None:
+        """Add what follows of the gradient of these logits."""
+        with _no_autocast(gradient.device):
+            if self._of_bias is not None:
+                self._of_bias += gradient.sum(0, dtype=self._of_bias.dtype)
+            if self._of_weight is not None:
+                self._of_weight.add_product(gradient, self._tokens[places])
+            if self._of_hidden is not None:
+                self._of_hidden[places] = gradient if self._weight is None else gradient @ self._weight
+
+    def gradients(self, read: Reading) -> Gradients:
+        of_hidden = self._of_hidden
+        if of_hidden is not None and self._in_place and read.rows is not None:
+            skipped = torch.ones(len(of_hidden), dtype=torch.bool, device=of_hidden.device)
+            of_hidden.masked_fill_(skipped.index_fill_(0, read.rows, False)[:, None], 0)
+        of_hidden = None if of_hidden is None else self._parallel.sum(of_hidden, self._hidden)
+        return of_hidden, None if self._of_weight is None else self._of_weight.for_autograd(), self._of_bias
+
+
+def make_log_probs(
+    read: Reading,
+    chunk_tokens: int,
+    leaves: Sequence[Tensor | None],
+    parallel: TensorParallel = ALONE,
+    main_gradient: WeightGradient | None = None,
+    in_place: bool = False,
+) -> LogProbs:
+    """Log-probs and entropy in the labels' shape; logits are made a chunk at a time, and again backward."""
+    chunks = partial(Chunks, parallel, main_gradient, in_place=in_place)
+    return LogProbs(*_MakeLogProbs.apply(read, chunk_tokens, chunks, *leaves))  # type: ignore[no-untyped-call]
+
+
+class _MakeLogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, read: Reading, chunk_tokens: int, chunks_of: partial[Chunks], *leaves: Any) -> Gradients:
+        chunks = chunks_of(leaves)
+        parts = [read.statistics(chunks.logits(places), part) for part, places in read.chunks(chunk_tokens)]
+        log_probs, norm = read.combine(torch.cat(parts, 1))
+        ctx.save_for_backward(norm, *leaves)
+        ctx.read, ctx.chunk_tokens, ctx.chunks_of = read, chunk_tokens, chunks_of
+        ctx.set_materialize_grads(False)
+        return read.spread(log_probs), read.spread(norm[2]) if read.entropy else None
+
+    @staticmethod
+    @first_order("log-probs")
+    def backward(ctx: Any, *gradients: Tensor | None) -> Gradients:
+        norm, *leaves = ctx.saved_tensors
+        read: Reading = ctx.read
+        g, h = map(read.select, gradients)
+        chunks: Chunks = ctx.chunks_of(leaves, ctx.needs_input_grad[3:])
+        for part, places in read.chunks(ctx.chunk_tokens):
+            logits = chunks.logits(places)
+            read.differentiate(logits, part, norm[:, part], *(None if one is None else one[part] for one in (g, h)))
+            chunks.add(logits, places)
+            del logits  # before the next chunk's are made
+        return None, None, None, *chunks.gradients(read)
+
+
+def in_autocast(one: Tensor | None) -> Tensor | None:
+    """A product's factor as `torch.autocast` casts it: once, so that backward has the same, wherever it runs."""
+    if one is None or one.dtype == torch.float64 or not torch.amp.is_autocast_available(one.device.type):
+        return one
+    device = one.device.type
+    return one.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else one
+
+
+def _no_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """Products in the dtypes of their factors, whatever autocast is on."""
+    known = torch.amp.is_autocast_available(device.type)
+    return torch.autocast(device.type, enabled=False) if known else nullcontext()

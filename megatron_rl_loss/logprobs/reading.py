@@ -1,0 +1,247 @@
+"""Arithmetic of log-probs: a chunk's statistics, their sums over the ranks of a vocabulary, and the chunk's gradient.
+
+With z = logits / temperature and q = softmax(z) over the vocabulary of all tensor-parallel (TP) ranks,
+
+    log_prob = z[label] - logsumexp(z)        d log_prob / d z[j] = [j = label] - q[j]
+    entropy  = - sum_j q[j] log q[j]          d entropy / d z[j]  = - q[j] (log q[j] + entropy)
+
+No [tokens, vocabulary] tensor is made or kept beside the logits and their gradient. Forward reads a block of tokens
+once, each rank against its own maximum; the ranks then take one maximum and one sum of a few numbers per token.
+Backward makes the softmax again from the logits, and takes no collective. Nothing is read back from a device.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_rl_loss.errors import check_within, is_int, require
+from megatron_rl_loss.logprobs.kept_ids import Keep, KeptIds, check_keep
+from megatron_rl_loss.step.collectives import Group, rank_in, several, size_of
+
+#: Bool or numbers, in the labels' shape. On the host best: one on a device is read, and the host waits for it.
+TokenMask = Tensor | npt.NDArray[Any] | Sequence[Any]
+
+#: Some tokens of the batch.
+Places = Tensor | slice
+
+_LN_2 = math.log(2)
+
+#: Below it exp and exp2 are 0 in float32 and float64 alike, and products with it are finite: a stand-in for -inf.
+_NEVER = -1e4
+
+#: Entries of scratch: on the host as many as caches hold for a thread, on a device enough to fill it.
+_HOST_BLOCK, _HOST_MOST, _DEVICE_BLOCK = 2**19, 2**23, 2**25
+
+
+class LogProbs(NamedTuple):
+    """Per token, in the shape of the labels, float32 (float64 of float64 logits); 0 where the token mask is 0."""
+
+    log_probs: Tensor
+    entropy: Tensor | None
+
+
+class Settings(NamedTuple):
+    """Arguments that all makers of log-probs take, as `log_probs_from_logits` says."""
+
+    temperature: float
+    keep: Keep | None
+    vocab_size: int | None
+    entropy: bool
+    token_mask: TokenMask | None
+
+
+class Reading:
+    """The tokens of a batch that are read, and the arithmetic on a chunk of their logits.
+
+    A chunk's logits go through `statistics`, these through `combine`, and `gradient` leads back.
+
+    Attributes:
+        labels: int64, of the tokens that are read.
+        rows: their places in the batch, on the labels' device; None for all.
+    """
+
+    def __init__(
+        self, labels: Tensor, shape: tuple[int, ...], columns: int, tp_group: Group | None, settings: Settings
+    ) -> None:
+        temperature, keep, vocab_size, self.entropy, token_mask = settings
+        check_within("temperature", temperature, "(0, inf)", "For greedy sampling there is no ratio")
+        if tuple(labels.shape) != tuple(shape):
+            raise ValueError(
+                f"labels of shape {tuple(labels.shape)}: for these tokens they must be {tuple(shape)}. Labels are in "
+                "the order of the tokens, one each: transpose them to [s, b] where hidden states are [s, b, h]."
+            )
+        if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
+            raise TypeError(f"labels of {labels.dtype}: they must be integers, ids of the vocabulary. Pass token ids.")
+        size = columns * size_of(tp_group)
+        if vocab_size is not None:
+            if not is_int(vocab_size) or not 1 <= vocab_size <= size:
+                raise ValueError(
+                    f"vocab_size {vocab_size!r} for logits of {size} columns on all TP ranks: it must be an int from 1 "
+                    "to that, the size without padding. Leave it out if all columns count, and pass the tp_group if "
+                    "the vocabulary is cut."
+                )
+            size = vocab_size
+        self.shape, self.tp_group = labels.shape, next(iter(several(tp_group)), None)
+        self.labels, self.rows = labels.reshape(-1).long(), None
+        self._host_rows = _rows_of(token_mask, labels.shape)
+        if self._host_rows is not None:
+            self.rows = torch.from_numpy(self._host_rows).to(labels.device, non_blocking=True)
+            self.labels = self.labels[self.rows]
+        if self.labels.numel():
+            require(
+                ((self.labels >= 0) & (self.labels < size)).all(),
+                lambda: (
+                    f"a label {next(x for x in self.labels.tolist() if not 0 <= x < size)} in a vocabulary of {size}"
+                ),
+                "labels must be ids from 0 to the size of the vocabulary. Pass token_mask with 0 at tokens that do not "
+                "count; their labels may be anything.",
+            )
+        self._keep = check_keep(keep, labels.shape, columns)
+        self._scale = 1 / temperature
+        self._first = columns * rank_in(tp_group)  # the id of this rank's first column
+        self._held = min(max(size - self._first, 0), columns)  # this rank's columns without padding
+
+    # --- tokens
+
+    def chunks(self, chunk_tokens: int) -> Iterator[tuple[slice, Places]]:
+        """Places among the tokens that are read, and the same tokens' places in the batch; at least one chunk."""
+        for begin in range(0, max(len(self.labels), 1), chunk_tokens):
+            part = slice(begin, min(begin + chunk_tokens, len(self.labels)))
+            yield part, part if self.rows is None else self.rows[part]
+
+    def spread(self, values: Tensor) -> Tensor:
+        """Values of the tokens that are read, in the shape of the labels, with 0 at all other tokens."""
+        if self.rows is not None:
+            values = values.new_zeros(self.shape.numel()).index_copy_(0, self.rows, values)
+        return values.view(self.shape)
+
+    def select(self, values: Tensor | None) -> Tensor | None:
+        """The inverse of `spread`."""
+        return values if values is None else values.reshape(-1)[slice(None) if self.rows is None else self.rows]
+
+    # --- arithmetic
+
+    def statistics(self, logits: Tensor, part: slice) -> Tensor:
+        """[4, chunk] of this rank's columns: top, the largest logit; sum exp z; z[label]; sum z exp z.
+
+        z = scale * (logits - top). The third is arbitrary where another rank has the label, the fourth 0 unless entropy
+        is asked for. Where no id counts here, top is -inf and the sums 0.
+        """
+        column, here = self._columns(self.labels[part])
+        statistics = logits.new_zeros(4, len(column), dtype=torch.promote_types(logits.dtype, torch.float32))
+        top, total, label, weighted = statistics
+        top.fill_(-math.inf)
+        for rows, z, q in self._blocks(logits, top.dtype):
+            x = self._kept(logits[rows, : self._held], z, part, rows, column, here)
+            top[rows] = x.amax(-1)
+            finite = top[rows].masked_fill(top[rows] == -math.inf, 0)
+            label[rows] = (x.gather(1, column[rows])[:, 0] - finite) * self._scale
+            self._centre(x, finite, z)
+            total[rows] = torch.exp2(z, out=q).sum(-1)
+            if self.entropy:
+                weighted[rows] = z.mul_(q).sum(-1) * _LN_2
+        return statistics
+
+    def combine(self, statistics: Tensor, part: slice = slice(None)) -> tuple[Tensor, Tensor]:
+        """Log_prob [tokens], and the norm [3, tokens]: top and sum exp z of the whole vocabulary, and the entropy."""
+        top, total, label, weighted = statistics
+        if self.tp_group is not None and top.numel():
+            own, top = top, top.clone()
+            dist.all_reduce(top, op=dist.ReduceOp.MAX, group=self.tp_group)
+            shift = (own - top) * self._scale
+            factor, small = shift.exp(), shift.clamp(min=_NEVER)  # 0 and finite where nothing counts
+            label = torch.where(self._columns(self.labels[part])[1], label + shift, 0)
+            sums = torch.stack([total * factor, label, (weighted + total * small) * factor])
+            dist.all_reduce(sums if self.entropy else sums[:2], group=self.tp_group)
+            total, label, weighted = sums
+        log_total = total.log()
+        return label - log_total, torch.stack([top, total, log_total - weighted / total])
+
+    def differentiate(self, logits: Tensor, part: slice, norm: Tensor, g: Tensor | None, h: Tensor | None) -> None:
+        """Overwrite the logits by their gradient, ``scale (g [j = label] - q (g + h (log q + entropy)))``.
+
+        g and h, [chunk], are the gradients of log-prob and entropy, None for 0; `norm` is the chunk's.
+        """
+        top, total, entropy = norm
+        column, here = self._columns(self.labels[part])
+        logits[:, self._held :] = 0
+        g = torch.zeros_like(top) if g is None else g
+        factor = -self._scale / total
+        level = (factor * (g if h is None else g + h * (entropy - total.log())))[:, None]
+        slope = None if h is None else (factor * h * _LN_2)[:, None]
+        at_label = (g * here * self._scale)[:, None]
+        for rows, z, q in self._blocks(logits, norm.dtype, overwrite=True):
+            x = logits[rows, : self._held]
+            self._centre(self._kept(x, z, part, rows, column, here), top[rows], z)
+            if slope is None:
+                z.exp2_().mul_(level[rows])
+            else:
+                torch.exp2(z, out=q)
+                z.mul_(slope[rows]).add_(level[rows]).mul_(q)
+            z.scatter_add_(1, column[rows], at_label[rows])
+            if x.dtype != z.dtype:
+                x.copy_(z)
+
+    def _centre(self, x: Tensor, top: Tensor, z: Tensor) -> None:
+        """z = scale * (x - top) / log 2, finite, for exp2, which on the host takes a quarter of `torch.exp`'s time."""
+        torch.sub(x, top[:, None], out=z).mul_(self._scale / _LN_2).clamp_(min=_NEVER)
+
+    def _blocks(
+        self, logits: Tensor, dtype: torch.dtype, overwrite: bool = False
+    ) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """Rows at a time, with two pieces of scratch; the first are the logits if these may be overwritten and can."""
+        size = min(self.block_tokens(logits.device), max(len(logits), 1))
+        in_place = overwrite and logits.dtype == dtype
+        scratch = logits.new_empty(1 if in_place else 2, size, self._held, dtype=dtype)
+        for begin in range(0, len(logits) if self._held else 0, size):
+            rows = slice(begin, min(begin + size, len(logits)))
+            number = rows.stop - rows.start
+            yield rows, logits[rows, : self._held] if in_place else scratch[0, :number], scratch[-1, :number]
+
+    def block_tokens(self, device: torch.device) -> int:
+        """Tokens of a block, whose scratch fits."""
+        entries, threads = _DEVICE_BLOCK, torch.get_num_threads()
+        if device.type == "cpu":  # threads wait for each other after each operation: for several, fewer and larger ones
+            entries = _HOST_BLOCK if threads == 1 else min(2 * threads * _HOST_BLOCK, _HOST_MOST)
+        return max(1, entries // max(self._held, 1))
+
+    def _columns(self, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """The label's column [n, 1], and True where this rank has it; otherwise the column is arbitrary."""
+        column = labels - self._first
+        here = (column >= 0) & (column < self._held)
+        return column.clamp(0, max(self._held - 1, 0))[:, None], here
+
+    def _kept(self, x: Tensor, z: Tensor, part: slice, rows: slice, column: Tensor, here: Tensor) -> Tensor:
+        """The logits, in `z` with -inf where an id is not kept."""
+        if self._keep is None:
+            return x
+        block = slice(part.start + rows.start, part.start + rows.stop)
+        if isinstance(self._keep, KeptIds):
+            tokens = np.arange(block.start, block.stop) if self._host_rows is None else self._host_rows[block]
+            kept = self._keep.mask(tokens, self._first, self._first + self._held, z.device)
+        elif len(self._keep) == 1:
+            kept = self._keep[:, : self._held].expand(len(z), -1)
+        else:
+            kept = self._keep[block if self.rows is None else self.rows[block], : self._held]
+        column = column[rows]
+        kept = kept.scatter(1, column, kept.gather(1, column) | here[rows, None])
+        return z.copy_(x).masked_fill_(~kept, -math.inf)
+
+
+def _rows_of(token_mask: TokenMask | None, shape: torch.Size) -> npt.NDArray[np.intp] | None:
+    """Places of the tokens that are read; None for all of them."""
+    if token_mask is None:
+        return None
+    mask = (token_mask != 0).numpy(force=True) if isinstance(token_mask, Tensor) else np.asarray(token_mask) != 0
+    if mask.shape != shape:
+        raise ValueError(
+            f"a token mask of shape {mask.shape}: it must have the labels' shape, {tuple(shape)}. Cut it for this "
+            "context-parallel rank as the labels are."
+        )
+    return None if mask.all() else np.flatnonzero(mask)

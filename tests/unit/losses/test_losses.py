@@ -1,0 +1,279 @@
+"""Properties of every loss: masked and rejected tokens, precision, devices, second derivatives."""
+
+import functools
+import itertools
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from megatron_rl_loss import losses
+from megatron_rl_loss.losses import (
+    POLICY_LOSSES,
+    dppo_loss,
+    gae,
+    policy_loss,
+    segment_mean,
+    segment_scan,
+    to_tokens,
+)
+from megatron_rl_loss.step import Gathered, Samples
+
+INF, NAN = float("inf"), float("nan")
+
+
+def test_k3_is_the_default_and_not_negative_in_float32() -> None:
+    difference = torch.linspace(-1e-3, 1e-3, 2001)  # exp(-d) - 1 taken naively rounds below zero near d = 0
+    tokens = difference, torch.zeros(2001), torch.ones(2001)
+    assert float(losses.kl_estimate(*tokens).min()) >= -1e-10
+    assert torch.equal(losses.kl_estimate(*tokens), losses.kl_estimate(*tokens, estimator="k3"))
+
+
+NEAR = (("tv", 0.1), ("kl", 0.59))  # the KL of p = 1 and q = exp(-0.6) is 0.6
+
+
+def test_a_certain_token_has_a_divergence() -> None:
+    """p = 1 or q = 1, where the other tokens' log-probability is -inf; a log-prob that rounds above 0 is one of 1."""
+    likely, advantages, mask = torch.full((2,), -0.6), torch.tensor([1.0, -1.0]), torch.ones(2)
+    for certain, (divergence, threshold) in itertools.product(torch.tensor([[0.0, 0], [0.05, 0.05]]), NEAR):
+        settings: Any = {"divergence": divergence, "threshold": threshold}
+        assert dppo_loss(certain, likely, advantages, mask, **settings).clipped.tolist() == [1, 0]
+        assert dppo_loss(likely, certain, advantages, mask, **settings).clipped.tolist() == [0, 1]
+        same = dppo_loss(certain, certain, advantages, mask, **settings)
+        assert (same.clipped.tolist(), same.per_token_loss.tolist()) == ([0, 0], [-1, 1])
+
+
+# --- every loss: masks, rejection, precision
+
+Inputs = dict[str, Tensor]
+LossOf = Callable[[Inputs, Any], Tensor]
+MASKS = [[1, 1, 0, 1, 0], [0, 0.5, 1]]
+MASK = torch.tensor(MASKS[0] + MASKS[1])
+MASKED, LOCAL = MASK == 0, Samples(MASKS).local(0, 1)
+
+
+def of_policy(name: str, given: Inputs, local: Any) -> Tensor:
+    tokens = (given[key] for key in ("log_probs", "old_log_probs", "advantages"))
+    return policy_loss(name, *tokens, local, importance_weights=given["importance_weights"]).per_token_loss
+
+
+LOSSES: dict[str, LossOf] = {name: functools.partial(of_policy, name) for name in POLICY_LOSSES}
+LOSSES["kl"] = lambda given, local: losses.kl_estimate(given["log_probs"], given["old_log_probs"], local)
+LOSSES["value"] = lambda given, local: losses.value_loss(
+    given["log_probs"], given["old_log_probs"], local, old_values=given["advantages"], clip=0.2
+)
+OF_SEQUENCES = {name for name, loss in POLICY_LOSSES.items() if loss.of_sequence}
+PLACES = [*((name, LOCAL) for name in LOSSES), *((name, MASK) for name in LOSSES if name not in OF_SEQUENCES)]
+everywhere = pytest.mark.parametrize(("name", "local"), PLACES)
+
+
+def inputs(dtype: torch.dtype = torch.float32) -> Inputs:
+    """A new copy: log-ratios on both sides of 0, advantages of both signs, all exact in bfloat16."""
+    old = torch.tensor([-2.0, -1.5, -3.0, -2.5, -1.0, -0.5, -4.0, -2.0])
+    log_ratio = torch.tensor([0.5, -0.25, 0.125, -0.5, 0.25, 0.25, 0.75, -0.125])
+    advantages = torch.tensor([1.0, 1.0, -1.0, -2.0, 1.0, -1.0, -1.0, 0.5])
+    weights = torch.tensor([1.0, 0.5, 1.0, 1.5, 1.0, 2.0, 1.0, 1.0])
+    made = {"log_probs": old + log_ratio, "old_log_probs": old, "advantages": advantages, "importance_weights": weights}
+    return {name: one.to(dtype) for name, one in made.items()}
+
+
+def share_and_gradient(loss: LossOf, given: Inputs, local: Any = LOCAL) -> tuple[Tensor, Tensor]:
+    """The masked sum of a loss, and its gradient."""
+    leaf = given["log_probs"].clone().requires_grad_()
+    share = (loss(given | {"log_probs": leaf}, local) * MASK).sum()
+    share.backward()
+    assert leaf.grad is not None
+    return share.detach(), leaf.grad
+
+
+@everywhere
+def test_masked_tokens_change_no_bit(name: str, local: Any) -> None:
+    share, gradient = share_and_gradient(LOSSES[name], inputs(), local)
+    assert share.isfinite()
+    assert gradient[~MASKED].count_nonzero() > 0
+    assert (gradient[MASKED] == 0).all()
+    for key, poison in itertools.product(inputs(), (NAN, INF, -INF, 1e30)):
+        poisoned = inputs() | {key: inputs()[key].masked_fill(MASKED, poison)}
+        found = share_and_gradient(LOSSES[name], poisoned, local)
+        assert all(map(torch.equal, found, (share, gradient))), (key, poison)
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+@pytest.mark.parametrize("unlikely", [-INF, -95.0])
+def test_a_token_of_weight_0_has_loss_and_gradient_0(name: str, unlikely: float) -> None:
+    """Whatever its ratio: the engine's log-prob may be -inf. A rejected sequence has no gradient either."""
+    for sign, rejected in itertools.product((1, -1), ([5, 6, 7], [1])):
+        given = inputs()
+        given["advantages"] = sign * given["advantages"].abs()
+        given["importance_weights"][rejected] = 0
+        right = share_and_gradient(LOSSES[name], given)
+        given["old_log_probs"][rejected] = unlikely
+        found = share_and_gradient(LOSSES[name], given)
+        assert found[0].isfinite()
+        assert found[1].isfinite().all()
+        if name not in OF_SEQUENCES or len(rejected) > 1:
+            assert all(map(torch.equal, found, right))
+            assert not found[1][rejected].any()
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+def test_factors_are_constants_and_multiply_the_loss_alone(name: str) -> None:
+    """A rejected token of a finite ratio counts in its sequence's."""
+    plain = LOSSES[name](inputs() | {"importance_weights": torch.ones(8)}, LOCAL)
+    given = inputs() | {"importance_weights": torch.tensor([0, 2.0, 1, 1, 1, 1, 0.5, 1])}
+    leaves = [given[key].requires_grad_() for key in given if key != "advantages"]
+    found = policy_loss(name, *list(given.values())[:3], LOCAL, importance_weights=given["importance_weights"])
+    assert torch.equal(found.per_token_loss, plain * given["importance_weights"])
+    assert (found.clipped[0], found.clipped.requires_grad, found.ppo_kl.requires_grad) == (0, False, False)
+    found.per_token_loss.sum().backward()
+    assert [leaf.grad is None for leaf in leaves] == [False, True, True]
+
+
+@everywhere
+def test_half_precision_is_float32_of_the_same_inputs(name: str, local: Any) -> None:
+    given = inputs()
+    given["old_log_probs"][6] = -15.5  # with A < 0: its ratio, e^11.75, is more than float16 can hold
+    given["log_probs"][6] = -3.75
+    share, gradient = share_and_gradient(LOSSES[name], given, local)
+    for dtype in (torch.bfloat16, torch.float16):
+        found = share_and_gradient(LOSSES[name], {key: x.to(dtype) for key, x in given.items()}, local)
+        assert torch.equal(found[0], share)
+        assert torch.equal(found[1], gradient.to(dtype))
+
+
+HELD, ROW = Samples([[1, 1, 0], [1, 1]]).local(0, 1), torch.ones(1, 5)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_ratios_that_overflow(name: str, dtype: torch.dtype) -> None:
+    """exp overflows beyond 11 in float16, beyond 88 in the others. Advantages broadcast; results have one shape."""
+    for far in (12.0, 90.0, 900.0):
+        leaf = torch.zeros(1, 5, dtype=dtype, requires_grad=True)
+        given = {"log_probs": leaf, "old_log_probs": torch.full((1, 5), -far, dtype=dtype)}
+        factors = {"advantages": torch.ones(1, 1, dtype=dtype), "importance_weights": torch.ones(5, dtype=dtype)}
+        local = HELD if name in OF_SEQUENCES else ROW
+        if name == "value":
+            factors["advantages"] = torch.ones(1, 5, dtype=dtype)
+        loss = LOSSES[name](given | factors, local)
+        assert (loss.shape, loss.dtype) == ((1, 5), torch.float32)
+        loss.sum().backward()
+        if name not in ("kl", "value"):
+            assert loss.isfinite().all()
+            assert leaf.grad.isfinite().all()
+            assert name in ("cispo", "sapo") or not leaf.grad.any()
+
+
+NODES = {"gspo": LOSSES["gspo"], "gmpo": LOSSES["gmpo"]}
+NODES |= {
+    one.__name__: lambda given, local, one=one: one(given["log_probs"], local) for one in (segment_mean, segment_scan)
+}
+
+
+@pytest.mark.parametrize("name", NODES)
+def test_a_gradient_penalty_is_refused(name: str) -> None:
+    """The gradients of those nodes have no graph; others are autograd's own."""
+    given = inputs(torch.float64)
+    leaf = given["log_probs"].requires_grad_()
+    (gradient,) = torch.autograd.grad(NODES[name](given, LOCAL).sum(), leaf, retain_graph=True)
+    assert gradient.any()
+    with pytest.raises(ValueError, match=r"create_graph=True through .+: its gradient has no graph"):
+        torch.autograd.grad(NODES[name](given, LOCAL).sum(), leaf, create_graph=True)
+
+
+# --- devices and modes of torch
+
+
+class Transfers(TorchDispatchMode):
+    """Refuses reading a value back, and a tensor of the host among those of a device but for copies without waiting."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = kwargs or {}, str(function)
+        tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
+        on_host = [one for one in tensors if one.is_cpu]
+        assert not re.search("_local_scalar|item|new_full", name), name
+        if on_host and "_to_copy" in name and torch.device(kwargs.get("device", "cpu")).type != "cpu":
+            assert kwargs.get("non_blocking"), "a copy that the host waits for"
+        elif on_host:
+            assert len(on_host) == len(tensors), f"{name} of the host's and a device's tensors"
+        return function(*args, **kwargs)
+
+
+@everywhere
+def test_no_loss_waits_for_a_device(name: str, local: Any) -> None:
+    """The meta device has nothing to read; no constant of one number is made on the host and copied."""
+    given = {key: one.to("meta") for key, one in inputs().items()}
+    given["log_probs"].requires_grad_()
+    with Transfers():
+        LOSSES[name](given, local).sum().backward()
+    assert given["log_probs"].grad.shape == (8,)
+
+
+def test_no_statistic_waits_for_a_device() -> None:
+    local = Samples([torch.ones(9), torch.ones(4)], rollout_ids=[0, 0], layout=Gathered([0, 9, 13])).local(0, 1)
+    values = torch.ones(13, device="meta", requires_grad=True)
+    for per in ("sample", "rollout"):
+        with Transfers():
+            (to_tokens(segment_mean(values, local, per=per), local) * values).sum().backward()
+            segment_scan(values, local, per=per, steps="all", reverse=True).sum().backward()
+            gae(values, values, local)
+
+
+def test_no_copy_to_the_host_is_non_blocking() -> None:
+    """It would be read before it has arrived. All call sites copy from the host."""
+    for path in Path(losses.__file__).parent.glob("*.py"):
+        for line in path.read_text().splitlines():
+            assert "non_blocking" not in line or "from_numpy(" in line or "non_blocking=given.is_cpu" in line, line
+
+
+def test_what_is_made_in_inference_mode_is_trained_on() -> None:
+    given = inputs()
+    with torch.inference_mode():
+        data = {key: one.clone() for key, one in given.items()}
+        local = Samples(MASKS).local(0, 1)
+        ratio = data["log_probs"] - data["old_log_probs"]
+        made = (
+            losses.importance_weights(ratio, high=2.0),
+            losses.keep_sequences(ratio, max_kl=0.1),
+            losses.distillation_advantages(data["log_probs"], data["old_log_probs"]),
+            *gae(ratio, ratio, local),
+            losses.group_relative_advantages(ratio, [0] * 8),
+            losses.rloo_advantages(ratio, [0] * 8),
+            losses.whiten(ratio, MASK),
+        )
+    for name, loss in LOSSES.items():
+        right = share_and_gradient(loss, given)
+        trained = data | {"log_probs": given["log_probs"]}
+        assert all(map(torch.equal, share_and_gradient(loss, trained, local), right)), name
+    for one in made:  # a product keeps its factors for the backward
+        (given["log_probs"].requires_grad_() * one).sum().backward()
+
+
+def test_a_default_device_is_not_where_data_goes() -> None:
+    held = inputs()
+
+    def results() -> list[Tensor]:
+        x, rows = held["log_probs"], list(held["log_probs"].split([5, 3]))
+        return [
+            *(share_and_gradient(loss, held)[1] for loss in LOSSES.values()),
+            segment_scan(x, LOCAL, gamma=0.9),
+            *gae(x, x, LOCAL),
+            losses.whiten(x, MASK),
+            losses.group_relative_advantages(x, [0] * 8),
+            losses.rloo_advantages(x, [0] * 8, rollout_ids=list(range(8))),
+            *losses.surviving_masks(MASKS, rows, high=2.0, level="sequence"),
+        ]
+
+    right = results()
+    torch.set_default_device("meta")
+    try:
+        found = results()
+    finally:
+        torch.set_default_device(None)
+    assert all(map(torch.equal, found, right))
