@@ -4,6 +4,7 @@ Each is a function of tensors, by formula or by name, for use in loss functions.
 `megatron_rl_loss.reduction`.
 """
 
+from megatron_rl_loss import refuse_names
 from megatron_rl_loss.losses.advantages import (
     distillation_advantages,
     gae,
@@ -43,3 +44,5 @@ __all__ = [
     "value_loss",
     "whiten",
 ]
+
+__getattr__ = refuse_names(__name__)
