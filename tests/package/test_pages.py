@@ -26,6 +26,7 @@ from megatron_rl_loss.audit.verdict import TOLERANCES
 from megatron_rl_loss.modes import available_modes, resolve
 from megatron_rl_loss.modes import names as mode_names
 from megatron_rl_loss.modes import table as modes
+from megatron_rl_loss.plan import Microbatch, Plan
 
 README, USING, NAMES, FRAMEWORKS, PERFORMANCE = (
     (ROOT / "docs" / name).read_text()
@@ -59,6 +60,13 @@ def wrong_names(text: str) -> Iterator[str]:
 def test_links_lead_somewhere_and_names_are_those_of_folders(page: Path) -> None:
     assert broken_links(page, page.read_text()) == []
     assert list(wrong_names(page.read_text())) == []
+
+
+def test_what_pages_say_of_a_plan_and_a_micro_batch_is_there() -> None:
+    text = "".join(page.read_text() for page in PAGES)
+    called = {(owner, name) for owner, name in re.findall(r"\b(plan|microbatch)\.(\w+)\(", text)}
+    assert len(called) > 8
+    assert [name for owner, name in called if not hasattr(Plan if owner == "plan" else Microbatch, name)] == []
 
 
 def test_every_example_compares_its_tokens() -> None:
