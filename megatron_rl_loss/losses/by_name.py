@@ -31,25 +31,21 @@ class NamedLoss:
     mode: str | None = None  # the only one that makes it its paper's loss, or None where any does
     divisor: float | None = None
 
-    @property
-    def settings(self) -> tuple[str, ...]:
-        """The keywords that it takes."""
-        fixed, parameters = getattr(self.compute, "keywords", ()), inspect.signature(self.compute).parameters.values()
-        return tuple(one.name for one in parameters if one.kind is one.KEYWORD_ONLY and one.name not in fixed)
 
-
-_ROWS = (
-    NamedLoss("ppo", ppo_clip_loss),
-    NamedLoss("cispo", cispo_loss),
-    NamedLoss("sapo", sapo_loss),
-    NamedLoss("dppo_tv", partial(dppo_loss, divergence="tv")),
-    NamedLoss("dppo_kl", partial(dppo_loss, divergence="kl")),
-    NamedLoss("gspo", partial(gspo_loss, level="sequence"), True, "sample_mean"),
-    NamedLoss("gspo_token", partial(gspo_loss, level="token"), True),
-    NamedLoss("luspo", partial(gspo_loss, level="sequence"), True, "constant", 1),
-    NamedLoss("gmpo", gmpo_loss, True, "sample_mean"),
-)
-POLICY_LOSSES = {loss.name: loss for loss in _ROWS}
+POLICY_LOSSES = {
+    loss.name: loss
+    for loss in (
+        NamedLoss("ppo", ppo_clip_loss),
+        NamedLoss("cispo", cispo_loss),
+        NamedLoss("sapo", sapo_loss),
+        NamedLoss("dppo_tv", partial(dppo_loss, divergence="tv")),
+        NamedLoss("dppo_kl", partial(dppo_loss, divergence="kl")),
+        NamedLoss("gspo", partial(gspo_loss, level="sequence"), True, "sample_mean"),
+        NamedLoss("gspo_token", partial(gspo_loss, level="token"), True),
+        NamedLoss("luspo", partial(gspo_loss, level="sequence"), True, "constant", 1),
+        NamedLoss("gmpo", gmpo_loss, True, "sample_mean"),
+    )
+}
 
 
 def policy_loss(
@@ -71,28 +67,15 @@ def policy_loss(
 
     Raises ValueError for an unknown name, a setting that the loss does not have, and as its own function.
     """
-    loss = named_loss(name, **settings)
+    loss = _named(name, settings)
     place = (local, cp_group) if loss.of_sequence else (local,)
     own = {key: value for key, value in settings.items() if value is not None}
     return loss.compute(log_probs, old_log_probs, advantages, *place, **own)
 
 
-def named_loss(name: str, **settings: Any) -> NamedLoss:
-    """The row of a name; refuses settings that the loss does not have."""
-    check_choice("policy loss", name, POLICY_LOSSES)
-    loss = POLICY_LOSSES[name]
-    for key, value in settings.items():
-        if value is not None and key not in loss.settings:
-            raise ValueError(
-                f"{key}={value!r} for the policy loss {name}: it takes {', '.join(loss.settings)}. Drop it, or choose "
-                "another loss."
-            )
-    return loss
-
-
 def check_goes_with(name: str, aggregation: Aggregation, **settings: Any) -> None:
     """Refuse a policy loss with a built-in mode that makes another loss of it, and settings that it does not have."""
-    loss = named_loss(name, **settings)
+    loss = _named(name, settings)
     mode, divisor = aggregation.mode.name, aggregation.divisor
     is_own = getattr(aggregation.mode.function, "__module__", "") != Mode.__module__
     if loss.mode is None or is_own or (mode, divisor) == (loss.mode, loss.divisor):
@@ -103,3 +86,17 @@ def check_goes_with(name: str, aggregation: Aggregation, **settings: Any) -> Non
         f"sequence's one number, and is what its paper says by {right} alone. Aggregate by {right}, or take gspo_token "
         "or a loss of single tokens, which go with every mode."
     )
+
+
+def _named(name: str, settings: dict[str, Any]) -> NamedLoss:
+    check_choice("policy loss", name, POLICY_LOSSES)
+    loss = POLICY_LOSSES[name]
+    fixed, parameters = getattr(loss.compute, "keywords", ()), inspect.signature(loss.compute).parameters.values()
+    takes = [one.name for one in parameters if one.kind is one.KEYWORD_ONLY and one.name not in fixed]
+    for key, value in settings.items():
+        if value is not None and key not in takes:
+            raise ValueError(
+                f"{key}={value!r} for the policy loss {name}: it takes {', '.join(takes)}. Drop it, or choose another "
+                "loss."
+            )
+    return loss

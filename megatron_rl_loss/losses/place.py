@@ -28,6 +28,8 @@ class InMicrobatch(Protocol):
     def totals(self) -> StepTotals: ...
 
 
+#: A value of each token, or several, which then share one collective.
+Values = Tensor | Sequence[Tensor]
 #: A `Microbatch`, or this rank's tokens of one: ``Samples(...).local(cp_rank, cp_size)``.
 Place = LocalTokens | InMicrobatch
 
@@ -69,9 +71,7 @@ class Sequences:
     dtype: torch.dtype
 
     @classmethod
-    def of(
-        cls, what: str, values: Tensor | Sequence[Tensor], local: Place, cp_group: Group | None, per: str
-    ) -> "Sequences":
+    def of(cls, what: str, values: Values, local: Place, cp_group: Group | None, per: str) -> "Sequences":
         tokens = tokens_of(local)
         given = list(values) if isinstance(values, Sequence) else [values]
         for row in given:

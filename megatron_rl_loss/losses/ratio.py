@@ -90,27 +90,21 @@ class Given:
 
     @classmethod
     def of(
-        cls,
-        log_probs: Tensor,
-        old_log_probs: Tensor,
-        advantages: Tensor,
-        importance_weights: Tensor | None,
-        local: Masked,
+        cls, log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, weights: Tensor | None, local: Masked
     ) -> "Given":
         check_shape("old_log_probs", old_log_probs, log_probs)
         check_shape("advantages", advantages, log_probs, broadcasts=True)
         if advantages.requires_grad:
             raise ValueError("advantages that require grad: they are constants of the policy loss. Detach them.")
-        factors = [old_log_probs.detach(), advantages]
-        if importance_weights is not None:
-            check_shape("importance_weights", importance_weights, log_probs, broadcasts=True)
-            factors.append(importance_weights.detach())
-        log_probs, old, advantages, *weights = masked(local, log_probs, *factors)
+        if weights is not None:
+            check_shape("importance_weights", weights, log_probs, broadcasts=True)
+        factors = [] if weights is None else [weights.detach()]
+        log_probs, old, advantages, *factors = masked(local, log_probs, old_log_probs.detach(), advantages, *factors)
         _check_log_probs(log_probs=log_probs.detach(), old_log_probs=old)
         log_ratio = log_probs - old
-        if weights:  # else 0 * inf of a rejected token would be NaN
-            log_ratio = log_ratio.masked_fill((weights[0] == 0) & ~log_ratio.isfinite(), 0)
-        return cls(log_probs, old, log_ratio, advantages, weights[0] if weights else None)
+        if factors:  # else 0 * inf of a rejected token would be NaN
+            log_ratio = log_ratio.masked_fill((factors[0] == 0) & ~log_ratio.isfinite(), 0)
+        return cls(log_probs, old, log_ratio, advantages, factors[0] if factors else None)
 
     def kept(self, values: Tensor) -> Tensor:
         """The values, and 0 at tokens of weight 0: before an exp that may overflow."""

@@ -15,12 +15,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl_loss.errors import check_choice, check_within, first_order
-from megatron_rl_loss.losses.place import Place, Sequences, on_device
+from megatron_rl_loss.losses.place import Place, Sequences, Values, on_device
 from megatron_rl_loss.step.collectives import Group
 
 
 def segment_scan(
-    values: Tensor | Sequence[Tensor],
+    values: Values,
     local: Place,
     cp_group: Group | None = None,
     *,

@@ -19,13 +19,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl_loss.errors import first_order
-from megatron_rl_loss.losses.place import Place, Sequences, on_device, tokens_of
+from megatron_rl_loss.losses.place import Place, Sequences, Values, on_device, tokens_of
 from megatron_rl_loss.step.collectives import Group
 
 
-def segment_sum(
-    values: Tensor | Sequence[Tensor], local: Place, cp_group: Group | None = None, *, per: str = "sample"
-) -> Tensor:
+def segment_sum(values: Values, local: Place, cp_group: Group | None = None, *, per: str = "sample") -> Tensor:
     """``S_i = sum_t m_it v_it`` of every sample of the micro-batch, over all CP ranks, differentiable.
 
     >>> samples = Samples([torch.tensor([1, 1, 0]), torch.tensor([1])])
@@ -54,9 +52,7 @@ def segment_sum(
     return _statistic("segment_sum", values, local, cp_group, per)
 
 
-def segment_mean(
-    values: Tensor | Sequence[Tensor], local: Place, cp_group: Group | None = None, *, per: str = "sample"
-) -> Tensor:
+def segment_mean(values: Values, local: Place, cp_group: Group | None = None, *, per: str = "sample") -> Tensor:
     """``S_i / M_i``: `segment_sum` divided by the mask sum of the whole sample; 0 for a fully masked sample.
 
     >>> samples = Samples([torch.tensor([1, 1, 0]), torch.tensor([1])])
@@ -86,7 +82,7 @@ def to_tokens(of_samples: Tensor, local: Place) -> Tensor:
     return spread
 
 
-def _statistic(what: str, values: Tensor | Sequence[Tensor], local: Place, cp_group: Group | None, per: str) -> Tensor:
+def _statistic(what: str, values: Values, local: Place, cp_group: Group | None, per: str) -> Tensor:
     given = Sequences.of(what, values, local, cp_group, per)
     divisor = None
     if what == "segment_mean":

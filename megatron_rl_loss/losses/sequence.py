@@ -53,13 +53,12 @@ def gspo_loss(
     """
     check_choice("level of GSPO", level, get_args(Level))
     given = Given.of(log_probs, old_log_probs, advantages, importance_weights, local)
-    bounds, by_token = RatioBounds.around_1(clip_low, clip_high), level == "token"
+    bounds = RatioBounds.around_1(clip_low, clip_high)
     if mean_log_ratio is None:
-        log_ratio = given.log_ratio.detach() if by_token else given.log_ratio
-        mean_log_ratio = segment_mean(log_ratio, local, cp_group, per=per)
-    of_sequence = to_tokens(mean_log_ratio.detach() if by_token else mean_log_ratio, local).view(log_probs.shape)
-    if by_token:
-        of_sequence = of_sequence + (given.log_probs - given.log_probs.detach())
+        mean_log_ratio = segment_mean(given.log_ratio, local, cp_group, per=per)
+    of_sequence = to_tokens(mean_log_ratio, local).view(log_probs.shape)
+    if level == "token":
+        of_sequence = of_sequence.detach() + (given.log_probs - given.log_probs.detach())
     return bounds.surrogate(given, of_sequence)
 
 

@@ -142,7 +142,7 @@ def validate_loss_aggregation_args(args: Namespace) -> AggregationSettings:
             raise ValueError(
                 f"{flag} {path} with --loss-aggregation {mode}: only one can make the loss. Drop one of them."
             )
-        mode = load_function(path, flag, "it must be a function of ModeInputs", "Name a function that returns weights")
+        mode = load_function(path, flag, "it must be a function of ModeInputs", "Name one that returns weights", Mode)
     settings = AggregationSettings.resolve(
         mode or ("token_mean" if per_token else "sample_mean"),
         args.loss_aggregation_divisor,

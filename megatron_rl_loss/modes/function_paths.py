@@ -1,14 +1,13 @@
 """A function of the user's, named on a command line: ``pkg.mod.fn`` or ``pkg.mod:fn``."""
 
 import importlib
-from collections.abc import Callable
 from typing import Any
 
 from megatron_rl_loss.errors import check_callable
 
 
-def load_function(path: str, flag: str, rule: str, remedy: str) -> Callable[..., Any]:
-    """The function at the path that a flag was given; rule and remedy are for what cannot be called.
+def load_function(path: str, flag: str, rule: str, remedy: str, kind: type | tuple[()] = ()) -> Any:
+    """The function, or object of that kind, at the path that a flag was given; rule and remedy are for all others.
 
     Raises ValueError for a path that names no module and function or does not load, TypeError for what is no function.
     """
@@ -22,5 +21,6 @@ def load_function(path: str, flag: str, rule: str, remedy: str) -> Callable[...,
             f"{flag} {path!r}: it does not load ({error}). Check the spelling, and that the module's folder is on "
             "PYTHONPATH."
         ) from error
-    check_callable(f"{flag} {path!r}", function, rule, remedy)
+    if not isinstance(function, kind):
+        check_callable(f"{flag} {path!r}", function, rule, remedy)
     return function

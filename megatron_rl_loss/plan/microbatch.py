@@ -220,7 +220,7 @@ class Microbatch:
         rest = iter(sums)
         for name, metric in of_step.items():
             notes[name] = metric.note([next(rest) for _ in rows[name]], reducers[name])
-        return self.carry(share, None if form in ("sum", "mean") else self._note(notes), form=form)
+        return self.carry(share, self._note(notes), form=form)
 
     def folded(self, share: Tensor, per_token_loss: Tensor) -> Tensor:
         """A share that was summed by `weights` elsewhere, from losses [num_local_tokens], as `pg_loss` makes it."""

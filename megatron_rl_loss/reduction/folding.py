@@ -62,6 +62,7 @@ def fold_into_advantages(
     rows = [one.detach() if isinstance(one, Tensor) else torch.tensor(one, device="cpu") for one in advantages]
     lengths = zip(rows, samples.mask_lengths, strict=True)
     flat = samples.in_buffer([row.expand(length) if row.dim() == 0 else row for row, length in lengths])
+    flat = torch.as_tensor(flat, device=None if rows else "cpu")  # of no samples it is an array
     flat = flat.to(torch.promote_types(flat.dtype, torch.float32))
     weights = token_weights(mode, samples, totals, divisor=divisor, units=units).to(flat.device)
     if bool((weights < 0).any()) or not bool(torch.isfinite(flat[weights != 0]).all()):

@@ -16,6 +16,7 @@ Mask = Tensor | Array | Sequence[float]
 
 #: Beyond these the float32 weight of a token could vanish or be infinite.
 SMALLEST, LARGEST = 1e-30, 1e30
+_ROUNDED = 1 + 1e-6
 _COMPLEX = {torch.complex32, torch.complex64, torch.complex128}
 
 
@@ -86,7 +87,7 @@ def check_entries(joined: Array, masks: Sequence[Tensor]) -> bool:
         largest = LARGEST if masks[i].dtype.is_floating_point else 1
         if not _is_sound(mask := joined[begin:end], largest):
             values = mask.astype(np.float64)
-            sound = (values == 0) | ((values >= SMALLEST) & (values <= largest * (1 + 1e-6)))
+            sound = (values == 0) | ((values >= SMALLEST) & (values <= largest * _ROUNDED))
             raise ValueError(
                 f"the loss mask of sample {i} holds {float(values[~sound][0])}: token weights must be finite and >= 0 "
                 "(0, or from 1e-30 to 1e+30), and those of integer masks 0 or 1. Pass 0 for tokens that do not count, "
@@ -99,7 +100,8 @@ def _is_sound(mask: Array, largest: float) -> bool:
     """True if every entry is a usable weight; NaN is none."""
     if not mask.size:
         return True
-    in_range = mask.min() >= 0 and mask.max() <= mask.dtype.type(largest)
+    # float16 has no 1e30, float32 one that is rounded up
+    in_range = mask.min() >= 0 and float(mask.max()) <= largest * _ROUNDED
     return bool(in_range) and (largest == 1 or not ((mask < SMALLEST) & (mask != 0)).any())
 
 

@@ -17,7 +17,6 @@ import oracle
 import pytest
 import torch
 import torch.distributed as dist
-from logged_means import logged_means
 from ranks import run_ranks, start_process_group
 from repository import EXAMPLES, ROOT
 from step_samples import DIVISOR, dealt, step_samples
@@ -53,7 +52,7 @@ def plain_model() -> torch.nn.Module:
 
 
 def token_values(i: int) -> dict[str, Tensor]:
-    """Of sample i: what a rollout has for each of its tokens. Half of the old log-probs lie beyond the clip."""
+    """The values of a rollout's tokens, of sample i. Half of the old log-probs lie beyond the clip."""
     generator = torch.Generator().manual_seed(i)
     length = len(SAMPLES[i].mask)
     tokens = torch.randint(VOCABULARY, (length + 1,), generator=generator)
@@ -173,7 +172,7 @@ def advantages() -> Tensor:
 
 
 def gradients_of_own_loop() -> dict[tuple[str, str], tuple[Tensor, dict[str, float]]]:
-    """On a rank: of every mode and form of loss, the recipe's gradient, and what was reported."""
+    """On a rank: the recipe's gradient of every mode and form of loss, and the step's values."""
     from recipes import own_loop
     from recipes.kl_term import loss_with_kl
 
@@ -194,14 +193,12 @@ def gradients_of_own_loop() -> dict[tuple[str, str], tuple[Tensor, dict[str, flo
         for part in dealt(SAMPLES, state.get_data_parallel_rank(), 2, 3):
             packed = Batch(SAMPLES, part, 2)
             given, numbers = packed.samples, packed.local_numbers(0, 1)
-            batch = {"loss_masks": given.loss_masks, "layout": given.layout, "prompt_ids": given.prompt_ids}
+            batch = {"loss_masks": given.loss_masks, "layout": given.layout, "prompt_ids": given.ids["prompt"]}
             batches.append(batch | {"tokens": numbers} | {name: of[numbers] for name, of in of_tokens.items()})
         function, per_token = forms[form]
         model = table_model(table(), per_token=per_token)
-        reports = own_loop.forward_backward(model, batches, function, mode)
-        assert form != "pair" or all(report["actor"]["pg_loss"].dim() == 0 for report in reports)
-        logged = {} if form == "pair" else logged_means(reports)
-        found[mode, form] = model.module.losses.main_grad.clone(), logged
+        values = own_loop.forward_backward(model, batches, function, mode)
+        found[mode, form] = model.module.losses.main_grad.clone(), {name: float(one) for name, one in values.items()}
     return found
 
 
@@ -220,7 +217,8 @@ def test_a_loop_of_ones_own_and_a_kl_term_have_the_oracles_gradient() -> None:
                 expected["kl"] = oracle.step_loss("sample_mean", as_samples(k3))
             whole = expected["pg_loss"] + BETA * expected.get("kl", torch.zeros(()))
             assert relative_error(gradient, torch.autograd.grad(whole, log_probs)[0]) < bound, (mode, form)
-            for name, value in expected.items() if logged else ():
+            assert logged.keys() == (expected if form in ("pair", "per token") else {"loss": whole, **expected}).keys()
+            for name, value in expected.items():
                 assert logged[name] == pytest.approx(float(value.detach()), rel=bound)
 
 
@@ -229,7 +227,7 @@ def test_a_loop_of_ones_own_and_a_kl_term_have_the_oracles_gradient() -> None:
 
 @pytest.mark.slow
 def test_a_mode_of_ones_own_is_tried(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(modes, "_REGISTERED", {})
+    monkeypatch.setattr(modes, "_MODES", dict(modes._MODES))
     runpy.run_path(str(RECIPES / "own_mode.py"), run_name="__main__")
     printed = capsys.readouterr().out
     assert re.match(r"(?s)root_length: sound\n.*20 random steps", printed)

@@ -35,9 +35,8 @@ from train_rl_in_small import (
 
 pytest.importorskip("megatron.training")
 
+from megatron_rl_loss import Microbatch, add_loss_aggregation_args
 from megatron_rl_loss.frameworks import megatron_rl
-from megatron_rl_loss.megatron import Microbatch
-from megatron_rl_loss.megatron.flags import add_loss_aggregation_args
 
 KEYS = ["lm loss"] + [
     f"rl/{name}"
@@ -183,7 +182,7 @@ def parsed(*flags: str, **megatron: Any) -> Namespace:
 
 def asked(mode: str, *flags: str, cp_losses: Any = "gathered", **megatron: Any) -> str:
     args = parsed("--loss-aggregation", mode, *flags, **megatron)
-    return megatron_rl.loss_aggregation(args, cp_losses=cp_losses).settings.mode_name
+    return megatron_rl.loss_aggregation(args, cp_losses=cp_losses).settings.modes.policy.mode.name
 
 
 ACTIVE, DIVISOR = ("--loss-aggregation-units", "active"), ("--loss-aggregation-divisor", "8")

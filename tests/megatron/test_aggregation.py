@@ -8,6 +8,7 @@ More layouts, where a loss is one policy loss: test_matrix.py.
 """
 
 import functools
+import importlib
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -93,7 +94,10 @@ def seen(x: Tensor) -> Tensor:
 M = [float(one.mask.double().sum()) for one in SAMPLES]
 SIGNS = [[1.0, -1.0, -2.0][i % 3] for i in range(len(SAMPLES))]
 ADAPTERS = ["xxxyy"[i % 5] for i in range(len(SAMPLES))]
-LABELS = {"advantage": SIGNS, "adapter": ADAPTERS}
+IDS = {
+    "adapter": ADAPTERS,
+    "prompt_sign": [f"{one.prompt_id} {sign > 0}" for one, sign in zip(SAMPLES, SIGNS, strict=True)],
+}
 
 
 def of_vl_norm(i: int) -> float:
@@ -111,11 +115,16 @@ def of_adapters(i: int) -> float:
     return 1 / sum(m for m, adapter in zip(M, ADAPTERS, strict=True) if adapter == ADAPTERS[i])
 
 
-OWN: dict[str, tuple[Any, Callable[[int], float]]] = {
-    "VL Norm": (vl_norm, of_vl_norm),
-    "balanced": (balanced, of_balanced),
-    "adapters": (adapter_token_mean, of_adapters),
+#: Of examples/recipes/paper_modes.py.
+OWN: dict[str, Callable[[int], float]] = {
+    "vl_norm": of_vl_norm,
+    "balanced": of_balanced,
+    "per_adapter_token_mean": of_adapters,
 }
+
+
+def mode_of(name: str) -> Any:
+    return getattr(importlib.import_module("recipes.paper_modes"), name) if name in OWN else name
 
 
 @dataclass(frozen=True)
@@ -148,7 +157,7 @@ def step_of(case: Case, ask: Ask, state: Any) -> tuple[Tensor, dict[str, float]]
     model = model_of([*TABLE, float("nan")], per_token=ask.per_token, **case.ddp_options)
     cp_rank = state.get_context_parallel_rank()
     hands = case.hands(state.get_data_parallel_rank(), state.get_data_parallel_world_size())
-    further = {"term_masks": {"correct": CORRECT}, "labels": LABELS}
+    further = {"term_masks": {"correct": CORRECT}, "ids": IDS}
     batches = [Batch(SAMPLES, hand, case.cp, case.gathered, **further) for hand in hands]
 
     def forward_step(iterator: Iterator[Any], model: Any) -> Any:
@@ -167,10 +176,8 @@ def step_of(case: Case, ask: Ask, state: Any) -> tuple[Tensor, dict[str, float]]
 
         return model(microbatch.data.local_numbers(cp_rank, case.cp).cuda()), loss_func
 
-    asked = {"mode": OWN[ask.mode][0] if ask.mode in OWN else ask.mode, "units": ask.units}
-    whole = aggregation(
-        terms=DECLARED, term_masks=["correct"], divisor=divisor_of(ask.mode), with_per_token_loss=True, **asked
-    )
+    asked = {"mode": mode_of(ask.mode), "units": ask.units, "divisor": divisor_of(ask.mode)}
+    whole = aggregation(terms=DECLARED, term_masks=["correct"], with_per_token_loss=True, **asked)
     logged = logged_by_step(whole, forward_step, batches, model)
     return model.module.losses.main_grad.clone().cpu(), logged
 
@@ -188,7 +195,7 @@ Numbers = dict[str, tuple[float, float]]  # by name, value and scale: what its r
 
 def loss_by(mode: str, samples: list[oracle.Sample], units: str) -> Tensor:
     if mode in OWN:
-        return torch.stack([OWN[mode][1](i) * (one.losses * one.mask).sum() for i, one in enumerate(samples)]).sum()
+        return torch.stack([OWN[mode](i) * (one.losses * one.mask).sum() for i, one in enumerate(samples)]).sum()
     return oracle.step_loss(mode, samples, divisor_of(mode), units)
 
 
@@ -265,7 +272,7 @@ def stock_gradient_error() -> float:
     def forward_step(iterator: Iterator[Batch], model: Any) -> Any:
         batch = next(iterator)
         losses = model(batch.local_numbers(cp_rank, 2).cuda())
-        mask = batch.samples.local(cp_rank, 2).mask.cuda()
+        mask = torch.from_numpy(batch.samples.local(cp_rank, 2).mask).cuda()
         return losses, lambda losses: ((losses * mask).sum(), (mask != 0).sum().int(), {})
 
     hands = dealt(SAMPLES, state.get_data_parallel_rank(), 2, 3)

@@ -20,9 +20,8 @@ from ranks import run_ranks
 from refusals import outcome_of
 from tiny_gpt import Batch
 
-from megatron_rl_loss import resolve
+from megatron_rl_loss import AggregationSettings, resolve
 from megatron_rl_loss.audit import judge
-from megatron_rl_loss import AggregationSettings
 
 pytestmark = pytest.mark.slow
 

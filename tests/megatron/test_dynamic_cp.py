@@ -34,14 +34,14 @@ from dynamic_steps import (
 )
 from ranks import run_ranks
 from refusals import outcome_of
-from sequence_formulas import along, discounted, gspo
+from sequence_formulas import gspo, scan
 from step_samples import DIVISOR
 from table_step import Batch, relative_error, table_model
 from torch import Tensor
 
 from megatron_rl_loss import Samples
 from megatron_rl_loss.audit import judge
-from megatron_rl_loss.losses import gspo_loss, segment_scan, whiten
+from megatron_rl_loss.losses import gspo_loss, segment_scan
 from megatron_rl_loss.plan import plan as plans
 from megatron_rl_loss.reduction import Metric, Term
 from megatron_rl_loss.step.totals import reduce_step_totals
@@ -87,7 +87,7 @@ def expected(mode: str, units: str, loss: str) -> tuple[Tensor, float, float]:
     ]
     losses = leaves
     if loss == "scan":
-        losses = [along(mask, discounted(leaf, mask, GAMMA)) for leaf, mask in zip(leaves, masks, strict=True)]
+        losses = [scan(leaf, mask, GAMMA) for leaf, mask in zip(leaves, masks, strict=True)]
     samples = [replace(one, losses=of, mask=mask) for one, of, mask in zip(STEP, losses, masks, strict=True)]
     if loss == "gspo":
         leaves, samples = map(list, zip(*gspo_of_step(), strict=True))  # type: ignore[assignment]
@@ -138,8 +138,8 @@ def errors(loop: str, tp: int = 1, planted: bool = False, verl: str = "") -> tup
     """On a rank: of every mode and loss the errors of gradient and logged loss; and the audits of every mode."""
     from logged_means import logged_means
 
-    from megatron_rl_loss.audit.megatron import Audit
     from megatron_rl_loss import plan_step
+    from megatron_rl_loss.audit.megatron import Audit
     from megatron_rl_loss.modes import vl_norm_undivided as vl_norm
 
     warnings.filterwarnings("error", message=".*hold samples with the same")
@@ -165,12 +165,6 @@ def errors(loop: str, tp: int = 1, planted: bool = False, verl: str = "") -> tup
             totals = reduce_step_totals(each, dp_group=dp_cp, statistics=plan.modes.statistics)
             plan = replace(plan, totals=replace(totals, step_active_tokens=plan.totals.step_active_tokens))
         assert [one.cp_size for one in plan] == [size for _, size in hands]
-        if (mode, loss) == ("token_mean", "plain"):
-            held = [batch.local_numbers(one.cp_rank, one.cp_size) for batch, one in zip(batches, plan, strict=True)]
-            whole = torch.cat([one.mask for one in STEP] + [torch.zeros(1)]) != 0
-            active, white = OLD[whole], whiten([OLD[one] for one in held], plan, dp_group=dp_cp)
-            for numbers, values in zip(held, white, strict=True):
-                torch.testing.assert_close(values, ((OLD[numbers] - active.mean()) / active.std()) * whole[numbers])
         if loss == "kept":
             numbers_of = {
                 id(one): batch.local_numbers(one.cp_rank, one.cp_size) for batch, one in zip(batches, plan, strict=True)

@@ -1,5 +1,6 @@
 """``python -m megatron_rl_loss example``: what there is, copies that hold what they need, and nothing overwritten."""
 
+import ast
 import os
 import sys
 from pathlib import Path
@@ -8,74 +9,63 @@ import pytest
 from refusals import Refusal, refusal_tests
 from repository import EXAMPLES
 
-from megatron_rl_loss.__main__ import (
-    copy_example,
-    example_files,
-    examples_folder,
-    find_example,
-    format_examples,
-    main,
-    with_companions,
-)
-
-FOLDER = {
-    "train.py": "import cpu\nfrom shapes.round import ball\n",
-    "cpu.py": "",
-    "unused.py": "",
-    "shapes/__init__.py": "",
-    "shapes/round.py": "def ball():\n    import shapes.corners\n",
-    "shapes/corners.py": "text = 'cornerstones.txt, edges.text: no files; edges.txt is one'",
-    "shapes/edges.txt": "",
-    "stones.txt": "",
-    "notes.txt": "the launcher's",
-    "train.sh": "exec python $here/train.py --data ./notes.txt",
-    "recipes/train.py": "import cpu  # that of its own folder, where there is none",
-    "__pycache__/train.pyc": "",
-}
+from megatron_rl_loss import __main__ as command
+from megatron_rl_loss.__main__ import copy_example, example_names, find_example, format_examples, main
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    for name, text in FOLDER.items():
-        path = tmp_path / "examples" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    return tmp_path / "examples"
+def missing(folder: Path) -> set[str]:
+    """Files and modules of the examples that a folder's files import, or name as ``$here/...``, and that it lacks."""
+    known = {path.relative_to(EXAMPLES).as_posix() for path in EXAMPLES.rglob("*.*")}
+    wanted = set[str]()
+    for path in folder.rglob("*"):
+        if path.suffix == ".py":
+            for node in ast.walk(ast.parse(path.read_text())):
+                modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+                modules += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+                wanted |= {f"{module.replace('.', '/')}.py" for module in modules}
+        elif path.suffix in (".sh", ".slurm"):
+            wanted |= {word.strip('"').rpartition("/")[2] for word in path.read_text().split() if "/" in word}
+    return {name for name in wanted & known if not (folder / name).exists()}
 
 
-def test_a_file_goes_with_what_it_imports_or_names_and_they_do(folder: Path) -> None:
-    assert example_files(folder) == sorted(name for name in FOLDER if "__pycache__" not in name)
-    shapes = ["shapes/__init__.py", "shapes/corners.py", "shapes/edges.txt", "shapes/round.py"]
-    assert with_companions("train.py", folder) == ["train.py", "cpu.py", *shapes]
-    assert with_companions("train.sh", folder) == ["train.sh", "cpu.py", "notes.txt", *shapes, "train.py"]
-    assert with_companions("recipes/train.py", folder) == ["recipes/train.py"]
-    assert with_companions("shapes/corners.py", folder) == ["shapes/corners.py", "shapes/edges.txt"]
+@pytest.mark.parametrize("name", example_names())
+def test_an_example_goes_with_what_it_imports_and_launches(name: str, tmp_path: Path) -> None:
+    copied = copy_example(name, tmp_path)
+    assert tmp_path / Path(name).name in copied
+    assert missing(tmp_path) == set()
 
 
-def test_a_name_may_leave_out_suffix_and_folder(folder: Path) -> None:
-    names = {"cpu": "cpu.py", "cpu.py": "cpu.py", "shapes/round": "shapes/round.py", "edges": "shapes/edges.txt"}
-    assert {name: find_example(name, folder) for name in names} == names
-    assert find_example("train.py", folder) == "train.py"
+def test_a_missing_companion_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control."""
+    monkeypatch.setattr(command, "COMPANIONS", {})
+    for name, lacks in (("online_grpo", "online/task.py"), ("launch_grpo.sh", "arithmetic.jsonl")):
+        copy_example(name, tmp_path / name)
+        assert lacks in missing(tmp_path / name)
+
+
+def test_a_name_may_leave_out_suffix_and_folder() -> None:
+    names = {"on_cpu": "on_cpu.py", "own_mode.py": "recipes/own_mode.py", "recipes/slime": "recipes/slime.sh"}
+    assert {name: find_example(name) for name in names} == names
 
 
 REFUSALS: dict[str, Refusal] = {
     "an example that there is not": (
-        lambda: find_example("pretrain_grop", EXAMPLES),
+        lambda: find_example("pretrain_grop"),
         ValueError,
         r"example 'pretrain_grop': there is none of that name\. Did you mean pretrain_grpo\.py\?",
-        lambda: find_example("pretrain_grpo", EXAMPLES),
+        lambda: find_example("pretrain_grpo"),
     ),
     "an example whose name two files have": (
-        lambda: find_example("launch_grpo", EXAMPLES),
+        lambda: find_example("launch_grpo"),
         ValueError,
         r"there are several of that name\. Write one of launch_grpo\.sh, launch_grpo\.slurm",
-        lambda: find_example("launch_grpo.sh", EXAMPLES),
+        lambda: find_example("launch_grpo.sh"),
     ),
     "a copy of an example over a file": (
         lambda: copy_example("pretrain_grpo", EXAMPLES),
         ValueError,
         r"a copy overwrites nothing, and .*pretrain_grpo\.py.* is there already\. Choose another folder with --to",
-        lambda: find_example("pretrain_grpo.py", EXAMPLES),
+        lambda: find_example("pretrain_grpo.py"),
     ),
 }
 
@@ -104,8 +94,6 @@ def test_the_command_copies_and_overwrites_nothing(
     assert {path.name for path in tmp_path.iterdir()} == {"rollouts.py", "new"}
 
 
-def test_every_example_that_is_code_says_what_it_is() -> None:
-    assert examples_folder().samefile(EXAMPLES)
+def test_every_example_says_what_it_is() -> None:
     for line in format_examples().splitlines():
-        file, *said = line.split(maxsplit=1)
-        assert said or not file.endswith((".py", ".sh", ".slurm")) or file.endswith("__init__.py"), line
+        assert len(line.split(maxsplit=1)) == 2, line

@@ -193,11 +193,11 @@ def expected(formula: Formula, per: str) -> tuple[float, dict[Token, float], flo
 
 
 def error_of(parts: Sequence[Outcome], value: float, slopes: dict[Token, float], scale: float) -> float:
-    """The worse of value's and gradient's relative error of the sum over all ranks."""
+    """The worse of value's and gradient's error of the sum over all ranks, as `oracle.worst_error`."""
     found: dict[Token, float] = {}
     for at, slope in (item for part in parts for item in part.slopes.items()):
         found[at] = found.get(at, 0) + slope
     assert found.keys() == slopes.keys()
     largest = max(map(abs, slopes.values()))
     in_gradient = oracle.worst_of(*(abs(found[at] - slopes[at]) / largest for at in slopes))
-    return oracle.worst_of(abs(sum(part.share for part in parts) - value) / scale, in_gradient)
+    return oracle.worst_error(abs(sum(part.share for part in parts) - value) / scale, in_gradient, len(slopes))

@@ -104,6 +104,22 @@ def step_loss(mode: str, samples: Sequence[Sample], divisor: float | None = None
     return total / max(counted, 1)
 
 
+def step_weights(
+    mode: str, samples: Sequence[Sample], divisor: float | None = None, units: str = "all"
+) -> list[list[float]]:
+    """The weight of every token, mask included: m / (D * U), by plain loops."""
+    of_units = units_of(mode, samples)
+    sizes = [mask_tokens([samples[i] for i in unit]) for unit in of_units]
+    number = max(sum(units == "all" or size > 0 for size in sizes), 1)
+    weights = [[0.0] * len(one.mask) for one in samples]
+    for unit, size in zip(of_units, sizes, strict=True):
+        beside = {"constant": divisor, "token_sum": divisor or 1.0}.get(mode, size)
+        for i in unit if size else ():
+            count = 1 if mode in ("token_mean", "token_sum") else number
+            weights[i] = [entry / (beside * count) for entry in samples[i].mask.double().tolist()]
+    return weights
+
+
 def vl_norm(samples: Sequence[Sample], alpha: float = 0.75) -> Tensor:
     """sum_i M_i^-alpha (sum_t l*m) / sum_j M_j^-alpha, over samples with an active token."""
     total, powers = torch.zeros((), dtype=torch.float64), 0.0

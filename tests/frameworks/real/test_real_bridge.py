@@ -63,8 +63,7 @@ def step_of_the_recipe(folder: str) -> tuple[dict[str, float], Tensor, Tensor]:
     from recipes.hf_checkpoint import load
     from table_step import aggregation, run_schedule
 
-    from megatron_rl_loss import Samples, ZigzagBSHD
-    from megatron_rl_loss.megatron import next_microbatch
+    from megatron_rl_loss import Samples, ZigzagBSHD, next_microbatch
 
     def local_layers(config: Any, vp_stage: int | None = None) -> Any:
         return get_gpt_layer_local_spec(normalization="RMSNorm")
@@ -121,8 +120,8 @@ def steps_of_bridge(root: str, per_token: bool) -> dict[str, list[float]]:
     train, losses = load(BRIDGE, root, *(f"megatron.bridge.training.{name}" for name in ("train", "losses")))
     from megatron.core.process_groups_config import ProcessGroupCollection
 
+    from megatron_rl_loss import next_microbatch
     from megatron_rl_loss.frameworks.bridge import attached
-    from megatron_rl_loss.megatron import next_microbatch
 
     cp_rank, batches = state.get_context_parallel_rank(), batches_of(state.get_data_parallel_rank())
     # It counts tokens in integers.

@@ -19,8 +19,7 @@ from logit_table import rollout_data as data_of
 from ranks import RankError, run_ranks
 from slime_launches import TOLERANCE, MakeStep, arguments, case, compute_in_float32, with_steps
 
-from megatron_rl_loss import Samples, ZigzagResponse
-from megatron_rl_loss.plan import plan_step
+from megatron_rl_loss import Samples, ZigzagResponse, plan_step
 
 PEERS = {"slime": SLIME, "miles": MILES}
 
@@ -157,7 +156,7 @@ def setup_miles(root: str) -> Any:
 
 
 def audit_error(measured: Any, one: dict[str, Any], step: Step) -> float:
-    """Of an audit of their step, whose loss our hook taps: the largest relative error of a weight."""
+    """The largest relative error of a weight, by an audit of their step, whose loss our hook taps."""
     if measured.unknown:
         raise AssertionError(measured.unknown)
     tokens = measured.tokens

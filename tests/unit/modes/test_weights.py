@@ -1,109 +1,209 @@
-"""The weight of a token: what the modes make of the step's totals, and what is refused. `oracle` states it apart."""
+"""The weight of a token: proved once, over modes, countings, layouts, CP and DP, masks and ids; and what is refused.
+
+`oracle` states it a second time, in float64 and plain loops. Over real ranks: tests/unit/step/test_counting.py.
+"""
 
 import functools
-import itertools
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import oracle
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from oracle import NAN
-from placements import Place, every_layout, laid_out, padded_masks
+from oracle import NAN, Sample
+from placements import LAID_OUT
 from refusals import refusal_tests, refusals
-from step_samples import step_samples
-from steps import Step, divisor_of, ids_of, on_both, quick, steps, totals_of
+from steps import Step, divisor_of, drawn_step, error_of, ids_of, placed, samples_of, session_of, totals_of
 
 from megatron_rl_loss import (
     Gathered,
     ModeInputs,
     Samples,
     StepTotals,
-    UnitCounts,
+    Sum,
+    Units,
     ZigzagTHD,
     make_pg_loss_reducer,
+    plan_step,
+    register_pg_loss_reducer,
     token_weights,
     weights_column,
 )
-from megatron_rl_loss.modes import MODES, unit_weights, vl_norm_undivided
+from megatron_rl_loss.modes import Mode, table, unit_weights
+from megatron_rl_loss.step import LocalTokens, layouts
+from megatron_rl_loss.step.collectives import StepGroups
+from megatron_rl_loss.step.totals import count_step
 
 INF = float("inf")
 
 
-# --- against the oracle: every mode x layout x CP size, on random ragged steps, on the host and as on a device
+@pytest.fixture(autouse=True)
+def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(table, "_MODES", dict(table._MODES))
+
+
+# --- against the oracle
+
+
+def session_mean(step: ModeInputs) -> Any:
+    return 1 / (step.tokens("sample") * step.samples("session") * step.units("session"))
+
+
+def numbered(step: ModeInputs) -> Any:
+    """Another weight for every token of the micro-batch."""
+    return [100.0 * i + np.arange(len(mask)) + 1 for i, mask in enumerate(step.batch.loss_masks)]
+
+
+ROOTS = Sum(of=lambda samples: samples.mask_sums**0.5, by="prompt")
+by_roots = Mode(name="by_roots", function=lambda step: 1 / step.sum("roots").clip(1e-30), sums={"roots": ROOTS})
+
+
+def of_own_modes(samples: list[Sample], units: str) -> dict[Any, list[list[float]]]:
+    """Weights of the modes above; those of `numbered` count positions in a micro-batch."""
+    tokens = [float(one.mask.double().sum()) for one in samples]
+    sessions = [session_of(one) for one in samples]
+    active = {session for session, number in zip(sessions, tokens, strict=True) if number or units == "all"}
+    roots: dict[Any, float] = {}
+    for one, number in zip(samples, tokens, strict=True):
+        roots[one.prompt_id] = roots.get(one.prompt_id, 0.0) + number**0.5
+    of_session = [1 / (t * sessions.count(s) * len(active)) if t else 0 for s, t in zip(sessions, tokens, strict=True)]
+    of_roots = [1 / roots[one.prompt_id] if t else 0 for one, t in zip(samples, tokens, strict=True)]
+    masks = [one.mask.double().tolist() for one in samples]
+    return {
+        mode: [[entry * beside for entry in mask] for mask, beside in zip(masks, besides, strict=True)]
+        for mode, besides in ((session_mean, of_session), (by_roots, of_roots))
+    }
+
+
+def worst_error(step: Step, place: Any, cp_size: int, units: Any) -> tuple[float, int]:
+    """Of all weights of the step, and how many vectors were compared; what a rank holds is checked on the way."""
+    hands = [hand for dp_rank in range(len(step.hands)) for hand in placed(step, dp_rank, place, cp_size)]
+    described = [samples_of(chosen, at) for chosen, at in hands]
+    totals = count_step(described, StepGroups(), sums=[ROOTS])
+    modes: dict[Any, Any] = {
+        mode: oracle.step_weights(mode, step.samples, divisor_of(mode), units) for mode in oracle.MODES
+    }
+    modes |= of_own_modes(step.samples, units)
+    number = {id(one): i for i, one in enumerate(step.samples)}
+    errors, vectors = [0.0], 0
+    for (chosen, at), samples in zip(hands, described, strict=True):
+        copies = cp_size if isinstance(at.layout, Gathered) else 1
+        of_microbatch = {mode: [weights[number[id(one)]] for one in chosen] for mode, weights in modes.items()}
+        of_microbatch[numbered] = [
+            [(100.0 * i + t + 1) * m for t, m in enumerate(one.mask.double().tolist())] for i, one in enumerate(chosen)
+        ]
+        for rank, held in enumerate(at.held):
+            check_part(samples.local(rank, cp_size), chosen, held)
+            for mode, weights in of_microbatch.items():
+                asked = {"divisor": divisor_of(mode), "units": units, "cp_rank": rank, "cp_size": cp_size}
+                found = token_weights(mode, samples, totals, **asked)
+                errors.append(error_of(found, [weights[t[0]][t[1]] / copies if t else 0.0 for t in held]))
+                vectors += 1
+    return max(errors), vectors
+
+
+def check_part(local: LocalTokens, chosen: list[Sample], held: list[oracle.Token]) -> None:
+    """Positions, samples and masks of a rank's tokens, and their runs."""
+    tokens = [(k, at) for k, at in enumerate(held) if at is not None]
+    numbers, positions = local.sample_index.tolist(), local.positions.tolist()
+    assert len(local) == len(held) == len(numbers) == len(positions)
+    assert local.mask.tolist() == [0 if at is None else float(chosen[at[0]].mask[at[1]]) for at in held]
+    assert [positions[k] for k, _ in tokens] == [local.samples.mask_starts[i] + t for _, (i, t) in tokens]
+    assert [numbers[k] for k, _ in tokens] == [i for _, (i, _) in tokens]
+    assert numbers == sorted(numbers)
+    assert local.num_active == sum(bool(chosen[i].mask[t] != 0) for _, (i, t) in tokens)
+    assert local.counts.tolist() == [numbers.count(i) for i in range(len(chosen))]
+    assert [p for begin, n, _ in local.runs for p in range(begin, begin + n)] == positions
+    whole = torch.arange(local.samples.total_tokens)
+    assert torch.equal(local.of(torch.stack([whole, -whole], 1))[:, 1], -local.of(whole))
+
+
+def test_the_weights_of_every_token(record_property: Callable[[str, object], None]) -> None:
+    """Modes x countings x layouts x CP, over micro-batches of two DP ranks with masks and ids of every kind."""
+    vectors, worst = 0, 0.0
+    for seed in range(4 * len(LAID_OUT)):
+        place, cp_size = LAID_OUT[seed % len(LAID_OUT)]
+        step = drawn_step(seed, dp_size=2, num_microbatches=2)
+        error, number = worst_error(step, place, cp_size, ("all", "active")[seed // len(LAID_OUT) % 2])
+        assert error < oracle.EXACT, (seed, place.__name__, cp_size)
+        vectors, worst = vectors + number, max(worst, error)
+    assert vectors > 3000
+    record_property("weight_vectors", vectors)
+    record_property("weight_error", worst)
+
+
+FAULTS: dict[str, tuple[Any, str, Any]] = {
+    "active tokens for fractional ones": (Samples, "mask_sums", property(lambda samples: samples.active_tokens)),
+    "copies are not shared": (LocalTokens, "copies", 1),
+    "a rank holds its neighbour's": (
+        layouts.Slots, "pieces", lambda self, r, c, pieces=layouts.Slots.pieces: pieces(self, (r + 1) % c, c)
+    ),
+    "samples for rollouts": (ModeInputs, "_is_sample", lambda self, key: key in ("sample", "rollout")),
+    "active units for all": (
+        Units, "counted", lambda self, counting: self.active if counting == "all" else self.all
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_planted_faults_are_seen(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner, name, wrong = FAULTS[fault]
+    monkeypatch.setattr(owner, name, wrong)
+
+    def is_seen(seed: int) -> bool:
+        place, cp_size = LAID_OUT[seed % len(LAID_OUT)]
+        try:
+            return worst_error(drawn_step(seed, 2, 2), place, cp_size, "all")[0] > oracle.EXACT
+        except (AssertionError, ValueError):
+            return True
+
+    assert any(map(is_seen, range(2 * len(LAID_OUT))))
 
 
 @pytest.mark.parametrize(("mode", "units"), oracle.WORKED_VALUES)
 def test_the_oracle_and_the_weights_give_what_is_worked_out_by_hand(mode: str, units: Any) -> None:
     """README shows these values."""
     value, divisor = oracle.WORKED_VALUES[mode, units], divisor_of(mode)
-    assert float(oracle.step_loss(mode, oracle.WORKED, divisor, units)) == pytest.approx(value, rel=1e-14)
-    samples = Samples([one.mask for one in oracle.WORKED], **ids_of(oracle.WORKED))
-    weights = token_weights(mode, samples, totals_of(oracle.WORKED), divisor=divisor, units=units)
     losses = torch.cat([one.losses for one in oracle.WORKED])
-    assert float(weights.double() @ losses.double()) == pytest.approx(value, rel=1e-6)
-
-
-def numbered(inputs: ModeInputs) -> list[torch.Tensor]:
-    """A mode of one's own: another weight for every token of the micro-batch."""
-    return [100.0 * i + torch.arange(len(mask)) + 1 for i, mask in enumerate(inputs.samples.loss_masks)]
-
-
-@every_layout
-@quick
-@given(step=steps(), units=st.sampled_from(["all", "active"]))
-def test_they_are_the_slopes_of_the_step_loss(step: Step, units: Any, place: Place, cp_size: int) -> None:
-    """For every token that a rank holds, 0 in padding; over the ranks, every copy has its part."""
-    totals = totals_of(step.samples)
-    slopes = {mode: oracle.step_gradient(mode, step.samples, divisor_of(mode), units) for mode in oracle.MODES}
-    for microbatch in step.microbatches:
-        chosen = [step.samples[i] for i in microbatch]
-        placed = laid_out(place, tuple(len(one.mask) for one in chosen), cp_size)
-        masks, copies = padded_masks(chosen, placed), cp_size if isinstance(placed.layout, Gathered) else 1
-        right: dict[Any, Any] = {mode: [of_mode[i].tolist() for i in microbatch] for mode, of_mode in slopes.items()}
-        right[numbered] = [
-            [(100.0 * i + t + 1) * m for t, m in enumerate(mask.tolist())] for i, mask in enumerate(masks)
-        ]
-        expected = [
-            0.0 if at is None else of_mode[at[0]][at[1]] / copies
-            for of_mode, held in itertools.product(right.values(), placed.held)
-            for at in held
-        ]
-
-        def weights(masks: Any = masks, placed: Any = placed, right: Any = right, chosen: Any = chosen) -> Any:
-            samples = Samples(masks, layout=placed.layout, **ids_of(chosen))
-            asked = functools.partial(token_weights, samples=samples, totals=totals, cp_size=cp_size)
-            options = {
-                mode: {"divisor": None if mode is numbered else divisor_of(mode), "units": units} for mode in right
-            }
-            ranks = range(len(placed.held))
-            return torch.cat([asked(mode, cp_rank=r, **options[mode]) for mode, r in itertools.product(right, ranks)])
-
-        for found in on_both(weights):
-            assert found.dtype == torch.float32
-            torch.testing.assert_close(
-                found.double(), torch.tensor(expected, dtype=torch.float64), rtol=oracle.EXACT, atol=0
-            )
-
-
-@pytest.mark.parametrize(("mode", "units"), oracle.COUNTINGS)
-def test_a_column_is_what_the_tokens_of_the_whole_step_weigh(mode: str, units: Any) -> None:
-    """Bit by bit; however it is cut, as above."""
-    step, settings = step_samples(seed=2), {"divisor": divisor_of(mode), "units": units}
-    masks = [one.mask for one in step]
-    column = weights_column(mode, masks, **settings, **ids_of(step))
+    of_loops = torch.tensor([w for one in oracle.step_weights(mode, oracle.WORKED, divisor, units) for w in one])
+    assert float(of_loops.double() @ losses) == pytest.approx(value, rel=1e-6)
+    assert float(oracle.step_loss(mode, oracle.WORKED, divisor, units)) == pytest.approx(value, rel=1e-14)
+    slopes = torch.cat(oracle.step_gradient(mode, oracle.WORKED, divisor, units))
+    torch.testing.assert_close(of_loops.double(), slopes)
+    masks, ids = [one.mask for one in oracle.WORKED], ids_of(oracle.WORKED)
+    weights = token_weights(mode, Samples(masks, **ids), totals_of(oracle.WORKED), divisor=divisor, units=units)
+    assert float(weights.double() @ losses) == pytest.approx(value, rel=1e-6)
+    column = weights_column(mode, masks, divisor=divisor, units=units, **ids)
     assert list(map(len, column)) == list(map(len, masks))
-    weights = token_weights(mode, Samples(masks, **ids_of(step)), totals_of(step), **settings)
     assert torch.equal(torch.cat(column), weights)
 
 
-def test_a_column_of_a_mode_over_its_own_sums() -> None:
-    column = weights_column(vl_norm_undivided, [torch.ones(4), torch.zeros(2), torch.ones(1)])
-    powers = [4**-0.75, 0.0, 1.0]
-    expected = [torch.full((length,), power / sum(powers)) for length, power in zip((4, 2, 1), powers, strict=True)]
-    torch.testing.assert_close(column, expected)
+# --- sums that modes declare
+
+
+def shared_by(power: float) -> Mode:
+    """Two modes of one factory, whose functions have the same name."""
+    by = Sum(of=lambda samples: np.where(samples.mask_sums > 0, samples.mask_sums**power, 0))
+    return Mode(
+        name="shared", function=lambda step: step.batch.mask_sums ** (power - 1) / step.sum("power"), sums={"power": by}
+    )
+
+
+def test_two_modes_of_one_factory_have_sums_of_their_own() -> None:
+    masks = [torch.ones(4), torch.zeros(2), torch.ones(1)]
+    modes = [shared_by(0.25), shared_by(2.0)]
+    totals = StepTotals.from_loss_masks(masks, sums=[one for mode in modes for one in mode.sums.values()])
+    for mode in modes:
+        weights = token_weights(mode, Samples(masks), totals)
+        assert float(weights.sum()) == pytest.approx(1)
+        assert torch.equal(weights, torch.cat(weights_column(mode, masks)))
+
+
+@pytest.mark.parametrize("returned", [[1.0], [1.0, NAN], [[1.0, 1.0]], None], ids=str)
+def test_a_declared_sum_is_one_finite_number_a_sample(returned: Any) -> None:
+    with pytest.raises((ValueError, TypeError)):
+        StepTotals.from_loss_masks([[1], [1]], sums=[Sum(of=lambda samples: returned)])
 
 
 # --- inside a unit, without the number of units
@@ -112,32 +212,16 @@ FRACTIONS = [torch.tensor([1.0, 0, 0.5]), torch.zeros(2), torch.tensor([1.0, 1])
 
 
 @pytest.mark.parametrize(
-    ("size", "num_units", "expected"),
+    ("sizes", "expected"),
     [
-        (None, 1, [2 / 3, 0, 1 / 3, 0, 0, 0.5, 0.5]),
-        (None, 4, [1 / 6, 0, 1 / 12, 0, 0, 1 / 8, 1 / 8]),
-        (1, 1, [1, 0, 0.5, 0, 0, 1, 1]),
-        (8.0, 0.5, [0.25, 0, 0.125, 0, 0, 0.25, 0.25]),
-        ([3, 0, 4], 1, [1 / 3, 0, 1 / 6, 0, 0, 0.25, 0.25]),
-        (torch.tensor([3.0, 5, 4]), 2, [1 / 6, 0, 1 / 12, 0, 0, 1 / 8, 1 / 8]),
+        (None, [2 / 3, 0, 1 / 3, 0, 0, 0.5, 0.5]),
+        ([3, 0, 4], [1 / 3, 0, 1 / 6, 0, 0, 0.25, 0.25]),
+        (np.array([3.0, 5, 4]), [1 / 3, 0, 1 / 6, 0, 0, 0.25, 0.25]),
     ],
-    ids=["own sums", "own sums and U", "mask", "divisor and U", "sizes in a list", "sizes in a tensor"],
 )
-def test_weights_inside_a_unit(size: Any, num_units: float, expected: list[float]) -> None:
-    found = unit_weights(Samples(FRACTIONS).local(0, 1), size, num_units)
-    assert found.dtype == torch.float32
-    assert found.tolist() == pytest.approx(expected, rel=oracle.EXACT)
-
-
-def test_weights_inside_a_unit_are_cut_and_shared() -> None:
-    halves = [unit_weights(Samples([torch.ones(4)], layout=ZigzagTHD([0, 4])).local(r, 2)) for r in range(2)]
-    assert torch.cat(halves).tolist() == [0.25] * 4
+def test_weights_inside_a_unit(sizes: Any, expected: list[float]) -> None:
+    assert unit_weights(Samples(FRACTIONS).local(0, 1), sizes).tolist() == pytest.approx(expected, rel=oracle.EXACT)
     assert unit_weights(Samples([torch.ones(4)], layout=Gathered([0, 4])).local(1, 2)).tolist() == [0.125] * 4
-    assert unit_weights(Samples([], layout=ZigzagTHD([0, 4], filler_slots=1)).local(0, 2)).tolist() == [0, 0]
-
-
-def inside(size: Any, num_units: float = 1, masks: Sequence[torch.Tensor] = FRACTIONS) -> torch.Tensor:
-    return unit_weights(Samples(masks).local(0, 1), size, num_units)
 
 
 # --- totals made by hand
@@ -147,180 +231,176 @@ LOSSES = torch.tensor([1.0, 2, 3, 4, 5, 6, NAN, NAN])
 
 
 def by_hand(mode: str, totals: StepTotals, **keywords: Any) -> float:
-    keywords = {"divisor": divisor_of(mode), **keywords}
-    return float(make_pg_loss_reducer(mode, MASKS, totals=totals, **keywords)(LOSSES))
+    return float(make_pg_loss_reducer(mode, MASKS, totals=totals, **{"divisor": divisor_of(mode), **keywords})(LOSSES))
 
 
 def totals_with(counts: dict[str, Any]) -> StepTotals:
-    """From counts by their full names, as error texts give them: step_tokens, rollouts.all, prompts.tokens, ..."""
-    fields: dict[str, Any] = {"rollouts": {}, "prompts": {}}
+    """From counts by their names: step_tokens, rollout.all, prompt.tokens, ..."""
+    units: dict[str, dict[str, Any]] = {}
     for name, count in counts.items():
-        kind, _, which = name.rpartition(".")
-        (fields[kind] if kind else fields)[which] = count
-    return StepTotals(**{k: UnitCounts(**v) if isinstance(v, dict) else v for k, v in fields.items()})
+        if "." in name:
+            kind, _, which = name.partition(".")
+            units.setdefault(kind, {})[which] = count
+    own = {name: count for name, count in counts.items() if "." not in name}
+    return StepTotals(**own, units={kind: Units(**given) for kind, given in units.items()})
 
 
-SPLIT = {"rollouts.all": 2, "rollouts.tokens": {7: 10, 8: 1.5}}
-STRINGS = {"prompts.all": 4, "prompts.tokens": {"a": 8, "b": 5, -5: 1}}
+SPLIT = {"rollout.all": 2, "rollout.tokens": {7: 10, 8: 1.5}}
+STRINGS = {"prompt.all": 4, "prompt.tokens": {"a": 8, "b": 5, -5: 1}}
 ACTIVE: dict[str, Any] = {"units": "active"}
 PAIR = torch.tensor([0, 0])
+PROMPTS_OF_PAIR = {"prompt.active": 2, "prompt.tokens": {0: 11}}
 
 
 @pytest.mark.parametrize(
     ("mode", "needed", "keywords", "expected"),
     [
         ("token_mean", {"step_tokens": 20}, {}, 18 / 20),
-        ("token_mean", {"step_tokens": 20.5}, ACTIVE, 18 / 20.5),
-        ("sample_mean", {"rollouts.all": 5}, {}, (2.5 + 8 / 1.5) / 5),
-        ("sample_mean", {"rollouts.active": 3}, ACTIVE, (2.5 + 8 / 1.5) / 3),
+        ("sample_mean", {"rollout.all": 5}, {}, (2.5 + 8 / 1.5) / 5),
+        ("sample_mean", {"rollout.active": 3}, ACTIVE, (2.5 + 8 / 1.5) / 3),
         ("sample_mean", SPLIT, {"rollout_ids": [7, 8]}, (10 / 10 + 8 / 1.5) / 2),
-        ("prompt_mean", {"prompts.all": 4, "prompts.tokens": {0: 11, 1: 9}}, {"prompt_ids": [0, 0]}, 18 / 11 / 4),
         ("prompt_mean", STRINGS, {"prompt_ids": ["b", "a"]}, (10 / 5 + 8 / 8) / 4),
-        ("prompt_mean", {"prompts.active": 2, "prompts.tokens": {0: 11}}, {"prompt_ids": PAIR, **ACTIVE}, 18 / 11 / 2),
-        ("constant", {"rollouts.all": 5}, {"divisor": 100}, 18 / 500),
-        ("constant", {"rollouts.active": 4}, ACTIVE, 18 / 32),
+        ("prompt_mean", PROMPTS_OF_PAIR, {"prompt_ids": PAIR, **ACTIVE}, 18 / 11 / 2),
+        ("constant", {"rollout.all": 5}, {"divisor": 100}, 18 / 500),
+        ("constant", {"rollout.active": 4}, ACTIVE, 18 / 32),
     ],
 )
 def test_totals_by_hand(mode: str, needed: dict[str, Any], keywords: dict[str, Any], expected: float) -> None:
     assert by_hand(mode, totals_with(needed), **keywords) == pytest.approx(expected, rel=oracle.sum_error(len(LOSSES)))
     for name in needed:
         rest = {field: value for field, value in needed.items() if field != name}
-        with pytest.raises(ValueError, match=f"totals without {name}: loss aggregation '{mode}' needs it"):
+        with pytest.raises(ValueError, match=r"totals without|with rollout ids, totals without"):
             by_hand(mode, totals_with(rest), **keywords)
 
 
 # --- refusals, each beside its nearest legal neighbour
 
 WITH_ROLLOUTS = StepTotals.from_loss_masks(MASKS, rollout_ids=[0, 0], prompt_ids=[0, 0])
-PROMPTS = StepTotals(prompts=UnitCounts(all=2, tokens={0: 8, "a": 6}))
-NO_PROMPTS, EMPTY_PROMPT = (StepTotals(prompts=UnitCounts(all=2, tokens=tokens)) for tokens in ({}, {0: 0}))
-ONE, TWO = (StepTotals(rollouts=UnitCounts(all=n)) for n in (1, 2))
+PROMPTS = totals_with({"prompt.all": 2, "prompt.tokens": {0: 8, "a": 6}})
+ONE, TWO = (totals_with({"rollout.all": n}) for n in (1, 2))
 ZERO, SIX = StepTotals(step_tokens=0), StepTotals(step_tokens=6)
-LAID_OUT = ZigzagTHD([0, 4, 8])
 ROLLOUTS: dict[str, Any] = {"rollout_ids": [0, 0]}
 IDS: dict[str, Any] = {"prompt_ids": [0, 0]}
 BOTH: dict[str, Any] = {**ROLLOUTS, **IDS}
-UNKNOWN = "has no token count"
+UNKNOWN, LAID_OUT_TWO = "has no count in the step's totals", ZigzagTHD([0, 4, 8])
 
 
-def reduced(mode: str, totals: Any, ids: Any = IDS, masks: Any = MASKS, units: Any = None) -> Any:
+def reduced(mode: Any, totals: Any, ids: Any = IDS, masks: Any = MASKS, units: Any = None) -> Any:
     return make_pg_loss_reducer(mode, masks, totals=totals, units=units, **{"divisor": divisor_of(mode), **ids})
 
 
-def masked(mode: str, totals: StepTotals) -> tuple[Any, ...]:
-    """A micro-batch without an active token."""
-    return mode, totals, IDS, [torch.zeros(4), torch.zeros(4)]
-
-
-def placed(mode: Any, totals: StepTotals, layout: Any = None, cp_size: int = 1, masks: Any = MASKS) -> torch.Tensor:
+def of_weights(mode: Any, totals: StepTotals, layout: Any = None, cp_size: int = 1, masks: Any = MASKS) -> Any:
     return token_weights(mode, Samples(masks, layout=layout), totals, cp_size=cp_size)
 
 
-def of_divisor(divisor: Any) -> Any:
-    return reduced("constant", TWO, {"divisor": divisor})
+def of_rollouts(count: float) -> StepTotals:
+    return totals_with({"rollout.all": 1, "rollout.tokens": {0: count}})
 
 
-def vanishing(divisor: float) -> Any:
-    return reduced("constant", StepTotals(rollouts=UnitCounts(all=10**17)), {"divisor": divisor})
+def own(beside: Any) -> torch.Tensor:
+    return token_weights(lambda step: beside, Samples([torch.ones(3), torch.ones(2)]), StepTotals())
 
 
-def totals_of_ids(count: float) -> StepTotals:
-    return StepTotals(rollouts=UnitCounts(all=1, tokens={0: count}))
+def on_mask(entry: float, divisor: float) -> torch.Tensor:
+    return token_weights("token_sum", Samples([torch.tensor([entry, 1.0])]), StepTotals(), divisor=divisor)
 
 
-def active_ones(count: int) -> StepTotals:
-    return StepTotals(rollouts=UnitCounts(active=count))
-
-
-def small(weight: float) -> torch.Tensor:
-    return placed("token_mean", StepTotals(step_tokens=1e17), masks=[torch.tensor([weight, 1.0])])
-
-
-REFUSALS = {
-    **refusals(
-        inside,
-        (([3, 0, 0],), "a unit whose size is 0", ([3, 0, 4],)),
-        ((0,), "active tokens in a micro-batch", (0, 1, [torch.zeros(2)])),
-        ((None, 0), "active tokens in a micro-batch", (None, 0, [torch.zeros(2)])),
-        (([3, 4],), "2 unit sizes for 3 loss masks", ([3, 4, 5],)),
-        ((1e46,), "float32 rounds to 0", (1e37,)),
-        ((1e46, 1, [torch.ones(2).int()]), "float32 rounds to 0", (1e37, 1, [torch.ones(2).int()])),
-    ),
-    **refusals(vanishing, ((1e29,), "a token weight that float32 rounds to 0", (1e20,))),
-    **refusals(small, ((1e-30,), "a token weight that float32 rounds to 0", (1e-20,))),
-    **refusals(
-        reduced,
-        *(
-            (("prompt_mean", PROMPTS, {"prompt_ids": unknown}), f"sample {i} {UNKNOWN}", ("prompt_mean", PROMPTS))
-            for i, unknown in ((1, [0, 1]), (1, ["a", "b"]), (0, ["0", "a"]))  # an int id is not its string
+LAST_INF, FINITE = ([torch.ones(3), torch.tensor([1.0, last])] for last in (INF, 0))
+MIXED = ("prompt_mean", PROMPTS, {"prompt_ids": [0, "a"]})
+test_refusals = refusal_tests(
+    {
+        **refusals(
+            reduced,
+            *(
+                (("prompt_mean", PROMPTS, {"prompt_ids": unknown}), f"sample {i} {UNKNOWN}", MIXED)
+                for i, unknown in ((1, [0, 1]), (1, ["a", "b"]), (0, [1, "a"]))
+            ),
+            (("prompt_mean", PROMPTS, {}), "'prompt_mean' and samples without prompt_ids", MIXED),
+            *(
+                ((mode, WITH_ROLLOUTS), "totals with rollout ids, a micro-batch without", (mode, WITH_ROLLOUTS, BOTH))
+                for mode in ("sample_mean", "constant")
+            ),
+            (("constant", TWO, ROLLOUTS), "a micro-batch with rollout ids, totals without",
+             ("constant", WITH_ROLLOUTS, ROLLOUTS)),
+            (("sample_mean", WITH_ROLLOUTS, {"rollout_ids": [0, 5]}), f"sample 1 {UNKNOWN}",
+             ("sample_mean", WITH_ROLLOUTS, ROLLOUTS)),
+            # --- totals of a part of the step
+            (("token_mean", ZERO), "step_tokens alone are 5.5", ("token_mean", ZERO, IDS, [torch.zeros(4)] * 2)),
+            (("token_mean", StepTotals(step_tokens=4)), "step_tokens alone are 5.5, and totals that say 4",
+             ("token_mean", SIX)),
+            (("constant", ONE, {}), r"rollout units \(all\) alone are 2", ("constant", TWO, {})),
+            (("sample_mean", of_rollouts(5), ROLLOUTS), "mask tokens of one rollout alone are 5.5",
+             ("sample_mean", of_rollouts(5.5), ROLLOUTS)),
+            # --- names and settings
+            (("token_mean", SIX, IDS, MASKS, "some"), "'some': there is no such unit counting. Choose one of all",
+             ("token_mean", SIX, IDS, MASKS, "active")),
+            (("token_mean", SIX, {"divisor": 8}), "divisor 8 with loss aggregation 'token_mean': it has none",
+             ("token_mean", SIX)),
+            *(
+                (("constant", TWO, {"divisor": wrong}), text, ("constant", TWO, {"divisor": 1e-3}))
+                for wrong, text in (
+                    (None, "'constant' without a divisor"), (0, "divisor 0 .* within 1e-30 and 1e30"), (-8, "-8"),
+                    (NAN, "nan"), (1e30, r"1e\+30"),
+                )
+            ),
         ),
-        (("prompt_mean", NO_PROMPTS), UNKNOWN, ("prompt_mean", PROMPTS, {"prompt_ids": [0, "a"]})),
-        (("prompt_mean", PROMPTS, {}), "'prompt_mean' without prompt_ids", ("prompt_mean", PROMPTS)),
-        *(
-            ((mode, WITH_ROLLOUTS), "totals made with rollout_ids, a micro-batch without", (mode, WITH_ROLLOUTS, BOTH))
-            for mode in MODES
-            if mode != "token_sum"  # which has one unit, whatever the ids
+        **refusals(
+            reduced,
+            (("token_mean", None), "totals is None.*never guessed", ("token_mean", SIX)),
+            (("constant", TWO, {"divisor": True}), "divisor True .*must be a number", ("constant", TWO)),
+            (("constant", TWO, {"divisor": "8"}), "divisor '8'", ("constant", TWO)),
+            error=TypeError,
         ),
-        *(
-            ((mode, WITH_ROLLOUTS, {"rollout_ids": [0, 5]}), f"sample 1 {UNKNOWN}", (mode, WITH_ROLLOUTS, ROLLOUTS))
-            for mode in ("constant", "sample_mean")
+        **refusals(
+            of_weights,
+            (("token_mean", SIX, LAID_OUT_TWO, 2), "cp_size=2 without a cp_rank", ("token_mean", SIX, LAID_OUT_TWO)),
         ),
-        *(
-            ((mode, totals, ROLLOUTS), text, (mode, WITH_ROLLOUTS, ROLLOUTS))
-            for mode, totals, text in (
-                ("sample_mean", totals_of([]), "totals without rollouts.tokens"),
-                ("constant", TWO, "a micro-batch with rollout_ids, totals made without"),
-            )
+        **refusals(
+            functools.partial(token_weights, "token_mean", totals=SIX),
+            (([torch.ones(2)],), "samples is a list.*Pass Samples", (Samples(MASKS),)),
+            error=TypeError,
         ),
-        # --- active tokens in a step that has none
-        (("token_mean", ZERO), "step_tokens", masked("token_mean", ZERO)),
-        (("sample_mean", StepTotals(rollouts=UnitCounts(all=0))), "rollouts.all", masked("sample_mean", TWO)),
-        (("prompt_mean", EMPTY_PROMPT), "unit's tokens", masked("prompt_mean", EMPTY_PROMPT)),
-        # --- totals of a part of the step
-        (("token_mean", StepTotals(step_tokens=4)), "step_tokens alone are 5.5: the totals say 4", ("token_mean", SIX)),
-        (("constant", ONE, {}), "rollouts.all alone are 2", ("constant", TWO, {})),
-        (
-            ("sample_mean", totals_of_ids(5), ROLLOUTS),
-            "a rollout with 5.5 mask tokens in these samples: the totals say it has fewer",
-            ("sample_mean", totals_of_ids(5.5), ROLLOUTS),
+        # --- weights of a user's function
+        **refusals(
+            own,
+            (([torch.ones(2), torch.ones(3)],), r"rows of \[2, 3\] values for loss masks of \[3, 2\]", (FINITE,)),
+            ((NAN,), "token weights with NaN or Inf", (0.0,)),
+            ((1e39,), "token weights with NaN or Inf", (1e38,)),
+            ((1e-50,), "float32 rounds to 0", (1e-30,)),
+            ((LAST_INF,), "token weights with NaN or Inf.*Use 0 to leave tokens out", (FINITE,)),
         ),
-        (("sample_mean", active_ones(1), {}, MASKS, "active"), "rollouts.active alone are 2", ("constant", TWO, {})),
-        # --- names and settings
-        (("dapo", SIX), "'dapo': there is no such mode. Did you mean trl:dapo.*of sample_mean", ("token_mean", SIX)),
-        (("token_mean", SIX, IDS, MASKS, "some"), "'some': there is no such unit counting. Choose one of all, active",
-         ("sample_mean", active_ones(2), {}, MASKS, "active")),
-        *(
-            ((mode, WITH_ROLLOUTS, {**BOTH, "divisor": 8}),
-             f"divisor 8 with loss aggregation '{mode}': only 'constant' and 'token_sum' have",
-             (mode, WITH_ROLLOUTS, BOTH))
-            for mode in MODES if not MODES[mode].takes_divisor
+        **refusals(
+            own,
+            ((torch.ones(5),), r"returned float32 of shape \(5,\)", (torch.ones(2),)),
+            ((torch.ones(1, 5),), "a number, 2 numbers", (torch.tensor(1.0),)),
+            (([1.0] * 3,), r"of shape \(3,\)", ([[1.0] * 3, [1.0] * 2],)),
+            ((None,), "returned object", (0,)),
+            ((True,), "returned bool", (1,)),
+            error=TypeError,
         ),
-    ),
-    **refusals(reduced, (("token_mean", None), "totals is None.*never guessed", ("token_mean", SIX)), error=TypeError),
-    **refusals(
-        of_divisor,
-        ((None,), "'constant' without a divisor", (1,)),
-        ((0,), "divisor 0: it must be finite and above 0", (1e-3,)),
-        ((-8,), "divisor -8", (8,)),
-        ((NAN,), "divisor nan", (8,)),
-        ((INF,), "divisor inf", (8,)),
-        ((1e30,), "below 1e30", (1e20,)),
-    ),
-    **refusals(
-        of_divisor,
-        ((True,), r"divisor True \(bool\)", (1,)),
-        (("8",), r"divisor '8' \(str\)", (8,)),
-        error=TypeError,
-    ),
-    **refusals(
-        placed,
-        (("token_mean", SIX, LAID_OUT, 2), "cp_size=2 without a cp_rank: each rank holds other", ("token_mean", SIX)),
-    ),
-    **refusals(placed, ((3, SIX), r"loss aggregation 3 \(int\)", ("token_sum", SIX)), error=TypeError),
-    **refusals(
-        functools.partial(token_weights, "token_sum"),
-        ((MASKS, SIX), "samples is a list: it describes the micro-batch's masks", (Samples(MASKS), SIX)),
-        error=TypeError,
-    ),
-}  # fmt: skip
-test_refusals = refusal_tests(REFUSALS)
+        **refusals(
+            on_mask,
+            ((1e-30, 1e17), "float32 rounds to 0: .*not be trained", (1e-20, 1e17)),
+            ((1e30, 1e-20), "NaN or Inf", (1e10, 1e-20)),
+        ),
+    }
+)  # fmt: skip
+
+
+def test_a_mode_is_rehearsed_without_judging_its_numbers() -> None:
+    """Of a part of a step they need not be finite: here a leave-one-out divisor."""
+    samples = [Samples([[1, 1]], prompt_ids=["a"]), Samples([[1], [0]], prompt_ids=["a", "b"])]
+    plan = plan_step(samples, lambda step: 1 / (step.samples("prompt") - 1), dp_group=None)
+    assert [weights for one in plan for weights in one.weights.tolist()] == [1, 1, 1, 0]
+
+
+@pytest.mark.parametrize("name", ["token_mean", "my-sum", "", "1st", None])
+def test_names_of_modes(name: Any) -> None:
+    with pytest.raises(ValueError, match="must be a Python identifier that is not taken"):
+        register_pg_loss_reducer(name)
+    with pytest.raises(TypeError, match="mode 'x' is a int: it must be a function"):
+        register_pg_loss_reducer("x")(3)  # type: ignore[arg-type]
+    assert isinstance(register_pg_loss_reducer("x")(numbered), Mode)
+    assert torch.equal(
+        token_weights("x", Samples(MASKS), StepTotals()), token_weights(numbered, Samples(MASKS), StepTotals())
+    )

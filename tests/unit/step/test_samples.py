@@ -1,311 +1,272 @@
-"""Samples: what is known of a micro-batch's masks, which tokens a CP rank holds, and what is refused.
+"""Samples: masks and ids as users give them, what replicas compare, and what is refused.
 
-What a device does with masks is what the host does: shown on the CPU, which can do both.
+What a rank holds of them: tests/unit/modes/test_weights.py.
 """
 
+import itertools
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
-import oracle
 import pytest
 import torch
-from hypothesis import given
-from placements import Place, every_layout, laid_out, padded_masks
 from refusals import refusal_tests, refusals
-from steps import Step, on_both, quick, steps
 from torch import Tensor
 
-from megatron_rl_loss import Gathered, Layout, Samples, ZigzagTHD
-from megatron_rl_loss.step import LocalTokens, masks
+from megatron_rl_loss import Contiguous, Gathered, Samples, ZigzagBSHD, ZigzagTHD, make_pg_loss_reducer, plan_step
+from megatron_rl_loss.reduction import Term
+from megatron_rl_loss.step.ids import as_ids
+from megatron_rl_loss.step.samples import read_masks
+from megatron_rl_loss.step.totals import StepTotals
 
 NAN, INF = float("nan"), float("inf")
 
-
-def ones(*lengths: int) -> list[Tensor]:
-    return [torch.ones(length) for length in lengths]
-
-
 # --- masks
 
-
-@pytest.fixture(params=[True, False], ids=["on the host", "as on a device"])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not request.param:
-        monkeypatch.setattr(masks, "on_host", lambda values: False)
-
-
-def as_view(mask: Tensor) -> Tensor:
-    return mask.repeat_interleave(2)[::2]
-
-
-UNUSUAL = {
-    "every other entry of a longer tensor": [as_view(torch.tensor([1, 0, 1, 1])), torch.tensor([1, 0])],
-    "several dtypes": [torch.tensor([1, 0, 1, 1]), torch.tensor([True, False]), torch.tensor([1.0, 0.0])],
-    "fractions": [torch.tensor([1, 0.5, 0, 1]), torch.tensor([1.0, 0])],
-    "floats beyond 1": [torch.tensor([1.0, 255, 0, 1]), torch.tensor([3.0, 0])],
-    "floats whose last bits are 0": [torch.tensor([2.0**40, 0, 1])],
+UNUSUAL: dict[str, list[Any]] = {
+    "every other entry of a longer tensor": [torch.tensor([1, 1, 0, 0, 1, 1])[::2], torch.tensor([1, 0])],
+    "several dtypes": [torch.tensor([1, 0, 1]), torch.tensor([True, False]), torch.tensor([0.5, 0.0]).half(), [1, 0.0]],
+    "lists and arrays": [[1, 0, 1], [True, False], [0.5, 1], np.array([1, 0], np.uint8), (1, 0), []],
+    "fractions": [torch.tensor([1, 0.5, 0, 1]), torch.tensor([1.0, 255.0]).bfloat16()],
     "minus zero": [torch.tensor([-0.0, 1.0])],
     "a parameter": [torch.nn.Parameter(torch.tensor([1.0, 0, 1]))],
     "a negated view": [torch.complex(torch.zeros(3), torch.tensor([-1.0, 0, -1])).conj().imag, torch.tensor([1.0])],
-    "one storage": list(torch.tensor([1, 0, 1, 1, 0, 0]).split([2, 4])),
-    "the smallest and the largest": [torch.tensor([1e-30, 1e30, 0], dtype=torch.float64)],
-    "all empty": [torch.tensor([], dtype=torch.int64)] * 2,
+    "the smallest and the largest": [torch.tensor([1e-30, 1e30, 0], dtype=torch.float64), torch.tensor([1e-30, 1e30])],
     "some empty": [torch.tensor([]), torch.tensor([1.0, 0]), torch.tensor([]), torch.tensor([1.0]), torch.tensor([])],
 }
-
-
 UNSOUND = {
     "negative": torch.tensor([1, -1]),
     "a negative byte": torch.tensor([1, -1], dtype=torch.int8),
     "integers beyond 1": torch.tensor([1, 2]),
     "bytes beyond 1": torch.tensor([1, 255], dtype=torch.uint8),
-    "longs whose last bits are 0": torch.tensor([1, 2**40]),
     "too small": torch.tensor([1, 0.9e-30]),
     "too large": torch.tensor([1, 1.1e30]),
     "too small for float32": torch.tensor([1, 0.9e-30], dtype=torch.float64),
     "too large for float32": torch.tensor([1, 1.1e30], dtype=torch.float64),
-    "NaN": torch.tensor([1.0, float("nan")]),
-    "infinite": torch.tensor([1.0, float("inf")], dtype=torch.float64),
-    "negative in a negated view": torch.complex(torch.zeros(2), torch.tensor([-1.0, 1.0])).conj().imag,
+    "NaN": torch.tensor([1.0, NAN]).half(),
+    "infinite": torch.tensor([1.0, INF], dtype=torch.float64),
+    "a list": [1, 2],
 }
 
 
-@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("unusual", UNUSUAL.values(), ids=UNUSUAL)
-def test_unusual_masks(unusual: list[Tensor]) -> None:
-    samples = Samples(unusual)
-    expected = torch.cat([mask.detach().double() for mask in unusual])
-    assert samples.mask_lengths == [mask.numel() for mask in unusual]
-    assert samples.mask_sums.tolist() == [float(mask.detach().double().sum()) for mask in unusual]
-    assert samples.active_tokens.tolist() == [int((mask != 0).sum()) for mask in unusual]
-    assert samples.mask_sums.dtype == samples.active_tokens.dtype == torch.float64
-    assert set(map(type, samples.mask_lengths)) <= {int}
-    for mask in (samples.local(0, 1).mask, samples.flat_mask):
-        assert torch.equal(mask, expected.float())
-        assert not mask.requires_grad
+def test_unusual_masks(unusual: list[Any]) -> None:
+    samples, rows = Samples(unusual), [torch.as_tensor(mask).detach().double() for mask in unusual]
+    assert samples.mask_lengths == list(map(len, rows))
+    assert samples.mask_sums.tolist() == [float(row.sum()) for row in rows]
+    assert samples.active_tokens.tolist() == [int((row != 0).sum()) for row in rows]
+    assert samples.local(0, 1).mask.tolist() == pytest.approx(torch.cat(rows).tolist(), rel=1e-7)
+    assert [mask.tolist() for mask in samples.loss_masks] == [pytest.approx(row.tolist(), rel=1e-7) for row in rows]
 
 
-@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("mask", UNSOUND.values(), ids=UNSOUND)
-@pytest.mark.parametrize("beside", [None, torch.float32, torch.int64], ids=["alone", "beside floats", "beside ints"])
-def test_unsound_masks_are_refused_with_their_sample(mask: Tensor, beside: torch.dtype | None) -> None:
+@pytest.mark.parametrize("beside", [torch.ones(3), torch.ones(3).long(), [1, 0]], ids=["floats", "ints", "a list"])
+def test_unsound_masks_are_refused_with_their_sample(mask: Any, beside: Any) -> None:
     with pytest.raises(ValueError, match=r"the loss mask of sample 1 holds .*token weights must be finite and >= 0"):
-        Samples([torch.ones(3, dtype=beside or mask.dtype), mask])
+        Samples([beside, mask])
 
 
 def test_masks_that_change_later_change_nothing() -> None:
-    """What was measured is what is weighed."""
-    for mask in (torch.tensor([1, 1, 0, 1]), torch.tensor([1.0, 1, 0, 1]), torch.tensor([1.0, 1, 0, 1]).double()):
+    for mask in (torch.tensor([1, 1, 0, 1]), torch.tensor([1.0, 1, 0, 1]), np.array([1.0, 1, 0, 1])):
         samples = Samples([mask])
-        mask.zero_()
-        assert samples.local(0, 1).mask.tolist() == [1, 1, 0, 1]
-        assert samples.mask_sums.tolist() == [3]
+        mask[:] = 0
+        assert (samples.local(0, 1).mask.tolist(), samples.mask_sums.tolist()) == ([1, 1, 0, 1], [3])
 
 
-def test_no_sample() -> None:
+def test_fractional_masks_are_summed_in_float64() -> None:
+    for dtype in (torch.float32, torch.float64):
+        mask = torch.full((1_000_003,), 0.1, dtype=dtype)
+        # In float64 a sum of a million terms is off by 2^-53 a million times at most.
+        assert float(Samples([mask]).mask_sums[0]) == pytest.approx(1_000_003 * float(mask[0]), rel=1e-9)
+
+
+def test_masks_on_a_device_are_read_in_one_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The meta device stands in for one; its values are those that `to_array` is made to return."""
+    read: list[int] = []
+
+    def to_array(values: Tensor) -> Any:
+        read.append(len(values))
+        return np.arange(len(values)) % 2
+
+    monkeypatch.setattr("megatron_rl_loss.step.masks.to_array", to_array)
+    device: dict[str, Any] = {"device": "meta", "dtype": torch.int64}
+    of_steps = [Samples([torch.ones(3, **device)] * 2, term_masks={"kl": [torch.ones(3, **device)] * 2}) for _ in "ab"]
+    assert read == []
+    read_masks(of_steps)
+    assert read == [24]
+    assert [one.mask_sums.tolist() for one in of_steps] == [[1, 2], [1, 2]]
+    assert of_steps[1].with_mask("kl").mask_sums.tolist() == [1, 2]
+
+
+def test_samples_without_a_sample() -> None:
     for layout, size in ((None, 0), (ZigzagTHD([0, 8], filler_slots=1), 8)):
         samples = Samples([], layout=layout)
-        assert (len(samples), samples.total_tokens) == (0, size)
-        assert samples.mask_sums.numel() == samples.active_tokens.numel() == 0
         local = samples.local(0, 1)
-        assert local.mask.tolist() == local.sample_index.tolist() == [0] * size
+        assert (len(samples), samples.total_tokens, samples.with_mask("any")) == (0, size, samples)
+        assert local.mask.tolist() == [0] * size
+        assert (local.num_active, local.runs, len(local)) == (0, [], size)
 
 
-def test_host_work_needs_no_default_device() -> None:
-    with torch.device("meta"):
-        samples = Samples([torch.ones(2, device="cpu"), torch.zeros(1, device="cpu")])
-        assert samples.local(0, 1).sample_index.tolist() == [0, 0, 1]
-    assert samples.mask_sums.tolist() == [2, 0]
+def test_values_of_a_sample_are_put_where_its_mask_is_and_stay_differentiable() -> None:
+    """A KL that is packed so beside an attached loss trains."""
+    samples = Samples([[1, 1], [1, 0, 1]], layout=ZigzagTHD([0, 4, 8], [2, 3]))
+    rows = [torch.tensor([1.0, 2], requires_grad=True), torch.tensor([3.0, 4, 5], requires_grad=True)]
+    packed = samples.in_buffer(rows)
+    assert packed.tolist() == [1, 2, 0, 0, 3, 4, 5, 0]
+    losses = torch.ones(8, requires_grad=True)
+    plan_step([samples], "token_sum", dp_group=None)[0].loss({"pg": losses, "kl": Term(packed, coef=2)})[0].backward()
+    assert [row.grad.tolist() for row in rows if row.grad is not None] == [[2, 2], [2, 0, 2]]
+    assert samples.in_buffer([[1, 2], np.array([3, 4, 5])]).tolist() == [1, 2, 0, 0, 3, 4, 5, 0]
 
 
-def test_whether_masks_of_a_device_are_sound_is_a_tensor() -> None:
-    """The meta device stands in for one: it has no values, so whatever asks for one on the host raises."""
-    of_device = Samples([torch.ones(3, device="meta"), torch.ones(2, device="meta")])
-    assert isinstance(of_device.sound, Tensor)
-    assert of_device.sound.shape == ()
-    local = of_device.local(0, 1)
-    assert local.mask.device.type == local.sample_index.device.type == local.num_active.device.type == "meta"
-    assert (local.mask.shape, local.sample_index.shape) == ((5,), (5,))
+# --- ids
+
+#: hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+DIGESTS = {"prompt/0": "8310b148311e9803", "": "e4a6a0577479b2b4", "é": "cb1abf8beff3192f"}
 
 
-# --- what a CP rank holds
+def test_ints_stay_and_strings_are_hashed_alike_everywhere() -> None:
+    """Ranks hash apart from each other: the numbers are part of what they agree on. 61 bits join none."""
+    assert as_ids("ids", [3, -5, 2**61 - 1], 3).tolist() == [3, -5, 2**61 - 1]
+    hashed = as_ids("ids", list(DIGESTS), 3)
+    assert hashed.tolist() == [int.from_bytes(bytes.fromhex(one), "little") % 2**61 for one in DIGESTS.values()]
+    for ids in ((1, 2), range(1, 3), torch.tensor([1, 2]).byte(), np.array([1, 2]), np.array([1, 2], object)):
+        assert as_ids("ids", ids, 2).tolist() == [1, 2]  # type: ignore[arg-type]
 
 
-@every_layout
-@quick
-@given(step=steps())
-def test_a_rank_holds_what_the_oracle_says(step: Step, place: Place, cp_size: int) -> None:
-    """On the host, and as on a device."""
-    masks = [one.mask for one in step.samples]
-    lengths = [len(mask) for mask in masks]
-    placed = laid_out(place, tuple(lengths), cp_size)
-    padded = padded_masks(step.samples, placed)
-
-    def check() -> None:
-        samples = Samples(padded, layout=placed.layout)
-        assert bool(samples.sound)
-        # Sums of at most 13 terms: exact for flags, to float64 for weights.
-        assert samples.mask_sums.tolist() == pytest.approx([float(mask.double().sum()) for mask in masks], rel=1e-14)
-        assert samples.active_tokens.tolist() == [int((mask != 0).sum()) for mask in masks]
-        whole = torch.arange(samples.total_tokens)
-        for cp_rank, held in enumerate(placed.held):
-            check_part(samples.local(cp_rank, cp_size), masks, held, whole)
-        if placed.layout is None or not placed.layout.replicated_over_cp:
-            tokens = [at for held in placed.held for at in held if at is not None]
-            assert sorted(tokens) == [(i, t) for i, length in enumerate(lengths) for t in range(length)]
-
-    on_both(check)
+# --- what replicas compare
 
 
-def check_part(local: LocalTokens, masks: list[Tensor], held: list[oracle.Token], whole: Tensor) -> None:
-    assert len(local) == len(held)
-    assert local.mask.dtype == torch.float32
-    assert local.mask.tolist() == [0 if at is None else float(masks[at[0]][at[1]]) for at in held]
-    assert local.sample_index.dtype == local.positions.dtype == torch.int64
-    numbers, positions = local.sample_index.tolist(), local.positions.tolist()
-    tokens = [(k, at) for k, at in enumerate(held) if at is not None]
-    assert [positions[k] for k, _ in tokens] == [local.samples.mask_starts[i] + t for _, (i, t) in tokens]
-    # Padding has the number of a sample beside it.
-    assert [numbers[k] for k, _ in tokens] == [i for _, (i, _) in tokens]
-    assert all(0 <= i < len(masks) for i in numbers)
-    assert numbers == sorted(numbers)
-    # The same positions cut whatever lies in the buffer, of any width.
-    assert local.of(whole).tolist() == positions
-    assert local.of(torch.stack([whole, -whole], 1)).tolist() == [[p, -p] for p in positions]
-    assert int(local.num_active) == sum(bool(masks[i][t] != 0) for _, (i, t) in tokens)
+class Opaque:
+    """Without a repr of its own, which would be the same on two ranks."""
 
 
-def test_in_buffer_puts_values_where_the_masks_are() -> None:
-    samples = Samples(ones(2, 3), layout=ZigzagTHD([0, 4, 8], [2, 3]))
-    values = samples.in_buffer([torch.tensor([1.0, 2]), torch.tensor([3.0, 4, 5])])
-    assert values.tolist() == [1, 2, 0, 0, 3, 4, 5, 0]
-    plain = Samples(ones(2, 3))
-    assert plain.in_buffer([torch.tensor([1.0, 2]), torch.tensor([3.0, 4, 5])]).tolist() == [1, 2, 3, 4, 5]
+def described(**options: Any) -> Samples:
+    return Samples([[1, 0, 1, 1], [1, 1, 1, 1]], **{"layout": ZigzagTHD([0, 4, 8]), **options})
+
+
+ALIKE: dict[str, Callable[[], dict[str, Any]]] = {
+    "tokens of another dtype of ints": lambda: {"tokens": torch.arange(8, dtype=next(DTYPES))},
+    "bf16 tokens": lambda: {"tokens": torch.ones(8).bfloat16()},
+    "ids in a list or a tensor": lambda: {"rollout_ids": next(ID_LISTS)},
+    "labels of objects": lambda: {"labels": {"env": [Opaque(), Opaque()]}},
+    "labels of sets": lambda: {"labels": {"tags": [set(next(ORDERS)), frozenset("b")]}},
+    "labels of dicts": lambda: {"labels": {"of": [dict.fromkeys(next(ORDERS), 1), {Opaque(): None, Opaque(): {}}]}},
+    "labels of tensors": lambda: {"labels": {"turns": [torch.arange(4), np.arange(3)]}},
+}
+DTYPES = itertools.cycle([torch.int32, torch.int64])
+ID_LISTS = itertools.cycle([[1, 2], torch.tensor([1, 2]).int()])
+ORDERS = itertools.cycle([["x", "y", "zz"], ["zz", "y", "x"]])
+UNLIKE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "layouts that cut otherwise": ({}, {"layout": Contiguous([0, 4, 8])}),
+    "slots for rows": ({}, {"layout": ZigzagBSHD(2, 4)}),
+    "per slot": ({"layout": Contiguous([0, 4, 8])}, {"layout": Contiguous([0, 4, 8], per_slot=True)}),
+    "backward of a gather": ({"layout": Gathered([0, 4, 8])}, {"layout": Gathered([0, 4, 8], backward="slice")}),
+    "tokens": ({"tokens": torch.arange(8)}, {"tokens": torch.arange(8) + 1}),
+    "token shapes": ({"tokens": torch.ones(8)}, {"tokens": torch.ones(2, 4)}),
+    "ids": ({"ids": {"session": [1, 2]}}, {"ids": {"session": [2, 1]}}),
+    "names of ids": ({"ids": {"session": [1, 2]}}, {"ids": {"task": [1, 2]}}),
+    "labels": ({"labels": {"a": [1, 2]}}, {"labels": {"a": [1, 3]}}),
+    "term masks": ({"term_masks": {"kl": [[1] * 4] * 2}}, {"term_masks": {"kl": [[1] * 4, [1, 1, 1, 0]]}}),
+}
+
+
+@pytest.mark.parametrize("options", ALIKE.values(), ids=ALIKE)
+def test_replicas_with_the_same_samples_agree(options: Callable[[], dict[str, Any]]) -> None:
+    assert described(**options()).digest() == described(**options()).digest() != described().digest()
+
+
+@pytest.mark.parametrize(("one", "other"), UNLIKE.values(), ids=UNLIKE)
+def test_replicas_with_other_samples_do_not(one: dict[str, Any], other: dict[str, Any]) -> None:
+    assert described(**one).digest() == described(**one).digest() != described(**other).digest()
+
+
+def test_fractional_weights_apart_are_told_apart() -> None:
+    digests = {Samples([torch.tensor(mask)]).digest() for mask in ([1.0, 1], [1, 1.0001], [1, 0.0], [1.0, 1, 0])}
+    assert len(digests) == 4
 
 
 # --- refusals, each beside its nearest legal neighbour
 
-
-class Misplaced(Layout):
-    """A layout of one's own that says where masks and a CP rank's pieces are, right or wrong."""
-
-    def __init__(self, mask_starts: Any, segments: list[tuple[int, int]], rest: Any = ()) -> None:
-        self.starts, self.segments, self.rest = mask_starts, segments, rest
-
-    @property
-    def total_tokens(self) -> int:
-        return 8
-
-    def mask_starts(self, mask_lengths: Any) -> Any:
-        return self.starts
-
-    def local_segments(self, cp_rank: int, cp_size: int) -> Any:
-        """The pieces are the last rank's; each other rank holds the rest."""
-        held = self.segments if cp_rank == cp_size - 1 else self.rest
-        starts, ends = torch.tensor(held, dtype=torch.int64).reshape(-1, 2).T
-        return starts, ends - starts
-
-
-def with_masks_at(starts: Any) -> list[float]:
-    samples = Samples(ones(3, 3), layout=Misplaced(starts, [(0, 2), (3, 8)], [(2, 3)]))
-    return samples.local(1, 2).mask.tolist()
-
-
-def with_pieces(*segments: tuple[int, int]) -> list[float]:
-    local = Samples(ones(3, 3), layout=Misplaced([0, 4], list(segments), [(2, 3), (6, 8)])).local(1, 2)
-    return (local.mask * (local.sample_index + 1)).tolist()
-
-
-@pytest.mark.parametrize("starts", [(0, 4), torch.tensor([0, 4]).int(), np.array([0, 4]), np.array([0, 4], np.uint8)])
-def test_a_layout_of_ones_own_may_say_its_positions_in_any_ints(starts: Any) -> None:
-    assert with_masks_at(starts) == [1, 1, 0, 1, 1, 1, 0]
-    assert with_pieces((0, 2), (2, 2), (3, 6)) == [1, 1, 0, 2, 2]  # pieces may be empty
+TWO, of_one = torch.ones(2), partial(Samples, [torch.ones(1)])
 
 
 def of_masks(*masks: Any) -> Samples:
     return Samples(list(masks))
 
 
-def cut(layout: Layout | None, cp_rank: Any, cp_size: Any) -> LocalTokens:
-    return Samples(ones(4), layout=layout).local(cp_rank, cp_size)
+def reduced(mask: Any) -> Any:
+    return make_pg_loss_reducer("token_mean", mask, totals=StepTotals(step_tokens=2))
 
 
-def held(replicated: bool, *ranks: list[tuple[int, int]]) -> LocalTokens:
-    """By a layout of one's own: the pieces of each of two ranks."""
-    layout = Misplaced([0, 4], ranks[1], ranks[0])
-    layout.replicated_over_cp = replicated
-    return Samples(ones(4, 4), layout=layout).local(0, 2)
-
-
-TWO = torch.ones(2)
-WHOLE = [(0, 8)]
-
-REFUSALS = {
-    **refusals(
-        of_masks,
-        ((TWO, torch.tensor([1, -0.5])), "sample 1 holds -0.5: token weights", (TWO, torch.tensor([1, 0.5]))),
-        ((torch.tensor([-1]),), "sample 0 holds -1.0", (torch.tensor([1]),)),
-        ((torch.ones(0), torch.tensor([NAN])), "sample 1 holds nan", (torch.ones(0), torch.tensor([0.0]))),
-        ((torch.tensor([INF]), TWO), "sample 0 holds inf", (torch.tensor([1e30]), TWO)),
-        ((torch.ones(1, 2),), r"sample 0 has shape \(1, 2\): it must be 1-D", (TWO,)),
-        ((TWO, torch.tensor(1)), r"sample 1 has shape \(\)", (TWO, torch.tensor([1]))),
-        ((TWO, torch.ones(2, device="meta")), r"loss masks on \['cpu', 'meta'\]: they must share", (TWO, TWO)),
-    ),
-    **refusals(
-        of_masks,
-        (([1, 1],), "sample 0 is a list", (torch.tensor([1, 1]),)),
-        ((TWO, TWO.cfloat()), "sample 1 is torch.complex64", (TWO, TWO.half())),
-        error=TypeError,
-    ),
-    **refusals(
-        Samples,
-        ((torch.ones(2, 3),), r"one tensor of shape \(2, 3\).*list\(loss_masks\)", (list(torch.ones(2, 3)),)),
-        ((None,), "loss_masks is one NoneType: it must be a list", ([],)),
-        error=TypeError,
-    ),
-    **refusals(
-        lambda further: Samples([TWO], term_masks={"correct": [further]}),
-        ((torch.ones(2, device="meta"),), r"masks 'correct' on \['cpu', 'meta'\]: they must share", (TWO,)),
-        ((torch.ones(3),), r"masks 'correct' of \[3\] tokens beside loss masks of \[2\]", (TWO,)),
-    ),
-    **refusals(
-        cut,
-        ((None, 1, 1), "cp_rank=1, cp_size=1", (None, 0, 1)),
-        ((None, 0, 2), "cp_size is 2 and no layout.*Pass one of megatron_rl_loss's", (Gathered([0, 4]), 0, 2)),
-    ),
-    **refusals(
-        with_masks_at,
-        *(
-            ((starts,), r"Misplaced puts loss masks at \[.* within the 8 tokens of its buffer", ([1, 5],))
-            for starts in ([4, 0], [0, 2], [-1, 4], [0, 6])
+test_refusals = refusal_tests(
+    {
+        **refusals(
+            of_masks,
+            ((torch.ones(1, 2),), r"sample 0 has shape \(1, 2\): it must be 1-D", (TWO,)),
+            ((TWO, torch.tensor(1)), r"sample 1 has shape \(\)", (TWO, torch.tensor([1]))),
         ),
-    ),
-    **refusals(
-        with_pieces,
-        *(
-            (pieces, r"Misplaced puts what CP rank 1 of 2 holds at \[", ((0, 2), (3, 6)))
-            for pieces in (((4, 8), (0, 2)), ((0, 4), (3, 8)), ((-1, 4),), ((4, 9),))
+        **refusals(
+            of_masks,
+            ((TWO, TWO.cfloat()), "sample 1 is torch.complex64", (TWO, TWO.half())),
+            ((TWO, torch.ones(2, device="meta").cfloat()), "sample 1 is torch.complex64", (TWO,)),
+            ((["a"],), "sample 0 is a list: it must hold one real number per token", ([1],)),
+            (([1, [2]],), "sample 0 is a list", ([1, 1],)),
+            error=TypeError,
         ),
-    ),
-    **refusals(
-        with_masks_at,
-        ((torch.tensor([0.0, 4.5]),), r"mask_starts is .*float.* of shape \(2,\)", ([0, 4],)),
-        ((np.array([0.0, 4.5]),), r"mask_starts is .*float64 of shape \(2,\)", ([0, 4],)),
-        (([0, 4.5],), "mask_starts holds 4.5", ([0, 4],)),
-        error=TypeError,
-    ),
-    **refusals(cut, ((None, 0.0, 1), "cp_rank=0.0, cp_size=1: both must be ints", (None, 0, 1)), error=TypeError),
-    **refusals(
-        held,
-        (
-            (False, WHOLE, [(4, 8)]),
-            "position 4 of the buffer to 2 of 2 CP ranks: each token of a sample must be held by 1",
-            (False, [(0, 4)], [(4, 8)]),
+        **refusals(
+            reduced,
+            ((TWO,), r"loss_masks is one Tensor: it must be a list of 1-D masks.*list\(loss_masks\)", ([TWO],)),
+            ((None,), "loss_masks is one NoneType", ([TWO],)),
+            (("11",), "loss_masks is one str", ([TWO],)),
+            error=TypeError,
         ),
-        ((False, [(0, 4)], [(5, 8)]), "position 4 of the buffer to 0 of 2", (False, WHOLE, [])),
-        ((True, WHOLE, [(0, 4)]), "position 4 of the buffer to 1 of 2.*must be held by 2", (True, WHOLE, WHOLE)),
-    ),
-}
-
-
-test_refusals = refusal_tests(REFUSALS)
+        **refusals(
+            of_one,
+            ({"rollout_ids": []}, "0 rollout_ids for 1 loss masks", {"rollout_ids": [0]}),
+            ({"prompt_ids": [0, 1]}, "2 prompt_ids for 1 loss masks", {"prompt_ids": [0]}),
+            ({"ids": {"session": []}}, "0 session_ids for 1", {"ids": {"session": [1]}}),
+            ({"ids": {"step": [1]}}, "ids named 'step'", {"ids": {"steps": [1]}}),
+            ({"ids": {"sample": [1]}}, "ids named 'sample': .*Rename them", {"ids": {"samples": [1]}}),
+            ({"prompt_ids": [2**61]}, "beyond 61 bits", {"prompt_ids": [2**61 - 1]}),
+            ({"rollout_ids": [-(2**61)]}, "beyond 61 bits.*as strings", {"rollout_ids": [str(-(2**61))]}),
+            ({"labels": {"task": []}}, "0 labels 'task' for 1", {"labels": {"task": [1]}}),
+            ({"term_masks": {"kl": [TWO]}}, r"masks 'kl' of \[2\] tokens beside loss masks of \[1\]",
+             {"term_masks": {"kl": [[1]]}}),
+            ({"term_masks": {"kl": []}}, "0 masks 'kl' for 1", {"term_masks": {"kl": [[1]]}}),
+        ),
+        **refusals(
+            of_one,
+            *(
+                ({"prompt_ids": wrong}, text, {"prompt_ids": ["0"]})
+                for wrong, text in (
+                    ([0.0], r"prompt_ids holds 0.0 \(float\)"), (torch.tensor([1.0]), "holds 1.0"),
+                    ([True], "holds True"),
+                    (torch.tensor([[1]]), r"holds \[1\] \(list\)"), ([None], "holds None"), ([b"a"], "bytes"),
+                    ("a", "prompt_ids is 'a': there must be one id per sample"), ({1}, "is {1}"), (1, "is 1"),
+                    (torch.tensor(1), r"is tensor\(1\)"),
+                )
+            ),
+            ({"cp_group": torch.ones(())}, "a process group of type Tensor", {"cp_group": None}),
+            error=TypeError,
+        ),
+        **refusals(
+            partial(Samples, [TWO] * 2),
+            ({"prompt_ids": [0, "0"]}, "holds 0 and '0': they are two ids", {"prompt_ids": [0, "1"]}),
+        ),
+        **refusals(
+            Samples([TWO, torch.ones(1)]).in_buffer,
+            (([TWO],), "1 rows for 2 loss masks", ([TWO, TWO[:1]],)),
+            (([TWO, TWO],), r"rows of \[2, 2\] values for loss masks of \[2, 1\]", ([TWO, TWO[:1]],)),
+        ),
+        **refusals(
+            lambda layout, cp_size: Samples([torch.ones(4)], layout=layout).local(0, cp_size),
+            ((None, 2), "cp_size is 2 and no layout", (Gathered([0, 4]), 2)),
+        ),
+        **refusals(
+            Samples([TWO], term_masks={"kl": [TWO]}, labels={"a": [1]}).with_mask,
+            (("nll",), "a mask 'nll' of samples that have: kl", ("kl",)),
+        ),
+    }
+)  # fmt: skip

@@ -1,0 +1,55 @@
+"""A step whose units are counted at its end: schedule calls as samples arrive, gradients scaled once by 1 / U.
+
+    with late_counts(model) as counts:
+        for batches in arriving:  # on all ranks as many calls
+            plan = plan_step([samples_of(batch) for batch in batches], rollout_sum, model=model)
+            run_schedule(model, batches, plan)
+            counts.append(plan.totals.units["rollout"].all)
+    optimizer.step()
+
+Weights are those of a mode without its U: `rollout_sum` for ``sample_mean``, whose rollouts each come in one call, or
+``token_sum`` for ``token_mean``, with ``counts.append(plan.totals.step_tokens)``. Reports are sums, to be divided by U.
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
+
+from megatron.core.utils import get_model_config
+
+from megatron_rl_loss import Mode
+
+rollout_sum = Mode(name="rollout_sum", function=lambda step: 1 / step.tokens("rollout"), divisor="refused")
+
+
+@contextmanager
+def late_counts(model: Any) -> Iterator[list[float]]:
+    """Hold gradients back in the ``with``; after it reduce them once, and divide them by the sum of the counts.
+
+    Every gradient is divided, that of auxiliary losses (MoE, MTP) too; per-token loss divides by itself.
+    """
+    chunks = model if isinstance(model, list) else [model]
+    config, counts = get_model_config(chunks[0]), list[float]()
+    if config.calculate_per_token_loss:
+        raise ValueError("late counts with per-token loss: Megatron divides by tokens itself. Turn it off.")
+    options: dict[str, Any] = {}
+    held = {
+        "finalize_model_grads_func": lambda *_, **given: options.update(given),
+        "no_sync_func": nullcontext,  # a schedule's own would end the one below
+        "grad_sync_func": None,
+    }
+    hooks = {name: getattr(config, name) for name in held}
+    vars(config).update(held)
+    try:
+        with ExitStack() as stack:
+            for chunk in chunks:
+                stack.enter_context(chunk.no_sync())
+            yield counts
+    finally:
+        vars(config).update(hooks)
+    for chunk in chunks:
+        if chunk.ddp_config.overlap_grad_reduce:
+            chunk.start_grad_sync()  # as the last backward pass would
+    config.finalize_model_grads_func(chunks, None, **options)
+    for chunk in chunks:
+        chunk.scale_gradients(1 / max(sum(counts), 1e-30))

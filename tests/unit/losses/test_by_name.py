@@ -1,0 +1,137 @@
+"""Losses by name: clip flags, the modes that they go with, and refusals."""
+
+import inspect
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from refusals import refusal_tests, refusals
+
+from megatron_rl_loss import losses
+from megatron_rl_loss.losses import POLICY_LOSSES, check_goes_with, dppo_loss, policy_loss
+from megatron_rl_loss.modes import resolve
+from megatron_rl_loss.step import Samples
+
+MODES = ("sample_mean", "prompt_mean", "token_mean", "constant", "token_sum")
+HELD = Samples([[1, 1, 0], [1, 1]]).local(0, 1)
+OLDS, ACTIVE = torch.full((5,), -2.0), [0, 1, 3, 4]
+# Mean log-ratios over the masks: 0.2 and -0.1. The third token is masked.
+LOG_RATIOS = torch.tensor([0.5, -0.1, 1.0, -0.3, 0.1])
+
+
+@pytest.mark.parametrize(
+    ("name", "clip", "advantages", "clipped"),
+    [
+        ("ppo", (0.2, 0.3), (1, 1), [1, 0, 0, 0]),
+        ("ppo", (0.2, 0.3), (-1, 0), [0, 0, 0, 0]),
+        ("ppo", (0.09, 0.3), (0, -1), [0, 0, 1, 0]),
+        ("cispo", (0.2, 0.3), (-1, 1), [1, 0, 1, 0]),
+        ("gspo", (0.5, 0.5), (1, 1), [0, 0, 0, 0]),
+        ("gspo", (0.05, 0.1), (1, 1), [1, 1, 0, 0]),
+        ("gspo", (0.05, 0.1), (-1, -1), [0, 0, 1, 1]),
+        ("gspo_token", (0.05, 0.1), (1, -1), [1, 1, 1, 1]),
+        ("gmpo", (0.4, 0.4), (1, 1), [1, 0, 0, 0]),  # 0.5 to 0.4
+        ("gmpo", (0.2, 0.4), (-1, -1), [0, 0, 1, 0]),  # -0.3 to -0.2
+    ],
+)
+def test_what_is_clipped(name: str, clip: Any, advantages: Any, clipped: list[float]) -> None:
+    of_tokens = torch.tensor(advantages).float().repeat_interleave(torch.tensor([3, 2]))
+    found = policy_loss(name, OLDS + LOG_RATIOS, OLDS, of_tokens, HELD, clip_low=clip[0], clip_high=clip[1])
+    assert found.clipped[ACTIVE].tolist() == clipped
+    assert found.ppo_kl[ACTIVE].tolist() == pytest.approx((-LOG_RATIOS[ACTIVE]).tolist(), abs=1e-6)
+
+
+#: The only modes that a loss goes with, if it does not go with all.
+GOES_WITH = {"gspo": [("sample_mean", None)], "gmpo": [("sample_mean", None)], "luspo": [("constant", 1.0)]}
+AGGREGATIONS = [*((mode, 3.0 if mode in ("constant", "token_sum") else None) for mode in MODES), ("constant", 1.0)]
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+def test_a_name_is_its_function_and_goes_with_its_modes(name: str) -> None:
+    function, tokens = POLICY_LOSSES[name].compute, (OLDS + LOG_RATIOS, OLDS, torch.ones(5), HELD)
+    assert torch.equal(policy_loss(name, *tokens, clip_low=None).per_token_loss, function(*tokens).per_token_loss)
+    assert ("cp_group" in inspect.signature(function).parameters) == POLICY_LOSSES[name].of_sequence
+    for mode, divisor in AGGREGATIONS:
+        if (mode, divisor) in GOES_WITH.get(name, AGGREGATIONS):
+            goes(name, mode, divisor)
+        else:
+            with pytest.raises(ValueError, match=f"the policy loss {name} aggregated by {mode}, divisor"):
+                goes(name, mode, divisor)
+    check_goes_with(name, resolve(lambda inputs: 1.0))  # a user's own mode
+
+
+# --- refusals: what is wrong, the text, and the nearest legal neighbour
+
+
+def goes(name: str, mode: str = "sample_mean", divisor: float | None = None, **settings: Any) -> None:
+    check_goes_with(name, resolve(mode, divisor=divisor), **settings)
+
+
+FIVE, ONE, COLUMN, NONE, OFTEN = torch.zeros(5), torch.zeros(1), torch.zeros(5, 1), dict[str, Any](), torch.ones(5)
+WITH_GRAPH = torch.ones(5, requires_grad=True)
+CLIPPED, SAPO = {"returns": FIVE, "clip": 0.1, "old_values": FIVE}, {"name": "sapo", "tau_positive": 0.9}
+
+
+def call(
+    name: str = "ppo", log_probs: Any = FIVE, old_log_probs: Any = FIVE, advantages: Any = FIVE, **changed: Any
+) -> Any:
+    return policy_loss(name, log_probs, old_log_probs, advantages, changed.pop("local", HELD), **changed)
+
+
+RANGE = r"it must be a number in"
+REFUSALS = {
+    **refusals(
+        goes,
+        (("grpo",), "there is no such policy loss.+Choose one of ppo, cispo", ("ppo",)),
+        (SAPO | {"clip_low": 0.2}, "clip_low=0.2 for the policy loss sapo: it takes tau", SAPO | {"clip_low": None}),
+        ({"name": "gspo", "dual_clip": 3.0}, "dual_clip=3.0 for the policy loss gspo", {"name": "ppo", "dual_clip": 3}),
+        (("gspo", "token_mean"), "gspo aggregated by token_mean.+by sample_mean alone", ("gspo_token", "token_mean")),
+        (("luspo", "constant", 2.0), "divisor 2.0.+by constant with divisor 1 alone", ("luspo", "constant", 1.0)),
+    ),
+    **refusals(
+        call,
+        ({"old_log_probs": ONE}, r"old_log_probs of shape \(1,\) for values of shape \(5,\)", {"advantages": ONE}),
+        ({"advantages": COLUMN}, r"advantages of shape \(5, 1\)", {"advantages": ONE}),
+        ({"advantages": WITH_GRAPH}, "advantages that require grad.*Detach them", NONE),
+        ({"importance_weights": COLUMN}, r"importance_weights of shape \(5, 1\)", {"importance_weights": FIVE}),
+        ({"local": COLUMN}, r"a mask of shape \(5, 1\)", {"local": OFTEN.bool().numpy()}),
+        ({"clip_low": 0}, rf"clip_low is 0: {RANGE} \(0, 1\]", {"clip_low": 1e-3}),
+        ({"clip_high": 0.0}, rf"clip_high is 0.0: {RANGE} \(0, inf\)", {"clip_high": 3}),
+        ({"clip_high": 1.28}, "width: .* clipped at 2.28. Pass 0.28 for a bound of 1.28", {"clip_high": 0.28}),
+        ({"dual_clip": 1}, rf"dual_clip is 1: {RANGE} \(1, inf\)", {"dual_clip": 1.001}),
+        ({"log_probs": FIVE + 0.2}, "log_probs with values up to 0.2: .*order of the arg", {"log_probs": FIVE + 0.09}),
+        ({"old_log_probs": -FIVE.log()}, "old_log_probs with values up to inf", {"log_probs": FIVE.log()}),
+        ({"name": "sapo", "tau_negative": 0.0}, rf"tau_negative is 0.0: {RANGE} \[0.1, 100\]", {"name": "sapo"}),
+        ({"name": "dppo_tv", "threshold": 1.0}, rf"1.0: {RANGE} \(0, 1\)", {"name": "dppo_kl", "threshold": 1.0}),
+        ({"name": "gmpo", "clip_low": 0.0}, rf"clip_low is 0.0: {RANGE} \(0, inf\)", {"name": "gmpo", "clip_low": 1.2}),
+        ({"name": "gspo", "mean_log_ratio": FIVE}, r"a statistic of shape \(5,\)", {"name": "gspo"}),
+        (("gspo", FIVE[:4], FIVE[:4], ONE), r"a loss's input of shape \(4,\)", ("gspo", FIVE[None], FIVE[None])),
+    ),
+    **refusals(
+        call,
+        ({"log_probs": FIVE.numpy()}, "beside old_log_probs is a ndarray: .+ Wrap it in torch.tensor", NONE),
+        ({"advantages": 1.0}, "advantages is a float", {"advantages": torch.tensor(1.0)}),
+        ({"local": None}, "local is a NoneType: it says where tokens lie", {"local": OFTEN}),
+        ({"name": "gspo", "local": OFTEN}, "local is a Tensor: it says where tokens lie", {"name": "gspo"}),
+        error=TypeError,
+    ),
+    **refusals(
+        partial(dppo_loss, FIVE, FIVE, FIVE, OFTEN),
+        ({"divergence": "js"}, "there is no such divergence. Choose one of tv, kl", {"divergence": "kl"}),
+    ),
+    **refusals(
+        lambda **more: losses.value_loss(FIVE, **{"returns": FIVE, "local": OFTEN} | more),
+        ({"returns": ONE}, r"returns of shape \(1,\) for values of shape \(5,\)", NONE),
+        ({"clip": 0.2}, "clip=0.2 with no old_values: values are clipped", NONE),
+        ({"old_values": FIVE}, "clip=None with some old_values", NONE),
+        (CLIPPED | {"clip": 0.0}, rf"clip is 0.0: {RANGE} \(0, inf\)", CLIPPED),
+    ),
+    **refusals(
+        lambda reference=FIVE, **more: losses.kl_estimate(FIVE, reference, OFTEN, **more),
+        ({"estimator": "k4"}, "'k4': there is no such KL estimator. Choose one of", NONE),
+        ((COLUMN,), r"ref_log_probs of shape \(5, 1\)", (FIVE,)),
+    ),
+}  # fmt: skip
+
+test_refusals = refusal_tests(REFUSALS)

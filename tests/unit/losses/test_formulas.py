@@ -1,0 +1,229 @@
+"""Every loss, its value and gradient, over layouts at CP 1, 2 and 4 against float64.
+
+Formulas are those of `sequence_formulas`. One launch over gloo runs all losses and all planted bugs (`cp_steps`).
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import cp_steps
+import oracle
+import pytest
+import sequence_formulas as stated
+import torch
+from cp_steps import CASES, Formula, Loss, Tokens
+from pages import code_of
+from ranks import run_ranks
+from sequence_formulas import log_ratio
+from torch import Tensor
+
+from megatron_rl_loss import losses
+from megatron_rl_loss.losses import segment_mean, segment_scan, segment_sum, to_tokens
+from megatron_rl_loss.step import Samples
+
+NAN, INF = math.nan, math.inf
+NARROW: dict[str, Any] = {"clip_low": 3e-4, "clip_high": 4e-4}
+
+# --- the formulas from the package, on a rank's tokens
+
+
+def given(t: Tokens, advantages: str = "advantages") -> tuple[Tensor, Tensor, Tensor]:
+    return t.values["log_probs"], t.values["old_log_probs"], t.values[advantages]
+
+
+def place(t: Tokens) -> tuple[Any, Any]:
+    return t.local, t.cp_group
+
+
+def microbatch_of(t: Tokens) -> Any:
+    """A `Microbatch`'s place: CP needs no further argument."""
+    return SimpleNamespace(tokens=t.local, cp_group=t.cp_group, totals=t.totals)
+
+
+def at_tokens(of_samples: Tensor, t: Tokens) -> Tensor:
+    return to_tokens(of_samples, t.local).view(t.values["log_probs"].shape)
+
+
+def named(name: str, advantages: str = "token_advantages", **settings: Any) -> Loss:
+    return lambda t: losses.policy_loss(name, *given(t, advantages), microbatch_of(t), **settings).per_token_loss
+
+
+def ppo_here(t: Tokens, weights: Tensor | None = None) -> Tensor:
+    return named("ppo", clip_high=0.28, dual_clip=1.5, importance_weights=weights)(t)
+
+
+def value_here(t: Tokens) -> Tensor:
+    x, old, target = (t.values[name] for name in ("log_probs", "old_log_probs", "rollout_log_probs"))
+    return losses.value_loss(x, target, t.local, old_values=old, clip=0.2)
+
+
+def kl_here(estimator: Any) -> Loss:
+    return lambda t: losses.kl_estimate(*given(t)[:2], t.local, estimator=estimator)
+
+
+def gspo_here(t: Tokens, at: Any = None, **more: Any) -> Tensor:
+    at = place(t) if at is None else (at,)
+    return losses.gspo_loss(*given(t), *at, **NARROW, **more).per_token_loss
+
+
+def sequence_tis_together(t: Tokens) -> Tensor:
+    """Its two statistics in one collective: a sum is a mean times the sample's mask sum."""
+    of_ratio, of_mismatch = segment_mean([log_ratio(t.values), stated.mismatch(t.values)], *place(t))
+    mask_sums = torch.from_numpy(t.samples.mask_sums)
+    weights = at_tokens(losses.importance_weights(of_mismatch * mask_sums, high=1.1), t)
+    return gspo_here(t, mean_log_ratio=of_ratio, importance_weights=weights)
+
+
+def off_policy_mask_here(t: Tokens) -> Tensor:
+    mean_kl = segment_mean(-log_ratio(t.values).detach(), *place(t))
+    return ppo_here(t, losses.keep_sequences(at_tokens(mean_kl, t), max_kl=0.01, advantages=t.values["advantages"]))
+
+
+def three_here(t: Tokens) -> Tensor:
+    """One with gradient by two ways, one without, one of data."""
+    x, old = t.values["log_probs"], t.values["old_log_probs"]
+    a, b, c = segment_mean([x, x.detach().exp(), old], *place(t))
+    return at_tokens(a.square() * b + c * a, t) + x
+
+
+def scans_here(t: Tokens) -> Tensor:
+    x, total = t.values["log_probs"], torch.zeros_like(t.values["log_probs"])
+    for n, (gamma, steps, reverse, exclusive) in enumerate(stated.SCANS):
+        how: dict[str, Any] = {"gamma": gamma, "steps": steps, "reverse": reverse, "exclusive": exclusive}
+        _, found = segment_scan([x.detach().exp(), x], *place(t), **how)
+        total = total + (found / 9 + n).sin()
+    return total
+
+
+def scans_of_rollouts_here(t: Tokens) -> Tensor:
+    x = t.values["log_probs"]
+    return (segment_scan(x, microbatch_of(t), per="rollout") / 9).sin() * x
+
+
+def gae_here(t: Tokens) -> Tensor:
+    values = t.values["token_advantages"], t.values["old_log_probs"]
+    advantages, returns = losses.gae(*values, microbatch_of(t), gamma=0.9, lam=0.8)
+    return (advantages + 0.3 * returns).double() * t.values["log_probs"]
+
+
+#: The page's code.
+OWN: dict[str, Any] = {}
+exec(next(code for code in code_of("losses.md") if "def future_kl" in code), OWN)
+
+
+def own(name: str) -> Loss:
+    return lambda t: OWN[name](*given(t, "token_advantages"), microbatch_of(t))
+
+
+# --- planted bugs: each shows where tokens are cut
+
+
+def alone(t: Tokens, statistic: Any) -> Tensor:
+    """A statistic of what this rank holds, as if that were all."""
+    here = Samples([t.local.mask[t.local.sample_index == i] for i in range(len(t.samples))])
+    return statistic(t.values["log_probs"].flatten()[: here.total_tokens], here.local(0, 1))
+
+
+def sum_without_backward_sum(t: Tokens) -> Tensor:
+    """The other ranks' part is a constant: the value is right, the gradient is not."""
+    x, own = t.values["log_probs"], alone(t, segment_sum)
+    return (at_tokens(segment_sum(x.detach(), *place(t)) + own - own.detach(), t) / 9).sin() * x
+
+
+def scan_without_backward_exchange(t: Tokens) -> Tensor:
+    """The gradient is that of prefix sums of this rank's tokens alone."""
+    x, own = t.values["log_probs"], alone(t, segment_scan)
+    own = torch.cat([own, x.new_zeros(x.numel() - len(own))]).view(x.shape)
+    return ((segment_scan(x.detach(), *place(t)) + own - own.detach()) / 9).sin() * x
+
+
+TABLE: dict[str, tuple[Loss, Formula]] = {
+    "three together": (three_here, stated.of_three),
+    "scans": (scans_here, stated.of_scans),
+    "GSPO of rollouts": (lambda t: gspo_here(t, microbatch_of(t), per="rollout"), stated.gspo),
+    "scans of rollouts": (scans_of_rollouts_here, stated.of_prefix_sum),
+    "GSPO": (gspo_here, stated.gspo),
+    "GSPO-token": (named("gspo_token"), stated.gspo_token),
+    "GMPO": (named("gmpo", "advantages"), stated.gmpo),
+    "PPO": (ppo_here, stated.ppo),
+    "PPO, bounds": (
+        named("ppo", clip_low=1, clip_high=5, dual_clip=1.01), partial(stated.ppo, low=1, high=5, dual=1.01)
+    ),
+    "PPO, no dual clip": (named("ppo", clip_low=0.1), partial(stated.ppo, low=0.1, high=0.1, dual=None)),
+    "CISPO": (named("cispo"), partial(stated.cispo, low=1, high=4)),
+    "CISPO, bounds": (named("cispo", clip_low=0.2, clip_high=0.28), stated.cispo),
+    "SAPO": (named("sapo"), stated.sapo),
+    "SAPO, temperatures": (
+        named("sapo", tau_positive=0.3, tau_negative=7), partial(stated.sapo, positive=0.3, negative=7)
+    ),
+    "DPPO-TV": (named("dppo_tv"), partial(stated.dppo, divergence="tv", threshold=0.15)),
+    "DPPO-KL": (named("dppo_kl", threshold=0.01), partial(stated.dppo, divergence="kl", threshold=0.01)),
+    "value": (value_here, partial(stated.critic, clip=0.2)),
+    "k1": (kl_here("k1"), lambda v, m: log_ratio(v)),
+    "k2": (kl_here("k2"), lambda v, m: log_ratio(v).square() / 2),
+    "k3": (kl_here("k3"), lambda v, m: (-log_ratio(v)).exp() - 1 + log_ratio(v)),
+    "sequence TIS": (sequence_tis_together, stated.sequence_tis),
+    "off-policy mask": (off_policy_mask_here, stated.off_policy_mask),
+    "GAE": (gae_here, stated.generalised),
+    "FIPO": (own("future_kl"), stated.future_kl),
+    "CTPO": (own("prefix_ratio"), stated.prefix_ratio),
+    "CPPO": (own("prefix_budget"), stated.prefix_budget),
+    "planted: sum without backward sum": (sum_without_backward_sum, stated.of_sum),
+    "planted: scan without backward exchange": (scan_without_backward_exchange, stated.of_prefix_sum),
+}  # fmt: skip
+EVERYWHERE = [(place.__name__, cp_size) for place, cp_size in CASES]
+#: What each exchange does in every layout; what is made of them in three layouts of different CP sizes.
+WHERE = {
+    name: set(EVERYWHERE) if n < 4 or "planted" in name else {EVERYWHERE[(5 * n + 7 * k) % 24] for k in range(3)}
+    for n, name in enumerate(TABLE)
+}
+
+
+def on_rank() -> dict[tuple[str, str, int], cp_steps.Outcome]:
+    return cp_steps.run_on_ranks({name: row[0] for name, row in TABLE.items()}, WHERE)
+
+
+@functools.cache
+def outcomes() -> list[dict[tuple[str, str, int], cp_steps.Outcome]]:
+    return run_ranks(cp_steps.RANKS, on_rank, timeout_s=600)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TABLE)
+def test_value_and_gradient_in_every_layout(name: str, record_property: Callable[[str, Any], None]) -> None:
+    """And the comparison sees planted bugs, where tokens are cut."""
+    right = cp_steps.expected(TABLE[name][1], per="rollout" if "rollouts" in name else "sample")
+    errors = {at: cp_steps.error_of([of_rank[(name, *at)] for of_rank in outcomes()], *right) for at in WHERE[name]}
+    exact = oracle.EXACT if name == "GAE" else 1e-12  # advantages are float32
+    if "planted" not in name:
+        record_property("losses_over_cp_error", max(errors.values()))
+    for (layout, cp_size), error in errors.items():
+        shows = "planted" in name and cp_size > 1 and layout != "gathered"
+        assert (error > 1e-3) if shows else (error <= exact), (layout, cp_size, error)
+
+
+def test_the_data_shows_every_branch() -> None:
+    """Clips, masks and caps bind on some tokens and not on others: those change the loss."""
+    wide, huge = {"low": 1, "high": 1e9}, 1e9
+    pairs: dict[str, tuple[Formula, Formula]] = {
+        "clip": (stated.ppo, partial(stated.ppo, **wide)),
+        "dual clip": (stated.ppo, partial(stated.ppo, dual=None)),
+        "CISPO's": (stated.cispo, partial(stated.cispo, **wide)),
+        "DPPO's TV": (partial(stated.dppo, divergence="tv", threshold=t) for t in (0.15, huge)),
+        "DPPO's KL": (partial(stated.dppo, divergence="kl", threshold=t) for t in (0.01, huge)),
+        "value": (partial(stated.critic, clip=t) for t in (0.2, huge)),
+        "GSPO's": (stated.gspo, lambda v, m: -v["advantages"] * stated.mean(log_ratio(v), m).exp()),
+        "GMPO's": (stated.gmpo, lambda v, m: -v["advantages"] * stated.mean(log_ratio(v), m).exp()),
+        "sequence TIS": (stated.sequence_tis, lambda v, m: (stated.mismatch(v) * m).sum().exp() * stated.gspo(v, m)),
+        "off-policy mask": (stated.off_policy_mask, stated.ppo),
+        "CTPO's": (stated.prefix_ratio, lambda v, m: -v["token_advantages"] * stated.scan(log_ratio(v), m, 1).exp()),
+        "CPPO's": (stated.prefix_budget, lambda v, m: -v["token_advantages"] * log_ratio(v).exp()),
+    }  # fmt: skip
+    for name, (bounded, free) in pairs.items():
+        shown = [(bounded(one.values, one.mask.double()) - free(one.values, one.mask.double())).abs() > 1e-9
+                 for one in cp_steps.rollouts()]  # fmt: skip
+        assert 0.03 < float(torch.cat(shown).double().mean()) < 0.97, name

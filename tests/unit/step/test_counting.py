@@ -1,0 +1,344 @@
+"""Counting over real gloo groups: weights on every rank against the oracle, errors that reach all ranks, collectives.
+
+All cases run in one launch of four ranks. Not exercised here: NCCL, and the groups Megatron makes.
+"""
+
+import os
+import re
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import oracle
+import pytest
+import torch
+import torch.distributed as dist
+from placements import PLACES, gathered, thd
+from ranks import run_ranks, start_process_group
+from refusals import outcome_of, refusal_tests, refusals
+from steps import divisor_of, drawn_step, error_of, samples_of
+
+from megatron_rl_loss import BadBatchError, Samples, StepTotals, Sum, Units, ZigzagTHD
+from megatron_rl_loss.modes.loss_modes import LossModes
+from megatron_rl_loss.modes.weights import token_weights
+from megatron_rl_loss.plan import make_plan
+from megatron_rl_loss.plan.checks import check_samples
+from megatron_rl_loss.step import Contiguous
+from megatron_rl_loss.step.collectives import StepGroups, attempt
+from megatron_rl_loss.step.totals import count_step
+
+RANKS = 4
+#: By name: the ranks of data-parallel groups, and those of the groups of replicas.
+GRIDS: dict[str, tuple[list[list[int]], list[list[int]]]] = {
+    "dp4": ([[0, 1, 2, 3]], []),
+    "dp2 x 2": ([[0, 2], [1, 3]], [[0, 1], [2, 3]]),
+    "stages": ([[0, 1], [2, 3]], [[0, 2], [1, 3]]),  # of which the first reads data
+    "dp1 x 4": ([[0], [1], [2], [3]], [[0, 1, 2, 3]]),
+    "alone": ([[0], [1], [2], [3]], []),
+}
+Made = dict[tuple[int, ...], Any]
+
+
+def all_groups() -> Made:
+    lists = [ranks for grid in GRIDS.values() for part in grid for ranks in part]
+    return {ranks: dist.new_group(list(ranks)) for ranks in sorted(set(map(tuple, lists)))}
+
+
+def groups_of(grid: str, rank: int, made: Made) -> StepGroups:
+    dp, replicas = ([made[tuple(ranks)] for ranks in part if rank in ranks] for part in GRIDS[grid])
+    return StepGroups(dp[0], None, tuple(replicas))
+
+
+# --- weights over ranks
+
+SEEDS = range(24)
+
+
+def weights_on(rank: int, made: Made) -> tuple[float, int, list[bytes]]:
+    """The worst error of this rank's weights over random steps, how many were compared, and totals as bytes."""
+    worst, vectors, bits = 0.0, 0, []
+    for seed in SEEDS:
+        kind, units = ("dp4", "dp2 x 2", "dynamic")[seed % 3], ("all", "active")[seed // 3 % 2]
+        place = PLACES[seed // 3 % len(PLACES)] if kind != "dynamic" else (thd, gathered)[seed // 3 % 2]
+        if kind == "dynamic":  # the k-th micro-batch is cut for 1, 2 or 4 ranks
+            sizes = [(1, 2, 4)[(seed // 3 + k) % 3] for k in range(3)]
+            step = drawn_step(seed, 1, sum(RANKS // size for size in sizes))
+            starts = [sum(RANKS // size for size in sizes[:k]) for k in range(3)]
+            mine = [(step.hands[0][at + rank // size], size) for at, size in zip(starts, sizes, strict=True)]
+            by_size = {4: made[0, 1, 2, 3], 2: made[(0, 1) if rank < 2 else (2, 3)], 1: made[rank,]}
+            groups = StepGroups(by_size[4])
+        else:
+            size = 1 if kind == "dp4" else 2
+            step = drawn_step(seed, RANKS // size, 2)
+            mine = [(hand, size) for hand in step.hands[rank // size]]
+            groups = groups_of(kind, rank, made)
+        described, holds = [], []
+        for hand, size in mine:
+            own = {"cp_group": by_size[size]} if kind == "dynamic" else {}
+            if not hand:
+                described.append(Samples([], **own))
+                continue
+            chosen = [step.samples[i] for i in hand]
+            at = place([len(one.mask) for one in chosen], size)
+            described.append(samples_of(chosen, at, **own))
+            holds.append((hand, size, at, described[-1]))
+        totals = count_step(described, groups, settings=kind)
+        bits.append(repr((totals.step_tokens, totals.step_entries, totals.units["rollout"].all)).encode())
+        for mode in oracle.MODES:
+            right = oracle.step_weights(mode, step.samples, divisor_of(mode), units)
+            for hand, size, at, samples in holds:
+                asked: dict[str, Any] = {"divisor": divisor_of(mode), "units": units}
+                found = token_weights(mode, samples, totals, cp_rank=rank % size, cp_size=size, **asked)
+                copies = size if place is gathered else 1
+                expected = [right[hand[t[0]]][t[1]] / copies if t else 0.0 for t in at.held[rank % size]]
+                worst, vectors = max(worst, error_of(found, expected)), vectors + 1
+    return worst, vectors, bits
+
+
+# --- what every rank is told
+
+
+def samples(masks: Any = None, **options: Any) -> list[Samples]:
+    return [Samples(masks or [[1] * 8] * 2, layout=ZigzagTHD([0, 8, 16]), **options)]
+
+
+def broken() -> Any:
+    raise OSError("the disk is full")
+
+
+@dataclass(frozen=True)
+class Case:
+    """What each rank prepares, and fragments of what all ranks of the grid are told; () where they count."""
+
+    grid: str
+    prepare: Callable[[int], Any]
+    told: tuple[str, ...] = ()
+    options: Callable[[int], dict[str, Any]] = field(default=lambda rank: {})
+
+
+def by_key(rank: int, *ids: int) -> dict[str, Any]:
+    return {"rollout_ids": [rank * 10 + i for i in ids]}
+
+
+def planned(mode: Any, **options: Any) -> Callable[[int], Any]:
+    """A plan in place of a count: what a mode asks for is looked at before any collective."""
+    return lambda rank: {"plan": mode(rank) if callable(mode) else mode, **{k: v(rank) for k, v in options.items()}}
+
+
+KL = {"kl": [[1] * 8] * 2}
+OTHER = "asks for .*another one for something else: all ranks must aggregate alike"
+IDS = "and other ids on other ranks: each kind must be given on all DP ranks or none, as ints on all or as strings"
+UNLIKE = "ranks of one context, tensor or pipeline parallel group were given different samples"
+TWO_PROMPTS = "one rollout id is used under two prompt ids"
+TWICE = "DP ranks 0 and 2 hold samples with the same masks, ids and tokens: they count twice"
+CP_UNLIKE = "ranks of a micro-batch's cp_group were given different samples for it"
+CASES: dict[str, Case] = {
+    # --- one rank fails, every rank says so
+    "a loader": Case("dp4", lambda r: broken() if r == 2 else samples(), ("rank 2: OSError: the disk is full",)),
+    "a mask": Case("dp4", lambda r: samples([[1] * 8, [1, -1] * 4 if r == 1 else [1] * 8]),
+                   ("rank 1: ValueError: the loss mask of sample 1 holds -1", "before the optimizer ran")),
+    "two errors": Case("dp4", lambda r: broken() if r % 2 else samples(), ("ranks 1, 3: OSError",)),
+    "a loader on a replica": Case("dp2 x 2", lambda r: broken() if r == 3 else samples(), ("rank 3: OSError",)),
+    "a loader, two groups away": Case("stages", lambda r: (broken() if r == 1 else samples()) if r < 2 else None,
+                                      ("rank 1: OSError",)),
+    "a declared sum": Case("dp4", lambda r: samples(), ("rank 3: ValueError: a declared sum of",),
+                           lambda r: {"sums": [Sum(of=lambda s: [1.0, float("nan") if r == 3 else 1])]}),
+    "a key that a mode asks for": Case("dp4", lambda r: samples(prompt_ids=["a", "b"] if r else None),
+                                       ("rank 0: ValueError: .*'prompt_mean' and samples without prompt_ids",),
+                                       planned("prompt_mean")),
+    # --- settings that differ
+    "modes": Case("dp4", lambda r: samples(), (OTHER,), planned(lambda r: ("token_mean", "sample_mean")[r == 3])),
+    "modes of replicas": Case("dp2 x 2", lambda r: samples(**by_key(r // 2, 0, 1)), (OTHER,),
+                              planned(lambda r: ("token_mean", "sample_mean")[r == 3])),
+    "per_token_loss": Case("dp4", lambda r: samples(), (OTHER, "per_token_loss"),
+                           planned("token_mean", per_token_loss=lambda r: r == 1)),
+    "names of term masks": Case("dp4", lambda r: samples(term_masks=KL), (OTHER,),
+                                planned("token_mean", term_masks=lambda r: ["kl"] if r else [])),
+    "a term mask on some ranks": Case("dp4", lambda r: samples(term_masks=KL if r else None),
+                                      ("rank 0: ValueError: a mask 'kl' of samples that have: none",),
+                                      planned("token_mean", term_masks=lambda r: ["kl"])),
+    "sums on some ranks": Case("dp4", lambda r: samples(), (OTHER,),
+                               lambda r: {"sums": [Sum(of=lambda s: s.mask_sums)] * (r == 1)}),
+    # --- ids
+    "ints and strings": Case("dp4", lambda r: samples(rollout_ids=[f"{r}a", f"{r}b"] if r else [0, 1]), (IDS,)),
+    "ids on some ranks": Case("dp4", lambda r: samples(prompt_ids=[r, r] if r else None), (IDS,)),
+    "own ids on some": Case("dp4", lambda r: samples(ids={"task": [1, r]} if r == 2 else None), (IDS,)),
+    "ids on some micro-batches": Case("dp4", lambda r: samples(**by_key(r, 1, 2)) + samples() * (r == 3),
+                                      ("rank 3: ValueError: micro-batches with ids of",)),
+    "no ids on a rank without samples": Case("dp4", lambda r: samples(**by_key(r, 1, 2)) if r else [Samples([])]),
+    "two prompts on one rank": Case("dp4", lambda r: samples(rollout_ids=[r, r], prompt_ids=["a", "ba"[r > 0]]),
+                                    (TWO_PROMPTS, "rank 0")),
+    "two prompts on two ranks": Case("dp4", lambda r: samples(rollout_ids=[r, 9], prompt_ids=[f"p{r}", f"q{r // 3}"]),
+                                     (TWO_PROMPTS,)),
+    # --- replicas
+    "replicas agree": Case("dp2 x 2", lambda r: samples(**by_key(r // 2, 1, 2), labels={"a": [{1}, object()]})),
+    "other masks": Case("dp2 x 2", lambda r: samples([[1] * 8, [int(r != 1)] * 8], **by_key(r // 2, 1, 2)), (UNLIKE,)),
+    "another order": Case("dp2 x 2", lambda r: samples(**by_key(r // 2, *((1, 2), (2, 1))[r == 3])), (UNLIKE,)),
+    "DP shards swapped": Case("dp2 x 2", lambda r: samples(**by_key((r // 2 + (r % 2)) % 2, 1, 2)), (UNLIKE,)),
+    "another layout": Case("dp1 x 4", lambda r: [Samples([[1] * 8], layout=(ZigzagTHD, Contiguous)[r == 2]([0, 8]))],
+                           (UNLIKE, "cut it alike")),
+    "other tokens": Case("dp1 x 4", lambda r: samples(tokens=torch.arange(16) + (r == 1)), (UNLIKE,)),
+    "a function's sums": Case("dp1 x 4", lambda r: samples(), (UNLIKE,),
+                              lambda r: {"sums": [Sum(of=lambda s: [1.0, r])]}),
+    # --- data-parallel groups
+    "twins": Case("dp4", lambda r: samples(**by_key(r % 2, 1, 2)), (TWICE,)),
+    "masks that are alike by chance": Case("dp4", lambda r: samples()),
+    "replicas in the dp_group": Case("dp4", lambda r: samples(), ("a dp_group that shares the ranks",),
+                                     lambda r: {"replicas of": "dp2 x 2"}),
+    # --- stages without data
+    "a stage without data": Case("stages", lambda r: samples(**by_key(r, 1, 2)) if r < 2 else None),
+    "data on one DP rank": Case("dp4", lambda r: samples() if r else None, ("rank 0: .* given no data iterator",)),
+    "on a part of one stage": Case("stages", lambda r: samples() if r < 3 else None, ("rank 3: .* no data iterator",)),
+    "data nowhere": Case("stages", lambda r: None, ("no rank reads data for this step",)),
+    # --- context-parallel groups of their own
+    "a cp_group of other samples": Case("dp4", lambda r: samples([[1] * 8, [int(r != 1)] * 8]), (CP_UNLIKE,),
+                                        lambda r: {"own group": 2}),
+    "a cp_group of another order": Case("dp4", lambda r: samples() + samples([[1] * 8, [0] * 8])[:: 1] if r != 2
+                                        else samples([[1] * 8, [0] * 8]) + samples(), (CP_UNLIKE,),
+                                        lambda r: {"own group": 2}),
+    "a cp_group beyond the dp_group": Case("alone", lambda r: samples(), ("and a dp_group of",),
+                                           lambda r: {"own group": 4}),
+}  # fmt: skip
+NAMES = [name for name in dir(dist) if name.startswith(("all_", "reduce", "broadcast", "gather", "scatter", "barrier"))]
+Told = tuple[str, dict[str, int], list[str]]
+
+
+def counting(calls: dict[str, int], name: str, function: Any) -> Any:
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls[name] = calls.get(name, 0) + 1
+        return function(*args, **kwargs)
+
+    return counted
+
+
+def told(case: Case, rank: int, made: Made) -> Told:
+    """Outcome, collectives that were called, warnings."""
+    options, groups = case.options(rank), groups_of(case.grid, rank, made)
+    if "replicas of" in options:
+        groups = StepGroups(groups.dp_group, None, groups_of(options.pop("replicas of"), rank, made).replica_groups)
+    size = options.pop("own group", None)
+
+    def prepare() -> Any:
+        of_rank = case.prepare(rank)
+        for one in of_rank if size else ():
+            one.cp_group = made[tuple(range(rank // size * size, (rank // size + 1) * size))]
+        return of_rank
+
+    def act() -> Any:
+        if "plan" not in options:
+            return count_step(attempt(prepare), groups, **options)
+        modes, masks = LossModes.resolve(options["plan"]), options.get("term_masks", [])
+        checked = attempt(lambda: check_samples(prepare(), None, modes, groups, masks))
+        return make_plan(checked, modes, groups, term_masks=masks, per_token_loss=options.get("per_token_loss", False))
+
+    calls: dict[str, int] = {}
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for name in filter(lambda name: callable(getattr(dist, name)), NAMES):
+            patch.setattr(dist, name, counting(calls, name, getattr(dist, name)))
+        outcome = outcome_of(act)
+    return outcome, calls, [str(one.message) for one in seen if one.category is UserWarning]
+
+
+def on_rank() -> tuple[tuple[float, int, list[bytes]], dict[str, Told]]:
+    start_process_group()
+    rank, made = int(os.environ["RANK"]), all_groups()
+    found = weights_on(rank, made)
+    of_cases = {}
+    for name, case in CASES.items():
+        of_cases[name] = told(case, rank, made)
+        dist.barrier()
+    return found, of_cases
+
+
+@pytest.fixture(scope="module")
+def by_rank() -> list[Any]:
+    return run_ranks(RANKS, on_rank)
+
+
+def test_weights_on_every_rank(by_rank: list[Any], record_property: Callable[[str, object], None]) -> None:
+    """DP 4, DP 2 x CP 2, and context-parallel groups that change between micro-batches."""
+    of_ranks = [found for found, _ in by_rank]
+    assert max(worst for worst, _, _ in of_ranks) < oracle.EXACT
+    assert len({tuple(bits) for _, _, bits in of_ranks}) == 1  # the same totals on every rank, to the bit
+    vectors = sum(number for _, number, _ in of_ranks)
+    assert vectors > 500
+    record_property("weight_vectors_over_ranks", vectors)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_all_ranks_count_or_all_are_told_why(name: str, by_rank: list[Any]) -> None:
+    """Two all-gathers over DP, and a maximum over each group of replicas; further collectives only for an error."""
+    case = CASES[name]
+    for rank, (_, of_cases) in enumerate(by_rank):
+        outcome, calls, warned = of_cases[name]
+        if case.told:
+            assert (
+                outcome.startswith(("BadBatchError: ", "ValueError: a dp_group that shares")) or case.grid == "alone"
+            ), outcome
+            assert all(re.search(f"(?s){part}", outcome) for part in case.told), outcome
+            continue
+        assert outcome == "accepted"
+        gathers = 2 if len(GRIDS[case.grid][0][0]) > 1 else 0
+        has_stages = any(case.prepare(other) is None for other in range(RANKS))
+        if has_stages and case.prepare(rank) is None:
+            gathers = 1  # it has no rows
+        maxima = len([1 for ranks in GRIDS[case.grid][1] if rank in ranks]) * (1 + has_stages)
+        expected = {"all_gather_single": gathers, "all_reduce": maxima}
+        found = {key.replace("into_tensor", "single"): number for key, number in calls.items()}
+        assert found == {key: number for key, number in expected.items() if number}
+        assert not warned
+
+
+# --- alone
+
+
+def test_errors_alone_are_plain() -> None:
+    for error in (OSError("the disk is full"), ValueError("x")):
+        with pytest.raises(type(error), match=str(error)):
+            count_step(error, StepGroups())
+    with pytest.raises(BadBatchError, match="no rank reads data"):
+        count_step(None, StepGroups())
+    assert count_step([], StepGroups()).units["rollout"].all == 0
+
+
+COUNT = {"all": 4}
+test_refusals = refusal_tests(
+    {
+        **refusals(
+            Units,
+            ({"all": -1}, "all is -1: it must be a finite number >= 0", {"all": 0}),
+            ({"active": float("inf")}, "active is inf", {"active": 10**9}),
+            ({"all": True}, "all is True", {"all": 1}),
+            ({"all": 2, "active": 3}, "3 active units of 2", {"all": 3, "active": 3}),
+            ({"tokens": {0: -1.0}}, "the token count of id 0 is -1.0", {"tokens": {0: 0.0}}),
+            ({"tokens": {"a": float("nan")}}, "the token count of id 'a' is nan", {"tokens": {"a": 0.5}}),
+        ),
+        **refusals(
+            Units,
+            ({"tokens": 4.0}, "tokens is 4.0.*Pass a dict", {"tokens": {}}),
+            ({"tokens": {0.5: 1}}, r"holds 0.5 \(float\)", {"tokens": {5: 1}}),
+            error=TypeError,
+        ),
+        **refusals(
+            StepTotals,
+            ({"step_tokens": float("nan")}, "step_tokens is nan", {"step_tokens": 0.5}),
+            ({"step_active_tokens": "9"}, "is '9'.*Pass the count of the whole step", {"step_active_tokens": 9}),
+            ({"step_tokens": 4, "step_active_tokens": 0}, "step_tokens of 4 and step_active_tokens of 0",
+             {"step_tokens": 0, "step_active_tokens": 0}),
+            ({"step_tokens": 4, "units": {"prompt": Units(tokens={0: 5})}}, "alone are 5, and totals that say 4",
+             {"step_tokens": 5, "units": {"prompt": Units(tokens={0: 5})}}),
+        ),
+        **refusals(
+            StepTotals,
+            ({"units": {"rollout": COUNT}}, "the rollout units are {'all': 4}", {"units": {"rollout": Units(all=4)}}),
+            error=TypeError,
+        ),
+        **refusals(
+            lambda **ids: StepTotals.from_loss_masks([[1], [1, 1]], **ids),
+            ({"rollout_ids": [0, 0], "prompt_ids": [0, 1]}, f"{TWO_PROMPTS}.*Join prompt and rollout index into one id",
+             {"rollout_ids": [0, 0], "prompt_ids": [1, 1]}),
+        ),
+    }
+)  # fmt: skip
