@@ -21,7 +21,7 @@ from repository import EXAMPLES, ROOT
 
 import megatron_rl_loss
 from megatron_rl_loss import Samples, add_loss_aggregation_args
-from megatron_rl_loss.__main__ import example_files, with_companions
+from megatron_rl_loss.__main__ import copy_example, example_names
 from megatron_rl_loss.audit.verdict import TOLERANCES
 from megatron_rl_loss.modes import available_modes, resolve
 from megatron_rl_loss.modes import names as mode_names
@@ -167,7 +167,7 @@ def test_the_flags_of_using_are_the_parsers() -> None:
     assert set(re.findall(r"^\| `(--[a-z-]+)", USING, flags=re.MULTILINE)) == flags | {"--loss-aggregation"}
 
 
-def test_each_recipe_is_shown_as_it_is_and_stands_alone() -> None:
+def test_each_recipe_is_shown_as_it_is_and_stands_alone(tmp_path: Path) -> None:
     page = show_recipes.PAGE.read_text()
     assert show_recipes.with_code(page) == page
     assert show_recipes.with_code(page.replace("reducer(policy.per_token_loss)", "reducer(policy.ppo_kl)")) == page
@@ -176,8 +176,8 @@ def test_each_recipe_is_shown_as_it_is_and_stands_alone() -> None:
     for name, text in RECIPES.items():
         assert f"](../examples/recipes/{name})" in page
         assert len(text.splitlines()) <= 70
-        assert with_companions(f"recipes/{name}", EXAMPLES) == [f"recipes/{name}"]
-        assert f"recipes/{name}" in example_files(EXAMPLES)
+        assert f"recipes/{name}" in example_names()
+        assert copy_example(f"recipes/{name}", tmp_path) == [tmp_path / name]
 
 
 def test_every_name_of_a_mode_is_in_its_frameworks_section_and_no_other() -> None:
