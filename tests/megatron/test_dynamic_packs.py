@@ -24,7 +24,8 @@ from torch import Tensor
 from megatron_rl_loss import Samples, ZigzagTHD
 from megatron_rl_loss.losses import ppo_clip_loss
 from megatron_rl_loss.plan import plan as plans
-from megatron_rl_loss.step.totals import reduce_step_totals
+from megatron_rl_loss.step.collectives import StepGroups
+from megatron_rl_loss.step.totals import count_step
 
 pytestmark = pytest.mark.slow
 FIRSTS = list(itertools.accumulate(LENGTHS, initial=0))
@@ -132,8 +133,8 @@ def packed_errors(launch: Launch, planted: str = "") -> list[tuple[str, int, flo
     size = dp * launch.cp
     reads = tp_group.rank() == 0 and (OF_DEV or pp_group.rank() in (0, launch.pp - 1))
     if planted:
-        wrong = {"dp_group": PLANTED[planted](), "replica_groups": []}
-        plans.reduce_step_totals = lambda samples, **options: reduce_step_totals(samples, **options | wrong)
+        wrong = StepGroups(PLANTED[planted]())
+        plans.count_step = lambda samples, groups, **options: count_step(samples, wrong, **options)
 
     def samples_of(batch: dict[str, Tensor]) -> Samples:
         bounds = batch["cu_seqlens_padded"].int().tolist()
@@ -333,7 +334,7 @@ def gpt_errors(rollouts: list[gpt_oracle.Rollout]) -> list[dict[str, Any]]:
             def loss_func(output: Tensor) -> Any:
                 clip = {"clip_low": gpt_oracle.CLIP_LOW, "clip_high": gpt_oracle.CLIP_HIGH}
                 return microbatch.loss(
-                    ppo_clip_loss(-output, batch.old_log_probs, batch.advantages, **clip).per_token_loss
+                    ppo_clip_loss(-output, batch.old_log_probs, batch.advantages, batch.mask, **clip).per_token_loss
                 )
 
             return output_of(model, batch.cuda()), loss_func
