@@ -209,8 +209,8 @@ test_refusals = refusal_tests(
         ),
         **refusals(
             of_masks,
-            ((TWO, TWO.cfloat()), "sample 1 is torch.complex64", (TWO, TWO.half())),
-            ((TWO, torch.ones(2, device="meta").cfloat()), "sample 1 is torch.complex64", (TWO,)),
+            ((TWO, TWO.cfloat()), "loss masks of torch.complex64", (TWO, TWO.half())),
+            ((TWO, torch.ones(2, device="meta").cfloat()), "loss masks of torch.complex64", (TWO,)),
             ((["a"],), "sample 0 is a list: it must hold one real number per token", ([1],)),
             (([1, [2]],), "sample 0 is a list", ([1, 1],)),
             error=TypeError,
