@@ -274,7 +274,9 @@ def test_all_ranks_count_or_all_are_told_why(name: str, by_rank: list[Any]) -> N
     for rank, (_, of_cases) in enumerate(by_rank):
         outcome, calls, warned = of_cases[name]
         if case.told:
-            assert outcome.startswith(("BadBatchError: ", "ValueError: a dp_group that shares")) or case.grid == "alone", outcome
+            assert (
+                outcome.startswith(("BadBatchError: ", "ValueError: a dp_group that shares")) or case.grid == "alone"
+            ), outcome
             assert all(re.search(f"(?s){part}", outcome) for part in case.told), outcome
             continue
         assert outcome == "accepted"
