@@ -143,7 +143,7 @@ def loss_from_hidden(
             if total.requires_grad:
                 slopes = torch.autograd.grad(total, list(outputs.values()), allow_unused=True)
                 g, h, *_ = *(None if one is None else one.masked_fill(of_loss == 0, 0) * gain for one in slopes), None
-                read.differentiate(logits, part, norm, g, h)
+                read.differentiate(logits, part, norm, g, h, into=logits)
                 chunks.add(logits, places)
             del logits  # before the next chunk's are made
         share = torch.stack(totals).sum()

@@ -111,23 +111,29 @@ class Chunks:
             self._of_bias = torch.zeros_like(self._weight[:, 0], dtype=exact)
 
     def logits(self, places: Places) -> Tensor:
-        """Logits that may be overwritten, but in a forward pass without a weight."""
         tokens = self._tokens[places]
         if self._weight is None:
-            return tokens if self._of_hidden is None else tokens.clone()
+            return tokens
         with _no_autocast(tokens.device):
             logits: Tensor = tokens @ self._weight.t()
             return logits if self._bias is None else logits.add_(self._bias)  # rounded as in Megatron's linear layers
 
+    def target(self, logits: Tensor, places: Places) -> Tensor:
+        """A tensor for the gradient of these logits."""
+        is_view = self._weight is None and isinstance(places, slice)
+        return self._of_hidden[places] if is_view and self._of_hidden is not None else logits
+
     def add(self, gradient: Tensor, places: Places) -> None:
-        """Add what follows of the gradient of these logits."""
+        """Take the gradient that was written into the target."""
         with _no_autocast(gradient.device):
             if self._of_bias is not None:
                 self._of_bias += gradient.sum(0, dtype=self._of_bias.dtype)
             if self._of_weight is not None:
                 self._of_weight.add_product(gradient, self._tokens[places])
-            if self._of_hidden is not None:
-                self._of_hidden[places] = gradient if self._weight is None else gradient @ self._weight
+            if self._of_hidden is not None and self._weight is not None:
+                self._of_hidden[places] = gradient @ self._weight
+            elif self._of_hidden is not None and isinstance(places, Tensor):
+                self._of_hidden[places] = gradient
 
     def gradients(self, read: Reading) -> Gradients:
         of_hidden = self._of_hidden
@@ -171,9 +177,11 @@ class _MakeLogProbs(torch.autograd.Function):
         chunks: Chunks = ctx.chunks_of(leaves, ctx.needs_input_grad[3:])
         for part, places in read.chunks(ctx.chunk_tokens):
             logits = chunks.logits(places)
-            read.differentiate(logits, part, norm[:, part], *(None if one is None else one[part] for one in (g, h)))
-            chunks.add(logits, places)
-            del logits  # before the next chunk's are made
+            target = chunks.target(logits, places)
+            of_g, of_h = (None if one is None else one[part] for one in (g, h))
+            read.differentiate(logits, part, norm[:, part], of_g, of_h, into=target)
+            chunks.add(target, places)
+            del logits, target  # before the next chunk's are made
         return None, None, None, *chunks.gradients(read)
 
 

@@ -163,46 +163,48 @@ class Reading:
         log_total = total.log()
         return label - log_total, torch.stack([top, total, log_total - weighted / total])
 
-    def differentiate(self, logits: Tensor, part: slice, norm: Tensor, g: Tensor | None, h: Tensor | None) -> None:
-        """Overwrite the logits by their gradient, ``scale (g [j = label] - q (g + h (log q + entropy)))``.
+    def differentiate(
+        self, logits: Tensor, part: slice, norm: Tensor, g: Tensor | None, h: Tensor | None, into: Tensor
+    ) -> None:
+        """Write ``scale (g [j = label] - q (g + h (log q + entropy)))`` into `into`, which may be the logits.
 
         g and h, [chunk], are the gradients of log-prob and entropy, None for 0; `norm` is the chunk's.
         """
         top, total, entropy = norm
         column, here = self._columns(self.labels[part])
-        logits[:, self._held :] = 0
+        into[:, self._held :] = 0
         g = torch.zeros_like(top) if g is None else g
         factor = -self._scale / total
         level = (factor * (g if h is None else g + h * (entropy - total.log())))[:, None]
         slope = None if h is None else (factor * h * _LN_2)[:, None]
         at_label = (g * here * self._scale)[:, None]
-        for rows, z, q in self._blocks(logits, norm.dtype, overwrite=True):
-            x = logits[rows, : self._held]
-            self._centre(self._kept(x, z, part, rows, column, here), top[rows], z)
+        for rows, z, q in self._blocks(logits, norm.dtype, into):
+            x = self._kept(logits[rows, : self._held], z, part, rows, column, here)
+            self._centre(x, top[rows], z)
             if slope is None:
                 z.exp2_().mul_(level[rows])
             else:
                 torch.exp2(z, out=q)
                 z.mul_(slope[rows]).add_(level[rows]).mul_(q)
             z.scatter_add_(1, column[rows], at_label[rows])
-            if x.dtype != z.dtype:
-                x.copy_(z)
+            if into.dtype != z.dtype:
+                into[rows, : self._held] = z
 
     def _centre(self, x: Tensor, top: Tensor, z: Tensor) -> None:
         """z = scale * (x - top) / log 2, finite, for exp2, which on the host takes a quarter of `torch.exp`'s time."""
         torch.sub(x, top[:, None], out=z).mul_(self._scale / _LN_2).clamp_(min=_NEVER)
 
     def _blocks(
-        self, logits: Tensor, dtype: torch.dtype, overwrite: bool = False
+        self, logits: Tensor, dtype: torch.dtype, into: Tensor | None = None
     ) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """Rows at a time, with two pieces of scratch; the first are the logits if these may be overwritten and can."""
+        """Rows at a time, with two pieces of scratch; the first is a part of `into` where the dtype allows it."""
         size = min(self.block_tokens(logits.device), max(len(logits), 1))
-        in_place = overwrite and logits.dtype == dtype
-        scratch = logits.new_empty(1 if in_place else 2, size, self._held, dtype=dtype)
+        into = into if into is not None and into.dtype == dtype else None
+        scratch = logits.new_empty(1 if into is not None else 2, size, self._held, dtype=dtype)
         for begin in range(0, len(logits) if self._held else 0, size):
             rows = slice(begin, min(begin + size, len(logits)))
             number = rows.stop - rows.start
-            yield rows, logits[rows, : self._held] if in_place else scratch[0, :number], scratch[-1, :number]
+            yield rows, scratch[0, :number] if into is None else into[rows, : self._held], scratch[-1, :number]
 
     def block_tokens(self, device: torch.device) -> int:
         """Tokens of a block, whose scratch fits."""

@@ -331,14 +331,10 @@ class LocalTokens:
     @cached_property
     def counts(self) -> npt.NDArray[np.int64]:
         """The number of these tokens that each sample has, in order, int64 [num_samples]."""
-        if not len(self.samples):
-            return np.zeros(0, np.int64)
-        begins, ends = np.array(self.pieces, np.int64).T
-        held = np.cumsum(ends - begins)
-        bounds = np.array([*self.samples.mask_starts[1:], self.samples.total_tokens])
-        piece = np.searchsorted(begins, bounds, "right") - 1  # the last that begins up to the bound
-        until = np.where(piece < 0, 0, held[piece] - np.maximum(ends[piece] - bounds, 0))
-        return np.diff(until, prepend=0)
+        counts = [0] * len(self.samples)
+        for _, length, i in self.runs:
+            counts[i] += length
+        return np.array(counts, np.int64)
 
     @cached_property
     def sample_index(self) -> npt.NDArray[np.int64]:

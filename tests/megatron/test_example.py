@@ -2,7 +2,7 @@
 
 A checkpoint is saved once, by one process, and resumed for two steps on the same rollouts in other layouts. Losses,
 metrics and grad norms must agree with one process; grad norms are those of the whole model before clipping. Modes,
-carriers, optimizers and output layers over all layouts: test_matrix.py. Losses over CP: test_losses_over_cp.py.
+carriers, optimizers and output layers over all layouts: test_matrix.py. Losses over CP: test_formulas.py.
 """
 
 import functools

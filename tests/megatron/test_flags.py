@@ -1,6 +1,7 @@
 """The flags: what they parse to, what validation makes of them, and what it refuses."""
 
 import copy
+import sys
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import Any
@@ -9,25 +10,28 @@ import pytest
 import torch
 from refusals import Call, Refusal, refusal_tests
 
-from megatron_rl_loss import StepTotals, make_pg_loss_reducer, register_pg_loss_reducer
-from megatron_rl_loss.audit.launch import samples_of
-from megatron_rl_loss.megatron.flags import (
+from megatron_rl_loss import (
     AggregationSettings,
+    StepTotals,
     add_loss_aggregation_args,
-    check_command_line,
+    make_pg_loss_reducer,
+    register_pg_loss_reducer,
     validate_loss_aggregation_args,
 )
-from megatron_rl_loss.modes import table as modes
-from megatron_rl_loss.modes.table import ModeFunction, OwnMode
+from megatron_rl_loss.audit.launch import samples_of
+from megatron_rl_loss.megatron.flags import check_command_line
+from megatron_rl_loss.modes import table
 
 MODULE = "a_users_modes"
 SOURCE = """
 import functools
+from megatron_rl_loss import register_pg_loss_reducer
 
 def plain_sum(inputs):
     return 1
 
 scaled = functools.partial(plain_sum)
+registered = register_pg_loss_reducer("of_a_user")(plain_sum)
 number = 3
 """
 
@@ -40,7 +44,8 @@ def a_module_of_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.fixture(autouse=True)
 def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(modes, "_REGISTERED", {})
+    monkeypatch.setattr(table, "_MODES", dict(table._MODES))
+    monkeypatch.delitem(sys.modules, MODULE, raising=False)
 
 
 def parse(*flags: str) -> Namespace:
@@ -70,6 +75,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     f"{OVER}-empty-step error": {"mode": "sample_mean", "empty_step": "error"},
     f"{OVER}-audit-interval 100": {"mode": "sample_mean", "audit_interval": 100},
     f"{OVER} token_mean --calculate-per-token-loss": {"mode": "token_mean"},
+    "--calculate-per-token-loss": {"mode": "token_mean"},
     f"{OVER} prompt_mean --calculate-per-token-loss {OVER}-with-per-token-loss": {
         "mode": "prompt_mean",
         "with_per_token_loss": True,
@@ -90,48 +96,27 @@ def test_settings(flags: str, expected: dict[str, Any]) -> None:
     assert validated(*flags.split()) == AggregationSettings.resolve(**expected)
 
 
-def test_per_token_loss_alone_means_token_mean_and_says_so() -> None:
-    settings = validated("--calculate-per-token-loss")
-    assert settings.mode_name == "token_mean"
-    (notice,) = settings.notices
-    assert "--calculate-per-token-loss without --loss-aggregation" in notice
-    for flags in ([], ["--loss-aggregation", "token_mean", "--calculate-per-token-loss"]):
-        assert validated(*flags).notices == ()
-
-
-def test_all_notices_are_kept() -> None:
-    settings = AggregationSettings.resolve("roll:token-mean", notice="Mind the gap.")
-    assert settings.notices == ("Mind the gap.", "roll:token-mean: the numerator is masked here.")
-
-
 # --- the user's own mode
 
 
-def function_of(settings: AggregationSettings) -> ModeFunction:
-    assert isinstance(settings.aggregation.mode, OwnMode)
-    return settings.aggregation.mode.function
-
-
-@pytest.mark.parametrize("name", [".plain_sum", ":plain_sum", ":scaled"])
+@pytest.mark.parametrize("name", [".plain_sum", ":plain_sum", ":scaled", ":registered"])
 def test_a_path_loads(name: str) -> None:
-    """In both spellings; a functools.partial has no __qualname__ to be described by."""
+    """In both spellings; a functools.partial has no __qualname__ to be described by; a registered mode is one."""
     path = ["--custom-pg-loss-reducer-function-path", f"{MODULE}{name}"]
     settings = validated(*path, "--loss-aggregation", "sample_mean", "--loss-aggregation-divisor", "8")
     masks = [torch.tensor([1.0, 0.0, 0.5])]
-    reducer = make_pg_loss_reducer(function_of(settings), masks, totals=StepTotals())
+    reducer = make_pg_loss_reducer(settings.modes.policy.mode, masks, totals=StepTotals(), divisor=8)
     assert float(reducer(torch.tensor([2.0, float("nan"), 4.0]))) == 4
-    assert settings.modes.uses_prompt_ids
-    assert "divisor 8, unit counting all" in settings.describe()
-    if "plain_sum" in name:
-        assert validated(*path).describe() == f"loss aggregation: {MODULE}.plain_sum, unit counting all"
+    shown = "of_a_user" if name == ":registered" else f"{MODULE}.plain_sum"
+    assert settings.modes.describe() == f"loss aggregation: {shown}, divisor 8, unit counting all"
 
 
 def test_a_registered_name_is_a_mode() -> None:
     with pytest.raises(ValueError, match="'mine': there is no such mode"):
         validated("--loss-aggregation", "mine")
     register_pg_loss_reducer("mine")(lambda inputs: 1)
-    settings = validated("--loss-aggregation", "mine", "--loss-aggregation-divisor", "3")
-    assert (settings.mode_name, settings.aggregation.divisor, settings.modes.uses_prompt_ids) == ("mine", 3.0, True)
+    policy = validated("--loss-aggregation", "mine", "--loss-aggregation-divisor", "3").modes.policy
+    assert (policy.mode.name, policy.divisor) == ("mine", 3.0)
 
 
 # --- refusals, each beside its nearest legal neighbour; the others, by Megatron's parser: test_bad_input.py
@@ -158,7 +143,7 @@ REFUSALS: dict[str, Refusal] = {
     "divisor with per-token loss alone": (
         flags("--calculate-per-token-loss --loss-aggregation-divisor 8"),
         ValueError,
-        "'token_mean': only 'constant' and 'token_sum' have a divisor",
+        "divisor 8.0 with loss aggregation 'token_mean': it has none",
         flags("--calculate-per-token-loss"),
     ),
     "per-token loss with an own mode": (
@@ -168,12 +153,6 @@ REFUSALS: dict[str, Refusal] = {
         flags(f"--calculate-per-token-loss {PATH} --loss-aggregation-with-per-token-loss"),
     ),
     "path without a function": (custom(f"{MODULE}:"), ValueError, "Write pkg.mod.fn or pkg.mod:fn", PLAIN),
-    "path no string": (
-        flags("", custom_pg_loss_reducer_function_path=3),
-        TypeError,
-        "path 3: it must be a string",
-        PLAIN,
-    ),
     "no such module for --samples-of": (
         describing("no.such:fn"),
         ValueError,
@@ -205,11 +184,6 @@ def test_missing_flags_are_named() -> None:
     with pytest.raises(ValueError, match="args without") as caught:
         validate_loss_aggregation_args(Namespace())
     assert all(name in str(caught.value) for name in names)
-
-
-def test_a_mode_is_a_name_or_a_function() -> None:
-    with pytest.raises(TypeError, match=r"loss aggregation 3 \(int\): it must be a mode's name or a function"):
-        AggregationSettings.resolve(3)  # type: ignore[arg-type]
 
 
 def test_misspelt_flags_on_the_command_line_are_named() -> None:

@@ -18,7 +18,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from ranks import run_ranks
 from refusals import outcome_of
 from step_samples import dealt, step_samples
-from table_step import Batch, aggregation, logged_by_step, one_step, run_schedule, start, table_model
+from table_step import Batch, aggregation, begun, logged_by_step, one_step, run_schedule, start, table_model
 
 from megatron_rl_loss import (
     AggregationSettings,
@@ -33,15 +33,6 @@ from megatron_rl_loss import (
 SAMPLES = step_samples(seed=1)
 EVERYTHING = list(range(len(SAMPLES)))
 TABLE = [float(loss) for sample in SAMPLES for loss in sample.losses] + [0.0]
-
-
-def begun(step: Any, data: Any, model: Any, num_microbatches: int) -> Any:
-    """The iterators that a schedule is given for an evaluation step, which this one does not run."""
-    given: list[Any] = []
-    schedule = step.wrap_schedule(lambda **options: given.append(options["data_iterator"]) or [])
-    options = {"data_iterator": data, "model": model, "num_microbatches": num_microbatches, "forward_only": True}
-    schedule(forward_step_func=print, **options)
-    return given[0]
 
 
 # ---- one rank: iterators, the first line, what `attached` replaces

@@ -2,6 +2,8 @@
 
 import copy
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import gpt_oracle
@@ -11,6 +13,9 @@ from ranks import run_ranks
 from refusals import THREE_PARTS
 from table_step import start
 from tiny_gpt import Case, Layout
+from torch import Tensor
+
+IDS = torch.arange(8)[None]
 
 
 def on_models() -> dict[str, Any]:
@@ -27,63 +32,74 @@ def on_models() -> dict[str, Any]:
     return found
 
 
-def call(chunk: Any, **more: Any) -> Any:
+def call(chunk: Any, context: Any = None, labels: Tensor | None = IDS, **settings: Any) -> Any:
+    """The model's own output without settings of a head."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
-    ids = torch.arange(8)[None] % gpt_oracle.VOCAB
+    from megatron_rl_loss import OutputHead
+
     bounds = torch.tensor([0, 8], dtype=torch.int32)
     names = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
     packed = PackedSeqParams(qkv_format="thd", max_seqlen_q=8, max_seqlen_kv=8, **dict.fromkeys(names, bounds))
-    more = {"labels": ids} | more
-    return chunk(ids, ids, None, packed_seq_params=packed, **more)
+    head = {"output_processor": OutputHead(**settings), "output_processor_context": context} if settings else {}
+    return chunk(IDS, IDS, None, packed_seq_params=packed, labels=labels, **head)
+
+
+@contextmanager
+def changed(owner: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    yield
+    setattr(owner, name, before)
+
+
+def planned(weights: Tensor) -> Any:
+    """The plan of one micro-batch with these weights, by row."""
+    from megatron_rl_loss import Samples, plan_step
+
+    return plan_step([Samples(list(torch.atleast_2d(weights)))], "token_sum", divisor=1, dp_group=None)
 
 
 def gives_megatrons_log_probs(chunk: Any, model: Any) -> None:
-    from megatron_rl_loss import OutputHead, Tokens
+    from megatron_rl_loss import Tokens
 
-    stock = call(chunk)
-    log_probs, entropy = call(chunk, output_processor=OutputHead(chunk_tokens=3, entropy=True))
-    torch.testing.assert_close(log_probs, -stock, rtol=1e-6, atol=1e-6)
+    close = {"rtol": 2e-6, "atol": 1e-6}
+    log_probs, entropy = call(chunk, chunk_tokens=3, entropy=True)
+    torch.testing.assert_close(log_probs, -call(chunk), **close)
     logits = call(chunk, labels=None).double()
-    torch.testing.assert_close(
-        entropy.double(), torch.distributions.Categorical(logits=logits).entropy(), rtol=1e-6, atol=1e-6
-    )
-    cold, none = call(chunk, output_processor=OutputHead(temperature=0.5))
+    expected = torch.distributions.Categorical(logits=logits).entropy()
+    torch.testing.assert_close(entropy.double(), expected, **close)
+
+    def of(logits: Tensor) -> Tensor:
+        return logits.log_softmax(-1).gather(-1, IDS[..., None])[..., 0]
+
+    cold, none = call(chunk, temperature=0.5)
     assert none is None
-    ids = torch.arange(8)[None]
-    expected = (logits / 0.5).log_softmax(-1).gather(-1, ids[..., None])[..., 0]
-    torch.testing.assert_close(cold.double(), expected, rtol=2e-6, atol=1e-6)
-    narrow, _ = call(chunk, output_processor=OutputHead(vocab_size=12))
-    of_twelve = logits[..., :12].log_softmax(-1).gather(-1, ids[..., None])[..., 0]
-    torch.testing.assert_close(narrow.double(), of_twelve, rtol=2e-6, atol=1e-6)
+    torch.testing.assert_close(cold.double(), of(logits / 0.5), **close)
+    narrow, _ = call(chunk, vocab_size=12)
+    torch.testing.assert_close(narrow.double(), of(logits[..., :12]), **close)
     keep = (torch.arange(gpt_oracle.VOCAB) < 12).expand(1, 8, -1)
-    kept, _ = call(chunk, output_processor=OutputHead(), output_processor_context=Tokens(keep=keep))
-    torch.testing.assert_close(kept, narrow)
+    torch.testing.assert_close(call(chunk, Tokens(keep=keep), chunk_tokens=5)[0], narrow)
+    with changed(model.config, "use_mup", True), changed(model.config, "mup_output_mult", 0.25):
+        scaled, _ = call(chunk, chunk_tokens=5)
+        torch.testing.assert_close(scaled, -call(chunk), **close)
+    assert (scaled - log_probs).abs().max() > 0.01
 
 
-def applies_mups_scale(chunk: Any, model: Any) -> None:
-    from megatron_rl_loss import OutputHead
-
-    model.config.use_mup, model.config.mup_output_mult = True, 0.25
-    log_probs, _ = call(chunk, output_processor=OutputHead())
-    torch.testing.assert_close(log_probs, -call(chunk), rtol=1e-6, atol=1e-6)
-    model.config.mup_output_mult = 1.0
-    assert (log_probs + call(chunk)).abs().max() > 0.01
-
-
-def waits_for_its_weight(chunk: Any, model: Any) -> list[str]:
-    """As DDP's hook does with --overlap-param-gather."""
-    from megatron_rl_loss import OutputHead
-
+def runs_hooks_that_come_before(chunk: Any, model: Any) -> list[str]:
+    """As DDP's with --overlap-param-gather, which waits for the weight, and Megatron-FSDP's, which takes keywords."""
     ran: list[str] = []
-    model.output_layer.register_forward_pre_hook(lambda module, *_: ran.append(type(module).__name__))
-    call(chunk, output_processor=OutputHead())
+    model.output_layer.register_forward_pre_hook(lambda module, inputs: ran.append(type(module).__name__))
+    model.output_layer.register_forward_pre_hook(
+        lambda module, inputs, named: ran.append(*sorted(named)), with_kwargs=True
+    )
+    call(chunk, chunk_tokens=5)
     return ran
 
 
 def leaves_gradients_to_a_caller_who_sums_them(chunk: Any, model: Any) -> list[bool]:
     """Whether the gradient of the hidden states is summed over TP, as the layer says."""
-    from megatron_rl_loss import OutputHead, output_head
+    from megatron_rl_loss.megatron import output_head
 
     summed, plain = [], output_head.log_probs_from_hidden
 
@@ -91,56 +107,33 @@ def leaves_gradients_to_a_caller_who_sums_them(chunk: Any, model: Any) -> list[b
         summed.append(kwargs["tensor_parallel"].sum_gradient)
         return plain(*args, **kwargs)
 
-    output_head.log_probs_from_hidden = look
-    for disabled in (False, True):
-        model.output_layer.disable_grad_reduce = disabled
-        call(chunk, output_processor=OutputHead())
-    output_head.log_probs_from_hidden = plain
+    with changed(output_head, "log_probs_from_hidden", look):
+        for disabled in (False, True):
+            with changed(model.output_layer, "disable_grad_reduce", disabled):
+                call(chunk, chunk_tokens=5)
     return summed
 
 
 def adds_to_the_main_gradient(chunk: Any, model: Any) -> list[bool]:
-    """Whether the head itself did, and not a hook on the parameter's own gradient."""
-    from megatron_rl_loss import OutputHead
+    """Whether the head itself did, and not a hook on the parameter's own gradient; by both passes, a share scaled."""
+    from megatron_rl_loss import Folded
 
-    weight, itself, sums = model.output_layer.weight, [], []
+    layer, itself, sums = model.output_layer, [], list[Tensor]()
     for fused in (False, True):
-        model.output_layer.gradient_accumulation_fusion, weight.grad_added_to_main_grad = fused, False
-        weight.main_grad.zero_()
-        call(chunk, output_processor=OutputHead())[0].sum().backward()
-        itself.append(weight.grad_added_to_main_grad)
-        sums.append(weight.main_grad.clone())
+        for scale in (0, 1, 3):  # as losses that a slicing gather gave need it (`Gathered`); 0: two passes
+            layer.gradient_accumulation_fusion, layer.weight.grad_added_to_main_grad = fused, False
+            layer.weight.main_grad.zero_()
+            microbatch = planned(torch.ones(8))[0]
+            microbatch.pg_loss.gradient_scale = scale
+            folded = Folded(microbatch, lambda lp, _: (lp, {}))
+            of_head = call(chunk, folded if scale else None, chunk_tokens=5)[0].sum()
+            of_head.backward()
+            itself.append(layer.weight.grad_added_to_main_grad)
+            sums.append(layer.weight.main_grad / max(scale, 1))
+            torch.testing.assert_close(of_head, -call(chunk).sum())
     assert sums[0].abs().max() > 0
-    torch.testing.assert_close(*sums)
+    torch.testing.assert_close(sums, [sums[0]] * 6)
     return itself
-
-
-def reducer_of(weights: torch.Tensor) -> Any:
-    """Of samples as long as the rows of the weights."""
-    from megatron_rl_loss import Samples
-    from megatron_rl_loss.modes.names import resolve
-    from megatron_rl_loss.reduction.sums import WeightedSum
-
-    samples = Samples([torch.ones_like(row) for row in torch.atleast_2d(weights)])
-    return WeightedSum(weights.reshape(-1), samples.local(0, 1), resolve("token_sum", divisor=1))
-
-
-def scales_the_gradient_of_a_share(chunk: Any, model: Any) -> None:
-    """As losses that a slicing gather gave need it (`Gathered`)."""
-    from megatron_rl_loss import Folded, OutputHead
-
-    weight, shares, gradients = model.output_layer.weight, [], []
-    for scale in (1, 3):
-        weight.main_grad.zero_()
-        reducer = reducer_of(torch.ones(8))
-        reducer.gradient_scale = scale
-        folded = Folded(reducer=reducer, per_token_loss=lambda lp, _: (lp, {}))
-        share, _ = call(chunk, output_processor=OutputHead(chunk_tokens=5), output_processor_context=folded)
-        share.backward()
-        shares.append(share.detach())
-        gradients.append(weight.main_grad.clone())
-    assert torch.equal(*shares)
-    torch.testing.assert_close(gradients[1], 3 * gradients[0])
 
 
 def keeps_rows_apart(chunk: Any, model: Any) -> None:
@@ -153,39 +146,64 @@ def keeps_rows_apart(chunk: Any, model: Any) -> None:
     labels = torch.randint(gpt_oracle.VOCAB, (rows, length), generator=generator)
     values, weights = torch.randn(2, rows, length, generator=generator)
     mask = torch.rand(rows, length, generator=generator) < 0.7
+    weights = weights.abs() * mask
     logits = (hidden @ model.output_layer.weight.t()).double().transpose(0, 1)
     expected = logits.log_softmax(-1).gather(-1, labels[..., None])[..., 0] * mask
-    head, said = OutputHead(chunk_tokens=3), {"hidden_states": hidden, "output_layer": model.output_layer}
-    found, _ = head(**said, output_weight=None, labels=labels, context=Tokens(mask))
+    head, said = OutputHead(chunk_tokens=3), {"output_layer": model.output_layer, "output_weight": None}
+    found, _ = head(hidden_states=hidden, labels=labels, context=Tokens(mask), **said)
     torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=1e-6)
 
-    def per_token(log_probs: Any, _: Any, values: Any) -> Any:
+    def per_token(log_probs: Tensor, _: Any, values: Tensor) -> Any:
         return log_probs * values, {"seen": values}
 
-    folded = Folded(mask, reducer=reducer_of(weights), per_token_loss=per_token, inputs={"values": values})
-    share, of_tokens = head(**said, output_weight=None, labels=labels, context=folded)
+    plan = planned(weights)
+    folded = Folded(plan[0], per_token, {"values": values})
+    share, of_tokens = head(hidden_states=hidden, labels=labels, context=folded, **said)
     torch.testing.assert_close(share.double(), (expected * values * weights).sum(), rtol=1e-5, atol=1e-6)
     assert torch.equal(of_tokens["seen"], values * mask)
-
-    values[1, 3], mask[1, 3] = torch.nan, True
+    plan[0].carry(share)  # is a share of this micro-batch
+    row, place = mask.nonzero()[-1].tolist()
+    values[row, place] = torch.nan
     lines: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("megatron_rl_loss").addHandler(handler)
-    head(**said, output_weight=None, labels=labels, context=folded)
-    assert ["per_token_loss is nan at token 3 of sample 1" in line for line in lines] == [True]
+    head(hidden_states=hidden, labels=labels, context=folded, **said)
+    plan.finish()
+    assert [f"per_token_loss is nan at token {place} of sample {row}" in line for line in lines] == [True]
+
+
+def reads_nothing_back(chunk: Any, model: Any) -> None:
+    """On `meta`, which has shapes and no numbers: whatever reads them raises."""
+    from megatron_rl_loss import Folded, OutputHead, Tokens
+
+    layer, labels = model.output_layer.to("meta"), torch.zeros(2, 5, dtype=torch.int64, device="meta")
+    hidden = torch.zeros(5, 2, gpt_oracle.HIDDEN, device="meta", requires_grad=True)
+    weights = torch.ones(2, 5)
+    weights[0, 2:] = 0
+    microbatch = planned(weights)[0]
+    said = {"hidden_states": hidden, "output_layer": layer, "output_weight": None, "labels": labels}
+    head = OutputHead(chunk_tokens=3, entropy=True)
+    head(context=Tokens(microbatch.tokens.mask), **said)[0].sum().backward()
+    folded = Folded(
+        microbatch, lambda lp, entropy, near: (lp * near - entropy, {"seen": near}), {"near": hidden[..., 0].t()}
+    )
+    share, values = head(context=folded, **said)
+    report = microbatch.report({"entropy": microbatch.sample_mean(values["entropy"])})
+    microbatch.carry(share, report)[0].backward()
+    assert hidden.grad is not None
+    with pytest.raises(NotImplementedError, match="meta"):  # negative control
+        head(context=Tokens(labels), **said)
 
 
 def refuses(chunk: Any, model: Any) -> dict[str, str]:
     """What is said of output layers that do more."""
-    from megatron_rl_loss import OutputHead
-
-    head, layer, said = OutputHead(), model.output_layer, {}
+    layer, said = model.output_layer, {}
     layer.config = copy.copy(layer.config)  # that of other layers stays as it is
 
     def tried(name: str, **more: Any) -> None:
         try:
-            call(chunk, output_processor=head, **more)
+            call(chunk, chunk_tokens=5, **more)
         except ValueError as error:
             said[name] = str(error)
 
@@ -196,16 +214,25 @@ def refuses(chunk: Any, model: Any) -> dict[str, str]:
         ("defer_embedding_wgrad_compute", layer.config, "defer_embedding_wgrad_compute", True),
         ("CPU offloading", layer.config, "cpu_offloading", True),
     ):
-        before = getattr(owner, attribute)
-        setattr(owner, attribute, value)
-        tried(name)
-        setattr(owner, attribute, before)
+        with changed(owner, attribute, value):
+            tried(name)
     layer.skip_bias_add, layer.bias = True, torch.nn.Parameter(torch.zeros(gpt_oracle.VOCAB))
     tried("skip_bias_add")
     layer.skip_bias_add, layer.bias = False, None
-    handle = layer.register_forward_pre_hook(lambda module, inputs: inputs)
-    tried("a hook that changes its input")
-    handle.remove()
+
+    def _release_module_fp8_transpose_cache(*_: Any) -> None:
+        """Megatron-FSDP's, which changes nothing."""
+
+    for name, register, hook in (
+        ("a hook that changes its input", layer.register_forward_pre_hook, lambda module, inputs: inputs),
+        ("legal hook", layer.register_forward_hook, _release_module_fp8_transpose_cache),
+        ("a softcap", layer.register_forward_hook, lambda module, inputs, output: (output[0].tanh(), output[1])),
+        ("a backward hook", layer.register_full_backward_hook, lambda module, given, got: None),
+        ("one before it", layer.register_full_backward_pre_hook, lambda module, got: None),
+    ):
+        handle = register(hook)
+        tried(name)
+        handle.remove()
     layer.__class__ = type("Adapted", (type(layer),), {"forward": lambda self, *args, **kwargs: None})
     tried("Adapted")
     return said
@@ -213,28 +240,29 @@ def refuses(chunk: Any, model: Any) -> dict[str, str]:
 
 CHECKS = (
     gives_megatrons_log_probs,
-    applies_mups_scale,
-    waits_for_its_weight,
+    runs_hooks_that_come_before,
     refuses,
     leaves_gradients_to_a_caller_who_sums_them,
     adds_to_the_main_gradient,
-    scales_the_gradient_of_a_share,
     keeps_rows_apart,
+    reads_nothing_back,
 )
 
 
 EXPECTED = {
-    "waits_for_its_weight": ["ColumnParallelLinear"],
+    "runs_hooks_that_come_before": ["ColumnParallelLinear", "weight"],
     "leaves_gradients_to_a_caller_who_sums_them": [True, False],  # what follows: unit/logprobs, "not summed"
-    "adds_to_the_main_gradient": [False, True],
+    "adds_to_the_main_gradient": [False] * 3 + [True] * 3,
 }
-
 
 #: What the text must say of each layer or call.
 REFUSED = {
     "no labels": "without labels",
-    **{name: name for name in ("GTP", "defer_embedding_wgrad_compute", "CPU offloading", "skip_bias_add", "Adapted")},
+    "a softcap": "a forward or backward hook",
+    "a backward hook": "a forward or backward hook",
+    "one before it": "a forward or backward hook",
     "a hook that changes its input": "a hook that changes its input",
+    **{name: name for name in ("GTP", "defer_embedding_wgrad_compute", "CPU offloading", "skip_bias_add", "Adapted")},
 }
 
 
@@ -249,7 +277,7 @@ def test_the_head_of_a_model_and_output_layers_that_do_more() -> None:
 
 
 def test_chunks_of_no_tokens_are_refused() -> None:
-    from megatron_rl_loss.megatron.output_head import OutputHead
+    from megatron_rl_loss import OutputHead
 
     with pytest.raises(ValueError, match="chunk_tokens is 0"):
         OutputHead(chunk_tokens=0)

@@ -1,7 +1,8 @@
 """A planned step through the real schedule and DDP, in a loop of one's own: a token's gradient is its weight.
 
 Every form of what a loss function returns, with and without per-token loss; numbers of micro-batches that differ
-between DP ranks; gradients added up without the schedule; evaluation; a bad list on one rank.
+between DP ranks; gradients added up without the schedule; evaluation; a bad list on one rank; a plan that is used twice
+or in parts.
 """
 
 import functools
@@ -17,7 +18,7 @@ from step_samples import DIVISOR, dealt
 from table_step import Batch, relative_error, start, table_model
 from torch import Tensor
 
-from megatron_rl_loss import Samples, ZigzagTHD
+from megatron_rl_loss import Samples, ZigzagTHD, plan_step
 
 Found = dict[tuple[str, str, bool], tuple[Tensor, float]]
 
@@ -25,8 +26,6 @@ Found = dict[tuple[str, str, bool], tuple[Tensor, float]]
 def gradients() -> Found:
     """On a rank: of every mode in every form, the reduced gradient and the step loss from the reports."""
     import torch.distributed as dist
-
-    from megatron_rl_loss import plan_step
 
     cp_rank, dp_rank = start_ranks()
     found: Found = {}
@@ -58,8 +57,6 @@ def test_every_form_trains_on_the_step_loss() -> None:
 
 def evaluated() -> tuple[float, bool]:
     """On a rank of two pipeline stages: the loss of an evaluation step on the last, where alone there are samples."""
-    from megatron_rl_loss import plan_step
-
     state = start(pp=2)
     last = state.get_pipeline_model_parallel_rank() == 1
     batches = [Batch(STEP, chosen, 1) for chosen in dealt(STEP, 0, 1, 2)]
@@ -67,18 +64,74 @@ def evaluated() -> tuple[float, bool]:
     samples = [batch.samples for batch in batches] if last else None
     plan = plan_step(samples, "prompt_mean", model=[model], num_microbatches=2)
     if not last:
-        return plan.totals.step_tokens or 0, False
+        return plan.totals.step_active_tokens or 0, False
     with torch.no_grad():
-        shares = [one(model(batch.local_numbers(0, 1))) for batch, one in zip(batches, plan, strict=True)]
-    return float(sum(shares)), True
+        reports = [one.loss(model(batch.local_numbers(0, 1)))[-1] for batch, one in zip(batches, plan, strict=True)]
+    assert all(report["pg_loss"].isnan() for report in reports)  # until the step's numbers are known
+    values = plan.finish(reports)
+    assert all(report == values for report in reports)
+    return float(values["pg_loss"]), True
 
 
 def test_a_stage_without_data_plans_too() -> None:
     (tokens, _), (total, is_last) = run_ranks(2, evaluated)
     assert is_last
-    assert tokens == oracle.mask_tokens(STEP)
+    assert tokens == sum(int((one.mask != 0).sum()) for one in STEP)
     of_sum = oracle.sum_error(oracle.num_tokens(STEP)) * oracle.step_scale("prompt_mean", STEP)
     assert total == pytest.approx(float(oracle.step_loss("prompt_mean", STEP)), abs=of_sum)
+
+
+def misused() -> dict[str, str]:
+    """On a rank: schedules that run a plan twice, in parts and not at all, on DP rank 0 alone or on all ranks."""
+    cp_rank, dp_rank = start_ranks()
+    model, batches = table_model(TABLE), batches_of(dp_rank)
+
+    def planned() -> Any:
+        return plan_step([batch.samples for batch in batches], "token_mean", model=model)
+
+    def train(plan: Any, part: slice = slice(None)) -> None:
+        microbatches = list(plan)[part]
+        step(model, microbatches, batches[part], cp_rank, "3-tuple")
+
+    def half() -> Any:
+        plan = planned()
+        train(plan, slice(None) if dp_rank else slice(1))
+        return plan
+
+    def restarted() -> None:
+        plan = half()
+        plan.restart()
+        train(plan)
+        plan.finish()
+        planned()
+
+    def crossed() -> None:
+        plan = planned()
+        plan[0].carry(plan[1](model(batches[1].local_numbers(cp_rank, CP))))
+
+    plan = planned()
+    train(plan)
+    found = {"trained on": outcome_of(plan.finish), "never": outcome_of(planned), "after never": outcome_of(planned)}
+    found["twice"] = outcome_of(lambda: train(plan))
+    found["half, finished"] = outcome_of(lambda: half().finish())
+    found["half, planned anew"] = outcome_of(planned)
+    half()
+    found["half, not finished"] = outcome_of(planned)
+    found["planned again"] = outcome_of(planned)
+    found["restarted"] = outcome_of(restarted)
+    found["crossed"] = outcome_of(crossed)
+    return found
+
+
+def test_a_plan_is_trained_on_once_and_as_a_whole() -> None:
+    for found in run_ranks(DP * CP, misused):
+        for name in ("trained on", "never", "after never", "planned again", "restarted"):
+            assert found[name] == "accepted", (name, found[name])
+        assert "micro-batch 0 of a plan, carried a second time: its step was trained on already" in found["twice"]
+        for name in ("half, finished", "half, planned anew", "half, not finished"):
+            assert found[name].startswith("BadBatchError: Step aborted on all ranks"), (name, found[name])
+            assert "ranks 0, 1: ValueError: a plan of 3 micro-batches, of which [1, 2] were not" in found[name]
+        assert "a share that was put together without this micro-batch's reducers" in found["crossed"]
 
 
 BAD_LISTS: dict[str, tuple[Any, str]] = {
@@ -102,11 +155,9 @@ DIFFERENT: dict[str, dict[str, Any]] = {
 
 def refused_plans() -> dict[str, str]:
     """On a rank: what each list and each difference comes to."""
-    from megatron_rl_loss import plan_step
-
     cp_rank, dp_rank = start_ranks()
     model, found = table_model(TABLE), {}
-    good = [batch.samples for batch in batches_of(0)]
+    good = [batch.samples for batch in batches_of(dp_rank)]
     for name, (bad, _) in BAD_LISTS.items():
         samples = bad if dp_rank == 1 else good
         found[name] = outcome_of(functools.partial(plan_step, samples, "prompt_mean", model=model, num_microbatches=3))
@@ -125,7 +176,7 @@ def refused_plans() -> dict[str, str]:
 def test_a_list_or_setting_of_one_rank_and_a_schedule_that_sums_no_gradients_are_refused_on_all() -> None:
     for found in run_ranks(DP * CP, refused_plans):
         for name, (_, text) in BAD_LISTS.items():
-            assert found[name].startswith("BadBatchError: All ranks stopped here"), found[name]
+            assert found[name].startswith("BadBatchError: Step aborted on all ranks"), found[name]
             assert text in found[name]
         for name in DIFFERENT:
             assert "this rank asks for loss aggregation: constant" in found[name]

@@ -62,7 +62,6 @@ ROWS = [
     Row(r"tools/docs\.sh", needs="mkdocs; tools/test.sh runs it"),
     Row(r"tools/check_package\.sh|python -m build", needs="a package index; test_distribution.py builds without"),
     Row(r"python tools/show_recipes\.py", by="package/test_pages.py", named="show_recipes.with_code"),
-    Row(r"python tools/api_reference\.py", by="package/test_api_reference.py", named="api_reference.pages()"),
     Row(r"pip install (-e \.|-e '\.\[\w+\]')", needs="a package index; tools/setup.sh does it"),
     # what the online example and the audit show
     Row(r"(torchrun .* |python )examples/online_grpo\.py .*",

@@ -1,4 +1,4 @@
-"""docs/losses.md says what is so: its functions are there, its flags are the example's, its code runs."""
+"""docs/losses.md: its functions are there, its flags are the example's, its code runs."""
 
 import re
 from argparse import ArgumentParser
@@ -10,10 +10,7 @@ import torch
 from pages import code_of
 from repository import EXAMPLES, ROOT
 
-from megatron_rl_loss import Samples, StepTotals, losses, reduction, resolve, token_weights
-from megatron_rl_loss.megatron import add_loss_aggregation_args
-from megatron_rl_loss.modes import table as modes
-from megatron_rl_loss.plan import plan_step
+from megatron_rl_loss import Metric, Samples, add_loss_aggregation_args, losses, plan_step, resolve
 
 PAGE = (ROOT / "docs/losses.md").read_text()
 ROWS = [line for line in PAGE.splitlines() if line.startswith("| ") and "---" not in line]
@@ -41,9 +38,8 @@ def test_what_a_row_combines_goes_together_and_its_flags_are_the_examples() -> N
         assert f'"{flag}"' in text, flag
 
 
-def test_code_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(modes, "_REGISTERED", {})
-    terms, own_mode, metrics, block, _, over_step = code_of("losses.md")  # _: unit/losses/test_losses_over_cp.py
+def test_code_runs() -> None:
+    terms, metrics, block, _, over_step = code_of("losses.md")  # _: unit/losses/test_formulas.py
     local = Samples([torch.ones(3), torch.ones(2)]).local(0, 1)
     handed: list[Any] = []
     microbatch = SimpleNamespace(
@@ -62,16 +58,10 @@ def test_code_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     }
     exec(block, names)
     exec(terms, names | dict.fromkeys(("losses", "kl", "entropy"), torch.ones(1, 5)))
-    exec(own_mode, {})
-    masks, tasks = [torch.ones(3), torch.ones(1), torch.ones(2)], {"task": ["a", "b", "a"]}
-    mode = resolve("mean_of_tasks_tokens").mode
-    totals = StepTotals.from_loss_masks(masks, labels=tasks, statistics=mode.statistics)
-    weights = token_weights("mean_of_tasks_tokens", Samples(masks, labels=tasks), totals)
-    assert weights.tolist() == pytest.approx([0.2] * 3 + [1] + [0.2] * 2)
     values = dict.fromkeys(("losses", "kl", "entropy", "ratio", "weights"), torch.ones(1, 5))
     exec(metrics, names | values)
     (given, _), (_, asked) = handed
-    assert {(one.over, one.kind) for one in asked.values() if isinstance(one, reduction.Metric)} == {
+    assert {(one.over, one.kind) for one in asked.values() if isinstance(one, Metric)} == {
         ("tokens", "mean"), ("samples", "max"), ("tokens", "variance"), ("tokens", "ess")
     }  # fmt: skip
     assert given["kl"].mode == given["nll"].mode == "token_mean"

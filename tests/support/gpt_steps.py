@@ -136,7 +136,7 @@ def run_case(layout: Layout, case: Case, rollouts: Sequence[Rollout], attention:
         inputs = {"old_log_probs": batch.old_log_probs, "advantages": batch.advantages, "mask": batch.mask}
         context: Any = {}
         if "one pass" in head:
-            folded = Folded(microbatch, losses_of, inputs)
+            folded = Folded(microbatch, losses_of, inputs, mask=batch.mask)
             context = {"output_processor_context": folded}
         elif head:
             context = {"output_processor_context": Tokens(batch.mask)}

@@ -21,15 +21,12 @@ class Batch:
     mask: Tensor  # bool [tokens]: ragged, with stretches that no chunk of a few tokens has one in
     keep: Tensor  # bool [tokens, vocabulary]; some rows empty, some without the label
     weights: Tensor  # [tokens], of a loss; 0 where the mask is, and at some more
-    old_log_probs: Tensor
-    advantages: Tensor
+    near: Tensor  # [tokens]
 
 
 @functools.cache
-def batch_of(
-    tokens: int, vocabulary: int, hidden: int, dtype: torch.dtype = torch.float32, seed: int = 0, sharp: float = 1.0
-) -> Batch:
-    generator = torch.Generator().manual_seed(seed)
+def batch_of(tokens: int, vocabulary: int, hidden: int, dtype: torch.dtype = torch.float32) -> Batch:
+    generator = torch.Generator().manual_seed(0)
 
     def draw(*size: int) -> Tensor:
         return torch.randn(*size, generator=generator, dtype=torch.float64)
@@ -39,38 +36,31 @@ def batch_of(
     mask[-1] = True
     keep = torch.rand(tokens, vocabulary, generator=generator) < 0.3
     keep[0] = False
+    weights = mask * torch.rand(tokens, generator=generator).double() * (draw(tokens) > -1.5) / tokens
     return Batch(
-        hidden=(sharp * draw(tokens, hidden)).to(dtype).double(),
+        hidden=draw(tokens, hidden).to(dtype).double(),
         weight=(draw(vocabulary, hidden) / math.sqrt(hidden)).to(dtype).double(),
         bias=draw(vocabulary).to(dtype).double(),
         labels=torch.randint(vocabulary, (tokens,), generator=generator),
         mask=mask,
         keep=keep,
-        weights=mask
-        * torch.rand(tokens, generator=generator).double().float().double()
-        * (draw(tokens) > -1.5)
-        / tokens,
-        old_log_probs=(-3 - draw(tokens).abs()).float().double(),
-        advantages=draw(tokens).float().double(),
+        weights=weights.float().double(),
+        near=draw(tokens).float().double(),
     )
 
 
 def log_probs_and_entropy(
-    logits: Tensor,
-    labels: Tensor,
-    temperature: float = 1.0,
-    keep: Tensor | None = None,
-    vocab_size: int | None = None,
+    logits: Tensor, labels: Tensor, temperature: float = 1.0, keep: Tensor | None = None, vocab_size: int | None = None
 ) -> tuple[Tensor, Tensor]:
     """Of logits [tokens, vocabulary], float64; one token after the other, over the ids that count."""
     log_probs, entropies = [], []
     for t, label in enumerate(labels.tolist()):
-        ids = range(logits.shape[1]) if vocab_size is None else range(vocab_size)
+        ids = list(range(vocab_size or logits.shape[1]))
         if keep is not None:
-            ids = [j for j in ids if keep[t, j] or j == label]  # type: ignore[assignment]
-        row = logits[t, list(ids)] / temperature
+            ids = [j for j in ids if keep[t, j] or j == label]
+        row = logits[t, ids] / temperature
         log_q = row - row.max().detach() - (row - row.max().detach()).exp().sum().log()
-        log_probs.append(log_q[list(ids).index(label)])
+        log_probs.append(log_q[ids.index(label)])
         entropies.append(-(log_q.exp() * log_q).sum())
     return torch.stack(log_probs), torch.stack(entropies)
 
@@ -96,19 +86,19 @@ BOTH = WANTED["both"]
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "cold, bias": {"temperature": 0.3, "bias": True},
-    "hot, all tokens": {"temperature": 1.7, "mask": torch.ones},
+    "hot, all tokens": {"temperature": 1.7, "mask": True},
     "kept ids": {"keep": True, "temperature": 0.6},
-    "kept ids, all tokens": {"keep": True, "mask": torch.ones},
+    "kept ids, all tokens": {"keep": True, "mask": True},
     "padded vocabulary": {"vocab_size": 17, "bias": True},
     "padded to several ranks": {"vocab_size": 5},
-    "no token counts": {"mask": torch.zeros},
+    "no token counts": {"mask": False},
 }
 
 
 def given(name: str, dtype: torch.dtype = torch.float32) -> tuple[Batch, Tensor, Tensor, dict[str, Any]]:
     """The batch, labels, mask, and what both sides are told."""
     batch, case = batch_of(TOKENS, VOCABULARY, HIDDEN, dtype), CASES[name]
-    mask = case["mask"](TOKENS).bool() if "mask" in case else batch.mask
+    mask = torch.full_like(batch.mask, case["mask"]) if "mask" in case else batch.mask
     options = {key: case[key] for key in ("temperature", "vocab_size") if key in case}
     return batch, batch.labels % case.get("vocab_size", VOCABULARY), mask, options
 
@@ -127,7 +117,7 @@ def expected_of(name: str, dtype: torch.dtype, wanted: Wanted = BOTH) -> Found:
     logits = leaves["hidden"] @ leaves["weight"].T + leaves["bias"] * case.get("bias", False)
     keep = batch.keep if case.get("keep") else None
     log_probs, entropy = (one * mask for one in log_probs_and_entropy(logits, labels, keep=keep, **options))
-    share = (losses_of(log_probs, entropy, batch.advantages, wanted=wanted)[0] * batch.weights * mask).sum()
+    share = (losses_of(log_probs, entropy, batch.near, wanted=wanted)[0] * batch.weights * mask).sum()
     share.backward()
     found = {"log_probs": log_probs, "entropy": entropy, "share": share}
     found |= {key: leaf.grad for key, leaf in leaves.items() if key != "bias" or case.get("bias")}  # type: ignore[misc]

@@ -81,7 +81,7 @@ class Row:
 
 def in_three_parts(text: str, row: Row) -> bool:
     """What was given, the rule, what to do: in this order, as every error says it, for every rank that says it."""
-    reasons = re.split(r"(?:^All ranks stopped here, no weight was changed\. |; )rank \d+: \w+: ", text)
+    reasons = re.split(r"(?:^Step aborted on all ranks before the optimizer ran\. |; )rank \d+: \w+: ", text)
     said = [reason for reason in reasons if row.given in reason]
     pattern = re.compile(
         rf".*{re.escape(row.given)}[^\n]*?: .+\. .*{re.escape(row.todo)}.*\.$"

@@ -154,6 +154,15 @@ def run_schedule(
     )
 
 
+def begun(step: Any, data: Any, model: Any, num_microbatches: int) -> Any:
+    """The iterators that a schedule is given for an evaluation step, which this one does not run."""
+    given: list[Any] = []
+    schedule = step.wrap_schedule(lambda **options: given.append(options["data_iterator"]) or [])
+    options = {"data_iterator": data, "model": model, "num_microbatches": num_microbatches, "forward_only": True}
+    schedule(forward_step_func=print, **options)
+    return given[0]
+
+
 def logged_by_step(loss_aggregation: Any, forward_step: Any, batches: list[Batch], model: Any) -> dict[str, float]:
     """Megatron's schedule over a step: what `train_step` would log."""
     stored = run_schedule(forward_step, iter(batches), model, len(batches), loss_aggregation.wrap_schedule)

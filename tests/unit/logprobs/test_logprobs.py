@@ -1,116 +1,267 @@
-"""Log-probs and entropy of logits: rounding, extremes, kept ids, memory, refusals; values: test_every_way.py."""
+"""Log-probs, entropy and gradients of a loss of them, in every way, against float64; and what they cost."""
 
+import contextlib
+import functools
+import itertools
 from typing import Any
 
 import head_oracle
 import numpy as np
 import pytest
 import torch
-from head_oracle import TOKENS, VOCABULARY, batch_of, given, relative
-from ranks import run_ranks, start_process_group
+from head_oracle import (
+    BOTH,
+    BOUNDS,
+    CASES,
+    FP32,
+    HIDDEN,
+    TOKENS,
+    VOCABULARY,
+    WANTED,
+    Found,
+    Wanted,
+    batch_of,
+    expected_of,
+    given,
+    relative,
+)
+from ranks import bytes_reduced, run_ranks, start_process_group
 from refusals import refusal_tests, refusals
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_rl_loss.logprobs import KeptIds, log_probs_from_logits
+from megatron_rl_loss.logprobs import (
+    KeptIds,
+    TensorParallel,
+    log_probs_from_hidden,
+    log_probs_from_logits,
+    loss_from_hidden,
+)
+from megatron_rl_loss.logprobs.layer import WeightGradient
 
-#: Sums over the vocabulary, an exponential and a logarithm, in float32.
-FP32 = 1e-6
-
-
-def logits_of(batch: head_oracle.Batch) -> Tensor:
-    return batch.hidden @ batch.weight.T + batch.bias
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", ["plain", "cold, bias", "kept ids", "padded vocabulary"])
-def test_only_logits_and_their_gradient_are_rounded_to_their_dtype(name: str, dtype: torch.dtype) -> None:
-    batch, labels, mask, options = given(name)
-    keep, slopes = batch.keep if "kept" in name else None, torch.linspace(-2, 3, TOKENS).double() * mask
-    leaf = logits_of(batch).to(dtype).double().requires_grad_()
-    expected = [one * mask for one in head_oracle.log_probs_and_entropy(leaf, labels, keep=keep, **options)]
-    (gradient,) = torch.autograd.grad(((expected[0] - 0.3 * expected[1]) * slopes).sum(), leaf)
-    for more in ({}, {"gradient_in_place": True}, {"chunk_tokens": 3}):
-        logits = leaf.detach().to(dtype).requires_grad_() * 1
-        options |= {"keep": keep, "entropy": True, "token_mask": mask, **more}
-        found = log_probs_from_logits(logits, labels, **options)
-        for one, other in zip(found, expected, strict=True):
-            assert one.dtype == torch.promote_types(dtype, torch.float32)
-            assert relative(one, other) <= (1e-13 if dtype == torch.float64 else FP32)
-        total = ((found.log_probs - 0.3 * found.entropy) * slopes.to(found.entropy.dtype)).sum()
-        (of_logits,) = torch.autograd.grad(total, logits)
-        assert relative(of_logits, gradient) <= {torch.float64: 1e-13, torch.float32: FP32}.get(
-            dtype, torch.finfo(dtype).eps
-        )
-        options.pop(next(iter(more), None), None)
+WAYS = ("logits", "two passes", "one pass")
+every_way = pytest.mark.parametrize("way", WAYS)
+of_hidden = pytest.mark.parametrize("way", WAYS[1:])
+Parallel = dict[str, Any]
 
 
-#: Others mask ids with it; times log2 e, it is -inf.
-LEAST = torch.finfo(torch.float32).min
-
-#: An entropy near 0 and one of few ids; -inf as models mask ids, for all ids of a rank too; probabilities that vanish.
-FAR = [[0.0, 90, 0, -90], [5, 5, -torch.inf, -torch.inf], [3e4, 0, -3e4, 0], [0, 0, 3e4, -3e4], [0, 1, 2, 3]]
-FAR += [[5, 4, LEAST, LEAST], [LEAST, 2, LEAST, 1]]
-FAR_LABELS = [0, 1, 2, 0, 3, 0, 3]
-
-
-def far(columns: slice = slice(None), group: Any = None) -> list[list[Any]]:
-    leaf = torch.tensor(FAR)[:, columns].requires_grad_()
-    log_probs, entropy = log_probs_from_logits(leaf, torch.tensor(FAR_LABELS), entropy=True, tp_group=group)
-    (gradient,) = torch.autograd.grad((log_probs - entropy).sum(), leaf)
-    return [one.tolist() for one in (log_probs, entropy, gradient.T)]
+def leaves_of(name: str, dtype: torch.dtype = torch.float32, parallel: Parallel | None = None) -> Found:
+    """Of this rank: its part of the vocabulary and, with sequence parallelism, of tokens."""
+    batch, group = given(name, dtype)[0], (parallel or {}).get("group")
+    rank, size = (0, 1) if group is None else (group.rank(), group.size())
+    columns = slice(rank * VOCABULARY // size, (rank + 1) * VOCABULARY // size)
+    mine = slice(rank * TOKENS // size, (rank + 1) * TOKENS // size)
+    mine = mine if (parallel or {}).get("sequence_parallel") else slice(None)
+    leaves = {"hidden": batch.hidden[mine], "weight": batch.weight[columns], "bias": batch.bias[columns]}
+    return {
+        key: one.to(dtype).requires_grad_() for key, one in leaves.items() if key != "bias" or CASES[name].get("bias")
+    }
 
 
-def far_on_rank() -> list[list[Any]]:
+def values_of(
+    way: str, name: str, leaves: Found, wanted: Wanted = BOTH, parallel: Parallel | None = None, **more: Any
+) -> Found:
+    """The same as `expected_of` but gradients, of the code under test."""
+    hidden, weight, bias = leaves["hidden"], leaves["weight"], leaves.get("bias")
+    (batch, labels, mask, options), parallel = given(name, hidden.dtype), parallel or {}
+    group, device = parallel.get("group"), hidden.device
+    first = 0 if group is None else group.rank() * len(weight)
+    exact = torch.promote_types(hidden.dtype, torch.float32)
+    labels, weights = labels.masked_fill(~mask, -100).to(device), (batch.weights * mask).to(exact)
+    keep = batch.keep[:, first : first + len(weight)] if CASES[name].get("keep") else None
+    options |= {"keep": keep, "entropy": wanted[1] != 0, "token_mask": mask, **more}
+    loss = functools.partial(head_oracle.losses_of, wanted=wanted)
+    near = batch.near.to(device, exact)
+    if way == "logits":
+        logits = hidden @ weight.T if bias is None else hidden @ weight.T + bias
+        log_probs, entropy = log_probs_from_logits(logits, labels, tp_group=group, **options)
+    else:
+        options |= {"bias": bias, "tensor_parallel": TensorParallel(**parallel)}
+    if way == "two passes":
+        log_probs, entropy = log_probs_from_hidden(hidden, weight, labels, **options)
+    if way == "one pass":
+        inputs = {"near": near.masked_fill(weights.to(device) == 0, torch.nan)}  # is ignored there
+        share, values = loss_from_hidden(hidden, weight, labels, weights, loss, inputs, **options)
+        assert set(values) - {"entropy"} == {"log_probs", "losses", "mixed"}
+        assert not any(one.requires_grad for one in values.values())
+        log_probs, entropy = values["log_probs"], values.get("entropy")
+    else:
+        share = (loss(log_probs, entropy, near)[0] * weights.to(device)).sum()
+    return {"log_probs": log_probs, "share": share} | ({} if entropy is None else {"entropy": entropy})
+
+
+def found_of(way: str, name: str, dtype: torch.dtype, wanted: Wanted, parallel: Any = None, **more: Any) -> Found:
+    leaves = leaves_of(name, dtype, parallel)
+    found = values_of(way, name, leaves, wanted, parallel, **more)
+    assert {one.dtype for one in found.values()} == {torch.promote_types(dtype, torch.float32)}
+    (found["share"] * 3).backward()
+    assert all(leaf.grad is not None and leaf.grad.dtype == dtype for leaf in leaves.values())
+    found |= {key: leaf.grad.double() / 3 for key, leaf in leaves.items()}
+    return {key: one.detach() for key, one in found.items()}
+
+
+def check(found: Found, expected: Found, dtype: torch.dtype) -> None:
+    assert set(found) == set(expected)
+    for key, value in expected.items():
+        if value.abs().max() > 0:
+            assert relative(found[key], value) <= BOUNDS[dtype], key
+        else:
+            assert found[key].count_nonzero() == 0, key
+
+
+def kept_ids() -> KeptIds:
+    """The mask of the case "kept ids", ragged."""
+    keep = batch_of(TOKENS, VOCABULARY, HIDDEN).keep.numpy()
+    return KeptIds(torch.from_numpy(keep.nonzero()[1]), np.append(0, keep.sum(1).cumsum()))
+
+
+@every_way
+@pytest.mark.parametrize("name", CASES)
+def test_values_and_gradients_in_any_chunks(name: str, way: str) -> None:
+    options: list[dict[str, Any]] = [{"chunk_tokens": number} for number in (1, 7, TOKENS)]
+    options += [{}, {"gradient_in_place": True}] if way == "logits" else []
+    options += [{"keep": kept_ids()}, {"keep": kept_ids(), "chunk_tokens": 5}] if CASES[name].get("keep") else []
+    for dtype, wanted in {*itertools.product([torch.float32], WANTED.values()), *((one, BOTH) for one in BOUNDS)}:
+        for more in options if (dtype, wanted) == (torch.float32, BOTH) else options[1:2]:
+            check(found_of(way, name, dtype, wanted, **more), expected_of(name, dtype, wanted), dtype)
+
+
+def on_tp_rank() -> dict[Any, tuple[Found, list[int]]]:
+    """Every way's values and gradients, and the bytes of each `all_reduce`."""
     start_process_group()
-    group = torch.distributed.group.WORLD
-    return far(slice(2 * group.rank(), 2 * group.rank() + 2), group)
+    group, sent, found = torch.distributed.group.WORLD, bytes_reduced(), {}
+    ways = [("logits", False), *itertools.product(WAYS[1:], (False, True))]
+    for (way, sequence_parallel), name, wanted in itertools.product(ways, CASES, WANTED):
+        if wanted == "both" or name == "plain":
+            parallel = {"group": group, "sequence_parallel": sequence_parallel}
+            more = {"keep": kept_ids()} if name == "kept ids" else {}
+            of = found_of(way, name, torch.float32, WANTED[wanted], parallel, chunk_tokens=7, **more)
+            found[way, sequence_parallel, name, wanted] = of, [*sent]
+            sent.clear()
+    alone = {"group": group, "sum_gradient": False}
+    found["not summed"] = found_of("two passes", "plain", torch.float32, BOTH, alone), []
+    return found
 
 
-def test_logits_far_apart_and_infinite_ones() -> None:
-    leaf = torch.tensor(FAR, dtype=torch.float64).clamp(min=-1e5).requires_grad_()
-    expected = head_oracle.log_probs_and_entropy(leaf, torch.tensor(FAR_LABELS))
-    (gradient,) = torch.autograd.grad((expected[0] - expected[1]).sum(), leaf)
-    alone, (first, second) = far(), run_ranks(2, far_on_rank, timeout_s=600)
-    assert first[:2] == second[:2]
-    for found in (alone, [*first[:2], first[2] + second[2]]):
-        log_probs, entropy, of_logits = (torch.tensor(one, dtype=torch.float64) for one in found)
-        torch.testing.assert_close(log_probs, expected[0].detach(), rtol=1e-6, atol=0)
-        torch.testing.assert_close(entropy, expected[1].detach(), rtol=1e-6, atol=1e-7)
-        torch.testing.assert_close(of_logits.T, gradient, rtol=1e-6, atol=1e-6)
-    assert log_probs_from_logits(torch.tensor([[0.0, torch.nan]]), torch.tensor([0])).log_probs.isnan().all()
+@pytest.mark.slow
+def test_vocabulary_and_tokens_over_several_ranks() -> None:
+    by_rank = run_ranks(4, on_tp_rank, timeout_s=600)
+    for at in by_rank[0]:
+        parts = [rank[at][0] for rank in by_rank]
+        summed = torch.stack([part["hidden"] for part in parts]).sum(0)
+        if at == "not summed":  # as Megatron's `disable_grad_reduce`; one rank's part is far off
+            expected = expected_of("plain", torch.float32)["hidden"]
+            assert relative(summed, expected) <= FP32
+            assert relative(parts[0]["hidden"], expected) > 1000 * FP32
+            continue
+        way, sequence_parallel, name, wanted = at
+        cut = ("weight", "bias", "hidden") if sequence_parallel else ("weight", "bias")
+        whole = {key: torch.cat([part[key] for part in parts]) for key in cut if key in parts[0]}
+        whole |= {"hidden": summed} if way == "logits" else {}
+        for part in parts:
+            check(part | whole, expected_of(name, torch.float32, WANTED[wanted]), torch.float32)
+        if way == "logits":  # one maximum and one sum, whatever the chunks
+            tokens, numbers = int(given(name)[2].sum()), 3 if WANTED[wanted][1] else 2
+            assert all(rank[at][1] == [4 * tokens, 4 * numbers * tokens][: 2 * bool(tokens)] for rank in by_rank)
 
 
-def test_kept_ids_are_their_mask() -> None:
-    batch = batch_of(TOKENS, VOCABULARY, 8)
-    counts = batch.keep.sum(1)
-    kept = KeptIds(batch.keep.nonzero()[:, 1], torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)]))
-    for part in (slice(0, VOCABULARY), slice(8, 16)):
-        assert torch.equal(kept.mask(np.arange(TOKENS), part.start, part.stop, batch.keep.device), batch.keep[:, part])
-    for more in ({}, {"token_mask": batch.mask}, {"chunk_tokens": 3}):
-        both = [log_probs_from_logits(logits_of(batch), batch.labels, keep=keep, **more) for keep in (kept, batch.keep)]
-        assert torch.equal(both[0].log_probs, both[1].log_probs)
-    one = torch.arange(VOCABULARY) < 9  # for all tokens
-    both = [log_probs_from_logits(logits_of(batch), batch.labels, keep=keep) for keep in (one, one.expand(TOKENS, -1))]
-    assert torch.equal(both[0].log_probs, both[1].log_probs)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def test_shapes_and_dtypes_of_labels() -> None:
-    batch = batch_of(36, VOCABULARY, 8)
-    plain = log_probs_from_logits(logits_of(batch), batch.labels).log_probs
-    cut = log_probs_from_logits(
-        logits_of(batch).view(4, 9, -1).transpose(0, 1), batch.labels.view(4, 9).T.int(), chunk_tokens=2
-    )
-    assert torch.equal(cut.log_probs.T.reshape(-1), plain)
-    assert cut.entropy is None
+@pytest.mark.parametrize("at", [(True, True), (True, False), (False, True)], ids=["both", "forward", "backward"])
+@every_way
+@pytest.mark.parametrize("to", [torch.bfloat16, torch.float16])
+def test_autocast_is_its_casts(to: torch.dtype, way: str, at: tuple[bool, bool]) -> None:
+    """Made by hand, and none where backward alone is inside; float64 stays, and dtypes may differ as torch's may."""
+    forward, backward = (torch.autocast("cpu", dtype=to, enabled=on) for on in at)
+    pairs = [*itertools.product(DTYPES, DTYPES), (torch.float64, torch.float64)] if at[0] else zip(DTYPES, DTYPES)  # noqa: B905
+    for dtypes in pairs:
+        gradients = []
+        for by_hand in (False, True):
+            leaves = leaves_of("plain")
+            leaves = {
+                key: leaves[key].detach().to(dtype).requires_grad_() for key, dtype in zip(leaves, dtypes, strict=True)
+            }
+            cast = {key: one.to(to) if at[0] and one.dtype != torch.float64 else one for key, one in leaves.items()}
+            with contextlib.nullcontext() if by_hand else forward:
+                share = values_of(way, "plain", cast if by_hand else leaves)["share"]
+            alone = way == "logits" and not at[0]  # the product's backward is autograd's: torch casts it
+            with contextlib.nullcontext() if by_hand or alone else backward:
+                share.backward()
+            gradients.append([leaf.grad for leaf in leaves.values()])
+        for one, other in zip(*gradients, strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
-def test_the_gradient_in_place_is_the_logits_and_can_be_had_once() -> None:
-    logits = torch.randn(5, 7, requires_grad=True) * 1
-    log_probs, _ = log_probs_from_logits(logits, torch.arange(5), gradient_in_place=True)
-    (gradient,) = torch.autograd.grad(log_probs.sum(), logits, retain_graph=True)
-    assert gradient.data_ptr() == logits.data_ptr()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        torch.autograd.grad(log_probs.sum(), logits)
+# --- devices
+
+
+@every_way
+@pytest.mark.parametrize("name", ["cold, bias", "kept ids", "padded vocabulary", "hot, all tokens"])
+def test_nothing_is_read_back_from_a_device(name: str, way: str) -> None:
+    """`meta` has shapes and no numbers: whatever reads them, or copies them to the host, raises."""
+    on_device = {key: one.detach().to("meta").requires_grad_() for key, one in leaves_of(name).items()}
+    keep = {"keep": batch_of(TOKENS, VOCABULARY, HIDDEN).keep.to("meta")}
+    ids = KeptIds(kept_ids().ids.to("meta"), kept_ids().offsets)
+    for more in [keep, {"keep": kept_ids()}, {"keep": ids}] if "kept" in name else [{}]:
+        values_of(way, name, on_device, chunk_tokens=5, **more)["share"].backward()
+    assert all(leaf.grad is not None for leaf in on_device.values())
+    if way == "one pass":  # the tokens are those with a weight, on the host
+        values_of(way, name, on_device, token_mask=None, **more)["share"].backward()
+    with pytest.raises(NotImplementedError, match="meta"):  # negative control: a mask on the device must be read
+        values_of(way, name, on_device, token_mask=given(name)[2].to("meta"), **more)
+
+
+@every_way
+@pytest.mark.parametrize("name", ["plain", "kept ids"])
+def test_the_default_device_does_not_matter(name: str, way: str) -> None:
+    """Another one than the tensors', where whatever is made without saying a device fails."""
+    expected = expected_of(name, torch.float32)
+    more = {"keep": kept_ids()} if name == "kept ids" else {}
+    with torch.device("meta"):
+        found = found_of(way, name, torch.float32, BOTH, **more)
+    check(found, expected, torch.float32)
+
+
+# --- what chunks cost
+
+
+class Watching(TorchDispatchMode):
+    """The largest tensor that any operation gives, and the tokens that pass through products with the weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest, self.tokens = 0, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor):
+            self.largest = max(self.largest, result.numel())
+        if func is torch.ops.aten.mm.default and result.shape[1] == VOCABULARY:
+            self.tokens += result.shape[0]
+        return result
+
+
+def watched(way: str, chunk_tokens: int, name: str, differentiate: bool = True) -> Watching:
+    leaves = {key: leaf.detach().requires_grad_(differentiate) for key, leaf in leaves_of(name).items()}
+    with Watching() as seen:
+        share = values_of(way, name, leaves, chunk_tokens=chunk_tokens)["share"]
+        if differentiate:
+            share.backward()
+    return seen
+
+
+@of_hidden
+@pytest.mark.parametrize("chunk_tokens", [1, 5, 8])
+def test_no_tensor_has_the_logits_of_more_than_a_chunk_nor_of_masked_tokens(chunk_tokens: int, way: str) -> None:
+    largest = max(TOKENS * HIDDEN, VOCABULARY * HIDDEN)  # hidden states and the weight are there anyway
+    assert watched(way, chunk_tokens, "hot, all tokens").largest <= largest < TOKENS * VOCABULARY
+    assert watched(way, TOKENS, "hot, all tokens").largest >= TOKENS * VOCABULARY  # negative control
+    active = int(given("plain")[2].sum())
+    assert 0 < active < TOKENS
+    assert watched(way, chunk_tokens, "plain").tokens == (1 + (way == "two passes")) * active
+    assert watched(way, chunk_tokens, "plain", differentiate=False).tokens == active
+    assert watched(way, chunk_tokens, "no token counts").tokens == 0
 
 
 def test_nothing_is_kept_but_the_logits_and_a_few_numbers_a_token() -> None:
@@ -122,31 +273,186 @@ def test_nothing_is_kept_but_the_logits_and_a_few_numbers_a_token() -> None:
     assert logits.data_ptr() in [one.data_ptr() for one in kept]
 
 
+# --- gradients that go elsewhere, or nowhere
+
+
+class Main(WeightGradient):
+    def for_autograd(self) -> Tensor | None:
+        return None
+
+
+@of_hidden
+@pytest.mark.parametrize("dtype", BOUNDS)
+def test_the_weights_gradient_goes_to_the_main_gradient_and_frozen_sides_get_none(dtype: torch.dtype, way: str) -> None:
+    expected, exact = expected_of("plain", dtype), torch.promote_types(dtype, torch.float32)
+    for frozen in (None, "hidden", "weight"):
+        leaves = leaves_of("plain", dtype)
+        main = Main(torch.ones(leaves["weight"].shape, dtype=exact))
+        if frozen:
+            leaves[frozen].requires_grad_(False)
+        (2 * values_of(way, "plain", leaves, chunk_tokens=7, main_gradient=main)["share"]).backward()
+        assert leaves["weight"].grad is None
+        assert (leaves["hidden"].grad is None) == (frozen == "hidden")
+        of_weight = expected["weight"] * (frozen != "weight")
+        assert ((main.total.double() - 1) / 2 - of_weight).abs().max() <= BOUNDS[dtype] * expected["weight"].abs().max()
+        if frozen != "hidden":
+            assert relative(leaves["hidden"].grad.double() / 2, expected["hidden"]) <= BOUNDS[dtype]
+
+
+def test_weights_that_float16_cannot_hold_are_not_lost() -> None:
+    """1e-9 per token, scaled up afterwards as a carrier and a loss scale do."""
+    labels, gradients = given("plain")[1], []
+    for scale in (1.0, 1e9):
+        leaves, weights = leaves_of("plain", torch.float16), torch.full((TOKENS,), 1 / scale)
+        (loss_from_hidden(*leaves.values(), labels, weights, lambda lp, _: (-lp, {}))[0] * scale).backward()
+        gradients.append(leaves["hidden"].grad)
+    assert gradients[0].abs().max() > 0.1
+    torch.testing.assert_close(*gradients, rtol=4 * 2.0**-11, atol=2.0**-14)
+
+
+def test_a_chunk_whose_loss_has_no_gradient_gives_none() -> None:
+    def first_half(log_probs: Tensor, _: Tensor | None, place: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        return log_probs if place[0] < TOKENS // 2 else torch.ones_like(log_probs), {}
+
+    (hidden, weight), labels = leaves_of("plain").values(), given("plain")[1]
+    inputs, ones = {"place": torch.arange(TOKENS)}, torch.ones(TOKENS)
+    loss_from_hidden(hidden, weight, labels, ones, first_half, inputs, chunk_tokens=TOKENS // 4)[0].backward()
+    assert hidden.grad[: TOKENS // 2].abs().amax(1).min() > 0
+    assert hidden.grad[TOKENS // 2 :].abs().max() == 0
+
+
+@of_hidden
+@pytest.mark.parametrize("number", [0, 1024])
+def test_the_weights_gradient_is_summed_in_float32_over_chunks(number: int, way: str) -> None:
+    """Of equal tokens, each a chunk; a bfloat16 sum of equal terms stops growing at 256 of them. Of none, it is 0."""
+    hidden = torch.ones(number, 4, dtype=torch.bfloat16, requires_grad=True)
+    weight, labels = torch.zeros(8, 4, dtype=torch.bfloat16, requires_grad=True), torch.zeros(number).long()
+    if way == "one pass":
+        loss_from_hidden(hidden, weight, labels, labels + 1.0, lambda lp, _: (lp, {}), chunk_tokens=1)[0].backward()
+    else:
+        log_probs_from_hidden(hidden, weight, labels, chunk_tokens=1).log_probs.sum().backward()
+    of_one = torch.full((8, 4), -1 / 8)  # [j = label] - q[j], exact in bfloat16
+    of_one[0] += 1
+    assert torch.equal(weight.grad.float(), number * of_one)
+    assert hidden.grad.shape == hidden.shape
+
+
+# --- logits: rounding, extremes, shapes
+
+
+def logits_of(batch: head_oracle.Batch) -> Tensor:
+    return batch.hidden @ batch.weight.T + batch.bias
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, *DTYPES])
+@pytest.mark.parametrize("name", ["plain", "cold, bias", "kept ids", "padded vocabulary"])
+def test_only_logits_and_their_gradient_are_rounded_to_their_dtype(name: str, dtype: torch.dtype) -> None:
+    batch, labels, mask, options = given(name)
+    keep, slopes = batch.keep if "kept" in name else None, torch.linspace(-2, 3, TOKENS).double() * mask
+    leaf = logits_of(batch).to(dtype).double().requires_grad_()
+    expected = [one * mask for one in head_oracle.log_probs_and_entropy(leaf, labels, keep=keep, **options)]
+    (gradient,) = torch.autograd.grad(((expected[0] - 0.3 * expected[1]) * slopes).sum(), leaf)
+    exact = 1e-13 if dtype == torch.float64 else 1e-6  # sums over the vocabulary, an exponential and a logarithm
+    for more in ({}, {"gradient_in_place": True}, {"chunk_tokens": 3}):
+        logits = leaf.detach().to(dtype).requires_grad_() * 1
+        found = log_probs_from_logits(logits, labels, keep=keep, entropy=True, token_mask=mask, **options, **more)
+        assert all(relative(one, other) <= exact for one, other in zip(found, expected, strict=True))
+        total = ((found.log_probs - 0.3 * found.entropy) * slopes.to(found.entropy.dtype)).sum()
+        (of_logits,) = torch.autograd.grad(total, logits, retain_graph=True)
+        assert relative(of_logits, gradient) <= max(exact, torch.finfo(dtype).eps if dtype.itemsize == 2 else 0)
+        if "gradient_in_place" in more:
+            assert of_logits.data_ptr() == logits.data_ptr()
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                torch.autograd.grad(total, logits)
+
+
+#: Others mask ids with it; times log2 e, it is -inf.
+LEAST = torch.finfo(torch.float32).min
+
+#: An entropy near 0 and one of few ids; -inf as models mask ids, for all ids of a rank too; probabilities that vanish.
+FAR = [[0.0, 90, 0, -90], [5, 5, -torch.inf, -torch.inf], [3e4, 0, -3e4, 0], [0, 0, 3e4, -3e4], [0, 1, 2, 3]]
+FAR += [[5, 4, LEAST, LEAST], [LEAST, 2, LEAST, 1]]
+FAR_LABELS = [0, 1, 2, 0, 3, 0, 3]
+
+
+def far(columns: slice = slice(None), group: Any = None) -> list[Tensor]:
+    leaf = torch.tensor(FAR)[:, columns].requires_grad_()
+    log_probs, entropy = log_probs_from_logits(leaf, torch.tensor(FAR_LABELS), entropy=True, tp_group=group)
+    (gradient,) = torch.autograd.grad((log_probs - entropy).sum(), leaf)
+    return [one.detach().double() for one in (log_probs, entropy, gradient)]
+
+
+def far_on_rank() -> list[Tensor]:
+    start_process_group()
+    group = torch.distributed.group.WORLD
+    return far(slice(2 * group.rank(), 2 * group.rank() + 2), group)
+
+
+def test_logits_far_apart_and_infinite_ones() -> None:
+    leaf = torch.tensor(FAR, dtype=torch.float64).clamp(min=-1e5).requires_grad_()
+    expected = head_oracle.log_probs_and_entropy(leaf, torch.tensor(FAR_LABELS))
+    (gradient,) = torch.autograd.grad((expected[0] - expected[1]).sum(), leaf)
+    first, second = run_ranks(2, far_on_rank, timeout_s=600)
+    assert torch.equal(torch.stack(first[:2]), torch.stack(second[:2]))
+    for log_probs, entropy, of_logits in (far(), [*first[:2], torch.cat([first[2], second[2]], 1)]):
+        torch.testing.assert_close(log_probs, expected[0].detach(), rtol=1e-6, atol=0)
+        torch.testing.assert_close(entropy, expected[1].detach(), rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(of_logits, gradient, rtol=1e-6, atol=1e-6)
+    assert log_probs_from_logits(torch.tensor([[0.0, torch.nan]]), torch.tensor([0])).log_probs.isnan().all()
+
+
+def test_shapes_and_dtypes() -> None:
+    (hidden, weight), labels = leaves_of("plain").values(), given("plain")[1]
+    plain = log_probs_from_hidden(hidden, weight, labels).log_probs
+    cut = log_probs_from_hidden(hidden.view(8, 4, HIDDEN), weight, labels.view(8, 4), chunk_tokens=5).log_probs
+    logits = (hidden @ weight.T).view(8, 4, -1).transpose(0, 1)
+    of_logits, entropy = log_probs_from_logits(logits, labels.view(8, 4).T.int(), chunk_tokens=2)
+    assert entropy is None
+    torch.testing.assert_close([cut, of_logits.T], [plain.view(8, 4)] * 2)
+    ragged = kept_ids().mask(np.arange(TOKENS), 8, 16, torch.device("cpu"))  # as a rank in the middle has them
+    assert torch.equal(ragged, batch_of(TOKENS, VOCABULARY, HIDDEN).keep[:, 8:16])
+    one = torch.arange(VOCABULARY) < 9  # for all tokens
+    both = [log_probs_from_hidden(hidden, weight, labels, keep=keep) for keep in (one, one.expand(TOKENS, -1))]
+    assert torch.equal(both[0].log_probs, both[1].log_probs)
+
+
+# --- refusals
+
 LOGITS, LABELS = torch.zeros(3, 8), torch.tensor([0, 3, 7])
+H, W = torch.zeros(3, 4), torch.zeros(8, 4)
 
 
 def of(logits: Tensor = LOGITS, labels: Tensor = LABELS, **more: Any) -> Any:
     return log_probs_from_logits(logits, labels, **more)
 
 
-def kept_ids(*offsets: int) -> Any:
+def head(hidden: Tensor = H, weight: Tensor = W, labels: Tensor = LABELS, **more: Any) -> Any:
+    return log_probs_from_hidden(hidden, weight, labels, **more)
+
+
+def fold(weights: Tensor = LABELS + 1.0, loss: Any = lambda lp, _, **more: (lp, {}), **inputs: Tensor) -> Any:
+    return loss_from_hidden(H, W, LABELS, weights, loss, inputs)
+
+
+def ids_at(*offsets: int) -> Any:
     return of(keep=KeptIds(LABELS, torch.tensor(offsets)))
 
 
-ONES = torch.ones(3)
-MASKED = {"labels": LABELS - 100, "token_mask": torch.zeros(3)}
-KEEP = torch.ones(3, 8, dtype=torch.bool)
+def metric(name: str, of: Any = lambda lp: lp) -> dict[str, Any]:
+    return {"loss": lambda lp, _: (lp, {name: of(lp)})}
+
+
+KEEP, ROWS = LOGITS == 0, H[:, None]
 REFUSALS = {
     **refusals(
         of,
         ({"temperature": 0}, r"it must be a number in \(0, inf\)", {}),
         ({"labels": LABELS + 1}, "a label 8 in a vocabulary of 8", {}),
-        ({"labels": LABELS - 100}, "a label -100 .*token_mask", MASKED),
+        ({"labels": LABELS - 100}, "a label -100 .*token_mask", {"labels": LABELS - 100, "token_mask": [0, 0, 0]}),
         ({"vocab_size": 7}, "a label 7 in a vocabulary of 7", {"vocab_size": 8}),
-        ({"vocab_size": 9}, "vocab_size 9 for logits of 8 columns", {}),
-        ({"vocab_size": 0}, "vocab_size 0 for logits of 8", {}),
+        *(({"vocab_size": size}, f"vocab_size {size} for logits of 8 columns", {}) for size in (9, 0, 7.5, True)),
         ({"labels": LABELS[:2]}, r"labels of shape \(2,\): for these tokens", {}),
-        ({"token_mask": torch.ones(3, 1)}, r"a token mask of shape \(3, 1\)", {"token_mask": ONES}),
+        ({"token_mask": torch.ones(3, 1)}, r"a token mask of shape \(3, 1\)", {"token_mask": np.ones(3)}),
         ({"keep": KEEP.float()}, "a keep-mask of torch.float32", {"keep": KEEP}),
         ({"keep": KEEP[:, :4]}, r"shape \(3, 4\): it must be bool, \(3, 8\)", {"keep": KEEP[0]}),
         ({"chunk_tokens": 0}, "chunk_tokens is 0", {"chunk_tokens": 1}),
@@ -155,7 +461,7 @@ REFUSALS = {
             for dtype in (torch.int32, torch.int16, torch.uint8)
         ),
     ),
-    **refusals(kept_ids, ((0, 3), r"offsets of shape \(2,\) for 3 tokens", (0, 1, 3, 3))),
+    **refusals(ids_at, ((0, 3), r"offsets of shape \(2,\) for 3 tokens", (0, 1, 3, 3))),
     **refusals(
         of,
         ({"logits": LOGITS.long()}, "logits of torch.int64", {}),
@@ -167,6 +473,23 @@ REFUSALS = {
         ),
         error=TypeError,
     ),
+    **refusals(
+        head,
+        ((ROWS, W, LABELS[None]), r"for these tokens they must be \(3, 1\)", (ROWS, W, LABELS[:, None])),
+        ((H, W[:, :3]), r"\(3, 4\).* and \(8, 3\)", (H, W)),
+        ((H, W.half()), "of one dtype", (H.half(), W.half())),
+        ({"bias": torch.zeros(7)}, r"and \(7,\)", {"bias": torch.zeros(8)}),
+        ({"chunk_tokens": 0}, "chunk_tokens is 0", {"chunk_tokens": 1}),
+    ),
+    **refusals(
+        fold,
+        ((torch.ones(2),), "weights: 2 values for 3 tokens", ()),
+        ({"old": torch.ones(4)}, "old: 4 values for 3 tokens", {"old": torch.ones(3)}),
+        ({"loss": lambda lp, _: (lp.sum(), {})}, "the losses: 1 values for 3 tokens", {}),
+        (metric("losses"), "a metric named 'losses'", metric("k")),
+        (metric("kl", torch.mean), "kl: 1 values for 3 tokens", metric("kl")),
+    ),
+    **refusals(fold, ({"loss": None}, "per_token_loss is a NoneType: it must give losses", {}), error=TypeError),
 }
 
 test_refusals = refusal_tests(REFUSALS)

@@ -183,6 +183,7 @@ def test_surviving_masks(level: Any, bounds: dict[str, float], expected: list[li
     assert [one.tolist() for one in survivors] == expected
     assert [one.dtype for one in survivors] == [one.dtype for one in MASKS]
     assert all(map(torch.equal, MASKS, before))
+    assert surviving_masks([[0.25]], [[1.0]], high=2.0, level="geometric")[0].tolist() == [0]
 
 
 # --- refusals
