@@ -229,12 +229,12 @@ class Samples:
         """The tokens that this CP rank holds; ValueError where the layout cannot be cut so, or where none says how."""
         check_cp(cp_rank, cp_size)
         if self.layout is None:
-            if cp_size > 1:
+            if cp_size > 1 and len(self):  # nothing needs no cut
                 raise ValueError(
                     f"cp_size is {cp_size} and no layout was given: how tokens are cut over CP ranks must be said. "
                     "Pass one of the layouts: ZigzagTHD as Megatron packs, Gathered if they are not cut."
                 )
-            return LocalTokens(self, 1, [(0, self.total_tokens)])
+            return LocalTokens(self, cp_size, [(0, self.total_tokens)])
         if type(self.layout).__module__ != Layout.__module__:
             check_cut(self.layout, self._places, cp_size)
         return LocalTokens(self, cp_size, list(self.layout.pieces(cp_rank, cp_size)))

@@ -124,11 +124,12 @@ def test_what_a_loss_function_returns_must_be_what_was_handed_out() -> None:
     check_returned((loss, count, report), plan[0].receipt)
     check_returned((loss, count, {**report, "lr": 0.1}), plan[0].receipt)
     for wrong, text in (
-        (loss, "returned a Tensor"),
+        (loss, "returned a loss alone, as form='sum' and form='mean' give it"),
+        (3, "returned a int"),
         ((loss, report), "returned 2 values"),
         ((loss * 2, count, report), "it is another aggregation, has a factor"),
         ((loss, 1, report), "token count that this micro-batch did not hand out: it is a int"),
-        ((loss, count, {**report, "kl": torch.ones(())}), "a report of single numbers, pg_loss, kl"),
+        ((loss, count, {"kl": torch.ones(())}), "a report of single numbers, kl: Megatron logs their mean"),
         ((plan[1].loss(losses_of(DEALT[1]))[0], count, report), "an earlier micro-batch's loss"),
     ):
         with pytest.raises(ValueError, match=text):
