@@ -5,7 +5,7 @@ from functools import partial
 from torch import Tensor
 
 from megatron_rl_loss import check_loss
-from megatron_rl_loss.audit import LossCall
+from megatron_rl_loss.audit.simulation import LossCall
 
 
 def bnpo(losses: Tensor, mask: Tensor, gradient_accumulation_steps: int) -> Tensor:

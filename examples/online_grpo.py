@@ -34,13 +34,8 @@ from online.task import VOCABULARY, Problem, decode, draw_problems, encode
 from online.warm_start import warm_start
 from rollouts import Rollout, read_rollouts, with_advantages, write_rollouts
 
-from megatron_rl_loss import (
-    AggregationSettings,
-    Microbatch,
-    add_loss_aggregation_args,
-    ppo_clip_loss,
-    validate_loss_aggregation_args,
-)
+from megatron_rl_loss import Microbatch, add_loss_aggregation_args, ppo_clip_loss
+from megatron_rl_loss.megatron.flags import AggregationSettings, validate_loss_aggregation_args
 
 # What the random numbers of `draw_uniforms` are for.
 TRAINING, HELD_OUT, WARM_START = range(3)

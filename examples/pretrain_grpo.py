@@ -31,7 +31,6 @@ from rollouts import Pack, Rollout, packs_of_rank, read_rollouts
 
 from megatron_rl_loss import (
     Folded,
-    ForwardPass,
     LossAggregation,
     Microbatch,
     OutputHead,
@@ -41,7 +40,8 @@ from megatron_rl_loss import (
     next_microbatch,
     policy_loss,
 )
-from megatron_rl_loss.losses import POLICY_LOSSES, check_goes_with
+from megatron_rl_loss.losses.by_name import POLICY_LOSSES, check_goes_with
+from megatron_rl_loss.megatron.forward_pass import ForwardPass
 
 DEFAULTS = {"tokenizer_type": "NullTokenizer"}
 

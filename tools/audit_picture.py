@@ -14,7 +14,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-from megatron_rl_loss.audit import MeasuredStep, draw, in_terminal, judge
+from megatron_rl_loss.audit.picture import draw, in_terminal
+from megatron_rl_loss.audit.tokens import MeasuredStep
+from megatron_rl_loss.audit.verdict import judge
 from megatron_rl_loss.modes.names import resolve
 
 LOOP = Path(__file__).parents[1] / "examples" / "audit_own_loop.py"

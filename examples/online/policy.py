@@ -17,7 +17,8 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
-from megatron_rl_loss import AggregationSettings, LossAggregation, Microbatch, next_microbatch
+from megatron_rl_loss import LossAggregation, Microbatch, next_microbatch
+from megatron_rl_loss.megatron.flags import AggregationSettings
 from online.attention import row_layer_spec
 from online.rows import Rows
 from online.task import MAX_RESPONSE, PROMPT_LENGTH, VOCABULARY

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from rollouts import Rollout
 from torch import Tensor
 
-from megatron_rl_loss import AggregationSettings, Microbatch
+from megatron_rl_loss import Microbatch
+from megatron_rl_loss.megatron.flags import AggregationSettings
 from online.policy import Policy, Trainer
 from online.rows import deal
 from online.task import draw_problems, encode

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_rl_loss.frameworks.columns import mark
 
 if TYPE_CHECKING:
-    from megatron_rl_loss.megatron import LossAggregation
+    from megatron_rl_loss.megatron.launch import LossAggregation
 
 __all__ = ["attached"]
 

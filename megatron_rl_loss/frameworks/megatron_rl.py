@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from megatron_rl_loss.errors import check_choice
-from megatron_rl_loss.megatron import LossAggregation
 from megatron_rl_loss.megatron.flags import any_flag_given, check_command_line
-from megatron_rl_loss.plan import Microbatch
+from megatron_rl_loss.megatron.launch import LossAggregation
+from megatron_rl_loss.plan.microbatch import Microbatch
 from megatron_rl_loss.step.ids import Ids
 from megatron_rl_loss.step.layouts import Gathered, Layout, ZigzagTHD
 from megatron_rl_loss.step.samples import Samples

@@ -13,28 +13,5 @@ except ImportError as error:
     ) from error
 
 from megatron_rl_loss import refuse_names
-from megatron_rl_loss.megatron.flags import (
-    AggregationSettings,
-    add_loss_aggregation_args,
-    validate_loss_aggregation_args,
-)
-from megatron_rl_loss.megatron.forward_pass import ForwardPass
-from megatron_rl_loss.megatron.groups import from_first_tp_rank
-from megatron_rl_loss.megatron.iterator import next_microbatch
-from megatron_rl_loss.megatron.launch import LossAggregation
-from megatron_rl_loss.megatron.output_head import Folded, OutputHead, Tokens
-
-__all__ = [
-    "AggregationSettings",
-    "Folded",
-    "ForwardPass",
-    "LossAggregation",
-    "OutputHead",
-    "Tokens",
-    "add_loss_aggregation_args",
-    "from_first_tp_rank",
-    "next_microbatch",
-    "validate_loss_aggregation_args",
-]
 
 __getattr__ = refuse_names(__name__)

@@ -20,9 +20,18 @@ from repository import ROOT
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from megatron_rl_loss import Metric, Samples, StepTotals, Term, ZigzagTHD, make_pg_loss_reducer, plan_step
-from megatron_rl_loss.losses import segment_scan
-from megatron_rl_loss.plan import Microbatch, Plan
+from megatron_rl_loss import (
+    Metric,
+    Microbatch,
+    Samples,
+    StepTotals,
+    Term,
+    ZigzagTHD,
+    make_pg_loss_reducer,
+    plan_step,
+    segment_scan,
+)
+from megatron_rl_loss.plan.plan import Plan
 from megatron_rl_loss.step.collectives import StepGroups
 
 #: Do no work themselves: views, and wrappers of what they are recorded to call.

@@ -19,7 +19,7 @@ from audited_gpt import MUTATIONS, TERMS, Ask, Outcome, correct_masks, expected_
 from ranks import run_ranks
 from tiny_gpt import Case, Layout
 
-from megatron_rl_loss.audit import judge
+from megatron_rl_loss.audit.verdict import judge
 from megatron_rl_loss.modes.names import resolve
 
 pytestmark = pytest.mark.slow

@@ -69,7 +69,7 @@ def per_token_loss(losses, advantages):
     return losses
 """
 TAP = """
-from megatron_rl_loss.reduction import tap
+from megatron_rl_loss import tap
 untapped = per_token_loss
 def per_token_loss(losses, advantages):
     return tap(untapped(losses, advantages))
@@ -81,7 +81,7 @@ def per_token_loss(losses, advantages):
 """
 TERMS = """
 import pretrain_grpo
-from megatron_rl_loss.reduction import Term
+from megatron_rl_loss import Term
 from megatron_rl_loss import Microbatch
 reduce = Microbatch.loss
 def loss(self, losses, metrics=None):

@@ -17,7 +17,8 @@ from moe_gpt import build, run_step, step_data
 from ranks import run_ranks
 from tiny_gpt import Batch
 
-from megatron_rl_loss import AggregationSettings, LossAggregation, tap
+from megatron_rl_loss import LossAggregation, tap
+from megatron_rl_loss.megatron.flags import AggregationSettings
 from megatron_rl_loss.plan.facts import StepFacts
 
 pytestmark = pytest.mark.slow
@@ -164,7 +165,7 @@ def tapped(model: Any, batches: list[Batch]) -> None:
 
 def audited(model_name: str, layout: dict[str, int]) -> list[Any]:
     """With per-token loss off and on: our sample mean, and the stock 3-tuple."""
-    from megatron_rl_loss.audit.megatron import Audit
+    from megatron_rl_loss import Audit
 
     found = []
     for per_token in (False, True):

@@ -39,9 +39,9 @@ from step_samples import DIVISOR
 from table_step import Batch, relative_error, table_model
 from torch import Tensor
 
-from megatron_rl_loss import Metric, Samples, Term, plan_step
-from megatron_rl_loss.audit import judge
-from megatron_rl_loss.losses import gspo_loss, segment_scan
+from megatron_rl_loss import Metric, Samples, Term, plan_step, segment_scan
+from megatron_rl_loss.audit.verdict import judge
+from megatron_rl_loss.losses.sequence import gspo_loss
 from megatron_rl_loss.step.collectives import StepGroups
 from megatron_rl_loss.step.totals import count_step
 
@@ -138,7 +138,7 @@ def errors(loop: str, tp: int = 1, planted: bool = False, verl: str = "") -> tup
     from logged_means import logged_means
     from recipes.paper_modes import vl_norm
 
-    from megatron_rl_loss.audit.megatron import Audit
+    from megatron_rl_loss import Audit
 
     warnings.filterwarnings("error", message=".*hold samples with the same")
     _, dp_cp, group_of = start_dynamic(tp)

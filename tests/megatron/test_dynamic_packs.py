@@ -21,8 +21,7 @@ from table_step import relative_error, run_schedule, start, table_model
 from tiny_gpt import Batch, Case, Layout, build
 from torch import Tensor
 
-from megatron_rl_loss import Samples, ZigzagTHD
-from megatron_rl_loss.losses import ppo_clip_loss
+from megatron_rl_loss import Samples, ZigzagTHD, ppo_clip_loss
 from megatron_rl_loss.plan import plan as plans
 from megatron_rl_loss.step.collectives import StepGroups
 from megatron_rl_loss.step.totals import count_step
@@ -125,7 +124,8 @@ def packed_errors(launch: Launch, planted: bool = False) -> list[tuple[str, int,
     """On a rank: of two steps in every mode, the mode, the number of micro-batches and the error of the gradient."""
     from megatron.core.datasets.data_schedule import wrap_data_iterator
 
-    from megatron_rl_loss import AggregationSettings, LossAggregation, from_first_tp_rank, plan_step
+    from megatron_rl_loss import LossAggregation, from_first_tp_rank, plan_step
+    from megatron_rl_loss.megatron.flags import AggregationSettings
 
     state, group_of = launch.start()
     dp, dp_rank = state.get_data_parallel_world_size(), state.get_data_parallel_rank()

@@ -10,16 +10,9 @@ import pytest
 import torch
 from refusals import Call, Refusal, refusal_tests
 
-from megatron_rl_loss import (
-    AggregationSettings,
-    StepTotals,
-    add_loss_aggregation_args,
-    make_pg_loss_reducer,
-    register_pg_loss_reducer,
-    validate_loss_aggregation_args,
-)
+from megatron_rl_loss import StepTotals, add_loss_aggregation_args, make_pg_loss_reducer, register_pg_loss_reducer
 from megatron_rl_loss.audit.launch import samples_of
-from megatron_rl_loss.megatron.flags import check_command_line
+from megatron_rl_loss.megatron.flags import AggregationSettings, check_command_line, validate_loss_aggregation_args
 from megatron_rl_loss.modes import table
 
 MODULE = "a_users_modes"

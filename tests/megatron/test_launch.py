@@ -20,15 +20,8 @@ from refusals import outcome_of
 from step_samples import dealt, step_samples
 from table_step import Batch, aggregation, begun, logged_by_step, one_step, run_schedule, start, table_model
 
-from megatron_rl_loss import (
-    AggregationSettings,
-    LossAggregation,
-    Metric,
-    Samples,
-    from_first_tp_rank,
-    next_microbatch,
-    plan_step,
-)
+from megatron_rl_loss import LossAggregation, Metric, Samples, from_first_tp_rank, next_microbatch, plan_step
+from megatron_rl_loss.megatron.flags import AggregationSettings
 
 SAMPLES = step_samples(seed=1)
 EVERYTHING = list(range(len(SAMPLES)))

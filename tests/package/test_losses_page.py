@@ -10,14 +10,16 @@ import torch
 from pages import code_of
 from repository import EXAMPLES, ROOT
 
-from megatron_rl_loss import Metric, Samples, add_loss_aggregation_args, losses, plan_step, resolve
+from megatron_rl_loss import Metric, Samples, add_loss_aggregation_args, losses, plan_step
+from megatron_rl_loss.losses.by_name import POLICY_LOSSES, check_goes_with
+from megatron_rl_loss.modes.names import resolve
 
 PAGE = (ROOT / "docs/losses.md").read_text()
 ROWS = [line for line in PAGE.splitlines() if line.startswith("| ") and "---" not in line]
 
 
 def test_every_policy_loss_has_its_row_and_paper_and_functions_are_there() -> None:
-    for name in losses.POLICY_LOSSES:
+    for name in POLICY_LOSSES:
         rows = [row for row in ROWS if re.search(rf"(--policy-loss |, )`?{name}\b", row)]
         papers = re.findall(r"\[(\d{4}\.\d{5})\]", "".join(rows))
         assert papers, name
@@ -31,7 +33,7 @@ def test_what_a_row_combines_goes_together_and_its_flags_are_the_examples() -> N
     combined = re.findall(r"`--policy-loss (\w+) --loss-aggregation (\S+?)`", PAGE)
     assert len(combined) >= 3
     for name, mode in combined:
-        losses.check_goes_with(name, resolve(mode))
+        check_goes_with(name, resolve(mode))
     parser = add_loss_aggregation_args(ArgumentParser())
     text = (EXAMPLES / "pretrain_grpo.py").read_text() + "".join(f'"{flag}"' for flag in parser._option_string_actions)
     for flag in set(re.findall(r"`(--[a-z-]+)", PAGE)) - {"--loss-aggregation", "--loss-aggregation-units"}:

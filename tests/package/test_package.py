@@ -18,7 +18,7 @@ from megatron_rl_loss import (
     ZigzagTHD,
     make_pg_loss_reducer,
 )
-from megatron_rl_loss.modes import available_modes
+from megatron_rl_loss.modes.table import available_modes
 
 FRESH = """
 import sys

@@ -20,13 +20,14 @@ from pages import PAGES, broken_links, code_of
 from repository import EXAMPLES, ROOT
 
 import megatron_rl_loss
-from megatron_rl_loss import Samples, add_loss_aggregation_args
+from megatron_rl_loss import Microbatch, Samples, add_loss_aggregation_args
 from megatron_rl_loss.__main__ import copy_example, example_names
 from megatron_rl_loss.audit.verdict import TOLERANCES
-from megatron_rl_loss.modes import available_modes, resolve
 from megatron_rl_loss.modes import names as mode_names
 from megatron_rl_loss.modes import table as modes
-from megatron_rl_loss.plan import Microbatch, Plan
+from megatron_rl_loss.modes.names import resolve
+from megatron_rl_loss.modes.table import available_modes
+from megatron_rl_loss.plan.plan import Plan
 
 README, USING, NAMES, FRAMEWORKS, PERFORMANCE = (
     (ROOT / "docs" / name).read_text()

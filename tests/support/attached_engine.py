@@ -13,8 +13,7 @@ from gpt_steps import output_of, prepared, run_batches, start_layout
 from tiny_gpt import Case, Layout
 from torch import Tensor
 
-from megatron_rl_loss import Samples
-from megatron_rl_loss.reduction import tap
+from megatron_rl_loss import Samples, tap
 
 LAYOUT = Layout(1, False, 1, 1, 2, 2)
 ATTACH = "megatron_rl_loss.audit.attach"

@@ -79,10 +79,8 @@ class Outcome(NamedTuple):
 
 
 def run_ask(layout: Layout, ask: Ask, rollouts: list[Rollout]) -> Outcome:
-    from megatron_rl_loss import LossAggregation
-    from megatron_rl_loss.audit.megatron import Audit, tap
+    from megatron_rl_loss import Audit, LossAggregation, Term, tap
     from megatron_rl_loss.audit.megatron.reports import shown
-    from megatron_rl_loss.reduction import Term
 
     ready, batches = prepared(layout, ask.case, rollouts, "packed")
     if ask.mutation:

@@ -20,7 +20,8 @@ from placements import CP_SIZES, PLACES, Place, bshd, laid_out
 from ranks import start_process_group
 from torch import Tensor
 
-from megatron_rl_loss.step import LocalTokens, Samples, StepTotals
+from megatron_rl_loss import Samples, StepTotals
+from megatron_rl_loss.step.samples import LocalTokens
 
 RANKS = 4
 NUM_MICROBATCHES = 2

@@ -14,8 +14,8 @@ from table_step import relative_error, run_schedule, start
 from tiny_gpt import Batch, Case, Layout, Ready, batches_of, build, cut_dim, full_name, gather_sharded_gradients
 from torch import Tensor
 
-from megatron_rl_loss import AggregationSettings
-from megatron_rl_loss.losses import ppo_clip_loss
+from megatron_rl_loss import ppo_clip_loss
+from megatron_rl_loss.megatron.flags import AggregationSettings
 
 # gradients, weights: the worst tensor's largest error, relative to its largest entry. updates: the same of what Adam's
 # step added to the weights. overall: the norm of the error of all gradients, relative to the norm. grad_norm: relative.

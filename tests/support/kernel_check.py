@@ -6,7 +6,7 @@ import head_oracle
 import torch
 from head_oracle import VOCABULARY, batch_of, relative
 
-from megatron_rl_loss.logprobs import log_probs_from_logits
+from megatron_rl_loss import log_probs_from_logits
 
 
 def check(kernel: Any, device: str = "cpu", bound: float = 1e-6) -> None:

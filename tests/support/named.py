@@ -13,10 +13,10 @@ import numpy as np
 from counted_steps import Array, Step, measured
 from published import Bug
 
-from megatron_rl_loss.audit import Verdict, judge
 from megatron_rl_loss.audit.comparison import StepSamples
 from megatron_rl_loss.audit.counts import Cells
 from megatron_rl_loss.audit.fit import Fitter, Reading
+from megatron_rl_loss.audit.verdict import Verdict, judge
 from megatron_rl_loss.modes.names import resolve
 
 CLOSE = 2e-5  # of float32 weights

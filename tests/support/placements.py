@@ -10,7 +10,7 @@ import pytest
 import torch
 from oracle import Token
 
-from megatron_rl_loss.step import Contiguous, Gathered, Layout, ZigzagBSHD, ZigzagResponse, ZigzagTHD
+from megatron_rl_loss import Contiguous, Gathered, Layout, ZigzagBSHD, ZigzagResponse, ZigzagTHD
 
 CP_SIZES = (1, 2, 4)
 

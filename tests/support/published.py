@@ -19,7 +19,7 @@ from counted_steps import Array, Counted, Formula, Row, Step, ragged
 from repository import ROOT
 from torch import Tensor
 
-from megatron_rl_loss.audit import LossCall
+from megatron_rl_loss.audit.simulation import LossCall
 
 PAGE = (ROOT / "docs" / "audit.md").read_text()
 #: Whose bug a row is.

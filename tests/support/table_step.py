@@ -12,7 +12,8 @@ import torch
 from logged_means import logged_means
 from ranks import start_process_group
 
-from megatron_rl_loss import AggregationSettings, Gathered, LossAggregation, Samples, ZigzagTHD
+from megatron_rl_loss import Gathered, LossAggregation, Samples, ZigzagTHD
+from megatron_rl_loss.megatron.flags import AggregationSettings
 
 
 class Batch:

@@ -104,8 +104,8 @@ def main(root: str, cp: int, cases: list[dict[str, Any]]) -> None:
     from megatron.core import num_microbatches_calculator, parallel_state
     from megatron.training import global_vars, training
 
+    from megatron_rl_loss import Audit
     from megatron_rl_loss.audit.launch import samples_of_known_batch
-    from megatron_rl_loss.audit.megatron import Audit
 
     modules = load(MEGATRON_LM, root, "megatron.rl.rl_utils", "train_rl", "train_rl_with_loss_aggregation")
     rl_utils, train_rl, example = modules

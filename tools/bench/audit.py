@@ -36,7 +36,8 @@ from megatron.core.transformer.module import MegatronModule
 from timing import BACKENDS, flags, keep_freed_memory, publish, take_turns
 from torch import Tensor
 
-from megatron_rl_loss import AggregationSettings, Audit, LossAggregation, Samples
+from megatron_rl_loss import Audit, LossAggregation, Samples
+from megatron_rl_loss.megatron.flags import AggregationSettings
 
 LENGTH = 4096  # of a sample
 

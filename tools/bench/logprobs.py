@@ -42,8 +42,7 @@ from timing import BACKENDS, Others, flags, keep_freed_memory, peers, publish, t
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from megatron_rl_loss import log_probs_from_hidden, log_probs_from_logits, loss_from_hidden
-from megatron_rl_loss.losses import ppo_clip_loss
+from megatron_rl_loss import log_probs_from_hidden, log_probs_from_logits, loss_from_hidden, ppo_clip_loss
 
 MB = 2**20
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

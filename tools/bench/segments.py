@@ -28,8 +28,7 @@ import torch.distributed.nn  # theirs takes it for granted
 from timing import BACKENDS, count_collectives, flags, on_ranks, peers, publish, synchronize
 from torch import Tensor
 
-from megatron_rl_loss import Samples, ZigzagResponse
-from megatron_rl_loss.losses import segment_mean, segment_scan, to_tokens
+from megatron_rl_loss import Samples, ZigzagResponse, segment_mean, segment_scan, to_tokens
 
 Run = Callable[[], Tensor]  # the sequence's mean, or its sum up to the token, at this rank's tokens
 

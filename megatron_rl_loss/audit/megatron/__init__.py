@@ -3,7 +3,6 @@
 For launches: `Audit` around a step, or `python -m megatron_rl_loss audit` around a script.
 """
 
-from megatron_rl_loss.audit.megatron.audit import Audit, audited
-from megatron_rl_loss.reduction.tap import tap
+from megatron_rl_loss import refuse_names
 
-__all__ = ["Audit", "audited", "tap"]
+__getattr__ = refuse_names(__name__)

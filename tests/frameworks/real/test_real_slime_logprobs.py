@@ -14,7 +14,7 @@ from checkouts import SLIME, checkout, load
 from head_oracle import batch_of, relative
 from ranks import run_ranks, start_process_group
 
-from megatron_rl_loss.logprobs.logits import log_probs_from_logits
+from megatron_rl_loss import log_probs_from_logits
 
 TOKENS, VOCABULARY = 33, 24
 #: Both are float32 sums over the vocabulary.

@@ -32,7 +32,7 @@ def train(peer: str, root: str, cp: int, cases: list[dict[str, Any]]) -> list[li
     from megatron.training import global_vars
     from table_step import start
 
-    from megatron_rl_loss.audit.megatron import audited
+    from megatron_rl_loss.audit.megatron.audit import audited
 
     state = start(cp=cp)
     setup = (setup_slime if peer == "slime" else setup_miles)(root)

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from megatron_rl_loss import Contiguous, Gathered, Samples, ZigzagResponse, ZigzagTHD
-from megatron_rl_loss.audit import MeasuredStep
 from megatron_rl_loss.audit.assembly import Part, Rows, log_prob_gap, measured_step
-from megatron_rl_loss.audit.tokens import Split
+from megatron_rl_loss.audit.tokens import MeasuredStep, Split
 
 CU, LENGTHS = [0, 4, 12], [3, 5]
 MASKS = [torch.tensor([0.0, 1, 1]), torch.tensor([1.0, 1, 0, 0.5, 1])]

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from counted_steps import Array, measured, ragged
 
-from megatron_rl_loss.audit import MeasuredStep, judge
 from megatron_rl_loss.audit.counts import COUNTINGS, SCOPES, Cells, Count
-from megatron_rl_loss.audit.tokens import Split, StepTokens
+from megatron_rl_loss.audit.tokens import MeasuredStep, Split, StepTokens
+from megatron_rl_loss.audit.verdict import judge
 from megatron_rl_loss.modes.names import resolve
 
 #: By what ids the parts of a step are told apart.

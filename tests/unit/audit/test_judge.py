@@ -19,11 +19,10 @@ from counted_steps import Array, Counted, Formula, Row, Step, measured, ragged
 from published import exact, mean_of_rows, own_mean, own_piece
 from torch import Tensor
 
-from megatron_rl_loss import Samples
-from megatron_rl_loss.audit import MeasuredStep, StepTokens, Verdict, judge
+from megatron_rl_loss import Mode, ModeInputs, Samples, Sum
+from megatron_rl_loss.audit.tokens import MeasuredStep, StepTokens
+from megatron_rl_loss.audit.verdict import Verdict, judge
 from megatron_rl_loss.modes.names import resolve
-from megatron_rl_loss.modes.table import Mode, ModeInputs
-from megatron_rl_loss.step.units import Sum
 
 DIVISORS = {"constant": 64.0, "token_sum": 32.0}
 

@@ -11,7 +11,7 @@ from refusals import refusal_tests, refusals
 from torch import Tensor
 from torch.nn.functional import pad
 
-from megatron_rl_loss.audit import compare_log_probs
+from megatron_rl_loss import compare_log_probs
 
 VOCABULARY = 48
 Rows = list[Tensor]

@@ -24,9 +24,10 @@ from refusals import refusal_tests, refusals
 from repository import ROOT
 from torch import Tensor
 
-from megatron_rl_loss.audit import CALLS, GIVEN, LossCall, check_loss, drawn_steps
+from megatron_rl_loss import check_loss
+from megatron_rl_loss.audit import drawn_steps
 from megatron_rl_loss.audit.drawn_steps import DrawnSample, LossCase
-from megatron_rl_loss.audit.simulation import measure
+from megatron_rl_loss.audit.simulation import CALLS, GIVEN, LossCall, measure
 
 pytestmark = pytest.mark.slow  # hundreds of random steps
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 from published import MICROBATCHES, masked_mean, share, total
 
-from megatron_rl_loss.audit import LossCall, check_loss
+from megatron_rl_loss import ModeInputs, check_loss
 from megatron_rl_loss.audit.mode_table import MODE_TABLE
-from megatron_rl_loss.modes.table import ModeInputs
+from megatron_rl_loss.audit.simulation import LossCall
 
 pytestmark = pytest.mark.slow  # hundreds of random steps
 

@@ -13,7 +13,8 @@ from counted_steps import Row, Step, measured, ragged
 from published import exact, own_piece
 from refusals import check_refusal
 
-from megatron_rl_loss.audit import MeasuredStep, draw, in_terminal
+from megatron_rl_loss.audit.picture import draw, in_terminal
+from megatron_rl_loss.audit.tokens import MeasuredStep
 from megatron_rl_loss.modes.names import resolve
 
 TOKEN_MEAN = resolve("token_mean")

@@ -18,7 +18,8 @@ from refusals import refusal_tests, refusals
 from repository import ROOT
 from torch import Tensor
 
-from megatron_rl_loss.logprobs import kernels, log_probs_from_logits
+from megatron_rl_loss import log_probs_from_logits
+from megatron_rl_loss.logprobs import kernels
 
 
 def plain(logits: Tensor, labels: Tensor, tp_group: Any) -> Tensor:

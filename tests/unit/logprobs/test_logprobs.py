@@ -30,13 +30,8 @@ from refusals import refusal_tests, refusals
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_rl_loss.logprobs import (
-    KeptIds,
-    TensorParallel,
-    log_probs_from_hidden,
-    log_probs_from_logits,
-    loss_from_hidden,
-)
+from megatron_rl_loss import TensorParallel, log_probs_from_hidden, log_probs_from_logits, loss_from_hidden
+from megatron_rl_loss.logprobs.kept_ids import KeptIds
 from megatron_rl_loss.logprobs.layer import WeightGradient
 
 WAYS = ("logits", "two passes", "one pass")

@@ -17,7 +17,8 @@ from ranks import run_ranks, start_process_group
 from refusals import outcome_of, refusal_tests, refusals
 from torch import Tensor
 
-from megatron_rl_loss.losses import (
+from megatron_rl_loss import (
+    Samples,
     gae,
     group_relative_advantages,
     importance_weights,
@@ -25,7 +26,6 @@ from megatron_rl_loss.losses import (
     rloo_advantages,
     surviving_masks,
 )
-from megatron_rl_loss.step import Samples
 
 pytestmark = pytest.mark.filterwarnings("ignore:all rewards are equal")
 NAN = float("nan")

@@ -8,10 +8,10 @@ import pytest
 import torch
 from refusals import refusal_tests, refusals
 
-from megatron_rl_loss import losses
-from megatron_rl_loss.losses import POLICY_LOSSES, check_goes_with, dppo_loss, policy_loss
-from megatron_rl_loss.modes import resolve
-from megatron_rl_loss.step import Samples
+from megatron_rl_loss import Samples, kl_estimate, policy_loss, value_loss
+from megatron_rl_loss.losses.by_name import POLICY_LOSSES, check_goes_with
+from megatron_rl_loss.losses.token import dppo_loss
+from megatron_rl_loss.modes.names import resolve
 
 MODES = ("sample_mean", "prompt_mean", "token_mean", "constant", "token_sum")
 HELD = Samples([[1, 1, 0], [1, 1]]).local(0, 1)
@@ -121,14 +121,14 @@ REFUSALS = {
         ({"divergence": "js"}, "there is no such divergence. Choose one of tv, kl", {"divergence": "kl"}),
     ),
     **refusals(
-        lambda **more: losses.value_loss(FIVE, **{"returns": FIVE, "local": OFTEN} | more),
+        lambda **more: value_loss(FIVE, **{"returns": FIVE, "local": OFTEN} | more),
         ({"returns": ONE}, r"returns of shape \(1,\) for values of shape \(5,\)", NONE),
         ({"clip": 0.2}, "clip=0.2 with no old_values: values are clipped", NONE),
         ({"old_values": FIVE}, "clip=None with some old_values", NONE),
         (CLIPPED | {"clip": 0.0}, rf"clip is 0.0: {RANGE} \(0, inf\)", CLIPPED),
     ),
     **refusals(
-        lambda reference=FIVE, **more: losses.kl_estimate(FIVE, reference, OFTEN, **more),
+        lambda reference=FIVE, **more: kl_estimate(FIVE, reference, OFTEN, **more),
         ({"estimator": "k4"}, "'k4': there is no such KL estimator. Choose one of", NONE),
         ((COLUMN,), r"ref_log_probs of shape \(5, 1\)", (FIVE,)),
     ),

@@ -21,9 +21,20 @@ from ranks import run_ranks
 from sequence_formulas import log_ratio
 from torch import Tensor
 
-from megatron_rl_loss import losses
-from megatron_rl_loss.losses import segment_mean, segment_scan, segment_sum, to_tokens
-from megatron_rl_loss.step import Samples
+from megatron_rl_loss import (
+    Samples,
+    gae,
+    importance_weights,
+    keep_sequences,
+    kl_estimate,
+    policy_loss,
+    segment_mean,
+    segment_scan,
+    segment_sum,
+    to_tokens,
+    value_loss,
+)
+from megatron_rl_loss.losses.sequence import gspo_loss
 
 NAN, INF = math.nan, math.inf
 NARROW: dict[str, Any] = {"clip_low": 3e-4, "clip_high": 4e-4}
@@ -49,7 +60,7 @@ def at_tokens(of_samples: Tensor, t: Tokens) -> Tensor:
 
 
 def named(name: str, advantages: str = "token_advantages", **settings: Any) -> Loss:
-    return lambda t: losses.policy_loss(name, *given(t, advantages), microbatch_of(t), **settings).per_token_loss
+    return lambda t: policy_loss(name, *given(t, advantages), microbatch_of(t), **settings).per_token_loss
 
 
 def ppo_here(t: Tokens, weights: Tensor | None = None) -> Tensor:
@@ -58,29 +69,29 @@ def ppo_here(t: Tokens, weights: Tensor | None = None) -> Tensor:
 
 def value_here(t: Tokens) -> Tensor:
     x, old, target = (t.values[name] for name in ("log_probs", "old_log_probs", "rollout_log_probs"))
-    return losses.value_loss(x, target, t.local, old_values=old, clip=0.2)
+    return value_loss(x, target, t.local, old_values=old, clip=0.2)
 
 
 def kl_here(estimator: Any) -> Loss:
-    return lambda t: losses.kl_estimate(*given(t)[:2], t.local, estimator=estimator)
+    return lambda t: kl_estimate(*given(t)[:2], t.local, estimator=estimator)
 
 
 def gspo_here(t: Tokens, at: Any = None, **more: Any) -> Tensor:
     at = place(t) if at is None else (at,)
-    return losses.gspo_loss(*given(t), *at, **NARROW, **more).per_token_loss
+    return gspo_loss(*given(t), *at, **NARROW, **more).per_token_loss
 
 
 def sequence_tis_together(t: Tokens) -> Tensor:
     """Its two statistics in one collective: a sum is a mean times the sample's mask sum."""
     of_ratio, of_mismatch = segment_mean([log_ratio(t.values), stated.mismatch(t.values)], *place(t))
     mask_sums = torch.from_numpy(t.samples.mask_sums)
-    weights = at_tokens(losses.importance_weights(of_mismatch * mask_sums, high=1.1), t)
+    weights = at_tokens(importance_weights(of_mismatch * mask_sums, high=1.1), t)
     return gspo_here(t, mean_log_ratio=of_ratio, importance_weights=weights)
 
 
 def off_policy_mask_here(t: Tokens) -> Tensor:
     mean_kl = segment_mean(-log_ratio(t.values).detach(), *place(t))
-    return ppo_here(t, losses.keep_sequences(at_tokens(mean_kl, t), max_kl=0.01, advantages=t.values["advantages"]))
+    return ppo_here(t, keep_sequences(at_tokens(mean_kl, t), max_kl=0.01, advantages=t.values["advantages"]))
 
 
 def three_here(t: Tokens) -> Tensor:
@@ -106,7 +117,7 @@ def scans_of_rollouts_here(t: Tokens) -> Tensor:
 
 def gae_here(t: Tokens) -> Tensor:
     values = t.values["token_advantages"], t.values["old_log_probs"]
-    advantages, returns = losses.gae(*values, microbatch_of(t), gamma=0.9, lam=0.8)
+    advantages, returns = gae(*values, microbatch_of(t), gamma=0.9, lam=0.8)
     return (advantages + 0.3 * returns).double() * t.values["log_probs"]
 
 

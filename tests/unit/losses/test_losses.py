@@ -13,17 +13,25 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron_rl_loss import losses
-from megatron_rl_loss.losses import (
-    POLICY_LOSSES,
-    dppo_loss,
+from megatron_rl_loss import (
+    Gathered,
+    Samples,
     gae,
+    group_relative_advantages,
+    importance_weights,
+    keep_sequences,
+    kl_estimate,
+    losses,
     policy_loss,
+    rloo_advantages,
     segment_mean,
     segment_scan,
+    surviving_masks,
     to_tokens,
+    value_loss,
 )
-from megatron_rl_loss.step import Gathered, Samples
+from megatron_rl_loss.losses.by_name import POLICY_LOSSES
+from megatron_rl_loss.losses.token import dppo_loss
 
 INF, NAN = float("inf"), float("nan")
 
@@ -31,8 +39,8 @@ INF, NAN = float("inf"), float("nan")
 def test_k3_is_the_default_and_not_negative_in_float32() -> None:
     difference = torch.linspace(-1e-3, 1e-3, 2001)  # exp(-d) - 1 taken naively rounds below zero near d = 0
     tokens = difference, torch.zeros(2001), torch.ones(2001)
-    assert float(losses.kl_estimate(*tokens).min()) >= -1e-10
-    assert torch.equal(losses.kl_estimate(*tokens), losses.kl_estimate(*tokens, estimator="k3"))
+    assert float(kl_estimate(*tokens).min()) >= -1e-10
+    assert torch.equal(kl_estimate(*tokens), kl_estimate(*tokens, estimator="k3"))
 
 
 NEAR = (("tv", 0.1), ("kl", 0.59))  # the KL of p = 1 and q = exp(-0.6) is 0.6
@@ -64,8 +72,8 @@ def of_policy(name: str, given: Inputs, local: Any) -> Tensor:
 
 
 LOSSES: dict[str, LossOf] = {name: functools.partial(of_policy, name) for name in POLICY_LOSSES}
-LOSSES["kl"] = lambda given, local: losses.kl_estimate(given["log_probs"], given["old_log_probs"], local)
-LOSSES["value"] = lambda given, local: losses.value_loss(
+LOSSES["kl"] = lambda given, local: kl_estimate(given["log_probs"], given["old_log_probs"], local)
+LOSSES["value"] = lambda given, local: value_loss(
     given["log_probs"], given["old_log_probs"], local, old_values=given["advantages"], clip=0.2
 )
 OF_SEQUENCES = {name for name, loss in POLICY_LOSSES.items() if loss.of_sequence}
@@ -239,11 +247,11 @@ def test_what_is_made_in_inference_mode_is_trained_on() -> None:
         local = Samples(MASKS).local(0, 1)
         ratio = data["log_probs"] - data["old_log_probs"]
         made = (
-            losses.importance_weights(ratio, high=2.0),
-            losses.keep_sequences(ratio, max_kl=0.1),
+            importance_weights(ratio, high=2.0),
+            keep_sequences(ratio, max_kl=0.1),
             *gae(ratio, ratio, local),
-            losses.group_relative_advantages(ratio, [0] * 8),
-            losses.rloo_advantages(ratio, [0] * 8),
+            group_relative_advantages(ratio, [0] * 8),
+            rloo_advantages(ratio, [0] * 8),
         )
     for name, loss in LOSSES.items():
         right = share_and_gradient(loss, given)
@@ -262,9 +270,9 @@ def test_a_default_device_is_not_where_data_goes() -> None:
             *(share_and_gradient(loss, held)[1] for loss in LOSSES.values()),
             segment_scan(x, LOCAL, gamma=0.9),
             *gae(x, x, LOCAL),
-            losses.group_relative_advantages(x, [0] * 8),
-            losses.rloo_advantages(x, [0] * 8, rollout_ids=list(range(8))),
-            *losses.surviving_masks(MASKS, rows, high=2.0, level="sequence"),
+            group_relative_advantages(x, [0] * 8),
+            rloo_advantages(x, [0] * 8, rollout_ids=list(range(8))),
+            *surviving_masks(MASKS, rows, high=2.0, level="sequence"),
         ]
 
     right = results()

@@ -15,9 +15,18 @@ from ranks import bytes_reduced, run_ranks, start_process_group
 from refusals import refusal_tests, refusals
 from torch import Tensor
 
-from megatron_rl_loss import losses
-from megatron_rl_loss.losses import segment_mean, segment_scan, segment_sum, to_tokens
-from megatron_rl_loss.step import Gathered, Samples, StepTotals, Units, ZigzagTHD
+from megatron_rl_loss import (
+    Gathered,
+    Samples,
+    StepTotals,
+    Units,
+    ZigzagTHD,
+    ppo_clip_loss,
+    segment_mean,
+    segment_scan,
+    segment_sum,
+    to_tokens,
+)
 
 NAN, INF = math.nan, math.inf
 # --- collectives
@@ -140,7 +149,7 @@ def test_what_is_not_finite_stays_in_its_sequence() -> None:
 
 
 WHOLE, MASKED = torch.ones(6), local_of(MASKS, ids={"session": [1, 1, 2]})
-PPO = losses.ppo_clip_loss(-WHOLE, -WHOLE, WHOLE, WHOLE)
+PPO = ppo_clip_loss(-WHOLE, -WHOLE, WHOLE, WHOLE)
 AT_CP_2 = Samples(MASKS, layout=Gathered([0, 3, 5, 6])).local(0, 2)  # where all tokens are on every rank
 CUT = Samples(MASKS, layout=ZigzagTHD([0, 4, 8, 12], total_lengths=[3, 2, 1])).local(0, 2)
 

@@ -13,16 +13,19 @@ from refusals import refusal_tests, refusals
 
 from megatron_rl_loss import (
     Gathered,
+    Mode,
     ModeInputs,
     Samples,
     StepTotals,
     make_pg_loss_reducer,
     plan_step,
-    resolve,
-    token_weights,
+    register_pg_loss_reducer,
 )
-from megatron_rl_loss.modes import Mode, available_modes, register_pg_loss_reducer, table
+from megatron_rl_loss.modes import table
 from megatron_rl_loss.modes.loss_modes import LossModes
+from megatron_rl_loss.modes.names import resolve
+from megatron_rl_loss.modes.table import available_modes
+from megatron_rl_loss.modes.weights import token_weights
 
 MASK = [torch.tensor([1.0, 0, 0.5]), torch.tensor([1.0, 1])]
 

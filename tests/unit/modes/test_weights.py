@@ -18,6 +18,7 @@ from steps import Step, divisor_of, drawn_step, error_of, ids_of, placed, sample
 
 from megatron_rl_loss import (
     Gathered,
+    Mode,
     ModeInputs,
     Samples,
     StepTotals,
@@ -27,12 +28,13 @@ from megatron_rl_loss import (
     make_pg_loss_reducer,
     plan_step,
     register_pg_loss_reducer,
-    token_weights,
     weights_column,
 )
-from megatron_rl_loss.modes import Mode, table, unit_weights
-from megatron_rl_loss.step import LocalTokens, layouts
+from megatron_rl_loss.modes import table
+from megatron_rl_loss.modes.weights import token_weights, unit_weights
+from megatron_rl_loss.step import layouts
 from megatron_rl_loss.step.collectives import StepGroups
+from megatron_rl_loss.step.samples import LocalTokens
 from megatron_rl_loss.step.totals import count_step
 
 INF = float("inf")

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from ranks import run_ranks, start_process_group
 from refusals import outcome_of
 
-from megatron_rl_loss import Metric, Samples, ZigzagTHD, plan_step
-from megatron_rl_loss.plan import Microbatch, Plan
+from megatron_rl_loss import Metric, Microbatch, Samples, ZigzagTHD, plan_step
+from megatron_rl_loss.plan.plan import Plan
 
 RANKS, LENGTH = 4, 8
 Metrics = dict[str, Any]

@@ -17,7 +17,7 @@ from steps import drawn_step, samples_of
 from torch import Tensor
 
 from megatron_rl_loss import Samples, Term, ZigzagTHD, plan_step
-from megatron_rl_loss.plan import Plan
+from megatron_rl_loss.plan.plan import Plan
 
 SHARES = (0.01, 0.2, 0.5, 0.8, 1.0)
 Pairs = Sequence[tuple[float, float]]  # value and mask entry of each token

@@ -18,6 +18,7 @@ from megatron_rl_loss import (
     BadBatchError,
     Gathered,
     Metric,
+    Mode,
     Samples,
     StepTotals,
     Sum,
@@ -25,12 +26,11 @@ from megatron_rl_loss import (
     ZigzagBSHD,
     ZigzagTHD,
     plan_step,
-    token_weights,
 )
-from megatron_rl_loss.modes import Mode
-from megatron_rl_loss.plan import CARRIERS, Carrier, Plan
-from megatron_rl_loss.plan.carriers import Count, product
+from megatron_rl_loss.modes.weights import token_weights
+from megatron_rl_loss.plan.carriers import CARRIERS, Carrier, Count, product
 from megatron_rl_loss.plan.checks import check_active_tokens
+from megatron_rl_loss.plan.plan import Plan
 from megatron_rl_loss.plan.returned import check_returned
 from megatron_rl_loss.step.collectives import StepGroups
 

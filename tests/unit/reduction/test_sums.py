@@ -16,17 +16,9 @@ from refusals import refusal_tests, refusals
 from steps import divisor_of, ids_of, totals_of
 from torch import Tensor
 
-from megatron_rl_loss import (
-    Gathered,
-    Layout,
-    StepTotals,
-    ZigzagBSHD,
-    ZigzagResponse,
-    ZigzagTHD,
-    make_pg_loss_reducer,
-)
-from megatron_rl_loss.reduction import WeightedSum, sums
-from megatron_rl_loss.reduction.sums import Summand
+from megatron_rl_loss import Gathered, Layout, StepTotals, ZigzagBSHD, ZigzagResponse, ZigzagTHD, make_pg_loss_reducer
+from megatron_rl_loss.reduction import sums
+from megatron_rl_loss.reduction.sums import Summand, WeightedSum
 
 INF = float("inf")
 

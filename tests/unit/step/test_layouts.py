@@ -12,7 +12,7 @@ import torch
 from refusals import refusal_tests, refusals
 
 from megatron_rl_loss import Contiguous, Gathered, Layout, Samples, ZigzagBSHD, ZigzagResponse, ZigzagTHD
-from megatron_rl_loss.step import LocalTokens
+from megatron_rl_loss.step.samples import LocalTokens
 
 TE = [[0, 1, 6, 7, 8, 9, 14, 15], [2, 3, 4, 5, 10, 11, 12, 13]]  # Transformer Engine's own expected vector
 

@@ -14,11 +14,19 @@ import torch
 from refusals import refusal_tests, refusals
 from torch import Tensor
 
-from megatron_rl_loss import Contiguous, Gathered, Samples, ZigzagBSHD, ZigzagTHD, make_pg_loss_reducer, plan_step
-from megatron_rl_loss.reduction import Term
+from megatron_rl_loss import (
+    Contiguous,
+    Gathered,
+    Samples,
+    StepTotals,
+    Term,
+    ZigzagBSHD,
+    ZigzagTHD,
+    make_pg_loss_reducer,
+    plan_step,
+)
 from megatron_rl_loss.step.ids import as_ids
 from megatron_rl_loss.step.samples import read_masks
-from megatron_rl_loss.step.totals import StepTotals
 
 NAN, INF = float("nan"), float("inf")
 
