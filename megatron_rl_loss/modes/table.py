@@ -6,8 +6,10 @@ Built-in modes and a user's own are written alike: a function of `ModeInputs`, r
     session_mean = 1 / (tokens("sample") * samples("session") * units("session"))
 """
 
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any, Literal
 
 import numpy as np
@@ -40,8 +42,19 @@ class Mode:
     divisor: Literal["required", "optional", "refused"] = "optional"
     sums: Mapping[str, Sum] = field(default_factory=dict, hash=False)
 
+    def __reduce__(self) -> Any:
+        """A decorated function is pickled as functions are, by module and name; other modes with their function."""
+        module, name = (getattr(self.function, key, "") for key in ("__module__", "__qualname__"))
+        if module != "__main__" and getattr(sys.modules.get(module), name, None) is self:
+            return _imported, (module, name)
+        return super().__reduce__()
+
 
 _NONE = Units()  # of a key that the totals do not know
+
+
+def _imported(module: str, name: str) -> Any:
+    return getattr(import_module(module), name)
 
 
 class ModeInputs:

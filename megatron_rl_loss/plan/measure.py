@@ -158,7 +158,7 @@ def _active_tokens(microbatches: Sequence[Microbatch], values: TokenFunction, ma
 def _flags_in_buffer(microbatches: Sequence[Microbatch], name: str, flags: TokenFunction) -> Floats:
     """1 for each token that this rank keeps, uint8, in the buffers of all its micro-batches."""
     parts = [np.zeros(0, np.uint8)]
-    if any(name in one.samples.by_mask for one in microbatches):
+    if any(name in one.samples.by_mask and name not in one.kept for one in microbatches):
         raise ValueError(
             f"tokens to keep as {name!r}, which is a mask of the Samples: it would be replaced. Choose another name."
         )

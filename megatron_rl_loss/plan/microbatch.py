@@ -40,6 +40,7 @@ class Microbatch:
         receipt: of what `loss` or `carry` returned last, or None.
         log_probs: by name, the values of a forward pass before the step for this rank's tokens (see `ForwardPass`).
         cp_rank, cp_size: this rank's place among the ranks that the micro-batch is cut for.
+        kept: names of masks that `Plan.keep` added.
     """
 
     def __init__(self, samples: Samples, number: int, facts: StepFacts, data: Any = None) -> None:
@@ -50,6 +51,7 @@ class Microbatch:
         self.cp_rank, self.cp_size = samples.place_in(facts.groups.cp_group)
         self._number, self._facts = number, facts
         self._reducers: dict[_Key, WeightedSum] = {}
+        self.kept = set[str]()
 
     def __getitem__(self, key: object) -> NoReturn:
         raise TypeError(
@@ -339,8 +341,9 @@ class Microbatch:
         return gap
 
     def keep(self, name: str, samples: Samples) -> None:
-        """Go on with samples that have a further mask of that name."""
+        """Go on with samples that have a further mask of that name, in the place of an earlier one."""
         self.samples = samples
+        self.kept.add(name)
         self.__dict__.pop("tokens", None)
         self._reducers = {key: reducer for key, reducer in self._reducers.items() if key[-1] != name}
 

@@ -50,7 +50,9 @@ def _as_tensor(i: int, mask: Any) -> Tensor:
             f"the loss mask of sample {i} is a {type(mask).__name__}: it must hold one real number per token. Pass 0/1 "
             "or weights."
         )
-    return torch.from_numpy(array.astype(np.float32) if not array.size else array)
+    if not array.size or not array.flags.writeable or array.strides < (0,):  # which torch warns of, or refuses
+        array = array.astype(array.dtype if array.size else np.float32)
+    return torch.from_numpy(array)
 
 
 def to_array(values: Any) -> Array:

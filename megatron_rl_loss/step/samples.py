@@ -229,12 +229,12 @@ class Samples:
         """The tokens that this CP rank holds; ValueError where the layout cannot be cut so, or where none says how."""
         check_cp(cp_rank, cp_size)
         if self.layout is None:
-            if cp_size > 1:
+            if cp_size > 1 and len(self):  # nothing needs no cut
                 raise ValueError(
                     f"cp_size is {cp_size} and no layout was given: how tokens are cut over CP ranks must be said. "
                     "Pass one of the layouts: ZigzagTHD as Megatron packs, Gathered if they are not cut."
                 )
-            return LocalTokens(self, 1, [(0, self.total_tokens)])
+            return LocalTokens(self, cp_size, [(0, self.total_tokens)])
         if type(self.layout).__module__ != Layout.__module__:
             check_cut(self.layout, self._places, cp_size)
         return LocalTokens(self, cp_size, list(self.layout.pieces(cp_rank, cp_size)))
@@ -331,14 +331,10 @@ class LocalTokens:
     @cached_property
     def counts(self) -> npt.NDArray[np.int64]:
         """The number of these tokens that each sample has, in order, int64 [num_samples]."""
-        if not len(self.samples):
-            return np.zeros(0, np.int64)
-        begins, ends = np.array(self.pieces, np.int64).T
-        held = np.cumsum(ends - begins)
-        bounds = np.array([*self.samples.mask_starts[1:], self.samples.total_tokens])
-        piece = np.searchsorted(begins, bounds, "right") - 1  # the last that begins up to the bound
-        until = np.where(piece < 0, 0, held[piece] - np.maximum(ends[piece] - bounds, 0))
-        return np.diff(until, prepend=0)
+        counts = [0] * len(self.samples)
+        for _, length, i in self.runs:
+            counts[i] += length
+        return np.array(counts, np.int64)
 
     @cached_property
     def sample_index(self) -> npt.NDArray[np.int64]:

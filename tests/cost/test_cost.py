@@ -1,24 +1,29 @@
 """What a micro-batch costs, as counts: graph nodes, launches, host reads, bytes kept. Times: tools/bench.
 
 A launch is a torch operation that does work, by the profiler: one kernel on a GPU (a reduction may take two there).
-The host looks whether a sum is finite. On a device no value may be read; the fixture `way` brings that about on a CPU.
+The host looks whether a sum is finite. On a device no value may be read: the meta device has none, and raises.
+Collectives of a plan and of its end are counted in tests/unit/step/test_counting.py and tests/unit/plan/test_finish.py.
 """
 
+import ast
 import itertools
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from graphs import graph_nodes
+from repository import ROOT
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from megatron_rl_loss import Samples, StepTotals, ZigzagTHD, make_pg_loss_reducer
+from megatron_rl_loss import Metric, Samples, StepTotals, Term, ZigzagTHD, make_pg_loss_reducer, plan_step
 from megatron_rl_loss.losses import segment_scan
-from megatron_rl_loss.modes.loss_modes import LossModes
-from megatron_rl_loss.plan import Plan
+from megatron_rl_loss.plan import Microbatch, Plan
+from megatron_rl_loss.step.collectives import StepGroups
 
 #: Do no work themselves: views, and wrappers of what they are recorded to call.
 WRAPPERS = {
@@ -32,29 +37,28 @@ READS = {"aten::item", "aten::_local_scalar_dense", "aten::is_nonzero"}
 each_kind = pytest.mark.parametrize("mode", ["sample_mean", "constant"])
 
 
-def microbatch_of(
-    num_samples: int, mode: str, device: str = "cpu", num_metrics: int = 5
-) -> tuple[Any, Tensor, dict[str, Tensor]]:
-    """A micro-batch of the adapter at CP 2, its losses and metrics; tokens in all do not depend on `num_samples`."""
-
+def microbatch_of(num_samples: int, mode: str, **options: Any) -> Microbatch:
+    """The second of two CP ranks; tokens in all, 4096 here, do not depend on `num_samples`."""
     length = 8192 // num_samples
     masks = [torch.arange(length) % 3 != i % 2 for i in range(num_samples)]
     bounds = list(itertools.accumulate([length] * num_samples, initial=0))
-    prompt_ids = [i // 2 for i in range(num_samples)]
-    plan = Plan(
-        samples=[Samples(masks, layout=ZigzagTHD(bounds), prompt_ids=prompt_ids)],
-        modes=LossModes.resolve(mode, divisor=64 if mode == "constant" else None),
-        totals=StepTotals.from_loss_masks(masks, prompt_ids=prompt_ids),
-        num_microbatches=2,
-        cp_rank=1,
-        cp_size=2,
-        dp_size=2,
-    )
-    losses = torch.randn(4096, device=device, requires_grad=True)
+    ids: Any = {"prompt_ids": [i // 2 for i in range(num_samples)], "term_masks": {"own": masks}}
+    samples = [Samples(masks, layout=ZigzagTHD(bounds), **ids)] * 2
+    divisor = 64 if mode == "constant" else None
+    plan = plan_step(samples, mode, divisor=divisor, term_masks=["own"], dp_group=None, **options)
+    cp_group: Any = SimpleNamespace(size=lambda: 2, rank=lambda: 1)
+    plan.facts.groups = StepGroups(None, cp_group)
+    return Plan(samples, plan.facts)[0]
+
+
+def losses_of(device: str = "cpu", num_metrics: int = 5) -> tuple[Tensor, dict[str, Tensor]]:
     metrics = {f"metric{i}": torch.randn(4096, device=device) for i in range(num_metrics)}
-    microbatch = plan[0]
-    microbatch.loss(losses, metrics)  # the weights are made, and where they are needed
-    return microbatch, losses, metrics
+    return torch.randn(4096, device=device, requires_grad=True), metrics
+
+
+def loss_of(microbatch: Microbatch, losses: Tensor, metrics: Any, **options: Any) -> Any:
+    microbatch._facts.restart()
+    return microbatch.loss(losses, metrics, **options)
 
 
 def operations(function: Callable[[], Any]) -> list[str]:
@@ -75,20 +79,20 @@ def operations(function: Callable[[], Any]) -> list[str]:
 
 
 @pytest.fixture(params=["on the host", "as on a device"])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "as on a device":
         monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    return str(request.param)
 
 
 @each_kind
 @pytest.mark.usefixtures("way")
 def test_launches_grow_neither_with_samples_nor_with_metrics(mode: str) -> None:
     def launches(num_samples: int, num_metrics: int) -> list[str]:
-        microbatch, losses, metrics = microbatch_of(num_samples, mode, num_metrics=num_metrics)
-        found = operations(lambda: torch.autograd.grad(microbatch.loss(losses, metrics)[0], losses))
-        # What Megatron is handed of a report is a number each, on the way into one tensor.
-        return [name for name in found if name not in READS]
+        microbatch, (losses, metrics) = microbatch_of(num_samples, mode), losses_of(num_metrics=num_metrics)
+        loss_of(microbatch, losses, metrics)  # the weights are made
+        found = operations(lambda: torch.autograd.grad(loss_of(microbatch, losses, metrics)[0], losses))
+        # A placeholder of each number of the report; and on the host, reads.
+        return [name for name in found if name not in READS | {"aten::full"}]
 
     assert launches(2, 5) == launches(1024, 5)
     assert len(launches(64, 40)) == len(launches(64, 5)) <= 20
@@ -111,28 +115,97 @@ def test_launches_are_counted() -> None:
 
 @each_kind
 def test_a_loss_is_one_node_of_the_graph(mode: str) -> None:
-    microbatch, losses, metrics = microbatch_of(2048, mode)
+    microbatch, (losses, metrics) = microbatch_of(2048, mode), losses_of()
     assert graph_nodes(microbatch.pg_loss(losses)) == 2  # and the leaf
-    assert graph_nodes(microbatch.loss(losses, metrics)[0]) == 3  # and Megatron's scale
+    assert graph_nodes(loss_of(microbatch, losses, metrics)[0]) == 3  # and Megatron's scale
+
+
+# --- nothing is read back from a device
 
 
 @each_kind
-def test_nothing_is_read_back_from_a_device(mode: str, way: str) -> None:
-    microbatch, losses, metrics = microbatch_of(64, mode)
-    from megatron_rl_loss.reduction import sums
+@pytest.mark.parametrize("per_token_loss", [False, True])
+def test_nothing_is_read_back_from_a_device(mode: str, per_token_loss: bool) -> None:
+    """Reducer, terms, metrics of every kind, carriers with their token count, gradient, another pass's gap."""
+    microbatch, (losses, metrics) = microbatch_of(64, mode, per_token_loss=per_token_loss), losses_of("meta")
+    terms = {"pg": losses, "kl": Term(losses * 2, "token_mean", coef=0.1), "nll": Term(losses * 3, mask="own")}
+    kinds: Any = {kind: Metric(metrics["metric0"], kind=kind) for kind in ("mean", "min", "max", "variance", "ess")}
+    loss, num_tokens, report = microbatch.loss(terms, {**metrics, **kinds})
+    loss.backward()
+    tensors = [loss, num_tokens, *report.values(), losses.grad, microbatch.pg_loss(losses)]
+    assert {one.device.type for one in tensors} == {"meta"}
+    assert num_tokens.dtype == torch.int32
+    microbatch.log_probs["then"] = losses.detach()
+    assert microbatch.gap("then", losses).device.type == "meta"
+    for form in ("verl", "nemo_rl") if per_token_loss else ("2-tuple", "slime", "mean", "sum"):
+        microbatch._facts.restart()
+        microbatch.carry(microbatch(losses), form=form)  # type: ignore[call-overload]
+    for read in (lambda: float(loss.detach()), lambda: loss.detach().cpu(), lambda: bool(loss.detach() > 0)):
+        with pytest.raises((RuntimeError, NotImplementedError)):  # negative control
+            read()
 
-    # The sums alone: on a CPU, scaling the share by a Python number is recorded as reading that number.
-    rows = [(losses, microbatch.pg_loss), *((metric, microbatch.sample_mean) for metric in metrics.values())]
-    with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
-        lists, tolist = [], Tensor.tolist
-        patch.setattr(Tensor, "tolist", lambda tensor: lists.append(tensor) or tolist(tensor))
-        assert not READS & set(operations(lambda: sums._sums(rows, losses.device)))
-    assert bool(lists) == (way == "on the host")
+
+def reading_copies(root: Path) -> list[str]:
+    """Copies that may be asynchronous, and are not plainly from the host: ``x.to(device, non_blocking=...)``."""
+    found = []
+    for path in sorted(root.rglob("*.py")):
+        for call in (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)):
+            for keyword in call.keywords:
+                if keyword.arg != "non_blocking":
+                    continue
+                source, given = ast.unparse(call.func).rpartition(".")[0], ast.unparse(keyword.value)
+                is_host = given.endswith(".is_cpu") and given.removesuffix(".is_cpu") in source
+                if not is_host and not (given == "True" and source.startswith("torch.from_numpy(")):
+                    found.append(f"{path.relative_to(root)}:{call.lineno}: {ast.unparse(call)}")
+    return found
+
+
+def test_no_copy_to_the_host_is_asynchronous(tmp_path: Path) -> None:
+    """The host would read it before it is there."""
+    assert reading_copies(ROOT / "megatron_rl_loss") == []
+    (tmp_path / "planted.py").write_text("y = x.to(device, non_blocking=True)\nz = x.to(d, non_blocking=x.is_cpu)\n")
+    assert reading_copies(tmp_path) == ["planted.py:1: x.to(device, non_blocking=True)"]
+
+
+# --- where tensors are made
+
+
+def small_step(values: Callable[[], Tensor]) -> list[float]:
+    """Whatever a plan makes: weights, terms, metrics, measurements, kept tokens, values of the step."""
+    masks = {"own": [[1, 1], [0, 1]]}
+    samples = Samples([[1, 1], [1, 0]], layout=ZigzagTHD([0, 2, 4]), prompt_ids=["a", "b"], term_masks=masks)
+    plan = plan_step([samples] * 2, "sample_mean", terms={"kl": "token_mean"}, term_masks=["own"], dp_group=None)
+    found = [plan.measure(lambda one: values()).quantile(0.5)]
+    plan.keep("kept", lambda one: values() > 0)
+    for one in plan:
+        x = values().requires_grad_()
+        kinds: Any = {kind: Metric(values(), kind=kind) for kind in ("mean", "max", "variance")}
+        one.loss({"pg": x, "kl": Term(x * 2), "x": Term(x, mask="own"), "y": Term(x, mask="kept")}, kinds)[0].backward()
+        found += x.grad.tolist()
+    return found + [float(value) for _, value in sorted(plan.finish().items())]
+
+
+def test_under_a_default_device_that_is_not_the_host() -> None:
+    expected = small_step(lambda: torch.tensor([1.0, -2, 3, 4]))
+    with torch.device("meta"):
+        assert small_step(lambda: torch.tensor([1.0, -2, 3, 4], device="cpu")) == expected
+
+
+def test_weights_and_reports_of_inference_mode_serve_in_training() -> None:
+    plan = plan_step([Samples([[1, 1]])], "token_mean", dp_group=None)
+    values = torch.ones(2)
+    with torch.inference_mode():
+        for form in ("3-tuple", "2-tuple", "sum"):
+            plan[0].loss(values, {"m": values}, form=form)  # type: ignore[call-overload]
+        assert float(plan.finish()["pg_loss"]) == 1
+    losses = torch.ones(2, requires_grad=True)
+    plan[0].loss(losses, {"m": losses})[0].backward()
+    assert losses.grad.tolist() == [0.5, 0.5]
 
 
 @each_kind
 def test_one_float32_a_local_token_is_kept(mode: str) -> None:
-    microbatch, losses, _ = microbatch_of(64, mode)
+    microbatch, (losses, _) = microbatch_of(64, mode), losses_of()
     saved: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
         share = microbatch.pg_loss(losses)
@@ -171,27 +244,27 @@ def on_gpu() -> Iterator[None]:
 @pytest.mark.gpus
 @each_kind
 def test_the_host_never_waits_for_the_gpu(mode: str, on_gpu: None) -> None:
-    microbatch, losses, metrics = microbatch_of(64, mode, "cuda")
+    """Not even for the weights of a new micro-batch."""
+    microbatch, (losses, metrics) = microbatch_of(64, mode), losses_of("cuda")
     torch.cuda.set_sync_debug_mode("error")
-    microbatch.loss(losses, metrics)[0].backward()
+    loss_of(microbatch, losses, metrics)[0].backward()
 
 
 @pytest.mark.gpus
 @each_kind
 def test_it_can_be_captured_in_a_cuda_graph(mode: str, on_gpu: None) -> None:
-    microbatch, losses, metrics = microbatch_of(64, mode, "cuda")
+    microbatch, (losses, metrics) = microbatch_of(64, mode), losses_of("cuda")
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):  # warm up, off the default stream
-        microbatch.loss(losses, metrics)[0].backward()
+        loss_of(microbatch, losses, metrics)[0].backward()
     torch.cuda.synchronize()
     losses.grad = None
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        total, _, report = microbatch.loss(losses, metrics)
+        total, _, report = loss_of(microbatch, losses, metrics)
         total.backward()
     with torch.no_grad():
         losses.copy_(torch.randn_like(losses))
     graph.replay()
-    expected, _, _ = microbatch.loss(losses, metrics)
-    assert torch.allclose(total, expected)
+    assert torch.allclose(total, loss_of(microbatch, losses, metrics)[0])
     assert len(report) == 1 + len(metrics)

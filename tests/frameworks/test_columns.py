@@ -51,6 +51,14 @@ def test_factors_are_weights_times_the_tokens(mode: Any) -> None:
     assert_close(factors, 8 * right.double().flatten())
 
 
+def test_modes_travel_to_workers() -> None:
+    """A mode that is named and one of the engine's own process are the same there."""
+    modes = LossModes.resolve("prompt_mean", terms={"kl": "token_mean", "mtp": Mode(name="ones", function=len)})
+    sent = pickle.loads(pickle.dumps(modes))
+    assert sent == modes
+    assert sent.policy.mode is modes.policy.mode
+
+
 def test_prompts_are_the_tokens_before_the_first_that_is_trained() -> None:
     ids, trained = [[1, 2, 3], [1, 2, 4], [1, 3, 3], [1, 2]], [[False, False, True]] * 3 + [[False, False]]
     first, second, third, masked = prompts_of(ids, trained)

@@ -39,7 +39,7 @@ def test_what_a_row_combines_goes_together_and_its_flags_are_the_examples() -> N
 
 
 def test_code_runs() -> None:
-    terms, metrics, block, _, over_step = code_of("losses.md")  # _: unit/losses/test_sequences.py
+    terms, metrics, block, _, over_step = code_of("losses.md")  # _: unit/losses/test_formulas.py
     local = Samples([torch.ones(3), torch.ones(2)]).local(0, 1)
     handed: list[Any] = []
     microbatch = SimpleNamespace(

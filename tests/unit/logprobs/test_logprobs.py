@@ -409,6 +409,8 @@ def test_shapes_and_dtypes() -> None:
     of_logits, entropy = log_probs_from_logits(logits, labels.view(8, 4).T.int(), chunk_tokens=2)
     assert entropy is None
     torch.testing.assert_close([cut, of_logits.T], [plain.view(8, 4)] * 2)
+    ragged = kept_ids().mask(np.arange(TOKENS), 8, 16, torch.device("cpu"))  # as a rank in the middle has them
+    assert torch.equal(ragged, batch_of(TOKENS, VOCABULARY, HIDDEN).keep[:, 8:16])
     one = torch.arange(VOCABULARY) < 9  # for all tokens
     both = [log_probs_from_hidden(hidden, weight, labels, keep=keep) for keep in (one, one.expand(TOKENS, -1))]
     assert torch.equal(both[0].log_probs, both[1].log_probs)

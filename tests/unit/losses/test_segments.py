@@ -95,6 +95,9 @@ def test_the_future_kl_of_fipo_counts_positions() -> None:
     assert float(segment_scan(torch.full((8,), 0.1), local_of([mask]), gamma=0.9, reverse=True)[0]) == pytest.approx(
         0.19
     )
+    padded = Samples([[1, 1], [1]], layout=Gathered([0, 4, 6], total_lengths=[2, 1]), rollout_ids=[0, 0]).local(0, 1)
+    found = segment_scan(torch.ones(6), padded, gamma=0.5, steps="all", per="rollout")
+    assert found.tolist() == [1, 1.5, 0, 0, 1.75, 0]  # padding is no step
 
 
 def test_dtypes_and_none() -> None:

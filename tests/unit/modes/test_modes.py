@@ -1,5 +1,8 @@
-"""The modes as data, and modes of one's own."""
+"""Modes of a user's own: what they are given, what they may be, and modes of terms."""
 
+import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -7,7 +10,6 @@ import oracle
 import pytest
 import torch
 from refusals import refusal_tests, refusals
-from steps import assert_equals_oracle, run_step
 
 from megatron_rl_loss import (
     Gathered,
@@ -15,160 +17,152 @@ from megatron_rl_loss import (
     Samples,
     StepTotals,
     make_pg_loss_reducer,
-    register_pg_loss_reducer,
+    plan_step,
+    resolve,
     token_weights,
 )
-from megatron_rl_loss.modes import MODES, Mode, available_modes
-from megatron_rl_loss.modes import table as modes
+from megatron_rl_loss.modes import Mode, available_modes, register_pg_loss_reducer, table
 from megatron_rl_loss.modes.loss_modes import LossModes
-from megatron_rl_loss.modes.table import ModeFunction
 
 MASK = [torch.tensor([1.0, 0, 0.5]), torch.tensor([1.0, 1])]
-NAN, INF = float("nan"), float("inf")
 
 
 @pytest.fixture(autouse=True)
-def registry(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModeFunction]:
-    """A registry of its own, empty."""
-    names: dict[str, ModeFunction] = {}
-    monkeypatch.setattr(modes, "_REGISTERED", names)
-    return names
+def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(table, "_MODES", dict(table._MODES))
 
 
-def plain_sum(inputs: ModeInputs) -> float:
-    return 1.0
+def scaled(step: ModeInputs, by: float = 1.0) -> Any:
+    return by / step.tokens("step")
 
 
-def test_the_modes_are_rows_of_one_table() -> None:
-    assert tuple(MODES) == oracle.MODES == available_modes()
-    assert all(isinstance(mode, Mode) and mode.name == name and mode.formula for name, mode in MODES.items())
+@dataclasses.dataclass
+class Scaled:
+    """A callable object, which cannot be hashed."""
+
+    by: float
+
+    def __call__(self, step: ModeInputs) -> Any:
+        return scaled(step, self.by)
+
+    def of(self, step: ModeInputs) -> Any:
+        return self(step)
+
+
+class Plain:
+    def __call__(self, step: ModeInputs) -> Any:
+        return scaled(step)
+
+
+#: Modes, and the name that each has on every rank, whatever its address.
+CALLABLES: dict[str, tuple[Any, str]] = {
+    "function": (scaled, "test_modes.scaled"),
+    "partial": (functools.partial(scaled, by=1.0), "test_modes.scaled"),
+    "partial of an object": (functools.partial(Scaled(1.0)), "test_modes.Scaled"),
+    "unhashable object": (Scaled(1.0), "test_modes.Scaled"),
+    "object": (Plain(), "test_modes.Plain"),
+    "method": (Scaled(1.0).of, "test_modes.Scaled.of"),
+    "lambda": (lambda step: scaled(step), "test_modes.<lambda>"),
+}
+
+
+@pytest.mark.parametrize(("mode", "name"), CALLABLES.values(), ids=CALLABLES)
+def test_whatever_can_be_called_is_a_mode_of_one_name(mode: Callable[..., Any], name: str) -> None:
+    assert resolve(mode).mode.name == name
+    assert "0x" not in LossModes.resolve(mode).describe()
+    plan = plan_step([Samples(MASK)], mode, terms={"kl": mode}, dp_group=None)
+    assert torch.equal(plan[0].weights, token_weights("token_mean", Samples(MASK), plan.totals))
+    assert plan[0].loss({"pg": torch.ones(5, requires_grad=True)})[0].item() == pytest.approx(1)
 
 
 def test_a_registered_function_is_a_mode() -> None:
-    assert register_pg_loss_reducer("plain_sum")(plain_sum) is plain_sum
-    assert available_modes() == (*MODES, "plain_sum")
-    for mode in ("plain_sum", "token_sum"):  # whose divisor is 1 where none is given
-        assert token_weights(mode, Samples(MASK), StepTotals()).tolist() == torch.cat(MASK).tolist()
+    @register_pg_loss_reducer("my_mean", formula="mean", divisor="refused")
+    def my_mean(step: ModeInputs) -> Any:
+        return 1 / step.tokens("step")
+
+    assert isinstance(my_mean, Mode)
+    assert available_modes() == (*oracle.MODES, "my_mean")
+    for mode in ("my_mean", my_mean):
+        weights = token_weights(mode, Samples(MASK), StepTotals.from_loss_masks(MASK))
+        assert weights.tolist() == pytest.approx([1 / 3.5, 0, 0.5 / 3.5, 1 / 3.5, 1 / 3.5])
+    with pytest.raises(ValueError, match="divisor 3 with loss aggregation 'my_mean': it has none"):
+        resolve("my_mean", divisor=3)
 
 
-def test_a_mode_of_ones_own_can_be_what_a_built_in_is() -> None:
-    @register_pg_loss_reducer("my_token_mean")
-    def my_token_mean(inputs: ModeInputs) -> float:
-        assert inputs.totals.step_tokens is not None
-        return 1 / inputs.totals.step_tokens
-
-    for mode in ("my_token_mean", my_token_mean):
-        outcome = run_step(oracle.WORKED, [[3, 1], [0, 2]], mode)  # type: ignore[arg-type]
-        assert_equals_oracle(outcome, oracle.WORKED, "token_mean")
-
-
-def test_a_mode_of_ones_own_is_given_everything() -> None:
+def test_a_mode_is_given_everything() -> None:
     seen: list[ModeInputs] = []
-    totals, layout = StepTotals(), Gathered([0, 1])
-    ids: dict[str, Any] = {"rollout_ids": [4], "prompt_ids": ["a"]}
+    layout, labels = Gathered([0, 1]), {"weight": [2.5]}
+    ids: dict[str, Any] = {"rollout_ids": [4], "prompt_ids": ["a"], "ids": {"task": ["t"]}, "labels": labels}
+    totals = StepTotals.from_loss_masks(
+        [[1], [1, 0]], rollout_ids=[4, 5], prompt_ids=["a", "a"], ids={"task": ["t", "t"]}
+    )
     place: dict[str, Any] = {"layout": layout, "cp_rank": 1, "cp_size": 2}
-    spy: Any = lambda inputs: seen.append(inputs) or 1  # noqa: E731
+    spy: Any = lambda step: seen.append(step) or 1  # noqa: E731
     make_pg_loss_reducer(spy, [torch.ones(1)], totals=totals, divisor=3.0, units="active", **ids, **place)
-    (inputs,) = seen
-    assert (inputs.divisor, inputs.units) == (3.0, "active")
-    assert inputs.totals is totals
-    assert inputs.samples.layout is layout
-    assert inputs.samples.rollout_ids is not None
-    assert inputs.samples.rollout_ids.tolist() == [4]
-    assert inputs.samples.prompt_ids is not None
-
-
-# --- weights beside the mask; cut over CP ranks: test_weights.py
+    (step,) = seen
+    assert (step.divisor, step.counting, step.totals is totals, step.batch.layout) == (3.0, "active", True, layout)
+    assert step.label("weight") == [2.5]
+    keys = ("rollout", "prompt", "task")
+    assert [float(step.tokens(key)[0]) for key in keys] == [1, 2, 2]  # type: ignore[index]
+    assert [float(step.samples(key)[0]) for key in (*keys, "step", "sample")] == [1, 2, 2, 2, 1]
+    assert [step.units(key) for key in (*keys, "sample", "step")] == [2, 1, 1, 2, 1]
+    assert (step.tokens("step"), step.asked) == (2, {*keys, "sample", "step"})
+    for ask, text in (
+        (lambda: step.tokens("session"), r"samples without session_ids \(they have rollout, prompt, task\).*ids={"),
+        (lambda: step.label("x"), "a label 'x' of samples that have: weight"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            ask()
 
 
 @pytest.mark.parametrize(
     ("beside", "expected"),
     [
         (2, [2, 0, 1, 2, 2]),
-        (0.5, [0.5, 0, 0.25, 0.5, 0.5]),
         (np.float32(0.5), [0.5, 0, 0.25, 0.5, 0.5]),
-        (torch.tensor(2.0), [2, 0, 1, 2, 2]),
-        (torch.tensor([2.0, 3.0]), [2, 0, 1, 3, 3]),
         (torch.tensor([2.0, 3.0], dtype=torch.float64), [2, 0, 1, 3, 3]),
+        ([2.0, 3], [2, 0, 1, 3, 3]),
+        (torch.tensor([2.0, 3.0], requires_grad=True), [2, 0, 1, 3, 3]),
         ([torch.tensor([4.0, 5, 6]), torch.tensor([7.0, 8])], [4, 0, 3, 7, 8]),
-        ((torch.tensor([4, 5, 6]), torch.tensor([True, False])), [4, 0, 3, 1, 0]),
-        ([torch.tensor([1.0, -2, -2]), torch.tensor([0.0, -1])], [1, 0, -1, 0, -1]),
+        ((np.array([4, 5, 6]), torch.tensor([True, False])), [4, 0, 3, 1, 0]),
+        ([[4, 5, 6], [7.0, 8]], [4, 0, 3, 7, 8]),
+        ([torch.tensor([1.0, float("nan"), -2]), torch.tensor([0.0, -1])], [1, 0, -1, 0, -1]),
     ],
-    ids=["int", "float", "NumPy float", "0-dim", "a sample", "float64", "a token", "ints and bools", "of any sign"],
+    ids=["int", "NumPy float", "a sample", "a list", "with a graph", "a token", "ints and bools", "lists", "any sign"],
 )
-def test_a_mode_of_ones_own_returns_them(beside: Any, expected: list[float]) -> None:
-    assert token_weights(lambda inputs: beside, Samples(MASK), StepTotals()).tolist() == expected
+def test_weights_beside_the_mask(beside: Any, expected: list[float]) -> None:
+    weights = token_weights(lambda step: beside, Samples(MASK), StepTotals())
+    assert (weights.tolist(), weights.requires_grad) == (expected, False)
 
 
-def test_no_gradient_goes_to_them_and_what_is_masked_is_ignored() -> None:
-    beside = torch.tensor([1.0, -2.0], requires_grad=True)
-    losses = torch.tensor([1.0, NAN, 4, 3, 2], requires_grad=True)
-    share = make_pg_loss_reducer(lambda inputs: beside, MASK, totals=StepTotals())(losses)
-    share.backward()
-    assert float(share.detach()) == 1 + 2 - 6 - 4
-    assert beside.grad is None
-    assert losses.grad.tolist() == [1, 0, 0.5, -2, -2]
-
-
-def own(beside: Any) -> torch.Tensor:
-    return token_weights(lambda inputs: beside, Samples([torch.ones(3), torch.ones(2)]), StepTotals())
-
-
-def of_divisor(divisor: float) -> Any:
-    return make_pg_loss_reducer(plain_sum, MASK, totals=StepTotals(), divisor=divisor)
-
-
-def register(name: Any, function: Any = plain_sum) -> None:
-    modes._REGISTERED.clear()
-    modes._REGISTERED["mine"] = plain_sum
-    register_pg_loss_reducer(name)(function)
-
-
-INF_AT_A_TOKEN, FINITE = ([torch.ones(3), torch.tensor([1.0, last])] for last in (INF, 0))
-test_refusals = refusal_tests(
-    {
-        **refusals(
-            own,
-            (([torch.ones(2), torch.ones(3)],), r"lengths \[2, 3\].*\[3, 2\].*Return one weight per mask", (FINITE,)),
-            (([torch.ones(5)],), r"lengths \[5\]", ([torch.ones(3).bool(), torch.ones(2).int()],)),
-            (([],), r"lengths \[\]", (FINITE,)),
-            ((NAN,), "token weights with NaN or Inf", (0.0,)),
-            ((INF_AT_A_TOKEN,), "token weights with NaN or Inf.*Use 0 to leave tokens out", (FINITE,)),
-        ),
-        **refusals(
-            own,
-            ((torch.ones(5),), r"returned \(5,\)", (torch.ones(2),)),
-            ((torch.ones(1, 5),), r"returned \(1, 5\)", (torch.tensor(1.0),)),
-            (([[1.0] * 3, [1.0] * 2],), "a number, a tensor of 2", (torch.ones(2),)),
-            ((None,), r"returned None \(NoneType\)", (0,)),
-            ((True,), r"returned True \(bool\)", (1,)),
-            ((torch.sum,), "must return weights beside the mask", (1.0,)),
-            error=TypeError,
-        ),
-        **refusals(of_divisor, ((0,), "divisor 0: it must be finite and above 0", (1,))),
-        **refusals(
-            register,
-            (("mine",), "'mine': it is taken", ("my_sum",)),
-            (("token_mean",), "'token_mean': it is taken", ("my_sum",)),
-            (("my-sum",), "'my-sum': it must be a Python identifier", ("my_sum",)),
-            (("",), "''", ("my_sum",)),
-            ((plain_sum,), "identifier", ("my_sum",)),
-        ),
-        **refusals(register, (("x", 3), "mode 'x' is a int: it must be a function", ("x",)), error=TypeError),
-    }
-)
-
-
-def test_terms_have_the_divisor_of_their_own_mode_alone() -> None:
+def test_terms_have_the_divisor_and_the_counting_of_their_own_mode() -> None:
+    own: Any = lambda step: 1 / step.divisor  # noqa: E731
     modes = LossModes.resolve("constant", divisor=8.0, terms={"kl": "constant", "value": "token_sum"})
-    assert (modes.terms["kl"].divisor, modes.terms["value"].divisor) == (8.0, 1.0)
-    for units, mode in ((None, "openrlhf:token_level_loss=false"), ("active", "sample_mean")):
-        assert LossModes.resolve("token_mean", units=units, terms={"kl": mode}).terms["kl"].units == "active"  # type: ignore[arg-type]
-    of_verl = {"kl": "verl:seq-mean-token-sum-norm", "value": "verl:seq-mean-token-sum", "other": None}
-    modes = LossModes.resolve("constant", divisor=8.0, terms=of_verl)
-    assert {name: one.divisor for name, one in modes.terms.items()} == {"kl": 8, "value": 1}
-    assert not modes.needs_prompt_ids
-    assert modes.with_terms({"kl": "prompt_mean"}).needs_prompt_ids
-    for policy in ("token_mean", "token_sum"):
-        with pytest.raises(ValueError, match="the term 'kl' by constant beside a policy loss by"):
-            LossModes.resolve(policy, terms={"kl": "constant"})
+    assert (modes.terms["kl"].divisor, modes.terms["value"].divisor) == (8.0, None)
+    assert LossModes.resolve(own, divisor=8.0).of_term("kl", own).divisor == 8
+    for mode in ("openrlhf:token_level_loss=false", "sample_mean"):
+        modes = LossModes.resolve("token_mean", units="active", terms={"kl": mode})
+        assert modes.terms["kl"].units == "active" == modes.of_term("other", mode).units
+    assert LossModes.resolve("token_mean").of_term("kl", "openrlhf:token_level_loss=false").units == "active"
+    assert LossModes.resolve("token_mean").of_term("kl").mode.name == "token_mean"
+
+
+def term(*arguments: Any, **options: Any) -> Any:
+    return LossModes.resolve("token_mean").of_term("kl", *arguments, **options)
+
+
+test_refusals = refusal_tests(
+    refusals(
+        term,
+        (
+            ("constant",),
+            "the term 'kl': .*without a divisor.*Term\\(values, 'constant', divisor=...\\)",
+            ("token_sum",),
+        ),
+        (("nope",), "the term 'kl': loss aggregation 'nope': there is no such mode", ("sample_mean",)),
+    )
+    | refusals(
+        functools.partial(term, None),
+        ({"units": "active"}, "the term 'kl' with units or a divisor and no mode", {}),
+    )
+)

@@ -1,143 +1,104 @@
-"""`Plan.measure` and `Plan.keep`: against sorted float64 lists, in every layout, over ranks and in one process."""
+"""`Plan.measure` and `Plan.keep`: against sorted float64 lists, over ranks and in one process."""
 
-import functools
 import math
 import os
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
-import oracle
 import pytest
 import torch
 import torch.distributed as dist
-from cp_steps import CASES as ALL_CASES
-from cp_steps import DIVISOR, RANKS, Outcome, dealt, error_of, hand_of, rollouts
-from placements import CP_SIZES, bshd
+from placements import bshd, contiguous, gathered, response, thd
 from ranks import bytes_reduced, run_ranks, start_process_group
 from refusals import outcome_of, refusal_tests, refusals
+from steps import drawn_step, samples_of
 from torch import Tensor
 
-from megatron_rl_loss import Samples, ZigzagTHD
-from megatron_rl_loss.losses import segment_sum
-from megatron_rl_loss.plan import Plan, plan_step
-from megatron_rl_loss.reduction import Term
+from megatron_rl_loss import Samples, Term, ZigzagTHD, plan_step
+from megatron_rl_loss.plan import Plan
 
 SHARES = (0.01, 0.2, 0.5, 0.8, 1.0)
-NAMES = ("log_probs", "advantages")  # the latter tie within a sample
-CASES = [(place, cp_size) for place, cp_size in ALL_CASES if cp_size > 1]  # alone: test_against_sorted_lists
 Pairs = Sequence[tuple[float, float]]  # value and mask entry of each token
 
 
-def smallest(pairs: Pairs, where: Any) -> float:
-    """The first value, in order, up to which the sums fulfil a condition."""
-    for value in sorted({value for value, _ in pairs}):
-        upto = [(v, m) for v, m in pairs if v <= value]
-        if where(sum(Fraction(m) for _, m in upto), sum(Fraction(m) * Fraction(v) for v, m in upto)):
-            return value
-    return math.inf
-
-
 def found_by_hand(pairs: Pairs, shares: Sequence[float] = SHARES) -> list[float]:
-    """What `found_in` finds."""
-    pairs = [(value, entry) for value, entry in pairs if entry]
+    """What `found_in` finds: tokens, sum, and for each share the smallest value that enough tokens do not exceed."""
+    pairs = sorted((value, entry) for value, entry in pairs if entry)
     tokens = sum(Fraction(entry) for _, entry in pairs)
-    total = sum(Fraction(entry) * Fraction(value) for value, entry in pairs)
-    quantiles = [smallest(pairs, lambda n, _, q=q: n >= Fraction(str(q)) * tokens) for q in shares]
-    return [float(tokens), float(total), *quantiles, smallest(pairs, lambda n, total: total > -2 * n)]
+    quantiles = []
+    for share in shares:
+        upto, reached = Fraction(0), math.inf
+        for value, entry in pairs:
+            upto += Fraction(entry)
+            if upto >= Fraction(str(share)) * tokens:
+                reached = value
+                break
+        quantiles.append(reached)
+    return [float(tokens), float(sum(Fraction(entry) * Fraction(value) for value, entry in pairs)), *quantiles]
 
 
 def found_in(plan: Plan, values: Any, shares: Sequence[float] = SHARES) -> list[float]:
     measured = plan.measure(values)
     assert math.isnan(measured.mean) or measured.mean == measured.sum / measured.tokens
-    quantiles = [measured.quantile(q) for q in shares]
-    return [measured.tokens, measured.sum, *quantiles, measured.smallest(lambda n, total: total > -2 * n)]
+    return [measured.tokens, measured.sum, *(measured.quantile(q) for q in shares)]
 
 
-def sum_of_unit(step: Sequence[Any], name: str, key: str, unit: Any) -> float:
-    return sum(float((one.values[name] * one.mask).sum()) for one in step if getattr(one, key) == unit)
+# --- over ranks
+
+CASES = [(place, cp_size) for cp_size in (2, 4) for place in (thd, bshd, response, contiguous, gathered)]
 
 
-# --- over ranks, in every layout
+def value_at(sample: int, position: int) -> float:
+    """Of both signs, negative on the whole; rounded to float32."""
+    return float(torch.tensor(random.Random(f"{sample} {position}").uniform(-3, 2)))
 
 
-def mode_of(number: int) -> tuple[str, str]:
-    return oracle.COUNTINGS[number % len(oracle.COUNTINGS)]
-
-
-def on_ranks() -> dict[int, tuple[list[float], Outcome]]:
-    """On a rank: of every layout and CP size, what is found of the step, and a term over the tokens above a half."""
+def on_ranks() -> list[Any]:
+    """On a rank: of each layout what is found of the step, and a term over the tokens above a half."""
     start_process_group()
-    rank, step, found = int(os.environ["RANK"]), rollouts(), {}
-    groups: dict[tuple[str, int], list[Any]] = {}
-    for size in CP_SIZES[1:]:
-        groups["cp", size] = [dist.new_group(list(range(k, k + size))) for k in range(0, RANKS, size)]
-        groups["dp", size] = [dist.new_group(list(range(k, RANKS, size))) for k in range(size)]
-    for number, (place, cp_size) in enumerate(CASES):
-        dp_rank, cp_rank = divmod(rank, cp_size)
-        cp_group = groups["cp", cp_size][dp_rank]
-        hands = [
-            (chosen, *hand_of(step, chosen, place, cp_size, cp_rank, cp_group, None))
-            for chosen in dealt(len(step), RANKS // cp_size)[dp_rank]
-            if chosen or place is not bshd
-        ]
-        name, (mode, units) = NAMES[number % 2], mode_of(number // 2)
-        plan = plan_step(
-            [tokens.samples for _, tokens, _ in hands],
-            mode,
-            divisor=DIVISOR if mode == "constant" else None,
-            units=units,  # type: ignore[arg-type]
-            dp_group=groups["dp", cp_size][cp_rank],
-            cp_group=cp_group,
-        )
-        for one, (_, tokens, _) in zip(plan, hands, strict=True):
-            one.log_probs = tokens.values
-        numbers = found_in(plan, lambda one, name=name: one.log_probs[name], [0.5])
-        by: Any = ("prompt", "rollout")[number % 2]
-        sums = plan.sum_by(by, lambda one, name=name: segment_sum(one.log_probs[name].float(), one))
-        for of_microbatch, (chosen, _, _) in zip(sums, hands, strict=True):
-            expected = [sum_of_unit(step, name, f"{by}_id", getattr(step[i], f"{by}_id")) for i in chosen]
-            assert of_microbatch.tolist() == pytest.approx(expected, rel=1e-5, abs=1e-5)
-        plan.keep("above", lambda one, name=name, half=numbers[2]: one.log_probs[name].float() > half)
-        share, slopes = 0.0, {}
-        for one, (chosen, tokens, held) in zip(plan, hands, strict=True):
-            leaf = tokens.values["token_advantages"].float().requires_grad_()
-            part = one.loss({"above": Term(leaf, mask="above")}, form="sum")
-            part.backward()
-            share += float(part.detach())
-            for at, slope in zip(held, leaf.grad.flatten().tolist(), strict=True):
-                if at is not None:
-                    key = chosen[at[0]], at[1]
-                    slopes[key] = slopes.get(key, 0) + slope
-        found[number] = numbers, Outcome(share, slopes)
+    rank, found = int(os.environ["RANK"]), []
+    cp = {size: [dist.new_group(list(range(k, k + size))) for k in range(0, 4, size)] for size in (2, 4)}
+    dp = {size: [dist.new_group(list(range(k, 4, size))) for k in range(size)] for size in (2, 4)}
+    for seed, (place, size) in enumerate(CASES):
+        step, described, held = drawn_step(seed, 4 // size, 2), [], []
+        for hand in step.hands[rank // size]:
+            chosen = [step.samples[i] for i in hand]
+            at = place([len(one.mask) for one in chosen], size) if hand else None
+            described.append(samples_of(chosen, at) if at else Samples([]))
+            held.append([(hand[t[0]], t[1]) if t else None for t in at.held[rank % size]] if at else [])
+        groups = {"dp_group": dp[size][rank % size], "cp_group": cp[size][rank // size]}
+        plan = plan_step(described, "token_mean", **groups)
+        values = {
+            id(one): torch.tensor([value_at(*t) if t else math.nan for t in of_one]).reshape(one.tokens.loss_shapes[-1])
+            for one, of_one in zip(plan, held, strict=True)
+        }
+        numbers = found_in(plan, lambda one, values=values: values[id(one)], [0.5])
+        plan.keep("above", lambda one, values=values, half=numbers[2]: values[id(one)] > half)
+        shares = [one.loss({"x": Term(values[id(one)].requires_grad_(), mask="above")}, form="sum") for one in plan]
+        found.append((numbers, sum(float(share.detach()) for share in shares)))
     dist.barrier()
     return found
 
 
-@pytest.mark.slow
 def test_in_every_layout_over_ranks() -> None:
-    step, by_rank = rollouts(), run_ranks(RANKS, on_ranks)
-    by_hand, survivors = {}, {}
-    for name in NAMES:
-        of_tokens = torch.cat([torch.stack([one.values[name], one.mask.double()], 1) for one in step])
-        by_hand[name] = found_by_hand(of_tokens.tolist(), [0.5])
-        kept = [one.mask * (one.values[name] > by_hand[name][2]) for one in step]
-        survivors[name] = [
-            oracle.Sample(one.values["token_advantages"], mask, one.rollout_id, one.prompt_id)
-            for one, mask in zip(step, kept, strict=True)
-        ]
-    for number in range(len(CASES)):
-        name, (mode, units) = NAMES[number % 2], mode_of(number // 2)
-        divisor = DIVISOR if mode == "constant" else None
-        for (tokens, total, *thresholds), _ in (found[number] for found in by_rank):
-            assert [tokens, *thresholds] == [by_hand[name][0], *by_hand[name][2:]]  # not one bit off
-            assert total == pytest.approx(by_hand[name][1], rel=1e-13)
-        value = float(oracle.step_loss(mode, survivors[name], divisor, units))
-        slopes = oracle.step_gradient(mode, survivors[name], divisor, units)
-        by_token: Any = {(i, t): x for i, of_sample in enumerate(slopes) for t, x in enumerate(of_sample.tolist())}
-        scale = oracle.step_scale(mode, survivors[name], divisor, units)
-        assert error_of([found[number][1] for found in by_rank], value, by_token, scale) < oracle.EXACT, CASES[number]
+    """To the bit; and what is kept is trained on by its own count."""
+    by_rank = run_ranks(4, on_ranks)
+    for seed in range(len(CASES)):
+        step = drawn_step(seed, 4 // CASES[seed][1], 2)
+        pairs = [
+            (value_at(i, t), float(entry))
+            for i, one in enumerate(step.samples) for t, entry in enumerate(one.mask.double().tolist())
+        ]  # fmt: skip
+        tokens, total, half = found_by_hand(pairs, [0.5])
+        for numbers, _ in (found[seed] for found in by_rank):
+            assert [numbers[0], numbers[2]] == [pytest.approx(tokens, rel=1e-12), half]
+            assert numbers[1] == pytest.approx(total, rel=1e-12, abs=1e-12)
+        above = [(value, entry) for value, entry in pairs if value > half]
+        kept = sum(entry for _, entry in above)
+        mean = sum(value * entry for value, entry in above) / kept if kept else 0.0
+        assert sum(found[seed][1] for found in by_rank) == pytest.approx(mean, rel=1e-5, abs=1e-6), CASES[seed]
 
 
 def collectives() -> tuple[dict[str, list[int]], list[str], bool]:
@@ -148,10 +109,16 @@ def collectives() -> tuple[dict[str, list[int]], list[str], bool]:
     start_process_group()
     rank, sent = int(os.environ["RANK"]), bytes_reduced()
     found, errors, world = {}, [], dist.group.WORLD
-    samples = Samples([torch.ones(6), torch.ones(2)], layout=ZigzagTHD([0, 8, 12], total_lengths=[6, 2]))
-    for name, options in {"dp": {"dp_group": world}, "cp": {"dp_group": None, "cp_group": world}}.items():
-        plan = plan_step([samples, samples], "sample_mean", **options)  # type: ignore[arg-type]
-        found[f"{name} plan"], sent[:] = [*sent], []
+    for name in ("dp", "cp"):
+        own = [f"{name}{rank if name == 'dp' else 0}{k}" for k in range(2)]
+        mask, layout = torch.ones(6), ZigzagTHD([0, 8, 12], total_lengths=[6, 2])
+        samples = [
+            Samples([mask, mask[:2]], layout=layout, rollout_ids=[own[0] + str(k), own[1] + str(k)]) for k in range(2)
+        ]
+        plan = plan_step(
+            samples, "sample_mean", dp_group=world if name == "dp" else None, cp_group=world if name == "cp" else None
+        )
+        sent.clear()
         measured = plan.measure(lambda one: torch.arange(len(one.tokens)).float())
         found[f"{name} measure"], sent[:] = [*sent], []
         measured.quantile(0.5)
@@ -159,42 +126,42 @@ def collectives() -> tuple[dict[str, list[int]], list[str], bool]:
         plan.keep("kept", lambda one: torch.ones(len(one.tokens), dtype=torch.bool))
         found[f"{name} keep"], sent[:] = [*sent], []
         ones = None if rank else lambda one: torch.ones(len(one.tokens))
-        flags = None if rank else lambda one: torch.ones(len(one.tokens)) > 0
         errors += [
-            outcome_of(functools.partial(plan.measure, ones)),
-            outcome_of(functools.partial(plan.keep, "x", flags)),
-            outcome_of(functools.partial(plan.keep, f"x{rank}", lambda one: torch.ones(len(one.tokens)) > 0)),
+            outcome_of(lambda plan=plan, ones=ones: plan.measure(ones)),
+            outcome_of(lambda plan=plan: plan.keep(f"x{rank}", lambda one: torch.ones(len(one.tokens)) > 0)),
         ]
         sent.clear()
+        if rank == 0 and name == "cp":  # its partner may wait inside `values`: no collective, but the error at once
+            errors.append(outcome_of(lambda plan=plan: plan.measure(lambda one: torch.ones(1))))
+            found["alone"] = [*sent]
+        elif name == "dp":
+            bad = (lambda one: torch.ones(1)) if rank else lambda one: torch.ones(len(one.tokens))
+            errors.append(outcome_of(lambda plan=plan, bad=bad: plan.measure(bad)))
     of_stage = [Samples([torch.ones(2)])] if rank else None
     plan = plan_step(of_stage, "token_mean", dp_group=None, replica_groups=[world], num_microbatches=1)
     for values in (lambda one: torch.tensor([1.0, math.nan]), None):
-        errors.append(outcome_of(lambda values=values: plan.measure(values)))
-    errors.append(outcome_of(lambda: plan.keep("kept", lambda one: torch.ones(3))))
-    measured = plan.measure(lambda one: torch.tensor([-3.0, 5.0]))
-    known = (measured.tokens, measured.mean, measured.quantile(0.5)) == (2, 1, -3)
-    plan.keep("kept", lambda one: torch.tensor([False, True]))
+        errors.append(outcome_of(lambda values=values: plan.measure(values if rank else None)))
+    measured = plan.measure((lambda one: torch.tensor([-30.0, 5.0])) if rank else None)
+    known = (measured.tokens, measured.mean, measured.quantile(0.5)) == (2, -12.5, -30)
+    plan.keep("kept", (lambda one: torch.tensor([False, True])) if rank else None)
     return found, errors, known and (not rank or plan[0].totals.with_mask("kept").step_tokens == 1)
 
 
 def test_rounds_and_bytes_and_errors_on_every_rank() -> None:
-    for found, errors, known in run_ranks(2, collectives):
+    for rank, (found, errors, known) in enumerate(run_ranks(2, collectives)):
         for name in ("dp", "cp"):
             assert found[f"{name} measure"] == [32]
-            assert found[f"{name} quantile"] == [4096] * 4
-        assert len(found["dp keep"]) == 1 + len(found["dp plan"])
+            assert found[f"{name} quantile"] == [256 * 8] * 4
+        assert found["dp keep"] == [16]
         assert found["cp keep"][:2] == [16, 2 * 12]  # a byte per position of the buffers
-        assert len(found["cp keep"]) == 2 + len(found["cp plan"])
-        alone = ["ValueError: values of 1 of 2 ranks of a pipeline stage"] * 2
         texts = [
-            *alone,
-            "asks for tokens to keep as 'x",
-            *alone,
-            "asks for tokens to keep as 'x",
-            "a value of nan at an active token",
-            "values of 0 of 1 ranks",
-            "are torch.float32",
-        ]
+            "ValueError: values of 1 of 2 ranks of a pipeline stage", "asks for tokens to keep as 'x",
+            "rank 1: ValueError: values to measure of shape",
+            "ValueError: values of 1 of 2 ranks of a pipeline stage", "asks for tokens to keep as 'x",
+            *(["ValueError: values to measure of shape (1,)"] if rank == 0 else []),
+            "a value of nan at an active token", "values of 0 of 1 ranks",
+        ]  # fmt: skip
+        assert found.get("alone", []) == []
         assert all(text in error for text, error in zip(texts, errors, strict=True)), errors
         assert known
 
@@ -206,28 +173,20 @@ def plan_of(masks: list[Tensor], parts: int = 1) -> Plan:
     return plan_step([Samples(masks[k::parts]) for k in range(parts)], "token_mean", dp_group=None)
 
 
-def drawn(rng: random.Random, kind: str) -> Iterator[float]:
-    """float32 numbers: of all sizes and signs, or many equal ones."""
-    while True:
-        if kind == "ties":
-            yield rng.choice([0.0, -0.0, 1.5, -2.25])
-        else:
-            yield float(torch.tensor(rng.choice([-1, 1]) * 10 ** rng.uniform(-44, 30), dtype=torch.float32))
-
-
 @pytest.mark.parametrize("kind", ["ties", "all sizes"])
 @pytest.mark.parametrize("number", [1, 2, 10, 100])
 def test_against_sorted_lists(kind: str, number: int) -> None:
+    """float32 numbers of all sizes and signs, or many equal ones."""
     rng = random.Random(number)
-    numbers = drawn(rng, kind)
-    values = [next(numbers) for _ in range(number)]
+    many = [rng.choice([-1, 1]) * 10 ** rng.uniform(-44, 30) for _ in range(number)]
+    values = torch.tensor([rng.choice([0.0, -0.0, 1.5, -2.25]) for _ in many] if kind == "ties" else many)
     masks = [[rng.choice([0, 0.5, 1, 1]) for _ in values[:-1]], [1]]
-    pairs = list(zip(values, [*masks[0], *masks[1]], strict=True))
     plan = plan_of([torch.tensor(mask, dtype=torch.float32) for mask in masks], 2)
-    tensors = dict(zip(map(id, plan), torch.tensor(values).split([number - 1, 1]), strict=True))
+    tensors = dict(zip(map(id, plan), values.split([number - 1, 1]), strict=True))
+    pairs = list(zip(values.tolist(), [*masks[0], *masks[1]], strict=True))
     found, by_hand = found_in(plan, lambda one: tensors[id(one)]), found_by_hand(pairs)
     assert (found[0], found[2:]) == (by_hand[0], by_hand[2:])
-    assert found[1] == pytest.approx(by_hand[1], abs=1e-14 * sum(abs(value) for value in values))
+    assert found[1] == pytest.approx(by_hand[1], abs=1e-14 * float(values.double().abs().sum()))
 
 
 def test_nothing_is_active() -> None:
@@ -243,6 +202,7 @@ def test_masks_in_turn() -> None:
     for bound in (1.5, 2.5, 9.0):
         plan.keep("above", lambda one, bound=bound: values > bound)
         term = plan[0].loss({"pg": Term(values, mask="above")}, form="sum")
+        plan.restart()
         found += [plan.measure(lambda one: values, mask="above").sum, float(term.detach())]
     assert found == pytest.approx([11, 11 / 3, 9, 4.5, 0, 0])
     assert not plan.samples[0].by_mask  # type: ignore[index]  # the data is as it was
@@ -267,13 +227,19 @@ def kept(flags: Any, name: str = "kept") -> None:
     plan_step([Samples([X], term_masks={"ok": [X]})], "token_mean", dp_group=None).keep(name, lambda one: flags)
 
 
+def gap(name: str) -> Tensor:
+    one = plan_of([X])[0]
+    one.log_probs["then"] = X
+    return one.gap(name, X)
+
+
 test_refusals = refusal_tests(
     {
         **refusals(
             measured,
             ((X, 0.0), r"q is 0.0: it must be a number in \(0, 1\]", (X, 1e-9)),
             ((torch.ones(3),), r"values to measure of shape \(3,\)", (X[None],)),
-            ((X / 0,), "a value of inf at an active token", (X,)),
+            ((X / 0,), "a value of inf at an active token", (-100 * X,)),
         ),
         **refusals(measured, ((X.long(),), "values to measure is torch.int64", (X.double(),)), error=TypeError),
         **refusals(
@@ -283,9 +249,6 @@ test_refusals = refusal_tests(
             error=TypeError,
         ),
         **refusals(kept, ((X > 0, "ok"), "tokens to keep as 'ok', which is a mask of the Samples", (X > 0, "good"))),
-        **refusals(
-            lambda plan, name: (plan[0].log_probs.update(then=X), plan[0].gap(name, X)),
-            ((plan_of([X]), "now"), "forward pass 'now'", (plan_of([X]), "then")),
-        ),
+        **refusals(gap, (("now",), "forward pass 'now'", ("then",))),
     }
 )

@@ -1,7 +1,6 @@
-"""A plan without Megatron, in one process: what it hands out, in every form, and what it refuses."""
+"""A plan without Megatron, in one process: what it hands out, in every form, what it reports, and what it refuses."""
 
 import math
-import re
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -11,24 +10,29 @@ from weakref import ref
 import oracle
 import pytest
 import torch
+from refusals import refusal_tests, refusals
 from step_samples import DIVISOR, dealt, step_samples
 from torch import Tensor
 
 from megatron_rl_loss import (
     BadBatchError,
     Gathered,
+    Metric,
     Samples,
     StepTotals,
-    UnitCounts,
+    Sum,
+    Term,
     ZigzagBSHD,
     ZigzagTHD,
+    plan_step,
     token_weights,
 )
-from megatron_rl_loss.modes import vl_norm_undivided as vl_norm
-from megatron_rl_loss.modes.loss_modes import LossModes
-from megatron_rl_loss.plan import CARRIERS, Carrier, Plan, plan_step
+from megatron_rl_loss.modes import Mode
+from megatron_rl_loss.plan import CARRIERS, Carrier, Plan
 from megatron_rl_loss.plan.carriers import Count, product
-from megatron_rl_loss.reduction import Metric, Term
+from megatron_rl_loss.plan.checks import check_active_tokens
+from megatron_rl_loss.plan.returned import check_returned
+from megatron_rl_loss.step.collectives import StepGroups
 
 STEP = step_samples(seed=4)
 DEALT = dealt(STEP, 0, 1, 3)
@@ -40,35 +44,43 @@ def described(chosen: list[int], **options: Any) -> Samples:
     return Samples([STEP[i].mask for i in chosen], **options)
 
 
-def planned(mode: str = "sample_mean", **options: Any) -> Plan:
+def planned(mode: Any = "sample_mean", **options: Any) -> Plan:
     divisor = DIVISOR if mode == "constant" else None
-    return plan_step([described(chosen) for chosen in DEALT], mode, divisor=divisor, **options)
+    return plan_step([described(chosen) for chosen in DEALT], mode, divisor=divisor, dp_group=None, **options)
 
 
 def losses_of(chosen: list[int]) -> Tensor:
     return torch.cat([STEP[i].losses for i in chosen]).float().requires_grad_()
 
 
-@pytest.mark.parametrize("with_totals", [False, True])
-@pytest.mark.parametrize(("mode", "units"), [("sample_mean", "all"), ("prompt_mean", "active"), ("constant", "all")])
-def test_shares_add_up_to_the_step_loss(mode: str, units: Any, with_totals: bool) -> None:
-    """By the weights, which tests/unit/modes proves, of the totals that are counted, or given."""
-    whole = described(list(range(len(STEP))))
-    ids: Any = {"rollout_ids": whole.rollout_ids, "prompt_ids": whole.prompt_ids}
-    totals = StepTotals.from_loss_masks(whole.loss_masks, **ids)
-    plan, total = planned(mode, units=units, totals=totals if with_totals else None), 0.0
+def placed(plan: Plan, cp_rank: int = 0, cp_size: int = 1, dp_size: int = 1) -> Plan:
+    """As one rank of groups that do not exist."""
+    groups = [
+        SimpleNamespace(size=lambda: dp_size, rank=lambda: 0),
+        SimpleNamespace(size=lambda: cp_size, rank=lambda: cp_rank),
+    ]
+    facts = replace(plan.facts, groups=StepGroups(*groups))  # type: ignore[arg-type]
+    return Plan(plan.samples, facts)
+
+
+@pytest.mark.parametrize(("mode", "units"), oracle.COUNTINGS)
+def test_shares_add_up_to_the_step_loss(mode: str, units: Any) -> None:
+    plan, total, divisor = planned(mode, units=units), 0.0, DIVISOR if mode == "constant" else None
     assert len(plan) == len(list(plan)) == len(DEALT)
-    divisor = DIVISOR if mode == "constant" else None
     for microbatch, chosen in zip(plan, DEALT, strict=True):
         losses = losses_of(chosen)
         share = microbatch(losses)
         microbatch.carry(share, form="sum").backward()
-        weights = token_weights(mode, microbatch.samples, totals, divisor=divisor, units=units)
+        weights = token_weights(mode, microbatch.samples, plan.totals, divisor=divisor, units=units)
         assert torch.equal(microbatch.weights, weights)
         assert torch.equal(losses.grad, weights)
         total += float(share.detach())
     error = oracle.sum_error(oracle.num_tokens(STEP)) * oracle.step_scale(mode, STEP, divisor, units)
     assert total == pytest.approx(float(oracle.step_loss(mode, STEP, divisor, units)), abs=error)
+    assert float(plan.finish()["pg_loss"]) == pytest.approx(total)
+
+
+# --- what is returned
 
 
 @pytest.mark.parametrize("row", CARRIERS, ids=lambda row: f"{row.form}-{row.per_token}")
@@ -77,271 +89,364 @@ def test_the_powers_of_each_count_cancel(row: Carrier) -> None:
     counts |= {"step_active_tokens": 11, "rollouts": 13}
     places = (row.returned, row.engine, row.schedule, row.ddp, row.finalize)
     assert math.prod(product(powers, counts) for powers in places) == pytest.approx(1)
-    sizes = {"num_microbatches": 3, "dp_size": 5, "cp_size": 7}
-    plan = Plan(samples=None, modes=LossModes.resolve("token_mean"), totals=StepTotals(), **sizes)  # type: ignore[arg-type]
-    reported_by = plan.constants_on(torch.device("cpu"))[1]  # what reported shares are divided by
-    assert float(reported_by) == pytest.approx(1 / 105)
     for name in row.returned.keys() & {"step_active_tokens", "rollouts"}:
         with pytest.raises(ValueError, match=f"totals without {name}"):
             product(row.returned, counts | {name: None})
 
 
 def test_what_is_returned_in_each_form() -> None:
-    plan, per_token = planned("token_mean"), planned("token_mean", per_token_loss=True)
     losses, active = losses_of(DEALT[0]), [sum(int((STEP[i].mask != 0).sum()) for i in chosen) for chosen in DEALT]
     mine = {"nested": {"loss": 1, "list": [1, "two"]}, "lr": 1e-6}
-    forms: list[tuple[Any, Plan, int]] = [
-        ("3-tuple", plan, 3 * 5), ("2-tuple", plan, 3 * 5), ("sum", plan, 1), ("mean", plan, 5),  # 3 micro-batches
-        ("3-tuple", per_token, sum(active)), ("slime", plan, len({one.rollout_id for one in STEP})),
-        ("verl", plan, 5), ("verl", per_token, 5), ("nemo_rl", per_token, 1),
+    forms: list[tuple[Any, bool, int]] = [
+        ("3-tuple", False, 3 * 5), ("2-tuple", False, 3 * 5), ("sum", False, 1), ("mean", False, 5),
+        ("3-tuple", True, sum(active)), ("slime", False, len({one.rollout_id for one in STEP})),
+        ("verl", False, 5), ("verl", True, 5), ("nemo_rl", True, 1),
     ]  # fmt: skip
-    for form, one, factor in forms:
-        microbatch = replace(one, dp_size=5)[0]
+    for form, per_token, factor in forms:  # of 3 micro-batches, over 5 ranks
+        microbatch = placed(planned("token_mean", per_token_loss=per_token), dp_size=5)[0]
         share = microbatch(losses)
         returned = microbatch.carry(share, mine, form=form)
         loss, *num_tokens, report = (returned, mine) if isinstance(returned, Tensor) else returned
         assert float(loss.detach()) == pytest.approx(factor * float(share.detach()))
         assert report is mine
-        assert num_tokens == ([active[0] if one is per_token else 1] if form == "3-tuple" else [])
+        assert num_tokens == ([active[0] if per_token else 1] if form == "3-tuple" else [])
         assert all(number.dtype == torch.int32 for number in num_tokens)
-    assert plan[0].carry(plan[0](losses), form="2-tuple")[1] == {}
-    copies = [Samples([torch.ones(4)], layout=Gathered([0, 4]))]  # counted on the first of the ranks that hold them
-    per_token = plan_step(copies, "token_mean", per_token_loss=True)
-    of_ranks = [replace(per_token, cp_rank=rank, cp_size=2) for rank in range(2)]
-    assert [int(one[0].loss(torch.ones(4, requires_grad=True))[1]) for one in of_ranks] == [4, 0]
+    copies = plan_step([Samples([[1] * 4], layout=Gathered([0, 4]))], "token_mean", per_token_loss=True, dp_group=None)
+    of_ranks = [placed(copies, rank, 2)[0].loss(torch.ones(4, requires_grad=True)) for rank in range(2)]
+    assert [int(one[1]) for one in of_ranks] == [4, 0]  # counted on the first of the ranks that hold them
 
 
-def test_the_report_is_of_the_last_loss_unless_shares_are_given() -> None:
+def test_what_a_loss_function_returns_must_be_what_was_handed_out() -> None:
+    plan, losses = planned(), losses_of(DEALT[0])
+    with pytest.raises(ValueError, match=r"neither its loss\(\) nor its carry\(\) was called"):
+        check_returned((losses.sum(), torch.ones(()), {}), plan[0].receipt)
+    loss, count, report = plan[0].loss(losses)
+    check_returned((loss, count, report), plan[0].receipt)
+    check_returned((loss, count, {**report, "lr": 0.1}), plan[0].receipt)
+    for wrong, text in (
+        (loss, "returned a loss alone, as form='sum' and form='mean' give it"),
+        (3, "returned a int"),
+        ((loss, report), "returned 2 values"),
+        ((loss * 2, count, report), "it is another aggregation, has a factor"),
+        ((loss, 1, report), "token count that this micro-batch did not hand out: it is a int"),
+        ((loss, count, {"kl": torch.ones(())}), "a report of single numbers, kl: Megatron logs their mean"),
+        ((plan[1].loss(losses_of(DEALT[1]))[0], count, report), "an earlier micro-batch's loss"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            check_returned(wrong, plan[0].receipt)
+    loss.data.add_(1)
+    loss.detach().add_(1)
+    with pytest.raises(ValueError, match="it was changed in place"):
+        check_returned((loss, count, report), plan[0].receipt)
+
+
+# --- a plan is used up
+
+
+def train(plan: Plan, *numbers: int) -> None:
+    for number in numbers:
+        plan[number].loss(losses_of(DEALT[number]))[0].backward()
+
+
+def test_a_plan_is_trained_on_once() -> None:
+    """A plan of an earlier step, half of its micro-batches, a micro-batch twice: each is refused, or meant."""
     plan = planned()
-    share = plan[0](losses_of(DEALT[0]))
-    assert plan[0].report().keys() == {"pg_loss"}
-    numerator, denominator = plan[0].report({"pg_loss": 2 * share})["pg_loss"].tolist()
-    assert (numerator, denominator) == (pytest.approx(2 * float(share.detach())), pytest.approx(1 / 3))
-    plan = planned(terms={"kl": "token_mean"})
-    losses = losses_of(DEALT[1])
-    metrics = {"most": Metric(losses.detach(), "tokens", kind="max")}
-    _, _, report = plan[1].loss({"pg": losses, "kl": Term(losses, coef=0.5)}, metrics)
-    assert report.keys() == {"loss", "pg", "kl", "most"}
-    plan.finish_metrics([report])
-    largest = pytest.approx(losses.detach()[torch.cat([STEP[i].mask for i in DEALT[1]]) != 0].max().item())
-    assert float(report["most"][0] / report["most"][1]) == largest
-    metrics = {"most": Metric(losses.detach() - 1, "tokens", kind="max")}  # another pass begins anew
-    _, _, report = plan[1].loss({"pg": losses, "kl": Term(losses, coef=0.5)}, metrics)
-    plan.finish_metrics([report])
-    assert float(report["most"][0] / report["most"][1]) + 1 == largest
-    with pytest.raises(ValueError, match="Report the same names every time"):
-        plan[1].loss(losses, form="2-tuple")
+    train(plan, 0)
+    with pytest.raises(
+        ValueError, match=r"micro-batch 0 of a plan, carried a second time: its step is being trained on"
+    ):
+        train(plan, 0)
+    train(plan, 1)
+    with pytest.raises(ValueError, match=r"a plan of 3 micro-batches, of which \[2\] were not trained on"):
+        plan.finish()
+    train(plan, 2)
+    plan.finish()
+    with pytest.raises(
+        ValueError, match=r"trained on already, all of it. Plan each step anew; .*plan.restart\(\) first"
+    ):
+        train(plan, 1)
+    plan.restart()
+    train(plan, 2, 0, 1)
+    plan.finish()
+    with torch.no_grad():  # evaluation carries as often as it likes
+        plan.restart()
+        for number in (0, 1, 1, 2):
+            plan[number].loss(losses_of(DEALT[number]))
+        plan.finish()
 
 
-def test_terms_and_metrics_count_the_units_and_masks_that_they_say() -> None:
-    """Terms that differ in nothing but their counting do not share weights; a metric's own mask has its own mean."""
-    own = [one.mask * (torch.arange(len(one.mask)) % 2 == 0) for one in STEP]
-    samples = [described(chosen, term_masks={"own": [own[i] for i in chosen]}) for chosen in DEALT]
-    plan = plan_step(samples, "sample_mean", units="active", term_masks=["own"])
-    found: dict[str, float] = {}
-    for microbatch, chosen in zip(plan, DEALT, strict=True):
-        losses = losses_of(chosen)
-        terms = {
-            "pg": losses,
-            "all": Term(losses, "sample_mean", units="all"),
-            "as policy": Term(losses, "sample_mean"),
-        }
-        _, _, report = microbatch.loss(terms, {"masked": Metric(losses.detach(), mask="own")})
-        for name, pair in report.items():
-            found[name] = found.get(name, 0.0) + float(pair[0])
-    of_own = [replace(one, mask=mask) for one, mask in zip(STEP, own, strict=True)]
+def test_a_share_of_another_micro_batch_is_refused() -> None:
+    plan = planned()
+    with pytest.raises(ValueError, match="without this micro-batch's reducers"):
+        plan[0].carry(plan[1](losses_of(DEALT[1])))
+
+
+# --- reports
+
+
+def test_reports_are_filled_in_at_the_end_and_each_micro_batch_counts_once() -> None:
+    """After an error a plan runs again: variance is not counted twice."""
+    values = [losses_of(chosen).detach() for chosen in DEALT]
+    masks = torch.cat([torch.cat([STEP[i].mask for i in chosen]) for chosen in DEALT])
+    flat, kinds = torch.cat(values).double(), ("mean", "min", "max", "variance", "ess")
+    plan = planned("token_mean")
+    for again in range(2):
+        reports = []
+        for microbatch, chosen, x in list(zip(plan, DEALT, values, strict=True))[: 3 if again else 2]:
+            metrics: dict[str, Any] = {kind: Metric(x, "tokens", kind=kind) for kind in kinds}
+            reports.append(microbatch.loss(losses_of(chosen), {**metrics, "sum": Metric(x, "none"), "plain": x})[2])
+        assert all(math.isnan(value) for report in reports for value in report.values())
+        if not again:
+            plan.restart()
+    found = plan.finish(reports)
+    mean = float((masks * flat).sum() / masks.sum())
+    square = float((masks * flat**2).sum() / masks.sum())
+    seen = flat[masks != 0]
     expected = {
-        name: float(oracle.step_loss("sample_mean", step, None, units))
-        for name, step, units in (
-            ("pg", STEP, "active"), ("all", STEP, "all"), ("as policy", STEP, "active"), ("masked", of_own, "active"),
-        )
+        "pg_loss": mean, "mean": mean, "min": seen.min(), "max": seen.max(), "variance": square - mean**2,
+        "ess": mean**2 / square, "sum": (masks * flat).sum(), "plain": oracle.step_loss("sample_mean", STEP),
     }  # fmt: skip
-    assert expected["pg"] != expected["all"]
-    assert found == pytest.approx(expected | {"loss": sum(found[name] for name in terms)}, rel=1e-5)
+    assert {name: float(one) for name, one in found.items()} == pytest.approx(
+        {k: float(v) for k, v in expected.items()}, rel=1e-4
+    )
+    for report in reports:
+        assert {name: float(one) for name, one in report.items()} == {name: float(one) for name, one in found.items()}
 
 
-@pytest.mark.parametrize("ids", [{}, {"rollout_ids": [], "prompt_ids": []}], ids=["without ids", "with none"])
-def test_empty_micro_batches_and_steps(ids: dict[str, Any]) -> None:
-    filler = Samples([], layout=ZigzagTHD([0, 4], filler_slots=1), **ids)
-    plan = plan_step([described([0, 1]), filler], "prompt_mean")
-    losses = torch.tensor([1.0, torch.nan, torch.inf, 0.0], requires_grad=True)
-    plan[1].carry(plan[1](losses), form="mean").backward()
-    assert torch.equal(losses.grad, torch.zeros(4))
-    alone = plan_step([described([0, 1])], "prompt_mean")
-    assert plan.summary == alone.summary
-    assert torch.equal(plan[0].weights, alone[0].weights)
-    with pytest.raises(ValueError, match="a step without one active token"):
-        plan_step([filler], "token_mean", empty_step="error")
-    none = plan_step(None, "token_mean", num_microbatches=2, totals=StepTotals(step_tokens=3))
-    assert len(none) == 2
-    with pytest.raises(ValueError, match="a plan without samples"):
-        none[0]
+def test_a_report_of_shares() -> None:
+    plan, values = planned(), []
+    for microbatch, chosen in zip(plan, DEALT, strict=True):
+        share = microbatch.token_mean(losses_of(chosen))
+        values.append(float(share.detach()))
+        report = microbatch.carry(share, microbatch.report({"mine": 2 * share}))[2]
+    assert float(plan.finish([report])["mine"]) == pytest.approx(2 * sum(values))
+    assert float(report["mine"]) == pytest.approx(2 * sum(values))
 
 
-def of_tokens(number: int) -> StepTotals:
-    return StepTotals(step_tokens=number, step_active_tokens=number)
+def test_without_an_active_token_a_metric_is_not_a_number() -> None:
+    plan = plan_step([Samples([[0, 0]])], "token_mean", dp_group=None)
+    metrics = {kind: Metric(torch.ones(2), "tokens", kind=kind) for kind in ("min", "max", "variance", "ess")}  # type: ignore[arg-type]
+    plan[0].loss(torch.ones(2, requires_grad=True), metrics)
+    found = plan.finish()
+    assert all(math.isnan(found[kind]) for kind in metrics)
+    assert float(found["pg_loss"]) == 0
 
 
-def test_as_many_tokens_as_megatron_counts() -> None:
-    for per_token, number in ((True, 2**31 - 1), (False, 2**31), (False, 2**33)):
-        assert planned("token_mean", per_token_loss=per_token, totals=of_tokens(number)).totals.step_tokens == number
+def test_what_is_not_finite_is_named_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    plan = plan_step([Samples([[1, 0], [1, 1]])], "token_mean", dp_group=None)
+    bad = torch.tensor([1, math.nan, 2, math.inf], requires_grad=True)
+    plan[0].loss({"pg": torch.ones(4, requires_grad=True), "kl": bad}, {"gap": bad.detach()})
+    assert "the term 'kl' is inf at token 1 of sample 1 of a micro-batch" in caplog.text
+
+
+# --- terms
 
 
 def test_a_loss_of_terms_by_hand() -> None:
-    masks = [torch.tensor([1.0, 1, 0]), torch.tensor([1.0])]
-    correct = [torch.tensor([0.0, 1, 0]), torch.tensor([0.0])]
+    masks, correct = [torch.tensor([1.0, 1, 0]), torch.tensor([1.0])], [torch.tensor([0.0, 1, 0]), torch.tensor([0.0])]
     samples = [Samples(masks, rollout_ids=["a", "b"], term_masks={"correct": correct})]
     x = torch.tensor([1.0, 2.0, math.nan, 6.0], requires_grad=True)
     terms = {
         "pg": x, "kl": Term(3 * x, coef=0.1), "nll": Term(5 * x, coef=2.0, mask="correct"), "same": Term(x, coef=0),
         "seen": Term(x.detach() * 2, "token_mean"),
     }  # fmt: skip
-    plan = plan_step(samples, "sample_mean", terms={"kl": "token_mean"}, term_masks=["correct"])
+    plan = plan_step(samples, "sample_mean", terms={"kl": "token_mean"}, term_masks=["correct"], dp_group=None)
     loss, _, report = plan[0].loss(terms)
+    plan.finish([report])
     # 1/2 (1.5 + 6); 3 * 9 / 3; 5 * (1/2) (2 + 0)
     expected = {"loss": 3.75 + 0.9 + 10 + 6, "pg": 3.75, "kl": 9, "nll": 5, "same": 3.75, "seen": 6}
-    assert {name: float(pair[0] / pair[1]) for name, pair in report.items()} == pytest.approx(expected)
+    assert {name: float(value) for name, value in report.items()} == pytest.approx(expected)
     loss.backward()
     assert x.grad.tolist() == pytest.approx([0.25 + 0.1, 0.25 + 0.1 + 5, 0, 0.5 + 0.1])
     assert len({id(reducer) for reducer in plan[0]._reducers.values()}) == 3  # by sample, by token, by the mask
-    assert plan[0].pg_loss in plan[0]._reducers.values()
 
 
-def test_without_an_active_token_a_metric_is_not_a_number() -> None:
-    plan = plan_step([Samples([torch.zeros(2)], rollout_ids=["a"])], "token_mean")
-    kinds: Any = ("min", "max", "variance", "ess")
-    metrics = {kind: Metric(torch.ones(2), "tokens", kind=kind) for kind in kinds}
-    plan[0].loss(torch.ones(2, requires_grad=True), metrics)
-    found = plan.parts.finish([])
-    assert found.keys() == set(kinds)
-    assert all(math.isnan(float(value)) for value in found.values())
+def test_terms_and_metrics_count_the_units_and_masks_that_they_say() -> None:
+    """Terms that differ in nothing but their counting do not share weights; a metric's own mask has its own mean."""
+    own = [one.mask * (torch.arange(len(one.mask)) % 2 == 0) for one in STEP]
+    samples = [described(chosen, term_masks={"own": [own[i] for i in chosen]}) for chosen in DEALT]
+    ours = Sum(of=lambda samples: samples.mask_sums)
+    declared = Mode(name="declared", function=lambda step: 1 / step.sum("all"), sums={"all": ours})
+    terms: Any = {"declared": declared}
+    plan = plan_step(samples, "sample_mean", units="active", terms=terms, term_masks=["own"], dp_group=None)
+    for microbatch, chosen in zip(plan, DEALT, strict=True):
+        x = losses_of(chosen)
+        by_name = {
+            "pg": x, "all": Term(x, "sample_mean", units="all"), "as policy": Term(x, "sample_mean"),
+            "peer": Term(x, "openrlhf:token_level_loss=false"), "declared": Term(x, mask="own"),
+            "declared too": Term(x, declared, mask="own"),
+        }  # fmt: skip
+        microbatch.loss(by_name, {"masked": Metric(x.detach(), mask="own")})
+    found = {name: float(value) for name, value in plan.finish().items()}
+    of_own = [replace(one, mask=mask) for one, mask in zip(STEP, own, strict=True)]
+    mean = float(oracle.step_loss("token_mean", of_own))
+    expected = {
+        name: float(oracle.step_loss("sample_mean", step, None, units))
+        for name, step, units in (
+            ("pg", STEP, "active"), ("all", STEP, "all"), ("as policy", STEP, "active"), ("masked", of_own, "active"),
+            ("peer", STEP, "active"),
+        )
+    } | {"declared": mean, "declared too": mean}  # fmt: skip
+    assert expected["pg"] != expected["all"]
+    assert found == pytest.approx(expected | {"loss": sum(found[name] for name in by_name)}, rel=1e-5)
+
+
+# --- fillers, cuts, tokens
+
+
+@pytest.mark.filterwarnings("ignore:all rollouts of the step are one prompt")
+@pytest.mark.parametrize("filler", [Samples([]), Samples([], layout=ZigzagTHD([0, 4], filler_slots=1), prompt_ids=[])])
+def test_empty_micro_batches_and_steps(filler: Samples) -> None:
+    masks = {"own": [STEP[i].mask for i in (0, 1)]}
+    plan = plan_step([described([0, 1], term_masks=masks), filler], "prompt_mean", term_masks=["own"], dp_group=None)
+    losses = torch.ones(filler.total_tokens, requires_grad=True) * math.nan
+    plan[1].loss({"pg": losses, "own": Term(losses, mask="own")})[0].backward()
+    alone = plan_step([described([0, 1])], "prompt_mean", dp_group=None)
+    assert plan.summary == alone.summary
+    assert torch.equal(plan[0].weights, alone[0].weights)
+    with pytest.raises(BadBatchError, match="a step without one active token"):
+        plan_step([filler], "token_mean", empty_step="error", dp_group=None)
+
+
+def test_as_many_tokens_as_megatron_counts() -> None:
+    for per_token_loss, number in ((True, 2**31 - 1), (False, 2**31)):
+        check_active_tokens(StepTotals(step_active_tokens=number), per_token_loss=per_token_loss, empty_step="warn")
+    with pytest.raises(BadBatchError, match="Megatron sums token counts as int32"):
+        check_active_tokens(StepTotals(step_active_tokens=2**31), per_token_loss=True, empty_step="warn")
+
+
+PACKED = Samples([torch.ones(4), torch.ones(6)], layout=ZigzagTHD([0, 8, 16], [4, 6]), tokens=torch.arange(16))
+OF_ROWS = Samples([torch.ones(4)] * 2, layout=ZigzagBSHD(2, 4), tokens=torch.arange(8).view(2, 4))
 
 
 def test_local_cuts_what_has_a_value_a_token() -> None:
-    packed = Samples([torch.ones(4), torch.ones(6)], layout=ZigzagTHD([0, 8, 16], [4, 6]))
-    rows = Samples([torch.ones(4)] * 2, layout=ZigzagBSHD(2, 4))
     whole, batch = torch.arange(16), torch.arange(8).view(2, 4)
-    both = torch.stack([whole, -whole], 1)
-    plan = plan_step([packed, rows], "token_mean")
+    both, plan = torch.stack([whole, -whole], 1), plan_step([PACKED, OF_ROWS], "token_mean", dp_group=None)
     for cp_rank, held in enumerate(([0, 1, 6, 7, 8, 9, 14, 15], [2, 3, 4, 5, 10, 11, 12, 13])):
-        microbatch, of_rows = replace(plan, cp_rank=cp_rank, cp_size=2)
+        packed, rows = placed(plan, cp_rank, 2)
         columns = batch[:, [[0, 3], [1, 2]][cp_rank]]  # row by row
         for one, given, expected in (
-            (microbatch, whole.bool(), whole.bool()[held]), (microbatch, whole[None], whole[held][None]),
-            (microbatch, both, both[held]), (microbatch, both[None], both[held][None]), (of_rows, batch, columns),
-            (of_rows, batch.flatten(), columns.flatten()),
+            (packed, whole.bool(), whole.bool()[held]), (packed, whole[None], whole[held][None]),
+            (packed, both, both[held]), (packed, both[None], both[held][None]), (rows, batch, columns),
+            (rows, batch.flatten(), columns.flatten()),
         ):  # fmt: skip
             assert torch.equal(one.local(given), expected)
         with pytest.raises(ValueError, match=r"shape \(4, 2\)"):  # which would be cut as a whole
-            of_rows.local(batch.view(4, 2))
+            rows.local(batch.view(4, 2))
 
 
-OF_ONE_RANK: Any = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
-OF_TWO_RANKS: Any = SimpleNamespace(size=lambda: 2, rank=lambda: 0)
-WRONG: list[tuple[str, str, type[Exception], Callable[[], Any]]] = [
-    ("no list", "must be a list with one Samples", TypeError, lambda: plan_step(described([0]), "token_mean")),  # type: ignore[arg-type]
-    ("no Samples", "micro-batch 0 are a dict", TypeError, lambda: plan_step([{}], "token_mean")),  # type: ignore[list-item]
-    ("number", "1 Samples for 2 micro-batches", ValueError,
-     lambda: plan_step([described([0])], "token_mean", num_microbatches=2)),
-    ("negative number", "num_microbatches is -1", ValueError, lambda: plan_step([], "token_mean", num_microbatches=-1)),
-    ("empty list", "an empty list of samples", ValueError, lambda: plan_step([], "token_mean")),
-    ("nothing", "neither samples nor num_microbatches", ValueError, lambda: plan_step(None, "token_mean")),
-    ("prompt ids", "samples without prompt_ids", ValueError,
-     lambda: plan_step([Samples([torch.ones(2)])], "prompt_mean")),
-    ("mode", "there is no such mode", ValueError, lambda: planned("mean")),
-    ("divisor", "without a divisor", ValueError, lambda: plan_step([described([0])], "constant")),
-    ("empty step", "no such empty step handling", ValueError, lambda: planned(empty_step="stop")),
-    ("term's mask", "a mask 'kl'", ValueError, lambda: planned(term_masks=["kl"])),
-    ("totals", "the denominators are those of the whole step", TypeError, lambda: planned(totals=3)),
-    ("missing statistic", "totals without the statistic", ValueError,
-     lambda: plan_step([Samples([torch.ones(2)])], vl_norm, totals=of_tokens(2))),
-    ("missing count", "totals without step_tokens", ValueError,
-     lambda: plan_step([described([0])], "token_mean", totals=StepTotals(rollouts=UnitCounts(all=3)))),
-    ("2^31 tokens with per-token loss", "Megatron sums token counts as int32", BadBatchError,
-     lambda: planned("token_mean", per_token_loss=True, totals=of_tokens(2**31))),
-    ("missing count of an empty step", "empty step handling 'error' needs it", ValueError,
-     lambda: planned(totals=StepTotals(rollouts=UnitCounts(all=3, tokens={0: 1})), empty_step="error")),
-    ("small totals", "the totals say 1", ValueError,
-     lambda: plan_step([described(DEALT[0])], "token_mean", totals=StepTotals(step_tokens=1))),
-    ("totals over CP ranks", "it has context-parallel ranks", ValueError,
-     lambda: plan_step([Samples([torch.ones(4)], layout=ZigzagTHD([0, 4]))], "token_mean", cp_group=OF_TWO_RANKS,
-                       totals=StepTotals(step_tokens=4, dp_size=2))),
-    ("cp_groups of plan and samples", "0 with a cp_group of their own, in a plan with a cp_group of 2", ValueError,
-     lambda: plan_step([Samples([torch.ones(4)], cp_group=OF_ONE_RANK)], "token_mean", cp_group=OF_TWO_RANKS,
-                       totals=StepTotals(step_tokens=4, dynamic_cp=True))),
-    ("totals without a word of cp_groups", "ranks without such samples would scale as in other steps", ValueError,
-     lambda: plan_step([Samples([torch.ones(4)], cp_group=OF_ONE_RANK)], "token_mean",
-                       totals=StepTotals(step_tokens=4))),
-    ("unknown form", "form='tuple': there is no such form", ValueError, lambda: carried(form="tuple")),
-    ("pair with per-token loss", "form='2-tuple' with per-token loss", ValueError,
-     lambda: carried(form="2-tuple", per_token_loss=True)),
-    ("mean with per-token loss", "form='mean' with per-token loss", ValueError,
-     lambda: carried(form="mean", per_token_loss=True)),
-    ("slime with per-token loss", "form='slime' with per-token loss", ValueError,
-     lambda: carried(form="slime", per_token_loss=True)),
-    ("NeMo-RL without", "form='nemo_rl' without per-token loss", ValueError, lambda: carried(form="nemo_rl")),
-    ("no reducer", "without this micro-batch's reducers", ValueError, lambda: planned()[0].carry(torch.ones(()))),
-    ("unreduced", "the loss is of shape (2,)", ValueError, lambda: planned()[0].carry(torch.ones(2))),
-    ("coefficient", "coef='2': it must be a finite number", ValueError,
-     lambda: planned()[0].loss({"pg": Term(losses_of(DEALT[0]), coef="2")})),  # type: ignore[arg-type]
-    ("report of numbers", "kl is 0.5", ValueError, lambda: planned()[0].report({"kl": 0.5})),  # type: ignore[dict-item]
-    ("per-token loss without its count", "totals without step_active_tokens: what is returned is multiplied by it",
-     ValueError, lambda: replace(planned("token_mean", per_token_loss=True), totals=StepTotals(step_tokens=9))[0].loss(
-         losses_of(DEALT[0]))),
-    ("a cut of another number of tokens", "shape (5,)", ValueError, lambda: cut(torch.ones(5))),
-    ("a cut of tokens in the second dimension", "shape (2, 4)", ValueError, lambda: cut(torch.ones(2, 4))),
-    ("no term", "there must be one at least", ValueError, lambda: of_terms(lambda x: {})),
-    ("a term named loss", "a loss of the terms ['loss', 'kl']", ValueError,
-     lambda: of_terms(lambda x: {"loss": x, "kl": x})),
-    ("a metric named as a term", "a metric named 'kl'", ValueError,
-     lambda: of_terms(lambda x: {"pg": x, "kl": x}, kl=Metric(torch.ones(4)))),
-    ("a metric named as the loss of terms", "a metric named 'loss'", ValueError,
-     lambda: of_terms(lambda x: {"pg": x, "kl": x}, loss=Metric(torch.ones(4)))),
-    ("a term of another number of tokens", "a term of shape (3,)", ValueError,
-     lambda: of_terms(lambda x: {"pg": x, "kl": x[:3]})),
-    ("units without a mode", "the term 'kl' with units or a divisor and no mode", ValueError,
-     lambda: of_terms(lambda x: {"kl": Term(x, units="active")})),
-    ("a coefficient that is not finite", "the term 'kl' with coef=nan", ValueError,
-     lambda: of_terms(lambda x: {"kl": Term(x, coef=math.nan)})),
-    ("a mode that nothing was counted for", "'kl' by prompt_mean and totals without prompts.all", ValueError,
-     lambda: of_terms(lambda x: {"pg": x, "kl": Term(x, "prompt_mean")})),
-    ("a mask that is not there", "totals of the masks: none; a term by the mask 'wrong'", ValueError,
-     lambda: of_terms(lambda x: {"pg": x, "nll": Term(x, mask="wrong")})),
-    ("an unknown normaliser", "Choose one of samples, tokens, prompts, none", ValueError,
-     lambda: of_terms(lambda x: x, x=Metric(torch.ones(4), "rollouts"))),  # type: ignore[arg-type]
-    ("an unknown kind", "Choose one of mean, min, max, variance, ess", ValueError,
-     lambda: of_terms(lambda x: x, x=Metric(torch.ones(4), kind="std"))),  # type: ignore[arg-type]
-    ("a metric over prompts that nothing counted", "'x' by prompt_mean and totals without prompts.all", ValueError,
-     lambda: of_terms(lambda x: x, x=Metric(torch.ones(4), "prompts"))),
-    ("an extreme of another number of tokens", "a metric of shape (3,)", ValueError,
-     lambda: of_terms(lambda x: x, x=Metric(torch.ones(3), kind="max"))),
-]  # fmt: skip
+def test_a_models_tokens_are_compared_with_the_plans_cut() -> None:
+    plan = plan_step([PACKED, OF_ROWS], "token_mean", dp_group=None)
+    packed, rows = placed(plan, 1, 2)
+    packed.check_tokens(torch.tensor([2, 3, 4, 5, 10, 11, 12, 13])[None])
+    rows.check_tokens(torch.tensor([[1, 2], [5, 6]]))
+    with pytest.raises(ValueError, match="8 local tokens that are not those of the plan's layout: the model cuts"):
+        packed.check_tokens(torch.arange(8, 16))  # cut as a whole
+    with pytest.raises(ValueError, match="4 local tokens: this rank's part of the layout is 8"):
+        placed(plan, 0, 2)[0].check_tokens(torch.arange(4))
+    with pytest.raises(ValueError, match="check_tokens of Samples without tokens"):
+        planned()[0].check_tokens(torch.arange(4))
 
 
-def cut(tensor: Tensor) -> Tensor:
-    plan = plan_step([Samples([torch.ones(4)], layout=ZigzagTHD([0, 4]))], "token_mean")
-    return replace(plan, cp_rank=1, cp_size=2)[0].local(tensor)
+# --- refusals, each beside its nearest legal neighbour
 
 
-def of_terms(terms: Callable[[Tensor], Any], **metrics: Metric) -> Any:
-    plan = plan_step([Samples([torch.ones(4)])], "token_mean")
-    return plan[0].loss(terms(torch.ones(4, requires_grad=True)), metrics)
+def plan(samples: Any, mode: Any = "token_mean", **options: Any) -> Plan:
+    return plan_step(samples, mode, **{"dp_group": None, **options})
 
 
-def carried(form: Any, per_token_loss: bool = False) -> Any:
-    plan = planned("token_mean", per_token_loss=per_token_loss)
-    return plan[0].carry(plan[0](losses_of(DEALT[0])), form=form)
+def of_terms(terms: Callable[[Tensor], Any], metric: Any = None) -> Any:
+    metrics = {} if metric is None else {"kl": metric}
+    return plan([Samples([torch.ones(4)])])[0].loss(terms(torch.ones(4, requires_grad=True)), metrics)
 
 
-@pytest.mark.parametrize(("text", "error", "use"), [row[1:] for row in WRONG], ids=[row[0] for row in WRONG])
-def test_wrong_uses_are_refused(text: str, error: type[Exception], use: Callable[[], Any]) -> None:
-    with pytest.raises(error, match=re.escape(text)):
-        use()
+def pair(x: Tensor, kl: Any = None) -> Any:
+    return {"pg": x, "kl": x if kl is None else kl}
+
+
+def carried(form: Any, per_token_loss: bool = False, share: Any = None) -> Any:
+    one = planned("token_mean", per_token_loss=per_token_loss)[0]
+    own = one(losses_of(DEALT[0]))
+    return one.carry(own if share is None else share, form=form)
+
+
+X, TWO = torch.ones(4), Samples([torch.ones(2)])
+test_refusals = refusal_tests(
+    {
+        **refusals(
+            plan,
+            ((TWO,), "samples is a Samples: it must be a list with one Samples", ([TWO],)),
+            (([{}],), "the samples of micro-batch 0 are a dict", ([TWO],)),
+            error=TypeError,
+        ),
+        **refusals(
+            lambda samples, options: plan(samples, **options),
+            (([TWO], {"num_microbatches": 2}), "1 Samples for 2 micro-batches", ([TWO] * 2, {"num_microbatches": 2})),
+            (([TWO], {"num_microbatches": -1}), "num_microbatches is -1", ([TWO], {"num_microbatches": 1})),
+            (([], {}), "0 Samples for a step of", ([Samples([])], {})),
+            ((None, {}), "neither samples nor num_microbatches", ([TWO], {})),
+            (([TWO], {"mode": "prompt_mean"}), "samples without prompt_ids", ([TWO], {"mode": "sample_mean"})),
+            (([TWO], {"mode": "mean"}), "there is no such mode", ([TWO], {})),
+            (([TWO], {"mode": "constant"}), "without a divisor", ([TWO], {"mode": "constant", "divisor": 2})),
+            (([TWO], {"empty_step": "stop"}), "no such empty step handling", ([TWO], {"empty_step": "error"})),
+            (([TWO], {"term_masks": ["kl"]}), "a mask 'kl' of samples that have: none", ([TWO], {})),
+            (([TWO], {"dynamic_cp": True}), "pg_collection or dynamic_cp without a model", ([TWO], {})),
+            (([TWO], {"model": TWO, "per_token_loss": True}), "model= beside groups or per_token_loss", ([TWO], {})),
+        ),
+        **refusals(
+            carried,
+            (("tuple",), "form='tuple': there is no such form. Choose one of '3-tuple'", ("3-tuple",)),
+            (("2-tuple", True), "form='2-tuple' with per-token loss", ("2-tuple",)),
+            (("mean", True), "form='mean' with per-token loss.*Turn calculate_per_token_loss off", ("mean",)),
+            (("slime", True), "form='slime' with per-token loss", ("slime",)),
+            (("nemo_rl",), "form='nemo_rl' without per-token loss", ("nemo_rl", True)),
+            (("sum", False, torch.ones(2)), r"the loss is of shape \(2,\): it must be a 0-dim tensor", ("sum",)),
+            (("sum", False, 0.5), "the loss is 0.5", ("sum",)),
+            (("sum", False, torch.ones(())), "a loss without a graph", ("sum",)),
+        ),
+        **refusals(
+            lambda shares: planned()[0].report(shares),
+            (({"kl": 0.5},), "kl is 0.5: it must be a 0-dim tensor", ({"kl": torch.ones(())},)),
+        ),
+        **refusals(
+            of_terms,
+            ((lambda x: {},), "there must be one at least", (pair,)),
+            ((lambda x: {"loss": x, "kl": x},), r"a loss of the terms \['loss', 'kl'\]", (pair,)),
+            ((pair, Metric(X)), "a metric named 'kl'", (lambda x: {"pg": x}, Metric(X))),
+            *(
+                ((lambda x, coef=coef: pair(x, Term(x, coef=coef)),), "'kl' with coef=.* a finite number", (pair,))
+                for coef in (math.nan, "2", True)
+            ),
+            ((lambda x: pair(x, x[:3]),), r"the term 'kl' of shape \(3,\)", (lambda x: pair(x, x[None]),)),
+            ((lambda x: pair(x, Term(x, units="active")),), "'kl' with units or a divisor and no mode", (pair,)),
+            ((lambda x: pair(x, Term(x, "prompt_mean")),), "'kl': .* samples without prompt_ids", (pair,)),
+            ((lambda x: pair(x, Term(x, mask="wrong")),), "'kl': a mask 'wrong' of samples that have: none", (pair,)),
+            ((lambda x: x, Metric(X[:3])), r"the metric 'kl' of shape \(3,\)", (lambda x: x, Metric(X))),
+            ((lambda x: x, Metric(X[:3], kind="max")), r"the metric 'kl' of shape \(3,\)", (lambda x: x, X)),
+            ((lambda x: x, Metric(X, "prompts")), "'kl': .*samples without prompt_ids", (lambda x: x, Metric(X))),
+        ),
+        **refusals(
+            of_terms,
+            ((lambda x: pair(x, SimpleNamespace(per_token_loss=x)),), "'kl' is a .*Pass its .per_token_loss", (pair,)),
+            ((lambda x: x, X.int()), "the metric 'kl' is torch.int32", (lambda x: x, X.half())),
+            error=TypeError,
+        ),
+        **refusals(
+            lambda **options: Metric(X, **options),
+            ({"over": "rollouts"}, "Choose one of samples, tokens, prompts, none", {"over": "none"}),
+            ({"kind": "std"}, "Choose one of mean, min, max, variance, ess", {"kind": "ess"}),
+        ),
+        **refusals(
+            lambda key: planned()[0] if key is None else planned()[0][key],
+            (("tokens",), r"microbatch\['tokens'\]: a Microbatch is not your batch. Write .*next_microbatch", (None,)),
+            error=TypeError,
+        ),
+    }
+)  # fmt: skip
 
 
 def test_no_graph_outlives_the_loss() -> None:
-    plan = planned()
-    losses = losses_of(DEALT[0])
+    plan, losses = planned(), losses_of(DEALT[0])
     graphs = [ref(plan[0].loss(losses)[0]), ref(plan[0](losses))]
     assert [graph() for graph in graphs] == [None, None]
     held = ref(plan[0])

@@ -28,6 +28,7 @@ UNUSUAL: dict[str, list[Any]] = {
     "every other entry of a longer tensor": [torch.tensor([1, 1, 0, 0, 1, 1])[::2], torch.tensor([1, 0])],
     "several dtypes": [torch.tensor([1, 0, 1]), torch.tensor([True, False]), torch.tensor([0.5, 0.0]).half(), [1, 0.0]],
     "lists and arrays": [[1, 0, 1], [True, False], [0.5, 1], np.array([1, 0], np.uint8), (1, 0), []],
+    "read-only and reversed arrays": [np.broadcast_to(np.float32(1), 3), np.array([1.0, 0, 0])[::-1]],
     "fractions": [torch.tensor([1, 0.5, 0, 1]), torch.tensor([1.0, 255.0]).bfloat16()],
     "minus zero": [torch.tensor([-0.0, 1.0])],
     "a parameter": [torch.nn.Parameter(torch.tensor([1.0, 0, 1]))],
@@ -52,7 +53,8 @@ UNSOUND = {
 
 @pytest.mark.parametrize("unusual", UNUSUAL.values(), ids=UNUSUAL)
 def test_unusual_masks(unusual: list[Any]) -> None:
-    samples, rows = Samples(unusual), [torch.as_tensor(mask).detach().double() for mask in unusual]
+    lists = [mask if isinstance(mask, list | tuple) else mask.tolist() for mask in unusual]
+    samples, rows = Samples(unusual), [torch.tensor(mask, dtype=torch.float64) for mask in lists]
     assert samples.mask_lengths == list(map(len, rows))
     assert samples.mask_sums.tolist() == [float(row.sum()) for row in rows]
     assert samples.active_tokens.tolist() == [int((row != 0).sum()) for row in rows]
@@ -209,8 +211,8 @@ test_refusals = refusal_tests(
         ),
         **refusals(
             of_masks,
-            ((TWO, TWO.cfloat()), "sample 1 is torch.complex64", (TWO, TWO.half())),
-            ((TWO, torch.ones(2, device="meta").cfloat()), "sample 1 is torch.complex64", (TWO,)),
+            ((TWO, TWO.cfloat()), "loss masks of torch.complex64", (TWO, TWO.half())),
+            ((TWO, torch.ones(2, device="meta").cfloat()), "loss masks of torch.complex64", (TWO,)),
             ((["a"],), "sample 0 is a list: it must hold one real number per token", ([1],)),
             (([1, [2]],), "sample 0 is a list", ([1, 1],)),
             error=TypeError,

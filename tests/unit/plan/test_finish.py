@@ -1,0 +1,194 @@
+"""The end of a step over real gloo groups: values that all ranks agree on, and errors that reach all of them.
+
+Four ranks, data-parallel 2 x context-parallel 2, in one launch.
+"""
+
+import math
+import os
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks, start_process_group
+from refusals import outcome_of
+
+from megatron_rl_loss import Metric, Samples, ZigzagTHD, plan_step
+from megatron_rl_loss.plan import Microbatch, Plan
+
+RANKS, LENGTH = 4, 8
+Metrics = dict[str, Any]
+
+
+def values_on(rank: int) -> torch.Tensor:
+    """Of the 4 tokens that a rank holds."""
+    return torch.arange(4.0) + 10 * rank
+
+
+#: Metrics of a rank and micro-batch; the last micro-batch of DP rank 1 has no active token.
+Given = Callable[[int, int], Metrics]
+
+
+def some_kinds(rank: int, number: int) -> Metrics:
+    """In another order on each rank."""
+    x = values_on(rank) + number
+    names = {"most": "max", "least": "min", "spread": "variance", "share": "ess", "even": "mean"}
+    metrics = {name: Metric(x, "tokens", kind=kind) for name, kind in names.items()}  # type: ignore[arg-type]
+    order = list(metrics) if rank % 2 else list(metrics)[::-1]
+    return {name: metrics[name] for name in order}
+
+
+def without(name: str, *, on: Callable[[int, int], bool]) -> Given:
+    return lambda rank, n: {k: v for k, v in some_kinds(rank, n).items() if k != name or not on(rank, n)}
+
+
+def of_two_kinds(rank: int, number: int) -> Metrics:
+    return {"x": Metric(values_on(rank), kind="max" if rank == 2 else "mean")}
+
+
+MISSING = "micro-batch {} reports .*while another one, maybe of another rank, reports {!r}: its tokens would count as 0"
+#: Steps one after the other of one plan each: metrics, and what all ranks are told; "" where they agree.
+STEPS: dict[str, tuple[Given, str]] = {
+    "every kind, in any order": (some_kinds, ""),
+    "again": (some_kinds, ""),
+    "one appears": (lambda rank, n: {**some_kinds(rank, n), "new": values_on(rank)}, ""),
+    "none": (lambda rank, n: {}, ""),
+    "missing where there is no token": (without("even", on=lambda rank, n: rank >= 2 and n == 1), ""),
+    "missing on a rank": (without("even", on=lambda rank, n: rank == 1), MISSING.format("[01]", "even")),
+    "missing in a micro-batch": (without("most", on=lambda rank, n: rank == 0 and n == 1), MISSING.format(1, "most")),
+    "on one rank alone": (without("least", on=lambda rank, n: rank != 3), MISSING.format("[01]", "least")),
+    "of two kinds": (of_two_kinds, "a name with two kinds or masks in one step"),
+}
+
+
+def described(dp_rank: int, cp_group: Any = None) -> list[Samples]:
+    layout, tokens = ZigzagTHD([0, LENGTH]), torch.arange(LENGTH)
+    masks = [[1, 1, 0, 1, 1, 1, 1, 1], [1 - dp_rank] * LENGTH]
+    ids = [f"r{dp_rank}{n}" for n in range(2)]
+    return [
+        Samples([mask], layout=layout, rollout_ids=[one], tokens=tokens, cp_group=cp_group)
+        for mask, one in zip(masks, ids, strict=True)
+    ]
+
+
+def train(plan: Plan, rank: int, given: Given) -> list[Any]:
+    """The reports of a step."""
+
+    def loss(number: int, one: Microbatch) -> Any:
+        return one.loss(values_on(rank).requires_grad_(), given(rank, number))[2]
+
+    return [loss(number, one) for number, one in enumerate(plan)]
+
+
+def told_on_rank() -> dict[str, Any]:
+    start_process_group()
+    rank = int(os.environ["RANK"])
+    dp = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])][rank % 2]
+    cp = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])][rank // 2]
+    calls: list[str] = []
+    for name in ("all_reduce", "all_gather_object"):
+
+        def counted(*args: Any, name: str = name, function: Any = getattr(dist, name), **kwargs: Any) -> Any:  # noqa: B008
+            calls.append(name)
+            return function(*args, **kwargs)
+
+        setattr(dist, name, counted)
+
+    def planned() -> Plan:
+        return plan_step(described(rank // 2), "token_mean", dp_group=dp, cp_group=cp)
+
+    found: dict[str, Any] = {}
+    for name, (given, _) in STEPS.items():
+        plan = planned()
+        reports = train(plan, rank, given)
+        calls.clear()
+        told = outcome_of(lambda plan=plan, reports=reports: plan.finish(reports))
+        found[name] = told, [*calls], {key: float(value) for key, value in reports[0].items()}
+    # --- errors of a rank
+    plan = planned()
+    plan[0].loss(values_on(rank).requires_grad_())
+    if rank != 2:
+        plan[1].loss(values_on(rank).requires_grad_())
+    found["half of the plan on a rank"] = outcome_of(plan.finish)
+    plan = planned()
+    plan.facts.wrong_tokens.append(torch.tensor(5 * (rank == 1)))  # as of tokens on a device
+    train(plan, rank, lambda rank, n: {})
+    found["a model that cuts otherwise"] = outcome_of(plan.finish)
+    # --- values over context-parallel groups that change
+    solo = [dist.new_group([one]) for one in range(RANKS)][rank]
+    own = [described(rank // 2, cp)[0], *[Samples([[1] * 4], rollout_ids=[f"s{rank}"], cp_group=solo)]]
+    plan = plan_step(own, "token_mean", dp_group=dist.group.WORLD)
+    reports = [
+        one.loss(values_on(rank).requires_grad_(), {"most": Metric(values_on(rank), kind="max")}, form="sum")
+        for one in plan
+    ]
+    found["dynamic"] = {key: float(value) for key, value in plan.finish().items()}
+    dist.barrier()
+    return found
+
+
+@pytest.fixture(scope="module")
+def by_rank() -> list[Any]:
+    return run_ranks(RANKS, told_on_rank)
+
+
+def step_values() -> dict[str, float]:
+    """By plain sums over what the ranks hold: zigzag of 8 tokens over 2 ranks."""
+    held, seen, losses = {0: [0, 1, 6, 7], 1: [2, 3, 4, 5]}, list[float](), list[float]()
+    for rank in range(RANKS):
+        for number in range(2):
+            mask = described(rank // 2)[number].loss_masks[0]
+            for k, token in enumerate(held[rank % 2]):
+                if mask[token]:
+                    losses.append(k + 10.0 * rank)
+                    seen.append(k + 10.0 * rank + number)
+    mean, square = sum(seen) / len(seen), sum(x * x for x in seen) / len(seen)
+    kinds = {"most": max(seen), "least": min(seen), "even": mean, "spread": square - mean**2, "share": mean**2 / square}
+    return {"pg_loss": sum(losses) / len(losses), **kinds}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_values_of_a_step_over_ranks(name: str, by_rank: list[Any]) -> None:
+    """Two reductions over both groups, three with extremes; or all ranks are told what one of them lacks."""
+    _, told = STEPS[name]
+    expected = step_values()
+    assert len({str(sorted(found[name][2].items())) for found in by_rank}) == 1 or told
+    for found in by_rank:
+        outcome, calls, report = found[name]
+        if told:
+            assert re.search(f"^(BadBatchError|ValueError): .*{told}", outcome), outcome
+            assert all(math.isnan(value) for value in report.values())
+            continue
+        assert outcome == "accepted"
+        alike = name not in ("missing where there is no token",)
+        assert calls == ["all_reduce"] * (2 * (2 + ("most" in report))) or not alike
+        if name == "none":
+            assert report.keys() == {"pg_loss"}
+        assert {key: value for key, value in report.items() if key != "new"} == pytest.approx(
+            {key: expected[key] for key in report if key != "new"}, rel=1e-5
+        )
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        (
+            "half of the plan on a rank",
+            r"rank 2: ValueError: a plan of 2 micro-batches, of which \[1\] were not trained",
+        ),
+        ("a model that cuts otherwise", "rank 1: ValueError: 5 local tokens that are not those of the plan's layout"),
+    ],
+)
+def test_an_error_of_one_rank_reaches_all(name: str, told: str, by_rank: list[Any]) -> None:
+    for found in by_rank:
+        assert re.search(told, found[name]), found[name]
+
+
+def test_values_where_context_parallel_groups_change(by_rank: list[Any]) -> None:
+    held, masks = {0: [0, 1, 6, 7], 1: [2, 3, 4, 5]}, [one.loss_masks[0] for one in described(0)[:1]]
+    of_first = [k + 10 * rank for rank in range(RANKS) for k, t in enumerate(held[rank % 2]) if masks[0][t]]
+    losses = of_first + [k + 10 * rank for rank in range(RANKS) for k in range(4)]
+    for found in by_rank:
+        assert found["dynamic"] == pytest.approx({"pg_loss": sum(losses) / len(losses), "most": 33})
