@@ -136,6 +136,15 @@ def test_weights_beside_the_mask(beside: Any, expected: list[float]) -> None:
     assert (weights.tolist(), weights.requires_grad) == (expected, False)
 
 
+def test_settings_that_differ_are_described_apart() -> None:
+    """Ranks compare these lines."""
+    asked = [("constant", 1_000_001), ("constant", 1_000_002), ("constant", 0.1), ("token_sum", 1_000_001)]
+    lines = {LossModes.resolve(mode, divisor=divisor).describe() for mode, divisor in asked}
+    lines |= {LossModes.resolve("token_mean", terms={name: "sample_mean"}).describe() for name in ("kl", "nll")}
+    assert len(lines) == 6
+    assert LossModes.resolve("constant", divisor=8).describe() == LossModes.resolve("constant", divisor=8.0).describe()
+
+
 def test_terms_have_the_divisor_and_the_counting_of_their_own_mode() -> None:
     own: Any = lambda step: 1 / step.divisor  # noqa: E731
     modes = LossModes.resolve("constant", divisor=8.0, terms={"kl": "constant", "value": "token_sum"})
