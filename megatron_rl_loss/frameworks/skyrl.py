@@ -101,7 +101,7 @@ class AggregatedPolicyLoss:
                 "kl": of_kl * shares,
                 "entropy": columns["entropy"] * shares,
                 "mtp": [weights_of("mtp", samples, depth) * shares for depth in depths],
-                "tokens": float(mask.sum()) * shares / tokens,
+                "tokens": float(samples.mask_sums.sum()) * shares / tokens,
                 "rows": len(mask) * shares / rollouts,
             }  # SkyRL has divided advantages by the tokens
             weighed.append({**batch, "advantages": batch["advantages"] * of_policy * tokens, WEIGHTS: weights})

@@ -4,12 +4,11 @@ Each is a function of tensors, by formula or by name, for use in loss functions.
 `megatron_rl_loss.reduction`.
 """
 
+from megatron_rl_loss import refuse_names
 from megatron_rl_loss.losses.advantages import (
-    distillation_advantages,
     gae,
     group_relative_advantages,
     rloo_advantages,
-    whiten,
 )
 from megatron_rl_loss.losses.by_name import POLICY_LOSSES, check_goes_with, policy_loss
 from megatron_rl_loss.losses.off_policy import importance_weights, keep_sequences, surviving_masks
@@ -22,7 +21,6 @@ __all__ = [
     "POLICY_LOSSES",
     "check_goes_with",
     "cispo_loss",
-    "distillation_advantages",
     "dppo_loss",
     "gae",
     "gmpo_loss",
@@ -41,5 +39,6 @@ __all__ = [
     "surviving_masks",
     "to_tokens",
     "value_loss",
-    "whiten",
 ]
+
+__getattr__ = refuse_names(__name__)

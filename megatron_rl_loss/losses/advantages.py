@@ -1,4 +1,4 @@
-"""Advantages: of samples within their prompt groups, of tokens by a critic or a teacher; and whitening."""
+"""Advantages: of samples within their prompt groups, and of tokens by a critic."""
 
 import warnings
 from collections.abc import Sequence
@@ -9,7 +9,6 @@ from torch import Tensor
 
 from megatron_rl_loss.errors import check_within
 from megatron_rl_loss.losses.place import Place, on_device, tokens_of
-from megatron_rl_loss.losses.ratio import at_least_float32, check_shape, masked
 from megatron_rl_loss.losses.scans import segment_scan
 from megatron_rl_loss.step.collectives import Group, gather_parts, rank_in
 from megatron_rl_loss.step.ids import Ids, Keys, as_ids
@@ -122,19 +121,6 @@ def _share_of_rollout(rewards: Floats, prompts: Keys, ids: Keys) -> Floats:
 
 
 @torch.inference_mode(False)
-def distillation_advantages(log_probs: Tensor, teacher_log_probs: Tensor) -> Tensor:
-    """``log pi_teacher - log pi`` per sampled token, detached: minus a one-sample estimate of KL(pi || teacher).
-
-    Pass them as advantages to a policy loss, with ``log_probs`` those of the policy that sampled the tokens. Its
-    gradient is then that of the reverse KL of each token's distribution, estimated from the sample; KL of future tokens
-    is left out. Raises ValueError for shapes that differ.
-    Source: on-policy distillation, arXiv:2306.13649; as advantages, Thinking Machines Lab 2025.
-    """
-    check_shape("teacher_log_probs", teacher_log_probs, log_probs)
-    return at_least_float32(teacher_log_probs.detach()) - at_least_float32(log_probs.detach())
-
-
-@torch.inference_mode(False)
 def gae(
     rewards: Tensor, values: Tensor, local: Place, cp_group: Group | None = None, *, gamma: float = 1, lam: float = 0.95
 ) -> tuple[Tensor, Tensor]:
@@ -169,27 +155,3 @@ def gae(
     )
     advantages = (r - v + following).masked_fill(mask == 0, 0)
     return advantages.float(), (advantages + v).masked_fill(mask == 0, 0).float()
-
-
-@torch.inference_mode(False)
-def whiten(values: Tensor, mask: Tensor | Array, *, shift_mean: bool = True, epsilon: float = 1e-8) -> Tensor:
-    """``(x - mean) / sqrt(var + epsilon)`` over the active tokens of the values given, which are to be all of the step.
-
-    >>> whiten(torch.tensor([1.0, 3.0, 9.0]), torch.tensor([1, 1, 0]))
-    tensor([-0.7071,  0.7071,  0.0000])
-
-    With ``shift_mean=False`` the mean is added again. A token counts once where its mask is not 0; the variance has
-    Bessel's correction. Computed in float64. Where ranks or micro-batches hold the step, take mean and variance of the
-    step from `Plan.measure`.
-
-    Returns float32 in the shape of the values, detached, 0 where masked. Raises ValueError for a mask of another shape,
-    and an epsilon that is not above 0. Source: PPO for language models, arXiv:1909.08593, as in verl and TRL.
-    """
-    check_within("epsilon", epsilon, "(0, inf)", "1e-8 is usual")
-    (x,) = masked(mask, values.detach().double())
-    active = (mask if isinstance(mask, Tensor) else on_device(mask, x.device)) != 0
-    number = active.sum()
-    mean = x.sum() / number.clamp(min=1)
-    centred = (x - mean).masked_fill(~active, 0)
-    scaled = centred * (centred.square().sum() / (number - 1).clamp(min=1) + epsilon).rsqrt()
-    return (scaled if shift_mean else scaled + mean).masked_fill(~active, 0).float()

@@ -67,9 +67,8 @@ class Measurement:
         entries, keys, before, found = self._entries, _keys(self._values), 0.0, 0
         for shift in (24, 16, 8, 0):
             bins = (keys >> shift) & 255
-            table = _over_step(
-                self._facts, torch.from_numpy(np.bincount(bins, entries, 256).astype(np.float64))
-            ).numpy()
+            counted = np.bincount(bins, entries, 256).astype(np.float64)  # without a token NumPy counts ints
+            table = _over_step(self._facts, torch.from_numpy(counted)).numpy()
             sums = before + np.cumsum(table)
             filled = np.flatnonzero(table > 0)
             reached = filled[sums[filled] >= share]

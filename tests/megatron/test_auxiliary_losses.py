@@ -6,8 +6,6 @@ stock one must count the active tokens as they are. Expert parallelism takes one
 covered: sequence-wise and global balancing losses, virtual stages, grouped GEMM, other token dispatchers.
 """
 
-import contextlib
-import sys
 from typing import Any
 
 import numpy as np
@@ -17,11 +15,10 @@ import torch
 import torch.distributed as dist
 from moe_gpt import build, run_step, step_data
 from ranks import run_ranks
-from refusals import outcome_of
 from tiny_gpt import Batch
 
-from megatron_rl_loss import AggregationSettings, resolve
-from megatron_rl_loss.audit import judge
+from megatron_rl_loss import AggregationSettings, LossAggregation, tap
+from megatron_rl_loss.plan.facts import StepFacts
 
 pytestmark = pytest.mark.slow
 
@@ -35,8 +32,6 @@ LAYOUTS: dict[str, tuple[int, dict[str, int], str]] = {
 
 
 def ours(model: Any, batches: list[Batch], mode: str = "sample_mean") -> Any:
-    from megatron_rl_loss import LossAggregation
-
     def loss_of(microbatch: Any, losses: torch.Tensor) -> Any:
         return microbatch.loss(microbatch.data.advantages * losses)
 
@@ -44,42 +39,6 @@ def ours(model: Any, batches: list[Batch], mode: str = "sample_mean") -> Any:
     settings = AggregationSettings.resolve(mode, divisor=divisor, with_per_token_loss=True)
     wrap = LossAggregation(settings, lambda batch: batch.samples).wrap_schedule
     return run_step(model, batches, loss_of, wrap)
-
-
-def opened(model: Any, batches: list[Batch], mode: str = "token_mean", nominal: int = 7, **options: Any) -> Any:
-    """A call of an open plan for each micro-batch."""
-    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
-
-    from megatron_rl_loss import open_plan
-
-    def loss_of(given: Any, losses: torch.Tensor) -> Any:
-        return given[1].loss(given[0].advantages * losses)
-
-    model.zero_grad_buffer()
-    MTPLossLoggingHelper.tracker.clear()
-    divisor = DIVISOR if mode == "constant" else None
-    with open_plan(mode, divisor=divisor, model=model, nominal=nominal, **options) as plan:
-        for batch in batches:
-            for call in plan.passes(plan.add([batch.samples])):
-                run_step(model, list(zip([batch], call, strict=True)), loss_of, fresh=False)
-        plan.close()
-    return {name: parameter.main_grad.clone() for name, parameter in model.module.named_parameters()}
-
-
-def logged() -> dict[str, list[float]]:
-    """What Megatron has summed up of MTP for its log."""
-    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
-
-    tracker = MTPLossLoggingHelper.tracker
-    return {name: value.tolist() for name, value in tracker.items() if isinstance(value, torch.Tensor)}
-
-
-def counts_of(model: Any, batches: list[Batch]) -> dict[str, int]:
-    """What `opened` may be told of the step beforehand."""
-    from megatron_rl_loss import plan_step
-
-    summary = plan_step([batch.samples for batch in batches], "sample_mean", model=model).summary
-    return {"nominal": int(summary["rollouts"]), "nominal_tokens": int(summary["active_tokens"])}
 
 
 def stock(model: Any, batches: list[Batch], *, counts: bool) -> Any:
@@ -132,16 +91,6 @@ def cases_of(model_name: str, layout: dict[str, int]) -> list[dict[str, Any]]:
                 )
             batches = step_data(num_microbatches, with_policy=True)
             both = ours(model, batches)
-            if per_token:
-                in_calls = [worst_error(opened(model, batches), ours(model, batches, "token_mean"))]
-                stated = counts_of(model, batches)
-                by_rollouts = ours(model, batches, "constant")
-                logs = []
-                for options in (stated, {}):  # with a factor of 1, and in two passes
-                    in_calls.append(worst_error(opened(model, batches, "constant", **options), by_rollouts))
-                    logs.append(logged())
-                assert logs[0] == logs[1]  # each loss once, whatever the passes
-                found.append(case | {"what": "calls of an open plan", "error": max(in_calls)})
             kept = without_auxiliary_losses(model.config)
             policy = ours(model, batches)
             vars(model.config).update(kept)
@@ -179,16 +128,14 @@ CONTROLLED = ("router", "mtp.")
 
 def errors_of_wrong_adapters(layout: dict[str, int]) -> list[float]:
     """Of routers and of MTP's layer."""
-    from megatron_rl_loss import Microbatch
-
     found = []
-    for wrong in ("scales by grad_scale_func", "counts samples"):
-        model = build("moe and mtp", per_token=wrong == "counts samples", **layout)
+    for wrong in ("scales by grad_scale_func", "counts 2"):
+        model = build("moe and mtp", per_token=wrong == "counts 2", **layout)
         batches = step_data(3, with_policy=False)
         expected = stock(model, batches, counts=True)
-        if wrong == "counts samples":
-            # The policy loss would be as exact: scale it by the samples of the step instead of its tokens.
-            Microbatch._local_active_tokens = lambda self: torch.tensor(len(self.samples), dtype=torch.int32)  # type: ignore[method-assign]
+        if wrong == "counts 2":
+            # The policy loss would be as exact, if it were scaled by the sum of these in the place of the tokens.
+            StepFacts.constant = lambda facts, count, device: torch.full((), 2, dtype=torch.int32)  # type: ignore[method-assign]
         else:
             # Undoes Megatron's division by the loss scale, which auxiliary losses take part in.
             model.config.grad_scale_func = lambda loss: loss * 3 * dist.get_world_size()
@@ -202,43 +149,17 @@ def test_the_comparison_sees_adapters_that_rescale_auxiliary_losses() -> None:
         assert min(errors) > 0.1, errors
 
 
-def inherited_factor(model_name: str) -> tuple[list[str], str, float]:
-    """What an open plan by token_sum says where no second pass can be run, and of counts that are not the step's; and
-    the error where nothing refuses it: a factor on auxiliary losses.
-    """
-    model = build(model_name, True)
-    batches = step_data(3, with_policy=False)
-    refused = []
-    for name, on, off in (("cuda_graph_impl", "local", "none"), ("enable_cuda_graph", True, False)):
-        setattr(model.config, name, on)
-        refused.append(outcome_of(lambda: opened(model, batches, "token_sum")))
-        setattr(model.config, name, off)
-    wrong = {name: count + 1 for name, count in counts_of(model, batches).items()}
-    unlike = outcome_of(lambda: opened(model, batches, "constant", **wrong))
-    sys.modules["megatron_rl_loss.megatron.open_plan"].auxiliary_losses = lambda config: []  # type: ignore[attr-defined]
-    return refused, unlike, worst_error(opened(model, batches, "token_sum"), stock(model, batches, counts=True))
-
-
-@pytest.mark.parametrize("model", ["moe", "mtp"])
-def test_an_open_plan_refuses_a_factor_on_auxiliary_losses(model: str) -> None:
-    for refused, unlike, error in run_ranks(2, inherited_factor, model):
-        assert all("graphs replay these losses in every pass" in one for one in refused)
-        assert "the factor between would scale them too" in unlike
-        assert error > 0.1
-
-
 # ---- an audit beside them: they change no token's weight
 
 
-def tapped(model: Any, batches: list[Batch], *, counted: bool = True, fresh: bool = True) -> None:
-    """Megatron's own 3-tuple; or, as NeMo-RL returns it, without its count."""
-    from megatron_rl_loss.audit.megatron import tap
+def tapped(model: Any, batches: list[Batch]) -> None:
+    """Megatron's own 3-tuple."""
 
     def loss_of(batch: Batch, losses: torch.Tensor) -> Any:
         losses = tap(batch.advantages * losses, samples=batch.samples)
-        return (losses * batch.mask).sum(), batch.mask.sum().int() * counted, {}
+        return (losses * batch.mask).sum(), batch.mask.sum().int(), {}
 
-    run_step(model, batches, loss_of, fresh=fresh)
+    run_step(model, batches, loss_of)
 
 
 def audited(model_name: str, layout: dict[str, int]) -> list[Any]:
@@ -273,51 +194,3 @@ def test_measured_weights_are_those_of_the_policy_loss(layout: str) -> None:
     # The masks are ragged: these three are not one and the same.
     for one, other in ((sample_mean, by_microbatch), (token_mean, by_microbatch)):
         assert np.abs(one - other).max() > 0.01 * one.max()
-
-
-def audited_calls() -> tuple[dict[str, Any], float]:
-    """A step of a call for each micro-batch: what was measured, and the step's tokens for each rollout.
-
-    "nemo_rl" does what its split step does (7ea279ab, `_finish_train_step_body`): sums without a token count, gradients
-    that are scaled by 1 / rollouts, those of auxiliary losses among them, and then reduced.
-    """
-    from megatron_rl_loss.audit.megatron import Audit
-
-    found = {}
-    for loop, mode in (("ours", "token_mean"), ("passes", "token_sum"), ("nemo_rl", "")):
-        model = build("moe and mtp", True, cp=2)
-        batches = step_data(3, with_policy=True)
-        counts = counts_of(model, batches)
-        model.zero_grad_buffer()
-        with Audit(model) as audit:
-            if mode:
-                opened(model, batches, mode)
-            else:
-                finalize, model.config.finalize_model_grads_func = model.config.finalize_model_grads_func, hold
-                model.config.no_sync_func = contextlib.nullcontext
-                with model.no_sync():
-                    for batch in batches:
-                        tapped(model, [batch], counted=False, fresh=False)
-                model.scale_gradients(1 / counts["nominal"])
-                finalize([model], None)
-        found[loop] = audit.measured
-    return found, counts["nominal_tokens"] / counts["nominal"]
-
-
-def hold(*_: Any, **__: Any) -> None: ...
-
-
-def test_an_inherited_scale_of_auxiliary_losses_is_measured() -> None:
-    (found, tokens_per_rollout), *_ = run_ranks(2, audited_calls)
-    unknown = found.pop("passes").unknown
-    assert any("in several passes" in why for why in unknown), unknown
-    for loop, measured in found.items():
-        assert not measured.unknown, measured.unknown
-        times, mode = (1, "token_mean") if loop == "ours" else (tokens_per_rollout, "token_sum")
-        settings = ("mtp_num_layers", "moe_aux_loss_coeff", "moe_z_loss_coeff")
-        assert measured.facts["auxiliary"] == {name: pytest.approx((times, times), rel=1e-6) for name in settings}
-        divisor = None if loop == "ours" else float(len(set(measured.tokens.rollout)))
-        verdict = judge(measured, resolve(mode, divisor=divisor))
-        assert verdict.sound, verdict
-        said = [f"Of {name} the auxiliary loss weighs {times:.4g} times what it should." for name in settings]
-        assert list(measured.notes) == (said if loop == "nemo_rl" else [])

@@ -39,12 +39,11 @@ from step_samples import DIVISOR
 from table_step import Batch, relative_error, table_model
 from torch import Tensor
 
-from megatron_rl_loss import Samples
+from megatron_rl_loss import Metric, Samples, Term, plan_step
 from megatron_rl_loss.audit import judge
 from megatron_rl_loss.losses import gspo_loss, segment_scan
-from megatron_rl_loss.plan import plan as plans
-from megatron_rl_loss.reduction import Metric, Term
-from megatron_rl_loss.step.totals import reduce_step_totals
+from megatron_rl_loss.step.collectives import StepGroups
+from megatron_rl_loss.step.totals import count_step
 
 pytestmark = pytest.mark.slow
 
@@ -137,10 +136,9 @@ Found = dict[tuple[str, str, str], tuple[float, float]]
 def errors(loop: str, tp: int = 1, planted: bool = False, verl: str = "") -> tuple[Found, list[Any]]:
     """On a rank: of every mode and loss the errors of gradient and logged loss; and the audits of every mode."""
     from logged_means import logged_means
+    from recipes.paper_modes import vl_norm
 
-    from megatron_rl_loss import plan_step
     from megatron_rl_loss.audit.megatron import Audit
-    from megatron_rl_loss.modes import vl_norm_undivided as vl_norm
 
     warnings.filterwarnings("error", message=".*hold samples with the same")
     _, dp_cp, group_of = start_dynamic(tp)
@@ -162,8 +160,9 @@ def errors(loop: str, tp: int = 1, planted: bool = False, verl: str = "") -> tup
         if planted:  # a sequence counted on each rank of its group
             each = [Batch(STEP, ids, size).samples for ids, size in hands]
             warnings.simplefilter("ignore")
-            totals = reduce_step_totals(each, dp_group=dp_cp, statistics=plan.modes.statistics)
-            plan = replace(plan, totals=replace(totals, step_active_tokens=plan.totals.step_active_tokens))
+            totals = count_step(each, StepGroups(dp_cp), sums=plan.facts.modes.sums)
+            tokens = plan.totals.step_active_tokens
+            plan.facts.totals = replace(totals, step_active_tokens=tokens, dynamic_cp=True)
         assert [one.cp_size for one in plan] == [size for _, size in hands]
         if loss == "kept":
             numbers_of = {
@@ -194,7 +193,7 @@ def errors(loop: str, tp: int = 1, planted: bool = False, verl: str = "") -> tup
 
         with Audit(model) as audit:
             stored = run_loop(hybrid, model, groups, hands, forward_step)
-        plan.finish_metrics(stored)
+        plan.finish(stored)
         gradient, value, scale = expected(mode, units, loss)
         logged = logged_means(stored)
         in_gradient = relative_error(model.module.losses.main_grad.cpu(), gradient)
@@ -204,7 +203,7 @@ def errors(loop: str, tp: int = 1, planted: bool = False, verl: str = "") -> tup
                 max(float(one.losses[one.mask != 0].max()) for one in STEP if one.mask.any())
             )
             if mode != "vl_norm" and units == "all":
-                verdicts += [judge(step, plan.modes.policy) for step in audit.steps.values()]
+                verdicts += [judge(step, plan.facts.modes.policy) for step in audit.steps.values()]
     return found, verdicts
 
 
@@ -239,7 +238,6 @@ def test_a_sequence_counted_on_each_rank_of_its_group_is_seen() -> None:
 
 def refused() -> dict[str, str]:
     """On a rank: what is said of each wrong step."""
-    from megatron_rl_loss import plan_step
 
     state, dp_cp, group_of = start_dynamic()
     model = table_model(TABLE, per_token=True)
@@ -259,13 +257,13 @@ def refused() -> dict[str, str]:
     hybrid = table_model(TABLE, per_token=True)
     hybrid.config.hybrid_context_parallel = True
     plan = plan_step(samples(), "token_mean", model=model, dynamic_cp=True)
-    mean = plans.plan_step(samples(), "token_mean", dp_group=dp_cp)
+    mean = plan_step(samples(), "token_mean", dp_group=dp_cp)
     batch, microbatch = Batch(STEP, *hands[0]), plan[0]
     numbers = batch.local_numbers(microbatch.cp_rank, microbatch.cp_size)
     losses = OLD[numbers].clone().requires_grad_()
     calls: dict[str, Callable[[], Any]] = {
         "other samples": lambda: plan_step(other(), "token_mean", model=model, dynamic_cp=True),
-        "DP alone": lambda: plans.plan_step(samples(), "token_mean", dp_group=state.get_data_parallel_group()),
+        "DP alone": lambda: plan_step(samples(), "token_mean", dp_group=state.get_data_parallel_group()),
         "the launch's group": lambda: plan_step(static, "token_mean", model=model),
         "no per-token loss": lambda: plan_step(samples(), "token_mean", model=table_model(TABLE), dynamic_cp=True),
         "hybrid over stages": lambda: plan_step(None, "token_mean", model=hybrid, pg_collection=staged),

@@ -18,7 +18,7 @@ import pytest
 import torch
 from graphs import graph_nodes
 from ranks import run_ranks
-from table_step import aggregation, start, table_model
+from table_step import aggregation, begun, start, table_model
 
 from megatron_rl_loss import Contiguous, Gathered, Samples, ZigzagBSHD, ZigzagResponse, ZigzagTHD
 
@@ -92,7 +92,7 @@ def draw_layout(rng: random.Random, lengths: list[int], cp_size: int) -> Any:
 
 def grown_by_adapter(cp: int, leak: bool, steps: int) -> list[str]:
     state = start(cp=cp)
-    dp_rank, cp_rank = state.get_data_parallel_rank(), state.get_context_parallel_rank()
+    dp_rank = state.get_data_parallel_rank()
     # One model and aggregation for every mode, unit counting and carrier: they live as long as the launch.
     launches = [
         (table_model([0.0], per_token=per_token, ddp=False), aggregation(as_it_is, **of_mode, with_per_token_loss=True))
@@ -116,9 +116,8 @@ def grown_by_adapter(cp: int, leak: bool, steps: int) -> list[str]:
         model, of_launch = launches[number % len(launches)]
         source = batches(random.Random(number + 1000 * dp_rank))
         nodes = set()
-        for microbatch in of_launch.begin_step(source, model=model, num_microbatches=3):
-            held = microbatch.data.layout.local_indices(cp_rank, cp)
-            losses = torch.randn(held.size, requires_grad=True)
+        for microbatch in begun(of_launch, source, model, 3):
+            losses = torch.randn(len(microbatch.tokens), requires_grad=True)
             loss, _, _ = microbatch.loss(losses, {"twice": 2 * losses.detach()})
             loss.backward()
             if leak:

@@ -6,7 +6,6 @@ A `ForwardPass` measures a small GPT before it is trained on; the gradient is co
 import functools
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import gpt_oracle
@@ -32,7 +31,9 @@ from table_step import relative_error
 from tiny_gpt import Batch, Case, Layout
 from torch import Tensor
 
-from megatron_rl_loss.reduction import Term
+from megatron_rl_loss import LossAggregation, OutputHead, Term, Tokens
+from megatron_rl_loss.plan.facts import StepFacts
+from megatron_rl_loss.plan.plan import Plan
 
 pytestmark = pytest.mark.slow
 
@@ -60,7 +61,7 @@ def keep_top(plan: Any) -> None:
 # --- the same stated for all tokens of the step: mask entries, and how near a threshold a number is
 
 
-class Tokens(NamedTuple):
+class StepTokens(NamedTuple):
     mask: Tensor
     log_ratios: Tensor
     entropies: Tensor
@@ -69,13 +70,13 @@ class Tokens(NamedTuple):
 Stated = tuple[Tensor, float]
 
 
-def state_survivors(step: Tokens) -> Stated:
+def state_survivors(step: StepTokens) -> Stated:
     r = step.log_ratios.exp()
     margin = torch.minimum((r - LOW).abs(), (r - HIGH).abs())[step.mask > 0].min()
     return step.mask * ((r > LOW) & (r < HIGH)), float(margin)
 
 
-def state_entropy(step: Tokens) -> Stated:
+def state_entropy(step: StepTokens) -> Stated:
     order = [int(i) for i in step.entropies.argsort() if step.mask[i] > 0]
     upto = step.mask[order].cumsum(0) - TOP * step.mask.sum()
     at = int((upto >= 0).nonzero()[0])
@@ -87,7 +88,7 @@ def state_entropy(step: Tokens) -> Stated:
 class Example(NamedTuple):
     mode: str
     keep: Callable[[Any], None]
-    stated: Callable[[Tokens], Stated]
+    stated: Callable[[StepTokens], Stated]
 
 
 EXAMPLES = {
@@ -109,7 +110,7 @@ def expected(name: str) -> tuple[float, dict[str, Tensor], float]:
 
     spread = torch.cat(of_rollouts)
     log_ratios = spread[torch.arange(len(spread)), joined("labels").long()] - joined("old_log_probs")
-    tokens = Tokens(joined("mask"), log_ratios.detach(), -(spread.exp() * spread).sum(-1).detach())
+    tokens = StepTokens(joined("mask"), log_ratios.detach(), -(spread.exp() * spread).sum(-1).detach())
     masks, margin = example.stated(tokens)
     losses = -log_ratios.exp() * joined("advantages")
     samples = [
@@ -124,18 +125,20 @@ def expected(name: str) -> tuple[float, dict[str, Tensor], float]:
 # --- on ranks
 
 
-def parts_of(plan: Any, over: str) -> list[Any]:
-    """Plans of what is measured together: the step, as it must be, or a planted part of it."""
+def keep_over(plan: Any, over: str, keep: Callable[[Any], None]) -> None:
+    """Over the step, as it must be, or as a planted fault over what this rank holds of it."""
     if over == "step" or plan.samples is None:
-        return [plan]
-    alone = replace(plan, dp_group=None, cp_group=None, replica_groups=())
-    return [alone.with_microbatches(list(plan))] if over == "rank" else [alone.with_microbatches([one]) for one in plan]
+        keep(plan)
+        return
+    facts = StepFacts(plan.facts.modes, plan.totals, len(plan), per_token_loss=plan.facts.per_token_loss)
+    alone = Plan(plan.samples, facts)
+    alone.microbatches = plan.microbatches
+    keep(alone)
+    plan.facts.totals = alone.totals
 
 
 def trained(layout: Layout, runs: list[tuple[str, str]], rollouts: list[Rollout], dropout: float = 0.0) -> list[Any]:
     """On a rank: its place, and of each run its gradients, the logged loss, the gap of the passes, and warnings."""
-    from megatron_rl_loss import LossAggregation, OutputHead, Tokens
-
     mpu = start_layout(layout)
     place = place_in(mpu)
     head, found = OutputHead(chunk_tokens=3, entropy=True), []
@@ -158,8 +161,7 @@ def trained(layout: Layout, runs: list[tuple[str, str]], rollouts: list[Rollout]
             if dropout:  # the pass itself has none
                 forward.log_probs("again", call_model)
                 assert all(torch.equal(one.log_probs["now"], one.log_probs["again"]) for one in forward.plan)
-            for plan in parts_of(forward.plan, over):
-                example.keep(plan)
+            keep_over(forward.plan, over, example.keep)
 
         def forward_step(iterator: Iterator[Any], model: Any, gaps: Any = gaps) -> Any:
             one = next(iterator)
@@ -193,7 +195,7 @@ def errors_of(by_rank: list[Any], number: int, name: str) -> tuple[float, float]
 @pytest.mark.parametrize("layout", [DP_CP, TP_PP], ids=str)
 def test_the_gradient_is_that_of_the_step(layout: Layout) -> None:
     """And not that of thresholds of a part of it, which are planted in one layout."""
-    planted = [*zip(EXAMPLES, ("micro-batch", "rank"), strict=True)] if layout is DP_CP else []
+    planted = [(name, "rank") for name in EXAMPLES] if layout is DP_CP else []
     runs = [*((name, "step") for name in EXAMPLES), *planted]
     by_rank = run_ranks(4, trained, layout, runs, gpt_oracle.rollouts_of(SHAPE))
     for number, (name, over) in enumerate(runs):

@@ -1,6 +1,6 @@
 """What `pretrain` does beside plain steps: evaluation, and reruns of a step, in launches of the example.
 
-The example reads no validation data, which is given here. Batches that grow: test_begin_step.py.
+The example reads no validation data, which is given here.
 """
 
 import functools
@@ -70,9 +70,9 @@ def record_steps() -> list[float | None]:
 
     @functools.wraps(begin_step)
     def recorded(self: Any, *args: Any, **kwargs: Any) -> Any:
-        microbatches = begin_step(self, *args, **kwargs)
-        begun.append(self._last_plan.totals.step_tokens)
-        return microbatches
+        plan, chunks = begin_step(self, *args, **kwargs)
+        begun.append(plan.totals.step_tokens)
+        return plan, chunks
 
     LossAggregation._begin_step = recorded  # type: ignore[method-assign]
     return begun

@@ -98,6 +98,14 @@ def test_every_command_has_its_row_and_every_row_is_needed_and_true() -> None:
             assert (ROOT / name).exists(), command
 
 
+def test_the_tests_that_tools_and_guides_name_are_there() -> None:
+    there = {path.name for path in (ROOT / "tests").rglob("test_*.py")}
+    files = [*(ROOT / "tools").glob("*.sh"), *(ROOT / "tools").glob("*.py"), ROOT / "CONTRIBUTING.md"]
+    named = {name for path in files for name in re.findall(r"\btest_\w+\.py\b", path.read_text())}
+    assert len(named) > 5
+    assert named - there == set()
+
+
 HERE = [one for one in COMMANDS if (row := row_of(one)) and row.by == "here"]
 
 

@@ -21,11 +21,12 @@ from repository import EXAMPLES, ROOT
 
 import megatron_rl_loss
 from megatron_rl_loss import Samples, add_loss_aggregation_args
-from megatron_rl_loss.__main__ import example_files, with_companions
+from megatron_rl_loss.__main__ import copy_example, example_names
 from megatron_rl_loss.audit.verdict import TOLERANCES
 from megatron_rl_loss.modes import available_modes, resolve
 from megatron_rl_loss.modes import names as mode_names
 from megatron_rl_loss.modes import table as modes
+from megatron_rl_loss.plan import Microbatch, Plan
 
 README, USING, NAMES, FRAMEWORKS, PERFORMANCE = (
     (ROOT / "docs" / name).read_text()
@@ -59,6 +60,13 @@ def wrong_names(text: str) -> Iterator[str]:
 def test_links_lead_somewhere_and_names_are_those_of_folders(page: Path) -> None:
     assert broken_links(page, page.read_text()) == []
     assert list(wrong_names(page.read_text())) == []
+
+
+def test_what_pages_say_of_a_plan_and_a_micro_batch_is_there() -> None:
+    text = "".join(page.read_text() for page in PAGES)
+    called = {(owner, name) for owner, name in re.findall(r"\b(plan|microbatch)\.(\w+)\(", text)}
+    assert len(called) > 8
+    assert [name for owner, name in called if not hasattr(Plan if owner == "plan" else Microbatch, name)] == []
 
 
 def test_every_example_compares_its_tokens() -> None:
@@ -159,7 +167,7 @@ def test_the_flags_of_using_are_the_parsers() -> None:
     assert set(re.findall(r"^\| `(--[a-z-]+)", USING, flags=re.MULTILINE)) == flags | {"--loss-aggregation"}
 
 
-def test_each_recipe_is_shown_as_it_is_and_stands_alone() -> None:
+def test_each_recipe_is_shown_as_it_is_and_stands_alone(tmp_path: Path) -> None:
     page = show_recipes.PAGE.read_text()
     assert show_recipes.with_code(page) == page
     assert show_recipes.with_code(page.replace("reducer(policy.per_token_loss)", "reducer(policy.ppo_kl)")) == page
@@ -168,8 +176,8 @@ def test_each_recipe_is_shown_as_it_is_and_stands_alone() -> None:
     for name, text in RECIPES.items():
         assert f"](../examples/recipes/{name})" in page
         assert len(text.splitlines()) <= 70
-        assert with_companions(f"recipes/{name}", EXAMPLES) == [f"recipes/{name}"]
-        assert f"recipes/{name}" in example_files(EXAMPLES)
+        assert f"recipes/{name}" in example_names()
+        assert copy_example(f"recipes/{name}", tmp_path) == [tmp_path / name]
 
 
 def test_every_name_of_a_mode_is_in_its_frameworks_section_and_no_other() -> None:

@@ -7,7 +7,11 @@ from pathlib import Path
 
 from repository import ROOT
 
+import megatron_rl_loss
+
 TESTS = sorted((ROOT / "tests").rglob("test_*.py"))
+#: Public names that need Megatron.
+OF_MEGATRON = {f"megatron_rl_loss.{name}" for name, home in megatron_rl_loss._HOME_OF.items() if ".megatron" in home}
 SUPPORT = {path.stem: path for path in (ROOT / "tests" / "support").glob("*.py")}
 
 
@@ -45,5 +49,6 @@ def test_unit_tests_need_no_megatron() -> None:
         seen.add(path := waiting.pop())
         modules = imported(path.read_text())
         assert not [name for name in modules if re.match(r"megatron(\.|$)|megatron_rl_loss\.megatron\b", name)], path
+        assert not modules & OF_MEGATRON, path
         waiting += [SUPPORT[name] for name in modules & set(SUPPORT) if SUPPORT[name] not in seen]
     assert len(seen) > 20

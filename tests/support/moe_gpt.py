@@ -77,16 +77,15 @@ def step_data(num_microbatches: int, with_policy: bool) -> list[Batch]:
     return batches_of(rollouts, case, dp, dp_rank, cp, cp_rank)
 
 
-def run_step(model: Any, batches: list[Batch], loss_of: Any, wrap: Any = None, *, fresh: bool = True) -> Any:
-    """One step through Megatron's schedule, or a call of one: the gradient of every parameter, by name."""
+def run_step(model: Any, batches: list[Batch], loss_of: Any, wrap: Any = None) -> Any:
+    """One step through Megatron's schedule: the gradient of every parameter, by name."""
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
-    if fresh:
-        MTPLossLoggingHelper.tracker.clear()  # the dev branch refuses to log per-token loss after loss of another kind
+    MTPLossLoggingHelper.tracker.clear()  # the dev branch refuses to log per-token loss after loss of another kind
 
     def forward_step(iterator: Iterator[Any], model: Any) -> Any:
         given = next(iterator)
-        batch = given if isinstance(given, Batch) else given[0] if isinstance(given, tuple) else given.data
+        batch = given if isinstance(given, Batch) else given.data
         output = model(
             batch.tokens,
             batch.positions,
@@ -97,5 +96,5 @@ def run_step(model: Any, batches: list[Batch], loss_of: Any, wrap: Any = None, *
         )
         return output, functools.partial(loss_of, given)
 
-    run_schedule(forward_step, iter(batches), model, len(batches), wrap, fresh=fresh)
+    run_schedule(forward_step, iter(batches), model, len(batches), wrap)
     return {name: parameter.main_grad.clone() for name, parameter in model.module.named_parameters()}

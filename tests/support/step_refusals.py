@@ -247,7 +247,7 @@ LOSS_ROWS = [
     loss_row("losses not cut over CP", PART, lambda m, losses, n: m.loss(torch.cat([losses, losses])),
              "per_token_loss of shape (16,)", "not cut over CP ranks"),
     loss_row("a report renamed", NAMES, reporting(["kl"], ["entropy"]),
-             "reports ['pg_loss', 'entropy'], while another one, maybe of another rank, reports 'kl'", "Report the same names every time",
+             "reports ['pg_loss', 'entropy'], while", "Report the same names every time",
              reporting(["kl"], ["kl"]), "BadBatchError"),
     loss_row("one of two reports missing", NAMES, reporting(["kl", "entropy"], ["kl"]),
              "micro-batch 1 reports ['pg_loss', 'kl'], while", "Report the same names every time",

@@ -198,9 +198,12 @@ def groups() -> Any:
     return ProcessGroupCollection.use_mpu_process_groups()
 
 
-def reduced(pairs: list[torch.Tensor]) -> float:
-    """As `train_step` reduces a report: numerators and denominators over micro-batches, and all DP and CP ranks."""
-    total = torch.stack([pair.detach().double() for pair in pairs]).sum(0)
+def reduced(reported: list[torch.Tensor]) -> float:
+    """As `train_step` reduces a report: numbers over micro-batches, or stock pairs of a sum and a count over ranks."""
+    values = torch.stack([one.detach().double().view(-1) for one in reported])
+    if values.size(1) == 1:
+        return float(values.mean())
+    total = values.sum(0)
     dist.all_reduce(total)
     return float(total[0] / total[1])
 

@@ -95,7 +95,8 @@ def simulate(case: Case, repeats: int) -> dict[str, Any]:
         out.copy_(torch.from_numpy(received[mine.shape[1]]))
 
     to_host = patch.object(collectives, "device_of", lambda _: torch.device("cpu"))
-    with to_host, patch.multiple(dist, **dict.fromkeys(ALL_GATHERS, answer)):
+    gathers: dict[str, Any] = dict.fromkeys(ALL_GATHERS, answer)
+    with to_host, patch.multiple(dist, **gathers):
         seen, describe = count_collectives(), lambda: samples_of(0, SIMULATED, case)
         return row(SIMULATED, case, [time_case(describe, group, seen, repeats, clock=time.process_time)])
 

@@ -1,4 +1,4 @@
-"""Advantages against Python's statistics, on one rank and over DP 2; whitening; importance weights and rejection."""
+"""Advantages against Python's statistics, on one rank and over DP 2; importance weights and rejection."""
 
 import math
 import os
@@ -18,14 +18,12 @@ from refusals import outcome_of, refusal_tests, refusals
 from torch import Tensor
 
 from megatron_rl_loss.losses import (
-    distillation_advantages,
     gae,
     group_relative_advantages,
     importance_weights,
     keep_sequences,
     rloo_advantages,
     surviving_masks,
-    whiten,
 )
 from megatron_rl_loss.step import Samples
 
@@ -103,26 +101,6 @@ def test_over_ranks() -> None:
     for kind in ("by std", "leave one out"):
         assert by_rank[0][kind] + by_rank[1][kind] == pytest.approx(stated(BATCH, kind), rel=oracle.EXACT)
     assert all("rank 1: ValueError: 2 prompt_ids for 3" in rank["refused"] for rank in by_rank)
-
-
-def test_distillation_advantages() -> None:
-    log_probs, teacher = torch.tensor([-1.0, -2.0], requires_grad=True), torch.tensor([-0.5, -4.0])
-    advantages = distillation_advantages(log_probs, teacher)
-    assert (advantages.tolist(), advantages.requires_grad) == ([0.5, -2.0], False)
-    near = torch.tensor([-2.0, -0.0078125]).bfloat16(), torch.tensor([-15.5, -2.0]).bfloat16()
-    assert torch.equal(distillation_advantages(*near), near[1].float() - near[0].float())
-
-
-def test_whitening() -> None:
-    """``shift_mean=False`` leaves the mean where it was: a constant column stays (TRL, verl)."""
-    x, mask = torch.tensor([3.0, NAN, -1.0, 7.0]), torch.tensor([0.5, 0, 1, 1])
-    active = [3.0, -1.0, 7.0]
-    mean, scale = statistics.fmean(active), (statistics.variance(active) + 1e-8) ** -0.5
-    for shift in (True, False):
-        expected = [(one - mean) * scale + mean * (not shift) if one == one else 0 for one in x.tolist()]
-        assert whiten(x, mask, shift_mean=shift).tolist() == pytest.approx(expected, rel=oracle.EXACT)
-    assert whiten(torch.ones(3), torch.ones(3), shift_mean=False).tolist() == [1] * 3
-    assert whiten(x, torch.zeros(4)).tolist() == [0] * 4
 
 
 # --- off-policy corrections
@@ -213,11 +191,6 @@ REFUSALS = {
         lambda **more: gae(torch.zeros(3), torch.zeros(3), LOCAL, **more),
         ({"gamma": 1.1}, r"gamma is 1.1: it must be a number in \[0, 1\]", {"gamma": 1.0}),
         ({"lam": "0.95"}, "lam is '0.95'", {"lam": 0.95}),
-    ),
-    **refusals(
-        lambda x=TWO, **more: whiten(x, torch.ones(2), **more),
-        ({"epsilon": 0}, r"epsilon is 0: it must be a number in \(0, inf\)", {"epsilon": 1e-9}),
-        ({"x": torch.zeros(3)}, r"a mask of shape \(2,\) for values of shape \(3,\)", {}),
     ),
     **refusals(
         lambda **more: importance_weights(TWO, **{"high": 2.0} | more),

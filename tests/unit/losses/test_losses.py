@@ -241,11 +241,9 @@ def test_what_is_made_in_inference_mode_is_trained_on() -> None:
         made = (
             losses.importance_weights(ratio, high=2.0),
             losses.keep_sequences(ratio, max_kl=0.1),
-            losses.distillation_advantages(data["log_probs"], data["old_log_probs"]),
             *gae(ratio, ratio, local),
             losses.group_relative_advantages(ratio, [0] * 8),
             losses.rloo_advantages(ratio, [0] * 8),
-            losses.whiten(ratio, MASK),
         )
     for name, loss in LOSSES.items():
         right = share_and_gradient(loss, given)
@@ -264,7 +262,6 @@ def test_a_default_device_is_not_where_data_goes() -> None:
             *(share_and_gradient(loss, held)[1] for loss in LOSSES.values()),
             segment_scan(x, LOCAL, gamma=0.9),
             *gae(x, x, LOCAL),
-            losses.whiten(x, MASK),
             losses.group_relative_advantages(x, [0] * 8),
             losses.rloo_advantages(x, [0] * 8, rollout_ids=list(range(8))),
             *losses.surviving_masks(MASKS, rows, high=2.0, level="sequence"),
