@@ -10,7 +10,7 @@ from refusals import refusal_tests, refusals
 from torch import Tensor
 
 from megatron_rl_loss import Metric, Samples, Term, plan_step
-from megatron_rl_loss.plan import Plan
+from megatron_rl_loss.plan.plan import Plan
 
 
 def plan(samples: Any, mode: Any = "token_mean", **options: Any) -> Plan:
