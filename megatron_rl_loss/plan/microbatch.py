@@ -205,9 +205,7 @@ class Microbatch:
         )
         reducers = {name: self._reducer_of_metric(name, metric) for name, metric in of_step.items()}
         rows = {name: metric.rows() for name, metric in of_step.items()}
-        share, own, sums = sum_terms(
-            summands, [(f"the metric {name!r}", row, reducers[name]) for name in rows for row in rows[name]]
-        )
+        share, own, sums = sum_terms(summands, [(row, reducers[name]) for name in rows for row in rows[name]])
         if not share.is_cpu:
             for one, total in zip(summands, own, strict=True):
                 self._facts.watched.append((one.what, one.values.detach(), total, one.reducer))
