@@ -18,6 +18,7 @@ from megatron_rl_loss.plan.returned import Receipt
 from megatron_rl_loss.reduction.metrics import MODE_OF, Metric, Note
 from megatron_rl_loss.reduction.sums import Summand, Term, WeightedSum, reducer_of, sum_terms
 from megatron_rl_loss.step.collectives import Group
+from megatron_rl_loss.step.masks import on_device
 from megatron_rl_loss.step.samples import LocalTokens, Samples
 from megatron_rl_loss.step.totals import StepTotals
 from megatron_rl_loss.step.units import UnitCounting
@@ -317,7 +318,7 @@ class Microbatch:
         check_choice("forward pass", name, self.log_probs)
         check_values(f"values beside log_probs[{name!r}]", values, self.tokens)
         gaps = (values.detach().float() - self.log_probs[name].float().view_as(values)).abs().flatten()
-        active = torch.from_numpy(self.tokens.mask != 0).to(gaps.device, non_blocking=True)
+        active = on_device(self.tokens.mask != 0, gaps.device)
         gap = torch.cat([gaps.new_zeros(1), gaps.masked_fill(~active, 0)]).max()
         if gap.is_cpu and not gap <= 1e-4:
             warnings.warn(
