@@ -31,7 +31,7 @@ export TORCH_CUDA_ARCH_LIST=${TORCH_CUDA_ARCH_LIST:-9.0}  # 0.15 asks for it as 
 export PYTHONPATH=$PWD
 [[ $# -gt 0 ]] || set -- 0.15.3
 declare -A TESTS=(
-  [loop]=test_planned_steps.py [probe]=test_probe.py [step]=test_launch.py [moe]=test_auxiliary_losses.py
+  [loop]="test_planned_steps.py tests/megatron/test_late_counts.py" [probe]=test_probe.py [step]=test_launch.py [moe]=test_auxiliary_losses.py
   [audit]=test_audit.py [dynamic]="test_dynamic_cp.py tests/megatron/test_dynamic_packs.py"
   [pretrain]="test_example.py -k same_in_every_layout"
 )

@@ -48,9 +48,9 @@ class LossAggregation:
             pretrain(...)
 
     Before a step's first micro-batch it fetches all of the step's micro-batches from the user's iterators, counts the
-    step, and hands the micro-batches on as `Microbatch` objects, whose `data` is the user's batch until its loss was
-    computed. All ranks do so together, before the pipeline schedule starts, so a bad batch on one rank raises
-    `BadBatchError` on every rank. After the schedule it fills the step's values into the reports.
+    step, and hands the micro-batches on as `Microbatch` objects, whose `data` is the user's batch until the next
+    one's loss was computed. All ranks do so together, before the pipeline schedule starts, so a bad batch on one rank
+    raises `BadBatchError` on every rank. After the schedule it fills the step's values into the reports.
 
     Args:
         settings: from `validate_loss_aggregation_args`, or `AggregationSettings.resolve`.
@@ -202,6 +202,7 @@ def _interval_audits(interval: int | None) -> Any:
 
 def _check_forward_step(forward_step: ForwardStep, trains: bool) -> ForwardStep:
     """`forward_step` with a loss function that must return what its micro-batch handed out."""
+    last: list[Microbatch] = []
 
     @functools.wraps(forward_step)
     def call(data_iterator: Any, *args: Any, **kwargs: Any) -> Any:
@@ -227,7 +228,9 @@ def _check_forward_step(forward_step: ForwardStep, trains: bool) -> ForwardStep:
             returned = loss_func(*args, **kwargs)
             if not kwargs.get("non_loss_data"):
                 check_returned(returned, microbatch.receipt, trains=trains)
-                microbatch.data = None
+                for earlier in last:  # its backward pass is over: the user's batch can be freed
+                    earlier.data = None
+                last[:] = [microbatch]
             return returned
 
         return output, checked_loss_func

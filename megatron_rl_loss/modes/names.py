@@ -108,7 +108,7 @@ class Aggregation:
 
     def describe(self) -> str:
         """One line for the log."""
-        divisor = "" if self.divisor is None else f", divisor {self.divisor:g}"
+        divisor = "" if self.divisor is None else f", divisor {self.divisor:.15g}"
         return f"loss aggregation: {self.mode.name}{divisor}, unit counting {self.units}"
 
 

@@ -46,7 +46,7 @@ class Counts:
     """A step's counts by the loss masks, or by one of the samples' further masks; fields as of `StepTotals`."""
 
     units: Mapping[str, Units]
-    step_active_tokens: int
+    step_active_tokens: int | None = None
     step_tokens: float | None = None
     step_entries: int | None = None
     dynamic_cp: bool = False
@@ -73,7 +73,7 @@ def gather_counts(
         settings: what else must be the same on every rank, such as the mode.
 
     Returns:
-        The counts; on a stage without data, the number of active tokens alone.
+        The counts; on a stage without data, the number of active tokens by the loss masks alone.
 
     Raises:
         BadBatchError: on all ranks of the groups, if any failed or they do not agree, with each failing rank's reason.
@@ -127,7 +127,8 @@ def gather_counts(
             "only."
         )
     if not has_data:
-        counts = [Counts(units={}, step_active_tokens=int(active_tokens)) for _ in counts]
+        counts = [Counts(units={}) for _ in counts]
+        counts[0].step_active_tokens = int(active_tokens)
     counts[0].dynamic_cp = bool(dynamic_cp)
     return counts
 

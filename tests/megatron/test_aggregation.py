@@ -10,6 +10,7 @@ More layouts, where a loss is one policy loss: test_matrix.py.
 import functools
 import importlib
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -262,6 +263,74 @@ def test_gradient_loss_and_metrics_equal_the_oracle(name: str, record_property: 
                 assert abs(logged[number] - value) < of_sums * scale, (ask, number)
     record_property("aggregation_error", worst)
     assert worst < oracle.EXACT
+
+
+# ---- metrics that come and go
+
+MASKS = (None, "correct")
+
+
+def steps_with(of_step: Callable[[int, int], list[str]], always: bool, state: Any) -> list[dict[str, float]]:
+    """Four steps on dp 2 x cp 2: all ranks have tokens, DP rank 1 has none, nobody has any of a further mask, and DP
+    rank 0 alone has some. `of_step`: names of metrics by step and DP rank; left out where a micro-batch has no token
+    of theirs, unless `always`.
+    """
+    dp_rank, cp_rank = state.get_data_parallel_rank(), state.get_context_parallel_rank()
+    step, logged = aggregation(mode="token_mean", term_masks=["correct"]), []
+    for number in range(4):
+        samples, batches = step_samples(seed=number), []
+        for chosen in dealt(samples, dp_rank, 2, 3):
+            for i in chosen if number == 1 and dp_rank else []:
+                samples[i].mask.zero_()
+            some = number < 2 or (number == 3 and dp_rank == 0)
+            correct = [sample.mask * some for sample in samples]
+            batches.append(Batch(samples, chosen, 2, term_masks={"correct": correct}))
+
+        def forward_step(iterator: Any, model: Any, number: int = number) -> Any:
+            microbatch = next(iterator)
+            losses = model(microbatch.data.local_numbers(cp_rank, 2).cuda())
+            metrics = {
+                "twice": Metric(2 * losses),
+                "most": Metric(losses, "tokens", kind="max"),
+                "spread": Metric(losses, "tokens", kind="variance"),
+                "of correct": Metric(losses, "none", mask="correct"),
+            }
+            has = {mask: bool(microbatch.tokens_of(mask).num_active) for mask in MASKS}
+            names = [name for name in of_step(number, dp_rank) if always or has[metrics[name].mask]]
+            return losses, lambda losses: microbatch.loss(losses, {name: metrics[name] for name in names})
+
+        model = model_of([math.sin(i) for i in range(1 + sum(len(sample.mask) for sample in samples))])
+        logged.append(logged_by_step(step, forward_step, batches, model))
+    return logged
+
+
+def in_two_orders(number: int, dp_rank: int) -> list[str]:
+    return ["twice", "most", "spread", "of correct"][:: -1 if dp_rank else 1]
+
+
+def not_in_every_step(number: int, dp_rank: int) -> list[str]:
+    return ["twice"] if number % 2 else ["most"]
+
+
+def changing_metrics() -> list[list[dict[str, float]]]:
+    state = start(cp=2)
+    calls = [(in_two_orders, False), (in_two_orders, True), (not_in_every_step, True)]
+    return [steps_with(of_step, always, state) for of_step, always in calls]
+
+
+def test_a_metric_may_appear_late_and_be_left_out_where_it_has_no_token() -> None:
+    by_rank = run_ranks(4, changing_metrics)
+    _, expected, _ = by_rank[0]
+    for left_out, whole, changing in by_rank:
+        for number, (mine, other, all_of_them) in enumerate(zip(left_out, whole, expected, strict=True)):
+            assert other == all_of_them
+            names = all_of_them.keys() - ({"of correct"} if number == 2 else set())  # no rank has any
+            assert mine == pytest.approx({name: all_of_them[name] for name in names}, rel=oracle.EXACT, nan_ok=True)
+        names = [set(logged) for logged in changing]
+        assert names == [{"pg_loss", "most"}, {"pg_loss", "twice"}] * 2
+
+
+# ---- negative control
 
 
 def stock_gradient_error() -> float:

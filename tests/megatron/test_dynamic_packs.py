@@ -1,4 +1,4 @@
-"""Steps that Megatron's schedulers pack anew, and a GPT, over context-parallel groups that may change."""
+"""Steps that Megatron's schedulers pack anew, over context-parallel groups that may change."""
 
 import functools
 import itertools
@@ -7,21 +7,18 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import gpt_oracle
 import oracle
 import pytest
 import torch
 import torch.distributed as dist
-from dynamic_steps import HYBRID, LENGTHS, RANKS, STEP, TABLE, balanced, hands_of, has, run_loop, start_dynamic
+from dynamic_steps import LENGTHS, RANKS, STEP, TABLE, has, start_dynamic
 from example_run import MODEL, TRAINING
-from gpt_steps import FP32_BOUNDS, collect, mode_of, output_of
 from ranks import run_ranks
 from step_samples import DIVISOR
 from table_step import relative_error, run_schedule, start, table_model
-from tiny_gpt import Batch, Case, Layout, build
 from torch import Tensor
 
-from megatron_rl_loss import Samples, ZigzagTHD, ppo_clip_loss
+from megatron_rl_loss import Samples, ZigzagTHD
 from megatron_rl_loss.plan import plan as plans
 from megatron_rl_loss.step.collectives import StepGroups
 from megatron_rl_loss.step.totals import count_step
@@ -88,17 +85,12 @@ IN_ROUNDS = Launch("dp_balanced", "adapter", pp=2, vp=2)
 SCHEDULED = [
     IN_ROUNDS,
     Launch("dp_balanced", "own", tp=2),
-    Launch("dp_balanced", "own", cp=2),
     Launch("dp_balanced", "own", pp=2),
-    Launch("dp_balanced", "adapter", tp=2),
     Launch("dp_balanced", "adapter", cp=2),
     Launch("dp_balanced", "adapter", tp=2, pp=2),
-    Launch("dp_balanced", "adapter", pp=4),
-    Launch("default_dynamic_cp", "own", tp=2),
     Launch("default_dynamic_cp", "own", cp=2),
     Launch("default_dynamic_cp", "own", pp=2, vp=2),
     Launch("default_dynamic_cp", "adapter", tp=2),
-    Launch("default_dynamic_cp", "adapter", cp=2),
     Launch("default_dynamic_cp", "adapter", pp=2),
     Launch("default_dynamic_cp", "adapter", pp=2, vp=2),
 ]
@@ -287,66 +279,3 @@ def test_pretrain_that_schedules_trains_alike_on_four_ranks(alone: Sequence[str]
     assert len(expected) == 2
     for step, reference in zip(run_ranks(RANKS, pretrained, flags)[-1], expected, strict=True):
         assert step == pytest.approx(reference, rel=2 * oracle.chain_error(2, 256))
-
-
-# --- a GPT
-
-
-GPT_CASES = [
-    Case(1, mode, "all", "per token", bf16=False, optimizer="plain", tied=False, lopsided=False)
-    for mode in oracle.MODES
-]
-LAYOUT = Layout(1, False, 1, 1, 2, 2)
-
-
-def gpt_errors(rollouts: list[gpt_oracle.Rollout]) -> list[dict[str, Any]]:
-    """On a rank: the gradients of PPO in each mode, sequences dealt by Megatron's scheduler."""
-    from megatron_rl_loss import plan_step
-
-    _, dp_cp, group_of = start_dynamic()
-    groups = balanced(dp_cp, [len(one.tokens) for one in rollouts])
-    hands = hands_of(groups, dp_cp.rank(), one_by_one=True)
-    found = []
-    for case in GPT_CASES:
-        ready = build(LAYOUT, case, "packed")
-        (model,) = ready.chunks
-        places = [(0 if size == 1 else group_of(size).rank(), size, group_of(size)) for _, size in hands]
-        batches = [
-            Batch([rollouts[i] for i in ids], cp_rank, size, filler=False, cp_group=group)
-            for (ids, _), (cp_rank, size, group) in zip(hands, places, strict=True)
-        ]
-        alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-        plan = plan_step([one.samples for one in batches], model=model, dynamic_cp=True, **mode_of(case))
-        turns = iter(zip(batches, plan, strict=True))
-
-        def forward_step(iterator: Any, model: Any, turns: Any = turns, alone: Any = alone) -> Any:
-            next(iterator)
-            batch, microbatch = next(turns)
-            batch.cp_group = batch.cp_group or alone
-            for layer in model.module.decoder.layers:  # Megatron-Core dev does so itself, for RoPE
-                layer.self_attention.pg_collection.cp = batch.cp_group
-
-            def loss_func(output: Tensor) -> Any:
-                clip = {"clip_low": gpt_oracle.CLIP_LOW, "clip_high": gpt_oracle.CLIP_HIGH}
-                return microbatch.loss(
-                    ppo_clip_loss(-output, batch.old_log_probs, batch.advantages, batch.mask, **clip).per_token_loss
-                )
-
-            return output_of(model, batch.cuda()), loss_func
-
-        run_loop(has(*HYBRID), model, groups, hands, forward_step)
-        found.append(
-            {name: torch.from_numpy(value) for name, (value, _) in collect([model], of_gradients=True).items()}
-        )
-    return found
-
-
-def test_a_gpt_trains_on_the_step_of_one_process(record_property: Any) -> None:
-    shape = GPT_CASES[0].shape(LAYOUT)
-    for found in run_ranks(RANKS, gpt_errors, gpt_oracle.rollouts_of(shape)):
-        for case, gradients in zip(GPT_CASES, found, strict=True):
-            right = gpt_oracle.step_of(shape, case.mode, case.units).gradients
-            assert gradients.keys() == right.keys()
-            worst = max(relative_error(gradients[name], right[name]) for name in right)
-            record_property("dynamic_cp_gpt_error", worst)
-            assert worst < FP32_BOUNDS["gradients"], (case.mode, worst)

@@ -239,10 +239,10 @@ def kl_in_the_share(microbatch: Any, losses: Tensor, number: int) -> Any:
     return microbatch.carry(share, microbatch.report({"pg_loss": share}))
 
 
-HANDED_OUT = "a loss or count that the micro-batch did not hand out"
+HANDED_OUT = "a loss or count that it did not hand out"
 NOT_ITS_LOSS = "a loss that this micro-batch did not hand out"
 PART = "losses or metrics that are not this rank's part of the layout (with the likely mix-up)"
-NAMES = "reports whose names change within a step or from rank to rank"
+NAMES = "a metric that a micro-batch with tokens leaves out"
 LOSS_ROWS = [
     loss_row("losses not cut over CP", PART, lambda m, losses, n: m.loss(torch.cat([losses, losses])),
              "per_token_loss of shape (16,)", "not cut over CP ranks"),
@@ -281,6 +281,12 @@ LOSS_ROWS = [
              NOT_ITS_LOSS, "put further terms into the share", kl_in_the_share),
     loss_row("changed in place", HANDED_OUT, changing(lambda loss, count, report: (loss.mul_(0.5), count, report)),
              "it was changed in place", ""),
+    loss_row("a micro-batch carried twice", "a micro-batch that is carried a second time without `plan.restart()`",
+             lambda m, losses, n: (m.loss(losses), m.loss(losses))[1], "carried a second time", "call plan.restart()"),
+    loss_row("tokens cut in another way", "tokens that are not the plan's cut",
+             lambda m, losses, n: (m.check_tokens(TOKENS[:8]), m.loss(losses))[1],
+             "local tokens that are not those of the plan's layout", "Give Samples the layout",
+             lambda m, losses, n: (m.check_tokens(m.local(TOKENS)), m.loss(losses))[1]),
     loss_row("a form for loops without a schedule", HANDED_OUT, lambda m, losses, n: m.loss(losses, form="sum"),
              "as form='sum' and form='mean' give it", "without a form"),
     loss_row("a loss made without gradients", "", torch.no_grad()(lambda m, losses, n: m.loss(losses)),

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -138,6 +139,15 @@ def test_weights_beside_the_mask(beside: Any, expected: list[float]) -> None:
     assert (weights.tolist(), weights.requires_grad) == (expected, False)
 
 
+def test_settings_that_differ_are_described_apart() -> None:
+    """Ranks compare these lines."""
+    asked = [("constant", 1_000_001), ("constant", 1_000_002), ("constant", 0.1), ("token_sum", 1_000_001)]
+    lines = {LossModes.resolve(mode, divisor=divisor).describe() for mode, divisor in asked}
+    lines |= {LossModes.resolve("token_mean", terms={name: "sample_mean"}).describe() for name in ("kl", "nll")}
+    assert len(lines) == 6
+    assert LossModes.resolve("constant", divisor=8).describe() == LossModes.resolve("constant", divisor=8.0).describe()
+
+
 def test_terms_have_the_divisor_and_the_counting_of_their_own_mode() -> None:
     own: Any = lambda step: 1 / step.divisor  # noqa: E731
     modes = LossModes.resolve("constant", divisor=8.0, terms={"kl": "constant", "value": "token_sum"})
@@ -154,8 +164,32 @@ def term(*arguments: Any, **options: Any) -> Any:
     return LossModes.resolve("token_mean").of_term("kl", *arguments, **options)
 
 
+def own(beside: Any) -> torch.Tensor:
+    return token_weights(lambda step: beside, Samples([torch.ones(3), torch.ones(2)]), StepTotals())
+
+
+LAST_INF, FINITE = ([torch.ones(3), torch.tensor([1.0, last])] for last in (math.inf, 0))
 test_refusals = refusal_tests(
-    refusals(
+    {
+        **refusals(
+            own,
+            (([torch.ones(2), torch.ones(3)],), r"rows of \[2, 3\] values for loss masks of \[3, 2\]", (FINITE,)),
+            ((math.nan,), "token weights with NaN or Inf", (0.0,)),
+            ((1e39,), "token weights with NaN or Inf", (1e38,)),
+            ((1e-50,), "float32 rounds to 0", (1e-30,)),
+            ((LAST_INF,), "token weights with NaN or Inf.*Use 0 to leave tokens out", (FINITE,)),
+        ),
+        **refusals(
+            own,
+            ((torch.ones(5),), r"returned float32 of shape \(5,\)", (torch.ones(2),)),
+            ((torch.ones(1, 5),), "a number, 2 numbers", (torch.tensor(1.0),)),
+            (([1.0] * 3,), r"of shape \(3,\)", ([[1.0] * 3, [1.0] * 2],)),
+            ((None,), "returned object", (0,)),
+            ((True,), "returned bool", (1,)),
+            error=TypeError,
+        ),
+    }
+    | refusals(
         term,
         (
             ("constant",),
@@ -168,4 +202,4 @@ test_refusals = refusal_tests(
         functools.partial(term, None),
         ({"units": "active"}, "the term 'kl' with units or a divisor and no mode", {}),
     )
-)
+)  # fmt: skip
