@@ -30,7 +30,7 @@ from megatron_rl_loss.plan.checks import check_samples
 from megatron_rl_loss.plan.microbatch import Microbatch
 from megatron_rl_loss.plan.plan import Plan, make_plan
 from megatron_rl_loss.plan.returned import check_returned
-from megatron_rl_loss.reduction.tap import observe
+from megatron_rl_loss.reduction.taps import observe
 from megatron_rl_loss.step.collectives import attempt, world_rank
 from megatron_rl_loss.step.samples import Samples
 

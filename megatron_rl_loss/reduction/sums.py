@@ -17,7 +17,7 @@ from megatron_rl_loss.errors import place_in_cp
 from megatron_rl_loss.modes.names import Aggregation, resolve
 from megatron_rl_loss.modes.table import Mode, ModeFunction
 from megatron_rl_loss.modes.weights import checked_weights, weigh
-from megatron_rl_loss.reduction.tap import DeclaredTerm, is_observed, tap
+from megatron_rl_loss.reduction.taps import DeclaredTerm, is_observed, tap
 from megatron_rl_loss.step.collectives import world_rank
 from megatron_rl_loss.step.ids import Ids
 from megatron_rl_loss.step.layouts import Layout

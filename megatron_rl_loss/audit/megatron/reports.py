@@ -10,7 +10,7 @@ from megatron_rl_loss.audit.assembly import Part, measured_step
 from megatron_rl_loss.audit.megatron.anchor import Factor
 from megatron_rl_loss.audit.tokens import MeasuredStep, Split
 from megatron_rl_loss.modes.names import Aggregation
-from megatron_rl_loss.reduction.tap import DeclaredTerm
+from megatron_rl_loss.reduction.taps import DeclaredTerm
 
 _ROUNDING = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-18}
 #: The term that is measured where nothing was tapped: what the model returned to the loss function.
