@@ -94,15 +94,18 @@ class StepFacts:
             self._constants[value, device] = torch.full((), value, dtype=dtype, device=device)
         return self._constants[value, device]
 
-    def carry(self, number: int) -> None:
-        """Note that a micro-batch was handed over for training; refuse a second time."""
+    def mark_carried(self, number: int, _: Tensor | None = None) -> None:
+        """Note that a micro-batch was handed over for training, or that its gradient was made (a tensor's hook)."""
+        self.is_carried[number] = True
+
+    def check_fresh(self, number: int) -> None:
+        """Refuse a micro-batch that was trained on."""
         if self.is_carried[number]:
             state = "was trained on already, all of it" if all(self.is_carried) else "is being trained on"
             raise ValueError(
-                f"micro-batch {number} of a plan, carried a second time: its step {state}. Plan each step anew; to "
+                f"micro-batch {number} of a plan, a second time: its step {state}. Plan each step anew; to "
                 "train on the same samples once more (another epoch, or after an error), call plan.restart() first."
             )
-        self.is_carried[number] = True
 
     def check_tokens(self) -> None:
         """Refuse local tokens that are not the plan's cut of the samples' tokens; reads the device."""

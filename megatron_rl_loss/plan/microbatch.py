@@ -3,7 +3,7 @@
 import math
 import warnings
 from collections.abc import Mapping
-from functools import cached_property
+from functools import cached_property, partial
 from numbers import Real
 from typing import Any, Literal, NoReturn, overload
 
@@ -129,8 +129,15 @@ class Microbatch:
         return self.pg_loss.weights
 
     def __call__(self, per_token_loss: Tensor) -> Tensor:
-        """`pg_loss`, whose share is noted as the step's ``pg_loss``."""
+        """`pg_loss`, whose share is noted as the step's ``pg_loss``.
+
+        Raises ValueError for a micro-batch that was trained on before (`Plan.restart`).
+        """
+        if torch.is_grad_enabled():
+            self._facts.check_fresh(self._number)
         share = self.pg_loss(per_token_loss)
+        if share.requires_grad and not torch.compiler.is_compiling():  # a loop may train on it without `carry`
+            share.register_hook(partial(self._facts.mark_carried, self._number))
         self._note({"pg_loss": Note("mean", share.detach()[None])})
         return share
 
@@ -254,10 +261,12 @@ class Microbatch:
             shares: 0-dim, by name, each from a reducer of this micro-batch.
 
         Raises:
-            ValueError: values that are not 0-dim tensors.
+            ValueError: values that are not 0-dim tensors, or that lie on several devices.
         """
         for name, value in shares.items():
             _check_scalar(name, value)
+        if len(devices := {str(value.device) for value in shares.values()}) > 1:
+            raise ValueError(f"shares on {sorted(devices)}: they are reduced together. Move them to one device.")
         return self._note({name: Note("mean", value.detach()[None]) for name, value in shares.items()})
 
     @overload
@@ -296,7 +305,8 @@ class Microbatch:
             )
         carrier = find_carrier(form, self._facts.per_token_loss, self._facts.dynamic_cp)
         if trains:
-            self._facts.carry(self._number)
+            self._facts.check_fresh(self._number)
+            self._facts.mark_carried(self._number)
             for reducer in self._reducers.values():
                 reducer.num_uses = 0
         carried = [share * self._facts.factor(carrier)]

@@ -130,6 +130,8 @@ def gather_counts(
         counts = [Counts(units={}) for _ in counts]
         counts[0].step_active_tokens = int(active_tokens)
     counts[0].dynamic_cp = bool(dynamic_cp)
+    if world_rank() == 0 and (text := _twins(of_ranks, identity=1)) is not None:
+        warnings.warn(text, stacklevel=4)
     return counts
 
 
@@ -259,7 +261,7 @@ def _other_settings(settings: str) -> ValueError:
 
 def _disagreement(of_ranks: Mapping[str, Floats], held: _Held, settings: str) -> tuple[ValueError | None, bool]:
     """This rank's error about headers that do not agree, and True if they do not."""
-    has_data, kinds, data = of_ranks["has_data"], of_ranks["kinds"], of_ranks["data"]
+    has_data, kinds = of_ranks["has_data"], of_ranks["kinds"]
     if len(set(of_ranks["settings"])) > 1:
         return _other_settings(settings), True
     if 0 < has_data.sum() < len(has_data):
@@ -277,18 +279,22 @@ def _disagreement(of_ranks: Mapping[str, Floats], held: _Held, settings: str) ->
             "ranks of a micro-batch's cp_group were given different samples for it, or in another order: each of them "
             "must have all of its samples. Make the same Samples on every rank of the group."
         ), True
-    _, first, of_digest = np.unique(data, return_index=True, return_inverse=True)
-    twins = np.flatnonzero((data != 0) & (of_ranks["identity"] > 0) & (first[of_digest] != np.arange(len(data))))
-    if len(twins):
-        text = (
-            f"DP ranks {first[of_digest][twins[0]]} and {twins[0]} hold samples with the same masks, ids and tokens: "
-            "they count twice. Shard the loader by DP rank, and leave CP ranks out of the dp_group."
-        )
-        if of_ranks["identity"][twins].max() == 2:  # a rollout's id is its own
-            return ValueError(text), True
-        if world_rank() == 0:
-            warnings.warn(text, stacklevel=4)
+    if (text := _twins(of_ranks, identity=2)) is not None:  # a rollout's id is its own
+        return ValueError(text), True
     return None, False
+
+
+def _twins(of_ranks: Mapping[str, Floats], identity: int) -> str | None:
+    """The first two DP ranks that hold the same samples, told apart by ids or tokens (1) or by rollout ids (2)."""
+    data = of_ranks["data"]
+    _, first, of_digest = np.unique(data, return_index=True, return_inverse=True)
+    is_twin = (data != 0) & (of_ranks["identity"] >= identity) & (first[of_digest] != np.arange(len(data)))
+    for twin in np.flatnonzero(is_twin)[:1]:
+        return (
+            f"DP ranks {first[of_digest][twin]} and {twin} hold samples with the same masks, ids and tokens: they "
+            "count twice. Shard the loader by DP rank, and leave CP ranks out of the dp_group."
+        )
+    return None
 
 
 def _unlike_in_cp_groups(microbatches: Sequence[Samples], dp_group: Group | None) -> int:

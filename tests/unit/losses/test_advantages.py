@@ -93,6 +93,8 @@ def on_rank() -> dict[str, Any]:
         how: dict[str, Any] = {"rollout_ids": rollouts, "dp_group": dist.group.WORLD}
         found[kind] = function(torch.tensor(rewards), prompts, **how).tolist()
         found["refused"] = outcome_of(lambda: function(torch.tensor(rewards), prompts[rank:], **how))  # noqa: B023
+        how["rollout_ids"] = rollouts if rank else None
+        found["unlike"] = outcome_of(lambda: function(torch.tensor(rewards), prompts, **how))  # noqa: B023
     return found
 
 
@@ -101,6 +103,7 @@ def test_over_ranks() -> None:
     for kind in ("by std", "leave one out"):
         assert by_rank[0][kind] + by_rank[1][kind] == pytest.approx(stated(BATCH, kind), rel=oracle.EXACT)
     assert all("rank 1: ValueError: 2 prompt_ids for 3" in rank["refused"] for rank in by_rank)
+    assert all("rollout_ids on some data-parallel ranks only" in rank["unlike"] for rank in by_rank)
 
 
 # --- off-policy corrections
