@@ -11,7 +11,7 @@ from megatron_rl_loss.errors import check_within
 from megatron_rl_loss.losses.place import Place, on_device, tokens_of
 from megatron_rl_loss.losses.scans import segment_scan
 from megatron_rl_loss.step.collectives import Group, gather_parts, rank_in
-from megatron_rl_loss.step.ids import Ids, Keys, as_ids
+from megatron_rl_loss.step.ids import Ids, Keys, as_ids, kind_of_ids
 from megatron_rl_loss.step.masks import Array, Floats, to_array
 from megatron_rl_loss.step.values import check_values
 
@@ -77,20 +77,27 @@ class _Groups:
     """The rewards of all ranks in float64, the sums over their groups, and which of them are this rank's."""
 
     def __init__(self, rewards: Rewards, prompt_ids: Ids, rollout_ids: Ids | None, dp_group: Group | None) -> None:
-        def prepare() -> tuple[Floats, Keys, Keys]:
+        def prepare() -> tuple[Floats, Keys, Keys, list[str]]:
             mine = to_array(rewards).astype(np.float64)
             if mine.ndim != 1 or not np.isfinite(mine).all():
                 raise ValueError(
                     f"rewards of shape {mine.shape}: they must be 1-D and finite. Pass one finite reward per sample."
                 )
             prompts = as_ids("prompt_ids", prompt_ids, len(mine))
-            return mine, prompts, prompts if rollout_ids is None else as_ids("rollout_ids", rollout_ids, len(mine))
+            rollouts = prompts if rollout_ids is None else as_ids("rollout_ids", rollout_ids, len(mine))
+            return mine, prompts, rollouts, [kind_of_ids(ids) for ids in (prompt_ids, rollout_ids) if ids is not None]
 
         parts = gather_parts(prepare, dp_group)
         begin = sum(len(part[0]) for part in parts[: rank_in(dp_group)])
         self._mine = slice(begin, begin + len(rewards))
         self._device = rewards.device if isinstance(rewards, Tensor) else torch.device("cpu")
-        exact, prompts, rollouts = map(np.concatenate, zip(*parts, strict=True))
+        *columns, kinds = zip(*parts, strict=True)
+        exact, prompts, rollouts = map(np.concatenate, columns)
+        if len({str(one) for one, rewards_of_rank in zip(kinds, columns[0], strict=True) if len(rewards_of_rank)}) > 1:
+            raise ValueError(
+                "ids of other kinds on other ranks: each must be given on all ranks or none, as ints on all or as "
+                "strings on all. Pass the same ids everywhere."
+            )
         self._group = np.unique(prompts, return_inverse=True)[1]
         self._counts = np.ones(len(exact)) if rollout_ids is None else _share_of_rollout(exact, prompts, rollouts)
         self.size = self.sum(np.ones(len(exact)))  # of each sample's group, in rollouts

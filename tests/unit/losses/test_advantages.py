@@ -93,6 +93,8 @@ def on_rank() -> dict[str, Any]:
         how: dict[str, Any] = {"rollout_ids": rollouts, "dp_group": dist.group.WORLD}
         found[kind] = function(torch.tensor(rewards), prompts, **how).tolist()
         found["refused"] = outcome_of(lambda: function(torch.tensor(rewards), prompts[rank:], **how))  # noqa: B023
+        ids = ["1", "1", "2"] if rank else [1, 1, 2]
+        found["of two kinds"] = outcome_of(lambda: function(torch.tensor(rewards), ids, dp_group=dist.group.WORLD))  # noqa: B023
     return found
 
 
@@ -101,6 +103,7 @@ def test_over_ranks() -> None:
     for kind in ("by std", "leave one out"):
         assert by_rank[0][kind] + by_rank[1][kind] == pytest.approx(stated(BATCH, kind), rel=oracle.EXACT)
     assert all("rank 1: ValueError: 2 prompt_ids for 3" in rank["refused"] for rank in by_rank)
+    assert all(rank["of two kinds"].startswith("ValueError: ids of other kinds on other ranks") for rank in by_rank)
 
 
 # --- off-policy corrections
