@@ -59,7 +59,15 @@ STEPS: dict[str, tuple[Given, str]] = {
     "missing on a rank": (without("even", on=lambda rank, n: rank == 1), MISSING.format("[01]", "even")),
     "missing in a micro-batch": (without("most", on=lambda rank, n: rank == 0 and n == 1), MISSING.format(1, "most")),
     "on one rank alone": (without("least", on=lambda rank, n: rank != 3), MISSING.format("[01]", "least")),
-    "of two kinds": (of_two_kinds, "a name with two kinds or masks in one step"),
+    "of two kinds": (of_two_kinds, "a name with two kinds, masks or aggregations in one step"),
+    "over two units": (
+        lambda rank, n: {"x": Metric(values_on(rank), "tokens" if rank else "samples")},
+        "a name with two",
+    ),
+    "over two units in turn": (
+        lambda rank, n: {"x": Metric(values_on(rank), "tokens" if n else "none")},
+        "a name with",
+    ),
 }
 
 
