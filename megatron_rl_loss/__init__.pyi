@@ -40,7 +40,7 @@ from megatron_rl_loss.reduction.folding import fold_into_advantages as fold_into
 from megatron_rl_loss.reduction.metrics import Metric as Metric
 from megatron_rl_loss.reduction.sums import Term as Term
 from megatron_rl_loss.reduction.sums import make_pg_loss_reducer as make_pg_loss_reducer
-from megatron_rl_loss.reduction.tap import tap as tap
+from megatron_rl_loss.reduction.taps import tap as tap
 from megatron_rl_loss.step.layouts import Contiguous as Contiguous
 from megatron_rl_loss.step.layouts import Gathered as Gathered
 from megatron_rl_loss.step.layouts import Layout as Layout

@@ -15,11 +15,34 @@ from textwrap import dedent
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-FRAMEWORKS = sorted(f"frameworks.{file.stem}" for file in ROOT.glob("megatron_rl_loss/frameworks/[a-z]*.py"))
-#: A page, and the modules that it shows. A name that several rooms export stands on the first page that has it.
-PAGES = {room: [room] for room in ("step", "modes", "reduction", "losses", "logprobs", "plan")}
-PAGES |= {"megatron": ["planning", "megatron"], "frameworks": ["frameworks", *FRAMEWORKS]}
-PAGES |= {"audit": ["audit", "audit.megatron"], "errors": ["errors"]}
+#: A page, and the modules whose docstrings are its sections. A name stands in the closest section above its module.
+PAGES = {room: [room] for room in ("step", "modes", "reduction", "losses", "logprobs", "megatron", "errors")}
+PAGES |= {"plan": ["plan", "planning"], "audit": ["audit", "audit.megatron"], "frameworks": ["frameworks"]}
+PAGES["frameworks"] += sorted(f"frameworks.{file.stem}" for file in ROOT.glob("megatron_rl_loss/frameworks/[a-z]*.py"))
+#: The names that are importable from `megatron_rl_loss`, by the module that defines them.
+PUBLIC: dict[str, list[str]] = {}
+_STUB = (ROOT / "megatron_rl_loss" / "__init__.pyi").read_text()
+for _module, _name in re.findall(r"^from megatron_rl_loss\.(\S+) import (\w+) as", _STUB, re.MULTILINE):
+    PUBLIC.setdefault(_module, []).append(_name)
+#: Others, importable from their module: classes that users are handed, and what pages name.
+OTHERS = {
+    "step.samples": ["LocalTokens"],
+    "modes.names": ["resolve"],
+    "reduction.sums": ["WeightedSum"],
+    "losses.ratio": ["PolicyLoss"],
+    "losses.token": ["cispo_loss", "sapo_loss", "dppo_loss"],
+    "losses.sequence": ["gspo_loss", "gmpo_loss"],
+    "logprobs.kept_ids": ["KeptIds"],
+    "plan.plan": ["Plan"],
+    "plan.measure": ["Measurement"],
+    "megatron.flags": ["AggregationSettings"],
+    "megatron.forward_pass": ["ForwardPass"],
+    "audit.simulation": ["LossCall"],
+    "audit.tokens": ["MeasuredStep"],
+    "audit.log_prob_gap": ["LogProbGap"],
+    "audit.loss_check": ["LossReport"],
+    "audit.verdict": ["judge", "Verdict"],
+}
 SECTION = re.compile(r"^(Args|Attributes|Raises[^\n:]*|Returns):\n((?:(?:    .*)?(?:\n|$))+)", re.MULTILINE)
 BLOCK = re.compile(r"^(>>>|===).*(?:\n.+)*", re.MULTILINE)
 
@@ -43,17 +66,13 @@ def value_of(module: str, name: str) -> Any:
     return None
 
 
-STUB = (ROOT / "megatron_rl_loss" / "__init__.pyi").read_text()
-#: The names that are importable from `megatron_rl_loss`, by the module that each comes from.
-PUBLIC: dict[str, list[str]] = {}
-for _module, _name in re.findall(r"^from megatron_rl_loss\.(\S+) import (\w+) as", STUB, re.MULTILINE):
-    PUBLIC.setdefault(_module, []).append(_name)
-
-
-def names_in(module: str) -> list[str]:
-    """The public names of a module, then what else it exports: classes that are only returned, say."""
-    names = PUBLIC.get(module, [])
-    return [*names, *(name for name in value_of(module, "__all__") or () if name not in names)]
+def names_in(section: str) -> list[tuple[str, str]]:
+    """Modules, and the names that they add to a section: public ones first. Of an engine's module, its ``__all__``."""
+    if section.startswith("frameworks."):
+        return [(section, name) for name in value_of(section, "__all__") or ()]
+    sections = sorted((one for modules in PAGES.values() for one in modules), key=len)
+    listed = [(module, name) for names_of in (PUBLIC, OTHERS) for module, names in names_of.items() for name in names]
+    return [one for one in listed if [s for s in sections if f"{one[0]}.".startswith(f"{s}.")][-1] == section]
 
 
 def find(module: str, name: str) -> tuple[list[str], ast.stmt]:
@@ -65,11 +84,6 @@ def find(module: str, name: str) -> tuple[list[str], ast.stmt]:
         if name in [getattr(target, "id", getattr(target, "name", None)) for target in targets]:
             return source_of(module).splitlines(), node
     raise SystemExit(f"{module} has no {name}")
-
-
-def key(module: str, name: str) -> tuple[str, ...]:
-    """The same for what is the same, by whatever module it is exported."""
-    return name, *find(module, name)[0]
 
 
 def code(lines: list[str], node: ast.stmt) -> str:
@@ -93,9 +107,10 @@ def as_markdown(node: ast.Module | ast.FunctionDef | ast.ClassDef) -> str:
     return BLOCK.sub(lambda block: f"```{'pycon' if block[1] == '>>>' else 'text'}\n{block[0]}\n```", text).strip()
 
 
-def entry(lines: list[str], node: ast.stmt, name: str, level: str = "##") -> str:
-    """Heading, code, docstring; of a class its public methods too."""
-    parts = [f"{level} `{name}`", f"```python\n{dedent(code(lines, node))}\n```"]
+def entry(lines: list[str], node: ast.stmt, name: str, level: str = "##", home: str = "") -> str:
+    """Heading, code below its import, docstring; of a class its public methods too."""
+    line = f"from {home} import {name}\n\n" if home else ""
+    parts = [f"{level} `{name}`", f"```python\n{line}{dedent(code(lines, node))}\n```"]
     if isinstance(node, ast.FunctionDef | ast.ClassDef):
         parts.append(as_markdown(node))
     if isinstance(node, ast.ClassDef):
@@ -107,24 +122,19 @@ def entry(lines: list[str], node: ast.stmt, name: str, level: str = "##") -> str
 
 def pages() -> dict[str, str]:
     """The text of each page, by the name of its file."""
-    home = {key(module, name): page for page in reversed(PAGES) for module in PAGES[page] for name in names_in(module)}
-
-    def link(module: str, name: str) -> str:
-        return f"- [`{name}`]({home[key(module, name)]}.md#{name.lower()})"
-
-    public = sorted((name, module) for module, names in PUBLIC.items() for name in names)
-    listed = "\n".join(link(module, name) for name, module in public)
-    texts = {"README.md": f"# megatron_rl_loss\n\n{as_markdown(tree_of(''))}\n\n{listed}\n"}
-    for page, modules in PAGES.items():
+    texts, links = {}, []
+    for page, sections in PAGES.items():
         parts = []
-        for module in modules:
-            names = names_in(module)
-            mine = [name for name in names if home[key(module, name)] == page]
-            others = "\n".join(link(module, name) for name in names if name not in mine)
-            parts += [f"# megatron_rl_loss.{module}", as_markdown(tree_of(module)), others]
-            parts += [entry(*find(module, name), name) for name in mine]
+        for section in sections:
+            parts += [f"# megatron_rl_loss.{section}", as_markdown(tree_of(section))]
+            for module, name in names_in(section):
+                is_public = name in PUBLIC.get(module, ())
+                home = "megatron_rl_loss" if is_public else f"megatron_rl_loss.{module}"
+                parts.append(entry(*find(module, name), name, home=home))
+                links += [f"- [`{name}`]({page}.md#{name.lower()})"] * is_public
         texts[f"{page}.md"] = "\n\n".join(filter(None, parts)) + "\n"
-    return texts
+    listed = "\n".join(sorted(links))
+    return texts | {"README.md": f"# megatron_rl_loss\n\n{as_markdown(tree_of(''))}\n\n{listed}\n"}
 
 
 if __name__ == "__main__":

@@ -94,8 +94,8 @@ def loss_from_hidden(
 
     Args:
         hidden, weight, labels: as in `log_probs_from_hidden`.
-        weights: one float per token, such as `token_weights`. The sum ignores tokens of weight 0, and has their dtype,
-            float32 at least.
+        weights: one float per token, such as `microbatch.weights`. The sum ignores tokens of weight 0, and has their
+            dtype, float32 at least.
         per_token_loss: ``(log_probs, entropy, **inputs) -> (losses, metrics)``, all [tokens of a chunk], differentiated
             towards log_probs and entropy alone; entropy is None unless asked for.
         inputs: further arguments of it, one value per token, in the shape of the labels.

@@ -1,12 +1,13 @@
 """Ids of the vocabulary that count for each token: those that sampling kept."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+
+from megatron_rl_loss.step.masks import Array, on_device
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,7 @@ class KeptIds:
     """
 
     ids: Tensor
-    offsets: Tensor | npt.NDArray[Any]
+    offsets: Tensor | Array
 
     def __post_init__(self) -> None:
         offsets = self.offsets.numpy(force=True) if isinstance(self.offsets, Tensor) else np.asarray(self.offsets)
@@ -33,12 +34,12 @@ class KeptIds:
         counts = offsets[tokens + 1] - offsets[tokens]
         rows = np.repeat(np.arange(len(tokens)), counts)
         places = np.arange(len(rows)) + (offsets[tokens] - (counts.cumsum() - counts))[rows]
-        ids = self.ids[torch.from_numpy(places).to(self.ids.device, non_blocking=True)]
+        ids = self.ids[on_device(places, self.ids.device)]
         column = ids.to(device, non_blocking=ids.is_cpu) - first
         width = last - first
         column = column.where((column >= 0) & (column < width), width)  # ids of other ranks have a column of their own
         kept = torch.zeros(len(tokens), width + 1, dtype=torch.bool, device=device)
-        kept[torch.from_numpy(rows).to(device, non_blocking=True), column] = True
+        kept[on_device(rows, device), column] = True
         return kept[:, :width]
 
 

@@ -12,10 +12,9 @@ from torch import Tensor
 
 from megatron_rl_loss.errors import first_order
 from megatron_rl_loss.logprobs.reading import LogProbs, Places, Reading
-from megatron_rl_loss.step.collectives import Group, several
+from megatron_rl_loss.step.collectives import Group, all_gather_single, several
 
-# Where torch has the newer names, it warns of the older ones.
-_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+# Where torch has the newer name, it warns of the older one.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 #: Rows of the weight's gradient that are made in a lower precision before they are added.
@@ -44,7 +43,7 @@ class TensorParallel:
         for group in several(self.group) if self.sequence_parallel else ():
             mine = hidden.contiguous()
             hidden = mine.new_empty(len(mine) * group.size(), *mine.shape[1:])
-            _all_gather(hidden, mine, group=group)
+            all_gather_single(hidden, mine, group=group)
         return hidden.reshape(-1, hidden.shape[-1])
 
     def sum(self, gradient: Tensor, hidden: Tensor) -> Tensor:

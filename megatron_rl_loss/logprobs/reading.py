@@ -23,9 +23,10 @@ from torch import Tensor
 from megatron_rl_loss.errors import check_within, is_int, require
 from megatron_rl_loss.logprobs.kept_ids import Keep, KeptIds, check_keep
 from megatron_rl_loss.step.collectives import Group, rank_in, several, size_of
+from megatron_rl_loss.step.masks import Array, on_device
 
 #: Bool or numbers, in the labels' shape. On the host best: one on a device is read, and the host waits for it.
-TokenMask = Tensor | npt.NDArray[Any] | Sequence[Any]
+TokenMask = Tensor | Array | Sequence[Any]
 
 #: Some tokens of the batch.
 Places = Tensor | slice
@@ -91,7 +92,7 @@ class Reading:
         self.labels, self.rows = labels.reshape(-1).long(), None
         self._host_rows = _rows_of(token_mask, labels.shape)
         if self._host_rows is not None:
-            self.rows = torch.from_numpy(self._host_rows).to(labels.device, non_blocking=True)
+            self.rows = on_device(self._host_rows, labels.device)
             self.labels = self.labels[self.rows]
         if self.labels.numel():
             require(

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from megatron_rl_loss.errors import check_within
-from megatron_rl_loss.losses.place import Place, on_device, tokens_of
+from megatron_rl_loss.losses.place import Place, tokens_of
 from megatron_rl_loss.losses.scans import segment_scan
 from megatron_rl_loss.step.collectives import Group, gather_parts, rank_in
 from megatron_rl_loss.step.ids import Ids, Keys, as_ids, kind_of_ids
-from megatron_rl_loss.step.masks import Array, Floats, to_array
+from megatron_rl_loss.step.masks import Array, Floats, on_device, to_array
 from megatron_rl_loss.step.values import check_values
 
 Rewards = Tensor | Array | Sequence[float]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_rl_loss.step.collectives import Group, size_of
 from megatron_rl_loss.step.ids import Keys
-from megatron_rl_loss.step.masks import Array, Floats
+from megatron_rl_loss.step.masks import Floats, on_device
 from megatron_rl_loss.step.samples import LocalTokens, Samples
 from megatron_rl_loss.step.totals import StepTotals
 from megatron_rl_loss.step.units import ByKey, Units
@@ -44,11 +44,6 @@ def tokens_of(local: Place) -> LocalTokens:
             "Samples(...).local(cp_rank, cp_size)."
         )
     return local.tokens
-
-
-def on_device(array: Array, device: torch.device) -> Tensor:
-    """The array on a device, without waiting for it: memory that is not pinned is staged before the call returns."""
-    return torch.from_numpy(array).to(device, non_blocking=True)
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from megatron_rl_loss.errors import check_within, require
-from megatron_rl_loss.losses.place import Place, on_device, tokens_of
-from megatron_rl_loss.step.masks import Array
+from megatron_rl_loss.losses.place import Place, tokens_of
+from megatron_rl_loss.step.masks import Array, on_device
 from megatron_rl_loss.step.values import check_values
 
 #: The tokens of a loss, or their mask in the shape of its values.

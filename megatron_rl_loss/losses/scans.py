@@ -15,8 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl_loss.errors import check_choice, check_within, first_order
-from megatron_rl_loss.losses.place import Place, Sequences, Values, on_device
+from megatron_rl_loss.losses.place import Place, Sequences, Values
 from megatron_rl_loss.step.collectives import Group
+from megatron_rl_loss.step.masks import on_device
 
 
 def segment_scan(

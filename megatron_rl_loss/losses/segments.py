@@ -19,8 +19,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl_loss.errors import first_order
-from megatron_rl_loss.losses.place import Place, Sequences, Values, on_device, tokens_of
+from megatron_rl_loss.losses.place import Place, Sequences, Values, tokens_of
 from megatron_rl_loss.step.collectives import Group
+from megatron_rl_loss.step.masks import on_device
 
 
 def segment_sum(values: Values, local: Place, cp_group: Group | None = None, *, per: str = "sample") -> Tensor:

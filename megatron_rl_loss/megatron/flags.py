@@ -27,7 +27,7 @@ class AggregationSettings:
 
     Attributes:
         modes: of the policy loss and of terms that say no mode themselves; another framework's names are translated.
-        empty_step: of a step without one active token: ``warn`` and go on with zero gradients, or ``error``.
+        empty_step: as in `plan_step`.
         with_per_token_loss: the mode may run on a model whose config calculates per-token loss.
         audit_interval: every how many steps the weights are measured; None for never.
     """
@@ -68,7 +68,6 @@ def add_loss_aggregation_args(parser: ArgumentParser) -> ArgumentParser:
     group.add_argument(
         "--loss-aggregation",
         metavar="MODE",
-        default=None,
         help=f"How per-token losses become the step's loss: {', '.join(available_modes())}, or a name of "
         "another framework (verl:token-mean; python -m megatron_rl_loss modes lists them). "
         "Default: sample_mean, or token_mean with --calculate-per-token-loss.",
@@ -77,14 +76,12 @@ def add_loss_aggregation_args(parser: ArgumentParser) -> ArgumentParser:
         "--loss-aggregation-divisor",
         metavar="TOKENS",
         type=float,
-        default=None,
         help="L of --loss-aggregation constant, sum / (L * number of rollouts): e.g. the generation budget. "
         "Or d of token_sum, sum / d (default 1).",
     )
     group.add_argument(
         "--loss-aggregation-units",
         choices=get_args(UnitCounting),
-        default=None,
         help="Count every rollout or prompt group (the default), or only those with a token of nonzero weight.",
     )
     group.add_argument(
@@ -102,14 +99,12 @@ def add_loss_aggregation_args(parser: ArgumentParser) -> ArgumentParser:
         "--loss-aggregation-audit-interval",
         metavar="STEPS",
         type=int,
-        default=None,
         help="Every so many steps, the first included, measure what the step did to each token and log how far it is "
         "from what was asked, as loss_aggregation_deviation. Default: never.",
     )
     group.add_argument(
         "--custom-pg-loss-reducer-function-path",
         metavar="PATH",
-        default=None,
         help="A mode of your own, pkg.mod.fn or pkg.mod:fn: a function of ModeInputs that returns a weight for each "
         "sample or token; masked tokens stay at 0.",
     )
@@ -117,7 +112,6 @@ def add_loss_aggregation_args(parser: ArgumentParser) -> ArgumentParser:
         group.add_argument(
             f"--{name}-loss-aggregation",
             metavar="MODE",
-            default=None,
             help=f"How a term of the loss named {name!r} is aggregated; default: as the policy loss.",
         )
     return parser

@@ -19,7 +19,7 @@ from megatron_rl_loss.plan.plan import Plan
 #: (micro-batch, model) -> the model's output: (log_probs, ...) with an `OutputHead`, log-probs, or hidden states.
 CallModel = Callable[[Microbatch, Any], Any]
 #: For each model chunk the step's micro-batches, or None where no data is read.
-Chunks = list[list[Microbatch] | None]
+StepChunks = list[list[Microbatch] | None]
 
 
 class ForwardPass:
@@ -31,7 +31,9 @@ class ForwardPass:
             calls no function that it is given.
     """
 
-    def __init__(self, schedule: Callable[..., Any], model: Any, chunks: Chunks, plan: Plan, **options: Any) -> None:
+    def __init__(
+        self, schedule: Callable[..., Any], model: Any, chunks: StepChunks, plan: Plan, **options: Any
+    ) -> None:
         self.model, self.plan = model, plan
         self._schedule, self._chunks = schedule, chunks
         self._options = options | {"forward_only": True, "collect_non_loss_data": True}
@@ -44,8 +46,8 @@ class ForwardPass:
         without dropout, and warns of a model that trains with it.
         """
         names = (name,) if isinstance(name, str) else tuple(name)
-        several = isinstance(self.model, list)
-        config = get_model_config(self.model[0] if several else self.model)
+        model_chunks = self.model if isinstance(self.model, list) else [self.model]
+        config = get_model_config(model_chunks[0])
         if dropout := max(config.hidden_dropout, config.attention_dropout):
             text = f"a forward pass without dropout, of a model that trains with {dropout:g}: its log-probs differ from"
             warnings.warn(f"{text} those of the training pass. Switch dropout off.", stacklevel=2)
@@ -54,10 +56,10 @@ class ForwardPass:
             return call_model(next(data_iterator), model), lambda output, non_loss_data: output
 
         iterators = [None if one is None else MicrobatchIterator(one) for one in self._chunks]
-        with torch.no_grad(), _evaluating(self.model if several else [self.model]):
+        with torch.no_grad(), _evaluating(model_chunks):
             outputs = self._schedule(
                 forward_step_func=forward_step,
-                data_iterator=iterators if several and len(iterators) > 1 else iterators[0],
+                data_iterator=iterators if len(iterators) > 1 else iterators[0],
                 model=self.model,
                 **self._options,
             )

@@ -18,7 +18,7 @@ from megatron_rl_loss.megatron.flags import (
     check_per_token,
     validate_loss_aggregation_args,
 )
-from megatron_rl_loss.megatron.forward_pass import Chunks, ForwardPass
+from megatron_rl_loss.megatron.forward_pass import ForwardPass, StepChunks
 from megatron_rl_loss.megatron.groups import groups_of
 from megatron_rl_loss.megatron.iterator import DataIterator, MicrobatchIterator
 from megatron_rl_loss.megatron.lookahead import SamplesOf, look_ahead
@@ -30,7 +30,7 @@ from megatron_rl_loss.plan.checks import check_samples
 from megatron_rl_loss.plan.microbatch import Microbatch
 from megatron_rl_loss.plan.plan import Plan, make_plan
 from megatron_rl_loss.plan.returned import check_returned
-from megatron_rl_loss.reduction.tap import observe
+from megatron_rl_loss.reduction.taps import observe
 from megatron_rl_loss.step.collectives import attempt, world_rank
 from megatron_rl_loss.step.samples import Samples
 
@@ -57,9 +57,7 @@ class LossAggregation:
         samples_of: describes a micro-batch of the user's iterator as `Samples`.
         pg_collection: the process groups; default: the model's, else Megatron's parallel state.
         before_step: called with a `ForwardPass` before each step is trained on, on all ranks: recomputes log-probs.
-        terms: modes of terms of the loss by name, for `Term`s that say none. A term whose mode declares sums of its
-            own must be declared here, or by flag.
-        term_masks: names of the samples' ``term_masks`` that terms use; their counts travel with the others.
+        terms, term_masks: as in `plan_step`; terms may be declared by flag, too.
 
     Attributes:
         summary: the last step in numbers, for a logger: rollouts, prompts, tokens, and how many of them are active.
@@ -147,7 +145,7 @@ class LossAggregation:
 
     def _begin_step(
         self, data_iterator: DataIterator, model: Any, num_microbatches: int, trains: bool
-    ) -> tuple[Plan, Chunks]:
+    ) -> tuple[Plan, StepChunks]:
         """The counted step, without samples on ranks that compute no loss, and its micro-batches for each chunk."""
         is_first = not self.summary
         chunks = model if isinstance(model, list) else [model]
@@ -179,7 +177,7 @@ class LossAggregation:
         self.summary = plan.summary
         self._num_trained += trains
         computes_loss = groups.pp.rank() == groups.pp.size() - 1
-        of_chunks: Chunks = []
+        of_chunks: StepChunks = []
         for number, batches in enumerate(fetched, 1):
             is_last = computes_loss and number == len(fetched)  # its micro-batches are those that the plan measures
             own = (

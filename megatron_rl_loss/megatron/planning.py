@@ -24,9 +24,7 @@ def settings_of(
     """The groups that a step of the model is counted over, and its `calculate_per_token_loss`.
 
     Args:
-        model: the model chunk or list of chunks that the schedule is called with.
-        pg_collection: the process groups; default: the model's, else Megatron's parallel state.
-        dynamic_cp: context-parallel groups change between micro-batches. On where the config says so.
+        model, pg_collection, dynamic_cp: as in `plan_step`.
         looks_ahead: micro-batches are fetched before the schedule, which then must not deal samples itself.
         trains: the step is trained on; default: where gradients are enabled.
         probes: look at the scaling of the installed Megatron, for which the host waits for the device.

@@ -157,10 +157,10 @@ _OF_PAPERS = {
     "dapo": "token_mean, as DAPO's code, or prompt_mean, as its equation",
     "cispo": "token_mean",
     "drgrpo": "constant, with a divisor",
-    "vlnorm": "a mode of your own: python -m megatron_rl_loss example paper_modes",
-    "balanced": "a mode of your own: python -m megatron_rl_loss example paper_modes",
-    "turnmean": "a mode of your own: python -m megatron_rl_loss example paper_modes",
-    "sessionmean": "a mode of your own: python -m megatron_rl_loss example paper_modes",
+    **dict.fromkeys(
+        ("vlnorm", "balanced", "turnmean", "sessionmean"),
+        "a mode of your own: python -m megatron_rl_loss example paper_modes",
+    ),
 }
 
 

@@ -37,16 +37,8 @@ def token_weights(
     >>> token_weights("sample_mean", samples, StepTotals.from_loss_masks(samples.loss_masks))
     tensor([0.2500, 0.2500, 0.0000, 0.5000])
 
-    Args:
-        mode, divisor, units, totals: as in `make_pg_loss_reducer`.
-        samples: one micro-batch.
-        cp_rank, cp_size: this rank's place in its context-parallel group; a rank of several must be given.
-
-    Returns:
-        float32 [num_local_tokens] on the host, in the order of the layout; 0 where the mask is 0. Where every CP rank
-        holds every token (`Gathered`), each has 1/cp_size of the weight.
-
-    Raises ValueError and TypeError as `make_pg_loss_reducer`.
+    Returns float32 [num_local_tokens] on the host, in the order of the layout; 0 where the mask is 0. Where every CP
+    rank holds every token (`Gathered`), each has 1/cp_size of the weight. Else as `make_pg_loss_reducer`.
     """
     aggregation = resolve(mode, divisor=divisor, units=units)
     if not isinstance(samples, Samples):

@@ -60,8 +60,6 @@ def check_samples(
     read_masks(samples)
     for one in samples:
         modes.rehearse(one, term_masks)
-        for name in term_masks:
-            one.with_mask(name)
     return samples
 
 

@@ -10,7 +10,7 @@ from megatron_rl_loss.modes.loss_modes import LossModes
 from megatron_rl_loss.plan.carriers import Carrier, Count, product
 from megatron_rl_loss.reduction.metrics import Note
 from megatron_rl_loss.reduction.sums import WeightedSum
-from megatron_rl_loss.step.collectives import StepGroups, rank_in, size_of
+from megatron_rl_loss.step.collectives import StepGroups, size_of
 from megatron_rl_loss.step.totals import StepTotals
 
 
@@ -61,10 +61,6 @@ class StepFacts:
         self.is_carried[:] = [False] * self.num_microbatches
         self.watched.clear()
         self.wrong_tokens.clear()
-
-    @property
-    def cp_rank(self) -> int:
-        return rank_in(self.groups.cp_group)
 
     @property
     def cp_size(self) -> int:

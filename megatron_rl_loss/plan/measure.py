@@ -40,12 +40,7 @@ class Measurement:
         mask: str | None = None,
     ) -> None:
         self._facts = facts
-        given = (
-            None
-            if values is None or microbatches is None
-            else functools.partial(_active_tokens, microbatches, values, mask)
-        )
-        tokens = _attempt(facts, given)
+        tokens = _attempt(facts, microbatches, values, functools.partial(_active_tokens, mask=mask))
         self._values, self._entries = tokens if isinstance(tokens, np.ndarray) else np.zeros((2, 0))
         self.tokens, self.sum = _begin(facts, tokens, self._entries.sum(), self._entries @ self._values)
 
@@ -82,12 +77,7 @@ class Measurement:
 
 def keep(facts: StepFacts, microbatches: Sequence[Microbatch] | None, name: str, flags: TokenFunction | None) -> None:
     """`Plan.keep`."""
-    given = (
-        None
-        if flags is None or microbatches is None
-        else functools.partial(_flags_in_buffer, microbatches, name, flags)
-    )
-    kept = _attempt(facts, given)
+    kept = _attempt(facts, microbatches, flags, functools.partial(_flags_in_buffer, name=name))
     _begin(facts, kept)
     samples = None
     if isinstance(kept, np.ndarray) and microbatches is not None:
@@ -110,11 +100,17 @@ def keep(facts: StepFacts, microbatches: Sequence[Microbatch] | None, name: str,
 # --- over the step
 
 
-def _attempt(facts: StepFacts, function: Callable[[], Floats] | None) -> Floats | Exception | None:
-    """The function's result, or its error for `_begin` to raise on all ranks; under CP the error is raised at once."""
-    if function is None:
+def _attempt(
+    facts: StepFacts,
+    microbatches: Sequence[Microbatch] | None,
+    function: TokenFunction | None,
+    join: Callable[[Sequence[Microbatch], TokenFunction], Floats],
+) -> Floats | Exception | None:
+    """The function's values, or its error for `_begin` to raise on all ranks; under CP the error is raised at once."""
+    if function is None or microbatches is None:
         return None
-    return function() if facts.cp_size > 1 or facts.dynamic_cp else attempt(function)
+    made = functools.partial(join, microbatches, function)
+    return made() if facts.cp_size > 1 or facts.dynamic_cp else attempt(made)
 
 
 def _begin(facts: StepFacts, mine: Floats | Exception | None, *sums: float) -> list[float]:
@@ -157,7 +153,7 @@ def _active_tokens(microbatches: Sequence[Microbatch], values: TokenFunction, ma
     return active
 
 
-def _flags_in_buffer(microbatches: Sequence[Microbatch], name: str, flags: TokenFunction) -> Floats:
+def _flags_in_buffer(microbatches: Sequence[Microbatch], flags: TokenFunction, name: str) -> Floats:
     """1 for each token that this rank keeps, uint8, in the buffers of all its micro-batches."""
     check_callable("tokens to keep", flags, _RULE, _REMEDY)
     parts = [np.zeros(0, np.uint8)]

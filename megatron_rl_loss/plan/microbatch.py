@@ -18,6 +18,7 @@ from megatron_rl_loss.plan.returned import Receipt
 from megatron_rl_loss.reduction.metrics import MODE_OF, Metric, Note
 from megatron_rl_loss.reduction.sums import Summand, Term, WeightedSum, reducer_of, sum_terms
 from megatron_rl_loss.step.collectives import Group
+from megatron_rl_loss.step.masks import on_device
 from megatron_rl_loss.step.samples import LocalTokens, Samples
 from megatron_rl_loss.step.totals import StepTotals
 from megatron_rl_loss.step.units import UnitCounting
@@ -92,16 +93,11 @@ class Microbatch:
             ValueError: a tensor of another number of tokens.
         """
         total_tokens = self.samples.total_tokens
-        if tensor.dim() < 2 or tensor.shape[0] == total_tokens:
-            return self.tokens.of(tensor)
-        rows, num_local = tensor.shape[0], len(self.tokens)
-        of_rows = self.tokens.loss_shapes  # a cut of the whole buffer would mix rows
-        if tensor.shape[:2].numel() != total_tokens or (rows, num_local // rows) not in [(1, num_local), *of_rows]:
-            raise ValueError(
-                f"a tensor of shape {tuple(tensor.shape)}: it must have a value for each of the micro-batch's "
-                f"{total_tokens} tokens. Pass the whole, uncut tensor, in the order of the layout."
-            )
-        return self.tokens.of(tensor.flatten(0, 1)).unflatten(0, (rows, -1))
+        if tensor.dim() >= 2 and tensor.shape[0] != total_tokens and tensor.shape[:2].numel() == total_tokens:
+            rows, num_local = tensor.shape[0], len(self.tokens)
+            if (rows, num_local // rows) in [(1, num_local), *self.tokens.loss_shapes]:  # other cuts would mix rows
+                return self.tokens.of(tensor.flatten(0, 1)).unflatten(0, (rows, -1))
+        return self.tokens.of(tensor)  # refuses another number of tokens
 
     def check_tokens(self, tokens: Tensor) -> None:
         """Compare the model's local tokens with the plan's cut of ``Samples(tokens=...)``: the layouts must agree.
@@ -211,9 +207,7 @@ class Microbatch:
         )
         reducers = {name: self._reducer_of_metric(name, metric) for name, metric in of_step.items()}
         rows = {name: metric.rows() for name, metric in of_step.items()}
-        share, own, sums = sum_terms(
-            summands, [(f"the metric {name!r}", row, reducers[name]) for name in rows for row in rows[name]]
-        )
+        share, own, sums = sum_terms(summands, [(row, reducers[name]) for name in rows for row in rows[name]])
         if not share.is_cpu:
             for one, total in zip(summands, own, strict=True):
                 self._facts.watched.append((one.what, one.values.detach(), total, one.reducer))
@@ -309,20 +303,14 @@ class Microbatch:
             self._facts.carry(self._number)
             for reducer in self._reducers.values():
                 reducer.num_uses = 0
-        loss, noted = share * self._facts.factor(carrier), self._facts.notes[self._number]
-        if form in ("sum", "mean"):
-            self.receipt = Receipt.of(loss, noted=noted)
-            return loss
-        report = {} if report is None else report
-        if form != "3-tuple":
-            self.receipt = Receipt.of(loss, noted=noted)
-            return loss, report
-        count = 1
-        if carrier.num_tokens != "one":  # where all CP ranks hold all tokens, the first of them counts them
-            count = 0 if self.tokens.copies > 1 and self.cp_rank > 0 else self.tokens.num_active
-        num_tokens = self._facts.constant(count, share.device)
-        self.receipt = Receipt.of(loss, num_tokens, noted=noted)
-        return loss, num_tokens, report
+        carried = [share * self._facts.factor(carrier)]
+        if form == "3-tuple":
+            count = 1
+            if carrier.num_tokens != "one":  # where all CP ranks hold all tokens, the first of them counts them
+                count = 0 if self.tokens.copies > 1 and self.cp_rank > 0 else self.tokens.num_active
+            carried.append(self._facts.constant(count, share.device))
+        self.receipt = Receipt.of(*carried, noted=self._facts.notes[self._number])
+        return carried[0] if form in ("sum", "mean") else (*carried, {} if report is None else report)
 
     def gap(self, name: str, values: Tensor) -> Tensor:
         """The largest ``|values - log_probs[name]|`` at this rank's active tokens, 0-dim; 0 without one.
@@ -334,7 +322,7 @@ class Microbatch:
         check_choice("forward pass", name, self.log_probs)
         check_values(f"values beside log_probs[{name!r}]", values, self.tokens)
         gaps = (values.detach().float() - self.log_probs[name].float().view_as(values)).abs().flatten()
-        active = torch.from_numpy(self.tokens.mask != 0).to(gaps.device, non_blocking=True)
+        active = on_device(self.tokens.mask != 0, gaps.device)
         gap = torch.cat([gaps.new_zeros(1), gaps.masked_fill(~active, 0)]).max()
         if gap.is_cpu and not gap <= 1e-4:
             warnings.warn(

@@ -17,7 +17,7 @@ from megatron_rl_loss.errors import place_in_cp
 from megatron_rl_loss.modes.names import Aggregation, resolve
 from megatron_rl_loss.modes.table import Mode, ModeFunction
 from megatron_rl_loss.modes.weights import checked_weights, weigh
-from megatron_rl_loss.reduction.tap import DeclaredTerm, is_observed, tap
+from megatron_rl_loss.reduction.taps import DeclaredTerm, is_observed, tap
 from megatron_rl_loss.step.collectives import world_rank
 from megatron_rl_loss.step.ids import Ids
 from megatron_rl_loss.step.layouts import Layout
@@ -115,14 +115,6 @@ class WeightedSum:
     def __call__(self, per_token_loss: Tensor) -> Tensor:
         return sum_terms([Summand(per_token_loss, self)])[0]
 
-    def with_metrics(
-        self, per_token_loss: Tensor, metrics: Sequence[Tensor], metric_sum: "WeightedSum | None" = None
-    ) -> tuple[Tensor, list[Tensor]]:
-        """This sum of the losses, and sums of further values, not differentiated, by `metric_sum` (by default this)."""
-        rows = [("a metric", row, metric_sum or self) for row in metrics]
-        share, _, sums = sum_terms([Summand(per_token_loss, self)], rows)
-        return share, sums
-
     def weights_on(self, device: torch.device) -> Tensor:
         """The weights, moved to the device once."""
         if self.weights.device != device:
@@ -198,21 +190,19 @@ class Summand(NamedTuple):
 
 
 def sum_terms(
-    summands: Sequence[Summand], metrics: Sequence[tuple[str, Tensor, WeightedSum]] = ()
+    summands: Sequence[Summand], metrics: Sequence[tuple[Tensor, WeightedSum]] = ()
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     """This rank's share of the loss, differentiable; and the sums of its terms, without coefficients, and of metrics.
 
-    A metric is a description for errors, values, and the reducer that they are summed by.
+    A metric is values that `check_values` has passed, and the reducer that they are summed by.
 
     Raises:
-        ValueError, TypeError: values that are not one float for each token that this rank holds.
+        ValueError, TypeError: a summand's values that are not one float for each token that this rank holds.
     """
     for one in summands:
         check_values(one.what, one.values, one.reducer._local)
-    for what, row, reducer in metrics:
-        check_values(what, row, reducer._local)
     device, coefs = summands[0].values.device, [one.coef for one in summands]
-    sums = _sums([*((one.values, one.reducer) for one in summands), *((row, by) for _, row, by in metrics)], device)
+    sums = _sums([*((one.values, one.reducer) for one in summands), *metrics], device)
     for one, total in zip(summands, sums, strict=False):  # metrics follow
         one.reducer.num_uses += torch.is_grad_enabled()
         if total.is_cpu and not torch.compiler.is_compiling() and not math.isfinite(float(total)):

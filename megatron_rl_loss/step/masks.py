@@ -1,4 +1,7 @@
-"""Loss masks on their way into a buffer on the host: what may be given, and which entries are usable weights."""
+"""Loss masks on their way into a buffer on the host: what may be given, and which entries are usable weights.
+
+Also the way of arrays from a device to the host and back.
+"""
 
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise
@@ -60,6 +63,11 @@ def to_array(values: Any) -> Array:
     if not isinstance(values, Tensor):
         return np.asarray(values)
     return (values.float() if values.dtype == torch.bfloat16 else values).numpy(force=True)
+
+
+def on_device(array: Array, device: torch.device) -> Tensor:
+    """The array on a device, without waiting for it: memory that is not pinned is staged before the call returns."""
+    return torch.from_numpy(array).to(device, non_blocking=True)
 
 
 def join_on_host(masks: Sequence[Tensor]) -> Array:

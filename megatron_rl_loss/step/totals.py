@@ -79,8 +79,7 @@ class StepTotals:
             )
 
     def check_covers(self, samples: Samples) -> None:
-        """Refuse totals of a part of the step (a micro-batch, one rank): these samples alone are more than all of
-        it."""
+        """Refuse totals of a part of the step (a micro-batch, one rank), of which these samples alone are more."""
         if not len(samples):
             return
         if self.step_tokens is not None:

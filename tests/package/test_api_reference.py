@@ -14,5 +14,14 @@ def test_every_public_name_is_shown_once_with_its_docstring() -> None:
         assert f"- [`{name}`](" in pages["README.md"]
         (text,) = (text for text in pages.values() if f"\n## `{name}`\n" in text)
         found = getattr(megatron_rl_loss, name)
+        assert f"```python\nfrom megatron_rl_loss import {name}\n" in text
         first = (inspect.getdoc(found) or "").partition("\n")[0].replace("``", "`")
         assert not callable(found) or (first and first in text), name
+
+
+def test_no_other_name_is_public_and_each_is_shown_once() -> None:
+    texts = "".join(api_reference.pages().values())
+    for module, names in api_reference.OTHERS.items():
+        for name in names:
+            assert name not in megatron_rl_loss.__all__
+            assert texts.count(f"```python\nfrom megatron_rl_loss.{module} import {name}\n") == 1, name

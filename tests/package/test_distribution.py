@@ -91,7 +91,7 @@ def test_the_wheel_holds_the_package_and_the_examples(wheel: Path) -> None:
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     examples = {f"examples/{name}" for name in files_below(ROOT / "examples")}
     package = files_below(ROOT / "megatron_rl_loss")
-    assert "py.typed" in package
+    assert {"py.typed", "__init__.pyi"} <= package
     assert names == {f"megatron_rl_loss/{name}" for name in package | examples}
 
 

@@ -10,7 +10,8 @@ import torch
 from pages import code_of
 from repository import EXAMPLES, ROOT
 
-from megatron_rl_loss import Metric, Samples, add_loss_aggregation_args, losses, plan_step
+import megatron_rl_loss
+from megatron_rl_loss import Metric, Samples, add_loss_aggregation_args, plan_step
 from megatron_rl_loss.losses.by_name import POLICY_LOSSES, check_goes_with
 from megatron_rl_loss.modes.names import resolve
 
@@ -18,7 +19,7 @@ PAGE = (ROOT / "docs/losses.md").read_text()
 ROWS = [line for line in PAGE.splitlines() if line.startswith("| ") and "---" not in line]
 
 
-def test_every_policy_loss_has_its_row_and_paper_and_functions_are_there() -> None:
+def test_every_policy_loss_has_its_row_and_paper_and_functions_are_public() -> None:
     for name in POLICY_LOSSES:
         rows = [row for row in ROWS if re.search(rf"(--policy-loss |, )`?{name}\b", row)]
         papers = re.findall(r"\[(\d{4}\.\d{5})\]", "".join(rows))
@@ -26,7 +27,10 @@ def test_every_policy_loss_has_its_row_and_paper_and_functions_are_there() -> No
         assert all(f"https://arxiv.org/abs/{number}" in PAGE for number in papers)
     named = set(re.findall(r"`(\w+(?:_loss|_estimate|_weights|_sequences|_masks|_advantages))\b", PAGE))
     assert len(named) >= 10
-    assert named <= {"megatron_rl_loss", "check_loss", "fold_into_advantages", *losses.__all__}
+    assert named <= {"megatron_rl_loss", *megatron_rl_loss.__all__}
+    in_code = set(re.findall(r'policy_loss\(\s*"(\w+)"', PAGE + (ROOT / "docs/names.md").read_text()))
+    assert len(in_code) > 3
+    assert in_code <= set(POLICY_LOSSES)
 
 
 def test_what_a_row_combines_goes_together_and_its_flags_are_the_examples() -> None:

@@ -1,4 +1,4 @@
-"""Pages: links lead somewhere, names come from the one front door, code runs, tables are those of the code."""
+"""Pages: links lead somewhere, names have one home, code runs, tables are those of the code."""
 
 import argparse
 import ast
@@ -36,31 +36,46 @@ README, USING, NAMES, FRAMEWORKS, PERFORMANCE = (
 RECIPES = {path.name: path.read_text() for path in sorted((EXAMPLES / "recipes").iterdir()) if path.is_file()}
 
 
-def wrong_names(text: str) -> Iterator[str]:
-    """Modules below a folder, names that are not where they are imported from, and public ones from elsewhere.
+def is_there(module: str, name: str) -> bool:
+    """Whether a file of the package defines the name: what it imports from another file does not count."""
+    path = ROOT.joinpath(*module.split("."))
+    source = (path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text()
+    computed = re.search(r"^def __getattr__", source, re.MULTILINE)
+    return bool(re.search(rf"^(?:(?:def|class) {name}\b|{name}\b.*?=)", source, re.MULTILINE)) or bool(
+        computed and hasattr(importlib.import_module(module), name)
+    )
 
-    What engines' configurations name is named: the files of `frameworks`, and `audit.attach`.
-    """
-    for dotted in set(re.findall(r"\bmegatron_rl_loss(?:\.\w+)+", text)):
+
+def wrong_names(text: str) -> Iterator[str]:
+    """Names that are not there, and imports from elsewhere than the one place: the package, if the name is public."""
+    for dotted in sorted(set(re.findall(r"\bmegatron_rl_loss(?:\.\w+)+", text))):
         parts = dotted.split(".")
-        folder = next(n for n in range(len(parts), 0, -1) if ROOT.joinpath(*parts[:n]).is_dir())
-        named = parts[1] == "frameworks" or parts[1:3] == ["audit", "attach"]
-        if not named and ROOT.joinpath(*parts[: folder + 1]).with_suffix(".py").exists():
+        at = [n for n in range(1, len(parts) + 1) if ROOT.joinpath(*parts[:n]).is_dir()][-1]
+        at += at < len(parts) and ROOT.joinpath(*parts[: at + 1]).with_suffix(".py").exists()
+        if at < len(parts) and not is_right(".".join(parts[:at]), parts[at]):
             yield dotted
-    for module, names in re.findall(
-        r"^from (megatron_rl_loss\S*) import (\([^)]*\)|[^\n#]*)", text, flags=re.MULTILINE
-    ):
-        imported = importlib.import_module(module)
-        public = getattr(imported, "__all__", dir(imported))
-        for name in re.findall(r"\w+", names):
-            if name not in public or (name in megatron_rl_loss.__all__ and module != "megatron_rl_loss"):
-                yield f"{module}.{name}"
+    for module, names in re.findall(r"\bfrom (megatron_rl_loss[\w.]*) import (\([^)]*\)|[^\n#`]*)", text):
+        yield from (f"{module}.{name}" for name in re.findall(r"\w+", names) if not is_right(module, name))
+    for name, module in re.findall(r"`(\w+)`\s+of\s+`(megatron_rl_loss\.[\w.]+)`", text):
+        if not is_right(module, name):
+            yield f"{module}.{name}"
+
+
+def is_right(module: str, name: str) -> bool:
+    public = name in megatron_rl_loss.__all__
+    return public if module == "megatron_rl_loss" else not public and is_there(module, name)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_somewhere_and_names_are_those_of_folders(page: Path) -> None:
+def test_links_lead_somewhere_and_names_have_one_home(page: Path) -> None:
     assert broken_links(page, page.read_text()) == []
     assert list(wrong_names(page.read_text())) == []
+
+
+def test_examples_import_as_pages_do() -> None:
+    paths = list(EXAMPLES.rglob("*.py"))
+    assert len(paths) > 10
+    assert [(path.name, name) for path in paths for name in wrong_names(path.read_text())] == []
 
 
 def test_what_pages_say_of_a_plan_and_a_micro_batch_is_there() -> None:
@@ -105,10 +120,25 @@ def test_wrong_links_and_names_would_be_seen() -> None:
     assert broken_links(ROOT / "CHANGELOG.md", text.replace("#a-b", "README.md#modes")) == [
         "#c", "none.md", "docs/using.md#none"
     ]  # fmt: skip
-    block = "```python\nfrom megatron_rl_loss.losses import Term\n```\n"
-    text = f"`megatron_rl_loss.losses.token`, `megatron_rl_loss.frameworks.slime.sample_mean`\n{block}"
-    assert list(wrong_names(text)) == ["megatron_rl_loss.losses.token", "megatron_rl_loss.losses.Term"]
-    assert list(wrong_names("from megatron_rl_loss.reduction import Term\n")) == ["megatron_rl_loss.reduction.Term"]
+    right = "`megatron_rl_loss.losses.token`, `megatron_rl_loss.frameworks.slime.constant_8`, `megatron_rl_loss.Term`"
+    right += "from megatron_rl_loss import (\n    Term,\n    tap,\n)\n"
+    right += "from megatron_rl_loss.losses.sequence import gspo_loss\n"
+    assert list(wrong_names(right)) == []
+    for wrong in (
+        "megatron_rl_loss.no_such_name",
+        "megatron_rl_loss.losses.no_such_file",
+        "megatron_rl_loss.losses.token.no_such_name",
+        "megatron_rl_loss.losses.token.ppo_clip_loss",  # public: megatron_rl_loss.ppo_clip_loss
+        "megatron_rl_loss.frameworks.slime.constant_x",
+        "megatron_rl_loss.gspo_loss",
+        "megatron_rl_loss.losses.gspo_loss",
+        "megatron_rl_loss.losses.by_name.gspo_loss",  # only imported there
+        "megatron_rl_loss.reduction.Term",
+        "megatron_rl_loss.reduction.sums.Term",
+    ):
+        module, _, name = wrong.rpartition(".")
+        assert list(wrong_names(f"`{wrong}`")) == [wrong]
+        assert list(wrong_names(f">>> from {module} import {name}  # x\n"))[-1:] == [wrong]
 
 
 @pytest.mark.parametrize("page", [page.name for page in PAGES if "```pycon" in page.read_text()])

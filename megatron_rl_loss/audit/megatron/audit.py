@@ -36,7 +36,7 @@ from megatron_rl_loss.megatron.groups import gather_to_first, groups_of, spread_
 from megatron_rl_loss.megatron.iterator import MicrobatchIterator
 from megatron_rl_loss.modes.names import Aggregation, resolve
 from megatron_rl_loss.modes.table import find_mode
-from megatron_rl_loss.reduction.tap import TappedLosses, Taps, expected_aggregation, observe
+from megatron_rl_loss.reduction.taps import TappedLosses, Taps, expected_aggregation, observe
 from megatron_rl_loss.step.collectives import agree_on, all_reduce, attempt, several
 from megatron_rl_loss.step.masks import SMALLEST
 from megatron_rl_loss.step.samples import Samples

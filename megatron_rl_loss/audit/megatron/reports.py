@@ -10,14 +10,14 @@ from megatron_rl_loss.audit.assembly import Part, measured_step
 from megatron_rl_loss.audit.megatron.anchor import Factor
 from megatron_rl_loss.audit.tokens import MeasuredStep, Split
 from megatron_rl_loss.modes.names import Aggregation
-from megatron_rl_loss.reduction.tap import DeclaredTerm
+from megatron_rl_loss.reduction.taps import DeclaredTerm
 
 _ROUNDING = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-18}
 #: The term that is measured where nothing was tapped: what the model returned to the loss function.
 OUTPUT = "output"
 NO_TAP = (
     "Nothing was tapped. Write per_token_loss = tap(per_token_loss, samples=...) in the loss function, before masks "
-    "and means (from megatron_rl_loss.reduction import tap). Without it only the derivative by the model's output is "
+    "and means (from megatron_rl_loss import tap). Without it only the derivative by the model's output is "
     "seen: under PPO that is the weight times advantage and ratio, and 0 for clipped tokens."
 )
 

@@ -135,6 +135,12 @@ def with_weights(weights: Tensor, copies: int = 1) -> WeightedSum:
     return make_pg_loss_reducer(lambda step: [weights * copies], [mask], totals=StepTotals(), **options)
 
 
+def sums_of(reducer: WeightedSum, losses: Tensor, *metrics: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """The share of the losses, and the sums of metrics."""
+    share, _, found = sums.sum_terms([Summand(losses, reducer)], [(row, reducer) for row in metrics])
+    return share, found
+
+
 def close(value: Tensor, row: Tensor, weights: Tensor, factor: float = 1.0) -> bool:
     """The float32 sum of row times weights, to what 3 roundings a term and a pairwise sum of blocks may be off by."""
     terms = row.detach().double().reshape(-1) * weights.double() * factor
@@ -157,10 +163,10 @@ def test_terms_with_coefficients_and_metrics(num_tokens: int, copies: int) -> No
         Summand(row, by, coef, f"term{k}")
         for k, (row, by, coef) in enumerate(zip(values, [reducer, reducer, other], [2.0, -0.5, 3.0], strict=True))
     ]
-    metrics = [("a", table[:, 3], reducer), ("b", table[:, 4].double(), other), ("c", leaves[1] * 2, other)]
+    metrics = [(table[:, 3], reducer), (table[:, 4].double(), other), (leaves[1] * 2, other)]
     share, own, found = sums.sum_terms(summands, metrics)
     rows = [(one.values, weights if one.reducer is reducer else others) for one in summands]
-    rows += [(row, weights if by is reducer else others) for _, row, by in metrics]
+    rows += [(row, weights if by is reducer else others) for row, by in metrics]
     assert len(own) == len(found) == 3
     for value, (row, by) in zip([*own, *found], rows, strict=True):
         assert (value.dtype, value.requires_grad) == (torch.float32, False)
@@ -186,7 +192,7 @@ def test_what_does_not_count_is_ignored_and_what_counts_comes_through(at: int, c
         row[at] = value
         for expected in ({id(clean): 280_000.0, id(row): value}, {id(clean): 279_998.0, id(row): 139_999.0}):
             for rows in ((row, clean), (clean, row)):
-                share, (metric,) = with_weights(weights).with_metrics(rows[0], [rows[1]])
+                share, (metric,) = sums_of(with_weights(weights), rows[0], rows[1])
                 right = [expected[id(one)] for one in rows]
                 assert [float(share), float(metric)] == pytest.approx(right, nan_ok=True)
             weights[at] = 0
@@ -201,7 +207,7 @@ def test_weights_that_the_losses_cannot_hold_are_not_lost(dtype: torch.dtype) ->
     weight = 2e-8
     losses = torch.tensor([2.0, -0.5, 4.0], dtype=dtype, requires_grad=True)
     reducer = with_weights(torch.full((3,), weight))
-    share, (metric,) = reducer.with_metrics(losses, [losses.detach()])
+    share, (metric,) = sums_of(reducer, losses, losses.detach())
     for value in (share.detach(), metric, reducer(losses.detach())):
         assert float(value) == pytest.approx(5.5 * weight, rel=oracle.sum_error(3))
     (share * 2**16).backward()
@@ -219,7 +225,7 @@ def test_four_million_tokens_keep_their_precision() -> None:
     mask = torch.rand(number, generator=torch.Generator().manual_seed(2)) < 0.9
     reducer = make_pg_loss_reducer("token_mean", [mask], totals=StepTotals.from_loss_masks([mask]))
     alike = torch.full((number,), 0.1)
-    share, (metric, flat) = reducer.with_metrics(alike, [3 * alike, alike.view(1, -1)])
+    share, (metric, flat) = sums_of(reducer, alike, 3 * alike, alike.view(1, -1))
     expected = [float(alike.double()[mask].mean())] * 3
     assert [float(value) for value in (share, metric / 3, flat)] == pytest.approx(expected, rel=1e-6)
     assert abs(float(alike.numpy().cumsum(dtype="float32")[-1]) / float(alike.double().sum()) - 1) > 1e-4

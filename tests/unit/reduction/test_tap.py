@@ -9,7 +9,7 @@ import torch
 
 from megatron_rl_loss import Gathered, Samples, StepTotals, make_pg_loss_reducer, tap
 from megatron_rl_loss.modes.names import resolve
-from megatron_rl_loss.reduction.tap import Taps, expected_aggregation, observe
+from megatron_rl_loss.reduction.taps import Taps, expected_aggregation, observe
 
 MASK = torch.tensor([1.0, 0, 1, 0.5])
 
