@@ -49,7 +49,7 @@ class AggregationSettings:
         audit_interval: int | None = None,
         terms: Mapping[str, str | None] | None = None,
     ) -> "AggregationSettings":
-        """From a mode, its name (another framework's, too) or its function; raises as `megatron_rl_loss.resolve`."""
+        """From a mode, its name (another framework's, too) or its function; raises as `make_pg_loss_reducer`."""
         check_choice("empty step handling", empty_step, get_args(EmptyStep))
         if audit_interval is not None:
             remedy = "Give 100, say, or leave it out: then no step is audited"

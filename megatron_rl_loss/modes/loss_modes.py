@@ -27,7 +27,7 @@ class LossModes:
         units: UnitCounting | None = None,
         terms: Mapping[str, str | Mode | ModeFunction | None] | None = None,
     ) -> "LossModes":
-        """From names, or functions, and what else the user gave; raises as `megatron_rl_loss.resolve`."""
+        """From names, or functions, and what else the user gave; raises as `make_pg_loss_reducer`."""
         check_mapping("terms", terms or {}, 'Pass {"kl": "token_mean"}')
         return cls(resolve(mode, divisor=divisor, units=units)).with_terms(terms or {})
 

@@ -8,7 +8,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from megatron_rl_loss.errors import place_in_cp
 from megatron_rl_loss.modes.names import Aggregation, resolve
 from megatron_rl_loss.modes.table import Mode, ModeFunction, ModeInputs
 from megatron_rl_loss.step.collectives import StepGroups
@@ -19,33 +18,6 @@ from megatron_rl_loss.step.totals import StepTotals, count_step
 from megatron_rl_loss.step.units import UnitCounting
 
 _TINY = float(np.finfo(np.float32).tiny)  # the smallest float32 that is not rounded to fewer bits
-
-
-def token_weights(
-    mode: str | Mode | ModeFunction,
-    samples: Samples,
-    totals: StepTotals,
-    *,
-    divisor: float | None = None,
-    units: UnitCounting | None = None,
-    cp_rank: int | None = None,
-    cp_size: int = 1,
-) -> Tensor:
-    """The weight of every token that this rank holds, mask included: ``sum_t w_t * loss_t`` is its share of the loss.
-
-    >>> samples = Samples([torch.tensor([1, 1, 0]), torch.tensor([1])])
-    >>> token_weights("sample_mean", samples, StepTotals.from_loss_masks(samples.loss_masks))
-    tensor([0.2500, 0.2500, 0.0000, 0.5000])
-
-    Returns float32 [num_local_tokens] on the host, in the order of the layout; 0 where the mask is 0. Where every CP
-    rank holds every token (`Gathered`), each has 1/cp_size of the weight. Else as `make_pg_loss_reducer`.
-    """
-    aggregation = resolve(mode, divisor=divisor, units=units)
-    if not isinstance(samples, Samples):
-        raise TypeError(
-            f"samples is a {type(samples).__name__}: it describes the micro-batch's masks. Pass Samples(loss_masks)."
-        )
-    return checked_weights(aggregation, samples.local(place_in_cp(cp_rank, cp_size), cp_size), totals)
 
 
 def weights_column(
@@ -100,7 +72,11 @@ def rehearse(aggregation: Aggregation, samples: Samples) -> set[str]:
 
 
 def weigh(aggregation: Aggregation, local: LocalTokens, totals: StepTotals) -> Tensor:
-    """`token_weights` of parts that are made already."""
+    """The weight of every token that this rank holds, mask included: ``sum_t w_t * loss_t`` is its share of the loss.
+
+    float32 [num_local_tokens] on the host, in the order of the layout; 0 where the mask is 0. Where every CP rank holds
+    every token (`Gathered`), each has 1/cp_size of the weight.
+    """
     if not len(local.samples):
         return torch.zeros(len(local), dtype=torch.float32, device="cpu")
     inputs = ModeInputs(aggregation.mode, local.samples, totals, aggregation.divisor, aggregation.units)

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from megatron_rl_loss.errors import check_one_each
+from megatron_rl_loss.modes.names import resolve
 from megatron_rl_loss.modes.table import Mode, ModeFunction
-from megatron_rl_loss.modes.weights import token_weights
+from megatron_rl_loss.modes.weights import checked_weights
 from megatron_rl_loss.step.masks import Mask
 from megatron_rl_loss.step.samples import Samples
 from megatron_rl_loss.step.totals import StepTotals
@@ -66,7 +67,8 @@ def fold_into_advantages(
     flat = samples.in_buffer([row.expand(length) if row.dim() == 0 else row for row, length in lengths])
     flat = flat if isinstance(flat, Tensor) else torch.from_numpy(flat)  # of no samples it is an array
     flat = flat.to(torch.promote_types(flat.dtype, torch.float32))
-    weights = token_weights(mode, samples, totals, divisor=divisor, units=units).to(flat.device)
+    aggregation = resolve(mode, divisor=divisor, units=units)
+    weights = checked_weights(aggregation, samples.local(0, 1), totals).to(flat.device)
     if bool((weights < 0).any()) or not bool(torch.isfinite(flat[weights != 0]).all()):
         raise ValueError(
             "weights below 0, or advantages with NaN or Inf at active tokens: a loss is homogeneous in finite "

@@ -14,6 +14,9 @@ from step_samples import random_samples
 from torch import Tensor
 
 from megatron_rl_loss import Samples, StepTotals
+from megatron_rl_loss.errors import place_in_cp
+from megatron_rl_loss.modes.names import resolve
+from megatron_rl_loss.modes.weights import checked_weights
 
 MASK_DTYPES = (torch.bool, torch.uint8, torch.int32, torch.int64, torch.float64, torch.float16, torch.bfloat16)
 
@@ -22,6 +25,13 @@ def ids_of(samples: Sequence[Sample]) -> dict[str, Any]:
     """Keyword arguments: the rollout and prompt ids, where the step has some."""
     rollouts, prompts = [one.rollout_id for one in samples], [one.prompt_id for one in samples]
     return {"rollout_ids": None if None in rollouts else rollouts, "prompt_ids": None if None in prompts else prompts}
+
+
+def token_weights(
+    mode: Any, samples: Samples, totals: StepTotals, *, cp_rank: int | None = None, cp_size: int = 1, **asked: Any
+) -> Tensor:
+    """The weights of a reducer of these samples, checked as `make_pg_loss_reducer` checks them."""
+    return checked_weights(resolve(mode, **asked), samples.local(place_in_cp(cp_rank, cp_size), cp_size), totals)
 
 
 def totals_of(step: Sequence[Sample]) -> StepTotals:

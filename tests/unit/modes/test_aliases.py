@@ -12,12 +12,12 @@ import pytest
 import torch
 from peer_steps import Batch, random_batch
 from refusals import refusal_tests, refusals
+from steps import token_weights
 from torch import Tensor
 
 from megatron_rl_loss import Samples, StepTotals, make_pg_loss_reducer
 from megatron_rl_loss.modes.names import NAMES, NUMBER, Aggregation, format_modes, resolve
 from megatron_rl_loss.modes.table import available_modes
-from megatron_rl_loss.modes.weights import token_weights
 
 DIVISOR = 5.5
 

@@ -11,6 +11,7 @@ import oracle
 import pytest
 import torch
 from refusals import refusal_tests, refusals
+from steps import token_weights
 
 from megatron_rl_loss import (
     Gathered,
@@ -27,7 +28,6 @@ from megatron_rl_loss.modes import table
 from megatron_rl_loss.modes.loss_modes import LossModes
 from megatron_rl_loss.modes.names import resolve
 from megatron_rl_loss.modes.table import available_modes
-from megatron_rl_loss.modes.weights import token_weights
 
 MASK = [torch.tensor([1.0, 0, 0.5]), torch.tensor([1.0, 1])]
 

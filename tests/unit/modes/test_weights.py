@@ -3,7 +3,6 @@
 `oracle` states it a second time, in float64 and plain loops. Over real ranks: tests/unit/step/test_counting.py.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +13,18 @@ import torch
 from oracle import NAN, Sample
 from placements import LAID_OUT
 from refusals import refusal_tests, refusals
-from steps import Step, divisor_of, drawn_step, error_of, ids_of, placed, samples_of, session_of, totals_of
+from steps import (
+    Step,
+    divisor_of,
+    drawn_step,
+    error_of,
+    ids_of,
+    placed,
+    samples_of,
+    session_of,
+    token_weights,
+    totals_of,
+)
 
 from megatron_rl_loss import (
     Gathered,
@@ -31,7 +41,7 @@ from megatron_rl_loss import (
     weights_column,
 )
 from megatron_rl_loss.modes import table
-from megatron_rl_loss.modes.weights import token_weights, unit_weights
+from megatron_rl_loss.modes.weights import unit_weights
 from megatron_rl_loss.step import layouts
 from megatron_rl_loss.step.collectives import StepGroups
 from megatron_rl_loss.step.samples import LocalTokens
@@ -349,11 +359,6 @@ test_refusals = refusal_tests(
         **refusals(
             of_weights,
             (("token_mean", SIX, LAID_OUT_TWO, 2), "cp_size=2 without a cp_rank", ("token_mean", SIX, LAID_OUT_TWO)),
-        ),
-        **refusals(
-            functools.partial(token_weights, "token_mean", totals=SIX),
-            (([torch.ones(2)],), "samples is a list.*Pass Samples", (Samples(MASKS),)),
-            error=TypeError,
         ),
         **refusals(
             on_mask,

@@ -10,6 +10,7 @@ import oracle
 import pytest
 import torch
 from step_samples import DIVISOR, dealt, step_samples
+from steps import token_weights
 from torch import Tensor
 
 from megatron_rl_loss import (
@@ -25,7 +26,6 @@ from megatron_rl_loss import (
     ZigzagTHD,
     plan_step,
 )
-from megatron_rl_loss.modes.weights import token_weights
 from megatron_rl_loss.plan.carriers import CARRIERS, Carrier, Count, product
 from megatron_rl_loss.plan.checks import check_active_tokens
 from megatron_rl_loss.plan.plan import Plan

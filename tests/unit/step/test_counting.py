@@ -17,11 +17,10 @@ import torch.distributed as dist
 from placements import PLACES, gathered, thd
 from ranks import run_ranks, start_process_group
 from refusals import outcome_of, refusal_tests, refusals
-from steps import divisor_of, drawn_step, error_of, samples_of
+from steps import divisor_of, drawn_step, error_of, samples_of, token_weights
 
 from megatron_rl_loss import BadBatchError, Contiguous, Samples, StepTotals, Sum, Units, ZigzagTHD
 from megatron_rl_loss.modes.loss_modes import LossModes
-from megatron_rl_loss.modes.weights import token_weights
 from megatron_rl_loss.plan.checks import check_samples
 from megatron_rl_loss.plan.plan import make_plan
 from megatron_rl_loss.step.collectives import StepGroups, attempt
