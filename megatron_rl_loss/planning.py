@@ -81,6 +81,8 @@ def plan_step(
     """
     modes = LossModes.resolve(mode, divisor=divisor, units=units, terms=terms)
     check_choice("empty step handling", empty_step, get_args(EmptyStep))
+    if isinstance(term_masks, str):
+        raise TypeError(f"term_masks is {term_masks!r}: it must be a list of names. Pass [{term_masks!r}].")
     if model is None:
         if pg_collection is not None or dynamic_cp:
             raise ValueError("pg_collection or dynamic_cp without a model: they are the model's. Pass model= too.")

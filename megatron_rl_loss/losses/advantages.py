@@ -11,7 +11,7 @@ from megatron_rl_loss.errors import check_within
 from megatron_rl_loss.losses.place import Place, tokens_of
 from megatron_rl_loss.losses.scans import segment_scan
 from megatron_rl_loss.step.collectives import Group, gather_parts, rank_in
-from megatron_rl_loss.step.ids import Ids, Keys, as_ids
+from megatron_rl_loss.step.ids import Ids, Keys, as_ids, kind_of_ids
 from megatron_rl_loss.step.masks import Array, Floats, on_device, to_array
 from megatron_rl_loss.step.values import check_values
 
@@ -77,29 +77,30 @@ class _Groups:
     """The rewards of all ranks in float64, the sums over their groups, and which of them are this rank's."""
 
     def __init__(self, rewards: Rewards, prompt_ids: Ids, rollout_ids: Ids | None, dp_group: Group | None) -> None:
-        def prepare() -> tuple[Floats, Keys, Keys, bool]:
+        def prepare() -> tuple[Floats, Keys, Keys, list[str]]:
             mine = to_array(rewards).astype(np.float64)
             if mine.ndim != 1 or not np.isfinite(mine).all():
                 raise ValueError(
                     f"rewards of shape {mine.shape}: they must be 1-D and finite. Pass one finite reward per sample."
                 )
             prompts = as_ids("prompt_ids", prompt_ids, len(mine))
-            ids = prompts if rollout_ids is None else as_ids("rollout_ids", rollout_ids, len(mine))
-            return mine, prompts, ids, rollout_ids is not None
+            rollouts = prompts if rollout_ids is None else as_ids("rollout_ids", rollout_ids, len(mine))
+            return mine, prompts, rollouts, [kind_of_ids(ids) for ids in (prompt_ids, rollout_ids) if ids is not None]
 
         parts = gather_parts(prepare, dp_group)
         begin = sum(len(part[0]) for part in parts[: rank_in(dp_group)])
         self._mine = slice(begin, begin + len(rewards))
         self._device = rewards.device if isinstance(rewards, Tensor) else torch.device("cpu")
-        if len({has_rollouts for *_, has_rollouts in parts if len(_[0])}) > 1:
+        *columns, kinds = zip(*parts, strict=True)
+        exact, prompts, rollouts = map(np.concatenate, columns)
+        if len({str(one) for one, rewards_of_rank in zip(kinds, columns[0], strict=True) if len(rewards_of_rank)}) > 1:
             raise ValueError(
-                "rollout_ids on some data-parallel ranks only: samples would count in one way here, in another there. "
-                "Give them on all ranks, or on none."
+                "ids of other kinds on other ranks: each must be given on all ranks or none, as ints on all or as "
+                "strings on all. Pass the same ids everywhere."
             )
-        exact, prompts, rollouts = map(np.concatenate, zip(*(part[:3] for part in parts), strict=True))
         self._group = np.unique(prompts, return_inverse=True)[1]
         self._counts = np.ones(len(exact))
-        if any(has_rollouts for *_, has_rollouts in parts):
+        if any(len(of_rank) > 1 for of_rank in kinds):
             self._counts = _share_of_rollout(exact, prompts, rollouts)
         self.size = self.sum(np.ones(len(exact)))  # of each sample's group, in rollouts
         self.centred = exact - self.sum(exact) / self.size

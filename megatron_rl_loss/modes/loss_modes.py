@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from megatron_rl_loss.errors import check_mapping
 from megatron_rl_loss.modes.names import Aggregation, resolve
 from megatron_rl_loss.modes.table import Mode, ModeFunction
 from megatron_rl_loss.modes.weights import rehearse
@@ -27,6 +28,7 @@ class LossModes:
         terms: Mapping[str, str | Mode | ModeFunction | None] | None = None,
     ) -> "LossModes":
         """From names, or functions, and what else the user gave; raises as `make_pg_loss_reducer`."""
+        check_mapping("terms", terms or {}, 'Pass {"kl": "token_mean"}')
         return cls(resolve(mode, divisor=divisor, units=units)).with_terms(terms or {})
 
     def with_terms(self, modes: Mapping[str, str | Mode | ModeFunction | None]) -> "LossModes":

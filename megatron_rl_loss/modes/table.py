@@ -10,11 +10,11 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 
-from megatron_rl_loss.errors import check_callable
+from megatron_rl_loss.errors import check_callable, check_choice, check_mapping
 from megatron_rl_loss.step.masks import SMALLEST, Floats
 from megatron_rl_loss.step.samples import Samples
 from megatron_rl_loss.step.totals import StepTotals
@@ -23,6 +23,7 @@ from megatron_rl_loss.step.units import ByKey, Sum, UnitCounting, Units
 #: Weights beside the mask: a number; one per sample, [num_samples]; or a row per sample, one number per mask entry.
 Weights = Any
 ModeFunction = Callable[["ModeInputs"], Weights]
+TakesDivisor = Literal["required", "optional", "refused"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,8 +40,18 @@ class Mode:
     name: str
     function: ModeFunction
     formula: str = ""
-    divisor: Literal["required", "optional", "refused"] = "optional"
+    divisor: TakesDivisor = "optional"
     sums: Mapping[str, Sum] = field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        check_callable(f"mode {self.name!r}", self.function, "it must be a function of ModeInputs", "Pass a function")
+        check_choice("divisor of a mode", self.divisor, get_args(TakesDivisor))
+        check_mapping(f"sums of the mode {self.name!r}", self.sums, 'Pass {"name": Sum(of=..., by=...)}')
+        for name, one in self.sums.items():
+            if not isinstance(one, Sum):
+                raise TypeError(
+                    f"the sum {name!r} is a {type(one).__name__}: it must be a Sum. Pass Sum(of=..., by=...)."
+                )
 
     def __reduce__(self) -> Any:
         """A decorated function is pickled as functions are, by module and name; other modes with their function."""
@@ -90,6 +101,12 @@ class ModeInputs:
 
     def sum(self, name: str) -> Floats:
         """A declared sum over each sample's unit, float64 [num_samples]."""
+        if name not in self._mode.sums:
+            declares = ", ".join(self._mode.sums) or "none"
+            raise ValueError(
+                f"the sum {name!r} of the mode {self._mode.name!r}, which declares {declares}: "
+                "sums are counted where they are declared. Give the mode sums={name: Sum(of=...)}."
+            )
         declared = self._mode.sums[name]
         own = declared.values(self.batch)
         return self._at_samples(declared.by, lambda units: units.sums.get(declared), own, f"the sum {name!r}")
@@ -154,7 +171,7 @@ def register_pg_loss_reducer(
     name: str,
     *,
     formula: str = "",
-    divisor: Literal["required", "optional", "refused"] = "optional",
+    divisor: TakesDivisor = "optional",
     sums: Mapping[str, Sum] | None = None,
 ) -> Callable[[ModeFunction], Mode]:
     """Decorator: make a function of `ModeInputs` a mode, a choice of ``--loss-aggregation`` and wherever modes go.
@@ -172,7 +189,6 @@ def register_pg_loss_reducer(
         raise ValueError(f"mode name {name!r}: it must be a Python identifier that is not taken. Choose another name.")
 
     def register(function: ModeFunction) -> Mode:
-        check_callable(f"mode {name!r}", function, "it must be a function of ModeInputs", "Register a function")
         _MODES[name] = Mode(name=name, function=function, formula=formula, divisor=divisor, sums=sums or {})
         return _MODES[name]
 

@@ -109,7 +109,7 @@ def _applied(local: LocalTokens, beside: npt.NDArray[Any], of: str, *, per_token
     is_finite, vanishes = np.isfinite(rounded).all(), ((np.abs(exact) < _TINY) & (exact != 0)).any()
     if not local.samples.holds_flags:  # a product of two large or small numbers need not be what they are
         is_finite &= np.isfinite(weights).all()
-        vanishes |= ((weights == 0) & (local.mask != 0) & (of_tokens != 0)).any()
+        vanishes |= ((np.abs(weights) < _TINY) & (local.mask != 0) & (of_tokens != 0)).any()
     if not is_finite:
         raise ValueError(
             f"token weights with NaN or Inf from {of}: they must be finite where a mask is not 0. Use 0 to leave "

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl_loss.errors import check_within
+from megatron_rl_loss.errors import check_callable, check_within
 from megatron_rl_loss.plan.facts import StepFacts
 from megatron_rl_loss.plan.microbatch import Microbatch
 from megatron_rl_loss.step.collectives import all_reduce, attempt, raise_together, several, size_of
@@ -21,6 +21,7 @@ from megatron_rl_loss.step.values import check_values
 
 #: A micro-batch -> a value for each token that this rank holds; or bools, true for those to keep.
 TokenFunction = Callable[[Microbatch], Tensor]
+_RULE, _REMEDY = "it must be a function of a micro-batch", "Pass one that gives a value for each token"
 
 
 class Measurement:
@@ -137,6 +138,7 @@ def _over_step(facts: StepFacts, numbers: Tensor) -> Tensor:
 
 def _active_tokens(microbatches: Sequence[Microbatch], values: TokenFunction, mask: str | None) -> Floats:
     """Value and mask entry of each active token of this rank, float64 [2, active tokens]."""
+    check_callable("values to measure", values, _RULE, _REMEDY)
     parts = [np.zeros((2, 0))]
     for microbatch in microbatches:
         local = microbatch.tokens_of(mask)
@@ -153,6 +155,7 @@ def _active_tokens(microbatches: Sequence[Microbatch], values: TokenFunction, ma
 
 def _flags_in_buffer(microbatches: Sequence[Microbatch], flags: TokenFunction, name: str) -> Floats:
     """1 for each token that this rank keeps, uint8, in the buffers of all its micro-batches."""
+    check_callable("tokens to keep", flags, _RULE, _REMEDY)
     parts = [np.zeros(0, np.uint8)]
     if any(name in one.samples.by_mask and name not in one.kept for one in microbatches):
         raise ValueError(
@@ -160,8 +163,9 @@ def _flags_in_buffer(microbatches: Sequence[Microbatch], flags: TokenFunction, n
         )
     for microbatch in microbatches:
         given = flags(microbatch)
-        if (kind := getattr(given, "dtype", type(given).__name__)) != torch.bool:
-            raise TypeError(f"tokens to keep are {kind}: they must be bools. Pass a comparison.")
+        if not isinstance(given, Tensor) or given.dtype != torch.bool:
+            kind = given.dtype if isinstance(given, Tensor) else f"a {type(given).__name__}"
+            raise TypeError(f"tokens to keep are {kind}: they must be a tensor of bools. Pass a comparison.")
         parts.append(np.zeros(microbatch.samples.total_tokens, np.uint8))
         parts[-1][microbatch.tokens.positions] = _of_tokens("tokens to keep", given.float(), microbatch.tokens)
     return np.concatenate(parts)

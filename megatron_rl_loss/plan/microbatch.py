@@ -10,7 +10,7 @@ from typing import Any, Literal, NoReturn, overload
 import torch
 from torch import Tensor
 
-from megatron_rl_loss.errors import check_choice
+from megatron_rl_loss.errors import check_choice, check_mapping
 from megatron_rl_loss.modes.names import Aggregation, resolve
 from megatron_rl_loss.plan.carriers import Form, PairForm, find_carrier
 from megatron_rl_loss.plan.facts import StepFacts
@@ -138,7 +138,7 @@ class Microbatch:
         share = self.pg_loss(per_token_loss)
         if share.requires_grad and not torch.compiler.is_compiling():  # a loop may train on it without `carry`
             share.register_hook(partial(self._facts.mark_carried, self._number))
-        self._note({"pg_loss": Note("mean", share.detach()[None])})
+        self._note({"pg_loss": Note("mean", share.detach()[None], by=self.pg_loss.by)})
         return share
 
     @cached_property
@@ -193,6 +193,7 @@ class Microbatch:
             ValueError: losses or metrics that are not this rank's part of the layout; a metric with the name of the
                 loss or of a term; no term; a term's mode or mask that nothing was counted for.
         """
+        check_mapping("metrics", metrics or {}, 'Pass {"entropy": entropies}')
         several = isinstance(losses, Mapping)
         terms = losses if isinstance(losses, Mapping) else {"pg_loss": losses}
         if not terms or (several and "loss" in terms):
@@ -219,7 +220,10 @@ class Microbatch:
                 self._facts.watched.append((one.what, one.values.detach(), total, one.reducer))
         parts = {"loss": share, **dict(zip(terms, own, strict=True))} if several else {"pg_loss": share}
         masks = {name: one.mask for name, one in terms.items() if isinstance(one, Term)}
-        notes = {name: Note("mean", part.detach()[None], masks.get(name)) for name, part in parts.items()}
+        by = {name: one.reducer.by for name, one in zip(terms, summands, strict=True)}
+        notes = {
+            name: Note("mean", part.detach()[None], masks.get(name), by.get(name, "")) for name, part in parts.items()
+        }
         rest = iter(sums)
         for name, metric in of_step.items():
             notes[name] = metric.note([next(rest) for _ in rows[name]], reducers[name])

@@ -1,6 +1,6 @@
 """`Plan`: a step, counted before its first micro-batch, and its micro-batches with weights."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -32,7 +32,7 @@ def make_plan(
     Raises:
         BadBatchError: on every rank (the error itself where there is one), if any rank failed or they do not agree.
     """
-    settings = f"{modes.describe()}, per_token_loss {per_token_loss}"
+    settings = f"{modes.describe()}, per_token_loss {per_token_loss}, empty_step {empty_step!r}"
     totals = count_step(samples, groups, masks=term_masks, sums=modes.sums, settings=settings)
     assert not isinstance(samples, Exception)  # else it was raised
     check_active_tokens(totals, per_token_loss=per_token_loss, empty_step=empty_step)
@@ -125,7 +125,7 @@ class Plan:
                 tokens that are not the plan's cut (`Microbatch.check_tokens`).
         """
         facts = self.facts
-        outcome = attempt(self._check_end)
+        outcome = attempt(lambda: self._check_end(reports))
         failure = outcome if isinstance(outcome, Exception) else None
         values = reduce_notes(facts.notes, facts.groups.of_loss, self._has_tokens, failure)
         facts.report_not_finite()
@@ -134,7 +134,9 @@ class Plan:
                 report |= values
         return values
 
-    def _check_end(self) -> None:
+    def _check_end(self, reports: object) -> None:
+        if isinstance(reports, Mapping):
+            raise TypeError("reports are one report: there is one for each micro-batch. Pass a list of them.")
         check_finished(self.facts.is_carried)
         self.facts.check_tokens()
 

@@ -58,12 +58,14 @@ def fold_into_advantages(
             "advantages that were folded already: folding them again would divide by the step's counts twice. Fold "
             "once per step, before it is cut into micro-batches."
         )
+    if of_samples.get("layout") is not None:
+        raise ValueError("a layout of advantages to fold: these are whole rows, one per sample. Leave layout= out.")
     samples = Samples(loss_masks, **of_samples)
     check_one_each("advantages", len(advantages), "loss masks", len(samples))
     rows = [one.detach() if isinstance(one, Tensor) else torch.tensor(one, device="cpu") for one in advantages]
     lengths = zip(rows, samples.mask_lengths, strict=True)
     flat = samples.in_buffer([row.expand(length) if row.dim() == 0 else row for row, length in lengths])
-    flat = torch.as_tensor(flat, device=None if rows else "cpu")  # of no samples it is an array
+    flat = flat if isinstance(flat, Tensor) else torch.from_numpy(flat)  # of no samples it is an array
     flat = flat.to(torch.promote_types(flat.dtype, torch.float32))
     aggregation = resolve(mode, divisor=divisor, units=units)
     weights = checked_weights(aggregation, samples.local(0, 1), totals).to(flat.device)

@@ -62,18 +62,19 @@ class Metric:
     def note(self, sums: Sequence[Tensor], reducer: WeightedSum) -> "Note":
         """The note of this rank's part, of the sums of its rows."""
         if self.kind not in ("min", "max"):
-            return Note(self.kind, sums[0][None] if len(sums) == 1 else torch.stack(list(sums)), self.mask)
+            return Note(self.kind, sums[0][None] if len(sums) == 1 else torch.stack(list(sums)), self.mask, reducer.by)
         values = self.values.detach().reshape(-1).float() * (-1 if self.kind == "min" else 1)
         active = values.masked_fill(reducer.weights_on(values.device) == 0, -torch.inf)
         return Note(self.kind, torch.cat([active, values.new_full((1,), -torch.inf)]).amax()[None], self.mask)
 
 
 class Note(NamedTuple):
-    """A part of a step's value, from one micro-batch: float32 [1], of moments [3]; by one of the samples' masks."""
+    """A part of a step's value, from one micro-batch: float32 [1], of moments [3]; by a mask and an aggregation."""
 
     kind: Kind
     part: Tensor
     mask: str | None = None
+    by: str = ""
 
 
 def reduce_notes(
@@ -95,11 +96,11 @@ def reduce_notes(
         BadBatchError: on all ranks (the error itself where there is one), for a failure of any; for a micro-batch that
             has active tokens and lacks a metric; ValueError for a name of two kinds.
     """
-    mine = {(name, one.kind, one.mask) for notes in of_microbatches for name, one in notes.items()}
+    mine = {(name, one.kind, one.mask, one.by) for notes in of_microbatches for name, one in notes.items()}
     known = _agree_on(sorted(mine, key=repr), groups)
     device = next((one.part.device for notes in of_microbatches for one in notes.values()), None)
     device = device or (device_of(groups[0]) if groups else torch.device("cpu"))
-    for name, _, mask in known if failure is None else []:
+    for name, _, mask, _ in known if failure is None else []:
         for number, notes in enumerate(of_microbatches):
             if name not in notes and has_tokens(number, mask):
                 failure = ValueError(
@@ -107,9 +108,9 @@ def reduce_notes(
                     f"{name!r}: its tokens would count as 0. Report the same names every time; only a metric of tokens "
                     "that a micro-batch has none of may be left out there."
                 )
-    sizes = {name: 1 if kind in ("mean", "min", "max") else 3 for name, kind, _ in known}
-    of_max = [name for name, kind, _ in known if kind in ("min", "max")]
-    of_sum = [name for name, kind, _ in known if kind not in ("min", "max")]
+    sizes = {name: 1 if kind in ("mean", "min", "max") else 3 for name, kind, *_ in known}
+    of_max = [name for name, kind, *_ in known if kind in ("min", "max")]
+    of_sum = [name for name, kind, *_ in known if kind not in ("min", "max")]
     nothing = {name: torch.zeros(sizes[name], dtype=torch.float64, device=device) for name in of_sum}
     nothing |= {name: torch.full((1,), -torch.inf, dtype=torch.float64, device=device) for name in of_max}
     parts = {
@@ -124,7 +125,7 @@ def reduce_notes(
     raise_together(float(sums[0]) > 0, failure, groups)
     of_each = dict(zip(of_sum, sums[1:].split([sizes[name] for name in of_sum]), strict=True))
     of_each |= {name: maxima[k : k + 1] for k, name in enumerate(of_max)}  # `split` makes one part of nothing
-    return {name: _value(kind, of_each[name]).float() for name, kind, _ in known}
+    return {name: _value(kind, of_each[name]).float() for name, kind, *_ in known}
 
 
 def _value(kind: Kind, part: Tensor) -> Tensor:
@@ -138,11 +139,11 @@ def _value(kind: Kind, part: Tensor) -> Tensor:
     return mean.square() / square if kind == "ess" else (square - mean.square()).clamp(min=0)
 
 
-_Names = list[tuple[str, Kind, str | None]]
+_Names = list[tuple[str, Kind, str | None, str]]
 
 
 def _agree_on(mine: _Names, groups: Sequence[Group]) -> _Names:
-    """Name, kind and mask of each metric that some rank reports, in one order on all ranks."""
+    """Name, kind, mask and aggregation of each metric that some rank reports, in one order on all ranks."""
     if groups:
         digest = float(hashed(repr(mine), 48))
         agreed = torch.tensor([digest, -digest], dtype=torch.float64, device="cpu")
@@ -153,9 +154,10 @@ def _agree_on(mine: _Names, groups: Sequence[Group]) -> _Names:
             for group in groups:
                 known |= {one for part in gather_objects(known, group) for one in part}
             mine = sorted(known, key=repr)
-    if len({name for name, _, _ in mine}) < len(mine):
+    names = [name for name, *_ in mine]
+    if twice := [one for one in mine if names.count(one[0]) > 1]:
         raise ValueError(
-            f"metrics {mine}: a name with two kinds or masks in one step. Report a metric alike in every micro-batch "
-            "and on every rank."
+            f"metrics {twice}: a name with two kinds, masks or aggregations in one step. Make a metric, or a term of "
+            "the loss, alike in every micro-batch and on every rank."
         )
     return mine

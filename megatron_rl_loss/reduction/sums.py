@@ -107,6 +107,11 @@ class WeightedSum:
         self.num_uses = 0
         self._local, self._aggregation = local, aggregation
 
+    @property
+    def by(self) -> str:
+        """The aggregation, as all micro-batches and ranks must have it for a sum of that name."""
+        return self._aggregation.describe()
+
     def __call__(self, per_token_loss: Tensor) -> Tensor:
         return sum_terms([Summand(per_token_loss, self)])[0]
 
@@ -212,6 +217,11 @@ def sum_terms(
     return share, sums[: len(summands)], sums[len(summands) :]
 
 
+def _version(weights: Tensor) -> int:
+    """How often they were changed in place; a compiled graph has no number for it."""
+    return 0 if torch.compiler.is_compiling() else weights._version
+
+
 def _scaled(value: Tensor, factor: float) -> Tensor:
     return value if factor == 1 else value * factor  # of few tokens this product costs as much as their sum
 
@@ -223,7 +233,7 @@ class _WithGradient(torch.autograd.Function):
     def forward(ctx: Any, loss: Tensor, weights: list[Tensor], slopes: list[float], *values: Tensor) -> Tensor:
         # Not save_for_backward: weights are the reducer's and no graph's, and to save them takes as long as to sum.
         ctx.rows = [
-            (one, one._version, slope, row.shape, row.dtype)
+            (one, _version(one), slope, row.shape, row.dtype)
             for one, slope, row in zip(weights, slopes, values, strict=True)
         ]
         return loss.clone()  # the caller may change it in place
@@ -232,7 +242,7 @@ class _WithGradient(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         of_values: list[Tensor | None] = [None, None, None]
         for (weights, version, slope, shape, dtype), is_needed in zip(ctx.rows, ctx.needs_input_grad[3:], strict=True):
-            if weights._version != version:
+            if _version(weights) != version:
                 raise RuntimeError(
                     "reducer.weights were changed in place between a forward pass and its backward pass: the losses "
                     "would be trained by the weights of another micro-batch. Copy new weights after the backward pass, "

@@ -255,7 +255,7 @@ def _two_prompts() -> ValueError:
 def _other_settings(settings: str) -> ValueError:
     return ValueError(
         f"this rank asks for {settings}, another one for something else: all ranks must aggregate alike. Pass the same "
-        "mode, divisor, units, terms and per_token_loss on every rank."
+        "mode, divisor, units, terms, per_token_loss and empty_step on every rank."
     )
 
 

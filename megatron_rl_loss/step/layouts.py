@@ -13,14 +13,14 @@ A layout is slots, one after the other, and a cut of them over the ranks of a co
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from megatron_rl_loss.errors import check_choice, check_cp, check_int, check_one_each
+from megatron_rl_loss.errors import check_choice, check_cp, check_int, check_one_each, is_int
 
 IntList = Sequence[int] | Tensor | npt.NDArray[Any]
 Pieces = list[tuple[int, int]]
@@ -294,7 +294,13 @@ class ZigzagResponse(Layout):
 
 
 def check_pieces(layout: Layout, what: str, pieces: Sequence[tuple[int, int]]) -> None:
-    """Refuse pieces of a user's layout that are out of order, overlap or leave its buffer."""
+    """Refuse pieces of a user's layout that are no ints, out of order, overlap or leave its buffer."""
+    is_list = isinstance(pieces, Sequence) and all(isinstance(one, Sequence) and len(one) == 2 for one in pieces)
+    if not is_list or not all(map(is_int, [layout.total_tokens, *chain(*pieces)])):
+        raise TypeError(
+            f"{type(layout).__name__} puts {what} at {pieces!r}: pieces must be a list of two ints each, [begin, end), "
+            "and total_tokens an int. Mend them."
+        )
     ends, begins = [0, *(end for _, end in pieces)], [*(begin for begin, _ in pieces), layout.total_tokens]
     if any(end > begin for end, begin in zip(ends, begins, strict=True)) or any(end < begin for begin, end in pieces):
         raise ValueError(

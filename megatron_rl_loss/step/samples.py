@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from megatron_rl_loss.errors import check_cp, check_one_each
+from megatron_rl_loss.errors import check_cp, check_mapping, check_one_each
 from megatron_rl_loss.step.collectives import Group, rank_in, size_of
 from megatron_rl_loss.step.ids import Ids, Keys, as_ids, kind_of_ids
 from megatron_rl_loss.step.layouts import Layout, Pieces, as_ints, check_cut, check_pieces
@@ -78,6 +78,10 @@ class Samples:
         cp_group: Group | None = None,
     ) -> None:
         size_of(cp_group)  # refuses what is no group
+        for what, given_by_name in (("ids", ids), ("labels", labels), ("term_masks", term_masks)):
+            check_mapping(what, given_by_name or {}, "Pass {name: one entry per sample}")
+        if not isinstance(layout, Layout | None):
+            raise TypeError(f"layout is {layout!r}: it must be a Layout. Pass ZigzagTHD(cu_seqlens_padded), say.")
         self._given, self.mask_lengths = check_masks(loss_masks)
         self.layout, self.tokens, self.labels, self.cp_group = layout, tokens, dict(labels or {}), cp_group
         bounds = [0, *accumulate(self.mask_lengths)]
@@ -85,10 +89,13 @@ class Samples:
         if layout is not None:
             self.total_tokens = layout.total_tokens
             self.mask_starts = as_ints("mask_starts", layout.mask_starts(self.mask_lengths))
+            check_one_each("mask_starts", len(self.mask_starts), "loss masks", len(self), "Mend the layout")
             if type(layout).__module__ != Layout.__module__:
                 check_pieces(layout, "loss masks", self._places)
-        all_ids = {"rollout": rollout_ids, "prompt": prompt_ids, **(ids or {})}
-        given = {name: values for name, values in all_ids.items() if values is not None}
+        kinds = [("rollout", rollout_ids), ("prompt", prompt_ids), *(ids or {}).items()]
+        given = dict(named := [(name, values) for name, values in kinds if values is not None])
+        if len(given) < len(named):
+            raise ValueError("rollout_ids or prompt_ids beside ids of that name: there are two. Give them once.")
         if reserved := {"step", "sample"} & given.keys():
             raise ValueError(f"ids named {min(reserved)!r}: the step and each sample are units already. Rename them.")
         self.ids: dict[str, Keys] = {name: as_ids(f"{name}_ids", values, len(self)) for name, values in given.items()}

@@ -95,6 +95,8 @@ def on_rank() -> dict[str, Any]:
         found["refused"] = outcome_of(lambda: function(torch.tensor(rewards), prompts[rank:], **how))  # noqa: B023
         how["rollout_ids"] = rollouts if rank else None
         found["unlike"] = outcome_of(lambda: function(torch.tensor(rewards), prompts, **how))  # noqa: B023
+        ids = ["1", "1", "2"] if rank else [1, 1, 2]
+        found["of two kinds"] = outcome_of(lambda: function(torch.tensor(rewards), ids, dp_group=dist.group.WORLD))  # noqa: B023
     return found
 
 
@@ -103,7 +105,8 @@ def test_over_ranks() -> None:
     for kind in ("by std", "leave one out"):
         assert by_rank[0][kind] + by_rank[1][kind] == pytest.approx(stated(BATCH, kind), rel=oracle.EXACT)
     assert all("rank 1: ValueError: 2 prompt_ids for 3" in rank["refused"] for rank in by_rank)
-    assert all("rollout_ids on some data-parallel ranks only" in rank["unlike"] for rank in by_rank)
+    assert all("ids of other kinds on other ranks" in rank["unlike"] for rank in by_rank)
+    assert all(rank["of two kinds"].startswith("ValueError: ids of other kinds on other ranks") for rank in by_rank)
 
 
 # --- off-policy corrections

@@ -19,6 +19,7 @@ from megatron_rl_loss import (
     ModeInputs,
     Samples,
     StepTotals,
+    Sum,
     make_pg_loss_reducer,
     plan_step,
     register_pg_loss_reducer,
@@ -169,6 +170,29 @@ def own(beside: Any) -> torch.Tensor:
 
 
 LAST_INF, FINITE = ([torch.ones(3), torch.tensor([1.0, last])] for last in (math.inf, 0))
+
+
+def summing(name: str) -> torch.Tensor:
+    mode = Mode(name="own", function=lambda step: 1 / step.sum(name), sums={"tokens": Sum(of=lambda s: s.mask_sums)})
+    return plan_step([Samples([[1, 1]])], mode, dp_group=None)[0].weights
+
+
+test_settings_of_a_mode = refusal_tests(
+    {
+        **refusals(summing, (("samples",), "the sum 'samples' of the mode 'own', which declares tokens", ("tokens",))),
+        **refusals(
+            functools.partial(Mode, name="own", function=len),
+            ({"divisor": "maybe"}, "there is no such divisor of a mode", {"divisor": "refused"}),
+        ),
+        **refusals(
+            functools.partial(Mode, name="own", function=len),
+            ({"function": 1}, "it must be a function of ModeInputs", {}),
+            ({"sums": [1]}, "sums of the mode 'own' is a list", {"sums": {}}),
+            ({"sums": {"x": len}}, "the sum 'x' is a builtin_.*must be a Sum", {"sums": {"x": Sum(of=len)}}),
+            error=TypeError,
+        ),
+    }
+)
 test_refusals = refusal_tests(
     {
         **refusals(

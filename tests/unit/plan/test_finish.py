@@ -15,7 +15,7 @@ import torch.distributed as dist
 from ranks import run_ranks, start_process_group
 from refusals import outcome_of
 
-from megatron_rl_loss import Metric, Microbatch, Samples, ZigzagTHD, plan_step
+from megatron_rl_loss import Metric, Microbatch, Samples, Term, ZigzagTHD, plan_step
 from megatron_rl_loss.plan.plan import Plan
 
 RANKS, LENGTH = 4, 8
@@ -59,7 +59,15 @@ STEPS: dict[str, tuple[Given, str]] = {
     "missing on a rank": (without("even", on=lambda rank, n: rank == 1), MISSING.format("[01]", "even")),
     "missing in a micro-batch": (without("most", on=lambda rank, n: rank == 0 and n == 1), MISSING.format(1, "most")),
     "on one rank alone": (without("least", on=lambda rank, n: rank != 3), MISSING.format("[01]", "least")),
-    "of two kinds": (of_two_kinds, "a name with two kinds or masks in one step"),
+    "of two kinds": (of_two_kinds, "a name with two kinds, masks or aggregations in one step"),
+    "over two units": (
+        lambda rank, n: {"x": Metric(values_on(rank), "tokens" if rank else "samples")},
+        "a name with two",
+    ),
+    "over two units in turn": (
+        lambda rank, n: {"x": Metric(values_on(rank), "tokens" if n else "none")},
+        "a name with",
+    ),
 }
 
 
@@ -96,8 +104,8 @@ def told_on_rank() -> dict[str, Any]:
 
         setattr(dist, name, counted)
 
-    def planned() -> Plan:
-        return plan_step(described(rank // 2), "token_mean", dp_group=dp, cp_group=cp)
+    def planned(**options: Any) -> Plan:
+        return plan_step(described(rank // 2), "token_mean", dp_group=dp, cp_group=cp, **options)
 
     found: dict[str, Any] = {}
     for name, (given, _) in STEPS.items():
@@ -116,6 +124,14 @@ def told_on_rank() -> dict[str, Any]:
     plan.facts.wrong_tokens.append(torch.tensor(5 * (rank == 1)))  # as of tokens on a device
     train(plan, rank, lambda rank, n: {})
     found["a model that cuts otherwise"] = outcome_of(plan.finish)
+    empty_step = "error" if rank == 1 else "warn"
+    found["another empty_step on a rank"] = outcome_of(lambda: planned(empty_step=empty_step))
+    plan = planned()
+    mode = "sample_mean" if rank == 3 else "token_mean"
+    for one in plan:
+        losses = values_on(rank).requires_grad_()
+        one.loss({"pg": losses, "kl": Term(losses, mode)})
+    found["a term of another mode on a rank"] = outcome_of(plan.finish)
     # --- values over context-parallel groups that change
     solo = [dist.new_group([one]) for one in range(RANKS)][rank]
     own = [described(rank // 2, cp)[0], *[Samples([[1] * 4], rollout_ids=[f"s{rank}"], cp_group=solo)]]
@@ -177,6 +193,14 @@ def test_values_of_a_step_over_ranks(name: str, by_rank: list[Any]) -> None:
         (
             "half of the plan on a rank",
             r"rank 2: ValueError: a plan of 2 micro-batches, of which \[1\] were not trained",
+        ),
+        (
+            "another empty_step on a rank",
+            "rank.* 1.*this rank asks for .*empty_step 'error', another one for something",
+        ),
+        (
+            "a term of another mode on a rank",
+            "ValueError: metrics .*'kl'.*a name with two kinds, masks or aggregations",
         ),
         ("a model that cuts otherwise", "rank 1: ValueError: 5 local tokens that are not those of the plan's layout"),
     ],

@@ -244,8 +244,19 @@ test_refusals = refusal_tests(
         **refusals(measured, ((X.long(),), "values to measure is torch.int64", (X.double(),)), error=TypeError),
         **refusals(
             kept,
-            ((None,), "tokens to keep are NoneType", (X > 0,)),
-            ((X,), "they must be bools. Pass a comparison", (X > 0,)),
+            ((None,), "tokens to keep are a NoneType", (X > 0,)),
+            ((X,), "they must be a tensor of bools. Pass a comparison", (X > 0,)),
+            ((X.numpy() > 0,), "tokens to keep are a ndarray", (X > 0,)),
+            error=TypeError,
+        ),
+        **refusals(
+            plan_of([X]).measure,
+            ((X,), "values to measure is a Tensor: it must be a function", (lambda one: X,)),
+            error=TypeError,
+        ),
+        **refusals(
+            lambda flags: plan_of([X]).keep("kept", flags),
+            ((X > 0,), "tokens to keep is a Tensor: it must be a function", (lambda one: X > 0,)),
             error=TypeError,
         ),
         **refusals(kept, ((X > 0, "ok"), "tokens to keep as 'ok', which is a mask of the Samples", (X > 0, "good"))),

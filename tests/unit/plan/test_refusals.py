@@ -42,6 +42,22 @@ test_refusals = refusal_tests(
             error=TypeError,
         ),
         **refusals(
+            lambda **options: plan([TWO], **options),
+            ({"terms": ["kl"]}, "terms is a list: it must be a dict", {"terms": {"kl": "sample_mean"}}),
+            ({"term_masks": "kl"}, r"term_masks is 'kl'.*Pass \['kl'\]", {"term_masks": []}),
+            error=TypeError,
+        ),
+        **refusals(
+            plan([TWO]).finish,
+            (({"pg_loss": X},), "reports are one report", ([{"pg_loss": X}],)),
+            error=TypeError,
+        ),
+        **refusals(
+            lambda metrics: plan([TWO])[0].loss(torch.ones(2, requires_grad=True), metrics),
+            (([X[:2]],), "metrics is a list: it must be a dict", ({"entropy": X[:2]},)),
+            error=TypeError,
+        ),
+        **refusals(
             lambda samples, options: plan(samples, **options),
             (([TWO], {"num_microbatches": 2}), "1 Samples for 2 micro-batches", ([TWO] * 2, {"num_microbatches": 2})),
             (([TWO], {"num_microbatches": -1}), "num_microbatches is -1", ([TWO], {"num_microbatches": 1})),

@@ -12,7 +12,7 @@ from step_samples import step_samples
 from steps import divisor_of, ids_of, totals_of
 from torch import Tensor
 
-from megatron_rl_loss import StepTotals, fold_into_advantages
+from megatron_rl_loss import Gathered, StepTotals, fold_into_advantages
 
 SAMPLES = step_samples(seed=4)
 MASKS = [one.mask for one in SAMPLES]
@@ -77,14 +77,28 @@ def of_two(advantages: Any, mode: Any = "token_mean") -> list[Tensor]:
 
 
 UNFOLDABLE, INF_AT_MASKED = "weights below 0, or advantages with NaN or Inf", [torch.tensor([1, float("inf")]), 1.0]
+
+
+def laid_out(layout: Any) -> list[Tensor]:
+    totals = StepTotals.from_loss_masks(PAIR)
+    return fold_into_advantages(*SOUND, PAIR, mode="token_mean", totals=totals, layout=layout)
+
+
+def test_weights_lie_where_the_advantages_do() -> None:
+    with torch.device("meta"):
+        folded = of_two([torch.ones(2, device="cpu"), 1.0])
+    assert {one.device.type for one in folded} == {"cpu"}
+
+
 test_refusals = refusal_tests(
     {
+        **refusals(laid_out, ((Gathered([0, 2, 4]),), "a layout of advantages to fold", (None,))),
         **refusals(
             of_two,
             (([1.0],), "1 advantages for 2 loss masks", SOUND),
             (([torch.ones(2), torch.ones(2)],), r"rows of \[2, 2\] values for loss masks of \[2, 1\]", SOUND),
             (([float("nan"), 1.0],), UNFOLDABLE, (INF_AT_MASKED,)),
             ((SOUND[0], lambda step: [2.0, -1.0]), UNFOLDABLE, (SOUND[0], lambda step: [2.0, 1.0])),
-        )
+        ),
     }
 )

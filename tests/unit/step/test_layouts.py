@@ -182,6 +182,15 @@ test_refusals = refusal_tests(
             (([0, 4], [(0, 4)], [(5, 8)]), "position 4 to 0 of 2", ([0, 4], [(0, 8)], [])),
             (([0, 4], [(0, 8)], [(0, 4)], True), "position 4 to 1 of 2.*held by 2", ([0, 4], [(0, 8)], [(0, 8)], True)),
         ),
-        **refusals(own, (([0.0, 4.5],), f"mask_starts is .*{INTS}", ([0, 4],)), error=TypeError),
+        **refusals(
+            own,
+            (([0.0, 4.5],), f"mask_starts is .*{INTS}", ([0, 4],)),
+            *(
+                (([0, 4], wrong), "pieces must be a list of two ints each", ([0, 4], [*map(list, HALVES[0])]))
+                for wrong in (None, [0, 8], [(0.0, 8.0)], [(0, 4, 8)], torch.tensor([[0, 8]]))
+            ),
+            error=TypeError,
+        ),
+        **refusals(own, (([0],), "1 mask_starts for 2 loss masks", ([0, 4],))),
     }
 )  # fmt: skip

@@ -236,6 +236,10 @@ test_refusals = refusal_tests(
             of_one,
             ({"rollout_ids": []}, "0 rollout_ids for 1 loss masks", {"rollout_ids": [0]}),
             ({"prompt_ids": [0, 1]}, "2 prompt_ids for 1 loss masks", {"prompt_ids": [0]}),
+            *(
+                ({f"{kind}_ids": [1], "ids": {kind: [2]}}, "beside ids of that name: there", {f"{kind}_ids": [1]})
+                for kind in ("rollout", "prompt")
+            ),
             ({"ids": {"session": []}}, "0 session_ids for 1", {"ids": {"session": [1]}}),
             ({"ids": {"step": [1]}}, "ids named 'step'", {"ids": {"steps": [1]}}),
             ({"ids": {"sample": [1]}}, "ids named 'sample': .*Rename them", {"ids": {"samples": [1]}}),
@@ -258,6 +262,11 @@ test_refusals = refusal_tests(
                     (torch.tensor(1), r"is tensor\(1\)"),
                 )
             ),
+            ({"ids": [[0]]}, "ids is a list: it must be a dict, by name", {"ids": {"session": [0]}}),
+            ({"labels": [0]}, "labels is a list", {"labels": {"task": [0]}}),
+            ({"term_masks": [[1]]}, "term_masks is a list", {"term_masks": {"kl": [[1]]}}),
+            ({"layout": Gathered}, "layout is <class.*it must be a Layout", {"layout": Gathered([0, 1])}),
+            ({"layout": "zigzag"}, "layout is 'zigzag'", {"layout": None}),
             ({"cp_group": torch.ones(())}, "a process group of type Tensor", {"cp_group": None}),
             error=TypeError,
         ),
