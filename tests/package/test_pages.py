@@ -173,12 +173,16 @@ def test_the_diff_of_readme_ends_in_the_recipe() -> None:
 
 def test_the_other_code_of_readme_and_using_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(modes, "_MODES", {**modes._MODES})
-    (few_lines,), (core, own_mode) = code_of("../README.md"), code_of("using.md")
+    (few_lines,), (core, planned, own_mode) = code_of("../README.md"), code_of("using.md")
     for code, share in ((few_lines, 4), (core, 18 / 7)):
         names: dict[str, Any] = {}
         exec(code, names)
         assert float(names["share"]) == pytest.approx(share)
         assert f"# tensor({share:.5g}" in code
+    names = {}
+    exec(planned, names)
+    assert f"# {names['plan'].finish()}" in planned
+    assert names["weight"].grad.sum() == pytest.approx(2)
     exec(own_mode, {})
     assert "session_mean" in available_modes()
 
