@@ -79,7 +79,8 @@ def plan_step(
         ValueError, TypeError: settings that are unusable; no word of a `dp_group` among several ranks; groups beside a
             model; a model config under which the loss would not be exact.
     """
-    modes = LossModes.resolve(mode, divisor=divisor, units=units, terms=terms)
+    asked = attempt(lambda: LossModes.resolve(mode, divisor=divisor, units=units, terms=terms))
+    modes = asked if isinstance(asked, LossModes) else LossModes.resolve("token_sum")  # the error goes to all ranks
     check_choice("empty step handling", empty_step, get_args(EmptyStep))
     if isinstance(term_masks, str):
         raise TypeError(f"term_masks is {term_masks!r}: it must be a list of names. Pass [{term_masks!r}].")
@@ -99,6 +100,8 @@ def plan_step(
     first_chunk = model[0] if isinstance(model, list) else model
 
     def describe() -> Sequence[Samples] | None:
+        if isinstance(asked, Exception):
+            raise asked
         check_finished(first_chunk.__dict__.pop(_LAST, ()) if model is not None else ())
         made = samples() if callable(samples) else samples
         return check_samples(made, num_microbatches, modes, groups, term_masks)

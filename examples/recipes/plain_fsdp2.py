@@ -18,8 +18,11 @@ Batch = dict[str, Any]  # tokens, labels, old_log_probs, advantages: [tokens]; l
 
 def train_step(model: Any, optimizer: Any, batches: list[Batch], mode: str, divisor: float | None = None) -> Tensor:
     """One optimizer step over this rank's micro-batches, as many as others have: a forward gathers weights."""
-    samples = [Samples(**{name: batch[name] for name in ("loss_masks", "prompt_ids", "tokens")}) for batch in batches]
-    plan = plan_step(samples, mode, divisor=divisor, dp_group=dist.group.WORLD)
+
+    def describe() -> list[Samples]:  # a function: what it raises on one rank is raised on all
+        return [Samples(**{name: batch[name] for name in ("loss_masks", "prompt_ids", "tokens")}) for batch in batches]
+
+    plan = plan_step(describe, mode, divisor=divisor, dp_group=dist.group.WORLD)
     optimizer.zero_grad()
     for number, (batch, microbatch) in enumerate(zip(batches, plan, strict=True), start=1):
         model.set_requires_gradient_sync(number == len(plan))

@@ -42,7 +42,7 @@ def check_samples(
     if num_microbatches not in (None, len(samples)) or not samples:
         raise ValueError(
             f"{len(samples)} Samples for {num_microbatches or 'a step of'} micro-batches: there must be one for each. "
-            "Pass an empty Samples for filler micro-batches, and for a rank without data."
+            "Pass Samples([]) for filler micro-batches, and for a rank without data."
         )
     for number, one in enumerate(samples):
         if not isinstance(one, Samples):

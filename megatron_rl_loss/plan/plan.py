@@ -139,6 +139,13 @@ class Plan:
             raise TypeError("reports are one report: there is one for each micro-batch. Pass a list of them.")
         check_finished(self.facts.is_carried)
         self.facts.check_tokens()
+        noted = {name for notes in self.facts.notes for name in notes}
+        declared = sorted(self.facts.modes.terms.keys() - noted)
+        if declared and "loss" in noted and any(self.facts.is_carried):  # "loss" is the sum of terms
+            raise ValueError(
+                f"a mode for the term {declared[0]!r}, and a loss of the terms {sorted(noted - {'loss'})}: no term has "
+                "that mode. Declare modes by the names that the loss gives its terms."
+            )
 
     def _has_tokens(self, number: int, mask: str | None) -> bool:
         if self.samples is None:

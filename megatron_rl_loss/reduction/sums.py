@@ -218,7 +218,7 @@ def sum_terms(
 
 
 def _version(weights: Tensor) -> int:
-    """How often they were changed in place; a compiled graph has no number for it."""
+    """The number of changes in place; a compiled graph has no number for it."""
     return 0 if torch.compiler.is_compiling() else weights._version
 
 

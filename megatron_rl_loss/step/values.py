@@ -13,7 +13,7 @@ def check_values(what: str, values: object, local: LocalTokens) -> None:
                 f"{what} is a {type(values).__name__}: it must be a float tensor. Pass its .per_token_loss."
             )
         kind = values.dtype if isinstance(values, Tensor) else type(values).__name__
-        raise TypeError(f"{what} is {kind}: it must be a float tensor. Pass unreduced losses.")
+        raise TypeError(f"{what} is {kind}: it must be a float tensor. Pass one unreduced value per token.")
     if values.shape not in local.loss_shapes:
         hint = _layout_hint(values.numel(), len(local), local.samples)
         shown = " or ".join(map(str, local.loss_shapes))
@@ -28,7 +28,8 @@ def _layout_hint(num_values: int, num_local: int, samples: Samples) -> str:
         return "The number of tokens fits: transpose to batch first if it is [s, b], or flatten in the layout's order"
     layout = samples.layout
     if layout is not None and num_values == layout.total_tokens:
-        return "These are all tokens of the micro-batch: if losses are not cut over CP ranks, the layout is Gathered"
+        cut = "cut them with microbatch.local(...); if losses are not cut over CP ranks, the layout is Gathered"
+        return f"These are all tokens of the micro-batch: {cut}"
     if num_values == sum(samples.mask_lengths):
         return "These are the unpadded, uncut tokens: cut and pad them as the layout says, or change the layout"
     if num_values == int(samples.active_tokens.sum()):

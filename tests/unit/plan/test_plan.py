@@ -1,6 +1,7 @@
 """A plan without Megatron, in one process: what it hands out, in every form, what it reports, and what it refuses."""
 
 import math
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -9,6 +10,9 @@ from weakref import ref
 import oracle
 import pytest
 import torch
+import torch.distributed as dist
+from ranks import run_ranks, start_process_group
+from refusals import outcome_of
 from step_samples import DIVISOR, dealt, step_samples
 from steps import token_weights
 from torch import Tensor
@@ -349,6 +353,26 @@ def test_a_models_tokens_are_compared_with_the_plans_cut() -> None:
         placed(plan, 0, 2)[0].check_tokens(torch.arange(4))
     with pytest.raises(ValueError, match="check_tokens of Samples without tokens"):
         planned()[0].check_tokens(torch.arange(4))
+
+
+def misspelt_on_one_rank() -> str:
+    start_process_group()
+    mode = ("token_mean", "tokn_mean")[dist.get_rank()]
+    return outcome_of(lambda: plan_step([described(DEALT[0])], mode, dp_group=dist.group.WORLD))
+
+
+def test_a_mode_that_one_rank_alone_misspells_is_told_to_all() -> None:
+    for told in run_ranks(2, misspelt_on_one_rank):
+        assert re.search("BadBatchError: .*rank 1: ValueError: .*there is no such mode. Did you mean token_mean", told)
+
+
+def test_a_mode_declared_for_no_term_is_refused() -> None:
+    plan = planned(terms={"kll": "sample_mean"})
+    for number, microbatch in enumerate(plan):
+        losses = losses_of(DEALT[number])
+        microbatch.loss({"pg": losses, "kl": Term(losses.detach())})
+    with pytest.raises(ValueError, match=r"a mode for the term 'kll', and a loss of the terms \['kl', 'pg'\]"):
+        plan.finish()
 
 
 def test_no_graph_outlives_the_loss() -> None:
