@@ -282,7 +282,7 @@ LOSS_ROWS = [
     loss_row("changed in place", HANDED_OUT, changing(lambda loss, count, report: (loss.mul_(0.5), count, report)),
              "it was changed in place", ""),
     loss_row("a micro-batch carried twice", "a micro-batch that is carried a second time without `plan.restart()`",
-             lambda m, losses, n: (m.loss(losses), m.loss(losses))[1], "of a plan, a second time", "call plan.restart()"),
+             lambda m, losses, n: (m.loss(losses), m.loss(losses))[1], "a plan, a second time", "call plan.restart()"),
     loss_row("tokens cut in another way", "tokens that are not the plan's cut",
              lambda m, losses, n: (m.check_tokens(TOKENS[:8]), m.loss(losses))[1],
              "local tokens that are not those of the plan's layout", "Give Samples the layout",
