@@ -169,6 +169,9 @@ def test_a_plan_is_trained_on_once() -> None:
     train(plan, 2, 0, 1)
     plan.finish()
     plan.restart()
+    with pytest.raises(ValueError, match="put together without this micro-batch's reducers"):
+        plan[0].carry(plan[1](losses_of(DEALT[1])))  # its uses in the pass before do not count
+    plan.restart()
     for number in (0, 1, 2):  # a loop that trains on shares as they are
         losses = losses_of(DEALT[number]).requires_grad_()
         (plan[number](losses) + plan[number](losses)).backward()  # terms may share a reducer until then
