@@ -132,10 +132,12 @@ def rows(t: Counts) -> Iterator[Row]:
         whole, of_step = t.tokens(unit), t.count(what, (unit,))
         yield f"{unit} means, over the {unit}s of the step{tail}", 1 / whole / of_step, SIZES
         for words, part in t.real_parts.items():
-            inside, of_part = t.tokens(*part, unit), t.count(what, (unit,), part) * t.parts(part)
+            of_part = t.count(what, (unit,), part) * t.parts(part)
             yield f"{unit} means, over the {unit}s of {words}{tail}, not of the step", 1 / whole / of_part, SIZES
-            yield f"{unit} means inside {words}, over its {unit}s{tail}", 1 / inside / of_part, SIZES
-            yield f"{unit} means inside {words}, over the {unit}s of the step{tail}", 1 / inside / of_step, SIZES
+            if (t.group(*part, unit) != t.group(unit)).any():  # units that lie in several parts
+                inside = t.tokens(*part, unit)
+                yield f"{unit} means inside {words}, over its {unit}s{tail}", 1 / inside / of_part, SIZES
+                yield f"{unit} means inside {words}, over the {unit}s of the step{tail}", 1 / inside / of_step, SIZES
         for group in t.units[t.units.index(unit) + 1 :]:
             of_groups = t.count(what, (unit,), (group,)) * t.count(what, (group,))
             yield f"{group} means of {unit} means, over those{tail or ' of the step'}", 1 / whole / of_groups, SIZES
@@ -166,13 +168,12 @@ class Cause:
         return self.price < _UNNAMED
 
     def __str__(self) -> str:
-        row = self.row or "every token alike"
         if not self.named:
-            return f"{row}; beside it one factor, {self.factor:.6g}, that is no product of sizes and counts of the step"
-        hint = HINTS.get((bool(self.row), self.constant)) or HINTS.get((None, self.constant))
-        return (
-            row + (f", x {self.factor:.6g} = {self.constant}" if self.constant else "") + (f": {hint}" if hint else "")
-        )
+            row = f"{self.row}, and beside it one factor" if self.row else "one factor for all tokens"
+            return f"{row}, {self.factor:.6g}, that is no product of sizes and counts of this step"
+        hint = HINTS.get((bool(self.row), self.constant)) or HINTS.get((None, self.constant), "")
+        constant = f", x {self.factor:.6g} = {self.constant}" if self.constant else ""
+        return (self.row or "every token alike") + constant + f": {hint}" * bool(hint)
 
 
 #: Where a constant often comes from: beside the weights that were asked (False), another row (True), or any (None).
@@ -256,11 +257,12 @@ class Ratios:
     active: Ints  # the cells, [num_active]
     weights: Floats  # beside the mask, [num_active]
     expected: Floats  # the same as asked
+    by_token: bool = False  # True where tokens of a cell are asked to differ: weights are measured / asked then
 
     def rows(self) -> Iterator[Row]:
         """The weights that were asked, and the table's other rows."""
         yield "", self.expected, ANY
-        for words, weights, likely in rows(self.counts):
+        for words, weights, likely in () if self.by_token else rows(self.counts):
             if not np.allclose(weights[self.active], self.expected, rtol=1e-9, atol=0):
                 yield words, weights[self.active], likely
 

@@ -99,7 +99,7 @@ class Verdict:
 
     def _table(self, room: int) -> list[str]:
         """Micro-batches that are furthest off, in order."""
-        if self.sound or self.unknown or self.is_factor or room < 3:
+        if self.sound or self.unknown or (self.is_factor and not self.misplaced) or room < 3:
             return []
         far = sorted(range(len(self.places)), key=lambda i: -_distance(self.places[i]))[: room - 1]
         chosen = [self.places[i] for i in sorted(far)]
@@ -266,15 +266,18 @@ def _causes(
 
 def ratios_of(measured: MeasuredStep, wanted: Floats, kept: Kept, tolerance: float) -> Ratios | None:
     """One number for each cell; None where tokens of a cell differ, or nothing is left."""
-    counts = Counts(measured.tokens, measured.split)
-    at, mask = counts.of_entry[kept.entries], measured.tokens.mask[kept.entries]
-    low, high = extremes(at, kept.weights / mask, len(counts.num_tokens))
+    counts, mask = Counts(measured.tokens, measured.split), measured.tokens.mask[kept.entries]
+    at, asked, number = counts.of_entry[kept.entries], wanted[kept.entries] / mask, len(counts.num_tokens)
+    spread = np.subtract(*extremes(at, asked, number)[::-1])[at]
+    by_token = bool((spread > tolerance * asked).any())
+    low, high = extremes(at, kept.weights / (wanted[kept.entries] if by_token else mask), number)
     active = np.flatnonzero(high >= low)
     if not active.size or (low[active] <= 0).any() or (high - low > 2 * tolerance * low)[active].any():
         return None
-    beside = np.zeros(len(low))
-    beside[at] = wanted[kept.entries] / mask
-    return Ratios(counts, active, ((low + high) / 2)[active], beside[active])
+    beside = np.ones(number)
+    if not by_token:
+        beside[at] = asked
+    return Ratios(counts, active, (low[active] + high[active]) / 2, beside[active], by_token)
 
 
 def _scope(measured: MeasuredStep) -> str:
