@@ -3,8 +3,8 @@
     python tools/audit_picture.py --out docs/audit.png
 
 Measures both in the real Megatron, at context parallelism 2 x data parallelism 2 with 3 micro-batches: it launches
-`examples/audit_own_loop.py` twice under torchrun on 4 processes (CPU and gloo where there is no GPU). Steps that were
-measured before are drawn with --stock and --ours. Needs matplotlib: pip install -e '.[audit]'.
+`examples/audit_own_loop.py` twice under torchrun on 4 processes (CPU and gloo where there is no GPU). Needs matplotlib:
+pip install -e '.[audit]'.
 """
 
 import argparse
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from megatron_rl_loss.audit.tokens import Floats, Ints, MeasuredStep, StepTokens
 from megatron_rl_loss.audit.verdict import expected_weights, judge
@@ -138,7 +139,7 @@ def measure(*flags: str) -> MeasuredStep:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", str(LOOP)]
         command += ["--context-parallel-size", "2", "--num-microbatches", "3", "--measured", written.name, *flags]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-        return MeasuredStep.from_json(Path(written.name).read_text())
+        return torch.load(written.name, weights_only=False)  # of our own making
 
 
 def main() -> None:
@@ -146,16 +147,8 @@ def main() -> None:
     parser.add_argument(
         "--out", type=Path, required=True, help="The picture, a PNG or whatever matplotlib knows by its ending."
     )
-    parser.add_argument("--stock", type=Path, help="A step measured before, as JSON; with --ours.")
-    parser.add_argument("--ours", type=Path, help="The step beside it.")
     options = parser.parse_args()
-    if (options.stock is None) != (options.ours is None):
-        parser.error("--stock and --ours go together")
-    expected = resolve("token_mean")
-    if options.stock is None:
-        steps = [measure(), measure("--exact")]
-    else:
-        steps = [MeasuredStep.from_json(file.read_text()) for file in (options.stock, options.ours)]
+    expected, steps = resolve("token_mean"), [measure(), measure("--exact")]
     panels = list(zip((STOCK, OURS), steps, strict=True))
     draw(panels, options.out, expected=expected)
     for title, step in panels:

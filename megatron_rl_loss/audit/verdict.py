@@ -84,17 +84,14 @@ class Verdict:
 
     def __str__(self) -> str:
         """At most 15 lines."""
-        if self.unknown:
-            said = [f"also: {reason}" for reason in self.unknown[1:]]
-        else:
-            said = [f"In the wrong place: {one.text}." for one in self.misplaced]
-            rest = " the rest is" if self.misplaced else ""
-            several = " one of" if len(self.causes) > 1 else ""
-            said += [f"As if{rest}{several}: {cause}." for cause in self.causes]
-            if not self.sound and not self.causes and not (self.is_factor and self.low == 1):
-                said.append("No known cause fits: these numbers are what is known.")
-        notes = [f"note: {note}" for note in self.notes]
-        head, tail = _wrapped([self.headline, *said]), _wrapped(notes)
+        said = [f"also: {reason}" for reason in self.unknown[1:]]
+        said += [f"In the wrong place: {one.text}." for one in self.misplaced]
+        if len(self.causes) > 1:
+            said.append("Each of these fits; a step of sizes that differ can tell them apart:")
+        said += [f"Fits: {cause}." for cause in self.causes]
+        if not (self.sound or self.unknown or self.causes or self.low == self.high == 1):
+            said.append("No known cause fits: these numbers are what is known.")
+        head, tail = _wrapped([self.headline, *said]), _wrapped([f"note: {note}" for note in self.notes])
         return "\n".join([*head, *self._table(_LINES - len(head) - len(tail)), *tail][:_LINES])
 
     def _table(self, room: int) -> list[str]:
