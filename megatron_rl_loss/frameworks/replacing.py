@@ -1,0 +1,111 @@
+"""Functions of an engine, replaced by ours: known by their parameters, everywhere at once, once, undoable."""
+
+import functools
+import inspect
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from megatron_rl_loss.step.collectives import world_rank
+
+_MARK = "_replaced_by_megatron_rl_loss"
+_ACTIVE: list[object] = []
+
+
+class Function(NamedTuple):
+    """A function of a module, class or object; `call(stock, given)` takes its place.
+
+    `given` are the arguments of a call by name, `stock()` calls the engine's function with them, as they are by then.
+    `also_in` chooses further modules by name, among those that imported the function.
+    """
+
+    owner: Any
+    name: str
+    parameters: Sequence[str]
+    call: Callable[[Callable[[], Any], dict[str, Any]], Any]
+    also_in: Callable[[str], bool] = lambda module: False
+
+    def __str__(self) -> str:
+        return f"{getattr(self.owner, '__name__', type(self.owner).__name__)}.{self.name}"
+
+
+class Replaced:
+    """Functions that are replaced, all or none, until `undo`; as text, where they are.
+
+    Raises ValueError for a function that is not there, lacks a parameter, or is replaced already, in a base class too.
+    """
+
+    def __init__(self, engine: str, versions: str, functions: Sequence[Function]) -> None:
+        for one in functions:
+            stock = getattr(one.owner, one.name, None)
+            found = () if stock is None else tuple(inspect.signature(stock).parameters)
+            if stock is None or not set(one.parameters) <= set(found):
+                raise ValueError(
+                    f"{engine} with {'no ' if stock is None else ''}{one}({', '.join(found)}): this package replaces "
+                    f"{one.name}({', '.join(one.parameters)}). Use {engine} {versions}."
+                )
+            bases = getattr(one.owner, "__mro__", type(one.owner).__mro__)
+            if any(hasattr(vars(each).get(one.name), _MARK) for each in (one.owner, *bases)):
+                raise ValueError(
+                    f"{one}, where a loss aggregation is in force already: its weights would count twice. Call it "
+                    "once, for a class or for its subclass."
+                )
+        self._engine = engine
+        stocks = [(one, getattr(one.owner, one.name), vars(one.owner).get(one.name)) for one in functions]
+        self._all = [(one, stock, raw, _wrapped(one, stock)) for one, stock, raw in stocks]
+        for one, _, _, ours in self._all:
+            setattr(one.owner, one.name, ours)
+        self.put_everywhere()
+        announce(self)
+
+    def __str__(self) -> str:
+        places = {f"{module.__name__}.{name}" for *_, ours in self._all for module, name in holders(ours)}
+        return f"{self._engine}: {', '.join(sorted(places | {str(one) for one, *_ in self._all}))}"
+
+    def put_everywhere(self) -> None:
+        """Replace the functions in modules that were loaded meanwhile, too."""
+        for one, stock, _, ours in self._all:
+            for module, name in holders(stock):
+                if one.also_in(module.__name__):
+                    setattr(module, name, ours)
+
+    def undo(self) -> None:
+        """Put the engine's functions back, wherever ours are by now."""
+        for one, stock, raw, ours in self._all:
+            if vars(one.owner).get(one.name) is ours:
+                delattr(one.owner, one.name) if raw is None else setattr(one.owner, one.name, raw)
+            for module, name in holders(ours):
+                setattr(module, name, stock)
+        _ACTIVE.remove(self)
+
+
+def holders(function: Any) -> list[tuple[Any, str]]:
+    """Loaded modules that hold the function, by whatever name."""
+    modules = {id(one): one for one in list(sys.modules.values()) if hasattr(one, "__name__")}.values()
+    return [(one, name) for one in modules for name, value in list(vars(one).items()) if value is function]
+
+
+def announce(line: object) -> None:
+    """Have `active` list it from now on, and the first rank print it."""
+    if line not in _ACTIVE:
+        _ACTIVE.append(line)
+        if (world_rank() or int(os.environ.get("RANK", "0"))) == 0:
+            print(f"megatron_rl_loss in {line}", flush=True)
+
+
+def active() -> list[str]:
+    """A line for each of what is in force in this process."""
+    return [str(one) for one in _ACTIVE]
+
+
+def _wrapped(one: Function, stock: Any) -> Any:
+    signature = inspect.signature(stock)
+
+    @functools.wraps(stock)
+    def ours(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        return one.call(lambda: stock(*bound.args, **bound.kwargs), bound.arguments)
+
+    setattr(ours, _MARK, True)
+    return ours
