@@ -86,11 +86,11 @@ def holders(function: Any) -> list[tuple[Any, str]]:
     return [(one, name) for one in modules for name, value in list(vars(one).items()) if value is function]
 
 
-def announce(line: object) -> None:
-    """Have `active` list it from now on, and the first rank print it."""
+def announce(line: object, is_first: bool | None = None) -> None:
+    """Have `active` list it from now on, and one rank print it; by default the first."""
     if line not in _ACTIVE:
         _ACTIVE.append(line)
-        if (world_rank() or int(os.environ.get("RANK", "0"))) == 0:
+        if (world_rank() or int(os.environ.get("RANK", "0"))) == 0 if is_first is None else is_first:
             print(f"megatron_rl_loss in {line}", flush=True)
 
 
