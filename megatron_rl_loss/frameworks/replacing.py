@@ -17,7 +17,7 @@ class Function(NamedTuple):
     """A function of a module, class or object; `call(stock, given)` takes its place.
 
     `given` are the arguments of a call by name, `stock()` calls the engine's function with them, as they are by then.
-    `also_in` chooses further modules by name, among those that imported the function.
+    `also_in` chooses further modules by name, among those that imported the function; `bool` takes all.
     """
 
     owner: Any
