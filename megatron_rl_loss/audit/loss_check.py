@@ -1,16 +1,21 @@
 """`check_loss`: is a loss function, or a mode, invariant, and is it what it is meant to be? PyTorch alone."""
 
-import functools
-import math
+import random
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_rl_loss.audit.search import CP, MICROBATCHES, PADDED, UNCUT, Cut, Finding, Search, two_rows
-from megatron_rl_loss.audit.simulation import CALLS, CallFailed, LossCall, LossFunction, asked_for, measure
-from megatron_rl_loss.audit.verdict import in_words
+from megatron_rl_loss.audit.mode_table import row_of
+from megatron_rl_loss.audit.simulation import (
+    CALLS, CallFailed, DrawnSample, DrawnStep, LossCall, LossFunction, asked_for, measure,
+)  # fmt: skip
+from megatron_rl_loss.audit.tokens import Floats, MeasuredStep
+from megatron_rl_loss.audit.verdict import explain, in_words
 from megatron_rl_loss.errors import check_choice, check_int
 from megatron_rl_loss.modes.names import Aggregation, resolve
 from megatron_rl_loss.modes.table import ModeFunction
@@ -18,6 +23,49 @@ from megatron_rl_loss.modes.weights import weigh
 from megatron_rl_loss.step.samples import LocalTokens
 from megatron_rl_loss.step.totals import StepTotals
 from megatron_rl_loss.step.units import UnitCounting
+
+#: What weights may be off by, relatively: float32 over some hundred tokens, and the small constants that trainers add
+#: to a denominator.
+TOLERANCE = 1e-5
+#: Weights are wrong, or depend on the losses' values or on chance; a call raises, or returns no loss, a loss without a
+#: graph, or NaN.
+Kind = Literal["weights", "values", "chance", "raises", "no loss", "no graph", "NaN"]
+UNCUT, TOGETHER = "in one micro-batch on one rank", "over all of these together"
+#: Over what a step is cut: micro-batches (K), data-parallel (D) and context-parallel ranks (C); or rows are padded (P).
+CUTS = {
+    UNCUT: "", "over micro-batches": "K", "over data-parallel ranks": "D", "over context-parallel ranks": "C",
+    TOGETHER: "KDC", "with masks as long as padded slots": "P",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is wrong, on the smallest drawn step that shows it."""
+
+    cut: str  # how that step is cut, in words
+    kind: Kind
+    says: str  # what it is, over all draws
+    step: DrawnStep  # `measure` of the function, its call and this gives `weights` again
+    weights: tuple[float, ...] = ()  # of each mask entry of it; empty where there is none
+    expected: tuple[float, ...] = ()  # of the mode that was asked; without one, of the same step uncut
+
+    def rows(self, units: Sequence[str]) -> list[str]:
+        """The step, a line per row: where it is, its units and tokens, and what they weigh and should weigh."""
+        lines, at, split = list[str](), 0, (len(self.step.ranks) > 1, len(self.step.ranks[0]) > 1)
+        for d, k, row in [(d, k, row) for d, rank in enumerate(self.step.ranks) for k, mb in enumerate(rank) for row in mb]:
+            places = [f"DP rank {d}"] * split[0] + [f"micro-batch {k}"] * split[1]
+            here = slice(at, at := at + len(row.mask))
+            numbers = [_shown(values[here], row.mask) for values in (self.weights, self.expected)]
+            line = ", ".join([*places, *(f"{unit} {getattr(row, unit)}" for unit in units), "".join(".x"[m] for m in row.mask)])
+            lines.append(line + "  weighs {}, should weigh {}".format(*numbers) * bool(self.weights))
+        return lines
+
+
+def _shown(weights: Sequence[float], mask: Sequence[int]) -> str:
+    """Weights of a row, beside its mask: one number where that tells all."""
+    shown = [f"{weight:.4g}" for weight in weights]
+    alike = {one for one, entry in zip(shown, mask, strict=False) if entry or one != "0"} or {"0"}
+    return alike.pop() if len(alike) == 1 else " ".join(shown[:6] + ["..."] * (len(shown) > 6))
 
 
 @dataclass(frozen=True)
@@ -30,9 +78,7 @@ class LossReport:
     draws: int  # random steps tried of each cut
     seed: int  # of these
     findings: tuple[Finding, ...]  # what is wrong; none if nothing is
-    lowest_sum: float  # of all weights of an uncut step, over the draws: 1 for a mean
-    highest_sum: float
-    negative: bool  # whether a weight was below 0
+    causes: tuple[str, ...] = ()  # each fits all steps of all cuts, the simplest first; none where nothing does
     notes: tuple[str, ...] = ()  # what is worth knowing beside that
 
     @property
@@ -43,24 +89,38 @@ class LossReport:
     @property
     def invariant(self) -> bool:
         """Whether tokens weigh the same however the step is cut, be it the right mode or another."""
-        return all(finding.kind == "weights" and finding.cut == UNCUT.name for finding in self.findings)
+        return all(finding.kind == "weights" and finding.cut == UNCUT for finding in self.findings)
 
     def __str__(self) -> str:
-        mode = "" if self.expected is None or self.name == self.expected.mode.name else f"{in_words(self.expected)}: "
-        verdict = "sound" if self.sound else "invariant, but NOT that" if self.invariant else "NOT invariant"
-        below = ", some weights are below 0" if self.negative else ""
-        lines = [
-            f"{self.name}: {mode}{verdict}",
-            f"  assumed: {self.call}; {self.draws} random steps per cut, seed {self.seed}",
-            f"  weights of a step sum to {self.lowest_sum:.6g} to {self.highest_sum:.6g}{below}",
-        ]
-        return "\n".join([*lines, *map(str, self.findings), *self.notes])
+        mode = in_words(self.expected) if self.expected and self.expected.mode.name != self.name else ""
+        said = f"is {mode or 'invariant'}, however the step is cut"
+        if self.findings:
+            weighs = all(finding.kind == "weights" for finding in self.findings)
+            said = "is not invariant" if weighs else "is no aggregation of its losses, or fails"
+            said = f"is invariant, but not {mode}" if self.invariant else said + f"; asked {mode}" * bool(mode)
+        lines = [f"{'NOT ' * bool(self.findings)}SOUND: {self.name} {said}"]
+        lines += [f"  {finding.cut}: {finding.says}" for finding in self.findings]
+        lines += [f"  a cause that fits every step: {cause}" for cause in self.causes[:2]]
+        for finding in self.findings[:1]:
+            rows, own = finding.step.rows, self.expected is not None and row_of(self.expected.mode)
+            units = ["rollout"] * (len({row.rollout for row in rows}) < len(rows))
+            units += ["prompt"] * (own is None or (own is not False and own.unit == "prompt"))
+            cut = f", every row cut over {finding.step.cp_size} CP ranks" * (finding.step.cp_size > 1)
+            shown = finding.rows(units)
+            lines += [f"  the smallest of the steps that show it (x trained, . masked{cut}):"]
+            lines += [f"    {line}" for line in shown[:5]] + [f"    and {len(rows) - 5} rows more"] * (len(rows) > 5)
+        lines.append(f"  assumed: {self.call}; {self.draws} random steps per cut, seed {self.seed}")
+        if self.sound:
+            lines += ["  covers rows of at most 11 tokens, 5 micro-batches, 4 DP and 4 CP ranks; cannot see how your loop"]
+            lines += ["  really calls and divides, what makes the losses, other terms (KL, entropy) and clipping"]
+        return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
 
     def to_json(self) -> dict[str, Any]:
         """The same as plain data."""
+        findings = [{**vars(finding), "step": repr(finding.step)} for finding in self.findings]
         expected = None if self.expected is None else in_words(self.expected)
-        said = {"expected": expected, "sound": self.sound, "invariant": self.invariant, "notes": list(self.notes)}
-        return {**vars(self), **said, "findings": [one.to_json() for one in self.findings]}
+        said = {"sound": self.sound, "invariant": self.invariant, "expected": expected, "findings": findings}
+        return {**vars(self), **said}
 
 
 def check_loss(
@@ -120,54 +180,81 @@ def check_loss(
         if expected is None:
             raise TypeError("check_loss of nothing: it checks a function, a mode, or both. Give loss_fn or mode.")
         return _check_mode(expected, draws, seed)
-    _, left_alone = asked_for(loss_fn, call)
-    plain = loss_fn.func if isinstance(loss_fn, functools.partial) else loss_fn
+    notes = [f"parameter {parameter} was left at its default" for parameter in asked_for(loss_fn, call)[1]]
+    plain = loss_fn.func if isinstance(loss_fn, partial) else loss_fn
     name = getattr(plain, "__name__", None) or type(plain).__name__
+    run = partial(measure, loss_fn, call)
+    full, holed = (DrawnStep((((DrawnSample((1, m, 1), 0, 0), DrawnSample((1, 1), 1, 1)),),)) for m in (1, 0))
     try:
-        measure(loss_fn, call, two_rows(call))
+        run(full)
     except CallFailed as failure:
         raise ValueError(
-            f"{name} with a step of two full rows: {failure}: it must return one number that gradients flow from. Give "
-            "it what it takes by LossCall(rows=..., takes=..., names=...), or wrap it."
+            f"{name} with a step of two full rows: {failure.args[1]}: it must return one number that gradients flow "
+            "from. Give it what it takes by LossCall(rows=..., takes=..., names=...), or wrap it."
         ) from failure.__cause__
-    search = Search(loss_fn, call, expected, draws, seed)
-    findings = tuple(search.findings())
-    notes = [f"parameter {parameter} was left at its default" for parameter in left_alone] + search.notes()
-    return LossReport(name, expected, call.describe(), draws, seed, findings, *search.sums(), tuple(notes))
-
-
-_CUTS_OF_MODES: dict[Literal["zigzag", "contiguous", "gathered", "responses"], tuple[Cut, ...]] = {
-    "zigzag": (UNCUT, MICROBATCHES, PADDED, CP),
-    "contiguous": (MICROBATCHES, CP),
-    "gathered": (CP,),
-    "responses": (CP,),
-}
-
-
-def _mode_loss(aggregation: Aggregation) -> LossFunction:
-    """A mode as a loss function: the weighted sum of what a rank holds."""
-
-    def loss(losses: Tensor, mask: Tensor, local: LocalTokens, totals: StepTotals) -> Tensor:
-        weights = weigh(aggregation, local, totals)
-        return (torch.where(weights != 0, losses, 0) * weights).sum()
-
-    loss.sums = list(aggregation.mode.sums.values())  # type: ignore[attr-defined]  # `measure` counts them too
-    return loss
+    cuts = [cut for cut, over in CUTS.items() if over != "P" and (call.cp or over != "C")]
+    findings, steps = _search(run, call, expected, cuts, draws, seed)
+    if not np.isfinite(run(holed, poisoned=True).weights).all():
+        notes.append("a NaN at a masked token spoils the loss; select by the mask (torch.where) before multiplying")
+    weigh_alone = expected is not None and {finding.kind for finding in findings} == {"weights"}
+    causes = explain(steps, expected) if expected is not None and weigh_alone else ()
+    return LossReport(name, expected, call.describe(), draws, seed, tuple(findings), causes, tuple(notes))
 
 
 def _check_mode(expected: Aggregation, draws: int, seed: int) -> LossReport:
-    """In every layout. Cutting over data-parallel ranks is cutting into micro-batches: totals are the whole step's."""
+    """A mode as a loss function, in every layout; DP ranks are as micro-batches to it: totals are the whole step's."""
+
+    def loss(losses: Tensor, mask: Tensor, local: LocalTokens, totals: StepTotals) -> Tensor:
+        weights = weigh(expected, local, totals)
+        return (torch.where(weights != 0, losses, 0) * weights).sum()
+
     findings: dict[str, Finding] = {}
-    sums = math.nan, math.nan, False
-    for layout, cuts in _CUTS_OF_MODES.items():
-        split = layout in ("contiguous", "responses")  # rollouts over several samples
-        call = LossCall(rows="packed", dp="sum", cp="sum", cp_cut=layout, split_rollouts=split)
-        search = Search(_mode_loss(expected), call, expected, draws, seed)
-        for cut in cuts:
-            name = f"{cut.name}, {layout}" if cut.cp else cut.name
-            for found in search.of_cut(cut):
-                findings.setdefault(name, replace(found, cut=name))
-        if UNCUT in cuts:
-            sums = search.sums()
+    cut_over = {"zigzag": "KCP", "contiguous": "KC", "gathered": "C", "responses": "C"}
+    for layout, over in cut_over.items():
+        call = LossCall(rows="packed", dp="sum", cp="sum", cp_cut=layout, split_rollouts=layout[0] in "cr")  # type: ignore[arg-type]
+        run = partial(measure, loss, call, sums=list(expected.mode.sums.values()))
+        for found in _search(run, call, None, [cut for cut in CUTS if CUTS[cut] in (*over, "")], draws, seed)[0]:
+            cut = f"{found.cut}, {layout}" if CUTS[found.cut] == "C" else found.cut
+            findings.setdefault(cut, replace(found, cut=cut))
     assumed = "its own weights, in every layout"
-    return LossReport(expected.mode.name, expected, assumed, draws, seed, tuple(findings.values()), *sums)
+    return LossReport(expected.mode.name, expected, assumed, draws, seed, tuple(findings.values()))
+
+
+def _search(
+    run: Callable[..., MeasuredStep], call: LossCall, mode: Aggregation | None, cuts: Sequence[str], draws: int, seed: int
+) -> tuple[list[Finding], list[MeasuredStep]]:
+    """One finding for each kind and cut, on the smallest step that shows it; and measured steps of all cuts.
+
+    An uncut step is compared with the mode; one that is cut with itself uncut, so that each cut shows its own fault.
+    """
+    findings, steps = list[Finding](), list[MeasuredStep]()
+    for cut in cuts:
+        found: dict[Kind, list[Finding]] = {}
+        for draw in range(draws):
+            step, uncut = _draw(random.Random(f"{seed}/{cut}/{draw}"), call, CUTS[cut], bool(draw % 2), seed + draw)
+            try:
+                measured = run(step)
+                plain = measured.weights if cut == UNCUT else run(uncut).weights
+                if CUTS[cut] == "P":  # nothing is asked of padding
+                    pieces = zip(np.split(plain, np.cumsum([len(row.mask) for row in uncut.rows])), step.rows, strict=False)
+                    plain = np.concatenate([np.pad(piece, (0, len(row.mask) - len(piece))) for piece, row in pieces])
+                asked = plain if mode is None else weigh(mode, step.samples().local(0, 1), step.totals(list(mode.mode.sums.values()))).double().numpy()
+                kind, says = _fault(measured, asked if cut == UNCUT else plain)
+                if cut == UNCUT and kind != "NaN" and _fault(run(step._replace(seed=step.seed + 1000)), measured.weights)[0]:
+                    kind, says = "values", "not linear in the losses: a token's weight depends on their values, so no aggregation describes it"
+                    if _fault(run(step), measured.weights):
+                        kind, says = "chance", "called twice with the same losses, it gives tokens other weights"
+            except CallFailed as failure:
+                kind, says = failure.args
+                found.setdefault(kind, []).append(Finding(cut, kind, says, step))
+                continue
+            steps += [measured] * (draw < 4)
+            if kind:
+                numbers = () if kind == "NaN" else (tuple(measured.weights.tolist()), tuple(asked.tolist()))
+                found.setdefault(kind, []).append(Finding(cut, kind, says, step, *numbers))
+        for kind, shown in found.items():
+            special = [one for one in shown if one.says] or shown
+            findings.append(min(shown, key=lambda one: len(one.weights)))
+        if cut == UNCUT and found.keys() - {"weights"}:
+            break
+    return findings, steps
