@@ -1,10 +1,9 @@
-"""`judge`: are a step's measured weights what was asked, and if not, of what could they be made?
+"""`judge`: a step's measured weights beside those that a mode asks for: sound or not, by how much, where, as if what.
 
-It goes from the outside in: NaN, weight on other tokens than asked, signs, odd tokens. These are facts, and taken off.
-The rest is one number for each cell, measured / asked, which is shown as it is and fitted (`fit.py`).
+Weight in the wrong places is taken off first (`misplaced`); what is left is compared with a table of causes (`causes`).
 """
 
-import json
+import itertools
 import math
 import textwrap
 from collections.abc import Sequence
@@ -13,257 +12,338 @@ from typing import Any, get_args
 
 import numpy as np
 
-from megatron_rl_loss.audit.comparison import Comparison, Piece, StepSamples
-from megatron_rl_loss.audit.counts import Cells
-from megatron_rl_loss.audit.fit import Fitter, Reading
-from megatron_rl_loss.audit.mode_table import MODE_TABLE, row_of
-from megatron_rl_loss.audit.places import Deviation, Kept, Places, Shape, deviation, places_of, take_off
-from megatron_rl_loss.audit.tokens import MeasuredStep, extremes
-from megatron_rl_loss.audit.words import place_reading, with_words
+from megatron_rl_loss.audit.causes import Cause, Counts, Ratios, fitting
+from megatron_rl_loss.audit.misplaced import Kept, Misplaced, take_off, without_copies
+from megatron_rl_loss.audit.tokens import Floats, MeasuredStep, StepTokens, extremes
 from megatron_rl_loss.modes.names import Aggregation, resolve
+from megatron_rl_loss.modes.weights import weigh
+from megatron_rl_loss.step.collectives import StepGroups
+from megatron_rl_loss.step.samples import Samples
+from megatron_rl_loss.step.totals import count_step
 from megatron_rl_loss.step.units import UnitCounting
 
-#: What a weight that is measured and one that is asked for may differ by, relative, by the type that gradients were
-#: rounded to. Of float32: some ten products on either side, and what a measurement's own residual may be. Of half
-#: precision what a gradient is stored in counts alone, a few times.
+#: The largest relative difference of sound weights, by the type that gradients were rounded to. Of float32: some ten
+#: products on either side and a measurement's residual; of half precision a few roundings of a stored gradient.
 TOLERANCES = {"float32": 64 * 2.0**-24, "float16": 4 * 2.0**-11, "bfloat16": 4 * 2.0**-8}
+_LINES, _WIDTH, _BAR = 15, 112, 60
+
+
+@dataclass(frozen=True)
+class Place:
+    """One micro-batch of one DP rank: the lowest and highest measured / asked on each CP rank, and its tokens drawn."""
+
+    dp_rank: int
+    microbatch: int
+    ratios: tuple[tuple[float, float], ...]  # by CP rank; NaN where it holds no active token
+    bar: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What a loss does to the tokens of a step, against what was asked."""
+    """The weights of a step's tokens against those that were asked."""
 
-    expected: str  # what was asked for, in words
+    expected: str  # what was asked, in words
     sound: bool  # every weight is what was asked, within rounding; False where there is no verdict
+    unknown: tuple[str, ...] = ()  # why there is no verdict; empty if there is one
     deviation: float = math.nan  # the largest relative difference of a weight
-    misplaced: float = math.nan  # share of the gradient's weight on the wrong tokens, 0 to 1; of a factor 0
+    wrong_share: float = math.nan  # share of the gradient's weight on the wrong tokens, 0 to 1; 0 of a factor
     low: float = math.nan  # the smallest measured / asked of an active token
     high: float = math.nan  # the largest
-    deviations: tuple[Deviation, ...] = ()  # weight in the wrong places; what follows is about the rest
-    shape: Shape = "factor"  # the coarsest parts of the step over which measured / asked is one number
-    factors: Places = ()  # that number at each place; the smallest and the largest where tokens of a sample differ
-    readings: tuple[Reading, ...] = ()  # what these numbers could be, the simplest first; none if nothing fits
-    unknown: tuple[str, ...] = ()  # why there is no verdict; empty if there is one
-    notes: tuple[str, ...] = ()  # what the measurement can and cannot tell
     tokens: int = 0  # active tokens of the step
-    total: float = math.nan  # the sum of all measured weights
-    expected_total: float = math.nan  # of those asked
-    pieces: tuple[Piece, ...] = ()  # a row for each micro-batch and CP rank
+    misplaced: tuple[Misplaced, ...] = ()  # weight in the wrong places; the causes are about the rest
+    causes: tuple[Cause, ...] = ()  # what fits within rounding, the simplest first; none if nothing does
+    places: tuple[Place, ...] = ()
+    notes: tuple[str, ...] = ()
 
     def to_dict(self, **more: Any) -> dict[str, Any]:
         """Everything, and more, as plain data; numbers that are not finite are None."""
-        plain: dict[str, Any] = _finite(asdict(self) | more)
-        return plain
-
-    def to_json(self, **more: Any) -> str:
-        """The same as JSON."""
-        return json.dumps(self.to_dict(**more), indent=1)
+        plain = asdict(self) | {"causes": [str(cause) for cause in self.causes], "headline": self.headline} | more
+        return _finite(plain)
 
     @property
     def headline(self) -> str:
-        """The verdict in a line."""
+        """The verdict in a sentence."""
         if self.unknown:
             return f"NO VERDICT: {self.unknown[0]}"
         if self.sound:
-            return f"SOUND: {self.expected}, every token within {self.deviation:.1e} of its weight"
-        return f"NOT SOUND: asked {self.expected}; {self.extent}"
+            return (
+                f"SOUND: {self.expected}; each of {self.tokens} tokens weighs what was asked, to {self.deviation:.1e}"
+            )
+        if math.isnan(self.low):
+            return f"NOT SOUND: asked {self.expected}; weights are not finite"
+        apart = f"{self.low:.4g}" if self.is_factor else f"{self.low:.3g} to {self.high:.3g}"
+        share = (
+            "" if self.wrong_share < 0.0005 else f", {100 * self.wrong_share:.1f} % of all weight is on wrong tokens"
+        )
+        return f"NOT SOUND: asked {self.expected}; tokens weigh {apart} times what was asked{share}"
 
     @property
-    def uniform(self) -> bool:
-        """Whether all tokens weigh the same multiple of what was asked."""
+    def is_factor(self) -> bool:
+        """True where all tokens weigh the same multiple of what was asked."""
         return self.high - self.low <= 1e-5 * abs(self.high)
 
-    @property
-    def extent(self) -> str:
-        """How far off, in words."""
-        if math.isnan(self.low):
-            return "weights are not finite"
-        apart = f"{self.low:.4g}" if self.uniform else f"{self.low:.3g} to {self.high:.3g}"
-        of_asked = f"tokens weigh {apart} of what was asked"
-        return f"{of_asked}, {100 * self.misplaced:.1f} % of the gradient's weight is on the wrong tokens"
-
     def __str__(self) -> str:
-        lines = _wrapped(self.headline, 2)
-        lines += [line for reason in self.unknown[1:] for line in _wrapped(f"  also: {reason}", 4)]
-        if not self.sound and not self.unknown:
-            lines += self._numbers()
-            for number, one in enumerate(self.deviations, 1):
-                lines += _wrapped(f"{number}. {one.text}", 3)
-            beside = " the rest" if self.deviations else ""
-            for reading in self.readings:
-                lines += _wrapped(f"A reading that fits{beside}: {reading.text}", 2)
-            if not self.readings and self.factors:
-                lines.append("No reading fits: the numbers above are what is known.")
-        lines += [line for note in self.notes for line in _wrapped(f"note: {note}", 6)]
-        return "\n".join(lines)
+        """At most 15 lines."""
+        if self.unknown:
+            said = [f"also: {reason}" for reason in self.unknown[1:]]
+        else:
+            said = [f"In the wrong place: {one.text}." for one in self.misplaced]
+            rest = " the rest is" if self.misplaced else ""
+            several = " one of" if len(self.causes) > 1 else ""
+            said += [f"As if{rest}{several}: {cause}." for cause in self.causes]
+            if not self.sound and not self.causes and not (self.is_factor and self.low == 1):
+                said.append("No known cause fits: these numbers are what is known.")
+        notes = [f"note: {note}" for note in self.notes]
+        head, tail = _wrapped([self.headline, *said]), _wrapped(notes)
+        return "\n".join([*head, *self._table(_LINES - len(head) - len(tail)), *tail][:_LINES])
 
-    def _numbers(self) -> list[str]:
-        """measured / asked, by micro-batch and CP rank, and place by place where that table does not show it."""
-        lines = []
-        if not self.uniform and not math.isnan(self.low):
-            lines += ["measured / asked, by micro-batch and CP rank:", *_table(self.pieces)]
-        if self.shape in ("sample", "rollout", "prompt"):
-            (least, low), *_, (most, high) = sorted(self.factors, key=lambda one: one[1])
-            one_each = f"one number for each {self.shape}"
-            lines += _wrapped(f"{one_each}: {low:.4g} ({least}) to {high:.4g} ({most}), {len(self.factors)} in all", 2)
-        return lines
+    def _table(self, room: int) -> list[str]:
+        """Micro-batches that are furthest off, in order."""
+        if self.sound or self.unknown or self.is_factor or room < 3:
+            return []
+        far = sorted(range(len(self.places)), key=lambda i: -_distance(self.places[i]))[: room - 1]
+        chosen = [self.places[i] for i in sorted(far)]
+        several = any(len(place.ratios) > 1 for place in chosen)
+        left = len(self.places) - len(chosen)
+        head = "measured / asked" + " by CP rank" * several + f", {left} more in the JSON" * (left > 0)
+        cells = [
+            [f"DP {one.dp_rank}, micro-batch {one.microbatch}", *map(_shown, one.ratios), one.bar] for one in chosen
+        ]
+        widths = [max(map(len, column)) for column in itertools.zip_longest(*cells, fillvalue="")]
+        lines = ["  ".join(f"{text:<{width}}" for text, width in zip(row, widths, strict=False)) for row in cells]
+        legend = "▄ as asked, █ twice or more, - nothing, ! masked but trained"
+        return [f"{head} ({legend}):", *(f"  {line}".rstrip() for line in lines)]
 
 
-def judge(measured: MeasuredStep, expected: Aggregation | None = None) -> Verdict:
+@np.errstate(divide="ignore", invalid="ignore", over="ignore")  # counts of parts may be 0
+def judge(measured: MeasuredStep, expected: Aggregation | None = None, *, tolerance: float | None = None) -> Verdict:
     """The verdict on a measured step.
 
     Args:
-        measured: the step's tokens and what each was found to weigh.
-        expected: what it should be; None takes the nearest mode that has no divisor, and says so.
+        expected: the weights it should have; None takes the nearest mode that has no divisor, and says so.
+        tolerance: the largest relative difference that is rounding; None for that of ``facts["rounding"]``.
 
-    A term's coefficient (``facts["coefficient"]``) is divided out first: the rest is to be its mode.
+    A term's coefficient (``facts["coefficient"]``) is divided out first.
     """
-    tokens, notes, unknown = measured.tokens, measured.notes, measured.unknown
-    words = "nothing" if expected is None else in_words(expected)
+    tolerance = tolerance or TOLERANCES[measured.facts.get("rounding", "float32")]
+    asked, notes, unknown = expected, measured.notes, measured.unknown
     coef = measured.facts.get("coefficient", 1.0)
     if coef == 0:
         unknown = (*unknown, "The term's coefficient is 0: it trains nothing.")
+    elif coef != 1:
+        measured = scaled(measured, 1 / coef)
+        notes = (*notes, f"the term's coefficient, {coef:g}, is divided out")
+    if not unknown:
+        try:
+            asked = expected or _nearest(measured)
+            wanted = expected_weights(measured.tokens, asked)
+        except (ValueError, KeyError) as error:  # a mode over labels, which a measured step does not have
+            unknown = (f"The weights of {in_words(expected)} cannot be made from masks and ids alone. {error}",)
+    words = in_words(asked) + " (nothing was asked: this is the nearest mode)" * (
+        expected is None and asked is not None
+    )
     if unknown:
         return Verdict(expected=words, sound=False, unknown=unknown, notes=notes)
-    if coef != 1:
-        places, size = measured.stray
-        measured = replace(measured, weights=measured.weights / coef, stray=(places, size / abs(coef)))
-        notes = (*notes, f"the term's coefficient, {coef:g}, is divided out")
-    tolerance = TOLERANCES[measured.facts.get("rounding", "float32")]
-    samples = StepSamples(tokens)
+    tokens, weights, on = measured.tokens, measured.weights, wanted != 0
+    ratio = weights[on] / wanted[on]
+    factor = float(np.median(ratio)) if len(ratio) and measured.facts.get("undeclared_term") else math.nan
+    if factor > 0 and tolerance < abs(factor - 1) and np.abs(ratio / factor - 1).max() <= 2 * tolerance:
+        notes = (*notes, f"one factor, {factor:.6g}, is taken as this term's coefficient; declare it: tap(coef=...)")
+        measured = scaled(measured, 1 / factor)
+        weights, ratio = measured.weights, ratio / factor
     if unseen := int(tokens.sample.max(initial=-1)) + 1 - len(np.unique(tokens.sample)):
         notes = (*notes, f"{unseen} samples have no mask entry and are not seen: a mode that counts them looks off")
-    if expected is None:
-        expected = _nearest(measured, samples, tolerance)
-        notes = (*notes, f"nothing was asked for: compared with the nearest mode, {expected.mode.name}")
-    try:
-        step = Comparison(measured, expected, samples.weights(expected), tolerance)
-    except (ValueError, KeyError) as error:  # a mode over labels, which a measured step does not have
-        if row_of(expected.mode) is not None:
-            raise
-        why = f"What {expected.mode.name} asks for cannot be made from masks and ids alone. {error}"
-        return Verdict(expected=words, sound=False, unknown=(why,), notes=notes)
-    ratio = step.ratio if step.ratio.size and np.isfinite(measured.weights).all() else np.array([math.nan])
+    deviation = _deviation(measured, wanted)
+    finite = bool(np.isfinite(weights).all()) and len(ratio) > 0
     verdict = Verdict(
-        expected=in_words(expected),
-        sound=step.deviation() <= tolerance,
-        deviation=step.deviation(),
-        misplaced=step.misplaced(),
-        low=float(ratio.min()),
-        high=float(ratio.max()),
-        tokens=int(step.wanted.sum()),
-        total=float(measured.weights.sum() + measured.stray[1]),
-        expected_total=float(step.expected.sum()),
-        pieces=step.pieces(),
+        expected=words,
+        sound=deviation <= tolerance,
+        deviation=deviation,
+        wrong_share=_wrong_share(measured, wanted),
+        low=float(ratio.min()) if finite else math.nan,
+        high=float(ratio.max()) if finite else math.nan,
+        tokens=int(on.sum()),
         notes=notes,
     )
-    return verdict if verdict.sound else _explained(verdict, step)
+    if verdict.sound:
+        return replace(verdict, notes=(*notes, _scope(measured)))
+    assert asked is not None
+    kept = take_off(measured, wanted, tolerance)
+    causes = _causes([(measured, wanted, kept)], asked, tolerance)
+    mask = tokens.mask[kept.entries]
+    for power, words in ((-1, "ignored"), (1, "squared")) if causes is None and not {*mask.tolist()} <= {0, 1} else ():
+        rest = replace(kept, weights=kept.weights / mask**power)
+        if (causes := _causes([(measured, wanted, rest)], asked, tolerance)) is not None:
+            kept.misplaced.append(Misplaced("fractions", f"fractions of masks are {words}", len(mask)))
+            break
+    if causes is None:
+        kept = without_copies(kept, tokens, wanted, 2 * tolerance)
+        causes = _causes([(measured, wanted, kept)], asked, tolerance)
+    misplaced, places = tuple(kept.misplaced), _places(measured, wanted)
+    return replace(verdict, misplaced=misplaced, causes=causes or (), places=places)
 
 
-def in_words(expected: Aggregation) -> str:
-    """The mode, its divisor if it has one, and its unit counting where it has units."""
-    row = row_of(expected.mode)
+@np.errstate(divide="ignore", invalid="ignore", over="ignore")
+def explain(steps: Sequence[MeasuredStep], expected: Aggregation, *, tolerance: float) -> tuple[Cause, ...]:
+    """The causes that fit all of these steps at once, the simplest first."""
+    wanted = [expected_weights(step.tokens, expected) for step in steps]
+    kept = [take_off(step, of_step, tolerance) for step, of_step in zip(steps, wanted, strict=True)]
+    return _causes(list(zip(steps, wanted, kept, strict=True)), expected, tolerance) or ()
+
+
+def expected_weights(tokens: StepTokens, aggregation: Aggregation) -> Floats:
+    """The weight of every entry that an aggregation asks for, mask included, [num_entries].
+
+    Raises ValueError for a mode of one's own that looks at what masks and ids do not say (labels).
+    """
+    starts = np.flatnonzero(np.diff(tokens.sample, prepend=-1))
+    masks = np.split(tokens.mask, starts[1:]) if len(starts) else []
+    samples = Samples(masks, ids={name: column[starts].tolist() for name, column in tokens.ids.items()})
+    totals = count_step([samples], StepGroups(), sums=list(aggregation.mode.sums.values()))
+    return weigh(aggregation, samples.local(0, 1), totals).double().numpy()
+
+
+def in_words(expected: Aggregation | None) -> str:
+    """The mode, its divisor if it has one, and its unit counting where that is not the usual one."""
+    if expected is None:
+        return "nothing"
     divisor = "" if expected.divisor is None else f" with divisor {expected.divisor:g}"
-    counting = f", unit counting {expected.units}" if row is not None and row.unit != "step" else ""
-    return f"{expected.mode.name}{divisor}{counting}"
+    return f"{expected.mode.name}{divisor}" + f", unit counting {expected.units}" * (expected.units != "all")
 
 
-@np.errstate(divide="ignore", invalid="ignore")  # a count may be 0 where nothing is asked for
-def _explained(verdict: Verdict, step: Comparison) -> Verdict:
-    """The verdict with deviations, numbers and readings."""
-    kept = take_off(step)
-    if len(kept.entries):
-        readings = _readings(kept, Cells(step.tokens, step.measured.split))
-        shape, factors = places_of(kept, kept.ratio, 2 * step.tolerance)
-        verdict = replace(verdict, shape=shape, factors=factors, readings=tuple(readings))
-    return replace(verdict, deviations=tuple(kept.deviations))
+def scaled(measured: MeasuredStep, factor: float) -> MeasuredStep:
+    places, size = measured.stray
+    return replace(measured, weights=measured.weights * factor, stray=(places, size * abs(factor)))
 
 
-def _readings(kept: Kept, cells: Cells) -> list[Reading]:
-    """Of what was kept, with the mask as it is; or, where fractions fit no reading, with them left out or squared."""
-    mask = kept.step.tokens.mask[kept.entries]
-    choices = [(0, "")]
-    if not ((mask == 1) | (mask == 0)).all():
-        choices += [(-1, "fraction_ignored"), (1, "mask_squared")]
+def _nearest(measured: MeasuredStep) -> Aggregation:
+    """The mode without a divisor that puts least weight on the wrong tokens."""
+    names = ["token_mean", "sample_mean", *["prompt_mean"] * ("prompt" in measured.tokens.ids)]
+    choices = [resolve(name, units=units) for name in names for units in get_args(UnitCounting)]
+
+    def distance(mode: Aggregation) -> tuple[float, float]:
+        wanted = expected_weights(measured.tokens, mode)
+        share = round(_wrong_share(measured, wanted), 6)
+        return (math.inf, math.inf) if math.isnan(share) else (share, round(_deviation(measured, wanted), 6))
+
+    return min(choices, key=distance)
+
+
+def _deviation(measured: MeasuredStep, wanted: Floats) -> float:
+    """The largest relative difference of a weight; of one that should be 0, relative to the mean of the others."""
+    if not np.isfinite(measured.weights).all():
+        return math.inf
+    on = wanted != 0
+    off = np.abs(measured.weights[on] / wanted[on] - 1).max(initial=0.0)
+    beside = np.abs(measured.weights[~on]).max(initial=0.0) + abs(measured.stray[1])
+    return float(max(off, beside / (np.abs(wanted[on]).mean() if on.any() else 1.0)))
+
+
+def _wrong_share(measured: MeasuredStep, wanted: Floats) -> float:
+    """The total-variation distance between measured and expected shares of the weight."""
+    stray, asked = abs(measured.stray[1]), np.abs(wanted).sum()
+    total = float(np.abs(measured.weights).sum()) + stray
+    if not math.isfinite(total):
+        return math.nan
+    if total == 0 or asked == 0:
+        return 0.0 if total == asked else 1.0
+    sign = np.sign((measured.weights * wanted).sum()) or 1.0  # a share with the wrong sign is on the wrong side
+    apart = np.abs(measured.weights * sign / total - wanted / asked).sum()
+    return min(1.0, float(apart + stray / total) / 2)
+
+
+def _causes(
+    steps: Sequence[tuple[MeasuredStep, Floats, Kept]], expected: Aggregation, tolerance: float
+) -> tuple[Cause, ...] | None:
+    """The causes of the weights that were kept, () where these are what was asked, None where nothing fits."""
+    ratios = [ratios_of(*step, tolerance) for step in steps]
+    cells = [one for one in ratios if one is not None]
+    found = fitting(cells, expected.divisor, 2 * tolerance) if 0 < len(cells) == len(steps) else []
+    if found and not found[0].row and abs(found[0].factor - 1) <= 2 * tolerance:
+        return ()
+    return tuple(found) or None
+
+
+def ratios_of(measured: MeasuredStep, wanted: Floats, kept: Kept, tolerance: float) -> Ratios | None:
+    """One number for each cell; None where tokens of a cell differ, or nothing is left."""
+    counts = Counts(measured.tokens, measured.split)
+    at, mask = counts.of_entry[kept.entries], measured.tokens.mask[kept.entries]
+    low, high = extremes(at, kept.weights / mask, len(counts.num_tokens))
+    active = np.flatnonzero(high >= low)
+    if not active.size or (low[active] <= 0).any() or (high - low > 2 * tolerance * low)[active].any():
+        return None
+    beside = np.zeros(len(low))
+    beside[at] = wanted[kept.entries] / mask
+    return Ratios(counts, active, ((low + high) / 2)[active], beside[active])
+
+
+def _scope(measured: MeasuredStep) -> str:
+    compared = measured.facts.get("tokens_compared")
+    whose = "" if compared is None else f"; {compared} input ids are those of the samples"
+    unseen = "" if compared is not None else "whether masks and layout are those of the model's batch, "
+    return (
+        f"covers the step from the tap to the finalised gradient, by the masks and layout given{whose}; does not see "
+        f"{unseen}factors before the tap, clipping or the optimizer"
+    )
+
+
+def _places(measured: MeasuredStep, wanted: Floats) -> tuple[Place, ...]:
+    """Each micro-batch of each DP rank."""
+    tokens, weights = measured.tokens, measured.weights
+    group, on = tokens.groups("dp_rank", "microbatch"), wanted != 0
+    ranks = np.unique(tokens.cp_rank)
     found = []
-    for power, name in choices:
-        rest = replace(kept, weights=kept.weights / mask**power if power else kept.weights)
-        if readings := _readings_of(rest, cells):
-            found.append((readings[0].cost + 0.7 * abs(power), power, name, rest.weights, readings))
-    if not found:
-        return []
-    _, power, name, weights, readings = min(found, key=lambda one: one[0])
-    if name:
-        kept.deviations.append(deviation(name, factors=places_of(kept, mask**power, 1e-12)[1]))
-        kept.weights = weights
-    if kept.deviations and len(readings) == 1 and not readings[0].counts and not readings[0].places:
-        return [one for one in readings if abs(one.factor - 1) > 2 * kept.step.tolerance]
-    return readings
+    for first, here in zip(*_members(group), strict=True):
+        active = here[on[here]]
+        ratio, rank = weights[active] / wanted[active], tokens.cp_rank[active]
+        ends = [(ratio[rank == one].min(), ratio[rank == one].max()) if (rank == one).any() else None for one in ranks]
+        ratios = tuple((math.nan, math.nan) if end is None else (float(end[0]), float(end[1])) for end in ends)
+        bar = _bar(tokens, weights, wanted, here[on[here] | (weights[here] != 0)])
+        found.append(Place(int(tokens.dp_rank[first]), int(tokens.microbatch[first]), ratios, bar))
+    return tuple(found)
 
 
-def _readings_of(kept: Kept, cells: Cells) -> list[Reading]:
-    step = kept.step
-    tolerance = 2 * step.tolerance  # of a ratio of two measured weights
-    at = cells.of_entry[kept.entries]
-    low, high = extremes(at, kept.ratio, len(cells))
-    active = np.flatnonzero((cells.tokens > 0) & (high >= low))
-    if not active.size or (low[active] <= 0).any() or (high - low > tolerance * low)[active].any():
-        return []
-    beside = np.zeros(len(cells))  # of a mode of one's own that varies within cells any of its weights
-    beside[at] = kept.expected / step.tokens.mask[kept.entries]
-    of_cell = (low[active] + high[active]) / 2
-    fitter = Fitter(cells, active, step.aggregation, beside[active], step.measured.facts, tolerance)
-    readings = [with_words(one, fitter, of_cell) for one in fitter.readings(of_cell)]
-    by_place = place_reading(*places_of(kept, kept.ratio, tolerance), fitter)
-    if by_place is not None:  # one factor for each place comes before any chain of counts
-        readings = [one for one in readings if fitter.num_chosen(one) <= 1]
-        readings = sorted([*readings, by_place], key=lambda one: one.cost)
-    return list({one.text: one for one in reversed(readings)}.values())[::-1][:3]
+def _members(group: Any) -> tuple[Any, list[Any]]:
+    """The first entry of each group, and all entries of each."""
+    order = np.argsort(group, kind="stable")
+    first = np.unique(group[order], return_index=True)[1]
+    return order[first], np.split(order, first[1:])
 
 
-def _nearest(measured: MeasuredStep, samples: StepSamples, tolerance: float) -> Aggregation:
-    """The mode without a divisor that misplaces least."""
-    with_prompts = len(measured.tokens) > 0 and (measured.tokens.prompt >= 0).all()
-    rows = MODE_TABLE.items()
-    modes = [name for name, row in rows if not row.takes_divisor and (row.unit != "prompt" or with_prompts)]
-
-    def distance(mode: Aggregation) -> tuple[float, float, bool]:
-        step = Comparison(measured, mode, samples.weights(mode), tolerance)
-        misplaced = round(step.misplaced(), 6)
-        if math.isnan(misplaced):
-            return math.inf, math.inf, False
-        # Where nothing tells two apart (a step of one sample) the plainest is meant: token_mean.
-        return misplaced, step.deviation(), mode.mode.name != "token_mean"
-
-    return min((resolve(name, units=units) for name in modes for units in get_args(UnitCounting)), key=distance)
+_BLOCKS = " ▁▂▃▄▅▆▇█"
 
 
-# ---- the report
+def _bar(tokens: StepTokens, weights: Floats, wanted: Floats, entries: Any) -> str:
+    """A character per token that has or should have weight; where they are too many, the mean of several tokens."""
+    if not len(entries):
+        return ""
+    pieces = [piece for _, piece in zip(*_members(tokens.sample[entries]), strict=True)]
+    together = max(1, -(-len(entries) // max(_BAR - len(pieces), 8)))
+    bars = []
+    for piece in pieces[:_BAR]:
+        marks = []
+        for begin in range(0, len(piece), together):
+            part = entries[piece[begin : begin + together]]
+            weight, asked = float(weights[part].sum()), float(wanted[part].sum())
+            if not math.isfinite(weight) or asked == 0 or weight == 0:
+                marks.append("?" if not math.isfinite(weight) else "!" if asked == 0 else "-")
+            else:
+                marks.append(_BLOCKS[min(max(round(4 * weight / asked), 1), 8)])
+        bars.append("".join(marks))
+    return "|".join(bars)
 
-_WIDTH = 112
+
+def _distance(place: Place) -> float:
+    ends = [abs(end - 1) for ratio in place.ratios for end in ratio]
+    return max((math.inf if math.isnan(end) else end for end in ends), default=0.0)
 
 
-def _wrapped(text: str, indent: int) -> list[str]:
-    return textwrap.wrap(text, _WIDTH, subsequent_indent=" " * indent, break_on_hyphens=False)
+def _shown(ratio: tuple[float, float]) -> str:
+    return "-" if math.isnan(ratio[0]) else "..".join(dict.fromkeys(f"{end:.3g}" for end in ratio))
 
 
-def _table(pieces: Sequence[Piece]) -> list[str]:
-    ranks = sorted({(piece.dp_rank, piece.cp_rank) for piece in pieces})
-    rows = sorted({piece.microbatch for piece in pieces})
-    if len(ranks) > 8 or len(rows) > 16:
-        return [f"  ({len(pieces)} pieces; they are in the JSON)"]
-    several = len({cp for _, cp in ranks}) > 1
-    table = [["micro-batch", *(f"DP {dp}" + f", CP {cp}" * (several and cp >= 0) for dp, cp in ranks)]]
-    at = {(piece.dp_rank, piece.cp_rank, piece.microbatch): piece for piece in pieces}
-    for row in rows:
-        cells = [f"{row}"]
-        for rank in ranks:
-            piece = at.get((*rank, row))
-            ends = [] if piece is None or not piece.tokens else [f"{piece.low:.3g}", f"{piece.high:.3g}"]
-            cells.append("..".join(dict.fromkeys(ends)) or "-")
-        table.append(cells)
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    return ["  " + "  ".join(f"{text:>{width}}" for text, width in zip(line, widths, strict=True)) for line in table]
+def _wrapped(texts: Sequence[str]) -> list[str]:
+    return [line for text in texts for line in textwrap.wrap(text, _WIDTH, subsequent_indent="  ")]
 
 
 def _finite(value: Any) -> Any:
