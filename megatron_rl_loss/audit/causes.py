@@ -93,7 +93,8 @@ class Counts:
         found: dict[bytes, str] = {}
         for name in ("sample", "rollout", *self.column):
             if name not in ("cp_rank", "dp_rank", "microbatch"):
-                found.setdefault(self.group(name).tobytes(), name)
+                group = self.group(name)
+                found.setdefault(np.unique(group, return_index=True)[1][group].tobytes(), name)  # by their first cell
         return list(found.values())
 
     @cached_property

@@ -150,7 +150,7 @@ def judge(measured: MeasuredStep, expected: Aggregation | None = None, *, tolera
         weights, ratio = measured.weights, ratio / factor
     if unseen := int(tokens.sample.max(initial=-1)) + 1 - len(np.unique(tokens.sample)):
         notes = (*notes, f"{unseen} samples have no mask entry and are not seen: a mode that counts them looks off")
-    deviation = _deviation(measured, wanted)
+    deviation = deviation_of(measured, wanted)
     finite = bool(np.isfinite(weights).all()) and len(ratio) > 0
     verdict = Verdict(
         expected=words,
@@ -221,12 +221,12 @@ def _nearest(measured: MeasuredStep) -> Aggregation:
     def distance(mode: Aggregation) -> tuple[float, float]:
         wanted = expected_weights(measured.tokens, mode)
         share = round(_wrong_share(measured, wanted), 6)
-        return (math.inf, math.inf) if math.isnan(share) else (share, round(_deviation(measured, wanted), 6))
+        return (math.inf, math.inf) if math.isnan(share) else (share, round(deviation_of(measured, wanted), 6))
 
     return min(choices, key=distance)
 
 
-def _deviation(measured: MeasuredStep, wanted: Floats) -> float:
+def deviation_of(measured: MeasuredStep, wanted: Floats) -> float:
     """The largest relative difference of a weight; of one that should be 0, relative to the mean of the others."""
     if not np.isfinite(measured.weights).all():
         return math.inf
