@@ -47,7 +47,7 @@ class Ask(NamedTuple):
 
     Attributes:
         loss: a key of `STOCK`; "ours", which is `microbatch.loss`; or "several terms", its `TERMS`.
-        how: "tap", "output" (nothing tapped, A = 1 and ratio 1) or "alone" (not audited).
+        how: "tap", "no tap" or "alone" (not audited).
         mutation: a key of `MUTATIONS`: what breaks the one factor; "" is nothing.
     """
 
@@ -91,8 +91,7 @@ def run_ask(layout: Layout, ask: Ask, rollouts: list[Rollout]) -> Outcome:
         batch: Batch = taken.data if ask.loss in OURS else taken
 
         def loss_func(negative_log_probs: Tensor) -> Any:
-            # With a factor of its own, unless the model's output is all that an audit sees.
-            losses = negative_log_probs * (1 if ask.how == "output" else 1.5 + batch.advantages)
+            losses = negative_log_probs * (1.5 + batch.advantages)  # a factor of its own
             if ask.loss == "ours":
                 return taken.loss(losses)
             if ask.loss == "several terms":
