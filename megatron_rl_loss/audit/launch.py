@@ -20,11 +20,8 @@ from typing import Any, get_args
 import torch.distributed as dist
 
 from megatron_rl_loss.audit.verdict import judge
-from megatron_rl_loss.errors import check_choice
-from megatron_rl_loss.modes.function_paths import load_function
 from megatron_rl_loss.modes.names import resolve
 from megatron_rl_loss.step.collectives import attempt
-from megatron_rl_loss.step.samples import Samples
 from megatron_rl_loss.step.units import UnitCounting
 
 #: Takes a text, empty on ranks that have nothing to say, and the exit status of ``--fail``.
@@ -33,13 +30,11 @@ Conclude = Callable[[str, int], None]
 
 def add_audit_options(parser: ArgumentParser) -> None:
     add = parser.add_argument
-    add("--expect", metavar="MODE", help="What the policy loss, or --term, should be. Default: as flags ask.")
+    add("--expect", metavar="MODE", help="What the policy loss should be. Default: as flags ask.")
     add("--divisor", type=float, help="The divisor of the expected mode.")
     add("--units", choices=get_args(UnitCounting), help="The unit counting of the expected mode.")
     add("--json", metavar="OUT", type=Path, help="Write the verdicts there, by term.")
     add("--step", type=step_number, default=1, help="The training step to measure, from 1 on. Default: 1.")
-    add("--term", help="The one loss term to judge, by its tap's name. Default: every term.")
-    add("--samples-of", metavar="PATH", help="pkg.mod:fn that describes a batch of the script as Samples.")
 
 
 def add_script(parser: ArgumentParser) -> None:
@@ -132,9 +127,7 @@ def _measure(options: Namespace, conclude: Conclude, schedule: Callable[..., Any
         conclude(*found)
 
     with ExitStack() as stack:
-        audit = attempt(lambda: Audit(kwargs["model"], samples_of=samples_of(options), then=then))
-        if not isinstance(audit, Exception):
-            kwargs["data_iterator"] = stack.enter_context(audit).watch(kwargs.get("data_iterator"))
+        audit = attempt(lambda: stack.enter_context(Audit(kwargs["model"], then=then)))
         result = schedule(*args, **kwargs)
     if isinstance(audit, Exception):
         then(audit)
@@ -143,24 +136,18 @@ def _measure(options: Namespace, conclude: Conclude, schedule: Callable[..., Any
 
 def report(options: Namespace, audit: Any) -> tuple[str, int]:
     """The verdicts on all terms, and the exit status; ``--json`` has them too. On the first rank, nothing on others."""
-    terms = sorted(audit.steps, key=lambda name: audit.steps[name] is not audit.measured)
-    if terms and options.term is not None:
-        check_choice("--term", options.term, terms)
-        terms = [options.term]
-    expected = {name: audit.expected_of(name) for name in terms}
-    if terms and options.expect is not None:
-        expected[terms[0]] = resolve(options.expect, divisor=options.divisor, units=options.units)
-    verdicts = {name: judge(audit.steps[name], expected[name]) for name in terms}
+    if not audit.steps:
+        return "", 0
+    expected = {name: audit.expected_of(name) for name in audit.steps}
+    if options.expect is not None:
+        of_policy = resolve(options.expect, divisor=options.divisor, units=options.units)
+        expected |= {name: of_policy for name, step in audit.steps.items() if step is audit.measured}
+    verdicts = {name: judge(step, expected[name]) for name, step in audit.steps.items()}
     texts = [] if audit.log_prob_gap is None else [str(audit.log_prob_gap)]
-    texts += [f"Term {name}:\n{verdict}" if len(terms) > 1 else str(verdict) for name, verdict in verdicts.items()]
-    if verdicts and options.json is not None:
+    texts += [f"Term {name}:\n{verdict}" if len(verdicts) > 1 else str(verdict) for name, verdict in verdicts.items()]
+    if options.json is not None:
         found = {name: verdict.to_dict() | {"facts": audit.steps[name].facts} for name, verdict in verdicts.items()}
         options.json.write_text(json.dumps(found, indent=1) + "\n")
     off = [verdict for verdict in verdicts.values() if not verdict.sound]
     return "\n".join(texts), 1 if any(not one.unknown for one in off) else 2 if off else 0
 
-
-def samples_of(options: Namespace) -> Callable[[Any], Samples] | None:
-    """The function that ``--samples-of`` names."""
-    rule, remedy = "it must be a function of a batch", "Name a function that returns Samples"
-    return options.samples_of and load_function(options.samples_of, "--samples-of", rule, remedy)

@@ -46,6 +46,11 @@ logger = logging.getLogger(__name__)
 METRIC = "loss_aggregation_deviation"
 
 
+def raise_failure(failure: Exception | None) -> None:
+    if failure is not None:
+        raise failure
+
+
 class Audit:
     """Measures one step: a ``with`` around the call of Megatron's schedule, until gradients are finalised.
 
@@ -76,7 +81,7 @@ class Audit:
         samples_of: Callable[[Any], Samples] | None = None,
         pg_collection: ProcessGroupCollection | None = None,
         gather: bool = True,
-        then: Callable[[Exception | None], None] | None = None,
+        then: Callable[[Exception | None], None] = raise_failure,
     ) -> None:
         chunks = model if isinstance(model, list) else [model]
         self.steps: dict[str, MeasuredStep] = {}
@@ -84,6 +89,7 @@ class Audit:
         self._config, self._groups = get_model_config(chunks[0]), groups_of(chunks[0], pg_collection)
         self.unknown = _cannot_know(self._config)
         self._samples_of, self._gather, self._then = samples_of, gather, then
+        self.device = next(chunks[0].parameters()).device
         self._computes_loss = self._groups.pp.rank() == self._groups.pp.size() - 1
         self._anchors = [choose(chunk, self._config) for chunk in chunks]
         self._factors: list[Factor] = []  # those that can be relied on
@@ -121,7 +127,7 @@ class Audit:
     def __enter__(self) -> "Audit":
         self._expected = expected_aggregation()
         anchors = [one for one in self._anchors if isinstance(one, Anchor)]
-        one = torch.ones((), device=anchors[0].parameter.device if anchors else "cpu")
+        one = torch.ones((), device=self.device)
         with torch.no_grad():
             self._loss_scale = (getattr(self._config, "grad_scale_func", None) or torch.clone)(one)
         with ExitStack() as stack:
@@ -136,23 +142,18 @@ class Audit:
     def __exit__(self, kind: Any, *rest: Any) -> None:
         self._stack.close()
         owner: Any = getattr(self._config.finalize_model_grads_func, "__self__", None)
-        finalize = getattr(owner, "run_pending_grad_sync", None)
+        finalize: Any = getattr(owner, "run_pending_grad_sync", None)
 
-        def finalize_and_measure() -> None:
-            del owner.run_pending_grad_sync  # the method is there again
-            finalize()
-            self._conclude()
+        def end() -> None:
+            if finalize is not None:
+                del owner.run_pending_grad_sync  # the method is there again
+                finalize()
+            self._then(attempt(self._measure))
 
         if kind is None and finalize is not None:
-            owner.run_pending_grad_sync = finalize_and_measure
+            owner.run_pending_grad_sync = end
         elif kind is None:
-            self._conclude()
-
-    def _conclude(self) -> None:
-        if self._then is None:
-            self._measure()
-        else:
-            self._then(attempt(self._measure))
+            end()
 
     def _measure(self) -> None:
         groups = self._groups
@@ -198,7 +199,6 @@ class Audit:
         """Add a part for each term of a micro-batch; one may have a mask of its own, over the same tokens."""
         cp_rank, cp_size = samples.place_in(self._groups.cp)
         local = samples.local(cp_rank, cp_size)
-        rows: dict[int, Rows] = {}  # once for terms of the same masks
         for term, of_term in tapped.items():
             losses = of_term or TappedLosses((0,), torch.float32, samples)
             own, gradient, tokens = losses.samples or samples, losses.gradient, losses.tokens
@@ -215,15 +215,13 @@ class Audit:
                 cut = local.of(torch.as_tensor(own.tokens, device=tokens.device).reshape(-1))
                 report.tokens_compared += len(local)
                 report.tokens_that_differ += int((cut != tokens).sum())
-            if cp_rank == 0 and id(own) not in rows:
-                rows[id(own)] = Rows.of(own.local(0, cp_size))
             facts: dict[str, Any] = {} if losses.coef is None else {"coefficient": float(losses.coef)}
             facts |= {} if losses.aggregation is None else {"expected": shown(losses.aggregation)}
             part = Part(
                 dp_rank=dp_rank,
                 cp_rank=cp_rank,
                 microbatch=number,
-                rows=rows.get(id(own)),
+                rows=None if cp_rank else Rows.of(own.local(0, cp_size)),
                 positions=local.positions,
                 gradients=np.zeros(len(local)) if gradient is None else gradient.cpu().numpy(),
                 reached=gradient is not None,
@@ -240,29 +238,22 @@ class Audit:
         """
         if not self._computes_loss:
             return None
-        terms = self._taps.losses.items()
+        terms, worst = self._taps.losses.items(), torch.zeros(1, dtype=torch.float64)
         losses = [one for term, of_term in terms for one in of_term.values() if one.aggregation or term == "pg"]
         if not losses or any(one.expected_weights is None for one in losses):
             self.unknown.append("A policy loss went through no reducer of this package.")
-        worst = torch.tensor([torch.inf], dtype=torch.float64)
-        if not self.unknown:
-            scale = self._factors[-1].value / float(self._loss_scale)
-            worst[0] = torch.stack([_deviation(one, scale) for one in losses]).nan_to_num(nan=torch.inf).max()
+        for one in losses if not self.unknown else ():
+            expected: Tensor = one.expected_weights()  # type: ignore[misc]
+            gradient = torch.zeros_like(expected) if one.gradient is None else one.gradient.to(expected)
+            weights, sizes = gradient * (self._factors[-1].value / float(self._loss_scale)), expected.abs()
+            beside = torch.where(expected == 0, torch.cat([sizes, sizes.new_tensor([SMALLEST])]).max(), sizes)
+            off = ((weights - expected).abs() / beside).nan_to_num(nan=torch.inf)
+            worst[0] = torch.cat([worst.to(off), off]).max()
+        if self.unknown:
+            worst[0] = torch.inf
         for group in several(self._groups.dp_cp):
             all_reduce(worst, group, dist.ReduceOp.MAX)
         return float(worst[0] if worst[0] < torch.inf else torch.nan)
-
-
-def _deviation(tapped: TappedLosses, scale: float) -> Tensor:
-    """The largest deviation of one micro-batch's tokens on this rank, 0-dim."""
-    assert tapped.expected_weights is not None
-    expected = tapped.expected_weights()
-    if not expected.numel():
-        return expected.sum()
-    weights = expected.new_zeros(()) if tapped.gradient is None else tapped.gradient.to(expected) * scale
-    sizes = expected.abs()
-    beside = torch.where(expected == 0, sizes.max().clamp(min=SMALLEST), sizes)
-    return ((weights - expected).abs_() / beside).max()
 
 
 class IntervalAudits:
@@ -281,7 +272,7 @@ class IntervalAudits:
             return
         with Audit(model, pg_collection=pg_collection, gather=False) as audit:
             yield
-        self._last = audit.deviation()
+        self._last, self._device = audit.deviation(), audit.device
         if self._last is not None and math.isnan(self._last):
             self._last = -1.0
             why = " ".join(audit.unknown) or "Weights are not finite."
@@ -290,13 +281,16 @@ class IntervalAudits:
     def reported(self, reports: Any) -> Any:
         """The schedule's reports, each with the last deviation: Megatron averages values between logs."""
 
-        def with_deviation(report: Any) -> Any:
-            values = list(report.values()) if isinstance(report, dict) else []
-            if not values or not all(isinstance(value, Tensor) for value in values):
-                return report
-            return {**report, METRIC: torch.tensor(self._last, dtype=torch.float32, device=values[0].device)}
-
-        return reports if self._last is None or not isinstance(reports, list) else list(map(with_deviation, reports))
+        if self._last is None or not isinstance(reports, list):
+            return reports
+        devices = [
+            getattr(value, "device", None)
+            for report in reports
+            if isinstance(report, dict)
+            for value in report.values()
+        ]
+        last = torch.tensor(self._last, device=devices[0] if devices else None)
+        return [{**report, METRIC: last} if isinstance(report, dict) and report else report for report in reports]
 
 
 def _cannot_know(config: Any) -> list[str]:
