@@ -150,4 +150,3 @@ def report(options: Namespace, audit: Any) -> tuple[str, int]:
         options.json.write_text(json.dumps(found, indent=1) + "\n")
     off = [verdict for verdict in verdicts.values() if not verdict.sound]
     return "\n".join(texts), 1 if any(not one.unknown for one in off) else 2 if off else 0
-

@@ -17,7 +17,6 @@ from contextlib import ExitStack, contextmanager
 from itertools import chain
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.pipeline_parallel import schedules
@@ -25,7 +24,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config, log_single_rank
 from torch import Tensor
 
-from megatron_rl_loss.audit.assembly import Part, Rows, log_prob_gap
+from megatron_rl_loss.audit.assembly import log_prob_gap
 from megatron_rl_loss.audit.log_prob_gap import LogProbGap
 from megatron_rl_loss.audit.megatron.anchor import Anchor, Factor, choose
 from megatron_rl_loss.audit.megatron.reports import Report, assembled, shown
@@ -35,7 +34,7 @@ from megatron_rl_loss.megatron.groups import gather_to_first, groups_of
 from megatron_rl_loss.megatron.iterator import MicrobatchIterator
 from megatron_rl_loss.modes.names import Aggregation, resolve
 from megatron_rl_loss.modes.table import find_mode
-from megatron_rl_loss.reduction.taps import TappedLosses, Taps, expected_aggregation, observe
+from megatron_rl_loss.reduction.taps import Taps, expected_aggregation, observe
 from megatron_rl_loss.step.collectives import agree_on, all_reduce, attempt, several
 from megatron_rl_loss.step.masks import SMALLEST
 from megatron_rl_loss.step.samples import Samples
@@ -185,50 +184,16 @@ class Audit:
                 why = "" if samples is None else f" samples_of failed: {type(samples).__name__}: {samples}."
                 remedy = "Give samples_of, or say tap(per_token_loss, samples=...) each time."
                 report.unknown.append(f"The masks are not known.{why} {remedy}")
-            elif not dynamic_cp:
-                self._add_parts(report, tapped, samples, self._groups.dp.rank(), number)
-            else:  # the place of a group that changes: its first rank, its size, and its turn
-                dp_cp, group, size = self._groups.dp_cp, samples.cp_group, samples.place_in(None)[1]
-                first = dp_cp.rank() if group is None else dist.get_group_rank(dp_cp, dist.get_global_rank(group, 0))
-                self._add_parts(report, tapped, samples, first, turns[first, size] * dp_cp.size() + size - 1)
-                turns[first, size] += 1
-
-    def _add_parts(
-        self, report: Report, tapped: dict[str, TappedLosses | None], samples: Samples, dp_rank: int, number: int
-    ) -> None:
-        """Add a part for each term of a micro-batch; one may have a mask of its own, over the same tokens."""
-        cp_rank, cp_size = samples.place_in(self._groups.cp)
-        local = samples.local(cp_rank, cp_size)
-        for term, of_term in tapped.items():
-            losses = of_term or TappedLosses((0,), torch.float32, samples)
-            own, gradient, tokens = losses.samples or samples, losses.gradient, losses.tokens
-            report.dtypes |= {str(losses.dtype).removeprefix("torch.")} if of_term else set()
-            sizes = {one.numel() for one in (gradient, tokens, *losses.log_probs) if one is not None}
-            if sizes - {len(local)}:
-                report.unknown.append(
-                    f"{term!r} was tapped with losses of shape {losses.shape} and values of {sorted(sizes)} tokens: by "
-                    f"its samples and layout a rank holds {len(local)} tokens of micro-batch {number}. Tap one loss "
-                    "per token, in the layout's order, or correct the layout."
-                )
                 continue
-            if tokens is not None and own.tokens is not None:
-                cut = local.of(torch.as_tensor(own.tokens, device=tokens.device).reshape(-1))
-                report.tokens_compared += len(local)
-                report.tokens_that_differ += int((cut != tokens).sum())
-            facts: dict[str, Any] = {} if losses.coef is None else {"coefficient": float(losses.coef)}
-            facts |= {} if losses.aggregation is None else {"expected": shown(losses.aggregation)}
-            part = Part(
-                dp_rank=dp_rank,
-                cp_rank=cp_rank,
-                microbatch=number,
-                rows=None if cp_rank else Rows.of(own.local(0, cp_size)),
-                positions=local.positions,
-                gradients=np.zeros(len(local)) if gradient is None else gradient.cpu().numpy(),
-                reached=gradient is not None,
-                declared=facts or None,
-                log_probs=np.stack([one.cpu() for one in losses.log_probs]) if losses.log_probs else None,
-            )
-            report.terms.setdefault(term, []).append(part)
+            dp_rank, turn, (cp_rank, cp_size) = self._groups.dp.rank(), number, samples.place_in(self._groups.cp)
+            if dynamic_cp:  # the place of a group that changes: its first rank, its size, and its turn
+                dp_cp, group, (cp_rank, cp_size) = self._groups.dp_cp, samples.cp_group, samples.place_in(None)
+                first = dist.get_rank() if group is None else dist.get_global_rank(group, 0)
+                dp_rank = dist.get_group_rank(dp_cp, first)
+                turn = turns[dp_rank, cp_size] * dp_cp.size() + cp_size - 1
+                turns[dp_rank, cp_size] += 1
+            for term, one in tapped.items():
+                report.add(term, one, samples, cp_size, dp_rank=dp_rank, microbatch=turn, cp_rank=cp_rank)
 
     def deviation(self) -> float | None:
         """The largest |w / expected - 1| over the step's tokens, of a loss of several terms the worst term's.

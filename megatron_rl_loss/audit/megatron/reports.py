@@ -1,16 +1,20 @@
 """The report of each rank on a measured step, and the `MeasuredStep` of each term that all of them make."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from megatron_rl_loss.audit.assembly import Part, measured_step
+from megatron_rl_loss.audit.assembly import Part, Rows, measured_step
 from megatron_rl_loss.audit.megatron.anchor import Factor
 from megatron_rl_loss.audit.tokens import MeasuredStep, Split
 from megatron_rl_loss.modes.names import Aggregation
+from megatron_rl_loss.reduction.taps import TappedLosses
+from megatron_rl_loss.step.samples import Samples
 
 NO_TAP = (
     "Nothing was tapped. Write per_token_loss = tap(per_token_loss, samples=...) in the loss function, before masks "
@@ -31,6 +35,40 @@ class Report:
     dtypes: set[str] = field(default_factory=set)  # of the losses
     tokens_compared: int = 0  # ids of the model beside those of the samples
     tokens_that_differ: int = 0
+
+    def add(self, term: str, tapped: TappedLosses | None, samples: Samples, cp_size: int, **place: int) -> None:
+        """Add a term's tokens of a micro-batch; `tapped` is None where it was not tapped there.
+
+        A term may have a mask of its own, over the same tokens as the others.
+        """
+        local = samples.local(place["cp_rank"], cp_size)
+        losses = tapped or TappedLosses((0,), torch.float32)
+        own = samples if losses.samples is None else losses.samples
+        self.dtypes |= {str(losses.dtype).removeprefix("torch.")} if tapped else set()
+        sizes = {one.numel() for one in (losses.tokens, *losses.log_probs) if one is not None}
+        if tapped and (sizes | {math.prod(losses.shape)}) != {len(local)}:
+            self.unknown.append(
+                f"{term!r} was tapped with losses of shape {losses.shape} and values {sorted(sizes)}: by its "
+                f"samples and layout a rank holds {len(local)} tokens of micro-batch {place['microbatch']}. Tap one loss per "
+                "token, in the layout's order, or correct the layout."
+            )
+            return
+        if losses.tokens is not None and own.tokens is not None:
+            cut = local.of(torch.as_tensor(own.tokens, device=losses.tokens.device).reshape(-1))
+            self.tokens_compared += len(local)
+            self.tokens_that_differ += int((cut != losses.tokens).sum())
+        facts: dict[str, Any] = {} if losses.coef is None else {"coefficient": float(losses.coef)}
+        facts |= {} if losses.aggregation is None else {"expected": shown(losses.aggregation)}
+        part = Part(
+            **place,
+            rows=None if place["cp_rank"] else Rows.of(own.local(0, cp_size)),
+            positions=local.positions,
+            gradients=np.zeros(len(local)) if losses.gradient is None else losses.gradient.cpu().numpy(),
+            reached=losses.gradient is not None,
+            declared=facts or None,
+            log_probs=np.stack([one.cpu() for one in losses.log_probs]) if losses.log_probs else None,
+        )
+        self.terms.setdefault(term, []).append(part)
 
 
 def assembled(
