@@ -49,8 +49,8 @@ class Report:
         if tapped and (sizes | {math.prod(losses.shape)}) != {len(local)}:
             self.unknown.append(
                 f"{term!r} was tapped with losses of shape {losses.shape} and values {sorted(sizes)}: by its "
-                f"samples and layout a rank holds {len(local)} tokens of micro-batch {place['microbatch']}. Tap one loss per "
-                "token, in the layout's order, or correct the layout."
+                f"samples and layout a rank holds {len(local)} tokens of micro-batch {place['microbatch']}. Tap one loss "
+                "per token, in the layout's order, or correct the layout."
             )
             return
         if losses.tokens is not None and own.tokens is not None:
