@@ -7,7 +7,9 @@ Replaced: Megatron's fused cross entropy, whose backward rounds to bfloat16, by 
 
 import importlib
 import inspect
+import json
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,7 +36,11 @@ def train(peer: str, root: str, cp: int, cases: list[dict[str, Any]]) -> list[li
     from megatron.training import global_vars
     from table_step import start
 
-    from megatron_rl_loss.audit.megatron.audit import audited
+    from megatron_rl_loss import Audit
+
+    def audited(**options: Any) -> Any:
+        with Audit(options["model"], then=lambda _: measured.append(audit.measured)) as audit:
+            return get_schedule()(**options)
 
     state = start(cp=cp)
     setup = (setup_slime if peer == "slime" else setup_miles)(root)
@@ -42,7 +48,7 @@ def train(peer: str, root: str, cp: int, cases: list[dict[str, Any]]) -> list[li
     get_schedule, own_loss_function = model_module.get_forward_backward_func, model_module.loss_function
     load_function = importlib.import_module(f"{peer}.utils.misc").load_function
     if peer == "slime":
-        model_module.get_forward_backward_func = lambda: audited(get_schedule(), measured.append)
+        model_module.get_forward_backward_func = lambda: audited
     found = []
     cases = list(map(with_steps, cases))
     every_step = [step for one in cases for step in one["steps"]]
@@ -73,8 +79,8 @@ def train(peer: str, root: str, cp: int, cases: list[dict[str, Any]]) -> list[li
                 **step_arguments(step_id),
             )
             errors.append(errors_of(step, one["mode"], one["divisor"], report["pg_loss"], optimizer.gradients[0]))
-            if measured and measured[-1].is_first_rank and args.custom_pg_loss_reducer_function_path:
-                errors.append(audit_error(measured[-1].measured, one, step))
+            if measured and measured[-1] is not None and args.custom_pg_loss_reducer_function_path:
+                errors.append(audit_error(measured[-1], one, step))
         if args.custom_megatron_init_path is not None:
             step_counts._replace(peer).undo()
             step_counts._replace.cache_clear()
@@ -251,6 +257,17 @@ def test_other_ways_and_negative_controls(peer: str) -> None:
     assert_exact(peer, 2, 2, *exact)
     for of_rank in errors(peer, 2, 1, *wrong):
         assert all(of_step > 1e-2 for of_steps in of_rank for of_step in of_steps[:1])
+
+
+@each_peer
+def test_an_audit_and_counts_by_one_flag(peer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    verdict = tmp_path / "verdict.json"
+    monkeypatch.setenv("MEGATRON_RL_LOSS_AUDIT", f"--expect token_mean --json {verdict}")
+    one = case(peer, "token_mean", "token_mean", [partial(make_step, 7, 2)], counted=True, calculate_per_token_loss=True)
+    one["flags"]["custom_megatron_init_path"] = "megatron_rl_loss.audit.attach.count_steps"
+    assert_exact(peer, 2, 1, one)
+    (found,) = json.loads(verdict.read_text())["verdicts"].values()
+    assert found["sound"] is True
 
 
 @each_peer
