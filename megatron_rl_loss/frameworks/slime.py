@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from megatron_rl_loss.errors import check_cp
 from megatron_rl_loss.frameworks.replacing import announce
 from megatron_rl_loss.frameworks.step_counts import StepCounts, count_steps, counts_of_this_step, running_engine
 from megatron_rl_loss.modes.names import Aggregation, resolve
@@ -45,7 +44,6 @@ class Hook:
     """``hook(total_lengths, response_lengths, loss_masks, calculate_per_token_loss) -> closure``; see `make_hook`."""
 
     aggregation: Aggregation
-    cp: tuple[int, int] | None
 
     @property
     def mode(self) -> str:
@@ -79,7 +77,7 @@ class Hook:
         counts = counts_of_this_step()
         self._check_flag(calculate_per_token_loss, counts)
         padded = None if counts is None else counts.padded_length
-        cp_rank, cp_size, is_first = (*self.cp, world_rank() == 0) if self.cp else _place(padded is not None)
+        cp_rank, cp_size, is_first = _place(padded is not None)
         rows = None if padded is None else [padded] * len(total_lengths)
         samples = Samples(loss_masks, layout=ZigzagResponse(total_lengths, response_lengths, rows))
         local = samples.local(cp_rank, cp_size)
@@ -130,31 +128,16 @@ def _token_divisor(samples: Samples, counts: StepCounts | None, per_token: bool)
     return 1.0 if per_token else counts.step_tokens / max(counts.num_rollouts, 1)
 
 
-def make_hook(
-    mode: str, *, divisor: float | None = None, cp_rank: int | None = None, cp_size: int | None = None
-) -> Hook:
+def make_hook(mode: str, *, divisor: float | None = None) -> Hook:
     """A hook for a module of your own; `sample_mean`, `token_mean` and `constant_<L>` of this module are made by it.
 
-    >>> dr_grpo = make_hook("constant", divisor=40960)
+    >>> constant_1_5 = make_hook("constant", divisor=1.5)
 
-    Args:
-        mode, divisor: ``sample_mean``, ``token_mean``, or ``constant`` with its L in tokens.
-        cp_rank, cp_size: this rank's place in its context-parallel group; default: as Megatron says at each call.
-
-    Raises ValueError and TypeError for another mode, a divisor that is missing, unusable or without effect, half a CP
-    place.
+    Raises ValueError and TypeError for another mode, a divisor that is missing, unusable or without effect.
     """
     if mode not in ("sample_mean", "token_mean", "constant"):
         raise ValueError(f"a slime or miles hook for {getattr(mode, 'name', mode)}: {_HOOKS}")
-    cp = None
-    if cp_rank is not None and cp_size is not None:
-        check_cp(cp_rank, cp_size)
-        cp = (cp_rank, cp_size)
-    elif (cp_rank, cp_size) != (None, None):
-        raise ValueError(
-            f"cp_rank={cp_rank!r}, cp_size={cp_size!r}: both or neither must be given. Leave both out to ask Megatron."
-        )
-    return Hook(resolve(mode, divisor=divisor), cp)
+    return Hook(resolve(mode, divisor=divisor))
 
 
 sample_mean = make_hook("sample_mean")
@@ -189,7 +172,7 @@ def _place(row_length_is_known: bool) -> tuple[int, int, bool]:
     if not state.model_parallel_is_initialized():
         raise ValueError(
             "no parallel state in Megatron: the hook asks it for the context-parallel rank and size. Initialise it "
-            "before, or give both: make_hook(..., cp_rank=..., cp_size=...)."
+            "before."
         )
     cp_size = state.get_context_parallel_world_size()
     if cp_size > 1 and not row_length_is_known:

@@ -94,7 +94,7 @@ def _with_mask_tokens(stock: Callable[[], Any], given: dict[str, Any]) -> Any:
     """Their scaled loss, with the micro-batch's mask tokens for Megatron and for their report to divide by."""
     loss, tokens, log = stock()
     if given["args"].calculate_per_token_loss and _this_step is not None:
-        tokens = sum(mask.sum() for mask in given["batch"]["loss_masks"]).to(tokens)  # type: ignore[union-attr]
+        tokens = sum((mask.sum() for mask in given["batch"]["loss_masks"]), start=tokens * 0)
         log["values"][0] = tokens
     return loss, tokens, log
 

@@ -17,7 +17,6 @@ from torch import Tensor
 from megatron_rl_loss.errors import check_int, require
 from megatron_rl_loss.frameworks.replacing import Function, Replaced
 from megatron_rl_loss.modes.names import resolve
-from megatron_rl_loss.modes.table import find_mode
 from megatron_rl_loss.modes.weights import unit_weights
 from megatron_rl_loss.reduction.sums import WeightedSum
 from megatron_rl_loss.step.masks import to_array
@@ -67,11 +66,6 @@ def agg_loss(
             "[rows, response_length]. Pass unreduced losses and their mask."
         )
     check_int("dp_size", dp_size, 1, "Pass the data-parallel size")
-    if (own := find_mode(loss_agg_mode)) is not None and own.sums:
-        raise ValueError(
-            f"the mode {own.name} in verl: it declares sums over the whole step, which agg_loss cannot make. Fold its "
-            "weights into the advantages (fold_into_advantages, with totals of the step), and use token-sum."
-        )
     norm = loss_agg_mode == "seq-mean-token-sum-norm"
     if norm and loss_scale_factor is None:
         raise ValueError(

@@ -113,7 +113,9 @@ def their_step(step: Step, case: Case, cp: int, hook_of: HookOfRank) -> tuple[fl
                 # Every CP rank counts whole masks, of each sample at least one token unless `count_steps` is there.
                 at_least = 0.0 if case.counted else 1.0
                 num_tokens += sum(max(float(samples[i].mask.sum()), at_least) for i in chosen)
-                reducer = hook_of(cp_rank, cp)(totals, responses, [step.kept[i] for i in chosen], case.per_token)
+                with at_place(cp_rank, cp):
+                    hook = hook_of(cp_rank, cp)
+                    reducer = hook(totals, responses, [step.kept[i] for i in chosen], case.per_token)
                 rows = totals if case.padded is None else [case.padded] * len(totals)
                 held = oracle.response_only(totals, responses, rows, cp_rank, cp)
                 local = [leaves[chosen[at[0]]][at[1]] for at in held if at is not None]
@@ -127,6 +129,16 @@ def their_step(step: Step, case: Case, cp: int, hook_of: HookOfRank) -> tuple[fl
     value = value / num_tokens if case.per_token else value / (dp * cp)
     gradients = torch.autograd.grad(value, leaves, allow_unused=True, materialize_grads=True)
     return float(value.detach()), torch.cat([gradient.double() for gradient in gradients])
+
+
+@contextmanager
+def at_place(cp_rank: int, cp_size: int) -> Iterator[None]:
+    """A context-parallel rank."""
+    slime._place, before = lambda row_length_is_known: (cp_rank, cp_size, False), slime._place
+    try:
+        yield
+    finally:
+        slime._place = before
 
 
 @contextmanager
@@ -147,7 +159,7 @@ def error_of(case: Case, dp: int, cp: int, hook_of: HookOfRank | None = None, **
     step = step_of(case, dp)
 
     def ours(cp_rank: int, cp_size: int) -> Any:
-        return make_hook(case.mode, divisor=case.divisor, cp_rank=cp_rank, cp_size=cp_size)
+        return make_hook(case.mode, divisor=case.divisor)
 
     with in_step(step.counts(case)._replace(**wrong) if case.counted else None):
         value, gradient = their_step(step, case, cp, hook_of or ours)
@@ -201,12 +213,20 @@ def test_negative_control_wrong_counts(name: str, wrong: dict[str, float]) -> No
     assert error_of(CASES[name], 2, 2, **wrong) > 1e-3
 
 
+def at_another_place(cp_rank: int, cp_size: int) -> Any:
+    def hook(*arguments: Any) -> Any:
+        with at_place(1 - cp_rank, cp_size):
+            return slime.sample_mean(*arguments)
+
+    return hook
+
+
 def test_negative_control_wrong_places() -> None:
     """Padded rows taken for packed ones; another CP rank's place."""
     with pytest.raises(ValueError, match="per_token_loss of shape"):
         error_of(CASES["sample_mean, padded"], 1, 2, padded_length=None)
     with pytest.raises(ValueError, match="per_token_loss of shape"):
-        error_of(CASES["sample_mean"], 1, 2, lambda rank, cp: make_hook("sample_mean", cp_rank=1 - rank, cp_size=cp))
+        error_of(CASES["sample_mean"], 1, 2, at_another_place)
 
 
 SQUARES = Sum(of=lambda samples: samples.mask_sums**2)
@@ -223,10 +243,11 @@ def test_a_mode_over_its_own_sums_by_way_of_folded_advantages() -> None:
     plain = losses * torch.tensor(advantages)[:, None]
     lengths = masks.double().sum(1, keepdim=True)
     expected = float((plain * masks * lengths).sum() / lengths.square().sum())
-    constant_1, of_slime, of_verl = make_hook("constant", divisor=1, cp_rank=0, cp_size=1), 0.0, 0.0
+    constant_1, of_slime, of_verl = make_hook("constant", divisor=1), 0.0, 0.0
     for part in (slice(0, 2), slice(2, 4)):
         weighted = losses[part] * folded[part]
-        reducer = constant_1([6, 6], [4, 4], list(masks[part]), False)
+        with at_place(0, 1):
+            reducer = constant_1([6, 6], [4, 4], list(masks[part]), False)
         of_slime += float(reducer(weighted.flatten() * size)) / size
         of_verl += float(verl.agg_loss(weighted, masks[part], "token-sum"))
     for found in (of_slime, of_verl):
@@ -261,7 +282,7 @@ def test_a_path_without_a_hook_names_the_way_out(name: str, way_out: str) -> Non
         load_function(f"megatron_rl_loss.frameworks.slime.{name}")
 
 
-SOUND: Any = {"mode": "sample_mean", "cp_rank": 1, "cp_size": 2}
+SOUND: Any = {"mode": "sample_mean"}
 test_make_hook_refuses = refusal_tests(
     refusals(
         make_hook,
@@ -270,8 +291,6 @@ test_make_hook_refuses = refusal_tests(
         ({"mode": "constant"}, "without a divisor", {"mode": "constant", "divisor": 8}),
         ({"mode": "constant", "divisor": 0}, "within 1e-30", {"mode": "constant", "divisor": 8}),
         (SOUND | {"divisor": 8}, "Drop the divisor", SOUND),
-        ({"mode": "sample_mean", "cp_rank": 0}, "both or neither", SOUND),
-        (SOUND | {"cp_rank": 2}, "0 <= cp_rank < cp_size", SOUND),
         ({"mode": BY_LENGTH}, "hook for by_length: .*constant_1", SOUND),
     )
 )
@@ -285,10 +304,10 @@ COUNTS = {"step_tokens": 4.5, "num_samples": 2, "num_rollouts": 2}
 
 def call(
     mode: str, masks: Any = MASKS, per_token: Any = False, *, totals: Any = (5, 4), responses: Any = (3, 2),
-    counts: dict[str, Any] | None = None, cp: int = 1,
+    counts: dict[str, Any] | None = None,
 ) -> Any:  # fmt: skip
-    hook = make_hook(mode, divisor=8.0 if mode == "constant" else None, cp_rank=0, cp_size=cp)
-    with in_step(None if counts is None else StepCounts(**counts)):
+    hook = make_hook(mode, divisor=8.0 if mode == "constant" else None)
+    with in_step(None if counts is None else StepCounts(**counts)), at_place(0, 1):
         return hook(list(totals), list(responses), masks, per_token)
 
 
@@ -376,6 +395,6 @@ def test_the_first_call_says_what_is_active(
     assert (replacing.active(), capsys.readouterr().out) == (lines[:1], "")
 
 
-def test_without_parallel_state_the_cp_place_must_be_given() -> None:
-    with pytest.raises(ValueError, match=r"make_hook\(\.\.\., cp_rank=\.\.\., cp_size=\.\.\.\)"):
+def test_a_hook_needs_megatrons_parallel_state() -> None:
+    with pytest.raises(ValueError, match="no parallel state in Megatron"):
         slime.sample_mean([5, 4], [3, 2], MASKS, False)
