@@ -4,34 +4,31 @@
 
 Both call a hook for each micro-batch. After their scaling and Megatron's, the step's policy loss is the sum of what its
 closure returned, over micro-batches and ranks, divided by G, the step's rollouts, or with ``calculate_per_token_loss``
-by the step's tokens, in which a fully masked sample is a phantom token unless `count_steps` is there. So a closure
+by the step's tokens, in which a fully masked sample is a phantom token unless `step_counts` are there. So a closure
 returns a share of the sum of means (`sample_mean`), of sum / L (`constant`), or of the sum over tokens (`token_mean`).
 The layout is `ZigzagResponse`, as in their `cp_utils.py`; all-gather context parallelism comes back to it before the
 loss.
 """
 
 import re
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import numpy as np
 from torch import Tensor
 
 from megatron_rl_loss.frameworks.replacing import announce
-from megatron_rl_loss.frameworks.step_counts import StepCounts, count_steps, counts_of_this_step, running_engine
+from megatron_rl_loss.frameworks.step_counts import StepCounts, counts_of_this_step, running_engine
 from megatron_rl_loss.modes.names import Aggregation, resolve
 from megatron_rl_loss.modes.weights import unit_weights
 from megatron_rl_loss.reduction.sums import Reducer, WeightedSum
-from megatron_rl_loss.step.collectives import world_rank
 from megatron_rl_loss.step.layouts import IntList, ZigzagResponse
 from megatron_rl_loss.step.samples import Samples
 
-__all__ = ["Hook", "count_steps", "make_hook", "sample_mean", "token_mean"]
+__all__ = ["Hook", "make_hook", "sample_mean", "token_mean"]
 
-_COUNT_STEPS = "add --custom-megatron-init-path megatron_rl_loss.frameworks.slime.count_steps"
+_COUNT_STEPS = "add --custom-megatron-init-path megatron_rl_loss.frameworks.step_counts.count_steps"
 _HOOKS = (
     "there are ...slime.sample_mean, ...slime.token_mean and ...slime.constant_40960 (your divisor for 40960, a whole "
     "number of tokens above 0). Other modes' weights need more of the step than a hook's four arguments carry: fold "
@@ -76,9 +73,9 @@ class Hook:
             )
         counts = counts_of_this_step()
         self._check_flag(calculate_per_token_loss, counts)
-        padded = None if counts is None else counts.padded_length
-        cp_rank, cp_size, is_first = _place(padded is not None)
-        rows = None if padded is None else [padded] * len(total_lengths)
+        row = None if counts is None else counts.padded_length
+        cp_rank, cp_size, is_first = _place(row is not None)
+        rows = None if row is None else [row] * len(total_lengths)
         samples = Samples(loss_masks, layout=ZigzagResponse(total_lengths, response_lengths, rows))
         local = samples.local(cp_rank, cp_size)
         divisor = self.aggregation.divisor
@@ -102,12 +99,6 @@ class Hook:
                     f"{self} with calculate_per_token_loss on: the sum would be divided by the step's tokens, not by "
                     "its rollouts. Drop --calculate-per-token-loss, or use ...slime.token_mean."
                 )
-        elif _fsdp_of_miles() is not None:
-            raise ValueError(
-                f"{self} on miles's FSDP backend: it never divides by the step's tokens, and nothing counts them "
-                "there. Use ...slime.sample_mean or ...slime.constant_40960 (your divisor), or --train-backend "
-                "megatron."
-            )
         elif not per_token and counts is None:
             raise ValueError(
                 f"{self} with calculate_per_token_loss off: the sum would be divided by the step's rollouts, and the "
@@ -156,23 +147,14 @@ def _constant(divisor: int) -> Hook:
     return make_hook("constant", divisor=divisor)
 
 
-def _fsdp_of_miles() -> Any:
-    """The parallel state of miles's FSDP backend, which has no Megatron to ask; None elsewhere."""
-    parallel = sys.modules.get("miles.backends.training_utils.parallel")
-    state = getattr(parallel, "_parallel_state", None)
-    return state if state is not None and "fsdp" in state.meshes else None
-
-
 def _place(row_length_is_known: bool) -> tuple[int, int, bool]:
     """(cp_rank, cp_size, first of the ranks with a loss); refuses padded rows of unknown length where they are cut."""
-    if (fsdp := _fsdp_of_miles()) is not None:
-        return fsdp.cp.rank, fsdp.cp.size, world_rank() == 0
     from megatron.core import parallel_state as state
 
     if not state.model_parallel_is_initialized():
         raise ValueError(
             "no parallel state in Megatron: the hook asks it for the context-parallel rank and size. Initialise it "
-            "before."
+            "before (miles: --train-backend megatron)."
         )
     cp_size = state.get_context_parallel_world_size()
     if cp_size > 1 and not row_length_is_known:

@@ -36,13 +36,8 @@ def agg_loss(
 ) -> Tensor:
     """A micro-batch's share of the step loss, times `dp_size`: the mean over DP ranks of their sums is the step loss.
 
-    ===========================  ===============================================================
-    ``token-mean``               sum l*m / batch_num_tokens
-    ``token-sum``                sum l*m
-    ``seq-mean-token-sum``       sum l*m / global_batch_size
-    ``seq-mean-token-sum-norm``  sum l*m / (global_batch_size * loss_scale_factor)
-    ``seq-mean-token-mean``      sum over rows of (sum l*m / M_row) / global_batch_size
-    ===========================  ===============================================================
+    ``token-mean`` divides by batch_num_tokens, ``token-sum`` by nothing, the others by global_batch_size: sums of rows,
+    in ``seq-mean-token-sum-norm`` over loss_scale_factor, in ``seq-mean-token-mean`` means of rows.
 
     Args:
         loss_mat, loss_mask: [rows, response_length], whole rows (gathered over CP); the mask 0/1, bool or weights >= 0.

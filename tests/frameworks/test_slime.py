@@ -320,7 +320,7 @@ test_refused = refusal_tests(
             call,
             (CONSTANT | {"per_token": True}, r"Drop --calculate-per-token-loss, or use .*token_mean", CONSTANT),
             (TOKEN_MEAN, "Add --calculate-per-token-loss", FULL_STEP),
-            (PER_TOKEN, r"sample 1 has 0 mask tokens.*rejection \(TIS\).*slime\.count_steps", FULL_STEP),
+            (PER_TOKEN, r"sample 1 has 0 mask tokens.*rejection \(TIS\).*step_counts\.count_steps", FULL_STEP),
             (PER_TOKEN, r"sample 1 has 0 mask tokens", PER_TOKEN | {"counts": COUNTS}),
             (PER_TOKEN | {"masks": FRACTION}, r"sample 1 has 0\.5 mask tokens", FULL_STEP),
             (SAMPLE_MEAN | {"counts": COUNTS | {"num_samples": 3}}, "Run without the hook", SAMPLE_MEAN),
@@ -365,7 +365,7 @@ def test_hooks_by_path_ask_megatron_for_the_cp_place_and_the_step(args: SimpleNa
 
     assert_sums(8)
     args.qkv_format = "bshd"
-    with pytest.raises(ValueError, match=r"-init-path megatron_rl_loss\.frameworks\.slime\.count_steps"):
+    with pytest.raises(ValueError, match=r"-init-path megatron_rl_loss\.frameworks\.step_counts\.count_steps"):
         hook([8], [6], [mask], False)
     with in_step(StepCounts(**COUNTS, padded_length=12)):
         assert_sums(12)

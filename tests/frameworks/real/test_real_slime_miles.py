@@ -277,7 +277,10 @@ def test_refused(peer: str, refused: str) -> None:
     options = {refused: True} if refused != "rejected" else {"masked": False, "rejected": True}
     steps = [partial(make_step, 5, 1, **options)]
     flags = {"calculate_per_token_loss": True, "use_tis": refused == "rejected"}
-    one, error = case(peer, "token_mean", "token_mean", steps, **flags), r"rejection \(TIS\) left.*slime\.count_steps"
+    one, error = (
+        case(peer, "token_mean", "token_mean", steps, **flags),
+        r"rejection \(TIS\) left.*step_counts\.count_steps",
+    )
     if refused == "split":
         one, error = case(peer, "sample_mean", "sample_mean", steps, counted=True), "Run without the hook"
     with pytest.raises(RankError, match=error):
