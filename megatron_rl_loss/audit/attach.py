@@ -12,7 +12,7 @@ from argparse import ArgumentParser, Namespace
 from typing import Any, NoReturn
 
 from megatron_rl_loss.audit.launch import add_audit_options, audit_once
-from megatron_rl_loss.frameworks import step_counts
+from megatron_rl_loss.frameworks import slime
 
 #: An environment variable: ``--json verdicts.json --expect token_mean``, say.
 VARIABLE = "MEGATRON_RL_LOSS_AUDIT"
@@ -23,8 +23,8 @@ def attach(*_: Any) -> None:
 
 
 def count_steps(args: Namespace) -> None:
-    """`frameworks.step_counts.count_steps` beside the audit: the flag of slime and miles names one function."""
-    step_counts.count_steps(args)
+    """`frameworks.slime.count_steps` beside the audit: the flag of slime and miles names one function."""
+    slime.count_steps(args)
 
 
 class _Parser(ArgumentParser):

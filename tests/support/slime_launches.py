@@ -56,7 +56,7 @@ def case(
     """A launch with a hook of ours; without, with their own reducer. `mended`: of a peer without phantom tokens."""
     flags["custom_pg_loss_reducer_function_path"] = hook and f"{OURS}.slime.{hook}"
     if counted:
-        flags["custom_megatron_init_path"] = f"{OURS}.step_counts.count_steps"
+        flags["custom_megatron_init_path"] = f"{OURS}.slime.count_steps"
     padded = 24 if flags.get("qkv_format") == "bshd" else None
     divisor = 40.0 if mode == "constant" else None
     return {"mode": mode, "divisor": divisor, "flags": flags, "steps": steps, "padded": padded, "mended": mended}

@@ -23,7 +23,7 @@ from ranks import RankError, run_ranks
 from slime_launches import TOLERANCE, MakeStep, arguments, case, compute_in_float32, with_steps
 
 from megatron_rl_loss import Samples, ZigzagResponse, plan_step
-from megatron_rl_loss.frameworks import replacing, step_counts
+from megatron_rl_loss.frameworks import replacing, slime
 
 PEERS = {"slime": SLIME, "miles": MILES}
 
@@ -82,8 +82,8 @@ def train(peer: str, root: str, cp: int, cases: list[dict[str, Any]]) -> list[li
             if measured and measured[-1] is not None and args.custom_pg_loss_reducer_function_path:
                 errors.append(audit_error(measured[-1], one, step))
         if args.custom_megatron_init_path is not None:
-            step_counts._replace(peer).undo()
-            step_counts._replace.cache_clear()
+            slime._replace(peer).undo()
+            slime._replace.cache_clear()
         says = [line for line in replacing.active() if line.startswith(f"{peer}: policy loss by {one['mode']}")]
         assert len(says) == (args.custom_pg_loss_reducer_function_path is not None), replacing.active()
         found.append(errors)
@@ -279,7 +279,7 @@ def test_refused(peer: str, refused: str) -> None:
     flags = {"calculate_per_token_loss": True, "use_tis": refused == "rejected"}
     one, error = (
         case(peer, "token_mean", "token_mean", steps, **flags),
-        r"rejection \(TIS\) left.*step_counts\.count_steps",
+        r"rejection \(TIS\) left.*slime\.count_steps",
     )
     if refused == "split":
         one, error = case(peer, "sample_mean", "sample_mean", steps, counted=True), "Run without the hook"
