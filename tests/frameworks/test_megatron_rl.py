@@ -100,14 +100,14 @@ def run_on_megatron(cp: int, cases: list[Case]) -> list[tuple[Tensor, dict[str, 
             output = model(numbers % len(masks))
             return output, terms(output, masks[numbers])
 
-        def prompts(batch: Any) -> list[int]:
-            return [rows[i].prompt for i in bin_of(batch).numbers]
+        def prompts(batch: Any) -> dict[str, list[int]]:
+            return {"prompt_ids": [rows[i].prompt for i in bin_of(batch).numbers]}
 
         schedule, wrapped = get_forward_backward_func(), forward_step
         if case.mode is not None:
             flags = ["--loss-aggregation", case.mode, "--loss-aggregation-units", "active"]
             flags += ["--loss-aggregation-divisor", str(case.divisor)] if case.divisor else []
-            aggregation = megatron_rl.loss_aggregation(parsed(*flags), cp_losses=case.cp_losses, prompt_ids_of=prompts)
+            aggregation = megatron_rl.loss_aggregation(parsed(*flags), cp_losses=case.cp_losses, ids_of=prompts)
             schedule, wrapped = aggregation.wrap_schedule(schedule), megatron_rl.with_loss_aggregation(forward_step)
         model = table_model(table)
         model.zero_grad_buffer()

@@ -1,4 +1,5 @@
 """The guards of verl's `agg_loss`, and the installer; real/test_real_verl.py has its own formulas with them."""
+
 import functools
 import importlib
 import itertools
