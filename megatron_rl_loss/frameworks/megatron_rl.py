@@ -19,8 +19,6 @@ from itertools import pairwise
 from typing import Any, Literal
 
 import torch
-from megatron.core.rerun_state_machine import get_rerun_state_machine
-from megatron.training.global_vars import get_args
 from torch import Tensor
 
 from megatron_rl_loss.errors import check_choice
@@ -108,14 +106,10 @@ def loss_func(
     """The return value that Megatron gets for a micro-batch; the arguments after the first are `train_rl.py`'s own.
 
     Reports ``lm loss``, the step loss that is trained on, and the five ``rl/`` metrics as token means over the step.
-    Raises ValueError for losses that are not this rank's part of the micro-batch, RuntimeError for a NaN loss under
-    Megatron's ``--check-for-nan-in-loss-and-grad``.
+    Raises ValueError for losses that are not this rank's part of the micro-batch. A NaN is left to Megatron's check of
+    gradients.
     """
     share = microbatch.pg_loss(output_tensor.reshape(-1))
-    if get_args().check_for_nan_in_loss_and_grad:
-        message = "found NaN in this rank's share of the policy loss"
-        check: Any = get_rerun_state_machine().validate_result
-        check(result=share.detach(), rejection_func=torch.isnan, message=message, tolerance=0.0, fatal=True)
     per_token = {
         "kl_term": kl_term, "pi_over_pi_old": ratios, "entropy_term": entropy_term,
         "truncated_from_above": truncated_from_above, "truncated_from_below": truncated_from_below,
