@@ -29,6 +29,7 @@ _TRAINERS = (
     "verl.trainer.ppo.v1.trainer_base",
     "verl.experimental.separation.ray_trainer",
 )
+_VERSIONS = "0.9.1, or 1dda039b (2026-08-22)"
 _CUT = {
     "geo_mean": "averages the sequences of each micro-batch by itself",
     "clip_cov": "chooses its tokens anew in each micro-batch",
@@ -70,7 +71,7 @@ def _replace() -> Replaced:
     else:
         name = "postprocess_micro_batch_func"
         functions.append(Function(Engine, name, ("self", "data", "loss_function"), _with_every_token))
-    return Replaced("verl", "0.9.1, or 1dda039b (2026-08-22)", functions)
+    return Replaced("verl", _VERSIONS, functions)
 
 
 def _agg_loss(stock: Callable[[], Any], given: dict[str, Any]) -> Any:
@@ -149,5 +150,10 @@ def _with_every_token(stock: Callable[[], Any], given: dict[str, Any]) -> Any:
     from megatron.core import parallel_state
 
     size, rank = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
-    share = (engine._routed_num_tokens(given["data"]) + size - 1 - rank) // size
-    return loss, share.to(tokens[0]), output
+    routed = engine._routed_num_tokens(given["data"])
+    require(
+        tokens[0] == routed // size,
+        lambda: f"verl's count of {int(tokens[0])} tokens on a CP rank of {size}, of a micro-batch of {int(routed)}",
+        f"its count must be that, rounded down, to be completed here. Use verl {_VERSIONS}",
+    )
+    return loss, ((routed + size - 1 - rank) // size).to(tokens[0]), output

@@ -200,4 +200,7 @@ def test_context_parallel_ranks_share_out_every_token(size: int, monkeypatch: py
             given["self"] = EngineOfVerl(dynamic=True)
             assert verl._with_every_token(lambda returned=returned: returned, given) == returned
         assert sum(shares) == tokens
+    given["self"] = EngineOfVerl()
+    with pytest.raises(ValueError, match=rf"count of 7 tokens on a CP rank of {size}, of a micro-batch of 8: "):
+        verl._with_every_token(lambda: ("loss", torch.tensor(7), "output"), given)
     assert verl._with_every_token(lambda: ("loss", "output"), given) == ("loss", "output")
