@@ -154,6 +154,6 @@ def _with_every_token(stock: Callable[[], Any], given: dict[str, Any]) -> Any:
     require(
         tokens[0] == routed // size,
         lambda: f"verl's count of {int(tokens[0])} tokens on a CP rank of {size}, of a micro-batch of {int(routed)}",
-        f"its count must be that, rounded down, to be completed here. Use verl {_VERSIONS}",
+        f"it must be the micro-batch's over the CP size, rounded down. Use verl {_VERSIONS}",
     )
     return loss, ((routed + size - 1 - rank) // size).to(tokens[0]), output
