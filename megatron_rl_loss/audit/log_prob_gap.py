@@ -5,14 +5,12 @@ fits, no proof. One that leaves more, but at most a quarter of the gap, is only 
 """
 
 import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import logsigmoid
 
 FEWEST = 8  # a pattern must bring so many tokens at least from beyond rounding to within it
 _SAME = "both sides need a row of each sample, and an entry of each token. Cut both to the same tokens"
@@ -24,9 +22,9 @@ Ids = Sequence[Any]
 class LogProbGap:
     """The gap of every token and what explains it; `str` gives a table.
 
-    `gaps` of each sample (float64 [length], masked tokens too); `num_tokens` of each that are active and finite; texts
-    of `patterns` and `suggestions` by name: ``bf16_rounding``, ``masked_tokens``, ``shifted_later``,
-    ``shifted_earlier``, ``padding_side``, ``cp_order``, ``sample_order``, ``temperature``; what was `left_out`.
+    `gaps` of each sample, float64 [length], masked tokens too; `num_tokens` of each, active and finite; `patterns` and
+    `suggestions`, texts by name: ``bf16_rounding``, ``masked_tokens``, ``one_token_later``, ``one_token_earlier``,
+    ``padded_left``, ``padded_right``, ``cp_order``, ``sample_order``, ``temperature``; texts on what was `left_out`.
     """
 
     def __init__(self, ids: Ids, ours: Rows, theirs: Rows, masks: Rows) -> None:
@@ -39,7 +37,7 @@ class LogProbGap:
         self.rounding = torch.maximum(self.ours.abs(), self.theirs.abs()).clamp(min=1) / 2**8
         self.beyond = self.gap.abs() > self.rounding
         self.patterns, self.suggestions = dict[str, str](), dict[str, str]()
-        self.left_out = [f"left out: {lost} tokens with NaN or infinity"] if lost else []
+        self.left_out = [f"left out: {lost} tokens with NaN or infinity"] * (lost > 0)
 
     def consider(self, name: str, text: str, left: Tensor, among: Tensor) -> None:
         """Name a pattern, or suggest it, by the gap that it leaves `among` entries, [num_entries]."""
@@ -57,24 +55,22 @@ class LogProbGap:
         gap, ratio = _flat(rows), -self.gap[self.active]
         lines = [f"log-probs of {len(gap)} tokens in {len(rows)} samples; gap: theirs - ours"]
         if len(gap):
-            ranks = {"50 %": 0.5, "90 %": 0.9, "99 %": 0.99, "largest": 1.0}
-            by_place = gap[_flat([torch.arange(len(row)) / max(len(row), 1) for row in rows]).argsort()]
-            thirds = zip(("first third of a sample", "middle", "last"), by_place.tensor_split(3), strict=True)
-            means = {f"sample {one}": row.mean() for one, row in zip(self.ids, rows, strict=True) if len(row)}
+            order = gap.sort().values[(len(gap) - 1) * torch.tensor([50, 90, 99, 100]) // 100]
+            place = _flat([torch.arange(len(row)) / max(len(row), 1) for row in rows])
+            thirds = [part.mean() for part in gap[place.argsort()].tensor_split(3)]
+            means = {one: row.mean() for one, row in zip(self.ids, rows, strict=True) if len(row)}
+            worst = [f"{one} {means[one]:.3g}" for one in sorted(means, key=lambda one: -means[one])[:3]]
             share = (2 * ratio.logsumexp(0) - (2 * ratio).logsumexp(0)).exp() / len(gap)
-            for title, values in {
-                "|gap|": {name: gap.sort().values[int(q * (len(gap) - 1))] for name, q in ranks.items()},
-                "mean |gap|": {name: part.mean() for name, part in thirds},
-                "largest mean |gap|": dict(sorted(means.items(), key=lambda one: -one[1])[:3]),
-                "ratio exp(ours - theirs)": {"mean": ratio.exp().mean(), "effective sample size / tokens": share},
-            }.items():
-                lines.append(f"{title}: " + ", ".join(f"{name} {float(value):.3g}" for name, value in values.items()))
-        if not self.beyond[self.active].any():
-            lines.append("all gaps are within rounding")
-        elif not self.patterns:
-            lines.append("no known pattern brings the gap within rounding")
-            lines += [f"only suggested: {text}" for text in self.suggestions.values()][:2]
-        return "\n  ".join([*lines, *[f"explained: {text}" for text in self.patterns.values()][:3], *self.left_out])
+            lines += [
+                "|gap|: 50 % {:.3g}, 90 % {:.3g}, 99 % {:.3g}, largest {:.3g}".format(*order),
+                "mean |gap|: first third of samples {:.3g}, middle {:.3g}, last {:.3g}".format(*thirds),
+                f"mean |gap|, worst samples: {', '.join(worst)}",
+                f"ratio exp(ours - theirs): mean {ratio.exp().mean():.3g}, effective sample size / tokens {share:.3g}",
+            ]
+        fits = "no known pattern brings the gap" if self.beyond[self.active].any() else "all gaps are"
+        maybe = [f"{fits} within rounding", *(f"only suggested: {one}" for one in self.suggestions.values())]
+        known = [f"explained: {one}" for one in self.patterns.values()]
+        return "\n  ".join([*lines, *(known or maybe)[:3], *self.left_out])
 
 
 def compare_log_probs(
@@ -85,10 +81,8 @@ def compare_log_probs(
     Args:
         ours, theirs: [num_samples] of float [length], entry for entry the same tokens; rows of a padded batch will do.
         loss_masks: the same; 0 where a token is not trained. Without masks all tokens count.
-        total_lengths: of each sample with its prompt, if entries are of responses alone.
-        top: [num_samples] of float [length, k], our log-probs of the k most likely tokens, or of the vocabulary
-            (``logits.log_softmax(-1)``); a temperature is fitted to them.
-        ids: of the samples; default 0, 1, ...
+        total_lengths, ids: of samples; lengths with the prompt, where entries are of responses alone.
+        top: our log-probs of the k most likely tokens, or of the vocabulary, [length, k] each; fit a temperature.
     """
     lengths, ids = [row.numel() for row in ours], ids or range(len(ours))
     masks = loss_masks if len(loss_masks) else [torch.ones(length) for length in lengths]
@@ -99,14 +93,13 @@ def compare_log_probs(
             if row.dim() != 1 + (rows is top) or len(row) != length:
                 raise ValueError(f"sample {one}: {name} of shape {[*row.shape]}, ours of length {length}: {_SAME}.")
     gap = LogProbGap(ids, ours, theirs, masks)
-    on, sides = gap.active, {"ours": gap.ours, "theirs": gap.theirs}
-    if gap.beyond[on].any():
+    if gap.beyond[on := gap.active].any():
         for name, text, source in _moves(gap, torch.tensor(total_lengths or lengths)):
-            among = (source >= 0) & on[source] & (gap.finite if name == "padding_side" else on)
+            among = (source >= 0) & on[source] & (gap.finite if name.startswith("padded") else on)
             gap.consider(name, text, gap.theirs - gap.ours[source], among)
         _try_temperature(gap, top)
         return gap
-    short = [name for name, side in sides.items() if side[on].bfloat16().equal(side[on])]
+    short = [name for name in ("ours", "theirs") if (side := getattr(gap, name)[on]).bfloat16().double().equal(side)]
     if len(short) == 1 and (gap.gap.abs() > gap.rounding / 2**10)[on].sum() >= FEWEST:
         gap.patterns["bf16_rounding"] = f"{short[0]} are rounded to bfloat16"
     if gap.beyond.any():
@@ -123,58 +116,57 @@ def _moves(gap: LogProbGap, totals: Tensor) -> Iterator[tuple[str, str, Tensor]]
     lengths, place = torch.tensor(gap.lengths), torch.arange(len(gap.gap))
     starts, sample = lengths.cumsum(0) - lengths, torch.arange(len(lengths)).repeat_interleave(lengths)
     length, total, own, at = lengths[sample], totals[sample], place - starts[sample], sample[gap.active]
-
-    def shifted(by: int | Tensor) -> Tensor:
-        return (place - by).where((own >= by) & (own - by < length), -1)
-
-    yield "shifted_later", "theirs are ours one token later", shifted(1)
-    yield "shifted_earlier", "theirs are ours one token earlier", shifted(-1)
     first = torch.full_like(lengths, 2**40).scatter_reduce(0, at, own[gap.active], "amin")[sample]
     last = torch.full_like(lengths, -1).scatter_reduce(0, at, own[gap.active], "amax")[sample]
-    yield "padding_side", "theirs are padded on the left, ours on the right", shifted(length - 1 - last)
-    yield "padding_side", "theirs are padded on the right, ours on the left", shifted(-first)
+    one = torch.ones_like(own)
+    moved = {
+        "one_token_later": one,
+        "one_token_earlier": -one,
+        "padded_left": length - 1 - last,
+        "padded_right": -first,
+    }
+    for name, by in moved.items():
+        yield (
+            name,
+            f"theirs are ours {name.replace('_', ' ')}",
+            (place - by).where((own >= by) & (own - by < length), -1),
+        )
     for cp_size in (2, 4, 8):  # a response's tokens go with their logits, one place before
         chunk = (own + total - length - (total > length).long()).clamp(min=0) // -(-total // (2 * cp_size))
         order = (sample * cp_size + torch.minimum(chunk, 2 * cp_size - 1 - chunk)).argsort(stable=True)
-        text = f"in zigzag chunks of {cp_size} context-parallel ranks, rank after rank"
-        yield "cp_order", f"theirs are ours {text}", order
-        yield "cp_order", f"ours are theirs {text}", order.argsort()
+        for sides, at in (("theirs are ours", order), ("ours are theirs", order.argsort())):
+            yield "cp_order", f"{sides} in zigzag chunks of {cp_size} context-parallel ranks, rank after rank", at
+    sums = [torch.zeros(len(lengths)).double().index_add(0, sample, side) for side in (gap.ours, gap.theirs)]
+    ours, theirs = (one.argsort()[lengths[one.argsort()].argsort(stable=True)] for one in sums)
+    source = (starts[ours[theirs.argsort()]][sample] + own).where(length >= FEWEST, -1)
     if gap.beyond.sum() >= 4 * len(lengths):  # fewer would be found by chance
-        sums = [torch.zeros(len(lengths)).double().index_add(0, sample, side) for side in (gap.ours, gap.theirs)]
-        ours, theirs = (one.argsort()[lengths[one.argsort()].argsort(stable=True)] for one in sums)
-        source = starts[ours[theirs.argsort()]][sample] + own
-        yield "sample_order", "theirs are ours with the samples in another order", source.where(length >= FEWEST, -1)
+        yield "sample_order", "theirs are ours with the samples in another order", source
 
 
 def _try_temperature(gap: LogProbGap, top: Rows) -> None:
-    """Fit a temperature to the most likely tokens, or suggest one by the log-odds of the tokens that there are.
+    """Fit a temperature to the most likely tokens; without them, suggest one by the tokens' own log-odds.
 
-    Suggested where those of likely tokens are stretched, and unlikely tokens do not move along. The stretch must grow
-    with either side's log-odds, by 4 standard errors: noise of one side grows with its own alone.
+    The log-odds of likely tokens must stretch, beyond the noise of either side, and unlikely tokens not move along.
     """
-    few, everywhere = gap.active.nonzero().flatten(), torch.arange(len(gap.gap))
-    ours, theirs = gap.ours[few], gap.theirs[few]
+    on = gap.active.nonzero().flatten()
     if len(top):
-        z, beta, step = torch.cat([rows.detach().cpu() for rows in top]), 2.125, 0.09375
-
-        def left(beta: float, at: Tensor) -> Tensor:
-            return gap.theirs[at] - beta * gap.ours[at] + (beta * z[at].double()).logsumexp(-1)
-
-        for _ in range(4):
-            tried, few = [beta + k * step for k in range(-20, 21)], few[:: len(few) // 64 + 1]
-            beta, step = min(tried, key=lambda beta: float(left(beta, few).abs().mean())), step / 16
-        text = f"theirs are ours at temperature {1 / beta:.4g}"
-        gap.consider("temperature", text, left(beta, everywhere), gap.active)
-    middle, move = (ours + theirs) / 2, theirs - ours
-    likely, unlikely = (middle > -2) & (torch.maximum(ours, theirs) < -1e-4), move[middle < -2]
-    if len(top) or likely.sum() < 50 or len(unlikely) < 10:
+        few, z, beta, step = on[:: len(on) // 64 + 1], torch.cat([rows.detach().cpu() for rows in top]), 2.125, 0.09375
+        for _ in range(4):  # all are checked with it
+            tried = [beta + k * step for k in range(-20, 21)]
+            errors = [gap.theirs[few] - one * gap.ours[few] + (one * z[few].double()).logsumexp(-1) for one in tried]
+            beta, step = tried[int(torch.stack(errors).abs().mean(-1).argmin())], step / 16
+        left = gap.theirs - beta * gap.ours + (beta * z.double()).logsumexp(-1)
+        gap.consider("temperature", f"theirs are ours at temperature {1 / beta:.4g}", left, gap.active)
         return
+    ours, theirs, move = gap.ours[on], gap.theirs[on], gap.gap[on]
+    likely, unlikely = (ours + theirs > -4) & (torch.maximum(ours, theirs) < -1e-4), move[ours + theirs < -4]
     odds = [side[likely] - (-side[likely].expm1()).log() for side in (ours, theirs)]
     x, y = (side - side.mean() for side in odds)
     grows, slope = [side @ (y - x) / (side * (y - x)).norm() for side in (x, y)], y.norm() / x.norm()
-    rest = theirs[likely] - logsigmoid(odds[1].mean() + slope * x)
+    rest = theirs[likely] - torch.nn.functional.logsigmoid(odds[1].mean() + slope * x)
     along = unlikely.mean() * (slope - 1).sign() / unlikely.square().mean().sqrt()
-    if (min(grows) > 4 or max(grows) < -4) and rest.norm() < 0.85 * move[likely].norm() and along < 0.2:
+    enough = likely.sum() >= 50 and len(unlikely) >= 10 and (min(grows) > 4 or max(grows) < -4)
+    if enough and rest.norm() < 0.85 * move[likely].norm() and along < 0.2:
         text = f"by the log-probs alone, theirs are at a temperature near {1 / slope:.2g} times that of ours"
         gap.suggestions["temperature"] = f"{text}; `top` of compare_log_probs fits it"
 
@@ -184,40 +176,34 @@ def compare_dumps(theirs: Path, ours: Path) -> LogProbGap:
     left, right = _read(theirs), _read(ours)
     if not (ids := [one for one in right if one in left]):
         raise ValueError(f"{theirs} has samples {[*left][:3]}, {ours} {[*right][:3]}: none is in both. Dump one step.")
-    rows, masks, totals = ([right[one][k] for one in ids] for k in range(3))
-    masks = [
-        torch.tensor(mask or left[one][1] or [1] * len(row)) for one, row, mask in zip(ids, rows, masks, strict=True)
-    ]
-    gap = compare_log_probs(rows, [left[one][0] for one in ids], masks, total_lengths=totals, ids=ids)
-    for path, side, other in ((theirs, left, right), (ours, right, left)):
-        if alone := [one for one in side if one not in other]:
-            gap.left_out.append(f"left out: {len(alone)} samples in {path} alone, first {alone[0]}")
+    rows, others = ([side[one][0] for one in ids] for side in (right, left))
+    masks = [torch.tensor(right[one][1] or left[one][1] or [1] * len(row)) for one, row in zip(ids, rows, strict=True)]
+    gap = compare_log_probs(rows, others, masks, total_lengths=[right[one][2] for one in ids], ids=ids)
+    if alone := sorted({*left} ^ {*right}):
+        counts = f"{len(left) - len(ids)} samples of {theirs} alone, {len(right) - len(ids)} of {ours} alone"
+        gap.left_out.append(f"left out: {counts}, first {alone[0]}")
     return gap
 
 
 def _read(path: Path) -> dict[str, tuple[Tensor, list[float], int]]:
     """Log-probs, mask (empty without) and length with the prompt of each sample, by id."""
     found: dict[str, Any] = {}
-    number: object = "-"
     try:
-        if path.suffix == ".jsonl":
-            content: Any = [json.loads(line) for line in path.read_text().splitlines()]
-        else:
-            content = torch.load(path, map_location="cpu", weights_only=True)
-        if isinstance(content, Mapping):
-            content = content.get("samples", content)  # of slime
-        for number, given in content.items() if isinstance(content, Mapping) else enumerate(content):
+        lines = path.read_text().splitlines() if path.suffix == ".jsonl" else []
+        content: Any = [*map(json.loads, lines)] or torch.load(path, map_location="cpu", weights_only=True)
+        content = content if isinstance(content, Mapping) else dict(enumerate(content))
+        samples = content.get("samples", content)  # of slime
+        for number, given in samples.items() if isinstance(samples, Mapping) else enumerate(samples):
             sample = given if isinstance(given, Mapping) else {"index": number, "log_probs": given}
             trained = "data_parallel_rank" in sample or "rollout_log_probs" not in sample
             row = torch.as_tensor(sample["log_probs" if trained else "rollout_log_probs"], dtype=torch.float64)
             mask = sample.get("loss_masks", sample.get("loss_mask"))
             name = str(sample.get("sample_index", sample.get("index", number)))
-            name = name if name not in found else f"{name}, entry {number}"
+            name += f", entry {number}" if name in found else ""
             found[name] = row, [] if mask is None else [*map(float, mask)], sample.get("total_lengths", row.numel())
     except Exception as error:  # of many kinds
-        code = re.search(r"GLOBAL (\S+)", str(error))
-        why = f"it holds {code[1]}" if code else f"{type(error).__name__} at sample {number}"
-        raise ValueError(f"{path}, {why}: {_DUMP}.") from None
-    if not found:
-        raise ValueError(f"{path}, no samples: {_DUMP}.")
+        code = str(error).partition("GLOBAL ")[2].split()[:1]
+        raise ValueError(
+            f"{path}, {f'it holds {code[0]}' if code else f'{type(error).__name__} {error}'[:41]}: {_DUMP}."
+        ) from None
     return found
