@@ -22,9 +22,8 @@ Ids = Sequence[Any]
 class LogProbGap:
     """The gap of every token and what explains it; `str` gives a table.
 
-    `gaps` of each sample, float64 [length], masked tokens too; `num_tokens` of each, active and finite; `patterns` and
-    `suggestions`, texts by name: ``bf16_rounding``, ``masked_tokens``, ``one_token_later``, ``one_token_earlier``,
-    ``padded_left``, ``padded_right``, ``cp_order``, ``sample_order``, ``temperature``; texts on what was `left_out`.
+    `gaps` of each sample, float64 [length], masked tokens too; `num_tokens` of each, active and finite; texts of
+    `patterns` and `suggestions`, by name; texts on what was `left_out`.
     """
 
     def __init__(self, ids: Ids, ours: Rows, theirs: Rows, masks: Rows) -> None:
@@ -116,21 +115,11 @@ def _moves(gap: LogProbGap, totals: Tensor) -> Iterator[tuple[str, str, Tensor]]
     lengths, place = torch.tensor(gap.lengths), torch.arange(len(gap.gap))
     starts, sample = lengths.cumsum(0) - lengths, torch.arange(len(lengths)).repeat_interleave(lengths)
     length, total, own, at = lengths[sample], totals[sample], place - starts[sample], sample[gap.active]
-    first = torch.full_like(lengths, 2**40).scatter_reduce(0, at, own[gap.active], "amin")[sample]
-    last = torch.full_like(lengths, -1).scatter_reduce(0, at, own[gap.active], "amax")[sample]
-    one = torch.ones_like(own)
-    moved = {
-        "one_token_later": one,
-        "one_token_earlier": -one,
-        "padded_left": length - 1 - last,
-        "padded_right": -first,
-    }
-    for name, by in moved.items():
-        yield (
-            name,
-            f"theirs are ours {name.replace('_', ' ')}",
-            (place - by).where((own >= by) & (own - by < length), -1),
-        )
+    right = -torch.full_like(lengths, 2**40).scatter_reduce(0, at, own[gap.active], "amin")[sample]
+    left = length - 1 - torch.full_like(lengths, -1).scatter_reduce(0, at, own[gap.active], "amax")[sample]
+    for name, by in (("one_token_later", 1), ("one_token_earlier", -1), ("padded_left", left), ("padded_right", right)):
+        source = (place - by).where((own >= by) & (own - by < length), -1)
+        yield name, f"theirs are ours {name.replace('_', ' ')}", source
     for cp_size in (2, 4, 8):  # a response's tokens go with their logits, one place before
         chunk = (own + total - length - (total > length).long()).clamp(min=0) // -(-total // (2 * cp_size))
         order = (sample * cp_size + torch.minimum(chunk, 2 * cp_size - 1 - chunk)).argsort(stable=True)
@@ -167,8 +156,8 @@ def _try_temperature(gap: LogProbGap, top: Rows) -> None:
     along = unlikely.mean() * (slope - 1).sign() / unlikely.square().mean().sqrt()
     enough = likely.sum() >= 50 and len(unlikely) >= 10 and (min(grows) > 4 or max(grows) < -4)
     if enough and rest.norm() < 0.85 * move[likely].norm() and along < 0.2:
-        text = f"by the log-probs alone, theirs are at a temperature near {1 / slope:.2g} times that of ours"
-        gap.suggestions["temperature"] = f"{text}; `top` of compare_log_probs fits it"
+        seen = f"a temperature near {1 / slope:.2g} times that of ours, by the log-probs alone"
+        gap.suggestions["temperature"] = f"theirs are at {seen}; fit it with `top`"
 
 
 def compare_dumps(theirs: Path, ours: Path) -> LogProbGap:
@@ -191,8 +180,7 @@ def _read(path: Path) -> dict[str, tuple[Tensor, list[float], int]]:
     try:
         lines = path.read_text().splitlines() if path.suffix == ".jsonl" else []
         content: Any = [*map(json.loads, lines)] or torch.load(path, map_location="cpu", weights_only=True)
-        content = content if isinstance(content, Mapping) else dict(enumerate(content))
-        samples = content.get("samples", content)  # of slime
+        samples = content.get("samples", content) if isinstance(content, Mapping) else content  # of slime
         for number, given in samples.items() if isinstance(samples, Mapping) else enumerate(samples):
             sample = given if isinstance(given, Mapping) else {"index": number, "log_probs": given}
             trained = "data_parallel_rank" in sample or "rollout_log_probs" not in sample
@@ -202,8 +190,6 @@ def _read(path: Path) -> dict[str, tuple[Tensor, list[float], int]]:
             name += f", entry {number}" if name in found else ""
             found[name] = row, [] if mask is None else [*map(float, mask)], sample.get("total_lengths", row.numel())
     except Exception as error:  # of many kinds
-        code = str(error).partition("GLOBAL ")[2].split()[:1]
-        raise ValueError(
-            f"{path}, {f'it holds {code[0]}' if code else f'{type(error).__name__} {error}'[:41]}: {_DUMP}."
-        ) from None
+        why = str(error).partition("GLOBAL ")[2].split(" ")[0] or f"{type(error).__name__} {error}"[:41]
+        raise ValueError(f"{path}, {why}: {_DUMP}.") from None
     return found

@@ -84,7 +84,7 @@ def test_the_first_step_is_judged_and_training_goes_on(name: str, tmp_path: Path
     printed = [text for _, text, _ in audited]
     assert f"training goes on:\n{headline} token_mean" in printed[0]
     tokens = verdict["tokens"]
-    assert re.search(rf"log-probs of {tokens} tokens: .*\n  fits: no more than rounding to bfloat16", printed[0])
+    assert re.search(rf"log-probs of {tokens} tokens in (.*\n)+  explained: theirs are rounded to bfloat16", printed[0])
     assert not any(printed[1:])
     assert all(clean for _, _, clean in audited)
     assert same(audited, alone(name))

@@ -81,68 +81,66 @@ def by_rank(row: Tensor, cp_size: int, before: int = 0, of_logits: int = 0) -> T
     return torch.stack([value for rank in ranks for value in rank])
 
 
-def padded(left: bool) -> Callable[[Any], Any]:
+def padded(step: Any, left: bool) -> Any:
     """Rows of 70: ours with padding on one side, theirs on the other."""
-
-    def sides(step: Any) -> Any:
-        ours, theirs = (
-            [pad(row, (k * (70 - len(row)), (1 - k) * (70 - len(row)))) for row in step.ours] for k in (left, not left)
-        )
-        return ours, theirs, [(row != 0).float() for row in ours]
-
-    return sides
+    more = [70 - n for n in step.lengths]
+    sides = [[pad(row, (k * n, (1 - k) * n)) for row, n in zip(step.ours, more, strict=True)] for k in (left, not left)]
+    return *sides, [(row != 0).float() for row in sides[0]]
 
 
-def theirs(change: Callable[[Any], Rows]) -> Callable[[Any], Any]:
-    return lambda step: (step.ours, change(step), step.masks)
+def responses(step: Any, cp_size: int) -> Any:
+    """A prompt stands before each."""
+    prompts = [5, 2, 17, 3, 8, 1, 11]
+    theirs = [by_rank(row, cp_size, prompt, 1) for row, prompt in zip(step.ours, prompts, strict=True)]
+    return step.ours, theirs, [], [n + prompt for n, prompt in zip(step.lengths, prompts, strict=True)]
 
 
-PROMPTS = [5, 2, 17, 3, 8, 1, 11]
+#: Our log-probs, theirs, the masks and the total lengths; and what is named.
 PLANTED: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "later": (theirs(lambda step: [row.roll(1) for row in step.ours]), "one_token_later"),
-    "earlier": (theirs(lambda step: [row.roll(-1) for row in step.ours]), "one_token_earlier"),
-    "padding left": (padded(True), "padded_right"),
-    "padding right": (padded(False), "padded_left"),
-    "order": (lambda step: ([row[:10] for row in step.ours], [step.ours[k][:10] for k in (3, 1, 0, 2, 6, 4, 5)], None), "sample_order"),
-    **{f"CP {n}": (theirs(lambda step, n=n: [by_rank(row, n) for row in step.ours]), "cp_order") for n in (2, 4, 8)},
-    "ours CP 4": (lambda step: ([by_rank(row, 4) for row in step.ours], step.ours, None), "cp_order"),
-    **{f"CP {n}, responses": (lambda step, n=n: (step.ours, [by_rank(*of, 1) for of in zip(step.ours, [n] * 7, PROMPTS, strict=True)], None,
-        [len(row) + more for row, more in zip(step.ours, PROMPTS, strict=True)]), "cp_order") for n in (2, 4)},
-    "bfloat16": (theirs(lambda step: [row.bfloat16().float() for row in step.ours]), "bf16_rounding"),
-    "masked": (theirs(lambda step: [row * mask for row, mask in zip(step.ours, step.masks, strict=True)]), "masked_tokens"),
-    "cold": (theirs(lambda step: at_temperature(step, 0.7)), "temperature"),
-    "hot": (theirs(lambda step: at_temperature(step, 1.5)), "temperature"),
+    "later": (lambda step: (step.ours, [row.roll(1) for row in step.ours], step.masks), "one_token_later"),
+    "earlier": (lambda step: (step.ours, [row.roll(-1) for row in step.ours], step.masks), "one_token_earlier"),
+    "left": (lambda step: padded(step, False), "padded_left"),
+    "right": (lambda step: padded(step, True), "padded_right"),
+    "order": (lambda step: ([row[:10] for row in step.ours], [step.ours[k][:10] for k in (3, 1, 0, 2, 6, 4, 5)]),
+              "sample_order"),
+    "CP 2": (lambda step: (step.ours, [by_rank(row, 2) for row in step.ours], step.masks), "cp_order"),
+    "CP 4": (lambda step: ([by_rank(row, 4) for row in step.ours], step.ours), "cp_order"),
+    "CP 8": (lambda step: (step.ours, [by_rank(row, 8) for row in step.ours], step.masks), "cp_order"),
+    "CP 2, responses": (lambda step: responses(step, 2), "cp_order"),
+    "CP 4, responses": (lambda step: responses(step, 4), "cp_order"),
+    "bfloat16": (lambda step: (step.ours, [row.bfloat16().float() for row in step.ours], step.masks), "bf16_rounding"),
+    "masked": (lambda step: (step.ours, [a * b for a, b in zip(step.ours, step.masks, strict=True)], step.masks),
+               "masked_tokens"),
+    "cold": (lambda step: (step.ours, at_temperature(step, 0.7), step.masks), "temperature"),
+    "hot": (lambda step: (step.ours, at_temperature(step, 1.5), step.masks), "temperature"),
 }  # fmt: skip
 
 
-def compared(step: Any, sides: Any, top: Rows | None = None) -> Any:
-    ours, others, masks, *totals = sides
-    return compare_log_probs(ours, others, masks or [], total_lengths=totals[0] if totals else [], top=top or [])
+def compared(sides: Any, top: Any = ()) -> Any:
+    return compare_log_probs(*sides[:3], total_lengths=sides[3] if len(sides) > 3 else (), top=top)
 
 
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_pattern_is_named_alone(name: str) -> None:
     step = drawn()
     plant, expected = PLANTED[name]
-    ours, others, *more = plant(step)
-    top = [z.log_softmax(-1) for z in step.logits] if expected == "temperature" else None
-    gap = compared(step, (ours, others, *more), top)
+    ours, theirs, *more = plant(step)
+    top = [z.log_softmax(-1) for z in step.logits] if expected == "temperature" else ()
+    gap = compared((ours, theirs, *more), top)
     assert list(gap.patterns) == [expected]
     assert "explained: " in str(gap)
-    if expected in ("bf16_rounding", "masked_tokens"):
-        return
-    noisy = compared(step, (ours, noise(others, 0.02), *more), top)
-    assert (list(noisy.patterns), list(noisy.suggestions)) == ([], [expected])
-    assert "only suggested: " in str(noisy)
-    far = compared(step, (ours, noise(others, 3.0), *more), top)
-    assert (far.patterns, far.suggestions) == ({}, {})
+    if expected not in ("bf16_rounding", "masked_tokens"):
+        noisy, far = (compared((ours, noise(theirs, size), *more), top) for size in (0.02, 3.0))
+        assert (list(noisy.patterns), list(noisy.suggestions)) == ([], [expected])
+        assert "only suggested: " in str(noisy)
+        assert (far.patterns, far.suggestions) == ({}, {})
 
 
 @pytest.mark.parametrize(("temperature", "columns"), [(0.8, 48), (0.8, 40), (1.25, 46)])
 def test_a_temperature_is_fitted_to_the_most_likely_tokens(temperature: float, columns: int) -> None:
     step = drawn(3)
     top = [z.log_softmax(-1).topk(columns).values for z in step.logits]
-    gap = compared(step, (step.ours, at_temperature(step, temperature), None), top)
+    gap = compared((step.ours, at_temperature(step, temperature)), top)
     found = {**gap.patterns, **gap.suggestions}
     assert float(found["temperature"].split("temperature ")[1].split()[0]) == pytest.approx(temperature, rel=0.02)
 
@@ -156,67 +154,64 @@ def test_log_probs_alone_suggest_a_temperature(temperature: float) -> None:
     assert found == pytest.approx(temperature, rel=0.2)
 
 
+def unrelated(kind: int, size: float, seed: int, step: Any) -> Rows:
+    """Gaps that no pattern made: noise of tokens or of logits, one-sided, in proportion, heavy-tailed; a mixed order."""
+    generator, noisy = torch.Generator().manual_seed(seed), noise(step.ours, size, seed)
+    if kind == 4:
+        return at_temperature(SimpleNamespace(logits=noise(step.logits, size, seed), labels=step.labels), 1)
+    change: Callable[[Tensor, Tensor], Tensor] = [
+        lambda row, off: row + off,
+        lambda row, off: (row + off).clamp(max=0),
+        lambda row, off: row - off.abs(),
+        lambda row, off: row * (1 + off).clamp(min=0.1),
+        lambda row, off: row,
+        lambda row, off: row + off / torch.rand(len(row), generator=generator),
+        lambda row, off: row[torch.randperm(len(row), generator=generator)],
+    ][kind]
+    return [change(row, other - row) for row, other in zip(step.ours, noisy, strict=True)]
+
+
 def test_random_gaps_have_no_name() -> None:
-    """Of 200 draws; noise of one side or the other, of tokens or of logits, one-sided, heavy-tailed, unrelated."""
     for seed in range(200):
         step = drawn(seed, number=[7, 40][seed % 2], longest=[12, 60][seed // 2 % 2])
-        size, kind = [0.03, 0.3, 1.0][seed % 3], seed % 7
-        generator = torch.Generator().manual_seed(seed)
-        other = noise(step.ours, size, seed)
-        if kind == 1:
-            other = [row.clamp(max=0) for row in other]
-        elif kind == 2:
-            other = [row - (one - row).abs() for row, one in zip(step.ours, other, strict=True)]
-        elif kind == 3:
-            other = [row * (1 + one - row).clamp(min=0.1) for row, one in zip(step.ours, other, strict=True)]
-        elif kind == 4:
-            other = at_temperature(SimpleNamespace(logits=noise(step.logits, size, seed), labels=step.labels), 1)
-        elif kind == 5:
-            other = [
-                row + (one - row) / torch.rand(len(row), generator=generator)
-                for row, one in zip(step.ours, other, strict=True)
-            ]
-        elif kind == 6:
-            other = [row[torch.randperm(len(row), generator=generator)] for row in step.ours]
-        sides = (step.ours, other)[:: -1 if seed // 7 % 2 else 1]
-        top = [z.log_softmax(-1) for z in step.logits] if seed % 5 == 0 else []
-        gap = compare_log_probs(*sides, step.masks, total_lengths=[n + seed % 9 for n in step.lengths], top=top)
-        assert (gap.patterns, gap.suggestions) == ({}, {}), (seed, kind, size, str(gap))
+        theirs = unrelated(seed % 7, [0.03, 0.3, 1.0][seed % 3], seed, step)
+        sides = (step.ours, theirs)[:: -1 if seed // 7 % 2 else 1]
+        top = [z.log_softmax(-1) for z in step.logits] if seed % 5 == 0 else ()
+        gap = compared((*sides, step.masks, [n + seed % 9 for n in step.lengths]), top)
+        assert (gap.patterns, gap.suggestions) == ({}, {}), (seed, str(gap))
 
 
 ROW = torch.zeros(3)
-REFUSALS = refusals(
-    compare_log_probs,
-    ((ROW, (ROW,)), r"sample 0: ours of shape \[\], .* a row of each sample", ((ROW,), (ROW,))),
-    (((ROW,), (ROW, ROW)), "2 samples of theirs, 1 of ours", ((ROW,), (ROW,))),
-    (((ROW,), (ROW[None],)), r"sample 0: theirs of shape \[1, 3\], ours of length 3", ((ROW,), (ROW,))),
-    (((ROW,), (ROW,), (ROW[:2],)), r"sample 0: loss_masks of shape \[2\].*Cut both", ((ROW,), (ROW,), (ROW,))),
-    ({"ours": [ROW], "theirs": [ROW], "top": [ROW]}, r"top of shape \[3\]",
-     {"ours": [ROW], "theirs": [ROW], "top": [ROW[:, None]]}),
-)  # fmt: skip
-test_refusals = refusal_tests(REFUSALS)
+test_refusals = refusal_tests(
+    refusals(
+        compare_log_probs,
+        ((ROW, (ROW,)), r"sample 0: ours of shape \[\], .* a row of each sample", ((ROW,), (ROW,))),
+        (((ROW,), (ROW, ROW)), "2 samples of theirs, 1 of ours", ((ROW,), (ROW,))),
+        (((ROW,), (ROW[None],)), r"sample 0: theirs of shape \[1, 3\], ours of length 3", ((ROW,), (ROW,))),
+        (((ROW,), (ROW,), (ROW[:2],)), r"sample 0: loss_masks of shape \[2\].*Cut both", ((ROW,), (ROW,), (ROW,))),
+    )
+)
 
 
 # ---- the command
 
 
-def trained(ours: Rows, masks: Rows, order: list[int], ranks: int = 2) -> dict[str, Any]:
-    """As slime's train_data_utils.py writes it: a dict per sample, sorted by its place in the rollout, and layouts."""
+def trained(ours: Rows, masks: Rows, order: list[int]) -> dict[str, Any]:
+    """As slime's train_data_utils.py writes it: a dict per sample, and layouts of ranks."""
     samples = [
-        {"data_parallel_rank": k % ranks, "sample_index": order[k], "rollout_position": k, "log_probs": row,
-         "tokens": torch.zeros(len(row) + 3), "total_lengths": len(row) + 3, "response_lengths": len(row),
-         "loss_masks": mask.int(), "rollout_log_probs": row - 9.0}
+        {"data_parallel_rank": k % 2, "sample_index": order[k], "rollout_position": k, "tokens": torch.zeros(len(row) + 3),
+         "total_lengths": len(row) + 3, "response_lengths": len(row), "loss_masks": mask.int(), "log_probs": row,
+         "rollout_log_probs": row - 9.0}
         for k, (row, mask) in enumerate(zip(ours, masks, strict=True))
     ]  # fmt: skip
-    shards = [{"rank": k, "data_parallel_rank": k, "sample_indices": order[k::ranks]} for k in range(ranks)]
+    shards = [{"rank": k, "data_parallel_rank": k, "sample_indices": order[k::2]} for k in (0, 1)]
     return {"format_version": 2, "rollout_id": 3, "rank": 0, "samples": samples, "dp_shards": shards, "raw_reward": []}
 
 
 def rolled_out(theirs: Rows, order: list[int]) -> dict[str, Any]:
     """As slime's Sample.to_dict gives it."""
-    samples = [{"index": k, "rollout_log_probs": row.tolist(), "loss_mask": None, "status": "completed",
-                "metadata": {}, "tokens": [0] * (len(row) + 3), "response_length": len(row)}
-               for k, row in zip(order, theirs, strict=True)]  # fmt: skip
+    samples = [{"index": k, "rollout_log_probs": row.tolist(), "loss_mask": None, "status": "completed", "metadata": {},
+                "response_length": len(row)} for k, row in zip(order, theirs, strict=True)]  # fmt: skip
     return {"rollout_id": 3, "samples": samples}
 
 
@@ -230,14 +225,6 @@ def written(path: Path, content: Any) -> str:
     return str(path)
 
 
-def ran(monkeypatch: pytest.MonkeyPatch, capsys: Any, *words: str) -> tuple[Any, str]:
-    monkeypatch.setattr(sys, "argv", ["megatron_rl_loss", "log-probs", *words])
-    with pytest.raises(SystemExit) as caught:
-        main()
-    out, err = capsys.readouterr()
-    return caught.value.code, out + err
-
-
 ORDER = [14, 11, 10, 12, 16, 13, 15]
 
 
@@ -248,10 +235,8 @@ def test_slime_dumps_are_joined_by_sample_index(tmp_path: Path) -> None:
     mixed = list(range(7))[::-1]
     rollout = written(tmp_path / "rollout.pt", rolled_out([later[k] for k in mixed], [ORDER[k] for k in mixed]))
     train = written(tmp_path / "train.pt", trained(step.ours, step.masks, ORDER))
-    words = [sys.executable, "-m", "megatron_rl_loss", "log-probs", rollout, train]
-    done = subprocess.run(
-        words, capture_output=True, text=True, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}
-    )
+    words, path = [sys.executable, "-m", "megatron_rl_loss", "log-probs", rollout, train], {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, env=os.environ | path)
     assert (done.returncode, done.stderr) == (0, "")
     lines = done.stdout.splitlines()
     assert lines[:2] == [
@@ -266,36 +251,36 @@ def test_slime_dumps_are_joined_by_sample_index(tmp_path: Path) -> None:
 
 STEP = drawn()
 LISTS = [row.tolist() for row in STEP.ours]
-NAN = [row.clone().index_fill(0, torch.tensor([2]), torch.nan) for row in STEP.ours]
-#: Dumps of both sides, the exit status, what is printed.
-DUMPS: dict[str, tuple[str, Any, str, Any, int, str]] = {
-    "lists": ("a.jsonl", LISTS, "b.pt", STEP.ours, 0, "all gaps are within rounding"),
-    "ids": ("a.pt", dict(zip(ORDER, STEP.ours)), "b.pt", dict(zip(ORDER[::-1], LISTS[::-1])), 0, "all gaps are within"),
-    "one side": ("a.pt", {7: LISTS[0], 8: LISTS[1]}, "b.pt", {8: LISTS[1]}, 2, "left out: 1 samples of .*a.pt alone, 0 of .*b.pt alone, first 7"),
-    "no id": ("a.pt", {7: LISTS[0]}, "b.pt", {8: LISTS[1]}, 2, r"a.pt has samples \['7'\], .*b.pt \['8'\]: none is in both"),
-    "lengths": ("a.pt", [[0.0]], "b.pt", [[0.0, 1.0]], 2, r"sample 0: theirs of shape \[1\], ours of length 2: .*Cut both"),
-    "NaN": ("a.pt", NAN, "b.pt", STEP.ours, 2, "left out: 7 tokens with NaN or infinity"),
-    "empty": ("a.pt", b"", "b.pt", STEP.ours, 2, "a.pt, EOFError : a dump is a .pt without code"),
-    "no samples": ("a.jsonl", [], "b.pt", STEP.ours, 2, "a.jsonl, EOFError : a dump"),
-    "text": ("a.pt", b"log-probs", "b.pt", STEP.ours, 2, "a.pt, UnpicklingError Weights only load failed.: a dump is"),
-    "code": ("a.pt", [Path()], "b.pt", STEP.ours, 2, "a.pt, it holds pathlib.*: a dump is a .pt without code"),
-    "words": ("a.jsonl", [["a"]], "b.pt", STEP.ours, 2, "a.jsonl, ValueError too many"),
-    "a tensor": ("a.pt", torch.tensor(1.0), "b.pt", STEP.ours, 2, "a.pt, TypeError"),
-    "weights": ("a.pt", {"w": torch.zeros(2, 2)}, "b.pt", {"w": torch.zeros(2, 2)}, 2, r"sample w: ours of shape \[2, 2\]"),
-    "no log-probs": ("a.pt", rolled_out([torch.zeros(0)], [1]), "b.pt", {"samples": [{"sample_index": 1, "data_parallel_rank": 0, "rollout_log_probs": [0.0]}]}, 2, "b.pt, KeyError 'log_probs'"),
+WITHOUT = trained(STEP.ours, STEP.masks, ORDER)
+del WITHOUT["samples"][1]["log_probs"]
+#: Dumps of both sides, the exit status, and what is printed.
+DUMPS: dict[str, tuple[str, Any, Any, int, str]] = {
+    "lists": ("a.jsonl", LISTS, STEP.ours, 0, "all gaps are within rounding"),
+    "ids": ("a.pt", dict(zip(ORDER, STEP.ours, strict=True)), dict(zip(ORDER[::-1], LISTS[::-1], strict=True)), 0,
+            "all gaps are within rounding"),
+    "one side": ("a.pt", {7: [0.0], 8: [1.0]}, {8: [1.0]}, 2, "1 samples of .*a.pt alone, 0 of .*b.pt alone, first 7"),
+    "no id": ("a.pt", {7: [0.0]}, {8: [1.0]}, 2, r"a.pt has samples \['7'\], .*b.pt \['8'\]: none is in both"),
+    "lengths": ("a.pt", [[0.0]], [[0.0, 1.0]], 2, r"sample 0: theirs of shape \[1\], ours of length 2: .*Cut both"),
+    "NaN": ("a.pt", [row / row.ne(row[2]) for row in STEP.ours], STEP.ours, 2, "left out: 7 tokens with NaN or inf"),
+    "empty": ("a.pt", b"", STEP.ours, 2, "a.pt, EOFError : a dump is a .pt without code"),
+    "no samples": ("a.jsonl", [], STEP.ours, 2, "a.jsonl, EOFError"),
+    "text": ("a.pt", b"log-probs", STEP.ours, 2, "a.pt, UnpicklingError Weights only load failed.: a dump is"),
+    "code": ("a.pt", [Path()], STEP.ours, 2, "a.pt, pathlib.*: a dump is a .pt without code"),
+    "words": ("a.jsonl", [["a"]], STEP.ours, 2, "a.jsonl, ValueError too many"),
+    "a number": ("a.pt", torch.tensor(1.0), STEP.ours, 2, "a.pt, TypeError"),
+    "weights": ("a.pt", [torch.zeros(2, 2)], [torch.zeros(2, 2)], 2, r"sample 0: ours of shape \[2, 2\]"),
+    "no log-probs": ("a.pt", rolled_out(STEP.ours, ORDER), WITHOUT, 2, "b.pt, KeyError 'log_probs'"),
+    "missing": ("a.pt", None, STEP.ours, 2, "a.pt, FileNotFoundError"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", DUMPS)
 def test_dumps_that_do_not_go_together_give_a_line(name: str, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
-    first, left, second, right, status, text = DUMPS[name]
-    files = written(tmp_path / first, left), written(tmp_path / second, right)
-    code, printed = ran(monkeypatch, capsys, *files)
-    assert code == status, printed
+    file, left, right, status, text = DUMPS[name]
+    files = str(tmp_path / file) if left is None else written(tmp_path / file, left), written(tmp_path / "b.pt", right)
+    monkeypatch.setattr(sys, "argv", ["megatron_rl_loss", "log-probs", *files])
+    with pytest.raises(SystemExit) as caught:
+        main()
+    printed = "".join(capsys.readouterr())
+    assert caught.value.code == status, printed
     assert re.search(text, printed), printed
-    assert "Traceback" not in printed
-
-
-def test_a_missing_file_gives_a_line(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
-    code, printed = ran(monkeypatch, capsys, str(tmp_path / "a.pt"), str(tmp_path / "b.pt"))
-    assert (code, "a.pt, FileNotFoundError" in printed) == (2, True)
