@@ -9,7 +9,7 @@ from typing import Any
 
 import oracle
 import torch
-from checkouts import Framework, checkout
+from checkouts import Framework, checkout, record_errors
 from ranks import run_ranks
 from table_step import relative_error, table_model
 from torch import Tensor
@@ -128,13 +128,28 @@ def errors_of(model: Any, case: dict[str, Any], value: float | None = None, **op
 
 
 def assert_exact(
+    record_property: Any,
     train: Any,
     framework: Framework,
     cases: Sequence[dict[str, Any]],
     worlds: Sequence[tuple[int, int]] = ((1, 1), (4, 2)),
 ) -> None:
-    """Every error on every rank, of launches of (ranks, context-parallel ranks)."""
+    """Every error on every rank, of launches of (ranks, context-parallel ranks), in cases that are our modes."""
     for ranks, cp in worlds:
         for results in run_ranks(ranks, train, checkout(framework), cp, cases):
             for case, found in zip(cases, results, strict=True):
                 assert max(found["errors"].values()) < TOLERANCE, (case, found)
+                record_errors(record_property, framework, "every mode", None, found["errors"]["gradient"])
+
+
+def compare(
+    record_property: Any, train: Any, framework: Framework, cases: dict[str, dict[str, Any]], ranks: int = 4, cp: int = 2
+) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """What rank 0 found in each of the engine's settings, by the engine and, exact, with ours in the same step."""
+    both = [case | {"stock": stock} for case in cases.values() for stock in (case.get("stock", True), None)]
+    found = run_ranks(ranks, train, checkout(framework), cp, both)[0]
+    pairs = list(zip(found[::2], found[1::2], strict=True))
+    for setting, (own, ours) in zip(cases, pairs, strict=True):
+        assert ours["errors"]["gradient"] < TOLERANCE, setting
+        record_errors(record_property, framework, setting, own["errors"]["gradient"], ours["errors"]["gradient"])
+    return pairs

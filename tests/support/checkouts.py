@@ -5,9 +5,11 @@ their modules import and is not installed here gets a stand-in: an empty module 
 empty too. Packages whose ``__init__`` would start the whole framework are passed by, their modules are real.
 """
 
+import email
 import importlib
 import importlib.util
 import os
+import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,6 +26,7 @@ class Framework:
     """How a checkout is imported.
 
     Attributes:
+        name: of the engine, in the table of errors.
         variable: names the checkout.
         proof: a file that a checkout has.
         passed_by: packages whose ``__init__`` does not run.
@@ -31,6 +34,7 @@ class Framework:
         since: a file that older checkouts lack, which are skipped; and the oldest that was read.
     """
 
+    name: str
     variable: str
     proof: str
     passed_by: tuple[str, ...]
@@ -43,12 +47,14 @@ def _packages(name: str, *below: str) -> tuple[str, ...]:
 
 
 SLIME = Framework(
+    name="slime",
     variable="SLIME_PATH",
     proof="slime/backends/megatron_utils/loss.py",
     passed_by=_packages("slime", "backends", "backends.megatron_utils", "utils"),
     stand_ins=("httpx", "tqdm", "wandb"),
 )
 MILES = Framework(
+    name="miles",
     variable="MILES_PATH",
     proof="miles/backends/training_utils/loss.py",
     passed_by=_packages(
@@ -61,6 +67,7 @@ MILES = Framework(
     ),
 )
 VERL = Framework(
+    name="verl",
     variable="VERL_PATH",
     proof="verl/trainer/ppo/core_algos.py",
     passed_by=_packages("verl", "trainer", "trainer.ppo", "workers", "workers.engine"),
@@ -72,6 +79,7 @@ VERL = Framework(
 )
 _MEGATRON_OF_SKYRL = "skyrl.backends.skyrl_train.distributed.megatron"
 SKYRL = Framework(
+    name="SkyRL",
     variable="SKYRL_PATH",
     proof="skyrl/backends/skyrl_train/utils/ppo_utils.py",
     passed_by=(
@@ -89,6 +97,7 @@ SKYRL = Framework(
     ),
 )
 NEMO_RL = Framework(
+    name="NeMo-RL",
     variable="NEMO_RL_PATH",
     proof="nemo_rl/algorithms/loss/loss_functions.py",
     passed_by=_packages("nemo_rl", "models", "models.megatron", "models.megatron.draft"),
@@ -102,6 +111,7 @@ NEMO_RL = Framework(
     ),
 )
 AREAL = Framework(
+    name="AReaL",
     variable="AREAL_PATH",
     proof="areal/engine/megatron_engine.py",
     passed_by=_packages("areal", "engine", "trainer", "trainer.ppo"),
@@ -112,6 +122,7 @@ AREAL = Framework(
     ),
 )
 MS_SWIFT = Framework(
+    name="ms-swift",
     variable="MS_SWIFT_PATH",
     proof="swift/megatron/trainers/grpo_trainer.py",
     passed_by=_packages("swift", "megatron", "megatron.trainers", "rl_core", "rlhf_trainers"),
@@ -131,6 +142,7 @@ MS_SWIFT = Framework(
 )
 _UNREAD = ("checkpointing", "config", "initialize", "nvrx_straggler", "state", "tensor_inspect", "utils.mlflow_utils")
 BRIDGE = Framework(
+    name="Megatron-Bridge",
     variable="BRIDGE_PATH",
     proof="megatron/bridge/training/train.py",
     passed_by=("megatron.bridge", *(f"megatron.bridge.{name}" for name in ("data", "training", "utils"))),
@@ -142,6 +154,7 @@ BRIDGE = Framework(
     ),
 )
 MEGATRON_LM = Framework(
+    name="train_rl.py",
     variable="MEGATRON_LM_PATH",
     proof="train_rl.py",
     passed_by=("megatron.rl",),
@@ -162,6 +175,23 @@ def checkout(framework: Framework) -> str:
     if framework.since is not None and not (Path(path) / framework.since[0]).exists():
         pytest.skip(f"{path} is older than what was read, {framework.since[1]}: it has no {framework.since[0]}")
     return path
+
+
+def version(framework: Framework) -> str:
+    """The release of an unpacked package, else the commit of the checkout."""
+    root = Path(checkout(framework))
+    for package in (root / "PKG-INFO", root.parent / "PKG-INFO"):
+        if package.exists():
+            return email.message_from_string(package.read_text())["Version"]
+    commit = subprocess.run(["git", "-C", root, "rev-parse", "--short=8", "HEAD"], capture_output=True, text=True)
+    return f"`{commit.stdout.strip()}`" if commit.returncode == 0 else "unknown"
+
+
+def record_errors(
+    record_property: Any, framework: Framework, setting: str, own: float | None, ours: float
+) -> None:
+    """For the table at the end of a run: a setting's largest error, by the engine itself, if it has it, and by us."""
+    record_property("engine", (framework.name, version(framework), setting, own, ours))
 
 
 def load(framework: Framework, root: str, *modules: str) -> list[Any]:
