@@ -85,9 +85,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """What a test recorded as plain numbers: NumPy's do not travel from pytest-xdist's workers."""
     report = yield
-    report.user_properties = [
-        (name, value if name == "engine" else float(value)) for name, value in report.user_properties
-    ]
+    recorded = report.user_properties
+    report.user_properties = [(name, value if name == "engine" else float(value)) for name, value in recorded]
     return report
 
 
@@ -104,7 +103,8 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     if engines:  # see `checkouts.record_errors`
         terminalreporter.write_line("| engine | version | setting | its own error | with ours |\n|---|---|---|---|---|")
     for place, pairs in sorted(engines.items()):
-        worst = ["-" if None in errors else f"{max(errors):.2g}" for errors in zip(*pairs, strict=True)]
+        known = [[error for error in errors if error is not None] for errors in zip(*pairs, strict=True)]
+        worst = [f"{max(errors):.2g}" if errors else "-" for errors in known]
         terminalreporter.write_line(f"| {' | '.join([*place, *worst])} |")
     for name, values in sorted(recorded.items()):
         worst = "error" in name or "seconds" in name

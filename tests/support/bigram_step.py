@@ -139,17 +139,17 @@ def assert_exact(
         for results in run_ranks(ranks, train, checkout(framework), cp, cases):
             for case, found in zip(cases, results, strict=True):
                 assert max(found["errors"].values()) < TOLERANCE, (case, found)
-                record_errors(record_property, framework, "every mode", None, found["errors"]["gradient"])
+                record_errors(record_property, framework, "every mode", ours=found["errors"]["gradient"])
 
 
 def compare(
-    record_property: Any, train: Any, framework: Framework, cases: dict[str, dict[str, Any]], ranks: int = 4, cp: int = 2
-) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """What rank 0 found in each of the engine's settings, by the engine and, exact, with ours in the same step."""
-    both = [case | {"stock": stock} for case in cases.values() for stock in (case.get("stock", True), None)]
-    found = run_ranks(ranks, train, checkout(framework), cp, both)[0]
-    pairs = list(zip(found[::2], found[1::2], strict=True))
-    for setting, (own, ours) in zip(cases, pairs, strict=True):
-        assert ours["errors"]["gradient"] < TOLERANCE, setting
-        record_errors(record_property, framework, setting, own["errors"]["gradient"], ours["errors"]["gradient"])
-    return pairs
+    record_property: Any, train: Any, framework: Framework, cases: Sequence[dict[str, Any]], world: Any = (4, 2)
+) -> list[Any]:
+    """What rank 0 found in the engine's own setting of each case and, exact, with ours in the same step."""
+    both = [case | {"stock": stock} for case in cases for stock in (case.get("stock", True), None)]
+    found = run_ranks(world[0], train, checkout(framework), world[1], both)[0]
+    for case, *pair in zip(cases, found[::2], found[1::2], strict=True):
+        own, ours = (one["errors"]["gradient"] for one in pair)
+        assert ours < TOLERANCE, case
+        record_errors(record_property, framework, case["setting"], own, ours)
+    return list(zip(found[::2], found[1::2], strict=True))

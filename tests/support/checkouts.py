@@ -26,8 +26,7 @@ class Framework:
     """How a checkout is imported.
 
     Attributes:
-        name: of the engine, in the table of errors.
-        variable: names the checkout.
+        name: of the engine.
         proof: a file that a checkout has.
         passed_by: packages whose ``__init__`` does not run.
         stand_ins: packages that get one where they are not installed, and single modules (with a dot) that always do.
@@ -35,11 +34,15 @@ class Framework:
     """
 
     name: str
-    variable: str
     proof: str
     passed_by: tuple[str, ...]
     stand_ins: tuple[str, ...]
     since: tuple[str, str] | None = None
+
+    @property
+    def variable(self) -> str:
+        """It names the checkout."""
+        return f"{self.name.upper().replace('-', '_')}_PATH"
 
 
 def _packages(name: str, *below: str) -> tuple[str, ...]:
@@ -48,14 +51,12 @@ def _packages(name: str, *below: str) -> tuple[str, ...]:
 
 SLIME = Framework(
     name="slime",
-    variable="SLIME_PATH",
     proof="slime/backends/megatron_utils/loss.py",
     passed_by=_packages("slime", "backends", "backends.megatron_utils", "utils"),
     stand_ins=("httpx", "tqdm", "wandb"),
 )
 MILES = Framework(
     name="miles",
-    variable="MILES_PATH",
     proof="miles/backends/training_utils/loss.py",
     passed_by=_packages(
         "miles", "backends", *(f"backends.{part}_utils" for part in ("fsdp", "megatron", "training")), "utils"
@@ -68,7 +69,6 @@ MILES = Framework(
 )
 VERL = Framework(
     name="verl",
-    variable="VERL_PATH",
     proof="verl/trainer/ppo/core_algos.py",
     passed_by=_packages("verl", "trainer", "trainer.ppo", "workers", "workers.engine"),
     stand_ins=(
@@ -80,7 +80,6 @@ VERL = Framework(
 _MEGATRON_OF_SKYRL = "skyrl.backends.skyrl_train.distributed.megatron"
 SKYRL = Framework(
     name="SkyRL",
-    variable="SKYRL_PATH",
     proof="skyrl/backends/skyrl_train/utils/ppo_utils.py",
     passed_by=(
         *_packages("skyrl", "train", "backends", "backends.skyrl_train"),
@@ -98,7 +97,6 @@ SKYRL = Framework(
 )
 NEMO_RL = Framework(
     name="NeMo-RL",
-    variable="NEMO_RL_PATH",
     proof="nemo_rl/algorithms/loss/loss_functions.py",
     passed_by=_packages("nemo_rl", "models", "models.megatron", "models.megatron.draft"),
     stand_ins=(
@@ -112,7 +110,6 @@ NEMO_RL = Framework(
 )
 AREAL = Framework(
     name="AReaL",
-    variable="AREAL_PATH",
     proof="areal/engine/megatron_engine.py",
     passed_by=_packages("areal", "engine", "trainer", "trainer.ppo"),
     stand_ins=(
@@ -123,7 +120,6 @@ AREAL = Framework(
 )
 MS_SWIFT = Framework(
     name="ms-swift",
-    variable="MS_SWIFT_PATH",
     proof="swift/megatron/trainers/grpo_trainer.py",
     passed_by=_packages("swift", "megatron", "megatron.trainers", "rl_core", "rlhf_trainers"),
     stand_ins=(
@@ -142,8 +138,7 @@ MS_SWIFT = Framework(
 )
 _UNREAD = ("checkpointing", "config", "initialize", "nvrx_straggler", "state", "tensor_inspect", "utils.mlflow_utils")
 BRIDGE = Framework(
-    name="Megatron-Bridge",
-    variable="BRIDGE_PATH",
+    name="Bridge",
     proof="megatron/bridge/training/train.py",
     passed_by=("megatron.bridge", *(f"megatron.bridge.{name}" for name in ("data", "training", "utils"))),
     stand_ins=(
@@ -154,8 +149,7 @@ BRIDGE = Framework(
     ),
 )
 MEGATRON_LM = Framework(
-    name="train_rl.py",
-    variable="MEGATRON_LM_PATH",
+    name="Megatron-LM",
     proof="train_rl.py",
     passed_by=("megatron.rl",),
     stand_ins=(
@@ -177,21 +171,19 @@ def checkout(framework: Framework) -> str:
     return path
 
 
-def version(framework: Framework) -> str:
-    """The release of an unpacked package, else the commit of the checkout."""
-    root = Path(checkout(framework))
-    for package in (root / "PKG-INFO", root.parent / "PKG-INFO"):
-        if package.exists():
-            return email.message_from_string(package.read_text())["Version"]
-    commit = subprocess.run(["git", "-C", root, "rev-parse", "--short=8", "HEAD"], capture_output=True, text=True)
-    return f"`{commit.stdout.strip()}`" if commit.returncode == 0 else "unknown"
-
-
 def record_errors(
-    record_property: Any, framework: Framework, setting: str, own: float | None, ours: float
+    record_property: Any, framework: Framework, setting: str, own: float | None = None, ours: float | None = None
 ) -> None:
-    """For the table at the end of a run: a setting's largest error, by the engine itself, if it has it, and by us."""
-    record_property("engine", (framework.name, version(framework), setting, own, ours))
+    """For the table at the end of a run: a setting's largest error by the engine itself, if it has it, and with ours.
+
+    The version is that of an unpacked package, else the commit of the checkout.
+    """
+    root = Path(checkout(framework))
+    command = ["git", "-C", root, "log", "-1", "--abbrev=8", "--format=Version: `%h`"]
+    packages = [folder / "PKG-INFO" for folder in (root, root.parent) if (folder / "PKG-INFO").exists()]
+    text = packages[0].read_text() if packages else subprocess.run(command, capture_output=True, text=True).stdout
+    version = email.message_from_string(text)["Version"]
+    record_property("engine", (framework.name, str(version), setting, own, ours))
 
 
 def load(framework: Framework, root: str, *modules: str) -> list[Any]:

@@ -91,7 +91,9 @@ def test_every_mode_is_exact(record_property: Any) -> None:
 
 
 def test_theirs_is_the_token_mean_and_no_other(record_property: Any) -> None:
-    ((same, _),) = compare(record_property, train, AREAL, {"token mean": {"mode": "token_mean", "settings": {}}})
+    ((same, _),) = compare(
+        record_property, train, AREAL, [{"setting": "token mean", "mode": "token_mean", "settings": {}}]
+    )
     assert same["errors"]["gradient"] < TOLERANCE
     case = {"mode": "prompt_mean", "settings": MODES["prompt_mean"], "stock": True}
     (other,) = run_ranks(4, train, checkout(AREAL), 2, [case])[0]

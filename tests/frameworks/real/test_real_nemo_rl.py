@@ -130,11 +130,9 @@ def test_every_term_is_exact(record_property: Any) -> None:
 
 def test_metrics_keep_their_masks_and_theirs_is_what_it_says(record_property: Any) -> None:
     """Their means are exact, and none of the other modes."""
-    cases: dict[str, dict[str, Any]] = {
-        "`token_level_loss=true`": {"mode": "token_mean", "settings": {}},
-        "`token_level_loss=false`": {"mode": "sample_mean", "settings": {"units": "active"}, "cfg": OF_SAMPLES},
-    }
-    (stock, same), (of_samples, _) = compare(record_property, train, NEMO_RL, cases)
+    token: dict[str, Any] = {"setting": "`token_level_loss=true`", "mode": "token_mean", "settings": {}}
+    sample = {"setting": "`token_level_loss=false`", "mode": "sample_mean", "settings": {"units": "active"}}
+    (stock, same), (of_samples, _) = compare(record_property, train, NEMO_RL, [token, sample | {"cfg": OF_SAMPLES}])
     assert max(one["errors"]["gradient"] for one in (stock, of_samples)) < TOLERANCE
     two: list[dict[str, Any]] = [{"mode": "prompt_mean", "settings": {}, "stock": stock} for stock in (True, None)]
     wrong, other = run_ranks(4, train, checkout(NEMO_RL), 2, two)[0]
@@ -163,4 +161,4 @@ def planned(root: str) -> list[float]:
 def test_a_planned_step(record_property: Any) -> None:
     for errors in run_ranks(DP * CP, planned, checkout(NEMO_RL)):
         assert max(errors) < oracle.EXACT
-        record_errors(record_property, NEMO_RL, "`plan_step`", None, max(errors))
+        record_errors(record_property, NEMO_RL, "every mode", ours=max(errors))

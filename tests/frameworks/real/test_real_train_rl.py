@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from checkouts import MEGATRON_LM, checkout
+from checkouts import MEGATRON_LM, checkout, record_errors
 from repository import EXAMPLES, ROOT
 
 #: Log-probs are float32 sums over the vocabulary.
@@ -69,7 +69,7 @@ def cuts_log_probs() -> bool:
 
 
 @pytest.mark.parametrize(("world_size", "cp"), [(2, 1), (4, 2)])
-def test_modes_are_exact_and_an_audit_measures_them(world_size: int, cp: int) -> None:
+def test_modes_are_exact_and_an_audit_measures_them(world_size: int, cp: int, record_property: Any) -> None:
     """And the stock loss, without a tap: the mean over bins of their token means."""
     if cp > 1 and not cuts_log_probs():
         pytest.skip("this train_rl.py does not cut log-probs for context parallelism")
@@ -81,7 +81,11 @@ def test_modes_are_exact_and_an_audit_measures_them(world_size: int, cp: int) ->
         case("constant", *ACTIVE, *PACKED, divisor=40.0, seed=2),
     ]
     *ours, packed, unpacked = launch(world_size, cp, [*cases, case(None, *PACKED), case(None)])
+    for setting, own, mine in (("packed", packed, ours[0]), ("unpacked", unpacked, ours[1])):
+        setting = f"sample mean, {setting}, two filler rows"
+        record_errors(record_property, MEGATRON_LM, setting, own["gradient"], mine["gradient"])
     for one, found in zip(cases, ours, strict=True):
+        record_errors(record_property, MEGATRON_LM, "every mode", ours=found["gradient"])
         assert found.get("error", 1.0) < TOLERANCE, (one, found)
         assert not found["stock"]
         assert found["audit_error"] < TOLERANCE, (one, found)
