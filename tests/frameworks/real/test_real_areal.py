@@ -91,10 +91,8 @@ def test_every_mode_is_exact(record_property: Any) -> None:
 
 
 def test_theirs_is_the_token_mean_and_no_other(record_property: Any) -> None:
-    ((same, _),) = compare(
-        record_property, train, AREAL, [{"setting": "token mean", "mode": "token_mean", "settings": {}}]
-    )
+    of_tokens, of_prompts = ({"mode": mode, "settings": MODES[mode]} for mode in ("token_mean", "prompt_mean"))
+    ((same, _),) = compare(record_property, train, AREAL, [of_tokens | {"setting": "token mean"}])
+    (other,) = run_ranks(4, train, checkout(AREAL), 2, [of_prompts | {"stock": True}])[0]
     assert same["errors"]["gradient"] < TOLERANCE
-    case = {"mode": "prompt_mean", "settings": MODES["prompt_mean"], "stock": True}
-    (other,) = run_ranks(4, train, checkout(AREAL), 2, [case])[0]
     assert other["errors"]["gradient"] > 1e-2

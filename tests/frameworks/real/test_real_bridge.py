@@ -183,8 +183,9 @@ def test_its_train_step_is_exact_in_every_mode(per_token: bool, record_property:
     theirs = {name: error for name, (error, _) in results[0].items() if name not in oracle.MODES}
     assert [error < 2e-6 for error in theirs.values()] == [per_token, False]
     assert all(error < 2e-6 or error > 1e-2 for error in theirs.values())
-    kind = "with per-token loss" if per_token else "without"
     for name, error in theirs.items():
-        record_errors(record_property, BRIDGE, f"{name}, {kind}", error, results[0]["token_mean"][0])
+        record_errors(
+            record_property, BRIDGE, name + ", per-token loss" * per_token, error, results[0]["token_mean"][0]
+        )
     worst = max(results[0][mode][0] for mode in oracle.MODES)
     record_errors(record_property, BRIDGE, "every mode", ours=worst)

@@ -75,8 +75,7 @@ def expected_draft(mode: str, settings: dict[str, Any]) -> tuple[float, Tensor]:
 
 def data_of(rank_rows: slice, normalize: Any) -> dict[str, Tensor]:
     """A rank's rows: prompts after their padding, responses before; advantages as the trainer normalises them."""
-    batch, starts = make_batch(), sorted({PROMPTS.index(prompt) for prompt in PROMPTS})
-    groups = {"prompt_boundaries": list(pairwise([*starts, ROWS]))}
+    batch = make_batch()
     mask = batch["token_mask"][:, PROMPT:] * batch["sample_mask"][:, None]
     real = torch.arange(LENGTH) < batch["input_lengths"][:, None]
     whole = {
@@ -85,9 +84,7 @@ def data_of(rank_rows: slice, normalize: Any) -> dict[str, Tensor]:
         "action_log_probs": batch["prev_logprobs"][:, PROMPT:],
         "base_action_log_probs": batch["reference_policy_logprobs"][:, PROMPT:],
         "rollout_logprobs": batch["generation_logprobs"][:, PROMPT:],
-        "advantages": normalize(
-            batch["advantages"][:, PROMPT:], mask, micro_batch_size=2, max_seq_len=LENGTH, **groups
-        ),
+        "advantages": normalize(batch["advantages"][:, PROMPT:], mask),
         "loss_mask": mask,
         "response_mask": mask,
     }
@@ -164,8 +161,11 @@ def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, Any
             enable_router_replay=False, enable_sample_support_replay=False, empty_cuda_cache=False,
             strategy=strategy, scheduler=None, optimizer=SimpleNamespace(param_groups=[{"lr": 0.0}]),
         )  # fmt: skip
-        reduction = case.get("own", "token_mean") if case.get("stock") else "token_mean"
-        normalize = partial(ppo_utils.apply_loss_reduction_to_advantages_minibatch, loss_reduction=reduction)
+        normalize = partial(
+            ppo_utils.apply_loss_reduction_to_advantages_minibatch, micro_batch_size=2, max_seq_len=LENGTH,
+            loss_reduction=case.get("own", "token_mean") if case.get("stock") else "token_mean",
+            prompt_boundaries=list(pairwise([*sorted(map(PROMPTS.index, set(PROMPTS))), ROWS])),
+        )  # fmt: skip
         data = batches.TrainingInputBatch(data_of(rows, normalize))
         data.metadata = {"response_length": LENGTH - PROMPT}
         for _ in range(case.get("calls", 1)):
