@@ -26,23 +26,18 @@ class Framework:
     """How a checkout is imported.
 
     Attributes:
-        name: of the engine.
+        variable: names the checkout.
         proof: a file that a checkout has.
         passed_by: packages whose ``__init__`` does not run.
         stand_ins: packages that get one where they are not installed, and single modules (with a dot) that always do.
         since: a file that older checkouts lack, which are skipped; and the oldest that was read.
     """
 
-    name: str
+    variable: str
     proof: str
     passed_by: tuple[str, ...]
     stand_ins: tuple[str, ...]
     since: tuple[str, str] | None = None
-
-    @property
-    def variable(self) -> str:
-        """It names the checkout."""
-        return f"{self.name.upper().replace('-', '_')}_PATH"
 
 
 def _packages(name: str, *below: str) -> tuple[str, ...]:
@@ -50,13 +45,13 @@ def _packages(name: str, *below: str) -> tuple[str, ...]:
 
 
 SLIME = Framework(
-    name="slime",
+    variable="SLIME_PATH",
     proof="slime/backends/megatron_utils/loss.py",
     passed_by=_packages("slime", "backends", "backends.megatron_utils", "utils"),
     stand_ins=("httpx", "tqdm", "wandb"),
 )
 MILES = Framework(
-    name="miles",
+    variable="MILES_PATH",
     proof="miles/backends/training_utils/loss.py",
     passed_by=_packages(
         "miles", "backends", *(f"backends.{part}_utils" for part in ("fsdp", "megatron", "training")), "utils"
@@ -68,7 +63,7 @@ MILES = Framework(
     ),
 )
 VERL = Framework(
-    name="verl",
+    variable="VERL_PATH",
     proof="verl/trainer/ppo/core_algos.py",
     passed_by=_packages("verl", "trainer", "trainer.ppo", "workers", "workers.engine"),
     stand_ins=(
@@ -79,7 +74,7 @@ VERL = Framework(
 )
 _MEGATRON_OF_SKYRL = "skyrl.backends.skyrl_train.distributed.megatron"
 SKYRL = Framework(
-    name="SkyRL",
+    variable="SKYRL_PATH",
     proof="skyrl/backends/skyrl_train/utils/ppo_utils.py",
     passed_by=(
         *_packages("skyrl", "train", "backends", "backends.skyrl_train"),
@@ -96,7 +91,7 @@ SKYRL = Framework(
     ),
 )
 NEMO_RL = Framework(
-    name="NeMo-RL",
+    variable="NEMO_RL_PATH",
     proof="nemo_rl/algorithms/loss/loss_functions.py",
     passed_by=_packages("nemo_rl", "models", "models.megatron", "models.megatron.draft"),
     stand_ins=(
@@ -109,7 +104,7 @@ NEMO_RL = Framework(
     ),
 )
 AREAL = Framework(
-    name="AReaL",
+    variable="AREAL_PATH",
     proof="areal/engine/megatron_engine.py",
     passed_by=_packages("areal", "engine", "trainer", "trainer.ppo"),
     stand_ins=(
@@ -119,7 +114,7 @@ AREAL = Framework(
     ),
 )
 MS_SWIFT = Framework(
-    name="ms-swift",
+    variable="MS_SWIFT_PATH",
     proof="swift/megatron/trainers/grpo_trainer.py",
     passed_by=_packages("swift", "megatron", "megatron.trainers", "rl_core", "rlhf_trainers"),
     stand_ins=(
@@ -138,7 +133,7 @@ MS_SWIFT = Framework(
 )
 _UNREAD = ("checkpointing", "config", "initialize", "nvrx_straggler", "state", "tensor_inspect", "utils.mlflow_utils")
 BRIDGE = Framework(
-    name="Bridge",
+    variable="BRIDGE_PATH",
     proof="megatron/bridge/training/train.py",
     passed_by=("megatron.bridge", *(f"megatron.bridge.{name}" for name in ("data", "training", "utils"))),
     stand_ins=(
@@ -149,7 +144,7 @@ BRIDGE = Framework(
     ),
 )
 MEGATRON_LM = Framework(
-    name="Megatron-LM",
+    variable="MEGATRON_LM_PATH",
     proof="train_rl.py",
     passed_by=("megatron.rl",),
     stand_ins=(
@@ -174,16 +169,14 @@ def checkout(framework: Framework) -> str:
 def record_errors(
     record_property: Any, framework: Framework, setting: str, own: float | None = None, ours: float | None = None
 ) -> None:
-    """For the table at the end of a run: a setting's largest error by the engine itself, if it has it, and with ours.
-
-    The version is that of an unpacked package, else the commit of the checkout.
-    """
+    """For the table at the end of a run: a setting's errors by the engine itself, if it has it, and with ours."""
     root = Path(checkout(framework))
     command = ["git", "-C", root, "log", "-1", "--abbrev=8", "--format=Version: `%h`"]
-    packages = [folder / "PKG-INFO" for folder in (root, root.parent) if (folder / "PKG-INFO").exists()]
-    text = packages[0].read_text() if packages else subprocess.run(command, capture_output=True, text=True).stdout
-    version = email.message_from_string(text)["Version"]
-    record_property("engine", (framework.name, str(version), setting, own, ours))
+    commit = subprocess.run(command, capture_output=True, text=True).stdout
+    of_package = [folder / "PKG-INFO" for folder in (root, root.parent) if (folder / "PKG-INFO").exists()]
+    version = email.message_from_string(of_package[0].read_text() if of_package else commit)["Version"]
+    engine = framework.variable.removesuffix("_PATH").lower().replace("_", "-")
+    record_property("engine", (engine, str(version), setting, own, ours))
 
 
 def load(framework: Framework, root: str, *modules: str) -> list[Any]:

@@ -49,8 +49,8 @@ def errors(root: str) -> list[tuple[float, float]]:
         for part in range(1 + entropy):
             right, *of_both = (value[part] for value in values)
             found.append(tuple(relative(value, right) for value in of_both))
-        for value in values:
-            (sum(x * value[part] for part, x in enumerate((1, 0.3)[: 1 + entropy])) * slopes).sum().backward()
+        for value, of_entropy in values:
+            ((value + 0.3 * of_entropy if entropy else value) * slopes).sum().backward()
         found.append(tuple(relative(one.grad, whole.grad[:, columns]) for one in (theirs, mine)))
     return found
 
