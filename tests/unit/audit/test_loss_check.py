@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 import check_my_loss
+import numpy as np
 import published
 import pytest
 import torch
@@ -25,47 +26,55 @@ from repository import ROOT
 from torch import Tensor
 
 from megatron_rl_loss import check_loss
-from megatron_rl_loss.audit import drawn_steps
-from megatron_rl_loss.audit.drawn_steps import DrawnSample, LossCase
-from megatron_rl_loss.audit.simulation import CALLS, GIVEN, LossCall, measure
+from megatron_rl_loss.audit import simulation
+from megatron_rl_loss.audit.loss_check import CUTS, TOGETHER
+from megatron_rl_loss.audit.simulation import CALLS, GIVEN, DrawnRow, DrawnStep, LossCall, measure
 
 pytestmark = pytest.mark.slow  # hundreds of random steps
 
-ADDED, PADDED, TOGETHER = LossCall(dp="sum"), "with masks as long as padded slots", "over all of these together"
+ADDED = LossCall(dp="sum")
 
 # ---- published formulas that are not what they are meant to be
 
 PUBLISHED = {bug.id: bug for bug in published.BUGS if bug.loss_fn is not None}
 
 
-def step_of(case: LossCase, padded: bool) -> Step:
+def step_of(drawn: DrawnStep, padded: bool) -> Step:
     """The same step to count by hand."""
-    ids = itertools.count()
-    rows = [
-        [[Row(one.mask, one.rollout if case.split_rollouts else next(ids), one.prompt) for one in k] for k in rank]
-        for rank in case.ranks
-    ]
-    longest = max(len(sample.mask) for sample in case.samples)
-    return Step(rows, case.cp_size, length=longest if padded and case.cp_size > 1 else None)
+    rows: list[list[list[Row]]] = [[[] for _ in range(drawn.num_microbatches)] for _ in range(drawn.dp_size)]
+    for row in drawn.rows:
+        rows[row.dp_rank][row.microbatch].append(Row(row.mask, row.rollout, row.prompt))
+    longest = max(len(row.mask) for row in drawn.rows)
+    return Step(rows, drawn.cp_size, length=longest if padded and drawn.cp_size > 1 else None)
+
+
+#: The weights that a mode asks for, by hand.
+ASKED: dict[str, Callable[..., Any]] = {
+    "token_mean": lambda t, divisor: t.m / t.T,
+    "sample_mean": lambda t, divisor: t.m / np.maximum(t.R, 1) / t.N,
+    "constant": lambda t, divisor: t.m / divisor / t.N,
+    "verl:seq-mean-token-sum": lambda t, divisor: t.m / t.N,
+}
 
 
 @pytest.mark.parametrize("bug", PUBLISHED.values(), ids=PUBLISHED)
 def test_a_published_function_is_found(bug: published.Bug) -> None:
-    report = check_loss(bug.loss_fn, bug.asked, call=bug.call, draws=6, divisor=bug.divisor)
+    report = check_loss(bug.loss_fn, bug.asked, call=bug.call, draws=8, divisor=bug.divisor)
     assert not report.sound
     assert report.invariant == (set(bug.cuts) == {UNCUT})
     assert {finding.cut for finding in report.findings} == set(bug.cuts), str(report)
+    assert len(str(report).splitlines()) <= 15
     rows = (CALLS[bug.call] if isinstance(bug.call, str) else bug.call).rows
     for finding in report.findings:
         assert finding.kind == "weights"
-        assert finding.cut in str(report)
-        case = finding.case
-        expected = bug.weights(step_of(case, rows == "padded").counted)
-        assert finding.weights == pytest.approx(expected.tolist(), rel=1e-6)
+        assert f"  {finding.cut}: {finding.says}" in str(report).splitlines()
+        t = step_of(finding.step, rows == "padded").counted
+        assert finding.weights == pytest.approx(bug.weights(t).tolist(), rel=1e-6)
+        assert finding.expected == pytest.approx(ASKED[bug.asked](t, bug.divisor).tolist(), rel=1e-6)
         # The smallest step that shows it: two parts of what is cut, and one of all else.
-        parts = {MICROBATCHES: case.num_microbatches, DP: case.dp_size, published.CP: case.cp_size}
+        parts = {MICROBATCHES: t.K, DP: t.D, published.CP: t.C}
         assert parts == {cut: 1 + (cut == finding.cut) for cut in parts}
-        assert sum(len(sample.mask) for sample in case.samples) <= 4, str(case)
+        assert len(t.m) <= 14, finding.step
 
 
 # ---- exact ones
@@ -112,19 +121,24 @@ def test_an_exact_formula_passes_and_the_same_scaled_does_not(row: Any) -> None:
     loss_fn, mode, call, divisor = row
     report = check_loss(loss_fn, mode, call=call, draws=5, divisor=divisor)
     assert (report.sound, report.invariant, report.findings) == (True, True, ()), str(report)
-    assert str(report).splitlines()[0].endswith(": sound")
+    assert str(report).startswith("SOUND: ")
     scaled = functools.wraps(loss_fn)(lambda *args, **kwargs: 1.5 * loss_fn(*args, **kwargs))
     report = check_loss(scaled, mode, call=call, draws=3, divisor=divisor)
     assert report.invariant
     (finding,) = report.findings
     assert finding.cut == UNCUT
-    assert finding.factors == pytest.approx((1.5, 1.5))
+    assert (finding.low, finding.high) == pytest.approx((1.5, 1.5))
 
 
 def test_the_example_says_what_its_functions_are(capsys: pytest.CaptureFixture[str]) -> None:
     check_my_loss.main()
-    first_lines = [line for line in capsys.readouterr().out.splitlines() if line and line[0] in "abcm"]
-    assert [line.split(": ")[-1] for line in first_lines] == ["NOT invariant", "sound", "sound", "NOT invariant"]
+    found = re.findall(r"^(.*SOUND: \w+ .*)$", capsys.readouterr().out, re.MULTILINE)
+    assert found == [
+        "NOT SOUND: bnpo is not invariant; asked token_mean",
+        "SOUND: agg_loss is token_mean, however the step is cut",
+        "SOUND: compute_loss is token_mean, however the step is cut",
+        "NOT SOUND: mine is not invariant; asked token_mean",
+    ]
 
 
 def test_methods_objects_and_partials_are_functions_too() -> None:
@@ -166,27 +180,31 @@ FAULTS: dict[str, tuple[Callable[..., Any], str, str]] = {
     "dropout": (lambda x, m: total(torch.nn.functional.dropout(x), m), "chance", "called twice with the same losses"),
     "raises": (needs_two_rows, "raises", "it raises RuntimeError: cannot normalise one row"),
     "no graph": (lambda x, m: total(x, m) if m.any() else torch.zeros(()), "no graph", "has no graph, so nothing is "),
-    "a number for nothing": (lambda x, m: total(x, m) if m.any() else 0, "no loss", "it returns a int, no tensor"),
-    "0/0": (zero_by_zero, "NaN", "the gradient is NaN or infinite at 2 of 2 tokens"),
+    "a number for nothing": (lambda x, m: total(x, m) if m.any() else 0, "no loss", "it returns a int, not one number"),
+    "0/0": (zero_by_zero, "NaN", r"the gradient is NaN or infinite at \d of \d tokens"),
     "an infinite gradient": (
         lambda x, m: total(x, m) - total(x, 1 - m).mul(0).abs().sqrt(),
-        "NaN", "the gradient is NaN or infinite at 1 of 1 tokens",
+        "NaN", r"the gradient is NaN or infinite at \d of \d tokens",
     ),
-    "masked tokens trained": (lambda x, m, step_tokens: x.sum() / step_tokens, "weights", "(padding|tokens) weighs?"),
-    "the mask off by one": (lambda x, m, step_tokens: share(x, m.roll(1, -1), step_tokens), "weights", "weigh"),
+    "masked tokens trained": (
+        lambda x, m, step_tokens: x.sum() / step_tokens, "weights", "all masked tokens are, .* trained|lies on padding"
+    ),
+    "the mask off by one": (
+        lambda x, m, step_tokens: share(x, m.roll(1, -1), step_tokens), "weights", "off by one|trained|padding|no weight"
+    ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(("loss_fn", "kind", "text"), FAULTS.values(), ids=FAULTS.keys())
 def test_a_fault_is_told(loss_fn: Callable[..., Any], kind: str, text: str) -> None:
     of_step = "step_tokens" in inspect.signature(loss_fn).parameters
-    report = check_loss(loss_fn, "token_mean" if of_step else "token_sum", call=ADDED, draws=6)
+    report = check_loss(loss_fn, "token_mean" if of_step else "token_sum", call=ADDED, draws=8)
     assert not report.sound
     assert not report.invariant or kind == "weights"
     finding = next(finding for finding in report.findings if finding.kind == kind)
     assert re.search(text, finding.says)
     assert finding.says in str(report)
-    assert kind == "chance" or len(finding.case.samples) <= 2, str(finding.case)
+    assert len(finding.step.rows) <= 4, finding.step
 
 
 def test_what_is_no_fault_where_the_call_is_another() -> None:
@@ -203,7 +221,7 @@ TOLD: dict[str, tuple[Callable[..., Any], str, LossCall, str, str, Any]] = {
     "nothing trained": (lambda x, m: 0 * x.sum(), "token_mean", LossCall(), UNCUT, "", (0, 0)),
     "the wrong way round": (
         lambda x, m, step_tokens: -share(x, m, step_tokens),
-        "token_mean", ADDED, UNCUT, "all tokens weigh -1 times what they should, on every step alike$", (-1, -1),
+        "token_mean", ADDED, UNCUT, "the sign is turned: what was to be minimised is maximised$", (-1, -1),
     ),
     "one call fails": (
         third, "token_sum", replace(ADDED, cp="sum"), TOGETHER,
@@ -222,8 +240,8 @@ def test_where_it_fails_is_told(loss_fn: Any, mode: str, call: Any, cut: str, sa
     assert finding.cut == cut
     assert re.match(says, finding.says)
     if factors:
-        assert finding.factors == pytest.approx(factors)
-    assert (finding.case.num_microbatches, finding.case.dp_size) == ((1, 1) if cut == UNCUT else (2, 2))
+        assert (finding.low, finding.high) == pytest.approx(factors)
+    assert finding.step[1:3] == ((1, 1) if cut == UNCUT else (2, 2))
 
 
 @pytest.mark.parametrize("mode", [None, "token_mean"])
@@ -245,8 +263,8 @@ def test_a_finding_can_be_had_again_and_the_report_is_plain_data(seed: int) -> N
     assert (data["sound"], data["invariant"]) == (False, False)
     assert [finding["cut"] for finding in data["findings"]] == [MICROBATCHES, DP]
     for finding, plain in zip(report.findings, data["findings"], strict=True):
-        assert tuple(measure(masked_mean, published.MEANS, finding.case).weights) == finding.weights
-        assert eval(plain["case"], vars(drawn_steps)) == finding.case
+        assert tuple(measure(masked_mean, published.MEANS, finding.step).weights) == finding.weights
+        assert eval(plain["step"], vars(simulation)) == finding.step
     assert str(check_loss(masked_mean, "token_mean", call=published.MEANS, seed=seed, draws=4)) == str(report)
 
 
@@ -264,26 +282,25 @@ def test_everything_that_can_be_asked_for_is_given() -> None:
     parameters = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in GIVEN]
     two = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in ("log_probs", "mask")]
     asks_for_all.__signature__ = inspect.Signature([*two, *parameters])
-    rows = (DrawnSample((1, 0, 1)), DrawnSample((0, 0)))
+    rows = DrawnRow((1, 0, 1)), DrawnRow((0, 0)), DrawnRow((1, 0, 1), dp_rank=1)
     for shape in ("padded", "packed", "lists"):
         seen.clear()
-        call = LossCall(takes="log_probs", rows=shape, cp="sum")
-        measure(asks_for_all, call, LossCase(((rows,), (rows[:1],)), 2))
+        measure(asks_for_all, LossCall(takes="log_probs", rows=shape, cp="sum"), DrawnStep(rows, 1, 2, 2))
         assert set(seen) == set(GIVEN)
         assert (int(seen["step_tokens"]), int(seen["rank_tokens"]), seen["step_samples"]) == (4, 2, 3)
         assert (seen["world_size"], seen["dp_rank"], seen["cp_rank"]) == (4, 1, 1)
         assert seen["cu_seqlens"].tolist() == [0, 4]
 
 
-CUTS = {"zigzag": [0, 1, 1, 0], "contiguous": [0, 0, 1, 1], "gathered": [-1] * 4, "responses": [1, 1, 1, 1]}
+HELD = {"zigzag": [0, 1, 1, 0], "contiguous": [0, 0, 1, 1], "gathered": [-1] * 4, "responses": [1, 1, 1, 1]}
 
 
-@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("cut", HELD)
 def test_a_context_parallel_rank_holds_what_the_cut_says(cut: Any) -> None:
     """Of a row of 4 tokens; as a response behind 3 of a prompt, in 8 slots, its losses lie one before its tokens."""
     call = LossCall(rows="packed", cp="sum", cp_cut=cut)
-    step = measure(total, call, LossCase((((DrawnSample((1,) * 4),),),), 2))
-    assert step.tokens.cp_rank.tolist() == CUTS[cut]
+    step = measure(total, call, DrawnStep((DrawnRow((1,) * 4),), cp_size=2))
+    assert step.tokens.cp_rank.tolist() == HELD[cut]
 
 
 def test_the_page_names_everything_there_is() -> None:
@@ -318,42 +335,34 @@ REFUSALS = {
         ({"seed": -1}, "seed is -1", {"seed": 1}),
         ({"mode": "constant"}, "divisor", {"mode": "constant", "divisor": 8.0}),
         ((lambda losses, mask: losses * mask,), "returns torch.float32 of shape \\(2, 3\\), not one number", PLAIN),
-        ((lambda x, mask: (total(x, mask), {}),), "returns a tuple, no tensor: return the loss alone", PLAIN),
+        ((lambda x, mask: (total(x, mask), {}),), "returns a tuple, not one number alone", PLAIN),
         ((lambda x, mask: total(x, mask).detach(),), "has no graph", PLAIN),
         ({"call": LossCall(rows="lists")}, "raises TypeError", LISTS),
-    ),
-    **refusals(
-        check,
-        ((torch.zeros(()),), "loss_fn is a Tensor.*Pass the function", PLAIN),
-        ((lambda losses: losses.sum(),), "takes losses: .*Wrap it: lambda losses, mask", (total, "token_sum")),
+        ({"call": object()}, "call <object .*Choose one of pytorch, ", PLAIN),
+        ((None, None), "loss_fn None, .*Name one", (None, "token_sum")),
+        ((lambda losses: losses.sum(),), "takes 1 positional argument but 2 were given.*wrap it", (total, "token_sum")),
         (
             (by_typo,),
-            "'step_token' that has no default.*Did you mean step_tokens[?]",
+            "missing 1 required positional argument: 'step_token'.*names=[.]",
             {"loss_fn": by_typo, "call": replace(ADDED, names={"step_token": "step_tokens"})},
         ),
         (
             (policy_gradient,),
-            "asks for 'old_log_probs': .*takes=\"log_probs\"",
+            "missing 1 required positional argument: 'old_log_probs'.*takes=[.]",
             {"loss_fn": policy_gradient, "call": replace(ADDED, takes="log_probs")},
         ),
-        ((None, None), "check_loss of nothing.*Give loss_fn or mode", (None, "token_sum")),
-        ({"call": object()}, "call is a object: .*Choose one of pytorch, ", PLAIN),
-        error=TypeError,
     ),
+    **refusals(check, ((torch.zeros(()),), "loss_fn is a Tensor.*Pass the function", PLAIN), error=TypeError),
     **refusals(
         LossCall,
-        ({"cp_cut": "responses", "cp": "sum"}, "cp_cut is 'responses', and LossCall.rows 'padded'", PLAIN),
-        ({"dp": "average"}, "LossCall.dp 'average'", {"dp": "mean"}),
-        ({"cp": True}, "LossCall.cp True", {"cp": "sum"}),
-        ({"cp_cut": "gathered"}, "cp_cut is 'gathered', and LossCall.cp None", {"cp_cut": "gathered", "cp": "mean"}),
+        ({"cp_cut": "responses", "cp": "sum"}, "cp_cut is 'responses' with cp 'sum', rows 'padded'", PLAIN),
+        ({"dp": "average"}, "LossCall.dp is 'average': it must be one of 'mean', 'sum'", {"dp": "mean"}),
+        ({"cp": True}, "LossCall.cp is True", {"cp": "sum"}),
+        ({"cp_cut": "gathered"}, "cp_cut is 'gathered' with cp None", {"cp_cut": "gathered", "cp": "mean"}),
         ({"names": {"n": "tokens"}}, "'tokens': .*step_tokens", {"names": {"n": "step_tokens"}}),
-    ),
-    **refusals(
-        LossCall,
         ({"split_rollouts": "no"}, "LossCall.split_rollouts is 'no'", {"split_rollouts": False}),
-        ({"names": ["step_tokens"]}, "LossCall.names is a list", {"names": {}}),
-        error=TypeError,
     ),
+    **refusals(LossCall, ({"names": ["step_tokens"]}, "LossCall.names is a list", {"names": {}}), error=TypeError),
 }
 
 test_refusals = refusal_tests(REFUSALS)
