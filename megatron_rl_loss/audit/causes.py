@@ -133,10 +133,12 @@ def rows(t: Counts) -> Iterator[Row]:
         whole, of_step = t.tokens(unit), t.count(what, (unit,))
         yield f"{unit} means, over the {unit}s of the step{tail}", 1 / whole / of_step, SIZES
         for words, part in t.real_parts.items():
-            inside, of_part = t.tokens(*part, unit), t.count(what, (unit,), part) * t.parts(part)
+            of_part = t.count(what, (unit,), part) * t.parts(part)
             yield f"{unit} means, over the {unit}s of {words}{tail}, not of the step", 1 / whole / of_part, SIZES
-            yield f"{unit} means inside {words}, over its {unit}s{tail}", 1 / inside / of_part, SIZES
-            yield f"{unit} means inside {words}, over the {unit}s of the step{tail}", 1 / inside / of_step, SIZES
+            if (t.group(*part, unit) != t.group(unit)).any():  # units that lie in several parts
+                inside = t.tokens(*part, unit)
+                yield f"{unit} means inside {words}, over its {unit}s{tail}", 1 / inside / of_part, SIZES
+                yield f"{unit} means inside {words}, over the {unit}s of the step{tail}", 1 / inside / of_step, SIZES
         for group in t.units[t.units.index(unit) + 1 :]:
             of_groups = t.count(what, (unit,), (group,)) * t.count(what, (group,))
             yield f"{group} means of {unit} means, over those{tail or ' of the step'}", 1 / whole / of_groups, SIZES
@@ -167,13 +169,12 @@ class Cause:
         return self.price < _UNNAMED
 
     def __str__(self) -> str:
-        row = self.row or "every token alike"
         if not self.named:
-            return f"{row}; beside it one factor, {self.factor:.6g}, that is no product of sizes and counts of the step"
-        hint = HINTS.get((bool(self.row), self.constant)) or HINTS.get((None, self.constant))
-        return (
-            row + (f", x {self.factor:.6g} = {self.constant}" if self.constant else "") + (f": {hint}" if hint else "")
-        )
+            row = f"{self.row}, and beside it one factor" if self.row else "one factor for all tokens"
+            return f"{row}, {self.factor:.6g}, that is no product of sizes and counts of this step"
+        hint = HINTS.get((bool(self.row), self.constant)) or HINTS.get((None, self.constant), "")
+        constant = f", x {self.factor:.6g} = {self.constant}" if self.constant else ""
+        return (self.row or "every token alike") + constant + f": {hint}" * bool(hint)
 
 
 #: Where a constant often comes from: beside the weights that were asked (False), another row (True), or any (None).
@@ -193,52 +194,38 @@ HINTS: dict[tuple[bool | None, str], str] = {
     (False, "N/N_active"): "fully masked units were left out",
     (False, "N_active/N"): "fully masked units were counted",
 }
-#: Prices of another row than the asked one, of a count, of a ratio of two, of units that have tokens, of no name.
-_ROW, _COUNT, _RATIO, _ACTIVE, _UNNAMED = 0.4, 1.9, 1.2, 0.3, 6.0
+#: Prices of another row than the asked one, of a miscount or of units that have tokens, of a count, of a ratio of two,
+#: of a constant without a name.
+_ROW, _RARER, _COUNT, _RATIO, _UNNAMED = 0.4, 0.3, 1.9, 1.2, 6.0
 _SHOWN, _AS_SIMPLE = 3, 0.25
 Powers = dict[str, int]
 
 
-class Constants:
-    """Products of sizes, to the powers -2 to 2, and of at most one count of the step or a ratio of two."""
-
-    def __init__(self, t: Counts, divisor: float | None) -> None:
-        split = t.split
-        sizes = {"DP": split.dp_size, "CP": split.cp_size, "K": split.num_microbatches}
-        sizes |= {"TP": split.tp_size, "PP": split.pp_size}
-        sizes = {name: size for name, size in sizes.items() if size > 1}
-        letters = {"rollout": "N", "sample": "rows" if "rollout" in t.units else "N", "prompt": "P"}
-        numbers = {}
-        for unit in t.units:
-            for what, tail in (("all", ""), ("active", "_active")):
-                numbers[letters.get(unit, unit) + tail] = float(t.count(what, (unit,))[0])
-        values = sizes | {"T": float(t.tokens()[0]), "L": divisor or 1.0} | numbers
-        counts = [*numbers, *["L"] * (divisor is not None)]
-        amounts: list[tuple[int, str, float, Powers]] = [(3, SIZES, 0.0, {})]
-        amounts += [(2, "T", _COUNT, {"T": power}) for power in (1, -1)]
-        amounts += [(1, "U", _COUNT, {name: power}) for name in counts for power in (1, -1)]
-        amounts += [(1, "U", _COUNT, {"L": -1, name: -1}) for name in numbers if divisor is not None]
-        pairs = [pair for pair in itertools.permutations(numbers, 2) if (pair[0][0] == "P") == (pair[1][0] == "P")]
-        amounts += [(0, "R", _RATIO, {one: 1, other: -1}) for one, other in pairs]
-        self._named = []
-        for powers in itertools.product(range(-2, 3), repeat=len(sizes)):
-            spent = sum(map(abs, powers))
-            if spent > 2 and max(map(abs, powers)) > 1:
-                continue  # a square comes alone
-            for most, family, price, amount in amounts:
-                product = {name: power for name, power in zip(sizes, powers, strict=True) if power} | amount
-                log = sum(power * math.log(values[name]) for name, power in product.items())
-                if spent <= most and (not product or abs(log) > 1e-9):
-                    name = _formula(product)
-                    price_of = spent + price + _ACTIVE * ("_active" in name)
-                    self._named.append((log, price_of, name, family if product else NONE))
-        self._named.sort()
-        self._logs = np.array([log for log, *_ in self._named])
-
-    def of(self, value: float, tolerance: float, families: str) -> dict[str, float]:
-        """Names of a value and their prices."""
-        low, high = np.searchsorted(self._logs, [math.log(value) - tolerance, math.log(value) + tolerance])
-        return {name: price for _, price, name, family in self._named[low:high] if family in families}
+def constants(t: Counts, divisor: float | None) -> Iterator[tuple[str, str, float, float]]:
+    """Kind, name, price and log of products: of sizes to the powers -2 to 2, and of at most one count or a ratio."""
+    fields = {"DP": "dp_size", "CP": "cp_size", "K": "num_microbatches", "TP": "tp_size", "PP": "pp_size"}
+    sizes = {name: size for name, field in fields.items() if (size := getattr(t.split, field)) > 1}
+    letters = {"rollout": "N", "sample": "rows" if "rollout" in t.units else "N", "prompt": "P"}
+    units = {}
+    for unit, (what, tail) in itertools.product(t.units, (("all", ""), ("active", "_active"))):
+        units[letters.get(unit, unit) + tail] = float(t.count(what, (unit,))[0])
+    divisors = {} if divisor is None else {"L": divisor}
+    values = sizes | units | divisors | {"T": float(t.tokens()[0])}
+    # kind, largest sum of sizes' powers beside it, price, powers
+    amounts: list[tuple[str, int, float, Powers]] = [(SIZES, 3, 0.0, {})]
+    amounts += [("T", 2, _COUNT, {"T": power}) for power in (1, -1)]
+    amounts += [("U", 1, _COUNT, {name: power}) for name in units | divisors for power in (1, -1)]
+    amounts += [("U", 1, _COUNT, {"L": -1, name: -1}) for name in units if divisors]
+    pairs = [pair for pair in itertools.permutations(units, 2) if (pair[0][0] == "P") == (pair[1][0] == "P")]
+    amounts += [("R", 0, _RATIO, {one: 1, other: -1}) for one, other in pairs]
+    for powers in itertools.product(range(-2, 3), repeat=len(sizes)):
+        spent, squared = sum(map(abs, powers)), max(map(abs, powers), default=0) > 1
+        for kind, most, price, amount in amounts:
+            product = {name: power for name, power in zip(sizes, powers, strict=True) if power} | amount
+            log = sum(power * math.log(values[name]) for name, power in product.items())
+            name = _formula(product)
+            if spent <= (min(most, 2) if squared else most) and (not product or abs(log) > 1e-9):
+                yield kind if product else NONE, name, spent + price + _RARER * ("_active" in name), log
 
 
 def _formula(powers: Powers) -> str:
@@ -257,11 +244,12 @@ class Ratios:
     active: Ints  # the cells, [num_active]
     weights: Floats  # beside the mask, [num_active]
     expected: Floats  # the same as asked
+    by_token: bool = False  # True where tokens of a cell are asked to differ: weights are measured / asked then
 
     def rows(self) -> Iterator[Row]:
         """The weights that were asked, and the table's other rows."""
         yield "", self.expected, ANY
-        for words, weights, likely in rows(self.counts):
+        for words, weights, likely in () if self.by_token else rows(self.counts):
             if not np.allclose(weights[self.active], self.expected, rtol=1e-9, atol=0):
                 yield words, weights[self.active], likely
 
@@ -271,15 +259,17 @@ Fits = dict[tuple[str, str], Cause]
 
 def fits(step: Ratios, divisor: float | None, tolerance: float) -> Fits:
     """Every cause that fits one step, by its row and constant."""
-    named, found = Constants(step.counts, divisor), Fits()
+    table, found = list(constants(step.counts, divisor)), Fits()
     for number, (words, weights, likely) in enumerate(step.rows()):
         ratio = step.weights / weights
         if not np.isfinite(ratio).all() or ratio.min() <= 0 or np.ptp(ratio) > tolerance * ratio.max():
             continue
-        factor, of_row = float(np.median(ratio)), (_ROW + number / 1000) * bool(words)
+        rarer = _RARER * (likely == NONE or "that have tokens" in words)
+        factor, of_row = float(np.median(ratio)), (_ROW + number / 1000 + rarer) * bool(words)
         found[words, "?"] = Cause(words, "", factor, _UNNAMED + of_row)
-        for name, price in named.of(factor, tolerance, likely).items():
-            found[words, name] = Cause(words, name, factor, price + of_row)
+        for kind, name, price, log in table:
+            if kind in likely and abs(log - math.log(factor)) <= tolerance:
+                found[words, name] = Cause(words, name, factor, price + of_row)
     return found
 
 

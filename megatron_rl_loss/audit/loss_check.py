@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from megatron_rl_loss.audit import simulation
+from megatron_rl_loss.audit.judge import deviation_of, expected_weights, explain, in_words
 from megatron_rl_loss.audit.misplaced import take_off
 from megatron_rl_loss.audit.simulation import CALLS, CallFailed, DrawnRow, DrawnStep, Kind, LossCall
-from megatron_rl_loss.audit.verdict import deviation_of, expected_weights, explain, in_words
 from megatron_rl_loss.errors import check_choice, check_int
 from megatron_rl_loss.modes.names import Aggregation, resolve
 from megatron_rl_loss.modes.table import ModeFunction

@@ -109,27 +109,21 @@ def _usual(sizes: Floats, wanted: Floats) -> Floats:
 
 
 def _not_finite(tokens: StepTokens, bad: Flags, wanted: Flags) -> Misplaced:
-    number = int(bad.sum())
-    of_zero = "NaN as of 0/0, a division by the own count of a part without active tokens"
-    of_mask = "NaN as of a masked token's NaN times its mask: 0 x NaN is NaN, where(mask, loss, 0) is not"
-    empty = []
+    text, number = f"NaN or infinite weights at {int(bad.sum())} of {len(bad)} tokens", int(bad.sum())
     for words, names in (
-        ("CP ranks' pieces of a micro-batch", ("dp_rank", "microbatch", "cp_rank")),
+        ("CP ranks' pieces of micro-batches", ("dp_rank", "microbatch", "cp_rank")),
         ("micro-batches", ("dp_rank", "microbatch")),
-        ("rollouts", ("rollout",)),
         ("samples", ("sample",)),
     ):
         group = tokens.groups(*names)
-        without = np.bincount(group, weights=wanted) == 0
-        if without.any():
-            empty.append(f"{int(without.sum())} {words}")
-            if without[group[bad]].all():
-                return Misplaced("nan_empty", f"{of_zero}: all of it in {words} that are fully masked", number)
-    if not (bad[wanted].all() and wanted.any()):
-        return Misplaced("nan", f"weights are NaN or infinite at {number} of {len(bad)} tokens", number)
-    if not empty:
-        return Misplaced("nan_masked", f"{of_mask}; no part of the step is fully masked", number)
-    return Misplaced("nan", f"either {of_zero} ({', '.join(empty)} are fully masked), or {of_mask}", number)
+        if (np.bincount(group, weights=wanted) == 0)[group[bad]].all():
+            text += f", all in {words} without an active token, as of 0/0"
+            return Misplaced("nan_empty", text, number)
+    if bad[wanted].all() and wanted.any():
+        text += (
+            ", every active one, as of 0/0, or of a masked token's NaN times its mask (select by where(mask, loss, 0))"
+        )
+    return Misplaced("nan", text, number)
 
 
 def _shifts(tokens: StepTokens) -> Iterator[tuple[str, Ints, Flags]]:
@@ -144,28 +138,29 @@ def _shifts(tokens: StepTokens) -> Iterator[tuple[str, Ints, Flags]]:
         ("in its CP rank's piece", ("dp_rank", "microbatch", "cp_rank")),
     ):
         group = tokens.groups(*names)
-        by_group, sizes = np.argsort(group, kind="stable"), np.bincount(group)
-        begin, size = ((column[group[by_group]]) for column in (sizes.cumsum() - sizes, sizes))
-        for move, words in ((1, "one token later"), (-1, "one token earlier")):
-            source, inside = np.empty_like(everywhere), np.zeros(len(tokens), np.bool_)
-            moved = everywhere - begin - move
-            source[by_group], inside[by_group] = by_group[begin + moved % size], moved // size == 0
-            yield f"{words} {within}", source, inside
-            yield f"{words} {within}, around its end", source, np.ones_like(inside)
+        order, sizes = np.argsort(group, kind="stable"), np.bincount(group)
+        begin, size = ((column[group[order]]) for column in (sizes.cumsum() - sizes, sizes))
+        for move, words in ((1, "later"), (-1, "earlier")):
+            source, inside, moved = everywhere.copy(), np.zeros(len(tokens), np.bool_), everywhere - begin - move
+            source[order], inside[order] = order[begin + moved % size], moved // size == 0
+            yield f"one token {words} {within}", source, inside
+            yield f"one token {words} {within}, around its end", source, np.ones_like(inside)
 
 
 def _masked(measured: MeasuredStep, expected: Floats, extra: Flags) -> Misplaced:
     tokens, wanted, sizes = measured.tokens, expected != 0, np.abs(measured.weights)
     positions = tokens.position.astype(np.float64)
     first = extremes(tokens.sample[wanted], positions[wanted], int(tokens.sample.max()) + 1)[0][tokens.sample]
-    if np.isinf(first[extra]).all():
-        name, what = "masked_samples_trained", "fully masked samples are"
-    elif (np.isfinite(first) & (tokens.position < first))[extra].all():
-        name, what = "prompt_trained", "tokens before the response are"
-    elif extra[~wanted].all():
-        name, what = "mask_ignored", "all masked tokens are, as if no mask were applied,"
-    else:
-        name, what = "masked_trained", "some masked tokens are"
+    kinds = {
+        "masked_samples_trained": ("fully masked samples are", np.isinf(first)),
+        "prompt_trained": ("tokens before the response are", np.isfinite(first) & (positions < first)),
+        "mask_ignored": (
+            "all masked tokens are, as if no mask were applied,",
+            np.full(len(tokens), extra[~wanted].all()),
+        ),
+        "masked_trained": ("some masked tokens are", extra),
+    }
+    name, what = next((name, what) for name, (what, where) in kinds.items() if where[extra].all())
     number, share = int(extra.sum()), 100 * float(sizes[extra].sum() / np.nansum(sizes))
     text = f"{what} trained: {number} of {int((~wanted).sum())} masked tokens have {share:.1f} % of all weight"
     return Misplaced(name, text, number)

@@ -4,9 +4,8 @@ A token's *effective weight* is the derivative of the reduced and finalised grad
 unreduced loss. `audit.megatron` measures it in a training step, `simulation` in a drawn one.
 """
 
-import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -92,19 +91,3 @@ class MeasuredStep:
     unknown: tuple[str, ...] = ()  # why there can be no verdict, in sentences; empty if there can be one
     notes: tuple[str, ...] = ()  # limits of the measurement, in sentences
     facts: dict[str, Any] = field(default_factory=dict)
-
-    def to_json(self) -> str:
-        """Everything, as JSON; numbers as they are, NaN as ``NaN``."""
-        return json.dumps(asdict(self), default=lambda values: values.tolist())
-
-    @classmethod
-    def from_json(cls, text: str) -> "MeasuredStep":
-        """The step that `to_json` wrote."""
-        data = json.loads(text)
-        columns: dict[str, Any] = data["tokens"]
-        ids = {name: np.array(values, np.int64) for name, values in columns.pop("ids").items()}
-        for name, values in columns.items():
-            columns[name] = np.array(values, np.float64 if name == "mask" else np.int64)
-        data |= {name: tuple(data[name]) for name in ("stray", "unknown", "notes")}
-        data |= {"tokens": StepTokens(**columns, ids=ids), "split": Split(**data["split"])}
-        return cls(**data | {"weights": np.array(data["weights"], np.float64)})

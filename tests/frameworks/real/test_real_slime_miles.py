@@ -32,14 +32,18 @@ def train(peer: str, root: str, cp: int, cases: list[dict[str, Any]]) -> list[li
     from megatron.training import global_vars
     from table_step import start
 
-    from megatron_rl_loss.audit.megatron.audit import audited
+    from megatron_rl_loss import Audit
+
+    def audited(**options: Any) -> Any:
+        with Audit(options["model"], then=lambda _: measured.append(audit.measured)) as audit:
+            return get_schedule()(**options)
 
     state = start(cp=cp)
     setup = (setup_slime if peer == "slime" else setup_miles)(root)
     model_module, measured = setup.model, []
     own_train_one_step, get_schedule = model_module.train_one_step, model_module.get_forward_backward_func
     if peer == "slime":
-        model_module.get_forward_backward_func = lambda: audited(get_schedule(), measured.append)
+        model_module.get_forward_backward_func = lambda: audited
     found = []
     cases = list(map(with_steps, cases))
     every_step = [step for one in cases for step in one["steps"]]
@@ -67,8 +71,8 @@ def train(peer: str, root: str, cp: int, cases: list[dict[str, Any]]) -> list[li
                 **step_arguments(step_id),
             )
             errors.append(errors_of(step, one["mode"], one["divisor"], report["pg_loss"], optimizer.gradients[0]))
-            if measured and measured[-1].is_first_rank and args.custom_pg_loss_reducer_function_path:
-                errors.append(audit_error(measured[-1].measured, one, step))
+            if measured and measured[-1] is not None and args.custom_pg_loss_reducer_function_path:
+                errors.append(audit_error(measured[-1], one, step))
         found.append(errors)
     return found
 
