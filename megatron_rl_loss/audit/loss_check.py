@@ -30,6 +30,7 @@ from megatron_rl_loss.step.units import UnitCounting
 TOLERANCE = 1e-5
 UNCUT, TOGETHER = "in one micro-batch on one rank", "over all of these together"
 PADDED = "with masked tokens behind rows"
+_PLACES = {"dp_rank": "DP rank", "microbatch": "micro-batch"}
 #: Ways of cutting a step: over micro-batches (K), data-parallel (D) and context-parallel ranks (C).
 CUTS = {"over micro-batches": "K", "over data-parallel ranks": "D", "over context-parallel ranks": "C"}
 CUTS |= {UNCUT: "", PADDED: "", TOGETHER: "KDC"}
@@ -53,24 +54,27 @@ class Finding:
     low: float = np.nan  # over all draws of the cut: the smallest weight / what it should be, or is uncut
     high: float = np.nan  # the largest
 
+    @property
+    def length(self) -> int:
+        """How much there is to read; a row that is fully masked explains little."""
+        return sum(10 + len(row.mask) + 20 * (not any(row.mask)) for row in self.step.rows)
+
     def rows(self, units: list[str]) -> list[str]:
         """The step, a line for each row of data: where it is, its units and tokens, and what these weigh."""
         lines, at = list[str](), 0
+        names = ["dp_rank"] * (self.step.dp_size > 1) + ["microbatch"] * (self.step.num_microbatches > 1) + units
         for row in self.step.rows:
-            words = [f"DP rank {row.dp_rank}"] * (self.step.dp_size > 1)
-            words += [f"micro-batch {row.microbatch}"] * (self.step.num_microbatches > 1)
-            words += [*(f"{unit} {getattr(row, unit)}" for unit in units), "".join(".x"[entry] for entry in row.mask)]
-            here = slice(at, at := at + len(row.mask))
-            numbers = (_shown(values[here], row.mask) for values in (self.weights, self.expected))
-            lines.append(", ".join(words) + ("  weighs {}, should weigh {}".format(*numbers) if self.weights else ""))
+            words = [f"{_PLACES.get(name, name)} {getattr(row, name)}" for name in names]
+            line = ", ".join([*words, "".join(".x"[entry] for entry in row.mask)])
+            for values in (self.weights, self.expected):
+                each = [f"{value:.4g}" for value in values[at : at + len(row.mask)]]
+                alike = {one for one, entry in zip(each, row.mask, strict=False) if entry or one != "0"} or {"0"}
+                shown = alike if len(alike) == 1 else [*each[:6], *["..."] * (len(each) > 6)]
+                line += f"{', should weigh' if values is self.expected else '  weighs'} {' '.join(shown)}" * bool(
+                    values
+                )
+            lines, at = [*lines, line], at + len(row.mask)
         return lines
-
-
-def _shown(weights: tuple[float, ...], mask: tuple[int, ...]) -> str:
-    """Weights of a row, beside its mask: one number where that tells all."""
-    shown = [f"{weight:.4g}" for weight in weights]
-    alike = {one for one, entry in zip(shown, mask, strict=False) if entry or one != "0"} or {"0"}
-    return alike.pop() if len(alike) == 1 else " ".join(shown[:6] + ["..."] * (len(shown) > 6))
 
 
 @dataclass(frozen=True)
@@ -105,13 +109,14 @@ class LossReport:
             said = f"is invariant, but not {mode}" if self.invariant else said + f"; asked {mode}" * bool(mode)
         lines = [f"{'NOT ' * bool(self.findings)}SOUND: {self.name} {said}"]
         lines += [f"  {finding.cut}: {finding.says}" for finding in self.findings]
-        lines += [f"  as if: {cause}" for cause in self.causes[:1]]
+        lines += [f"  fits: {cause}" for cause in self.causes[:1]]
         for first in self.findings[:1]:
             said = f"{self.name} {mode} {self.call} {self.causes}"
             rows = first.rows([unit for unit in ("rollout", "prompt") if unit in said])
             cp = f", each row cut over {first.step.cp_size} CP ranks" * (first.step.cp_size > 1)
             lines += [f"  the smallest of the steps {first.cut} that show it (x trained, . masked{cp}):"]
-            lines += [f"    {row}" for row in rows[:5]] + [f"    and {len(rows) - 5} more"] * (len(rows) > 5)
+            room = max(1, 10 - len(self.findings) - len(self.notes))  # of 15 lines
+            lines += [f"    {row}" for row in rows[:room]] + [f"    and {len(rows) - room} more"] * (len(rows) > room)
         lines.append(f"  assumed: {self.call}; {self.draws} random steps per cut, seed {self.seed}")
         if not self.findings:
             lines += ["  covers rows of at most 11 tokens, 5 micro-batches, 4 DP and 4 CP ranks; does not see how your"]
@@ -183,9 +188,10 @@ def check_loss(
             f"from. Give it {call.takes}, the mask and by name what GIVEN has, as LossCall(rows=..., takes=..., "
             "names=...) says, or wrap it."
         ) from failure.__cause__
-    beside = list(inspect.signature(plain).parameters.values())[2:]
-    left = {one.name for one in beside if one.default is not one.empty} - simulation.asked_for(plain, call).keys()
-    notes = [f"parameter {one} was left at its default" for one in sorted(left)]
+    beside = list(inspect.signature(run.args[0]).parameters.values())[2:]
+    given = {*simulation.asked_for(loss_fn, call), *getattr(loss_fn, "keywords", ())}
+    left = [one.name for one in beside if one.default is not one.empty and one.name not in given]
+    notes = [f"parameter {parameter} was left at its default" for parameter in left]
     look = partial(_findings, run, call, expected, draws, seed)
     findings, causes = look(UNCUT), tuple[str, ...]()
     if all(one.kind == "weights" for one in findings):
@@ -224,7 +230,7 @@ def _findings(run: Any, call: LossCall, mode: Aggregation | None, draws: int, se
     """One finding for each kind of fault that steps of a cut show, on the smallest of them."""
     shown, findings = dict[Kind, list[Finding]](), list[Finding]()
     for number in range(draws if call.cp or CUTS[cut] != "C" else 0):
-        step = _draw(call, CUTS[cut], f"{seed}/{cut}/{number}", telling=number % 3 == 2)
+        step = _draw(call, CUTS[cut], f"{seed}/{cut}/{number}", telling=number % 3 == 1)
         try:
             finding = _look(run, mode, cut, step)
         except CallFailed as failure:
@@ -234,7 +240,7 @@ def _findings(run: Any, call: LossCall, mode: Aggregation | None, draws: int, se
     for found in shown.values():
         low, high = min(one.low for one in found), max(one.high for one in found)
         apart = f"{low:.4g}" if high - low <= TOLERANCE * abs(high) else f"{low:.3g} to {high:.3g}"
-        first = min(found, key=lambda one: (not one.says, _length(one.step)))
+        first = min(found, key=lambda one: (not one.says, one.length))
         says = first.says or f"tokens weigh {apart} times what they {'should' if cut == UNCUT else 'do uncut'}"
         findings.append(replace(first, says=says, low=low, high=high))
     return findings
@@ -266,11 +272,6 @@ def _look(run: Any, mode: Aggregation | None, cut: str, step: DrawnStep) -> Find
     ratio = weights[wanted != 0] / wanted[wanted != 0]
     low, high = float(ratio.min(initial=np.inf)), float(ratio.max(initial=-np.inf))
     return Finding(cut, "weights", says, step, tuple(weights.tolist()), tuple(asked.tolist()), low, high)
-
-
-def _length(step: DrawnStep) -> int:
-    """How much there is to read in a step; a row that is fully masked explains little."""
-    return sum(10 + len(row.mask) + 20 * (not any(row.mask)) for row in step.rows)
 
 
 def _draw(call: LossCall, over: str, seed: str, telling: bool) -> DrawnStep:

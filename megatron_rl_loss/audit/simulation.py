@@ -179,9 +179,8 @@ def measure(loss_fn: Any, call: LossCall, step: DrawnStep, poisoned: bool = Fals
         local = _samples([step.rows[i] for i in here], call, C).local(c, C)
         x = local.of(local.samples.in_buffer([losses.split(lengths)[i] for i in here])).clone().requires_grad_()
         at, layout = torch.tensor(local.sample_index), cast(Any, local.samples.layout)
-        view = partial(
-            _view, call.rows, [size // (1 if call.cp_cut == "gathered" else C) for size in np.diff(layout.bounds)]
-        )
+        held = 1 if call.cp_cut == "gathered" else C
+        view = partial(_view, call.rows, [size // held for size in np.diff(layout.bounds)])
         place: dict[str, Any] = {"dp_rank": d, "cp_rank": c, "microbatch": k}
         have = {
             **place, "num_microbatches": K, "dp_size": D, "cp_size": C, "world_size": D * C, "local": local,
