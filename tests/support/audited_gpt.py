@@ -171,8 +171,8 @@ TAPS: dict[str, tuple[Callable[[Tensor, Batch], Tensor], str]] = {
 }
 #: What describes a batch, and what the audit then says.
 DESCRIBED: dict[str, tuple[Any, str]] = {
-    "nothing": (None, "The masks are not known. Give samples_of"),
-    "an error": (operator.attrgetter("masks"), "The masks are not known. samples_of failed: AttributeError"),
+    "nothing": (None, "The masks are not known: samples_of gave None. Give"),
+    "an error": (operator.attrgetter("masks"), "The masks are not known: samples_of gave AttributeError("),
 }
 
 # ---- what breaks the one factor

@@ -120,18 +120,21 @@ class Audit:
             return data_iterator
         if isinstance(data_iterator, list):
             return [self.watch(one) for one in data_iterator]
-        self._described = []  # of several model chunks, the last one computes the loss
-        return _Watched(data_iterator, self._samples_of, self._described)
+        samples_of = self._samples_of
+        described = self._described = []  # of several model chunks, the last one computes the loss
+
+        def describe(batch: Any) -> Any:
+            described.append(attempt(lambda: samples_of(batch)))
+            return batch
+
+        return map(describe, data_iterator)
 
     def __enter__(self) -> "Audit":
         self._expected = expected_aggregation()
-        anchors = [one for one in self._anchors if isinstance(one, Anchor)]
-        one = torch.ones((), device=self.device)
-        with torch.no_grad():
-            self._loss_scale = (getattr(self._config, "grad_scale_func", None) or torch.clone)(one)
         with ExitStack() as stack:
-            for anchor in anchors:
-                stack.callback(anchor.parameter.register_hook(anchor.keep).remove)
+            for anchor in self._anchors:
+                if isinstance(anchor, Anchor):
+                    stack.callback(anchor.parameter.register_hook(anchor.keep).remove)
             stack.enter_context(observe(self._taps))
             stack.callback(setattr, schedules, "forward_step_calc_loss", schedules.forward_step_calc_loss)
             schedules.forward_step_calc_loss = _numbered(schedules.forward_step_calc_loss, self._taps)
@@ -159,6 +162,8 @@ class Audit:
         factors = [one.factor(groups.dp_cp, groups.tp) if isinstance(one, Anchor) else one for one in self._anchors]
         self.unknown += [one.problem for one in factors if one.problem and (one.apart or self._computes_loss)]
         self._factors = [one for one in factors if not one.problem]
+        scale = getattr(self._config, "grad_scale_func", None)
+        self._loss_scale = float(scale(torch.ones((), device=self.device))) if scale else 1.0
         if not self._gather:
             return
         known = [*(one.samples for one in chain(*map(dict.values, self._taps.losses.values()))), *self._described]
@@ -169,7 +174,7 @@ class Audit:
             failure = attempt(lambda: self._add_tokens(report, dynamic_cp))
             report.unknown += [f"A rank could not measure: {type(failure).__name__}: {failure}"] if failure else []
         if reports := gather_to_first([report], groups):
-            self.steps = assembled(reports, groups, self._config, float(self._loss_scale), dynamic_cp=dynamic_cp)
+            self.steps = assembled(reports, groups, self._config, self._loss_scale, dynamic_cp=dynamic_cp)
             self.log_prob_gap = log_prob_gap([part for one in reports for part in chain(*one.terms.values())])
 
     def _add_tokens(self, report: Report, dynamic_cp: bool) -> None:
@@ -178,12 +183,11 @@ class Audit:
         report.num_microbatches = max([self._taps.num_microbatches, *(max(of_term) + 1 for of_term in losses.values())])
         for number in range(report.num_microbatches):
             tapped = {term: of_term.get(number) for term, of_term in losses.items()}
-            told = [one.samples for one in tapped.values() if one is not None and one.samples is not None]
-            samples = next(iter([*told, *self._described[number : number + 1]]), None)
+            told = (one.samples for one in tapped.values() if one is not None and one.samples is not None)
+            samples = next(chain(told, self._described[number : number + 1]), None)
             if not isinstance(samples, Samples):
-                why = "" if samples is None else f" samples_of failed: {type(samples).__name__}: {samples}."
                 remedy = "Give samples_of, or say tap(per_token_loss, samples=...) each time."
-                report.unknown.append(f"The masks are not known.{why} {remedy}")
+                report.unknown.append(f"The masks are not known: samples_of gave {samples!r}. {remedy}")
                 continue
             dp_rank, turn, (cp_rank, cp_size) = self._groups.dp.rank(), number, samples.place_in(self._groups.cp)
             if dynamic_cp:  # the place of a group that changes: its first rank, its size, and its turn
@@ -210,10 +214,10 @@ class Audit:
         for one in losses if not self.unknown else ():
             expected: Tensor = one.expected_weights()  # type: ignore[misc]
             gradient = torch.zeros_like(expected) if one.gradient is None else one.gradient.to(expected)
-            weights, sizes = gradient * (self._factors[-1].value / float(self._loss_scale)), expected.abs()
-            beside = torch.where(expected == 0, torch.cat([sizes, sizes.new_tensor([SMALLEST])]).max(), sizes)
-            off = ((weights - expected).abs() / beside).nan_to_num(nan=torch.inf)
-            worst[0] = torch.cat([worst.to(off), off]).max()
+            off = (gradient * (self._factors[-1].value / self._loss_scale) - expected).abs()
+            sizes = torch.cat([expected.abs(), expected.new_tensor([SMALLEST])])
+            off /= sizes[:-1].where(expected != 0, sizes.max())
+            worst[0] = torch.cat([worst.to(off), off.nan_to_num(nan=torch.inf)]).max()
         if self.unknown:
             worst[0] = torch.inf
         for group in several(self._groups.dp_cp):
@@ -245,17 +249,10 @@ class IntervalAudits:
 
     def reported(self, reports: Any) -> Any:
         """The schedule's reports, each with the last deviation: Megatron averages values between logs."""
-
         if self._last is None or not isinstance(reports, list):
             return reports
-        devices = [
-            getattr(value, "device", None)
-            for report in reports
-            if isinstance(report, dict)
-            for value in report.values()
-        ]
-        last = torch.tensor(self._last, device=devices[0] if devices else None)
-        return [{**report, METRIC: last} if isinstance(report, dict) and report else report for report in reports]
+        last = {METRIC: torch.tensor(self._last, device=self._device)}
+        return [report | last if isinstance(report, dict) and report else report for report in reports]
 
 
 def _cannot_know(config: Any) -> list[str]:
@@ -266,28 +263,12 @@ def _cannot_know(config: Any) -> list[str]:
     return [graphs] * bool(has_cuda_graphs(config)) + [remat] * has_remat
 
 
-class _Watched(Iterator[Any]):
-    """An iterator of which every batch is described; whatever else it can do, it still can."""
-
-    def __init__(self, iterator: Any, samples_of: Callable[[Any], Samples], into: list[Samples | Exception]) -> None:
-        self._iterator, self._samples_of, self._into = iterator, samples_of, into
-
-    def __next__(self) -> Any:
-        batch = next(self._iterator)
-        self._into.append(attempt(lambda: self._samples_of(batch)))
-        return batch
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._iterator, name)
-
-
 def _numbered(calculate: Any, taps: Taps) -> Any:
     """Megatron's ``forward_step_calc_loss``, under which `taps` begin a micro-batch with each loss to train on."""
 
     def calculate_numbered(model: Any, output_tensor: Any, loss_func: Any, *args: Any, **kwargs: Any) -> Any:
         def numbered_loss_func(output: Any, **further: Any) -> Any:
-            is_probe = isinstance(output, Tensor) and not output.requires_grad
-            if torch.is_grad_enabled() and not is_probe and not further.get("non_loss_data"):
+            if torch.is_grad_enabled() and getattr(output, "requires_grad", True):  # else a probe, or no training
                 taps.begin_microbatch()
             return loss_func(output, **further)
 
