@@ -137,6 +137,7 @@ LAUNCHES: dict[str, tuple[str, list[str], list[str], int, list[str]]] = {
     ),
     "nothing trained": ("print('nothing')", ["--fail"], [], 2, ["^nothing\nNO VERDICT: The script ended before"]),
     "an end before the step": ("raise SystemExit(0)", [], [], 0, ["^NO VERDICT: The script ended before"]),
+    "an end with a reason": ("raise SystemExit('no data')", [], [], 2, ["^no data\nNO VERDICT: The script failed"]),
     "an error of the script": ("1 / 0", [], [], 2, ["^ZeroDivisionError.*\nNO VERDICT: The script failed before"]),
 }  # fmt: skip
 

@@ -43,6 +43,10 @@ logger = logging.getLogger(__name__)
 
 #: The interval's number in the log: the deviation of the last audit, -1 where it could not be known.
 METRIC = "loss_aggregation_deviation"
+NO_TAP = (
+    "Nothing was tapped. Write per_token_loss = tap(per_token_loss, samples=...) in the loss function, before masks "
+    "and means (from megatron_rl_loss import tap)."
+)
 
 
 def raise_failure(failure: Exception | None) -> None:
@@ -181,13 +185,14 @@ class Audit:
         """Add each micro-batch to the report."""
         losses, turns = self._taps.losses, Counter[tuple[int, int]]()
         report.num_microbatches = max([self._taps.num_microbatches, *(max(of_term) + 1 for of_term in losses.values())])
-        for number in range(report.num_microbatches):
+        report.unknown += [] if losses else [NO_TAP]
+        for number in range(report.num_microbatches if losses else 0):
             tapped = {term: of_term.get(number) for term, of_term in losses.items()}
             told = (one.samples for one in tapped.values() if one is not None and one.samples is not None)
             samples = next(chain(told, self._described[number : number + 1]), None)
             if not isinstance(samples, Samples):
                 remedy = "Give samples_of, or say tap(per_token_loss, samples=...) each time."
-                report.unknown.append(f"The masks are not known: samples_of gave {samples!r}. {remedy}")
+                report.unknown.append(f"The masks are not known ({samples!r}). {remedy}")
                 continue
             dp_rank, turn, (cp_rank, cp_size) = self._groups.dp.rank(), number, samples.place_in(self._groups.cp)
             if dynamic_cp:  # the place of a group that changes: its first rank, its size, and its turn
