@@ -74,7 +74,6 @@ class Audit:
     Attributes:
         steps: a `MeasuredStep` for each term, on the first rank; empty elsewhere.
         log_prob_gap: between the two sides' log-probs that taps were given, on the first rank.
-        unknown: the reasons against a verdict that this rank knows.
     """
 
     def __init__(
@@ -90,12 +89,12 @@ class Audit:
         self.steps: dict[str, MeasuredStep] = {}
         self.log_prob_gap: LogProbGap | None = None
         self._config, self._groups = get_model_config(chunks[0]), groups_of(chunks[0], pg_collection)
-        self.unknown = _cannot_know(self._config)
         self._samples_of, self._gather, self._then = samples_of, gather, then
-        self.device = next(chunks[0].parameters()).device
+        self._device = next(chunks[0].parameters()).device
         self._computes_loss = self._groups.pp.rank() == self._groups.pp.size() - 1
         self._anchors = [choose(chunk, self._config) for chunk in chunks]
         self._factors: list[Factor] = []  # those that can be relied on
+        self._unknown = _cannot_know(self._config)  # the reasons against a verdict that this rank knows
         self._taps = Taps()
         self._described: list[Samples | Exception] = []  # each micro-batch, by `samples_of`
         self._stack = ExitStack()
@@ -164,16 +163,16 @@ class Audit:
     def _measure(self) -> None:
         groups = self._groups
         factors = [one.factor(groups.dp_cp, groups.tp) if isinstance(one, Anchor) else one for one in self._anchors]
-        self.unknown += [one.problem for one in factors if one.problem and (one.apart or self._computes_loss)]
+        self._unknown += [one.problem for one in factors if one.problem and (one.apart or self._computes_loss)]
         self._factors = [one for one in factors if not one.problem]
         scale = getattr(self._config, "grad_scale_func", None)
-        self._loss_scale = float(scale(torch.ones((), device=self.device))) if scale else 1.0
+        self._loss_scale = float(scale(torch.ones((), device=self._device))) if scale else 1.0
         if not self._gather:
             return
         known = [*(one.samples for one in chain(*map(dict.values, self._taps.losses.values()))), *self._described]
         changes = any(isinstance(one, Samples) and one.cp_group is not None for one in known)
         dynamic_cp = bool(agree_on(["changes"] * changes, ["changes"], [groups.dp_cp, groups.pp]))
-        report = Report(groups.pp.rank(), self._factors, self.unknown)
+        report = Report(groups.pp.rank(), self._factors, self._unknown)
         if self._computes_loss and groups.tp.rank() == 0:  # over TP, gradients of losses are the same
             failure = attempt(lambda: self._add_tokens(report, dynamic_cp))
             report.unknown += [f"A rank could not measure: {type(failure).__name__}: {failure}"] if failure else []
@@ -215,15 +214,15 @@ class Audit:
         terms, worst = self._taps.losses.items(), torch.zeros(1, dtype=torch.float64)
         losses = [one for term, of_term in terms for one in of_term.values() if one.aggregation or term == "pg"]
         if not losses or any(one.expected_weights is None for one in losses):
-            self.unknown.append("A policy loss went through no reducer of this package.")
-        for one in losses if not self.unknown else ():
+            self._unknown.append("A policy loss went through no reducer of this package.")
+        for one in losses if not self._unknown else ():
             expected: Tensor = one.expected_weights()  # type: ignore[misc]
             gradient = torch.zeros_like(expected) if one.gradient is None else one.gradient.to(expected)
             off = (gradient * (self._factors[-1].value / self._loss_scale) - expected).abs()
             sizes = torch.cat([expected.abs(), expected.new_tensor([SMALLEST])])
             off /= sizes[:-1].where(expected != 0, sizes.max())
             worst[0] = torch.cat([worst.to(off), off.nan_to_num(nan=torch.inf)]).max()
-        if self.unknown:
+        if self._unknown:
             worst[0] = torch.inf
         for group in several(self._groups.dp_cp):
             all_reduce(worst, group, dist.ReduceOp.MAX)
@@ -246,10 +245,10 @@ class IntervalAudits:
             return
         with Audit(model, pg_collection=pg_collection, gather=False) as audit:
             yield
-        self._last, self._device = audit.deviation(), audit.device
+        self._last, self._device = audit.deviation(), audit._device
         if self._last is not None and math.isnan(self._last):
             self._last = -1.0
-            why = " ".join(audit.unknown) or "Weights are not finite."
+            why = " ".join(audit._unknown) or "Weights are not finite."
             log_single_rank(logger, logging.WARNING, f"{METRIC} of step {self._steps} is not known. {why}")
 
     def reported(self, reports: Any) -> Any:
