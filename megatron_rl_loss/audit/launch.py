@@ -120,7 +120,11 @@ def audit_once(options: Namespace, conclude: Conclude) -> None:
 
 def _measure(options: Namespace, conclude: Conclude, schedule: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """The result of the schedule; no error of the audit leaves this function."""
-    from megatron_rl_loss.audit.megatron.audit import Audit
+
+    def begin() -> Any:
+        from megatron_rl_loss.audit.megatron.audit import Audit
+
+        return stack.enter_context(Audit(kwargs["model"], then=then))
 
     def then(failure: Exception | None) -> None:
         found: Any = failure or attempt(lambda: report(options, audit))
@@ -134,7 +138,7 @@ def _measure(options: Namespace, conclude: Conclude, schedule: Callable[..., Any
         conclude(*found)
 
     with ExitStack() as stack:
-        audit = attempt(lambda: stack.enter_context(Audit(kwargs["model"], then=then)))
+        audit = attempt(begin)
         result = schedule(*args, **kwargs)
     if isinstance(audit, Exception):
         then(audit)
