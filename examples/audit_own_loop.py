@@ -35,7 +35,7 @@ from packed_attention import layer_spec
 from torch import Tensor
 
 from megatron_rl_loss import Audit, Samples, StepTotals, ZigzagTHD, make_pg_loss_reducer, tap  # (1)
-from megatron_rl_loss.audit.verdict import judge
+from megatron_rl_loss.audit.judge import judge
 from megatron_rl_loss.modes.names import resolve
 
 SLOT, VOCABULARY = 32, 64
@@ -96,7 +96,7 @@ def main() -> None:
     parser.add_argument("--num-microbatches", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0, help="Of the batches.")
     parser.add_argument("--exact", action="store_true", help="Aggregate with this package.")
-    parser.add_argument("--measured", type=Path, help="Write what was measured there, as JSON.")
+    parser.add_argument("--measured", type=Path, help="Save the measured step there, by torch.save.")
     options = parser.parse_args()
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -150,7 +150,7 @@ def main() -> None:
     if audit.measured is not None:  # on the first rank; others have sent what they know
         print(judge(audit.measured, resolve("token_mean")))
         if options.measured is not None:
-            options.measured.write_text(audit.measured.to_json())
+            torch.save(audit.measured, options.measured)
 
 
 if __name__ == "__main__":

@@ -19,22 +19,20 @@ class Rows:
 
     mask: Floats  # all entries of the masks, one sample after the other, [num_entries]
     starts: Ints  # of each sample's in the layout's buffer, [num_samples]
-    lengths: Ints  # how many each sample has, [num_samples]
-    known: dict[str, Ints]  # rollouts, prompts, response_lengths, total_lengths: those that are known, [num_samples]
+    lengths: Ints  # mask entries of each sample, [num_samples]
+    ids: dict[str, Ints]  # by name, [num_samples]
     total_tokens: int
-    replicated: bool  # whether each context-parallel rank holds all
+    replicated: bool  # True where each context-parallel rank holds all
     copies: int  # context-parallel ranks whose gradients of a token add up to one that is so many times too large
 
     @classmethod
     def of(cls, local: LocalTokens) -> "Rows":
         samples = local.samples
-        known: dict[str, Any] = {"rollouts": samples.ids.get("rollout"), "prompts": samples.ids.get("prompt")}
-        known |= {name: getattr(samples.layout, name, None) for name in ("response_lengths", "total_lengths")}
         return cls(
             mask=np.concatenate([np.zeros(0), *samples.loss_masks]),
             starts=np.array(samples.mask_starts, np.int64),
             lengths=np.array(samples.mask_lengths, np.int64),
-            known={name: np.asarray(values, np.int64) for name, values in known.items() if values is not None},
+            ids={name: np.asarray(values, np.int64) for name, values in samples.ids.items()},
             total_tokens=samples.total_tokens,
             replicated=local.copies > 1,
             copies=local.gradient_scale,
@@ -68,13 +66,13 @@ def measured_step(parts: Sequence[Part], factor: float, split: Split, **said: An
     by_place: dict[tuple[int, int], list[Part]] = {}
     for part in sorted(parts, key=lambda part: (part.place, part.cp_rank)):
         by_place.setdefault(part.place, []).append(part)
+    names = {name for here in by_place.values() if len(_rows(here).lengths) for name in _rows(here).ids}
+    places = ("sample", "position", "dp_rank", "microbatch", "cp_rank", *names)
+    columns: dict[str, list[Any]] = {name: [np.zeros(0, np.int64)] for name in places}
+    columns |= {"weights": [np.zeros(0)], "mask": [np.zeros(0)]}
     stray_places, stray_weight, num_samples = 0, 0.0, 0
-    rollouts: dict[object, int] = {}
-    prompts: dict[object, int] = {}
-    columns: dict[str, list[Any]] = {name: [] for name in ("weights", *StepTokens.__dataclass_fields__)}
     for place, here in by_place.items():
-        rows = here[0].rows
-        assert rows is not None, f"nobody described micro-batch {place}"
+        rows = _rows(here)
         weights, holder = np.zeros(rows.total_tokens), np.full(rows.total_tokens, -1)
         for part in here:
             weights[part.positions] += part.gradients * np.float64(factor / rows.copies)  # a position comes once
@@ -83,31 +81,26 @@ def measured_step(parts: Sequence[Part], factor: float, split: Split, **said: An
         number = len(rows.lengths)
         positions = np.arange(len(rows.mask)) - (rows.lengths.cumsum() - rows.lengths).repeat(rows.lengths)
         entries = positions + rows.starts.repeat(rows.lengths)
-        samples = np.arange(num_samples, num_samples + number)
-        num_samples += number
-        of_samples = {
-            "sample": samples,
-            "dp_rank": np.full(number, place[0]),
-            "microbatch": np.full(number, place[1]),
-            "rollout": _numbered(rows.known.get("rollouts", samples), rollouts),
-            "prompt": _numbered(rows.known["prompts"], prompts) if "prompts" in rows.known else np.full(number, -1),
-        }
+        of_samples = rows.ids | {"sample": np.arange(num_samples, num_samples + number)}
         found: dict[str, Any] = {name: values.repeat(rows.lengths) for name, values in of_samples.items()}
+        found |= {"dp_rank": np.full(len(entries), place[0]), "microbatch": np.full(len(entries), place[1])}
         found |= {"weights": weights[entries], "mask": rows.mask, "position": positions, "cp_rank": holder[entries]}
-        if number:
-            found |= {name: rows.known.get(name) for name in ("response_lengths", "total_lengths")}
-        for name, piece in found.items():
-            columns[name].append(piece)
+        for name in columns if number else ():
+            columns[name].append(found[name])
+        num_samples += number
         weights[entries] = 0
         stray_places += int(np.count_nonzero(weights))
         stray_weight += float(np.abs(weights).sum())
-    joined: dict[str, Any] = {}
-    for name, pieces in columns.items():  # lengths are those of all samples, or unknown
-        dtype = np.float64 if name in ("weights", "mask") else np.int64
-        unknown_length = any(piece is None for piece in pieces)
-        joined[name] = None if unknown_length else np.concatenate([np.zeros(0), *pieces]).astype(dtype)
-    weights, stray = joined.pop("weights"), (stray_places, stray_weight)
-    return MeasuredStep(tokens=StepTokens(**joined), weights=weights, split=split, stray=stray, **said)
+    joined: dict[str, Any] = {name: np.concatenate(pieces) for name, pieces in columns.items()}
+    weights, ids = joined.pop("weights"), {name: joined.pop(name) for name in sorted(names)}
+    tokens, stray = StepTokens(**joined, ids=ids), (stray_places, stray_weight)
+    return MeasuredStep(tokens=tokens, weights=weights, split=split, stray=stray, **said)
+
+
+def _rows(here: Sequence[Part]) -> Rows:
+    rows = here[0].rows
+    assert rows is not None, f"nobody described micro-batch {here[0].place}"
+    return rows
 
 
 def log_prob_gap(parts: Sequence[Part]) -> LogProbGap | None:
@@ -128,8 +121,3 @@ def log_prob_gap(parts: Sequence[Part]) -> LogProbGap | None:
             if given[here].all():
                 found.append((ours, theirs, mask))
     return compare_log_probs(*zip(*found, strict=True)) if found else None
-
-
-def _numbered(ids: Ints, numbers: dict[object, int]) -> Ints:
-    """Ids as numbers from 0 on, in the order in which they come up in the step."""
-    return np.array([numbers.setdefault(unit, len(numbers)) for unit in ids.tolist()], np.int64)

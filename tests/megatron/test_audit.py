@@ -17,7 +17,7 @@ from audited_gpt import DESCRIBED, MUTATIONS, TAPS, TERMS, Ask, Outcome, correct
 from ranks import run_ranks
 from tiny_gpt import Case, Layout
 
-from megatron_rl_loss.audit.verdict import judge
+from megatron_rl_loss.audit.judge import judge
 from megatron_rl_loss.modes.names import resolve
 
 pytestmark = pytest.mark.slow

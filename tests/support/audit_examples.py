@@ -19,10 +19,9 @@ from counted_steps import Step, measured, ragged
 from published import exact, own_mean, own_piece
 
 from megatron_rl_loss import check_loss
-from megatron_rl_loss.audit.picture import in_terminal
+from megatron_rl_loss.audit.judge import judge
 from megatron_rl_loss.audit.simulation import LossCall
 from megatron_rl_loss.audit.tokens import MeasuredStep
-from megatron_rl_loss.audit.verdict import judge
 from megatron_rl_loss.modes.names import resolve
 
 PAGE = ROOT / "docs" / "audit.md"
@@ -51,7 +50,6 @@ def judged(one: MeasuredStep) -> str:
 
 EXAMPLES: dict[str, Callable[[], str]] = {
     "stock": lambda: judged(stock()),
-    "terminal": lambda: in_terminal(stock(), expected=TOKEN_MEAN),
     "two bugs": lambda: judged(measured(step(C=1), lambda t: own_mean(t) * t.K)),
     "sizes coincide": lambda: judged(measured(step(K=2), lambda t: exact(t) * 2)),
     "no verdict": lambda: judged(no_verdict()),

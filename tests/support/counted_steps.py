@@ -108,16 +108,15 @@ class Counted:
 Formula = Callable[[Counted], Array]
 
 
-def measured(step: Step, weights: Array | Formula, *, lengths: bool = True, **facts: Any) -> MeasuredStep:
+def measured(step: Step, weights: Array | Formula, **facts: Any) -> MeasuredStep:
     """The step with these weights, or those of a formula."""
     of = step.counted
     if callable(weights):
         with np.errstate(divide="ignore", invalid="ignore"):
             weights = weights(of)
-    total = np.array([len(row.mask) for row in of.samples], np.int64)
     tokens = StepTokens(
-        mask=of.m, sample=of.i, position=of.t, dp_rank=of.d, microbatch=of.k, cp_rank=of.c, rollout=of.rollout,
-        prompt=of.prompt, total_lengths=total if lengths else None,
+        mask=of.m, sample=of.i, position=of.t, dp_rank=of.d, microbatch=of.k, cp_rank=of.c,
+        ids={"rollout": of.rollout, "prompt": of.prompt},
     )  # fmt: skip
     split = Split(num_microbatches=of.K, dp_size=of.D, cp_size=of.C, tp_size=of.TP)
     rounded = np.asarray(weights, np.float64).astype(np.float32).astype(np.float64)

@@ -50,7 +50,6 @@ class Bug:
     loss_fn: Callable[..., Tensor] | None = None
     call: LossCall | str = "pytorch"
     cuts: tuple[str, ...] = ()
-    twice: tuple[int, ...] = ()  # samples that weigh twice what others do
 
     def weights(self, t: Counted) -> Array:
         """Of every entry; the projects divide by at least 1 where a part has no token, unless that is the bug."""
@@ -260,7 +259,7 @@ BUGS = [
         step=cut(samples=(2,), masked=0.0),
         loss_fn=geo_mean, call=LossCall(takes="log_probs", even_microbatches=True), cuts=(MICROBATCHES,)),
     Bug(22, "x m for where(m): NaN at a masked token poisons everything", lambda t: t.m * np.nan,
-        step=cut(samples=(1,), masked=0.0, longest=60), deviations=("nan_masked", "nan", "nan_empty")),
+        step=cut(samples=(1,), masked=0.0, longest=60), deviations=("nan", "nan_empty")),
     Bug(23, "micro-batch mean of means", own_mean, loss_fn=masked_mean, call=MEANS, cuts=BOTH),
     Bug(24, "normalised twice", lambda t: t.m / t.T / t.T,
         loss_fn=lambda losses, mask, step_tokens: share(losses, mask, step_tokens) / step_tokens,
@@ -305,7 +304,7 @@ BUGS = [
     Bug(47, "micro-batch 2 -> 1 changes the gradient", own_mean, step=cut(samples=(1,), masked=0.0)),
     Bug(48, "rows of padding keep their advantages", lambda t: np.maximum(t.m, t.rollout >= 900) / t.T,
         step=pads_as_masked_rows, deviations=("masked_samples_trained",)),
-    Bug(48, "the pads are copies of real rows, trained again", duplicates, twice=TWICE),
+    Bug(48, "the pads are copies of real rows, trained again", duplicates, deviations=("copies",)),
     Bug(49, "per-token loss is never divided", lambda t: t.m),
     Bug(50, "FSDP's per-token normaliser dropped", lambda t: t.m / t.D),
     Bug(52, "tokens of all mini-batches / D on a 2-tuple, no x K", times(exact, lambda t: 1 / t.K)),
@@ -315,7 +314,7 @@ BUGS = [
         step=WITH_EMPTY),
     Bug(55, "normalised over a packed batch of one: identically 1",
         lambda t: t.m / (t.M / t.over((t.m != 0).astype(float), t.i)) / t.T, step=weighted_samples,
-        deviations=("fraction_ignored",)),
+        deviations=("fractions",)),
     Bug(56, "the mask cut after tokens were counted", lambda t: t.m / (t.T + 61)),
     Bug(57, "divided by K once more", times(exact, lambda t: 1 / t.K)),
     Bug(57, "the count dropped from the tuple", times(exact, lambda t: t.C)),

@@ -38,10 +38,8 @@ def test_tokens_are_in_their_places_and_padding_is_stray() -> None:
     assert step.tokens.sample.tolist() == [0] * 3 + [1] * 5
     assert step.tokens.position.tolist() == [0, 1, 2, 0, 1, 2, 3, 4]
     assert step.tokens.cp_rank.tolist() == [0, 1, 1, 0, 0, 1, 1, 1]
-    assert (step.tokens.total_lengths.tolist(), step.tokens.response_lengths) == (LENGTHS, None)
-    assert set(step.tokens.prompt.tolist()) == {-1}
+    assert step.tokens.ids == {}
     response = step_of(ZigzagResponse([9, 6], LENGTHS), lambda p, rank: np.nan if p == 4 else 1)
-    assert [response.tokens.total_lengths.tolist(), response.tokens.response_lengths.tolist()] == [[9, 6], LENGTHS]
     assert np.isnan(response.weights).nonzero()[0].tolist() == [4]
     nothing = measured_step([], 1.0, Split(), unknown=("nobody said",))
     assert (len(nothing.tokens), len(nothing.weights), nothing.unknown) == (0, 0, ("nobody said",))
@@ -56,18 +54,18 @@ def test_copies_add_up_unless_a_gather_hands_back_slices(backward: Any, expected
 def test_order_and_numbers_over_ranks_and_microbatches() -> None:
     layout = Contiguous(CU, total_lengths=LENGTHS)
     parts = [
-        *parts_of(layout, lambda *_: 3, 1, ids={"rollout_ids": ["b", "c"], "prompt_ids": [9, 7]}, dp_rank=1),
+        *parts_of(layout, lambda *_: 3, 1, ids={"rollout_ids": [5, 8], "ids": {"session": [2**60 + 1, 7]}}, dp_rank=1),
         *parts_of(None, lambda *_: 1, 1, masks=[], microbatch=1),
-        *parts_of(layout, lambda *_: 1, 1, ids={"rollout_ids": ["a", "b"], "prompt_ids": [7, 7]}),
+        *parts_of(layout, lambda *_: 1, 1, ids={"rollout_ids": [3, 5], "ids": {"session": [7, 7]}}),
     ]
     step = measured_step(parts, 1.0, Split(dp_size=2))
     for found, numbers in {
-        "weights": (1, 1, 3, 3), "dp_rank": (0, 0, 1, 1), "rollout": (0, 1, 1, 2), "prompt": (0, 0, 1, 0),
+        "weights": (1, 1, 3, 3), "dp_rank": (0, 0, 1, 1), "rollout": (3, 5, 5, 8),
+        "session": (7, 7, 2**60 + 1, 7),
         "sample": (0, 1, 2, 3),
     }.items():  # fmt: skip
-        values = step.weights if found == "weights" else getattr(step.tokens, found)
+        values = step.weights if found == "weights" else step.tokens.column(found)
         assert values.tolist() == np.repeat(numbers, LENGTHS * 2).tolist(), found
-    assert step.tokens.total_lengths.tolist() == LENGTHS * 2
 
 
 @pytest.mark.parametrize("layout", [ZigzagTHD(CU, total_lengths=LENGTHS), Gathered(CU, total_lengths=LENGTHS)])

@@ -1,4 +1,4 @@
-"""`judge`: sound weights are called sound, weight in the wrong places is told, what fits the rest is said in words.
+"""`judge`: sound weights are called sound, weight in the wrong places is told, a cause that fits the rest is named.
 
 Weights that should be are the float64 oracle's; wrong ones are formulas in counts (`counted_steps`).
 """
@@ -20,8 +20,9 @@ from published import exact, mean_of_rows, own_mean, own_piece
 from torch import Tensor
 
 from megatron_rl_loss import Mode, ModeInputs, Samples, Sum
+from megatron_rl_loss.audit.judge import explain, judge
 from megatron_rl_loss.audit.tokens import MeasuredStep, StepTokens
-from megatron_rl_loss.audit.verdict import Verdict, judge
+from megatron_rl_loss.audit.verdict import Verdict
 from megatron_rl_loss.modes.names import resolve
 
 DIVISORS = {"constant": 64.0, "token_sum": 32.0}
@@ -88,18 +89,19 @@ def test_sound_code_is_called_sound_and_anything_has_a_verdict(mode: str, units:
             found = replace(found, tokens=replace(found.tokens, cp_rank=np.full(len(found.tokens), -1)))
         verdict = judge(found, asked(mode, units))
         assert verdict.sound, str(verdict)
-        assert verdict.deviations == verdict.readings == ()
-        assert verdict.misplaced < 1e-5
+        assert (verdict.misplaced, verdict.causes) == ((), ())
+        assert verdict.wrong_share < 1e-5
         if step.counted.T:  # else there is no ratio
             assert (verdict.low, verdict.high) == pytest.approx((1, 1), abs=1e-5)
         assert str(verdict).startswith(f"SOUND: {mode}")
         for _ in range(rng.randrange(1, 4)):
             found = replace(found, weights=spoilt(found.weights, found.tokens, rng))
         verdict = judge(found, None if rng.random() < 0.2 else asked(mode, units))
-        assert str(verdict)
-        json.loads(verdict.to_json())
-        assert verdict.sound != bool(verdict.deviations or verdict.factors)
-        assert math.isnan(verdict.misplaced) or 0 <= verdict.misplaced <= 1
+        lines = str(verdict).splitlines()
+        assert len(lines) <= 15
+        assert max(map(len, lines)) <= 120
+        json.dumps(verdict.to_dict(), allow_nan=False)
+        assert math.isnan(verdict.wrong_share) or 0 <= verdict.wrong_share <= 1
 
 
 def test_one_token_off_by_more_than_roundings_is_not_sound() -> None:
@@ -120,16 +122,16 @@ def test_half_precision_gradients_are_allowed_their_roundings(rounding: str) -> 
     assert not judge(rounded, asked("sample_mean")).sound
     assert judge(replace(rounded, facts={"rounding": rounding}), asked("sample_mean")).sound
     twice = replace(rounded, weights=weights * 2, facts={"rounding": rounding})
-    assert judge(twice, asked("sample_mean")).readings[0].formula == "CP"
+    assert judge(twice, asked("sample_mean")).causes[0].constant == "CP"
 
 
 def test_the_smallest_step_and_one_without_an_active_token() -> None:
     one = Step([[[Row((1.0, 1.0))]]])
     assert judged(one, exact).sound
-    assert judged(one, lambda t: t.m).readings
+    assert judged(one, lambda t: t.m).causes
     nothing = ragged(3, masked=1.1)
     assert judged(nothing, lambda t: 0 * t.m).sound
-    assert [one.name for one in judged(nothing, lambda t: 0 * t.m + 0.1).deviations] == ["masked_samples_trained"]
+    assert [one.name for one in judged(nothing, lambda t: 0 * t.m + 0.1).misplaced] == ["masked_samples_trained"]
 
 
 # ---- weight in the wrong places
@@ -152,92 +154,76 @@ def earlier_in_buffer(t: Counted) -> Array:
 
 
 PROMPTS: dict[str, Any] = {"responses": True, "masked": 0.0}
-DEVIATIONS: dict[str, tuple[Formula, dict[str, Any], str, str]] = {
-    # name: (weights, options of the step, the deviation's name, the constant that is left)
+MISPLACED: dict[str, tuple[Formula, dict[str, Any], str, str]] = {
+    # weights, options of the step, a fact's name, the constant beside what is left
     "a CP rank is lost": (lambda t: exact(t) * (t.c == 0), {}, "missing", ""),
     "only the last micro-batch": (lambda t: exact(t) * (t.k == t.K - 1), {"masked": 0.0}, "missing", ""),
     "nothing": (lambda t: 0 * t.m, {}, "missing", ""),
     "the prompt too": (lambda t: 0 * t.m + 1 / t.T, PROMPTS, "prompt_trained", ""),
-    "the prompt too, by micro-batch": (lambda t: (0 * t.m + 1) / t.n / (t.D * t.K), PROMPTS, "prompt_trained", ""),
+    "the prompt too, / K": (lambda t: (0 * t.m + 1) / t.T / t.K, PROMPTS, "prompt_trained", "1/K"),
     "some masked tokens too": (lambda t: np.maximum(t.m, t.t == 3) / t.T, {"masked": 0.0}, "masked_trained", ""),
     "one token later": (lambda t: later(t) * t.C, {"responses": True}, "shift", "CP"),
     "one token earlier in the buffer": (earlier_in_buffer, {}, "shift", ""),
-    "some tokens twice": (lambda t: exact(t) * (1 + (t.t == 3)), {}, "odd_tokens", ""),
-    "some tokens twice, and / K": (lambda t: exact(t) * (1 + (t.t == 3)) / t.K, {}, "odd_tokens", "1/K"),
-    "the mask multiplied twice": (lambda t: t.m**2 / t.T, {"fractional": True}, "mask_squared", ""),
-    "fractions ignored": (lambda t: (t.m > 0) / t.T, {"fractional": True}, "fraction_ignored", ""),
+    "a sample thrice": (lambda t: exact(t) * (1 + 2 * (t.i == 3)), {"masked": 0.0}, "copies", ""),
+    "a sample thrice, / K": (lambda t: exact(t) / t.K * (1 + 2 * (t.i == 3)), {"masked": 0.0}, "copies", "1/K"),
+    "the mask multiplied twice": (lambda t: t.m**2 / t.T, {"fractional": True}, "fractions", ""),
+    "fractions ignored": (lambda t: (t.m > 0) / t.T, {"fractional": True}, "fractions", ""),
     "the sign turned": (lambda t: -exact(t), {}, "sign", ""),
     "the sign of a rank turned": (lambda t: exact(t) * np.where(t.d == 1, -1, 1), {}, "sign", ""),
     "NaN somewhere": (lambda t: np.where(t.t == 3, np.nan, exact(t)), {}, "nan", ""),
     "NaN where no token is active": (lambda t: np.where(t.M == 0, np.nan, exact(t)), {"masked": 0.3}, "nan_empty", ""),
-    "NaN everywhere": (lambda t: np.nan * t.m, {"masked": 0.0, "samples": (3,), "C": 1}, "nan_masked", ""),
+    "NaN everywhere": (lambda t: np.nan * t.m, {"masked": 0.0, "samples": (3,), "C": 1}, "nan", ""),
     "every token": (lambda t: 0 * t.m + 1 / t.T, {"masked": 0.3}, "mask_ignored", ""),
     "three tokens later": (lambda t: np.roll(exact(t), 3), {"masked": 0.0}, "misaligned", ""),
 }  # fmt: skip
-#: Facts by themselves. What the others could come of is no fact, and must read so.
-PLAIN = {"missing", "prompt_trained", "masked_trained", "odd_tokens", "sign", "nan"}
 
 
-@pytest.mark.parametrize("name", DEVIATIONS)
+@pytest.mark.parametrize("name", MISPLACED)
 def test_weight_in_the_wrong_places_is_told_as_a_fact(name: str) -> None:
-    formula, options, kind, constant = DEVIATIONS[name]
+    formula, options, kind, constant = MISPLACED[name]
     verdict = judged(ragged(3, **options), formula)
-    assert [one.name for one in verdict.deviations] == [kind], str(verdict)
-    assert kind in PLAIN or re.search(r"\bas (if|of)\b", verdict.deviations[0].text), str(verdict)
-    assert [reading.formula for reading in verdict.readings[:1] if not reading.counts] == [constant] * bool(constant)
-    if kind == "missing" and name != "nothing":
-        places = {place for place, factor in verdict.deviations[0].factors if factor == 0}
-        assert places == ({"CP 1"} if "CP" in name else {f"micro-batch {k} of each DP rank" for k in range(4)})
+    assert [one.name for one in verdict.misplaced] == [kind], str(verdict)
+    assert [cause.constant for cause in verdict.causes if not cause.row] == [constant] * bool(constant)
+    assert verdict.misplaced[0].text in " ".join(str(verdict).split())
+    if kind in ("missing", "sign") and name != "nothing":
+        place = {"a CP": "CP 1", "th": "DP 1", "on": "micro-batch 0 of each DP rank; micro-batch 1"}
+        whole = name == "the sign turned"
+        assert whole or place[next(one for one in place if name.startswith(one))] in verdict.misplaced[0].text
 
 
-@pytest.mark.parametrize("seed", range(1, 4))
-@pytest.mark.parametrize("formula", [exact, own_mean], ids=["", "own_mean"])
-def test_a_turned_sign_and_an_odd_token_are_taken_off_whatever_else_is_wrong(formula: Formula, seed: int) -> None:
-    """They are neither a factor for each token nor a chain of causes."""
-    step = ragged(seed, masked=0.0)
-    t = step.counted
-    at = int(np.flatnonzero(t.m)[20])
-    for name, factors, place in (
-        ("sign", np.where(t.d == 1, -1, 1), ("DP 1", -1)),
-        ("odd_tokens", np.where(np.arange(len(t.m)) == at, 100, 1), (f"sample {t.i[at]}, token {t.t[at]}", 100)),
-    ):
-        verdict = judged(step, factors * formula(t))
-        (deviation,) = verdict.deviations
-        assert deviation.name == name
-        assert dict(deviation.factors) == pytest.approx(dict([place]), rel=1e-5)
-        assert ["micro-batch" in reading.text for reading in verdict.readings[:1]] == [True] * (formula is own_mean)
+def test_a_fact_beside_a_cause_is_told_with_it() -> None:
+    verdict = judged(ragged(2, masked=0.0), lambda t: own_mean(t) * np.where(t.d == 1, -1, 1))
+    assert [one.name for one in verdict.misplaced] == ["sign"]
+    assert "divided by the tokens of the micro-batch" in verdict.causes[0].row
 
 
 def test_weight_on_padding_is_told() -> None:
-    right = sound_step(ragged(3), "token_mean")
-    verdict = judge(replace(right, stray=(3, 0.25)), asked("token_mean"))
-    assert [one.name for one in verdict.deviations] == ["stray"]
-    assert verdict.misplaced == pytest.approx(0.2, rel=1e-3)
-    assert "3 places, 20.0 % of all weight" in str(verdict)
+    verdict = judge(replace(sound_step(ragged(3), "token_mean"), stray=(3, 0.25)), asked("token_mean"))
+    assert [one.name for one in verdict.misplaced] == ["stray"]
+    assert verdict.wrong_share == pytest.approx(0.2, rel=1e-3)
+    assert "20.0 % of all weight lies on padding" in str(verdict)
 
 
-# ---- readings: places before chains of counts
+# ---- causes
 
 
-@pytest.mark.parametrize("seed", range(1, 4))
-@pytest.mark.parametrize("size", ["", "C"])
-def test_one_rank_apart_is_said_before_anything_else(seed: int, size: str) -> None:
-    verdict = judged(ragged(seed), lambda t: exact(t) * np.where(t.d == 0, 1.5, 1) * getattr(t, size, 1))
-    reading = verdict.readings[0]
-    assert reading.places == (("DP 0", pytest.approx(1.5)),)
-    assert (reading.formula, verdict.shape) == ("CP" if size else "", "rank")
-    assert reading.text.startswith("one factor for each rank: DP 0: x 1.5")
-
-
-def test_what_has_no_reading_is_numbers_and_copies_are_said() -> None:
-    verdict = judged(ragged(3), lambda t: exact(t) * np.array([1.0, 0.31, 2.2])[t.d])
-    assert dict(verdict.factors) == pytest.approx({"DP 0": 1, "DP 1": 0.31, "DP 2": 2.2})
-    assert not [one for one in verdict.readings if one.counts]
-    verdict = judged(ragged(1), lambda t: exact(t) * (1 + np.sin(np.arange(len(t.m))) / 3))
-    assert (verdict.shape, verdict.deviations, verdict.readings) == ("token", (), ())
-    assert "No reading fits" in str(verdict)
-    twice = judged(ragged(3), lambda t: exact(t) * np.where(t.d == 0, 2, 1))
-    assert "DP 0: x 2, as if counted several times" in twice.readings[0].text
+@pytest.mark.parametrize("seed", range(3))
+def test_what_no_row_explains_stays_a_number(seed: int) -> None:
+    """A rank apart, a factor of chance for each rank, for each sample, for each token."""
+    rng = np.random.default_rng(seed)
+    factors: list[Callable[[Counted], Array]] = [
+        lambda t: np.where(t.d == 0, 1.5, 1), lambda t: rng.uniform(0.5, 2, 3)[t.d],
+        lambda t: rng.uniform(0.5, 2, t.ROWS)[t.i], lambda t: rng.uniform(0.5, 2, len(t.m)),
+    ]  # fmt: skip
+    for factor in factors:
+        verdict = judged(ragged(seed), lambda t, factor=factor: exact(t) * factor(t))
+        assert (verdict.misplaced, verdict.causes) == ((), ())
+        assert "No known cause fits" in str(verdict)
+        assert "DP 0, micro-batch" in str(verdict)
+    verdict = judged(ragged(seed), lambda t: exact(t) * 1.2344)
+    assert not verdict.causes[0].named
+    assert "tokens weigh 1.234 times what was asked" in str(verdict)
+    assert "no product of sizes and counts" in " ".join(str(verdict).split())
 
 
 def prompts_of_samples(t: Counted) -> Array:
@@ -245,77 +231,96 @@ def prompts_of_samples(t: Counted) -> Array:
     return t.m / t.M / t.over((t.t == 0).astype(float), t.prompt) / t.P
 
 
-READINGS: dict[str, tuple[Formula, str, dict[str, Any], str]] = {
-    # name: (weights, asked, options of the step, what the first reading says)
-    "rows' means by micro-batch, for prompts": (mean_of_rows, "prompt_mean", {"masked": 0.0},
-        r"divided by .*tokens of the rollout.*number of rollouts of the micro-batch.*not divided by the tokens"),
+def prompts_inside(t: Counted) -> Array:
+    """Prompt means inside each micro-batch, averaged over its prompts."""
+    firsts: set[Any] = set()
+    first = np.array([(key := (d, k, p)) not in firsts and not firsts.add(key)
+                      for d, k, p in zip(t.d, t.k, t.prompt, strict=True)], float)  # fmt: skip
+    return t.m / t.over(t.m, t.d, t.k, t.prompt) / t.over(first, t.d, t.k) / (t.D * t.K)
+
+
+CAUSES: dict[str, tuple[Formula, str, dict[str, Any], str]] = {
+    # weights, asked, options of the step, the cause
+    "prompt means by micro-batch": (prompts_inside, "prompt_mean", {"masked": 0.0, "uneven_prompts": True},
+        "prompt means inside the micro-batch, over its prompts$"),
+    "samples' means by micro-batch, for prompts": (mean_of_rows, "prompt_mean", {"masked": 0.0},
+        "sample means, over the samples of the micro-batch"),
     "samples' means over what a CP rank holds": (lambda t: t.m / t.M_here / (t.N * t.C), "sample_mean",
-        {"longest": 60, "masked": 0.0}, r"tokens of the rollout of what the CP rank holds.*; not divided by"),
+        {"longest": 60, "masked": 0.0}, "sample means inside the CP rank's piece of the micro-batch, .*1/CP"),
     "prompts of samples": (prompts_of_samples, "sample_mean", {"uneven_prompts": True, "masked": 0.0},
-        r"^divided by the number of rollouts of the prompt"),
-    "fully masked units left out": (lambda t: t.m / t.M / (t.ROWS - t.MASKED), "sample_mean", {}, "= N/N_active: f"),
-    "by length": (lambda t: t.m / t.length / t.N, "sample_mean", {}, "mask entries, masked ones too.* of the rollout"),
-    "rows as rollouts": (lambda t: t.m / t.M / t.ROWS, "sample_mean", {"split_rollouts": True}, "tokens of the sample"),
-    "phantoms": (lambda t: t.m / (t.T + t.MASKED), "token_mean", {"masked": 0.3}, "= T/T_clamped: counted were mask"),
-    "a count of nothing": (lambda t: t.m / (t.T + t.K), "token_mean", {}, "as if divided by .*which is no count"),
-    "the padded width": (lambda t: t.m / (t.N * t.width), "constant", {},
-        "^divided by the longest row.* not by the divisor$"),
-    "the rectangle": (lambda t: t.m / (t.rows * t.width * t.D * t.K), "token_mean", {}, "rows x the longest row"),
-    "another mode": (lambda t: t.m / t.M / t.N, "prompt_mean", {},
-        r"^the weights of sample_mean, unit counting all \(verl:seq-mean-token-mean, skyrl:sequence_mean, trl:grpo\)$"),
-    "another mode, times CP": (lambda t: t.C * t.m / t.M / t.N, "token_mean", {}, "weights of sample_mean.*x 2 = CP"),
-    "a divisor": (lambda t: t.m / (64 * t.N), "prompt_mean", {}, "^the weights of constant with divisor 64, unit"),
+        "prompt means of sample means"),
+    "fully masked units left out": (lambda t: t.m / t.M / (t.ROWS - t.MASKED), "sample_mean", {}, "that have tokens$"),
+    "by length": (lambda t: t.m / t.length / t.N, "sample_mean", {}, "sample means over lengths, masked tokens too"),
+    "rows as rollouts": (lambda t: t.m / t.M / t.ROWS, "sample_mean", {"split_rollouts": True}, "^sample means, over"),
+    "phantoms": (lambda t: t.m / (t.T + t.MASKED), "token_mean", {"masked": 0.3}, "one for each fully masked sample"),
+    "phantoms by micro-batch": (lambda t: t.m / (t.n + t.over(((t.M == 0) & (t.t == 0)) * 1.0, t.d, t.k)) / t.D / t.K,
+        "token_mean", {"masked": 0.3}, "one for each fully masked sample, of the micro-batch"),
+    "the rectangle": (lambda t: t.m / (t.rows * t.width * t.D * t.K), "token_mean", {}, "rows x longest row of the"),
+    "another mode": (lambda t: t.m / t.M / t.N, "prompt_mean", {}, "^sample means, over the samples of the step$"),
+    "another mode, times CP": (lambda t: t.C * t.m / t.M / t.N, "token_mean", {}, "sample means.*x 2 = CP"),
+    "by samples, no tokens": (lambda t: t.m / t.N, "token_mean", {}, "not divided by any count of tokens.*= 1/N$"),
+    "by prompts, no tokens": (lambda t: t.m / t.P, "token_mean", {}, "not divided by any count of tokens.*= 1/P$"),
+    "a divisor": (lambda t: t.m / (64 * t.N), "constant", {}, "^$"),
+    "no divisor": (lambda t: t.m / t.N, "constant", {}, "every token alike, x 64 = L$"),
+    "own samples": (lambda t: t.m / 64 / t.rows / t.D / t.K, "constant", {}, "samples of the micro-batch.*= 1/L$"),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", READINGS)
+@pytest.mark.parametrize("name", CAUSES)
 def test_what_fits_is_said_in_words_and_numbers(name: str) -> None:
-    formula, mode, options, says = READINGS[name]
+    formula, mode, options, says = CAUSES[name]
     step = ragged(3, **options)
     t = step.counted
     with np.errstate(divide="ignore", invalid="ignore"):
         weights = np.where(t.m == 0, 0, formula(t))
     verdict = judged(step, weights, mode)
-    assert any(re.search(says, reading.text) for reading in verdict.readings[:1]), str(verdict)
-    assert f"A reading that fits: {verdict.readings[0].text[:20]}" in str(verdict)
-    ends = re.search(r"one number for each \w+: (\S+) \(.+?\) to (\S+) \(", " ".join(str(verdict).split()))
-    assert (ends is not None) == (verdict.shape in ("sample", "rollout", "prompt"))
-    assert ends is None or float(ends[1]) < float(ends[2])
+    if says == "^$":
+        assert verdict.sound  # negative control
+        return
+    assert re.search(says, str(verdict.causes[0])), str(verdict)
+    assert "Fits: " + str(verdict.causes[0])[:30] in str(verdict)
     right = right_weights(step, mode)
     ratio = weights[right != 0] / right[right != 0]
     assert (verdict.low, verdict.high) == pytest.approx((ratio.min(), ratio.max()), rel=1e-5)
     apart = np.abs(weights / weights.sum() - right / right.sum()).sum() / 2
-    assert verdict.misplaced == pytest.approx(apart, abs=1e-6)
+    assert verdict.wrong_share == pytest.approx(apart, abs=1e-6)
 
 
-# name: (factor, sizes DP, CP, K, what else is known of the step, all readings)
-CONSTANTS: dict[str, tuple[float, tuple[int, int, int], dict[str, Any], set[str]]] = {
-    "three sizes coincide": (2, (2, 2, 2), {}, {"DP", "CP", "K"}),
-    "DP and CP": (2, (2, 2, 3), {}, {"DP", "CP"}),
-    "the pipeline's size": (7, (3, 2, 5), {"pp_size": 7}, {"PP"}),
-    "by the pipeline's size": (1 / 7, (3, 2, 5), {"pp_size": 7}, {"1/PP"}),
-    "a generation batch": (5 / 7, (3, 2, 5), {"steps_per_generation": 7}, {"K/steps_per_generation"}),
+# factor, sizes DP, CP, K, the pipeline's size, all constants
+CONSTANTS: dict[str, tuple[float, tuple[int, int, int], int, set[str]]] = {
+    "three sizes coincide": (2, (2, 2, 2), 1, {"DP", "CP", "K"}),
+    "DP and CP": (2, (2, 2, 3), 1, {"DP", "CP"}),
+    "the pipeline's size": (7, (3, 2, 5), 7, {"PP"}),
+    "by the pipeline's size": (1 / 7, (3, 2, 5), 7, {"1/PP"}),
 }
 
 
 @pytest.mark.parametrize("name", CONSTANTS)
 def test_all_names_of_a_constant_are_said(name: str) -> None:
-    factor, (D, C, K), known, formulas = CONSTANTS[name]
+    factor, (D, C, K), pp_size, constants = CONSTANTS[name]
     step = measured(ragged(3, D=D, C=C, K=K), lambda t: factor * exact(t))
-    step = replace(step, split=replace(step.split, pp_size=known.get("pp_size", 1)), facts=known)
-    assert {one.formula for one in judge(step, asked("token_mean")).readings} == formulas
+    verdict = judge(replace(step, split=replace(step.split, pp_size=pp_size)), asked("token_mean"))
+    assert {one.constant for one in verdict.causes} == constants
+    assert ("Each of these fits" in str(verdict)) == (len(constants) > 1)
+
+
+def test_a_cause_of_several_steps_fits_each_of_them() -> None:
+    """On one step 1/DP² and 1/P are the same number; a cause must hold on all."""
+    steps = [measured(ragged(seed, D=3), lambda t: exact(t) / t.D**2) for seed in range(6)]
+    (cause,) = explain(steps, asked("token_mean"), tolerance=1e-5)
+    assert cause.constant == "1/DP²"
+    mixed = [*steps, measured(ragged(1), lambda t: own_mean(t))]
+    assert explain(mixed, asked("token_mean"), tolerance=1e-5) == ()
 
 
 def test_a_piece_without_an_entry_is_a_part_of_the_mean() -> None:
     """Rows of up to 8 tokens padded to 24: the second CP rank holds padding alone of some micro-batches."""
     step = Step(ragged(1, longest=9, samples=(1, 2)).rows, cp_size=2, length=24)
-    t = step.counted
     with np.errstate(divide="ignore", invalid="ignore"):
-        weights = np.where(t.m == 0, 0, own_piece(t))
-    verdict = judged(step, weights)
-    assert verdict.readings[0].text.startswith("divided by the tokens of what the CP rank holds of the micro-batch, no")
-    assert verdict.readings[0].formula == ""
-    assert dict(verdict.factors) == pytest.approx(t.at("dkc", weights * t.T), rel=1e-5)
+        weights = np.where(step.counted.m == 0, 0, own_piece(step.counted))
+    cause = judged(step, weights).causes[0]
+    assert cause.row.startswith("divided by the tokens of the CP rank's piece of the micro-batch")
+    assert cause.constant == ""
 
 
 # ---- what is asked for
@@ -326,10 +331,10 @@ def test_where_nothing_is_asked_the_nearest_mode_is() -> None:
         verdict = judge(sound_step(ragged(3), mode))
         assert verdict.sound
         assert verdict.expected.startswith(mode)
-        assert "nothing was asked for" in verdict.notes[-1]
+        assert "nothing was asked: this is the nearest mode" in verdict.headline
     verdict = judge(measured(ragged(3, masked=0.0), own_mean))
     assert not verdict.sound
-    assert "divided by the tokens of the micro-batch" in verdict.readings[0].text
+    assert "divided by the tokens of the micro-batch" in verdict.causes[0].row
 
 
 def late_tokens(inputs: ModeInputs) -> list[Tensor]:
@@ -353,14 +358,14 @@ def test_a_mode_of_ones_own_can_be_asked_for_if_masks_suffice() -> None:
     weights = t.m * (t.t + 1) / t.T
     assert judge(measured(step, weights), resolve(late_tokens)).sound
     verdict = judge(measured(step, weights * 2), resolve(late_tokens))
-    assert [one.formula for one in verdict.readings] == ["CP"]
+    assert [one.constant for one in verdict.causes] == ["CP"]
     verdict = judge(sound_step(step, "token_mean"), resolve(late_tokens))
-    assert (verdict.shape, verdict.readings) == ("token", ())
+    assert verdict.causes == ()
     right = right_weights(step, "vl_norm")
     assert judge(measured(step, right), resolve(VL_NORM)).sound
     assert not judge(measured(step, right * 1.01), resolve(VL_NORM)).sound
     (why,) = judge(measured(step, right), resolve(weighted_token_mean)).unknown  # by labels
-    assert re.search("weighted_token_mean asks for cannot be made from masks and ids.*'weight'", why)
+    assert re.search("weighted_token_mean cannot be made from masks and ids.*'weight'", why)
 
 
 @pytest.mark.parametrize("coef", [0.05, -0.3])
@@ -374,9 +379,27 @@ def test_a_terms_coefficient_is_no_deviation(coef: float) -> None:
     assert not judge(replace(term, facts={}), asked("prompt_mean")).sound
     assert not judge(replace(term, weights=2 * term.weights), asked("prompt_mean")).sound
     stray = judge(replace(term, stray=(3, 0.25 * abs(coef))), asked("prompt_mean"))
-    assert stray.misplaced == pytest.approx(0.2, rel=1e-3)
+    assert stray.wrong_share == pytest.approx(0.2, rel=1e-3)
     nothing = replace(term, weights=0 * right, facts={"coefficient": 0.0})
     assert judge(nothing, asked("prompt_mean")).unknown == ("The term's coefficient is 0: it trains nothing.",)
+
+
+def test_a_terms_undeclared_factor_is_said_and_taken_as_its_coefficient() -> None:
+    term = measured(ragged(3), lambda t: 0.01 * exact(t), undeclared_term=True)
+    verdict = judge(term, asked("token_mean"))
+    assert verdict.sound
+    assert "one factor, 0.01, is taken as this term's coefficient" in verdict.notes[0]
+    assert not judge(replace(term, facts={}), asked("token_mean")).sound
+    assert not judge(measured(ragged(3), own_mean, undeclared_term=True), asked("token_mean")).sound
+
+
+def test_modes_over_further_ids_are_compared() -> None:
+    step = measured(ragged(3, masked=0.0), lambda t: t.m / t.G / t.P)
+    ids = {"rollout": step.tokens.ids["rollout"], "session": step.tokens.ids["prompt"]}
+    named = replace(step, tokens=replace(step.tokens, ids=ids))
+    assert judge(named, resolve(lambda of: 1 / (of.tokens("session") * of.units("session")))).sound
+    assert not judge(named, asked("sample_mean")).sound
+    assert judge(named, asked("token_mean")).causes[0].row == "session means, over the sessions of the step"
 
 
 # ---- the report
@@ -385,25 +408,48 @@ def test_a_terms_coefficient_is_no_deviation(coef: float) -> None:
 def test_no_verdict_where_it_cannot_be_known_and_samples_without_entries_are_told() -> None:
     right = sound_step(ragged(3), "token_mean")
     verdict = judge(replace(right, unknown=("ranks are scaled apart: residual 0.49", "again")), asked("token_mean"))
-    assert (verdict.sound, verdict.deviations, verdict.readings) == (False, (), ())
-    assert str(verdict) == "NO VERDICT: ranks are scaled apart: residual 0.49\n  also: again"
-    assert json.loads(verdict.to_json())["deviation"] is None
+    assert (verdict.sound, verdict.misplaced, verdict.causes) == (False, (), ())
+    assert str(verdict) == "NO VERDICT: ranks are scaled apart: residual 0.49\nalso: again"
+    assert verdict.to_dict()["deviation"] is None
     after = right.tokens.sample + (right.tokens.sample > 3)
-    verdict = judge(replace(right, tokens=replace(right.tokens, sample=after, total_lengths=None)), asked("token_mean"))
+    verdict = judge(replace(right, tokens=replace(right.tokens, sample=after)), asked("token_mean"))
     assert verdict.sound
     assert "1 samples have no mask entry" in verdict.notes[0]
 
 
-def test_the_report_and_a_measured_step_are_plain_data_too() -> None:
-    """`tests/package/test_pages.py` compares the report's text."""
-    data = json.loads(judged(ragged(3, masked=0.0), lambda t: own_mean(t) * t.C).to_json())
-    assert data["sound"] is False
-    assert data["readings"][0]["constant"] == [["CP", 1]]
-    assert {row["microbatch"] for row in data["pieces"]} == set(range(5))
-    assert len(str(judge(sound_step(ragged(3), "token_mean"), asked("token_mean"))).splitlines()) == 1
-    step = replace(measured(ragged(3, fractional=True), exact, rounding="float32"), stray=(2, 0.5))
-    back = MeasuredStep.from_json(replace(step, weights=np.where(step.weights == 0, np.nan, step.weights)).to_json())
-    assert (back.split, back.facts, back.stray) == (step.split, step.facts, step.stray)
-    np.testing.assert_array_equal(np.nan_to_num(back.weights), step.weights)
-    for name in vars(step.tokens):
-        np.testing.assert_array_equal(getattr(back.tokens, name), getattr(step.tokens, name))
+def test_a_sound_verdict_says_what_it_covers_and_what_it_cannot_see() -> None:
+    right = sound_step(ragged(3), "token_mean")
+    plain = str(judge(right, asked("token_mean")))
+    assert "does not see whether masks and layout are those of the model's batch" in " ".join(plain.split())
+    compared = str(judge(replace(right, facts={"tokens_compared": 314}), asked("token_mean")))
+    assert "314 input ids are those of the samples" in " ".join(compared.split())
+    assert "whether masks and layout" not in " ".join(compared.split())
+
+
+@pytest.mark.parametrize(
+    ("weights", "bars"),
+    [
+        ([1] * 6 + [0] + [1.5] * 6, ["▄▄|▄▄▄▄", "▆▆▆▆▆▆"]),
+        ([0.5, 0, 1, 1.5, 2, 7, 0, 0.01, 0.25, 1, 1, np.nan, 1], ["▂-|▄▆██", "▁▁▄▄?▄"]),
+        ([1] * 6 + [0.5] + [1] * 6, ["▄▄|▄▄▄▄", "!▄▄▄▄▄▄"]),  # masked tokens are shown if they are trained
+    ],
+)
+def test_bars_show_measured_over_asked(weights: list[float], bars: list[str]) -> None:
+    small = Step([[[Row((1.0,) * 2), Row((1.0,) * 4, 1)], [Row((0.0, *[1.0] * 6), 2)]]])
+    verdict = judge(measured(small, np.array(weights) / 12), asked("token_mean"))
+    assert [place.bar for place in verdict.places] == bars
+    rows = [line for line in str(verdict).splitlines() if line.startswith("  DP 0, micro-batch")]
+    assert [row.split()[-1] for row in rows] == bars
+
+
+def test_long_bars_are_drawn_together_and_their_mean_stays() -> None:
+    verdict = judged(ragged(3, D=1, C=2, K=2, samples=(6,), masked=0.0, longest=200), lambda t: exact(t) * t.C)
+    assert {*"".join(place.bar for place in verdict.places)} == {"█", "|"}
+    assert max(len(place.bar) for place in verdict.places) <= 66
+
+
+def test_the_report_is_plain_data_too() -> None:
+    data = json.loads(json.dumps(judged(ragged(3, masked=0.0), lambda t: own_mean(t) * t.C).to_dict(more=1)))
+    assert (data["sound"], data["more"]) == (False, 1)
+    assert re.search("x 2 = CP", data["causes"][0])
+    assert {row["microbatch"] for row in data["places"]} == set(range(5))

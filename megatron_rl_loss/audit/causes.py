@@ -1,0 +1,285 @@
+"""A flat table of causes: the aggregations that are known to go wrong, each as the weight that it gives a token.
+
+A row is words and one expression over masks and ids. It fits where measured weights are a constant times it, within
+rounding, at every token of every step at hand; a constant is a product of sizes and counts of the step.
+"""
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from megatron_rl_loss.audit.tokens import Floats, Ints, Split, StepTokens, group_by
+
+STEP: tuple[str, ...] = ()
+DP_RANK, MICROBATCH = ("dp_rank",), ("dp_rank", "microbatch")
+CP_PIECE = ("dp_rank", "microbatch", "cp_rank")
+#: Parts of a step in words.
+PARTS = {
+    "the micro-batch": MICROBATCH,
+    "the CP rank's piece of the micro-batch": CP_PIECE,
+    "the DP rank": DP_RANK,
+    "the CP rank's pieces of all its micro-batches": ("dp_rank", "cp_rank"),
+    "this micro-batch of all DP ranks": ("microbatch",),
+}
+#: The contribution of a group's member (a sample, a rollout, a piece) with so many mask tokens and mask entries.
+COUNTED: dict[str, Any] = {
+    "tokens": lambda tokens, entries: tokens,
+    "all": lambda tokens, entries: np.ones_like(tokens),
+    "active": lambda tokens, entries: (tokens > 0).astype(float),
+    "entries": lambda tokens, entries: entries,
+    "clamped": lambda tokens, entries: np.maximum(tokens, 1),
+    "shifted": lambda tokens, entries: tokens + (tokens > 0),
+}
+#: Tokens that are counted wrongly, in words.
+MISCOUNTS = {
+    "entries": "all mask entries, masked ones too",
+    "clamped": "the tokens, and one for each fully masked sample",
+    "shifted": "the tokens, and one more for each sample that has any",
+}
+
+
+class Counts:
+    """Counts of a step at each cell, [num_cells]: a cell is what one CP rank holds of one sample."""
+
+    def __init__(self, tokens: StepTokens, split: Split) -> None:
+        self.split, self.of_entry = split, tokens.groups("sample", "cp_rank")
+        first = np.unique(self.of_entry, return_index=True)[1]
+        names = ("sample", "cp_rank", "dp_rank", "microbatch", "rollout", *tokens.ids)
+        self.column = {name: tokens.column(name)[first] for name in names}
+        self.num_tokens = np.bincount(self.of_entry, weights=tokens.mask, minlength=len(first))
+        self.num_entries = np.bincount(self.of_entry, minlength=len(first)).astype(float)
+        self._groups: dict[tuple[str, ...], Ints] = {}
+
+    def group(self, *within: str) -> Ints:
+        """The group of each cell: cells that agree in these columns."""
+        if within not in self._groups:
+            self._groups[within] = group_by([self.column[name] for name in within], len(self.num_tokens))
+        return self._groups[within]
+
+    def count(self, what: str, of: tuple[str, ...] = ("sample",), within: tuple[str, ...] = STEP) -> Floats:
+        """The sum, over the members `of` each group, of what each is counted as: a key of `COUNTED`."""
+        outer, member = self.group(*within), self.group(*within, *of)
+        tokens, entries = np.bincount(member, self.num_tokens), np.bincount(member, self.num_entries)
+        first = np.unique(member, return_index=True)[1]
+        counted: Floats = np.bincount(outer[first], COUNTED[what](tokens, entries))[outer]
+        return counted
+
+    def tokens(self, *within: str) -> Floats:
+        return self.count("tokens", within=within)
+
+    def parts(self, within: tuple[str, ...]) -> float:
+        """Number of parts that the step was split into, those without a mask entry included."""
+        by_cp = len(np.unique(self.column["cp_rank"])) > 1  # else every rank holds every token
+        sizes = {"dp_rank": self.split.dp_size, "microbatch": self.split.num_microbatches}
+        sizes["cp_rank"] = self.split.cp_size if by_cp else 1
+        found = int(self.group(*within).max(initial=-1)) + 1
+        return float(max(found, math.prod(sizes.get(name, 1) for name in within)))
+
+    def width(self, *within: str, multiple: int = 1) -> Floats:
+        """The longest sample of each group, padded to a multiple."""
+        outer, sample = self.group(*within), self.group("sample")
+        longest = np.zeros(int(outer.max(initial=-1)) + 1)
+        np.maximum.at(longest, outer, np.bincount(sample, self.num_entries)[sample])
+        return np.asarray(np.ceil(longest / multiple) * multiple)[outer]
+
+    @cached_property
+    def units(self) -> list[str]:
+        """The ids that tell samples apart otherwise than an earlier one does: sample, rollout, prompt, further ids."""
+        found: dict[bytes, str] = {}
+        for name in ("sample", "rollout", *self.column):
+            if name not in ("cp_rank", "dp_rank", "microbatch"):
+                group = self.group(name)
+                found.setdefault(np.unique(group, return_index=True)[1][group].tobytes(), name)  # by their first cell
+        return list(found.values())
+
+    @cached_property
+    def real_parts(self) -> dict[str, tuple[str, ...]]:
+        """Of `PARTS` those that the step was split into, each once."""
+        seen = {self.group().tobytes()}
+        kept = {}
+        for words, part in PARTS.items():
+            if (key := self.group(*part).tobytes()) not in seen:
+                seen.add(key)
+                kept[words] = part
+        return kept
+
+
+Row = tuple[str, Floats, str]
+#: Constants that a row may have beside sizes of the split: tokens T, units and the divisor U, ratios of units R.
+NONE, SIZES, TOKENS, UNITS, ANY = "", "S", "ST", "STU", "STUR"
+
+
+def rows(t: Counts) -> Iterator[Row]:
+    """The table: words; the weight of a token beside its mask at each cell, [num_cells]; constants that are likely."""
+    yield "not divided by any count of tokens", np.ones(len(t.num_tokens)), UNITS
+    yield "divided by the tokens of the step", 1 / t.tokens(), SIZES
+    for words, part in t.real_parts.items():
+        own, number, samples = t.tokens(*part), t.parts(part), t.count("all", within=part)
+        yield f"divided by the tokens of {words}, not of the step", 1 / own / number, TOKENS
+        yield f"token means of {words}, weighted by its samples", samples / own / t.count("all"), SIZES
+        yield f"divided by the samples of {words}, and by no tokens", 1 / samples / number, UNITS
+    filled = t.count("active", MICROBATCH, DP_RANK) * t.parts(DP_RANK)
+    yield (
+        "token means of micro-batches, over those of the DP rank that have tokens",
+        1 / t.tokens(*MICROBATCH) / filled,
+        NONE,
+    )
+    for unit, (what, tail) in itertools.product(t.units, (("all", ""), ("active", " that have tokens"))):
+        whole, of_step = t.tokens(unit), t.count(what, (unit,))
+        yield f"{unit} means, over the {unit}s of the step{tail}", 1 / whole / of_step, SIZES
+        for words, part in t.real_parts.items():
+            of_part = t.count(what, (unit,), part) * t.parts(part)
+            yield f"{unit} means, over the {unit}s of {words}{tail}, not of the step", 1 / whole / of_part, SIZES
+            if (t.group(*part, unit) != t.group(unit)).any():  # units that lie in several parts
+                inside = t.tokens(*part, unit)
+                yield f"{unit} means inside {words}, over its {unit}s{tail}", 1 / inside / of_part, SIZES
+                yield f"{unit} means inside {words}, over the {unit}s of the step{tail}", 1 / inside / of_step, SIZES
+        for group in t.units[t.units.index(unit) + 1 :]:
+            of_groups = t.count(what, (unit,), (group,)) * t.count(what, (group,))
+            yield f"{group} means of {unit} means, over those{tail or ' of the step'}", 1 / whole / of_groups, SIZES
+        yield f"{unit} means over lengths, masked tokens too", 1 / t.count("entries", within=(unit,)) / of_step, SIZES
+    for words, part in {"the step": STEP, **t.real_parts}.items():
+        for kind, miscount in MISCOUNTS.items():
+            yield f"divided by {miscount}, of {words}", 1 / t.count(kind, within=part) / t.parts(part), NONE
+        for multiple in {1, 2 * t.split.cp_size if t.split.cp_size > 1 else 1}:
+            area = t.width(*part, multiple=multiple) * t.count("all", within=part) * t.parts(part)
+            yield f"divided by rows x longest row of {words}, padded to a multiple of {multiple}", 1 / area, NONE
+    for words, part in t.real_parts.items():
+        empty = t.parts(part) - t.count("active", part)
+        yield f"divided by the step's tokens, and one for {words} wherever it has none", 1 / (t.tokens() + empty), NONE
+
+
+@dataclass(frozen=True)
+class Cause:
+    """A row of the table that fits, and the constant beside it."""
+
+    row: str  # its words; empty for the weights that were asked
+    constant: str  # a product of sizes and counts, such as CP/K; empty for 1, and where it has no name
+    factor: float  # the constant as a number, in the first step
+    price: float  # the simplest cause is the cheapest
+
+    @property
+    def named(self) -> bool:
+        """False where the constant is neither 1 nor a product of sizes and counts."""
+        return self.price < _UNNAMED
+
+    def __str__(self) -> str:
+        if not self.named:
+            row = f"{self.row}, and beside it one factor" if self.row else "one factor for all tokens"
+            return f"{row}, {self.factor:.6g}, that is no product of sizes and counts of this step"
+        hint = HINTS.get((bool(self.row), self.constant)) or HINTS.get((None, self.constant), "")
+        constant = f", x {self.factor:.6g} = {self.constant}" if self.constant else ""
+        return (self.row or "every token alike") + constant + f": {hint}" * bool(hint)
+
+
+#: Where a constant often comes from: beside the weights that were asked (False), another row (True), or any (None).
+HINTS: dict[tuple[bool | None, str], str] = {
+    (False, "CP"): "Megatron multiplies a 2-tuple by CP already, and a summed (per-token) gradient needs no factor",
+    (False, "1/CP"): "gradients of CP ranks are summed and then averaged, or CP ranks that hold all tokens were added",
+    (None, "1/DP"): "DDP's mean over its ranks was not undone",
+    (False, "1/DP²"): "a denominator has x DP where / DP was meant",
+    (False, "K"): "micro-batches are added up where their mean was meant",
+    (None, "1/K"): "the schedule divides by the number of micro-batches, and nothing undoes it",
+    (False, "1/T"): "divided by the number of tokens twice",
+    (True, "CP/K"): "a 2-tuple under per-token loss: no token is counted, so nothing divides by their number",
+    (True, "K"): "the parts' means are added up, not averaged",
+    (True, "DP·K"): "the parts' means are added up, not averaged",
+    (False, "N"): "never divided by the number of units",
+    (False, "N/rows"): "rows were counted, not rollouts",
+    (False, "N/N_active"): "fully masked units were left out",
+    (False, "N_active/N"): "fully masked units were counted",
+}
+#: Prices of another row than the asked one, of a miscount or of units that have tokens, of a count, of a ratio of two,
+#: of a constant without a name.
+_ROW, _RARER, _COUNT, _RATIO, _UNNAMED = 0.4, 0.3, 1.9, 1.2, 6.0
+_SHOWN, _AS_SIMPLE = 3, 0.25
+Powers = dict[str, int]
+
+
+def constants(t: Counts, divisor: float | None) -> Iterator[tuple[str, str, float, float]]:
+    """Kind, name, price and log of products: of sizes to the powers -2 to 2, and of at most one count or a ratio."""
+    fields = {"DP": "dp_size", "CP": "cp_size", "K": "num_microbatches", "TP": "tp_size", "PP": "pp_size"}
+    sizes = {name: size for name, field in fields.items() if (size := getattr(t.split, field)) > 1}
+    letters = {"rollout": "N", "sample": "rows" if "rollout" in t.units else "N", "prompt": "P"}
+    units = {}
+    for unit, (what, tail) in itertools.product(t.units, (("all", ""), ("active", "_active"))):
+        units[letters.get(unit, unit) + tail] = float(t.count(what, (unit,))[0])
+    divisors = {} if divisor is None else {"L": divisor}
+    values = sizes | units | divisors | {"T": float(t.tokens()[0])}
+    # kind, largest sum of sizes' powers beside it, price, powers
+    amounts: list[tuple[str, int, float, Powers]] = [(SIZES, 3, 0.0, {})]
+    amounts += [("T", 2, _COUNT, {"T": power}) for power in (1, -1)]
+    amounts += [("U", 1, _COUNT, {name: power}) for name in units | divisors for power in (1, -1)]
+    amounts += [("U", 1, _COUNT, {"L": -1, name: -1}) for name in units if divisors]
+    pairs = [pair for pair in itertools.permutations(units, 2) if (pair[0][0] == "P") == (pair[1][0] == "P")]
+    amounts += [("R", 0, _RATIO, {one: 1, other: -1}) for one, other in pairs]
+    for powers in itertools.product(range(-2, 3), repeat=len(sizes)):
+        spent, squared = sum(map(abs, powers)), max(map(abs, powers), default=0) > 1
+        for kind, most, price, amount in amounts:
+            product = {name: power for name, power in zip(sizes, powers, strict=True) if power} | amount
+            log = sum(power * math.log(values[name]) for name, power in product.items())
+            name = _formula(product)
+            if spent <= (min(most, 2) if squared else most) and (not product or abs(log) > 1e-9):
+                yield kind if product else NONE, name, spent + price + _RARER * ("_active" in name), log
+
+
+def _formula(powers: Powers) -> str:
+    """Powers as ``CP·T/K``."""
+    above = [name + "²" * (power == 2) for name, power in powers.items() if power > 0]
+    below = [name + "²" * (power == -2) for name, power in powers.items() if power < 0]
+    bottom = f"({'·'.join(below)})" if len(below) > 1 else "".join(below)
+    return ("·".join(above) or "1" * bool(below)) + (f"/{bottom}" if below else "")
+
+
+@dataclass(frozen=True)
+class Ratios:
+    """Weights of a step that lie in the right places, as one number per cell."""
+
+    counts: Counts
+    active: Ints  # the cells, [num_active]
+    weights: Floats  # beside the mask, [num_active]
+    expected: Floats  # the same as asked
+    by_token: bool = False  # True where tokens of a cell are asked to differ: weights are measured / asked then
+
+    def rows(self) -> Iterator[Row]:
+        """The weights that were asked, and the table's other rows."""
+        yield "", self.expected, ANY
+        for words, weights, likely in () if self.by_token else rows(self.counts):
+            if not np.allclose(weights[self.active], self.expected, rtol=1e-9, atol=0):
+                yield words, weights[self.active], likely
+
+
+Fits = dict[tuple[str, str], Cause]
+
+
+def fits(step: Ratios, divisor: float | None, tolerance: float) -> Fits:
+    """Every cause that fits one step, by its row and constant."""
+    table, found = list(constants(step.counts, divisor)), Fits()
+    for number, (words, weights, likely) in enumerate(step.rows()):
+        ratio = step.weights / weights
+        if not np.isfinite(ratio).all() or ratio.min() <= 0 or np.ptp(ratio) > tolerance * ratio.max():
+            continue
+        rarer = _RARER * (likely == NONE or "that have tokens" in words)
+        factor, of_row = float(np.median(ratio)), (_ROW + number / 1000 + rarer) * bool(words)
+        found[words, "?"] = Cause(words, "", factor, _UNNAMED + of_row)
+        for kind, name, price, log in table:
+            if kind in likely and abs(log - math.log(factor)) <= tolerance:
+                found[words, name] = Cause(words, name, factor, price + of_row)
+    return found
+
+
+def fitting(steps: Sequence[Ratios], divisor: float | None, tolerance: float) -> list[Cause]:
+    """The causes that fit every step, the simplest first; of those that are as simple at most three."""
+    first, *others = (fits(step, divisor, tolerance) for step in steps)
+    for other in others:  # a constant without a name must be the same number
+        shared = [key for key in first if key in other]
+        factors = {key: abs(other[key].factor / first[key].factor - 1) for key in shared if key[1] == "?"}
+        first = {key: first[key] for key in shared if factors.get(key, 0.0) <= tolerance}
+    simplest = sorted(first.values(), key=lambda cause: cause.price)
+    causes = [cause for cause in simplest if cause.price <= simplest[0].price + _AS_SIMPLE]
+    return causes[: _SHOWN if causes and causes[0].named else 1]

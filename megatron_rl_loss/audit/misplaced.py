@@ -1,0 +1,187 @@
+"""Weight in the wrong places: NaN, padding, masked tokens, none on active ones, masks off by one, a turned sign."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_rl_loss.audit.tokens import Flags, Floats, Ints, MeasuredStep, StepTokens, extremes
+
+#: Parts of a step, coarsest first, and how one is written.
+PLACES = {
+    ("cp_rank",): "CP {}",
+    ("dp_rank",): "DP {}",
+    ("microbatch",): "micro-batch {} of each DP rank",
+    ("dp_rank", "cp_rank"): "DP {}, CP {}",
+    ("dp_rank", "microbatch"): "DP {}, micro-batch {}",
+    ("dp_rank", "microbatch", "cp_rank"): "DP {}, micro-batch {}, CP {}",
+    ("prompt",): "prompt {}",
+    ("sample",): "sample {}",
+    ("sample", "cp_rank"): "sample {}, CP {}",
+}
+
+
+@dataclass(frozen=True)
+class Misplaced:
+    """A fact about weight in the wrong places: the name of its kind, a sentence, and how many tokens it concerns."""
+
+    name: str
+    text: str
+    tokens: int
+
+
+@dataclass
+class Kept:
+    """The entries that weigh something in the right places: what is left to compare with what was asked."""
+
+    entries: Ints  # of the mask that each weight follows, [num_kept]
+    weights: Floats  # [num_kept]
+    misplaced: list[Misplaced]
+
+
+def take_off(measured: MeasuredStep, expected: Floats, tolerance: float) -> Kept:
+    """Take off NaN, stray weight, shifts, masked tokens with weight, active ones without, and signs, in this order."""
+    tokens, weights, wanted = measured.tokens, measured.weights, expected != 0
+    found: list[Misplaced] = []
+    bad = ~np.isfinite(weights)
+    if bad.any():
+        found.append(_not_finite(tokens, bad, wanted))
+    sizes = np.abs(np.where(bad, 0.0, weights))
+    places, size = measured.stray
+    if places and size:
+        share = 100 * size / (size + float(sizes.sum()))
+        found.append(Misplaced("stray", f"{share:.1f} % of all weight lies on padding or other samples' slots", places))
+    support = sizes > tolerance * _usual(sizes, np.abs(expected))
+    support[bad] = wanted[bad]
+    extra, lost = support & ~wanted, wanted & ~support
+    differing = int(extra.sum() + lost.sum())
+    for words, source, inside in _shifts(tokens) if differing and sizes.any() else ():
+        if (support == wanted[source] & inside).all():
+            found.append(Misplaced("shift", f"weights are off by one against masks: they lie {words}", differing))
+            entries = np.flatnonzero(support & ~bad)
+            return Kept(source[entries], weights[entries], found)
+    if extra.any():
+        found.append(_masked(measured, expected, extra))
+    if lost.any():
+        found.append(_missing(tokens, wanted, lost))
+    if [one.name for one in found[-2:]] == ["masked_trained", "missing"]:
+        text = (
+            f"weights lie on other tokens, as if masks and losses were cut or laid out differently: {int(extra.sum())} "
+            f"masked tokens have weight, {int(lost.sum())} active ones have none"
+        )
+        found[-2:] = [Misplaced("misaligned", text, differing)]
+    entries = np.flatnonzero(support & wanted & ~bad)
+    kept = Kept(entries, weights[entries], found)
+    negative = kept.weights * expected[entries] < 0
+    if negative.any() and (places_of := _whole_places(tokens, entries, negative)):
+        where = "" if negative.all() else f" at {places_of}"
+        text = f"the sign is turned{where}: what was to be minimised is maximised"
+        found.append(Misplaced("sign", text, int(negative.sum())))
+        kept.weights = np.where(negative, -kept.weights, kept.weights)
+    return kept
+
+
+def without_copies(kept: Kept, tokens: StepTokens, expected: Floats, tolerance: float) -> Kept:
+    """Take off the few samples that weigh a whole multiple of what all others do, if that is all that differs."""
+    ratio, sample = kept.weights / expected[kept.entries], tokens.sample[kept.entries]
+    times = ratio / np.median(ratio) if len(ratio) else ratio
+    again = times > 1 + tolerance
+    whole = np.round(times)
+    if not again.any() or (np.abs(times - whole) > tolerance * whole).any() or not (times[~again] > 0.5).all():
+        return kept
+    samples = np.unique(sample[again])
+    if 3 * len(samples) > len(np.unique(sample)):
+        return kept
+    text = f"weigh {' or '.join(f'{x:g}' for x in np.unique(whole[again]))} times what all others do, as copies do"
+    shown = ", ".join(map(str, samples[:4])) + " and more" * (len(samples) > 4)
+    copies = Misplaced("copies", f"samples {shown} {text}", int(again.sum()))
+    return Kept(kept.entries[~again], kept.weights[~again], [*kept.misplaced, copies])
+
+
+def _usual(sizes: Floats, wanted: Floats) -> Floats:
+    """The size of a weight that would be no surprise, [num_entries]: far below it is none."""
+    positive = sizes > 0
+    usual = np.full(len(sizes), float(np.median(sizes[positive])) if positive.any() else 0.0)
+    trained = (wanted > 0) & positive
+    if trained.any():
+        usual[wanted > 0] = wanted[wanted > 0] * float(np.median(sizes[trained] / wanted[trained]))
+    return usual
+
+
+def _not_finite(tokens: StepTokens, bad: Flags, wanted: Flags) -> Misplaced:
+    text, number = f"NaN or infinite weights at {int(bad.sum())} of {len(bad)} tokens", int(bad.sum())
+    for words, names in (
+        ("CP ranks' pieces of micro-batches", ("dp_rank", "microbatch", "cp_rank")),
+        ("micro-batches", ("dp_rank", "microbatch")),
+        ("samples", ("sample",)),
+    ):
+        group = tokens.groups(*names)
+        if (np.bincount(group, weights=wanted) == 0)[group[bad]].all():
+            text += f", all in {words} without an active token, as of 0/0"
+            return Misplaced("nan_empty", text, number)
+    if bad[wanted].all() and wanted.any():
+        text += (
+            ", every active one, as of 0/0, or of a masked token's NaN times its mask (select by where(mask, loss, 0))"
+        )
+    return Misplaced("nan", text, number)
+
+
+def _shifts(tokens: StepTokens) -> Iterator[tuple[str, Ints, Flags]]:
+    """In words; the entry whose mask each loss would meet if masks were moved by one; False where none comes.
+
+    The last two are [num_entries]. An entry that falls off one end comes back at the other (`torch.roll`) or does not.
+    """
+    everywhere = np.arange(len(tokens))
+    for within, names in (
+        ("in its sample", ("sample",)),
+        ("in the micro-batch", ("dp_rank", "microbatch")),
+        ("in its CP rank's piece", ("dp_rank", "microbatch", "cp_rank")),
+    ):
+        group = tokens.groups(*names)
+        order, sizes = np.argsort(group, kind="stable"), np.bincount(group)
+        begin, size = ((column[group[order]]) for column in (sizes.cumsum() - sizes, sizes))
+        for move, words in ((1, "later"), (-1, "earlier")):
+            source, inside, moved = everywhere.copy(), np.zeros(len(tokens), np.bool_), everywhere - begin - move
+            source[order], inside[order] = order[begin + moved % size], moved // size == 0
+            yield f"one token {words} {within}", source, inside
+            yield f"one token {words} {within}, around its end", source, np.ones_like(inside)
+
+
+def _masked(measured: MeasuredStep, expected: Floats, extra: Flags) -> Misplaced:
+    tokens, wanted, sizes = measured.tokens, expected != 0, np.abs(measured.weights)
+    positions = tokens.position.astype(np.float64)
+    first = extremes(tokens.sample[wanted], positions[wanted], int(tokens.sample.max()) + 1)[0][tokens.sample]
+    kinds = {
+        "masked_samples_trained": ("fully masked samples are", np.isinf(first)),
+        "prompt_trained": ("tokens before the response are", np.isfinite(first) & (positions < first)),
+        "mask_ignored": (
+            "all masked tokens are, as if no mask were applied,",
+            np.full(len(tokens), extra[~wanted].all()),
+        ),
+        "masked_trained": ("some masked tokens are", extra),
+    }
+    name, what = next((name, what) for name, (what, where) in kinds.items() if where[extra].all())
+    number, share = int(extra.sum()), 100 * float(sizes[extra].sum() / np.nansum(sizes))
+    text = f"{what} trained: {number} of {int((~wanted).sum())} masked tokens have {share:.1f} % of all weight"
+    return Misplaced(name, text, number)
+
+
+def _missing(tokens: StepTokens, wanted: Flags, lost: Flags) -> Misplaced:
+    number, of = int(lost.sum()), int(wanted.sum())
+    where = "" if number == of else _whole_places(tokens, np.flatnonzero(wanted), lost[wanted])
+    text = f"{number} of {of} active tokens have no weight" + f", all of {where}" * bool(where)
+    return Misplaced("missing", text, number)
+
+
+def _whole_places(tokens: StepTokens, entries: Ints, hit: Flags) -> str:
+    """The coarsest places that `hit` [num_entries] covers wholly, the first few in words; empty if it is scattered."""
+    for names, pattern in PLACES.items():
+        if names == ("prompt",) and "prompt" not in tokens.ids:
+            continue
+        columns = [tokens.column(name)[entries] for name in names]
+        group = tokens.groups(*names)[entries]
+        if (extremes(group, hit.astype(float), int(group.max()) + 1)[0][group] == hit).all():
+            first = np.unique(group[hit], return_index=True)[1]
+            shown = [pattern.format(*ids) for ids in zip(*(column[hit][first[:4]] for column in columns), strict=True)]
+            return "; ".join(shown) + f" and {len(first) - 4} more" * (len(first) > 4)
+    return ""
