@@ -100,8 +100,8 @@ def assembled(
         says = f"weigh {weight:.4g} times what they should: the factor at the step's end scales them too."
         notes.append(f"Auxiliary losses ({', '.join(auxiliary)}) {says}")
     dtypes = {dtype for report in reports for dtype in report.dtypes}
-    facts = {"factor": factor.value, "anchor": factor.name, "loss_scale": loss_scale, "tokens_compared": compared}
-    facts["rounding"] = _rounding(dtypes, factor.uncertainty)
+    facts: dict[str, Any] = {"factor": factor.value, "anchor": factor.name, "loss_scale": loss_scale}
+    facts |= {"rounding": _rounding(dtypes, factor.uncertainty)} | ({"tokens_compared": compared} if compared else {})
     described = {one.place for of_term in parts.values() for one in of_term if one.rows is not None}
     steps = {}
     for term in terms:
