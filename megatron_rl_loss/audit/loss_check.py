@@ -55,24 +55,24 @@ class Finding:
     high: float = np.nan  # the largest
 
     @property
-    def length(self) -> int:
-        """How much there is to read; a row that is fully masked explains little."""
-        return sum(10 + len(row.mask) + 20 * (not any(row.mask)) for row in self.step.rows)
+    def length(self) -> float:
+        """What there is to read; masked rows explain little, and weights that are as expected nothing."""
+        rows = [10 + len(row.mask) + 20 * (not any(row.mask)) for row in self.step.rows]
+        return sum(rows) + 1000 * np.allclose(self.weights, self.expected, rtol=TOLERANCE)
 
-    def rows(self, units: list[str]) -> list[str]:
+    def rows(self, units: list[str], should: str) -> list[str]:
         """The step, a line for each row of data: where it is, its units and tokens, and what these weigh."""
         lines, at = list[str](), 0
         names = ["dp_rank"] * (self.step.dp_size > 1) + ["microbatch"] * (self.step.num_microbatches > 1) + units
         for row in self.step.rows:
             words = [f"{_PLACES.get(name, name)} {getattr(row, name)}" for name in names]
             line = ", ".join([*words, "".join(".x"[entry] for entry in row.mask)])
-            for values in (self.weights, self.expected):
+            for verb, values in (("  weighs", self.weights), (should, self.expected)) if self.weights else ():
                 each = [f"{value:.4g}" for value in values[at : at + len(row.mask)]]
-                alike = {one for one, entry in zip(each, row.mask, strict=False) if entry or one != "0"} or {"0"}
-                shown = alike if len(alike) == 1 else [*each[:6], *["..."] * (len(each) > 6)]
-                line += f"{', should weigh' if values is self.expected else '  weighs'} {' '.join(shown)}" * bool(
-                    values
-                )
+                alike = {one if entry else "" for one, entry in zip(each, row.mask, strict=True) if entry or one != "0"}
+                one = next(iter(alike or {"0"}))  # number that tells all, if there is one
+                shown = [one] if one and len(alike) < 2 else [*each[:6], *["..."] * (len(each) > 6)]
+                line += f"{verb} {' '.join(shown)}"
             lines, at = [*lines, line], at + len(row.mask)
         return lines
 
@@ -112,12 +112,13 @@ class LossReport:
         lines += [f"  fits: {cause}" for cause in self.causes[:1]]
         for first in self.findings[:1]:
             said = f"{self.name} {mode} {self.call} {self.causes}"
-            rows = first.rows([unit for unit in ("rollout", "prompt") if unit in said])
+            should = ", should weigh" if self.expected and mode else ", uncut"
+            rows = first.rows([unit for unit in ("rollout", "prompt") if unit in said], should)
             cp = f", each row cut over {first.step.cp_size} CP ranks" * (first.step.cp_size > 1)
             lines += [f"  the smallest of the steps {first.cut} that show it (x trained, . masked{cp}):"]
             room = max(1, 10 - len(self.findings) - len(self.notes))  # of 15 lines
             lines += [f"    {row}" for row in rows[:room]] + [f"    and {len(rows) - room} more"] * (len(rows) > room)
-        lines.append(f"  assumed: {self.call}; {self.draws} random steps per cut, seed {self.seed}")
+        lines.append(f"  assumed: {self.call}; {self.draws} draws of each cut, seed {self.seed}")
         if not self.findings:
             lines += ["  covers rows of at most 11 tokens, 5 micro-batches, 4 DP and 4 CP ranks; does not see how your"]
             lines += ["  loop really calls and divides, what makes the losses, other terms (KL, entropy), or clipping"]
@@ -125,7 +126,10 @@ class LossReport:
 
     def to_json(self) -> dict[str, Any]:
         """The same as plain data."""
-        findings = [{**vars(finding), "step": repr(finding.step)} for finding in self.findings]
+        known = [
+            {name: value for name, value in vars(one).items() if value == value} for one in self.findings
+        ]  # no NaN
+        findings = [one | {"step": repr(one["step"])} for one in known]
         expected = None if self.expected is None else in_words(self.expected)
         said = {"sound": self.sound, "invariant": self.invariant, "expected": expected, "findings": findings}
         return {**vars(self), **said}
@@ -194,6 +198,7 @@ def check_loss(
     notes = [f"parameter {parameter} was left at its default" for parameter in left]
     look = partial(_findings, run, call, expected, draws, seed)
     findings, causes = look(UNCUT), tuple[str, ...]()
+    findings = [one for one in findings if one.kind != "weights"] or findings
     if all(one.kind == "weights" for one in findings):
         of_cuts = [one for cut, over in CUTS.items() if len(over) == 1 for one in look(cut)]
         findings += (of_cuts or look(TOGETHER)) + look(PADDED)
@@ -268,10 +273,10 @@ def _look(run: Any, mode: Aggregation | None, cut: str, step: DrawnStep) -> Find
     wanted = asked if cut == UNCUT else plain
     if deviation_of(measured, wanted) <= TOLERANCE:
         return None
-    says = "; ".join(one.text for one in take_off(measured, wanted, TOLERANCE).misplaced)
+    facts = [one.text for one in take_off(measured, wanted, TOLERANCE).misplaced][-1:]  # the last says most
     ratio = weights[wanted != 0] / wanted[wanted != 0]
     low, high = float(ratio.min(initial=np.inf)), float(ratio.max(initial=-np.inf))
-    return Finding(cut, "weights", says, step, tuple(weights.tolist()), tuple(asked.tolist()), low, high)
+    return Finding(cut, "weights", "".join(facts), step, tuple(weights.tolist()), tuple(asked.tolist()), low, high)
 
 
 def _draw(call: LossCall, over: str, seed: str, telling: bool) -> DrawnStep:
@@ -280,9 +285,9 @@ def _draw(call: LossCall, over: str, seed: str, telling: bool) -> DrawnStep:
     most, longest = (3, 11) if telling else (2, 3)
     ends = {"K": (3, 5), "D": (2, 4), "C": (2, 4)}
     K, D, C = ((rng.randint(*ends[one]) if telling else 2) if one in over else 1 for one in ends)
-    most = most if K * D > 1 else most**2
-    even = [rng.randint(1, most)] * call.even_microbatches
-    places = [place for place in product(range(D), range(K)) for _ in range(*even or [rng.randint(1, most)])]
+    least, most = (1, most) if K * D > 1 else (most - 1, most**2)  # rows of a micro-batch
+    even = [rng.randint(least, most)] * call.even_microbatches
+    places = [place for place in product(range(D), range(K)) for _ in range(*even or [rng.randint(least, most)])]
     rows = list[DrawnRow]()
     for i in range(len(places)):
         rollout, prompt = i, rng.randint(0, len(places) // 3)
