@@ -15,7 +15,7 @@ import oracle
 import pytest
 import torch
 import torch.distributed as dist
-from checkouts import VERL, Settings, checkout, load
+from checkouts import VERL, Settings, checkout, load, record_errors
 from planned_steps import CP, DP, STEP, TABLE, batches_of, errors_in
 from ranks import run_ranks, start_process_group
 from step_samples import dealt
@@ -148,10 +148,12 @@ def _flat(values: Tensor, attention: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("dp", [1, 4])
-def test_ppo_loss_is_exact_with_ours_and_with_theirs(dp: int) -> None:
+def test_ppo_loss_is_exact_with_ours_and_with_theirs(dp: int, record_property: Any) -> None:
     for install in (True, False):
         for errors in run_ranks(dp, step_errors, checkout(VERL), 1, list(MODES), install):
             assert max(errors) < TOLERANCE
+            worst = {"ours" if install else "own": max(errors)}
+            record_errors(record_property, VERL, "every `loss_agg_mode`", **worst)
 
 
 def cut_in_two(root: str) -> tuple[list[float], list[float]]:
@@ -221,15 +223,16 @@ def planned_in_its_engine(root: str, per_token: bool) -> list[float]:
 
 
 @pytest.mark.parametrize("per_token", [False, True])
-def test_a_planned_step_in_its_megatron_engine(per_token: bool) -> None:
+def test_a_planned_step_in_its_megatron_engine(per_token: bool, record_property: Any) -> None:
     for errors in run_ranks(DP * CP, planned_in_its_engine, checkout(VERL), per_token):
         assert max(errors) < oracle.EXACT
+        record_errors(record_property, VERL, "every mode by `plan_step`", ours=max(errors))
 
 
-def modes_in_its_engine(root: str, per_token: bool, install: bool) -> dict[str, float | str]:
+def modes_in_its_engine(root: str, per_token: bool, install: bool) -> dict[str, list[float] | str]:
     """On a rank: each mode's error by `agg_loss`, with verl's gather of CP ranks and its engine's factors.
 
-    Per-token counts are rounded down for each CP rank: the gradient is expected to be too large by that.
+    Per-token counts are rounded down for each CP rank: the second error is of a gradient too large by that.
     """
     state = start(cp=CP)
     core_algos, _, _, import_utils, util = load_verl(root, "models.mcore.util")
@@ -243,7 +246,7 @@ def modes_in_its_engine(root: str, per_token: bool, install: bool) -> dict[str, 
     factor = of_step / sum(CP * (count // CP) for rank in routed for count in rank) if per_token else 1.0
     counts = {"dp_size": DP, "batch_num_tokens": float(torch.cat([one.mask for one in STEP]).sum())}
     counts |= {"global_batch_size": len(STEP), "loss_scale_factor": MODES["seq-mean-token-sum-norm"][1]}
-    found: dict[str, float | str] = {}
+    found: dict[str, list[float] | str] = {}
     for name, (mode, divisor) in MODES.items():
         model = table_model(TABLE, per_token=per_token)
 
@@ -271,15 +274,19 @@ def modes_in_its_engine(root: str, per_token: bool, install: bool) -> dict[str, 
             found[name] = str(refusal)
             continue
         expected = torch.cat([*oracle.step_gradient(mode, samples, divisor), torch.zeros(1)])
-        found[name] = relative_error(model.module.losses.main_grad.cpu(), expected * factor)
+        gradient = model.module.losses.main_grad.cpu()
+        found[name] = [relative_error(gradient, expected * one) for one in (1.0, factor)]
     return found
 
 
 @pytest.mark.parametrize("install", [False, True])
 @pytest.mark.parametrize("per_token", [False, True])
-def test_every_mode_in_its_megatron_engine(per_token: bool, install: bool) -> None:
+def test_every_mode_in_its_megatron_engine(per_token: bool, install: bool, record_property: Any) -> None:
     """Until 0.9.1 (verl#7915) the engine refused one with per-token loss; its gather of whole rows allows it."""
+    setting = "every `loss_agg_mode`" + ", CP 2 with per-token loss" * per_token
     for found in run_ranks(DP * CP, modes_in_its_engine, checkout(VERL), per_token, install):
         refused = [name for name, error in found.items() if isinstance(error, str)]
         assert refused in ([], ["seq-mean-token-mean"] * per_token)
-        assert max(error for error in found.values() if isinstance(error, float)) < oracle.EXACT
+        errors = [error for error in found.values() if not isinstance(error, str)]
+        assert max(error[1] for error in errors) < oracle.EXACT
+        record_errors(record_property, VERL, setting, **{"ours" if install else "own": max(errors)[0]})
