@@ -49,11 +49,6 @@ NO_TAP = (
 )
 
 
-def raise_failure(failure: Exception | None) -> None:
-    if failure is not None:
-        raise failure
-
-
 class Audit:
     """Measures one step: a ``with`` around the call of Megatron's schedule, until gradients are finalised.
 
@@ -83,7 +78,7 @@ class Audit:
         samples_of: Callable[[Any], Samples] | None = None,
         pg_collection: ProcessGroupCollection | None = None,
         gather: bool = True,
-        then: Callable[[Exception | None], None] = raise_failure,
+        then: Callable[[Exception | None], None] | None = None,
     ) -> None:
         chunks = model if isinstance(model, list) else [model]
         self.steps: dict[str, MeasuredStep] = {}
@@ -153,7 +148,11 @@ class Audit:
             if finalize is not None:
                 del owner.run_pending_grad_sync  # the method is there again
                 finalize()
-            self._then(attempt(self._measure))
+            failure = attempt(self._measure)
+            if self._then is not None:
+                self._then(failure)
+            elif failure is not None:
+                raise failure
 
         if kind is None and finalize is not None:
             owner.run_pending_grad_sync = end
@@ -260,7 +259,7 @@ class IntervalAudits:
 
 
 def _cannot_know(config: Any) -> list[str]:
-    """Model configurations under which hooks see nothing or groups change."""
+    """The reasons why hooks see nothing of a model, or groups are not those that are followed here."""
     graphs = "CUDA graphs replay a backward pass without its hooks. Audit a step without them."
     remat = "Weight-rematerialising TP reduces over further groups, which the audit does not follow."
     has_remat = any((getattr(config, name, 1) or 1) > 1 for name in REMAT_SIZES)
