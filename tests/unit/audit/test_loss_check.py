@@ -1,8 +1,5 @@
-"""`check_loss` passes exact loss functions and modes, and finds what is wrong with published ones and other faults.
-
-Beside each published function stands the weight that it gives a token, worked out by hand from counts (`published`): on
-the step that a finding shows, that is what must have been measured.
-"""
+"""`check_loss` passes exact functions and modes, and finds what is wrong with published ones, whose weights on the step
+that a finding shows are worked out by hand (`published`), and other faults."""
 
 import dataclasses
 import functools
@@ -40,8 +37,8 @@ def step_of(drawn: DrawnStep, padded: bool) -> Step:
     rows: list[list[list[Row]]] = [[[] for _ in range(drawn.num_microbatches)] for _ in range(drawn.dp_size)]
     for row in drawn.rows:
         rows[row.dp_rank][row.microbatch].append(Row(row.mask, row.rollout, row.prompt))
-    longest = max(len(row.mask) for row in drawn.rows)
-    return Step(rows, drawn.cp_size, length=longest if padded and drawn.cp_size > 1 else None)
+    longest = max(len(row.mask) for row in drawn.rows) if padded and drawn.cp_size > 1 else None
+    return Step(rows, drawn.cp_size, length=longest)
 
 
 #: The weights that a mode asks for, by hand.
@@ -310,29 +307,27 @@ def test_the_page_names_everything_there_is() -> None:
 @pytest.mark.parametrize("units", ["all", "active"])
 @pytest.mark.parametrize("mode", ["token_mean", "sample_mean", "prompt_mean", *DIVISORS])
 def test_built_in_modes_are_invariant(mode: str, units: Any) -> None:
-    report = check_loss(mode=mode, divisor=DIVISORS.get(mode), units=units, draws=4)
-    assert report.sound, str(report)
+    assert check_loss(mode=mode, divisor=DIVISORS.get(mode), units=units, draws=4).sound
 
 
 def sum_by_prompts(step: ModeInputs) -> float:
     return 1 / step.units("prompt")
 
 
-DEPENDS: dict[str, tuple[Any, Any, int]] = {
-    "tokens here": (lambda of: 1 / max(1.0, float(of.batch.mask_sums.sum())), published.BOTH, 3),
-    "samples here": (lambda of: 1 / max(1, len(of.batch)), published.BOTH, 3),
-    "lengths": (lambda of: [torch.full((int(n),), 1 / int(n)) for n in of.batch.mask_lengths], [PADDED], 3),
+DEPENDS: dict[str, tuple[Any, Any]] = {
+    "tokens here": (lambda of: 1 / max(1.0, float(of.batch.mask_sums.sum())), published.BOTH),
+    "samples here": (lambda of: 1 / max(1, len(of.batch)), published.BOTH),
+    "lengths": (lambda of: [torch.full((int(n),), 1 / int(n)) for n in of.batch.mask_lengths], [PADDED]),
 }
 
 
-@pytest.mark.parametrize(("mode", "cuts", "most"), DEPENDS.values(), ids=DEPENDS)
-def test_what_a_mode_depends_on_is_found(mode: Any, cuts: Any, most: int) -> None:
+@pytest.mark.parametrize(("mode", "cuts"), DEPENDS.values(), ids=DEPENDS)
+def test_what_a_mode_depends_on_is_found(mode: Any, cuts: Any) -> None:
     report = check_loss(mode=mode, draws=8)
     finding = report.findings[0]
     assert {one.cut for one in report.findings} == set(cuts)
     assert not report.invariant
-    assert f"  {cuts[0]}: " in str(report)
-    assert len(finding.step.rows) <= most
+    assert len(finding.step.rows) <= 3
     assert finding.weights != pytest.approx(finding.expected)
 
 
@@ -403,6 +398,6 @@ test_refusals = refusal_tests(REFUSALS)
 
 
 def test_the_functions_own_error_is_the_cause() -> None:
-    with pytest.raises(ValueError, match="raises ZeroDivisionError") as caught:
-        check_loss(lambda losses, mask: losses.sum() / (1 // 0))
-    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+    with pytest.raises(ValueError, match="it raises KeyError") as caught:
+        check_loss(lambda losses, mask: losses.sum() / {}["n"])
+    assert isinstance(caught.value.__cause__, KeyError)
