@@ -12,6 +12,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import audit_examples
+import checkouts
 import oracle
 import pytest
 import show_recipes
@@ -245,6 +246,19 @@ def test_versions_are_the_same_on_all_pages() -> None:
         dates.setdefault(commit, set()).add(date)
     assert all(len(found) == 1 for found in dates.values())
     assert set(re.findall(r"`([0-9a-f]{8})`", README)) <= set(re.findall(r"`([0-9a-f]{8})`", FRAMEWORKS))
+
+
+def test_the_table_of_engines_has_all_and_no_stale_row() -> None:
+    """Tests that need checkouts print it: here, the words of its settings are looked for in them."""
+    rows = re.findall(r"^\| (\S+) \| (\S+) \| (.*) \| \S+ \| \S+ \|$", FRAMEWORKS, flags=re.MULTILINE)
+    files = [path.read_text() for path in (ROOT / "tests" / "frameworks" / "real").glob("*.py")]
+    names = {name for name, value in vars(checkouts).items() if isinstance(value, checkouts.Framework)}
+    assert names == {engine.upper().replace("-", "_") for engine, *_ in rows}
+    for engine, version, setting in rows:
+        name = engine.upper().replace("-", "_")
+        recorded = "".join(["every mode", *(text for text in files if re.search(rf"\b{name}\b", text))])
+        assert version in FRAMEWORKS.partition("## How they were run")[0]
+        assert all(part.strip("`") in recorded for part in setting.split(", ")), (engine, setting)
 
 
 def test_the_code_of_frameworks_that_needs_none_runs(monkeypatch: pytest.MonkeyPatch) -> None:
