@@ -26,7 +26,7 @@ from megatron_rl_loss.frameworks.replacing import Function, Replaced, announce
 from megatron_rl_loss.modes.names import Aggregation, resolve
 from megatron_rl_loss.modes.weights import unit_weights
 from megatron_rl_loss.reduction.sums import Reducer, WeightedSum
-from megatron_rl_loss.step.collectives import StepGroups, attempt
+from megatron_rl_loss.step.collectives import StepGroups, attempt, world_rank
 from megatron_rl_loss.step.layouts import IntList, ZigzagResponse
 from megatron_rl_loss.step.samples import Samples
 from megatron_rl_loss.step.totals import count_step
@@ -131,6 +131,12 @@ class Hook:
                     f"{self} with calculate_per_token_loss on: the sum would be divided by the step's tokens, not by "
                     "its rollouts. Drop --calculate-per-token-loss, or use ...slime.token_mean."
                 )
+        elif _fsdp_of_miles() is not None:
+            raise ValueError(
+                f"{self} on miles's FSDP backend: it never divides by the step's tokens, and nothing counts them "
+                "there. Use ...slime.sample_mean or ...slime.constant_40960 (your divisor), or --train-backend "
+                "megatron."
+            )
         elif not per_token and counts is None:
             raise ValueError(
                 f"{self} with calculate_per_token_loss off: the sum would be divided by the step's rollouts, and the "
@@ -186,14 +192,23 @@ def _constant(divisor: int) -> Hook:
     return make_hook("constant", divisor=divisor)
 
 
+def _fsdp_of_miles() -> Any:
+    """The parallel state of miles's FSDP backend, which has no Megatron to ask; None elsewhere."""
+    parallel = sys.modules.get("miles.backends.training_utils.parallel")
+    state = getattr(parallel, "_parallel_state", None)
+    return state if state is not None and "fsdp" in state.meshes else None
+
+
 def _place(row_length_is_known: bool) -> tuple[int, int, bool]:
     """(cp_rank, cp_size, first of the ranks with a loss); refuses padded rows of unknown length where they are cut."""
+    if (fsdp := _fsdp_of_miles()) is not None:
+        return fsdp.cp.rank, fsdp.cp.size, world_rank() == 0
     from megatron.core import parallel_state as state
 
     if not state.model_parallel_is_initialized():
         raise ValueError(
             "no parallel state in Megatron: the hook asks it for the context-parallel rank and size. Initialise it "
-            "before (miles: --train-backend megatron)."
+            "before."
         )
     cp_size = state.get_context_parallel_world_size()
     if cp_size > 1 and not row_length_is_known:

@@ -1,6 +1,6 @@
 """Steps counted for the hooks of slime and miles, over Megatron's real groups: functions and iterators of their shape.
 
-slime and miles themselves are run by real/test_real_slime_miles.py.
+slime and miles themselves are run by real/test_real_slime_miles.py and test_real_miles_fsdp.py.
 """
 
 import sys
@@ -46,15 +46,16 @@ def loss_function(args: Any, batch: dict[str, Any], logits: Any) -> Any:
     return 7.0, tokens, {"keys": ["loss"], "values": torch.tensor([tokens, 7.0])}
 
 
-def install(engine: str = "miles", *, step: Any = None, replicas: int = 1) -> Any:
+def install(engine: str = "miles", *, step: Any = None, replicas: int = 1, meshes: Any = ()) -> Any:
     """Modules of the engine's names; returns that of `train_one_step`."""
     slime._replace.cache_clear()
-    state = SimpleNamespace(indep_dp=SimpleNamespace(size=replicas))
+    size = SimpleNamespace(rank=0, size=1)
+    state = SimpleNamespace(indep_dp=SimpleNamespace(size=replicas), cp=size, meshes=dict.fromkeys(meshes))
     step = step or (step_of_miles if engine == "miles" else step_of_slime)
     values: dict[str, dict[str, Any]] = {
         "": {}, ".backends": {}, ".backends.megatron_utils": {}, ".backends.training_utils": {}, ".utils": {},
         ".backends.megatron_utils.model": {"train_one_step": step, "loss_function": loss_function},
-        ".backends.training_utils.parallel": {"get_parallel_state": lambda: state},
+        ".backends.training_utils.parallel": {"_parallel_state": state, "get_parallel_state": lambda: state},
         ".utils.multi_lora": {"is_multi_lora_enabled": lambda args: getattr(args, "multi_lora", False)},
     }  # fmt: skip
     for name, attributes in values.items():
@@ -156,3 +157,17 @@ def test_launches_that_cannot_be_counted_are_refused(args: Any) -> None:
     count_steps(args)
     with pytest.raises(ValueError, match="Megatron's groups end at a replica"):
         model.train_one_step(args, 0, [DataIterator({"loss_masks": MASKS}, 6)], 1, 1)
+
+
+def test_fsdp_is_asked_for_its_own_place_and_has_no_token_mean(args: Any) -> None:
+    """It has no Megatron to ask, and never divides by the step's tokens. Without its meshes it is another backend's."""
+    sample, losses = ([5], [3], MASKS[:1]), torch.tensor([1.0, 2.0, 4.0])
+    for meshes in ([], ["dp", "fsdp"]):
+        install(meshes=meshes)
+        if not meshes:
+            with pytest.raises(ValueError, match="no parallel state in Megatron"):
+                slime.sample_mean(*sample, False)
+    assert float(slime.sample_mean(*sample, False)(losses)) == 2.5
+    for per_token in (True, False):
+        with pytest.raises(ValueError, match=r"never divides by the step's tokens.*--train-backend megatron"):
+            slime.token_mean(*sample, per_token)

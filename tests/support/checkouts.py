@@ -53,11 +53,13 @@ SLIME = Framework(
 MILES = Framework(
     variable="MILES_PATH",
     proof="miles/backends/training_utils/loss.py",
-    passed_by=_packages("miles", "backends", *(f"backends.{part}_utils" for part in ("megatron", "training")), "utils"),
+    passed_by=_packages(
+        "miles", "backends", *(f"backends.{part}_utils" for part in ("fsdp", "megatron", "training")), "utils"
+    ),
     stand_ins=(
         *("huggingface_hub", "pydantic", "ray", "sglang", "tqdm", "transformers", "wandb"),
         *("miles.utils.audit_utils", "miles.utils.dumper_utils", "miles.utils.http_utils"),  # logs and servers
-        "miles.utils.processing_utils",  # tokenizers
+        *("miles.utils.processing_utils", "miles.backends.fsdp_utils.update_weight_utils"),  # tokenizers, other engines
     ),
 )
 VERL = Framework(
