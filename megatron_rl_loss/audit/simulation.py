@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_rl_loss.audit.assembly import Part, Rows, measured_step
+from megatron_rl_loss.audit.assembly import Part, SampleArrays, measured_step
 from megatron_rl_loss.audit.tokens import MeasuredStep, Split
 from megatron_rl_loss.errors import check_callable, check_choice, check_mapping
 from megatron_rl_loss.step import layouts
@@ -196,7 +196,7 @@ def measure(loss_fn: Any, call: LossCall, step: DrawnStep, poisoned: bool = Fals
         called = partial(loss_fn, view(x * 1), view(torch.tensor(local.mask)), **given)
         gradient = _derivative(called, x, f" (micro-batch {k}, DP rank {d}, CP rank {c})")
         weights = (-gradient / advantages[here][at] if call.takes == "log_probs" else gradient).double().numpy()
-        parts.append(Part(**place, rows=Rows.of(local), positions=local.positions, gradients=weights))
+        parts.append(Part(**place, samples=SampleArrays.of(local), positions=local.positions, gradients=weights))
     averaged = ((K, call.microbatches), (D, call.dp), (C, call.cp))
     factor = math.prod(1 / size for size, done in averaged if done == "mean")
     return measured_step(parts, factor, Split(num_microbatches=K, dp_size=D, cp_size=C))

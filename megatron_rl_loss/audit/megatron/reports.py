@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from megatron_rl_loss.audit.assembly import Part, Rows, measured_step
+from megatron_rl_loss.audit.assembly import Part, SampleArrays, measured_step
 from megatron_rl_loss.audit.megatron.anchor import Factor
 from megatron_rl_loss.audit.tokens import MeasuredStep, Split
 from megatron_rl_loss.modes.names import Aggregation
@@ -55,7 +55,7 @@ class Report:
         facts |= {} if losses.aggregation is None else {"expected": shown(losses.aggregation)}
         part = Part(
             **place,
-            rows=None if place["cp_rank"] else Rows.of(own.local(0, cp_size)),
+            samples=None if place["cp_rank"] else SampleArrays.of(own.local(0, cp_size)),
             positions=local.positions,
             gradients=np.zeros(len(local)) if losses.gradient is None else losses.gradient.cpu().numpy(),
             reached=losses.gradient is not None,
@@ -92,7 +92,7 @@ def assembled(
     policy = "pg" if "pg" in terms else terms[0]
     notes = [DYNAMIC_CP] * dynamic_cp
     # An auxiliary loss goes through no loss function: on average over ranks, or tokens, it weighs 1.
-    masks = [part.rows.mask for part in parts.get(policy, []) if part.rows is not None]
+    masks = [part.samples.mask for part in parts.get(policy, []) if part.samples is not None]
     weight = factor.value * (sum(map(np.count_nonzero, masks)) if per_token else groups.dp_cp.size())
     moe = ("moe_aux_loss_coeff", "moe_z_loss_coeff") if config.num_moe_experts else ()
     auxiliary = [name for name in (*moe, "mtp_num_layers") if np.any(getattr(config, name, None) or 0)]
@@ -102,7 +102,7 @@ def assembled(
     dtypes = {dtype for report in reports for dtype in report.dtypes}
     facts: dict[str, Any] = {"factor": factor.value, "anchor": factor.name, "loss_scale": loss_scale}
     facts |= {"rounding": _rounding(dtypes, factor.uncertainty)} | ({"tokens_compared": compared} if compared else {})
-    described = {one.place for of_term in parts.values() for one in of_term if one.rows is not None}
+    described = {one.place for of_term in parts.values() for one in of_term if one.samples is not None}
     steps = {}
     for term in terms:
         of_term = [part for part in parts.get(term, []) if part.place in described]
