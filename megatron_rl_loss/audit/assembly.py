@@ -82,10 +82,10 @@ def measured_step(parts: Sequence[Part], factor: float, split: Split, **said: An
         position = np.arange(len(samples.mask)) - (lengths.cumsum() - lengths).repeat(lengths)
         slots = position + samples.starts.repeat(lengths)  # of mask entries in the buffer
         if number:
-            columns = {name: values.repeat(lengths) for name, values in samples.ids.items()}
+            columns: dict[str, Any] = {name: values.repeat(lengths) for name, values in samples.ids.items()}
             columns |= {"weights": weights[slots], "mask": samples.mask, "position": position}
             columns["sample"] = np.arange(num_samples, num_samples + number).repeat(lengths)
-            places = {"dp_rank": dp_rank, "microbatch": microbatch, "cp_rank": holder[slots]}
+            places: dict[str, Any] = {"dp_rank": dp_rank, "microbatch": microbatch, "cp_rank": holder[slots]}
             pieces.append(columns | {name: np.broadcast_to(place, len(slots)) for name, place in places.items()})
         num_samples += number
         weights[slots] = 0  # the rest is on padding, or in other samples' slots
