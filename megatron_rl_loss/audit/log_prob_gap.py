@@ -129,7 +129,12 @@ def _moves(gap: LogProbGap, totals: Tensor) -> Iterator[tuple[str, str, Tensor]]
     position, length, total = entry - starts[sample], lengths[sample], totals[sample]
     first = torch.full_like(lengths, 2**40).scatter_reduce(0, sample[on], position[on], "amin")[sample]
     last = torch.full_like(lengths, -1).scatter_reduce(0, sample[on], position[on], "amax")[sample]
-    shifts: dict[str, Any] = {"one_token_later": 1, "one_token_earlier": -1, "padded_left": length - 1 - last, "padded_right": -first}
+    shifts: dict[str, Any] = {
+        "one_token_later": 1,
+        "one_token_earlier": -1,
+        "padded_left": length - 1 - last,
+        "padded_right": -first,
+    }
     for name, by in shifts.items():
         inside = (position >= by) & (position - by < length)
         yield name, f"theirs are ours {name.replace('_', ' ')}", (entry - by).where(inside, -1)

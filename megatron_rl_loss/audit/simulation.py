@@ -211,7 +211,7 @@ def _view(rows: str, sizes: list[int], flat: Tensor) -> Any:
 
 
 def _derivative(call: Callable[[], Any], values: Tensor, where: str) -> Tensor:
-    """The derivative of the loss that a call returns by each value, [num_local_tokens]; NaN unless the loss is finite."""
+    """The derivative of the loss that a call returns by each value; NaN unless the loss is finite."""
     try:
         loss = call()
     except Exception as error:
