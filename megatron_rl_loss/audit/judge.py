@@ -64,7 +64,7 @@ def judge(measured: MeasuredStep, expected: Aggregation | None = None, *, tolera
     if unseen := int(tokens.sample.max(initial=-1)) + 1 - len(np.unique(tokens.sample)):
         notes = (*notes, f"{unseen} samples have no mask entry and are not seen: a mode that counts them looks off")
     deviation = deviation_of(measured, wanted)
-    finite = bool(np.isfinite(weights).all()) and len(ratio) > 0
+    finite = _is_finite(measured) and len(ratio) > 0
     verdict = Verdict(
         expected=words,
         sound=deviation <= tolerance,
@@ -139,7 +139,7 @@ def _nearest(measured: MeasuredStep) -> Aggregation:
     """The mode without a divisor that puts least weight on the wrong tokens."""
     names = ["token_mean", "sample_mean", *["prompt_mean"] * ("prompt" in measured.tokens.ids)]
     choices = [resolve(name, units=units) for name in names for units in get_args(UnitCounting)]
-    if not np.isfinite(measured.weights).all():
+    if not _is_finite(measured):
         return choices[0]
 
     def distance(mode: Aggregation) -> tuple[float, float]:
@@ -149,22 +149,26 @@ def _nearest(measured: MeasuredStep) -> Aggregation:
     return min(choices, key=distance)
 
 
+def _is_finite(measured: MeasuredStep) -> bool:
+    return bool(np.isfinite(measured.weights).all()) and math.isfinite(measured.stray[1])
+
+
 def deviation_of(measured: MeasuredStep, wanted: Floats) -> float:
     """The largest relative difference of a weight; of one that should be 0, relative to the mean of the others."""
-    if not np.isfinite(measured.weights).all():
+    if not _is_finite(measured):
         return math.inf
     on = wanted != 0
     off = np.abs(measured.weights[on] / wanted[on] - 1).max(initial=0.0)
-    beside = np.abs(measured.weights[~on]).max(initial=0.0) + abs(measured.stray[1])
+    beside = np.abs(measured.weights[~on]).max(initial=0.0) + measured.stray[1]
     return float(max(off, beside / (np.abs(wanted[on]).mean() if on.any() else 1.0)))
 
 
 def _wrong_share(measured: MeasuredStep, wanted: Floats) -> float:
     """The total-variation distance between measured and expected shares of the weight."""
-    stray, asked = abs(measured.stray[1]), np.abs(wanted).sum()
-    total = float(np.abs(measured.weights).sum()) + stray
-    if not math.isfinite(total):
+    if not _is_finite(measured):
         return math.nan
+    stray, asked = measured.stray[1], np.abs(wanted).sum()
+    total = float(np.abs(measured.weights).sum()) + stray
     if total == 0 or asked == 0:
         return 0.0 if total == asked else 1.0
     sign = np.sign((measured.weights * wanted).sum()) or 1.0  # a share with the wrong sign is on the wrong side

@@ -266,9 +266,10 @@ def _look(run: Any, mode: Aggregation | None, cut: str, step: DrawnStep) -> Find
     """The fault that a step shows: uncut beside the mode's weights, else beside its own without the cut."""
     measured = run(step)
     weights = measured.weights
-    if not np.isfinite(weights).all():
-        number = int((~np.isfinite(weights)).sum())
-        return Finding(cut, "NaN", f"the gradient is NaN or infinite at {number} of {len(weights)} tokens", step)
+    number = int((~np.isfinite(weights)).sum())
+    if number or not np.isfinite(measured.stray[1]):
+        where = f"{number} of {len(weights)} tokens" if number else "padding"
+        return Finding(cut, "NaN", f"the gradient is NaN or infinite at {where}", step)
     for kind, says, seed in _REPEATED if cut == UNCUT else ():
         other = run(step._replace(seed=step.seed + seed))
         if deviation_of(replace(other, stray=(0, 0.0)), weights) > TOLERANCE:

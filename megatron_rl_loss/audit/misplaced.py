@@ -58,8 +58,8 @@ def take_off(measured: MeasuredStep, expected: Floats, tolerance: float) -> Kept
     sizes = np.abs(np.where(bad, 0.0, weights))
     places, size = measured.stray
     if places and size:
-        share = 100 * size / (size + float(sizes.sum()))
-        found.append(Misplaced("stray", f"{share:.1f} % of all weight lies on padding or other samples' slots", places))
+        share = f"{100 * size / (size + sizes.sum()):.1f} % of all" if np.isfinite(size) else "NaN or infinite"
+        found.append(Misplaced("stray", f"{share} weight lies on padding or other samples' slots", places))
     support = sizes > tolerance * _usual(sizes, np.abs(expected))
     support[bad] = wanted[bad]
     extra, lost = support & ~wanted, wanted & ~support

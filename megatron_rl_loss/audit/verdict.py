@@ -81,7 +81,7 @@ class Verdict:
 
     def _table(self, room: int) -> list[str]:
         """Micro-batches that are furthest off, in order."""
-        if self.sound or self.unknown or (self.is_factor and not self.misplaced) or room < 3:
+        if self.sound or self.unknown or not self.places or (self.is_factor and not self.misplaced) or room < 3:
             return []
         far = sorted(range(len(self.places)), key=lambda i: -_distance(self.places[i]))[: room - 1]
         chosen = [self.places[i] for i in sorted(far)]

@@ -202,6 +202,10 @@ def test_weight_on_padding_is_told() -> None:
     assert [one.name for one in verdict.misplaced] == ["stray"]
     assert verdict.wrong_share == pytest.approx(0.2, rel=1e-3)
     assert "20.0 % of all weight lies on padding" in str(verdict)
+    for step in (ragged(3), Step([[[Row(())]]])):
+        verdict = judge(replace(measured(step, exact), stray=(3, math.nan)), asked("token_mean"))
+        assert "weights are not finite" in verdict.headline
+        assert "NaN or infinite weight lies on padding" in str(verdict)
 
 
 # ---- causes

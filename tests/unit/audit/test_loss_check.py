@@ -208,6 +208,8 @@ FAULTS: dict[str, tuple[Callable[..., Any], str, str]] = {
     "a number for nothing": (lambda x, m: total(x, m) if m.any() else 0, "no loss", "it returns a int, not one number"),
     "0/0": (zero_by_zero, "NaN", r"the gradient is NaN or infinite at \d of \d tokens"),
     "an infinite gradient": (lambda x, m: total(x, m) - total(x, 1 - m).mul(0).abs().sqrt(), "NaN", "NaN or infinite"),
+    "an infinite gradient of padding": (
+        lambda x, m: total(x, m) + 0 * torch.where(x == 0, x, 1).sqrt().sum(), "NaN", "NaN or infinite at padding"),
     "masked tokens trained": (lambda x, m, step_tokens: x.sum() / step_tokens, "weights", "trained|lies on padding"),
     "off by one": (lambda x, m, step_tokens: share(x, m.roll(1, -1), step_tokens), "weights", "off by one|padding|no "),
 }  # fmt: skip
