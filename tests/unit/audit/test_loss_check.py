@@ -239,8 +239,6 @@ def test_what_is_no_fault_where_the_call_is_another() -> None:
 #: Function, its mode, its call, the cut that shows it, what is said, and how many times too much tokens weigh.
 TOLD: dict[str, tuple[Callable[..., Any], str, LossCall, str, str, Any]] = {
     "nothing trained": (lambda x, m: 0 * x.sum(), "token_mean", LossCall(), UNCUT, "", (0, 0)),
-    "the wrong way round": (lambda x, m, step_tokens: -share(x, m, step_tokens), "token_mean", ADDED, UNCUT,
-        "the sign is turned: what was to be minimised is maximised$", (-1, -1)),
     "one call fails": (third, "token_sum", replace(ADDED, cp="sum"), TOGETHER,
         r"it raises KeyError: 'here' \(micro-batch 1, DP rank 1, CP rank 1\)$", None),
     "what breaks only together": (
