@@ -13,11 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from megatron_rl_loss.audit.tokens import Floats, Ints, Split, StepTokens, group_by
+from megatron_rl_loss.audit.tokens import CP_PIECE, MICROBATCH, Floats, Ints, Split, StepTokens, group_by
 
 STEP: tuple[str, ...] = ()
-DP_RANK, MICROBATCH = ("dp_rank",), ("dp_rank", "microbatch")
-CP_PIECE = ("dp_rank", "microbatch", "cp_rank")
+DP_RANK = ("dp_rank",)
 #: Parts of a step in words.
 PARTS = {
     "the micro-batch": MICROBATCH,

@@ -1,4 +1,4 @@
-"""`judge`: are a step's measured weights those that a mode asks for? If not: by how much, where, and as if what.
+"""`judge`: the verdict on a step's measured weights w against those that a mode asks for, w*.
 
 Weight in the wrong places is taken off first (`misplaced`); the rest is compared with a table of causes (`causes`).
 """
@@ -50,9 +50,8 @@ def judge(measured: MeasuredStep, expected: Aggregation | None = None, *, tolera
             wanted = expected_weights(measured.tokens, asked)
         except (ValueError, KeyError) as error:  # a mode over labels, which a measured step does not have
             unknown = (f"The weights of {in_words(expected)} cannot be made from masks and ids alone. {error}",)
-    words = in_words(asked) + " (nothing was asked: this is the nearest mode)" * (
-        expected is None and asked is not None
-    )
+    guessed = " (nothing was asked: this is the nearest mode)" if expected is None and asked is not None else ""
+    words = in_words(asked) + guessed
     if unknown:
         return Verdict(expected=words, sound=False, unknown=unknown, notes=notes)
     tokens, weights, on = measured.tokens, measured.weights, wanted != 0
@@ -65,7 +64,7 @@ def judge(measured: MeasuredStep, expected: Aggregation | None = None, *, tolera
     if unseen := int(tokens.sample.max(initial=-1)) + 1 - len(np.unique(tokens.sample)):
         notes = (*notes, f"{unseen} samples have no mask entry and are not seen: a mode that counts them looks off")
     deviation = deviation_of(measured, wanted)
-    finite = bool(np.isfinite(weights).all()) and len(ratio) > 0
+    finite = _is_finite(measured) and len(ratio) > 0
     verdict = Verdict(
         expected=words,
         sound=deviation <= tolerance,
@@ -79,19 +78,28 @@ def judge(measured: MeasuredStep, expected: Aggregation | None = None, *, tolera
     if verdict.sound:
         return replace(verdict, notes=(*notes, _scope(measured)))
     assert asked is not None
+    kept, causes = _explained(measured, wanted, asked, tolerance)
+    return replace(verdict, misplaced=tuple(kept.misplaced), causes=causes, places=places_of(measured, wanted))
+
+
+def _explained(
+    measured: MeasuredStep, wanted: Floats, asked: Aggregation, tolerance: float
+) -> tuple[Kept, tuple[Cause, ...]]:
+    """The weights in the right places and their causes: as they are, with masks undone, or without copies."""
     kept = take_off(measured, wanted, tolerance)
-    causes = _causes([(measured, wanted, kept)], asked, tolerance)
-    mask = tokens.mask[kept.entries]
-    for power, words in ((-1, "ignored"), (1, "squared")) if causes is None and not {*mask.tolist()} <= {0, 1} else ():
-        rest = replace(kept, weights=kept.weights / mask**power)
-        if (causes := _causes([(measured, wanted, rest)], asked, tolerance)) is not None:
-            kept.misplaced.append(Misplaced("fractions", f"fractions of masks are {words}", len(mask)))
-            break
-    if causes is None:
-        kept = without_copies(kept, tokens, wanted, 2 * tolerance)
-        causes = _causes([(measured, wanted, kept)], asked, tolerance)
-    misplaced, places = tuple(kept.misplaced), places_of(measured, wanted)
-    return replace(verdict, misplaced=misplaced, causes=causes or (), places=places)
+    mask = measured.tokens.mask[kept.entries]
+    found = _causes([(measured, wanted, kept)], asked, tolerance)
+    if found is None and not np.isin(mask, (0, 1)).all():
+        for power, words in ((-1, "ignored"), (1, "squared")):
+            rest = replace(kept, weights=kept.weights / mask**power)
+            found = _causes([(measured, wanted, rest)], asked, tolerance)
+            if found is not None:
+                kept.misplaced.append(Misplaced("fractions", f"fractions of masks are {words}", len(mask)))
+                return kept, found
+    if found is None:
+        kept = without_copies(kept, measured.tokens, wanted, 2 * tolerance)
+        found = _causes([(measured, wanted, kept)], asked, tolerance)
+    return kept, found or ()
 
 
 @np.errstate(divide="ignore", invalid="ignore", over="ignore")
@@ -107,7 +115,7 @@ def expected_weights(tokens: StepTokens, aggregation: Aggregation) -> Floats:
 
     Raises ValueError for a mode of one's own that looks at what masks and ids do not say (labels).
     """
-    starts = np.flatnonzero(np.diff(tokens.sample, prepend=-1))
+    starts = np.flatnonzero(np.diff(tokens.sample, prepend=-1))  # of the samples
     masks = np.split(tokens.mask, starts[1:]) if len(starts) else []
     samples = Samples(masks, ids={name: column[starts].tolist() for name, column in tokens.ids.items()})
     totals = count_step([samples], StepGroups(), sums=list(aggregation.mode.sums.values()))
@@ -131,31 +139,36 @@ def _nearest(measured: MeasuredStep) -> Aggregation:
     """The mode without a divisor that puts least weight on the wrong tokens."""
     names = ["token_mean", "sample_mean", *["prompt_mean"] * ("prompt" in measured.tokens.ids)]
     choices = [resolve(name, units=units) for name in names for units in get_args(UnitCounting)]
+    if not _is_finite(measured):
+        return choices[0]
 
     def distance(mode: Aggregation) -> tuple[float, float]:
         wanted = expected_weights(measured.tokens, mode)
-        share = round(_wrong_share(measured, wanted), 6)
-        return (math.inf, math.inf) if math.isnan(share) else (share, round(deviation_of(measured, wanted), 6))
+        return round(_wrong_share(measured, wanted), 6), round(deviation_of(measured, wanted), 6)
 
     return min(choices, key=distance)
 
 
+def _is_finite(measured: MeasuredStep) -> bool:
+    return bool(np.isfinite(measured.weights).all()) and math.isfinite(measured.stray[1])
+
+
 def deviation_of(measured: MeasuredStep, wanted: Floats) -> float:
     """The largest relative difference of a weight; of one that should be 0, relative to the mean of the others."""
-    if not np.isfinite(measured.weights).all():
+    if not _is_finite(measured):
         return math.inf
     on = wanted != 0
     off = np.abs(measured.weights[on] / wanted[on] - 1).max(initial=0.0)
-    beside = np.abs(measured.weights[~on]).max(initial=0.0) + abs(measured.stray[1])
+    beside = np.abs(measured.weights[~on]).max(initial=0.0) + measured.stray[1]
     return float(max(off, beside / (np.abs(wanted[on]).mean() if on.any() else 1.0)))
 
 
 def _wrong_share(measured: MeasuredStep, wanted: Floats) -> float:
     """The total-variation distance between measured and expected shares of the weight."""
-    stray, asked = abs(measured.stray[1]), np.abs(wanted).sum()
-    total = float(np.abs(measured.weights).sum()) + stray
-    if not math.isfinite(total):
+    if not _is_finite(measured):
         return math.nan
+    stray, asked = measured.stray[1], np.abs(wanted).sum()
+    total = float(np.abs(measured.weights).sum()) + stray
     if total == 0 or asked == 0:
         return 0.0 if total == asked else 1.0
     sign = np.sign((measured.weights * wanted).sum()) or 1.0  # a share with the wrong sign is on the wrong side
@@ -178,24 +191,24 @@ def _causes(
 def ratios_of(measured: MeasuredStep, wanted: Floats, kept: Kept, tolerance: float) -> Ratios | None:
     """One number for each cell; None where tokens of a cell differ, or nothing is left."""
     counts, mask = Counts(measured.tokens, measured.split), measured.tokens.mask[kept.entries]
-    at, asked, number = counts.of_entry[kept.entries], wanted[kept.entries] / mask, len(counts.num_tokens)
-    spread = np.subtract(*extremes(at, asked, number)[::-1])[at]
-    by_token = bool((spread > tolerance * asked).any())
-    low, high = extremes(at, kept.weights / (wanted[kept.entries] if by_token else mask), number)
+    cell, number = counts.of_entry[kept.entries], len(counts.num_tokens)
+    asked = wanted[kept.entries] / mask  # without the mask
+    lowest, highest = extremes(cell, asked, number)
+    by_token = bool(((highest - lowest)[cell] > tolerance * asked).any())
+    low, high = extremes(cell, kept.weights / (wanted[kept.entries] if by_token else mask), number)
     active = np.flatnonzero(high >= low)
     if not active.size or (low[active] <= 0).any() or (high - low > 2 * tolerance * low)[active].any():
         return None
     beside = np.ones(number)
     if not by_token:
-        beside[at] = asked
+        beside[cell] = asked
     return Ratios(counts, active, (low[active] + high[active]) / 2, beside[active], by_token)
 
 
 def _scope(measured: MeasuredStep) -> str:
-    compared = measured.facts.get("tokens_compared")
-    whose = "" if compared is None else f"; {compared} input ids are those of the samples"
-    unseen = "" if compared is not None else "whether masks and layout are those of the model's batch, "
-    return (
-        f"covers the step from the tap to the finalised gradient, by the masks and layout given{whose}; does not see "
-        f"{unseen}factors before the tap, clipping or the optimizer"
-    )
+    """The last note of a sound verdict."""
+    covers = "covers the step from the tap to the finalised gradient, by the masks and layout given"
+    unseen = "factors before the tap, clipping or the optimizer"
+    if (compared := measured.facts.get("tokens_compared")) is None:
+        return f"{covers}; does not see whether masks and layout are those of the model's batch, {unseen}"
+    return f"{covers}; {compared} input ids are those of the samples; does not see {unseen}"

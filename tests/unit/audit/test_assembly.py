@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_rl_loss import Contiguous, Gathered, Samples, ZigzagResponse, ZigzagTHD
-from megatron_rl_loss.audit.assembly import Part, Rows, log_prob_gap, measured_step
+from megatron_rl_loss.audit.assembly import Part, SampleArrays, log_prob_gap, measured_step
 from megatron_rl_loss.audit.tokens import MeasuredStep, Split
 
 CU, LENGTHS = [0, 4, 12], [3, 5]
@@ -23,7 +23,9 @@ def parts_of(layout: Any, gradient: Any, cp_size: int = 2, masks: Any = MASKS, i
         positions = local.positions
         gradients = np.array([gradient(p, rank) for p in positions], np.float32)
         place = {"dp_rank": 0, "microbatch": 0, "cp_rank": rank} | at
-        yield Part(**place, rows=Rows.of(local) if rank == 0 else None, positions=positions, gradients=gradients)
+        yield Part(
+            **place, samples=SampleArrays.of(local) if rank == 0 else None, positions=positions, gradients=gradients
+        )
 
 
 def step_of(layout: Any, gradient: Any, factor: float = 1.0) -> MeasuredStep:

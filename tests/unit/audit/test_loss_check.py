@@ -205,6 +205,8 @@ FAULTS: dict[str, tuple[Callable[..., Any], str, str]] = {
     "a number for nothing": (lambda x, m: total(x, m) if m.any() else 0, "no loss", "it returns a int, not one number"),
     "0/0": (zero_by_zero, "NaN", r"the gradient is NaN or infinite at \d of \d tokens"),
     "an infinite gradient": (lambda x, m: total(x, m) - total(x, 1 - m).mul(0).abs().sqrt(), "NaN", "NaN or infinite"),
+    "an infinite gradient of padding": (
+        lambda x, m: total(x, m) + 0 * torch.where(x == 0, x, 1).sqrt().sum(), "NaN", "NaN or infinite at padding"),
     "masked tokens trained": (lambda x, m, step_tokens: x.sum() / step_tokens, "weights", "trained|lies on padding"),
     "off by one": (lambda x, m, step_tokens: share(x, m.roll(1, -1), step_tokens), "weights", "off by one|padding|no "),
 }  # fmt: skip
@@ -234,8 +236,6 @@ def test_what_is_no_fault_where_the_call_is_another() -> None:
 #: Function, its mode, its call, the cut that shows it, what is said, and how many times too much tokens weigh.
 TOLD: dict[str, tuple[Callable[..., Any], str, LossCall, str, str, Any]] = {
     "nothing trained": (lambda x, m: 0 * x.sum(), "token_mean", LossCall(), UNCUT, "", (0, 0)),
-    "the wrong way round": (lambda x, m, step_tokens: -share(x, m, step_tokens), "token_mean", ADDED, UNCUT,
-        "the sign is turned: what was to be minimised is maximised$", (-1, -1)),
     "one call fails": (third, "token_sum", replace(ADDED, cp="sum"), TOGETHER,
         r"it raises KeyError: 'here' \(micro-batch 1, DP rank 1, CP rank 1\)$", None),
     "what breaks only together": (
