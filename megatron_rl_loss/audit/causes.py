@@ -122,6 +122,7 @@ def rows(t: Counts) -> Iterator[Row]:
         yield f"divided by the tokens of {words}, not of the step", 1 / own / number, TOKENS
         yield f"token means of {words}, weighted by its samples", samples / own / t.count("all"), SIZES
         yield f"divided by the samples of {words}, and by no tokens", 1 / samples / number, UNITS
+        yield f"token means of {words}, averaged over micro-batches alone", 1 / own / t.split.num_microbatches, SIZES
     filled = t.count("active", MICROBATCH, DP_RANK) * t.parts(DP_RANK)
     yield (
         "token means of micro-batches, over those of the DP rank that have tokens",
@@ -139,15 +140,21 @@ def rows(t: Counts) -> Iterator[Row]:
                 yield f"{unit} means inside {words}, over its {unit}s{tail}", 1 / inside / of_part, SIZES
                 yield f"{unit} means inside {words}, over the {unit}s of the step{tail}", 1 / inside / of_step, SIZES
         for group in t.units[t.units.index(unit) + 1 :]:
-            of_groups = t.count(what, (unit,), (group,)) * t.count(what, (group,))
-            yield f"{group} means of {unit} means, over those{tail or ' of the step'}", 1 / whole / of_groups, SIZES
+            inner, outer = t.count(what, (unit,), (group,)), t.count(what, (group,))
+            yield f"{group} means of {unit} means, over those{tail or ' of the step'}", 1 / whole / inner / outer, SIZES
+            yield f"{unit} means, over the {group}s of the step{tail}", 1 / whole / outer, SIZES
+            for words, part in t.real_parts.items():
+                inner, outer = t.count(what, (unit,), (*part, group)), t.count(what, (group,), part) * t.parts(part)
+                yield f"{group} means of {unit} means inside {words}{tail}", 1 / whole / inner / outer, SIZES
         yield f"{unit} means over lengths, masked tokens too", 1 / t.count("entries", within=(unit,)) / of_step, SIZES
     for words, part in {"the step": STEP, **t.real_parts}.items():
         for kind, miscount in MISCOUNTS.items():
             yield f"divided by {miscount}, of {words}", 1 / t.count(kind, within=part) / t.parts(part), NONE
         for multiple in {1, 2 * t.split.cp_size if t.split.cp_size > 1 else 1}:
-            area = t.width(*part, multiple=multiple) * t.count("all", within=part) * t.parts(part)
-            yield f"divided by rows x longest row of {words}, padded to a multiple of {multiple}", 1 / area, NONE
+            width, tail = t.width(*part, multiple=multiple), f", padded to a multiple of {multiple}" * (multiple > 1)
+            area = width * t.count("all", within=part) * t.parts(part)
+            yield f"divided by rows x longest row of {words}{tail}", 1 / area, NONE
+            yield f"samples divided by the longest row of {words}{tail}", 1 / width / t.count("all"), NONE
     for words, part in t.real_parts.items():
         empty = t.parts(part) - t.count("active", part)
         yield f"divided by the step's tokens, and one for {words} wherever it has none", 1 / (t.tokens() + empty), NONE
@@ -180,6 +187,8 @@ class Cause:
 HINTS: dict[tuple[bool | None, str], str] = {
     (False, "CP"): "Megatron multiplies a 2-tuple by CP already, and a summed (per-token) gradient needs no factor",
     (False, "1/CP"): "gradients of CP ranks are summed and then averaged, or CP ranks that hold all tokens were added",
+    (True, "CP"): "a 2-tuple is multiplied by CP, and under per-token loss no num_tokens divides it",
+    (True, "1/CP"): "a 3-tuple is not multiplied by CP, or gradients of CP ranks are averaged",
     (None, "1/DP"): "DDP's mean over its ranks was not undone",
     (False, "1/DP²"): "a denominator has x DP where / DP was meant",
     (False, "K"): "micro-batches are added up where their mean was meant",
@@ -195,6 +204,7 @@ HINTS: dict[tuple[bool | None, str], str] = {
 }
 #: Prices of another row than the asked one, of a miscount or of units that have tokens, of a count, of a ratio of two,
 #: of a constant without a name.
+_LATER = 1.0
 _ROW, _RARER, _COUNT, _RATIO, _UNNAMED = 0.4, 0.3, 1.9, 1.2, 6.0
 _SHOWN, _AS_SIMPLE = 3, 0.25
 Powers = dict[str, int]
@@ -264,7 +274,10 @@ def fits(step: Ratios, divisor: float | None, tolerance: float) -> Fits:
         if not np.isfinite(ratio).all() or ratio.min() <= 0 or np.ptp(ratio) > tolerance * ratio.max():
             continue
         rarer = _RARER * (likely == NONE or "that have tokens" in words)
-        factor, of_row = float(np.median(ratio)), (_ROW + number / 1000 + rarer) * bool(words)
+        later = _LATER * any(
+            row for row, _ in found
+        )  # it gives this step's tokens the weights of an earlier row, times a constant
+        factor, of_row = float(np.median(ratio)), (_ROW + number / 1000 + rarer + later) * bool(words)
         found[words, "?"] = Cause(words, "", factor, _UNNAMED + of_row)
         for kind, name, price, log in table:
             if kind in likely and abs(log - math.log(factor)) <= tolerance:

@@ -31,7 +31,8 @@ def judge(measured: MeasuredStep, expected: Aggregation | None = None, *, tolera
     """The verdict on a measured step.
 
     Args:
-        expected: the weights it should have; None takes the nearest mode that has no divisor, and says so.
+        expected: the weights it should have; None takes the nearest mode that has no divisor, under per-token loss
+            `token_mean`, and says so.
         tolerance: the largest relative difference that is rounding; None for that of ``facts["rounding"]``.
 
     A term's coefficient (``facts["coefficient"]``) is divided out first.
@@ -46,11 +47,12 @@ def judge(measured: MeasuredStep, expected: Aggregation | None = None, *, tolera
         notes = (*notes, f"the term's coefficient, {coef:g}, is divided out")
     if not unknown:
         try:
-            asked = expected or _nearest(measured)
+            asked = expected or (resolve("token_mean") if measured.split.per_token else _nearest(measured))
             wanted = expected_weights(measured.tokens, asked)
         except (ValueError, KeyError) as error:  # a mode over labels, which a measured step does not have
             unknown = (f"The weights of {in_words(expected)} cannot be made from masks and ids alone. {error}",)
-    guessed = " (nothing was asked: this is the nearest mode)" if expected is None and asked is not None else ""
+    taken = "what per-token loss makes" if measured.split.per_token else "the nearest mode"
+    guessed = f" (nothing was asked: this is {taken})" if expected is None and asked is not None else ""
     words = in_words(asked) + guessed
     if unknown:
         return Verdict(expected=words, sound=False, unknown=unknown, notes=notes)
@@ -79,12 +81,14 @@ def judge(measured: MeasuredStep, expected: Aggregation | None = None, *, tolera
         return replace(verdict, notes=(*notes, _scope(measured)))
     assert asked is not None
     kept, causes = _explained(measured, wanted, asked, tolerance)
-    return replace(verdict, misplaced=tuple(kept.misplaced), causes=causes, places=places_of(measured, wanted))
+    misplaced, rest_is_asked = tuple(kept.misplaced), causes == ()
+    places = places_of(measured, wanted)
+    return replace(verdict, misplaced=misplaced, causes=causes or (), rest_is_asked=rest_is_asked, places=places)
 
 
 def _explained(
     measured: MeasuredStep, wanted: Floats, asked: Aggregation, tolerance: float
-) -> tuple[Kept, tuple[Cause, ...]]:
+) -> tuple[Kept, tuple[Cause, ...] | None]:
     """The weights in the right places and their causes: as they are, with masks undone, or without copies."""
     kept = take_off(measured, wanted, tolerance)
     mask = measured.tokens.mask[kept.entries]
@@ -99,7 +103,22 @@ def _explained(
     if found is None:
         kept = without_copies(kept, measured.tokens, wanted, 2 * tolerance)
         found = _causes([(measured, wanted, kept)], asked, tolerance)
-    return kept, found or ()
+    if kept.misplaced and _is_finite(measured) and (found is None or (found and not found[0].named)):
+        found = _causes_by_trained_tokens(measured, asked, tolerance) or found
+    return kept, found
+
+
+def _causes_by_trained_tokens(measured: MeasuredStep, asked: Aggregation, tolerance: float) -> tuple[Cause, ...] | None:
+    """The causes as if the tokens that have weight were the mask."""
+    mask = np.where(measured.weights != 0, np.where(measured.tokens.mask != 0, measured.tokens.mask, 1.0), 0.0)
+    of_trained = replace(measured, tokens=replace(measured.tokens, mask=mask))
+    wanted, entries = expected_weights(of_trained.tokens, asked), np.flatnonzero(mask)
+    found = _causes([(of_trained, wanted, Kept(entries, measured.weights[entries], []))], asked, tolerance)
+    if found == ():
+        found = (Cause("as asked", "", 1.0, 0.0),)
+    named = [cause for cause in found or () if cause.named]
+    by = "counted over the tokens that are trained"
+    return tuple(replace(cause, row=f"{cause.row or 'as asked'}, {by}") for cause in named) or None
 
 
 @np.errstate(divide="ignore", invalid="ignore", over="ignore")

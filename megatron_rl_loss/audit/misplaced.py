@@ -155,7 +155,7 @@ def _masked(measured: MeasuredStep, expected: Floats, extra: Flags) -> Misplaced
     elif (np.isfinite(first) & (positions < first))[extra].all():
         name, what = "prompt_trained", "tokens before the response are"
     elif extra[~wanted].all():
-        name, what = "mask_ignored", "all masked tokens are, as if no mask were applied,"
+        name, what = "mask_ignored", "as if no mask were applied (or `tap` came after it), all masked tokens are"
     else:
         name, what = "masked_trained", "some masked tokens are"
     number, share = int(extra.sum()), 100 * float(sizes[extra].sum() / np.nansum(sizes))

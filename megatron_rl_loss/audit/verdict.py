@@ -39,6 +39,7 @@ class Verdict:
     tokens: int = 0  # active tokens of the step
     misplaced: tuple[Misplaced, ...] = ()  # weight in the wrong places; the causes are about the rest
     causes: tuple[Cause, ...] = ()  # what fits within rounding, the simplest first; none if nothing does
+    rest_is_asked: bool = False  # True where weight in the wrong places is all that is wrong
     places: tuple[Place, ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -53,13 +54,13 @@ class Verdict:
         if self.unknown:
             return f"NO VERDICT: {self.unknown[0]}"
         if self.sound:
-            says = f"each of {self.tokens} tokens weighs what was asked, to {self.deviation:.1e}"
+            says = f"each of {self.tokens} tokens weighs what was asked, within {max(self.deviation, 2.0**-24):.1e}"
             return f"SOUND: {self.expected}; {says}"
         if math.isnan(self.low):
             return f"NOT SOUND: asked {self.expected}; weights are not finite"
         apart = f"{self.low:.4g}" if self.is_factor else f"{self.low:.3g} to {self.high:.3g}"
-        says = f"NOT SOUND: asked {self.expected}; tokens weigh {apart} times what was asked"
-        wrong = 100 * self.wrong_share
+        weigh = "active tokens weigh what was asked" if apart == "1" else f"tokens weigh {apart} times what was asked"
+        says, wrong = f"NOT SOUND: asked {self.expected}; {weigh}", 100 * self.wrong_share
         return says if wrong < 0.05 else f"{says}, {wrong:.1f} % of all weight is on wrong tokens"
 
     @property
@@ -74,8 +75,9 @@ class Verdict:
         if len(self.causes) > 1:
             said.append("Each of these fits; a step of sizes that differ can tell them apart:")
         said += [f"Fits: {cause}." for cause in self.causes]
-        if not (self.sound or self.unknown or self.causes or self.low == self.high == 1):
-            said.append("No known cause fits: these numbers are what is known.")
+        if not (self.sound or self.unknown or self.causes):
+            numbers = "No known cause fits: these numbers are what is known."
+            said.append("All other weight is what was asked." if self.rest_is_asked else numbers)
         head, tail = _wrapped([self.headline, *said]), _wrapped([f"note: {note}" for note in self.notes])
         return "\n".join([*head, *self._table(_LINES - len(head) - len(tail)), *tail][:_LINES])
 
@@ -95,7 +97,7 @@ class Verdict:
         lines = ["  ".join(map(str.ljust, row, widths)) for row in rows]
         left = len(self.places) - len(chosen)
         head = "measured / asked" + " by CP rank" * by_cp + f", {left} more in the JSON" * (left > 0)
-        legend = "▄ as asked, █ twice or more, - nothing, ! masked but trained"
+        legend = "▄ as asked, █ twice or more, - nothing, ~ negative, ! masked but trained"
         return [f"{head} ({legend}):", *(f"  {line}".rstrip() for line in lines)]
 
 
@@ -125,19 +127,21 @@ _BLOCKS = " ▁▂▃▄▅▆▇█"
 
 
 def _bar(tokens: StepTokens, weights: Floats, wanted: Floats, entries: Ints) -> str:
-    """A character per token that has or should have weight; where they are too many, the mean of several tokens."""
+    """A character per token that has or should have weight; where they are too many, per several tokens of a sample."""
     samples = [entries[members] for members in _members(tokens.sample[entries])]
     together = -(-len(entries) // max(_BAR - len(samples), 8))
     parts = [[sample[i : i + together] for i in range(0, len(sample), together)] for sample in samples[:_BAR]]
-    return "|".join("".join(_mark(weights[part].sum(), wanted[part].sum()) for part in sample) for sample in parts)
+    return "|".join("".join(_mark(weights[part], wanted[part]) for part in sample) for sample in parts)
 
 
-def _mark(weight: float, asked: float) -> str:
-    if not math.isfinite(weight):
+def _mark(weights: Floats, wanted: Floats) -> str:
+    """The character of neighbouring tokens: of the active ones, where there are any."""
+    if not np.isfinite(weights).all():
         return "?"
+    asked, weight = wanted.sum(), weights[wanted != 0].sum()
     if asked == 0 or weight == 0:
         return "!" if asked == 0 else "-"
-    return _BLOCKS[min(max(round(4 * weight / asked), 1), 8)]
+    return "~" if weight * asked < 0 else _BLOCKS[min(max(round(4 * weight / asked), 1), 8)]
 
 
 def _distance(place: Place) -> float:
