@@ -194,30 +194,31 @@ def check_loss(
     run = partial(simulation.measure, loss_fn, call)
     plain: Any = loss_fn.func if isinstance(loss_fn, partial) else loss_fn
     name = getattr(plain, "__name__", None) or type(plain).__name__
-    full, holed = (DrawnStep((DrawnRow((1, middle, 1)), DrawnRow((1, 1), 1, 1))) for middle in (1, 0))
     try:
-        run(full)
+        run(DrawnStep((DrawnRow((1, 1, 1)), DrawnRow((1, 1), 1, 1))))
     except CallFailed as failure:
         raise ValueError(
             f"{name} with a step of two full rows: {failure.args[1]}: it must return one number that gradients flow "
             f"from. Give it {call.takes}, the mask and by name what GIVEN has, as LossCall(rows=..., takes=..., "
             "names=...) says, or wrap it."
         ) from failure.__cause__
-    beside = list(inspect.signature(run.args[0]).parameters.values())[2:]
+    parameters = list(inspect.signature(run.args[0]).parameters.values())[2:]
     given = {*simulation.asked_for(loss_fn, call), *getattr(loss_fn, "keywords", ())}
-    left = [one.name for one in beside if one.default is not one.empty and one.name not in given]
+    left = [one.name for one in parameters if one.default is not one.empty and one.name not in given]
     notes = [f"parameter {parameter} was left at its default" for parameter in left]
     look = partial(_findings, run, call, expected, draws, seed)
     findings, causes = look(UNCUT), tuple[str, ...]()
-    findings = [one for one in findings if one.kind != "weights"] or findings
-    if all(one.kind == "weights" for one in findings):
-        of_cuts = [one for cut, over in CUTS.items() if len(over) == 1 for one in look(cut)]
-        findings += (of_cuts or look(TOGETHER)) + look(PADDED)
+    if failures := [one for one in findings if one.kind != "weights"]:
+        findings = failures
+    else:
+        one_cut = [one for cut, over in CUTS.items() if len(over) == 1 for one in look(cut)]
+        findings += (one_cut or look(TOGETHER)) + look(PADDED)
     with contextlib.suppress(CallFailed):
         if expected is not None and {one.kind for one in findings} == {"weights"}:
             steps = [run(_draw(call, "KDC", f"{seed}/causes/{i}", telling=True)) for i in range(8)]
             found = explain(steps, expected, tolerance=TOLERANCE)
             causes = tuple(str(cause).replace(f"x {cause.factor:.6g} = ", "x ") for cause in found)
+        holed = DrawnStep((DrawnRow((1, 0, 1)), DrawnRow((1, 1), 1, 1)))
         if not np.isfinite(run(holed, poisoned=True).weights).all():
             notes.append("a NaN at a masked token spoils the loss; select by the mask (torch.where) before multiplying")
     return LossReport(name, expected, call.describe(), draws, seed, tuple(findings), causes, tuple(notes))

@@ -237,7 +237,7 @@ class IntervalAudits:
 
     @contextmanager
     def step(self, model: Any, pg_collection: ProcessGroupCollection | None) -> Iterator[None]:
-        """Around the schedule's call: measures it if it is its turn."""
+        """A ``with`` around the schedule's call; every `interval`-th is measured."""
         self._steps += 1
         if (self._steps - 1) % self._interval:
             yield

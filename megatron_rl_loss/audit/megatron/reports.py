@@ -38,7 +38,7 @@ class Report:
         A term may have a mask of its own, over the same tokens as the others.
         """
         local = samples.local(place["cp_rank"], cp_size)
-        losses = tapped or TappedLosses((0,), torch.float32)
+        losses = tapped or TappedLosses((0,), torch.float32)  # without a gradient
         own = samples if losses.samples is None else losses.samples
         if tapped:
             self.dtypes.add(str(losses.dtype).removeprefix("torch."))
@@ -87,12 +87,11 @@ def assembled(
     sizes = {f"{name}_size": getattr(groups, name).size() for name in ("dp", "cp", "tp", "pp")}
     if dynamic_cp:
         sizes |= {"dp_size": groups.dp_cp.size(), "cp_size": 1}
-    per_token = bool(config.calculate_per_token_loss)
-    split = Split(num_microbatches=max(one.num_microbatches for one in reports), per_token=per_token, **sizes)
+    split = Split(num_microbatches=max(one.num_microbatches for one in reports), **sizes)
     # An auxiliary loss goes through no loss function: on average over ranks, or tokens, it weighs 1.
     masks = [part.samples.mask for part in parts.get(policy, []) if part.samples is not None]
-    weight = factor.value * (sum(map(np.count_nonzero, masks)) if per_token else groups.dp_cp.size())
-    notes = [DYNAMIC_CP] * dynamic_cp + _auxiliary_losses(config, weight, 1e-3 + factor.rounding)
+    counted = sum(map(np.count_nonzero, masks)) if config.calculate_per_token_loss else groups.dp_cp.size()
+    notes = [DYNAMIC_CP] * dynamic_cp + _auxiliary_losses(config, factor.value * counted, 1e-3 + factor.rounding)
     facts: dict[str, Any] = {"factor": factor.value, "anchor": factor.name, "loss_scale": loss_scale}
     facts["rounding"] = _rounding({dtype for report in reports for dtype in report.dtypes}, factor.uncertainty)
     if compared:

@@ -183,7 +183,7 @@ test_refusals = refusal_tests(REFUSALS)
 
 
 def trained(ours: Rows, masks: Rows, order: list[int]) -> dict[str, Any]:
-    """As slime's train_data_utils.py writes it: a dict per sample."""
+    """A dump as slime's train_data_utils.py writes it: a dict per sample."""
     samples = [{"data_parallel_rank": k % 2, "sample_index": one, "rollout_position": k, "log_probs": row,
                 "rollout_log_probs": row - 9.0, "loss_masks": mask.int(), "total_lengths": len(row) + 3}
                for k, (one, row, mask) in enumerate(zip(order, ours, masks, strict=True))]  # fmt: skip
@@ -191,7 +191,7 @@ def trained(ours: Rows, masks: Rows, order: list[int]) -> dict[str, Any]:
 
 
 def rolled_out(theirs: Rows, order: list[int]) -> dict[str, Any]:
-    """As slime's Sample.to_dict gives it."""
+    """A dump of slime's Sample.to_dict."""
     samples = [{"index": k, "rollout_log_probs": row.tolist(), "loss_mask": None, "status": "completed", "metadata": {},
                 "response_length": len(row)} for k, row in zip(order, theirs, strict=True)]  # fmt: skip
     return {"rollout_id": 3, "samples": samples}
@@ -206,7 +206,7 @@ def written(path: Path, content: Any) -> str:
 
 
 def test_slime_dumps_are_joined_by_sample_index(tmp_path: Path) -> None:
-    """By a process of its own; the rollout is in another order, and its values at masked tokens count for nothing."""
+    """A process of its own joins them; the rollout is in another order, and masked tokens count for nothing."""
     step = drawn()
     later = [row.roll(1) + 5 * (1 - mask) * (1 - mask.roll(1)) for row, mask in zip(step.ours, step.masks, strict=True)]
     rollout = written(tmp_path / "rollout.pt", rolled_out([later[k] for k in MIXED], [ORDER[k] for k in MIXED]))
