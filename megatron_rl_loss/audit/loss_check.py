@@ -299,13 +299,16 @@ def _draw(call: LossCall, over: str, seed: str, telling: bool) -> DrawnStep:
     ends = {"K": (3, 5), "D": (2, 4), "C": (2, 4)}
     K, D, C = ((rng.randint(*ends[one]) if telling else 2) if one in over else 1 for one in ends)
     least, most = (1, most) if K * D > 1 else (most - 1, most**2)  # rows of a micro-batch
-    even = [rng.randint(least, most)] * call.even_microbatches
-    places = [place for place in product(range(D), range(K)) for _ in range(*even or [rng.randint(least, most)])]
+    even = rng.randint(least, most)
+    numbers = {
+        place: even if call.even_microbatches else rng.randint(least, most) for place in product(range(D), range(K))
+    }
+    places = [place for place, number in numbers.items() for _ in range(number)]
     rows = list[DrawnRow]()
     for i in range(len(places)):
         rollout, prompt = i, rng.randint(0, len(places) // 3)
         if call.split_rollouts and (i == 1 or (i and rng.random() < 0.4)):
-            _, rollout, prompt, *_ = rows[-1]
+            rollout, prompt = rows[-1].rollout, rows[-1].prompt
         share = rng.choice([0.0, 0.5, 1.0]) if i else 1.0  # of a fully masked step nothing is trained
         mask = tuple(int(rng.random() < share) for _ in range(rng.randint(1, longest)))
         rows.append(DrawnRow(mask if any(mask) or call.masked_samples else (1, *mask[1:]), rollout, prompt))

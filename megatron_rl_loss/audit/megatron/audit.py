@@ -168,8 +168,8 @@ class Audit:
         self._loss_scale = float(scale(torch.ones((), device=self._device))) if scale else 1.0
         if not self._gather:
             return
-        known = [*(one.samples for one in chain(*map(dict.values, self._taps.losses.values()))), *self._described]
-        changes = any(isinstance(one, Samples) and one.cp_group is not None for one in known)
+        tapped = [one.samples for of_term in self._taps.losses.values() for one in of_term.values()]
+        changes = any(isinstance(one, Samples) and one.cp_group is not None for one in [*tapped, *self._described])
         dynamic_cp = bool(agree_on(["changes"] * changes, ["changes"], [groups.dp_cp, groups.pp]))
         report = Report(groups.pp.rank(), self._factors, self._unknown)
         if self._computes_loss and groups.tp.rank() == 0:  # over TP, gradients of losses are the same
@@ -210,8 +210,9 @@ class Audit:
         """
         if not self._computes_loss:
             return None
-        terms, worst = self._taps.losses.items(), torch.zeros(1, dtype=torch.float64)
-        losses = [one for term, of_term in terms for one in of_term.values() if one.aggregation or term == "pg"]
+        worst = torch.zeros(1, dtype=torch.float64)
+        tapped = [(term, one) for term, of_term in self._taps.losses.items() for one in of_term.values()]
+        losses = [one for term, one in tapped if one.aggregation or term == "pg"]
         if not losses or any(one.expected_weights is None for one in losses):
             self._unknown.append("A policy loss went through no reducer of this package.")
         for one in losses if not self._unknown else ():
