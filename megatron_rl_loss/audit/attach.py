@@ -18,7 +18,7 @@ VARIABLE = "MEGATRON_RL_LOSS_AUDIT"
 
 
 def attach(*_: Any) -> None:
-    """For engines that name a function; ignores its arguments, since the import does all."""
+    """A function for engines that name one; it ignores its arguments, since the import does all."""
 
 
 class _Parser(ArgumentParser):

@@ -60,8 +60,8 @@ class Counts:
             self._groups[within] = group_by([self.column[name] for name in within], len(self.num_tokens))
         return self._groups[within]
 
-    def count(self, what: str, of: tuple[str, ...] = ("sample",), within: tuple[str, ...] = STEP) -> Floats:
-        """The sum, over the members `of` each group, of what each is counted as: a key of `COUNTED`."""
+    def count(self, what: str, *, of: tuple[str, ...] = ("sample",), within: tuple[str, ...] = STEP) -> Floats:
+        """The sum over members (samples, rollouts, ...) `within` the cell's group; each counts as `COUNTED` says."""
         outer, member = self.group(*within), self.group(*within, *of)
         tokens, entries = np.bincount(member, self.num_tokens), np.bincount(member, self.num_entries)
         first = np.unique(member, return_index=True)[1]
@@ -98,14 +98,11 @@ class Counts:
 
     @cached_property
     def real_parts(self) -> dict[str, tuple[str, ...]]:
-        """Of `PARTS` those that the step was split into, each once."""
-        seen = {self.group().tobytes()}
-        kept = {}
+        """The `PARTS` that are neither the whole step nor the same as one before."""
+        found = {self.group().tobytes(): ("the step", STEP)}
         for words, part in PARTS.items():
-            if (key := self.group(*part).tobytes()) not in seen:
-                seen.add(key)
-                kept[words] = part
-        return kept
+            found.setdefault(self.group(*part).tobytes(), (words, part))
+        return dict([*found.values()][1:])
 
 
 Row = tuple[str, Floats, str]
@@ -123,28 +120,26 @@ def rows(t: Counts) -> Iterator[Row]:
         yield f"token means of {words}, weighted by its samples", samples / own / t.count("all"), SIZES
         yield f"divided by the samples of {words}, and by no tokens", 1 / samples / number, UNITS
         yield f"token means of {words}, averaged over micro-batches alone", 1 / own / t.split.num_microbatches, SIZES
-    filled = t.count("active", MICROBATCH, DP_RANK) * t.parts(DP_RANK)
-    yield (
-        "token means of micro-batches, over those of the DP rank that have tokens",
-        1 / t.tokens(*MICROBATCH) / filled,
-        NONE,
-    )
+    filled = t.count("active", of=MICROBATCH, within=DP_RANK) * t.parts(DP_RANK)
+    words = "token means of micro-batches, over those of the DP rank that have tokens"
+    yield words, 1 / t.tokens(*MICROBATCH) / filled, NONE
     for unit, (what, tail) in itertools.product(t.units, (("all", ""), ("active", " that have tokens"))):
-        whole, of_step = t.tokens(unit), t.count(what, (unit,))
+        whole, of_step = t.tokens(unit), t.count(what, of=(unit,))
         yield f"{unit} means, over the {unit}s of the step{tail}", 1 / whole / of_step, SIZES
         for words, part in t.real_parts.items():
-            of_part = t.count(what, (unit,), part) * t.parts(part)
+            of_part = t.count(what, of=(unit,), within=part) * t.parts(part)
             yield f"{unit} means, over the {unit}s of {words}{tail}, not of the step", 1 / whole / of_part, SIZES
             if t.group(*part, unit).max() > t.group(unit).max():  # units that lie in several parts
                 inside = t.tokens(*part, unit)
                 yield f"{unit} means inside {words}, over its {unit}s{tail}", 1 / inside / of_part, SIZES
                 yield f"{unit} means inside {words}, over the {unit}s of the step{tail}", 1 / inside / of_step, SIZES
         for group in t.units[t.units.index(unit) + 1 :]:
-            inner, outer = t.count(what, (unit,), (group,)), t.count(what, (group,))
+            inner, outer = t.count(what, of=(unit,), within=(group,)), t.count(what, of=(group,))
             yield f"{group} means of {unit} means, over those{tail or ' of the step'}", 1 / whole / inner / outer, SIZES
             yield f"{unit} means, over the {group}s of the step{tail}", 1 / whole / outer, SIZES
             for words, part in t.real_parts.items():
-                inner, outer = t.count(what, (unit,), (*part, group)), t.count(what, (group,), part) * t.parts(part)
+                inner = t.count(what, of=(unit,), within=(*part, group))
+                outer = t.count(what, of=(group,), within=part) * t.parts(part)
                 yield f"{group} means of {unit} means inside {words}{tail}", 1 / whole / inner / outer, SIZES
         yield f"{unit} means over lengths, masked tokens too", 1 / t.count("entries", within=(unit,)) / of_step, SIZES
     for words, part in {"the step": STEP, **t.real_parts}.items():
@@ -156,7 +151,7 @@ def rows(t: Counts) -> Iterator[Row]:
             yield f"divided by rows x longest row of {words}{tail}", 1 / area, NONE
             yield f"samples divided by the longest row of {words}{tail}", 1 / width / t.count("all"), NONE
     for words, part in t.real_parts.items():
-        empty = t.parts(part) - t.count("active", part)
+        empty = t.parts(part) - t.count("active", of=part)
         yield f"divided by the step's tokens, and one for {words} wherever it has none", 1 / (t.tokens() + empty), NONE
 
 
@@ -217,7 +212,7 @@ def constants(t: Counts, divisor: float | None) -> Iterator[tuple[str, str, floa
     letters = {"rollout": "N", "sample": "rows" if "rollout" in t.units else "N", "prompt": "P"}
     units = {}
     for unit, (what, tail) in itertools.product(t.units, (("all", ""), ("active", "_active"))):
-        units[letters.get(unit, unit) + tail] = float(t.count(what, (unit,))[0])
+        units[letters.get(unit, unit) + tail] = float(t.count(what, of=(unit,))[0])
     divisors = {} if divisor is None else {"L": divisor}
     values = sizes | units | divisors | {"T": float(t.tokens()[0])}
     # kind, largest sum of sizes' powers beside it, price, powers

@@ -27,41 +27,35 @@ TOLERANCES = {"float32": 64 * 2.0**-24, "float16": 4 * 2.0**-11, "bfloat16": 4 *
 
 
 @np.errstate(divide="ignore", invalid="ignore", over="ignore")  # counts of parts may be 0
-def judge(measured: MeasuredStep, expected: Aggregation | None = None, *, tolerance: float | None = None) -> Verdict:
+def judge(measured: MeasuredStep, expected: Aggregation | None = None) -> Verdict:
     """The verdict on a measured step.
 
-    Args:
-        expected: the weights it should have; None takes the nearest mode that has no divisor, under per-token loss
-            `token_mean`, and says so.
-        tolerance: the largest relative difference that is rounding; None for that of ``facts["rounding"]``.
-
-    A term's coefficient (``facts["coefficient"]``) is divided out first.
+    Without a mode that was asked, the nearest one without a divisor is taken, and the verdict says so. A term's
+    coefficient (``facts["coefficient"]``) is divided out first.
     """
-    tolerance = tolerance or TOLERANCES[measured.facts.get("rounding", "float32")]
-    asked, notes, unknown = expected, measured.notes, measured.unknown
+    tolerance = TOLERANCES[measured.facts.get("rounding", "float32")]
+    notes, unknown = measured.notes, measured.unknown
     coef = measured.facts.get("coefficient", 1.0)
     if coef == 0:
         unknown = (*unknown, "The term's coefficient is 0: it trains nothing.")
     elif coef != 1:
-        measured = scaled(measured, 1 / coef)
+        measured = _scaled(measured, 1 / coef)
         notes = (*notes, f"the term's coefficient, {coef:g}, is divided out")
-    if not unknown:
-        try:
-            asked = expected or (resolve("token_mean") if measured.split.per_token else _nearest(measured))
-            wanted = expected_weights(measured.tokens, asked)
-        except (ValueError, KeyError) as error:  # a mode over labels, which a measured step does not have
-            unknown = (f"The weights of {in_words(expected)} cannot be made from masks and ids alone. {error}",)
-    taken = "what per-token loss makes" if measured.split.per_token else "the nearest mode"
-    guessed = f" (nothing was asked: this is {taken})" if expected is None and asked is not None else ""
-    words = in_words(asked) + guessed
     if unknown:
-        return Verdict(expected=words, sound=False, unknown=unknown, notes=notes)
+        return Verdict(expected=in_words(expected), sound=False, unknown=unknown, notes=notes)
+    try:
+        asked = expected or _nearest(measured)
+        wanted = expected_weights(measured.tokens, asked)
+    except (ValueError, KeyError) as error:  # a mode over labels, which a measured step does not have
+        why = f"The weights of {in_words(expected)} cannot be made from masks and ids alone. {error}"
+        return Verdict(expected=in_words(expected), sound=False, unknown=(why,), notes=notes)
+    words = in_words(asked) + " (nothing was asked: this is the nearest mode)" * (expected is None)
     tokens, weights, on = measured.tokens, measured.weights, wanted != 0
     ratio = weights[on] / wanted[on]
     factor = float(np.median(ratio)) if len(ratio) and measured.facts.get("undeclared_term") else math.nan
     if factor > 0 and tolerance < abs(factor - 1) and np.abs(ratio / factor - 1).max() <= 2 * tolerance:
         notes = (*notes, f"one factor, {factor:.6g}, is taken as this term's coefficient; declare it: tap(coef=...)")
-        measured = scaled(measured, 1 / factor)
+        measured = _scaled(measured, 1 / factor)
         weights, ratio = measured.weights, ratio / factor
     if unseen := int(tokens.sample.max(initial=-1)) + 1 - len(np.unique(tokens.sample)):
         notes = (*notes, f"{unseen} samples have no mask entry and are not seen: a mode that counts them looks off")
@@ -79,7 +73,6 @@ def judge(measured: MeasuredStep, expected: Aggregation | None = None, *, tolera
     )
     if verdict.sound:
         return replace(verdict, notes=(*notes, _scope(measured)))
-    assert asked is not None
     kept, causes = _explained(measured, wanted, asked, tolerance)
     misplaced, rest_is_asked = tuple(kept.misplaced), causes == ()
     places = places_of(measured, wanted)
@@ -149,7 +142,7 @@ def in_words(expected: Aggregation | None) -> str:
     return f"{expected.mode.name}{divisor}" + f", unit counting {expected.units}" * (expected.units != "all")
 
 
-def scaled(measured: MeasuredStep, factor: float) -> MeasuredStep:
+def _scaled(measured: MeasuredStep, factor: float) -> MeasuredStep:
     places, size = measured.stray
     return replace(measured, weights=measured.weights * factor, stray=(places, size * abs(factor)))
 

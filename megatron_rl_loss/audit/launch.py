@@ -70,11 +70,15 @@ def run_audit(options: Namespace) -> int:
     except Exception:
         code = 2
         traceback.print_exc()
-    if found and dist.is_initialized():
-        dist.destroy_process_group()  # else a backend warns behind the verdict
-    failed, is_first = not found and code not in (None, 0), os.environ.get("RANK", "0") == "0"
-    why = f"The script {'failed' if failed else 'ended'} before training step {options.step} was over."
-    text, status = found[0] if found else (f"NO VERDICT: {why}" * (failed or is_first), 2)
+    failed = not found and code not in (None, 0)
+    if found:
+        text, status = found[0]
+        if dist.is_initialized():
+            dist.destroy_process_group()  # else a backend warns behind the verdict
+    else:
+        says = failed or os.environ.get("RANK", "0") == "0"
+        why = f"The script {'failed' if failed else 'ended'} before training step {options.step} was over."
+        text, status = f"NO VERDICT: {why}" if says else "", 2
     if text:
         print(text, flush=True)
     return status if options.fail or failed else 0

@@ -56,7 +56,8 @@ class LogProbGap:
         if not found:
             fits = "no known pattern brings the gap" if self.beyond[self.active].any() else "all gaps are"
             found = [f"{fits} within rounding", *(f"only suggested: {one}" for one in self.suggestions.values())]
-        return "\n  ".join([*self._numbers(), *found[:3], *self.left_out])
+        head, *numbers = self._numbers()
+        return "\n  ".join([head, *self.left_out, *numbers, *found[:3]])
 
     def _numbers(self) -> list[str]:
         rows = [gap.abs()[on] for gap, on in zip(self.gaps, self.active.split(self.lengths), strict=True)]
@@ -68,13 +69,13 @@ class LogProbGap:
         place = _flat([torch.arange(len(row)) / max(len(row), 1) for row in rows])  # within its sample, 0 to 1
         thirds = [part.mean() for part in gap[place.argsort()].tensor_split(3)]
         means = {one: row.mean() for one, row in zip(self.ids, rows, strict=True) if len(row)}
-        worst = [f"{one} {means[one]:.3g}" for one in sorted(means, key=lambda one: -means[one])[:3]]
+        worst = [f"sample {one}: {means[one]:.3g}" for one in sorted(means, key=lambda one: -means[one])[:3]]
         ratio, size = log_ratio.exp().mean(), (2 * log_ratio.logsumexp(0) - (2 * log_ratio).logsumexp(0)).exp()
         return [
             head,
             "|gap|: 50 % {:.3g}, 90 % {:.3g}, 99 % {:.3g}, largest {:.3g}".format(*quantiles),
             "mean |gap|: first third of samples {:.3g}, middle {:.3g}, last {:.3g}".format(*thirds),
-            f"mean |gap|, worst samples: {', '.join(worst)}",
+            f"mean |gap|, worst: {', '.join(worst)}",
             f"ratio exp(ours - theirs): mean {ratio:.3g}, effective sample size / tokens {size / len(gap):.3g}",
         ]
 
@@ -95,9 +96,16 @@ def compare_log_probs(
     for name, rows in {"ours": ours, "theirs": theirs, "loss_masks": masks, "top": top if len(top) else masks}.items():
         if len(rows) != len(ours):
             raise ValueError(f"{len(rows)} samples of {name}, {len(ours)} of ours: {_SAME}.")
-        for one, row, length in zip(ids, rows, lengths, strict=True):
-            if row.dim() != 1 + (rows is top) or len(row) != length:
-                raise ValueError(f"sample {one}: {name} of shape {[*row.shape]}, ours of length {length}: {_SAME}.")
+        for one, row in zip(ids, rows, strict=True):
+            if row.dim() != 1 + (rows is top):
+                raise ValueError(f"sample {one}: {name} of shape {[*row.shape]}: {_SAME}, as a 1-D tensor.")
+        own = [len(row) for row in rows]
+        off = [(one, length, other) for one, length, other in zip(ids, lengths, own, strict=True) if length != other]
+        if off:
+            one, length, other = off[0]
+            order = " The same lengths in another order: give both by sample id." * (sorted(lengths) == sorted(own))
+            counts = f"{len(off)} of {len(ours)} samples, first {one}: ours {length}, {name} {other}"
+            raise ValueError(f"lengths differ in {counts}: {_SAME}.{order}")
     gap = LogProbGap(ids, ours, theirs, masks)
     on = gap.active
     if gap.beyond[on].any():
@@ -224,7 +232,10 @@ def _read(path: Path) -> dict[str, tuple[Tensor, list[float], int]]:
             name = str(sample.get("sample_index", sample.get("index", number)))
             name += f", entry {number}" if name in found else ""
             found[name] = row, [] if mask is None else [*map(float, mask)], sample.get("total_lengths", row.numel())
+    except FileNotFoundError:
+        raise ValueError(f"{path}: there is no such file. Name two dumps.") from None
     except Exception as error:  # of many kinds
-        why = str(error).partition("GLOBAL ")[2].split(" ")[0] or f"{type(error).__name__} {error}"[:41]
-        raise ValueError(f"{path}, {why}: {_DUMP}.") from None
+        code = str(error).partition("GLOBAL ")[2].split(" ")[0]
+        why = f"it holds code, {code}" if code else "no log-probs were found in it"
+        raise ValueError(f"{path}: {why} ({type(error).__name__}); {_DUMP}.") from None
     return found

@@ -169,7 +169,7 @@ def check_loss(
 
     Args:
         loss_fn: ``loss_fn(losses, mask, ...)`` returns a loss. Its other parameters are given by name what they ask
-            for (`GIVEN` in docs/audit.md, and the trainer's own words).
+            for (the table in docs/audit.md#check_loss, and the trainer's own words).
         mode, divisor, units: what it is meant to be, as in `make_pg_loss_reducer`; None asks for invariance alone.
         call: how a trainer calls the function and divides afterwards: a `LossCall`, or the name of one of `CALLS`.
         draws: random steps for each way of cutting.
@@ -194,30 +194,31 @@ def check_loss(
     run = partial(simulation.measure, loss_fn, call)
     plain: Any = loss_fn.func if isinstance(loss_fn, partial) else loss_fn
     name = getattr(plain, "__name__", None) or type(plain).__name__
-    full, holed = (DrawnStep((DrawnRow((1, middle, 1)), DrawnRow((1, 1), 1, 1))) for middle in (1, 0))
     try:
-        run(full)
+        run(DrawnStep((DrawnRow((1, 1, 1)), DrawnRow((1, 1), 1, 1))))
     except CallFailed as failure:
         raise ValueError(
             f"{name} with a step of two full rows: {failure.args[1]}: it must return one number that gradients flow "
-            f"from. Give it {call.takes}, the mask and by name what GIVEN has, as LossCall(rows=..., takes=..., "
-            "names=...) says, or wrap it."
+            f"from. Give it {call.takes}, the mask and by name what docs/audit.md#check_loss lists, as "
+            "LossCall(rows=..., takes=..., names=...) says, or wrap it."
         ) from failure.__cause__
-    beside = list(inspect.signature(run.args[0]).parameters.values())[2:]
+    parameters = list(inspect.signature(run.args[0]).parameters.values())[2:]
     given = {*simulation.asked_for(loss_fn, call), *getattr(loss_fn, "keywords", ())}
-    left = [one.name for one in beside if one.default is not one.empty and one.name not in given]
+    left = [one.name for one in parameters if one.default is not one.empty and one.name not in given]
     notes = [f"parameter {parameter} was left at its default" for parameter in left]
     look = partial(_findings, run, call, expected, draws, seed)
     findings, causes = look(UNCUT), tuple[str, ...]()
-    findings = [one for one in findings if one.kind != "weights"] or findings
-    if all(one.kind == "weights" for one in findings):
-        of_cuts = [one for cut, over in CUTS.items() if len(over) == 1 for one in look(cut)]
-        findings += (of_cuts or look(TOGETHER)) + look(PADDED)
+    if failures := [one for one in findings if one.kind != "weights"]:
+        findings = failures
+    else:
+        one_cut = [one for cut, over in CUTS.items() if len(over) == 1 for one in look(cut)]
+        findings += (one_cut or look(TOGETHER)) + look(PADDED)
     with contextlib.suppress(CallFailed):
         if expected is not None and {one.kind for one in findings} == {"weights"}:
             steps = [run(_draw(call, "KDC", f"{seed}/causes/{i}", telling=True)) for i in range(8)]
             found = explain(steps, expected, tolerance=TOLERANCE)
             causes = tuple(str(cause).replace(f"x {cause.factor:.6g} = ", "x ") for cause in found)
+        holed = DrawnStep((DrawnRow((1, 0, 1)), DrawnRow((1, 1), 1, 1)))
         if not np.isfinite(run(holed, poisoned=True).weights).all():
             notes.append("a NaN at a masked token spoils the loss; select by the mask (torch.where) before multiplying")
     return LossReport(name, expected, call.describe(), draws, seed, tuple(findings), causes, tuple(notes))
@@ -298,13 +299,16 @@ def _draw(call: LossCall, over: str, seed: str, telling: bool) -> DrawnStep:
     ends = {"K": (3, 5), "D": (2, 4), "C": (2, 4)}
     K, D, C = ((rng.randint(*ends[one]) if telling else 2) if one in over else 1 for one in ends)
     least, most = (1, most) if K * D > 1 else (most - 1, most**2)  # rows of a micro-batch
-    even = [rng.randint(least, most)] * call.even_microbatches
-    places = [place for place in product(range(D), range(K)) for _ in range(*even or [rng.randint(least, most)])]
+    even = rng.randint(least, most)
+    numbers = {
+        place: even if call.even_microbatches else rng.randint(least, most) for place in product(range(D), range(K))
+    }
+    places = [place for place, number in numbers.items() for _ in range(number)]
     rows = list[DrawnRow]()
     for i in range(len(places)):
         rollout, prompt = i, rng.randint(0, len(places) // 3)
         if call.split_rollouts and (i == 1 or (i and rng.random() < 0.4)):
-            _, rollout, prompt, *_ = rows[-1]
+            rollout, prompt = rows[-1].rollout, rows[-1].prompt
         share = rng.choice([0.0, 0.5, 1.0]) if i else 1.0  # of a fully masked step nothing is trained
         mask = tuple(int(rng.random() < share) for _ in range(rng.randint(1, longest)))
         rows.append(DrawnRow(mask if any(mask) or call.masked_samples else (1, *mask[1:]), rollout, prompt))

@@ -38,7 +38,7 @@ Kind = Literal["weights", "values", "chance", "raises", "no loss", "no graph", "
 
 @dataclass(frozen=True, kw_only=True)
 class LossCall:
-    """How a trainer calls its loss function, and divides afterwards. The defaults are plain PyTorch: DDP, without CP.
+    """A trainer's call of its loss function, and its divisions afterwards. The defaults are plain PyTorch: DDP, no CP.
 
     >>> LossCall(microbatches="mean", names={"total": "step_tokens"}).describe()
     'padded rows, micro-batches averaged, DP ranks averaged'
@@ -55,9 +55,9 @@ class LossCall:
     dp: Literal["mean", "sum"] = "mean"  # "mean" as DDP and FSDP do, "sum" where a trainer undoes that
     cp: Literal["mean", "sum", None] = None  # None: there are no context-parallel ranks
     cp_cut: Literal["zigzag", "contiguous", "gathered", "responses"] = "zigzag"
-    even_microbatches: Literal[True, False] = False  # whether all micro-batches have as many rows
-    masked_samples: Literal[True, False] = True  # whether fully masked rows occur; else micro-batches have tokens
-    split_rollouts: Literal[True, False] = False  # whether a rollout may be several rows (turns, branches)
+    even_microbatches: Literal[True, False] = False  # True: all micro-batches have as many rows
+    masked_samples: Literal[True, False] = True  # True: fully masked rows occur; else micro-batches have tokens
+    split_rollouts: Literal[True, False] = False  # True: a rollout may be several rows (turns, branches)
 
     def __post_init__(self) -> None:
         check_mapping("LossCall.names", self.names, 'Write names={"num_items_in_batch": "step_tokens"}, say')

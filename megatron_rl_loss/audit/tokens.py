@@ -27,7 +27,6 @@ class Split:
     cp_size: int = 1
     tp_size: int = 1
     pp_size: int = 1
-    per_token: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

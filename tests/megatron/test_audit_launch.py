@@ -23,7 +23,7 @@ CP = ["--context-parallel-size", "2"]
 
 
 def audited(*words: str) -> tuple[int, str]:
-    """On a rank: the exit status of ``python -m megatron_rl_loss audit``, and what it prints."""
+    """The exit status of ``python -m megatron_rl_loss audit`` on a rank, and its output."""
     from megatron_rl_loss.__main__ import main
 
     sys.argv = ["megatron_rl_loss", "audit", *words]
@@ -169,7 +169,7 @@ def test_the_script_imports_megatron_by_itself_and_nothing_is_hooked(tmp_path: P
 
 
 def own_loop(flags: list[str]) -> str:
-    """What the example prints, on a rank."""
+    """The example's output on a rank."""
     import audit_own_loop
 
     sys.argv = ["audit_own_loop.py", *flags]

@@ -31,6 +31,8 @@ class Report:
     terms: dict[str, list[Part]] = field(default_factory=dict)
     dtypes: set[str] = field(default_factory=set)  # of the losses
     tokens: tuple[int, int] = (0, 0)  # ids of the model that were compared with those of the samples; that differ
+    only_tapped: int = 0  # ids of the model that no samples had any beside
+    not_finite: list[str] = field(default_factory=list)  # places whose losses had such gradients
 
     def add(self, term: str, tapped: TappedLosses | None, samples: Samples, cp_size: int, **place: int) -> None:
         """Add a term's tokens of a micro-batch; `tapped` is None where it was not tapped there.
@@ -38,7 +40,7 @@ class Report:
         A term may have a mask of its own, over the same tokens as the others.
         """
         local = samples.local(place["cp_rank"], cp_size)
-        losses = tapped or TappedLosses((0,), torch.float32)
+        losses = tapped or TappedLosses((0,), torch.float32)  # without a gradient
         own = samples if losses.samples is None else losses.samples
         if tapped:
             self.dtypes.add(str(losses.dtype).removeprefix("torch."))
@@ -52,6 +54,10 @@ class Report:
             cut = local.of(torch.as_tensor(own.tokens, device=losses.tokens.device).reshape(-1))
             compared, differ = self.tokens
             self.tokens = compared + len(local), differ + int((cut != losses.tokens).sum())
+        elif losses.tokens is not None:
+            self.only_tapped += len(local)
+        if losses.gradient is not None and not losses.gradient.isfinite().all():
+            self.not_finite.append("DP {dp_rank}, micro-batch {microbatch}, CP {cp_rank}".format(**place))
         declared: dict[str, Any] = {}
         if losses.coef is not None:
             declared["coefficient"] = float(losses.coef)
@@ -80,6 +86,9 @@ def assembled(
     policy = "pg" if "pg" in terms else terms[0]
     factor, unknown = _agreed_factor(reports)
     compared, differ = (sum(one.tokens[i] for one in reports) for i in (0, 1))
+    not_finite = [place for report in reports for place in report.not_finite]
+    if unknown and not_finite:
+        unknown.append(f"Gradients of losses are NaN or infinite at {'; '.join(not_finite[:3])}.")
     if differ:
         unknown.append(f"The layout or the batch given is not the model's: {differ} of {compared} tokens differ.")
     if sum(one.num_microbatches > 0 for one in reports) < groups.dp_cp.size():
@@ -87,12 +96,13 @@ def assembled(
     sizes = {f"{name}_size": getattr(groups, name).size() for name in ("dp", "cp", "tp", "pp")}
     if dynamic_cp:
         sizes |= {"dp_size": groups.dp_cp.size(), "cp_size": 1}
-    per_token = bool(config.calculate_per_token_loss)
-    split = Split(num_microbatches=max(one.num_microbatches for one in reports), per_token=per_token, **sizes)
+    split = Split(num_microbatches=max(one.num_microbatches for one in reports), **sizes)
     # An auxiliary loss goes through no loss function: on average over ranks, or tokens, it weighs 1.
     masks = [part.samples.mask for part in parts.get(policy, []) if part.samples is not None]
-    weight = factor.value * (sum(map(np.count_nonzero, masks)) if per_token else groups.dp_cp.size())
-    notes = [DYNAMIC_CP] * dynamic_cp + _auxiliary_losses(config, weight, 1e-3 + factor.rounding)
+    counted = sum(map(np.count_nonzero, masks)) if config.calculate_per_token_loss else groups.dp_cp.size()
+    notes = [DYNAMIC_CP] * dynamic_cp + _auxiliary_losses(config, factor.value * counted, 1e-3 + factor.rounding)
+    if only := sum(one.only_tapped for one in reports):
+        notes.append(f"{only} input ids were tapped and compared with nothing: give Samples(tokens=...), too")
     facts: dict[str, Any] = {"factor": factor.value, "anchor": factor.name, "loss_scale": loss_scale}
     facts["rounding"] = _rounding({dtype for report in reports for dtype in report.dtypes}, factor.uncertainty)
     if compared:

@@ -1,4 +1,4 @@
-"""From gradients of ranks to one step: places, sums over ranks that hold copies, strays and ids, worked out by hand."""
+"""One step of the gradients of ranks: places, sums over ranks that hold copies, strays and ids, worked out by hand."""
 
 from dataclasses import replace
 from typing import Any
@@ -72,7 +72,7 @@ def test_order_and_numbers_over_ranks_and_microbatches() -> None:
 
 @pytest.mark.parametrize("layout", [ZigzagTHD(CU, total_lengths=LENGTHS), Gathered(CU, total_lengths=LENGTHS)])
 def test_log_probs_of_ranks_are_put_together(layout: Any) -> None:
-    """Of samples that all ranks gave them for; the other micro-batch's second rank, and another term, gave none."""
+    """Samples count that all ranks gave them for; the other micro-batch's second rank, and another term, gave none."""
     given = [replace(part, log_probs=np.stack([-part.positions, -part.positions * 1.5])) for k in range(2)
              for part in [*parts_of(layout, lambda *_: 0, microbatch=k)][: 2 - k]]  # fmt: skip
     gap = log_prob_gap([*given, *parts_of(layout, lambda *_: 0)])

@@ -268,7 +268,7 @@ def test_a_finding_can_be_had_again_and_the_report_is_plain_data(seed: int) -> N
 
 
 def test_everything_that_can_be_asked_for_is_given() -> None:
-    """Of every name in the table, and no other, in every shape of rows."""
+    """Every name in the table, and no other, in every shape of rows."""
     seen: dict[str, Any] = {}
 
     def asks_for_all(losses: Any, mask: Any, **given: Any) -> Tensor:
@@ -293,7 +293,7 @@ HELD = {"zigzag": [0, 1, 1, 0], "contiguous": [0, 0, 1, 1], "gathered": [-1] * 4
 
 @pytest.mark.parametrize("cut", HELD)
 def test_a_context_parallel_rank_holds_what_the_cut_says(cut: Any) -> None:
-    """Of a row of 4 tokens; as a response behind 3 of a prompt, in 8 slots, its losses lie one before its tokens."""
+    """A row of 4 tokens; as a response behind 3 of a prompt, in 8 slots, its losses lie one before its tokens."""
     call = LossCall(rows="packed", cp="sum", cp_cut=cut)
     step = measure(total, call, DrawnStep((DrawnRow((1,) * 4),), cp_size=2))
     assert step.tokens.cp_rank.tolist() == HELD[cut]
