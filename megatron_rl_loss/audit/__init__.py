@@ -1,4 +1,4 @@
-"""What a loss does to each token: the weights it gives, measured, beside those that were asked for.
+"""The weights that a loss gives to tokens, measured, beside those that were asked for.
 
 For whoever doubts a loss function, a mode or a launch. `audit.megatron` measures a step of a real Megatron run.
 """

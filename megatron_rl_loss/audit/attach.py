@@ -19,7 +19,7 @@ VARIABLE = "MEGATRON_RL_LOSS_AUDIT"
 
 
 def attach(*_: Any) -> None:
-    """For engines that name a function; ignores its arguments, since the import does all."""
+    """A function for engines that name one; it ignores its arguments, since the import does all."""
 
 
 def count_steps(args: Namespace) -> None:

@@ -13,11 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from megatron_rl_loss.audit.tokens import Floats, Ints, Split, StepTokens, group_by
+from megatron_rl_loss.audit.tokens import CP_PIECE, MICROBATCH, Floats, Ints, Split, StepTokens, group_by
 
 STEP: tuple[str, ...] = ()
-DP_RANK, MICROBATCH = ("dp_rank",), ("dp_rank", "microbatch")
-CP_PIECE = ("dp_rank", "microbatch", "cp_rank")
+DP_RANK = ("dp_rank",)
 #: Parts of a step in words.
 PARTS = {
     "the micro-batch": MICROBATCH,
@@ -61,8 +60,8 @@ class Counts:
             self._groups[within] = group_by([self.column[name] for name in within], len(self.num_tokens))
         return self._groups[within]
 
-    def count(self, what: str, of: tuple[str, ...] = ("sample",), within: tuple[str, ...] = STEP) -> Floats:
-        """The sum, over the members `of` each group, of what each is counted as: a key of `COUNTED`."""
+    def count(self, what: str, *, of: tuple[str, ...] = ("sample",), within: tuple[str, ...] = STEP) -> Floats:
+        """The sum over members (samples, rollouts, ...) `within` the cell's group; each counts as `COUNTED` says."""
         outer, member = self.group(*within), self.group(*within, *of)
         tokens, entries = np.bincount(member, self.num_tokens), np.bincount(member, self.num_entries)
         first = np.unique(member, return_index=True)[1]
@@ -99,14 +98,11 @@ class Counts:
 
     @cached_property
     def real_parts(self) -> dict[str, tuple[str, ...]]:
-        """Of `PARTS` those that the step was split into, each once."""
-        seen = {self.group().tobytes()}
-        kept = {}
+        """The `PARTS` that are neither the whole step nor the same as one before."""
+        found = {self.group().tobytes(): ("the step", STEP)}
         for words, part in PARTS.items():
-            if (key := self.group(*part).tobytes()) not in seen:
-                seen.add(key)
-                kept[words] = part
-        return kept
+            found.setdefault(self.group(*part).tobytes(), (words, part))
+        return dict([*found.values()][1:])
 
 
 Row = tuple[str, Floats, str]
@@ -123,34 +119,39 @@ def rows(t: Counts) -> Iterator[Row]:
         yield f"divided by the tokens of {words}, not of the step", 1 / own / number, TOKENS
         yield f"token means of {words}, weighted by its samples", samples / own / t.count("all"), SIZES
         yield f"divided by the samples of {words}, and by no tokens", 1 / samples / number, UNITS
-    filled = t.count("active", MICROBATCH, DP_RANK) * t.parts(DP_RANK)
-    yield (
-        "token means of micro-batches, over those of the DP rank that have tokens",
-        1 / t.tokens(*MICROBATCH) / filled,
-        NONE,
-    )
+        yield f"token means of {words}, averaged over micro-batches alone", 1 / own / t.split.num_microbatches, SIZES
+    filled = t.count("active", of=MICROBATCH, within=DP_RANK) * t.parts(DP_RANK)
+    words = "token means of micro-batches, over those of the DP rank that have tokens"
+    yield words, 1 / t.tokens(*MICROBATCH) / filled, NONE
     for unit, (what, tail) in itertools.product(t.units, (("all", ""), ("active", " that have tokens"))):
-        whole, of_step = t.tokens(unit), t.count(what, (unit,))
+        whole, of_step = t.tokens(unit), t.count(what, of=(unit,))
         yield f"{unit} means, over the {unit}s of the step{tail}", 1 / whole / of_step, SIZES
         for words, part in t.real_parts.items():
-            of_part = t.count(what, (unit,), part) * t.parts(part)
+            of_part = t.count(what, of=(unit,), within=part) * t.parts(part)
             yield f"{unit} means, over the {unit}s of {words}{tail}, not of the step", 1 / whole / of_part, SIZES
             if t.group(*part, unit).max() > t.group(unit).max():  # units that lie in several parts
                 inside = t.tokens(*part, unit)
                 yield f"{unit} means inside {words}, over its {unit}s{tail}", 1 / inside / of_part, SIZES
                 yield f"{unit} means inside {words}, over the {unit}s of the step{tail}", 1 / inside / of_step, SIZES
         for group in t.units[t.units.index(unit) + 1 :]:
-            of_groups = t.count(what, (unit,), (group,)) * t.count(what, (group,))
-            yield f"{group} means of {unit} means, over those{tail or ' of the step'}", 1 / whole / of_groups, SIZES
+            inner, outer = t.count(what, of=(unit,), within=(group,)), t.count(what, of=(group,))
+            yield f"{group} means of {unit} means, over those{tail or ' of the step'}", 1 / whole / inner / outer, SIZES
+            yield f"{unit} means, over the {group}s of the step{tail}", 1 / whole / outer, SIZES
+            for words, part in t.real_parts.items():
+                inner = t.count(what, of=(unit,), within=(*part, group))
+                outer = t.count(what, of=(group,), within=part) * t.parts(part)
+                yield f"{group} means of {unit} means inside {words}{tail}", 1 / whole / inner / outer, SIZES
         yield f"{unit} means over lengths, masked tokens too", 1 / t.count("entries", within=(unit,)) / of_step, SIZES
     for words, part in {"the step": STEP, **t.real_parts}.items():
         for kind, miscount in MISCOUNTS.items():
             yield f"divided by {miscount}, of {words}", 1 / t.count(kind, within=part) / t.parts(part), NONE
         for multiple in {1, 2 * t.split.cp_size if t.split.cp_size > 1 else 1}:
-            area = t.width(*part, multiple=multiple) * t.count("all", within=part) * t.parts(part)
-            yield f"divided by rows x longest row of {words}, padded to a multiple of {multiple}", 1 / area, NONE
+            width, tail = t.width(*part, multiple=multiple), f", padded to a multiple of {multiple}" * (multiple > 1)
+            area = width * t.count("all", within=part) * t.parts(part)
+            yield f"divided by rows x longest row of {words}{tail}", 1 / area, NONE
+            yield f"samples divided by the longest row of {words}{tail}", 1 / width / t.count("all"), NONE
     for words, part in t.real_parts.items():
-        empty = t.parts(part) - t.count("active", part)
+        empty = t.parts(part) - t.count("active", of=part)
         yield f"divided by the step's tokens, and one for {words} wherever it has none", 1 / (t.tokens() + empty), NONE
 
 
@@ -181,6 +182,8 @@ class Cause:
 HINTS: dict[tuple[bool | None, str], str] = {
     (False, "CP"): "Megatron multiplies a 2-tuple by CP already, and a summed (per-token) gradient needs no factor",
     (False, "1/CP"): "gradients of CP ranks are summed and then averaged, or CP ranks that hold all tokens were added",
+    (True, "CP"): "a 2-tuple is multiplied by CP, and under per-token loss no num_tokens divides it",
+    (True, "1/CP"): "a 3-tuple is not multiplied by CP, or gradients of CP ranks are averaged",
     (None, "1/DP"): "DDP's mean over its ranks was not undone",
     (False, "1/DP²"): "a denominator has x DP where / DP was meant",
     (False, "K"): "micro-batches are added up where their mean was meant",
@@ -196,6 +199,7 @@ HINTS: dict[tuple[bool | None, str], str] = {
 }
 #: Prices of another row than the asked one, of a miscount or of units that have tokens, of a count, of a ratio of two,
 #: of a constant without a name.
+_LATER = 1.0
 _ROW, _RARER, _COUNT, _RATIO, _UNNAMED = 0.4, 0.3, 1.9, 1.2, 6.0
 _SHOWN, _AS_SIMPLE = 3, 0.25
 Powers = dict[str, int]
@@ -208,7 +212,7 @@ def constants(t: Counts, divisor: float | None) -> Iterator[tuple[str, str, floa
     letters = {"rollout": "N", "sample": "rows" if "rollout" in t.units else "N", "prompt": "P"}
     units = {}
     for unit, (what, tail) in itertools.product(t.units, (("all", ""), ("active", "_active"))):
-        units[letters.get(unit, unit) + tail] = float(t.count(what, (unit,))[0])
+        units[letters.get(unit, unit) + tail] = float(t.count(what, of=(unit,))[0])
     divisors = {} if divisor is None else {"L": divisor}
     values = sizes | units | divisors | {"T": float(t.tokens()[0])}
     # kind, largest sum of sizes' powers beside it, price, powers
@@ -265,7 +269,10 @@ def fits(step: Ratios, divisor: float | None, tolerance: float) -> Fits:
         if not np.isfinite(ratio).all() or ratio.min() <= 0 or np.ptp(ratio) > tolerance * ratio.max():
             continue
         rarer = _RARER * (likely == NONE or "that have tokens" in words)
-        factor, of_row = float(np.median(ratio)), (_ROW + number / 1000 + rarer) * bool(words)
+        later = _LATER * any(
+            row for row, _ in found
+        )  # it gives this step's tokens the weights of an earlier row, times a constant
+        factor, of_row = float(np.median(ratio)), (_ROW + number / 1000 + rarer + later) * bool(words)
         found[words, "?"] = Cause(words, "", factor, _UNNAMED + of_row)
         for kind, name, price, log in table:
             if kind in likely and abs(log - math.log(factor)) <= tolerance:

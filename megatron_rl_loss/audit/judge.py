@@ -1,4 +1,4 @@
-"""`judge`: are a step's measured weights those that a mode asks for? If not: by how much, where, and as if what.
+"""`judge`: the verdict on a step's measured weights w against those that a mode asks for, w*.
 
 Weight in the wrong places is taken off first (`misplaced`); the rest is compared with a table of causes (`causes`).
 """
@@ -27,45 +27,40 @@ TOLERANCES = {"float32": 64 * 2.0**-24, "float16": 4 * 2.0**-11, "bfloat16": 4 *
 
 
 @np.errstate(divide="ignore", invalid="ignore", over="ignore")  # counts of parts may be 0
-def judge(measured: MeasuredStep, expected: Aggregation | None = None, *, tolerance: float | None = None) -> Verdict:
+def judge(measured: MeasuredStep, expected: Aggregation | None = None) -> Verdict:
     """The verdict on a measured step.
 
-    Args:
-        expected: the weights it should have; None takes the nearest mode that has no divisor, and says so.
-        tolerance: the largest relative difference that is rounding; None for that of ``facts["rounding"]``.
-
-    A term's coefficient (``facts["coefficient"]``) is divided out first.
+    Without a mode that was asked, the nearest one without a divisor is taken, and the verdict says so. A term's
+    coefficient (``facts["coefficient"]``) is divided out first.
     """
-    tolerance = tolerance or TOLERANCES[measured.facts.get("rounding", "float32")]
-    asked, notes, unknown = expected, measured.notes, measured.unknown
+    tolerance = TOLERANCES[measured.facts.get("rounding", "float32")]
+    notes, unknown = measured.notes, measured.unknown
     coef = measured.facts.get("coefficient", 1.0)
     if coef == 0:
         unknown = (*unknown, "The term's coefficient is 0: it trains nothing.")
     elif coef != 1:
-        measured = scaled(measured, 1 / coef)
+        measured = _scaled(measured, 1 / coef)
         notes = (*notes, f"the term's coefficient, {coef:g}, is divided out")
-    if not unknown:
-        try:
-            asked = expected or _nearest(measured)
-            wanted = expected_weights(measured.tokens, asked)
-        except (ValueError, KeyError) as error:  # a mode over labels, which a measured step does not have
-            unknown = (f"The weights of {in_words(expected)} cannot be made from masks and ids alone. {error}",)
-    words = in_words(asked) + " (nothing was asked: this is the nearest mode)" * (
-        expected is None and asked is not None
-    )
     if unknown:
-        return Verdict(expected=words, sound=False, unknown=unknown, notes=notes)
+        return Verdict(expected=in_words(expected), sound=False, unknown=unknown, notes=notes)
+    try:
+        asked = expected or _nearest(measured)
+        wanted = expected_weights(measured.tokens, asked)
+    except (ValueError, KeyError) as error:  # a mode over labels, which a measured step does not have
+        why = f"The weights of {in_words(expected)} cannot be made from masks and ids alone. {error}"
+        return Verdict(expected=in_words(expected), sound=False, unknown=(why,), notes=notes)
+    words = in_words(asked) + " (nothing was asked: this is the nearest mode)" * (expected is None)
     tokens, weights, on = measured.tokens, measured.weights, wanted != 0
     ratio = weights[on] / wanted[on]
     factor = float(np.median(ratio)) if len(ratio) and measured.facts.get("undeclared_term") else math.nan
     if factor > 0 and tolerance < abs(factor - 1) and np.abs(ratio / factor - 1).max() <= 2 * tolerance:
         notes = (*notes, f"one factor, {factor:.6g}, is taken as this term's coefficient; declare it: tap(coef=...)")
-        measured = scaled(measured, 1 / factor)
+        measured = _scaled(measured, 1 / factor)
         weights, ratio = measured.weights, ratio / factor
     if unseen := int(tokens.sample.max(initial=-1)) + 1 - len(np.unique(tokens.sample)):
         notes = (*notes, f"{unseen} samples have no mask entry and are not seen: a mode that counts them looks off")
     deviation = deviation_of(measured, wanted)
-    finite = bool(np.isfinite(weights).all()) and len(ratio) > 0
+    finite = _is_finite(measured) and len(ratio) > 0
     verdict = Verdict(
         expected=words,
         sound=deviation <= tolerance,
@@ -78,20 +73,45 @@ def judge(measured: MeasuredStep, expected: Aggregation | None = None, *, tolera
     )
     if verdict.sound:
         return replace(verdict, notes=(*notes, _scope(measured)))
-    assert asked is not None
+    kept, causes = _explained(measured, wanted, asked, tolerance)
+    misplaced, rest_is_asked = tuple(kept.misplaced), causes == ()
+    places = places_of(measured, wanted)
+    return replace(verdict, misplaced=misplaced, causes=causes or (), rest_is_asked=rest_is_asked, places=places)
+
+
+def _explained(
+    measured: MeasuredStep, wanted: Floats, asked: Aggregation, tolerance: float
+) -> tuple[Kept, tuple[Cause, ...] | None]:
+    """The weights in the right places and their causes: as they are, with masks undone, or without copies."""
     kept = take_off(measured, wanted, tolerance)
-    causes = _causes([(measured, wanted, kept)], asked, tolerance)
-    mask = tokens.mask[kept.entries]
-    for power, words in ((-1, "ignored"), (1, "squared")) if causes is None and not {*mask.tolist()} <= {0, 1} else ():
-        rest = replace(kept, weights=kept.weights / mask**power)
-        if (causes := _causes([(measured, wanted, rest)], asked, tolerance)) is not None:
-            kept.misplaced.append(Misplaced("fractions", f"fractions of masks are {words}", len(mask)))
-            break
-    if causes is None:
-        kept = without_copies(kept, tokens, wanted, 2 * tolerance)
-        causes = _causes([(measured, wanted, kept)], asked, tolerance)
-    misplaced, places = tuple(kept.misplaced), places_of(measured, wanted)
-    return replace(verdict, misplaced=misplaced, causes=causes or (), places=places)
+    mask = measured.tokens.mask[kept.entries]
+    found = _causes([(measured, wanted, kept)], asked, tolerance)
+    if found is None and not np.isin(mask, (0, 1)).all():
+        for power, words in ((-1, "ignored"), (1, "squared")):
+            rest = replace(kept, weights=kept.weights / mask**power)
+            found = _causes([(measured, wanted, rest)], asked, tolerance)
+            if found is not None:
+                kept.misplaced.append(Misplaced("fractions", f"fractions of masks are {words}", len(mask)))
+                return kept, found
+    if found is None:
+        kept = without_copies(kept, measured.tokens, wanted, 2 * tolerance)
+        found = _causes([(measured, wanted, kept)], asked, tolerance)
+    if kept.misplaced and _is_finite(measured) and (found is None or (found and not found[0].named)):
+        found = _causes_by_trained_tokens(measured, asked, tolerance) or found
+    return kept, found
+
+
+def _causes_by_trained_tokens(measured: MeasuredStep, asked: Aggregation, tolerance: float) -> tuple[Cause, ...] | None:
+    """The causes as if the tokens that have weight were the mask."""
+    mask = np.where(measured.weights != 0, np.where(measured.tokens.mask != 0, measured.tokens.mask, 1.0), 0.0)
+    of_trained = replace(measured, tokens=replace(measured.tokens, mask=mask))
+    wanted, entries = expected_weights(of_trained.tokens, asked), np.flatnonzero(mask)
+    found = _causes([(of_trained, wanted, Kept(entries, measured.weights[entries], []))], asked, tolerance)
+    if found == ():
+        found = (Cause("as asked", "", 1.0, 0.0),)
+    named = [cause for cause in found or () if cause.named]
+    by = "counted over the tokens that are trained"
+    return tuple(replace(cause, row=f"{cause.row or 'as asked'}, {by}") for cause in named) or None
 
 
 @np.errstate(divide="ignore", invalid="ignore", over="ignore")
@@ -107,7 +127,7 @@ def expected_weights(tokens: StepTokens, aggregation: Aggregation) -> Floats:
 
     Raises ValueError for a mode of one's own that looks at what masks and ids do not say (labels).
     """
-    starts = np.flatnonzero(np.diff(tokens.sample, prepend=-1))
+    starts = np.flatnonzero(np.diff(tokens.sample, prepend=-1))  # of the samples
     masks = np.split(tokens.mask, starts[1:]) if len(starts) else []
     samples = Samples(masks, ids={name: column[starts].tolist() for name, column in tokens.ids.items()})
     totals = count_step([samples], StepGroups(), sums=list(aggregation.mode.sums.values()))
@@ -122,7 +142,7 @@ def in_words(expected: Aggregation | None) -> str:
     return f"{expected.mode.name}{divisor}" + f", unit counting {expected.units}" * (expected.units != "all")
 
 
-def scaled(measured: MeasuredStep, factor: float) -> MeasuredStep:
+def _scaled(measured: MeasuredStep, factor: float) -> MeasuredStep:
     places, size = measured.stray
     return replace(measured, weights=measured.weights * factor, stray=(places, size * abs(factor)))
 
@@ -131,31 +151,36 @@ def _nearest(measured: MeasuredStep) -> Aggregation:
     """The mode without a divisor that puts least weight on the wrong tokens."""
     names = ["token_mean", "sample_mean", *["prompt_mean"] * ("prompt" in measured.tokens.ids)]
     choices = [resolve(name, units=units) for name in names for units in get_args(UnitCounting)]
+    if not _is_finite(measured):
+        return choices[0]
 
     def distance(mode: Aggregation) -> tuple[float, float]:
         wanted = expected_weights(measured.tokens, mode)
-        share = round(_wrong_share(measured, wanted), 6)
-        return (math.inf, math.inf) if math.isnan(share) else (share, round(deviation_of(measured, wanted), 6))
+        return round(_wrong_share(measured, wanted), 6), round(deviation_of(measured, wanted), 6)
 
     return min(choices, key=distance)
 
 
+def _is_finite(measured: MeasuredStep) -> bool:
+    return bool(np.isfinite(measured.weights).all()) and math.isfinite(measured.stray[1])
+
+
 def deviation_of(measured: MeasuredStep, wanted: Floats) -> float:
     """The largest relative difference of a weight; of one that should be 0, relative to the mean of the others."""
-    if not np.isfinite(measured.weights).all():
+    if not _is_finite(measured):
         return math.inf
     on = wanted != 0
     off = np.abs(measured.weights[on] / wanted[on] - 1).max(initial=0.0)
-    beside = np.abs(measured.weights[~on]).max(initial=0.0) + abs(measured.stray[1])
+    beside = np.abs(measured.weights[~on]).max(initial=0.0) + measured.stray[1]
     return float(max(off, beside / (np.abs(wanted[on]).mean() if on.any() else 1.0)))
 
 
 def _wrong_share(measured: MeasuredStep, wanted: Floats) -> float:
     """The total-variation distance between measured and expected shares of the weight."""
-    stray, asked = abs(measured.stray[1]), np.abs(wanted).sum()
-    total = float(np.abs(measured.weights).sum()) + stray
-    if not math.isfinite(total):
+    if not _is_finite(measured):
         return math.nan
+    stray, asked = measured.stray[1], np.abs(wanted).sum()
+    total = float(np.abs(measured.weights).sum()) + stray
     if total == 0 or asked == 0:
         return 0.0 if total == asked else 1.0
     sign = np.sign((measured.weights * wanted).sum()) or 1.0  # a share with the wrong sign is on the wrong side
@@ -178,24 +203,24 @@ def _causes(
 def ratios_of(measured: MeasuredStep, wanted: Floats, kept: Kept, tolerance: float) -> Ratios | None:
     """One number for each cell; None where tokens of a cell differ, or nothing is left."""
     counts, mask = Counts(measured.tokens, measured.split), measured.tokens.mask[kept.entries]
-    at, asked, number = counts.of_entry[kept.entries], wanted[kept.entries] / mask, len(counts.num_tokens)
-    spread = np.subtract(*extremes(at, asked, number)[::-1])[at]
-    by_token = bool((spread > tolerance * asked).any())
-    low, high = extremes(at, kept.weights / (wanted[kept.entries] if by_token else mask), number)
+    cell, number = counts.of_entry[kept.entries], len(counts.num_tokens)
+    asked = wanted[kept.entries] / mask  # without the mask
+    lowest, highest = extremes(cell, asked, number)
+    by_token = bool(((highest - lowest)[cell] > tolerance * asked).any())
+    low, high = extremes(cell, kept.weights / (wanted[kept.entries] if by_token else mask), number)
     active = np.flatnonzero(high >= low)
     if not active.size or (low[active] <= 0).any() or (high - low > 2 * tolerance * low)[active].any():
         return None
     beside = np.ones(number)
     if not by_token:
-        beside[at] = asked
+        beside[cell] = asked
     return Ratios(counts, active, (low[active] + high[active]) / 2, beside[active], by_token)
 
 
 def _scope(measured: MeasuredStep) -> str:
-    compared = measured.facts.get("tokens_compared")
-    whose = "" if compared is None else f"; {compared} input ids are those of the samples"
-    unseen = "" if compared is not None else "whether masks and layout are those of the model's batch, "
-    return (
-        f"covers the step from the tap to the finalised gradient, by the masks and layout given{whose}; does not see "
-        f"{unseen}factors before the tap, clipping or the optimizer"
-    )
+    """The last note of a sound verdict."""
+    covers = "covers the step from the tap to the finalised gradient, by the masks and layout given"
+    unseen = "factors before the tap, clipping or the optimizer"
+    if (compared := measured.facts.get("tokens_compared")) is None:
+        return f"{covers}; does not see whether masks and layout are those of the model's batch, {unseen}"
+    return f"{covers}; {compared} input ids are those of the samples; does not see {unseen}"

@@ -70,11 +70,15 @@ def run_audit(options: Namespace) -> int:
     except Exception:
         code = 2
         traceback.print_exc()
-    if found and dist.is_initialized():
-        dist.destroy_process_group()  # else a backend warns behind the verdict
-    failed, is_first = not found and code not in (None, 0), os.environ.get("RANK", "0") == "0"
-    why = f"The script {'failed' if failed else 'ended'} before training step {options.step} was over."
-    text, status = found[0] if found else (f"NO VERDICT: {why}" * (failed or is_first), 2)
+    failed = not found and code not in (None, 0)
+    if found:
+        text, status = found[0]
+        if dist.is_initialized():
+            dist.destroy_process_group()  # else a backend warns behind the verdict
+    else:
+        says = failed or os.environ.get("RANK", "0") == "0"
+        why = f"The script {'failed' if failed else 'ended'} before training step {options.step} was over."
+        text, status = f"NO VERDICT: {why}" if says else "", 2
     if text:
         print(text, flush=True)
     return status if options.fail or failed else 0
@@ -86,18 +90,22 @@ def audit_once(options: Namespace, conclude: Conclude) -> None:
     Megatron's schedules are replaced in their module until the step: at once where Megatron-Core is imported, else
     when a process group is made after that was imported, as each training does.
     """
-    if "megatron.core.parallel_state" not in sys.modules:
-        new_group: Any = dist.new_group
-        waiting = [options]
-
-        @functools.wraps(new_group)
-        def make_group(*args: Any, **kwargs: Any) -> Any:
-            if waiting and "megatron.core.parallel_state" in sys.modules:
-                audit_once(waiting.pop(), conclude)
-            return new_group(*args, **kwargs)
-
-        dist.new_group = dist.distributed_c10d.new_group = make_group
+    if "megatron.core.parallel_state" in sys.modules:
+        _replace_schedules(options, conclude)
         return
+    new_group: Any = dist.new_group
+    waiting = [options]
+
+    @functools.wraps(new_group)
+    def make_group(*args: Any, **kwargs: Any) -> Any:
+        if waiting and "megatron.core.parallel_state" in sys.modules:
+            _replace_schedules(waiting.pop(), conclude)
+        return new_group(*args, **kwargs)
+
+    dist.new_group = dist.distributed_c10d.new_group = make_group
+
+
+def _replace_schedules(options: Namespace, conclude: Conclude) -> None:
     schedules = attempt(lambda: importlib.import_module("megatron.core.pipeline_parallel.schedules"))
     if isinstance(schedules, Exception):
         conclude(f"NO VERDICT: Megatron's schedules cannot be imported. {schedules}", 2)
@@ -107,15 +115,15 @@ def audit_once(options: Namespace, conclude: Conclude) -> None:
 
     def run(schedule: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         nonlocal steps
-        steps += not kwargs.get("forward_only")
-        if steps != options.step or kwargs.get("forward_only"):
+        trains = not kwargs.get("forward_only")
+        steps += trains
+        if not trains or steps != options.step:
             return schedule(*args, **kwargs)
         vars(schedules).update(originals)
         return _measure(options, conclude, schedule, *args, **kwargs)
 
-    vars(schedules).update(
-        {name: functools.wraps(value)(functools.partial(run, value)) for name, value in originals.items()}
-    )
+    for name, schedule in originals.items():
+        setattr(schedules, name, functools.wraps(schedule)(functools.partial(run, schedule)))
 
 
 def _measure(options: Namespace, conclude: Conclude, schedule: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -124,29 +132,32 @@ def _measure(options: Namespace, conclude: Conclude, schedule: Callable[..., Any
     def begin() -> Any:
         from megatron_rl_loss.audit.megatron.audit import Audit
 
-        return stack.enter_context(Audit(kwargs["model"], then=then))
+        return stack.enter_context(Audit(kwargs["model"], then=end))
 
-    def then(failure: Exception | None) -> None:
+    def end(failure: Exception | None) -> None:
         found: Any = failure or attempt(lambda: report(options, audit))
-        if isinstance(found, Exception):
-            if not isinstance(found, ValueError | OSError):
-                traceback.print_exception(found)
-            why = f"The audit failed. {type(found).__name__}: {found}"
-            if options.json is not None:
-                attempt(lambda: options.json.write_text(json.dumps({"error": why}) + "\n"))
-            found = f"NO VERDICT: {why}", 2
-        conclude(*found)
+        conclude(*(_failed(found, options.json) if isinstance(found, Exception) else found))
 
     with ExitStack() as stack:
         audit = attempt(begin)
         result = schedule(*args, **kwargs)
     if isinstance(audit, Exception):
-        then(audit)
+        end(audit)
     return result
 
 
+def _failed(error: Exception, out: Path | None) -> tuple[str, int]:
+    """Text and exit status of an audit that failed; ``--json`` has the error."""
+    if not isinstance(error, ValueError | OSError):
+        traceback.print_exception(error)
+    why = f"The audit failed. {type(error).__name__}: {error}"
+    if out is not None:
+        attempt(lambda: out.write_text(json.dumps({"error": why}) + "\n"))
+    return f"NO VERDICT: {why}", 2
+
+
 def report(options: Namespace, audit: Any) -> tuple[str, int]:
-    """The verdicts on all terms, and the exit status; ``--json`` has them too. On the first rank, nothing on others."""
+    """The verdicts on all terms, and the exit status; ``--json`` has them too. On ranks but the first, nothing."""
     if not audit.steps:
         return "", 0
     expected = {name: audit.expected_of(name) for name in audit.steps}
@@ -159,5 +170,5 @@ def report(options: Namespace, audit: Any) -> tuple[str, int]:
     if options.json is not None:
         found = {name: verdict.to_dict() | {"facts": audit.steps[name].facts} for name, verdict in verdicts.items()}
         options.json.write_text(json.dumps(found, indent=1) + "\n")
-    off = [verdict for verdict in verdicts.values() if not verdict.sound]
-    return "\n".join(texts), 1 if any(not one.unknown for one in off) else 2 if off else 0
+    statuses = {0 if verdict.sound else 2 if verdict.unknown else 1 for verdict in verdicts.values()}
+    return "\n".join(texts), 1 if 1 in statuses else max(statuses)

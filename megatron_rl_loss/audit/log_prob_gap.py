@@ -27,16 +27,18 @@ class LogProbGap:
     """
 
     def __init__(self, ids: Ids, ours: Rows, theirs: Rows, masks: Rows) -> None:
-        self.ids, self.lengths, given = ids, [len(row) for row in ours], _flat(masks) != 0
-        gap = _flat(theirs) - _flat(ours)
+        self.ids, self.lengths = ids, [len(row) for row in ours]
+        gap, trained = _flat(theirs) - _flat(ours), _flat(masks) != 0
         self.gaps, self.finite = gap.split(self.lengths), gap.isfinite()
-        self.gap, self.ours, self.theirs = (_.where(self.finite, 0) for _ in (gap, _flat(ours), _flat(theirs)))
-        self.active, lost = given & self.finite, int((given & ~self.finite).sum())
-        self.num_tokens = torch.tensor([int(on.sum()) for on in self.active.split(self.lengths)])
+        # Of all entries, end to end:
+        self.gap, self.ours, self.theirs = (one.where(self.finite, 0) for one in (gap, _flat(ours), _flat(theirs)))
+        self.active = trained & self.finite
         self.rounding = torch.maximum(self.ours.abs(), self.theirs.abs()).clamp(min=1) / 2**8
         self.beyond = self.gap.abs() > self.rounding
+        self.num_tokens = torch.tensor([int(on.sum()) for on in self.active.split(self.lengths)])
         self.patterns, self.suggestions = dict[str, str](), dict[str, str]()
-        self.left_out = [f"left out: {lost} tokens with NaN or infinity"] * (lost > 0)
+        lost = int((trained & ~self.finite).sum())
+        self.left_out = [f"left out: {lost} tokens with NaN or infinity"] if lost else []
 
     def consider(self, name: str, text: str, left: Tensor, among: Tensor) -> None:
         """Name a pattern, or suggest it, by the gap that it leaves `among` entries, [num_entries]."""
@@ -50,26 +52,32 @@ class LogProbGap:
             self.suggestions[name] = text
 
     def __str__(self) -> str:
+        found = [f"explained: {one}" for one in self.patterns.values()]
+        if not found:
+            fits = "no known pattern brings the gap" if self.beyond[self.active].any() else "all gaps are"
+            found = [f"{fits} within rounding", *(f"only suggested: {one}" for one in self.suggestions.values())]
+        head, *numbers = self._numbers()
+        return "\n  ".join([head, *self.left_out, *numbers, *found[:3]])
+
+    def _numbers(self) -> list[str]:
         rows = [gap.abs()[on] for gap, on in zip(self.gaps, self.active.split(self.lengths), strict=True)]
-        gap, ratio = _flat(rows), -self.gap[self.active]
-        lines = [f"log-probs of {len(gap)} tokens in {len(rows)} samples; gap: theirs - ours"]
-        if len(gap):
-            order = gap.sort().values[(len(gap) - 1) * torch.tensor([50, 90, 99, 100]) // 100]
-            place = _flat([torch.arange(len(row)) / max(len(row), 1) for row in rows])
-            thirds = [part.mean() for part in gap[place.argsort()].tensor_split(3)]
-            means = {one: row.mean() for one, row in zip(self.ids, rows, strict=True) if len(row)}
-            worst = [f"{one} {means[one]:.3g}" for one in sorted(means, key=lambda one: -means[one])[:3]]
-            share = (2 * ratio.logsumexp(0) - (2 * ratio).logsumexp(0)).exp() / len(gap)
-            lines += [
-                "|gap|: 50 % {:.3g}, 90 % {:.3g}, 99 % {:.3g}, largest {:.3g}".format(*order),
-                "mean |gap|: first third of samples {:.3g}, middle {:.3g}, last {:.3g}".format(*thirds),
-                f"mean |gap|, worst samples: {', '.join(worst)}",
-                f"ratio exp(ours - theirs): mean {ratio.exp().mean():.3g}, effective sample size / tokens {share:.3g}",
-            ]
-        fits = "no known pattern brings the gap" if self.beyond[self.active].any() else "all gaps are"
-        maybe = [f"{fits} within rounding", *(f"only suggested: {one}" for one in self.suggestions.values())]
-        known = [f"explained: {one}" for one in self.patterns.values()]
-        return "\n  ".join([*lines, *(known or maybe)[:3], *self.left_out])
+        gap, log_ratio = _flat(rows), -self.gap[self.active]
+        head = f"log-probs of {len(gap)} tokens in {len(rows)} samples; gap: theirs - ours"
+        if not len(gap):
+            return [head]
+        quantiles = gap.sort().values[(len(gap) - 1) * torch.tensor([50, 90, 99, 100]) // 100]
+        place = _flat([torch.arange(len(row)) / max(len(row), 1) for row in rows])  # within its sample, 0 to 1
+        thirds = [part.mean() for part in gap[place.argsort()].tensor_split(3)]
+        means = {one: row.mean() for one, row in zip(self.ids, rows, strict=True) if len(row)}
+        worst = [f"sample {one}: {means[one]:.3g}" for one in sorted(means, key=lambda one: -means[one])[:3]]
+        ratio, size = log_ratio.exp().mean(), (2 * log_ratio.logsumexp(0) - (2 * log_ratio).logsumexp(0)).exp()
+        return [
+            head,
+            "|gap|: 50 % {:.3g}, 90 % {:.3g}, 99 % {:.3g}, largest {:.3g}".format(*quantiles),
+            "mean |gap|: first third of samples {:.3g}, middle {:.3g}, last {:.3g}".format(*thirds),
+            f"mean |gap|, worst: {', '.join(worst)}",
+            f"ratio exp(ours - theirs): mean {ratio:.3g}, effective sample size / tokens {size / len(gap):.3g}",
+        ]
 
 
 def compare_log_probs(
@@ -88,19 +96,31 @@ def compare_log_probs(
     for name, rows in {"ours": ours, "theirs": theirs, "loss_masks": masks, "top": top if len(top) else masks}.items():
         if len(rows) != len(ours):
             raise ValueError(f"{len(rows)} samples of {name}, {len(ours)} of ours: {_SAME}.")
-        for one, row, length in zip(ids, rows, lengths, strict=True):
-            if row.dim() != 1 + (rows is top) or len(row) != length:
-                raise ValueError(f"sample {one}: {name} of shape {[*row.shape]}, ours of length {length}: {_SAME}.")
+        for one, row in zip(ids, rows, strict=True):
+            if row.dim() != 1 + (rows is top):
+                raise ValueError(f"sample {one}: {name} of shape {[*row.shape]}: {_SAME}, as a 1-D tensor.")
+        own = [len(row) for row in rows]
+        off = [(one, length, other) for one, length, other in zip(ids, lengths, own, strict=True) if length != other]
+        if off:
+            one, length, other = off[0]
+            order = " The same lengths in another order: give both by sample id." * (sorted(lengths) == sorted(own))
+            counts = f"{len(off)} of {len(ours)} samples, first {one}: ours {length}, {name} {other}"
+            raise ValueError(f"lengths differ in {counts}: {_SAME}.{order}")
     gap = LogProbGap(ids, ours, theirs, masks)
-    if gap.beyond[on := gap.active].any():
+    on = gap.active
+    if gap.beyond[on].any():
         for name, text, source in _moves(gap, torch.tensor(total_lengths or lengths)):
             among = (source >= 0) & on[source] & (gap.finite if name.startswith("padded") else on)
             gap.consider(name, text, gap.theirs - gap.ours[source], among)
-        _try_temperature(gap, top)
+        if len(top):
+            _fit_temperature(gap, top)
+        else:
+            _suggest_temperature(gap)
         return gap
-    short = [name for name in ("ours", "theirs") if (side := getattr(gap, name)[on]).bfloat16().double().equal(side)]
-    if len(short) == 1 and (gap.gap.abs() > gap.rounding / 2**10)[on].sum() >= FEWEST:
-        gap.patterns["bf16_rounding"] = f"{short[0]} are rounded to bfloat16"
+    sides = {"ours": gap.ours[on], "theirs": gap.theirs[on]}
+    rounded = [name for name, side in sides.items() if side.bfloat16().double().equal(side)]
+    if len(rounded) == 1 and (gap.gap.abs() > gap.rounding / 2**10)[on].sum() >= FEWEST:
+        gap.patterns["bf16_rounding"] = f"{rounded[0]} are rounded to bfloat16"
     if gap.beyond.any():
         gap.patterns["masked_tokens"] = f"only masked tokens differ: {int(gap.beyond.sum())}"
     return gap
@@ -112,52 +132,75 @@ def _flat(values: Rows) -> Tensor:
 
 def _moves(gap: LogProbGap, totals: Tensor) -> Iterator[tuple[str, str, Tensor]]:
     """Names, texts, and for each entry of theirs the one of ours that stands there, -1 for unknown, [num_entries]."""
-    lengths, place = torch.tensor(gap.lengths), torch.arange(len(gap.gap))
+    lengths, entry, on = torch.tensor(gap.lengths), torch.arange(len(gap.gap)), gap.active
     starts, sample = lengths.cumsum(0) - lengths, torch.arange(len(lengths)).repeat_interleave(lengths)
-    length, total, own, at = lengths[sample], totals[sample], place - starts[sample], sample[gap.active]
-    right = -torch.full_like(lengths, 2**40).scatter_reduce(0, at, own[gap.active], "amin")[sample]
-    left = length - 1 - torch.full_like(lengths, -1).scatter_reduce(0, at, own[gap.active], "amax")[sample]
-    for name, by in (("one_token_later", 1), ("one_token_earlier", -1), ("padded_left", left), ("padded_right", right)):
-        source = (place - by).where((own >= by) & (own - by < length), -1)
-        yield name, f"theirs are ours {name.replace('_', ' ')}", source
-    for cp_size in (2, 4, 8):  # a response's tokens go with their logits, one place before
-        chunk = (own + total - length - (total > length).long()).clamp(min=0) // -(-total // (2 * cp_size))
-        order = (sample * cp_size + torch.minimum(chunk, 2 * cp_size - 1 - chunk)).argsort(stable=True)
-        for sides, at in (("theirs are ours", order), ("ours are theirs", order.argsort())):
-            yield "cp_order", f"{sides} in zigzag chunks of {cp_size} context-parallel ranks, rank after rank", at
-    sums = [torch.zeros(len(lengths)).double().index_add(0, sample, side) for side in (gap.ours, gap.theirs)]
-    ours, theirs = (one.argsort()[lengths[one.argsort()].argsort(stable=True)] for one in sums)
-    source = (starts[ours[theirs.argsort()]][sample] + own).where(length >= FEWEST, -1)
+    position, length, total = entry - starts[sample], lengths[sample], totals[sample]
+    first = torch.full_like(lengths, 2**40).scatter_reduce(0, sample[on], position[on], "amin")[sample]
+    last = torch.full_like(lengths, -1).scatter_reduce(0, sample[on], position[on], "amax")[sample]
+    shifts: dict[str, Any] = {
+        "one_token_later": 1,
+        "one_token_earlier": -1,
+        "padded_left": length - 1 - last,
+        "padded_right": -first,
+    }
+    for name, by in shifts.items():
+        inside = (position >= by) & (position - by < length)
+        yield name, f"theirs are ours {name.replace('_', ' ')}", (entry - by).where(inside, -1)
+    logit = (total - length + position - (total > length).long()).clamp(min=0)  # a response's is one place before
+    for cp_size in (2, 4, 8):
+        chunk = logit // -(-total // (2 * cp_size))
+        rank = torch.minimum(chunk, 2 * cp_size - 1 - chunk)
+        order = (sample * cp_size + rank).argsort(stable=True)
+        for sides, source in (("theirs are ours", order), ("ours are theirs", order.argsort())):
+            yield "cp_order", f"{sides} in zigzag chunks of {cp_size} context-parallel ranks, rank after rank", source
+
+    def sorted_samples(side: Tensor) -> Tensor:
+        """Samples by length, then by the sum of their log-probs."""
+        by_sum = torch.zeros(len(lengths)).double().index_add(0, sample, side).argsort()
+        return by_sum[lengths[by_sum].argsort(stable=True)]
+
     if gap.beyond.sum() >= 4 * len(lengths):  # fewer would be found by chance
+        twin = sorted_samples(gap.ours)[sorted_samples(gap.theirs).argsort()][sample]
+        source = (starts[twin] + position).where(length >= FEWEST, -1)
         yield "sample_order", "theirs are ours with the samples in another order", source
 
 
-def _try_temperature(gap: LogProbGap, top: Rows) -> None:
-    """Fit a temperature to the most likely tokens; without them, suggest one by the tokens' own log-odds.
+def _fit_temperature(gap: LogProbGap, top: Rows) -> None:
+    """Fit beta = 1 / temperature by ``theirs = beta * ours - logsumexp(beta * top)``, [num_entries]."""
+    z = torch.cat([rows.detach().cpu() for rows in top])
 
-    The log-odds of likely tokens must stretch, beyond the noise of either side, and unlikely tokens not move along.
-    """
+    def left(beta: float, at: Any) -> Tensor:
+        return gap.theirs[at] - beta * gap.ours[at] + (beta * z[at].double()).logsumexp(-1)
+
     on = gap.active.nonzero().flatten()
-    if len(top):
-        few, z, beta, step = on[:: len(on) // 64 + 1], torch.cat([rows.detach().cpu() for rows in top]), 2.125, 0.09375
-        for _ in range(4):  # all are checked with it
-            tried = [beta + k * step for k in range(-20, 21)]
-            errors = [gap.theirs[few] - one * gap.ours[few] + (one * z[few].double()).logsumexp(-1) for one in tried]
-            beta, step = tried[int(torch.stack(errors).abs().mean(-1).argmin())], step / 16
-        left = gap.theirs - beta * gap.ours + (beta * z.double()).logsumexp(-1)
-        gap.consider("temperature", f"theirs are ours at temperature {1 / beta:.4g}", left, gap.active)
-        return
-    ours, theirs, move = gap.ours[on], gap.theirs[on], gap.gap[on]
+    few = on[:: len(on) // 64 + 1]  # all are checked with what fits these
+    beta, step = 2.125, 0.09375
+    for _ in range(4):
+        tried = [beta + k * step for k in range(-20, 21)]
+        errors = torch.stack([left(one, few) for one in tried]).abs().mean(-1)
+        beta, step = tried[int(errors.argmin())], step / 16
+    text = f"theirs are ours at temperature {1 / beta:.4g}"
+    gap.consider("temperature", text, left(beta, slice(None)), gap.active)
+
+
+def _suggest_temperature(gap: LogProbGap) -> None:
+    """Suggest a temperature by the tokens' own log-odds.
+
+    Those of likely tokens must stretch, beyond the noise of either side, and unlikely tokens not move along.
+    """
+    ours, theirs, move = gap.ours[gap.active], gap.theirs[gap.active], gap.gap[gap.active]
     likely, unlikely = (ours + theirs > -4) & (torch.maximum(ours, theirs) < -1e-4), move[ours + theirs < -4]
     odds = [side[likely] - (-side[likely].expm1()).log() for side in (ours, theirs)]
     x, y = (side - side.mean() for side in odds)
-    grows, slope = [side @ (y - x) / (side * (y - x)).norm() for side in (x, y)], y.norm() / x.norm()
+    slope = y.norm() / x.norm()
+    grows = [side @ (y - x) / (side * (y - x)).norm() for side in (x, y)]
+    stretches = min(grows) > 4 or max(grows) < -4
     rest = theirs[likely] - torch.nn.functional.logsigmoid(odds[1].mean() + slope * x)
     along = unlikely.mean() * (slope - 1).sign() / unlikely.square().mean().sqrt()
-    enough = likely.sum() >= 50 and len(unlikely) >= 10 and (min(grows) > 4 or max(grows) < -4)
-    if enough and rest.norm() < 0.85 * move[likely].norm() and along < 0.2:
-        seen = f"a temperature near {1 / slope:.2g} times that of ours, by the log-probs alone"
-        gap.suggestions["temperature"] = f"theirs are at {seen}; fit it with `top`"
+    enough = likely.sum() >= 50 and len(unlikely) >= 10
+    if enough and stretches and rest.norm() < 0.85 * move[likely].norm() and along < 0.2:
+        near = f"a temperature near {1 / slope:.2g} times that of ours, by the log-probs alone"
+        gap.suggestions["temperature"] = f"theirs are at {near}; fit it with `top`"
 
 
 def compare_dumps(theirs: Path, ours: Path) -> LogProbGap:
@@ -189,7 +232,10 @@ def _read(path: Path) -> dict[str, tuple[Tensor, list[float], int]]:
             name = str(sample.get("sample_index", sample.get("index", number)))
             name += f", entry {number}" if name in found else ""
             found[name] = row, [] if mask is None else [*map(float, mask)], sample.get("total_lengths", row.numel())
+    except FileNotFoundError:
+        raise ValueError(f"{path}: there is no such file. Name two dumps.") from None
     except Exception as error:  # of many kinds
-        why = str(error).partition("GLOBAL ")[2].split(" ")[0] or f"{type(error).__name__} {error}"[:41]
-        raise ValueError(f"{path}, {why}: {_DUMP}.") from None
+        code = str(error).partition("GLOBAL ")[2].split(" ")[0]
+        why = f"it holds code, {code}" if code else "no log-probs were found in it"
+        raise ValueError(f"{path}: {why} ({type(error).__name__}); {_DUMP}.") from None
     return found

@@ -1,9 +1,9 @@
-"""`check_loss`: is a loss function, or a mode, invariant, and is it what it is meant to be? PyTorch alone."""
+"""`check_loss`: the weights of a loss function or a mode on random steps, however they are cut. PyTorch alone."""
 
 import contextlib
 import inspect
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -32,10 +32,12 @@ UNCUT, TOGETHER = "in one micro-batch on one rank", "over all of these together"
 PADDED = "with masked tokens behind rows"
 _PLACES = {"dp_rank": "DP rank", "microbatch": "micro-batch"}
 #: Ways of cutting a step: over micro-batches (K), data-parallel (D) and context-parallel ranks (C).
-CUTS = {"over micro-batches": "K", "over data-parallel ranks": "D", "over context-parallel ranks": "C"}
-CUTS |= {UNCUT: "", PADDED: "", TOGETHER: "KDC"}
-#: Faults that show when an uncut step is measured again, with losses of another seed.
-_AGAIN: tuple[tuple[Kind, str, int], ...] = (
+CUTS = {
+    **{"over micro-batches": "K", "over data-parallel ranks": "D", "over context-parallel ranks": "C"},
+    **{UNCUT: "", PADDED: "", TOGETHER: "KDC"},
+}
+#: Kind, text and change of the losses' seed: faults that show when an uncut step is measured again.
+_REPEATED: tuple[tuple[Kind, str, int], ...] = (
     ("chance", "called twice with the same losses, it gives tokens other weights", 0),
     ("values", "not linear in the losses: tokens' weights depend on their values, so no aggregation describes it", 1),
 )
@@ -56,39 +58,48 @@ class Finding:
 
     @property
     def length(self) -> float:
-        """What there is to read; masked rows explain little, and weights that are as expected nothing."""
+        """The effort of reading it; masked rows explain little, and weights that are as expected nothing."""
         rows = [10 + len(row.mask) + 20 * (not any(row.mask)) for row in self.step.rows]
         return sum(rows) + 1000 * np.allclose(self.weights, self.expected, rtol=TOLERANCE)
 
     def rows(self, units: list[str], should: str) -> list[str]:
-        """The step, a line for each row of data: where it is, its units and tokens, and what these weigh."""
-        lines, at = list[str](), 0
+        """The step, a line for each row of data: its place, its units and tokens, and their weights."""
         names = ["dp_rank"] * (self.step.dp_size > 1) + ["microbatch"] * (self.step.num_microbatches > 1) + units
+        lines, begin = list[str](), 0
         for row in self.step.rows:
             words = [f"{_PLACES.get(name, name)} {getattr(row, name)}" for name in names]
             line = ", ".join([*words, "".join(".x"[entry] for entry in row.mask)])
-            for verb, values in (("  weighs", self.weights), (should, self.expected)) if self.weights else ():
-                each = [f"{value:.4g}" for value in values[at : at + len(row.mask)]]
-                alike = {one if entry else "" for one, entry in zip(each, row.mask, strict=True) if entry or one != "0"}
-                one = next(iter(alike or {"0"}))  # number that tells all, if there is one
-                shown = [one] if one and len(alike) < 2 else [*each[:6], *["..."] * (len(each) > 6)]
-                line += f"{verb} {' '.join(shown)}"
-            lines, at = [*lines, line], at + len(row.mask)
+            end = begin + len(row.mask)
+            if self.weights:
+                line += f"  weighs {_shown(self.weights[begin:end], row.mask)}"
+                line += f"{should} {_shown(self.expected[begin:end], row.mask)}"
+            lines.append(line)
+            begin = end
         return lines
+
+
+def _shown(weights: Sequence[float], mask: Sequence[int]) -> str:
+    """One number if all active tokens have it and masked ones have none, else a number for each token."""
+    texts = [f"{weight:.4g}" for weight in weights]
+    active = {text for text, entry in zip(texts, mask, strict=True) if entry}
+    masked = {text for text, entry in zip(texts, mask, strict=True) if not entry}
+    if len(active) < 2 and masked <= {"0"}:
+        return active.pop() if active else "0"
+    return " ".join(texts[:6] + ["..."] * (len(texts) > 6))
 
 
 @dataclass(frozen=True)
 class LossReport:
-    """What `check_loss` found."""
+    """The findings of `check_loss`."""
 
     name: str  # of the loss function, or of the mode
     expected: Aggregation | None  # the mode it was said to be
-    call: str  # what was assumed of the trainer
+    call: str  # the assumed trainer, in words
     draws: int  # random steps tried of each cut
     seed: int  # of these
-    findings: tuple[Finding, ...]  # what is wrong; none if nothing is
+    findings: tuple[Finding, ...]  # faults; empty if there are none
     causes: tuple[str, ...] = ()  # each fits all of some larger steps, the simplest first; none where nothing does
-    notes: tuple[str, ...] = ()  # what is worth knowing beside that
+    notes: tuple[str, ...] = ()
 
     @property
     def sound(self) -> bool:
@@ -102,12 +113,14 @@ class LossReport:
 
     def __str__(self) -> str:
         mode = "" if self.expected is None or self.expected.mode.name == self.name else in_words(self.expected)
-        said = f"is {mode or 'invariant'}, however the step is cut"
-        if self.findings:
+        if self.sound:
+            lines = [f"SOUND: {self.name} is {mode or 'invariant'}, however the step is cut"]
+        elif self.invariant:
+            lines = [f"NOT SOUND: {self.name} is invariant, but not {mode}"]
+        else:
             fails = any(finding.kind != "weights" for finding in self.findings)
-            said = "fails, or is no aggregation of losses" if fails else "is not invariant"
-            said = f"is invariant, but not {mode}" if self.invariant else said + f"; asked {mode}" * bool(mode)
-        lines = [f"{'NOT ' * bool(self.findings)}SOUND: {self.name} {said}"]
+            how = "fails, or is no aggregation of losses" if fails else "is not invariant"
+            lines = [f"NOT SOUND: {self.name} {how}" + f"; asked {mode}" * bool(mode)]
         lines += [f"  {finding.cut}: {finding.says}" for finding in self.findings]
         lines += [f"  fits: {cause}" for cause in self.causes[:1]]
         for first in self.findings[:1]:
@@ -125,10 +138,8 @@ class LossReport:
         return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
 
     def to_json(self) -> dict[str, Any]:
-        """The same as plain data."""
-        known = [
-            {name: value for name, value in vars(one).items() if value == value} for one in self.findings
-        ]  # no NaN
+        """The same as plain data; what is not known of a finding is left out."""
+        known = [{name: value for name, value in vars(one).items() if value == value} for one in self.findings]
         findings = [one | {"step": repr(one["step"])} for one in known]
         expected = None if self.expected is None else in_words(self.expected)
         said = {"sound": self.sound, "invariant": self.invariant, "expected": expected, "findings": findings}
@@ -145,7 +156,7 @@ def check_loss(
     draws: int = 20,
     seed: int = 0,
 ) -> LossReport:
-    """Does a loss function give every token the weight that a mode says, however its trainer cuts the step?
+    """Check that a loss function gives every token the weight that a mode says, however its trainer cuts the step.
 
     >>> def my_loss(losses, mask, num_items_in_batch):
     ...     return (losses * mask).sum() / num_items_in_batch
@@ -158,7 +169,7 @@ def check_loss(
 
     Args:
         loss_fn: ``loss_fn(losses, mask, ...)`` returns a loss. Its other parameters are given by name what they ask
-            for (`GIVEN` in docs/audit.md, and the trainer's own words).
+            for (the table in docs/audit.md#check_loss, and the trainer's own words).
         mode, divisor, units: what it is meant to be, as in `make_pg_loss_reducer`; None asks for invariance alone.
         call: how a trainer calls the function and divides afterwards: a `LossCall`, or the name of one of `CALLS`.
         draws: random steps for each way of cutting.
@@ -183,37 +194,38 @@ def check_loss(
     run = partial(simulation.measure, loss_fn, call)
     plain: Any = loss_fn.func if isinstance(loss_fn, partial) else loss_fn
     name = getattr(plain, "__name__", None) or type(plain).__name__
-    full, holed = (DrawnStep((DrawnRow((1, middle, 1)), DrawnRow((1, 1), 1, 1))) for middle in (1, 0))
     try:
-        run(full)
+        run(DrawnStep((DrawnRow((1, 1, 1)), DrawnRow((1, 1), 1, 1))))
     except CallFailed as failure:
         raise ValueError(
             f"{name} with a step of two full rows: {failure.args[1]}: it must return one number that gradients flow "
-            f"from. Give it {call.takes}, the mask and by name what GIVEN has, as LossCall(rows=..., takes=..., "
-            "names=...) says, or wrap it."
+            f"from. Give it {call.takes}, the mask and by name what docs/audit.md#check_loss lists, as "
+            "LossCall(rows=..., takes=..., names=...) says, or wrap it."
         ) from failure.__cause__
-    beside = list(inspect.signature(run.args[0]).parameters.values())[2:]
+    parameters = list(inspect.signature(run.args[0]).parameters.values())[2:]
     given = {*simulation.asked_for(loss_fn, call), *getattr(loss_fn, "keywords", ())}
-    left = [one.name for one in beside if one.default is not one.empty and one.name not in given]
+    left = [one.name for one in parameters if one.default is not one.empty and one.name not in given]
     notes = [f"parameter {parameter} was left at its default" for parameter in left]
     look = partial(_findings, run, call, expected, draws, seed)
     findings, causes = look(UNCUT), tuple[str, ...]()
-    findings = [one for one in findings if one.kind != "weights"] or findings
-    if all(one.kind == "weights" for one in findings):
-        of_cuts = [one for cut, over in CUTS.items() if len(over) == 1 for one in look(cut)]
-        findings += (of_cuts or look(TOGETHER)) + look(PADDED)
+    if failures := [one for one in findings if one.kind != "weights"]:
+        findings = failures
+    else:
+        one_cut = [one for cut, over in CUTS.items() if len(over) == 1 for one in look(cut)]
+        findings += (one_cut or look(TOGETHER)) + look(PADDED)
     with contextlib.suppress(CallFailed):
         if expected is not None and {one.kind for one in findings} == {"weights"}:
             steps = [run(_draw(call, "KDC", f"{seed}/causes/{i}", telling=True)) for i in range(8)]
-            fitting = explain(steps, expected, tolerance=TOLERANCE)
-            causes = tuple(str(cause).replace(f"x {cause.factor:.6g} = ", "x ") for cause in fitting)
+            found = explain(steps, expected, tolerance=TOLERANCE)
+            causes = tuple(str(cause).replace(f"x {cause.factor:.6g} = ", "x ") for cause in found)
+        holed = DrawnStep((DrawnRow((1, 0, 1)), DrawnRow((1, 1), 1, 1)))
         if not np.isfinite(run(holed, poisoned=True).weights).all():
             notes.append("a NaN at a masked token spoils the loss; select by the mask (torch.where) before multiplying")
     return LossReport(name, expected, call.describe(), draws, seed, tuple(findings), causes, tuple(notes))
 
 
 def _check_mode(expected: Aggregation, draws: int, seed: int) -> LossReport:
-    """A mode as a loss function, in every layout."""
+    """The report on a mode, checked as a loss function in every layout."""
 
     def loss(losses: Tensor, mask: Tensor, local: LocalTokens, totals: StepTotals) -> Tensor:
         weights = weigh(expected, local, totals)
@@ -255,10 +267,11 @@ def _look(run: Any, mode: Aggregation | None, cut: str, step: DrawnStep) -> Find
     """The fault that a step shows: uncut beside the mode's weights, else beside its own without the cut."""
     measured = run(step)
     weights = measured.weights
-    if not np.isfinite(weights).all():
-        number = int((~np.isfinite(weights)).sum())
-        return Finding(cut, "NaN", f"the gradient is NaN or infinite at {number} of {len(weights)} tokens", step)
-    for kind, says, seed in _AGAIN if cut == UNCUT else ():
+    number = int((~np.isfinite(weights)).sum())
+    if number or not np.isfinite(measured.stray[1]):
+        where = f"{number} of {len(weights)} tokens" if number else "padding"
+        return Finding(cut, "NaN", f"the gradient is NaN or infinite at {where}", step)
+    for kind, says, seed in _REPEATED if cut == UNCUT else ():
         other = run(step._replace(seed=step.seed + seed))
         if deviation_of(replace(other, stray=(0, 0.0)), weights) > TOLERANCE:
             return Finding(cut, kind, says, step)
@@ -286,13 +299,16 @@ def _draw(call: LossCall, over: str, seed: str, telling: bool) -> DrawnStep:
     ends = {"K": (3, 5), "D": (2, 4), "C": (2, 4)}
     K, D, C = ((rng.randint(*ends[one]) if telling else 2) if one in over else 1 for one in ends)
     least, most = (1, most) if K * D > 1 else (most - 1, most**2)  # rows of a micro-batch
-    even = [rng.randint(least, most)] * call.even_microbatches
-    places = [place for place in product(range(D), range(K)) for _ in range(*even or [rng.randint(least, most)])]
+    even = rng.randint(least, most)
+    numbers = {
+        place: even if call.even_microbatches else rng.randint(least, most) for place in product(range(D), range(K))
+    }
+    places = [place for place, number in numbers.items() for _ in range(number)]
     rows = list[DrawnRow]()
     for i in range(len(places)):
         rollout, prompt = i, rng.randint(0, len(places) // 3)
         if call.split_rollouts and (i == 1 or (i and rng.random() < 0.4)):
-            _, rollout, prompt, *_ = rows[-1]
+            rollout, prompt = rows[-1].rollout, rows[-1].prompt
         share = rng.choice([0.0, 0.5, 1.0]) if i else 1.0  # of a fully masked step nothing is trained
         mask = tuple(int(rng.random() < share) for _ in range(rng.randint(1, longest)))
         rows.append(DrawnRow(mask if any(mask) or call.masked_samples else (1, *mask[1:]), rollout, prompt))

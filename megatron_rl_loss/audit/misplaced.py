@@ -5,7 +5,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_rl_loss.audit.tokens import Flags, Floats, Ints, MeasuredStep, StepTokens, extremes
+from megatron_rl_loss.audit.tokens import (
+    CP_PIECE,
+    MICROBATCH,
+    Flags,
+    Floats,
+    Ints,
+    MeasuredStep,
+    StepTokens,
+    extremes,
+)
 
 #: Parts of a step, coarsest first, and how one is written.
 PLACES = {
@@ -13,8 +22,8 @@ PLACES = {
     ("dp_rank",): "DP {}",
     ("microbatch",): "micro-batch {} of each DP rank",
     ("dp_rank", "cp_rank"): "DP {}, CP {}",
-    ("dp_rank", "microbatch"): "DP {}, micro-batch {}",
-    ("dp_rank", "microbatch", "cp_rank"): "DP {}, micro-batch {}, CP {}",
+    MICROBATCH: "DP {}, micro-batch {}",
+    CP_PIECE: "DP {}, micro-batch {}, CP {}",
     ("prompt",): "prompt {}",
     ("sample",): "sample {}",
     ("sample", "cp_rank"): "sample {}, CP {}",
@@ -49,8 +58,8 @@ def take_off(measured: MeasuredStep, expected: Floats, tolerance: float) -> Kept
     sizes = np.abs(np.where(bad, 0.0, weights))
     places, size = measured.stray
     if places and size:
-        share = 100 * size / (size + float(sizes.sum()))
-        found.append(Misplaced("stray", f"{share:.1f} % of all weight lies on padding or other samples' slots", places))
+        share = f"{100 * size / (size + sizes.sum()):.1f} % of all" if np.isfinite(size) else "NaN or infinite"
+        found.append(Misplaced("stray", f"{share} weight lies on padding or other samples' slots", places))
     support = sizes > tolerance * _usual(sizes, np.abs(expected))
     support[bad] = wanted[bad]
     extra, lost = support & ~wanted, wanted & ~support
@@ -65,11 +74,9 @@ def take_off(measured: MeasuredStep, expected: Floats, tolerance: float) -> Kept
     if lost.any():
         found.append(_missing(tokens, wanted, lost))
     if [one.name for one in found[-2:]] == ["masked_trained", "missing"]:
-        text = (
-            f"weights lie on other tokens, as if masks and losses were cut or laid out differently: {int(extra.sum())} "
-            f"masked tokens have weight, {int(lost.sum())} active ones have none"
-        )
-        found[-2:] = [Misplaced("misaligned", text, differing)]
+        text = "weights lie on other tokens, as if masks and losses were cut or laid out differently"
+        numbers = f"{int(extra.sum())} masked tokens have weight, {int(lost.sum())} active ones have none"
+        found[-2:] = [Misplaced("misaligned", f"{text}: {numbers}", differing)]
     entries = np.flatnonzero(support & wanted & ~bad)
     kept = Kept(entries, weights[entries], found)
     negative = kept.weights * expected[entries] < 0
@@ -99,47 +106,39 @@ def without_copies(kept: Kept, tokens: StepTokens, expected: Floats, tolerance: 
 
 
 def _usual(sizes: Floats, wanted: Floats) -> Floats:
-    """The size of a weight that would be no surprise, [num_entries]: far below it is none."""
-    positive = sizes > 0
+    """The usual size of a weight, [num_entries]; one far below it is none."""
+    positive, active = sizes > 0, wanted > 0
     usual = np.full(len(sizes), float(np.median(sizes[positive])) if positive.any() else 0.0)
-    trained = (wanted > 0) & positive
-    if trained.any():
-        usual[wanted > 0] = wanted[wanted > 0] * float(np.median(sizes[trained] / wanted[trained]))
+    if (trained := active & positive).any():
+        usual[active] = wanted[active] * float(np.median(sizes[trained] / wanted[trained]))
     return usual
 
 
 def _not_finite(tokens: StepTokens, bad: Flags, wanted: Flags) -> Misplaced:
-    text, number = f"NaN or infinite weights at {int(bad.sum())} of {len(bad)} tokens", int(bad.sum())
-    for words, names in (
-        ("CP ranks' pieces of micro-batches", ("dp_rank", "microbatch", "cp_rank")),
-        ("micro-batches", ("dp_rank", "microbatch")),
-        ("samples", ("sample",)),
-    ):
+    number = int(bad.sum())
+    text = f"NaN or infinite weights at {number} of {len(bad)} tokens"
+    parts = {"CP ranks' pieces of micro-batches": CP_PIECE, "micro-batches": MICROBATCH, "samples": ("sample",)}
+    for words, names in parts.items():
         group = tokens.groups(*names)
         if (np.bincount(group, weights=wanted) == 0)[group[bad]].all():
-            text += f", all in {words} without an active token, as of 0/0"
-            return Misplaced("nan_empty", text, number)
+            return Misplaced("nan_empty", f"{text}, all in {words} without an active token, as of 0/0", number)
     if bad[wanted].all() and wanted.any():
-        text += (
-            ", every active one, as of 0/0, or of a masked token's NaN times its mask (select by where(mask, loss, 0))"
-        )
+        why = "as of 0/0, or of a masked token's NaN times its mask (select by where(mask, loss, 0))"
+        text += f", every active one, {why}"
     return Misplaced("nan", text, number)
 
 
 def _shifts(tokens: StepTokens) -> Iterator[tuple[str, Ints, Flags]]:
-    """In words; the entry whose mask each loss would meet if masks were moved by one; False where none comes.
+    """Words; the entry whose mask each loss would meet if masks were moved by one; False where none comes.
 
     The last two are [num_entries]. An entry that falls off one end comes back at the other (`torch.roll`) or does not.
     """
     everywhere = np.arange(len(tokens))
-    for within, names in (
-        ("in its sample", ("sample",)),
-        ("in the micro-batch", ("dp_rank", "microbatch")),
-        ("in its CP rank's piece", ("dp_rank", "microbatch", "cp_rank")),
-    ):
+    parts = {"in its sample": ("sample",), "in the micro-batch": MICROBATCH, "in its CP rank's piece": CP_PIECE}
+    for within, names in parts.items():
         group = tokens.groups(*names)
         order, sizes = np.argsort(group, kind="stable"), np.bincount(group)
-        begin, size = ((column[group[order]]) for column in (sizes.cumsum() - sizes, sizes))
+        begin, size = (sizes.cumsum() - sizes)[group[order]], sizes[group[order]]
         for move, words in ((1, "later"), (-1, "earlier")):
             source, inside, moved = everywhere.copy(), np.zeros(len(tokens), np.bool_), everywhere - begin - move
             source[order], inside[order] = order[begin + moved % size], moved // size == 0
@@ -151,16 +150,14 @@ def _masked(measured: MeasuredStep, expected: Floats, extra: Flags) -> Misplaced
     tokens, wanted, sizes = measured.tokens, expected != 0, np.abs(measured.weights)
     positions = tokens.position.astype(np.float64)
     first = extremes(tokens.sample[wanted], positions[wanted], int(tokens.sample.max()) + 1)[0][tokens.sample]
-    kinds = {
-        "masked_samples_trained": ("fully masked samples are", np.isinf(first)),
-        "prompt_trained": ("tokens before the response are", np.isfinite(first) & (positions < first)),
-        "mask_ignored": (
-            "all masked tokens are, as if no mask were applied,",
-            np.full(len(tokens), extra[~wanted].all()),
-        ),
-        "masked_trained": ("some masked tokens are", extra),
-    }
-    name, what = next((name, what) for name, (what, where) in kinds.items() if where[extra].all())
+    if np.isinf(first)[extra].all():
+        name, what = "masked_samples_trained", "fully masked samples are"
+    elif (np.isfinite(first) & (positions < first))[extra].all():
+        name, what = "prompt_trained", "tokens before the response are"
+    elif extra[~wanted].all():
+        name, what = "mask_ignored", "as if no mask were applied (or `tap` came after it), all masked tokens are"
+    else:
+        name, what = "masked_trained", "some masked tokens are"
     number, share = int(extra.sum()), 100 * float(sizes[extra].sum() / np.nansum(sizes))
     text = f"{what} trained: {number} of {int((~wanted).sum())} masked tokens have {share:.1f} % of all weight"
     return Misplaced(name, text, number)

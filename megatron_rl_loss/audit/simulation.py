@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_rl_loss.audit.assembly import Part, Rows, measured_step
+from megatron_rl_loss.audit.assembly import Part, SampleArrays, measured_step
 from megatron_rl_loss.audit.tokens import MeasuredStep, Split
 from megatron_rl_loss.errors import check_callable, check_choice, check_mapping
 from megatron_rl_loss.step import layouts
@@ -38,7 +38,7 @@ Kind = Literal["weights", "values", "chance", "raises", "no loss", "no graph", "
 
 @dataclass(frozen=True, kw_only=True)
 class LossCall:
-    """How a trainer calls its loss function, and divides afterwards. The defaults are plain PyTorch: DDP, without CP.
+    """A trainer's call of its loss function, and its divisions afterwards. The defaults are plain PyTorch: DDP, no CP.
 
     >>> LossCall(microbatches="mean", names={"total": "step_tokens"}).describe()
     'padded rows, micro-batches averaged, DP ranks averaged'
@@ -55,9 +55,9 @@ class LossCall:
     dp: Literal["mean", "sum"] = "mean"  # "mean" as DDP and FSDP do, "sum" where a trainer undoes that
     cp: Literal["mean", "sum", None] = None  # None: there are no context-parallel ranks
     cp_cut: Literal["zigzag", "contiguous", "gathered", "responses"] = "zigzag"
-    even_microbatches: Literal[True, False] = False  # whether all micro-batches have as many rows
-    masked_samples: Literal[True, False] = True  # whether fully masked rows occur; else micro-batches have tokens
-    split_rollouts: Literal[True, False] = False  # whether a rollout may be several rows (turns, branches)
+    even_microbatches: Literal[True, False] = False  # True: all micro-batches have as many rows
+    masked_samples: Literal[True, False] = True  # True: fully masked rows occur; else micro-batches have tokens
+    split_rollouts: Literal[True, False] = False  # True: a rollout may be several rows (turns, branches)
 
     def __post_init__(self) -> None:
         check_mapping("LossCall.names", self.names, 'Write names={"num_items_in_batch": "step_tokens"}, say')
@@ -79,9 +79,8 @@ class LossCall:
         rows = "a tensor per row" if self.rows == "lists" else f"{self.rows} rows"
         cp = f", {self.cp_cut} CP ranks {done[self.cp]}" if self.cp else ""
         parts = f"{rows}, micro-batches {done[self.microbatches]}, DP ranks {done[self.dp]}{cp}"
-        return (
-            "log-probs, " * (self.takes == "log_probs") + parts + ", rollouts over several rows" * self.split_rollouts
-        )
+        before = "log-probs, " if self.takes == "log_probs" else ""
+        return before + parts + (", rollouts over several rows" if self.split_rollouts else "")
 
 
 #: The calls of trainers by name, from their public sources (TRL 1.10.0.dev0, verl 0.10.0.dev).
@@ -108,7 +107,7 @@ class CallFailed(Exception):
 
 
 def asked_for(loss_fn: Any, call: LossCall) -> dict[str, str]:
-    """What a loss function is given beside losses and mask: its parameters, as names of `GIVEN`."""
+    """The parameters of a loss function beside losses and mask, as names of `GIVEN`."""
     check_callable("loss_fn", loss_fn, "it must be a function of losses and masks", "Pass the function, not its result")
     known = {name: name for name in GIVEN} | dict(call.names)
     bound = [*getattr(loss_fn, "keywords", ()), *(_OF_LOG_PROBS if call.takes == "losses" else ())]
@@ -137,7 +136,7 @@ class DrawnStep(NamedTuple):
 
 
 def _samples(rows: Sequence[DrawnRow], call: LossCall, cp_size: int) -> Samples:
-    """Rows of one width or each for itself, as long as the cut wants it; with labels for modes of one's own."""
+    """Samples of these rows, padded as the call and the cut want it, with labels for modes of one's own."""
     masks, rollouts, prompts, *_ = zip(*rows, strict=True)
     lengths, multiple = list(map(len, masks)), 2 * cp_size if cp_size > 1 else 1
     sizes = [-(-length // multiple) * multiple for length in lengths]
@@ -161,13 +160,15 @@ def measure(loss_fn: Any, call: LossCall, step: DrawnStep, poisoned: bool = Fals
     Poisoned losses are NaN where the mask is 0. Raises CallFailed for a call that raises, or that returns no number
     with a gradient; TypeError for what cannot be called.
     """
-    asks, (_, K, D, C, seed) = asked_for(loss_fn, call), step
+    asks, K, D, C = asked_for(loss_fn, call), step.num_microbatches, step.dp_size, step.cp_size
     masks, *ids = list(zip(*step.rows, strict=True))[:3]
-    generator, lengths = torch.Generator().manual_seed(seed), list(map(len, masks))
-    advantages, losses = (torch.randn(number, generator=generator) for number in (len(masks), sum(lengths)))
-    advantages += 0.5 * torch.where(advantages < 0, -1, 1)
+    generator, lengths = torch.Generator().manual_seed(step.seed), list(map(len, masks))
+    advantages = torch.randn(len(masks), generator=generator)
+    advantages += 0.5 * torch.where(advantages < 0, -1, 1)  # none is near 0
+    losses = torch.randn(sum(lengths), generator=generator)
     losses = -losses.abs() - 0.1 if call.takes == "log_probs" else 3 * losses
-    losses[torch.tensor(list(chain(*masks))) < poisoned] = torch.nan
+    if poisoned:
+        losses[torch.tensor(list(chain(*masks))) == 0] = torch.nan
     tokens, (rollouts, prompts) = torch.tensor(list(map(sum, masks))), map(torch.tensor, ids)
     of_rollouts, of_prompts = (torch.stack([tokens[of == one].sum() for one in of]) for of in (rollouts, prompts))
     sums = getattr(loss_fn, "sums", ())  # that a mode declares
@@ -196,21 +197,21 @@ def measure(loss_fn: Any, call: LossCall, step: DrawnStep, poisoned: bool = Fals
         called = partial(loss_fn, view(x * 1), view(torch.tensor(local.mask)), **given)
         gradient = _derivative(called, x, f" (micro-batch {k}, DP rank {d}, CP rank {c})")
         weights = (-gradient / advantages[here][at] if call.takes == "log_probs" else gradient).double().numpy()
-        parts.append(Part(**place, rows=Rows.of(local), positions=local.positions, gradients=weights))
+        parts.append(Part(**place, samples=SampleArrays.of(local), positions=local.positions, gradients=weights))
     averaged = ((K, call.microbatches), (D, call.dp), (C, call.cp))
     factor = math.prod(1 / size for size, done in averaged if done == "mean")
     return measured_step(parts, factor, Split(num_microbatches=K, dp_size=D, cp_size=C))
 
 
 def _view(rows: str, sizes: list[int], flat: Tensor) -> Any:
-    """What a rank holds, as the loss function is given it."""
+    """The tokens that a rank holds, in the shape that the loss function is given."""
     if rows == "padded":
         return flat.view(len(sizes), -1)
     return list(flat.split(sizes)) if rows == "lists" else flat
 
 
 def _derivative(call: Callable[[], Any], values: Tensor, where: str) -> Tensor:
-    """Of the loss that a call returns by the loss of each token that the rank holds, [num_local_tokens]."""
+    """The derivative of the loss that a call returns by each value; NaN unless the loss is finite."""
     try:
         loss = call()
     except Exception as error:

@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
+#: Columns that the entries of a micro-batch agree in, and those of its piece on a context-parallel rank.
+MICROBATCH, CP_PIECE = ("dp_rank", "microbatch"), ("dp_rank", "microbatch", "cp_rank")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +27,6 @@ class Split:
     cp_size: int = 1
     tp_size: int = 1
     pp_size: int = 1
-    per_token: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

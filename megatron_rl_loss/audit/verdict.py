@@ -1,6 +1,5 @@
 """`Verdict`: a step's measured weights against those that were asked, as a report of 15 lines and as plain data."""
 
-import itertools
 import math
 import textwrap
 from collections.abc import Sequence
@@ -11,7 +10,7 @@ import numpy as np
 
 from megatron_rl_loss.audit.causes import Cause
 from megatron_rl_loss.audit.misplaced import Misplaced
-from megatron_rl_loss.audit.tokens import Floats, MeasuredStep, StepTokens
+from megatron_rl_loss.audit.tokens import Floats, Ints, MeasuredStep, StepTokens
 
 _LINES, _WIDTH, _BAR = 15, 112, 60
 
@@ -40,12 +39,13 @@ class Verdict:
     tokens: int = 0  # active tokens of the step
     misplaced: tuple[Misplaced, ...] = ()  # weight in the wrong places; the causes are about the rest
     causes: tuple[Cause, ...] = ()  # what fits within rounding, the simplest first; none if nothing does
+    rest_is_asked: bool = False  # True where weight in the wrong places is all that is wrong
     places: tuple[Place, ...] = ()
     notes: tuple[str, ...] = ()
 
-    def to_dict(self, **more: Any) -> dict[str, Any]:
-        """Everything, and more, as plain data; numbers that are not finite are None."""
-        plain = asdict(self) | {"causes": [str(cause) for cause in self.causes], "headline": self.headline} | more
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as plain data; numbers that are not finite are None."""
+        plain = asdict(self) | {"causes": [str(cause) for cause in self.causes], "headline": self.headline}
         return _finite(plain)
 
     @property
@@ -54,16 +54,14 @@ class Verdict:
         if self.unknown:
             return f"NO VERDICT: {self.unknown[0]}"
         if self.sound:
-            return (
-                f"SOUND: {self.expected}; each of {self.tokens} tokens weighs what was asked, to {self.deviation:.1e}"
-            )
+            says = f"each of {self.tokens} tokens weighs what was asked, within {max(self.deviation, 2.0**-24):.1e}"
+            return f"SOUND: {self.expected}; {says}"
         if math.isnan(self.low):
             return f"NOT SOUND: asked {self.expected}; weights are not finite"
         apart = f"{self.low:.4g}" if self.is_factor else f"{self.low:.3g} to {self.high:.3g}"
-        share = (
-            "" if self.wrong_share < 0.0005 else f", {100 * self.wrong_share:.1f} % of all weight is on wrong tokens"
-        )
-        return f"NOT SOUND: asked {self.expected}; tokens weigh {apart} times what was asked{share}"
+        weigh = "active tokens weigh what was asked" if apart == "1" else f"tokens weigh {apart} times what was asked"
+        says, wrong = f"NOT SOUND: asked {self.expected}; {weigh}", 100 * self.wrong_share
+        return says if wrong < 0.05 else f"{says}, {wrong:.1f} % of all weight is on wrong tokens"
 
     @property
     def is_factor(self) -> bool:
@@ -77,75 +75,73 @@ class Verdict:
         if len(self.causes) > 1:
             said.append("Each of these fits; a step of sizes that differ can tell them apart:")
         said += [f"Fits: {cause}." for cause in self.causes]
-        if not (self.sound or self.unknown or self.causes or self.low == self.high == 1):
-            said.append("No known cause fits: these numbers are what is known.")
+        if not (self.sound or self.unknown or self.causes):
+            numbers = "No known cause fits: these numbers are what is known."
+            said.append("All other weight is what was asked." if self.rest_is_asked else numbers)
         head, tail = _wrapped([self.headline, *said]), _wrapped([f"note: {note}" for note in self.notes])
         return "\n".join([*head, *self._table(_LINES - len(head) - len(tail)), *tail][:_LINES])
 
     def _table(self, room: int) -> list[str]:
         """Micro-batches that are furthest off, in order."""
-        if self.sound or self.unknown or (self.is_factor and not self.misplaced) or room < 3:
+        if self.sound or self.unknown or not self.places or (self.is_factor and not self.misplaced) or room < 3:
             return []
         far = sorted(range(len(self.places)), key=lambda i: -_distance(self.places[i]))[: room - 1]
         chosen = [self.places[i] for i in sorted(far)]
         ratios = [list(map(_shown, place.ratios)) for place in chosen]
         by_cp = any(len(set(of_place)) > 1 for of_place in ratios)
-        left = len(self.places) - len(chosen)
-        head = "measured / asked" + " by CP rank" * by_cp + f", {left} more in the JSON" * (left > 0)
-        cells = [
+        rows = [
             [f"DP {place.dp_rank}, micro-batch {place.microbatch}", *(of_place if by_cp else of_place[:1]), place.bar]
             for place, of_place in zip(chosen, ratios, strict=True)
         ]
-        widths = [max(map(len, column)) for column in itertools.zip_longest(*cells, fillvalue="")]
-        lines = ["  ".join(f"{text:<{width}}" for text, width in zip(row, widths, strict=False)) for row in cells]
-        legend = "▄ as asked, █ twice or more, - nothing, ! masked but trained"
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(map(str.ljust, row, widths)) for row in rows]
+        left = len(self.places) - len(chosen)
+        head = "measured / asked" + " by CP rank" * by_cp + f", {left} more in the JSON" * (left > 0)
+        legend = "▄ as asked, █ twice or more, - nothing, ~ negative, ! masked but trained"
         return [f"{head} ({legend}):", *(f"  {line}".rstrip() for line in lines)]
 
 
 def places_of(measured: MeasuredStep, wanted: Floats) -> tuple[Place, ...]:
     """Each micro-batch of each DP rank."""
-    tokens, weights = measured.tokens, measured.weights
-    group, on = tokens.groups("dp_rank", "microbatch"), wanted != 0
+    tokens, weights, active = measured.tokens, measured.weights, wanted != 0
     ranks = np.unique(tokens.cp_rank)
     found = []
-    for first, here in zip(*_members(group), strict=True):
-        active = here[on[here]]
-        ratio, rank = weights[active] / wanted[active], tokens.cp_rank[active]
-        ends = [(ratio[rank == one].min(), ratio[rank == one].max()) if (rank == one).any() else None for one in ranks]
-        ratios = tuple((math.nan, math.nan) if end is None else (float(end[0]), float(end[1])) for end in ends)
-        bar = _bar(tokens, weights, wanted, here[on[here] | (weights[here] != 0)])
-        found.append(Place(int(tokens.dp_rank[first]), int(tokens.microbatch[first]), ratios, bar))
+    for here in _members(tokens.groups("dp_rank", "microbatch")):
+        ratios = []
+        for rank in ranks:
+            held = here[active[here] & (tokens.cp_rank[here] == rank)]
+            ratio = weights[held] / wanted[held]
+            ratios.append((float(ratio.min()), float(ratio.max())) if len(held) else (math.nan, math.nan))
+        bar = _bar(tokens, weights, wanted, here[active[here] | (weights[here] != 0)])
+        found.append(Place(int(tokens.dp_rank[here[0]]), int(tokens.microbatch[here[0]]), tuple(ratios), bar))
     return tuple(found)
 
 
-def _members(group: Any) -> tuple[Any, list[Any]]:
-    """The first entry of each group, and all entries of each."""
+def _members(group: Ints) -> list[Ints]:
+    """The entries of each group."""
     order = np.argsort(group, kind="stable")
-    first = np.unique(group[order], return_index=True)[1]
-    return order[first], np.split(order, first[1:])
+    return np.split(order, np.flatnonzero(np.diff(group[order])) + 1) if len(order) else []
 
 
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 
 
-def _bar(tokens: StepTokens, weights: Floats, wanted: Floats, entries: Any) -> str:
-    """A character per token that has or should have weight; where they are too many, the mean of several tokens."""
-    if not len(entries):
-        return ""
-    pieces = [piece for _, piece in zip(*_members(tokens.sample[entries]), strict=True)]
-    together = max(1, -(-len(entries) // max(_BAR - len(pieces), 8)))
-    bars = []
-    for piece in pieces[:_BAR]:
-        marks = []
-        for begin in range(0, len(piece), together):
-            part = entries[piece[begin : begin + together]]
-            weight, asked = float(weights[part].sum()), float(wanted[part].sum())
-            if not math.isfinite(weight) or asked == 0 or weight == 0:
-                marks.append("?" if not math.isfinite(weight) else "!" if asked == 0 else "-")
-            else:
-                marks.append(_BLOCKS[min(max(round(4 * weight / asked), 1), 8)])
-        bars.append("".join(marks))
-    return "|".join(bars)
+def _bar(tokens: StepTokens, weights: Floats, wanted: Floats, entries: Ints) -> str:
+    """A character per token that has or should have weight; where they are too many, per several tokens of a sample."""
+    samples = [entries[members] for members in _members(tokens.sample[entries])]
+    together = -(-len(entries) // max(_BAR - len(samples), 8))
+    parts = [[sample[i : i + together] for i in range(0, len(sample), together)] for sample in samples[:_BAR]]
+    return "|".join("".join(_mark(weights[part], wanted[part]) for part in sample) for sample in parts)
+
+
+def _mark(weights: Floats, wanted: Floats) -> str:
+    """The character of neighbouring tokens: of the active ones, where there are any."""
+    if not np.isfinite(weights).all():
+        return "?"
+    asked, weight = wanted.sum(), weights[wanted != 0].sum()
+    if asked == 0 or weight == 0:
+        return "!" if asked == 0 else "-"
+    return "~" if weight * asked < 0 else _BLOCKS[min(max(round(4 * weight / asked), 1), 8)]
 
 
 def _distance(place: Place) -> float:
@@ -154,6 +150,7 @@ def _distance(place: Place) -> float:
 
 
 def _shown(ratio: tuple[float, float]) -> str:
+    """A number, or low..high."""
     return "-" if math.isnan(ratio[0]) else "..".join(dict.fromkeys(f"{end:.3g}" for end in ratio))
 
 

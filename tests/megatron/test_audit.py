@@ -49,7 +49,7 @@ LAYOUTS = [QUICK, CP_DP, VIRTUAL]
 
 
 def broken(mutation: str) -> Ask:
-    """Of gradients that were there before, only a loss without `LossAggregation` gets as far as an audit."""
+    """The step of a mutation. `LossAggregation` itself refuses gradients that were there before."""
     return Ask(STEP, "3-tuple" if mutation == "gradients of before" else "ours", mutation=mutation)
 
 
@@ -72,7 +72,7 @@ def in_layout(layout: Layout, ask: Ask) -> Ask:
 
 @functools.cache
 def visited(layout: Layout) -> dict[Ask, list[Outcome]]:
-    """By ask, what each rank gave; one launch for all of a layout."""
+    """The outcomes of each rank by ask; one launch for all of a layout."""
     asks = [in_layout(layout, ask) for ask in [*ASKS, *FURTHER.get(layout, [])]]
     rollouts = {shape: gpt_oracle.rollouts_of(shape) for shape in {ask.case.shape(layout) for ask in asks}}
     by_rank = run_ranks(layout.world_size, functools.partial(run_steps, layout, asks, rollouts))
@@ -108,7 +108,6 @@ def test_measured_weights_are_the_declared_ones(layout: Layout, record_property:
         assert (split.num_microbatches, split.dp_size, split.cp_size, split.tp_size, split.pp_size) == (
             ask.case.microbatches, layout.dp, layout.cp, layout.tp, layout.pp,
         )  # fmt: skip
-        assert split.per_token == (ask.case.scaling == "per token")
         assert measured.facts["rounding"] == "float32"
         for outcome in (first, *others):
             assert outcome.deviation is None or outcome.deviation <= EXACT

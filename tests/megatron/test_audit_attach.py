@@ -70,7 +70,7 @@ def alone(name: str) -> Trained:
 
 
 def same(left: Trained, right: Trained) -> bool:
-    """To the bit."""
+    """True if they are equal to the bit."""
     pairs = zip(left, right, strict=True)
     return all(np.array_equal(a, b) for one, other in pairs for a, b in zip(one[0], other[0], strict=True))
 

@@ -38,7 +38,7 @@ class Later:
 def train(
     scaling: str, variables: dict[str, str], plugin: str | None = None, later: bool = False
 ) -> tuple[list[Any], str, bool]:
-    """On one rank: all weights after two steps, what was printed, and whether everything is as it was before.
+    """All weights after two steps on one rank, the printed text, and True if all modules are as they were before.
 
     The loss is Megatron's own 3-tuple: a token mean with `scaling` "per token", else means of means. `plugin` is
     imported as verl imports its ``external_lib``, once Megatron and its trainer are there.

@@ -60,7 +60,7 @@ class Ask(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """Of one rank.
+    """The outcome of a step on one rank.
 
     Attributes:
         steps: what was measured of each term, on the first rank.
@@ -76,7 +76,7 @@ class Outcome(NamedTuple):
 
     @property
     def measured(self) -> Any:
-        """Of the policy loss, or of what was measured instead."""
+        """The step of the policy loss, or of what was measured instead."""
         return self.steps.get("pg", next(iter(self.steps.values()), None))
 
 
@@ -134,7 +134,7 @@ def run_ask(layout: Layout, ask: Ask, rollouts: list[Rollout]) -> Outcome:
 
 
 def run_steps(layout: Layout, asks: list[Ask], rollouts: dict[Any, list[Rollout]]) -> list[Outcome]:
-    """On one rank."""
+    """The outcomes of all asks on one rank."""
     start_layout(layout)
     return [run_ask(layout, ask, rollouts[ask.case.shape(layout)]) for ask in asks]
 
@@ -149,7 +149,7 @@ def tapped_with_ids(losses: Tensor, batch: Batch, ids: Tensor) -> Tensor:
 
 
 def tapped_terms(losses: Tensor, batch: Batch) -> Tensor:
-    """Of one coefficient the audit is told."""
+    """Three terms; the audit is told one coefficient."""
     policy, kl, entropy = (losses.view_as(losses) for _ in range(3))
     return tap(policy) + 0.5 * tap(kl, "kl", coef=0.5) - 0.25 * tap(entropy, "entropy")
 
@@ -185,7 +185,6 @@ def scale(ready: Ready, factor: float) -> None:
 
 
 def scale_ranks_apart(ready: Ready) -> None:
-    """On one data-parallel rank alone."""
     from megatron.core import parallel_state as mpu
 
     scale(ready, 1 + mpu.get_data_parallel_rank())

@@ -1,4 +1,4 @@
-"""Is a planted bug named by what the audit says of a step? One rule, for the museum's test and for its count.
+"""The rule by which a verdict names a planted bug, for the museum's test and for its count.
 
 A cause is right if it fits other random steps too: there the table's row and constant give what the bug's own formula
 does, times one number where the constant has no name. Of several causes, which are equally simple, one must be right.

@@ -52,7 +52,7 @@ class Bug:
     cuts: tuple[str, ...] = ()
 
     def weights(self, t: Counted) -> Array:
-        """Of every entry; the projects divide by at least 1 where a part has no token, unless that is the bug."""
+        """The weight of every entry; a part without a token divides by 1 in the projects, unless that is the bug."""
         with np.errstate(divide="ignore", invalid="ignore"):
             weights = np.asarray(self.weight(t), np.float64)
         return weights if self.deviations else np.where(t.m == 0, 0.0, weights)

@@ -102,9 +102,12 @@ class Audit:
     def expected_of(self, term: str) -> Aggregation | None:
         """The aggregation that a term declared, else that of the flags, for `judge`; on the first rank.
 
-        None where neither says one, and for an unregistered function as the term's own mode.
+        Per-token loss asks for a token mean. None where nothing says one, and for an unregistered function as the
+        term's own mode.
         """
         own = self.steps[term].facts.get("expected")
+        if own is None and self._expected is None and self._config.calculate_per_token_loss:
+            return resolve("token_mean")
         if own is None or (self._expected is not None and shown(self._expected) == own):
             return self._expected
         return resolve(own["mode"], divisor=own["divisor"], units=own["units"]) if find_mode(own["mode"]) else None
@@ -168,8 +171,8 @@ class Audit:
         self._loss_scale = float(scale(torch.ones((), device=self._device))) if scale else 1.0
         if not self._gather:
             return
-        known = [*(one.samples for one in chain(*map(dict.values, self._taps.losses.values()))), *self._described]
-        changes = any(isinstance(one, Samples) and one.cp_group is not None for one in known)
+        tapped = [one.samples for of_term in self._taps.losses.values() for one in of_term.values()]
+        changes = any(isinstance(one, Samples) and one.cp_group is not None for one in [*tapped, *self._described])
         dynamic_cp = bool(agree_on(["changes"] * changes, ["changes"], [groups.dp_cp, groups.pp]))
         report = Report(groups.pp.rank(), self._factors, self._unknown)
         if self._computes_loss and groups.tp.rank() == 0:  # over TP, gradients of losses are the same
@@ -210,8 +213,9 @@ class Audit:
         """
         if not self._computes_loss:
             return None
-        terms, worst = self._taps.losses.items(), torch.zeros(1, dtype=torch.float64)
-        losses = [one for term, of_term in terms for one in of_term.values() if one.aggregation or term == "pg"]
+        worst = torch.zeros(1, dtype=torch.float64)
+        tapped = [(term, one) for term, of_term in self._taps.losses.items() for one in of_term.values()]
+        losses = [one for term, one in tapped if one.aggregation or term == "pg"]
         if not losses or any(one.expected_weights is None for one in losses):
             self._unknown.append("A policy loss went through no reducer of this package.")
         for one in losses if not self._unknown else ():
@@ -237,7 +241,7 @@ class IntervalAudits:
 
     @contextmanager
     def step(self, model: Any, pg_collection: ProcessGroupCollection | None) -> Iterator[None]:
-        """Around the schedule's call: measures it if it is its turn."""
+        """A ``with`` around the schedule's call; every `interval`-th is measured."""
         self._steps += 1
         if (self._steps - 1) % self._interval:
             yield

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from megatron_rl_loss.audit.assembly import Part, Rows, measured_step
+from megatron_rl_loss.audit.assembly import Part, SampleArrays, measured_step
 from megatron_rl_loss.audit.megatron.anchor import Factor
 from megatron_rl_loss.audit.tokens import MeasuredStep, Split
 from megatron_rl_loss.modes.names import Aggregation
@@ -31,6 +31,8 @@ class Report:
     terms: dict[str, list[Part]] = field(default_factory=dict)
     dtypes: set[str] = field(default_factory=set)  # of the losses
     tokens: tuple[int, int] = (0, 0)  # ids of the model that were compared with those of the samples; that differ
+    only_tapped: int = 0  # ids of the model that no samples had any beside
+    not_finite: list[str] = field(default_factory=list)  # places whose losses had such gradients
 
     def add(self, term: str, tapped: TappedLosses | None, samples: Samples, cp_size: int, **place: int) -> None:
         """Add a term's tokens of a micro-batch; `tapped` is None where it was not tapped there.
@@ -38,9 +40,10 @@ class Report:
         A term may have a mask of its own, over the same tokens as the others.
         """
         local = samples.local(place["cp_rank"], cp_size)
-        losses = tapped or TappedLosses((0,), torch.float32)
+        losses = tapped or TappedLosses((0,), torch.float32)  # without a gradient
         own = samples if losses.samples is None else losses.samples
-        self.dtypes |= {str(losses.dtype).removeprefix("torch.")} if tapped else set()
+        if tapped:
+            self.dtypes.add(str(losses.dtype).removeprefix("torch."))
         sizes = {one.numel() for one in (losses.tokens, *losses.log_probs) if one is not None}
         if tapped and (sizes | {math.prod(losses.shape)}) != {len(local)}:
             given, held = f"losses of shape {losses.shape} and values {sorted(sizes)}", f"{len(local)} tokens"
@@ -51,15 +54,22 @@ class Report:
             cut = local.of(torch.as_tensor(own.tokens, device=losses.tokens.device).reshape(-1))
             compared, differ = self.tokens
             self.tokens = compared + len(local), differ + int((cut != losses.tokens).sum())
-        facts: dict[str, Any] = {} if losses.coef is None else {"coefficient": float(losses.coef)}
-        facts |= {} if losses.aggregation is None else {"expected": shown(losses.aggregation)}
+        elif losses.tokens is not None:
+            self.only_tapped += len(local)
+        if losses.gradient is not None and not losses.gradient.isfinite().all():
+            self.not_finite.append("DP {dp_rank}, micro-batch {microbatch}, CP {cp_rank}".format(**place))
+        declared: dict[str, Any] = {}
+        if losses.coef is not None:
+            declared["coefficient"] = float(losses.coef)
+        if losses.aggregation is not None:
+            declared["expected"] = shown(losses.aggregation)
         part = Part(
             **place,
-            rows=None if place["cp_rank"] else Rows.of(own.local(0, cp_size)),
+            samples=None if place["cp_rank"] else SampleArrays.of(own.local(0, cp_size)),
             positions=local.positions,
             gradients=np.zeros(len(local)) if losses.gradient is None else losses.gradient.cpu().numpy(),
             reached=losses.gradient is not None,
-            declared=facts or None,
+            declared=declared or None,
             log_probs=np.stack([one.cpu() for one in losses.log_probs]) if losses.log_probs else None,
         )
         self.terms.setdefault(term, []).append(part)
@@ -69,48 +79,66 @@ def assembled(
     reports: Sequence[Report], groups: ProcessGroupCollection, config: Any, loss_scale: float, *, dynamic_cp: bool
 ) -> dict[str, MeasuredStep]:
     """The measured steps, by term."""
-    factors = sorted(((one.stage, factor) for one in reports for factor in one.factors), key=lambda one: one[0])
-    stage, factor = factors[-1] if factors else (0, Factor())
     parts: dict[str, list[Part]] = {}
     for term, of_term in chain.from_iterable(report.terms.items() for report in reports):
         parts.setdefault(term, []).extend(of_term)
+    terms = [term for term, of_term in parts.items() if any(one.reached for one in of_term)] or [*parts] or ["pg"]
+    policy = "pg" if "pg" in terms else terms[0]
+    factor, unknown = _agreed_factor(reports)
     compared, differ = (sum(one.tokens[i] for one in reports) for i in (0, 1))
-    unknown = [text for report in reports for text in report.unknown]
-    for at, one in factors:
-        if abs(one.value / factor.value - 1) > one.rounding + factor.rounding:
-            apart = f"{one.value:.6g} on pipeline stage {at} ({one.name}), {factor.value:.6g} on stage {stage}"
-            unknown.append(f"Gradients are multiplied by {apart}: no weight holds for all parameters.")
+    not_finite = [place for report in reports for place in report.not_finite]
+    if unknown and not_finite:
+        unknown.append(f"Gradients of losses are NaN or infinite at {'; '.join(not_finite[:3])}.")
     if differ:
         unknown.append(f"The layout or the batch given is not the model's: {differ} of {compared} tokens differ.")
     if sum(one.num_microbatches > 0 for one in reports) < groups.dp_cp.size():
         unknown.append("Some ranks of the last pipeline stage computed no loss.")
     sizes = {f"{name}_size": getattr(groups, name).size() for name in ("dp", "cp", "tp", "pp")}
-    sizes |= {"dp_size": groups.dp_cp.size(), "cp_size": 1} if dynamic_cp else {}
-    number, per_token = max(one.num_microbatches for one in reports), bool(config.calculate_per_token_loss)
-    split = Split(num_microbatches=number, per_token=per_token, **sizes)
-    terms = [term for term, of_term in parts.items() if any(one.reached for one in of_term)] or [*parts] or ["pg"]
-    policy = "pg" if "pg" in terms else terms[0]
-    notes = [DYNAMIC_CP] * dynamic_cp
+    if dynamic_cp:
+        sizes |= {"dp_size": groups.dp_cp.size(), "cp_size": 1}
+    split = Split(num_microbatches=max(one.num_microbatches for one in reports), **sizes)
     # An auxiliary loss goes through no loss function: on average over ranks, or tokens, it weighs 1.
-    masks = [part.rows.mask for part in parts.get(policy, []) if part.rows is not None]
-    weight = factor.value * (sum(map(np.count_nonzero, masks)) if per_token else groups.dp_cp.size())
-    moe = ("moe_aux_loss_coeff", "moe_z_loss_coeff") if config.num_moe_experts else ()
-    auxiliary = [name for name in (*moe, "mtp_num_layers") if np.any(getattr(config, name, None) or 0)]
-    if auxiliary and abs(weight - 1) > 1e-3 + factor.rounding:
-        says = f"weigh {weight:.4g} times what they should: the factor at the step's end scales them too."
-        notes.append(f"Auxiliary losses ({', '.join(auxiliary)}) {says}")
-    dtypes = {dtype for report in reports for dtype in report.dtypes}
+    masks = [part.samples.mask for part in parts.get(policy, []) if part.samples is not None]
+    counted = sum(map(np.count_nonzero, masks)) if config.calculate_per_token_loss else groups.dp_cp.size()
+    notes = [DYNAMIC_CP] * dynamic_cp + _auxiliary_losses(config, factor.value * counted, 1e-3 + factor.rounding)
+    if only := sum(one.only_tapped for one in reports):
+        notes.append(f"{only} input ids were tapped and compared with nothing: give Samples(tokens=...), too")
     facts: dict[str, Any] = {"factor": factor.value, "anchor": factor.name, "loss_scale": loss_scale}
-    facts |= {"rounding": _rounding(dtypes, factor.uncertainty)} | ({"tokens_compared": compared} if compared else {})
-    described = {one.place for of_term in parts.values() for one in of_term if one.rows is not None}
+    facts["rounding"] = _rounding({dtype for report in reports for dtype in report.dtypes}, factor.uncertainty)
+    if compared:
+        facts["tokens_compared"] = compared
+    described = {one.place for of_term in parts.values() for one in of_term if one.samples is not None}
     steps = {}
     for term in terms:
         of_term = [part for part in parts.get(term, []) if part.place in described]
-        told = [part.declared for part in of_term if part.declared is not None]
-        own = told[0] if told and all(one == told[0] for one in told) else {"undeclared_term": term != policy}
+        declared = [part.declared for part in of_term if part.declared is not None]
+        agree = declared and all(one == declared[0] for one in declared)
+        own = declared[0] if agree else {"undeclared_term": term != policy}
         said = {"unknown": tuple(dict.fromkeys(unknown)), "notes": tuple(notes), "facts": facts | own}
         steps[term] = measured_step(of_term, 1.0 if unknown else factor.value / loss_scale, split, **said)
     return steps
+
+
+def _agreed_factor(reports: Sequence[Report]) -> tuple[Factor, list[str]]:
+    """The factor of the last stage that has one, and the reasons against a verdict."""
+    unknown = [text for report in reports for text in report.unknown]
+    factors = sorted(((one.stage, factor) for one in reports for factor in one.factors), key=lambda one: one[0])
+    stage, last = factors[-1] if factors else (0, Factor())
+    for at, one in factors:
+        if abs(one.value / last.value - 1) > one.rounding + last.rounding:
+            apart = f"{one.value:.6g} on pipeline stage {at} ({one.name}), {last.value:.6g} on stage {stage}"
+            unknown.append(f"Gradients are multiplied by {apart}: no weight holds for all parameters.")
+    return last, unknown
+
+
+def _auxiliary_losses(config: Any, weight: float, rounding: float) -> list[str]:
+    """A note on MoE and multi-token losses where their weight, which should be 1, is another."""
+    moe = ("moe_aux_loss_coeff", "moe_z_loss_coeff") if config.num_moe_experts else ()
+    names = [name for name in (*moe, "mtp_num_layers") if np.any(getattr(config, name, None) or 0)]
+    if not names or not abs(weight - 1) > rounding:
+        return []
+    says = f"weigh {weight:.4g} times what they should: the factor at the step's end scales them too."
+    return [f"Auxiliary losses ({', '.join(names)}) {says}"]
 
 
 def shown(aggregation: Aggregation) -> dict[str, Any]:

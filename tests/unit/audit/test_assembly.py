@@ -1,4 +1,4 @@
-"""From gradients of ranks to one step: places, sums over ranks that hold copies, strays and ids, worked out by hand."""
+"""One step of the gradients of ranks: places, sums over ranks that hold copies, strays and ids, worked out by hand."""
 
 from dataclasses import replace
 from typing import Any
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_rl_loss import Contiguous, Gathered, Samples, ZigzagResponse, ZigzagTHD
-from megatron_rl_loss.audit.assembly import Part, Rows, log_prob_gap, measured_step
+from megatron_rl_loss.audit.assembly import Part, SampleArrays, log_prob_gap, measured_step
 from megatron_rl_loss.audit.tokens import MeasuredStep, Split
 
 CU, LENGTHS = [0, 4, 12], [3, 5]
@@ -23,7 +23,9 @@ def parts_of(layout: Any, gradient: Any, cp_size: int = 2, masks: Any = MASKS, i
         positions = local.positions
         gradients = np.array([gradient(p, rank) for p in positions], np.float32)
         place = {"dp_rank": 0, "microbatch": 0, "cp_rank": rank} | at
-        yield Part(**place, rows=Rows.of(local) if rank == 0 else None, positions=positions, gradients=gradients)
+        yield Part(
+            **place, samples=SampleArrays.of(local) if rank == 0 else None, positions=positions, gradients=gradients
+        )
 
 
 def step_of(layout: Any, gradient: Any, factor: float = 1.0) -> MeasuredStep:
@@ -70,7 +72,7 @@ def test_order_and_numbers_over_ranks_and_microbatches() -> None:
 
 @pytest.mark.parametrize("layout", [ZigzagTHD(CU, total_lengths=LENGTHS), Gathered(CU, total_lengths=LENGTHS)])
 def test_log_probs_of_ranks_are_put_together(layout: Any) -> None:
-    """Of samples that all ranks gave them for; the other micro-batch's second rank, and another term, gave none."""
+    """Samples count that all ranks gave them for; the other micro-batch's second rank, and another term, gave none."""
     given = [replace(part, log_probs=np.stack([-part.positions, -part.positions * 1.5])) for k in range(2)
              for part in [*parts_of(layout, lambda *_: 0, microbatch=k)][: 2 - k]]  # fmt: skip
     gap = log_prob_gap([*given, *parts_of(layout, lambda *_: 0)])
