@@ -75,7 +75,7 @@ SKYRL = Framework(
     variable="SKYRL_PATH",
     proof="skyrl/backends/skyrl_train/utils/ppo_utils.py",
     passed_by=(
-        *_packages("skyrl", "train", "backends", "backends.skyrl_train"),
+        *_packages("skyrl", "train", "train.dataset", "backends", "backends.skyrl_train"),
         *_packages("skyrl.backends.skyrl_train", "utils", "mtp", "distributed", "distributed.megatron")[1:],
         *_packages("skyrl.backends.skyrl_train", "workers", "workers.megatron")[1:],
     ),
