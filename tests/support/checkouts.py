@@ -117,8 +117,16 @@ MS_SWIFT = Framework(
     passed_by=_packages("swift", "megatron", "megatron.trainers", "rl_core", "rlhf_trainers"),
     stand_ins=(
         *("accelerate", "aiohttp", "dacite", "datasets", "fastapi", "huggingface_hub", "json_repair", "mcore_bridge"),
-        *("modelscope", "msgspec", "openai", "pandas", "peft", "PIL", "pydantic", "requests", "tqdm", "transformers"),
-        *("trl", "uvicorn", "swift.utils.logger", "swift.tuners", "swift.template", "swift.dataset", "swift.rewards"),
+        *("modelscope", "msgspec", "openai", "pandas", "peft", "PIL", "pydantic", "ray", "requests", "tqdm"),
+        *(
+            "transformers",
+            "trl",
+            "uvicorn",
+            "swift.arguments",
+            "swift.ray.megatron.checkpoint_engine",
+            "swift.utils.logger",
+        ),
+        *("swift.tuners", "swift.template", "swift.dataset", "swift.rewards"),
         *(
             "swift.dataloader",
             "swift.infer_engine",

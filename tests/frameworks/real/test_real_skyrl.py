@@ -225,7 +225,9 @@ def test_theirs_are_means_of_means(record_property: Any) -> None:
 
 
 def test_a_copied_mask_changes_nothing() -> None:
-    cases = [{"mode": "prompt_mean", "settings": MODES["prompt_mean"], "rows": 4, "packed": packed} for packed in (1, 0)]
+    cases = [
+        {"mode": "prompt_mean", "settings": MODES["prompt_mean"], "rows": 4, "packed": packed} for packed in (1, 0)
+    ]
     for found in run_ranks(2, train, checkout(SKYRL), 1, cases, True)[0]:
         assert max(found["errors"].values()) < TOLERANCE, found
 
