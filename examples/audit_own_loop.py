@@ -35,7 +35,7 @@ from packed_attention import layer_spec
 from torch import Tensor
 
 from megatron_rl_loss import Audit, Samples, StepTotals, ZigzagTHD, make_pg_loss_reducer, tap  # (1)
-from megatron_rl_loss.audit.verdict import judge
+from megatron_rl_loss.audit.judge import judge
 from megatron_rl_loss.modes.names import resolve
 
 SLOT, VOCABULARY = 32, 64

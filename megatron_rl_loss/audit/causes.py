@@ -93,7 +93,8 @@ class Counts:
         found: dict[bytes, str] = {}
         for name in ("sample", "rollout", *self.column):
             if name not in ("cp_rank", "dp_rank", "microbatch"):
-                found.setdefault(self.group(name).tobytes(), name)
+                group = self.group(name)
+                found.setdefault(np.unique(group, return_index=True)[1][group].tobytes(), name)  # by their first cell
         return list(found.values())
 
     @cached_property
@@ -193,8 +194,9 @@ HINTS: dict[tuple[bool | None, str], str] = {
     (False, "N/N_active"): "fully masked units were left out",
     (False, "N_active/N"): "fully masked units were counted",
 }
-#: Prices of another row than the asked one, of a count, of a ratio of two, of units that have tokens, of no name.
-_ROW, _COUNT, _RATIO, _ACTIVE, _UNNAMED = 0.4, 1.9, 1.2, 0.3, 6.0
+#: Prices of another row than the asked one, of a miscount or of units that have tokens, of a count, of a ratio of two,
+#: of a constant without a name.
+_ROW, _RARER, _COUNT, _RATIO, _UNNAMED = 0.4, 0.3, 1.9, 1.2, 6.0
 _SHOWN, _AS_SIMPLE = 3, 0.25
 Powers = dict[str, int]
 
@@ -223,7 +225,7 @@ def constants(t: Counts, divisor: float | None) -> Iterator[tuple[str, str, floa
             log = sum(power * math.log(values[name]) for name, power in product.items())
             name = _formula(product)
             if spent <= (min(most, 2) if squared else most) and (not product or abs(log) > 1e-9):
-                yield kind if product else NONE, name, spent + price + _ACTIVE * ("_active" in name), log
+                yield kind if product else NONE, name, spent + price + _RARER * ("_active" in name), log
 
 
 def _formula(powers: Powers) -> str:
@@ -262,7 +264,8 @@ def fits(step: Ratios, divisor: float | None, tolerance: float) -> Fits:
         ratio = step.weights / weights
         if not np.isfinite(ratio).all() or ratio.min() <= 0 or np.ptp(ratio) > tolerance * ratio.max():
             continue
-        factor, of_row = float(np.median(ratio)), (_ROW + number / 1000) * bool(words)
+        rarer = _RARER * (likely == NONE or "that have tokens" in words)
+        factor, of_row = float(np.median(ratio)), (_ROW + number / 1000 + rarer) * bool(words)
         found[words, "?"] = Cause(words, "", factor, _UNNAMED + of_row)
         for kind, name, price, log in table:
             if kind in likely and abs(log - math.log(factor)) <= tolerance:

@@ -1,16 +1,29 @@
 """`check_loss`: is a loss function, or a mode, invariant, and is it what it is meant to be? PyTorch alone."""
 
-import functools
-import math
+import contextlib
+import random
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from functools import partial
+from itertools import product
+from typing import Any, get_args, get_type_hints
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_rl_loss.audit.search import CP, MICROBATCHES, PADDED, UNCUT, Cut, Finding, Search, two_rows
-from megatron_rl_loss.audit.simulation import CALLS, CallFailed, LossCall, LossFunction, asked_for, measure
-from megatron_rl_loss.audit.verdict import in_words
+from megatron_rl_loss.audit.judge import deviation_of, expected_weights, explain, in_words
+from megatron_rl_loss.audit.misplaced import take_off
+from megatron_rl_loss.audit.simulation import (
+    CALLS,
+    CallFailed,
+    DrawnRow,
+    DrawnStep,
+    Kind,
+    LossCall,
+    LossFunction,
+    asked_for,
+    measure,
+)
 from megatron_rl_loss.errors import check_choice, check_int
 from megatron_rl_loss.modes.names import Aggregation, resolve
 from megatron_rl_loss.modes.table import ModeFunction
@@ -18,6 +31,47 @@ from megatron_rl_loss.modes.weights import weigh
 from megatron_rl_loss.step.samples import LocalTokens
 from megatron_rl_loss.step.totals import StepTotals
 from megatron_rl_loss.step.units import UnitCounting
+
+#: The largest relative difference of sound weights: float32 over some hundred tokens, and the small constants that
+#: trainers add to a denominator.
+TOLERANCE = 1e-5
+UNCUT, TOGETHER = "in one micro-batch on one rank", "over all of these together"
+#: Ways of cutting: over micro-batches (K), data-parallel (D) and context-parallel ranks (C).
+CUTS = {"over micro-batches": "K", "over data-parallel ranks": "D", "over context-parallel ranks": "C"}
+PADDED = "with masked tokens behind rows"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is wrong, on the smallest drawn step that shows it."""
+
+    cut: str  # of that step, in words
+    kind: Kind
+    says: str
+    step: DrawnStep  # `measure` of the function, its call and this gives `weights` again
+    weights: tuple[float, ...] = ()  # of each mask entry of it; empty where none were measured
+    expected: tuple[float, ...] = ()  # by the mode that was asked; without one, of the same step uncut
+    low: float = np.nan  # over all draws of the cut: the smallest weight / what it should be, or is uncut
+    high: float = np.nan  # the largest
+
+    def rows(self, units: list[str]) -> list[str]:
+        """The step, a line for each row of data: where it is, its units and tokens, and what these weigh."""
+        lines, at = list[str](), 0
+        for row in self.step.rows:
+            words = [f"DP rank {row.dp_rank}"] * (self.step.dp_size > 1)
+            words += [f"micro-batch {row.microbatch}"] * (self.step.num_microbatches > 1)
+            words += [*(f"{unit} {getattr(row, unit)}" for unit in units), "".join(".x"[entry] for entry in row.mask)]
+            here = slice(at, at := at + len(row.mask))
+            numbers = (_shown(values[here], row.mask) for values in (self.weights, self.expected))
+            lines.append(", ".join(words) + ("  weighs {}, should weigh {}".format(*numbers) if self.weights else ""))
+        return lines
+
+
+def _shown(weights: tuple[float, ...], mask: tuple[int, ...]) -> str:
+    """Weights of a row, beside its mask: one number where that tells all."""
+    shown = [f"{weight:.4g}" for weight in weights]
+    alike = {one for one, entry in zip(shown, mask, strict=False) if entry or one != "0"} or {"0"}
+    return alike.pop() if len(alike) == 1 else " ".join(shown[:6] + ["..."] * (len(shown) > 6))
 
 
 @dataclass(frozen=True)
@@ -30,37 +84,47 @@ class LossReport:
     draws: int  # random steps tried of each cut
     seed: int  # of these
     findings: tuple[Finding, ...]  # what is wrong; none if nothing is
-    lowest_sum: float  # of all weights of an uncut step, over the draws: 1 for a mean
-    highest_sum: float
-    negative: bool  # whether a weight was below 0
+    causes: tuple[str, ...] = ()  # each fits all of some larger steps, the simplest first; none where nothing does
     notes: tuple[str, ...] = ()  # what is worth knowing beside that
 
     @property
     def sound(self) -> bool:
-        """Whether nothing is wrong: invariant and, if a mode was said, that mode."""
+        """True if nothing is wrong: invariant and, if a mode was said, that mode."""
         return not self.findings
 
     @property
     def invariant(self) -> bool:
-        """Whether tokens weigh the same however the step is cut, be it the right mode or another."""
-        return all(finding.kind == "weights" and finding.cut == UNCUT.name for finding in self.findings)
+        """True if tokens weigh the same however the step is cut, be it the right mode or another."""
+        return all(finding.kind == "weights" and finding.cut == UNCUT for finding in self.findings)
 
     def __str__(self) -> str:
-        mode = "" if self.expected is None or self.name == self.expected.mode.name else f"{in_words(self.expected)}: "
-        verdict = "sound" if self.sound else "invariant, but NOT that" if self.invariant else "NOT invariant"
-        below = ", some weights are below 0" if self.negative else ""
-        lines = [
-            f"{self.name}: {mode}{verdict}",
-            f"  assumed: {self.call}; {self.draws} random steps per cut, seed {self.seed}",
-            f"  weights of a step sum to {self.lowest_sum:.6g} to {self.highest_sum:.6g}{below}",
-        ]
-        return "\n".join([*lines, *map(str, self.findings), *self.notes])
+        mode = "" if self.expected is None or self.expected.mode.name == self.name else in_words(self.expected)
+        said = f"is {mode or 'invariant'}, however the step is cut"
+        if self.findings:
+            fails = any(finding.kind != "weights" for finding in self.findings)
+            said = "fails, or is no aggregation of losses" if fails else "is not invariant"
+            said = f"is invariant, but not {mode}" if self.invariant else said + f"; asked {mode}" * bool(mode)
+        lines = [f"{'NOT ' * bool(self.findings)}SOUND: {self.name} {said}"]
+        lines += [f"  {finding.cut}: {finding.says}" for finding in self.findings]
+        lines += [f"  as if: {cause}" for cause in self.causes[:1]]
+        for first in self.findings[:1]:
+            said = f"{self.name} {mode} {self.call} {self.causes}"
+            rows = first.rows([unit for unit in ("rollout", "prompt") if unit in said])
+            cp = f", each row cut over {first.step.cp_size} CP ranks" * (first.step.cp_size > 1)
+            lines += [f"  the smallest of the steps {first.cut} that show it (x trained, . masked{cp}):"]
+            lines += [f"    {row}" for row in rows[:5]] + [f"    and {len(rows) - 5} more"] * (len(rows) > 5)
+        lines.append(f"  assumed: {self.call}; {self.draws} random steps per cut, seed {self.seed}")
+        if not self.findings:
+            lines += ["  covers rows of at most 11 tokens, 5 micro-batches, 4 DP and 4 CP ranks; does not see how your"]
+            lines += ["  loop really calls and divides, what makes the losses, other terms (KL, entropy), or clipping"]
+        return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
 
     def to_json(self) -> dict[str, Any]:
         """The same as plain data."""
+        findings = [{**vars(finding), "step": repr(finding.step)} for finding in self.findings]
         expected = None if self.expected is None else in_words(self.expected)
-        said = {"expected": expected, "sound": self.sound, "invariant": self.invariant, "notes": list(self.notes)}
-        return {**vars(self), **said, "findings": [one.to_json() for one in self.findings]}
+        said = {"sound": self.sound, "invariant": self.invariant, "expected": expected, "findings": findings}
+        return {**vars(self), **said}
 
 
 def check_loss(
@@ -80,13 +144,9 @@ def check_loss(
     >>> check_loss(my_loss, "token_mean", call="transformers").sound
     True
 
-    Without a function the mode itself is checked, one of your own above all, in every layout:
-
-    >>> check_loss(mode="sample_mean", draws=3).sound
-    True
-
-    Ragged random steps are cut into micro-batches, data-parallel and context-parallel ranks. The function is called as
-    the trainer would, and each token's weight is the derivative of what the optimizer gets by that token's loss.
+    Without a function the mode itself is checked, one of your own above all: ``check_loss(mode=my_mode)``. Random
+    ragged steps are cut into micro-batches, data-parallel and context-parallel ranks. The function is called as the
+    trainer would, and each token's weight is the derivative of what the optimizer gets by that token's loss.
 
     Args:
         loss_fn: ``loss_fn(losses, mask, ...)`` returns a loss. Its other parameters are given by name what they ask
@@ -94,80 +154,148 @@ def check_loss(
         mode, divisor, units: what it is meant to be, as in `make_pg_loss_reducer`; None asks for invariance alone.
         call: how a trainer calls the function and divides afterwards: a `LossCall`, or the name of one of `CALLS`.
         draws: random steps for each way of cutting.
-        seed: of the random steps.
 
     Raises:
         TypeError, ValueError: a function that cannot be called so, or that fails on a plain step of two full rows (with
             its own error as the cause); a mode, divisor or call that there is not.
     """
-    if isinstance(call, str):
+    if not isinstance(call, LossCall):
         check_choice("call", call, CALLS)
         call = CALLS[call]
-    elif not isinstance(call, LossCall):
-        raise TypeError(
-            f"call is a {type(call).__name__}: it must be a LossCall, or the name of a trainer. Choose one of "
-            f"{', '.join(CALLS)}, or say what your loop does with LossCall(...)."
-        )
     check_int("draws", draws, 1, "Draw some steps")
     check_int("seed", seed, 0, "Any number will do")
-    if mode is None and (divisor, units) != (None, None):
+    if mode is None and (loss_fn, divisor, units) != (loss_fn or True, None, None):
         raise ValueError(
-            f"divisor {divisor!r} and units {units!r} without a mode: without one, only invariance is asked for. Name "
-            "the mode that they belong to."
+            f"loss_fn {loss_fn!r}, divisor {divisor!r} and units {units!r} without a mode: a function is checked for "
+            "invariance then, and divisors and units belong to a mode. Name one."
         )
     expected = None if mode is None else resolve(mode, divisor=divisor, units=units)
-    if loss_fn is None:
-        if expected is None:
-            raise TypeError("check_loss of nothing: it checks a function, a mode, or both. Give loss_fn or mode.")
+    if loss_fn is None and expected is not None:
         return _check_mode(expected, draws, seed)
-    _, left_alone = asked_for(loss_fn, call)
-    plain = loss_fn.func if isinstance(loss_fn, functools.partial) else loss_fn
+    notes = [f"parameter {parameter} was left at its default" for parameter in asked_for(loss_fn, call)[1]]
+    plain = loss_fn.func if isinstance(loss_fn, partial) else loss_fn
     name = getattr(plain, "__name__", None) or type(plain).__name__
+    full, holed = (DrawnStep((DrawnRow((1, middle, 1)), DrawnRow((1, 1), 1, 1))) for middle in (1, 0))
     try:
-        measure(loss_fn, call, two_rows(call))
+        measure(loss_fn, call, full)
     except CallFailed as failure:
         raise ValueError(
-            f"{name} with a step of two full rows: {failure}: it must return one number that gradients flow from. Give "
-            "it what it takes by LossCall(rows=..., takes=..., names=...), or wrap it."
+            f"{name} with a step of two full rows: {failure.args[1]}: it must return one number that gradients flow "
+            "from. Give it what it takes by LossCall(rows=..., takes=..., names=...), or wrap it."
         ) from failure.__cause__
-    search = Search(loss_fn, call, expected, draws, seed)
-    findings = tuple(search.findings())
-    notes = [f"parameter {parameter} was left at its default" for parameter in left_alone] + search.notes()
-    return LossReport(name, expected, call.describe(), draws, seed, findings, *search.sums(), tuple(notes))
-
-
-_CUTS_OF_MODES: dict[Literal["zigzag", "contiguous", "gathered", "responses"], tuple[Cut, ...]] = {
-    "zigzag": (UNCUT, MICROBATCHES, PADDED, CP),
-    "contiguous": (MICROBATCHES, CP),
-    "gathered": (CP,),
-    "responses": (CP,),
-}
-
-
-def _mode_loss(aggregation: Aggregation) -> LossFunction:
-    """A mode as a loss function: the weighted sum of what a rank holds."""
-
-    def loss(losses: Tensor, mask: Tensor, local: LocalTokens, totals: StepTotals) -> Tensor:
-        weights = weigh(aggregation, local, totals)
-        return (torch.where(weights != 0, losses, 0) * weights).sum()
-
-    loss.sums = list(aggregation.mode.sums.values())  # type: ignore[attr-defined]  # `measure` counts them too
-    return loss
+    look = partial(_findings, loss_fn, call, expected, draws, seed)
+    findings, causes = look(UNCUT, ""), tuple[str, ...]()
+    if all(one.kind == "weights" for one in findings):
+        findings += [one for cut, over in CUTS.items() for one in look(cut, over)] or look(TOGETHER, "KDC")
+        findings += look(PADDED, "")
+    with contextlib.suppress(CallFailed):
+        if expected is not None and {one.kind for one in findings} == {"weights"}:
+            drawn = [_draw(call, "KDC", f"{seed}/causes/{i}", telling=True) for i in range(8)]
+            found = explain([measure(loss_fn, call, step) for step in drawn], expected, tolerance=TOLERANCE)
+            causes = tuple(str(cause).replace(f"x {cause.factor:.6g} = ", "x ") for cause in found)
+        if not np.isfinite(measure(loss_fn, call, holed, poisoned=True).weights).all():
+            notes.append("a NaN at a masked token spoils the loss; select by the mask (torch.where) before multiplying")
+    return LossReport(name, expected, call.describe(), draws, seed, tuple(findings), causes, tuple(notes))
 
 
 def _check_mode(expected: Aggregation, draws: int, seed: int) -> LossReport:
-    """In every layout. Cutting over data-parallel ranks is cutting into micro-batches: totals are the whole step's."""
+    """A mode as a loss function, in every layout."""
+
+    def loss(losses: Tensor, mask: Tensor, local: LocalTokens, totals: StepTotals) -> Tensor:
+        weights = weigh(expected, local, totals)
+        return (torch.where(weights != 0, losses, 0) * weights).sum()
+
+    loss.sums, loss.__name__ = list(expected.mode.sums.values()), expected.mode.name  # type: ignore[attr-defined]
     findings: dict[str, Finding] = {}
-    sums = math.nan, math.nan, False
-    for layout, cuts in _CUTS_OF_MODES.items():
-        split = layout in ("contiguous", "responses")  # rollouts over several samples
+    for layout in get_args(get_type_hints(LossCall)["cp_cut"]):
+        split = layout in ("contiguous", "responses")  # rollouts over several rows
         call = LossCall(rows="packed", dp="sum", cp="sum", cp_cut=layout, split_rollouts=split)
-        search = Search(_mode_loss(expected), call, expected, draws, seed)
-        for cut in cuts:
-            name = f"{cut.name}, {layout}" if cut.cp else cut.name
-            for found in search.of_cut(cut):
-                findings.setdefault(name, replace(found, cut=name))
-        if UNCUT in cuts:
-            sums = search.sums()
+        for found in check_loss(loss, call=call, draws=draws, seed=seed).findings:
+            cut = f"{found.cut}, {layout}" if CUTS.get(found.cut) == "C" else found.cut
+            findings.setdefault(cut, replace(found, cut=cut))
     assumed = "its own weights, in every layout"
-    return LossReport(expected.mode.name, expected, assumed, draws, seed, tuple(findings.values()), *sums)
+    return LossReport(expected.mode.name, expected, assumed, draws, seed, tuple(findings.values()))
+
+
+def _findings(
+    loss_fn: Any, call: LossCall, mode: Aggregation | None, draws: int, seed: int, cut: str, over: str
+) -> list[Finding]:
+    """One finding for each kind of fault that steps of a cut show, on the smallest of them."""
+    shown: dict[Kind, list[Finding]] = {}
+    for number in range(draws * (call.cp is not None or over != "C")):
+        step = _draw(call, over, f"{seed}/{cut}/{number}", telling=number % 2 == 1)
+        try:
+            finding = _look(partial(measure, loss_fn, call), mode, cut, step)
+        except CallFailed as failure:
+            finding = Finding(cut, *failure.args, step)
+        if finding is not None:
+            shown.setdefault(finding.kind, []).append(finding)
+    findings = []
+    for found in shown.values():
+        low, high = min(one.low for one in found), max(one.high for one in found)
+        apart = f"{low:.4g}" if high - low <= TOLERANCE * abs(high) else f"{low:.3g} to {high:.3g}"
+        compared = "they should" if cut == UNCUT else "they do uncut"
+        first = min(
+            found, key=lambda one: (not one.says, not all(any(row.mask) for row in one.step.rows), len(str(one.step)))
+        )
+        says = first.says or f"tokens weigh {apart} times what {compared}"
+        findings.append(replace(first, says=says, low=low, high=high))
+    return findings
+
+
+def _look(run: Any, mode: Aggregation | None, cut: str, step: DrawnStep) -> Finding | None:
+    """The fault that a step shows: uncut beside the mode's weights, else beside its own without the cut."""
+    measured = run(step)
+    weights = measured.weights
+    if not np.isfinite(weights).all():
+        number = int((~np.isfinite(weights)).sum())
+        return Finding(cut, "NaN", f"the gradient is NaN or infinite at {number} of {len(weights)} tokens", step)
+    if cut == UNCUT and deviation_of(run(step._replace(seed=step.seed + 1)), weights) > TOLERANCE:
+        if deviation_of(run(step), weights) > TOLERANCE:
+            return Finding(cut, "chance", "called twice with the same losses, it gives tokens other weights", step)
+        says = "not linear in the losses: a token's weight depends on their values, so no aggregation describes it"
+        return Finding(cut, "values", says, step)
+    plain = weights
+    if cut != UNCUT:
+        rows = [row._replace(dp_rank=0, microbatch=0) for row in step.rows]
+        rows = [row._replace(mask=_without_end(row.mask)) for row in rows] if cut == PADDED else rows
+        of_rows = np.split(
+            run(DrawnStep(tuple(rows), seed=step.seed)).weights, np.cumsum([len(row.mask) for row in rows])
+        )
+        padded = zip(of_rows, step.rows, strict=False)
+        plain = np.concatenate([np.pad(of_row, (0, len(row.mask) - len(of_row))) for of_row, row in padded])
+    asked = plain if mode is None else expected_weights(measured.tokens, mode)
+    wanted = asked if cut == UNCUT else plain
+    if deviation_of(measured, wanted) <= TOLERANCE:
+        return None
+    says = "; ".join(one.text for one in take_off(measured, wanted, TOLERANCE).misplaced)
+    ratio = weights[wanted != 0] / wanted[wanted != 0]
+    low, high = float(ratio.min(initial=np.inf)), float(ratio.max(initial=-np.inf))
+    return Finding(cut, "weights", says, step, tuple(weights.tolist()), tuple(asked.tolist()), low, high)
+
+
+def _draw(call: LossCall, over: str, seed: str, telling: bool) -> DrawnStep:
+    """A random step with an active token. A telling one is large, any other small."""
+    rng = random.Random(seed)
+    most, longest = (3, 11) if telling else (2, 3)
+    ends = {"K": (3, 5), "D": (2, 4), "C": (2, 4)}
+    K, D, C = ((rng.randint(*ends[one]) if telling else 2) if one in over else 1 for one in ends)
+    most = most if K * D > 1 else 3 * most
+    even = [rng.randint(1, most)] * call.even_microbatches
+    places = [place for place in product(range(D), range(K)) for _ in range(*even or [rng.randint(1, most)])]
+    rows = list[DrawnRow]()
+    for i in range(len(places)):
+        rollout, prompt = i, rng.randint(0, len(places) // 3)
+        if call.split_rollouts and (i == 1 or (i and rng.random() < 0.4)):
+            _, rollout, prompt, *_ = rows[-1]
+        share = rng.choice([0.0, 0.5, 0.5, 1.0]) if i else 1.0  # of a fully masked step nothing is trained
+        mask = tuple(int(rng.random() < share) for _ in range(rng.randint(1, longest)))
+        rows.append(DrawnRow(mask if any(mask) or call.masked_samples else (1, *mask[1:]), rollout, prompt))
+    rng.shuffle(rows)
+    placed = tuple(row._replace(dp_rank=d, microbatch=k) for row, (d, k) in zip(rows, places, strict=True))
+    return DrawnStep(placed, K, D, C if call.cp else 1, rng.randrange(2**31))
+
+
+def _without_end(mask: tuple[int, ...]) -> tuple[int, ...]:
+    """The mask without the masked tokens behind it."""
+    return mask[: len(mask) - mask[::-1].index(1)] if any(mask) else mask[:1]

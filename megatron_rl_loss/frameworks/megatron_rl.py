@@ -19,6 +19,8 @@ from itertools import pairwise
 from typing import Any, Literal
 
 import torch
+from megatron.core.rerun_state_machine import get_rerun_state_machine
+from megatron.training.global_vars import get_args
 from torch import Tensor
 
 from megatron_rl_loss.errors import check_choice
@@ -31,18 +33,10 @@ from megatron_rl_loss.step.samples import Samples
 
 __all__ = ["is_asked_for", "loss_aggregation", "loss_func", "samples_of", "with_loss_aggregation"]
 
-try:
-    from megatron.core.rerun_state_machine import get_rerun_state_machine
-    from megatron.training.global_vars import get_args
-except ImportError as error:
-    raise ImportError(
-        f"megatron_rl_loss.frameworks.megatron_rl needs megatron.training: {error}. It is in Megatron-LM's repository, "
-        "and in the megatron-core wheel from 0.19."
-    ) from error
-
 #: Per-token losses of a context-parallel rank: all on every rank, or its zigzag part of every slot.
 CpLosses = Literal["gathered", "sliced"]
 IdsOf = Callable[[Any], Ids]
+_VERSIONS = "Use a train_rl.py of Megatron-LM 0.19 or of its main branch."
 
 
 def is_asked_for(args: Namespace) -> bool:
@@ -58,8 +52,8 @@ def loss_aggregation(
     """The `LossAggregation` of a `train_rl.py` launch, from Megatron's parsed and validated `args`.
 
     Args:
-        cp_losses: ``gathered`` if every context-parallel rank gets all S - 1 losses of a row (main), ``sliced`` if it
-            gets its S / cp zigzag positions of it (what `loss_func` of 0.19 was written for).
+        cp_losses: ``gathered`` if a context-parallel rank gets all S - 1 losses of a row (main), ``sliced`` if it gets
+            its S / cp zigzag positions of it (0.19).
         rollout_ids_of, prompt_ids_of: a batch of `train_rl.py`'s iterator -> an id for each of its rows. By default a
             row is a rollout (one that `train_rl.py` splits into turns is several); ``prompt_mean`` needs prompt ids.
 
@@ -70,7 +64,7 @@ def loss_aggregation(
 
     def describe(batch: Any) -> Samples:
         rollout_ids, prompt_ids = (ids_of and ids_of(batch) for ids_of in (rollout_ids_of, prompt_ids_of))
-        return samples_of(batch, cp_losses=cp_losses, rollout_ids=rollout_ids, prompt_ids=prompt_ids)
+        return samples_of(batch, cp_losses, rollout_ids, prompt_ids)
 
     aggregation = LossAggregation.from_args(args, describe)
     policy = aggregation.settings.modes.policy
@@ -107,7 +101,7 @@ def with_loss_aggregation(forward_step: Callable[..., Any]) -> Callable[..., Any
         if not isinstance(stock, partial) or tuple(inspect.signature(stock.func).parameters) != known:
             raise ValueError(
                 f"a forward_step that returns the loss function {stock!r}: it must be a partial of "
-                f"loss_func({', '.join(known)}). Use a train_rl.py of Megatron-LM 0.19 or of its main branch."
+                f"loss_func({', '.join(known)}). {_VERSIONS}"
             )
         return output, partial(loss_func, microbatch, *stock.args, **stock.keywords)
 
@@ -126,45 +120,42 @@ def loss_func(
     """
     share = microbatch.pg_loss(output_tensor.reshape(-1))
     if get_args().check_for_nan_in_loss_and_grad:
-        get_rerun_state_machine().validate_result(
-            result=share.detach(),
-            rejection_func=torch.isnan,
-            message="found NaN in this rank's share of the policy loss",
-            tolerance=0.0,
-            fatal=True,
-        )
+        message = "found NaN in this rank's share of the policy loss"
+        check: Any = get_rerun_state_machine().validate_result
+        check(result=share.detach(), rejection_func=torch.isnan, message=message, tolerance=0.0, fatal=True)
     per_token = {
         "kl_term": kl_term, "pi_over_pi_old": ratios, "entropy_term": entropy_term,
         "truncated_from_above": truncated_from_above, "truncated_from_below": truncated_from_below,
     }  # fmt: skip
-    flat = {f"rl/{name}": values.detach().float().reshape(-1).to(share.device) for name, values in per_token.items()}
-    means = {name: microbatch.token_mean(values) for name, values in flat.items()}
+    means = {
+        f"rl/{name}": microbatch.token_mean(values.detach().float().reshape(-1).to(share.device))
+        for name, values in per_token.items()
+    }
     return microbatch.carry(share, microbatch.report({"lm loss": share, **means}))
 
 
 def samples_of(
-    batch: Any, *, cp_losses: CpLosses = "gathered", rollout_ids: Ids | None = None, prompt_ids: Ids | None = None
+    batch: Any, cp_losses: CpLosses = "gathered", rollout_ids: Ids | None = None, prompt_ids: Ids | None = None
 ) -> Samples:
     """The samples of a batch of `train_rl.py`'s iterator: a packed bin's number, or the seven tensors of unpacked rows.
 
     The bin is looked up in Megatron's RL runtime state. Raises ValueError for a batch of neither kind, sequences that
     leave their bin, a mask that is set on a sequence's first token.
     """
-    if isinstance(batch, Sequence) and len(batch) == 1 and batch[0].numel() == 1:
+    given = len(batch) if isinstance(batch, Sequence) else type(batch).__name__
+    if given == 1 and batch[0].numel() == 1:
         from megatron.rl.rl_utils import get_rl_runtime_state
 
         context, bin_index = get_rl_runtime_state().packing_context, int(batch[0])
         loss_masks = context.packed_loss_mask[bin_index][None]
-        # Where each sequence begins, then where the last one's slot ends; nothing for an empty bin.
+        # The beginning of each sequence, then the end of the last one's slot; nothing for an empty bin.
         edges = context.packing_info.seq_starts[bin_index] or [0]
-    elif isinstance(batch, Sequence) and len(batch) == 7 and batch[3].dim() == 2:
-        loss_masks = batch[3]
-        edges = [0, loss_masks.shape[1]]
+    elif given == 7 and batch[3].dim() == 2:
+        loss_masks, edges = batch[3], [0, batch[3].shape[1]]
     else:
         raise ValueError(
-            f"a batch of {len(batch) if isinstance(batch, Sequence) else type(batch).__name__}: train_rl.py's iterator "
-            "gives a bin number, or seven tensors with the loss mask fourth. Use a train_rl.py of Megatron-LM 0.19 or "
-            "of its main branch."
+            f"a batch of {given}: train_rl.py's iterator gives a bin number, or seven tensors with the loss mask "
+            f"fourth. {_VERSIONS}"
         )
     masks, layout = rows_of(loss_masks, edges, cp_losses)
     return Samples(masks, layout=layout, rollout_ids=rollout_ids, prompt_ids=prompt_ids)
@@ -187,13 +178,10 @@ def rows_of(loss_masks: Tensor, edges: Sequence[int], cp_losses: CpLosses) -> tu
             "a loss mask that is set on a sequence's first token: no log-prob predicts it. Mask prompts, from their "
             "first token on."
         )
-    size = seq_length - 1 if cp_losses == "gathered" else seq_length
+    layout, size = (Gathered, seq_length - 1) if cp_losses == "gathered" else (ZigzagTHD, seq_length)
     shifted = torch.nn.functional.pad(loss_masks, (0, 1))[:, 1 : size + 1]
     slots = [(begin, min(end, size)) for begin, end in pairwise(edges)]
     masks = [row[begin:end] for row in shifted for begin, end in slots]
     cu_seqlens = [0, *(row * size + end for row in range(num_rows) for _, end in slots)]
-    padding = cu_seqlens[-1] < num_rows * size  # of a bin, which is one row
-    if padding:
-        cu_seqlens.append(num_rows * size)
-    layout = Gathered if cp_losses == "gathered" else ZigzagTHD
-    return masks, layout(cu_seqlens, filler_slots=int(padding))
+    padding = [num_rows * size] if cu_seqlens[-1] < num_rows * size else []  # of a bin, which is one row
+    return masks, layout(cu_seqlens + padding, filler_slots=len(padding))

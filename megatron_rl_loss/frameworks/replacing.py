@@ -17,7 +17,7 @@ class Function(NamedTuple):
     """A function of a module, class or object; `call(stock, given)` takes its place.
 
     `given` are the arguments of a call by name, `stock()` calls the engine's function with them, as they are by then.
-    `also_in` chooses further modules by name, among those that imported the function.
+    `also_in` chooses further modules by name, among those that imported the function; `bool` takes all.
     """
 
     owner: Any
@@ -86,11 +86,11 @@ def holders(function: Any) -> list[tuple[Any, str]]:
     return [(one, name) for one in modules for name, value in list(vars(one).items()) if value is function]
 
 
-def announce(line: object) -> None:
-    """Have `active` list it from now on, and the first rank print it."""
+def announce(line: object, is_first: bool | None = None) -> None:
+    """Have `active` list it from now on, and one rank print it; by default the first."""
     if line not in _ACTIVE:
         _ACTIVE.append(line)
-        if (world_rank() or int(os.environ.get("RANK", "0"))) == 0:
+        if (world_rank() or int(os.environ.get("RANK", "0"))) == 0 if is_first is None else is_first:
             print(f"megatron_rl_loss in {line}", flush=True)
 
 

@@ -5,23 +5,24 @@
 Importing this module imports no verl; `install` does. verl must pass global counts, as its engine does.
 """
 
+import importlib
 import inspect
-import sys
-from dataclasses import dataclass
-from typing import Any, NoReturn
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_rl_loss.errors import check_int, require
+from megatron_rl_loss.frameworks.replacing import Function, Replaced
 from megatron_rl_loss.modes.names import resolve
-from megatron_rl_loss.modes.table import find_mode
 from megatron_rl_loss.modes.weights import unit_weights
 from megatron_rl_loss.reduction.sums import WeightedSum
 from megatron_rl_loss.step.masks import to_array
 from megatron_rl_loss.step.samples import Samples
 
-__all__ = ["Installed", "agg_loss", "check_installed", "install"]
+__all__ = ["agg_loss", "install"]
 
 
 def agg_loss(
@@ -65,11 +66,6 @@ def agg_loss(
             "[rows, response_length]. Pass unreduced losses and their mask."
         )
     check_int("dp_size", dp_size, 1, "Pass the data-parallel size")
-    if (own := find_mode(loss_agg_mode)) is not None and own.sums:
-        raise ValueError(
-            f"the mode {own.name} in verl: it declares sums over the whole step, which agg_loss cannot make. Fold its "
-            "weights into the advantages (fold_into_advantages, with totals of the step), and use token-sum."
-        )
     norm = loss_agg_mode == "seq-mean-token-sum-norm"
     if norm and loss_scale_factor is None:
         raise ValueError(
@@ -107,79 +103,98 @@ def _count(name: str, value: float | Tensor | None, mode: str, here: float) -> f
     return torch.where(value == 0, 1, value) if isinstance(value, Tensor) else value or 1
 
 
-@dataclass(frozen=True)
-class Installed:
-    """Modules whose `agg_loss` is this package's, and trainers, which keep verl's for a metric of a whole batch."""
-
-    patched: tuple[str, ...]
-    left: tuple[str, ...]
-
-    def __str__(self) -> str:
-        left = f"; verl's own, for metrics, in {', '.join(self.left)}" if self.left else ""
-        return f"megatron_rl_loss aggregates verl's losses in {', '.join(self.patched)}{left}."
-
-
 _TRAINERS = (
     "verl.trainer.ppo.ray_trainer",
     "verl.trainer.ppo.v1.trainer_base",
     "verl.experimental.separation.ray_trainer",
 )
+_CUT = {
+    "geo_mean": "averages the sequences of each micro-batch by itself",
+    "clip_cov": "chooses its tokens anew in each micro-batch",
+    "kl_cov": "chooses its tokens anew in each micro-batch",
+}
+_calls = 0
 
 
-def install() -> Installed:
-    """Put this package's `agg_loss` into verl, and into every loaded module that took verl's by name.
+def install() -> Replaced:
+    """Put this package's `agg_loss` into verl, and into every loaded module that took verl's, by whatever name.
 
-    Modules that are loaded later take it from verl. The policy loss ``geo_mean``, which calls no `agg_loss`, is refused
-    when it is used. A second call finds what was loaded meanwhile. Raises ValueError for a verl whose `agg_loss` has
-    other parameters, ImportError without verl.
+    Trainers keep verl's for a metric of a whole batch. Modules that are loaded later take ours from verl; a second call
+    finds what was loaded meanwhile. With per-token loss verl's Megatron engine then gives Megatron every token. Refused
+    when used: policy losses that depend on how the step is cut, and a loss a term of which does not call `agg_loss`.
+
+    Raises ValueError for a verl whose functions have other parameters, ImportError without verl.
     """
+    replaced = _replace()
+    replaced.put_everywhere()
+    return replaced
+
+
+@cache
+def _replace() -> Replaced:
     from verl.trainer.ppo import core_algos
 
-    if core_algos.agg_loss is not agg_loss:
-        theirs, ours = (tuple(inspect.signature(one).parameters) for one in (core_algos.agg_loss, agg_loss))
-        if theirs != ours:
-            raise ValueError(
-                f"a verl whose agg_loss takes {', '.join(theirs)}: the one that this package replaces takes "
-                f"{', '.join(ours)}. Use verl 0.9.1, or 1dda039b (2026-08-22), or aggregate with make_pg_loss_reducer."
-            )
-        core_algos.verls_own_agg_loss = core_algos.agg_loss
-    for module in _modules_with(core_algos.verls_own_agg_loss):
-        if module.__name__ not in _TRAINERS:
-            module.agg_loss = agg_loss
-    if "geo_mean" in core_algos.POLICY_LOSS_REGISTRY:
-        core_algos.POLICY_LOSS_REGISTRY["geo_mean"] = _refuse_geo_mean
-    return check_installed()
+    losses = importlib.import_module("verl.workers.utils.losses")
+    parameters = tuple(inspect.signature(agg_loss).parameters)
+    functions = [
+        Function(core_algos, "agg_loss", parameters, _aggregate, lambda module: module not in _TRAINERS),
+        Function(core_algos, "get_policy_loss_fn", ("name",), _uncut, bool),
+        Function(losses, "ppo_loss", ("config", "model_output"), partial(_checked, _terms_of_ppo), bool),
+        Function(losses, "value_loss", (), partial(_checked, lambda given: 1), bool),
+    ]
+    try:
+        from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHead as Engine
+    except ImportError:  # no Megatron: its engine cannot run here
+        pass
+    else:
+        needed = ("self", "data", "forward_only", "loss_function")
+        functions.append(Function(Engine, "postprocess_micro_batch_func", needed, _with_every_token))
+    return Replaced("verl", "0.9.1, or 1dda039b (2026-08-22)", functions)
 
 
-def check_installed() -> Installed:
-    """Say where this package's `agg_loss` is active. Raises ValueError where a module but a trainer has verl's."""
-    from verl.trainer.ppo import core_algos
+def _aggregate(stock: Callable[[], Any], given: dict[str, Any]) -> Tensor:
+    global _calls
+    _calls += 1
+    return agg_loss(**given)
 
-    if core_algos.agg_loss is not agg_loss:
+
+def _checked(terms: Callable[[dict[str, Any]], int], stock: Callable[[], Any], given: dict[str, Any]) -> Any:
+    """verl's loss; refuses one of fewer calls of `agg_loss` than it has terms."""
+    before = _calls
+    returned = stock()
+    if (calls := _calls - before) < terms(given):
         raise ValueError(
-            "a verl with its own agg_loss: nothing of this package is active in this process. Set "
-            "model.external_lib=megatron_rl_loss.frameworks.verl_install, or call install() of "
-            "megatron_rl_loss.frameworks.verl."
+            f"a loss of {terms(given)} terms and {calls} calls of agg_loss: a term is aggregated otherwise, and may "
+            "depend on how the step is cut. Use a policy loss that calls core_algos.agg_loss, or drop "
+            "model.external_lib."
         )
-    left = sorted(module.__name__ for module in _modules_with(core_algos.verls_own_agg_loss))
-    if own := [name for name in left if name not in _TRAINERS]:
+    return returned
+
+
+def _terms_of_ppo(given: dict[str, Any]) -> int:
+    return 1 + (given["model_output"].get("entropy") is not None) + bool(given["config"].use_kl_loss)
+
+
+def _uncut(stock: Callable[[], Any], given: dict[str, Any]) -> Any:
+    if given["name"] in _CUT:
         raise ValueError(
-            f"verl's own agg_loss in {', '.join(own)}: a loss there would depend on how the step is cut. Call "
-            "install() of megatron_rl_loss.frameworks.verl once they are loaded."
+            f"the policy loss {given['name']}: it {_CUT[given['name']]}, so it depends on how the step is cut. Choose "
+            "another policy_loss.loss_mode (gspo is a mean over sequences too), or drop model.external_lib."
         )
-    patched = sorted(module.__name__ for module in _modules_with(agg_loss) if module.__name__ != __name__)
-    return Installed(tuple(patched), tuple(left))
+    return stock()
 
 
-def _modules_with(function: Any) -> list[Any]:
-    """Loaded modules that know the function as `agg_loss`."""
-    modules = {id(module): module for module in list(sys.modules.values())}
-    return [module for module in modules.values() if getattr(module, "__dict__", {}).get("agg_loss") is function]
+def _with_every_token(stock: Callable[[], Any], given: dict[str, Any]) -> Any:
+    """The engine's return value; with per-token loss its CP ranks share out a micro-batch's tokens without rest.
 
+    verl's own count is rounded down on each of them, and Megatron divides by the sum.
+    """
+    loss, *tokens, output = stock()
+    engine = given["self"]
+    if not tokens or engine.engine_config.dynamic_context_parallel:
+        return loss, *tokens, output
+    from megatron.core import parallel_state
 
-def _refuse_geo_mean(*args: Any, **kwargs: Any) -> NoReturn:
-    raise ValueError(
-        "the policy loss geo_mean: it averages the sequences of each micro-batch by itself and never calls agg_loss, "
-        "so it depends on how the step is cut. Choose another policy_loss.loss_mode (gspo is a mean over sequences "
-        "too), or drop model.external_lib."
-    )
+    size, rank = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
+    share = (engine._routed_num_tokens(given["data"]) + size - 1 - rank) // size
+    return loss, share.to(tokens[0]), output

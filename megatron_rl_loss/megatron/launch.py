@@ -193,7 +193,7 @@ def _interval_audits(interval: int | None) -> Any:
     """Imported only where a launch asks for it: the audit imports this folder."""
     if interval is None:
         return None
-    from megatron_rl_loss.audit.megatron.interval import IntervalAudits
+    from megatron_rl_loss.audit.megatron.audit import IntervalAudits
 
     return IntervalAudits(interval)
 

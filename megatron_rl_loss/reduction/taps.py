@@ -18,14 +18,6 @@ from megatron_rl_loss.modes.names import Aggregation
 from megatron_rl_loss.step.samples import Samples
 
 
-@dataclass(frozen=True)
-class DeclaredTerm:
-    """The declaration of a term of a loss: ``coef`` times the aggregation of its values."""
-
-    aggregation: Aggregation
-    coef: float
-
-
 @dataclass
 class TappedLosses:
     """The losses of one micro-batch that went through a tap, and what the tap was told of them."""
@@ -34,7 +26,9 @@ class TappedLosses:
     dtype: torch.dtype
     samples: Samples | None = None
     expected_weights: Callable[[], Tensor] | None = None
-    term: DeclaredTerm | None = None
+    coef: float | None = None
+    aggregation: Aggregation | None = None
+    tokens: Tensor | None = None  # int [numel]
     log_probs: tuple[Tensor, ...] = ()  # float32 [numel] of both sides, where they are to be compared
     gradient: Tensor | None = None  # float32 (float64 of float64 losses) [numel]; None before the backward pass
     source: Callable[[], Tensor | None] = lambda: None  # a weak reference: the tensor would keep its graph
@@ -108,7 +102,9 @@ def tap(
     *,
     samples: Samples | None = None,
     expected_weights: Callable[[], Tensor] | None = None,
-    term: DeclaredTerm | None = None,
+    coef: float | None = None,
+    aggregation: Aggregation | None = None,
+    tokens: Tensor | None = None,
     log_probs: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """The losses as they are; while an audit observes the step, the gradient that reaches them is written down.
@@ -122,7 +118,10 @@ def tap(
         name: of the term.
         samples: what they are the losses of; may be left out where the audit has `samples_of`.
         expected_weights: the weight each of them should have, if the caller knows.
-        term: the term's own aggregation and coefficient, if it has them.
+        coef: the factor of the term in the loss; an audit divides it out.
+        aggregation: the term's own, if it is not the policy loss's.
+        tokens: the model's input ids on this rank, in the order of the losses; an audit compares them with those of
+            ``Samples(tokens=...)``, cut by the layout.
         log_probs: the trainer's and the batch's old ones, in the order of the losses, for an audit to compare.
     """
     taps = _OBSERVED.get()[0] if is_observed() else None
@@ -131,7 +130,10 @@ def tap(
     tapped = taps.of(per_token_loss, name)  # this package's reducers tap losses that the user may have tapped before
     tapped.samples = tapped.samples or samples
     tapped.expected_weights = tapped.expected_weights or expected_weights
-    tapped.term = tapped.term or term
+    tapped.coef = coef if tapped.coef is None else tapped.coef
+    tapped.aggregation = tapped.aggregation or aggregation
+    if tapped.tokens is None and tokens is not None:
+        tapped.tokens = tokens.detach().reshape(-1).clone()
     tapped.log_probs = tapped.log_probs or tuple(
         one.detach().reshape(-1).to(torch.float32, copy=True) for one in log_probs or ()
     )

@@ -7,7 +7,13 @@ from typing import Any
 
 import pytest
 
+from megatron_rl_loss.frameworks import replacing
 from megatron_rl_loss.frameworks.replacing import Function, Replaced, active
+
+
+@pytest.fixture(autouse=True)
+def nothing_active(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replacing, "_ACTIVE", [])
 
 
 def doubled(stock: Callable[[], float], given: dict[str, Any]) -> float:

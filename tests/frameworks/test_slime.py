@@ -2,13 +2,14 @@
 
 `their_step` states that scaling independently (slime 624b824a, miles 31f1ca96: `loss_function`; Megatron's schedule and
 DDP), in float64, over all DP ranks, micro-batches and CP ranks, with one leaf per token, so that gradients are compared
-token by token. Not exercised: slime and miles themselves, NCCL. How steps are counted: test_miles.py.
+token by token. Not exercised: slime and miles themselves, NCCL. How steps are counted: test_step_counts.py.
 """
 
 import functools
 import importlib
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -19,8 +20,9 @@ import torch
 from refusals import refusal_tests, refusals
 
 from megatron_rl_loss import Mode, StepTotals, Sum, fold_into_advantages
-from megatron_rl_loss.frameworks import slime, verl
-from megatron_rl_loss.frameworks.slime import StepCounts, make_hook
+from megatron_rl_loss.frameworks import replacing, slime, step_counts, verl
+from megatron_rl_loss.frameworks.slime import make_hook
+from megatron_rl_loss.frameworks.step_counts import StepCounts
 
 HookOfRank = Callable[[int, int], Any]
 
@@ -35,7 +37,6 @@ class Case:
     counted: bool = False
     masked: bool = True  # some samples throughout
     split: bool = False  # rollouts, over samples
-    pass_mask_sums: bool = False
     rejected: bool = False  # some tokens, and all of a sample
     padded: int | None = None  # length of rows
     seed: int = 1
@@ -50,7 +51,6 @@ PADDED = {"counted": True, "padded": 56}
 CASES = {
     **(NEEDS_NO_COUNTS | COUNTED),
     "token_mean, not counted": Case("token_mean", per_token=True, masked=False),
-    "sample_mean, split": Case("sample_mean", counted=True, split=True, pass_mask_sums=True),
     "constant, split": Case("constant", 7.0, counted=True, split=True),
     **{f"{name}, rejection": replace(case, rejected=True) for name, case in (NEEDS_NO_COUNTS | COUNTED).items()},
     **{f"{name}, padded": replace(case, **PADDED) for name, case in (NEEDS_NO_COUNTS | COUNTED).items()},
@@ -69,8 +69,7 @@ class Step:
         return StepCounts(
             step_tokens=oracle.mask_tokens(self.samples),
             num_samples=len(self.samples),
-            num_masked_samples=sum(not bool(one.mask.any()) for one in self.samples),
-            global_batch_size=self.num_rollouts,
+            num_rollouts=self.num_rollouts,
             padded_length=case.padded,
         )
 
@@ -110,14 +109,13 @@ def their_step(step: Step, case: Case, cp: int, hook_of: HookOfRank) -> tuple[fl
     for microbatches in step.dealt:
         for chosen in microbatches:
             responses, totals = [len(samples[i].mask) for i in chosen], [step.total_lengths[i] for i in chosen]
-            rollouts = [[one for one in samples if one.rollout_id == samples[i].rollout_id] for i in chosen]
-            sums = {"rollout_mask_sums": list(map(oracle.mask_tokens, rollouts))} if case.pass_mask_sums else {}
             for cp_rank in range(cp):
-                # Every CP rank counts whole masks, of each sample at least one token.
-                num_tokens += sum(max(float(samples[i].mask.sum()), 1.0) for i in chosen)
-                reducer = hook_of(cp_rank, cp)(
-                    totals, responses, [step.kept[i] for i in chosen], case.per_token, **sums
-                )
+                # Every CP rank counts whole masks, of each sample at least one token unless `count_steps` is there.
+                at_least = 0.0 if case.counted else 1.0
+                num_tokens += sum(max(float(samples[i].mask.sum()), at_least) for i in chosen)
+                with at_place(cp_rank, cp):
+                    hook = hook_of(cp_rank, cp)
+                    reducer = hook(totals, responses, [step.kept[i] for i in chosen], case.per_token)
                 rows = totals if case.padded is None else [case.padded] * len(totals)
                 held = oracle.response_only(totals, responses, rows, cp_rank, cp)
                 local = [leaves[chosen[at[0]]][at[1]] for at in held if at is not None]
@@ -133,18 +131,38 @@ def their_step(step: Step, case: Case, cp: int, hook_of: HookOfRank) -> tuple[fl
     return float(value.detach()), torch.cat([gradient.double() for gradient in gradients])
 
 
+@contextmanager
+def at_place(cp_rank: int, cp_size: int) -> Iterator[None]:
+    """A context-parallel rank."""
+    slime._place, before = lambda row_length_is_known: (cp_rank, cp_size, False), slime._place
+    try:
+        yield
+    finally:
+        slime._place = before
+
+
+@contextmanager
+def in_step(counts: StepCounts | None) -> Iterator[None]:
+    """A step of which `count_steps` made these counts."""
+    step_counts._this_step, before = counts, step_counts._this_step
+    try:
+        yield
+    finally:
+        step_counts._this_step = before
+
+
 def error_of(case: Case, dp: int, cp: int, hook_of: HookOfRank | None = None, **wrong: Any) -> float:
     """The worse of value's and gradient's error, relative to the oracle's size. `wrong`: counts to tell instead.
 
     A token mean divides by the tokens before rejection: their count of tokens is taken before, too.
     """
     step = step_of(case, dp)
-    counts = replace(step.counts(case), **wrong) if case.counted else None
 
     def ours(cp_rank: int, cp_size: int) -> Any:
-        return make_hook(case.mode, divisor=case.divisor, cp_rank=cp_rank, cp_size=cp_size, step_counts=lambda: counts)
+        return make_hook(case.mode, divisor=case.divisor)
 
-    value, gradient = their_step(step, case, cp, hook_of or ours)
+    with in_step(step.counts(case)._replace(**wrong) if case.counted else None):
+        value, gradient = their_step(step, case, cp, hook_of or ours)
     left = [replace(one, mask=kept) for one, kept in zip(step.samples, step.kept, strict=True)]
     share = oracle.mask_tokens(left) / oracle.mask_tokens(step.samples) if case.mode == "token_mean" else 1.0
     expected = torch.cat(oracle.step_gradient(case.mode, left, case.divisor)) * share
@@ -177,7 +195,8 @@ def their_own(size: Any, cp_rank: int, cp: int) -> Any:
 
 def test_negative_control_their_own_reducers() -> None:
     """Phantom tokens in the token mean; denominators that are local under CP."""
-    assert error_of(CASES["token_mean"], 2, 2, functools.partial(their_own, lambda mask: 1)) > 1e-2
+    uncounted = replace(CASES["token_mean"], counted=False)
+    assert error_of(uncounted, 2, 2, functools.partial(their_own, lambda mask: 1)) > 1e-2
     local_mean = functools.partial(their_own, lambda mask: max(float(mask.sum()), 1))
     assert error_of(CASES["sample_mean"], 2, 1, local_mean) < oracle.EXACT
     assert error_of(CASES["sample_mean"], 2, 2, local_mean) > 1e-2
@@ -186,13 +205,20 @@ def test_negative_control_their_own_reducers() -> None:
 @pytest.mark.parametrize(
     ("name", "wrong"),
     [
-        ("token_mean", {"num_masked_samples": 0}),
-        ("token_mean, rejection", {"step_tokens": 55.0}),
-        ("token_mean, not per token", {"global_batch_size": 13}),
+        ("token_mean, not per token, rejection", {"step_tokens": 55.0}),
+        ("token_mean, not per token", {"num_rollouts": 13}),
     ],
 )
 def test_negative_control_wrong_counts(name: str, wrong: dict[str, float]) -> None:
     assert error_of(CASES[name], 2, 2, **wrong) > 1e-3
+
+
+def at_another_place(cp_rank: int, cp_size: int) -> Any:
+    def hook(*arguments: Any) -> Any:
+        with at_place(1 - cp_rank, cp_size):
+            return slime.sample_mean(*arguments)
+
+    return hook
 
 
 def test_negative_control_wrong_places() -> None:
@@ -200,7 +226,7 @@ def test_negative_control_wrong_places() -> None:
     with pytest.raises(ValueError, match="per_token_loss of shape"):
         error_of(CASES["sample_mean, padded"], 1, 2, padded_length=None)
     with pytest.raises(ValueError, match="per_token_loss of shape"):
-        error_of(CASES["sample_mean"], 1, 2, lambda rank, cp: make_hook("sample_mean", cp_rank=1 - rank, cp_size=cp))
+        error_of(CASES["sample_mean"], 1, 2, at_another_place)
 
 
 SQUARES = Sum(of=lambda samples: samples.mask_sums**2)
@@ -217,10 +243,11 @@ def test_a_mode_over_its_own_sums_by_way_of_folded_advantages() -> None:
     plain = losses * torch.tensor(advantages)[:, None]
     lengths = masks.double().sum(1, keepdim=True)
     expected = float((plain * masks * lengths).sum() / lengths.square().sum())
-    constant_1, of_slime, of_verl = make_hook("constant", divisor=1, cp_rank=0, cp_size=1), 0.0, 0.0
+    constant_1, of_slime, of_verl = make_hook("constant", divisor=1), 0.0, 0.0
     for part in (slice(0, 2), slice(2, 4)):
         weighted = losses[part] * folded[part]
-        reducer = constant_1([6, 6], [4, 4], list(masks[part]), False)
+        with at_place(0, 1):
+            reducer = constant_1([6, 6], [4, 4], list(masks[part]), False)
         of_slime += float(reducer(weighted.flatten() * size)) / size
         of_verl += float(verl.agg_loss(weighted, masks[part], "token-sum"))
     for found in (of_slime, of_verl):
@@ -239,9 +266,9 @@ def load_function(path: str) -> Any:
 
 
 def test_hooks_load_by_path_as_their_loaders_do() -> None:
-    for name, said in (("sample_mean", "sample_mean"), ("constant_40960", "constant, divisor 40960")):
+    for name, said in (("sample_mean", "sample_mean"), ("constant_40960", "constant 40960")):
         hook = load_function(f"megatron_rl_loss.frameworks.slime.{name}")
-        assert str(hook) == f"<slime and miles hook: {said}>"
+        assert str(hook) == said
         assert load_function(f"megatron_rl_loss.frameworks.slime.{name}") is hook  # they load it every micro-batch
 
 
@@ -255,7 +282,7 @@ def test_a_path_without_a_hook_names_the_way_out(name: str, way_out: str) -> Non
         load_function(f"megatron_rl_loss.frameworks.slime.{name}")
 
 
-SOUND: Any = {"mode": "sample_mean", "cp_rank": 1, "cp_size": 2}
+SOUND: Any = {"mode": "sample_mean"}
 test_make_hook_refuses = refusal_tests(
     refusals(
         make_hook,
@@ -264,8 +291,6 @@ test_make_hook_refuses = refusal_tests(
         ({"mode": "constant"}, "without a divisor", {"mode": "constant", "divisor": 8}),
         ({"mode": "constant", "divisor": 0}, "within 1e-30", {"mode": "constant", "divisor": 8}),
         (SOUND | {"divisor": 8}, "Drop the divisor", SOUND),
-        ({"mode": "sample_mean", "cp_rank": 0}, "both or neither", SOUND),
-        (SOUND | {"cp_rank": 2}, "0 <= cp_rank < cp_size", SOUND),
         ({"mode": BY_LENGTH}, "hook for by_length: .*constant_1", SOUND),
     )
 )
@@ -274,43 +299,31 @@ test_make_hook_refuses = refusal_tests(
 # --- what a hook refuses
 
 FULL = [MASKS[0], MASKS[0][:2]]
-COUNTS = {"step_tokens": 4.5, "num_samples": 2, "num_masked_samples": 0, "global_batch_size": 2}
+COUNTS = {"step_tokens": 4.5, "num_samples": 2, "num_rollouts": 2}
 
 
 def call(
     mode: str, masks: Any = MASKS, per_token: Any = False, *, totals: Any = (5, 4), responses: Any = (3, 2),
-    counts: dict[str, Any] | None = None, cp: int = 1, **options: Any,
+    counts: dict[str, Any] | None = None,
 ) -> Any:  # fmt: skip
-    told = None if counts is None else StepCounts(**counts)
-    hook = make_hook(mode, divisor=8.0 if mode == "constant" else None, cp_rank=0, cp_size=cp, step_counts=lambda: told)
-    return hook(list(totals), list(responses), masks, per_token, **options)
+    hook = make_hook(mode, divisor=8.0 if mode == "constant" else None)
+    with in_step(None if counts is None else StepCounts(**counts)), at_place(0, 1):
+        return hook(list(totals), list(responses), masks, per_token)
 
 
 CONSTANT, SAMPLE_MEAN, TOKEN_MEAN = ({"mode": mode} for mode in ("constant", "sample_mean", "token_mean"))
-COUNTED, PER_TOKEN = SAMPLE_MEAN | {"counts": COUNTS}, TOKEN_MEAN | {"per_token": True}
-FULL_STEP = PER_TOKEN | {"masks": FULL}
-ALONE, FRACTION = PER_TOKEN | {"counts": COUNTS}, [torch.ones(3), torch.tensor([0.5, 0])]
-OF_ROLLOUTS = SAMPLE_MEAN | {"rollout_mask_sums": [2.0, 4.0]}
+PER_TOKEN = TOKEN_MEAN | {"per_token": True}
+FULL_STEP, FRACTION = PER_TOKEN | {"masks": FULL}, [torch.ones(3), torch.tensor([0.5, 0])]
 test_refused = refusal_tests(
     {
         **refusals(
             call,
             (CONSTANT | {"per_token": True}, r"Drop --calculate-per-token-loss, or use .*token_mean", CONSTANT),
             (TOKEN_MEAN, "Add --calculate-per-token-loss", FULL_STEP),
-            (PER_TOKEN, r"sample 1 has 0 mask tokens.*rejection \(TIS\).*slime\.count_steps.*miles\.cou", FULL_STEP),
-            (
-                ALONE | {"masks": FRACTION},
-                r"sample 1 has 0\.5 mask tokens.*Use masks of 0 and 1",
-                ALONE | {"masks": FULL},
-            ),
-            (TOKEN_MEAN | {"counts": COUNTS | {"step_tokens": 1}}, "2 active tokens, and .*step_tokens are 1", COUNTED),
+            (PER_TOKEN, r"sample 1 has 0 mask tokens.*rejection \(TIS\).*slime\.count_steps", FULL_STEP),
+            (PER_TOKEN, r"sample 1 has 0 mask tokens", PER_TOKEN | {"counts": COUNTS}),
+            (PER_TOKEN | {"masks": FRACTION}, r"sample 1 has 0\.5 mask tokens", FULL_STEP),
             (SAMPLE_MEAN | {"counts": COUNTS | {"num_samples": 3}}, "Run without the hook", SAMPLE_MEAN),
-            (OF_ROLLOUTS | {"rollout_mask_sums": [2.0]}, "one a sample|one per sample", OF_ROLLOUTS),
-            (OF_ROLLOUTS | {"rollout_mask_sums": [1.0, 4.0]}, "all its samples' tokens", OF_ROLLOUTS),
-            *(
-                (TOKEN_MEAN | {"counts": COUNTS | {name: wrong}}, "finite number >= 0", COUNTED)
-                for name, wrong in (("num_samples", -1), ("global_batch_size", True), ("padded_length", -8))
-            ),
             (SAMPLE_MEAN | {"totals": [3, 4]}, "leave a prompt token", SAMPLE_MEAN),
         ),
         **refusals(  # slime's own reducer has denominators in the fourth place, miles's has the flag
@@ -335,12 +348,10 @@ def args(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.setattr(parallel_state, "model_parallel_is_initialized", lambda: True)
     monkeypatch.setattr(parallel_state, "get_context_parallel_world_size", lambda: 2)
     monkeypatch.setattr(parallel_state, "get_context_parallel_rank", lambda: 1)
+    monkeypatch.setattr(parallel_state, "get_data_parallel_rank", lambda with_context_parallel: 0)
+    monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_rank", lambda: 0)
     monkeypatch.setattr(global_vars, "_GLOBAL_ARGS", args)
     return args
-
-
-def begin(args: Any, step_id: int) -> None:
-    slime.begin_step(args, 7, step_id, None, None, None)
 
 
 def test_hooks_by_path_ask_megatron_for_the_cp_place_and_the_step(args: SimpleNamespace) -> None:
@@ -354,30 +365,36 @@ def test_hooks_by_path_ask_megatron_for_the_cp_place_and_the_step(args: SimpleNa
 
     assert_sums(8)
     args.qkv_format = "bshd"
-    with pytest.raises(ValueError, match=r"-init-path megatron_rl_loss\.frameworks\.miles\.count_steps"):
+    with pytest.raises(ValueError, match=r"-init-path megatron_rl_loss\.frameworks\.slime\.count_steps"):
         hook([8], [6], [mask], False)
-    args.megatron_rl_loss_steps = {(7, 0): COUNTS | {"padded_length": 12}}
-    begin(args, 0)
-    assert_sums(12)
+    with in_step(StepCounts(**COUNTS, padded_length=12)):
+        assert_sums(12)
 
 
-def test_a_step_that_was_not_counted_has_no_counts(args: SimpleNamespace) -> None:
-    args.megatron_rl_loss_steps = {(7, 0): COUNTS}
-    hook = make_hook("token_mean", cp_rank=0, cp_size=1)
+def test_the_first_call_says_what_is_active(
+    args: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Once, on one of the ranks that have a loss, which need not be the first of all."""
+    monkeypatch.setattr(replacing, "_ACTIVE", [])
+    constant = load_function("megatron_rl_loss.frameworks.slime.constant_8")
+    token_mean = load_function("megatron_rl_loss.frameworks.slime.token_mean")
+    for _ in range(2):
+        constant([5, 4], [3, 2], MASKS, False)
+    token_mean([5, 4], [3, 2], FULL, True)
+    lines = [
+        "slime: policy loss by constant 8; KL and entropy keep slime's own sample mean",
+        "slime: policy loss by token_mean; KL and entropy keep slime's own token mean",
+    ]
+    assert replacing.active() == lines
+    assert capsys.readouterr().out == "".join(f"megatron_rl_loss in {line}\n" for line in lines)
+    from megatron.core import parallel_state
 
-    def refused() -> None:
-        with pytest.raises(ValueError, match="count_steps"):
-            hook([5, 4], [3, 2], FULL, False)
-
-    refused()  # no step has begun
-    begin(args, 0)
-    hook([5, 4], [3, 2], FULL, False)
-    begin(args, 1)
-    refused()
-    begin(SimpleNamespace(), 0)  # nobody counts: no hook is told
-    refused()
+    monkeypatch.setattr(replacing, "_ACTIVE", [])
+    monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_rank", lambda: 1)
+    constant([5, 4], [3, 2], MASKS, False)
+    assert (replacing.active(), capsys.readouterr().out) == (lines[:1], "")
 
 
-def test_without_parallel_state_the_cp_place_must_be_given() -> None:
-    with pytest.raises(ValueError, match=r"make_hook\(\.\.\., cp_rank=\.\.\., cp_size=\.\.\.\)"):
+def test_a_hook_needs_megatrons_parallel_state() -> None:
+    with pytest.raises(ValueError, match="no parallel state in Megatron"):
         slime.sample_mean([5, 4], [3, 2], MASKS, False)

@@ -3,12 +3,14 @@
 It is given whole rows on every context-parallel rank, so nothing here depends on CP; its real engines: `real`.
 """
 
+import functools
 import importlib
 import inspect
 import itertools
 import sys
-from collections.abc import Callable
-from types import ModuleType
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import oracle
@@ -17,10 +19,8 @@ import torch
 from peer_steps import deal, random_batch
 from torch import Tensor
 
-from megatron_rl_loss import Mode, Sum
-from megatron_rl_loss.frameworks import verl
+from megatron_rl_loss.frameworks import replacing, verl
 from megatron_rl_loss.frameworks.verl import agg_loss
-from megatron_rl_loss.modes import table
 
 FACTOR = 5.5
 
@@ -139,15 +139,13 @@ def test_worked_by_hand(mode: str, value: float) -> None:
         ("seq-mean-token-sum", {"global_batch_size": 1, "mask": MASK * 0.25}, "this micro-batch alone has 2"),
         ("seq-mean-token-mean", {"global_batch_size": 1, "mask": MASK * 0.25}, "this micro-batch alone has 2"),
         ("token_mean", {}, "verl has no such setting. Did you mean token-mean"),
-        ("its_name", {}, "the mode its_name in verl.*token-sum"),
+        ("prompt_mean", {}, "verl has no such setting"),
         ("token-mean", {"dp_size": 0}, "dp_size is 0"),
         ("token-mean", {"mask": MASK[:, :2]}, r"loss_mask of shape \(2, 2\)"),
         ("token-mean", {"losses": LOSSES[0], "mask": MASK[0]}, r"both must be \[rows, response_length\]"),
     ],
 )
-def test_refused(mode: str, changes: dict[str, Any], text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    own = Mode(name="its_name", function=lambda step: step.sum("all"), sums={"all": Sum(of=len)})
-    monkeypatch.setattr(table, "_MODES", {**table._MODES, "its_name": own})
+def test_refused(mode: str, changes: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         call(mode, **changes)
 
@@ -180,57 +178,100 @@ LOSSES_MODULE, TRAINER = "verl.workers.utils.losses", "verl.trainer.ppo.ray_trai
 
 
 @pytest.fixture
-def core_algos(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """verl's module of that name, where others took `agg_loss` from by name."""
+def core_algos(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """verl's module of that name, where others took `agg_loss` from."""
     names = ["verl", "verl.trainer", "verl.trainer.ppo", "verl.trainer.ppo.core_algos", LOSSES_MODULE, TRAINER]
-    modules = [ModuleType(name) for name in names]
+    modules: list[Any] = [ModuleType(name) for name in names]
     for module in modules:
         monkeypatch.setitem(sys.modules, module.__name__, module)
-    for module in modules[3:]:
-        module.agg_loss = verls_own  # type: ignore[attr-defined]
-    modules[2].core_algos = modules[3]  # type: ignore[attr-defined]
-    modules[3].POLICY_LOSS_REGISTRY = {"vanilla": verls_own, "geo_mean": verls_own}  # type: ignore[attr-defined]
+    own = functools.partial(verls_own)  # which this module has not
+    modules[3].agg_loss = modules[4]._aggregate = modules[5].agg_loss = own
+    modules[2].core_algos = modules[3]
+    modules[3].get_policy_loss_fn = lambda name: f"verl's {name}"
+    modules[4].ppo_loss = lambda config, model_output: config.loss(modules[4]._aggregate)
+    modules[4].value_loss = lambda config, model_output: config.loss(modules[4]._aggregate)
     monkeypatch.delitem(sys.modules, "megatron_rl_loss.frameworks.verl_install", raising=False)
-    return modules[3]
+    monkeypatch.setattr(replacing, "_ACTIVE", [])
+    verl._replace.cache_clear()
+    yield modules[3]
+    verl._replace.cache_clear()
 
 
 def test_importing_the_installer_puts_ours_everywhere_but_into_trainers(
-    core_algos: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    core_algos: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("RANK", "0")
+    """Into a module that took it by another name too, and into one that took it meanwhile, by a second call."""
     defaults = [[one.default for one in inspect.signature(its).parameters.values()] for its in (verls_own, agg_loss)]
     assert defaults[0] == defaults[1]
-    with pytest.raises(ValueError, match=r"nothing of this package is active.*external_lib=megatron_rl_loss\.framewo"):
-        verl.check_installed()
+    losses, trainer, own = sys.modules[LOSSES_MODULE], sys.modules[TRAINER], core_algos.agg_loss
     importlib.import_module("megatron_rl_loss.frameworks.verl_install")
-    assert core_algos.agg_loss is sys.modules[LOSSES_MODULE].agg_loss is agg_loss
-    assert sys.modules[TRAINER].agg_loss is verls_own
-    installed = verl.check_installed()
-    # This module has ours by name too.
-    assert [name for name in installed.patched if name.startswith("verl.")] == [core_algos.__name__, LOSSES_MODULE]
-    said = capsys.readouterr().out
-    assert said == f"{installed}\n"
-    assert said.startswith("megatron_rl_loss aggregates verl's losses in ")
-    assert f"{core_algos.__name__}, {LOSSES_MODULE}; verl's own, for metrics, in {TRAINER}.\n" in said
+    assert core_algos.agg_loss is losses._aggregate
+    assert trainer.agg_loss is own
+    assert float(core_algos.agg_loss(LOSSES, MASK, "token-mean", **WHOLE)) == float(call())
+    line = f"{core_algos.__name__}.agg_loss, {core_algos.__name__}.get_policy_loss_fn, {LOSSES_MODULE}._aggregate, "
+    line = f"verl: {line}{LOSSES_MODULE}.ppo_loss, {LOSSES_MODULE}.value_loss"
+    assert replacing.active() == [line]
+    losses._aggregate = own  # type: ignore[attr-defined]
+    replaced = verl.install()
+    assert core_algos.agg_loss is losses._aggregate
+    assert capsys.readouterr().out == f"megatron_rl_loss in {line}\n"
+    replaced.undo()
+    assert core_algos.agg_loss is losses._aggregate is own
 
 
-def test_a_module_that_took_verls_later_is_seen_and_can_be_patched(core_algos: Any) -> None:
-    installed = verl.install()
-    sys.modules[LOSSES_MODULE].agg_loss = verls_own
-    with pytest.raises(ValueError, match=f"verl's own agg_loss in {LOSSES_MODULE}: .*Call install"):
-        verl.check_installed()
-    assert verl.install() == verl.check_installed() == installed
-
-
-def test_geo_mean_and_another_verl_are_refused(core_algos: Any) -> None:
-    """A verl without geo_mean can be patched."""
-    core_algos.agg_loss = older = lambda loss_mat, loss_mask, loss_agg_mode: loss_mat
-    with pytest.raises(ValueError, match=r"takes loss_mat, loss_mask, loss_agg_mode: .*Use verl 0.9.1, or 1dda039b"):
+def test_what_the_installer_refuses(core_algos: Any) -> None:
+    own, core_algos.agg_loss = core_algos.agg_loss, lambda loss_mat, loss_mask, loss_agg_mode: loss_mat
+    with pytest.raises(ValueError, match=r"agg_loss\(loss_mat, loss_mask, loss_agg_mode\): .*Use verl 0.9.1"):
         verl.install()
-    assert core_algos.agg_loss is older
-    core_algos.agg_loss = verls_own
+    core_algos.agg_loss = own
     verl.install()
-    with pytest.raises(ValueError, match="never calls agg_loss"):
-        core_algos.POLICY_LOSS_REGISTRY.pop("geo_mean")(None, None, None, None)
-    verl.install()
-    assert list(core_algos.POLICY_LOSS_REGISTRY) == ["vanilla"]
+    assert core_algos.get_policy_loss_fn("gspo") == "verl's gspo"
+    for name in ("geo_mean", "clip_cov", "kl_cov"):
+        with pytest.raises(ValueError, match=f"the policy loss {name}: it .*, so it depends on how the step is cut"):
+            core_algos.get_policy_loss_fn(name)
+
+    def of_terms(calls: int) -> Any:
+        return lambda aggregate: sum(aggregate(LOSSES, MASK, "token-mean", **WHOLE) for _ in range(calls))
+
+    losses: Any = sys.modules[LOSSES_MODULE]
+    for entropy, kl in itertools.product((None, LOSSES), (False, True)):
+        terms = 1 + (entropy is not None) + kl
+        config, output = SimpleNamespace(loss=of_terms(terms), use_kl_loss=kl), {"entropy": entropy}
+        assert float(losses.ppo_loss(config, output)) == pytest.approx(float(call()) * terms)
+        config.loss = of_terms(terms - 1)
+        with pytest.raises(ValueError, match=f"a loss of {terms} terms and {terms - 1} calls of agg_loss"):
+            losses.ppo_loss(config, output)
+    with pytest.raises(ValueError, match="a loss of 1 terms and 0 calls of agg_loss"):
+        losses.value_loss(SimpleNamespace(loss=of_terms(0)), {})
+
+
+@dataclass
+class EngineOfVerl:
+    """Of its Megatron engine: the count that it rounds down."""
+
+    dynamic: bool = False
+
+    def __post_init__(self) -> None:
+        self.engine_config = SimpleNamespace(dynamic_context_parallel=self.dynamic)
+
+    def _routed_num_tokens(self, data: Tensor) -> Tensor:
+        return torch.tensor(len(data))
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_context_parallel_ranks_share_out_every_token(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.core import parallel_state
+
+    monkeypatch.setattr(parallel_state, "get_context_parallel_world_size", lambda: size)
+    for tokens in range(9):
+        returned, shares = ("loss", torch.tensor(tokens // size, dtype=torch.int), "output"), []
+        for rank in range(size):
+            monkeypatch.setattr(parallel_state, "get_context_parallel_rank", lambda rank=rank: rank)
+            given = {"self": EngineOfVerl(), "data": torch.zeros(tokens)}
+            loss, share, output = verl._with_every_token(lambda returned=returned: returned, given)
+            assert (loss, share.dtype, output) == ("loss", torch.int32, "output")
+            shares.append(int(share))
+            given["self"] = EngineOfVerl(dynamic=True)
+            assert verl._with_every_token(lambda returned=returned: returned, given) == returned
+        assert sum(shares) == tokens
+    assert verl._with_every_token(lambda: ("loss", "output"), given) == ("loss", "output")

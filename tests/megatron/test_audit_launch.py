@@ -3,14 +3,17 @@
 import contextlib
 import io
 import json
+import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from example_run import DATA, MODEL, TRAINING, train
-from ranks import run_ranks
+from ranks import PYTHONPATH, environment, run_ranks
 from repository import EXAMPLES
 
 pytestmark = pytest.mark.slow
@@ -35,7 +38,7 @@ def audited(*words: str) -> tuple[int, str]:
 def test_a_script_on_two_ranks_is_what_its_flags_ask(tmp_path: Path) -> None:
     out, saved = tmp_path / "verdict.json", tmp_path / "saved"
     mode = ["--loss-aggregation", "constant", "--loss-aggregation-divisor", "400"]
-    words = ["--json", str(out), str(EXAMPLES / "pretrain_grpo.py"), *FLAGS, *CP, *mode]
+    words = ["--fail", "--json", str(out), str(EXAMPLES / "pretrain_grpo.py"), *FLAGS, *CP, *mode]
     (status, text), (other, _) = run_ranks(2, audited, *words, "--save", str(saved), "--save-interval", "1")
     assert status == other == 0, text[-3000:]
     assert re.search(r"^SOUND: constant", text, re.MULTILINE)
@@ -55,7 +58,7 @@ import torch
 import pretrain_grpo
 pretrain_grpo.LossAggregation.attached = lambda self: contextlib.nullcontext()  # stock: no look-ahead
 def forward_step(data_iterator, model):
-    pack = next(data_iterator)
+    pack = pretrain_grpo.pack = next(data_iterator)
     values = [getattr(pack, name)[None] for name in ("tokens", "position_ids", "labels")]
     params = pretrain_grpo.on_device(pack)
     output = model(values[0], values[1], attention_mask=None, labels=values[2], packed_seq_params=params)
@@ -72,7 +75,7 @@ TAP = """
 from megatron_rl_loss import tap
 untapped = per_token_loss
 def per_token_loss(losses, advantages):
-    return tap(untapped(losses, advantages))
+    return tap(untapped(losses, advantages), samples=pretrain_grpo.pack.samples)
 """
 PPO = """
 def per_token_loss(losses, advantages):
@@ -101,45 +104,45 @@ DIVIDED = "coefficient, 0.05, is divided out"
 # name: (script, the audit's options, the script's, exit status, what is printed)
 LAUNCHES: dict[str, tuple[str, list[str], list[str], int, list[str]]] = {
     "the second step": (
-        TERMS + MAIN, ["--expect", "sample_mean", "--step", "2"], SAMPLE_MEAN,
-        0, ["^Term pg:\nSOUND: sample_mean", "^Term kl:\nSOUND: token_mean", DIVIDED, "iteration +1/"],  # one trained
-    ),
-    "a term that is not what was expected": (
-        TERMS + MAIN, ["--term", "kl", "--expect", "sample_mean"], SAMPLE_MEAN,
-        1, ["^NOT SOUND: asked sample_mean", DIVIDED],
+        TERMS + MAIN, ["--fail", "--expect", "sample_mean", "--step", "2"], SAMPLE_MEAN,
+        0, ["iteration +1/", "^Term pg:\nSOUND: sample_mean", "^Term kl:\nSOUND: token_mean", DIVIDED],
     ),
     "one of two terms is not what was expected": (
-        TERMS + MAIN, ["--expect", "token_mean"], SAMPLE_MEAN,
+        TERMS + MAIN, ["--fail", "--expect", "token_mean"], SAMPLE_MEAN,
         1, ["^Term pg:\nNOT SOUND: asked token_mean", "^Term kl:\nSOUND: token_mean"],
     ),
-    "a misspelt term": (
-        TERMS + MAIN, ["--term", "kll"], SAMPLE_MEAN,
-        2, ["^NO VERDICT: --term 'kll': .*Did you mean kl\\? Choose one of pg, kl\\."],
+    "without --fail": (
+        "import pretrain_grpo\ntry:\n    pretrain_grpo.main()\nfinally:\n    print('left')",
+        ["--expect", "token_mean"], SAMPLE_MEAN, 0, ["^left\nNOT SOUND: asked token_mean"],
+    ),
+    "an audit that cannot begin": (
+        "from megatron_rl_loss.audit.megatron import audit\naudit.choose = None\n" + STOCK + MAIN, [], [],
+        0, ["^TypeError", "^NO VERDICT: The audit failed\\. TypeError"],
     ),
     "a term of coefficient 0": (
-        TERMS + "COEF = 0.0\n" + MAIN, [], SAMPLE_MEAN,
+        TERMS + "COEF = 0.0\n" + MAIN, ["--fail"], SAMPLE_MEAN,
         2, ["^Term pg:\nSOUND: sample_mean", "^Term kl:\nNO VERDICT: The term's coefficient is 0"],
     ),
     "a mode over labels": (
-        OWN_MODE + TERMS + MAIN, ["--term", "pg", "--expect", "by_label"], SAMPLE_MEAN,
-        2, ["^NO VERDICT: What by_label asks for cannot be made"],
+        OWN_MODE + TERMS + MAIN, ["--fail", "--expect", "by_label"], SAMPLE_MEAN,
+        2, ["^Term pg:\nNO VERDICT: What by_label asks for cannot be made"],
     ),
     "a mode that there is not": (
-        TERMS + MAIN, ["--expect", "sample_meen"], SAMPLE_MEAN, 2, ["^NO VERDICT: .*Did you mean sample_mean\\?"],
+        TERMS + MAIN, ["--expect", "sample_meen"], SAMPLE_MEAN, 0, ["^NO VERDICT: .*Did you mean sample_mean\\?"],
     ),
-    "PPO": (STOCK + PPO + TAP + MAIN, ["--expect", "token_mean"], PER_TOKEN, 0, ["^SOUND: token_mean"]),
+    "PPO": (STOCK + PPO + TAP + MAIN, ["--fail", "--expect", "token_mean"], PER_TOKEN, 0, ["^SOUND: token_mean"]),
     "PPO without a tap": (
-        STOCK + PPO + MAIN, ["--expect", "token_mean"], PER_TOKEN,
+        STOCK + PPO + MAIN, ["--fail", "--expect", "token_mean"], PER_TOKEN,
         2, [r"^NO VERDICT: Nothing was tapped\. Write per_token_loss = tap\(per_token_loss, samples=\.\.\.\)"],
     ),
-    "nothing trained": ("print('nothing')", [], [], 2, ["^NO VERDICT: The script ended"]),
-    "an end before the step": ("raise SystemExit(0)", [], [], 2, ["^NO VERDICT: The script ended"]),
-    "an error of the script": ("1 / 0", [], [], 2, ["^ZeroDivisionError", "^NO VERDICT: The script ended"]),
+    "nothing trained": ("print('nothing')", ["--fail"], [], 2, ["^nothing\nNO VERDICT: The script ended before"]),
+    "an end before the step": ("raise SystemExit(0)", [], [], 0, ["^NO VERDICT: The script ended before"]),
+    "an error of the script": ("1 / 0", [], [], 2, ["^ZeroDivisionError.*\nNO VERDICT: The script failed before"]),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", LAUNCHES)
-def test_the_exit_status_says_whether_it_is_what_was_expected(name: str, tmp_path: Path) -> None:
+def test_the_verdict_is_last_and_the_exit_status_is_that_of_fail(name: str, tmp_path: Path) -> None:
     code, options, flags, expected, says = LAUNCHES[name]
     script = tmp_path / "script.py"
     script.write_text(code)
@@ -147,6 +150,25 @@ def test_the_exit_status_says_whether_it_is_what_was_expected(name: str, tmp_pat
     assert status == expected, text[-3000:]
     for words in says:
         assert len(re.findall(words, text, re.MULTILINE)) == 1, text[-3000:]
+
+
+def test_the_script_imports_megatron_by_itself_and_nothing_is_hooked(tmp_path: Path) -> None:
+    """In a fresh process; the other tests find Megatron imported."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys\nassert sys.meta_path == sys.finders\nassert 'megatron.core' not in sys.modules\n"
+        "import audit_own_loop\naudit_own_loop.main()"
+    )
+    code = (
+        "import runpy, sys, torch\nsys.finders = list(sys.meta_path)\n"
+        f"sys.argv = ['', 'audit', '--expect', 'token_mean', {str(script)!r}, '--exact']\n"
+        "runpy.run_module('megatron_rl_loss', run_name='__main__')"
+    )
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    variables = os.environ | environment(1, store.port) | {"RANK": "0", "LOCAL_RANK": "0", "PYTHONPATH": PYTHONPATH}
+    ended = subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    assert ended.stdout.startswith("SOUND: token_mean")
 
 
 def own_loop(flags: list[str]) -> str:

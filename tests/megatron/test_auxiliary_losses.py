@@ -6,6 +6,8 @@ stock one must count the active tokens as they are. Expert parallelism takes one
 covered: sequence-wise and global balancing losses, virtual stages, grouped GEMM, other token dispatchers.
 """
 
+import functools
+import re
 from typing import Any
 
 import numpy as np
@@ -153,24 +155,25 @@ def test_the_comparison_sees_adapters_that_rescale_auxiliary_losses() -> None:
 # ---- an audit beside them: they change no token's weight
 
 
-def tapped(model: Any, batches: list[Batch]) -> None:
-    """Megatron's own 3-tuple."""
+def tapped(model: Any, batches: list[Batch], count: int | None = None) -> None:
+    """Megatron's own 3-tuple, or one with a count that is not the tokens'."""
 
     def loss_of(batch: Batch, losses: torch.Tensor) -> Any:
         losses = tap(batch.advantages * losses, samples=batch.samples)
-        return (losses * batch.mask).sum(), batch.mask.sum().int(), {}
+        num_tokens = batch.mask.sum() if count is None else torch.tensor(count)
+        return (losses * batch.mask).sum(), num_tokens.int(), {}
 
     run_step(model, batches, loss_of)
 
 
 def audited(model_name: str, layout: dict[str, int]) -> list[Any]:
-    """With per-token loss off and on: our sample mean, and the stock 3-tuple."""
+    """With per-token loss off and on: our sample mean, and the stock 3-tuple; then that one with another count."""
     from megatron_rl_loss import Audit
 
     found = []
     for per_token in (False, True):
         model = build(model_name, per_token, **layout)
-        for step in (ours, tapped):
+        for step in (ours, tapped, *[functools.partial(tapped, count=2)] * per_token):
             with Audit(model) as audit:
                 step(model, step_data(3, with_policy=True))
             found.append(audit.measured)
@@ -181,8 +184,12 @@ def audited(model_name: str, layout: dict[str, int]) -> list[Any]:
 def test_measured_weights_are_those_of_the_policy_loss(layout: str) -> None:
     """Formulas of the step's masks: the sample mean of our carriers, and Megatron's own 3-tuple."""
     world_size, sizes, model = LAYOUTS[layout]
-    first, *others = run_ranks(world_size, audited, model, sizes)
+    (*first, counts_2), *others = run_ranks(world_size, audited, model, sizes)
     assert not any(step for steps in others for step in steps)
+    weigh = counts_2.tokens.mask.sum() / (2 * 3 * counts_2.split.dp_size)
+    (note,) = counts_2.notes
+    assert re.match(rf"Auxiliary losses \(moe_aux_loss_coeff, .*\) weigh {weigh:.4g} times what they should", note)
+    assert not any(step.notes for step in first)
     assert not any(step.unknown for step in first), [step.unknown for step in first]
     tokens, split = first[0].tokens, first[0].split
     sums = np.bincount(tokens.rollout, tokens.mask, minlength=tokens.rollout.max() + 1)

@@ -40,7 +40,7 @@ from table_step import Batch, relative_error, table_model
 from torch import Tensor
 
 from megatron_rl_loss import Metric, Samples, Term, plan_step, segment_scan
-from megatron_rl_loss.audit.verdict import judge
+from megatron_rl_loss.audit.judge import judge
 from megatron_rl_loss.losses.sequence import gspo_loss
 from megatron_rl_loss.step.collectives import StepGroups
 from megatron_rl_loss.step.totals import count_step

@@ -11,7 +11,6 @@ import torch
 from refusals import Call, Refusal, refusal_tests
 
 from megatron_rl_loss import StepTotals, add_loss_aggregation_args, make_pg_loss_reducer, register_pg_loss_reducer
-from megatron_rl_loss.audit.launch import samples_of
 from megatron_rl_loss.megatron.flags import AggregationSettings, check_command_line, validate_loss_aggregation_args
 from megatron_rl_loss.modes import table
 
@@ -122,11 +121,6 @@ def flags(line: str, **changes: Any) -> Call:
     return lambda: validated(*line.split(), **changes)
 
 
-def describing(path: str) -> Call:
-    """What ``audit --samples-of`` does with it."""
-    return lambda: samples_of(Namespace(samples_of=path))
-
-
 def custom(path: str) -> Call:
     return flags(f"--custom-pg-loss-reducer-function-path {path}")
 
@@ -146,18 +140,6 @@ REFUSALS: dict[str, Refusal] = {
         flags(f"--calculate-per-token-loss {PATH} --loss-aggregation-with-per-token-loss"),
     ),
     "path without a function": (custom(f"{MODULE}:"), ValueError, "Write pkg.mod.fn or pkg.mod:fn", PLAIN),
-    "no such module for --samples-of": (
-        describing("no.such:fn"),
-        ValueError,
-        "--samples-of 'no.such:fn': it does not load",
-        describing(f"{MODULE}:plain_sum"),
-    ),
-    "no function for --samples-of": (
-        describing(f"{MODULE}:number"),
-        TypeError,
-        "it must be a function of a batch",
-        describing(f"{MODULE}:plain_sum"),
-    ),
 }
 
 

@@ -11,7 +11,7 @@ from named import Named
 from published import BUGS, WHERE, WITHOUT_WEIGHTS, Bug, exact
 from repository import ROOT
 
-from megatron_rl_loss.audit.verdict import judge
+from megatron_rl_loss.audit.judge import judge
 from megatron_rl_loss.modes.names import resolve
 
 STEPS = 3

@@ -22,7 +22,7 @@ from repository import EXAMPLES, ROOT
 import megatron_rl_loss
 from megatron_rl_loss import Microbatch, Samples, add_loss_aggregation_args
 from megatron_rl_loss.__main__ import copy_example, example_names
-from megatron_rl_loss.audit.verdict import TOLERANCES
+from megatron_rl_loss.audit.judge import TOLERANCES
 from megatron_rl_loss.modes import names as mode_names
 from megatron_rl_loss.modes import table as modes
 from megatron_rl_loss.modes.names import resolve

@@ -47,6 +47,7 @@ def train(
     from megatron.core.pipeline_parallel import schedules
     from megatron.training import training
 
+    before = dict(vars(schedules))
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         if plugin is not None:
             importlib.import_module(plugin)
@@ -74,11 +75,5 @@ def train(
                 finalizer.run_pending_grad_sync()
             assert ready.optimizer.step()[0]
     parameters = [parameter for chunk in ready.chunks for parameter in chunk.parameters()]
-    functions = (
-        training.get_forward_backward_func,
-        schedules.get_forward_backward_func,
-        schedules.forward_step_calc_loss,
-    )
-    clean = not any(hasattr(function, "__wrapped__") for function in functions)
-    clean &= not any(parameter._backward_hooks for parameter in parameters)
+    clean = vars(schedules) == before and not any(parameter._backward_hooks for parameter in parameters)
     return [parameter.detach().float().numpy().copy() for parameter in parameters], printed.getvalue(), clean

@@ -19,9 +19,9 @@ from counted_steps import Step, measured, ragged
 from published import exact, own_mean, own_piece
 
 from megatron_rl_loss import check_loss
+from megatron_rl_loss.audit.judge import judge
 from megatron_rl_loss.audit.simulation import LossCall
 from megatron_rl_loss.audit.tokens import MeasuredStep
-from megatron_rl_loss.audit.verdict import judge
 from megatron_rl_loss.modes.names import resolve
 
 PAGE = ROOT / "docs" / "audit.md"

@@ -19,6 +19,8 @@ from gpt_steps import output_of, prepared, run_batches, settings_of, start_layou
 from tiny_gpt import Batch, Case, Layout, Ready, dealt, fully_masked
 from torch import Tensor
 
+from megatron_rl_loss import Samples, tap
+
 OURS = ("ours", "several terms")
 #: Of "several terms": mode (None: the policy loss's), coefficient and mask of each.
 TERMS: dict[str, tuple[str | None, float, str | None]] = {
@@ -47,7 +49,7 @@ class Ask(NamedTuple):
 
     Attributes:
         loss: a key of `STOCK`; "ours", which is `microbatch.loss`; or "several terms", its `TERMS`.
-        how: "tap", "output" (nothing tapped, A = 1 and ratio 1) or "alone" (not audited).
+        how: "tap", "alone" (not audited), or a key of `TAPS` or `DESCRIBED`, for losses of `STOCK`.
         mutation: a key of `MUTATIONS`: what breaks the one factor; "" is nothing.
     """
 
@@ -79,7 +81,7 @@ class Outcome(NamedTuple):
 
 
 def run_ask(layout: Layout, ask: Ask, rollouts: list[Rollout]) -> Outcome:
-    from megatron_rl_loss import Audit, LossAggregation, Term, tap
+    from megatron_rl_loss import Audit, LossAggregation, Term
     from megatron_rl_loss.audit.megatron.reports import shown
 
     ready, batches = prepared(layout, ask.case, rollouts, "packed")
@@ -91,8 +93,7 @@ def run_ask(layout: Layout, ask: Ask, rollouts: list[Rollout]) -> Outcome:
         batch: Batch = taken.data if ask.loss in OURS else taken
 
         def loss_func(negative_log_probs: Tensor) -> Any:
-            # With a factor of its own, unless the model's output is all that an audit sees.
-            losses = negative_log_probs * (1 if ask.how == "output" else 1.5 + batch.advantages)
+            losses = negative_log_probs * (1.5 + batch.advantages)  # a factor of its own
             if ask.loss == "ours":
                 return taken.loss(losses)
             if ask.loss == "several terms":
@@ -101,8 +102,7 @@ def run_ask(layout: Layout, ask: Ask, rollouts: list[Rollout]) -> Outcome:
                     for k, (name, (mode, coef, mask)) in enumerate(TERMS.items())
                 })  # fmt: skip
             full_count = sum(int((mask != 0).sum()) for mask in batch.samples.loss_masks)
-            if ask.how == "tap":
-                tap(losses)
+            losses = TAPS.get(ask.how, TAPS["tap"])[0](losses, batch)
             return STOCK[ask.loss](losses, batch.mask, full_count=full_count)
 
         return output_of(model, batch), loss_func
@@ -114,7 +114,7 @@ def run_ask(layout: Layout, ask: Ask, rollouts: list[Rollout]) -> Outcome:
         describe = functools.partial(Batch.described, correct=correct_masks)
         wrap = LossAggregation(settings_of(ask.case), describe, **declared).wrap_schedule
     else:
-        samples_of = operator.attrgetter("samples")
+        samples_of = DESCRIBED.get(ask.how, (operator.attrgetter("samples"), ""))[0]
     step = functools.partial(run_batches, layout, ready, forward_step, batches, wrap)
     steps, expected, deviation = {}, {}, None
     if ask.how == "alone":
@@ -138,6 +138,42 @@ def run_steps(layout: Layout, asks: list[Ask], rollouts: dict[Any, list[Rollout]
     start_layout(layout)
     return [run_ask(layout, ask, rollouts[ask.case.shape(layout)]) for ask in asks]
 
+
+# ---- taps that are missing, or say more
+
+
+def tapped_with_ids(losses: Tensor, batch: Batch, ids: Tensor) -> Tensor:
+    rows = [torch.tensor(one.tokens) for one in batch._rollouts]
+    masks, layout = batch.samples.loss_masks, batch.samples.layout
+    return tap(losses, samples=Samples(masks, layout=layout, tokens=batch.samples.in_buffer(rows)), tokens=ids)
+
+
+def tapped_terms(losses: Tensor, batch: Batch) -> Tensor:
+    """Of one coefficient the audit is told."""
+    policy, kl, entropy = (losses.view_as(losses) for _ in range(3))
+    return tap(policy) + 0.5 * tap(kl, "kl", coef=0.5) - 0.25 * tap(entropy, "entropy")
+
+
+#: What is tapped, and what the audit then says.
+TAPS: dict[str, tuple[Callable[[Tensor, Batch], Tensor], str]] = {
+    "tap": (lambda losses, batch: tap(losses), ""),
+    "terms": (tapped_terms, ""),
+    "ids": (lambda losses, batch: tapped_with_ids(losses, batch, batch.tokens), ""),
+    "other ids": (
+        lambda losses, batch: tapped_with_ids(losses, batch, batch.tokens + (batch.positions == 1)),
+        "The layout or the batch given is not the model's",
+    ),
+    "half": (
+        lambda losses, batch: tap(losses[:, ::2]).repeat_interleave(2, 1),
+        "by its samples and layout a rank holds",
+    ),
+    "no tap": (lambda losses, batch: losses, "Nothing was tapped"),
+}
+#: What describes a batch, and what the audit then says.
+DESCRIBED: dict[str, tuple[Any, str]] = {
+    "nothing": (None, "The masks are not known. Give samples_of"),
+    "an error": (operator.attrgetter("masks"), "The masks are not known. samples_of failed: AttributeError"),
+}
 
 # ---- what breaks the one factor
 

@@ -12,8 +12,9 @@ from counted_steps import Step, measured
 from published import Bug
 
 from megatron_rl_loss.audit.causes import Cause, Fits, fits
+from megatron_rl_loss.audit.judge import expected_weights, judge, ratios_of
 from megatron_rl_loss.audit.misplaced import take_off, without_copies
-from megatron_rl_loss.audit.verdict import Verdict, expected_weights, judge, ratios_of
+from megatron_rl_loss.audit.verdict import Verdict
 from megatron_rl_loss.modes.names import resolve
 
 CLOSE = 2e-5  # of float32 weights

@@ -50,14 +50,13 @@ def compute_in_float32() -> None:
 
 
 def case(
-    peer: str, mode: str, hook: str | None, steps: list[MakeStep], *, counted: bool = False, **flags: Any
-) -> dict[str, Any]:
-    """A launch with a hook of ours; without, with their own reducer."""
+    peer: str, mode: str, hook: str | None, steps: list[MakeStep], *, counted: bool = False, mended: bool = False,
+    **flags: Any,
+) -> dict[str, Any]:  # fmt: skip
+    """A launch with a hook of ours; without, with their own reducer. `mended`: of a peer without phantom tokens."""
     flags["custom_pg_loss_reducer_function_path"] = hook and f"{OURS}.slime.{hook}"
-    if counted and peer == "slime":
-        flags["custom_megatron_before_train_step_hook_path"] = f"{OURS}.slime.begin_step"
-    elif counted:
-        flags["custom_megatron_init_path"] = f"{OURS}.miles.count_steps"
+    if counted:
+        flags["custom_megatron_init_path"] = f"{OURS}.slime.count_steps"
     padded = 24 if flags.get("qkv_format") == "bshd" else None
     divisor = 40.0 if mode == "constant" else None
-    return {"mode": mode, "divisor": divisor, "flags": flags, "steps": steps, "padded": padded}
+    return {"mode": mode, "divisor": divisor, "flags": flags, "steps": steps, "padded": padded, "mended": mended}

@@ -105,7 +105,7 @@ def main(root: str, cp: int, cases: list[dict[str, Any]]) -> None:
     from megatron.training import global_vars, training
 
     from megatron_rl_loss import Audit
-    from megatron_rl_loss.audit.launch import samples_of_known_batch
+    from megatron_rl_loss.frameworks.megatron_rl import samples_of
 
     modules = load(MEGATRON_LM, root, "megatron.rl.rl_utils", "train_rl", "train_rl_with_loss_aggregation")
     rl_utils, train_rl, example = modules
@@ -133,7 +133,7 @@ def main(root: str, cp: int, cases: list[dict[str, Any]]) -> None:
             model = logit_table.logit_model(step.table, per_token=args.calculate_per_token_loss)
             model.module.pg_collection = groups()
             batches = batches_of(step, args.rl_use_sequence_packing)
-            with Audit(model, samples_of=samples_of_known_batch) as audit:
+            with Audit(model, samples_of=samples_of) as audit:
                 reports = training.get_forward_backward_func()(
                     forward_step_func=forward_step,
                     data_iterator=audit.watch(iter(batches)),
@@ -143,8 +143,6 @@ def main(root: str, cp: int, cases: list[dict[str, Any]]) -> None:
                     micro_batch_size=1,
                 )
             found["audit"] = audit.measured
-            found["microbatches"] = [0] * parallel_state.get_data_parallel_world_size()
-            dist.all_gather_object(found["microbatches"], len(batches), group=parallel_state.get_data_parallel_group())
             found["stock"] = forward_step is train_rl.forward_step
             found["lm loss"] = reduced([report["lm loss"] for report in reports])
             found["gradient"] = model.module.losses.main_grad.double()
@@ -161,28 +159,22 @@ def main(root: str, cp: int, cases: list[dict[str, Any]]) -> None:
             in_value = abs(found["lm loss"] - value) / scale
             result = {"stock": found["stock"], "error": max(in_gradient, in_value)}
             if found["audit"] is not None:
-                result |= audited(found["audit"], found["microbatches"], case, found["stock"])
+                result |= audited(found["audit"], case, found["stock"])
         if dist.get_rank() == 0:
             print("RESULT " + json.dumps(result), flush=True)
 
 
-def audited(measured: Any, microbatches: list[int], case: dict[str, Any], stock: bool) -> dict[str, Any]:
-    """What an audit of the step said, and its worst error: of stock against a mean over bins of their token means."""
-    tokens = measured.tokens
-    mask, rank = tokens.mask, tokens.dp_rank
-
-    def of_group(group: Any) -> Any:
-        return np.bincount(group, mask)[group].clip(1)
-
+def audited(measured: Any, case: dict[str, Any], stock: bool) -> dict[str, Any]:
+    """The worst error of the audited weights, of a loss that is tapped, and what the audit said."""
     if stock:
-        bins = rank * 1000 + tokens.microbatch
-        expected = mask / of_group(bins) / np.array(microbatches)[rank] / len(microbatches)
-    else:
-        active = len(set(tokens.sample[mask > 0].tolist()))
-        size = {"sample_mean": of_group(tokens.sample), "token_mean": mask.sum() / active, "constant": case["divisor"]}
-        expected = mask / size[case["mode"]] / active
+        return {"unknown": measured.unknown}
+    tokens, mask = measured.tokens, measured.tokens.mask
+    active = len(set(tokens.sample[mask > 0].tolist()))
+    of_sample = np.bincount(tokens.sample, mask)[tokens.sample].clip(1)
+    size = {"sample_mean": of_sample, "token_mean": mask.sum() / active, "constant": case["divisor"]}
+    expected = mask / size[case["mode"]] / active
     off = np.abs(measured.weights - expected).max() / expected.max()
-    return {"audit_error": float(off), "notes": measured.notes, "unknown": measured.unknown}
+    return {"audit_error": float(off), "notes": measured.notes}
 
 
 def partitioned(cu_seqlens: torch.Tensor, total: int, size: int, rank: int) -> torch.Tensor:

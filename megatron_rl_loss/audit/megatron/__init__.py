@@ -1,7 +1,4 @@
-"""The weight of every token in a step of Megatron, measured as the step runs.
-
-For launches: `Audit` around a step, or `python -m megatron_rl_loss audit` around a script.
-"""
+"""The weight of every token in a step of Megatron, measured as the step runs: `Audit` around the schedule's call."""
 
 from megatron_rl_loss import refuse_names
 

@@ -1,151 +1,134 @@
-"""What each rank has to say of a measured step, and what all of them together make of it."""
+"""The report of each rank on a measured step, and the `MeasuredStep` of each term that all of them make."""
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
 
-from megatron_rl_loss.audit.assembly import Part, measured_step
+from megatron_rl_loss.audit.assembly import Part, Rows, measured_step
 from megatron_rl_loss.audit.megatron.anchor import Factor
 from megatron_rl_loss.audit.tokens import MeasuredStep, Split
 from megatron_rl_loss.modes.names import Aggregation
-from megatron_rl_loss.reduction.taps import DeclaredTerm
+from megatron_rl_loss.reduction.taps import TappedLosses
+from megatron_rl_loss.step.samples import Samples
 
-_ROUNDING = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-18}
-#: The term that is measured where nothing was tapped: what the model returned to the loss function.
-OUTPUT = "output"
 NO_TAP = (
     "Nothing was tapped. Write per_token_loss = tap(per_token_loss, samples=...) in the loss function, before masks "
-    "and means (from megatron_rl_loss import tap). Without it only the derivative by the model's output is "
-    "seen: under PPO that is the weight times advantage and ratio, and 0 for clipped tokens."
+    "and means (from megatron_rl_loss import tap)."
 )
+DYNAMIC_CP = "Context-parallel groups change: a DP rank is a group's first, a micro-batch its size and turn."
 
 
 @dataclass
 class Report:
-    """What a rank has to say of a step; sent to the first rank."""
+    """The report of one rank; sent to the first rank."""
 
     stage: int
-    factors: list[Factor] = field(default_factory=list)
-    loss_scale: float = 1.0
-    num_microbatches: int = 0
+    factors: list[Factor]  # of each model chunk that has one
+    unknown: list[str]
+    num_microbatches: int = 0  # whose loss this rank computed; 0 on ranks that add no tokens
     terms: dict[str, list[Part]] = field(default_factory=dict)
-    unknown: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    loss_dtypes: list[str] = field(default_factory=list)
-    auxiliary: dict[str, list[float]] = field(default_factory=dict)  # scales of each micro-batch, by setting
+    dtypes: set[str] = field(default_factory=set)  # of the losses
+    tokens_compared: int = 0  # ids of the model beside those of the samples
+    tokens_that_differ: int = 0
+
+    def add(self, term: str, tapped: TappedLosses | None, samples: Samples, cp_size: int, **place: int) -> None:
+        """Add a term's tokens of a micro-batch; `tapped` is None where it was not tapped there.
+
+        A term may have a mask of its own, over the same tokens as the others.
+        """
+        local = samples.local(place["cp_rank"], cp_size)
+        losses = tapped or TappedLosses((0,), torch.float32)
+        own = samples if losses.samples is None else losses.samples
+        self.dtypes |= {str(losses.dtype).removeprefix("torch.")} if tapped else set()
+        sizes = {one.numel() for one in (losses.tokens, *losses.log_probs) if one is not None}
+        if tapped and (sizes | {math.prod(losses.shape)}) != {len(local)}:
+            self.unknown.append(
+                f"{term!r} was tapped with losses of shape {losses.shape} and values {sorted(sizes)}: by its "
+                f"samples and layout a rank holds {len(local)} tokens of micro-batch {place['microbatch']}. Tap one loss "
+                "per token, in the layout's order, or correct the layout."
+            )
+            return
+        if losses.tokens is not None and own.tokens is not None:
+            cut = local.of(torch.as_tensor(own.tokens, device=losses.tokens.device).reshape(-1))
+            self.tokens_compared += len(local)
+            self.tokens_that_differ += int((cut != losses.tokens).sum())
+        facts: dict[str, Any] = {} if losses.coef is None else {"coefficient": float(losses.coef)}
+        facts |= {} if losses.aggregation is None else {"expected": shown(losses.aggregation)}
+        part = Part(
+            **place,
+            rows=None if place["cp_rank"] else Rows.of(own.local(0, cp_size)),
+            positions=local.positions,
+            gradients=np.zeros(len(local)) if losses.gradient is None else losses.gradient.cpu().numpy(),
+            reached=losses.gradient is not None,
+            declared=facts or None,
+            log_probs=np.stack([one.cpu() for one in losses.log_probs]) if losses.log_probs else None,
+        )
+        self.terms.setdefault(term, []).append(part)
 
 
-def assembled(reports: Sequence[Report], split: Split) -> dict[str, MeasuredStep]:
-    """What all ranks said, by term."""
-    factor, problems, notes = _agreed(reports)
-    unknown = [*(text for report in reports for text in report.unknown), *problems]
-    notes = [*(note for report in reports for note in report.notes), *notes]
-    reporting = [report for report in reports if report.num_microbatches]
-    dtypes = reporting[0].loss_dtypes if reporting else []
-    facts: dict[str, Any] = {"loss_dtypes": dtypes} if dtypes else {}
-    scale = reporting[0].loss_scale if reporting else 1.0
-    if factor is not None:
-        facts |= {
-            "factor": factor.value,
-            "anchor": factor.name,
-            "residual": factor.residual,
-            "residual_by_rounding": factor.rounding,
-            "uncertainty": factor.uncertainty,
-            "loss_scale": scale,
-        }
-    facts["rounding"] = _coarsest(dtypes, facts.get("uncertainty", 0.0))
-    value = 1.0 if factor is None or unknown else factor.value / scale
-    if unknown:
-        notes.append("Weights are up to one factor that is not known.")
-    elif len(reporting) < split.dp_size * split.cp_size:
-        unknown.append("Some ranks of the last pipeline stage computed no loss.")
+def assembled(
+    reports: Sequence[Report], groups: ProcessGroupCollection, config: Any, loss_scale: float, *, dynamic_cp: bool
+) -> dict[str, MeasuredStep]:
+    """The measured steps, by term."""
+    factors = sorted(((one.stage, factor) for one in reports for factor in one.factors), key=lambda one: one[0])
+    stage, factor = factors[-1] if factors else (0, Factor())
     parts: dict[str, list[Part]] = {}
     for report in reports:
         for term, of_term in report.terms.items():
             parts.setdefault(term, []).extend(of_term)
+    unknown = ([] if parts else [NO_TAP]) + [text for report in reports for text in report.unknown]
+    for other_stage, other in factors:
+        if abs(other.value / factor.value - 1) > other.rounding + factor.rounding:
+            unknown.append(
+                f"Gradients of {other.name} on pipeline stage {other_stage} are multiplied by {other.value:.6g}, those "
+                f"of {factor.name} on stage {stage} by {factor.value:.6g}: no weight holds for all parameters."
+            )
+    compared = sum(report.tokens_compared for report in reports)
+    if differ := sum(report.tokens_that_differ for report in reports):
+        unknown.append(f"The layout or the batch given is not the model's: {differ} of {compared} tokens differ.")
+    if sum(one.num_microbatches > 0 for one in reports) < groups.dp_cp.size():
+        unknown.append("Some ranks of the last pipeline stage computed no loss.")
+    sizes = {f"{name}_size": getattr(groups, name).size() for name in ("dp", "cp", "tp", "pp")}
+    sizes |= {"dp_size": groups.dp_cp.size(), "cp_size": 1} if dynamic_cp else {}
+    number, per_token = max(one.num_microbatches for one in reports), bool(config.calculate_per_token_loss)
+    split = Split(num_microbatches=number, per_token=per_token, **sizes)
+    terms = [term for term, of_term in parts.items() if any(one.reached for one in of_term)] or [*parts] or ["pg"]
+    policy = "pg" if "pg" in terms else terms[0]
+    notes = [DYNAMIC_CP] * dynamic_cp
+    # An auxiliary loss goes through no loss function: on average over ranks, or tokens, it weighs 1.
+    masks = [part.rows.mask for part in parts.get(policy, []) if part.rows is not None]
+    weight = factor.value * (sum(map(np.count_nonzero, masks)) if per_token else groups.dp_cp.size())
+    moe = ("moe_aux_loss_coeff", "moe_z_loss_coeff") if config.num_moe_experts else ()
+    auxiliary = [name for name in (*moe, "mtp_num_layers") if np.any(getattr(config, name, None) or 0)]
+    if auxiliary and abs(weight - 1) > 1e-3 + factor.rounding:
+        says = f"weigh {weight:.4g} times what they should: the factor at the step's end scales them too."
+        notes.append(f"Auxiliary losses ({', '.join(auxiliary)}) {says}")
+    dtypes = {dtype for report in reports for dtype in report.dtypes}
+    facts = {"factor": factor.value, "anchor": factor.name, "loss_scale": loss_scale, "tokens_compared": compared}
+    facts["rounding"] = _rounding(dtypes, factor.uncertainty)
     described = {one.place for of_term in parts.values() for one in of_term if one.rows is not None}
-    if factor is not None and not unknown:
-        by_setting = _auxiliary(reporting, parts, value, split)
-        facts |= {"auxiliary": by_setting} if by_setting else {}
-        for name, (low, high) in by_setting.items():
-            if max(abs(low - 1), abs(high - 1)) > _ROUNDING[facts["rounding"]]:
-                weigh = f"{low:.4g}" if high - low < 1e-5 * high else f"{low:.4g} to {high:.4g}"
-                notes.append(f"Of {name} the auxiliary loss weighs {weigh} times what it should.")
     steps = {}
-    for term in [term for term, of_term in parts.items() if any(one.reached for one in of_term)] or [*parts] or ["pg"]:
+    for term in terms:
         of_term = [part for part in parts.get(term, []) if part.place in described]
         told = [part.declared for part in of_term if part.declared is not None]
-        steps[term] = measured_step(
-            of_term,
-            value,
-            split,
-            unknown=tuple(dict.fromkeys([*[NO_TAP] * (term == OUTPUT), *unknown])),
-            notes=tuple(dict.fromkeys(notes)),
-            facts=facts | (told[0] if told and all(one == told[0] for one in told) else {}),
-        )
+        own = told[0] if told and all(one == told[0] for one in told) else {"undeclared_term": term != policy}
+        said = {"unknown": tuple(dict.fromkeys(unknown)), "notes": tuple(notes), "facts": facts | own}
+        steps[term] = measured_step(of_term, 1.0 if unknown else factor.value / loss_scale, split, **said)
     return steps
 
 
-def _auxiliary(
-    reports: Sequence[Report], parts: Mapping[str, Sequence[Part]], factor: float, split: Split
-) -> dict[str, tuple[float, float]]:
-    """What auxiliary losses weigh of what they should, lowest and highest, by the setting that turns them on.
-
-    With per-token loss they should be divided by the active tokens of the step, as each micro-batch's was multiplied by
-    its own; else averaged over micro-batches and ranks, as in one call of Megatron's schedule.
-    """
-    of_policy = parts.get("pg", next(iter(parts.values()), []))
-    tokens = sum(int(np.count_nonzero(part.rows.mask)) for part in of_policy if part.rows is not None)
-    denominator = tokens if split.per_token else split.dp_size * split.cp_size
-    by_setting: dict[str, list[float]] = {}
-    for report in reports:
-        for name, scales in report.auxiliary.items():
-            by_setting.setdefault(name, []).extend(scale * factor * denominator for scale in scales)
-    return {name: (min(values), max(values)) for name, values in by_setting.items()}
-
-
 def shown(aggregation: Aggregation) -> dict[str, Any]:
-    """What can be sent of it, and be written as JSON; a mode of the user's own is a name."""
+    """The aggregation as plain data; a mode of the user's own is a name."""
     return {"mode": aggregation.mode.name, "divisor": aggregation.divisor, "units": aggregation.units}
 
 
-def declared(term: DeclaredTerm) -> dict[str, Any]:
-    """The same of a term's own aggregation and coefficient, as facts."""
-    return {"expected": shown(term.aggregation), "coefficient": float(term.coef)}
-
-
-def _coarsest(dtypes: Sequence[str], uncertainty: float) -> str:
-    """The floating-point type whose rounding the weights have: of the losses, or of the factor if that is coarser."""
-    coarser = {"bfloat16": 2.0**-11, "float16": 2.0**-18, "float32": -1.0}  # where the factor is as uncertain as this
-    return next(name for name, least in coarser.items() if name in dtypes or not uncertainty <= least)
-
-
-def _agreed(reports: Sequence[Report]) -> tuple[Factor | None, list[str], list[str]]:
-    """The factor of the stage that computes the loss, what is wrong with it, and what to know of the others."""
-    last = max(report.stage for report in reports)
-    factors = [(report.stage, factor) for report in reports for factor in report.factors]
-    of_loss = [factor for stage, factor in factors if stage == last]
-    if not of_loss:
-        return None, [], []
-    sound = [factor for factor in of_loss if not factor.problem]
-    if not sound:
-        return of_loss[-1], [unreadable(of_loss[-1].problem)], []
-    reference = sound[-1]
-    problems, notes = [], []
-    for stage, factor in factors:
-        if factor.problem and factor.residual > factor.rounding:
-            problems.append(unreadable(factor.problem))
-        elif factor.problem:
-            notes.append(f"Of pipeline stage {stage} no factor could be read: {factor.problem}.")
-        elif abs(factor.value / reference.value - 1) > factor.rounding + reference.rounding:
-            problems.append(
-                f"Gradients of {factor.name} on pipeline stage {stage} are multiplied by {factor.value:.6g}, those of "
-                f"{reference.name} on stage {last} by {reference.value:.6g}: no weight holds for all parameters."
-            )
-    return reference, problems, notes
-
-
-def unreadable(why: str) -> str:
-    return f"The factor of gradients cannot be read: {why}."
+def _rounding(dtypes: set[str], uncertainty: float) -> str:
+    """The type whose rounding the weights have: that of the losses, or of gradients if the factor is as uncertain."""
+    if "bfloat16" in dtypes or not uncertainty <= 2.0**-11:
+        return "bfloat16"
+    return "float16" if "float16" in dtypes or not uncertainty <= 2.0**-18 else "float32"

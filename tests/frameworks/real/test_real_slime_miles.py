@@ -6,7 +6,10 @@ Replaced: Megatron's fused cross entropy, whose backward rounds to bfloat16, by 
 """
 
 import importlib
+import inspect
+import json
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +23,7 @@ from ranks import RankError, run_ranks
 from slime_launches import TOLERANCE, MakeStep, arguments, case, compute_in_float32, with_steps
 
 from megatron_rl_loss import Samples, ZigzagResponse, plan_step
+from megatron_rl_loss.frameworks import replacing, step_counts
 
 PEERS = {"slime": SLIME, "miles": MILES}
 
@@ -32,14 +36,19 @@ def train(peer: str, root: str, cp: int, cases: list[dict[str, Any]]) -> list[li
     from megatron.training import global_vars
     from table_step import start
 
-    from megatron_rl_loss.audit.megatron.audit import audited
+    from megatron_rl_loss import Audit
+
+    def audited(**options: Any) -> Any:
+        with Audit(options["model"], then=lambda _: measured.append(audit.measured)) as audit:
+            return get_schedule()(**options)
 
     state = start(cp=cp)
     setup = (setup_slime if peer == "slime" else setup_miles)(root)
     model_module, measured = setup.model, []
-    own_train_one_step, get_schedule = model_module.train_one_step, model_module.get_forward_backward_func
+    get_schedule, own_loss_function = model_module.get_forward_backward_func, model_module.loss_function
+    load_function = importlib.import_module(f"{peer}.utils.misc").load_function
     if peer == "slime":
-        model_module.get_forward_backward_func = lambda: audited(get_schedule(), measured.append)
+        model_module.get_forward_backward_func = lambda: audited
     found = []
     cases = list(map(with_steps, cases))
     every_step = [step for one in cases for step in one["steps"]]
@@ -49,7 +58,10 @@ def train(peer: str, root: str, cp: int, cases: list[dict[str, Any]]) -> list[li
         global_vars._GLOBAL_ARGS = args
         if args.use_tis:
             args.custom_tis_function_path = "logit_table.rejecting"
-        model_module.train_one_step = own_train_one_step
+        model_module.loss_function = without_phantom(own_loss_function) if one["mended"] else own_loss_function
+        replacing._ACTIVE.clear()
+        if args.custom_megatron_init_path is not None:  # as their `init` does
+            load_function(args.custom_megatron_init_path)(args)
         step_arguments = setup.prepare(args, one, state.get_data_parallel_rank())
         errors = []
         for step_id, step in enumerate(steps):
@@ -67,10 +79,24 @@ def train(peer: str, root: str, cp: int, cases: list[dict[str, Any]]) -> list[li
                 **step_arguments(step_id),
             )
             errors.append(errors_of(step, one["mode"], one["divisor"], report["pg_loss"], optimizer.gradients[0]))
-            if measured and measured[-1].is_first_rank and args.custom_pg_loss_reducer_function_path:
-                errors.append(audit_error(measured[-1].measured, one, step))
+            if measured and measured[-1] is not None and args.custom_pg_loss_reducer_function_path:
+                errors.append(audit_error(measured[-1], one, step))
+        if args.custom_megatron_init_path is not None:
+            step_counts._replace(peer).undo()
+            step_counts._replace.cache_clear()
+        says = [line for line in replacing.active() if line.startswith(f"{peer}: policy loss by {one['mode']}")]
+        assert len(says) == (args.custom_pg_loss_reducer_function_path is not None), replacing.active()
         found.append(errors)
     return found
+
+
+def without_phantom(loss_function: Any) -> Any:
+    """Their loss function, mended: a sample without a mask token counts none."""
+    source = inspect.getsource(loss_function)
+    assert "torch.clamp_min(loss_mask.sum(), 1)" in source
+    names = dict(vars(importlib.import_module(loss_function.__module__)))
+    exec(source.replace("torch.clamp_min(loss_mask.sum(), 1)", "loss_mask.sum()"), names)
+    return names["loss_function"]
 
 
 def plan_losses(losses: Any, step: Step, one: dict[str, Any], state: Any) -> None:
@@ -106,12 +132,9 @@ def setup_slime(root: str) -> Any:
     model, cp_utils, data_module, losses, accelerator = load(SLIME, root, *(f"slime.{n}" for n in names))
     cpu = torch.device("cpu")
     accelerator._ACCELERATOR = SimpleNamespace(device=lambda index: cpu, current_device=lambda: cpu)
-    from megatron_rl_loss.frameworks import slime
 
     def prepare(args: Any, one: dict[str, Any], dp_rank: int) -> Any:
         data = data_of(one["steps"], dp_rank, cp_utils.slice_log_prob_with_cp)
-        if args.custom_megatron_before_train_step_hook_path:
-            slime.count_steps(args, 3, data)  # as their actor calls it
         iterator = data_module.get_data_iterator(data)
         return lambda step_id: {
             "data_iterator": iterator,
@@ -135,8 +158,6 @@ def setup_miles(root: str) -> Any:
     def prepare(args: Any, one: dict[str, Any], dp_rank: int) -> Any:
         alone = group_info.GroupInfo(rank=0, size=1, group=None)
         parallel.set_parallel_state(megatron_parallel.create_megatron_parallel_state(indep_dp=alone))
-        if args.custom_megatron_init_path is not None:  # as their `init` does
-            importlib.import_module("miles.utils.misc").load_function(args.custom_megatron_init_path)(args)
         padded = one.get("padded")
 
         def cut(values: Any, total: int, response: int) -> Any:
@@ -213,7 +234,8 @@ def test_hooks_are_exact(peer: str, dp: int, cp: int) -> None:
 def test_other_ways_and_negative_controls(peer: str) -> None:
     """A planned step, as their custom loss. A token mean without counts is exact where each sample has a token.
 
-    Of rollouts of two samples their own reducer is the mean. Their own token mean has phantom tokens.
+    Of rollouts of two samples their own reducer is the mean. Their own token mean has phantom tokens; without them it
+    is exact, and so is ours then.
     """
     uncounted = {"calculate_per_token_loss": True}
     flags = {"loss_type": "custom_loss", "custom_loss_function_path": "logit_table.planned"}
@@ -227,10 +249,25 @@ def test_other_ways_and_negative_controls(peer: str) -> None:
         case(peer, "sample_mean", None, split),
     ]
     masked = [partial(make_step, 7, 2)]
+    exact += [
+        case(peer, "token_mean", hook, masked, counted=hook is not None, mended=True, **uncounted)
+        for hook in ("token_mean", None)
+    ]
     wrong = [case(peer, "token_mean", None, masked, **uncounted), case(peer, "constant", "constant_41", masked)]
     assert_exact(peer, 2, 2, *exact)
     for of_rank in errors(peer, 2, 1, *wrong):
         assert all(of_step > 1e-2 for of_steps in of_rank for of_step in of_steps[:1])
+
+
+def test_an_audit_and_counts_by_one_flag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    verdict = tmp_path / "verdict.json"
+    monkeypatch.setenv("MEGATRON_RL_LOSS_AUDIT", f"--expect token_mean --json {verdict}")
+    of_tokens = {"counted": True, "calculate_per_token_loss": True}
+    one = case("miles", "token_mean", "token_mean", [partial(make_step, 7, 2)], **of_tokens)
+    one["flags"]["custom_megatron_init_path"] = "megatron_rl_loss.audit.attach.count_steps"
+    assert_exact("miles", 2, 1, one)
+    (found,) = json.loads(verdict.read_text()).values()
+    assert found["sound"] is True
 
 
 @each_peer
@@ -240,7 +277,7 @@ def test_refused(peer: str, refused: str) -> None:
     options = {refused: True} if refused != "rejected" else {"masked": False, "rejected": True}
     steps = [partial(make_step, 5, 1, **options)]
     flags = {"calculate_per_token_loss": True, "use_tis": refused == "rejected"}
-    one, error = case(peer, "token_mean", "token_mean", steps, **flags), rf"\(TIS\) emptied it.*{peer}\.count_steps"
+    one, error = case(peer, "token_mean", "token_mean", steps, **flags), r"rejection \(TIS\) left.*slime\.count_steps"
     if refused == "split":
         one, error = case(peer, "sample_mean", "sample_mean", steps, counted=True), "Run without the hook"
     with pytest.raises(RankError, match=error):

@@ -70,7 +70,7 @@ def cuts_log_probs() -> bool:
 
 @pytest.mark.parametrize(("world_size", "cp"), [(2, 1), (4, 2)])
 def test_modes_are_exact_and_an_audit_measures_them(world_size: int, cp: int) -> None:
-    """And the stock loss, without a tap: the mean over bins of their token means."""
+    """Of the stock loss, which has no tap, there is no verdict."""
     if cp > 1 and not cuts_log_probs():
         pytest.skip("this train_rl.py does not cut log-probs for context parallelism")
     cases = [
@@ -88,8 +88,7 @@ def test_modes_are_exact_and_an_audit_measures_them(world_size: int, cp: int) ->
         assert not found["notes"]
     for found in (packed, unpacked):
         assert found["stock"]
-        assert found["audit_error"] < TOLERANCE, found
-        assert [why[:18] for why in found["unknown"]] == ["Nothing was tapped"]  # so there is no verdict
+        assert [why[:18] for why in found["unknown"]] == ["Nothing was tapped"]
 
 
 def test_a_launch_without_flags_is_stock_and_what_is_refused() -> None:

@@ -20,8 +20,9 @@ from published import exact, mean_of_rows, own_mean, own_piece
 from torch import Tensor
 
 from megatron_rl_loss import Mode, ModeInputs, Samples, Sum
+from megatron_rl_loss.audit.judge import explain, judge
 from megatron_rl_loss.audit.tokens import MeasuredStep, StepTokens
-from megatron_rl_loss.audit.verdict import Verdict, explain, judge
+from megatron_rl_loss.audit.verdict import Verdict
 from megatron_rl_loss.modes.names import resolve
 
 DIVISORS = {"constant": 64.0, "token_sum": 32.0}

@@ -1,0 +1,173 @@
+"""Steps counted for the hooks of slime and miles, over Megatron's real groups: functions and iterators of their shape.
+
+slime and miles themselves are run by real/test_real_slime_miles.py and test_real_miles_fsdp.py.
+"""
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from ranks import RankError, run_ranks
+
+from megatron_rl_loss.frameworks import slime, step_counts
+from megatron_rl_loss.frameworks.step_counts import StepCounts, count_steps, counts_of_this_step
+
+MASKS = [torch.tensor(mask, dtype=torch.int32) for mask in ([1, 0, 1], [0, 0], [1], [1, 1, 1, 1], [0], [1, 1])]
+
+
+@dataclass
+class DataIterator:
+    """As theirs, before it hands out anything."""
+
+    rollout_data: dict[str, Any]
+    micro_batch_size: int | None = None
+    micro_batch_indices: list[list[int]] | None = None
+    offset: int = 0
+
+
+def step_of_miles(args: Any, step_id: int, data_iterator: Any, num_microbatches: int, num_rollouts: int) -> Any:
+    """As miles's `train_one_step`: returns the counts that the hooks know while it runs; or it fails."""
+    if step_id == 13:
+        raise RuntimeError("the step failed")
+    return counts_of_this_step()
+
+
+def step_of_slime(step_id: int, data_iterator: Any, num_microbatches: int, step_global_batch_size: int) -> Any:
+    return counts_of_this_step()
+
+
+def loss_function(args: Any, batch: dict[str, Any], logits: Any) -> Any:
+    """As theirs, with 1 token for each sample that has none."""
+    tokens = sum(mask.sum().clamp(min=1) for mask in batch["loss_masks"])
+    return 7.0, tokens, {"keys": ["loss"], "values": torch.tensor([tokens, 7.0])}
+
+
+def install(engine: str = "miles", *, step: Any = None, replicas: int = 1, meshes: Any = ()) -> Any:
+    """Modules of the engine's names; returns that of `train_one_step`."""
+    step_counts._replace.cache_clear()
+    size = SimpleNamespace(rank=0, size=1)
+    state = SimpleNamespace(indep_dp=SimpleNamespace(size=replicas), cp=size, meshes=dict.fromkeys(meshes))
+    step = step or (step_of_miles if engine == "miles" else step_of_slime)
+    values: dict[str, dict[str, Any]] = {
+        "": {}, ".backends": {}, ".backends.megatron_utils": {}, ".backends.training_utils": {}, ".utils": {},
+        ".backends.megatron_utils.model": {"train_one_step": step, "loss_function": loss_function},
+        ".backends.training_utils.parallel": {"_parallel_state": state, "get_parallel_state": lambda: state},
+        ".utils.multi_lora": {"is_multi_lora_enabled": lambda args: getattr(args, "multi_lora", False)},
+    }  # fmt: skip
+    for name, attributes in values.items():
+        sys.modules[engine + name] = ModuleType(engine + name)
+        vars(sys.modules[engine + name]).update(attributes)
+    return sys.modules[f"{engine}.backends.megatron_utils.model"]
+
+
+@pytest.fixture
+def args(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The launch's args; modules of miles's names go when the test ends."""
+    before = dict(sys.modules)
+    monkeypatch.setenv("RANK", "1")  # says nothing
+    yield SimpleNamespace(calculate_per_token_loss=True)
+    for name in set(sys.modules) - set(before):
+        del sys.modules[name]
+
+
+# --- what is counted
+
+
+def counts_in(engine: str, cp: int, bad_rank: int | None) -> list[Any]:
+    """Steps of a rank, by indices and by slices, with and without padded rows; and what is known in between."""
+    from table_step import start
+
+    dp_rank, args = start(cp=cp).get_data_parallel_rank(), SimpleNamespace()
+    model = install(engine)
+    count_steps(args)
+    count_steps(args)  # once is enough
+    mine = MASKS[dp_rank::2]
+    first = [2] if dp_rank != bad_rank else [3]  # there is no fourth sample
+    by_indices = DataIterator({"loss_masks": mine}, micro_batch_indices=[first, [0, 1]])
+    by_slices = DataIterator({"loss_masks": mine, "max_seq_lens": [24] * 3}, micro_batch_size=1)
+    found = []
+    for iterator, offset, count in ((by_indices, 0, 1), (by_indices, 1, 1), (by_slices, 0, 2), (by_slices, 2, 1)):
+        iterator.offset = offset
+        leading = (args, 0) if engine == "miles" else (0,)
+        found.append(model.train_one_step(*leading, [iterator], count, 7))
+        found.append(counts_of_this_step())
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("engine", "cp"), [("miles", 1), ("miles", 2), ("slime", 2)])
+def test_a_steps_counts_are_those_of_all_its_ranks(engine: str, cp: int) -> None:
+    """By hand: DP rank 0 holds MASKS 0, 2, 4, and rank 1 holds 1, 3, 5."""
+    # Of samples 4 and 5; of 0, 2, 1 and 3; twice.
+    steps = [(2, 2, 7, None), (7, 4, 7, None), (7, 4, 7, 24), (2, 2, 7, 24)]
+    for found in run_ranks(2 * cp, counts_in, engine, cp, None):
+        assert found[::2] == steps
+        assert found[1::2] == [None] * 4
+
+
+@pytest.mark.slow
+def test_a_rank_that_cannot_count_stops_all_ranks() -> None:
+    with pytest.raises(RankError) as caught:
+        run_ranks(2, counts_in, "miles", 1, 1)
+    assert set(caught.value.errors) == {0, 1}
+    assert all("rank 1: IndexError" in text for text in caught.value.errors.values())
+
+
+def test_a_step_divides_by_mask_tokens_while_it_is_counted(args: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a step that fails too; outside of one, and without per-token loss, nothing changes."""
+    counts = StepCounts(1, 1, 1)
+    monkeypatch.setattr(step_counts, "_counts", lambda iterator, num_microbatches, num_rollouts: counts)
+
+    def step(args: Any, step_id: int, data_iterator: Any, num_microbatches: int, num_rollouts: int) -> Any:
+        loss, tokens, log = model.loss_function(args, {"loss_masks": MASKS[:2]}, logits=None)
+        return step_of_miles(args, step_id, *[None] * 3), loss, tokens, log["values"].tolist()
+
+    model = install(step=step)
+    count_steps(args)
+    assert model.train_one_step(args, 0, [None], 1, 1) == (counts, 7.0, 2, [2, 7])
+    with pytest.raises(RuntimeError, match="the step failed"):
+        model.train_one_step(args, 13, [None], 1, 1)
+    assert counts_of_this_step() is None
+    assert model.loss_function(args, {"loss_masks": MASKS[:2]}, None)[1] == 3
+    args.calculate_per_token_loss = False
+    assert model.train_one_step(args, 0, [None], 1, 1)[2:] == (3, [3, 7])
+
+
+# --- what is refused
+
+
+def other_step(args: Any, data_iterator: Any, num_microbatches: int, global_batch_size: int) -> None: ...
+
+
+def test_launches_that_cannot_be_counted_are_refused(args: Any) -> None:
+    install(step=other_step)
+    with pytest.raises(
+        ValueError, match=r"train_one_step\(args, .*, global_batch_size\): .*num_rollouts\)\. Use miles 31f"
+    ):
+        count_steps(args)
+    model = install(replicas=2)
+    args.multi_lora = True
+    with pytest.raises(ValueError, match=r"every adapter has a batch of its own.*Drop --custom-megatron-init-path"):
+        count_steps(args)
+    args.multi_lora = False
+    count_steps(args)
+    with pytest.raises(ValueError, match="Megatron's groups end at a replica"):
+        model.train_one_step(args, 0, [DataIterator({"loss_masks": MASKS}, 6)], 1, 1)
+
+
+def test_fsdp_is_asked_for_its_own_place_and_has_no_token_mean(args: Any) -> None:
+    """It has no Megatron to ask, and never divides by the step's tokens. Without its meshes it is another backend's."""
+    sample, losses = ([5], [3], MASKS[:1]), torch.tensor([1.0, 2.0, 4.0])
+    for meshes in ([], ["dp", "fsdp"]):
+        install(meshes=meshes)
+        if not meshes:
+            with pytest.raises(ValueError, match="no parallel state in Megatron"):
+                slime.sample_mean(*sample, False)
+    assert float(slime.sample_mean(*sample, False)(losses)) == 2.5
+    for per_token in (True, False):
+        with pytest.raises(ValueError, match=r"never divides by the step's tokens.*--train-backend megatron"):
+            slime.token_mean(*sample, per_token)
