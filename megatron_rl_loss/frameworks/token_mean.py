@@ -169,8 +169,9 @@ def _rlinf_prompts(given: Given, batch: Batch) -> Sequence[Any] | str:
 
 
 def _rlinf_wrong(given: Given) -> Sequence[tuple[bool, str, str]]:
-    config = given["self"].cfg.algorithm
-    is_pipeline = not isinstance(given["batch"], Mapping)
+    config, batch = given["self"].cfg.algorithm, given["batch"]
+    is_pipeline = not isinstance(batch, Mapping)
+    has_empty = not is_pipeline and not batch["response_mask"].any(-1).all()
     return (
         (config.loss_agg_func != "token-mean", f"loss_agg_func={config.loss_agg_func}", "Set token-mean"),
         (not config.use_valid_token_scale, "use_valid_token_scale=False", "Set it to True"),

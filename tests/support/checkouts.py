@@ -164,8 +164,9 @@ RLINF = Framework(
         *_packages("rlinf", "workers", "workers.actor", "utils.resharding")[1:],
     ),
     stand_ins=(
-        *("omegaconf", "ray", "tqdm", "transformers", "rlinf.scheduler", "rlinf.utils.placement"),
-        *("rlinf.hybrid_engines.megatron.megatron_model_manager", "rlinf.workers.rollout"),
+        *("omegaconf", "ray", "tqdm", "transformers", "rlinf.agents", "rlinf.config", "rlinf.models"),
+        *("rlinf.scheduler", "rlinf.workers.rollout"),
+        *(f"rlinf.utils.{name}" for name in ("flops", "initialize", "logging", "placement", "profiler", "timers")),
         *(f"rlinf.utils.resharding.{name}" for name in ("mcore_weight_reshard", "reshard_config")),
     ),
 )

@@ -47,7 +47,9 @@ class Rows(dict[str, Tensor]):
         return len(next(iter(self.values())))
 
     def __getitem__(self, key: Any) -> Any:
-        return super().__getitem__(key) if isinstance(key, str) else Rows({name: one[key] for name, one in self.items()})
+        return (
+            super().__getitem__(key) if isinstance(key, str) else Rows({name: one[key] for name, one in self.items()})
+        )
 
 
 def rows_of_rank(dp_rank: int, dp: int, protocol: Any, functionals: Any) -> Any:
