@@ -175,11 +175,8 @@ def _rlinf_wrong(given: Given) -> Sequence[tuple[bool, str, str]]:
     return (
         (config.loss_agg_func != "token-mean", f"loss_agg_func={config.loss_agg_func}", "Set token-mean"),
         (not config.use_valid_token_scale, "use_valid_token_scale=False", "Set it to True"),
-        (
-            is_pipeline,
-            "the pipeline mode, where a step's tokens are not known when it begins,",
-            "Set another placement",
-        ),
+        (is_pipeline, "the pipeline mode, whose tokens are not known before a step,", "Set another placement"),
+        (has_empty, "a row without a token to train on, which may cost RLinf its micro-batch,", "Drop such rows"),
     )
 
 

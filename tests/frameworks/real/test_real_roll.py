@@ -13,8 +13,18 @@ from typing import Any
 
 import pytest
 import torch
-from bigram_step import BETA, CLIP_HIGH, CLIP_LOW, CUTS, LENGTH, TOLERANCE, assert_exact, bigram_model, expected, k3
-from bigram_step import make_batch
+from bigram_step import (
+    BETA,
+    CLIP_HIGH,
+    CLIP_LOW,
+    CUTS,
+    LENGTH,
+    assert_exact,
+    bigram_model,
+    expected,
+    k3,
+    make_batch,
+)
 from checkouts import ROLL, Settings, checkout, load
 from ranks import RankError, run_ranks
 from replacements import undone
