@@ -9,7 +9,7 @@ from torch import Tensor
 from megatron_rl_loss.modes.loss_modes import LossModes
 from megatron_rl_loss.plan.checks import check_samples
 from megatron_rl_loss.plan.plan import Plan, make_plan
-from megatron_rl_loss.step.collectives import Group, StepGroups, attempt, check_together
+from megatron_rl_loss.step.collectives import Group, StepGroups, attempt, check_together, several
 from megatron_rl_loss.step.samples import Samples
 
 MEDIA = "prompts with images or other media: they are told apart by their tokens, which are placeholders there"
@@ -46,7 +46,7 @@ def token_mean_factors(
             check_even(flat.split(one.samples.mask_lengths), one.samples.loss_masks, even)
 
     if even:
-        check_together(check, [] if dp_group is None else [dp_group])
+        check_together(check, several(dp_group))
     return factors, count
 
 

@@ -156,10 +156,12 @@ def _roll_prompts(given: Given, batch: Batch) -> Sequence[Any] | str:
 def _roll_wrong(given: Given) -> Sequence[tuple[bool, str, str]]:
     config, scales = given["self"].worker.pipeline_config, given["self"].worker_config.apply_loss_scale
     mode, is_kimi = config.loss_agg_mode, getattr(config, "pg_variant", None) == "kimi15"
+    weighs = any(getattr(config, f"{one}_loss_weight", None) for one in ("difficulty", "length"))
     return (
         (mode != "token-mean", f"loss_agg_mode={mode}", "Set loss_agg_mode: token-mean"),
         (not scales, "apply_loss_scale=False", "Set apply_loss_scale: true"),
         (is_kimi, "pg_variant=kimi15, whose loss is not proportional to the advantage,", "Set another pg_variant"),
+        (weighs, "difficulty_loss_weight or length_loss_weight", "Leave them out"),
     )
 
 

@@ -3,8 +3,8 @@
 Real: `MegatronGRPOTrainer` with `_preprocess_inputs`, `_replace_data_iterator`, `train_step`, `forward_step` and
 `loss_func`, its packed rows and its gather of context-parallel log-probs, `collate_to_grpo_micro_batch`; with Ray,
 `expand_for_generation` and `_collate_for_workers` of the driver and `train_step` of the worker; Megatron's schedule and
-DDP. The model is a table of logits. Replaced: Ray; the rollout; its template's collator and mcore-bridge's zigzag cut, by the few lines below;
-an average over ranks, which gloo has not, by a sum.
+DDP. The model is a table of logits. Replaced: Ray; the rollout; its template's collator and mcore-bridge's zigzag cut,
+by the few lines below; an average over ranks, which gloo has not, by a sum.
 """
 
 from collections import defaultdict
@@ -152,7 +152,8 @@ def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, Any
         )  # fmt: skip
         shared = {
             "args": args, "wrapped_models": [model], "opt_param_scheduler": Settings(step=lambda increment: None),
-            "optimizer": Settings(zero_grad=lambda: None, step=lambda: (True, 0.0, None)), "enable_routing_replay": None,
+            "optimizer": Settings(zero_grad=lambda: None, step=lambda: (True, 0.0, None)),
+            "enable_routing_replay": None,
         }  # fmt: skip
         vars(trainer).update(
             **dict.fromkeys(off.split()) | shared,

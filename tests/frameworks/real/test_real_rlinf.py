@@ -1,8 +1,8 @@
 """RLinf's own rows, loss, scaling and schedule call with our factors, from a checkout: RLINF_PATH=~/RLinf.
 
-Real: `RolloutResult.to_actor_batch`, `MegatronActor.training_step` with its dynamic micro-batches, its packing, its count
-of valid tokens, its policy loss and KL penalty; Megatron's schedule and DDP. The model is a table of logits. Replaced:
-Ray, the optimizer, which keeps what Megatron hands it.
+Real: `RolloutResult.to_actor_batch`, `MegatronActor.training_step` with its dynamic micro-batches, its packing, its
+count of valid tokens, its policy loss and KL penalty; Megatron's schedule and DDP. The model is a table of logits.
+Replaced: Ray, the optimizer.
 """
 
 from types import SimpleNamespace
