@@ -26,18 +26,15 @@ from megatron_rl_loss.frameworks.replacing import Function, Replaced
 from megatron_rl_loss.modes.loss_modes import LossModes
 from megatron_rl_loss.modes.table import Mode, ModeFunction
 from megatron_rl_loss.step.samples import Samples
-from megatron_rl_loss.step.units import UnitCounting
 
 __all__ = ["aggregate"]
 
 
-def aggregate(
-    mode: str | Mode | ModeFunction, *, divisor: float | None = None, units: UnitCounting | None = None
-) -> Replaced:
+def aggregate(mode: str | Mode | ModeFunction, **settings: Any) -> Replaced:
     """From now on ms-swift's `MegatronGRPOTrainer` and its Ray workers train on the mode.
 
     Args:
-        mode, divisor, units: as in `make_pg_loss_reducer`.
+        mode, settings: the mode, its `divisor` and `units`, as in `make_pg_loss_reducer`.
 
     Raises:
         ValueError, TypeError: a trainer with an aggregation; settings that are unusable. When a step is trained on,
@@ -48,13 +45,13 @@ def aggregate(
     from swift.megatron.trainers import grpo_trainer
     from swift.rlhf_trainers import utils
 
-    modes = LossModes.resolve(mode, divisor=divisor, units=units)
+    modes = LossModes.resolve(mode, **settings)
 
     def with_ids(stock: Any, given: dict[str, Any]) -> Any:
         """Before responses are generated, messages are the prompt."""
         samples = stock()
         for sample in samples:
-            sample.prompt_id = json.dumps(sample.messages, default=str)
+            sample.prompt_id = sample.prompt_id or json.dumps(sample.messages, default=str)
         return samples
 
     def collate(stock: Any, given: dict[str, Any]) -> Any:
@@ -119,7 +116,7 @@ def _weigh(batches: Sequence[Any], trainer: Any, modes: LossModes) -> None:
 
 
 def _scale(trainer: Any, batch: Any, ranks: int) -> float:
-    """What its loss function multiplies a sum over `ranks` parts of the count by: on a token of known loss."""
+    """The factor that its loss function has beside 1 / count: that of a token of known loss, where the count is 1."""
     probe, trial = copy.copy(trainer), copy.copy(batch)
     probe._metrics, probe._flush_log_completions = copy.deepcopy(trainer._metrics), lambda: None
     one = batch.advantages.new_ones(1, 1)

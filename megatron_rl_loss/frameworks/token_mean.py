@@ -26,7 +26,6 @@ from megatron_rl_loss.frameworks.replacing import Function, Replaced
 from megatron_rl_loss.modes.loss_modes import LossModes
 from megatron_rl_loss.modes.table import Mode, ModeFunction
 from megatron_rl_loss.step.samples import Samples
-from megatron_rl_loss.step.units import UnitCounting
 
 __all__ = ["aggregate"]
 Given = Mapping[str, Any]  # the arguments of a call of the step method, by name
@@ -62,26 +61,20 @@ class _Engine(NamedTuple):
     groups: tuple[str, Sequence[str], Callable[[Callable[[], Any], dict[str, Any]], Any]] | None = None
 
 
-def aggregate(
-    owner: Any,
-    mode: str | Mode | ModeFunction,
-    *,
-    divisor: float | None = None,
-    units: UnitCounting | None = None,
-) -> Replaced:
+def aggregate(owner: Any, mode: str | Mode | ModeFunction, **settings: Any) -> Replaced:
     """From now on workers with that class train on the mode.
 
     Args:
         owner: AReaL: a subclass of ``MegatronPPOActor`` or ``FSDPPPOActor``, or, without a controller, that class.
             ROLL: ``MegatronTrainStrategy``. RLinf: a subclass of ``MegatronActor``.
-        mode, divisor, units: as in `make_pg_loss_reducer`.
+        mode, settings: the mode, its `divisor` and `units`, as in `make_pg_loss_reducer`.
 
     Raises:
         ValueError, TypeError: a class with an aggregation, or of another engine; settings that are unusable.
         BadBatchError: on every rank, when a step is trained on: settings of the engine that are no token mean; a mode
             by prompt where prompts are not known; weights that differ within a sample for losses of sequences.
     """
-    modes = LossModes.resolve(mode, divisor=divisor, units=units)
+    modes = LossModes.resolve(mode, **settings)
     packages = [one.__module__.partition(".")[0] for one in owner.__mro__]
     engine = next((_ENGINES[one] for one in packages if one in _ENGINES), None)
     if engine is None:
@@ -191,13 +184,15 @@ def _megatron_group(given: Given) -> Any:
 _ENGINES = {
     "areal": _Engine(
         "AReaL", "1.0.4 or 4aef98d8", ("train_batch", ["input_", "loss_fn", "loss_weight_fn"]),
-        wrong=lambda given: [(given["self"].config.m2_threshold is not None, "m2_threshold", "Leave one of them out")],
+        wrong=lambda given: [
+            (getattr(given["self"].config, "m2_threshold", None) is not None, "m2_threshold", "Leave one of them out")
+        ],
         batches=lambda given: given["input_"] if isinstance(given["input_"], list) else [given["input_"]],
         masks=lambda given, batch: batch["loss_mask"],
         prompts=_areal_prompts,
         group=lambda given: given["self"].data_parallel_group,
         of_samples=lambda given: "Set importance_sampling_level=token"
-        if given["self"].config.importance_sampling_level == "sequence" else "",
+        if getattr(given["self"].config, "importance_sampling_level", None) == "sequence" else "",
         groups=("ppo_update", ["args"], _give_groups),
     ),
     "roll": _Engine(

@@ -1,8 +1,8 @@
 """AReaL's own micro-batches, loss, scaling and schedule call with our factors, from a checkout: AREAL_PATH=~/AReaL.
 
 Real: `PPOActor.ppo_update` on trajectory groups, `MegatronPPOActor.train_batch` with its packing, its cut over
-context-parallel ranks and what undoes it, its total of loss weights, `grpo_loss_fn`; Megatron's schedule and DDP. The model is a table of logits, the optimizer keeps
-what Megatron hands it; torch's gather of log-probs is one for gloo.
+context-parallel ranks and what undoes it, its total of loss weights, `grpo_loss_fn`; Megatron's schedule and DDP. The
+model is a table of logits, the optimizer keeps what Megatron hands it; torch's gather of log-probs is one for gloo.
 """
 
 import logging

@@ -1,9 +1,9 @@
 """NeMo-RL's own packing, loss, scaling and schedule call with our terms, from a checkout: NEMO_RL_PATH=~/RL.
 
-Real: `GRPOAdvantageEstimator`, `ClippedPGLossFn`, `process_global_batch`, `process_microbatch`, `LossPostProcessor` with its wrapper for packed
-sequences, `megatron_forward_backward`, Megatron's schedule and DDP with per-token loss, as its worker sets it. The
-model is a table of logits. Replaced: `Policy.train`, which sends batches to workers by Ray, by a function that keeps
-them.
+Real: `GRPOAdvantageEstimator`, `ClippedPGLossFn`, `process_global_batch`, `process_microbatch`, `LossPostProcessor`
+with its wrapper for packed sequences, `megatron_forward_backward`, Megatron's schedule and DDP with per-token loss, as
+its worker sets it. The model is a table of logits. Replaced: `Policy.train`, which sends batches to workers by Ray, by
+a function that keeps them.
 """
 
 from types import SimpleNamespace

@@ -1,7 +1,8 @@
 """ROLL's own rows, masks, loss, scaling and schedule call with our factors, from a checkout: ROLL_PATH=~/ROLL.
 
 Real: `postprocess_generate`, `get_sample_level_mask`, `MegatronTrainStrategy.train_step` with its dynamic
-micro-batches, its counts and its log-probs, `ActorWorker.loss_func`, `DataProto`; Megatron's schedule and DDP. The model is a table of logits. Replaced: Ray, TensorDict, the optimizer, which keeps what Megatron hands it.
+micro-batches, its counts and its log-probs, `ActorWorker.loss_func`, `DataProto`; Megatron's schedule and DDP. The
+model is a table of logits. Replaced: Ray, TensorDict, the optimizer, which keeps what Megatron hands it.
 """
 
 import sys

@@ -1,10 +1,11 @@
 """SkyRL's own worker, loss, packing, scaling and metrics with our policy loss, from a checkout: SKYRL_PATH=~/SkyRL.
 
 Real: `convert_prompts_responses_to_batch_tensors`, `MegatronPolicyWorkerBase.forward_backward` with both of its cuts
-into micro-batches, `MegatronModelWrapper` with its packed rows, context-parallel log-probs and entropy, KL penalty, MTP loss and deferred `finalize_model_grads`; its
-reductions of metrics; Megatron's schedule and DDP. The model is a table of logits, with a second one as draft head.
-Replaced: Ray, by pickling the loss; the model's forward on packed rows; the MTP block, which captures hidden states of
-a GPT; the strategy, whose imports fail (`megatron.core.dist_checkpointing.strategies.base`), but not its `all_reduce`.
+into micro-batches, `MegatronModelWrapper` with its packed rows, context-parallel log-probs and entropy, KL penalty,
+MTP loss and deferred `finalize_model_grads`; its reductions of metrics; Megatron's schedule and DDP. The model is a
+table of logits, with a second one as draft head. Replaced: Ray, by pickling the loss; the model's forward on packed
+rows; the MTP block, which captures hidden states of a GPT; the strategy, whose imports fail
+(`megatron.core.dist_checkpointing.strategies.base`), but not its `all_reduce`.
 """
 
 import contextlib
