@@ -19,7 +19,6 @@ import published
 import pytest
 import torch
 from counted_steps import Row, Step
-from megatron_rl_loss.audit.drawn_steps import DrawnSample, LossCase
 from published import DP, MICROBATCHES, UNCUT, masked_mean, share, total
 from refusals import refusal_tests, refusals
 from repository import ROOT
@@ -27,6 +26,7 @@ from torch import Tensor
 
 from megatron_rl_loss import check_loss
 from megatron_rl_loss.audit import drawn_steps
+from megatron_rl_loss.audit.drawn_steps import DrawnSample, LossCase
 from megatron_rl_loss.audit.simulation import CALLS, GIVEN, LossCall, measure
 
 pytestmark = pytest.mark.slow  # hundreds of random steps

@@ -5,10 +5,10 @@ from typing import Any
 import published
 import pytest
 import torch
-from megatron_rl_loss.audit.mode_table import MODE_TABLE
 from published import MICROBATCHES, masked_mean, share, total
 
 from megatron_rl_loss import ModeInputs, check_loss
+from megatron_rl_loss.audit.mode_table import MODE_TABLE
 from megatron_rl_loss.audit.simulation import LossCall
 
 pytestmark = pytest.mark.slow  # hundreds of random steps
