@@ -1,4 +1,4 @@
-"""``python -m megatron_rl_loss``: ``modes`` and what frameworks call them; ``example``; ``audit`` of your script.
+"""``python -m megatron_rl_loss``: ``modes`` and what frameworks call them; ``example``; ``audit``; ``log-probs``.
 
 The examples lie beside the package in a checkout, inside it in a wheel.
 """
@@ -11,6 +11,7 @@ from argparse import ArgumentParser
 from pathlib import Path
 
 from megatron_rl_loss.audit.launch import add_audit_options, add_script, run_audit
+from megatron_rl_loss.audit.log_prob_gap import compare_dumps
 from megatron_rl_loss.errors import did_you_mean
 from megatron_rl_loss.modes.names import format_modes
 
@@ -36,11 +37,23 @@ def main() -> None:
     audit = commands.add_parser("audit", help="run your training script until one step of it is measured")
     add_audit_options(audit)
     add_script(audit)
+    gap = commands.add_parser(
+        "log-probs",
+        help="compare two dumps of log-probs, and show what explains their gap",
+        description="Dumps: slime's debug dumps; a .pt of lists or 1-D tensors, or a dict of these by sample id; a "
+        ".jsonl with a list per line. Exit status 2 where samples or tokens could not be compared.",
+    )
+    gap.add_argument("theirs", metavar="ROLLOUT", type=Path, help="dump of the sampler")
+    gap.add_argument("ours", metavar="TRAIN", type=Path, help="dump of the trainer; its masks count, if it has any")
     options = parser.parse_args()
     if options.command == "audit":
         sys.exit(run_audit(options))
     try:
         sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]  # a terminal may know ASCII alone
+        if options.command == "log-probs":
+            compared = compare_dumps(options.theirs, options.ours)
+            print(f"ours: {options.ours}, theirs: {options.theirs}\n{compared}", flush=True)
+            sys.exit(2 if compared.left_out else 0)
         if options.command == "modes":
             print(format_modes(), flush=True)
         elif options.name is None:

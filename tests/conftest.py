@@ -11,7 +11,7 @@ import importlib.util
 import os
 import sys
 from collections import defaultdict
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -85,17 +85,27 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """What a test recorded as plain numbers: NumPy's do not travel from pytest-xdist's workers."""
     report = yield
-    report.user_properties = [(name, float(value)) for name, value in report.user_properties]
+    recorded = report.user_properties
+    report.user_properties = [(name, value if name == "engine" else float(value)) for name, value in recorded]
     return report
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """Add up what tests recorded with `record_property`: numbers of cases, and the worst of errors."""
     recorded: dict[str, list[float]] = defaultdict(list)
+    engines: dict[tuple[str, ...], list[Sequence[float | None]]] = defaultdict(list)
     for report in terminalreporter.getreports("passed"):
-        if report.when == "call":
-            for name, value in report.user_properties:
+        for name, value in report.user_properties if report.when == "call" else ():
+            if name == "engine":
+                engines[tuple(value[:3])].append(value[3:])
+            else:
                 recorded[name].append(value)
+    if engines:  # see `checkouts.record_errors`
+        terminalreporter.write_line("| engine | version | setting | its own error | with ours |\n|---|---|---|---|---|")
+    for place, pairs in sorted(engines.items()):
+        known = [[error for error in errors if error is not None] for errors in zip(*pairs, strict=True)]
+        worst = [f"{max(errors):.2g}" if errors else "-" for errors in known]
+        terminalreporter.write_line(f"| {' | '.join([*place, *worst])} |")
     for name, values in sorted(recorded.items()):
         worst = "error" in name or "seconds" in name
         total = f"at most {max(values):.2g}" if worst else f"{sum(values):g}"

@@ -41,7 +41,8 @@ OTHERS = {
     "audit.tokens": ["MeasuredStep"],
     "audit.log_prob_gap": ["LogProbGap"],
     "audit.loss_check": ["LossReport"],
-    "audit.verdict": ["judge", "Verdict"],
+    "audit.judge": ["judge"],
+    "audit.verdict": ["Verdict"],
 }
 SECTION = re.compile(r"^(Args|Attributes|Raises[^\n:]*|Returns):\n((?:(?:    .*)?(?:\n|$))+)", re.MULTILINE)
 BLOCK = re.compile(r"^(>>>|===).*(?:\n.+)*", re.MULTILINE)

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_rl_loss.audit.tokens import Floats, Ints, MeasuredStep, StepTokens
 from megatron_rl_loss.audit.judge import expected_weights, judge
+from megatron_rl_loss.audit.tokens import Floats, Ints, MeasuredStep, StepTokens
 from megatron_rl_loss.modes.names import Aggregation, resolve
 
 LOOP = Path(__file__).parents[1] / "examples" / "audit_own_loop.py"

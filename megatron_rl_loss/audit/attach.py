@@ -3,19 +3,16 @@
 Name it where the engine imports a module in its workers (verl's ``external_lib``, a plugin), or `attach` where it calls
 a function there (slime's ``--custom-megatron-init-path``, Ray's ``worker_process_setup_hook``). `VARIABLE` holds the
 options of ``python -m megatron_rl_loss audit``. The first rank prints and writes the verdicts; training goes on with
-the numbers that it would have had. A process that never imports Megatron-Core is left as it is. `count_steps` is that
-of slime and miles, whose flag names one function: name it here, and it has both.
+the numbers that it would have had. A process that never imports Megatron-Core is left as it is.
 """
 
 import os
 import shlex
-from argparse import ArgumentParser
+from argparse import ArgumentParser, Namespace
 from typing import Any, NoReturn
 
 from megatron_rl_loss.audit.launch import add_audit_options, audit_once
-from megatron_rl_loss.frameworks.slime import count_steps
-
-__all__ = ["VARIABLE", "attach", "count_steps"]
+from megatron_rl_loss.frameworks import slime
 
 #: An environment variable: ``--json verdicts.json --expect token_mean``, say.
 VARIABLE = "MEGATRON_RL_LOSS_AUDIT"
@@ -23,6 +20,11 @@ VARIABLE = "MEGATRON_RL_LOSS_AUDIT"
 
 def attach(*_: Any) -> None:
     """For engines that name a function; ignores its arguments, since the import does all."""
+
+
+def count_steps(args: Namespace) -> None:
+    """`frameworks.slime.count_steps` beside the audit: the flag of slime and miles names one function."""
+    slime.count_steps(args)
 
 
 class _Parser(ArgumentParser):

@@ -135,7 +135,7 @@ def rows(t: Counts) -> Iterator[Row]:
         for words, part in t.real_parts.items():
             of_part = t.count(what, (unit,), part) * t.parts(part)
             yield f"{unit} means, over the {unit}s of {words}{tail}, not of the step", 1 / whole / of_part, SIZES
-            if (t.group(*part, unit) != t.group(unit)).any():  # units that lie in several parts
+            if t.group(*part, unit).max() > t.group(unit).max():  # units that lie in several parts
                 inside = t.tokens(*part, unit)
                 yield f"{unit} means inside {words}, over its {unit}s{tail}", 1 / inside / of_part, SIZES
                 yield f"{unit} means inside {words}, over the {unit}s of the step{tail}", 1 / inside / of_step, SIZES

@@ -57,21 +57,24 @@ def run_audit(options: Namespace) -> int:
         found.append((text, status))
         raise SystemExit
 
-    audit_once(options, conclude)
     sys.argv = [options.script, *options.arguments]
     sys.path.insert(0, os.path.dirname(os.path.abspath(options.script)))
-    failed = False
+    code: Any = 0
     try:
+        audit_once(options, conclude)
         runpy.run_path(options.script, run_name="__main__")
     except SystemExit as end:
-        failed = not found and end.code not in (None, 0)
+        code = end.code
+        if isinstance(code, str):
+            print(code, file=sys.stderr)
     except Exception:
-        failed = not found
+        code = 2
         traceback.print_exc()
     if found and dist.is_initialized():
         dist.destroy_process_group()  # else a backend warns behind the verdict
-    ended = f"NO VERDICT: The script {'failed' if failed else 'ended'} before training step {options.step} was over."
-    text, status = found[0] if found else (ended if failed or os.environ.get("RANK", "0") == "0" else "", 2)
+    failed, is_first = not found and code not in (None, 0), os.environ.get("RANK", "0") == "0"
+    why = f"The script {'failed' if failed else 'ended'} before training step {options.step} was over."
+    text, status = found[0] if found else (f"NO VERDICT: {why}" * (failed or is_first), 2)
     if text:
         print(text, flush=True)
     return status if options.fail or failed else 0
@@ -95,7 +98,10 @@ def audit_once(options: Namespace, conclude: Conclude) -> None:
 
         dist.new_group = dist.distributed_c10d.new_group = make_group
         return
-    schedules = importlib.import_module("megatron.core.pipeline_parallel.schedules")
+    schedules = attempt(lambda: importlib.import_module("megatron.core.pipeline_parallel.schedules"))
+    if isinstance(schedules, Exception):
+        conclude(f"NO VERDICT: Megatron's schedules cannot be imported. {schedules}", 2)
+        return
     originals = {name: value for name, value in vars(schedules).items() if name.startswith("forward_backward_")}
     steps = 0
 
@@ -107,13 +113,18 @@ def audit_once(options: Namespace, conclude: Conclude) -> None:
         vars(schedules).update(originals)
         return _measure(options, conclude, schedule, *args, **kwargs)
 
-    for name, schedule in originals.items():
-        setattr(schedules, name, functools.wraps(schedule)(functools.partial(run, schedule)))
+    vars(schedules).update(
+        {name: functools.wraps(value)(functools.partial(run, value)) for name, value in originals.items()}
+    )
 
 
 def _measure(options: Namespace, conclude: Conclude, schedule: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """The result of the schedule; no error of the audit leaves this function."""
-    from megatron_rl_loss.audit.megatron.audit import Audit
+
+    def begin() -> Any:
+        from megatron_rl_loss.audit.megatron.audit import Audit
+
+        return stack.enter_context(Audit(kwargs["model"], then=then))
 
     def then(failure: Exception | None) -> None:
         found: Any = failure or attempt(lambda: report(options, audit))
@@ -127,7 +138,7 @@ def _measure(options: Namespace, conclude: Conclude, schedule: Callable[..., Any
         conclude(*found)
 
     with ExitStack() as stack:
-        audit = attempt(lambda: stack.enter_context(Audit(kwargs["model"], then=then)))
+        audit = attempt(begin)
         result = schedule(*args, **kwargs)
     if isinstance(audit, Exception):
         then(audit)

@@ -1,326 +1,195 @@
-"""Two sides' log-probs of the same tokens: the gap of each token, and the patterns that explain it.
+"""The gap between two sides' log-probs of the same tokens (sampler and trainer, old and new), and what explains it.
 
-Sampler against trainer, old against recomputed, a rank against one process. A pattern is named where it explains the
-gap: by it every token that it speaks of is within rounding, and at least `FEWEST` were not without it. That is a
-reading that fits, no proof. All that fit are named; where none does, the numbers are what is known.
+A pattern is named where it brings all tokens that it covers within rounding (of two sides in bfloat16): a reading that
+fits, no proof. One that leaves more, but at most a quarter of the gap, is only suggested.
 """
 
-import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
-from itertools import accumulate
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_rl_loss.errors import check_int, check_one_each
-
-#: So many tokens at least must be beyond rounding, and within it by a pattern.
-FEWEST = 8
-#: Both sides rounded to bfloat16, relative: 2 * 2**-9. Below the second, float32.
-_BF16, _FLOAT32 = 2.0**-8, 2.0**-18
-Reading = Callable[[Tensor, Tensor], Tensor]  # of logits [length, vocabulary] and labels: log-probs
-_FEW = 64  # tokens that a temperature or a number of columns is fitted to; all are checked with it
+FEWEST = 8  # a pattern must bring so many tokens at least from beyond rounding to within it
+_SAME = "both sides need a row of each sample, and an entry of each token. Cut both to the same tokens"
+_DUMP = "a dump is a .pt without code, or a .jsonl: a list of log-probs per sample. Write torch.save([tensor, ...])"
+Rows = Sequence[Tensor]
+Ids = Sequence[Any]
 
 
-@dataclass(frozen=True)
-class GapPattern:
-    """What explains a gap.
+class LogProbGap:
+    """The gap of every token and what explains it; `str` gives a table.
 
-    Names: ``bf16_rounding``, ``masked_tokens``, ``shifted_later``, ``shifted_earlier``, ``padding_side``,
-    ``cp_order``, ``sample_order``, ``temperature``, ``vocabulary_slice``, ``dropout``.
+    `gaps` of each sample, float64 [length], masked tokens too; `num_tokens` of each, active and finite; texts of
+    `patterns` and `suggestions`, by name; texts on what was `left_out`.
     """
 
-    name: str
-    text: str  # in a sentence
-    without: float  # the largest |gap| of the tokens that it speaks of
-    residual: float  # the largest that it leaves
-    tokens: int  # how many it speaks of
+    def __init__(self, ids: Ids, ours: Rows, theirs: Rows, masks: Rows) -> None:
+        self.ids, self.lengths, given = ids, [len(row) for row in ours], _flat(masks) != 0
+        gap = _flat(theirs) - _flat(ours)
+        self.gaps, self.finite = gap.split(self.lengths), gap.isfinite()
+        self.gap, self.ours, self.theirs = (_.where(self.finite, 0) for _ in (gap, _flat(ours), _flat(theirs)))
+        self.active, lost = given & self.finite, int((given & ~self.finite).sum())
+        self.num_tokens = torch.tensor([int(on.sum()) for on in self.active.split(self.lengths)])
+        self.rounding = torch.maximum(self.ours.abs(), self.theirs.abs()).clamp(min=1) / 2**8
+        self.beyond = self.gap.abs() > self.rounding
+        self.patterns, self.suggestions = dict[str, str](), dict[str, str]()
+        self.left_out = [f"left out: {lost} tokens with NaN or infinity"] * (lost > 0)
 
-
-@dataclass(frozen=True)
-class LogProbGap:
-    """``theirs - ours`` of every token, and what explains it."""
-
-    gaps: tuple[Tensor, ...]  # of each sample, float64 [length], masked tokens too
-    num_tokens: Tensor  # active ones of each sample, int64 [num_samples]
-    mean: Tensor  # of |gap| over them, [num_samples]; 0 without any
-    largest: Tensor  # of |gap|, [num_samples]
-    total: Tensor  # the sum of gaps, [num_samples]: the log of a sequence's ratio
-    patterns: tuple[GapPattern, ...]
-    equal: bool  # within float32 rounding, at active tokens
+    def consider(self, name: str, text: str, left: Tensor, among: Tensor) -> None:
+        """Name a pattern, or suggest it, by the gap that it leaves `among` entries, [num_entries]."""
+        if (self.beyond & among).sum() < max(FEWEST, int((self.beyond & self.active).sum()) / 2):
+            return
+        gap, left, beyond = self.gap.abs()[among], left.abs()[among], self.beyond[among]
+        text += f" ({len(gap)} tokens, largest |gap| {gap.max():.3g} -> {left.max():.1g})"
+        if (left <= self.rounding[among]).all():
+            self.patterns[name] = text
+        elif left.norm() < gap.norm() / 4 and left[beyond].median() < gap[beyond].median() / 4:
+            self.suggestions[name] = text
 
     def __str__(self) -> str:
-        tokens, largest = int(self.num_tokens.sum()), max([0.0, *self.largest.tolist()], key=lambda x: (x != x, x))
-        mean = float((self.mean * self.num_tokens).sum()) / max(tokens, 1)
-        lines = [f"log-probs of {tokens} tokens: |gap| {mean:.3g} on average, {largest:.3g} at most"]
-        for one in self.patterns:
-            lines.append(f"  fits: {one.text} ({one.tokens} tokens: {one.without:.3g} -> {one.residual:.1g})")
-        if not self.equal and not self.patterns:
-            lines.append("  no pattern fits: these numbers are what is known")
-        return "\n".join(lines)
+        rows = [gap.abs()[on] for gap, on in zip(self.gaps, self.active.split(self.lengths), strict=True)]
+        gap, ratio = _flat(rows), -self.gap[self.active]
+        lines = [f"log-probs of {len(gap)} tokens in {len(rows)} samples; gap: theirs - ours"]
+        if len(gap):
+            order = gap.sort().values[(len(gap) - 1) * torch.tensor([50, 90, 99, 100]) // 100]
+            place = _flat([torch.arange(len(row)) / max(len(row), 1) for row in rows])
+            thirds = [part.mean() for part in gap[place.argsort()].tensor_split(3)]
+            means = {one: row.mean() for one, row in zip(self.ids, rows, strict=True) if len(row)}
+            worst = [f"{one} {means[one]:.3g}" for one in sorted(means, key=lambda one: -means[one])[:3]]
+            share = (2 * ratio.logsumexp(0) - (2 * ratio).logsumexp(0)).exp() / len(gap)
+            lines += [
+                "|gap|: 50 % {:.3g}, 90 % {:.3g}, 99 % {:.3g}, largest {:.3g}".format(*order),
+                "mean |gap|: first third of samples {:.3g}, middle {:.3g}, last {:.3g}".format(*thirds),
+                f"mean |gap|, worst samples: {', '.join(worst)}",
+                f"ratio exp(ours - theirs): mean {ratio.exp().mean():.3g}, effective sample size / tokens {share:.3g}",
+            ]
+        fits = "no known pattern brings the gap" if self.beyond[self.active].any() else "all gaps are"
+        maybe = [f"{fits} within rounding", *(f"only suggested: {one}" for one in self.suggestions.values())]
+        known = [f"explained: {one}" for one in self.patterns.values()]
+        return "\n  ".join([*lines, *(known or maybe)[:3], *self.left_out])
 
 
 def compare_log_probs(
-    ours: Sequence[Tensor],
-    theirs: Sequence[Tensor],
-    loss_masks: Sequence[Tensor],
-    *,
-    total_lengths: Sequence[int] | None = None,
-    logits: Sequence[Tensor] | None = None,
-    labels: Sequence[Tensor] | None = None,
-    repeat: Sequence[Tensor] | None = None,
-    cp_sizes: Sequence[int] = (2, 4, 8),
-    tolerance: float = 0.0,
+    ours: Rows, theirs: Rows, loss_masks: Rows = (), *, total_lengths: Ids = (), top: Rows = (), ids: Ids = ()
 ) -> LogProbGap:
-    """The gap of each token, ``theirs - ours``, and the patterns that explain it.
-
-    Rounding of a token is ``tolerance + 2**-8 * max(|ours|, |theirs|, 1)``: what two sides differ by that were rounded
-    to bfloat16. With logits z it is ``2**-8 * max|z|`` more: of z rounded so, z_y and logsumexp(z) are each within
-    2**-9 * max|z|. What bfloat16 does inside a model has no such bound: give a sampler's usual noise as `tolerance`.
-
-    Temperature and vocabulary need `logits`: a token's log-prob alone does not say what it is at another temperature.
+    """Compare log-probs token by token, and try the known patterns.
 
     Args:
         ours, theirs: [num_samples] of float [length], entry for entry the same tokens; rows of a padded batch will do.
-        loss_masks: the same; 0 where a token is not trained.
-        total_lengths: of each sample with its prompt, if entries are of responses alone.
-        logits: [num_samples] of float [length, vocabulary], of one side or of a third that is right.
-        labels: [num_samples] of int64 [length]; goes with `logits`.
-        repeat: what our side says when it is run again, for what chance does (dropout).
-        cp_sizes: of the context-parallel orders that are tried.
-        tolerance: absolute, further noise that counts as rounding.
-
-    Raises:
-        ValueError: one tensor for all samples; samples or lengths that do not go together; logits without labels.
+        loss_masks: the same; 0 where a token is not trained. Without masks all tokens count.
+        total_lengths, ids: of samples; lengths with the prompt, where entries are of responses alone.
+        top: our log-probs of the k most likely tokens, or of the vocabulary, [length, k] each; fit a temperature.
     """
-    given = {
-        "ours": ours,
-        "theirs": theirs,
-        "loss_masks": loss_masks,
-        "repeat": repeat,
-        "logits": logits,
-        "labels": labels,
-    }
-    for name, values in ((name, values) for name, values in given.items() if values is not None):
-        if any(one.dim() != 1 + (name == "logits") for one in values):
-            shapes = [tuple(one.shape) for one in values]
-            raise ValueError(f"{name} of shapes {shapes}: a sample has one entry per token. Pass a row of each.")
-        lengths = [len(one) for one in ours]
-        check_one_each(name, len(values), "samples of ours", len(lengths))
-        if (found := [len(one) for one in values]) != lengths:
-            raise ValueError(f"{name} of lengths {found}, ours {lengths}: all must be of the same tokens. Cut them.")
-    if (logits is None) != (labels is None):
-        raise ValueError("logits without labels, or labels without logits: a log-prob needs both. Pass both.")
-    totals = lengths if total_lengths is None else list(total_lengths)
-    check_one_each("total_lengths", len(totals), "samples of ours", len(lengths))
-    for cp_size in cp_sizes:
-        check_int("a CP size", cp_size, 1, "2, 4 and 8 are usual")
-    pair = _Pair(lengths, totals, _flat(ours), _flat(theirs), _flat(loss_masks) != 0, tolerance)
-    patterns: list[GapPattern] = []
-    if logits is not None and labels is not None:
-        pair.rounding += _BF16 * _flat([z.detach().abs().where(z.isfinite(), 0).amax(-1) for z in logits])
-        patterns += _by_logits(pair, logits, labels)
-    patterns += [*_by_rounding(pair), *_by_place(pair, cp_sizes)]
-    if repeat is not None:
-        patterns += _by_chance(pair, _flat(repeat))
-    gaps = pair.gap.split(lengths)
-    trained = [gap[active] for gap, active in zip(gaps, pair.active.split(lengths), strict=True)]
-    return LogProbGap(
-        gaps=gaps,
-        num_tokens=torch.tensor([len(gap) for gap in trained]),
-        mean=_flat([gap.abs().sum() / max(len(gap), 1) for gap in trained]),
-        largest=_flat([torch.cat([gap.abs(), gap.new_zeros(1)]).max() for gap in trained]),
-        total=_flat([gap.sum() for gap in trained]),
-        patterns=tuple(patterns),
-        equal=pair.is_equal,
-    )
+    lengths, ids = [row.numel() for row in ours], ids or range(len(ours))
+    masks = loss_masks if len(loss_masks) else [torch.ones(length) for length in lengths]
+    for name, rows in {"ours": ours, "theirs": theirs, "loss_masks": masks, "top": top if len(top) else masks}.items():
+        if len(rows) != len(ours):
+            raise ValueError(f"{len(rows)} samples of {name}, {len(ours)} of ours: {_SAME}.")
+        for one, row, length in zip(ids, rows, lengths, strict=True):
+            if row.dim() != 1 + (rows is top) or len(row) != length:
+                raise ValueError(f"sample {one}: {name} of shape {[*row.shape]}, ours of length {length}: {_SAME}.")
+    gap = LogProbGap(ids, ours, theirs, masks)
+    if gap.beyond[on := gap.active].any():
+        for name, text, source in _moves(gap, torch.tensor(total_lengths or lengths)):
+            among = (source >= 0) & on[source] & (gap.finite if name.startswith("padded") else on)
+            gap.consider(name, text, gap.theirs - gap.ours[source], among)
+        _try_temperature(gap, top)
+        return gap
+    short = [name for name in ("ours", "theirs") if (side := getattr(gap, name)[on]).bfloat16().double().equal(side)]
+    if len(short) == 1 and (gap.gap.abs() > gap.rounding / 2**10)[on].sum() >= FEWEST:
+        gap.patterns["bf16_rounding"] = f"{short[0]} are rounded to bfloat16"
+    if gap.beyond.any():
+        gap.patterns["masked_tokens"] = f"only masked tokens differ: {int(gap.beyond.sum())}"
+    return gap
 
 
-def _flat(values: Sequence[Tensor]) -> Tensor:
-    return torch.cat([torch.zeros(0).double(), *(one.detach().reshape(-1).double().cpu() for one in values)])
+def _flat(values: Rows) -> Tensor:
+    return torch.cat([torch.zeros(0).double(), *(one.detach().double().cpu() for one in values)])
 
 
-class _Pair:
-    """Both sides in one row, [num_entries], and what counts as rounding."""
-
-    def __init__(
-        self, lengths: list[int], totals: list[int], ours: Tensor, theirs: Tensor, active: Tensor, noise: float
-    ) -> None:
-        self.lengths, self.totals, self.starts = lengths, totals, [0, *accumulate(lengths)][:-1]
-        self.ours, self.theirs, self.active, self.gap = ours, theirs, active, theirs - ours
-        self.size = torch.maximum(ours.abs(), theirs.abs()).clamp(min=1)
-        self.rounding = noise + _BF16 * self.size
-
-    @property
-    def is_equal(self) -> bool:
-        return bool((self.gap.abs() <= _FLOAT32 * self.size)[self.active].all())
-
-    @property
-    def is_rounding(self) -> bool:
-        return bool((self.gap.abs() <= self.rounding)[self.active].all())
-
-    def explained(self, name: str, text: str, left: Tensor, among: Tensor) -> Iterator[GapPattern]:
-        """The pattern, if it leaves no more than rounding `among` entries, and half of the gaps are there.
-
-        `left`: what it leaves, [num_entries].
-        """
-        beyond = self.gap.abs() > self.rounding
-        enough = max(FEWEST, int((beyond & self.active).sum()) / 2)
-        if (beyond & among).sum() >= enough and (left.abs() <= self.rounding)[among].all():
-            without, residual = (float(values.abs()[among].max()) for values in (self.gap, left))
-            yield GapPattern(name, text, without, residual, int(among.sum()))
+def _moves(gap: LogProbGap, totals: Tensor) -> Iterator[tuple[str, str, Tensor]]:
+    """Names, texts, and for each entry of theirs the one of ours that stands there, -1 for unknown, [num_entries]."""
+    lengths, place = torch.tensor(gap.lengths), torch.arange(len(gap.gap))
+    starts, sample = lengths.cumsum(0) - lengths, torch.arange(len(lengths)).repeat_interleave(lengths)
+    length, total, own, at = lengths[sample], totals[sample], place - starts[sample], sample[gap.active]
+    right = -torch.full_like(lengths, 2**40).scatter_reduce(0, at, own[gap.active], "amin")[sample]
+    left = length - 1 - torch.full_like(lengths, -1).scatter_reduce(0, at, own[gap.active], "amax")[sample]
+    for name, by in (("one_token_later", 1), ("one_token_earlier", -1), ("padded_left", left), ("padded_right", right)):
+        source = (place - by).where((own >= by) & (own - by < length), -1)
+        yield name, f"theirs are ours {name.replace('_', ' ')}", source
+    for cp_size in (2, 4, 8):  # a response's tokens go with their logits, one place before
+        chunk = (own + total - length - (total > length).long()).clamp(min=0) // -(-total // (2 * cp_size))
+        order = (sample * cp_size + torch.minimum(chunk, 2 * cp_size - 1 - chunk)).argsort(stable=True)
+        for sides, at in (("theirs are ours", order), ("ours are theirs", order.argsort())):
+            yield "cp_order", f"{sides} in zigzag chunks of {cp_size} context-parallel ranks, rank after rank", at
+    sums = [torch.zeros(len(lengths)).double().index_add(0, sample, side) for side in (gap.ours, gap.theirs)]
+    ours, theirs = (one.argsort()[lengths[one.argsort()].argsort(stable=True)] for one in sums)
+    source = (starts[ours[theirs.argsort()]][sample] + own).where(length >= FEWEST, -1)
+    if gap.beyond.sum() >= 4 * len(lengths):  # fewer would be found by chance
+        yield "sample_order", "theirs are ours with the samples in another order", source
 
 
-def _by_rounding(pair: _Pair) -> Iterator[GapPattern]:
-    """Nothing but rounding at active tokens, and whether masked ones are apart."""
-    if not pair.is_rounding:
-        return
-    largest, tokens = float(pair.gap.abs()[pair.active].max()) if pair.active.any() else 0.0, int(pair.active.sum())
-    if not pair.is_equal:
-        yield GapPattern("bf16_rounding", "no more than rounding to bfloat16", largest, largest, tokens)
-    apart = ~pair.active & (pair.gap.abs() > pair.rounding)
-    if apart.any():
-        text = "only masked tokens are apart: what counts padding or prompts sees a gap, a masked loss does not"
-        yield GapPattern("masked_tokens", text, float(pair.gap.abs()[apart].max()), largest, int(apart.sum()))
+def _try_temperature(gap: LogProbGap, top: Rows) -> None:
+    """Fit a temperature to the most likely tokens; without them, suggest one by the tokens' own log-odds.
 
-
-def _by_chance(pair: _Pair, repeat: Tensor) -> Iterator[GapPattern]:
-    """Our side differs from itself by as much as from theirs, in the root mean square."""
-    own, gap = (pair.ours - repeat)[pair.active], pair.gap[pair.active]
-    apart = int((own.abs() > _FLOAT32 * pair.size[pair.active]).sum())
-    if apart >= FEWEST and not pair.is_rounding and (gap.square().sum() <= 1.25**2 * own.square().sum()):
-        rms = [math.sqrt(float(values.square().mean())) for values in (own, gap)]
-        text = f"ours differ by {rms[0]:.3g} (rms) from ours of a second run, by {rms[1]:.3g} from theirs: dropout on"
-        yield GapPattern("dropout", text, float(gap.abs().max()), float(own.abs().max()), len(gap))
-
-
-# ---- the same values in other places
-
-
-def _by_place(pair: _Pair, cp_sizes: Sequence[int]) -> Iterator[GapPattern]:
-    if pair.is_rounding:
-        return
-    for name, text, source, both in _moves(pair, cp_sizes):
-        among = (source >= 0) & pair.active[source]  # -1 is unknown
-        yield from pair.explained(name, text, pair.theirs - pair.ours[source], among & pair.active if both else among)
-
-
-def _moves(pair: _Pair, cp_sizes: Sequence[int]) -> Iterator[tuple[str, str, Tensor, bool]]:
-    """Name, text, and for each entry of theirs the one of ours that stands there, int64 [num_entries], -1 for unknown.
-
-    Last: whether both must be active; else theirs lie where our mask has nothing.
+    The log-odds of likely tokens must stretch, beyond the noise of either side, and unlikely tokens not move along.
     """
-    ids, active = [torch.arange(length) for length in pair.lengths], pair.active.split(pair.lengths)
-    first, last = ([int(ends[of]) if len(ends := one.nonzero()) else 0 for one in active] for of in (0, -1))
-    ends = [length - 1 - end for length, end in zip(pair.lengths, last, strict=True)]
-
-    def placed(entries: Sequence[Tensor]) -> Tensor:
-        """Of entries in a sample their places in the row."""
-        of = zip(entries, pair.lengths, pair.starts, strict=True)
-        return torch.cat([torch.where((one >= 0) & (one < length), one + start, -1) for one, length, start in of])
-
-    def moved(by: Sequence[int]) -> Tensor:
-        return placed([one - k for one, k in zip(ids, by, strict=True)])
-
-    yield "shifted_later", "theirs are ours one token later", moved([1] * len(ids)), True
-    yield "shifted_earlier", "theirs are ours one token earlier", moved([-1] * len(ids)), True
-    if max(ends) > 1:
-        yield "padding_side", "theirs end where rows end, ours have padding there", moved(ends), False
-    if max(first) > 1:
-        yield "padding_side", "theirs begin where rows begin, ours later", moved([-k for k in first]), False
-    for cp_size in cp_sizes:
-        pieces = f"the zigzag pieces of {cp_size} context-parallel ranks, one rank after the other"
-        for shift in range(1 + (pair.totals != pair.lengths)):
-            of = zip(pair.lengths, pair.totals, strict=True)
-            order = placed([_rank_order(length, total, cp_size, shift) for length, total in of])
-            at = (order >= 0).nonzero().flatten()
-            yield "cp_order", f"theirs are {pieces}", order, True
-            yield "cp_order", f"ours are {pieces}", torch.full_like(order, -1).index_copy(0, order[at], at), True
-    if (source := _sample_order(pair)) is not None:
-        yield "sample_order", "theirs are ours with samples in another order", source, True
-
-
-def _rank_order(length: int, total: int, cp_size: int, shift: int) -> Tensor:
-    """Entries of a sample by zigzag rank, int64 [length]; -1 where padding stands there.
-
-    Of a response alone (`total` > `length`) prompt and padding drop out; with `shift` 1 a token goes with its logit.
-    """
-    chunk = -(-total // (2 * cp_size))
-    pieces = torch.tensor([piece for rank in range(cp_size) for piece in (rank, 2 * cp_size - 1 - rank)])
-    entry = (pieces[:, None] * chunk + torch.arange(chunk)).flatten() - (total - length) + shift
-    inside = (entry >= 0) & (entry < length)
-    kept = entry[inside] if total > length else torch.where(inside, entry, -1)
-    return torch.cat([kept, torch.full((length,), -1)])[:length]
-
-
-def _sample_order(pair: _Pair) -> Tensor | None:
-    """Where each sample of theirs is in ours, if every one has a place of its own."""
-
-    def fits(here: Tensor, there: Tensor) -> bool:
-        if len(there) != len(here):
-            return False
-        apart = (pair.theirs[here] - pair.ours[there]).abs() > pair.rounding[here]
-        return not (apart & pair.active[here] & pair.active[there]).any()
-
-    rows = torch.arange(len(pair.ours)).split(pair.lengths)
-    left, found = list(rows), []
-    for here in rows:
-        if (number := next((k for k, there in enumerate(left) if fits(here, there)), None)) is None:
-            return None
-        found.append(left.pop(number))
-    return torch.cat(found)
-
-
-# ---- the same logits, read otherwise
-
-
-def _by_logits(pair: _Pair, logits: Sequence[Tensor], labels: Sequence[Tensor]) -> Iterator[GapPattern]:
-    """One side is the logits' log-softmax, the other is of the same logits read otherwise."""
-    if pair.is_rounding:
+    on = gap.active.nonzero().flatten()
+    if len(top):
+        few, z, beta, step = on[:: len(on) // 64 + 1], torch.cat([rows.detach().cpu() for rows in top]), 2.125, 0.09375
+        for _ in range(4):  # all are checked with it
+            tried = [beta + k * step for k in range(-20, 21)]
+            errors = [gap.theirs[few] - one * gap.ours[few] + (one * z[few].double()).logsumexp(-1) for one in tried]
+            beta, step = tried[int(torch.stack(errors).abs().mean(-1).argmin())], step / 16
+        left = gap.theirs - beta * gap.ours + (beta * z.double()).logsumexp(-1)
+        gap.consider("temperature", f"theirs are ours at temperature {1 / beta:.4g}", left, gap.active)
         return
-    flat_labels = torch.cat([one.cpu() for one in labels]).where(pair.active, 0)  # -100 is usual at others
-
-    def read(change: Reading) -> Tensor:
-        of = zip(logits, flat_labels.split(pair.lengths), strict=True)
-        return _flat([change(z.detach().double().cpu(), y) for z, y in of])
-
-    plain = read(_log_prob)
-    few = pair.active.nonzero().flatten()
-    few = few[torch.linspace(0, len(few) - 1, min(len(few), _FEW)).long()]
-    rows = [row for of_sample in logits for row in of_sample.detach()]  # views
-    z = torch.stack([rows[at].double().cpu() for at in few.tolist()])
-    for right, other in (("ours", "theirs"), ("theirs", "ours")):
-        wanted = getattr(pair, other)
-        if ((getattr(pair, right) - plain).abs() <= pair.rounding)[pair.active].all():
-            for name, text, change in _changes(z, flat_labels[few], wanted[few]):
-                text = f"{right} are of all logits as they are, {other} {text}"
-                yield from pair.explained(name, text, wanted - read(change), pair.active)
+    ours, theirs, move = gap.ours[on], gap.theirs[on], gap.gap[on]
+    likely, unlikely = (ours + theirs > -4) & (torch.maximum(ours, theirs) < -1e-4), move[ours + theirs < -4]
+    odds = [side[likely] - (-side[likely].expm1()).log() for side in (ours, theirs)]
+    x, y = (side - side.mean() for side in odds)
+    grows, slope = [side @ (y - x) / (side * (y - x)).norm() for side in (x, y)], y.norm() / x.norm()
+    rest = theirs[likely] - torch.nn.functional.logsigmoid(odds[1].mean() + slope * x)
+    along = unlikely.mean() * (slope - 1).sign() / unlikely.square().mean().sqrt()
+    enough = likely.sum() >= 50 and len(unlikely) >= 10 and (min(grows) > 4 or max(grows) < -4)
+    if enough and rest.norm() < 0.85 * move[likely].norm() and along < 0.2:
+        seen = f"a temperature near {1 / slope:.2g} times that of ours, by the log-probs alone"
+        gap.suggestions["temperature"] = f"theirs are at {seen}; fit it with `top`"
 
 
-def _changes(z: Tensor, label: Tensor, wanted: Tensor) -> Iterator[tuple[str, str, Reading]]:
-    """What log-probs `wanted` of a few tokens, [num_few], may be of logits z, [num_few, vocabulary]."""
-    low, high = 0.25, 4.0
-    for _ in range(12):  # the nearest of a grid, then a grid between its neighbours
-        betas = torch.linspace(low, high, 41, dtype=torch.float64)
-        best = int(torch.stack([(_log_prob(beta * z, label) - wanted).abs().max() for beta in betas]).argmin())
-        low, beta, high = betas[max(best - 1, 0)].item(), betas[best].item(), betas[min(best + 1, 40)].item()
-    yield "temperature", f"at temperature {1 / beta:.4g}", lambda z, y: _log_prob(beta * z, y)
-    chosen = z.gather(1, label[:, None])
-    columns = 1 + int((z.logcumsumexp(-1) - chosen + wanted[:, None]).abs().amax(0).argmin())
-    text = f"over columns 0 to {columns - 1} of {z.shape[1]}"
-    yield "vocabulary_slice", text, lambda z, y: _log_prob(z, y, z[:, :columns])
-    for tp in (2, 4, 8):
-        if z.shape[1] % tp == 0:
-            text = f"over the label's own of {tp} slices of the vocabulary"
-            yield "vocabulary_slice", text, partial(_in_own_slice, tp)
+def compare_dumps(theirs: Path, ours: Path) -> LogProbGap:
+    """Compare two files, joined by sample id; the masks are those of ours, or of theirs."""
+    left, right = _read(theirs), _read(ours)
+    if not (ids := [one for one in right if one in left]):
+        raise ValueError(f"{theirs} has samples {[*left][:3]}, {ours} {[*right][:3]}: none is in both. Dump one step.")
+    rows, others = ([side[one][0] for one in ids] for side in (right, left))
+    masks = [torch.tensor(right[one][1] or left[one][1] or [1] * len(row)) for one, row in zip(ids, rows, strict=True)]
+    gap = compare_log_probs(rows, others, masks, total_lengths=[right[one][2] for one in ids], ids=ids)
+    if alone := sorted({*left} ^ {*right}):
+        counts = f"{len(left) - len(ids)} samples of {theirs} alone, {len(right) - len(ids)} of {ours} alone"
+        gap.left_out.append(f"left out: {counts}, first {alone[0]}")
+    return gap
 
 
-def _log_prob(z: Tensor, label: Tensor, among: Tensor | None = None) -> Tensor:
-    return z.gather(1, label[:, None])[:, 0] - (z if among is None else among).logsumexp(-1)
-
-
-def _in_own_slice(tp: int, z: Tensor, label: Tensor) -> Tensor:
-    slices = z.unflatten(1, (tp, -1))
-    return _log_prob(z, label, slices[torch.arange(len(z)), label // slices.shape[2]])
+def _read(path: Path) -> dict[str, tuple[Tensor, list[float], int]]:
+    """Log-probs, mask (empty without) and length with the prompt of each sample, by id."""
+    found: dict[str, Any] = {}
+    try:
+        lines = path.read_text().splitlines() if path.suffix == ".jsonl" else []
+        content: Any = [*map(json.loads, lines)] or torch.load(path, map_location="cpu", weights_only=True)
+        samples = content.get("samples", content) if isinstance(content, Mapping) else content  # of slime
+        for number, given in samples.items() if isinstance(samples, Mapping) else enumerate(samples):
+            sample = given if isinstance(given, Mapping) else {"index": number, "log_probs": given}
+            trained = "data_parallel_rank" in sample or "rollout_log_probs" not in sample
+            row = torch.as_tensor(sample["log_probs" if trained else "rollout_log_probs"], dtype=torch.float64)
+            mask = sample.get("loss_masks", sample.get("loss_mask"))
+            name = str(sample.get("sample_index", sample.get("index", number)))
+            name += f", entry {number}" if name in found else ""
+            found[name] = row, [] if mask is None else [*map(float, mask)], sample.get("total_lengths", row.numel())
+    except Exception as error:  # of many kinds
+        why = str(error).partition("GLOBAL ")[2].split(" ")[0] or f"{type(error).__name__} {error}"[:41]
+        raise ValueError(f"{path}, {why}: {_DUMP}.") from None
+    return found

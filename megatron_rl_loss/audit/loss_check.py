@@ -1,7 +1,9 @@
 """`check_loss`: is a loss function, or a mode, invariant, and is it what it is meant to be? PyTorch alone."""
 
 import contextlib
+import inspect
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -11,19 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_rl_loss.audit import simulation
 from megatron_rl_loss.audit.judge import deviation_of, expected_weights, explain, in_words
 from megatron_rl_loss.audit.misplaced import take_off
-from megatron_rl_loss.audit.simulation import (
-    CALLS,
-    CallFailed,
-    DrawnRow,
-    DrawnStep,
-    Kind,
-    LossCall,
-    LossFunction,
-    asked_for,
-    measure,
-)
+from megatron_rl_loss.audit.simulation import CALLS, CallFailed, DrawnRow, DrawnStep, Kind, LossCall
 from megatron_rl_loss.errors import check_choice, check_int
 from megatron_rl_loss.modes.names import Aggregation, resolve
 from megatron_rl_loss.modes.table import ModeFunction
@@ -36,9 +29,16 @@ from megatron_rl_loss.step.units import UnitCounting
 #: trainers add to a denominator.
 TOLERANCE = 1e-5
 UNCUT, TOGETHER = "in one micro-batch on one rank", "over all of these together"
-#: Ways of cutting: over micro-batches (K), data-parallel (D) and context-parallel ranks (C).
-CUTS = {"over micro-batches": "K", "over data-parallel ranks": "D", "over context-parallel ranks": "C"}
 PADDED = "with masked tokens behind rows"
+_PLACES = {"dp_rank": "DP rank", "microbatch": "micro-batch"}
+#: Ways of cutting a step: over micro-batches (K), data-parallel (D) and context-parallel ranks (C).
+CUTS = {"over micro-batches": "K", "over data-parallel ranks": "D", "over context-parallel ranks": "C"}
+CUTS |= {UNCUT: "", PADDED: "", TOGETHER: "KDC"}
+#: Faults that show when an uncut step is measured again, with losses of another seed.
+_AGAIN: tuple[tuple[Kind, str, int], ...] = (
+    ("chance", "called twice with the same losses, it gives tokens other weights", 0),
+    ("values", "not linear in the losses: tokens' weights depend on their values, so no aggregation describes it", 1),
+)
 
 
 @dataclass(frozen=True)
@@ -54,24 +54,27 @@ class Finding:
     low: float = np.nan  # over all draws of the cut: the smallest weight / what it should be, or is uncut
     high: float = np.nan  # the largest
 
-    def rows(self, units: list[str]) -> list[str]:
+    @property
+    def length(self) -> float:
+        """What there is to read; masked rows explain little, and weights that are as expected nothing."""
+        rows = [10 + len(row.mask) + 20 * (not any(row.mask)) for row in self.step.rows]
+        return sum(rows) + 1000 * np.allclose(self.weights, self.expected, rtol=TOLERANCE)
+
+    def rows(self, units: list[str], should: str) -> list[str]:
         """The step, a line for each row of data: where it is, its units and tokens, and what these weigh."""
         lines, at = list[str](), 0
+        names = ["dp_rank"] * (self.step.dp_size > 1) + ["microbatch"] * (self.step.num_microbatches > 1) + units
         for row in self.step.rows:
-            words = [f"DP rank {row.dp_rank}"] * (self.step.dp_size > 1)
-            words += [f"micro-batch {row.microbatch}"] * (self.step.num_microbatches > 1)
-            words += [*(f"{unit} {getattr(row, unit)}" for unit in units), "".join(".x"[entry] for entry in row.mask)]
-            here = slice(at, at := at + len(row.mask))
-            numbers = (_shown(values[here], row.mask) for values in (self.weights, self.expected))
-            lines.append(", ".join(words) + ("  weighs {}, should weigh {}".format(*numbers) if self.weights else ""))
+            words = [f"{_PLACES.get(name, name)} {getattr(row, name)}" for name in names]
+            line = ", ".join([*words, "".join(".x"[entry] for entry in row.mask)])
+            for verb, values in (("  weighs", self.weights), (should, self.expected)) if self.weights else ():
+                each = [f"{value:.4g}" for value in values[at : at + len(row.mask)]]
+                alike = {one if entry else "" for one, entry in zip(each, row.mask, strict=True) if entry or one != "0"}
+                one = next(iter(alike or {"0"}))  # number that tells all, if there is one
+                shown = [one] if one and len(alike) < 2 else [*each[:6], *["..."] * (len(each) > 6)]
+                line += f"{verb} {' '.join(shown)}"
+            lines, at = [*lines, line], at + len(row.mask)
         return lines
-
-
-def _shown(weights: tuple[float, ...], mask: tuple[int, ...]) -> str:
-    """Weights of a row, beside its mask: one number where that tells all."""
-    shown = [f"{weight:.4g}" for weight in weights]
-    alike = {one for one, entry in zip(shown, mask, strict=False) if entry or one != "0"} or {"0"}
-    return alike.pop() if len(alike) == 1 else " ".join(shown[:6] + ["..."] * (len(shown) > 6))
 
 
 @dataclass(frozen=True)
@@ -106,14 +109,16 @@ class LossReport:
             said = f"is invariant, but not {mode}" if self.invariant else said + f"; asked {mode}" * bool(mode)
         lines = [f"{'NOT ' * bool(self.findings)}SOUND: {self.name} {said}"]
         lines += [f"  {finding.cut}: {finding.says}" for finding in self.findings]
-        lines += [f"  as if: {cause}" for cause in self.causes[:1]]
+        lines += [f"  fits: {cause}" for cause in self.causes[:1]]
         for first in self.findings[:1]:
             said = f"{self.name} {mode} {self.call} {self.causes}"
-            rows = first.rows([unit for unit in ("rollout", "prompt") if unit in said])
+            should = ", should weigh" if self.expected and mode else ", uncut"
+            rows = first.rows([unit for unit in ("rollout", "prompt") if unit in said], should)
             cp = f", each row cut over {first.step.cp_size} CP ranks" * (first.step.cp_size > 1)
             lines += [f"  the smallest of the steps {first.cut} that show it (x trained, . masked{cp}):"]
-            lines += [f"    {row}" for row in rows[:5]] + [f"    and {len(rows) - 5} more"] * (len(rows) > 5)
-        lines.append(f"  assumed: {self.call}; {self.draws} random steps per cut, seed {self.seed}")
+            room = max(1, 10 - len(self.findings) - len(self.notes))  # of 15 lines
+            lines += [f"    {row}" for row in rows[:room]] + [f"    and {len(rows) - room} more"] * (len(rows) > room)
+        lines.append(f"  assumed: {self.call}; {self.draws} draws of each cut, seed {self.seed}")
         if not self.findings:
             lines += ["  covers rows of at most 11 tokens, 5 micro-batches, 4 DP and 4 CP ranks; does not see how your"]
             lines += ["  loop really calls and divides, what makes the losses, other terms (KL, entropy), or clipping"]
@@ -121,14 +126,17 @@ class LossReport:
 
     def to_json(self) -> dict[str, Any]:
         """The same as plain data."""
-        findings = [{**vars(finding), "step": repr(finding.step)} for finding in self.findings]
+        known = [
+            {name: value for name, value in vars(one).items() if value == value} for one in self.findings
+        ]  # no NaN
+        findings = [one | {"step": repr(one["step"])} for one in known]
         expected = None if self.expected is None else in_words(self.expected)
         said = {"sound": self.sound, "invariant": self.invariant, "expected": expected, "findings": findings}
         return {**vars(self), **said}
 
 
 def check_loss(
-    loss_fn: LossFunction | None = None,
+    loss_fn: Callable[..., Tensor] | None = None,
     mode: str | ModeFunction | None = None,
     *,
     call: LossCall | str = "pytorch",
@@ -164,7 +172,7 @@ def check_loss(
         call = CALLS[call]
     check_int("draws", draws, 1, "Draw some steps")
     check_int("seed", seed, 0, "Any number will do")
-    if mode is None and (loss_fn, divisor, units) != (loss_fn or True, None, None):
+    if mode is None and (loss_fn is None or (divisor, units) != (None, None)):
         raise ValueError(
             f"loss_fn {loss_fn!r}, divisor {divisor!r} and units {units!r} without a mode: a function is checked for "
             "invariance then, and divisors and units belong to a mode. Name one."
@@ -172,28 +180,34 @@ def check_loss(
     expected = None if mode is None else resolve(mode, divisor=divisor, units=units)
     if loss_fn is None and expected is not None:
         return _check_mode(expected, draws, seed)
-    notes = [f"parameter {parameter} was left at its default" for parameter in asked_for(loss_fn, call)[1]]
-    plain = loss_fn.func if isinstance(loss_fn, partial) else loss_fn
+    run = partial(simulation.measure, loss_fn, call)
+    plain: Any = loss_fn.func if isinstance(loss_fn, partial) else loss_fn
     name = getattr(plain, "__name__", None) or type(plain).__name__
     full, holed = (DrawnStep((DrawnRow((1, middle, 1)), DrawnRow((1, 1), 1, 1))) for middle in (1, 0))
     try:
-        measure(loss_fn, call, full)
+        run(full)
     except CallFailed as failure:
         raise ValueError(
             f"{name} with a step of two full rows: {failure.args[1]}: it must return one number that gradients flow "
-            "from. Give it what it takes by LossCall(rows=..., takes=..., names=...), or wrap it."
+            f"from. Give it {call.takes}, the mask and by name what GIVEN has, as LossCall(rows=..., takes=..., "
+            "names=...) says, or wrap it."
         ) from failure.__cause__
-    look = partial(_findings, loss_fn, call, expected, draws, seed)
-    findings, causes = look(UNCUT, ""), tuple[str, ...]()
+    beside = list(inspect.signature(run.args[0]).parameters.values())[2:]
+    given = {*simulation.asked_for(loss_fn, call), *getattr(loss_fn, "keywords", ())}
+    left = [one.name for one in beside if one.default is not one.empty and one.name not in given]
+    notes = [f"parameter {parameter} was left at its default" for parameter in left]
+    look = partial(_findings, run, call, expected, draws, seed)
+    findings, causes = look(UNCUT), tuple[str, ...]()
+    findings = [one for one in findings if one.kind != "weights"] or findings
     if all(one.kind == "weights" for one in findings):
-        findings += [one for cut, over in CUTS.items() for one in look(cut, over)] or look(TOGETHER, "KDC")
-        findings += look(PADDED, "")
+        of_cuts = [one for cut, over in CUTS.items() if len(over) == 1 for one in look(cut)]
+        findings += (of_cuts or look(TOGETHER)) + look(PADDED)
     with contextlib.suppress(CallFailed):
         if expected is not None and {one.kind for one in findings} == {"weights"}:
-            drawn = [_draw(call, "KDC", f"{seed}/causes/{i}", telling=True) for i in range(8)]
-            found = explain([measure(loss_fn, call, step) for step in drawn], expected, tolerance=TOLERANCE)
-            causes = tuple(str(cause).replace(f"x {cause.factor:.6g} = ", "x ") for cause in found)
-        if not np.isfinite(measure(loss_fn, call, holed, poisoned=True).weights).all():
+            steps = [run(_draw(call, "KDC", f"{seed}/causes/{i}", telling=True)) for i in range(8)]
+            fitting = explain(steps, expected, tolerance=TOLERANCE)
+            causes = tuple(str(cause).replace(f"x {cause.factor:.6g} = ", "x ") for cause in fitting)
+        if not np.isfinite(run(holed, poisoned=True).weights).all():
             notes.append("a NaN at a masked token spoils the loss; select by the mask (torch.where) before multiplying")
     return LossReport(name, expected, call.describe(), draws, seed, tuple(findings), causes, tuple(notes))
 
@@ -217,28 +231,22 @@ def _check_mode(expected: Aggregation, draws: int, seed: int) -> LossReport:
     return LossReport(expected.mode.name, expected, assumed, draws, seed, tuple(findings.values()))
 
 
-def _findings(
-    loss_fn: Any, call: LossCall, mode: Aggregation | None, draws: int, seed: int, cut: str, over: str
-) -> list[Finding]:
+def _findings(run: Any, call: LossCall, mode: Aggregation | None, draws: int, seed: int, cut: str) -> list[Finding]:
     """One finding for each kind of fault that steps of a cut show, on the smallest of them."""
-    shown: dict[Kind, list[Finding]] = {}
-    for number in range(draws * (call.cp is not None or over != "C")):
-        step = _draw(call, over, f"{seed}/{cut}/{number}", telling=number % 2 == 1)
+    shown, findings = dict[Kind, list[Finding]](), list[Finding]()
+    for number in range(draws if call.cp or CUTS[cut] != "C" else 0):
+        step = _draw(call, CUTS[cut], f"{seed}/{cut}/{number}", telling=number % 3 == 1)
         try:
-            finding = _look(partial(measure, loss_fn, call), mode, cut, step)
+            finding = _look(run, mode, cut, step)
         except CallFailed as failure:
-            finding = Finding(cut, *failure.args, step)
+            finding = Finding(cut, failure.args[0], failure.args[1], step)
         if finding is not None:
             shown.setdefault(finding.kind, []).append(finding)
-    findings = []
     for found in shown.values():
         low, high = min(one.low for one in found), max(one.high for one in found)
         apart = f"{low:.4g}" if high - low <= TOLERANCE * abs(high) else f"{low:.3g} to {high:.3g}"
-        compared = "they should" if cut == UNCUT else "they do uncut"
-        first = min(
-            found, key=lambda one: (not one.says, not all(any(row.mask) for row in one.step.rows), len(str(one.step)))
-        )
-        says = first.says or f"tokens weigh {apart} times what {compared}"
+        first = min(found, key=lambda one: (not one.says, one.length))
+        says = first.says or f"tokens weigh {apart} times what they {'should' if cut == UNCUT else 'do uncut'}"
         findings.append(replace(first, says=says, low=low, high=high))
     return findings
 
@@ -250,28 +258,25 @@ def _look(run: Any, mode: Aggregation | None, cut: str, step: DrawnStep) -> Find
     if not np.isfinite(weights).all():
         number = int((~np.isfinite(weights)).sum())
         return Finding(cut, "NaN", f"the gradient is NaN or infinite at {number} of {len(weights)} tokens", step)
-    if cut == UNCUT and deviation_of(run(step._replace(seed=step.seed + 1)), weights) > TOLERANCE:
-        if deviation_of(run(step), weights) > TOLERANCE:
-            return Finding(cut, "chance", "called twice with the same losses, it gives tokens other weights", step)
-        says = "not linear in the losses: a token's weight depends on their values, so no aggregation describes it"
-        return Finding(cut, "values", says, step)
-    plain = weights
-    if cut != UNCUT:
-        rows = [row._replace(dp_rank=0, microbatch=0) for row in step.rows]
-        rows = [row._replace(mask=_without_end(row.mask)) for row in rows] if cut == PADDED else rows
-        of_rows = np.split(
-            run(DrawnStep(tuple(rows), seed=step.seed)).weights, np.cumsum([len(row.mask) for row in rows])
-        )
-        padded = zip(of_rows, step.rows, strict=False)
-        plain = np.concatenate([np.pad(of_row, (0, len(row.mask) - len(of_row))) for of_row, row in padded])
+    for kind, says, seed in _AGAIN if cut == UNCUT else ():
+        other = run(step._replace(seed=step.seed + seed))
+        if deviation_of(replace(other, stray=(0, 0.0)), weights) > TOLERANCE:
+            return Finding(cut, kind, says, step)
+    rows = [row._replace(dp_rank=0, microbatch=0) for row in step.rows]
+    if cut == PADDED:  # beside the same rows without the masked tokens at their ends
+        rows = [row._replace(mask=row.mask[: 1 + max(np.flatnonzero(row.mask), default=0)]) for row in rows]
+    pairs = zip(step.rows, rows, strict=True)
+    kept = np.concatenate([np.arange(len(row.mask)) < len(one.mask) for row, one in pairs])
+    plain = np.zeros(len(weights))
+    plain[kept] = weights if cut == UNCUT else run(DrawnStep(tuple(rows), seed=step.seed)).weights
     asked = plain if mode is None else expected_weights(measured.tokens, mode)
     wanted = asked if cut == UNCUT else plain
     if deviation_of(measured, wanted) <= TOLERANCE:
         return None
-    says = "; ".join(one.text for one in take_off(measured, wanted, TOLERANCE).misplaced)
+    facts = [one.text for one in take_off(measured, wanted, TOLERANCE).misplaced][-1:]  # the last says most
     ratio = weights[wanted != 0] / wanted[wanted != 0]
     low, high = float(ratio.min(initial=np.inf)), float(ratio.max(initial=-np.inf))
-    return Finding(cut, "weights", says, step, tuple(weights.tolist()), tuple(asked.tolist()), low, high)
+    return Finding(cut, "weights", "".join(facts), step, tuple(weights.tolist()), tuple(asked.tolist()), low, high)
 
 
 def _draw(call: LossCall, over: str, seed: str, telling: bool) -> DrawnStep:
@@ -280,22 +285,17 @@ def _draw(call: LossCall, over: str, seed: str, telling: bool) -> DrawnStep:
     most, longest = (3, 11) if telling else (2, 3)
     ends = {"K": (3, 5), "D": (2, 4), "C": (2, 4)}
     K, D, C = ((rng.randint(*ends[one]) if telling else 2) if one in over else 1 for one in ends)
-    most = most if K * D > 1 else 3 * most
-    even = [rng.randint(1, most)] * call.even_microbatches
-    places = [place for place in product(range(D), range(K)) for _ in range(*even or [rng.randint(1, most)])]
+    least, most = (1, most) if K * D > 1 else (most - 1, most**2)  # rows of a micro-batch
+    even = [rng.randint(least, most)] * call.even_microbatches
+    places = [place for place in product(range(D), range(K)) for _ in range(*even or [rng.randint(least, most)])]
     rows = list[DrawnRow]()
     for i in range(len(places)):
         rollout, prompt = i, rng.randint(0, len(places) // 3)
         if call.split_rollouts and (i == 1 or (i and rng.random() < 0.4)):
             _, rollout, prompt, *_ = rows[-1]
-        share = rng.choice([0.0, 0.5, 0.5, 1.0]) if i else 1.0  # of a fully masked step nothing is trained
+        share = rng.choice([0.0, 0.5, 1.0]) if i else 1.0  # of a fully masked step nothing is trained
         mask = tuple(int(rng.random() < share) for _ in range(rng.randint(1, longest)))
         rows.append(DrawnRow(mask if any(mask) or call.masked_samples else (1, *mask[1:]), rollout, prompt))
     rng.shuffle(rows)
     placed = tuple(row._replace(dp_rank=d, microbatch=k) for row, (d, k) in zip(rows, places, strict=True))
     return DrawnStep(placed, K, D, C if call.cp else 1, rng.randrange(2**31))
-
-
-def _without_end(mask: tuple[int, ...]) -> tuple[int, ...]:
-    """The mask without the masked tokens behind it."""
-    return mask[: len(mask) - mask[::-1].index(1)] if any(mask) else mask[:1]

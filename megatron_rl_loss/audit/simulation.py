@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, chain, product
-from typing import Any, Literal, NamedTuple, get_args, get_type_hints
+from typing import Any, Literal, NamedTuple, cast, get_args, get_type_hints
 
 import numpy as np
 import torch
@@ -18,13 +18,12 @@ from torch import Tensor
 
 from megatron_rl_loss.audit.assembly import Part, Rows, measured_step
 from megatron_rl_loss.audit.tokens import MeasuredStep, Split
-from megatron_rl_loss.errors import check_callable, check_choice, check_mapping, did_you_mean
+from megatron_rl_loss.errors import check_callable, check_choice, check_mapping
 from megatron_rl_loss.step import layouts
 from megatron_rl_loss.step.collectives import StepGroups
 from megatron_rl_loss.step.samples import Samples
 from megatron_rl_loss.step.totals import count_step
 
-LossFunction = Callable[..., Tensor]
 #: Names of what a loss function may ask for beside its first two parameters; docs/audit.md describes them.
 GIVEN = (
     *("step_tokens", "rank_tokens", "microbatch_tokens", "sample_tokens", "rollout_tokens", "prompt_tokens"),
@@ -108,37 +107,13 @@ class CallFailed(Exception):
     """A call of the loss function gave nothing to measure: (its kind, a sentence)."""
 
 
-def asked_for(loss_fn: Any, call: LossCall) -> tuple[dict[str, str], list[str]]:
-    """The parameters beside the first two, as names of `GIVEN`; and those that are left at their defaults.
-
-    Refuses a function that cannot be called with what the trainer has.
-    """
+def asked_for(loss_fn: Any, call: LossCall) -> dict[str, str]:
+    """What a loss function is given beside losses and mask: its parameters, as names of `GIVEN`."""
     check_callable("loss_fn", loss_fn, "it must be a function of losses and masks", "Pass the function, not its result")
-    signature, asks, left_alone = inspect.signature(loss_fn), dict[str, str](), list[str]()
-    try:
-        first_two = signature.bind_partial(0, 0).arguments
-    except TypeError:
-        raise TypeError(
-            f"a loss function that takes {', '.join(signature.parameters) or 'nothing'}: its first two parameters are "
-            f"given the {call.takes} and the mask. Wrap it: lambda {call.takes}, mask: your_loss({call.takes}, mask)."
-        ) from None
     known = {name: name for name in GIVEN} | dict(call.names)
-    if call.takes == "losses":
-        known = {name: given for name, given in known.items() if given not in _OF_LOG_PROBS}
-    for name, parameter in signature.parameters.items():
-        if name in first_two or name in getattr(loss_fn, "keywords", {}) or str(parameter).startswith("*"):
-            continue
-        if name in known:
-            asks[name] = known[name]
-        elif parameter.default is not parameter.empty:
-            left_alone.append(name)
-        else:
-            raise TypeError(
-                f"a loss function with a parameter {name!r} that has no default: a trainer gives what GIVEN names, and "
-                f"{', '.join(_OF_LOG_PROBS)} to a function of log-probs alone. Bind it with functools.partial, or say "
-                f'LossCall(names={{{name!r}: ...}}) or LossCall(takes="log_probs"). {did_you_mean(name, list(known))}.'
-            )
-    return asks, left_alone
+    bound = [*getattr(loss_fn, "keywords", ()), *(_OF_LOG_PROBS if call.takes == "losses" else ())]
+    beside = list(inspect.signature(loss_fn).parameters)[2:]
+    return {name: known[name] for name in beside if name in known and name not in bound}
 
 
 class DrawnRow(NamedTuple):
@@ -180,13 +155,13 @@ def _samples(rows: Sequence[DrawnRow], call: LossCall, cp_size: int) -> Samples:
     return Samples(masks, layout=layout, rollout_ids=rollouts, prompt_ids=prompts, labels=labels)
 
 
-def measure(loss_fn: LossFunction, call: LossCall, step: DrawnStep, poisoned: bool = False) -> MeasuredStep:
+def measure(loss_fn: Any, call: LossCall, step: DrawnStep, poisoned: bool = False) -> MeasuredStep:
     """The weight of every token of a step, as the optimizer of such a trainer would get it; NaN where a loss is.
 
     Poisoned losses are NaN where the mask is 0. Raises CallFailed for a call that raises, or that returns no number
-    with a gradient; ValueError and TypeError as `asked_for`.
+    with a gradient; TypeError for what cannot be called.
     """
-    asks, (_, K, D, C, seed) = asked_for(loss_fn, call)[0], step
+    asks, (_, K, D, C, seed) = asked_for(loss_fn, call), step
     masks, *ids = list(zip(*step.rows, strict=True))[:3]
     generator, lengths = torch.Generator().manual_seed(seed), list(map(len, masks))
     advantages, losses = (torch.randn(number, generator=generator) for number in (len(masks), sum(lengths)))
@@ -203,9 +178,10 @@ def measure(loss_fn: LossFunction, call: LossCall, step: DrawnStep, poisoned: bo
         here = [i for i, row in enumerate(step.rows) if (row.dp_rank, row.microbatch) == (d, k)]
         local = _samples([step.rows[i] for i in here], call, C).local(c, C)
         x = local.of(local.samples.in_buffer([losses.split(lengths)[i] for i in here])).clone().requires_grad_()
-        at, bounds = torch.tensor(local.sample_index), local.samples.layout.bounds
-        view = partial(_view, call.rows, [size // (1 if call.cp_cut == "gathered" else C) for size in np.diff(bounds)])
-        place = {"dp_rank": d, "cp_rank": c, "microbatch": k}
+        at, layout = torch.tensor(local.sample_index), cast(Any, local.samples.layout)
+        held = 1 if call.cp_cut == "gathered" else C
+        view = partial(_view, call.rows, [size // held for size in np.diff(layout.bounds)])
+        place: dict[str, Any] = {"dp_rank": d, "cp_rank": c, "microbatch": k}
         have = {
             **place, "num_microbatches": K, "dp_size": D, "cp_size": C, "world_size": D * C, "local": local,
             "step_tokens": tokens.sum(), "rank_tokens": tokens[rank].sum(), "microbatch_tokens": tokens[here].sum(),
@@ -214,7 +190,7 @@ def measure(loss_fn: LossFunction, call: LossCall, step: DrawnStep, poisoned: bo
             "step_rollouts": len(rollouts.unique()), "step_prompts": len(prompts.unique()), "totals": totals,
             "rollout_ids": rollouts[here].tolist(), "prompt_ids": prompts[here].tolist(), "sample_index": view(at),
             "old_log_probs": view(x.detach().clone()), "advantages": view(advantages[here][at]),
-            "sample_advantages": advantages[here], "cu_seqlens": torch.tensor(bounds),
+            "sample_advantages": advantages[here], "cu_seqlens": torch.tensor(layout.bounds),
         }  # fmt: skip
         given = {name: have[what] for name, what in asks.items()}
         called = partial(loss_fn, view(x * 1), view(torch.tensor(local.mask)), **given)

@@ -13,14 +13,12 @@ Position p of a row of S tokens stands for the log-prob of token p + 1: rows hav
 import inspect
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial, wraps
 from itertools import pairwise
 from typing import Any, Literal
 
 import torch
-from megatron.core.rerun_state_machine import get_rerun_state_machine
-from megatron.training.global_vars import get_args
 from torch import Tensor
 
 from megatron_rl_loss.errors import check_choice
@@ -35,7 +33,6 @@ __all__ = ["is_asked_for", "loss_aggregation", "loss_func", "samples_of", "with_
 
 #: Per-token losses of a context-parallel rank: all on every rank, or its zigzag part of every slot.
 CpLosses = Literal["gathered", "sliced"]
-IdsOf = Callable[[Any], Ids]
 _VERSIONS = "Use a train_rl.py of Megatron-LM 0.19 or of its main branch."
 
 
@@ -46,27 +43,21 @@ def is_asked_for(args: Namespace) -> bool:
 
 
 def loss_aggregation(
-    args: Namespace, *, cp_losses: CpLosses = "gathered", rollout_ids_of: IdsOf | None = None,
-    prompt_ids_of: IdsOf | None = None,
-) -> LossAggregation:  # fmt: skip
+    args: Namespace, *, cp_losses: CpLosses = "gathered", ids_of: Callable[[Any], Mapping[str, Ids]] = lambda batch: {}
+) -> LossAggregation:
     """The `LossAggregation` of a `train_rl.py` launch, from Megatron's parsed and validated `args`.
 
     Args:
         cp_losses: ``gathered`` if a context-parallel rank gets all S - 1 losses of a row (main), ``sliced`` if it gets
             its S / cp zigzag positions of it (0.19).
-        rollout_ids_of, prompt_ids_of: a batch of `train_rl.py`'s iterator -> an id for each of its rows. By default a
-            row is a rollout (one that `train_rl.py` splits into turns is several); ``prompt_mean`` needs prompt ids.
+        ids_of: a batch of `train_rl.py`'s iterator -> ids of its rows, ``{"prompt_ids": [...]}`` for ``prompt_mean``;
+            ``rollout_ids`` where `train_rl.py` splits a rollout into turns: by default a row is one.
 
     Raises ValueError and TypeError as `LossAggregation.from_args`, and for an unknown `cp_losses`, unit counting
     ``all`` (`train_rl.py` fills the batch up with fully masked rows), ``--check-for-spiky-loss``.
     """
     check_choice("layout of losses", cp_losses, ("gathered", "sliced"))
-
-    def describe(batch: Any) -> Samples:
-        rollout_ids, prompt_ids = (ids_of and ids_of(batch) for ids_of in (rollout_ids_of, prompt_ids_of))
-        return samples_of(batch, cp_losses, rollout_ids, prompt_ids)
-
-    aggregation = LossAggregation.from_args(args, describe)
+    aggregation = LossAggregation.from_args(args, lambda batch: samples_of(batch, cp_losses, **ids_of(batch)))
     policy = aggregation.settings.modes.policy
     if policy.mode.name != "token_mean" and policy.units == "all":
         raise ValueError(
@@ -115,14 +106,10 @@ def loss_func(
     """The return value that Megatron gets for a micro-batch; the arguments after the first are `train_rl.py`'s own.
 
     Reports ``lm loss``, the step loss that is trained on, and the five ``rl/`` metrics as token means over the step.
-    Raises ValueError for losses that are not this rank's part of the micro-batch, RuntimeError for a NaN loss under
-    Megatron's ``--check-for-nan-in-loss-and-grad``.
+    Raises ValueError for losses that are not this rank's part of the micro-batch. A NaN is left to Megatron's check of
+    gradients.
     """
     share = microbatch.pg_loss(output_tensor.reshape(-1))
-    if get_args().check_for_nan_in_loss_and_grad:
-        message = "found NaN in this rank's share of the policy loss"
-        check: Any = get_rerun_state_machine().validate_result
-        check(result=share.detach(), rejection_func=torch.isnan, message=message, tolerance=0.0, fatal=True)
     per_token = {
         "kl_term": kl_term, "pi_over_pi_old": ratios, "entropy_term": entropy_term,
         "truncated_from_above": truncated_from_above, "truncated_from_below": truncated_from_below,
@@ -134,9 +121,7 @@ def loss_func(
     return microbatch.carry(share, microbatch.report({"lm loss": share, **means}))
 
 
-def samples_of(
-    batch: Any, cp_losses: CpLosses = "gathered", rollout_ids: Ids | None = None, prompt_ids: Ids | None = None
-) -> Samples:
+def samples_of(batch: Any, cp_losses: CpLosses = "gathered", **ids: Any) -> Samples:
     """The samples of a batch of `train_rl.py`'s iterator: a packed bin's number, or the seven tensors of unpacked rows.
 
     The bin is looked up in Megatron's RL runtime state. Raises ValueError for a batch of neither kind, sequences that
@@ -158,7 +143,7 @@ def samples_of(
             f"fourth. {_VERSIONS}"
         )
     masks, layout = rows_of(loss_masks, edges, cp_losses)
-    return Samples(masks, layout=layout, rollout_ids=rollout_ids, prompt_ids=prompt_ids)
+    return Samples(masks, layout=layout, **ids)
 
 
 def rows_of(loss_masks: Tensor, edges: Sequence[int], cp_losses: CpLosses) -> tuple[list[Tensor], Layout]:

@@ -10,24 +10,26 @@ The layout is `ZigzagResponse`, as in their `cp_utils.py`; all-gather context pa
 loss.
 """
 
+import importlib
 import re
 import sys
-from collections.abc import Sequence
+from argparse import Namespace
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
 
-from megatron_rl_loss.frameworks.replacing import announce
-from megatron_rl_loss.frameworks.step_counts import StepCounts, count_steps, counts_of_this_step, running_engine
+from megatron_rl_loss.frameworks.replacing import Function, Replaced, announce
 from megatron_rl_loss.modes.names import Aggregation, resolve
 from megatron_rl_loss.modes.weights import unit_weights
 from megatron_rl_loss.reduction.sums import Reducer, WeightedSum
-from megatron_rl_loss.step.collectives import world_rank
+from megatron_rl_loss.step.collectives import StepGroups, attempt
 from megatron_rl_loss.step.layouts import IntList, ZigzagResponse
 from megatron_rl_loss.step.samples import Samples
+from megatron_rl_loss.step.totals import count_step
 
 __all__ = ["Hook", "count_steps", "make_hook", "sample_mean", "token_mean"]
 
@@ -37,6 +39,33 @@ _HOOKS = (
     "number of tokens above 0). Other modes' weights need more of the step than a hook's four arguments carry: fold "
     "them into the advantages (fold_into_advantages), multiply by the global batch size, and use ...slime.constant_1."
 )
+#: Versions known, and the name of the step's rollouts in `train_one_step`.
+_ENGINES = {
+    "slime": ("624b824a (2026-08-21)", "step_global_batch_size"),
+    "miles": ("31f1ca96 (2026-08-21)", "num_rollouts"),
+}
+_NO_COUNTS_NEEDED = "Drop --custom-megatron-init-path; ...slime.sample_mean and ...slime.constant_40960 need no counts."
+
+
+class StepCounts(NamedTuple):
+    """Counts of the step over all DP ranks, with masks as they are before any rejection.
+
+    `num_rollouts` is what the engine divides by, `padded_length` the tokens of this rank's rows, where rows are padded.
+    """
+
+    step_tokens: float
+    num_samples: int
+    num_rollouts: int
+    padded_length: int | None = None
+
+
+_this_step: StepCounts | None = None
+_divides_by_mask_tokens = False
+
+
+def _engine() -> str:
+    """The name of the engine of this process."""
+    return "miles" if "miles" in sys.modules else "slime"
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,11 +103,11 @@ class Hook:
                 f"calculate_per_token_loss is a {type(calculate_per_token_loss).__name__}: the fourth argument must be "
                 "a bool. Pass the flag."
             )
-        counts = counts_of_this_step()
+        counts = _this_step
         self._check_flag(calculate_per_token_loss, counts)
-        padded = None if counts is None else counts.padded_length
-        cp_rank, cp_size, is_first = _place(padded is not None)
-        rows = None if padded is None else [padded] * len(total_lengths)
+        row = None if counts is None else counts.padded_length
+        cp_rank, cp_size, is_first = _place(row is not None)
+        rows = None if row is None else [row] * len(total_lengths)
         samples = Samples(loss_masks, layout=ZigzagResponse(total_lengths, response_lengths, rows))
         local = samples.local(cp_rank, cp_size)
         divisor = self.aggregation.divisor
@@ -91,7 +120,7 @@ class Hook:
                 "rollouts by rollout_mask_sums."
             )
         weights = unit_weights(local, None if divisor is None else [divisor] * len(samples))
-        engine, theirs = running_engine(), "token" if calculate_per_token_loss else "sample"
+        engine, theirs = _engine(), "token" if calculate_per_token_loss else "sample"
         announce(f"{engine}: policy loss by {self}; KL and entropy keep {engine}'s own {theirs} mean", is_first)
         return WeightedSum(weights, local, self.aggregation)
 
@@ -102,12 +131,6 @@ class Hook:
                     f"{self} with calculate_per_token_loss on: the sum would be divided by the step's tokens, not by "
                     "its rollouts. Drop --calculate-per-token-loss, or use ...slime.token_mean."
                 )
-        elif _fsdp_of_miles() is not None:
-            raise ValueError(
-                f"{self} on miles's FSDP backend: it never divides by the step's tokens, and nothing counts them "
-                "there. Use ...slime.sample_mean or ...slime.constant_40960 (your divisor), or --train-backend "
-                "megatron."
-            )
         elif not per_token and counts is None:
             raise ValueError(
                 f"{self} with calculate_per_token_loss off: the sum would be divided by the step's rollouts, and the "
@@ -125,7 +148,14 @@ def _token_divisor(samples: Samples, counts: StepCounts | None, per_token: bool)
                 f"cannot, {_COUNT_STEPS}."
             )
         return 1.0
-    return 1.0 if per_token else counts.step_tokens / max(counts.num_rollouts, 1)
+    if not per_token:
+        return counts.step_tokens / max(counts.num_rollouts, 1)
+    if not _divides_by_mask_tokens:
+        raise ValueError(
+            f"a hook that is called outside of {_engine()}'s loss_function, which count_steps replaced: the sum may be "
+            f"divided by another count of tokens. Use {_engine()} {_ENGINES[_engine()][0]}."
+        )
+    return 1.0
 
 
 def make_hook(mode: str, *, divisor: float | None = None) -> Hook:
@@ -156,23 +186,14 @@ def _constant(divisor: int) -> Hook:
     return make_hook("constant", divisor=divisor)
 
 
-def _fsdp_of_miles() -> Any:
-    """The parallel state of miles's FSDP backend, which has no Megatron to ask; None elsewhere."""
-    parallel = sys.modules.get("miles.backends.training_utils.parallel")
-    state = getattr(parallel, "_parallel_state", None)
-    return state if state is not None and "fsdp" in state.meshes else None
-
-
 def _place(row_length_is_known: bool) -> tuple[int, int, bool]:
     """(cp_rank, cp_size, first of the ranks with a loss); refuses padded rows of unknown length where they are cut."""
-    if (fsdp := _fsdp_of_miles()) is not None:
-        return fsdp.cp.rank, fsdp.cp.size, world_rank() == 0
     from megatron.core import parallel_state as state
 
     if not state.model_parallel_is_initialized():
         raise ValueError(
             "no parallel state in Megatron: the hook asks it for the context-parallel rank and size. Initialise it "
-            "before."
+            "before (miles: --train-backend megatron)."
         )
     cp_size = state.get_context_parallel_world_size()
     if cp_size > 1 and not row_length_is_known:
@@ -187,3 +208,88 @@ def _place(row_length_is_known: bool) -> tuple[int, int, bool]:
             )
     is_first = state.get_data_parallel_rank(with_context_parallel=True) == state.get_tensor_model_parallel_rank() == 0
     return state.get_context_parallel_rank(), cp_size, is_first
+
+
+def count_steps(args: Namespace) -> None:
+    """Have each step counted, for ``--custom-megatron-init-path`` of slime and of miles.
+
+    They call it once on every rank. It puts one collective round before `train_one_step`. With per-token loss it also
+    has them divide by the step's mask tokens, without one for each sample that has none. If your own function has that
+    flag, call this from it.
+
+    Raises ValueError for an engine whose functions have other parameters, multi-LoRA, and at a step for independent
+    data-parallel replicas; BadBatchError at a step, on every rank, if one cannot count its samples.
+    """
+    if (engine := _engine()) == "miles":
+        from miles.utils.multi_lora import is_multi_lora_enabled
+
+        if is_multi_lora_enabled(args):
+            raise ValueError(
+                "steps to be counted with multi-LoRA: every adapter has a batch of its own, and miles divides by that. "
+                f"{_NO_COUNTS_NEEDED}"
+            )
+    _replace(engine)
+
+
+@cache
+def _replace(engine: str) -> Replaced:
+    versions, num_rollouts = _ENGINES[engine]
+    model = importlib.import_module(f"{engine}.backends.megatron_utils.model")
+    needed = ("data_iterator", "num_microbatches", num_rollouts)
+
+    def counted(stock: Callable[[], Any], given: dict[str, Any]) -> Any:
+        global _this_step, _divides_by_mask_tokens
+        _divides_by_mask_tokens = False
+        iterators, num_microbatches, rollouts = (given[name] for name in needed)
+        _this_step = _counts(iterators[0], num_microbatches, rollouts)
+        try:
+            return stock()
+        finally:
+            _this_step = None
+
+    functions = [
+        Function(model, "train_one_step", needed, counted),
+        Function(model, "loss_function", ("args", "batch"), _with_mask_tokens),
+    ]
+    return Replaced(engine, versions, functions)
+
+
+def _with_mask_tokens(stock: Callable[[], Any], given: dict[str, Any]) -> Any:
+    """Their scaled loss, with the micro-batch's mask tokens for Megatron and for their report to divide by."""
+    global _divides_by_mask_tokens
+    _divides_by_mask_tokens = True  # for a recomputed loss too
+    loss, tokens, log = stock()
+    if given["args"].calculate_per_token_loss and _this_step is not None:
+        tokens = sum((mask.sum() for mask in given["batch"]["loss_masks"]), start=tokens * 0)
+        log["values"][0] = tokens
+    return loss, tokens, log
+
+
+def _counts(iterator: Any, num_microbatches: int, num_rollouts: int) -> StepCounts:
+    """The counts of the step that their `DataIterator` stands before."""
+    from megatron.core import parallel_state
+
+    if _engine() == "miles":
+        from miles.backends.training_utils.parallel import get_parallel_state
+
+        if get_parallel_state().indep_dp.size > 1:
+            raise ValueError(
+                "steps to be counted with independent data-parallel replicas: Megatron's groups end at a replica, so a "
+                f"part of the step would be counted. {_NO_COUNTS_NEEDED}"
+            )
+
+    def describe() -> list[Samples]:
+        masks: list[Tensor] = iterator.rollout_data["loss_masks"]
+        if iterator.micro_batch_indices is None:
+            return [Samples(masks[iterator.offset : iterator.offset + num_microbatches * iterator.micro_batch_size])]
+        microbatches = iterator.micro_batch_indices[iterator.offset : iterator.offset + num_microbatches]
+        return [Samples([masks[i] for indices in microbatches for i in indices])]
+
+    groups = StepGroups(
+        parallel_state.get_data_parallel_group(with_context_parallel=False),
+        parallel_state.get_context_parallel_group(),
+        [parallel_state.get_tensor_model_parallel_group(), parallel_state.get_pipeline_model_parallel_group()],
+    )
+    totals, rows = count_step(attempt(describe), groups), iterator.rollout_data.get("max_seq_lens")
+    padded_length = int(rows[0]) if rows else None  # a rank pads all its rows alike
+    return StepCounts(totals.step_tokens or 0.0, totals.units["rollout"].all or 0, num_rollouts, padded_length)

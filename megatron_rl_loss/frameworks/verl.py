@@ -1,12 +1,14 @@
-"""verl: its `agg_loss`, exact from explicit counts of the whole step, and the installer that puts it everywhere.
+"""verl: its `agg_loss` guarded, and its Megatron engine exact under context parallelism, by ``model.external_lib``.
 
     actor_rollout_ref.model.external_lib=megatron_rl_loss.frameworks.verl_install
 
-Importing this module imports no verl; `install` does. verl must pass global counts, as its engine does.
+verl's `agg_loss` is the step's share in every mode if it is handed counts of the whole step, as its engine does. Here
+it refuses others, never looks at masked losses, sums in float32, and taps losses for an audit. Importing this module
+imports no verl; `install` does. Source: verl 0.9.1, 1dda039b, trainer/ppo/core_algos.py, workers/utils/losses.py,
+workers/engine/megatron/transformer_impl.py.
 """
 
 import importlib
-import inspect
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
@@ -14,100 +16,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rl_loss.errors import check_int, require
+from megatron_rl_loss.errors import require
 from megatron_rl_loss.frameworks.replacing import Function, Replaced
 from megatron_rl_loss.modes.names import resolve
-from megatron_rl_loss.modes.weights import unit_weights
-from megatron_rl_loss.reduction.sums import WeightedSum
-from megatron_rl_loss.step.masks import to_array
+from megatron_rl_loss.reduction.taps import is_observed, tap
 from megatron_rl_loss.step.samples import Samples
 
-__all__ = ["agg_loss", "install"]
-
-
-def agg_loss(
-    loss_mat: Tensor,
-    loss_mask: Tensor,
-    loss_agg_mode: str,
-    dp_size: int = 1,
-    batch_num_tokens: float | Tensor | None = None,
-    global_batch_size: float | Tensor | None = None,
-    loss_scale_factor: float | None = None,
-) -> Tensor:
-    """A micro-batch's share of the step loss, times `dp_size`: the mean over DP ranks of their sums is the step loss.
-
-    ===========================  ===============================================================
-    ``token-mean``               sum l*m / batch_num_tokens
-    ``token-sum``                sum l*m
-    ``seq-mean-token-sum``       sum l*m / global_batch_size
-    ``seq-mean-token-sum-norm``  sum l*m / (global_batch_size * loss_scale_factor)
-    ``seq-mean-token-mean``      sum over rows of (sum l*m / M_row) / global_batch_size
-    ===========================  ===============================================================
-
-    Args:
-        loss_mat, loss_mask: [rows, response_length], whole rows (gathered over CP); the mask 0/1, bool or weights >= 0.
-            Losses at masked positions are never looked at.
-        dp_size: ranks over which gradients are averaged afterwards.
-        batch_num_tokens, global_batch_size: mask tokens and sequences (masked ones too) of the whole step.
-        loss_scale_factor: L of ``seq-mean-token-sum-norm``; with other modes it has no effect, as in verl.
-
-    Returns a 0-dim tensor, at least float32, connected to the graph.
-
-    Raises ValueError for a count that the mode needs and that is None (verl takes the micro-batch's own) or below this
-    micro-batch's own, an unknown mode, other shapes; TypeError for losses that are not floats.
-
-    Source: verl 0.9.1, verl/trainer/ppo/core_algos.py `agg_loss`.
-    """
-    if not loss_mat.is_floating_point():
-        raise TypeError(f"loss_mat is {loss_mat.dtype}: it must be a float tensor. Pass unreduced losses.")
-    if loss_mat.dim() != 2 or loss_mat.shape != loss_mask.shape:
-        raise ValueError(
-            f"loss_mat of shape {tuple(loss_mat.shape)}, loss_mask of shape {tuple(loss_mask.shape)}: both must be "
-            "[rows, response_length]. Pass unreduced losses and their mask."
-        )
-    check_int("dp_size", dp_size, 1, "Pass the data-parallel size")
-    norm = loss_agg_mode == "seq-mean-token-sum-norm"
-    if norm and loss_scale_factor is None:
-        raise ValueError(
-            f"{loss_agg_mode} without loss_scale_factor: verl would divide by the padded length of this micro-batch. "
-            "Set actor.loss_scale_factor, e.g. to the maximal response length."
-        )
-    aggregation = resolve(f"verl:{loss_agg_mode}", divisor=loss_scale_factor if norm else None)
-    samples = Samples(list(to_array(loss_mask)))  # one copy
-    local = samples.local(0, 1)
-    own_size = 1.0 if loss_agg_mode == "token-mean" else aggregation.divisor
-    weights = unit_weights(local, None if own_size is None else [own_size] * len(samples))  # None: each row's own
-    share = WeightedSum(weights, local, aggregation)(loss_mat)
-    share = share.to(torch.promote_types(loss_mat.dtype, torch.float32)) * dp_size
-    if loss_agg_mode == "token-mean":
-        return share / _count("batch_num_tokens", batch_num_tokens, loss_agg_mode, float(samples.mask_sums.sum()))
-    if loss_agg_mode == "token-sum":
-        return share
-    rows = int((samples.active_tokens > 0).sum())
-    return share / _count("global_batch_size", global_batch_size, loss_agg_mode, rows)
-
-
-def _count(name: str, value: float | Tensor | None, mode: str, here: float) -> float | Tensor:
-    """A count of the whole step, at least this micro-batch's own; 1 for a step without anything to count."""
-    remedy = "Pass the count of the whole step, over all its micro-batches and DP ranks."
-    if value is None:
-        raise ValueError(
-            f"{mode} without {name}: verl would take this micro-batch's own, and the loss would depend on how the step "
-            f"is cut. {remedy}"
-        )
-    require(
-        value * (1 + 1e-6) >= here,  # on a device without making it wait
-        lambda: f"{name} is {float(value):g} where this micro-batch alone has {here:g}",
-        f"it must be the step's. {remedy}",
-    )
-    return torch.where(value == 0, 1, value) if isinstance(value, Tensor) else value or 1
-
+__all__ = ["install"]
 
 _TRAINERS = (
     "verl.trainer.ppo.ray_trainer",
     "verl.trainer.ppo.v1.trainer_base",
     "verl.experimental.separation.ray_trainer",
 )
+_VERSIONS = "0.9.1, or 1dda039b (2026-08-22)"
 _CUT = {
     "geo_mean": "averages the sequences of each micro-batch by itself",
     "clip_cov": "chooses its tokens anew in each micro-batch",
@@ -117,7 +39,7 @@ _calls = 0
 
 
 def install() -> Replaced:
-    """Put this package's `agg_loss` into verl, and into every loaded module that took verl's, by whatever name.
+    """Guard verl's `agg_loss` in every loaded module that took it, by whatever name.
 
     Trainers keep verl's for a metric of a whole batch. Modules that are loaded later take ours from verl; a second call
     finds what was loaded meanwhile. With per-token loss verl's Megatron engine then gives Megatron every token. Refused
@@ -135,9 +57,9 @@ def _replace() -> Replaced:
     from verl.trainer.ppo import core_algos
 
     losses = importlib.import_module("verl.workers.utils.losses")
-    parameters = tuple(inspect.signature(agg_loss).parameters)
+    needed = ["loss_mat", "loss_mask", "loss_agg_mode", "batch_num_tokens", "global_batch_size", "loss_scale_factor"]
     functions = [
-        Function(core_algos, "agg_loss", parameters, _aggregate, lambda module: module not in _TRAINERS),
+        Function(core_algos, "agg_loss", needed, _agg_loss, lambda module: module not in _TRAINERS),
         Function(core_algos, "get_policy_loss_fn", ("name",), _uncut, bool),
         Function(losses, "ppo_loss", ("config", "model_output"), partial(_checked, _terms_of_ppo), bool),
         Function(losses, "value_loss", (), partial(_checked, lambda given: 1), bool),
@@ -147,15 +69,47 @@ def _replace() -> Replaced:
     except ImportError:  # no Megatron: its engine cannot run here
         pass
     else:
-        needed = ("self", "data", "forward_only", "loss_function")
-        functions.append(Function(Engine, "postprocess_micro_batch_func", needed, _with_every_token))
-    return Replaced("verl", "0.9.1, or 1dda039b (2026-08-22)", functions)
+        name = "postprocess_micro_batch_func"
+        functions.append(Function(Engine, name, ("self", "data", "loss_function"), _with_every_token))
+    return Replaced("verl", _VERSIONS, functions)
 
 
-def _aggregate(stock: Callable[[], Any], given: dict[str, Any]) -> Tensor:
+def _agg_loss(stock: Callable[[], Any], given: dict[str, Any]) -> Any:
+    """verl's share of the step loss; 0 for a step without anything to count."""
     global _calls
     _calls += 1
-    return agg_loss(**given)
+    losses, mask, mode = given["loss_mat"], given["loss_mask"], given["loss_agg_mode"]
+    of_norm = mode == "seq-mean-token-sum-norm"
+    if of_norm and given.get("loss_scale_factor") is None:
+        raise ValueError(
+            f"{mode} without loss_scale_factor: verl would divide by the padded length of this micro-batch. Set "
+            "actor.loss_scale_factor, e.g. to the maximal response length."
+        )
+    if mode == "token-mean":
+        given["batch_num_tokens"] = _count("batch_num_tokens", given, mask.sum())
+    elif mode != "token-sum":
+        given["global_batch_size"] = _count("global_batch_size", given, (mask != 0).any(-1).sum())
+    if is_observed():
+        aggregation = resolve(f"verl:{mode}", divisor=given["loss_scale_factor"] if of_norm else None)
+        losses = tap(losses, samples=Samples(list(mask)), aggregation=aggregation)
+    given["loss_mat"] = losses.masked_fill(mask == 0, 0).to(torch.promote_types(losses.dtype, torch.float32))
+    return stock()
+
+
+def _count(name: str, given: dict[str, Any], here: Tensor) -> float | Tensor:
+    """A count of the whole step, at least this micro-batch's own; 1 instead of 0."""
+    value, remedy = given.get(name), "Pass the count of the whole step, over all its micro-batches and DP ranks."
+    if value is None:
+        raise ValueError(
+            f"{given['loss_agg_mode']} without {name}: verl would take this micro-batch's own, and the loss would "
+            f"depend on how the step is cut. {remedy}"
+        )
+    require(
+        value * (1 + 1e-6) >= here,  # on a device without making it wait
+        lambda: f"{name} is {float(value):g} where this micro-batch alone has {float(here):g}",
+        f"it must be the step's. {remedy}",
+    )
+    return torch.where(value == 0, 1, value) if isinstance(value, Tensor) else value or 1
 
 
 def _checked(terms: Callable[[dict[str, Any]], int], stock: Callable[[], Any], given: dict[str, Any]) -> Any:
@@ -196,5 +150,10 @@ def _with_every_token(stock: Callable[[], Any], given: dict[str, Any]) -> Any:
     from megatron.core import parallel_state
 
     size, rank = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
-    share = (engine._routed_num_tokens(given["data"]) + size - 1 - rank) // size
-    return loss, share.to(tokens[0]), output
+    routed = engine._routed_num_tokens(given["data"])
+    require(
+        tokens[0] == routed // size,
+        lambda: f"verl's count of {int(tokens[0])} tokens on a CP rank of {size}, of a micro-batch of {int(routed)}",
+        f"it must be the micro-batch's over the CP size, rounded down. Use verl {_VERSIONS}",
+    )
+    return loss, ((routed + size - 1 - rank) // size).to(tokens[0]), output

@@ -1,4 +1,4 @@
-"""Importing this module puts `megatron_rl_loss.frameworks.verl.agg_loss` into verl: for ``model.external_lib``.
+"""Importing this module guards verl by `megatron_rl_loss.frameworks.verl.install`: for ``model.external_lib``.
 
 verl imports it in every worker, before its model is made.
 """

@@ -79,11 +79,3 @@ def gather_to_first(values: list[Any], groups: ProcessGroupCollection) -> list[A
         dist.gather_object(values, gathered, dst=dist.get_global_rank(group, 0), group=group)
         values = [value for part in gathered or [] for value in part]
     return values
-
-
-def spread_from_first(value: Any, groups: ProcessGroupCollection) -> Any:
-    """The value of the rank that is first in every group, on all ranks. All must call it."""
-    values = [value]
-    for group in several(groups.pp, groups.tp, groups.dp, groups.cp):
-        dist.broadcast_object_list(values, src=dist.get_global_rank(group, 0), group=group)
-    return values[0]

@@ -11,7 +11,6 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import oracle
@@ -79,8 +78,6 @@ def run_on_megatron(cp: int, cases: list[Case]) -> list[tuple[Tensor, dict[str, 
         def shifted(masks: Tensor, edges: Any, cp_losses: Any) -> Any:
             return rows_of(masks.roll(case.masks_by, 1), edges, cp_losses)
 
-        check = Namespace(check_for_nan_in_loss_and_grad=not case.masks_by)
-        monkeypatch.setattr(megatron_rl, "get_args", lambda: check)
         monkeypatch.setattr(megatron_rl, "rows_of", shifted)
         rows, dealt = case.step(dp, cp)
         bins = dealt[dp_rank]
@@ -100,14 +97,14 @@ def run_on_megatron(cp: int, cases: list[Case]) -> list[tuple[Tensor, dict[str, 
             output = model(numbers % len(masks))
             return output, terms(output, masks[numbers])
 
-        def prompts(batch: Any) -> list[int]:
-            return [rows[i].prompt for i in bin_of(batch).numbers]
+        def prompts(batch: Any) -> dict[str, list[int]]:
+            return {"prompt_ids": [rows[i].prompt for i in bin_of(batch).numbers]}
 
         schedule, wrapped = get_forward_backward_func(), forward_step
         if case.mode is not None:
             flags = ["--loss-aggregation", case.mode, "--loss-aggregation-units", "active"]
             flags += ["--loss-aggregation-divisor", str(case.divisor)] if case.divisor else []
-            aggregation = megatron_rl.loss_aggregation(parsed(*flags), cp_losses=case.cp_losses, prompt_ids_of=prompts)
+            aggregation = megatron_rl.loss_aggregation(parsed(*flags), cp_losses=case.cp_losses, ids_of=prompts)
             schedule, wrapped = aggregation.wrap_schedule(schedule), megatron_rl.with_loss_aggregation(forward_step)
         model = table_model(table)
         model.zero_grad_buffer()
@@ -255,25 +252,6 @@ def test_a_row_that_ends_with_its_bin_and_an_empty_bin(monkeypatch: pytest.Monke
         empty = megatron_rl.samples_of((torch.tensor(1),), cp_losses=cp_losses)  # type: ignore[arg-type]
         assert len(empty) == 0
         assert len(empty.local(0, 1)) == size
-
-
-def test_a_nan_share_is_handed_to_megatrons_rerun_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    rejected: list[bool] = []
-
-    def validate_result(*, result: Tensor, rejection_func: Any, fatal: bool, **_: Any) -> None:
-        rejected.append(fatal and bool(rejection_func(result)))
-
-    machine = SimpleNamespace(validate_result=validate_result)
-    monkeypatch.setattr(megatron_rl, "get_rerun_state_machine", lambda: machine)
-    for check in (True, False):
-        args = Namespace(check_for_nan_in_loss_and_grad=check)
-        monkeypatch.setattr(megatron_rl, "get_args", lambda args=args: args)
-        for share in (1.0, math.nan):
-            microbatch: Any = SimpleNamespace(  # as much of one as `loss_func` looks at
-                pg_loss=torch.tensor(share).mul, token_mean=torch.sum, carry=lambda *one: one, report=dict
-            )
-            megatron_rl.loss_func(microbatch, *[torch.ones(1)] * 7)
-    assert rejected == [False, True]
 
 
 def test_what_is_no_train_rl_forward_step_is_refused() -> None:

@@ -20,9 +20,8 @@ import torch
 from refusals import refusal_tests, refusals
 
 from megatron_rl_loss import Mode, StepTotals, Sum, fold_into_advantages
-from megatron_rl_loss.frameworks import replacing, slime, step_counts, verl
-from megatron_rl_loss.frameworks.slime import make_hook
-from megatron_rl_loss.frameworks.step_counts import StepCounts
+from megatron_rl_loss.frameworks import replacing, slime
+from megatron_rl_loss.frameworks.slime import StepCounts, make_hook
 
 HookOfRank = Callable[[int, int], Any]
 
@@ -142,13 +141,13 @@ def at_place(cp_rank: int, cp_size: int) -> Iterator[None]:
 
 
 @contextmanager
-def in_step(counts: StepCounts | None) -> Iterator[None]:
+def in_step(counts: StepCounts | None, in_loss_function: bool = True) -> Iterator[None]:
     """A step of which `count_steps` made these counts."""
-    step_counts._this_step, before = counts, step_counts._this_step
+    slime._this_step, slime._divides_by_mask_tokens = counts, in_loss_function
     try:
         yield
     finally:
-        step_counts._this_step = before
+        slime._this_step, slime._divides_by_mask_tokens = None, False
 
 
 def error_of(case: Case, dp: int, cp: int, hook_of: HookOfRank | None = None, **wrong: Any) -> float:
@@ -234,7 +233,7 @@ BY_LENGTH = Mode(name="by_length", function=lambda step: step.tokens("sample") /
 
 
 def test_a_mode_over_its_own_sums_by_way_of_folded_advantages() -> None:
-    """Losses proportional to the advantage, by two samples: the way out of slime's and verl's refusals."""
+    """Losses proportional to the advantage, by two samples: the way out of slime's refusal."""
     masks = torch.tensor([[1.0, 1, 1, 0], [1, 0, 0, 0], [0, 0, 0, 0], [1, 1, 0, 1]])
     advantages, size = [1.5, -1.0, 2.0, 0.5], len(masks)
     totals = StepTotals.from_loss_masks(list(masks), sums=[SQUARES])
@@ -243,15 +242,13 @@ def test_a_mode_over_its_own_sums_by_way_of_folded_advantages() -> None:
     plain = losses * torch.tensor(advantages)[:, None]
     lengths = masks.double().sum(1, keepdim=True)
     expected = float((plain * masks * lengths).sum() / lengths.square().sum())
-    constant_1, of_slime, of_verl = make_hook("constant", divisor=1), 0.0, 0.0
+    constant_1, found = make_hook("constant", divisor=1), 0.0
     for part in (slice(0, 2), slice(2, 4)):
         weighted = losses[part] * folded[part]
         with at_place(0, 1):
             reducer = constant_1([6, 6], [4, 4], list(masks[part]), False)
-        of_slime += float(reducer(weighted.flatten() * size)) / size
-        of_verl += float(verl.agg_loss(weighted, masks[part], "token-sum"))
-    for found in (of_slime, of_verl):
-        assert abs(found / expected - 1) <= oracle.sum_error(masks.numel()) * 8
+        found += float(reducer(weighted.flatten() * size)) / size
+    assert abs(found / expected - 1) <= oracle.sum_error(masks.numel()) * 8
 
 
 MASKS = [torch.tensor([1, 0, 1]), torch.tensor([0, 0])]
@@ -304,15 +301,16 @@ COUNTS = {"step_tokens": 4.5, "num_samples": 2, "num_rollouts": 2}
 
 def call(
     mode: str, masks: Any = MASKS, per_token: Any = False, *, totals: Any = (5, 4), responses: Any = (3, 2),
-    counts: dict[str, Any] | None = None,
+    counts: dict[str, Any] | None = None, in_loss_function: bool = True,
 ) -> Any:  # fmt: skip
     hook = make_hook(mode, divisor=8.0 if mode == "constant" else None)
-    with in_step(None if counts is None else StepCounts(**counts)), at_place(0, 1):
+    with in_step(None if counts is None else StepCounts(**counts), in_loss_function), at_place(0, 1):
         return hook(list(totals), list(responses), masks, per_token)
 
 
 CONSTANT, SAMPLE_MEAN, TOKEN_MEAN = ({"mode": mode} for mode in ("constant", "sample_mean", "token_mean"))
 PER_TOKEN = TOKEN_MEAN | {"per_token": True}
+COUNTED = PER_TOKEN | {"counts": COUNTS}
 FULL_STEP, FRACTION = PER_TOKEN | {"masks": FULL}, [torch.ones(3), torch.tensor([0.5, 0])]
 test_refused = refusal_tests(
     {
@@ -321,7 +319,8 @@ test_refused = refusal_tests(
             (CONSTANT | {"per_token": True}, r"Drop --calculate-per-token-loss, or use .*token_mean", CONSTANT),
             (TOKEN_MEAN, "Add --calculate-per-token-loss", FULL_STEP),
             (PER_TOKEN, r"sample 1 has 0 mask tokens.*rejection \(TIS\).*slime\.count_steps", FULL_STEP),
-            (PER_TOKEN, r"sample 1 has 0 mask tokens", PER_TOKEN | {"counts": COUNTS}),
+            (PER_TOKEN, r"sample 1 has 0 mask tokens", COUNTED),
+            (COUNTED | {"in_loss_function": False}, "called outside of slime's loss_function", COUNTED),
             (PER_TOKEN | {"masks": FRACTION}, r"sample 1 has 0\.5 mask tokens", FULL_STEP),
             (SAMPLE_MEAN | {"counts": COUNTS | {"num_samples": 3}}, "Run without the hook", SAMPLE_MEAN),
             (SAMPLE_MEAN | {"totals": [3, 4]}, "leave a prompt token", SAMPLE_MEAN),

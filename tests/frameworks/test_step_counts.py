@@ -1,6 +1,6 @@
 """Steps counted for the hooks of slime and miles, over Megatron's real groups: functions and iterators of their shape.
 
-slime and miles themselves are run by real/test_real_slime_miles.py and test_real_miles_fsdp.py.
+slime and miles themselves are run by real/test_real_slime_miles.py.
 """
 
 import sys
@@ -13,8 +13,8 @@ import pytest
 import torch
 from ranks import RankError, run_ranks
 
-from megatron_rl_loss.frameworks import slime, step_counts
-from megatron_rl_loss.frameworks.step_counts import StepCounts, count_steps, counts_of_this_step
+from megatron_rl_loss.frameworks import slime
+from megatron_rl_loss.frameworks.slime import StepCounts, count_steps
 
 MASKS = [torch.tensor(mask, dtype=torch.int32) for mask in ([1, 0, 1], [0, 0], [1], [1, 1, 1, 1], [0], [1, 1])]
 
@@ -33,11 +33,11 @@ def step_of_miles(args: Any, step_id: int, data_iterator: Any, num_microbatches:
     """As miles's `train_one_step`: returns the counts that the hooks know while it runs; or it fails."""
     if step_id == 13:
         raise RuntimeError("the step failed")
-    return counts_of_this_step()
+    return slime._this_step
 
 
 def step_of_slime(step_id: int, data_iterator: Any, num_microbatches: int, step_global_batch_size: int) -> Any:
-    return counts_of_this_step()
+    return slime._this_step
 
 
 def loss_function(args: Any, batch: dict[str, Any], logits: Any) -> Any:
@@ -46,16 +46,15 @@ def loss_function(args: Any, batch: dict[str, Any], logits: Any) -> Any:
     return 7.0, tokens, {"keys": ["loss"], "values": torch.tensor([tokens, 7.0])}
 
 
-def install(engine: str = "miles", *, step: Any = None, replicas: int = 1, meshes: Any = ()) -> Any:
+def install(engine: str = "miles", *, step: Any = None, replicas: int = 1) -> Any:
     """Modules of the engine's names; returns that of `train_one_step`."""
-    step_counts._replace.cache_clear()
-    size = SimpleNamespace(rank=0, size=1)
-    state = SimpleNamespace(indep_dp=SimpleNamespace(size=replicas), cp=size, meshes=dict.fromkeys(meshes))
+    slime._replace.cache_clear()
+    state = SimpleNamespace(indep_dp=SimpleNamespace(size=replicas))
     step = step or (step_of_miles if engine == "miles" else step_of_slime)
     values: dict[str, dict[str, Any]] = {
         "": {}, ".backends": {}, ".backends.megatron_utils": {}, ".backends.training_utils": {}, ".utils": {},
         ".backends.megatron_utils.model": {"train_one_step": step, "loss_function": loss_function},
-        ".backends.training_utils.parallel": {"_parallel_state": state, "get_parallel_state": lambda: state},
+        ".backends.training_utils.parallel": {"get_parallel_state": lambda: state},
         ".utils.multi_lora": {"is_multi_lora_enabled": lambda args: getattr(args, "multi_lora", False)},
     }  # fmt: skip
     for name, attributes in values.items():
@@ -94,7 +93,7 @@ def counts_in(engine: str, cp: int, bad_rank: int | None) -> list[Any]:
         iterator.offset = offset
         leading = (args, 0) if engine == "miles" else (0,)
         found.append(model.train_one_step(*leading, [iterator], count, 7))
-        found.append(counts_of_this_step())
+        found.append(slime._this_step)
     return found
 
 
@@ -120,7 +119,7 @@ def test_a_rank_that_cannot_count_stops_all_ranks() -> None:
 def test_a_step_divides_by_mask_tokens_while_it_is_counted(args: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a step that fails too; outside of one, and without per-token loss, nothing changes."""
     counts = StepCounts(1, 1, 1)
-    monkeypatch.setattr(step_counts, "_counts", lambda iterator, num_microbatches, num_rollouts: counts)
+    monkeypatch.setattr(slime, "_counts", lambda iterator, num_microbatches, num_rollouts: counts)
 
     def step(args: Any, step_id: int, data_iterator: Any, num_microbatches: int, num_rollouts: int) -> Any:
         loss, tokens, log = model.loss_function(args, {"loss_masks": MASKS[:2]}, logits=None)
@@ -131,7 +130,7 @@ def test_a_step_divides_by_mask_tokens_while_it_is_counted(args: Any, monkeypatc
     assert model.train_one_step(args, 0, [None], 1, 1) == (counts, 7.0, 2, [2, 7])
     with pytest.raises(RuntimeError, match="the step failed"):
         model.train_one_step(args, 13, [None], 1, 1)
-    assert counts_of_this_step() is None
+    assert slime._this_step is None
     assert model.loss_function(args, {"loss_masks": MASKS[:2]}, None)[1] == 3
     args.calculate_per_token_loss = False
     assert model.train_one_step(args, 0, [None], 1, 1)[2:] == (3, [3, 7])
@@ -157,17 +156,3 @@ def test_launches_that_cannot_be_counted_are_refused(args: Any) -> None:
     count_steps(args)
     with pytest.raises(ValueError, match="Megatron's groups end at a replica"):
         model.train_one_step(args, 0, [DataIterator({"loss_masks": MASKS}, 6)], 1, 1)
-
-
-def test_fsdp_is_asked_for_its_own_place_and_has_no_token_mean(args: Any) -> None:
-    """It has no Megatron to ask, and never divides by the step's tokens. Without its meshes it is another backend's."""
-    sample, losses = ([5], [3], MASKS[:1]), torch.tensor([1.0, 2.0, 4.0])
-    for meshes in ([], ["dp", "fsdp"]):
-        install(meshes=meshes)
-        if not meshes:
-            with pytest.raises(ValueError, match="no parallel state in Megatron"):
-                slime.sample_mean(*sample, False)
-    assert float(slime.sample_mean(*sample, False)(losses)) == 2.5
-    for per_token in (True, False):
-        with pytest.raises(ValueError, match=r"never divides by the step's tokens.*--train-backend megatron"):
-            slime.token_mean(*sample, per_token)

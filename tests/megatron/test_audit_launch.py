@@ -125,7 +125,7 @@ LAUNCHES: dict[str, tuple[str, list[str], list[str], int, list[str]]] = {
     ),
     "a mode over labels": (
         OWN_MODE + TERMS + MAIN, ["--fail", "--expect", "by_label"], SAMPLE_MEAN,
-        2, ["^Term pg:\nNO VERDICT: What by_label asks for cannot be made"],
+        2, ["^Term pg:\nNO VERDICT: The weights of by_label cannot be made"],
     ),
     "a mode that there is not": (
         TERMS + MAIN, ["--expect", "sample_meen"], SAMPLE_MEAN, 0, ["^NO VERDICT: .*Did you mean sample_mean\\?"],
@@ -137,6 +137,7 @@ LAUNCHES: dict[str, tuple[str, list[str], list[str], int, list[str]]] = {
     ),
     "nothing trained": ("print('nothing')", ["--fail"], [], 2, ["^nothing\nNO VERDICT: The script ended before"]),
     "an end before the step": ("raise SystemExit(0)", [], [], 0, ["^NO VERDICT: The script ended before"]),
+    "an end with a reason": ("raise SystemExit('no data')", [], [], 2, ["^no data\nNO VERDICT: The script failed"]),
     "an error of the script": ("1 / 0", [], [], 2, ["^ZeroDivisionError.*\nNO VERDICT: The script failed before"]),
 }  # fmt: skip
 
@@ -184,7 +185,7 @@ def own_loop(flags: list[str]) -> str:
 def test_a_loop_of_ones_own_in_three_lines() -> None:
     """The example that docs/audit.md shows."""
     text = run_ranks(4, own_loop, CP)[0]
-    low, high = map(float, re.findall(r"NOT SOUND: asked token_mean.* weigh ([\d.]+) to ([\d.]+) of what", text)[0])
+    low, high = map(float, re.findall(r"NOT SOUND: asked token_mean.* weigh ([\d.]+) to ([\d.]+) times what", text)[0])
     assert low < 0.7 < 1.5 < high
     assert re.search(r"^SOUND: token_mean", run_ranks(4, own_loop, [*CP, "--exact"])[0], re.MULTILINE)
 

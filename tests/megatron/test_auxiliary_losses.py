@@ -192,8 +192,9 @@ def test_measured_weights_are_those_of_the_policy_loss(layout: str) -> None:
     assert not any(step.notes for step in first)
     assert not any(step.unknown for step in first), [step.unknown for step in first]
     tokens, split = first[0].tokens, first[0].split
-    sums = np.bincount(tokens.rollout, tokens.mask, minlength=tokens.rollout.max() + 1)
-    sample_mean = tokens.mask / np.maximum(sums, 1)[tokens.rollout] / len(sums)
+    rollout = tokens.groups("rollout")
+    sums = np.bincount(rollout, tokens.mask)
+    sample_mean = tokens.mask / np.maximum(sums, 1)[rollout] / len(sums)
     place = tokens.dp_rank * 3 + tokens.microbatch
     by_microbatch = tokens.mask / np.bincount(place, tokens.mask)[place].clip(1) / (3 * split.dp_size)
     token_mean = tokens.mask / tokens.mask.sum()

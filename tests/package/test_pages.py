@@ -13,6 +13,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import audit_examples
+import checkouts
 import oracle
 import pytest
 import show_recipes
@@ -256,6 +257,19 @@ def _stepping(package: str, *methods: str) -> type:
     exec("\n".join(f"def {method}: ..." for method in methods), names)
     del names["__builtins__"]
     return type("Stand", (), {**names, "__module__": f"{package}.worker"})
+
+
+def test_the_table_of_engines_has_all_and_no_stale_row() -> None:
+    """Tests that need checkouts print it: here, the words of its settings are looked for in them."""
+    rows = re.findall(r"^\| (\S+) \| (\S+) \| (.*) \| \S+ \| \S+ \|$", FRAMEWORKS, flags=re.MULTILINE)
+    files = [path.read_text() for path in (ROOT / "tests" / "frameworks" / "real").glob("*.py")]
+    names = {name for name, value in vars(checkouts).items() if isinstance(value, checkouts.Framework)}
+    assert names == {engine.upper().replace("-", "_") for engine, *_ in rows}
+    for engine, version, setting in rows:
+        name = engine.upper().replace("-", "_")
+        recorded = "".join(["every mode", *(text for text in files if re.search(rf"\b{name}\b", text))])
+        assert version in FRAMEWORKS.partition("## How they were run")[0]
+        assert all(part.strip("`") in recorded for part in setting.split(", ")), (engine, setting)
 
 
 def test_the_code_of_frameworks_that_needs_none_runs(monkeypatch: pytest.MonkeyPatch) -> None:

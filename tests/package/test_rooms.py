@@ -66,7 +66,7 @@ def test_no_circle() -> None:
 
 
 def test_negative_control() -> None:
-    code = f"if TYPE_CHECKING:\n    from {PACKAGE}.audit import judge\ndef f():\n    from {PACKAGE} import losses\n"
+    code = f"if TYPE_CHECKING:\n    from {PACKAGE}.audit import verdicts\ndef f():\n    from {PACKAGE} import losses\n"
     (audit, losses) = imports_of(ast.parse(code))
     assert (audit, losses) == ((f"{PACKAGE}.audit", False), (f"{PACKAGE}.losses", True))
     assert not is_allowed(f"{PACKAGE}.step.layouts", audit[0], late=False)

@@ -5,6 +5,7 @@ import importlib
 import io
 import os
 from collections.abc import Iterator
+from types import FunctionType
 from typing import Any
 
 import gpt_oracle
@@ -47,7 +48,6 @@ def train(
     from megatron.core.pipeline_parallel import schedules
     from megatron.training import training
 
-    before = dict(vars(schedules))
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         if plugin is not None:
             importlib.import_module(plugin)
@@ -75,5 +75,10 @@ def train(
                 finalizer.run_pending_grad_sync()
             assert ready.optimizer.step()[0]
     parameters = [parameter for chunk in ready.chunks for parameter in chunk.parameters()]
-    clean = vars(schedules) == before and not any(parameter._backward_hooks for parameter in parameters)
+    functions = [
+        value for name, value in vars(schedules).items() if name.startswith(("forward_backward", "forward_step"))
+    ]
+    clean = not any(type(function) is not FunctionType or hasattr(function, "__wrapped__") for function in functions)
+    clean &= schedules.forward_step_calc_loss.__module__ == schedules.__name__
+    clean &= not any(parameter._backward_hooks for parameter in parameters)
     return [parameter.detach().float().numpy().copy() for parameter in parameters], printed.getvalue(), clean

@@ -12,13 +12,14 @@ from dataclasses import replace
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT)] if str(ROOT) not in sys.path else []
+sys.path[:0] = [str(ROOT), str(ROOT / "examples")] if str(ROOT) not in sys.path else []
 
 import check_my_loss
+import torch
 from counted_steps import Step, measured, ragged
 from published import exact, own_mean, own_piece
 
-from megatron_rl_loss import check_loss
+from megatron_rl_loss import check_loss, compare_log_probs
 from megatron_rl_loss.audit.judge import judge
 from megatron_rl_loss.audit.simulation import LossCall
 from megatron_rl_loss.audit.tokens import MeasuredStep
@@ -48,11 +49,21 @@ def judged(one: MeasuredStep) -> str:
     return str(judge(one, TOKEN_MEAN))
 
 
+def log_probs() -> str:
+    """A rollout whose log-probs are the trainer's one token later, each rounded to bfloat16."""
+    draw = torch.Generator().manual_seed(1)
+    ours = [-torch.rand(length, generator=draw) * 3 for length in (40, 25, 31)]
+    return str(compare_log_probs(ours, [row.roll(1).bfloat16() for row in ours]))
+
+
 EXAMPLES: dict[str, Callable[[], str]] = {
     "stock": lambda: judged(stock()),
     "two bugs": lambda: judged(measured(step(C=1), lambda t: own_mean(t) * t.K)),
     "sizes coincide": lambda: judged(measured(step(K=2), lambda t: exact(t) * 2)),
     "no verdict": lambda: judged(no_verdict()),
+    "sound": lambda: judged(measured(step(), exact)),
+    "wrong place": lambda: judged(measured(step(), lambda t: (0 * t.m + 1) / t.T / t.K)),
+    "log-probs": log_probs,
     "check_loss": lambda: str(check_loss(check_my_loss.mine, "token_mean", call=LossCall())),
 }
 

@@ -165,14 +165,14 @@ TAPS: dict[str, tuple[Callable[[Tensor, Batch], Tensor], str]] = {
     ),
     "half": (
         lambda losses, batch: tap(losses[:, ::2]).repeat_interleave(2, 1),
-        "by its samples and layout a rank holds",
+        "by its layout a rank holds",
     ),
     "no tap": (lambda losses, batch: losses, "Nothing was tapped"),
 }
 #: What describes a batch, and what the audit then says.
 DESCRIBED: dict[str, tuple[Any, str]] = {
-    "nothing": (None, "The masks are not known. Give samples_of"),
-    "an error": (operator.attrgetter("masks"), "The masks are not known. samples_of failed: AttributeError"),
+    "nothing": (None, "The masks are not known (None). Give"),
+    "an error": (operator.attrgetter("masks"), "The masks are not known (AttributeError("),
 }
 
 # ---- what breaks the one factor

@@ -9,7 +9,7 @@ from typing import Any
 
 import oracle
 import torch
-from checkouts import Framework, checkout
+from checkouts import Framework, checkout, record_errors
 from ranks import run_ranks
 from table_step import relative_error, table_model
 from torch import Tensor
@@ -129,13 +129,28 @@ def errors_of(model: Any, case: dict[str, Any], value: float | None = None, **op
 
 
 def assert_exact(
+    record_property: Any,
     train: Any,
     framework: Framework,
     cases: Sequence[dict[str, Any]],
     worlds: Sequence[tuple[int, int]] = ((1, 1), (4, 2)),
 ) -> None:
-    """Every error on every rank, of launches of (ranks, context-parallel ranks)."""
+    """Every error on every rank, of launches of (ranks, context-parallel ranks), in cases that are our modes."""
     for ranks, cp in worlds:
         for results in run_ranks(ranks, train, checkout(framework), cp, cases):
             for case, found in zip(cases, results, strict=True):
                 assert max(found["errors"].values()) < TOLERANCE, (case, found)
+                record_errors(record_property, framework, "every mode", ours=found["errors"]["gradient"])
+
+
+def compare(
+    record_property: Any, train: Any, framework: Framework, cases: Sequence[dict[str, Any]], world: Any = (4, 2)
+) -> list[Any]:
+    """What rank 0 found in the engine's own setting of each case and, exact, with ours in the same step."""
+    both = [case | {"stock": stock} for case in cases for stock in (case.get("stock", True), None)]
+    found = run_ranks(world[0], train, checkout(framework), world[1], both)[0]
+    for case, *pair in zip(cases, found[::2], found[1::2], strict=True):
+        own, ours = (one["errors"]["gradient"] for one in pair)
+        assert ours < TOLERANCE, case
+        record_errors(record_property, framework, case["setting"], own, ours)
+    return list(zip(found[::2], found[1::2], strict=True))

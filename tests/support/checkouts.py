@@ -5,9 +5,11 @@ their modules import and is not installed here gets a stand-in: an empty module 
 empty too. Packages whose ``__init__`` would start the whole framework are passed by, their modules are real.
 """
 
+import email
 import importlib
 import importlib.util
 import os
+import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -51,13 +53,11 @@ SLIME = Framework(
 MILES = Framework(
     variable="MILES_PATH",
     proof="miles/backends/training_utils/loss.py",
-    passed_by=_packages(
-        "miles", "backends", *(f"backends.{part}_utils" for part in ("fsdp", "megatron", "training")), "utils"
-    ),
+    passed_by=_packages("miles", "backends", *(f"backends.{part}_utils" for part in ("megatron", "training")), "utils"),
     stand_ins=(
         *("huggingface_hub", "pydantic", "ray", "sglang", "tqdm", "transformers", "wandb"),
         *("miles.utils.audit_utils", "miles.utils.dumper_utils", "miles.utils.http_utils"),  # logs and servers
-        *("miles.utils.processing_utils", "miles.backends.fsdp_utils.update_weight_utils"),  # tokenizers, other engines
+        "miles.utils.processing_utils",  # tokenizers
     ),
 )
 VERL = Framework(
@@ -203,6 +203,19 @@ def checkout(framework: Framework) -> str:
     if framework.since is not None and not (Path(path) / framework.since[0]).exists():
         pytest.skip(f"{path} is older than what was read, {framework.since[1]}: it has no {framework.since[0]}")
     return path
+
+
+def record_errors(
+    record_property: Any, framework: Framework, setting: str, own: float | None = None, ours: float | None = None
+) -> None:
+    """For the table at the end of a run: a setting's errors by the engine itself, if it has it, and with ours."""
+    root = Path(checkout(framework))
+    command = ["git", "-C", root, "log", "-1", "--abbrev=8", "--format=Version: `%h`"]
+    commit = subprocess.run(command, capture_output=True, text=True).stdout
+    of_package = [folder / "PKG-INFO" for folder in (root, root.parent) if (folder / "PKG-INFO").exists()]
+    version = email.message_from_string(of_package[0].read_text() if of_package else commit)["Version"]
+    engine = framework.variable.removesuffix("_PATH").lower().replace("_", "-")
+    record_property("engine", (engine, str(version), setting, own, ours))
 
 
 def load(framework: Framework, root: str, *modules: str) -> list[Any]:

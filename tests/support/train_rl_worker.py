@@ -157,7 +157,7 @@ def main(root: str, cp: int, cases: list[dict[str, Any]]) -> None:
             value, gradient, scale = logit_table.expected(step, case["mode"], case["divisor"], "active")
             in_gradient = float((found["gradient"] - gradient).abs().max() / gradient.abs().max())
             in_value = abs(found["lm loss"] - value) / scale
-            result = {"stock": found["stock"], "error": max(in_gradient, in_value)}
+            result = {"stock": found["stock"], "gradient": in_gradient, "error": max(in_gradient, in_value)}
             if found["audit"] is not None:
                 result |= audited(found["audit"], case, found["stock"])
         if dist.get_rank() == 0:

@@ -1,8 +1,7 @@
 """The factor between a rank's backward pass and the gradient that the optimizer gets, read off one parameter.
 
-DDP scales and sums gradients, finalisation divides them: by the same factor for every parameter that all data-parallel
-and context-parallel ranks share. With g_r what backward passes gave such a parameter, the *anchor*, on rank r, and fin
-its finalised gradient,
+DDP and finalisation scale all parameters alike that every data-parallel and context-parallel rank has. With g_r what
+backward passes gave such a parameter, the *anchor*, on rank r, and fin its finalised gradient,
 
     fin = f * G,    G = sum_r g_r,    hence    f = <fin, G> / <G, G>.
 
@@ -23,6 +22,10 @@ from megatron_rl_loss.step.collectives import Group, all_reduce, several
 _SLACK = 4
 #: Above this a residual says nothing, since scaling apart may be as large.
 _TOO_UNCERTAIN = 0.25
+#: Embeddings may be shared; query and key norms are summed over TP by their name; routers by rules of their own.
+_AVOIDED = ("embedding", "q_layernorm", "k_layernorm", "router", "output_layer")
+_MARKS = ("shared", "shared_embedding", "average_gradients_across_tp_domain", "skip_backward_post_hook",
+          "is_gtp_weight_remat")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -88,47 +91,35 @@ class Anchor:
         if rounding > _TOO_UNCERTAIN:
             return no_factor(f"the gradients of {name} cancel, rounding may be {rounding:.2g} of what is left")
         if residual > rounding:
-            return no_factor(
-                f"the finalised gradient of {name} is no multiple of the sum over ranks of what backward passes gave "
-                f"it (residual {residual:.2g}, rounding {rounding:.1g}), as if ranks or micro-batches were scaled "
-                "apart or left out, or gradients were there before the step",
-                apart=True,
-            )
+            why = "ranks or micro-batches were scaled apart or left out, or gradients were there before the step"
+            of_rounding = f"residual {residual:.2g}, by rounding {rounding:.1g}"
+            return no_factor(f"that of {name} is no multiple of the sum over ranks ({of_rounding}), as if {why}", True)
         return Factor(name, value, rounding, rounding / math.sqrt(self.parameter.numel()))
 
 
-def no_factor(why: str, *, apart: bool = False) -> Factor:
+def no_factor(why: str, apart: bool = False) -> Factor:
     return Factor(apart=apart, problem=f"The factor of gradients cannot be read: {why}.")
 
 
 def choose(chunk: Any, config: Any) -> Anchor | Factor:
     """The anchor of a model chunk, the same on all its ranks; or a factor that says why there is none."""
     if not isinstance(chunk, DistributedDataParallel):
-        kind = type(chunk).__name__
-        return no_factor(f"{kind} is not Megatron-Core's own DistributedDataParallel, its gradients lie elsewhere")
-    usable = [named for named in chunk.module.named_parameters() if _is_usable(chunk, config, *named)]
-    if not usable:
-        rules = "it must be trainable, whole on every rank, no expert's, not shared between stages, and not fused"
-        return no_factor(f"no parameter can be relied on ({rules})")
+        return no_factor(f"{type(chunk).__name__} is not Megatron-Core's own DistributedDataParallel")
+
+    def is_usable(name: str, parameter: Tensor) -> bool:
+        fused = getattr(config, "gradient_accumulation_fusion", False) and parameter.dim() > 1
+        avoided = any(part in name for part in _AVOIDED) or any(getattr(parameter, mark, False) for mark in _MARKS)
+        trains, of_expert = parameter in chunk.param_to_bucket_group, not getattr(parameter, "allreduce", True)
+        return trains and parameter.numel() > 1 and not (fused or avoided or of_expert)  # one number has no residual
 
     def preference(named: tuple[str, Tensor]) -> tuple[bool, bool, int, int]:
         """Smaller is better: the last norm, then vectors, then what is small but not tiny."""
         return "final_layernorm" not in named[0], named[1].numel() < 16, named[1].dim(), named[1].numel()
 
+    usable = [named for named in chunk.module.named_parameters() if is_usable(*named)]
+    if not usable:
+        return no_factor("no parameter can be relied on, one that is trainable, whole, unshared and no expert's")
     name, parameter = min(usable, key=preference)
     over_tp = bool(config.sequence_parallel and getattr(parameter, "sequence_parallel", False))
     sums = torch.zeros(2, parameter.numel(), dtype=torch.float64, device=parameter.device)
     return Anchor(name, parameter, chunk, over_tp, sums)
-
-
-#: Embeddings may be shared; query and key norms are summed over TP by their name; routers by rules of their own.
-_AVOIDED = ("embedding", "q_layernorm", "k_layernorm", "router", "output_layer")
-_MARKS = ("shared", "shared_embedding", "average_gradients_across_tp_domain", "skip_backward_post_hook",
-          "is_gtp_weight_remat")  # fmt: skip
-
-
-def _is_usable(chunk: Any, config: Any, name: str, parameter: Tensor) -> bool:
-    fused = getattr(config, "gradient_accumulation_fusion", False) and parameter.dim() > 1
-    avoided = any(part in name for part in _AVOIDED) or any(getattr(parameter, mark, False) for mark in _MARKS)
-    trains, experts = parameter in chunk.param_to_bucket_group, not getattr(parameter, "allreduce", True)
-    return trains and parameter.numel() > 1 and not (fused or avoided or experts)  # one number has no residual

@@ -43,11 +43,10 @@ logger = logging.getLogger(__name__)
 
 #: The interval's number in the log: the deviation of the last audit, -1 where it could not be known.
 METRIC = "loss_aggregation_deviation"
-
-
-def raise_failure(failure: Exception | None) -> None:
-    if failure is not None:
-        raise failure
+NO_TAP = (
+    "Nothing was tapped. Write per_token_loss = tap(per_token_loss, samples=...) in the loss function, before masks "
+    "and means (from megatron_rl_loss import tap)."
+)
 
 
 class Audit:
@@ -70,7 +69,6 @@ class Audit:
     Attributes:
         steps: a `MeasuredStep` for each term, on the first rank; empty elsewhere.
         log_prob_gap: between the two sides' log-probs that taps were given, on the first rank.
-        unknown: the reasons against a verdict that this rank knows.
     """
 
     def __init__(
@@ -80,18 +78,18 @@ class Audit:
         samples_of: Callable[[Any], Samples] | None = None,
         pg_collection: ProcessGroupCollection | None = None,
         gather: bool = True,
-        then: Callable[[Exception | None], None] = raise_failure,
+        then: Callable[[Exception | None], None] | None = None,
     ) -> None:
         chunks = model if isinstance(model, list) else [model]
         self.steps: dict[str, MeasuredStep] = {}
         self.log_prob_gap: LogProbGap | None = None
         self._config, self._groups = get_model_config(chunks[0]), groups_of(chunks[0], pg_collection)
-        self.unknown = _cannot_know(self._config)
         self._samples_of, self._gather, self._then = samples_of, gather, then
-        self.device = next(chunks[0].parameters()).device
+        self._device = next(chunks[0].parameters()).device
         self._computes_loss = self._groups.pp.rank() == self._groups.pp.size() - 1
         self._anchors = [choose(chunk, self._config) for chunk in chunks]
         self._factors: list[Factor] = []  # those that can be relied on
+        self._unknown = _cannot_know(self._config)  # the reasons against a verdict that this rank knows
         self._taps = Taps()
         self._described: list[Samples | Exception] = []  # each micro-batch, by `samples_of`
         self._stack = ExitStack()
@@ -120,18 +118,21 @@ class Audit:
             return data_iterator
         if isinstance(data_iterator, list):
             return [self.watch(one) for one in data_iterator]
-        self._described = []  # of several model chunks, the last one computes the loss
-        return _Watched(data_iterator, self._samples_of, self._described)
+        samples_of = self._samples_of
+        described = self._described = []  # of several model chunks, the last one computes the loss
+
+        def describe(batch: Any) -> Any:
+            described.append(attempt(lambda: samples_of(batch)))
+            return batch
+
+        return map(describe, data_iterator)
 
     def __enter__(self) -> "Audit":
         self._expected = expected_aggregation()
-        anchors = [one for one in self._anchors if isinstance(one, Anchor)]
-        one = torch.ones((), device=self.device)
-        with torch.no_grad():
-            self._loss_scale = (getattr(self._config, "grad_scale_func", None) or torch.clone)(one)
         with ExitStack() as stack:
-            for anchor in anchors:
-                stack.callback(anchor.parameter.register_hook(anchor.keep).remove)
+            for anchor in self._anchors:
+                if isinstance(anchor, Anchor):
+                    stack.callback(anchor.parameter.register_hook(anchor.keep).remove)
             stack.enter_context(observe(self._taps))
             stack.callback(setattr, schedules, "forward_step_calc_loss", schedules.forward_step_calc_loss)
             schedules.forward_step_calc_loss = _numbered(schedules.forward_step_calc_loss, self._taps)
@@ -147,7 +148,11 @@ class Audit:
             if finalize is not None:
                 del owner.run_pending_grad_sync  # the method is there again
                 finalize()
-            self._then(attempt(self._measure))
+            failure = attempt(self._measure)
+            if self._then is not None:
+                self._then(failure)
+            elif failure is not None:
+                raise failure
 
         if kind is None and finalize is not None:
             owner.run_pending_grad_sync = end
@@ -157,33 +162,35 @@ class Audit:
     def _measure(self) -> None:
         groups = self._groups
         factors = [one.factor(groups.dp_cp, groups.tp) if isinstance(one, Anchor) else one for one in self._anchors]
-        self.unknown += [one.problem for one in factors if one.problem and (one.apart or self._computes_loss)]
+        self._unknown += [one.problem for one in factors if one.problem and (one.apart or self._computes_loss)]
         self._factors = [one for one in factors if not one.problem]
+        scale = getattr(self._config, "grad_scale_func", None)
+        self._loss_scale = float(scale(torch.ones((), device=self._device))) if scale else 1.0
         if not self._gather:
             return
         known = [*(one.samples for one in chain(*map(dict.values, self._taps.losses.values()))), *self._described]
         changes = any(isinstance(one, Samples) and one.cp_group is not None for one in known)
         dynamic_cp = bool(agree_on(["changes"] * changes, ["changes"], [groups.dp_cp, groups.pp]))
-        report = Report(groups.pp.rank(), self._factors, self.unknown)
+        report = Report(groups.pp.rank(), self._factors, self._unknown)
         if self._computes_loss and groups.tp.rank() == 0:  # over TP, gradients of losses are the same
             failure = attempt(lambda: self._add_tokens(report, dynamic_cp))
             report.unknown += [f"A rank could not measure: {type(failure).__name__}: {failure}"] if failure else []
         if reports := gather_to_first([report], groups):
-            self.steps = assembled(reports, groups, self._config, float(self._loss_scale), dynamic_cp=dynamic_cp)
+            self.steps = assembled(reports, groups, self._config, self._loss_scale, dynamic_cp=dynamic_cp)
             self.log_prob_gap = log_prob_gap([part for one in reports for part in chain(*one.terms.values())])
 
     def _add_tokens(self, report: Report, dynamic_cp: bool) -> None:
         """Add each micro-batch to the report."""
         losses, turns = self._taps.losses, Counter[tuple[int, int]]()
         report.num_microbatches = max([self._taps.num_microbatches, *(max(of_term) + 1 for of_term in losses.values())])
-        for number in range(report.num_microbatches):
+        report.unknown += [] if losses else [NO_TAP]
+        for number in range(report.num_microbatches if losses else 0):
             tapped = {term: of_term.get(number) for term, of_term in losses.items()}
-            told = [one.samples for one in tapped.values() if one is not None and one.samples is not None]
-            samples = next(iter([*told, *self._described[number : number + 1]]), None)
+            told = (one.samples for one in tapped.values() if one is not None and one.samples is not None)
+            samples = next(chain(told, self._described[number : number + 1]), None)
             if not isinstance(samples, Samples):
-                why = "" if samples is None else f" samples_of failed: {type(samples).__name__}: {samples}."
                 remedy = "Give samples_of, or say tap(per_token_loss, samples=...) each time."
-                report.unknown.append(f"The masks are not known.{why} {remedy}")
+                report.unknown.append(f"The masks are not known ({samples!r}). {remedy}")
                 continue
             dp_rank, turn, (cp_rank, cp_size) = self._groups.dp.rank(), number, samples.place_in(self._groups.cp)
             if dynamic_cp:  # the place of a group that changes: its first rank, its size, and its turn
@@ -206,15 +213,15 @@ class Audit:
         terms, worst = self._taps.losses.items(), torch.zeros(1, dtype=torch.float64)
         losses = [one for term, of_term in terms for one in of_term.values() if one.aggregation or term == "pg"]
         if not losses or any(one.expected_weights is None for one in losses):
-            self.unknown.append("A policy loss went through no reducer of this package.")
-        for one in losses if not self.unknown else ():
+            self._unknown.append("A policy loss went through no reducer of this package.")
+        for one in losses if not self._unknown else ():
             expected: Tensor = one.expected_weights()  # type: ignore[misc]
             gradient = torch.zeros_like(expected) if one.gradient is None else one.gradient.to(expected)
-            weights, sizes = gradient * (self._factors[-1].value / float(self._loss_scale)), expected.abs()
-            beside = torch.where(expected == 0, torch.cat([sizes, sizes.new_tensor([SMALLEST])]).max(), sizes)
-            off = ((weights - expected).abs() / beside).nan_to_num(nan=torch.inf)
-            worst[0] = torch.cat([worst.to(off), off]).max()
-        if self.unknown:
+            off = (gradient * (self._factors[-1].value / self._loss_scale) - expected).abs()
+            sizes = torch.cat([expected.abs(), expected.new_tensor([SMALLEST])])
+            off /= sizes[:-1].where(expected != 0, sizes.max())
+            worst[0] = torch.cat([worst.to(off), off.nan_to_num(nan=torch.inf)]).max()
+        if self._unknown:
             worst[0] = torch.inf
         for group in several(self._groups.dp_cp):
             all_reduce(worst, group, dist.ReduceOp.MAX)
@@ -237,48 +244,26 @@ class IntervalAudits:
             return
         with Audit(model, pg_collection=pg_collection, gather=False) as audit:
             yield
-        self._last, self._device = audit.deviation(), audit.device
+        self._last, self._device = audit.deviation(), audit._device
         if self._last is not None and math.isnan(self._last):
             self._last = -1.0
-            why = " ".join(audit.unknown) or "Weights are not finite."
+            why = " ".join(audit._unknown) or "Weights are not finite."
             log_single_rank(logger, logging.WARNING, f"{METRIC} of step {self._steps} is not known. {why}")
 
     def reported(self, reports: Any) -> Any:
         """The schedule's reports, each with the last deviation: Megatron averages values between logs."""
-
         if self._last is None or not isinstance(reports, list):
             return reports
-        devices = [
-            getattr(value, "device", None)
-            for report in reports
-            if isinstance(report, dict)
-            for value in report.values()
-        ]
-        last = torch.tensor(self._last, device=devices[0] if devices else None)
-        return [{**report, METRIC: last} if isinstance(report, dict) and report else report for report in reports]
+        last = {METRIC: torch.tensor(self._last, device=self._device)}
+        return [report | last if isinstance(report, dict) and report else report for report in reports]
 
 
 def _cannot_know(config: Any) -> list[str]:
-    """Model configurations under which hooks see nothing or groups change."""
+    """The reasons why hooks see nothing of a model, or groups are not those that are followed here."""
     graphs = "CUDA graphs replay a backward pass without its hooks. Audit a step without them."
     remat = "Weight-rematerialising TP reduces over further groups, which the audit does not follow."
     has_remat = any((getattr(config, name, 1) or 1) > 1 for name in REMAT_SIZES)
     return [graphs] * bool(has_cuda_graphs(config)) + [remat] * has_remat
-
-
-class _Watched(Iterator[Any]):
-    """An iterator of which every batch is described; whatever else it can do, it still can."""
-
-    def __init__(self, iterator: Any, samples_of: Callable[[Any], Samples], into: list[Samples | Exception]) -> None:
-        self._iterator, self._samples_of, self._into = iterator, samples_of, into
-
-    def __next__(self) -> Any:
-        batch = next(self._iterator)
-        self._into.append(attempt(lambda: self._samples_of(batch)))
-        return batch
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._iterator, name)
 
 
 def _numbered(calculate: Any, taps: Taps) -> Any:
@@ -286,8 +271,7 @@ def _numbered(calculate: Any, taps: Taps) -> Any:
 
     def calculate_numbered(model: Any, output_tensor: Any, loss_func: Any, *args: Any, **kwargs: Any) -> Any:
         def numbered_loss_func(output: Any, **further: Any) -> Any:
-            is_probe = isinstance(output, Tensor) and not output.requires_grad
-            if torch.is_grad_enabled() and not is_probe and not further.get("non_loss_data"):
+            if torch.is_grad_enabled() and getattr(output, "requires_grad", True):  # else a probe, or no training
                 taps.begin_microbatch()
             return loss_func(output, **further)
 

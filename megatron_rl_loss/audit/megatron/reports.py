@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -16,10 +17,6 @@ from megatron_rl_loss.modes.names import Aggregation
 from megatron_rl_loss.reduction.taps import TappedLosses
 from megatron_rl_loss.step.samples import Samples
 
-NO_TAP = (
-    "Nothing was tapped. Write per_token_loss = tap(per_token_loss, samples=...) in the loss function, before masks "
-    "and means (from megatron_rl_loss import tap)."
-)
 DYNAMIC_CP = "Context-parallel groups change: a DP rank is a group's first, a micro-batch its size and turn."
 
 
@@ -33,8 +30,7 @@ class Report:
     num_microbatches: int = 0  # whose loss this rank computed; 0 on ranks that add no tokens
     terms: dict[str, list[Part]] = field(default_factory=dict)
     dtypes: set[str] = field(default_factory=set)  # of the losses
-    tokens_compared: int = 0  # ids of the model beside those of the samples
-    tokens_that_differ: int = 0
+    tokens: tuple[int, int] = (0, 0)  # ids of the model that were compared with those of the samples; that differ
 
     def add(self, term: str, tapped: TappedLosses | None, samples: Samples, cp_size: int, **place: int) -> None:
         """Add a term's tokens of a micro-batch; `tapped` is None where it was not tapped there.
@@ -47,16 +43,14 @@ class Report:
         self.dtypes |= {str(losses.dtype).removeprefix("torch.")} if tapped else set()
         sizes = {one.numel() for one in (losses.tokens, *losses.log_probs) if one is not None}
         if tapped and (sizes | {math.prod(losses.shape)}) != {len(local)}:
-            self.unknown.append(
-                f"{term!r} was tapped with losses of shape {losses.shape} and values {sorted(sizes)}: by its "
-                f"samples and layout a rank holds {len(local)} tokens of micro-batch {place['microbatch']}. Tap one loss "
-                "per token, in the layout's order, or correct the layout."
-            )
+            given, held = f"losses of shape {losses.shape} and values {sorted(sizes)}", f"{len(local)} tokens"
+            remedy = "Tap one loss per token, in the layout's order, or correct the layout."
+            self.unknown.append(f"{term!r} was tapped with {given}; by its layout a rank holds {held}. {remedy}")
             return
         if losses.tokens is not None and own.tokens is not None:
             cut = local.of(torch.as_tensor(own.tokens, device=losses.tokens.device).reshape(-1))
-            self.tokens_compared += len(local)
-            self.tokens_that_differ += int((cut != losses.tokens).sum())
+            compared, differ = self.tokens
+            self.tokens = compared + len(local), differ + int((cut != losses.tokens).sum())
         facts: dict[str, Any] = {} if losses.coef is None else {"coefficient": float(losses.coef)}
         facts |= {} if losses.aggregation is None else {"expected": shown(losses.aggregation)}
         part = Part(
@@ -78,18 +72,15 @@ def assembled(
     factors = sorted(((one.stage, factor) for one in reports for factor in one.factors), key=lambda one: one[0])
     stage, factor = factors[-1] if factors else (0, Factor())
     parts: dict[str, list[Part]] = {}
-    for report in reports:
-        for term, of_term in report.terms.items():
-            parts.setdefault(term, []).extend(of_term)
-    unknown = ([] if parts else [NO_TAP]) + [text for report in reports for text in report.unknown]
-    for other_stage, other in factors:
-        if abs(other.value / factor.value - 1) > other.rounding + factor.rounding:
-            unknown.append(
-                f"Gradients of {other.name} on pipeline stage {other_stage} are multiplied by {other.value:.6g}, those "
-                f"of {factor.name} on stage {stage} by {factor.value:.6g}: no weight holds for all parameters."
-            )
-    compared = sum(report.tokens_compared for report in reports)
-    if differ := sum(report.tokens_that_differ for report in reports):
+    for term, of_term in chain.from_iterable(report.terms.items() for report in reports):
+        parts.setdefault(term, []).extend(of_term)
+    compared, differ = (sum(one.tokens[i] for one in reports) for i in (0, 1))
+    unknown = [text for report in reports for text in report.unknown]
+    for at, one in factors:
+        if abs(one.value / factor.value - 1) > one.rounding + factor.rounding:
+            apart = f"{one.value:.6g} on pipeline stage {at} ({one.name}), {factor.value:.6g} on stage {stage}"
+            unknown.append(f"Gradients are multiplied by {apart}: no weight holds for all parameters.")
+    if differ:
         unknown.append(f"The layout or the batch given is not the model's: {differ} of {compared} tokens differ.")
     if sum(one.num_microbatches > 0 for one in reports) < groups.dp_cp.size():
         unknown.append("Some ranks of the last pipeline stage computed no loss.")
@@ -109,8 +100,8 @@ def assembled(
         says = f"weigh {weight:.4g} times what they should: the factor at the step's end scales them too."
         notes.append(f"Auxiliary losses ({', '.join(auxiliary)}) {says}")
     dtypes = {dtype for report in reports for dtype in report.dtypes}
-    facts = {"factor": factor.value, "anchor": factor.name, "loss_scale": loss_scale, "tokens_compared": compared}
-    facts["rounding"] = _rounding(dtypes, factor.uncertainty)
+    facts: dict[str, Any] = {"factor": factor.value, "anchor": factor.name, "loss_scale": loss_scale}
+    facts |= {"rounding": _rounding(dtypes, factor.uncertainty)} | ({"tokens_compared": compared} if compared else {})
     described = {one.place for of_term in parts.values() for one in of_term if one.rows is not None}
     steps = {}
     for term in terms:

@@ -10,7 +10,17 @@ from typing import Any
 
 import pytest
 import torch
-from bigram_step import CLIP_HIGH, CLIP_LOW, PROMPTS, TOLERANCE, assert_exact, bigram_model, errors_of, make_batch
+from bigram_step import (
+    CLIP_HIGH,
+    CLIP_LOW,
+    PROMPTS,
+    TOLERANCE,
+    assert_exact,
+    bigram_model,
+    compare,
+    errors_of,
+    make_batch,
+)
 from checkouts import AREAL, Settings, checkout, load
 from gloo_gather import all_gather
 from ranks import run_ranks
@@ -93,13 +103,14 @@ def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, Any
     return found
 
 
-def test_every_mode_is_exact() -> None:
+def test_every_mode_is_exact(record_property: Any) -> None:
     of_tokens = [{"mode": mode, "settings": settings} for mode, settings in MODES.items()]
-    assert_exact(train, AREAL, [*of_tokens, {"mode": "sample_mean", "settings": {}, "config": GSPO}])
+    assert_exact(record_property, train, AREAL, [*of_tokens, {"mode": "sample_mean", "settings": {}, "config": GSPO}])
 
 
-def test_theirs_is_the_token_mean_and_no_other() -> None:
-    cases = [{"mode": mode, "settings": MODES[mode], "stock": True} for mode in ("token_mean", "prompt_mean")]
-    same, other = run_ranks(4, train, checkout(AREAL), 2, cases)[0]
+def test_theirs_is_the_token_mean_and_no_other(record_property: Any) -> None:
+    of_tokens, of_prompts = ({"mode": mode, "settings": MODES[mode]} for mode in ("token_mean", "prompt_mean"))
+    ((same, _),) = compare(record_property, train, AREAL, [of_tokens | {"setting": "token mean"}])
+    (other,) = run_ranks(4, train, checkout(AREAL), 2, [of_prompts | {"stock": True}])[0]
     assert same["errors"]["gradient"] < TOLERANCE
     assert other["errors"]["gradient"] > 1e-2

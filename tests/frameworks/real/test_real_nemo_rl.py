@@ -24,11 +24,12 @@ from bigram_step import (
     TOLERANCE,
     assert_exact,
     bigram_model,
+    compare,
     errors_of,
     k3,
     make_batch,
 )
-from checkouts import NEMO_RL, checkout, load
+from checkouts import NEMO_RL, checkout, load, record_errors
 from planned_steps import CP, DP, errors_in
 from ranks import RankError, run_ranks
 from replacements import undone
@@ -130,17 +131,18 @@ CASES: list[dict[str, Any]] = [
 ]
 
 
-def test_every_term_is_exact() -> None:
-    assert_exact(train, NEMO_RL, CASES)
+def test_every_term_is_exact(record_property: Any) -> None:
+    assert_exact(record_property, train, NEMO_RL, CASES)
 
 
-def test_metrics_keep_their_masks_and_theirs_is_what_it_says() -> None:
-    """Their token mean is exact, and it is none of the other modes."""
-    cases = [
-        {"mode": mode, "settings": {}, "stock": stock} for mode in ("token_mean", "prompt_mean") for stock in (1, 0)
-    ]
-    stock, same, wrong, other = run_ranks(4, train, checkout(NEMO_RL), 2, cases)[0]
-    assert stock["errors"]["gradient"] < TOLERANCE
+def test_metrics_keep_their_masks_and_theirs_is_what_it_says(record_property: Any) -> None:
+    """Their means are exact, and none of the other modes."""
+    token: dict[str, Any] = {"setting": "`token_level_loss=true`", "mode": "token_mean", "settings": {}}
+    sample = {"setting": "`token_level_loss=false`", "mode": "sample_mean", "settings": {"units": "active"}}
+    (stock, same), (of_samples, _) = compare(record_property, train, NEMO_RL, [token, sample | {"cfg": OF_SAMPLES}])
+    assert max(one["errors"]["gradient"] for one in (stock, of_samples)) < TOLERANCE
+    two: list[dict[str, Any]] = [{"mode": "prompt_mean", "settings": {}, "stock": stock} for stock in (True, None)]
+    wrong, other = run_ranks(4, train, checkout(NEMO_RL), 2, two)[0]
     assert wrong["errors"]["gradient"] > 1e-2
     for name in ("gen_kl_error", "probs_ratio"):
         assert same[name] == stock[name] == other[name]
@@ -168,6 +170,7 @@ def planned(root: str) -> list[float]:
     return errors_in("nemo_rl", scale, per_token=True)
 
 
-def test_a_planned_step() -> None:
+def test_a_planned_step(record_property: Any) -> None:
     for errors in run_ranks(DP * CP, planned, checkout(NEMO_RL)):
         assert max(errors) < oracle.EXACT
+        record_errors(record_property, NEMO_RL, "every mode", ours=max(errors))

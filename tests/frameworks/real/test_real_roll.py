@@ -21,6 +21,7 @@ from bigram_step import (
     LENGTH,
     assert_exact,
     bigram_model,
+    compare,
     expected,
     k3,
     make_batch,
@@ -148,16 +149,16 @@ def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, Any
     return found
 
 
-def test_every_mode_is_exact() -> None:
+def test_every_mode_is_exact(record_property: Any) -> None:
     cases = [{"mode": mode, "settings": settings} for mode, settings in MODES.items()]
-    assert_exact(train, ROLL, cases, worlds=[(1, 1), (2, 1)])
+    assert_exact(record_property, train, ROLL, cases, worlds=[(1, 1), (2, 1)])
 
 
-def test_theirs_is_none_of_the_modes() -> None:
+def test_theirs_is_none_of_the_modes(record_property: Any) -> None:
     """Its token mean takes in the tokens that the mask leaves out."""
-    cases = [{"mode": mode, "settings": {}, "stock": True} for mode in ("token_mean", "prompt_mean")]
-    for found in run_ranks(2, train, checkout(ROLL), 1, cases)[0]:
-        assert found["errors"]["gradient"] > 1e-2
+    case = {"mode": "token_mean", "settings": {}, "setting": "token mean, masked tokens in responses"}
+    ((own, _),) = compare(record_property, train, ROLL, [case], (2, 1))
+    assert own["errors"]["gradient"] > 1e-2
 
 
 def test_another_loss_is_refused_on_all_ranks() -> None:

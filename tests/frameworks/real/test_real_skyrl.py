@@ -12,6 +12,7 @@ import contextlib
 import pickle
 import sys
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,12 +30,13 @@ from bigram_step import (
     TOLERANCE,
     VOCABULARY,
     assert_exact,
+    compare,
     expected,
     k3,
     make_batch,
     make_table,
 )
-from checkouts import SKYRL, Settings, checkout, load
+from checkouts import SKYRL, Settings, checkout, load, record_errors
 from ranks import RankError, run_ranks
 from table_step import relative_error, start, table_model
 from torch import Tensor
@@ -94,7 +96,7 @@ def data_of(rank_rows: slice, normalize: Any, convert: Any) -> dict[str, Tensor]
         "action_log_probs": laid_out("prev_logprobs")[5],
         "base_action_log_probs": laid_out("reference_policy_logprobs")[5],
         "rollout_logprobs": laid_out("generation_logprobs")[5],
-        "advantages": normalize(advantages, mask, "token_mean", 2, LENGTH, None),
+        "advantages": normalize(advantages, mask),
         "loss_mask": mask,
         "response_mask": response,
     }
@@ -178,10 +180,13 @@ def train(root: str, cp: int, cases: list[dict[str, Any]], copied: bool = False)
             enable_router_replay=False, enable_sample_support_replay=False, empty_cuda_cache=False,
             strategy=strategy, scheduler=None, optimizer=SimpleNamespace(param_groups=[{"lr": 0.0}]),
         )  # fmt: skip
-        normalize = ppo_utils.apply_loss_reduction_to_advantages_minibatch
-        data = batches.TrainingInputBatch(
-            data_of(rows, normalize, preprocess.convert_prompts_responses_to_batch_tensors)
-        )
+        normalize = partial(
+            ppo_utils.apply_loss_reduction_to_advantages_minibatch, micro_batch_size=2, max_seq_len=LENGTH,
+            loss_reduction=case.get("own", "token_mean") if case.get("stock") else "token_mean",
+            prompt_boundaries=list(pairwise([*sorted(map(PROMPTS.index, set(PROMPTS))), ROWS])),
+        )  # fmt: skip
+        convert = preprocess.convert_prompts_responses_to_batch_tensors
+        data = batches.TrainingInputBatch(data_of(rows, normalize, convert))
         data.metadata = {"response_length": data["response_mask"].shape[1]}
         for _ in range(case.get("calls", 1)):
             metrics = worker.forward_backward(data).metrics
@@ -205,24 +210,30 @@ SIZES: list[dict[str, Any]] = [{"rows": 4}, {"tokens": 24}]  # two equal and une
 CASES = [{"mode": mode, "settings": settings, **sizes} for mode, settings in MODES.items() for sizes in SIZES]
 
 
-def test_every_term_is_exact() -> None:
+def test_every_term_is_exact(record_property: Any) -> None:
     """At CP 1 each mode by another of the ways to cut the draft head's logits."""
     ways: list[dict[str, Any]] = [{}, {"packed": False}, {"chunk": 4}, {"topk": VOCABULARY, "packed": False}]
-    assert_exact(train, SKYRL, [case | ways[i % 4] for i, case in enumerate(CASES * 2)], worlds=[(1, 1), (2, 1)])
-    assert_exact(train, SKYRL, CASES, worlds=[(4, 2)])
+    cases = [case | ways[i % 4] for i, case in enumerate(CASES * 2)]
+    assert_exact(record_property, train, SKYRL, cases, worlds=[(1, 1), (2, 1)])
+    assert_exact(record_property, train, SKYRL, CASES, worlds=[(4, 2)])
 
 
 def test_theirs_are_means_of_means(record_property: Any) -> None:
     """SkyRL's policy loss is exact; its other terms are not, in their own counting of rows or of tokens."""
     stock: dict[str, Any] = {"stock": "regular", "mode": "token_mean", "settings": {"kl": "sample_mean"}, "times": 1e4}
-    cases = [{**stock, "terms": [term], **sizes} for term in ("no", "kl", "entropy") for sizes in SIZES]
-    results = [found["errors"] for found in run_ranks(2, train, checkout(SKYRL), 1, cases)[0]]
-    assert max(found["gradient"] for found in results[:2]) < TOLERANCE
-    for term, found in (("kl", results[2:4]), ("entropy", results[4:]), ("mtp", results[:2])):
-        for cut, one in zip(("rows", "tokens"), found, strict=True):
-            error = one["mtp" if term == "mtp" else "gradient"]
-            assert error > 1e-2
-            record_property(f"error of SkyRL's own {term} cut by {cut}", error)
+    terms = ("policy loss", ""), ("KL penalty", "kl"), ("entropy bonus", "entropy")
+    cases = [stock | sizes | {"setting": name, "terms": [term]} for name, term in terms for sizes in SIZES]
+    modes = {"sequence_mean": "sample_mean", "seq_mean_token_sum_norm": "constant", "prompt_mean": "prompt_mean"}
+    for own, mode in (modes | {"token_mean_legacy": "token_mean"}).items():
+        settings = {"kl": "sample_mean"} | ({"divisor": LENGTH} if mode == "constant" else {})
+        setting = "policy loss, `token_mean_legacy`" if own.endswith("legacy") else "policy loss"
+        cases.append(stock | {"setting": setting, "terms": [], "own": own, "mode": mode, "settings": settings})
+    pairs = compare(record_property, train, SKYRL, cases, world=(2, 1))
+    exact = [own["errors"]["gradient"] < TOLERANCE for own, _ in pairs]
+    assert exact == [True] * 2 + [False] * 4 + [True] * 3 + [False]
+    for own, ours in ((one["errors"]["mtp"] for one in pair) for pair in pairs[:2]):
+        assert ours < TOLERANCE < 1e-2 < own
+        record_errors(record_property, SKYRL, "MTP loss", own, ours)
 
 
 def test_a_copied_mask_changes_nothing() -> None:
@@ -233,7 +244,7 @@ def test_a_copied_mask_changes_nothing() -> None:
         assert max(found["errors"].values()) < TOLERANCE, found
 
 
-def test_reported_terms_are_those_of_one_micro_batch() -> None:
+def test_reported_terms_are_those_of_one_micro_batch(record_property: Any) -> None:
     """SkyRL's own means of micro-batches' means of ranks' are not."""
     case: dict[str, Any] = {"mode": "token_mean", "settings": {"kl": "sample_mean"}}
     stock, root = case | {"stock": "regular"}, checkout(SKYRL)
@@ -242,7 +253,9 @@ def test_reported_terms_are_those_of_one_micro_batch() -> None:
     terms = {name: whole["metrics"][name] for name in ("policy_kl", "policy_entropy", "final_loss", "mtp_loss")}
     for found in ours:
         assert {name: found["metrics"][name] for name in terms} == pytest.approx(terms, rel=1e-5, abs=1e-7)
-    assert all(abs(theirs["metrics"][name] / x - 1) > 1e-3 for name, x in terms.items())
+    by_case = [[abs(one["metrics"][name] / x - 1) for name, x in terms.items()] for one in (theirs, *ours)]
+    assert min(by_case[0]) > 1e-3
+    record_errors(record_property, SKYRL, "reported terms", *map(max, by_case[:2]))
 
 
 @pytest.mark.parametrize(

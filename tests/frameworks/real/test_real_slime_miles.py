@@ -16,14 +16,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checkouts import MILES, SLIME, checkout, load
+from checkouts import MILES, SLIME, checkout, load, record_errors
 from logit_table import KeepsGradients, Step, errors_of, logit_model, make_step, reject
 from logit_table import rollout_data as data_of
 from ranks import RankError, run_ranks
 from slime_launches import TOLERANCE, MakeStep, arguments, case, compute_in_float32, with_steps
 
 from megatron_rl_loss import Samples, ZigzagResponse, plan_step
-from megatron_rl_loss.frameworks import replacing, step_counts
+from megatron_rl_loss.frameworks import replacing, slime
 
 PEERS = {"slime": SLIME, "miles": MILES}
 
@@ -82,8 +82,8 @@ def train(peer: str, root: str, cp: int, cases: list[dict[str, Any]]) -> list[li
             if measured and measured[-1] is not None and args.custom_pg_loss_reducer_function_path:
                 errors.append(audit_error(measured[-1], one, step))
         if args.custom_megatron_init_path is not None:
-            step_counts._replace(peer).undo()
-            step_counts._replace.cache_clear()
+            slime._replace(peer).undo()
+            slime._replace.cache_clear()
         says = [line for line in replacing.active() if line.startswith(f"{peer}: policy loss by {one['mode']}")]
         assert len(says) == (args.custom_pg_loss_reducer_function_path is not None), replacing.active()
         found.append(errors)
@@ -202,15 +202,16 @@ def errors(peer: str, dp: int, cp: int, *cases: dict[str, Any]) -> list[list[lis
     return run_ranks(dp * cp, train, peer, checkout(PEERS[peer]), cp, cases)
 
 
-def assert_exact(peer: str, dp: int, cp: int, *cases: dict[str, Any]) -> None:
+def assert_exact(record_property: Any, peer: str, dp: int, cp: int, *cases: dict[str, Any]) -> None:
     for of_rank in errors(peer, dp, cp, *cases):
         for one, of_steps in zip(cases, of_rank, strict=True):
             assert max(of_steps) < TOLERANCE, (one["mode"], one["flags"])
+            record_errors(record_property, PEERS[peer], "every hook and `plan_step`", ours=max(of_steps))
 
 
 @each_peer
 @pytest.mark.parametrize(("dp", "cp"), [(1, 1), (2, 2), (1, 4)])
-def test_hooks_are_exact(peer: str, dp: int, cp: int) -> None:
+def test_hooks_are_exact(peer: str, dp: int, cp: int, record_property: Any) -> None:
     """With and without rejection; all-gather context parallelism; miles's padded rows, by either cut.
 
     All-gather of padded rows, as DeepSeek V4 has it, holds for micro-batches of one row.
@@ -227,15 +228,29 @@ def test_hooks_are_exact(peer: str, dp: int, cp: int) -> None:
         cases += three(peer, steps, counted=True, qkv_format="bshd", allgather_cp=allgather)
         if cp == 1:  # where the length of rows is not needed
             cases.append(case("miles", "sample_mean", "sample_mean", steps, qkv_format="bshd"))
-    assert_exact(peer, dp, cp, *cases)
+    assert_exact(record_property, peer, dp, cp, *cases)
 
 
 @each_peer
-def test_other_ways_and_negative_controls(peer: str) -> None:
+def test_their_own_reducers(peer: str, record_property: Any) -> None:
+    """Theirs are exact, but for the phantom token of each fully masked sample in a token mean."""
+    settings = {"sample mean": "sample_mean", "token mean": "token_mean", "token mean, masked samples": "token_mean"}
+    cases = [
+        case(peer, mode, hook, [partial(make_step, 7, 2, masked=name != "token mean")], counted=hook == "token_mean",
+             calculate_per_token_loss=mode == "token_mean") for name, mode in settings.items() for hook in (None, mode)
+    ]  # fmt: skip
+    found = [max(of_steps) for of_steps in errors(peer, 2, 2, *cases)[0]]
+    for setting, own, ours in zip(settings, found[::2], found[1::2], strict=True):
+        assert ours < TOLERANCE
+        record_errors(record_property, PEERS[peer], setting, own, ours)
+    assert max(found[:4]) < TOLERANCE < 1e-2 < found[4]
+
+
+@each_peer
+def test_other_ways_and_negative_controls(peer: str, record_property: Any) -> None:
     """A planned step, as their custom loss. A token mean without counts is exact where each sample has a token.
 
-    Of rollouts of two samples their own reducer is the mean. Their own token mean has phantom tokens; without them it
-    is exact, and so is ours then.
+    Of rollouts of two samples their own reducer is the mean. Without phantom tokens theirs is exact, and so is ours.
     """
     uncounted = {"calculate_per_token_loss": True}
     flags = {"loss_type": "custom_loss", "custom_loss_function_path": "logit_table.planned"}
@@ -244,28 +259,25 @@ def test_other_ways_and_negative_controls(peer: str) -> None:
              for mode in ("sample_mean", "constant", "token_mean") for of_two in (False, True)]  # fmt: skip
     exact += [
         case(peer, "token_mean", "token_mean", full, **uncounted),
-        case(peer, "token_mean", None, full, **uncounted),
         case(peer, "constant", "constant_40", split, counted=True),
         case(peer, "sample_mean", None, split),
     ]
-    masked = [partial(make_step, 7, 2)]
     exact += [
-        case(peer, "token_mean", hook, masked, counted=hook is not None, mended=True, **uncounted)
+        case(peer, "token_mean", hook, [partial(make_step, 7, 2)], counted=hook is not None, mended=True, **uncounted)
         for hook in ("token_mean", None)
     ]
-    wrong = [case(peer, "token_mean", None, masked, **uncounted), case(peer, "constant", "constant_41", masked)]
-    assert_exact(peer, 2, 2, *exact)
-    for of_rank in errors(peer, 2, 1, *wrong):
-        assert all(of_step > 1e-2 for of_steps in of_rank for of_step in of_steps[:1])
+    assert_exact(record_property, peer, 2, 2, *exact)
+    for of_rank in errors(peer, 2, 1, case(peer, "constant", "constant_41", [partial(make_step, 7, 2)])):
+        assert all(of_steps[0] > 1e-2 for of_steps in of_rank)
 
 
-def test_an_audit_and_counts_by_one_flag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_audit_and_counts_by_one_flag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record_property: Any) -> None:
     verdict = tmp_path / "verdict.json"
     monkeypatch.setenv("MEGATRON_RL_LOSS_AUDIT", f"--expect token_mean --json {verdict}")
     of_tokens = {"counted": True, "calculate_per_token_loss": True}
     one = case("miles", "token_mean", "token_mean", [partial(make_step, 7, 2)], **of_tokens)
     one["flags"]["custom_megatron_init_path"] = "megatron_rl_loss.audit.attach.count_steps"
-    assert_exact("miles", 2, 1, one)
+    assert_exact(record_property, "miles", 2, 1, one)
     (found,) = json.loads(verdict.read_text()).values()
     assert found["sound"] is True
 
@@ -277,7 +289,10 @@ def test_refused(peer: str, refused: str) -> None:
     options = {refused: True} if refused != "rejected" else {"masked": False, "rejected": True}
     steps = [partial(make_step, 5, 1, **options)]
     flags = {"calculate_per_token_loss": True, "use_tis": refused == "rejected"}
-    one, error = case(peer, "token_mean", "token_mean", steps, **flags), r"rejection \(TIS\) left.*slime\.count_steps"
+    one, error = (
+        case(peer, "token_mean", "token_mean", steps, **flags),
+        r"rejection \(TIS\) left.*slime\.count_steps",
+    )
     if refused == "split":
         one, error = case(peer, "sample_mean", "sample_mean", steps, counted=True), "Run without the hook"
     with pytest.raises(RankError, match=error):

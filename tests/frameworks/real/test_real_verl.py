@@ -17,7 +17,7 @@ import oracle
 import pytest
 import torch
 import torch.distributed as dist
-from checkouts import VERL, Settings, checkout, load
+from checkouts import VERL, Settings, checkout, load, record_errors
 from planned_steps import CP, DP, STEP, TABLE, batches_of, errors_in
 from ranks import run_ranks, start_process_group
 from step_samples import dealt
@@ -150,10 +150,12 @@ def _flat(values: Tensor, attention: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("dp", [1, 4])
-def test_ppo_loss_is_exact_with_ours_and_with_theirs(dp: int) -> None:
+def test_ppo_loss_is_exact_with_ours_and_with_theirs(dp: int, record_property: Any) -> None:
     for install in (True, False):
         for errors in run_ranks(dp, step_errors, checkout(VERL), 1, list(MODES), install):
             assert max(errors) < TOLERANCE
+            worst = {"ours" if install else "own": max(errors)}
+            record_errors(record_property, VERL, "every `loss_agg_mode`", **worst)
 
 
 CUT = {"geo_mean", "clip_cov", "kl_cov"}
@@ -268,9 +270,10 @@ def planned_in_its_engine(root: str, per_token: bool) -> list[float]:
 
 
 @pytest.mark.parametrize("per_token", [False, True])
-def test_a_planned_step_in_its_megatron_engine(per_token: bool) -> None:
+def test_a_planned_step_in_its_megatron_engine(per_token: bool, record_property: Any) -> None:
     for errors in run_ranks(DP * CP, planned_in_its_engine, checkout(VERL), per_token):
         assert max(errors) < oracle.EXACT
+        record_errors(record_property, VERL, "every mode by `plan_step`", ours=max(errors))
 
 
 def modes_in_its_engine(root: str, per_token: bool, install: bool) -> dict[str, float | str]:
@@ -320,13 +323,15 @@ def modes_in_its_engine(root: str, per_token: bool, install: bool) -> dict[str, 
 
 @pytest.mark.parametrize("install", [False, True])
 @pytest.mark.parametrize("per_token", [False, True])
-def test_every_mode_in_its_megatron_engine(per_token: bool, install: bool) -> None:
+def test_every_mode_in_its_megatron_engine(per_token: bool, install: bool, record_property: Any) -> None:
     """Until 0.9.1 (verl#7915) the engine refused one with per-token loss; its gather of whole rows allows it.
 
     By itself it rounds per-token counts down on each CP rank, and its gradients are too large by that.
     """
+    setting = "every `loss_agg_mode`" + ", CP 2 with per-token loss" * per_token
     for found in run_ranks(DP * CP, modes_in_its_engine, checkout(VERL), per_token, install):
         refused = [name for name, error in found.items() if isinstance(error, str)]
         assert refused in ([], ["seq-mean-token-mean"] * per_token)
         worst = max(error for error in found.values() if isinstance(error, float))
         assert worst > 1e-2 if per_token and not install else worst < oracle.EXACT
+        record_errors(record_property, VERL, setting, **{"ours" if install else "own": worst})

@@ -1,212 +1,260 @@
-"""`compare_log_probs`: patterns that are planted are named, and nothing else is."""
+"""`compare_log_probs` and the command: planted patterns are named, and nothing else is."""
 
-import math
+import json
+import os
+import re
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from refusals import refusal_tests, refusals
+from repository import ROOT
 from torch import Tensor
 from torch.nn.functional import pad
 
 from megatron_rl_loss import compare_log_probs
+from megatron_rl_loss.__main__ import main
 
-VOCABULARY = 48
 Rows = list[Tensor]
+MIXED, ORDER = [3, 1, 0, 2, 6, 4, 5], [14, 11, 10, 12, 16, 13, 15]
 
 
-def drawn(seed: int = 0) -> Any:
+def drawn(seed: int = 1, vocabulary: int = 48, longest: int = 60, number: int = 7) -> Any:
     """Ragged samples with prompts, their logits and, as `ours`, the log-probs of these."""
     generator = torch.Generator().manual_seed(seed)
-    lengths = (torch.randint(6, 60, (7,), generator=generator)).tolist()
+    lengths = (torch.randint(10, longest, (number,), generator=generator)).tolist()
     masks = [(torch.rand(length, generator=generator) < 0.8).float() for length in lengths]
     for mask in masks:
         mask[: len(mask) // 4] = 0
-    logits = [3 * torch.randn(length, VOCABULARY, generator=generator) for length in lengths]
-    labels = [torch.randint(VOCABULARY, (length,), generator=generator) for length in lengths]
-    step = SimpleNamespace(logits=logits, labels=labels, masks=masks)
-    return SimpleNamespace(**vars(step), ours=read(step, at(1)))
+    size = 0.5 + 5 * torch.rand(len(lengths), 1, 1, generator=generator)
+    logits = [one * torch.randn(n, vocabulary, generator=generator) for n, one in zip(lengths, size, strict=True)]
+    labels = [z.softmax(-1).multinomial(1, generator=generator)[:, 0] for z in logits]
+    step = SimpleNamespace(logits=logits, labels=labels, masks=masks, lengths=lengths)
+    return SimpleNamespace(**vars(step), ours=at_temperature(step, 1))
 
 
-def read(step: Any, log_prob: Callable[[Tensor, Tensor], Tensor]) -> Rows:
-    """Log-probs of logits, in float32."""
-    return [log_prob(z.double(), y).float() for z, y in zip(step.logits, step.labels, strict=True)]
+def at_temperature(step: Any, temperature: float) -> Rows:
+    of = zip(step.logits, step.labels, strict=True)
+    return [(z.double() / temperature).log_softmax(-1)[torch.arange(len(y)), y].float() for z, y in of]
 
 
-def at(temperature: float) -> Callable[[Tensor, Tensor], Tensor]:
-    return lambda z, y: (z / temperature).log_softmax(-1)[torch.arange(len(y)), y]
-
-
-def noise(rows: Rows, size: float, seed: int) -> Rows:
+def noise(rows: Rows, size: float, seed: int = 0) -> Rows:
     generator = torch.Generator().manual_seed(seed)
     return [row + size * torch.randn(row.shape, generator=generator) for row in rows]
 
 
-def names(ours: Rows, theirs: Rows, masks: Rows, **options: Any) -> list[str]:
-    return [one.name for one in compare_log_probs(ours, theirs, masks, **options).patterns]
+def test_the_table_shows_the_numbers() -> None:
+    ours = [torch.tensor([-1.0, -2.0, -3.0, -4.0]), torch.tensor([-4.0]), torch.tensor([-1.0])]
+    theirs = [torch.tensor([-1.5, -9.0, -2.75, -4.0]), torch.tensor([-1.0]), torch.tensor([-2.0])]
+    masks = [torch.tensor([1.0, 0, 1, 1]), torch.zeros(1), torch.ones(1)]
+    gap = compare_log_probs(ours, theirs, masks, ids=["a", "b", "c"])
+    assert [row.tolist() for row in gap.gaps] == [[-0.5, -7.0, 0.25, 0], [3.0], [-1]]
+    assert gap.num_tokens.tolist() == [3, 0, 1]
+    ratios = [torch.tensor(value).exp().item() for value in (0.5, -0.25, 0.0, 1.0)]
+    share = sum(ratios) ** 2 / sum(one**2 for one in ratios) / 4
+    assert str(gap).splitlines() == [
+        "log-probs of 4 tokens in 3 samples; gap: theirs - ours",
+        "  |gap|: 50 % 0.25, 90 % 0.5, 99 % 0.5, largest 1",
+        "  mean |gap|: first third of samples 0.75, middle 0.25, last 0",
+        "  mean |gap|, worst samples: c 1, a 0.25",
+        f"  ratio exp(ours - theirs): mean {sum(ratios) / 4:.3g}, effective sample size / tokens {share:.3g}",
+        "  no known pattern brings the gap within rounding",
+    ]
+    assert "all gaps are within rounding" in str(compare_log_probs(ours, ours))
+    assert str(compare_log_probs([], [])).splitlines()[0].startswith("log-probs of 0 tokens in 0 samples")
 
 
-def test_the_numbers_are_of_active_tokens_and_nan_is_the_largest() -> None:
-    ours, masks = [torch.tensor([-1.0, -2.0, -3.0]), torch.tensor([-4.0])], [torch.tensor([1.0, 0, 1]), torch.zeros(1)]
-    theirs = [torch.tensor([-1.5, -9.0, -2.75]), torch.tensor([-1.0])]
-    gap = compare_log_probs(ours, theirs, masks)
-    assert [one.tolist() for one in gap.gaps] == [[-0.5, -7.0, 0.25], [3.0]]
-    assert gap.num_tokens.tolist() == [2, 0]
-    assert gap.mean.tolist() == [0.375, 0]
-    assert gap.largest.tolist() == [0.5, 0]
-    assert gap.total.tolist() == [-0.25, 0]
-    assert str(gap) == (
-        "log-probs of 2 tokens: |gap| 0.375 on average, 0.5 at most\n  no pattern fits: these numbers are what is known"
-    )
-    row = torch.zeros(3)
-    assert "|gap| nan on average, nan at most" in str(compare_log_probs([row, row], [row / 0, row], [row + 1] * 2))
-    step = drawn()
-    equal = compare_log_probs(step.ours, step.ours, step.masks, logits=step.logits, labels=step.labels)
-    assert (equal.equal, equal.patterns) == (True, ())
+def by_rank(row: Tensor, cp_size: int, before: int = 0, of_logits: int = 0) -> Tensor:
+    """A row as its zigzag ranks hold it, one rank after the other; a prompt of `before` tokens is cut with it."""
+    chunk = -(-(len(row) + before) // (2 * cp_size))
+    ranks: list[list[Tensor]] = [[] for _ in range(cp_size)]
+    for place, value in enumerate(row):
+        number = max(place + before - of_logits, 0) // chunk
+        ranks[min(number, 2 * cp_size - 1 - number)].append(value)
+    return torch.stack([value for rank in ranks for value in rank])
 
 
-# ---- of one step, read otherwise
+def padded(step: Any, left: bool) -> Any:
+    """Rows of 70: ours with padding on one side, theirs on the other."""
+    more = [70 - n for n in step.lengths]
+    sides = [[pad(row, (k * n, (1 - k) * n)) for row, n in zip(step.ours, more, strict=True)] for k in (left, not left)]
+    return *sides, [(row != 0).float() for row in sides[0]]
 
 
-def by_rank(values: Tensor, cp_size: int) -> Tensor:
-    """Pieces as zigzag ranks hold them, one rank after the other; cut to the length that there was."""
-    chunk = math.ceil(len(values) / (2 * cp_size))
-    pieces = pad(values, (0, 2 * cp_size * chunk - len(values)), value=-7.0).split(chunk)
-    return torch.cat([pieces[k] for r in range(cp_size) for k in (r, 2 * cp_size - 1 - r)])[: len(values)]
+def responses(step: Any) -> Any:
+    prompts = [5, 2, 17, 3, 8, 1, 11]
+    theirs = [by_rank(row, 2, prompt, 1) for row, prompt in zip(step.ours, prompts, strict=True)]
+    return step.ours, theirs, [], [n + prompt for n, prompt in zip(step.lengths, prompts, strict=True)]
 
 
-def fewer_columns(z: Tensor, y: Tensor) -> Tensor:
-    return z.gather(1, y[:, None])[:, 0] - z[:, :41].logsumexp(-1)
-
-
-def own_slice(z: Tensor, y: Tensor) -> Tensor:
-    """Over the label's own quarter of the vocabulary."""
-    quarters = z.unflatten(1, (4, -1))[torch.arange(len(y)), y // (VOCABULARY // 4)]
-    return z.gather(1, y[:, None])[:, 0] - quarters.logsumexp(-1)
-
-
-#: What becomes of our log-probs, and what it is called.
-PLANTED: dict[str, tuple[Callable[[Any], Rows], str]] = {
-    "one later": (lambda step: [row.roll(1) for row in step.ours], "shifted_later"),
-    "one earlier": (lambda step: [row.roll(-1) for row in step.ours], "shifted_earlier"),
+#: Theirs beside our log-probs and masks, or all of these and total lengths; and what is named.
+PLANTED: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "later": (lambda step: [row.roll(1) for row in step.ours], "one_token_later"),
+    "earlier": (lambda step: [row.roll(-1) for row in step.ours], "one_token_earlier"),
+    "left": (lambda step: padded(step, False), "padded_left"),
+    "right": (lambda step: padded(step, True), "padded_right"),
+    "order": (lambda step: ([row[:10] for row in step.ours], [step.ours[k][:10] for k in MIXED]), "sample_order"),
     "CP 2": (lambda step: [by_rank(row, 2) for row in step.ours], "cp_order"),
+    "CP 4": (lambda step: ([by_rank(row, 4) for row in step.ours], step.ours), "cp_order"),
     "CP 8": (lambda step: [by_rank(row, 8) for row in step.ours], "cp_order"),
-    "temperature": (lambda step: read(step, at(0.7)), "temperature"),
-    "hot": (lambda step: read(step, at(1.5)), "temperature"),
-    "fewer columns": (lambda step: read(step, fewer_columns), "vocabulary_slice"),
-    "own slice": (lambda step: read(step, own_slice), "vocabulary_slice"),
+    "CP 2, responses": (responses, "cp_order"),
     "bfloat16": (lambda step: [row.bfloat16().float() for row in step.ours], "bf16_rounding"),
-    "bfloat16 logits": (lambda step: read(step, lambda z, y: at(1)(z.bfloat16().float(), y)), "bf16_rounding"),
-    "masked": (lambda step: [row * mask for row, mask in zip(step.ours, step.masks, strict=True)], "masked_tokens"),
+    "masked": (lambda step: [a * b for a, b in zip(step.ours, step.masks, strict=True)], "masked_tokens"),
 }
+
+
+def compared(ours: Rows, theirs: Rows, masks: Any = (), totals: Any = (), top: Any = ()) -> Any:
+    return compare_log_probs(ours, theirs, masks, total_lengths=totals, top=top)
 
 
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_pattern_is_named_alone(name: str) -> None:
-    step, seed = drawn(1), 1
+    step = drawn()
     plant, expected = PLANTED[name]
-    theirs = plant(step)
-    labels = [label.where(mask != 0, -100) for label, mask in zip(step.labels, step.masks, strict=True)]
-    logits = {"logits": step.logits, "labels": labels}
-    assert names(step.ours, theirs, step.masks, **logits) == [expected]
-    back = names(theirs, step.ours, step.masks, **logits)  # it is the other side that is odd
-    assert back == [expected.replace("later", "x").replace("earlier", "later").replace("x", "earlier")]
-    if expected in ("temperature", "vocabulary_slice"):
-        assert names(step.ours, theirs, step.masks) == []  # not known of log-probs alone
+    sides = plant(step)
+    ours, theirs, *more = sides if isinstance(sides, tuple) else (step.ours, sides, step.masks)
+    gap = compared(ours, theirs, *more)
+    assert list(gap.patterns) == [expected]
+    assert "explained: " in str(gap)
     if expected not in ("bf16_rounding", "masked_tokens"):
-        usual = {"tolerance": 0.06}
-        assert names(step.ours, noise(theirs, 0.01, seed), step.masks, **logits, **usual) == [expected]
-        assert names(step.ours, noise(theirs, 0.5, seed), step.masks, **logits, **usual) == []
+        noisy, far = (compared(ours, noise(theirs, size), *more) for size in (0.02, 3.0))
+        assert (list(noisy.patterns), list(noisy.suggestions)) == ([], [expected])
+        assert "only suggested: " in str(noisy)
+        assert (far.patterns, far.suggestions) == ({}, {})
 
 
-# ---- where more than our log-probs is changed
-
-Sides = tuple[Rows, Rows, Rows, dict[str, Any]]
-
-
-def another_order() -> Sides:
-    """Of equal lengths, as rows of a padded batch are."""
-    rows = noise([pad(row, (0, 60 - len(row))) for row in drawn().ours], 1.0, 0)
-    return rows, [rows[k] for k in (3, 1, 0, 2, 6, 4, 5)], [torch.ones(60)] * len(rows), {}
-
-
-def other_padding() -> Sides:
-    step = drawn()
-    rows, masks = ([pad(row[:-3], (0, 73 - len(row))) for row in values] for values in (step.ours, step.masks))
-    ends = [int(mask.nonzero().max()) + 1 for mask in masks]
-    theirs = [pad(row[:end], (70 - end, 0)) for row, end in zip(rows, ends, strict=True)]
-    return rows, theirs, masks, {}
+@pytest.mark.parametrize(("temperature", "columns"), [(0.7, 48), (1.5, 48), (0.8, 40)])
+def test_a_temperature_is_fitted_to_the_most_likely_tokens(temperature: float, columns: int) -> None:
+    step = drawn(3)
+    gap = compared(
+        step.ours, at_temperature(step, temperature), top=[z.log_softmax(-1).topk(columns)[0] for z in step.logits]
+    )
+    found = gap.patterns if columns == 48 else gap.patterns | gap.suggestions
+    assert list(found) == ["temperature"]
+    assert float(found["temperature"].split("temperature ")[1].split()[0]) == pytest.approx(temperature, rel=0.02)
 
 
-def responses(cp_size: int) -> Sides:
-    """A prompt stands before each: chunks are cut with it, by the place of a token's logit, one before its own."""
-    step, prompts, theirs = drawn(2), [5, 2, 17, 3, 8, 1, 11], []
-    totals = [prompt + len(row) for row, prompt in zip(step.ours, prompts, strict=True)]
-    for row, prompt, total in zip(step.ours, prompts, totals, strict=True):
-        chunks = (torch.arange(len(row)) + prompt - 1) // math.ceil(total / (2 * cp_size))
-        holder = torch.minimum(chunks, 2 * cp_size - 1 - chunks)
-        theirs.append(row[holder.argsort(stable=True)])
-    return step.ours, theirs, [torch.ones(len(row)) for row in step.ours], {"total_lengths": totals}
+@pytest.mark.parametrize("temperature", [0.6, 0.8, 1.25, 1.5])
+def test_log_probs_alone_suggest_a_temperature(temperature: float) -> None:
+    step = drawn(5, number=40)
+    gap = compare_log_probs(step.ours, noise(at_temperature(step, temperature), 0.005), step.masks)
+    assert gap.patterns == {}
+    found = float(gap.suggestions["temperature"].split("near ")[1].split()[0])
+    assert found == pytest.approx(temperature, rel=0.2)
 
 
-def chance(apart: float, of_repeat: float) -> Sides:
-    """A second run of ours is as far from ours as theirs are, or not."""
-    step = drawn()
-    ours = noise(step.ours, 0.1, 1)
-    return ours, noise(step.ours, apart, 3), step.masks, {"repeat": noise(ours, of_repeat, 2)}
-
-
-TWO_WAYS, ENDS = torch.tensor([-1.0, -2.0]).repeat(20), other_padding()
-SIDES: dict[str, tuple[Sides, list[str]]] = {
-    "another order": (another_order(), ["sample_order"]),
-    "padding on the other side": (ENDS, ["padding_side"]),
-    "ours on that side": ((ENDS[1], ENDS[0], [(row != 0).float() for row in ENDS[1]], {}), ["padding_side"]),
-    "responses of 2 ranks": (responses(2), ["cp_order"]),
-    "responses of 4 ranks": (responses(4), ["cp_order"]),
-    "dropout": (chance(0, 0.14), ["dropout"]),
-    "no dropout": (chance(0, 0), []),
-    "more than dropout": (chance(0.5, 0.14), []),
-    "one later is one earlier": (
-        ([TWO_WAYS], [TWO_WAYS.roll(1)], [torch.ones(40)], {}), ["shifted_later", "shifted_earlier"]
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("sides", "expected"), SIDES.values(), ids=SIDES)
-def test_a_pattern_of_more_than_log_probs_is_named_alone(sides: Sides, expected: list[str]) -> None:
-    *three, options = sides
-    assert names(*three, **options) == expected
+def unrelated(kind: int, size: float, seed: int, step: Any) -> Rows:
+    """Gaps that no pattern made: noise of tokens or logits, one-sided, in proportion, heavy-tailed; a mixed order."""
+    generator, noisy = torch.Generator().manual_seed(seed), noise(step.ours, size, seed)
+    if kind == 6:
+        return at_temperature(SimpleNamespace(logits=noise(step.logits, size, seed), labels=step.labels), 1)
+    change: Callable[[Tensor, Tensor], Tensor] = [
+        lambda row, off: row + off,
+        lambda row, off: (row + off).clamp(max=0),
+        lambda row, off: row - off.abs(),
+        lambda row, off: row * (1 + off).clamp(min=0.1),
+        lambda row, off: row + off / torch.rand(len(row), generator=generator),
+        lambda row, off: row[torch.randperm(len(row), generator=generator)],
+    ][kind]
+    return [change(row, other - row) for row, other in zip(step.ours, noisy, strict=True)]
 
 
 def test_random_gaps_have_no_name() -> None:
-    for seed in range(30):
-        step = drawn(seed)
-        ours = [row * (row < [0, -8][seed % 2]) for row in step.ours]  # of most tokens nearly sure, or not
-        theirs = noise(ours, [0.1, 0.4, 2.0][seed % 3], seed)
-        totals = [len(row) + seed % 9 for row in step.ours]
-        given = {"total_lengths": totals, "logits": step.logits, "labels": step.labels}
-        gap = compare_log_probs(ours, theirs, step.masks, repeat=ours, **given)
-        assert (gap.patterns, gap.equal) == ((), False)
+    for seed in range(200):
+        step = drawn(seed, number=[7, 40][seed % 2], longest=[12, 60][seed // 2 % 2])
+        theirs = unrelated(seed % 7, [0.03, 0.3, 1.0][seed % 3], seed, step)
+        sides = (step.ours, theirs)[:: -1 if seed // 7 % 2 else 1]
+        top = [z.log_softmax(-1) for z in step.logits] if seed % 5 == 0 else ()
+        gap = compared(*sides, step.masks, [n + seed % 9 for n in step.lengths], top)
+        assert (gap.patterns, gap.suggestions) == ({}, {}), (seed, str(gap))
 
 
 ROW = torch.zeros(3)
-
-
-def compared(ours: Any = (ROW,), theirs: Any = (ROW,), masks: Any = (ROW,), **more: Any) -> Any:
-    return compare_log_probs(ours, theirs, masks, **more)
-
-
 REFUSALS = refusals(
-    compared,
-    ((ROW,), r"ours of shapes .*one entry per token. Pass a row", ()),
-    (((ROW,), (ROW, ROW)), "theirs", ()),
-    (((ROW,), (ROW[None],)), r"theirs of shapes \[\(1, 3\)\]: a sample has one entry per token", ()),
-    (((ROW,), (ROW,), (ROW[:2],)), r"loss_masks of lengths \[2\], ours \[3\]", ()),
-    ({"logits": [torch.zeros(3, 4)]}, "logits without labels", {}),
-    ({"total_lengths": [3, 3]}, r"2 total_lengths for 1 samples", {"total_lengths": [4]}),
-    ({"cp_sizes": [0]}, "a CP size is 0", {"cp_sizes": [1]}),
+    compare_log_probs,
+    (((ROW,), (ROW, ROW)), "2 samples of theirs, 1 of ours", ((ROW,), (ROW,))),
+    (((ROW,), (ROW,), (ROW[:2],)), r"sample 0: loss_masks of shape \[2\].*Cut both", ((ROW,), (ROW,), (ROW,))),
 )
-
 test_refusals = refusal_tests(REFUSALS)
+
+
+def trained(ours: Rows, masks: Rows, order: list[int]) -> dict[str, Any]:
+    """As slime's train_data_utils.py writes it: a dict per sample."""
+    samples = [{"data_parallel_rank": k % 2, "sample_index": one, "rollout_position": k, "log_probs": row,
+                "rollout_log_probs": row - 9.0, "loss_masks": mask.int(), "total_lengths": len(row) + 3}
+               for k, (one, row, mask) in enumerate(zip(order, ours, masks, strict=True))]  # fmt: skip
+    return {"format_version": 2, "rollout_id": 3, "rank": 0, "samples": samples, "dp_shards": []}
+
+
+def rolled_out(theirs: Rows, order: list[int]) -> dict[str, Any]:
+    """As slime's Sample.to_dict gives it."""
+    samples = [{"index": k, "rollout_log_probs": row.tolist(), "loss_mask": None, "status": "completed", "metadata": {},
+                "response_length": len(row)} for k, row in zip(order, theirs, strict=True)]  # fmt: skip
+    return {"rollout_id": 3, "samples": samples}
+
+
+def written(path: Path, content: Any) -> str:
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    else:
+        torch.save(content, path)
+    return str(path)
+
+
+def test_slime_dumps_are_joined_by_sample_index(tmp_path: Path) -> None:
+    """By a process of its own; the rollout is in another order, and its values at masked tokens count for nothing."""
+    step = drawn()
+    later = [row.roll(1) + 5 * (1 - mask) * (1 - mask.roll(1)) for row, mask in zip(step.ours, step.masks, strict=True)]
+    rollout = written(tmp_path / "rollout.pt", rolled_out([later[k] for k in MIXED], [ORDER[k] for k in MIXED]))
+    train = written(tmp_path / "train.pt", trained(step.ours, step.masks, ORDER))
+    words, path = [sys.executable, "-m", "megatron_rl_loss", "log-probs", rollout, train], {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, env=os.environ | path)
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = done.stdout.splitlines()
+    tokens = int(sum(mask.sum() for mask in step.masks))
+    assert lines[0] == f"ours: {train}, theirs: {rollout}"
+    assert lines[1] == f"log-probs of {tokens} tokens in 7 samples; gap: theirs - ours"
+    means = {k: (b - a).abs()[on != 0].mean() for k, a, b, on in zip(ORDER, step.ours, later, step.masks, strict=True)}
+    assert f"worst samples: {max(means, key=lambda k: means[k])} " in done.stdout
+    assert "explained: theirs are ours one token later" in lines[-1]
+    assert len(lines) <= 15
+
+
+STEP = drawn()
+LISTS = [row.tolist() for row in STEP.ours]
+WITHOUT = trained(STEP.ours, STEP.masks, ORDER)
+del WITHOUT["samples"][1]["log_probs"]
+#: Dumps of both sides, the exit status, and what is printed.
+DUMPS: dict[str, tuple[str, Any, Any, int, str]] = {
+    "lists": ("a.jsonl", "\n".join(map(json.dumps, LISTS)).encode(), STEP.ours, 0, "all gaps are within rounding"),
+    "ids": ("a.pt", dict(zip(ORDER, STEP.ours, strict=True)), dict(zip(ORDER, LISTS, strict=True)), 0, "all gaps are"),
+    "one side": ("a.pt", {7: [0.0], 8: [1.0]}, {8: [1.0]}, 2, "1 samples of .*a.pt alone, 0 of .*b.pt alone, first 7"),
+    "no id": ("a.pt", {7: [0.0]}, {8: [1.0]}, 2, r"a.pt has samples \['7'\], .*b.pt \['8'\]: none is in both"),
+    "lengths": ("a.pt", [[0.0]], [[0.0, 1.0]], 2, r"sample 0: theirs of shape \[1\], ours of length 2: .*Cut both"),
+    "NaN": ("a.pt", [row / row.ne(row[2]) for row in STEP.ours], STEP.ours, 2, "left out: 7 tokens with NaN or inf"),
+    "empty": ("a.pt", b"", STEP.ours, 2, "a.pt, EOFError : a dump is a .pt without code"),
+    "no samples": ("a.jsonl", b"", STEP.ours, 2, "a.jsonl, EOFError"),
+    "text": ("a.pt", b"log-probs", STEP.ours, 2, "a.pt, UnpicklingError Weights only load failed.: a dump is"),
+    "code": ("a.pt", [re.compile("a")], STEP.ours, 2, "a.pt, re._compile: a dump is a .pt without code"),
+    "words": ("a.jsonl", b'["a"]', STEP.ours, 2, "a.jsonl, ValueError too many"),
+    "a number": ("a.pt", torch.tensor(1.0), STEP.ours, 2, "a.pt, TypeError"),
+    "no log-probs": ("a.pt", rolled_out(STEP.ours, ORDER), WITHOUT, 2, "b.pt, KeyError 'log_probs'"),
+    "missing": ("a.pt", None, STEP.ours, 2, "a.pt, FileNotFoundError"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DUMPS)
+def test_dumps_that_do_not_go_together_give_a_line(name: str, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    file, left, right, status, text = DUMPS[name]
+    files = str(tmp_path / file) if left is None else written(tmp_path / file, left), written(tmp_path / "b.pt", right)
+    monkeypatch.setattr(sys, "argv", ["megatron_rl_loss", "log-probs", *files])
+    with pytest.raises(SystemExit) as caught:
+        main()
+    printed = "".join(capsys.readouterr())
+    assert caught.value.code == status, printed
+    assert re.search(text, printed), printed
