@@ -153,7 +153,7 @@ ROLL = Framework(
         *("roll.distributed.scheduler.transfer_backend", "roll.distributed.strategy.factory", "roll.models"),
         *("roll.pipeline.agentic.utils", "roll.pipeline.rlvr.rlvr_config", "roll.third_party.megatron.model_update"),
         *(f"roll.utils.{name}" for name in ("checkpoint_manager", "collective", "cuda_ipc_utils", "offload_nccl")),
-        *("roll.utils.context_managers", "roll.utils.telemetry"),
+        *("roll.utils.context_managers", "roll.utils.logging", "roll.utils.telemetry"),
     ),
 )
 RLINF = Framework(
