@@ -1,6 +1,6 @@
 """Shared by adapters that weigh advantages: a step's weights, prompts told apart, checks."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -9,10 +9,10 @@ from torch import Tensor
 from megatron_rl_loss.modes.loss_modes import LossModes
 from megatron_rl_loss.plan.checks import check_samples
 from megatron_rl_loss.plan.plan import Plan, make_plan
-from megatron_rl_loss.step.collectives import Group, StepGroups, attempt, check_together
+from megatron_rl_loss.step.collectives import Group, StepGroups, attempt, check_together, several
 from megatron_rl_loss.step.samples import Samples
 
-_MARK = "_aggregated_by_megatron_rl_loss"
+MEDIA = "prompts with images or other media: they are told apart by their tokens, which are placeholders there"
 
 
 def plan_of(
@@ -25,39 +25,47 @@ def plan_of(
 
 
 def token_mean_factors(
-    modes: LossModes, describe: Callable[[], list[Samples]], *, dp_group: Group | None, even: str = ""
+    modes: LossModes,
+    describe: Callable[[], list[Samples]],
+    *,
+    dp_group: Group | None,
+    even: str = "",
+    tokens: Callable[[], float] | None = None,
 ) -> tuple[list[Tensor], float]:
-    """``w * T`` for the tokens of each micro-batch of this rank, 1-D on the host, and T, the step's active tokens.
+    """``w * T`` for the tokens of each micro-batch of this rank, 1-D on the host, and T, by default the step's tokens.
 
-    The mean over T tokens of factor * loss is the step loss of the policy's mode. With `even`, a remedy, factors that
+    The sum over tokens of factor * loss / T is the step loss of the policy's mode. With `even`, a remedy, factors that
     differ within a sample are refused, on all ranks of the group.
     """
     plan = plan_of(modes, describe, dp_group)
-    tokens = float(plan.totals.step_active_tokens or 0)
-    factors = [one.weights * tokens for one in plan]
+    count = float(plan.totals.step_active_tokens or 0) if tokens is None else tokens()
+    factors = [one.weights * count for one in plan]
 
     def check() -> None:
         for one, flat in zip(plan, factors, strict=True):
             check_even(flat.split(one.samples.mask_lengths), one.samples.loss_masks, even)
 
     if even:
-        check_together(check, [] if dp_group is None else [dp_group])
-    return factors, tokens
+        check_together(check, several(dp_group))
+    return factors, count
 
 
-def prompts_of(token_ids: Iterable[Sequence[int]], trained: Iterable[Sequence[bool]]) -> list[str]:
-    """An id for each sample: its tokens before the first that is trained on, or all where none is."""
-    pairs = zip(token_ids, trained, strict=True)
-    return [str(list(ids[: list(of_sample).index(True)]) if any(of_sample) else list(ids)) for ids, of_sample in pairs]
+def samples_of(
+    modes: LossModes, masks: Sequence[Sequence[Any]], prompts: Sequence[Sequence[Any] | str], **more: Any
+) -> list[Samples]:
+    """Samples of micro-batches; `prompts` are ids, or in words why there are none, which refuses a mode by prompt."""
+    described = []
+    for of_batch, ids in zip(masks, prompts, strict=True):
+        known = ["unknown"] * len(of_batch) if isinstance(ids, str) else [str(one) for one in ids]
+        described.append(Samples(of_batch, prompt_ids=known, **more))
+        if isinstance(ids, str) and "prompt" in modes.rehearse(described[-1]):
+            raise ValueError(f"{modes.describe()}, and {ids}. Choose a mode that does not group by prompt.")
+    return described
 
 
-def check_text(modes: LossModes, samples: Sequence[Samples], has_media: bool) -> None:
-    """Refuse a mode by prompt where tokens do not tell prompts apart."""
-    if has_media and any("prompt" in modes.rehearse(one) for one in samples):
-        raise ValueError(
-            f"{modes.describe()}, and prompts with images or other media: they are told apart by their tokens, which "
-            "are placeholders there. Choose a mode that does not group by prompt."
-        )
+def prompts_of(token_ids: Tensor, prompt_mask: Tensor) -> list[str]:
+    """An id for each row: its tokens where the mask is not 0."""
+    return [str(ids[mask != 0].tolist()) for ids, mask in zip(token_ids, prompt_mask, strict=True)]
 
 
 def check_even(factors: Sequence[Tensor], loss_masks: Sequence[Any], remedy: str) -> None:
@@ -68,13 +76,3 @@ def check_even(factors: Sequence[Tensor], loss_masks: Sequence[Any], remedy: str
                 "weights that differ within a sample, or a token mask that is not 0 and 1, for a loss that takes means "
                 f"of samples: one factor must do for a sample. {remedy}, or choose another mode."
             )
-
-
-def mark(ours: Any, theirs: Any) -> None:
-    """Refuse to wrap a function of an engine that is wrapped already: its weights would count twice."""
-    if hasattr(theirs, _MARK):
-        raise ValueError(
-            "aggregate, where a loss aggregation is in force already: its weights would count twice. Call it once, for "
-            "a class or for its subclass."
-        )
-    setattr(ours, _MARK, True)

@@ -7,19 +7,18 @@
 NeMo-RL divides a sum over all tokens by the global batch's T valid tokens, or, with ``token_level_loss=false``, that of
 samples' means by its N valid samples. The driver holds a whole batch, so it writes a column for each term: the mode's
 weights * T, or a sample's sum of weights * N. The policy loss has advantage * column, the KL penalty has the column in
-place of its mask; metrics keep the masks. Imports no NeMo-RL.
+place of its mask; metrics keep the masks. Prompts are those by which NeMo-RL computed the advantages.
 Source: nemo_rl 7ea279ab, algorithms/loss/loss_functions.py (ClippedPGLossFn), algorithms/utils.py (masked_mean).
 """
 
 import copy
-import functools
-import inspect
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_rl_loss.frameworks.columns import check_even, prompts_of
+from megatron_rl_loss.frameworks.columns import check_even
+from megatron_rl_loss.frameworks.replacing import Function, Replaced
 from megatron_rl_loss.modes.names import resolve
 from megatron_rl_loss.modes.table import Mode, ModeFunction
 from megatron_rl_loss.modes.weights import weights_column
@@ -34,12 +33,14 @@ def aggregate(
 
     Args:
         policy, loss_fn: what `grpo_train` is called with, a `ClippedPGLossFn`.
-        mode: of the policy loss, and of the KL penalty unless `kl` names another. Prompts are told apart by tokens.
+        mode: of the policy loss, and of the KL penalty unless `kl` names another.
         settings: `divisor` and `units` of the policy loss, as in `weights_column`.
 
-    Raises ValueError and TypeError for settings that are unusable and ``positive_example_nll_weight``; when a batch is
-    trained on, as `weights_column`.
+    Raises ValueError and TypeError for settings that are unusable, ``positive_example_nll_weight``, and a driver with
+    an aggregation; when a batch is trained on, as `weights_column`.
     """
+    from nemo_rl.algorithms import advantage_estimator
+
     resolve(mode, **settings)
     if kl is not None:
         resolve(kl)
@@ -51,18 +52,24 @@ def aggregate(
     modes = {"policy": (mode, settings)}
     if loss_fn.reference_policy_kl_penalty != 0:
         modes["kl"] = (mode, settings) if kl is None else (kl, {})
-    loss = AggregatedPGLossFn(loss_fn, modes)
-    train, parameters = policy.train, inspect.signature(policy.train)
+    loss, prompts = AggregatedPGLossFn(loss_fn, modes), list[str]()
 
-    @functools.wraps(train)
-    def with_columns(*args: Any, **kwargs: Any) -> Any:
-        given: dict[str, Any] = {**parameters.bind(*args, **kwargs).arguments}
+    def keep_prompts(stock: Any, given: dict[str, Any]) -> Any:
+        prompts[:] = map(str, given["prompt_ids"].tolist())
+        return stock()
+
+    def with_columns(stock: Any, given: dict[str, Any]) -> Any:
         if given["loss_fn"] is loss:
             data = given["data"] = copy.copy(given["data"])
-            data.update(loss.columns(data, given.get("gbs") or policy.cfg["train_global_batch_size"]))
-        return train(**given)
+            known = prompts if len(prompts) == len(data["sample_mask"]) else None
+            data.update(loss.columns(data, given.get("gbs") or policy.cfg["train_global_batch_size"], known))
+        return stock()
 
-    policy.train = with_columns
+    estimators = [
+        one for one in vars(advantage_estimator).values() if "compute_advantage" in getattr(one, "__dict__", {})
+    ]
+    functions = [Function(one, "compute_advantage", ["prompt_ids"], keep_prompts) for one in estimators]
+    Replaced("NeMo-RL", "7ea279ab", [Function(policy, "train", ["data", "loss_fn", "gbs"], with_columns), *functions])
     return loss
 
 
@@ -79,15 +86,15 @@ class AggregatedPGLossFn:
             raise AttributeError(name)
         return getattr(self._loss_fn, name)
 
-    def columns(self, data: Any, batch_size: int) -> dict[str, Tensor]:
+    def columns(self, data: Any, batch_size: int, prompts: list[str] | None) -> dict[str, Tensor]:
         """A column per term, [rows, tokens], or [rows] for losses of samples; `batch_size` rows are a step."""
         found: dict[str, list[Tensor]] = {_column(name): [] for name in self._modes}
         for start in range(0, len(data["sample_mask"]), batch_size):
             rows = slice(start, start + batch_size)
             masks = (data["token_mask"][rows, 1:].float() * data["sample_mask"][rows, None]).cpu()
-            prompts = prompts_of(data["input_ids"][rows].tolist(), (data["token_mask"][rows] != 0).tolist())
+            ids = None if prompts is None else prompts[rows]
             for name, (mode, settings) in self._modes.items():
-                of_rows = weights_column(mode, list(masks), prompt_ids=prompts, **settings)
+                of_rows = weights_column(mode, list(masks), prompt_ids=ids, **settings)
                 weights = torch.stack(of_rows)
                 if self.loss_type.value == "token_level":
                     column = torch.nn.functional.pad(weights * masks.sum(), (1, 0))

@@ -2,6 +2,7 @@
 
 import pickle
 import sys
+from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -9,12 +10,14 @@ import oracle
 import pytest
 import torch
 from peer_steps import later_tokens_more
+from replacements import undone
 from torch import Tensor
 
 from megatron_rl_loss import Mode, Samples, Sum, weights_column
-from megatron_rl_loss.frameworks import areal, ms_swift, nemo_rl
-from megatron_rl_loss.frameworks.columns import check_even, check_text, prompts_of, token_mean_factors
+from megatron_rl_loss.frameworks import ms_swift, nemo_rl, replacing
+from megatron_rl_loss.frameworks.columns import MEDIA, check_even, prompts_of, samples_of, token_mean_factors
 from megatron_rl_loss.frameworks.skyrl import AggregatedPolicyLoss
+from megatron_rl_loss.frameworks.token_mean import aggregate
 from megatron_rl_loss.modes.loss_modes import LossModes
 
 BY_LENGTH = Mode(
@@ -24,7 +27,12 @@ BY_LENGTH = Mode(
 )
 MASKS = torch.tensor([[0, 0, 1, 1, 1], [0, 0, 1, 0, 0], [0, 0, 1, 1, 0], [0, 0, 1, 0, 1], [0, 0, 0, 0, 0]])
 PROMPTS: list[Any] = [5, 5, 6, 6, 7]
-ALONE = [*PROMPTS[:4], "alone"]  # without a token that is trained on, the whole row is the prompt
+
+
+@pytest.fixture(autouse=True)
+def put_back() -> Iterator[None]:
+    with undone():
+        yield
 
 
 def expected(mode: str, masks: Any, prompts: list[Any], units: str = "all") -> Tensor:
@@ -59,10 +67,10 @@ def test_modes_travel_to_workers() -> None:
     assert sent.policy.mode is modes.policy.mode
 
 
-def test_prompts_are_the_tokens_before_the_first_that_is_trained() -> None:
-    ids, trained = [[1, 2, 3], [1, 2, 4], [1, 3, 3], [1, 2]], [[False, False, True]] * 3 + [[False, False]]
-    first, second, third, masked = prompts_of(ids, trained)
-    assert first == second == masked != third
+def test_prompts_are_the_tokens_of_their_mask() -> None:
+    ids = torch.tensor([[0, 1, 2, 3], [1, 2, 4, 0], [1, 3, 3, 0]])
+    first, second, third = prompts_of(ids, torch.tensor([[0, 1, 1, 0], [1, 1, 0, 0], [1, 1, 0, 0]]))
+    assert first == second != third
 
 
 def test_what_is_refused_of_factors_and_prompts() -> None:
@@ -70,60 +78,79 @@ def test_what_is_refused_of_factors_and_prompts() -> None:
     check_even([torch.tensor([0.5, 0, 0.5]), torch.zeros(0)], [mask, torch.zeros(0)], "Mend it")
     with pytest.raises(ValueError, match=r"one factor must do for a sample\. Mend it, or"):
         check_even([torch.tensor([0.5, 0, 0.4])], [mask], "Mend it")
-    samples = [Samples([[1]], prompt_ids=["p"])]
-    check_text(LossModes.resolve("sample_mean"), samples, has_media=True)
-    check_text(LossModes.resolve("prompt_mean"), samples, has_media=False)
+    samples_of(LossModes.resolve("sample_mean"), [[[1]]], [MEDIA])
+    samples_of(LossModes.resolve("prompt_mean"), [[[1]]], [["p"]])
     with pytest.raises(ValueError, match="prompts with images or other media"):
-        check_text(LossModes.resolve("prompt_mean"), samples, has_media=True)
+        samples_of(LossModes.resolve("prompt_mean"), [[[1]]], [MEDIA])
 
 
 # ---- AReaL
 
 
 class Actor:
-    config: Any = SimpleNamespace(importance_sampling_level="token")
-    data_parallel_group = None
+    __module__ = "areal.engine.megatron_engine"
+    config: Any = SimpleNamespace(importance_sampling_level="token", m2_threshold=None)
+    data_parallel_group = SimpleNamespace(rank=lambda: 1, size=lambda: 1)
 
-    def train_batch(self, input_: Any, loss_fn: Any) -> Any:
-        return input_
+    def ppo_update(self, *args: Any) -> Any:
+        (groups,) = args
+        self.given = {name: torch.cat([one[name] for one in groups]) for name in groups[0]}
+        advantages = self.given["advantages"]
+        trained = self.train_batch(self.given, None, None)
+        assert self.given["advantages"] is advantages
+        return trained
+
+    def train_batch(self, input_: Any, loss_fn: Any, loss_weight_fn: Any) -> Any:
+        return input_["advantages"]
 
 
-def rows() -> dict[str, Tensor]:
+def actors(**config: Any) -> Any:
+    changed = SimpleNamespace(**vars(Actor.config) | config)
+    return type("Mine", (Actor,), {"__module__": "my_actor", "config": changed})
+
+
+def groups() -> list[dict[str, Tensor]]:
     """Masks are those of the next token."""
-    ids = torch.tensor([[1, prompt, *range(3)] for prompt in PROMPTS])
-    return {"input_ids": ids, "loss_mask": MASKS.roll(-1, 1), "advantages": torch.arange(25.0).view(5, 5)}
+    rows = {"loss_mask": MASKS.roll(-1, 1), "advantages": torch.arange(25.0).view(5, 5)}
+    rows["input_ids"] = torch.ones(5, 5, dtype=torch.int64)
+    cut = {name: values.split([2, 2, 1]) for name, values in rows.items()}
+    return [{name: values[i] for name, values in cut.items()} for i in range(3)]
 
 
-@pytest.mark.parametrize("cut", [None, 2])
-def test_areal_trains_on_weighted_advantages(cut: int | None) -> None:
-    actor_class: Any = type("Mine", (Actor,), {})
-    areal.aggregate(actor_class, "prompt_mean")
-    given = rows()
-    listed = [{name: values.split([2, 3])[i] for name, values in given.items()} for i in range(2)]
-    found = actor_class().train_batch(given if cut is None else listed, loss_fn=None)
-    advantages = torch.cat([part["advantages"] for part in ([found] if cut is None else found)])
-    assert given["advantages"].equal(rows()["advantages"])
-    assert_close(advantages, 8 * expected("prompt_mean", given["loss_mask"], ALONE) * given["advantages"])
+def test_areal_trains_on_weighted_advantages() -> None:
+    actor_class = actors()
+    aggregate(actor_class, "prompt_mean")
+    found = actor_class().ppo_update(groups())
+    given = {name: torch.cat([one[name] for one in groups()]) for name in ("loss_mask", "advantages")}
+    assert_close(found, 8 * expected("prompt_mean", given["loss_mask"], PROMPTS) * given["advantages"])
 
 
 def test_areal_where_it_could_not_be_exact() -> None:
-    of_sequences = SimpleNamespace(importance_sampling_level="sequence")
-    for mode, config, text in [
-        (later_tokens_more, of_sequences, "Set importance_sampling_level=token"),
-        ("token_mean", SimpleNamespace(m2_threshold=0.1), "m2_threshold beside a loss aggregation"),
+    for mode, changed, text in [
+        (later_tokens_more, {"importance_sampling_level": "sequence"}, "Set importance_sampling_level=token"),
+        ("token_mean", {"m2_threshold": 0.1}, "m2_threshold beside a loss aggregation"),
     ]:
-        actor_class: Any = type("Mine", (Actor,), {"config": config})
-        areal.aggregate(actor_class, mode)
+        actor_class = actors(**changed)
+        aggregate(actor_class, mode)
         with pytest.raises(ValueError, match=text):
-            actor_class().train_batch(rows(), loss_fn=None)
+            actor_class().ppo_update(groups())
         with pytest.raises(ValueError, match="its weights would count twice"):
-            areal.aggregate(type("Mine", (actor_class,), {}), mode)
+            aggregate(type("Further", (actor_class,), {}), mode)
+    actor_class = actors()
+    aggregate(actor_class, "prompt_mean")
+    with pytest.raises(ValueError, match=r"prompt_mean.*, and a step that did not come from ppo_update"):
+        actor_class().train_batch(groups()[0], None, None)
     with pytest.raises(ValueError, match="Did you mean prompt_mean"):
-        areal.aggregate(Actor, "prompt_meen")
+        aggregate(actors(), "prompt_meen")
+    with pytest.raises(ValueError, match="must be a class of areal, roll, rlinf"):
+        aggregate(SimpleNamespace, "prompt_mean")
+
+
+def test_a_controller_of_a_class_that_workers_import_anew_is_refused() -> None:
     for module in ("my_actor", "areal.engine.megatron_engine"):
-        made = {"__module__": module, "as_controller": lambda config, scheduler: "made"}
-        actor_class = type("Mine", (Actor,), made)
-        areal.aggregate(actor_class, "prompt_mean")
+        actor_class = actors()
+        actor_class.__module__, actor_class.as_controller = module, lambda config, scheduler: "made"
+        aggregate(actor_class, "prompt_mean")
         if module == "my_actor":
             assert actor_class.as_controller(None, None) == "made"
             continue
@@ -139,12 +166,19 @@ def trainers(monkeypatch: pytest.MonkeyPatch) -> Any:
     """As much of `swift.megatron.trainers.grpo_trainer`, and of Megatron's parallel state, as is asked for."""
 
     class MegatronGRPOTrainer:
-        loss_type, args = "dapo", SimpleNamespace(overlong_filter=True)
+        loss_type, factor, _metrics = "dapo", 1, dict[str, Any]()
+        args = SimpleNamespace(overlong_filter=True)
 
-        def _on_train_step_batch(self, microbatches: Any) -> None: ...
+        def _preprocess_inputs(self, samples: Any) -> Any:
+            return samples
 
-        def loss_func(self, loss: Any) -> Any:
-            return loss
+        def _on_train_step_batch(self, encoded_batches: Any) -> None: ...
+
+        def loss_func(self, log_probs: Tensor, data: Any) -> Any:
+            batch = data["grpo_batch"]
+            ratio = (log_probs - batch.old_per_token_logps).exp()
+            loss = -(ratio * batch.advantages * batch.completion_mask).sum() / batch.num_items_in_batch
+            return loss * self.factor, {}
 
     def collate(samples: Any) -> Any:
         masks = torch.stack([one.mask for one in samples]).bool()
@@ -152,56 +186,63 @@ def trainers(monkeypatch: pytest.MonkeyPatch) -> Any:
         advantages = torch.ones(masks.shape)
         return {}, SimpleNamespace(completion_mask=masks, advantages=advantages, truncated_mask=truncated)
 
-    module: Any = ModuleType("swift.megatron.trainers.grpo_trainer")
-    module.MegatronGRPOTrainer, module.collate_to_grpo_micro_batch = MegatronGRPOTrainer, collate
+    names = ("grpo_trainer", "utils")
+    modules: list[Any] = [ModuleType(f"swift.{name}") for name in names]
+    modules[0].MegatronGRPOTrainer, modules[1].collate_to_grpo_micro_batch = MegatronGRPOTrainer, collate
+    modules[0].collate_to_grpo_micro_batch = collate
     state: Any = SimpleNamespace(get_data_parallel_group=lambda: None, get_data_parallel_world_size=lambda: 1)
-    for name in ("swift", "swift.megatron", "swift.megatron.trainers", "megatron", "megatron.core"):
+    for name in ("swift", "swift.megatron", "swift.megatron.trainers", "swift.rlhf_trainers", "megatron.core"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    sys.modules["swift.megatron.trainers"].grpo_trainer = module  # type: ignore[attr-defined]
+    for module, name, below in zip(modules, names, ("megatron.trainers", "rlhf_trainers"), strict=True):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        setattr(sys.modules[f"swift.{below}"], name, module)
+    monkeypatch.setitem(sys.modules, "megatron", ModuleType("megatron"))
     sys.modules["megatron.core"].mpu = state  # type: ignore[attr-defined]
-    return module
+    return modules[0]
 
 
-def step(trainers: Any) -> list[dict[str, Any]]:
+def step(trainers: Any, has_ids: bool = True) -> list[dict[str, Any]]:
     samples = []
     for i, (mask, prompt) in enumerate(zip(MASKS, PROMPTS, strict=True)):
-        encoded = {"input_ids": [prompt, 1, 0, 1, 2], "labels": [1 if on else -100 for on in mask]}
-        samples.append(SimpleNamespace(encoded=encoded, mask=mask, truncated=i == 3))
+        media = dict.fromkeys(("images", "videos", "audios"), ())
+        samples.append(SimpleNamespace(messages=[prompt], mask=mask, truncated=i == 3, prompt_id="", **media))
+    if has_ids:
+        trainers.MegatronGRPOTrainer()._preprocess_inputs(samples)
     return [{"grpo_batch": trainers.collate_to_grpo_micro_batch(part)[1]} for part in (samples[:2], samples[2:])]
 
 
-def undoing_loss_func(self: Any, loss: Any) -> Any:
-    return loss * self.args.num_microbatches
-
-
-@pytest.mark.parametrize("undoes_mean", [False, True])
-def test_ms_swift_trains_on_weighted_advantages(undoes_mean: bool, trainers: Any) -> None:
-    if undoes_mean:  # as 4.6.0 does
-        trainers.MegatronGRPOTrainer.loss_func = undoing_loss_func
+@pytest.mark.parametrize("factor", [1, 2, 0.5])
+def test_ms_swift_trains_on_weighted_advantages(factor: float, trainers: Any) -> None:
+    """Whatever its loss function multiplies by: 4.6.0 by the number of micro-batches."""
+    trainers.MegatronGRPOTrainer.factor = factor
     ms_swift.aggregate("prompt_mean")
     microbatches = step(trainers)
     trainers.MegatronGRPOTrainer()._on_train_step_batch(microbatches)
     masks = MASKS * torch.tensor([1, 1, 1, 0, 1])[:, None]
     found = torch.cat([one["grpo_batch"].advantages for one in microbatches])
-    assert_close(found, 6 * expected("prompt_mean", masks, ALONE))
-    assert [float(one["grpo_batch"].num_items_in_batch) for one in microbatches] == [6 if undoes_mean else 6 / 2] * 2
+    assert_close(found, 6 * expected("prompt_mean", masks, PROMPTS))
+    counts = [float(one["grpo_batch"].num_items_in_batch) for one in microbatches]
+    assert counts == pytest.approx([6 * factor / 2] * 2, rel=1e-6)
 
 
 def test_ms_swift_where_it_could_not_be_exact(trainers: Any) -> None:
-    ms_swift.aggregate("token_mean")
+    replaced = ms_swift.aggregate("token_mean")
     trainer = trainers.MegatronGRPOTrainer()
     microbatches = step(trainers)
     for one in microbatches:
         one["grpo_batch"].completion_mask[:] = False
     microbatches[0]["grpo_batch"].completion_mask[0, 2] = True
-    with pytest.raises(ValueError, match="1 tokens in 2 parts of the step"):
+    with pytest.raises(ValueError, match="1 tokens in a step of 2 micro-batches on 1 ranks"):
         trainer._on_train_step_batch(microbatches)
     with pytest.raises(ValueError, match="its weights would count twice"):
         ms_swift.aggregate("token_mean")
     trainer.loss_type = "grpo"
     with pytest.raises(ValueError, match="--loss_type grpo beside a loss aggregation"):
         trainer._on_train_step_batch(step(trainers))
+    replaced.undo()
+    ms_swift.aggregate("prompt_mean")
+    with pytest.raises(ValueError, match="samples of ms-swift without a prompt_id"):
+        trainers.MegatronGRPOTrainer()._on_train_step_batch(step(trainers, has_ids=False))
 
 
 # ---- NeMo-RL: the columns that a driver sends, and the loss that goes to its workers
@@ -223,20 +264,32 @@ class Loss:
         self.loss_type = Kind(kind)
 
 
-def policy() -> Any:
+class Estimator:
+    def compute_advantage(self, prompt_ids: Tensor) -> None: ...
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A policy, and as much of `nemo_rl` as is asked for."""
+    for name in ("nemo_rl", "nemo_rl.algorithms", "nemo_rl.algorithms.advantage_estimator"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    estimators: Any = sys.modules["nemo_rl.algorithms.advantage_estimator"]
+    estimators.Estimator = sys.modules["nemo_rl.algorithms"].advantage_estimator = estimators  # type: ignore[attr-defined]
+    estimators.Estimator = Estimator
     return SimpleNamespace(
         cfg={"train_global_batch_size": 4}, train=lambda data, loss_fn, eval_mode=False, gbs=None: data
     )
 
 
 def batch() -> dict[str, Tensor]:
-    return {"input_ids": rows()["input_ids"][1:], "token_mask": MASKS[1:].float(), "sample_mask": VALID.clone()}
+    return {"token_mask": MASKS[1:].float(), "sample_mask": VALID.clone()}
 
 
 @pytest.mark.parametrize("steps", [1, 2])
-def test_columns_are_weights_times_the_count_that_they_are_divided_by(steps: int) -> None:
-    driver, given = policy(), batch()
+def test_columns_are_weights_times_the_count_that_they_are_divided_by(steps: int, driver: Any) -> None:
+    given = batch()
     loss = nemo_rl.aggregate(driver, Loss(), "prompt_mean", kl="sample_mean", units="active")
+    Estimator().compute_advantage(torch.tensor(PROMPTS[1:]))
     found = driver.train(given, loss, gbs=4 // steps)
     assert "loss_weights_of_policy" not in given
     for begin in range(0, 4, 4 // steps):
@@ -245,21 +298,23 @@ def test_columns_are_weights_times_the_count_that_they_are_divided_by(steps: int
         for name, mode, units in (("policy", "prompt_mean", "active"), ("kl", "sample_mean", "all")):
             column = found[f"loss_weights_of_{name}"][rows]
             assert not column[:, 0].any()
-            assert_close(column[:, 1:], expected(mode, masks, ALONE[1:][rows], units) * masks.sum())
+            assert_close(column[:, 1:], expected(mode, masks, PROMPTS[1:][rows], units) * masks.sum())
 
 
-def test_losses_of_samples_get_one_weight_each() -> None:
-    driver = policy()
+def test_losses_of_samples_get_one_weight_each(driver: Any) -> None:
     loss = nemo_rl.aggregate(driver, Loss("sequence_level"), "token_mean")
     column = driver.train(batch(), loss_fn=loss)["loss_weights_of_policy"]
     torch.testing.assert_close(column, 3 * torch.tensor([1.0, 2, 2, 0]) / 5)
+    with pytest.raises(ValueError, match="its weights would count twice"):
+        nemo_rl.aggregate(driver, loss, "token_mean")
+    replacing._ACTIVE[-1].undo()  # type: ignore[attr-defined]
     uneven = nemo_rl.aggregate(driver, Loss("sequence_level"), later_tokens_more)
     with pytest.raises(ValueError, match="Set token_level_loss=true"):
         driver.train(batch(), uneven)
 
 
-def test_other_losses_go_by_and_the_loss_travels() -> None:
-    driver, given = policy(), batch()
+def test_other_losses_go_by_and_the_loss_travels(driver: Any) -> None:
+    given = batch()
     loss: Any = nemo_rl.aggregate(driver, Loss(), "token_mean")
     assert driver.train(given, Loss()) is given
     sent = pickle.loads(pickle.dumps(loss))
@@ -284,9 +339,11 @@ def test_skyrl_where_it_could_not_be_exact(monkeypatch: pytest.MonkeyPatch) -> N
     loss, ones = AggregatedPolicyLoss("regular", "token_mean"), torch.ones(2, 3)
     with pytest.raises(ValueError, match=r"a mini-batch without weights.*trainer.strategy=megatron"):
         loss(ones, ones, ones, SimpleNamespace(), loss_mask=ones)
-    worker: Any = SimpleNamespace(masked_mean=lambda values, weights: values, MegatronModelWrapper=None)
+    worker: Any = SimpleNamespace(
+        MegatronModelWrapper=SimpleNamespace(forward_backward_mini_batch=lambda loss_fn: None)
+    )
     monkeypatch.setitem(sys.modules, f"{below}.workers.megatron.megatron_model_wrapper", worker)
-    with pytest.raises(ValueError, match=r"a SkyRL without masked_mean\(dim, mask, tensor\).*Use a9564572"):
+    with pytest.raises(ValueError, match=r"SkyRL with .*forward_backward_mini_batch\(loss_fn\).*Use SkyRL a9564572"):
         AggregatedPolicyLoss("regular", "token_mean")
     with pytest.raises(ValueError, match="divisor"):
         AggregatedPolicyLoss("regular", "constant")

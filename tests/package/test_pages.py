@@ -7,6 +7,7 @@ import importlib
 import re
 import sys
 from collections.abc import Iterator
+from itertools import accumulate
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -18,12 +19,14 @@ import pytest
 import show_recipes
 import torch
 from pages import PAGES, broken_links, code_of
+from replacements import undone
 from repository import EXAMPLES, ROOT
 
 import megatron_rl_loss
 from megatron_rl_loss import Microbatch, Samples, add_loss_aggregation_args
 from megatron_rl_loss.__main__ import copy_example, example_names
 from megatron_rl_loss.audit.judge import TOLERANCES
+from megatron_rl_loss.frameworks import replacing
 from megatron_rl_loss.modes import names as mode_names
 from megatron_rl_loss.modes import table as modes
 from megatron_rl_loss.modes.names import resolve
@@ -248,6 +251,14 @@ def test_versions_are_the_same_on_all_pages() -> None:
     assert set(re.findall(r"`([0-9a-f]{8})`", README)) <= set(re.findall(r"`([0-9a-f]{8})`", FRAMEWORKS))
 
 
+def _stepping(package: str, *methods: str) -> type:
+    """A class of an engine with empty methods."""
+    names: dict[str, Any] = {}
+    exec("\n".join(f"def {method}: ..." for method in methods), names)
+    del names["__builtins__"]
+    return type("Stand", (), {**names, "__module__": f"{package}.worker"})
+
+
 def test_the_table_of_engines_has_all_and_no_stale_row() -> None:
     """Tests that need checkouts print it: here, the words of its settings are looked for in them."""
     rows = re.findall(r"^\| (\S+) \| (\S+) \| (.*) \| \S+ \| \S+ \|$", FRAMEWORKS, flags=re.MULTILINE)
@@ -270,30 +281,38 @@ def test_the_code_of_frameworks_that_needs_none_runs(monkeypatch: pytest.MonkeyP
         monkeypatch.setitem(sys.modules, module.__name__, module)
     masks = torch.tensor([[1.0, 1, 1, 0], [1, 0, 0, 0]])
     names: dict[str, Any] = {"loss_masks": list(masks), "uids": ["a", "b"]}
-    skyrl, nemo_rl, areal, areal_trainer, ms_swift, bridge, tinker, _ = code_of("frameworks.md")
-    names["policy"] = SimpleNamespace(train=lambda data, loss_fn: None)
+    skyrl, nemo_rl, areal, areal_trainer, roll, rlinf, ms_swift, bridge, tinker, _ = code_of("frameworks.md")
+    names["policy"] = SimpleNamespace(train=lambda data, loss_fn, gbs=None: None)
     names["loss_fn"] = SimpleNamespace(positive_example_nll_weight=0.0, reference_policy_kl_penalty=0.1)
-    exec(nemo_rl, names)
-    assert type(names["loss_fn"]).__name__ == "AggregatedPGLossFn"
-    actor, trainers = type("Actor", (), {"train_batch": lambda: None}), ModuleType("swift.megatron.trainers")
-    trainers.grpo_trainer = SimpleNamespace(  # type: ignore[attr-defined]
-        MegatronGRPOTrainer=SimpleNamespace(_on_train_step_batch=lambda: None, loss_func=lambda: None),
-        collate_to_grpo_micro_batch=None,
-    )
-    engine = ModuleType("areal.engine")
-    engine.MegatronPPOActor = actor  # type: ignore[attr-defined]
-    root = ModuleType("areal")
-    root.PPOTrainer = SimpleNamespace  # type: ignore[attr-defined]
-    for module in (root, engine, ModuleType("swift"), ModuleType("swift.megatron"), trainers):
-        monkeypatch.setitem(sys.modules, module.__name__, module)
-    exec(areal, names)
-    exec(areal_trainer, names)
-    exec(ms_swift, names)
+    of_engine = {
+        "areal": {"PPOTrainer": SimpleNamespace},
+        "areal.engine": {"MegatronPPOActor": _stepping("areal", "train_batch(self, input_, loss_fn, loss_weight_fn)",
+                                                       "ppo_update(self, *args)")},
+        "roll.distributed.strategy.megatron_strategy": {
+            "MegatronTrainStrategy": _stepping("roll", "train_step(self, batch, loss_func)")
+        },
+        "roll.pipeline.rlvr.actor_worker": {"ActorWorker": object},
+        "rlinf.workers.actor.megatron_actor_worker": {
+            "MegatronActor": _stepping("rlinf", "training_step(self, batch)")
+        },
+        "nemo_rl.algorithms": {"advantage_estimator": ModuleType("advantage_estimator")},
+        "swift.megatron.trainers": {"grpo_trainer": SimpleNamespace(MegatronGRPOTrainer=_stepping(
+            "swift", "_on_train_step_batch(self, encoded_batches)", "_preprocess_inputs(self, samples)"))},
+        "swift.rlhf_trainers": {"utils": SimpleNamespace(collate_to_grpo_micro_batch=lambda samples: None)},
+    }  # fmt: skip
+    for module, attributes in of_engine.items():
+        for name in accumulate(module.split("."), "{}.{}".format):
+            if name not in sys.modules:
+                monkeypatch.setitem(sys.modules, name, ModuleType(name))
+        vars(sys.modules[module]).update(attributes)
+    with undone():
+        for code in (nemo_rl, areal, areal_trainer, roll, rlinf, ms_swift):
+            exec(code, names)
+        assert type(names["loss_fn"]).__name__ == "AggregatedPGLossFn"
+        assert names["Trainer"]._create_train_engine
+        for engine in ("NeMo-RL", "AReaL", "ROLL", "RLinf", "ms-swift"):
+            assert any(line.startswith(engine) for line in replacing.active())
     compile(bridge, "frameworks.md", "exec")
-    assert names["Actor"].train_batch is not actor.train_batch  # type: ignore[attr-defined]
-    assert names["Trainer"]._create_train_engine
-    assert trainers.grpo_trainer.MegatronGRPOTrainer._on_train_step_batch.__name__ == "<lambda>"
-    assert hasattr(trainers.grpo_trainer.MegatronGRPOTrainer._on_train_step_batch, "__wrapped__")
     for code in (RECIPES["skyrl.py"], skyrl):
         exec(code, names)
         assert type(losses.pop("mine")).__name__ == "AggregatedPolicyLoss"

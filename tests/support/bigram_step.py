@@ -36,6 +36,7 @@ def make_batch() -> dict[str, Tensor]:
         ids[row, :3] = torch.tensor([1 + prompt, 2, 1 + prompt])
         mask[row, 3 : lengths[row]] = 1
         mask[row, 5] = 0  # a tool's token
+    mask[[1, 7], 3] = 0  # the first token of a response
     mask[10, 3 : lengths[10]] = (drawn(int(lengths[10]) - 3) < 0.3).float()
     mask[10, 3] = 1
     valid = torch.ones(ROWS)

@@ -77,7 +77,7 @@ SKYRL = Framework(
     variable="SKYRL_PATH",
     proof="skyrl/backends/skyrl_train/utils/ppo_utils.py",
     passed_by=(
-        *_packages("skyrl", "train", "backends", "backends.skyrl_train"),
+        *_packages("skyrl", "train", "train.dataset", "backends", "backends.skyrl_train"),
         *_packages("skyrl.backends.skyrl_train", "utils", "mtp", "distributed", "distributed.megatron")[1:],
         *_packages("skyrl.backends.skyrl_train", "workers", "workers.megatron")[1:],
     ),
@@ -119,8 +119,16 @@ MS_SWIFT = Framework(
     passed_by=_packages("swift", "megatron", "megatron.trainers", "rl_core", "rlhf_trainers"),
     stand_ins=(
         *("accelerate", "aiohttp", "dacite", "datasets", "fastapi", "huggingface_hub", "json_repair", "mcore_bridge"),
-        *("modelscope", "msgspec", "openai", "pandas", "peft", "PIL", "pydantic", "requests", "tqdm", "transformers"),
-        *("trl", "uvicorn", "swift.utils.logger", "swift.tuners", "swift.template", "swift.dataset", "swift.rewards"),
+        *("modelscope", "msgspec", "openai", "pandas", "peft", "PIL", "pydantic", "ray", "requests", "tqdm"),
+        *(
+            "transformers",
+            "trl",
+            "uvicorn",
+            "swift.arguments",
+            "swift.ray.megatron.checkpoint_engine",
+            "swift.utils.logger",
+        ),
+        *("swift.tuners", "swift.template", "swift.dataset", "swift.rewards"),
         *(
             "swift.dataloader",
             "swift.infer_engine",
@@ -129,6 +137,39 @@ MS_SWIFT = Framework(
         ),  # what generates, other trainers
         *("swift.megatron.arguments", "swift.megatron.callbacks", "swift.megatron.model"),
         *(f"swift.rlhf_trainers.{name}" for name in ("gkd_helpers", "grpo_trainer", "vllm_client")),
+    ),
+)
+ROLL = Framework(
+    variable="ROLL_PATH",
+    proof="roll/distributed/strategy/megatron_strategy.py",
+    passed_by=(
+        *_packages("roll", "configs", "datasets", "distributed", "distributed.executor", "distributed.scheduler"),
+        *_packages("roll", "distributed.strategy", "pipeline", "pipeline.agentic", "pipeline.rlvr", "utils")[1:],
+        *_packages("roll", "third_party", "third_party.megatron")[1:],
+    ),
+    stand_ins=(
+        *("codetiming", "dacite", "PIL", "peft", "psutil", "pydantic", "ray", "requests", "tensordict", "tqdm"),
+        *("transformers", *(f"mcore_adapter.{name}" for name in ("checkpointing", "patcher", "trainer"))),
+        *("roll.configs.base_config", "roll.configs.worker_config"),
+        *("roll.datasets.collator", "roll.distributed.executor.worker", "roll.distributed.scheduler.decorator"),
+        *("roll.distributed.scheduler.transfer_backend", "roll.distributed.strategy.factory", "roll.models"),
+        *("roll.pipeline.agentic.utils", "roll.pipeline.rlvr.rlvr_config", "roll.third_party.megatron.model_update"),
+        *(f"roll.utils.{name}" for name in ("checkpoint_manager", "collective", "cuda_ipc_utils", "offload_nccl")),
+        *("roll.utils.context_managers", "roll.utils.logging", "roll.utils.telemetry"),
+    ),
+)
+RLINF = Framework(
+    variable="RLINF_PATH",
+    proof="rlinf/workers/megatron_worker.py",
+    passed_by=(
+        *_packages("rlinf", "algorithms", "data", "data.schema", "hybrid_engines", "hybrid_engines.megatron", "utils"),
+        *_packages("rlinf", "workers", "workers.actor", "utils.resharding")[1:],
+    ),
+    stand_ins=(
+        *("omegaconf", "ray", "tqdm", "transformers", "rlinf.agents", "rlinf.config", "rlinf.models"),
+        *("rlinf.scheduler", "rlinf.workers.rollout"),
+        *(f"rlinf.utils.{name}" for name in ("flops", "initialize", "logging", "placement", "profiler", "timers")),
+        *(f"rlinf.utils.resharding.{name}" for name in ("mcore_weight_reshard", "reshard_config")),
     ),
 )
 _UNREAD = ("checkpointing", "config", "initialize", "nvrx_straggler", "state", "tensor_inspect", "utils.mlflow_utils")

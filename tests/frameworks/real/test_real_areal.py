@@ -1,17 +1,26 @@
 """AReaL's own micro-batches, loss, scaling and schedule call with our factors, from a checkout: AREAL_PATH=~/AReaL.
 
-Real: `MegatronPPOActor.train_batch` with its packing, its cut over context-parallel ranks and what undoes it, its
-total of loss weights, `grpo_loss_fn`; Megatron's schedule and DDP. The model is a table of logits, the optimizer keeps
-what Megatron hands it; torch's gather of log-probs is one for gloo.
+Real: `PPOActor.ppo_update` on trajectory groups, `MegatronPPOActor.train_batch` with its packing, its cut over
+context-parallel ranks and what undoes it, its total of loss weights, `grpo_loss_fn`; Megatron's schedule and DDP. The
+model is a table of logits, the optimizer keeps what Megatron hands it; torch's gather of log-probs is one for gloo.
 """
 
-import functools
 import logging
 from typing import Any
 
 import pytest
 import torch
-from bigram_step import CLIP_HIGH, CLIP_LOW, TOLERANCE, assert_exact, bigram_model, compare, errors_of, make_batch
+from bigram_step import (
+    CLIP_HIGH,
+    CLIP_LOW,
+    PROMPTS,
+    TOLERANCE,
+    assert_exact,
+    bigram_model,
+    compare,
+    errors_of,
+    make_batch,
+)
 from checkouts import AREAL, Settings, checkout, load
 from gloo_gather import all_gather
 from ranks import run_ranks
@@ -30,20 +39,26 @@ GSPO = {"importance_sampling_level": "sequence"}
 pytestmark = pytest.mark.slow
 
 
-def rows_of_rank(dp_rank: int, dp: int) -> dict[str, Tensor]:
-    """As AReaL holds them: values belong to the token that predicts them."""
-    batch = {name: values[dp_rank::dp] for name, values in make_batch().items()}
+def groups_of_rank(dp_rank: int, dp: int) -> list[dict[str, Tensor]]:
+    """A rank's prompts, as AReaL holds them: values belong to the token that predicts them."""
+    batch = make_batch()
     mask = batch["token_mask"] * batch["sample_mask"][:, None]
-    lengths = batch["input_lengths"][:, None]
     rows = {
         "input_ids": batch["input_ids"],
-        "attention_mask": torch.arange(mask.shape[1])[None] < lengths,
+        "attention_mask": torch.arange(mask.shape[1])[None] < batch["input_lengths"][:, None],
         "loss_mask": mask.roll(-1, 1),
         "logprobs": batch["prev_logprobs"].roll(-1, 1),
         "prox_logp": batch["prev_logprobs"].roll(-1, 1),
         "advantages": batch["advantages"].roll(-1, 1),
+        **dict.fromkeys(("kl_rewards", "tot_rewards"), torch.zeros(mask.shape)),
+        "rewards": torch.ones(len(mask)),
     }
-    return {name: value[:, : int(lengths.max())] for name, value in rows.items()}
+    groups = []
+    for prompt in range(dp_rank, max(PROMPTS) + 1, dp):
+        held = batch["prompts"] == prompt
+        longest = int(batch["input_lengths"][held].max())
+        groups.append({name: value[held][..., :longest] for name, value in rows.items()})
+    return groups
 
 
 def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -53,10 +68,10 @@ def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, Any
     from areal.api.cli_args import MicroBatchSpec
     from areal.engine.megatron_utils import packed_context_parallel
 
-    from megatron_rl_loss.frameworks.areal import aggregate
+    from megatron_rl_loss.frameworks.token_mean import aggregate
 
     packed_context_parallel.dist_F.all_gather = all_gather
-    rows = rows_of_rank(state.get_data_parallel_rank(), state.get_data_parallel_world_size())
+    groups = groups_of_rank(state.get_data_parallel_rank(), state.get_data_parallel_world_size())
     found = []
     for case in cases:
 
@@ -67,21 +82,24 @@ def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, Any
 
         if not case.get("stock"):
             aggregate(Actor, case["mode"], **case["settings"])
-        model, config, actor = bigram_model(), case.get("config", {}), Actor()
+        model, actor = bigram_model(), Actor()
         sizes = {"pipeline_parallel_size": 1, "context_parallel_size": cp, "tensor_parallel_size": 1}
         optimizer = {"get_loss_scale": lambda: torch.ones(()), "step": lambda: (True, 0.0, None)}
+        config = Settings(
+            mb_spec=MicroBatchSpec(n_mbs=3), temperature=1.0, ppo_n_minibatches=1, eps_clip=CLIP_LOW,
+            eps_clip_higher=CLIP_HIGH, mask_no_eos_with_zero=False, prox_logp_method="recompute",
+            **{"importance_sampling_level": "token", **case.get("config", {})},
+        )  # fmt: skip
         vars(actor).update(
             model=[model], process_group_initialized=True, logger=logging.getLogger("actor"),
-            device=torch.device("cpu"), parallel_strategy=Settings(**sizes),
-            config=Settings(mb_spec=MicroBatchSpec(n_mbs=3), temperature=1.0, **config),
+            device=torch.device("cpu"), parallel_strategy=Settings(**sizes), config=config,
             optimizer=Settings(zero_grad=lambda: None, param_groups=[{"lr": 0.0}], **optimizer),
+            train=lambda: None, get_version=lambda: 0, actor=object.__new__(actors.PPOActor),
             **dict.fromkeys(("enable_tree_training", "enable_fp8", "is_vision_model", "use_padded_seq"), False),
         )  # fmt: skip
-        clip = {"eps_clip": CLIP_LOW, "eps_clip_higher": CLIP_HIGH, "c_clip": None}
-        loss_fn = functools.partial(actors.grpo_loss_fn, **clip, **{"importance_sampling_level": "token", **config})
-        stats = actor.train_batch(rows, loss_fn, loss_weight_fn=lambda x: x["loss_mask"].count_nonzero())
-        assert stats["num_micro_batches"] == 3
-        found.append({"errors": errors_of(model, case, kl=None, of_samples=config == GSPO)})
+        vars(actor.actor).update(config=config, engine=actor, m2_threshold=None)
+        actor.ppo_update([dict(one) for one in groups])
+        found.append({"errors": errors_of(model, case, kl=None, of_samples=bool(case.get("config")))})
     return found
 
 

@@ -1,9 +1,10 @@
 """ms-swift's own collation, loss, scaling and schedule call with our factors: MS_SWIFT_PATH=~/ms-swift.
 
-Real: `MegatronGRPOTrainer` with `_replace_data_iterator`, `train_step`, `forward_step` and `loss_func`, its packed rows
-and its gather of context-parallel log-probs, `collate_to_grpo_micro_batch`; Megatron's schedule and DDP. The model is a
-table of logits. Replaced: the rollout; its template's collator and mcore-bridge's zigzag cut, by the few lines below;
-an average over ranks, which gloo has not, by a sum.
+Real: `MegatronGRPOTrainer` with `_preprocess_inputs`, `_replace_data_iterator`, `train_step`, `forward_step` and
+`loss_func`, its packed rows and its gather of context-parallel log-probs, `collate_to_grpo_micro_batch`; with Ray,
+`expand_for_generation` and `_collate_for_workers` of the driver and `train_step` of the worker; Megatron's schedule and
+DDP. The model is a table of logits. Replaced: Ray; the rollout; its template's collator and mcore-bridge's zigzag cut,
+by the few lines below; an average over ranks, which gloo has not, by a sum.
 """
 
 from collections import defaultdict
@@ -14,9 +15,23 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from bigram_step import BETA, CLIP_HIGH, CLIP_LOW, CUTS, assert_exact, bigram_model, compare, errors_of, k3, make_batch
+from bigram_step import (
+    BETA,
+    CLIP_HIGH,
+    CLIP_LOW,
+    CUTS,
+    PROMPTS,
+    ROWS,
+    assert_exact,
+    bigram_model,
+    compare,
+    errors_of,
+    k3,
+    make_batch,
+)
 from checkouts import MS_SWIFT, Settings, load
 from oracle import zigzag
+from replacements import undone
 from table_step import start
 from torch import Tensor
 
@@ -59,48 +74,57 @@ def collate(cp: int) -> Any:
     return collator
 
 
-def microbatches_of(case: Any, trainers: Any, dp_rank: int, dp: int, cp: int, template: Any) -> list[dict[str, Any]]:
-    """What `_generate_and_score_completions` makes of a rank's rows; one is too long, or not filtered and masked."""
-    whole = make_batch()
+def rows_of(case: Any) -> dict[str, Tensor]:
+    batch = make_batch()
     if not case.get("filtered", True):
-        whole["token_mask"] *= whole["sample_mask"][:, None]
-    batch = {name: values[dp_rank::dp] for name, values in whole.items()}
+        batch["token_mask"] *= batch["sample_mask"][:, None]
+    return batch
+
+
+def generated(expand: Any, case: Any) -> list[Any]:
+    """Samples of all rows, in the order of ranks; `expand(row, times)` makes those of a prompt.
+
+    One is too long, or not filtered and masked.
+    """
+    batch, samples = rows_of(case), list[Any]()
     labels = batch["input_ids"].masked_fill(batch["token_mask"] == 0, -100)
-    rows, made = len(labels), []
-    for first, last in [(a * rows // 6, b * rows // 6) for a, b in case.get("cuts", CUTS)]:
-        numbers = range(first, last)
-        lengths = [int(batch["input_lengths"][i]) for i in numbers]
-        samples = [
-            SimpleNamespace(
-                encoded={"input_ids": batch["input_ids"][i, :n].tolist(), "labels": labels[i, :n].tolist()},
-                is_truncated=not batch["sample_mask"][i], rollout_logprobs=None,
-            )
-            for i, n in zip(numbers, lengths, strict=True)
-        ]  # fmt: skip
-        data, of_batch = trainers.collate_to_grpo_micro_batch(samples, template, device=torch.device("cpu"))
-        width = of_batch.completion_mask.shape[1]
+    for prompt in range(max(PROMPTS) + 1):
+        samples += expand({"messages": [{"role": "user", "content": str(prompt)}]}, PROMPTS.count(prompt))
+    for number, (sample, n) in enumerate(zip(samples, batch["input_lengths"].tolist(), strict=True)):
+        sample.messages.append({"role": "assistant", "content": str(number)})
+        sample.number, sample.finish_reason = number, "stop" if batch["sample_mask"][number] else "length"
+        sample.encoded = {"input_ids": batch["input_ids"][number, :n].tolist(), "labels": labels[number, :n].tolist()}
+    return samples
 
-        def values(name: str, width: int = width, numbers: Any = numbers, lengths: Any = lengths) -> Tensor:
-            """In their frame: at the token before, rows to the right of their padding."""
-            found = torch.zeros(len(numbers), width)
-            for row, (i, n) in enumerate(zip(numbers, lengths, strict=True)):
-                padded = n + -n % (2 * cp)
-                found[row, width - padded : width - padded + n - 1] = batch[name][i, 1:n]
-            return found
 
-        of_batch.old_per_token_logps, of_batch.advantages = values("prev_logprobs"), values("advantages")
-        of_batch.ref_per_token_logps = values("reference_policy_logprobs")
-        of_batch.num_items_in_batch = torch.tensor(float((whole["token_mask"] != 0).sum()))
-        made.append(data | {"grpo_batch": of_batch})
-    return made
+def fill(of_batch: Any, samples: list[Any], cp: int, case: Any) -> None:
+    """Add what `_generate_and_score_completions` adds."""
+    batch, width = rows_of(case), of_batch.completion_mask.shape[1]
+
+    def values(name: str) -> Tensor:
+        """In their frame: at the token before, rows to the right of their padding."""
+        found = torch.zeros(len(samples), width)
+        for row, sample in enumerate(samples):
+            n = int(batch["input_lengths"][sample.number])
+            padded = n + -n % (2 * cp)
+            found[row, width - padded : width - padded + n - 1] = batch[name][sample.number, 1:n]
+        return found
+
+    of_batch.old_per_token_logps, of_batch.advantages = values("prev_logprobs"), values("advantages")
+    of_batch.ref_per_token_logps = values("reference_policy_logprobs")
+    of_batch.num_items_in_batch = torch.tensor(float((batch["token_mask"] != 0).sum()))
 
 
 def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """On a rank: the errors of each case."""
     state = start(cp=cp)
-    (trainers,) = load(MS_SWIFT, root, "swift.megatron.trainers.grpo_trainer")
+    names = ("megatron.trainers.grpo_trainer", "ray.megatron.grpo_trainer", "ray.megatron.megatron_worker")
+    trainers, driver, workers, losses = load(
+        MS_SWIFT, root, *(f"swift.{name}" for name in names), "swift.ray.megatron.loss.grpo"
+    )
     from swift.megatron.trainers import base
     from swift.megatron.utils import megatron_lm_utils
+    from swift.rl_core.data import GRPOSample
 
     from megatron_rl_loss.frameworks.ms_swift import aggregate
 
@@ -116,49 +140,123 @@ def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, Any
     base.logical_and_across_model_parallel_group = base.reduce_max_stat_across_model_parallel_group = as_it_is
     base.RerunDataIterator = trainers.RerunDataIterator = iter
     dp_rank, dp = state.get_data_parallel_rank(), state.get_data_parallel_world_size()
-    stock = trainers.collate_to_grpo_micro_batch, trainers.MegatronGRPOTrainer._on_train_step_batch
+    workers.get_current_device = lambda: torch.device("cpu")
     off = "kl_in_reward _has_teacher log_entropy rollout_importance_sampling_mode log_rollout_offpolicy_metrics "
     off += "off_policy_sequence_mask_delta compute_entropy enable_routing_replay micro_batch_size"
-    template = SimpleNamespace(padding_free=True, data_collator=collate(cp))
-    found = []
+    template = SimpleNamespace(padding_free=True, data_collator=collate(cp), template_meta=Settings())
+    found, loss_func = [], trainers.MegatronGRPOTrainer.loss_func
+
+    def in_place(self: Any, *args: Any, **kwargs: Any) -> Any:
+        loss, metrics = loss_func(self, *args, **kwargs)
+        loss *= self.args.num_microbatches
+        metrics["loss"] *= self.args.num_microbatches
+        return loss, metrics
+
     for case in cases:
-        trainers.collate_to_grpo_micro_batch, trainers.MegatronGRPOTrainer._on_train_step_batch = stock
         settings, loss_type = case["settings"], case.get("loss_type")
-        if not case.get("stock"):
-            aggregate(case["mode"], **settings)
-            settings, loss_type = settings | {"kl": "token_mean"}, "dapo"
-        model = bigram_model()
-        microbatches = microbatches_of(case, trainers, dp_rank, dp, cp, template)
-        trainer: Any = object.__new__(trainers.MegatronGRPOTrainer)
+        trainers.MegatronGRPOTrainer.loss_func = in_place if case.get("in_place") else loss_func
+        model, trainer = bigram_model(), object.__new__(trainers.MegatronGRPOTrainer)
+        args = Settings(
+            padding_free=True, context_parallel_size=cp, pipeline_model_parallel_size=1, overlong_filter=True,
+            num_microbatches=3, seq_length=64, micro_batch_size=ROWS // dp // 3, global_batch_size=1,
+            task_type="causal_lm", report_to=(), cp_partition_mode="zigzag", router_replay_mode="disabled",
+        )  # fmt: skip
+        shared = {
+            "args": args, "wrapped_models": [model], "opt_param_scheduler": Settings(step=lambda increment: None),
+            "optimizer": Settings(zero_grad=lambda: None, step=lambda: (True, 0.0, None)),
+            "enable_routing_replay": None,
+        }  # fmt: skip
         vars(trainer).update(
-            args=Settings(
-                padding_free=True, context_parallel_size=cp, pipeline_model_parallel_size=1, overlong_filter=True,
-                num_microbatches=len(microbatches), seq_length=64, micro_batch_size=1, global_batch_size=1,
-                task_type="causal_lm", report_to=(), cp_partition_mode="zigzag",
-            ),
+            **dict.fromkeys(off.split()) | shared,
             loss_type=loss_type, beta=BETA, temperature=1.0, epsilon_low=CLIP_LOW,
             epsilon_high=CLIP_HIGH, importance_sampling_level="token", disable_rollout_importance_sampling=True,
             steps_per_generation=1, top_entropy_quantile=1.0, _metrics={"train": defaultdict(list)}, _step=0,
-            unwrapped_models=[model.module], wrapped_models=[model], max_completion_length=20,
-            _build_rollout_buffer=lambda _, made=microbatches: [made], _flush_log_completions=lambda: None,
-            optimizer=Settings(zero_grad=lambda: None, step=lambda: (True, 0.0, None)), _all_reduce_metric=averaged,
-            opt_param_scheduler=Settings(step=lambda increment: None), **dict.fromkeys(off.split()),
+            unwrapped_models=[model.module], max_completion_length=20, template=template,
+            _flush_log_completions=lambda: None, _all_reduce_metric=averaged,
         )  # fmt: skip
-        sizes, forward_step = iter([len(one["grpo_batch"].advantages) for one in microbatches]), trainer.forward_step
+        with undone():
+            if not case.get("stock"):
+                aggregate(case["mode"], **settings)
+                settings, trainer.loss_type = settings | {"kl": "token_mean"}, "dapo"
+            if case.get("ray"):
+                reports = step_of_worker(driver, workers, losses, trainer, shared, cp, case)
+            else:
 
-        def with_its_size(*given: Any, trainer: Any = trainer, sizes: Any = sizes, of: Any = forward_step) -> Any:
-            trainer.micro_batch_size = next(sizes)
-            return of(*given)
+                def expand(row: Any, times: int, trainer: Any = trainer) -> list[Any]:
+                    samples: list[Any] = trainer._preprocess_inputs([GRPOSample.from_row(row) for _ in range(times)])
+                    return samples
 
-        trainer.forward_step = with_its_size
-        reports, *_ = trainer.train_step(iter([]))
+                reports = step_of_trainer(trainers, trainer, generated(expand, case)[dp_rank::dp], cp, case)
         mean = sum(float(report["loss"]) for report in reports) / len(reports)
         found.append({"errors": errors_of(model, case | {"settings": settings}, mean, kl=k3)})
     return found
 
 
+def step_of_trainer(trainers: Any, trainer: Any, samples: list[Any], cp: int, case: Any) -> Any:
+    """Without Ray: what the step reports."""
+    microbatches, sizes, forward_step = [], list[int](), trainer.forward_step
+    for first, last in case.get("cuts", CUTS):
+        part = samples[first * len(samples) // 6 : last * len(samples) // 6]
+        data, of_batch = trainers.collate_to_grpo_micro_batch(part, trainer.template, device=torch.device("cpu"))
+        fill(of_batch, part, cp, case)
+        microbatches.append(data | {"grpo_batch": of_batch})
+        sizes.append(len(part))
+
+    def with_its_size(*given: Any) -> Any:
+        trainer.micro_batch_size = sizes.pop(0)
+        return forward_step(*given)
+
+    trainer.forward_step, trainer._build_rollout_buffer = with_its_size, lambda _: [microbatches]
+    reports, *_ = trainer.train_step(iter([]))
+    return reports
+
+
+def step_of_worker(
+    driver: Any, workers: Any, losses: Any, trainer: Any, shared: dict[str, Any], cp: int, case: Any
+) -> Any:
+    """With Ray, whose driver holds all samples: what the step reports."""
+    from megatron.core import mpu
+    from swift.megatron.trainers.rlhf_mixin import MegatronRLHFTrainer
+
+    dp_rank, dp = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
+    of_driver = object.__new__(driver.GRPOTrainer)
+    vars(of_driver).update(args=shared["args"], template=trainer.template, device=torch.device("cpu"), _padding_to=None)
+
+    def expand(row: Any, times: int) -> list[Any]:
+        of_driver.num_generations = times
+        samples: list[Any] = of_driver.expand_for_generation([row])
+        return samples
+
+    samples = generated(expand, case)
+    samples = [sample for first in range(dp) for sample in samples[first::dp]]
+    dispatch, batches = of_driver._collate_for_workers(SimpleNamespace(dp_size=dp), samples)
+    size = shared["args"].micro_batch_size
+    for i, of_batch in enumerate(batches):
+        fill(of_batch, samples[i * size : (i + 1) * size], cp, case)
+    reports: list[Any] = []
+    loss, worker = object.__new__(losses.GRPOLoss), object.__new__(workers.MegatronWorker)
+    loss._dummy, trainer.micro_batch_size = trainer, size
+    of_worker = object.__new__(type("OfWorker", (MegatronRLHFTrainer,), {"forward_step": None}))
+    vars(of_worker).update(
+        shared, forward_step=loss.forward_step, state=SimpleNamespace(iteration=1),
+        run_train_step=lambda data, _: reports.extend(of_worker.train_step(data)[0]),
+    )  # fmt: skip
+    worker._megatron, worker._loss_fn, worker._cached_teacher_logits = of_worker, loss, None
+    worker.train_step(dispatch[dp_rank])
+    return reports
+
+
 def test_every_mode_is_exact(record_property: Any) -> None:
     cases = [{"mode": mode, "settings": settings} for mode, settings in MODES.items()]
+    assert_exact(record_property, train, MS_SWIFT, cases)
+
+
+def test_with_ray_and_with_another_scaling(record_property: Any) -> None:
+    cases = [
+        {"mode": mode, "settings": MODES[mode], **how}
+        for mode in ("prompt_mean", "constant")
+        for how in ({"ray": True}, {"in_place": True}, {"in_place": True, "ray": True})
+    ]
     assert_exact(record_property, train, MS_SWIFT, cases)
 
 

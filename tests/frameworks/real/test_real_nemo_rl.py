@@ -1,9 +1,9 @@
 """NeMo-RL's own packing, loss, scaling and schedule call with our terms, from a checkout: NEMO_RL_PATH=~/RL.
 
-Real: `ClippedPGLossFn`, `process_global_batch`, `process_microbatch`, `LossPostProcessor` with its wrapper for packed
-sequences, `megatron_forward_backward`, Megatron's schedule and DDP with per-token loss, as its worker sets it. The
-model is a table of logits. Replaced: `Policy.train`, which sends batches to workers by Ray, by a function that keeps
-them.
+Real: `GRPOAdvantageEstimator`, `ClippedPGLossFn`, `process_global_batch`, `process_microbatch`, `LossPostProcessor`
+with its wrapper for packed sequences, `megatron_forward_backward`, Megatron's schedule and DDP with per-token loss, as
+its worker sets it. The model is a table of logits. Replaced: `Policy.train`, which sends batches to workers by Ray, by
+a function that keeps them.
 """
 
 from types import SimpleNamespace
@@ -31,7 +31,8 @@ from bigram_step import (
 )
 from checkouts import NEMO_RL, checkout, load, record_errors
 from planned_steps import CP, DP, errors_in
-from ranks import run_ranks
+from ranks import RankError, run_ranks
+from replacements import undone
 from table_step import start
 from torch import Tensor
 
@@ -68,10 +69,12 @@ def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, Any
     state = start(cp=cp)
     names = ("algorithms.loss.loss_functions", "models.megatron.train", "models.megatron.data")
     losses, worker, data_module = load(NEMO_RL, root, *(f"nemo_rl.{name}" for name in names))
+    from nemo_rl.algorithms.advantage_estimator import GRPOAdvantageEstimator
     from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 
     from megatron_rl_loss.frameworks.nemo_rl import aggregate
 
+    estimator = GRPOAdvantageEstimator(SimpleNamespace(use_leave_one_out_baseline=True, normalize_rewards=True), None)
     let_backward_run_here(worker.allgather_cp_sharded_tensor.__globals__["AllGatherCPTensor"])
     dp_rank, dp = state.get_data_parallel_rank(), state.get_data_parallel_world_size()
     group, config = state.get_data_parallel_group(), losses.ClippedPGLossConfig
@@ -86,8 +89,12 @@ def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, Any
             policy: Any = SimpleNamespace(
                 cfg={"train_global_batch_size": ROWS}, train=lambda data, loss_fn, timer=None, gbs=None: data
             )
-            loss_fn = aggregate(policy, loss_fn, case["mode"], **case["settings"])
-            batch = policy.train(batch, loss_fn, timer=None)
+            with undone():
+                loss_fn = aggregate(policy, loss_fn, case["mode"], **case["settings"])
+                if case.get("twice"):
+                    aggregate(policy, loss_fn, case["mode"], **case["settings"])
+                estimator.compute_advantage(batch["input_ids"][:, :3], torch.ones(ROWS), batch["token_mask"])
+                batch = policy.train(batch, loss_fn, timer=None)
         mine = BatchedDataDict({name: values[dp_rank::dp] for name, values in batch.items()})
         rows = len(mine["sample_mask"])
         counted = data_module.process_global_batch(mine, loss_fn, group, batch_idx=0, batch_size=rows)
@@ -140,6 +147,11 @@ def test_metrics_keep_their_masks_and_theirs_is_what_it_says(record_property: An
     for name in ("gen_kl_error", "probs_ratio"):
         assert same[name] == stock[name] == other[name]
     assert same["kl_penalty"] == pytest.approx(stock["kl_penalty"], rel=TOLERANCE)
+
+
+def test_it_is_refused_twice() -> None:
+    with pytest.raises(RankError, match="train, where a loss aggregation is in force already"):
+        run_ranks(1, train, checkout(NEMO_RL), 1, [{"mode": "token_mean", "settings": {}, "twice": True}])
 
 
 def planned(root: str) -> list[float]:

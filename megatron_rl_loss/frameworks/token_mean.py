@@ -1,0 +1,217 @@
+"""AReaL, ROLL and RLinf, which train on the mean over an optimizer step's tokens: any mode, by a worker of your own.
+
+    from areal.engine import MegatronPPOActor  # or FSDPPPOActor
+    from megatron_rl_loss.frameworks.token_mean import aggregate
+
+    class Actor(MegatronPPOActor):  # in a module that AReaL's workers can import
+        pass
+
+    aggregate(Actor, "prompt_mean")
+
+Each token's advantage is multiplied by its weight in the mode * T during the engine's step method, where T is what the
+engine divides by. Losses must be proportional to the advantage; other terms stay token means. Imports no engine.
+Source: areal 4aef98d8, engine/megatron_engine.py, trainer/ppo/actor.py; ROLL 8eb27cc2, distributed/strategy/
+megatron_strategy.py, utils/functionals.py; RLinf a3816b59, workers/megatron_worker.py, workers/actor.
+"""
+
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_rl_loss.frameworks.columns import MEDIA, prompts_of, samples_of, token_mean_factors
+from megatron_rl_loss.frameworks.replacing import Function, Replaced
+from megatron_rl_loss.modes.loss_modes import LossModes
+from megatron_rl_loss.modes.table import Mode, ModeFunction
+from megatron_rl_loss.step.samples import Samples
+
+__all__ = ["aggregate"]
+Given = Mapping[str, Any]  # the arguments of a call of the step method, by name
+Batch = MutableMapping[str, Any]
+_GROUPS = "_megatron_rl_loss_groups"
+
+
+class _Engine(NamedTuple):
+    """An engine whose batches are padded rows with "advantages".
+
+    Attributes:
+        step: its step method, called once for each optimizer step, and parameters of it.
+        wrong: conditions under which it is no token mean, each in words and with a remedy.
+        batches: of this rank.
+        masks: of a batch, beside its advantages.
+        prompts: an id for each row of a batch, or in words why prompts are not known.
+        group: the data-parallel group.
+        of_samples: the remedy where a loss takes means of samples, else empty.
+        tokens: what it divides by, where that is not the step's active tokens.
+        groups: a method that gets rows by prompt, of which it makes steps.
+    """
+
+    name: str
+    versions: str
+    step: tuple[str, Sequence[str]]
+    wrong: Callable[[Given], Sequence[tuple[bool, str, str]]]
+    batches: Callable[[Given], Sequence[Batch]]
+    masks: Callable[[Given, Batch], Tensor]
+    prompts: Callable[[Given, Batch], Sequence[Any] | str]
+    group: Callable[[Given], Any]
+    of_samples: Callable[[Given], str] = lambda given: ""
+    tokens: Callable[[Given], float] | None = None
+    groups: tuple[str, Sequence[str], Callable[[Callable[[], Any], dict[str, Any]], Any]] | None = None
+
+
+def aggregate(owner: Any, mode: str | Mode | ModeFunction, **settings: Any) -> Replaced:
+    """From now on workers with that class train on the mode.
+
+    Args:
+        owner: AReaL: a subclass of ``MegatronPPOActor`` or ``FSDPPPOActor``, or, without a controller, that class.
+            ROLL: ``MegatronTrainStrategy``. RLinf: a subclass of ``MegatronActor``.
+        mode, settings: the mode, its `divisor` and `units`, as in `make_pg_loss_reducer`.
+
+    Raises:
+        ValueError, TypeError: a class with an aggregation, or of another engine; settings that are unusable.
+        BadBatchError: on every rank, when a step is trained on: settings of the engine that are no token mean; a mode
+            by prompt where prompts are not known; weights that differ within a sample for losses of sequences.
+    """
+    modes = LossModes.resolve(mode, **settings)
+    packages = [one.__module__.partition(".")[0] for one in owner.__mro__]
+    engine = next((_ENGINES[one] for one in packages if one in _ENGINES), None)
+    if engine is None:
+        raise ValueError(f"{owner!r}: it must be a class of {', '.join(_ENGINES)}. Pass it, or a subclass.")
+
+    def step(stock: Callable[[], Any], given: dict[str, Any]) -> Any:
+        batches: list[Batch] = []
+
+        def describe() -> list[Samples]:
+            for is_wrong, what, remedy in engine.wrong(given):
+                if is_wrong:
+                    raise ValueError(
+                        f"{what} beside a loss aggregation: {engine.name} must train on the mean over the step's "
+                        f"tokens. {remedy}."
+                    )
+            batches.extend(engine.batches(given))
+            masks = [list(engine.masks(given, batch).float()) for batch in batches]
+            return samples_of(modes, masks, [engine.prompts(given, batch) for batch in batches])
+
+        tokens = None if engine.tokens is None else partial(engine.tokens, given)
+        group, even = engine.group(given), engine.of_samples(given)
+        factors, _ = token_mean_factors(modes, describe, dp_group=group, even=even, tokens=tokens)
+        theirs = [batch["advantages"] for batch in batches]
+        try:
+            for batch, plain, of_batch in zip(batches, theirs, factors, strict=True):
+                batch["advantages"] = plain * of_batch.to(plain.device).view_as(plain)
+            return stock()
+        finally:
+            for batch, plain in zip(batches, theirs, strict=True):
+                batch["advantages"] = plain
+
+    further = [] if engine.groups is None else [Function(owner, *engine.groups)]
+    replaced = Replaced(engine.name, engine.versions, [Function(owner, *engine.step, step), *further])
+    if hasattr(owner, "as_controller") and owner.__module__.partition(".")[0] in (*_ENGINES, "__main__"):
+        owner.as_controller = _refuse_controller
+    return replaced
+
+
+def _refuse_controller(*_: Any, **__: Any) -> Any:
+    raise ValueError(
+        "a controller of a class of AReaL's own or of a main script: its workers import that class anew, without the "
+        "aggregation. Put a subclass, and aggregate(...) of it, into a module that workers can import."
+    )
+
+
+def _give_groups(stock: Callable[[], Any], given: dict[str, Any]) -> Any:
+    """Number AReaL's trajectory groups, each generated from one item of the data, in a column that is cut as tokens."""
+    (groups,), first = given["args"], given["self"].data_parallel_group.rank() << 32
+    columns = [torch.full_like(one["input_ids"], first + i, dtype=torch.int64) for i, one in enumerate(groups)]
+    given["args"] = ([{**one, _GROUPS: column} for one, column in zip(groups, columns, strict=True)],)
+    return stock()
+
+
+def _areal_prompts(given: Given, batch: Batch) -> Sequence[Any] | str:
+    column = batch.pop(_GROUPS, None)
+    return "a step that did not come from ppo_update" if column is None else column[:, 0].tolist()
+
+
+def _roll_masks(given: Given, batch: Batch) -> Any:
+    """The mask whose tokens ROLL counts."""
+    has_final = "final_response_mask" in given["batch"].meta_info["loss_mask_keys"] and "final_response_mask" in batch
+    return batch["final_response_mask"] if has_final else batch["response_mask"][:, 1:]
+
+
+def _roll_prompts(given: Given, batch: Batch) -> Sequence[Any] | str:
+    others = given["batch"].non_tensor_batch
+    if "traj_group_id" in others:
+        return list(others["traj_group_id"])
+    return MEDIA if "multi_modal_inputs" in others else prompts_of(batch["input_ids"], batch["prompt_mask"])
+
+
+def _roll_wrong(given: Given) -> Sequence[tuple[bool, str, str]]:
+    config, scales = given["self"].worker.pipeline_config, given["self"].worker_config.apply_loss_scale
+    mode, is_kimi = config.loss_agg_mode, getattr(config, "pg_variant", None) == "kimi15"
+    weighs = any(getattr(config, f"{one}_loss_weight", None) for one in ("difficulty", "length"))
+    return (
+        (mode != "token-mean", f"loss_agg_mode={mode}", "Set loss_agg_mode: token-mean"),
+        (not scales, "apply_loss_scale=False", "Set apply_loss_scale: true"),
+        (is_kimi, "pg_variant=kimi15, whose loss is not proportional to the advantage,", "Set another pg_variant"),
+        (weighs, "difficulty_loss_weight or length_loss_weight", "Leave them out"),
+    )
+
+
+def _rlinf_prompts(given: Given, batch: Batch) -> Sequence[Any] | str:
+    before = batch["attention_mask"][:, : -given["self"].response_len]
+    return MEDIA if "multi_modal_inputs" in batch else prompts_of(batch["input_ids"][:, : before.shape[1]], before)
+
+
+def _rlinf_wrong(given: Given) -> Sequence[tuple[bool, str, str]]:
+    config, batch = given["self"].cfg.algorithm, given["batch"]
+    is_pipeline = not isinstance(batch, Mapping)
+    has_empty = not is_pipeline and not batch["response_mask"].any(-1).all()
+    return (
+        (config.loss_agg_func != "token-mean", f"loss_agg_func={config.loss_agg_func}", "Set token-mean"),
+        (not config.use_valid_token_scale, "use_valid_token_scale=False", "Set it to True"),
+        (is_pipeline, "the pipeline mode, whose tokens are not known before a step,", "Set another placement"),
+        (has_empty, "a row without a token to train on, which may cost RLinf its micro-batch,", "Drop such rows"),
+    )
+
+
+def _megatron_group(given: Given) -> Any:
+    from megatron.core import parallel_state
+
+    return parallel_state.get_data_parallel_group()
+
+
+_ENGINES = {
+    "areal": _Engine(
+        "AReaL", "1.0.4 or 4aef98d8", ("train_batch", ["input_", "loss_fn", "loss_weight_fn"]),
+        wrong=lambda given: [
+            (getattr(given["self"].config, "m2_threshold", None) is not None, "m2_threshold", "Leave one of them out")
+        ],
+        batches=lambda given: given["input_"] if isinstance(given["input_"], list) else [given["input_"]],
+        masks=lambda given, batch: batch["loss_mask"],
+        prompts=_areal_prompts,
+        group=lambda given: given["self"].data_parallel_group,
+        of_samples=lambda given: "Set importance_sampling_level=token"
+        if getattr(given["self"].config, "importance_sampling_level", None) == "sequence" else "",
+        groups=("ppo_update", ["args"], _give_groups),
+    ),
+    "roll": _Engine(
+        "ROLL", "8eb27cc2", ("train_step", ["batch", "loss_func"]),
+        wrong=_roll_wrong,
+        batches=lambda given: [given["batch"].batch],
+        masks=_roll_masks,
+        prompts=_roll_prompts,
+        group=_megatron_group,
+        of_samples=lambda given: "Set importance_sampling: token"
+        if given["self"].worker.pipeline_config.importance_sampling == "seq" else "",
+    ),
+    "rlinf": _Engine(
+        "RLinf", "a3816b59", ("training_step", ["batch"]),
+        wrong=_rlinf_wrong,
+        batches=lambda given: [given["batch"]],
+        masks=lambda given, batch: batch["response_mask"][:, -given["self"].response_len :],
+        prompts=_rlinf_prompts,
+        group=_megatron_group,
+        tokens=lambda given: float(given["self"].global_valid_token),  # of all the n_minibatches steps of a batch
+    ),
+}  # fmt: skip

@@ -1,0 +1,121 @@
+"""RLinf's own rows, loss, scaling and schedule call with our factors, from a checkout: RLINF_PATH=~/RLinf.
+
+Real: `RolloutResult.to_actor_batch`, `MegatronActor.training_step` with its dynamic micro-batches, its packing, its
+count of valid tokens, its policy loss and KL penalty; Megatron's schedule and DDP. The model is a table of logits.
+Replaced: Ray, the optimizer.
+"""
+
+from types import SimpleNamespace
+from typing import Any
+
+import bigram_step
+import pytest
+import torch
+from bigram_step import BETA, CLIP_HIGH, CLIP_LOW, LENGTH, TOLERANCE, assert_exact, bigram_model, compare, errors_of, k3
+from checkouts import RLINF, Settings, checkout, load
+from ranks import RankError, run_ranks
+from replacements import undone
+from table_step import start
+from torch import Tensor
+
+MODES: dict[str, dict[str, Any]] = {
+    "token_mean": {},
+    "sample_mean": {"units": "active", "kl": "token_mean"},
+    "prompt_mean": {"kl": "token_mean"},
+    "constant": {"divisor": 40.0, "kl": "token_mean"},
+    "token_sum": {"divisor": 25.0, "kl": "token_mean"},
+}
+PROMPT, LEFT = 3, 2  # length of prompts, and of what is left of the room for them
+make_batch = bigram_step.make_batch
+
+pytestmark = pytest.mark.slow
+
+
+def without_empty_rows() -> dict[str, Tensor]:
+    """The rows, each with a token to train on."""
+    batch = make_batch()
+    return batch | {"sample_mask": torch.ones_like(batch["sample_mask"])}
+
+
+def rows_of_rank(dp_rank: int, dp: int, results: Any) -> Any:
+    """As its rollouts make them; a stretch of tokens that the model did not generate is masked."""
+    batch = {name: values[dp_rank::dp] for name, values in bigram_step.make_batch().items()}
+    masks, lengths = batch["token_mask"] * batch["sample_mask"][:, None], batch["input_lengths"].tolist()
+
+    def responses(values: Tensor) -> list[Any]:
+        return [row[PROMPT:length].tolist() for row, length in zip(values, lengths, strict=True)]
+
+    rollout = results.RolloutResult(
+        num_sequence=len(lengths), group_size=1, prompt_lengths=[PROMPT] * len(lengths),
+        prompt_ids=batch["input_ids"][:, :PROMPT].tolist(), response_lengths=[n - PROMPT for n in lengths],
+        response_ids=responses(batch["input_ids"]), is_end=[True] * len(lengths),
+        response_mask=responses(masks.long()), rollout_logprobs=responses(batch["prev_logprobs"]),
+        advantages=batch["advantages"][:, PROMPT:], ref_logprobs=batch["reference_policy_logprobs"][:, PROMPT:],
+    )  # fmt: skip
+    return rollout.to_actor_batch(PROMPT + LEFT, LENGTH + LEFT, 0)
+
+
+def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """On a rank: the error of each case's gradient."""
+    state = start(cp=cp)
+    actors, bases, results, _ = load(
+        RLINF, root, "rlinf.workers.actor.megatron_actor_worker", "rlinf.workers.megatron_worker",
+        "rlinf.data.schema.reasoning_results", "rlinf.algorithms.losses",
+    )  # fmt: skip
+    from megatron_rl_loss.frameworks.token_mean import aggregate
+
+    results.Worker = SimpleNamespace(torch_device_type="cpu")
+    found = []
+    for case in cases:
+        bigram_step.make_batch = make_batch if case.get("empty") else without_empty_rows
+        model = bigram_model()
+        model.module.pre_process = model.module.post_process = True
+        algorithm = Settings(
+            loss_agg_func="token-mean", use_valid_token_scale=case.get("scale", True), loss_type="actor",
+            sampling_params=Settings(temperature=1.0), n_minibatches=1,
+        )  # fmt: skip
+        algorithm.get = lambda name, default=None: default
+        actor: Any = object.__new__(type("Actor", (actors.MegatronActor,), {}))
+        optimizer = Settings(step=lambda: (True, 0.0, None), param_groups=[{"lr": 0.0}], zero_grad=lambda: None)
+        vars(actor).update(
+            cfg=Settings(algorithm=algorithm, runner=Settings(task_type="reasoning")), model=[model], role="actor",
+            _cfg=Settings(optim=Settings()), transformer_config=model.config, response_len=LENGTH - PROMPT,
+            loss_agg_func=bases.masked_mean, clip_ratio_low=CLIP_LOW, clip_ratio_high=CLIP_HIGH, clip_ratio_c=None,
+            calculate_entropy=False, calculate_entropy_loss=False, kl_beta=BETA, kl_penalty_type="k3",
+            enable_dynamic_batch_size=True, max_tokens_per_mbs=24, variable_seq_lengths=True, use_profiler=False,
+            total_batch_size_per_dp=1, optimizer=optimizer, lr_scheduler=Settings(step=lambda increment: None),
+        )  # fmt: skip
+        batch = rows_of_rank(state.get_data_parallel_rank(), state.get_data_parallel_world_size(), results)
+        actor._setup_valid_token_scale(batch)
+        with undone():
+            if not case.get("stock"):
+                settings = {name: value for name, value in case["settings"].items() if name != "kl"}
+                aggregate(type(actor), case["mode"], **settings)
+            actor.training_step(batch)
+        found.append({"errors": errors_of(model, case, kl=k3), "microbatches": actor.num_microbatches})
+    return found
+
+
+def test_every_mode_is_exact(record_property: Any) -> None:
+    cases = [{"mode": mode, "settings": settings} for mode, settings in MODES.items()]
+    assert_exact(record_property, train, RLINF, cases, worlds=[(1, 1), (2, 1)])
+
+
+def test_theirs_is_the_token_mean(record_property: Any) -> None:
+    case = {"mode": "token_mean", "settings": {}, "setting": "token mean, `use_valid_token_scale`"}
+    ((same, _),) = compare(record_property, train, RLINF, [case], (2, 1))
+    assert same["microbatches"] > 1
+    assert same["errors"]["gradient"] < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("changed", "error"),
+    [
+        ({"scale": False}, "use_valid_token_scale=False beside a loss aggregation"),
+        ({"empty": True}, "a row without a token to train on.*Drop such rows"),
+    ],
+)
+def test_refused_on_all_ranks(changed: dict[str, Any], error: str) -> None:
+    with pytest.raises(RankError, match=error) as caught:
+        run_ranks(2, train, checkout(RLINF), 1, [{"mode": "token_mean", "settings": {}} | changed])
+    assert set(caught.value.errors) == {0, 1}

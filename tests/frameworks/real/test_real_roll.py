@@ -1,0 +1,168 @@
+"""ROLL's own rows, masks, loss, scaling and schedule call with our factors, from a checkout: ROLL_PATH=~/ROLL.
+
+Real: `postprocess_generate`, `get_sample_level_mask`, `MegatronTrainStrategy.train_step` with its dynamic
+micro-batches, its counts and its log-probs, `ActorWorker.loss_func`, `DataProto`; Megatron's schedule and DDP. The
+model is a table of logits. Replaced: Ray, TensorDict, the optimizer, which keeps what Megatron hands it.
+"""
+
+import sys
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from bigram_step import (
+    BETA,
+    CLIP_HIGH,
+    CLIP_LOW,
+    CUTS,
+    LENGTH,
+    assert_exact,
+    bigram_model,
+    compare,
+    expected,
+    k3,
+    make_batch,
+)
+from checkouts import ROLL, Settings, checkout, load
+from ranks import RankError, run_ranks
+from replacements import undone
+from table_step import relative_error, start
+from torch import Tensor
+
+MODES: dict[str, dict[str, Any]] = {
+    "token_mean": {},
+    "sample_mean": {"units": "active", "kl": "token_mean"},
+    "prompt_mean": {"kl": "token_mean"},
+    "constant": {"divisor": 40.0, "kl": "token_mean"},
+    "token_sum": {"divisor": 25.0, "kl": "token_mean"},
+}
+LEFT, PROMPT = 2, 3  # padding to the left, length of prompts
+
+pytestmark = pytest.mark.slow
+
+
+class Rows(dict[str, Tensor]):
+    """As much of a TensorDict as is asked for."""
+
+    def __init__(self, source: Any, batch_size: Any = None) -> None:
+        super().__init__(source)
+
+    @property
+    def batch_size(self) -> list[int]:
+        return [len(self)]
+
+    def __len__(self) -> int:
+        return len(next(iter(self.values())))
+
+    def __getitem__(self, key: Any) -> Any:
+        return (
+            super().__getitem__(key) if isinstance(key, str) else Rows({name: one[key] for name, one in self.items()})
+        )
+
+
+def rows_of_rank(dp_rank: int, dp: int, protocol: Any, functionals: Any) -> Any:
+    """As its rollouts and its pipeline make them."""
+    batch = {name: values[dp_rank::dp] for name, values in make_batch().items()}
+    ids = torch.nn.functional.pad(batch["input_ids"], (LEFT, 0))
+    ids[:, LEFT:][torch.arange(LENGTH) >= batch["input_lengths"][:, None]] = 0
+    prompts = ids[:, : LEFT + PROMPT]
+    given = {"input_ids": prompts, "attention_mask": (prompts != 0).long(), "position_ids": prompts}
+    data = functionals.postprocess_generate(protocol.DataProto(Rows(given)), ids, 1, LENGTH + LEFT, 99, 0)
+    functionals.get_sample_level_mask(data, Settings())
+    data.batch["final_response_mask"] *= pad(batch["token_mask"] * batch["sample_mask"][:, None])[:, 1:].long()
+    for name in ("prev_logprobs", "reference_policy_logprobs", "advantages"):
+        theirs = {"prev_logprobs": "old_log_probs", "reference_policy_logprobs": "ref_log_probs"}.get(name, name)
+        data.batch[theirs] = pad(batch[name])[:, 1:].clone()
+    data.batch["train_infer_is_weight"] = torch.ones_like(data.batch["advantages"])
+    cuts = [(a * len(ids) // 6, b * len(ids) // 6) for a, b in CUTS]
+    data.meta_info = {"loss_mask_keys": ["response_mask", "final_response_mask"], "micro_batch_indices": cuts}
+    data.meta_info |= {"micro_batch_lengths": [LENGTH + LEFT] * len(cuts), "num_micro_batchs": len(cuts)}
+    return data
+
+
+def pad(values: Tensor) -> Tensor:
+    return torch.nn.functional.pad(values, (0, LEFT))
+
+
+def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """On a rank: the error of each case's gradient."""
+    state = start(cp=cp)
+    for name in ("tensordict", "tensordict.utils", "mcore_adapter"):
+        sys.modules[name] = ModuleType(name)
+        sys.modules[name].__spec__ = ModuleSpec(name, None)
+    vars(sys.modules["tensordict"]).update(TensorDict=Rows, set_lazy_legacy=lambda _: SimpleNamespace(set=lambda: None))
+    vars(sys.modules["tensordict.utils"]).update(LinkedList=list)
+    vars(sys.modules["mcore_adapter"]).update(
+        TrainingArguments=Settings, __path__=[str(Path(root, "mcore_adapter/src/mcore_adapter"))]
+    )
+    strategies, protocol, functionals, workers = load(
+        ROLL, root, "roll.distributed.strategy.megatron_strategy", "roll.distributed.scheduler.protocol",
+        "roll.utils.functionals", "roll.pipeline.rlvr.actor_worker",
+    )  # fmt: skip
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    from megatron_rl_loss.frameworks.token_mean import aggregate
+
+    found = []
+    for case in cases:
+        model, kept = bigram_model(), list[Tensor]()
+
+        def step(model: Any = model, kept: list[Tensor] = kept) -> Any:
+            kept.append(model.module.losses.main_grad.clone())
+            return True, 0.0, None
+
+        config = Settings(
+            loss_agg_mode=case.get("loss_agg_mode", "token-mean"), importance_sampling="token", use_pg_clip_range=True,
+            pg_clip_low=CLIP_LOW, pg_clip_high=CLIP_HIGH, train_infer_correction=Settings(is_weight=Settings()),
+            enable_old_logprobs_recompute=True, use_kl_loss=True, kl_loss_coef=BETA, rl_loss_coef=1.0,
+            entropy_loss_coef=0.0,
+        )  # fmt: skip
+        of_worker = Settings(use_dynamic_batching_in_train=True, apply_loss_scale=True, name="actor_train")
+        worker, strategy = object.__new__(workers.ActorWorker), object.__new__(strategies.MegatronTrainStrategy)
+        model.get_batch_on_this_cp_rank = lambda given, dim3_keys: given
+        chunks = type("Models", (list,), {"train": lambda _: None, "get_models": lambda self: list(self)})([model])
+        chunks.config = model.config
+        vars(worker).update(pipeline_config=config, strategy=strategy)
+        vars(strategy).update(
+            model=chunks, models_unwrapped=[model], worker=worker, worker_config=of_worker, seq_length=LENGTH + LEFT,
+            forward_backward_func=get_forward_backward_func(), optimizer=Settings(step=step, zero_grad=lambda: None),
+            scheduler=Settings(step=lambda: None), load_states=lambda **_: None, offload_states=lambda **_: None,
+            megatron_train_args=Settings(cross_entropy_loss_fusion=False),
+            **dict.fromkeys(("enable_router_replay", "use_sequence_packing", "is_multimodal"), False),
+        )  # fmt: skip
+        data = rows_of_rank(state.get_data_parallel_rank(), state.get_data_parallel_world_size(), protocol, functionals)
+        model.zero_grad_buffer()
+        with undone():
+            if not case.get("stock"):
+                aggregate(
+                    type(strategy), case["mode"], **{name: x for name, x in case["settings"].items() if name != "kl"}
+                )
+            strategy.train_step(batch=data, loss_func=worker.loss_func)
+        assert torch.equal(data.batch["advantages"], rows_of_rank(
+            state.get_data_parallel_rank(), state.get_data_parallel_world_size(), protocol, functionals
+        ).batch["advantages"])  # fmt: skip
+        _, by_entry, _ = expected(case["mode"], case["settings"], kl=k3)
+        found.append({"errors": {"gradient": relative_error(kept[0].view_as(by_entry), by_entry)}})
+    return found
+
+
+def test_every_mode_is_exact(record_property: Any) -> None:
+    cases = [{"mode": mode, "settings": settings} for mode, settings in MODES.items()]
+    assert_exact(record_property, train, ROLL, cases, worlds=[(1, 1), (2, 1)])
+
+
+def test_theirs_is_none_of_the_modes(record_property: Any) -> None:
+    """Its token mean takes in the tokens that the mask leaves out."""
+    case = {"mode": "token_mean", "settings": {}, "setting": "token mean, masked tokens in responses"}
+    ((own, _),) = compare(record_property, train, ROLL, [case], (2, 1))
+    assert own["errors"]["gradient"] > 1e-2
+
+
+def test_another_loss_is_refused_on_all_ranks() -> None:
+    case = {"mode": "token_mean", "settings": {}, "loss_agg_mode": "seq-mean-token-mean"}
+    with pytest.raises(RankError, match="loss_agg_mode=seq-mean-token-mean beside a loss aggregation") as caught:
+        run_ranks(2, train, checkout(ROLL), 1, [case])
+    assert set(caught.value.errors) == {0, 1}
