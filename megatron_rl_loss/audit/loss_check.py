@@ -307,6 +307,8 @@ def _draw(call: LossCall, over: str, seed: str, telling: bool) -> DrawnStep:
     rows = list[DrawnRow]()
     for i in range(len(places)):
         rollout, prompt = i, rng.randint(0, len(places) // 3)
+        if i in (0, len(places) - 1):
+            prompt = int(i > 0)  # two prompts at least
         if call.split_rollouts and (i == 1 or (i and rng.random() < 0.4)):
             rollout, prompt = rows[-1].rollout, rows[-1].prompt
         share = rng.choice([0.0, 0.5, 1.0]) if i else 1.0  # of a fully masked step nothing is trained

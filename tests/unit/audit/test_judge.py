@@ -234,7 +234,7 @@ CAUSES: dict[str, tuple[Formula, str, dict[str, Any], str]] = {
         {"longest": 60, "masked": 0.0}, "sample means inside the CP rank's piece of the micro-batch, .*1/CP"),
     "prompts of samples": (prompts_of_samples, "sample_mean", {"uneven_prompts": True, "masked": 0.0},
         "prompt means of sample means"),
-    "fully masked units left out": (lambda t: t.m / t.M / (t.ROWS - t.MASKED), "sample_mean", {}, "N/N_active: fully masked"),
+    "fully masked units left out": (lambda t: t.m / t.M / (t.ROWS - t.MASKED), "sample_mean", {}, "= N/N_active: f"),
     "by length": (lambda t: t.m / t.length / t.N, "sample_mean", {}, "sample means over lengths, masked tokens too"),
     "rows as rollouts": (lambda t: t.m / t.M / t.ROWS, "sample_mean", {"split_rollouts": True}, "^sample means, over"),
     "phantoms by micro-batch": (lambda t: t.m / (t.n + t.over(((t.M == 0) & (t.t == 0)) * 1.0, t.d, t.k)) / t.D / t.K,
