@@ -10,7 +10,7 @@ import sys
 from argparse import ArgumentParser
 from pathlib import Path
 
-from megatron_rl_loss.audit.launch import add_audit_options, add_script, check_expected, run_audit
+from megatron_rl_loss.audit.launch import add_audit_options, add_script, run_audit
 from megatron_rl_loss.audit.log_prob_gap import compare_dumps
 from megatron_rl_loss.errors import did_you_mean
 from megatron_rl_loss.modes.names import format_modes
@@ -47,10 +47,6 @@ def main() -> None:
     gap.add_argument("ours", metavar="TRAIN", type=Path, help="dump of the trainer; its masks count, if it has any")
     options = parser.parse_args()
     if options.command == "audit":
-        try:
-            check_expected(options)
-        except ValueError as refusal:
-            audit.error(str(refusal))
         sys.exit(run_audit(options))
     try:
         sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]  # a terminal may know ASCII alone

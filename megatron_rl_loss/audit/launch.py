@@ -37,14 +37,6 @@ def add_audit_options(parser: ArgumentParser) -> None:
     add("--step", type=step_number, default=1, help="The training step to measure, from 1 on. Default: 1.")
 
 
-def check_expected(options: Namespace) -> None:
-    """Raise ValueError for an expected mode that there is not, or settings of none."""
-    if options.expect is not None:
-        resolve(options.expect, divisor=options.divisor, units=options.units)
-    elif (options.divisor, options.units) != (None, None):
-        raise ValueError("--divisor or --units without --expect: they belong to a mode. Name it with --expect.")
-
-
 def add_script(parser: ArgumentParser) -> None:
     parser.add_argument("--fail", action="store_true", help="Exit with 1 for NOT SOUND, with 2 for NO VERDICT.")
     parser.add_argument("script", metavar="SCRIPT", help="Your training script.")
