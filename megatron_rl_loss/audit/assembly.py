@@ -91,7 +91,11 @@ def measured_step(parts: Sequence[Part], factor: float, split: Split, **said: An
         weights[slots] = 0  # the rest is on padding, or in other samples' slots
         stray_places += int(np.count_nonzero(weights))
         stray_weight += float(np.abs(weights).sum())
-    ids = sorted({*(pieces[0] if pieces else ())}.difference(_COLUMNS))
+    named = [{*piece}.difference(_COLUMNS) for piece in pieces]
+    ids = sorted(set.intersection(*named)) if named else []
+    if partly := sorted(set().union(*named).difference(ids)):
+        why = f"Ids are given in some micro-batches alone: {', '.join(partly)}. Give them to all samples, or to none."
+        said["unknown"] = (*said.get("unknown", ()), why)
     joined: dict[str, Any] = {
         name: np.concatenate([np.zeros(0, np.int64), *(piece[name] for piece in pieces)]) for name in (*_COLUMNS, *ids)
     }

@@ -275,7 +275,7 @@ def fits(step: Ratios, divisor: float | None, tolerance: float) -> Fits:
         factor, of_row = float(np.median(ratio)), (_ROW + number / 1000 + rarer + later) * bool(words)
         found[words, "?"] = Cause(words, "", factor, _UNNAMED + of_row)
         for kind, name, price, log in table:
-            if kind in likely and abs(log - math.log(factor)) <= tolerance:
+            if kind in likely and abs(log - math.log(factor)) <= tolerance / math.sqrt(len(ratio)):  # a median
                 found[words, name] = Cause(words, name, factor, price + of_row)
     return found
 

@@ -27,12 +27,13 @@ TOLERANCES = {"float32": 64 * 2.0**-24, "float16": 4 * 2.0**-11, "bfloat16": 4 *
 
 
 @np.errstate(divide="ignore", invalid="ignore", over="ignore")  # counts of parts may be 0
-def judge(measured: MeasuredStep, expected: Aggregation | None = None) -> Verdict:
+def judge(measured: MeasuredStep, expected: Aggregation | str | None = None) -> Verdict:
     """The verdict on a measured step.
 
     Without a mode that was asked, the nearest one without a divisor is taken, and the verdict says so. A term's
     coefficient (``facts["coefficient"]``) is divided out first.
     """
+    expected = resolve(expected) if isinstance(expected, str) else expected
     tolerance = TOLERANCES[measured.facts.get("rounding", "float32")]
     notes, unknown = measured.notes, measured.unknown
     coef = measured.facts.get("coefficient", 1.0)
@@ -50,6 +51,9 @@ def judge(measured: MeasuredStep, expected: Aggregation | None = None) -> Verdic
         why = f"The weights of {in_words(expected)} cannot be made from masks and ids alone. {error}"
         return Verdict(expected=in_words(expected), sound=False, unknown=(why,), notes=notes)
     words = in_words(asked) + " (nothing was asked: this is the nearest mode)" * (expected is None)
+    if not wanted.any() and not measured.weights.any() and not measured.stray[1]:
+        why = "The step has no token that should weigh anything, and none does."
+        return Verdict(expected=words, sound=False, unknown=(why,), notes=notes)
     tokens, weights, on = measured.tokens, measured.weights, wanted != 0
     ratio = weights[on] / wanted[on]
     factor = float(np.median(ratio)) if len(ratio) and measured.facts.get("undeclared_term") else math.nan

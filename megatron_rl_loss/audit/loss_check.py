@@ -55,6 +55,7 @@ class Finding:
     expected: tuple[float, ...] = ()  # by the mode that was asked; without one, of the same step uncut
     low: float = np.nan  # over all draws of the cut: the smallest weight / what it should be, or is uncut
     high: float = np.nan  # the largest
+    fact: str = ""  # the name of what it says of weight in the wrong places
 
     @property
     def length(self) -> float:
@@ -257,7 +258,8 @@ def _findings(run: Any, call: LossCall, mode: Aggregation | None, draws: int, se
     for found in shown.values():
         low, high = min(one.low for one in found), max(one.high for one in found)
         apart = f"{low:.4g}" if high - low <= TOLERANCE * abs(high) else f"{low:.3g} to {high:.3g}"
-        first = min(found, key=lambda one: (not one.says, one.length))
+        certain = [one for one in found if one.fact != "shift"] or found  # a shift shows on all steps, or is none
+        first = min(certain, key=lambda one: (not one.says, one.length))
         says = first.says or f"tokens weigh {apart} times what they {'should' if cut == UNCUT else 'do uncut'}"
         findings.append(replace(first, says=says, low=low, high=high))
     return findings
@@ -286,10 +288,12 @@ def _look(run: Any, mode: Aggregation | None, cut: str, step: DrawnStep) -> Find
     wanted = asked if cut == UNCUT else plain
     if deviation_of(measured, wanted) <= TOLERANCE:
         return None
-    facts = [one.text for one in take_off(measured, wanted, TOLERANCE).misplaced][-1:]  # the last says most
+    of_mask = ((wanted != 0) == (measured.tokens.mask != 0)).all()  # else its own zeros would be read as the mask
+    facts = take_off(measured, wanted, TOLERANCE).misplaced[-1:] if of_mask else []  # the last says most
     ratio = weights[wanted != 0] / wanted[wanted != 0]
     low, high = float(ratio.min(initial=np.inf)), float(ratio.max(initial=-np.inf))
-    return Finding(cut, "weights", "".join(facts), step, tuple(weights.tolist()), tuple(asked.tolist()), low, high)
+    name, says = (facts[0].name, facts[0].text) if facts else ("", "")
+    return Finding(cut, "weights", says, step, tuple(weights.tolist()), tuple(asked.tolist()), low, high, name)
 
 
 def _draw(call: LossCall, over: str, seed: str, telling: bool) -> DrawnStep:

@@ -64,26 +64,34 @@ def take_off(measured: MeasuredStep, expected: Floats, tolerance: float) -> Kept
     support[bad] = wanted[bad]
     extra, lost = support & ~wanted, wanted & ~support
     differing = int(extra.sum() + lost.sum())
-    for words, source, inside in _shifts(tokens) if differing and sizes.any() else ():
+    for words, source, inside in _shifts(tokens) if extra.any() else ():
         if (support == wanted[source] & inside).all():
             found.append(Misplaced("shift", f"weights are off by one against masks: they lie {words}", differing))
             entries = np.flatnonzero(support & ~bad)
-            return Kept(source[entries], weights[entries], found)
+            return _without_signs(Kept(source[entries], weights[entries], found), tokens, expected)
     if extra.any():
         found.append(_masked(measured, expected, extra))
     if lost.any():
         found.append(_missing(tokens, wanted, lost))
+    if extra.any() and wanted.any() and (extra == ~wanted).all() and (lost == wanted).all():
+        found[-2:] = [
+            Misplaced("inverted", "the mask is inverted: masked tokens are trained, active ones not", differing)
+        ]
     if [one.name for one in found[-2:]] == ["masked_trained", "missing"]:
         text = "weights lie on other tokens, as if masks and losses were cut or laid out differently"
         numbers = f"{int(extra.sum())} masked tokens have weight, {int(lost.sum())} active ones have none"
         found[-2:] = [Misplaced("misaligned", f"{text}: {numbers}", differing)]
     entries = np.flatnonzero(support & wanted & ~bad)
-    kept = Kept(entries, weights[entries], found)
-    negative = kept.weights * expected[entries] < 0
-    if negative.any() and (places_of := _whole_places(tokens, entries, negative)):
-        where = "" if negative.all() else f" at {places_of}"
+    return _without_signs(Kept(entries, weights[entries], found), tokens, expected)
+
+
+def _without_signs(kept: Kept, tokens: StepTokens, expected: Floats) -> Kept:
+    """Turn the sign of whole places that pull the other way."""
+    negative = kept.weights * expected[kept.entries] < 0
+    if negative.any() and (places := _whole_places(tokens, kept.entries, negative)):
+        where = "" if negative.all() else f" at {places}"
         text = f"the sign is turned{where}: what was to be minimised is maximised"
-        found.append(Misplaced("sign", text, int(negative.sum())))
+        kept.misplaced.append(Misplaced("sign", text, int(negative.sum())))
         kept.weights = np.where(negative, -kept.weights, kept.weights)
     return kept
 

@@ -215,7 +215,8 @@ def _derivative(call: Callable[[], Any], values: Tensor, where: str) -> Tensor:
     try:
         loss = call()
     except Exception as error:
-        raise CallFailed("raises", f"it raises {type(error).__name__}: {error}{where}") from error
+        said = f"{error}".partition("\n")[0][:120]
+        raise CallFailed("raises", f"it raises {type(error).__name__}: {said}{where}") from error
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
         what = f"{loss.dtype} of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
         raise CallFailed("no loss", f"it returns {what}, not one number alone{where}")

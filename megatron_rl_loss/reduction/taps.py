@@ -133,7 +133,7 @@ def tap(
     tapped.coef = coef if tapped.coef is None else tapped.coef
     tapped.aggregation = tapped.aggregation or aggregation
     if tapped.tokens is None and tokens is not None:
-        tapped.tokens = tokens.detach().reshape(-1).clone()
+        tapped.tokens = torch.as_tensor(tokens).detach().reshape(-1).clone()
     tapped.log_probs = tapped.log_probs or tuple(
         one.detach().reshape(-1).to(torch.float32, copy=True) for one in log_probs or ()
     )

@@ -7,18 +7,24 @@ is compared bit by bit.
 
 import functools
 import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import gpt_oracle
 import numpy as np
 import oracle
 import pytest
+import torch
 from audited_gpt import DESCRIBED, MUTATIONS, TAPS, TERMS, Ask, Outcome, correct_masks, expected_weights, run_steps
 from ranks import run_ranks
 from tiny_gpt import Case, Layout
 
+from megatron_rl_loss import Samples
 from megatron_rl_loss.audit.judge import judge
+from megatron_rl_loss.audit.megatron.anchor import Factor
+from megatron_rl_loss.audit.megatron.reports import Report, assembled
 from megatron_rl_loss.modes.names import resolve
+from megatron_rl_loss.reduction.taps import TappedLosses
 
 pytestmark = pytest.mark.slow
 
@@ -192,3 +198,31 @@ def test_taps_that_say_more_or_nothing(how: str) -> None:
         lengths = [len(one.mask) for one in gpt_oracle.rollouts_of(STEP.shape(CP_DP))]
         assert f" {sum(length > 1 for length in lengths)} of " in said[0]
     assert (first.measured.facts.get("tokens_compared", 0) > 0) == how.endswith("ids")
+
+
+def test_a_rank_that_never_taps_a_term_gives_its_tokens_no_weight() -> None:
+    """Two DP ranks of a reported step, by hand: one taps the policy loss alone; the same term declared apart."""
+    group = SimpleNamespace(size=lambda: 2)
+    one = SimpleNamespace(size=lambda: 1)
+    groups: Any = SimpleNamespace(dp=group, dp_cp=group, cp=one, tp=one, pp=one)
+    config = SimpleNamespace(calculate_per_token_loss=False, num_moe_experts=None)
+
+    def report_of(rank: int, **coefs: float) -> Report:
+        report = Report(0, [Factor("norm", 1.0, 1e-7, 1e-8)], [], num_microbatches=1)
+        for term, coef in coefs.items():
+            gradient = torch.full((2,), coef / 4)
+            tapped = TappedLosses((2,), torch.float32, Samples([torch.ones(2)]), coef=coef, gradient=gradient)
+            report.add(term, tapped, Samples([torch.ones(2)]), 1, dp_rank=rank, cp_rank=0, microbatch=0)
+        return report
+
+    def verdicts(*reports: Report) -> dict[str, Any]:
+        steps = assembled(reports, groups, config, 1.0, dynamic_cp=False)
+        return {term: judge(step, "token_mean") for term, step in steps.items()}
+
+    sound = verdicts(report_of(0, pg=1.0, kl=0.5), report_of(1, pg=1.0, kl=0.5))
+    assert (sound["pg"].sound, sound["kl"].sound) == (True, True)
+    found = verdicts(report_of(0, pg=1.0, kl=0.5), report_of(1, pg=1.0))
+    assert found["pg"].sound
+    assert "2 of 4 active tokens have no weight, all of DP 1" in str(found["kl"])
+    apart = verdicts(report_of(0, pg=1.0, kl=0.5), report_of(1, pg=1.0, kl=0.25))
+    assert "declare 'kl' differently" in apart["kl"].headline

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
@@ -107,14 +107,20 @@ def assembled(
     facts["rounding"] = _rounding({dtype for report in reports for dtype in report.dtypes}, factor.uncertainty)
     if compared:
         facts["tokens_compared"] = compared
-    described = {one.place for of_term in parts.values() for one in of_term if one.samples is not None}
+    # A rank that never taps a term gives its tokens no weight by it.
+    held = {(*part.place, part.cp_rank): part for of_term in parts.values() for part in of_term}
+    held |= {(*one.place, 0): one for of_term in parts.values() for one in of_term if one.samples is not None}
+    nothing = {at: replace(part, gradients=0 * part.gradients, declared=None) for at, part in held.items()}
+    described = {one.place for one in held.values() if one.samples is not None}
     steps = {}
     for term in terms:
-        of_term = [part for part in parts.get(term, []) if part.place in described]
-        declared = [part.declared for part in of_term if part.declared is not None]
-        agree = declared and all(one == declared[0] for one in declared)
-        own = declared[0] if agree else {"undeclared_term": term != policy}
-        said = {"unknown": tuple(dict.fromkeys(unknown)), "notes": tuple(notes), "facts": facts | own}
+        own_parts = nothing | {(*part.place, part.cp_rank): part for part in parts.get(term, [])}
+        of_term = [part for part in own_parts.values() if part.place in described]
+        declared = [part.declared or {} for part in parts.get(term, []) if part.reached]
+        agree = all(one == declared[0] for one in declared)
+        own = declared[0] if agree and declared and declared[0] else {"undeclared_term": term != policy}
+        apart = [] if agree else [f"Ranks or micro-batches declare {term!r} differently: {declared[:4]}."]
+        said = {"unknown": tuple(dict.fromkeys(unknown + apart)), "notes": tuple(notes), "facts": facts | own}
         steps[term] = measured_step(of_term, 1.0 if unknown else factor.value / loss_scale, split, **said)
     return steps
 

@@ -81,3 +81,12 @@ def test_log_probs_of_ranks_are_put_together(layout: Any) -> None:
     assert [one.tolist() for one in gap.gaps] == ([[0, -0.5, -1], [-2, -2.5, -3, -3.5, -4]] * 2)[:number]
     assert gap.num_tokens.tolist() == ([2, 4] * 2)[:number]
     assert log_prob_gap([]) is None
+
+
+def test_ids_of_some_microbatches_alone_are_no_verdict() -> None:
+    layout = Contiguous(CU, total_lengths=LENGTHS)
+    parts = parts_of(layout, lambda *_: 1, 1, ids={"prompt_ids": [1, 2]}), parts_of(layout, lambda *_: 1, 1, dp_rank=1)
+    step = measured_step([*parts[0], *parts[1]], 1.0, Split(dp_size=2), unknown=("before",))
+    assert step.unknown[0] == "before"
+    assert "Ids are given in some micro-batches alone: prompt" in step.unknown[1]
+    assert step.tokens.ids == {}

@@ -240,8 +240,8 @@ DUMPS: dict[str, tuple[str, Any, Any, int, str]] = {
     "NaN": ("a.pt", [row / row.ne(row[2]) for row in STEP.ours], STEP.ours, 2, "left out: 7 tokens with NaN or inf"),
     "no samples": ("a.jsonl", b"", STEP.ours, 2, "a.jsonl: no log-probs .*EOFError"),
     "text": ("a.pt", b"log-probs", STEP.ours, 2, "a.pt: no log-probs .*UnpicklingError"),
-    "code": ("a.pt", [re.compile("a")], STEP.ours, 2, "a.pt: it holds code, re._compile .*; a dump is a .pt without code"),
-    "no log-probs": ("a.pt", rolled_out(STEP.ours, ORDER), WITHOUT, 2, "b.pt: no log-probs were found in it .KeyError."),
+    "code": ("a.pt", [re.compile("a")], STEP.ours, 2, "a.pt: it holds code, re._compile .*; a dump"),
+    "no log-probs": ("a.pt", rolled_out(STEP.ours, ORDER), WITHOUT, 2, "b.pt: no log-probs .*KeyError"),
     "missing": ("a.pt", None, STEP.ours, 2, "a.pt: there is no such file"),
 }  # fmt: skip
 
