@@ -36,7 +36,6 @@ from torch import Tensor
 
 from megatron_rl_loss import Audit, Samples, StepTotals, ZigzagTHD, make_pg_loss_reducer, tap  # (1)
 from megatron_rl_loss.audit.judge import judge
-from megatron_rl_loss.modes.names import resolve
 
 SLOT, VOCABULARY = 32, 64
 Batch = dict[str, Any]
@@ -148,7 +147,7 @@ def main() -> None:
             micro_batch_size=1,
         )
     if audit.measured is not None:  # on the first rank; others have sent what they know
-        print(judge(audit.measured, resolve("token_mean")))
+        print(judge(audit.measured, "token_mean"))
         if options.measured is not None:
             torch.save(audit.measured, options.measured)
 

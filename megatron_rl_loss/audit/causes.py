@@ -25,18 +25,20 @@ PARTS = {
     "the CP rank's pieces of all its micro-batches": ("dp_rank", "cp_rank"),
     "this micro-batch of all DP ranks": ("microbatch",),
 }
-#: The contribution of a group's member (a sample, a rollout, a piece) with so many mask tokens and mask entries.
+#: The contribution of a group's member (a sample, a rollout, a piece) by its mask's sum, entries and nonzero entries.
 COUNTED: dict[str, Any] = {
-    "tokens": lambda tokens, entries: tokens,
-    "all": lambda tokens, entries: np.ones_like(tokens),
-    "active": lambda tokens, entries: (tokens > 0).astype(float),
-    "entries": lambda tokens, entries: entries,
-    "clamped": lambda tokens, entries: np.maximum(tokens, 1),
-    "shifted": lambda tokens, entries: tokens + (tokens > 0),
+    "tokens": lambda tokens, entries, nonzero: tokens,
+    "all": lambda tokens, entries, nonzero: np.ones_like(tokens),
+    "active": lambda tokens, entries, nonzero: (tokens > 0).astype(float),
+    "entries": lambda tokens, entries, nonzero: entries,
+    "nonzero": lambda tokens, entries, nonzero: nonzero,
+    "clamped": lambda tokens, entries, nonzero: np.maximum(tokens, 1),
+    "shifted": lambda tokens, entries, nonzero: tokens + (tokens > 0),
 }
 #: Tokens that are counted wrongly, in words.
 MISCOUNTS = {
     "entries": "all mask entries, masked ones too",
+    "nonzero": "the tokens whose mask is not 0, fractions as 1",
     "clamped": "the tokens, and one for each fully masked sample",
     "shifted": "the tokens, and one more for each sample that has any",
 }
@@ -52,6 +54,7 @@ class Counts:
         self.column = {name: tokens.column(name)[first] for name in names}
         self.num_tokens = np.bincount(self.of_entry, weights=tokens.mask, minlength=len(first))
         self.num_entries = np.bincount(self.of_entry, minlength=len(first)).astype(float)
+        self.num_nonzero = np.bincount(self.of_entry, weights=tokens.mask != 0, minlength=len(first))
         self._groups: dict[tuple[str, ...], Ints] = {}
 
     def group(self, *within: str) -> Ints:
@@ -63,9 +66,9 @@ class Counts:
     def count(self, what: str, *, of: tuple[str, ...] = ("sample",), within: tuple[str, ...] = STEP) -> Floats:
         """The sum over members (samples, rollouts, ...) `within` the cell's group; each counts as `COUNTED` says."""
         outer, member = self.group(*within), self.group(*within, *of)
-        tokens, entries = np.bincount(member, self.num_tokens), np.bincount(member, self.num_entries)
+        sums = [np.bincount(member, each) for each in (self.num_tokens, self.num_entries, self.num_nonzero)]
         first = np.unique(member, return_index=True)[1]
-        counted: Floats = np.bincount(outer[first], COUNTED[what](tokens, entries))[outer]
+        counted: Floats = np.bincount(outer[first], COUNTED[what](*sums))[outer]
         return counted
 
     def tokens(self, *within: str) -> Floats:

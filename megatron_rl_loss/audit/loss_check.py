@@ -39,7 +39,7 @@ CUTS = {
 #: Kind, text and change of the losses' seed: faults that show when an uncut step is measured again.
 _REPEATED: tuple[tuple[Kind, str, int], ...] = (
     ("chance", "called twice with the same losses, it gives tokens other weights", 0),
-    ("values", "not linear in the losses: tokens' weights depend on their values, so no aggregation describes it", 1),
+    ("values", "not linear in the losses (of log-probs: or without advantages), so no aggregation describes it", 1),
 )
 
 

@@ -107,7 +107,8 @@ def without_copies(kept: Kept, tokens: StepTokens, expected: Floats, tolerance: 
     samples = np.unique(sample[again])
     if 3 * len(samples) > len(np.unique(sample)):
         return kept
-    text = f"weigh {' or '.join(f'{x:g}' for x in np.unique(whole[again]))} times what all others do, as copies do"
+    often = " or ".join(f"{x:g}" for x in np.unique(whole[again]))
+    text = f"weigh {often} times what all others do, as if counted so often"
     shown = ", ".join(map(str, samples[:4])) + " and more" * (len(samples) > 4)
     copies = Misplaced("copies", f"samples {shown} {text}", int(again.sum()))
     return Kept(kept.entries[~again], kept.weights[~again], [*kept.misplaced, copies])

@@ -241,6 +241,8 @@ CAUSES: dict[str, tuple[Formula, str, dict[str, Any], str]] = {
     "fully masked units left out": (lambda t: t.m / t.M / (t.ROWS - t.MASKED), "sample_mean", {}, "= N/N_active: f"),
     "by length": (lambda t: t.m / t.length / t.N, "sample_mean", {}, "sample means over lengths, masked tokens too"),
     "rows as rollouts": (lambda t: t.m / t.M / t.ROWS, "sample_mean", {"split_rollouts": True}, "^sample means, over"),
+    "fractions counted as tokens": (lambda t: t.m / (t.m != 0).sum(), "token_mean", {"fractional": True},
+        "whose mask is not 0, fractions as 1, of the step$"),
     "phantoms by micro-batch": (lambda t: t.m / (t.n + t.over(((t.M == 0) & (t.t == 0)) * 1.0, t.d, t.k)) / t.D / t.K,
         "token_mean", {"masked": 0.3}, "one for each fully masked sample, of the micro-batch"),
     "the rectangle": (lambda t: t.m / (t.rows * t.width * t.D * t.K), "token_mean", {}, "rows x longest row of the"),
