@@ -146,13 +146,14 @@ def rows(t: Counts) -> Iterator[Row]:
                 yield f"{group} means of {unit} means inside {words}{tail}", 1 / whole / inner / outer, SIZES
         yield f"{unit} means over lengths, masked tokens too", 1 / t.count("entries", within=(unit,)) / of_step, SIZES
     for words, part in {"the step": STEP, **t.real_parts}.items():
+        likely = SIZES if part else NONE  # of the step it is one number, which others are by chance
         for kind, miscount in MISCOUNTS.items():
-            yield f"divided by {miscount}, of {words}", 1 / t.count(kind, within=part) / t.parts(part), NONE
+            yield f"divided by {miscount}, of {words}", 1 / t.count(kind, within=part) / t.parts(part), likely
         for multiple in {1, 2 * t.split.cp_size if t.split.cp_size > 1 else 1}:
             width, tail = t.width(*part, multiple=multiple), f", padded to a multiple of {multiple}" * (multiple > 1)
             area = width * t.count("all", within=part) * t.parts(part)
-            yield f"divided by rows x longest row of {words}{tail}", 1 / area, NONE
-            yield f"samples divided by the longest row of {words}{tail}", 1 / width / t.count("all"), NONE
+            yield f"divided by rows x longest row of {words}{tail}", 1 / area, likely
+            yield f"samples divided by the longest row of {words}{tail}", 1 / width / t.count("all"), likely
     for words, part in t.real_parts.items():
         empty = t.parts(part) - t.count("active", of=part)
         yield f"divided by the step's tokens, and one for {words} wherever it has none", 1 / (t.tokens() + empty), NONE
