@@ -86,12 +86,18 @@ def compare_log_probs(
     """Compare log-probs token by token, and try the known patterns.
 
     Args:
-        ours, theirs: [num_samples] of float [length], entry for entry the same tokens; rows of a padded batch will do.
+        ours, theirs: [num_samples] of float [length], tensors or lists, entry for entry the same tokens.
         loss_masks: the same; 0 where a token is not trained. Without masks all tokens count.
         total_lengths, ids: of samples; lengths with the prompt, where entries are of responses alone.
         top: our log-probs of the k most likely tokens, or of the vocabulary, [length, k] each; fit a temperature.
     """
-    lengths, ids = [row.numel() for row in ours], ids or range(len(ours))
+    ours, theirs, loss_masks, top = ([*map(torch.as_tensor, rows)] for rows in (ours, theirs, loss_masks, top))
+    lengths, ids = [row.numel() for row in ours], list(ids) or range(len(ours))
+    totals = list(total_lengths) or lengths
+    if {len(ids), len(totals)} != {len(ours)}:
+        raise ValueError(
+            f"{len(ids)} ids and {len(totals)} total_lengths, {len(ours)} samples: each has one. Give all, or none."
+        )
     masks = loss_masks if len(loss_masks) else [torch.ones(length) for length in lengths]
     for name, rows in {"ours": ours, "theirs": theirs, "loss_masks": masks, "top": top if len(top) else masks}.items():
         if len(rows) != len(ours):
@@ -109,7 +115,7 @@ def compare_log_probs(
     gap = LogProbGap(ids, ours, theirs, masks)
     on = gap.active
     if gap.beyond[on].any():
-        for name, text, source in _moves(gap, torch.tensor(total_lengths or lengths)):
+        for name, text, source in _moves(gap, torch.tensor(totals)):
             among = (source >= 0) & on[source] & (gap.finite if name.startswith("padded") else on)
             gap.consider(name, text, gap.theirs - gap.ours[source], among)
         if len(top):

@@ -176,7 +176,8 @@ def test_random_gaps_have_no_name() -> None:
 ROW = torch.zeros(3)
 REFUSALS = refusals(
     compare_log_probs,
-    (((ROW,), (ROW, ROW)), "2 samples of theirs, 1 of ours", ((ROW,), (ROW,))),
+    (((ROW,), (ROW, ROW)), "2 samples of theirs, 1 of ours", (([0.0, 1.0],), ([0.0, 1.0],))),
+    ({"ours": (ROW,), "theirs": (ROW,), "ids": "ab"}, "2 ids and 1 total_lengths, 1 samples", ((ROW,), (ROW,))),
     (((ROW,), (ROW,), (ROW[:2],)), "1 of 1 samples, first 0: ours 3, loss_masks 2.*Cut both", ((ROW,), (ROW,), (ROW,))),
 )
 test_refusals = refusal_tests(REFUSALS)
