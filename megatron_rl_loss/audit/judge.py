@@ -97,9 +97,8 @@ def _explained(
             if found is not None:
                 kept.misplaced.append(Misplaced("fractions", f"fractions of masks are {words}", len(mask)))
                 return kept, found
-    if found is None:
-        kept = without_copies(kept, measured.tokens, wanted, 2 * tolerance)
-        found = _causes([(measured, wanted, kept)], asked, tolerance)
+    if found is None and (rest := without_copies(kept, measured.tokens, wanted, 2 * tolerance)) is not kept:
+        kept, found = rest, _causes([(measured, wanted, rest)], asked, tolerance)
     if kept.misplaced and _is_finite(measured) and (found is None or (found and not found[0].named)):
         found = _causes_by_trained_tokens(measured, asked, tolerance) or found
     return kept, found
