@@ -14,7 +14,7 @@ import torch
 from bigram_step import BETA, CLIP_HIGH, CLIP_LOW, LENGTH, TOLERANCE, assert_exact, bigram_model, compare, errors_of, k3
 from checkouts import RLINF, Settings, checkout, load
 from ranks import RankError, run_ranks
-from replacements import undone
+from replacements import aggregated
 from table_step import start
 from torch import Tensor
 
@@ -62,8 +62,6 @@ def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, Any
         RLINF, root, "rlinf.workers.actor.megatron_actor_worker", "rlinf.workers.megatron_worker",
         "rlinf.data.schema.reasoning_results", "rlinf.algorithms.losses",
     )  # fmt: skip
-    from megatron_rl_loss.frameworks.token_mean import aggregate
-
     results.Worker = SimpleNamespace(torch_device_type="cpu")
     found = []
     for case in cases:
@@ -87,10 +85,7 @@ def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, Any
         )  # fmt: skip
         batch = rows_of_rank(state.get_data_parallel_rank(), state.get_data_parallel_world_size(), results)
         actor._setup_valid_token_scale(batch)
-        with undone():
-            if not case.get("stock"):
-                settings = {name: value for name, value in case["settings"].items() if name != "kl"}
-                aggregate(type(actor), case["mode"], **settings)
+        with aggregated(type(actor), case):
             actor.training_step(batch)
         found.append({"errors": errors_of(model, case, kl=k3), "microbatches": actor.num_microbatches})
     return found

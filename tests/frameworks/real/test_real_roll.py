@@ -28,7 +28,7 @@ from bigram_step import (
 )
 from checkouts import ROLL, Settings, checkout, load
 from ranks import RankError, run_ranks
-from replacements import undone
+from replacements import aggregated
 from table_step import relative_error, start
 from torch import Tensor
 
@@ -104,8 +104,6 @@ def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, Any
     )  # fmt: skip
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    from megatron_rl_loss.frameworks.token_mean import aggregate
-
     found = []
     for case in cases:
         model, kept = bigram_model(), list[Tensor]()
@@ -135,11 +133,7 @@ def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, Any
         )  # fmt: skip
         data = rows_of_rank(state.get_data_parallel_rank(), state.get_data_parallel_world_size(), protocol, functionals)
         model.zero_grad_buffer()
-        with undone():
-            if not case.get("stock"):
-                aggregate(
-                    type(strategy), case["mode"], **{name: x for name, x in case["settings"].items() if name != "kl"}
-                )
+        with aggregated(type(strategy), case):
             strategy.train_step(batch=data, loss_func=worker.loss_func)
         assert torch.equal(data.batch["advantages"], rows_of_rank(
             state.get_data_parallel_rank(), state.get_data_parallel_world_size(), protocol, functionals
