@@ -4,6 +4,7 @@ from typing import Any
 from megatron_rl_loss.audit.log_prob_gap import compare_log_probs as compare_log_probs
 from megatron_rl_loss.audit.loss_check import check_loss as check_loss
 from megatron_rl_loss.audit.megatron.audit import Audit as Audit
+from megatron_rl_loss.audit.megatron.first_step import prove_first_step as prove_first_step
 from megatron_rl_loss.errors import BadBatchError as BadBatchError
 from megatron_rl_loss.logprobs.hidden import log_probs_from_hidden as log_probs_from_hidden
 from megatron_rl_loss.logprobs.hidden import loss_from_hidden as loss_from_hidden

@@ -86,7 +86,9 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
     """What a test recorded as plain numbers: NumPy's do not travel from pytest-xdist's workers."""
     report = yield
     recorded = report.user_properties
-    report.user_properties = [(name, value if name == "engine" else float(value)) for name, value in recorded]
+    report.user_properties = [
+        (name, value if name in ("engine", "plant") else float(value)) for name, value in recorded
+    ]
     return report
 
 
@@ -94,10 +96,13 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     """Add up what tests recorded with `record_property`: numbers of cases, and the worst of errors."""
     recorded: dict[str, list[float]] = defaultdict(list)
     engines: dict[tuple[str, ...], list[Sequence[float | None]]] = defaultdict(list)
+    plants: list[tuple[str, str, str]] = []
     for report in terminalreporter.getreports("passed"):
         for name, value in report.user_properties if report.when == "call" else ():
             if name == "engine":
                 engines[tuple(value[:3])].append(value[3:])
+            elif name == "plant":
+                plants.append(tuple(value))
             else:
                 recorded[name].append(value)
     if engines:  # see `checkouts.record_errors`
@@ -106,6 +111,10 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         known = [[error for error in errors if error is not None] for errors in zip(*pairs, strict=True)]
         worst = [f"{max(errors):.2g}" if errors else "-" for errors in known]
         terminalreporter.write_line(f"| {' | '.join([*place, *worst])} |")
+    if plants:  # see `plants.record_plant`
+        terminalreporter.write_line("| engine | fault planted in its code | outcome |\n|---|---|---|")
+    for plant in sorted(plants):
+        terminalreporter.write_line(f"| {' | '.join(plant)} |")
     for name, values in sorted(recorded.items()):
         worst = "error" in name or "seconds" in name
         total = f"at most {max(values):.2g}" if worst else f"{sum(values):g}"

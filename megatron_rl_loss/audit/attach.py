@@ -8,11 +8,10 @@ the numbers that it would have had. A process that never imports Megatron-Core i
 
 import os
 import shlex
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser
 from typing import Any, NoReturn
 
 from megatron_rl_loss.audit.launch import add_audit_options, audit_once
-from megatron_rl_loss.frameworks import slime
 
 #: An environment variable: ``--json verdicts.json --expect token_mean``, say.
 VARIABLE = "MEGATRON_RL_LOSS_AUDIT"
@@ -20,11 +19,6 @@ VARIABLE = "MEGATRON_RL_LOSS_AUDIT"
 
 def attach(*_: Any) -> None:
     """A function for engines that name one; it ignores its arguments, since the import does all."""
-
-
-def count_steps(args: Namespace) -> None:
-    """`frameworks.slime.count_steps` beside the audit: the flag of slime and miles names one function."""
-    slime.count_steps(args)
 
 
 class _Parser(ArgumentParser):

@@ -106,11 +106,10 @@ def audit_once(options: Namespace, conclude: Conclude) -> None:
 
 
 def _replace_schedules(options: Namespace, conclude: Conclude) -> None:
-    schedules = attempt(lambda: importlib.import_module("megatron.core.pipeline_parallel.schedules"))
-    if isinstance(schedules, Exception):
-        conclude(f"NO VERDICT: Megatron's schedules cannot be imported. {schedules}", 2)
+    module = attempt(lambda: importlib.import_module("megatron_rl_loss.audit.megatron.schedules"))
+    if isinstance(module, Exception):
+        conclude(f"NO VERDICT: Megatron's schedules cannot be imported. {module}", 2)
         return
-    originals = {name: value for name, value in vars(schedules).items() if name.startswith("forward_backward_")}
     steps = 0
 
     def run(schedule: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -119,11 +118,9 @@ def _replace_schedules(options: Namespace, conclude: Conclude) -> None:
         steps += trains
         if not trains or steps != options.step:
             return schedule(*args, **kwargs)
-        vars(schedules).update(originals)
         return _measure(options, conclude, schedule, *args, **kwargs)
 
-    for name, schedule in originals.items():
-        setattr(schedules, name, functools.wraps(schedule)(functools.partial(run, schedule)))
+    module.run_schedules_by(run)
 
 
 def _measure(options: Namespace, conclude: Conclude, schedule: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -33,6 +33,9 @@ class Function(NamedTuple):
 class Replaced:
     """Functions that are replaced, all or none, until `undo`; as text, where they are.
 
+    Attributes:
+        proof: of the first training step, which `undo` ends.
+
     Raises ValueError for a function that is not there, lacks a parameter, or is replaced already, in a base class too.
     """
 
@@ -52,6 +55,7 @@ class Replaced:
                     "once, for a class or for its subclass."
                 )
         self._engine = engine
+        self.proof: Any = None
         stocks = [(one, getattr(one.owner, one.name), vars(one.owner).get(one.name)) for one in functions]
         self._all = [(one, stock, raw, _wrapped(one, stock)) for one, stock, raw in stocks]
         for one, _, _, ours in self._all:
@@ -77,6 +81,8 @@ class Replaced:
                 delattr(one.owner, one.name) if raw is None else setattr(one.owner, one.name, raw)
             for module, name in holders(ours):
                 setattr(module, name, stock)
+        if self.proof is not None:
+            self.proof.is_over = True
         _ACTIVE.remove(self)
 
 

@@ -1,10 +1,11 @@
 """The ``--loss-aggregation`` flags, their validation, and the Megatron settings that are refused."""
 
 import difflib
+import os
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 from megatron_rl_loss.errors import check_choice, check_int
 from megatron_rl_loss.modes.function_paths import load_function
@@ -13,6 +14,9 @@ from megatron_rl_loss.modes.table import Mode, ModeFunction, available_modes, to
 from megatron_rl_loss.plan.checks import EmptyStep
 from megatron_rl_loss.step.units import UnitCounting
 
+ProofLevel = Literal["error", "warn", "off"]
+#: An environment variable: the level of the first step's proof where no flag says one.
+PROOF_VARIABLE = "MEGATRON_RL_LOSS_PROOF"
 #: Terms of the loss whose mode has a flag.
 _TERMS = ("kl", "entropy", "value")
 #: Sizes of weight-rematerialising TP (GTP).
@@ -30,12 +34,14 @@ class AggregationSettings:
         empty_step: as in `plan_step`.
         with_per_token_loss: the mode may run on a model whose config calculates per-token loss.
         audit_interval: every how many steps the weights are measured; None for never.
+        proof: what follows if the first training step is not as asked: ``error``, ``warn``, or ``off``, not to look.
     """
 
     modes: LossModes
     empty_step: EmptyStep = "warn"
     with_per_token_loss: bool = False
     audit_interval: int | None = None
+    proof: ProofLevel = "error"
 
     @classmethod
     def resolve(
@@ -47,9 +53,13 @@ class AggregationSettings:
         empty_step: EmptyStep = "warn",
         with_per_token_loss: bool = False,
         audit_interval: int | None = None,
+        proof: ProofLevel | None = None,
         terms: Mapping[str, str | None] | None = None,
     ) -> "AggregationSettings":
-        """From a mode, its name (another framework's, too) or its function; raises as `make_pg_loss_reducer`."""
+        """From a mode, its name (another framework's, too) or its function; raises as `make_pg_loss_reducer`.
+
+        Without `proof` the environment's ``MEGATRON_RL_LOSS_PROOF`` says the level, else it is ``error``.
+        """
         check_choice("empty step handling", empty_step, get_args(EmptyStep))
         if audit_interval is not None:
             remedy = "Give 100, say, or leave it out: then no step is audited"
@@ -59,7 +69,15 @@ class AggregationSettings:
             empty_step=empty_step,
             with_per_token_loss=with_per_token_loss,
             audit_interval=audit_interval,
+            proof=proof_level(proof),
         )
+
+
+def proof_level(given: str | None = None) -> ProofLevel:
+    """The level that was given, else that of the environment, else ``error``. Raises ValueError for another one."""
+    level: Any = given or os.environ.get(PROOF_VARIABLE) or "error"
+    check_choice("level of the first step's proof", level, get_args(ProofLevel))
+    return level
 
 
 def add_loss_aggregation_args(parser: ArgumentParser) -> ArgumentParser:
@@ -103,6 +121,12 @@ def add_loss_aggregation_args(parser: ArgumentParser) -> ArgumentParser:
         "from what was asked, as loss_aggregation_deviation. Default: never.",
     )
     group.add_argument(
+        "--loss-aggregation-proof",
+        choices=get_args(ProofLevel),
+        help="The first training step is measured: if a token has not the weight that was asked, stop on all ranks "
+        "before the optimizer (error) or say so (warn); or not look (off). Default: MEGATRON_RL_LOSS_PROOF, or error.",
+    )
+    group.add_argument(
         "--custom-pg-loss-reducer-function-path",
         metavar="PATH",
         help="A mode of your own, pkg.mod.fn or pkg.mod:fn: a function of ModeInputs that returns a weight for each "
@@ -144,6 +168,7 @@ def validate_loss_aggregation_args(args: Namespace) -> AggregationSettings:
         empty_step=args.loss_aggregation_empty_step,
         with_per_token_loss=args.loss_aggregation_with_per_token_loss,
         audit_interval=args.loss_aggregation_audit_interval,
+        proof=args.loss_aggregation_proof,
         terms={name: getattr(args, f"{name}_loss_aggregation") for name in _TERMS},
     )
     check_per_token(settings, per_token)

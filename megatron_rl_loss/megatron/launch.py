@@ -81,7 +81,7 @@ class LossAggregation:
         self._modes = settings.modes.with_terms(terms or {})
         self._term_masks = tuple(term_masks)
         self._num_trained = 0
-        self._audits = _interval_audits(settings.audit_interval)
+        self._proof, self._audits = _audits_of(settings, pg_collection)
 
     @classmethod
     def from_args(cls, args: Namespace, samples_of: SamplesOf, **options: Any) -> "LossAggregation":
@@ -130,7 +130,8 @@ class LossAggregation:
             del chunks  # a micro-batch is freed after its last use
             audits = self._audits if trains else None
             audit = nullcontext() if audits is None else audits.step(model, self._pg_collection)
-            with observe(aggregation=self.settings.modes.policy), audit:
+            proof = self._proof.step(model, trains=trains)
+            with observe(aggregation=self.settings.modes.policy), proof, audit:
                 reports = forward_backward_func(
                     forward_step_func=_check_forward_step(forward_step_func, trains),
                     data_iterator=iterators if isinstance(data_iterator, list) else iterators[0],
@@ -189,13 +190,14 @@ class LossAggregation:
         return plan if computes_loss else Plan(None, plan.facts), of_chunks
 
 
-def _interval_audits(interval: int | None) -> Any:
-    """Imported only where a launch asks for it: the audit imports this folder."""
-    if interval is None:
-        return None
+def _audits_of(settings: AggregationSettings, pg_collection: ProcessGroupCollection | None) -> tuple[Any, Any]:
+    """The proof of the first step and the audits of every so many, imported late: the audit imports this folder."""
     from megatron_rl_loss.audit.megatron.audit import IntervalAudits
+    from megatron_rl_loss.audit.megatron.first_step import FirstStep
 
-    return IntervalAudits(interval)
+    interval, words = settings.audit_interval, "the policy loss"
+    proof = FirstStep(settings.modes.policy, words, level=settings.proof, pg_collection=pg_collection)
+    return proof, None if interval is None else IntervalAudits(interval)
 
 
 def _check_forward_step(forward_step: ForwardStep, trains: bool) -> ForwardStep:

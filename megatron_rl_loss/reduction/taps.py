@@ -32,11 +32,30 @@ class TappedLosses:
     log_probs: tuple[Tensor, ...] = ()  # float32 [numel] of both sides, where they are to be compared
     gradient: Tensor | None = None  # float32 (float64 of float64 losses) [numel]; None before the backward pass
     source: Callable[[], Tensor | None] = lambda: None  # a weak reference: the tensor would keep its graph
+    at_log_probs: bool = False  # by `tap_slopes`: the gradient has the way of log-probs to the model's output before it
 
     def add_gradient(self, gradient: Tensor) -> None:
         """A tensor hook: returns nothing, so that the gradient goes on as it is."""
         flat = gradient.detach().reshape(-1)
         flat = flat.to(torch.promote_types(flat.dtype, torch.float32), copy=True)
+        self.gradient = flat if self.gradient is None else self.gradient + flat
+
+
+@dataclass
+class LogProbPath:
+    """The gradient that an engine's loss sends to log-probs, to be compared with what arrives at the model's output.
+
+    With p the probability of a token and t the temperature, a gradient g at its log-prob makes the absolute values of
+    the gradients by its logits add up to ``|g| * 2 * (1 - p) / t``.
+    """
+
+    log_probs: Tensor  # [numel]
+    replicated: bool  # each context-parallel rank holds all of them
+    temperature: float | None  # None where gradients by the model's output are not those by logits
+    gradient: Tensor | None = None  # float64 [numel]
+
+    def add_gradient(self, gradient: Tensor) -> None:
+        flat = gradient.detach().reshape(-1).double()
         self.gradient = flat if self.gradient is None else self.gradient + flat
 
 
@@ -47,10 +66,14 @@ class Taps:
     Attributes:
         num_microbatches: how many were begun. At 0, each tap of a name counts as another micro-batch.
         losses: by term and micro-batch. A term that is tapped twice in a micro-batch is a second term.
+        paths, output_sizes: of each micro-batch of `tap_slopes`: its log-probs; the sum of the absolute values of the
+            gradient by the model's output on this rank.
     """
 
     num_microbatches: int = 0
     losses: dict[str, dict[int, TappedLosses]] = field(default_factory=dict)
+    paths: list[LogProbPath] = field(default_factory=list)
+    output_sizes: list[Tensor] = field(default_factory=list)
 
     def begin_microbatch(self) -> None:
         self.num_microbatches += 1
@@ -61,13 +84,17 @@ class Taps:
             for number, tapped in of_term.items():
                 if self.num_microbatches in (0, number + 1) and tapped.source() is losses:
                     return tapped
+        tapped = TappedLosses(tuple(losses.shape), losses.dtype, source=ref(losses))
+        losses.register_hook(tapped.add_gradient)
+        self.add(tapped, name)
+        return tapped
+
+    def add(self, tapped: TappedLosses, name: str) -> None:
+        """Add losses to this micro-batch under their name, or, if it is taken, as a further term."""
         microbatch = self.num_microbatches - 1 if self.num_microbatches else len(self.losses.get(name, {}))
         terms = itertools.chain([name], (f"{name}#{number}" for number in itertools.count(2)))
         term = next(term for term in terms if microbatch not in self.losses.setdefault(term, {}))
-        tapped = TappedLosses(tuple(losses.shape), losses.dtype, source=ref(losses))
-        losses.register_hook(tapped.add_gradient)
         self.losses[term][microbatch] = tapped
-        return tapped
 
 
 #: Where taps write, and what the step should be aggregated by. Belongs to whoever runs the step: `observe` sets it and
@@ -91,9 +118,14 @@ def expected_aggregation() -> Aggregation | None:
     return _OBSERVED.get()[1]
 
 
+def observed_taps() -> Taps | None:
+    """Those of the audit that observes the current step, if one does."""
+    return _OBSERVED.get()[0]
+
+
 def is_observed() -> bool:
     """True while an audit observes the current step."""
-    return not torch.compiler.is_compiling() and _OBSERVED.get()[0] is not None
+    return not torch.compiler.is_compiling() and observed_taps() is not None
 
 
 def tap(
@@ -124,7 +156,7 @@ def tap(
             ``Samples(tokens=...)``, cut by the layout.
         log_probs: the trainer's and the batch's old ones, in the order of the losses, for an audit to compare.
     """
-    taps = _OBSERVED.get()[0] if is_observed() else None
+    taps = observed_taps() if is_observed() else None
     if taps is None or not torch.is_grad_enabled() or not per_token_loss.requires_grad:
         return per_token_loss
     tapped = taps.of(per_token_loss, name)  # this package's reducers tap losses that the user may have tapped before
@@ -138,3 +170,46 @@ def tap(
         one.detach().reshape(-1).to(torch.float32, copy=True) for one in log_probs or ()
     )
     return per_token_loss
+
+
+def tap_slopes(
+    loss: Tensor,
+    loss_of: Callable[[Tensor, Tensor], Tensor],
+    log_probs: Tensor,
+    factors: Tensor,
+    *,
+    samples: Samples,
+    temperature: float | None = 1.0,
+) -> Tensor:
+    """`tap` for a policy loss of an engine's own, whose per-token losses nobody hands out; returns `loss` as it is.
+
+    At a ratio of 1 a policy loss has the slope -A by a token's log-prob. So with advantages +-f the token's weight in
+    the loss is
+
+        -(d loss_of(log_probs, +f) / d log_probs - d loss_of(log_probs, -f) / d log_probs) / 2
+
+    where what does not depend on the advantage (KL, entropy) cancels.
+
+    Args:
+        loss: float scalar, the engine's loss of a micro-batch, from which its backward pass starts.
+        loss_of: the same loss of log-probs, which are the old ones too, and of advantages. It is called twice, and may
+            change nothing that the engine keeps.
+        log_probs: float, those that `loss` was computed of, in the order of the samples' layout.
+        factors: float, of the shape of the advantages: those that they were multiplied by.
+        samples: the micro-batch.
+        temperature: logits were divided by it; None where gradients by the model's output are not those by logits.
+    """
+    taps = observed_taps() if is_observed() else None
+    if taps is None or not torch.is_grad_enabled() or not loss.requires_grad:
+        return loss
+    leaf = log_probs.detach().requires_grad_()
+    half = (loss_of(leaf, -factors) - loss_of(leaf, factors)) / 2
+    (slopes,) = torch.autograd.grad(half, leaf, allow_unused=True) if half.requires_grad else (None,)
+    flat = torch.zeros_like(leaf).reshape(-1) if slopes is None else slopes.reshape(-1)
+    tapped = TappedLosses(tuple(log_probs.shape), log_probs.dtype, samples, at_log_probs=True)
+    loss.register_hook(lambda gradient: tapped.add_gradient(gradient * flat))
+    taps.add(tapped, "pg")
+    path = LogProbPath(leaf.detach().reshape(-1), samples.layout is not None and samples.layout.is_whole, temperature)
+    log_probs.register_hook(path.add_gradient)
+    taps.paths.append(path)
+    return loss

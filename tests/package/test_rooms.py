@@ -14,7 +14,7 @@ import megatron_rl_loss
 PACKAGE = "megatron_rl_loss"
 #: Each room, after all that it may import.
 ORDER = ["errors", "step", "modes", "reduction", "plan", "losses", "logprobs"]
-ORDER += ["megatron", "planning", "frameworks", "audit", "__main__"]
+ORDER += ["megatron", "planning", "audit", "frameworks", "__main__"]
 #: Rooms that may import less than all before them.
 NARROW = {room: {room, "errors", "step", "modes"} for room in ("losses", "logprobs")}
 #: Imports that run the other way, inside a function: a launch that asks for an audit imports it then.

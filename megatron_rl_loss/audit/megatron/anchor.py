@@ -37,6 +37,7 @@ class Factor:
     rounding: float = math.nan  # the residual that rounding alone may leave
     uncertainty: float = math.nan  # the relative error of f: roundings of all entries average out
     apart: bool = False  # the residual is larger than rounding
+    empty: bool = False  # its gradients are 0, not finite, or rounding alone
     problem: str = ""
 
 
@@ -82,23 +83,25 @@ class Anchor:
             all_reduce(dots, group)
         final_gradient, gradient2, final2, magnitude2 = dots.tolist()
         if not gradient2 or not math.isfinite(final_gradient + gradient2 + final2):
-            return no_factor(f"the gradients of {name} are 0 or not finite")
+            return no_factor(f"the gradients of {name} are 0 or not finite", empty=True)
         value = final_gradient / gradient2
         # Where gradients cancel, the sum's rounding is that of its terms.
         relative = torch.finfo(main_grad.dtype).eps * math.sqrt(magnitude2 / gradient2)
         rounding = _SLACK * relative * math.sqrt(int(terms) + dp_cp.size())
         residual = math.sqrt(max(final2 / (value * value * gradient2) - 1, 0.0)) if value else math.inf
         if rounding > _TOO_UNCERTAIN:
-            return no_factor(f"the gradients of {name} cancel, rounding may be {rounding:.2g} of what is left")
+            left = f"rounding may be {rounding:.2g} of what is left"
+            return no_factor(f"the gradients of {name} cancel, {left}", empty=True)
         if residual > rounding:
             why = "ranks or micro-batches were scaled apart or left out, or gradients were there before the step"
             of_rounding = f"residual {residual:.2g}, by rounding {rounding:.1g}"
-            return no_factor(f"that of {name} is no multiple of the sum over ranks ({of_rounding}), as if {why}", True)
+            says = f"that of {name} is no multiple of the sum over ranks ({of_rounding}), as if {why}"
+            return no_factor(says, apart=True)
         return Factor(name, value, rounding, rounding / math.sqrt(self.parameter.numel()))
 
 
-def no_factor(why: str, apart: bool = False) -> Factor:
-    return Factor(apart=apart, problem=f"The factor of gradients cannot be read: {why}.")
+def no_factor(why: str, *, apart: bool = False, empty: bool = False) -> Factor:
+    return Factor(apart=apart, empty=empty, problem=f"The factor of gradients cannot be read: {why}.")
 
 
 def choose(chunk: Any, config: Any) -> Anchor | Factor:

@@ -34,13 +34,15 @@ from megatron_rl_loss.megatron.groups import gather_to_first, groups_of
 from megatron_rl_loss.megatron.iterator import MicrobatchIterator
 from megatron_rl_loss.modes.names import Aggregation, resolve
 from megatron_rl_loss.modes.table import find_mode
-from megatron_rl_loss.reduction.taps import Taps, expected_aggregation, observe
+from megatron_rl_loss.reduction.taps import Taps, expected_aggregation, observe, observed_taps
 from megatron_rl_loss.step.collectives import agree_on, all_reduce, attempt, several
 from megatron_rl_loss.step.masks import SMALLEST
 from megatron_rl_loss.step.samples import Samples
 
 logger = logging.getLogger(__name__)
 
+#: Norms over many tokens: roundings of half precision average out.
+_PATH_TOLERANCE = 1e-2
 #: The interval's number in the log: the deviation of the last audit, -1 where it could not be known.
 METRIC = "loss_aggregation_deviation"
 NO_TAP = (
@@ -89,6 +91,7 @@ class Audit:
         self._computes_loss = self._groups.pp.rank() == self._groups.pp.size() - 1
         self._anchors = [choose(chunk, self._config) for chunk in chunks]
         self._factors: list[Factor] = []  # those that can be relied on
+        self._faults: list[str] = []  # those of the reasons that are faults of the step
         self._unknown = _cannot_know(self._config)  # the reasons against a verdict that this rank knows
         self._taps = Taps()
         self._described: list[Samples | Exception] = []  # each micro-batch, by `samples_of`
@@ -136,9 +139,12 @@ class Audit:
             for anchor in self._anchors:
                 if isinstance(anchor, Anchor):
                     stack.callback(anchor.parameter.register_hook(anchor.keep).remove)
-            stack.enter_context(observe(self._taps))
-            stack.callback(setattr, schedules, "forward_step_calc_loss", schedules.forward_step_calc_loss)
-            schedules.forward_step_calc_loss = _numbered(schedules.forward_step_calc_loss, self._taps)
+            if outer := observed_taps():  # of an audit around this one
+                self._taps = outer
+            else:
+                stack.enter_context(observe(self._taps))
+                stack.callback(setattr, schedules, "forward_step_calc_loss", schedules.forward_step_calc_loss)
+                schedules.forward_step_calc_loss = _numbered(schedules.forward_step_calc_loss, self._taps)
             self._stack = stack.pop_all()
         return self
 
@@ -149,7 +155,7 @@ class Audit:
 
         def end() -> None:
             if finalize is not None:
-                del owner.run_pending_grad_sync  # the method is there again
+                vars(owner).pop("run_pending_grad_sync", None)  # the method is there again
                 finalize()
             failure = attempt(self._measure)
             if self._then is not None:
@@ -166,6 +172,7 @@ class Audit:
         groups = self._groups
         factors = [one.factor(groups.dp_cp, groups.tp) if isinstance(one, Anchor) else one for one in self._anchors]
         self._unknown += [one.problem for one in factors if one.problem and (one.apart or self._computes_loss)]
+        self._faults = [one.problem for one in factors if one.apart]
         self._factors = [one for one in factors if not one.problem]
         scale = getattr(self._config, "grad_scale_func", None)
         self._loss_scale = float(scale(torch.ones((), device=self._device))) if scale else 1.0
@@ -174,15 +181,50 @@ class Audit:
         tapped = [one.samples for of_term in self._taps.losses.values() for one in of_term.values()]
         changes = any(isinstance(one, Samples) and one.cp_group is not None for one in [*tapped, *self._described])
         dynamic_cp = bool(agree_on(["changes"] * changes, ["changes"], [groups.dp_cp, groups.pp]))
-        report = Report(groups.pp.rank(), self._factors, self._unknown)
+        path = self._path() if self._computes_loss else 1.0
+        has_gradient = not any(one.empty for one in factors)
+        report = Report(groups.pp.rank(), self._factors, self._unknown, self._faults, has_gradient)
         if self._computes_loss and groups.tp.rank() == 0:  # over TP, gradients of losses are the same
-            failure = attempt(lambda: self._add_tokens(report, dynamic_cp))
+            failure = attempt(lambda: self._add_tokens(report, path, dynamic_cp))
             report.unknown += [f"A rank could not measure: {type(failure).__name__}: {failure}"] if failure else []
         if reports := gather_to_first([report], groups):
             self.steps = assembled(reports, groups, self._config, self._loss_scale, dynamic_cp=dynamic_cp)
             self.log_prob_gap = log_prob_gap([part for one in reports for part in chain(*one.terms.values())])
 
-    def _add_tokens(self, report: Report, dynamic_cp: bool) -> None:
+    def _path(self) -> float:
+        """The gradients that arrive at the model's output over those that engines' losses send to log-probs.
+
+        A gather over CP ranks adds up gradients on its way back (1) or takes a rank's own slice (1 / CP).
+        """
+        groups, paths = self._groups, self._taps.paths
+        if not agree_on(["path"] * bool(paths), ["path"], [groups.dp_cp, groups.tp]):
+            return 1.0
+        cp_size = groups.cp.size()
+        temperatures = [one.temperature for one in paths if one.temperature is not None]
+        if len(temperatures) < len(paths):
+            if cp_size > 1 and any(one.replicated for one in paths):
+                self._unknown.append("The way of gathered log-probs back over CP ranks cannot be followed.")
+            return 1.0
+        sums = torch.zeros(2, dtype=torch.float64)  # sent by the loss, arrived at the output
+        for one, temperature in zip(paths, temperatures, strict=True):
+            gradient = torch.zeros_like(one.log_probs).double() if one.gradient is None else one.gradient.clone()
+            for group in several(groups.cp) if one.replicated else ():
+                all_reduce(gradient, group)
+            sent = (gradient.abs() * 2 * (1 - one.log_probs.double().exp())).sum() / temperature
+            sums[0] += sent.cpu() / (cp_size if one.replicated else 1) / groups.tp.size()
+        sums[1] = sum(float(size) for size in self._taps.output_sizes)
+        for group in several(groups.dp_cp, groups.tp):
+            all_reduce(sums, group)
+        path = float(sums[1] / sums[0])
+        for honest in (1.0, 1 / cp_size):
+            if abs(path / honest - 1) < _PATH_TOLERANCE:
+                return honest
+        if sums[0]:
+            self._faults.append(f"Gradients of log-probs arrive {path:.6g} times at the model's output.")
+            self._unknown.append(self._faults[-1])
+        return 1.0
+
+    def _add_tokens(self, report: Report, path: float, dynamic_cp: bool) -> None:
         """Add each micro-batch to the report."""
         losses, turns = self._taps.losses, Counter[tuple[int, int]]()
         report.num_microbatches = max([self._taps.num_microbatches, *(max(of_term) + 1 for of_term in losses.values())])
@@ -203,6 +245,8 @@ class Audit:
                 turn = turns[dp_rank, cp_size] * dp_cp.size() + cp_size - 1
                 turns[dp_rank, cp_size] += 1
             for term, one in tapped.items():
+                if one is not None and one.at_log_probs and one.gradient is not None:
+                    one.gradient *= path
                 report.add(term, one, samples, cp_size, dp_rank=dp_rank, microbatch=turn, cp_rank=cp_rank)
 
     def deviation(self) -> float | None:
@@ -273,10 +317,16 @@ def _cannot_know(config: Any) -> list[str]:
 def _numbered(calculate: Any, taps: Taps) -> Any:
     """Megatron's ``forward_step_calc_loss``, under which `taps` begin a micro-batch with each loss to train on."""
 
+    def keep_size(gradient: Tensor) -> None:
+        if taps.paths:
+            taps.output_sizes.append(torch.linalg.vector_norm(gradient.detach(), 1, dtype=torch.float64))
+
     def calculate_numbered(model: Any, output_tensor: Any, loss_func: Any, *args: Any, **kwargs: Any) -> Any:
         def numbered_loss_func(output: Any, **further: Any) -> Any:
             if torch.is_grad_enabled() and getattr(output, "requires_grad", True):  # else a probe, or no training
                 taps.begin_microbatch()
+                if isinstance(output, Tensor) and output.requires_grad:
+                    output.register_hook(keep_size)
             return loss_func(output, **further)
 
         return calculate(model, output_tensor, loss_func and numbered_loss_func, *args, **kwargs)

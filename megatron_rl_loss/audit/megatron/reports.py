@@ -27,6 +27,8 @@ class Report:
     stage: int
     factors: list[Factor]  # of each model chunk that has one
     unknown: list[str]
+    faults: list[str] = field(default_factory=list)  # reasons, of `unknown` too, that are faults of the step
+    has_gradient: bool = True  # finite ones, not all 0
     num_microbatches: int = 0  # whose loss this rank computed; 0 on ranks that add no tokens
     terms: dict[str, list[Part]] = field(default_factory=dict)
     dtypes: set[str] = field(default_factory=set)  # of the losses
@@ -84,13 +86,14 @@ def assembled(
         parts.setdefault(term, []).extend(of_term)
     terms = [term for term, of_term in parts.items() if any(one.reached for one in of_term)] or [*parts] or ["pg"]
     policy = "pg" if "pg" in terms else terms[0]
-    factor, unknown = _agreed_factor(reports)
+    factor, unknown, faults = _agreed_factor(reports)
     compared, differ = (sum(one.tokens[i] for one in reports) for i in (0, 1))
     not_finite = [place for report in reports for place in report.not_finite]
     if unknown and not_finite:
         unknown.append(f"Gradients of losses are NaN or infinite at {'; '.join(not_finite[:3])}.")
     if differ:
-        unknown.append(f"The layout or the batch given is not the model's: {differ} of {compared} tokens differ.")
+        faults.append(f"The layout or the batch given is not the model's: {differ} of {compared} tokens differ.")
+        unknown.append(faults[-1])
     if sum(one.num_microbatches > 0 for one in reports) < groups.dp_cp.size():
         unknown.append("Some ranks of the last pipeline stage computed no loss.")
     sizes = {f"{name}_size": getattr(groups, name).size() for name in ("dp", "cp", "tp", "pp")}
@@ -104,6 +107,8 @@ def assembled(
     if only := sum(one.only_tapped for one in reports):
         notes.append(f"{only} input ids were tapped and compared with nothing: give Samples(tokens=...), too")
     facts: dict[str, Any] = {"factor": factor.value, "anchor": factor.name, "loss_scale": loss_scale}
+    has_gradient = not not_finite and all(one.has_gradient for one in reports)
+    facts |= {"faults": faults, "has_gradient": has_gradient, "tapped": bool(parts)}
     facts["rounding"] = _rounding({dtype for report in reports for dtype in report.dtypes}, factor.uncertainty)
     if compared:
         facts["tokens_compared"] = compared
@@ -125,16 +130,18 @@ def assembled(
     return steps
 
 
-def _agreed_factor(reports: Sequence[Report]) -> tuple[Factor, list[str]]:
-    """The factor of the last stage that has one, and the reasons against a verdict."""
+def _agreed_factor(reports: Sequence[Report]) -> tuple[Factor, list[str], list[str]]:
+    """The factor of the last stage that has one, the reasons against a verdict, and those of them that are faults."""
     unknown = [text for report in reports for text in report.unknown]
+    faults = [text for report in reports for text in report.faults]
     factors = sorted(((one.stage, factor) for one in reports for factor in one.factors), key=lambda one: one[0])
     stage, last = factors[-1] if factors else (0, Factor())
     for at, one in factors:
         if abs(one.value / last.value - 1) > one.rounding + last.rounding:
             apart = f"{one.value:.6g} on pipeline stage {at} ({one.name}), {last.value:.6g} on stage {stage}"
-            unknown.append(f"Gradients are multiplied by {apart}: no weight holds for all parameters.")
-    return last, unknown
+            faults.append(f"Gradients are multiplied by {apart}: no weight holds for all parameters.")
+            unknown.append(faults[-1])
+    return last, unknown, faults
 
 
 def _auxiliary_losses(config: Any, weight: float, rounding: float) -> list[str]:

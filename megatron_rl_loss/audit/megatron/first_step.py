@@ -1,0 +1,180 @@
+"""The proof of the first training step: each token has the weight that was asked, or all ranks stop.
+
+The audit measures the step. Expected weights are made of the masks and ids that the ranks gathered, never of what a
+reducer expects. A step without a gradient, and one of fp16 that overflowed, is left to the next one.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any
+
+import numpy as np
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from megatron_rl_loss.audit.judge import in_words, judge
+from megatron_rl_loss.audit.megatron.audit import Audit
+from megatron_rl_loss.audit.megatron.schedules import Schedule, run_schedules_by
+from megatron_rl_loss.audit.tokens import StepTokens
+from megatron_rl_loss.megatron.flags import PROOF_VARIABLE, ProofLevel, proof_level
+from megatron_rl_loss.modes.names import Aggregation, resolve
+from megatron_rl_loss.modes.table import Mode, ModeFunction
+from megatron_rl_loss.reduction.taps import observe
+from megatron_rl_loss.step.collectives import agree_on, raise_together, several
+from megatron_rl_loss.step.units import UnitCounting
+
+
+def prove_first_step(
+    forward_backward_func: Schedule,
+    mode: str | Mode | ModeFunction,
+    *,
+    divisor: float | None = None,
+    units: UnitCounting | None = None,
+    level: ProofLevel | None = None,
+    pg_collection: ProcessGroupCollection | None = None,
+) -> Schedule:
+    """Megatron's schedule, of whose training steps the first is proved; for a loop of your own.
+
+        forward_backward_func = prove_first_step(get_forward_backward_func(), "prompt_mean")
+
+    The policy loss, and every term that names a mode, is compared. A first rank prints one line.
+
+    Args:
+        forward_backward_func: the schedule; all ranks call it together, with ``model=``.
+        mode, divisor, units: as in `make_pg_loss_reducer`.
+        level: ``error`` raises on every rank before the optimizer's step, ``warn`` logs, ``off`` measures nothing;
+            default: the environment's ``MEGATRON_RL_LOSS_PROOF``, else ``error``.
+        pg_collection: the process groups; default: the model's, else Megatron's parallel state.
+
+    Raises:
+        ValueError, TypeError: settings that are unusable.
+        BadBatchError: on every rank, in the first training step, for weights that are not those asked.
+    """
+    asked = resolve(mode, divisor=divisor, units=units)
+    proof = FirstStep(asked, "the policy loss", level=proof_level(level), pg_collection=pg_collection)
+
+    @wraps(forward_backward_func)
+    def proved(*args: Any, **kwargs: Any) -> Any:
+        with proof.step(kwargs["model"], trains=not kwargs.get("forward_only")):
+            return forward_backward_func(*args, **kwargs)
+
+    return proved
+
+
+def prove_engine(asked: Aggregation, loss: str, **words: Any) -> "FirstStep":
+    """The proof of the next training step of this process, at the environment's level; `words` as in `FirstStep`."""
+    proof = FirstStep(asked, loss, level=proof_level(), **words)
+
+    def run(schedule: Schedule, *args: Any, **kwargs: Any) -> Any:
+        with proof.step(kwargs["model"], trains=not kwargs.get("forward_only")):
+            return schedule(*args, **kwargs)
+
+    if not proof.is_over:
+        run_schedules_by(run)
+    return proof
+
+
+class FirstStep:
+    """The proof of a process's first training step, in one `with` around each call of the schedule.
+
+    Args:
+        asked: the aggregation of the policy loss; terms that declare one are compared with that.
+        loss: words for the policy loss in the line that is printed.
+        level: as in `prove_first_step`.
+        pg_collection: the process groups; default: the model's, else Megatron's parallel state.
+        beside: words for what is not ours.
+        never: words for what has happened if no loss was seen: a fault. Without, such a step is not proved.
+        group_size: how many samples of each prompt the engine was told to generate.
+    """
+
+    def __init__(
+        self,
+        asked: Aggregation | None,
+        loss: str,
+        *,
+        level: str = "error",
+        pg_collection: ProcessGroupCollection | None = None,
+        beside: str = "",
+        never: str = "",
+        group_size: int | None = None,
+    ) -> None:
+        self._asked, self._loss, self._level, self._pg_collection = asked, loss, level, pg_collection
+        self._beside, self._never, self._group_size = beside, never, group_size
+        self._waits = False  # a step has passed that had no gradient
+        self.is_over = level == "off"
+
+    @contextmanager
+    def step(self, model: Any, *, trains: bool = True) -> Iterator[None]:
+        """A ``with`` around the schedule's call. Raises BadBatchError at its end, or where gradients are finalised."""
+        if self.is_over or not trains:
+            yield
+            return
+        audit = Audit(model, pg_collection=self._pg_collection, then=lambda failure: self._conclude(audit, failure))
+        with observe(aggregation=self._asked), audit:
+            yield
+
+    def _conclude(self, audit: Audit, failure: Exception | None) -> None:
+        """On every rank: print the line, or raise."""
+        groups = several(audit._groups.dp_cp, audit._groups.tp, audit._groups.pp)
+        found, text = ("", "") if failure is None else ("unknown", f"{type(failure).__name__}: {failure}")
+        if audit.steps and failure is None:
+            found, text = self._finding(audit)
+        kinds = agree_on([found], ["wrong", "unknown", "later", "proved"], groups)
+        self.is_over = "later" not in kinds
+        if "wrong" in kinds and self._level == "error":
+            raise_together(True, ValueError(text) if found == "wrong" else None, groups)
+        if found and not (found == "later" and self._waits):
+            print(f"megatron_rl_loss: {text}", flush=True)
+        self._waits |= found == "later"
+
+    def _finding(self, audit: Audit) -> tuple[str, str]:
+        """On the first rank: wrong, unknown, later or proved; and what to say of it."""
+        modes, reports, unknown = [], [], []
+        facts, tokens = next(iter(audit.steps.values())).facts, None
+        for name, step in audit.steps.items():
+            is_policy = step is audit.measured
+            if not is_policy and "expected" not in step.facts:
+                continue  # a term of the user's own
+            loss, coefficient = self._loss if is_policy else name, step.facts.get("coefficient", 1.0)
+            expected = audit.expected_of(name)
+            if coefficient == 0:
+                modes.append(f"a coefficient of 0 on {loss}")
+                continue
+            verdict = judge(step, expected)
+            if verdict.unknown or expected is None:
+                unknown.append(verdict.unknown[0] if verdict.unknown else f"The mode of {loss} is not known by name.")
+            elif not verdict.sound:
+                reports.append(f"{name}: {verdict}" if not is_policy else str(verdict))
+            else:
+                modes.append(f"{in_words(expected)} on {loss}")
+                tokens = step.tokens if is_policy or tokens is None else tokens
+        aim = f"{in_words(self._asked)} on {self._loss}"
+        remedy = (
+            f"No weight was changed. {PROOF_VARIABLE}=warn trains on."
+            if self._level == "error"
+            else "Training goes on."
+        )
+        reports += facts["faults"]
+        if self._never and not facts["tapped"]:
+            reports = [self._never]
+        if reports:
+            return "wrong", "\n".join([f"{aim}: the first training step is another.", *reports, remedy])
+        if not facts["has_gradient"] or not any(step.tokens.mask.any() for step in audit.steps.values()):
+            return "later", f"{aim}, not proved yet: the step has no gradient, the next one is measured"
+        if unknown or tokens is None:
+            return "unknown", f"{aim}, NOT PROVED: {' '.join(dict.fromkeys(unknown))}"
+        beside = f"; {self._beside}" * bool(self._beside)
+        return "proved", f"{', '.join(modes)}, proved on {_sizes(tokens, self._group_size)}{beside}"
+
+
+def _sizes(tokens: StepTokens, group_size: int | None) -> str:
+    """The step in numbers, for people to compare with what they meant."""
+    number = len(np.unique(tokens.sample))
+    says = f"{np.count_nonzero(tokens.mask):,} tokens of {number:,} samples"
+    if "prompt" not in tokens.ids:
+        return says
+    _, first = np.unique(tokens.sample, return_index=True)
+    _, sizes = np.unique(tokens.ids["prompt"][first], return_counts=True)
+    of_sizes = f"{sizes.min()}" if sizes.min() == sizes.max() else f"{sizes.min()} to {sizes.max()}"
+    promised = f" where {group_size} each were generated" if group_size and {*sizes.tolist()} != {group_size} else ""
+    return f"{says}, {len(sizes):,} prompts of {of_sizes}{promised}"
