@@ -20,7 +20,7 @@ from megatron_rl_loss.megatron.flags import PROOF_VARIABLE, ProofLevel, proof_le
 from megatron_rl_loss.modes.names import Aggregation, resolve
 from megatron_rl_loss.modes.table import Mode, ModeFunction
 from megatron_rl_loss.reduction.taps import observe
-from megatron_rl_loss.step.collectives import agree_on, raise_together, several
+from megatron_rl_loss.step.collectives import agree_on, attempt, raise_together, several
 from megatron_rl_loss.step.units import UnitCounting
 
 
@@ -89,7 +89,7 @@ class FirstStep:
 
     def __init__(
         self,
-        asked: Aggregation | None,
+        asked: Aggregation,
         loss: str,
         *,
         level: str = "error",
@@ -101,6 +101,7 @@ class FirstStep:
         self._asked, self._loss, self._level, self._pg_collection = asked, loss, level, pg_collection
         self._beside, self._never, self._group_size = beside, never, group_size
         self._waits = False  # a step has passed that had no gradient
+        self._aim = f"{in_words(asked)} on {loss}"
         self.is_over = level == "off"
 
     @contextmanager
@@ -116,9 +117,12 @@ class FirstStep:
     def _conclude(self, audit: Audit, failure: Exception | None) -> None:
         """On every rank: print the line, or raise."""
         groups = several(audit._groups.dp_cp, audit._groups.tp, audit._groups.pp)
-        found, text = ("", "") if failure is None else ("unknown", f"{type(failure).__name__}: {failure}")
+        finding: Any = failure or ("", "")
         if audit.steps and failure is None:
-            found, text = self._finding(audit)
+            finding = attempt(lambda: self._finding(audit))
+        if isinstance(finding, Exception):
+            finding = "unknown", f"{self._aim}, NOT PROVED: {type(finding).__name__}: {finding}"
+        found, text = finding
         kinds = agree_on([found], ["wrong", "unknown", "later", "proved"], groups)
         self.is_over = "later" not in kinds
         if "wrong" in kinds and self._level == "error":
@@ -129,40 +133,37 @@ class FirstStep:
 
     def _finding(self, audit: Audit) -> tuple[str, str]:
         """On the first rank: wrong, unknown, later or proved; and what to say of it."""
-        modes, reports, unknown = [], [], []
+        modes: list[str] = []
+        reports: list[str] = []
+        unknown: list[str] = []
         facts, tokens = next(iter(audit.steps.values())).facts, None
         for name, step in audit.steps.items():
-            is_policy = step is audit.measured
-            if not is_policy and "expected" not in step.facts:
+            if name != "pg" and "expected" not in step.facts:
                 continue  # a term of the user's own
-            loss, coefficient = self._loss if is_policy else name, step.facts.get("coefficient", 1.0)
-            expected = audit.expected_of(name)
-            if coefficient == 0:
+            loss = self._loss if name == "pg" else name
+            if step.facts.get("coefficient") == 0:
                 modes.append(f"a coefficient of 0 on {loss}")
                 continue
+            expected, tokens = audit.expected_of(name), step.tokens if tokens is None else tokens
             verdict = judge(step, expected)
             if verdict.unknown or expected is None:
                 unknown.append(verdict.unknown[0] if verdict.unknown else f"The mode of {loss} is not known by name.")
-            elif not verdict.sound:
-                reports.append(f"{name}: {verdict}" if not is_policy else str(verdict))
-            else:
+            elif verdict.sound:
                 modes.append(f"{in_words(expected)} on {loss}")
-                tokens = step.tokens if is_policy or tokens is None else tokens
-        aim = f"{in_words(self._asked)} on {self._loss}"
-        remedy = (
-            f"No weight was changed. {PROOF_VARIABLE}=warn trains on."
-            if self._level == "error"
-            else "Training goes on."
-        )
+            else:
+                reports.append(f"Of {loss}: {verdict}")
         reports += facts["faults"]
         if self._never and not facts["tapped"]:
             reports = [self._never]
         if reports:
-            return "wrong", "\n".join([f"{aim}: the first training step is another.", *reports, remedy])
+            says = f"{self._aim} was asked, and the first training step does something else."
+            stops = f"No weight was changed; {PROOF_VARIABLE}=warn trains on."
+            return "wrong", "\n".join([says, *reports, stops if self._level == "error" else "Training goes on."])
         if not facts["has_gradient"] or not any(step.tokens.mask.any() for step in audit.steps.values()):
-            return "later", f"{aim}, not proved yet: the step has no gradient, the next one is measured"
+            return "later", f"{self._aim}, not proved yet: the step has no gradient, the next one is measured"
         if unknown or tokens is None:
-            return "unknown", f"{aim}, NOT PROVED: {' '.join(dict.fromkeys(unknown))}"
+            why = " ".join(dict.fromkeys(unknown)) or "No loss went through a reducer of this package."
+            return "unknown", f"{self._aim}, NOT PROVED: {why}"
         beside = f"; {self._beside}" * bool(self._beside)
         return "proved", f"{', '.join(modes)}, proved on {_sizes(tokens, self._group_size)}{beside}"
 

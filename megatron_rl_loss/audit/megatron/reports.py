@@ -108,7 +108,7 @@ def assembled(
         notes.append(f"{only} input ids were tapped and compared with nothing: give Samples(tokens=...), too")
     facts: dict[str, Any] = {"factor": factor.value, "anchor": factor.name, "loss_scale": loss_scale}
     has_gradient = not not_finite and all(one.has_gradient for one in reports)
-    facts |= {"faults": faults, "has_gradient": has_gradient, "tapped": bool(parts)}
+    facts |= {"faults": list(dict.fromkeys(faults)), "has_gradient": has_gradient, "tapped": bool(parts)}
     facts["rounding"] = _rounding({dtype for report in reports for dtype in report.dtypes}, factor.uncertainty)
     if compared:
         facts["tokens_compared"] = compared
