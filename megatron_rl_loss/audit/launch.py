@@ -106,10 +106,6 @@ def audit_once(options: Namespace, conclude: Conclude) -> None:
 
 
 def _replace_schedules(options: Namespace, conclude: Conclude) -> None:
-    module = attempt(lambda: importlib.import_module("megatron_rl_loss.audit.megatron.schedules"))
-    if isinstance(module, Exception):
-        conclude(f"NO VERDICT: Megatron's schedules cannot be imported. {module}", 2)
-        return
     steps = 0
 
     def run(schedule: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -118,9 +114,29 @@ def _replace_schedules(options: Namespace, conclude: Conclude) -> None:
         steps += trains
         if not trains or steps != options.step:
             return schedule(*args, **kwargs)
+        assert not isinstance(put_back, Exception)
+        put_back()
         return _measure(options, conclude, schedule, *args, **kwargs)
 
-    module.run_schedules_by(run)
+    put_back = attempt(lambda: run_schedules_by(run))
+    if isinstance(put_back, Exception):
+        conclude(f"NO VERDICT: Megatron's schedules cannot be imported. {put_back}", 2)
+
+
+def run_schedules_by(run: Callable[..., Any]) -> Callable[[], None]:
+    """From now on ``run(schedule, *args, **kwargs)`` is called in the place of each of Megatron's schedules.
+
+    Returns what puts them back, wherever nobody has replaced them since. Raises ImportError.
+    """
+    schedules = importlib.import_module("megatron.core.pipeline_parallel.schedules")
+    originals = {name: value for name, value in vars(schedules).items() if name.startswith("forward_backward_")}
+    ours = {name: functools.wraps(one)(functools.partial(run, one)) for name, one in originals.items()}
+    vars(schedules).update(ours)
+
+    def put_back() -> None:
+        vars(schedules).update({name: originals[name] for name in ours if getattr(schedules, name) is ours[name]})
+
+    return put_back
 
 
 def _measure(options: Namespace, conclude: Conclude, schedule: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

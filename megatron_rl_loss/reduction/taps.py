@@ -78,12 +78,18 @@ class Taps:
     def begin_microbatch(self) -> None:
         self.num_microbatches += 1
 
-    def of(self, losses: Tensor, name: str) -> TappedLosses:
-        """The tap of these very losses in this micro-batch; made if there is none yet."""
+    def find(self, losses: Tensor) -> TappedLosses | None:
+        """The tap of these very losses in this micro-batch, if there is one."""
         for of_term in self.losses.values():
             for number, tapped in of_term.items():
                 if self.num_microbatches in (0, number + 1) and tapped.source() is losses:
                     return tapped
+        return None
+
+    def of(self, losses: Tensor, name: str) -> TappedLosses:
+        """The tap of these very losses in this micro-batch; made if there is none yet."""
+        if found := self.find(losses):
+            return found
         tapped = TappedLosses(tuple(losses.shape), losses.dtype, source=ref(losses))
         losses.register_hook(tapped.add_gradient)
         self.add(tapped, name)

@@ -148,7 +148,7 @@ test_refusals = refusal_tests(REFUSALS)
 
 def test_missing_flags_are_named() -> None:
     names = sorted(vars(add_loss_aggregation_args(ArgumentParser()).parse_args([])))
-    assert len(names) == 10
+    assert len(names) == 11
     for name in names:
         args = parse()
         delattr(args, name)

@@ -173,7 +173,8 @@ def trained(layout: Layout, runs: list[tuple[str, str]], rollouts: list[Rollout]
 
             return call_model(one, model), loss_func
 
-        wrap = LossAggregation(settings_of(case), Batch.described, before_step=before_step).wrap_schedule
+        settings = settings_of(case, proof="error" if over == "step" else "off")
+        wrap = LossAggregation(settings, Batch.described, before_step=before_step).wrap_schedule
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             stored = run_batches(layout, ready, forward_step, batches, wrap)

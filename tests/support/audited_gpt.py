@@ -112,7 +112,8 @@ def run_ask(layout: Layout, ask: Ask, rollouts: list[Rollout]) -> Outcome:
         several: Any = {"terms": {"entropy": "prompt_mean"}, "term_masks": ["correct"]}
         declared = several if ask.loss == "several terms" else {}
         describe = functools.partial(Batch.described, correct=correct_masks)
-        wrap = LossAggregation(settings_of(ask.case), describe, **declared).wrap_schedule
+        proof = "off" if ask.mutation or ask.how == "alone" else "error"
+        wrap = LossAggregation(settings_of(ask.case, proof=proof), describe, **declared).wrap_schedule
     else:
         samples_of = DESCRIBED.get(ask.how, (operator.attrgetter("samples"), ""))[0]
     step = functools.partial(run_batches, layout, ready, forward_step, batches, wrap)

@@ -20,6 +20,7 @@ YAML_FLAGS = YAML | {
     "loss_aggregation_empty_step": "warn",
     "loss_aggregation_with_per_token_loss": False,
     "loss_aggregation_audit_interval": None,
+    "loss_aggregation_proof": None,
     "custom_pg_loss_reducer_function_path": None,
     **dict.fromkeys(("kl_loss_aggregation", "entropy_loss_aggregation", "value_loss_aggregation")),
 }

@@ -86,8 +86,8 @@ def mode_of(case: Case) -> dict[str, Any]:
     return {"mode": case.mode, "divisor": divisor, "units": case.units}
 
 
-def settings_of(case: Case) -> AggregationSettings:
-    return AggregationSettings.resolve(with_per_token_loss=case.scaling == "per token", **mode_of(case))
+def settings_of(case: Case, **options: Any) -> AggregationSettings:
+    return AggregationSettings.resolve(with_per_token_loss=case.scaling == "per token", **mode_of(case), **options)
 
 
 def output_of(model: Any, batch: Batch, **options: Any) -> Any:

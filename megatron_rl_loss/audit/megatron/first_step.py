@@ -4,7 +4,7 @@ The audit measures the step. Expected weights are made of the masks and ids that
 reducer expects. A step without a gradient, and one of fp16 that overflowed, is left to the next one.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any
@@ -13,8 +13,8 @@ import numpy as np
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_rl_loss.audit.judge import in_words, judge
+from megatron_rl_loss.audit.launch import run_schedules_by
 from megatron_rl_loss.audit.megatron.audit import Audit
-from megatron_rl_loss.audit.megatron.schedules import Schedule, run_schedules_by
 from megatron_rl_loss.audit.tokens import StepTokens
 from megatron_rl_loss.megatron.flags import PROOF_VARIABLE, ProofLevel, proof_level
 from megatron_rl_loss.modes.names import Aggregation, resolve
@@ -22,6 +22,8 @@ from megatron_rl_loss.modes.table import Mode, ModeFunction
 from megatron_rl_loss.reduction.taps import observe
 from megatron_rl_loss.step.collectives import agree_on, attempt, raise_together, several
 from megatron_rl_loss.step.units import UnitCounting
+
+Schedule = Callable[..., Any]
 
 
 def prove_first_step(
@@ -67,10 +69,12 @@ def prove_engine(asked: Aggregation, loss: str, **words: Any) -> "FirstStep":
 
     def run(schedule: Schedule, *args: Any, **kwargs: Any) -> Any:
         with proof.step(kwargs["model"], trains=not kwargs.get("forward_only")):
-            return schedule(*args, **kwargs)
+            result = schedule(*args, **kwargs)
+        if proof.is_over:
+            put_back()
+        return result
 
-    if not proof.is_over:
-        run_schedules_by(run)
+    put_back = run_schedules_by(run)
     return proof
 
 
