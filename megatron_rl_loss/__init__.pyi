@@ -11,6 +11,7 @@ from megatron_rl_loss.logprobs.hidden import loss_from_hidden as loss_from_hidde
 from megatron_rl_loss.logprobs.layer import TensorParallel as TensorParallel
 from megatron_rl_loss.logprobs.logits import log_probs_from_logits as log_probs_from_logits
 from megatron_rl_loss.losses.advantages import gae as gae
+from megatron_rl_loss.losses.advantages import gdpo_advantages as gdpo_advantages
 from megatron_rl_loss.losses.advantages import group_relative_advantages as group_relative_advantages
 from megatron_rl_loss.losses.advantages import rloo_advantages as rloo_advantages
 from megatron_rl_loss.losses.by_name import policy_loss as policy_loss

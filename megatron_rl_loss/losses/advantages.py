@@ -50,11 +50,44 @@ def group_relative_advantages(
     """
     if normalize_by_std:
         check_within("epsilon", epsilon, "(0, inf)", "1e-6 is usual")
+    groups = _Groups([rewards], prompt_ids, rollout_ids, dp_group)
+    return groups.mine((groups.by_std(epsilon) if normalize_by_std else groups.centred)[0])
+
+
+@torch.inference_mode(False)
+def gdpo_advantages(
+    rewards: Sequence[Rewards],
+    prompt_ids: Ids,
+    *,
+    weights: Sequence[float] | None = None,
+    rollout_ids: Ids | None = None,
+    epsilon: float = 1e-6,
+    dp_group: Group | None = None,
+) -> Tensor:
+    """One advantage per sample of several rewards: each normalised in its prompt group, then added, then scaled.
+
+    >>> gdpo_advantages([torch.tensor([1.0, 0.0, 1.0, 0.0]), torch.tensor([1.0, 0.0, 0.0, 1.0])], [0, 0, 1, 1])
+    tensor([ 1.2247, -1.2247,  0.0000,  0.0000])
+
+    ``A_i = S_i / (std(S) + epsilon)``, ``S_i = sum_k w_k (r_ki - mean(r_k, group)) / (std(r_k, group) + epsilon)``.
+    std(S) is that of all rollouts on all ranks: pass the whole step. Their mean, which the paper subtracts, is 0.
+
+    Args:
+        rewards: one tensor, array or list of [num_samples] per reward, the same number on all ranks.
+        weights: one number per reward; 1 by default.
+        prompt_ids, rollout_ids, epsilon, dp_group: as in `group_relative_advantages`.
+
+    Returns and raises as `group_relative_advantages`, and ValueError for another number of weights, or of rewards on
+    other ranks. Source: GDPO, arXiv:2601.05242 eq. 4 to 7.
+    """
+    check_within("epsilon", epsilon, "(0, inf)", "1e-6 is usual")
     groups = _Groups(rewards, prompt_ids, rollout_ids, dp_group)
-    if not normalize_by_std:
-        return groups.mine(groups.centred)
-    std = np.sqrt(groups.sum(groups.centred**2) / (groups.size - 1).clip(min=1))
-    return groups.mine(groups.centred / (std + epsilon))
+    weights = [1.0] * len(rewards) if weights is None else weights
+    if len(weights) != len(rewards):
+        raise ValueError(f"{len(weights)} weights for {len(rewards)} rewards: each has one. Pass both in order.")
+    together = np.tensordot(weights, groups.by_std(epsilon), 1)
+    variance = (groups.counts * together**2).sum() / max(groups.counts.sum() - 1, 1)
+    return groups.mine(together / (np.sqrt(variance) + epsilon))
 
 
 @torch.inference_mode(False)
@@ -69,57 +102,81 @@ def rloo_advantages(
     It is ``group_relative_advantages(..., normalize_by_std=False)`` times n / (n - 1), n the rollouts of the group. All
     arguments and errors are as there. Source: RLOO, arXiv:2402.14740 section 2.2; Kool et al. 2019.
     """
-    groups = _Groups(rewards, prompt_ids, rollout_ids, dp_group)
-    return groups.mine(groups.centred * groups.size / (groups.size - 1).clip(min=1))
+    groups = _Groups([rewards], prompt_ids, rollout_ids, dp_group)
+    return groups.mine(groups.centred[0] * groups.size / (groups.size - 1).clip(min=1))
 
 
 class _Groups:
-    """The rewards of all ranks in float64, the sums over their groups, and which of them are this rank's."""
+    """The rewards of all ranks in float64, the sums over their groups, and which of them are this rank's.
 
-    def __init__(self, rewards: Rewards, prompt_ids: Ids, rollout_ids: Ids | None, dp_group: Group | None) -> None:
+    Attributes:
+        centred: a row per reward: less the mean of the sample's group.
+        size: rollouts of each sample's group.
+        counts: 1 / the samples of each sample's rollout.
+    """
+
+    def __init__(
+        self, rewards: Sequence[Rewards], prompt_ids: Ids, rollout_ids: Ids | None, dp_group: Group | None
+    ) -> None:
         def prepare() -> tuple[Floats, Keys, Keys, list[str]]:
-            mine = to_array(rewards).astype(np.float64)
-            if mine.ndim != 1 or not np.isfinite(mine).all():
+            mine = [to_array(one).astype(np.float64) for one in rewards]
+            shapes = {one.shape for one in mine}
+            if len(shapes) != 1 or any(one.ndim != 1 or not np.isfinite(one).all() for one in mine):
                 raise ValueError(
-                    f"rewards of shape {mine.shape}: they must be 1-D and finite. Pass one finite reward per sample."
+                    f"rewards of shape {' and '.join(map(str, sorted(shapes))) or 'none'}: they must be 1-D and "
+                    "finite. Pass one finite reward per sample."
                 )
-            prompts = as_ids("prompt_ids", prompt_ids, len(mine))
-            rollouts = prompts if rollout_ids is None else as_ids("rollout_ids", rollout_ids, len(mine))
-            return mine, prompts, rollouts, [kind_of_ids(ids) for ids in (prompt_ids, rollout_ids) if ids is not None]
+            prompts = as_ids("prompt_ids", prompt_ids, len(mine[0]))
+            rollouts = prompts if rollout_ids is None else as_ids("rollout_ids", rollout_ids, len(mine[0]))
+            kinds = [kind_of_ids(ids) for ids in (prompt_ids, rollout_ids) if ids is not None]
+            return np.stack(mine), prompts, rollouts, kinds
 
         parts = gather_parts(prepare, dp_group)
-        begin = sum(len(part[0]) for part in parts[: rank_in(dp_group)])
-        self._mine = slice(begin, begin + len(rewards))
-        self._device = rewards.device if isinstance(rewards, Tensor) else torch.device("cpu")
         *columns, kinds = zip(*parts, strict=True)
-        exact, prompts, rollouts = map(np.concatenate, columns)
-        if len({str(one) for one, rewards_of_rank in zip(kinds, columns[0], strict=True) if len(rewards_of_rank)}) > 1:
+        if len(numbers := sorted({len(one) for one in columns[0]})) > 1:
+            raise ValueError(
+                f"{numbers[0]} rewards on one rank and {numbers[-1]} on another: their samples are one step's. Pass "
+                "the same rewards everywhere."
+            )
+        sizes, rank = [one.shape[1] for one in columns[0]], rank_in(dp_group)
+        self._mine = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
+        self._device = rewards[0].device if isinstance(rewards[0], Tensor) else torch.device("cpu")
+        exact, prompts, rollouts = (np.concatenate(column, axis=-1) for column in columns)
+        if len({str(one) for one, size in zip(kinds, sizes, strict=True) if size}) > 1:
             raise ValueError(
                 "ids of other kinds on other ranks: each must be given on all ranks or none, as ints on all or as "
                 "strings on all. Pass the same ids everywhere."
             )
         self._group = np.unique(prompts, return_inverse=True)[1]
-        self._counts = np.ones(len(exact))
+        self.counts = np.ones(sum(sizes))
         if any(len(of_rank) > 1 for of_rank in kinds):
-            self._counts = _share_of_rollout(exact, prompts, rollouts)
-        self.size = self.sum(np.ones(len(exact)))  # of each sample's group, in rollouts
+            self.counts = _share_of_rollout(exact, prompts, rollouts)
+        self.size = self.sum(np.ones(sum(sizes)))
         self.centred = exact - self.sum(exact) / self.size
-        if len(exact) > 1 and not self.centred.any():
+        if sum(sizes) > 1 and not self.centred.any():
             warnings.warn("all rewards are equal within their prompt groups: all advantages are 0", stacklevel=4)
 
     def sum(self, values: Floats) -> Floats:
-        """At each sample, the sum over its group."""
-        sums: Floats = np.bincount(self._group, values * self._counts)[self._group]
+        """At each sample, the sum over its group: [num_samples], or a row of them per reward."""
+        sums: Floats = np.apply_along_axis(
+            lambda row: np.bincount(self._group, row * self.counts)[self._group], -1, values
+        )
         return sums
+
+    def by_std(self, epsilon: float) -> Floats:
+        """The centred rewards divided by their groups' std."""
+        variance = self.sum(self.centred**2) / (self.size - 1).clip(min=1)
+        normalized: Floats = self.centred / (np.sqrt(variance) + epsilon)
+        return normalized
 
     def mine(self, values: Floats) -> Tensor:
         return torch.from_numpy(values[self._mine]).float().to(self._device)
 
 
 def _share_of_rollout(rewards: Floats, prompts: Keys, ids: Keys) -> Floats:
-    """1 / the number of samples in each sample's rollout, float64 [num_samples]."""
+    """1 / the number of samples in each sample's rollout, float64 [num_samples]; rewards: a row for each."""
     _, first, rollout = np.unique(ids, return_index=True, return_inverse=True)
-    unlike = (rewards[first][rollout] != rewards) | (prompts[first][rollout] != prompts)
+    unlike = (rewards[:, first][:, rollout] != rewards).any(0) | (prompts[first][rollout] != prompts)
     if unlike.any():
         raise ValueError(
             f"rewards that differ within the rollout of sample {int(unlike.argmax())}: samples of one rollout share "

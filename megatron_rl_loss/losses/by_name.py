@@ -14,8 +14,8 @@ from torch import Tensor
 
 from megatron_rl_loss.errors import check_choice
 from megatron_rl_loss.losses.ratio import Masked, PolicyLoss
-from megatron_rl_loss.losses.sequence import gmpo_loss, gspo_loss
-from megatron_rl_loss.losses.token import cispo_loss, dppo_loss, ppo_clip_loss, sapo_loss
+from megatron_rl_loss.losses.sequence import gmpo_loss, gspo_loss, vespo_loss
+from megatron_rl_loss.losses.token import cfpo_loss, cispo_loss, dppo_loss, ppo_clip_loss, sapo_loss
 from megatron_rl_loss.modes.names import Aggregation
 from megatron_rl_loss.modes.table import Mode
 from megatron_rl_loss.step.collectives import Group
@@ -38,12 +38,15 @@ POLICY_LOSSES = {
         NamedLoss("ppo", ppo_clip_loss),
         NamedLoss("cispo", cispo_loss),
         NamedLoss("sapo", sapo_loss),
+        NamedLoss("cfpo", cfpo_loss),
         NamedLoss("dppo_tv", partial(dppo_loss, divergence="tv")),
         NamedLoss("dppo_kl", partial(dppo_loss, divergence="kl")),
+        NamedLoss("ipo", partial(dppo_loss, divergence="tv", both_directions=True)),
         NamedLoss("gspo", partial(gspo_loss, level="sequence"), True, "sample_mean"),
         NamedLoss("gspo_token", partial(gspo_loss, level="token"), True),
         NamedLoss("luspo", partial(gspo_loss, level="sequence"), True, "constant", 1),
         NamedLoss("gmpo", gmpo_loss, True, "sample_mean"),
+        NamedLoss("vespo", vespo_loss, True),
     )
 }
 

@@ -8,12 +8,13 @@ alone: a rejected token counts in its sequence's ratio, unless its own is infini
 import math
 from typing import Literal, get_args
 
+import torch
 from torch import Tensor
 
 from megatron_rl_loss.errors import check_choice, check_within
 from megatron_rl_loss.losses.place import Place
 from megatron_rl_loss.losses.ratio import Given, PolicyLoss, RatioBounds
-from megatron_rl_loss.losses.segments import segment_mean, to_tokens
+from megatron_rl_loss.losses.segments import segment_mean, segment_sum, to_tokens
 from megatron_rl_loss.step.collectives import Group
 
 Level = Literal["sequence", "token"]
@@ -94,3 +95,46 @@ def gmpo_loss(
     bounded, clipped = bounds.clip(given.log_ratio, given.advantages)
     mean = to_tokens(segment_mean(bounded, local, cp_group, per=per), local).view(log_probs.shape)
     return given.policy_loss(-given.advantages * given.kept(mean).exp(), clipped)
+
+
+def vespo_loss(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    local: Place,
+    cp_group: Group | None = None,
+    *,
+    k_positive: float = 2.0,
+    lambda_positive: float = 3.0,
+    k_negative: float = 3.0,
+    lambda_negative: float = 2.0,
+    importance_weights: Tensor | None = None,
+    per: str = "sample",
+) -> PolicyLoss:
+    """``-sg(phi(w_i)) A log_probs``, ``phi(w) = w^k exp(lambda (1 - w))``, ``w_i = exp(sum_t m_t log r_t)``.
+
+    A sequence's whole ratio, not its mean, weighs its tokens: 1 at ``w = 1``, towards 0 on both sides.
+    `PolicyLoss.clipped` is 0 everywhere.
+
+    Args:
+        old_log_probs: of the policy that drew the tokens. To put capped ratios of tokens into w, as TRL does, take
+            ``old_log_probs - importance_weights(old_log_probs - rollout_log_probs, high=2.0).log()``.
+        k_positive, lambda_positive, k_negative, lambda_negative: of phi where A >= 0, and where A < 0.
+        log_probs, advantages, importance_weights: as in `ppo_clip_loss`; each token's sign decides its own phi.
+        local, cp_group, per: as in `segment_sum`.
+
+    Raises ValueError as `ppo_clip_loss` and `segment_sum`, for a k outside (0, 100] and a lambda outside [1e-4, 1e4].
+    Source: VESPO, arXiv:2602.10693 section 3.4.
+    """
+    given = Given.of(log_probs, old_log_probs, advantages, importance_weights, local)
+    for name, power in (("k_positive", k_positive), ("k_negative", k_negative)):
+        check_within(name, power, "(0, 100]", "2.0 and 3.0 are usual")
+    for name, decay in (("lambda_positive", lambda_positive), ("lambda_negative", lambda_negative)):
+        check_within(name, decay, "[1e-4, 1e4]", "3.0 and 2.0 are usual")
+    of_sequence = segment_sum(given.log_ratio.detach(), local, cp_group, per=per)
+    log_w = to_tokens(of_sequence, local).view(log_probs.shape).clamp(max=20)  # beyond, phi is 0 to the last bit
+    negative = given.advantages < 0
+    k = torch.full_like(log_w, k_positive).masked_fill(negative, k_negative)
+    rate = torch.full_like(log_w, lambda_positive).masked_fill(negative, lambda_negative)
+    phi = (k * log_w - rate * log_w.expm1()).exp()
+    return given.policy_loss(-phi * given.advantages * given.log_probs, torch.zeros_like(phi, dtype=torch.bool))

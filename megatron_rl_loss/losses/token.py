@@ -116,6 +116,34 @@ def sapo_loss(
     return given.policy_loss(-given.advantages * gate, torch.zeros_like(given.advantages != 0))
 
 
+def cfpo_loss(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    local: Masked,
+    *,
+    epsilon: float = 0.2,
+    importance_weights: Tensor | None = None,
+) -> PolicyLoss:
+    """``-A r + |A| (r - 1)^2 / (2 epsilon)``: a quadratic penalty in place of the clip, least at ``r = 1 +- epsilon``.
+
+    `PolicyLoss.clipped` is 0 everywhere.
+
+    Args:
+        epsilon: width of the trust region, that of a clip range.
+        log_probs, old_log_probs, advantages, local, importance_weights: as in `ppo_clip_loss`.
+
+    Raises ValueError as `ppo_clip_loss`, and for an epsilon outside (0, 1].
+    Source: CFPO, arXiv:2601.22801; before language models, SPO, arXiv:2401.16025.
+    """
+    given = Given.of(log_probs, old_log_probs, advantages, importance_weights, local)
+    check_within("epsilon", epsilon, "(0, 1]", "0.2 is usual")
+    a = given.advantages
+    change = torch.expm1(given.kept(given.log_ratio).masked_fill(a == 0, 0))
+    loss = a.abs() * change.square() / (2 * epsilon) - a * (1 + change)
+    return given.policy_loss(loss, torch.zeros_like(loss, dtype=torch.bool))
+
+
 def dppo_loss(
     log_probs: Tensor,
     old_log_probs: Tensor,
@@ -123,6 +151,7 @@ def dppo_loss(
     local: Masked,
     *,
     divergence: Divergence = "tv",
+    both_directions: bool = False,
     threshold: float | None = None,
     importance_weights: Tensor | None = None,
 ) -> PolicyLoss:
@@ -133,23 +162,26 @@ def dppo_loss(
 
     Args:
         old_log_probs: of the policy that sampled the tokens.
-        threshold: largest divergence; by default 0.15 for ``tv``, 0.05 for ``kl``.
+        both_directions: 0 outside the trust region whatever the sign of A: with ``tv``, prime-rl's IPO.
+        threshold: largest divergence; by default 0.15 for ``tv``, 0.05 for ``kl``, 0.3 in both directions.
         log_probs, advantages, local, importance_weights: as in `ppo_clip_loss`.
 
     Raises ValueError as `ppo_clip_loss`, for an unknown divergence, and for a threshold that is not above 0 (and below
-    1 for ``tv``). Source: DPPO, arXiv:2602.04879 eq. 11 to 14.
+    1 for ``tv``). Source: DPPO, arXiv:2602.04879 eq. 11 to 14; IPO, prime-rl's `ipo_loss_fn` (its pull request 3418,
+    the threshold that of 3586).
     """
     given = Given.of(log_probs, old_log_probs, advantages, importance_weights, local)
     check_choice("divergence", divergence, get_args(Divergence))
     if threshold is None:
-        threshold = 0.15 if divergence == "tv" else 0.05
+        threshold = 0.3 if both_directions else 0.15 if divergence == "tv" else 0.05
     interval = "(0, 1)" if divergence == "tv" else "(0, inf)"
     check_within("threshold", threshold, interval, "0.15 for tv, 0.05 for kl are usual")
     with torch.no_grad():
         now, before = given.log_probs.double(), given.old_log_probs.double()
         difference = now.exp() - before.exp()
         distance = difference.abs() if divergence == "tv" else _binary_kl(before, now)
-        left_out = (given.advantages * difference > 0) & (distance > threshold)
+        pushed = given.advantages != 0 if both_directions else given.advantages * difference > 0
+        left_out = pushed & (distance > threshold)
     loss = -given.advantages * given.kept(given.log_ratio).masked_fill(left_out | (given.advantages == 0), 0).exp()
     return given.policy_loss(loss.masked_fill(left_out, 0), left_out)
 
@@ -190,18 +222,41 @@ def value_loss(
     return square / 2
 
 
-def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, local: Masked, *, estimator: KlEstimator = "k3") -> Tensor:
+def kl_estimate(
+    log_probs: Tensor,
+    ref_log_probs: Tensor,
+    local: Masked,
+    *,
+    estimator: KlEstimator = "k3",
+    old_log_probs: Tensor | None = None,
+) -> Tensor:
     """Estimate of KL(policy || reference) per token, from the policy's samples; ``d = log_probs - ref_log_probs``.
 
     ``k1 = d`` (unbiased, may be negative), ``k2 = d^2 / 2`` (biased), ``k3 = exp(-d) - 1 + d`` (unbiased, >= 0).
-    Differentiable in `log_probs`; the reference is detached; `local` as in `ppo_clip_loss`. Raises ValueError for an
-    unknown estimator or shapes that differ. Source: Schulman, "Approximating KL divergence" (2020); k3 in GRPO,
-    arXiv:2402.03300 eq. 4.
+
+    Args:
+        log_probs: differentiable.
+        ref_log_probs: of the reference, same shape; detached.
+        local: as in `ppo_clip_loss`.
+        old_log_probs: of the policy that drew the tokens, to multiply by ``r = exp(log_probs - old_log_probs)``, whose
+            gradient counts: that of ``r k3`` is ``r d grad log_probs``, the KL's own. None for the estimator alone,
+            whose gradient is not the KL's even where r is 1, but for k2.
+
+    Raises ValueError for an unknown estimator, shapes that differ, and k2 with old log-probs.
+    Source: Schulman, "Approximating KL divergence" (2020); k3 in GRPO, arXiv:2402.03300 eq. 4; times r, DeepSeek-V3.2,
+    arXiv:2512.02556 eq. 7.
     """
     check_shape("ref_log_probs", ref_log_probs, log_probs)
     check_choice("KL estimator", estimator, get_args(KlEstimator))
-    log_probs, reference = masked(local, log_probs, ref_log_probs.detach())
-    difference = log_probs - reference
-    if estimator == "k1":
-        return difference
-    return difference.square() / 2 if estimator == "k2" else torch.expm1(-difference) + difference
+    others = [ref_log_probs.detach()]
+    if old_log_probs is not None:
+        check_shape("old_log_probs", old_log_probs, log_probs)
+        if estimator == "k2":
+            raise ValueError(
+                "k2 with old_log_probs: times the ratio its gradient is not the KL's. Take k3, or drop old_log_probs."
+            )
+        others.append(old_log_probs.detach())
+    log_probs, reference, *old = masked(local, log_probs, *others)
+    d = log_probs - reference
+    kl = {"k1": lambda: d, "k2": lambda: d.square() / 2, "k3": lambda: torch.expm1(-d) + d}[estimator]()
+    return (log_probs - old[0]).exp() * kl if old else kl

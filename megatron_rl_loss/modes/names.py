@@ -36,6 +36,30 @@ class PeerName(NamedTuple):
     refused: str = ""
 
 
+class Framework(NamedTuple):
+    """A framework as it was read: the setting that its names are values of, its default, and the version."""
+
+    setting: str
+    default: str
+    version: str
+
+
+#: In the order of the page and of what is printed.
+FRAMEWORKS = {
+    "verl": Framework("actor.loss_agg_mode", "token-mean", "0.10.0.dev, 1dda039b (2026-08-22)"),
+    "slime": Framework("--calculate-per-token-loss", "calculate_per_token_loss=false", "624b824a (2026-08-21)"),
+    "miles": Framework("--calculate-per-token-loss", "calculate_per_token_loss=false", "31f1ca96 (2026-08-21)"),
+    "skyrl": Framework("trainer.algorithm.loss_reduction", "token_mean", "a9564572 (2026-08-21)"),
+    "tinker": Framework("loss_fn", "sum", "as its pages say"),
+    "trl": Framework("loss_type", "dapo", "1.10.0.dev0, f2cd5771 (2026-07-24)"),
+    "ms_swift": Framework("--loss_type", "grpo", "4.6.0, 3602360a (2026-08-22)"),
+    "prime_rl": Framework("trainer.loss.type", "default", "559b4477 (2026-08-21)"),
+    "nemo_rl": Framework("loss_fn.token_level_loss", "token_level_loss=true", "7ea279ab (2026-08-22)"),
+    "roll": Framework("loss_agg_mode", "seq-mean-token-mean", "8eb27cc2 (2026-08-19)"),
+    "openrlhf": Framework("PolicyLoss(token_level_loss=...)", "token_level_loss=true", "0.11.0, 3c3be623 (2026-08-13)"),
+    "open_instruct": Framework("--loss_denominator", "token", "e6c3044a (2026-08-20)"),
+}
+
 _CUT = "a mean of micro-batch means, which changes with their size"
 NAMES = tuple(
     PeerName(*row)
@@ -48,6 +72,10 @@ NAMES = tuple(
         ("verl", "loss_mode=gspo", "sample_mean", None, "all"),
         ("verl", "loss_mode=sapo", "sample_mean", None, "all"),
         ("verl", "loss_mode=geo_mean", "sample_mean", None, None, _CUT),
+        ("slime", "calculate_per_token_loss=true", "token_mean"),
+        ("slime", "calculate_per_token_loss=false", "sample_mean", None, "all"),
+        ("miles", "calculate_per_token_loss=true", "token_mean"),
+        ("miles", "calculate_per_token_loss=false", "sample_mean", None, "all"),
         ("skyrl", "token_mean", "token_mean"),
         ("skyrl", "sequence_mean", "sample_mean", None, "all"),
         ("skyrl", "seq_mean_token_sum_norm", "constant", "max_seq_len", "all"),
@@ -64,16 +92,49 @@ NAMES = tuple(
         ("trl", "cispo", "token_mean"),
         ("trl", "vespo", "token_mean"),
         ("trl", "bnpo", "token_mean", None, None, "a mean of local batches' means, which changes with their size"),
+        ("ms_swift", "grpo", "sample_mean", None, "all"),
+        ("ms_swift", "dr_grpo", "constant", "max_completion_length", "all"),
+        ("ms_swift", "bnpo", "token_mean"),
+        ("ms_swift", "dapo", "token_mean"),
         ("openrlhf", "token_level_loss=true", "token_mean"),
         ("openrlhf", "token_level_loss=false", "sample_mean", None, "active"),
         ("nemo_rl", "token_level_loss=true", "token_mean"),
         ("nemo_rl", "token_level_loss=false", "sample_mean", None, "active"),
+        ("prime_rl", "default", "token_mean"),
+        ("prime_rl", "ipo", "token_mean"),
         ("roll", "token-mean", "token_mean"),
         ("roll", "seq-mean-token-sum", "constant", 1, "active"),
         ("roll", "seq-mean-token-mean", "sample_mean", None, "active"),
         ("roll", "seq-mean-token-sum-norm", "token_sum", "response length"),
     )
 )
+
+#: The policy loss that a name stands for beside its aggregation, where it is not the clipped one: of `POLICY_LOSSES`.
+LOSSES = {
+    "verl:loss_mode=gspo": "gspo_token",
+    "verl:loss_mode=sapo": "sapo",
+    "prime_rl:default": "dppo_tv",
+    "prime_rl:ipo": "ipo",
+    **{f"trl:{name}": name for name in ("sapo", "luspo", "cispo", "vespo")},
+}
+
+_EQUALLY = "averages micro-batches equally, the same where all have as many rows"
+_GENERATED = "divides by the tokens of the generation batch, not of the step"
+#: What a framework's own code does otherwise, in the version read, or since when it does as the name says.
+OWN_CODE = {
+    **dict.fromkeys(("trl:grpo", "trl:sapo", "trl:dr_grpo", "trl:luspo"), _EQUALLY),
+    **dict.fromkeys(("trl:dapo", "trl:cispo", "trl:vespo"), _GENERATED),
+    **dict.fromkeys(
+        ("slime:calculate_per_token_loss=true", "miles:calculate_per_token_loss=true"),
+        "counts a token more for each masked sample",
+    ),
+    **dict.fromkeys(
+        ("ms_swift:bnpo", "ms_swift:dapo"), "so since 4.6.0; before, it changes with the cut or the number of steps"
+    ),
+    "nemo_rl:token_level_loss=false": "counts valid responses without an active token too",
+    "roll:token-mean": "sums masked positions too",
+    "roll:seq-mean-token-sum-norm": "divides by the padded length of the batch at hand",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,7 +276,7 @@ def find_name(alias: str) -> PeerName:
 
 
 def format_modes() -> str:
-    """The modes, their formulas and flags, and every framework's names for them: text of at most 120 columns."""
+    """The modes, their formulas and flags, and every framework's settings in them: text of at most 120 columns."""
     lines = [
         "A token's loss is l, its mask m; M is a sum of masks: M_i of rollout i, M_g of prompt group g.",
         "Every sum and count is over the whole optimizer step, however it is split over micro-batches and ranks.",
@@ -227,10 +288,30 @@ def format_modes() -> str:
         mode = find_mode(name)
         assert mode is not None
         lines.append(f"{name:<20}{mode.formula:<38}{mode.divisor}")
-    lines += ["", f"{'name elsewhere':<38}{'is':<13}{'divisor':<23}units"]
-    for peer in NAMES:
-        divisor = "its number" if peer.name == NUMBER else "" if peer.divisor is None else peer.divisor
-        row = f"{peer.framework + ':' + peer.name:<38}{peer.mode:<13}{divisor:<23}{peer.units or ''}"
-        refused = f"refused: {peer.refused}; nearest is {peer.mode}"
-        lines.append(f"{row[:38]}{refused}"[:120] if peer.refused else row.rstrip())
+    lines += [
+        "",
+        "Settings elsewhere, each a --loss-aggregation: step loss, our mode, its divisor, which units N or P counts.",
+        "Their own code, as read, gives that step loss unless a line below says otherwise.",
+    ]
+    for framework, (setting, default, version) in FRAMEWORKS.items():
+        lines += ["", f"{framework}, {setting}, by default {default}; read: {version}"]
+        lines += [line for peer in NAMES if peer.framework == framework for line in _format_name(peer)]
     return "\n".join(lines)
+
+
+def formula_of(peer: PeerName) -> str:
+    """The step loss of a name that is not refused."""
+    mode = find_mode(peer.mode)
+    assert mode is not None
+    return mode.formula.replace("(L*N)", "N").replace(" / d", "") if peer.divisor == 1 else mode.formula
+
+
+def _format_name(peer: PeerName) -> list[str]:
+    alias = f"{peer.framework}:{peer.name}"
+    if peer.refused:
+        return [f"{alias:<37}refused: {peer.refused}", f"    nearest is {peer.mode}"]
+    divisor = "its number" if peer.name == NUMBER else "" if peer.divisor is None else peer.divisor
+    row = f"{alias:<37}{formula_of(peer):<36}{peer.mode:<12}{divisor:<22}{peer.units or ''}".rstrip()
+    loss, own = LOSSES.get(alias), OWN_CODE.get(alias)
+    more = [text for given, text in ((loss, f"--policy-loss {loss}"), (own, f"its own code: {own}")) if given]
+    return [row, *([f"    {'; '.join(more)}"] if more else [])]

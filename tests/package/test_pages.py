@@ -14,6 +14,7 @@ from typing import Any
 
 import audit_examples
 import checkouts
+import names_page
 import oracle
 import pytest
 import show_recipes
@@ -217,6 +218,11 @@ def test_each_recipe_is_shown_as_it_is_and_stands_alone(tmp_path: Path) -> None:
         assert len(text.splitlines()) <= 70
         assert f"recipes/{name}" in example_names()
         assert copy_example(f"recipes/{name}", tmp_path) == [tmp_path / name]
+
+
+def test_the_tables_of_names_are_the_codes() -> None:
+    assert names_page.with_tables(NAMES) == NAMES, "python tools/names_page.py renews them"
+    assert names_page.BLOCK.findall(NAMES) == list(mode_names.FRAMEWORKS)
 
 
 def test_every_name_of_a_mode_is_in_its_frameworks_section_and_no_other() -> None:

@@ -194,6 +194,24 @@ MEGATRON_LM = Framework(
     ),
 )
 
+TRL = Framework(
+    variable="TRL_PATH",
+    proof="trl/trainer/grpo_trainer.py",
+    passed_by=_packages("trl", "trainer"),
+    stand_ins=(
+        *("accelerate", "datasets", "huggingface_hub", "pandas", "peft", "transformers"),
+        *(f"trl.{name}" for name in ("chat_template_utils", "data_utils", "distributed", "extras", "generation")),
+        *("trl.import_utils", "trl.models"),
+        *(f"trl.trainer.{name}" for name in ("base_trainer", "callbacks", "grpo_config", "utils")),
+    ),
+)
+PRIME_RL = Framework(
+    variable="PRIME_RL_PATH",
+    proof="src/prime_rl/trainer/rl/loss.py",
+    passed_by=_packages("prime_rl", "trainer", "trainer.rl"),
+    stand_ins=("beartype", "jaxtyping", "prime_rl.configs", "prime_rl.utils"),
+)
+
 
 def checkout(framework: Framework) -> str:
     """The path of its checkout; without one, the test is skipped."""

@@ -50,6 +50,22 @@ def dppo(v: Values, m: Tensor, divergence: str, threshold: float) -> Tensor:
     return torch.where((far > threshold) & (a * (p - q) > 0), 0, -a * log_ratio(v).exp())
 
 
+def ipo(v: Values, m: Tensor, threshold: float) -> Tensor:
+    far = (v["log_probs"].detach().exp() - v["old_log_probs"].exp()).abs() > threshold
+    return torch.where(far, 0, -v["token_advantages"] * log_ratio(v).exp())
+
+
+def cfpo(v: Values, m: Tensor, epsilon: float) -> Tensor:
+    r, a = log_ratio(v).exp(), v["token_advantages"]
+    return -(r * a - a.abs() / (2 * epsilon) * (r - 1) ** 2)
+
+
+def weighted_k3(v: Values, m: Tensor) -> Tensor:
+    """Of the policy that drew the tokens, log-probs; of the reference, those of the rollouts."""
+    of_reference = (v["rollout_log_probs"] - v["log_probs"]).exp()
+    return log_ratio(v).exp() * (of_reference - of_reference.log() - 1)
+
+
 def critic(v: Values, m: Tensor, clip: float) -> Tensor:
     value, old, target = v["log_probs"], v["old_log_probs"], v["rollout_log_probs"]
     bounded = torch.where((value - old).abs() > clip, old + clip * (value - old).sign(), value)
@@ -71,6 +87,14 @@ def gmpo(v: Values, m: Tensor) -> Tensor:
     chosen = torch.minimum(r * a, r.clamp(math.exp(-0.4), math.exp(0.4)) * a)
     product = (chosen.abs() ** m).prod()
     return -(a.sign() * (product ** (1 / m.sum()) if m.sum() > 0 else product * a.abs()))
+
+
+def vespo(
+    v: Values, m: Tensor, positive: tuple[float, float] = (2, 3), negative: tuple[float, float] = (3, 2)
+) -> Tensor:
+    w = (log_ratio(v).detach() * m).sum().exp()
+    at = [w**k * math.exp(rate) * (-rate * w).exp() for k, rate in (positive, negative)]
+    return -torch.where(v["token_advantages"] >= 0, *at) * v["token_advantages"] * v["log_probs"]
 
 
 def sequence_tis(v: Values, m: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from torch import Tensor
 from megatron_rl_loss import (
     Samples,
     gae,
+    gdpo_advantages,
     group_relative_advantages,
     importance_weights,
     keep_sequences,
@@ -45,6 +46,15 @@ def stated(batch: Sequence[tuple[float, Any, Any]], kind: str, epsilon: float = 
             "leave one out": reward - statistics.fmean(others) if others else 0.0,
         }[kind])  # fmt: skip
     return found
+
+
+def stated_together(batches: Sequence[Any], weights: Sequence[float], epsilon: float = 1e-6) -> list[float]:
+    """GDPO, of a batch as above for each reward."""
+    parts = [stated(batch, "by std", epsilon) for batch in batches]
+    sums = [sum(w * one for w, one in zip(weights, ones, strict=True)) for ones in zip(*parts, strict=True)]
+    of_rollouts = list({rollout: one for one, (_, _, rollout) in zip(sums, batches[0], strict=True)}.values())
+    mean, std = (statistics.fmean(of_rollouts), statistics.stdev(of_rollouts)) if len(of_rollouts) > 1 else (0, 0)
+    return [(one - mean) / (std + epsilon) for one in sums]
 
 
 @settings(deadline=None, derandomize=True, max_examples=100)
@@ -74,6 +84,34 @@ def test_advantages_of_samples(
         assert found.tolist() == pytest.approx(stated(batch, kind, epsilon), rel=2 * oracle.ROUNDING, abs=1e-6)
 
 
+@settings(deadline=None, derandomize=True, max_examples=50)
+@given(
+    # Two rewards of a rollout, its prompt, and its parts.
+    st.lists(st.tuples(st.sampled_from([0, 0.1, 1]), st.sampled_from([-3, 0.5, 2.0**24]), st.integers(0, 2),
+                       st.integers(1, 3)), min_size=1, max_size=8),
+    st.sampled_from([None, (1.0, 0.5), (0.0, -2.0)]),
+    st.booleans(),
+)  # fmt: skip
+def test_advantages_of_several_rewards(drawn: list[Any], weights: Any, split: bool) -> None:
+    """Each by itself in its group, then by their spread over the step."""
+    rows = [(one, i) for i, one in enumerate(drawn) for _ in range(one[3] if split else 1)]
+    random.Random(7).shuffle(rows)
+    batches = [[(one[k], one[2], i) for one, i in rows] for k in range(2)]
+    rewards = [torch.tensor([r for r, _, _ in batch], dtype=torch.float64) for batch in batches]
+    prompts, rollouts = ([row[k] for row in batches[0]] for k in (1, 2))
+    found = gdpo_advantages(rewards, prompts, weights=weights, rollout_ids=rollouts if split else None)
+    expected = stated_together(batches, weights or (1, 1))
+    assert found.tolist() == pytest.approx(expected, rel=2 * oracle.ROUNDING, abs=1e-6)
+
+
+def test_scales_of_rewards_do_not_matter_to_gdpo() -> None:
+    """Of two rewards the large one does not hide the other, as it does where they are added first."""
+    small, large, prompts = torch.tensor([0.0, 1, 1, 0]), torch.tensor([0.0, 0, 900, 900]), [0] * 4
+    apart = gdpo_advantages([small, large], prompts)
+    assert apart.tolist() == pytest.approx(gdpo_advantages([small, large / 900], prompts).tolist(), abs=1e-5)
+    assert float(apart[1] - apart[0]) > 1 > 0.1 > float(group_relative_advantages(small + large, prompts).diff()[0])
+
+
 @pytest.mark.filterwarnings("default")
 def test_rewards_that_teach_nothing_are_warned_of() -> None:
     with pytest.warns(UserWarning, match="all rewards are equal within their prompt groups") as caught:
@@ -95,6 +133,9 @@ def on_rank() -> dict[str, Any]:
         found["refused"] = outcome_of(lambda: function(torch.tensor(rewards), prompts[rank:], **how))  # noqa: B023
         how["rollout_ids"] = rollouts if rank else None
         found["unlike"] = outcome_of(lambda: function(torch.tensor(rewards), prompts, **how))  # noqa: B023
+        several = [torch.tensor(rewards), torch.arange(3.0) * (rank + 1)]
+        found["gdpo"] = gdpo_advantages(several, prompts, weights=(1, 3), dp_group=dist.group.WORLD).tolist()
+        found["fewer"] = outcome_of(lambda: gdpo_advantages(several[rank:], prompts, dp_group=dist.group.WORLD))  # noqa: B023
         ids = ["1", "1", "2"] if rank else [1, 1, 2]
         found["of two kinds"] = outcome_of(lambda: function(torch.tensor(rewards), ids, dp_group=dist.group.WORLD))  # noqa: B023
     return found
@@ -104,6 +145,11 @@ def test_over_ranks() -> None:
     by_rank = run_ranks(2, on_rank, timeout_s=600)
     for kind in ("by std", "leave one out"):
         assert by_rank[0][kind] + by_rank[1][kind] == pytest.approx(stated(BATCH, kind), rel=oracle.EXACT)
+    alone = [(r, prompt, i) for i, (r, prompt, _) in enumerate(BATCH)]
+    second = [(float(i % 3 * (i // 3 + 1)), prompt, i) for i, (_, prompt, _) in enumerate(BATCH)]
+    expected = stated_together([alone, second], (1, 3))
+    assert by_rank[0]["gdpo"] + by_rank[1]["gdpo"] == pytest.approx(expected, rel=oracle.EXACT, abs=1e-7)
+    assert all(rank["fewer"].startswith("ValueError: 1 rewards on one rank and 2 on another") for rank in by_rank)
     assert all("rank 1: ValueError: 2 prompt_ids for 3" in rank["refused"] for rank in by_rank)
     assert all("ids of other kinds on other ranks" in rank["unlike"] for rank in by_rank)
     assert all(rank["of two kinds"].startswith("ValueError: ids of other kinds on other ranks") for rank in by_rank)
@@ -191,6 +237,14 @@ REFUSALS = {
         (([[1.0, 2.0]],), r"shape \(1, 2\): they must be 1-D and finite", ()),
         (([1.0, NAN],), "1-D and finite", ([1.0, -1e30],)),
         (([1.0, 0], [0, 0], ["a", "a"]), "differ within the rollout of sample", ([1.0, 1], [0, 0], ["a", "a"])),
+    ),
+    **refusals(
+        lambda rewards=((1.0, 2.0), (3.0, 1.0)), **more: gdpo_advantages(rewards, [0, 0], **more),
+        (((),), "rewards of shape none: they must be 1-D and finite", ()),
+        ((((1.0, 2.0), (1.0,)),), r"rewards of shape \(1,\) and \(2,\): they", ()),
+        (([1.0, 2.0],), r"rewards of shape \(\): they must", ([[1.0, 2.0]],)),
+        ({"weights": [1.0]}, "1 weights for 2 rewards", {"weights": [1.0, 0.0]}),
+        ({"epsilon": 0.0}, r"epsilon is 0.0: it must be a number in \(0, inf\)", {"epsilon": 1e-8}),
     ),
     **refusals(advantages_from, (([1.0], [0.5]), "prompt_ids holds 0.5", ([1.0], ["0.5"])), error=TypeError),
     **refusals(

@@ -104,6 +104,10 @@ REFUSALS = {
         ({"old_log_probs": -FIVE.log()}, "old_log_probs with values up to inf", {"log_probs": FIVE.log()}),
         ({"name": "sapo", "tau_negative": 0.0}, rf"tau_negative is 0.0: {RANGE} \[0.1, 100\]", {"name": "sapo"}),
         ({"name": "dppo_tv", "threshold": 1.0}, rf"1.0: {RANGE} \(0, 1\)", {"name": "dppo_kl", "threshold": 1.0}),
+        ({"name": "ipo", "threshold": 1.0}, rf"1.0: {RANGE} \(0, 1\)", {"name": "ipo", "threshold": 0.99}),
+        ({"name": "cfpo", "epsilon": 0.0}, rf"epsilon is 0.0: {RANGE} \(0, 1\]", {"name": "cfpo", "epsilon": 1}),
+        ({"name": "vespo", "k_negative": 0}, rf"k_negative is 0: {RANGE} \(0, 100\]", {"name": "vespo"}),
+        ({"name": "vespo", "lambda_positive": 0.0}, rf"lambda_positive is 0.0: {RANGE} \[1e-4", {"name": "vespo"}),
         ({"name": "gmpo", "clip_low": 0.0}, rf"clip_low is 0.0: {RANGE} \(0, inf\)", {"name": "gmpo", "clip_low": 1.2}),
         ({"name": "gspo", "mean_log_ratio": FIVE}, r"a statistic of shape \(5,\)", {"name": "gspo"}),
         (("gspo", FIVE[:4], FIVE[:4], ONE), r"a loss's input of shape \(4,\)", ("gspo", FIVE[None], FIVE[None])),
@@ -131,6 +135,8 @@ REFUSALS = {
         lambda reference=FIVE, **more: kl_estimate(FIVE, reference, OFTEN, **more),
         ({"estimator": "k4"}, "'k4': there is no such KL estimator. Choose one of", NONE),
         ((COLUMN,), r"ref_log_probs of shape \(5, 1\)", (FIVE,)),
+        ({"old_log_probs": COLUMN}, r"old_log_probs of shape \(5, 1\)", {"old_log_probs": FIVE}),
+        ({"old_log_probs": FIVE, "estimator": "k2"}, "k2 with old_log_probs: .+Take k3", {"estimator": "k2"}),
     ),
 }  # fmt: skip
 

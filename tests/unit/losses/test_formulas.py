@@ -76,6 +76,10 @@ def kl_here(estimator: Any) -> Loss:
     return lambda t: kl_estimate(*given(t)[:2], t.local, estimator=estimator)
 
 
+def weighted_k3_here(t: Tokens) -> Tensor:
+    return kl_estimate(t.values["log_probs"], t.values["rollout_log_probs"], t.local, old_log_probs=given(t)[1])
+
+
 def gspo_here(t: Tokens, at: Any = None, **more: Any) -> Tensor:
     at = place(t) if at is None else (at,)
     return gspo_loss(*given(t), *at, **NARROW, **more).per_token_loss
@@ -173,10 +177,21 @@ TABLE: dict[str, tuple[Loss, Formula]] = {
     ),
     "DPPO-TV": (named("dppo_tv"), partial(stated.dppo, divergence="tv", threshold=0.15)),
     "DPPO-KL": (named("dppo_kl", threshold=0.01), partial(stated.dppo, divergence="kl", threshold=0.01)),
+    "IPO": (named("ipo"), partial(stated.ipo, threshold=0.3)),
+    "IPO, threshold": (named("ipo", threshold=0.1), partial(stated.ipo, threshold=0.1)),
+    "CFPO": (named("cfpo"), partial(stated.cfpo, epsilon=0.2)),
+    "CFPO, epsilon": (named("cfpo", epsilon=0.05), partial(stated.cfpo, epsilon=0.05)),
+    "VESPO": (named("vespo"), stated.vespo),
+    "VESPO, parameters": (
+        named("vespo", k_positive=1, lambda_positive=0.1, k_negative=0.5, lambda_negative=4),
+        partial(stated.vespo, positive=(1, 0.1), negative=(0.5, 4)),
+    ),
+    "VESPO of rollouts": (named("vespo", per="rollout"), stated.vespo),
     "value": (value_here, partial(stated.critic, clip=0.2)),
     "k1": (kl_here("k1"), lambda v, m: log_ratio(v)),
     "k2": (kl_here("k2"), lambda v, m: log_ratio(v).square() / 2),
     "k3": (kl_here("k3"), lambda v, m: (-log_ratio(v)).exp() - 1 + log_ratio(v)),
+    "k3 times the ratio": (weighted_k3_here, stated.weighted_k3),
     "sequence TIS": (sequence_tis_together, stated.sequence_tis),
     "off-policy mask": (off_policy_mask_here, stated.off_policy_mask),
     "GAE": (gae_here, stated.generalised),
@@ -226,6 +241,11 @@ def test_the_data_shows_every_branch() -> None:
         "CISPO's": (stated.cispo, partial(stated.cispo, **wide)),
         "DPPO's TV": (partial(stated.dppo, divergence="tv", threshold=t) for t in (0.15, huge)),
         "DPPO's KL": (partial(stated.dppo, divergence="kl", threshold=t) for t in (0.01, huge)),
+        "IPO's": (partial(stated.ipo, threshold=t) for t in (0.1, huge)),
+        "IPO's and DPPO's": (
+            partial(stated.ipo, threshold=0.15), partial(stated.dppo, divergence="tv", threshold=0.15)
+        ),
+        "VESPO's signs": (stated.vespo, partial(stated.vespo, negative=(2, 3))),
         "value": (partial(stated.critic, clip=t) for t in (0.2, huge)),
         "GSPO's": (stated.gspo, lambda v, m: -v["advantages"] * stated.mean(log_ratio(v), m).exp()),
         "GMPO's": (stated.gmpo, lambda v, m: -v["advantages"] * stated.mean(log_ratio(v), m).exp()),

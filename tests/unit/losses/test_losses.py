@@ -43,6 +43,23 @@ def test_k3_is_the_default_and_not_negative_in_float32() -> None:
     assert torch.equal(kl_estimate(*tokens), kl_estimate(*tokens, estimator="k3"))
 
 
+def test_the_gradient_of_k3_times_the_ratio_is_that_of_the_kl() -> None:
+    """Over all tokens of a small vocabulary, whatever policy drew them; without the ratio it is another."""
+    logits, reference, old = (torch.randn(7, dtype=torch.float64).log_softmax(0) for _ in range(3))
+    leaf = logits.requires_grad_()
+
+    def gradient(of_tokens: Callable[[Tensor], Tensor]) -> Tensor:
+        now = leaf.log_softmax(0)
+        return torch.autograd.grad((old.exp() * of_tokens(now)).sum(), leaf)[0]
+
+    (right,) = torch.autograd.grad((leaf.softmax(0) * (leaf.log_softmax(0) - reference)).sum(), leaf)
+    tokens = reference, torch.ones(7)
+    for estimator in ("k1", "k3"):
+        found = gradient(lambda now: kl_estimate(now, *tokens, estimator=estimator, old_log_probs=old))  # noqa: B023
+        assert torch.allclose(found, right, atol=1e-15)
+    assert not torch.allclose(gradient(lambda now: kl_estimate(now, *tokens)), right, atol=1e-3)
+
+
 NEAR = (("tv", 0.1), ("kl", 0.59))  # the KL of p = 1 and q = exp(-0.6) is 0.6
 
 
@@ -73,6 +90,9 @@ def of_policy(name: str, given: Inputs, local: Any) -> Tensor:
 
 LOSSES: dict[str, LossOf] = {name: functools.partial(of_policy, name) for name in POLICY_LOSSES}
 LOSSES["kl"] = lambda given, local: kl_estimate(given["log_probs"], given["old_log_probs"], local)
+LOSSES["kl times the ratio"] = lambda given, local: kl_estimate(
+    given["log_probs"], given["advantages"], local, old_log_probs=given["old_log_probs"]
+)
 LOSSES["value"] = lambda given, local: value_loss(
     given["log_probs"], given["old_log_probs"], local, old_values=given["advantages"], clip=0.2
 )
@@ -167,12 +187,12 @@ def test_ratios_that_overflow(name: str, dtype: torch.dtype) -> None:
         given = {"log_probs": leaf, "old_log_probs": torch.full((1, 5), -far, dtype=dtype)}
         factors = {"advantages": torch.ones(1, 1, dtype=dtype), "importance_weights": torch.ones(5, dtype=dtype)}
         local = HELD if name in OF_SEQUENCES else ROW
-        if name == "value":
+        if name in ("kl times the ratio", "value"):
             factors["advantages"] = torch.ones(1, 5, dtype=dtype)
         loss = LOSSES[name](given | factors, local)
         assert (loss.shape, loss.dtype) == ((1, 5), torch.float32)
         loss.sum().backward()
-        if name not in ("kl", "value"):
+        if name not in ("kl", "kl times the ratio", "value", "cfpo"):  # these grow with the ratio
             assert loss.isfinite().all()
             assert leaf.grad.isfinite().all()
             assert name in ("cispo", "sapo") or not leaf.grad.any()

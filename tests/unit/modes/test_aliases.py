@@ -16,7 +16,17 @@ from steps import token_weights
 from torch import Tensor
 
 from megatron_rl_loss import Samples, StepTotals, make_pg_loss_reducer
-from megatron_rl_loss.modes.names import NAMES, NUMBER, Aggregation, format_modes, resolve
+from megatron_rl_loss.losses.by_name import check_goes_with
+from megatron_rl_loss.modes.names import (
+    FRAMEWORKS,
+    LOSSES,
+    NAMES,
+    NUMBER,
+    OWN_CODE,
+    Aggregation,
+    format_modes,
+    resolve,
+)
 from megatron_rl_loss.modes.table import available_modes
 
 DIVISOR = 5.5
@@ -49,11 +59,14 @@ THEIRS: dict[str, Formula] = {
         (
             lambda b: sums(b).sum() / b.masks.sum(),
             "verl:token-mean skyrl:token_mean open_instruct:token trl:dapo trl:cispo trl:vespo roll:token-mean "
+            "slime:calculate_per_token_loss=true miles:calculate_per_token_loss=true ms_swift:bnpo ms_swift:dapo "
+            "prime_rl:default prime_rl:ipo "
             "openrlhf:token_level_loss=true nemo_rl:token_level_loss=true",
         ),
         (
             lambda b: means(b).sum() / b.rows,
-            "verl:seq-mean-token-mean verl:loss_mode=gspo verl:loss_mode=sapo skyrl:sequence_mean trl:grpo trl:sapo",
+            "verl:seq-mean-token-mean verl:loss_mode=gspo verl:loss_mode=sapo skyrl:sequence_mean trl:grpo trl:sapo "
+            "slime:calculate_per_token_loss=false miles:calculate_per_token_loss=false ms_swift:grpo",
         ),
         (
             lambda b: means(b).sum() / active(b),
@@ -68,7 +81,7 @@ THEIRS: dict[str, Formula] = {
         (lambda b: sums(b).sum() / active(b), "roll:seq-mean-token-sum"),
         (
             lambda b: sums(b).sum() / b.rows / DIVISOR,
-            "verl:seq-mean-token-sum-norm skyrl:seq_mean_token_sum_norm trl:dr_grpo",
+            "verl:seq-mean-token-sum-norm skyrl:seq_mean_token_sum_norm trl:dr_grpo ms_swift:dr_grpo",
         ),
     )
     for name in names.split()
@@ -132,7 +145,7 @@ NUMBERED = ("open_instruct:16", 16.0)
 test_refused = refusal_tests(
     refusals(
         named,
-        (("verk:token-mean",), "there is no framework 'verk'. Did you mean verl[?] Choose one of verl, skyrl", SOUND),
+        (("verk:token-mean",), "there is no framework 'verk'. Did you mean verl[?] Choose one of verl, slime", SOUND),
         (
             ("verl:seq-mean-token-men",),
             "verl has no such setting. Did you mean seq-mean-token-mean[?] Choose one of token-mean, token-sum",
@@ -184,6 +197,15 @@ def test_by_api_an_explicit_counting_is_told_from_none() -> None:
     assert float(make_pg_loss_reducer(name, masks, totals=totals)(torch.ones(5))) == 1  # the masked one is not counted
     with pytest.raises(ValueError, match="openrlhf counts active units"):
         make_pg_loss_reducer(name, masks, totals=totals, units="all")
+
+
+def test_what_stands_beside_a_name_is_of_one_that_is() -> None:
+    """And a policy loss goes with its aggregation."""
+    assert set(LOSSES) | set(OWN_CODE) <= set(THEIRS)
+    assert {peer.framework for peer in NAMES} == set(FRAMEWORKS)
+    assert all((f"{name}:{one.default}") in THEIRS for name, one in FRAMEWORKS.items())
+    for alias, loss in LOSSES.items():
+        check_goes_with(loss, resolve(alias))
 
 
 def test_the_printed_table() -> None:
