@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron_rl_loss.errors import check_cp, check_mapping, check_one_each
 from megatron_rl_loss.step.collectives import Group, rank_in, size_of
-from megatron_rl_loss.step.ids import Ids, Keys, as_ids, kind_of_ids
+from megatron_rl_loss.step.ids import Ids, IdsByName, Keys, kind_of_ids, parts_of
 from megatron_rl_loss.step.layouts import Layout, Pieces, as_ints, check_cut, check_pieces
 from megatron_rl_loss.step.masks import (
     Array,
@@ -46,7 +46,9 @@ class Samples:
         rollout_ids: one id (int or str) per sample, equal for samples that are parts of one rollout; None if each
             sample is a rollout. Unique within the step, not only within a prompt.
         prompt_ids: one id per sample, equal for the responses to one prompt.
-        ids: further ids by name (``{"session": [...]}``), for modes that ask for units of that name.
+        ids: further ids by name (``{"session": [...]}``), for modes, metrics and losses by units of that name. A row of
+            ids per sample (``{"turn": [[0, 0, 1], [-1, 2]]}``) gives each mask entry its own; a token whose id is
+            negative or "" is in no unit, and must be masked.
         tokens: input ids or whatever else replicas must share, uncut: compared between them along with the masks.
         labels: whatever else your own modes look at, by name: one entry per sample.
         term_masks: further masks by name, as `loss_masks`, for terms of the loss that have their own.
@@ -54,14 +56,16 @@ class Samples:
             its ranks has these samples, the first one counts them. None: that of the launch.
 
     Attributes:
-        ids: int64 [num_samples] by name, ``rollout`` and ``prompt`` among them where given.
+        parts: by name, the samples' parts of units, ``rollout`` and ``prompt`` among them where given.
+        ids: int64 [num_samples] by name, of those that are given per sample.
         by_mask: the same samples with each of the further masks.
         mask_lengths, mask_starts: of each sample's mask in the layout's buffer of `total_tokens` positions.
 
     Raises:
         TypeError: masks that are not real numbers, or ids of another type.
         ValueError: masks that are not 1-D; numbers or lengths that disagree with the layout or the ids; entries that
-            are negative, not finite, too small for float32, or ints above 1 (of masks on a device: when they are read).
+            are negative, not finite, too small for float32, or ints above 1, or that are of no unit and not 0 (of masks
+            on a device: when they are read).
     """
 
     def __init__(
@@ -71,7 +75,7 @@ class Samples:
         layout: Layout | None = None,
         rollout_ids: Ids | None = None,
         prompt_ids: Ids | None = None,
-        ids: Mapping[str, Ids] | None = None,
+        ids: IdsByName | None = None,
         tokens: Tensor | Array | None = None,
         labels: Labels | None = None,
         term_masks: Mapping[str, Iterable[Mask]] | None = None,
@@ -98,7 +102,8 @@ class Samples:
             raise ValueError("rollout_ids or prompt_ids beside ids of that name: there are two. Give them once.")
         if reserved := {"step", "sample"} & given.keys():
             raise ValueError(f"ids named {min(reserved)!r}: the step and each sample are units already. Rename them.")
-        self.ids: dict[str, Keys] = {name: as_ids(f"{name}_ids", values, len(self)) for name, values in given.items()}
+        self.parts = {name: parts_of(f"{name}_ids", values, self.mask_lengths) for name, values in given.items()}
+        self.ids: dict[str, Keys] = {name: one.keys for name, one in self.parts.items() if one.of_entry is None}
         self.kinds_of_ids = tuple(sorted((name, kind_of_ids(values)) for name, values in given.items()))
         for name, entries in self.labels.items():
             check_one_each(f"labels {name!r}", len(entries), "loss masks", len(self))
@@ -133,6 +138,12 @@ class Samples:
     def _fill(self, joined: Array) -> None:
         """Take the masks, which lie end to end on the host; refuse entries that are no usable weights."""
         self.holds_flags = check_entries(joined, self._given)
+        for name, parts in self.parts.items():
+            if parts.of_entry is not None and joined[parts.of_entry < 0].any():
+                raise ValueError(
+                    f"a token that counts, and no {name}: its {name} id is negative or empty, so it would be in no "
+                    f"unit. Mask it, or give it the id of its {name}."
+                )
         weights = joined if joined.dtype == np.float64 else joined.astype(np.float32)
         self._mask_sums = sum_each(weights, self.mask_lengths)
         self._active_tokens = self._mask_sums if self.holds_flags else sum_each(weights != 0, self.mask_lengths)
@@ -165,6 +176,20 @@ class Samples:
     def active_tokens(self) -> Floats:
         """Number of tokens of nonzero weight in each sample, float64 [num_samples]."""
         return self._read()._active_tokens
+
+    def counts_by(self, key: str) -> Floats:
+        """Mask sum, number of active tokens and of entries of each part by that key, float64 [3, num_parts]."""
+        parts = self.parts.get(key)
+        if parts is None or parts.of_entry is None:
+            return np.stack([self.mask_sums, self.active_tokens, self.mask_lengths])
+        entries = np.concatenate([np.zeros(0), *self.loss_masks])
+        weights = (entries, entries != 0, np.ones(len(entries)))
+        return np.stack([np.bincount(parts.of_entry + 1, one, len(parts.keys) + 1)[1:] for one in weights])
+
+    def rows(self, of_entries: Array) -> list[Array]:
+        """One value per mask entry, end to end -> a row per sample."""
+        ends = accumulate(self.mask_lengths)
+        return [of_entries[end - n : end] for n, end in zip(self.mask_lengths, ends, strict=True)]
 
     def in_buffer(self, values: Sequence[Any]) -> Any:
         """One row of values per sample, each as long as its mask -> the layout's buffer [total_tokens], 0 in padding.
@@ -222,8 +247,8 @@ class Samples:
             flags = samples.buffer != 0
             packed = np.packbits(flags) if samples.holds_flags else samples.buffer.astype(np.float32)
             digest.update(name.encode() + packed.tobytes())
-        for name, ids in sorted(self.ids.items()):
-            digest.update(name.encode() + ids.tobytes())
+        for name, parts in sorted(self.parts.items()):
+            digest.update(name.encode() + b"".join(one.tobytes() for one in parts if one is not None))
         if self.tokens is not None:
             tokens = to_array(self.tokens)
             plain = tokens.astype(np.int64 if tokens.dtype.kind in "biu" else np.float64)
@@ -342,6 +367,15 @@ class LocalTokens:
         for _, length, i in self.runs:
             counts[i] += length
         return np.array(counts, np.int64)
+
+    def by_part(self, key: str) -> tuple[Keys, Keys | None]:
+        """The number of these tokens in each part, and their places in that order; None for ids per sample."""
+        parts = self.samples.parts.get(key)
+        if parts is None or parts.of_entry is None:
+            return self.counts, None
+        part = self.of(self.samples.in_buffer(self.samples.rows(parts.of_entry + 1))).astype(np.int64)
+        counts = np.bincount(part, minlength=len(parts.keys) + 1)
+        return counts[1:], part.argsort(kind="stable")[counts[0] :]
 
     @cached_property
     def sample_index(self) -> npt.NDArray[np.int64]:
