@@ -226,7 +226,7 @@ def _sum_rows(
     width, num_samples, has_clash = len(_OF_MASK) + len(sums), 0, False
     for name in dict.fromkeys((*_KNOWN, *kinds)):
         part = rows[rows[:, 0] == hashed(name)]
-        if not len(part):
+        if not len(part) and name not in kinds:
             continue
         keys, _, table, clashes = sum_by_key(part[:, 1], part[:, 3:].copy().view(np.float64), part[:, 2])
         has_clash |= clashes

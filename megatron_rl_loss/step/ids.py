@@ -92,9 +92,12 @@ def as_ids(name: str, ids: Ids, num_samples: int) -> Keys:
 
 
 def kind_of_ids(ids: Ids | Sequence[Ids]) -> str:
-    """``int`` or ``str``: an id that is an int on one rank and its own string on another would be two ids."""
+    """``int`` or ``str``: an id that is an int on one rank and its own string on another would be two ids.
+
+    Or ``per token``, of which a part may have none.
+    """
     if is_per_token(ids):
-        return f"{max(kind_of_ids(row) for row in ids)} per token"  # type: ignore[arg-type]
+        return "per token"
     values: Any = ids.tolist() if isinstance(ids, Tensor | np.ndarray) else ids
     return "str" if any(isinstance(value, str) for value in values) else "int"
 
