@@ -22,8 +22,8 @@ class SampleArrays:
     mask: Floats  # the masks of all samples, end to end, [num_entries]
     starts: Ints  # of each mask in the layout's buffer, [num_samples]
     lengths: Ints  # of each mask, [num_samples]
-    ids: dict[str, Ints]  # by name, [num_samples]; [num_entries] of those that are given per token
-    per_token: frozenset[str]  # names of these
+    ids: dict[str, Ints]  # by name, [num_samples]
+    of_tokens: dict[str, Ints]  # ids that are given per token, [num_entries]; -1 is no unit
     total_tokens: int  # length of the layout's buffer
     replicated: bool  # each context-parallel rank holds all tokens
     copies: int  # the sum of a token's gradients over context-parallel ranks is so many times its gradient
@@ -35,11 +35,12 @@ class SampleArrays:
             mask=np.concatenate([np.zeros(0), *samples.loss_masks]),
             starts=np.array(samples.mask_starts, np.int64),
             lengths=np.array(samples.mask_lengths, np.int64),
-            ids={
-                name: parts.keys if name in samples.ids else np.append(parts.keys, -1)[parts.of_entry]
+            ids=samples.ids,
+            of_tokens={
+                name: np.append(parts.keys, -1)[parts.of_entry]
                 for name, parts in samples.parts.items()
+                if parts.of_entry is not None
             },
-            per_token=frozenset(samples.parts.keys() - samples.ids.keys()),
             total_tokens=samples.total_tokens,
             replicated=local.copies > 1,
             copies=local.gradient_scale,
@@ -87,11 +88,10 @@ def measured_step(parts: Sequence[Part], factor: float, split: Split, **said: An
         position = np.arange(len(samples.mask)) - (lengths.cumsum() - lengths).repeat(lengths)
         slots = position + samples.starts.repeat(lengths)  # of mask entries in the buffer
         if number:
-            per_token |= samples.per_token
+            per_token |= samples.of_tokens.keys()
             columns: dict[str, Any] = {
-                name: values if name in samples.per_token else values.repeat(lengths)
-                for name, values in samples.ids.items()
-            }
+                name: ids.repeat(lengths) for name, ids in samples.ids.items()
+            } | samples.of_tokens
             columns |= {"weights": weights[slots], "mask": samples.mask, "position": position}
             columns["sample"] = np.arange(num_samples, num_samples + number).repeat(lengths)
             places: dict[str, Any] = {"dp_rank": dp_rank, "microbatch": microbatch, "cp_rank": holder[slots]}

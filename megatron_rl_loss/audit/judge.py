@@ -132,11 +132,8 @@ def expected_weights(tokens: StepTokens, aggregation: Aggregation) -> Floats:
     """
     starts = np.flatnonzero(np.diff(tokens.sample, prepend=-1))  # of the samples
     masks = np.split(tokens.mask, starts[1:]) if len(starts) else []
-    ids: dict[str, Any] = {
-        name: np.split(column, starts[1:]) if name in tokens.per_token and len(starts) else column[starts]
-        for name, column in tokens.ids.items()
-    }
-    samples = Samples(masks, ids=ids)
+    rows: dict[str, Any] = {name: np.split(tokens.ids[name], starts[1:])[: len(starts)] for name in tokens.per_token}
+    samples = Samples(masks, ids={name: column[starts] for name, column in tokens.ids.items()} | rows)
     totals = count_step([samples], StepGroups(), sums=list(aggregation.mode.sums.values()))
     return weigh(aggregation, samples.local(0, 1), totals).double().numpy()
 

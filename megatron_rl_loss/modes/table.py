@@ -163,8 +163,9 @@ class ModeInputs:
         if parts.of_entry is None:
             return found
         rows = np.empty(len(self.batch), object)
-        for i, row in enumerate(self.batch.rows(np.append(found, np.nan)[parts.of_entry])):
-            rows[i] = row
+        of_entries = np.split(np.append(found, np.nan)[parts.of_entry], np.cumsum(self.batch.mask_lengths))
+        for i in range(len(rows)):
+            rows[i] = of_entries[i]
         return rows
 
     def _known(self, value: Any, what: str) -> Any:

@@ -30,6 +30,11 @@ class Parts(NamedTuple):
     sample: Keys
     of_entry: Keys | None = None
 
+    def sums(self, of_entries: Sequence[npt.NDArray[Any]]) -> npt.NDArray[np.float64]:
+        """The sum over each part of each array of values of mask entries, float64 [len(of_entries), num_parts]."""
+        assert self.of_entry is not None
+        return np.stack([np.bincount(self.of_entry + 1, one, len(self.keys) + 1)[1:] for one in of_entries])
+
 
 def parts_of(name: str, ids: Ids | Sequence[Ids], lengths: Sequence[int]) -> Parts:
     """The parts by ids per sample, or per token of masks of these lengths: a negative id or "" is no unit."""
@@ -51,6 +56,16 @@ def parts_of(name: str, ids: Ids | Sequence[Ids], lengths: Sequence[int]) -> Par
     of_entry[named] = order.argsort()[part]
     firsts = named[first[order]]
     return Parts(keys[firsts], sample[firsts], of_entry)
+
+
+def check_units(parts: Mapping[str, Parts], entries: npt.NDArray[Any]) -> None:
+    """Refuse mask entries, end to end, that are not 0 and of no unit."""
+    for name, one in parts.items():
+        if one.of_entry is not None and entries[one.of_entry < 0].any():
+            raise ValueError(
+                f"a token that counts, and no {name}: its {name} id is negative or empty, so it would be in no unit. "
+                f"Mask it, or give it the id of its {name}."
+            )
 
 
 def is_per_token(ids: Any) -> bool:
