@@ -11,12 +11,6 @@ import numpy as np
 from megatron_rl_loss import Mode, ModeInputs, Samples, Sum, register_pg_loss_reducer
 
 
-@register_pg_loss_reducer("session_mean")
-def session_mean(step: ModeInputs) -> Any:
-    """1/S sum_s 1/n_s sum_{i in s} (sum_t l*m / M_i) over S sessions of n_s samples; ``ids={"session": [...]}``."""
-    return 1 / (step.tokens("sample") * step.samples("session") * step.units("session"))
-
-
 @register_pg_loss_reducer("per_adapter_token_mean")
 def per_adapter_token_mean(step: ModeInputs) -> Any:
     """sum_a (sum_{t of a} l*m / M_a): each adapter a has its own token mean; ``ids={"adapter": [...]}``."""
@@ -58,9 +52,10 @@ def _tokens_of_turns(samples: Samples) -> list[Any]:
 
 
 @register_pg_loss_reducer(
-    "turn_mean", sums={"active": Sum(of=lambda s: [np.count_nonzero(u) for u in _tokens_of_turns(s)], by="rollout")}
+    "rollout_mean_of_turns",
+    sums={"active": Sum(of=lambda s: [np.count_nonzero(u) for u in _tokens_of_turns(s)], by="rollout")},
 )
-def turn_mean(step: ModeInputs) -> Any:
+def rollout_mean_of_turns(step: ModeInputs) -> Any:
     """1/N sum_i 1/T_i sum_u (sum_{t in u} l*m / M_u): N rollouts, T_i of whose turns u have a token that counts.
 
     ``labels={"turns": [...]}``: the number of each token's turn, from 0 on; a turn lies in one sample.

@@ -23,6 +23,7 @@ class SampleArrays:
     starts: Ints  # of each mask in the layout's buffer, [num_samples]
     lengths: Ints  # of each mask, [num_samples]
     ids: dict[str, Ints]  # by name, [num_samples]
+    of_tokens: dict[str, Ints]  # ids that are given per token, [num_entries]; -1 is no unit
     total_tokens: int  # length of the layout's buffer
     replicated: bool  # each context-parallel rank holds all tokens
     copies: int  # the sum of a token's gradients over context-parallel ranks is so many times its gradient
@@ -34,7 +35,12 @@ class SampleArrays:
             mask=np.concatenate([np.zeros(0), *samples.loss_masks]),
             starts=np.array(samples.mask_starts, np.int64),
             lengths=np.array(samples.mask_lengths, np.int64),
-            ids={name: np.asarray(values, np.int64) for name, values in samples.ids.items()},
+            ids=samples.ids,
+            of_tokens={
+                name: np.append(parts.keys, -1)[parts.of_entry]
+                for name, parts in samples.parts.items()
+                if parts.of_entry is not None
+            },
             total_tokens=samples.total_tokens,
             replicated=local.copies > 1,
             copies=local.gradient_scale,
@@ -69,7 +75,7 @@ def measured_step(parts: Sequence[Part], factor: float, split: Split, **said: An
     for part in sorted(parts, key=lambda part: (part.place, part.cp_rank)):
         by_place.setdefault(part.place, []).append(part)
     pieces: list[dict[str, Any]] = []  # columns of each micro-batch
-    stray_places, stray_weight, num_samples = 0, 0.0, 0
+    stray_places, stray_weight, num_samples, per_token = 0, 0.0, 0, frozenset[str]()
     for (dp_rank, microbatch), here in by_place.items():
         samples = here[0].samples
         assert samples is not None, f"nobody described micro-batch {microbatch} of DP rank {dp_rank}"
@@ -82,7 +88,10 @@ def measured_step(parts: Sequence[Part], factor: float, split: Split, **said: An
         position = np.arange(len(samples.mask)) - (lengths.cumsum() - lengths).repeat(lengths)
         slots = position + samples.starts.repeat(lengths)  # of mask entries in the buffer
         if number:
-            columns: dict[str, Any] = {name: values.repeat(lengths) for name, values in samples.ids.items()}
+            per_token |= samples.of_tokens.keys()
+            columns: dict[str, Any] = {
+                name: ids.repeat(lengths) for name, ids in samples.ids.items()
+            } | samples.of_tokens
             columns |= {"weights": weights[slots], "mask": samples.mask, "position": position}
             columns["sample"] = np.arange(num_samples, num_samples + number).repeat(lengths)
             places: dict[str, Any] = {"dp_rank": dp_rank, "microbatch": microbatch, "cp_rank": holder[slots]}
@@ -100,7 +109,7 @@ def measured_step(parts: Sequence[Part], factor: float, split: Split, **said: An
         name: np.concatenate([np.zeros(0, np.int64), *(piece[name] for piece in pieces)]) for name in (*_COLUMNS, *ids)
     }
     weights = joined.pop("weights")
-    tokens = StepTokens(ids={name: joined.pop(name) for name in ids}, **joined)
+    tokens = StepTokens(ids={name: joined.pop(name) for name in ids}, per_token=per_token & {*ids}, **joined)
     return MeasuredStep(tokens=tokens, weights=weights, split=split, stray=(stray_places, stray_weight), **said)
 
 

@@ -45,10 +45,11 @@ MISCOUNTS = {
 
 
 class Counts:
-    """Counts of a step at each cell, [num_cells]: a cell is what one CP rank holds of one sample."""
+    """Counts of a step at each cell, [num_cells]: a cell is what one CP rank holds of one sample, or turn of it."""
 
     def __init__(self, tokens: StepTokens, split: Split) -> None:
-        self.split, self.of_entry = split, tokens.groups("sample", "cp_rank")
+        self.split, self.per_token = split, sorted(tokens.per_token)
+        self.of_entry = tokens.groups("sample", "cp_rank", *self.per_token)
         first = np.unique(self.of_entry, return_index=True)[1]
         names = ("sample", "cp_rank", "dp_rank", "microbatch", "rollout", *tokens.ids)
         self.column = {name: tokens.column(name)[first] for name in names}
@@ -68,7 +69,10 @@ class Counts:
         outer, member = self.group(*within), self.group(*within, *of)
         sums = [np.bincount(member, each) for each in (self.num_tokens, self.num_entries, self.num_nonzero)]
         first = np.unique(member, return_index=True)[1]
-        counted: Floats = np.bincount(outer[first], COUNTED[what](*sums))[outer]
+        for name in set(of) & set(self.per_token):
+            first = first[self.column[name][first] >= 0]
+        numbers = COUNTED[what](*(one[member[first]] for one in sums))
+        counted: Floats = np.bincount(outer[first], numbers, len(outer))[outer]
         return counted
 
     def tokens(self, *within: str) -> Floats:
@@ -93,7 +97,7 @@ class Counts:
     def units(self) -> list[str]:
         """The ids that tell samples apart otherwise than an earlier one does: sample, rollout, prompt, further ids."""
         found: dict[bytes, str] = {}
-        for name in ("sample", "rollout", *self.column):
+        for name in (*self.per_token, "sample", "rollout", *self.column):
             if name not in ("cp_rank", "dp_rank", "microbatch"):
                 group = self.group(name)
                 found.setdefault(np.unique(group, return_index=True)[1][group].tobytes(), name)  # by their first cell

@@ -6,7 +6,7 @@ Weight in the wrong places is taken off first (`misplaced`); the rest is compare
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 
@@ -132,7 +132,8 @@ def expected_weights(tokens: StepTokens, aggregation: Aggregation) -> Floats:
     """
     starts = np.flatnonzero(np.diff(tokens.sample, prepend=-1))  # of the samples
     masks = np.split(tokens.mask, starts[1:]) if len(starts) else []
-    samples = Samples(masks, ids={name: column[starts].tolist() for name, column in tokens.ids.items()})
+    rows: dict[str, Any] = {name: np.split(tokens.ids[name], starts[1:])[: len(starts)] for name in tokens.per_token}
+    samples = Samples(masks, ids={name: column[starts] for name, column in tokens.ids.items()} | rows)
     totals = count_step([samples], StepGroups(), sums=list(aggregation.mode.sums.values()))
     return weigh(aggregation, samples.local(0, 1), totals).double().numpy()
 

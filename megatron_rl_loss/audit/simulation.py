@@ -151,7 +151,9 @@ def _samples(rows: Sequence[DrawnRow], call: LossCall, cp_size: int) -> Samples:
     elif call.rows == "padded":
         layout = layouts.ZigzagBSHD(len(lengths), bounds[1], total_lengths=lengths)
     labels = {"weight": [0.5 + sum(mask) % 3 for mask in masks], "turns": [np.arange(size) // 3 for size in lengths]}
-    return Samples(masks, layout=layout, rollout_ids=rollouts, prompt_ids=prompts, labels=labels)
+    turns = [100 * rollout + np.arange(size) // 3 for rollout, size in zip(rollouts, lengths, strict=True)]
+    ids = {"session": prompts, "turn": turns}
+    return Samples(masks, layout=layout, rollout_ids=rollouts, prompt_ids=prompts, ids=ids, labels=labels)
 
 
 def measure(loss_fn: Any, call: LossCall, step: DrawnStep, poisoned: bool = False) -> MeasuredStep:

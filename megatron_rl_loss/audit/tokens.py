@@ -43,6 +43,7 @@ class StepTokens:
     microbatch: Ints  # numbered on each data-parallel rank from 0
     cp_rank: Ints  # that holds the token; -1 where all of them do
     ids: dict[str, Ints] = field(default_factory=dict)  # rollout, prompt and further ids that the samples name
+    per_token: frozenset[str] = frozenset()  # names of ids that are given per token: -1 is no unit
 
     def __len__(self) -> int:
         return len(self.mask)

@@ -53,7 +53,10 @@ class Sequences:
     Attributes:
         rows: the values, float64 [num_local_tokens] each.
         mask: float64 [num_local_tokens], on the device of the values.
-        units: the number of each sample's sequence, int64 [num_samples] on the host; None if each sample is one.
+        counts: the number of this rank's tokens of each sample, or part of a unit per token, int64 [num_samples].
+        order: this rank's tokens sorted by part, on the host; None where ids are per sample, and tokens lie so.
+        units: the number of each sample's (part's) sequence, int64 [num_samples] on the host; None if each is one.
+        mask_sums: of each sample's (part's) whole sequence, float64 [num_samples].
         group: to exchange over; None where this rank has all tokens.
         dtype: of results.
     """
@@ -61,7 +64,10 @@ class Sequences:
     tokens: LocalTokens
     rows: list[Tensor]
     mask: Tensor
+    counts: Keys
+    order: Keys | None
     units: Keys | None
+    mask_sums: Floats
     group: Group | None
     dtype: torch.dtype
 
@@ -75,20 +81,17 @@ class Sequences:
             of_place, totals = tokens.samples.cp_group, None
         else:
             of_place, totals = local.cp_group, local.totals
+        units, sums = _units_of(tokens.samples, per, totals), tokens.samples.counts_by(per)[0]
         return cls(
             tokens,
             [row.reshape(-1).double() for row in given],
             on_device(tokens.mask, given[0].device).double(),
-            _units_of(tokens.samples, per, totals),
+            *tokens.by_part(per),
+            units,
+            sums if units is None else np.bincount(units, sums)[units],
             _exchange_group(tokens, of_place if cp_group is None else cp_group),
             torch.float64 if any(row.dtype == torch.float64 for row in given) else torch.float32,
         )
-
-    @property
-    def mask_sums(self) -> Floats:
-        """The mask sum of each sample's whole sequence, float64 [num_samples]."""
-        sums = self.tokens.samples.mask_sums
-        return sums if self.units is None else np.bincount(self.units, sums)[self.units]
 
 
 def _exchange_group(tokens: LocalTokens, cp_group: Group | None) -> Group | None:
@@ -109,23 +112,24 @@ def _exchange_group(tokens: LocalTokens, cp_group: Group | None) -> Group | None
 
 def _units_of(samples: Samples, per: str, totals: StepTotals | None) -> Keys | None:
     """As `Sequences.units`; refuses a unit that, by the step's totals, has tokens outside of the micro-batch."""
-    if per == "sample" or (per == "rollout" and per not in samples.ids):
+    parts = samples.parts.get(per)
+    if per == "sample" or (per == "rollout" and parts is None):
         return None
-    if per not in samples.ids:
+    if parts is None:
         raise ValueError(
-            f"per={per!r} of samples with ids of: {', '.join(samples.ids) or 'none'}: samples of one {per} must share "
-            f"an id. Give Samples prompt_ids=, or ids= by that name."
+            f"per={per!r} of samples with ids of: {', '.join(samples.parts) or 'none'}: samples of one {per} must "
+            f"share an id. Give Samples prompt_ids=, or ids= by that name."
         )
-    keys, units = np.unique(samples.ids[per], return_inverse=True)
+    keys, units = np.unique(parts.keys, return_inverse=True)
     counted = Units().tokens if totals is None else totals.units.get(per, Units()).tokens
     if isinstance(counted, ByKey):
-        here, whole = np.bincount(units, samples.mask_sums, len(keys)), counted.of(f"{per}_ids", keys)
+        here, whole = np.bincount(units, samples.counts_by(per)[0], len(keys)), counted.of(f"{per}_ids", keys)
         missing = whole * (1 - 1e-9) - here  # sums of fractional masks may differ in the last bit
         if (missing > 0).any():
             i = int(missing.argmax())
             raise ValueError(
-                f"the {per} of sample {int((units == i).argmax())}, {here[i]:g} of whose {whole[i]:g} mask tokens are "
-                f"in this micro-batch: what is taken over a {per} needs all of it in one micro-batch. Keep a {per}'s "
-                "samples together in a micro-batch, or take it per sample."
+                f"the {per} of sample {parts.sample[(units == i).argmax()]}, {here[i]:g} of whose {whole[i]:g} mask "
+                f"tokens are in this micro-batch: what is taken over a {per} needs all of it in one micro-batch. Keep "
+                f"a {per}'s samples together in a micro-batch, or take it per sample."
             )
     return units

@@ -63,6 +63,8 @@ def segment_scan(
     check_within("gamma", gamma, "[0, 1]", "1 is a plain sum")
     check_choice("choice of steps", steps, ("active", "all"))
     given = Sequences.of("segment_scan", values, local, cp_group, per)
+    if given.order is not None:
+        raise ValueError(f"a scan per {per!r}, ids per token: a scan goes along samples. Pass ids per sample.")
     masked = given.mask == 0
     discounted = ~masked
     if steps == "all":  # padding is no step

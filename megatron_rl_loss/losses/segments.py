@@ -40,12 +40,15 @@ def segment_sum(values: Values, local: Place, cp_group: Group | None = None, *, 
         cp_group: the context-parallel group; a `Microbatch` brings its own. May be left out where the ranks need not
             exchange anything.
         per: with ``rollout``, ``prompt`` or another name of the samples' ids, samples that share such an id are one:
-            each gets the sum of all of them. A `Microbatch` knows the step's totals, and refuses a unit that has tokens
-            outside of it; without one the sum is that of the part in this micro-batch.
+            each gets the sum of all of them. With ids per token (``turn``) there is a number for each turn that a
+            sample has a part of, in the order of samples and of the turns' first tokens. A `Microbatch` knows the
+            step's totals, and refuses a unit that has tokens outside of it; without one the sum is that of the part in
+            this micro-batch.
 
     Returns:
-        [num_samples], or [len(values), num_samples] for several values; the same on every rank of the group, added in
-        float64 and rounded to float32 (float64 if a value is float64). On the device of the values.
+        [num_samples] (by ids per token [num_parts]), or [len(values), num_samples] for several values; the same on
+        every rank of the group, added in float64 and rounded to float32 (float64 if a value is float64). On the device
+        of the values.
 
     Raises TypeError for values that are no float tensors; ValueError for values that are not this rank's part of the
     layout; no CP group, or one of another size; a unit without ids, or that lies in several micro-batches.
@@ -65,20 +68,23 @@ def segment_mean(values: Values, local: Place, cp_group: Group | None = None, *,
     return _statistic("segment_mean", values, local, cp_group, per)
 
 
-def to_tokens(of_samples: Tensor, local: Place) -> Tensor:
+def to_tokens(of_samples: Tensor, local: Place, *, per: str = "sample") -> Tensor:
     """A statistic [num_samples] -> each sample's number at every token this rank holds, [num_local_tokens].
 
+    Of a statistic per turn, or by other ids per token, say ``per`` here too: each token has its turn's number, or 0.
     Differentiable, without a collective: the gradient of a rank's tokens is that rank's part of it, which `segment_sum`
     completes. Padding has the number of a sample beside it. Raises ValueError for another shape.
     """
-    tokens = tokens_of(local)
-    if of_samples.shape != (len(tokens.samples),):
+    tokens, device = tokens_of(local), of_samples.device
+    counts, order = tokens.by_part(per)
+    if of_samples.shape != counts.shape:
         raise ValueError(
             f"a statistic of shape {tuple(of_samples.shape)}: it must have one number for each of the micro-batch's "
-            f"{len(tokens.samples)} samples. Pass what segment_sum or segment_mean returned."
+            f"{len(counts)} samples (parts by {per}). Pass what segment_sum or segment_mean returned, with its per=."
         )
+    sorted_by = None if order is None else on_device(order, device)
     spread: Tensor = _ToTokens.apply(  # type: ignore[no-untyped-call]
-        of_samples, on_device(tokens.counts, of_samples.device), len(tokens)
+        of_samples, on_device(counts, device), sorted_by, len(tokens)
     )
     return spread
 
@@ -98,9 +104,10 @@ class _OfSamples(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, given: Sequences, divisor: Tensor | None, *rows: Tensor) -> Tensor:
         ctx.given, ctx.divisor = given, divisor
-        ctx.counts = on_device(given.tokens.counts, given.mask.device)
+        ctx.counts = on_device(given.counts, given.mask.device)
+        ctx.order = None if given.order is None else on_device(given.order, given.mask.device)
         values = (torch.stack(rows) * given.mask).masked_fill(given.mask == 0, 0)
-        return _over_sequences(_segments(values, ctx.counts), given, divisor)
+        return _over_sequences(_segments(values, ctx.counts, ctx.order), given, divisor)
 
     @staticmethod
     @first_order("segment_sum or segment_mean")
@@ -108,7 +115,7 @@ class _OfSamples(torch.autograd.Function):
         given: Sequences = ctx.given
         wanted = [k for k, needed in enumerate(ctx.needs_input_grad[2:]) if needed]
         of_samples = _over_sequences(torch.stack([gradient[k] for k in wanted]), given, ctx.divisor)
-        of_tokens = _at_tokens(of_samples, ctx.counts, len(given.tokens)) * given.mask
+        of_tokens = _at_tokens(of_samples, ctx.counts, ctx.order, len(given.tokens)) * given.mask
         found = dict(zip(wanted, of_tokens.masked_fill(given.mask == 0, 0), strict=True))
         return None, None, *(found.get(k) for k in range(len(given.rows)))
 
@@ -127,25 +134,28 @@ class _ToTokens(torch.autograd.Function):
     """Each sample's number at its tokens; the way back adds in order, where autograd's own would scatter."""
 
     @staticmethod
-    def forward(ctx: Any, of_samples: Tensor, counts: Tensor, num_tokens: int) -> Tensor:
-        ctx.counts, ctx.dtype = counts, of_samples.dtype
-        return _at_tokens(of_samples, counts, num_tokens)
+    def forward(ctx: Any, of_samples: Tensor, counts: Tensor, order: Tensor | None, num_tokens: int) -> Tensor:
+        ctx.counts, ctx.order, ctx.dtype = counts, order, of_samples.dtype
+        return _at_tokens(of_samples, counts, order, num_tokens)
 
     @staticmethod
     @first_order("to_tokens")
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return _segments(gradient.double()[None], ctx.counts)[0].to(ctx.dtype), None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return _segments(gradient.double()[None], ctx.counts, ctx.order)[0].to(ctx.dtype), None, None, None
 
 
-def _segments(rows: Tensor, counts: Tensor) -> Tensor:
-    """The sums of each row's first ``counts[0]`` values, of its next ``counts[1]``, and so on."""
+def _segments(rows: Tensor, counts: Tensor, order: Tensor | None) -> Tensor:
+    """The sums of each row's first ``counts[0]`` values (in that order), of its next ``counts[1]``, and so on."""
+    rows = rows if order is None else rows[:, order]
     if not rows.numel():
         return rows.new_zeros(len(rows), len(counts))
     return torch.stack([torch.segment_reduce(row, "sum", lengths=counts, unsafe=True, initial=0.0) for row in rows])
 
 
-def _at_tokens(of_samples: Tensor, counts: Tensor, num_tokens: int) -> Tensor:
+def _at_tokens(of_samples: Tensor, counts: Tensor, order: Tensor | None, num_tokens: int) -> Tensor:
     """[..., num_samples] -> [..., num_tokens]"""
+    of_tokens = of_samples.new_zeros(*of_samples.shape[:-1], num_tokens)
     if not len(counts):
-        return of_samples.new_zeros(*of_samples.shape[:-1], num_tokens)
-    return of_samples.repeat_interleave(counts, -1, output_size=num_tokens)
+        return of_tokens
+    spread = of_samples.repeat_interleave(counts, -1, output_size=num_tokens if order is None else len(order))
+    return spread if order is None else of_tokens.index_copy(-1, order, spread)

@@ -42,7 +42,7 @@ def gspo_loss(
     Args:
         log_probs, old_log_probs, advantages, clip_low, clip_high, importance_weights: as in `ppo_clip_loss`; the clip
             range is that of s_i, much narrower than a token's.
-        local, cp_group, per: as in `segment_mean`.
+        local, cp_group, per: as in `segment_mean`; ``per="turn"`` for a ratio of each turn, by ids per token.
         level: ``token`` for GSPO-token, ``s_it = sg(s_i) * pi_t / sg(pi_t)``: the same value, and a gradient that stays
             with the token, which takes no collective. Advantages may then differ by token; with one per sequence the
             gradient under ``sample_mean`` is GSPO's.
@@ -50,14 +50,14 @@ def gspo_loss(
             with other statistics in one collective.
 
     Raises ValueError as `ppo_clip_loss` and `segment_mean`, and for an unknown level.
-    Source: GSPO, arXiv:2507.18071 eq. 5 to 7, 13 and 14; LUSPO, arXiv:2602.05261 eq. 7.
+    Source: GSPO, arXiv:2507.18071 eq. 5 to 7, 13 and 14; LUSPO, arXiv:2602.05261 eq. 7; turns: arXiv:2511.20718.
     """
     check_choice("level of GSPO", level, get_args(Level))
     given = Given.of(log_probs, old_log_probs, advantages, importance_weights, local)
     bounds = RatioBounds.around_1(clip_low, clip_high)
     if mean_log_ratio is None:
         mean_log_ratio = segment_mean(given.log_ratio, local, cp_group, per=per)
-    of_sequence = to_tokens(mean_log_ratio, local).view(log_probs.shape)
+    of_sequence = to_tokens(mean_log_ratio, local, per=per).view(log_probs.shape)
     if level == "token":
         of_sequence = of_sequence.detach() + (given.log_probs - given.log_probs.detach())
     return bounds.surrogate(given, of_sequence)
@@ -93,7 +93,7 @@ def gmpo_loss(
         check_within(name, clip, "(0, inf)", "0.4, of the log-ratio, is usual")
     bounds = RatioBounds(low=-clip_low, dual=math.inf, high=clip_high)
     bounded, clipped = bounds.clip(given.log_ratio, given.advantages)
-    mean = to_tokens(segment_mean(bounded, local, cp_group, per=per), local).view(log_probs.shape)
+    mean = to_tokens(segment_mean(bounded, local, cp_group, per=per), local, per=per).view(log_probs.shape)
     return given.policy_loss(-given.advantages * given.kept(mean).exp(), clipped)
 
 

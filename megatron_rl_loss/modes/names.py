@@ -218,10 +218,7 @@ _OF_PAPERS = {
     "dapo": "token_mean, as DAPO's code, or prompt_mean, as its equation",
     "cispo": "token_mean",
     "drgrpo": "constant, with a divisor",
-    **dict.fromkeys(
-        ("vlnorm", "balanced", "turnmean", "sessionmean"),
-        "a mode of your own: python -m megatron_rl_loss example paper_modes",
-    ),
+    **dict.fromkeys(("vlnorm", "balanced"), "a mode of your own: python -m megatron_rl_loss example paper_modes"),
 }
 
 
@@ -278,9 +275,10 @@ def find_name(alias: str) -> PeerName:
 def format_modes() -> str:
     """The modes, their formulas and flags, and every framework's settings in them: text of at most 120 columns."""
     lines = [
-        "A token's loss is l, its mask m; M is a sum of masks: M_i of rollout i, M_g of prompt group g.",
+        "A token's loss is l, its mask m; M is a sum of masks: M_i of rollout i, M_g of prompt group g, M_u of turn u.",
         "Every sum and count is over the whole optimizer step, however it is split over micro-batches and ranks.",
-        "N rollouts and P prompt groups: all, or with --loss-aggregation-units active those with an active token.",
+        "N rollouts, P prompt groups, U turns, S sessions of n_s samples, i one of these: all, or with",
+        "--loss-aggregation-units active those with an active token.",
         "",
         f"{'--loss-aggregation':<20}{'step loss':<38}--loss-aggregation-divisor",
     ]

@@ -9,12 +9,14 @@ Built-in modes and a user's own are written alike: a function of `ModeInputs`, r
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from importlib import import_module
 from typing import Any, Literal, get_args
 
 import numpy as np
 
 from megatron_rl_loss.errors import check_callable, check_choice, check_mapping
+from megatron_rl_loss.step.ids import Parts
 from megatron_rl_loss.step.masks import SMALLEST, Floats
 from megatron_rl_loss.step.samples import Samples
 from megatron_rl_loss.step.totals import StepTotals
@@ -72,7 +74,8 @@ class ModeInputs:
     """A micro-batch, and counts of the whole step at each of its samples: the argument of a mode.
 
     A key is ``step``, ``sample``, ``rollout``, ``prompt`` or another name of the samples' ids; samples without rollout
-    ids are rollouts.
+    ids are rollouts. By ids per token, [num_samples] stands for an array of rows: one per sample, with a number for
+    each mask entry (NaN where the token is in no unit), so that arithmetic goes on as with numbers.
 
     Attributes:
         batch: masks, ids, labels and layout of the micro-batch.
@@ -93,11 +96,12 @@ class ModeInputs:
         if key == "step":
             tokens = self.batch.mask_sums.sum() if self.totals is None else self.totals.step_tokens
             return max(self._known(tokens, "step_tokens"), SMALLEST)
-        return self._at_samples(key, lambda units: units.tokens, self.batch.mask_sums, "tokens").clip(min=SMALLEST)
+        return self._at_samples(key, lambda units: units.tokens, self.batch.mask_sums, "tokens", SMALLEST)
 
     def samples(self, key: str) -> Floats:
-        """Number of samples that each sample's unit has, float64 [num_samples]."""
-        return self._at_samples(key, lambda units: units.samples, np.ones(len(self.batch)), "samples")
+        """Number of samples, all or active, that each sample's unit has, float64 [num_samples]; at least 1."""
+        name = "samples" if self.counting == "all" else "active_samples"
+        return self._at_samples(key, lambda units: getattr(units, name), np.ones(len(self.batch)), name, 1)
 
     def sum(self, name: str) -> Floats:
         """A declared sum over each sample's unit, float64 [num_samples]."""
@@ -117,7 +121,7 @@ class ModeInputs:
             self._check(key)
         if self.totals is None or key == "step":
             return 1
-        units, has_ids = self.totals.units.get(key, _NONE), key in self.batch.ids
+        units, has_ids = self.totals.units.get(key, _NONE), key in self.batch.parts
         count = self._known(units.counted(self.counting), f"{key} units ({self.counting})")
         if has_ids != (units.tokens is not None) and key != "sample":
             with_ids, without = ("a micro-batch", "totals") if has_ids else ("totals", "a micro-batch")
@@ -132,27 +136,37 @@ class ModeInputs:
         return self.batch.label(name)
 
     def _is_sample(self, key: str) -> bool:
-        return key == "sample" or (key == "rollout" and key not in self.batch.ids)
+        return key == "sample" or (key == "rollout" and key not in self.batch.parts)
 
     def _check(self, key: str) -> None:
         self.asked.add(key)
-        if not self._is_sample(key) and key not in self.batch.ids and key != "step":
+        if not self._is_sample(key) and key not in self.batch.parts and key != "step":
             argument = f"{key}_ids" if key == "prompt" else f'ids={{"{key}": [...]}}'
             raise ValueError(
                 f"loss aggregation {self._mode.name!r} and samples without {key}_ids (they have "
-                f"{', '.join(self.batch.ids) or 'none'}): it asks for units by that key. Give the Samples {argument}."
+                f"{', '.join(self.batch.parts) or 'none'}): it asks for units by that key. Give the Samples {argument}."
             )
 
-    def _at_samples(self, key: str, part: Callable[[Units], Any], own: Floats, what: str) -> Floats:
+    def _at_samples(
+        self, key: str, count: Callable[[Units], Any], own: Floats, what: str, least: float = -np.inf
+    ) -> Floats:
         self._check(key)
+        parts = self.batch.parts.get(key, Parts(np.zeros(len(own), np.int64), np.arange(len(own))))
         if self._is_sample(key) or self.totals is None:
             if self.totals is not None and self.totals.units.get(key, _NONE).tokens is not None:
                 self.units(key)  # refuses totals by id
-            return own
-        units = self.totals.units.get(key, _NONE)
-        known: ByKey = self._known(part(units), f"{what} by {key}")
-        keys = self.batch.ids[key] if key != "step" else np.zeros(len(own), np.int64)
-        return known.of(f"{key}_ids", keys)
+            found = own[parts.sample]
+        else:
+            known: ByKey = self._known(count(self.totals.units.get(key, _NONE)), f"{what} by {key}")
+            found = known.of(f"{key}_ids", parts.keys, parts.sample)
+        found = np.maximum(found, least)
+        if parts.of_entry is None:
+            return found
+        rows = np.empty(len(self.batch), object)
+        of_entries = np.split(np.append(found, np.nan)[parts.of_entry], np.cumsum(self.batch.mask_lengths))
+        for i in range(len(rows)):
+            rows[i] = of_entries[i]
+        return rows
 
     def _known(self, value: Any, what: str) -> Any:
         if value is None:
@@ -179,9 +193,9 @@ def register_pg_loss_reducer(
     The mask is multiplied to the returned weights, so that no mode can train what is masked. Register before flags are
     parsed. Arguments as the attributes of `Mode`.
 
-    >>> @register_pg_loss_reducer("session_mean")
-    ... def session_mean(step):
-    ...     return 1 / (step.tokens("sample") * step.samples("session") * step.units("session"))
+    >>> @register_pg_loss_reducer("task_mean")
+    ... def task_mean(step):
+    ...     return 1 / (step.tokens("sample") * step.samples("task") * step.units("task"))
 
     Raises ValueError for a name that is taken or no identifier, TypeError for an object that cannot be called.
     """
@@ -228,3 +242,19 @@ def constant(step: ModeInputs) -> Weights:
 @register_pg_loss_reducer("token_sum", formula="sum l*m / d")
 def token_sum(step: ModeInputs) -> Weights:
     return 1 / (step.divisor or 1.0)
+
+
+@register_pg_loss_reducer("session_mean", formula="1/S sum_s 1/n_s sum_{i in s} (sum_t l*m / M_i)", divisor="refused")
+def session_mean(step: ModeInputs) -> Weights:
+    return 1 / (step.tokens("sample") * step.samples("session") * step.units("session"))
+
+
+@register_pg_loss_reducer("turn_mean", formula="1/U sum_u (sum_{t in u} l*m / M_u)", divisor="refused")
+def turn_mean(step: ModeInputs) -> Weights:
+    return 1 / (step.tokens("turn") * step.units("turn"))
+
+
+@cache
+def unit_mean(key: str) -> Mode:
+    """The mode ``1/U sum_u (sum_{t in u} l*m / M_u)`` over the units of that key."""
+    return Mode(name=f"mean over {key}", function=lambda step: 1 / (step.tokens(key) * step.units(key)))

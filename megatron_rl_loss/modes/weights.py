@@ -1,6 +1,6 @@
 """The weight of each token that this rank holds: its mask entry times the number that the mode returned."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron_rl_loss.modes.names import Aggregation, resolve
 from megatron_rl_loss.modes.table import Mode, ModeFunction, ModeInputs
 from megatron_rl_loss.step.collectives import StepGroups
-from megatron_rl_loss.step.ids import Ids
+from megatron_rl_loss.step.ids import Ids, IdsByName
 from megatron_rl_loss.step.masks import Mask, to_array
 from megatron_rl_loss.step.samples import Labels, LocalTokens, Samples
 from megatron_rl_loss.step.totals import StepTotals, count_step
@@ -28,7 +28,7 @@ def weights_column(
     units: UnitCounting | None = None,
     rollout_ids: Ids | None = None,
     prompt_ids: Ids | None = None,
-    ids: Mapping[str, Ids] | None = None,
+    ids: IdsByName | None = None,
     labels: Labels | None = None,
 ) -> list[Tensor]:
     """The weight of every token of a whole step, a tensor per sample: a data column beside ``advantages``.
@@ -128,6 +128,8 @@ def _applied(local: LocalTokens, beside: npt.NDArray[Any], of: str, *, per_token
 def _beside(mode: Mode, inputs: ModeInputs) -> npt.NDArray[np.float64]:
     """Weights that a mode returns: one number per sample, [num_samples], or per token, [1, total_tokens]."""
     returned, samples = mode.function(inputs), inputs.batch
+    if isinstance(returned, np.ndarray) and returned.dtype == object:  # of ids per token
+        returned = list(returned)
     if isinstance(returned, list | tuple) and all(np.ndim(row) == 1 for row in returned):
         return samples.in_buffer([to_array(row) for row in returned])[None]
     array = to_array(returned)

@@ -2,7 +2,7 @@
 
 import logging
 import warnings
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Literal
 
 from megatron_rl_loss.errors import BadBatchError, check_int
@@ -10,7 +10,7 @@ from megatron_rl_loss.modes.loss_modes import LossModes
 from megatron_rl_loss.step.collectives import StepGroups, size_of, world_rank
 from megatron_rl_loss.step.samples import Samples, read_masks
 from megatron_rl_loss.step.totals import StepTotals
-from megatron_rl_loss.step.units import Units
+from megatron_rl_loss.step.units import ByKey, Units
 
 logger = logging.getLogger(__name__)
 
@@ -63,18 +63,24 @@ def check_samples(
     return samples
 
 
-def check_prompts(totals: StepTotals) -> None:
-    """Warn of prompt ids that collide or that group nothing."""
-    prompts, rollouts = (totals.units.get(key, Units()).all for key in ("prompt", "rollout"))
-    if prompts and rollouts and rollouts > 1 and prompts in (1, rollouts) and world_rank() == 0:
-        warnings.warn(
-            "every prompt group of the step has one rollout: a mean over groups is then one over rollouts. Look at the "
-            "prompt ids, which must be equal for the responses to one prompt."
-            if prompts == rollouts
-            else "all rollouts of the step are one prompt group: ids that are counted anew in each micro-batch, or on "
-            "each rank, collide. Look at the prompt ids, which must tell the prompts of the whole step apart.",
-            stacklevel=5,
-        )
+def check_ids(totals: StepTotals, asked: Set[str]) -> None:
+    """Warn of ids that a mode asks for and that collide, and of prompt ids that group nothing."""
+    rollouts, samples = (totals.units.get(key, Units()).all or 0 for key in ("rollout", "sample"))
+    for key in sorted(asked - {"step", "sample", "rollout"}) if rollouts > 1 and world_rank() == 0 else ():
+        units = totals.units.get(key, Units())
+        if isinstance(units.samples, ByKey) and units.samples.largest == samples:
+            warnings.warn(
+                f"one {key} has a part of all {samples} samples of the step: ids that are counted anew in each sample, "
+                f"in each micro-batch or on each rank collide. Look at the {key} ids, which must tell the {key}s of "
+                "the whole step apart.",
+                stacklevel=5,
+            )
+        elif key == "prompt" and units.all == rollouts:
+            warnings.warn(
+                "every prompt group of the step has one rollout: a mean over groups is then one over rollouts. Look at "
+                "the prompt ids, which must be equal for the responses to one prompt.",
+                stacklevel=5,
+            )
 
 
 def check_active_tokens(totals: StepTotals, *, per_token_loss: bool, empty_step: EmptyStep) -> None:

@@ -15,7 +15,7 @@ from megatron_rl_loss.modes.names import Aggregation, resolve
 from megatron_rl_loss.plan.carriers import Form, PairForm, find_carrier
 from megatron_rl_loss.plan.facts import StepFacts
 from megatron_rl_loss.plan.returned import Receipt
-from megatron_rl_loss.reduction.metrics import MODE_OF, Metric, Note
+from megatron_rl_loss.reduction.metrics import Metric, Note, mode_over
 from megatron_rl_loss.reduction.sums import Summand, Term, WeightedSum, reducer_of, sum_terms
 from megatron_rl_loss.step.collectives import Group
 from megatron_rl_loss.step.masks import on_device
@@ -237,7 +237,7 @@ class Microbatch:
         return share if scale == 1 else share + (scale - 1) * (share - share.detach())
 
     def _reducer_of_metric(self, name: str, metric: Metric) -> WeightedSum:
-        aggregation = resolve(MODE_OF[metric.over], units=self._facts.modes.policy.units)
+        aggregation = resolve(mode_over(metric.over), units=self._facts.modes.policy.units)
         reducer = self._reducer(name, aggregation, metric.mask)
         check_values(f"the metric {name!r}", metric.values, self.tokens)
         return reducer

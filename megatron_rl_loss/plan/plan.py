@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron_rl_loss.modes.loss_modes import LossModes
-from megatron_rl_loss.plan.checks import EmptyStep, check_active_tokens, check_prompts
+from megatron_rl_loss.plan.checks import EmptyStep, check_active_tokens, check_ids
 from megatron_rl_loss.plan.facts import StepFacts, check_finished
 from megatron_rl_loss.plan.measure import Measurement, TokenFunction, keep
 from megatron_rl_loss.plan.microbatch import Microbatch
@@ -37,8 +37,8 @@ def make_plan(
     assert not isinstance(samples, Exception)  # else it was raised
     check_active_tokens(totals, per_token_loss=per_token_loss, empty_step=empty_step)
     filled = next((one for one in samples or () if len(one)), None)
-    if filled is not None and "prompt" in modes.rehearse(filled):
-        check_prompts(totals)
+    if filled is not None:
+        check_ids(totals, modes.rehearse(filled))
     count = len(samples or ()) if num_microbatches is None else num_microbatches
     return Plan(samples, StepFacts(modes, totals, count, groups, per_token_loss))
 
@@ -170,7 +170,9 @@ class Plan:
             parts = [f"{rollouts:,.0f} rollouts"]
             for key in facts.totals.units:
                 if key not in ("step", "sample", "rollout"):
-                    parts.append(f"{counts[f'{key}s']:,.0f} {key}s ({rollouts / counts[f'{key}s']:.1f} each)")
+                    each = rollouts / counts[f"{key}s"] if counts[f"{key}s"] else 0
+                    often = f"{1 / each:.1f} per rollout" if 0 < each < 1 else f"{each:.1f} each"
+                    parts.append(f"{counts[f'{key}s']:,.0f} {key}s ({often})")
             parts.append(f"{counts['active_tokens']:,.0f} of {counts['tokens']:,.0f} tokens active")
             parts.append(f"{rollouts - counts['active_rollouts']:,.0f} rollouts fully masked")
         split = f"{facts.num_microbatches} micro-batches x DP {facts.dp_size}, CP {facts.cp_size}"

@@ -13,14 +13,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl_loss.errors import check_choice
+from megatron_rl_loss.modes.table import Mode, find_mode, unit_mean
 from megatron_rl_loss.reduction.sums import WeightedSum
 from megatron_rl_loss.step.collectives import Group, all_reduce, device_of, gather_objects, raise_together
 from megatron_rl_loss.step.ids import hashed
 
-Over = Literal["samples", "tokens", "prompts", "none"]
 Kind = Literal["mean", "min", "max", "variance", "ess"]
 
-#: The mode whose weights make a mean over it; ``none`` is a plain sum by the mask.
+#: The mode whose weights make a mean over it; ``none`` is a plain sum by the mask. Other names are modes, or keys.
 MODE_OF: dict[str, str] = {
     "samples": "sample_mean",
     "tokens": "token_mean",
@@ -35,7 +35,8 @@ class Metric:
 
     Attributes:
         values: one for each token this rank holds, in the layout's order; NaN where masked is ignored.
-        over: ``samples``, ``tokens`` or ``prompts`` for a mean over these; ``none`` for the plain sum of m * values.
+        over: ``samples``, ``tokens`` or ``prompts`` for a mean over these; ``none`` for the plain sum of m * values;
+            the name of ids for the mean over their units of token means, each unit's tokens pooled; or a mode's name.
         kind: ``mean`` (with ``none`` the sum); ``min`` and ``max`` of the tokens of nonzero weight; ``variance``,
             E[v^2] - E[v]^2 of sums in float32, so to about 1e-6 of E[v^2];
             ``ess``, the effective sample size as a share, E[v]^2 / E[v^2].
@@ -43,13 +44,14 @@ class Metric:
     """
 
     values: Tensor
-    over: Over = "samples"
+    over: str = "samples"
     _: KW_ONLY
     kind: Kind = "mean"
     mask: str | None = None
 
     def __post_init__(self) -> None:
-        check_choice("normaliser of a metric", self.over, get_args(Over))
+        if not isinstance(self.over, str):
+            raise TypeError(f"a metric over {self.over!r}: it must be a name, of a mode or of ids. Pass 'samples'.")
         check_choice("kind of metric", self.kind, get_args(Kind))
 
     def rows(self) -> list[Tensor]:
@@ -66,6 +68,11 @@ class Metric:
         values = self.values.detach().reshape(-1).float() * (-1 if self.kind == "min" else 1)
         active = values.masked_fill(reducer.weights_on(values.device) == 0, -torch.inf)
         return Note(self.kind, torch.cat([active, values.new_full((1,), -torch.inf)]).amax()[None], self.mask)
+
+
+def mode_over(over: str) -> str | Mode:
+    """The mode of a metric that is a mean over it."""
+    return MODE_OF.get(over) or find_mode(over) or unit_mean(over)
 
 
 class Note(NamedTuple):

@@ -6,7 +6,7 @@ data-parallel (DP) ranks, *is* the step loss. Nothing is divided afterwards, and
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ from megatron_rl_loss.modes.table import Mode, ModeFunction
 from megatron_rl_loss.modes.weights import checked_weights, weigh
 from megatron_rl_loss.reduction.taps import is_observed, observed_taps, tap
 from megatron_rl_loss.step.collectives import world_rank
-from megatron_rl_loss.step.ids import Ids
+from megatron_rl_loss.step.ids import Ids, IdsByName
 from megatron_rl_loss.step.layouts import Layout
 from megatron_rl_loss.step.masks import Mask
 from megatron_rl_loss.step.samples import Labels, LocalTokens, Samples
@@ -41,7 +41,7 @@ def make_pg_loss_reducer(
     units: UnitCounting | None = None,
     rollout_ids: Ids | None = None,
     prompt_ids: Ids | None = None,
-    ids: Mapping[str, Ids] | None = None,
+    ids: IdsByName | None = None,
     labels: Labels | None = None,
     layout: Layout | None = None,
     cp_rank: int | None = None,

@@ -159,25 +159,19 @@ class _Held:
             shown = " and of ".join(str(dict(one)) for one in sorted(kinds))
             raise ValueError(
                 f"micro-batches with ids of {shown}: each kind must be given on all or none, as ints on all or as "
-                "strings on all. Pass the same ids with every micro-batch."
+                "strings on all, per sample or per token. Pass the same ids with every micro-batch."
             )
         of_ids = dict(next(iter(kinds), ()))
         self.kinds = tuple(of_ids)
         counted = [samples for samples in filled if samples.counts_here]
-        columns = [np.ones(sum(map(len, counted)))]
-        for name in (None, *masks):
-            of_mask = [samples.with_mask(name) for samples in counted]
-            tokens = _joined([samples.mask_sums for samples in of_mask])
-            active, entries = (
-                _joined([getattr(one, of) for one in of_mask]) for of in ("active_tokens", "mask_lengths")
-            )
-            declared = (_joined([one.values(samples) for samples in of_mask]) for one in sums)
-            columns += [tokens, active, entries, (tokens > 0).astype(np.float64), *declared]
-        ids = {name: np.concatenate([one.ids[name] for one in counted]) for name in self.kinds if counted}
-        rows = [np.zeros((0, 3 + len(columns)), np.int64)]
-        for name, keys in {"step": np.zeros(len(columns[0]), np.int64), **ids}.items():
+        of_samples = _columns(counted, masks, sums, "sample")
+        ids = {name: np.concatenate([one.parts[name].keys for one in counted]) for name in self.kinds if counted}
+        rows = [np.zeros((0, 3 + of_samples.shape[1]), np.int64)]
+        for name, keys in {"step": np.zeros(len(of_samples), np.int64), **ids}.items():
             labels = ids.get("prompt", keys) if name == "rollout" else keys
-            unique, label, table, has_clash = sum_by_key(keys, np.stack(columns, 1), labels)
+            is_per_token = name in ids and name not in counted[0].ids
+            columns = _columns(counted, masks, sums, name) if is_per_token else of_samples
+            unique, label, table, has_clash = sum_by_key(keys, columns, labels)
             if has_clash:
                 raise _two_prompts()
             kind = np.full(len(unique), hashed(name))
@@ -201,8 +195,19 @@ class _Held:
         }
 
 
-def _joined(parts: Sequence[Floats | list[int]]) -> Floats:
-    return np.concatenate([np.zeros(0), *parts])
+def _columns(counted: Sequence[Samples], masks: Sequence[str], sums: Sequence[Sum], key: str) -> Floats:
+    """The number 1, and for each mask what `_OF_MASK` says and the declared sums, of each part by that key."""
+    parts = [np.zeros((1 + (1 + len(masks)) * (len(_OF_MASK) + len(sums)), 0))]
+    for samples in counted:
+        at = samples.parts[key].sample if key in samples.parts else slice(None)
+        columns = list[Floats]()
+        for name in (None, *masks):
+            of_mask = samples.with_mask(name)
+            tokens, active, entries = of_mask.counts_by(key)
+            columns += [tokens, active, entries, (tokens > 0).astype(np.float64)]
+            columns += [one.values(of_mask)[at] for one in sums]
+        parts.append(np.stack([np.ones(len(columns[0])), *columns]))
+    return np.concatenate(parts, 1).T
 
 
 def sum_by_key(keys: Keys, values: Floats, labels: Keys) -> tuple[Keys, Keys, Floats, bool]:
@@ -221,7 +226,7 @@ def _sum_rows(
     width, num_samples, has_clash = len(_OF_MASK) + len(sums), 0, False
     for name in dict.fromkeys((*_KNOWN, *kinds)):
         part = rows[rows[:, 0] == hashed(name)]
-        if not len(part):
+        if not len(part) and name not in kinds:
             continue
         keys, _, table, clashes = sum_by_key(part[:, 1], part[:, 3:].copy().view(np.float64), part[:, 2])
         has_clash |= clashes
@@ -233,6 +238,7 @@ def _sum_rows(
                 active=int((columns[0] > 0).sum()),
                 tokens=ByKey(keys, columns[0]),
                 samples=ByKey(keys, table[:, 0]),
+                active_samples=ByKey(keys, columns[3]),
                 sums={one: ByKey(keys, values) for one, values in of_sums if one.by == name},
             )
             if name == "step":

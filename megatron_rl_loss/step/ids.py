@@ -1,8 +1,8 @@
 """Ids of rollouts, prompts and whatever else samples are grouped by: ints, or strings that every rank hashes alike."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -11,8 +11,71 @@ from torch import Tensor
 from megatron_rl_loss.errors import check_one_each, is_int
 
 Ids = Sequence[int | str] | Tensor | npt.NDArray[Any]
+#: By name, an id per sample; or per sample a row, with an id per mask entry.
+IdsByName = Mapping[str, Ids | Sequence[Ids]]
 Keys = npt.NDArray[np.int64]
 _LIMIT = 2**61
+
+
+class Parts(NamedTuple):
+    """The parts of one kind's units: a part is what one sample has of one unit, in the order of samples and tokens.
+
+    Attributes:
+        keys: id of each part's unit, int64 [num_parts]; where ids are given per sample, each sample is a part.
+        sample: of each part, int64 [num_parts].
+        of_entry: the part of each mask entry, end to end; -1 in no unit. None where ids are given per sample.
+    """
+
+    keys: Keys
+    sample: Keys
+    of_entry: Keys | None = None
+
+    def sums(self, of_entries: Sequence[npt.NDArray[Any]]) -> npt.NDArray[np.float64]:
+        """The sum over each part of each array of values of mask entries, float64 [len(of_entries), num_parts]."""
+        assert self.of_entry is not None
+        return np.stack([np.bincount(self.of_entry + 1, one, len(self.keys) + 1)[1:] for one in of_entries])
+
+
+def parts_of(name: str, ids: Ids | Sequence[Ids], lengths: Sequence[int]) -> Parts:
+    """The parts by ids per sample, or per token of masks of these lengths: a negative id or "" is no unit."""
+    if name in ("rollout_ids", "prompt_ids") or not is_per_token(ids):
+        return Parts(as_ids(name, ids, len(lengths)), np.arange(len(lengths)))  # type: ignore[arg-type]
+    check_one_each(name, len(ids), "loss masks", len(lengths))
+    rows: list[Any] = [row.tolist() if isinstance(row, Tensor | np.ndarray) else row for row in ids]
+    if (given := [len(row) if _is_row(row) else 1 for row in rows]) != list(lengths):
+        raise ValueError(
+            f"rows of {given[:8]} {name} for loss masks of {lengths[:8]}: ids per token must be as many as the mask's "
+            "entries. Pass one id per entry, -1 where a token is in no unit."
+        )
+    keys = as_ids(name, [one for row in rows for one in row], sum(lengths))
+    named = np.flatnonzero((keys >= 0) & (keys != hashed("")))
+    unique, number = np.unique(keys[named], return_inverse=True)
+    sample = np.arange(len(lengths)).repeat(lengths)
+    _, first, part = np.unique(sample[named] * len(unique) + number, return_index=True, return_inverse=True)
+    order, of_entry = first.argsort(), np.full(len(keys), -1)
+    of_entry[named] = order.argsort()[part]
+    firsts = named[first[order]]
+    return Parts(keys[firsts], sample[firsts], of_entry)
+
+
+def check_units(parts: Mapping[str, Parts], entries: npt.NDArray[Any]) -> None:
+    """Refuse mask entries, end to end, that are not 0 and of no unit."""
+    for name, one in parts.items():
+        if one.of_entry is not None and entries[one.of_entry < 0].any():
+            raise ValueError(
+                f"a token that counts, and no {name}: its {name} id is negative or empty, so it would be in no unit. "
+                f"Mask it, or give it the id of its {name}."
+            )
+
+
+def is_per_token(ids: Any) -> bool:
+    if isinstance(ids, Tensor | np.ndarray):
+        return ids.ndim == 2
+    return isinstance(ids, Sequence) and len(ids) > 0 and _is_row(ids[0])
+
+
+def _is_row(one: Any) -> bool:
+    return getattr(one, "ndim", 0) == 1 or (isinstance(one, Sequence) and not isinstance(one, str | bytes))
 
 
 def as_ids(name: str, ids: Ids, num_samples: int) -> Keys:
@@ -36,14 +99,20 @@ def as_ids(name: str, ids: Ids, num_samples: int) -> Keys:
                 )
             if not isinstance(value, str) and str(int(value)) in texts:
                 raise ValueError(f"{name} holds {value} and '{value}': they are two ids. Spell ids one way.")
-        values = [hashed(value) if isinstance(value, str) else int(value) for value in values]
+        keys = {text: hashed(text) for text in texts}
+        values = [keys[value] if isinstance(value, str) else int(value) for value in values]
     if values and not -_LIMIT < min(values) <= max(values) < _LIMIT:
         raise ValueError(f"{name} go beyond 61 bits: such ids cannot be exchanged. Pass them as strings.")
     return np.array(values, np.int64)
 
 
-def kind_of_ids(ids: Ids) -> str:
-    """``int`` or ``str``: an id that is an int on one rank and its own string on another would be two ids."""
+def kind_of_ids(ids: Ids | Sequence[Ids]) -> str:
+    """``int`` or ``str``: an id that is an int on one rank and its own string on another would be two ids.
+
+    Or ``per token``, of which a part may have none.
+    """
+    if is_per_token(ids):
+        return "per token"
     values: Any = ids.tolist() if isinstance(ids, Tensor | np.ndarray) else ids
     return "str" if any(isinstance(value, str) for value in values) else "int"
 

@@ -135,3 +135,18 @@ def sum_each(joined: Array, lengths: Sequence[int]) -> Floats:
     if filled.any():
         sums[filled] = np.add.reduceat(joined, np.array(starts)[filled], dtype=np.float64)
     return sums
+
+
+def plain_label(label: Any) -> Any:
+    """A label as replicas compare it: numbers and texts as they are, sets sorted, other objects by type alone."""
+    if isinstance(label, Tensor | np.ndarray):
+        return to_array(label).tolist()
+    if isinstance(label, list | tuple):
+        return [plain_label(one) for one in label]
+    if isinstance(label, dict):
+        return sorted(repr((plain_label(key), plain_label(value))) for key, value in label.items())
+    if isinstance(label, set | frozenset):
+        return sorted(repr(plain_label(one)) for one in label)
+    if isinstance(label, np.generic):
+        return label.item()
+    return label if isinstance(label, str | bytes | int | float | None) else type(label).__qualname__

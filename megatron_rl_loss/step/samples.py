@@ -16,9 +16,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from megatron_rl_loss.errors import check_cp, check_mapping, check_one_each
+from megatron_rl_loss.errors import check_cp, check_mapping, check_one_each, find_named
 from megatron_rl_loss.step.collectives import Group, rank_in, size_of
-from megatron_rl_loss.step.ids import Ids, Keys, as_ids, kind_of_ids
+from megatron_rl_loss.step.ids import Ids, IdsByName, Keys, check_units, kind_of_ids, parts_of
 from megatron_rl_loss.step.layouts import Layout, Pieces, as_ints, check_cut, check_pieces
 from megatron_rl_loss.step.masks import (
     Array,
@@ -28,6 +28,7 @@ from megatron_rl_loss.step.masks import (
     check_masks,
     join_on_host,
     place,
+    plain_label,
     sum_each,
     to_array,
 )
@@ -46,7 +47,8 @@ class Samples:
         rollout_ids: one id (int or str) per sample, equal for samples that are parts of one rollout; None if each
             sample is a rollout. Unique within the step, not only within a prompt.
         prompt_ids: one id per sample, equal for the responses to one prompt.
-        ids: further ids by name (``{"session": [...]}``), for modes that ask for units of that name.
+        ids: further ids by name (``{"session": [...]}``), for modes, metrics and losses by units of that name. Rows
+            (``{"turn": [[0, 0, 1], [-1, 2]]}``) give each mask entry an id; a negative one or "" is of no unit.
         tokens: input ids or whatever else replicas must share, uncut: compared between them along with the masks.
         labels: whatever else your own modes look at, by name: one entry per sample.
         term_masks: further masks by name, as `loss_masks`, for terms of the loss that have their own.
@@ -54,14 +56,16 @@ class Samples:
             its ranks has these samples, the first one counts them. None: that of the launch.
 
     Attributes:
-        ids: int64 [num_samples] by name, ``rollout`` and ``prompt`` among them where given.
+        parts: by name, the samples' parts of units, ``rollout`` and ``prompt`` among them where given.
+        ids: int64 [num_samples] by name, of those that are given per sample.
         by_mask: the same samples with each of the further masks.
         mask_lengths, mask_starts: of each sample's mask in the layout's buffer of `total_tokens` positions.
 
     Raises:
         TypeError: masks that are not real numbers, or ids of another type.
         ValueError: masks that are not 1-D; numbers or lengths that disagree with the layout or the ids; entries that
-            are negative, not finite, too small for float32, or ints above 1 (of masks on a device: when they are read).
+            are negative, not finite, too small for float32, ints above 1, or not 0 and of no unit (of masks on a
+            device: when they are read).
     """
 
     def __init__(
@@ -71,7 +75,7 @@ class Samples:
         layout: Layout | None = None,
         rollout_ids: Ids | None = None,
         prompt_ids: Ids | None = None,
-        ids: Mapping[str, Ids] | None = None,
+        ids: IdsByName | None = None,
         tokens: Tensor | Array | None = None,
         labels: Labels | None = None,
         term_masks: Mapping[str, Iterable[Mask]] | None = None,
@@ -98,7 +102,8 @@ class Samples:
             raise ValueError("rollout_ids or prompt_ids beside ids of that name: there are two. Give them once.")
         if reserved := {"step", "sample"} & given.keys():
             raise ValueError(f"ids named {min(reserved)!r}: the step and each sample are units already. Rename them.")
-        self.ids: dict[str, Keys] = {name: as_ids(f"{name}_ids", values, len(self)) for name, values in given.items()}
+        self.parts = {name: parts_of(f"{name}_ids", values, self.mask_lengths) for name, values in given.items()}
+        self.ids = {name: one.keys for name, one in self.parts.items() if one.of_entry is None}
         self.kinds_of_ids = tuple(sorted((name, kind_of_ids(values)) for name, values in given.items()))
         for name, entries in self.labels.items():
             check_one_each(f"labels {name!r}", len(entries), "loss masks", len(self))
@@ -133,6 +138,7 @@ class Samples:
     def _fill(self, joined: Array) -> None:
         """Take the masks, which lie end to end on the host; refuse entries that are no usable weights."""
         self.holds_flags = check_entries(joined, self._given)
+        check_units(self.parts, joined)
         weights = joined if joined.dtype == np.float64 else joined.astype(np.float32)
         self._mask_sums = sum_each(weights, self.mask_lengths)
         self._active_tokens = self._mask_sums if self.holds_flags else sum_each(weights != 0, self.mask_lengths)
@@ -166,6 +172,14 @@ class Samples:
         """Number of tokens of nonzero weight in each sample, float64 [num_samples]."""
         return self._read()._active_tokens
 
+    def counts_by(self, key: str) -> Floats:
+        """Mask sum, number of active tokens and of entries of each part by that key, float64 [3, num_parts]."""
+        parts = self.parts.get(key)
+        if parts is None or parts.of_entry is None:
+            return np.stack([self.mask_sums, self.active_tokens, self.mask_lengths])
+        entries = np.concatenate([np.zeros(0), *self.loss_masks])
+        return parts.sums([entries, entries != 0, np.ones(len(entries))])
+
     def in_buffer(self, values: Sequence[Any]) -> Any:
         """One row of values per sample, each as long as its mask -> the layout's buffer [total_tokens], 0 in padding.
 
@@ -195,14 +209,14 @@ class Samples:
 
     def label(self, name: str) -> Any:
         """The labels of that name, one per sample; ValueError where there are none."""
-        return _named("label", name, self.labels, "labels")
+        return find_named("label", name, self.labels, "labels")
 
     def with_mask(self, name: str | None) -> "Samples":
         """These samples with one of the further masks, or for None as they are; ValueError for an unknown one.
 
         No samples have every mask.
         """
-        return self if name is None or not len(self) else _named("mask", name, self.by_mask, "term_masks")
+        return self if name is None or not len(self) else find_named("mask", name, self.by_mask, "term_masks")
 
     @property
     def counts_here(self) -> bool:
@@ -222,14 +236,14 @@ class Samples:
             flags = samples.buffer != 0
             packed = np.packbits(flags) if samples.holds_flags else samples.buffer.astype(np.float32)
             digest.update(name.encode() + packed.tobytes())
-        for name, ids in sorted(self.ids.items()):
-            digest.update(name.encode() + ids.tobytes())
+        for name, parts in sorted(self.parts.items()):
+            digest.update(name.encode() + b"".join(one.tobytes() for one in parts if one is not None))
         if self.tokens is not None:
             tokens = to_array(self.tokens)
             plain = tokens.astype(np.int64 if tokens.dtype.kind in "biu" else np.float64)
             digest.update(f"{tokens.shape}".encode() + plain.tobytes())
         for name, entries in sorted(self.labels.items()):
-            digest.update(repr((name, [_plain(entry) for entry in entries])).encode())
+            digest.update(repr((name, [plain_label(entry) for entry in entries])).encode())
         return digest.digest()
 
     def local(self, cp_rank: int, cp_size: int) -> "LocalTokens":
@@ -343,6 +357,15 @@ class LocalTokens:
             counts[i] += length
         return np.array(counts, np.int64)
 
+    def by_part(self, key: str) -> tuple[Keys, Keys | None]:
+        """The number of these tokens in each part, and their places in that order; None for ids per sample."""
+        parts = self.samples.parts.get(key)
+        if parts is None or parts.of_entry is None:
+            return self.counts, None
+        part = self.of(place(parts.of_entry + 1, self.samples._places, self.samples.total_tokens))
+        counts = np.bincount(part, minlength=len(parts.keys) + 1)
+        return counts[1:], part.argsort(kind="stable")[counts[0] :]
+
     @cached_property
     def sample_index(self) -> npt.NDArray[np.int64]:
         """The sample that each token belongs to, int64 [num_local_tokens]; padding has that of a sample beside it."""
@@ -363,27 +386,3 @@ class LocalTokens:
     def spread(self, of_samples: Array) -> Array:
         """One value per sample, [num_samples] -> the value of each token's sample, [num_local_tokens]."""
         return of_samples.repeat(self.counts)
-
-
-def _named(kind: str, name: str, given: Mapping[str, Any], argument: str) -> Any:
-    if name not in given:
-        raise ValueError(
-            f"a {kind} {name!r} of samples that have: {', '.join(given) or 'none'}: what a mode or a term asks for "
-            f"must be there in every micro-batch. Give Samples {argument} with it."
-        )
-    return given[name]
-
-
-def _plain(label: Any) -> Any:
-    """A label as replicas compare it: numbers and texts as they are, sets sorted, other objects by type alone."""
-    if isinstance(label, Tensor | np.ndarray):
-        return to_array(label).tolist()
-    if isinstance(label, list | tuple):
-        return [_plain(one) for one in label]
-    if isinstance(label, dict):
-        return sorted(repr((_plain(key), _plain(value))) for key, value in label.items())
-    if isinstance(label, set | frozenset):
-        return sorted(repr(_plain(one)) for one in label)
-    if isinstance(label, np.generic):
-        return label.item()
-    return label if isinstance(label, str | bytes | int | float | None) else type(label).__qualname__

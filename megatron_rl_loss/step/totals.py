@@ -13,7 +13,7 @@ import numpy as np
 from megatron_rl_loss.errors import check_count
 from megatron_rl_loss.step.collectives import Group, StepGroups, attempt, size_of, stated_dp_group, world_size
 from megatron_rl_loss.step.counting import gather_counts
-from megatron_rl_loss.step.ids import Ids
+from megatron_rl_loss.step.ids import Ids, IdsByName
 from megatron_rl_loss.step.masks import Mask
 from megatron_rl_loss.step.samples import Labels, Samples
 from megatron_rl_loss.step.units import ByKey, Sum, Units
@@ -85,10 +85,10 @@ class StepTotals:
         if self.step_tokens is not None:
             _check_fits("step_tokens", float(samples.mask_sums.sum()), self.step_tokens)
         for name, units in self.units.items():
-            if name in samples.ids:
-                keys, at = np.unique(samples.ids[name], return_inverse=True)
-                sums = np.bincount(at, samples.mask_sums, len(keys))
-                if isinstance(units.tokens, ByKey):
+            if name in samples.parts:
+                keys, at = np.unique(samples.parts[name].keys, return_inverse=True)
+                sums = np.bincount(at, samples.counts_by(name)[0], len(keys))
+                if isinstance(units.tokens, ByKey) and len(keys):
                     whole = units.tokens.of(f"{name} id", keys)
                     worst = int((sums - whole * _SLACK).argmax())
                     _check_fits(f"mask tokens of one {name}", float(sums[worst]), float(whole[worst]))
@@ -106,7 +106,7 @@ class StepTotals:
         *,
         rollout_ids: Ids | None = None,
         prompt_ids: Ids | None = None,
-        ids: Mapping[str, Ids] | None = None,
+        ids: IdsByName | None = None,
         labels: Labels | None = None,
         sums: Sequence[Sum] = (),
         dp_group: Group | EllipsisType | None = ...,

@@ -63,14 +63,19 @@ class ByKey:
     def __repr__(self) -> str:
         return f"<{len(self._keys)} keys, {self.total:g} in all>"
 
-    def of(self, name: str, keys: Keys) -> Floats:
-        """The value of each key; ValueError for one that is not known."""
+    @property
+    def largest(self) -> float:
+        return float(self._values.max(initial=0))
+
+    def of(self, name: str, keys: Keys, sample: Keys | None = None) -> Floats:
+        """The value of each key; ValueError for one that is not known, which names its sample."""
         places = np.searchsorted(self._keys, keys).clip(max=max(len(self._keys) - 1, 0))
         unknown = self._keys[places] != keys if len(self._keys) else np.ones(len(keys), bool)
         if unknown.any():
+            first = int(unknown.argmax())
             raise ValueError(
-                f"the {name} of sample {int(unknown.argmax())} has no count in the step's totals: every unit of the "
-                "micro-batch must be in them. Make the totals from the whole step, with the same ids."
+                f"the {name} of sample {first if sample is None else sample[first]} has no count in the step's totals: "
+                "every unit of the micro-batch must be in them. Make the totals from the whole step, with the same ids."
             )
         return self._values[places] if len(keys) else np.zeros(0)
 
@@ -83,7 +88,7 @@ class Units:
         all: how many there are, fully masked ones included.
         active: how many have a token of nonzero weight.
         tokens: mask tokens of each unit, by id (a mapping is accepted).
-        samples: how many samples each unit has, by id.
+        samples, active_samples: how many samples each unit has (have a token of nonzero weight of it), by id.
         sums: values by id of each declared sum.
     """
 
@@ -91,6 +96,7 @@ class Units:
     active: int | None = None
     tokens: ByKey | Mapping[int | str, float] | None = None
     samples: ByKey | Mapping[int | str, float] | None = None
+    active_samples: ByKey | Mapping[int | str, float] | None = None
     sums: Mapping[Sum, ByKey] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -99,7 +105,7 @@ class Units:
                 check_count(f"Units.{name}", getattr(self, name))
         if self.all is not None and self.active is not None and self.active > self.all:
             raise ValueError(f"{self.active} active units of {self.all}: active ones are among all. Count the step.")
-        for name in ("tokens", "samples"):
+        for name in ("tokens", "samples", "active_samples"):
             value = getattr(self, name)
             if isinstance(value, Mapping):
                 object.__setattr__(self, name, ByKey.from_mapping(value))

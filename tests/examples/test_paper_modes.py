@@ -32,7 +32,6 @@ PROMPTS = ["a", "a", "a", "b", "b", "a", "b"]
 ROLLOUTS = [0, 1, 2, 3, 4, 1, 5]  # 1 is two samples
 IDS = {
     "prompt_sign": ["a/1", "a/-1", "a/1", "b/-1", "b/1", "a/-1", "b/-1"],
-    "session": ["s", "s", "u", "s", "u", "v", "w"],
     "adapter": ["x", "y", "x", "x", "y", "y", "x"],
 }
 LABELS: dict[str, list[Any]] = {
@@ -58,7 +57,7 @@ def balanced(i: int, t: int) -> float:
     return len(same) / len(alike(PROMPTS, i)) / sum(M[j] for j in same) / 2 if M[i] else 0
 
 
-def turn_mean(i: int, t: int) -> float:
+def rollout_mean_of_turns(i: int, t: int) -> float:
     turns = LABELS["turns"]
     active = {(j, u) for j in alike(ROLLOUTS, i) for u, m in zip(turns[j], MASKS[j], strict=True) if m}
     tokens = sum(m for u, m in zip(turns[i], MASKS[i], strict=True) if u == turns[i][t])
@@ -73,17 +72,12 @@ def per_adapter_token_mean(i: int, t: int) -> float:
     return 1 / sum(M[j] for j in alike(IDS["adapter"], i))
 
 
-def session_mean(i: int, t: int) -> float:
-    return 1 / M[i] / len(alike(IDS["session"], i)) / 4 if M[i] else 0
-
-
 RULES: dict[str, Rule] = {
     "vl_norm": norm(0.75),
     "balanced": balanced,
-    "turn_mean": turn_mean,
+    "rollout_mean_of_turns": rollout_mean_of_turns,
     "weighted_token_mean": weighted_token_mean,
     "per_adapter_token_mean": per_adapter_token_mean,
-    "session_mean": session_mean,
 }
 
 

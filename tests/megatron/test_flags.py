@@ -63,6 +63,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     f"{OVER} prompt_mean": {"mode": "prompt_mean"},
     f"{OVER} constant {OVER}-divisor 40960": {"mode": "constant", "divisor": 40960.0},
     f"{OVER} token_sum": {"mode": "token_sum"},
+    f"{OVER} session_mean": {"mode": "session_mean"},
+    f"{OVER} turn_mean {OVER}-units active": {"mode": "turn_mean", "units": "active"},
     f"{OVER}-units active": {"mode": "sample_mean", "units": "active"},
     f"{OVER}-empty-step error": {"mode": "sample_mean", "empty_step": "error"},
     f"{OVER}-audit-interval 100": {"mode": "sample_mean", "audit_interval": 100},

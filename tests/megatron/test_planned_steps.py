@@ -29,7 +29,7 @@ def gradients() -> Found:
 
     cp_rank, dp_rank = start_ranks()
     found: Found = {}
-    for mode in oracle.MODES:
+    for mode in (*oracle.MODES, *oracle.BY_IDS):
         for number, (form, per_token) in enumerate(FORMS):
             model = table_model(TABLE, per_token=per_token)
             batches = batches_of(dp_rank)
@@ -46,13 +46,13 @@ def gradients() -> Found:
 
 def test_every_form_trains_on_the_step_loss() -> None:
     for found in run_ranks(DP * CP, gradients):
-        assert len(found) == len(oracle.MODES) * len(FORMS)
+        assert len(found) == (len(oracle.MODES) + len(oracle.BY_IDS)) * len(FORMS)
         for (mode, form, per_token), (gradient, total) in found.items():
-            divisor = DIVISOR if mode == "constant" else None
             assert relative_error(gradient, gradient_of(mode)) < oracle.EXACT, (mode, form, per_token)
             assert gradient[-1] == 0
-            of_sum = oracle.sum_error(oracle.num_tokens(STEP)) * oracle.step_scale(mode, STEP, divisor)
-            assert total == pytest.approx(float(oracle.step_loss(mode, STEP, divisor)), abs=of_sum)
+            losses, right = torch.cat([one.losses for one in STEP]), gradient_of(mode)[:-1]
+            of_sum = oracle.sum_error(oracle.num_tokens(STEP)) * float(right @ losses.abs())
+            assert total == pytest.approx(float(right @ losses), abs=of_sum)
 
 
 def evaluated() -> tuple[float, bool]:

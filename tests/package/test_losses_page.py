@@ -68,7 +68,8 @@ def test_code_runs() -> None:
     exec(metrics, names | values)
     (given, _), (_, asked) = handed
     assert {(one.over, one.kind) for one in asked.values() if isinstance(one, Metric)} == {
-        ("tokens", "mean"), ("samples", "max"), ("tokens", "variance"), ("tokens", "ess")
+        ("tokens", "mean"), ("samples", "max"), ("tokens", "variance"), ("tokens", "ess"),
+        ("turn", "mean"),
     }  # fmt: skip
     assert given["kl"].mode == given["nll"].mode == "token_mean"
     assert (given["nll"].mask, given["entropy"].mode, given["entropy"].coef) == ("correct", None, -0.001)

@@ -68,7 +68,8 @@ def test_torch_and_numpy_are_the_requirements() -> None:
 def test_host_work_stays_on_the_host_whatever_the_default_device() -> None:
     """Under ``torch.set_default_device("cuda")``, say. The meta device stands in for it: it holds no numbers."""
     masks = [torch.tensor([1.0, 1, 0, 1]), torch.tensor([1.0, 0])]
-    ids = {"rollout_ids": ["a", "a"], "prompt_ids": [0, 0]}
+    ids: dict[str, object] = {"rollout_ids": ["a", "a"], "prompt_ids": [0, 0]}
+    ids["ids"] = {"session": [3, 3], "turn": [[0, 0, -1, 1], [0, -1]]}
     with torch.device("meta"):
         totals = StepTotals.from_loss_masks(masks, **ids)
         for layout in (

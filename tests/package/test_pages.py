@@ -189,13 +189,17 @@ def test_the_other_code_of_readme_and_using_runs(monkeypatch: pytest.MonkeyPatch
     assert f"# {names['plan'].finish()}" in planned
     assert names["weight"].grad.sum() == pytest.approx(2)
     exec(own_mode, {})
-    assert "session_mean" in available_modes()
+    assert "task_mean" in available_modes()
 
 
 def test_the_modes_of_readme_are_the_tables_and_give_the_worked_numbers() -> None:
     table = README[README.index("## Modes") :]
-    assert re.findall(r"^\| `(\w+)`", table, flags=re.MULTILINE) == list(available_modes()) == list(oracle.MODES)
-    given = re.search(r"they give ([\d., and]+?)\n\(", table)
+    assert (
+        re.findall(r"^\| `(\w+)`", table, flags=re.MULTILINE)
+        == list(available_modes())
+        == [*oracle.MODES, *oracle.BY_IDS]
+    )
+    given = re.search(r"the first five give ([\d., and]+?)\n\(", table)
     assert given is not None
     computed = [float(oracle.step_loss(mode, oracle.WORKED, 8.0)) for mode in oracle.MODES]
     assert [float(value) for value in re.findall(r"\d\.\d+", given[1])] == pytest.approx(computed, abs=1e-6)

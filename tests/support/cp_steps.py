@@ -38,6 +38,12 @@ class Rollout:
     rollout_id: str
     prompt_id: str
 
+    @property
+    def turns(self) -> list[str]:
+        """Of each token: two turns of four tokens, which come again, also in the rollout's other sample; "" is none."""
+        masked = self.mask.tolist()
+        return ["" if not m and t % 3 else f"{self.rollout_id} {t // 4 % 2}" for t, m in enumerate(masked)]
+
 
 def rollouts(seed: int = 3) -> list[Rollout]:
     """Ragged samples: fractional masks, two fully masked, log-ratios on both sides of every clip range.
@@ -121,7 +127,8 @@ def run_on_ranks(
     # Of consecutive ranks; every rank must make every group.
     groups = {size: [dist.new_group(list(range(k, k + size))) for k in range(0, RANKS, size)] for size in CP_SIZES}
     rank, step, found = int(os.environ["RANK"]), rollouts(), {}
-    totals = StepTotals.from_loss_masks([one.mask for one in step], dp_group=None, **ids_of(step))
+    masks = [one.mask for one in step]
+    totals = StepTotals.from_loss_masks(masks, dp_group=None, **ids_of(step, [*map(len, masks)]))
     for place, cp_size in CASES:
         dp_rank, cp_rank = divmod(rank, cp_size)
         group = groups[cp_size][dp_rank] if cp_size > 1 else None
@@ -153,8 +160,10 @@ def run_on_ranks(
     return found
 
 
-def ids_of(step: Sequence[Rollout]) -> dict[str, Any]:
-    return {"rollout_ids": [one.rollout_id for one in step], "prompt_ids": [one.prompt_id for one in step]}
+def ids_of(step: Sequence[Rollout], lengths: Sequence[int]) -> dict[str, Any]:
+    turns = [[*one.turns, *[""] * (length - len(one.mask))] for one, length in zip(step, lengths, strict=True)]
+    named = {"rollout_ids": [one.rollout_id for one in step], "prompt_ids": [one.prompt_id for one in step]}
+    return {**named, "ids": {"turn": turns}}
 
 
 def hand_of(
@@ -167,7 +176,7 @@ def hand_of(
         torch.nn.functional.pad(step[i].mask, (0, length - len(step[i].mask)))
         for i, length in zip(chosen, lengths, strict=True)
     ]
-    samples = Samples(masks, layout=placed.layout, **ids_of([step[i] for i in chosen]))
+    samples = Samples(masks, layout=placed.layout, **ids_of([step[i] for i in chosen], lengths))
     held = placed.held[cp_rank]
     shape = placed.shape(len(held)) if chosen else (len(held),)
     values = {name: flat(step, chosen, held, name).reshape(shape) for name in step[0].values}
@@ -175,17 +184,19 @@ def hand_of(
 
 
 def expected(formula: Formula, per: str) -> tuple[float, dict[Token, float], float]:
-    """Value, slope at each token, and scale of the step's loss; `per` rollout joins its samples."""
+    """Value, slope at each token, and scale of the step's loss; `per` rollout or turn joins its tokens."""
     step = rollouts()
     leaves = [one.values["log_probs"].clone().requires_grad_() for one in step]
-    units: dict[object, list[int]] = {}
+    units: dict[object, list[tuple[int, int]]] = {}
     for i, one in enumerate(step):
-        units.setdefault(one.rollout_id if per == "rollout" else i, []).append(i)
+        for t, turn in enumerate(one.turns):
+            units.setdefault({"rollout": one.rollout_id, "sample": i, "turn": turn}[per], []).append((i, t))
+    units.pop("", None)  # tokens of no turn are masked
     terms = list[Tensor]()
     for members in units.values():
-        joined = {name: torch.cat([step[i].values[name] for i in members]) for name in step[0].values}
-        joined["log_probs"] = torch.cat([leaves[i] for i in members])
-        mask = torch.cat([step[i].mask for i in members]).double()
+        joined = {name: torch.stack([step[i].values[name][t] for i, t in members]) for name in step[0].values}
+        joined["log_probs"] = torch.stack([leaves[i][t] for i, t in members])
+        mask = torch.stack([step[i].mask[t] for i, t in members]).double()
         terms.append((formula(joined, mask) * mask * joined["coefficients"])[mask != 0])
     loss = torch.cat(terms)
     slopes = torch.autograd.grad(loss.sum(), leaves, materialize_grads=True)

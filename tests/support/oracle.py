@@ -14,6 +14,7 @@ from torch import Tensor
 Token = tuple[int, int] | None  # (sample, position in its mask), None in padding
 NAN = float("nan")
 MODES = ("sample_mean", "prompt_mean", "token_mean", "constant", "token_sum")
+BY_IDS = ("session_mean", "turn_mean")  # modes over units of further ids: `weights_by_ids`
 COUNTINGS = [(mode, units) for mode in MODES for units in ("all", "active")]
 
 #: The largest relative error of rounding a number to float32.
@@ -118,6 +119,29 @@ def step_weights(
             count = 1 if mode in ("token_mean", "token_sum") else number
             weights[i] = [entry / (beside * count) for entry in samples[i].mask.double().tolist()]
     return weights
+
+
+def weights_by_ids(
+    mode: str, masks: Sequence[Tensor], sessions: Sequence[object], turns: Sequence[Sequence[object]], units: str
+) -> list[list[float]]:
+    """Weights of `BY_IDS`, mask included, of a session per sample and a turn per token; "" is no turn."""
+    rows = [mask.double().tolist() for mask in masks]
+    if mode == "turn_mean":
+        tokens: dict[object, float] = {}
+        for row, of_row in zip(rows, turns, strict=True):
+            for entry, turn in zip(row, of_row, strict=True):
+                if turn != "":
+                    tokens[turn] = tokens.get(turn, 0.0) + entry
+        number = sum(units == "all" or count > 0 for count in tokens.values())
+        return [
+            [entry / tokens[turn] / number if entry else 0.0 for entry, turn in zip(row, of_row, strict=True)]
+            for row, of_row in zip(rows, turns, strict=True)
+        ]
+    counted = [session for session, row in zip(sessions, rows, strict=True) if units == "all" or sum(row) > 0]
+    return [
+        [entry / sum(row) / counted.count(session) / len(set(counted)) if entry else 0.0 for entry in row]
+        for session, row in zip(sessions, rows, strict=True)
+    ]
 
 
 def vl_norm(samples: Sequence[Sample], alpha: float = 0.75) -> Tensor:

@@ -9,6 +9,7 @@ from typing import Any
 import oracle
 import torch
 from step_samples import DIVISOR, dealt, step_samples
+from steps import session_of, turns_of, weights_of
 from table_step import Batch, relative_error, start, table_model
 from torch import Tensor
 
@@ -17,18 +18,19 @@ from megatron_rl_loss import Samples, ZigzagTHD
 STEP = step_samples(8)
 TABLE = [float(loss) for one in STEP for loss in one.losses] + [0.0]
 CP, DP = 2, 2
+OF_SAMPLES = {"ids": {"session": [session_of(one) for one in STEP], "turn": [turns_of(one) for one in STEP]}}
 #: (what a loss function returns, the micro-batch, their number) -> what Megatron's schedule is given
 Engine = Callable[[Any, Batch, int], Any]
 
 
 def batches_of(dp_rank: int) -> list[Batch]:
     """Three micro-batches; on the last DP rank two, then a filler in the place of the third where one is needed."""
-    batches = [Batch(STEP, chosen, CP) for chosen in dealt(STEP, dp_rank, DP, 3)]
+    batches = [Batch(STEP, chosen, CP, **OF_SAMPLES) for chosen in dealt(STEP, dp_rank, DP, 3)]
     if dp_rank == DP - 1:
         last = Batch(STEP, [], CP)
         last.numbers = [[len(TABLE) - 1] * 4]
         last.samples = Samples([], layout=ZigzagTHD([0, 4], filler_slots=1), rollout_ids=[], prompt_ids=[])
-        merged = Batch(STEP, [i for chosen in dealt(STEP, dp_rank, DP, 3)[1:] for i in chosen], CP)
+        merged = Batch(STEP, [i for chosen in dealt(STEP, dp_rank, DP, 3)[1:] for i in chosen], CP, **OF_SAMPLES)
         batches = [batches[0], merged, last]
     return batches
 
@@ -45,6 +47,8 @@ def start_ranks() -> tuple[int, int]:
 
 def gradient_of(mode: str) -> Tensor:
     """Of the step loss by each entry of the table, float64."""
+    if mode in oracle.BY_IDS:
+        return torch.tensor([w for row in weights_of(mode, STEP, "all") for w in row] + [0.0], dtype=torch.float64)
     divisor = DIVISOR if mode == "constant" else None
     return torch.cat([*oracle.step_gradient(mode, STEP, divisor), torch.zeros(1)])
 

@@ -85,12 +85,26 @@ def as_given(rng: random.Random, mask: Tensor) -> Any:
 def samples_of(chosen: Sequence[Sample], placed: Placement, **options: Any) -> Samples:
     rng = random.Random(len(chosen))
     masks = [as_given(rng, mask) for mask in padded_masks(chosen, placed)]
-    sessions = {"session": [session_of(one) for one in chosen]}
-    return Samples(masks, layout=placed.layout, ids=sessions, **(ids_of(chosen) if chosen else {}), **options)
+    turns = [[*turns_of(one), *[""] * (len(mask) - len(one.mask))] for one, mask in zip(chosen, masks, strict=True)]
+    ids = {"session": [session_of(one) for one in chosen], "turn": turns}
+    return Samples(masks, layout=placed.layout, ids=ids, **(ids_of(chosen) if chosen else {}), **options)
 
 
 def session_of(one: Sample) -> str:
     return f"session {len(str(one.prompt_id))} {len(one.mask) % 2}"
+
+
+def turns_of(one: Sample) -> list[str]:
+    """Of each token: three go on in other samples of the session, and come again; some masked ones are of no turn."""
+    return ["" if not m and t % 2 else f"{session_of(one)} {t // 3 % 2}" for t, m in enumerate(one.mask.tolist())]
+
+
+def weights_of(mode: str, samples: Sequence[Sample], units: str) -> list[list[float]]:
+    """Of every token of the step, by the oracle."""
+    if mode not in oracle.BY_IDS:
+        return oracle.step_weights(mode, samples, divisor_of(mode), units)
+    ids = [session_of(one) for one in samples], [turns_of(one) for one in samples]
+    return oracle.weights_by_ids(mode, [one.mask for one in samples], *ids, units)
 
 
 def placed(step: Step, dp_rank: int, place: Any, cp_size: int) -> list[tuple[list[Sample], Placement]]:

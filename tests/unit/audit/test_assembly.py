@@ -53,6 +53,17 @@ def test_copies_add_up_unless_a_gather_hands_back_slices(backward: Any, expected
     assert (set(step.weights.tolist()), set(step.tokens.cp_rank.tolist())) == ({expected}, {-1})
 
 
+def test_ids_per_token_are_columns_as_they_are_given() -> None:
+    turns = [[0, 0, -1], [0, 1, 1, -1, 2]]
+    masks = [[1, 1, 0], [1, 1, 1, 0, 1]]
+    layout = ZigzagTHD(CU, total_lengths=LENGTHS)
+    step = measured_step(
+        parts_of(layout, lambda *_: 1, masks=masks, ids={"ids": {"turn": turns}}), 1.0, Split(cp_size=2)
+    )
+    assert step.tokens.per_token == {"turn"}
+    assert step.tokens.ids["turn"].tolist() == [*turns[0], *turns[1]]
+
+
 def test_order_and_numbers_over_ranks_and_microbatches() -> None:
     layout = Contiguous(CU, total_lengths=LENGTHS)
     parts = [

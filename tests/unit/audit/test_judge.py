@@ -389,6 +389,22 @@ def test_modes_over_further_ids_are_compared() -> None:
     assert judge(named, asked("token_mean")).causes[0].row == "session means, over the sessions of the step"
 
 
+def test_modes_over_ids_per_token_are_compared() -> None:
+    """A turn is three tokens of a rollout, in one or two samples; each second masked token is in no turn."""
+    step = measured(ragged(3, split_rollouts=True), lambda t: t.m)
+    tokens = step.tokens
+    turn = 100 * tokens.column("rollout") + tokens.position // 3
+    turn[(tokens.mask == 0) & (tokens.position % 2 == 0)] = -1
+    tokens = replace(tokens, ids={**tokens.ids, "turn": turn}, per_token=frozenset({"turn"}))
+    assert (turn < 0).any()
+    sizes = {unit: tokens.mask[turn == unit].sum() for unit in set(turn.tolist()) - {-1}}
+    right = [m / sizes[unit] / len(sizes) if m else 0 for m, unit in zip(tokens.mask, turn.tolist(), strict=True)]
+    step = replace(step, tokens=tokens, weights=np.array(right))
+    assert judge(step, asked("turn_mean")).sound
+    assert not judge(step, asked("turn_mean", units="active")).sound
+    assert judge(step, asked("token_mean")).causes[0].row == "turn means, over the turns of the step"
+
+
 # ---- the report
 
 

@@ -306,7 +306,7 @@ def test_the_page_names_everything_there_is() -> None:
 
 
 @pytest.mark.parametrize("units", ["all", "active"])
-@pytest.mark.parametrize("mode", ["token_mean", "sample_mean", "prompt_mean", *DIVISORS])
+@pytest.mark.parametrize("mode", ["token_mean", "sample_mean", "prompt_mean", "session_mean", "turn_mean", *DIVISORS])
 def test_built_in_modes_are_invariant(mode: str, units: Any) -> None:
     assert check_loss(mode=mode, divisor=DIVISORS.get(mode), units=units, draws=4).sound
 

@@ -160,6 +160,7 @@ TABLE: dict[str, tuple[Loss, Formula]] = {
     "three together": (three_here, stated.of_three),
     "scans": (scans_here, stated.of_scans),
     "GSPO of rollouts": (lambda t: gspo_here(t, microbatch_of(t), per="rollout"), stated.gspo),
+    "GSPO of turns": (lambda t: gspo_here(t, microbatch_of(t), per="turn"), stated.gspo),
     "scans of rollouts": (scans_of_rollouts_here, stated.of_prefix_sum),
     "GSPO": (gspo_here, stated.gspo),
     "GSPO-token": (named("gspo_token"), stated.gspo_token),
@@ -204,7 +205,7 @@ TABLE: dict[str, tuple[Loss, Formula]] = {
 EVERYWHERE = [(place.__name__, cp_size) for place, cp_size in CASES]
 #: What each exchange does in every layout; what is made of them in three layouts of different CP sizes.
 WHERE = {
-    name: set(EVERYWHERE) if n < 4 or "planted" in name else {EVERYWHERE[(5 * n + 7 * k) % 24] for k in range(3)}
+    name: set(EVERYWHERE) if n < 5 or "planted" in name else {EVERYWHERE[(5 * n + 7 * k) % 24] for k in range(3)}
     for n, name in enumerate(TABLE)
 }
 
@@ -222,7 +223,8 @@ def outcomes() -> list[dict[tuple[str, str, int], cp_steps.Outcome]]:
 @pytest.mark.parametrize("name", TABLE)
 def test_value_and_gradient_in_every_layout(name: str, record_property: Callable[[str, Any], None]) -> None:
     """And the comparison sees planted bugs, where tokens are cut."""
-    right = cp_steps.expected(TABLE[name][1], per="rollout" if "rollouts" in name else "sample")
+    per = "turn" if "turns" in name else "rollout" if "rollouts" in name else "sample"
+    right = cp_steps.expected(TABLE[name][1], per=per)
     errors = {at: cp_steps.error_of([of_rank[(name, *at)] for of_rank in outcomes()], *right) for at in WHERE[name]}
     exact = oracle.EXACT if name == "GAE" else 1e-12  # advantages are float32
     if "planted" not in name:

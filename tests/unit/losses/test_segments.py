@@ -54,6 +54,16 @@ def count_on_rank() -> None:
                         found.square().sum().backward()
                     assert sent == expected[: 2 if trained else 1] * cut, (layout, length, trained, data, function)
                     sent.clear()
+            turns = [[i // 2] * (length - 1) + [100] for i in range(NUM_SAMPLES)]  # two of each sample
+            local = Samples([torch.ones(length)] * NUM_SAMPLES, layout=layout, ids={"turn": turns}).local(
+                rank % cp_size, cp_size
+            )
+            group = dist.group.WORLD if cp_size > 1 else None
+            found = segment_sum(torch.ones(len(local), requires_grad=True), local, group, per="turn")
+            found.sum().backward()
+            assert found.tolist() == [2 * (length - 1), NUM_SAMPLES] * NUM_SAMPLES
+            assert sent == [8 * 2 * NUM_SAMPLES] * 2 * cut
+            sent.clear()
 
 
 def test_one_collective_whose_bytes_do_not_depend_on_lengths() -> None:
@@ -63,7 +73,12 @@ def test_one_collective_whose_bytes_do_not_depend_on_lengths() -> None:
 # --- on one rank
 
 MASKS = [torch.tensor([1, 1, 0]), torch.tensor([0, 0]), torch.tensor([1])]
-IDS: dict[str, Any] = {"rollout_ids": [2, 1, 2], "prompt_ids": ["q", "p", "q"], "ids": {"session": [7, 8, 8]}}
+TURNS = [["u", "v", ""], ["", "w"], ["v"]]
+IDS: dict[str, Any] = {
+    "rollout_ids": [2, 1, 2],
+    "prompt_ids": ["q", "p", "q"],
+    "ids": {"session": [7, 8, 8], "turn": TURNS},
+}
 
 
 def local_of(masks: list[Any], **ids: Any) -> Any:
@@ -81,6 +96,15 @@ BY_HAND: list[tuple[Any, dict[str, Any], list[float], list[float]]] = [
     (segment_sum, {"per": "rollout"}, [5, 0, 5], [4, 4, 0, 0, 0, 4]),
     (segment_mean, {"per": "prompt"}, [5 / 3, 0, 5 / 3], [4 / 3, 4 / 3, 0, 0, 0, 4 / 3]),
     (segment_sum, {"per": "session"}, [3, 2, 2], [1, 1, 0, 0, 0, 5]),
+    # of the parts of turns: u and v of the first sample, w of the second, v of the third
+    (segment_sum, {"per": "turn"}, [1, 4, 0, 4], [1, 6, 0, 0, 0, 6]),
+    (segment_mean, {"per": "turn"}, [1, 2, 0, 2], [1, 3, 0, 0, 0, 3]),
+    (
+        lambda x, at: to_tokens(segment_mean(x, at, per="turn"), at, per="turn"),
+        {},
+        [1, 2, 0, 0, 0, 2],
+        [1, 4, 0, 0, 0, 4],
+    ),
     (segment_scan, {"per": "rollout"}, [1, 3, 0, 0, 0, 5], [9, 8, 0, 0, 0, 6]),
     (segment_scan, SCANNED, [3, 2, 0, 0, 0, 0], [0, 1, 0, 0, 0, 2.5]),
     (segment_scan, SCANNED | {"steps": "all"}, [2.5, 1, 0, 0, 0, 0], [0, 1, 0, 0, 0, 1.25]),
@@ -148,7 +172,7 @@ def test_what_is_not_finite_stays_in_its_sequence() -> None:
 # --- refusals, each beside its nearest legal neighbour
 
 
-WHOLE, MASKED = torch.ones(6), local_of(MASKS, ids={"session": [1, 1, 2]})
+WHOLE, MASKED = torch.ones(6), local_of(MASKS, ids={"session": [1, 1, 2], "turn": TURNS})
 PPO = ppo_clip_loss(-WHOLE, -WHOLE, WHOLE, WHOLE)
 AT_CP_2 = Samples(MASKS, layout=Gathered([0, 3, 5, 6])).local(0, 2)  # where all tokens are on every rank
 CUT = Samples(MASKS, layout=ZigzagTHD([0, 4, 8, 12], total_lengths=[3, 2, 1])).local(0, 2)
@@ -172,7 +196,7 @@ REFUSALS = {
         sums,
         ((torch.ones(5),), r"of shape \(5,\): this rank's part of the layout is \(6,\)", (torch.ones(1, 6),)),
         (([WHOLE, torch.ones(4)],), r"a value of segment_sum of shape \(4,\)", ([WHOLE, WHOLE],)),
-        ({"per": "prompt"}, "per='prompt' of samples with ids of: session: .+ prompt_ids", {"per": "session"}),
+        ({"per": "prompt"}, "per='prompt' of samples with ids of: session, turn: .+ prompt_ids", {"per": "session"}),
         (FOUR_RANKS, "a cp_group of 4 ranks: the micro-batch is cut for 2", TWO_RANKS),
         ({"local": CUT}, "no cp_group: a sample's tokens lie on 2 ranks", {"local": AT_CP_2}),
     ),
@@ -187,6 +211,7 @@ REFUSALS = {
     ),
     **refusals(
         partial(segment_scan, WHOLE, MASKED),
+        ({"per": "turn"}, "a scan per 'turn', ids per token", {"per": "session"}),
         ({"steps": "none"}, "no such choice of steps. .*Choose one of active, all", {"steps": "all"}),
         ({"gamma": 1.1}, r"gamma is 1.1: it must be a number in \[0, 1\]", {"gamma": 0}),
     ),

@@ -21,9 +21,9 @@ from steps import (
     ids_of,
     placed,
     samples_of,
-    session_of,
     token_weights,
     totals_of,
+    weights_of,
 )
 
 from megatron_rl_loss import (
@@ -56,10 +56,6 @@ def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- against the oracle
 
 
-def session_mean(step: ModeInputs) -> Any:
-    return 1 / (step.tokens("sample") * step.samples("session") * step.units("session"))
-
-
 def numbered(step: ModeInputs) -> Any:
     """Another weight for every token of the micro-batch."""
     return [100.0 * i + np.arange(len(mask)) + 1 for i, mask in enumerate(step.batch.loss_masks)]
@@ -69,21 +65,14 @@ ROOTS = Sum(of=lambda samples: samples.mask_sums**0.5, by="prompt")
 by_roots = Mode(name="by_roots", function=lambda step: 1 / step.sum("roots").clip(1e-30), sums={"roots": ROOTS})
 
 
-def of_own_modes(samples: list[Sample], units: str) -> dict[Any, list[list[float]]]:
-    """Weights of the modes above; those of `numbered` count positions in a micro-batch."""
-    tokens = [float(one.mask.double().sum()) for one in samples]
-    sessions = [session_of(one) for one in samples]
-    active = {session for session, number in zip(sessions, tokens, strict=True) if number or units == "all"}
-    roots: dict[Any, float] = {}
+def of_own_modes(samples: list[Sample]) -> dict[Any, list[list[float]]]:
+    """Weights of `by_roots`; those of `numbered` count positions in a micro-batch."""
+    tokens, roots = [float(one.mask.double().sum()) for one in samples], dict[Any, float]()
     for one, number in zip(samples, tokens, strict=True):
         roots[one.prompt_id] = roots.get(one.prompt_id, 0.0) + number**0.5
-    of_session = [1 / (t * sessions.count(s) * len(active)) if t else 0 for s, t in zip(sessions, tokens, strict=True)]
-    of_roots = [1 / roots[one.prompt_id] if t else 0 for one, t in zip(samples, tokens, strict=True)]
+    besides = [1 / roots[one.prompt_id] if t else 0 for one, t in zip(samples, tokens, strict=True)]
     masks = [one.mask.double().tolist() for one in samples]
-    return {
-        mode: [[entry * beside for entry in mask] for mask, beside in zip(masks, besides, strict=True)]
-        for mode, besides in ((session_mean, of_session), (by_roots, of_roots))
-    }
+    return {by_roots: [[entry * beside for entry in mask] for mask, beside in zip(masks, besides, strict=True)]}
 
 
 def worst_error(step: Step, place: Any, cp_size: int, units: Any) -> tuple[float, int]:
@@ -91,10 +80,8 @@ def worst_error(step: Step, place: Any, cp_size: int, units: Any) -> tuple[float
     hands = [hand for dp_rank in range(len(step.hands)) for hand in placed(step, dp_rank, place, cp_size)]
     described = [samples_of(chosen, at) for chosen, at in hands]
     totals = count_step(described, StepGroups(), sums=[ROOTS])
-    modes: dict[Any, Any] = {
-        mode: oracle.step_weights(mode, step.samples, divisor_of(mode), units) for mode in oracle.MODES
-    }
-    modes |= of_own_modes(step.samples, units)
+    modes: dict[Any, Any] = {mode: weights_of(mode, step.samples, units) for mode in (*oracle.MODES, *oracle.BY_IDS)}
+    modes |= of_own_modes(step.samples)
     number = {id(one): i for i, one in enumerate(step.samples)}
     errors, vectors = [0.0], 0
     for (chosen, at), samples in zip(hands, described, strict=True):
@@ -150,6 +137,14 @@ FAULTS: dict[str, tuple[Any, str, Any]] = {
         layouts.Slots, "pieces", lambda self, r, c, pieces=layouts.Slots.pieces: pieces(self, (r + 1) % c, c)
     ),
     "samples for rollouts": (ModeInputs, "_is_sample", lambda self, key: key in ("sample", "rollout")),
+    "turns of a sample alone": (
+        ModeInputs, "_at_samples",
+        lambda self, key, *more, whole=ModeInputs._at_samples: whole(self, "sample" if key == "turn" else key, *more)
+    ),
+    "all samples of a session for active ones": (
+        Units, "__getattribute__",
+        lambda self, name: object.__getattribute__(self, "samples" if name == "active_samples" else name)
+    ),
     "active units for all": (
         Units, "counted", lambda self, counting: self.active if counting == "all" else self.all
     ),
@@ -160,11 +155,12 @@ FAULTS: dict[str, tuple[Any, str, Any]] = {
 def test_planted_faults_are_seen(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     owner, name, wrong = FAULTS[fault]
     monkeypatch.setattr(owner, name, wrong)
+    units = "active" if "for active" in fault else "all"
 
     def is_seen(seed: int) -> bool:
         place, cp_size = LAID_OUT[seed % len(LAID_OUT)]
         try:
-            return worst_error(drawn_step(seed, 2, 2), place, cp_size, "all")[0] > oracle.EXACT
+            return worst_error(drawn_step(seed, 2, 2), place, cp_size, units)[0] > oracle.EXACT
         except (AssertionError, ValueError):
             return True
 

@@ -223,6 +223,49 @@ def test_reports_are_filled_in_at_the_end_and_each_micro_batch_counts_once() -> 
         assert {name: float(one) for name, one in report.items()} == {name: float(one) for name, one in found.items()}
 
 
+SESSIONS = ["a", "b", "b", "b"]
+OF_SESSIONS = [[1.0, 3], [1.0] * 6, [9.0], [5.0]]  # token means of 2, 1, 9 and 5
+TURNS = [["a1", "a2"], ["b1"] * 4 + ["b2"] * 2, ["b2"], ["b3"]]
+
+
+def test_metrics_over_any_ids_and_modes() -> None:
+    """Over sessions of 2 and of 8 tokens: tokens pooled, rows averaged, rows alone; over turns, which cross rows."""
+    held = [[0, 3], [], [2, 1]]
+    samples = [
+        Samples([[1.0] * len(OF_SESSIONS[i]) for i in hand], ids={
+            "session": [SESSIONS[i] for i in hand], "turn": [TURNS[i] for i in hand]
+        })
+        for hand in held
+    ]  # fmt: skip
+    plan = plan_step(samples, "session_mean", dp_group=None)
+    over = ("session", "session_mean", "sample", "samples", "turn", "turn_mean", "tokens")
+    for microbatch, hand in zip(plan, held, strict=True):
+        x = torch.tensor([value for i in hand for value in OF_SESSIONS[i]])
+        microbatch.loss(x.requires_grad_(), {name: Metric(x, name) for name in over})
+    found = {name: float(value) for name, value in plan.finish().items()}
+    turns = (1 + 3 + 1 + (1 + 1 + 9) / 3 + 5) / 5
+    assert found == pytest.approx({
+        "pg_loss": (2 + (1 + 9 + 5) / 3) / 2, "session": (2 + 20 / 8) / 2, "session_mean": 3.5, "sample": 17 / 4,
+        "samples": 17 / 4, "turn": turns, "turn_mean": turns, "tokens": 24 / 10,
+    })  # fmt: skip
+    assert {"sessions": 2, "turns": 5, "active_turns": 5}.items() <= plan.summary.items()
+    assert "4 rollouts, 2 sessions (2.0 each), 5 turns (1.2 per rollout), 10 of 10 tokens" in plan.describe()
+    with pytest.raises(ValueError, match="'mean over rollouts' and samples without rollouts_ids"):
+        plan.restart() or plan[0].loss(torch.ones(3, requires_grad=True), {"x": Metric(torch.ones(3), "rollouts")})
+
+
+def test_ids_that_look_counted_anew_are_warned_of() -> None:
+    """Turns that are numbered from 0 on in each sample; a session whose id is that of all."""
+    for mode, ids, key in (
+        ("turn_mean", {"turn": [[0, 0, 1], [0, 1]], "session": [1, 1]}, "turn"),
+        ("session_mean", {"turn": [[0, 0, 1], [0, 1]], "session": [1, 1]}, "session"),
+    ):
+        with pytest.warns(UserWarning, match=f"one {key} has a part of all 2 samples .*counted anew") as caught:
+            plan_step([Samples([[1, 1, 1], [1, 1]], ids=ids)], mode, dp_group=None)
+        assert len(caught) == 1
+    plan_step([Samples([[1, 1, 1], [1, 1]], ids={"turn": [[0, 0, 1], [2, 3]]})], "turn_mean", dp_group=None)
+
+
 def test_a_report_of_shares() -> None:
     plan, values = planned(), []
     for microbatch, chosen in zip(plan, DEALT, strict=True):
@@ -304,7 +347,7 @@ def test_terms_and_metrics_count_the_units_and_masks_that_they_say() -> None:
 # --- fillers, cuts, tokens
 
 
-@pytest.mark.filterwarnings("ignore:all rollouts of the step are one prompt")
+@pytest.mark.filterwarnings("ignore:one prompt has a part of all")
 @pytest.mark.parametrize("filler", [Samples([]), Samples([], layout=ZigzagTHD([0, 4], filler_slots=1), prompt_ids=[])])
 def test_empty_micro_batches_and_steps(filler: Samples) -> None:
     masks = {"own": [STEP[i].mask for i in (0, 1)]}

@@ -111,8 +111,12 @@ test_refusals = refusal_tests(
         ),
         **refusals(
             lambda **options: Metric(X, **options),
-            ({"over": "rollouts"}, "Choose one of samples, tokens, prompts, none", {"over": "none"}),
             ({"kind": "std"}, "Choose one of mean, min, max, variance, ess", {"kind": "ess"}),
+        ),
+        **refusals(
+            lambda over: Metric(X, over),
+            ((None,), "a metric over None: it must be a name, of a mode or of ids", ("none",)),
+            error=TypeError,
         ),
         **refusals(
             lambda key: plan([TWO])[0] if key is None else plan([TWO])[0][key],

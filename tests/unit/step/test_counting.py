@@ -17,7 +17,7 @@ import torch.distributed as dist
 from placements import PLACES, gathered, thd
 from ranks import run_ranks, start_process_group
 from refusals import outcome_of, refusal_tests, refusals
-from steps import divisor_of, drawn_step, error_of, samples_of, token_weights
+from steps import divisor_of, drawn_step, error_of, samples_of, token_weights, weights_of
 
 from megatron_rl_loss import BadBatchError, Contiguous, Samples, StepTotals, Sum, Units, ZigzagTHD
 from megatron_rl_loss.modes.loss_modes import LossModes
@@ -83,8 +83,8 @@ def weights_on(rank: int, made: Made) -> tuple[float, int, list[bytes]]:
             holds.append((hand, size, at, described[-1]))
         totals = count_step(described, groups, settings=kind)
         bits.append(repr((totals.step_tokens, totals.step_entries, totals.units["rollout"].all)).encode())
-        for mode in oracle.MODES:
-            right = oracle.step_weights(mode, step.samples, divisor_of(mode), units)
+        for mode in (*oracle.MODES, *oracle.BY_IDS):
+            right = weights_of(mode, step.samples, units)
             for hand, size, at, samples in holds:
                 asked: dict[str, Any] = {"divisor": divisor_of(mode), "units": units}
                 found = token_weights(mode, samples, totals, cp_rank=rank % size, cp_size=size, **asked)
@@ -165,6 +165,10 @@ CASES: dict[str, Case] = {
     "ids on some micro-batches": Case("dp4", lambda r: samples(**by_key(r, 1, 2)) + samples() * (r == 3),
                                       ("rank 3: ValueError: micro-batches with ids of",)),
     "no ids on a rank without samples": Case("dp4", lambda r: samples(**by_key(r, 1, 2)) if r else [Samples([])]),
+    "turns on some": Case("dp4", lambda r: samples(ids={"turn": [[r] * 8, [9] * 8]} if r else
+                                                   {"turn": [r, 9]}), (IDS,)),
+    "no turn on one rank": Case("dp4", lambda r: samples([[1] * 8, [0] * 8] if r else [[0] * 8] * 2, ids={
+                                "turn": [[f"t{r}" * (r > 0)] * 8, [""] * 8]})),
     "two prompts on one rank": Case("dp4", lambda r: samples(rollout_ids=[r, r], prompt_ids=["a", "ba"[r > 0]]),
                                     (TWO_PROMPTS, "rank 0")),
     "two prompts on two ranks": Case("dp4", lambda r: samples(rollout_ids=[r, 9], prompt_ids=[f"p{r}", f"q{r // 3}"]),
