@@ -13,6 +13,7 @@ from megatron_rl_loss.losses.advantages import gae as gae
 from megatron_rl_loss.losses.advantages import group_relative_advantages as group_relative_advantages
 from megatron_rl_loss.losses.advantages import rloo_advantages as rloo_advantages
 from megatron_rl_loss.losses.by_name import policy_loss as policy_loss
+from megatron_rl_loss.losses.divergence import divergence_at_ids as divergence_at_ids
 from megatron_rl_loss.losses.off_policy import importance_weights as importance_weights
 from megatron_rl_loss.losses.off_policy import keep_sequences as keep_sequences
 from megatron_rl_loss.losses.off_policy import surviving_masks as surviving_masks

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from megatron_rl_loss import (
     Gathered,
     Samples,
+    divergence_at_ids,
     gae,
     group_relative_advantages,
     importance_weights,
@@ -75,6 +76,9 @@ LOSSES: dict[str, LossOf] = {name: functools.partial(of_policy, name) for name i
 LOSSES["kl"] = lambda given, local: kl_estimate(given["log_probs"], given["old_log_probs"], local)
 LOSSES["value"] = lambda given, local: value_loss(
     given["log_probs"], given["old_log_probs"], local, old_values=given["advantages"], clip=0.2
+)
+LOSSES["divergence"] = lambda given, local: divergence_at_ids(
+    given["log_probs"][..., None], given["old_log_probs"][..., None], local, kind="jsd"
 )
 OF_SEQUENCES = {name for name, loss in POLICY_LOSSES.items() if loss.of_sequence}
 PLACES = [*((name, LOCAL) for name in LOSSES), *((name, MASK) for name in LOSSES if name not in OF_SEQUENCES)]
@@ -175,7 +179,7 @@ def test_ratios_that_overflow(name: str, dtype: torch.dtype) -> None:
         if name not in ("kl", "value"):
             assert loss.isfinite().all()
             assert leaf.grad.isfinite().all()
-            assert name in ("cispo", "sapo") or not leaf.grad.any()
+            assert name in ("cispo", "sapo", "divergence") or not leaf.grad.any()
 
 
 NODES = {"gspo": LOSSES["gspo"], "gmpo": LOSSES["gmpo"]}
