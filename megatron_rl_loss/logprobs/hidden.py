@@ -29,7 +29,7 @@ from megatron_rl_loss.step.collectives import size_of
 #: Tokens of a chunk: enough that products with the weight run at full speed.
 CHUNK_TOKENS = 1024
 
-#: (log_probs, entropy or None, **inputs), each [tokens] of a chunk -> the tokens' losses, and metrics by name.
+#: (log_probs, entropy or None, **inputs) of a chunk's tokens -> their losses [tokens], and metrics by name.
 PerTokenLoss = Callable[..., tuple[Tensor, Mapping[str, Tensor]]]
 
 
@@ -53,7 +53,7 @@ def log_probs_from_hidden(
     Args:
         hidden: [..., hidden], float; with sequence parallelism its first dimension is this rank's part of the tokens.
         weight: [vocabulary / TP, hidden], in the dtype of `hidden`; inside ``torch.autocast`` both are cast as there.
-        labels: integers [...], of all tokens, in the order of the gathered hidden states.
+        labels: integers [...] or [..., K], of all tokens, in the order of the gathered hidden states.
         bias: [vocabulary / TP].
         temperature, keep, vocab_size, entropy: as in `log_probs_from_logits`.
         token_mask: as there; the output layer does not run on tokens with 0 either.
@@ -97,24 +97,27 @@ def loss_from_hidden(
         weights: one float per token, such as `microbatch.weights`. The sum ignores tokens of weight 0, and has their
             dtype, float32 at least.
         per_token_loss: ``(log_probs, entropy, **inputs) -> (losses, metrics)``, all [tokens of a chunk], differentiated
-            towards log_probs and entropy alone; entropy is None unless asked for.
-        inputs: further arguments of it, one value per token, in the shape of the labels.
+            towards log_probs and entropy alone; entropy is None unless asked for. For labels [..., K] log_probs are
+            [tokens, K].
+        inputs: further arguments of it, [...] or with further dimensions, such as a teacher's log-probs [..., K].
         token_mask: default: where `weights` are not 0, for which the host waits if they are on a device. Pass the loss
             mask to have metrics at other tokens too.
         others: as in `log_probs_from_hidden`.
 
     Returns:
-        The share, 0-dim, differentiable; and values, detached, in the labels' shape, 0 where masked: ``log_probs``,
-        ``entropy`` if asked for, ``losses``, and the metrics.
+        The share, 0-dim, differentiable; and values, detached, 0 where masked: ``log_probs`` in the labels' shape,
+        and one per token ``entropy`` if asked for, ``losses``, and the metrics.
 
     Raises ValueError and TypeError as `log_probs_from_hidden`, for weights, inputs, losses or metrics of another shape,
     and for a metric with a name that `values` has already.
     """
     check_callable("per_token_loss", per_token_loss, "it must give losses and metrics of a chunk", "Pass a function")
-    inputs = {name: one.reshape(-1) for name, one in (inputs or {}).items()}
-    _check_per_token({"weights": weights.reshape(-1), **inputs}, labels.numel())
+    shape = labels.shape[: hidden.dim() - 1]
+    _check_per_token({"weights": weights.reshape(-1)}, shape.numel())
+    inputs = {name: one.reshape(-1, *one.shape[len(shape) :]) for name, one in (inputs or {}).items()}
+    _check_per_token(inputs, shape.numel(), several=True)
     leaves = [in_autocast(one) for one in (hidden, weight, bias)]
-    token_mask = (weights != 0).view(labels.shape) if token_mask is None else token_mask
+    token_mask = (weights != 0).view(shape) if token_mask is None else token_mask
     settings = Settings(temperature, keep, vocab_size, entropy, token_mask)
     read = _read(leaves, labels, settings, tensor_parallel, chunk_tokens)
     wanted = [torch.is_grad_enabled() and one is not None and one.requires_grad for one in leaves]
@@ -141,8 +144,9 @@ def loss_from_hidden(
             totals.append(total.detach())
             values.append({name: one.detach() for name, one in {**own, **metrics}.items()})
             if total.requires_grad:
-                slopes = torch.autograd.grad(total, list(outputs.values()), allow_unused=True)
-                g, h, *_ = *(None if one is None else one.masked_fill(of_loss == 0, 0) * gain for one in slopes), None
+                found = torch.autograd.grad(total, list(outputs.values()), allow_unused=True)
+                slopes = (one if one is None else one.t().masked_fill(of_loss == 0, 0).t() * gain for one in found)
+                g, h, *_ = *slopes, None
                 read.differentiate(logits, part, norm, g, h, into=logits)
                 chunks.add(logits, places)
             del logits  # before the next chunk's are made
@@ -153,12 +157,13 @@ def loss_from_hidden(
     return share, {name: read.spread(one) for name, one in joined.items()}
 
 
-def _check_per_token(values: Mapping[str, Tensor], tokens: int) -> None:
+def _check_per_token(values: Mapping[str, Tensor], tokens: int, several: bool = False) -> None:
+    """Refuse what is not [tokens], or, with `several`, [tokens, ...]."""
     for name, one in values.items():
-        if one.shape != (tokens,):
+        if one.shape[:1] != (tokens,) or (one.dim() > 1 and not several):
             raise ValueError(
                 f"{name}: {one.numel()} values for {tokens} tokens: there must be one per token. Pass them unreduced, "
-                "in the shape of the labels."
+                "in the order of the labels."
             )
 
 

@@ -161,7 +161,7 @@ class _MakeLogProbs(torch.autograd.Function):
     def forward(ctx: Any, read: Reading, chunk_tokens: int, chunks_of: partial[Chunks], *leaves: Any) -> Gradients:
         chunks = chunks_of(leaves)
         parts = [read.statistics(chunks.logits(places), part) for part, places in read.chunks(chunk_tokens)]
-        log_probs, norm = read.combine(torch.cat(parts, 1))
+        log_probs, norm = read.combine(torch.cat(parts))
         ctx.save_for_backward(norm, *leaves)
         ctx.read, ctx.chunk_tokens, ctx.chunks_of = read, chunk_tokens, chunks_of
         ctx.set_materialize_grads(False)

@@ -47,7 +47,7 @@ class Folded:
 
     Attributes:
         microbatch: aggregates the losses as its step asks.
-        per_token_loss, inputs: as in `loss_from_hidden`; inputs are [b, s].
+        per_token_loss, inputs: as in `loss_from_hidden`; inputs are [b, s] or [b, s, ...].
         mask, keep: as in `Tokens`; by default the loss mask.
     """
 
@@ -64,8 +64,9 @@ class OutputHead:
     """An ``output_processor`` of a Megatron model that never holds the logits of more than a chunk of tokens.
 
     With labels [b, s] the model gives (log_probs, entropy), float32 [b, s], of the labels this context-parallel rank
-    holds; without ``entropy=True`` the entropy is None. With ``output_processor_context=Folded(...)`` the model gives
-    (share, values) of `loss_from_hidden`, but for the losses. Nothing is read back from a device.
+    holds; with labels [b, s, K] the log-probs are [b, s, K]. Without ``entropy=True`` the entropy is None. With
+    ``output_processor_context=Folded(...)`` the model gives (share, values) of `loss_from_hidden`, but for the losses.
+    Nothing is read back from a device.
 
     Attributes:
         chunk_tokens, temperature, entropy, vocab_size: as in `log_probs_from_hidden`.
@@ -120,19 +121,27 @@ class OutputHead:
             "keep": keep.transpose(0, 1) if isinstance(keep, Tensor) and keep.dim() == 3 else keep,
             "vocab_size": self.vocab_size,
             "entropy": self.entropy,
-            "token_mask": None if mask is None else mask.reshape(labels.shape).T,
+            "token_mask": None if mask is None else mask.reshape(labels.shape[:2]).T,
             "chunk_tokens": self.chunk_tokens,
             "main_gradient": FusedMainGradient(weight) if fused else None,
         }
         if not isinstance(context, Folded):
-            log_probs, entropy = log_probs_from_hidden(hidden_states, weight, labels.t(), **common)
-            return log_probs.t(), None if entropy is None else entropy.t()
+            log_probs, entropy = log_probs_from_hidden(hidden_states, weight, labels.transpose(0, 1), **common)
+            return log_probs.transpose(0, 1), None if entropy is None else entropy.t()
         weights = context.microbatch.pg_loss.weights_on(hidden_states.device)
-        inputs = {name: one.reshape(labels.shape).t() for name, one in context.inputs.items()}
+        inputs = {
+            name: one.reshape(*labels.shape[:2], *one.shape[2:]).transpose(0, 1) for name, one in context.inputs.items()
+        }
         share, values = loss_from_hidden(
-            hidden_states, weight, labels.t(), weights.view(labels.shape).t(), context.per_token_loss, inputs, **common
+            hidden_states,
+            weight,
+            labels.transpose(0, 1),
+            weights.view(labels.shape[:2]).t(),
+            context.per_token_loss,
+            inputs,
+            **common,
         )
-        values = {name: one.t() for name, one in values.items()}
+        values = {name: one.transpose(0, 1) for name, one in values.items()}
         return context.microbatch.folded(share, values.pop("losses")), values
 
 

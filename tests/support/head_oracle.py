@@ -18,6 +18,7 @@ class Batch:
     weight: Tensor  # [vocabulary, hidden]
     bias: Tensor  # [vocabulary]
     labels: Tensor  # [tokens]
+    ids: Tensor  # [tokens, 5]; some rows name an id twice
     mask: Tensor  # bool [tokens]: ragged, with stretches that no chunk of a few tokens has one in
     keep: Tensor  # bool [tokens, vocabulary]; some rows empty, some without the label
     weights: Tensor  # [tokens], of a loss; 0 where the mask is, and at some more
@@ -42,6 +43,7 @@ def batch_of(tokens: int, vocabulary: int, hidden: int, dtype: torch.dtype = tor
         weight=(draw(vocabulary, hidden) / math.sqrt(hidden)).to(dtype).double(),
         bias=draw(vocabulary).to(dtype).double(),
         labels=torch.randint(vocabulary, (tokens,), generator=generator),
+        ids=torch.randint(vocabulary, (tokens, 5), generator=torch.Generator().manual_seed(1)),
         mask=mask,
         keep=keep,
         weights=weights.float().double(),
@@ -52,17 +54,17 @@ def batch_of(tokens: int, vocabulary: int, hidden: int, dtype: torch.dtype = tor
 def log_probs_and_entropy(
     logits: Tensor, labels: Tensor, temperature: float = 1.0, keep: Tensor | None = None, vocab_size: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Of logits [tokens, vocabulary], float64; one token after the other, over the ids that count."""
+    """Of logits [tokens, vocabulary] and labels [tokens] or [tokens, K], float64; over the ids that count."""
     log_probs, entropies = [], []
-    for t, label in enumerate(labels.tolist()):
+    for t, of_token in enumerate(labels.view(len(labels), -1).tolist()):
         ids = list(range(vocab_size or logits.shape[1]))
         if keep is not None:
-            ids = [j for j in ids if keep[t, j] or j == label]
+            ids = [j for j in ids if keep[t, j] or j in of_token]
         row = logits[t, ids] / temperature
         log_q = row - row.max().detach() - (row - row.max().detach()).exp().sum().log()
-        log_probs.append(log_q[ids.index(label)])
+        log_probs.append(log_q[[ids.index(label) for label in of_token]])
         entropies.append(-(log_q.exp() * log_q).sum())
-    return torch.stack(log_probs), torch.stack(entropies)
+    return torch.stack(log_probs).view(labels.shape), torch.stack(entropies)
 
 
 def relative(actual: Tensor, expected: Tensor) -> float:
@@ -92,6 +94,10 @@ CASES: dict[str, dict[str, Any]] = {
     "padded vocabulary": {"vocab_size": 17, "bias": True},
     "padded to several ranks": {"vocab_size": 5},
     "no token counts": {"mask": False},
+    "five ids": {"ids": 5, "bias": True, "temperature": 0.6},
+    "five ids, kept ids": {"ids": 5, "keep": True},
+    "five ids, padded vocabulary": {"ids": 5, "vocab_size": 17, "mask": True},
+    "one id of a list": {"ids": 1},
 }
 
 
@@ -100,11 +106,14 @@ def given(name: str, dtype: torch.dtype = torch.float32) -> tuple[Batch, Tensor,
     batch, case = batch_of(TOKENS, VOCABULARY, HIDDEN, dtype), CASES[name]
     mask = torch.full_like(batch.mask, case["mask"]) if "mask" in case else batch.mask
     options = {key: case[key] for key in ("temperature", "vocab_size") if key in case}
-    return batch, batch.labels % case.get("vocab_size", VOCABULARY), mask, options
+    labels = batch.ids[:, : case["ids"]] if "ids" in case else batch.labels
+    return batch, labels % case.get("vocab_size", VOCABULARY), mask, options
 
 
 def losses_of(log_probs: Tensor, entropy: Tensor | None, near: Tensor, *, wanted: Wanted) -> tuple[Tensor, Found]:
     """A loss whose slope depends on its values, and a metric."""
+    if log_probs.dim() == 2:
+        log_probs = log_probs @ torch.linspace(1, -0.5, log_probs.shape[1]).to(log_probs)
     mixed = wanted[0] * log_probs + (0 if entropy is None else wanted[1] * entropy)
     return (mixed - near).square(), {"mixed": mixed}
 
@@ -116,7 +125,8 @@ def expected_of(name: str, dtype: torch.dtype, wanted: Wanted = BOTH) -> Found:
     leaves = {key: getattr(batch, key).clone().requires_grad_() for key in ("hidden", "weight", "bias")}
     logits = leaves["hidden"] @ leaves["weight"].T + leaves["bias"] * case.get("bias", False)
     keep = batch.keep if case.get("keep") else None
-    log_probs, entropy = (one * mask for one in log_probs_and_entropy(logits, labels, keep=keep, **options))
+    found = log_probs_and_entropy(logits, labels, keep=keep, **options)
+    log_probs, entropy = (one.masked_fill(~mask.view(-1, *[1] * (one.dim() - 1)), 0) for one in found)
     share = (losses_of(log_probs, entropy, batch.near, wanted=wanted)[0] * batch.weights * mask).sum()
     share.backward()
     found = {"log_probs": log_probs, "entropy": entropy, "share": share}

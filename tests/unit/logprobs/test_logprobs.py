@@ -62,7 +62,8 @@ def values_of(
     group, device = parallel.get("group"), hidden.device
     first = 0 if group is None else group.rank() * len(weight)
     exact = torch.promote_types(hidden.dtype, torch.float32)
-    labels, weights = labels.masked_fill(~mask, -100).to(device), (batch.weights * mask).to(exact)
+    labels = labels.index_fill(0, (~mask).nonzero()[:, 0], -100).to(device)
+    weights = (batch.weights * mask).to(exact)
     keep = batch.keep[:, first : first + len(weight)] if CASES[name].get("keep") else None
     options |= {"keep": keep, "entropy": wanted[1] != 0, "token_mask": mask, **more}
     loss = functools.partial(head_oracle.losses_of, wanted=wanted)
@@ -156,7 +157,7 @@ def test_vocabulary_and_tokens_over_several_ranks() -> None:
         for part in parts:
             check(part | whole, expected_of(name, torch.float32, WANTED[wanted]), torch.float32)
         if way == "logits":  # one maximum and one sum, whatever the chunks
-            tokens, numbers = int(given(name)[2].sum()), 3 if WANTED[wanted][1] else 2
+            tokens, numbers = int(given(name)[2].sum()), CASES[name].get("ids", 1) + (2 if WANTED[wanted][1] else 1)
             assert all(rank[at][1] == [4 * tokens, 4 * numbers * tokens][: 2 * bool(tokens)] for rank in by_rank)
 
 
@@ -447,6 +448,9 @@ REFUSALS = {
         ({"vocab_size": 7}, "a label 7 in a vocabulary of 7", {"vocab_size": 8}),
         *(({"vocab_size": size}, f"vocab_size {size} for logits of 8 columns", {}) for size in (9, 0, 7.5, True)),
         ({"labels": LABELS[:2]}, r"labels of shape \(2,\): for these tokens", {}),
+        ({"labels": LABELS[:, None][:, :0]}, r"labels of shape \(3, 0\).*K >= 1", {"labels": LABELS[:, None]}),
+        ({"labels": LABELS[:, None, None]}, r"labels of shape \(3, 1, 1\).*\(3, K\)", {"labels": LABELS[:, None]}),
+        ({"labels": torch.tensor([[0, 8]] * 3)}, "a label 8 in a vocabulary of 8", {}),
         ({"token_mask": torch.ones(3, 1)}, r"a token mask of shape \(3, 1\)", {"token_mask": np.ones(3)}),
         ({"keep": KEEP.float()}, "a keep-mask of torch.float32", {"keep": KEEP}),
         ({"keep": KEEP[:, :4]}, r"shape \(3, 4\): it must be bool, \(3, 8\)", {"keep": KEEP[0]}),
