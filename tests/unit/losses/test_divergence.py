@@ -6,6 +6,7 @@ from typing import Any, get_args
 
 import pytest
 import torch
+from divergence_oracle import divergence
 from torch import Tensor
 
 from megatron_rl_loss import Samples, Term, divergence_at_ids, plan_step
@@ -66,19 +67,6 @@ def test_values_are_the_formulas(kind: Any, tail: Any, missing: int) -> None:
             assert value == pytest.approx(right, rel=ROUNDING, abs=1e-14)
 
 
-def differentiable(x: Tensor, teacher: Tensor, kind: str, tail: str, beta: float = 0.5) -> Tensor:
-    """As `stated`, of float64 log-probs of given ids."""
-    p, q = x.exp(), teacher.exp()
-    if tail == "bucket":
-        p, q = (torch.cat([one, 1 - one.sum(-1, keepdim=True)], -1) for one in (p, q))
-    if tail == "renormalise":
-        p, q = (one / one.sum(-1, keepdim=True) for one in (p, q))
-    mixture = beta * q + (1 - beta) * p
-    forward, reverse = q * (q / p).log(), p * (p / q).log()
-    jsd = beta * q * (q / mixture).log() + (1 - beta) * p * (p / mixture).log()
-    return {"forward_kl": forward, "reverse_kl": reverse, "jsd": jsd}[kind].sum(-1)
-
-
 @EVERY
 def test_gradients_are_the_formulas(kind: Any, tail: Any) -> None:
     """Those of ids that the teacher did not give, and of masked tokens, are 0."""
@@ -92,7 +80,7 @@ def test_gradients_are_the_formulas(kind: Any, tail: Any) -> None:
     for token in (i for i in range(TOKENS) if i not in (5, 6, 7)):
         given = teacher[token] > -INF
         exact = student[token, given].double().requires_grad_()
-        value = differentiable(exact, teacher[token, given].double(), kind, tail)
+        value = divergence(exact.exp(), teacher[token, given].double().exp(), kind, tail)
         (slope,) = torch.autograd.grad(value, exact)
         right[token, given] = slope * upstream[token]
     assert leaf.grad is not None
@@ -107,7 +95,7 @@ def test_a_bucket_is_between_0_and_the_whole_vocabulary(kind: Any) -> None:
     for spread, near in itertools.product((0.1, 1.0), (1e-6, 1e-2, 1.0)):
         student, teacher = drawn(torch.float64, spread, near)
         by_k = [at_ids(student[:, :k], teacher[:, :k], kind=kind) for k in (1, 2, 8, VOCABULARY - 1, VOCABULARY)]
-        whole = differentiable(student, teacher, kind, "drop")
+        whole = divergence(student.exp(), teacher.exp(), kind)
         assert (1 - student[:, :-1].exp().sum(-1)).min() > math.exp(-10)
         assert all((more >= less - 1e-11).all() for less, more in itertools.pairwise([torch.zeros(()), *by_k]))
         # A category of probability below 1.1e-16 stands beside all ids: its term is at most that times its log.
@@ -165,7 +153,7 @@ def test_the_teachers_temperature() -> None:
     student, teacher = drawn(torch.float64)
     found = at_ids(student[:, :K], teacher[:, :K], kind="forward_kl", tail="renormalise", teacher_temperature=2.0)
     at_two = ((teacher - 3) / 2)[:, :K].log_softmax(-1)
-    right = differentiable(student[:, :K], at_two, "forward_kl", "renormalise")
+    right = divergence(student[:, :K].exp(), at_two.exp(), "forward_kl", "renormalise")
     torch.testing.assert_close(found, right)
 
 
@@ -187,7 +175,7 @@ def test_a_mixture_is_two_terms_each_with_its_mode_and_mask() -> None:
     kl = divergence_at_ids(leaf, teacher, microbatch, kind="reverse_kl")
     share = microbatch.loss({"pg": policy, "kl": Term(kl, "token_mean", coef=0.5, mask="seen")}, form="sum")
     exact = student.double().requires_grad_()
-    of_kl = differentiable(exact, teacher.double(), "reverse_kl", "bucket")
+    of_kl = divergence(exact.exp(), teacher.double().exp(), "reverse_kl", "bucket")
     right = ((0 + 1 + 3) / 3 + (5 + 6) / 2) / 2 + 0.5 * of_kl[[0, 3, 5]].sum() / 3
     share.backward()
     right.backward()
