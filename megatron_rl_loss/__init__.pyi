@@ -5,10 +5,12 @@ from megatron_rl_loss.audit.log_prob_gap import compare_log_probs as compare_log
 from megatron_rl_loss.audit.loss_check import check_loss as check_loss
 from megatron_rl_loss.audit.megatron.audit import Audit as Audit
 from megatron_rl_loss.errors import BadBatchError as BadBatchError
+from megatron_rl_loss.logprobs.hidden import divergence_from_hidden as divergence_from_hidden
 from megatron_rl_loss.logprobs.hidden import log_probs_from_hidden as log_probs_from_hidden
 from megatron_rl_loss.logprobs.hidden import loss_from_hidden as loss_from_hidden
 from megatron_rl_loss.logprobs.layer import TensorParallel as TensorParallel
 from megatron_rl_loss.logprobs.logits import log_probs_from_logits as log_probs_from_logits
+from megatron_rl_loss.logprobs.teacher import Teacher as Teacher
 from megatron_rl_loss.losses.advantages import gae as gae
 from megatron_rl_loss.losses.advantages import group_relative_advantages as group_relative_advantages
 from megatron_rl_loss.losses.advantages import rloo_advantages as rloo_advantages

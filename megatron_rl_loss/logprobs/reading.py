@@ -10,6 +10,7 @@ once, each rank against its own maximum; the ranks then take one maximum and one
 Backward makes the softmax again from the logits, and takes no collective. Nothing is read back from a device.
 """
 
+import copy
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -66,18 +67,27 @@ class Reading:
     A chunk's logits go through `statistics`, these through `combine`, and `gradient` leads back.
 
     Attributes:
-        labels: int64 [n] or [n, K], of the tokens that are read.
+        labels: int64 [n] or [n, K], of the tokens that are read; without labels [n, 0].
         rows: their places in the batch, on the labels' device; None for all.
         shape: of one value per token of the batch.
+        scale: 1 / temperature.
     """
 
     def __init__(
-        self, labels: Tensor, shape: tuple[int, ...], columns: int, tp_group: Group | None, settings: Settings
+        self,
+        labels: Tensor | None,
+        shape: tuple[int, ...],
+        columns: int,
+        tp_group: Group | None,
+        settings: Settings,
+        device: torch.device,
     ) -> None:
         temperature, keep, vocab_size, self.entropy, token_mask = settings
         check_within("temperature", temperature, "(0, inf)", "For greedy sampling there is no ratio")
-        self.shape, of_token = torch.Size(shape), tuple(labels.shape[len(shape) :])
-        if labels.shape[: len(shape)] != self.shape or len(of_token) > 1 or of_token == (0,):
+        self.shape, none = torch.Size(shape), labels is None
+        labels = torch.zeros(*shape, 0, dtype=torch.int64, device=device) if labels is None else labels
+        of_token = labels.shape[len(shape) :]
+        if labels.shape[: len(shape)] != self.shape or len(of_token) > 1 or (of_token.numel() == 0 and not none):
             raise ValueError(
                 f"labels of shape {tuple(labels.shape)}: for these tokens they must be {tuple(shape)}, or for several "
                 f"ids each ({', '.join(map(str, (*shape, 'K')))}), K >= 1. Labels are in the order of the tokens: "
@@ -111,9 +121,15 @@ class Reading:
                 "count; their labels may be anything.",
             )
         self._keep = check_keep(keep, self.shape, columns)
-        self._scale = 1 / temperature
+        self.scale = 1 / temperature
         self._first = columns * rank_in(tp_group)  # the id of this rank's first column
         self._held = min(max(size - self._first, 0), columns)  # this rank's columns without padding
+
+    def at(self, temperature: float | None) -> "Reading":
+        """The same tokens without entropy, at another temperature if one is given."""
+        other = copy.copy(self)
+        other.scale, other.entropy = self.scale if temperature is None else 1 / temperature, False
+        return other
 
     # --- tokens
 
@@ -144,16 +160,15 @@ class Reading:
         z = scale * (logits - top). The second is 0 unless entropy is asked for, the last are arbitrary where another
         rank has the label. Where no id counts here, top is -inf and the sums 0.
         """
-        column, here = self._columns(self.labels[part])
+        column = self._columns(self.labels[part])[0]
         exact = torch.promote_types(logits.dtype, torch.float32)
         statistics = logits.new_zeros(len(column), 3 + column.shape[1], dtype=exact)
         (top, weighted, total), label = statistics[:, :3].unbind(1), statistics[:, 3:]
         top.fill_(-math.inf)
-        for rows, z, q in self._blocks(logits, top.dtype):
-            x = self._kept(logits[rows, : self._held], z, part, rows, column, here)
+        for rows, x, z, q in self._blocks(logits, part, top.dtype):
             top[rows] = x.amax(-1)
             finite = top[rows].masked_fill(top[rows] == -math.inf, 0)
-            label[rows] = (x.gather(1, column[rows]) - finite[:, None]) * self._scale
+            label[rows] = (x.gather(1, column[rows]) - finite[:, None]) * self.scale
             self._centre(x, finite, z)
             total[rows] = torch.exp2(z, out=q).sum(-1)
             if self.entropy:
@@ -167,7 +182,7 @@ class Reading:
         if self.tp_group is not None and top.numel():
             own, top = top, top.clone(memory_format=torch.contiguous_format)
             dist.all_reduce(top, op=dist.ReduceOp.MAX, group=self.tp_group)
-            shift = (own - top) * self._scale
+            shift = (own - top) * self.scale
             factor, small = shift.exp(), shift.clamp(min=_NEVER)  # 0 and finite where nothing counts
             label = torch.where(self._columns(labels)[1], label + shift[:, None], 0)
             sums = torch.cat([((weighted + total * small) * factor)[None], (total * factor)[None], label.t()])
@@ -177,49 +192,72 @@ class Reading:
         log_probs = (label - log_total[:, None]).contiguous().view(labels.shape)
         return log_probs, torch.stack([top, total, log_total - weighted / total])
 
+    def probabilities(self, logits: Tensor, norm: Tensor, part: slice) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """Rows at a time: log2 of each id's probability, -inf for none, and the probability; both are scratch."""
+        for rows, x, z, q in self._blocks(logits, part, norm.dtype):
+            torch.sub(x, norm[0, rows, None], out=z).mul_(self.scale / _LN_2).sub_(norm[1, rows, None].log2())
+            yield rows, z, torch.exp2(z, out=q)
+
     def differentiate(
-        self, logits: Tensor, part: slice, norm: Tensor, g: Tensor | None, h: Tensor | None, into: Tensor
+        self,
+        logits: Tensor,
+        part: slice,
+        norm: Tensor,
+        g: Tensor | None,
+        h: Tensor | None,
+        into: Tensor,
+        more: Iterator[Tensor] | None = None,
     ) -> None:
         """Write ``scale (sum_k g_k [j = label_k] - q (sum_k g_k + h (log q + entropy)))`` into `into`.
 
         g, like the chunk's labels, and h, [chunk], are the gradients of log-probs and entropy, None for 0; `norm` is
-        the chunk's. `into` may be the logits.
+        the chunk's. `into` may be the logits. `more` is added, a block's part at a time.
         """
         top, total, entropy = norm
         column, here = self._columns(self.labels[part])
         into[:, self._held :] = 0
+        idle = g is None and h is None
         g = top.new_zeros(column.shape) if g is None else g.view(column.shape)
-        factor, of_all = -self._scale / total, g.sum(1)
+        factor, of_all = -self.scale / total, g.sum(1)
         level = (factor * (of_all if h is None else of_all + h * (entropy - total.log())))[:, None]
         slope = None if h is None else (factor * h * _LN_2)[:, None]
-        at_label = g * here * self._scale
-        for rows, z, q in self._blocks(logits, norm.dtype, into):
-            x = self._kept(logits[rows, : self._held], z, part, rows, column, here)
+        at_label = g * here * self.scale
+        for rows, x, z, q in self._blocks(logits, part, norm.dtype, into):
+            added = None if more is None else next(more)  # reads logits, so before they are overwritten
             self._centre(x, top[rows], z)
-            if slope is None:
+            if idle:
+                z.zero_()
+            elif slope is None:
                 z.exp2_().mul_(level[rows])
             else:
                 torch.exp2(z, out=q)
                 z.mul_(slope[rows]).add_(level[rows]).mul_(q)
             z.scatter_add_(1, column[rows], at_label[rows])
+            if added is not None:
+                z.add_(added)
             if into.dtype != z.dtype:
                 into[rows, : self._held] = z
 
     def _centre(self, x: Tensor, top: Tensor, z: Tensor) -> None:
         """z = scale * (x - top) / log 2, finite, for exp2, which on the host takes a quarter of `torch.exp`'s time."""
-        torch.sub(x, top[:, None], out=z).mul_(self._scale / _LN_2).clamp_(min=_NEVER)
+        torch.sub(x, top[:, None], out=z).mul_(self.scale / _LN_2).clamp_(min=_NEVER)
 
     def _blocks(
-        self, logits: Tensor, dtype: torch.dtype, into: Tensor | None = None
-    ) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """Rows at a time, with two pieces of scratch; the first is a part of `into` where the dtype allows it."""
+        self, logits: Tensor, part: slice, dtype: torch.dtype, into: Tensor | None = None
+    ) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
+        """Rows at a time: logits, -inf where an id is not kept, and two pieces of scratch.
+
+        The first is a part of `into` where the dtype allows it, and holds the logits where ids are kept.
+        """
+        column, here = self._columns(self.labels[part])
         size = min(self.block_tokens(logits.device), max(len(logits), 1))
         into = into if into is not None and into.dtype == dtype else None
         scratch = logits.new_empty(1 if into is not None else 2, size, self._held, dtype=dtype)
         for begin in range(0, len(logits) if self._held else 0, size):
             rows = slice(begin, min(begin + size, len(logits)))
             number = rows.stop - rows.start
-            yield rows, scratch[0, :number] if into is None else into[rows, : self._held], scratch[-1, :number]
+            z = scratch[0, :number] if into is None else into[rows, : self._held]
+            yield rows, self._kept(logits[rows, : self._held], z, part, rows, column, here), z, scratch[-1, :number]
 
     def block_tokens(self, device: torch.device) -> int:
         """Tokens of a block, whose scratch fits."""

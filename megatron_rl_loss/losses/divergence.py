@@ -59,14 +59,10 @@ def divergence_at_ids(
     Source: GKD, arXiv:2306.13649 eq. 1 and section 2; reverse KL of the student's samples, MiniLLM, arXiv:2306.08543.
     """
     check_shape("teacher_log_probs", teacher_log_probs, log_probs)
-    check_choice("kind of divergence", kind, get_args(Kind))
+    share = check_kind(kind, beta)
     check_choice("tail", tail, get_args(Tail))
     if log_probs.dim() == 0 or log_probs.shape[-1] == 0:
         raise ValueError(f"log-probs of shape {tuple(log_probs.shape)}: they must be [..., K], K >= 1. Pass some ids.")
-    if beta is not None:
-        check_within("beta", beta, "(0, 1)", "0.5 is usual; at the ends take forward_kl or reverse_kl")
-        if kind != "jsd":
-            raise ValueError(f"beta={beta!r} for {kind}: it is of jsd alone. Drop it.")
     check_within("teacher_temperature", teacher_temperature, "(0, inf)", "1.0 is usual")
     if teacher_temperature != 1 and tail != "renormalise":
         raise ValueError(
@@ -84,9 +80,18 @@ def divergence_at_ids(
         return _kl(q, p).to(exact)
     if kind == "reverse_kl":
         return _kl(p, q).to(exact)
-    share = 0.5 if beta is None else beta
     mixture = torch.logaddexp(q + math.log(share), p + math.log1p(-share))
     return (share * _kl(q, mixture) + (1 - share) * _kl(p, mixture)).to(exact)
+
+
+def check_kind(kind: str, beta: float | None) -> float:
+    """The share of the teacher in the mixture, 0 where there is none; refuses a kind or beta that there is not."""
+    check_choice("kind of divergence", kind, get_args(Kind))
+    if beta is not None:
+        check_within("beta", beta, "(0, 1)", "0.5 is usual; at the ends take forward_kl or reverse_kl")
+        if kind != "jsd":
+            raise ValueError(f"beta={beta!r} for {kind}: it is of jsd alone. Drop it.")
+    return (0.5 if beta is None else beta) if kind == "jsd" else 0.0
 
 
 def _check_sum(name: str, log_probs: Tensor) -> None:

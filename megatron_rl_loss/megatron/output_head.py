@@ -9,7 +9,7 @@ read off it, and followed by `logprobs.hidden`. MuP's scale of logits is a part 
 """
 
 from collections.abc import Mapping
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,9 +17,16 @@ from megatron.core.tensor_parallel import layers
 from torch import Tensor
 
 from megatron_rl_loss.errors import check_int
-from megatron_rl_loss.logprobs.hidden import CHUNK_TOKENS, PerTokenLoss, log_probs_from_hidden, loss_from_hidden
+from megatron_rl_loss.logprobs.hidden import (
+    CHUNK_TOKENS,
+    PerTokenLoss,
+    divergence_from_hidden,
+    log_probs_from_hidden,
+    loss_from_hidden,
+)
 from megatron_rl_loss.logprobs.kept_ids import Keep
 from megatron_rl_loss.logprobs.layer import TensorParallel, WeightGradient
+from megatron_rl_loss.logprobs.teacher import Teacher
 from megatron_rl_loss.megatron.versions import check_output_processor, remat_size
 from megatron_rl_loss.plan.microbatch import Microbatch
 from megatron_rl_loss.step.masks import Array
@@ -33,10 +40,13 @@ class Tokens:
         mask: [b, s], or in that order: tokens with 0 are passed over; their log-prob and entropy are 0. On the host
             (``microbatch.tokens.mask`` is): for a mask on a device the host waits.
         keep: bool [b, s, vocabulary / TP], or `KeptIds` in the order of [s, b]: the ids that sampling kept.
+        teacher: the model then gives (log_probs, entropy, divergence). Its hidden states are [b, s, its width], such as
+            ``microbatch.local(column)``, or this rank's part of s under sequence parallelism.
     """
 
     mask: Tensor | Array | None = None
     keep: Keep | None = None
+    teacher: Teacher | None = None
 
 
 @dataclass(frozen=True)
@@ -48,7 +58,7 @@ class Folded:
     Attributes:
         microbatch: aggregates the losses as its step asks.
         per_token_loss, inputs: as in `loss_from_hidden`; inputs are [b, s] or [b, s, ...].
-        mask, keep: as in `Tokens`; by default the loss mask.
+        mask, keep, teacher: as in `Tokens`; the mask is the loss mask by default.
     """
 
     microbatch: Microbatch
@@ -57,6 +67,7 @@ class Folded:
     _: KW_ONLY
     mask: Tensor | Array | None = None
     keep: Keep | None = None
+    teacher: Teacher | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +106,7 @@ class OutputHead:
         context: Tokens | Folded | None = None,
         scale_logits: Any = None,
         **_: Any,
-    ) -> tuple[Tensor, Tensor | None] | tuple[Tensor, dict[str, Tensor]]:
+    ) -> tuple[Tensor | None, ...] | tuple[Tensor, dict[str, Tensor]]:
         """Run on hidden states [s, b, h], or [s / TP, b, h] under sequence parallelism."""
         if labels is None:
             raise ValueError(
@@ -107,7 +118,10 @@ class OutputHead:
         run_pre_hooks(output_layer, hidden_states, weight)
         context = context or Tokens()
         mask = context.microbatch.tokens.mask if isinstance(context, Folded) and context.mask is None else context.mask
-        keep = context.keep
+        keep, teacher = context.keep, context.teacher
+        if teacher is not None:
+            its_temperature = self.temperature if teacher.temperature is None else teacher.temperature
+            teacher = replace(teacher, hidden=teacher.hidden.transpose(0, 1), temperature=its_temperature)
         fused = output_layer.gradient_accumulation_fusion and hasattr(weight, "main_grad")
         mup = 1.0 if scale_logits is None else float(scale_logits(torch.ones((), device="cpu")))
         common: dict[str, Any] = {
@@ -126,8 +140,14 @@ class OutputHead:
             "main_gradient": FusedMainGradient(weight) if fused else None,
         }
         if not isinstance(context, Folded):
-            log_probs, entropy = log_probs_from_hidden(hidden_states, weight, labels.transpose(0, 1), **common)
-            return log_probs.transpose(0, 1), None if entropy is None else entropy.t()
+            found: tuple[Tensor | None, ...]
+            if teacher is None:
+                found = log_probs_from_hidden(hidden_states, weight, labels.transpose(0, 1), **common)
+            else:
+                common |= {"kind": teacher.kind, "beta": teacher.beta, "teacher_temperature": teacher.temperature}
+                of_teacher, common["teacher_bias"] = (teacher.hidden, teacher.weight), teacher.bias
+                found = divergence_from_hidden(hidden_states, weight, *of_teacher, labels.transpose(0, 1), **common)
+            return tuple(None if one is None else one.transpose(0, 1) for one in found)
         weights = context.microbatch.pg_loss.weights_on(hidden_states.device)
         inputs = {
             name: one.reshape(*labels.shape[:2], *one.shape[2:]).transpose(0, 1) for name, one in context.inputs.items()
@@ -139,6 +159,7 @@ class OutputHead:
             weights.view(labels.shape[:2]).t(),
             context.per_token_loss,
             inputs,
+            teacher=teacher,
             **common,
         )
         values = {name: one.transpose(0, 1) for name, one in values.items()}

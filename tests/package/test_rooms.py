@@ -16,7 +16,8 @@ PACKAGE = "megatron_rl_loss"
 ORDER = ["errors", "step", "modes", "reduction", "plan", "losses", "logprobs"]
 ORDER += ["megatron", "planning", "frameworks", "audit", "__main__"]
 #: Rooms that may import less than all before them.
-NARROW = {room: {room, "errors", "step", "modes"} for room in ("losses", "logprobs")}
+NARROW = {"losses": {"errors", "step", "modes", "losses"}}
+NARROW["logprobs"] = NARROW["losses"] | {"logprobs"}
 #: Imports that run the other way, inside a function: a launch that asks for an audit imports it then.
 LATE = {("megatron", "audit")}
 FILES = {
