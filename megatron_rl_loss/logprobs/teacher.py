@@ -64,7 +64,7 @@ class Comparison:
 
     def compare(self, logits: Tensor, norm: Tensor, taught: Tensor, part: slice) -> Tensor:
         """[4, chunk]: the divergence; the level, KL(p || q) or KL(p || m), of the gradient; the teacher's norm."""
-        of_teacher = self._other.combine(self._other.statistics(taught, part), part)[1][:2]
+        of_teacher = self._other.combine(self._other.statistics(taught, part), part)[1][:2].to(norm.dtype)
         sums = torch.zeros_like(of_teacher)
         for rows, (log_p, p), (log_q, q) in self._blocks(logits, norm, taught, of_teacher, part):
             if self._kind == "forward_kl":

@@ -144,9 +144,18 @@ class OutputHead:
             if teacher is None:
                 found = log_probs_from_hidden(hidden_states, weight, labels.transpose(0, 1), **common)
             else:
-                common |= {"kind": teacher.kind, "beta": teacher.beta, "teacher_temperature": teacher.temperature}
-                of_teacher, common["teacher_bias"] = (teacher.hidden, teacher.weight), teacher.bias
-                found = divergence_from_hidden(hidden_states, weight, *of_teacher, labels.transpose(0, 1), **common)
+                found = divergence_from_hidden(
+                    hidden_states,
+                    weight,
+                    teacher.hidden,
+                    teacher.weight,
+                    labels.transpose(0, 1),
+                    kind=teacher.kind,
+                    beta=teacher.beta,
+                    teacher_bias=teacher.bias,
+                    teacher_temperature=teacher.temperature,
+                    **common,
+                )
             return tuple(None if one is None else one.transpose(0, 1) for one in found)
         weights = context.microbatch.pg_loss.weights_on(hidden_states.device)
         inputs = {

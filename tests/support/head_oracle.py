@@ -19,6 +19,7 @@ class Batch:
     bias: Tensor  # [vocabulary]
     labels: Tensor  # [tokens]
     ids: Tensor  # [tokens, 5]; some rows name an id twice
+    taught: dict[str, Tensor]  # the teacher's hidden states [tokens, 6] and weight [vocabulary, 6]
     mask: Tensor  # bool [tokens]: ragged, with stretches that no chunk of a few tokens has one in
     keep: Tensor  # bool [tokens, vocabulary]; some rows empty, some without the label
     weights: Tensor  # [tokens], of a loss; 0 where the mask is, and at some more
@@ -48,6 +49,7 @@ def batch_of(tokens: int, vocabulary: int, hidden: int, dtype: torch.dtype = tor
         keep=keep,
         weights=weights.float().double(),
         near=draw(tokens).float().double(),
+        taught={"hidden": draw(tokens, 6).to(dtype).double(), "weight": draw(vocabulary, 6).to(dtype).double() / 2},
     )
 
 
@@ -65,6 +67,24 @@ def log_probs_and_entropy(
         log_probs.append(log_q[[ids.index(label) for label in of_token]])
         entropies.append(-(log_q.exp() * log_q).sum())
     return torch.stack(log_probs).view(labels.shape), torch.stack(entropies)
+
+
+def divergence(
+    logits: Tensor, taught: Tensor, labels: Tensor, kind: str, beta: float = 0.5, keep: Tensor | None = None
+) -> Tensor:
+    """Of logits [tokens, vocabulary] over their temperatures, float64; over the ids that count, one after the other."""
+    values = []
+    for t, of_token in enumerate(labels.view(len(labels), -1).tolist()):
+        ids = [j for j in range(logits.shape[1]) if keep is None or keep[t, j] or j in of_token]
+        p, q = (logits[t, ids].softmax(0), taught[t, ids].softmax(0))
+        m = beta * q + (1 - beta) * p
+        kl = {
+            "forward_kl": q * (q / p).log(),
+            "reverse_kl": p * (p / q).log(),
+            "jsd": beta * q * (q / m).log() + (1 - beta) * p * (p / m).log(),
+        }
+        values.append(kl[kind].sum())
+    return torch.stack(values)
 
 
 def relative(actual: Tensor, expected: Tensor) -> float:
@@ -98,6 +118,12 @@ CASES: dict[str, dict[str, Any]] = {
     "five ids, kept ids": {"ids": 5, "keep": True},
     "five ids, padded vocabulary": {"ids": 5, "vocab_size": 17, "mask": True},
     "one id of a list": {"ids": 1},
+    "forward KL": {"teacher": {"kind": "forward_kl"}, "bias": True, "temperature": 0.6},
+    "reverse KL, kept ids": {"teacher": {"kind": "reverse_kl", "temperature": 1.7}, "keep": True},
+    "JSD, padded vocabulary": {"teacher": {"kind": "jsd", "beta": 0.3}, "vocab_size": 17, "mask": True},
+    "JSD, padded to several ranks": {"teacher": {"kind": "jsd"}, "vocab_size": 5, "ids": 5},
+    "reverse KL of logits": {"teacher": {"kind": "reverse_kl"}, "logits": True},
+    "forward KL, no token counts": {"teacher": {"kind": "forward_kl"}, "mask": False},
 }
 
 
@@ -110,11 +136,14 @@ def given(name: str, dtype: torch.dtype = torch.float32) -> tuple[Batch, Tensor,
     return batch, labels % case.get("vocab_size", VOCABULARY), mask, options
 
 
-def losses_of(log_probs: Tensor, entropy: Tensor | None, near: Tensor, *, wanted: Wanted) -> tuple[Tensor, Found]:
+def losses_of(
+    log_probs: Tensor, entropy: Tensor | None, near: Tensor, divergence: Tensor | None = None, *, wanted: Wanted
+) -> tuple[Tensor, Found]:
     """A loss whose slope depends on its values, and a metric."""
     if log_probs.dim() == 2:
         log_probs = log_probs @ torch.linspace(1, -0.5, log_probs.shape[1]).to(log_probs)
     mixed = wanted[0] * log_probs + (0 if entropy is None else wanted[1] * entropy)
+    mixed = mixed if divergence is None else mixed + 0.7 * divergence
     return (mixed - near).square(), {"mixed": mixed}
 
 
@@ -125,10 +154,17 @@ def expected_of(name: str, dtype: torch.dtype, wanted: Wanted = BOTH) -> Found:
     leaves = {key: getattr(batch, key).clone().requires_grad_() for key in ("hidden", "weight", "bias")}
     logits = leaves["hidden"] @ leaves["weight"].T + leaves["bias"] * case.get("bias", False)
     keep = batch.keep if case.get("keep") else None
-    found = log_probs_and_entropy(logits, labels, keep=keep, **options)
-    log_probs, entropy = (one.masked_fill(~mask.view(-1, *[1] * (one.dim() - 1)), 0) for one in found)
-    share = (losses_of(log_probs, entropy, batch.near, wanted=wanted)[0] * batch.weights * mask).sum()
+    both = log_probs_and_entropy(logits, labels, keep=keep, **options)
+    log_probs, entropy = (one.masked_fill(~mask.view(-1, *[1] * (one.dim() - 1)), 0) for one in both)
+    found = {"log_probs": log_probs, "entropy": entropy}
+    if "teacher" in case:
+        teacher, size = dict(case["teacher"]), options.get("vocab_size")
+        temperature = options.get("temperature", 1.0)
+        taught = batch.taught["hidden"] @ batch.taught["weight"].T / teacher.pop("temperature", temperature)
+        both = (logits / temperature)[:, :size], taught[:, :size]
+        found["divergence"] = divergence(*both, labels, keep=keep, **teacher) * mask
+    losses = losses_of(log_probs, entropy, batch.near, found.get("divergence"), wanted=wanted)[0]
+    found["share"] = share = (losses * batch.weights * mask).sum()
     share.backward()
-    found = {"log_probs": log_probs, "entropy": entropy, "share": share}
     found |= {key: leaf.grad for key, leaf in leaves.items() if key != "bias" or case.get("bias")}  # type: ignore[misc]
     return {key: one.detach() for key, one in found.items() if wanted[1] or key != "entropy"}
