@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatron_rl_loss.errors import check_callable, check_int, first_order
 from megatron_rl_loss.logprobs.kept_ids import Keep
+from megatron_rl_loss.logprobs.kernels import run_from_hidden
 from megatron_rl_loss.logprobs.layer import (
     ALONE,
     Chunks,
@@ -49,6 +50,7 @@ def log_probs_from_hidden(
     token_mask: TokenMask | None = None,
     chunk_tokens: int = CHUNK_TOKENS,
     main_gradient: WeightGradient | None = None,
+    kernel: str | None = None,
 ) -> LogProbs:
     """`log_probs_from_logits` of ``hidden @ weight.T + bias``, never with the logits of more than a chunk of tokens.
 
@@ -61,6 +63,8 @@ def log_probs_from_hidden(
         token_mask: as there; the output layer does not run on tokens with 0 either.
         chunk_tokens: tokens whose logits are held at a time; they, in float32, are the peak of memory.
         main_gradient: takes the weight's gradient. Without it, autograd gets that gradient, summed in float32.
+        kernel: "liger" for Liger-Kernel's in this function's place, with chunks of its own: on a GPU, for one id per
+            token, without bias, kept ids, vocab_size and main_gradient.
 
     Differentiable towards hidden, weight and bias. Raises ValueError and TypeError as `log_probs_from_logits`, and for
     hidden states, weight and labels that do not fit each other.
@@ -68,6 +72,8 @@ def log_probs_from_hidden(
     leaves = [in_autocast(one) for one in (hidden, weight, bias)]
     settings = Settings(temperature, keep, vocab_size, entropy, token_mask)
     read = _read(leaves, labels, settings, tensor_parallel, chunk_tokens)
+    if kernel is not None:
+        return run_from_hidden(kernel, read, leaves, settings, tensor_parallel, main_gradient is not None)
     return LogProbs(*make_log_probs(read, chunk_tokens, leaves, tensor_parallel, main_gradient)[:2])
 
 

@@ -80,17 +80,18 @@ class OutputHead:
     Nothing is read back from a device.
 
     Attributes:
-        chunk_tokens, temperature, entropy, vocab_size: as in `log_probs_from_hidden`.
+        chunk_tokens, temperature, entropy, vocab_size, kernel: as in `log_probs_from_hidden`.
 
     Raises:
         ValueError: Megatron-Core before 0.18, whose models take no ``output_processor``; when called, an output layer
-            that does more than Megatron's ColumnParallelLinear, by a hook too.
+            that does more than Megatron's ColumnParallelLinear, by a hook too; a kernel with what it cannot do.
     """
 
     chunk_tokens: int = CHUNK_TOKENS
     temperature: float = 1.0
     entropy: bool = False
     vocab_size: int | None = None
+    kernel: str | None = None
 
     def __post_init__(self) -> None:
         check_output_processor()
@@ -119,6 +120,11 @@ class OutputHead:
         context = context or Tokens()
         mask = context.microbatch.tokens.mask if isinstance(context, Folded) and context.mask is None else context.mask
         keep, teacher = context.keep, context.teacher
+        if self.kernel is not None and (teacher is not None or isinstance(context, Folded)):
+            raise ValueError(
+                f"OutputHead(kernel={self.kernel!r}) with a teacher or Folded: a kernel makes log-probs and entropy in "
+                "two passes, nothing else. Leave the kernel out there."
+            )
         if teacher is not None:
             its_temperature = self.temperature if teacher.temperature is None else teacher.temperature
             teacher = replace(teacher, hidden=teacher.hidden.transpose(0, 1), temperature=its_temperature)
@@ -142,6 +148,7 @@ class OutputHead:
         if not isinstance(context, Folded):
             found: tuple[Tensor | None, ...]
             if teacher is None:
+                common["kernel"] = self.kernel
                 found = log_probs_from_hidden(hidden_states, weight, labels.transpose(0, 1), **common)
             else:
                 found = divergence_from_hidden(
