@@ -87,7 +87,7 @@ def run_from_hidden(
 def _cannot(
     read: Reading, leaves: Sequence[Any], settings: Settings, parallel: TensorParallel, fused: bool
 ) -> list[str]:
-    """What is asked for that kernels of hidden states do not know."""
+    """Names of what kernels of hidden states do not know, and is asked for."""
     hidden, _, bias = leaves
     is_summed = read.tp_group is None or parallel.sequence_parallel or parallel.sum_gradient
     known = {

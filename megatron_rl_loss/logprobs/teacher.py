@@ -6,7 +6,7 @@ With p of the student, q of the teacher, z the student's logits over its tempera
     reverse_kl = KL(p || q)                              d / d z = p (log(p / q) - KL(p || q))
     jsd = beta KL(q || m) + (1 - beta) KL(p || m)        d / d z = (1 - beta) p (log(p / m) - KL(p || m))
 
-The first two are summed as ``a log(a / b) - a + b``, whose terms are never negative: errors of the norms drop out.
+A KL is summed as ``a log(a / b) - a + b``, whose terms are never negative: errors of the norms drop out.
 """
 
 import math
@@ -68,13 +68,14 @@ class Comparison:
         sums = torch.zeros_like(of_teacher)
         for rows, (log_p, p), (log_q, q) in self._blocks(logits, norm, taught, of_teacher, part):
             if self._kind == "forward_kl":
-                sums[0, rows] = _kl(q, log_q, log_p) + (p - q).sum(-1)
+                sums[0, rows] = _kl(q, log_q, p, log_p)
             elif self._kind == "reverse_kl":
-                sums[:, rows] = _kl(p, log_p, log_q) + (q - p).sum(-1)
+                sums[:, rows] = _kl(p, log_p, q, log_q)
             else:
                 log_m = self._middle(p, q)
-                level = _kl(p, log_p, log_m)
-                sums[:, rows] = torch.stack([self._beta * _kl(q, log_q, log_m) + (1 - self._beta) * level, level])
+                m = log_m.exp2()
+                level = _kl(p, log_p, m, log_m)
+                sums[:, rows] = torch.stack([self._beta * _kl(q, log_q, m, log_m) + (1 - self._beta) * level, level])
         if self._read.tp_group is not None and sums.numel():
             dist.all_reduce(sums, group=self._read.tp_group)
         return torch.cat([sums, of_teacher])
@@ -106,6 +107,6 @@ class Comparison:
             yield rows, (own[0], own[1]), (other[0], other[1])
 
 
-def _kl(a: Tensor, log_a: Tensor, log_b: Tensor) -> Tensor:
-    """``sum_j a log(a / b)`` of this rank's ids; 0 log 0 is 0."""
-    return (log_a - log_b).mul_(a).masked_fill_(a == 0, 0).sum(-1).mul_(_LN_2)
+def _kl(a: Tensor, log_a: Tensor, b: Tensor, log_b: Tensor) -> Tensor:
+    """``sum_j a log(a / b) - a + b`` of this rank's ids, from logarithms to base 2; 0 log 0 is 0."""
+    return (log_a - log_b).mul_(a).masked_fill_(a == 0, 0).sum(-1).mul_(_LN_2).add_((b - a).sum(-1))

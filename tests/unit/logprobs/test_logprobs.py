@@ -173,8 +173,9 @@ def on_tp_rank() -> dict[Any, tuple[Found, list[int]]]:
 
 
 @pytest.mark.slow
-def test_vocabulary_and_tokens_over_several_ranks() -> None:
-    by_rank = run_ranks(4, on_tp_rank, timeout_s=600)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_vocabulary_and_tokens_over_several_ranks(ranks: int) -> None:
+    by_rank = run_ranks(ranks, on_tp_rank, timeout_s=600)
     for at in by_rank[0]:
         parts = [rank[at][0] for rank in by_rank]
         summed = torch.stack([part["hidden"] for part in parts]).sum(0)
