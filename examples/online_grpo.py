@@ -26,7 +26,17 @@ if not torch.cuda.is_available():
 
 from megatron.core import parallel_state
 from online.engine import sample_with_engine
-from online.policy import Losses, Policy, Trainer, build_policy, load_policy, old_log_probs, save_policy
+from online.policy import (
+    HIDDEN_SIZE,
+    Losses,
+    Policy,
+    Trainer,
+    build_policy,
+    likeliest,
+    load_policy,
+    old_log_probs,
+    save_policy,
+)
 from online.report import Numbers, Report, describe, progress_line, zero_variance_groups
 from online.rows import deal, split_over_samples
 from online.sampler import Responses, draw_uniforms, one_seed, sample, sample_together
@@ -34,7 +44,7 @@ from online.task import VOCABULARY, Problem, decode, draw_problems, encode
 from online.warm_start import warm_start
 from rollouts import Rollout, read_rollouts, with_advantages, write_rollouts
 
-from megatron_rl_loss import Microbatch, add_loss_aggregation_args, ppo_clip_loss
+from megatron_rl_loss import Microbatch, Term, add_loss_aggregation_args, divergence_at_ids, ppo_clip_loss
 from megatron_rl_loss.megatron.flags import AggregationSettings, validate_loss_aggregation_args
 
 # What the random numbers of `draw_uniforms` are for.
@@ -71,6 +81,11 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     start.add_argument("--save", type=Path, default=None, help="Where to put the weights at the end.")
     start.add_argument("--save-rollouts", type=Path, default=None, help="Folder for a JSONL file of rollouts a step.")
     start.add_argument("--replay-rollouts", type=Path, default=None, help="Train on those in place of sampling.")
+    learn = parser.add_argument_group("a teacher", "Adds its divergence from the policy, a reverse KL, to the loss.")
+    learn.add_argument("--teacher", type=Path, default=None, help="Weights of --save, of an earlier run.")
+    learn.add_argument("--teacher-top-k", type=int, default=16, help="Ids per token that the teacher is asked for.")
+    learn.add_argument("--policy-coef", type=float, default=1.0, help="Of the policy loss; 0 leaves the teacher alone.")
+    learn.add_argument("--hidden-size", type=int, default=HIDDEN_SIZE, help="Of the policy; a teacher has the default.")
     seen = parser.add_argument_group("what is seen of it")
     seen.add_argument("--eval-interval", type=int, default=25, help="Steps between evaluations; first and last always.")
     seen.add_argument("--eval-prompts", type=int, default=1024, help="Held-out prompts, one response each.")
@@ -81,6 +96,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     for name, value in vars(args).items():
         if type(value) is int and name != "seed" and value < (0 if name == "lr_warmup_steps" else 1):
             parser.error(f"--{name.replace('_', '-')} {value}: is too small")
+    if args.teacher is None and args.policy_coef != 1:
+        parser.error(
+            f"--policy-coef {args.policy_coef}: weighs the policy loss beside a --teacher's, and there is none"
+        )
     return args
 
 
@@ -149,10 +168,12 @@ def held_out(policy: Policy, step: int, args: argparse.Namespace) -> Numbers:
 
 
 def policy_losses(args: argparse.Namespace) -> Losses:
-    """GRPO's: the clipped surrogate of group-relative advantages."""
+    """GRPO's: the clipped surrogate of group-relative advantages; with a teacher also the divergence from it."""
 
-    def losses(log_probs: Tensor, microbatch: Microbatch) -> tuple[Tensor, dict[str, Tensor]]:
+    def losses(log_probs: Tensor, microbatch: Microbatch) -> tuple[Tensor | dict[str, Term], dict[str, Tensor]]:
         rows = microbatch.data
+        if rows.teacher_ids is not None:
+            log_probs, at_ids = log_probs[..., 0], log_probs[..., 1:]
         clip = {"clip_low": args.clip_low, "clip_high": args.clip_high}
         advantages = microbatch.local(rows.advantages).cuda()
         loss = ppo_clip_loss(log_probs, rows.old_log_probs, advantages, microbatch, **clip)
@@ -162,12 +183,17 @@ def policy_losses(args: argparse.Namespace) -> Losses:
         if rows.sampler_log_probs is not None:  # how far the sampler and the trainer are apart
             sampled = microbatch.local(rows.sampler_log_probs).cuda()
             metrics["sampler_gap"] = (rows.old_log_probs - sampled).abs()
-        return loss.per_token_loss, metrics
+        if rows.teacher_ids is None:
+            return loss.per_token_loss, metrics
+        kl = divergence_at_ids(at_ids, rows.teacher_log_probs, microbatch, kind="reverse_kl")
+        return {"pg_loss": Term(loss.per_token_loss, coef=args.policy_coef), "teacher_kl": Term(kl)}, metrics
 
     return losses
 
 
-def train_on(rollouts: list[Rollout], trainer: Trainer, step: int, args: argparse.Namespace) -> Numbers:
+def train_on(
+    rollouts: list[Rollout], trainer: Trainer, teacher: Policy | None, step: int, args: argparse.Namespace
+) -> Numbers:
     """The optimizer steps on one step's rollouts."""
     groups = trainer.policy.groups
     with warnings.catch_warnings():
@@ -178,6 +204,8 @@ def train_on(rollouts: list[Rollout], trainer: Trainer, step: int, args: argpars
     microbatches = deal(samples, num_microbatches=args.num_microbatches, **hand)
     for rows in microbatches:
         rows.old_log_probs = old_log_probs(trainer.policy, rows)
+        if teacher is not None:
+            rows.teacher_ids, rows.teacher_log_probs = likeliest(teacher, rows, args.teacher_top_k)
     lr_factor = min(1.0, step / max(args.lr_warmup_steps, 1))
     reports = [trainer.step(microbatches, policy_losses(args), lr_factor=lr_factor) for _ in range(args.inner_steps)]
     first = {name: reports[0][name] for name in ("ratio", "ratio_gap")}
@@ -203,6 +231,10 @@ def rollouts_of_step(
 
 def train(policy: Policy, settings: AggregationSettings, args: argparse.Namespace, report: Report) -> None:
     """All steps, from what the warm start left."""
+    teacher = None
+    if args.teacher is not None:
+        teacher = build_policy(args.seed)
+        load_policy(teacher, args.teacher)
     trainer = Trainer(policy, settings, lr=args.lr, beta2=0.99)
     before = held_out(policy, 0, args)
     report.write(0, before)
@@ -211,7 +243,7 @@ def train(policy: Policy, settings: AggregationSettings, args: argparse.Namespac
     for step in range(1, args.steps + 1):
         rollouts, numbers = rollouts_of_step(policy, step, rng, args)
         numbers["zero_variance_groups"] = zero_variance_groups(rollouts)
-        numbers |= train_on(rollouts, trainer, step, args)
+        numbers |= train_on(rollouts, trainer, teacher, step, args)
         evaluated = step % args.eval_interval == 0 or step == args.steps
         if evaluated:
             numbers |= held_out(policy, step, args)
@@ -230,7 +262,7 @@ def main(argv: list[str] | None = None) -> None:
     start_processes(args)
     chosen = {**vars(args), "aggregation": settings.modes.describe(), "world_size": dist.get_world_size()}
     with Report(args.output, chosen, tensorboard=args.tensorboard, wandb_project=args.wandb_project) as report:
-        policy = build_policy(args.seed)
+        policy = build_policy(args.seed, args.hidden_size)
         if args.load is not None:
             load_policy(policy, args.load)
         else:

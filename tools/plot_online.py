@@ -21,7 +21,7 @@ PANELS = {
     "held_out_working": "share with working",
     "held_out_entropy": "entropy, nats a token",
 }
-PATHS = ("output", "load", "save", "save_start", "save_rollouts", "replay_rollouts")
+PATHS = ("output", "teacher", "load", "save", "save_start", "save_rollouts", "replay_rollouts")
 #: What the other modes are compared with in the last panel.
 REFERENCE = "token_mean"
 #: Okabe and Ito's colours, told apart without red and green.
@@ -35,6 +35,8 @@ def collect(folders: list[Path]) -> list[dict[str, Any]]:
         settings = json.loads((folder / "settings.json").read_text())
         steps = [json.loads(line) for line in (folder / "steps.jsonl").read_text().splitlines()]
         kept = {name: value for name, value in settings.items() if name not in PATHS and value is not None}
+        if settings.get("teacher") is not None:
+            kept["taught"] = f"teacher's top {settings['teacher_top_k']}"
         seen = [
             {"step": one["step"], **{name: round(one[name], 4) for name in PANELS if name in one}}
             for one in steps
@@ -45,7 +47,8 @@ def collect(folders: list[Path]) -> list[dict[str, Any]]:
 
 
 def mode_of(run: dict[str, Any]) -> str:
-    return str(run["settings"]["aggregation"]).removeprefix("loss aggregation: ").split(", unit")[0]
+    mode = str(run["settings"]["aggregation"]).removeprefix("loss aggregation: ").split(", unit")[0]
+    return ", ".join([mode, *filter(None, [run["settings"].get("taught")])])
 
 
 def values_by_step(runs: list[dict[str, Any]], name: str) -> dict[int, dict[int, float]]:

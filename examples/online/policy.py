@@ -17,14 +17,15 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
-from megatron_rl_loss import LossAggregation, Microbatch, next_microbatch
+from megatron_rl_loss import LossAggregation, Microbatch, OutputHead, Term, next_microbatch
 from megatron_rl_loss.megatron.flags import AggregationSettings
 from online.attention import row_layer_spec
 from online.rows import Rows
 from online.task import MAX_RESPONSE, PROMPT_LENGTH, VOCABULARY
 
-#: Log-probs [rows, local positions] and their micro-batch -> per-token losses and metrics of that shape.
-Losses = Callable[[Tensor, Microbatch], tuple[Tensor, dict[str, Tensor]]]
+#: Log-probs and their micro-batch -> losses of tokens, or terms by name, and metrics, each [rows, local positions].
+Losses = Callable[[Tensor, Microbatch], tuple[Tensor | dict[str, Term], dict[str, Tensor]]]
+HIDDEN_SIZE = 64
 
 
 @dataclass(frozen=True)
@@ -40,14 +41,14 @@ class Policy:
         return self.ddp.module
 
 
-def build_policy(seed: int) -> Policy:
-    """A GPT of 0.1 M parameters with the same weights in every layout; the process groups must be there."""
+def build_policy(seed: int, hidden_size: int = HIDDEN_SIZE) -> Policy:
+    """A GPT, of 0.1 M parameters by default, the same in every layout; the process groups must be there."""
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
     config = TransformerConfig(
         num_layers=2,
-        hidden_size=64,
-        ffn_hidden_size=256,
+        hidden_size=hidden_size,
+        ffn_hidden_size=4 * hidden_size,
         num_attention_heads=4,
         normalization="RMSNorm",
         add_bias_linear=False,
@@ -76,20 +77,37 @@ def build_policy(seed: int) -> Policy:
 
 
 def log_probs_of(model: Any, rows: Rows, local: Callable[[Tensor], Tensor]) -> Tensor:
-    """Log-probs of this context-parallel rank's tokens, [rows, local positions]; `local` cuts a tensor for it."""
+    """Log-probs of this context-parallel rank's tokens, [rows, local positions]; `local` cuts a tensor for it.
+
+    With a teacher's ids [rows, local positions, 1 + K]: of the token, and of these.
+    """
     tokens, position_ids, labels = (local(x).cuda() for x in (rows.tokens, rows.position_ids, rows.labels))
-    return -model(tokens, position_ids, None, labels=labels)
+    if rows.teacher_ids is None:
+        return -model(tokens, position_ids, None, labels=labels)
+    ids = torch.cat([labels[..., None], rows.teacher_ids], dim=-1)
+    return model(tokens, position_ids, None, labels=ids, output_processor=OutputHead())[0]
+
+
+def cut(policy: Policy, rows: Rows) -> Callable[[Tensor], Tensor]:
+    """Cuts a tensor of these rows for this context-parallel rank, as a micro-batch does."""
+    of_rank = rows.samples.local(policy.groups.cp.rank(), policy.groups.cp.size())
+    return lambda values: of_rank.of(values.flatten(0, 1)).unflatten(0, (len(values), -1))
 
 
 @torch.no_grad()
 def old_log_probs(policy: Policy, rows: Rows) -> Tensor:
     """Log-probs under the weights of now, by the forward pass that training takes; this rank's part."""
-    of_rank = rows.samples.local(policy.groups.cp.rank(), policy.groups.cp.size())
+    return log_probs_of(policy.ddp, rows, cut(policy, rows))
 
-    def local(values: Tensor) -> Tensor:
-        return of_rank.of(values.flatten(0, 1)).unflatten(0, (len(values), -1))
 
-    return log_probs_of(policy.ddp, rows, local)
+@torch.no_grad()
+def likeliest(teacher: Policy, rows: Rows, k: int) -> tuple[Tensor, Tensor]:
+    """The teacher's k likeliest ids after each token and their log-probs, as a server gives them; this rank's part."""
+    local = cut(teacher, rows)
+    tokens, position_ids = (local(x).cuda() for x in (rows.tokens, rows.position_ids))
+    logits = teacher.model(tokens, position_ids, None, runtime_gather_output=True)
+    log_probs, ids = logits.float().log_softmax(-1).topk(k)
+    return ids, log_probs
 
 
 class Trainer:

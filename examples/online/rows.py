@@ -22,6 +22,8 @@ class Rows:
         sampler_log_probs: what the sampler said, 0 where it did not sample; None if it said nothing.
         old_log_probs: what the trainer said before the step's first update, this rank's part, [rows, local positions];
             None until then.
+        teacher_ids, teacher_log_probs: the teacher's likeliest ids, this rank's part, [rows, local positions, K]; None
+            without a teacher.
     """
 
     tokens: Tensor
@@ -31,6 +33,8 @@ class Rows:
     sampler_log_probs: Tensor | None
     samples: Samples
     old_log_probs: Tensor | None = None
+    teacher_ids: Tensor | None = None
+    teacher_log_probs: Tensor | None = None
 
 
 def make_rows(rollouts: Sequence[Rollout], *, multiple: int) -> Rows:

@@ -1,4 +1,4 @@
-"""From hidden states to log-probs, entropy or a whole loss, a chunk of tokens at a time.
+"""From hidden states to log-probs, entropy, divergence or a whole loss, a chunk of tokens at a time.
 
 The logits of all tokens and their gradient are the largest tensors of a training step. Here they never exist: the
 output layer runs on a chunk of tokens, whose logits are read and dropped. `log_probs_from_hidden`, for any loss, makes
@@ -7,13 +7,14 @@ weights are known beforehand; as Liger's fused linear cross-entropy and Apple's 
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron_rl_loss.errors import check_callable, check_int, first_order
 from megatron_rl_loss.logprobs.kept_ids import Keep
+from megatron_rl_loss.logprobs.kernels import run_from_hidden
 from megatron_rl_loss.logprobs.layer import (
     ALONE,
     Chunks,
@@ -24,12 +25,14 @@ from megatron_rl_loss.logprobs.layer import (
     make_log_probs,
 )
 from megatron_rl_loss.logprobs.reading import LogProbs, Reading, Settings, TokenMask
+from megatron_rl_loss.logprobs.teacher import Comparison, Teacher
+from megatron_rl_loss.losses.divergence import Kind
 from megatron_rl_loss.step.collectives import size_of
 
 #: Tokens of a chunk: enough that products with the weight run at full speed.
 CHUNK_TOKENS = 1024
 
-#: (log_probs, entropy or None, **inputs), each [tokens] of a chunk -> the tokens' losses, and metrics by name.
+#: (log_probs, entropy or None, **inputs) of a chunk's tokens -> their losses [tokens], and metrics by name.
 PerTokenLoss = Callable[..., tuple[Tensor, Mapping[str, Tensor]]]
 
 
@@ -47,18 +50,21 @@ def log_probs_from_hidden(
     token_mask: TokenMask | None = None,
     chunk_tokens: int = CHUNK_TOKENS,
     main_gradient: WeightGradient | None = None,
+    kernel: str | None = None,
 ) -> LogProbs:
     """`log_probs_from_logits` of ``hidden @ weight.T + bias``, never with the logits of more than a chunk of tokens.
 
     Args:
         hidden: [..., hidden], float; with sequence parallelism its first dimension is this rank's part of the tokens.
         weight: [vocabulary / TP, hidden], in the dtype of `hidden`; inside ``torch.autocast`` both are cast as there.
-        labels: integers [...], of all tokens, in the order of the gathered hidden states.
+        labels: integers [...] or [..., K], of all tokens, in the order of the gathered hidden states.
         bias: [vocabulary / TP].
         temperature, keep, vocab_size, entropy: as in `log_probs_from_logits`.
         token_mask: as there; the output layer does not run on tokens with 0 either.
         chunk_tokens: tokens whose logits are held at a time; they, in float32, are the peak of memory.
         main_gradient: takes the weight's gradient. Without it, autograd gets that gradient, summed in float32.
+        kernel: "liger" for Liger-Kernel's in this function's place, with chunks of its own: on a GPU, for one id per
+            token, without bias, kept ids, vocab_size and main_gradient.
 
     Differentiable towards hidden, weight and bias. Raises ValueError and TypeError as `log_probs_from_logits`, and for
     hidden states, weight and labels that do not fit each other.
@@ -66,7 +72,69 @@ def log_probs_from_hidden(
     leaves = [in_autocast(one) for one in (hidden, weight, bias)]
     settings = Settings(temperature, keep, vocab_size, entropy, token_mask)
     read = _read(leaves, labels, settings, tensor_parallel, chunk_tokens)
-    return make_log_probs(read, chunk_tokens, leaves, tensor_parallel, main_gradient)
+    if kernel is not None:
+        return run_from_hidden(kernel, read, leaves, settings, tensor_parallel, main_gradient is not None)
+    return LogProbs(*make_log_probs(read, chunk_tokens, leaves, tensor_parallel, main_gradient)[:2])
+
+
+class Divergence(NamedTuple):
+    """As `LogProbs`, log-probs None without labels; and per token the divergence from a teacher."""
+
+    log_probs: Tensor | None
+    entropy: Tensor | None
+    divergence: Tensor
+
+
+def divergence_from_hidden(
+    hidden: Tensor,
+    weight: Tensor,
+    teacher_hidden: Tensor,
+    teacher_weight: Tensor | None = None,
+    labels: Tensor | None = None,
+    *,
+    kind: Kind,
+    beta: float | None = None,
+    teacher_bias: Tensor | None = None,
+    teacher_temperature: float | None = None,
+    bias: Tensor | None = None,
+    tensor_parallel: TensorParallel = ALONE,
+    temperature: float = 1.0,
+    keep: Keep | None = None,
+    vocab_size: int | None = None,
+    entropy: bool = False,
+    token_mask: TokenMask | None = None,
+    chunk_tokens: int = CHUNK_TOKENS,
+    main_gradient: WeightGradient | None = None,
+) -> Divergence:
+    """Each token's divergence of student from teacher over the whole vocabulary, never with more than a chunk's logits.
+
+    Formulas as in `divergence_at_ids`, over all ids that count: with `keep`, both distributions are over the kept ids.
+    Infinite where the formula is: ``reverse_kl`` where the teacher's logit alone is -inf, ``forward_kl`` where the
+    student's alone is.
+
+    Args:
+        teacher_hidden, teacher_weight, teacher_bias, kind, beta, teacher_temperature: as in `Teacher`; no gradient
+            goes to the teacher.
+        labels: their log-probs are made too, of the same logits.
+        others: as in `log_probs_from_hidden`.
+
+    Raises ValueError and TypeError as `log_probs_from_hidden`, for a teacher of other tokens or another shard, and as
+    `Teacher`.
+    """
+    teacher = Teacher(
+        hidden=teacher_hidden,
+        weight=teacher_weight,
+        bias=teacher_bias,
+        kind=kind,
+        beta=beta,
+        temperature=teacher_temperature,
+    )
+    leaves = [in_autocast(one) for one in (hidden, weight, bias)]
+    settings = Settings(temperature, keep, vocab_size, entropy, token_mask)
+    read = _read(leaves, labels, settings, tensor_parallel, chunk_tokens)
+    comparison = _compare(read, teacher, hidden, len(weight), tensor_parallel)
+    found = make_log_probs(read, chunk_tokens, leaves, tensor_parallel, main_gradient, comparison=comparison)
+    return Divergence(None if labels is None else found[0], *found[1:])  # type: ignore[arg-type]
 
 
 def loss_from_hidden(
@@ -86,6 +154,7 @@ def loss_from_hidden(
     token_mask: TokenMask | None = None,
     chunk_tokens: int = CHUNK_TOKENS,
     main_gradient: WeightGradient | None = None,
+    teacher: Teacher | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """``sum_t weights[t] * loss_t`` in one pass: forward makes the gradients, backward scales them.
 
@@ -97,26 +166,31 @@ def loss_from_hidden(
         weights: one float per token, such as `microbatch.weights`. The sum ignores tokens of weight 0, and has their
             dtype, float32 at least.
         per_token_loss: ``(log_probs, entropy, **inputs) -> (losses, metrics)``, all [tokens of a chunk], differentiated
-            towards log_probs and entropy alone; entropy is None unless asked for.
-        inputs: further arguments of it, one value per token, in the shape of the labels.
+            towards log_probs and entropy alone; entropy is None unless asked for. For labels [..., K] log_probs are
+            [tokens, K].
+        teacher: makes the tokens' ``divergence`` an argument of `per_token_loss` as well, and one of the values.
+        inputs: further arguments of it, [...] or with further dimensions, such as a teacher's log-probs [..., K].
         token_mask: default: where `weights` are not 0, for which the host waits if they are on a device. Pass the loss
             mask to have metrics at other tokens too.
         others: as in `log_probs_from_hidden`.
 
     Returns:
-        The share, 0-dim, differentiable; and values, detached, in the labels' shape, 0 where masked: ``log_probs``,
-        ``entropy`` if asked for, ``losses``, and the metrics.
+        The share, 0-dim, differentiable; and values, detached, 0 where masked: ``log_probs`` in the labels' shape,
+        and one per token ``entropy`` if asked for, ``losses``, and the metrics.
 
     Raises ValueError and TypeError as `log_probs_from_hidden`, for weights, inputs, losses or metrics of another shape,
     and for a metric with a name that `values` has already.
     """
     check_callable("per_token_loss", per_token_loss, "it must give losses and metrics of a chunk", "Pass a function")
-    inputs = {name: one.reshape(-1) for name, one in (inputs or {}).items()}
-    _check_per_token({"weights": weights.reshape(-1), **inputs}, labels.numel())
+    shape = labels.shape[: hidden.dim() - 1]
+    _check_per_token({"weights": weights.reshape(-1)}, shape.numel())
+    inputs = {name: one.reshape(-1, *one.shape[len(shape) :]) for name, one in (inputs or {}).items()}
+    _check_per_token(inputs, shape.numel(), several=True)
     leaves = [in_autocast(one) for one in (hidden, weight, bias)]
-    token_mask = (weights != 0).view(labels.shape) if token_mask is None else token_mask
+    token_mask = (weights != 0).view(shape) if token_mask is None else token_mask
     settings = Settings(temperature, keep, vocab_size, entropy, token_mask)
     read = _read(leaves, labels, settings, tensor_parallel, chunk_tokens)
+    comparison = None if teacher is None else _compare(read, teacher, hidden, len(weight), tensor_parallel)
     wanted = [torch.is_grad_enabled() and one is not None and one.requires_grad for one in leaves]
     exact = torch.promote_types(weights.dtype, torch.float32)
     weights = weights.detach().reshape(-1).to(hidden.device, exact, non_blocking=weights.is_cpu)
@@ -129,9 +203,14 @@ def loss_from_hidden(
             logits, of_loss = chunks.logits(places), weights[places]
             log_probs, norm = read.combine(read.statistics(logits, part), part)
             outputs = {"log_probs": log_probs} | ({"entropy": norm[2]} if entropy else {})
+            if comparison:
+                taught = comparison.logits(places)
+                compared = comparison.compare(logits, norm, taught, part)
+                outputs["divergence"] = compared[0]
             with torch.set_grad_enabled(any(wanted)):
                 outputs = {name: one.detach().requires_grad_(any(wanted)) for name, one in outputs.items()}
                 of_chunk = {name: one[places] for name, one in inputs.items()}
+                of_chunk |= {name: one for name, one in outputs.items() if name == "divergence"}
                 losses, metrics = per_token_loss(outputs["log_probs"], outputs.get("entropy"), **of_chunk)
                 _check_per_token({"the losses": losses, **metrics}, len(log_probs))
                 total = (losses.masked_fill(of_loss == 0, 0) * of_loss).sum()
@@ -141,11 +220,15 @@ def loss_from_hidden(
             totals.append(total.detach())
             values.append({name: one.detach() for name, one in {**own, **metrics}.items()})
             if total.requires_grad:
-                slopes = torch.autograd.grad(total, list(outputs.values()), allow_unused=True)
-                g, h, *_ = *(None if one is None else one.masked_fill(of_loss == 0, 0) * gain for one in slopes), None
-                read.differentiate(logits, part, norm, g, h, into=logits)
+                found = torch.autograd.grad(total, list(outputs.values()), allow_unused=True)
+                slopes = (one if one is None else one.t().masked_fill(of_loss == 0, 0).t() * gain for one in found)
+                of = dict(zip(outputs, slopes, strict=True))
+                d, more = of.get("divergence"), None
+                if comparison and d is not None:
+                    more = comparison.slopes(logits, norm, taught, compared, d, part)
+                read.differentiate(logits, part, norm, of["log_probs"], of.get("entropy"), into=logits, more=more)
                 chunks.add(logits, places)
-            del logits  # before the next chunk's are made
+            logits = taught = more = None  # type: ignore[assignment]  # before the next chunk's are made
         share = torch.stack(totals).sum()
     if any(wanted):
         share = _Folded.apply(share, (gain, *chunks.gradients(read)), main_gradient, *leaves)  # type: ignore[no-untyped-call]
@@ -153,20 +236,33 @@ def loss_from_hidden(
     return share, {name: read.spread(one) for name, one in joined.items()}
 
 
-def _check_per_token(values: Mapping[str, Tensor], tokens: int) -> None:
+def _check_per_token(values: Mapping[str, Tensor], tokens: int, several: bool = False) -> None:
+    """Refuse what is not [tokens], or, with `several`, [tokens, ...]."""
     for name, one in values.items():
-        if one.shape != (tokens,):
+        if one.shape[:1] != (tokens,) or (one.dim() > 1 and not several):
             raise ValueError(
                 f"{name}: {one.numel()} values for {tokens} tokens: there must be one per token. Pass them unreduced, "
-                "in the shape of the labels."
+                "in the order of the labels."
             )
 
 
 def _read(
-    leaves: Sequence[Tensor | None], labels: Tensor, settings: Settings, parallel: TensorParallel, chunk_tokens: int
+    leaves: Sequence[Tensor | None],
+    labels: Tensor | None,
+    settings: Settings,
+    parallel: TensorParallel,
+    chunk_tokens: int,
 ) -> Reading:
     """The tokens to read; refuses leaves and labels that do not fit each other."""
     check_int("chunk_tokens", chunk_tokens, at_least=1, remedy=f"The default is {CHUNK_TOKENS}")
+    hidden, weight = _check_leaves(leaves)
+    ranks = size_of(parallel.group) if parallel.sequence_parallel else 1
+    shape = (hidden.shape[0] * ranks, *hidden.shape[1:-1])
+    return Reading(labels, shape, len(weight), parallel.group, settings, hidden.device)
+
+
+def _check_leaves(leaves: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:
+    """Hidden states and weight; refuses what does not fit."""
     hidden, weight, *biases = (one for one in leaves if one is not None)
     fits = weight.dim() == 2 and hidden.shape[-1:] == weight.shape[1:] and hidden.dtype == weight.dtype
     if not fits or any(bias.shape != weight.shape[:1] for bias in biases):
@@ -176,9 +272,24 @@ def _read(
             "[vocabulary / TP], hidden states and weight of one dtype. Cast one of them, or pass the weight as the "
             "output layer has it."
         )
-    ranks = size_of(parallel.group) if parallel.sequence_parallel else 1
-    shape = (hidden.shape[0] * ranks, *hidden.shape[1:-1])
-    return Reading(labels, shape, len(weight), parallel.group, settings)
+    return hidden, weight
+
+
+def _compare(read: Reading, teacher: Teacher, student: Tensor, columns: int, parallel: TensorParallel) -> Comparison:
+    """The teacher beside a student's hidden states; refuses one of other tokens or of another shard."""
+    leaves = [
+        one if one is None else in_autocast(one.detach()) for one in (teacher.hidden, teacher.weight, teacher.bias)
+    ]
+    shape, held = teacher.hidden.shape[:-1], teacher.hidden.shape[-1]
+    if teacher.weight is not None:
+        held = len(_check_leaves(leaves)[1])
+    is_part = teacher.weight is not None and shape == student.shape[:-1]
+    if held != columns or not (is_part or shape == read.shape):
+        raise ValueError(
+            f"a teacher of {held} ids on this rank for tokens {tuple(shape)}: the student has {columns} ids and tokens "
+            f"{tuple(read.shape)}. Cut the teacher's vocabulary and tokens as the student's are."
+        )
+    return Comparison(read, teacher, Chunks(parallel if is_part else ALONE, None, leaves).logits)
 
 
 class _Folded(torch.autograd.Function):

@@ -1,17 +1,24 @@
 """Other projects' fused cross-entropy kernels as makers of log-probs, where they are installed.
 
     log_probs_from_logits(logits, labels, tp_group=group, kernel=flash_attn)
+    log_probs_from_hidden(hidden, weight, labels, tensor_parallel=parallel, entropy=True, kernel="liger")
 
-Plain torch (no kernel) is the default, and what these are compared with. All are Triton kernels, so for a GPU; all read
-logits of float32, bfloat16 or float16, sum in float32 and make log-probs alone. They are looked up when called.
+Plain torch (no kernel) is the default, and what these are compared with. All are for a GPU, read float32, bfloat16 or
+float16, and sum in float32. Those of logits are Triton kernels that make log-probs alone. They are looked up when
+called.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import import_module
+from typing import Any
 
+import torch
 from torch import Tensor
 
-from megatron_rl_loss.step.collectives import Group, size_of
+from megatron_rl_loss.errors import check_choice
+from megatron_rl_loss.logprobs.layer import Gradients, TensorParallel, make_log_probs
+from megatron_rl_loss.logprobs.reading import LogProbs, Reading, Settings
+from megatron_rl_loss.step.collectives import Group, rank_in, size_of
 
 
 def liger(logits: Tensor, labels: Tensor, tp_group: Group | None) -> Tensor:
@@ -38,10 +45,81 @@ def flash_attn(logits: Tensor, labels: Tensor, tp_group: Group | None) -> Tensor
     )[0]
 
 
+def liger_from_hidden(
+    hidden: Tensor, weight: Tensor, labels: Tensor, tp_group: Group | None, temperature: float, entropy: bool
+) -> LogProbs:
+    """Liger-Kernel's fused linear scaled cross-entropy (0.8.5) of hidden states [n, hidden], the same on all TP ranks.
+
+    Backward gives the hidden states' gradient summed over the ranks, and the weight's summed in the weight's dtype.
+    """
+    if size_of(tp_group) > 1:
+        of_ranks = _look_up("liger_kernel.transformers.functional", "liger_fused_linear_scaled_cross_entropy_tp")
+        found = of_ranks(hidden, weight, labels, tp_group, temperature, return_entropy=entropy)
+    else:
+        module = "liger_kernel.ops.fused_linear_scaled_cross_entropy"
+        of_one: Any = _look_up(module, "LigerFusedLinearScaledCrossEntropyFunction")
+        found = of_one.apply(hidden, weight, labels, temperature, return_entropy=entropy)
+    losses, entropies = found if entropy else (found, None)
+    return LogProbs(-losses.float(), None if entropies is None else entropies.float())
+
+
+def run_from_hidden(
+    kernel: str, read: Reading, leaves: Sequence[Any], settings: Settings, parallel: TensorParallel, fused: bool
+) -> LogProbs:
+    """Log-probs by a kernel of hidden states; refuses what it cannot do. It holds as many logits as its own chunks."""
+    check_choice("kernel", kernel, FROM_HIDDEN)
+    if given := _cannot(read, leaves, settings, parallel, fused):
+        raise ValueError(
+            f"kernel={kernel!r} with {', '.join(given)}: it makes one log-prob per token, of equal parts of a whole "
+            "vocabulary, on a GPU. Leave these out, or the kernel: plain torch does the same."
+        )
+    if not len(read.labels):  # which Liger does not take
+        return LogProbs(*make_log_probs(read, 1, leaves, parallel)[:2])
+    hidden, weight, _ = leaves
+    is_part = read.tp_group is not None and parallel.sequence_parallel
+    tokens = _Gathered.apply(hidden, parallel) if is_part else hidden.flatten(0, -2)  # type: ignore[no-untyped-call]
+    tokens = tokens if read.rows is None else tokens[read.rows]
+    of_read = tokens.contiguous(), weight, read.labels, read.tp_group
+    log_probs, entropy = FROM_HIDDEN[kernel](*of_read, settings.temperature, settings.entropy)
+    return LogProbs(read.spread(log_probs), None if entropy is None else read.spread(entropy))
+
+
+def _cannot(
+    read: Reading, leaves: Sequence[Any], settings: Settings, parallel: TensorParallel, fused: bool
+) -> list[str]:
+    """Names of what kernels of hidden states do not know, and is asked for."""
+    hidden, _, bias = leaves
+    is_summed = read.tp_group is None or parallel.sequence_parallel or parallel.sum_gradient
+    known = {
+        "labels of K ids": read.labels.dim() > 1,
+        "a bias": bias is not None,
+        "kept ids": settings.keep is not None,
+        "vocab_size": settings.vocab_size is not None,
+        "main_gradient (gradient-accumulation fusion)": fused,
+        "sum_gradient=False": not is_summed,
+        "float64": hidden.dtype == torch.float64,
+        "tensors on the CPU": not hidden.is_cuda,
+    }
+    return [name for name, is_given in known.items() if is_given]
+
+
+class _Gathered(torch.autograd.Function):
+    """The hidden states of all tokens, whose gradient has been summed over the ranks: each takes its part."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, parallel: TensorParallel) -> Tensor:
+        ctx.shape, ctx.rank = hidden.shape, rank_in(parallel.group)
+        return parallel.gather(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Gradients:
+        return gradient.view(-1, *ctx.shape)[ctx.rank], None
+
+
 def _look_up(module: str, name: str) -> Callable[..., Tensor]:
     try:
         function: Callable[..., Tensor] = getattr(import_module(module), name)
-    except (ImportError, OSError, RuntimeError) as error:  # a CUDA library that is missing is an OSError
+    except (ImportError, AttributeError, OSError, RuntimeError) as error:  # a CUDA library that is missing: OSError
         raise RuntimeError(
             f"a kernel of {module}: it does not import here ({error}). Install it, or leave the kernel out: plain "
             "torch does the same."
@@ -51,3 +129,4 @@ def _look_up(module: str, name: str) -> Callable[..., Tensor]:
 
 #: By name.
 KERNELS = {"liger": liger, "transformer_engine": transformer_engine, "flash_attn": flash_attn}
+FROM_HIDDEN = {"liger": liger_from_hidden}

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl_loss.errors import first_order
-from megatron_rl_loss.logprobs.reading import LogProbs, Places, Reading
+from megatron_rl_loss.logprobs.reading import Places, Reading
+from megatron_rl_loss.logprobs.teacher import Comparison
 from megatron_rl_loss.step.collectives import Group, all_gather_single, several
 
 # Where torch has the newer name, it warns of the older one.
@@ -150,38 +151,60 @@ def make_log_probs(
     parallel: TensorParallel = ALONE,
     main_gradient: WeightGradient | None = None,
     in_place: bool = False,
-) -> LogProbs:
-    """Log-probs and entropy in the labels' shape; logits are made a chunk at a time, and again backward."""
+    comparison: Comparison | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Log-probs, entropy and divergence of all tokens; logits are made a chunk at a time, and again backward."""
     chunks = partial(Chunks, parallel, main_gradient, in_place=in_place)
-    return LogProbs(*_MakeLogProbs.apply(read, chunk_tokens, chunks, *leaves))  # type: ignore[no-untyped-call]
+    return _MakeLogProbs.apply(read, chunk_tokens, chunks, comparison, *leaves)  # type: ignore[no-untyped-call]
 
 
 class _MakeLogProbs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, read: Reading, chunk_tokens: int, chunks_of: partial[Chunks], *leaves: Any) -> Gradients:
+    def forward(
+        ctx: Any,
+        read: Reading,
+        chunk_tokens: int,
+        chunks_of: partial[Chunks],
+        comparison: Comparison | None,
+        *leaves: Any,
+    ) -> Gradients:
         chunks = chunks_of(leaves)
-        parts = [read.statistics(chunks.logits(places), part) for part, places in read.chunks(chunk_tokens)]
-        log_probs, norm = read.combine(torch.cat(parts, 1))
-        ctx.save_for_backward(norm, *leaves)
-        ctx.read, ctx.chunk_tokens, ctx.chunks_of = read, chunk_tokens, chunks_of
+        parts, found = list[Tensor](), list[Tensor]()
+        for part, places in read.chunks(chunk_tokens):
+            logits = chunks.logits(places)
+            parts.append(read.statistics(logits, part))
+            if comparison is not None:
+                norm = read.combine(parts[-1], part)[1]
+                found.append(comparison.compare(logits, norm, comparison.logits(places), part))
+            del logits  # before the next chunk's are made
+        log_probs, norm = read.combine(torch.cat(parts))
+        compared = torch.cat(found, 1) if found else None
+        ctx.save_for_backward(norm, compared, *leaves)
+        ctx.read, ctx.chunk_tokens, ctx.chunks_of, ctx.comparison = read, chunk_tokens, chunks_of, comparison
         ctx.set_materialize_grads(False)
-        return read.spread(log_probs), read.spread(norm[2]) if read.entropy else None
+        values = log_probs, norm[2] if read.entropy else None, None if compared is None else compared[0]
+        return tuple(None if one is None else read.spread(one) for one in values)
 
     @staticmethod
     @first_order("log-probs")
     def backward(ctx: Any, *gradients: Tensor | None) -> Gradients:
-        norm, *leaves = ctx.saved_tensors
+        norm, compared, *leaves = ctx.saved_tensors
         read: Reading = ctx.read
-        g, h = map(read.select, gradients)
-        chunks: Chunks = ctx.chunks_of(leaves, ctx.needs_input_grad[3:])
+        selected = [read.select(one) for one in gradients]
+        chunks: Chunks = ctx.chunks_of(leaves, ctx.needs_input_grad[4:])
         for part, places in read.chunks(ctx.chunk_tokens):
-            logits = chunks.logits(places)
+            logits, of_norm = chunks.logits(places), norm[:, part]
             target = chunks.target(logits, places)
-            of_g, of_h = (None if one is None else one[part] for one in (g, h))
-            read.differentiate(logits, part, norm[:, part], of_g, of_h, into=target)
+            g, h, d = (None if one is None else one[part] for one in selected)
+            more = None
+            if d is not None:
+                taught = ctx.comparison.logits(places)
+                more = ctx.comparison.slopes(logits, of_norm, taught, compared[:, part], d, part)
+            read.differentiate(logits, part, of_norm, g, h, into=target, more=more)
             chunks.add(target, places)
+            taught = more = None
             del logits, target  # before the next chunk's are made
-        return None, None, None, *chunks.gradients(read)
+        return None, None, None, None, *chunks.gradients(read)
 
 
 def in_autocast(one: Tensor | None) -> Tensor | None:

@@ -32,7 +32,7 @@ def log_probs_from_logits(
     gradient_in_place: bool = False,
     kernel: LogProbKernel | None = None,
 ) -> LogProbs:
-    """The log-probability of each label and, if asked, the entropy of its distribution; both differentiable.
+    """The log-probability of each label and, if asked, the entropy of each token's distribution; both differentiable.
 
     >>> log_probs, entropy = log_probs_from_logits(torch.zeros(3, 4), torch.tensor([0, 1, 3]), entropy=True)
     >>> log_probs, entropy  # log(1/4) and log(4)
@@ -40,12 +40,13 @@ def log_probs_from_logits(
 
     Args:
         logits: [..., vocabulary / TP], float; on TP rank r the r-th part of the vocabulary.
-        labels: integers [...], ids in the whole vocabulary; these and all further arguments are the same on all TP
-            ranks.
+        labels: integers [...], ids in the whole vocabulary, or [..., K] for the log-probs of K >= 1 ids per token;
+            these and all further arguments are the same on all TP ranks.
         tp_group: the ranks that hold the vocabulary together; None for one.
         temperature: > 0; what the logits were divided by when the tokens were sampled.
         keep: ids outside have probability 0. A label always counts: a set without the label is read as if it had it.
-            Entropy is that of the distribution over the kept ids.
+            Entropy is that of the distribution over the kept ids. Of K labels all count: where a token has fewer,
+            fill up with ids that it has.
         vocab_size: ids from there on are padding, and left out; default: all columns count, as in Megatron.
         entropy: make it too. Backward does no work for it where nobody uses it.
         token_mask: [...], bool or numbers; at 0 a token is passed over: its log-prob, entropy and gradient are 0, and
@@ -53,7 +54,8 @@ def log_probs_from_logits(
         chunk_tokens: tokens to work on at a time; default: by the size of the vocabulary.
         gradient_in_place: the gradient overwrites the logits. Autograd then refuses a second backward, and any later
             use of the logits that needs them.
-        kernel: makes the log-probs of plain logits in this function's place: one of `kernels`, or your own.
+        kernel: makes the log-probs of plain logits, of one id per token, in this function's place: one of `kernels`,
+            or your own.
 
     Raises:
         ValueError, TypeError: a temperature that is not finite and > 0; labels of another shape, not integers or
@@ -67,16 +69,17 @@ def log_probs_from_logits(
         )
     rows = logits.reshape(-1, logits.shape[-1])
     settings = Settings(temperature, keep, vocab_size, entropy, token_mask)
-    read = Reading(labels, logits.shape[:-1], rows.shape[1], tp_group, settings)
+    read = Reading(labels, logits.shape[:-1], rows.shape[1], tp_group, settings, rows.device)
     if chunk_tokens is not None:
         check_int("chunk_tokens", chunk_tokens, at_least=1, remedy="Leave it out for a default")
     if kernel is None:
         chunk_tokens = chunk_tokens or read.block_tokens(rows.device)
-        return make_log_probs(read, chunk_tokens, (rows, None, None), in_place=gradient_in_place)
-    if (temperature, keep, vocab_size, entropy, chunk_tokens, gradient_in_place) != (1, None, None, False, None, False):
+        return LogProbs(*make_log_probs(read, chunk_tokens, (rows, None, None), in_place=gradient_in_place)[:2])
+    settled = (temperature, keep, vocab_size, entropy, chunk_tokens, gradient_in_place, read.labels.dim())
+    if settled != (1, None, None, False, None, False, 1):
         raise ValueError(
-            "a kernel with a temperature, kept ids, vocab_size, entropy, chunk_tokens or gradient_in_place: other "
-            "kernels make log-probs of plain logits alone. Leave the kernel out: plain torch can do it."
+            "a kernel with a temperature, kept ids, vocab_size, entropy, chunk_tokens, gradient_in_place or K labels: "
+            "other kernels make log-probs of plain logits alone. Leave the kernel out: plain torch can do it."
         )
     check_callable("kernel", kernel, "it must make log-probs of logits", "Pass one of logprobs.kernels")
     rows = rows if read.rows is None else rows[read.rows]

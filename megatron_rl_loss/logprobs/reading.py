@@ -2,7 +2,7 @@
 
 With z = logits / temperature and q = softmax(z) over the vocabulary of all tensor-parallel (TP) ranks,
 
-    log_prob = z[label] - logsumexp(z)        d log_prob / d z[j] = [j = label] - q[j]
+    log_prob = z[label] - logsumexp(z)        d log_prob / d z[j] = [j = label] - q[j]      for each label of a token
     entropy  = - sum_j q[j] log q[j]          d entropy / d z[j]  = - q[j] (log q[j] + entropy)
 
 No [tokens, vocabulary] tensor is made or kept beside the logits and their gradient. Forward reads a block of tokens
@@ -10,6 +10,7 @@ once, each rank against its own maximum; the ranks then take one maximum and one
 Backward makes the softmax again from the logits, and takes no collective. Nothing is read back from a device.
 """
 
+import copy
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -25,7 +26,7 @@ from megatron_rl_loss.logprobs.kept_ids import Keep, KeptIds, check_keep
 from megatron_rl_loss.step.collectives import Group, rank_in, several, size_of
 from megatron_rl_loss.step.masks import Array, on_device
 
-#: Bool or numbers, in the labels' shape. On the host best: one on a device is read, and the host waits for it.
+#: Bool or numbers, one per token. On the host best: one on a device is read, and the host waits for it.
 TokenMask = Tensor | Array | Sequence[Any]
 
 #: Some tokens of the batch.
@@ -41,7 +42,10 @@ _HOST_BLOCK, _HOST_MOST, _DEVICE_BLOCK = 2**19, 2**23, 2**25
 
 
 class LogProbs(NamedTuple):
-    """Per token, in the shape of the labels, float32 (float64 of float64 logits); 0 where the token mask is 0."""
+    """Log-probs in the shape of the labels, entropy one per token, float32 (float64 of float64 logits).
+
+    Both are 0 where the token mask is 0.
+    """
 
     log_probs: Tensor
     entropy: Tensor | None
@@ -63,19 +67,31 @@ class Reading:
     A chunk's logits go through `statistics`, these through `combine`, and `gradient` leads back.
 
     Attributes:
-        labels: int64, of the tokens that are read.
+        labels: int64 [n] or [n, K], of the tokens that are read; without labels [n, 0].
         rows: their places in the batch, on the labels' device; None for all.
+        shape: of one value per token of the batch.
+        scale: 1 / temperature.
     """
 
     def __init__(
-        self, labels: Tensor, shape: tuple[int, ...], columns: int, tp_group: Group | None, settings: Settings
+        self,
+        labels: Tensor | None,
+        shape: tuple[int, ...],
+        columns: int,
+        tp_group: Group | None,
+        settings: Settings,
+        device: torch.device,
     ) -> None:
         temperature, keep, vocab_size, self.entropy, token_mask = settings
         check_within("temperature", temperature, "(0, inf)", "For greedy sampling there is no ratio")
-        if tuple(labels.shape) != tuple(shape):
+        self.shape, none = torch.Size(shape), labels is None
+        labels = torch.zeros(*shape, 0, dtype=torch.int64, device=device) if labels is None else labels
+        of_token = labels.shape[len(shape) :]
+        if labels.shape[: len(shape)] != self.shape or len(of_token) > 1 or (of_token.numel() == 0 and not none):
             raise ValueError(
-                f"labels of shape {tuple(labels.shape)}: for these tokens they must be {tuple(shape)}. Labels are in "
-                "the order of the tokens, one each: transpose them to [s, b] where hidden states are [s, b, h]."
+                f"labels of shape {tuple(labels.shape)}: for these tokens they must be {tuple(shape)}, or for several "
+                f"ids each ({', '.join(map(str, (*shape, 'K')))}), K >= 1. Labels are in the order of the tokens: "
+                "transpose them to [s, b] or [s, b, K] where hidden states are [s, b, h]."
             )
         if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
             raise TypeError(f"labels of {labels.dtype}: they must be integers, ids of the vocabulary. Pass token ids.")
@@ -88,9 +104,9 @@ class Reading:
                     "the vocabulary is cut."
                 )
             size = vocab_size
-        self.shape, self.tp_group = labels.shape, next(iter(several(tp_group)), None)
-        self.labels, self.rows = labels.reshape(-1).long(), None
-        self._host_rows = _rows_of(token_mask, labels.shape)
+        self.tp_group = next(iter(several(tp_group)), None)
+        self.labels, self.rows = labels.reshape(self.shape.numel(), *of_token).long(), None
+        self._host_rows = _rows_of(token_mask, self.shape)
         if self._host_rows is not None:
             self.rows = on_device(self._host_rows, labels.device)
             self.labels = self.labels[self.rows]
@@ -98,15 +114,22 @@ class Reading:
             require(
                 ((self.labels >= 0) & (self.labels < size)).all(),
                 lambda: (
-                    f"a label {next(x for x in self.labels.tolist() if not 0 <= x < size)} in a vocabulary of {size}"
+                    f"a label {next(x for x in self.labels.ravel().tolist() if not 0 <= x < size)} "
+                    f"in a vocabulary of {size}"
                 ),
                 "labels must be ids from 0 to the size of the vocabulary. Pass token_mask with 0 at tokens that do not "
                 "count; their labels may be anything.",
             )
-        self._keep = check_keep(keep, labels.shape, columns)
-        self._scale = 1 / temperature
+        self._keep = check_keep(keep, self.shape, columns)
+        self.scale = 1 / temperature
         self._first = columns * rank_in(tp_group)  # the id of this rank's first column
         self._held = min(max(size - self._first, 0), columns)  # this rank's columns without padding
+
+    def at(self, temperature: float | None) -> "Reading":
+        """The same tokens without entropy, at another temperature if one is given."""
+        other = copy.copy(self)
+        other.scale, other.entropy = self.scale if temperature is None else 1 / temperature, False
+        return other
 
     # --- tokens
 
@@ -117,32 +140,35 @@ class Reading:
             yield part, part if self.rows is None else self.rows[part]
 
     def spread(self, values: Tensor) -> Tensor:
-        """Values of the tokens that are read, in the shape of the labels, with 0 at all other tokens."""
+        """Values of the tokens that are read, [n] or [n, K], among all tokens of the batch, with 0 at the others."""
         if self.rows is not None:
-            values = values.new_zeros(self.shape.numel()).index_copy_(0, self.rows, values)
-        return values.view(self.shape)
+            values = values.new_zeros(self.shape.numel(), *values.shape[1:]).index_copy_(0, self.rows, values)
+        return values.view(*self.shape, *values.shape[1:])
 
     def select(self, values: Tensor | None) -> Tensor | None:
         """The inverse of `spread`."""
-        return values if values is None else values.reshape(-1)[slice(None) if self.rows is None else self.rows]
+        if values is None:
+            return None
+        values = values.reshape(self.shape.numel(), *values.shape[len(self.shape) :])
+        return values if self.rows is None else values[self.rows]
 
     # --- arithmetic
 
     def statistics(self, logits: Tensor, part: slice) -> Tensor:
-        """[4, chunk] of this rank's columns: top, the largest logit; sum exp z; z[label]; sum z exp z.
+        """[chunk, 3 + K] of this rank's columns: top, the largest logit; sum z exp z; sum exp z; z of each label.
 
-        z = scale * (logits - top). The third is arbitrary where another rank has the label, the fourth 0 unless entropy
-        is asked for. Where no id counts here, top is -inf and the sums 0.
+        z = scale * (logits - top). The second is 0 unless entropy is asked for, the last are arbitrary where another
+        rank has the label. Where no id counts here, top is -inf and the sums 0.
         """
-        column, here = self._columns(self.labels[part])
-        statistics = logits.new_zeros(4, len(column), dtype=torch.promote_types(logits.dtype, torch.float32))
-        top, total, label, weighted = statistics
+        column = self._columns(self.labels[part])[0]
+        exact = torch.promote_types(logits.dtype, torch.float32)
+        statistics = logits.new_zeros(len(column), 3 + column.shape[1], dtype=exact)
+        (top, weighted, total), label = statistics[:, :3].unbind(1), statistics[:, 3:]
         top.fill_(-math.inf)
-        for rows, z, q in self._blocks(logits, top.dtype):
-            x = self._kept(logits[rows, : self._held], z, part, rows, column, here)
+        for rows, x, z, q in self._blocks(logits, part, top.dtype):
             top[rows] = x.amax(-1)
             finite = top[rows].masked_fill(top[rows] == -math.inf, 0)
-            label[rows] = (x.gather(1, column[rows])[:, 0] - finite) * self._scale
+            label[rows] = (x.gather(1, column[rows]) - finite[:, None]) * self.scale
             self._centre(x, finite, z)
             total[rows] = torch.exp2(z, out=q).sum(-1)
             if self.entropy:
@@ -150,62 +176,88 @@ class Reading:
         return statistics
 
     def combine(self, statistics: Tensor, part: slice = slice(None)) -> tuple[Tensor, Tensor]:
-        """Log_prob [tokens], and the norm [3, tokens]: top and sum exp z of the whole vocabulary, and the entropy."""
-        top, total, label, weighted = statistics
+        """Log-probs like the labels, and the norm [3, tokens]: top, sum exp z of the whole vocabulary, and entropy."""
+        (top, weighted, total), label = statistics[:, :3].unbind(1), statistics[:, 3:]
+        labels = self.labels[part]
         if self.tp_group is not None and top.numel():
-            own, top = top, top.clone()
+            own, top = top, top.clone(memory_format=torch.contiguous_format)
             dist.all_reduce(top, op=dist.ReduceOp.MAX, group=self.tp_group)
-            shift = (own - top) * self._scale
+            shift = (own - top) * self.scale
             factor, small = shift.exp(), shift.clamp(min=_NEVER)  # 0 and finite where nothing counts
-            label = torch.where(self._columns(self.labels[part])[1], label + shift, 0)
-            sums = torch.stack([total * factor, label, (weighted + total * small) * factor])
-            dist.all_reduce(sums if self.entropy else sums[:2], group=self.tp_group)
-            total, label, weighted = sums
+            label = torch.where(self._columns(labels)[1], label + shift[:, None], 0)
+            sums = torch.cat([((weighted + total * small) * factor)[None], (total * factor)[None], label.t()])
+            dist.all_reduce(sums if self.entropy else sums[1:], group=self.tp_group)
+            (weighted, total), label = sums[:2], sums[2:].t()
         log_total = total.log()
-        return label - log_total, torch.stack([top, total, log_total - weighted / total])
+        log_probs = (label - log_total[:, None]).contiguous().view(labels.shape)
+        return log_probs, torch.stack([top, total, log_total - weighted / total])
+
+    def probabilities(self, logits: Tensor, norm: Tensor, part: slice) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """Rows at a time: log2 of each id's probability, -inf for none, and the probability; both are scratch."""
+        for rows, x, z, q in self._blocks(logits, part, norm.dtype):
+            torch.sub(x, norm[0, rows, None], out=z).mul_(self.scale / _LN_2).sub_(norm[1, rows, None].log2())
+            yield rows, z, torch.exp2(z, out=q)
 
     def differentiate(
-        self, logits: Tensor, part: slice, norm: Tensor, g: Tensor | None, h: Tensor | None, into: Tensor
+        self,
+        logits: Tensor,
+        part: slice,
+        norm: Tensor,
+        g: Tensor | None,
+        h: Tensor | None,
+        into: Tensor,
+        more: Iterator[Tensor] | None = None,
     ) -> None:
-        """Write ``scale (g [j = label] - q (g + h (log q + entropy)))`` into `into`, which may be the logits.
+        """Write ``scale (sum_k g_k [j = label_k] - q (sum_k g_k + h (log q + entropy)))`` into `into`.
 
-        g and h, [chunk], are the gradients of log-prob and entropy, None for 0; `norm` is the chunk's.
+        g, like the chunk's labels, and h, [chunk], are the gradients of log-probs and entropy, None for 0; `norm` is
+        the chunk's. `into` may be the logits. `more` is added, a block's part at a time.
         """
         top, total, entropy = norm
         column, here = self._columns(self.labels[part])
         into[:, self._held :] = 0
-        g = torch.zeros_like(top) if g is None else g
-        factor = -self._scale / total
-        level = (factor * (g if h is None else g + h * (entropy - total.log())))[:, None]
+        idle = g is None and h is None
+        g = top.new_zeros(column.shape) if g is None else g.view(column.shape)
+        factor, of_all = -self.scale / total, g.sum(1)
+        level = (factor * (of_all if h is None else of_all + h * (entropy - total.log())))[:, None]
         slope = None if h is None else (factor * h * _LN_2)[:, None]
-        at_label = (g * here * self._scale)[:, None]
-        for rows, z, q in self._blocks(logits, norm.dtype, into):
-            x = self._kept(logits[rows, : self._held], z, part, rows, column, here)
+        at_label = g * here * self.scale
+        for rows, x, z, q in self._blocks(logits, part, norm.dtype, into):
+            added = None if more is None else next(more)  # reads logits, so before they are overwritten
             self._centre(x, top[rows], z)
-            if slope is None:
+            if idle:
+                z.zero_()
+            elif slope is None:
                 z.exp2_().mul_(level[rows])
             else:
                 torch.exp2(z, out=q)
                 z.mul_(slope[rows]).add_(level[rows]).mul_(q)
             z.scatter_add_(1, column[rows], at_label[rows])
+            if added is not None:
+                z.add_(added)
             if into.dtype != z.dtype:
                 into[rows, : self._held] = z
 
     def _centre(self, x: Tensor, top: Tensor, z: Tensor) -> None:
         """z = scale * (x - top) / log 2, finite, for exp2, which on the host takes a quarter of `torch.exp`'s time."""
-        torch.sub(x, top[:, None], out=z).mul_(self._scale / _LN_2).clamp_(min=_NEVER)
+        torch.sub(x, top[:, None], out=z).mul_(self.scale / _LN_2).clamp_(min=_NEVER)
 
     def _blocks(
-        self, logits: Tensor, dtype: torch.dtype, into: Tensor | None = None
-    ) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """Rows at a time, with two pieces of scratch; the first is a part of `into` where the dtype allows it."""
+        self, logits: Tensor, part: slice, dtype: torch.dtype, into: Tensor | None = None
+    ) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
+        """Rows at a time: logits, -inf where an id is not kept, and two pieces of scratch.
+
+        The first is a part of `into` where the dtype allows it, and holds the logits where ids are kept.
+        """
+        column, here = self._columns(self.labels[part])
         size = min(self.block_tokens(logits.device), max(len(logits), 1))
         into = into if into is not None and into.dtype == dtype else None
         scratch = logits.new_empty(1 if into is not None else 2, size, self._held, dtype=dtype)
         for begin in range(0, len(logits) if self._held else 0, size):
             rows = slice(begin, min(begin + size, len(logits)))
             number = rows.stop - rows.start
-            yield rows, scratch[0, :number] if into is None else into[rows, : self._held], scratch[-1, :number]
+            z = scratch[0, :number] if into is None else into[rows, : self._held]
+            yield rows, self._kept(logits[rows, : self._held], z, part, rows, column, here), z, scratch[-1, :number]
 
     def block_tokens(self, device: torch.device) -> int:
         """Tokens of a block, whose scratch fits."""
@@ -215,10 +267,10 @@ class Reading:
         return max(1, entries // max(self._held, 1))
 
     def _columns(self, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """The label's column [n, 1], and True where this rank has it; otherwise the column is arbitrary."""
-        column = labels - self._first
+        """The labels' columns [n, K], and True where this rank has them; otherwise the column is arbitrary."""
+        column = (labels if labels.dim() == 2 else labels[:, None]) - self._first
         here = (column >= 0) & (column < self._held)
-        return column.clamp(0, max(self._held - 1, 0))[:, None], here
+        return column.clamp(0, max(self._held - 1, 0)), here
 
     def _kept(self, x: Tensor, z: Tensor, part: slice, rows: slice, column: Tensor, here: Tensor) -> Tensor:
         """The logits, in `z` with -inf where an id is not kept."""
@@ -232,9 +284,8 @@ class Reading:
             kept = self._keep[:, : self._held].expand(len(z), -1)
         else:
             kept = self._keep[block if self.rows is None else self.rows[block], : self._held]
-        column = column[rows]
-        kept = kept.scatter(1, column, kept.gather(1, column) | here[rows, None])
-        return z.copy_(x).masked_fill_(~kept, -math.inf)
+        label = x.gather(1, column[rows]).to(z.dtype).masked_fill_(~here[rows], -math.inf)
+        return z.copy_(x).masked_fill_(~kept, -math.inf).scatter_reduce_(1, column[rows], label, "amax")
 
 
 def _rows_of(token_mask: TokenMask | None, shape: torch.Size) -> npt.NDArray[np.intp] | None:
@@ -244,7 +295,7 @@ def _rows_of(token_mask: TokenMask | None, shape: torch.Size) -> npt.NDArray[np.
     mask = (token_mask != 0).numpy(force=True) if isinstance(token_mask, Tensor) else np.asarray(token_mask) != 0
     if mask.shape != shape:
         raise ValueError(
-            f"a token mask of shape {mask.shape}: it must have the labels' shape, {tuple(shape)}. Cut it for this "
+            f"a token mask of shape {mask.shape}: it must have one entry per token, {tuple(shape)}. Cut it for this "
             "context-parallel rank as the labels are."
         )
     return None if mask.all() else np.flatnonzero(mask)

@@ -119,16 +119,19 @@ class Given:
 
 def masked(local: Masked, *values: Tensor) -> list[Tensor]:
     """The tensors in float32 at least, and 0 at masked tokens, in the shape of the first."""
-    trained = values[0]
+    nothing = masked_places(local, values[0])
+    return [at_least_float32(one).masked_fill(nothing, 0) for one in values]
+
+
+def masked_places(local: Masked, trained: Tensor) -> Tensor:
+    """True at masked tokens, in the shape of a loss's input and on its device."""
     if isinstance(local, Tensor | np.ndarray):
         given = torch.from_numpy(local) if isinstance(local, np.ndarray) else local
         check_shape("a mask", given, trained)
-        nothing = (given == 0).to(trained.device, non_blocking=given.is_cpu)
-    else:
-        tokens = tokens_of(local)
-        check_values("a loss's input", trained, tokens)
-        nothing = on_device(tokens.mask == 0, trained.device).view(trained.shape)
-    return [at_least_float32(one).masked_fill(nothing, 0) for one in values]
+        return (given == 0).to(trained.device, non_blocking=given.is_cpu)
+    tokens = tokens_of(local)
+    check_values("a loss's input", trained, tokens)
+    return on_device(tokens.mask == 0, trained.device).view(trained.shape)
 
 
 def at_least_float32(values: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ read off it, and followed by `logprobs.hidden`. MuP's scale of logits is a part 
 """
 
 from collections.abc import Mapping
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,9 +17,16 @@ from megatron.core.tensor_parallel import layers
 from torch import Tensor
 
 from megatron_rl_loss.errors import check_int
-from megatron_rl_loss.logprobs.hidden import CHUNK_TOKENS, PerTokenLoss, log_probs_from_hidden, loss_from_hidden
+from megatron_rl_loss.logprobs.hidden import (
+    CHUNK_TOKENS,
+    PerTokenLoss,
+    divergence_from_hidden,
+    log_probs_from_hidden,
+    loss_from_hidden,
+)
 from megatron_rl_loss.logprobs.kept_ids import Keep
 from megatron_rl_loss.logprobs.layer import TensorParallel, WeightGradient
+from megatron_rl_loss.logprobs.teacher import Teacher
 from megatron_rl_loss.megatron.versions import check_output_processor, remat_size
 from megatron_rl_loss.plan.microbatch import Microbatch
 from megatron_rl_loss.step.masks import Array
@@ -33,10 +40,13 @@ class Tokens:
         mask: [b, s], or in that order: tokens with 0 are passed over; their log-prob and entropy are 0. On the host
             (``microbatch.tokens.mask`` is): for a mask on a device the host waits.
         keep: bool [b, s, vocabulary / TP], or `KeptIds` in the order of [s, b]: the ids that sampling kept.
+        teacher: the model then gives (log_probs, entropy, divergence). Its hidden states are [b, s, its width], such as
+            ``microbatch.local(column)``, or this rank's part of s under sequence parallelism.
     """
 
     mask: Tensor | Array | None = None
     keep: Keep | None = None
+    teacher: Teacher | None = None
 
 
 @dataclass(frozen=True)
@@ -47,8 +57,8 @@ class Folded:
 
     Attributes:
         microbatch: aggregates the losses as its step asks.
-        per_token_loss, inputs: as in `loss_from_hidden`; inputs are [b, s].
-        mask, keep: as in `Tokens`; by default the loss mask.
+        per_token_loss, inputs: as in `loss_from_hidden`; inputs are [b, s] or [b, s, ...].
+        mask, keep, teacher: as in `Tokens`; the mask is the loss mask by default.
     """
 
     microbatch: Microbatch
@@ -57,6 +67,7 @@ class Folded:
     _: KW_ONLY
     mask: Tensor | Array | None = None
     keep: Keep | None = None
+    teacher: Teacher | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,21 +75,23 @@ class OutputHead:
     """An ``output_processor`` of a Megatron model that never holds the logits of more than a chunk of tokens.
 
     With labels [b, s] the model gives (log_probs, entropy), float32 [b, s], of the labels this context-parallel rank
-    holds; without ``entropy=True`` the entropy is None. With ``output_processor_context=Folded(...)`` the model gives
-    (share, values) of `loss_from_hidden`, but for the losses. Nothing is read back from a device.
+    holds; with labels [b, s, K] the log-probs are [b, s, K]. Without ``entropy=True`` the entropy is None. With
+    ``output_processor_context=Folded(...)`` the model gives (share, values) of `loss_from_hidden`, but for the losses.
+    Nothing is read back from a device.
 
     Attributes:
-        chunk_tokens, temperature, entropy, vocab_size: as in `log_probs_from_hidden`.
+        chunk_tokens, temperature, entropy, vocab_size, kernel: as in `log_probs_from_hidden`.
 
     Raises:
         ValueError: Megatron-Core before 0.18, whose models take no ``output_processor``; when called, an output layer
-            that does more than Megatron's ColumnParallelLinear, by a hook too.
+            that does more than Megatron's ColumnParallelLinear, by a hook too; a kernel with what it cannot do.
     """
 
     chunk_tokens: int = CHUNK_TOKENS
     temperature: float = 1.0
     entropy: bool = False
     vocab_size: int | None = None
+    kernel: str | None = None
 
     def __post_init__(self) -> None:
         check_output_processor()
@@ -94,7 +107,7 @@ class OutputHead:
         context: Tokens | Folded | None = None,
         scale_logits: Any = None,
         **_: Any,
-    ) -> tuple[Tensor, Tensor | None] | tuple[Tensor, dict[str, Tensor]]:
+    ) -> tuple[Tensor | None, ...] | tuple[Tensor, dict[str, Tensor]]:
         """Run on hidden states [s, b, h], or [s / TP, b, h] under sequence parallelism."""
         if labels is None:
             raise ValueError(
@@ -106,7 +119,15 @@ class OutputHead:
         run_pre_hooks(output_layer, hidden_states, weight)
         context = context or Tokens()
         mask = context.microbatch.tokens.mask if isinstance(context, Folded) and context.mask is None else context.mask
-        keep = context.keep
+        keep, teacher = context.keep, context.teacher
+        if self.kernel is not None and (teacher is not None or isinstance(context, Folded)):
+            raise ValueError(
+                f"OutputHead(kernel={self.kernel!r}) with a teacher or Folded: a kernel makes log-probs and entropy in "
+                "two passes, nothing else. Leave the kernel out there."
+            )
+        if teacher is not None:
+            its_temperature = self.temperature if teacher.temperature is None else teacher.temperature
+            teacher = replace(teacher, hidden=teacher.hidden.transpose(0, 1), temperature=its_temperature)
         fused = output_layer.gradient_accumulation_fusion and hasattr(weight, "main_grad")
         mup = 1.0 if scale_logits is None else float(scale_logits(torch.ones((), device="cpu")))
         common: dict[str, Any] = {
@@ -120,19 +141,44 @@ class OutputHead:
             "keep": keep.transpose(0, 1) if isinstance(keep, Tensor) and keep.dim() == 3 else keep,
             "vocab_size": self.vocab_size,
             "entropy": self.entropy,
-            "token_mask": None if mask is None else mask.reshape(labels.shape).T,
+            "token_mask": None if mask is None else mask.reshape(labels.shape[:2]).T,
             "chunk_tokens": self.chunk_tokens,
             "main_gradient": FusedMainGradient(weight) if fused else None,
         }
         if not isinstance(context, Folded):
-            log_probs, entropy = log_probs_from_hidden(hidden_states, weight, labels.t(), **common)
-            return log_probs.t(), None if entropy is None else entropy.t()
+            found: tuple[Tensor | None, ...]
+            if teacher is None:
+                common["kernel"] = self.kernel
+                found = log_probs_from_hidden(hidden_states, weight, labels.transpose(0, 1), **common)
+            else:
+                found = divergence_from_hidden(
+                    hidden_states,
+                    weight,
+                    teacher.hidden,
+                    teacher.weight,
+                    labels.transpose(0, 1),
+                    kind=teacher.kind,
+                    beta=teacher.beta,
+                    teacher_bias=teacher.bias,
+                    teacher_temperature=teacher.temperature,
+                    **common,
+                )
+            return tuple(None if one is None else one.transpose(0, 1) for one in found)
         weights = context.microbatch.pg_loss.weights_on(hidden_states.device)
-        inputs = {name: one.reshape(labels.shape).t() for name, one in context.inputs.items()}
+        inputs = {
+            name: one.reshape(*labels.shape[:2], *one.shape[2:]).transpose(0, 1) for name, one in context.inputs.items()
+        }
         share, values = loss_from_hidden(
-            hidden_states, weight, labels.t(), weights.view(labels.shape).t(), context.per_token_loss, inputs, **common
+            hidden_states,
+            weight,
+            labels.transpose(0, 1),
+            weights.view(labels.shape[:2]).t(),
+            context.per_token_loss,
+            inputs,
+            teacher=teacher,
+            **common,
         )
-        values = {name: one.t() for name, one in values.items()}
+        values = {name: one.transpose(0, 1) for name, one in values.items()}
         return context.microbatch.folded(share, values.pop("losses")), values
 
 

@@ -255,6 +255,18 @@ def test_steps_are_the_same_in_every_layout(mode: str, begun: tuple[Path, list[s
         record_property("relative_error_of_online_grad_norms", found["grad norm"])
 
 
+def test_steps_with_a_teacher_are_the_same_over_tp_and_cp(begun: tuple[Path, list[str]]) -> None:
+    """Its top 6 of 16 ids; the teacher is what an earlier run left."""
+    taught = ["--teacher", str(finished(1, "sample_mean", [], begun) / "weights"), "--teacher-top-k", "6"]
+    reference = finished(1, "taught", taught, begun)
+    assert min(step["teacher_kl"] for step in steps_of(reference)[1:]) > 1e-5
+    start, (world_size, flags) = weights_in(begun[0] / "start"), LAYOUTS["tp 2 x cp 2"]
+    found = differences(finished(world_size, "taught over tp and cp", [*taught, *flags], begun), reference, start)
+    assert all(found[name] <= bound for name, bound in BOUNDS.items()), found
+    untaught = differences(finished(1, "sample_mean", [], begun), reference, start)  # negative control
+    assert untaught["grad norm"] > 10 * BOUNDS["grad norm"]
+
+
 def test_other_modes_would_be_seen(begun: tuple[Path, list[str]]) -> None:
     """Negative control: what the layouts are held to tells the modes apart."""
     start = weights_in(begun[0] / "start")

@@ -173,6 +173,44 @@ def keeps_rows_apart(chunk: Any, model: Any) -> None:
     assert [f"per_token_loss is nan at token {place} of sample {row}" in line for line in lines] == [True]
 
 
+def takes_several_ids_and_a_teacher(chunk: Any, model: Any) -> None:
+    """Labels and inputs are [b, s, K], the teacher's hidden states [b, s, its width]; both in one pass and in two."""
+    from megatron_rl_loss import Folded, OutputHead, Teacher, Tokens
+
+    generator = torch.Generator().manual_seed(2)
+    hidden = torch.randn(5, 2, gpt_oracle.HIDDEN, generator=generator)
+    labels = torch.randint(gpt_oracle.VOCAB, (2, 5, 3), generator=generator)
+    column, weight = torch.randn(2, 5, 4, generator=generator), torch.randn(gpt_oracle.VOCAB, 4, generator=generator)
+    near, weights = torch.randn(2, 5, 3, generator=generator), torch.rand(2, 5, generator=generator)
+    log_p = ((hidden @ model.output_layer.weight.t()).double().transpose(0, 1) / 2).log_softmax(-1)
+    expected = log_p.gather(-1, labels)
+    head, said = (
+        OutputHead(chunk_tokens=3, temperature=2.0),
+        {"output_layer": model.output_layer, "output_weight": None, "labels": labels, "hidden_states": hidden},
+    )
+    close = {"rtol": 1e-5, "atol": 1e-6}
+    torch.testing.assert_close(head(**said)[0].double(), expected, **close)
+    for temperature in (None, 1.5):  # None: as the head's
+        log_q = ((column @ weight.t()).double() / (temperature or 2)).log_softmax(-1)
+        divergence = (log_p.exp() * (log_p - log_q)).sum(-1)
+        teacher = Teacher(hidden=column, weight=weight, kind="reverse_kl", temperature=temperature)
+        found = head(context=Tokens(teacher=teacher), **said)
+        assert found[1] is None
+        torch.testing.assert_close([found[0].double(), found[2].double()], [expected, divergence], **close)
+        microbatch = planned(weights)[0]
+        folded = Folded(
+            microbatch,
+            lambda lp, _, near, divergence: ((lp * near).sum(-1) + divergence, {}),
+            {"near": near},
+            teacher=teacher,
+        )
+        share, values = head(context=folded, **said)
+        losses = (expected * near).sum(-1) + divergence
+        torch.testing.assert_close(share.double(), (losses * weights).sum(), **close)
+        torch.testing.assert_close(values["divergence"].double(), divergence, **close)
+        microbatch.carry(share)
+
+
 def reads_nothing_back(chunk: Any, model: Any) -> None:
     """On `meta`, which has shapes and no numbers: whatever reads them raises."""
     from megatron_rl_loss import Folded, OutputHead, Tokens
@@ -198,6 +236,8 @@ def reads_nothing_back(chunk: Any, model: Any) -> None:
 
 def refuses(chunk: Any, model: Any) -> dict[str, str]:
     """What is said of output layers that do more."""
+    from megatron_rl_loss import Folded
+
     layer, said = model.output_layer, {}
     layer.config = copy.copy(layer.config)  # that of other layers stays as it is
 
@@ -233,6 +273,8 @@ def refuses(chunk: Any, model: Any) -> dict[str, str]:
         handle = register(hook)
         tried(name)
         handle.remove()
+    tried("a kernel on the CPU", kernel="liger")
+    tried("a kernel of one pass", kernel="liger", context=Folded(planned(torch.ones(8))[0], lambda lp, _: (lp, {})))
     layer.__class__ = type("Adapted", (type(layer),), {"forward": lambda self, *args, **kwargs: None})
     tried("Adapted")
     return said
@@ -245,6 +287,7 @@ CHECKS = (
     leaves_gradients_to_a_caller_who_sums_them,
     adds_to_the_main_gradient,
     keeps_rows_apart,
+    takes_several_ids_and_a_teacher,
     reads_nothing_back,
 )
 
@@ -262,6 +305,8 @@ REFUSED = {
     "a backward hook": "a forward or backward hook",
     "one before it": "a forward or backward hook",
     "a hook that changes its input": "a hook that changes its input",
+    "a kernel on the CPU": "with tensors on the CPU",
+    "a kernel of one pass": "with a teacher or Folded",
     **{name: name for name in ("GTP", "defer_embedding_wgrad_compute", "CPU offloading", "skip_bias_add", "Adapted")},
 }
 

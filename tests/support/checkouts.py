@@ -184,6 +184,15 @@ BRIDGE = Framework(
         "megatron.bridge.training.utils.flop_utils",  # names of a newer megatron-core
     ),
 )
+TRL = Framework(
+    variable="TRL_PATH",
+    proof="trl/experimental/gkd/gkd_trainer.py",
+    passed_by=_packages("trl", "experimental", "experimental.gkd", "trainer"),
+    stand_ins=(
+        *("accelerate", "datasets", "peft", "liger_kernel", "transformers", "trl.models"),
+        *("trl.experimental.gkd.gkd_config", "trl.experimental.utils", "trl.trainer.sft_trainer", "trl.trainer.utils"),
+    ),
+)
 MEGATRON_LM = Framework(
     variable="MEGATRON_LM_PATH",
     proof="train_rl.py",

@@ -18,6 +18,8 @@ class Batch:
     weight: Tensor  # [vocabulary, hidden]
     bias: Tensor  # [vocabulary]
     labels: Tensor  # [tokens]
+    ids: Tensor  # [tokens, 5]; some rows name an id twice
+    taught: dict[str, Tensor]  # the teacher's hidden states [tokens, 6] and weight [vocabulary, 6]
     mask: Tensor  # bool [tokens]: ragged, with stretches that no chunk of a few tokens has one in
     keep: Tensor  # bool [tokens, vocabulary]; some rows empty, some without the label
     weights: Tensor  # [tokens], of a loss; 0 where the mask is, and at some more
@@ -42,27 +44,47 @@ def batch_of(tokens: int, vocabulary: int, hidden: int, dtype: torch.dtype = tor
         weight=(draw(vocabulary, hidden) / math.sqrt(hidden)).to(dtype).double(),
         bias=draw(vocabulary).to(dtype).double(),
         labels=torch.randint(vocabulary, (tokens,), generator=generator),
+        ids=torch.randint(vocabulary, (tokens, 5), generator=torch.Generator().manual_seed(1)),
         mask=mask,
         keep=keep,
         weights=weights.float().double(),
         near=draw(tokens).float().double(),
+        taught={"hidden": draw(tokens, 6).to(dtype).double(), "weight": draw(vocabulary, 6).to(dtype).double() / 2},
     )
 
 
 def log_probs_and_entropy(
     logits: Tensor, labels: Tensor, temperature: float = 1.0, keep: Tensor | None = None, vocab_size: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Of logits [tokens, vocabulary], float64; one token after the other, over the ids that count."""
+    """Of logits [tokens, vocabulary] and labels [tokens] or [tokens, K], float64; over the ids that count."""
     log_probs, entropies = [], []
-    for t, label in enumerate(labels.tolist()):
+    for t, of_token in enumerate(labels.view(len(labels), -1).tolist()):
         ids = list(range(vocab_size or logits.shape[1]))
         if keep is not None:
-            ids = [j for j in ids if keep[t, j] or j == label]
+            ids = [j for j in ids if keep[t, j] or j in of_token]
         row = logits[t, ids] / temperature
         log_q = row - row.max().detach() - (row - row.max().detach()).exp().sum().log()
-        log_probs.append(log_q[ids.index(label)])
+        log_probs.append(log_q[[ids.index(label) for label in of_token]])
         entropies.append(-(log_q.exp() * log_q).sum())
-    return torch.stack(log_probs), torch.stack(entropies)
+    return torch.stack(log_probs).view(labels.shape), torch.stack(entropies)
+
+
+def divergence(
+    logits: Tensor, taught: Tensor, labels: Tensor, kind: str, beta: float = 0.5, keep: Tensor | None = None
+) -> Tensor:
+    """Of logits [tokens, vocabulary] over their temperatures, float64; over the ids that count, one after the other."""
+    values = []
+    for t, of_token in enumerate(labels.view(len(labels), -1).tolist()):
+        ids = [j for j in range(logits.shape[1]) if keep is None or keep[t, j] or j in of_token]
+        p, q = (logits[t, ids].softmax(0), taught[t, ids].softmax(0))
+        m = beta * q + (1 - beta) * p
+        kl = {
+            "forward_kl": q * (q / p).log(),
+            "reverse_kl": p * (p / q).log(),
+            "jsd": beta * q * (q / m).log() + (1 - beta) * p * (p / m).log(),
+        }
+        values.append(kl[kind].sum())
+    return torch.stack(values)
 
 
 def relative(actual: Tensor, expected: Tensor) -> float:
@@ -92,6 +114,16 @@ CASES: dict[str, dict[str, Any]] = {
     "padded vocabulary": {"vocab_size": 17, "bias": True},
     "padded to several ranks": {"vocab_size": 5},
     "no token counts": {"mask": False},
+    "five ids": {"ids": 5, "bias": True, "temperature": 0.6},
+    "five ids, kept ids": {"ids": 5, "keep": True},
+    "five ids, padded vocabulary": {"ids": 5, "vocab_size": 17, "mask": True},
+    "one id of a list": {"ids": 1},
+    "forward KL": {"teacher": {"kind": "forward_kl"}, "bias": True, "temperature": 0.6},
+    "reverse KL, kept ids": {"teacher": {"kind": "reverse_kl", "temperature": 1.7}, "keep": True},
+    "JSD, padded vocabulary": {"teacher": {"kind": "jsd", "beta": 0.3}, "vocab_size": 17, "mask": True},
+    "JSD, padded to several ranks": {"teacher": {"kind": "jsd"}, "vocab_size": 5, "ids": 5},
+    "reverse KL of logits": {"teacher": {"kind": "reverse_kl"}, "logits": True},
+    "forward KL, no token counts": {"teacher": {"kind": "forward_kl"}, "mask": False},
 }
 
 
@@ -100,12 +132,18 @@ def given(name: str, dtype: torch.dtype = torch.float32) -> tuple[Batch, Tensor,
     batch, case = batch_of(TOKENS, VOCABULARY, HIDDEN, dtype), CASES[name]
     mask = torch.full_like(batch.mask, case["mask"]) if "mask" in case else batch.mask
     options = {key: case[key] for key in ("temperature", "vocab_size") if key in case}
-    return batch, batch.labels % case.get("vocab_size", VOCABULARY), mask, options
+    labels = batch.ids[:, : case["ids"]] if "ids" in case else batch.labels
+    return batch, labels % case.get("vocab_size", VOCABULARY), mask, options
 
 
-def losses_of(log_probs: Tensor, entropy: Tensor | None, near: Tensor, *, wanted: Wanted) -> tuple[Tensor, Found]:
+def losses_of(
+    log_probs: Tensor, entropy: Tensor | None, near: Tensor, divergence: Tensor | None = None, *, wanted: Wanted
+) -> tuple[Tensor, Found]:
     """A loss whose slope depends on its values, and a metric."""
+    if log_probs.dim() == 2:
+        log_probs = log_probs @ torch.linspace(1, -0.5, log_probs.shape[1]).to(log_probs)
     mixed = wanted[0] * log_probs + (0 if entropy is None else wanted[1] * entropy)
+    mixed = mixed if divergence is None else mixed + 0.7 * divergence
     return (mixed - near).square(), {"mixed": mixed}
 
 
@@ -116,9 +154,17 @@ def expected_of(name: str, dtype: torch.dtype, wanted: Wanted = BOTH) -> Found:
     leaves = {key: getattr(batch, key).clone().requires_grad_() for key in ("hidden", "weight", "bias")}
     logits = leaves["hidden"] @ leaves["weight"].T + leaves["bias"] * case.get("bias", False)
     keep = batch.keep if case.get("keep") else None
-    log_probs, entropy = (one * mask for one in log_probs_and_entropy(logits, labels, keep=keep, **options))
-    share = (losses_of(log_probs, entropy, batch.near, wanted=wanted)[0] * batch.weights * mask).sum()
+    both = log_probs_and_entropy(logits, labels, keep=keep, **options)
+    log_probs, entropy = (one.masked_fill(~mask.view(-1, *[1] * (one.dim() - 1)), 0) for one in both)
+    found = {"log_probs": log_probs, "entropy": entropy}
+    if "teacher" in case:
+        teacher, size = dict(case["teacher"]), options.get("vocab_size")
+        temperature = options.get("temperature", 1.0)
+        taught = batch.taught["hidden"] @ batch.taught["weight"].T / teacher.pop("temperature", temperature)
+        both = (logits / temperature)[:, :size], taught[:, :size]
+        found["divergence"] = divergence(*both, labels, keep=keep, **teacher) * mask
+    losses = losses_of(log_probs, entropy, batch.near, found.get("divergence"), wanted=wanted)[0]
+    found["share"] = share = (losses * batch.weights * mask).sum()
     share.backward()
-    found = {"log_probs": log_probs, "entropy": entropy, "share": share}
     found |= {key: leaf.grad for key, leaf in leaves.items() if key != "bias" or case.get("bias")}  # type: ignore[misc]
     return {key: one.detach() for key, one in found.items() if wanted[1] or key != "entropy"}

@@ -1,12 +1,14 @@
-"""A kernel behind `log_probs_from_logits`, against float64."""
+"""A kernel behind `log_probs_from_logits` or `log_probs_from_hidden`, against float64."""
 
 from typing import Any
 
 import head_oracle
 import torch
 from head_oracle import VOCABULARY, batch_of, relative
+from ranks import start_process_group
 
-from megatron_rl_loss import log_probs_from_logits
+from megatron_rl_loss import TensorParallel, log_probs_from_hidden, log_probs_from_logits
+from megatron_rl_loss.logprobs import kernels
 
 
 def check(kernel: Any, device: str = "cpu", bound: float = 1e-6) -> None:
@@ -24,3 +26,42 @@ def check(kernel: Any, device: str = "cpu", bound: float = 1e-6) -> None:
     assert relative(found.log_probs.cpu(), expected) <= bound
     assert relative(given.cpu(), gradient) <= bound
     assert torch.equal(logits.detach(), before)
+
+
+#: Of log-probs, entropy, and the gradients of hidden states and weight.
+Errors = tuple[float, ...]
+
+
+def errors_from_hidden(kernel: str | None, group: Any = None, device: str = "cpu", **parallel: bool) -> Errors:
+    """Relative errors of this rank's part, at a temperature and with entropy; 32 tokens, some of them masked."""
+    batch, temperature = batch_of(32, VOCABULARY, 8), 0.7
+    leaves = [one.clone().requires_grad_() for one in (batch.hidden, batch.weight)]
+    found = head_oracle.log_probs_and_entropy(leaves[0] @ leaves[1].T, batch.labels, temperature)
+    log_probs, entropy = (one * batch.mask for one in found)
+    slopes = torch.linspace(-1, 2, 32)
+    gradients = torch.autograd.grad(((log_probs - 0.3 * entropy) * slopes).sum(), leaves)
+    rank, size = (0, 1) if group is None else (group.rank(), group.size())
+    columns = slice(rank * VOCABULARY // size, (rank + 1) * VOCABULARY // size)
+    part = slice(rank * 32 // size, (rank + 1) * 32 // size) if parallel.get("sequence_parallel") else slice(None)
+    hidden, weight = batch.hidden[part], batch.weight[columns]
+    mine = [one.detach().float().to(device).requires_grad_() for one in (hidden, weight)]
+    more = {"kernel": kernel, "tensor_parallel": TensorParallel(group=group, **parallel)}
+    labels = batch.labels.masked_fill(~batch.mask, -7).to(device)
+    ours = log_probs_from_hidden(*mine, labels, temperature=temperature, entropy=True, token_mask=batch.mask, **more)
+    given = torch.autograd.grad(((ours.log_probs - 0.3 * ours.entropy) * slopes.to(device)).sum(), mine)
+    expected = log_probs, entropy, gradients[0][part], gradients[1][columns]
+    return tuple(relative(one.cpu(), other) for one, other in zip((*ours, *given), expected, strict=True))
+
+
+def fallback_on_rank() -> dict[str, Errors]:
+    """Liger's torch fallback, which asks for CUDA tensors though it needs none, and ours."""
+    from liger_kernel.ops import fused_linear_scaled_cross_entropy as theirs
+
+    start_process_group()
+    theirs._validate_tp_inputs = kernels._cannot = lambda *_: []
+    world = torch.distributed.group.WORLD
+    return {
+        f"{kernel}, sequence parallel: {cut}": errors_from_hidden(kernel, world, sequence_parallel=cut)
+        for kernel in ("liger", None)
+        for cut in (False, True)
+    }

@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 import torch
 from interpreter import begin, finish
-from kernel_check import check
+from kernel_check import check, errors_from_hidden, fallback_on_rank
+from ranks import run_ranks
 from refusals import refusal_tests, refusals
 from repository import ROOT
 from torch import Tensor
 
-from megatron_rl_loss import log_probs_from_logits
+from megatron_rl_loss import log_probs_from_hidden, log_probs_from_logits
 from megatron_rl_loss.logprobs import kernels
 
 
@@ -44,7 +45,12 @@ print("the same")
 """
 
 
-@pytest.mark.skipif(importlib.util.find_spec("liger_kernel") is None, reason="liger-kernel is not installed")
+needs_liger = pytest.mark.skipif(
+    importlib.util.find_spec("liger_kernel") is None, reason="liger-kernel is not installed"
+)
+
+
+@needs_liger
 def test_ligers_kernel_in_tritons_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     done = finish(begin(IN_THE_INTERPRETER))
@@ -59,15 +65,43 @@ def test_kernels_on_a_gpu(name: str) -> None:
     if importlib.util.find_spec({"liger": "liger_kernel"}.get(name, name)) is None:
         pytest.skip(f"{name} is not installed")
     check(kernels.KERNELS[name], "cuda", 1e-5)
+    if name in kernels.FROM_HIDDEN:
+        assert max(errors_from_hidden(name, device="cuda")) <= 1e-4
+
+
+@needs_liger
+def test_ligers_fallback_from_hidden_states_is_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At TP 2 and 1, on the CPU; with -s it prints the errors to float64."""
+    found = {f"{name}, rank {n}": of[name] for n, of in enumerate(run_ranks(2, fallback_on_rank)) for name in of}
+    monkeypatch.setattr(kernels, "_cannot", lambda *_: [])
+    found |= {"liger, one rank": errors_from_hidden("liger"), "None, one rank": errors_from_hidden(None)}
+    for name, errors in found.items():
+        print(f"{name}: log-probs {errors[0]:.1e}, entropy {errors[1]:.1e}, gradients {max(errors[2:]):.1e}")
+        assert max(errors) <= 2e-5
 
 
 LOGITS, LABELS = torch.zeros(2, 4), torch.tensor([0, 3])
+HIDDEN, WEIGHT = torch.zeros(2, 6), torch.zeros(4, 6)
 TWO_RANKS = SimpleNamespace(size=lambda: 2)  # the part of a group that the kernel uses
+
+
+def of_liger(labels: Tensor = LABELS, kernel: str | None = "liger", **more: Any) -> Any:
+    return log_probs_from_hidden(HIDDEN, WEIGHT, labels, kernel=kernel, **more)
+
+
 REFUSALS = {
     **refusals(
         partial(log_probs_from_logits, LOGITS, LABELS, kernel=plain),
         ({"temperature": 0.5}, "a kernel with a temperature", {}),
         ({"entropy": True, "keep": LOGITS == 0}, "a kernel with a temperature, kept ids", {}),
+    ),
+    **refusals(
+        of_liger,
+        ({}, "kernel='liger' with tensors on the CPU: ", {"kernel": None}),
+        ({"labels": LABELS[:, None]}, "with labels of K ids, tensors", {"labels": LABELS[:, None], "kernel": None}),
+        ({"bias": WEIGHT[:, 0], "vocab_size": 4}, "with a bias, vocab_size", {"bias": WEIGHT[:, 0], "kernel": None}),
+        ({"keep": WEIGHT[:, 0] == 0}, "with kept ids", {"keep": WEIGHT[:, 0] == 0, "kernel": None}),
+        ({"kernel": "triton"}, "kernel 'triton': there is no such kernel", {"kernel": None}),
     ),
     "Liger on two ranks": (
         partial(kernels.liger, LOGITS, LABELS, TWO_RANKS),

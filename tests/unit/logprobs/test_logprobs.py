@@ -30,11 +30,20 @@ from refusals import refusal_tests, refusals
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_rl_loss import TensorParallel, log_probs_from_hidden, log_probs_from_logits, loss_from_hidden
+from megatron_rl_loss import (
+    Teacher,
+    TensorParallel,
+    divergence_from_hidden,
+    log_probs_from_hidden,
+    log_probs_from_logits,
+    loss_from_hidden,
+)
 from megatron_rl_loss.logprobs.kept_ids import KeptIds
 from megatron_rl_loss.logprobs.layer import WeightGradient
 
 WAYS = ("logits", "two passes", "one pass")
+#: From logits there is no divergence.
+WAYS_OF = [(way, name) for way in WAYS for name in CASES if way != "logits" or "teacher" not in CASES[name]]
 every_way = pytest.mark.parametrize("way", WAYS)
 of_hidden = pytest.mark.parametrize("way", WAYS[1:])
 Parallel = dict[str, Any]
@@ -53,6 +62,20 @@ def leaves_of(name: str, dtype: torch.dtype = torch.float32, parallel: Parallel 
     }
 
 
+def teacher_of(name: str, dtype: torch.dtype, device: torch.device, parallel: Parallel) -> dict[str, Any]:
+    """Of this rank: its part of the vocabulary and, where it gives hidden states by sequence parallelism, of tokens."""
+    taught, group = given(name, dtype)[0].taught, parallel.get("group")
+    rank, size = (0, 1) if group is None else (group.rank(), group.size())
+    columns = slice(rank * VOCABULARY // size, (rank + 1) * VOCABULARY // size)
+    mine = slice(rank * TOKENS // size, (rank + 1) * TOKENS // size)
+    mine = mine if parallel.get("sequence_parallel") and "temperature" in CASES[name]["teacher"] else slice(None)
+    if CASES[name].get("logits"):
+        of_rank = {"hidden": (taught["hidden"] @ taught["weight"].T)[:, columns]}
+    else:
+        of_rank = {"hidden": taught["hidden"][mine].to(dtype), "weight": taught["weight"][columns].to(dtype)}
+    return {key: one.to(device) for key, one in of_rank.items()} | CASES[name]["teacher"]
+
+
 def values_of(
     way: str, name: str, leaves: Found, wanted: Wanted = BOTH, parallel: Parallel | None = None, **more: Any
 ) -> Found:
@@ -62,7 +85,8 @@ def values_of(
     group, device = parallel.get("group"), hidden.device
     first = 0 if group is None else group.rank() * len(weight)
     exact = torch.promote_types(hidden.dtype, torch.float32)
-    labels, weights = labels.masked_fill(~mask, -100).to(device), (batch.weights * mask).to(exact)
+    labels = labels.index_fill(0, (~mask).nonzero()[:, 0], -100).to(device)
+    weights = (batch.weights * mask).to(exact)
     keep = batch.keep[:, first : first + len(weight)] if CASES[name].get("keep") else None
     options |= {"keep": keep, "entropy": wanted[1] != 0, "token_mask": mask, **more}
     loss = functools.partial(head_oracle.losses_of, wanted=wanted)
@@ -72,17 +96,28 @@ def values_of(
         log_probs, entropy = log_probs_from_logits(logits, labels, tp_group=group, **options)
     else:
         options |= {"bias": bias, "tensor_parallel": TensorParallel(**parallel)}
-    if way == "two passes":
+    divergence, taught = None, {}
+    if "teacher" in CASES[name]:
+        taught = teacher_of(name, hidden.dtype, device, parallel)
+    if way == "two passes" and taught:
+        hidden_and_weight = taught.pop("hidden"), taught.pop("weight", None)
+        taught |= {"teacher_temperature": taught.pop("temperature")} if "temperature" in taught else {}
+        log_probs, entropy, divergence = divergence_from_hidden(
+            hidden, weight, *hidden_and_weight, labels, **taught, **options
+        )
+    elif way == "two passes":
         log_probs, entropy = log_probs_from_hidden(hidden, weight, labels, **options)
     if way == "one pass":
         inputs = {"near": near.masked_fill(weights.to(device) == 0, torch.nan)}  # is ignored there
+        options |= {"teacher": Teacher(**taught)} if taught else {}
         share, values = loss_from_hidden(hidden, weight, labels, weights, loss, inputs, **options)
-        assert set(values) - {"entropy"} == {"log_probs", "losses", "mixed"}
+        assert set(values) - {"entropy", "divergence"} == {"log_probs", "losses", "mixed"}
         assert not any(one.requires_grad for one in values.values())
-        log_probs, entropy = values["log_probs"], values.get("entropy")
+        log_probs, entropy, divergence = (values.get(key) for key in ("log_probs", "entropy", "divergence"))
     else:
-        share = (loss(log_probs, entropy, near)[0] * weights.to(device)).sum()
-    return {"log_probs": log_probs, "share": share} | ({} if entropy is None else {"entropy": entropy})
+        share = (loss(log_probs, entropy, near, divergence)[0] * weights.to(device)).sum()
+    found = {"log_probs": log_probs, "share": share, "entropy": entropy, "divergence": divergence}
+    return {key: one for key, one in found.items() if one is not None}
 
 
 def found_of(way: str, name: str, dtype: torch.dtype, wanted: Wanted, parallel: Any = None, **more: Any) -> Found:
@@ -110,8 +145,7 @@ def kept_ids() -> KeptIds:
     return KeptIds(torch.from_numpy(keep.nonzero()[1]), np.append(0, keep.sum(1).cumsum()))
 
 
-@every_way
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("way", "name"), WAYS_OF)
 def test_values_and_gradients_in_any_chunks(name: str, way: str) -> None:
     options: list[dict[str, Any]] = [{"chunk_tokens": number} for number in (1, 7, TOKENS)]
     options += [{}, {"gradient_in_place": True}] if way == "logits" else []
@@ -127,7 +161,7 @@ def on_tp_rank() -> dict[Any, tuple[Found, list[int]]]:
     group, sent, found = torch.distributed.group.WORLD, bytes_reduced(), {}
     ways = [("logits", False), *itertools.product(WAYS[1:], (False, True))]
     for (way, sequence_parallel), name, wanted in itertools.product(ways, CASES, WANTED):
-        if wanted == "both" or name == "plain":
+        if (wanted == "both" or name == "plain") and (way, name) in WAYS_OF:
             parallel = {"group": group, "sequence_parallel": sequence_parallel}
             more = {"keep": kept_ids()} if name == "kept ids" else {}
             of = found_of(way, name, torch.float32, WANTED[wanted], parallel, chunk_tokens=7, **more)
@@ -139,8 +173,9 @@ def on_tp_rank() -> dict[Any, tuple[Found, list[int]]]:
 
 
 @pytest.mark.slow
-def test_vocabulary_and_tokens_over_several_ranks() -> None:
-    by_rank = run_ranks(4, on_tp_rank, timeout_s=600)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_vocabulary_and_tokens_over_several_ranks(ranks: int) -> None:
+    by_rank = run_ranks(ranks, on_tp_rank, timeout_s=600)
     for at in by_rank[0]:
         parts = [rank[at][0] for rank in by_rank]
         summed = torch.stack([part["hidden"] for part in parts]).sum(0)
@@ -156,7 +191,7 @@ def test_vocabulary_and_tokens_over_several_ranks() -> None:
         for part in parts:
             check(part | whole, expected_of(name, torch.float32, WANTED[wanted]), torch.float32)
         if way == "logits":  # one maximum and one sum, whatever the chunks
-            tokens, numbers = int(given(name)[2].sum()), 3 if WANTED[wanted][1] else 2
+            tokens, numbers = int(given(name)[2].sum()), CASES[name].get("ids", 1) + (2 if WANTED[wanted][1] else 1)
             assert all(rank[at][1] == [4 * tokens, 4 * numbers * tokens][: 2 * bool(tokens)] for rank in by_rank)
 
 
@@ -257,6 +292,9 @@ def test_no_tensor_has_the_logits_of_more_than_a_chunk_nor_of_masked_tokens(chun
     assert watched(way, chunk_tokens, "plain").tokens == (1 + (way == "two passes")) * active
     assert watched(way, chunk_tokens, "plain", differentiate=False).tokens == active
     assert watched(way, chunk_tokens, "no token counts").tokens == 0
+    with_teacher = watched(way, chunk_tokens, "JSD, padded vocabulary")
+    assert with_teacher.largest <= largest
+    assert with_teacher.tokens == (2 + 2 * (way == "two passes")) * TOKENS  # the teacher's, too
 
 
 def test_nothing_is_kept_but_the_logits_and_a_few_numbers_a_token() -> None:
@@ -447,6 +485,9 @@ REFUSALS = {
         ({"vocab_size": 7}, "a label 7 in a vocabulary of 7", {"vocab_size": 8}),
         *(({"vocab_size": size}, f"vocab_size {size} for logits of 8 columns", {}) for size in (9, 0, 7.5, True)),
         ({"labels": LABELS[:2]}, r"labels of shape \(2,\): for these tokens", {}),
+        ({"labels": LABELS[:, None][:, :0]}, r"labels of shape \(3, 0\).*K >= 1", {"labels": LABELS[:, None]}),
+        ({"labels": LABELS[:, None, None]}, r"labels of shape \(3, 1, 1\).*\(3, K\)", {"labels": LABELS[:, None]}),
+        ({"labels": torch.tensor([[0, 8]] * 3)}, "a label 8 in a vocabulary of 8", {}),
         ({"token_mask": torch.ones(3, 1)}, r"a token mask of shape \(3, 1\)", {"token_mask": np.ones(3)}),
         ({"keep": KEEP.float()}, "a keep-mask of torch.float32", {"keep": KEEP}),
         ({"keep": KEEP[:, :4]}, r"shape \(3, 4\): it must be bool, \(3, 8\)", {"keep": KEEP[0]}),

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from megatron_rl_loss import (
     Gathered,
     Samples,
+    divergence_at_ids,
     gae,
     group_relative_advantages,
     importance_weights,
@@ -95,6 +96,9 @@ LOSSES["kl times the ratio"] = lambda given, local: kl_estimate(
 )
 LOSSES["value"] = lambda given, local: value_loss(
     given["log_probs"], given["old_log_probs"], local, old_values=given["advantages"], clip=0.2
+)
+LOSSES["divergence"] = lambda given, local: divergence_at_ids(
+    given["log_probs"][..., None], given["old_log_probs"][..., None], local, kind="jsd"
 )
 OF_SEQUENCES = {name for name, loss in POLICY_LOSSES.items() if loss.of_sequence}
 PLACES = [*((name, LOCAL) for name in LOSSES), *((name, MASK) for name in LOSSES if name not in OF_SEQUENCES)]
@@ -195,7 +199,7 @@ def test_ratios_that_overflow(name: str, dtype: torch.dtype) -> None:
         if name not in ("kl", "kl times the ratio", "value", "cfpo"):  # these grow with the ratio
             assert loss.isfinite().all()
             assert leaf.grad.isfinite().all()
-            assert name in ("cispo", "sapo") or not leaf.grad.any()
+            assert name in ("cispo", "sapo", "divergence") or not leaf.grad.any()
 
 
 NODES = {"gspo": LOSSES["gspo"], "gmpo": LOSSES["gmpo"]}

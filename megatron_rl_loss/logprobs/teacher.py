@@ -1,0 +1,112 @@
+"""Divergence of a student from its teacher over the whole vocabulary: a chunk's values, and their gradient.
+
+With p of the student, q of the teacher, z the student's logits over its temperature, and ``m = beta q + (1 - beta) p``:
+
+    forward_kl = KL(q || p)                              d / d z = p - q
+    reverse_kl = KL(p || q)                              d / d z = p (log(p / q) - KL(p || q))
+    jsd = beta KL(q || m) + (1 - beta) KL(p || m)        d / d z = (1 - beta) p (log(p / m) - KL(p || m))
+
+A KL is summed as ``a log(a / b) - a + b``, whose terms are never negative: errors of the norms drop out.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_rl_loss.errors import check_within
+from megatron_rl_loss.logprobs.reading import Places, Reading
+from megatron_rl_loss.losses.divergence import Kind, check_kind
+
+_LN_2 = math.log(2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Teacher:
+    """The teacher of some tokens, and the divergence from it: whoever reads a student's logits reads its beside them.
+
+    Attributes:
+        hidden: [..., its width], float, of the tokens as in the student's hidden states, or of all tokens where these
+            are a sequence-parallel part; or, without a weight, logits of all tokens, [..., vocabulary / TP].
+        weight, bias: of its output layer, the same ids of the same vocabulary as the student's on this rank.
+        kind, beta: as in `divergence_at_ids`.
+        temperature: of its logits; by default the student's.
+
+    Raises ValueError for a kind, beta or temperature that there is not.
+    """
+
+    hidden: Tensor
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+    kind: Kind
+    beta: float | None = None
+    temperature: float | None = None
+
+    def __post_init__(self) -> None:
+        check_kind(self.kind, self.beta)
+        if self.temperature is not None:
+            check_within("the teacher's temperature", self.temperature, "(0, inf)", "The student's is usual")
+
+
+class Comparison:
+    """A chunk of a student's logits beside its teacher's.
+
+    Attributes:
+        logits: the teacher's, of places in the batch.
+    """
+
+    def __init__(self, read: Reading, teacher: Teacher, logits: Callable[[Places], Tensor]) -> None:
+        self._read, self._other, self.logits = read, read.at(teacher.temperature), logits
+        self._kind, self._beta = teacher.kind, check_kind(teacher.kind, teacher.beta)
+
+    def compare(self, logits: Tensor, norm: Tensor, taught: Tensor, part: slice) -> Tensor:
+        """[4, chunk]: the divergence; the level, KL(p || q) or KL(p || m), of the gradient; the teacher's norm."""
+        of_teacher = self._other.combine(self._other.statistics(taught, part), part)[1][:2].to(norm.dtype)
+        sums = torch.zeros_like(of_teacher)
+        for rows, (log_p, p), (log_q, q) in self._blocks(logits, norm, taught, of_teacher, part):
+            if self._kind == "forward_kl":
+                sums[0, rows] = _kl(q, log_q, p, log_p)
+            elif self._kind == "reverse_kl":
+                sums[:, rows] = _kl(p, log_p, q, log_q)
+            else:
+                log_m = self._middle(p, q)
+                m = log_m.exp2()
+                level = _kl(p, log_p, m, log_m)
+                sums[:, rows] = torch.stack([self._beta * _kl(q, log_q, m, log_m) + (1 - self._beta) * level, level])
+        if self._read.tp_group is not None and sums.numel():
+            dist.all_reduce(sums, group=self._read.tp_group)
+        return torch.cat([sums, of_teacher])
+
+    def slopes(
+        self, logits: Tensor, norm: Tensor, taught: Tensor, compared: Tensor, d: Tensor, part: slice
+    ) -> Iterator[Tensor]:
+        """The gradient towards the logits, a block after the other, of ``d * divergence``; `compared` as above."""
+        factor = (d * self._read.scale)[:, None]
+        for rows, (log_p, p), (log_q, q) in self._blocks(logits, norm, taught, compared[2:], part):
+            if self._kind == "forward_kl":
+                yield p.sub_(q).mul_(factor[rows])
+                continue
+            log_m = log_q if self._kind == "reverse_kl" else self._middle(p, q)
+            above = log_p.sub_(log_m).mul_(_LN_2).sub_(compared[1, rows, None]).masked_fill_(p == 0, 0)
+            yield above.mul_(p).mul_((1 - self._beta) * factor[rows])
+
+    def _middle(self, p: Tensor, q: Tensor) -> Tensor:
+        """log2 m, finite: below the smallest normal number nothing counts."""
+        return (self._beta * q + (1 - self._beta) * p).clamp_(min=torch.finfo(p.dtype).tiny).log2_()
+
+    def _blocks(
+        self, logits: Tensor, norm: Tensor, taught: Tensor, of_teacher: Tensor, part: slice
+    ) -> Iterator[tuple[slice, tuple[Tensor, Tensor], tuple[Tensor, Tensor]]]:
+        """Rows at a time: log2 p and p, log2 q and q."""
+        both = (self._read, logits, norm), (self._other, taught, of_teacher)
+        student, teacher = (read.probabilities(of, its_norm, part) for read, of, its_norm in both)
+        for (rows, *own), (_, *other) in zip(student, teacher, strict=True):
+            yield rows, (own[0], own[1]), (other[0], other[1])
+
+
+def _kl(a: Tensor, log_a: Tensor, b: Tensor, log_b: Tensor) -> Tensor:
+    """``sum_j a log(a / b) - a + b`` of this rank's ids, from logarithms to base 2; 0 log 0 is 0."""
+    return (log_a - log_b).mul_(a).masked_fill_(a == 0, 0).sum(-1).mul_(_LN_2).add_((b - a).sum(-1))

@@ -1,0 +1,120 @@
+"""The divergence of a student from its teacher at each token, from the log-probs of both at K ids."""
+
+import math
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from megatron_rl_loss.errors import check_choice, check_within, require
+from megatron_rl_loss.losses.ratio import Masked, check_shape, masked_places
+
+Kind = Literal["forward_kl", "reverse_kl", "jsd"]
+Tail = Literal["bucket", "drop", "renormalise"]
+#: The log-prob of an id that the teacher did not give: its exp is 0, and unlike -inf it can be subtracted.
+_NOTHING = -1e30
+
+
+def divergence_at_ids(
+    log_probs: Tensor,
+    teacher_log_probs: Tensor,
+    local: Masked,
+    *,
+    kind: Kind,
+    beta: float | None = None,
+    tail: Tail = "bucket",
+    teacher_temperature: float = 1.0,
+) -> Tensor:
+    """Divergence of student p from teacher q, one value per token, from their log-probs at the same K ids.
+
+    >>> student, teacher = torch.tensor([[0.5, 0.25]]).log(), torch.tensor([[0.25, 0.25]]).log()
+    >>> divergence_at_ids(student, teacher, torch.ones(1), kind="reverse_kl")  # log 2 / 2 - log 2 / 4
+    tensor([0.1733])
+
+    With ``KL(a || b) = sum_i a_i log(a_i / b_i)``:
+
+    - ``forward_kl``: ``KL(q || p)``. ``reverse_kl``: ``KL(p || q)``.
+    - ``jsd``: ``beta KL(q || m) + (1 - beta) KL(p || m)``, ``m = beta q + (1 - beta) p``. Towards beta 0 it is
+      ``beta KL(q || p)``, towards 1 ``(1 - beta) KL(p || q)``; it is 0 at both ends.
+
+    The sum is over what `tail` makes of the ids:
+
+    - ``bucket``: the K ids and one category for all others, of probability ``1 - sum_i p_i``. The divergence of K + 1
+      categories, never negative, and never above that of the whole vocabulary.
+    - ``drop``: the K ids as they are. This is no divergence: it may be negative, and is not least where p = q.
+    - ``renormalise``: the K ids, p and q each divided by their sum. It says nothing about the mass on other ids.
+
+    Args:
+        log_probs: of the student at K ids [..., K], in the whole vocabulary's distribution; differentiable.
+        teacher_log_probs: of the teacher at the same ids, detached here. -inf where it gave fewer than K: these ids are
+            in no sum, and `bucket` counts them among the others. A token without any has divergence and gradient 0.
+        local: the `Microbatch`, this rank's tokens of it, or the mask of the tokens, [...].
+        beta: of ``jsd``, in (0, 1); 0.5 by default.
+        teacher_temperature: divides the teacher's log-probs, with ``renormalise`` alone: elsewhere their sum at another
+            temperature would be needed, which K log-probs do not tell. The student's belongs to its log-probs.
+
+    Returns float32 [...] (float64 of float64), computed in float64. A probability of others below half the inputs'
+    epsilon (6e-8 in float32), which rounding hides, is taken as that. Raises ValueError for shapes that differ, K = 0,
+    values above 0.1, probabilities that sum to more than 1.05 (ids that repeat), unknown names and other settings.
+    Source: GKD, arXiv:2306.13649 eq. 1 and section 2; reverse KL of the student's samples, MiniLLM, arXiv:2306.08543.
+    """
+    check_shape("teacher_log_probs", teacher_log_probs, log_probs)
+    share = check_kind(kind, beta)
+    check_choice("tail", tail, get_args(Tail))
+    if log_probs.dim() == 0 or log_probs.shape[-1] == 0:
+        raise ValueError(f"log-probs of shape {tuple(log_probs.shape)}: they must be [..., K], K >= 1. Pass some ids.")
+    check_within("teacher_temperature", teacher_temperature, "(0, inf)", "1.0 is usual")
+    if teacher_temperature != 1 and tail != "renormalise":
+        raise ValueError(
+            f"teacher_temperature={teacher_temperature!r} with tail={tail!r}: K log-probs do not tell the mass of "
+            "other ids at another temperature. Let the teacher apply it to its logits, or renormalise."
+        )
+    exact = torch.promote_types(log_probs.dtype, torch.float32)
+    resolution = torch.finfo(torch.promote_types(exact, teacher_log_probs.dtype)).eps / 2
+    absent = (teacher_log_probs == -torch.inf) | masked_places(local, log_probs[..., 0])[..., None]
+    p, q = (one.double().masked_fill(absent, _NOTHING) for one in (log_probs, teacher_log_probs.detach()))
+    for name, one in (("log_probs", p), ("teacher_log_probs", q)):
+        _check_sum(name, one.detach())
+    p, q = (_categories(one, tail, resolution) for one in (p, q / teacher_temperature))
+    if kind == "forward_kl":
+        return _kl(q, p).to(exact)
+    if kind == "reverse_kl":
+        return _kl(p, q).to(exact)
+    mixture = torch.logaddexp(q + math.log(share), p + math.log1p(-share))
+    return (share * _kl(q, mixture) + (1 - share) * _kl(p, mixture)).to(exact)
+
+
+def check_kind(kind: str, beta: float | None) -> float:
+    """The share of the teacher in the mixture, 0 where there is none; refuses a kind or beta that there is not."""
+    check_choice("kind of divergence", kind, get_args(Kind))
+    if beta is not None:
+        check_within("beta", beta, "(0, 1)", "0.5 is usual; at the ends take forward_kl or reverse_kl")
+        if kind != "jsd":
+            raise ValueError(f"beta={beta!r} for {kind}: it is of jsd alone. Drop it.")
+    return (0.5 if beta is None else beta) if kind == "jsd" else 0.0
+
+
+def _check_sum(name: str, log_probs: Tensor) -> None:
+    if log_probs.numel() and not torch.compiler.is_compiling():
+        largest = log_probs.exp().sum(-1).amax()
+        require(
+            ~(largest > 1.05),  # NaN passes
+            lambda: f"{name} with probabilities of a token's ids that sum to {largest:.4g}",
+            "they sum to 1 at the most. Give each id once per token, and log-probs, not logits.",
+        )
+
+
+def _categories(log_probs: Tensor, tail: Tail, resolution: float) -> Tensor:
+    """Log-probs of the categories that are compared."""
+    if tail == "drop":
+        return log_probs
+    if tail == "bucket":
+        rest = 1 - log_probs.exp().sum(-1, keepdim=True)
+        rest = rest + (rest.detach().clamp(min=resolution) - rest.detach())  # the gradient is that of the sum
+        log_probs = torch.cat([log_probs, rest.log()], dim=-1)
+    return log_probs.log_softmax(-1)  # of a bucket: takes out what rounding adds to a sum of 1
+
+
+def _kl(a: Tensor, b: Tensor) -> Tensor:
+    """``sum a log(a / b)`` from log-probs; 0 log 0 is 0."""
+    return (a.exp() * (a - b).masked_fill(a == -torch.inf, 0)).sum(-1)

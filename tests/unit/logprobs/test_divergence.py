@@ -1,0 +1,187 @@
+"""Divergence over the whole vocabulary where formulas are delicate; values and gradients are in test_logprobs.py."""
+
+import itertools
+from typing import Any
+
+import head_oracle
+import pytest
+import torch
+from head_oracle import FP32, batch_of, relative
+from refusals import refusal_tests, refusals
+from torch import Tensor
+
+from megatron_rl_loss import Samples, Teacher, ZigzagTHD, divergence_from_hidden, log_probs_from_hidden
+
+KINDS: dict[str, dict[str, Any]] = {
+    "forward_kl": {"kind": "forward_kl"},
+    "reverse_kl": {"kind": "reverse_kl"},
+    "jsd": {"kind": "jsd", "beta": 0.3},
+}
+every_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+#: Of a probability, in float32, many of them with random signs.
+ROUNDING = 2e-8
+INF = torch.inf
+#: Of student and teacher: ids that neither has, ids that one alone has, a certain teacher, ties, far apart.
+ROWS = [
+    ([1.0, 2, -INF, 0], [0.0, 1, -INF, 3], ()),
+    ([1.0, 2, 0, 0], [0.0, 1, -INF, 3], ("reverse_kl",)),
+    ([1.0, 2, -INF, 0], [0.0, 1, 2, 3], ("forward_kl",)),
+    ([1.0, 2, 3, 0], [0.0, -INF, -INF, -INF], ("reverse_kl",)),
+    ([2.0, 2, 2, 2], [1.0, 1, 1, 1], ()),
+    ([90.0, 0, -90, 0], [0.0, 90, 0, -90], ()),
+    ([3e3, 0, 0, 0], [0.0, 0, 0, 0], ()),
+]
+
+
+@every_kind
+def test_infinite_and_far_logits(kind: str) -> None:
+    """Infinite where the formula is, and nowhere NaN; of equal distributions 0."""
+    for student, teacher, infinite in ROWS:
+        logits, taught = (torch.tensor([one], dtype=torch.float64) for one in (student, teacher))
+        p, q = logits.softmax(1), taught.softmax(1)
+        log_p, log_q = logits.log_softmax(1), taught.log_softmax(1)
+        m = (0.3 * q + 0.7 * p).log()
+        terms = {"forward_kl": [(1, q, log_q, log_p)], "reverse_kl": [(1, p, log_p, log_q)]}
+        terms["jsd"] = [(0.3, q, log_q, m), (0.7, p, log_p, m)]
+        expected = sum(
+            share * float(a * (log_a - log_b))
+            for share, *one in terms[kind]
+            for a, log_a, log_b in zip(*(x[0] for x in one), strict=True)
+            if a > 0
+        )
+        leaf = logits.detach().float().T.requires_grad_()
+        found = divergence_from_hidden(torch.ones(1, 1), leaf, taught.float(), **KINDS[kind]).divergence
+        assert (expected == INF) == (kind in infinite)
+        assert found.item() == pytest.approx(expected, rel=1e-5, abs=1e-7)
+        if kind not in infinite:
+            (gradient,) = torch.autograd.grad(found.sum(), leaf)
+            assert gradient.isfinite().all()
+            if p.tolist() == q.tolist():
+                assert gradient.count_nonzero() == 0
+
+
+@every_kind
+def test_small_divergences_are_not_lost_and_never_negative(kind: str) -> None:
+    """Of 32,768 ids; a sum of p log(p / q) alone is off by the rounding of both norms, 1e-6."""
+    generator = torch.Generator().manual_seed(0)
+    teacher = 3 * torch.randn(6, 32768, generator=generator)
+    steps = torch.tensor([0, 1e-3, 3e-3, 1e-2, 1e-1, 1])[:, None]
+    student = teacher + steps * torch.randn(6, 32768, generator=generator)
+    found = divergence_from_hidden(torch.eye(6), student.T.contiguous(), teacher, **KINDS[kind]).divergence.double()
+    taught = teacher.double() + 0 * steps
+    expected = head_oracle.divergence(student.double(), taught, torch.zeros(6, 0).long(), **KINDS[kind])
+    assert ((found - expected).abs() <= ROUNDING + 1e-6 * expected).all()
+    assert (found >= -ROUNDING).all()
+
+
+@every_kind
+def test_the_teacher_gets_no_gradient_and_may_come_as_logits_or_be_the_student(kind: str) -> None:
+    batch = batch_of(9, 24, 16)
+    hidden, weight = (one.float().requires_grad_() for one in (batch.hidden, batch.weight))
+    taught = {key: one.float().requires_grad_() for key, one in batch.taught.items()}
+    found = divergence_from_hidden(hidden, weight, *taught.values(), chunk_tokens=4, **KINDS[kind])
+    assert found.log_probs is None
+    assert found.entropy is None
+    found.divergence.sum().backward()
+    assert all(one.grad is None for one in taught.values())
+    assert hidden.grad is not None
+    logits = taught["hidden"] @ taught["weight"].T
+    torch.testing.assert_close(
+        divergence_from_hidden(hidden, weight, logits, **KINDS[kind]).divergence, found.divergence
+    )
+    itself = divergence_from_hidden(hidden, weight, hidden, weight, **KINDS[kind]).divergence
+    assert itself.abs().max() <= ROUNDING
+    (gradient,) = torch.autograd.grad(itself.sum(), hidden)
+    assert gradient.abs().max() <= 1e-6
+
+
+@every_kind
+@pytest.mark.parametrize("to", [torch.bfloat16, torch.float16])
+def test_autocast_is_its_casts(to: torch.dtype, kind: str) -> None:
+    batch = batch_of(9, 24, 16)
+    given = [one.float() for one in (batch.hidden, batch.weight, *batch.taught.values())]
+    with torch.autocast("cpu", dtype=to):
+        inside = divergence_from_hidden(*given, **KINDS[kind]).divergence
+    by_hand = divergence_from_hidden(*(one.to(to) for one in given), **KINDS[kind]).divergence
+    assert torch.equal(inside, by_hand)
+    assert not torch.equal(inside, divergence_from_hidden(*given, **KINDS[kind]).divergence)  # negative control
+
+
+# --- memory and cuts
+
+
+@pytest.mark.parametrize(("ids", "taught"), [(1, False), (8, False), (8, True)])
+def test_what_is_kept_for_backward(ids: int, taught: bool) -> None:
+    """Hidden states, weight and three numbers a token; with a teacher, four more."""
+    kept: list[Tensor] = []
+    hidden, weight = torch.randn(50, 6, requires_grad=True), torch.randn(64, 6, requires_grad=True)
+    labels = torch.zeros(50, ids, dtype=torch.int64)
+    with torch.autograd.graph.saved_tensors_hooks(lambda one: kept.append(one) or one, lambda one: one):
+        if taught:
+            divergence_from_hidden(hidden, weight, hidden, weight, labels, kind="jsd", chunk_tokens=8)
+        else:
+            log_probs_from_hidden(hidden, weight, labels, chunk_tokens=8)
+    assert sorted(one.numel() for one in kept) == sorted([3 * 50, 50 * 6, 64 * 6] + [4 * 50] * taught)
+
+
+@pytest.mark.parametrize("cp_size", [1, 2, 4])
+def test_packed_rows_cut_over_cp(cp_size: int) -> None:
+    """K ids and the teacher's hidden states are columns of the micro-batch; a rank has what the whole has there."""
+    lengths, padded = [5, 9, 3], [8, 16, 8]
+    starts = [0, 8, 24]
+    total, batch = sum(padded), batch_of(32, 24, 16)
+    masks = [torch.ones(n) * (i != 1) for i, n in enumerate(lengths)]  # a fully masked sample
+    hidden, weight = batch.hidden.float(), batch.weight.float()
+    taught, its_weight = batch.taught["hidden"].float(), batch.taught["weight"].float()
+    whole_mask = torch.zeros(total)
+    for start, mask in zip(starts, masks, strict=True):
+        whole_mask[start : start + len(mask)] = mask
+    expected = head_oracle.divergence(
+        batch.hidden @ batch.weight.T, batch.taught["hidden"] @ batch.taught["weight"].T, batch.ids, "jsd"
+    )
+    log_probs, _ = head_oracle.log_probs_and_entropy(batch.hidden @ batch.weight.T, batch.ids)
+    seen = 0
+    for cp_rank in range(cp_size):
+        layout = ZigzagTHD([0, *itertools.accumulate(padded)], total_lengths=lengths)
+        samples = Samples(masks, layout=layout)
+        tokens = samples.local(cp_rank, cp_size)
+        local, mask = tokens.of, tokens.mask  # `microbatch.local` is the former
+        found = divergence_from_hidden(
+            local(hidden), weight, local(taught), its_weight, local(batch.ids), kind="jsd", token_mask=mask
+        )
+        kept = torch.as_tensor(mask) > 0
+        assert torch.equal(kept, local(whole_mask) > 0)
+        seen += int(kept.sum())
+        assert relative(found.divergence, local(expected) * kept) <= FP32
+        assert relative(found.log_probs, local(log_probs) * kept[:, None]) <= FP32
+    assert seen == int(whole_mask.sum())
+
+
+# --- refusals
+
+H, W, T, U = torch.zeros(3, 4), torch.zeros(8, 4), torch.zeros(3, 2), torch.zeros(8, 2)
+
+
+def of(*given: Tensor, kind: Any = "jsd", **more: Any) -> Any:
+    return divergence_from_hidden(H, W, *(given or (T, U)), kind=kind, **more)
+
+
+REFUSALS = refusals(
+    of,
+    ((T[:2], U), r"a teacher of 8 ids on this rank for tokens \(2,\): the student has 8 ids and", (T, U)),
+    ((T, U[:7]), "a teacher of 7 ids on this rank", (T, U)),
+    ((T,), "a teacher of 2 ids on this rank", (T @ U.T,)),
+    ((T, W), r"\(3, 2\).* and \(8, 4\)", (H, W)),
+    ({"kind": "kl"}, "kind of divergence 'kl'", {"kind": "reverse_kl"}),
+    ({"beta": 1}, r"beta is 1: it must be a number in \(0, 1\)", {"beta": 0.9}),
+    ({"kind": "forward_kl", "beta": 0.5}, "beta=0.5 for forward_kl", {"kind": "forward_kl"}),
+    ({"teacher_temperature": 0}, "the teacher's temperature is 0", {"teacher_temperature": 2}),
+    ({"labels": torch.zeros(3, 0).long()}, "K >= 1", {"labels": torch.zeros(3).long()}),
+)
+REFUSALS |= refusals(
+    lambda **more: Teacher(hidden=T, **more), ({"kind": "KL"}, "kind of divergence 'KL'", {"kind": "jsd"})
+)
+
+test_refusals = refusal_tests(REFUSALS)
