@@ -280,12 +280,12 @@ def format_modes() -> str:
         "N rollouts, P prompt groups, U turns, S sessions of n_s samples, i one of these: all, or with",
         "--loss-aggregation-units active those with an active token.",
         "",
-        f"{'--loss-aggregation':<20}{'step loss':<38}--loss-aggregation-divisor",
+        f"{'--loss-aggregation':<20}{'step loss':<46}--loss-aggregation-divisor",
     ]
     for name in available_modes():
         mode = find_mode(name)
         assert mode is not None
-        lines.append(f"{name:<20}{mode.formula:<38}{mode.divisor}")
+        lines.append(f"{name:<20}{mode.formula:<46}{mode.divisor}")
     lines += [
         "",
         "Settings elsewhere, each a --loss-aggregation: step loss, our mode, its divisor, which units N or P counts.",

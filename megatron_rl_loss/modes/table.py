@@ -244,7 +244,7 @@ def token_sum(step: ModeInputs) -> Weights:
     return 1 / (step.divisor or 1.0)
 
 
-@register_pg_loss_reducer("session_mean", formula="1/S sum_s 1/n_s sum_{i in s} (sum_t l*m / M_i)", divisor="refused")
+@register_pg_loss_reducer("session_mean", formula="1/S sum_s 1/n_s sum_i (sum_t l*m / M_i)", divisor="refused")
 def session_mean(step: ModeInputs) -> Weights:
     return 1 / (step.tokens("sample") * step.samples("session") * step.units("session"))
 
