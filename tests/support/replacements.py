@@ -23,10 +23,11 @@ def undone() -> Iterator[None]:
 def aggregated(owner: Any, case: dict[str, Any]) -> Iterator[None]:
     """A step of an engine that trains on its token mean, in the mode of the case; as it is where that says "stock".
 
-    The KL penalty keeps the token mean of the engine: ``kl`` is a setting of the oracle alone.
+    The proof of the step must come out as the case says. The KL penalty keeps the token mean of the engine: ``kl`` is a setting of the oracle alone.
     """
     with undone():
         if not case.get("stock"):
             settings = {name: value for name, value in case["settings"].items() if name != "kl"}
-            token_mean.aggregate(owner, case["mode"], **settings)
+            proof = token_mean.aggregate(owner, case["mode"], **settings).proof
         yield
+        assert case.get("stock") or proof.outcome == case.get("outcome", "proved")

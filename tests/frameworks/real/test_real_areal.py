@@ -24,6 +24,7 @@ from bigram_step import (
 from checkouts import AREAL, Settings, checkout, load
 from gloo_gather import all_gather
 from ranks import run_ranks
+from replacements import aggregated
 from table_step import start
 from torch import Tensor
 
@@ -68,8 +69,6 @@ def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, Any
     from areal.api.cli_args import MicroBatchSpec
     from areal.engine.megatron_utils import packed_context_parallel
 
-    from megatron_rl_loss.frameworks.token_mean import aggregate
-
     packed_context_parallel.dist_F.all_gather = all_gather
     groups = groups_of_rank(state.get_data_parallel_rank(), state.get_data_parallel_world_size())
     found = []
@@ -80,8 +79,6 @@ def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, Any
 
             def _ensure_ready(self) -> None: ...
 
-        if not case.get("stock"):
-            aggregate(Actor, case["mode"], **case["settings"])
         model, actor = bigram_model(), Actor()
         sizes = {"pipeline_parallel_size": 1, "context_parallel_size": cp, "tensor_parallel_size": 1}
         optimizer = {"get_loss_scale": lambda: torch.ones(()), "step": lambda: (True, 0.0, None)}
@@ -98,7 +95,8 @@ def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, Any
             **dict.fromkeys(("enable_tree_training", "enable_fp8", "is_vision_model", "use_padded_seq"), False),
         )  # fmt: skip
         vars(actor.actor).update(config=config, engine=actor, m2_threshold=None)
-        actor.ppo_update([dict(one) for one in groups])
+        with aggregated(Actor, case):
+            actor.ppo_update([dict(one) for one in groups])
         found.append({"errors": errors_of(model, case, kl=None, of_samples=bool(case.get("config")))})
     return found
 
