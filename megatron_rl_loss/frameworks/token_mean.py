@@ -36,7 +36,7 @@ from megatron_rl_loss.step.samples import Samples
 __all__ = ["aggregate"]
 Given = Mapping[str, Any]  # the arguments of a call of the step method, by name
 Batch = MutableMapping[str, Any]
-_GROUPS, _FACTORS = "_megatron_rl_loss_groups", "_megatron_rl_loss_factors"
+_GROUPS, _FACTORS, _PLAIN = (f"_megatron_rl_loss_{name}" for name in ("groups", "factors", "advantages"))
 
 
 class _Engine(NamedTuple):
@@ -117,7 +117,7 @@ def aggregate(owner: Any, mode: str | Mode | ModeFunction, **settings: Any) -> R
             for batch, of_batch in zip(batches, factors, strict=True):
                 plain = batch["advantages"]
                 column = of_batch.to(plain.device).view_as(plain)
-                ours = {"advantages": plain * column} | ({_FACTORS: column} if proves else {})
+                ours = {"advantages": plain * column} | ({_FACTORS: column, _PLAIN: plain} if proves else {})
                 stack.enter_context(_instead(batch, ours))
             if proves:
                 proof.group_size = engine.group_size(given["self"])
@@ -181,14 +181,20 @@ def _tapped(
     loss_of: Callable[[Tensor, Tensor], Tensor],
     log_probs: Tensor,
     batch: Batch,
+    advantages: Tensor,
     masks: Sequence[Tensor],
     prompts: Sequence[Any] | str,
     **more: Any,
 ) -> Tensor:
-    """`tap_slopes` for a micro-batch whose log-probs all context-parallel ranks hold, one for each entry of a mask."""
+    """`tap_slopes` for a micro-batch whose log-probs all context-parallel ranks hold, one for each entry of a mask.
+
+    What became of the `advantages` since they were weighed, until the loss function got them, counts as a weight.
+    """
+    factors, plain = (batch[name].to(log_probs.device) for name in (_FACTORS, _PLAIN))
+    factors = factors * (advantages / (plain * factors)).nan_to_num(1.0)
     layout = Gathered([0, *accumulate(map(len, masks))])
     samples = Samples(masks, layout=layout, prompt_ids=None if isinstance(prompts, str) else [*map(str, prompts)])
-    return tap_slopes(loss, loss_of, log_probs, batch[_FACTORS].to(log_probs.device), samples=samples, **more)
+    return tap_slopes(loss, loss_of, log_probs, factors, samples=samples, **more)
 
 
 def _give_groups(stock: Callable[[], Any], given: dict[str, Any]) -> Any:
@@ -212,7 +218,8 @@ def _tap_areal(given: dict[str, Any]) -> None:
         prompts = [one[0].item() for one in batch[_GROUPS].split(lengths)] if _GROUPS in batch else ""
         masks = batch["loss_mask"].float().split(lengths)
         coef = batch.get("rl_loss_weight", 1.0) if "teacher_logp" in batch else None
-        return _tapped(loss, loss_of, log_probs, batch, masks, prompts, coef=coef, temperature=temperature)
+        more = {"coef": coef, "temperature": temperature}
+        return _tapped(loss, loss_of, log_probs, batch, batch["advantages"], masks, prompts, **more)
 
     def loss_fn(log_probs: Tensor, entropy: Tensor, batch: Batch, **more: Any) -> Tensor:
         def loss_of(leaf: Tensor, advantages: Tensor) -> Tensor:
@@ -248,6 +255,12 @@ def _roll_prompts(given: Given, batch: Batch) -> Sequence[Any] | str:
     return MEDIA if "multi_modal_inputs" in others else prompts_of(batch["input_ids"], batch["prompt_mask"])
 
 
+def _roll_trains(strategy: Any) -> bool:
+    from roll.pipeline.base_worker import CriticWorker
+
+    return not isinstance(strategy.worker, CriticWorker)
+
+
 def _tap_roll(given: dict[str, Any]) -> None:
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -278,11 +291,11 @@ def _tap_roll(given: dict[str, Any]) -> None:
                 return loss_at_leaf
 
         call = {"self": strategy, "batch": data}
-        masks, prompts = _roll_masks(call, data.batch).float(), _roll_prompts(call, data.batch)
+        masks, prompts = list(_roll_masks(call, data.batch).float()), _roll_prompts(call, data.batch)
         temperature = None if config.entropy_loss_coef else 1.0  # an entropy's gradients arrive at logits too
-        coef = getattr(config, "rl_loss_coef", None)
-        taps = {"coef": coef, "temperature": temperature}
-        return _tapped(loss, loss_of, seen[0], data.batch, list(masks), prompts, **taps), metrics
+        more = {"coef": getattr(config, "rl_loss_coef", None), "temperature": temperature}
+        advantages = data.batch["advantages"]
+        return _tapped(loss, loss_of, seen[0], data.batch, advantages, masks, prompts, **more), metrics
 
     given["loss_func"] = loss_func
 
@@ -327,8 +340,10 @@ def _tap_rlinf(stock: Callable[[], Any], given: dict[str, Any]) -> Any:
 
                 loss, metrics = policy_loss(**losses)
                 masks, prompts = list(_rlinf_masks(given, batch).float()), _rlinf_prompts(given, batch)
-                # The model's output is no logits, but a dict.
-                return _tapped(loss, loss_of, losses["logprobs"], batch, masks, prompts, temperature=None), metrics
+                is_fixed = given["self"].cfg.algorithm.get("importance_sampling_fix", False)
+                advantages = (batch if is_fixed else losses)["advantages"].to(loss.device)
+                log_probs = losses["logprobs"]  # The model's output is a dict, no logits.
+                return _tapped(loss, loss_of, log_probs, batch, advantages, masks, prompts, temperature=None), metrics
 
             with _instead(theirs.__globals__, {"policy_loss": tapped}):
                 return loss_func(output)
@@ -379,7 +394,7 @@ _ENGINES = {
         prompts=_roll_prompts,
         group=_megatron_group,
         tap=_tap_roll,
-        trains=lambda strategy: not hasattr(strategy.worker, "forward_func_values"),  # a critic's
+        trains=_roll_trains,
         group_size=lambda strategy: getattr(strategy.worker.pipeline_config, "num_return_sequences_in_group", None),
         of_samples=lambda given: "Set importance_sampling: token"
         if given["self"].worker.pipeline_config.importance_sampling == "seq" else "",

@@ -23,6 +23,7 @@ from bigram_step import (
 )
 from checkouts import AREAL, Settings, checkout, load
 from gloo_gather import all_gather
+from plants import Plant, assert_stops
 from ranks import run_ranks
 from replacements import aggregated
 from table_step import start
@@ -112,3 +113,47 @@ def test_theirs_is_the_token_mean_and_no_other(record_property: Any) -> None:
     (other,) = run_ranks(4, train, checkout(AREAL), 2, [of_prompts | {"stock": True}])[0]
     assert same["errors"]["gradient"] < TOLERANCE
     assert other["errors"]["gradient"] > 1e-2
+
+
+_ENGINE, _ACTOR = "areal/engine/megatron_engine.py", "areal/trainer/ppo/actor.py"
+_FUNCTIONAL, _CP = "areal/utils/functional/functional.py", "areal/engine/megatron_utils/packed_context_parallel.py"
+_SCALED = "        loss_scale = local_weight / total_loss_weight"
+_AGAIN = "loss_fn(logprobs, entropy, inputs, vocab_min_logits=vocab_min_logits, vocab_max_logits=vocab_max_logits)"
+_GIVEN = ("logprobs: torch.Tensor,\n    entropy: torch.Tensor,", "entropy: torch.Tensor,\n    logprobs: torch.Tensor,")
+PLANTS = [
+    Plant("scaling doubled", {_ENGINE: ("return loss * loss_scale", "return 2 * loss * loss_scale")}),
+    Plant("loss function called twice", {_ENGINE: (_SCALED, f"        loss = loss + {_AGAIN}\n{_SCALED}")}),
+    Plant("method renamed", {_ENGINE: ("def ppo_update(", "def update(")}, r"AReaL with no Actor.ppo_update\(\)"),
+    Plant(
+        "another step method called",
+        {_ACTOR: ("self.engine.train_batch(", "type(self.engine).__mro__[2].train_batch(self.engine,")},
+        r"Actor.train_batch called no policy loss, or was not called. Use 1.0.4",
+    ),
+    Plant(
+        "arguments of the loss exchanged",
+        {_ENGINE: ("logprobs,\n                entropy,\n", "entropy,\n                logprobs,\n"), _ACTOR: _GIVEN},
+    ),
+    Plant("mask shifted", {_ACTOR: ('input_data["loss_mask"].bool()', 'input_data["loss_mask"].bool().roll(1)')}),
+    Plant("tokens counted, not active ones", {_FUNCTIONAL: ("loss_mask.count_nonzero() or 1", "loss_mask.numel()")}),
+    Plant(
+        "counts of one rank",
+        {_ENGINE: ("mpu.get_data_parallel_group(with_context_parallel=True)", "mpu.get_context_parallel_group()")},
+        world=(2, 1),
+    ),
+    Plant(
+        "loss not linear in advantages",
+        {_ACTOR: ('advantages = input_data["advantages"]', 'advantages = input_data["advantages"] ** 3')},
+    ),
+    Plant(
+        "gather over CP: gradients doubled",
+        {_CP: ("return gathered_flat[indices]", "return (2 * gathered_flat - gathered_flat.detach())[indices]")},
+        "Gradients of log-probs arrive 2 times at the model's output",
+        world=(2, 2),
+    ),
+    Plant("our weights times 1.25", {}, case={"column": 1.25}),
+]
+
+
+@pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.fault)
+def test_a_fault_stops_all_ranks(plant: Plant, record_property: Any, tmp_path: Any) -> None:
+    assert_stops(record_property, AREAL, train, plant, tmp_path)

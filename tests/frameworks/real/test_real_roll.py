@@ -27,6 +27,7 @@ from bigram_step import (
     make_batch,
 )
 from checkouts import ROLL, Settings, checkout, load
+from plants import Plant, assert_stops, planted, record_plant
 from ranks import RankError, run_ranks
 from replacements import aggregated
 from table_step import relative_error, start
@@ -160,3 +161,45 @@ def test_another_loss_is_refused_on_all_ranks() -> None:
     with pytest.raises(RankError, match="loss_agg_mode=seq-mean-token-mean beside a loss aggregation") as caught:
         run_ranks(2, train, checkout(ROLL), 1, [case])
     assert set(caught.value.errors) == {0, 1}
+
+
+_STRATEGY, _WORKER = "roll/distributed/strategy/megatron_strategy.py", "roll/pipeline/rlvr/actor_worker.py"
+PLANTS = [
+    Plant("scaling doubled", {_STRATEGY: ("data.meta_info['loss_scale']\n", "data.meta_info['loss_scale'] * 2\n")}),
+    Plant(
+        "step method renamed", {_STRATEGY: ("def train_step(", "def train_on(")}, "ROLL with no MegatronTrainStrategy"
+    ),
+    Plant(
+        "log-probs by another function",
+        {
+            _STRATEGY: ("def op_compute_log_probs", "def op_log_probs"),
+            _WORKER: ("op_compute_log_probs", "op_log_probs"),
+        },
+        "MegatronTrainStrategy.train_step called no policy loss, or was not called. Use 8eb27cc2",
+    ),
+    Plant(
+        "counts of one rank",
+        {_STRATEGY: ("(batch, dp_group=mpu.get_data_parallel_group())", "(batch, mpu.get_context_parallel_group())")},
+        world=(2, 1),
+    ),
+    Plant("option renamed", {_WORKER: ("loss_agg_mode", "reduction")}, "loss_agg_mode=None", {"loss_agg_mode": None}),
+    Plant(
+        "loss not linear in advantages",
+        {_WORKER: ('advantages = data.batch["advantages"]', 'advantages = data.batch["advantages"] ** 3')},
+    ),
+]
+
+
+@pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.fault)
+def test_a_fault_stops_all_ranks(plant: Plant, record_property: Any, tmp_path: Any) -> None:
+    assert_stops(record_property, ROLL, train, plant, tmp_path)
+
+
+def test_a_schedule_that_was_not_measured_is_no_proof(record_property: Any, tmp_path: Any) -> None:
+    """It was fetched before the adapter, and kept."""
+    schedules = "__import__('megatron.core.pipeline_parallel.schedules', fromlist=[''])"
+    fetched = f"{schedules}.forward_backward_no_pipelining.__wrapped__("
+    case = {"mode": "sample_mean", "settings": {"kl": "token_mean"}, "outcome": "unknown"}
+    root = planted(ROLL, tmp_path, {_STRATEGY: ("self.forward_backward_func(", fetched)})
+    run_ranks(1, train, root, 1, [case])
+    record_plant(record_property, ROLL, "a schedule from elsewhere", "says that it is not proved")
