@@ -285,6 +285,7 @@ def _tap_roll(given: dict[str, Any]) -> None:
             columns = {"advantages": advantages, "old_log_probs": old, "infer_logprobs": old}
             columns["train_infer_is_weight"] = torch.ones_like(old)
             now = {"op_compute_log_probs": lambda *_, **__: leaf}
+            now["op_compute_entropy"] = lambda *_, **__: torch.zeros_like(leaf)  # ROLL's may change logits
             before = {"get_old_log_probs_with_cache": lambda *_, **__: old}
             with _instead(data.batch, columns), _instead(vars(strategy), now), _instead(vars(strategy.worker), before):
                 loss_at_leaf: Tensor = stock(data, output)[0]

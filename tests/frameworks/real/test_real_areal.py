@@ -26,7 +26,7 @@ from gloo_gather import all_gather
 from plants import Plant, assert_stops
 from ranks import run_ranks
 from replacements import aggregated
-from table_step import start
+from table_step import run_schedule, start
 from torch import Tensor
 
 MODES: dict[str, dict[str, Any]] = {
@@ -63,10 +63,15 @@ def groups_of_rank(dp_rank: int, dp: int) -> list[dict[str, Tensor]]:
     return groups
 
 
+def other(iterator: Any, model: Any) -> Any:
+    return model(next(iterator)), lambda output: (output.sum(), {})
+
+
 def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """On a rank: the error of each case's gradient."""
     state = start(cp=cp)
-    engine, actors = load(AREAL, root, "areal.engine.megatron_engine", "areal.trainer.ppo.actor")
+    modules = ("areal.engine.megatron_engine", "areal.trainer.ppo.actor", "areal.utils.stats_tracker")
+    engine, actors, trackers = load(AREAL, root, *modules)
     from areal.api.cli_args import MicroBatchSpec
     from areal.engine.megatron_utils import packed_context_parallel
 
@@ -84,7 +89,7 @@ def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, Any
         sizes = {"pipeline_parallel_size": 1, "context_parallel_size": cp, "tensor_parallel_size": 1}
         optimizer = {"get_loss_scale": lambda: torch.ones(()), "step": lambda: (True, 0.0, None)}
         config = Settings(
-            mb_spec=MicroBatchSpec(n_mbs=3), temperature=1.0, ppo_n_minibatches=1, eps_clip=CLIP_LOW,
+            mb_spec=MicroBatchSpec(n_mbs=case.get("n_mbs", 3)), temperature=1.0, ppo_n_minibatches=1, eps_clip=CLIP_LOW,
             eps_clip_higher=CLIP_HIGH, mask_no_eos_with_zero=False, prox_logp_method="recompute",
             **{"importance_sampling_level": "token", **case.get("config", {})},
         )  # fmt: skip
@@ -97,14 +102,27 @@ def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, Any
         )  # fmt: skip
         vars(actor.actor).update(config=config, engine=actor, m2_threshold=None)
         with aggregated(Actor, case):
+            run_schedule(other, iter([groups[0]["input_ids"]]), bigram_model(), 1)  # as a critic's trainer would
             actor.ppo_update([dict(one) for one in groups])
-        found.append({"errors": errors_of(model, case, kl=None, of_samples=bool(case.get("config")))})
+        errors = errors_of(model, case, kl=None, of_samples=bool(case.get("config")))
+        stats = {name: str(values) for name, values in trackers.DEFAULT_TRACKER.stats.items()}
+        trackers.DEFAULT_TRACKER.stats.clear()
+        found.append({"errors": errors, "gradient": model.module.losses.main_grad.tolist(), "stats": stats})
     return found
 
 
 def test_every_mode_is_exact(record_property: Any) -> None:
     of_tokens = [{"mode": mode, "settings": settings} for mode, settings in MODES.items()]
     assert_exact(record_property, train, AREAL, [*of_tokens, {"mode": "sample_mean", "settings": {}, "config": GSPO}])
+
+
+def test_the_proof_changes_nothing() -> None:
+    """Neither gradients nor statistics; a micro-batch without a token to train on is counted."""
+    case = {"mode": "sample_mean", "settings": {}, "n_mbs": 12}
+    with_proof, without = run_ranks(1, train, checkout(AREAL), 1, [case, case | {"level": "off", "outcome": ""}])[0]
+    assert with_proof == without
+    assert with_proof["errors"]["gradient"] < TOLERANCE
+    assert "ppo_actor/update/actor_loss" in with_proof["stats"]
 
 
 def test_theirs_is_the_token_mean_and_no_other(record_property: Any) -> None:

@@ -103,6 +103,9 @@ def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, Any
         ROLL, root, "roll.distributed.strategy.megatron_strategy", "roll.distributed.scheduler.protocol",
         "roll.utils.functionals", "roll.pipeline.rlvr.actor_worker",
     )  # fmt: skip
+    strategies.collate_fn_to_dict_list = lambda rows: {name: [one[name] for one in rows] for name in rows[0]}
+    log_probs_of = strategies.vocab_parallel_logprobs  # which changes logits in place, unless they are of half precision
+    strategies.vocab_parallel_logprobs = lambda logits, *args, **options: log_probs_of(logits.clone(), *args, **options)
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     found = []
@@ -130,7 +133,7 @@ def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, Any
             forward_backward_func=get_forward_backward_func(), optimizer=Settings(step=step, zero_grad=lambda: None),
             scheduler=Settings(step=lambda: None), load_states=lambda **_: None, offload_states=lambda **_: None,
             megatron_train_args=Settings(cross_entropy_loss_fusion=False),
-            **dict.fromkeys(("enable_router_replay", "use_sequence_packing", "is_multimodal"), False),
+            use_sequence_packing=bool(case.get("packed")), enable_router_replay=False, is_multimodal=False,
         )  # fmt: skip
         data = rows_of_rank(state.get_data_parallel_rank(), state.get_data_parallel_world_size(), protocol, functionals)
         model.zero_grad_buffer()
@@ -147,6 +150,12 @@ def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, Any
 def test_every_mode_is_exact(record_property: Any) -> None:
     cases = [{"mode": mode, "settings": settings} for mode, settings in MODES.items()]
     assert_exact(record_property, train, ROLL, cases, worlds=[(1, 1), (2, 1)])
+
+
+def test_packed_rows_are_proved(record_property: Any) -> None:
+    """ROLL then calls its loss function for each row."""
+    case = {"mode": "prompt_mean", "settings": MODES["prompt_mean"], "packed": True}
+    assert_exact(record_property, train, ROLL, [case], worlds=[(2, 1)])
 
 
 def test_theirs_is_none_of_the_modes(record_property: Any) -> None:
@@ -167,7 +176,9 @@ _STRATEGY, _WORKER = "roll/distributed/strategy/megatron_strategy.py", "roll/pip
 PLANTS = [
     Plant("scaling doubled", {_STRATEGY: ("data.meta_info['loss_scale']\n", "data.meta_info['loss_scale'] * 2\n")}),
     Plant(
-        "step method renamed", {_STRATEGY: ("def train_step(", "def train_on(")}, "ROLL with no MegatronTrainStrategy"
+        "argument renamed",
+        {_STRATEGY: ("loss_func: Callable):\n        self.model.train()", "loss: Callable):\n        self.model.train()")},
+        r"ROLL with MegatronTrainStrategy.train_step\(self, batch, loss\): this package replaces",
     ),
     Plant(
         "log-probs by another function",
