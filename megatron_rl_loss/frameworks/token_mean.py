@@ -15,28 +15,23 @@ megatron_strategy.py, utils/functionals.py; RLinf a3816b59, workers/megatron_wor
 """
 
 import sys
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from megatron_rl_loss.frameworks import token_mean_taps as taps
 from megatron_rl_loss.frameworks.columns import MEDIA, prompts_of, samples_of, token_mean_factors
 from megatron_rl_loss.frameworks.replacing import Function, Replaced, announce
+from megatron_rl_loss.frameworks.token_mean_taps import Batch, Given, Places
 from megatron_rl_loss.modes.loss_modes import LossModes
 from megatron_rl_loss.modes.table import Mode, ModeFunction
-from megatron_rl_loss.reduction.taps import is_observed, tap_slopes
-from megatron_rl_loss.step.layouts import Gathered
 from megatron_rl_loss.step.samples import Samples
 
 __all__ = ["aggregate"]
-Given = Mapping[str, Any]  # the arguments of a call of the step method, by name
-Batch = MutableMapping[str, Any]
-_GROUPS, _FACTORS, _PLAIN = (f"_megatron_rl_loss_{name}" for name in ("groups", "factors", "advantages"))
 
 
 class _Engine(NamedTuple):
@@ -50,7 +45,8 @@ class _Engine(NamedTuple):
         prompts: an id for each row of a batch, or in words why prompts are not known.
         group: the data-parallel group.
         of_samples: the remedy where a loss takes means of samples, else empty.
-        tap: has the loss function of a call go through `tap_slopes`, which proves the first step.
+        tap: what takes the place of what, in a call of the step, for the loss to go through `tap_slopes`.
+        unproved: why a call cannot be proved, else empty.
         group_size: how many rows of a prompt it was told to generate, if that is known.
         trains: whether an instance of the class trains a policy.
         tokens: what it divides by, where that is not the step's active tokens.
@@ -65,7 +61,8 @@ class _Engine(NamedTuple):
     masks: Callable[[Given, Batch], Tensor]
     prompts: Callable[[Given, Batch], Sequence[Any] | str]
     group: Callable[[Given], Any]
-    tap: Callable[[dict[str, Any]], None] = lambda given: None
+    tap: Callable[[Given, Any], Places]
+    unproved: Callable[[Given], str] = lambda given: ""
     group_size: Callable[[Any], int | None] = lambda owner: None
     trains: Callable[[Any], bool] = lambda owner: True
     of_samples: Callable[[Given], str] = lambda given: ""
@@ -111,17 +108,24 @@ def aggregate(owner: Any, mode: str | Mode | ModeFunction, **settings: Any) -> R
 
         tokens = None if engine.tokens is None else partial(engine.tokens, given)
         group, even, proof = engine.group(given), engine.of_samples(given), replaced.proof
-        proves = proof is not None and not proof.is_over
         factors, _ = token_mean_factors(modes, describe, dp_group=group, even=even, tokens=tokens)
+        proves = proof is not None and not proof.is_over
+        if proves:
+            proof.group_size = engine.group_size(given["self"])
+        if proves and (why := engine.unproved(given)):
+            proof.give_up(why)
+            proves = False
         with ExitStack() as stack:
             for batch, of_batch in zip(batches, factors, strict=True):
                 plain = batch["advantages"]
                 column = of_batch.to(plain.device).view_as(plain)
-                ours = {"advantages": plain * column} | ({_FACTORS: column, _PLAIN: plain} if proves else {})
-                stack.enter_context(_instead(batch, ours))
+                ours = {"advantages": plain * column} | ({taps.FACTORS: column, taps.PLAIN: plain} if proves else {})
+                stack.enter_context(taps.instead(batch, ours))
             if proves:
-                proof.group_size = engine.group_size(given["self"])
-                engine.tap(given)
+                stack.enter_context(taps.instead(*engine.tap(given, engine)))
+            else:
+                for batch in batches:
+                    batch.pop(taps.GROUPS, None)
             result = stock()
         if proves and not proof.outcome:
             proof.give_up("none of Megatron's schedules ran in the step.")
@@ -134,7 +138,7 @@ def aggregate(owner: Any, mode: str | Mode | ModeFunction, **settings: Any) -> R
 
         never = f"{owner.__name__}.{engine.step[0]} called no policy loss, or was not called. Use {engine.versions}."
         words = {"beside": f"other terms keep {engine.name}'s token mean", "never": f"{engine.name}: {never}"}
-        is_ours = partial(_trains_policy, owner, engine.trains)
+        is_ours = partial(taps.is_running, owner, engine.trains)
         replaced.proof = prove_engine(modes.policy, f"{engine.name}'s policy loss", is_ours=is_ours, **words)
     else:
         announce(f"{engine.name}: NOT PROVED, Megatron-Core is not loaded")
@@ -150,96 +154,23 @@ def _refuse_controller(*_: Any, **__: Any) -> Any:
     )
 
 
-def _trains_policy(owner: type, trains: Callable[[Any], bool]) -> bool:
-    """True while a method of a policy's instance runs: a critic of the same process trains by methods of another."""
-    frame = sys._getframe()
-    while frame is not None:
-        if isinstance(instance := frame.f_locals.get("self"), owner):
-            return trains(instance)
-        frame = frame.f_back  # type: ignore[assignment]
-    return False
-
-
-@contextmanager
-def _instead(mapping: MutableMapping[str, Any], values: Mapping[str, Any]) -> Iterator[None]:
-    """In a ``with``: other values."""
-    before = {name: mapping[name] for name in values if name in mapping}
-    for name, value in values.items():
-        mapping[name] = value
-    try:
-        yield
-    finally:
-        for name in values:
-            if name in before:
-                mapping[name] = before[name]
-            else:
-                del mapping[name]
-
-
-def _tapped(
-    loss: Tensor,
-    loss_of: Callable[[Tensor, Tensor], Tensor],
-    log_probs: Tensor,
-    batch: Batch,
-    advantages: Tensor,
-    masks: Sequence[Tensor],
-    prompts: Sequence[Any] | str,
-    **more: Any,
-) -> Tensor:
-    """`tap_slopes` for a micro-batch whose log-probs all context-parallel ranks hold, one for each entry of a mask.
-
-    What became of the `advantages` since they were weighed, until the loss function got them, counts as a weight.
-    """
-    factors, plain = (batch[name].to(log_probs.device) for name in (_FACTORS, _PLAIN))
-    factors = factors * (advantages / (plain * factors)).nan_to_num(1.0)
-    layout = Gathered([0, *accumulate(map(len, masks))])
-    samples = Samples(masks, layout=layout, prompt_ids=None if isinstance(prompts, str) else [*map(str, prompts)])
-    return tap_slopes(loss, loss_of, log_probs, factors, samples=samples, **more)
-
-
 def _give_groups(stock: Callable[[], Any], given: dict[str, Any]) -> Any:
     """Number AReaL's trajectory groups, each generated from one item of the data, in a column that is cut as tokens."""
     (groups,), first = given["args"], given["self"].data_parallel_group.rank() << 32
     columns = [torch.full_like(one["input_ids"], first + i, dtype=torch.int64) for i, one in enumerate(groups)]
-    given["args"] = ([{**one, _GROUPS: column} for one, column in zip(groups, columns, strict=True)],)
+    given["args"] = ([{**one, taps.GROUPS: column} for one, column in zip(groups, columns, strict=True)],)
     return stock()
 
 
 def _areal_prompts(given: Given, batch: Batch) -> Sequence[Any] | str:
-    column = batch.get(_GROUPS)
+    column = batch.get(taps.GROUPS)
     return "a step that did not come from ppo_update" if column is None else column[:, 0].tolist()
 
 
-def _tap_areal(given: dict[str, Any]) -> None:
-    stock, weigh, temperature = given["loss_fn"], given["loss_weight_fn"], given["self"].config.temperature
-
-    def tapped(loss: Tensor, loss_of: Any, log_probs: Tensor, batch: Batch) -> Tensor:
-        lengths = batch["cu_seqlens"].diff().tolist()
-        prompts = [one[0].item() for one in batch[_GROUPS].split(lengths)] if _GROUPS in batch else ""
-        masks = batch["loss_mask"].float().split(lengths)
-        coef = batch.get("rl_loss_weight", 1.0) if "teacher_logp" in batch else None
-        more = {"coef": coef, "temperature": temperature}
-        return _tapped(loss, loss_of, log_probs, batch, batch["advantages"], masks, prompts, **more)
-
-    def loss_fn(log_probs: Tensor, entropy: Tensor, batch: Batch, **more: Any) -> Tensor:
-        def loss_of(leaf: Tensor, advantages: Tensor) -> Tensor:
-            values = {"advantages": advantages, "logprobs": leaf.detach(), "prox_logp": leaf.detach()}
-            with _instead(batch, values), ExitStack() as stack:
-                for tracker in sys.modules["areal.utils.stats_tracker"].TRACKERS.values():
-                    stats = defaultdict(list, {name: [*kept] for name, kept in tracker.stats.items()})
-                    stack.enter_context(_instead(vars(tracker), {"stats": stats}))
-                return stock(leaf, entropy, batch, **more)
-
-        return tapped(stock(log_probs, entropy, batch, **more), loss_of, log_probs, batch)
-
-    def loss_weight_fn(batch: Batch) -> Tensor:
-        weight = weigh(batch)
-        if is_observed() and not weight:  # AReaL does not call the loss function
-            none = torch.zeros_like(batch["advantages"], requires_grad=True)
-            tapped(none.sum(), lambda leaf, _: leaf.sum() * 0, none, batch)
-        return weight
-
-    given |= {"loss_fn": loss_fn, "loss_weight_fn": loss_weight_fn}
+def _areal_unproved(given: Given) -> str:
+    engine = given["self"]
+    is_known = isinstance(getattr(engine, "model", None), list) and not engine.enable_tree_training
+    return "" if is_known else "only Megatron's engine is measured, without tree training."
 
 
 def _roll_masks(given: Given, batch: Batch) -> Any:
@@ -256,49 +187,9 @@ def _roll_prompts(given: Given, batch: Batch) -> Sequence[Any] | str:
 
 
 def _roll_trains(strategy: Any) -> bool:
-    from roll.pipeline.base_worker import CriticWorker
+    from roll.pipeline.base_worker import CriticWorker  # type: ignore[import-not-found]
 
     return not isinstance(strategy.worker, CriticWorker)
-
-
-def _tap_roll(given: dict[str, Any]) -> None:
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-
-    stock, strategy = given["loss_func"], given["self"]
-    config = strategy.worker.pipeline_config
-    strategy.forward_backward_func = get_forward_backward_func()  # ROLL keeps one from before the proof
-
-    def loss_func(data: Any, output: Tensor) -> tuple[Tensor, Any]:
-        compute, seen = strategy.op_compute_log_probs, list[Tensor]()
-
-        def see(*args: Any, **kwargs: Any) -> Tensor:
-            seen.append(compute(*args, **kwargs))
-            return seen[-1]
-
-        with _instead(vars(strategy), {"op_compute_log_probs": see}):
-            loss, metrics = stock(data, output)
-        if not seen:
-            return loss, metrics
-
-        def loss_of(leaf: Tensor, advantages: Tensor) -> Tensor:
-            old = leaf.detach()
-            columns = {"advantages": advantages, "old_log_probs": old, "infer_logprobs": old}
-            columns["train_infer_is_weight"] = torch.ones_like(old)
-            now = {"op_compute_log_probs": lambda *_, **__: leaf}
-            now["op_compute_entropy"] = lambda *_, **__: torch.zeros_like(leaf)  # ROLL's may change logits
-            before = {"get_old_log_probs_with_cache": lambda *_, **__: old}
-            with _instead(data.batch, columns), _instead(vars(strategy), now), _instead(vars(strategy.worker), before):
-                loss_at_leaf: Tensor = stock(data, output)[0]
-                return loss_at_leaf
-
-        call = {"self": strategy, "batch": data}
-        masks, prompts = list(_roll_masks(call, data.batch).float()), _roll_prompts(call, data.batch)
-        temperature = None if config.entropy_loss_coef else 1.0  # an entropy's gradients arrive at logits too
-        more = {"coef": getattr(config, "rl_loss_coef", None), "temperature": temperature}
-        advantages = data.batch["advantages"]
-        return _tapped(loss, loss_of, seen[0], data.batch, advantages, masks, prompts, **more), metrics
-
-    given["loss_func"] = loss_func
 
 
 def _roll_wrong(given: Given) -> Sequence[tuple[bool, str, str]]:
@@ -321,37 +212,6 @@ def _rlinf_prompts(given: Given, batch: Batch) -> Sequence[Any] | str:
 def _rlinf_masks(given: Given, batch: Batch) -> Tensor:
     masks: Tensor = batch["response_mask"][:, -given["self"].response_len :]
     return masks
-
-
-def _tap_rlinf(stock: Callable[[], Any], given: dict[str, Any]) -> Any:
-    """RLinf's forward step, whose loss function calls `policy_loss` of its module."""
-    theirs = stock()
-
-    def forward_step(iterator: Iterator[Batch], model: Any) -> tuple[Any, Any]:
-        batch = next(iterator)
-        output, loss_func = theirs(iter([batch]), model)
-
-        def observed(output: Any) -> Any:
-            policy_loss = theirs.__globals__["policy_loss"]
-
-            def tapped(**losses: Any) -> tuple[Tensor, Any]:
-                def loss_of(leaf: Tensor, advantages: Tensor) -> Tensor:
-                    values = {"logprobs": leaf, "old_logprobs": leaf.detach(), "advantages": advantages}
-                    return policy_loss(**losses | values)[0]
-
-                loss, metrics = policy_loss(**losses)
-                masks, prompts = list(_rlinf_masks(given, batch).float()), _rlinf_prompts(given, batch)
-                is_fixed = given["self"].cfg.algorithm.get("importance_sampling_fix", False)
-                advantages = (batch if is_fixed else losses)["advantages"].to(loss.device)
-                log_probs = losses["logprobs"]  # The model's output is a dict, no logits.
-                return _tapped(loss, loss_of, log_probs, batch, advantages, masks, prompts, temperature=None), metrics
-
-            with _instead(theirs.__globals__, {"policy_loss": tapped}):
-                return loss_func(output)
-
-        return output, observed if is_observed() else loss_func
-
-    return forward_step
 
 
 def _rlinf_wrong(given: Given) -> Sequence[tuple[bool, str, str]]:
@@ -384,7 +244,8 @@ _ENGINES = {
         group=lambda given: given["self"].data_parallel_group,
         of_samples=lambda given: "Set importance_sampling_level=token"
         if getattr(given["self"].config, "importance_sampling_level", None) == "sequence" else "",
-        tap=_tap_areal,
+        tap=taps.tap_areal,
+        unproved=_areal_unproved,
         further=[("ppo_update", ["args"], _give_groups)],
     ),
     "roll": _Engine(
@@ -394,7 +255,7 @@ _ENGINES = {
         masks=_roll_masks,
         prompts=_roll_prompts,
         group=_megatron_group,
-        tap=_tap_roll,
+        tap=taps.tap_roll,
         trains=_roll_trains,
         group_size=lambda strategy: getattr(strategy.worker.pipeline_config, "num_return_sequences_in_group", None),
         of_samples=lambda given: "Set importance_sampling: token"
@@ -408,7 +269,7 @@ _ENGINES = {
         prompts=_rlinf_prompts,
         group=_megatron_group,
         group_size=lambda actor: actor.cfg.algorithm.group_size,
-        further=[("get_forward_step_func", [], _tap_rlinf)],
+        tap=taps.tap_rlinf,
         tokens=lambda given: float(given["self"].global_valid_token),  # of all the n_minibatches steps of a batch
     ),
 }  # fmt: skip

@@ -118,7 +118,7 @@ class FirstStep:
         self.is_over = level == "off"
 
     def give_up(self, why: str) -> None:
-        """Say that nothing is proved, on the first rank; all ranks call it."""
+        """Say on the first rank that nothing is proved; all ranks call it."""
         self.is_over, self.outcome = True, "unknown"
         if not world_rank():
             print(f"megatron_rl_loss: {self._aim}, NOT PROVED: {why}", flush=True)

@@ -125,6 +125,13 @@ def test_the_proof_changes_nothing() -> None:
     assert "ppo_actor/update/actor_loss" in with_proof["stats"]
 
 
+def test_corrections_are_no_faults() -> None:
+    """Tokens that are rejected, gates, another old policy: at a ratio of 1 all tokens have the weights of the mode."""
+    rejects = Settings(level="token", metric="ratio", action="mask", upper=1.01, lower=0.99, agg="mean")
+    cases = [{"rejection_sampling": rejects}, {"use_sapo_loss": True, "sapo_tau_pos": 1.0, "sapo_tau_neg": 1.05}]
+    run_ranks(1, train, checkout(AREAL), 1, [{"mode": "sample_mean", "settings": {}, "config": one} for one in cases])
+
+
 def test_theirs_is_the_token_mean_and_no_other(record_property: Any) -> None:
     of_tokens, of_prompts = ({"mode": mode, "settings": MODES[mode]} for mode in ("token_mean", "prompt_mean"))
     ((same, _),) = compare(record_property, train, AREAL, [of_tokens | {"setting": "token mean"}])

@@ -104,7 +104,9 @@ def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, Any
         "roll.utils.functionals", "roll.pipeline.rlvr.actor_worker",
     )  # fmt: skip
     strategies.collate_fn_to_dict_list = lambda rows: {name: [one[name] for one in rows] for name in rows[0]}
-    log_probs_of = strategies.vocab_parallel_logprobs  # which changes logits in place, unless they are of half precision
+    log_probs_of = (
+        strategies.vocab_parallel_logprobs
+    )  # which changes logits in place, unless they are of half precision
     strategies.vocab_parallel_logprobs = lambda logits, *args, **options: log_probs_of(logits.clone(), *args, **options)
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -122,6 +124,7 @@ def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, Any
             enable_old_logprobs_recompute=True, use_kl_loss=True, kl_loss_coef=BETA, rl_loss_coef=1.0,
             entropy_loss_coef=0.0,
         )  # fmt: skip
+        vars(config).update(case.get("config", {}))
         of_worker = Settings(use_dynamic_batching_in_train=True, apply_loss_scale=True, name="actor_train")
         worker, strategy = object.__new__(workers.ActorWorker), object.__new__(strategies.MegatronTrainStrategy)
         model.get_batch_on_this_cp_rank = lambda given, dim3_keys: given
@@ -158,6 +161,13 @@ def test_packed_rows_are_proved(record_property: Any) -> None:
     assert_exact(record_property, train, ROLL, [case], worlds=[(2, 1)])
 
 
+def test_coefficients_and_the_engine_for_rollouts_are_no_faults() -> None:
+    weight = Settings(enabled=True, weight_type="token", upper_bound=1.01)
+    of_rollouts = {"enable_old_logprobs_recompute": False, "train_infer_correction": Settings(is_weight=weight)}
+    cases = [{"rl_loss_coef": 0.5, "entropy_loss_coef": 0.01}, of_rollouts]
+    run_ranks(1, train, checkout(ROLL), 1, [{"mode": "sample_mean", "settings": {}, "config": one} for one in cases])
+
+
 def test_theirs_is_none_of_the_modes(record_property: Any) -> None:
     """Its token mean takes in the tokens that the mask leaves out."""
     case = {"mode": "token_mean", "settings": {}, "setting": "token mean, masked tokens in responses"}
@@ -177,7 +187,12 @@ PLANTS = [
     Plant("scaling doubled", {_STRATEGY: ("data.meta_info['loss_scale']\n", "data.meta_info['loss_scale'] * 2\n")}),
     Plant(
         "argument renamed",
-        {_STRATEGY: ("loss_func: Callable):\n        self.model.train()", "loss: Callable):\n        self.model.train()")},
+        {
+            _STRATEGY: (
+                "loss_func: Callable):\n        self.model.train()",
+                "loss: Callable):\n        self.model.train()",
+            )
+        },
         r"ROLL with MegatronTrainStrategy.train_step\(self, batch, loss\): this package replaces",
     ),
     Plant(
