@@ -74,8 +74,9 @@ def rows_of_rank(dp_rank: int, dp: int, protocol: Any, functionals: Any) -> Any:
     data = functionals.postprocess_generate(protocol.DataProto(Rows(given)), ids, 1, LENGTH + LEFT, 99, 0)
     functionals.get_sample_level_mask(data, Settings())
     data.batch["final_response_mask"] *= pad(batch["token_mask"] * batch["sample_mask"][:, None])[:, 1:].long()
-    for name in ("prev_logprobs", "reference_policy_logprobs", "advantages"):
-        theirs = {"prev_logprobs": "old_log_probs", "reference_policy_logprobs": "ref_log_probs"}.get(name, name)
+    theirs_of = {"prev_logprobs": "old_log_probs", "reference_policy_logprobs": "ref_log_probs"}
+    theirs_of |= {"generation_logprobs": "infer_logprobs", "advantages": "advantages"}
+    for name, theirs in theirs_of.items():
         data.batch[theirs] = pad(batch[name])[:, 1:].clone()
     data.batch["train_infer_is_weight"] = torch.ones_like(data.batch["advantages"])
     cuts = [(a * len(ids) // 6, b * len(ids) // 6) for a, b in CUTS]
@@ -103,10 +104,11 @@ def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, Any
         ROLL, root, "roll.distributed.strategy.megatron_strategy", "roll.distributed.scheduler.protocol",
         "roll.utils.functionals", "roll.pipeline.rlvr.actor_worker",
     )  # fmt: skip
+    corrections: Any = sys.modules["roll.utils.train_infer_corrections"]
+    corrections.compute_segment_masked_mean = lambda values, mask: values
     strategies.collate_fn_to_dict_list = lambda rows: {name: [one[name] for one in rows] for name in rows[0]}
-    log_probs_of = (
-        strategies.vocab_parallel_logprobs
-    )  # which changes logits in place, unless they are of half precision
+    # It changes logits in place, unless they are of half precision: rows that are packed are views of one tensor.
+    log_probs_of = strategies.vocab_parallel_logprobs
     strategies.vocab_parallel_logprobs = lambda logits, *args, **options: log_probs_of(logits.clone(), *args, **options)
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -163,7 +165,10 @@ def test_packed_rows_are_proved(record_property: Any) -> None:
 
 def test_coefficients_and_the_engine_for_rollouts_are_no_faults() -> None:
     weight = Settings(enabled=True, weight_type="token", upper_bound=1.01)
-    of_rollouts = {"enable_old_logprobs_recompute": False, "train_infer_correction": Settings(is_weight=weight)}
+    of_rollouts = {
+        "enable_old_logprobs_recompute": False,
+        "train_infer_correction": Settings(is_weight=weight, filters=[]),
+    }
     cases = [{"rl_loss_coef": 0.5, "entropy_loss_coef": 0.01}, of_rollouts]
     run_ranks(1, train, checkout(ROLL), 1, [{"mode": "sample_mean", "settings": {}, "config": one} for one in cases])
 
