@@ -14,23 +14,24 @@ Source: areal 4aef98d8, engine/megatron_engine.py, trainer/ppo/actor.py; ROLL 8e
 megatron_strategy.py, utils/functionals.py; RLinf a3816b59, workers/megatron_worker.py, workers/actor.
 """
 
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from megatron_rl_loss.frameworks import token_mean_taps as taps
 from megatron_rl_loss.frameworks.columns import MEDIA, prompts_of, samples_of, token_mean_factors
-from megatron_rl_loss.frameworks.replacing import Function, Replaced
+from megatron_rl_loss.frameworks.replacing import Function, Replaced, announce
+from megatron_rl_loss.frameworks.token_mean_taps import Batch, Given, Places
 from megatron_rl_loss.modes.loss_modes import LossModes
 from megatron_rl_loss.modes.table import Mode, ModeFunction
 from megatron_rl_loss.step.samples import Samples
 
 __all__ = ["aggregate"]
-Given = Mapping[str, Any]  # the arguments of a call of the step method, by name
-Batch = MutableMapping[str, Any]
-_GROUPS = "_megatron_rl_loss_groups"
 
 
 class _Engine(NamedTuple):
@@ -44,8 +45,12 @@ class _Engine(NamedTuple):
         prompts: an id for each row of a batch, or in words why prompts are not known.
         group: the data-parallel group.
         of_samples: the remedy where a loss takes means of samples, else empty.
+        tap: what takes the place of what, in a call of the step, for the loss to go through `tap_slopes`.
+        unproved: why a call cannot be proved, else empty.
+        group_size: how many rows of a prompt it was told to generate, if that is known.
+        trains: whether an instance of the class trains a policy.
         tokens: what it divides by, where that is not the step's active tokens.
-        groups: a method that gets rows by prompt, of which it makes steps.
+        further: other methods that are replaced.
     """
 
     name: str
@@ -56,9 +61,13 @@ class _Engine(NamedTuple):
     masks: Callable[[Given, Batch], Tensor]
     prompts: Callable[[Given, Batch], Sequence[Any] | str]
     group: Callable[[Given], Any]
+    tap: Callable[[Given, Any], Places]
+    unproved: Callable[[Given], str] = lambda given: ""
+    group_size: Callable[[Any], int | None] = lambda owner: None
+    trains: Callable[[Any], bool] = lambda owner: True
     of_samples: Callable[[Given], str] = lambda given: ""
     tokens: Callable[[Given], float] | None = None
-    groups: tuple[str, Sequence[str], Callable[[Callable[[], Any], dict[str, Any]], Any]] | None = None
+    further: Sequence[tuple[str, Sequence[str], Callable[[Callable[[], Any], dict[str, Any]], Any]]] = ()
 
 
 def aggregate(owner: Any, mode: str | Mode | ModeFunction, **settings: Any) -> Replaced:
@@ -72,7 +81,8 @@ def aggregate(owner: Any, mode: str | Mode | ModeFunction, **settings: Any) -> R
     Raises:
         ValueError, TypeError: a class with an aggregation, or of another engine; settings that are unusable.
         BadBatchError: on every rank, when a step is trained on: settings of the engine that are no token mean; a mode
-            by prompt where prompts are not known; weights that differ within a sample for losses of sequences.
+            by prompt where prompts are not known; weights that differ within a sample for losses of sequences; a first
+            step that gives a token another weight than was asked.
     """
     modes = LossModes.resolve(mode, **settings)
     packages = [one.__module__.partition(".")[0] for one in owner.__mro__]
@@ -81,6 +91,8 @@ def aggregate(owner: Any, mode: str | Mode | ModeFunction, **settings: Any) -> R
         raise ValueError(f"{owner!r}: it must be a class of {', '.join(_ENGINES)}. Pass it, or a subclass.")
 
     def step(stock: Callable[[], Any], given: dict[str, Any]) -> Any:
+        if not engine.trains(given["self"]):
+            return stock()
         batches: list[Batch] = []
 
         def describe() -> list[Samples]:
@@ -95,19 +107,41 @@ def aggregate(owner: Any, mode: str | Mode | ModeFunction, **settings: Any) -> R
             return samples_of(modes, masks, [engine.prompts(given, batch) for batch in batches])
 
         tokens = None if engine.tokens is None else partial(engine.tokens, given)
-        group, even = engine.group(given), engine.of_samples(given)
+        group, even, proof = engine.group(given), engine.of_samples(given), replaced.proof
         factors, _ = token_mean_factors(modes, describe, dp_group=group, even=even, tokens=tokens)
-        theirs = [batch["advantages"] for batch in batches]
-        try:
-            for batch, plain, of_batch in zip(batches, theirs, factors, strict=True):
-                batch["advantages"] = plain * of_batch.to(plain.device).view_as(plain)
-            return stock()
-        finally:
-            for batch, plain in zip(batches, theirs, strict=True):
-                batch["advantages"] = plain
+        proves = proof is not None and not proof.is_over
+        if proves:
+            proof.group_size = engine.group_size(given["self"])
+        if proves and (why := engine.unproved(given)):
+            proof.give_up(why)
+            proves = False
+        with ExitStack() as stack:
+            for batch, of_batch in zip(batches, factors, strict=True):
+                plain = batch["advantages"]
+                column = of_batch.to(plain.device).view_as(plain)
+                ours = {"advantages": plain * column} | ({taps.FACTORS: column, taps.PLAIN: plain} if proves else {})
+                stack.enter_context(taps.instead(batch, ours))
+            if proves:
+                stack.enter_context(taps.instead(*engine.tap(given, engine)))
+            else:
+                for batch in batches:
+                    batch.pop(taps.GROUPS, None)
+            result = stock()
+        if proves and not proof.outcome:
+            proof.give_up("none of Megatron's schedules ran in the step.")
+        return result
 
-    further = [] if engine.groups is None else [Function(owner, *engine.groups)]
+    further = [Function(owner, *one) for one in engine.further]
     replaced = Replaced(engine.name, engine.versions, [Function(owner, *engine.step, step), *further])
+    if "megatron.core" in sys.modules:
+        from megatron_rl_loss.audit.megatron.first_step import prove_engine
+
+        never = f"{owner.__name__}.{engine.step[0]} called no policy loss, or was not called. Use {engine.versions}."
+        words = {"beside": f"other terms keep {engine.name}'s token mean", "never": f"{engine.name}: {never}"}
+        is_ours = partial(taps.is_running, owner, engine.trains)
+        replaced.proof = prove_engine(modes.policy, f"{engine.name}'s policy loss", is_ours=is_ours, **words)
+    else:
+        announce(f"{engine.name}: NOT PROVED, Megatron-Core is not loaded")
     if hasattr(owner, "as_controller") and owner.__module__.partition(".")[0] in (*_ENGINES, "__main__"):
         owner.as_controller = _refuse_controller
     return replaced
@@ -124,13 +158,19 @@ def _give_groups(stock: Callable[[], Any], given: dict[str, Any]) -> Any:
     """Number AReaL's trajectory groups, each generated from one item of the data, in a column that is cut as tokens."""
     (groups,), first = given["args"], given["self"].data_parallel_group.rank() << 32
     columns = [torch.full_like(one["input_ids"], first + i, dtype=torch.int64) for i, one in enumerate(groups)]
-    given["args"] = ([{**one, _GROUPS: column} for one, column in zip(groups, columns, strict=True)],)
+    given["args"] = ([{**one, taps.GROUPS: column} for one, column in zip(groups, columns, strict=True)],)
     return stock()
 
 
 def _areal_prompts(given: Given, batch: Batch) -> Sequence[Any] | str:
-    column = batch.pop(_GROUPS, None)
+    column = batch.get(taps.GROUPS)
     return "a step that did not come from ppo_update" if column is None else column[:, 0].tolist()
+
+
+def _areal_unproved(given: Given) -> str:
+    engine = given["self"]
+    is_known = isinstance(getattr(engine, "model", None), list) and not engine.enable_tree_training
+    return "" if is_known else "only Megatron's engine is measured, without tree training."
 
 
 def _roll_masks(given: Given, batch: Batch) -> Any:
@@ -144,6 +184,12 @@ def _roll_prompts(given: Given, batch: Batch) -> Sequence[Any] | str:
     if "traj_group_id" in others:
         return list(others["traj_group_id"])
     return MEDIA if "multi_modal_inputs" in others else prompts_of(batch["input_ids"], batch["prompt_mask"])
+
+
+def _roll_trains(strategy: Any) -> bool:
+    from roll.pipeline.base_worker import CriticWorker  # type: ignore[import-not-found]
+
+    return not isinstance(strategy.worker, CriticWorker)
 
 
 def _roll_wrong(given: Given) -> Sequence[tuple[bool, str, str]]:
@@ -161,6 +207,11 @@ def _roll_wrong(given: Given) -> Sequence[tuple[bool, str, str]]:
 def _rlinf_prompts(given: Given, batch: Batch) -> Sequence[Any] | str:
     before = batch["attention_mask"][:, : -given["self"].response_len]
     return MEDIA if "multi_modal_inputs" in batch else prompts_of(batch["input_ids"][:, : before.shape[1]], before)
+
+
+def _rlinf_masks(given: Given, batch: Batch) -> Tensor:
+    masks: Tensor = batch["response_mask"][:, -given["self"].response_len :]
+    return masks
 
 
 def _rlinf_wrong(given: Given) -> Sequence[tuple[bool, str, str]]:
@@ -193,7 +244,9 @@ _ENGINES = {
         group=lambda given: given["self"].data_parallel_group,
         of_samples=lambda given: "Set importance_sampling_level=token"
         if getattr(given["self"].config, "importance_sampling_level", None) == "sequence" else "",
-        groups=("ppo_update", ["args"], _give_groups),
+        tap=taps.tap_areal,
+        unproved=_areal_unproved,
+        further=[("ppo_update", ["args"], _give_groups)],
     ),
     "roll": _Engine(
         "ROLL", "8eb27cc2", ("train_step", ["batch", "loss_func"]),
@@ -202,6 +255,9 @@ _ENGINES = {
         masks=_roll_masks,
         prompts=_roll_prompts,
         group=_megatron_group,
+        tap=taps.tap_roll,
+        trains=_roll_trains,
+        group_size=lambda strategy: getattr(strategy.worker.pipeline_config, "num_return_sequences_in_group", None),
         of_samples=lambda given: "Set importance_sampling: token"
         if given["self"].worker.pipeline_config.importance_sampling == "seq" else "",
     ),
@@ -209,9 +265,11 @@ _ENGINES = {
         "RLinf", "a3816b59", ("training_step", ["batch"]),
         wrong=_rlinf_wrong,
         batches=lambda given: [given["batch"]],
-        masks=lambda given, batch: batch["response_mask"][:, -given["self"].response_len :],
+        masks=_rlinf_masks,
         prompts=_rlinf_prompts,
         group=_megatron_group,
+        group_size=lambda actor: actor.cfg.algorithm.group_size,
+        tap=taps.tap_rlinf,
         tokens=lambda given: float(given["self"].global_valid_token),  # of all the n_minibatches steps of a batch
     ),
 }  # fmt: skip

@@ -186,6 +186,7 @@ def tap_slopes(
     *,
     samples: Samples,
     temperature: float | None = 1.0,
+    coef: float | None = None,
 ) -> Tensor:
     """`tap` for a policy loss of an engine's own, whose per-token losses nobody hands out; returns `loss` as it is.
 
@@ -194,7 +195,8 @@ def tap_slopes(
 
         -(d loss_of(log_probs, +f) / d log_probs - d loss_of(log_probs, -f) / d log_probs) / 2
 
-    where what does not depend on the advantage (KL, entropy) cancels.
+    where what does not depend on the advantage (KL, entropy) cancels. A second loss in a micro-batch counts as another
+    micro-batch: an engine may compute one for each sample, and tokens that come twice weigh too much.
 
     Args:
         loss: float scalar, the engine's loss of a micro-batch, from which its backward pass starts.
@@ -204,6 +206,7 @@ def tap_slopes(
         factors: float, of the shape of the advantages: those that they were multiplied by.
         samples: the micro-batch.
         temperature: logits were divided by it; None where gradients by the model's output are not those by logits.
+        coef: as in `tap`.
     """
     taps = observed_taps() if is_observed() else None
     if taps is None or not torch.is_grad_enabled() or not loss.requires_grad:
@@ -212,8 +215,10 @@ def tap_slopes(
     half = (loss_of(leaf, -factors) - loss_of(leaf, factors)) / 2
     (slopes,) = torch.autograd.grad(half, leaf, allow_unused=True) if half.requires_grad else (None,)
     flat = torch.zeros_like(leaf).reshape(-1) if slopes is None else slopes.reshape(-1)
-    tapped = TappedLosses(tuple(log_probs.shape), log_probs.dtype, samples, at_log_probs=True)
+    tapped = TappedLosses(tuple(log_probs.shape), log_probs.dtype, samples, coef=coef, at_log_probs=True)
     loss.register_hook(lambda gradient: tapped.add_gradient(gradient * flat))
+    if taps.num_microbatches - 1 in taps.losses.get("pg", ()):
+        taps.begin_microbatch()
     taps.add(tapped, "pg")
     path = LogProbPath(leaf.detach().reshape(-1), samples.layout is not None and samples.layout.is_whole, temperature)
     log_probs.register_hook(path.add_gradient)

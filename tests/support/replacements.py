@@ -1,10 +1,12 @@
 """Functions of an engine that a test replaces, and puts back."""
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
-from megatron_rl_loss.frameworks import replacing, token_mean
+from megatron_rl_loss.frameworks import columns, replacing, token_mean
 
 
 @contextmanager
@@ -19,14 +21,23 @@ def undone() -> Iterator[None]:
                 one.undo()
 
 
+def _factors(column: float, *args: Any, **options: Any) -> Any:
+    factors, tokens = columns.token_mean_factors(*args, **options)
+    return [column * one for one in factors], tokens
+
+
 @contextmanager
 def aggregated(owner: Any, case: dict[str, Any]) -> Iterator[None]:
     """A step of an engine that trains on its token mean, in the mode of the case; as it is where that says "stock".
 
-    The KL penalty keeps the token mean of the engine: ``kl`` is a setting of the oracle alone.
+    The KL penalty keeps the token mean of the engine: ``kl`` is a setting of the oracle alone. The proof must come out
+    as the case says; ``column`` makes our weights wrong by that factor.
     """
     with undone():
         if not case.get("stock"):
             settings = {name: value for name, value in case["settings"].items() if name != "kl"}
-            token_mean.aggregate(owner, case["mode"], **settings)
+            os.environ["MEGATRON_RL_LOSS_PROOF"] = case.get("level", "error")
+            proof = token_mean.aggregate(owner, case["mode"], **settings).proof
+            token_mean.token_mean_factors = partial(_factors, case.get("column", 1.0))
         yield
+        assert case.get("stock") or proof.outcome == case.get("outcome", "proved")

@@ -20,7 +20,7 @@ from megatron_rl_loss.megatron.flags import PROOF_VARIABLE, ProofLevel, proof_le
 from megatron_rl_loss.modes.names import Aggregation, resolve
 from megatron_rl_loss.modes.table import Mode, ModeFunction
 from megatron_rl_loss.reduction.taps import observe
-from megatron_rl_loss.step.collectives import agree_on, attempt, raise_together, several
+from megatron_rl_loss.step.collectives import agree_on, attempt, raise_together, several, world_rank
 from megatron_rl_loss.step.units import UnitCounting
 
 Schedule = Callable[..., Any]
@@ -63,12 +63,17 @@ def prove_first_step(
     return proved
 
 
-def prove_engine(asked: Aggregation, loss: str, **words: Any) -> "FirstStep":
-    """The proof of the next training step of this process, at the environment's level; `words` as in `FirstStep`."""
+def prove_engine(
+    asked: Aggregation, loss: str, *, is_ours: Callable[[], bool] = lambda: True, **words: Any
+) -> "FirstStep":
+    """The proof of the next training step of this process, at the environment's level; `words` as in `FirstStep`.
+
+    `is_ours` says of a call of a schedule, on all ranks alike, whether it trains the policy.
+    """
     proof = FirstStep(asked, loss, level=proof_level(), **words)
 
     def run(schedule: Schedule, *args: Any, **kwargs: Any) -> Any:
-        with proof.step(kwargs["model"], trains=not kwargs.get("forward_only")):
+        with proof.step(kwargs["model"], trains=not (proof.is_over or kwargs.get("forward_only")) and is_ours()):
             result = schedule(*args, **kwargs)
         if proof.is_over:
             put_back()
@@ -89,6 +94,10 @@ class FirstStep:
         beside: words for what is not ours.
         never: words for what has happened if no loss was seen: a fault. Without, such a step is not proved.
         group_size: how many samples of each prompt the engine was told to generate.
+
+    Attributes:
+        outcome: of the last measured step, on all ranks: ``wrong``, ``unknown``, ``later`` or ``proved``.
+        is_over: no step is measured any more.
     """
 
     def __init__(
@@ -103,10 +112,16 @@ class FirstStep:
         group_size: int | None = None,
     ) -> None:
         self._asked, self._loss, self._level, self._pg_collection = asked, loss, level, pg_collection
-        self._beside, self._never, self._group_size = beside, never, group_size
-        self._waits = False  # a step has passed that had no gradient
+        self._beside, self._never, self.group_size = beside, never, group_size
         self._aim = f"{in_words(asked)} on {loss}"
+        self.outcome = ""
         self.is_over = level == "off"
+
+    def give_up(self, why: str) -> None:
+        """Say on the first rank that nothing is proved; all ranks call it."""
+        self.is_over, self.outcome = True, "unknown"
+        if not world_rank():
+            print(f"megatron_rl_loss: {self._aim}, NOT PROVED: {why}", flush=True)
 
     @contextmanager
     def step(self, model: Any, *, trains: bool = True) -> Iterator[None]:
@@ -128,12 +143,12 @@ class FirstStep:
             finding = "unknown", f"{self._aim}, NOT PROVED: {type(finding).__name__}: {finding}"
         found, text = finding
         kinds = agree_on([found], ["wrong", "unknown", "later", "proved"], groups)
+        waited, self.outcome = self.outcome == "later", next(iter(kinds), "")
         self.is_over = "later" not in kinds
         if "wrong" in kinds and self._level == "error":
             raise_together(True, ValueError(text) if found == "wrong" else None, groups)
-        if found and not (found == "later" and self._waits):
+        if found and not (found == "later" and waited):
             print(f"megatron_rl_loss: {text}", flush=True)
-        self._waits |= found == "later"
 
     def _finding(self, audit: Audit) -> tuple[str, str]:
         """On the first rank: wrong, unknown, later or proved; and what to say of it."""
@@ -169,7 +184,7 @@ class FirstStep:
             why = " ".join(dict.fromkeys(unknown)) or "No loss went through a reducer of this package."
             return "unknown", f"{self._aim}, NOT PROVED: {why}"
         beside = f"; {self._beside}" * bool(self._beside)
-        return "proved", f"{', '.join(modes)}, proved on {_sizes(tokens, self._group_size)}{beside}"
+        return "proved", f"{', '.join(modes)}, proved on {_sizes(tokens, self.group_size)}{beside}"
 
 
 def _sizes(tokens: StepTokens, group_size: int | None) -> str:

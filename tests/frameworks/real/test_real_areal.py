@@ -23,8 +23,10 @@ from bigram_step import (
 )
 from checkouts import AREAL, Settings, checkout, load
 from gloo_gather import all_gather
+from plants import Plant, assert_stops
 from ranks import run_ranks
-from table_step import start
+from replacements import aggregated
+from table_step import run_schedule, start
 from torch import Tensor
 
 MODES: dict[str, dict[str, Any]] = {
@@ -61,14 +63,17 @@ def groups_of_rank(dp_rank: int, dp: int) -> list[dict[str, Tensor]]:
     return groups
 
 
+def other(iterator: Any, model: Any) -> Any:
+    return model(next(iterator)), lambda output: (output.sum(), {})
+
+
 def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """On a rank: the error of each case's gradient."""
     state = start(cp=cp)
-    engine, actors = load(AREAL, root, "areal.engine.megatron_engine", "areal.trainer.ppo.actor")
+    modules = ("areal.engine.megatron_engine", "areal.trainer.ppo.actor", "areal.utils.stats_tracker")
+    engine, actors, trackers = load(AREAL, root, *modules)
     from areal.api.cli_args import MicroBatchSpec
     from areal.engine.megatron_utils import packed_context_parallel
-
-    from megatron_rl_loss.frameworks.token_mean import aggregate
 
     packed_context_parallel.dist_F.all_gather = all_gather
     groups = groups_of_rank(state.get_data_parallel_rank(), state.get_data_parallel_world_size())
@@ -80,13 +85,11 @@ def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, Any
 
             def _ensure_ready(self) -> None: ...
 
-        if not case.get("stock"):
-            aggregate(Actor, case["mode"], **case["settings"])
         model, actor = bigram_model(), Actor()
         sizes = {"pipeline_parallel_size": 1, "context_parallel_size": cp, "tensor_parallel_size": 1}
         optimizer = {"get_loss_scale": lambda: torch.ones(()), "step": lambda: (True, 0.0, None)}
         config = Settings(
-            mb_spec=MicroBatchSpec(n_mbs=3), temperature=1.0, ppo_n_minibatches=1, eps_clip=CLIP_LOW,
+            mb_spec=MicroBatchSpec(n_mbs=case.get("n_mbs", 3)), temperature=1.0, ppo_n_minibatches=1, eps_clip=CLIP_LOW,
             eps_clip_higher=CLIP_HIGH, mask_no_eos_with_zero=False, prox_logp_method="recompute",
             **{"importance_sampling_level": "token", **case.get("config", {})},
         )  # fmt: skip
@@ -98,8 +101,13 @@ def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, Any
             **dict.fromkeys(("enable_tree_training", "enable_fp8", "is_vision_model", "use_padded_seq"), False),
         )  # fmt: skip
         vars(actor.actor).update(config=config, engine=actor, m2_threshold=None)
-        actor.ppo_update([dict(one) for one in groups])
-        found.append({"errors": errors_of(model, case, kl=None, of_samples=bool(case.get("config")))})
+        with aggregated(Actor, case):
+            run_schedule(other, iter([groups[0]["input_ids"]]), bigram_model(), 1)  # as a critic's trainer would
+            actor.ppo_update([dict(one) for one in groups])
+        errors = errors_of(model, case, kl=None, of_samples=bool(case.get("config")))
+        stats = {name: str(values) for name, values in trackers.DEFAULT_TRACKER.stats.items()}
+        trackers.DEFAULT_TRACKER.stats.clear()
+        found.append({"errors": errors, "gradient": model.module.losses.main_grad.tolist(), "stats": stats})
     return found
 
 
@@ -108,9 +116,69 @@ def test_every_mode_is_exact(record_property: Any) -> None:
     assert_exact(record_property, train, AREAL, [*of_tokens, {"mode": "sample_mean", "settings": {}, "config": GSPO}])
 
 
+def test_the_proof_changes_nothing() -> None:
+    """Neither gradients nor statistics; a micro-batch without a token to train on is counted."""
+    case = {"mode": "sample_mean", "settings": {}, "n_mbs": 12}
+    with_proof, without = run_ranks(1, train, checkout(AREAL), 1, [case, case | {"level": "off", "outcome": ""}])[0]
+    assert with_proof == without
+    assert with_proof["errors"]["gradient"] < TOLERANCE
+    assert "ppo_actor/update/actor_loss" in with_proof["stats"]
+
+
+def test_corrections_are_no_faults() -> None:
+    """Tokens that are rejected, gates, another old policy: at a ratio of 1 all tokens have the weights of the mode."""
+    rejects = Settings(level="token", metric="ratio", action="mask", upper=1.01, lower=0.99, agg="mean")
+    cases = [{"rejection_sampling": rejects}, {"use_sapo_loss": True, "sapo_tau_pos": 1.0, "sapo_tau_neg": 1.05}]
+    run_ranks(1, train, checkout(AREAL), 1, [{"mode": "sample_mean", "settings": {}, "config": one} for one in cases])
+
+
 def test_theirs_is_the_token_mean_and_no_other(record_property: Any) -> None:
     of_tokens, of_prompts = ({"mode": mode, "settings": MODES[mode]} for mode in ("token_mean", "prompt_mean"))
     ((same, _),) = compare(record_property, train, AREAL, [of_tokens | {"setting": "token mean"}])
     (other,) = run_ranks(4, train, checkout(AREAL), 2, [of_prompts | {"stock": True}])[0]
     assert same["errors"]["gradient"] < TOLERANCE
     assert other["errors"]["gradient"] > 1e-2
+
+
+_ENGINE, _ACTOR = "areal/engine/megatron_engine.py", "areal/trainer/ppo/actor.py"
+_FUNCTIONAL, _CP = "areal/utils/functional/functional.py", "areal/engine/megatron_utils/packed_context_parallel.py"
+_SCALED = "        loss_scale = local_weight / total_loss_weight"
+_AGAIN = "loss_fn(logprobs, entropy, inputs, vocab_min_logits=vocab_min_logits, vocab_max_logits=vocab_max_logits)"
+_GIVEN = ("logprobs: torch.Tensor,\n    entropy: torch.Tensor,", "entropy: torch.Tensor,\n    logprobs: torch.Tensor,")
+PLANTS = [
+    Plant("scaling doubled", {_ENGINE: ("return loss * loss_scale", "return 2 * loss * loss_scale")}),
+    Plant("loss function called twice", {_ENGINE: (_SCALED, f"        loss = loss + {_AGAIN}\n{_SCALED}")}),
+    Plant("method renamed", {_ENGINE: ("def ppo_update(", "def update(")}, r"AReaL with no Actor.ppo_update\(\)"),
+    Plant(
+        "another step method called",
+        {_ACTOR: ("self.engine.train_batch(", "type(self.engine).__mro__[2].train_batch(self.engine,")},
+        r"Actor.train_batch called no policy loss, or was not called. Use 1.0.4",
+    ),
+    Plant(
+        "arguments of the loss exchanged",
+        {_ENGINE: ("logprobs,\n                entropy,\n", "entropy,\n                logprobs,\n"), _ACTOR: _GIVEN},
+    ),
+    Plant("mask shifted", {_ACTOR: ('input_data["loss_mask"].bool()', 'input_data["loss_mask"].bool().roll(1)')}),
+    Plant("tokens counted, not active ones", {_FUNCTIONAL: ("loss_mask.count_nonzero() or 1", "loss_mask.numel()")}),
+    Plant(
+        "counts of one rank",
+        {_ENGINE: ("mpu.get_data_parallel_group(with_context_parallel=True)", "mpu.get_context_parallel_group()")},
+        world=(2, 1),
+    ),
+    Plant(
+        "loss not linear in advantages",
+        {_ACTOR: ('advantages = input_data["advantages"]', 'advantages = input_data["advantages"] ** 3')},
+    ),
+    Plant(
+        "gather over CP: gradients doubled",
+        {_CP: ("return gathered_flat[indices]", "return (2 * gathered_flat - gathered_flat.detach())[indices]")},
+        "Gradients of log-probs arrive 2 times at the model's output",
+        world=(2, 2),
+    ),
+    Plant("our weights times 1.25", {}, case={"column": 1.25}),
+]
+
+
+@pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.fault)
+def test_a_fault_stops_all_ranks(plant: Plant, record_property: Any, tmp_path: Any) -> None:
+    assert_stops(record_property, AREAL, train, plant, tmp_path)

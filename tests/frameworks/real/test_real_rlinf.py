@@ -13,6 +13,7 @@ import pytest
 import torch
 from bigram_step import BETA, CLIP_HIGH, CLIP_LOW, LENGTH, TOLERANCE, assert_exact, bigram_model, compare, errors_of, k3
 from checkouts import RLINF, Settings, checkout, load
+from plants import Plant, assert_stops
 from ranks import RankError, run_ranks
 from replacements import aggregated
 from table_step import start
@@ -114,3 +115,35 @@ def test_refused_on_all_ranks(changed: dict[str, Any], error: str) -> None:
     with pytest.raises(RankError, match=error) as caught:
         run_ranks(2, train, checkout(RLINF), 1, [{"mode": "token_mean", "settings": {}} | changed])
     assert set(caught.value.errors) == {0, 1}
+
+
+_ACTOR, _WORKER = "rlinf/workers/actor/megatron_actor_worker.py", "rlinf/workers/megatron_worker.py"
+PLANTS = [
+    Plant("scaling doubled", {_ACTOR: ("loss *= loss_scale.item()", "loss *= 2 * loss_scale.item()")}),
+    Plant("micro-batches not undone", {_ACTOR: ("                        * self.num_microbatches\n", "")}),
+    Plant(
+        "argument renamed",
+        {_WORKER: ("training_step(self, batch:", "training_step(self, rows:")},
+        r"RLinf with Actor.training_step\(self, rows\): this package replaces",
+    ),
+    Plant(
+        "policy loss by another name",
+        {
+            _ACTOR: (
+                "metrics_data = policy_loss(",
+                "metrics_data = __import__('sys').modules['rlinf.algorithms.registry'].policy_loss(",
+            )
+        },
+        "Actor.training_step called no policy loss, or was not called. Use a3816b59",
+    ),
+    Plant("mask shifted", {_ACTOR: ("loss_mask=mask,", "loss_mask=mask.roll(1),")}),
+    Plant(
+        "loss not linear in advantages",
+        {_ACTOR: ('advantages = batch["advantages"]', 'advantages = batch["advantages"].clamp(-1, 1)')},
+    ),
+]
+
+
+@pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.fault)
+def test_a_fault_stops_all_ranks(plant: Plant, record_property: Any, tmp_path: Any) -> None:
+    assert_stops(record_property, RLINF, train, plant, tmp_path)

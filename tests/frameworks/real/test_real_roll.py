@@ -27,6 +27,7 @@ from bigram_step import (
     make_batch,
 )
 from checkouts import ROLL, Settings, checkout, load
+from plants import Plant, assert_stops, planted, record_plant
 from ranks import RankError, run_ranks
 from replacements import aggregated
 from table_step import relative_error, start
@@ -73,8 +74,9 @@ def rows_of_rank(dp_rank: int, dp: int, protocol: Any, functionals: Any) -> Any:
     data = functionals.postprocess_generate(protocol.DataProto(Rows(given)), ids, 1, LENGTH + LEFT, 99, 0)
     functionals.get_sample_level_mask(data, Settings())
     data.batch["final_response_mask"] *= pad(batch["token_mask"] * batch["sample_mask"][:, None])[:, 1:].long()
-    for name in ("prev_logprobs", "reference_policy_logprobs", "advantages"):
-        theirs = {"prev_logprobs": "old_log_probs", "reference_policy_logprobs": "ref_log_probs"}.get(name, name)
+    theirs_of = {"prev_logprobs": "old_log_probs", "reference_policy_logprobs": "ref_log_probs"}
+    theirs_of |= {"generation_logprobs": "infer_logprobs", "advantages": "advantages"}
+    for name, theirs in theirs_of.items():
         data.batch[theirs] = pad(batch[name])[:, 1:].clone()
     data.batch["train_infer_is_weight"] = torch.ones_like(data.batch["advantages"])
     cuts = [(a * len(ids) // 6, b * len(ids) // 6) for a, b in CUTS]
@@ -102,6 +104,12 @@ def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, Any
         ROLL, root, "roll.distributed.strategy.megatron_strategy", "roll.distributed.scheduler.protocol",
         "roll.utils.functionals", "roll.pipeline.rlvr.actor_worker",
     )  # fmt: skip
+    corrections: Any = sys.modules["roll.utils.train_infer_corrections"]
+    corrections.compute_segment_masked_mean = lambda values, mask: values
+    strategies.collate_fn_to_dict_list = lambda rows: {name: [one[name] for one in rows] for name in rows[0]}
+    # It changes logits in place, unless they are of half precision: rows that are packed are views of one tensor.
+    log_probs_of = strategies.vocab_parallel_logprobs
+    strategies.vocab_parallel_logprobs = lambda logits, *args, **options: log_probs_of(logits.clone(), *args, **options)
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     found = []
@@ -118,6 +126,7 @@ def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, Any
             enable_old_logprobs_recompute=True, use_kl_loss=True, kl_loss_coef=BETA, rl_loss_coef=1.0,
             entropy_loss_coef=0.0,
         )  # fmt: skip
+        vars(config).update(case.get("config", {}))
         of_worker = Settings(use_dynamic_batching_in_train=True, apply_loss_scale=True, name="actor_train")
         worker, strategy = object.__new__(workers.ActorWorker), object.__new__(strategies.MegatronTrainStrategy)
         model.get_batch_on_this_cp_rank = lambda given, dim3_keys: given
@@ -129,7 +138,7 @@ def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, Any
             forward_backward_func=get_forward_backward_func(), optimizer=Settings(step=step, zero_grad=lambda: None),
             scheduler=Settings(step=lambda: None), load_states=lambda **_: None, offload_states=lambda **_: None,
             megatron_train_args=Settings(cross_entropy_loss_fusion=False),
-            **dict.fromkeys(("enable_router_replay", "use_sequence_packing", "is_multimodal"), False),
+            use_sequence_packing=bool(case.get("packed")), enable_router_replay=False, is_multimodal=False,
         )  # fmt: skip
         data = rows_of_rank(state.get_data_parallel_rank(), state.get_data_parallel_world_size(), protocol, functionals)
         model.zero_grad_buffer()
@@ -148,6 +157,22 @@ def test_every_mode_is_exact(record_property: Any) -> None:
     assert_exact(record_property, train, ROLL, cases, worlds=[(1, 1), (2, 1)])
 
 
+def test_packed_rows_are_proved(record_property: Any) -> None:
+    """ROLL then calls its loss function for each row."""
+    case = {"mode": "prompt_mean", "settings": MODES["prompt_mean"], "packed": True}
+    assert_exact(record_property, train, ROLL, [case], worlds=[(2, 1)])
+
+
+def test_coefficients_and_the_engine_for_rollouts_are_no_faults() -> None:
+    weight = Settings(enabled=True, weight_type="token", upper_bound=1.01)
+    of_rollouts = {
+        "enable_old_logprobs_recompute": False,
+        "train_infer_correction": Settings(is_weight=weight, filters=[]),
+    }
+    cases = [{"rl_loss_coef": 0.5, "entropy_loss_coef": 0.01}, of_rollouts]
+    run_ranks(1, train, checkout(ROLL), 1, [{"mode": "sample_mean", "settings": {}, "config": one} for one in cases])
+
+
 def test_theirs_is_none_of_the_modes(record_property: Any) -> None:
     """Its token mean takes in the tokens that the mask leaves out."""
     case = {"mode": "token_mean", "settings": {}, "setting": "token mean, masked tokens in responses"}
@@ -160,3 +185,52 @@ def test_another_loss_is_refused_on_all_ranks() -> None:
     with pytest.raises(RankError, match="loss_agg_mode=seq-mean-token-mean beside a loss aggregation") as caught:
         run_ranks(2, train, checkout(ROLL), 1, [case])
     assert set(caught.value.errors) == {0, 1}
+
+
+_STRATEGY, _WORKER = "roll/distributed/strategy/megatron_strategy.py", "roll/pipeline/rlvr/actor_worker.py"
+PLANTS = [
+    Plant("scaling doubled", {_STRATEGY: ("data.meta_info['loss_scale']\n", "data.meta_info['loss_scale'] * 2\n")}),
+    Plant(
+        "argument renamed",
+        {
+            _STRATEGY: (
+                "loss_func: Callable):\n        self.model.train()",
+                "loss: Callable):\n        self.model.train()",
+            )
+        },
+        r"ROLL with MegatronTrainStrategy.train_step\(self, batch, loss\): this package replaces",
+    ),
+    Plant(
+        "log-probs by another function",
+        {
+            _STRATEGY: ("def op_compute_log_probs", "def op_log_probs"),
+            _WORKER: ("op_compute_log_probs", "op_log_probs"),
+        },
+        "MegatronTrainStrategy.train_step called no policy loss, or was not called. Use 8eb27cc2",
+    ),
+    Plant(
+        "counts of one rank",
+        {_STRATEGY: ("(batch, dp_group=mpu.get_data_parallel_group())", "(batch, mpu.get_context_parallel_group())")},
+        world=(2, 1),
+    ),
+    Plant("option renamed", {_WORKER: ("loss_agg_mode", "reduction")}, "loss_agg_mode=None", {"loss_agg_mode": None}),
+    Plant(
+        "loss not linear in advantages",
+        {_WORKER: ('advantages = data.batch["advantages"]', 'advantages = data.batch["advantages"] ** 3')},
+    ),
+]
+
+
+@pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.fault)
+def test_a_fault_stops_all_ranks(plant: Plant, record_property: Any, tmp_path: Any) -> None:
+    assert_stops(record_property, ROLL, train, plant, tmp_path)
+
+
+def test_a_schedule_that_was_not_measured_is_no_proof(record_property: Any, tmp_path: Any) -> None:
+    """It was fetched before the adapter, and kept."""
+    schedules = "__import__('megatron.core.pipeline_parallel.schedules', fromlist=[''])"
+    fetched = f"{schedules}.forward_backward_no_pipelining.__wrapped__("
+    case = {"mode": "sample_mean", "settings": {"kl": "token_mean"}, "outcome": "unknown"}
+    root = planted(ROLL, tmp_path, {_STRATEGY: ("self.forward_backward_func(", fetched)})
+    run_ranks(1, train, root, 1, [case])
+    record_plant(record_property, ROLL, "a schedule from elsewhere", "says that it is not proved")
