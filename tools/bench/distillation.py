@@ -20,9 +20,9 @@ The ways:
 - *ours*: `log_probs_from_hidden` at K ids with `divergence_at_ids`, and `divergence_from_hidden` (two passes);
   `loss_from_hidden` (one pass).
 
-**Peak extra** is as in logprobs.py. A way that would need more memory than the machine has left is not run; its peak is
-then 32 times that at 1/32 of the tokens (*by 1/32*). Times are CPU seconds of one thread, the least of some turns. One
-rank holds the vocabulary.
+**Peak extra** is as in logprobs.py. A way that would need more memory than the machine has left is not run: its peak
+is then *foreseen*, by the line through those at one and two chunks of tokens. Times are CPU seconds of one thread, the
+least of some turns. One rank holds the vocabulary.
 """
 
 import argparse
@@ -30,6 +30,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -52,7 +53,6 @@ LIGER = Framework(
 PEERS = ("verl", "nemo_rl", "ms_swift", "trl", "liger")
 #: Of memory that is left, for other processes.
 SPARE = 2 * 2**30
-REHEARSAL = 32
 
 
 class Inputs:
@@ -225,31 +225,38 @@ def measured(run: Pass, args: argparse.Namespace) -> tuple[float, float, Sequenc
     return peak, min(times), given
 
 
+def foreseen(way: Way, size: Size, args: argparse.Namespace) -> float:
+    """Bytes of its peak, by smaller ones; 0 where there are none."""
+    if size.tokens <= 2 * args.chunk_tokens:
+        return 0.0
+    one, two = (
+        peak_extra(run_of(way, inputs_of(replace(size, tokens=n * args.chunk_tokens), args)), args.device)
+        for n in (1, 2)
+    )
+    return one + (two - one) * (size.tokens / args.chunk_tokens - 1)
+
+
+def inputs_of(size: Size, args: argparse.Namespace) -> Inputs:
+    return Inputs(size, args.hidden, args.k, args.device)
+
+
 def rows(size: Size, ways: dict[str, Way], args: argparse.Namespace) -> list[dict[str, Any]]:
-    x = Inputs(size, args.hidden, args.k, args.device)
-    small = Inputs(Size(size.tokens // REHEARSAL, size.vocabulary, size.dtype), args.hidden, args.k, args.device)
-    others, made, naive, right = Others(), list[dict[str, Any]](), 0.0, None
+    x, others, made, naive, right = inputs_of(size, args), Others(), list[dict[str, Any]](), 0.0, None
     for name, way in ways.items():
-        needs = peak_extra(run_of(way, small), args.device)
-        if not name.startswith("ours"):  # ours grow with chunks alone
-            needs *= REHEARSAL
-        row: dict[str, Any] = {
-            "tokens": size.tokens,
-            "vocabulary": size.vocabulary,
-            "logits MB": size.logits / MB,
-            "way": name,
-        }
+        row: dict[str, Any] = {"tokens": size.tokens, "vocabulary": size.vocabulary, "way": name}
+        needs = foreseen(way, size, args)
         if needs > left(args.device) - SPARE:
-            peak, row["by 1/32"] = needs / MB, "yes"
+            row |= {"peak extra MB": needs / MB, "foreseen": "yes"}
         else:
-            peak, row["seconds"], given = measured(run_of(way, x), args)
+            row["peak extra MB"], seconds, given = measured(run_of(way, x), args)
+            row |= {"foreseen": "", "seconds": seconds}
             right = given if name == "naive" else right
             if right is not None:
                 pairs = zip(given, right, strict=True)
                 row["differs by"] = max(float((one - two).abs().max() / two.abs().max()) for one, two in pairs)
             del given
-        naive = peak if name == "naive" else naive
-        made.append(row | {"peak extra MB": peak, "of naive": peak / naive})
+        naive = naive or row["peak extra MB"]
+        made.append(row | {"of naive": row["peak extra MB"] / naive})
     return [row | {"busy elsewhere": others.busy()} for row in made]
 
 
