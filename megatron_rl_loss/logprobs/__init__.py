@@ -1,7 +1,7 @@
 """Log-probs and entropy of labels: from logits whose vocabulary lies on several ranks, or from hidden states in chunks.
 
 For models whose logits do not fit in memory, and for tensor parallelism. `kernels` holds other projects' kernels, which
-`log_probs_from_logits` can call in place of plain torch.
+`log_probs_from_logits` and `log_probs_from_hidden` can call in place of plain torch.
 """
 
 from megatron_rl_loss import refuse_names

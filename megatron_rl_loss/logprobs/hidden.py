@@ -121,14 +121,8 @@ def divergence_from_hidden(
     Raises ValueError and TypeError as `log_probs_from_hidden`, for a teacher of other tokens or another shard, and as
     `Teacher`.
     """
-    teacher = Teacher(
-        hidden=teacher_hidden,
-        weight=teacher_weight,
-        bias=teacher_bias,
-        kind=kind,
-        beta=beta,
-        temperature=teacher_temperature,
-    )
+    of_teacher = teacher_hidden, teacher_weight, teacher_bias
+    teacher = Teacher(*of_teacher, kind=kind, beta=beta, temperature=teacher_temperature)
     leaves = [in_autocast(one) for one in (hidden, weight, bias)]
     settings = Settings(temperature, keep, vocab_size, entropy, token_mask)
     read = _read(leaves, labels, settings, tensor_parallel, chunk_tokens)

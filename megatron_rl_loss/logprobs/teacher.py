@@ -11,7 +11,7 @@ A KL is summed as ``a log(a / b) - a + b``, whose terms are never negative: erro
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,7 @@ from megatron_rl_loss.losses.divergence import Kind, check_kind
 _LN_2 = math.log(2)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Teacher:
     """The teacher of some tokens, and the divergence from it: whoever reads a student's logits reads its beside them.
 
@@ -41,6 +41,7 @@ class Teacher:
     hidden: Tensor
     weight: Tensor | None = None
     bias: Tensor | None = None
+    _: KW_ONLY
     kind: Kind
     beta: float | None = None
     temperature: float | None = None

@@ -114,6 +114,7 @@ class OutputHead:
                 "a model called with output_processor=OutputHead(...) and without labels: the head makes log-probs of "
                 "labels. Pass labels=..., or leave the output_processor out for logits."
             )
+        batch = labels.shape[:2]
         weight = output_layer.weight if output_weight is None else output_weight
         check_layer(output_layer, weight)
         run_pre_hooks(output_layer, hidden_states, weight)
@@ -141,43 +142,24 @@ class OutputHead:
             "keep": keep.transpose(0, 1) if isinstance(keep, Tensor) and keep.dim() == 3 else keep,
             "vocab_size": self.vocab_size,
             "entropy": self.entropy,
-            "token_mask": None if mask is None else mask.reshape(labels.shape[:2]).T,
+            "token_mask": None if mask is None else mask.reshape(batch).T,
             "chunk_tokens": self.chunk_tokens,
             "main_gradient": FusedMainGradient(weight) if fused else None,
         }
+        labels = labels.transpose(0, 1)
         if not isinstance(context, Folded):
             found: tuple[Tensor | None, ...]
             if teacher is None:
-                common["kernel"] = self.kernel
-                found = log_probs_from_hidden(hidden_states, weight, labels.transpose(0, 1), **common)
+                found = log_probs_from_hidden(hidden_states, weight, labels, kernel=self.kernel, **common)
             else:
-                found = divergence_from_hidden(
-                    hidden_states,
-                    weight,
-                    teacher.hidden,
-                    teacher.weight,
-                    labels.transpose(0, 1),
-                    kind=teacher.kind,
-                    beta=teacher.beta,
-                    teacher_bias=teacher.bias,
-                    teacher_temperature=teacher.temperature,
-                    **common,
-                )
+                common |= {"kind": teacher.kind, "beta": teacher.beta, "teacher_bias": teacher.bias}
+                common["teacher_temperature"] = teacher.temperature
+                found = divergence_from_hidden(hidden_states, weight, teacher.hidden, teacher.weight, labels, **common)
             return tuple(None if one is None else one.transpose(0, 1) for one in found)
-        weights = context.microbatch.pg_loss.weights_on(hidden_states.device)
-        inputs = {
-            name: one.reshape(*labels.shape[:2], *one.shape[2:]).transpose(0, 1) for name, one in context.inputs.items()
-        }
-        share, values = loss_from_hidden(
-            hidden_states,
-            weight,
-            labels.transpose(0, 1),
-            weights.view(labels.shape[:2]).t(),
-            context.per_token_loss,
-            inputs,
-            teacher=teacher,
-            **common,
-        )
+        weights = context.microbatch.pg_loss.weights_on(hidden_states.device).view(batch).t()
+        inputs = {name: one.reshape(*batch, *one.shape[2:]).transpose(0, 1) for name, one in context.inputs.items()}
+        given = labels, weights, context.per_token_loss, inputs
+        share, values = loss_from_hidden(hidden_states, weight, *given, teacher=teacher, **common)
         values = {name: one.transpose(0, 1) for name, one in values.items()}
         return context.microbatch.folded(share, values.pop("losses")), values
 

@@ -32,9 +32,11 @@ def check(kernel: Any, device: str = "cpu", bound: float = 1e-6) -> None:
 Errors = tuple[float, ...]
 
 
-def errors_from_hidden(kernel: str | None, group: Any = None, device: str = "cpu", **parallel: bool) -> Errors:
+def errors_from_hidden(
+    kernel: str | None, group: Any = None, device: str = "cpu", dtype: torch.dtype = torch.float32, **parallel: bool
+) -> Errors:
     """Relative errors of this rank's part, at a temperature and with entropy; 32 tokens, some of them masked."""
-    batch, temperature = batch_of(32, VOCABULARY, 8), 0.7
+    batch, temperature = batch_of(32, VOCABULARY, 8, dtype), 0.7
     leaves = [one.clone().requires_grad_() for one in (batch.hidden, batch.weight)]
     found = head_oracle.log_probs_and_entropy(leaves[0] @ leaves[1].T, batch.labels, temperature)
     log_probs, entropy = (one * batch.mask for one in found)
@@ -44,7 +46,7 @@ def errors_from_hidden(kernel: str | None, group: Any = None, device: str = "cpu
     columns = slice(rank * VOCABULARY // size, (rank + 1) * VOCABULARY // size)
     part = slice(rank * 32 // size, (rank + 1) * 32 // size) if parallel.get("sequence_parallel") else slice(None)
     hidden, weight = batch.hidden[part], batch.weight[columns]
-    mine = [one.detach().float().to(device).requires_grad_() for one in (hidden, weight)]
+    mine = [one.detach().to(device, dtype).requires_grad_() for one in (hidden, weight)]
     more = {"kernel": kernel, "tensor_parallel": TensorParallel(group=group, **parallel)}
     labels = batch.labels.masked_fill(~batch.mask, -7).to(device)
     ours = log_probs_from_hidden(*mine, labels, temperature=temperature, entropy=True, token_mask=batch.mask, **more)

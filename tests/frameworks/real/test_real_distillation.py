@@ -25,7 +25,7 @@ from ranks import run_ranks
 from table_step import start
 from torch import Tensor
 
-from megatron_rl_loss import divergence_at_ids, log_probs_from_logits
+from megatron_rl_loss import divergence_at_ids, divergence_from_hidden, log_probs_from_logits
 from megatron_rl_loss.losses.divergence import Kind, Tail
 
 TOKENS, VOCABULARY, K = 33, 64, 8
@@ -158,10 +158,24 @@ CASES: dict[Framework, list[Case]] = {
 }
 
 
+def ours(case: Case, logits: Tensor, teacher: Tensor, ids: Tensor, **settings: Any) -> Tensor:
+    """A value per token, of this rank's logits."""
+    t = case.temperature
+    if case.ids == VOCABULARY:  # the logits are hidden states of a layer that changes nothing
+        layer = torch.eye(VOCABULARY)
+        return divergence_from_hidden(logits, layer, teacher, temperature=t, **settings).divergence
+    at_ids, _ = log_probs_from_logits(logits, ids, tp_group=dist.group.WORLD, temperature=t)
+    late = t if case.tail == "renormalise" else 1.0  # the teacher's temperature, when only log-probs are there
+    given = (teacher * late / t).log_softmax(-1).gather(-1, ids)
+    given = given.log_softmax(-1) if case.restricted else given
+    everything = torch.ones(TOKENS)
+    return divergence_at_ids(at_ids, given, everything, tail=case.tail, teacher_temperature=late, **settings)
+
+
 def errors(framework: Framework, tp: int, root: str) -> list[tuple[float, float]]:
     """On a rank: of theirs and of ours, of the gradient of the logits that it holds."""
     start(tp)
-    group, held = dist.group.WORLD, VOCABULARY // tp
+    held = VOCABULARY // tp
     columns = slice(dist.get_rank() * held, (dist.get_rank() + 1) * held)
     student, teacher = logits_of(TOKENS, VOCABULARY)
     found = []
@@ -177,16 +191,10 @@ def errors(framework: Framework, tp: int, root: str) -> list[tuple[float, float]
         value = case.theirs(root, theirs, teacher, ids)
         (value if value.dim() == 0 else value * SLOPES).sum().backward()
 
-        at_ids, _ = log_probs_from_logits(mine, ids, tp_group=group, temperature=t)
-        late = t if case.tail == "renormalise" else 1.0  # the teacher's temperature, when only log-probs are there
-        given = (teacher * late / t).log_softmax(-1).gather(-1, ids)
-        given = given.log_softmax(-1) if case.restricted else given
         for kind, coef in case.terms.items():
             beta = case.beta if kind == "jsd" else None
-            settings: Any = {"kind": kind, "beta": beta, "tail": case.tail, "teacher_temperature": late}
-            (coef * divergence_at_ids(at_ids, given, torch.ones(TOKENS), **settings) * SLOPES).sum().backward(
-                retain_graph=True
-            )
+            values = ours(case, mine, teacher, ids, kind=kind, beta=beta)
+            (coef * values * SLOPES).sum().backward()
         found.append(tuple(relative(one.grad, whole.grad[:, columns]) for one in (theirs, mine)))
     return found
 

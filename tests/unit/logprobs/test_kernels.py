@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from head_oracle import BOUNDS
 from interpreter import begin, finish
 from kernel_check import check, errors_from_hidden, fallback_on_rank
 from ranks import run_ranks
@@ -66,7 +67,8 @@ def test_kernels_on_a_gpu(name: str) -> None:
         pytest.skip(f"{name} is not installed")
     check(kernels.KERNELS[name], "cuda", 1e-5)
     if name in kernels.FROM_HIDDEN:
-        assert max(errors_from_hidden(name, device="cuda")) <= 1e-4
+        dtype = torch.bfloat16  # the only one of Liger's kernel for Hopper
+        assert max(errors_from_hidden(name, device="cuda", dtype=dtype)) <= BOUNDS[dtype]
 
 
 @needs_liger
