@@ -63,7 +63,7 @@ def prove_first_step(
     return proved
 
 
-def prove_engine(asked: Aggregation, loss: str, **words: Any) -> "FirstStep":
+def prove_engine(asked: Aggregation | None, loss: str, **words: Any) -> "FirstStep":
     """The proof of the next training step of this process, at the environment's level; `words` as in `FirstStep`."""
     proof = FirstStep(asked, loss, level=proof_level(), **words)
 
@@ -82,18 +82,25 @@ class FirstStep:
     """The proof of a process's first training step, in one `with` around each call of the schedule.
 
     Args:
-        asked: the aggregation of the policy loss; terms that declare one are compared with that.
+        asked: the aggregation of the policy loss; terms that declare one are compared with that. It may change while
+            no step was proved.
         loss: words for the policy loss in the line that is printed.
         level: as in `prove_first_step`.
         pg_collection: the process groups; default: the model's, else Megatron's parallel state.
         beside: words for what is not ours.
         never: words for what has happened if no loss was seen: a fault. Without, such a step is not proved.
         group_size: how many samples of each prompt the engine was told to generate.
+
+    Attributes:
+        group_size: as given.
+        terms: names of those that must be seen; a fault without.
+        outcome: of the last measured step, on all ranks: ``wrong``, ``unknown``, ``later`` or ``proved``.
+        is_over: no step is measured any more.
     """
 
     def __init__(
         self,
-        asked: Aggregation,
+        asked: Aggregation | None,
         loss: str,
         *,
         level: str = "error",
@@ -102,11 +109,14 @@ class FirstStep:
         never: str = "",
         group_size: int | None = None,
     ) -> None:
-        self._asked, self._loss, self._level, self._pg_collection = asked, loss, level, pg_collection
-        self._beside, self._never, self._group_size = beside, never, group_size
-        self._waits = False  # a step has passed that had no gradient
-        self._aim = f"{in_words(asked)} on {loss}"
+        self.asked, self._loss, self._level, self._pg_collection = asked, loss, level, pg_collection
+        self._beside, self._never, self.group_size = beside, never, group_size
+        self.outcome, self.terms = "", list[str]()
         self.is_over = level == "off"
+
+    @property
+    def _aim(self) -> str:
+        return self._loss if self.asked is None else f"{in_words(self.asked)} on {self._loss}"
 
     @contextmanager
     def step(self, model: Any, *, trains: bool = True) -> Iterator[None]:
@@ -115,7 +125,7 @@ class FirstStep:
             yield
             return
         audit = Audit(model, pg_collection=self._pg_collection, then=lambda failure: self._conclude(audit, failure))
-        with observe(aggregation=self._asked), audit:
+        with observe(aggregation=self.asked), audit:
             yield
 
     def _conclude(self, audit: Audit, failure: Exception | None) -> None:
@@ -128,12 +138,12 @@ class FirstStep:
             finding = "unknown", f"{self._aim}, NOT PROVED: {type(finding).__name__}: {finding}"
         found, text = finding
         kinds = agree_on([found], ["wrong", "unknown", "later", "proved"], groups)
+        waited, self.outcome = self.outcome == "later", next(iter(kinds), "")
         self.is_over = "later" not in kinds
         if "wrong" in kinds and self._level == "error":
             raise_together(True, ValueError(text) if found == "wrong" else None, groups)
-        if found and not (found == "later" and self._waits):
+        if found and not (found == "later" and waited):
             print(f"megatron_rl_loss: {text}", flush=True)
-        self._waits |= found == "later"
 
     def _finding(self, audit: Audit) -> tuple[str, str]:
         """On the first rank: wrong, unknown, later or proved; and what to say of it."""
@@ -156,7 +166,8 @@ class FirstStep:
                 modes.append(f"{in_words(expected)} on {loss}")
             else:
                 reports.append(f"Of {loss}: {verdict}")
-        reports += facts["faults"]
+        unseen = [name for name in self.terms if name not in audit.steps]
+        reports += facts["faults"] + [f"The {name} term was not weighed by this package." for name in unseen]
         if self._never and not facts["tapped"]:
             reports = [self._never]
         if reports:
@@ -169,7 +180,7 @@ class FirstStep:
             why = " ".join(dict.fromkeys(unknown)) or "No loss went through a reducer of this package."
             return "unknown", f"{self._aim}, NOT PROVED: {why}"
         beside = f"; {self._beside}" * bool(self._beside)
-        return "proved", f"{', '.join(modes)}, proved on {_sizes(tokens, self._group_size)}{beside}"
+        return "proved", f"{', '.join(modes)}, proved on {_sizes(tokens, self.group_size)}{beside}"
 
 
 def _sizes(tokens: StepTokens, group_size: int | None) -> str:
