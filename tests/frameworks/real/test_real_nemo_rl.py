@@ -6,6 +6,7 @@ its worker sets it. The model is a table of logits. Replaced: `Policy.train`, wh
 a function that keeps them.
 """
 
+import pickle
 from types import SimpleNamespace
 from typing import Any
 
@@ -72,8 +73,9 @@ def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, Any
     from nemo_rl.algorithms.advantage_estimator import GRPOAdvantageEstimator
     from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 
-    from megatron_rl_loss.frameworks.nemo_rl import aggregate
+    from megatron_rl_loss.frameworks import nemo_rl
 
+    aggregate = nemo_rl.aggregate
     estimator = GRPOAdvantageEstimator(SimpleNamespace(use_leave_one_out_baseline=True, normalize_rewards=True), None)
     let_backward_run_here(worker.allgather_cp_sharded_tensor.__globals__["AllGatherCPTensor"])
     dp_rank, dp = state.get_data_parallel_rank(), state.get_data_parallel_world_size()
@@ -95,6 +97,7 @@ def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, Any
                     aggregate(policy, loss_fn, case["mode"], **case["settings"])
                 estimator.compute_advantage(batch["input_ids"][:, :3], torch.ones(ROWS), batch["token_mask"])
                 batch = policy.train(batch, loss_fn, timer=None)
+            loss_fn = pickle.loads(pickle.dumps(loss_fn))
         mine = BatchedDataDict({name: values[dp_rank::dp] for name, values in batch.items()})
         rows = len(mine["sample_mask"])
         counted = data_module.process_global_batch(mine, loss_fn, group, batch_idx=0, batch_size=rows)
@@ -116,6 +119,9 @@ def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, Any
         options = {"of_samples": of_case.get("sequence_level_importance_ratios", False)}
         options["corrected"] = of_case.get("use_importance_sampling_correction", False)
         errors = errors_of(model, case, metrics["loss"], kl=kl_of_nemo_rl, **options)
+        outcomes = [proof.outcome for proof in nemo_rl._PROOFS.values()]
+        assert outcomes == ["proved"] * (not case.get("stock"))
+        nemo_rl._PROOFS.clear()
         found.append(metrics | {"errors": errors})
     return found
 
