@@ -7,6 +7,7 @@ DDP. The model is a table of logits. Replaced: Ray; the rollout; its template's 
 by the few lines below; an average over ranks, which gloo has not, by a sum.
 """
 
+import functools
 from collections import defaultdict
 from itertools import pairwise
 from types import SimpleNamespace
@@ -146,6 +147,7 @@ def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, Any
     template = SimpleNamespace(padding_free=True, data_collator=collate(cp), template_meta=Settings())
     found, loss_func = [], trainers.MegatronGRPOTrainer.loss_func
 
+    @functools.wraps(loss_func)
     def in_place(self: Any, *args: Any, **kwargs: Any) -> Any:
         loss, metrics = loss_func(self, *args, **kwargs)
         loss *= self.args.num_microbatches
@@ -170,13 +172,14 @@ def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, Any
             **dict.fromkeys(off.split()) | shared,
             loss_type=loss_type, beta=BETA, temperature=1.0, epsilon_low=CLIP_LOW,
             epsilon_high=CLIP_HIGH, importance_sampling_level="token", disable_rollout_importance_sampling=True,
-            steps_per_generation=1, top_entropy_quantile=1.0, _metrics={"train": defaultdict(list)}, _step=0,
+            steps_per_generation=1, num_generations=4, top_entropy_quantile=1.0, _metrics={"train": defaultdict(list)}, _step=0,
             unwrapped_models=[model.module], max_completion_length=20, template=template,
             _flush_log_completions=lambda: None, _all_reduce_metric=averaged,
         )  # fmt: skip
         with undone():
+            proof = None
             if not case.get("stock"):
-                aggregate(case["mode"], **settings)
+                proof = aggregate(case["mode"], **settings).proof
                 settings, trainer.loss_type = settings | {"kl": "token_mean"}, "dapo"
             if case.get("ray"):
                 reports = step_of_worker(driver, workers, losses, trainer, shared, cp, case)
@@ -187,6 +190,7 @@ def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, Any
                     return samples
 
                 reports = step_of_trainer(trainers, trainer, generated(expand, case)[dp_rank::dp], cp, case)
+        assert proof is None or proof.outcome == "proved"
         mean = sum(float(report["loss"]) for report in reports) / len(reports)
         found.append({"errors": errors_of(model, case | {"settings": settings}, mean, kl=k3)})
     return found
