@@ -6,7 +6,9 @@ its worker sets it. The model is a table of logits. Replaced: `Policy.train`, wh
 a function that keeps them.
 """
 
+import os
 import pickle
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,7 +26,9 @@ from bigram_step import (
     ROWS,
     TOLERANCE,
     assert_exact,
+    assert_proof_changes_nothing,
     bigram_model,
+    bits_of,
     compare,
     errors_of,
     k3,
@@ -32,6 +36,7 @@ from bigram_step import (
 )
 from checkouts import NEMO_RL, checkout, load, record_errors
 from planned_steps import CP, DP, errors_in
+from plants import assert_stopped, planted
 from ranks import RankError, run_ranks
 from replacements import undone
 from table_step import start
@@ -75,18 +80,19 @@ def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, Any
 
     from megatron_rl_loss.frameworks import nemo_rl
 
-    aggregate = nemo_rl.aggregate
+    aggregate, weights_column = nemo_rl.aggregate, nemo_rl.weights_column
     estimator = GRPOAdvantageEstimator(SimpleNamespace(use_leave_one_out_baseline=True, normalize_rewards=True), None)
     let_backward_run_here(worker.allgather_cp_sharded_tensor.__globals__["AllGatherCPTensor"])
     dp_rank, dp = state.get_data_parallel_rank(), state.get_data_parallel_world_size()
     group, config = state.get_data_parallel_group(), losses.ClippedPGLossConfig
     defaults = {name: getattr(config, name) for name in config.__annotations__}
-    cfg = {"sequence_packing": {"enabled": True}, "logprob_chunk_size": None}
     found = []
     for case in cases:
         of_case = case.get("cfg", {})
         loss_fn = losses.ClippedPGLossFn(SimpleNamespace(**{**defaults, **SETTINGS, **of_case}))
         batch = BatchedDataDict(make_batch())
+        times, os.environ["MEGATRON_RL_LOSS_PROOF"] = case.get("times", 1), case.get("proof", "error")
+        nemo_rl.weights_column = lambda *given, times=times, **more: [times * w for w in weights_column(*given, **more)]
         if not case.get("stock"):
             policy: Any = SimpleNamespace(
                 cfg={"train_global_batch_size": ROWS}, train=lambda data, loss_fn, timer=None, gbs=None: data
@@ -96,7 +102,8 @@ def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, Any
                 if case.get("twice"):
                     aggregate(policy, loss_fn, case["mode"], **case["settings"])
                 estimator.compute_advantage(batch["input_ids"][:, :3], torch.ones(ROWS), batch["token_mask"])
-                batch = policy.train(batch, loss_fn, timer=None)
+                if not case.get("by_another_name"):
+                    batch = policy.train(batch, loss_fn, timer=None)
             loss_fn = pickle.loads(pickle.dumps(loss_fn))
         mine = BatchedDataDict({name: values[dp_rank::dp] for name, values in batch.items()})
         rows = len(mine["sample_mask"])
@@ -106,6 +113,8 @@ def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, Any
             part = mine.slice(first * rows // 6, last * rows // 6)
             made = data_module.process_microbatch(part, "input_lengths", 2 * cp, pack_sequences=True)
             microbatches.append(data_module.ProcessedMicrobatch(data_dict=part, **vars(made)))
+        packing = {"enabled": True, "fuse_loss": case.get("fused", False)}
+        cfg = {"sequence_packing": packing, "logprob_chunk_size": None}
         model, number = bigram_model(per_token=True), {"num_microbatches": len(microbatches)}
         reports = worker.megatron_forward_backward(
             model=model, data_iterator=iter(microbatches), seq_length=LENGTH, mbs=1, **number,
@@ -120,9 +129,9 @@ def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, Any
         options["corrected"] = of_case.get("use_importance_sampling_correction", False)
         errors = errors_of(model, case, metrics["loss"], kl=kl_of_nemo_rl, **options)
         outcomes = [proof.outcome for proof in nemo_rl._PROOFS.values()]
-        assert outcomes == ["proved"] * (not case.get("stock"))
+        assert outcomes == (["proved"] if not case.get("stock") and "proof" not in case else outcomes)
         nemo_rl._PROOFS.clear()
-        found.append(metrics | {"errors": errors})
+        found.append(metrics | {"errors": errors, "bits": bits_of(model)})
     return found
 
 
@@ -134,6 +143,7 @@ CASES: list[dict[str, Any]] = [
     {"mode": "prompt_mean", "settings": {"kl": "sample_mean"}, "cfg": OF_SAMPLES},
     {"mode": "prompt_mean", "settings": {}, "cfg": {**OF_SAMPLES, **CORRECTED}},
     {"mode": "prompt_mean", "settings": {}, "cfg": CORRECTED},
+    {"mode": "prompt_mean", "settings": {}, "fused": True},
 ]
 
 
@@ -158,6 +168,47 @@ def test_metrics_keep_their_masks_and_theirs_is_what_it_says(record_property: An
 def test_it_is_refused_twice() -> None:
     with pytest.raises(RankError, match="train, where a loss aggregation is in force already"):
         run_ranks(1, train, checkout(NEMO_RL), 1, [{"mode": "token_mean", "settings": {}, "twice": True}])
+
+
+def test_the_proof_changes_nothing() -> None:
+    cases = [{"mode": "prompt_mean", "settings": {"kl": "token_mean"}, "cfg": of_case} for of_case in ({}, OF_SAMPLES)]
+    assert_proof_changes_nothing(train, NEMO_RL, cases)
+
+
+LOSS, WRAPPER = "nemo_rl/algorithms/loss/loss_functions.py", "nemo_rl/algorithms/loss/wrapper.py"
+AGAIN = "loss += self.loss_fn(data=unpadded_seq_data, global_valid_seqs=global_valid_seqs, "
+AGAIN += "global_valid_toks=global_valid_toks, **loss_input)[0]\n            loss_accum += loss"
+ADVANTAGES, SCALED = 'data["advantages"][:, 1:]', "loss * num_microbatches / cp_size, metrics"
+MASK, GRADIENT = 'data["token_mask"][:, 1:]', "all_reduce(grad_output, group=ctx.cp_group)"
+TOKENS, COUNTS = "global_valid_toks=global_valid_toks,\n                **", "all_reduce(to_reduce, group=dp_group)"
+KL = "self.reference_policy_kl_penalty * calculate_kl("
+#: By name: edits by file, what it stops with, and ranks, context-parallel ranks and settings of the case.
+PLANTS: dict[str, tuple[dict[str, tuple[str, str]], str, int, int, dict[str, Any]]] = {
+    "scaling doubled": ({"nemo_rl/models/megatron/train.py": (SCALED, f"2 * {SCALED}")}, "weigh 2 times", 1, 1, {}),
+    "counts of one rank": ({"nemo_rl/models/megatron/data.py": (COUNTS, "barrier()")}, "policy loss: ", 2, 1, {}),
+    "loss computed twice": ({WRAPPER: ("loss_accum += loss", AGAIN)}, "weigh 2 times", 1, 1, {"mode": "token_sum"}),
+    "mask moved": ({LOSS: (MASK, f"{MASK}.roll(1, 1)")}, "policy loss: ", 1, 1, {}),
+    "not linear in advantages": ({LOSS: (ADVANTAGES, f"{ADVANTAGES}.clamp(-0.5, 0.5)")}, "policy loss: ", 1, 1, {}),
+    "KL coefficient doubled": ({LOSS: (KL, f"2 * {KL}")}, "Of kl: ", 1, 1, {}),
+    "counts in each other's place": (
+        {WRAPPER: (TOKENS, TOKENS.replace("=global_valid_toks", "=global_valid_seqs"))}, "policy loss: ", 1, 1, {}
+    ),
+    "gather's backward doubled": (
+        {"nemo_rl/distributed/model_utils.py": (GRADIENT, f"{GRADIENT}; grad_output *= 2")}, "arrive 2 times", 2, 2, {}
+    ),
+    "batch that the driver did not weigh": ({}, "a batch of NeMo-RL without our weights", 1, 1, {"by_another_name": 1}),
+    "own weights times 1.25": ({}, "weigh 1.25 times", 1, 1, {"times": 1.25}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("plant", PLANTS)
+def test_a_fault_stops(record_property: Any, tmp_path: Path, plant: str) -> None:
+    edits, match, ranks, cp, settings = PLANTS[plant]
+    case = {"mode": "prompt_mean", "settings": {"kl": "token_mean"}} | settings
+    if case["mode"] == "token_sum":
+        case["settings"] = MODES["token_sum"]
+    launch = ranks, train, planted(NEMO_RL, tmp_path, edits), cp, [case]
+    assert_stopped(record_property, NEMO_RL, plant, match, *launch)
 
 
 def planned(root: str) -> list[float]:

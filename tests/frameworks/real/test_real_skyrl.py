@@ -135,7 +135,7 @@ def train(root: str, cp: int, cases: list[dict[str, Any]], copied: bool = False)
 
     from megatron.core.distributed import finalize_model_grads
 
-    from megatron_rl_loss.frameworks.skyrl import AggregatedPolicyLoss
+    from megatron_rl_loss.frameworks import skyrl
 
     seen: list[Any] = []
 
@@ -164,7 +164,7 @@ def train(root: str, cp: int, cases: list[dict[str, Any]], copied: bool = False)
         if case.get("stock"):
             loss = ppo_utils.PolicyLossRegistry.get(case["stock"])
         else:
-            loss = AggregatedPolicyLoss("regular", case["mode"], **settings)
+            loss = skyrl.AggregatedPolicyLoss("regular", case["mode"], **settings)
             loss._loss = ppo_utils.ppo_policy_loss  # cloudpickle, which SkyRL has, pickles a decorated function too
             loss = pickle.loads(pickle.dumps(loss))
         model, kept = table_model(both.flatten().tolist(), forward=forward), list[Tensor]()
@@ -202,6 +202,11 @@ def train(root: str, cp: int, cases: list[dict[str, Any]], copied: bool = False)
             errors["mtp value"] = abs(metrics["mtp_loss"] * MTP - draft_loss) / draft_loss
             value, scale = value + draft_loss, scale + draft_loss
         errors["value"] = abs(metrics["final_loss"] - value) / scale
+        proofs = [one.proof.outcome for one in skyrl._INSTALLED]
+        assert case.get("stock") or proofs == ["proved"]
+        for one in skyrl._INSTALLED:
+            one.undo()
+        skyrl._INSTALLED.clear()
         found.append({"errors": errors, "metrics": metrics})
     return found
 
