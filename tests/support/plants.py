@@ -1,11 +1,21 @@
 """Faults planted in a copy of an engine's real code, and the table of what became of them."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from checkouts import Framework, checkout
 from ranks import RankError, run_ranks
+
+
+class Plant(NamedTuple):
+    """A fault: its edits by file, the error that stops it, the case and the (ranks, context-parallel ranks) of it."""
+
+    fault: str
+    edits: dict[str, tuple[str, str]]
+    match: str = "was asked, and the first training step does something else"
+    case: dict[str, Any] = {}  # noqa: RUF012
+    world: tuple[int, int] = (1, 1)
 
 
 def planted(framework: Framework, folder: Path, edits: dict[str, tuple[str, str]]) -> str:
@@ -18,6 +28,9 @@ def planted(framework: Framework, folder: Path, edits: dict[str, tuple[str, str]
         copy = folder / source.relative_to(root)
         copy.parent.mkdir(parents=True, exist_ok=True)
         copy.symlink_to(source)
+    for beside in root.iterdir():
+        if beside.name != package:
+            (folder / beside.name).symlink_to(beside)
     for path, (old, new) in edits.items():
         text = (root / path).read_text()
         assert old in text, f"{path} has no {old!r}"
@@ -31,6 +44,14 @@ def assert_stopped(record_property: Any, framework: Framework, plant: str, match
     with pytest.raises(RankError, match=match):
         run_ranks(*launch)
     record_plant(record_property, framework, plant, "stopped")
+
+
+def assert_stops(record_property: Any, framework: Framework, train: Any, plant: Plant, folder: Path) -> None:
+    """All ranks end before the optimizer's step."""
+    root, case = planted(framework, folder, plant.edits), {"mode": "sample_mean", "settings": {}} | plant.case
+    assert_stopped(
+        record_property, framework, plant.fault, plant.match, plant.world[0], train, root, plant.world[1], [case]
+    )
 
 
 def record_plant(record_property: Any, framework: Framework, plant: str, outcome: str) -> None:

@@ -36,7 +36,7 @@ from bigram_step import (
 )
 from checkouts import NEMO_RL, checkout, load, record_errors
 from planned_steps import CP, DP, errors_in
-from plants import assert_stopped, planted
+from plants import Plant, assert_stops
 from ranks import RankError, run_ranks
 from replacements import undone
 from table_step import start
@@ -171,44 +171,51 @@ def test_it_is_refused_twice() -> None:
 
 
 def test_the_proof_changes_nothing() -> None:
-    cases = [{"mode": "prompt_mean", "settings": {"kl": "token_mean"}, "cfg": of_case} for of_case in ({}, OF_SAMPLES)]
-    assert_proof_changes_nothing(train, NEMO_RL, cases)
+    case = {"mode": "prompt_mean", "settings": MODES["prompt_mean"]}
+    assert_proof_changes_nothing(train, NEMO_RL, [case, case | {"cfg": OF_SAMPLES}])
 
 
-LOSS, WRAPPER = "nemo_rl/algorithms/loss/loss_functions.py", "nemo_rl/algorithms/loss/wrapper.py"
-AGAIN = "loss += self.loss_fn(data=unpadded_seq_data, global_valid_seqs=global_valid_seqs, "
-AGAIN += "global_valid_toks=global_valid_toks, **loss_input)[0]\n            loss_accum += loss"
-ADVANTAGES, SCALED = 'data["advantages"][:, 1:]', "loss * num_microbatches / cp_size, metrics"
-MASK, GRADIENT = 'data["token_mask"][:, 1:]', "all_reduce(grad_output, group=ctx.cp_group)"
-TOKENS, COUNTS = "global_valid_toks=global_valid_toks,\n                **", "all_reduce(to_reduce, group=dp_group)"
-KL = "self.reference_policy_kl_penalty * calculate_kl("
-#: By name: edits by file, what it stops with, and ranks, context-parallel ranks and settings of the case.
-PLANTS: dict[str, tuple[dict[str, tuple[str, str]], str, int, int, dict[str, Any]]] = {
-    "scaling doubled": ({"nemo_rl/models/megatron/train.py": (SCALED, f"2 * {SCALED}")}, "weigh 2 times", 1, 1, {}),
-    "counts of one rank": ({"nemo_rl/models/megatron/data.py": (COUNTS, "barrier()")}, "policy loss: ", 2, 1, {}),
-    "loss computed twice": ({WRAPPER: ("loss_accum += loss", AGAIN)}, "weigh 2 times", 1, 1, {"mode": "token_sum"}),
-    "mask moved": ({LOSS: (MASK, f"{MASK}.roll(1, 1)")}, "policy loss: ", 1, 1, {}),
-    "not linear in advantages": ({LOSS: (ADVANTAGES, f"{ADVANTAGES}.clamp(-0.5, 0.5)")}, "policy loss: ", 1, 1, {}),
-    "KL coefficient doubled": ({LOSS: (KL, f"2 * {KL}")}, "Of kl: ", 1, 1, {}),
-    "counts in each other's place": (
-        {WRAPPER: (TOKENS, TOKENS.replace("=global_valid_toks", "=global_valid_seqs"))}, "policy loss: ", 1, 1, {}
+LOSSES, WRAPPER = "nemo_rl/algorithms/loss/loss_functions.py", "nemo_rl/algorithms/loss/wrapper.py"
+LOSS_AGAIN = """loss += self.loss_fn(
+                data=unpadded_seq_data, global_valid_seqs=global_valid_seqs, global_valid_toks=global_valid_toks,
+                **loss_input)[0]
+            loss_accum += loss"""
+PLANTS = [
+    Plant("scaling doubled", {"nemo_rl/models/megatron/train.py": ("return loss * num_", "return 2 * loss * num_")}),
+    Plant(
+        "counts of one rank",
+        {"nemo_rl/models/megatron/data.py": ("all_reduce(to_reduce, group=dp_group)", "barrier()")},
+        world=(2, 1),
     ),
-    "gather's backward doubled": (
-        {"nemo_rl/distributed/model_utils.py": (GRADIENT, f"{GRADIENT}; grad_output *= 2")}, "arrive 2 times", 2, 2, {}
+    Plant("policy.train by another name", {}, "without our weights: policy.train", {"by_another_name": True}),
+    Plant("loss computed twice", {WRAPPER: ("loss_accum += loss", LOSS_AGAIN)}, case={"mode": "token_sum"}),
+    Plant(
+        "arguments in each other's place",
+        {WRAPPER: ("valid_seqs=global_valid_seqs,\n                global", "valid_seqs=global_valid_toks,\n global")},
+        case={"cfg": OF_SAMPLES},
     ),
-    "batch that the driver did not weigh": ({}, "a batch of NeMo-RL without our weights", 1, 1, {"by_another_name": 1}),
-    "own weights times 1.25": ({}, "weigh 1.25 times", 1, 1, {"times": 1.25}),
-}  # fmt: skip
+    Plant("mask moved", {LOSSES: ('data["token_mask"][:, 1:]', 'data["token_mask"][:, 1:].roll(1, 1)')}),
+    Plant("loss not linear in advantages", {LOSSES: ('["advantages"][:, 1:]', '["advantages"][:, 1:].sign()')}),
+    Plant("KL coefficient doubled", {LOSSES: ("kl = self.reference", "kl = 2 * self.reference")}, "Of kl: NOT SOUND"),
+    Plant(
+        "backward of the gather doubled",
+        {
+            "nemo_rl/distributed/model_utils.py": (
+                "all_reduce(grad_output, group=ctx.cp_group)", "all_reduce(grad_output.mul_(2), group=ctx.cp_group)"
+            )
+        },
+        "arrive 2 times at the model's output",
+        world=(2, 2),
+    ),
+    Plant("own weights times 1.25", {}, "tokens weigh 1.25 times", {"times": 1.25}),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("plant", PLANTS)
-def test_a_fault_stops(record_property: Any, tmp_path: Path, plant: str) -> None:
-    edits, match, ranks, cp, settings = PLANTS[plant]
-    case = {"mode": "prompt_mean", "settings": {"kl": "token_mean"}} | settings
-    if case["mode"] == "token_sum":
-        case["settings"] = MODES["token_sum"]
-    launch = ranks, train, planted(NEMO_RL, tmp_path, edits), cp, [case]
-    assert_stopped(record_property, NEMO_RL, plant, match, *launch)
+@pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.fault)
+def test_a_fault_stops(record_property: Any, tmp_path: Path, plant: Plant) -> None:
+    settings = MODES[plant.case.get("mode", "prompt_mean")]
+    plant = plant._replace(case={"mode": "prompt_mean", "settings": settings} | plant.case)
+    assert_stops(record_property, NEMO_RL, train, plant, tmp_path)
 
 
 def planned(root: str) -> list[float]:
