@@ -8,8 +8,8 @@ With ``--loss_type dapo`` or ``cispo`` Megatron-SWIFT sums loss * mask over a mi
 tokens that it hands to each micro-batch. Before each optimizer step the count becomes the one that makes it the mean
 over the step's tokens T, and each token's advantage is multiplied by its weight in the mode * T; a KL penalty in the
 loss is then the token mean. Whether the loss function undoes Megatron's division by the number of micro-batches, as
-4.6.0 does, is measured, and the first step is proved. Prompts are told apart by their messages, as ms-swift does outside
-of Megatron.
+4.6.0 does, is measured, and the first step is proved. Prompts are told apart by their messages, as ms-swift does
+outside of Megatron.
 Source: ms-swift 4.6.0, 3602360a, swift/megatron/trainers/grpo_trainer.py (loss_func), swift/ray/megatron.
 """
 
@@ -45,9 +45,10 @@ def aggregate(mode: str | Mode | ModeFunction, **settings: Any) -> Replaced:
         BadBatchError: on every rank, when a step is trained on: another ``--loss_type`` than dapo and cispo; a mode by
             prompt with images; a first step in which a token has another weight than was asked.
     """
-    from megatron_rl_loss.audit.megatron.first_step import prove_engine
     from swift.megatron.trainers import grpo_trainer
     from swift.rlhf_trainers import utils
+
+    from megatron_rl_loss.audit.megatron.first_step import prove_engine
 
     modes = LossModes.resolve(mode, **settings)
 

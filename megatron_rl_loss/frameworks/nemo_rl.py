@@ -7,8 +7,8 @@
 NeMo-RL divides a sum over all tokens by the global batch's T valid tokens, or, with ``token_level_loss=false``, that of
 samples' means by its N valid samples. The driver holds a whole batch, so it writes a column for each term: the mode's
 weights * T, or a sample's sum of weights * N. The policy loss has advantage * column, the KL penalty has the column in
-place of its mask; metrics keep the masks. Prompts are those by which NeMo-RL computed the advantages. Workers prove their
-first step.
+place of its mask; metrics keep the masks. Prompts are those by which NeMo-RL computed the advantages. Workers prove
+their first step.
 Source: nemo_rl 7ea279ab, algorithms/loss/loss_functions.py (ClippedPGLossFn), algorithms/utils.py (masked_mean).
 """
 
@@ -69,6 +69,8 @@ def aggregate(
         return stock()
 
     def with_columns(stock: Any, given: dict[str, Any]) -> Any:
+        if given["loss_fn"] is loss_fn:
+            raise ValueError("grpo_train with the loss that aggregate(...) was given. Pass the one that it returned.")
         if given["loss_fn"] is loss:
             data = given["data"] = copy.copy(given["data"])
             known = prompts if len(prompts) == len(data["sample_mask"]) else None
@@ -105,7 +107,7 @@ class AggregatedPGLossFn:
 
         mode, settings = self._modes["policy"]
         beside = "MoE, MTP and draft losses are NeMo-RL's own"
-        never = "NeMo-RL did not call the loss that aggregate(...) returned. Pass it to grpo_train; use 7ea279ab."
+        never = "NeMo-RL did not call the loss that aggregate(...) returned. Use NeMo-RL 7ea279ab."
         proof = prove_engine(resolve(mode, **settings), "NeMo-RL's policy loss", beside=beside, never=never)
         proof.terms = ["pg", "kl"][: len(self._modes)]
         return proof
@@ -129,7 +131,7 @@ class AggregatedPGLossFn:
                 of_rows = weights_column(mode, list(masks), prompt_ids=ids, **settings)
                 weights = torch.stack(of_rows)
                 if self.loss_type.value == "token_level":
-                    column = torch.nn.functional.pad(weights * masks.sum(), (1, 0))
+                    column = pad(weights * masks.sum(), (1, 0))
                 else:
                     check_even(of_rows, list(masks), "Set token_level_loss=true")
                     column = weights.sum(-1) * data["sample_mask"][rows].sum()
@@ -142,8 +144,8 @@ class AggregatedPGLossFn:
         """The rank's share of the step loss, and NeMo-RL's metrics. Each term and the metrics are a call of theirs."""
         if _column("policy") not in data:
             raise ValueError(
-                "a batch of NeMo-RL without our weights: policy.train of the driver adds them, and was not called. Train "
-                "by grpo_train, with data_plane.enabled=false."
+                "a batch of NeMo-RL without our weights: the driver's policy.train adds them, and was not called. Call "
+                "grpo_train, with data_plane.enabled=false."
             )
         counts = {"global_valid_seqs": global_valid_seqs, "global_valid_toks": global_valid_toks}
         with torch.no_grad():
@@ -169,12 +171,11 @@ class AggregatedPGLossFn:
     ) -> None:
         """`tap_slopes` of both terms.
 
-        With a reference policy that is 1 nearer than +-1, estimators of a KL penalty have slopes that differ by 2.
+        By a log-prob that is 1 below and 1 above the reference policy's, k1, k2 and k3 have slopes that differ by 2.
         """
         masks = (of_policy["token_mask"][:, 1:] * of_policy["sample_mask"][:, None]).float()
         prompts, layout = of_policy.get(_PROMPTS), Gathered(range(0, masks.numel() + 1, masks.shape[1]))
-        named = {"prompt_ids": None if prompts is None else prompts.tolist(), "labels": {"row": of_policy[_ROWS]}}
-        samples = Samples(list(masks), layout=layout, **named)
+        samples = Samples(list(masks), layout=layout, prompt_ids=prompts, labels={"row": of_policy[_ROWS]})
         is_filtered = "curr_logprobs_unfiltered" in of_policy
 
         def at_ratio_1(leaf: Tensor) -> dict[str, Tensor]:

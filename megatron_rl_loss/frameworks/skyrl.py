@@ -101,7 +101,6 @@ class AggregatedPolicyLoss:
         terms = {"kl": kl, "entropy": entropy, "mtp": mtp}
         self._modes = LossModes.resolve(mode, divisor=divisor, units=units, terms=terms)
         self._name, self._loss = loss, ppo_utils.PolicyLossRegistry.get(loss)
-        self._temperature, self._mtp_coef = 1.0, 0.0
         ones, mask = torch.ones(2, 3), torch.tensor([[1.0, 1, 0], [1, 1, 1]])
         shares = ppo_utils.apply_loss_reduction_to_advantages_minibatch(ones, mask, "token_mean", 1, 3)
         if not torch.equal(shares, ones / 5):
@@ -131,18 +130,16 @@ class AggregatedPolicyLoss:
         now = _Microbatch(self._modes, planes, ids[:, 0], coefs, [])
         _MICROBATCHES[:] = [now]
 
-        def loss_of(log_probs: Tensor, old: Tensor, advantages: Tensor, **changed: Tensor) -> Any:
-            return self._loss(log_probs, old, advantages, config=config, **{**inputs, **changed})
-
-        def at_ratio_1(leaf: Tensor, advantages: Tensor) -> Tensor:
-            rollout = None if inputs.get("rollout_logprobs") is None else leaf.detach()
-            loss: Tensor = loss_of(leaf, leaf.detach(), advantages, rollout_logprobs=rollout)[0]
+        def loss_of(leaf: Tensor, advantages: Tensor) -> Tensor:
+            old = leaf.detach()
+            rollout = {"rollout_logprobs": None if inputs.get("rollout_logprobs") is None else old}
+            loss: Tensor = self._loss(leaf, old, advantages, config=config, **{**inputs, **rollout})[0]
             return loss
 
-        result = loss_of(log_probs, old, theirs[:, -width:].float() * factors)
+        result = self._loss(log_probs, old, theirs[:, -width:].float() * factors, config=config, **inputs)
         if is_observed():
             samples = now.samples(inputs["loss_mask"])
-            tap_slopes(result[0], at_ratio_1, log_probs, factors, samples=samples, temperature=self._temperature)
+            tap_slopes(result[0], loss_of, log_probs, factors, samples=samples, temperature=self._temperature)
         return result
 
     def weigh(self, wrapper: Any, batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -176,9 +173,9 @@ class AggregatedPolicyLoss:
         return weighed
 
     def _expect(self, wrapper: Any, depths: Sequence[str]) -> None:
-        """Tell the proof of the first step what there is to see."""
+        """Tell the proof of the first step what there is to see. Fused heads hand the schedule no logits."""
         proof, algorithm = _INSTALLED[0].proof, wrapper.cfg.algorithm
-        self._temperature = None if getattr(wrapper, "_fused_lm_head", False) else 1.0
+        self._temperature: float | None = None if getattr(wrapper, "_fused_lm_head", False) else 1.0
         self._mtp_coef = wrapper.cfg.policy.megatron_config.mtp_loss_weight / max(1, len(depths))
         has_kl = algorithm.use_kl_loss and algorithm.kl_loss_coef
         has_entropy = algorithm.use_entropy_loss and algorithm.entropy_loss_coef

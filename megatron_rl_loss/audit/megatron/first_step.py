@@ -93,7 +93,7 @@ class FirstStep:
 
     Attributes:
         group_size: as given.
-        terms: names of those that must be seen; a fault without.
+        terms: names of those that must be seen, once in a micro-batch; else, a fault.
         outcome: of the last measured step, on all ranks: ``wrong``, ``unknown``, ``later`` or ``proved``.
         is_over: no step is measured any more.
     """
@@ -166,8 +166,11 @@ class FirstStep:
                 modes.append(f"{in_words(expected)} on {loss}")
             else:
                 reports.append(f"Of {loss}: {verdict}")
-        unseen = [name for name in self.terms if name not in audit.steps]
-        reports += facts["faults"] + [f"The {name} term was not weighed by this package." for name in unseen]
+        reports += facts["faults"]
+        for name in self.terms:
+            if name not in audit.steps or f"{name}#2" in audit.steps:
+                how_often = "several times" if name in audit.steps else "nowhere"
+                reports.append(f"The {name} term was weighed by this package {how_often} in a micro-batch.")
         if self._never and not facts["tapped"]:
             reports = [self._never]
         if reports:

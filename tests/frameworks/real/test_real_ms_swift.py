@@ -181,7 +181,8 @@ def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, Any
             **dict.fromkeys(off.split()) | shared,
             loss_type=loss_type, beta=BETA, temperature=1.0, epsilon_low=CLIP_LOW,
             epsilon_high=CLIP_HIGH, importance_sampling_level="token", disable_rollout_importance_sampling=True,
-            steps_per_generation=1, num_generations=4, top_entropy_quantile=1.0, _metrics={"train": defaultdict(list)}, _step=0,
+            steps_per_generation=1, num_generations=4, top_entropy_quantile=1.0,
+            _metrics={"train": defaultdict(list)}, _step=0,
             unwrapped_models=[model.module], max_completion_length=20, template=template,
             _flush_log_completions=lambda: None, _all_reduce_metric=averaged,
         )  # fmt: skip

@@ -98,12 +98,12 @@ def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, Any
                 cfg={"train_global_batch_size": ROWS}, train=lambda data, loss_fn, timer=None, gbs=None: data
             )
             with undone():
-                loss_fn = aggregate(policy, loss_fn, case["mode"], **case["settings"])
+                stock_loss, loss_fn = loss_fn, aggregate(policy, loss_fn, case["mode"], **case["settings"])
                 if case.get("twice"):
                     aggregate(policy, loss_fn, case["mode"], **case["settings"])
                 estimator.compute_advantage(batch["input_ids"][:, :3], torch.ones(ROWS), batch["token_mask"])
                 if not case.get("by_another_name"):
-                    batch = policy.train(batch, loss_fn, timer=None)
+                    batch = policy.train(batch, stock_loss if case.get("not_passed") else loss_fn, timer=None)
             loss_fn = pickle.loads(pickle.dumps(loss_fn))
         mine = BatchedDataDict({name: values[dp_rank::dp] for name, values in batch.items()})
         rows = len(mine["sample_mask"])
@@ -188,6 +188,7 @@ PLANTS = [
         world=(2, 1),
     ),
     Plant("policy.train by another name", {}, "without our weights: policy.train", {"by_another_name": True}),
+    Plant("the driver's own loss kept", {}, "Pass the one that it returned", {"not_passed": True}),
     Plant("loss computed twice", {WRAPPER: ("loss_accum += loss", LOSS_AGAIN)}, case={"mode": "token_sum"}),
     Plant(
         "arguments in each other's place",
