@@ -8,7 +8,8 @@ With ``--loss_type dapo`` or ``cispo`` Megatron-SWIFT sums loss * mask over a mi
 tokens that it hands to each micro-batch. Before each optimizer step the count becomes the one that makes it the mean
 over the step's tokens T, and each token's advantage is multiplied by its weight in the mode * T; a KL penalty in the
 loss is then the token mean. Whether the loss function undoes Megatron's division by the number of micro-batches, as
-4.6.0 does, is measured. Prompts are told apart by their messages, as ms-swift does outside of Megatron.
+4.6.0 does, is measured, and the first step is proved. Prompts are told apart by their messages, as ms-swift does
+outside of Megatron.
 Source: ms-swift 4.6.0, 3602360a, swift/megatron/trainers/grpo_trainer.py (loss_func), swift/ray/megatron.
 """
 
@@ -25,6 +26,8 @@ from megatron_rl_loss.frameworks.columns import MEDIA, samples_of, token_mean_fa
 from megatron_rl_loss.frameworks.replacing import Function, Replaced
 from megatron_rl_loss.modes.loss_modes import LossModes
 from megatron_rl_loss.modes.table import Mode, ModeFunction
+from megatron_rl_loss.reduction.taps import is_observed, tap_output, tap_slopes
+from megatron_rl_loss.step.layouts import Gathered
 from megatron_rl_loss.step.samples import Samples
 
 __all__ = ["aggregate"]
@@ -40,10 +43,12 @@ def aggregate(mode: str | Mode | ModeFunction, **settings: Any) -> Replaced:
         ValueError, TypeError: a trainer with an aggregation; settings that are unusable. When a step is trained on,
             fewer tokens than micro-batches or ranks, which Megatron-SWIFT would count as more.
         BadBatchError: on every rank, when a step is trained on: another ``--loss_type`` than dapo and cispo; a mode by
-            prompt with images.
+            prompt with images; a first step in which a token has another weight than was asked.
     """
     from swift.megatron.trainers import grpo_trainer
     from swift.rlhf_trainers import utils
+
+    from megatron_rl_loss.audit.megatron.first_step import prove_engine
 
     modes = LossModes.resolve(mode, **settings)
 
@@ -62,15 +67,19 @@ def aggregate(mode: str | Mode | ModeFunction, **settings: Any) -> Replaced:
         batch.prompts = MEDIA if has_media else unknown or [one.prompt_id for one in samples]
         return inputs, batch
 
+    def weigh(batches: Sequence[Any], trainer: Any) -> None:
+        _weigh([one["grpo_batch"] for one in batches], trainer, modes)
+        replaced.proof.group_size = trainer.num_generations
+
     def step(stock: Any, given: dict[str, Any]) -> Any:
-        _weigh([one["grpo_batch"] for one in given["encoded_batches"]], given["self"], modes)
+        weigh(given["encoded_batches"], given["self"])
         return stock()
 
     def ray_step(stock: Any, given: dict[str, Any]) -> Any:
         if not isinstance(given["self"], trainer):  # the one of a Ray worker, whose loss function has a trainer too
             microbatches = list(given["train_data_iterator"])
             given["train_data_iterator"] = iter(microbatches)
-            _weigh([one["grpo_batch"] for one in microbatches], given["self"].forward_step.__self__._dummy, modes)
+            weigh(microbatches, given["self"].forward_step.__self__._dummy)
         return stock()
 
     trainer = grpo_trainer.MegatronGRPOTrainer
@@ -78,6 +87,8 @@ def aggregate(mode: str | Mode | ModeFunction, **settings: Any) -> Replaced:
         Function(trainer, "_preprocess_inputs", ["samples"], with_ids),
         Function(utils, "collate_to_grpo_micro_batch", ["samples"], collate, lambda name: name.startswith("swift.")),
         Function(trainer, "_on_train_step_batch", ["encoded_batches"], step),
+        Function(trainer, "loss_func", ["output_tensor", "data"], _tapped),
+        Function(grpo_trainer, "compute_logps_and_entropy_from_logits", ["logits"], _tap_logits),
     ]
     if "swift.ray.megatron" in sys.modules:  # with --use_ray: one in the driver, one in the workers
         from swift.megatron.trainers.rlhf_mixin import MegatronRLHFTrainer
@@ -85,7 +96,53 @@ def aggregate(mode: str | Mode | ModeFunction, **settings: Any) -> Replaced:
 
         functions.append(Function(GRPOTrainer, "expand_for_generation", ["prompt_batch"], with_ids))
         functions.append(Function(MegatronRLHFTrainer, "train_step", ["train_data_iterator"], ray_step))
-    return Replaced("ms-swift", "4.6.0 or 3602360a", functions)
+    replaced = Replaced("ms-swift", "4.6.0 or 3602360a", functions)
+    beside = "a KL penalty is a token mean; MoE and MTP losses are ms-swift's own"
+    never = "No loss had our weights: this trainer is not MegatronGRPOTrainer, or with --use_ray not that of 3602360a."
+    replaced.proof = prove_engine(modes.policy, "ms-swift's policy loss", beside=beside, never=never)
+    return replaced
+
+
+def _tap_logits(stock: Any, given: dict[str, Any]) -> Any:
+    given["logits"] = tap_output(given["logits"])
+    return stock()
+
+
+def _tapped(stock: Any, given: dict[str, Any]) -> Any:
+    """The loss function, of which `tap_slopes` sees the weights."""
+    result, data, log_probs = stock(), given["data"], given["output_tensor"]
+    batch = data["grpo_batch"]
+    if is_observed() and hasattr(batch, "factors"):
+        silent = _silent(given["self"])
+
+        def loss_of(leaf: Any, advantages: Any) -> Any:
+            """Without what chooses tokens by ratio or entropy."""
+            trial, old = copy.copy(batch), leaf.detach()
+            rollout = None if batch.rollout_per_token_logps is None else old
+            vars(trial).update(advantages=advantages, old_per_token_logps=old, rollout_per_token_logps=rollout)
+            changed = {**data, "grpo_batch": trial, "per_token_entropy": None}
+            given.update(self=silent, output_tensor=leaf, data=changed)
+            return stock()[0]
+
+        masks, width = list(_mask(batch, given["self"])), log_probs.shape[1]
+        prompts = {} if isinstance(batch.prompts, str) else {"prompt_ids": batch.prompts}
+        layout = Gathered(range(0, len(masks) * width + 1, width))
+        samples = Samples(masks, layout=layout, labels={"microbatch": [batch.number] * len(masks)}, **prompts)
+        tap_slopes(result[0], loss_of, log_probs, batch.factors.to(log_probs.device), samples=samples)
+    return result
+
+
+def _mask(batch: Any, trainer: Any) -> Any:
+    """The tokens that Megatron-SWIFT trains on."""
+    dropped = batch.truncated_mask & trainer.args.overlong_filter
+    return (batch.completion_mask & ~dropped[:, None]).float()
+
+
+def _silent(trainer: Any) -> Any:
+    """A trainer whose loss function can be tried."""
+    silent = copy.copy(trainer)
+    silent._metrics, silent._flush_log_completions = copy.deepcopy(trainer._metrics), lambda: None
+    return silent
 
 
 def _weigh(batches: Sequence[Any], trainer: Any, modes: LossModes) -> None:
@@ -97,9 +154,7 @@ def _weigh(batches: Sequence[Any], trainer: Any, modes: LossModes) -> None:
                 f"--loss_type {trainer.loss_type} beside a loss aggregation: the loss must be a sum over a token "
                 "count. Use --loss_type dapo, which has the loss of grpo, bnpo and dr_grpo, or cispo."
             )
-        dropped = [one.truncated_mask & trainer.args.overlong_filter for one in batches]
-        masks = [(one.completion_mask & ~row[:, None]).float() for one, row in zip(batches, dropped, strict=True)]
-        return samples_of(modes, [list(one) for one in masks], [one.prompts for one in batches])
+        return samples_of(modes, [list(_mask(one, trainer)) for one in batches], [one.prompts for one in batches])
 
     factors, tokens = token_mean_factors(modes, describe, dp_group=mpu.get_data_parallel_group())
     ranks = mpu.get_data_parallel_world_size()
@@ -109,16 +164,15 @@ def _weigh(batches: Sequence[Any], trainer: Any, modes: LossModes) -> None:
             f"{tokens:g} tokens in a step of {len(batches)} micro-batches on {ranks} ranks: Megatron-SWIFT counts at "
             "least one in each part. Use fewer ranks or micro-batches."
         )
-    for batch, of_batch in zip(batches, factors, strict=True):
+    for number, (batch, of_batch) in enumerate(zip(batches, factors, strict=True)):
         of_tokens = of_batch.to(batch.advantages.device).view_as(batch.completion_mask)
-        batch.advantages = batch.advantages * of_tokens
+        batch.advantages, batch.factors, batch.number = batch.advantages * of_tokens, of_tokens, number
         batch.num_items_in_batch = batch.advantages.new_tensor(count)
 
 
 def _scale(trainer: Any, batch: Any, ranks: int) -> float:
     """The factor that its loss function has beside 1 / count: that of a token of known loss, where the count is 1."""
-    probe, trial = copy.copy(trainer), copy.copy(batch)
-    probe._metrics, probe._flush_log_completions = copy.deepcopy(trainer._metrics), lambda: None
+    trial = copy.copy(batch)
     one = batch.advantages.new_ones(1, 1)
     vars(trial).update(
         completion_mask=one.bool(), truncated_mask=one[0] == 0, seq_lengths=one[0].long(), advantages=one,
@@ -126,5 +180,5 @@ def _scale(trainer: Any, batch: Any, ranks: int) -> float:
         num_items_in_batch=torch.tensor(float(ranks)),
     )  # fmt: skip
     with torch.no_grad():
-        loss, _ = probe.loss_func(one, data={"grpo_batch": trial})
+        loss, _ = _silent(trainer).loss_func(one, data={"grpo_batch": trial})
     return -float(loss) / math.exp(-3)  # of a log-prob of 1 where the old one was 4: nothing is clipped

@@ -7,23 +7,33 @@
 NeMo-RL divides a sum over all tokens by the global batch's T valid tokens, or, with ``token_level_loss=false``, that of
 samples' means by its N valid samples. The driver holds a whole batch, so it writes a column for each term: the mode's
 weights * T, or a sample's sum of weights * N. The policy loss has advantage * column, the KL penalty has the column in
-place of its mask; metrics keep the masks. Prompts are those by which NeMo-RL computed the advantages.
+place of its mask; metrics keep the masks. Prompts are those by which NeMo-RL computed the advantages. Workers prove
+their first step.
 Source: nemo_rl 7ea279ab, algorithms/loss/loss_functions.py (ClippedPGLossFn), algorithms/utils.py (masked_mean).
 """
 
 import copy
+import sys
 from typing import Any
+from uuid import uuid4
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from megatron_rl_loss.frameworks.columns import check_even
-from megatron_rl_loss.frameworks.replacing import Function, Replaced
+from megatron_rl_loss.frameworks.replacing import Function, Replaced, announce
 from megatron_rl_loss.modes.names import resolve
 from megatron_rl_loss.modes.table import Mode, ModeFunction
 from megatron_rl_loss.modes.weights import weights_column
+from megatron_rl_loss.reduction.taps import is_observed, tap_slopes
+from megatron_rl_loss.step.ids import as_ids
+from megatron_rl_loss.step.layouts import Gathered
+from megatron_rl_loss.step.samples import Samples
 
 __all__ = ["AggregatedPGLossFn", "aggregate"]
+_ROWS, _PROMPTS = "loss_row_numbers", "loss_prompt_ids"  # columns
+_PROOFS: dict[str, Any] = {}  # of a worker, by `AggregatedPGLossFn._number`: a loss is unpickled for each step
 
 
 def aggregate(
@@ -59,6 +69,8 @@ def aggregate(
         return stock()
 
     def with_columns(stock: Any, given: dict[str, Any]) -> Any:
+        if given["loss_fn"] is loss_fn:
+            raise ValueError("grpo_train with the loss that aggregate(...) was given. Pass the one that it returned.")
         if given["loss_fn"] is loss:
             data = given["data"] = copy.copy(given["data"])
             known = prompts if len(prompts) == len(data["sample_mask"]) else None
@@ -78,8 +90,27 @@ class AggregatedPGLossFn:
 
     def __init__(self, loss_fn: Any, modes: dict[str, tuple[Any, dict[str, Any]]]) -> None:
         self._loss_fn, self._modes = loss_fn, modes
-        self._policy = copy.copy(loss_fn)
+        self._policy, self._number = copy.copy(loss_fn), uuid4().hex
         self._policy.reference_policy_kl_penalty = 0
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """In a worker."""
+        self.__dict__.update(state)
+        if self._number not in _PROOFS:
+            _PROOFS[self._number] = self._prove()
+
+    def _prove(self) -> Any:
+        if "megatron.core" not in sys.modules:
+            announce("NeMo-RL: NOT PROVED, Megatron-Core is not loaded")
+            return None
+        from megatron_rl_loss.audit.megatron.first_step import prove_engine
+
+        mode, settings = self._modes["policy"]
+        beside = "MoE, MTP and draft losses are NeMo-RL's own"
+        never = "NeMo-RL did not call the loss that aggregate(...) returned. Use NeMo-RL 7ea279ab."
+        proof = prove_engine(resolve(mode, **settings), "NeMo-RL's policy loss", beside=beside, never=never)
+        proof.terms = ["pg", "kl"][: len(self._modes)]
+        return proof
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):  # what pickle asks for before there is a loss
@@ -89,6 +120,9 @@ class AggregatedPGLossFn:
     def columns(self, data: Any, batch_size: int, prompts: list[str] | None) -> dict[str, Tensor]:
         """A column per term, [rows, tokens], or [rows] for losses of samples; `batch_size` rows are a step."""
         found: dict[str, list[Tensor]] = {_column(name): [] for name in self._modes}
+        found[_ROWS] = [torch.arange(len(data["sample_mask"]))]
+        if prompts is not None:
+            found[_PROMPTS] = [torch.from_numpy(as_ids("prompt_ids", prompts, len(prompts)))]
         for start in range(0, len(data["sample_mask"]), batch_size):
             rows = slice(start, start + batch_size)
             masks = (data["token_mask"][rows, 1:].float() * data["sample_mask"][rows, None]).cpu()
@@ -97,7 +131,7 @@ class AggregatedPGLossFn:
                 of_rows = weights_column(mode, list(masks), prompt_ids=ids, **settings)
                 weights = torch.stack(of_rows)
                 if self.loss_type.value == "token_level":
-                    column = torch.nn.functional.pad(weights * masks.sum(), (1, 0))
+                    column = pad(weights * masks.sum(), (1, 0))
                 else:
                     check_even(of_rows, list(masks), "Set token_level_loss=true")
                     column = weights.sum(-1) * data["sample_mask"][rows].sum()
@@ -108,20 +142,63 @@ class AggregatedPGLossFn:
         self, next_token_logprobs: Tensor, data: Any, global_valid_seqs: Tensor, global_valid_toks: Tensor
     ) -> tuple[Tensor, dict[str, Any]]:
         """The rank's share of the step loss, and NeMo-RL's metrics. Each term and the metrics are a call of theirs."""
+        if _column("policy") not in data:
+            raise ValueError(
+                "a batch of NeMo-RL without our weights: the driver's policy.train adds them, and was not called. Call "
+                "grpo_train, with data_plane.enabled=false."
+            )
         counts = {"global_valid_seqs": global_valid_seqs, "global_valid_toks": global_valid_toks}
         with torch.no_grad():
             _, metrics = self._loss_fn(next_token_logprobs.detach(), data, **counts)
         column = data[_column("policy")]
-        advantages = data["advantages"] * (column[:, None] if column.dim() == 1 else column)
-        total, _ = self._policy(next_token_logprobs, {**data, "advantages": advantages}, **counts)
+        factors = (column[:, None] if column.dim() == 1 else column).expand_as(data["advantages"])
+        of_policy = {**data, "advantages": data["advantages"] * factors}
+        total, _ = self._policy(next_token_logprobs, of_policy, **counts)
+        of_kl: dict[str, Any] = {}
         if "kl" in self._modes:
             column = data[_column("kl")]
             ones = torch.ones_like(data["sample_mask"])
             masks = {"sample_mask": column} if column.dim() == 1 else {"token_mask": column, "sample_mask": ones}
-            of_kl = {**data, **masks, "advantages": torch.zeros_like(advantages)}
+            of_kl = {**data, **masks, "advantages": torch.zeros_like(data["advantages"])}
             share, of_part = self._loss_fn(next_token_logprobs, of_kl, **counts)
             total, metrics["kl_penalty"] = total + share, of_part["kl_penalty"]
+        if is_observed():
+            self._tap(total, next_token_logprobs, factors, of_policy, of_kl, counts)
         return total, metrics | {"loss": total.item()}
+
+    def _tap(
+        self, total: Tensor, log_probs: Tensor, factors: Tensor, of_policy: Any, of_kl: Any, counts: dict[str, Tensor]
+    ) -> None:
+        """`tap_slopes` of both terms.
+
+        By a log-prob that is 1 below and 1 above the reference policy's, k1, k2 and k3 have slopes that differ by 2.
+        """
+        masks = (of_policy["token_mask"][:, 1:] * of_policy["sample_mask"][:, None]).float()
+        prompts, layout = of_policy.get(_PROMPTS), Gathered(range(0, masks.numel() + 1, masks.shape[1]))
+        samples = Samples(list(masks), layout=layout, prompt_ids=prompts, labels={"row": of_policy[_ROWS]})
+        is_filtered = "curr_logprobs_unfiltered" in of_policy
+
+        def at_ratio_1(leaf: Tensor) -> dict[str, Tensor]:
+            old = pad(leaf.detach(), (1, 0))
+            unfiltered = {"curr_logprobs_unfiltered": leaf} if is_filtered else {}
+            return {"prev_logprobs": old, "generation_logprobs": old, "reference_policy_logprobs": old, **unfiltered}
+
+        def policy(leaf: Tensor, advantages: Tensor) -> Tensor:
+            loss: Tensor = self._policy(leaf, {**of_policy, **at_ratio_1(leaf), "advantages": advantages}, **counts)[0]
+            return loss
+
+        def kl(leaf: Tensor, signs: Tensor) -> Tensor:
+            reference = {"reference_policy_logprobs": pad(leaf.detach(), (1, 0)) + signs}
+            loss: Tensor = self._loss_fn(leaf, {**of_kl, **at_ratio_1(leaf), **reference}, **counts)[0]
+            return loss
+
+        is_fused = getattr(self._loss_fn, "use_fused_linear_logprobs", False)
+        temperature = None if is_fused or (is_filtered and of_kl) else 1.0
+        tap_slopes(total, policy, log_probs, factors, samples=samples, temperature=temperature)
+        if of_kl:
+            mode, settings = self._modes["kl"]
+            declared = {"coef": self._loss_fn.reference_policy_kl_penalty, "aggregation": resolve(mode, **settings)}
+            tap_slopes(total, kl, log_probs, torch.ones_like(factors), samples=samples, name="kl", **declared)
 
 
 def _column(term: str) -> str:

@@ -9,14 +9,16 @@
 SkyRL adds up the policy loss of a mini-batch, and averages other terms over each micro-batch, then over a rank's
 micro-batches that hold samples, then over ranks. Here a term is the sum of weight * loss times the number of those
 micro-batches and ranks, so its mean is exact. Weights travel as further planes of the advantages. A prompt is its
-tokens, those that are real and not response. Imports no SkyRL.
+tokens, those that are real and not response. The first step is proved when gradients are finalised.
 Source: SkyRL a9564572, workers/megatron/megatron_model_wrapper.py (forward_backward_mini_batch), worker_utils.py.
 """
 
 import copy
 import math
 import sys
-from typing import Any
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,13 +29,52 @@ from megatron_rl_loss.frameworks.replacing import Function, Replaced
 from megatron_rl_loss.modes.loss_modes import LossModes
 from megatron_rl_loss.modes.table import Mode, ModeFunction
 from megatron_rl_loss.modes.weights import weigh
+from megatron_rl_loss.reduction.taps import is_observed, tap, tap_output, tap_slopes, tap_sum
+from megatron_rl_loss.step.layouts import Gathered
 from megatron_rl_loss.step.samples import Samples
 from megatron_rl_loss.step.units import UnitCounting
 
 __all__ = ["AggregatedPolicyLoss"]
 _MODULE = "skyrl.backends.skyrl_train.workers.megatron.megatron_model_wrapper"
+_VERSIONS = "a9564572 or 0.4.0"
 _INSTALLED: list[Replaced] = []
-_PLANES: list[Tensor] = []  # weights of the micro-batch whose loss is being computed: of KL, entropy, MTP depths
+_PROMPT_IDS = 2**53  # that many fit into float64
+
+
+class _Microbatch(NamedTuple):
+    """The micro-batch whose loss is being computed.
+
+    Attributes:
+        planes: weights of KL, entropy and each MTP depth, [rows, tokens].
+        ids: of each row's prompt; -1 for rows that are no samples, NaN where prompts are not known.
+        coefs: of the terms, by name.
+        drafts: the MTP depths so far, each with its samples.
+    """
+
+    modes: LossModes
+    planes: Sequence[Tensor]
+    ids: Tensor
+    coefs: dict[str, float]
+    drafts: list[tuple[str, Samples]]
+
+    def facts(self, term: str) -> dict[str, Any]:
+        """Those that a tap is told of a term."""
+        name = term.partition(" ")[0]
+        return {"coef": self.coefs[name], "aggregation": self.modes.terms.get(name, self.modes.policy)}
+
+    def samples(self, masks: Tensor | Sequence[Tensor], **layout: Any) -> Samples:
+        """Those of the engine's masks, one for each row."""
+        bounds = [0]
+        for one in masks:
+            bounds.append(bounds[-1] + len(one))
+        held = (self.ids != -1).tolist()
+        ids = None if self.ids.isnan().any() else [int(one) for one in self.ids.tolist() if one >= 0]
+        given = [one.float() for one, is_sample in zip(masks, held, strict=True) if is_sample]
+        slots = Gathered(bounds, filler_slots=held.count(False), **layout)
+        return Samples(given, layout=slots, prompt_ids=ids, labels={"row": range(len(given))})
+
+
+_MICROBATCHES: list[_Microbatch] = []  # one, or none
 
 
 class AggregatedPolicyLoss:
@@ -47,23 +88,31 @@ class AggregatedPolicyLoss:
     Raises:
         ValueError, TypeError: settings that are unusable; a SkyRL without the functions that are replaced.
         BadBatchError: on every rank, when a step is trained on: another ``loss_reduction`` than ``token_mean``; packed
-            rows of several samples; a mini-batch of more than one call; a mode by prompt with images.
+            rows of several samples; a mini-batch of more than one call; a mode by prompt with images; a first step in
+            which a token has another weight than was asked.
     """
 
     def __init__(
         self, loss: str, mode: str | Mode | ModeFunction, *, divisor: float | None = None,
         units: UnitCounting | None = None, kl: str | None = None, entropy: str | None = None, mtp: str | None = None,
     ) -> None:  # fmt: skip
-        from skyrl.backends.skyrl_train.utils.ppo_utils import PolicyLossRegistry
+        from skyrl.backends.skyrl_train.utils import ppo_utils
 
         terms = {"kl": kl, "entropy": entropy, "mtp": mtp}
         self._modes = LossModes.resolve(mode, divisor=divisor, units=units, terms=terms)
-        self._name, self._loss = loss, PolicyLossRegistry.get(loss)
-        _install()
+        self._name, self._loss = loss, ppo_utils.PolicyLossRegistry.get(loss)
+        ones, mask = torch.ones(2, 3), torch.tensor([[1.0, 1, 0], [1, 1, 1]])
+        shares = ppo_utils.apply_loss_reduction_to_advantages_minibatch(ones, mask, "token_mean", 1, 3)
+        if not torch.equal(shares, ones / 5):
+            raise ValueError(
+                f"SkyRL's token_mean makes advantages of 1 beside 5 tokens {shares.tolist()}: they must be 1/5. Use "
+                f"SkyRL {_VERSIONS}."
+            )
+        _install(self._modes)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        _install()
+        _install(self._modes)
 
     def __call__(self, log_probs: Tensor, old: Tensor, advantages: Tensor, config: Any, **inputs: Any) -> Any:
         """SkyRL's loss of that name, of a micro-batch; the terms that SkyRL computes after it have its weights."""
@@ -72,10 +121,26 @@ class AggregatedPolicyLoss:
                 "a mini-batch without weights: they come with SkyRL's MegatronModelWrapper. Set "
                 "trainer.strategy=megatron."
             )
-        policy, *_PLANES[:] = advantages
+        width = log_probs.shape[1]
+        theirs, factors, *planes, ids = advantages
+        factors, planes = factors[:, -width:].float(), [one.float() for one in planes]
         config = copy.copy(config)
         config.policy_loss_type = self._name
-        return self._loss(log_probs, old, policy[:, -log_probs.shape[1] :], config=config, **inputs)
+        coefs = {"kl": config.kl_loss_coef, "entropy": -config.entropy_loss_coef, "mtp": self._mtp_coef}
+        now = _Microbatch(self._modes, planes, ids[:, 0], coefs, [])
+        _MICROBATCHES[:] = [now]
+
+        def loss_of(leaf: Tensor, advantages: Tensor) -> Tensor:
+            old = leaf.detach()
+            rollout = {"rollout_logprobs": None if inputs.get("rollout_logprobs") is None else old}
+            loss: Tensor = self._loss(leaf, old, advantages, config=config, **{**inputs, **rollout})[0]
+            return loss
+
+        result = self._loss(log_probs, old, theirs[:, -width:].float() * factors, config=config, **inputs)
+        if is_observed():
+            samples = now.samples(inputs["loss_mask"])
+            tap_slopes(result[0], loss_of, log_probs, factors, samples=samples, temperature=self._temperature)
+        return result
 
     def weigh(self, wrapper: Any, batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The micro-batches of a mini-batch, with weighed advantages and a plane of weights for each other term."""
@@ -83,6 +148,7 @@ class AggregatedPolicyLoss:
         from megatron.core.utils import get_model_config
 
         depths = [f"mtp {i}" for i in range(get_model_config(wrapper.actor_module[0]).mtp_num_layers or 0)]
+        self._expect(wrapper, depths)
         group, modes = mpu.get_data_parallel_group(with_context_parallel=False), self._modes
         plan = plan_of(modes, lambda: [self._describe(wrapper, batch, depths) for batch in batches], group, depths)
         tokens = max(plan.totals.step_tokens or 0, 1)  # by which SkyRL has divided advantages
@@ -97,11 +163,24 @@ class AggregatedPolicyLoss:
                 weights[torch.from_numpy(local.mask) == 0] = outside
                 plane = mask.new_full(mask.shape, outside, dtype=torch.float32)
                 plane[_held(batch)] = weights.to(mask.device).view(-1, mask.shape[1])
-                planes.append(plane * (tokens * _in_row(batch, "advantages") if term == "policy" else shares))
-            for plane in planes[:2]:  # SkyRL multiplies these losses by the mask
-                plane /= mask.where(mask != 0, 1)
-            weighed.append({**batch, "advantages": torch.stack(planes)})
+                planes.append(plane if term == "policy" else plane * shares)
+            planes[0] /= mask.where(mask != 0, 1)  # SkyRL multiplies this loss by the mask
+            ids = torch.full(mask.shape, -1, dtype=torch.float64, device=mask.device)
+            prompts = torch.from_numpy(microbatch.samples.ids["prompt"] % _PROMPT_IDS).double()
+            ids[_held(batch), 0] = prompts if batch.get("pixel_values") is None else math.nan
+            planes = [tokens * _in_row(batch, "advantages"), *planes, ids]
+            weighed.append({**batch, "advantages": torch.stack([one.double() for one in planes])})
         return weighed
+
+    def _expect(self, wrapper: Any, depths: Sequence[str]) -> None:
+        """Tell the proof of the first step what there is to see. Fused heads hand the schedule no logits."""
+        proof, algorithm = _INSTALLED[0].proof, wrapper.cfg.algorithm
+        self._temperature: float | None = None if getattr(wrapper, "_fused_lm_head", False) else 1.0
+        self._mtp_coef = wrapper.cfg.policy.megatron_config.mtp_loss_weight / max(1, len(depths))
+        has_kl = algorithm.use_kl_loss and algorithm.kl_loss_coef
+        has_entropy = algorithm.use_entropy_loss and algorithm.entropy_loss_coef
+        proof.asked = self._modes.policy
+        proof.terms = ["pg", *["kl"] * bool(has_kl), *["entropy"] * bool(has_entropy), *depths]
 
     def _describe(self, wrapper: Any, batch: dict[str, Any], depths: list[str]) -> Samples:
         if wrapper.cfg.algorithm.loss_reduction != "token_mean":
@@ -140,63 +219,97 @@ def _held(batch: dict[str, Any]) -> Tensor:
     return held
 
 
-def _install() -> None:
+def _install(modes: LossModes) -> None:
     """Replace SkyRL's functions, once; nothing where no Megatron worker was imported."""
     module: Any = sys.modules.get(_MODULE)
     if module is None or _INSTALLED:
         return
+    from megatron_rl_loss.audit.megatron.first_step import prove_engine
+
+    log_probs = ("from_parallel_logits_to_logprobs", "from_parallel_logits_to_logprobs_packed_sequences")
     entropies = ("vocab_parallel_entropy_packed_sequences", "from_parallel_hidden_to_entropy_packed_sequences")
     drafts = ["mask", "global_normalization_factor"]
     functions = [
         Function(module.MegatronModelWrapper, "forward_backward_mini_batch", ["micro_batches", "loss_fn"], _mini_batch),
         Function(module, "masked_mean", ["tensor", "mask", "dim"], _mean),
+        *(Function(module, name, ["vocab_parallel_logits"], _log_probs) for name in log_probs),
         *(Function(module, name, ["loss_mask"], _entropy) for name in entropies),
-        Function(module, "shift_mask_for_mtp", ["mask", "mtp_layer_number"], _shift),
+        Function(module, "shift_mask_for_mtp", ["mask", "mtp_layer_number", "cu_seqlens"], _shift),
         *(Function(module, name, drafts, _draft) for name in ("draft_soft_ce", "draft_soft_ce_topk")),
     ]
-    _INSTALLED.append(Replaced("SkyRL", "a9564572 or 0.4.0", functions))
+    replaced = Replaced("SkyRL", _VERSIONS, functions)
+    beside = "advantages come divided by the mini-batch's tokens; MoE losses are SkyRL's own"
+    never = "SkyRL trained with another loss: set trainer.algorithm.policy_loss_type to the name this one has."
+    replaced.proof = prove_engine(modes.policy, "SkyRL's policy loss", beside=beside, never=never)
+    _INSTALLED.append(replaced)
 
 
 def _mini_batch(stock: Any, given: dict[str, Any]) -> Any:
-    by_name, losses = given.get("loss_fn"), sys.modules[_MODULE].PolicyLossRegistry
+    by_name, losses, proof = given.get("loss_fn"), sys.modules[_MODULE].PolicyLossRegistry, _INSTALLED[0].proof
     loss = given["self"].policy_loss_fn if by_name is None else losses.get(by_name)
-    if hasattr(loss, "weigh"):
+    is_ours = hasattr(loss, "weigh")
+    if is_ours:
         given["micro_batches"] = loss.weigh(given["self"], given["micro_batches"])
+    waits = not is_ours and by_name is not None and not proof.is_over  # a call that asks for another loss
+    proof.is_over |= waits
     try:
         return stock()
     finally:
-        _PLANES.clear()
+        _MICROBATCHES.clear()
+        proof.is_over &= not waits
+
+
+def _log_probs(stock: Any, given: dict[str, Any]) -> Any:
+    given["vocab_parallel_logits"] = tap_output(given["vocab_parallel_logits"])
+    return stock()
 
 
 def _mean(stock: Any, given: dict[str, Any]) -> Any:
-    if not _PLANES:
+    if not _MICROBATCHES:
         return stock()
-    values, is_entropy = given["tensor"], given.get("dim") is None
-    weights = _PLANES[is_entropy][:, -values.shape[1] :]
-    return (values * weights).sum() if is_entropy else (values * weights).sum(given["dim"]) * len(values)
+    (now,), values, mask = _MICROBATCHES, given["tensor"], given["mask"]
+    term = "entropy" if given.get("dim") is None else "kl"
+    weights = now.planes[term == "entropy"][:, -values.shape[1] :]
+    if term == "kl":  # SkyRL has multiplied it by the mask
+        values = values / mask.where(mask != 0, 1)
+    if is_observed():
+        tap(values, term, samples=now.samples(mask), at_log_probs=term == "kl", **now.facts(term))
+    return (values * weights).sum() if term == "entropy" else (values * weights).sum(given["dim"]) * len(values)
 
 
 def _entropy(stock: Any, given: dict[str, Any]) -> Any:
-    if not _PLANES:
+    if not _MICROBATCHES:
         return stock()
-    weights = _PLANES[1][:, -given["loss_mask"].shape[1] :]
+    (now,), mask = _MICROBATCHES, given["loss_mask"]
+    weights = now.planes[1][:, -mask.shape[1] :]
     total = weights.sum()  # what SkyRL's function divides by is then 1
     given["loss_mask"] = weights / total.where(total != 0, 1)
     whole, mine = (value * total for value in stock())
+    if is_observed():  # each CP rank has the gradient of its own tokens
+        tap_sum(mine, weights, "entropy", samples=now.samples(mask, backward="slice"), **now.facts("entropy"))
     return whole, whole.detach() + mine - mine.detach()  # the gradient is that of this CP rank's tokens
 
 
 def _shift(stock: Any, given: dict[str, Any]) -> Any:
     shifted = stock()
-    if not _PLANES:
+    if not _MICROBATCHES:
         return shifted
-    weights = _PLANES[2 + given.get("mtp_layer_number", 0)]
+    (now,), depth, bounds = _MICROBATCHES, given.get("mtp_layer_number", 0), given.get("cu_seqlens")
+    weights = now.planes[2 + depth]
     column = torch.zeros_like(shifted, dtype=torch.float32)
     column[shifted != 0] = weights[~weights.isnan()]
+    if is_observed():
+        rows = shifted if bounds is None else [shifted[0, begin:end] for begin, end in pairwise(bounds.tolist())]
+        now.drafts.append((f"mtp {depth}", now.samples(rows)))
     return column
 
 
 def _draft(stock: Any, given: dict[str, Any]) -> Any:
-    if _PLANES:
-        given["global_normalization_factor"] = given["mask"].new_ones(())
-    return stock()
+    if not _MICROBATCHES:
+        return stock()
+    given["global_normalization_factor"] = given["mask"].new_ones(())
+    loss, (now,) = stock(), _MICROBATCHES
+    if is_observed() and now.drafts:
+        term, samples = now.drafts[-1]
+        tap_sum(loss, given["mask"], term, samples=samples, **now.facts(term))
+    return loss

@@ -53,6 +53,7 @@ class LogProbPath:
     replicated: bool  # each context-parallel rank holds all of them
     temperature: float | None  # None where gradients by the model's output are not those by logits
     gradient: Tensor | None = None  # float64 [numel]
+    source: Callable[[], Tensor | None] = lambda: None  # as in `TappedLosses`
 
     def add_gradient(self, gradient: Tensor) -> None:
         flat = gradient.detach().reshape(-1).double()
@@ -68,12 +69,14 @@ class Taps:
         losses: by term and micro-batch. A term that is tapped twice in a micro-batch is a second term.
         paths, output_sizes: of each micro-batch of `tap_slopes`: its log-probs; the sum of the absolute values of the
             gradient by the model's output on this rank.
+        sizes_at_log_probs: the same sums for what went through `tap_output`, which then count.
     """
 
     num_microbatches: int = 0
     losses: dict[str, dict[int, TappedLosses]] = field(default_factory=dict)
     paths: list[LogProbPath] = field(default_factory=list)
     output_sizes: list[Tensor] = field(default_factory=list)
+    sizes_at_log_probs: list[Tensor] = field(default_factory=list)
 
     def begin_microbatch(self) -> None:
         self.num_microbatches += 1
@@ -144,6 +147,7 @@ def tap(
     aggregation: Aggregation | None = None,
     tokens: Tensor | None = None,
     log_probs: tuple[Tensor, Tensor] | None = None,
+    at_log_probs: bool = False,
 ) -> Tensor:
     """The losses as they are; while an audit observes the step, the gradient that reaches them is written down.
 
@@ -161,6 +165,7 @@ def tap(
         tokens: the model's input ids on this rank, in the order of the losses; an audit compares them with those of
             ``Samples(tokens=...)``, cut by the layout.
         log_probs: the trainer's and the batch's old ones, in the order of the losses, for an audit to compare.
+        at_log_probs: true for losses of the log-probs that `tap_slopes` was given, whose way to the model it follows.
     """
     taps = observed_taps() if is_observed() else None
     if taps is None or not torch.is_grad_enabled() or not per_token_loss.requires_grad:
@@ -169,6 +174,7 @@ def tap(
     tapped.samples = tapped.samples or samples
     tapped.expected_weights = tapped.expected_weights or expected_weights
     tapped.coef = coef if tapped.coef is None else tapped.coef
+    tapped.at_log_probs = at_log_probs
     tapped.aggregation = tapped.aggregation or aggregation
     if tapped.tokens is None and tokens is not None:
         tapped.tokens = torch.as_tensor(tokens).detach().reshape(-1).clone()
@@ -186,7 +192,9 @@ def tap_slopes(
     *,
     samples: Samples,
     temperature: float | None = 1.0,
+    name: str = "pg",
     coef: float | None = None,
+    aggregation: Aggregation | None = None,
 ) -> Tensor:
     """`tap` for a policy loss of an engine's own, whose per-token losses nobody hands out; returns `loss` as it is.
 
@@ -206,7 +214,7 @@ def tap_slopes(
         factors: float, of the shape of the advantages: those that they were multiplied by.
         samples: the micro-batch.
         temperature: logits were divided by it; None where gradients by the model's output are not those by logits.
-        coef: as in `tap`.
+        name, coef, aggregation: as in `tap`.
     """
     taps = observed_taps() if is_observed() else None
     if taps is None or not torch.is_grad_enabled() or not loss.requires_grad:
@@ -214,13 +222,59 @@ def tap_slopes(
     leaf = log_probs.detach().requires_grad_()
     half = (loss_of(leaf, -factors) - loss_of(leaf, factors)) / 2
     (slopes,) = torch.autograd.grad(half, leaf, allow_unused=True) if half.requires_grad else (None,)
-    flat = torch.zeros_like(leaf).reshape(-1) if slopes is None else slopes.reshape(-1)
-    tapped = TappedLosses(tuple(log_probs.shape), log_probs.dtype, samples, coef=coef, at_log_probs=True)
-    loss.register_hook(lambda gradient: tapped.add_gradient(gradient * flat))
-    if taps.num_microbatches - 1 in taps.losses.get("pg", ()):
-        taps.begin_microbatch()
-    taps.add(tapped, "pg")
-    path = LogProbPath(leaf.detach().reshape(-1), samples.layout is not None and samples.layout.is_whole, temperature)
-    log_probs.register_hook(path.add_gradient)
-    taps.paths.append(path)
+    weights = torch.zeros_like(leaf) if slopes is None else slopes
+    tap_sum(loss, weights, name, samples=samples, coef=coef, aggregation=aggregation, at_log_probs=True)
+    if not any(path.source() is log_probs for path in taps.paths):
+        is_whole = samples.layout is not None and samples.layout.is_whole
+        path = LogProbPath(leaf.detach().reshape(-1), is_whole, temperature, source=ref(log_probs))
+        log_probs.register_hook(path.add_gradient)
+        taps.paths.append(path)
     return loss
+
+
+def tap_sum(
+    total: Tensor,
+    weights: Tensor,
+    name: str,
+    *,
+    samples: Samples,
+    coef: float | None = None,
+    aggregation: Aggregation | None = None,
+    at_log_probs: bool = False,
+) -> Tensor:
+    """`tap` for a sum of weights * losses that an engine computes; returns `total`, float scalar, as it is.
+
+    Another sum in a micro-batch is another micro-batch's, since engines may go through it by samples. One over the same
+    samples, as their labels say, adds to their weights.
+    """
+    taps = observed_taps() if is_observed() else None
+    if taps is None or not torch.is_grad_enabled() or not total.requires_grad:
+        return total
+    tapped = taps.losses.get(name, {}).get(taps.num_microbatches - 1)
+    is_same = tapped is not None and samples.labels and tapped.samples and tapped.samples.digest() == samples.digest()
+    if tapped is None or not is_same:
+        if tapped is not None:
+            taps.begin_microbatch()
+        tapped = TappedLosses(tuple(weights.shape), weights.dtype, samples, at_log_probs=at_log_probs)
+        tapped.coef, tapped.aggregation = coef, aggregation
+        taps.add(tapped, name)
+    flat, of_tokens = weights.detach().reshape(-1), tapped
+    total.register_hook(lambda gradient: of_tokens.add_gradient(gradient * flat))
+    return total
+
+
+def tap_output(output: Tensor) -> Tensor:
+    """The model's output as the log-probs of `tap_slopes` are computed from it.
+
+    Needed where other terms of the loss are computed from it too, or the schedule is not handed it.
+    """
+    taps = observed_taps() if is_observed() else None
+    if taps is None or not torch.is_grad_enabled() or not output.requires_grad:
+        return output
+    output, sizes = output.view_as(output), taps.sizes_at_log_probs
+    output.register_hook(lambda gradient: sizes.append(size_of_gradient(gradient)))
+    return output
+
+
+def size_of_gradient(gradient: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(gradient.detach(), 1, dtype=torch.float64)

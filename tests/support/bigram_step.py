@@ -128,6 +128,22 @@ def errors_of(model: Any, case: dict[str, Any], value: float | None = None, **op
     return {"gradient": in_gradient} | ({} if value is None else {"value": abs(value - right) / scale})
 
 
+def bits_of(model: Any) -> bytes:
+    """The gradient that Megatron arrived at."""
+    bits: bytes = model.module.losses.main_grad.numpy().tobytes()
+    return bits
+
+
+def assert_proof_changes_nothing(
+    train: Any, framework: Framework, cases: Sequence[dict[str, Any]], world: tuple[int, int] = (4, 2)
+) -> None:
+    """The gradient of each case is to the bit that of a step that is not measured."""
+    both = [case | proof for case in cases for proof in ({}, {"proof": "off"})]
+    for results in run_ranks(world[0], train, checkout(framework), world[1], both):
+        bits = [found["bits"] for found in results]
+        assert bits[::2] == bits[1::2]
+
+
 def assert_exact(
     record_property: Any,
     train: Any,

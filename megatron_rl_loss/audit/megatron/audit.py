@@ -34,7 +34,7 @@ from megatron_rl_loss.megatron.groups import gather_to_first, groups_of
 from megatron_rl_loss.megatron.iterator import MicrobatchIterator
 from megatron_rl_loss.modes.names import Aggregation, resolve
 from megatron_rl_loss.modes.table import find_mode
-from megatron_rl_loss.reduction.taps import Taps, expected_aggregation, observe, observed_taps
+from megatron_rl_loss.reduction.taps import Taps, expected_aggregation, observe, observed_taps, size_of_gradient
 from megatron_rl_loss.step.collectives import agree_on, all_reduce, attempt, several
 from megatron_rl_loss.step.masks import SMALLEST
 from megatron_rl_loss.step.samples import Samples
@@ -212,7 +212,7 @@ class Audit:
                 all_reduce(gradient, group)
             sent = (gradient.abs() * 2 * (1 - one.log_probs.double().exp())).sum() / temperature
             sums[0] += sent.cpu() / (cp_size if one.replicated else 1) / groups.tp.size()
-        sums[1] = sum(float(size) for size in self._taps.output_sizes)
+        sums[1] = sum(float(size) for size in self._taps.sizes_at_log_probs or self._taps.output_sizes)
         for group in several(groups.dp_cp, groups.tp):
             all_reduce(sums, group)
         path = float(sums[1] / sums[0])
@@ -319,7 +319,7 @@ def _numbered(calculate: Any, taps: Taps) -> Any:
 
     def keep_size(gradient: Tensor) -> None:
         if taps.paths:
-            taps.output_sizes.append(torch.linalg.vector_norm(gradient.detach(), 1, dtype=torch.float64))
+            taps.output_sizes.append(size_of_gradient(gradient))
 
     def calculate_numbered(model: Any, output_tensor: Any, loss_func: Any, *args: Any, **kwargs: Any) -> Any:
         def numbered_loss_func(output: Any, **further: Any) -> Any:

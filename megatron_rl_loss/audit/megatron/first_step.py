@@ -64,7 +64,7 @@ def prove_first_step(
 
 
 def prove_engine(
-    asked: Aggregation, loss: str, *, is_ours: Callable[[], bool] = lambda: True, **words: Any
+    asked: Aggregation | None, loss: str, *, is_ours: Callable[[], bool] = lambda: True, **words: Any
 ) -> "FirstStep":
     """The proof of the next training step of this process, at the environment's level; `words` as in `FirstStep`.
 
@@ -87,7 +87,8 @@ class FirstStep:
     """The proof of a process's first training step, in one `with` around each call of the schedule.
 
     Args:
-        asked: the aggregation of the policy loss; terms that declare one are compared with that.
+        asked: the aggregation of the policy loss; terms that declare one are compared with that. It may change while
+            no step was proved.
         loss: words for the policy loss in the line that is printed.
         level: as in `prove_first_step`.
         pg_collection: the process groups; default: the model's, else Megatron's parallel state.
@@ -96,13 +97,15 @@ class FirstStep:
         group_size: how many samples of each prompt the engine was told to generate.
 
     Attributes:
+        group_size: as given.
+        terms: names of those that must be seen, once in a micro-batch; else, a fault.
         outcome: of the last measured step, on all ranks: ``wrong``, ``unknown``, ``later`` or ``proved``.
         is_over: no step is measured any more.
     """
 
     def __init__(
         self,
-        asked: Aggregation,
+        asked: Aggregation | None,
         loss: str,
         *,
         level: str = "error",
@@ -111,11 +114,14 @@ class FirstStep:
         never: str = "",
         group_size: int | None = None,
     ) -> None:
-        self._asked, self._loss, self._level, self._pg_collection = asked, loss, level, pg_collection
+        self.asked, self._loss, self._level, self._pg_collection = asked, loss, level, pg_collection
         self._beside, self._never, self.group_size = beside, never, group_size
-        self._aim = f"{in_words(asked)} on {loss}"
-        self.outcome = ""
+        self.outcome, self.terms = "", list[str]()
         self.is_over = level == "off"
+
+    @property
+    def _aim(self) -> str:
+        return self._loss if self.asked is None else f"{in_words(self.asked)} on {self._loss}"
 
     def give_up(self, why: str) -> None:
         """Say on the first rank that nothing is proved; all ranks call it."""
@@ -130,7 +136,7 @@ class FirstStep:
             yield
             return
         audit = Audit(model, pg_collection=self._pg_collection, then=lambda failure: self._conclude(audit, failure))
-        with observe(aggregation=self._asked), audit:
+        with observe(aggregation=self.asked), audit:
             yield
 
     def _conclude(self, audit: Audit, failure: Exception | None) -> None:
@@ -172,6 +178,10 @@ class FirstStep:
             else:
                 reports.append(f"Of {loss}: {verdict}")
         reports += facts["faults"]
+        for name in self.terms:
+            if name not in audit.steps or f"{name}#2" in audit.steps:
+                how_often = "several times" if name in audit.steps else "nowhere"
+                reports.append(f"The {name} term was weighed by this package {how_often} in a micro-batch.")
         if self._never and not facts["tapped"]:
             reports = [self._never]
         if reports:

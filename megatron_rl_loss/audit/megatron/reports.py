@@ -41,9 +41,9 @@ class Report:
 
         A term may have a mask of its own, over the same tokens as the others.
         """
-        local = samples.local(place["cp_rank"], cp_size)
         losses = tapped or TappedLosses((0,), torch.float32)  # without a gradient
         own = samples if losses.samples is None else losses.samples
+        local = own.local(place["cp_rank"], cp_size)
         if tapped:
             self.dtypes.add(str(losses.dtype).removeprefix("torch."))
         sizes = {one.numel() for one in (losses.tokens, *losses.log_probs) if one is not None}

@@ -7,8 +7,11 @@ DDP. The model is a table of logits. Replaced: Ray; the rollout; its template's 
 by the few lines below; an average over ranks, which gloo has not, by a sum.
 """
 
+import functools
+import os
 from collections import defaultdict
 from itertools import pairwise
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,7 +26,9 @@ from bigram_step import (
     PROMPTS,
     ROWS,
     assert_exact,
+    assert_proof_changes_nothing,
     bigram_model,
+    bits_of,
     compare,
     errors_of,
     k3,
@@ -31,6 +36,7 @@ from bigram_step import (
 )
 from checkouts import MS_SWIFT, Settings, load
 from oracle import zigzag
+from plants import Plant, assert_stops
 from replacements import undone
 from table_step import start
 from torch import Tensor
@@ -126,7 +132,11 @@ def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, Any
     from swift.megatron.utils import megatron_lm_utils
     from swift.rl_core.data import GRPOSample
 
-    from megatron_rl_loss.frameworks.ms_swift import aggregate
+    from megatron_rl_loss.frameworks import columns, ms_swift
+
+    def weighed(times: float, *given: Any, **more: Any) -> Any:
+        factors, tokens = columns.token_mean_factors(*given, **more)
+        return [times * one for one in factors], tokens
 
     def as_it_is(value: Any) -> Any:
         return value
@@ -146,6 +156,7 @@ def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, Any
     template = SimpleNamespace(padding_free=True, data_collator=collate(cp), template_meta=Settings())
     found, loss_func = [], trainers.MegatronGRPOTrainer.loss_func
 
+    @functools.wraps(loss_func)
     def in_place(self: Any, *args: Any, **kwargs: Any) -> Any:
         loss, metrics = loss_func(self, *args, **kwargs)
         loss *= self.args.num_microbatches
@@ -170,13 +181,17 @@ def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, Any
             **dict.fromkeys(off.split()) | shared,
             loss_type=loss_type, beta=BETA, temperature=1.0, epsilon_low=CLIP_LOW,
             epsilon_high=CLIP_HIGH, importance_sampling_level="token", disable_rollout_importance_sampling=True,
-            steps_per_generation=1, top_entropy_quantile=1.0, _metrics={"train": defaultdict(list)}, _step=0,
+            steps_per_generation=1, num_generations=4, top_entropy_quantile=1.0,
+            _metrics={"train": defaultdict(list)}, _step=0,
             unwrapped_models=[model.module], max_completion_length=20, template=template,
             _flush_log_completions=lambda: None, _all_reduce_metric=averaged,
         )  # fmt: skip
         with undone():
+            proof = None
             if not case.get("stock"):
-                aggregate(case["mode"], **settings)
+                ms_swift.token_mean_factors = functools.partial(weighed, case.get("times", 1.0))
+                os.environ["MEGATRON_RL_LOSS_PROOF"] = case.get("proof", "error")
+                proof = ms_swift.aggregate(case["mode"], **settings).proof
                 settings, trainer.loss_type = settings | {"kl": "token_mean"}, "dapo"
             if case.get("ray"):
                 reports = step_of_worker(driver, workers, losses, trainer, shared, cp, case)
@@ -187,8 +202,10 @@ def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, Any
                     return samples
 
                 reports = step_of_trainer(trainers, trainer, generated(expand, case)[dp_rank::dp], cp, case)
+        assert proof is None or proof.outcome == ("" if "proof" in case else "proved")
         mean = sum(float(report["loss"]) for report in reports) / len(reports)
-        found.append({"errors": errors_of(model, case | {"settings": settings}, mean, kl=k3)})
+        errors = errors_of(model, case | {"settings": settings}, mean, kl=k3)
+        found.append({"errors": errors, "bits": bits_of(model)})
     return found
 
 
@@ -237,9 +254,12 @@ def step_of_worker(
     loss, worker = object.__new__(losses.GRPOLoss), object.__new__(workers.MegatronWorker)
     loss._dummy, trainer.micro_batch_size = trainer, size
     of_worker = object.__new__(type("OfWorker", (MegatronRLHFTrainer,), {"forward_step": None}))
+    step = of_worker.train_step
+    if case.get("by_another_name"):  # as if the worker's trainer were no MegatronRLHFTrainer
+        step = functools.partial(super(MegatronRLHFTrainer, of_worker).train_step)
     vars(of_worker).update(
         shared, forward_step=loss.forward_step, state=SimpleNamespace(iteration=1),
-        run_train_step=lambda data, _: reports.extend(of_worker.train_step(data)[0]),
+        run_train_step=lambda data, _: reports.extend(step(data)[0]),
     )  # fmt: skip
     worker._megatron, worker._loss_fn, worker._cached_teacher_logits = of_worker, loss, None
     worker.train_step(dispatch[dp_rank])
@@ -271,3 +291,48 @@ def test_theirs_of_equal_micro_batches(record_property: Any) -> None:
     pairs = compare(record_property, train, MS_SWIFT, cases)
     exact = [own["errors"]["gradient"] < 2e-6 for own, _ in pairs]
     assert exact in ([True] * 4 + [False], [True] * 2 + [False] * 3)  # 4.6.0, older
+
+
+def test_the_proof_changes_nothing() -> None:
+    case = {"mode": "prompt_mean", "settings": {}}
+    assert_proof_changes_nothing(train, MS_SWIFT, [case, case | {"ray": True}])
+
+
+GRPO, LOSS_FUNC = "swift/megatron/trainers/grpo_trainer.py", "partial(self.loss_func, data=data)"
+PLANTS = [
+    Plant("scaling doubled", {GRPO: (LOSS_FUNC, "lambda x: (2 * self.loss_func(x, data)[0], {})")}),
+    Plant("counts of one micro-batch", {GRPO: ("num_items_in_batch / dp_size", "completion_mask.sum().float()")}),
+    Plant(
+        "hooked method renamed",
+        {"swift/megatron/trainers/rollout_mixin.py": ("_on_train_step_batch", "_on_train_batch")},
+        "ms-swift with no MegatronGRPOTrainer._on_train_step_batch",
+    ),
+    Plant(
+        "hooked method not called",
+        {"swift/megatron/trainers/rollout_mixin.py": ("self._on_train_step_batch(encoded_batches)", "pass")},
+        "No loss had our weights",
+    ),
+    Plant("--use_ray: train_step by another name", {}, "No loss had our weights", {"ray": 1, "by_another_name": 1}),
+    Plant(
+        "loss computed twice",
+        {GRPO: (LOSS_FUNC, "lambda x: (sum(self.loss_func(x, data)[0] for _ in '12'), {})")},
+        case={"mode": "token_sum", "settings": {"divisor": 25.0}},
+    ),
+    Plant("mask moved", {GRPO: ("= grpo_batch.completion_mask  #", "= grpo_batch.completion_mask.roll(1, 1)  #")}),
+    Plant("loss not linear in advantages", {GRPO: ("= grpo_batch.advantages  #", "= grpo_batch.advantages.sign()  #")}),
+    Plant(
+        "backward of the gather doubled",
+        {
+            "swift/megatron/trainers/utils.py": (
+                "output_list[cp_rank] = tensor\n", "output_list[cp_rank] = 2 * tensor - tensor.detach()\n"
+            )
+        },
+        world=(2, 2),
+    ),
+    Plant("own weights times 1.25", {}, "tokens weigh 1.25 times", {"times": 1.25}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.fault)
+def test_a_fault_stops(record_property: Any, tmp_path: Path, plant: Plant) -> None:
+    assert_stops(record_property, MS_SWIFT, train, plant, tmp_path)

@@ -6,6 +6,9 @@ its worker sets it. The model is a table of logits. Replaced: `Policy.train`, wh
 a function that keeps them.
 """
 
+import os
+import pickle
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,7 +26,9 @@ from bigram_step import (
     ROWS,
     TOLERANCE,
     assert_exact,
+    assert_proof_changes_nothing,
     bigram_model,
+    bits_of,
     compare,
     errors_of,
     k3,
@@ -31,6 +36,7 @@ from bigram_step import (
 )
 from checkouts import NEMO_RL, checkout, load, record_errors
 from planned_steps import CP, DP, errors_in
+from plants import Plant, assert_stops
 from ranks import RankError, run_ranks
 from replacements import undone
 from table_step import start
@@ -72,29 +78,33 @@ def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, Any
     from nemo_rl.algorithms.advantage_estimator import GRPOAdvantageEstimator
     from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 
-    from megatron_rl_loss.frameworks.nemo_rl import aggregate
+    from megatron_rl_loss.frameworks import nemo_rl
 
+    aggregate, weights_column = nemo_rl.aggregate, nemo_rl.weights_column
     estimator = GRPOAdvantageEstimator(SimpleNamespace(use_leave_one_out_baseline=True, normalize_rewards=True), None)
     let_backward_run_here(worker.allgather_cp_sharded_tensor.__globals__["AllGatherCPTensor"])
     dp_rank, dp = state.get_data_parallel_rank(), state.get_data_parallel_world_size()
     group, config = state.get_data_parallel_group(), losses.ClippedPGLossConfig
     defaults = {name: getattr(config, name) for name in config.__annotations__}
-    cfg = {"sequence_packing": {"enabled": True}, "logprob_chunk_size": None}
     found = []
     for case in cases:
         of_case = case.get("cfg", {})
         loss_fn = losses.ClippedPGLossFn(SimpleNamespace(**{**defaults, **SETTINGS, **of_case}))
         batch = BatchedDataDict(make_batch())
+        times, os.environ["MEGATRON_RL_LOSS_PROOF"] = case.get("times", 1), case.get("proof", "error")
+        nemo_rl.weights_column = lambda *given, times=times, **more: [times * w for w in weights_column(*given, **more)]
         if not case.get("stock"):
             policy: Any = SimpleNamespace(
                 cfg={"train_global_batch_size": ROWS}, train=lambda data, loss_fn, timer=None, gbs=None: data
             )
             with undone():
-                loss_fn = aggregate(policy, loss_fn, case["mode"], **case["settings"])
+                stock_loss, loss_fn = loss_fn, aggregate(policy, loss_fn, case["mode"], **case["settings"])
                 if case.get("twice"):
                     aggregate(policy, loss_fn, case["mode"], **case["settings"])
                 estimator.compute_advantage(batch["input_ids"][:, :3], torch.ones(ROWS), batch["token_mask"])
-                batch = policy.train(batch, loss_fn, timer=None)
+                if not case.get("by_another_name"):
+                    batch = policy.train(batch, stock_loss if case.get("not_passed") else loss_fn, timer=None)
+            loss_fn = pickle.loads(pickle.dumps(loss_fn))
         mine = BatchedDataDict({name: values[dp_rank::dp] for name, values in batch.items()})
         rows = len(mine["sample_mask"])
         counted = data_module.process_global_batch(mine, loss_fn, group, batch_idx=0, batch_size=rows)
@@ -103,6 +113,8 @@ def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, Any
             part = mine.slice(first * rows // 6, last * rows // 6)
             made = data_module.process_microbatch(part, "input_lengths", 2 * cp, pack_sequences=True)
             microbatches.append(data_module.ProcessedMicrobatch(data_dict=part, **vars(made)))
+        packing = {"enabled": True, "fuse_loss": case.get("fused", False)}
+        cfg = {"sequence_packing": packing, "logprob_chunk_size": None}
         model, number = bigram_model(per_token=True), {"num_microbatches": len(microbatches)}
         reports = worker.megatron_forward_backward(
             model=model, data_iterator=iter(microbatches), seq_length=LENGTH, mbs=1, **number,
@@ -116,7 +128,10 @@ def train(root: str, cp: int, cases: list[dict[str, Any]]) -> list[dict[str, Any
         options = {"of_samples": of_case.get("sequence_level_importance_ratios", False)}
         options["corrected"] = of_case.get("use_importance_sampling_correction", False)
         errors = errors_of(model, case, metrics["loss"], kl=kl_of_nemo_rl, **options)
-        found.append(metrics | {"errors": errors})
+        outcomes = [proof.outcome for proof in nemo_rl._PROOFS.values()]
+        assert outcomes == (["proved"] if not case.get("stock") and "proof" not in case else outcomes)
+        nemo_rl._PROOFS.clear()
+        found.append(metrics | {"errors": errors, "bits": bits_of(model)})
     return found
 
 
@@ -128,6 +143,7 @@ CASES: list[dict[str, Any]] = [
     {"mode": "prompt_mean", "settings": {"kl": "sample_mean"}, "cfg": OF_SAMPLES},
     {"mode": "prompt_mean", "settings": {}, "cfg": {**OF_SAMPLES, **CORRECTED}},
     {"mode": "prompt_mean", "settings": {}, "cfg": CORRECTED},
+    {"mode": "prompt_mean", "settings": {}, "fused": True},
 ]
 
 
@@ -152,6 +168,55 @@ def test_metrics_keep_their_masks_and_theirs_is_what_it_says(record_property: An
 def test_it_is_refused_twice() -> None:
     with pytest.raises(RankError, match="train, where a loss aggregation is in force already"):
         run_ranks(1, train, checkout(NEMO_RL), 1, [{"mode": "token_mean", "settings": {}, "twice": True}])
+
+
+def test_the_proof_changes_nothing() -> None:
+    case = {"mode": "prompt_mean", "settings": MODES["prompt_mean"]}
+    assert_proof_changes_nothing(train, NEMO_RL, [case, case | {"cfg": OF_SAMPLES}])
+
+
+LOSSES, WRAPPER = "nemo_rl/algorithms/loss/loss_functions.py", "nemo_rl/algorithms/loss/wrapper.py"
+LOSS_AGAIN = """loss += self.loss_fn(
+                data=unpadded_seq_data, global_valid_seqs=global_valid_seqs, global_valid_toks=global_valid_toks,
+                **loss_input)[0]
+            loss_accum += loss"""
+PLANTS = [
+    Plant("scaling doubled", {"nemo_rl/models/megatron/train.py": ("return loss * num_", "return 2 * loss * num_")}),
+    Plant(
+        "counts of one rank",
+        {"nemo_rl/models/megatron/data.py": ("all_reduce(to_reduce, group=dp_group)", "barrier()")},
+        world=(2, 1),
+    ),
+    Plant("policy.train by another name", {}, "without our weights: policy.train", {"by_another_name": True}),
+    Plant("the driver's own loss kept", {}, "Pass the one that it returned", {"not_passed": True}),
+    Plant("loss computed twice", {WRAPPER: ("loss_accum += loss", LOSS_AGAIN)}, case={"mode": "token_sum"}),
+    Plant(
+        "arguments in each other's place",
+        {WRAPPER: ("valid_seqs=global_valid_seqs,\n                global", "valid_seqs=global_valid_toks,\n global")},
+        case={"cfg": OF_SAMPLES},
+    ),
+    Plant("mask moved", {LOSSES: ('data["token_mask"][:, 1:]', 'data["token_mask"][:, 1:].roll(1, 1)')}),
+    Plant("loss not linear in advantages", {LOSSES: ('["advantages"][:, 1:]', '["advantages"][:, 1:].sign()')}),
+    Plant("KL coefficient doubled", {LOSSES: ("kl = self.reference", "kl = 2 * self.reference")}, "Of kl: NOT SOUND"),
+    Plant(
+        "backward of the gather doubled",
+        {
+            "nemo_rl/distributed/model_utils.py": (
+                "all_reduce(grad_output, group=ctx.cp_group)", "all_reduce(grad_output.mul_(2), group=ctx.cp_group)"
+            )
+        },
+        "arrive 2 times at the model's output",
+        world=(2, 2),
+    ),
+    Plant("own weights times 1.25", {}, "tokens weigh 1.25 times", {"times": 1.25}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.fault)
+def test_a_fault_stops(record_property: Any, tmp_path: Path, plant: Plant) -> None:
+    settings = MODES[plant.case.get("mode", "prompt_mean")]
+    plant = plant._replace(case={"mode": "prompt_mean", "settings": settings} | plant.case)
+    assert_stops(record_property, NEMO_RL, train, plant, tmp_path)
 
 
 def planned(root: str) -> list[float]:

@@ -9,6 +9,7 @@ rows; the MTP block, which captures hidden states of a GPT; the strategy, whose 
 """
 
 import contextlib
+import os
 import pickle
 import sys
 from functools import partial
@@ -30,6 +31,7 @@ from bigram_step import (
     TOLERANCE,
     VOCABULARY,
     assert_exact,
+    assert_proof_changes_nothing,
     compare,
     expected,
     k3,
@@ -37,6 +39,7 @@ from bigram_step import (
     make_table,
 )
 from checkouts import SKYRL, Settings, checkout, load, record_errors
+from plants import Plant, assert_stops
 from ranks import RankError, run_ranks
 from table_step import relative_error, start, table_model
 from torch import Tensor
@@ -106,7 +109,8 @@ def data_of(rank_rows: slice, normalize: Any, convert: Any) -> dict[str, Tensor]
 def config(case: dict[str, Any]) -> Any:
     terms, times = case.get("terms", ("kl", "entropy")), case.get("times", 1)
     algorithm = Settings(
-        policy_loss_type=case.get("stock", "mine"), loss_reduction=case.get("reduction", "token_mean"),
+        policy_loss_type="regular" if case.get("unset") else case.get("stock", "mine"),
+        loss_reduction=case.get("reduction", "token_mean"),
         eps_clip_low=CLIP_LOW, eps_clip_high=CLIP_HIGH, off_policy_correction=Settings(**case.get("off", {})),
         use_kl_loss=True, kl_loss_coef=BETA * times * ("kl" in terms), kl_estimator_type="k3", temperature=1.0,
         use_entropy_loss=True, entropy_loss_coef=ENTROPY * times * ("entropy" in terms),
@@ -135,7 +139,8 @@ def train(root: str, cp: int, cases: list[dict[str, Any]], copied: bool = False)
 
     from megatron.core.distributed import finalize_model_grads
 
-    from megatron_rl_loss.frameworks.skyrl import AggregatedPolicyLoss
+    from megatron_rl_loss.frameworks import skyrl
+    from megatron_rl_loss.modes import weights
 
     seen: list[Any] = []
 
@@ -161,12 +166,16 @@ def train(root: str, cp: int, cases: list[dict[str, Any]], copied: bool = False)
     both, found = torch.stack([make_table(), make_table().flip(0)]), []
     for case in cases:
         cfg, settings = config(case), case["settings"]
+        weighed, os.environ["MEGATRON_RL_LOSS_PROOF"] = case.get("weighed", 1), case.get("proof", "error")
+        skyrl.weigh = lambda *given, weighed=weighed: weighed * weights.weigh(*given)
         if case.get("stock"):
             loss = ppo_utils.PolicyLossRegistry.get(case["stock"])
         else:
-            loss = AggregatedPolicyLoss("regular", case["mode"], **settings)
+            loss = skyrl.AggregatedPolicyLoss("regular", case["mode"], **settings)
             loss._loss = ppo_utils.ppo_policy_loss  # cloudpickle, which SkyRL has, pickles a decorated function too
             loss = pickle.loads(pickle.dumps(loss))
+            if case.get("unset"):
+                loss = ppo_utils.ppo_policy_loss
         model, kept = table_model(both.flatten().tolist(), forward=forward), list[Tensor]()
         model.config.mtp_num_layers = TEACHERS if cp == 1 else None
         strategy: Any = SimpleNamespace()
@@ -202,7 +211,14 @@ def train(root: str, cp: int, cases: list[dict[str, Any]], copied: bool = False)
             errors["mtp value"] = abs(metrics["mtp_loss"] * MTP - draft_loss) / draft_loss
             value, scale = value + draft_loss, scale + draft_loss
         errors["value"] = abs(metrics["final_loss"] - value) / scale
-        found.append({"errors": errors, "metrics": metrics})
+        proofs = [one.proof.outcome for one in skyrl._INSTALLED]
+        assert case.get("stock") or proofs == ["" if "proof" in case else "proved"]
+        for one in skyrl._INSTALLED:
+            one.undo()
+        skyrl._INSTALLED.clear()
+        found.append(
+            {"errors": errors, "metrics": metrics, "bits": torch.stack([of_policy, of_draft]).numpy().tobytes()}
+        )
     return found
 
 
@@ -269,3 +285,77 @@ def test_refused_on_all_ranks(changed: dict[str, Any], error: str) -> None:
     with pytest.raises(RankError, match=error) as caught:
         run_ranks(2, train, checkout(SKYRL), 1, [{"mode": "token_mean", "settings": {}} | changed])
     assert set(caught.value.errors) == {0, 1}
+
+
+def test_the_proof_changes_nothing() -> None:
+    case = {"mode": "prompt_mean", "settings": MODES["prompt_mean"], "tokens": 24}
+    for world in ((2, 1), (4, 2)):
+        assert_proof_changes_nothing(train, SKYRL, [case, *[case | {"packed": False}] * (world[1] == 1)], world)
+
+
+WRAPPER = "skyrl/backends/skyrl_train/workers/megatron/megatron_model_wrapper.py"
+LOSSES, MODEL = (f"skyrl/backends/skyrl_train/{name}_utils.py" for name in ("utils/ppo", "distributed/megatron/model"))
+KL_MEAN = "masked_mean(kl_loss, loss_mask, dim=-1).mean()"
+LOSS_AGAIN = """config=loss_config)
+            policy_loss = policy_loss + current_loss_fn(
+                action_log_probs, old_action_log_probs, advantages, config=loss_config, loss_mask=loss_mask,
+                rollout_logprobs=rollout_action_logprobs)[0]
+            #"""
+PLANTS = [
+    Plant("scaling doubled", {WRAPPER: ("_correction_factor = num", "_correction_factor = 2 * num")}),
+    Plant(
+        "KL mean inlined",
+        {WRAPPER: (KL_MEAN, "((kl_loss * loss_mask).sum(-1) / loss_mask.sum(-1).clamp(min=1)).mean()")},
+        "The kl term was weighed by this package nowhere",
+    ),
+    Plant(
+        "KL mean taken twice",
+        {WRAPPER: (KL_MEAN, f"{KL_MEAN} + {KL_MEAN}")},
+        "The kl term was weighed by this package several times",
+    ),
+    Plant(
+        "entropy by another function",
+        {WRAPPER: ("vocab_parallel_entropy_packed_sequences", "vocab_parallel_entropy_of_packed_sequences"),
+         MODEL: ("def vocab_parallel_entropy_packed_sequences", "def vocab_parallel_entropy_of_packed_sequences")},
+        "SkyRL with no .*vocab_parallel_entropy_packed_sequences",
+    ),
+    Plant(
+        "padding counted in KL, entropy and MTP",
+        {WRAPPER: ("= num_microbatches / max(1, num_real_microbatches)", "= 1.0")},
+        "Of kl: NOT SOUND",
+        {"tokens": 24}, (2, 1),
+    ),
+    Plant(
+        "MTP losses doubled",
+        {WRAPPER: ("per_layer_losses).mean()", "per_layer_losses).mean() * 2")},
+        "Of mtp 0: NOT SOUND",
+    ),
+    Plant("another loss than was registered", {}, "SkyRL trained with another loss", {"unset": True}),
+    Plant("mask moved", {WRAPPER: ('= data["loss_mask"]', '= data["loss_mask"].roll(1, 1)')}),
+    Plant(
+        "loss not linear in advantages",
+        {LOSSES: ("surr1 = ratio * adv", "advantages = advantages.sign(); surr1 = ratio * adv")},
+    ),
+    Plant(
+        "tokens of one row in SkyRL's mean",
+        {LOSSES: ("advantages / loss_mask.sum()", "advantages / loss_mask.sum(-1, keepdim=True)")},
+        "SkyRL's token_mean makes advantages of 1 beside 5 tokens",
+    ),
+    Plant(
+        "gradients finalised by another name",
+        {WRAPPER: ("run_pending_grad_sync", "sync_grads"),
+         "skyrl/backends/skyrl_train/workers/megatron/megatron_worker.py": ("run_pending_grad_sync", "sync_grads")},
+        world=(2, 1),
+    ),
+    Plant(
+        "backward of the gather doubled",
+        {MODEL: ("return grad_input, None", "return 2 * grad_input, None")},
+        "arrive 2 times at the model's output", world=(2, 2),
+    ),
+    Plant("own weights times 1.25", {}, "tokens weigh 1.25 times", {"weighed": 1.25}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.fault)
+def test_a_fault_stops(record_property: Any, tmp_path: Path, plant: Plant) -> None:
+    assert_stops(record_property, SKYRL, train, plant, tmp_path)
