@@ -93,7 +93,7 @@ class FirstStep:
 
     def __init__(
         self,
-        asked: Aggregation,
+        asked: Aggregation | None,
         loss: str,
         *,
         level: str = "error",
@@ -102,11 +102,14 @@ class FirstStep:
         never: str = "",
         group_size: int | None = None,
     ) -> None:
-        self._asked, self._loss, self._level, self._pg_collection = asked, loss, level, pg_collection
+        self.asked, self._loss, self._level, self._pg_collection = asked, loss, level, pg_collection
         self._beside, self._never, self._group_size = beside, never, group_size
         self._waits = False  # a step has passed that had no gradient
-        self._aim = f"{in_words(asked)} on {loss}"
         self.is_over = level == "off"
+
+    @property
+    def _aim(self) -> str:
+        return self._loss if self.asked is None else f"{in_words(self.asked)} on {self._loss}"
 
     @contextmanager
     def step(self, model: Any, *, trains: bool = True) -> Iterator[None]:
@@ -115,7 +118,7 @@ class FirstStep:
             yield
             return
         audit = Audit(model, pg_collection=self._pg_collection, then=lambda failure: self._conclude(audit, failure))
-        with observe(aggregation=self._asked), audit:
+        with observe(aggregation=self.asked), audit:
             yield
 
     def _conclude(self, audit: Audit, failure: Exception | None) -> None:
