@@ -130,10 +130,11 @@ class Hook:
         if counts is None and not _replace.cache_info().currsize:
             _prove_next_step(engine, is_first)
         reducer = WeightedSum(weights, local, self.aggregation)
-        if not is_observed() or _this_loss is None or _rejects(_this_loss["args"]):
+        if not is_observed():
             return reducer
-        batch = Samples(_this_loss["batch"]["loss_masks"], layout=layout)  # whatever masks the hook was given
-        return lambda losses: reducer(tap(losses, samples=batch))
+        if _this_loss is not None and not _rejects(_this_loss["args"]):
+            samples = Samples(_this_loss["batch"]["loss_masks"], layout=layout)  # whatever masks the hook was given
+        return lambda losses: reducer(tap(losses, samples=samples))
 
     def _check_flag(self, per_token: bool, counts: StepCounts | None) -> None:
         if self.mode != "token_mean":
@@ -332,10 +333,13 @@ def _prove(replaced: Replaced, engine: str, args: Namespace, counts: StepCounts)
     """Have the step measured, if none was yet."""
     if replaced.proof is not None and replaced.proof.is_over:
         return
+    from megatron_rl_loss.audit.megatron.first_step import prove_engine
+
     path = args.custom_pg_loss_reducer_function_path
     hook = load_function(path, _OPTION, "it must be a hook", "Use make_hook", Hook)
     if not isinstance(hook, Hook):
-        return announce(f"{engine}: NOT PROVED: {path} is not made by make_hook")
+        announce(f"{engine}: NOT PROVED: {path} is not made by make_hook")
+        return
     asked = hook.aggregation
     if hook.mode == "token_mean" and _rejects(args):  # over the tokens before rejection
         asked = resolve("token_sum", divisor=counts.step_tokens)

@@ -91,7 +91,8 @@ class Taps:
         if found := self.find(losses):
             return found
         tapped = TappedLosses(tuple(losses.shape), losses.dtype, source=ref(losses))
-        losses.register_hook(tapped.add_gradient)
+        if losses.requires_grad:
+            losses.register_hook(tapped.add_gradient)
         self.add(tapped, name)
         return tapped
 
@@ -163,7 +164,8 @@ def tap(
         log_probs: the trainer's and the batch's old ones, in the order of the losses, for an audit to compare.
     """
     taps = observed_taps() if is_observed() else None
-    if taps is None or not torch.is_grad_enabled() or not per_token_loss.requires_grad:
+    is_of_no_token = samples is not None and not per_token_loss.numel()  # its samples are told all the same
+    if taps is None or not torch.is_grad_enabled() or not (per_token_loss.requires_grad or is_of_no_token):
         return per_token_loss
     tapped = taps.of(per_token_loss, name)  # this package's reducers tap losses that the user may have tapped before
     tapped.samples = tapped.samples or samples

@@ -63,7 +63,7 @@ def prove_first_step(
     return proved
 
 
-def prove_engine(asked: Aggregation, loss: str, **words: Any) -> "FirstStep":
+def prove_engine(asked: Aggregation | None, loss: str, **words: Any) -> "FirstStep":
     """The proof of the next training step of this process, at the environment's level; `words` as in `FirstStep`."""
     proof = FirstStep(asked, loss, level=proof_level(), **words)
 
@@ -82,13 +82,18 @@ class FirstStep:
     """The proof of a process's first training step, in one `with` around each call of the schedule.
 
     Args:
-        asked: the aggregation of the policy loss; terms that declare one are compared with that.
+        asked: the aggregation of the policy loss; terms that declare one are compared with that. It may change while
+            no step was proved.
         loss: words for the policy loss in the line that is printed.
         level: as in `prove_first_step`.
         pg_collection: the process groups; default: the model's, else Megatron's parallel state.
         beside: words for what is not ours.
         never: words for what has happened if no loss was seen: a fault. Without, such a step is not proved.
         group_size: how many samples of each prompt the engine was told to generate.
+
+    Attributes:
+        outcome: of the last measured step, on all ranks: ``wrong``, ``unknown``, ``later`` or ``proved``.
+        is_over: no step is measured any more.
     """
 
     def __init__(
@@ -104,7 +109,7 @@ class FirstStep:
     ) -> None:
         self.asked, self._loss, self._level, self._pg_collection = asked, loss, level, pg_collection
         self._beside, self._never, self._group_size = beside, never, group_size
-        self._waits = False  # a step has passed that had no gradient
+        self.outcome = ""
         self.is_over = level == "off"
 
     @property
@@ -131,12 +136,12 @@ class FirstStep:
             finding = "unknown", f"{self._aim}, NOT PROVED: {type(finding).__name__}: {finding}"
         found, text = finding
         kinds = agree_on([found], ["wrong", "unknown", "later", "proved"], groups)
+        waited, self.outcome = self.outcome == "later", next(iter(kinds), "")
         self.is_over = "later" not in kinds
         if "wrong" in kinds and self._level == "error":
             raise_together(True, ValueError(text) if found == "wrong" else None, groups)
-        if found and not (found == "later" and self._waits):
+        if found and not (found == "later" and waited):
             print(f"megatron_rl_loss: {text}", flush=True)
-        self._waits |= found == "later"
 
     def _finding(self, audit: Audit) -> tuple[str, str]:
         """On the first rank: wrong, unknown, later or proved; and what to say of it."""
