@@ -311,14 +311,15 @@ def _replace(engine: str, keeps_counts: bool) -> Replaced:
 
 def _prove_next_step(engine: str, is_first: bool) -> None:
     """Of a hook without `count_steps`, which is loaded inside the first step's first loss."""
+    if _fsdp_of_miles() is not None:
+        announce(f"{engine}: NOT PROVED: nothing here follows gradients on miles's FSDP backend", is_first)
+        return
+    if f"{engine}.backends.megatron_utils.model" not in sys.modules:
+        return
     from megatron.training.global_vars import get_args
 
     why = ""
-    if _fsdp_of_miles() is not None:
-        why = "nothing here follows gradients on miles's FSDP backend"
-    elif f"{engine}.backends.megatron_utils.model" not in sys.modules:
-        return
-    elif get_args().pipeline_model_parallel_size > 1:
+    if get_args().pipeline_model_parallel_size > 1:
         why = f"other pipeline stages load no hook. To have the first step measured, {_COUNT_STEPS}"
     elif refusal := attempt(lambda: _check_countable(get_args())):
         why = str(refusal)

@@ -96,6 +96,7 @@ def counts_in(engine: str, cp: int, bad_rank: int | None) -> list[Any]:
         iterator.offset = offset
         found.append(model.train_one_step(args, 0, [iterator], count, 7))
         found.append(slime._this_step)
+    assert slime._replace(engine, True).proof is None  # of a critic
     return found
 
 
