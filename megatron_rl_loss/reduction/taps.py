@@ -157,7 +157,7 @@ def tap(
         name: of the term.
         samples: what they are the losses of; may be left out where the audit has `samples_of`.
         expected_weights: the weight each of them should have, if the caller knows.
-        coef: the factor of the term in the loss; an audit divides it out.
+        coef: the factor of the term in the loss; an audit divides it out. NaN where there may be any.
         aggregation: the term's own, if it is not the policy loss's.
         tokens: the model's input ids on this rank, in the order of the losses; an audit compares them with those of
             ``Samples(tokens=...)``, cut by the layout.

@@ -6,6 +6,7 @@ reducer expects. A step without a gradient, and one of fp16 that overflowed, is 
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import copy
 from functools import wraps
 from typing import Any
 
@@ -63,12 +64,19 @@ def prove_first_step(
     return proved
 
 
-def prove_engine(asked: Aggregation | None, loss: str, **words: Any) -> "FirstStep":
-    """The proof of the next training step of this process, at the environment's level; `words` as in `FirstStep`."""
+def prove_engine(asked: Aggregation | None, loss: str, *, each_model: bool = False, **words: Any) -> "FirstStep":
+    """The proof of the next training step of this process, at the environment's level; `words` as in `FirstStep`.
+
+    `each_model`: of the next step of each model; a process may hold an actor and a critic.
+    """
     proof = FirstStep(asked, loss, level=proof_level(), **words)
+    proofs: dict[int, FirstStep] = {}
 
     def run(schedule: Schedule, *args: Any, **kwargs: Any) -> Any:
-        with proof.step(kwargs["model"], trains=not kwargs.get("forward_only")):
+        model = kwargs["model"]
+        chunk = model[0] if isinstance(model, list) else model
+        own = proofs.setdefault(id(chunk), copy(proof)) if each_model else proof
+        with own.step(model, trains=not kwargs.get("forward_only")):
             result = schedule(*args, **kwargs)
         if proof.is_over:
             put_back()
@@ -157,6 +165,9 @@ class FirstStep:
                 modes.append(f"a coefficient of 0 on {loss}")
                 continue
             expected, tokens = audit.expected_of(name), step.tokens if tokens is None else tokens
+            if name == "pg" and step.facts.get("undeclared_term"):
+                unknown.append(f"The coefficient of {loss} is not known.")
+                continue
             verdict = judge(step, expected)
             if verdict.unknown or expected is None:
                 unknown.append(verdict.unknown[0] if verdict.unknown else f"The mode of {loss} is not known by name.")

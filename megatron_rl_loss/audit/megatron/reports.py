@@ -61,7 +61,9 @@ class Report:
         if losses.gradient is not None and not losses.gradient.isfinite().all():
             self.not_finite.append("DP {dp_rank}, micro-batch {microbatch}, CP {cp_rank}".format(**place))
         declared: dict[str, Any] = {}
-        if losses.coef is not None:
+        if losses.coef is not None and math.isnan(losses.coef):
+            declared["undeclared_term"] = True
+        elif losses.coef is not None:
             declared["coefficient"] = float(losses.coef)
         if losses.aggregation is not None:
             declared["expected"] = shown(losses.aggregation)
