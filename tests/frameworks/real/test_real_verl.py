@@ -439,11 +439,11 @@ PLANTS = {
     "scaling doubled, per-token loss": (ENGINE, "local_sum = loss", "local_sum = 2 * loss", OTHER),
     "CP ranks scaled 1.5 and 0.5": (ENGINE, BATCHES, f"(1.5 - mpu.get_context_parallel_rank()) * {BATCHES}", OTHER),
     "agg_loss without the ranks": (ALGORITHMS, "/ batch_num_tokens * dp_size", "/ batch_num_tokens", OTHER),
-    "counts of a micro-batch": (TERMS, '= data["batch_num_tokens"]', '= data["response_mask"].sum()', OTHER),
+    "counts of a micro-batch": (TERMS, '= data["batch_num_tokens"]', '= data["response_mask"].bool().sum()', OTHER),
     "entropy doubled": (TERMS, "-= entropy_coeff", "-= 2 * entropy_coeff", "Of entropy: NOT SOUND"),
     "KL not linear": (TERMS, "kl_loss * config", "kl_loss ** 2 * config", "Of kl: NOT SOUND"),
     "value loss doubled": (ALGORITHMS, "vf_loss = 0.5 * agg_loss(", "vf_loss = agg_loss(", OTHER),
-    "agg_loss renamed": (ALGORITHMS, "def agg_loss(", "def aggregate_loss(", REFUSED),
+    "ppo_loss renamed": (TERMS, "def ppo_loss(", "def loss_of_ppo(", "this package replaces ppo_loss"),
     "argument of agg_loss renamed": (ALGORITHMS, "loss_mat: torch.Tensor", "losses: torch.Tensor", REFUSED),
 }
 
