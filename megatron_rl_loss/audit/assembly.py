@@ -12,6 +12,8 @@ from megatron_rl_loss.audit.log_prob_gap import LogProbGap, compare_log_probs
 from megatron_rl_loss.audit.tokens import Floats, Ints, MeasuredStep, Split, StepTokens
 from megatron_rl_loss.step.samples import LocalTokens
 
+#: The largest difference of gradients that should be the same, relative to the largest: they are computed alike.
+_APART = 1e-3
 _COLUMNS = ("mask", "sample", "position", "dp_rank", "microbatch", "cp_rank", "weights")
 
 
@@ -111,6 +113,13 @@ def measured_step(parts: Sequence[Part], factor: float, split: Split, **said: An
     weights = joined.pop("weights")
     tokens = StepTokens(ids={name: joined.pop(name) for name in ids}, per_token=per_token & {*ids}, **joined)
     return MeasuredStep(tokens=tokens, weights=weights, split=split, stray=(stray_places, stray_weight), **said)
+
+
+def differ_over_cp(parts: Sequence[Part]) -> bool:
+    """True if a gather hands back a rank's own gradients, and those of a token are not the same on all ranks."""
+    firsts = {part.place: part.gradients for part in parts if part.samples is not None and part.samples.copies > 1}
+    pairs = [(firsts[part.place], part.gradients) for part in parts if part.place in firsts]
+    return any(np.abs(own - first).max(initial=0) > _APART * np.abs(first).max(initial=0) for first, own in pairs)
 
 
 def log_prob_gap(parts: Sequence[Part]) -> LogProbGap | None:

@@ -11,6 +11,7 @@ loss.
 """
 
 import importlib
+import os
 import re
 import sys
 from argparse import Namespace
@@ -23,9 +24,11 @@ import numpy as np
 from torch import Tensor
 
 from megatron_rl_loss.frameworks.replacing import Function, Replaced, announce
+from megatron_rl_loss.modes.function_paths import load_function
 from megatron_rl_loss.modes.names import Aggregation, resolve
 from megatron_rl_loss.modes.weights import unit_weights
 from megatron_rl_loss.reduction.sums import Reducer, WeightedSum
+from megatron_rl_loss.reduction.taps import is_observed, tap
 from megatron_rl_loss.step.collectives import StepGroups, attempt, world_rank
 from megatron_rl_loss.step.layouts import IntList, ZigzagResponse
 from megatron_rl_loss.step.samples import Samples
@@ -34,6 +37,7 @@ from megatron_rl_loss.step.totals import count_step
 __all__ = ["Hook", "count_steps", "make_hook", "sample_mean", "token_mean"]
 
 _COUNT_STEPS = "add --custom-megatron-init-path megatron_rl_loss.frameworks.slime.count_steps"
+_OPTION = "--custom-pg-loss-reducer-function-path"
 _HOOKS = (
     "there are ...slime.sample_mean, ...slime.token_mean and ...slime.constant_40960 (your divisor for 40960, a whole "
     "number of tokens above 0). Other modes' weights need more of the step than a hook's four arguments carry: fold "
@@ -60,7 +64,7 @@ class StepCounts(NamedTuple):
 
 
 _this_step: StepCounts | None = None
-_divides_by_mask_tokens = False
+_this_loss: dict[str, Any] | None = None  # the arguments of their loss function; from its first call in a step on
 
 
 def _engine() -> str:
@@ -108,7 +112,8 @@ class Hook:
         row = None if counts is None else counts.padded_length
         cp_rank, cp_size, is_first = _place(row is not None)
         rows = None if row is None else [row] * len(total_lengths)
-        samples = Samples(loss_masks, layout=ZigzagResponse(total_lengths, response_lengths, rows))
+        layout = ZigzagResponse(total_lengths, response_lengths, rows)
+        samples = Samples(loss_masks, layout=layout)
         local = samples.local(cp_rank, cp_size)
         divisor = self.aggregation.divisor
         if self.mode == "token_mean":
@@ -122,7 +127,14 @@ class Hook:
         weights = unit_weights(local, None if divisor is None else [divisor] * len(samples))
         engine, theirs = _engine(), "token" if calculate_per_token_loss else "sample"
         announce(f"{engine}: policy loss by {self}; KL and entropy keep {engine}'s own {theirs} mean", is_first)
-        return WeightedSum(weights, local, self.aggregation)
+        if counts is None and not _replace.cache_info().currsize:
+            _prove_next_step(engine, is_first)
+        reducer = WeightedSum(weights, local, self.aggregation)
+        if not is_observed():
+            return reducer
+        if _this_loss is not None and not _rejects(_this_loss["args"]):
+            samples = Samples(_this_loss["batch"]["loss_masks"], layout=layout)  # whatever masks the hook was given
+        return lambda losses: reducer(tap(losses, samples=samples))
 
     def _check_flag(self, per_token: bool, counts: StepCounts | None) -> None:
         if self.mode != "token_mean":
@@ -156,7 +168,7 @@ def _token_divisor(samples: Samples, counts: StepCounts | None, per_token: bool)
         return 1.0
     if not per_token:
         return counts.step_tokens / max(counts.num_rollouts, 1)
-    if not _divides_by_mask_tokens:
+    if _this_loss is None:
         raise ValueError(
             f"a hook that is called outside of {_engine()}'s loss_function, which count_steps replaced: the sum may be "
             f"divided by another count of tokens. Use {_engine()} {_ENGINES[_engine()][0]}."
@@ -226,53 +238,134 @@ def _place(row_length_is_known: bool) -> tuple[int, int, bool]:
 
 
 def count_steps(args: Namespace) -> None:
-    """Have each step counted, for ``--custom-megatron-init-path`` of slime and of miles.
+    """Have each step counted and the first one proved, for ``--custom-megatron-init-path`` of slime and of miles.
 
     They call it once on every rank. It puts one collective round before `train_one_step`. With per-token loss it also
     has them divide by the step's mask tokens, without one for each sample that has none. If your own function has that
-    flag, call this from it.
+    flag, call this from it. Where the environment asks for an audit, it attaches that, too.
 
-    Raises ValueError for an engine whose functions have other parameters, multi-LoRA, and at a step for independent
-    data-parallel replicas; BadBatchError at a step, on every rank, if one cannot count its samples.
+    Raises ValueError for an engine whose functions have other parameters, a launch without a hook, multi-LoRA, and at a
+    step for independent data-parallel replicas; BadBatchError at a step, on every rank, if one cannot count its
+    samples, or if the first one weighs tokens otherwise than the hook was asked.
     """
-    if (engine := _engine()) == "miles":
-        from miles.utils.multi_lora import is_multi_lora_enabled
+    if args.loss_type == "policy_loss" and args.custom_pg_loss_reducer_function_path is None:
+        raise ValueError(
+            f"count_steps without {_OPTION}: {_engine()} ignores options that it does not know. Look at its spelling. "
+            f"{_HOOKS}"
+        )
+    _check_countable(args)
+    if "MEGATRON_RL_LOSS_AUDIT" in os.environ:
+        importlib.import_module("megatron_rl_loss.audit.attach")
+    _replace(_engine(), True)
 
-        if is_multi_lora_enabled(args):
-            raise ValueError(
-                "steps to be counted with multi-LoRA: every adapter has a batch of its own, and miles divides by that. "
-                f"{_NO_COUNTS_NEEDED}"
-            )
-    _replace(engine)
+
+def _check_countable(args: Namespace) -> None:
+    if _engine() != "miles":
+        return
+    from miles.backends.training_utils import parallel
+    from miles.utils.multi_lora import is_multi_lora_enabled
+
+    state, why = parallel._parallel_state, ""
+    if is_multi_lora_enabled(args):
+        why = "multi-LoRA: every adapter has a batch of its own, and miles divides by that"
+    elif state is not None and state.indep_dp.size > 1:
+        why = (
+            "independent data-parallel replicas: Megatron's groups end at a replica, so a part of the step would be "
+            "counted"
+        )
+    if why:
+        raise ValueError(f"steps to be counted with {why}. {_NO_COUNTS_NEEDED}")
 
 
 @cache
-def _replace(engine: str) -> Replaced:
+def _replace(engine: str, keeps_counts: bool) -> Replaced:
+    """Their functions, replaced; `keeps_counts`: for hooks to use, not for the proof alone."""
     versions, num_rollouts = _ENGINES[engine]
     model = importlib.import_module(f"{engine}.backends.megatron_utils.model")
     needed = ("data_iterator", "num_microbatches", num_rollouts)
 
     def counted(stock: Callable[[], Any], given: dict[str, Any]) -> Any:
-        global _this_step, _divides_by_mask_tokens
-        _divides_by_mask_tokens = False
+        global _this_step, _this_loss
+        _this_loss, args = None, given["args"]
+        if keeps_counts:
+            _check_countable(args)
+        elif replaced.proof is not None and replaced.proof.is_over:
+            return stock()
         iterators, num_microbatches, rollouts = (given[name] for name in needed)
-        _this_step = _counts(iterators[0], num_microbatches, rollouts)
+        counts = _counts(iterators[0], num_microbatches, rollouts)
+        if args.loss_type == "policy_loss":  # a critic has another
+            _prove(replaced, engine, args, counts)
+        _this_step = counts if keeps_counts else None
         try:
             return stock()
         finally:
             _this_step = None
 
     functions = [
-        Function(model, "train_one_step", needed, counted),
+        Function(model, "train_one_step", ("args", *needed), counted),
         Function(model, "loss_function", ("args", "batch"), _with_mask_tokens),
     ]
-    return Replaced(engine, versions, functions)
+    replaced = Replaced(engine, versions, functions)
+    return replaced
+
+
+def _prove_next_step(engine: str, is_first: bool) -> None:
+    """Of a hook without `count_steps`, which is loaded inside the first step's first loss."""
+    if _fsdp_of_miles() is not None:
+        announce(f"{engine}: NOT PROVED: nothing here follows gradients on miles's FSDP backend", is_first)
+        return
+    if f"{engine}.backends.megatron_utils.model" not in sys.modules:
+        return
+    from megatron.training.global_vars import get_args
+
+    why = ""
+    if get_args().pipeline_model_parallel_size > 1:
+        why = f"other pipeline stages load no hook. To have the first step measured, {_COUNT_STEPS}"
+    elif refusal := attempt(lambda: _check_countable(get_args())):
+        why = str(refusal)
+    else:
+        _replace(engine, False)
+        announce(f"{engine}: the next step is measured. To have the first one measured, {_COUNT_STEPS}", is_first)
+    if why:
+        announce(f"{engine}: NOT PROVED: {why}", is_first)
+
+
+def _prove(replaced: Replaced, engine: str, args: Namespace, counts: StepCounts) -> None:
+    """Have the step measured, if none was yet."""
+    if replaced.proof is not None and replaced.proof.is_over:
+        return
+    from megatron_rl_loss.audit.megatron.first_step import prove_engine
+
+    path = args.custom_pg_loss_reducer_function_path
+    hook = load_function(path, _OPTION, "it must be a hook", "Use make_hook", Hook)
+    if not isinstance(hook, Hook):
+        announce(f"{engine}: NOT PROVED: {path} is not made by make_hook")
+        return
+    asked = hook.aggregation
+    if hook.mode == "token_mean" and _rejects(args):  # over the tokens before rejection
+        asked = resolve("token_sum", divisor=counts.step_tokens)
+    elif hook.mode == "constant" and counts.num_samples != counts.num_rollouts:
+        asked = resolve("token_sum", divisor=(asked.divisor or 0) * counts.num_rollouts)
+    if replaced.proof is None:
+        theirs = "token" if args.calculate_per_token_loss else "sample"
+        replaced.proof = prove_engine(
+            asked,
+            f"{engine}'s policy loss",
+            beside=f"KL and entropy keep {engine}'s {theirs} mean",
+            never=f"{engine}'s policy loss never called {path}. Use {engine} {_ENGINES[engine][0]}.",
+        )
+    replaced.proof.asked = asked
+
+
+def _rejects(args: Namespace) -> bool:
+    """True where their policy loss may mask tokens of its own."""
+    return bool(args.use_tis or args.get_mismatch_metrics)
 
 
 def _with_mask_tokens(stock: Callable[[], Any], given: dict[str, Any]) -> Any:
     """Their scaled loss, with the micro-batch's mask tokens for Megatron and for their report to divide by."""
-    global _divides_by_mask_tokens
-    _divides_by_mask_tokens = True  # for a recomputed loss too
+    global _this_loss
+    _this_loss = given  # for a recomputed loss too
     loss, tokens, log = stock()
     if given["args"].calculate_per_token_loss and _this_step is not None:
         tokens = sum((mask.sum() for mask in given["batch"]["loss_masks"]), start=tokens * 0)
@@ -283,15 +376,6 @@ def _with_mask_tokens(stock: Callable[[], Any], given: dict[str, Any]) -> Any:
 def _counts(iterator: Any, num_microbatches: int, num_rollouts: int) -> StepCounts:
     """The counts of the step that their `DataIterator` stands before."""
     from megatron.core import parallel_state
-
-    if _engine() == "miles":
-        from miles.backends.training_utils.parallel import get_parallel_state
-
-        if get_parallel_state().indep_dp.size > 1:
-            raise ValueError(
-                "steps to be counted with independent data-parallel replicas: Megatron's groups end at a replica, so a "
-                f"part of the step would be counted. {_NO_COUNTS_NEEDED}"
-            )
 
     def describe() -> list[Samples]:
         masks: list[Tensor] = iterator.rollout_data["loss_masks"]

@@ -3,12 +3,14 @@
     actor_rollout_ref.model.external_lib=megatron_rl_loss.frameworks.verl_install
 
 verl's `agg_loss` is the step's share in every mode if it is handed counts of the whole step, as its engine does. Here
-it refuses others, never looks at masked losses, sums in float32, and taps losses for an audit. Importing this module
-imports no verl; `install` does. Source: verl 0.9.1, 1dda039b, trainer/ppo/core_algos.py, workers/utils/losses.py,
-workers/engine/megatron/transformer_impl.py.
+it refuses others, never looks at masked losses, sums in float32, and taps losses: the first training step of each model
+is proved. Importing this module imports no verl; `install` does. Source: verl 0.9.1, 1dda039b,
+trainer/ppo/core_algos.py, workers/utils/losses.py, workers/engine/megatron/transformer_impl.py.
 """
 
 import importlib
+import math
+import sys
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
@@ -17,9 +19,10 @@ import torch
 from torch import Tensor
 
 from megatron_rl_loss.errors import require
-from megatron_rl_loss.frameworks.replacing import Function, Replaced
+from megatron_rl_loss.frameworks.replacing import Function, Replaced, announce
 from megatron_rl_loss.modes.names import resolve
-from megatron_rl_loss.reduction.taps import is_observed, tap
+from megatron_rl_loss.reduction.taps import observed_taps, tap
+from megatron_rl_loss.step.layouts import Gathered
 from megatron_rl_loss.step.samples import Samples
 
 __all__ = ["install"]
@@ -35,7 +38,10 @@ _CUT = {
     "clip_cov": "chooses its tokens anew in each micro-batch",
     "kl_cov": "chooses its tokens anew in each micro-batch",
 }
-_calls = 0
+_OF_A_LOSS_OF_YOURS = ("pg", math.nan)
+#: Terms that verl's running loss has still to aggregate, with their coefficients; then one for a call too many.
+_coming: list[tuple[str, float]] = []
+_runs_on_megatron = False
 
 
 def install() -> Replaced:
@@ -62,22 +68,24 @@ def _replace() -> Replaced:
         Function(core_algos, "agg_loss", needed, _agg_loss, lambda module: module not in _TRAINERS),
         Function(core_algos, "get_policy_loss_fn", ("name",), _uncut, bool),
         Function(losses, "ppo_loss", ("config", "model_output"), partial(_checked, _terms_of_ppo), bool),
-        Function(losses, "value_loss", (), partial(_checked, lambda given: 1), bool),
+        Function(losses, "value_loss", (), partial(_checked, lambda given: [("pg", 0.5)]), bool),
     ]
     try:
         from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHead as Engine
     except ImportError:  # no Megatron: its engine cannot run here
-        pass
-    else:
-        name = "postprocess_micro_batch_func"
-        functions.append(Function(Engine, name, ("self", "data", "loss_function"), _with_every_token))
-    return Replaced("verl", _VERSIONS, functions)
+        return Replaced("verl", _VERSIONS, functions)
+    from megatron_rl_loss.audit.megatron.first_step import prove_engine
+
+    name = "postprocess_micro_batch_func"
+    functions.append(Function(Engine, name, ("self", "data", "loss_function"), _with_every_token))
+    replaced = Replaced("verl", _VERSIONS, functions)
+    replaced.proof = prove_engine(None, "verl's loss", each_model=True)
+    return replaced
 
 
 def _agg_loss(stock: Callable[[], Any], given: dict[str, Any]) -> Any:
     """verl's share of the step loss; 0 for a step without anything to count."""
-    global _calls
-    _calls += 1
+    term, coef = _coming.pop(0) if _coming else _OF_A_LOSS_OF_YOURS
     losses, mask, mode = given["loss_mat"], given["loss_mask"], given["loss_agg_mode"]
     of_norm = mode == "seq-mean-token-sum-norm"
     if of_norm and given.get("loss_scale_factor") is None:
@@ -89,9 +97,11 @@ def _agg_loss(stock: Callable[[], Any], given: dict[str, Any]) -> Any:
         given["batch_num_tokens"] = _count("batch_num_tokens", given, mask.sum())
     elif mode != "token-sum":
         given["global_batch_size"] = _count("global_batch_size", given, (mask != 0).any(-1).sum())
-    if is_observed():
+    if observed_taps() is not None:
         aggregation = resolve(f"verl:{mode}", divisor=given["loss_scale_factor"] if of_norm else None)
-        losses = tap(losses, samples=Samples(list(mask)), aggregation=aggregation)
+        losses = tap(losses, term, samples=_samples_of(mask), coef=coef, aggregation=aggregation)
+    elif losses.requires_grad and not _runs_on_megatron:
+        announce("verl: NOT PROVED: steps are measured under its Megatron engine alone")
     given["loss_mat"] = losses.masked_fill(mask == 0, 0).to(torch.promote_types(losses.dtype, torch.float32))
     return stock()
 
@@ -112,21 +122,41 @@ def _count(name: str, given: dict[str, Any], here: Tensor) -> float | Tensor:
     return torch.where(value == 0, 1, value) if isinstance(value, Tensor) else value or 1
 
 
-def _checked(terms: Callable[[dict[str, Any]], int], stock: Callable[[], Any], given: dict[str, Any]) -> Any:
+def _samples_of(mask: Tensor) -> Samples:
+    """Rows of responses, which each context-parallel rank has whole; its gather hands back its own slice."""
+    cp_size = 1
+    if (state := sys.modules.get("megatron.core.parallel_state")) and state.model_parallel_is_initialized():
+        cp_size = state.get_context_parallel_world_size()
+    edges = [row * mask.shape[1] for row in range(len(mask) + 1)]
+    return Samples(list(mask), layout=Gathered(edges, backward="slice") if cp_size > 1 else None)
+
+
+def _checked(
+    terms_of: Callable[[dict[str, Any]], list[tuple[str, float]]], stock: Callable[[], Any], given: dict[str, Any]
+) -> Any:
     """verl's loss; refuses one of fewer calls of `agg_loss` than it has terms."""
-    before = _calls
-    returned = stock()
-    if (calls := _calls - before) < terms(given):
+    terms = terms_of(given)
+    _coming[:] = [*terms, _OF_A_LOSS_OF_YOURS]
+    try:
+        returned, left = stock(), len(_coming)
+    finally:
+        _coming.clear()
+    if left > 1:
         raise ValueError(
-            f"a loss of {terms(given)} terms and {calls} calls of agg_loss: a term is aggregated otherwise, and may "
-            "depend on how the step is cut. Use a policy loss that calls core_algos.agg_loss, or drop "
-            "model.external_lib."
+            f"a loss of {len(terms)} terms and {len(terms) + 1 - left} calls of agg_loss: a term is aggregated "
+            "otherwise, and may depend on how the step is cut. Use a policy loss that calls core_algos.agg_loss, or "
+            "drop model.external_lib."
         )
+    if not left and (taps := observed_taps()):  # calls are no longer told apart
+        for tapped in (one for term, of_term in taps.losses.items() if term != "pg" for one in of_term.values()):
+            tapped.aggregation = None
     return returned
 
 
-def _terms_of_ppo(given: dict[str, Any]) -> int:
-    return 1 + (given["model_output"].get("entropy") is not None) + bool(given["config"].use_kl_loss)
+def _terms_of_ppo(given: dict[str, Any]) -> list[tuple[str, float]]:
+    config, output = given["config"], given["model_output"]
+    entropy = [("entropy", -config.entropy_coeff)] * (output.get("entropy") is not None)
+    return [("pg", 1.0), *entropy, *[("kl", config.kl_loss_coef)] * bool(config.use_kl_loss)]
 
 
 def _uncut(stock: Callable[[], Any], given: dict[str, Any]) -> Any:
@@ -135,6 +165,8 @@ def _uncut(stock: Callable[[], Any], given: dict[str, Any]) -> Any:
             f"the policy loss {given['name']}: it {_CUT[given['name']]}, so it depends on how the step is cut. Choose "
             "another policy_loss.loss_mode (gspo is a mean over sequences too), or drop model.external_lib."
         )
+    if given["name"] == "bypass_mode" and _coming:  # it may reject tokens that verl has counted
+        _coming[0] = _OF_A_LOSS_OF_YOURS
     return stock()
 
 
@@ -143,6 +175,8 @@ def _with_every_token(stock: Callable[[], Any], given: dict[str, Any]) -> Any:
 
     verl's own count is rounded down on each of them, and Megatron divides by the sum.
     """
+    global _runs_on_megatron
+    _runs_on_megatron = True
     loss, *tokens, output = stock()
     engine = given["self"]
     if not tokens or engine.engine_config.dynamic_context_parallel:

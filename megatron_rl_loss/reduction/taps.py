@@ -94,7 +94,8 @@ class Taps:
         if found := self.find(losses):
             return found
         tapped = TappedLosses(tuple(losses.shape), losses.dtype, source=ref(losses))
-        losses.register_hook(tapped.add_gradient)
+        if losses.requires_grad:
+            losses.register_hook(tapped.add_gradient)
         self.add(tapped, name)
         return tapped
 
@@ -160,7 +161,7 @@ def tap(
         name: of the term.
         samples: what they are the losses of; may be left out where the audit has `samples_of`.
         expected_weights: the weight each of them should have, if the caller knows.
-        coef: the factor of the term in the loss; an audit divides it out.
+        coef: the factor of the term in the loss; an audit divides it out. NaN where there may be any.
         aggregation: the term's own, if it is not the policy loss's.
         tokens: the model's input ids on this rank, in the order of the losses; an audit compares them with those of
             ``Samples(tokens=...)``, cut by the layout.
@@ -168,7 +169,8 @@ def tap(
         at_log_probs: true for losses of the log-probs that `tap_slopes` was given, whose way to the model it follows.
     """
     taps = observed_taps() if is_observed() else None
-    if taps is None or not torch.is_grad_enabled() or not per_token_loss.requires_grad:
+    is_of_no_token = samples is not None and not per_token_loss.numel()  # its samples are told all the same
+    if taps is None or not torch.is_grad_enabled() or not (per_token_loss.requires_grad or is_of_no_token):
         return per_token_loss
     tapped = taps.of(per_token_loss, name)  # this package's reducers tap losses that the user may have tapped before
     tapped.samples = tapped.samples or samples

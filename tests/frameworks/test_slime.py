@@ -143,11 +143,11 @@ def at_place(cp_rank: int, cp_size: int) -> Iterator[None]:
 @contextmanager
 def in_step(counts: StepCounts | None, in_loss_function: bool = True) -> Iterator[None]:
     """A step of which `count_steps` made these counts."""
-    slime._this_step, slime._divides_by_mask_tokens = counts, in_loss_function
+    slime._this_step, slime._this_loss = counts, {} if in_loss_function else None
     try:
         yield
     finally:
-        slime._this_step, slime._divides_by_mask_tokens = None, False
+        slime._this_step, slime._this_loss = None, None
 
 
 def error_of(case: Case, dp: int, cp: int, hook_of: HookOfRank | None = None, **wrong: Any) -> float:

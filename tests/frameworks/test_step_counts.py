@@ -36,7 +36,9 @@ def step_of_miles(args: Any, step_id: int, data_iterator: Any, num_microbatches:
     return slime._this_step
 
 
-def step_of_slime(step_id: int, data_iterator: Any, num_microbatches: int, step_global_batch_size: int) -> Any:
+def step_of_slime(
+    args: Any, step_id: int, data_iterator: Any, num_microbatches: int, step_global_batch_size: int
+) -> Any:
     return slime._this_step
 
 
@@ -46,11 +48,11 @@ def loss_function(args: Any, batch: dict[str, Any], logits: Any) -> Any:
     return 7.0, tokens, {"keys": ["loss"], "values": torch.tensor([tokens, 7.0])}
 
 
-def install(engine: str = "miles", *, step: Any = None, replicas: int = 1, meshes: Any = ()) -> Any:
+def install(engine: str = "miles", *, step: Any = None, meshes: Any = ()) -> Any:
     """Modules of the engine's names; returns that of `train_one_step`."""
     slime._replace.cache_clear()
     size = SimpleNamespace(rank=0, size=1)
-    state = SimpleNamespace(indep_dp=SimpleNamespace(size=replicas), cp=size, meshes=dict.fromkeys(meshes))
+    state = SimpleNamespace(indep_dp=SimpleNamespace(size=1), cp=size, meshes=dict.fromkeys(meshes))
     step = step or (step_of_miles if engine == "miles" else step_of_slime)
     values: dict[str, dict[str, Any]] = {
         "": {}, ".backends": {}, ".backends.megatron_utils": {}, ".backends.training_utils": {}, ".utils": {},
@@ -69,7 +71,7 @@ def args(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The launch's args; modules of miles's names go when the test ends."""
     before = dict(sys.modules)
     monkeypatch.setenv("RANK", "1")  # says nothing
-    yield SimpleNamespace(calculate_per_token_loss=True)
+    yield SimpleNamespace(calculate_per_token_loss=True, loss_type="value_loss")
     for name in set(sys.modules) - set(before):
         del sys.modules[name]
 
@@ -81,7 +83,7 @@ def counts_in(engine: str, cp: int, bad_rank: int | None) -> list[Any]:
     """Steps of a rank, by indices and by slices, with and without padded rows; and what is known in between."""
     from table_step import start
 
-    dp_rank, args = start(cp=cp).get_data_parallel_rank(), SimpleNamespace()
+    dp_rank, args = start(cp=cp).get_data_parallel_rank(), SimpleNamespace(loss_type="value_loss")
     model = install(engine)
     count_steps(args)
     count_steps(args)  # once is enough
@@ -92,9 +94,9 @@ def counts_in(engine: str, cp: int, bad_rank: int | None) -> list[Any]:
     found = []
     for iterator, offset, count in ((by_indices, 0, 1), (by_indices, 1, 1), (by_slices, 0, 2), (by_slices, 2, 1)):
         iterator.offset = offset
-        leading = (args, 0) if engine == "miles" else (0,)
-        found.append(model.train_one_step(*leading, [iterator], count, 7))
+        found.append(model.train_one_step(args, 0, [iterator], count, 7))
         found.append(slime._this_step)
+    assert slime._replace(engine, True).proof is None  # of a critic
     return found
 
 
@@ -149,14 +151,18 @@ def test_launches_that_cannot_be_counted_are_refused(args: Any) -> None:
         ValueError, match=r"train_one_step\(args, .*, global_batch_size\): .*num_rollouts\)\. Use miles 31f"
     ):
         count_steps(args)
-    model = install(replicas=2)
+    model = install()
     args.multi_lora = True
     with pytest.raises(ValueError, match=r"every adapter has a batch of its own.*Drop --custom-megatron-init-path"):
         count_steps(args)
     args.multi_lora = False
     count_steps(args)
+    sys.modules["miles.backends.training_utils.parallel"]._parallel_state.indep_dp.size = 2
     with pytest.raises(ValueError, match="Megatron's groups end at a replica"):
         model.train_one_step(args, 0, [DataIterator({"loss_masks": MASKS}, 6)], 1, 1)
+    args.loss_type, args.custom_pg_loss_reducer_function_path = "policy_loss", None
+    with pytest.raises(ValueError, match="without --custom-pg-loss-reducer-function-path: miles ignores options"):
+        count_steps(args)
 
 
 def test_fsdp_is_asked_for_its_own_place_and_has_no_token_mean(args: Any) -> None:

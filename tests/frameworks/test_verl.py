@@ -162,13 +162,16 @@ def test_what_the_installer_refuses(core_algos: Any) -> None:
     losses: Any = sys.modules[LOSSES_MODULE]
     for entropy, kl in itertools.product((None, LOSSES), (False, True)):
         terms = 1 + (entropy is not None) + kl
-        config, output = SimpleNamespace(loss=of_terms(terms), use_kl_loss=kl), {"entropy": entropy}
+        config, output = SimpleNamespace(loss=of_terms(terms), use_kl_loss=kl, **COEFS), {"entropy": entropy}
         assert float(losses.ppo_loss(config, output)) == pytest.approx(7 / 12 * terms)
         config.loss = of_terms(terms - 1)
         with pytest.raises(ValueError, match=f"a loss of {terms} terms and {terms - 1} calls of agg_loss"):
             losses.ppo_loss(config, output)
     with pytest.raises(ValueError, match="a loss of 1 terms and 0 calls of agg_loss"):
         losses.value_loss(SimpleNamespace(loss=of_terms(0)), {})
+
+
+COEFS = {"entropy_coeff": 0.1, "kl_loss_coef": 0.2}
 
 
 @dataclass

@@ -26,6 +26,7 @@ VALUES = {
     "log_probs_chunk_size": -1,
     "qkv_format": "thd",
     "check_for_nan_in_loss_and_grad": True,
+    "pipeline_model_parallel_size": 1,
     **dict.fromkeys(("calculate_per_token_loss", "use_dynamic_global_batch_size"), False),
 }
 

@@ -6,6 +6,7 @@ reducer expects. A step without a gradient, and one of fp16 that overflowed, is 
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import copy
 from functools import wraps
 from typing import Any
 
@@ -64,16 +65,27 @@ def prove_first_step(
 
 
 def prove_engine(
-    asked: Aggregation | None, loss: str, *, is_ours: Callable[[], bool] = lambda: True, **words: Any
+    asked: Aggregation | None,
+    loss: str,
+    *,
+    is_ours: Callable[[], bool] = lambda: True,
+    each_model: bool = False,
+    **words: Any,
 ) -> "FirstStep":
     """The proof of the next training step of this process, at the environment's level; `words` as in `FirstStep`.
 
-    `is_ours` says of a call of a schedule, on all ranks alike, whether it trains the policy.
+    Args:
+        is_ours: says of a call of a schedule, on all ranks alike, if it trains the policy.
+        each_model: the next step of each model; a process may hold an actor and a critic.
     """
     proof = FirstStep(asked, loss, level=proof_level(), **words)
+    proofs: dict[int, FirstStep] = {}
 
     def run(schedule: Schedule, *args: Any, **kwargs: Any) -> Any:
-        with proof.step(kwargs["model"], trains=not (proof.is_over or kwargs.get("forward_only")) and is_ours()):
+        model = kwargs["model"]
+        chunk = model[0] if isinstance(model, list) else model
+        own = proofs.setdefault(id(chunk), copy(proof)) if each_model else proof
+        with own.step(model, trains=not (own.is_over or kwargs.get("forward_only")) and is_ours()):
             result = schedule(*args, **kwargs)
         if proof.is_over:
             put_back()
@@ -170,6 +182,9 @@ class FirstStep:
                 modes.append(f"a coefficient of 0 on {loss}")
                 continue
             expected, tokens = audit.expected_of(name), step.tokens if tokens is None else tokens
+            if name == "pg" and step.facts.get("undeclared_term"):
+                unknown.append(f"The coefficient of {loss} is not known.")
+                continue
             verdict = judge(step, expected)
             if verdict.unknown or expected is None:
                 unknown.append(verdict.unknown[0] if verdict.unknown else f"The mode of {loss} is not known by name.")

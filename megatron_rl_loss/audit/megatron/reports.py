@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from megatron_rl_loss.audit.assembly import Part, SampleArrays, measured_step
+from megatron_rl_loss.audit.assembly import Part, SampleArrays, differ_over_cp, measured_step
 from megatron_rl_loss.audit.megatron.anchor import Factor
 from megatron_rl_loss.audit.tokens import MeasuredStep, Split
 from megatron_rl_loss.modes.names import Aggregation
@@ -61,7 +61,9 @@ class Report:
         if losses.gradient is not None and not losses.gradient.isfinite().all():
             self.not_finite.append("DP {dp_rank}, micro-batch {microbatch}, CP {cp_rank}".format(**place))
         declared: dict[str, Any] = {}
-        if losses.coef is not None:
+        if losses.coef is not None and math.isnan(losses.coef):
+            declared["undeclared_term"] = True
+        elif losses.coef is not None:
             declared["coefficient"] = float(losses.coef)
         if losses.aggregation is not None:
             declared["expected"] = shown(losses.aggregation)
@@ -93,6 +95,9 @@ def assembled(
         unknown.append(f"Gradients of losses are NaN or infinite at {'; '.join(not_finite[:3])}.")
     if differ:
         faults.append(f"The layout or the batch given is not the model's: {differ} of {compared} tokens differ.")
+        unknown.append(faults[-1])
+    if any(map(differ_over_cp, parts.values())):
+        faults.append("Context-parallel ranks multiply the gradients of a gathered token differently.")
         unknown.append(faults[-1])
     if sum(one.num_microbatches > 0 for one in reports) < groups.dp_cp.size():
         unknown.append("Some ranks of the last pipeline stage computed no loss.")

@@ -11,7 +11,7 @@ import json
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -19,11 +19,13 @@ import torch
 from checkouts import MILES, SLIME, checkout, load, record_errors
 from logit_table import KeepsGradients, Step, errors_of, logit_model, make_step, reject
 from logit_table import rollout_data as data_of
+from plants import assert_stopped, planted
 from ranks import RankError, run_ranks
 from slime_launches import TOLERANCE, MakeStep, arguments, case, compute_in_float32, with_steps
 
 from megatron_rl_loss import Samples, ZigzagResponse, plan_step
 from megatron_rl_loss.frameworks import replacing, slime
+from megatron_rl_loss.modes.weights import unit_weights
 
 PEERS = {"slime": SLIME, "miles": MILES}
 
@@ -59,6 +61,7 @@ def train(peer: str, root: str, cp: int, cases: list[dict[str, Any]]) -> list[li
         if args.use_tis:
             args.custom_tis_function_path = "logit_table.rejecting"
         model_module.loss_function = without_phantom(own_loss_function) if one["mended"] else own_loss_function
+        slime.unit_weights = one.get("weights", unit_weights)
         replacing._ACTIVE.clear()
         if args.custom_megatron_init_path is not None:  # as their `init` does
             load_function(args.custom_megatron_init_path)(args)
@@ -81,11 +84,15 @@ def train(peer: str, root: str, cp: int, cases: list[dict[str, Any]]) -> list[li
             errors.append(errors_of(step, one["mode"], one["divisor"], report["pg_loss"], optimizer.gradients[0]))
             if measured and measured[-1] is not None and args.custom_pg_loss_reducer_function_path:
                 errors.append(audit_error(measured[-1], one, step))
-        if args.custom_megatron_init_path is not None:
-            slime._replace(peer).undo()
-            slime._replace.cache_clear()
         says = [line for line in replacing.active() if line.startswith(f"{peer}: policy loss by {one['mode']}")]
         assert len(says) == (args.custom_pg_loss_reducer_function_path is not None), replacing.active()
+        if says:  # without counts, the hook is loaded inside the first step
+            (replaced,) = (line for line in replacing._ACTIVE if isinstance(line, replacing.Replaced))
+            proof, is_counted = replaced.proof, args.custom_megatron_init_path is not None
+            assert (proof and proof.outcome) == ("proved" if is_counted or len(steps) > 1 else None)
+            replaced.undo()
+            slime._replace.cache_clear()
+            slime._this_loss = None
         found.append(errors)
     return found
 
@@ -276,7 +283,6 @@ def test_an_audit_and_counts_by_one_flag(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("MEGATRON_RL_LOSS_AUDIT", f"--expect token_mean --json {verdict}")
     of_tokens = {"counted": True, "calculate_per_token_loss": True}
     one = case("miles", "token_mean", "token_mean", [partial(make_step, 7, 2)], **of_tokens)
-    one["flags"]["custom_megatron_init_path"] = "megatron_rl_loss.audit.attach.count_steps"
     assert_exact(record_property, "miles", 2, 1, one)
     (found,) = json.loads(verdict.read_text()).values()
     assert found["sound"] is True
@@ -297,3 +303,72 @@ def test_refused(peer: str, refused: str) -> None:
         one, error = case(peer, "sample_mean", "sample_mean", steps, counted=True), "Run without the hook"
     with pytest.raises(RankError, match=error):
         errors(peer, 1, 1, one)
+
+
+LOSS, MODEL = "slime/backends/megatron_utils/loss.py", "slime/backends/megatron_utils/model.py"
+OF_MILES, LOSSES = (f"miles/backends/training_utils/{name}" for name in ("loss.py", "loss_hub/losses.py"))
+ARGUMENTS, PER_STEP, LAST_MASKS = (
+    "total_lengths, response_lengths",
+    "* num_microbatches\n",
+    'else batch["loss_masks"]\n',
+)
+REDUCED, READS = "pg_loss = pg_loss_reducer(pg_loss)", "custom_pg_loss_reducer_function_path"
+OWN, TWICE = "sum_of_sample_mean(pg_loss)", (REDUCED, f"{REDUCED} + pg_loss_reducer(pg_loss)")
+
+
+class Plant(NamedTuple):
+    """What stands in a file and what comes in its place; what a rank then says; the hook, and ranks of DP and CP."""
+
+    edit: tuple[str, str, str] | None
+    says: str = "the first training step does something else"
+    hook: str | None = "sample_mean"
+    ranks: tuple[int, int] = (1, 1)
+
+
+REFUSED = "this package replaces train_one_step"
+PLANTS = {
+    ("slime", "scaling doubled"): Plant((LOSS, PER_STEP, "* num_microbatches * 2\n")),
+    ("slime", "scaling doubled, per-token loss"): Plant(
+        (LOSS, "loss * mpu.get_context", "loss * 2 * mpu.get_context"), hook="token_mean"
+    ),
+    ("slime", "counts of one rank"): Plant(
+        (LOSS, "/ step_global_batch_size", "/ len(batch['loss_masks'])"), ranks=(2, 1)
+    ),
+    ("slime", "CP ranks scaled 1.5 and 0.5"): Plant(
+        (LOSS, PER_STEP, "* num_microbatches * (1.5 - mpu.get_context_parallel_rank())\n"), ranks=(1, 2)
+    ),
+    ("slime", "option renamed"): Plant((LOSS, f'args, "{READS}"', 'args, "custom_reducer"'), "never called"),
+    ("slime", "option misspelt"): Plant(None, "slime ignores options that it does not know", hook=None),
+    ("slime", "hook called twice"): Plant((LOSS, *TWICE)),
+    ("slime", "hook for the report alone"): Plant(
+        (LOSS, REDUCED, f"{REDUCED}.detach() + {OWN} - {OWN}.detach()"), hook="constant_40"
+    ),
+    ("slime", "loss not linear"): Plant((LOSS, REDUCED, f"{REDUCED} ** 2")),
+    ("slime", "masks changed for the hook"): Plant(
+        (LOSS, LAST_MASKS, 'else [torch.ones_like(one) for one in batch["loss_masks"]]\n')
+    ),
+    ("slime", "arguments of the hook swapped"): Plant(
+        (LOSS, f"{ARGUMENTS}, pg_loss_masks", "response_lengths, total_lengths, pg_loss_masks"), "leave a prompt token"
+    ),
+    ("slime", "train_one_step renamed"): Plant((MODEL, "def train_one_step(", "def train_a_step("), REFUSED),
+    ("slime", "its argument renamed"): Plant((MODEL, "step_global_batch_size: int", "global_size: int"), REFUSED),
+    ("slime", "our weights times 1.25"): Plant(None),
+    ("miles", "scaling doubled"): Plant((OF_MILES, "* num_microbatches", "* num_microbatches * 2")),
+    ("miles", "option renamed"): Plant((LOSSES, f"if args.{READS}", "if args.custom_reducer"), "never called"),
+    ("miles", "hook called twice"): Plant((LOSSES, *TWICE)),
+}
+
+
+def too_large(*given: Any) -> torch.Tensor:
+    return 1.25 * unit_weights(*given)
+
+
+@pytest.mark.parametrize(("peer", "name"), PLANTS)
+def test_a_fault_stops_the_first_step(peer: str, name: str, tmp_path: Path, record_property: Any) -> None:
+    plant, framework = PLANTS[peer, name], PEERS[peer]
+    mode, (dp, cp) = "constant" if plant.hook == "constant_40" else plant.hook or "sample_mean", plant.ranks
+    steps, per_token = [partial(make_step, 7, dp)], plant.hook == "token_mean"
+    one = case(peer, mode, plant.hook, steps, counted=True, calculate_per_token_loss=per_token)
+    one |= {"weights": too_large} if "our weights" in name else {}
+    root = planted(framework, tmp_path, {plant.edit[0]: plant.edit[1:]}) if plant.edit else checkout(framework)
+    assert_stopped(record_property, framework, name, plant.says, dp * cp, train, peer, root, cp, [one])

@@ -6,10 +6,14 @@ gather of CP ranks and what it does to a loss, with Megatron's schedule and DDP.
 the trainers.
 """
 
+import contextlib
 import inspect
+import io
 import random
+import re
 import sys
 from functools import partial
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -19,6 +23,7 @@ import torch
 import torch.distributed as dist
 from checkouts import VERL, Settings, checkout, load, record_errors
 from planned_steps import CP, DP, STEP, TABLE, batches_of, errors_in
+from plants import assert_stopped, planted
 from ranks import run_ranks, start_process_group
 from step_samples import dealt
 from table_step import Batch, relative_error, run_schedule, start, table_model
@@ -335,3 +340,116 @@ def test_every_mode_in_its_megatron_engine(per_token: bool, install: bool, recor
         worst = max(error for error in found.values() if isinstance(error, float))
         assert worst > 1e-2 if per_token and not install else worst < oracle.EXACT
         record_errors(record_property, VERL, setting, **{"ours" if install else "own": worst})
+
+
+def first_steps(root: str, per_token: bool, modes: list[str]) -> list[tuple[str, list[float]]]:
+    """On a rank: what is printed in two steps of an actor in each mode, and in two of a critic; and the gradients.
+
+    With verl's gather of CP ranks, its losses and its Megatron engine. Of the CP ranks' table one entry is a token's
+    log-prob, and its value; the entropy is a half of it.
+    """
+    state = start(cp=CP)
+    _, losses, config_module, import_utils, util = load_verl(root, "models.mcore.util")
+    (module,) = load(VERL, root, "verl.workers.engine.megatron.transformer_impl")
+    import_utils.import_external_libs(INSTALL)
+    own = module.MegatronEngineWithLMHead
+    engine = Settings(
+        prepare_model_outputs=lambda output, data: output, get_data_parallel_group=lambda: None,
+        engine_config=Settings(use_remove_padding=True, context_parallel_size=CP),
+        tf_config=Settings(calculate_per_token_loss=per_token),
+        _routed_num_tokens=lambda data: own._routed_num_tokens(None, data),
+    )  # fmt: skip
+    cp_rank, chosen = state.get_context_parallel_rank(), dealt(STEP, state.get_data_parallel_rank(), DP, 3)
+    counts = {"dp_size": DP, "batch_num_tokens": sum(int((one.mask != 0).sum()) for one in STEP)}
+    counts |= {"global_batch_size": len(STEP), "num_micro_batch": len(chosen)}
+    counts |= {"routed_num_tokens": sum(1 + len(one.mask) for one in STEP)}
+
+    def forward_step(iterator: Any, model: Any, loss: Any) -> Any:
+        rows = next(iterator)
+        batch, masks = Batch(STEP, rows, CP), [STEP[i].mask for i in rows]
+
+        def loss_func(output: Tensor) -> Any:
+            edges = torch.tensor([0, *(len(slot) for slot in batch.numbers)]).cumsum(0)
+            ids = torch.nested.nested_tensor(masks, layout=torch.jagged)
+            packed = SimpleNamespace(cu_seqlens_q_padded=edges)
+            whole = util.postprocess_thd_engine(output[None], packed, ids, len(rows))
+            flat = torch.cat([torch.cat([row, torch.zeros(1)]) for row in whole.unbind()])  # behind prompts of a token
+            lengths = [len(mask) for mask in masks]
+            attention = torch.tensor([[1] * (1 + length) + [0] * (max(lengths) - length) for length in lengths])
+            responses = torch.nested.to_padded_tensor(ids, 0.0)
+            generator = torch.Generator().manual_seed(len(rows))
+            drawn = torch.randn(3, *responses.shape, generator=generator)
+            data = Rows(
+                counts | {"attention_mask": attention, "prompts": torch.zeros(len(rows), 1), "responses": responses,
+                "input_ids": torch.zeros(sum(lengths), dtype=torch.int64), "response_mask": responses,
+                "old_log_probs": drawn[0], "ref_log_prob": drawn[1], "advantages": drawn[2], "values": drawn[0],
+                "returns": drawn[2]}
+            )  # fmt: skip
+            output = {"log_probs": flat, "values": flat, "entropy": 0.5 * flat}
+            return own.postprocess_micro_batch_func(engine, output, data, forward_only=False, loss_function=loss)
+
+        return model(batch.local_numbers(cp_rank, CP).cuda()), loss_func
+
+    def train(model: Any, loss: Any) -> tuple[str, list[float]]:
+        for _ in range(2):
+            with contextlib.redirect_stdout(io.StringIO()) as printed:
+                model.zero_grad_buffer()
+                run_schedule(partial(forward_step, loss=loss), iter(chosen), model, len(chosen))
+            texts.append(printed.getvalue())
+        assert not texts.pop()
+        return texts.pop(), model.module.losses.main_grad.tolist()
+
+    texts: list[str] = []
+    found = []
+    for mode in modes:
+        options = {"loss_agg_mode": mode, "loss_scale_factor": 64 if mode.endswith("norm") else None}
+        config = actor_config(
+            config_module, **options, entropy_coeff=ENTROPY_COEFF, use_kl_loss=True, kl_loss_coef=KL_COEF,
+            kl_loss_type="kl", policy_loss=SimpleNamespace(get=lambda name, default: default),
+        )  # fmt: skip
+        critic = SimpleNamespace(**options, cliprange_value=0.5)
+        for loss in (partial(losses.ppo_loss, config), partial(losses.value_loss, critic)):
+            found.append(train(table_model(TABLE, per_token=per_token), loss))
+    return found
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+def test_the_first_step_of_actor_and_critic_is_proved(per_token: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each once; gradients are the same without. verl's engine has no mean of sequences with per-token loss."""
+    modes = [mode for mode in MODES if not (per_token and mode == "seq-mean-token-mean")]
+    proved = run_ranks(DP * CP, first_steps, checkout(VERL), per_token, modes)
+    monkeypatch.setenv("MEGATRON_RL_LOSS_PROOF", "off")
+    alone = run_ranks(DP * CP, first_steps, checkout(VERL), per_token, modes)
+    for rank, (with_proof, without) in enumerate(zip(proved, alone, strict=True)):
+        assert [gradient for _, gradient in with_proof] == [gradient for _, gradient in without]
+        assert not any(text for text, _ in without)
+        assert rank == 0 or not any(text for text, _ in with_proof)
+    for mode, (actor, _), (critic, _) in zip(modes, proved[0][::2], proved[0][1::2], strict=True):
+        words = MODES[mode][0] + r"( with divisor \d+)?"
+        assert re.search(f": {words} on verl's loss, {words} on entropy, {words} on kl, proved on ", actor), actor
+        assert re.search(f": {words} on verl's loss, proved on ", critic), critic
+
+
+ENGINE, ALGORITHMS = "verl/workers/engine/megatron/transformer_impl.py", "verl/trainer/ppo/core_algos.py"
+TERMS, OTHER = "verl/workers/utils/losses.py", "the first training step does something else"
+REFUSED, BATCHES = "this package replaces agg_loss", 'data["num_micro_batch"]'
+#: A file, what stands there, what comes in its place, and what a rank then says; the second with per-token loss.
+PLANTS = {
+    "scaling doubled": (ENGINE, BATCHES, f"2 * {BATCHES}", OTHER),
+    "scaling doubled, per-token loss": (ENGINE, "local_sum = loss", "local_sum = 2 * loss", OTHER),
+    "CP ranks scaled 1.5 and 0.5": (ENGINE, BATCHES, f"(1.5 - mpu.get_context_parallel_rank()) * {BATCHES}", OTHER),
+    "agg_loss without the ranks": (ALGORITHMS, "/ batch_num_tokens * dp_size", "/ batch_num_tokens", OTHER),
+    "counts of a micro-batch": (TERMS, '= data["batch_num_tokens"]', '= data["response_mask"].bool().sum()', OTHER),
+    "entropy doubled": (TERMS, "-= entropy_coeff", "-= 2 * entropy_coeff", "Of entropy: NOT SOUND"),
+    "KL not linear": (TERMS, "kl_loss * config", "kl_loss ** 2 * config", "Of kl: NOT SOUND"),
+    "value loss doubled": (ALGORITHMS, "vf_loss = 0.5 * agg_loss(", "vf_loss = agg_loss(", OTHER),
+    "ppo_loss renamed": (TERMS, "def ppo_loss(", "def loss_of_ppo(", "this package replaces ppo_loss"),
+    "argument of agg_loss renamed": (ALGORITHMS, "loss_mat: torch.Tensor", "losses: torch.Tensor", REFUSED),
+}
+
+
+@pytest.mark.parametrize("name", PLANTS)
+def test_a_fault_stops_the_first_step(name: str, tmp_path: Path, record_property: Any) -> None:
+    path, old, new, says = PLANTS[name]
+    launch = first_steps, planted(VERL, tmp_path, {path: (old, new)}), "per-token" in name, ["token-mean"]
+    assert_stopped(record_property, VERL, name, says, DP * CP, *launch)
