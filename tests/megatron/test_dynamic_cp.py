@@ -193,6 +193,11 @@ def errors(loop: str, tp: int = 1, planted: bool = False, verl: str = "") -> tup
     return found, verdicts
 
 
+@pytest.fixture(autouse=True)
+def changing_groups() -> None:
+    skip_without("changing groups")
+
+
 @pytest.mark.parametrize(
     ("loop", "tp", "ranks"), [("hybrid", 2, RANKS), ("packs", 1, RANKS), ("dev", 1, 8), ("verl", 1, RANKS)]
 )

@@ -27,6 +27,9 @@ NEEDS: dict[str, list[tuple[bool, str]]] = {
         ("_roll_tensor_packed_seq" in _mtp, "multi-token prediction refuses packed sequences"),
         ("num_tokens_safe" in _mtp, "multi-token prediction divides by 0 where a rank has no active token"),
     ],
+    "changing groups": [
+        ("_context_parallel: bool" in _text("core/parallel_state.py"), "no CP groups that change between micro-batches")
+    ],
     "hybrid": [
         ("hybrid_context_parallel_forward_backward(" in _schedules, "no hybrid_context_parallel schedule"),
         (
