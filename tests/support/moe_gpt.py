@@ -33,8 +33,8 @@ def build(model: str, per_token: bool, tp: int = 1, pp: int = 1, cp: int = 1, ep
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
     from packed_attention import layer_spec
 
-    # Without Transformer Engine, 0.15 and 0.16 never define the first name, which they read; what main does by the second
-    # fails: whether a layer is one of inference. None is.
+    # Without Transformer Engine 0.15 and 0.16 read the first name and do not define it, and the second, by which main
+    # asks whether a layer is one of inference, fails: none is.
     vars(moe_utils).setdefault("te_general_gemm", None)
     multi_token_prediction.is_inference_column_parallel_linear = lambda module: False
     if ep > 1:
