@@ -137,7 +137,8 @@ def aggregate(owner: Any, mode: str | Mode | ModeFunction, **settings: Any) -> R
         from megatron_rl_loss.audit.megatron.first_step import prove_engine
 
         never = f"{owner.__name__}.{engine.step[0]} called no policy loss, or was not called. Use {engine.versions}."
-        words = {"beside": f"other terms keep {engine.name}'s token mean", "never": f"{engine.name}: {never}"}
+        beside = f"other terms keep {engine.name}'s token mean"
+        words: dict[str, Any] = {"beside": beside, "never": f"{engine.name}: {never}"}
         is_ours = partial(taps.is_running, owner, engine.trains)
         replaced.proof = prove_engine(modes.policy, f"{engine.name}'s policy loss", is_ours=is_ours, **words)
     else:

@@ -27,7 +27,7 @@ from megatron_rl_loss.logprobs.hidden import (
 from megatron_rl_loss.logprobs.kept_ids import Keep
 from megatron_rl_loss.logprobs.layer import TensorParallel, WeightGradient
 from megatron_rl_loss.logprobs.teacher import Teacher
-from megatron_rl_loss.megatron.versions import check_output_processor, remat_size
+from megatron_rl_loss.megatron.versions import check_output_processor, has_plain_forward, remat_size
 from megatron_rl_loss.plan.microbatch import Microbatch
 from megatron_rl_loss.step.masks import Array
 
@@ -170,7 +170,7 @@ def check_layer(output_layer: Any, weight: Tensor) -> None:
     hooks = [*output_layer._forward_hooks.values(), *output_layer._backward_hooks.values()]
     hooks += output_layer._backward_pre_hooks.values()
     refused = {
-        type(output_layer).__name__: type(output_layer).forward is not layers.ColumnParallelLinear.forward,
+        type(output_layer).__name__: not has_plain_forward(output_layer),
         "one whose weight is sharded further (GTP)": remat_size(output_layer) > 1,
         "one with defer_embedding_wgrad_compute": config.defer_embedding_wgrad_compute,
         "one with skip_bias_add": output_layer.skip_bias_add and output_layer.bias is not None,

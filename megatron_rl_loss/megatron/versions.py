@@ -1,11 +1,13 @@
 """Differences between the supported versions of Megatron-Core: 0.15 to 0.19, main and dev."""
 
+import importlib.util
 import inspect
 from collections.abc import Callable
 from typing import Any
 
 import megatron.core
 from megatron.core.pipeline_parallel import schedules
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 
 from megatron_rl_loss.step.collectives import Group
 
@@ -22,6 +24,16 @@ def cp_arguments(cp_group: Group) -> dict[str, object]:
 def remat_size(output_layer: Any) -> int:
     """Ranks that a weight is sharded over further (GTP), which is there from 0.19 on."""
     return int(getattr(output_layer, "gtp_remat_size", 1))
+
+
+def has_plain_forward(output_layer: Any) -> bool:
+    """By ColumnParallelLinear, or by dev's class, which runs that one's forward where it is not asked for a loss."""
+    kinds = [ColumnParallelLinear]
+    if importlib.util.find_spec("megatron.core.transformer.linear_cross_entropy") is not None:
+        from megatron.core.transformer.linear_cross_entropy import LinearCrossEntropyModule
+
+        kinds.append(LinearCrossEntropyModule)
+    return type(output_layer).forward in [kind.forward for kind in kinds]
 
 
 def check_output_processor() -> None:

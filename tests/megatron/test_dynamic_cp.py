@@ -19,19 +19,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from checkouts import VERL, checkout, load
-from dynamic_steps import (
-    HYBRID,
-    LENGTHS,
-    RANKS,
-    STEP,
-    TABLE,
-    Groups,
-    balanced,
-    hands_of,
-    has,
-    run_loop,
-    start_dynamic,
-)
+from dynamic_steps import LENGTHS, RANKS, STEP, TABLE, Groups, balanced, hands_of, run_loop, start_dynamic
+from missing import skip_without
 from ranks import run_ranks
 from refusals import outcome_of
 from sequence_formulas import gspo, scan
@@ -62,9 +51,6 @@ ADVANTAGES = ADVANTAGES.repeat_interleave(torch.tensor(SIZES))
 GAMMA = 0.9  # of a loss of discounted sums along each sequence
 #: Tokens that `Plan.keep` keeps.
 KEPT = torch.arange(len(TABLE)) % 3 > 0
-
-
-OF_DEV = ("datasets/data_schedule.py", "class DefaultDynamicCPScheduler")
 
 
 def gspo_of_step() -> list[tuple[Tensor, oracle.Sample]]:
@@ -207,12 +193,17 @@ def errors(loop: str, tp: int = 1, planted: bool = False, verl: str = "") -> tup
     return found, verdicts
 
 
+@pytest.fixture(autouse=True)
+def changing_groups() -> None:
+    skip_without("changing groups")
+
+
 @pytest.mark.parametrize(
     ("loop", "tp", "ranks"), [("hybrid", 2, RANKS), ("packs", 1, RANKS), ("dev", 1, 8), ("verl", 1, RANKS)]
 )
 def test_every_mode_is_exact(loop: str, tp: int, ranks: int, record_property: Any) -> None:
-    if (loop == "hybrid" and not has(*HYBRID)) or (loop == "dev" and not has(*OF_DEV)):
-        pytest.skip("not in this Megatron-Core: see tools/test_versions.sh")
+    if loop in ("hybrid", "dev"):
+        skip_without("hybrid" if loop == "hybrid" else "DefaultDynamicCPScheduler")
     of_sum = oracle.sum_error(oracle.num_tokens(STEP))
     verl = checkout(VERL) if loop == "verl" else ""
     for rank, (found, verdicts) in enumerate(run_ranks(ranks, errors, loop, tp, False, verl)):

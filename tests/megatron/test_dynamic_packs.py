@@ -11,8 +11,9 @@ import oracle
 import pytest
 import torch
 import torch.distributed as dist
-from dynamic_steps import LENGTHS, RANKS, STEP, TABLE, has, start_dynamic
+from dynamic_steps import LENGTHS, RANKS, STEP, TABLE, start_dynamic
 from example_run import MODEL, TRAINING
+from missing import has, skip_without
 from ranks import run_ranks
 from step_samples import DIVISOR
 from table_step import relative_error, run_schedule, start, table_model
@@ -94,7 +95,6 @@ SCHEDULED = [
     Launch("default_dynamic_cp", "adapter", pp=2),
     Launch("default_dynamic_cp", "adapter", pp=2, vp=2),
 ]
-OF_DEV = has("datasets/data_schedule.py", "vpp_needs_data")
 
 
 def rows_of(ids: Sequence[int], multiple: int) -> list[dict[str, Tensor]]:
@@ -123,7 +123,7 @@ def packed_errors(launch: Launch, planted: bool = False) -> list[tuple[str, int,
     dp, dp_rank = state.get_data_parallel_world_size(), state.get_data_parallel_rank()
     tp_group, pp_group = state.get_tensor_model_parallel_group(), state.get_pipeline_model_parallel_group()
     size = dp * launch.cp
-    reads = tp_group.rank() == 0 and (OF_DEV or pp_group.rank() in (0, launch.pp - 1))
+    reads = tp_group.rank() == 0 and (has("default_dynamic_cp") or pp_group.rank() in (0, launch.pp - 1))
     if planted:
         plans.count_step = lambda samples, groups, **options: count_step(samples, StepGroups(), **options)
 
@@ -176,11 +176,6 @@ def packed_errors(launch: Launch, planted: bool = False) -> list[tuple[str, int,
             for chunk in chunks:
                 found.append((mode, count, relative_error(chunk.module.losses.main_grad.cpu(), expected)))
     return found
-
-
-def skip_without(scheduler: str) -> None:
-    if not has("datasets/data_schedule.py", f'"{scheduler}"'):
-        pytest.skip("not in this Megatron-Core: see tools/test_versions.sh")
 
 
 @pytest.mark.parametrize("launch", SCHEDULED, ids=str)
@@ -273,8 +268,7 @@ TP, PP = (f"--{axis}-model-parallel-size 2".split() for axis in ("tensor", "pipe
     ("alone", "flags"), [((), [*BALANCED, *TP]), ((), [*DYNAMIC, *TP]), (PP, [*BALANCED, *PP])], ids=str
 )
 def test_pretrain_that_schedules_trains_alike_on_four_ranks(alone: Sequence[str], flags: list[str]) -> None:
-    if not OF_DEV:
-        pytest.skip("pretrain runs no scheduler in this Megatron-Core: see tools/test_versions.sh")
+    skip_without("scheduling pretrain")
     expected = run_ranks(2 if alone else 1, pretrained, [*BALANCED, *alone])[-1]  # stages draw weights of their own
     assert len(expected) == 2
     for step, reference in zip(run_ranks(RANKS, pretrained, flags)[-1], expected, strict=True):

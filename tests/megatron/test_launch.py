@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
+from missing import skip_without
 from ranks import run_ranks
 from refusals import outcome_of
 from step_samples import dealt, step_samples
@@ -139,7 +140,7 @@ def on_one() -> tuple[dict[str, str], str, dict[str, float]]:
 
 
 def test_attached_puts_back_what_it_replaced_and_logs_values_below_0() -> None:
-    pytest.importorskip("megatron.training")
+    skip_without("pretrain")
     run_ranks(1, attached)
 
 

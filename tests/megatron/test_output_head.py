@@ -9,6 +9,7 @@ from typing import Any
 import gpt_oracle
 import pytest
 import torch
+from missing import has, skip_without
 from ranks import run_ranks
 from refusals import THREE_PARTS
 from table_step import start
@@ -82,17 +83,16 @@ def gives_megatrons_log_probs(chunk: Any, model: Any) -> None:
     torch.testing.assert_close(call(chunk, Tokens(keep=keep), chunk_tokens=5)[0], narrow)
     with changed(model.config, "use_mup", True), changed(model.config, "mup_output_mult", 0.25):
         scaled, _ = call(chunk, chunk_tokens=5)
-        torch.testing.assert_close(scaled, -call(chunk), **close)
+        torch.testing.assert_close(scaled.double(), of(call(chunk, labels=None).double()), **close)
     assert (scaled - log_probs).abs().max() > 0.01
 
 
 def runs_hooks_that_come_before(chunk: Any, model: Any) -> list[str]:
     """As DDP's with --overlap-param-gather, which waits for the weight, and Megatron-FSDP's, which takes keywords."""
     ran: list[str] = []
-    model.output_layer.register_forward_pre_hook(lambda module, inputs: ran.append(type(module).__name__))
-    model.output_layer.register_forward_pre_hook(
-        lambda module, inputs, named: ran.append(*sorted(named)), with_kwargs=True
-    )
+    layer = model.output_layer
+    layer.register_forward_pre_hook(lambda module, inputs: ran.append("layer" if module is layer else "another"))
+    layer.register_forward_pre_hook(lambda module, inputs, named: ran.append(*sorted(named)), with_kwargs=True)
     call(chunk, chunk_tokens=5)
     return ran
 
@@ -240,6 +240,7 @@ def refuses(chunk: Any, model: Any) -> dict[str, str]:
 
     layer, said = model.output_layer, {}
     layer.config = copy.copy(layer.config)  # that of other layers stays as it is
+    vars(layer).setdefault("gtp_remat_size", 1)  # 0.18 and dev have none
 
     def tried(name: str, **more: Any) -> None:
         try:
@@ -293,7 +294,7 @@ CHECKS = (
 
 
 EXPECTED = {
-    "runs_hooks_that_come_before": ["ColumnParallelLinear", "weight"],
+    "runs_hooks_that_come_before": ["layer", "weight"],
     "leaves_gradients_to_a_caller_who_sums_them": [True, False],  # what follows: unit/logprobs, "not summed"
     "adds_to_the_main_gradient": [False] * 3 + [True] * 3,
 }
@@ -312,6 +313,7 @@ REFUSED = {
 
 
 def test_the_head_of_a_model_and_output_layers_that_do_more() -> None:
+    skip_without("output_processor")
     (found,) = run_ranks(1, on_models)
     said = found.pop("refuses")
     assert {name: value for name, value in found.items() if value is not None} == EXPECTED
@@ -321,8 +323,9 @@ def test_the_head_of_a_model_and_output_layers_that_do_more() -> None:
         assert THREE_PARTS.fullmatch(said[name])
 
 
-def test_chunks_of_no_tokens_are_refused() -> None:
+def test_heads_that_cannot_work_are_refused() -> None:
     from megatron_rl_loss import OutputHead
 
-    with pytest.raises(ValueError, match="chunk_tokens is 0"):
+    says = "chunk_tokens is 0" if has("output_processor") else "its models take no output_processor"
+    with pytest.raises(ValueError, match=says):
         OutputHead(chunk_tokens=0)

@@ -1,10 +1,8 @@
 """Steps whose context-parallel groups change between micro-batches: the sequences, Megatron's groups, its loops."""
 
-import importlib.util
 import inspect
 import random
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -31,17 +29,6 @@ def step_of_lengths() -> list[oracle.Sample]:
 
 STEP = step_of_lengths()
 TABLE = [float(x) for one in STEP for x in one.losses] + [0.0]
-
-
-def has(file: str, text: str) -> bool:
-    """Whether a file of the installed Megatron-Core has a text."""
-    found = importlib.util.find_spec("megatron.core")
-    assert found is not None
-    assert found.origin is not None
-    return text in (Path(found.origin).parent / file).read_text()
-
-
-HYBRID = ("pipeline_parallel/schedules.py", "hybrid_context_parallel_forward_backward(")
 
 
 def start_dynamic(tp: int = 1, cp: int | None = None, **more: Any) -> tuple[Any, Any, Callable[[int], Any]]:

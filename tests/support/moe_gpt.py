@@ -29,9 +29,14 @@ def build(model: str, per_token: bool, tp: int = 1, pp: int = 1, cp: int = 1, ep
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-    from megatron.core.transformer.moe import token_dispatcher
+    from megatron.core.transformer import multi_token_prediction
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
     from packed_attention import layer_spec
 
+    # Without Transformer Engine 0.15 and 0.16 read the first name and do not define it, and the second, by which main
+    # asks whether a layer is one of inference, fails: none is.
+    vars(moe_utils).setdefault("te_general_gemm", None)
+    multi_token_prediction.is_inference_column_parallel_linear = lambda module: False
     if ep > 1:
         # The sizes of the exchange between experts' ranks become lists where they are copied from a GPU
         # (moe_utils.py:1184), else they stay tensors, which all_to_all_single refuses. On a CPU: convert them here.

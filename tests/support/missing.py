@@ -1,0 +1,57 @@
+"""What the installed Megatron-Core lacks for a test: the reasons of skips, which docs/support.md says too."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+
+def _text(file: str) -> str:
+    """Of a file of the package `megatron`; of one that is not there, nothing."""
+    found = importlib.util.find_spec("megatron.core")
+    assert found is not None
+    assert found.origin is not None
+    path = Path(found.origin).parent.parent / file
+    return path.read_text() if path.exists() else ""
+
+
+_schedules, _hybrid = (_text(f"core/pipeline_parallel/{name}.py") for name in ("schedules", "hybrid_cp_schedule"))
+_mtp, _packing = _text("core/transformer/multi_token_prediction.py"), _text("core/datasets/data_schedule.py")
+#: Of what a test needs: whether it is there, and what is said if not.
+NEEDS: dict[str, list[tuple[bool, str]]] = {
+    "pretrain": [(bool(_text("training/training.py")), "no megatron.training in its wheel")],
+    "output_processor": [
+        ("output_processor" in _text("core/models/gpt/gpt_model.py"), "GPTModel takes no output_processor")
+    ],
+    "MTP": [
+        ("_roll_tensor_packed_seq" in _mtp, "multi-token prediction refuses packed sequences"),
+        ("num_tokens_safe" in _mtp, "multi-token prediction divides by 0 where a rank has no active token"),
+    ],
+    "changing groups": [
+        ("_context_parallel: bool" in _text("core/parallel_state.py"), "no CP groups that change between micro-batches")
+    ],
+    "hybrid": [
+        ("hybrid_context_parallel_forward_backward(" in _schedules, "no hybrid_context_parallel schedule"),
+        (
+            ("model_type, config)" in _hybrid) == ("output_tensor_grad, model_type, config):" in _schedules),
+            "hybrid_context_parallel calls backward_step() with an argument that it does not take",
+        ),
+    ],
+    "DefaultDynamicCPScheduler": [("class DefaultDynamicCPScheduler" in _packing, "no DefaultDynamicCPScheduler")],
+    **{
+        name: [(f'"{name}"' in _packing, f"wrap_data_iterator knows no scheduler {name}")]
+        for name in ("dp_balanced", "default_dynamic_cp")
+    },
+    "scheduling pretrain": [("wrap_data_iterator(" in _text("training/training.py"), "pretrain runs no scheduler")],
+}
+
+
+def has(need: str) -> bool:
+    return all(is_there for is_there, _ in NEEDS[need])
+
+
+def skip_without(need: str) -> None:
+    """Skip the test, with the first thing of a need that this Megatron-Core lacks."""
+    for is_there, says in NEEDS[need]:
+        if not is_there:
+            pytest.skip(f"{says} in this megatron-core")
