@@ -400,11 +400,10 @@ def by_the_recipe(root: str, per_token: bool) -> dict[str, list[float]]:
     state = start(cp=CP)
     load(WITH_TRAINER, root)
     sys.modules["verl"].DataProto = object  # type: ignore[attr-defined]
-    core_algos, losses, config_module, import_utils, util = (
+    losses, config_module, import_utils, util = (
         importlib.import_module(f"verl.{name}")
-        for name in ("trainer.ppo.core_algos", "workers.utils.losses", "workers.config", "utils.import_utils",
-                     "models.mcore.util")
-    )  # fmt: skip
+        for name in ("workers.utils.losses", "workers.config", "utils.import_utils", "models.mcore.util")
+    )
     if per_token:
         import_utils.import_external_libs(INSTALL)
     recipe = runpy.run_path(str(EXAMPLES / "recipes" / "verl_rows.py"))
@@ -448,13 +447,16 @@ def by_the_recipe(root: str, per_token: bool) -> dict[str, list[float]]:
         column = stored["rollout_is_weights"].unbind()
         for number in range(2):
             dealt_to = [list(range(len(KEYS)))[rank * 8 + number * share :][:share] for rank in ranks]  # verl's chunks
-            step, model = sum(dealt_to, []), table_model(table.tolist(), per_token=per_token)
+            step = [i for of_rank in dealt_to for i in of_rank]
+            model = table_model(table.tolist(), per_token=per_token)
             counts = {"dp_size": DP, "global_batch_size": len(step)}
             counts["batch_num_tokens"] = int(sum(rows["mask"][i].sum() for i in step))
             routed = sum(totals[i] for i in step)
             mine = dealt_to[state.get_data_parallel_rank()]
 
-            def forward_step(iterator: Any, model: Any, counts: Any = counts, routed: int = routed) -> Any:
+            def forward_step(
+                iterator: Any, model: Any, counts: Any = counts, routed: int = routed, column: Any = column
+            ) -> Any:
                 chosen = next(iterator)
                 batch = Batch(whole, chosen, CP)
 
