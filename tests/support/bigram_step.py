@@ -80,10 +80,11 @@ def expected(
     of_samples: bool = False,
     corrected: bool = False,
     entropy: float = 0.0,
+    weights: list[list[float]] | None = None,
 ) -> tuple[float, Tensor, float]:
     """Value, gradient by table entry and scale of the step's loss; `corrected` for the sampler's log-probs.
 
-    `entropy`: the coefficient of its bonus.
+    `entropy`: the coefficient of its bonus. `weights`: of the policy loss, in the place of the mode.
     """
     batch, table = make_batch(), make_table().double().requires_grad_()
     ids = batch["input_ids"]
@@ -109,7 +110,10 @@ def expected(
         scale += oracle.step_scale(mode, samples, divisor, units)
         return oracle.step_loss(mode, samples, divisor, units)
 
-    loss = step(mode, policy, masks, **of_policy)
+    if weights is None:
+        loss = step(mode, policy, masks, **of_policy)
+    else:
+        loss = step("token_sum", policy, torch.tensor(weights, dtype=torch.float64))
     if kl is not None:
         of_kl = {} if "kl" in settings else of_policy
         loss = loss + BETA * step(settings.get("kl", mode), kl(log_probs, reference), masks, **of_kl)

@@ -102,10 +102,17 @@ def _log_probs(step: Step, table: Tensor) -> list[Tensor]:
     return found
 
 
-def expected(step: Step, mode: str, divisor: float | None = None, units: str = "all") -> tuple[float, Tensor, float]:
+def expected(
+    step: Step,
+    mode: str,
+    divisor: float | None = None,
+    units: str = "all",
+    weights: Sequence[Sequence[float]] | None = None,
+) -> tuple[float, Tensor, float]:
     """Value, gradient by table entry, and scale of the step's loss, in float64, over what rejection kept.
 
-    A token mean divides by the tokens before rejection, as slime's and miles's counts do.
+    A token mean divides by the tokens before rejection, as slime's and miles's counts do. `weights`, a row for each
+    sample, are the masks of a ``token_sum``.
     """
     table = step.table.double().requires_grad_()
     samples = []
@@ -113,7 +120,8 @@ def expected(step: Step, mode: str, divisor: float | None = None, units: str = "
         ratio = (log_probs - one.old_log_probs.double()).exp()
         advantages = one.advantages.double()
         losses = torch.maximum(-ratio * advantages, -ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH) * advantages)
-        samples.append(oracle.Sample(losses, one.kept, one.rollout))
+        of_row = one.kept if weights is None else torch.tensor(weights[len(samples)], dtype=torch.float64)
+        samples.append(oracle.Sample(losses, of_row, one.rollout))
     loss = oracle.step_loss(mode, samples, divisor, units)
     scale = oracle.step_scale(mode, samples, divisor, units)
     if mode == "token_mean":
@@ -191,8 +199,8 @@ class KeepsGradients:
         return True, 0.0, 0
 
 
-def errors_of(step: Step, mode: str, divisor: float | None, value: float, gradient: Tensor) -> float:
-    """The worse of value's and gradient's error, as `oracle.worst_error`."""
-    loss, by_entry, scale = expected(step, mode, divisor)
+def errors_of(step: Step, mode: str, divisor: float | None, value: float, gradient: Tensor, **options: Any) -> float:
+    """The worse of value's and gradient's error, as `oracle.worst_error`; `options` as in `expected`."""
+    loss, by_entry, scale = expected(step, mode, divisor, **options)
     in_gradient = float((gradient.double() - by_entry).abs().max() / by_entry.abs().max())
     return oracle.worst_error(abs(value - loss) / scale, in_gradient, sum(one.response for one in step.samples))

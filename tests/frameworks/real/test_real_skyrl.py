@@ -2,15 +2,18 @@
 
 Real: `convert_prompts_responses_to_batch_tensors`, `MegatronPolicyWorkerBase.forward_backward` with both of its cuts
 into micro-batches, `MegatronModelWrapper` with its packed rows, context-parallel log-probs and entropy, KL penalty,
-MTP loss and deferred `finalize_model_grads`; its reductions of metrics; Megatron's schedule and DDP. The model is a
+MTP loss and deferred `finalize_model_grads`; its reductions of metrics; its trainer's `_normalize_advantages`, with the
+recipe's around it; Megatron's schedule and DDP. The model is a
 table of logits, with a second one as draft head. Replaced: Ray, by pickling the loss; the model's forward on packed
 rows; the MTP block, which captures hidden states of a GPT; the strategy, whose imports fail
 (`megatron.core.dist_checkpointing.strategies.base`), but not its `all_reduce`.
 """
 
 import contextlib
+import dataclasses
 import os
 import pickle
+import runpy
 import sys
 from functools import partial
 from itertools import pairwise
@@ -41,10 +44,12 @@ from bigram_step import (
 from checkouts import SKYRL, Settings, checkout, load, record_errors
 from plants import Plant, assert_stops
 from ranks import RankError, run_ranks
+from repository import EXAMPLES
 from table_step import relative_error, start, table_model
 from torch import Tensor
 
 PROMPT, ENTROPY, MTP = 3, 0.02, 0.4  # length of prompts, coefficients
+LAST_STEPS = [1, 0, 0, 1, 0, 1, 1, 0, 1, 1, 0, 1]  # of a trajectory, within a prompt
 TEACHERS = 2  # depths of the draft head
 MODES: dict[str, dict[str, Any]] = {
     "token_mean": {},
@@ -194,6 +199,8 @@ def train(root: str, cp: int, cases: list[dict[str, Any]], copied: bool = False)
             loss_reduction=case.get("own", "token_mean") if case.get("stock") else "token_mean",
             prompt_boundaries=list(pairwise([*sorted(map(PROMPTS.index, set(PROMPTS))), ROWS])),
         )  # fmt: skip
+        if "recipe" in case:
+            normalize = partial(by_trainer, root, case["recipe"], batches.TrainingInputBatch)
         convert = preprocess.convert_prompts_responses_to_batch_tensors
         data = batches.TrainingInputBatch(data_of(rows, normalize, convert))
         data.metadata = {"response_length": data["response_mask"].shape[1]}
@@ -203,7 +210,8 @@ def train(root: str, cp: int, cases: list[dict[str, Any]], copied: bool = False)
         ((of_policy, of_draft),) = kept
         times, entropy = cfg.algorithm.kl_loss_coef / BETA, cfg.algorithm.entropy_loss_coef
         of_kl = lambda *given, times=times: times * k3(*given)  # noqa: E731
-        value, by_entry, scale = expected(case["mode"], settings, kl=of_kl, entropy=entropy)
+        weights = case.get("weights")
+        value, by_entry, scale = expected(case["mode"], settings, kl=of_kl, entropy=entropy, weights=weights)
         errors = {"gradient": relative_error(of_policy, by_entry)}
         if cp == 1:
             draft_loss, by_draft = expected_draft(case["mode"], settings)
@@ -222,6 +230,25 @@ def train(root: str, cp: int, cases: list[dict[str, Any]], copied: bool = False)
     return found
 
 
+def by_trainer(root: str, mode: str, batch: Any, advantages: Tensor, mask: Tensor) -> Tensor:
+    """The advantages of all rows, as the recipe's trainer weighs them around SkyRL's own division by tokens."""
+    below = [f"skyrl.train.{name}" for name in ("config", "entrypoints", "evaluate", "generators", "utils")]
+    below += [f"skyrl.backends.skyrl_train.{name}" for name in ("distributed.dispatch", "workers.worker_dispatch")]
+    load(dataclasses.replace(SKYRL, passed_by=(), stand_ins=("tqdm", *below, "skyrl.train.dataset.dataset")), root)
+    sys.modules["skyrl.train.dataset"].PromptDataset = object  # type: ignore[attr-defined]
+    recipe = runpy.run_path(str(EXAMPLES / "recipes" / "skyrl_rows.py"))
+    recipe["Trainer"]._normalize_advantages.__globals__["MODE"] = mode
+    trainer, (own,) = object.__new__(recipe["Trainer"]), recipe["Trainer"].__bases__
+    own.compute_advantages_and_returns = lambda self, data: data  # advantages are given here
+    trainer.cfg = Settings(trainer=Settings(algorithm=Settings(loss_reduction="token_mean")))
+    data = batch({"advantages": advantages, "response_mask": (mask >= 0).long(), "loss_mask": mask})
+    data.metadata = {"uids": [str(prompt) for prompt in PROMPTS], "is_last_step": LAST_STEPS}
+    weighed: Tensor = trainer._normalize_advantages(trainer.compute_advantages_and_returns(data), [(0, ROWS)])[
+        "advantages"
+    ]
+    return weighed
+
+
 SIZES: list[dict[str, Any]] = [{"rows": 4}, {"tokens": 24}]  # two equal and unequal micro-batches, and as many as fit
 CASES = [{"mode": mode, "settings": settings, **sizes} for mode, settings in MODES.items() for sizes in SIZES]
 
@@ -232,6 +259,28 @@ def test_every_term_is_exact(record_property: Any) -> None:
     cases = [case | ways[i % 4] for i, case in enumerate(CASES * 2)]
     assert_exact(record_property, train, SKYRL, cases, worlds=[(1, 1), (2, 1)])
     assert_exact(record_property, train, SKYRL, CASES, worlds=[(4, 2)])
+
+
+def test_rows_of_sessions_by_the_recipe(record_property: Any) -> None:
+    """Sessions of one to three rows of other lengths, dealt to both DP ranks and cut into micro-batches.
+
+    By prompt the recipe's is SkyRL's own `prompt_mean`.
+    """
+    batch, session = make_batch(), 0
+    masks = list(batch["token_mask"][:, 1:] * batch["sample_mask"][:, None])
+    sessions = [session := session + before for before in (0, *LAST_STEPS[:-1])]
+    of_prompts = [oracle.Sample(mask, mask, None, prompt) for mask, prompt in zip(masks, PROMPTS, strict=True)]
+    weights = {
+        "session_mean": oracle.weights_by_ids("session_mean", masks, sessions, [], "all"),
+        "prompt_mean": oracle.step_weights("prompt_mean", of_prompts),
+    }
+    case: dict[str, Any] = {"stock": "regular", "mode": "token_mean", "settings": {"kl": "sample_mean"}, "terms": []}
+    cases = [case | sizes | {"recipe": mode, "weights": weights[mode]} for mode in weights for sizes in SIZES]
+    wrong = [case | {"recipe": "prompt_mean", "weights": weights["session_mean"]}]
+    for *found, control in run_ranks(4, train, checkout(SKYRL), 2, cases + wrong):
+        worst = max(one["errors"]["gradient"] for one in found)
+        assert worst < TOLERANCE < 1e-2 < control["errors"]["gradient"], found
+        record_errors(record_property, SKYRL, "rows of sessions, by weights", ours=worst)
 
 
 def test_theirs_are_means_of_means(record_property: Any) -> None:

@@ -1,19 +1,24 @@
 """slime's and miles's own training steps with our hooks, from checkouts: SLIME_PATH=~/slime MILES_PATH=~/miles.
 
 Real: their data iterator, `get_batch`, `policy_loss_function`, `loss_function`, `train_one_step`, log-probs, reports,
-with Megatron's schedule, groups and DDP, on gloo. The model is a table of logits; the optimizer keeps gradients.
+with Megatron's schedule, groups and DDP, on gloo; for rows of sessions slime's `Sample`, `build_dp_schedule` and
+`compute_advantages_and_returns` too. The model is a table of logits; the optimizer keeps gradients.
 Replaced: Megatron's fused cross entropy, whose backward rounds to bfloat16, by its plain one.
 """
 
+import dataclasses
 import importlib
 import inspect
 import json
+import random
+import runpy
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
+import oracle
 import pytest
 import torch
 from checkouts import MILES, SLIME, checkout, load, record_errors
@@ -21,6 +26,7 @@ from logit_table import KeepsGradients, Step, errors_of, logit_model, make_step,
 from logit_table import rollout_data as data_of
 from plants import assert_stopped, planted
 from ranks import RankError, run_ranks
+from repository import EXAMPLES
 from slime_launches import TOLERANCE, MakeStep, arguments, case, compute_in_float32, with_steps
 
 from megatron_rl_loss import Samples, ZigzagResponse, plan_step
@@ -62,10 +68,13 @@ def train(peer: str, root: str, cp: int, cases: list[dict[str, Any]]) -> list[li
             args.custom_tis_function_path = "logit_table.rejecting"
         model_module.loss_function = without_phantom(own_loss_function) if one["mended"] else own_loss_function
         slime.unit_weights = one.get("weights", unit_weights)
+        weights: list[Any] = [None] * len(steps)
+        if "recipe" in one:
+            steps, weights, one["rewards"] = by_the_recipe(one["recipe"], one["right"], args, steps, state)
         replacing._ACTIVE.clear()
         if args.custom_megatron_init_path is not None:  # as their `init` does
             load_function(args.custom_megatron_init_path)(args)
-        step_arguments = setup.prepare(args, one, state.get_data_parallel_rank())
+        step_arguments = setup.prepare(args, one | {"steps": steps}, state.get_data_parallel_rank())
         errors = []
         for step_id, step in enumerate(steps):
             if args.loss_type == "custom_loss":
@@ -81,7 +90,9 @@ def train(peer: str, root: str, cp: int, cases: list[dict[str, Any]]) -> list[li
                 opt_param_scheduler=SimpleNamespace(step=lambda increment: None),
                 **step_arguments(step_id),
             )
-            errors.append(errors_of(step, one["mode"], one["divisor"], report["pg_loss"], optimizer.gradients[0]))
+            found_loss, options = report["pg_loss"], {} if weights[step_id] is None else {"weights": weights[step_id]}
+            mode = "token_sum" if options else one["mode"]
+            errors.append(errors_of(step, mode, one["divisor"], found_loss, optimizer.gradients[0], **options))
             if measured and measured[-1] is not None and args.custom_pg_loss_reducer_function_path:
                 errors.append(audit_error(measured[-1], one, step))
         says = [line for line in replacing.active() if line.startswith(f"{peer}: policy loss by {one['mode']}")]
@@ -95,6 +106,52 @@ def train(peer: str, root: str, cp: int, cases: list[dict[str, Any]]) -> list[li
             slime._this_loss = None
         found.append(errors)
     return found
+
+
+def by_the_recipe(mode: str, right: str, args: Any, steps: list[Step], state: Any) -> Any:
+    """Steps as slime schedules them, with GRPO's advantages; the weights of `right`; each row's reward of the recipe.
+
+    A session is one to three rows of other lengths, a prompt two sessions. slime's flag removes fully masked rows.
+    """
+    types, schedule = (importlib.import_module(f"slime.utils.{name}") for name in ("types", "dp_schedule"))
+    recipe = runpy.run_path(str(EXAMPLES / "recipes" / "slime_rows.py"))
+    recipe["rewards"].__globals__["MODE"] = mode
+    numbers, rng = [session for session, size in enumerate([1, 3, 2, 1, 3, 2]) for _ in range(size)], random.Random(4)
+    sessions = [number + 6 * k for k in range(len(steps)) for number in numbers]
+    reward = {session: rng.uniform(-1, 1) for session in sessions}
+    rollouts = [one for step in steps for one in step.samples]
+    samples = [
+        types.Sample(
+            group_index=session // 2, rollout_id=session, reward=reward[session], response_length=one.response,
+            loss_mask=one.mask.tolist() if one.mask.any() else None, remove_sample=not one.mask.any(),
+        ) for session, one in zip(sessions, rollouts, strict=True)
+    ]  # fmt: skip
+    raw, rewards = recipe["rewards"](args, samples)
+    assert raw == [reward[session] for session in sessions]
+    parallel = {"dp_size": state.get_data_parallel_world_size(), "cp_size": state.get_context_parallel_world_size()}
+    partitions, indices, counts, of_steps = schedule.build_dp_schedule(
+        args, parallel | {"vpp_size": 1, "microbatch_group_size_per_vp_stage": 1}, [one.total for one in rollouts],
+        global_batch_size=args.global_batch_size, rollout_indices=sessions,
+    )  # fmt: skip
+    dealt = [
+        [[partition[i] for i in chosen] for chosen in of_rank]
+        for partition, of_rank in zip(partitions, indices, strict=True)
+    ]
+    found, weights = [], []
+    for k, step in enumerate(steps):
+        begin, end = sum(counts[:k]), sum(counts[: k + 1])
+        of_step = [[[i - 12 * k for i in chosen] for chosen in of_rank[begin:end]] for of_rank in dealt]
+        rows = []
+        for one, number in zip(step.samples, numbers, strict=True):
+            ours, other = reward[number + 6 * k], reward[(number ^ 1) + 6 * k]
+            advantage = (ours - other) / 2 / (abs(ours - other) / 2**0.5 + 1e-6)  # of two; std with Bessel's correction
+            rows.append(dataclasses.replace(one, rollout=number, advantages=torch.full_like(one.advantages, advantage)))
+        found.append(dataclasses.replace(step, samples=rows, dealt=of_step, num_rollouts=of_steps[k]))
+        masks = [one.mask for one in rows]
+        grouped = [oracle.Sample(mask, mask, None, number // 2) for mask, number in zip(masks, numbers, strict=True)]
+        by_ids = oracle.weights_by_ids("session_mean", masks, numbers, [], "all")
+        weights.append(by_ids if right == "session_mean" else oracle.step_weights("prompt_mean", grouped))
+    return found, weights, [rewards[12 * k :][:12] for k in range(len(steps))]
 
 
 def without_phantom(loss_function: Any) -> Any:
@@ -142,6 +199,12 @@ def setup_slime(root: str) -> Any:
 
     def prepare(args: Any, one: dict[str, Any], dp_rank: int) -> Any:
         data = data_of(one["steps"], dp_rank, cp_utils.slice_log_prob_with_cp)
+        if "rewards" in one:
+            of_steps = zip(one["steps"], one["rewards"], strict=True)
+            data["rewards"] = [
+                rewards[i] for step, rewards in of_steps for chosen in step.dealt[dp_rank] for i in chosen
+            ]
+            losses.compute_advantages_and_returns(args, data)
         iterator = data_module.get_data_iterator(data)
         return lambda step_id: {
             "data_iterator": iterator,
@@ -372,3 +435,18 @@ def test_a_fault_stops_the_first_step(peer: str, name: str, tmp_path: Path, reco
     one |= {"weights": too_large} if "our weights" in name else {}
     root = planted(framework, tmp_path, {plant.edit[0]: plant.edit[1:]}) if plant.edit else checkout(framework)
     assert_stopped(record_property, framework, name, plant.says, dp * cp, train, peer, root, cp, [one])
+
+
+def test_rows_of_sessions_by_the_recipe(record_property: Any) -> None:
+    """Two optimizer steps of one rollout. slime's own mean of a session pools the tokens of its rows."""
+    packed = {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 16, "global_batch_size": 6, "kl_coef": 0}
+    steps: list[MakeStep] = [partial(make_step, seed, 2) for seed in (1, 2)]
+
+    def of(mode: str, right: str, hook: str | None = "constant_1") -> dict[str, Any]:
+        return case("slime", "constant", hook, steps, **packed) | {"divisor": 1.0, "recipe": mode, "right": right}
+
+    modes = ["session_mean", "prompt_mean"]
+    cases = [*(of(mode, mode) for mode in modes), of("session_mean", "prompt_mean"), of(modes[0], modes[0], None)]
+    for *found, other, own in errors("slime", 2, 2, *cases):
+        assert max(map(max, found)) < TOLERANCE < 1e-2 < min(max(other), max(own)), found
+        record_errors(record_property, SLIME, "rows of sessions, by weights", ours=max(map(max, found)))

@@ -2,15 +2,18 @@
 
 Real: `ppo_loss` with its entropy and KL terms, `value_loss`, the registered policy losses, its `external_lib`, and
 verl's own `agg_loss` to compare with; gradients are averaged over gloo, as FSDP does. Of its Megatron engine: its
-gather of CP ranks and what it does to a loss, with Megatron's schedule and DDP. Not run: the rest of the engines, and
-the trainers.
+gather of CP ranks and what it does to a loss, with Megatron's schedule and DDP. Of its trainers, `_update_actor`
+around the recipe's. Not run: the rest of the engines and of the trainers, TransferQueue, Ray.
 """
 
 import contextlib
+import dataclasses
+import importlib
 import inspect
 import io
 import random
 import re
+import runpy
 import sys
 from functools import partial
 from pathlib import Path
@@ -25,6 +28,7 @@ from checkouts import VERL, Settings, checkout, load, record_errors
 from planned_steps import CP, DP, STEP, TABLE, batches_of, errors_in
 from plants import assert_stopped, planted
 from ranks import run_ranks, start_process_group
+from repository import EXAMPLES
 from step_samples import dealt
 from table_step import Batch, relative_error, run_schedule, start, table_model
 from torch import Tensor
@@ -51,7 +55,7 @@ class Rows(dict[str, Any]):
         return Rows({name: self[name] for name in names})
 
     def to_padded_tensor(self) -> "Rows":
-        return self
+        return Rows({name: torch.nested.to_padded_tensor(x, 0.0) if x.is_nested else x for name, x in self.items()})
 
 
 def load_verl(root: str, *modules: str) -> list[Any]:
@@ -410,6 +414,150 @@ def first_steps(root: str, per_token: bool, modes: list[str]) -> list[tuple[str,
         critic = SimpleNamespace(**options, cliprange_value=0.5)
         for loss in (partial(losses.ppo_loss, config), partial(losses.value_loss, critic)):
             found.append(train(table_model(TABLE, per_token=per_token), loss))
+
+
+#: Two optimizer steps of eight rows: (key, tokens of the prompt, mask), in the order of verl's balanced batch.
+KEYS = ["p_0_0", "p_1_0", "q_0_0", "pad_0_0", "p_1_1", "q_0_1", "r_0_0", "r_1_0"]
+KEYS += ["p_1_2", "q_1_0", "q_0_2", "p_0_1", "r_0_1", "r_1_1", "pad_1_0", "r_0_2"]
+MICROBATCHES = [(0, 1), (1, 4)]  # of four rows of a DP rank
+WITH_TRAINER = dataclasses.replace(
+    VERL,
+    stand_ins=(
+        *VERL.stand_ins, *("torchdata", "tqdm", "transfer_queue", "verl.protocol", "verl.single_controller"),
+        *("verl.checkpoint_engine", "verl.experimental", "verl.trainer.distillation", "verl.utils.dataset.rl_dataset"),
+        *("verl.utils.tracking", "verl.workers.engine_workers", "verl.workers.rollout"),
+    ),
+)  # fmt: skip
+
+
+class Config(Settings):
+    def get(self, name: str, default: Any = None) -> Any:
+        return vars(self).get(name, default)
+
+
+def keyed_rows() -> dict[str, list[Any]]:
+    """A row for each key: rows of a session in other lengths, one fully masked, verl's empty rows with one token."""
+    rng, rows = random.Random(6), dict[str, list[Any]](key=KEYS, prompt=[], mask=[], advantages=[], old=[])
+    for i, key in enumerate(KEYS):
+        length = 1 if key.startswith("pad") else rng.choice([2, 3, 5, 9])
+        mask = torch.tensor([rng.choice([0, 1, 1]) for _ in range(length)])
+        mask[rng.randrange(length)] = 1
+        rows["prompt"].append(1 if key.startswith("pad") else rng.choice([1, 2, 4]))
+        rows["mask"].append(mask * (i != 5 and not key.startswith("pad")))
+        rows["advantages"].append(torch.tensor([rng.uniform(-2, 2) for _ in range(length)]))
+        rows["old"].append(torch.tensor([rng.uniform(-2.5, -0.5) for _ in range(length)]))
+    return rows
+
+
+def expected_of_rows(mode: str, rows: dict[str, list[Any]], step: list[int], table: Tensor, first: list[int]) -> Tensor:
+    """The gradient by table entry of a step's policy loss, in float64."""
+    table = table.double().requires_grad_()
+    masks, keys = [rows["mask"][i] for i in step], [rows["key"][i] for i in step]
+    if mode == "session_mean":
+        weights = oracle.weights_by_ids(mode, masks, [key[: key.rindex("_")] for key in keys], [], "active")
+    else:
+        samples = [oracle.sample([0.0] * len(m), m.tolist(), None, key[0]) for m, key in zip(masks, keys, strict=True)]
+        weights = oracle.step_weights(mode, samples, None, "active")
+    loss = torch.zeros((), dtype=torch.float64)
+    for i, of_row in zip(step, weights, strict=True):
+        begin = first[i] + rows["prompt"][i] - 1  # the entry at a token gives the next one's log-prob
+        log_probs, advantages = table[begin : begin + len(of_row)], rows["advantages"][i].double()
+        ratio = (log_probs - rows["old"][i].double()).exp()
+        policy = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(0.8, 1.2))
+        policy = torch.where(advantages < 0, torch.minimum(-advantages * CLIP_C, policy), policy)
+        loss = loss + (policy * torch.tensor(of_row, dtype=torch.float64)).sum()
+    (gradient,) = torch.autograd.grad(loss, table)
+    return gradient
+
+
+def by_the_recipe(root: str, per_token: bool) -> dict[str, list[float]]:
+    """On a rank: the errors of both steps' gradients in each mode, and their distance to the other mode's."""
+    state = start(cp=CP)
+    load(WITH_TRAINER, root)
+    sys.modules["verl"].DataProto = object  # type: ignore[attr-defined]
+    losses, config_module, import_utils, util = (
+        importlib.import_module(f"verl.{name}")
+        for name in ("workers.utils.losses", "workers.config", "utils.import_utils", "models.mcore.util")
+    )
+    if per_token:
+        import_utils.import_external_libs(INSTALL)
+    recipe = runpy.run_path(str(EXAMPLES / "recipes" / "verl_rows.py"))
+    assert importlib.import_module("verl.trainer.ppo.v1").get_trainer_cls("rows") is recipe["Trainer"]
+    names = recipe["Trainer"]._update_actor.__globals__
+    rows, stored = keyed_rows(), dict[str, Any]()
+
+    def jagged(values: list[Tensor]) -> Tensor:
+        return torch.nested.as_nested_tensor(values, layout=torch.jagged)
+
+    def put(keys: Any, partition_id: Any, fields: Any) -> Any:
+        stored.update(fields)
+        return SimpleNamespace(keys=keys, partition_id=partition_id, extra_info={})
+
+    names["tq"].kv_batch_get = lambda select_fields, **_: {"response_mask": jagged(rows["mask"])}
+    names["tq"].kv_batch_put, names["TensorDict"] = put, lambda fields, batch_size: fields
+    trainer, sent = object.__new__(recipe["Trainer"]), []
+    actor = Config(ppo_mini_batch_size=4, shuffle=False, entropy_coeff=0.0, ppo_epochs=1)
+    trainer.config = Config(
+        actor_rollout_ref=Config(actor=actor, rollout=Config(n=2, temperature=1.0)), algorithm=Config()
+    )
+
+    def update_actor(batch: Any) -> Any:
+        sent.append(batch)
+        return {"metrics": {"mfu": 1.0}}
+
+    trainer.actor_rollout_wg = SimpleNamespace(_dispatch_info={"actor": [0, 0, 1, 1]}, update_actor=update_actor)
+    totals = [prompt + len(mask) for prompt, mask in zip(rows["prompt"], rows["mask"], strict=True)]
+    first = torch.tensor([0, *totals]).cumsum(0).tolist()
+    table = -torch.rand(first[-1] + 1, generator=torch.Generator().manual_seed(2)) * 2 - 0.5
+    whole = [oracle.sample([0.0] * total, [1.0] * total) for total in totals]
+    config = actor_config(
+        config_module, loss_agg_mode="token-mean", clip_ratio_c=CLIP_C, policy_loss={"loss_mode": "rows"}
+    )
+    scale, found = scaling_of(root, per_token), dict[str, list[float]](error=[], distance=[])
+    share, ranks = actor.ppo_mini_batch_size * 2 // DP, range(DP)
+    for mode in ("session_mean", "prompt_mean"):
+        names["MODE"] = mode
+        trainer._update_actor(put(KEYS, "train", {}), {})
+        assert sent[-1].extra_info["mini_batch_size"] == share * DP
+        column = stored["rollout_is_weights"].unbind()
+        for number in range(2):
+            dealt_to = [list(range(len(KEYS)))[rank * 8 + number * share :][:share] for rank in ranks]  # verl's chunks
+            step = [i for of_rank in dealt_to for i in of_rank]
+            model = table_model(table.tolist(), per_token=per_token)
+            counts = {"dp_size": DP, "global_batch_size": len(step)}
+            counts["batch_num_tokens"] = int(sum(rows["mask"][i].sum() for i in step))
+            routed = sum(totals[i] for i in step)
+            mine = dealt_to[state.get_data_parallel_rank()]
+
+            def forward_step(
+                iterator: Any, model: Any, counts: Any = counts, routed: int = routed, column: Any = column
+            ) -> Any:
+                chosen = next(iterator)
+                batch = Batch(whole, chosen, CP)
+
+                def loss_func(output: Tensor) -> Any:
+                    edges = torch.tensor([0, *(len(slot) for slot in batch.numbers)]).cumsum(0)
+                    ids = jagged([torch.ones(totals[i]) for i in chosen])
+                    packed = SimpleNamespace(cu_seqlens_q_padded=edges)
+                    log_probs = util.postprocess_thd_engine(output[None], packed, ids, len(chosen))
+                    data = Rows(
+                        prompts=jagged([torch.zeros(rows["prompt"][i]) for i in chosen]),
+                        responses=jagged([rows["mask"][i] for i in chosen]),
+                        response_mask=jagged([rows["mask"][i] for i in chosen]),
+                        old_log_probs=jagged([rows["old"][i] for i in chosen]),
+                        advantages=jagged([rows["advantages"][i] for i in chosen]),
+                        rollout_is_weights=jagged([column[i] for i in chosen]), **counts,
+                    )  # fmt: skip
+                    returned = losses.ppo_loss(config, {"log_probs": log_probs}, data)
+                    return scale(returned, sum(totals[i] for i in chosen), routed, len(MICROBATCHES))
+
+                return model(batch.local_numbers(state.get_context_parallel_rank(), CP).cuda()), loss_func
+
+            cut = [mine[begin:end] for begin, end in MICROBATCHES]
+            run_schedule(forward_step, iter(cut), model, len(MICROBATCHES))
+            for name, other in ("error", mode), ("distance", {"session_mean": "prompt_mean"}.get(mode, "session_mean")):
+                right = expected_of_rows(other, rows, step, table, first)
+                found[name].append(relative_error(model.module.losses.main_grad.cpu(), right))
     return found
 
 
@@ -453,3 +601,10 @@ def test_a_fault_stops_the_first_step(name: str, tmp_path: Path, record_property
     path, old, new, says = PLANTS[name]
     launch = first_steps, planted(VERL, tmp_path, {path: (old, new)}), "per-token" in name, ["token-mean"]
     assert_stopped(record_property, VERL, name, says, DP * CP, *launch)
+
+
+def test_rows_of_sessions_by_the_recipe(per_token: bool, record_property: Any) -> None:
+    """`session_mean` and `prompt_mean` by verl's registries; with per-token loss beside its guarded engine."""
+    for found in run_ranks(DP * CP, by_the_recipe, checkout(VERL), per_token):
+        assert max(found["error"]) < TOLERANCE < 1e-2 < min(found["distance"])
+        record_errors(record_property, VERL, "rows of sessions, by weights", ours=max(found["error"]))

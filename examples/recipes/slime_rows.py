@@ -1,0 +1,28 @@
+"""slime: modes by session, whose rows share a `rollout_id`, or by prompt. Rewards are folded, and a hook adds up.
+
+--custom-reward-post-process-path slime_rows.rewards --advantage-estimator grpo
+--custom-pg-loss-reducer-function-path megatron_rl_loss.frameworks.slime.constant_1
+"""
+
+from typing import Any
+
+from megatron_rl_loss import group_relative_advantages, weights_column
+
+MODE = "session_mean"  # or "prompt_mean"
+
+
+def rewards(args: Any, samples: list[Any]) -> tuple[list[float], list[float]]:
+    """The rewards as they are, and GRPO's advantages times G and the weight that all tokens of a row have."""
+    raw = [one.get_reward_value(args) for one in samples]
+    prompts, sessions = [one.group_index for one in samples], [one.rollout_id for one in samples]
+    masks = [[0] * one.response_length if one.remove_sample else one.loss_mask or [1] * one.response_length
+             for one in samples]  # fmt: skip
+    folded = group_relative_advantages(raw, prompts, rollout_ids=sessions)
+    number = {session: i for i, session in enumerate(dict.fromkeys(sessions))}
+    steps = [number[session] // args.global_batch_size for session in sessions]
+    for step in set(steps):  # slime's optimizer steps, of so many sessions each
+        rows = [i for i, of_row in enumerate(steps) if of_row == step]
+        ids: Any = {"prompt_ids": [prompts[i] for i in rows], "ids": {"session": [sessions[i] for i in rows]}}
+        for i, weights in zip(rows, weights_column(MODE, [masks[i] for i in rows], **ids), strict=True):
+            folded[i] *= args.global_batch_size * max(weights.tolist(), default=0.0)
+    return raw, folded.tolist()

@@ -1,0 +1,44 @@
+"""verl: modes by session or prompt. The driver sends weights, where verl has those of rollout correction; a loss sums.
+
+VERL_USE_EXTERNAL_MODULES=verl_rows, in the environment of the driver and of Ray's workers, and
+trainer.v1.trainer_mode=rows actor_rollout_ref.actor.policy_loss.loss_mode=rows
+"""
+
+from typing import Any
+
+import torch
+import transfer_queue as tq
+from tensordict import TensorDict
+from verl.trainer.ppo.core_algos import get_policy_loss_fn, register_policy_loss
+from verl.trainer.ppo.v1 import PPOTrainerSync, register_trainer
+
+from megatron_rl_loss import weights_column
+
+MODE = "session_mean"  # or "prompt_mean"
+
+
+@register_policy_loss("rows")  # type: ignore[untyped-decorator]
+def rows(**given: Any) -> Any:
+    return get_policy_loss_fn("vanilla")(**given | {"loss_agg_mode": "token-sum"})
+
+
+@register_trainer("rows")
+class Trainer(PPOTrainerSync):  # type: ignore[misc]
+    def __init__(self, config: Any) -> None:
+        config.trainer.v1.trainer_mode = "sync"  # verl chooses its replay buffer by this name
+        super().__init__(config)
+
+    def _update_actor(self, batch: Any, metrics: Any) -> Any:
+        settings, stored = self.config.actor_rollout_ref, {"keys": batch.keys, "partition_id": batch.partition_id}
+        if settings.actor.shuffle or (self.config.algorithm.get("rollout_correction") or {}).get("rollout_is"):
+            raise ValueError("actor.shuffle, or rollout_is: rows of other steps, or weights of its own. Turn it off.")
+        masks = tq.kv_batch_get(**stored, select_fields=["response_mask"])["response_mask"].unbind()
+        dp_size, weights = max(self.actor_rollout_wg._dispatch_info["actor"]) + 1, dict[int, torch.Tensor]()
+        share = settings.actor.ppo_mini_batch_size * settings.rollout.n // dp_size  # a rank's rows in a step
+        for step in torch.arange(len(masks)).view(dp_size, -1, share).transpose(0, 1).flatten(1).tolist():
+            prompts, sessions = ([batch.keys[i].rsplit("_", parts)[0] for i in step] for parts in (2, 1))
+            ids: Any = {"prompt_ids": prompts, "ids": {"session": sessions}, "units": "active"}  # verl adds empty rows
+            weights |= zip(step, weights_column(MODE, [masks[i] for i in step], **ids), strict=True)
+        column = torch.nested.as_nested_tensor([weights[i] for i in range(len(masks))], layout=torch.jagged)
+        fields = TensorDict({"rollout_is_weights": column}, batch_size=len(masks))
+        return super()._update_actor(tq.kv_batch_put(**stored, fields=fields), metrics)
