@@ -14,7 +14,8 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-_LISTED = re.findall(r"^from (megatron_rl_loss\S*) import (\w+) as", Path(__file__ + "i").read_text(), re.MULTILINE)
+_STUB = Path(__file__ + "i").read_text(encoding="utf-8")
+_LISTED = re.findall(r"^from (megatron_rl_loss\S*) import (\w+) as", _STUB, re.MULTILINE)
 _HOME_OF = {name: home for home, name in _LISTED}
 
 __all__ = sorted(_HOME_OF)

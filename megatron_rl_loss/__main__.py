@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 import sys
-from argparse import ArgumentParser
+from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 from megatron_rl_loss.audit.launch import add_audit_options, add_script, run_audit
@@ -27,7 +27,8 @@ COMPANIONS = {
 }
 
 
-def main() -> None:
+def main() -> int:
+    """Run the command of ``sys.argv``; its exit status."""
     parser = ArgumentParser(prog="python -m megatron_rl_loss", description="Policy-gradient loss aggregation.")
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("modes", help="print the modes, their formulas and flags, and other frameworks' names")
@@ -45,25 +46,33 @@ def main() -> None:
     )
     gap.add_argument("theirs", metavar="ROLLOUT", type=Path, help="dump of the sampler")
     gap.add_argument("ours", metavar="TRAIN", type=Path, help="dump of the trainer; its masks count, if it has any")
-    options = parser.parse_args()
-    if options.command == "audit":
-        sys.exit(run_audit(options))
+    status = 0
     try:
-        sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]  # a terminal may know ASCII alone
-        if options.command == "log-probs":
-            compared = compare_dumps(options.theirs, options.ours)
-            print(f"ours: {options.ours}, theirs: {options.theirs}\n{compared}", flush=True)
-            sys.exit(2 if compared.left_out else 0)
-        if options.command == "modes":
-            print(format_modes(), flush=True)
-        elif options.name is None:
-            print(format_examples(), flush=True)
-        else:
-            print(*copy_example(options.name, options.to), sep="\n", flush=True)
+        try:
+            options = parser.parse_args()
+            text, status = run_audit(options) if options.command == "audit" else _run(options)
+            if text:
+                encoding = getattr(sys.stdout, "encoding", None) or "utf-8"  # a terminal may know ASCII alone
+                print(text.encode(encoding, errors="replace").decode(encoding))
+        finally:
+            sys.stdout.flush()  # --help has printed, too
     except BrokenPipeError:  # the reader, `head` for example, has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except ValueError as refusal:
         parser.error(str(refusal))
+    return status
+
+
+def _run(options: Namespace) -> tuple[str, int]:
+    """A command's text and exit status."""
+    if options.command == "log-probs":
+        compared = compare_dumps(options.theirs, options.ours)
+        return f"ours: {options.ours}, theirs: {options.theirs}\n{compared}", 2 if compared.left_out else 0
+    if options.command == "modes":
+        return format_modes(), 0
+    if options.name is None:
+        return format_examples(), 0
+    return "\n".join(map(str, copy_example(options.name, options.to))), 0
 
 
 def example_names() -> list[str]:
@@ -84,16 +93,17 @@ def find_example(name: str) -> str:
 
 
 def copy_example(name: str, into: Path) -> list[Path]:
-    """Copy an example, with what it needs, into a folder, which is made; the files that were written.
+    """Copy an example, with what it needs, into a folder, which is made; the paths of these files.
 
-    Raises ValueError for an unknown name, and if one of them is there already; then nothing is written.
+    Files that are there already and equal stay. Raises ValueError for an unknown name, and if a file that is there
+    differs; then nothing is written.
     """
     file = find_example(name)
     sources = [path for pattern in (file, *COMPANIONS.get(file, ())) for path in sorted(EXAMPLES.glob(pattern))]
     copies = {source: into / source.relative_to((EXAMPLES / file).parent) for source in sources}
-    if existing := [str(copy) for copy in copies.values() if copy.exists()]:
+    if others := [str(copy) for source, copy in copies.items() if copy.exists() and not _equal(source, copy)]:
         raise ValueError(
-            f"a copy of example {name!r}: a copy overwrites nothing, and {', '.join(existing)} is there already. "
+            f"a copy of example {name!r}: a copy overwrites nothing, and another {', '.join(others)} is there already. "
             "Choose another folder with --to."
         )
     for source, copy in copies.items():
@@ -102,9 +112,14 @@ def copy_example(name: str, into: Path) -> list[Path]:
     return list(copies.values())
 
 
+def _equal(source: Path, copy: Path) -> bool:
+    return copy.is_file() and copy.read_bytes() == source.read_bytes()
+
+
 def format_examples() -> str:
     """A line for each example: its name and the first sentence of its docstring or first comment."""
-    return "\n".join(f"{name:<36}{_first_sentence((EXAMPLES / name).read_text())}".rstrip() for name in example_names())
+    texts = {name: (EXAMPLES / name).read_text(encoding="utf-8") for name in example_names()}
+    return "\n".join(f"{name:<36}{_first_sentence(text)}".rstrip() for name, text in texts.items())
 
 
 def _first_sentence(text: str) -> str:
@@ -113,4 +128,4 @@ def _first_sentence(text: str) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

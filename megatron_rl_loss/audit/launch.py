@@ -49,8 +49,8 @@ def step_number(text: str) -> int:
     return step
 
 
-def run_audit(options: Namespace) -> int:
-    """Run the script until the step is measured, and print the verdict; the exit status, 2 for a script that failed."""
+def run_audit(options: Namespace) -> tuple[str, int]:
+    """Run the script until the step is measured: the verdict, and the exit status, 2 for a script that failed."""
     found: list[tuple[str, int]] = []
 
     def conclude(text: str, status: int) -> None:
@@ -79,9 +79,7 @@ def run_audit(options: Namespace) -> int:
         says = failed or os.environ.get("RANK", "0") == "0"
         why = f"The script {'failed' if failed else 'ended'} before training step {options.step} was over."
         text, status = f"NO VERDICT: {why}" if says else "", 2
-    if text:
-        print(text, flush=True)
-    return status if options.fail or failed else 0
+    return text, status if options.fail or failed else 0
 
 
 def audit_once(options: Namespace, conclude: Conclude) -> None:

@@ -227,7 +227,7 @@ def _read(path: Path) -> dict[str, tuple[Tensor, list[float], int]]:
     """Log-probs, mask (empty without) and length with the prompt of each sample, by id."""
     found: dict[str, Any] = {}
     try:
-        lines = path.read_text().splitlines() if path.suffix == ".jsonl" else []
+        lines = path.read_text(encoding="utf-8").splitlines() if path.suffix == ".jsonl" else []
         content: Any = [*map(json.loads, lines)] or torch.load(path, map_location="cpu", weights_only=True)
         samples = content.get("samples", content) if isinstance(content, Mapping) else content  # of slime
         for number, given in samples.items() if isinstance(samples, Mapping) else enumerate(samples):

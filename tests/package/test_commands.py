@@ -64,6 +64,7 @@ ROWS = [
     Row(r"tools/docs\.sh", needs="mkdocs; tools/test.sh runs it"),
     Row(r"tools/check_package\.sh|python -m build", needs="a package index; test_distribution.py builds without"),
     Row(r"python tools/show_recipes\.py", by="package/test_pages.py", named="show_recipes.with_code"),
+    Row(r"python tools/tour\.py", by="examples/test_tour.py", named='"tour.py"'),
     Row(r"python tools/names_page\.py", by="package/test_pages.py", named="names_page.with_tables"),
     Row(r"pip install (-e \.|-e '\.\[\w+\]')", needs="a package index; tools/setup.sh does it"),
     # what the online example and the audit show
@@ -103,7 +104,12 @@ def test_every_command_has_its_row_and_every_row_is_needed_and_true() -> None:
 
 def test_the_tests_that_tools_and_guides_name_are_there() -> None:
     there = {path.name for path in (ROOT / "tests").rglob("test_*.py")}
-    files = [*(ROOT / "tools").glob("*.sh"), *(ROOT / "tools").glob("*.py"), ROOT / "CONTRIBUTING.md"]
+    files = [
+        *(ROOT / "tools").glob("*.sh"),
+        *(ROOT / "tools").glob("*.py"),
+        ROOT / "CONTRIBUTING.md",
+        ROOT / "AGENTS.md",
+    ]
     named = {name for path in files for name in re.findall(r"\btest_\w+\.py\b", path.read_text())}
     assert len(named) > 5
     assert named - there == set()

@@ -1,13 +1,19 @@
-"""``python -m megatron_rl_loss example``: what there is, copies that hold what they need, and nothing overwritten."""
+"""``python -m megatron_rl_loss example``: what there is, copies that hold what they need, and nothing overwritten.
+
+And how every command prints: in any locale, and into a pipe that is closed.
+"""
 
 import ast
+import io
 import os
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from refusals import Refusal, refusal_tests
-from repository import EXAMPLES
+from repository import EXAMPLES, ROOT
 
 from megatron_rl_loss import __main__ as command
 from megatron_rl_loss.__main__ import copy_example, example_names, find_example, format_examples, main
@@ -61,12 +67,6 @@ REFUSALS: dict[str, Refusal] = {
         r"there are several of that name\. Write one of launch_grpo\.sh, launch_grpo\.slurm",
         lambda: find_example("launch_grpo.sh"),
     ),
-    "a copy of an example over a file": (
-        lambda: copy_example("pretrain_grpo", EXAMPLES),
-        ValueError,
-        r"a copy overwrites nothing, and .*pretrain_grpo\.py.* is there already\. Choose another folder with --to",
-        lambda: find_example("pretrain_grpo.py"),
-    ),
 }
 
 
@@ -78,20 +78,83 @@ def test_the_command_copies_and_overwrites_nothing(
 ) -> None:
     """In an interpreter of its own: test_commands.py."""
     monkeypatch.setattr(sys, "argv", ["megatron_rl_loss", "example", "pretrain_grpo", "--to", str(tmp_path / "new")])
+    copy_example("on_cpu", tmp_path / "new")  # two files of which this one needs, too
     main()
     copied = capsys.readouterr().out.splitlines()
     assert str(tmp_path / "new" / "pretrain_grpo.py") in copied
     for file in copied:
         assert Path(file).read_bytes() == (EXAMPLES / Path(file).name).read_bytes()
     assert os.access(tmp_path / "new" / "launch_grpo.sh", os.X_OK)
+    main()  # all of it is there, and equal
+    assert capsys.readouterr().out.splitlines() == copied
+    (tmp_path / "rollouts.py").write_text("mine")  # one that it needs
+    monkeypatch.setattr(sys, "argv", [*sys.argv[:-1], str(tmp_path)])
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == 2
-    assert "error: a copy of example 'pretrain_grpo': a copy overwrites nothing" in capsys.readouterr().err
-    (tmp_path / "rollouts.py").write_text("mine")  # one that it would need
-    with pytest.raises(ValueError, match="overwrites nothing"):
-        copy_example("pretrain_grpo", tmp_path)
+    says = f"error: a copy of example 'pretrain_grpo': a copy overwrites nothing, and another {tmp_path}/rollouts.py is"
+    assert says in capsys.readouterr().err
     assert {path.name for path in tmp_path.iterdir()} == {"rollouts.py", "new"}
+    assert (tmp_path / "rollouts.py").read_text() == "mine"
+
+
+COMMANDS = (["modes"], ["example"], ["example", "own_mode"], ["--help"], ["audit", "--fail", "script.py"])
+
+
+def run(words: list[str], stdout: io.TextIOWrapper, monkeypatch: pytest.MonkeyPatch) -> int:
+    """The exit status of a command with that standard output; its audit finds a fault and draws bars."""
+    monkeypatch.setattr(sys, "argv", ["megatron_rl_loss", *words])
+    monkeypatch.setattr(sys, "stdout", stdout)
+    monkeypatch.setattr(command, "run_audit", lambda options: ("NOT SOUND: \u2584\u2584", 1))
+    try:
+        return main()
+    except SystemExit as end:  # --help
+        return int(end.code or 0)
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
+def test_a_closed_pipe_ends_quietly(words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`| head`, which has read enough. A buffer that cannot be written raises again when the interpreter ends."""
+    monkeypatch.chdir(tmp_path)
+    for buffering in (-1, 1):  # as of a pipe; as with PYTHONUNBUFFERED
+        reader, writer = os.pipe()
+        os.close(reader)
+        with os.fdopen(writer, "w", buffering) as stdout:
+            assert run(words, stdout, monkeypatch) == (words[0] == "audit")
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
+def test_a_terminal_that_knows_ascii_alone(words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    stdout = io.TextIOWrapper(printed := io.BytesIO(), encoding="ascii")
+    assert run(words, stdout, monkeypatch) == (words[0] == "audit")
+    assert printed.getvalue().strip()
+    assert words[0] != "audit" or b"NOT SOUND: ??" in printed.getvalue()
+
+
+IN_ASCII = """
+import locale, sys
+from pathlib import Path
+from megatron_rl_loss import __main__ as command
+assert locale.getpreferredencoding(False).lower() not in ("utf-8", "utf8")
+command.EXAMPLES = Path("examples")
+for words in ([], ["one", "--to", sys.argv[1]]):
+    sys.argv[1:] = ["example", *words]
+    command.main()
+"""
+
+
+@pytest.mark.slow
+def test_examples_in_a_locale_without_unicode(tmp_path: Path) -> None:
+    (tmp_path / "examples" / "recipes").mkdir(parents=True)
+    shutil.copy(EXAMPLES / "on_cpu.py", tmp_path / "examples")
+    (tmp_path / "examples" / "one.py").write_text('"""Σ l·m."""\n', encoding="utf-8")
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    words = [sys.executable, "-c", IN_ASCII, "tö"]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert [line.split()[0] for line in done.stdout.splitlines()] == ["on_cpu.py", "one.py", "t??/one.py"]
+    assert (tmp_path / "tö" / "one.py").read_text(encoding="utf-8") == '"""Σ l·m."""\n'
 
 
 def test_every_example_says_what_it_is() -> None:

@@ -1,12 +1,14 @@
 """The package as installed: what it imports, what it asks for, and where its host work is done."""
 
 import functools
+import re
 import subprocess
 from importlib import metadata
 
 import pytest
 import torch
 from interpreter import begin, finish
+from repository import ROOT
 
 from megatron_rl_loss import (
     Contiguous,
@@ -63,6 +65,30 @@ def test_torch_and_numpy_are_the_requirements() -> None:
     extras = {"megatron", "te", "demo", "bench", "audit", "test", "docs"}
     assert set(metadata.metadata("megatron-rl-loss").get_all("Provides-Extra")) == extras
     assert not any(r.lower().startswith("apex") for r in requires)
+
+
+def test_badges_say_what_the_package_says() -> None:
+    badges = {path.stem: path.read_text() for path in (ROOT / "docs" / "badges").glob("*.svg")}
+    said = metadata.metadata("megatron-rl-loss")
+    pythons = re.findall(r"Python :: (3\.\d+)", "\n".join(said.get_all("Classifier") or []))
+    megatrons = re.search(
+        r"Megatron-Core: (\S+ to \S+, main)", (ROOT / "megatron_rl_loss/megatron/versions.py").read_text()
+    )
+    assert megatrons is not None
+    shown = {
+        "python": f"{pythons[0]} to {pythons[-1]}",
+        "megatron": megatrons[1],
+        "licence": said["License-Expression"],
+    }
+    assert badges.keys() == shown.keys()
+    for name, text in shown.items():
+        assert re.search(f': {text}">', badges[name]), name
+        assert f">{text}</text>" in badges[name], name
+
+
+@pytest.mark.parametrize(("page", "lines"), [("AGENTS.md", 60), ("CONTRIBUTING.md", 60), ("CHANGELOG.md", 40)])
+def test_guides_stay_short(page: str, lines: int) -> None:
+    assert len((ROOT / page).read_text().splitlines()) <= lines
 
 
 def test_host_work_stays_on_the_host_whatever_the_default_device() -> None:
