@@ -210,8 +210,8 @@ def train(root: str, cp: int, cases: list[dict[str, Any]], copied: bool = False)
         ((of_policy, of_draft),) = kept
         times, entropy = cfg.algorithm.kl_loss_coef / BETA, cfg.algorithm.entropy_loss_coef
         of_kl = lambda *given, times=times: times * k3(*given)  # noqa: E731
-        weights = case.get("weights")
-        value, by_entry, scale = expected(case["mode"], settings, kl=of_kl, entropy=entropy, weights=weights)
+        right = case.get("weights")
+        value, by_entry, scale = expected(case["mode"], settings, kl=of_kl, entropy=entropy, weights=right)
         errors = {"gradient": relative_error(of_policy, by_entry)}
         if cp == 1:
             draft_loss, by_draft = expected_draft(case["mode"], settings)
