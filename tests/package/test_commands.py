@@ -41,7 +41,6 @@ ROWS = [
     Row(r"torchrun --nproc-per-node 2 plain_ddp\.py", by="examples/test_recipes.py", named='"--nproc-per-node", "2"'),
     Row(r"torchrun .* on_cpu\.py .*", by="examples/test_pretrain_recipes.py", named="on_cpu.py pretrain_packed.py"),
     Row(r"torchrun .* pretrain_packed\.py .*", by="examples/test_pretrain_recipes.py", named="script.main()"),
-    Row(r"torchrun .* pretrain_mine\.py .*", by="examples/test_pretrain_recipes.py", named="script.main()"),
     Row(r"examples/launch_grpo\.slurm", needs="Slurm"),
     Row(r"megatron rlhf .*", needs="ms-swift"),
     Row(r"examples/launch_grpo\.sh", by="megatron/test_example.py", named='"launch_grpo.sh"'),
