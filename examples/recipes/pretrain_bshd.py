@@ -31,8 +31,13 @@ def batches(rows: int, length: int, vocab_size: int, seed: int) -> Iterator[dict
         values |= {"old_log_probs": torch.full((rows, length), -3.0), "advantages": advantages}
         ends = torch.randint(8, length, (rows, 1), generator=generator)
         masks = list((at >= 4) & (at < ends))  # by label: neither prompt nor padding
-        layout, prompt_ids = ZigzagBSHD(rows, length), [f"{seed}/{number}"] * rows
-        yield values | {"samples": Samples(masks, layout=layout, prompt_ids=prompt_ids, tokens=tokens)}
+        yield values | {"loss_masks": masks, "prompt_ids": [f"{seed}/{number}"] * rows}
+
+
+def samples_of(batch: dict[str, Any]) -> Samples:
+    layout = ZigzagBSHD(*batch["tokens"].shape)  # [rows, length]
+    masks = batch["loss_masks"]  # one per row, uncut: 1 where the label is a token of the response
+    return Samples(masks, layout=layout, prompt_ids=batch["prompt_ids"], tokens=batch["tokens"])
 
 
 def provide(num_samples: Any, vp_stage: int | None = None) -> tuple[Any, None, None]:
@@ -55,7 +60,7 @@ def forward_step(data_iterator: Any, model: Any) -> Any:
 
 def main() -> None:
     args = parse_and_validate_args(extra_args_provider=add_loss_aggregation_args)
-    aggregation = LossAggregation.from_args(args, lambda batch: batch["samples"])  # before the model's config is made
+    aggregation = LossAggregation.from_args(args, samples_of)  # before the model's config is made
     config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
     with aggregation.attached():
         pretrain(config, provide, ModelType.encoder_or_decoder, forward_step)

@@ -31,8 +31,13 @@ def packs(length: int, vocab_size: int, seed: int) -> Iterator[dict[str, Any]]:
         values = {"tokens": tokens, "labels": tokens.roll(-1), "positions": torch.arange(half).repeat(2)}
         values |= {"old_log_probs": -3 * flat, "advantages": torch.cat([flat[:half], -flat[:half]])}
         values["bounds"] = torch.tensor([0, half, length], dtype=torch.int32)
-        layout, prompt_ids = ZigzagTHD(values["bounds"]), [f"{seed}/{number}"] * 2
-        yield values | {"samples": Samples([mask, mask], layout=layout, prompt_ids=prompt_ids, tokens=tokens)}
+        yield values | {"loss_masks": [mask, mask], "prompt_ids": [f"{seed}/{number}"] * 2}
+
+
+def samples_of(pack: dict[str, Any]) -> Samples:
+    layout = ZigzagTHD(pack["bounds"])  # where samples lie in the buffer: [0, 128, 256] for two of 128 tokens
+    masks = pack["loss_masks"]  # one per sample, uncut: 1 where the label is a token of the response
+    return Samples(masks, layout=layout, prompt_ids=pack["prompt_ids"], tokens=pack["tokens"])
 
 
 def provide(num_samples: Any, vp_stage: int | None = None) -> tuple[Any, None, None]:
@@ -55,7 +60,7 @@ def forward_step(data_iterator: Any, model: Any) -> Any:
 
 def main() -> None:
     args = parse_and_validate_args(extra_args_provider=add_loss_aggregation_args)
-    aggregation = LossAggregation.from_args(args, lambda pack: pack["samples"])  # before the model's config is made
+    aggregation = LossAggregation.from_args(args, samples_of)  # before the model's config is made
     config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
     with aggregation.attached():
         pretrain(config, provide, ModelType.encoder_or_decoder, forward_step)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pages import commands_of
+from pages import code_of, commands_of
 from ranks import run_ranks
 from repository import ROOT
 
@@ -16,7 +16,7 @@ from megatron_rl_loss.__main__ import copy_example
 pytestmark = pytest.mark.slow
 
 #: The page's launch line, but for the mode and what a CPU has not.
-LAUNCH = next(line for line in commands_of((ROOT / "docs/recipes.md").read_text()) if "--num-layers" in line)
+LAUNCH = next(line for line in commands_of((ROOT / "docs/using.md").read_text()) if "--num-layers" in line)
 FLAGS = LAUNCH.split()[LAUNCH.split().index("--num-layers") :]
 ROWS = {"pretrain_packed": "1", "pretrain_bshd": "2"}  # of a micro-batch
 
@@ -72,4 +72,8 @@ def test_the_pages_launch_line_runs_without_a_gpu(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=600)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert "iteration        5/       5" in done.stdout
-    assert "loss aggregation: prompt_mean, unit counting all | 16 rollouts, 8 prompts (2.0 each)" in done.stdout
+    (shown,) = code_of("../README.md", "text")
+    counted, proved = (line.removesuffix("...") for line in shown.splitlines())
+    assert counted in done.stdout
+    assert f"{proved}\n" in done.stdout
+    assert proved in (ROOT / "docs/using.md").read_text()

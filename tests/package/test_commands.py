@@ -41,7 +41,6 @@ ROWS = [
     Row(r"torchrun --nproc-per-node 2 plain_ddp\.py", by="examples/test_recipes.py", named='"--nproc-per-node", "2"'),
     Row(r"torchrun .* on_cpu\.py .*", by="examples/test_pretrain_recipes.py", named="on_cpu.py pretrain_packed.py"),
     Row(r"torchrun .* pretrain_packed\.py .*", by="examples/test_pretrain_recipes.py", named="script.main()"),
-    Row(r"torchrun .* pretrain_mine\.py .*", by="examples/test_pretrain_recipes.py", named="script.main()"),
     Row(r"examples/launch_grpo\.slurm", needs="Slurm"),
     Row(r"megatron rlhf .*", needs="ms-swift"),
     Row(r"examples/launch_grpo\.sh", by="megatron/test_example.py", named='"launch_grpo.sh"'),
@@ -63,9 +62,9 @@ ROWS = [
     Row(r"TEST_DEVICE=cuda tools/test\.sh.*", needs="GPUs"),
     Row(r"tools/docs\.sh", needs="mkdocs; tools/test.sh runs it"),
     Row(r"tools/check_package\.sh|python -m build", needs="a package index; test_distribution.py builds without"),
-    Row(r"python tools/show_recipes\.py", by="package/test_pages.py", named="show_recipes.with_code"),
     Row(r"python tools/tour\.py", by="examples/test_tour.py", named='"tour.py"'),
     Row(r"python tools/names_page\.py", by="package/test_pages.py", named="names_page.with_tables"),
+    Row(r"git clone URL .*", needs="a repository's address"),
     Row(r"pip install (-e \.|-e '\.\[\w+\]')", needs="a package index; tools/setup.sh does it"),
     # what the online example and the audit show
     Row(r"(torchrun .* |python )examples/online_grpo\.py .*",

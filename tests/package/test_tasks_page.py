@@ -1,0 +1,51 @@
+"""docs/tasks.md: its code runs from top to bottom and prints what it shows; its index and files are complete."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pages import code_of
+from repository import EXAMPLES, ROOT
+
+from megatron_rl_loss.__main__ import copy_example, example_names
+
+PAGE = (ROOT / "docs/tasks.md").read_text()
+RECIPES = {path.name: path.read_text() for path in sorted((EXAMPLES / "recipes").iterdir()) if path.is_file()}
+FROM_FILE = re.compile(r"# of examples/recipes/(\w+\.py)\b.*\n")
+
+
+def test_code_runs_and_prints_what_it_shows(capsys: pytest.CaptureFixture[str]) -> None:
+    names: dict[str, Any] = {}
+    blocks = [code for code in code_of("tasks.md") if not FROM_FILE.match(code)]
+    assert len(blocks) > 12
+    for code in blocks:
+        exec(code, names)
+        shown = re.findall(r"^ *print\(.*\)  # (.*)$", code, flags=re.MULTILINE)
+        assert capsys.readouterr().out.splitlines() == shown
+
+
+def test_other_code_is_of_the_files_that_it_names() -> None:
+    """Line by line, in their order; tests/examples/test_recipes.py and megatron/test_late_counts.py run these files."""
+    blocks = [code for code in code_of("tasks.md") if FROM_FILE.match(code)]
+    assert len(blocks) == 2
+    for code in blocks:
+        found = FROM_FILE.match(code)
+        assert found is not None
+        lines = iter(RECIPES[found[1]].splitlines())
+        assert all(line in lines for line in code[found.end() :].splitlines()), found[1]
+
+
+def test_the_index_has_every_section() -> None:
+    sections = re.findall(r"^## (.*)$", PAGE, flags=re.MULTILINE)
+    indexed = re.findall(r"^\| .* \| \[(.*?)\]\(#.*?\) \|$", PAGE, flags=re.MULTILINE)  # the link: test_pages.py
+    assert len(sections) > 15
+    assert indexed == sections
+
+
+def test_every_recipe_has_a_link_and_stands_alone(tmp_path: Path) -> None:
+    for name, text in RECIPES.items():
+        assert f"](../examples/recipes/{name})" in PAGE + (ROOT / "docs/using.md").read_text()
+        assert len(text.splitlines()) <= 70
+        assert f"recipes/{name}" in example_names()
+        assert copy_example(f"recipes/{name}", tmp_path) == [tmp_path / name]
