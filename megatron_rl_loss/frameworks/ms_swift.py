@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from megatron_rl_loss.frameworks.columns import MEDIA, samples_of, token_mean_factors
-from megatron_rl_loss.frameworks.replacing import Function, Replaced
+from megatron_rl_loss.frameworks.replacing import Function, Replaced, prove
 from megatron_rl_loss.modes.loss_modes import LossModes
 from megatron_rl_loss.modes.table import Mode, ModeFunction
 from megatron_rl_loss.reduction.taps import is_observed, tap_output, tap_slopes
@@ -48,8 +48,6 @@ def aggregate(mode: str | Mode | ModeFunction, **settings: Any) -> Replaced:
     from swift.megatron.trainers import grpo_trainer
     from swift.rlhf_trainers import utils
 
-    from megatron_rl_loss.audit.megatron.first_step import prove_engine
-
     modes = LossModes.resolve(mode, **settings)
 
     def with_ids(stock: Any, given: dict[str, Any]) -> Any:
@@ -69,7 +67,8 @@ def aggregate(mode: str | Mode | ModeFunction, **settings: Any) -> Replaced:
 
     def weigh(batches: Sequence[Any], trainer: Any) -> None:
         _weigh([one["grpo_batch"] for one in batches], trainer, modes)
-        replaced.proof.group_size = trainer.num_generations
+        if replaced.proof is not None:
+            replaced.proof.group_size = trainer.num_generations
 
     def step(stock: Any, given: dict[str, Any]) -> Any:
         weigh(given["encoded_batches"], given["self"])
@@ -99,7 +98,7 @@ def aggregate(mode: str | Mode | ModeFunction, **settings: Any) -> Replaced:
     replaced = Replaced("ms-swift", "4.6.0 or 3602360a", functions)
     beside = "a KL penalty is a token mean; MoE and MTP losses are ms-swift's own"
     never = "No loss had our weights: this trainer is not MegatronGRPOTrainer, or with --use_ray not that of 3602360a."
-    replaced.proof = prove_engine(modes.policy, "ms-swift's policy loss", beside=beside, never=never)
+    replaced.proof = prove("ms-swift", modes.policy, beside=beside, never=never)
     return replaced
 
 

@@ -13,7 +13,6 @@ Source: nemo_rl 7ea279ab, algorithms/loss/loss_functions.py (ClippedPGLossFn), a
 """
 
 import copy
-import sys
 from typing import Any
 from uuid import uuid4
 
@@ -22,7 +21,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from megatron_rl_loss.frameworks.columns import check_even
-from megatron_rl_loss.frameworks.replacing import Function, Replaced, announce
+from megatron_rl_loss.frameworks.replacing import Function, Replaced, prove
 from megatron_rl_loss.modes.names import resolve
 from megatron_rl_loss.modes.table import Mode, ModeFunction
 from megatron_rl_loss.modes.weights import weights_column
@@ -97,20 +96,13 @@ class AggregatedPGLossFn:
         """In a worker."""
         self.__dict__.update(state)
         if self._number not in _PROOFS:
-            _PROOFS[self._number] = self._prove()
-
-    def _prove(self) -> Any:
-        if "megatron.core" not in sys.modules:
-            announce("NeMo-RL: NOT PROVED, Megatron-Core is not loaded")
-            return None
-        from megatron_rl_loss.audit.megatron.first_step import prove_engine
-
-        mode, settings = self._modes["policy"]
-        beside = "MoE, MTP and draft losses are NeMo-RL's own"
-        never = "NeMo-RL did not call the loss that aggregate(...) returned. Use NeMo-RL 7ea279ab."
-        proof = prove_engine(resolve(mode, **settings), "NeMo-RL's policy loss", beside=beside, never=never)
-        proof.terms = ["pg", "kl"][: len(self._modes)]
-        return proof
+            mode, settings = self._modes["policy"]
+            beside = "MoE, MTP and draft losses are NeMo-RL's own"
+            never = "NeMo-RL did not call the loss that aggregate(...) returned. Use NeMo-RL 7ea279ab."
+            proof = prove("NeMo-RL", resolve(mode, **settings), beside=beside, never=never)
+            if proof is not None:
+                proof.terms = ["pg", "kl"][: len(self._modes)]
+            _PROOFS[self._number] = proof
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):  # what pickle asks for before there is a loss

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from megatron_rl_loss.modes.names import Aggregation
 from megatron_rl_loss.step.collectives import world_rank
 
 _MARK = "_replaced_by_megatron_rl_loss"
@@ -98,6 +99,16 @@ def announce(line: object, is_first: bool | None = None) -> None:
         _ACTIVE.append(line)
         if (world_rank() or int(os.environ.get("RANK", "0"))) == 0 if is_first is None else is_first:
             print(f"megatron_rl_loss in {line}", flush=True)
+
+
+def prove(engine: str, asked: Aggregation, **words: Any) -> Any:
+    """The `FirstStep` of this process's next training step, None without Megatron; `words` as there."""
+    if "megatron.core.pipeline_parallel" not in sys.modules:
+        announce(f"{engine}: NOT PROVED, Megatron-Core is not loaded")
+        return None
+    from megatron_rl_loss.audit.megatron.first_step import prove_engine
+
+    return prove_engine(asked, f"{engine}'s policy loss", **words)
 
 
 def active() -> list[str]:

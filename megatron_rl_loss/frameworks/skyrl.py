@@ -17,7 +17,7 @@ import copy
 import math
 import sys
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from megatron_rl_loss.frameworks.columns import MEDIA, plan_of, prompts_of, samples_of
-from megatron_rl_loss.frameworks.replacing import Function, Replaced
+from megatron_rl_loss.frameworks.replacing import Function, Replaced, prove
 from megatron_rl_loss.modes.loss_modes import LossModes
 from megatron_rl_loss.modes.table import Mode, ModeFunction
 from megatron_rl_loss.modes.weights import weigh
@@ -64,9 +64,7 @@ class _Microbatch(NamedTuple):
 
     def samples(self, masks: Tensor | Sequence[Tensor], **layout: Any) -> Samples:
         """Those of the engine's masks, one for each row."""
-        bounds = [0]
-        for one in masks:
-            bounds.append(bounds[-1] + len(one))
+        bounds = list(accumulate(map(len, masks), initial=0))
         held = (self.ids != -1).tolist()
         ids = None if self.ids.isnan().any() else [int(one) for one in self.ids.tolist() if one >= 0]
         given = [one.float() for one, is_sample in zip(masks, held, strict=True) if is_sample]
@@ -224,8 +222,6 @@ def _install(modes: LossModes) -> None:
     module: Any = sys.modules.get(_MODULE)
     if module is None or _INSTALLED:
         return
-    from megatron_rl_loss.audit.megatron.first_step import prove_engine
-
     log_probs = ("from_parallel_logits_to_logprobs", "from_parallel_logits_to_logprobs_packed_sequences")
     entropies = ("vocab_parallel_entropy_packed_sequences", "from_parallel_hidden_to_entropy_packed_sequences")
     drafts = ["mask", "global_normalization_factor"]
@@ -240,7 +236,7 @@ def _install(modes: LossModes) -> None:
     replaced = Replaced("SkyRL", _VERSIONS, functions)
     beside = "advantages come divided by the mini-batch's tokens; MoE losses are SkyRL's own"
     never = "SkyRL trained with another loss: set trainer.algorithm.policy_loss_type to the name this one has."
-    replaced.proof = prove_engine(modes.policy, "SkyRL's policy loss", beside=beside, never=never)
+    replaced.proof = prove("SkyRL", modes.policy, beside=beside, never=never)
     _INSTALLED.append(replaced)
 
 

@@ -168,7 +168,7 @@ def trainers(monkeypatch: pytest.MonkeyPatch) -> Any:
     """As much of `swift.megatron.trainers.grpo_trainer`, and of Megatron's parallel state, as is asked for."""
 
     class MegatronGRPOTrainer:
-        loss_type, factor, _metrics = "dapo", 1, dict[str, Any]()
+        loss_type, factor, num_generations, _metrics = "dapo", 1, 2, dict[str, Any]()
         args = SimpleNamespace(overlong_filter=True)
 
         def _preprocess_inputs(self, samples: Any) -> Any:
@@ -176,9 +176,9 @@ def trainers(monkeypatch: pytest.MonkeyPatch) -> Any:
 
         def _on_train_step_batch(self, encoded_batches: Any) -> None: ...
 
-        def loss_func(self, log_probs: Tensor, data: Any) -> Any:
+        def loss_func(self, output_tensor: Tensor, data: Any) -> Any:
             batch = data["grpo_batch"]
-            ratio = (log_probs - batch.old_per_token_logps).exp()
+            ratio = (output_tensor - batch.old_per_token_logps).exp()
             loss = -(ratio * batch.advantages * batch.completion_mask).sum() / batch.num_items_in_batch
             return loss * self.factor, {}
 
@@ -192,6 +192,7 @@ def trainers(monkeypatch: pytest.MonkeyPatch) -> Any:
     modules: list[Any] = [ModuleType(f"swift.{name}") for name in names]
     modules[0].MegatronGRPOTrainer, modules[1].collate_to_grpo_micro_batch = MegatronGRPOTrainer, collate
     modules[0].collate_to_grpo_micro_batch = collate
+    modules[0].compute_logps_and_entropy_from_logits = lambda logits: logits
     state: Any = SimpleNamespace(get_data_parallel_group=lambda: None, get_data_parallel_world_size=lambda: 1)
     for name in ("swift", "swift.megatron", "swift.megatron.trainers", "swift.rlhf_trainers", "megatron.core"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
@@ -330,6 +331,10 @@ def test_other_losses_go_by_and_the_loss_travels(driver: Any) -> None:
 # ---- SkyRL: what its policy loss refuses
 
 
+def normalised(advantages: Tensor, loss_mask: Tensor, *_: Any) -> Tensor:
+    return advantages / loss_mask.sum()
+
+
 def test_skyrl_where_it_could_not_be_exact(monkeypatch: pytest.MonkeyPatch) -> None:
     """A mini-batch that no Megatron worker weighs; another SkyRL."""
     below = "skyrl.backends.skyrl_train"
@@ -337,7 +342,8 @@ def test_skyrl_where_it_could_not_be_exact(monkeypatch: pytest.MonkeyPatch) -> N
     for name in names:
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     registry = SimpleNamespace(get=lambda name: lambda *_, **__: name)
-    sys.modules[names[-1]].PolicyLossRegistry = registry  # type: ignore[attr-defined]
+    found = {"PolicyLossRegistry": registry, "apply_loss_reduction_to_advantages_minibatch": normalised}
+    vars(sys.modules[names[-1]]).update(found)
     loss, ones = AggregatedPolicyLoss("regular", "token_mean"), torch.ones(2, 3)
     with pytest.raises(ValueError, match=r"a mini-batch without weights.*trainer.strategy=megatron"):
         loss(ones, ones, ones, SimpleNamespace(), loss_mask=ones)

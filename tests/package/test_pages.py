@@ -270,6 +270,7 @@ def test_the_code_of_frameworks_that_needs_none_runs(monkeypatch: pytest.MonkeyP
     losses, ppo_utils = {}, ModuleType("skyrl.backends.skyrl_train.utils.ppo_utils")
     registry = SimpleNamespace(register=losses.__setitem__, get=lambda name: name)
     ppo_utils.PolicyLossRegistry = registry  # type: ignore[attr-defined]
+    ppo_utils.apply_loss_reduction_to_advantages_minibatch = lambda a, mask, *_: a / mask.sum()  # type: ignore[attr-defined]
     parents = [ppo_utils.__name__.rsplit(".", levels)[0] for levels in range(1, 5)]
     for module in (*map(ModuleType, parents), ppo_utils):
         monkeypatch.setitem(sys.modules, module.__name__, module)
@@ -290,8 +291,10 @@ def test_the_code_of_frameworks_that_needs_none_runs(monkeypatch: pytest.MonkeyP
             "MegatronActor": _stepping("rlinf", "training_step(self, batch)")
         },
         "nemo_rl.algorithms": {"advantage_estimator": ModuleType("advantage_estimator")},
-        "swift.megatron.trainers": {"grpo_trainer": SimpleNamespace(MegatronGRPOTrainer=_stepping(
-            "swift", "_on_train_step_batch(self, encoded_batches)", "_preprocess_inputs(self, samples)"))},
+        "swift.megatron.trainers": {"grpo_trainer": SimpleNamespace(
+            MegatronGRPOTrainer=_stepping("swift", "_on_train_step_batch(self, encoded_batches)",
+                                          "_preprocess_inputs(self, samples)", "loss_func(self, output_tensor, data)"),
+            compute_logps_and_entropy_from_logits=lambda logits: logits)},
         "swift.rlhf_trainers": {"utils": SimpleNamespace(collate_to_grpo_micro_batch=lambda samples: None)},
     }  # fmt: skip
     for module, attributes in of_engine.items():

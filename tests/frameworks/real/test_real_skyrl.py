@@ -205,7 +205,7 @@ def train(root: str, cp: int, cases: list[dict[str, Any]], copied: bool = False)
         data = batches.TrainingInputBatch(data_of(rows, normalize, convert))
         data.metadata = {"response_length": data["response_mask"].shape[1]}
         for _ in range(case.get("calls", 1)):
-            metrics = worker.forward_backward(data).metrics
+            metrics = worker.forward_backward(data, loss_fn=case.get("by_name")).metrics
         worker.optim_step()
         ((of_policy, of_draft),) = kept
         times, entropy = cfg.algorithm.kl_loss_coef / BETA, cfg.algorithm.entropy_loss_coef
@@ -220,7 +220,7 @@ def train(root: str, cp: int, cases: list[dict[str, Any]], copied: bool = False)
             value, scale = value + draft_loss, scale + draft_loss
         errors["value"] = abs(metrics["final_loss"] - value) / scale
         proofs = [one.proof.outcome for one in skyrl._INSTALLED]
-        assert case.get("stock") or proofs == ["" if "proof" in case else "proved"]
+        assert case.get("stock") or proofs == ["" if {"proof", "by_name"} & case.keys() else "proved"]
         for one in skyrl._INSTALLED:
             one.undo()
         skyrl._INSTALLED.clear()
@@ -340,6 +340,11 @@ def test_the_proof_changes_nothing() -> None:
     case = {"mode": "prompt_mean", "settings": MODES["prompt_mean"], "tokens": 24}
     for world in ((2, 1), (4, 2)):
         assert_proof_changes_nothing(train, SKYRL, [case, *[case | {"packed": False}] * (world[1] == 1)], world)
+
+
+def test_a_call_that_names_another_loss_is_not_stopped() -> None:
+    case = {"mode": "token_mean", "settings": {"kl": "sample_mean"}, "by_name": "regular", "rows": ROWS}
+    run_ranks(1, train, checkout(SKYRL), 1, [case | {"unset": True}])
 
 
 WRAPPER = "skyrl/backends/skyrl_train/workers/megatron/megatron_model_wrapper.py"
