@@ -14,7 +14,6 @@ Source: areal 4aef98d8, engine/megatron_engine.py, trainer/ppo/actor.py; ROLL 8e
 megatron_strategy.py, utils/functionals.py; RLinf a3816b59, workers/megatron_worker.py, workers/actor.
 """
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -25,7 +24,7 @@ from torch import Tensor
 
 from megatron_rl_loss.frameworks import token_mean_taps as taps
 from megatron_rl_loss.frameworks.columns import MEDIA, prompts_of, samples_of, token_mean_factors
-from megatron_rl_loss.frameworks.replacing import Function, Replaced, announce
+from megatron_rl_loss.frameworks.replacing import Function, Replaced, prove
 from megatron_rl_loss.frameworks.token_mean_taps import Batch, Given, Places
 from megatron_rl_loss.modes.loss_modes import LossModes
 from megatron_rl_loss.modes.table import Mode, ModeFunction
@@ -133,16 +132,13 @@ def aggregate(owner: Any, mode: str | Mode | ModeFunction, **settings: Any) -> R
 
     further = [Function(owner, *one) for one in engine.further]
     replaced = Replaced(engine.name, engine.versions, [Function(owner, *engine.step, step), *further])
-    if "megatron.core" in sys.modules:
-        from megatron_rl_loss.audit.megatron.first_step import prove_engine
-
-        never = f"{owner.__name__}.{engine.step[0]} called no policy loss, or was not called. Use {engine.versions}."
-        beside = f"other terms keep {engine.name}'s token mean"
-        words: dict[str, Any] = {"beside": beside, "never": f"{engine.name}: {never}"}
-        is_ours = partial(taps.is_running, owner, engine.trains)
-        replaced.proof = prove_engine(modes.policy, f"{engine.name}'s policy loss", is_ours=is_ours, **words)
-    else:
-        announce(f"{engine.name}: NOT PROVED, Megatron-Core is not loaded")
+    never = f"{owner.__name__}.{engine.step[0]} called no policy loss, or was not called. Use {engine.versions}."
+    words: dict[str, Any] = {
+        "beside": f"other terms keep {engine.name}'s token mean",
+        "never": f"{engine.name}: {never}",
+    }
+    is_ours = partial(taps.is_running, owner, engine.trains)
+    replaced.proof = prove(engine.name, modes.policy, is_ours=is_ours, **words)
     if hasattr(owner, "as_controller") and owner.__module__.partition(".")[0] in (*_ENGINES, "__main__"):
         owner.as_controller = _refuse_controller
     return replaced
