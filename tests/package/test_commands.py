@@ -44,8 +44,6 @@ ROWS = [
     Row(r"examples/launch_grpo\.slurm", needs="Slurm"),
     Row(r"megatron rlhf .*", needs="ms-swift"),
     Row(r"examples/launch_grpo\.sh", by="megatron/test_example.py", named='"launch_grpo.sh"'),
-    Row(r"examples/recipes/(slime|miles|verl)\.sh|python3 (train\.py|-m verl\.trainer\.main_ppo) .*",
-        by="examples/test_recipes.py", named="launch_line"),
     Row(r"\.\.\. --loss-aggregation verl:.*", by="unit/modes/test_aliases.py", named="verl"),
     # lines of other frameworks' launches, whose code is not here: its loaders' way, and the real code from checkouts
     Row(r"--(custom-pg-loss-reducer-function|rollout-data-postprocess|custom-megatron-[\w-]+)-path .*",
