@@ -37,7 +37,7 @@ def flag(
 
 
 UNUSABLE = "a divisor that is ≤ 0, NaN, infinite or a bool, or with another mode"
-UNKNOWN = "unknown mode, units or empty-step handling"
+UNKNOWN = "unknown mode, units, empty-step handling or level of the proof"
 NO_PATH = "a path that does not load or names no function"
 ELSEWHERE = "another framework's setting that is not exact in every layout"
 CONTRADICTED = "a divisor or counting that contradicts its name"
@@ -59,6 +59,10 @@ FLAG_ROWS = [
          "--loss-aggregation-empty-step: invalid choice: 'skip'", "", f"{AGGREGATE}-empty-step error", "SystemExit"),
     flag("unknown empty-step handling, from YAML", UNKNOWN, YAML_FLAGS | {"loss_aggregation_empty_step": "skip"},
          "empty step handling 'skip'", "Choose one of", YAML_FLAGS | {"loss_aggregation_empty_step": "error"}),
+    flag("unknown level of the proof", UNKNOWN, f"{AGGREGATE}-proof maybe",
+         "--loss-aggregation-proof: invalid choice: 'maybe'", "", f"{AGGREGATE}-proof warn", "SystemExit"),
+    flag("unknown level of the proof, from YAML", UNKNOWN, YAML_FLAGS | {"loss_aggregation_proof": "maybe"},
+         "level of the first step's proof 'maybe'", "Choose one of", YAML_FLAGS | {"loss_aggregation_proof": "off"}),
     flag("another framework's mean of means", ELSEWHERE, f"{AGGREGATE} trl:bnpo",
          "loss aggregation 'trl:bnpo'", "Choose 'token_mean'", f"{AGGREGATE} trl:dapo"),
     flag("another divisor than the name's", CONTRADICTED,

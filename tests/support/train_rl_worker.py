@@ -7,7 +7,10 @@ differentiable gather, whose backward on gloo knows no subgroups, by one that su
 JSON a case.
 """
 
+import contextlib
+import io
 import json
+import re
 import sys
 from itertools import pairwise
 from types import SimpleNamespace
@@ -149,8 +152,10 @@ def main(root: str, cp: int, cases: list[dict[str, Any]]) -> None:
 
         example.pretrain = one_step
         sys.argv = ["train_rl.py", *MODEL.split(), *FLAGS.split(), "--context-parallel-size", str(cp), *case["flags"]]
+        printed = io.StringIO()
         try:
-            example.main()
+            with contextlib.redirect_stdout(printed):
+                example.main()
         except (AssertionError, SystemExit, ValueError) as error:
             result: dict[str, Any] = {"refused": str(error)}
         else:
@@ -158,6 +163,7 @@ def main(root: str, cp: int, cases: list[dict[str, Any]]) -> None:
             in_gradient = float((found["gradient"] - gradient).abs().max() / gradient.abs().max())
             in_value = abs(found["lm loss"] - value) / scale
             result = {"stock": found["stock"], "gradient": in_gradient, "error": max(in_gradient, in_value)}
+            result["proof"] = "".join(re.findall(r"megatron_rl_loss: (.* proved on .*)", printed.getvalue()))
             if found["audit"] is not None:
                 result |= audited(found["audit"], case, found["stock"])
         if dist.get_rank() == 0:

@@ -168,8 +168,10 @@ def steps_of_bridge(root: str, per_token: bool) -> dict[str, list[float]]:
     }
     for mode in oracle.MODES:
         divisor = DIVISOR if mode == "constant" else None
-        with attached(aggregation(mode=mode, divisor=divisor, with_per_token_loss=per_token)):
+        own = aggregation(mode=mode, divisor=divisor, with_per_token_loss=per_token)
+        with attached(own):
             found[mode] = errors(mode, ours, STEP)
+        assert own._proof.outcome == "proved"
     return found
 
 

@@ -91,8 +91,10 @@ def test_modes_are_exact_and_an_audit_measures_them(world_size: int, cp: int, re
         assert not found["stock"]
         assert found["audit_error"] < TOLERANCE, (one, found)
         assert not found["notes"]
+        assert found["proof"].startswith(one["mode"])
     for found in (packed, unpacked):
         assert found["stock"]
+        assert not found["proof"]
         assert [why[:18] for why in found["unknown"]] == ["Nothing was tapped"]
 
 
