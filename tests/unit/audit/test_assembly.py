@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_rl_loss import Contiguous, Gathered, Samples, ZigzagResponse, ZigzagTHD
-from megatron_rl_loss.audit.assembly import Part, SampleArrays, log_prob_gap, measured_step
+from megatron_rl_loss.audit.assembly import Part, SampleArrays, differ_over_cp, log_prob_gap, measured_step
 from megatron_rl_loss.audit.tokens import MeasuredStep, Split
 
 CU, LENGTHS = [0, 4, 12], [3, 5]
@@ -51,6 +51,14 @@ def test_tokens_are_in_their_places_and_padding_is_stray() -> None:
 def test_copies_add_up_unless_a_gather_hands_back_slices(backward: Any, expected: float) -> None:
     step = step_of(Gathered(CU, total_lengths=LENGTHS, backward=backward), lambda p, rank: 3 + rank)
     assert (set(step.weights.tolist()), set(step.tokens.cp_rank.tolist())) == ({expected}, {-1})
+
+
+@pytest.mark.parametrize("backward", ["sum", "slice"])
+def test_ranks_of_a_gather_that_hands_back_slices_must_have_the_same_gradients(backward: Any) -> None:
+    layout = Gathered(CU, total_lengths=LENGTHS, backward=backward)
+    for step, differs in ((0.0, False), (1e-5, False), (1.0, True)):
+        parts = [*parts_of(layout, lambda p, rank, step=step: 3 + p + rank * step)]
+        assert differ_over_cp(parts) == (differs and backward == "slice")
 
 
 def test_order_and_numbers_over_ranks_and_microbatches() -> None:
