@@ -64,7 +64,7 @@ class StepCounts(NamedTuple):
 
 
 _this_step: StepCounts | None = None
-_this_loss: dict[str, Any] | None = None  # the arguments of their loss function; from its first call in a step on
+_this_loss: tuple[Namespace, list[Tensor]] | None = None  # its args and whole masks; from the first one in a step on
 
 
 def _engine() -> str:
@@ -132,8 +132,8 @@ class Hook:
         reducer = WeightedSum(weights, local, self.aggregation)
         if not is_observed():
             return reducer
-        if _this_loss is not None and not _rejects(_this_loss["args"]):
-            samples = Samples(_this_loss["batch"]["loss_masks"], layout=layout)  # whatever masks the hook was given
+        if _this_loss is not None and not _rejects(_this_loss[0]):
+            samples = Samples(_this_loss[1], layout=layout)  # whatever masks the hook was given
         return lambda losses: reducer(tap(losses, samples=samples))
 
     def _check_flag(self, per_token: bool, counts: StepCounts | None) -> None:
@@ -265,21 +265,21 @@ def _check_countable(args: Namespace) -> None:
     from miles.backends.training_utils import parallel
     from miles.utils.multi_lora import is_multi_lora_enabled
 
-    state, why = parallel._parallel_state, ""
     if is_multi_lora_enabled(args):
-        why = "multi-LoRA: every adapter has a batch of its own, and miles divides by that"
-    elif state is not None and state.indep_dp.size > 1:
-        why = (
-            "independent data-parallel replicas: Megatron's groups end at a replica, so a part of the step would be "
-            "counted"
+        raise ValueError(
+            "steps to be counted with multi-LoRA: every adapter has a batch of its own, and miles divides by that. "
+            f"{_NO_COUNTS_NEEDED}"
         )
-    if why:
-        raise ValueError(f"steps to be counted with {why}. {_NO_COUNTS_NEEDED}")
+    if parallel._parallel_state is not None and parallel._parallel_state.indep_dp.size > 1:
+        raise ValueError(
+            f"steps to be counted with independent data-parallel replicas: Megatron's groups end at a replica. "
+            f"{_NO_COUNTS_NEEDED}"
+        )
 
 
 @cache
 def _replace(engine: str, keeps_counts: bool) -> Replaced:
-    """Their functions, replaced; `keeps_counts`: for hooks to use, not for the proof alone."""
+    """`keeps_counts`: for hooks to use, not for the proof alone."""
     versions, num_rollouts = _ENGINES[engine]
     model = importlib.import_module(f"{engine}.backends.megatron_utils.model")
     needed = ("data_iterator", "num_microbatches", num_rollouts)
@@ -301,33 +301,29 @@ def _replace(engine: str, keeps_counts: bool) -> Replaced:
         finally:
             _this_step = None
 
-    functions = [
-        Function(model, "train_one_step", ("args", *needed), counted),
-        Function(model, "loss_function", ("args", "batch"), _with_mask_tokens),
-    ]
-    replaced = Replaced(engine, versions, functions)
+    step = Function(model, "train_one_step", ("args", *needed), counted)
+    loss = Function(model, "loss_function", ("args", "batch"), _with_mask_tokens)
+    replaced = Replaced(engine, versions, [step, loss])
     return replaced
 
 
 def _prove_next_step(engine: str, is_first: bool) -> None:
     """Of a hook without `count_steps`, which is loaded inside the first step's first loss."""
     if _fsdp_of_miles() is not None:
-        announce(f"{engine}: NOT PROVED: nothing here follows gradients on miles's FSDP backend", is_first)
+        says = "NOT PROVED: nothing here follows gradients on miles's FSDP backend"
+    elif f"{engine}.backends.megatron_utils.model" not in sys.modules:
         return
-    if f"{engine}.backends.megatron_utils.model" not in sys.modules:
-        return
-    from megatron.training.global_vars import get_args
-
-    why = ""
-    if get_args().pipeline_model_parallel_size > 1:
-        why = f"other pipeline stages load no hook. To have the first step measured, {_COUNT_STEPS}"
-    elif refusal := attempt(lambda: _check_countable(get_args())):
-        why = str(refusal)
     else:
-        _replace(engine, False)
-        announce(f"{engine}: the next step is measured. To have the first one measured, {_COUNT_STEPS}", is_first)
-    if why:
-        announce(f"{engine}: NOT PROVED: {why}", is_first)
+        from megatron.training.global_vars import get_args
+
+        says = f"the next step is measured. To have the first one measured, {_COUNT_STEPS}"
+        if get_args().pipeline_model_parallel_size > 1:
+            says = f"NOT PROVED: other pipeline stages load no hook. To have the first step measured, {_COUNT_STEPS}"
+        elif refusal := attempt(lambda: _check_countable(get_args())):
+            says = f"NOT PROVED: {refusal}"
+        else:
+            _replace(engine, False)
+    announce(f"{engine}: {says}", is_first)
 
 
 def _prove(replaced: Replaced, engine: str, args: Namespace, counts: StepCounts) -> None:
@@ -365,10 +361,10 @@ def _rejects(args: Namespace) -> bool:
 def _with_mask_tokens(stock: Callable[[], Any], given: dict[str, Any]) -> Any:
     """Their scaled loss, with the micro-batch's mask tokens for Megatron and for their report to divide by."""
     global _this_loss
-    _this_loss = given  # for a recomputed loss too
+    _this_loss = args, masks = given["args"], given["batch"]["loss_masks"]  # for a recomputed loss too
     loss, tokens, log = stock()
-    if given["args"].calculate_per_token_loss and _this_step is not None:
-        tokens = sum((mask.sum() for mask in given["batch"]["loss_masks"]), start=tokens * 0)
+    if args.calculate_per_token_loss and _this_step is not None:
+        tokens = sum((mask.sum() for mask in masks), start=tokens * 0)
         log["values"][0] = tokens
     return loss, tokens, log
 

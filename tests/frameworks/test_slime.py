@@ -143,7 +143,7 @@ def at_place(cp_rank: int, cp_size: int) -> Iterator[None]:
 @contextmanager
 def in_step(counts: StepCounts | None, in_loss_function: bool = True) -> Iterator[None]:
     """A step of which `count_steps` made these counts."""
-    slime._this_step, slime._this_loss = counts, {} if in_loss_function else None
+    slime._this_step, slime._this_loss = counts, (SimpleNamespace(), []) if in_loss_function else None
     try:
         yield
     finally:

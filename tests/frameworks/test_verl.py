@@ -3,6 +3,7 @@
 import functools
 import importlib
 import itertools
+import math
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -79,6 +80,7 @@ def test_an_audit_sees_the_losses() -> None:
     assert tapped.gradient.tolist() == [2 / 32, 2 / 32, 0, 2 / 32, 0, 0]
     assert tapped.aggregation is not None
     assert (tapped.aggregation.mode.name, tapped.aggregation.divisor) == ("constant", 8)
+    assert tapped.coef is not None and math.isnan(tapped.coef), "in a loss of one's own"
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_rl_loss import Contiguous, Gathered, Samples, ZigzagResponse, ZigzagTHD
-from megatron_rl_loss.audit.assembly import Part, SampleArrays, log_prob_gap, measured_step
+from megatron_rl_loss.audit.assembly import Part, SampleArrays, differ_over_cp, log_prob_gap, measured_step
 from megatron_rl_loss.audit.tokens import MeasuredStep, Split
 
 CU, LENGTHS = [0, 4, 12], [3, 5]
@@ -62,6 +62,14 @@ def test_ids_per_token_are_columns_as_they_are_given() -> None:
     )
     assert step.tokens.per_token == {"turn"}
     assert step.tokens.ids["turn"].tolist() == [*turns[0], *turns[1]]
+
+
+@pytest.mark.parametrize("backward", ["sum", "slice"])
+def test_ranks_of_a_gather_that_hands_back_slices_must_have_the_same_gradients(backward: Any) -> None:
+    layout = Gathered(CU, total_lengths=LENGTHS, backward=backward)
+    for step, differs in ((0.0, False), (1e-5, False), (1.0, True)):
+        parts = [*parts_of(layout, lambda p, rank, step=step: 3 + p + rank * step)]
+        assert differ_over_cp(parts) == (differs and backward == "slice")
 
 
 def test_order_and_numbers_over_ranks_and_microbatches() -> None:

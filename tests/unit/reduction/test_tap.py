@@ -59,6 +59,13 @@ def test_otherwise_it_does_nothing() -> None:
     assert taps.losses == {}
 
 
+def test_a_rank_without_a_token_tells_its_samples() -> None:
+    taps, samples = Taps(), Samples([torch.ones(4)])
+    with observe(taps):
+        assert tap(none := torch.zeros(0), samples=samples) is none
+    assert (taps.losses["pg"][0].samples, taps.losses["pg"][0].gradient) == (samples, None)
+
+
 def test_half_precision_is_kept_in_float32_and_the_rest_goes_on_as_it_is() -> None:
     taps, leaf = Taps(), torch.ones(4, dtype=torch.bfloat16, requires_grad=True)
     with observe(taps):
