@@ -10,22 +10,22 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT)] if str(ROOT) not in sys.path else []
 
-from megatron_rl_loss.modes.names import FRAMEWORKS, LOSSES, NAMES, NUMBER, OWN_CODE, PeerName, formula_of
+from megatron_rl_loss.modes.names import FRAMEWORKS, LOSSES, NAMES, NUMBER, OWN_CODE, PeerName
 
 PAGE = ROOT / "docs" / "names.md"
 BLOCK = re.compile(r"<!-- settings: (\w+) -->\n(?:\|.*\n)*")
 
 
 def table(framework: str) -> str:
-    """A framework's settings: value, step loss, our flags, and what its own code does."""
+    """A framework's settings by our mode and by what its own code does otherwise."""
     setting, default, version = FRAMEWORKS[framework]
     version = re.sub(r"\b[0-9a-f]{8}\b", r"`\g<0>`", version)
-    rows = [f"| `{setting}` | step loss | here | its own code: {version} |", "|---|---|---|---|"]
+    names: dict[str, list[str]] = {}
     for peer in NAMES:
         if peer.framework == framework:
-            value = ("a number" if peer.name == NUMBER else f"`{peer.name}`") + " (default)" * (peer.name == default)
-            rows.append(f"| {value} | {_formula(peer)} | {_here(peer)} | {_own(peer)} |")
-    return "\n".join(rows)
+            names.setdefault(_mode(peer), []).append(_name(peer) + " (default)" * (peer.name == default))
+    rows = [f"| {', '.join(same)} | {mode} |" for mode, same in names.items()]
+    return "\n".join([f"| `{setting}` | mode, as read in {version} |", "|---|---|", *rows])
 
 
 def with_tables(page: str) -> str:
@@ -33,21 +33,23 @@ def with_tables(page: str) -> str:
     return BLOCK.sub(lambda found: f"<!-- settings: {found[1]} -->\n{table(found[1])}\n", page)
 
 
-def _formula(peer: PeerName) -> str:
-    return peer.refused or formula_of(peer).replace("sum", "Σ").replace("*", "·")
+def _alias(peer: PeerName) -> str:
+    return f"{peer.framework}:{peer.name}".replace(NUMBER, "8192")
 
 
-def _here(peer: PeerName) -> str:
-    alias = f"{peer.framework}:{peer.name}".replace(NUMBER, "8192")
+def _name(peer: PeerName) -> str:
+    loss = f" with `--policy-loss {LOSSES[_alias(peer)]}`" if _alias(peer) in LOSSES else ""
+    return f"`{_alias(peer)}`{loss}"
+
+
+def _mode(peer: PeerName) -> str:
     if peer.refused:
-        return f"`{alias}` is refused; nearest is `{peer.mode}`"
-    loss = f", `--policy-loss {LOSSES[alias]}`" if alias in LOSSES else ""
-    divisor = f", its `{peer.divisor}` as divisor" if isinstance(peer.divisor, str) else ""
-    return f"`{alias}`{loss}{divisor}"
-
-
-def _own(peer: PeerName) -> str:
-    return OWN_CODE.get(f"{peer.framework}:{peer.name}", "" if peer.refused else "the same")
+        return f"refused: {peer.refused}; nearest is `{peer.mode}`"
+    named = f", its `{peer.divisor}` as divisor" if isinstance(peer.divisor, str) else f", divisor {peer.divisor}"
+    divisor = ", the number as divisor" if peer.name == NUMBER else named if peer.divisor else ""
+    units = ", active units" if peer.units == "active" else ""
+    own = OWN_CODE.get(_alias(peer))
+    return f"`{peer.mode}`{divisor}{units}" + (f"; its own code {own}" if own else "")
 
 
 if __name__ == "__main__":

@@ -170,7 +170,7 @@ def check_loss(
 
     Args:
         loss_fn: ``loss_fn(losses, mask, ...)`` returns a loss. Its other parameters are given by name what they ask
-            for (the table in docs/audit.md#check_loss, and the trainer's own words).
+            for (see `LossCall`, and the trainer's own words).
         mode, divisor, units: what it is meant to be, as in `make_pg_loss_reducer`; None asks for invariance alone.
         call: how a trainer calls the function and divides afterwards: a `LossCall`, or the name of one of `CALLS`.
         draws: random steps for each way of cutting.
@@ -200,7 +200,7 @@ def check_loss(
     except CallFailed as failure:
         raise ValueError(
             f"{name} with a step of two full rows: {failure.args[1]}: it must return one number that gradients flow "
-            f"from. Give it {call.takes}, the mask and by name what docs/audit.md#check_loss lists, as "
+            f"from. Give it {call.takes}, the mask and by name what `LossCall` lists, as "
             "LossCall(rows=..., takes=..., names=...) says, or wrap it."
         ) from failure.__cause__
     parameters = list(inspect.signature(run.args[0]).parameters.values())[2:]

@@ -24,7 +24,7 @@ from megatron_rl_loss.step.collectives import StepGroups
 from megatron_rl_loss.step.samples import Samples
 from megatron_rl_loss.step.totals import count_step
 
-#: Names of what a loss function may ask for beside its first two parameters; docs/audit.md describes them.
+#: Names of what a loss function may ask for beside its first two parameters; `LossCall` describes them.
 GIVEN = (
     *("step_tokens", "rank_tokens", "microbatch_tokens", "sample_tokens", "rollout_tokens", "prompt_tokens"),
     *("step_samples", "rank_samples", "step_active_samples", "step_rollouts", "step_prompts", "num_microbatches"),
@@ -43,21 +43,45 @@ class LossCall:
     >>> LossCall(microbatches="mean", names={"total": "step_tokens"}).describe()
     'padded rows, micro-batches averaged, DP ranks averaged'
 
-    Of ``log_probs`` the function makes losses itself; then a weight is what a policy gradient at ratio 1 puts on a
-    token, beside its advantage. `cp_cut` is what a CP rank holds of every row: if ``gathered`` all, and gradients
-    of all copies count; ``responses`` is a zigzag over prompt and response, of which the response is kept (packed).
+    The function asks for more by the names of its parameters. Tokens are sums of masks; a step is all micro-batches of
+    all DP ranks.
+
+    - ``step_tokens``, ``rank_tokens``, ``microbatch_tokens``: of the step, this DP rank, this micro-batch over CP
+    - ``sample_tokens``, ``rollout_tokens``, ``prompt_tokens``: of each row, its rollout, its prompt, [rows]
+    - ``step_samples``, ``rank_samples``, ``step_active_samples``: rows; active ones have a mask token
+    - ``step_rollouts``, ``step_prompts``, ``num_microbatches``, ``dp_size``, ``cp_size``, ``world_size`` (DP times CP)
+    - ``microbatch``, ``dp_rank``, ``cp_rank``: the place of the call, from 0
+    - ``rollout_ids``, ``prompt_ids``: lists, an id for each row
+    - ``cu_seqlens``, ``sample_index``: in packed losses, uncut, starts of rows and the row of each token
+    - ``local``, ``totals``: the `LocalTokens` and `StepTotals` of reducers
+    - ``old_log_probs``, ``advantages``, ``sample_advantages``: with log-probs alone; equal to these without gradient;
+      never 0, by token and by row
+
+    Attributes:
+        takes: the first argument. From ``log_probs`` the function makes losses itself; a weight is then the factor of a
+            token's advantage in the policy gradient at ratio 1.
+        rows: [batch, seq], [num_tokens], or one tensor per row; the mask alike.
+        names: parameters that are called otherwise, ``{"num_items_in_batch": "step_tokens"}``.
+        microbatches: ``mean`` if the trainer divides by their number.
+        dp: ``mean`` as DDP and FSDP do, ``sum`` where a trainer undoes that.
+        cp: the same over context-parallel ranks; None if there are none.
+        cp_cut: the part of every row that a CP rank holds: ``gathered`` is all of it, and gradients of all
+            copies count; ``responses`` is a zigzag over prompt and response, of which the response is kept (packed).
+        even_microbatches: all micro-batches have as many rows.
+        masked_samples: fully masked rows occur; else micro-batches have tokens.
+        split_rollouts: a rollout may be several rows (turns, branches).
     """
 
-    takes: Literal["losses", "log_probs"] = "losses"  # the first thing the function is given, of tokens
-    rows: Literal["padded", "packed", "lists"] = "padded"  # [batch, seq], [num_tokens], or one tensor per row
-    names: Mapping[str, str] = field(default_factory=dict)  # parameters that are called otherwise than in `GIVEN`
-    microbatches: Literal["sum", "mean"] = "sum"  # "mean": the trainer divides what is returned by their number
-    dp: Literal["mean", "sum"] = "mean"  # "mean" as DDP and FSDP do, "sum" where a trainer undoes that
-    cp: Literal["mean", "sum", None] = None  # None: there are no context-parallel ranks
+    takes: Literal["losses", "log_probs"] = "losses"
+    rows: Literal["padded", "packed", "lists"] = "padded"
+    names: Mapping[str, str] = field(default_factory=dict)
+    microbatches: Literal["sum", "mean"] = "sum"
+    dp: Literal["mean", "sum"] = "mean"
+    cp: Literal["mean", "sum", None] = None
     cp_cut: Literal["zigzag", "contiguous", "gathered", "responses"] = "zigzag"
-    even_microbatches: Literal[True, False] = False  # True: all micro-batches have as many rows
-    masked_samples: Literal[True, False] = True  # True: fully masked rows occur; else micro-batches have tokens
-    split_rollouts: Literal[True, False] = False  # True: a rollout may be several rows (turns, branches)
+    even_microbatches: Literal[True, False] = False
+    masked_samples: Literal[True, False] = True
+    split_rollouts: Literal[True, False] = False
 
     def __post_init__(self) -> None:
         check_mapping("LossCall.names", self.names, 'Write names={"num_items_in_batch": "step_tokens"}, say')

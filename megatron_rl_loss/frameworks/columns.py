@@ -74,5 +74,5 @@ def check_even(factors: Sequence[Tensor], loss_masks: Sequence[Any], remedy: str
         if factor.size and (factor != factor.max() * (mask != 0)).any():
             raise ValueError(
                 "weights that differ within a sample, or a token mask that is not 0 and 1, for a loss that takes means "
-                f"of samples: one factor must do for a sample. {remedy}, or choose another mode."
+                f"of samples: each sample must have one factor. {remedy}, or choose another mode."
             )

@@ -66,7 +66,7 @@ def loss_aggregation(
         )
     if getattr(args, "check_for_spiky_loss", False):
         raise ValueError(
-            "--check-for-spiky-loss in train_rl.py: a policy loss is around 0, so no factor tells a spike. Drop it, "
+            "--check-for-spiky-loss in train_rl.py: a policy loss is near 0, where a ratio shows no spike. Drop it, "
             "and watch grad-norm."
         )
     return aggregation

@@ -161,7 +161,7 @@ def _token_divisor(samples: Samples, counts: StepCounts | None, per_token: bool)
     if counts is None:
         for i in np.flatnonzero(samples.mask_sums < 1)[:1]:
             raise ValueError(
-                f"sample {i} has {samples.mask_sums[i]:g} mask tokens: they may count it as 1 token; a hook sees only "
+                f"sample {i} has {samples.mask_sums[i]:g} mask tokens: the engine may count it as 1; a hook sees only "
                 "what rejection (TIS) left. Leave samples without a token out of the batch; with rejection, or if you "
                 f"cannot, {_COUNT_STEPS}."
             )

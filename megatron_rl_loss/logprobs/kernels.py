@@ -25,7 +25,7 @@ def liger(logits: Tensor, labels: Tensor, tp_group: Group | None) -> Tensor:
     """Liger-Kernel's cross-entropy, of one rank; it copies the logits, which it would overwrite."""
     if size_of(tp_group) > 1:
         raise ValueError(
-            f"the kernel liger with a vocabulary on {size_of(tp_group)} ranks: it knows one rank alone. Take "
+            f"the kernel liger with a vocabulary on {size_of(tp_group)} ranks: it supports one rank only. Take "
             "transformer_engine or flash_attn, or leave the kernel out."
         )
     loss = _look_up("liger_kernel.transformers.functional", "liger_cross_entropy")

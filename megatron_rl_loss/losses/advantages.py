@@ -84,7 +84,7 @@ def gdpo_advantages(
     groups = _Groups(rewards, prompt_ids, rollout_ids, dp_group)
     weights = [1.0] * len(rewards) if weights is None else weights
     if len(weights) != len(rewards):
-        raise ValueError(f"{len(weights)} weights for {len(rewards)} rewards: each has one. Pass both in order.")
+        raise ValueError(f"{len(weights)} weights for {len(rewards)} rewards: each must have one. Pass both in order.")
     together = np.tensordot(weights, groups.by_std(epsilon), 1)
     variance = (groups.counts * together**2).sum() / max(groups.counts.sum() - 1, 1)
     return groups.mine(together / (np.sqrt(variance) + epsilon))

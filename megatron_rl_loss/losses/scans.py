@@ -64,7 +64,7 @@ def segment_scan(
     check_choice("choice of steps", steps, ("active", "all"))
     given = Sequences.of("segment_scan", values, local, cp_group, per)
     if given.order is not None:
-        raise ValueError(f"a scan per {per!r}, ids per token: a scan goes along samples. Pass ids per sample.")
+        raise ValueError(f"a scan per {per!r}, ids per token: a scan runs along samples. Pass ids per sample.")
     masked = given.mask == 0
     discounted = ~masked
     if steps == "all":  # padding is no step

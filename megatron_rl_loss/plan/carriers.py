@@ -33,7 +33,7 @@ class Carrier:
         returned: the loss is the share times these powers of counts.
         num_tokens: what a 3-tuple has as token count: one, or the active tokens of this rank and micro-batch.
         engine, schedule, ddp, finalize: what each place multiplies the loss or its gradient by.
-        dynamic_cp: whether it holds where the context-parallel group changes between micro-batches.
+        dynamic_cp: True if it holds where the context-parallel group changes between micro-batches.
     """
 
     form: Form

@@ -121,12 +121,12 @@ def _begin(facts: StepFacts, mine: Floats | Exception | None, *sums: float) -> l
     raise_together(failures > 0, failure, facts.groups.all)
     if ranks != (expected := facts.dp_size * facts.cp_size):
         given = f"values of {max(ranks, 0):.0f} of {expected} ranks of a pipeline stage"
-        raise ValueError(f"{given}: all that compute the loss must give theirs. Pass None on other stages alone.")
+        raise ValueError(f"{given}: each rank that computes the loss must give values. Pass None on other stages.")
     return totals
 
 
 def _over_step(facts: StepFacts, numbers: Tensor) -> Tensor:
-    """Sums over the ranks of a stage, told to stages that have none, whose numbers are all 0."""
+    """Sums over the ranks of a stage, broadcast to stages without values, whose numbers are 0."""
     for group in facts.groups.of_loss:
         all_reduce(numbers, group)
     if not numbers.max() > 0:  # a sum of values may be negative
@@ -172,7 +172,7 @@ def _flags_in_buffer(microbatches: Sequence[Microbatch], flags: TokenFunction, n
 
 
 def _of_tokens(what: str, given: Tensor, local: LocalTokens) -> Floats:
-    """[num_local_tokens] on the host; refuses another number of tokens."""
+    """The values on the host, [num_local_tokens]; ValueError for another number of tokens."""
     check_values(what, given, local)
     return to_array(given).reshape(-1)
 

@@ -38,7 +38,7 @@ class Microbatch:
     Attributes:
         samples: its masks, ids and layout.
         data: the user's own batch, where `LossAggregation` took it from an iterator; freed after the step.
-        receipt: of what `loss` or `carry` returned last, or None.
+        receipt: the `Receipt` of the last `loss` or `carry`, or None.
         log_probs: by name, the values of a forward pass before the step for this rank's tokens (see `ForwardPass`).
         cp_rank, cp_size: this rank's place among the ranks that the micro-batch is cut for.
         kept: names of masks that `Plan.keep` added.

@@ -136,7 +136,7 @@ class Plan:
 
     def _check_end(self, reports: object) -> None:
         if isinstance(reports, Mapping):
-            raise TypeError("reports are one report: there is one for each micro-batch. Pass a list of them.")
+            raise TypeError("reports is one report: there must be one for each micro-batch. Pass a list.")
         check_finished(self.facts.is_carried)
         self.facts.check_tokens()
         noted = {name for notes in self.facts.notes for name in notes}

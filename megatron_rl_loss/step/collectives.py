@@ -22,7 +22,7 @@ def rank_in(group: Group | None) -> int:
 
 
 def size_of(group: Group | None) -> int:
-    """Ranks of the group; 1 without one. Refuses what is no group."""
+    """The number of ranks of a group; 1 without a group. TypeError for anything else."""
     if group is not None and (isinstance(group, Tensor) or not hasattr(group, "size")):
         raise TypeError(
             f"a process group of type {type(group).__name__}: it must be a ProcessGroup of torch.distributed, or None. "
@@ -32,7 +32,7 @@ def size_of(group: Group | None) -> int:
 
 
 def several(*groups: Group | None) -> list[Group]:
-    """Those of the groups that have several ranks."""
+    """The groups that have several ranks."""
     return [group for group in groups if group is not None and size_of(group) > 1]
 
 
@@ -109,7 +109,7 @@ def all_reduce(values: Tensor, group: Group | None, op: dist.ReduceOp.RedOpType 
 
 
 def all_gather_single(received: Tensor, sent: Tensor, group: Group) -> None:
-    """torch's, by the name that its version has."""
+    """torch's all-gather into one tensor, by its name in this version."""
     name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
     getattr(dist, name)(received, sent, group=group)
 
@@ -139,7 +139,7 @@ def gather_objects(value: Result, group: Group) -> list[Result]:
 
 
 def agree_on(mine: Collection[str], names: Sequence[str], groups: Sequence[Group]) -> tuple[str, ...]:
-    """Those of the names that some rank of the groups has."""
+    """The names that some rank of the groups has."""
     flags = torch.tensor([float(name in mine) for name in names], dtype=torch.float64, device="cpu")
     for group in several(*groups):
         all_reduce(flags, group, dist.ReduceOp.MAX)
@@ -147,7 +147,7 @@ def agree_on(mine: Collection[str], names: Sequence[str], groups: Sequence[Group
 
 
 def attempt(prepare: Callable[[], Result]) -> Result | Exception:
-    """The result of `prepare`, or its error, which is to travel to the other ranks first."""
+    """The result of `prepare`, or its error, for `raise_together` to raise on all ranks."""
     try:
         return prepare()
     except Exception as error:

@@ -140,7 +140,7 @@ class _Held:
 
     Attributes:
         header: a number for each name of `_HEADER`.
-        kinds: names of the ids of its samples.
+        kinds: names of the samples' ids.
         rows: int64 [num_keys, ...]: hash of the kind, key, prompt of a rollout; then as float64 the number of samples,
             and for each mask what `_OF_MASK` says and the declared sums.
     """

@@ -299,13 +299,13 @@ def check_pieces(layout: Layout, what: str, pieces: Sequence[tuple[int, int]]) -
     if not is_list or not all(map(is_int, [layout.total_tokens, *chain(*pieces)])):
         raise TypeError(
             f"{type(layout).__name__} puts {what} at {pieces!r}: pieces must be a list of two ints each, [begin, end), "
-            "and total_tokens an int. Mend them."
+            "and total_tokens an int. Fix them."
         )
     ends, begins = [0, *(end for _, end in pieces)], [*(begin for begin, _ in pieces), layout.total_tokens]
     if any(end > begin for end, begin in zip(ends, begins, strict=True)) or any(end < begin for begin, end in pieces):
         raise ValueError(
             f"{type(layout).__name__} puts {what} at {list(pieces[:8])}: pieces must be in order, apart, and within "
-            f"the {layout.total_tokens} tokens of its buffer. Mend its mask_starts, pieces or total_tokens."
+            f"the {layout.total_tokens} tokens of its buffer. Fix its mask_starts, pieces or total_tokens."
         )
 
 
@@ -320,6 +320,6 @@ def check_cut(layout: Layout, masks: Sequence[tuple[int, int]], cp_size: int) ->
         for position in (begin + np.flatnonzero(holders[begin:end] != expected)[:1]).tolist():
             raise ValueError(
                 f"{type(layout).__name__} gives position {position} to {holders[position]} of {cp_size} CP ranks: each "
-                f"token of a sample must be held by {expected}. Mend its pieces, or set is_whole where every rank "
+                f"token of a sample must be held by {expected}. Fix its pieces, or set is_whole where every rank "
                 "holds everything."
             )

@@ -99,7 +99,7 @@ class Samples:
         kinds = [("rollout", rollout_ids), ("prompt", prompt_ids), *(ids or {}).items()]
         given = dict(named := [(name, values) for name, values in kinds if values is not None])
         if len(given) < len(named):
-            raise ValueError("rollout_ids or prompt_ids beside ids of that name: there are two. Give them once.")
+            raise ValueError("rollout_ids or prompt_ids beside ids of that name: each must be given once. Drop one.")
         if reserved := {"step", "sample"} & given.keys():
             raise ValueError(f"ids named {min(reserved)!r}: the step and each sample are units already. Rename them.")
         self.parts = {name: parts_of(f"{name}_ids", values, self.mask_lengths) for name, values in given.items()}
@@ -252,7 +252,7 @@ class Samples:
         if self.layout is None:
             if cp_size > 1 and len(self):  # nothing needs no cut
                 raise ValueError(
-                    f"cp_size is {cp_size} and no layout was given: how tokens are cut over CP ranks must be said. "
+                    f"cp_size is {cp_size} and no layout was given: the cut over CP ranks must be known. "
                     "Pass one of the layouts: ZigzagTHD as Megatron packs, Gathered if they are not cut."
                 )
             return LocalTokens(self, cp_size, [(0, self.total_tokens)])

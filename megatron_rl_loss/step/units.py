@@ -104,7 +104,9 @@ class Units:
             if getattr(self, name) is not None:
                 check_count(f"Units.{name}", getattr(self, name))
         if self.all is not None and self.active is not None and self.active > self.all:
-            raise ValueError(f"{self.active} active units of {self.all}: active ones are among all. Count the step.")
+            raise ValueError(
+                f"{self.active} active units of {self.all}: active units must be among all. Count the whole step."
+            )
         for name in ("tokens", "samples", "active_samples"):
             value = getattr(self, name)
             if isinstance(value, Mapping):

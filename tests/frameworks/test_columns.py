@@ -75,9 +75,9 @@ def test_prompts_are_the_tokens_of_their_mask() -> None:
 
 def test_what_is_refused_of_factors_and_prompts() -> None:
     mask = torch.tensor([1.0, 0, 1])
-    check_even([torch.tensor([0.5, 0, 0.5]), torch.zeros(0)], [mask, torch.zeros(0)], "Mend it")
-    with pytest.raises(ValueError, match=r"one factor must do for a sample\. Mend it, or"):
-        check_even([torch.tensor([0.5, 0, 0.4])], [mask], "Mend it")
+    check_even([torch.tensor([0.5, 0, 0.5]), torch.zeros(0)], [mask, torch.zeros(0)], "Fix it")
+    with pytest.raises(ValueError, match=r"each sample must have one factor\. Fix it, or"):
+        check_even([torch.tensor([0.5, 0, 0.4])], [mask], "Fix it")
     samples_of(LossModes.resolve("sample_mean"), [[[1]]], [MEDIA])
     samples_of(LossModes.resolve("prompt_mean"), [[[1]]], [["p"]])
     with pytest.raises(ValueError, match="prompts with images or other media"):

@@ -86,16 +86,18 @@ def test_no_file_is_long() -> None:
 
 
 def test_no_docstring_begins_with_a_clause() -> None:
+    """With -s it prints their share."""
     kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     texts = [
-        (module, ast.get_docstring(node) or "")
+        (module, text)
         for module, tree in TREES.items()
         for node in ast.walk(tree)
-        if isinstance(node, kinds)
+        if isinstance(node, kinds) and (text := ast.get_docstring(node))
     ]
     wrong = [(module, text[:60]) for module, text in texts if re.match(r"(What|Whether|Of|Where|How)\b", text)]
+    print(f"\n{len(wrong)} of {len(texts)} docstrings begin with a clause")
     assert len(texts) > 500
-    assert [one for one in wrong if room_of(one[0]) not in ("audit", "frameworks", "__main__")] == []
+    assert wrong == []
 
 
 # --- the front door

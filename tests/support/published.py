@@ -5,10 +5,9 @@
   (`tests/unit/audit/test_loss_check.py`);
 - the museum patches the same bugs into the package, and its checks must turn red (`tests/museum/test_museum.py`).
 
-Rows are numbered as in the table of docs/audit.md. Formulas are written in the counts of `counted_steps.Counted`.
+Rows are numbered as in `WHERE`. Formulas are written in the counts of `counted_steps.Counted`.
 """
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,14 +15,72 @@ from typing import Any
 import numpy as np
 import torch
 from counted_steps import Array, Counted, Formula, Row, Step, ragged
-from repository import ROOT
 from torch import Tensor
 
 from megatron_rl_loss.audit.simulation import LossCall
 
-PAGE = (ROOT / "docs" / "audit.md").read_text()
 #: Whose bug a row is.
-WHERE = {int(row): where for row, where in re.findall(r"^\| (\d+) \| (.+?) \|", PAGE, re.MULTILINE)}
+WHERE = {
+    0: "verl #5983, #5993 (a fix that was proposed)",
+    1: "Megatron-LM #673, #906, #1124",
+    2: "Megatron-LM !2756",
+    3: "Megatron-LM !3139, #7452, #7513",
+    4: "Megatron-LM #1764",
+    5: "Megatron-LM !2851",
+    6: "Megatron-LM #5047",
+    7: "Megatron-LM #2237",
+    8: "Megatron-LM #2417",
+    9: "Megatron-LM adfa873",
+    10: "Megatron-LM train_rl",
+    11: "verl #141",
+    12: "verl #931",
+    13: "verl #782",
+    14: "verl #906, #5625, #5877, #3294",
+    15: "verl #436, #3332",
+    16: "verl #4250",
+    17: "verl #4510",
+    18: "verl #3741, #5417",
+    19: "verl #6609, #6836",
+    20: "verl #6957",
+    21: "verl geo_mean",
+    22: "verl seq-* modes",
+    23: "SkyRL #925 → #1296",
+    24: "SkyRL #925 review",
+    25: "SkyRL #1420 → #1751",
+    26: "open-instruct #1137, #1161",
+    27: "TRL #2647",
+    28: "TRL #3231, #3938",
+    29: "TRL #5619 → #6024",
+    30: "TRL #6439",
+    31: "transformers #34191",
+    32: "transformers #34242 → #39395",
+    33: "NeMo-RL #86",
+    34: "NeMo-RL #212 → #266",
+    35: "OpenRLHF #1249",
+    36: "AReaL #1273",
+    37: "ROLL #444",
+    38: "prime-rl #2358 → #2562",
+    39: "prime-rl #816",
+    40: "slime #364",
+    41: "slime #987, #990",
+    42: "miles #2796",
+    43: "miles DrGRPO example",
+    44: "miles #1328 review",
+    45: "agent-lightning #593",
+    46: "tunix #1662",
+    47: "twinkle #292",
+    48: "verl-omni #602",
+    49: "Megatron torch-FSDP2",
+    50: "miles #3231",
+    51: "Relax #290, Megatron-LM #5376",
+    52: "ms-swift dapo, cispo, fipo",
+    53: "NeMo-RL VAPO NLL, PR #3791",
+    54: "SkyRL Megatron KL, entropy",
+    55: "ROLL sample weights",
+    56: "verl bypass mode, #4852",
+    57: "habit",
+    58: "habit",
+}
 #: A float num_tokens: the last pipeline stage raises and the others wait, so no token has a weight.
 WITHOUT_WEIGHTS = {51}
 

@@ -69,7 +69,7 @@ def refusal_tests(table: Mapping[str, Refusal]) -> Any:
 @dataclass(frozen=True, kw_only=True)
 class Row:
     name: str
-    covers: str  # a fragment of the table in docs/support.md; "" for what it does not list
+    covers: str  # the kind of misuse; for configurations a fragment of docs/support.md
     error: str  # type of the exception
     given: str  # what the text must say was given
     todo: str = ""  # what it must say to do

@@ -169,7 +169,7 @@ def config_row(name: str, covers: str, given: str, todo: str, mode: str = "sampl
 CONFIG_ROWS = [
     config_row("config: hybrid CP", "hybrid context parallelism", "--hybrid-context-parallel", "Use a fixed",
                hybrid_context_parallel=True),
-    config_row("config: dynamic CP", "dynamic without per-token loss", "dynamic context parallelism without per-token",
+    config_row("config: dynamic CP", "dynamic context parallelism", "dynamic context parallelism without per-token",
                "Turn calculate_per_token_loss on", dynamic_context_parallel=True),
     config_row("config: GTP", "weight-rematerialising TP (GTP)", "(GTP)", "Turn it off", gtp_weight_remat_size=2),
     config_row("config: GTP of experts", "weight-rematerialising TP (GTP)", "(GTP)", "Turn it off",

@@ -49,7 +49,7 @@ test_refusals = refusal_tests(
         ),
         **refusals(
             plan([TWO]).finish,
-            (({"pg_loss": X},), "reports are one report", ([{"pg_loss": X}],)),
+            (({"pg_loss": X},), "reports is one report", ([{"pg_loss": X}],)),
             error=TypeError,
         ),
         **refusals(
