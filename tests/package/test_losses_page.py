@@ -29,7 +29,7 @@ def test_every_policy_loss_has_its_row_and_paper_and_functions_are_public() -> N
     assert len(named) >= 10
     assert named <= {"megatron_rl_loss", *megatron_rl_loss.__all__}
     in_code = set(re.findall(r'policy_loss\(\s*"(\w+)"', PAGE + (ROOT / "docs/names.md").read_text()))
-    assert len(in_code) > 3
+    assert len(in_code) >= 3
     assert in_code <= set(POLICY_LOSSES)
 
 
