@@ -96,7 +96,7 @@ def compare_log_probs(
     totals = list(total_lengths) or lengths
     if {len(ids), len(totals)} != {len(ours)}:
         raise ValueError(
-            f"{len(ids)} ids and {len(totals)} total_lengths, {len(ours)} samples: each has one. Give all or none."
+            f"{len(ids)} ids and {len(totals)} total_lengths, {len(ours)} samples: each must have one. Give all."
         )
     masks = loss_masks if len(loss_masks) else [torch.ones(length) for length in lengths]
     for name, rows in {"ours": ours, "theirs": theirs, "loss_masks": masks, "top": top if len(top) else masks}.items():

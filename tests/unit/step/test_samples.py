@@ -238,7 +238,7 @@ test_refusals = refusal_tests(
             ({"rollout_ids": []}, "0 rollout_ids for 1 loss masks", {"rollout_ids": [0]}),
             ({"prompt_ids": [0, 1]}, "2 prompt_ids for 1 loss masks", {"prompt_ids": [0]}),
             *(
-                ({f"{kind}_ids": [1], "ids": {kind: [2]}}, "beside ids of that name: there", {f"{kind}_ids": [1]})
+                ({f"{kind}_ids": [1], "ids": {kind: [2]}}, "beside ids of that name: each must", {f"{kind}_ids": [1]})
                 for kind in ("rollout", "prompt")
             ),
             ({"ids": {"session": []}}, "0 session_ids for 1", {"ids": {"session": [1]}}),
