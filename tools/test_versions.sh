@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Runs what depends on Megatron's version under other versions of megatron-core. Prints a table, as docs/support.md shows
-# it, and the reasons of what was skipped.
+# Runs what depends on Megatron's version under other versions of megatron-core. Prints each test that is skipped with
+# its reason, and a table, as docs/support.md shows it.
 #
 #   tools/test_versions.sh [VERSION...]            by default the oldest that is supported, and of the parts the loop
 #   PARTS="loop probe" tools/test_versions.sh 0.18.2 ~/Megatron-LM
@@ -38,7 +38,7 @@ declare -A TESTS=(
 )
 PARTS=${PARTS:-loop}
 [[ $PARTS != all ]] || PARTS="loop probe step moe audit dynamic head pretrain"
-failed=0 logs=()
+failed=0
 table="| megatron-core | ${PARTS// / | } |"$'\n'"|---|$(sed -E 's/\w+ ?/---|/g' <<< "$PARTS")"
 for version in "$@"; do
   [[ $version != checkout ]] || version=${MEGATRON_LM_PATH:?must name a checkout of Megatron-LM}
@@ -49,15 +49,12 @@ for version in "$@"; do
   for part in $PARTS; do
     read -ra tests <<< "${TESTS[$part]:?is no part}"
     log=.versions/$name/$part.log
-    logs+=("$log")
     echo "megatron-core $name: $part ..."
-    ".versions/$name/bin/python" -m pytest -q -n 0 -p no:cacheprovider "${tests[@]/#/tests/megatron/}" \
-      > "$log" 2>&1 || { failed=1; tail -n 30 "$log"; }
-    table+=" $(tail -n 1 "$log" | sed 's/ in [0-9].*//') |"
+    ".versions/$name/bin/python" -m pytest -q -n 0 -p no:cacheprovider --no-fold-skipped \
+      "${tests[@]/#/tests/megatron/}" > "$log" 2>&1 || { failed=1; tail -n 30 "$log"; }
+    sed -nE 's|^SKIPPED tests/megatron/(.*) - Skipped: |  not \1: |p' "$log"
+    table+=" $(sed -nE 's/^([0-9]+ (passed|failed|skipped|error).*) in [0-9.]+s.*/\1/p' "$log" | tail -n 1) |"
   done
 done
 echo "$table"
-for log in "${logs[@]}"; do
-  sed -nE "s|^SKIPPED \[([0-9]+)\] [^ ]+ (.*)|${log:10:-4}: \1 skipped: \2|p" "$log"
-done
 exit "$failed"
