@@ -80,7 +80,8 @@ def test_an_audit_sees_the_losses() -> None:
     assert tapped.gradient.tolist() == [2 / 32, 2 / 32, 0, 2 / 32, 0, 0]
     assert tapped.aggregation is not None
     assert (tapped.aggregation.mode.name, tapped.aggregation.divisor) == ("constant", 8)
-    assert tapped.coef is not None and math.isnan(tapped.coef), "in a loss of one's own"
+    assert tapped.coef is not None
+    assert math.isnan(tapped.coef), "in a loss of one's own"
 
 
 @pytest.mark.parametrize(
