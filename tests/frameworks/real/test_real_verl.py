@@ -414,6 +414,7 @@ def first_steps(root: str, per_token: bool, modes: list[str]) -> list[tuple[str,
         critic = SimpleNamespace(**options, cliprange_value=0.5)
         for loss in (partial(losses.ppo_loss, config), partial(losses.value_loss, critic)):
             found.append(train(table_model(TABLE, per_token=per_token), loss))
+    return found
 
 
 #: Two optimizer steps of eight rows: (key, tokens of the prompt, mask), in the order of verl's balanced batch.
@@ -603,6 +604,7 @@ def test_a_fault_stops_the_first_step(name: str, tmp_path: Path, record_property
     assert_stopped(record_property, VERL, name, says, DP * CP, *launch)
 
 
+@pytest.mark.parametrize("per_token", [False, True])
 def test_rows_of_sessions_by_the_recipe(per_token: bool, record_property: Any) -> None:
     """`session_mean` and `prompt_mean` by verl's registries; with per-token loss beside its guarded engine."""
     for found in run_ranks(DP * CP, by_the_recipe, checkout(VERL), per_token):
