@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from copy import copy
 from functools import wraps
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -79,12 +80,12 @@ def prove_engine(
         each_model: the next step of each model; a process may hold an actor and a critic.
     """
     proof = FirstStep(asked, loss, level=proof_level(), **words)
-    proofs: dict[int, FirstStep] = {}
+    proofs: WeakKeyDictionary[Any, FirstStep] = WeakKeyDictionary()  # an address is used again
 
     def run(schedule: Schedule, *args: Any, **kwargs: Any) -> Any:
         model = kwargs["model"]
         chunk = model[0] if isinstance(model, list) else model
-        own = proofs.setdefault(id(chunk), copy(proof)) if each_model else proof
+        own = proofs.setdefault(chunk, copy(proof)) if each_model else proof
         with own.step(model, trains=not (own.is_over or kwargs.get("forward_only")) and is_ours()):
             result = schedule(*args, **kwargs)
         if proof.is_over:
