@@ -149,8 +149,9 @@ def expected_weights(tokens: StepTokens, aggregation: Aggregation) -> Floats:
 class _NoLabels(dict[str, Any]):
     """The labels that a measured step does not have: a mode that may go without them would weigh otherwise."""
 
-    def _refuse(self, *_: Any) -> Any:
-        raise ValueError("It looks at labels, which the proof and the audit do not have.")
+    def _refuse(self, *names: Any) -> Any:
+        looks = "".join(f" {name!r}" for name in names[:1])
+        raise ValueError(f"It looks at the labels{looks}, which the proof and the audit do not have.")
 
     __contains__ = __getitem__ = __iter__ = __len__ = get = items = keys = values = _refuse
 
