@@ -279,8 +279,8 @@ def _check_leaves(leaves: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:
         shapes = " and ".join(f"{tuple(one.shape)} ({one.dtype})" for one in (hidden, weight, *biases))
         raise ValueError(
             f"hidden states, weight and bias of {shapes}: they must be [..., hidden], [vocabulary / TP, hidden] and "
-            "[vocabulary / TP], hidden states and weight float, of one dtype. Cast one of them, or pass the weight as the "
-            "output layer has it."
+            "[vocabulary / TP], hidden states and weight float, of one dtype. Cast one of them, or pass the weight as "
+            "the output layer has it."
         )
     return hidden, weight
 

@@ -47,7 +47,8 @@ class Report:
     ) -> None:
         """Add a term's tokens of a micro-batch; `tapped` is None where it was not tapped there.
 
-        `asked` is of the policy loss: two functions may have one name, and only their ranks can tell them apart. A term may have a mask of its own, over the same tokens as the others.
+        `asked` is of the policy loss: functions may share a name, and cannot be sent to be compared. A term may have a
+        mask of its own, over the same tokens as the others.
         """
         losses = tapped or TappedLosses((0,), torch.float32)  # without a gradient
         own = samples if losses.samples is None else losses.samples
