@@ -10,10 +10,7 @@ import torch
 from megatron_rl_loss import Contiguous, Gathered, Samples, ZigzagResponse, ZigzagTHD
 from megatron_rl_loss.audit.assembly import Part, SampleArrays, differ_over_cp, log_prob_gap, measured_step
 from megatron_rl_loss.audit.judge import judge
-from megatron_rl_loss.audit.megatron.reports import Report
 from megatron_rl_loss.audit.tokens import MeasuredStep, Split
-from megatron_rl_loss.modes.names import resolve
-from megatron_rl_loss.reduction.taps import TappedLosses
 
 CU, LENGTHS = [0, 4, 12], [3, 5]
 MASKS = [torch.tensor([0.0, 1, 1]), torch.tensor([1.0, 1, 0, 0.5, 1])]
@@ -124,13 +121,3 @@ def test_samples_without_entries_are_units() -> None:
         assert judge(step, "sample_mean").sound
         assert judge(step, "prompt_mean").sound == ("prompt" in step.tokens.ids)
         assert not judge(replace(step, weights=step.weights * 1.5), "sample_mean").sound
-
-
-def test_a_terms_function_is_not_taken_for_the_policy_losses_of_one_name() -> None:
-    policy, other = resolve(lambda of: 1 / of.tokens("step")), resolve(lambda of: 1.0)
-    assert policy.mode.name == other.mode.name
-    samples, place = Samples(MASKS), {"dp_rank": 0, "microbatch": 0, "cp_rank": 0}
-    for aggregation, as_policy in ((policy, True), (other, None)):
-        report = Report(0, [], [])
-        report.add("kl", TappedLosses((8,), torch.float32, aggregation=aggregation), samples, 1, policy, **place)
-        assert (report.terms["kl"][0].declared or {}).get("as_policy") is as_policy
