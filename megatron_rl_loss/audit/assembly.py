@@ -78,6 +78,7 @@ def measured_step(parts: Sequence[Part], factor: float, split: Split, **said: An
         by_place.setdefault(part.place, []).append(part)
     pieces: list[dict[str, Any]] = []  # columns of each micro-batch
     stray_places, stray_weight, num_samples, per_token = 0, 0.0, 0, frozenset[str]()
+    num_empty, of_empty = 0, dict[str, list[Ints]]()
     for (dp_rank, microbatch), here in by_place.items():
         samples = here[0].samples
         assert samples is not None, f"nobody described micro-batch {microbatch} of DP rank {dp_rank}"
@@ -89,6 +90,9 @@ def measured_step(parts: Sequence[Part], factor: float, split: Split, **said: An
         lengths, number = samples.lengths, len(samples.lengths)
         position = np.arange(len(samples.mask)) - (lengths.cumsum() - lengths).repeat(lengths)
         slots = position + samples.starts.repeat(lengths)  # of mask entries in the buffer
+        num_empty += int((lengths == 0).sum())
+        for name, keys in samples.ids.items():
+            of_empty.setdefault(name, []).append(keys[lengths == 0])
         if number:
             per_token |= samples.of_tokens.keys()
             columns: dict[str, Any] = {
@@ -111,7 +115,9 @@ def measured_step(parts: Sequence[Part], factor: float, split: Split, **said: An
         name: np.concatenate([np.zeros(0, np.int64), *(piece[name] for piece in pieces)]) for name in (*_COLUMNS, *ids)
     }
     weights = joined.pop("weights")
-    tokens = StepTokens(ids={name: joined.pop(name) for name in ids}, per_token=per_token & {*ids}, **joined)
+    joined["ids"] = {name: joined.pop(name) for name in ids}
+    empty_ids = {name: np.concatenate(of_empty[name]) for name in ids if name in of_empty}
+    tokens = StepTokens(per_token=per_token & {*ids}, num_empty=num_empty, empty_ids=empty_ids, **joined)
     return MeasuredStep(tokens=tokens, weights=weights, split=split, stray=(stray_places, stray_weight), **said)
 
 

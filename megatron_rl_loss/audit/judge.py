@@ -61,7 +61,8 @@ def judge(measured: MeasuredStep, expected: Aggregation | str | None = None) -> 
         notes = (*notes, f"one factor, {factor:.6g}, is taken as this term's coefficient; declare it: tap(coef=...)")
         measured = _scaled(measured, 1 / factor)
         weights, ratio = measured.weights, ratio / factor
-    if unseen := int(tokens.sample.max(initial=-1)) + 1 - len(np.unique(tokens.sample)):
+    unseen = int(tokens.sample.max(initial=-1)) + 1 - len(np.unique(tokens.sample))
+    if unseen and not tokens.num_empty:
         notes = (*notes, f"{unseen} samples have no mask entry and are not seen: a mode that counts them looks off")
     deviation = deviation_of(measured, wanted)
     finite = _is_finite(measured) and len(ratio) > 0
@@ -131,11 +132,28 @@ def expected_weights(tokens: StepTokens, aggregation: Aggregation) -> Floats:
     Raises ValueError for a mode of one's own that looks at what masks and ids do not say (labels).
     """
     starts = np.flatnonzero(np.diff(tokens.sample, prepend=-1))  # of the samples
-    masks = np.split(tokens.mask, starts[1:]) if len(starts) else []
-    rows: dict[str, Any] = {name: np.split(tokens.ids[name], starts[1:])[: len(starts)] for name in tokens.per_token}
-    samples = Samples(masks, ids={name: column[starts] for name, column in tokens.ids.items()} | rows)
+    empty = [np.zeros(0, np.int64)] * tokens.num_empty
+
+    def by_sample(column: Any) -> list[Any]:
+        return [*np.split(column, starts[1:])[: len(starts)], *empty]
+
+    of_empty = {name: tokens.empty_ids.get(name, np.zeros(0, np.int64)) for name in tokens.ids}
+    ids: dict[str, Any] = {name: np.append(column[starts], of_empty[name]) for name, column in tokens.ids.items()}
+    ids |= {name: by_sample(tokens.ids[name]) for name in tokens.per_token}
+    samples = Samples(by_sample(tokens.mask), ids=ids)
+    samples.labels = _NoLabels()
     totals = count_step([samples], StepGroups(), sums=list(aggregation.mode.sums.values()))
     return weigh(aggregation, samples.local(0, 1), totals).double().numpy()
+
+
+class _NoLabels(dict[str, Any]):
+    """The labels that a measured step does not have: a mode that may go without them would weigh otherwise."""
+
+    def _refuse(self, *names: Any) -> Any:
+        looks = "".join(f" {name!r}" for name in names[:1])
+        raise ValueError(f"It looks at the labels{looks}, which the proof and the audit do not have.")
+
+    __contains__ = __getitem__ = __iter__ = __len__ = get = items = keys = values = _refuse
 
 
 def in_words(expected: Aggregation | None) -> str:

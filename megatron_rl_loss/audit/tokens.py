@@ -44,6 +44,8 @@ class StepTokens:
     cp_rank: Ints  # that holds the token; -1 where all of them do
     ids: dict[str, Ints] = field(default_factory=dict)  # rollout, prompt and further ids that the samples name
     per_token: frozenset[str] = frozenset()  # names of ids that are given per token: -1 is no unit
+    num_empty: int = 0  # samples without an entry: they are units all the same
+    empty_ids: dict[str, Ints] = field(default_factory=dict)  # theirs, [num_empty]; of ids per token none
 
     def __len__(self) -> int:
         return len(self.mask)

@@ -177,6 +177,7 @@ def loss_from_hidden(
     """
     check_callable("per_token_loss", per_token_loss, "it must give losses and metrics of a chunk", "Pass a function")
     shape = labels.shape[: hidden.dim() - 1]
+    _check_order({"weights": weights, **(inputs or {})}, shape)
     _check_per_token({"weights": weights.reshape(-1)}, shape.numel())
     inputs = {name: one.reshape(-1, *one.shape[len(shape) :]) for name, one in (inputs or {}).items()}
     _check_per_token(inputs, shape.numel(), several=True)
@@ -230,6 +231,16 @@ def loss_from_hidden(
     return share, {name: read.spread(one) for name, one in joined.items()}
 
 
+def _check_order(values: Mapping[str, Tensor], shape: torch.Size) -> None:
+    """Refuse [b, s] beside labels [s, b]: end to end its values would be other tokens'."""
+    for name, one in values.items():
+        if len(shape) > 1 and one.shape[: len(shape)] == shape[::-1] != shape and 1 not in shape:
+            raise ValueError(
+                f"{name} of shape {tuple(one.shape)} for labels of tokens {tuple(shape)}: values are in the order of "
+                "the labels. Transpose them."
+            )
+
+
 def _check_per_token(values: Mapping[str, Tensor], tokens: int, several: bool = False) -> None:
     """Refuse what is not [tokens], or, with `several`, [tokens, ...]."""
     for name, one in values.items():
@@ -258,13 +269,18 @@ def _read(
 def _check_leaves(leaves: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:
     """Hidden states and weight; refuses what does not fit."""
     hidden, weight, *biases = (one for one in leaves if one is not None)
-    fits = weight.dim() == 2 and hidden.shape[-1:] == weight.shape[1:] and hidden.dtype == weight.dtype
+    fits = (
+        weight.is_floating_point()
+        and weight.dim() == 2
+        and hidden.shape[-1:] == weight.shape[1:]
+        and hidden.dtype == weight.dtype
+    )
     if not fits or any(bias.shape != weight.shape[:1] for bias in biases):
         shapes = " and ".join(f"{tuple(one.shape)} ({one.dtype})" for one in (hidden, weight, *biases))
         raise ValueError(
             f"hidden states, weight and bias of {shapes}: they must be [..., hidden], [vocabulary / TP, hidden] and "
-            "[vocabulary / TP], hidden states and weight of one dtype. Cast one of them, or pass the weight as the "
-            "output layer has it."
+            "[vocabulary / TP], hidden states and weight float, of one dtype. Cast one of them, or pass the weight as "
+            "the output layer has it."
         )
     return hidden, weight
 

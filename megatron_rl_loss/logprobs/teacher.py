@@ -48,6 +48,8 @@ class Teacher:
 
     def __post_init__(self) -> None:
         check_kind(self.kind, self.beta)
+        if self.bias is not None and self.weight is None:
+            raise ValueError("a teacher's bias without its weight: logits have theirs already. Drop it, or pass both.")
         if self.temperature is not None:
             check_within("the teacher's temperature", self.temperature, "(0, inf)", "The student's is usual")
 

@@ -3,6 +3,7 @@
 import math
 import warnings
 from collections.abc import Mapping
+from copy import copy
 from functools import cached_property, partial
 from numbers import Real
 from typing import Any, Literal, NoReturn, overload
@@ -149,12 +150,19 @@ class Microbatch:
     @cached_property
     def sample_mean(self) -> WeightedSum:
         """Per-token values -> this rank's share of their sample mean: for metrics, whatever the mode."""
-        return self._reducer("sample_mean", resolve("sample_mean", units=self._facts.modes.policy.units))
+        return self._beside("sample_mean", resolve("sample_mean", units=self._facts.modes.policy.units))
 
     @cached_property
     def token_mean(self) -> WeightedSum:
         """Per-token values -> this rank's share of their token mean: for metrics, whatever the mode."""
-        return self._reducer("token_mean", resolve("token_mean"))
+        return self._beside("token_mean", resolve("token_mean"))
+
+    def _beside(self, name: str, aggregation: Aggregation) -> WeightedSum:
+        """A reducer of its own beside `pg_loss`, whose mode it may have: an audit tells their values apart."""
+        reducer = copy(self._reducer(name, aggregation))
+        reducer.name = name
+        self._reducers[(f"beside {name}", *_key(aggregation)[1:])] = reducer
+        return reducer
 
     def _reducer(self, name: str, aggregation: Aggregation, mask: str | None = None) -> WeightedSum:
         """Made once for each mode and mask; the one of the policy loss is named pg, whoever needs it first."""

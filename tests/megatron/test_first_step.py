@@ -14,6 +14,7 @@ import gpt_oracle
 import numpy as np
 import oracle
 import pytest
+import torch
 from audited_gpt import (
     TERMS,
     capture_graphs,
@@ -313,3 +314,18 @@ def test_a_loop_of_ones_own(plant: str, says: str, record_property: Any) -> None
             assert "megatron_rl_loss:" not in printed[1]
     if plant:
         record_property("plant", ("a loop of one's own", plant, "stopped" if stops else "not proved, as it says"))
+
+
+def test_a_terms_function_is_not_taken_for_the_policy_losses_of_one_name() -> None:
+    from megatron_rl_loss import Samples
+    from megatron_rl_loss.audit.megatron.reports import Report
+    from megatron_rl_loss.modes.names import resolve
+    from megatron_rl_loss.reduction.taps import TappedLosses
+
+    policy, other = resolve(lambda of: 1 / of.tokens("step")), resolve(lambda of: 1.0)
+    assert policy.mode.name == other.mode.name
+    samples, place = Samples([torch.ones(8)]), {"dp_rank": 0, "microbatch": 0, "cp_rank": 0}
+    for aggregation, as_policy in ((policy, True), (other, None)):
+        report = Report(0, [], [])
+        report.add("kl", TappedLosses((8,), torch.float32, aggregation=aggregation), samples, 1, policy, **place)
+        assert (report.terms["kl"][0].declared or {}).get("as_policy") is as_policy

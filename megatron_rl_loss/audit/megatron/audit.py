@@ -27,7 +27,7 @@ from torch import Tensor
 from megatron_rl_loss.audit.assembly import log_prob_gap
 from megatron_rl_loss.audit.log_prob_gap import LogProbGap
 from megatron_rl_loss.audit.megatron.anchor import Anchor, Factor, choose
-from megatron_rl_loss.audit.megatron.reports import Report, assembled, shown
+from megatron_rl_loss.audit.megatron.reports import Report, assembled
 from megatron_rl_loss.audit.tokens import MeasuredStep
 from megatron_rl_loss.megatron.flags import REMAT_SIZES, has_cuda_graphs
 from megatron_rl_loss.megatron.groups import gather_to_first, groups_of
@@ -108,10 +108,11 @@ class Audit:
         Per-token loss asks for a token mean. None where nothing says one, and for an unregistered function as the
         term's own mode.
         """
-        own = self.steps[term].facts.get("expected")
+        facts = self.steps[term].facts
+        own = facts.get("expected")
         if own is None and self._expected is None and self._config.calculate_per_token_loss:
             return resolve("token_mean")
-        if own is None or (self._expected is not None and shown(self._expected) == own):
+        if own is None or facts.get("as_policy"):
             return self._expected
         return resolve(own["mode"], divisor=own["divisor"], units=own["units"]) if find_mode(own["mode"]) else None
 
@@ -247,7 +248,9 @@ class Audit:
             for term, one in tapped.items():
                 if one is not None and one.at_log_probs and one.gradient is not None:
                     one.gradient *= path
-                report.add(term, one, samples, cp_size, dp_rank=dp_rank, microbatch=turn, cp_rank=cp_rank)
+                report.add(
+                    term, one, samples, cp_size, self._expected, dp_rank=dp_rank, microbatch=turn, cp_rank=cp_rank
+                )
 
     def deviation(self) -> float | None:
         """The largest |w / expected - 1| over the step's tokens, of a loss of several terms the worst term's.

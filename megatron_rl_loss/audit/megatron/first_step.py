@@ -205,7 +205,8 @@ class FirstStep:
             stops = f"No weight was changed; {PROOF_VARIABLE}=warn trains on."
             return "wrong", "\n".join([says, *reports, stops if self._level == "error" else "Training goes on."])
         if not facts["has_gradient"] or not any(step.tokens.mask.any() for step in audit.steps.values()):
-            return "later", f"{self._aim}, not proved yet: the step has no gradient, the next one is measured"
+            lacks = "no gradient" if facts["tapped"] else "no loss that was tapped"
+            return "later", f"{self._aim}, not proved yet: the step has {lacks}, the next one is measured"
         if unknown or tokens is None:
             why = " ".join(dict.fromkeys(unknown)) or "No loss went through a reducer of this package."
             return "unknown", f"{self._aim}, NOT PROVED: {why}"

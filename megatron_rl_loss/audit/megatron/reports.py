@@ -36,10 +36,19 @@ class Report:
     only_tapped: int = 0  # ids of the model that no samples had any beside
     not_finite: list[str] = field(default_factory=list)  # places whose losses had such gradients
 
-    def add(self, term: str, tapped: TappedLosses | None, samples: Samples, cp_size: int, **place: int) -> None:
+    def add(
+        self,
+        term: str,
+        tapped: TappedLosses | None,
+        samples: Samples,
+        cp_size: int,
+        asked: Aggregation | None,
+        **place: int,
+    ) -> None:
         """Add a term's tokens of a micro-batch; `tapped` is None where it was not tapped there.
 
-        A term may have a mask of its own, over the same tokens as the others.
+        `asked` is of the policy loss: functions may share a name, and cannot be sent to be compared. A term may have a
+        mask of its own, over the same tokens as the others.
         """
         losses = tapped or TappedLosses((0,), torch.float32)  # without a gradient
         own = samples if losses.samples is None else losses.samples
@@ -67,6 +76,8 @@ class Report:
             declared["coefficient"] = float(losses.coef)
         if losses.aggregation is not None:
             declared["expected"] = shown(losses.aggregation)
+            if losses.aggregation == asked:
+                declared["as_policy"] = True
         part = Part(
             **place,
             samples=None if place["cp_rank"] else SampleArrays.of(own.local(0, cp_size)),

@@ -9,6 +9,7 @@ import torch
 
 from megatron_rl_loss import Contiguous, Gathered, Samples, ZigzagResponse, ZigzagTHD
 from megatron_rl_loss.audit.assembly import Part, SampleArrays, differ_over_cp, log_prob_gap, measured_step
+from megatron_rl_loss.audit.judge import judge
 from megatron_rl_loss.audit.tokens import MeasuredStep, Split
 
 CU, LENGTHS = [0, 4, 12], [3, 5]
@@ -109,3 +110,14 @@ def test_ids_of_some_microbatches_alone_are_no_verdict() -> None:
     assert step.unknown[0] == "before"
     assert "Ids are given in some micro-batches alone: prompt" in step.unknown[1]
     assert step.tokens.ids == {}
+
+
+def test_samples_without_entries_are_units() -> None:
+    """Three rollouts, the last without a token: each of the others weighs a third."""
+    masks = [torch.tensor([1.0, 1]), torch.tensor([1.0]), torch.zeros(0)]
+    weights = [1 / 6, 1 / 6, 1 / 3]
+    for ids in (None, {"ids": {"turn": [[7, 7], [8], []]}}, {"prompt_ids": ["a", "b", "c"]}):
+        step = measured_step([*parts_of(None, lambda p, rank: weights[p], 1, masks, ids)], 1.0, Split())
+        assert judge(step, "sample_mean").sound
+        assert judge(step, "prompt_mean").sound == ("prompt" in step.tokens.ids)
+        assert not judge(replace(step, weights=step.weights * 1.5), "sample_mean").sound

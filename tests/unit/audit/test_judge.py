@@ -351,8 +351,9 @@ def test_a_mode_of_ones_own_can_be_asked_for_if_masks_suffice() -> None:
     right = right_weights(step, "vl_norm")
     assert judge(measured(step, right), resolve(VL_NORM)).sound
     assert not judge(measured(step, right * 1.01), resolve(VL_NORM)).sound
-    (why,) = judge(measured(step, right), resolve(weighted_token_mean)).unknown  # by labels
-    assert re.search("weighted_token_mean cannot be made from masks and ids.*'weight'", why)
+    for mode in (weighted_token_mean, lambda of: (of.batch.labels.get("weight") or 1) / of.tokens("step")):
+        (why,) = judge(measured(step, right), resolve(mode)).unknown  # by labels
+        assert re.search("cannot be made from masks and ids.*'weight'", why)
 
 
 @pytest.mark.parametrize("coef", [0.05, -0.3])

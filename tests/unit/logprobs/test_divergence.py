@@ -10,7 +10,14 @@ from head_oracle import FP32, batch_of, relative
 from refusals import refusal_tests, refusals
 from torch import Tensor
 
-from megatron_rl_loss import Samples, Teacher, ZigzagTHD, divergence_from_hidden, log_probs_from_hidden
+from megatron_rl_loss import (
+    Samples,
+    Teacher,
+    ZigzagTHD,
+    divergence_from_hidden,
+    log_probs_from_hidden,
+    loss_from_hidden,
+)
 
 KINDS: dict[str, dict[str, Any]] = {
     "forward_kl": {"kind": "forward_kl"},
@@ -185,3 +192,16 @@ REFUSALS |= refusals(
 )
 
 test_refusals = refusal_tests(REFUSALS)
+
+
+def test_misuse_that_shapes_or_types_alone_show() -> None:
+    hidden, weight, labels = torch.ones(3, 2, 4), torch.ones(7, 4), torch.zeros(3, 2, dtype=torch.int64)
+    per_token: Any = lambda log_probs, entropy, **inputs: (-log_probs, {})  # noqa: E731
+    with pytest.raises(ValueError, match=r"weights of shape .2, 3. .* Transpose"):
+        loss_from_hidden(hidden, weight, labels, torch.ones(2, 3), per_token)
+    with pytest.raises(ValueError, match=r"x of shape .2, 3. .* Transpose"):
+        loss_from_hidden(hidden, weight, labels, torch.ones(6), per_token, {"x": torch.ones(2, 3)})
+    with pytest.raises(ValueError, match="float, of one dtype"):
+        log_probs_from_hidden(hidden.long(), weight.long(), labels)
+    with pytest.raises(ValueError, match="bias without its weight"):
+        Teacher(torch.ones(3, 2, 7), bias=torch.ones(7), kind="jsd")
