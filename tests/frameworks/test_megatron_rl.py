@@ -190,7 +190,7 @@ ACTIVE, DIVISOR = ("--loss-aggregation-units", "active"), ("--loss-aggregation-d
     [
         *((one, {}, "Add --loss-aggregation-units active") for one in (["sample_mean"], ["constant", *DIVISOR])),
         (["token_mean"], {"cp_losses": "zigzag"}, "Choose one of gathered, sliced"),
-        (["token_mean"], {"check_for_spiky_loss": True}, "a policy loss is around 0"),
+        (["token_mean"], {"check_for_spiky_loss": True}, "a policy loss is near 0"),
     ],
 )
 def test_unusable_settings(arguments: Any, options: Any, error: str, monkeypatch: pytest.MonkeyPatch) -> None:
