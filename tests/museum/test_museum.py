@@ -131,7 +131,7 @@ def visited(cp: int) -> dict[str, tuple[Tensor, Tensor, float]]:
 
     def outcome(exhibit: Exhibit) -> tuple[Tensor, float]:
         divisor = DIVISOR if exhibit.mode == "constant" else None
-        step = aggregation(mode=exhibit.mode, divisor=divisor, with_per_token_loss=True)
+        step = aggregation(mode=exhibit.mode, divisor=divisor, with_per_token_loss=True, proof="off")
         model = table_model(table, per_token=exhibit.per_token)
         gradient, logged = one_step(model, [Batch(SAMPLES, chosen, cp) for chosen in hands], step, metric=False)
         return gradient, logged["pg_loss"]
