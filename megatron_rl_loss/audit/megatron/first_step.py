@@ -85,7 +85,7 @@ def prove_engine(
         model = kwargs["model"]
         chunk = model[0] if isinstance(model, list) else model
         own = proofs.setdefault(id(chunk), copy(proof)) if each_model else proof
-        with own.step(model, trains=not (own.is_over or kwargs.get("forward_only")) and is_ours()):
+        with own.step(model, trains=not (proof.is_over or kwargs.get("forward_only")) and is_ours()):
             result = schedule(*args, **kwargs)
         if proof.is_over:
             put_back()
