@@ -308,7 +308,7 @@ def _replace(engine: str, keeps_counts: bool) -> Replaced:
 
 
 def _prove_next_step(engine: str, is_first: bool) -> None:
-    """Of a hook without `count_steps`, which is loaded inside the first step's first loss."""
+    """The proof for a hook without `count_steps`, which is loaded inside the first step's first loss."""
     if _fsdp_of_miles() is not None:
         says = "NOT PROVED: nothing here follows gradients on miles's FSDP backend"
     elif f"{engine}.backends.megatron_utils.model" not in sys.modules:
