@@ -16,7 +16,7 @@ Source: SkyRL a9564572, workers/megatron/megatron_model_wrapper.py (forward_back
 import copy
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -227,11 +227,11 @@ def _install(modes: LossModes) -> None:
     drafts = ["mask", "global_normalization_factor"]
     functions = [
         Function(module.MegatronModelWrapper, "forward_backward_mini_batch", ["micro_batches", "loss_fn"], _mini_batch),
-        Function(module, "masked_mean", ["tensor", "mask", "dim"], _mean),
+        Function(module, "masked_mean", ["tensor", "mask", "dim"], _in_microbatch(_mean)),
         *(Function(module, name, ["vocab_parallel_logits"], _log_probs) for name in log_probs),
-        *(Function(module, name, ["loss_mask"], _entropy) for name in entropies),
-        Function(module, "shift_mask_for_mtp", ["mask", "mtp_layer_number", "cu_seqlens"], _shift),
-        *(Function(module, name, drafts, _draft) for name in ("draft_soft_ce", "draft_soft_ce_topk")),
+        *(Function(module, name, ["loss_mask"], _in_microbatch(_entropy)) for name in entropies),
+        Function(module, "shift_mask_for_mtp", ["mask", "mtp_layer_number", "cu_seqlens"], _in_microbatch(_shift)),
+        *(Function(module, name, drafts, _in_microbatch(_draft)) for name in ("draft_soft_ce", "draft_soft_ce_topk")),
     ]
     replaced = Replaced("SkyRL", _VERSIONS, functions)
     beside = "advantages come divided by the mini-batch's tokens; MoE losses are SkyRL's own"
@@ -255,15 +255,18 @@ def _mini_batch(stock: Any, given: dict[str, Any]) -> Any:
         proof.is_over &= not waits
 
 
+def _in_microbatch(call: Callable[..., Any]) -> Callable[[Any, dict[str, Any]], Any]:
+    """The call, with the micro-batch of a loss of ours; elsewhere SkyRL's function as it is."""
+    return lambda stock, given: call(stock, given, *_MICROBATCHES) if _MICROBATCHES else stock()
+
+
 def _log_probs(stock: Any, given: dict[str, Any]) -> Any:
     given["vocab_parallel_logits"] = tap_output(given["vocab_parallel_logits"])
     return stock()
 
 
-def _mean(stock: Any, given: dict[str, Any]) -> Any:
-    if not _MICROBATCHES:
-        return stock()
-    (now,), values, mask = _MICROBATCHES, given["tensor"], given["mask"]
+def _mean(stock: Any, given: dict[str, Any], now: _Microbatch) -> Any:
+    values, mask = given["tensor"], given["mask"]
     term = "entropy" if given.get("dim") is None else "kl"
     weights = now.planes[term == "entropy"][:, -values.shape[1] :]
     if term == "kl":  # SkyRL has multiplied it by the mask
@@ -273,10 +276,8 @@ def _mean(stock: Any, given: dict[str, Any]) -> Any:
     return (values * weights).sum() if term == "entropy" else (values * weights).sum(given["dim"]) * len(values)
 
 
-def _entropy(stock: Any, given: dict[str, Any]) -> Any:
-    if not _MICROBATCHES:
-        return stock()
-    (now,), mask = _MICROBATCHES, given["loss_mask"]
+def _entropy(stock: Any, given: dict[str, Any], now: _Microbatch) -> Any:
+    mask = given["loss_mask"]
     weights = now.planes[1][:, -mask.shape[1] :]
     total = weights.sum()  # what SkyRL's function divides by is then 1
     given["loss_mask"] = weights / total.where(total != 0, 1)
@@ -286,11 +287,8 @@ def _entropy(stock: Any, given: dict[str, Any]) -> Any:
     return whole, whole.detach() + mine - mine.detach()  # the gradient is that of this CP rank's tokens
 
 
-def _shift(stock: Any, given: dict[str, Any]) -> Any:
-    shifted = stock()
-    if not _MICROBATCHES:
-        return shifted
-    (now,), depth, bounds = _MICROBATCHES, given.get("mtp_layer_number", 0), given.get("cu_seqlens")
+def _shift(stock: Any, given: dict[str, Any], now: _Microbatch) -> Any:
+    shifted, depth, bounds = stock(), given.get("mtp_layer_number", 0), given.get("cu_seqlens")
     weights = now.planes[2 + depth]
     column = torch.zeros_like(shifted, dtype=torch.float32)
     column[shifted != 0] = weights[~weights.isnan()]
@@ -300,11 +298,9 @@ def _shift(stock: Any, given: dict[str, Any]) -> Any:
     return column
 
 
-def _draft(stock: Any, given: dict[str, Any]) -> Any:
-    if not _MICROBATCHES:
-        return stock()
+def _draft(stock: Any, given: dict[str, Any], now: _Microbatch) -> Any:
     given["global_normalization_factor"] = given["mask"].new_ones(())
-    loss, (now,) = stock(), _MICROBATCHES
+    loss = stock()
     if is_observed() and now.drafts:
         term, samples = now.drafts[-1]
         tap_sum(loss, given["mask"], term, samples=samples, **now.facts(term))

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor
 
-from megatron_rl_loss.frameworks.replacing import Function, Replaced, announce
+from megatron_rl_loss.frameworks.replacing import Function, Replaced, announce, prove
 from megatron_rl_loss.modes.function_paths import load_function
 from megatron_rl_loss.modes.names import Aggregation, resolve
 from megatron_rl_loss.modes.weights import unit_weights
@@ -330,8 +330,6 @@ def _prove(replaced: Replaced, engine: str, args: Namespace, counts: StepCounts)
     """Have the step measured, if none was yet."""
     if replaced.proof is not None and replaced.proof.is_over:
         return
-    from megatron_rl_loss.audit.megatron.first_step import prove_engine
-
     path = args.custom_pg_loss_reducer_function_path
     hook = load_function(path, _OPTION, "it must be a hook", "Use make_hook", Hook)
     if not isinstance(hook, Hook):
@@ -344,12 +342,9 @@ def _prove(replaced: Replaced, engine: str, args: Namespace, counts: StepCounts)
         asked = resolve("token_sum", divisor=(asked.divisor or 0) * counts.num_rollouts)
     if replaced.proof is None:
         theirs = "token" if args.calculate_per_token_loss else "sample"
-        replaced.proof = prove_engine(
-            asked,
-            f"{engine}'s policy loss",
-            beside=f"KL and entropy keep {engine}'s {theirs} mean",
-            never=f"{engine}'s policy loss never called {path}. Use {engine} {_ENGINES[engine][0]}.",
-        )
+        beside = f"KL and entropy keep {engine}'s {theirs} mean"
+        never = f"{engine}'s policy loss never called {path}. Use {engine} {_ENGINES[engine][0]}."
+        replaced.proof = prove(engine, asked, beside=beside, never=never)
     replaced.proof.asked = asked
 
 

@@ -111,9 +111,9 @@ def aggregate(owner: Any, mode: str | Mode | ModeFunction, **settings: Any) -> R
         proves = proof is not None and not proof.is_over
         if proves:
             proof.group_size = engine.group_size(given["self"])
-        if proves and (why := engine.unproved(given)):
-            proof.give_up(why)
-            proves = False
+            if why := engine.unproved(given):
+                proof.give_up(why)
+                proves = False
         with ExitStack() as stack:
             for batch, of_batch in zip(batches, factors, strict=True):
                 plain = batch["advantages"]
@@ -132,13 +132,10 @@ def aggregate(owner: Any, mode: str | Mode | ModeFunction, **settings: Any) -> R
 
     further = [Function(owner, *one) for one in engine.further]
     replaced = Replaced(engine.name, engine.versions, [Function(owner, *engine.step, step), *further])
-    never = f"{owner.__name__}.{engine.step[0]} called no policy loss, or was not called. Use {engine.versions}."
-    words: dict[str, Any] = {
-        "beside": f"other terms keep {engine.name}'s token mean",
-        "never": f"{engine.name}: {never}",
-    }
-    is_ours = partial(taps.is_running, owner, engine.trains)
-    replaced.proof = prove(engine.name, modes.policy, is_ours=is_ours, **words)
+    where = f"{engine.name}: {owner.__name__}.{engine.step[0]}"
+    never = f"{where} called no policy loss, or was not called. Use {engine.versions}."
+    beside, is_ours = f"other terms keep {engine.name}'s token mean", partial(taps.is_running, owner, engine.trains)
+    replaced.proof = prove(engine.name, modes.policy, beside=beside, never=never, is_ours=is_ours)
     if hasattr(owner, "as_controller") and owner.__module__.partition(".")[0] in (*_ENGINES, "__main__"):
         owner.as_controller = _refuse_controller
     return replaced

@@ -17,7 +17,7 @@ from megatron_rl_loss.errors import place_in_cp
 from megatron_rl_loss.modes.names import Aggregation, resolve
 from megatron_rl_loss.modes.table import Mode, ModeFunction
 from megatron_rl_loss.modes.weights import checked_weights, weigh
-from megatron_rl_loss.reduction.taps import is_observed, observed_taps, tap
+from megatron_rl_loss.reduction.taps import observed_taps, tap
 from megatron_rl_loss.step.collectives import world_rank
 from megatron_rl_loss.step.ids import Ids, IdsByName
 from megatron_rl_loss.step.layouts import Layout
@@ -141,7 +141,7 @@ class WeightedSum:
 
     def tap(self, values: Tensor, term: str | None, coef: float) -> Tensor:
         """The values to sum, with their gradient open to an audit: a term apart from what else is made of them."""
-        if not is_observed() or (taps := observed_taps()) is None:
+        if (taps := observed_taps()) is None:
             return values
         factor = self.gradient_scale * coef
         return tap(

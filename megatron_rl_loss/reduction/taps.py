@@ -129,13 +129,13 @@ def expected_aggregation() -> Aggregation | None:
 
 
 def observed_taps() -> Taps | None:
-    """Those of the audit that observes the current step, if one does."""
-    return _OBSERVED.get()[0]
+    """Those of the audit that observes the current step, if one does; None while torch compiles."""
+    return None if torch.compiler.is_compiling() else _OBSERVED.get()[0]
 
 
 def is_observed() -> bool:
     """True while an audit observes the current step."""
-    return not torch.compiler.is_compiling() and observed_taps() is not None
+    return observed_taps() is not None
 
 
 def tap(
@@ -168,7 +168,7 @@ def tap(
         log_probs: the trainer's and the batch's old ones, in the order of the losses, for an audit to compare.
         at_log_probs: true for losses of the log-probs that `tap_slopes` was given, whose way to the model it follows.
     """
-    taps = observed_taps() if is_observed() else None
+    taps = observed_taps()
     is_of_no_token = samples is not None and not per_token_loss.numel()  # its samples are told all the same
     if taps is None or not torch.is_grad_enabled() or not (per_token_loss.requires_grad or is_of_no_token):
         return per_token_loss
@@ -218,7 +218,7 @@ def tap_slopes(
         temperature: logits were divided by it; None where gradients by the model's output are not those by logits.
         name, coef, aggregation: as in `tap`.
     """
-    taps = observed_taps() if is_observed() else None
+    taps = observed_taps()
     if taps is None or not torch.is_grad_enabled() or not loss.requires_grad:
         return loss
     leaf = log_probs.detach().requires_grad_()
@@ -249,7 +249,7 @@ def tap_sum(
     Another sum in a micro-batch is another micro-batch's, since engines may go through it by samples. One over the same
     samples, as their labels say, adds to their weights.
     """
-    taps = observed_taps() if is_observed() else None
+    taps = observed_taps()
     if taps is None or not torch.is_grad_enabled() or not total.requires_grad:
         return total
     tapped = taps.losses.get(name, {}).get(taps.num_microbatches - 1)
@@ -270,7 +270,7 @@ def tap_output(output: Tensor) -> Tensor:
 
     Needed where other terms of the loss are computed from it too, or the schedule is not handed it.
     """
-    taps = observed_taps() if is_observed() else None
+    taps = observed_taps()
     if taps is None or not torch.is_grad_enabled() or not output.requires_grad:
         return output
     output, sizes = output.view_as(output), taps.sizes_at_log_probs

@@ -8,7 +8,6 @@ import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
 
 import numpy as np
 import numpy.typing as npt
@@ -104,7 +103,7 @@ def gather_counts(
         failed, failure = True, _two_prompts()
     # Rows are made of the data, but for what the functions of declared sums return.
     data = np.concatenate([of_ranks["data"], of_ranks["kinds"]]).tobytes() + (rows.tobytes() if sums else b"")
-    digest, has_data = int.from_bytes(blake2b(data, digest_size=6).digest(), "little"), bool(of_ranks["has_data"].any())
+    digest, has_data = hashed(data, 48), bool(of_ranks["has_data"].any())
     of_stage = [has_data, of_ranks["has_cp_groups"].max(), digest, -digest, counts[0].step_active_tokens]
     if not has_data:
         of_stage[2:] = [-np.inf] * 3
@@ -177,18 +176,13 @@ class _Held:
             kind = np.full(len(unique), hashed(name))
             rows.append(np.concatenate([np.stack([kind, unique, label], 1), table.view(np.int64)], 1))
         self.rows = np.concatenate(rows)
-        is_compared = bool(groups.all)
-        data = blake2b(b"".join(samples.digest() for samples in counted if is_compared), digest_size=6)
+        is_compared = bool(counted and groups.all)
+        has_own = bool(self.kinds) or any(one.tokens is not None for one in counted)  # equal masks alone may be chance
         self.header: dict[str, float] = {
             "has_data": microbatches is not None,
             "kinds": hashed(str(of_ids), 48) if filled else 0,
-            "data": int.from_bytes(data.digest(), "little") if counted and is_compared else 0,
-            # Equal masks alone may be chance.
-            "identity": 2
-            if "rollout" in of_ids
-            else 1
-            if self.kinds or any(s.tokens is not None for s in counted)
-            else 0,
+            "data": hashed(b"".join(samples.digest() for samples in counted), 48) if is_compared else 0,
+            "identity": 2 if "rollout" in of_ids else int(has_own),
             "unlike": _unlike_in_cp_groups(microbatches or (), groups.dp_group),
             "has_cp_groups": any(samples.cp_group is not None for samples in microbatches or ()),
             "num_rows": len(self.rows),
@@ -320,8 +314,8 @@ def _unlike_in_cp_groups(microbatches: Sequence[Samples], dp_group: Group | None
                 "CP as dp_group, and no cp_group to the plan."
             )
         numbers[ranks] += 1
-        digest = blake2b(repr((ranks, numbers[ranks])).encode() + samples.digest(), digest_size=4).digest()
-        unlike += int.from_bytes(digest, "little") * (len(ranks) - 1 if samples.counts_here else -1)
+        digest = hashed(repr((ranks, numbers[ranks])).encode() + samples.digest(), 32)
+        unlike += digest * (len(ranks) - 1 if samples.counts_here else -1)
     return unlike
 
 

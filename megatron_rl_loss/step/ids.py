@@ -117,6 +117,7 @@ def kind_of_ids(ids: Ids | Sequence[Ids]) -> str:
     return "str" if any(isinstance(value, str) for value in values) else "int"
 
 
-def hashed(text: str, bits: int = 61) -> int:
-    """A hash of the text of so many bits, the same on every rank."""
-    return int.from_bytes(blake2b(text.encode(errors="surrogatepass"), digest_size=8).digest(), "little") % 2**bits
+def hashed(data: str | bytes, bits: int = 61) -> int:
+    """A hash of so many bits, the same on every rank."""
+    data = data.encode(errors="surrogatepass") if isinstance(data, str) else data
+    return int.from_bytes(blake2b(data, digest_size=8).digest(), "little") % 2**bits

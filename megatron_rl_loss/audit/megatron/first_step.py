@@ -86,7 +86,7 @@ def prove_engine(
         model = kwargs["model"]
         chunk = model[0] if isinstance(model, list) else model
         own = proofs.setdefault(chunk, copy(proof)) if each_model else proof
-        with own.step(model, trains=not (own.is_over or kwargs.get("forward_only")) and is_ours()):
+        with own.step(model, trains=not (proof.is_over or kwargs.get("forward_only")) and is_ours()):
             result = schedule(*args, **kwargs)
         if proof.is_over:
             put_back()
@@ -107,10 +107,9 @@ class FirstStep:
         pg_collection: the process groups; default: the model's, else Megatron's parallel state.
         beside: words for what is not ours.
         never: words for what has happened if no loss was seen: a fault. Without, such a step is not proved.
-        group_size: how many samples of each prompt the engine was told to generate.
 
     Attributes:
-        group_size: as given.
+        group_size: how many samples of each prompt the engine was told to generate, once that is known.
         terms: names of those that must be seen, once in a micro-batch; else, a fault.
         outcome: of the last measured step, on all ranks: ``wrong``, ``unknown``, ``later`` or ``proved``.
         is_over: no step is measured any more.
@@ -125,11 +124,11 @@ class FirstStep:
         pg_collection: ProcessGroupCollection | None = None,
         beside: str = "",
         never: str = "",
-        group_size: int | None = None,
     ) -> None:
         self.asked, self._loss, self._level, self._pg_collection = asked, loss, level, pg_collection
-        self._beside, self._never, self.group_size = beside, never, group_size
+        self._beside, self._never = beside, never
         self.outcome, self.terms = "", list[str]()
+        self.group_size: int | None = None
         self.is_over = level == "off"
 
     @property
