@@ -223,7 +223,7 @@ def test_one_float32_a_local_token_is_kept(mode: str) -> None:
     assert (weights.dtype, weights.shape) == (torch.float32, (4096,))
     assert weights is microbatch.pg_loss.weights
     # The loss and its metrics share the weights where they are the same.
-    assert (microbatch.pg_loss is microbatch.sample_mean) == (mode == "sample_mean")
+    assert (microbatch.pg_loss.weights is microbatch.sample_mean.weights) == (mode == "sample_mean")
 
 
 def test_it_compiles_whole(monkeypatch: pytest.MonkeyPatch) -> None:

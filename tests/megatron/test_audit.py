@@ -212,7 +212,7 @@ def test_a_rank_that_never_taps_a_term_gives_its_tokens_no_weight() -> None:
         for term, coef in coefs.items():
             gradient = torch.full((2,), coef / 4)
             tapped = TappedLosses((2,), torch.float32, Samples([torch.ones(2)]), coef=coef, gradient=gradient)
-            report.add(term, tapped, Samples([torch.ones(2)]), 1, dp_rank=rank, cp_rank=0, microbatch=0)
+            report.add(term, tapped, Samples([torch.ones(2)]), 1, None, dp_rank=rank, cp_rank=0, microbatch=0)
         return report
 
     def verdicts(*reports: Report) -> dict[str, Any]:

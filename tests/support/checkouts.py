@@ -184,15 +184,6 @@ BRIDGE = Framework(
         "megatron.bridge.training.utils.flop_utils",  # names of a newer megatron-core
     ),
 )
-TRL = Framework(
-    variable="TRL_PATH",
-    proof="trl/experimental/gkd/gkd_trainer.py",
-    passed_by=_packages("trl", "experimental", "experimental.gkd", "trainer"),
-    stand_ins=(
-        *("accelerate", "datasets", "peft", "liger_kernel", "transformers", "trl.models"),
-        *("trl.experimental.gkd.gkd_config", "trl.experimental.utils", "trl.trainer.sft_trainer", "trl.trainer.utils"),
-    ),
-)
 MEGATRON_LM = Framework(
     variable="MEGATRON_LM_PATH",
     proof="train_rl.py",
@@ -206,12 +197,12 @@ MEGATRON_LM = Framework(
 TRL = Framework(
     variable="TRL_PATH",
     proof="trl/trainer/grpo_trainer.py",
-    passed_by=_packages("trl", "trainer"),
+    passed_by=_packages("trl", "experimental", "experimental.gkd", "trainer"),
     stand_ins=(
-        *("accelerate", "datasets", "huggingface_hub", "pandas", "peft", "transformers"),
+        *("accelerate", "datasets", "huggingface_hub", "liger_kernel", "pandas", "peft", "transformers"),
         *(f"trl.{name}" for name in ("chat_template_utils", "data_utils", "distributed", "extras", "generation")),
-        *("trl.import_utils", "trl.models"),
-        *(f"trl.trainer.{name}" for name in ("base_trainer", "callbacks", "grpo_config", "utils")),
+        *("trl.import_utils", "trl.models", "trl.experimental.gkd.gkd_config", "trl.experimental.utils"),
+        *(f"trl.trainer.{name}" for name in ("base_trainer", "callbacks", "grpo_config", "sft_trainer", "utils")),
     ),
 )
 PRIME_RL = Framework(

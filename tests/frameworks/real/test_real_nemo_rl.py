@@ -187,7 +187,7 @@ PLANTS = [
         {"nemo_rl/models/megatron/data.py": ("all_reduce(to_reduce, group=dp_group)", "barrier()")},
         world=(2, 1),
     ),
-    Plant("policy.train by another name", {}, "without our weights: policy.train", {"by_another_name": True}),
+    Plant("policy.train by another name", {}, "without our weights: the driver", {"by_another_name": True}),
     Plant("the driver's own loss kept", {}, "Pass the one that it returned", {"not_passed": True}),
     Plant("loss computed twice", {WRAPPER: ("loss_accum += loss", LOSS_AGAIN)}, case={"mode": "token_sum"}),
     Plant(

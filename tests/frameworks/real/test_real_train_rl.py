@@ -108,7 +108,7 @@ def test_what_is_refused() -> None:
     misspelt, rows, spiky, mask = launch(1, 1, cases)
     assert "refused" in misspelt  # by argparse
     assert "Add --loss-aggregation-units active" in rows["refused"]
-    assert "a policy loss is around 0" in spiky["refused"]
+    assert "a policy loss is near 0" in spiky["refused"]
     if "reset_attention_mask" in source("train_rl.py"):  # refused as where train_rl.py is run itself
         assert "--reset-attention-mask" in mask["refused"]
     else:
