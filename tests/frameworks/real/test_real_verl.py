@@ -245,8 +245,8 @@ def test_a_term_by_another_aggregator_is_refused(plant: str) -> None:
     assert plant or not refusal
 
 
-def scaling_of(root: str, per_token: bool) -> Any:
-    """(what a loss function returns, tokens of the micro-batch, of the step, ...) -> what Megatron is given."""
+def megatron_engine(root: str, per_token: bool) -> tuple[Any, Any]:
+    """verl's class, and what its methods need of an instance."""
     (module,) = load(VERL, root, "verl.workers.engine.megatron.transformer_impl")
     own = module.MegatronEngineWithLMHead
     engine = Settings(
@@ -255,6 +255,12 @@ def scaling_of(root: str, per_token: bool) -> Any:
         tf_config=Settings(calculate_per_token_loss=per_token),
         _routed_num_tokens=lambda data: own._routed_num_tokens(None, data),
     )  # fmt: skip
+    return own, engine
+
+
+def scaling_of(root: str, per_token: bool) -> Any:
+    """(what a loss function returns, tokens of the micro-batch, of the step, ...) -> what Megatron is given."""
+    own, engine = megatron_engine(root, per_token)
 
     def scale(returned: Any, tokens: int, of_step: int, num_microbatches: int, mode: str = "") -> Any:
         ids = torch.zeros(tokens, dtype=torch.int64)
@@ -354,15 +360,8 @@ def first_steps(root: str, per_token: bool, modes: list[str]) -> list[tuple[str,
     """
     state = start(cp=CP)
     _, losses, config_module, import_utils, util = load_verl(root, "models.mcore.util")
-    (module,) = load(VERL, root, "verl.workers.engine.megatron.transformer_impl")
+    own, engine = megatron_engine(root, per_token)
     import_utils.import_external_libs(INSTALL)
-    own = module.MegatronEngineWithLMHead
-    engine = Settings(
-        prepare_model_outputs=lambda output, data: output, get_data_parallel_group=lambda: None,
-        engine_config=Settings(use_remove_padding=True, context_parallel_size=CP),
-        tf_config=Settings(calculate_per_token_loss=per_token),
-        _routed_num_tokens=lambda data: own._routed_num_tokens(None, data),
-    )  # fmt: skip
     cp_rank, chosen = state.get_context_parallel_rank(), dealt(STEP, state.get_data_parallel_rank(), DP, 3)
     counts = {"dp_size": DP, "batch_num_tokens": sum(int((one.mask != 0).sum()) for one in STEP)}
     counts |= {"global_batch_size": len(STEP), "num_micro_batch": len(chosen)}
