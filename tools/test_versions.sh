@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs what depends on Megatron's version under other versions of megatron-core. Prints each test that is skipped with
-# its reason, and a table, as docs/support.md shows it.
+# its reason, and a table, as docs/bench/versions-cpu.txt holds it and docs/support.md sums it up.
 #
 #   tools/test_versions.sh [VERSION...]            by default the oldest that is supported, and of the parts the loop
 #   PARTS="loop probe" tools/test_versions.sh 0.18.2 ~/Megatron-LM

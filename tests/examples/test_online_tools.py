@@ -1,4 +1,4 @@
-"""What is drawn and told of online runs: docs/online.md has the numbers of its JSON files, and layouts are compared."""
+"""Pictures and tables of online runs: docs/online.md has the numbers of its JSON files, and layouts are compared."""
 
 import json
 import os
@@ -12,15 +12,17 @@ import pytest
 from repository import ROOT
 
 NUMBERS = [ROOT / "docs" / "online" / name for name in ("modes-cpu.json", "learning-rate-cpu.json")]
-PAGE = (ROOT / "docs" / "online.md").read_text()
+PAGE = " ".join((ROOT / "docs" / "online.md").read_text().split())
+TABLE = (ROOT / "docs" / "online" / "rewards-cpu.txt").read_text()
 
 
 RUNS, OF_RATE = (json.loads(path.read_text()) for path in NUMBERS)
 
 
 def test_the_page_has_the_numbers_of_the_files() -> None:
-    """The table, that every mode rises by at least 0.3 for three seeds, and the times."""
-    assert plot_online.table([*RUNS, *OF_RATE]) in PAGE
+    """The table, that every mode rises by at least 0.3 for three seeds, that one is slower, and the times."""
+    assert plot_online.table([*RUNS, *OF_RATE]) in TABLE
+    assert "(online/rewards-cpu.txt)" in PAGE
     rises = {
         (plot_online.mode_of(run), run["settings"]["seed"]): run["evaluations"][-1]["held_out_reward"]
         - run["evaluations"][0]["held_out_reward"]
@@ -29,8 +31,11 @@ def test_the_page_has_the_numbers_of_the_files() -> None:
     assert len(rises) == 5 * 3
     assert min(rises.values()) >= 0.3
     assert f"rises by {min(rises.values()):.2f} to {max(rises.values()):.2f}" in PAGE
+    slower = {seed: min((rise, mode) for (mode, of), rise in rises.items() if of == seed)[1] for _, seed in rises}
+    assert set(slower.values()) == {"sample_mean"}
+    assert "`sample_mean` is slower here" in PAGE
     seconds = [run["seconds"] for run in RUNS]
-    assert f"{min(seconds):.0f} to {max(seconds):.0f} seconds a run" in PAGE
+    assert f"A run takes {min(seconds):.0f} to {max(seconds):.0f} seconds" in PAGE
 
 
 def test_what_a_run_left_is_collected(tmp_path: Path) -> None:

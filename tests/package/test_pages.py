@@ -32,9 +32,9 @@ from megatron_rl_loss.modes.names import resolve
 from megatron_rl_loss.modes.table import available_modes
 from megatron_rl_loss.plan.plan import Plan
 
-README, USING, NAMES, FRAMEWORKS, PERFORMANCE = (
+README, USING, NAMES, FRAMEWORKS, PERFORMANCE, SUPPORT = (
     (ROOT / "docs" / name).read_text()
-    for name in ("../README.md", "using.md", "names.md", "frameworks.md", "performance.md")
+    for name in ("../README.md", "using.md", "names.md", "frameworks.md", "performance.md", "support.md")
 )
 RECIPES = {path.name: path.read_text() for path in sorted((EXAMPLES / "recipes").iterdir()) if path.is_file()}
 
@@ -109,12 +109,43 @@ def test_the_files_of_the_architecture_are_there() -> None:
     assert not [folder for folder in folders if f"| `{folder.name}/` |" not in page]
 
 
-def test_the_tests_of_exactness_are_there() -> None:
-    page = (ROOT / "docs/exactness.md").read_text()
-    files = {name for name in re.findall(r"[\w/]+\.py\b", page) if name.rpartition("/")[2].startswith("test_")}
-    there = [path.as_posix() for path in (ROOT / "tests").rglob("test_*.py")]
-    assert len(files) > 15
-    assert [name for name in files if not any(path.endswith(f"/{name}") for path in there)] == []
+def test_the_tests_that_prove_are_there() -> None:
+    """A file without a folder is in the folder of the one before it."""
+    section = SUPPORT.split("## What is proven\n")[1].split("\n## ")[0]
+    cells = re.findall(r"^\| .* \| .* \| (`.*`) \|$", section, flags=re.MULTILINE)[1:]
+    cells += re.findall(r"\((`[\w/.]+`)\)", section.partition("Other tests: ")[2])
+    paths = set()
+    for cell in cells:
+        folder = ""
+        for name in re.findall(r"`([^`]+)`", cell):
+            folder = name.rpartition("/")[0] or folder
+            paths.add(ROOT / "tests" / folder / name.rpartition("/")[2])
+    assert len(paths) > 20
+    assert [path for path in paths if not path.exists()] == []
+    files = set(re.findall(r"\btest_\w+\.py\b", SUPPORT))
+    assert files <= {path.name for path in (ROOT / "tests").rglob("test_*.py")}
+
+
+def test_the_versions_of_megatron_are_those_of_the_printed_table() -> None:
+    """Parts whose tests were all skipped under a version, and parts of which some were; none failed."""
+    printed = (ROOT / "docs/bench/versions-cpu.txt").read_text()
+    lines = re.findall(r"^\| .*", printed, flags=re.MULTILINE)
+    head, *rows = ([cell.strip() for cell in line.split("|")[1:-1]] for line in lines)
+    found = {}
+    for version, *counts in rows:
+        parts = dict(zip(head[1:], counts, strict=True))
+        assert not [count for count in counts if not re.fullmatch(r"\d+ passed|(\d+ passed, )?\d+ skipped", count)]
+        of_all = [part for part, count in parts.items() if "passed" not in count]
+        some = [part for part, count in parts.items() if "passed" in count and "skipped" in count]
+        said = [f"{word} of {', '.join(names)}" for word, names in (("all", of_all), ("some", some)) if names]
+        name = version.replace("Megatron-LM@", "main ").replace("Megatron-dev@", "dev ")
+        found[name] = "; ".join(said)
+    assert len(found) == 7
+    assert dict(re.findall(r"^\| ((?:main |dev )?[\da-f.]+) \| ([^|]*) \|", SUPPORT, flags=re.MULTILINE)) == found
+    script = (ROOT / "tools/test_versions.sh").read_text()
+    assert " ".join(head[1:]) in script
+    named = SUPPORT.partition("The parts: ")[2]
+    assert all(re.search(rf"\b{part}\b", named) for part in head[1:])
 
 
 def test_wrong_links_and_names_would_be_seen() -> None:
@@ -315,9 +346,12 @@ def test_the_code_of_frameworks_that_needs_none_runs(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("name", ["reducers", "segments", "totals"])
 def test_times_are_those_of_the_file(name: str) -> None:
-    numbers = {word for file in (ROOT / "docs/bench").glob(f"{name}*-cpu.txt") for word in file.read_text().split()}
+    """All numbers of a row are in one line of the file."""
+    lines = [set(re.findall(r"[\d.]+|[a-z]+", line)) for line in (ROOT / f"docs/bench/{name}-cpu.txt").open()]
     section = PERFORMANCE[PERFORMANCE.index(f"tools/bench/{name}.py") :].split("\n## ")[0]
-    rows = [row.split("|")[1:-1] for row in re.findall(r"^\| \d.*", section, flags=re.MULTILINE)]
-    shown = {cell.strip().replace(",", "") for row in rows for cell in (row if name == "totals" else row[2:-1])}
-    assert len(rows) >= 5
-    assert shown - numbers - {"none", "rollouts and prompts"} == set()
+    rows = re.findall(r"^\| (.*) \|$", section, flags=re.MULTILINE)[1:]
+    assert len(rows) >= 3
+    for row in rows:
+        shown = set(re.findall(r"[\d.]+|[a-z]+", row.replace(",", "")))
+        assert len(shown) >= 4
+        assert any(shown <= line for line in lines), row
