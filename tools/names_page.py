@@ -13,19 +13,27 @@ sys.path[:0] = [str(ROOT)] if str(ROOT) not in sys.path else []
 from megatron_rl_loss.modes.names import FRAMEWORKS, LOSSES, NAMES, NUMBER, OWN_CODE, PeerName
 
 PAGE = ROOT / "docs" / "names.md"
-BLOCK = re.compile(r"<!-- settings: (\w+) -->\n(?:\|.*\n)*")
+BLOCK = re.compile(r"<!-- settings: (\w+) -->\n(?:\|.*\n)*(?:\n- Own code of .*\n)*")
 
 
 def table(framework: str) -> str:
-    """A framework's settings by our mode and by what its own code does otherwise."""
+    """A framework's settings by our mode; below it the remarks on its own code that several rows share."""
     setting, default, version = FRAMEWORKS[framework]
     version = re.sub(r"\b[0-9a-f]{8}\b", r"`\g<0>`", version)
-    names: dict[str, list[str]] = {}
+    rows: dict[tuple[str, str], list[str]] = {}
+    notes: dict[str, list[str]] = {}
     for peer in NAMES:
         if peer.framework == framework:
-            names.setdefault(_mode(peer), []).append(_name(peer) + " (default)" * (peer.name == default))
-    rows = [f"| {', '.join(same)} | {mode} |" for mode, same in names.items()]
-    return "\n".join([f"| `{setting}` | mode, as read in {version} |", "|---|---|", *rows])
+            own = OWN_CODE.get(_alias(peer), "")
+            rows.setdefault((_mode(peer), own), []).append(_name(peer) + " (default)" * (peer.name == default))
+            notes.setdefault(own, []).append(f"`{_alias(peer)}`")
+    of_rows = [own for _, own in rows]
+    lines = [f"| `{setting}` | mode in {version} |", "|---|---|"]
+    for (mode, own), names in rows.items():
+        remark = f"; own code {own}" if own and of_rows.count(own) == 1 else ""
+        lines.append(f"| {', '.join(names)} | {mode}{remark} |")
+    shared = [(own, names) for own, names in notes.items() if own and of_rows.count(own) > 1]
+    return "\n".join([*lines, *(f"\n- Own code of {', '.join(names)} {own}." for own, names in shared)])
 
 
 def with_tables(page: str) -> str:
@@ -44,12 +52,11 @@ def _name(peer: PeerName) -> str:
 
 def _mode(peer: PeerName) -> str:
     if peer.refused:
-        return f"refused: {peer.refused}; nearest is `{peer.mode}`"
-    named = f", its `{peer.divisor}` as divisor" if isinstance(peer.divisor, str) else f", divisor {peer.divisor}"
-    divisor = ", the number as divisor" if peer.name == NUMBER else named if peer.divisor else ""
+        return f"refused: {peer.refused.partition(',')[0].removeprefix('a ')}; nearest is `{peer.mode}`"
+    named = f"`{peer.divisor}`" if isinstance(peer.divisor, str) else peer.divisor
+    divisor = ", the number as divisor" if peer.name == NUMBER else f", divisor {named}" if peer.divisor else ""
     units = ", active units" if peer.units == "active" else ""
-    own = OWN_CODE.get(_alias(peer))
-    return f"`{peer.mode}`{divisor}{units}" + (f"; its own code {own}" if own else "")
+    return f"`{peer.mode}`{divisor}{units}"
 
 
 if __name__ == "__main__":

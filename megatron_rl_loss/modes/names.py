@@ -50,7 +50,7 @@ FRAMEWORKS = {
     "slime": Framework("--calculate-per-token-loss", "calculate_per_token_loss=false", "624b824a (2026-08-21)"),
     "miles": Framework("--calculate-per-token-loss", "calculate_per_token_loss=false", "31f1ca96 (2026-08-21)"),
     "skyrl": Framework("trainer.algorithm.loss_reduction", "token_mean", "a9564572 (2026-08-21)"),
-    "tinker": Framework("loss_fn", "sum", "its pages"),
+    "tinker": Framework("loss_fn", "sum", "Tinker's documentation"),
     "trl": Framework("loss_type", "dapo", "1.10.0.dev0, f2cd5771 (2026-07-24)"),
     "ms_swift": Framework("--loss_type", "grpo", "4.6.0, 3602360a (2026-08-22)"),
     "prime_rl": Framework("trainer.loss.type", "default", "559b4477 (2026-08-21)"),
@@ -118,20 +118,20 @@ LOSSES = {
     **{f"trl:{name}": name for name in ("sapo", "luspo", "cispo", "vespo")},
 }
 
-_EQUALLY = "averages micro-batches equally, the same where all have as many rows"
-_GENERATED = "divides by the tokens of the generation batch, not of the step"
+_EQUALLY = "averages micro-batches equally: exact only where all have as many rows"
+_GENERATED = "divides by the tokens of the generation batch"
 #: What a framework's own code does otherwise, in the version read, or since when it does as the name says.
 OWN_CODE = {
     **dict.fromkeys(("trl:grpo", "trl:sapo", "trl:dr_grpo", "trl:luspo"), _EQUALLY),
     **dict.fromkeys(("trl:dapo", "trl:cispo", "trl:vespo"), _GENERATED),
     **dict.fromkeys(
         ("slime:calculate_per_token_loss=true", "miles:calculate_per_token_loss=true"),
-        "counts a token more for each masked sample",
+        "counts one token for each fully masked sample",
     ),
-    **dict.fromkeys(("ms_swift:bnpo", "ms_swift:dapo"), "changed with the cut or the number of steps before 4.6.0"),
-    "nemo_rl:token_level_loss=false": "counts valid responses without an active token too",
-    "roll:token-mean": "sums masked positions too",
-    "roll:seq-mean-token-sum-norm": "divides by the padded length of the batch at hand",
+    **dict.fromkeys(("ms_swift:bnpo", "ms_swift:dapo"), "depended on the cut and on the number of steps before 4.6.0"),
+    "nemo_rl:token_level_loss=false": "also counts valid responses without an active token",
+    "roll:token-mean": "also sums masked positions",
+    "roll:seq-mean-token-sum-norm": "divides by the padded length of the current batch",
 }
 
 

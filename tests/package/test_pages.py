@@ -280,17 +280,43 @@ def _stepping(package: str, *methods: str) -> type:
     return type("Stand", (), {**names, "__module__": f"{package}.worker"})
 
 
+OF_ENGINES, _, PLANTED = (ROOT / "docs/bench/engines-cpu.txt").read_text().partition("Faults planted")
+ENGINES = re.findall(
+    r"^\| (\S+) \| (\S+) \| (.*) \| (\S+) \| (\S+) \|$", OF_ENGINES.partition("|---|")[2], flags=re.MULTILINE
+)
+
+
 def test_the_table_of_engines_has_all_and_no_stale_row() -> None:
     """Tests that need checkouts print it: here, the words of its settings are looked for in them."""
-    rows = re.findall(r"^\| (\S+) \| (\S+) \| (.*) \| \S+ \| \S+ \|$", FRAMEWORKS, flags=re.MULTILINE)
     files = [path.read_text() for path in (ROOT / "tests" / "frameworks" / "real").glob("*.py")]
     names = {name for name, value in vars(checkouts).items() if isinstance(value, checkouts.Framework)}
-    assert names == {engine.upper().replace("-", "_") for engine, *_ in rows}
-    for engine, version, setting in rows:
+    assert names == {engine.upper().replace("-", "_") for engine, *_ in ENGINES}
+    assert len(set(ENGINES)) == len(ENGINES)
+    for engine, version, setting, *_ in ENGINES:
         name = engine.upper().replace("-", "_")
         recorded = "".join(["every mode", *(text for text in files if re.search(rf"\b{name}\b", text))])
-        assert version in FRAMEWORKS.partition("## How they were run")[0]
+        assert version in FRAMEWORKS.partition("setting: own error")[0]
         assert all(part.strip("`") in recorded for part in setting.split(", ")), (engine, setting)
+
+
+def test_the_errors_of_frameworks_are_the_tables() -> None:
+    wrong: dict[str, list[str]] = {}
+    for engine, _, setting, own, _ in ENGINES:
+        if own != "-" and float(own) > 1e-5:
+            wrong.setdefault(engine, []).append(f"{setting}: {own}")
+    shown = re.findall(r"^\| (\S+) \| (.*) \|$", FRAMEWORKS.partition("setting: own error")[2], flags=re.MULTILINE)
+    assert dict(shown) == {engine: "; ".join(settings) for engine, settings in wrong.items()}
+    said = re.search(r"With\s+this\s+library\s+it\s+is\s+at\s+most\s+(\S+\d)\.", FRAMEWORKS)
+    assert said is not None
+    assert float(said[1]) == max(float(ours) for *_, ours in ENGINES)
+
+
+def test_the_counts_of_planted_faults_add_up() -> None:
+    rows = re.findall(r"\| (\d+) \| (\d+) \| (\d+) \|$", PLANTED, flags=re.MULTILINE)
+    planted, stopped, unproved = (sum(map(int, column)) for column in zip(*rows, strict=True))
+    assert planted == stopped + unproved
+    assert f"plant [{planted} faults]" in FRAMEWORKS
+    assert re.search(rf"{stopped}\s+stop before the optimizer, {unproved} say NOT PROVED", FRAMEWORKS)
 
 
 def test_the_code_of_frameworks_that_needs_none_runs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -303,7 +329,7 @@ def test_the_code_of_frameworks_that_needs_none_runs(monkeypatch: pytest.MonkeyP
         monkeypatch.setitem(sys.modules, module.__name__, module)
     masks = torch.tensor([[1.0, 1, 1, 0], [1, 0, 0, 0]])
     names: dict[str, Any] = {"loss_masks": list(masks), "uids": ["a", "b"]}
-    skyrl, nemo_rl, areal, areal_trainer, roll, rlinf, ms_swift, bridge, tinker, _ = code_of("frameworks.md")
+    skyrl, nemo_rl, areal, roll, rlinf, ms_swift, _bridge, tinker, train_rl = code_of("frameworks.md")
     names["policy"] = SimpleNamespace(train=lambda data, loss_fn, gbs=None: None)
     names["loss_fn"] = SimpleNamespace(positive_example_nll_weight=0.0, reference_policy_kl_penalty=0.1)
     of_engine = {
@@ -330,18 +356,47 @@ def test_the_code_of_frameworks_that_needs_none_runs(monkeypatch: pytest.MonkeyP
                 monkeypatch.setitem(sys.modules, name, ModuleType(name))
         vars(sys.modules[module]).update(attributes)
     with undone():
-        for code in (nemo_rl, areal, areal_trainer, roll, rlinf, ms_swift):
+        for code in (nemo_rl, areal, roll, rlinf, ms_swift):
             exec(code, names)
         assert type(names["loss_fn"]).__name__ == "AggregatedPGLossFn"
         assert names["Trainer"]._create_train_engine
         for engine in ("NeMo-RL", "AReaL", "ROLL", "RLinf", "ms-swift"):
             assert any(line.startswith(engine) for line in replacing.active())
-    compile(bridge, "frameworks.md", "exec")
+    launcher = (EXAMPLES / "train_rl_with_loss_aggregation.py").read_text()
+    called = [ast.unparse(node.func) for node in ast.walk(ast.parse(train_rl)) if isinstance(node, ast.Call)]
+    assert sorted(called) == ["aggregation.attached", "loss_aggregation", "pretrain", "with_loss_aggregation"]
+    assert [name for name in called if f"{name}(" not in launcher] == []
     for code in (RECIPES["skyrl.py"], skyrl):
         exec(code, names)
         assert type(losses.pop("mine")).__name__ == "AggregatedPolicyLoss"
     exec(tinker, names)
     assert names["datum_advantages"][1] == pytest.approx([-0.7 / 4, 0, 0, 0])
+
+
+def test_the_code_for_bridge_wraps_the_schedule_of_its_loops(monkeypatch: pytest.MonkeyPatch) -> None:
+    bridge = next(code for code in code_of("frameworks.md") if "frameworks.bridge" in code)
+    for name in ("megatron.bridge", *(f"megatron.bridge.training{below}" for below in ("", ".train", ".eval"))):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+        if name != "megatron.bridge":
+            parent, _, child = name.rpartition(".")
+            setattr(sys.modules[parent], child, sys.modules[name])
+
+    def stock(**_: Any) -> None: ...
+
+    loops = [sys.modules[f"megatron.bridge.training.{one}"] for one in ("train", "eval")]
+    for loop in loops:
+        loop.get_forward_backward_func = lambda: stock  # type: ignore[attr-defined]
+    names: dict[str, Any] = {}
+    exec(bridge, names)
+    seen: list[Any] = []
+    names["run"](
+        lambda config, step: seen.extend([config, step, *(loop.get_forward_backward_func() for loop in loops)]),
+        "config",
+        lambda batch: None,
+    )
+    assert seen[:2] == ["config", names["forward_step"]]
+    assert stock not in seen
+    assert [loop.get_forward_backward_func() for loop in loops] == [stock, stock]
 
 
 @pytest.mark.parametrize("name", ["reducers", "segments", "totals"])
