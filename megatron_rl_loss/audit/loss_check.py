@@ -169,8 +169,8 @@ def check_loss(
     trainer would, and each token's weight is the derivative of what the optimizer gets by that token's loss.
 
     Args:
-        loss_fn: ``loss_fn(losses, mask, ...)`` returns a loss. Its other parameters are given by name what they ask
-            for (see `LossCall`, and the trainer's own words).
+        loss_fn: ``loss_fn(losses, mask, ...)`` returns a loss. Its other parameters receive values by name: the names
+            in ``help(LossCall)`` and those that the trainer uses.
         mode, divisor, units: what it is meant to be, as in `make_pg_loss_reducer`; None asks for invariance alone.
         call: how a trainer calls the function and divides afterwards: a `LossCall`, or the name of one of `CALLS`.
         draws: random steps for each way of cutting.

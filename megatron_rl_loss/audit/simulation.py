@@ -43,25 +43,25 @@ class LossCall:
     >>> LossCall(microbatches="mean", names={"total": "step_tokens"}).describe()
     'padded rows, micro-batches averaged, DP ranks averaged'
 
-    The function asks for more by the names of its parameters. Tokens are sums of masks; a step is all micro-batches of
-    all DP ranks.
+    A loss function takes losses and mask first. Its further parameters receive values by these names. A number of
+    tokens is a sum of masks; a step is all micro-batches of all DP ranks.
 
-    - ``step_tokens``, ``rank_tokens``, ``microbatch_tokens``: of the step, this DP rank, this micro-batch over CP
+    - ``step_tokens``, ``rank_tokens``, ``microbatch_tokens``: of the step, DP rank, micro-batch (all CP ranks)
     - ``sample_tokens``, ``rollout_tokens``, ``prompt_tokens``: of each row, its rollout, its prompt, [rows]
-    - ``step_samples``, ``rank_samples``, ``step_active_samples``: rows; active ones have a mask token
+    - ``step_samples``, ``rank_samples``, ``step_active_samples``: number of rows; active ones have a mask token
     - ``step_rollouts``, ``step_prompts``, ``num_microbatches``, ``dp_size``, ``cp_size``, ``world_size`` (DP times CP)
     - ``microbatch``, ``dp_rank``, ``cp_rank``: the place of the call, from 0
     - ``rollout_ids``, ``prompt_ids``: lists, an id for each row
-    - ``cu_seqlens``, ``sample_index``: in packed losses, uncut, starts of rows and the row of each token
+    - ``cu_seqlens``, ``sample_index``: for packed losses, the uncut starts of rows and the row of each token
     - ``local``, ``totals``: the `LocalTokens` and `StepTotals` of reducers
-    - ``old_log_probs``, ``advantages``, ``sample_advantages``: with log-probs alone; equal to these without gradient;
-      never 0, by token and by row
+    - ``old_log_probs``, ``advantages``, ``sample_advantages``: only with ``takes="log_probs"``. The old log-probs equal
+      the new ones, without gradient. Advantages are per token and per row, never 0.
 
     Attributes:
         takes: the first argument. From ``log_probs`` the function makes losses itself; a weight is then the factor of a
             token's advantage in the policy gradient at ratio 1.
-        rows: [batch, seq], [num_tokens], or one tensor per row; the mask alike.
-        names: parameters that are called otherwise, ``{"num_items_in_batch": "step_tokens"}``.
+        rows: shape of losses and mask: [batch, seq], [num_tokens], or one tensor per row.
+        names: your parameter names for the values above: ``{"num_items_in_batch": "step_tokens"}``.
         microbatches: ``mean`` if the trainer divides by their number.
         dp: ``mean`` as DDP and FSDP do, ``sum`` where a trainer undoes that.
         cp: the same over context-parallel ranks; None if there are none.

@@ -232,7 +232,8 @@ def test_the_modes_of_readme_are_the_tables_and_give_the_worked_numbers() -> Non
 def test_the_flags_of_using_are_the_parsers() -> None:
     parser = add_loss_aggregation_args(argparse.ArgumentParser(add_help=False))
     flags = {action.option_strings[0] for action in parser._actions}
-    assert set(re.findall(r"^\| `(--[a-z-]+)", USING, flags=re.MULTILINE)) == flags | {"--loss-aggregation"}
+    rows = re.findall(r"^\| (`--[^|]+) \|", USING, flags=re.MULTILINE)
+    assert {flag for row in rows for flag in re.findall(r"`(--[a-z-]+)", row)} == flags | {"--loss-aggregation"}
 
 
 def test_the_tables_of_names_are_the_codes() -> None:
@@ -262,6 +263,26 @@ def test_the_examples_and_tolerances_of_the_audit_are_the_codes() -> None:
     assert said is not None
     tolerances = [TOLERANCES[name] for name in ("float32", "float16", "bfloat16")]
     assert [float(number) for number in said.groups()] == pytest.approx(tolerances, rel=0.05)
+
+
+def test_the_messages_of_troubleshooting_are_the_codes() -> None:
+    """Symptoms that quote this library. A number in the page stands for any value in the code."""
+    page = (ROOT / "docs/troubleshooting.md").read_text()
+    symptoms = re.findall(r"^\| ([^|]+) \|", page[page.index("### Errors") :], flags=re.MULTILINE)
+    quoted = {quote for one in symptoms for quote in re.findall(r"`([^`]* [^`]*)`", one)}
+    assert len(quoted) >= 5
+    texts = [text for path in (ROOT / "megatron_rl_loss").rglob("*.py") for text in _texts(path)]
+    absent = [quote for quote in quoted if not any(re.sub(r"\d[\d.]*", "0", quote) in text for text in texts)]
+    assert absent == ["Connection closed by peer"]  # gloo's
+
+
+def _texts(path: Path) -> Iterator[str]:
+    """The strings of a file, with 0 for a value that is formatted into one."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.JoinedStr):
+            yield "".join(str(one.value) if isinstance(one, ast.Constant) else "0" for one in node.values)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
 
 
 def test_versions_are_the_same_on_all_pages() -> None:

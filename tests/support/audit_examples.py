@@ -14,11 +14,10 @@ ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "examples")] if str(ROOT) not in sys.path else []
 
 import check_my_loss
-import torch
 from counted_steps import measured, ragged
 from published import own_piece
 
-from megatron_rl_loss import check_loss, compare_log_probs
+from megatron_rl_loss import check_loss
 from megatron_rl_loss.audit.judge import judge
 from megatron_rl_loss.audit.simulation import LossCall
 from megatron_rl_loss.modes.names import resolve
@@ -33,16 +32,8 @@ def stock() -> str:
     return str(judge(measured(step, own_piece), resolve("token_mean")))
 
 
-def log_probs() -> str:
-    """A rollout whose log-probs are the trainer's one token later, each rounded to bfloat16."""
-    draw = torch.Generator().manual_seed(1)
-    ours = [-torch.rand(length, generator=draw) * 3 for length in (40, 25, 31)]
-    return str(compare_log_probs(ours, [row.roll(1).bfloat16() for row in ours]))
-
-
 EXAMPLES: dict[str, Callable[[], str]] = {
     "stock": stock,
-    "log-probs": log_probs,
     "check_loss": lambda: str(check_loss(check_my_loss.mine, "token_mean", call=LossCall())),
 }
 

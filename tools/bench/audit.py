@@ -5,8 +5,7 @@
 One process; Megatron's own DDP and schedule on a model that is next to nothing, a norm's scale of `--hidden` entries
 that every token's loss is a part of, so that what is timed is the step's bookkeeping and the audit's. `interval` is
 what ``--loss-aggregation-audit-interval`` does in the steps it measures, `audit` also puts the whole step together on
-the first rank. On a machine without a GPU it runs on the CPU. Not measured: collectives between ranks (see
-docs/audit.md for their number and size).
+the first rank. On a machine without a GPU it runs on the CPU. Not measured: collectives between ranks.
 """
 
 import contextlib

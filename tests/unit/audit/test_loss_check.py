@@ -299,10 +299,14 @@ def test_a_context_parallel_rank_holds_what_the_cut_says(cut: Any) -> None:
     assert step.tokens.cp_rank.tolist() == HELD[cut]
 
 
-def test_the_page_names_everything_there_is() -> None:
-    page = (ROOT / "docs" / "audit.md").read_text()
+def test_the_help_lists_every_parameter_and_the_page_every_trainer() -> None:
+    help_of_call, page = LossCall.__doc__ or "", (ROOT / "docs" / "audit.md").read_text()
     fields = {field.name for field in dataclasses.fields(LossCall)}
-    assert fields | set(GIVEN) | set(CALLS) <= set(re.findall(r"`(\w+)`", page))
+    assert set(re.findall(r"^        (\w+):", help_of_call, flags=re.MULTILINE)) == fields
+    (listed,) = re.findall(r"^    - .*(?=\n\n)", help_of_call, flags=re.MULTILINE | re.DOTALL)
+    assert set(re.findall(r"``(\w+)``", listed)) == set(GIVEN)
+    assert "`help(LossCall)`" in page
+    assert set(CALLS) <= set(re.findall(r"`(\w+)`", page))
 
 
 @pytest.mark.parametrize("units", ["all", "active"])
